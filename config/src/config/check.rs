@@ -1,0 +1,456 @@
+//! What one key cannot see: names that must exist and limits that must agree.
+//! A contradiction names both keys.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use tollgate_domain::{
+    ByClass, DeviceClass, DeviceNanos, ModelName, PlanLimits, PlanName, PoolName, TenantId,
+};
+
+use super::{DEMO_MODEL, Model, Plan, Pool, Tenant};
+use crate::problem::Place;
+use crate::read::{DeviceRate, Reader, join, show_duration};
+use crate::sections::{Issuer, JwtKeys, RawIssuer, RawModel, RawPlan, RawPool, RawTenant, Root};
+use crate::tree::{Table, find};
+
+/// What the sections become.
+pub(super) struct Resolved {
+    pub(super) plans: BTreeMap<PlanName, Arc<Plan>>,
+    pub(super) pools: BTreeMap<PoolName, Pool>,
+    pub(super) tenants: BTreeMap<TenantId, Tenant>,
+    pub(super) models: BTreeMap<ModelName, Model>,
+    pub(super) issuers: Vec<Issuer>,
+}
+
+pub(super) struct Checker<'a> {
+    pub(super) tree: &'a Table,
+    pub(super) root: &'a Root,
+    pub(super) reader: &'a mut Reader,
+}
+
+impl Checker<'_> {
+    /// Resolves what can be resolved and notes what cannot.
+    pub(super) fn resolve(mut self, demo: bool) -> Resolved {
+        self.listeners(demo);
+        self.gateway();
+        let root = self.root;
+        let plans: BTreeMap<_, _> =
+            root.plans.iter().map(|(name, raw)| self.plan(name, raw)).collect();
+        let models = root.models.iter().map(|(name, raw)| self.model(name, raw, &plans)).collect();
+        let pools: BTreeMap<_, _> =
+            root.pools.iter().filter_map(|(name, raw)| self.pool(name, raw, &plans)).collect();
+        let tenants = root
+            .tenants
+            .iter()
+            .filter_map(|(name, raw)| self.tenant(name, raw, &plans, &pools))
+            .collect();
+        self.plans_fit_pools(&tenants);
+        let mut issuers = Vec::new();
+        for (name, raw) in &root.auth.jwt {
+            if let Some(issuer) = self.issuer(name.as_str(), raw) {
+                self.issuer_is_new(&issuers, &issuer);
+                issuers.push(issuer);
+            }
+        }
+        Resolved { plans, pools, tenants, models, issuers }
+    }
+
+    /// Where a key was written.
+    fn place(&self, keys: &[&str]) -> Place {
+        find(self.tree, keys).map_or(Place::Default, |node| node.place.clone())
+    }
+
+    fn is_given(&self, keys: &[&str]) -> bool {
+        find(self.tree, keys).is_some()
+    }
+
+    fn problem(&mut self, keys: &[&str], message: impl Into<String>) {
+        // A key that is not there is missing from its table.
+        let mut place = Place::Default;
+        for depth in 1..=keys.len() {
+            if let Some(node) = find(self.tree, &keys[..depth]) {
+                place = node.place.clone();
+            }
+        }
+        self.reader.problem(&place, &dotted(keys), message);
+    }
+
+    fn listeners(&mut self, demo: bool) {
+        let gateway = &self.root.gateway;
+        let (listen, admin) = (gateway.listen, gateway.admin_listen);
+        if collide(listen, admin) {
+            let place = self.place(&["gateway", "listen"]);
+            self.problem(
+                &["gateway", "admin_listen"],
+                format!("{admin} is taken by gateway.listen, {listen} ({place})"),
+            );
+        }
+        if demo && !listen.ip().is_loopback() {
+            self.problem(
+                &["gateway", "listen"],
+                format!(
+                    "{listen} is open to others, and no tenant is configured: the demo tenant \
+                     serves loopback only, so name tenants or listen on 127.0.0.1"
+                ),
+            );
+        }
+    }
+
+    fn gateway(&mut self) {
+        let gateway = &self.root.gateway;
+        match (&gateway.tls.certificate, &gateway.tls.key) {
+            (Some(_), None) => {
+                self.problem(&["gateway", "tls", "certificate"], "needs gateway.tls.key beside it");
+            }
+            (None, Some(_)) => {
+                self.problem(&["gateway", "tls", "key"], "needs gateway.tls.certificate beside it");
+            }
+            _ => {}
+        }
+        let files = [("certificate", &gateway.tls.certificate), ("key", &gateway.tls.key)];
+        for (key, path) in files {
+            self.exists(&["gateway", "tls", key], path.as_slice());
+        }
+        let (queue, request) = (gateway.deadlines.queue, gateway.deadlines.request);
+        if queue > request {
+            let place = self.place(&["gateway", "deadlines", "request"]);
+            self.problem(
+                &["gateway", "deadlines", "queue"],
+                format!(
+                    "{queue:?} is longer than gateway.deadlines.request, {request:?} ({place})"
+                ),
+            );
+        }
+        let (source, total) = (gateway.connections.per_source, gateway.connections.total);
+        if source > total {
+            let place = self.place(&["gateway", "connections", "total"]);
+            self.problem(
+                &["gateway", "connections", "per_source"],
+                format!("{source} is more than gateway.connections.total, {total} ({place})"),
+            );
+        }
+    }
+
+    /// Notes each path that is not there.
+    fn exists(&mut self, keys: &[&str], paths: &[PathBuf]) {
+        for path in paths {
+            if !path.exists() {
+                self.problem(keys, format!("{} does not exist", path.display()));
+            }
+        }
+    }
+
+    fn model(
+        &mut self,
+        name: &ModelName,
+        raw: &RawModel,
+        plans: &BTreeMap<PlanName, Arc<Plan>>,
+    ) -> (ModelName, Model) {
+        let RawModel { path, devices, plan } = raw;
+        let keys = ["models", name.as_str(), "path"];
+        match path {
+            Some(path) => self.exists(&keys, std::slice::from_ref(path)),
+            None if name.as_str() == DEMO_MODEL || self.is_given(&keys) => {}
+            None => self.problem(
+                &keys,
+                format!("is needed: only {DEMO_MODEL} comes along and has a folder of its own"),
+            ),
+        }
+        let keys = ["models", name.as_str(), "plan"];
+        let plan = plan.as_ref().and_then(|plan| self.named_plan(&keys, Some(plan), plans));
+        let (path, devices) = (path.clone(), devices.clone());
+        (name.clone(), Model { name: name.clone(), path, devices, plan })
+    }
+
+    fn plan(&mut self, name: &PlanName, raw: &RawPlan) -> (PlanName, Arc<Plan>) {
+        let RawPlan {
+            requests_per_minute,
+            tokens_per_minute,
+            concurrent,
+            queued,
+            largest_job,
+            device_time_per_minute,
+            device_time_per_day,
+            device_time_per_month,
+            weight,
+        } = raw;
+        if concurrent.is_none()
+            && queued.is_some()
+            && !self.is_given(&["plans", name.as_str(), "concurrent"])
+        {
+            self.problem(
+                &["plans", name.as_str(), "queued"],
+                "nobody waits where nothing limits: it needs concurrent beside it",
+            );
+        }
+        let bursts = convert(device_time_per_minute, |DeviceRate(rate)| DeviceNanos(rate.burst));
+        let (largest, day) = ("largest_job", "device_time_per_day");
+        let (minute, month) = ("device_time_per_minute", "device_time_per_month");
+        for (small, large) in [
+            ((largest, largest_job), (day, device_time_per_day)),
+            ((largest, largest_job), (month, device_time_per_month)),
+            ((largest, largest_job), (minute, &bursts)),
+            ((day, device_time_per_day), (month, device_time_per_month)),
+        ] {
+            let (small_key, small) = small;
+            let (large_key, large) = large;
+            self.at_most((name, small_key, small), (name, large_key, large), "");
+        }
+        let limits = PlanLimits {
+            requests: *requests_per_minute,
+            tokens: *tokens_per_minute,
+            device_time: convert(device_time_per_minute, |DeviceRate(rate)| *rate),
+            device_time_per_day: device_time_per_day.clone(),
+            device_time_per_month: device_time_per_month.clone(),
+            concurrent: *concurrent,
+            // Where places are limited, so is the queue for them.
+            queued: queued.or(concurrent.map(|_| 0)),
+            largest_job: largest_job.clone(),
+        };
+        let plan = Plan { name: name.clone(), limits: Arc::new(limits), weight: *weight };
+        (name.clone(), Arc::new(plan))
+    }
+
+    /// A job that a tenant's own plan lets through must be one that its pool
+    /// could ever pay for. Each pair of plans is told about once.
+    fn plans_fit_pools(&mut self, tenants: &BTreeMap<TenantId, Tenant>) {
+        let mut seen = BTreeSet::new();
+        for tenant in tenants.values() {
+            let (Some(own), Some(pool)) = (&tenant.plan, &tenant.pool) else { continue };
+            if own.name == pool.plan.name || !seen.insert((&own.name, &pool.plan.name)) {
+                continue;
+            }
+            let shared = &pool.plan.limits;
+            let bursts = convert(&shared.device_time, |rate| DeviceNanos(rate.burst));
+            let both = format!("; {} has both", dotted(&["tenants", tenant.name.as_str()]));
+            for (key, large) in [
+                ("device_time_per_day", &shared.device_time_per_day),
+                ("device_time_per_month", &shared.device_time_per_month),
+                ("device_time_per_minute", &bursts),
+            ] {
+                self.at_most(
+                    (&own.name, "largest_job", &own.limits.largest_job),
+                    (&pool.plan.name, key, large),
+                    &both,
+                );
+            }
+        }
+    }
+
+    /// For every class, what `small` allows must be possible under `large`.
+    /// `whose` says why both bind, where their plans differ.
+    fn at_most(
+        &mut self,
+        (small_plan, small_key, small): PlanKey<'_>,
+        (large_plan, large_key, large): PlanKey<'_>,
+        whose: &str,
+    ) {
+        let named: BTreeSet<&DeviceClass> =
+            small.classes.keys().chain(large.classes.keys()).collect();
+        let mut cases = vec![("every class not named".to_owned(), small.default, large.default)];
+        for class in named {
+            cases.push((format!("class {class}"), small.limit(class), large.limit(class)));
+        }
+        for (class, small, large) in cases {
+            let (Some(small), Some(large)) = (small, large) else { continue };
+            if small <= large {
+                continue;
+            }
+            let place = self.place(&["plans", large_plan.as_str(), large_key]);
+            let large_key = dotted(&["plans", large_plan.as_str(), large_key]);
+            self.problem(
+                &["plans", small_plan.as_str(), small_key],
+                format!(
+                    "{} for {class} is more than {large_key} could ever give, {} ({place}){whose}",
+                    show_duration(small.nanos()),
+                    show_duration(large.nanos()),
+                ),
+            );
+            return; // one contradiction of two keys is one mistake
+        }
+    }
+
+    fn pool(
+        &mut self,
+        name: &PoolName,
+        raw: &RawPool,
+        plans: &BTreeMap<PlanName, Arc<Plan>>,
+    ) -> Option<(PoolName, Pool)> {
+        let RawPool { plan } = raw;
+        let keys = ["pools", name.as_str(), "plan"];
+        let plan = self.named_plan(&keys, plan.as_ref(), plans)?;
+        Some((name.clone(), Pool { name: name.clone(), plan }))
+    }
+
+    fn named_plan(
+        &mut self,
+        keys: &[&str],
+        plan: Option<&PlanName>,
+        plans: &BTreeMap<PlanName, Arc<Plan>>,
+    ) -> Option<Arc<Plan>> {
+        let Some(plan) = plan else {
+            if !self.is_given(keys) {
+                self.problem(keys, "is needed");
+            }
+            return None;
+        };
+        let found = plans.get(plan).cloned();
+        if found.is_none() {
+            self.unknown(keys, "plan", plan.as_str(), plans.keys().map(PlanName::as_str));
+        }
+        found
+    }
+
+    fn unknown<'n>(
+        &mut self,
+        keys: &[&str],
+        kind: &str,
+        name: &str,
+        known: impl Iterator<Item = &'n str>,
+    ) {
+        // The first few are enough to see a slip; there may be thousands.
+        let known: Vec<&str> = known.take(8).collect();
+        let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
+        self.problem(keys, format!("there is no {kind} {name:?}; known are {known}"));
+    }
+
+    fn tenant(
+        &mut self,
+        name: &TenantId,
+        raw: &RawTenant,
+        plans: &BTreeMap<PlanName, Arc<Plan>>,
+        pools: &BTreeMap<PoolName, Pool>,
+    ) -> Option<(TenantId, Tenant)> {
+        let RawTenant { plan, pool, models } = raw;
+        let tenant = name.as_str();
+        for model in models.iter().flatten() {
+            if !self.root.models.contains_key(model) {
+                let known = self.root.models.keys().map(ModelName::as_str);
+                self.unknown(&["tenants", tenant, "models"], "model", model.as_str(), known);
+            }
+        }
+        let given = |key| self.is_given(&["tenants", tenant, key]);
+        if !given("plan") && !given("pool") && plan.is_none() && pool.is_none() {
+            self.problem(&["tenants", tenant], "needs plan or pool");
+        }
+        let own = plan
+            .as_ref()
+            .and_then(|plan| self.named_plan(&["tenants", tenant, "plan"], Some(plan), plans));
+        let shared = pool.as_ref().and_then(|pool| self.named_pool(tenant, pool, pools));
+        // What was given and not found has been told of; nothing is bound less
+        // than its config says.
+        if own.is_some() != plan.is_some() || shared.is_some() != pool.is_some() {
+            return None;
+        }
+        let weight = own.as_ref().or(shared.as_ref().map(|pool| &pool.plan))?.weight;
+        let models = models.clone();
+        Some((name.clone(), Tenant { name: name.clone(), plan: own, pool: shared, weight, models }))
+    }
+
+    fn named_pool(
+        &mut self,
+        tenant: &str,
+        pool: &PoolName,
+        pools: &BTreeMap<PoolName, Pool>,
+    ) -> Option<Pool> {
+        let found = pools.get(pool).cloned();
+        // One that is there and could not be resolved is told of where it is.
+        if found.is_none() && !self.root.pools.contains_key(pool) {
+            let known = self.root.pools.keys().map(PoolName::as_str);
+            self.unknown(&["tenants", tenant, "pool"], "pool", pool.as_str(), known);
+        }
+        found
+    }
+
+    fn issuer(&mut self, name: &str, raw: &RawIssuer) -> Option<Issuer> {
+        let RawIssuer { issuer, audience, algorithms, keys, jwks, tenant_claim, leeway } = raw;
+        for (key, missing) in [
+            ("issuer", issuer.is_none()),
+            ("audience", audience.is_none()),
+            ("algorithms", algorithms.is_empty()),
+        ] {
+            if missing && !self.is_given(&["auth", "jwt", name, key]) {
+                self.problem(&["auth", "jwt", name, key], "is needed");
+            }
+        }
+        self.exists(&["auth", "jwt", name, "keys"], keys);
+        self.exists(&["auth", "jwt", name, "jwks"], jwks.as_slice());
+        let families: BTreeSet<&str> = algorithms.iter().map(|known| known.family()).collect();
+        if !keys.is_empty() && families.len() > 1 {
+            let families: Vec<&str> = families.into_iter().collect();
+            self.problem(
+                &["auth", "jwt", name, "algorithms"],
+                format!(
+                    "mixes families ({}) over one set of keys: name one issuer for each",
+                    families.join(", ")
+                ),
+            );
+        }
+        let keys = match (keys.is_empty(), jwks) {
+            (false, None) => JwtKeys::Pem(keys.clone()),
+            (true, Some(path)) => JwtKeys::Jwks(path.clone()),
+            (true, None) => {
+                let given = |key| self.is_given(&["auth", "jwt", name, key]);
+                if !given("keys") && !given("jwks") {
+                    self.problem(&["auth", "jwt", name], "needs keys or jwks");
+                }
+                return None;
+            }
+            (false, Some(_)) => {
+                let place = self.place(&["auth", "jwt", name, "jwks"]);
+                let jwks = dotted(&["auth", "jwt", name, "jwks"]);
+                self.problem(
+                    &["auth", "jwt", name, "keys"],
+                    format!("contradicts {jwks} ({place}): keys come from one place"),
+                );
+                return None;
+            }
+        };
+        Some(Issuer {
+            name: name.to_owned(),
+            issuer: issuer.clone()?,
+            audience: audience.clone()?,
+            algorithms: algorithms.clone(),
+            keys,
+            tenant_claim: tenant_claim.clone(),
+            leeway: *leeway,
+        })
+    }
+
+    /// A token must have one issuer that could have made it.
+    fn issuer_is_new(&mut self, known: &[Issuer], new: &Issuer) {
+        let same =
+            known.iter().find(|known| known.issuer == new.issuer && known.audience == new.audience);
+        if let Some(same) = same {
+            let place = self.place(&["auth", "jwt", &same.name, "issuer"]);
+            let other = dotted(&["auth", "jwt", &same.name, "issuer"]);
+            self.problem(
+                &["auth", "jwt", &new.name, "issuer"],
+                format!("{:?} with the same audience is {other} too ({place})", new.issuer),
+            );
+        }
+    }
+}
+
+/// A limit by class, and where it stands: plan and key.
+type PlanKey<'a> = (&'a PlanName, &'a str, &'a ByClass<DeviceNanos>);
+
+fn dotted(keys: &[&str]) -> String {
+    keys.iter().fold(String::new(), |path, key| join(&path, key))
+}
+
+/// Whether two listeners want the same port of the same address.
+fn collide(a: SocketAddr, b: SocketAddr) -> bool {
+    let same_address = a.ip() == b.ip() || a.ip().is_unspecified() || b.ip().is_unspecified();
+    a.port() != 0 && a.port() == b.port() && same_address
+}
+
+fn convert<T, U>(limits: &ByClass<T>, to: impl Fn(&T) -> U) -> ByClass<U> {
+    ByClass {
+        default: limits.default.as_ref().map(&to),
+        classes: limits.classes.iter().map(|(class, value)| (class.clone(), to(value))).collect(),
+    }
+}

@@ -1,0 +1,104 @@
+//! The example file: every key with its description and default. It stands in
+//! `config/tollgate.toml`, and a test holds the two together.
+
+use std::collections::BTreeMap;
+
+use tollgate_domain::{ModelName, PlanName, PoolName, TenantId};
+
+use crate::read::{Section, Visited};
+use crate::schema::sentence;
+use crate::sections::{IssuerName, RawAuth, Root};
+
+/// The width of comments.
+const WIDTH: usize = 79;
+
+const HEAD: &str = "\
+# tollgate's configuration: every key, with its default. Copy what you change.
+#
+# --config takes a file like this one, or a folder of them. A flag wins over the
+# environment, which wins over the file: gateway.listen is --listen, or
+# TOLLGATE_GATEWAY__LISTEN. Durations are \"250ms\", \"2s\", \"1h\"; sizes \"64KiB\",
+# \"2MiB\". Paths are relative to the file that names them.
+# Lines that begin with # and no space are examples to uncomment.
+";
+
+pub(crate) fn whole() -> String {
+    let mut text = HEAD.to_owned();
+    // What has no default is shown as an example: one entry of each kind.
+    let root = Root::default();
+    root.visit("", &mut |visited| write(&mut text, visited, Standing::Default));
+    let samples = Root { auth: sample_auth(), ..sample_names() };
+    samples.visit("", &mut |visited| {
+        let (Visited::Table { key, .. } | Visited::Field { key, .. }) = &visited;
+        let named = ["plans.", "pools.", "tenants.", "models.", "auth.jwt."];
+        if named.iter().any(|table| key.starts_with(table)) {
+            write(&mut text, visited, Standing::Example);
+        }
+    });
+    text
+}
+
+/// Whether a key stands at its default or is to be uncommented.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Standing {
+    Default,
+    Example,
+}
+
+fn write(text: &mut String, visited: Visited<'_>, standing: Standing) {
+    match visited {
+        Visited::Table { key: "" | "auth", .. } => {}
+        Visited::Table { key, doc } => {
+            text.push('\n');
+            comment(text, &sentence(doc));
+            let mark = if standing == Standing::Example { "#" } else { "" };
+            text.push_str(&format!("{mark}[{key}]\n"));
+        }
+        Visited::Field { key, doc, value, sample } => {
+            let (_, name) = key.rsplit_once('.').unwrap_or(("", key));
+            text.push('\n');
+            comment(text, &sentence(doc));
+            let line = match (value, standing) {
+                (Some(value), Standing::Default) => format!("{name} = {value}\n"),
+                (Some(value), Standing::Example) => format!("#{name} = {value}\n"),
+                (None, _) => format!("#{name} = {sample}\n"),
+            };
+            text.push_str(&line);
+        }
+    }
+}
+
+/// A comment, wrapped.
+fn comment(text: &mut String, sentence: &str) {
+    let mut line = "#".to_owned();
+    for word in sentence.split_whitespace() {
+        if line.len() + 1 + word.len() > WIDTH {
+            text.push_str(&line);
+            text.push('\n');
+            line = "#".to_owned();
+        }
+        line.push(' ');
+        line.push_str(word);
+    }
+    text.push_str(&line);
+    text.push('\n');
+}
+
+fn sample_names() -> Root {
+    let good = "the name keeps the rules";
+    Root {
+        plans: BTreeMap::from([(PlanName::new("team").expect(good), Default::default())]),
+        pools: BTreeMap::from([(PoolName::new("trial").expect(good), Default::default())]),
+        tenants: BTreeMap::from([(TenantId::new("acme").expect(good), Default::default())]),
+        models: BTreeMap::from([(
+            ModelName::new(crate::config::DEMO_MODEL).expect(good),
+            Default::default(),
+        )]),
+        ..Root::default()
+    }
+}
+
+fn sample_auth() -> RawAuth {
+    let name = IssuerName::new("corporate").expect("the name keeps the rules");
+    RawAuth { jwt: BTreeMap::from([(name, Default::default())]) }
+}

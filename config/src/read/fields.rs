@@ -1,0 +1,475 @@
+//! What a key may hold: numbers, names, paths, addresses, rates, limits by
+//! device class, lists, and tables keyed by name.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use serde_json::json;
+use tollgate_domain::{ByClass, DeviceClass, ModelName, PlanName, PoolName, Rate, TenantId};
+
+use super::quantity::{duration_schema, read_duration, show_duration};
+use super::{Field, Reader, Section, Visited, beside, join};
+use crate::schema;
+use crate::sections::{DeviceSelector, IssuerName, JwtAlgorithm};
+use crate::tree::{Node, Table, Value};
+
+/// The longest list that a key takes.
+const LONGEST_LIST: usize = 1_024;
+
+impl<T: Field> Field for Option<T> {
+    fn sample() -> String {
+        T::sample()
+    }
+
+    fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
+        T::read(node, key, reader).map(Some)
+    }
+
+    fn show(&self) -> Option<String> {
+        self.as_ref().and_then(T::show)
+    }
+
+    fn schema() -> serde_json::Value {
+        T::schema()
+    }
+}
+
+macro_rules! whole_number {
+    ($type:ty) => {
+        impl Field for $type {
+            fn sample() -> String {
+        "16".to_owned()
+    }
+
+            fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
+                let number = match &node.value {
+                    Value::Integer(number) => Self::try_from(*number).ok(),
+                    Value::Text(text) => text.replace('_', "").parse().ok(),
+                    _ => None,
+                };
+                number.or_else(|| {
+                    reader.expected(node, key, &format!("a whole number from 0 to {}", Self::MAX))
+                })
+            }
+
+            fn show(&self) -> Option<String> {
+                Some(self.to_string())
+            }
+
+            fn schema() -> serde_json::Value {
+                json!({ "type": "integer", "minimum": 0 })
+            }
+        }
+    };
+}
+whole_number!(u32);
+whole_number!(u64);
+
+impl Field for f64 {
+    fn sample() -> String {
+        "1.0".to_owned()
+    }
+
+    fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
+        let number = match &node.value {
+            Value::Integer(number) => Some(*number as f64),
+            Value::Float(number) => Some(*number),
+            Value::Text(text) => text.parse().ok(),
+            _ => None,
+        };
+        number
+            .filter(|number| number.is_finite())
+            .or_else(|| reader.expected(node, key, "a number"))
+    }
+
+    fn show(&self) -> Option<String> {
+        Some(format!("{self:?}"))
+    }
+
+    fn schema() -> serde_json::Value {
+        json!({ "type": "number" })
+    }
+}
+
+impl Field for String {
+    fn sample() -> String {
+        "\"text\"".to_owned()
+    }
+
+    fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
+        match &node.value {
+            Value::String(text) | Value::Text(text) if !text.is_empty() => Some(text.clone()),
+            _ => reader.expected(node, key, "text"),
+        }
+    }
+
+    fn show(&self) -> Option<String> {
+        (!self.is_empty()).then(|| quoted(self))
+    }
+
+    fn schema() -> serde_json::Value {
+        json!({ "type": "string", "minLength": 1 })
+    }
+}
+
+impl Field for PathBuf {
+    fn sample() -> String {
+        "\"path\"".to_owned()
+    }
+
+    fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
+        let text = String::read(node, key, reader)?;
+        Some(beside(&node.place, &text))
+    }
+
+    fn show(&self) -> Option<String> {
+        Some(quoted(&self.to_string_lossy()))
+    }
+
+    fn schema() -> serde_json::Value {
+        json!({ "type": "string", "minLength": 1 })
+    }
+}
+
+impl Field for SocketAddr {
+    fn sample() -> String {
+        "\"127.0.0.1:8443\"".to_owned()
+    }
+
+    fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
+        let address = match &node.value {
+            Value::String(text) | Value::Text(text) => text.parse().ok(),
+            _ => None,
+        };
+        address.or_else(|| {
+            reader.expected(node, key, "an address and port such as \"127.0.0.1:8443\"")
+        })
+    }
+
+    fn show(&self) -> Option<String> {
+        Some(quoted(&self.to_string()))
+    }
+
+    fn schema() -> serde_json::Value {
+        json!({ "type": "string" })
+    }
+}
+
+/// A name that a table may be keyed by.
+pub(crate) trait Named: Ord {
+    fn named(text: &str) -> Result<Self, String>
+    where
+        Self: Sized;
+    fn text(&self) -> &str;
+}
+
+macro_rules! names {
+    ($($type:ty, $sample:literal;)*) => {
+        $(
+            impl Named for $type {
+                fn named(text: &str) -> Result<Self, String> {
+                    Self::new(text).map_err(|error| error.to_string())
+                }
+
+                fn text(&self) -> &str {
+                    self.as_str()
+                }
+            }
+
+            impl Field for $type {
+                fn sample() -> String {
+        $sample.to_owned()
+    }
+
+                fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
+                    let text = String::read(node, key, reader)?;
+                    match Self::new(&text) {
+                        Ok(name) => Some(name),
+                        Err(error) => {
+                            reader.problem(&node.place, key, error.to_string());
+                            None
+                        }
+                    }
+                }
+
+                fn show(&self) -> Option<String> {
+                    Some(quoted(self.as_str()))
+                }
+
+                fn schema() -> serde_json::Value {
+                    json!({ "type": "string", "maxLength": 128 })
+                }
+            }
+        )*
+    };
+}
+names! {
+    PlanName, "\"team\"";
+    PoolName, "\"trial\"";
+    TenantId, "\"acme\"";
+    ModelName, "\"tollgate-demo\"";
+    IssuerName, "\"corporate\"";
+}
+
+impl<N: Named, S: Section> Section for BTreeMap<N, S> {
+    fn read(node: Option<&Node>, key: &str, reader: &mut Reader) -> Self {
+        reader.named(node, key)
+    }
+
+    fn visit(&self, key: &str, visit: &mut dyn FnMut(Visited<'_>)) {
+        for (name, section) in self {
+            section.visit(&join(key, name.text()), visit);
+        }
+    }
+
+    fn schema() -> serde_json::Value {
+        schema::names(S::schema())
+    }
+}
+
+impl<T: Field + Ord> Field for BTreeSet<T> {
+    fn sample() -> String {
+        Vec::<T>::sample()
+    }
+
+    fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
+        Vec::read(node, key, reader).map(|items: Vec<T>| items.into_iter().collect())
+    }
+
+    fn show(&self) -> Option<String> {
+        list(self.iter())
+    }
+
+    fn schema() -> serde_json::Value {
+        Vec::<T>::schema()
+    }
+}
+
+impl<T: Field> Field for Vec<T> {
+    fn sample() -> String {
+        format!("[{}]", T::sample())
+    }
+
+    fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
+        let items = match &node.value {
+            Value::Array(items) => items.clone(),
+            // From a variable: separated by commas.
+            Value::Text(text) => text
+                .split(',')
+                .map(|item| Node {
+                    place: node.place.clone(),
+                    value: Value::Text(item.trim().to_owned()),
+                })
+                .collect(),
+            _ => return reader.expected(node, key, "a list"),
+        };
+        if items.is_empty() || items.len() > LONGEST_LIST {
+            let wanted = format!("a list of 1 to {LONGEST_LIST} entries");
+            reader.problem(&node.place, key, format!("expected {wanted}, found {}", items.len()));
+            return None;
+        }
+        let read: Vec<Option<T>> = items.iter().map(|item| T::read(item, key, reader)).collect(); // all mistakes, not the first
+        read.into_iter().collect()
+    }
+
+    fn show(&self) -> Option<String> {
+        list(self.iter())
+    }
+
+    fn schema() -> serde_json::Value {
+        json!({ "type": "array", "items": T::schema(), "minItems": 1, "maxItems": LONGEST_LIST })
+    }
+}
+
+fn list<'a, T: Field + 'a>(items: impl Iterator<Item = &'a T>) -> Option<String> {
+    let shown: Vec<String> = items.filter_map(T::show).collect();
+    (!shown.is_empty()).then(|| format!("[{}]", shown.join(", ")))
+}
+
+/// A number a minute, or `{ limit, burst }`.
+impl Field for Rate {
+    fn sample() -> String {
+        "600".to_owned()
+    }
+
+    fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
+        rate(node, key, reader, u64::read)
+    }
+
+    fn show(&self) -> Option<String> {
+        show_rate(*self, |amount| amount.to_string())
+    }
+
+    fn schema() -> serde_json::Value {
+        rate_schema(&json!({ "type": "integer", "minimum": 1 }))
+    }
+}
+
+/// Device time a minute: a duration, or `{ limit, burst }`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct DeviceRate(pub(crate) Rate);
+
+impl Field for DeviceRate {
+    fn sample() -> String {
+        "\"60s\"".to_owned()
+    }
+
+    fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
+        rate(node, key, reader, read_duration).map(Self)
+    }
+
+    fn show(&self) -> Option<String> {
+        show_rate(self.0, |nanos| quoted(&show_duration(nanos)))
+    }
+
+    fn schema() -> serde_json::Value {
+        rate_schema(&duration_schema())
+    }
+}
+
+fn rate(
+    node: &Node,
+    key: &str,
+    reader: &mut Reader,
+    amount: impl Fn(&Node, &str, &mut Reader) -> Option<u64>,
+) -> Option<Rate> {
+    let at_least_one = |node: &Node, key: &str, reader: &mut Reader| {
+        let found = amount(node, key, reader)?;
+        if found == 0 {
+            reader.problem(&node.place, key, "must be at least 1: zero would admit nothing, ever");
+            return None;
+        }
+        Some(found)
+    };
+    if node.table().is_none() {
+        return at_least_one(node, key, reader).map(Rate::per_minute);
+    }
+    let table = reader.table(Some(node), key, &["limit", "burst"])?;
+    let Some(limit) = table.get("limit") else {
+        reader.problem(&node.place, key, "needs limit beside burst");
+        return None;
+    };
+    let per_minute = at_least_one(limit, &join(key, "limit"), reader);
+    let burst = match table.get("burst") {
+        Some(burst) => at_least_one(burst, &join(key, "burst"), reader),
+        None => per_minute,
+    };
+    Some(Rate { per_minute: per_minute?, burst: burst? })
+}
+
+fn show_rate(rate: Rate, show: impl Fn(u64) -> String) -> Option<String> {
+    let limit = show(rate.per_minute);
+    Some(if rate.burst == rate.per_minute {
+        limit
+    } else {
+        format!("{{ limit = {limit}, burst = {} }}", show(rate.burst))
+    })
+}
+
+fn rate_schema(amount: &serde_json::Value) -> serde_json::Value {
+    json!({ "anyOf": [amount, {
+        "type": "object",
+        "properties": { "limit": amount, "burst": amount },
+        "required": ["limit"],
+        "additionalProperties": false,
+    }] })
+}
+
+/// One limit for every class, or a table of classes with `default`.
+impl<T: Field> Field for ByClass<T> {
+    fn sample() -> String {
+        T::sample()
+    }
+
+    fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
+        let Some(table) = node.table().filter(|table| !is_rate(table)) else {
+            let default = Some(T::read(node, key, reader)?);
+            return Some(Self { default, classes: BTreeMap::new() });
+        };
+        let mut limits = Self { default: None, classes: BTreeMap::new() };
+        for (class, entry) in table {
+            let dotted = join(key, class);
+            let value = T::read(entry, &dotted, reader);
+            match (class.as_str(), DeviceClass::new(class)) {
+                ("default", _) => limits.default = value,
+                (_, Ok(class)) => limits.classes.extend(value.map(|value| (class, value))),
+                (_, Err(error)) => reader.problem(&entry.place, &dotted, error.to_string()),
+            }
+        }
+        Some(limits)
+    }
+
+    fn show(&self) -> Option<String> {
+        let default = self.default.as_ref().and_then(T::show);
+        if self.classes.is_empty() {
+            return default;
+        }
+        let named = self.classes.iter().map(|(class, value)| (join("", class.as_str()), value));
+        let mut entries: Vec<String> = named
+            .filter_map(|(class, value)| Some(format!("{class} = {}", value.show()?)))
+            .collect();
+        entries.extend(default.map(|default| format!("default = {default}")));
+        Some(format!("{{ {} }}", entries.join(", ")))
+    }
+
+    fn schema() -> serde_json::Value {
+        json!({ "anyOf": [T::schema(), {
+            "type": "object",
+            "additionalProperties": T::schema(),
+        }] })
+    }
+}
+
+/// Whether a table is one rate rather than limits by class.
+fn is_rate(table: &Table) -> bool {
+    table.contains_key("limit") || table.contains_key("burst")
+}
+
+macro_rules! words {
+    ($type:ty, $sample:literal, $what:literal) => {
+        impl Field for $type {
+            fn sample() -> String {
+        $sample.to_owned()
+    }
+
+            fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
+                let word = match &node.value {
+                    Value::String(text) | Value::Text(text) => text.parse().ok(),
+                    _ => None,
+                };
+                word.or_else(|| reader.expected(node, key, $what))
+            }
+
+            fn show(&self) -> Option<String> {
+                Some(quoted(&self.to_string()))
+            }
+
+            fn schema() -> serde_json::Value {
+                json!({ "type": "string" })
+            }
+        }
+    };
+}
+words!(DeviceSelector, "\"auto\"", "\"auto\", \"cpu\", \"cuda\" or \"cuda:UUID\"");
+words!(
+    JwtAlgorithm,
+    "\"RS256\"",
+    "a signature with a public key: RS256, RS384, RS512, PS256, PS384, PS512, ES256, ES384 or EdDSA"
+);
+
+/// As a TOML string.
+pub(crate) fn quoted(text: &str) -> String {
+    let mut quoted = String::with_capacity(text.len() + 2);
+    quoted.push('"');
+    for character in text.chars() {
+        match character {
+            '"' => quoted.push_str("\\\""),
+            '\\' => quoted.push_str("\\\\"),
+            c if c.is_control() => quoted.push_str(&format!("\\u{:04X}", u32::from(c))),
+            c => quoted.push(c),
+        }
+    }
+    quoted.push('"');
+    quoted
+}

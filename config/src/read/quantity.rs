@@ -1,0 +1,222 @@
+//! Durations and sizes as people write them: `250ms`, `1h30m`, `2MiB`. Whole
+//! numbers of the smallest unit, so that nothing is rounded.
+
+use std::time::Duration;
+
+use serde_json::json;
+use tollgate_domain::DeviceNanos;
+
+use super::{Field, Reader};
+use crate::sections::ByteSize;
+use crate::tree::{Node, Value};
+
+const TIME_UNITS: [(&str, u64); 7] = [
+    ("d", 86_400_000_000_000),
+    ("h", 3_600_000_000_000),
+    ("m", 60_000_000_000),
+    ("s", 1_000_000_000),
+    ("ms", 1_000_000),
+    ("us", 1_000),
+    ("ns", 1),
+];
+
+const SIZE_UNITS: [(&str, u64); 9] = [
+    ("TiB", 1 << 40),
+    ("TB", 1_000_000_000_000),
+    ("GiB", 1 << 30),
+    ("GB", 1_000_000_000),
+    ("MiB", 1 << 20),
+    ("MB", 1_000_000),
+    ("KiB", 1 << 10),
+    ("kB", 1_000),
+    ("B", 1),
+];
+
+/// Nanoseconds of `1h30m`.
+pub(crate) fn parse_duration(text: &str) -> Option<u64> {
+    let mut rest = text.trim();
+    if rest.is_empty() {
+        return None;
+    }
+    let mut total = 0_u64;
+    while !rest.is_empty() {
+        let (number, unit, after) = quantity(rest)?;
+        let (_, nanos) = TIME_UNITS.iter().find(|(name, _)| *name == unit)?;
+        total = total.checked_add(number.checked_mul(*nanos)?)?;
+        rest = after;
+    }
+    Some(total)
+}
+
+/// Bytes of `2MiB`.
+pub(crate) fn parse_size(text: &str) -> Option<u64> {
+    let (number, unit, rest) = quantity(text.trim())?;
+    let (_, bytes) = SIZE_UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit))?;
+    if rest.is_empty() { number.checked_mul(*bytes) } else { None }
+}
+
+/// `90m30s` into 90, `m`, `30s`.
+fn quantity(text: &str) -> Option<(u64, &str, &str)> {
+    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '_')?;
+    let (number, rest) = text.split_at(digits);
+    let unit_end = rest.find(|c: char| !c.is_ascii_alphabetic() && c != ' ').unwrap_or(rest.len());
+    let (unit, rest) = rest.split_at(unit_end);
+    Some((number.replace('_', "").parse().ok()?, unit.trim(), rest))
+}
+
+/// In the largest unit that says it exactly.
+pub(crate) fn show_duration(nanos: u64) -> String {
+    let (name, unit) = TIME_UNITS
+        .into_iter()
+        .find(|(_, unit)| nanos > 0 && nanos.is_multiple_of(*unit))
+        .unwrap_or(("s", 1_000_000_000));
+    format!("{}{name}", nanos / unit)
+}
+
+/// In the largest unit that says it exactly.
+pub(crate) fn show_size(bytes: u64) -> String {
+    let (name, unit) = SIZE_UNITS
+        .into_iter()
+        .find(|(_, unit)| bytes > 0 && bytes.is_multiple_of(*unit))
+        .unwrap_or(("B", 1));
+    format!("{}{name}", bytes / unit)
+}
+
+/// Nanoseconds at a node.
+pub(super) fn read_duration(node: &Node, key: &str, reader: &mut Reader) -> Option<u64> {
+    if let Value::String(text) | Value::Text(text) = &node.value
+        && let Some(nanos) = parse_duration(text)
+    {
+        return Some(nanos);
+    }
+    reader.expected(node, key, "a duration such as \"250ms\", \"2s\" or \"1h\"")
+}
+
+pub(super) fn duration_schema() -> serde_json::Value {
+    json!({ "type": "string", "pattern": "^([0-9_]+(ns|us|ms|s|m|h|d))+$" })
+}
+
+impl Field for Duration {
+    fn sample() -> String {
+        "\"2s\"".to_owned()
+    }
+
+    fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
+        read_duration(node, key, reader).map(Duration::from_nanos)
+    }
+
+    fn show(&self) -> Option<String> {
+        let nanos = u64::try_from(self.as_nanos()).unwrap_or(u64::MAX);
+        Some(format!("{:?}", show_duration(nanos)))
+    }
+
+    fn schema() -> serde_json::Value {
+        duration_schema()
+    }
+}
+
+impl Field for DeviceNanos {
+    fn sample() -> String {
+        "\"20s\"".to_owned()
+    }
+
+    fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
+        let nanos = read_duration(node, key, reader)?;
+        if nanos == 0 {
+            return reader.expected(node, key, "more than no time");
+        }
+        Some(DeviceNanos(nanos))
+    }
+
+    fn show(&self) -> Option<String> {
+        Some(format!("{:?}", show_duration(self.nanos())))
+    }
+
+    fn schema() -> serde_json::Value {
+        duration_schema()
+    }
+}
+
+impl Field for ByteSize {
+    fn sample() -> String {
+        "\"2MiB\"".to_owned()
+    }
+
+    fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
+        let bytes = match &node.value {
+            Value::String(text) | Value::Text(text) => {
+                parse_size(text).or_else(|| text.parse().ok())
+            }
+            Value::Integer(bytes) => u64::try_from(*bytes).ok(),
+            _ => None,
+        };
+        match bytes {
+            Some(bytes) => Some(ByteSize(bytes)),
+            None => reader.expected(node, key, "a size such as \"64KiB\" or \"2MiB\""),
+        }
+    }
+
+    fn show(&self) -> Option<String> {
+        Some(format!("{:?}", show_size(self.0)))
+    }
+
+    fn schema() -> serde_json::Value {
+        json!({ "type": ["string", "integer"], "minimum": 0,
+            "pattern": "^[0-9_]+ ?([kKMGT]i?)?[bB]$" })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn durations_are_read() {
+        for (text, expected) in [
+            ("250ms", Some(250_000_000)),
+            ("2s", Some(2_000_000_000)),
+            ("1h", Some(3_600_000_000_000)),
+            ("1h30m", Some(5_400_000_000_000)),
+            ("1 d", Some(86_400_000_000_000)),
+            ("0s", Some(0)),
+            ("1_000ns", Some(1_000)),
+            ("", None),
+            ("2", None),
+            ("s", None),
+            ("2 parsecs", None),
+            ("-2s", None),
+            ("1.5s", None),
+            ("99999999999999999999s", None),
+            ("999999d", None),
+        ] {
+            assert_eq!(parse_duration(text), expected, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn sizes_are_read() {
+        for (text, expected) in [
+            ("2MiB", Some(2 << 20)),
+            ("64 KiB", Some(64 << 10)),
+            ("200MB", Some(200_000_000)),
+            ("5kb", Some(5_000)),
+            ("7B", Some(7)),
+            ("7", None),
+            ("MiB", None),
+            ("1MiB2", None),
+            ("99999999TiB", None),
+        ] {
+            assert_eq!(parse_size(text), expected, "{text:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_shown_is_read_back(amount in any::<u64>()) {
+            prop_assert_eq!(parse_duration(&show_duration(amount)), Some(amount));
+            prop_assert_eq!(parse_size(&show_size(amount)), Some(amount));
+        }
+    }
+}

@@ -1,0 +1,222 @@
+//! Values with their places, before anyone knows what they mean. Files merge
+//! into one tree; the environment and flags are laid over it.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use crate::problem::{Place, Problem};
+
+/// A table of the tree.
+pub(crate) type Table = BTreeMap<String, Node>;
+
+/// The tables whose entries are named by the admin: a name may be given once
+/// only, over all files.
+const NAMED: [&str; 5] = ["plans", "pools", "tenants", "models", "auth.jwt"];
+
+/// Deeper tables than any key needs are refused before they cost a stack.
+const DEEPEST: usize = 16;
+
+/// A value and where it was written.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Node {
+    pub(crate) place: Place,
+    pub(crate) value: Value,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Value {
+    /// From the environment or a flag: its type is what the key wants.
+    Text(String),
+    String(String),
+    Integer(i128),
+    Float(f64),
+    Boolean(bool),
+    Datetime,
+    Array(Vec<Node>),
+    Table(Table),
+}
+
+impl Value {
+    /// What it is called in an error.
+    pub(crate) fn kind(&self) -> &'static str {
+        match self {
+            Self::Text(_) | Self::String(_) => "text",
+            Self::Integer(_) => "a whole number",
+            Self::Float(_) => "a number with a fraction",
+            Self::Boolean(_) => "true or false",
+            Self::Datetime => "a date",
+            Self::Array(_) => "a list",
+            Self::Table(_) => "a table",
+        }
+    }
+}
+
+impl Node {
+    pub(crate) fn table(&self) -> Option<&Table> {
+        match &self.value {
+            Value::Table(table) => Some(table),
+            _ => None,
+        }
+    }
+}
+
+/// The node at a dotted path of keys.
+pub(crate) fn find<'a>(table: &'a Table, keys: &[&str]) -> Option<&'a Node> {
+    let (first, rest) = keys.split_first()?;
+    let node = table.get(*first)?;
+    if rest.is_empty() { Some(node) } else { find(node.table()?, rest) }
+}
+
+/// Parses one file; its syntax errors join `problems`.
+pub(crate) fn parse(path: &Arc<PathBuf>, text: &str, problems: &mut Vec<Problem>) -> Table {
+    let lines = Lines { path, text };
+    let (document, errors) = DeTable::parse_recoverable(text);
+    let broken = !errors.is_empty();
+    for error in errors {
+        problems.push(Problem {
+            place: lines.place(error.span().map_or(0, |span| span.start)),
+            key: String::new(),
+            message: error.message().trim().replace('\n', ": "),
+        });
+    }
+    if broken {
+        // What a broken file seems to say would only raise more errors.
+        return Table::new();
+    }
+    lines.table(document.get_ref(), 0, problems)
+}
+
+/// Merges `from` into `into`. Tables join; a key given twice is an error with
+/// both places, and so is a name given twice.
+pub(crate) fn merge(into: &mut Table, from: Table, path: &str, problems: &mut Vec<Problem>) {
+    for (key, node) in from {
+        let dotted = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+        let Some(old) = into.get_mut(&key) else {
+            into.insert(key, node);
+            continue;
+        };
+        match (&mut old.value, node.value) {
+            (Value::Table(old), Value::Table(new)) if !NAMED.contains(&path) => {
+                merge(old, new, &dotted, problems);
+            }
+            _ => problems.push(Problem {
+                message: format!("given twice: also at {}", old.place),
+                place: node.place,
+                key: dotted,
+            }),
+        }
+    }
+}
+
+/// Lays one value over the tree, replacing what was there. `keys` is not
+/// empty; a key that stands for a name may be spelt as a variable can.
+pub(crate) fn overlay(table: &mut Table, keys: &[String], node: Node) {
+    let Some((first, rest)) = keys.split_first() else { return };
+    let spelt = |key: &str| key.to_lowercase().replace(|c: char| !c.is_ascii_alphanumeric(), "_");
+    let key = table
+        .keys()
+        .find(|key| spelt(key) == spelt(first))
+        .cloned()
+        .unwrap_or_else(|| first.clone());
+    if rest.is_empty() {
+        table.insert(key, node);
+        return;
+    }
+    let below = table
+        .entry(key)
+        .or_insert_with(|| Node { place: node.place.clone(), value: Value::Table(Table::new()) });
+    if below.table().is_none() {
+        below.value = Value::Table(Table::new());
+    }
+    if let Value::Table(below) = &mut below.value {
+        overlay(below, rest, node);
+    }
+}
+
+/// What the environment or a flag says: a list or inline table in TOML, else
+/// text whose type is what its key wants.
+pub(crate) fn untyped(place: Place, text: &str) -> Node {
+    if text.starts_with(['[', '{', '"']) {
+        let document = format!("v = {text}");
+        let mut problems = Vec::new();
+        let mut table = parse(&Arc::new(PathBuf::new()), &document, &mut problems);
+        if let (true, Some(mut node)) = (problems.is_empty(), table.remove("v")) {
+            replace_places(&mut node, &place);
+            return node;
+        }
+    }
+    Node { place, value: Value::Text(text.to_owned()) }
+}
+
+fn replace_places(node: &mut Node, place: &Place) {
+    node.place = place.clone();
+    match &mut node.value {
+        Value::Array(items) => items.iter_mut().for_each(|item| replace_places(item, place)),
+        Value::Table(table) => table.values_mut().for_each(|item| replace_places(item, place)),
+        _ => {}
+    }
+}
+
+/// A file's text, to turn offsets into lines.
+struct Lines<'a> {
+    path: &'a Arc<PathBuf>,
+    text: &'a str,
+}
+
+impl Lines<'_> {
+    fn place(&self, offset: usize) -> Place {
+        let before = &self.text.as_bytes()[..offset.min(self.text.len())];
+        let line = 1 + before.iter().filter(|&&byte| byte == b'\n').count();
+        Place::File { path: Arc::clone(self.path), line }
+    }
+
+    fn table(&self, table: &DeTable<'_>, depth: usize, problems: &mut Vec<Problem>) -> Table {
+        let entries = table.iter().map(|(key, value)| {
+            let place = self.place(key.span().start);
+            let value = self.value(value, &place, depth, problems);
+            (key.get_ref().to_string(), Node { place, value })
+        });
+        entries.collect()
+    }
+
+    fn value(
+        &self,
+        value: &Spanned<DeValue<'_>>,
+        place: &Place,
+        depth: usize,
+        problems: &mut Vec<Problem>,
+    ) -> Value {
+        let mut refuse = |message: &str| {
+            let (place, key) = (place.clone(), String::new());
+            problems.push(Problem { place, key, message: message.to_owned() });
+            Value::Datetime
+        };
+        if depth >= DEEPEST {
+            return refuse("nested too deeply");
+        }
+        match value.get_ref() {
+            DeValue::String(text) => Value::String(text.to_string()),
+            DeValue::Integer(number) => i128::from_str_radix(number.as_str(), number.radix())
+                .map_or_else(|_| refuse("the number is too large"), Value::Integer),
+            DeValue::Float(number) => number
+                .as_str()
+                .parse()
+                .map_or_else(|_| refuse("the number cannot be read"), Value::Float),
+            DeValue::Boolean(flag) => Value::Boolean(*flag),
+            DeValue::Datetime(_) => Value::Datetime,
+            DeValue::Array(items) => {
+                let items = items.iter().map(|item| {
+                    let place = self.place(item.span().start);
+                    let value = self.value(item, &place, depth + 1, problems);
+                    Node { place, value }
+                });
+                Value::Array(items.collect())
+            }
+            DeValue::Table(table) => Value::Table(self.table(table, depth + 1, problems)),
+        }
+    }
+}

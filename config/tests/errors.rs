@@ -1,0 +1,417 @@
+//! Every mistake is named with its file, line and key, and all come together.
+
+use std::path::{Path, PathBuf};
+
+use tollgate_config::{Config, Flags, Sources};
+
+fn errors(text: &str) -> String {
+    Config::from_toml(Path::new("t.toml"), text).expect_err(text).to_string()
+}
+
+/// One mistake, one line.
+#[test]
+fn each_mistake_has_a_place_and_a_key() {
+    let tenants = "[plans.p]\n[tenants.a]\nplan = \"p\"\n";
+    for (text, expected) in [
+        // Keys and kinds.
+        (
+            "[gateway]\nlisten_ = \"\"",
+            "t.toml:2: gateway.listen_: no such key: did you mean \"listen\"?",
+        ),
+        (
+            "[gatway]\nlisten = \"127.0.0.1:1\"",
+            "t.toml:1: gatway: no such key: did you mean \"gateway\"?",
+        ),
+        (
+            "[gateway.tls]\nzzz = 1",
+            "t.toml:2: gateway.tls.zzz: no such key: known are certificate, key",
+        ),
+        ("gateway = 3", "t.toml:1: gateway: expected a table, found 3"),
+        (
+            "[gateway]\nlisten = \"localhost\"",
+            "t.toml:2: gateway.listen: expected an address and port such as \"127.0.0.1:8443\", found \"localhost\"",
+        ),
+        (
+            "[gateway.timeouts]\nidle = 5",
+            "t.toml:2: gateway.timeouts.idle: expected a duration such as \"250ms\", \"2s\" or \"1h\", found 5",
+        ),
+        (
+            "[gateway.timeouts]\nidle = \"0s\"",
+            "t.toml:2: gateway.timeouts.idle: must be from \"1ms\" to \"1d\"",
+        ),
+        (
+            "[gateway.requests]\nbody = \"much\"",
+            "t.toml:2: gateway.requests.body: expected a size such as \"64KiB\" or \"2MiB\", found \"much\"",
+        ),
+        (
+            "[gateway.requests]\n\n\nchoices = 0",
+            "t.toml:4: gateway.requests.choices: must be from 1 to 128",
+        ),
+        (
+            "[worker]\nmax_sequences = -1",
+            "t.toml:2: worker.max_sequences: expected a whole number from 0 to 4294967295, found -1",
+        ),
+        // Limits.
+        (
+            "[plans.p]\nrequests_per_minute = 0",
+            "t.toml:2: plans.p.requests_per_minute: must be at least 1: zero would admit nothing, ever",
+        ),
+        (
+            "[plans.p]\nrequests_per_minute = { limit = 60, burst = 0 }",
+            "t.toml:2: plans.p.requests_per_minute.burst: must be at least 1: zero would admit nothing, ever",
+        ),
+        (
+            "[plans.p]\ntokens_per_minute = { burst = 5 }",
+            "t.toml:2: plans.p.tokens_per_minute: needs limit beside burst",
+        ),
+        ("[plans.p]\nconcurrent = 0", "t.toml:2: plans.p.concurrent: must be from 1 to 1000000"),
+        (
+            "[plans.p]\nqueued = 5",
+            "t.toml:2: plans.p.queued: nobody waits where nothing limits: it needs concurrent beside it",
+        ),
+        (
+            "[plans.p]\nlargest_job = \"0s\"",
+            "t.toml:2: plans.p.largest_job: expected more than no time, found \"0s\"",
+        ),
+        (
+            "[plans.p]\nlargest_job = { \"no class\" = \"1s\" }",
+            "t.toml:2: plans.p.largest_job.\"no class\": device class \"no class\" is not a name: use 1 to 128 of A-Z a-z 0-9 . _ - : / and start with a letter or digit",
+        ),
+        ("[plans.p]\nweight = 0", "t.toml:2: plans.p.weight: must be from 0.001 to 1000.0"),
+        // Limits that contradict one another.
+        (
+            "[plans.p]\nlargest_job = \"2h\"\ndevice_time_per_day = \"1h\"",
+            "t.toml:2: plans.p.largest_job: 2h for every class not named is more than plans.p.device_time_per_day could ever give, 1h (t.toml:3)",
+        ),
+        (
+            "[plans.p]\nlargest_job = { h200 = \"30s\" }\ndevice_time_per_minute = { h200 = \"20s\" }",
+            "t.toml:2: plans.p.largest_job: 30s for class h200 is more than plans.p.device_time_per_minute could ever give, 20s (t.toml:3)",
+        ),
+        (
+            "[plans.p]\ndevice_time_per_day = \"2h\"\ndevice_time_per_month = { h200 = \"1h\" }",
+            "t.toml:2: plans.p.device_time_per_day: 2h for class h200 is more than plans.p.device_time_per_month could ever give, 1h (t.toml:3)",
+        ),
+        (
+            "[plans.p]\nlargest_job = \"2h\"\n[plans.s]\ndevice_time_per_day = \"1h\"\n[pools.q]\nplan = \"s\"\n\
+             [tenants.a]\nplan = \"p\"\npool = \"q\"\n[tenants.b]\nplan = \"p\"\npool = \"q\"",
+            "t.toml:2: plans.p.largest_job: 2h for every class not named is more than plans.s.device_time_per_day could ever give, 1h (t.toml:4); tenants.a has both",
+        ),
+        (
+            "[plans.p]\nlargest_job = \"30s\"\n[plans.s]\ndevice_time_per_minute = { h200 = { limit = \"1m\", burst = \"20s\" } }\n\
+             [pools.q]\nplan = \"s\"\n[tenants.a]\nplan = \"p\"\npool = \"q\"",
+            "t.toml:2: plans.p.largest_job: 30s for class h200 is more than plans.s.device_time_per_minute could ever give, 20s (t.toml:4); tenants.a has both",
+        ),
+        // Names.
+        (
+            "[tenants.a]\nplan = \"gold\"",
+            "t.toml:2: tenants.a.plan: there is no plan \"gold\"; known are none",
+        ),
+        ("[tenants.a]", "t.toml:1: tenants.a: needs plan or pool"),
+        (
+            "[plans.p]\n[pools.q]\nplan = \"p\"\n[tenants.a]\nplan = \"x\"\npool = \"q\"",
+            "t.toml:5: tenants.a.plan: there is no plan \"x\"; known are p",
+        ),
+        (
+            "[models.tollgate-demo]\nplan = \"x\"",
+            "t.toml:2: models.tollgate-demo.plan: there is no plan \"x\"; known are demo",
+        ),
+        (
+            "[plans.p]\n[pools.q]\nplan = \"p\"\n[tenants.a]\npool = \"r\"",
+            "t.toml:5: tenants.a.pool: there is no pool \"r\"; known are q",
+        ),
+        ("[pools.q]", "t.toml:1: pools.q.plan: is needed"),
+        (
+            &format!("{tenants}models = [\"gpt\"]"),
+            "t.toml:4: tenants.a.models: there is no model \"gpt\"; known are tollgate-demo",
+        ),
+        (
+            &format!("{tenants}models = []"),
+            "t.toml:4: tenants.a.models: expected a list of 1 to 1024 entries, found 0",
+        ),
+        (
+            "[models.m]\n",
+            "t.toml:1: models.m.path: is needed: only tollgate-demo comes along and has a folder of its own",
+        ),
+        ("[models.m]\npath = \"/nowhere/m\"", "t.toml:2: models.m.path: /nowhere/m does not exist"),
+        (
+            "[models.tollgate-demo]\ndevices = [\"tpu\"]",
+            "t.toml:2: models.tollgate-demo.devices: expected \"auto\", \"cpu\", \"cuda\" or \"cuda:UUID\", found \"tpu\"",
+        ),
+        // Listeners and deadlines.
+        (
+            "[gateway]\nlisten = \"127.0.0.1:9000\"\nadmin_listen = \"127.0.0.1:9000\"",
+            "t.toml:3: gateway.admin_listen: 127.0.0.1:9000 is taken by gateway.listen, 127.0.0.1:9000 (t.toml:2)",
+        ),
+        (
+            "[gateway]\nlisten = \"0.0.0.0:8443\"",
+            "t.toml:2: gateway.listen: 0.0.0.0:8443 is open to others, and no tenant is configured: the demo tenant serves loopback only, so name tenants or listen on 127.0.0.1",
+        ),
+        (
+            "[gateway.tls]\nkey = \"/\"",
+            "t.toml:2: gateway.tls.key: needs gateway.tls.certificate beside it",
+        ),
+        (
+            "[gateway.deadlines]\nqueue = \"20s\"\nrequest = \"10s\"",
+            "t.toml:2: gateway.deadlines.queue: 20s is longer than gateway.deadlines.request, 10s (t.toml:3)",
+        ),
+        (
+            "[gateway.connections]\nper_source = 5000",
+            "t.toml:2: gateway.connections.per_source: 5000 is more than gateway.connections.total, 4096 (default)",
+        ),
+        // Issuers.
+        (
+            "[auth.jwt.i]\nissuer = \"i\"\naudience = \"a\"\nalgorithms = [\"HS256\"]\nkeys = [\"/\"]",
+            "t.toml:4: auth.jwt.i.algorithms: expected a signature with a public key: RS256, RS384, RS512, PS256, PS384, PS512, ES256, ES384 or EdDSA, found \"HS256\"",
+        ),
+        (
+            "[auth.jwt.i]\nissuer = \"i\"\naudience = \"a\"\nalgorithms = [\"RS256\", \"ES256\"]\nkeys = [\"/\"]",
+            "t.toml:4: auth.jwt.i.algorithms: mixes families (EC, RSA) over one set of keys: name one issuer for each",
+        ),
+        (
+            "[auth.jwt.i]\nissuer = \"i\"\naudience = \"a\"\nalgorithms = [\"RS256\"]",
+            "t.toml:1: auth.jwt.i: needs keys or jwks",
+        ),
+        (
+            "[auth.jwt.i]\nissuer = \"i\"\nalgorithms = [\"RS256\"]\njwks = \"/\"",
+            "t.toml:1: auth.jwt.i.audience: is needed",
+        ),
+        (
+            "[auth.jwt.i]\nissuer = \"i\"\naudience = \"a\"\nalgorithms = [\"RS256\"]\njwks = \"/\"\n\
+             [auth.jwt.j]\nissuer = \"i\"\naudience = \"a\"\nalgorithms = [\"RS256\"]\njwks = \"/\"",
+            "t.toml:7: auth.jwt.j.issuer: \"i\" with the same audience is auth.jwt.i.issuer too (t.toml:2)",
+        ),
+    ] {
+        assert_eq!(errors(text), expected, "{text}");
+    }
+}
+
+#[test]
+fn all_mistakes_come_together_in_order() {
+    let text = "\
+[gateway]
+listen = 5
+[gateway.timeouts]
+idel = \"1m\"
+[plans.team]
+concurrent = \"many\"
+largest_job = \"2h\"
+device_time_per_day = \"1h\"
+[tenants.acme]
+plan = \"teem\"
+";
+    insta::assert_snapshot!(errors(text), @r#"
+    t.toml:2: gateway.listen: expected an address and port such as "127.0.0.1:8443", found 5
+    t.toml:4: gateway.timeouts.idel: no such key: did you mean "idle"?
+    t.toml:6: plans.team.concurrent: expected a whole number from 0 to 4294967295, found "many"
+    t.toml:7: plans.team.largest_job: 2h for every class not named is more than plans.team.device_time_per_day could ever give, 1h (t.toml:8)
+    t.toml:10: tenants.acme.plan: there is no plan "teem"; known are team
+    "#);
+}
+
+#[test]
+fn what_is_not_toml_is_named_by_line() {
+    let told = errors("[gateway]\nlisten = \n[plans.p]\nweight == 2\n");
+    let lines: Vec<&str> = told.lines().collect();
+    assert!(lines[0].starts_with("t.toml:2: "), "{told}");
+    assert!(lines.iter().any(|line| line.starts_with("t.toml:4: ")), "{told}");
+    let deep = format!("a = {}1{}", "[".repeat(60), "]".repeat(60));
+    assert!(errors(&deep).contains("t.toml:1: nested too deeply"), "{}", errors(&deep));
+}
+
+fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a folder");
+    for (name, text) in files {
+        std::fs::write(folder.path().join(name), text).expect("a file");
+    }
+    folder
+}
+
+fn load(path: PathBuf, environment: &[(&str, &str)], flags: Flags) -> Result<Config, String> {
+    let environment =
+        environment.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
+    Config::load(&Sources { path: Some(path), environment, flags }).map_err(|e| e.to_string())
+}
+
+#[test]
+fn a_folder_merges_and_a_name_is_given_once() {
+    let good = folder(&[
+        ("a.toml", "[gateway]\nlisten = \"127.0.0.1:1\"\n[plans.p]\nconcurrent = 2\n"),
+        ("b.toml", "[gateway]\nadmin_listen = \"127.0.0.1:2\"\n[tenants.t]\nplan = \"p\"\n"),
+        (".hidden.toml", "nonsense"),
+        ("c.txt", "nonsense"),
+    ]);
+    let config = load(good.path().into(), &[], Flags::default()).expect("it merges");
+    assert_eq!(config.gateway().listen.port(), 1);
+    assert_eq!(config.gateway().admin_listen.port(), 2);
+    let tenant = config.tenants().next().expect("one tenant");
+    let limits = &tenant.plan.as_ref().expect("its own").limits;
+    assert_eq!((limits.concurrent, limits.queued), (Some(2), Some(0)));
+    assert!(!config.is_demo());
+
+    let twice = folder(&[
+        ("a.toml", "[gateway]\nlisten = \"127.0.0.1:1\"\n[plans.p]\nconcurrent = 2\n"),
+        ("b.toml", "[gateway]\nlisten = \"127.0.0.1:2\"\n[plans.p]\nqueued = 2\n"),
+    ]);
+    let told = load(twice.path().into(), &[], Flags::default()).expect_err("given twice");
+    let path = twice.path().display();
+    assert_eq!(
+        told,
+        format!(
+            "{path}/b.toml:2: gateway.listen: given twice: also at {path}/a.toml:2\n\
+             {path}/b.toml:3: plans.p: given twice: also at {path}/a.toml:3"
+        )
+    );
+    assert!(load("/nowhere.toml".into(), &[], Flags::default()).is_err());
+    let empty = folder(&[]);
+    let told = load(empty.path().into(), &[], Flags::default()).expect_err("nothing there");
+    assert!(told.ends_with("the folder holds no *.toml"), "{told}");
+}
+
+#[test]
+fn flags_win_over_the_environment_and_that_over_files() {
+    let files = folder(&[(
+        "a.toml",
+        "data = \"d\"\n[gateway]\nlisten = \"127.0.0.1:1\"\nadmin_listen = \"127.0.0.1:2\"\n\
+         [gateway.requests]\nchoices = 3\n[plans.my-plan]\n[tenants.t]\nplan = \"my-plan\"\n",
+    )]);
+    let environment = [
+        ("TOLLGATE_GATEWAY__LISTEN", "127.0.0.1:11"),
+        ("TOLLGATE_GATEWAY__ADMIN_LISTEN", "127.0.0.1:12"),
+        ("TOLLGATE_GATEWAY__TIMEOUTS__IDLE", "9s"),
+        ("TOLLGATE_PLANS__MY_PLAN__CONCURRENT", "7"),
+        ("TOLLGATE_PLANS__MY_PLAN__LARGEST_JOB", "{ h200 = \"2s\", default = \"3s\" }"),
+        ("TOLLGATE_TENANTS__T__MODELS", "tollgate-demo"),
+        ("TOLLGATE_LOG", "debug"),
+        ("PATH", "/bin"),
+    ];
+    let flags = Flags { listen: Some("127.0.0.1:21".into()), ..Flags::default() };
+    let config = load(files.path().into(), &environment, flags).expect("it is a config");
+    assert_eq!(config.data(), files.path().join("d"));
+    assert_eq!(config.gateway().listen.port(), 21);
+    assert_eq!(config.gateway().admin_listen.port(), 12);
+    assert_eq!(config.gateway().timeouts.idle.as_secs(), 9);
+    assert_eq!(config.gateway().requests.choices, 3);
+    let tenant = config.tenants().next().expect("one tenant");
+    let limits = &tenant.plan.as_ref().expect("its own").limits;
+    assert_eq!(limits.concurrent, Some(7));
+    assert_eq!(limits.largest_job.classes.len(), 1);
+    assert_eq!(tenant.models.as_ref().map(std::collections::BTreeSet::len), Some(1));
+    let shown = config.show();
+    for line in [
+        "listen = \"127.0.0.1:21\"                           # --listen",
+        "concurrent = 7                                    # environment TOLLGATE_PLANS__MY_PLAN__CONCURRENT",
+        "handshake = \"5s\"                                  # default",
+    ] {
+        assert!(shown.contains(line), "{line}\n{shown}");
+    }
+
+    let told = load(
+        files.path().into(),
+        &[("TOLLGATE_GATEWAY__LISTN", "x"), ("TOLLGATE_GATEWAY__HTTP2__STREAMS", "many")],
+        Flags { listen: Some("here".into()), ..Flags::default() },
+    );
+    assert_eq!(
+        told.expect_err("three mistakes"),
+        "environment TOLLGATE_GATEWAY__HTTP2__STREAMS: gateway.http2.streams: expected a whole number from 0 to 4294967295, found \"many\"\n\
+         environment TOLLGATE_GATEWAY__LISTN: gateway.listn: no such key: did you mean \"listen\"?\n\
+         --listen: gateway.listen: expected an address and port such as \"127.0.0.1:8443\", found \"here\""
+    );
+}
+
+/// A tenant has limits of its own, shared ones, or both; what its pool's plan
+/// allows may be less than its own.
+#[test]
+fn own_limits_and_the_pools_bind_together() {
+    let text = "\
+        [plans.own]\nweight = 3\ndevice_time_per_day = \"2h\"\n\
+        [plans.shared]\nweight = 2\ndevice_time_per_day = \"1h\"\n\
+        [pools.q]\nplan = \"shared\"\n\
+        [tenants.alone]\nplan = \"own\"\n\
+        [tenants.both]\nplan = \"own\"\npool = \"q\"\n\
+        [tenants.member]\npool = \"q\"\n\
+        [models.tollgate-demo]\nplan = \"shared\"\n";
+    let config = Config::from_toml(Path::new("t.toml"), text).expect("it is a config");
+    let found: Vec<_> = config
+        .tenants()
+        .map(|tenant| {
+            let own = tenant.plan.as_ref().map(|plan| plan.name.as_str());
+            let shared = tenant.pool.as_ref().map(|pool| pool.plan.name.as_str());
+            (tenant.name.as_str(), own, shared, tenant.weight)
+        })
+        .collect();
+    assert_eq!(
+        found,
+        [
+            ("alone", Some("own"), None, 3.0),
+            ("both", Some("own"), Some("shared"), 3.0),
+            ("member", None, Some("shared"), 2.0),
+        ]
+    );
+    let model = config.models().next().expect("one model");
+    assert_eq!(model.plan.as_ref().map(|plan| plan.name.as_str()), Some("shared"));
+}
+
+#[test]
+fn a_model_flag_serves_that_folder_alone() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = folder.path().join("Qwen2.5-0.5B");
+    std::fs::create_dir(&model).expect("a folder");
+    let flags =
+        Flags { model: Some(model.clone()), device: Some("cpu".into()), ..Flags::default() };
+    let config = Config::load(&Sources { flags, ..Sources::default() }).expect("it is a config");
+    let models: Vec<_> = config.models().collect();
+    assert_eq!(models.len(), 1);
+    assert_eq!(models[0].name.as_str(), "Qwen2.5-0.5B");
+    assert_eq!(models[0].path.as_deref(), Some(model.as_path()));
+    assert_eq!(models[0].devices[0].to_string(), "cpu");
+
+    let flags = Flags { device: Some("cuda:GPU-1".into()), ..Flags::default() };
+    let config = Config::load(&Sources { flags, ..Sources::default() }).expect("it is a config");
+    let model = config.models().next().expect("the demo model");
+    assert_eq!(model.name.as_str(), "tollgate-demo");
+    assert_eq!(model.devices[0].to_string(), "cuda:GPU-1");
+}
+
+#[test]
+fn the_demo_tenant_is_there_only_when_no_tenant_is() {
+    let config = Config::load(&Sources::default()).expect("the defaults are a config");
+    assert!(config.is_demo());
+    let tenant = config.tenants().next().expect("the demo tenant");
+    assert_eq!(tenant.name.as_str(), "demo");
+    let limits = &tenant.plan.as_ref().expect("its own").limits;
+    assert_eq!(limits.requests.map(|rate| rate.per_minute), Some(600));
+    assert_eq!(limits.concurrent, Some(8));
+    assert!(limits.device_time_per_day.default.is_none());
+    assert_eq!(config.models().next().map(|model| model.name.as_str()), Some("tollgate-demo"));
+}
+
+#[test]
+fn the_schema_has_every_key() {
+    let schema = Config::schema();
+    insta::assert_snapshot!("schema", serde_json::to_string_pretty(&schema).expect("JSON"));
+}
+
+mod garbage {
+    use std::path::Path;
+
+    use proptest::prelude::*;
+    use tollgate_config::Config;
+
+    const WHOLE: &str = include_str!("team.toml");
+
+    proptest! {
+        /// Whatever is cut out of a config or put into it, reading it ends in
+        /// a config or in named mistakes.
+        #[test]
+        fn never_panics(
+            from in 0..WHOLE.len(), length in 0_usize..40, put in "[\\PC\n]{0,12}",
+        ) {
+            let until = (from + length).min(WHOLE.len());
+            let text = format!("{}{put}{}", &WHOLE[..from], &WHOLE[until..]);
+            match Config::from_toml(Path::new("t.toml"), &text) {
+                Ok(config) => prop_assert!(config.tenants().count() > 0),
+                Err(errors) => prop_assert!(!errors.problems().is_empty()),
+            }
+        }
+    }
+}

@@ -1,0 +1,58 @@
+//! The example file is the defaults, and what it shows can be uncommented.
+
+use std::path::Path;
+
+use tollgate_config::{Config, Sources};
+
+const FILE: &str = include_str!("../tollgate.toml");
+
+#[test]
+fn the_example_file_is_the_one_the_code_describes() {
+    assert_eq!(
+        FILE,
+        Config::example(),
+        "put what `tollgate config example` prints into config/tollgate.toml"
+    );
+}
+
+#[test]
+fn the_example_file_is_the_defaults() {
+    let written = Config::from_toml(Path::new("tollgate.toml"), FILE).expect("it is a config");
+    let defaults = Config::load(&Sources::default()).expect("the defaults are a config");
+    assert_eq!(without_places(&written.show()), without_places(&defaults.show()));
+    assert!(written.is_demo());
+}
+
+#[test]
+fn every_example_line_can_be_uncommented() {
+    let whole: String = FILE
+        .lines()
+        .map(|line| match line.strip_prefix('#') {
+            // An issuer has keys or a key set.
+            Some(rest) if rest.starts_with("jwks =") => String::new(),
+            Some(rest) if !rest.is_empty() && !rest.starts_with(' ') => format!("{rest}\n"),
+            _ => format!("{line}\n"),
+        })
+        .collect();
+    let errors = Config::from_toml(Path::new("tollgate.toml"), &whole).expect_err("no such files");
+    for problem in errors.problems() {
+        assert!(problem.message.ends_with("does not exist"), "{problem}");
+    }
+}
+
+/// What is shown is a config of the same values.
+#[test]
+fn what_is_shown_loads() {
+    for text in ["", include_str!("team.toml")] {
+        let config = Config::from_toml(Path::new("team.toml"), text).expect("it is a config");
+        let shown = config.show();
+        let again = Config::from_toml(Path::new("shown.toml"), &shown).expect("it is a config");
+        assert_eq!(without_places(&shown), without_places(&again.show()));
+        assert_eq!(config.tenants().collect::<Vec<_>>(), again.tenants().collect::<Vec<_>>());
+        assert_eq!(config.models().collect::<Vec<_>>(), again.models().collect::<Vec<_>>());
+    }
+}
+
+fn without_places(shown: &str) -> Vec<&str> {
+    shown.lines().map(|line| line.rsplit_once("  # ").map_or(line, |(line, _)| line)).collect()
+}

@@ -1,0 +1,313 @@
+//! Looks at every limit of a request and takes nothing. Every scope is looked
+//! at, narrowest first, so that the refusal returned is the one that binds
+//! longest and its time to come back is true of all.
+
+use std::time::Duration;
+
+use tollgate_domain::{DeviceClass, DeviceNanos, PlanLimits, UtcDay, UtcMonth, UtcTime};
+
+use super::Core;
+use crate::bucket::Bucket;
+use crate::cap::Spend;
+use crate::figures::{CapFigures, Figures, RateFigures, tighten};
+use crate::refusal::{Limit, Refusal};
+use crate::scope::{Scope, ScopeState};
+use crate::terms::{Place, Reserve};
+
+/// What will be taken: a place, and where caps apply the amount that is held
+/// against all of them.
+pub(super) struct Decision {
+    pub(super) place: Place,
+    pub(super) capped: Option<DeviceNanos>,
+}
+
+pub(super) fn is_capped(limits: &PlanLimits, class: &DeviceClass) -> bool {
+    limits.device_time_per_day.limit(class).is_some()
+        || limits.device_time_per_month.limit(class).is_some()
+}
+
+/// The refusal by one of the gateway's own bounds.
+pub(super) fn capacity_refusal(bound: usize, used: usize, asked: usize) -> Refusal {
+    Found {
+        limit: Limit::Capacity,
+        value: bound as u64,
+        largest: bound as u64,
+        asked: asked as u64,
+        remaining: bound.saturating_sub(used) as u64,
+        until: Until::Someone,
+    }
+    .refusal(&Scope::Gateway, None)
+}
+
+impl Core {
+    pub(super) fn check(&self, utc: UtcTime, request: &Reserve) -> Result<Decision, Box<Refusal>> {
+        let states: Vec<(&Scope, &ScopeState)> = request
+            .scopes
+            .iter()
+            .filter_map(|limited| self.scopes.get_key_value(&limited.scope))
+            .collect();
+        let place = if states.iter().all(|(_, state)| state.has_place()) {
+            Place::Running
+        } else {
+            Place::Queued
+        };
+        let mut worst: Option<Refusal> = None;
+        let mut longest: Option<Duration> = None;
+        for (scope, state) in &states {
+            let look = Look { state, request, day: self.day, month: self.month, utc };
+            let mut found = Vec::new();
+            look.places(place, &mut found);
+            look.rates(&mut found);
+            look.amounts(&mut found);
+            for found in found {
+                let refusal = found.refusal(scope, Some(&request.class));
+                longest = longest.max(refusal.retry_after);
+                if worst.as_ref().is_none_or(|worst| refusal.weight() > worst.weight()) {
+                    worst = Some(refusal);
+                }
+            }
+        }
+        if let Some(mut refusal) = worst {
+            refusal.retry_after = refusal.retry_after.and(longest);
+            let scopes = states.iter().map(|(scope, _)| *scope);
+            refusal.figures = self.figures(scopes, &request.class, utc);
+            return Err(Box::new(refusal));
+        }
+        let left = states
+            .iter()
+            .flat_map(|(_, state)| caps(state, &request.class, self.day, self.month))
+            .map(|cap| cap.remaining)
+            .min();
+        Ok(Decision { place, capped: left.map(|left| left.min(request.estimate.worst)) })
+    }
+
+    /// Where the limits stand, of several scopes the tightest.
+    pub(super) fn figures<'a>(
+        &self,
+        scopes: impl Iterator<Item = &'a Scope>,
+        class: &DeviceClass,
+        utc: UtcTime,
+    ) -> Figures {
+        let mut figures = Figures::default();
+        for state in scopes.filter_map(|scope| self.scopes.get(scope)) {
+            let of = |bucket: &Option<Bucket>| bucket.as_ref().map(RateFigures::of);
+            tighten(&mut figures.requests, of(&state.requests), |rate| rate.remaining);
+            tighten(&mut figures.tokens, of(&state.tokens), |rate| rate.remaining);
+            if let Some(of_class) = state.classes.get(class) {
+                tighten(&mut figures.device_time, of(&of_class.device_time), |rate| rate.remaining);
+            }
+            for cap in caps(state, class, self.day, self.month) {
+                let kept = match cap.limit {
+                    Limit::DeviceTimePerDay => &mut figures.day,
+                    _ => &mut figures.month,
+                };
+                let found =
+                    CapFigures { cap: cap.cap, remaining: cap.remaining, resets: cap.resets(utc) };
+                tighten(kept, Some(found), |cap| cap.remaining);
+            }
+        }
+        figures
+    }
+}
+
+/// One scope's limits as one request meets them.
+struct Look<'a> {
+    state: &'a ScopeState,
+    request: &'a Reserve,
+    day: UtcDay,
+    month: UtcMonth,
+    utc: UtcTime,
+}
+
+impl Look<'_> {
+    /// A place to run, or one to wait in every scope that has none to run. One
+    /// that has a place keeps nobody waiting, so its queue is not asked.
+    fn places(&self, place: Place, found: &mut Vec<Found>) {
+        if place == Place::Running || self.state.has_place() {
+            return;
+        }
+        let waiting = self.state.waiting.len() as u64;
+        let Some(queued) = self.state.limits.queued.map(u64::from) else { return };
+        if waiting < queued {
+            return;
+        }
+        let (limit, value) = match self.state.limits.concurrent {
+            Some(concurrent) if queued == 0 => (Limit::Concurrent, u64::from(concurrent)),
+            _ => (Limit::Queued, queued),
+        };
+        let until = Until::Someone;
+        found.push(Found { limit, value, largest: value, asked: 1, remaining: 0, until });
+    }
+
+    fn rates(&self, found: &mut Vec<Found>) {
+        let estimate = &self.request.estimate;
+        let device_time = self
+            .state
+            .classes
+            .get(&self.request.class)
+            .and_then(|of_class| of_class.device_time.as_ref());
+        for (limit, bucket, asked) in [
+            (Limit::Requests, self.state.requests.as_ref(), 1),
+            (Limit::Tokens, self.state.tokens.as_ref(), estimate.tokens),
+            (Limit::DeviceTime, device_time, estimate.expected.nanos()),
+        ] {
+            let Some(bucket) = bucket else { continue };
+            let until = if bucket.never_fits(asked) {
+                Until::Never
+            } else {
+                match bucket.wait_for(asked) {
+                    Some(Duration::ZERO) => continue,
+                    Some(wait) => Until::Wait(wait),
+                    None => Until::Never,
+                }
+            };
+            let rate = bucket.rate();
+            found.push(Found {
+                limit,
+                value: rate.per_minute,
+                largest: rate.burst,
+                asked,
+                remaining: bucket.remaining(),
+                until,
+            });
+        }
+    }
+
+    /// The largest job and the caps.
+    fn amounts(&self, found: &mut Vec<Found>) {
+        let Reserve { class, estimate, .. } = self.request;
+        if let Some(largest) = self.state.limits.largest_job.limit(class)
+            && estimate.worst > largest
+        {
+            found.push(Found {
+                limit: Limit::LargestJob,
+                value: largest.nanos(),
+                largest: largest.nanos(),
+                asked: estimate.worst.nanos(),
+                remaining: largest.nanos(),
+                until: Until::Never,
+            });
+        }
+        let least = estimate.least.max(DeviceNanos(1));
+        for cap in caps(self.state, class, self.day, self.month) {
+            if cap.remaining >= least {
+                continue;
+            }
+            let until = if least > cap.cap {
+                Until::Never
+            } else {
+                Until::Reset(cap.resets(self.utc), self.utc)
+            };
+            found.push(Found {
+                limit: cap.limit,
+                value: cap.cap.nanos(),
+                largest: cap.cap.nanos(),
+                asked: least.nanos(),
+                remaining: cap.remaining.nanos(),
+                until,
+            });
+        }
+    }
+}
+
+/// What helps against a limit.
+enum Until {
+    /// Nothing.
+    Never,
+    /// Someone else's end.
+    Someone,
+    /// Time.
+    Wait(Duration),
+    /// The next calendar period, and the time now.
+    Reset(UtcTime, UtcTime),
+}
+
+/// A limit that refuses.
+struct Found {
+    limit: Limit,
+    value: u64,
+    largest: u64,
+    asked: u64,
+    remaining: u64,
+    until: Until,
+}
+
+impl Found {
+    fn refusal(self, scope: &Scope, class: Option<&DeviceClass>) -> Refusal {
+        let Self { limit, value, largest, asked, remaining, until } = self;
+        let (retry_after, resets, permanent) = match until {
+            Until::Never => (None, None, true),
+            Until::Someone => (None, None, false),
+            Until::Wait(wait) => (Some(wait), None, false),
+            Until::Reset(resets, utc) => {
+                let wait = Duration::from_nanos(resets.0.saturating_sub(utc.0));
+                (Some(wait), Some(resets), true)
+            }
+        };
+        Refusal {
+            limit,
+            scope: scope.clone(),
+            class: class.filter(|_| limit.is_device_time()).cloned(),
+            value,
+            largest,
+            asked,
+            remaining,
+            retry_after,
+            resets,
+            permanent,
+            figures: Figures::default(),
+        }
+    }
+}
+
+/// One calendar cap of a scope and what is left of it.
+struct Cap {
+    limit: Limit,
+    cap: DeviceNanos,
+    remaining: DeviceNanos,
+    next: UtcDay,
+}
+
+impl Cap {
+    /// When the next period begins; never before `utc`, whatever the calendar
+    /// did.
+    fn resets(&self, utc: UtcTime) -> UtcTime {
+        self.next.start().max(utc)
+    }
+}
+
+fn caps(
+    state: &ScopeState,
+    class: &DeviceClass,
+    day: UtcDay,
+    month: UtcMonth,
+) -> impl Iterator<Item = Cap> {
+    let of_class = state.classes.get(class);
+    let remaining = |spend: Option<&Spend>, cap| spend.map_or(cap, |spend| spend.remaining(cap));
+    let of_day = state.limits.device_time_per_day.limit(class).map(|cap| Cap {
+        limit: Limit::DeviceTimePerDay,
+        cap,
+        remaining: remaining(of_class.map(|class| &class.day), cap),
+        next: UtcDay(day.0.saturating_add(1)),
+    });
+    let of_month = state.limits.device_time_per_month.limit(class).map(|cap| Cap {
+        limit: Limit::DeviceTimePerMonth,
+        cap,
+        remaining: remaining(of_class.map(|class| &class.month), cap),
+        next: first_day_after(day, month),
+    });
+    of_day.into_iter().chain(of_month)
+}
+
+/// The first day of the month after `month`, counted from a `day` in it.
+fn first_day_after(day: UtcDay, month: UtcMonth) -> UtcDay {
+    let mut next = day;
+    // At most 31 rounds, or none where the calendar was ahead of the day.
+    for _ in 0..31 {
+        if next.month() > month {
+            break;
+        }
+        next = UtcDay(next.0.saturating_add(1));
+    }
+    next
+}

@@ -1,0 +1,102 @@
+//! What the tests of admission share: short ways to name times and limits.
+#![allow(dead_code, unreachable_pub, reason = "each test file uses a part of it")]
+
+use std::sync::Arc;
+
+use tollgate_admission::{
+    Admission, AdmissionOptions, Estimate, Hold, Refusal, Reserve, ReserveError, Scope,
+    ScopeLimits, Spent,
+};
+use tollgate_domain::{
+    ByClass, DeviceClass, DeviceNanos, KeyId, MonotonicTime, PlanLimits, RequestId, TenantId,
+    UtcTime,
+};
+
+pub const SECOND: u64 = 1_000_000_000;
+pub const HOUR: u64 = 3_600 * SECOND;
+pub const DAY: u64 = 24 * HOUR;
+/// 2026-11-20T00:00:00Z.
+pub const TODAY: UtcTime = UtcTime(1_795_132_800 * SECOND);
+
+pub fn at(nanos: u64) -> MonotonicTime {
+    MonotonicTime(nanos)
+}
+
+/// The wall clock `nanos` after midnight.
+pub fn utc(nanos: u64) -> UtcTime {
+    UtcTime(TODAY.0 + nanos)
+}
+
+pub fn id(number: u64) -> RequestId {
+    RequestId::from_random(u128::from(number))
+}
+
+pub fn tenant(name: &str) -> Scope {
+    Scope::Tenant(TenantId::new(name).expect("a name"))
+}
+
+pub fn key(name: &str) -> Scope {
+    Scope::Key(KeyId::new(name).expect("a name"))
+}
+
+pub fn scoped(scope: Scope, limits: PlanLimits) -> ScopeLimits {
+    ScopeLimits { scope, limits: Arc::new(limits) }
+}
+
+pub fn day_cap(nanos: u64) -> PlanLimits {
+    PlanLimits { device_time_per_day: ByClass::all(DeviceNanos(nanos)), ..PlanLimits::default() }
+}
+
+pub fn estimate(tokens: u64, expected: u64, worst: u64) -> Estimate {
+    Estimate {
+        tokens,
+        expected: DeviceNanos(expected),
+        worst: DeviceNanos(worst),
+        least: DeviceNanos(1),
+    }
+}
+
+pub fn spent(tokens: u64, reference: u64) -> Spent {
+    Spent { tokens, reference: DeviceNanos(reference) }
+}
+
+/// A request that waits 30 s at most and is forgotten after 630 s.
+pub fn request(number: u64, now: u64, scopes: &[ScopeLimits], estimate: Estimate) -> Reserve {
+    Reserve {
+        id: id(number),
+        scopes: scopes.to_vec(),
+        class: DeviceClass::cpu(),
+        estimate,
+        queue_deadline: at(now + 30 * SECOND),
+        expires: at(now + 630 * SECOND),
+    }
+}
+
+/// One gateway whose requests are numbered.
+pub struct Gate {
+    pub admission: Admission,
+    pub scopes: Vec<ScopeLimits>,
+    next: std::cell::Cell<u64>,
+}
+
+impl Gate {
+    pub fn new(scopes: Vec<ScopeLimits>) -> Self {
+        let admission = Admission::new(AdmissionOptions::default());
+        Self { admission, scopes, next: std::cell::Cell::new(0) }
+    }
+
+    pub fn of(limits: PlanLimits) -> Self {
+        Self::new(vec![scoped(tenant("acme"), limits)])
+    }
+
+    /// Reserves at `now` after the origin, and as long after midnight.
+    pub fn reserve(&self, now: u64, estimate: Estimate) -> Result<Hold, Box<Refusal>> {
+        self.next.set(self.next.get() + 1);
+        let request = request(self.next.get(), now, &self.scopes, estimate);
+        match self.admission.reserve(at(now), utc(now), request) {
+            Ok(hold) => Ok(hold),
+            Err(ReserveError::Refused(refusal)) => Err(refusal),
+            Err(ReserveError::AlreadyHeld) => panic!("ids are numbered"),
+        }
+    }
+}

@@ -1,0 +1,612 @@
+//! What a step costs, whose it is, and what a request costs whatever its
+//! neighbours.
+//!
+//! Two meters over one calibrated table. *Attribution* splits the measured
+//! time of one step over the sequences in it, so that the parts sum to the
+//! whole. *Reference cost* is the same formula at a fixed reference batch:
+//! it depends on the request alone, never on chunking or neighbours, and is
+//! what estimates, limits and prices use.
+//!
+//! With n_i new tokens (N in all), l_i rows of logits (L in all) and step
+//! time T over the active sequences S, the weight of a sequence is
+//!
+//! ```text
+//! w_i = (t0 + g(1)) / |S| + (g(N) - g(1)) n_i / N + h(L) l_i / L
+//!       + kappa kv_bytes_i + phi attention_flop_i
+//! ```
+//!
+//! where g and h are the measured time of the linear layers and of the
+//! output head against tokens. Reading the weights (`g(1)`) is shared by all
+//! alike, arithmetic above that floor by tokens, attention goes to its owner.
+//! At the reference batch a prompt whose log-probabilities are wanted costs
+//! `h(C) / C` more for each of its rows; see [`CostTable::prompt_work_ns`].
+//! The rule and its reasons are in `docs/metering.md`.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{DeviceNanos, SequenceId};
+
+/// The calibrated cost of one model on one device. Times are nanoseconds.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "CostTableParts", into = "CostTableParts")]
+pub struct CostTable {
+    parts: CostTableParts,
+}
+
+/// The fields of a [`CostTable`], unchecked, as they are stored and sent.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CostTableParts {
+    /// Names the calibration; it stands in every record priced by it.
+    pub version: String,
+    /// Fixed time of a step, ns.
+    pub step_ns: f64,
+    /// g: time of all linear layers against tokens in the step.
+    pub linear: Curve,
+    /// h: time of the output head against rows of logits.
+    pub head: Curve,
+    /// kappa: ns for each byte of KV cache read.
+    pub ns_per_kv_byte: f64,
+    /// phi: ns for each floating-point operation of attention.
+    pub ns_per_attention_flop: f64,
+    /// What attention reads and computes for a token.
+    pub shape: AttentionShape,
+    /// B: sequences in the reference batch.
+    pub reference_batch: u32,
+    /// C: tokens in a reference chunk of prefill.
+    pub reference_chunk: u32,
+}
+
+/// What one token costs in attention, from the model's shape alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AttentionShape {
+    /// Bytes of K and V over all layers for one token of context.
+    pub kv_bytes_per_token: u64,
+    /// Floating-point operations over all layers for one query token against
+    /// one token of context: `4 x layers x heads x head_dim`.
+    pub flop_per_pair: u64,
+}
+
+/// Why a table was refused.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum CostTableError {
+    /// A curve without points, out of order, falling, negative or infinite.
+    #[error(
+        "cost table: curve {0} must have points of growing tokens and of ns from 0 to an hour that do not fall"
+    )]
+    Curve(&'static str),
+    /// A coefficient is negative or not finite.
+    #[error("cost table: {0} must be from 0 to an hour in ns")]
+    Coefficient(&'static str),
+    /// A reference batch or chunk of zero, or an empty version.
+    #[error("cost table: {0} must not be empty or zero")]
+    Empty(&'static str),
+}
+
+/// A piecewise linear, monotone curve: time in ns against tokens. At 0 it is
+/// 0; before the first point it is flat, beyond the last the last slope goes on.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Curve(pub Vec<(u32, f64)>);
+
+impl Curve {
+    /// The time for `tokens`, ns.
+    pub fn at(&self, tokens: u64) -> f64 {
+        let points = &self.0;
+        let (Some(&(first_x, first_y)), Some(&(last_x, last_y))) = (points.first(), points.last())
+        else {
+            return 0.0;
+        };
+        if tokens == 0 {
+            return 0.0;
+        }
+        if tokens <= u64::from(first_x) {
+            return first_y;
+        }
+        let upper = points.partition_point(|&(x, _)| u64::from(x) < tokens);
+        let (upper, beyond) =
+            if upper < points.len() { (upper, false) } else { (points.len() - 1, true) };
+        let Some(&(x0, y0)) = upper.checked_sub(1).and_then(|below| points.get(below)) else {
+            // A single point: what lies beyond it is in proportion.
+            return last_y * tokens as f64 / f64::from(last_x.max(1));
+        };
+        let (x1, y1) = if beyond { (last_x, last_y) } else { points[upper] };
+        y0 + (y1 - y0) * (tokens as f64 - f64::from(x0)) / f64::from(x1 - x0)
+    }
+
+    fn is_valid(&self) -> bool {
+        !self.0.is_empty()
+            && self.0[0].0 > 0
+            && self.0.iter().all(|&(_, ns)| (0.0..=LONGEST_NS).contains(&ns))
+            && self.0.windows(2).all(|pair| pair[0].0 < pair[1].0 && pair[0].1 <= pair[1].1)
+    }
+}
+
+/// What one sequence did in one step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SequenceWork {
+    /// Whose work it is.
+    pub sequence: SequenceId,
+    /// n: tokens it fed, one when decoding, a chunk when prefilling.
+    pub new_tokens: u32,
+    /// l: rows of logits computed for it.
+    pub logit_rows: u32,
+    /// Tokens already in its KV cache before the step.
+    pub context: u32,
+}
+
+/// What reading a prompt takes, whoever reads beside it. A pair (uncached,
+/// cached) is one of which no row is scored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PromptWork {
+    /// Tokens to compute.
+    pub uncached: u64,
+    /// Tokens before them that are in the cache.
+    pub cached: u64,
+    /// Computed tokens whose rows of logits are wanted for their own sake, to
+    /// tell the prompt's log-probabilities. The row that the first generated
+    /// token is drawn from is that token's cost and not counted for it here.
+    pub scored: u64,
+}
+
+impl PromptWork {
+    /// Reading `tokens` of a prompt from its start, with every row of logits
+    /// if it is `scored`. Who estimates, who limits and who bills count alike
+    /// by making it here.
+    pub fn of(tokens: u64, scored: bool) -> Self {
+        Self { uncached: tokens, cached: 0, scored: if scored { tokens } else { 0 } }
+    }
+}
+
+impl From<(u64, u64)> for PromptWork {
+    fn from((uncached, cached): (u64, u64)) -> Self {
+        Self { uncached, cached, scored: 0 }
+    }
+}
+
+impl AttentionShape {
+    /// Bytes of KV that `work` reads: its whole context, once.
+    pub fn kv_bytes(&self, work: &SequenceWork) -> f64 {
+        self.kv_bytes_per_token as f64 * (f64::from(work.context) + f64::from(work.new_tokens))
+    }
+
+    /// Floating-point operations of attention in `work`: each new token sees
+    /// the context, the new ones before it and itself.
+    pub fn flop(&self, work: &SequenceWork) -> f64 {
+        let (n, context) = (f64::from(work.new_tokens), f64::from(work.context));
+        self.flop_per_pair as f64 * (n * context + n * (n + 1.0) / 2.0)
+    }
+}
+
+impl CostTable {
+    /// The calibration's name.
+    pub fn version(&self) -> &str {
+        &self.parts.version
+    }
+
+    /// The fields, for storing and sending.
+    pub fn parts(&self) -> &CostTableParts {
+        &self.parts
+    }
+
+    /// Splits the measured time `step` over `works` exactly: the result has
+    /// one share for each work, in their order, and sums to `step`.
+    ///
+    /// Whole nanoseconds by largest remainder, ties by sequence id; the order
+    /// of `works` does not matter. With no work there is nothing to split
+    /// over and the result is empty: the caller books the step as overhead.
+    pub fn attribute(&self, step: DeviceNanos, works: &[SequenceWork]) -> Vec<DeviceNanos> {
+        let weights = self.weights(works);
+        let ids: Vec<SequenceId> = works.iter().map(|work| work.sequence).collect();
+        split(step, &weights, &ids)
+    }
+
+    /// What a step of `works` is predicted to take, ns.
+    pub fn predict_step(&self, works: &[SequenceWork]) -> DeviceNanos {
+        DeviceNanos::from_f64_ceil(self.weights(works).iter().sum())
+    }
+
+    fn weights(&self, works: &[SequenceWork]) -> Vec<f64> {
+        let CostTableParts { step_ns, linear, head, .. } = &self.parts;
+        let active = works.len() as f64;
+        let tokens: u64 = works.iter().map(|work| u64::from(work.new_tokens)).sum();
+        let rows: u64 = works.iter().map(|work| u64::from(work.logit_rows)).sum();
+        let floor = (step_ns + linear.at(1)) / active;
+        let arithmetic = over(linear.at(tokens) - linear.at(1), tokens).max(0.0);
+        let logits = over(head.at(rows), rows);
+        works
+            .iter()
+            .map(|work| {
+                floor
+                    + arithmetic * f64::from(work.new_tokens)
+                    + logits * f64::from(work.logit_rows)
+                    + self
+                        .attention_ns(self.parts.shape.kv_bytes(work), self.parts.shape.flop(work))
+            })
+            .collect()
+    }
+
+    /// Reference cost of reading a prompt, ns: its tokens, and `h(C) / C` for
+    /// each row of logits that is wanted for its own sake.
+    pub fn prompt_work_ns(&self, work: PromptWork) -> f64 {
+        let PromptWork { uncached, cached, scored } = work;
+        let chunk = u64::from(self.parts.reference_chunk);
+        self.prompt_ns(uncached, cached) + scored as f64 * self.parts.head.at(chunk) / chunk as f64
+    }
+
+    /// Reference cost of a prompt's tokens alone, ns: `uncached` ones computed
+    /// in chunks of C after `cached` ones found in the prefix cache.
+    pub fn prompt_ns(&self, uncached: u64, cached: u64) -> f64 {
+        let CostTableParts { step_ns, linear, reference_batch, reference_chunk, shape, .. } =
+            &self.parts;
+        if uncached == 0 {
+            return 0.0;
+        }
+        let (batch, chunk) = (f64::from(*reference_batch), u64::from(*reference_chunk));
+        let chunks = uncached.div_ceil(chunk);
+        let full = (uncached / chunk) as f64;
+        // Each chunk reads what is there by its end: cached + C, cached + 2C, ...
+        let full_reads = full * cached as f64 + chunk as f64 * full * (full + 1.0) / 2.0;
+        let last_read =
+            if uncached.is_multiple_of(chunk) { 0.0 } else { (cached + uncached) as f64 };
+        let n = uncached as f64;
+        let pairs = n * cached as f64 + n * (n + 1.0) / 2.0;
+        chunks as f64 * (step_ns + linear.at(1)) / batch
+            + n * (linear.at(chunk) - linear.at(1)) / chunk as f64
+            + self.attention_ns(
+                shape.kv_bytes_per_token as f64 * (full_reads + last_read),
+                shape.flop_per_pair as f64 * pairs,
+            )
+    }
+
+    /// Reference cost of generating `tokens` after a context of `context`
+    /// tokens, ns.
+    pub fn generated_ns(&self, context: u64, tokens: u64) -> f64 {
+        let CostTableParts { step_ns, linear, head, reference_batch, shape, .. } = &self.parts;
+        let batch = u64::from(*reference_batch);
+        let each = (step_ns + linear.at(1)) + (linear.at(batch) - linear.at(1)) + head.at(batch);
+        let m = tokens as f64;
+        // Token j of m sees context + j tokens, itself included.
+        let seen = m * context as f64 + m * (m + 1.0) / 2.0;
+        m * each / batch as f64
+            + self.attention_ns(
+                shape.kv_bytes_per_token as f64 * seen,
+                shape.flop_per_pair as f64 * seen,
+            )
+    }
+
+    /// Reference cost of a whole request, rounded up to ns once: its prompts
+    /// as [`PromptWork`] or (uncached, cached) tokens, its choices as
+    /// (context, generated).
+    pub fn request(
+        &self,
+        prompts: impl IntoIterator<Item = impl Into<PromptWork>>,
+        choices: impl IntoIterator<Item = (u64, u64)>,
+    ) -> DeviceNanos {
+        let prompts: f64 =
+            prompts.into_iter().map(|prompt| self.prompt_work_ns(prompt.into())).sum();
+        let choices: f64 =
+            choices.into_iter().map(|(context, tokens)| self.generated_ns(context, tokens)).sum();
+        DeviceNanos::from_f64_ceil(prompts + choices)
+    }
+
+    fn attention_ns(&self, kv_bytes: f64, flop: f64) -> f64 {
+        self.parts.ns_per_kv_byte * kv_bytes + self.parts.ns_per_attention_flop * flop
+    }
+}
+
+impl TryFrom<CostTableParts> for CostTable {
+    type Error = CostTableError;
+
+    fn try_from(parts: CostTableParts) -> Result<Self, CostTableError> {
+        for (name, curve) in [("linear", &parts.linear), ("head", &parts.head)] {
+            if !curve.is_valid() {
+                return Err(CostTableError::Curve(name));
+            }
+        }
+        for (name, value) in [
+            ("step_ns", parts.step_ns),
+            ("ns_per_kv_byte", parts.ns_per_kv_byte),
+            ("ns_per_attention_flop", parts.ns_per_attention_flop),
+        ] {
+            if !(0.0..=LONGEST_NS).contains(&value) {
+                return Err(CostTableError::Coefficient(name));
+            }
+        }
+        for (name, empty) in [
+            // A model that costs nothing to run is a table that was never measured.
+            ("linear", parts.linear.at(1) == 0.0),
+            ("version", parts.version.is_empty()),
+            ("reference_batch", parts.reference_batch == 0),
+            ("reference_chunk", parts.reference_chunk == 0),
+        ] {
+            if empty {
+                return Err(CostTableError::Empty(name));
+            }
+        }
+        Ok(Self { parts })
+    }
+}
+
+impl From<CostTable> for CostTableParts {
+    fn from(table: CostTable) -> Self {
+        table.parts
+    }
+}
+
+/// No step, and no coefficient of one, is longer: an hour, in ns. It keeps every
+/// cost of a request that fits a context within the integers of the ledger.
+const LONGEST_NS: f64 = 3.6e12;
+
+/// `value / count`, and 0 where there is nothing to divide among.
+fn over(value: f64, count: u64) -> f64 {
+    if count == 0 { 0.0 } else { value / count as f64 }
+}
+
+/// Splits `total` in proportion to `weights`, exactly, in whole nanoseconds:
+/// largest remainder, ties to the smaller id. A weight that is negative or
+/// not a number counts as 0; if none is above 0, all are equal.
+fn split(total: DeviceNanos, weights: &[f64], ids: &[SequenceId]) -> Vec<DeviceNanos> {
+    let scaled = integer_weights(weights);
+    let sum: u128 = scaled.iter().map(|&weight| u128::from(weight)).sum();
+    if sum == 0 {
+        return Vec::new();
+    }
+    let total_wide = u128::from(total.nanos());
+    let mut shares: Vec<DeviceNanos> = Vec::with_capacity(scaled.len());
+    let mut remainders: Vec<(u128, SequenceId, usize)> = Vec::with_capacity(scaled.len());
+    for (index, &weight) in scaled.iter().enumerate() {
+        let product = total_wide * u128::from(weight);
+        shares.push(DeviceNanos((product / sum) as u64));
+        remainders.push((product % sum, ids[index], index));
+    }
+    let given: DeviceNanos = shares.iter().copied().sum();
+    let left = (total - given).nanos() as usize; // fewer than there are shares
+    remainders.sort_by(|a, b| b.0.cmp(&a.0).then(a.1.cmp(&b.1)));
+    for &(_, _, index) in remainders.iter().take(left) {
+        shares[index] += DeviceNanos(1);
+    }
+    shares
+}
+
+/// Weights as whole numbers up to 2^40, so that the split is exact arithmetic
+/// and does not depend on the order of floating-point sums.
+fn integer_weights(weights: &[f64]) -> Vec<u64> {
+    const SCALE: f64 = (1u64 << 40) as f64;
+    let largest = weights.iter().copied().filter(|w| !w.is_nan()).fold(0.0, f64::max);
+    if largest <= 0.0 {
+        return vec![1; weights.len()];
+    }
+    weights
+        .iter()
+        .map(|&weight| match weight {
+            w if w.is_nan() || w <= 0.0 => 0,
+            w if w.is_infinite() => SCALE as u64,
+            w if largest.is_infinite() => u64::from(w > 0.0),
+            w => (w / largest * SCALE).round() as u64,
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn table() -> CostTable {
+        CostTable::try_from(CostTableParts {
+            version: "test".into(),
+            step_ns: 10_000.0,
+            linear: Curve(vec![
+                (1, 100_000.0),
+                (8, 120_000.0),
+                (64, 400_000.0),
+                (256, 1_600_000.0),
+            ]),
+            head: Curve(vec![(1, 20_000.0), (32, 60_000.0)]),
+            ns_per_kv_byte: 0.01,
+            ns_per_attention_flop: 0.0001,
+            shape: AttentionShape { kv_bytes_per_token: 3_072, flop_per_pair: 3_072 },
+            reference_batch: 32,
+            reference_chunk: 256,
+        })
+        .expect("a valid table")
+    }
+
+    fn decode(id: u64, context: u32) -> SequenceWork {
+        SequenceWork { sequence: SequenceId(id), new_tokens: 1, logit_rows: 1, context }
+    }
+
+    fn any_work() -> impl Strategy<Value = SequenceWork> {
+        (0u32..600, 0u32..4, 0u32..8_000).prop_map(|(new_tokens, logit_rows, context)| {
+            SequenceWork { sequence: SequenceId(0), new_tokens, logit_rows, context }
+        })
+    }
+
+    fn numbered(mut works: Vec<SequenceWork>) -> Vec<SequenceWork> {
+        for (id, work) in works.iter_mut().enumerate() {
+            work.sequence = SequenceId(id as u64);
+        }
+        works
+    }
+
+    proptest! {
+        #[test]
+        fn shares_sum_to_the_step(
+            total in 0u64..10_000_000_000_000,
+            works in prop::collection::vec(any_work(), 1..70),
+        ) {
+            let works = numbered(works);
+            let shares = table().attribute(DeviceNanos(total), &works);
+            prop_assert_eq!(shares.len(), works.len());
+            prop_assert_eq!(shares.into_iter().sum::<DeviceNanos>(), DeviceNanos(total));
+        }
+
+        #[test]
+        fn any_weights_conserve(
+            total in any::<u64>(),
+            weights in prop::collection::vec(
+                prop_oneof![any::<f64>(), Just(0.0), Just(f64::NAN), Just(f64::INFINITY), Just(1e300)],
+                1..40,
+            ),
+        ) {
+            let ids: Vec<_> = (0..weights.len() as u64).map(SequenceId).collect();
+            let shares = split(DeviceNanos(total), &weights, &ids);
+            prop_assert_eq!(shares.into_iter().sum::<DeviceNanos>(), DeviceNanos(total));
+        }
+
+        #[test]
+        fn order_does_not_matter(works in prop::collection::vec(any_work(), 2..40)) {
+            let works = numbered(works);
+            let total = DeviceNanos(123_456_789);
+            let forward = table().attribute(total, &works);
+            let mut reversed = works.clone();
+            reversed.reverse();
+            let mut backward = table().attribute(total, &reversed);
+            backward.reverse();
+            prop_assert_eq!(forward, backward);
+        }
+
+        #[test]
+        fn more_own_work_never_lowers_own_weight(
+            others in prop::collection::vec(any_work(), 0..20),
+            mine in any_work(),
+            more_tokens in 0u32..50,
+            more_rows in 0u32..3,
+        ) {
+            let mut works = others;
+            works.push(mine);
+            let before = table().weights(&works);
+            let last = works.last_mut().expect("just pushed");
+            last.new_tokens += more_tokens;
+            last.logit_rows += more_rows;
+            let after = table().weights(&works);
+            prop_assert!(after.last() >= before.last());
+        }
+
+        #[test]
+        fn splitting_work_over_sequences_never_lowers_the_weight(
+            others in prop::collection::vec(any_work(), 0..10),
+            tokens in 2u32..400,
+        ) {
+            let part = |new_tokens, context| SequenceWork {
+                sequence: SequenceId(0), new_tokens, logit_rows: 0, context,
+            };
+            let mut whole = others.clone();
+            whole.push(part(tokens, 0));
+            let mut halves = others;
+            halves.push(part(tokens / 2, 0));
+            halves.push(part(tokens - tokens / 2, tokens / 2));
+            let sum_last = |works: &[SequenceWork], k: usize| -> f64 {
+                let weights = table().weights(works);
+                let all: f64 = weights.iter().sum();
+                weights[weights.len() - k..].iter().sum::<f64>() / all
+            };
+            prop_assert!(sum_last(&halves, 2) >= sum_last(&whole, 1) * (1.0 - 1e-9));
+        }
+
+        #[test]
+        fn reference_cost_is_additive_in_generated_tokens(
+            context in 0u64..4_000, first in 0u64..500, second in 0u64..500,
+        ) {
+            let table = table();
+            let whole = table.generated_ns(context, first + second);
+            let parts = table.generated_ns(context, first)
+                + table.generated_ns(context + first, second);
+            prop_assert!((whole - parts).abs() <= 1e-6 * whole.max(1.0));
+        }
+
+        #[test]
+        fn scoring_a_prompt_costs_by_the_row_whatever_else_it_does(
+            cached in 0u64..4_000, first in 1u64..500, second in 1u64..500,
+        ) {
+            let table = table();
+            let extra = |uncached, cached, scored| {
+                table.prompt_work_ns(PromptWork { uncached, cached, scored })
+                    - table.prompt_ns(uncached, cached)
+            };
+            let whole = extra(first + second, cached, first + second);
+            let parts = extra(first, cached, first) + extra(second, cached + first, second);
+            prop_assert!((whole - parts).abs() <= 1e-6 * whole);
+            // h goes on beyond 32 rows with its last slope, 40,000 / 31.
+            let each = (60_000.0 + 224.0 * 40_000.0 / 31.0) / 256.0;
+            prop_assert!((whole - (first + second) as f64 * each).abs() <= 1e-6 * whole);
+        }
+    }
+
+    #[test]
+    fn equal_sequences_pay_equally_to_one_nanosecond() {
+        let works: Vec<_> = (0..7).map(|id| decode(id, 100)).collect();
+        let shares = table().attribute(DeviceNanos(1_000_003), &works);
+        let (low, high) = (shares.iter().min().unwrap(), shares.iter().max().unwrap());
+        assert!(high.nanos() - low.nanos() <= 1);
+        // 1,000,003 = 7 x 142,857 + 4: the extra ns go to the smallest ids.
+        assert_eq!(shares[3].nanos(), 142_858);
+        assert_eq!(shares[4].nanos(), 142_857);
+    }
+
+    #[test]
+    fn a_step_without_sequences_has_no_shares() {
+        assert!(table().attribute(DeviceNanos(5), &[]).is_empty());
+    }
+
+    #[test]
+    fn curves_interpolate_and_extrapolate() {
+        let curve = Curve(vec![(1, 10.0), (5, 18.0), (9, 50.0)]);
+        for (tokens, expected) in
+            [(0, 0.0), (1, 10.0), (3, 14.0), (5, 18.0), (7, 34.0), (9, 50.0), (10, 58.0)]
+        {
+            assert_eq!(curve.at(tokens), expected, "{tokens}");
+        }
+        assert_eq!(Curve(vec![(4, 8.0)]).at(2), 8.0);
+        assert_eq!(Curve(vec![(4, 8.0)]).at(8), 16.0);
+    }
+
+    #[test]
+    fn a_prompt_costs_what_its_chunks_read() {
+        // 300 uncached tokens after 10 cached: chunks of 256 and 44.
+        let table = table();
+        let reads = (10.0 + 256.0) + (10.0 + 300.0);
+        let pairs = 300.0 * 10.0 + 300.0 * 301.0 / 2.0;
+        let expected = 2.0 * 110_000.0 / 32.0
+            + 300.0 * 1_500_000.0 / 256.0
+            + 0.01 * 3_072.0 * reads
+            + 0.0001 * 3_072.0 * pairs;
+        assert!((table.prompt_ns(300, 10) - expected).abs() < 1e-3);
+        assert_eq!(table.prompt_ns(0, 50), 0.0);
+    }
+
+    #[test]
+    fn a_scored_prompt_costs_more_and_a_plain_one_what_it_did() {
+        let table = table();
+        let cost = |scored| table.request([PromptWork::of(300, scored)], [(300, 5)]);
+        assert_eq!(cost(false), table.request([(300, 0)], [(300, 5)]));
+        assert!(cost(true) > cost(false));
+        assert_eq!(PromptWork::of(300, true).scored, 300);
+    }
+
+    #[test]
+    fn nonsense_tables_are_refused() {
+        let good = table().parts().clone();
+        type Spoil = fn(&mut CostTableParts);
+        let cases: [(&str, Spoil); 9] = [
+            ("curve linear", |t| t.linear.0.iter_mut().for_each(|point| point.1 = 1e300)),
+            ("ns_per_kv_byte", |t| t.ns_per_kv_byte = 1e300),
+            ("linear", |t| t.linear.0.iter_mut().for_each(|point| point.1 = 0.0)),
+            ("curve linear", |t| t.linear.0.clear()),
+            ("curve head", |t| t.head.0[1].1 = 1.0),
+            ("curve linear", |t| t.linear.0[0].1 = f64::NAN),
+            ("step_ns", |t| t.step_ns = -1.0),
+            ("reference_batch", |t| t.reference_batch = 0),
+            ("version", |t| t.version.clear()),
+        ];
+        for (named, spoil) in cases {
+            let mut parts = good.clone();
+            spoil(&mut parts);
+            let error = CostTable::try_from(parts).expect_err(named).to_string();
+            assert!(error.contains(named), "{error}");
+        }
+    }
+}

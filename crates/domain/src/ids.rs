@@ -1,0 +1,220 @@
+//! Names and numbers that say who and what. Each is its own type, so that a
+//! key never stands where a tenant should.
+
+use std::fmt;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+/// A name that breaks the rules: 1 to 128 characters, of letters, digits and
+/// `. _ - : /`, and it starts with a letter or a digit.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{kind} {name:?} is not a name: use 1 to 128 of A-Z a-z 0-9 . _ - : / and start with a letter or digit"
+)]
+pub struct InvalidName {
+    /// What was being named: `tenant`, `model`, ...
+    pub kind: &'static str,
+    /// The offending text, cut to 64 characters.
+    pub name: String,
+}
+
+macro_rules! name {
+    ($(#[$doc:meta])* $type:ident, $kind:literal) => {
+        $(#[$doc])*
+        #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        #[serde(try_from = "String", into = "String")]
+        pub struct $type(Arc<str>);
+
+        impl $type {
+            /// Checks and takes a name.
+            ///
+            /// # Errors
+            /// [`InvalidName`] when it breaks the rules stated there.
+            pub fn new(name: &str) -> Result<Self, InvalidName> {
+                if is_name(name) {
+                    Ok(Self(name.into()))
+                } else {
+                    Err(InvalidName { kind: $kind, name: name.chars().take(64).collect() })
+                }
+            }
+
+            /// The name as text.
+            pub fn as_str(&self) -> &str {
+                &self.0
+            }
+        }
+
+        impl TryFrom<String> for $type {
+            type Error = InvalidName;
+            fn try_from(name: String) -> Result<Self, InvalidName> {
+                Self::new(&name)
+            }
+        }
+
+        impl From<$type> for String {
+            fn from(name: $type) -> String {
+                name.0.as_ref().to_owned()
+            }
+        }
+
+        impl fmt::Display for $type {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(&self.0)
+            }
+        }
+
+        // Lets a map keyed by the name be asked with plain text.
+        impl std::borrow::Borrow<str> for $type {
+            fn borrow(&self) -> &str {
+                &self.0
+            }
+        }
+    };
+}
+
+name!(
+    /// Who pays.
+    TenantId, "tenant"
+);
+name!(
+    /// A credential of a tenant, by its public id (never the secret).
+    KeyId, "key"
+);
+name!(
+    /// A named set of limits, in config.
+    PlanName, "plan"
+);
+name!(
+    /// Tenants that share limits.
+    PoolName, "pool"
+);
+name!(
+    /// A model as clients name it in a request.
+    ModelName, "model"
+);
+name!(
+    /// A kind of device whose time is comparable: `cpu`, `h200`, ...
+    DeviceClass, "device class"
+);
+name!(
+    /// A worker as config names it.
+    WorkerName, "worker"
+);
+name!(
+    /// One request, as `x-request-id` says it: `req-` and 32 hex digits when
+    /// we made it.
+    RequestId, "request id"
+);
+
+impl DeviceClass {
+    /// The class of the CPU backend.
+    pub fn cpu() -> Self {
+        Self("cpu".into())
+    }
+
+    /// Whether time of this class is GPU time on a bill.
+    pub fn is_gpu(&self) -> bool {
+        self.as_str() != "cpu"
+    }
+}
+
+impl RequestId {
+    /// The id made of 128 bits that the caller drew at random.
+    pub fn from_random(bits: u128) -> Self {
+        Self(format!("req-{bits:032x}").into())
+    }
+}
+
+fn is_name(name: &str) -> bool {
+    (1..=128).contains(&name.len())
+        && name.starts_with(|c: char| c.is_ascii_alphanumeric())
+        && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-:/".contains(&b))
+}
+
+/// An authenticated tenant and the key it used. Only authentication makes one.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Caller {
+    /// Who pays.
+    pub tenant: TenantId,
+    /// The credential that was shown.
+    pub key: KeyId,
+}
+
+/// One life of one worker process: 128 random bits drawn at its start, so that
+/// no two lives anywhere share step or sequence numbers.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct WorkerEpoch(pub u128);
+
+impl fmt::Display for WorkerEpoch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", self.0)
+    }
+}
+
+impl fmt::Debug for WorkerEpoch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "WorkerEpoch({self})")
+    }
+}
+
+impl From<WorkerEpoch> for String {
+    fn from(epoch: WorkerEpoch) -> String {
+        epoch.to_string()
+    }
+}
+
+impl TryFrom<String> for WorkerEpoch {
+    type Error = InvalidName;
+    fn try_from(text: String) -> Result<Self, InvalidName> {
+        match u128::from_str_radix(&text, 16) {
+            Ok(bits) if text.len() == 32 => Ok(Self(bits)),
+            _ => Err(InvalidName { kind: "worker epoch", name: text.chars().take(64).collect() }),
+        }
+    }
+}
+
+/// A sequence (one choice of one request) within a worker's epoch. Numbers
+/// grow in the order of arrival and are never used again in that epoch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct SequenceId(pub u64);
+
+impl fmt::Display for SequenceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_checked() {
+        for (name, good) in [
+            ("acme", true),
+            ("Qwen/Qwen2.5-0.5B", true),
+            ("a", true),
+            ("", false),
+            ("-acme", false),
+            ("a b", false),
+            ("a\nb", false),
+            ("ä", false),
+        ] {
+            assert_eq!(TenantId::new(name).is_ok(), good, "{name:?}");
+        }
+        assert!(TenantId::new(&"a".repeat(128)).is_ok());
+        assert!(TenantId::new(&"a".repeat(129)).is_err());
+    }
+
+    #[test]
+    fn epochs_survive_text() {
+        let epoch = WorkerEpoch(0xfeed);
+        let text = serde_json::to_string(&epoch).expect("serialises");
+        assert_eq!(text, "\"0000000000000000000000000000feed\"");
+        assert_eq!(serde_json::from_str::<WorkerEpoch>(&text).expect("parses"), epoch);
+        assert!(serde_json::from_str::<WorkerEpoch>("\"+1\"").is_err());
+    }
+}

@@ -1,0 +1,24 @@
+//! The words every other part of tollgate speaks: ids, units, usage, limits,
+//! time, and the formula that says what a step and a request cost.
+//!
+//! Nothing here does I/O, reads a clock or knows a protocol. Amounts are
+//! integers with their unit in the type; a formula names its source.
+
+pub mod block;
+pub mod cost;
+pub mod ids;
+pub mod limits;
+pub mod time;
+pub mod units;
+pub mod usage;
+
+pub use block::{Attempt, Block, BlockError, BlockParts, Device, FinishedAttempt, Share, Stages};
+pub use cost::{AttentionShape, CostTable, CostTableError, Curve, PromptWork, SequenceWork};
+pub use ids::{
+    Caller, DeviceClass, InvalidName, KeyId, ModelName, PlanName, PoolName, RequestId, SequenceId,
+    TenantId, WorkerEpoch, WorkerName,
+};
+pub use limits::{ByClass, PlanLimits, Rate};
+pub use time::{InvalidDay, MonotonicTime, UtcDay, UtcMonth, UtcTime};
+pub use units::DeviceNanos;
+pub use usage::{FinishReason, Usage};

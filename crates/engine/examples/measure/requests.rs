@@ -1,0 +1,159 @@
+//! Whole requests through the engine: scheduling, metering and sampling
+//! included, one after the other or all at once.
+
+use std::error::Error;
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tollgate_domain::{
+    Caller, DeviceNanos, FinishReason, KeyId, MonotonicTime, RequestId, TenantId,
+};
+use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
+use tollgate_engine::model::ModelFiles;
+use tollgate_engine::{
+    Backend, Clock, DeviceInfo, Engine, EngineHandle, EngineOptions, Flow, ModelShape,
+    PromptLogprob, RequestFigures, RequestOutcome, SampledToken, SamplingParams, StepJournal,
+    StepRecord, Submission, SystemClock, TokenSink, calibrate,
+};
+
+use crate::Obeys;
+
+pub(crate) struct Requests {
+    handle: EngineHandle,
+    /// Kept so that the engine's thread lives as long as this.
+    _engine: Engine,
+    shape: ModelShape,
+    device: DeviceInfo,
+    calibration: DeviceNanos,
+    asked: u32,
+}
+
+impl Requests {
+    pub(crate) fn new(files: &ModelFiles) -> Result<Self, Box<dyn Error>> {
+        let mut backend = CpuBackend::new(files, &CpuOptions::for_model(files.config(), KV_BYTES))?;
+        let (shape, device) = (backend.shape().clone(), backend.device().clone());
+        let clock: Arc<dyn Clock> = Arc::new(SystemClock::new());
+        let calibration = calibrate(&mut backend, &*clock)?;
+        let options = EngineOptions::new(calibration.table);
+        let engine = Engine::start(Box::new(backend), options, clock, Box::new(Unwritten))?;
+        let calibration = calibration.device_time;
+        Ok(Self { handle: engine.handle(), _engine: engine, shape, device, calibration, asked: 0 })
+    }
+
+    fn alone(&mut self, count: u32, prompt: u32, tokens: u32) -> Result<Value, Box<dyn Error>> {
+        let began = Instant::now();
+        let mut generated = 0;
+        for _ in 0..count {
+            generated += answered(&self.ask(prompt, tokens)?)?;
+        }
+        Ok(json!({ "tokens": generated, "seconds": began.elapsed().as_secs_f64() }))
+    }
+
+    fn together(&mut self, count: u32, prompt: u32, tokens: u32) -> Result<Value, Box<dyn Error>> {
+        let began = Instant::now();
+        let asked: Vec<Receiver<u64>> =
+            (0..count).map(|_| self.ask(prompt, tokens)).collect::<Result<_, _>>()?;
+        let generated = asked.iter().map(answered).sum::<Result<u64, _>>()?;
+        Ok(json!({ "tokens": generated, "seconds": began.elapsed().as_secs_f64() }))
+    }
+
+    /// Submits one greedy request; its generated tokens are told at its end.
+    fn ask(&mut self, prompt: u32, tokens: u32) -> Result<Receiver<u64>, Box<dyn Error>> {
+        let (sender, receiver) = sync_channel(1);
+        let number = self.asked;
+        self.asked += 1;
+        let vocabulary = self.shape.vocabulary;
+        self.handle.submit(Submission {
+            request: RequestId::from_random(u128::from(number)),
+            attempt: 0,
+            caller: Caller { tenant: TenantId::new("bench")?, key: KeyId::new("bench")? },
+            weight: 1.0,
+            prompts: vec![(0..prompt).map(|i| (i * 31 + number * 17 + 5) % vocabulary).collect()],
+            choices: 1,
+            max_tokens: tokens,
+            sampling: SamplingParams {
+                temperature: 0.0,
+                top_p: 1.0,
+                presence_penalty: 0.0,
+                frequency_penalty: 0.0,
+                // Answers of full length, whatever the model would say.
+                logit_bias: self.shape.end_tokens.iter().map(|&token| (token, -100.0)).collect(),
+                seed: u64::from(number),
+                top_logprobs: None,
+            },
+            budget: None,
+            queue_deadline: Duration::from_secs(600),
+            echo_logprobs: false,
+            sink: Box::new(Sink { generated: 0, done: sender }),
+        })?;
+        Ok(receiver)
+    }
+}
+
+impl Obeys for Requests {
+    fn obey(&mut self, words: &[&str]) -> Result<Value, Box<dyn Error>> {
+        match *words {
+            ["alone", count, prompt, tokens] => {
+                self.alone(count.parse()?, prompt.parse()?, tokens.parse()?)
+            }
+            ["together", count, prompt, tokens] => {
+                self.together(count.parse()?, prompt.parse()?, tokens.parse()?)
+            }
+            _ => Err(format!("cannot {}", words.join(" ")).into()),
+        }
+    }
+
+    fn about(&self) -> Value {
+        json!({
+            "engine": "tollgate", "version": env!("CARGO_PKG_VERSION"),
+            "device": self.device.name, "threads": self.device.threads,
+            "calibration_ns": self.calibration.nanos(),
+        })
+    }
+}
+
+fn answered(receiver: &Receiver<u64>) -> Result<u64, String> {
+    receiver.recv().map_err(|_| "a request was not answered".to_owned())
+}
+
+/// Counts tokens. Where the request was refused it is dropped untold.
+struct Sink {
+    generated: u64,
+    done: SyncSender<u64>,
+}
+
+impl TokenSink for Sink {
+    fn prompt_logprobs(&mut self, _: u32, _: Vec<PromptLogprob>) {}
+    fn token(&mut self, _: u32, _: SampledToken) -> Flow {
+        self.generated += 1;
+        Flow::Continue
+    }
+    fn finished(&mut self, _: u32, _: FinishReason, _: u32) {}
+    fn done(&mut self, outcome: RequestOutcome) {
+        if matches!(outcome, RequestOutcome::Finished { .. }) {
+            // Nobody listens any more: the run was broken off.
+            self.done.try_send(self.generated).ok();
+        }
+    }
+}
+
+/// A journal that keeps nothing: what writing costs is the worker's figure.
+struct Unwritten;
+
+impl StepJournal for Unwritten {
+    fn step(&mut self, _: &StepRecord<'_>) -> io::Result<()> {
+        Ok(())
+    }
+    fn finished(&mut self, _: MonotonicTime, _: &[RequestFigures]) -> io::Result<()> {
+        Ok(())
+    }
+    fn idle(&mut self, _: MonotonicTime) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// As a worker has it by default.
+const KV_BYTES: u64 = 512 << 20;

@@ -1,0 +1,211 @@
+//! The CPU as a device: every core on one step at a time.
+//!
+//! A step is a list of passes over the tokens, each split into chunks that
+//! the threads of one pool take; a pass begins when the one before has ended.
+//! All memory is taken at the start. What a pass computes for one sequence
+//! never reads another's rows or blocks.
+
+mod cache;
+mod forward;
+mod layout;
+mod load;
+mod pool;
+mod scratch;
+
+use tollgate_domain::DeviceClass;
+
+use super::{
+    BLOCK_TOKENS, Backend, BackendError, DeviceInfo, ModelShape, StepLimits, StepOutput, StepPlan,
+};
+use crate::kernels::{Instructions, Kernels, KvFormat};
+use crate::model::{ModelConfig, ModelFiles};
+use crate::weights::WeightsError;
+
+use cache::Cache;
+use forward::Forward;
+use load::Model;
+use pool::Pool;
+use scratch::Scratch;
+
+/// A model on the CPU.
+pub struct CpuBackend {
+    config: ModelConfig,
+    shape: ModelShape,
+    device: DeviceInfo,
+    limits: StepLimits,
+    kernels: Kernels,
+    pool: Pool,
+    model: Model,
+    cache: Cache,
+    scratch: Scratch,
+}
+
+/// How a [`CpuBackend`] is set up.
+#[derive(Clone, Debug)]
+pub struct CpuOptions {
+    /// Threads that compute, the engine's own among them; at least 1.
+    pub threads: usize,
+    /// Tokens that the KV cache holds, rounded up to whole blocks. The memory
+    /// is taken when it is first used.
+    pub kv_tokens: u32,
+    /// Tokens that one step may feed.
+    pub step_tokens: u32,
+    /// The instruction set; absent: the best that the machine has.
+    pub instructions: Option<Instructions>,
+}
+
+/// Why a model could not be set up on the CPU.
+#[derive(Debug, thiserror::Error)]
+pub enum CpuError {
+    /// The weights are not what the configuration implies.
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+    /// The system refused memory.
+    #[error("cannot take memory for {0}")]
+    Memory(&'static str, #[source] std::io::Error),
+    /// The system refused a thread.
+    #[error("cannot start a compute thread")]
+    Thread(#[source] std::io::Error),
+    /// The machine lacks the instructions that the options ask for.
+    #[error("this machine has no {0} instructions")]
+    Instructions(Instructions),
+}
+
+impl CpuOptions {
+    /// Every core, the best instructions, steps of up to 512 tokens, and a
+    /// KV cache for 64 sequences of 2,048 tokens or the model's context if
+    /// that is less, within `kv_bytes`, but never less than one such sequence.
+    pub fn for_model(config: &ModelConfig, kv_bytes: u64) -> Self {
+        let token = cache::bytes_per_token(config, KvFormat::F32).max(1);
+        let sequence = u64::from(config.context.min(2_048));
+        let wanted = (64 * sequence).min(kv_bytes / token).max(sequence);
+        Self {
+            threads: std::thread::available_parallelism().map_or(1, usize::from),
+            kv_tokens: u32::try_from(wanted).unwrap_or(u32::MAX),
+            step_tokens: 512,
+            instructions: None,
+        }
+    }
+}
+
+impl CpuBackend {
+    /// Packs the weights into memory of its own; the files are not needed
+    /// any more afterwards.
+    ///
+    /// # Errors
+    /// [`CpuError`], which names the file and the tensor where it is one.
+    pub fn new(files: &ModelFiles, options: &CpuOptions) -> Result<Self, CpuError> {
+        let config = files.config().clone();
+        let instructions = options.instructions.unwrap_or_else(Instructions::best);
+        let kernels = Kernels::new(instructions).ok_or(CpuError::Instructions(instructions))?;
+        let pool = Pool::new(options.threads.clamp(1, MOST_THREADS)).map_err(CpuError::Thread)?;
+        let model = Model::load(files, &pool)?;
+        let is_bf16 = model.head.is_bf16();
+        let format = if is_bf16 { KvFormat::Bf16 } else { KvFormat::F32 };
+        let blocks = options.kv_tokens.max(1).div_ceil(BLOCK_TOKENS);
+        let cache = Cache::new(&config, format, blocks)?;
+        let tokens = options.step_tokens.clamp(1, MOST_STEP_TOKENS);
+        let wants_bf16 = is_bf16 && kernels.wants_bf16();
+        let scratch = Scratch::new(&config, tokens as usize, wants_bf16, &cache, pool.threads())?;
+        Ok(Self {
+            shape: shape_of(files, &cache),
+            device: DeviceInfo {
+                class: DeviceClass::cpu(),
+                name: format!("{} ({instructions})", processor_name()),
+                uuid: String::new(),
+                threads: pool.threads() as u32,
+            },
+            limits: StepLimits { tokens, logit_rows: most_logit_rows(tokens, config.vocabulary) },
+            config,
+            kernels,
+            pool,
+            model,
+            cache,
+            scratch,
+        })
+    }
+
+    /// The instruction set that was chosen.
+    pub fn instructions(&self) -> Instructions {
+        self.kernels.instructions()
+    }
+}
+
+impl Backend for CpuBackend {
+    fn shape(&self) -> &ModelShape {
+        &self.shape
+    }
+
+    fn device(&self) -> &DeviceInfo {
+        &self.device
+    }
+
+    fn kv_blocks(&self) -> u32 {
+        self.cache.blocks()
+    }
+
+    fn limits(&self) -> StepLimits {
+        self.limits
+    }
+
+    fn copy_block(&mut self, from: u32, to: u32) {
+        self.cache.copy_block(from, to);
+    }
+
+    fn step(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError> {
+        plan.check(&self.shape, self.limits, self.cache.blocks())?;
+        self.scratch.layout.lay_out(plan.spans)?;
+        let rows = self.scratch.layout.logit_rows.len();
+        let logits = output.reset(rows, self.config.vocabulary as usize);
+        let forward = Forward {
+            kernels: self.kernels,
+            pool: &self.pool,
+            config: &self.config,
+            model: &self.model,
+            spans: plan.spans,
+            layout: &self.scratch.layout,
+            attention: &self.scratch.attention,
+            views: self.scratch.buffers.views(),
+        };
+        forward.embed();
+        for (index, layer) in self.model.layers.iter().enumerate() {
+            forward.layer(layer, self.cache.layer(index));
+        }
+        forward.head(logits);
+        Ok(())
+    }
+}
+
+fn shape_of(files: &ModelFiles, cache: &Cache) -> ModelShape {
+    let config = files.config();
+    ModelShape {
+        // A sequence that the whole pool cannot hold could never finish.
+        context: config.context.min(cache.blocks().saturating_mul(BLOCK_TOKENS)),
+        vocabulary: config.vocabulary,
+        layers: config.layers,
+        heads: config.heads,
+        kv_heads: config.kv_heads,
+        head_dim: config.head_dim,
+        kv_bytes_per_token: cache.bytes_per_token(),
+        end_tokens: config.end_tokens.clone(),
+        hash: files.hash().to_owned(),
+    }
+}
+
+/// Rows of logits that a step may ask for: one for each of 64 sequences at
+/// least, more while they take little memory.
+fn most_logit_rows(tokens: u32, vocabulary: u32) -> u32 {
+    tokens.min((MOST_LOGITS / vocabulary.max(1)).max(64))
+}
+
+/// What the system calls its processor.
+fn processor_name() -> String {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let name = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+    name.map_or_else(|| std::env::consts::ARCH.to_owned(), |(_, name)| name.trim().to_owned())
+}
+
+const MOST_THREADS: usize = 256;
+const MOST_STEP_TOKENS: u32 = 8_192;
+/// 64 MiB of f32.
+const MOST_LOGITS: u32 = 16 << 20;

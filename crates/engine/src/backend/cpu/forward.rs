@@ -1,0 +1,191 @@
+//! One step's forward: the passes, and how each is split over the threads.
+
+use std::sync::Mutex;
+
+use super::layout::{Layout, Token};
+use super::load::{Layer, Model};
+use super::pool::Pool;
+use super::scratch::Views;
+use crate::backend::Span;
+use crate::kernels::{
+    AttentionJob, AttentionScratch, AttentionTask, Finish, HeadNorms, Kernels, KvView, LinearJob,
+    NormJob, ROW_STEP, RotateJob, Rows, rotate,
+};
+use crate::model::ModelConfig;
+
+/// All that a step reads, and views of what it writes.
+pub(super) struct Forward<'a> {
+    pub(super) kernels: Kernels,
+    pub(super) pool: &'a Pool,
+    pub(super) config: &'a ModelConfig,
+    pub(super) model: &'a Model,
+    pub(super) spans: &'a [Span<'a>],
+    pub(super) layout: &'a Layout,
+    pub(super) attention: &'a [Mutex<AttentionScratch>],
+    pub(super) views: Views,
+}
+
+impl Forward<'_> {
+    /// Fills the residual stream with the tokens' embeddings.
+    pub(super) fn embed(&self) {
+        let hidden = self.config.hidden as usize;
+        let tokens = &self.layout.tokens;
+        self.for_rows(tokens.len(), EMBED_ROWS, |row| {
+            // SAFETY: the stream has a row for each token, and each row is in
+            // one chunk of this pass alone.
+            let to =
+                unsafe { std::slice::from_raw_parts_mut(self.views.residual.row(row), hidden) };
+            self.model.embed(tokens[row].id as usize, to);
+        });
+    }
+
+    /// One layer: attention, then the feed-forward, each added to the stream.
+    pub(super) fn layer(&self, layer: &Layer, kv: KvView) {
+        let Views { residual, normed, qkv, attended, gated } = self.views;
+        let heads = self.config.heads as usize;
+        let head_dim = self.config.head_dim as usize;
+        self.normalise(&layer.input_norm);
+        self.linear(&LinearJob {
+            input: normed,
+            weights: &layer.qkv,
+            finish: Finish::Store { output: qkv, bias: &layer.qkv_bias },
+        });
+        self.rotate(&RotateJob {
+            qkv,
+            heads,
+            head_dim,
+            angles: &self.layout.angles,
+            norms: layer.head_norms.as_ref().map(|(query, key)| HeadNorms {
+                query,
+                key,
+                epsilon: self.config.norm_epsilon,
+            }),
+            kv,
+        });
+        self.attend(&AttentionJob {
+            queries: qkv,
+            output: attended,
+            kv,
+            group: heads / kv.heads,
+            head_dim,
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            window: layer.window.map(|window| window as usize),
+        });
+        let finish = || Finish::Add { output: residual };
+        self.linear(&LinearJob { input: attended, weights: &layer.output, finish: finish() });
+        self.normalise(&layer.post_norm);
+        self.linear(&LinearJob {
+            input: normed,
+            weights: &layer.gate_up,
+            finish: Finish::Gate { output: gated },
+        });
+        self.linear(&LinearJob { input: gated, weights: &layer.down, finish: finish() });
+    }
+
+    /// The last norm and the output head, for the rows that want logits.
+    pub(super) fn head(&self, logits: &mut [f32]) {
+        let wanted = &self.layout.logit_rows;
+        self.normalise_rows(&self.model.norm, wanted.len(), |row| wanted[row] as usize);
+        let output = Rows::of_slice(logits, self.config.vocabulary as usize);
+        let job = LinearJob {
+            input: self.views.normed,
+            weights: &self.model.head,
+            finish: Finish::Store { output, bias: &[] },
+        };
+        self.linear_rows(&job, wanted.len());
+    }
+
+    fn normalise(&self, weight: &[f32]) {
+        self.normalise_rows(weight, self.layout.tokens.len(), |row| row);
+    }
+
+    fn normalise_rows(&self, weight: &[f32], rows: usize, from: impl Fn(usize) -> usize + Sync) {
+        let job = NormJob {
+            input: self.views.residual,
+            weight,
+            epsilon: self.config.norm_epsilon,
+            width: self.config.hidden as usize,
+            output: self.views.normed,
+        };
+        self.for_rows(rows, NORM_ROWS, |row| {
+            // SAFETY: both have a row for each token, and each row is in one
+            // chunk of this pass alone.
+            unsafe { self.kernels.normalise(&job, from(row), row) }
+        });
+    }
+
+    fn linear(&self, job: &LinearJob<'_>) {
+        self.linear_rows(job, self.layout.tokens.len());
+    }
+
+    /// Splits a layer into pairs of panels, and its tokens where their rows
+    /// would not stay in a core's cache.
+    fn linear_rows(&self, job: &LinearJob<'_>, rows: usize) {
+        let row_bytes = job.weights.padded_columns() * size_of::<f32>();
+        let band = (BAND_BYTES / row_bytes / ROW_STEP * ROW_STEP).max(ROW_STEP);
+        let bands = rows.div_ceil(band);
+        let pairs = job.weights.pairs();
+        let least = (CHUNK_BYTES / (job.weights.pair_bytes() * rows.div_ceil(8)).max(1)).max(1);
+        let share = pairs.div_ceil(self.pool.threads() * CHUNKS_PER_THREAD).max(least);
+        let shares = pairs.div_ceil(share);
+        self.pool.run(bands * shares, &|_, chunk| {
+            let (band_index, share_index) = (chunk / shares, chunk % shares);
+            let pairs = share_index * share..((share_index + 1) * share).min(pairs);
+            let rows = band_index * band..((band_index + 1) * band).min(rows);
+            // SAFETY: the buffers have a row for each token, up to a multiple
+            // of `ROW_STEP`, as wide as the model's layers, which the views
+            // were made for; each output is in one chunk of this pass alone.
+            unsafe { self.kernels.linear(job, pairs, rows) }
+        });
+    }
+
+    fn rotate(&self, job: &RotateJob<'_>) {
+        let tokens = &self.layout.tokens;
+        self.for_rows(tokens.len(), ROTATE_ROWS, |row| {
+            let Token { slot, .. } = tokens[row];
+            // SAFETY: QKV has a row for each token; the layout has made sure
+            // that no block is written by two spans, and each token is in one
+            // chunk of this pass alone.
+            unsafe { rotate(job, row, slot) }
+        });
+    }
+
+    fn attend(&self, job: &AttentionJob) {
+        let heads = job.kv.heads;
+        let tasks = &self.layout.tasks;
+        self.pool.run(tasks.len() * heads, &|thread, chunk| {
+            let task = &tasks[chunk / heads];
+            let task = AttentionTask {
+                row: task.row as usize,
+                tokens: task.tokens as usize,
+                position: task.position as usize,
+                kv_head: chunk % heads,
+                blocks: self.spans[task.span as usize].blocks,
+            };
+            let mut scratch =
+                self.attention[thread].lock().expect("a thread that panicked has stopped the step");
+            // SAFETY: the plan was checked: blocks are in the pool and cover
+            // the tokens; the pass before wrote the last of their keys; each
+            // task's heads of its rows are in one chunk of this pass alone.
+            unsafe { self.kernels.attend(job, &task, &mut scratch) }
+        });
+    }
+
+    fn for_rows(&self, rows: usize, some: usize, work: impl Fn(usize) + Sync) {
+        self.pool.run(rows.div_ceil(some), &|_, chunk| {
+            for row in chunk * some..((chunk + 1) * some).min(rows) {
+                work(row);
+            }
+        });
+    }
+}
+
+/// Rows of activations that stay in a core's second-level cache beside a
+/// pair of panels.
+const BAND_BYTES: usize = 2 << 20;
+/// A chunk that is worth handing to another thread reads this much.
+const CHUNK_BYTES: usize = 64 << 10;
+const CHUNKS_PER_THREAD: usize = 6;
+const EMBED_ROWS: usize = 8;
+const NORM_ROWS: usize = 16;
+const ROTATE_ROWS: usize = 8;

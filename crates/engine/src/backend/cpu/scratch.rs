@@ -1,0 +1,134 @@
+//! The memory of a step, taken once for the largest step there may be.
+
+use std::io;
+use std::sync::Mutex;
+
+use super::CpuError;
+use super::cache::Cache;
+use super::layout::Layout;
+use crate::kernels::{
+    Activations, AttentionScratch, Buffer, COLUMN_STEP, ROW_STEP, Rows, padded_columns, padded_rows,
+};
+use crate::model::ModelConfig;
+
+pub(super) struct Scratch {
+    pub(super) layout: Layout,
+    pub(super) buffers: Buffers,
+    /// One for each thread; a thread only ever locks its own.
+    pub(super) attention: Vec<Mutex<AttentionScratch>>,
+}
+
+/// Rows of tokens between the passes.
+pub(super) struct Buffers {
+    residual: Buffer<f32>,
+    normed: ActivationBuffer,
+    qkv: Buffer<f32>,
+    attended: ActivationBuffer,
+    gated: ActivationBuffer,
+    pitches: Pitches,
+}
+
+/// Views of the same, for the passes of one step.
+#[derive(Clone, Copy)]
+pub(super) struct Views {
+    /// The residual stream.
+    pub(super) residual: Rows<f32>,
+    /// What goes into QKV, gate and up, and the head.
+    pub(super) normed: Activations,
+    /// Queries, keys and values.
+    pub(super) qkv: Rows<f32>,
+    /// What goes into the output projection.
+    pub(super) attended: Activations,
+    /// What goes into down.
+    pub(super) gated: Activations,
+}
+
+enum ActivationBuffer {
+    F32(Buffer<f32>),
+    Bf16(Buffer<u16>),
+}
+
+/// Elements of a row of each.
+#[derive(Clone, Copy)]
+struct Pitches {
+    residual: usize,
+    normed: usize,
+    qkv: usize,
+    attended: usize,
+    gated: usize,
+}
+
+impl Scratch {
+    pub(super) fn new(
+        config: &ModelConfig,
+        tokens: usize,
+        bf16: bool,
+        cache: &Cache,
+        threads: usize,
+    ) -> Result<Self, CpuError> {
+        let group = config.heads as usize / cache.heads();
+        let attention = || Mutex::new(AttentionScratch::new(group, cache.head_columns()));
+        Ok(Self {
+            layout: Layout::new(config, tokens, cache.blocks()),
+            buffers: Buffers::new(config, tokens, bf16)
+                .map_err(|error| CpuError::Memory("activations", error))?,
+            attention: (0..threads).map(|_| attention()).collect(),
+        })
+    }
+}
+
+impl Buffers {
+    fn new(config: &ModelConfig, tokens: usize, bf16: bool) -> io::Result<Self> {
+        let rows = tokens.next_multiple_of(ROW_STEP);
+        let pitches = Pitches {
+            residual: padded_columns(config.hidden as usize),
+            normed: odd_lines(config.hidden as usize),
+            qkv: padded_rows(config.query_width() + 2 * config.kv_width()),
+            attended: odd_lines(config.query_width()),
+            gated: odd_lines(config.intermediate as usize),
+        };
+        let activations = |columns| ActivationBuffer::new(bf16, rows * columns);
+        Ok(Self {
+            residual: Buffer::zeroed(rows * pitches.residual)?,
+            normed: activations(pitches.normed)?,
+            qkv: Buffer::zeroed(rows * pitches.qkv)?,
+            attended: activations(pitches.attended)?,
+            gated: activations(pitches.gated)?,
+            pitches,
+        })
+    }
+
+    pub(super) fn views(&mut self) -> Views {
+        let pitches = self.pitches;
+        Views {
+            residual: Rows::of(&mut self.residual, pitches.residual),
+            normed: self.normed.view(pitches.normed),
+            qkv: Rows::of(&mut self.qkv, pitches.qkv),
+            attended: self.attended.view(pitches.attended),
+            gated: self.gated.view(pitches.gated),
+        }
+    }
+}
+
+impl ActivationBuffer {
+    fn new(bf16: bool, elements: usize) -> io::Result<Self> {
+        Ok(if bf16 {
+            Self::Bf16(Buffer::zeroed(elements)?)
+        } else {
+            Self::F32(Buffer::zeroed(elements)?)
+        })
+    }
+
+    fn view(&mut self, pitch: usize) -> Activations {
+        match self {
+            Self::F32(buffer) => Activations::F32(Rows::of(buffer, pitch)),
+            Self::Bf16(buffer) => Activations::Bf16(Rows::of(buffer, pitch)),
+        }
+    }
+}
+
+/// A pitch for rows of `columns` activations: an odd number of steps, so that
+/// neighbouring rows do not compete for the same places in a cache.
+fn odd_lines(columns: usize) -> usize {
+    ((padded_columns(columns) / COLUMN_STEP) | 1) * COLUMN_STEP
+}

@@ -1,0 +1,457 @@
+//! Measures what steps cost on a device, before it serves.
+//!
+//! The terms of [`tollgate_domain::cost`] come from steps that differ in one
+//! thing: tokens for g, rows of logits for h, context for kappa and phi. A
+//! step's fixed time cannot be told from that of its first token, and every
+//! formula adds the two, so it stands within g(1). Each kind of step is run a
+//! few times and the fastest counts, because on a busy host noise only ever
+//! adds. Within the time allowed, larger steps are tried as long as they fit;
+//! a curve goes on beyond its last point.
+
+mod fit;
+
+use std::time::Duration;
+
+use aws_lc_rs::digest::{SHA256, digest};
+use tollgate_domain::cost::CostTableParts;
+use tollgate_domain::{CostTable, CostTableError, Curve, DeviceNanos, SequenceId, SequenceWork};
+
+use crate::backend::{BLOCK_TOKENS, Backend, BackendError, LogitRows, Span, StepOutput, StepPlan};
+use crate::engine::clock::Clock;
+use fit::{Sample, attention_rates};
+
+/// A measured table and what measuring took.
+#[derive(Clone, Debug)]
+pub struct Calibration {
+    /// The table; its version names engine, device, model and content.
+    pub table: CostTable,
+    /// Device time of all the steps that were run: the platform's own.
+    pub device_time: DeviceNanos,
+    /// How many those were.
+    pub steps: u64,
+}
+
+/// Why a device could not be measured.
+#[derive(Debug, thiserror::Error)]
+pub enum CalibrationError {
+    /// A step failed.
+    #[error("a step of the calibration failed")]
+    Backend(#[from] BackendError),
+    /// What was measured is no table.
+    #[error("the calibration measured nonsense")]
+    Table(#[from] CostTableError),
+}
+
+/// Measures the whole table: about two seconds at most where a step takes
+/// less than two milliseconds, else about thirty.
+///
+/// # Errors
+/// [`CalibrationError`] when a step fails.
+pub fn calibrate(
+    backend: &mut dyn Backend,
+    clock: &dyn Clock,
+) -> Result<Calibration, CalibrationError> {
+    let mut probe = Probe::new(backend, clock);
+    let first = probe.fastest(&[Feed::one(1)], LogitRows::None, Duration::from_millis(50))?;
+    let allowed = if first < SMALL_STEP_NS { SMALL_LIMIT } else { LARGE_LIMIT };
+    let linear = probe.linear(&TOKENS, allowed.mul_f64(0.4))?;
+    let head = probe.head(&ROWS, allowed.mul_f64(0.2))?;
+    let (ns_per_kv_byte, ns_per_attention_flop) = probe.attention(&linear, allowed.mul_f64(0.3))?;
+    probe.finish("", linear, head, ns_per_kv_byte, ns_per_attention_flop)
+}
+
+/// A rough table after a handful of steps, so that a first start serves at
+/// once: few points, and attention priced as a slow machine would have it.
+///
+/// # Errors
+/// [`CalibrationError`] when a step fails.
+pub fn coarse(
+    backend: &mut dyn Backend,
+    clock: &dyn Clock,
+) -> Result<Calibration, CalibrationError> {
+    let mut probe = Probe::new(backend, clock);
+    let linear = probe.linear(&[1, 8, 64], Duration::from_millis(100))?;
+    let head = probe.head(&[1, 8], Duration::from_millis(50))?;
+    probe.finish("-coarse", linear, head, COARSE_NS_PER_KV_BYTE, COARSE_NS_PER_FLOP)
+}
+
+/// Runs steps on a backend that nobody else uses, and times them.
+struct Probe<'a> {
+    backend: &'a mut dyn Backend,
+    clock: &'a dyn Clock,
+    output: StepOutput,
+    device_time: DeviceNanos,
+    steps: u64,
+}
+
+/// One span of a measured step. Contents do not matter to time; blocks do.
+#[derive(Clone, Debug)]
+struct Feed {
+    tokens: u32,
+    start: u32,
+    blocks: Vec<u32>,
+}
+
+impl Feed {
+    /// `tokens` tokens at the start of an empty sequence.
+    fn one(tokens: u32) -> Self {
+        Self { tokens, start: 0, blocks: (0..tokens.div_ceil(BLOCK_TOKENS)).collect() }
+    }
+
+    /// `tokens` tokens as sequences of at most one block each, so that
+    /// attention hardly counts.
+    fn many(tokens: u32) -> Vec<Self> {
+        (0..tokens.div_ceil(BLOCK_TOKENS))
+            .map(|block| Self {
+                tokens: (tokens - block * BLOCK_TOKENS).min(BLOCK_TOKENS),
+                start: 0,
+                blocks: vec![block],
+            })
+            .collect()
+    }
+
+    fn work(&self) -> SequenceWork {
+        SequenceWork {
+            sequence: SequenceId(0),
+            new_tokens: self.tokens,
+            logit_rows: 0,
+            context: self.start,
+        }
+    }
+}
+
+impl<'a> Probe<'a> {
+    fn new(backend: &'a mut dyn Backend, clock: &'a dyn Clock) -> Self {
+        Self {
+            backend,
+            clock,
+            output: StepOutput::default(),
+            device_time: DeviceNanos::ZERO,
+            steps: 0,
+        }
+    }
+
+    /// g: time against tokens, without rows of logits.
+    fn linear(&mut self, tokens: &[u32], allowed: Duration) -> Result<Curve, CalibrationError> {
+        let most =
+            self.backend.limits().tokens.min(self.backend.kv_blocks().saturating_mul(BLOCK_TOKENS));
+        self.curve(tokens, most, allowed, |probe, tokens, allowed| {
+            probe.fastest(&Feed::many(tokens), LogitRows::None, allowed)
+        })
+    }
+
+    /// h: what rows of logits add to the same tokens.
+    fn head(&mut self, rows: &[u32], allowed: Duration) -> Result<Curve, CalibrationError> {
+        let most = self.most_tokens().min(self.backend.limits().logit_rows);
+        self.curve(rows, most, allowed, |probe, rows, allowed| {
+            let feeds = Feed::many(rows);
+            let with = probe.fastest(&feeds, LogitRows::All, allowed / 2)?;
+            let without = probe.fastest(&feeds, LogitRows::None, allowed / 2)?;
+            Ok((with - without).max(0.0))
+        })
+    }
+
+    /// Tokens that one step can feed to sequences of a block each.
+    fn most_tokens(&self) -> u32 {
+        let pool = self.backend.kv_blocks().saturating_mul(BLOCK_TOKENS);
+        self.backend.limits().tokens.min(pool)
+    }
+
+    /// Measures points of growing size until `most`, or until the next would
+    /// not fit the time left.
+    fn curve(
+        &mut self,
+        sizes: &[u32],
+        most: u32,
+        allowed: Duration,
+        mut measure: impl FnMut(&mut Self, u32, Duration) -> Result<f64, CalibrationError>,
+    ) -> Result<Curve, CalibrationError> {
+        let began = self.device_time;
+        let mut points: Vec<(u32, f64)> = Vec::with_capacity(sizes.len());
+        for &size in sizes.iter().filter(|&&size| size <= most.max(1)) {
+            let before = self.device_time;
+            let left = allowed.saturating_sub(Duration::from_nanos((before - began).nanos()));
+            let ns = measure(self, size, left / 2)?;
+            // Noise must not make more work cheaper.
+            let floor = points.last().map_or(0.0, |&(_, ns)| ns);
+            points.push((size, ns.max(floor)));
+            // The next is about twice as large.
+            let spent = Duration::from_nanos((self.device_time - before).nanos());
+            if spent * 2 > left {
+                break;
+            }
+        }
+        Ok(Curve(points))
+    }
+
+    /// kappa and phi: what context adds to decoding and to chunks of prefill.
+    fn attention(
+        &mut self,
+        linear: &Curve,
+        allowed: Duration,
+    ) -> Result<(f64, f64), CalibrationError> {
+        let began = self.device_time;
+        let mut samples = Vec::new();
+        for context in self.contexts(linear, allowed) {
+            self.fill(context)?;
+            for feeds in self.attention_steps(context) {
+                let spent = Duration::from_nanos((self.device_time - began).nanos());
+                let left = allowed.saturating_sub(spent);
+                let ns = self.fastest(&feeds, LogitRows::None, left / 8)?;
+                samples.push(self.sample(&feeds, ns, linear));
+            }
+        }
+        Ok(attention_rates(&samples))
+    }
+
+    /// Two lengths of context, as long as the model, the pool and the time to
+    /// fill them allow.
+    fn contexts(&self, linear: &Curve, allowed: Duration) -> Vec<u32> {
+        let step = self.backend.limits().tokens.min(FILL_CHUNK);
+        let fill_ns =
+            |context: u32| f64::from(context) / f64::from(step) * linear.at(u64::from(step));
+        let blocks = self.backend.kv_blocks().saturating_sub(SPARE_BLOCKS);
+        let most = self.backend.shape().context.saturating_sub(ATTENTION_CHUNK);
+        let fits = |&context: &u32| {
+            context <= most
+                && context.div_ceil(BLOCK_TOKENS) <= blocks
+                && fill_ns(context) < allowed.as_nanos() as f64 / 3.0
+        };
+        let mut contexts: Vec<u32> = CONTEXTS.into_iter().filter(fits).collect();
+        contexts.drain(..contexts.len().saturating_sub(2));
+        contexts
+    }
+
+    /// Writes `context` tokens into the first blocks, so that what is read
+    /// later is memory that exists.
+    fn fill(&mut self, context: u32) -> Result<(), CalibrationError> {
+        let step = self.backend.limits().tokens.min(FILL_CHUNK);
+        let blocks: Vec<u32> = (0..context.div_ceil(BLOCK_TOKENS)).collect();
+        let mut start = 0;
+        while start < context {
+            let tokens = step.min(context - start);
+            let feed = Feed { tokens, start, blocks: blocks.clone() };
+            self.run(&[feed], LogitRows::None)?;
+            start += tokens;
+        }
+        Ok(())
+    }
+
+    /// Steps on a filled context: many that decode, which share its blocks and
+    /// write to their own, and one that reads a chunk.
+    fn attention_steps(&self, context: u32) -> [Vec<Feed>; 2] {
+        let filled = context / BLOCK_TOKENS;
+        let blocks = |own: std::ops::Range<u32>| (0..filled).chain(own).collect::<Vec<u32>>();
+        let decoders = DECODERS.min(self.backend.limits().tokens);
+        let decoding = (0..decoders)
+            .map(|i| Feed { tokens: 1, start: context, blocks: blocks(filled + i..filled + i + 1) })
+            .collect();
+        let tokens = ATTENTION_CHUNK.min(self.backend.limits().tokens);
+        let chunk = Feed {
+            tokens,
+            start: context,
+            blocks: blocks(filled..filled + tokens.div_ceil(BLOCK_TOKENS)),
+        };
+        [decoding, vec![chunk]]
+    }
+
+    fn sample(&self, feeds: &[Feed], ns: f64, linear: &Curve) -> Sample {
+        let shape = self.backend.shape().attention();
+        let tokens: u64 = feeds.iter().map(|feed| u64::from(feed.tokens)).sum();
+        Sample {
+            kv_bytes: feeds.iter().map(|feed| shape.kv_bytes(&feed.work())).sum(),
+            flop: feeds.iter().map(|feed| shape.flop(&feed.work())).sum(),
+            ns: ns - linear.at(tokens),
+            of: ns,
+        }
+    }
+
+    /// The fastest of a few runs of one step, ns. Always at least one; more
+    /// as long as they fit the time allowed.
+    fn fastest(
+        &mut self,
+        feeds: &[Feed],
+        rows: LogitRows,
+        allowed: Duration,
+    ) -> Result<f64, CalibrationError> {
+        let mut best = self.run(feeds, rows)?;
+        let mut spent = best;
+        for _ in 1..RUNS {
+            if Duration::from_nanos(spent.saturating_add(best)) > allowed {
+                break;
+            }
+            let ns = self.run(feeds, rows)?;
+            spent = spent.saturating_add(ns);
+            best = best.min(ns);
+        }
+        Ok(best as f64)
+    }
+
+    fn run(&mut self, feeds: &[Feed], logits: LogitRows) -> Result<u64, CalibrationError> {
+        let vocabulary = self.backend.shape().vocabulary;
+        // Different tokens, so that embeddings are read as they will be.
+        let token = |position: u32| (position.wrapping_mul(7_919)) % vocabulary;
+        let tokens: Vec<Vec<u32>> =
+            feeds.iter().map(|feed| (0..feed.tokens).map(token).collect()).collect();
+        let spans: Vec<Span<'_>> = feeds
+            .iter()
+            .zip(&tokens)
+            .map(|(feed, tokens)| Span { tokens, start: feed.start, blocks: &feed.blocks, logits })
+            .collect();
+        let started = self.clock.now();
+        self.backend.step(&StepPlan { spans: &spans }, &mut self.output)?;
+        let ns = self.clock.now().0.saturating_sub(started.0);
+        self.device_time += DeviceNanos(ns);
+        self.steps += 1;
+        Ok(ns)
+    }
+
+    fn finish(
+        self,
+        kind: &str,
+        linear: Curve,
+        head: Curve,
+        ns_per_kv_byte: f64,
+        ns_per_attention_flop: f64,
+    ) -> Result<Calibration, CalibrationError> {
+        let mut parts = CostTableParts {
+            version: String::new(),
+            step_ns: 0.0,
+            linear,
+            head,
+            ns_per_kv_byte,
+            ns_per_attention_flop,
+            shape: self.backend.shape().attention(),
+            reference_batch: REFERENCE_BATCH,
+            reference_chunk: REFERENCE_CHUNK,
+        };
+        parts.version = self.version(kind, &parts);
+        let table = CostTable::try_from(parts)?;
+        Ok(Calibration { table, device_time: self.device_time, steps: self.steps })
+    }
+
+    /// `engine/device/model/content`, the last two as the first digits of
+    /// their hashes.
+    fn version(&self, kind: &str, parts: &CostTableParts) -> String {
+        // A table's parts are numbers and names: they always serialise.
+        let content = serde_json::to_vec(parts).unwrap_or_default();
+        let hash: String = digest(&SHA256, &content).as_ref()[..4]
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect();
+        format!("{}-{hash}{kind}", calibration_key(&*self.backend))
+    }
+}
+
+/// What a table is good for: this engine, on this device, with this model. A
+/// stored table whose version begins otherwise is to be measured again.
+pub fn calibration_key(backend: &dyn Backend) -> String {
+    let device = backend.device();
+    let name: String = device
+        .name
+        .chars()
+        .map(|c| if c.is_ascii_alphanumeric() { c } else { '_' })
+        .take(64)
+        .collect();
+    let model: String = backend.shape().hash.chars().take(12).collect();
+    let (class, threads) = (&device.class, device.threads);
+    format!("{}-{class}-{name}-{threads}-{model}", env!("CARGO_PKG_VERSION"))
+}
+
+/// B: sequences in the reference batch.
+const REFERENCE_BATCH: u32 = 32;
+/// C: tokens in a reference chunk of prefill.
+const REFERENCE_CHUNK: u32 = 256;
+/// Where g is measured.
+const TOKENS: [u32; 10] = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512];
+/// Where h is measured.
+const ROWS: [u32; 7] = [1, 2, 4, 8, 16, 32, 64];
+/// Lengths of context to choose two from.
+const CONTEXTS: [u32; 6] = [64, 128, 256, 512, 1_024, 2_048];
+/// Sequences that decode beside each other where attention is measured.
+const DECODERS: u32 = 8;
+/// Tokens of the chunk that is read there.
+const ATTENTION_CHUNK: u32 = 64;
+/// Blocks that those steps write to, at most.
+const SPARE_BLOCKS: u32 = 8;
+/// Tokens of a step that fills a context.
+const FILL_CHUNK: u32 = 256;
+/// Runs of one step at most.
+const RUNS: u32 = 7;
+/// A model with shorter steps than this is small.
+const SMALL_STEP_NS: f64 = 2_000_000.0;
+const SMALL_LIMIT: Duration = Duration::from_secs(2);
+const LARGE_LIMIT: Duration = Duration::from_secs(30);
+/// 5 GB/s, a slow host's memory.
+const COARSE_NS_PER_KV_BYTE: f64 = 0.2;
+/// 10 GFLOP/s, two slow cores.
+const COARSE_NS_PER_FLOP: f64 = 0.1;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{FakeBackend, FakeClock, table};
+
+    #[test]
+    fn finds_the_table_that_the_device_obeys() {
+        let clock = FakeClock::default();
+        let mut backend = FakeBackend::new(256, clock.clone());
+        let found = calibrate(&mut backend, &clock).expect("it measures");
+        assert_eq!(found.device_time.nanos(), clock.now().0, "all of it is on record");
+        assert!(found.device_time < DeviceNanos::from_secs(2));
+        let truth = table();
+        for (new_tokens, logit_rows, context, count) in
+            [(1, 1, 0, 1), (1, 1, 900, 20), (100, 0, 0, 1), (200, 1, 500, 1), (1, 1, 10, 64)]
+        {
+            let works: Vec<SequenceWork> = (0..count)
+                .map(|id| SequenceWork {
+                    sequence: SequenceId(id),
+                    new_tokens,
+                    logit_rows,
+                    context,
+                })
+                .collect();
+            let expected = truth.predict_step(&works).as_secs_f64();
+            let predicted = found.table.predict_step(&works).as_secs_f64();
+            let error = (predicted / expected - 1.0).abs();
+            // Its curve bends between the points where it was measured.
+            assert!(error < 0.03, "{new_tokens} {context} {count}: {predicted} for {expected}");
+        }
+        let kappa = found.table.parts().ns_per_kv_byte;
+        assert!((kappa / truth.parts().ns_per_kv_byte - 1.0).abs() < 0.2, "{kappa}");
+    }
+
+    #[test]
+    fn a_small_pool_is_measured_too() {
+        for blocks in [1, 2, 9, 20] {
+            let clock = FakeClock::default();
+            let mut backend = FakeBackend::new(blocks, clock.clone());
+            let found = calibrate(&mut backend, &clock).expect("it measures");
+            assert!(!found.table.parts().linear.0.is_empty(), "{blocks}");
+        }
+    }
+
+    #[test]
+    fn a_coarse_table_takes_a_handful_of_steps() {
+        let clock = FakeClock::default();
+        let mut backend = FakeBackend::new(64, clock.clone());
+        let found = coarse(&mut backend, &clock).expect("it measures");
+        assert!(found.steps <= 50, "{}", found.steps);
+        assert!(found.table.version().ends_with("-coarse"));
+        assert!(found.table.version().starts_with(&calibration_key(&backend)));
+        let work =
+            SequenceWork { sequence: SequenceId(1), new_tokens: 1, logit_rows: 1, context: 500 };
+        assert!(found.table.predict_step(&[work]) >= table().predict_step(&[work]));
+    }
+
+    #[test]
+    fn versions_tell_contents_apart() {
+        let clock = FakeClock::default();
+        let mut backend = FakeBackend::new(256, clock.clone());
+        let one = calibrate(&mut backend, &clock).expect("it measures");
+        let same = calibrate(&mut backend, &clock).expect("it measures");
+        assert_eq!(one.table.version(), same.table.version());
+        let other = coarse(&mut backend, &clock).expect("it measures");
+        assert_ne!(one.table.version(), other.table.version());
+    }
+}

@@ -1,0 +1,467 @@
+//! What the engine knows of the requests that it has, and of their sequences.
+//!
+//! A request is named by its first sequence. Its prompts wait and start one by
+//! one; a prompt that is read forks into its choices, each a sequence.
+
+use std::collections::BTreeMap;
+
+use tollgate_domain::{
+    Caller, CostTable, DeviceNanos, FinishReason, MonotonicTime, PromptWork, SequenceId, Usage,
+};
+
+use super::journal::{Owner, RequestFigures};
+use super::mailbox::{Arrival, RequestKey};
+use super::step::{Event, Outcome};
+use super::submission::{PromptLogprob, Stages, TokenSink};
+use crate::kv::{BlockPool, BlockTable};
+use crate::sample::{Drawn, SamplingParams, TokenCounts};
+use crate::schedule::{Preempted, Rows, Running, Waiting};
+
+/// An attempt at a request.
+pub(super) struct Request {
+    pub(super) first: SequenceId,
+    pub(super) key: RequestKey,
+    pub(super) caller: Caller,
+    pub(super) sampling: SamplingParams,
+    pub(super) max_tokens: u32,
+    pub(super) budget: Option<DeviceNanos>,
+    pub(super) echo_logprobs: bool,
+    pub(super) sink: Box<dyn TokenSink>,
+    pub(super) prompts: Vec<Prompt>,
+    pub(super) choices: Vec<Choice>,
+    /// Choices for each prompt.
+    pub(super) choices_each: u32,
+    /// Choices without an end.
+    pub(super) open: usize,
+    /// Prompts that have not started.
+    pub(super) waiting: usize,
+    /// What the mailbox counted for it.
+    pub(super) expected: DeviceNanos,
+    pub(super) prompt_tokens: usize,
+    pub(super) attributed: DeviceNanos,
+    pub(super) times: Times,
+}
+
+pub(super) struct Prompt {
+    /// Taken by its first sequence when it starts.
+    tokens: Vec<u32>,
+    pub(super) length: u32,
+    /// Tokens read so far; a preemption does not unread them.
+    pub(super) read: u32,
+    /// Of its tokens but the first, as far as it was read.
+    pub(super) logprobs: Vec<PromptLogprob>,
+}
+
+/// One choice, as its client counts it.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Choice {
+    pub(super) generated: u32,
+    pub(super) ended: Option<FinishReason>,
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct Times {
+    pub(super) arrived: MonotonicTime,
+    pub(super) started: Option<MonotonicTime>,
+    pub(super) first_token: Option<MonotonicTime>,
+}
+
+/// A sequence that runs or was preempted.
+pub(super) struct Sequence {
+    pub(super) id: SequenceId,
+    pub(super) request: SequenceId,
+    /// Its choice, counted over all prompts.
+    pub(super) choice: u32,
+    pub(super) prompt: usize,
+    pub(super) prompt_length: u32,
+    pub(super) most: u32,
+    /// What its prompt's rows are wanted for.
+    pub(super) prompt_rows: Rows,
+    /// The prompt and what was generated.
+    pub(super) tokens: Vec<u32>,
+    /// How often each token was generated; kept only where a penalty asks.
+    pub(super) counts: TokenCounts,
+    /// Tokens in the KV cache.
+    pub(super) cached: u32,
+    /// After a preemption: who computes what was there before.
+    pub(super) recompute: Option<Recompute>,
+    pub(super) table: BlockTable,
+    /// Choices that fork from it when its prompt is read.
+    pub(super) followers: u32,
+    pub(super) preempted: bool,
+}
+
+/// Work done a second time, by a sequence of its own on the platform's account.
+#[derive(Clone, Copy)]
+pub(super) struct Recompute {
+    pub(super) sequence: SequenceId,
+    /// Tokens that had been in the cache.
+    pub(super) until: u32,
+}
+
+impl Request {
+    pub(super) fn new(first: SequenceId, arrival: Arrival) -> Self {
+        let Arrival { submission, at, expected, prompt_tokens } = arrival;
+        let prompts: Vec<Prompt> = submission
+            .prompts
+            .into_iter()
+            .map(|tokens| Prompt {
+                length: tokens.len() as u32, // at most the context: checked at the door
+                tokens,
+                read: 0,
+                logprobs: Vec::new(),
+            })
+            .collect();
+        let choices = prompts.len() * submission.choices as usize;
+        Self {
+            first,
+            key: (submission.request, submission.attempt),
+            caller: submission.caller,
+            sampling: submission.sampling,
+            max_tokens: submission.max_tokens,
+            budget: submission.budget,
+            echo_logprobs: submission.echo_logprobs,
+            sink: submission.sink,
+            choices: vec![Choice::default(); choices],
+            choices_each: submission.choices,
+            open: choices,
+            waiting: prompts.len(),
+            prompts,
+            expected,
+            prompt_tokens,
+            attributed: DeviceNanos::ZERO,
+            times: Times { arrived: at, started: None, first_token: None },
+        }
+    }
+
+    /// Its prompts as the queues see them.
+    pub(super) fn waiting(&self, deadline: MonotonicTime) -> Vec<Waiting> {
+        (0..self.prompts.len())
+            .map(|prompt| Waiting {
+                leader: self.leader(prompt),
+                request: self.first,
+                tenant: self.caller.tenant.clone(),
+                prompt_tokens: self.prompts[prompt].length,
+                most: self.prompts[prompt].length + self.max_tokens,
+                rows: self.prompt_rows(),
+                followers: self.choices_each - 1,
+                deadline: (prompt == 0).then_some(deadline),
+            })
+            .collect()
+    }
+
+    /// The sequence of a prompt's first choice; the others follow it.
+    fn leader(&self, prompt: usize) -> SequenceId {
+        SequenceId(self.first.0 + prompt as u64 * u64::from(self.choices_each))
+    }
+
+    fn prompt_rows(&self) -> Rows {
+        match (self.echo_logprobs, self.max_tokens) {
+            (true, _) => Rows::All,
+            (false, 0) => Rows::None,
+            (false, _) => Rows::Last,
+        }
+    }
+
+    /// Starts the prompt whose first sequence is `leader`.
+    pub(super) fn start(&mut self, leader: SequenceId, now: MonotonicTime) -> Sequence {
+        let choice = (leader.0 - self.first.0) as u32;
+        let prompt = (choice / self.choices_each) as usize;
+        self.waiting -= 1;
+        self.times.started.get_or_insert(now);
+        let Prompt { tokens, length, .. } = &mut self.prompts[prompt];
+        Sequence {
+            id: leader,
+            request: self.first,
+            choice,
+            prompt,
+            prompt_length: *length,
+            most: *length + self.max_tokens,
+            tokens: std::mem::take(tokens),
+            counts: TokenCounts::default(),
+            cached: 0,
+            recompute: None,
+            table: BlockTable::default(),
+            followers: self.choices_each - 1,
+            preempted: false,
+            prompt_rows: self.prompt_rows(),
+        }
+    }
+
+    /// What it has cost at the reference batch.
+    pub(super) fn reference(&self, table: &CostTable) -> DeviceNanos {
+        table.request(
+            self.prompts.iter().map(|prompt| self.prompt_work(prompt.read)),
+            self.by_choice(|_, choice| choice.generated),
+        )
+    }
+
+    /// Of the choices that come next, in order, those whose next token does not
+    /// fit the budget beside the others'. The figure compared is made as the
+    /// final bill is, so not even rounding can exceed it.
+    pub(super) fn unaffordable(
+        &self,
+        next: &[(u32, SequenceId)],
+        table: &CostTable,
+    ) -> Vec<(u32, SequenceId)> {
+        let Some(budget) = self.budget else { return Vec::new() };
+        let mut granted: Vec<u32> = next.iter().map(|&(choice, _)| choice).collect();
+        if next.is_empty() || self.committed(table, &granted) <= budget {
+            return Vec::new();
+        }
+        granted.clear();
+        let mut refused = Vec::new();
+        for &(choice, sequence) in next {
+            granted.push(choice);
+            if self.committed(table, &granted) > budget {
+                granted.pop();
+                refused.push((choice, sequence));
+            }
+        }
+        refused
+    }
+
+    /// What it comes to at the reference batch when every prompt is read,
+    /// every choice has had its first token and each of `next` one more.
+    fn committed(&self, table: &CostTable, next: &[u32]) -> DeviceNanos {
+        let least = self.max_tokens.min(1);
+        table.request(
+            self.prompts.iter().map(|prompt| self.prompt_work(prompt.length)),
+            self.by_choice(|index, choice| {
+                (choice.generated + u32::from(next.contains(&index))).max(least)
+            }),
+        )
+    }
+
+    /// A prompt of which `read` tokens count, as the table prices it.
+    fn prompt_work(&self, read: u32) -> PromptWork {
+        PromptWork::of(u64::from(read), self.echo_logprobs)
+    }
+
+    /// Each choice as (context, generated).
+    fn by_choice(
+        &self,
+        generated: impl Fn(u32, &Choice) -> u32,
+    ) -> impl Iterator<Item = (u64, u64)> {
+        self.choices.iter().zip(0u32..).map(move |(choice, index)| {
+            let prompt = &self.prompts[(index / self.choices_each) as usize];
+            (u64::from(prompt.length), u64::from(generated(index, choice)))
+        })
+    }
+
+    pub(super) fn usage(&self, table: &CostTable) -> Usage {
+        Usage {
+            prompt_tokens: self.prompts.iter().map(|prompt| u64::from(prompt.read)).sum(),
+            cached_tokens: 0, // no prefix is kept between requests
+            completion_tokens: self.choices.iter().map(|choice| u64::from(choice.generated)).sum(),
+            attributed: self.attributed,
+            reference: self.reference(table),
+        }
+    }
+
+    fn stages(&self, now: MonotonicTime) -> Stages {
+        let Times { arrived, started, first_token } = self.times;
+        let nanos = |from: MonotonicTime, to: MonotonicTime| to.0.saturating_sub(from.0);
+        let read = started.map(|started| (started, first_token.unwrap_or(now)));
+        Stages {
+            queue_ns: nanos(arrived, started.unwrap_or(now)),
+            prefill_ns: read.map_or(0, |(started, read)| nanos(started, read)),
+            decode_ns: first_token.map_or(0, |first| nanos(first, now)),
+        }
+    }
+
+    /// Its final figures.
+    pub(super) fn figures(&self, table: &CostTable, now: MonotonicTime) -> RequestFigures {
+        RequestFigures {
+            request: self.key.0.clone(),
+            attempt: self.key.1,
+            caller: self.caller.clone(),
+            usage: self.usage(table),
+            stages: self.stages(now),
+            reason: self
+                .choices
+                .iter()
+                .filter_map(|choice| choice.ended)
+                .max_by_key(|reason| gravity(*reason))
+                .unwrap_or(FinishReason::Fault),
+        }
+    }
+
+    /// Ends a choice, once, and tells the sink.
+    pub(super) fn end(&mut self, choice: u32, reason: FinishReason) {
+        let state = &mut self.choices[choice as usize];
+        if state.ended.is_none() {
+            state.ended = Some(reason);
+            self.open -= 1;
+            self.sink.finished(choice, reason, state.generated);
+        }
+    }
+
+    /// Ends every choice that is open.
+    pub(super) fn end_all(&mut self, reason: FinishReason) {
+        for choice in 0..self.choices.len() as u32 {
+            self.end(choice, reason);
+        }
+    }
+
+    pub(super) fn owner(&self) -> Owner {
+        let (request, attempt) = self.key.clone();
+        Owner::Request { caller: self.caller.clone(), request, attempt }
+    }
+}
+
+impl Sequence {
+    /// Tokens that its next steps feed on one account, and the rows they want.
+    pub(super) fn pending(&self) -> (u32, Rows) {
+        match self.recompute {
+            Some(Recompute { until, .. }) if until > self.cached => {
+                (until - self.cached, Rows::None)
+            }
+            _ => (self.tokens.len() as u32 - self.cached, self.rows()),
+        }
+    }
+
+    /// A prompt's rows are its request's wish; a generated token always wants
+    /// the next.
+    fn rows(&self) -> Rows {
+        if self.cached < self.prompt_length { self.prompt_rows } else { Rows::Last }
+    }
+
+    /// What is left to read of its tokens, as the table prices it.
+    pub(super) fn reading(&self) -> PromptWork {
+        let (cached, all) = (u64::from(self.cached), self.tokens.len() as u64);
+        let scored = match self.prompt_rows {
+            Rows::All => {
+                let told = self.recompute.map_or(0, |recompute| recompute.until).max(self.cached);
+                u64::from(self.prompt_length.saturating_sub(told))
+            }
+            Rows::None | Rows::Last => 0,
+        };
+        PromptWork { uncached: all.saturating_sub(cached), cached, scored }
+    }
+
+    /// Tokens that it has generated.
+    pub(super) fn generated(&self) -> u32 {
+        self.tokens.len() as u32 - self.prompt_length
+    }
+
+    /// Tokens that it may generate yet.
+    pub(super) fn most_to_come(&self) -> u32 {
+        self.most.saturating_sub(self.tokens.len() as u32)
+    }
+
+    /// Whether its next step is one that draws a token it did not have.
+    pub(super) fn decodes(&self) -> bool {
+        !self.preempted && self.generated() > 0 && self.recomputing().is_none()
+    }
+
+    /// The sequence on whose account its next tokens are computed again, if
+    /// they are.
+    pub(super) fn recomputing(&self) -> Option<SequenceId> {
+        self.recompute
+            .filter(|recompute| recompute.until > self.cached)
+            .map(|recompute| recompute.sequence)
+    }
+
+    /// Gives its blocks back; what they held is to be computed again, as the
+    /// sequence `again`.
+    pub(super) fn preempt(&mut self, again: SequenceId, pool: &mut BlockPool) {
+        self.table.release(pool);
+        let until = self.recompute.map_or(0, |recompute| recompute.until).max(self.cached);
+        self.recompute = (until > 0).then_some(Recompute { sequence: again, until });
+        self.cached = 0;
+        self.preempted = true;
+    }
+
+    /// Takes the next token of its choice.
+    pub(super) fn take(
+        &mut self,
+        drawn: Option<Drawn>,
+        request: &mut Request,
+        end_tokens: &[u32],
+    ) -> Outcome {
+        let Some(drawn) = drawn else { return self.outcome(Event::Broken) };
+        self.tokens.push(drawn.token);
+        if request.sampling.penalises() {
+            self.counts.add(drawn.token);
+        }
+        request.choices[self.choice as usize].generated += 1;
+        let end = end_tokens.contains(&drawn.token);
+        self.outcome(Event::Token(drawn, end))
+    }
+
+    /// Whether its choice wants more, as far as the engine knows.
+    pub(super) fn goes_on(&self, request: &Request, end_tokens: &[u32]) -> bool {
+        let generated = &self.tokens[self.prompt_length as usize..];
+        generated
+            .last()
+            .is_some_and(|last| self.generated() < request.max_tokens && !end_tokens.contains(last))
+    }
+
+    pub(super) fn outcome(&self, event: Event) -> Outcome {
+        let &Self { request, id: sequence, choice, .. } = self;
+        Outcome { request, sequence, choice, event }
+    }
+
+    /// Another choice that starts with the same prompt.
+    pub(super) fn follower(&self, number: u32) -> Self {
+        Self {
+            id: SequenceId(self.id.0 + u64::from(number)),
+            request: self.request,
+            choice: self.choice + number,
+            prompt: self.prompt,
+            prompt_length: self.prompt_length,
+            most: self.most,
+            prompt_rows: self.prompt_rows,
+            tokens: self.tokens[..self.prompt_length as usize].to_vec(),
+            counts: TokenCounts::default(),
+            cached: self.prompt_length,
+            recompute: None,
+            table: BlockTable::default(),
+            followers: 0,
+            preempted: false,
+        }
+    }
+
+    pub(super) fn as_running(&self, pool: &BlockPool) -> Running {
+        let (pending, rows) = self.pending();
+        Running {
+            sequence: self.id,
+            cached: self.cached,
+            pending,
+            rows,
+            most: self.most,
+            blocks: self.table.len(),
+            exclusive: self.table.exclusive(pool),
+            followers: self.followers,
+        }
+    }
+
+    pub(super) fn as_preempted(&self) -> Preempted {
+        let (pending, rows) = self.pending();
+        Preempted {
+            sequence: self.id,
+            tokens: self.tokens.len() as u32,
+            pending,
+            rows,
+            most: self.most,
+            followers: self.followers,
+        }
+    }
+}
+
+/// The sequences in order of arrival.
+pub(super) type Sequences = BTreeMap<SequenceId, Sequence>;
+/// The requests by their first sequence.
+pub(super) type Requests = BTreeMap<SequenceId, Request>;
+
+/// Of several reasons the gravest stands for the request.
+fn gravity(reason: FinishReason) -> u8 {
+    match reason {
+        FinishReason::Stop => 0,
+        FinishReason::Length => 1,
+        FinishReason::Cancelled => 2,
+        FinishReason::Deadline => 3,
+        FinishReason::Fault => 4,
+    }
+}

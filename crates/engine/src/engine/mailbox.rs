@@ -1,0 +1,255 @@
+//! Where other threads leave word for the engine's thread.
+//!
+//! A bounded mailbox: submissions up to the queue's capacity, cancels of what
+//! is alive only, and the wish to drain or stop. Nobody waits in here: a full
+//! queue is an answer, and each lock is held for a few operations.
+
+use std::collections::{BTreeMap, HashSet};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tollgate_domain::{DeviceNanos, MonotonicTime, RequestId};
+
+use super::EngineStatus;
+use super::clock::Clock;
+use super::intake::Intake;
+use super::submission::{CancelReason, Submission, SubmitError};
+
+/// What other threads hold of a running engine. Cloning is cheap.
+#[derive(Clone)]
+pub struct EngineHandle {
+    mailbox: Arc<Mailbox>,
+}
+
+impl EngineHandle {
+    pub(super) fn new(mailbox: Arc<Mailbox>) -> Self {
+        Self { mailbox }
+    }
+
+    /// Hands a request to the engine. From `Ok` on its sink is answered.
+    ///
+    /// # Errors
+    /// [`SubmitError`] when it can never run, or not now; nothing was kept.
+    pub fn submit(&self, submission: Submission) -> Result<(), SubmitError> {
+        self.mailbox.submit(submission)
+    }
+
+    /// Ends a request at the next step, with what it has. One that is not (or
+    /// no longer) known is left alone.
+    pub fn cancel(&self, request: &RequestId, attempt: u32, reason: CancelReason) {
+        self.mailbox.cancel((request.clone(), attempt), reason);
+    }
+
+    /// Load and figures as of the last step.
+    pub fn status(&self) -> EngineStatus {
+        self.mailbox.status()
+    }
+
+    /// Takes nothing new; the engine ends when all it has is done.
+    pub fn drain(&self) {
+        self.mailbox.turn_to(Phase::Draining);
+    }
+
+    /// Ends the engine after the current step: what runs ends as a fault, what
+    /// waits is refused.
+    pub fn stop(&self) {
+        self.mailbox.turn_to(Phase::Stopping);
+    }
+}
+
+/// An attempt at a request, as the engine knows it.
+pub(super) type RequestKey = (RequestId, u32);
+
+/// How far the engine's life has come. It only ever moves on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Phase {
+    Serving,
+    Draining,
+    Stopping,
+    Ended,
+}
+
+/// A submission that was taken, with what was found out about it at the door.
+pub(super) struct Arrival {
+    pub(super) submission: Submission,
+    pub(super) at: MonotonicTime,
+    /// Its expected reference cost, for the backlog.
+    pub(super) expected: DeviceNanos,
+    /// Tokens of all its prompts.
+    pub(super) prompt_tokens: usize,
+}
+
+/// What had come in since the engine last looked.
+pub(super) struct Mail {
+    pub(super) arrivals: Vec<Arrival>,
+    pub(super) cancels: BTreeMap<RequestKey, CancelReason>,
+    pub(super) phase: Phase,
+}
+
+pub(super) struct Mailbox {
+    intake: Intake,
+    clock: Arc<dyn Clock>,
+    state: Mutex<State>,
+    wake: Condvar,
+    status: Mutex<EngineStatus>,
+}
+
+struct State {
+    arrivals: Vec<Arrival>,
+    /// Only of requests in `live`, which bounds it.
+    cancels: BTreeMap<RequestKey, CancelReason>,
+    /// Every attempt that was taken and has not ended: at most the queue's
+    /// capacity and what runs.
+    live: HashSet<RequestKey>,
+    queue: Queued,
+    /// Tokens that a choice is expected to generate.
+    expected_tokens: u64,
+    phase: Phase,
+}
+
+/// Sums over what waits, here and in the engine's queues.
+#[derive(Clone, Copy, Default)]
+struct Queued {
+    requests: usize,
+    prompt_tokens: usize,
+    expected: DeviceNanos,
+}
+
+impl Mailbox {
+    pub(super) fn new(intake: Intake, clock: Arc<dyn Clock>, status: EngineStatus) -> Self {
+        Self {
+            intake,
+            clock,
+            state: Mutex::new(State {
+                arrivals: Vec::new(),
+                cancels: BTreeMap::new(),
+                live: HashSet::new(),
+                queue: Queued::default(),
+                expected_tokens: FIRST_GUESS_TOKENS,
+                phase: Phase::Serving,
+            }),
+            wake: Condvar::new(),
+            status: Mutex::new(status),
+        }
+    }
+
+    fn submit(&self, submission: Submission) -> Result<(), SubmitError> {
+        let prompt_tokens = self.intake.check(&submission)?;
+        let at = self.clock.now();
+        let mut state = self.state();
+        match state.phase {
+            Phase::Serving => {}
+            Phase::Draining | Phase::Stopping => return Err(SubmitError::Draining),
+            Phase::Ended => return Err(SubmitError::Stopped),
+        }
+        if state.queue.requests >= self.intake.queue_capacity
+            || state.queue.prompt_tokens + prompt_tokens > self.intake.queue_tokens
+        {
+            return Err(SubmitError::Full);
+        }
+        let predicted = Duration::from_nanos(state.queue.expected.nanos());
+        if predicted > submission.queue_deadline {
+            return Err(SubmitError::Deadline { predicted });
+        }
+        let key = (submission.request.clone(), submission.attempt);
+        if !state.live.insert(key) {
+            return Err(SubmitError::Invalid(format!(
+                "request {} attempt {} is already here",
+                submission.request, submission.attempt
+            )));
+        }
+        let expected = self.intake.expected(&submission, state.expected_tokens);
+        state.queue.requests += 1;
+        state.queue.prompt_tokens += prompt_tokens;
+        state.queue.expected += expected;
+        state.arrivals.push(Arrival { submission, at, expected, prompt_tokens });
+        self.wake.notify_one();
+        Ok(())
+    }
+
+    fn cancel(&self, key: RequestKey, reason: CancelReason) {
+        let mut state = self.state();
+        if state.live.contains(&key) {
+            state.cancels.entry(key).or_insert(reason);
+            self.wake.notify_one();
+        }
+    }
+
+    pub(super) fn turn_to(&self, phase: Phase) {
+        let mut state = self.state();
+        state.phase = state.phase.max(phase);
+        self.wake.notify_one();
+    }
+
+    fn status(&self) -> EngineStatus {
+        let (queued, phase) = {
+            let state = self.state();
+            (state.queue, state.phase)
+        };
+        let mut status = *self.status.lock().unwrap_or_else(PoisonError::into_inner);
+        status.queued = queued.requests as u32;
+        status.backlog =
+            DeviceNanos(status.backlog.nanos().saturating_add(queued.expected.nanos()));
+        status.draining = phase > Phase::Serving;
+        status
+    }
+
+    /// Takes what has come in, at once.
+    pub(super) fn collect(&self) -> Mail {
+        Self::empty(&mut self.state())
+    }
+
+    /// Takes what has come in; waits for something up to `at_most`.
+    pub(super) fn wait(&self, at_most: Duration) -> Mail {
+        let (mut state, _) = self
+            .wake
+            .wait_timeout_while(self.state(), at_most, |state| {
+                state.arrivals.is_empty()
+                    && state.cancels.is_empty()
+                    && state.phase == Phase::Serving
+            })
+            .unwrap_or_else(PoisonError::into_inner);
+        Self::empty(&mut state)
+    }
+
+    fn empty(state: &mut State) -> Mail {
+        Mail {
+            arrivals: std::mem::take(&mut state.arrivals),
+            cancels: std::mem::take(&mut state.cancels),
+            phase: state.phase,
+        }
+    }
+
+    /// How long what waits should keep the device busy.
+    pub(super) fn predicted_wait(&self) -> Duration {
+        Duration::from_nanos(self.state().queue.expected.nanos())
+    }
+
+    /// A request left the queue, whatever became of it.
+    pub(super) fn left_queue(&self, prompt_tokens: usize, expected: DeviceNanos) {
+        let queue = &mut self.state().queue;
+        queue.requests -= 1;
+        queue.prompt_tokens -= prompt_tokens;
+        queue.expected -= expected;
+    }
+
+    /// A request ended; its id may come again.
+    pub(super) fn ended(&self, key: &RequestKey) {
+        let mut state = self.state();
+        state.live.remove(key);
+        state.cancels.remove(key);
+    }
+
+    pub(super) fn publish(&self, status: EngineStatus, expected_tokens: u64) {
+        *self.status.lock().unwrap_or_else(PoisonError::into_inner) = status;
+        self.state().expected_tokens = expected_tokens;
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Each change under the lock is whole, so a panic elsewhere leaves it sound.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Generated tokens expected of a choice before any was seen to end.
+pub(super) const FIRST_GUESS_TOKENS: u64 = 128;

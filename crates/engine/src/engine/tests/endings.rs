@@ -1,0 +1,240 @@
+//! How requests end before their time, and how the engine does.
+
+use std::time::Duration;
+
+use tollgate_domain::{DeviceNanos, FinishReason};
+
+use super::bench::{Bench, Heard, HeardSink, Setup, ask, ask_all, prompt};
+use crate::engine::EngineError;
+use crate::engine::submission::{CancelReason, RefusedReason, SubmitError};
+use crate::engine::turn::Turn;
+use crate::testing::Failure;
+
+#[test]
+fn a_cancel_takes_effect_at_the_next_step() {
+    for (reason, expected) in [
+        (CancelReason::Client, FinishReason::Cancelled),
+        (CancelReason::Deadline, FinishReason::Deadline),
+    ] {
+        let mut bench = Bench::new(64);
+        let gone = bench.submit(ask_all(1, &[&prompt(1, 20)], 2, 100));
+        let other = bench.submit(ask(2, &prompt(2, 20), 10));
+        bench.run_steps(4);
+        let (id, _) = ask(1, &[1], 1);
+        bench.handle.cancel(&id.request, 1, reason); // another attempt: not ours
+        bench.handle.cancel(&id.request, 0, reason);
+        bench.run();
+        let heard = Heard::of(&gone);
+        assert_eq!(heard.reasons, [Some(expected); 2]);
+        assert_eq!((heard.tokens(0).len(), heard.tokens(1).len()), (4, 4));
+        assert_eq!(heard.usage().completion_tokens, 8);
+        assert_eq!(Heard::of(&other).tokens(0).len(), 10);
+        bench.handle.cancel(&id.request, 0, reason); // long gone
+        bench.check_empty();
+    }
+}
+
+#[test]
+fn a_request_cancelled_while_it_waits_costs_nothing() {
+    let mut bench = Bench::new(64);
+    let (submission, heard) = ask_all(1, &[&[1], &[2]], 2, 10);
+    let id = submission.request.clone();
+    bench.handle.submit(submission).expect("it is taken");
+    bench.handle.cancel(&id, 0, CancelReason::Client);
+    bench.run();
+    let heard = Heard::of(&heard);
+    assert_eq!(heard.reasons, [Some(FinishReason::Cancelled); 4]);
+    assert_eq!(heard.usage(), tollgate_domain::Usage::default());
+    assert_eq!(bench.log.lock().finished.len(), 1);
+    assert!(bench.log.lock().steps.is_empty());
+    bench.check_empty();
+}
+
+#[test]
+fn a_sink_stops_its_choice() {
+    let (mut submission, heard) = ask_all(1, &[&prompt(1, 20)], 3, 100);
+    let mut sink = HeardSink::new(heard.clone());
+    sink.stop_at = Some(3);
+    submission.sink = Box::new(sink);
+    let mut bench = Bench::new(64);
+    bench.handle.submit(submission).expect("it is taken");
+    bench.run();
+    let heard = Heard::of(&heard);
+    assert_eq!(heard.reasons, [Some(FinishReason::Stop); 3]);
+    assert_eq!(heard.usage().completion_tokens, 9);
+    assert_eq!(bench.totals().steps, 3);
+    bench.check_empty();
+}
+
+#[test]
+fn who_waits_past_the_deadline_is_refused() {
+    let mut setup = Setup::new(64);
+    setup.options.max_sequences = 1;
+    let mut bench = Bench::with(setup);
+    let first = bench.submit(ask(1, &prompt(1, 20), 50));
+    bench.run_steps(1);
+    let (mut submission, late) = ask(2, &prompt(2, 20), 5);
+    submission.queue_deadline = Duration::from_millis(3);
+    bench.handle.submit(submission).expect("it is taken");
+    assert_eq!(bench.handle.status().queued, 1);
+    bench.run();
+    assert_eq!(Heard::of(&late).refusal().reason, RefusedReason::Deadline);
+    assert_eq!(Heard::of(&first).tokens(0).len(), 50);
+    assert_eq!(bench.log.lock().finished.len(), 1, "a refusal is no account's");
+    bench.check_empty();
+}
+
+#[test]
+fn a_wait_that_is_known_to_be_too_long_is_refused_at_once() {
+    let bench = Bench::new(64);
+    let mut taken = 0;
+    let predicted = loop {
+        let (mut submission, _) = ask(taken, &prompt(1, 500), 500);
+        submission.queue_deadline = Duration::from_millis(20);
+        match bench.handle.submit(submission) {
+            Ok(()) => taken += 1,
+            Err(SubmitError::Deadline { predicted }) => break predicted,
+            Err(other) => panic!("{other}"),
+        }
+    };
+    assert!(taken > 1);
+    assert!(predicted > Duration::from_millis(20) && predicted < Duration::from_millis(60));
+}
+
+#[test]
+fn the_queue_is_bounded() {
+    let mut setup = Setup::new(64);
+    setup.options.queue_capacity = 3;
+    setup.options.queue_tokens = 100;
+    let mut bench = Bench::with(setup);
+    for number in 0..3 {
+        bench.submit(ask(number, &[1], 1));
+    }
+    let full = |bench: &Bench, asked: &[u32]| {
+        bench.handle.submit(ask(9, asked, 1).0).expect_err("it is full")
+    };
+    assert_eq!(full(&bench, &[1]), SubmitError::Full);
+    bench.run();
+    bench.submit(ask(5, &prompt(5, 90), 1));
+    assert_eq!(full(&bench, &prompt(6, 11)), SubmitError::Full);
+    bench.submit(ask(6, &prompt(6, 10), 1));
+    bench.check_empty();
+}
+
+#[test]
+fn what_can_never_run_is_refused_at_the_door() {
+    let mut setup = Setup::new(8); // 128 tokens
+    setup.options.max_sequences = 4;
+    setup.options.max_prompts = 2;
+    let bench = Bench::with(setup);
+    let long = prompt(1, 1_000);
+    let cases = [
+        (ask_all(1, &[], 1, 1), "a request has 1 to 2 prompts"),
+        (ask_all(1, &[&[1], &[1], &[1]], 1, 1), "a request has 1 to 2 prompts"),
+        (ask_all(1, &[&[1]], 0, 1), "a prompt has 1 to 4 choices"),
+        (ask_all(1, &[&[1]], 5, 1), "a prompt has 1 to 4 choices"),
+        (ask(1, &[], 1), "a prompt has no tokens"),
+        (ask(1, &[1, 97], 1), "token 97 is not in the vocabulary of 97"),
+        (ask(1, &long, 25), "a prompt of 1000 tokens and max_tokens 25 exceed the context of 1024"),
+        (
+            ask(1, &long[..100], 29),
+            "a prompt of 100 tokens and max_tokens 29 exceed the 128 that the KV cache holds",
+        ),
+        (
+            ask(1, &[1], u32::MAX),
+            "a prompt of 1 tokens and max_tokens 4294967295 exceed the context of 1024",
+        ),
+    ];
+    for ((submission, _), expected) in cases {
+        let error = bench.handle.submit(submission).expect_err(expected);
+        assert_eq!(error.to_string(), expected);
+        assert!(matches!(error, SubmitError::Invalid(_)));
+    }
+    for weight in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+        let (mut submission, _) = ask(1, &[1], 1);
+        submission.weight = weight;
+        assert!(bench.handle.submit(submission).is_err(), "{weight}");
+    }
+    bench.submit(ask(1, &[1], 1));
+    let twice = bench.handle.submit(ask(1, &[1], 1).0).expect_err("it is here already");
+    assert_eq!(twice.to_string(), "request req-1 attempt 0 is already here");
+}
+
+#[test]
+fn draining_finishes_what_is_there() {
+    let mut bench = Bench::new(64);
+    let running = bench.submit(ask(1, &[1, 2], 10));
+    bench.run_steps(2);
+    let queued = bench.submit(ask(2, &[1, 2], 10));
+    bench.handle.drain();
+    assert!(bench.handle.status().draining);
+    let refused = bench.handle.submit(ask(3, &[1], 1).0).expect_err("it drains");
+    assert_eq!(refused, SubmitError::Draining);
+    assert_eq!(bench.run(), Turn::Ended);
+    for heard in [running, queued] {
+        assert_eq!(Heard::of(&heard).usage().completion_tokens, 10);
+    }
+}
+
+#[test]
+fn stopping_breaks_off_what_runs_and_refuses_what_waits() {
+    let mut setup = Setup::new(64);
+    setup.options.max_sequences = 1;
+    let mut bench = Bench::with(setup);
+    let running = bench.submit(ask(1, &[1, 2], 10));
+    let queued = bench.submit(ask(2, &[1, 2], 10));
+    bench.run_steps(2);
+    bench.handle.stop();
+    assert_eq!(bench.run(), Turn::Ended);
+    assert_eq!(Heard::of(&running).reasons, [Some(FinishReason::Fault)]);
+    assert_eq!(Heard::of(&running).usage().completion_tokens, 2);
+    assert_eq!(Heard::of(&queued).refusal().reason, RefusedReason::Draining);
+    assert_eq!(bench.log.lock().finished.len(), 1);
+}
+
+#[test]
+fn a_fault_in_a_step_is_journalled_and_ends_the_engine() {
+    for (failure, expected) in [
+        (Failure::Error, "the device failed"),
+        (Failure::Panic, "the engine panicked: it panicked"),
+    ] {
+        let mut bench = Bench::with(Setup { fails_at: Some((3, failure)), ..Setup::new(64) });
+        let heard = bench.submit(ask_all(1, &[&[1, 2]], 2, 10));
+        bench.run_steps(2);
+        let error = bench.turn().expect_err("it failed");
+        assert_eq!(error.to_string(), expected);
+        let heard = Heard::of(&heard);
+        assert_eq!(heard.reasons, [Some(FinishReason::Fault); 2]);
+        assert_eq!(heard.usage().completion_tokens, 4, "the last step gave none");
+        let log = bench.log.lock();
+        assert_eq!(log.steps.len(), 3, "the step's time is on record");
+        let shares: DeviceNanos =
+            log.steps.iter().flat_map(|step| &step.shares).map(|share| share.attributed).sum();
+        assert_eq!(heard.usage().attributed, shares);
+        assert_eq!(log.finished[0].1.reason, FinishReason::Fault);
+    }
+}
+
+#[test]
+fn a_row_of_no_numbers_is_a_fault_of_its_requests_alone() {
+    let setup = Setup { fails_at: Some((3, Failure::NoNumbers)), ..Setup::new(64) };
+    let mut bench = Bench::with(setup);
+    let broken = bench.submit(ask(1, &[1, 2], 10));
+    bench.run_steps(3);
+    let whole = bench.submit(ask(2, &[1, 2], 10));
+    bench.run();
+    assert_eq!(Heard::of(&broken).reasons, [Some(FinishReason::Fault)]);
+    assert_eq!(Heard::of(&broken).usage().completion_tokens, 2);
+    assert_eq!(Heard::of(&whole).usage().completion_tokens, 10);
+    bench.check_empty();
+}
+
+#[test]
+fn what_is_not_journalled_reaches_nobody() {
+    let mut bench = Bench::with(Setup { journal_fails_at: Some(3), ..Setup::new(64) });
+    let heard = bench.submit(ask(1, &[1, 2], 10));
+    bench.run_steps(2);
+    assert!(matches!(bench.turn(), Err(EngineError::Journal(_))));
+    assert_eq!(Heard::of(&heard).tokens(0).len(), 2);
+    assert_eq!(Heard::of(&heard).outcome, None);
+}

@@ -1,0 +1,492 @@
+//! What the engine's thread does in one turn.
+//!
+//! Mail first, then a step, then its account, and only then its tokens. All
+//! state is here and belongs to one thread; the thread itself is in the parent
+//! module, so that a test can turn the crank with a clock of its own.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use tollgate_domain::{DeviceNanos, FinishReason, MonotonicTime, SequenceId};
+
+use super::batch::{Request, Requests, Sequence, Sequences};
+use super::clock::Clock;
+use super::journal::{RequestFigures, StepJournal, StepRecord, StepShare};
+use super::mailbox::{Arrival, FIRST_GUESS_TOKENS, Mail, Mailbox, Phase, RequestKey};
+use super::step::{Drawing, Event, Outcome, Part};
+use super::submission::{CancelReason, Flow, Refusal, RefusedReason, RequestOutcome, SampledToken};
+use super::{EngineError, EngineStatus};
+use crate::backend::{Backend, StepOutput};
+use crate::kv::{BlockCopy, BlockPool, Fork};
+use crate::meter::{BookedStep, Meter, Totals};
+use crate::sample::Sampler;
+use crate::schedule::{Bounds, Chunk, Decisions, Preempted, Queues, Running, View, decide};
+
+pub(super) struct Core {
+    pub(super) backend: Box<dyn Backend>,
+    pub(super) output: StepOutput,
+    pub(super) sampler: Sampler,
+    pub(super) end_tokens: Vec<u32>,
+    pub(super) sequences: Sequences,
+    pub(super) requests: Requests,
+    clock: Arc<dyn Clock>,
+    journal: Box<dyn StepJournal>,
+    mailbox: Arc<Mailbox>,
+    bounds: Bounds,
+    by_key: HashMap<RequestKey, SequenceId>,
+    queues: Queues,
+    pool: BlockPool,
+    meter: Meter,
+    next_sequence: u64,
+    /// Tokens that choices came to of late.
+    expected_tokens: f64,
+}
+
+/// What a turn came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Turn {
+    /// Something was done: go on.
+    Worked,
+    /// There is nothing to do until mail comes.
+    Idle,
+    /// All is done and nothing more is wanted.
+    Ended,
+}
+
+impl Core {
+    pub(super) fn new(
+        backend: Box<dyn Backend>,
+        bounds: Bounds,
+        clock: Arc<dyn Clock>,
+        journal: Box<dyn StepJournal>,
+        mailbox: Arc<Mailbox>,
+    ) -> Self {
+        Self {
+            pool: BlockPool::new(backend.kv_blocks()),
+            end_tokens: backend.shape().end_tokens.clone(),
+            meter: Meter::new(bounds.table.clone(), clock.now()),
+            output: StepOutput::default(),
+            sampler: Sampler::default(),
+            sequences: Sequences::new(),
+            requests: Requests::new(),
+            by_key: HashMap::new(),
+            queues: Queues::default(),
+            next_sequence: 1,
+            expected_tokens: FIRST_GUESS_TOKENS as f64,
+            backend,
+            clock,
+            journal,
+            mailbox,
+            bounds,
+        }
+    }
+
+    /// The sums of the meter.
+    pub(super) fn totals(&self) -> Totals {
+        self.meter.totals()
+    }
+
+    /// Does what the mail asks, then runs a step if there is anything to run.
+    pub(super) fn turn(&mut self, mail: Mail) -> Result<Turn, EngineError> {
+        self.take(mail.arrivals);
+        self.cancel(mail.cancels);
+        if mail.phase >= Phase::Stopping {
+            self.break_off()?;
+            return Ok(Turn::Ended);
+        }
+        self.end_what_is_spent();
+        self.settle()?;
+        let turn = match (self.requests.is_empty(), mail.phase) {
+            (true, Phase::Serving) => Turn::Idle,
+            (true, _) => Turn::Ended,
+            (false, _) => {
+                self.step()?;
+                Turn::Worked
+            }
+        };
+        self.mailbox.publish(self.status(), self.expected_tokens as u64);
+        Ok(turn)
+    }
+
+    /// Tells the journal that nothing runs.
+    pub(super) fn idle(&mut self) -> Result<(), EngineError> {
+        self.journal.idle(self.clock.now()).map_err(EngineError::Journal)
+    }
+
+    fn take(&mut self, arrivals: Vec<Arrival>) {
+        for arrival in arrivals {
+            let deadline = arrival.at.after(arrival.submission.queue_deadline);
+            let first = SequenceId(self.next_sequence);
+            let request = Request::new(first, arrival);
+            self.next_sequence += request.choices.len() as u64;
+            for waiting in request.waiting(deadline) {
+                self.queues.push(waiting);
+            }
+            self.by_key.insert(request.key.clone(), first);
+            self.requests.insert(first, request);
+        }
+    }
+
+    fn cancel(&mut self, cancels: BTreeMap<RequestKey, CancelReason>) {
+        for (key, reason) in cancels {
+            if let Some(&first) = self.by_key.get(&key) {
+                self.leave_queue(first);
+                self.drop_sequences(|sequence| sequence.request == first);
+                if let Some(request) = self.requests.get_mut(&first) {
+                    request.end_all(reason.into());
+                }
+            }
+        }
+    }
+
+    /// Ends every choice whose next token would exceed its request's budget.
+    fn end_what_is_spent(&mut self) {
+        let table = self.meter.table();
+        let mut ended = Vec::new();
+        for request in self.requests.values_mut().filter(|request| request.budget.is_some()) {
+            let next: Vec<(u32, SequenceId)> = self
+                .sequences
+                .values()
+                .filter(|sequence| sequence.request == request.first && sequence.decodes())
+                .map(|sequence| (sequence.choice, sequence.id))
+                .collect();
+            for (choice, sequence) in request.unaffordable(&next, table) {
+                request.end(choice, FinishReason::Length);
+                ended.push(sequence);
+            }
+        }
+        self.drop_sequences(|sequence| ended.contains(&sequence.id));
+    }
+
+    /// Closes every request that has come to its end: figures to the journal,
+    /// then the last word to the sink.
+    fn settle(&mut self) -> Result<(), EngineError> {
+        let over: Vec<SequenceId> = self
+            .requests
+            .values()
+            .filter(|request| request.open == 0)
+            .map(|request| request.first)
+            .collect();
+        if over.is_empty() {
+            return Ok(());
+        }
+        let now = self.clock.now();
+        let mut figures: Vec<RequestFigures> = Vec::with_capacity(over.len());
+        let mut requests = Vec::with_capacity(over.len());
+        for first in over {
+            let Some(request) = self.forget(first) else { continue };
+            figures.push(request.figures(self.meter.table(), now));
+            requests.push(request);
+        }
+        self.journal.finished(now, &figures).map_err(EngineError::Journal)?;
+        for (mut request, RequestFigures { usage, stages, .. }) in requests.into_iter().zip(figures)
+        {
+            request.sink.done(RequestOutcome::Finished { usage, stages });
+        }
+        Ok(())
+    }
+
+    /// One step of the device, from the decision to the last token.
+    fn step(&mut self) -> Result<(), EngineError> {
+        let started = self.clock.now();
+        let decisions = self.decide(started);
+        let moved = !decisions.refuse.is_empty() || !decisions.preempt.is_empty();
+        let parts = self.apply(decisions, started);
+        if parts.is_empty() {
+            return if moved { Ok(()) } else { Err(EngineError::Stalled) };
+        }
+        let outcomes = self.compute(&parts).map(|drawings| self.commit(&parts, drawings));
+        let ended = self.clock.now();
+        self.account(&parts, started, ended)?;
+        match outcomes {
+            Ok(outcomes) => {
+                self.deliver(outcomes, ended);
+                self.settle()
+            }
+            Err(fault) => {
+                self.break_off()?;
+                Err(fault)
+            }
+        }
+    }
+
+    fn decide(&self, now: MonotonicTime) -> Decisions {
+        let running: Vec<Running> = self
+            .sequences
+            .values()
+            .filter(|sequence| !sequence.preempted)
+            .map(|sequence| sequence.as_running(&self.pool))
+            .collect();
+        let preempted: Vec<Preempted> = self
+            .sequences
+            .values()
+            .filter(|sequence| sequence.preempted)
+            .map(Sequence::as_preempted)
+            .collect();
+        let view = View {
+            now,
+            running: &running,
+            preempted: &preempted,
+            queues: &self.queues,
+            free_blocks: self.pool.free(),
+        };
+        decide(&view, &self.bounds)
+    }
+
+    /// Does what was decided, up to the step itself.
+    fn apply(&mut self, decisions: Decisions, now: MonotonicTime) -> Vec<Part> {
+        let Decisions { refuse, preempt, resume, admit, chunks } = decisions;
+        for first in refuse {
+            self.refuse(first, RefusedReason::Deadline, "it waited past its deadline");
+        }
+        for id in preempt {
+            let again = SequenceId(self.next_sequence);
+            self.next_sequence += 1;
+            if let Some(sequence) = self.sequences.get_mut(&id) {
+                sequence.preempt(again, &mut self.pool);
+            }
+        }
+        for id in resume {
+            if let Some(sequence) = self.sequences.get_mut(&id) {
+                sequence.preempted = false;
+            }
+        }
+        for leader in admit {
+            self.start(leader, now);
+        }
+        chunks.into_iter().map(|chunk| self.reserve(chunk)).collect()
+    }
+
+    /// Moves a prompt from its queue into the batch.
+    fn start(&mut self, leader: SequenceId, now: MonotonicTime) {
+        let (_, request) = self
+            .requests
+            .range_mut(..=leader)
+            .next_back()
+            .expect("what waits belongs to a request, named by a sequence at or before it");
+        self.queues
+            .start(&request.caller.tenant, leader)
+            .expect("what starts is first in its queue");
+        let sequence = request.start(leader, now);
+        if request.waiting == 0 {
+            self.mailbox.left_queue(request.prompt_tokens, request.expected);
+        }
+        self.sequences.insert(leader, sequence);
+    }
+
+    /// Takes the blocks for a chunk.
+    fn reserve(&mut self, chunk: Chunk) -> Part {
+        let sequence =
+            self.sequences.get_mut(&chunk.sequence).expect("a chunk is of a sequence that runs");
+        let grown = sequence.table.grow_to(chunk.blocks, &mut self.pool);
+        assert!(grown, "a decision spends no more KV blocks than are free");
+        Part::new(sequence, chunk)
+    }
+
+    /// Takes over what a step computed: caches, counts, tokens, forks.
+    fn commit(&mut self, parts: &[Part], drawings: Vec<Drawing>) -> Vec<Outcome> {
+        for part in parts {
+            let sequence = self.sequences.get_mut(&part.sequence).expect("it ran");
+            sequence.cached += part.tokens;
+            let request = self.requests.get_mut(&sequence.request).expect("it is alive");
+            let prompt = &mut request.prompts[sequence.prompt];
+            prompt.read = prompt.read.max(sequence.cached.min(prompt.length));
+        }
+        let mut outcomes = Vec::with_capacity(drawings.len());
+        for drawing in drawings {
+            self.commit_drawing(drawing, &mut outcomes);
+        }
+        outcomes
+    }
+
+    fn commit_drawing(&mut self, drawing: Drawing, outcomes: &mut Vec<Outcome>) {
+        let Drawing { sequence, draws, prompt_logprobs } = drawing;
+        let leader = self.sequences.get_mut(&sequence).expect("it ran");
+        let request = self.requests.get_mut(&leader.request).expect("it is alive");
+        request.prompts[leader.prompt].logprobs.extend(prompt_logprobs);
+        if leader.cached < leader.tokens.len() as u32 {
+            return; // more is to be read before anything is drawn
+        }
+        if leader.generated() == 0 && request.echo_logprobs {
+            outcomes.push(leader.outcome(Event::PromptRead(leader.prompt)));
+        }
+        let followers = std::mem::take(&mut leader.followers);
+        if draws.is_empty() {
+            outcomes.push(leader.outcome(Event::NothingWanted));
+            let others = (1..=followers).map(|number| leader.follower(number));
+            outcomes.extend(others.map(|follower| follower.outcome(Event::NothingWanted)));
+            return;
+        }
+        let mut draws = draws.into_iter();
+        outcomes.extend(draws.next().map(|drawn| leader.take(drawn, request, &self.end_tokens)));
+        let mut forked = Vec::new();
+        for (number, drawn) in (1..).zip(draws) {
+            let mut follower = leader.follower(number);
+            outcomes.push(follower.take(drawn, request, &self.end_tokens));
+            if !follower.goes_on(request, &self.end_tokens) {
+                continue;
+            }
+            match leader.table.fork(follower.cached, &mut self.pool) {
+                Some(Fork { table, copy }) => {
+                    follower.table = table;
+                    if let Some(BlockCopy { from, to }) = copy {
+                        self.backend.copy_block(from, to);
+                    }
+                }
+                None => {
+                    follower.preempt(SequenceId(self.next_sequence), &mut self.pool);
+                    self.next_sequence += 1;
+                }
+            }
+            forked.push((follower.id, follower));
+        }
+        self.sequences.extend(forked);
+    }
+
+    /// Books the step and journals it; after this its tokens may leave.
+    fn account(
+        &mut self,
+        parts: &[Part],
+        started: MonotonicTime,
+        ended: MonotonicTime,
+    ) -> Result<(), EngineError> {
+        let works: Vec<_> = parts.iter().map(|part| part.work).collect();
+        let payers: Vec<_> = parts.iter().map(|part| part.payer).collect();
+        let BookedStep { step, started, busy, shares } =
+            self.meter.book(started, ended, &works, &payers);
+        let mut booked = Vec::with_capacity(parts.len());
+        for (part, attributed) in parts.iter().zip(shares) {
+            let request = self.requests.get_mut(&part.request).expect("it is alive");
+            booked.push(StepShare {
+                sequence: part.work.sequence,
+                owner: part.owner(request),
+                attributed,
+            });
+            if part.is_billed() {
+                request.attributed += attributed;
+            }
+        }
+        let record = StepRecord { step, started, busy, shares: &booked };
+        self.journal.step(&record).map_err(EngineError::Journal)
+    }
+
+    /// Hands tokens to their sinks and ends the choices that are over.
+    fn deliver(&mut self, outcomes: Vec<Outcome>, now: MonotonicTime) {
+        let mut references: BTreeMap<SequenceId, DeviceNanos> = BTreeMap::new();
+        let mut ended = Vec::new();
+        for Outcome { request, sequence, choice, event } in outcomes {
+            let request = self.requests.get_mut(&request).expect("it is alive");
+            let reference = *references
+                .entry(request.first)
+                .or_insert_with(|| request.reference(self.meter.table()));
+            let reason = match event {
+                Event::PromptRead(prompt) => {
+                    let logprobs = std::mem::take(&mut request.prompts[prompt].logprobs);
+                    request.sink.prompt_logprobs(prompt as u32, logprobs);
+                    continue;
+                }
+                Event::Token(drawn, end) => {
+                    request.times.first_token.get_or_insert(now);
+                    let token = SampledToken {
+                        token: drawn.token,
+                        end,
+                        logprobs: drawn.logprobs,
+                        attributed: request.attributed,
+                        reference,
+                    };
+                    let flow = request.sink.token(choice, token);
+                    if end || flow == Flow::Stop {
+                        FinishReason::Stop
+                    } else if request.choices[choice as usize].generated >= request.max_tokens {
+                        FinishReason::Length
+                    } else {
+                        continue;
+                    }
+                }
+                Event::NothingWanted => FinishReason::Length,
+                Event::Broken => FinishReason::Fault,
+            };
+            let generated = request.choices[choice as usize].generated;
+            self.expected_tokens += (f64::from(generated) - self.expected_tokens) / LENGTH_MEMORY;
+            request.end(choice, reason);
+            ended.push(sequence);
+        }
+        self.drop_sequences(|sequence| ended.contains(&sequence.id));
+    }
+
+    /// Ends everything at once: what started as a fault, what waits as refused.
+    pub(super) fn break_off(&mut self) -> Result<(), EngineError> {
+        let all: Vec<SequenceId> = self.requests.keys().copied().collect();
+        for first in all {
+            let request = self.requests.get_mut(&first).expect("just listed");
+            if request.times.started.is_some() {
+                request.end_all(FinishReason::Fault);
+            } else {
+                self.refuse(first, RefusedReason::Draining, "the worker is stopping");
+            }
+        }
+        self.settle()
+    }
+
+    /// Refuses a request that has not started.
+    fn refuse(&mut self, first: SequenceId, reason: RefusedReason, message: &str) {
+        if let Some(mut request) = self.forget(first) {
+            let retry_after = match reason {
+                RefusedReason::Deadline => Some(self.mailbox.predicted_wait()),
+                _ => None,
+            };
+            let refusal = Refusal { reason, retry_after, message: message.to_owned() };
+            request.sink.done(RequestOutcome::Refused(refusal));
+        }
+    }
+
+    /// Takes a request out of everything.
+    fn forget(&mut self, first: SequenceId) -> Option<Request> {
+        self.leave_queue(first);
+        let request = self.requests.remove(&first)?;
+        self.by_key.remove(&request.key);
+        self.mailbox.ended(&request.key);
+        Some(request)
+    }
+
+    /// Takes what still waits of a request out of its queue.
+    fn leave_queue(&mut self, first: SequenceId) {
+        if let Some(request) = self.requests.get_mut(&first).filter(|request| request.waiting > 0) {
+            self.queues.remove(&request.caller.tenant, first);
+            request.waiting = 0;
+            self.mailbox.left_queue(request.prompt_tokens, request.expected);
+        }
+    }
+
+    fn drop_sequences(&mut self, over: impl Fn(&Sequence) -> bool) {
+        for (_, mut sequence) in self.sequences.extract_if(.., |_, sequence| over(sequence)) {
+            sequence.table.release(&mut self.pool);
+        }
+    }
+
+    fn status(&self) -> EngineStatus {
+        let Totals { steps, .. } = self.meter.totals();
+        let backlog = self.sequences.values().map(|sequence| {
+            let left = (self.expected_tokens as u64).min(u64::from(sequence.most_to_come()));
+            let context = sequence.tokens.len() as u64;
+            self.meter.table().request([sequence.reading()], [(context, left)])
+        });
+        EngineStatus {
+            queued: 0, // the mailbox counts
+            running: self
+                .requests
+                .values()
+                .filter(|request| request.times.started.is_some())
+                .count() as u32,
+            kv_blocks_total: self.pool.total(),
+            kv_blocks_free: self.pool.free(),
+            backlog: backlog.sum(),
+            draining: false, // the mailbox knows
+            steps,
+            busy: self.meter.totals().busy(),
+        }
+    }
+}
+
+/// The expected length of a completion follows the last this many or so.
+const LENGTH_MEMORY: f64 = 32.0;

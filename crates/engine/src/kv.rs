@@ -1,0 +1,249 @@
+//! Who holds which block of the KV pool.
+//!
+//! Blocks are counted references: choices that grew from one prompt share its
+//! full blocks. A block that is shared is full and never written again; the
+//! last, partly filled one is copied when a sequence forks. Tables never drop
+//! blocks silently: they are released to the pool they came from.
+
+use crate::backend::BLOCK_TOKENS;
+
+/// The pool's bookkeeping: ids and reference counts, no memory.
+#[derive(Debug)]
+pub struct BlockPool {
+    references: Vec<u32>,
+    /// Blocks without a reference; the last released is the first reused.
+    free: Vec<u32>,
+}
+
+impl BlockPool {
+    /// A pool of free blocks `0..blocks`.
+    pub fn new(blocks: u32) -> Self {
+        Self { references: vec![0; blocks as usize], free: (0..blocks).rev().collect() }
+    }
+
+    /// Blocks in all.
+    pub fn total(&self) -> u32 {
+        self.references.len() as u32
+    }
+
+    /// Blocks that nobody holds.
+    pub fn free(&self) -> u32 {
+        self.free.len() as u32
+    }
+
+    fn take(&mut self) -> Option<u32> {
+        let block = self.free.pop()?;
+        self.references[block as usize] = 1;
+        Some(block)
+    }
+
+    fn share(&mut self, block: u32) {
+        self.references[block as usize] += 1;
+    }
+
+    fn release(&mut self, block: u32) {
+        let references = &mut self.references[block as usize];
+        assert!(*references > 0, "KV block {block} was released twice");
+        *references -= 1;
+        if *references == 0 {
+            self.free.push(block);
+        }
+    }
+}
+
+/// The blocks of one sequence, in order of position.
+#[derive(Debug, Default)]
+pub struct BlockTable {
+    blocks: Vec<u32>,
+}
+
+impl BlockTable {
+    /// Block ids, [`BLOCK_TOKENS`] tokens each.
+    pub fn blocks(&self) -> &[u32] {
+        &self.blocks
+    }
+
+    /// How many blocks it has.
+    pub fn len(&self) -> u32 {
+        self.blocks.len() as u32
+    }
+
+    /// Whether it has none.
+    pub fn is_empty(&self) -> bool {
+        self.blocks.is_empty()
+    }
+
+    /// Blocks that would become free if it alone let go.
+    pub fn exclusive(&self, pool: &BlockPool) -> u32 {
+        self.blocks.iter().filter(|&&block| pool.references[block as usize] == 1).count() as u32
+    }
+
+    /// Grows to `blocks` blocks, or not at all; says which.
+    #[must_use]
+    pub fn grow_to(&mut self, blocks: u32, pool: &mut BlockPool) -> bool {
+        let more = blocks.saturating_sub(self.len());
+        if more > pool.free() {
+            return false;
+        }
+        self.blocks.extend((0..more).map_while(|_| pool.take()));
+        true
+    }
+
+    /// A table for another sequence that starts with the same `tokens` tokens:
+    /// it shares the full blocks and gets a fresh one for the rest, if any.
+    /// `None`, with nothing taken, when the pool has none left.
+    pub fn fork(&self, tokens: u32, pool: &mut BlockPool) -> Option<Fork> {
+        let full = (tokens / BLOCK_TOKENS) as usize;
+        let mut blocks = self.blocks[..full].to_vec();
+        let mut copy = None;
+        if !tokens.is_multiple_of(BLOCK_TOKENS) {
+            let fresh = pool.take()?;
+            copy = Some(BlockCopy { from: self.blocks[full], to: fresh });
+            blocks.push(fresh);
+        }
+        for &block in &self.blocks[..full] {
+            pool.share(block);
+        }
+        Some(Fork { table: Self { blocks }, copy })
+    }
+
+    /// Gives all blocks back.
+    pub fn release(&mut self, pool: &mut BlockPool) {
+        // From the end, so that a table built again gets its blocks in order.
+        for block in self.blocks.drain(..).rev() {
+            pool.release(block);
+        }
+    }
+}
+
+/// A forked table.
+#[derive(Debug)]
+pub struct Fork {
+    /// The new sequence's blocks.
+    pub table: BlockTable,
+    /// What the device has to copy before the next step.
+    pub copy: Option<BlockCopy>,
+}
+
+/// A block whose content is wanted in another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockCopy {
+    /// The block to read.
+    pub from: u32,
+    /// The block to write.
+    pub to: u32,
+}
+
+/// Blocks that hold `tokens` tokens.
+pub fn blocks_for(tokens: u32) -> u32 {
+    tokens.div_ceil(BLOCK_TOKENS)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[derive(Clone, Debug)]
+    enum Act {
+        Grow { table: usize, blocks: u32 },
+        Fork { table: usize, tokens: u32 },
+        Release { table: usize },
+    }
+
+    fn any_act() -> impl Strategy<Value = Act> {
+        prop_oneof![
+            (0usize..6, 1u32..12).prop_map(|(table, blocks)| Act::Grow { table, blocks }),
+            (0usize..6, 0u32..160).prop_map(|(table, tokens)| Act::Fork { table, tokens }),
+            (0usize..6).prop_map(|table| Act::Release { table }),
+        ]
+    }
+
+    /// Free and held blocks are the whole pool, each held one as often as it
+    /// is counted, and nobody holds a block twice.
+    fn check_invariants(pool: &BlockPool, tables: &[BlockTable]) {
+        let mut counted = vec![0; pool.references.len()];
+        for table in tables {
+            let mut own = table.blocks.clone();
+            own.sort_unstable();
+            own.dedup();
+            assert_eq!(own.len(), table.blocks.len());
+            for &block in &table.blocks {
+                counted[block as usize] += 1;
+            }
+        }
+        assert_eq!(counted, pool.references);
+        let mut free = pool.free.clone();
+        free.sort_unstable();
+        let unheld: Vec<u32> =
+            (0..pool.total()).filter(|&block| counted[block as usize] == 0).collect();
+        assert_eq!(free, unheld);
+    }
+
+    proptest! {
+        #[test]
+        fn no_block_is_lost_or_held_twice(acts in prop::collection::vec(any_act(), 0..80)) {
+            let mut pool = BlockPool::new(24);
+            let mut tables: Vec<BlockTable> = (0..3).map(|_| BlockTable::default()).collect();
+            for act in acts {
+                match act {
+                    Act::Grow { table, blocks } => {
+                        if let Some(table) = tables.get_mut(table) {
+                            let (before, free) = (table.len(), pool.free());
+                            let grown = table.grow_to(blocks, &mut pool);
+                            prop_assert_eq!(grown, blocks.saturating_sub(before) <= free);
+                            prop_assert_eq!(table.len(), if grown { before.max(blocks) } else { before });
+                        }
+                    }
+                    Act::Fork { table, tokens } => {
+                        let fork = tables.get(table).and_then(|table| {
+                            table.fork(tokens.min(table.len() * BLOCK_TOKENS), &mut pool)
+                        });
+                        if let Some(Fork { table, copy }) = fork {
+                            if let Some(BlockCopy { from, to }) = copy {
+                                prop_assert_ne!(from, to);
+                                prop_assert_eq!(pool.references[to as usize], 1);
+                            }
+                            tables.push(table);
+                        }
+                    }
+                    Act::Release { table } if table < tables.len() => {
+                        tables[table].release(&mut pool);
+                    }
+                    Act::Release { .. } => {}
+                }
+                check_invariants(&pool, &tables);
+            }
+            for table in &mut tables {
+                table.release(&mut pool);
+            }
+            prop_assert_eq!(pool.free(), pool.total());
+        }
+    }
+
+    #[test]
+    fn a_fork_shares_what_is_full_and_copies_the_rest() {
+        for (tokens, shared, copies) in [(32, 2, false), (33, 2, true), (5, 0, true), (0, 0, false)]
+        {
+            let mut pool = BlockPool::new(8);
+            let mut table = BlockTable::default();
+            assert!(table.grow_to(4, &mut pool));
+            let fork = table.fork(tokens, &mut pool).expect("there is room");
+            assert_eq!(fork.table.blocks[..shared], table.blocks[..shared], "{tokens}");
+            assert_eq!(fork.copy.is_some(), copies, "{tokens}");
+            assert_eq!(table.exclusive(&pool), 4 - shared as u32, "{tokens}");
+        }
+    }
+
+    #[test]
+    fn a_fork_that_does_not_fit_takes_nothing() {
+        let mut pool = BlockPool::new(2);
+        let mut table = BlockTable::default();
+        assert!(table.grow_to(2, &mut pool));
+        assert!(table.fork(17, &mut pool).is_none());
+        assert_eq!(table.exclusive(&pool), 2);
+        assert!(!table.grow_to(3, &mut pool));
+        assert_eq!(table.len(), 2);
+    }
+}

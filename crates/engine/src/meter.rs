@@ -1,0 +1,149 @@
+//! The account of device time.
+//!
+//! Every step is booked once, with its exact length, split over the sequences
+//! in it; what lies between two steps is idle. So billed, overhead and idle
+//! always add up to the time since the meter began, to the nanosecond.
+
+use tollgate_domain::{CostTable, DeviceNanos, MonotonicTime, SequenceWork};
+
+/// Books steps.
+#[derive(Debug)]
+pub struct Meter {
+    table: CostTable,
+    /// Up to where time is booked.
+    booked: MonotonicTime,
+    totals: Totals,
+}
+
+/// Sums since the meter began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Totals {
+    /// Steps booked.
+    pub steps: u64,
+    /// Device time of requests.
+    pub billed: DeviceNanos,
+    /// Device time of the platform's own work.
+    pub overhead: DeviceNanos,
+    /// Time between steps.
+    pub idle: DeviceNanos,
+}
+
+impl Totals {
+    /// Device time of all steps.
+    pub fn busy(&self) -> DeviceNanos {
+        self.billed + self.overhead
+    }
+}
+
+/// Who pays for a piece of work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Payer {
+    /// A request.
+    Request,
+    /// The platform.
+    Overhead,
+}
+
+/// A step as it was booked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BookedStep {
+    /// Counted from 1 without gaps.
+    pub step: u64,
+    /// When it began; never before the last one ended.
+    pub started: MonotonicTime,
+    /// How long it took.
+    pub busy: DeviceNanos,
+    /// That time split over the works, in their order.
+    pub shares: Vec<DeviceNanos>,
+}
+
+impl Meter {
+    /// A meter that begins at `start`.
+    pub fn new(table: CostTable, start: MonotonicTime) -> Self {
+        Self { table, booked: start, totals: Totals::default() }
+    }
+
+    /// The price of steps.
+    pub fn table(&self) -> &CostTable {
+        &self.table
+    }
+
+    /// The sums so far.
+    pub fn totals(&self) -> Totals {
+        self.totals
+    }
+
+    /// Books the step that ran from `started` to `ended` over `works`, at
+    /// least one, each with who pays for it.
+    pub fn book(
+        &mut self,
+        started: MonotonicTime,
+        ended: MonotonicTime,
+        works: &[SequenceWork],
+        payers: &[Payer],
+    ) -> BookedStep {
+        assert!(!works.is_empty(), "a step has work");
+        assert_eq!(works.len(), payers.len(), "every work has a payer");
+        // Steps never overlap, whatever the clock says.
+        let started = started.max(self.booked);
+        let ended = ended.max(started);
+        let busy = DeviceNanos(ended.0 - started.0);
+        let shares = self.table.attribute(busy, works);
+        self.totals.idle += DeviceNanos(started.0 - self.booked.0);
+        self.totals.steps += 1;
+        self.booked = ended;
+        for (share, payer) in shares.iter().zip(payers) {
+            match payer {
+                Payer::Request => self.totals.billed += *share,
+                Payer::Overhead => self.totals.overhead += *share,
+            }
+        }
+        BookedStep { step: self.totals.steps, started, busy, shares }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use tollgate_domain::SequenceId;
+
+    use super::*;
+    use crate::testing::table;
+
+    proptest! {
+        #[test]
+        fn what_is_booked_is_the_time_that_passed(
+            steps in prop::collection::vec(
+                // A gap that may be negative, a length, works and payers.
+                (-50i64..1_000, -10i64..1_000_000, 1usize..20, any::<u32>()),
+                0..60,
+            ),
+        ) {
+            let start = MonotonicTime(1_000);
+            let mut meter = Meter::new(table(), start);
+            let mut end = start;
+            let mut busy = DeviceNanos::ZERO;
+            for (number, (gap, length, count, payers)) in (1u64..).zip(steps) {
+                let works: Vec<SequenceWork> = (0..count as u64)
+                    .map(|id| SequenceWork {
+                        sequence: SequenceId(id), new_tokens: 1 + id as u32, logit_rows: 1, context: 7,
+                    })
+                    .collect();
+                let payers: Vec<Payer> = (0..count)
+                    .map(|i| if payers >> i & 1 == 0 { Payer::Request } else { Payer::Overhead })
+                    .collect();
+                let started = MonotonicTime(end.0.saturating_add_signed(gap));
+                let ended = MonotonicTime(started.0.saturating_add_signed(length));
+                let booked = meter.book(started, ended, &works, &payers);
+                prop_assert_eq!(booked.step, number);
+                prop_assert!(booked.started >= end);
+                prop_assert_eq!(booked.shares.iter().copied().sum::<DeviceNanos>(), booked.busy);
+                end = MonotonicTime(booked.started.0 + booked.busy.nanos());
+                busy += booked.busy;
+            }
+            let totals = meter.totals();
+            prop_assert_eq!(totals.busy(), busy);
+            prop_assert_eq!(totals.busy() + totals.idle, DeviceNanos(end.0 - start.0));
+        }
+    }
+}

@@ -1,0 +1,285 @@
+//! Drawing tokens from rows of logits.
+//!
+//! A draw depends on the row, the request's own history and its seed alone:
+//! never on neighbours, on the order of rows, or on what was drawn elsewhere.
+//! Penalties and biases change the logits, temperature scales them, `top_p`
+//! cuts the tail, and one number of a counter-based generator picks a token.
+//! Log-probabilities are the model's own: of the row as it came, before any of
+//! that. No row is sorted, whatever the vocabulary.
+
+mod exponential;
+mod generator;
+mod likeliest;
+mod nucleus;
+
+use std::collections::BTreeMap;
+
+use exponential::exponentials;
+use generator::uniform;
+
+pub use generator::choice_seed;
+
+/// How tokens are drawn, as OpenAI's API means these fields.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SamplingParams {
+    /// 0 is greedy; up to 2.
+    pub temperature: f32,
+    /// Of the likeliest tokens that together reach this probability, 0 to 1.
+    pub top_p: f32,
+    /// Taken off the logit of each token that was generated before, -2 to 2.
+    pub presence_penalty: f32,
+    /// Taken off the logit of a token for each time it was generated before, -2 to 2.
+    pub frequency_penalty: f32,
+    /// Added to logits: token ids, each once, and finite biases.
+    pub logit_bias: Vec<(u32, f32)>,
+    /// Keys the generator; with it a result can be had again.
+    pub seed: u64,
+    /// Absent: no log-probabilities. Else how many of the likeliest tokens are
+    /// reported beside the drawn one, up to 20.
+    pub top_logprobs: Option<u32>,
+}
+
+/// Log-probabilities at one place.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TokenLogprobs {
+    /// Of the token that stands there.
+    pub logprob: f32,
+    /// The likeliest tokens, likeliest first, ties to the smaller id.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// How often a choice has generated each token.
+#[derive(Clone, Debug, Default)]
+pub struct TokenCounts(BTreeMap<u32, u32>);
+
+impl TokenCounts {
+    /// One more of `token`.
+    pub fn add(&mut self, token: u32) {
+        *self.0.entry(token).or_default() += 1;
+    }
+}
+
+/// Where in a choice a token is drawn.
+#[derive(Clone, Copy, Debug)]
+pub struct Place<'a> {
+    /// The choice's own seed; see [`choice_seed`].
+    pub seed: u64,
+    /// Tokens that the choice has generated before.
+    pub position: u32,
+    /// Which those were; read only where a penalty asks.
+    pub counts: &'a TokenCounts,
+}
+
+/// A drawn token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Drawn {
+    /// Its id.
+    pub token: u32,
+    /// Log-probabilities, when the parameters ask for them.
+    pub logprobs: Option<TokenLogprobs>,
+}
+
+/// Draws tokens; keeps the memory that takes. One for each thread.
+#[derive(Debug, Default)]
+pub struct Sampler {
+    weights: Vec<f32>,
+    sums: Vec<f64>,
+    nucleus: nucleus::Nucleus,
+}
+
+impl Sampler {
+    /// Draws the next token of a choice from its row of logits. `None` when
+    /// no logit is above minus infinity: the model is broken.
+    ///
+    /// A logit that is not a number counts as minus infinity, ties go to the
+    /// smaller id.
+    pub fn draw(
+        &mut self,
+        row: &[f32],
+        params: &SamplingParams,
+        place: Place<'_>,
+    ) -> Option<Drawn> {
+        let token = if params.leaves_logits() && params.is_greedy() {
+            likeliest::argmax(row)?
+        } else {
+            self.adjust(row, params, place.counts);
+            let best = likeliest::argmax(&self.weights)?;
+            if params.is_greedy() { best } else { self.draw_by_weight(best, params, place) }
+        };
+        let logprobs = params.top_logprobs.map(|top| token_logprobs(row, token, top as usize));
+        Some(Drawn { token, logprobs })
+    }
+
+    /// Copies the row with biases added and penalties taken off.
+    fn adjust(&mut self, row: &[f32], params: &SamplingParams, counts: &TokenCounts) {
+        self.weights.clear();
+        self.weights.extend(row.iter().map(|&logit| likeliest::bounded(logit)));
+        for &(token, bias) in &params.logit_bias {
+            if let Some(logit) = self.weights.get_mut(token as usize) {
+                *logit += bias;
+            }
+        }
+        if !params.penalises() {
+            return;
+        }
+        for (&token, &count) in &counts.0 {
+            if let Some(logit) = self.weights.get_mut(token as usize) {
+                *logit -= params.presence_penalty + params.frequency_penalty * count as f32;
+            }
+        }
+    }
+
+    /// Turns the adjusted logits into weights and picks one, `best` being the
+    /// likeliest.
+    fn draw_by_weight(&mut self, best: u32, params: &SamplingParams, place: Place<'_>) -> u32 {
+        let highest = self.weights[best as usize];
+        exponentials(&mut self.weights, highest, params.temperature.recip());
+        if params.top_p < 1.0 {
+            self.nucleus.keep(&mut self.weights, params.top_p);
+        }
+        self.sums.clear();
+        self.sums.extend(self.weights.chunks(SUM_CHUNK).map(exponential::sum));
+        let total: f64 = self.sums.iter().sum();
+        let mut left = uniform(place.seed, place.position) * total;
+        for (chunk, &sum) in self.sums.iter().enumerate() {
+            if left >= sum {
+                left -= sum;
+                continue;
+            }
+            let start = chunk * SUM_CHUNK;
+            let end = (start + SUM_CHUNK).min(self.weights.len());
+            for (token, &weight) in (start..end).zip(&self.weights[start..end]) {
+                if left < f64::from(weight) {
+                    return token as u32;
+                }
+                left -= f64::from(weight);
+            }
+        }
+        // Rounding can leave a crumb behind the last token.
+        best
+    }
+}
+
+/// The log-probability of `token` and of the `top` likeliest, by the model's
+/// own distribution. Nothing is reported below [`LEAST_LOGPROB`], so that every
+/// figure is finite.
+pub fn token_logprobs(row: &[f32], token: u32, top: usize) -> TokenLogprobs {
+    let normaliser = likeliest::log_sum_exp(row);
+    let logprob = |logit: f32| {
+        let value = (f64::from(likeliest::bounded(logit)) - normaliser) as f32;
+        // Written so that what is not a number goes to the floor as well.
+        if value > LEAST_LOGPROB { value.min(0.0) } else { LEAST_LOGPROB }
+    };
+    TokenLogprobs {
+        logprob: row.get(token as usize).map_or(LEAST_LOGPROB, |&logit| logprob(logit)),
+        top: likeliest::top(row, top)
+            .into_iter()
+            .map(|(token, logit)| (token, logprob(logit)))
+            .collect(),
+    }
+}
+
+/// Why sampling parameters were refused.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum SamplingError {
+    /// A number outside its range, or not a number.
+    #[error("{field} is {value}; it lies between {low} and {high}")]
+    Range {
+        /// The field.
+        field: &'static str,
+        /// What it was.
+        value: f32,
+        /// The least allowed.
+        low: f32,
+        /// The most allowed.
+        high: f32,
+    },
+    /// A bias for a token that the model does not have.
+    #[error("logit_bias names token {token}; the vocabulary has {vocabulary}")]
+    Token {
+        /// The token.
+        token: u32,
+        /// Its bound.
+        vocabulary: u32,
+    },
+    /// Too many biases.
+    #[error("logit_bias has {count} entries; at most {MAX_LOGIT_BIAS} are allowed")]
+    Biases {
+        /// How many there were.
+        count: usize,
+    },
+    /// Too many alternatives.
+    #[error("top_logprobs is {count}; at most {MAX_TOP_LOGPROBS} are allowed")]
+    TopLogprobs {
+        /// How many were asked for.
+        count: u32,
+    },
+}
+
+impl SamplingParams {
+    /// Whether the likeliest token is always taken.
+    pub fn is_greedy(&self) -> bool {
+        self.temperature < LEAST_TEMPERATURE
+    }
+
+    /// Whether any token that was generated before loses by it.
+    pub fn penalises(&self) -> bool {
+        self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
+    }
+
+    fn leaves_logits(&self) -> bool {
+        self.logit_bias.is_empty() && !self.penalises()
+    }
+
+    /// Checks every bound that the fields state.
+    ///
+    /// # Errors
+    /// [`SamplingError`] for the first field that breaks its bound.
+    pub fn check(&self, vocabulary: u32) -> Result<(), SamplingError> {
+        for (field, value, low, high) in [
+            ("temperature", self.temperature, 0.0, 2.0),
+            ("top_p", self.top_p, 0.0, 1.0),
+            ("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+        ] {
+            // Written so that NaN is outside.
+            if !(low..=high).contains(&value) {
+                return Err(SamplingError::Range { field, value, low, high });
+            }
+        }
+        if self.logit_bias.len() > MAX_LOGIT_BIAS {
+            return Err(SamplingError::Biases { count: self.logit_bias.len() });
+        }
+        for &(token, value) in &self.logit_bias {
+            if token >= vocabulary {
+                return Err(SamplingError::Token { token, vocabulary });
+            }
+            if !(-MAX_BIAS..=MAX_BIAS).contains(&value) {
+                let (low, high) = (-MAX_BIAS, MAX_BIAS);
+                return Err(SamplingError::Range { field: "logit_bias", value, low, high });
+            }
+        }
+        match self.top_logprobs {
+            Some(count) if count > MAX_TOP_LOGPROBS => Err(SamplingError::TopLogprobs { count }),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Entries of `logit_bias` at most.
+pub const MAX_LOGIT_BIAS: usize = 1_024;
+/// Alternatives reported at most.
+pub const MAX_TOP_LOGPROBS: u32 = 20;
+/// A bias at most, either way.
+const MAX_BIAS: f32 = 100.0;
+/// A log-probability at least; what is less likely is reported as this.
+pub const LEAST_LOGPROB: f32 = -9_999.0;
+/// Below this temperature the likeliest token has all the weight that f32 can
+/// tell from none.
+const LEAST_TEMPERATURE: f32 = 1e-5;
+/// Weights are summed by chunks of this many, so that finding the drawn one
+/// reads few of them.
+const SUM_CHUNK: usize = 256;
+
+#[cfg(test)]
+mod tests;

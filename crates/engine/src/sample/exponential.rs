@@ -1,0 +1,94 @@
+//! Exponentials and sums over a whole vocabulary, written so that the compiler
+//! makes vectors of them.
+
+/// Replaces each logit by `exp((logit - highest) * scale)`, exact to about
+/// 2e-7 of itself. What is below the least normal number, and what is not a
+/// number, becomes 0.
+pub(super) fn exponentials(logits: &mut [f32], highest: f32, scale: f32) {
+    for logit in logits {
+        *logit = exponential((*logit - highest) * scale);
+    }
+}
+
+/// Cody and Waite's reduction to |r| <= ln(2)/2 and the polynomial of Cephes'
+/// `expf` (Moshier), without a branch.
+fn exponential(x: f32) -> f32 {
+    // Adding 1.5 * 2^23 rounds to a whole number and leaves it in the low bits.
+    const ROUND: f32 = 12_582_912.0;
+    const LN2_HIGH: f32 = 355.0 / 512.0;
+    const LN2_LOW: f32 = -2.121_944_4e-4;
+    let shifted = x * std::f32::consts::LOG2_E + ROUND;
+    let whole = shifted - ROUND;
+    let r = x - whole * LN2_HIGH - whole * LN2_LOW;
+    let mut p = 1.987_569_1e-4;
+    for coefficient in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {
+        p = p * r + coefficient;
+    }
+    let power = f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
+    // Written so that a number that is none gives 0, too.
+    if x > LOWEST { (p * r * r + r + 1.0) * power } else { 0.0 }
+}
+
+/// The sum of `exp(logit - highest)` over a row, in double precision; what is
+/// not a number adds nothing.
+pub(super) fn sum_of_exponentials(row: &[f32], highest: f32) -> f64 {
+    let mut weights = [0.0f32; 64];
+    let mut total = 0.0;
+    for chunk in row.chunks(weights.len()) {
+        let weights = &mut weights[..chunk.len()];
+        for (weight, &logit) in weights.iter_mut().zip(chunk) {
+            let bounded = if logit > highest { highest } else { logit };
+            *weight = exponential(bounded - highest);
+        }
+        total += sum(weights);
+    }
+    total
+}
+
+/// The sum, in double precision. The order of additions depends on the length
+/// alone.
+pub(super) fn sum(weights: &[f32]) -> f64 {
+    let mut lanes = [0.0f64; 8];
+    let chunks = weights.chunks_exact(lanes.len());
+    let rest: f64 = chunks.remainder().iter().map(|&weight| f64::from(weight)).sum();
+    for chunk in chunks {
+        for (lane, &weight) in lanes.iter_mut().zip(chunk) {
+            *lane += f64::from(weight);
+        }
+    }
+    lanes.iter().sum::<f64>() + rest
+}
+
+/// exp of this is just above the least normal f32.
+const LOWEST: f32 = -87.3;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn agrees_with_the_library() {
+        for step in 0..87_000 {
+            let x = -(step as f32) / 1_000.0;
+            let expected = f64::from(x).exp();
+            let error = (f64::from(exponential(x)) - expected).abs() / expected;
+            assert!(error < 3e-7, "{x}: {error}");
+        }
+        assert_eq!(exponential(0.0), 1.0);
+    }
+
+    #[test]
+    fn what_is_nothing_is_zero() {
+        for x in [-87.4, -1e30, f32::NEG_INFINITY, f32::NAN] {
+            assert_eq!(exponential(x), 0.0, "{x}");
+        }
+    }
+
+    #[test]
+    fn sums_every_element_once() {
+        for length in [0usize, 1, 7, 8, 9, 256, 1_001] {
+            let weights: Vec<f32> = (0..length).map(|i| i as f32).collect();
+            assert_eq!(sum(&weights), (length * length.saturating_sub(1) / 2) as f64, "{length}");
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! Draws over rows whose right answer is known.
+
+use super::*;
+
+fn plain() -> SamplingParams {
+    SamplingParams {
+        temperature: 1.0,
+        top_p: 1.0,
+        presence_penalty: 0.0,
+        frequency_penalty: 0.0,
+        logit_bias: Vec::new(),
+        seed: 0,
+        top_logprobs: None,
+    }
+}
+
+fn draw(row: &[f32], params: &SamplingParams, seed: u64, counts: &TokenCounts) -> Option<u32> {
+    let place = Place { seed, position: 0, counts };
+    Sampler::default().draw(row, params, place).map(|drawn| drawn.token)
+}
+
+/// How often each token is drawn, over many seeds.
+fn shares(row: &[f32], params: &SamplingParams) -> Vec<f64> {
+    const DRAWS: u64 = 20_000;
+    let (mut sampler, counts) = (Sampler::default(), TokenCounts::default());
+    let mut seen = vec![0u64; row.len()];
+    for seed in 0..DRAWS {
+        let place = Place { seed, position: 9, counts: &counts };
+        let drawn = sampler.draw(row, params, place).expect("there is something to draw");
+        seen[drawn.token as usize] += 1;
+    }
+    seen.into_iter().map(|count| count as f64 / DRAWS as f64).collect()
+}
+
+fn softmax(row: &[f32], temperature: f64) -> Vec<f64> {
+    let weights: Vec<f64> = row.iter().map(|&l| (f64::from(l) / temperature).exp()).collect();
+    let total: f64 = weights.iter().sum();
+    weights.into_iter().map(|weight| weight / total).collect()
+}
+
+#[test]
+fn draws_follow_the_distribution() {
+    let row: Vec<f32> =
+        (0..600).map(|i| if i % 100 == 7 { (i / 100) as f32 } else { -30.0 }).collect();
+    for temperature in [0.5f32, 1.0, 2.0] {
+        let expected = softmax(&row, f64::from(temperature));
+        let found = shares(&row, &SamplingParams { temperature, ..plain() });
+        for (token, (found, expected)) in found.iter().zip(&expected).enumerate() {
+            // Five standard errors of 20,000 draws.
+            assert!((found - expected).abs() < 0.018, "{temperature} {token}: {found} {expected}");
+        }
+    }
+}
+
+#[test]
+fn top_p_cuts_the_tail() {
+    let row = [0.5f32.ln(), 0.3f32.ln(), 0.15f32.ln(), 0.05f32.ln()];
+    for (top_p, kept) in [(0.0, 1), (0.4, 1), (0.7, 2), (0.9, 3), (0.99, 4), (1.0, 4)] {
+        let found = shares(&row, &SamplingParams { top_p, ..plain() });
+        let drawn = found.iter().filter(|&&share| share > 0.0).count();
+        assert_eq!(drawn, kept, "{top_p}: {found:?}");
+    }
+}
+
+#[test]
+fn greedy_takes_the_likeliest_after_penalties_and_biases() {
+    let row = [1.0, 3.0, 2.5, f32::NAN];
+    let mut counts = TokenCounts::default();
+    for _ in 0..2 {
+        counts.add(1);
+    }
+    let none = TokenCounts::default();
+    let greedy = SamplingParams { temperature: 0.0, ..plain() };
+    let cases = [
+        (greedy.clone(), &counts, 1),
+        (SamplingParams { presence_penalty: 0.4, ..greedy.clone() }, &counts, 1),
+        (SamplingParams { presence_penalty: 0.6, ..greedy.clone() }, &counts, 2),
+        (SamplingParams { presence_penalty: 0.6, ..greedy.clone() }, &none, 1),
+        (SamplingParams { frequency_penalty: 0.3, ..greedy.clone() }, &counts, 2),
+        (SamplingParams { frequency_penalty: 0.2, ..greedy.clone() }, &counts, 1),
+        (SamplingParams { logit_bias: vec![(0, 100.0)], ..greedy.clone() }, &counts, 0),
+        (SamplingParams { logit_bias: vec![(1, -100.0)], ..greedy.clone() }, &counts, 2),
+    ];
+    for (params, counts, expected) in cases {
+        assert_eq!(draw(&row, &params, 0, counts), Some(expected), "{params:?}");
+        let warm = SamplingParams { temperature: 1e-4, ..params };
+        assert_eq!(draw(&row, &warm, 0, counts), Some(expected), "{warm:?}");
+    }
+}
+
+#[test]
+fn broken_rows_are_no_token_and_no_panic() {
+    let none = TokenCounts::default();
+    let (nan, low, high) = (f32::NAN, f32::NEG_INFINITY, f32::INFINITY);
+    for (row, expected) in [
+        (vec![nan, nan], None),
+        (vec![low, nan], None),
+        (vec![], None),
+        (vec![nan, 0.0, low], Some(1)),
+        (vec![0.0, high, nan], Some(1)),
+    ] {
+        for (temperature, top_p) in [(0.0, 1.0), (1.0, 1.0), (1.0, 0.5), (2.0, 0.0)] {
+            let params = SamplingParams { temperature, top_p, ..plain() };
+            assert_eq!(draw(&row, &params, 3, &none), expected, "{row:?} {params:?}");
+        }
+    }
+    let logprobs = token_logprobs(&[nan, high, low, 0.0], 0, 9);
+    assert!(logprobs.top.iter().all(|(_, logprob)| logprob.is_finite()));
+    assert_eq!(logprobs.logprob, LEAST_LOGPROB);
+}
+
+#[test]
+fn logprobs_are_the_models_own() {
+    let row = [1.0f32, 2.0, 0.0, 2.0];
+    let params = SamplingParams {
+        temperature: 0.0,
+        logit_bias: vec![(2, 50.0)],
+        top_logprobs: Some(3),
+        ..plain()
+    };
+    let counts = TokenCounts::default();
+    let place = Place { seed: 0, position: 0, counts: &counts };
+    let drawn = Sampler::default().draw(&row, &params, place).expect("a token");
+    let logprobs = drawn.logprobs.expect("they were asked for");
+    assert_eq!(drawn.token, 2);
+    let expected = softmax(&row, 1.0);
+    assert!((f64::from(logprobs.logprob) - expected[2].ln()).abs() < 1e-6);
+    let tokens: Vec<u32> = logprobs.top.iter().map(|(token, _)| *token).collect();
+    assert_eq!(tokens, [1, 3, 0]);
+    for (token, logprob) in logprobs.top {
+        assert!((f64::from(logprob) - expected[token as usize].ln()).abs() < 1e-6);
+    }
+}
+
+#[test]
+fn a_seed_and_a_place_fix_the_draw() {
+    let row: Vec<f32> = (0..1_000).map(|i| (i % 17) as f32 / 8.0).collect();
+    let counts = TokenCounts::default();
+    let mut warm = Sampler::default();
+    let mut different = 0;
+    for position in 0..50 {
+        let place = |seed| Place { seed, position, counts: &counts };
+        let fresh = Sampler::default().draw(&row, &plain(), place(1));
+        assert_eq!(warm.draw(&row, &plain(), place(1)), fresh);
+        different += u32::from(warm.draw(&row, &plain(), place(2)) != fresh);
+    }
+    assert!(different > 40);
+}
+
+#[test]
+fn parameters_are_bounded() {
+    let good = plain();
+    let cases = [
+        (good.clone(), None),
+        (
+            SamplingParams { temperature: -0.1, ..good.clone() },
+            Some("temperature is -0.1; it lies between 0 and 2"),
+        ),
+        (
+            SamplingParams { top_p: f32::NAN, ..good.clone() },
+            Some("top_p is NaN; it lies between 0 and 1"),
+        ),
+        (
+            SamplingParams { presence_penalty: 2.5, ..good.clone() },
+            Some("presence_penalty is 2.5; it lies between -2 and 2"),
+        ),
+        (
+            SamplingParams { logit_bias: vec![(10, 0.0)], ..good.clone() },
+            Some("logit_bias names token 10; the vocabulary has 10"),
+        ),
+        (
+            SamplingParams { logit_bias: vec![(1, 101.0)], ..good.clone() },
+            Some("logit_bias is 101; it lies between -100 and 100"),
+        ),
+        (
+            SamplingParams { logit_bias: vec![(1, 0.0); 1_025], ..good.clone() },
+            Some("logit_bias has 1025 entries; at most 1024 are allowed"),
+        ),
+        (
+            SamplingParams { top_logprobs: Some(21), ..good.clone() },
+            Some("top_logprobs is 21; at most 20 are allowed"),
+        ),
+    ];
+    for (params, expected) in cases {
+        let found = params.check(10).err().map(|error| error.to_string());
+        assert_eq!(found.as_deref(), expected);
+    }
+}

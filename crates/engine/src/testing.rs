@@ -1,0 +1,205 @@
+//! A device made of arithmetic, with a clock that only it moves.
+//!
+//! It keeps real KV blocks: each token leaves a mark at its place, and a row
+//! of logits is a function of the marks of the whole context. So a wrong
+//! block, a wrong position or a lost copy changes the tokens that come out.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use tollgate_domain::cost::CostTableParts;
+use tollgate_domain::{
+    AttentionShape, CostTable, Curve, DeviceClass, DeviceNanos, MonotonicTime, SequenceId,
+    SequenceWork,
+};
+
+use crate::backend::{
+    BLOCK_TOKENS, Backend, BackendError, DeviceInfo, LogitRows, ModelShape, StepLimits, StepOutput,
+    StepPlan,
+};
+use crate::engine::clock::Clock;
+
+/// A clock that stands still until told.
+#[derive(Clone, Default)]
+pub(crate) struct FakeClock(Arc<AtomicU64>);
+
+impl FakeClock {
+    pub(crate) fn advance(&self, span: DeviceNanos) {
+        self.0.fetch_add(span.nanos(), Ordering::Relaxed);
+    }
+}
+
+impl Clock for FakeClock {
+    fn now(&self) -> MonotonicTime {
+        MonotonicTime(self.0.load(Ordering::Relaxed))
+    }
+}
+
+/// What a step looked like to the backend: the tokens and start of each span.
+pub(crate) type SeenStep = Vec<(u32, u32)>;
+
+pub(crate) struct FakeBackend {
+    shape: ModelShape,
+    device: DeviceInfo,
+    limits: StepLimits,
+    marks: Vec<[u64; BLOCK_TOKENS as usize]>,
+    clock: FakeClock,
+    table: CostTable,
+    /// The step, counted from 1, that fails, and how.
+    pub(crate) fails_at: Option<(u64, Failure)>,
+    steps: u64,
+    pub(crate) seen: Arc<Mutex<Vec<SeenStep>>>,
+}
+
+#[derive(Clone, Copy)]
+pub(crate) enum Failure {
+    Error,
+    Panic,
+    NoNumbers,
+}
+
+impl FakeBackend {
+    pub(crate) fn new(kv_blocks: u32, clock: FakeClock) -> Self {
+        Self {
+            shape: ModelShape {
+                context: 1_024,
+                vocabulary: VOCABULARY,
+                layers: 1,
+                heads: 1,
+                kv_heads: 1,
+                head_dim: 8,
+                kv_bytes_per_token: 64,
+                end_tokens: vec![END],
+                hash: "00".repeat(32),
+            },
+            device: DeviceInfo {
+                class: DeviceClass::cpu(),
+                name: "arithmetic".into(),
+                uuid: String::new(),
+                threads: 1,
+            },
+            limits: StepLimits { tokens: 512, logit_rows: 128 },
+            marks: vec![[0; BLOCK_TOKENS as usize]; kv_blocks as usize],
+            clock,
+            table: table(),
+            fails_at: None,
+            steps: 0,
+            seen: Arc::default(),
+        }
+    }
+
+    /// Writes the span's marks and returns the context's hash after each of
+    /// its tokens.
+    fn feed(&mut self, tokens: &[u32], start: u32, blocks: &[u32]) -> Vec<u64> {
+        let place = |position: u32| {
+            (
+                blocks[(position / BLOCK_TOKENS) as usize] as usize,
+                (position % BLOCK_TOKENS) as usize,
+            )
+        };
+        for (position, &token) in (start..).zip(tokens) {
+            let (block, slot) = place(position);
+            self.marks[block][slot] = mix(u64::from(token) << 32 | u64::from(position));
+        }
+        let mut hashes = Vec::with_capacity(tokens.len());
+        let mut hash = 0;
+        for position in 0..start + tokens.len() as u32 {
+            let (block, slot) = place(position);
+            hash = mix(hash ^ self.marks[block][slot]);
+            if position >= start {
+                hashes.push(hash);
+            }
+        }
+        hashes
+    }
+}
+
+impl Backend for FakeBackend {
+    fn shape(&self) -> &ModelShape {
+        &self.shape
+    }
+
+    fn device(&self) -> &DeviceInfo {
+        &self.device
+    }
+
+    fn kv_blocks(&self) -> u32 {
+        self.marks.len() as u32
+    }
+
+    fn limits(&self) -> StepLimits {
+        self.limits
+    }
+
+    fn copy_block(&mut self, from: u32, to: u32) {
+        self.marks[to as usize] = self.marks[from as usize];
+    }
+
+    fn step(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError> {
+        plan.check(&self.shape, self.limits, self.kv_blocks())?;
+        self.steps += 1;
+        let works: Vec<SequenceWork> = (0..)
+            .zip(plan.spans)
+            .map(|(id, span)| SequenceWork {
+                sequence: SequenceId(id),
+                new_tokens: span.tokens.len() as u32,
+                logit_rows: span.rows() as u32,
+                context: span.start,
+            })
+            .collect();
+        self.clock.advance(self.table.predict_step(&works));
+        let failure = self.fails_at.filter(|(at, _)| *at == self.steps).map(|(_, how)| how);
+        match failure {
+            Some(Failure::Error) => return Err(BackendError::Device("it broke".into())),
+            Some(Failure::Panic) => panic!("it panicked"),
+            Some(Failure::NoNumbers) | None => {}
+        }
+        let seen = plan.spans.iter().map(|span| (span.tokens.len() as u32, span.start)).collect();
+        self.seen.lock().expect("nobody panics holding it").push(seen);
+        let mut hashes: Vec<u64> = Vec::new();
+        for span in plan.spans {
+            let of_span = self.feed(span.tokens, span.start, span.blocks);
+            hashes.extend::<&[u64]>(match span.logits {
+                LogitRows::None => &[],
+                LogitRows::Last => &of_span[of_span.len() - 1..],
+                LogitRows::All => &of_span[..],
+            });
+        }
+        let rows = output.reset(hashes.len(), VOCABULARY as usize);
+        for (row, hash) in rows.chunks_exact_mut(VOCABULARY as usize).zip(hashes) {
+            for (token, logit) in (0u64..).zip(row) {
+                *logit = match failure {
+                    Some(_) => f32::NAN,
+                    // -4 to 4; an end token is rare.
+                    None => (mix(hash ^ token) >> 40) as f32 / (1 << 21) as f32 - 4.0,
+                };
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A table with every term in it, and steps of 100 us and more.
+pub(crate) fn table() -> CostTable {
+    CostTable::try_from(CostTableParts {
+        version: "test".into(),
+        step_ns: 10_000.0,
+        linear: Curve(vec![(1, 100_000.0), (8, 120_000.0), (64, 400_000.0), (256, 1_600_000.0)]),
+        head: Curve(vec![(1, 20_000.0), (32, 60_000.0)]),
+        ns_per_kv_byte: 0.01,
+        ns_per_attention_flop: 0.0001,
+        shape: AttentionShape { kv_bytes_per_token: 64, flop_per_pair: 32 },
+        reference_batch: 32,
+        reference_chunk: 256,
+    })
+    .expect("a valid table")
+}
+
+fn mix(value: u64) -> u64 {
+    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9).wrapping_add(1);
+    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
+}
+
+pub(crate) const VOCABULARY: u32 = 97;
+pub(crate) const END: u32 = 96;

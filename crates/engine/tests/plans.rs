@@ -1,0 +1,64 @@
+//! A plan that breaks a rule is refused before anything has run.
+
+use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
+use tollgate_engine::backend::{
+    Backend, BackendError, LogitRows, PlanFault, Span, StepOutput, StepPlan,
+};
+use tollgate_engine::model::ModelFiles;
+use tollgate_engine::random_model::{ModelSpec, RandomModel};
+use tollgate_engine::weights::Element;
+
+#[test]
+fn a_broken_plan_is_refused_and_changes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = RandomModel { spec: ModelSpec::tiny(), element: Element::Bf16, seed: 3 };
+    model.write(folder.path()).unwrap();
+    let options = CpuOptions { threads: 2, kv_tokens: 100, step_tokens: 40, instructions: None };
+    let mut backend = CpuBackend::new(&ModelFiles::open(folder.path()).unwrap(), &options).unwrap();
+    assert_eq!(backend.kv_blocks(), 7);
+    assert_eq!(backend.shape().context, 112, "no longer than the pool");
+    let mut run = |spans: &[Span<'_>]| {
+        let mut output = StepOutput::default();
+        let result = backend.step(&StepPlan { spans }, &mut output);
+        result.map(|()| output)
+    };
+    let good = Span { tokens: &[5, 6, 7], start: 0, blocks: &[3], logits: LogitRows::All };
+    let before = run(&[good]).unwrap();
+    assert_eq!(before.rows(), 3);
+    let many = [1; 41];
+    let next = Span { tokens: &[1], start: 0, blocks: &[4], logits: LogitRows::None };
+    for (spans, index, expected) in [
+        (vec![Span { tokens: &[], ..good }], 0, PlanFault::Empty),
+        (
+            vec![next, Span { tokens: &[512], ..good }],
+            1,
+            PlanFault::Token { token: 512, vocabulary: 512 },
+        ),
+        (
+            vec![Span { start: 110, blocks: &[0, 1, 2, 3, 4, 5, 6, 0], ..good }],
+            0,
+            PlanFault::Context { end: 113, context: 112 },
+        ),
+        (vec![Span { start: 14, ..good }], 0, PlanFault::BlocksShort { blocks: 1, end: 17 }),
+        (vec![Span { blocks: &[7], ..good }], 0, PlanFault::Block { block: 7, pool: 7 }),
+        (
+            vec![Span { tokens: &many, blocks: &[0, 1, 2], ..good }],
+            0,
+            PlanFault::TooManyTokens { limit: 40 },
+        ),
+        (vec![next, Span { blocks: &[4], ..good }], 1, PlanFault::BlockShared { block: 4 }),
+        (vec![Span { start: 14, blocks: &[2, 2], ..good }], 0, PlanFault::BlockShared { block: 2 }),
+    ] {
+        match run(&spans) {
+            Err(BackendError::Plan { span, reason }) => {
+                assert_eq!((span, reason), (index, expected));
+            }
+            other => panic!("{expected:?}: {other:?}"),
+        }
+    }
+    let after = run(&[good]).unwrap();
+    for row in 0..3 {
+        assert_eq!(before.row(row), after.row(row));
+    }
+    assert_eq!(run(&[]).unwrap().rows(), 0, "a step of nothing is one");
+}

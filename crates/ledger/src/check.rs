@@ -1,0 +1,338 @@
+//! Does the ledger hold? Every invariant, counted again from its rows.
+
+use std::collections::HashMap;
+
+use rusqlite::{Connection, params};
+use serde::Serialize;
+use tollgate_domain::{
+    Attempt, BlockParts, Caller, Device, DeviceClass, DeviceNanos, FinishedAttempt, KeyId,
+    ModelName, RequestId, SequenceId, Share, Stages, TenantId, Usage, UtcTime, WorkerEpoch,
+    WorkerName,
+};
+
+use crate::charge::reason_named;
+use crate::post::digest_of;
+use crate::query::{balance_of, name};
+use crate::schema::{METERED, account};
+use crate::{LedgerError, LedgerReader};
+
+/// The most findings that are listed.
+const LISTED: usize = 100;
+
+/// Something that should not be.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Finding {
+    /// Which invariant is broken: `file`, `block`, `balance`, `tiling`,
+    /// `daily`, `cap`, `refused`.
+    pub kind: &'static str,
+    /// Where and how, for people.
+    pub message: String,
+}
+
+impl LedgerReader {
+    /// Checks everything; empty means sound. It reads every row: seconds for
+    /// a million entries. A file too torn to be read is a finding as well.
+    pub fn check(&self) -> Vec<Finding> {
+        let mut findings = Findings::default();
+        let checked = self.read(|connection| {
+            file(connection, &mut findings)?;
+            blocks(connection, &mut findings)?;
+            balances(connection, &mut findings)?;
+            tiling(connection, &mut findings)?;
+            daily(connection, &mut findings)?;
+            caps(connection, &mut findings)?;
+            refused(connection, &mut findings)
+        });
+        if let Err(error) = checked {
+            let cause = std::error::Error::source(&error).map(ToString::to_string);
+            findings.add("file", format!("{error}: {}", cause.unwrap_or_default()));
+        }
+        findings.0
+    }
+}
+
+#[derive(Default)]
+struct Findings(Vec<Finding>);
+
+impl Findings {
+    fn add(&mut self, kind: &'static str, message: String) {
+        if self.0.len() < LISTED {
+            self.0.push(Finding { kind, message });
+        }
+    }
+}
+
+fn file(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerError> {
+    let mut statement = connection.prepare("PRAGMA integrity_check(10)")?;
+    let mut rows = statement.query([])?;
+    while let Some(row) = rows.next()? {
+        let line: String = row.get(0)?;
+        if line != "ok" {
+            findings.add("file", line);
+        }
+    }
+    Ok(())
+}
+
+/// Each block is made again from its rows: it must balance and be the same.
+fn blocks(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerError> {
+    let callers = callers(connection)?;
+    let mut statement = connection.prepare(
+        "SELECT epoch_id, block, epoch, worker, device_class, device_name, device_uuid, model,
+           calibration, first_step, blocks.last_step, started_utc_ns, last_of_epoch, digest, day
+         FROM blocks JOIN epochs ON epochs.id = epoch_id ORDER BY epoch_id, block",
+    )?;
+    let mut rows = statement.query([])?;
+    while let Some(row) = rows.next()? {
+        let (epoch_id, number): (i64, i64) = (row.get(0)?, row.get(1)?);
+        let epoch_text: String = row.get(2)?;
+        let mut parts = BlockParts {
+            epoch: name(WorkerEpoch::try_from(epoch_text.clone()))?,
+            number: number as u64,
+            worker: name(WorkerName::new(&row.get::<_, String>(3)?))?,
+            device: Device {
+                class: name(DeviceClass::new(&row.get::<_, String>(4)?))?,
+                name: row.get(5)?,
+                uuid: row.get(6)?,
+            },
+            model: name(ModelName::new(&row.get::<_, String>(7)?))?,
+            calibration: row.get(8)?,
+            first_step: row.get(9)?,
+            last_step: row.get(10)?,
+            started: UtcTime(row.get(11)?),
+            wall: DeviceNanos::ZERO,
+            overhead: DeviceNanos::ZERO,
+            idle: DeviceNanos::ZERO,
+            loss: DeviceNanos::ZERO,
+            shares: Vec::new(),
+            finished: finished_of(connection, &callers, epoch_id, number)?,
+            last_of_epoch: row.get(12)?,
+        };
+        let digest: Vec<u8> = row.get(13)?;
+        let day: u32 = row.get(14)?;
+        let sums = add_entries(connection, &callers, epoch_id, &mut parts)?;
+        if sums != (0, 0) {
+            findings.add(
+                "block",
+                format!(
+                    "block {number} of {epoch_text} sums to {} ns, its corrections to {} ns",
+                    sums.0, sums.1
+                ),
+            );
+        }
+        if digest != digest_of(&parts)? || day != parts.started.day().0 {
+            findings.add("block", format!("block {number} of {epoch_text} is not what was posted"));
+        }
+    }
+    Ok(())
+}
+
+fn callers(connection: &Connection) -> Result<HashMap<i64, Caller>, LedgerError> {
+    let mut statement = connection.prepare("SELECT id, tenant, key FROM callers")?;
+    let mut rows = statement.query([])?;
+    let mut callers = HashMap::new();
+    while let Some(row) = rows.next()? {
+        let tenant = name(TenantId::new(&row.get::<_, String>(1)?))?;
+        let key = name(KeyId::new(&row.get::<_, String>(2)?))?;
+        callers.insert(row.get(0)?, Caller { tenant, key });
+    }
+    Ok(callers)
+}
+
+fn caller(callers: &HashMap<i64, Caller>, id: i64) -> Result<Caller, LedgerError> {
+    callers.get(&id).cloned().ok_or_else(|| LedgerError::Damaged(format!("no caller {id}")))
+}
+
+/// Puts a block's metered entries into `parts`; the sums of its metered
+/// entries and of its corrections.
+fn add_entries(
+    connection: &Connection,
+    callers: &HashMap<i64, Caller>,
+    epoch_id: i64,
+    parts: &mut BlockParts,
+) -> Result<(i64, i64), LedgerError> {
+    let mut statement = connection.prepare_cached(
+        "SELECT kind, account, amount_ns, caller_id, sequence, request_id, attempt
+         FROM entries WHERE epoch_id = ?1 AND block = ?2 ORDER BY ordinal",
+    )?;
+    let mut rows = statement.query(params![epoch_id, parts.number as i64])?;
+    let (mut metered, mut corrections) = (0_i64, 0_i64);
+    while let Some(row) = rows.next()? {
+        let amount: i64 = row.get(2)?;
+        if row.get::<_, i64>(0)? != METERED {
+            corrections = corrections.wrapping_add(amount);
+            continue;
+        }
+        metered = metered.wrapping_add(amount);
+        let nanos = DeviceNanos(amount.unsigned_abs());
+        match row.get(1)? {
+            account::DEVICE => parts.wall = nanos,
+            account::OVERHEAD => parts.overhead = nanos,
+            account::IDLE => parts.idle = nanos,
+            account::LOSS => parts.loss = nanos,
+            _ => parts.shares.push(Share {
+                sequence: SequenceId(row.get(4)?),
+                caller: caller(callers, row.get(3)?)?,
+                attempt: Attempt {
+                    request: name(RequestId::new(&row.get::<_, String>(5)?))?,
+                    attempt: row.get(6)?,
+                },
+                attributed: nanos,
+            }),
+        }
+    }
+    Ok((metered, corrections))
+}
+
+fn finished_of(
+    connection: &Connection,
+    callers: &HashMap<i64, Caller>,
+    epoch_id: i64,
+    number: i64,
+) -> Result<Vec<FinishedAttempt>, LedgerError> {
+    let mut statement = connection.prepare_cached(
+        "SELECT caller_id, request_id, attempt, prompt_tokens, cached_tokens, completion_tokens,
+           attributed_ns, reference_ns, queue_ns, prefill_ns, decode_ns, reason, finished_utc_ns
+         FROM attempts WHERE epoch_id = ?1 AND block = ?2 ORDER BY ordinal",
+    )?;
+    let mut rows = statement.query([epoch_id, number])?;
+    let mut finished = Vec::new();
+    while let Some(row) = rows.next()? {
+        finished.push(FinishedAttempt {
+            caller: caller(callers, row.get(0)?)?,
+            attempt: Attempt {
+                request: name(RequestId::new(&row.get::<_, String>(1)?))?,
+                attempt: row.get(2)?,
+            },
+            usage: Usage {
+                prompt_tokens: row.get(3)?,
+                cached_tokens: row.get(4)?,
+                completion_tokens: row.get(5)?,
+                attributed: DeviceNanos(row.get(6)?),
+                reference: DeviceNanos(row.get(7)?),
+            },
+            stages: Stages {
+                queue_ns: row.get(8)?,
+                prefill_ns: row.get(9)?,
+                decode_ns: row.get(10)?,
+            },
+            reason: reason_named(&row.get::<_, String>(11)?)?,
+            finished: UtcTime(row.get(12)?),
+        });
+    }
+    Ok(finished)
+}
+
+fn balances(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerError> {
+    let mut statement = connection.prepare("SELECT id, epoch FROM epochs ORDER BY id")?;
+    let mut rows = statement.query([])?;
+    while let Some(row) = rows.next()? {
+        let balance = balance_of(connection, row.get(0)?)?;
+        if !balance.is_exact() {
+            let epoch: String = row.get(1)?;
+            findings.add("balance", format!("epoch {epoch} does not balance: {balance:?}"));
+        }
+    }
+    Ok(())
+}
+
+/// Blocks are numbered without gaps and their steps follow one another.
+fn tiling(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerError> {
+    let mut statement = connection.prepare(
+        "SELECT epoch, last_block, last_step,
+           (SELECT count(*) FROM blocks WHERE epoch_id = epochs.id)
+             + (SELECT count(*) FROM refused_blocks WHERE epoch_id = epochs.id),
+           coalesce((SELECT max(blocks.last_step) FROM blocks WHERE epoch_id = epochs.id), 0)
+         FROM epochs ORDER BY id",
+    )?;
+    let mut rows = statement.query([])?;
+    while let Some(row) = rows.next()? {
+        let epoch: String = row.get(0)?;
+        let (last_block, last_step): (i64, i64) = (row.get(1)?, row.get(2)?);
+        let (blocks, steps): (i64, i64) = (row.get(3)?, row.get(4)?);
+        if (blocks, steps) != (last_block, last_step) {
+            findings.add(
+                "tiling",
+                format!(
+                    "epoch {epoch}: {blocks} of {last_block} blocks, step {steps} of {last_step}"
+                ),
+            );
+        }
+    }
+    let mut statement = connection.prepare(
+        "SELECT epoch, block FROM (
+           SELECT epoch_id, block, first_step, max(last_step) OVER (
+             PARTITION BY epoch_id ORDER BY block
+             ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before FROM blocks)
+         JOIN epochs ON epochs.id = epoch_id WHERE first_step > 0 AND first_step <= before",
+    )?;
+    let mut rows = statement.query([])?;
+    while let Some(row) = rows.next()? {
+        let (epoch, block): (String, i64) = (row.get(0)?, row.get(1)?);
+        findings.add("tiling", format!("block {block} of {epoch} has steps of one before it"));
+    }
+    Ok(())
+}
+
+/// The sums by day are those of the entries and the requests.
+fn daily(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerError> {
+    let mut statement = connection.prepare(
+        "WITH recount AS (
+           SELECT blocks.day AS day, caller_id, model, device_class, 0 AS requests,
+             0 AS prompt, 0 AS cached, 0 AS completion, amount_ns AS attributed, 0 AS reference
+           FROM entries JOIN blocks USING (epoch_id, block)
+             JOIN epochs ON epochs.id = entries.epoch_id
+           WHERE account = 1
+           UNION ALL
+           SELECT day, caller_id, model, device_class, counted, prompt_tokens, cached_tokens,
+             completion_tokens, 0, reference_ns FROM requests
+           UNION ALL
+           SELECT day, caller_id, model, device_class, -requests, -prompt_tokens, -cached_tokens,
+             -completion_tokens, -attributed_ns, -reference_ns FROM daily)
+         SELECT day, caller_id, model, device_class FROM recount GROUP BY 1, 2, 3, 4
+         HAVING sum(requests) <> 0 OR sum(prompt) <> 0 OR sum(cached) <> 0
+           OR sum(completion) <> 0 OR sum(attributed) <> 0 OR sum(reference) <> 0",
+    )?;
+    let mut rows = statement.query([])?;
+    while let Some(row) = rows.next()? {
+        let (day, caller): (u32, i64) = (row.get(0)?, row.get(1)?);
+        let (model, class): (String, String) = (row.get(2)?, row.get(3)?);
+        let day = tollgate_domain::UtcDay(day);
+        findings.add("daily", format!("the sums of {day}, caller {caller}, {model} on {class} are not those of its entries"));
+    }
+    Ok(())
+}
+
+/// No attempt with a cap pays more.
+fn caps(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerError> {
+    let mut statement = connection.prepare(
+        "SELECT fault_caps.request_id, fault_caps.attempt, sum(amount_ns), attributed_ns
+         FROM fault_caps JOIN entries ON entries.request_id = fault_caps.request_id
+           AND entries.caller_id = fault_caps.caller_id AND entries.attempt = fault_caps.attempt
+         WHERE account = 1
+         GROUP BY fault_caps.request_id, fault_caps.caller_id, fault_caps.attempt
+         HAVING sum(amount_ns) > attributed_ns",
+    )?;
+    let mut rows = statement.query([])?;
+    while let Some(row) = rows.next()? {
+        let (request, attempt): (String, i64) = (row.get(0)?, row.get(1)?);
+        let (paid, cap): (i64, i64) = (row.get(2)?, row.get(3)?);
+        findings.add(
+            "cap",
+            format!("attempt {attempt} of {request} pays {paid} ns, at most {cap} were payable"),
+        );
+    }
+    Ok(())
+}
+
+fn refused(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerError> {
+    let mut statement = connection.prepare(
+        "SELECT epoch, block, reason FROM refused_blocks JOIN epochs ON epochs.id = epoch_id",
+    )?;
+    let mut rows = statement.query([])?;
+    while let Some(row) = rows.next()? {
+        let (epoch, block, reason): (String, i64, String) = (row.get(0)?, row.get(1)?, row.get(2)?);
+        findings.add("refused", format!("block {block} of {epoch} was passed over: {reason}"));
+    }
+    Ok(())
+}

@@ -1,0 +1,31 @@
+//! The double-entry ledger of device time, embedded.
+//!
+//! Workers' blocks come in ([`LedgerHandle::post_block`]), each in full or not
+//! at all; one thread writes, commits many at once and answers after the
+//! commit. Every transaction sums to zero: what a device did (credit) is what
+//! tenants, overhead, idle and loss received (debit). Nothing is ever changed:
+//! "who pays" after a fault is a correction beside the entry it corrects.
+//!
+//! No async runtime, no clock, no network; readers have their own connections
+//! and may be another process ([`Ledger::open_read_only`]).
+
+mod charge;
+mod check;
+mod error;
+mod fault;
+mod post;
+mod query;
+mod reader;
+mod schema;
+mod writer;
+
+pub use check::Finding;
+pub use error::{BlockRefusal, LedgerError};
+pub use fault::FaultCap;
+pub use post::Posted;
+pub use query::{
+    Balance, EntryRow, GroupBy, OpenAttempt, RequestRow, RequestState, SpendRow, Spending,
+    UsageQuery, UsageRow,
+};
+pub use reader::LedgerReader;
+pub use writer::{Completion, Health, Ledger, LedgerHandle, LedgerOptions};

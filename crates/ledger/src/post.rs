@@ -1,0 +1,494 @@
+//! Posting a block: checked against its epoch, then written as entries that
+//! sum to zero, all inside the caller's transaction.
+
+use rusqlite::{Connection, OptionalExtension, params};
+use sha2::{Digest, Sha256};
+use tollgate_domain::{
+    Block, BlockParts, Caller, DeviceNanos, FinishedAttempt, Share, WorkerEpoch,
+};
+
+use crate::charge::{
+    Charge, DailyChange, DailyKey, Payable, add_to_day, insert_charge, reason_name,
+};
+use crate::fault;
+use crate::schema::{CORRECTION, FIRST_SHARE, METERED, account};
+use crate::{BlockRefusal, LedgerError};
+
+/// What became of something that may come more than once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Posted {
+    /// It is in the ledger now.
+    New,
+    /// It was there before, the same in every field.
+    Already,
+}
+
+/// The row of a known epoch.
+struct EpochRow {
+    id: i64,
+    last_block: u64,
+    last_step: u64,
+    ended: bool,
+    identity: [String; 4],
+}
+
+/// One line of `entries`.
+pub(crate) struct Entry<'a> {
+    pub(crate) kind: i64,
+    pub(crate) account: i64,
+    pub(crate) amount_ns: i64,
+    /// Who and what for: caller id, sequence, request, attempt.
+    pub(crate) owner: Option<(i64, i64, &'a str, u32)>,
+}
+
+/// Which block, by the ledger's own number of its epoch.
+#[derive(Clone, Copy)]
+pub(crate) struct BlockKey {
+    pub(crate) epoch_id: i64,
+    pub(crate) block: i64,
+}
+
+/// Posts `block`; the caller rolls back on an error.
+///
+/// # Errors
+/// [`LedgerError::Refused`] where it contradicts the ledger, and storage errors.
+pub(crate) fn post_block(connection: &Connection, block: &Block) -> Result<Posted, LedgerError> {
+    let parts = block.parts();
+    let digest = digest_of(parts)?;
+    let epoch = find_epoch(connection, parts.epoch)?;
+    if let Some(posted) = already_posted(connection, parts, epoch.as_ref(), &digest)? {
+        return Ok(posted);
+    }
+    check_against_epoch(parts, epoch.as_ref()).map_err(|refusal| refused(parts, refusal))?;
+    let epoch_id = match &epoch {
+        Some(epoch) => {
+            update_epoch(connection, epoch, parts)?;
+            epoch.id
+        }
+        None => insert_epoch(connection, parts)?,
+    };
+    let key = BlockKey { epoch_id, block: parts.number as i64 };
+    insert_block(connection, key, parts, &digest)?;
+    insert_platform_entries(connection, key, parts)?;
+    for (index, share) in parts.shares.iter().enumerate() {
+        insert_share(connection, key, parts, FIRST_SHARE + index as i64, share)?;
+    }
+    for (index, finished) in parts.finished.iter().enumerate() {
+        insert_finished(connection, key, parts, index, finished)?;
+    }
+    refuse_unless_balanced(connection, key)?;
+    Ok(Posted::New)
+}
+
+/// Passes over a block that cannot be posted, so that those after it can be.
+/// Its time is in no account; `check` reports it.
+pub(crate) fn pass_over(
+    connection: &Connection,
+    epoch: WorkerEpoch,
+    number: u64,
+    reason: &str,
+) -> Result<Posted, LedgerError> {
+    let known = find_epoch(connection, epoch)?;
+    let expected = known.as_ref().map_or(1, |known| known.last_block + 1);
+    if number < expected {
+        return Ok(Posted::Already);
+    }
+    if number > expected {
+        let refusal = BlockRefusal::Gap { expected };
+        return Err(LedgerError::Refused { epoch, number, refusal });
+    }
+    let id = match known {
+        Some(known) => {
+            connection
+                .prepare_cached("UPDATE epochs SET last_block = ?2 WHERE id = ?1")?
+                .execute(params![known.id, number as i64])?;
+            known.id
+        }
+        // Nothing it said is believed, its device neither.
+        None => {
+            connection.execute(
+                "INSERT INTO epochs (epoch, worker, device_class, device_name, device_uuid,
+                   last_block, last_step, ended) VALUES (?1, '', '', '', '', ?2, 0, 0)",
+                params![epoch.to_string(), number as i64],
+            )?;
+            connection.last_insert_rowid()
+        }
+    };
+    let reason: String = reason.chars().take(500).collect();
+    connection.execute(
+        "INSERT INTO refused_blocks (epoch_id, block, reason) VALUES (?1, ?2, ?3)",
+        params![id, number as i64, reason],
+    )?;
+    Ok(Posted::New)
+}
+
+/// SHA-256 of the block's fields. `check` makes the block again from its rows
+/// and compares, so a flipped bit in any of them is found.
+pub(crate) fn digest_of(parts: &BlockParts) -> Result<[u8; 32], LedgerError> {
+    let bytes =
+        serde_json::to_vec(parts).map_err(|error| LedgerError::Damaged(error.to_string()))?;
+    Ok(Sha256::digest(bytes).into())
+}
+
+fn refused(parts: &BlockParts, refusal: BlockRefusal) -> LedgerError {
+    LedgerError::Refused { epoch: parts.epoch, number: parts.number, refusal }
+}
+
+fn find_epoch(
+    connection: &Connection,
+    epoch: WorkerEpoch,
+) -> Result<Option<EpochRow>, LedgerError> {
+    Ok(connection
+        .prepare_cached(
+            "SELECT id, last_block, last_step, ended, worker, device_class, device_name, device_uuid
+             FROM epochs WHERE epoch = ?1",
+        )?
+        .query_row([epoch.to_string()], |row| {
+            Ok(EpochRow {
+                id: row.get(0)?,
+                last_block: row.get(1)?,
+                last_step: row.get(2)?,
+                ended: row.get(3)?,
+                identity: [row.get(4)?, row.get(5)?, row.get(6)?, row.get(7)?],
+            })
+        })
+        .optional()?)
+}
+
+/// Whether the block is there already, the same; another one is refused.
+fn already_posted(
+    connection: &Connection,
+    parts: &BlockParts,
+    epoch: Option<&EpochRow>,
+    digest: &[u8; 32],
+) -> Result<Option<Posted>, LedgerError> {
+    let Some(epoch) = epoch.filter(|epoch| parts.number <= epoch.last_block) else {
+        return Ok(None);
+    };
+    let known: Option<Vec<u8>> = connection
+        .prepare_cached("SELECT digest FROM blocks WHERE epoch_id = ?1 AND block = ?2")?
+        .query_row(params![epoch.id, parts.number as i64], |row| row.get(0))
+        .optional()?;
+    match known {
+        Some(known) if known == digest => Ok(Some(Posted::Already)),
+        Some(_) => Err(refused(parts, BlockRefusal::Conflict)),
+        None => Err(refused(parts, BlockRefusal::PassedOver)),
+    }
+}
+
+fn check_against_epoch(parts: &BlockParts, epoch: Option<&EpochRow>) -> Result<(), BlockRefusal> {
+    let Some(epoch) = epoch else {
+        return if parts.number == 1 { Ok(()) } else { Err(BlockRefusal::Gap { expected: 1 }) };
+    };
+    let expected = epoch.last_block + 1;
+    if epoch.ended {
+        return Err(BlockRefusal::Ended);
+    }
+    if parts.number != expected {
+        return Err(BlockRefusal::Gap { expected });
+    }
+    // An epoch that began with a block passed over takes its identity from
+    // the first one that is posted.
+    let unknown = epoch.identity.iter().all(String::is_empty);
+    if !unknown && epoch.identity != identity_of(parts) {
+        return Err(BlockRefusal::Identity);
+    }
+    if parts.first_step != 0 && parts.first_step <= epoch.last_step {
+        return Err(BlockRefusal::Steps { after: epoch.last_step });
+    }
+    Ok(())
+}
+
+fn identity_of(parts: &BlockParts) -> [String; 4] {
+    [
+        parts.worker.to_string(),
+        parts.device.class.to_string(),
+        parts.device.name.clone(),
+        parts.device.uuid.clone(),
+    ]
+}
+
+fn insert_epoch(connection: &Connection, parts: &BlockParts) -> Result<i64, LedgerError> {
+    let [worker, class, name, uuid] = identity_of(parts);
+    connection
+        .prepare_cached(
+            "INSERT INTO epochs (epoch, worker, device_class, device_name, device_uuid,
+               last_block, last_step, ended) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
+        )?
+        .execute(params![
+            parts.epoch.to_string(),
+            worker,
+            class,
+            name,
+            uuid,
+            parts.number as i64,
+            parts.last_step as i64,
+            parts.last_of_epoch
+        ])?;
+    Ok(connection.last_insert_rowid())
+}
+
+fn update_epoch(
+    connection: &Connection,
+    epoch: &EpochRow,
+    parts: &BlockParts,
+) -> Result<(), LedgerError> {
+    let [worker, class, name, uuid] = identity_of(parts);
+    connection
+        .prepare_cached(
+            "UPDATE epochs SET last_block = ?2, last_step = ?3, ended = ?4, worker = ?5,
+               device_class = ?6, device_name = ?7, device_uuid = ?8 WHERE id = ?1",
+        )?
+        .execute(params![
+            epoch.id,
+            parts.number as i64,
+            parts.last_step.max(epoch.last_step) as i64,
+            parts.last_of_epoch,
+            worker,
+            class,
+            name,
+            uuid
+        ])?;
+    Ok(())
+}
+
+fn insert_block(
+    connection: &Connection,
+    key: BlockKey,
+    parts: &BlockParts,
+    digest: &[u8; 32],
+) -> Result<(), LedgerError> {
+    connection
+        .prepare_cached(
+            "INSERT INTO blocks (epoch_id, block, model, calibration, first_step, last_step,
+               started_utc_ns, day, last_of_epoch, digest)
+             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10)",
+        )?
+        .execute(params![
+            key.epoch_id,
+            key.block,
+            parts.model.as_str(),
+            parts.calibration,
+            parts.first_step as i64,
+            parts.last_step as i64,
+            parts.started.0 as i64,
+            parts.started.day().0,
+            parts.last_of_epoch,
+            &digest[..]
+        ])?;
+    Ok(())
+}
+
+fn insert_platform_entries(
+    connection: &Connection,
+    key: BlockKey,
+    parts: &BlockParts,
+) -> Result<(), LedgerError> {
+    let signed = |amount: DeviceNanos| amount.nanos() as i64;
+    for (ordinal, account, amount_ns) in [
+        (0, account::DEVICE, -signed(parts.wall)),
+        (1, account::OVERHEAD, signed(parts.overhead)),
+        (2, account::IDLE, signed(parts.idle)),
+        (3, account::LOSS, signed(parts.loss)),
+    ] {
+        if ordinal == 0 || amount_ns != 0 {
+            let entry = Entry { kind: METERED, account, amount_ns, owner: None };
+            insert_entry(connection, key, ordinal, &entry)?;
+        }
+    }
+    Ok(())
+}
+
+fn insert_share(
+    connection: &Connection,
+    key: BlockKey,
+    parts: &BlockParts,
+    ordinal: i64,
+    share: &Share,
+) -> Result<(), LedgerError> {
+    let caller = caller_id(connection, &share.caller)?;
+    let request = share.attempt.request.as_str();
+    let paid = match fault::find(connection, caller, &share.attempt)? {
+        Some(_) => fault::paid_ns(connection, caller, &share.attempt)?,
+        None => 0,
+    };
+    let amount_ns = share.attributed.nanos() as i64;
+    let owner = Some((caller, share.sequence.0 as i64, request, share.attempt.attempt));
+    let entry = Entry { kind: METERED, account: account::TENANT, amount_ns, owner };
+    insert_entry(connection, key, ordinal, &entry)?;
+    let daily = DailyKey {
+        day: parts.started.day().0,
+        caller,
+        model: parts.model.as_str(),
+        class: parts.device.class.as_str(),
+    };
+    add_to_day(
+        connection,
+        &daily,
+        &DailyChange { attributed_ns: amount_ns, ..Default::default() },
+    )?;
+    if let Some(cap) = fault::find(connection, caller, &share.attempt)? {
+        let room = (cap.attributed_ns - paid).max(0);
+        let excess = amount_ns - amount_ns.min(room);
+        move_to_loss(connection, key, &daily, entry.owner, excess)?;
+    }
+    Ok(())
+}
+
+/// Moves `excess` of an entry's amount from its tenant to `platform.loss`: a
+/// pair of entries beside it that sums to zero.
+pub(crate) fn move_to_loss(
+    connection: &Connection,
+    key: BlockKey,
+    daily: &DailyKey<'_>,
+    owner: Option<(i64, i64, &str, u32)>,
+    excess: i64,
+) -> Result<(), LedgerError> {
+    if excess == 0 {
+        return Ok(());
+    }
+    // Above every share of the block, also those that are not written yet.
+    let last: i64 = connection
+        .prepare_cached("SELECT max(ordinal) FROM entries WHERE epoch_id = ?1 AND block = ?2")?
+        .query_row(params![key.epoch_id, key.block], |row| row.get(0))?;
+    let first = last.max(FIRST_CORRECTION - 1) + 1;
+    for (ordinal, account, amount_ns) in
+        [(first, account::TENANT, -excess), (first + 1, account::LOSS, excess)]
+    {
+        let entry = Entry { kind: CORRECTION, account, amount_ns, owner };
+        insert_entry(connection, key, ordinal, &entry)?;
+    }
+    add_to_day(connection, daily, &DailyChange { attributed_ns: -excess, ..Default::default() })
+}
+
+fn insert_entry(
+    connection: &Connection,
+    key: BlockKey,
+    ordinal: i64,
+    entry: &Entry<'_>,
+) -> Result<(), LedgerError> {
+    let Entry { kind, account, amount_ns, owner } = entry;
+    connection
+        .prepare_cached(
+            "INSERT INTO entries (epoch_id, block, ordinal, kind, account, amount_ns,
+               caller_id, sequence, request_id, attempt)
+             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10)",
+        )?
+        .execute(params![
+            key.epoch_id,
+            key.block,
+            ordinal,
+            kind,
+            account,
+            amount_ns,
+            owner.map(|owner| owner.0),
+            owner.map(|owner| owner.1),
+            owner.map(|owner| owner.2),
+            owner.map(|owner| owner.3)
+        ])?;
+    Ok(())
+}
+
+fn insert_finished(
+    connection: &Connection,
+    key: BlockKey,
+    parts: &BlockParts,
+    index: usize,
+    finished: &FinishedAttempt,
+) -> Result<(), LedgerError> {
+    let FinishedAttempt { caller, attempt, usage, stages, reason, finished: at } = finished;
+    let caller = caller_id(connection, caller)?;
+    let replayed: i64 = connection
+        .prepare_cached(
+            "SELECT count(*) FROM attempts
+             WHERE request_id = ?1 AND caller_id = ?2 AND attempt = ?3",
+        )?
+        .query_row(params![attempt.request.as_str(), caller, attempt.attempt], |row| row.get(0))?;
+    if replayed > 0 {
+        let request = attempt.request.to_string();
+        let refusal = BlockRefusal::Replayed { request, attempt: attempt.attempt };
+        return Err(refused(parts, refusal));
+    }
+    connection
+        .prepare_cached(
+            "INSERT INTO attempts (epoch_id, block, ordinal, caller_id, request_id, attempt,
+               prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns,
+               queue_ns, prefill_ns, decode_ns, reason, finished_utc_ns)
+             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16)",
+        )?
+        .execute(params![
+            key.epoch_id,
+            key.block,
+            index as i64,
+            caller,
+            attempt.request.as_str(),
+            attempt.attempt,
+            usage.prompt_tokens as i64,
+            usage.cached_tokens as i64,
+            usage.completion_tokens as i64,
+            usage.attributed.nanos() as i64,
+            usage.reference.nanos() as i64,
+            stages.queue_ns as i64,
+            stages.prefill_ns as i64,
+            stages.decode_ns as i64,
+            reason_name(*reason),
+            at.0 as i64
+        ])?;
+    if fault::find(connection, caller, attempt)?.is_some() {
+        // The cap made the charge already; only the times are news.
+        connection
+            .prepare_cached(
+                "UPDATE requests SET queue_ns = ?4, prefill_ns = ?5, decode_ns = ?6
+                 WHERE request_id = ?1 AND caller_id = ?2 AND attempt = ?3",
+            )?
+            .execute(params![
+                attempt.request.as_str(),
+                caller,
+                attempt.attempt,
+                stages.queue_ns as i64,
+                stages.prefill_ns as i64,
+                stages.decode_ns as i64
+            ])?;
+        return Ok(());
+    }
+    let charge = Charge {
+        caller,
+        finished,
+        payable: Payable::of(usage),
+        model: parts.model.as_str(),
+        class: parts.device.class.as_str(),
+    };
+    insert_charge(connection, &charge)
+}
+
+/// The id of a caller, made at its first appearance.
+pub(crate) fn caller_id(connection: &Connection, caller: &Caller) -> Result<i64, LedgerError> {
+    let (tenant, key) = (caller.tenant.as_str(), caller.key.as_str());
+    let known = connection
+        .prepare_cached("SELECT id FROM callers WHERE tenant = ?1 AND key = ?2")?
+        .query_row([tenant, key], |row| row.get(0))
+        .optional()?;
+    if let Some(id) = known {
+        return Ok(id);
+    }
+    connection
+        .prepare_cached("INSERT INTO callers (tenant, key) VALUES (?1, ?2)")?
+        .execute([tenant, key])?;
+    Ok(connection.last_insert_rowid())
+}
+
+/// The other side of the boundary checks the sum too: what was written must
+/// be zero, whatever the block said.
+fn refuse_unless_balanced(connection: &Connection, key: BlockKey) -> Result<(), LedgerError> {
+    let sum: i64 = connection
+        .prepare_cached("SELECT sum(amount_ns) FROM entries WHERE epoch_id = ?1 AND block = ?2")?
+        .query_row(params![key.epoch_id, key.block], |row| row.get(0))?;
+    if sum == 0 {
+        Ok(())
+    } else {
+        Err(LedgerError::Damaged(format!("a block's entries sum to {sum} ns")))
+    }
+}
+
+/// Corrections stand above every ordinal a share can have.
+const FIRST_CORRECTION: i64 = FIRST_SHARE + tollgate_domain::block::LARGEST_BLOCK as i64;

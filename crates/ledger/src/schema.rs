@@ -1,0 +1,273 @@
+//! The tables, and how a connection is opened. The format version stands in
+//! `meta`; a file with another one is refused, never guessed at.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rusqlite::{Connection, OpenFlags, OptionalExtension};
+
+use crate::LedgerError;
+
+/// What this version reads and writes.
+pub(crate) const FORMAT: u32 = 1;
+
+/// Kinds of account, as `entries.account` has them.
+pub(crate) mod account {
+    /// The device's wall time; always a credit.
+    pub(crate) const DEVICE: i64 = 0;
+    /// The tenant of the entry's caller.
+    pub(crate) const TENANT: i64 = 1;
+    /// `platform.overhead`
+    pub(crate) const OVERHEAD: i64 = 2;
+    /// `platform.idle`
+    pub(crate) const IDLE: i64 = 3;
+    /// `platform.loss`
+    pub(crate) const LOSS: i64 = 4;
+}
+
+/// `entries.kind` of what a worker measured.
+pub(crate) const METERED: i64 = 0;
+/// `entries.kind` of what "who pays" moved afterwards.
+pub(crate) const CORRECTION: i64 = 1;
+/// Ordinals below this are the block's device and platform entries.
+pub(crate) const FIRST_SHARE: i64 = 4;
+
+/// Opens for writing, creating the file and its tables where there are none.
+pub(crate) fn open_writer(path: &Path, max_pages: Option<u32>) -> Result<Connection, LedgerError> {
+    let open = || -> rusqlite::Result<Connection> {
+        let connection = Connection::open(path)?;
+        prepare(&connection)?;
+        // A commit is acknowledged only once it is on the disk.
+        connection.pragma_update(None, "journal_mode", "WAL")?;
+        connection.pragma_update(None, "synchronous", "FULL")?;
+        connection.pragma_update(None, "foreign_keys", true)?;
+        if let Some(pages) = max_pages {
+            connection.pragma_update(None, "max_page_count", pages)?;
+        }
+        Ok(connection)
+    };
+    let failed = |source| LedgerError::Open { path: path.to_owned(), source: Arc::new(source) };
+    let mut connection = open().map_err(failed)?;
+    if format_of(&connection).map_err(failed)?.is_none() {
+        let transaction = connection.transaction().map_err(failed)?;
+        transaction.execute_batch(TABLES).map_err(failed)?;
+        transaction
+            .execute("INSERT INTO meta VALUES ('format', ?1)", [FORMAT.to_string()])
+            .map_err(failed)?;
+        transaction.commit().map_err(failed)?;
+    }
+    refuse_other_formats(path, &connection)?;
+    Ok(connection)
+}
+
+/// Opens for reading, beside a writer in this or another process.
+pub(crate) fn open_reader(path: &Path) -> Result<Connection, LedgerError> {
+    let failed = |source| LedgerError::Open { path: path.to_owned(), source: Arc::new(source) };
+    // Read-write without create: a reader of a WAL database keeps its index
+    // in the -shm file. `query_only` is what forbids writing.
+    let connection = Connection::open_with_flags(
+        path,
+        OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX,
+    )
+    .map_err(failed)?;
+    prepare(&connection).map_err(failed)?;
+    connection.pragma_update(None, "query_only", true).map_err(failed)?;
+    refuse_other_formats(path, &connection)?;
+    Ok(connection)
+}
+
+fn prepare(connection: &Connection) -> rusqlite::Result<()> {
+    connection.busy_timeout(Duration::from_secs(5))?;
+    connection.set_prepared_statement_cache_capacity(64);
+    Ok(())
+}
+
+/// The format named in `meta`; `None` in an empty database.
+fn format_of(connection: &Connection) -> rusqlite::Result<Option<String>> {
+    let tables: i64 =
+        connection.query_row("SELECT count(*) FROM sqlite_schema", [], |row| row.get(0))?;
+    if tables == 0 {
+        return Ok(None);
+    }
+    let meta: Option<i64> = connection
+        .query_row("SELECT 1 FROM sqlite_schema WHERE name = 'meta'", [], |row| row.get(0))
+        .optional()?;
+    if meta.is_none() {
+        return Ok(Some("none".to_owned()));
+    }
+    let format = connection
+        .query_row("SELECT value FROM meta WHERE name = 'format'", [], |row| row.get(0))
+        .optional()?;
+    Ok(Some(format.unwrap_or_else(|| "none".to_owned())))
+}
+
+fn refuse_other_formats(path: &Path, connection: &Connection) -> Result<(), LedgerError> {
+    let found = format_of(connection)
+        .map_err(|source| LedgerError::Open { path: path.to_owned(), source: Arc::new(source) })?;
+    match found {
+        Some(found) if found == FORMAT.to_string() => Ok(()),
+        found => Err(LedgerError::Format {
+            path: path.to_owned(),
+            found: found.unwrap_or_else(|| "none".to_owned()),
+            expected: FORMAT,
+        }),
+    }
+}
+
+/// An entry's id is `epoch/first_step-last_step/sequence`. Amounts are signed
+/// nanoseconds, a debit positive: a block's entries sum to zero, and so does
+/// each pair of a correction. `daily` repeats what entries and requests say,
+/// summed; `check` counts again.
+const TABLES: &str = "
+CREATE TABLE meta (name TEXT PRIMARY KEY, value NOT NULL) WITHOUT ROWID;
+
+CREATE TABLE epochs (
+  id INTEGER PRIMARY KEY,
+  epoch TEXT NOT NULL UNIQUE,
+  worker TEXT NOT NULL,
+  device_class TEXT NOT NULL,
+  device_name TEXT NOT NULL,
+  device_uuid TEXT NOT NULL,
+  last_block INTEGER NOT NULL,
+  last_step INTEGER NOT NULL,
+  ended INTEGER NOT NULL
+) STRICT;
+
+CREATE TABLE callers (
+  id INTEGER PRIMARY KEY,
+  tenant TEXT NOT NULL,
+  key TEXT NOT NULL,
+  UNIQUE (tenant, key)
+) STRICT;
+
+CREATE TABLE blocks (
+  epoch_id INTEGER NOT NULL REFERENCES epochs,
+  block INTEGER NOT NULL,
+  model TEXT NOT NULL,
+  calibration TEXT NOT NULL,
+  first_step INTEGER NOT NULL,
+  last_step INTEGER NOT NULL,
+  started_utc_ns INTEGER NOT NULL,
+  day INTEGER NOT NULL,
+  last_of_epoch INTEGER NOT NULL,
+  digest BLOB NOT NULL,
+  PRIMARY KEY (epoch_id, block)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE refused_blocks (
+  epoch_id INTEGER NOT NULL REFERENCES epochs,
+  block INTEGER NOT NULL,
+  reason TEXT NOT NULL,
+  PRIMARY KEY (epoch_id, block)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE entries (
+  epoch_id INTEGER NOT NULL,
+  block INTEGER NOT NULL,
+  ordinal INTEGER NOT NULL,
+  kind INTEGER NOT NULL,
+  account INTEGER NOT NULL,
+  amount_ns INTEGER NOT NULL,
+  caller_id INTEGER REFERENCES callers,
+  sequence INTEGER,
+  request_id TEXT,
+  attempt INTEGER,
+  PRIMARY KEY (epoch_id, block, ordinal),
+  FOREIGN KEY (epoch_id, block) REFERENCES blocks,
+  CHECK ((account = 1) <= (caller_id IS NOT NULL))
+) STRICT, WITHOUT ROWID;
+CREATE INDEX entries_by_request ON entries (request_id) WHERE request_id IS NOT NULL;
+
+-- What the worker recorded of an attempt that ended, as it came.
+CREATE TABLE attempts (
+  epoch_id INTEGER NOT NULL,
+  block INTEGER NOT NULL,
+  ordinal INTEGER NOT NULL,
+  caller_id INTEGER NOT NULL REFERENCES callers,
+  request_id TEXT NOT NULL,
+  attempt INTEGER NOT NULL,
+  prompt_tokens INTEGER NOT NULL,
+  cached_tokens INTEGER NOT NULL,
+  completion_tokens INTEGER NOT NULL,
+  attributed_ns INTEGER NOT NULL,
+  reference_ns INTEGER NOT NULL,
+  queue_ns INTEGER NOT NULL,
+  prefill_ns INTEGER NOT NULL,
+  decode_ns INTEGER NOT NULL,
+  reason TEXT NOT NULL,
+  finished_utc_ns INTEGER NOT NULL,
+  PRIMARY KEY (epoch_id, block, ordinal),
+  FOREIGN KEY (epoch_id, block) REFERENCES blocks
+) STRICT, WITHOUT ROWID;
+
+CREATE UNIQUE INDEX attempts_once ON attempts (request_id, caller_id, attempt);
+
+-- What an attempt is charged: the worker's record, or less after a fault.
+CREATE TABLE requests (
+  request_id TEXT NOT NULL,
+  caller_id INTEGER NOT NULL REFERENCES callers,
+  attempt INTEGER NOT NULL,
+  model TEXT NOT NULL,
+  device_class TEXT NOT NULL,
+  day INTEGER NOT NULL,
+  finished_utc_ns INTEGER NOT NULL,
+  counted INTEGER NOT NULL,
+  prompt_tokens INTEGER NOT NULL,
+  cached_tokens INTEGER NOT NULL,
+  completion_tokens INTEGER NOT NULL,
+  reference_ns INTEGER NOT NULL,
+  queue_ns INTEGER NOT NULL,
+  prefill_ns INTEGER NOT NULL,
+  decode_ns INTEGER NOT NULL,
+  reason TEXT NOT NULL,
+  PRIMARY KEY (request_id, caller_id, attempt)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE fault_caps (
+  request_id TEXT NOT NULL,
+  caller_id INTEGER NOT NULL REFERENCES callers,
+  attempt INTEGER NOT NULL,
+  prompt_tokens INTEGER NOT NULL,
+  cached_tokens INTEGER NOT NULL,
+  completion_tokens INTEGER NOT NULL,
+  attributed_ns INTEGER NOT NULL,
+  reference_ns INTEGER NOT NULL,
+  PRIMARY KEY (request_id, caller_id, attempt)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE daily (
+  day INTEGER NOT NULL,
+  caller_id INTEGER NOT NULL REFERENCES callers,
+  model TEXT NOT NULL,
+  device_class TEXT NOT NULL,
+  requests INTEGER NOT NULL,
+  prompt_tokens INTEGER NOT NULL,
+  cached_tokens INTEGER NOT NULL,
+  completion_tokens INTEGER NOT NULL,
+  attributed_ns INTEGER NOT NULL,
+  reference_ns INTEGER NOT NULL,
+  PRIMARY KEY (day, caller_id, model, device_class)
+) STRICT, WITHOUT ROWID;
+
+-- Taken and given back by the writer to learn whether the disk has room again.
+CREATE TABLE probe (filler BLOB NOT NULL) STRICT;
+
+-- For people with a SQL prompt.
+CREATE VIEW named_entries AS
+SELECT epochs.epoch, entries.block, entries.ordinal,
+  CASE entries.kind WHEN 0 THEN 'metered' ELSE 'correction' END AS kind,
+  CASE entries.account
+    WHEN 0 THEN 'device:' || epochs.epoch
+    WHEN 1 THEN 'tenant:' || callers.tenant
+    WHEN 2 THEN 'platform.overhead'
+    WHEN 3 THEN 'platform.idle'
+    ELSE 'platform.loss' END AS account,
+  entries.amount_ns, callers.key, entries.request_id, entries.attempt,
+  epochs.epoch || '/' || blocks.first_step || '-' || blocks.last_step || '/'
+    || coalesce(entries.sequence, 'platform') AS id
+FROM entries
+JOIN blocks USING (epoch_id, block)
+JOIN epochs ON epochs.id = entries.epoch_id
+LEFT JOIN callers ON callers.id = entries.caller_id;
+";

@@ -1,0 +1,344 @@
+//! The one thread that writes. It drains its queue into a transaction,
+//! commits, then answers: an answer means that it is on the disk. When the
+//! disk refuses, everyone in the group is told so, and the ledger is unwell
+//! until a write has gone through again.
+
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use rusqlite::Connection;
+use tollgate_domain::{Block, WorkerEpoch};
+
+use crate::error::is_about_content;
+use crate::fault::FaultCap;
+use crate::post::Posted;
+use crate::{BlockRefusal, LedgerError, LedgerReader, fault, post, schema};
+
+/// How a ledger is kept.
+#[derive(Clone, Debug)]
+pub struct LedgerOptions {
+    /// The database file; made if there is none.
+    pub path: PathBuf,
+    /// Commands that may wait for the writer.
+    pub queue: usize,
+    /// Commands in one commit.
+    pub group: usize,
+    /// While the disk refuses: how long between tries.
+    pub retry: Duration,
+    /// Largest size of the database in pages of 4 KiB, where it is bounded.
+    pub max_pages: Option<u32>,
+}
+
+/// Opens ledgers.
+pub struct Ledger;
+
+/// Posts to the ledger and reads it. The writer ends with the last handle,
+/// after all that was accepted.
+#[derive(Clone)]
+pub struct LedgerHandle {
+    commands: SyncSender<Command>,
+    health: Arc<Mutex<Health>>,
+    reader: LedgerReader,
+}
+
+/// Whether billable work may be taken on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Health {
+    /// The last write went through.
+    Well,
+    /// It did not; work that must be billed is refused until one does.
+    Unwell {
+        /// What the disk said, for the log.
+        reason: String,
+    },
+}
+
+/// Called once, on the writer's thread, after the commit or its failure. It
+/// must not block.
+pub type Completion = Box<dyn FnOnce(Result<Posted, LedgerError>) + Send>;
+
+struct Command {
+    act: Act,
+    done: Completion,
+}
+
+enum Act {
+    Post(Box<Block>),
+    Cap(Box<FaultCap>),
+    PassOver { epoch: WorkerEpoch, number: u64, reason: String },
+}
+
+impl Act {
+    /// Does it; the caller rolls back on an error. [`LedgerError::Storage`]
+    /// means the disk: what SQLite refuses for its content is this command's
+    /// own failure.
+    fn run(&self, connection: &Connection) -> Result<Posted, LedgerError> {
+        let result = match self {
+            Self::Post(block) => post::post_block(connection, block),
+            Self::Cap(cap) => fault::post(connection, cap),
+            Self::PassOver { epoch, number, reason } => {
+                post::pass_over(connection, *epoch, *number, reason)
+            }
+        };
+        match (result, self) {
+            (Err(LedgerError::Storage(source)), act) if is_about_content(&source) => {
+                let reason = source.to_string();
+                Err(match act {
+                    Self::Post(block) => {
+                        let (epoch, number) = (block.parts().epoch, block.parts().number);
+                        let refusal = BlockRefusal::Unfit { reason };
+                        LedgerError::Refused { epoch, number, refusal }
+                    }
+                    Self::Cap(_) | Self::PassOver { .. } => LedgerError::Damaged(reason),
+                })
+            }
+            (result, _) => result,
+        }
+    }
+}
+
+impl LedgerOptions {
+    /// The defaults, for a ledger at `path`.
+    pub fn new(path: &Path) -> Self {
+        Self {
+            path: path.to_owned(),
+            queue: 1_024,
+            group: 256,
+            retry: Duration::from_secs(1),
+            max_pages: None,
+        }
+    }
+}
+
+impl Ledger {
+    /// Opens or makes the ledger at `path`, with the defaults.
+    ///
+    /// # Errors
+    /// [`LedgerError::Open`] and [`LedgerError::Format`].
+    pub fn open(path: &Path) -> Result<LedgerHandle, LedgerError> {
+        Self::open_with(LedgerOptions::new(path))
+    }
+
+    /// Opens or makes a ledger. That nobody else writes it is for the caller
+    /// to see to, by a lock on the data folder.
+    ///
+    /// # Errors
+    /// [`LedgerError::Open`] and [`LedgerError::Format`].
+    pub fn open_with(options: LedgerOptions) -> Result<LedgerHandle, LedgerError> {
+        let connection = schema::open_writer(&options.path, options.max_pages)?;
+        let reader = LedgerReader::open(&options.path)?;
+        let (commands, inbox) = sync_channel(options.queue.max(1));
+        let health = Arc::new(Mutex::new(Health::Well));
+        let writer =
+            Writer { options, connection: Some(connection), inbox, health: Arc::clone(&health) };
+        std::thread::Builder::new()
+            .name("ledger".to_owned())
+            .spawn(move || writer.run())
+            .map_err(|error| LedgerError::Damaged(format!("no thread for the ledger: {error}")))?;
+        Ok(LedgerHandle { commands, health, reader })
+    }
+
+    /// Opens a ledger for reading, beside a process that writes it.
+    ///
+    /// # Errors
+    /// [`LedgerError::Open`] and [`LedgerError::Format`].
+    pub fn open_read_only(path: &Path) -> Result<LedgerReader, LedgerError> {
+        LedgerReader::open(path)
+    }
+}
+
+impl LedgerHandle {
+    /// Posts a block. `done` hears [`Posted::New`] or [`Posted::Already`]
+    /// once it is on the disk, [`LedgerError::Refused`] where it contradicts
+    /// the ledger, [`LedgerError::Storage`] where nothing was written.
+    ///
+    /// # Errors
+    /// [`LedgerError::Busy`] and [`LedgerError::Closed`]: `done` is dropped.
+    pub fn post_block(&self, block: Block, done: Completion) -> Result<(), LedgerError> {
+        self.send(Act::Post(Box::new(block)), done)
+    }
+
+    /// Caps what a tenant pays for an attempt that ended by our fault; the
+    /// rest, also of blocks yet to come, goes to `platform.loss`.
+    ///
+    /// # Errors
+    /// As [`LedgerHandle::post_block`]; `done` may hear
+    /// [`LedgerError::AlreadySettled`].
+    pub fn fault_cap(&self, cap: FaultCap, done: Completion) -> Result<(), LedgerError> {
+        self.send(Act::Cap(Box::new(cap)), done)
+    }
+
+    /// Records that a block of `epoch` is refused for good, so that those
+    /// after it can be posted. The alarm is the caller's to raise.
+    ///
+    /// # Errors
+    /// As [`LedgerHandle::post_block`].
+    pub fn pass_over(
+        &self,
+        epoch: WorkerEpoch,
+        number: u64,
+        reason: String,
+        done: Completion,
+    ) -> Result<(), LedgerError> {
+        self.send(Act::PassOver { epoch, number, reason }, done)
+    }
+
+    /// Whether the last write went through.
+    pub fn health(&self) -> Health {
+        self.health.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The reading side.
+    pub fn reader(&self) -> &LedgerReader {
+        &self.reader
+    }
+
+    fn send(&self, act: Act, done: Completion) -> Result<(), LedgerError> {
+        self.commands.try_send(Command { act, done }).map_err(|error| match error {
+            TrySendError::Full(_) => LedgerError::Busy,
+            TrySendError::Disconnected(_) => LedgerError::Closed,
+        })
+    }
+}
+
+struct Writer {
+    options: LedgerOptions,
+    /// `None` after the disk failed: what the cache believes is then worth
+    /// nothing and the file is opened anew.
+    connection: Option<Connection>,
+    inbox: Receiver<Command>,
+    health: Arc<Mutex<Health>>,
+}
+
+impl Writer {
+    fn run(mut self) {
+        loop {
+            let first = if self.is_well() {
+                match self.inbox.recv() {
+                    Ok(command) => Some(command),
+                    Err(_) => return,
+                }
+            } else {
+                match self.inbox.recv_timeout(self.options.retry) {
+                    Ok(command) => Some(command),
+                    Err(RecvTimeoutError::Timeout) => None,
+                    Err(RecvTimeoutError::Disconnected) => return,
+                }
+            };
+            match first {
+                Some(first) => self.serve_group(first),
+                None => self.try_to_recover(),
+            }
+        }
+    }
+
+    fn serve_group(&mut self, first: Command) {
+        let mut group = vec![first];
+        while group.len() < self.options.group
+            && let Ok(next) = self.inbox.try_recv()
+        {
+            group.push(next);
+        }
+        match self.commit(&group) {
+            Ok(results) => {
+                self.set_health(Health::Well);
+                for (command, result) in group.into_iter().zip(results) {
+                    (command.done)(result);
+                }
+            }
+            Err(error) => {
+                self.fall_ill(&error);
+                for command in group {
+                    (command.done)(Err(error.clone()));
+                }
+            }
+        }
+    }
+
+    /// One transaction for the whole group. A command that is refused leaves
+    /// no trace and does not hinder the others; a disk that refuses fails all.
+    fn commit(
+        &mut self,
+        group: &[Command],
+    ) -> Result<Vec<Result<Posted, LedgerError>>, LedgerError> {
+        let connection = self.connection()?;
+        let mut transaction =
+            connection.transaction_with_behavior(rusqlite::TransactionBehavior::Immediate)?;
+        let mut results = Vec::with_capacity(group.len());
+        for command in group {
+            let part = transaction.savepoint()?;
+            let result = command.act.run(&part);
+            match result {
+                Ok(_) => part.commit()?,
+                Err(error @ LedgerError::Storage(_)) => return Err(error),
+                Err(_) => drop(part),
+            }
+            results.push(result);
+        }
+        transaction.commit()?;
+        Ok(results)
+    }
+
+    fn connection(&mut self) -> Result<&mut Connection, LedgerError> {
+        let connection = match self.connection.take() {
+            Some(connection) => connection,
+            None => self.reopen()?,
+        };
+        Ok(self.connection.insert(connection))
+    }
+
+    /// After a failed sync the kernel may have forgotten which pages are not
+    /// on the disk. Copying the whole log into the database and syncing that
+    /// writes them again; until it is done nothing is acknowledged.
+    fn reopen(&self) -> Result<Connection, LedgerError> {
+        let connection = schema::open_writer(&self.options.path, self.options.max_pages)?;
+        let busy: i64 =
+            connection.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |row| row.get(0))?;
+        if busy != 0 {
+            return Err(LedgerError::Damaged("the log is still being read".to_owned()));
+        }
+        Ok(connection)
+    }
+
+    /// Writes and takes back what a block might need: 64 KiB.
+    fn try_to_recover(&mut self) {
+        let probe = |connection: &Connection| {
+            connection
+                .execute_batch("INSERT INTO probe VALUES (zeroblob(65536)); DELETE FROM probe;")
+        };
+        let result = self.connection().and_then(|connection| Ok(probe(connection)?));
+        match result {
+            Ok(()) => self.set_health(Health::Well),
+            Err(error) => self.fall_ill(&error),
+        }
+    }
+
+    fn is_well(&self) -> bool {
+        *self.health.lock().unwrap_or_else(PoisonError::into_inner) == Health::Well
+    }
+
+    fn fall_ill(&mut self, error: &LedgerError) {
+        self.connection = None;
+        let reason = match error {
+            LedgerError::Storage(source) | LedgerError::Open { source, .. } => source.to_string(),
+            other => other.to_string(),
+        };
+        self.set_health(Health::Unwell { reason });
+    }
+
+    fn set_health(&self, new: Health) {
+        let mut health = self.health.lock().unwrap_or_else(PoisonError::into_inner);
+        match (&*health, &new) {
+            (Health::Well, Health::Unwell { reason }) => {
+                tracing::error!(reason, "the ledger cannot be written");
+            }
+            (Health::Unwell { .. }, Health::Well) => {
+                tracing::info!("the ledger can be written again");
+            }
+            _ => (),
+        }
+        *health = new;
+    }
+}

@@ -1,0 +1,116 @@
+//! Blocks to post, and posting that waits for its answer.
+#![allow(dead_code, unreachable_pub, reason = "each test file uses its part")]
+
+use std::sync::mpsc;
+
+use tollgate_domain::{
+    Attempt, Block, BlockParts, Caller, Device, DeviceClass, DeviceNanos, FinishReason,
+    FinishedAttempt, KeyId, ModelName, RequestId, SequenceId, Share, Stages, TenantId, Usage,
+    UtcTime, WorkerEpoch, WorkerName,
+};
+use tollgate_ledger::{FaultCap, LedgerError, LedgerHandle, Posted};
+
+pub const EPOCH: WorkerEpoch = WorkerEpoch(7);
+/// 2026-11-20, noon.
+pub const NOON: UtcTime = UtcTime(1_795_176_000_000_000_000);
+
+pub fn caller(tenant: &str) -> Caller {
+    Caller {
+        tenant: TenantId::new(tenant).expect("a name"),
+        key: KeyId::new("k1").expect("a name"),
+    }
+}
+
+pub fn attempt(request: u128, attempt: u32) -> Attempt {
+    Attempt { request: RequestId::from_random(request), attempt }
+}
+
+pub fn share(tenant: &str, request: u128, ns: u64) -> Share {
+    Share {
+        sequence: SequenceId(request as u64),
+        caller: caller(tenant),
+        attempt: attempt(request, 0),
+        attributed: DeviceNanos(ns),
+    }
+}
+
+pub fn usage(attributed: u64, reference: u64) -> Usage {
+    Usage {
+        prompt_tokens: 10,
+        cached_tokens: 2,
+        completion_tokens: 5,
+        attributed: DeviceNanos(attributed),
+        reference: DeviceNanos(reference),
+    }
+}
+
+pub fn finished(tenant: &str, request: u128, usage: Usage) -> FinishedAttempt {
+    FinishedAttempt {
+        caller: caller(tenant),
+        attempt: attempt(request, 0),
+        usage,
+        stages: Stages { queue_ns: 1, prefill_ns: 2, decode_ns: 3 },
+        reason: FinishReason::Stop,
+        finished: NOON,
+    }
+}
+
+/// A block of one step with 10 ns of overhead, 20 of idle, 5 of loss.
+pub fn parts(number: u64, shares: Vec<Share>, finished: Vec<FinishedAttempt>) -> BlockParts {
+    let tenants: DeviceNanos = shares.iter().map(|share| share.attributed).sum();
+    BlockParts {
+        epoch: EPOCH,
+        number,
+        worker: WorkerName::new("0").expect("a name"),
+        device: Device { class: DeviceClass::cpu(), name: "cpu".into(), uuid: String::new() },
+        model: ModelName::new("m").expect("a name"),
+        calibration: "v1".into(),
+        first_step: number * 10,
+        last_step: number * 10 + 9,
+        started: NOON,
+        wall: tenants + DeviceNanos(35),
+        overhead: DeviceNanos(10),
+        idle: DeviceNanos(20),
+        loss: DeviceNanos(5),
+        shares,
+        finished,
+        last_of_epoch: false,
+    }
+}
+
+pub fn block(number: u64, shares: Vec<Share>, finished: Vec<FinishedAttempt>) -> Block {
+    Block::try_from(parts(number, shares, finished)).expect("it balances")
+}
+
+pub fn cap(tenant: &str, request: u128, payable: Usage) -> FaultCap {
+    FaultCap {
+        caller: caller(tenant),
+        attempt: attempt(request, 0),
+        model: ModelName::new("m").expect("a name"),
+        class: DeviceClass::cpu(),
+        payable,
+        at: NOON,
+    }
+}
+
+pub fn post(ledger: &LedgerHandle, block: Block) -> Result<Posted, LedgerError> {
+    wait(|done| ledger.post_block(block, done))
+}
+
+pub fn post_cap(ledger: &LedgerHandle, cap: FaultCap) -> Result<Posted, LedgerError> {
+    wait(|done| ledger.fault_cap(cap, done))
+}
+
+pub fn pass_over(ledger: &LedgerHandle, number: u64) -> Result<Posted, LedgerError> {
+    wait(|done| ledger.pass_over(EPOCH, number, "a lie".into(), done))
+}
+
+fn wait(
+    send: impl FnOnce(tollgate_ledger::Completion) -> Result<(), LedgerError>,
+) -> Result<Posted, LedgerError> {
+    let (sender, receiver) = mpsc::sync_channel(1);
+    send(Box::new(move |result| {
+        let _ = sender.send(result);
+    }))?;
+    receiver.recv().expect("an answer")
+}

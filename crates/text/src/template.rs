@@ -1,0 +1,246 @@
+//! The model's chat template: Jinja as the field writes it, run within an
+//! allowance of steps (fuel) and of memory.
+//!
+//! Templates come with model files, so they are somebody else's program. They
+//! get the messages, the date and their tokens' texts; no files, no includes,
+//! nothing from clients.
+
+mod allowance;
+mod date;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use minijinja::machinery::{self, CodeGenerator, Instruction, Instructions};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::{AutoEscape, Error, ErrorKind, Value, context};
+use serde::Deserialize;
+use tollgate_domain::UtcTime;
+
+use crate::template::allowance::{Allowance, checked_environment};
+use crate::{ChatMessage, TextError};
+
+/// What of `tokenizer_config.json` concerns the template.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TokenizerConfig {
+    /// The template's source, if the file holds one.
+    pub chat_template: Option<String>,
+    /// The text of the begin token, if there is one.
+    pub bos_token: Option<String>,
+    /// The text of the end token, if there is one.
+    pub eos_token: Option<String>,
+}
+
+/// A compiled chat template.
+#[derive(Clone, Debug)]
+pub struct ChatTemplate {
+    source: String,
+    bos_token: String,
+    eos_token: String,
+}
+
+impl TokenizerConfig {
+    /// Reads a `tokenizer_config.json`. Of several templates the one named
+    /// `default` is taken.
+    ///
+    /// # Errors
+    /// When it does not parse, or a field read here is of another shape.
+    pub fn from_json(bytes: &[u8]) -> Result<Self, TextError> {
+        #[derive(Deserialize)]
+        struct File {
+            chat_template: Option<Templates>,
+            bos_token: Option<Token>,
+            eos_token: Option<Token>,
+        }
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Templates {
+            One(String),
+            Named(Vec<NamedTemplate>),
+        }
+        #[derive(Deserialize)]
+        struct NamedTemplate {
+            name: String,
+            template: String,
+        }
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Token {
+            Text(String),
+            Added { content: String },
+        }
+        let text = |token: Token| match token {
+            Token::Text(text) | Token::Added { content: text } => text,
+        };
+        let file: File =
+            serde_json::from_slice(bytes).map_err(|error| TextError::Config(error.to_string()))?;
+        let chat_template = match file.chat_template {
+            None => None,
+            Some(Templates::One(source)) => Some(source),
+            Some(Templates::Named(list)) => {
+                let default = list.into_iter().find(|named| named.name == "default");
+                let named = default.ok_or_else(|| {
+                    TextError::Config(
+                        "chat_template: none of the templates is named default".into(),
+                    )
+                })?;
+                Some(named.template)
+            }
+        };
+        Ok(Self {
+            chat_template,
+            bos_token: file.bos_token.map(text),
+            eos_token: file.eos_token.map(text),
+        })
+    }
+}
+
+impl ChatTemplate {
+    /// Compiles `source` (of `tokenizer_config.json` or
+    /// `chat_template.jinja`); `config` names the begin and end tokens.
+    ///
+    /// # Errors
+    /// [`TextError::Template`] with the line when it is not a template.
+    pub fn compile(source: &str, config: &TokenizerConfig) -> Result<Self, TextError> {
+        if source.len() > LARGEST_SOURCE {
+            return Err(TextError::Template {
+                line: None,
+                message: format!("{} bytes; at most {LARGEST_SOURCE} are read", source.len()),
+            });
+        }
+        instructions(source).map_err(template_error)?;
+        Ok(Self {
+            source: source.to_owned(),
+            bos_token: config.bos_token.clone().unwrap_or_default(),
+            eos_token: config.eos_token.clone().unwrap_or_default(),
+        })
+    }
+
+    /// The prompt text that asks for an answer to `messages`. What it holds
+    /// of callers' text may look like control tokens: encode it by
+    /// [`encode_chat`](crate::encode_chat) only.
+    ///
+    /// # Errors
+    /// [`TextError::Refused`] when the template raises an exception,
+    /// [`TextError::Allowance`] when it does too much.
+    pub(crate) fn render(
+        &self,
+        messages: &[ChatMessage],
+        now: UtcTime,
+    ) -> Result<String, TextError> {
+        let content: usize = messages.iter().map(|message| message.content.len()).sum();
+        let allowance = Arc::new(Allowance::new(MEMORY + MEMORY_PER_BYTE * content));
+        let mut environment = checked_environment(&allowance);
+        environment.set_fuel(Some(FUEL + FUEL_PER_MESSAGE * messages.len() as u64));
+        let (root, blocks) = instructions(&self.source).map_err(template_error)?;
+        let mut text = String::new();
+        let rendered = machinery::eval(
+            &environment,
+            &root,
+            self.context(messages, now),
+            &blocks,
+            &mut machinery::make_string_output(&mut text),
+            AutoEscape::None,
+        );
+        match rendered {
+            Ok(_) => Ok(text),
+            Err(_) if allowance.is_spent() => Err(TextError::Allowance("memory")),
+            Err(error) => Err(template_error(error)),
+        }
+    }
+
+    fn context(&self, messages: &[ChatMessage], now: UtcTime) -> Value {
+        let messages: Vec<Value> = messages
+            .iter()
+            .map(|message| {
+                context! { role => message.role.as_str(), content => message.content.as_str() }
+            })
+            .collect();
+        context! {
+            messages,
+            add_generation_prompt => true,
+            bos_token => self.bos_token.as_str(),
+            eos_token => self.eos_token.as_str(),
+            raise_exception => Value::from_function(raise_exception),
+            strftime_now => Value::from_function(move |format: &str| date::strftime(format, now)),
+        }
+    }
+}
+
+/// The program of a template, its concatenations replaced by counted ones.
+#[allow(clippy::type_complexity)] // minijinja's own type for a program
+fn instructions(
+    source: &str,
+) -> Result<(Instructions<'_>, BTreeMap<&str, Instructions<'_>>), Error> {
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?;
+    let parsed = machinery::parse(source, "chat template", syntax)?;
+    let mut generator = CodeGenerator::new("chat template", source);
+    generator.compile_stmt(&parsed);
+    let (mut root, mut blocks) = generator.finish();
+    for part in std::iter::once(&mut root).chain(blocks.values_mut()) {
+        count_concatenations(part)?;
+    }
+    Ok((root, blocks))
+}
+
+fn count_concatenations(part: &mut Instructions<'_>) -> Result<(), Error> {
+    let mut at = 0;
+    while let Some(instruction) = part.get_mut(at) {
+        // No template can define these names: they are no identifiers.
+        let counted = match instruction {
+            Instruction::StringConcat => Some("~"),
+            Instruction::Add => Some("+"),
+            Instruction::Mul => Some("*"),
+            Instruction::EmitRaw(text) if text.len() > LARGEST_LITERAL => {
+                return Err(Error::new(
+                    ErrorKind::SyntaxError,
+                    format!("a literal of {} bytes; at most {LARGEST_LITERAL}", text.len()),
+                ));
+            }
+            _ => None,
+        };
+        if let Some(name) = counted {
+            *instruction = Instruction::CallFunction(name, Some(2));
+        }
+        at += 1;
+    }
+    Ok(())
+}
+
+fn raise_exception(message: &str) -> Result<Value, Error> {
+    let message = message.chars().take(500).collect::<String>();
+    Err(Error::new(ErrorKind::InvalidOperation, RAISED).with_source(Raised(message)))
+}
+
+/// What a template said when it refused.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Raised(String);
+
+fn template_error(error: Error) -> TextError {
+    if error.kind() == ErrorKind::OutOfFuel {
+        return TextError::Allowance("steps");
+    }
+    // An error inside a macro or a block comes wrapped in others.
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&error);
+    while let Some(current) = cause {
+        if let Some(Raised(message)) = current.downcast_ref() {
+            return TextError::Refused(message.clone());
+        }
+        cause = current.source();
+    }
+    let message = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
+    TextError::Template { line: error.line(), message }
+}
+
+const RAISED: &str = "raised by the template";
+/// Real templates are below 20 kB.
+const LARGEST_SOURCE: usize = 256 << 10;
+/// A literal costs one step however long it is.
+const LARGEST_LITERAL: usize = 16 << 10;
+/// Steps: real templates take some hundred, and some hundred a message.
+const FUEL: u64 = 20_000;
+const FUEL_PER_MESSAGE: u64 = 1_000;
+/// Bytes a rendering may make, intermediate texts included.
+const MEMORY: usize = 1 << 20;
+const MEMORY_PER_BYTE: usize = 32;

@@ -1,0 +1,216 @@
+//! A tokenizer behind our own type: encoding in which only text that we wrote
+//! can become a control token, and decoding by bytes.
+
+use std::fmt;
+
+use tokenizers::models::ModelWrapper;
+use tokenizers::pre_tokenizers::PreTokenizerWrapper;
+use tokenizers::pre_tokenizers::metaspace::PrependScheme;
+use tokenizers::{Model, OffsetType, PreTokenizer, Tokenizer as HfTokenizer};
+
+use crate::TextError;
+use crate::control::{ControlToken, ControlTokens, Found};
+use crate::pieces::Pieces;
+
+/// A model's tokenizer, as its `tokenizer.json` describes it.
+pub struct Tokenizer {
+    inner: HfTokenizer,
+    /// For text that does not open the input, where that makes a difference.
+    inside: Option<PreTokenizerWrapper>,
+    control: ControlTokens,
+    is_control: Vec<bool>,
+    pieces: Pieces,
+}
+
+impl Tokenizer {
+    /// Reads a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// When it is torn, is not a tokenizer, or decodes in a way that cannot be
+    /// streamed.
+    pub fn from_json(bytes: &[u8]) -> Result<Self, TextError> {
+        let mut inner = HfTokenizer::from_bytes(bytes)
+            .map_err(|error| TextError::Tokenizer(error.to_string()))?;
+        // A prompt is never cut or padded behind the caller's back.
+        inner.with_truncation(None).map_err(|error| TextError::Tokenizer(error.to_string()))?;
+        inner.with_padding(None);
+        inner.set_encode_special_tokens(true);
+        // A cache over callers' words would tell one caller's words to another
+        // by the time it takes.
+        disable_word_cache(&mut inner);
+        let pieces = Pieces::new(&inner)?;
+        let control = ControlTokens::new(control_tokens(&inner));
+        let mut is_control = vec![false; pieces.len()];
+        for id in control.ids() {
+            is_control[id as usize] = true;
+        }
+        let inside = inner.get_pre_tokenizer().and_then(inside_variant);
+        Ok(Self { inner, inside, control, is_control, pieces })
+    }
+
+    /// Encodes a caller's text: none of it becomes a control token.
+    ///
+    /// # Errors
+    /// [`TextError::Encode`] when the tokenizer cannot.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>, TextError> {
+        self.encode_marked(text, &[])
+    }
+
+    /// Encodes a caller's text as a whole prompt: as [`encode`](Self::encode),
+    /// with what the tokenizer puts around every input (a begin token, say).
+    ///
+    /// # Errors
+    /// [`TextError::Encode`] when the tokenizer cannot.
+    pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>, TextError> {
+        let encoding = self.inner.encode_fast(text, true).map_err(encode_error)?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// Encodes `text` with control tokens exactly at `marks`, which are in
+    /// order and do not overlap.
+    pub(crate) fn encode_marked(&self, text: &str, marks: &[Found]) -> Result<Vec<u32>, TextError> {
+        let mut ids = Vec::with_capacity(text.len() / 3 + marks.len());
+        let mut at = 0;
+        for mark in marks {
+            self.encode_piece(text, at..mark.span.start, &mut ids)?;
+            ids.push(mark.id);
+            at = mark.span.end;
+        }
+        self.encode_piece(text, at..text.len(), &mut ids)?;
+        Ok(ids)
+    }
+
+    /// What the tokenizer itself does between two control tokens.
+    fn encode_piece(
+        &self,
+        text: &str,
+        span: std::ops::Range<usize>,
+        ids: &mut Vec<u32>,
+    ) -> Result<(), TextError> {
+        if span.is_empty() {
+            return Ok(());
+        }
+        let pre_tokenizer = match &self.inside {
+            Some(inside) if span.start > 0 => Some(inside),
+            _ => self.inner.get_pre_tokenizer(),
+        };
+        let mut piece = self
+            .inner
+            .get_added_vocabulary()
+            .extract_and_normalize(self.inner.get_normalizer(), &text[span]);
+        if let Some(pre_tokenizer) = pre_tokenizer {
+            pre_tokenizer.pre_tokenize(&mut piece).map_err(encode_error)?;
+        }
+        self.inner.get_model().tokenize_in_pretokenized(&mut piece, None).map_err(encode_error)?;
+        let encoding = piece.into_encoding(None, 0, OffsetType::None).map_err(encode_error)?;
+        ids.extend_from_slice(encoding.get_ids());
+        Ok(())
+    }
+
+    /// The text of `ids`. Control tokens are left out, bytes that are no
+    /// UTF-8 become U+FFFD. A [`TextStream`](crate::TextStream) says the same
+    /// in pieces.
+    pub fn decode(&self, ids: &[u32]) -> String {
+        let bytes: Vec<u8> = ids.iter().flat_map(|&id| self.text_bytes(id)).copied().collect();
+        let spaces = bytes.iter().take(self.pieces.strip_spaces).take_while(|&&b| b == b' ');
+        String::from_utf8_lossy(&bytes[spaces.count()..]).into_owned()
+    }
+
+    /// The bytes that `id` stands for, control token or not; none for an id
+    /// beyond the vocabulary.
+    pub fn token_bytes(&self, id: u32) -> &[u8] {
+        self.pieces.bytes(id)
+    }
+
+    /// The bytes that `id` adds to a decoded text.
+    pub(crate) fn text_bytes(&self, id: u32) -> &[u8] {
+        if self.is_control(id) { &[] } else { self.pieces.bytes(id) }
+    }
+
+    pub(crate) fn leading_spaces(&self) -> usize {
+        self.pieces.strip_spaces
+    }
+
+    /// Whether `id` is a control token (`special` in the tokenizer's words).
+    pub fn is_control(&self, id: u32) -> bool {
+        self.is_control.get(id as usize).copied().unwrap_or(false)
+    }
+
+    /// The id of the token written `text`, `<|im_end|>` for example.
+    pub fn token_id(&self, text: &str) -> Option<u32> {
+        self.inner.token_to_id(text)
+    }
+
+    /// One more than the largest token id: what a model's embedding must have
+    /// rows for.
+    pub fn vocabulary_size(&self) -> usize {
+        self.pieces.len()
+    }
+
+    pub(crate) fn control(&self) -> &ControlTokens {
+        &self.control
+    }
+}
+
+impl fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tokenizer").field("vocabulary_size", &self.vocabulary_size()).finish()
+    }
+}
+
+fn encode_error(error: tokenizers::Error) -> TextError {
+    TextError::Encode(error.to_string())
+}
+
+fn control_tokens(tokenizer: &HfTokenizer) -> Vec<ControlToken> {
+    tokenizer
+        .get_added_vocabulary()
+        .get_added_tokens_decoder()
+        .iter()
+        .filter(|(_, token)| token.special)
+        .map(|(&id, token)| ControlToken {
+            id,
+            text: token.content.clone(),
+            strip_left: token.lstrip,
+            strip_right: token.rstrip,
+            single_word: token.single_word,
+        })
+        .collect()
+}
+
+/// A Metaspace that puts its space before the first word only must not take
+/// the text after a control token for the first: the variant for that text,
+/// or `None` where there is no difference.
+fn inside_variant(pre_tokenizer: &PreTokenizerWrapper) -> Option<PreTokenizerWrapper> {
+    match pre_tokenizer {
+        PreTokenizerWrapper::Metaspace(metaspace)
+            if metaspace.prepend_scheme == PrependScheme::First =>
+        {
+            let mut metaspace = metaspace.clone();
+            metaspace.set_prepend_scheme(PrependScheme::Never);
+            Some(PreTokenizerWrapper::Metaspace(metaspace))
+        }
+        PreTokenizerWrapper::Sequence(sequence) => {
+            let mut changed = false;
+            let mut sequence = sequence.clone();
+            for step in sequence.as_mut() {
+                if let Some(variant) = inside_variant(step) {
+                    *step = variant;
+                    changed = true;
+                }
+            }
+            changed.then_some(PreTokenizerWrapper::Sequence(sequence))
+        }
+        _ => None,
+    }
+}
+
+fn disable_word_cache(tokenizer: &mut HfTokenizer) {
+    let mut model = tokenizer.get_model().clone();
+    match &mut model {
+        ModelWrapper::BPE(bpe) => bpe.resize_cache(0),
+        ModelWrapper::Unigram(unigram) => unigram.resize_cache(0),
+        ModelWrapper::WordPiece(_) | ModelWrapper::WordLevel(_) => {}
+    }
+    tokenizer.with_model(model);
+}

@@ -1,0 +1,156 @@
+//! Chat templates as the field writes them, and as an enemy would (T37).
+
+use tollgate_domain::UtcTime;
+use tollgate_text::{
+    ChatMessage, ChatTemplate, Role, TextError, Tokenizer, TokenizerConfig, encode_chat,
+};
+
+fn render(source: &str, contents: &[&str]) -> Result<String, TextError> {
+    let tokenizer = Tokenizer::from_json(include_bytes!("fixtures/byte_level.json"))?;
+    let config = TokenizerConfig {
+        chat_template: None,
+        bos_token: Some("<s>".into()),
+        eos_token: Some("</s>".into()),
+    };
+    let template = ChatTemplate::compile(source, &config)?;
+    let messages: Vec<_> = contents
+        .iter()
+        .map(|&content| ChatMessage { role: Role::User, content: content.into() })
+        .collect();
+    let ids = encode_chat(&tokenizer, &template, &messages, UtcTime(1_795_203_723_000_000_000))?;
+    Ok(tokenizer.decode(&ids))
+}
+
+#[test]
+fn templates_do_what_the_field_s_do() {
+    for (source, expected) in [
+        ("{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}", "<s>one</s>"),
+        ("{{ messages | length }} {{ messages[-1].content | upper }}", "2 TWO"),
+        ("{{ strftime_now('%d %b %Y') }}", "20 Nov 2026"),
+        ("{{ messages[0].content.startswith('o') }} {{ none }}", "True None"),
+        ("{{ messages[0].content.split('n')[0] + 'k' }}", "ok"),
+        (
+            "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 2 %}{% endfor %}{{ ns.n * 3 }}",
+            "12",
+        ),
+        (
+            "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+            "one",
+        ),
+        ("{% for m in messages %}\n    {{ m.content }}\n{% endfor %}\n", "    one\n    two\n"),
+        ("{{ messages | map(attribute='content') | join(', ') }}", "one, two"),
+        ("{{ messages[0] | tojson }}", "{\"role\": \"user\", \"content\": \"one\"}"),
+        ("{{ {'a': '<&é'} | tojson }}", "{\"a\": \"<&é\"}"),
+        ("{{ [1, 2] | tojson(indent=2) }}", "[\n  1,\n  2\n]"),
+        ("{% macro hi(x) %}[{{ x }}]{% endmacro %}{{ hi(messages[1].content) }}", "[two]"),
+        ("{% set x %}a{{ messages[0].content }}{% endset %}{{ x ~ x ~ 1 }}", "aoneaone1"),
+        ("{{ (messages[1:] + messages[:1])[1].content }}", "one"),
+        ("{% for i in range(3) %}{{ i }}{% endfor %}{{ range(4, 0, -2) | list | length }}", "0122"),
+        ("{{ 'a-b'.replace('-', '+') }}{{ 'ab' | replace('b', 'c') }}", "a+bac"),
+        ("{% if tools is defined and tools %}x{% else %}y{% endif %}{{ undefined_thing }}", "y"),
+        (
+            "{% if messages[0].role not in ['user', 'system'] %}{{ raise_exception('x') }}{% endif %}ok",
+            "ok",
+        ),
+        ("{{ 'x' * 3 }}{{ 1.5 + 1 }}", "xxx2.5"),
+    ] {
+        let text = render(source, &["one", "two"]).expect(source);
+        assert_eq!(text, expected, "{source}");
+    }
+}
+
+/// Each grows or runs without end unless something stops it.
+#[test]
+fn hostile_templates_are_stopped() {
+    let doubling = "{% set ns = namespace(s='xxxxxxxx') %}{% for i in range(60) %}";
+    for (source, reason) in [
+        ("{% for i in range(1000000000) %}x{% endfor %}".to_owned(), "memory"),
+        (format!("{doubling}{{% set ns.s = ns.s ~ ns.s %}}{{% endfor %}}"), "memory"),
+        (format!("{doubling}{{% set ns.s = ns.s + ns.s %}}{{% endfor %}}"), "memory"),
+        (format!("{doubling}{{% set ns.s = ns.s * 2 %}}{{% endfor %}}"), "memory"),
+        (format!("{doubling}{{% set ns.s = [ns.s, ns.s] | join %}}{{% endfor %}}"), "memory"),
+        (format!("{doubling}{{% set ns.s = ns.s | replace('x', 'xx') %}}{{% endfor %}}"), "memory"),
+        (format!("{doubling}{{% set ns.s = ns.s.replace('x', 'xx') %}}{{% endfor %}}"), "memory"),
+        (format!("{doubling}{{% set ns.s = ''.join([ns.s, ns.s]) %}}{{% endfor %}}"), "memory"),
+        (format!("{doubling}{{% set t %}}{{{{ ns.s }}}}{{{{ ns.s }}}}{{% endset %}}{{% set ns.s = t %}}{{% endfor %}}"), "memory"),
+        (format!("{doubling}{{% set ns.s = [ns.s, ns.s] | string %}}{{% endfor %}}"), "memory"),
+        (format!("{doubling}{{% set ns.s = [ns.s, ns.s] | tojson %}}{{% endfor %}}"), "memory"),
+        ("{{ 'x' * 100000000000 }}".to_owned(), "memory"),
+        ("{% set ns = namespace(l=[1]) %}{% for i in range(60) %}{% set ns.l = ns.l + ns.l %}{% endfor %}".to_owned(), "memory"),
+        ("{% for a in range(1000) %}{% for b in range(1000) %}{% set x = 1 %}{% endfor %}{% endfor %}".to_owned(), "steps"),
+    ] {
+        match render(&source, &["a"]) {
+            Err(TextError::Allowance(what)) => assert_eq!(what, reason, "{source}"),
+            other => panic!("{source}: {other:?}"),
+        }
+    }
+    let recursion = "{% macro m(x) %}{{ m(x ~ x) }}{% endmacro %}{{ m('xxxxxxxx') }}";
+    assert!(render(recursion, &["a"]).is_err());
+    for outside in [
+        "{% include 'x' %}",
+        "{% import 'x' as y %}",
+        "{{ '{:1000000000}'.format(1) }}",
+        "{{ 'a' | indent(1000000000) }}",
+        "{{ 'a' | center(1000000000) }}",
+        "{{ debug() }}",
+    ] {
+        let error = render(outside, &["a"]).expect_err(outside);
+        assert!(matches!(error, TextError::Template { .. }), "{outside}: {error:?}");
+    }
+}
+
+#[test]
+fn mistakes_are_told_with_their_line() {
+    for (source, expected) in [
+        ("a\n{% if %}", "chat template, line 2: "),
+        ("{{ messages[0].content.nonsense() }}", "chat template, line 1: "),
+    ] {
+        let error = render(source, &["a"]).expect_err(source).to_string();
+        assert!(error.starts_with(expected), "{error}");
+    }
+    let large = "x".repeat(300 << 10);
+    assert!(render(&large, &["a"]).is_err());
+    let literal = "x".repeat(20 << 10);
+    assert!(render(&literal, &["a"]).is_err());
+}
+
+#[test]
+fn a_long_honest_conversation_is_within_the_allowance() {
+    let content = "word ".repeat(200);
+    let contents = vec![content.as_str(); 2_048];
+    let source = include_str!("fixtures/thinking.jinja");
+    assert!(render(source, &contents).is_ok());
+}
+
+#[test]
+fn configs_are_read_in_all_their_shapes() {
+    for (json, template, bos, eos) in [
+        ("{}", None, None, None),
+        (
+            r#"{"chat_template": "x", "bos_token": null, "eos_token": "</s>"}"#,
+            Some("x"),
+            None,
+            Some("</s>"),
+        ),
+        (
+            r#"{"chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}],
+                "bos_token": {"__type": "AddedToken", "content": "<s>", "lstrip": false}}"#,
+            Some("d"),
+            Some("<s>"),
+            None,
+        ),
+    ] {
+        let config = TokenizerConfig::from_json(json.as_bytes()).expect(json);
+        assert_eq!(config.chat_template.as_deref(), template, "{json}");
+        assert_eq!(config.bos_token.as_deref(), bos, "{json}");
+        assert_eq!(config.eos_token.as_deref(), eos, "{json}");
+    }
+    for (json, part) in [
+        ("{", "tokenizer_config.json: EOF"),
+        (r#"{"chat_template": 3}"#, "tokenizer_config.json"),
+        (r#"{"chat_template": [{"name": "x", "template": "t"}]}"#, "named default"),
+    ] {
+        let error = TokenizerConfig::from_json(json.as_bytes()).expect_err(json).to_string();
+        assert!(error.contains(part), "{error}");
+    }
+}

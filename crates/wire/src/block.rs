@@ -1,0 +1,420 @@
+//! The journal's blocks to and from their messages. What a worker sends is
+//! believed only as far as it adds up: names are names, sums are exact,
+//! nothing is negative or absurd (see [`tollgate_domain::block`]).
+
+use tollgate_domain::block::LARGEST_BLOCK;
+use tollgate_domain::{
+    Attempt, Block, BlockError, BlockParts, Caller, Device, DeviceClass, DeviceNanos, FinishReason,
+    FinishedAttempt, InvalidName, KeyId, ModelName, RequestId, SequenceId, Share, Stages, TenantId,
+    Usage, UtcTime, WorkerEpoch, WorkerName,
+};
+
+use crate::v1;
+
+/// The format that this version writes, in [`v1::JournalBlock::format`].
+pub const BLOCK_FORMAT: u32 = 1;
+
+/// Why a message is not what it claims to be.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum WireError {
+    /// A name breaks the rules of names.
+    #[error("{field}")]
+    Name {
+        /// The field.
+        field: &'static str,
+        /// What is wrong with it.
+        source: InvalidName,
+    },
+    /// A field that must be there is not.
+    #[error("{0} is missing")]
+    Missing(&'static str),
+    /// An enum's number that has no meaning.
+    #[error("{field} {value} is unknown")]
+    Unknown {
+        /// The field.
+        field: &'static str,
+        /// The number.
+        value: i64,
+    },
+    /// More elements than are read.
+    #[error("{0} has too many elements")]
+    TooMany(&'static str),
+    /// The block does not balance, or a figure is absurd.
+    #[error(transparent)]
+    Block(#[from] BlockError),
+}
+
+impl TryFrom<v1::JournalBlock> for Block {
+    type Error = WireError;
+
+    fn try_from(message: v1::JournalBlock) -> Result<Self, WireError> {
+        let v1::JournalBlock {
+            format,
+            epoch,
+            block,
+            worker,
+            device,
+            model,
+            calibration,
+            first_step,
+            last_step,
+            started_utc_ns,
+            wall_ns,
+            overhead_ns,
+            idle_ns,
+            loss_ns,
+            shares,
+            finished,
+            last_of_epoch,
+        } = message;
+        if format != BLOCK_FORMAT {
+            return Err(WireError::Unknown { field: "format", value: format.into() });
+        }
+        // Checked before anything of that size is made.
+        if shares.len() > LARGEST_BLOCK {
+            return Err(WireError::TooMany("shares"));
+        }
+        if finished.len() > LARGEST_BLOCK {
+            return Err(WireError::TooMany("finished"));
+        }
+        let parts = BlockParts {
+            epoch: named("epoch", WorkerEpoch::try_from(epoch))?,
+            number: block,
+            worker: named("worker", WorkerName::new(&worker))?,
+            device: device.ok_or(WireError::Missing("device"))?.try_into()?,
+            model: named("model", ModelName::new(&model))?,
+            calibration,
+            first_step,
+            last_step,
+            started: UtcTime(started_utc_ns),
+            wall: DeviceNanos(wall_ns),
+            overhead: DeviceNanos(overhead_ns),
+            idle: DeviceNanos(idle_ns),
+            loss: DeviceNanos(loss_ns),
+            shares: shares.into_iter().map(Share::try_from).collect::<Result<_, _>>()?,
+            finished: finished
+                .into_iter()
+                .map(FinishedAttempt::try_from)
+                .collect::<Result<_, _>>()?,
+            last_of_epoch,
+        };
+        Ok(Self::try_from(parts)?)
+    }
+}
+
+impl From<Block> for v1::JournalBlock {
+    fn from(block: Block) -> Self {
+        let BlockParts {
+            epoch,
+            number,
+            worker,
+            device,
+            model,
+            calibration,
+            first_step,
+            last_step,
+            started,
+            wall,
+            overhead,
+            idle,
+            loss,
+            shares,
+            finished,
+            last_of_epoch,
+        } = block.into_parts();
+        Self {
+            format: BLOCK_FORMAT,
+            epoch: epoch.to_string(),
+            block: number,
+            worker: worker.to_string(),
+            device: Some(v1::Device {
+                class: device.class.to_string(),
+                name: device.name,
+                uuid: device.uuid,
+                threads: 0, // the announcement says it; a bill does not
+            }),
+            model: model.to_string(),
+            calibration,
+            first_step,
+            last_step,
+            started_utc_ns: started.0,
+            wall_ns: wall.nanos(),
+            overhead_ns: overhead.nanos(),
+            idle_ns: idle.nanos(),
+            loss_ns: loss.nanos(),
+            shares: shares.into_iter().map(v1::Share::from).collect(),
+            finished: finished.into_iter().map(v1::RequestRecord::from).collect(),
+            last_of_epoch,
+        }
+    }
+}
+
+impl TryFrom<v1::Device> for Device {
+    type Error = WireError;
+
+    fn try_from(message: v1::Device) -> Result<Self, WireError> {
+        let v1::Device { class, name, uuid, threads: _ } = message;
+        Ok(Self { class: named("device.class", DeviceClass::new(&class))?, name, uuid })
+    }
+}
+
+impl TryFrom<v1::Share> for Share {
+    type Error = WireError;
+
+    fn try_from(message: v1::Share) -> Result<Self, WireError> {
+        let v1::Share { sequence, request_id, attempt, tenant, key, attributed_ns } = message;
+        Ok(Self {
+            sequence: SequenceId(sequence),
+            caller: caller(&tenant, &key)?,
+            attempt: Attempt { request: request(&request_id)?, attempt },
+            attributed: DeviceNanos(attributed_ns),
+        })
+    }
+}
+
+impl From<Share> for v1::Share {
+    fn from(share: Share) -> Self {
+        let Share { sequence, caller, attempt, attributed } = share;
+        Self {
+            sequence: sequence.0,
+            request_id: attempt.request.to_string(),
+            attempt: attempt.attempt,
+            tenant: caller.tenant.to_string(),
+            key: caller.key.to_string(),
+            attributed_ns: attributed.nanos(),
+        }
+    }
+}
+
+impl TryFrom<v1::RequestRecord> for FinishedAttempt {
+    type Error = WireError;
+
+    fn try_from(message: v1::RequestRecord) -> Result<Self, WireError> {
+        let reason = message.reason();
+        let v1::RequestRecord {
+            request_id,
+            attempt,
+            tenant,
+            key,
+            usage,
+            stages,
+            reason: number,
+            finished_utc_ns,
+        } = message;
+        Ok(Self {
+            caller: caller(&tenant, &key)?,
+            attempt: Attempt { request: request(&request_id)?, attempt },
+            usage: usage.ok_or(WireError::Missing("finished.usage"))?.into(),
+            stages: stages.ok_or(WireError::Missing("finished.stages"))?.into(),
+            reason: finish_reason(reason)
+                .ok_or(WireError::Unknown { field: "finished.reason", value: number.into() })?,
+            finished: UtcTime(finished_utc_ns),
+        })
+    }
+}
+
+impl From<FinishedAttempt> for v1::RequestRecord {
+    fn from(finished: FinishedAttempt) -> Self {
+        let FinishedAttempt { caller, attempt, usage, stages, reason, finished } = finished;
+        Self {
+            request_id: attempt.request.to_string(),
+            attempt: attempt.attempt,
+            tenant: caller.tenant.to_string(),
+            key: caller.key.to_string(),
+            usage: Some(usage.into()),
+            stages: Some(stages.into()),
+            reason: v1::FinishReason::from(reason).into(),
+            finished_utc_ns: finished.0,
+        }
+    }
+}
+
+/// Every number is representable; whether it is plausible is for who knows
+/// what was ordered.
+impl From<v1::Usage> for Usage {
+    fn from(message: v1::Usage) -> Self {
+        let v1::Usage {
+            prompt_tokens,
+            cached_tokens,
+            completion_tokens,
+            attributed_ns,
+            reference_ns,
+        } = message;
+        Self {
+            prompt_tokens,
+            cached_tokens,
+            completion_tokens,
+            attributed: DeviceNanos(attributed_ns),
+            reference: DeviceNanos(reference_ns),
+        }
+    }
+}
+
+impl From<Usage> for v1::Usage {
+    fn from(usage: Usage) -> Self {
+        let Usage { prompt_tokens, cached_tokens, completion_tokens, attributed, reference } =
+            usage;
+        Self {
+            prompt_tokens,
+            cached_tokens,
+            completion_tokens,
+            attributed_ns: attributed.nanos(),
+            reference_ns: reference.nanos(),
+        }
+    }
+}
+
+impl From<v1::Stages> for Stages {
+    fn from(message: v1::Stages) -> Self {
+        let v1::Stages { queue_ns, prefill_ns, decode_ns } = message;
+        Self { queue_ns, prefill_ns, decode_ns }
+    }
+}
+
+impl From<Stages> for v1::Stages {
+    fn from(stages: Stages) -> Self {
+        let Stages { queue_ns, prefill_ns, decode_ns } = stages;
+        Self { queue_ns, prefill_ns, decode_ns }
+    }
+}
+
+/// The reason that a message means; `None` where it says none.
+pub fn finish_reason(message: v1::FinishReason) -> Option<FinishReason> {
+    match message {
+        v1::FinishReason::Unspecified => None,
+        v1::FinishReason::Stop => Some(FinishReason::Stop),
+        v1::FinishReason::Length => Some(FinishReason::Length),
+        v1::FinishReason::Cancelled => Some(FinishReason::Cancelled),
+        v1::FinishReason::Deadline => Some(FinishReason::Deadline),
+        v1::FinishReason::Fault => Some(FinishReason::Fault),
+    }
+}
+
+impl From<FinishReason> for v1::FinishReason {
+    fn from(reason: FinishReason) -> Self {
+        match reason {
+            FinishReason::Stop => Self::Stop,
+            FinishReason::Length => Self::Length,
+            FinishReason::Cancelled => Self::Cancelled,
+            FinishReason::Deadline => Self::Deadline,
+            FinishReason::Fault => Self::Fault,
+        }
+    }
+}
+
+fn caller(tenant: &str, key: &str) -> Result<Caller, WireError> {
+    Ok(Caller {
+        tenant: named("tenant", TenantId::new(tenant))?,
+        key: named("key", KeyId::new(key))?,
+    })
+}
+
+fn request(id: &str) -> Result<RequestId, WireError> {
+    named("request_id", RequestId::new(id))
+}
+
+fn named<T>(field: &'static str, name: Result<T, InvalidName>) -> Result<T, WireError> {
+    name.map_err(|source| WireError::Name { field, source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn honest() -> v1::JournalBlock {
+        v1::JournalBlock {
+            format: 1,
+            epoch: "0123456789abcdef0123456789abcdef".into(),
+            block: 1,
+            worker: "0".into(),
+            device: Some(v1::Device { class: "cpu".into(), name: "cpu".into(), ..<_>::default() }),
+            model: "m".into(),
+            calibration: "v1".into(),
+            first_step: 1,
+            last_step: 2,
+            started_utc_ns: 9,
+            wall_ns: 60,
+            overhead_ns: 10,
+            idle_ns: 20,
+            loss_ns: 5,
+            shares: vec![v1::Share {
+                sequence: 1,
+                request_id: "req-1".into(),
+                attempt: 0,
+                tenant: "acme".into(),
+                key: "k".into(),
+                attributed_ns: 25,
+            }],
+            finished: vec![v1::RequestRecord {
+                request_id: "req-1".into(),
+                attempt: 0,
+                tenant: "acme".into(),
+                key: "k".into(),
+                usage: Some(v1::Usage {
+                    prompt_tokens: 3,
+                    completion_tokens: 2,
+                    attributed_ns: 25,
+                    ..<_>::default()
+                }),
+                stages: Some(v1::Stages::default()),
+                reason: v1::FinishReason::Stop.into(),
+                finished_utc_ns: 10,
+            }],
+            last_of_epoch: false,
+        }
+    }
+
+    fn usage_of(block: &mut v1::JournalBlock) -> &mut v1::Usage {
+        block.finished[0].usage.as_mut().expect("an honest block says it")
+    }
+
+    #[test]
+    fn an_honest_block_survives_the_wire() {
+        let block = Block::try_from(honest()).expect("an honest block");
+        assert_eq!(v1::JournalBlock::from(block), honest());
+    }
+
+    #[test]
+    fn a_lying_worker_is_refused() {
+        type Lie = fn(&mut v1::JournalBlock);
+        let lies: &[(&str, Lie)] = &[
+            ("unknown format", |block| block.format = 2),
+            ("epoch", |block| block.epoch = "7".into()),
+            ("no number", |block| block.block = 0),
+            ("a name with spaces", |block| block.worker = "a b".into()),
+            ("no device", |block| block.device = None),
+            ("no model", |block| block.model.clear()),
+            ("no calibration", |block| block.calibration.clear()),
+            ("steps backwards", |block| (block.first_step, block.last_step) = (3, 2)),
+            ("shares without steps", |block| (block.first_step, block.last_step) = (0, 0)),
+            ("one ns too much", |block| block.shares[0].attributed_ns += 1),
+            ("one ns too little", |block| block.idle_ns -= 1),
+            ("minus one as unsigned", |block| block.loss_ns = u64::MAX),
+            ("wraps to the right sum", |block| {
+                block.idle_ns = u64::MAX;
+                block.loss_ns = 26;
+            }),
+            ("a hundred years", |block| {
+                block.wall_ns = 100 * 365 * 86_400 * 1_000_000_000;
+                block.idle_ns = block.wall_ns - 40;
+            }),
+            ("a tenant without name", |block| block.shares[0].tenant.clear()),
+            ("a request with a line break", |block| block.shares[0].request_id = "a\nb".into()),
+            ("no usage", |block| block.finished[0].usage = None),
+            ("no reason", |block| block.finished[0].reason = 0),
+            ("an unknown reason", |block| block.finished[0].reason = 99),
+            ("huge tokens", |block| {
+                usage_of(block).prompt_tokens = 1 << 41;
+            }),
+            ("more cached than there are", |block| usage_of(block).cached_tokens = 4),
+            ("less than its shares", |block| usage_of(block).attributed_ns = 24),
+            ("centuries of device time", |block| usage_of(block).attributed_ns = 1 << 62),
+            ("centuries of reference cost", |block| usage_of(block).reference_ns = 1 << 62),
+        ];
+        for (name, lie) in lies {
+            let mut block = honest();
+            lie(&mut block);
+            assert!(Block::try_from(block).is_err(), "{name}");
+        }
+    }
+}

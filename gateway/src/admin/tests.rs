@@ -1,0 +1,58 @@
+//! The admin key: made once, kept secret, compared whole.
+
+use std::os::unix::fs::PermissionsExt as _;
+
+use super::*;
+
+fn shows(value: &str) -> HeaderMap {
+    let mut headers = HeaderMap::new();
+    headers.insert(header::AUTHORIZATION, value.parse().unwrap());
+    headers
+}
+
+#[test]
+fn the_key_is_made_once_and_opens() {
+    let data = tempfile::tempdir().unwrap();
+    let key = AdminKey::load(data.path()).unwrap();
+    let file = data.path().join(ADMIN_KEY_FILE);
+    assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
+    let text = fs::read_to_string(&file).unwrap();
+    let text = text.trim();
+    assert_eq!(AdminKey::load(data.path()).unwrap().0, text);
+    for (shown, opens) in [
+        (format!("Bearer {text}"), true),
+        (format!("bearer {text}"), true),
+        (format!("Bearer {text}x"), false),
+        (format!("Bearer {}", &text[..text.len() - 1]), false),
+        (format!("Basic {text}"), false),
+        ("Bearer ".to_owned(), false),
+        ("".to_owned(), false),
+    ] {
+        assert_eq!(key.opens(&shows(&shown)), opens, "{shown}");
+    }
+    assert!(!key.opens(&HeaderMap::new()));
+    let mut twice = shows(&format!("Bearer {text}"));
+    twice.append(header::AUTHORIZATION, "Bearer x".parse().unwrap());
+    assert!(!key.opens(&twice), "which of the two is meant is not for us to guess");
+}
+
+#[test]
+fn a_weak_key_is_refused_by_name() {
+    let data = tempfile::tempdir().unwrap();
+    let file = data.path().join(ADMIN_KEY_FILE);
+    fs::write(&file, "").unwrap();
+    let error = AdminKey::load(data.path()).err().unwrap();
+    assert_eq!(error.path, file);
+}
+
+#[test]
+fn ready_means_all_of_it() {
+    for (worker, ledger, draining, ready) in [
+        (true, true, false, true),
+        (false, true, false, false),
+        (true, false, false, false),
+        (true, true, true, false),
+    ] {
+        assert_eq!(Readiness { worker, ledger, draining }.is_ready(), ready);
+    }
+}

@@ -1,0 +1,281 @@
+//! The interface that clients speak: who calls is known before the body is
+//! read; the body becomes a job, the job is admitted, a task runs it, and what
+//! the task tells becomes an answer in one piece or a stream.
+
+mod asked;
+mod body;
+mod chat;
+mod chunks;
+mod completions;
+mod fields;
+mod job;
+mod logprobs;
+mod sse;
+mod telling;
+mod whole;
+
+use std::sync::Arc;
+
+use axum::extract::{FromRef, Request, State};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Router, body::Body};
+use http::{HeaderMap, HeaderName, HeaderValue, header};
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+use tollgate_admission::Figures;
+use tollgate_config::{Config, RequestLimits, Tenant};
+use tollgate_domain::{DeviceNanos, ModelName};
+
+pub(crate) use self::job::{Counting, Job};
+
+use self::asked::Asked;
+use self::body::BodyLimits;
+use self::fields::Violation;
+use self::job::CountContext;
+use self::telling::Telling;
+use self::whole::Whole;
+use crate::auth::{AuthenticatedCaller, Authenticator, Endpoint};
+use crate::pump::{self, Event, Receipt};
+use crate::reply::{ApiError, write_figures};
+use crate::serving::Serving;
+use crate::upstream::ServedModel;
+use crate::{Clock, admit, limits, models, route, usage};
+
+/// What the API's handlers share.
+#[derive(Clone)]
+pub(crate) struct Api {
+    pub(crate) serving: Arc<Serving>,
+    pub(crate) config: Arc<Config>,
+    pub(crate) authenticator: Authenticator,
+    /// Cancelled when no new work is taken any more.
+    pub(crate) draining: CancellationToken,
+}
+
+impl FromRef<Api> for Authenticator {
+    fn from_ref(api: &Api) -> Self {
+        api.authenticator.clone()
+    }
+}
+
+impl FromRef<Api> for Clock {
+    fn from_ref(api: &Api) -> Self {
+        api.serving.clock.clone()
+    }
+}
+
+/// The routes under `/v1`.
+pub(crate) fn routes(api: Api) -> Router {
+    Router::new()
+        .route("/v1/chat/completions", post(chat_completions))
+        .route("/v1/completions", post(completions))
+        .route("/v1/models", get(models::list))
+        .route("/v1/models/{*model}", get(models::show))
+        .route("/v1/usage", get(usage::list))
+        .route("/v1/usage/{request}", get(usage::show))
+        .with_state(api)
+}
+
+async fn chat_completions(
+    State(api): State<Api>,
+    caller: AuthenticatedCaller,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let interface = Interface { endpoint: Endpoint::Chat, parse: chat::parse };
+    Box::pin(answer(api, caller, request, interface)).await
+}
+
+async fn completions(
+    State(api): State<Api>,
+    caller: AuthenticatedCaller,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let interface = Interface { endpoint: Endpoint::Completions, parse: completions::parse };
+    Box::pin(answer(api, caller, request, interface)).await
+}
+
+/// What tells one interface from the other.
+struct Interface {
+    endpoint: Endpoint,
+    parse: fn(&str, &RequestLimits) -> Result<Asked, Violation>,
+}
+
+async fn answer(
+    api: Api,
+    caller: AuthenticatedCaller,
+    request: Request,
+    interface: Interface,
+) -> Result<Response, ApiError> {
+    if api.draining.is_cancelled() {
+        return Err(ApiError::Draining);
+    }
+    let tenant = api.tenant(&caller, interface.endpoint)?;
+    if let Some(retry_after) = api.serving.cancels.penalty(api.serving.clock.now(), caller.tenant())
+    {
+        return Err(ApiError::Cancels {
+            per_minute: api.serving.cancels.per_minute(),
+            retry_after,
+        });
+    }
+    if !api.serving.can_record() {
+        return Err(ApiError::LedgerUnavailable);
+    }
+    // Given by the outermost layer, which believes no client about it.
+    let id = request.extensions().get().cloned().ok_or(ApiError::Internal)?;
+    let asked = api.read(request.into_body(), interface.parse).await?;
+    let model = api.model(&caller, tenant, &asked.model)?;
+    let context = CountContext {
+        now: api.serving.clock.utc(),
+        default_max_tokens: api.config.gateway().requests.default_max_tokens,
+    };
+    let bound = limits::bind(&api.config, &caller, tenant, &model.name)?;
+    let job = api.serving.counting.count(id, asked, model, context).await?;
+    let admitted = admit::admit(&api.serving, &caller, bound, job)?;
+    let head = Head {
+        telling: admitted.job.telling.clone(),
+        streamed: admitted.job.streamed,
+        figures: admitted.figures().clone(),
+        reserved: admitted.expected,
+        class: admitted.job.model.class.as_str().to_owned(),
+    };
+    let events = pump::start(&api.serving, admitted);
+    if head.streamed { tell_stream(head, events).await } else { tell_whole(head, events).await }
+}
+
+impl Api {
+    /// The caller's tenant, if the caller may use `endpoint`.
+    pub(crate) fn tenant(
+        &self,
+        caller: &AuthenticatedCaller,
+        endpoint: Endpoint,
+    ) -> Result<&Tenant, ApiError> {
+        if !caller.may_use_endpoint(endpoint) {
+            return Err(ApiError::Permission {
+                message: format!("This key may not use '{}'.", endpoint.as_str()).into(),
+            });
+        }
+        self.config.tenant(caller.tenant()).ok_or(ApiError::Permission {
+            message: "The tenant of this credential is not served here.".into(),
+        })
+    }
+
+    async fn read(
+        &self,
+        body: Body,
+        parse: fn(&str, &RequestLimits) -> Result<Asked, Violation>,
+    ) -> Result<Asked, ApiError> {
+        let gateway = self.config.gateway();
+        let limits = BodyLimits {
+            size: gateway.requests.body.0,
+            window: gateway.timeouts.body_progress,
+            progress: gateway.timeouts.body_progress_bytes.0,
+        };
+        let bytes = body::read(body, limits).await?;
+        let text = body::text(&bytes, gateway.requests.json_depth)?;
+        Ok(parse(text, &gateway.requests)?)
+    }
+
+    /// The model named `name`, if the caller may use it and it is served now.
+    fn model(
+        &self,
+        caller: &AuthenticatedCaller,
+        tenant: &Tenant,
+        name: &str,
+    ) -> Result<Arc<ServedModel>, ApiError> {
+        let unknown = || ApiError::ModelNotFound { model: name.to_owned() };
+        let model = ModelName::new(name).map_err(|_| unknown())?;
+        if !tenant.allows(&model) || !caller.may_use_model(&model) {
+            return Err(unknown());
+        }
+        match route::offer(&self.serving.workers, name) {
+            Some(served) => Ok(served),
+            // A worker that drains still says that the model exists.
+            None if self.knows(&model) => Err(ApiError::NoWorker { model: name.to_owned() }),
+            None => Err(unknown()),
+        }
+    }
+
+    fn knows(&self, model: &ModelName) -> bool {
+        self.config.model(model).is_some()
+            || route::offered(&self.serving.workers).binary_search(model).is_ok()
+    }
+}
+
+/// What an answer needs of the request that a task now owns.
+struct Head {
+    telling: Telling,
+    streamed: bool,
+    figures: Figures,
+    reserved: DeviceNanos,
+    class: String,
+}
+
+impl Head {
+    fn write(&self, headers: &mut HeaderMap) {
+        write_figures(&self.figures, headers);
+        headers.insert(RESERVED, self.reserved.nanos().into());
+        if let Ok(class) = HeaderValue::from_str(&self.class) {
+            headers.insert(DEVICE_CLASS, class);
+        }
+    }
+}
+
+/// Collects the answer and sends it in one piece.
+async fn tell_whole(head: Head, mut events: mpsc::Receiver<Event>) -> Result<Response, ApiError> {
+    let mut whole = Whole::new(head.telling.clone());
+    while let Some(event) = events.recv().await {
+        match event {
+            Event::Delta(delta) => whole.delta(&delta),
+            Event::PromptLogprobs { prompt, tokens } => whole.prompt_logprobs(prompt, &tokens),
+            Event::ChoiceFinished { choice, reason } => whole.finished(choice, reason),
+            Event::Restarted => whole.restart(),
+            Event::Failed(error) => return Err(error),
+            Event::Finished(receipt) => {
+                let mut response = Response::new(Body::from(whole.into_json(&receipt)));
+                let headers = response.headers_mut();
+                headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+                head.write(headers);
+                write_receipt(&receipt, headers);
+                return Ok(response);
+            }
+        }
+    }
+    Err(ApiError::Internal) // the task panicked
+}
+
+/// Waits for the first token, up to which a refusal is a plain status; then
+/// answers with a stream.
+async fn tell_stream(head: Head, mut events: mpsc::Receiver<Event>) -> Result<Response, ApiError> {
+    let first = loop {
+        match events.recv().await {
+            None => return Err(ApiError::Internal), // the task panicked
+            Some(Event::Failed(error)) => return Err(error),
+            Some(Event::Restarted) => {}
+            Some(event) => break event,
+        }
+    };
+    let body = Body::from_stream(sse::transcript(head.telling.clone(), first, events));
+    let mut response = body.into_response();
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    headers.insert(ACCEL_BUFFERING, HeaderValue::from_static("no"));
+    head.write(headers);
+    Ok(response)
+}
+
+fn write_receipt(receipt: &Receipt, headers: &mut HeaderMap) {
+    headers.insert(ATTRIBUTED, receipt.usage.attributed.nanos().into());
+    headers.insert(REFERENCE, receipt.usage.reference.nanos().into());
+    headers.insert(QUEUE, receipt.stages.queue_ns.into());
+}
+
+const ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
+const DEVICE_CLASS: HeaderName = HeaderName::from_static("x-tollgate-device-class");
+const RESERVED: HeaderName = HeaderName::from_static("x-tollgate-reserved-ns");
+const REFERENCE: HeaderName = HeaderName::from_static("x-tollgate-reference-ns");
+const ATTRIBUTED: HeaderName = HeaderName::from_static("x-tollgate-attributed-ns");
+const QUEUE: HeaderName = HeaderName::from_static("x-tollgate-queue-ns");
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -1,0 +1,209 @@
+//! The body, from the wire to checked text: its size bounded before it is
+//! kept, its progress watched, its depth counted before anything parses it.
+
+use std::error::Error;
+use std::time::Duration;
+
+use axum::body::{Body, Bytes};
+use http_body::Body as _;
+use http_body_util::{BodyExt, LengthLimitError};
+use tokio::time::{Instant, timeout_at};
+
+use super::fields::Violation;
+use crate::reply::ApiError;
+
+/// How large a body may be and how slowly it may come.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BodyLimits {
+    /// All of it, bytes.
+    pub(crate) size: u64,
+    /// Within each window of this length ...
+    pub(crate) window: Duration,
+    /// ... at least so many bytes must arrive, or the rest of it.
+    pub(crate) progress: u64,
+}
+
+/// Why a body did not arrive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum BodyRefusal {
+    /// It is larger than the limit, bytes.
+    TooLarge(u64),
+    /// It came too slowly.
+    TooSlow,
+    /// The connection failed or the client left.
+    Broken,
+}
+
+impl From<BodyRefusal> for ApiError {
+    fn from(refusal: BodyRefusal) -> Self {
+        match refusal {
+            BodyRefusal::TooLarge(limit) => Self::BodyTooLarge { limit },
+            BodyRefusal::TooSlow => Self::BodyTooSlow,
+            BodyRefusal::Broken => Self::malformed("The body ended before its length."),
+        }
+    }
+}
+
+/// Reads the whole body.
+pub(crate) async fn read(mut body: Body, limits: BodyLimits) -> Result<Bytes, BodyRefusal> {
+    let limit = limits.size;
+    let expected = body.size_hint();
+    if expected.lower() > limit {
+        return Err(BodyRefusal::TooLarge(limit));
+    }
+    let mut bytes = Vec::with_capacity((expected.lower() as usize).min(64 * 1024));
+    let mut window = Window::open(0, limits);
+    loop {
+        let frame = match timeout_at(window.end, body.frame()).await {
+            Err(_) => return Err(BodyRefusal::TooSlow),
+            Ok(None) => return Ok(bytes.into()),
+            Ok(Some(Err(error))) if is_over_limit(&error) => {
+                return Err(BodyRefusal::TooLarge(limit));
+            }
+            Ok(Some(Err(_))) => return Err(BodyRefusal::Broken),
+            Ok(Some(Ok(frame))) => frame,
+        };
+        let Ok(data) = frame.into_data() else { continue };
+        if (bytes.len() + data.len()) as u64 > limit {
+            return Err(BodyRefusal::TooLarge(limit));
+        }
+        bytes.extend_from_slice(&data);
+        if (bytes.len() - window.from) as u64 >= limits.progress {
+            window = Window::open(bytes.len(), limits);
+        }
+    }
+}
+
+/// Whether the stack's own limit, of the same size, cut the body off.
+fn is_over_limit(error: &axum::Error) -> bool {
+    let mut cause: Option<&(dyn Error + 'static)> = Some(error);
+    while let Some(error) = cause {
+        if error.is::<LengthLimitError>() {
+            return true;
+        }
+        cause = error.source();
+    }
+    false
+}
+
+/// A span of time and how much had arrived when it began.
+struct Window {
+    from: usize,
+    end: Instant,
+}
+
+impl Window {
+    fn open(from: usize, limits: BodyLimits) -> Self {
+        Self { from, end: Instant::now() + limits.window }
+    }
+}
+
+/// The body as text whose nesting is within bounds. What is text but not JSON
+/// is the parser's to refuse.
+pub(crate) fn text(bytes: &[u8], most_depth: u32) -> Result<&str, Violation> {
+    let text = std::str::from_utf8(bytes)
+        .map_err(|_| Violation::body("The body is not valid JSON: it is not UTF-8."))?;
+    if depth(text) > most_depth as usize {
+        return Err(Violation::body(format!(
+            "The body nests deeper than {most_depth} arrays and objects."
+        )));
+    }
+    Ok(text)
+}
+
+/// The deepest nesting of brackets outside strings; exact where `text` is
+/// JSON, harmless where it is not.
+fn depth(text: &str) -> usize {
+    let (mut depth, mut deepest) = (0usize, 0usize);
+    let mut bytes = text.bytes();
+    while let Some(byte) = bytes.next() {
+        match byte {
+            b'"' => {
+                while let Some(byte) = bytes.next() {
+                    match byte {
+                        b'\\' => drop(bytes.next()),
+                        b'"' => break,
+                        _ => {}
+                    }
+                }
+            }
+            b'[' | b'{' => {
+                depth += 1;
+                deepest = deepest.max(depth);
+            }
+            b']' | b'}' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+    }
+    deepest
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::stream;
+
+    use super::*;
+
+    fn limits(size: u64) -> BodyLimits {
+        BodyLimits { size, window: Duration::from_secs(5), progress: 1024 }
+    }
+
+    #[test]
+    fn depth_counts_brackets_outside_strings() {
+        for (text, expected) in [
+            ("1", 0),
+            ("{}", 1),
+            ("[[],[[]]]", 3),
+            (r#"{"a":"[[[["}"#, 1),
+            (r#"{"a":"\"[[","b":[{}]}"#, 3),
+            (r#""\\"[["#, 2),
+            ("]]][", 1),
+            ("\"unclosed [[[", 0),
+        ] {
+            assert_eq!(depth(text), expected, "{text}");
+        }
+        let bomb = "[".repeat(1_000_000);
+        assert_eq!(text(bomb.as_bytes(), 32).expect_err("too deep").param, None);
+        assert!(text(&[b'"', 0xff, b'"'], 32).is_err());
+    }
+
+    #[tokio::test]
+    async fn a_body_is_cut_off_at_its_limit() {
+        for (chunks, expected) in [
+            (vec!["ab", "cd"], Ok(Bytes::from("abcd"))),
+            (vec!["ab", "cde"], Err(BodyRefusal::TooLarge(4))),
+            (vec![], Ok(Bytes::new())),
+        ] {
+            let body = Body::from_stream(stream::iter(
+                chunks.into_iter().map(|chunk| Ok::<_, std::io::Error>(chunk.to_owned())),
+            ));
+            assert_eq!(read(body, limits(4)).await, expected);
+        }
+        assert_eq!(read(Body::from("abcde"), limits(4)).await, Err(BodyRefusal::TooLarge(4)));
+        let limited = Body::new(http_body_util::Limited::new(Body::from("abcde"), 4));
+        assert_eq!(read(limited, limits(8)).await, Err(BodyRefusal::TooLarge(8)));
+        let broken =
+            Body::from_stream(stream::iter([Err::<String, _>(std::io::Error::other("gone"))]));
+        assert_eq!(read(broken, limits(4)).await, Err(BodyRefusal::Broken));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_body_that_trickles_is_refused_and_a_slow_one_is_not() {
+        let trickle = stream::unfold((), |()| async {
+            tokio::time::sleep(Duration::from_millis(900)).await;
+            Some((Ok::<_, std::io::Error>(vec![b' '; 100]), ()))
+        });
+        let started = Instant::now();
+        assert_eq!(
+            read(Body::from_stream(trickle), limits(1 << 20)).await,
+            Err(BodyRefusal::TooSlow)
+        );
+        assert_eq!(started.elapsed(), Duration::from_secs(5));
+        let slow = stream::unfold(0, |sent| async move {
+            tokio::time::sleep(Duration::from_secs(4)).await;
+            (sent < 10).then(|| (Ok::<_, std::io::Error>(vec![b' '; 1024]), sent + 1))
+        });
+        let body = read(Body::from_stream(slow), limits(1 << 20)).await.expect("it made progress");
+        assert_eq!(body.len(), 10 * 1024);
+    }
+}

@@ -1,0 +1,272 @@
+//! T33: what is beyond a bound is an exact 400 with `param`, what is within
+//! passes, and what is neutral changes nothing.
+
+use tollgate_config::RequestLimits;
+
+use crate::api::asked::{Asked, AskedPrompt};
+use crate::api::body;
+use crate::api::fields::Violation;
+use crate::api::{chat, completions};
+
+const MESSAGES: &str = r#""messages":[{"role":"user","content":"hi"}]"#;
+
+fn limits() -> RequestLimits {
+    RequestLimits::default()
+}
+
+fn chat_with(fields: &str) -> Result<Asked, Violation> {
+    let comma = if fields.is_empty() { "" } else { "," };
+    chat::parse(&format!(r#"{{"model":"m",{MESSAGES}{comma}{fields}}}"#), &limits())
+}
+
+fn completion_with(fields: &str) -> Result<Asked, Violation> {
+    let comma = if fields.is_empty() { "" } else { "," };
+    completions::parse(&format!(r#"{{"model":"m"{comma}{fields}}}"#), &limits())
+}
+
+fn check(found: &Result<Asked, Violation>, expected: Option<&str>, asked: &str) {
+    match (found, expected) {
+        (Ok(_), None) => {}
+        (Err(violation), Some(param)) => {
+            assert_eq!(violation.param.as_deref(), Some(param), "{asked}: {}", violation.message);
+            assert!(!violation.message.is_empty());
+        }
+        (found, expected) => panic!("{asked}: expected {expected:?}, found {found:?}"),
+    }
+}
+
+#[test]
+fn chat_fields_keep_their_bounds() {
+    let stop_of = |bytes: usize| format!(r#""stop":["{}"]"#, "s".repeat(bytes));
+    let biases = |count: usize| {
+        let entries: Vec<String> = (0..count).map(|token| format!(r#""{token}":1"#)).collect();
+        format!(r#""logit_bias":{{{}}}"#, entries.join(","))
+    };
+    let metadata = |count: usize| {
+        let entries: Vec<String> = (0..count).map(|key| format!(r#""{key}":"v""#)).collect();
+        format!(r#""metadata":{{{}}}"#, entries.join(","))
+    };
+    let owned = [
+        (stop_of(256), None),
+        (stop_of(257), Some("stop")),
+        (biases(300), None),
+        (biases(301), Some("logit_bias")),
+        (metadata(16), None),
+        (metadata(17), Some("metadata")),
+        (format!(r#""user":"{}""#, "u".repeat(513)), Some("user")),
+    ];
+    for (fields, expected) in &owned {
+        check(&chat_with(fields), *expected, &fields[..fields.len().min(80)]);
+    }
+    for (fields, expected) in [
+        ("", None),
+        (r#""n":1"#, None),
+        (r#""n":8"#, None),
+        (r#""n":0"#, Some("n")),
+        (r#""n":9"#, Some("n")),
+        (r#""n":-1"#, Some("n")),
+        (r#""n":1.5"#, Some("n")),
+        (r#""n":"2""#, Some("n")),
+        (r#""n":null"#, None),
+        (r#""max_tokens":1"#, None),
+        (r#""max_tokens":0"#, Some("max_tokens")),
+        (r#""max_tokens":-5"#, Some("max_tokens")),
+        (r#""max_tokens":99999999999"#, Some("max_tokens")),
+        (r#""max_completion_tokens":0"#, Some("max_completion_tokens")),
+        (r#""max_tokens":5,"max_completion_tokens":5"#, None),
+        (r#""max_tokens":5,"max_completion_tokens":6"#, Some("max_tokens")),
+        (r#""temperature":0"#, None),
+        (r#""temperature":2"#, None),
+        (r#""temperature":2.01"#, Some("temperature")),
+        (r#""temperature":-0.01"#, Some("temperature")),
+        (r#""temperature":"hot""#, Some("temperature")),
+        (r#""top_p":1"#, None),
+        (r#""top_p":1.1"#, Some("top_p")),
+        (r#""presence_penalty":-2"#, None),
+        (r#""presence_penalty":-2.1"#, Some("presence_penalty")),
+        (r#""frequency_penalty":2"#, None),
+        (r#""frequency_penalty":2.1"#, Some("frequency_penalty")),
+        (r#""stop":"x""#, None),
+        (r#""stop":["a","b","c","d"]"#, None),
+        (r#""stop":["a","b","c","d","e"]"#, Some("stop")),
+        (r#""stop":["a",""]"#, Some("stop[1]")),
+        (r#""stop":[1]"#, Some("stop")),
+        (r#""stop":7"#, Some("stop")),
+        (r#""stop":null"#, None),
+        (r#""stop":[]"#, None),
+        (r#""seed":-3"#, None),
+        (r#""seed":1.5"#, Some("seed")),
+        (r#""logit_bias":{"5":-100}"#, None),
+        (r#""logit_bias":{"5":-100.5}"#, Some("logit_bias.5")),
+        (r#""logit_bias":{"x":1}"#, Some("logit_bias.x")),
+        (r#""logit_bias":{"1":1,"01":2}"#, Some("logit_bias.1")),
+        (r#""logit_bias":[1]"#, Some("logit_bias")),
+        (r#""logprobs":true,"top_logprobs":20"#, None),
+        (r#""logprobs":true,"top_logprobs":21"#, Some("top_logprobs")),
+        (r#""top_logprobs":1"#, Some("top_logprobs")),
+        (r#""logprobs":false,"top_logprobs":0"#, None),
+        (r#""logprobs":1"#, Some("logprobs")),
+        (r#""stream":"yes""#, Some("stream")),
+        (r#""stream":true,"stream_options":{"include_usage":true}"#, None),
+        (
+            r#""stream":true,"stream_options":{"include_usage":1}"#,
+            Some("stream_options.include_usage"),
+        ),
+        (r#""stream":true,"stream_options":[]"#, Some("stream_options")),
+        (r#""stream_options":{"include_usage":true}"#, Some("stream_options")),
+        (r#""stream_options":null"#, None),
+        (r#""tools":[]"#, None),
+        (r#""tools":[{"type":"function"}]"#, Some("tools")),
+        (r#""tool_choice":"auto""#, None),
+        (r#""tool_choice":"required""#, Some("tool_choice")),
+        (r#""response_format":{"type":"text"}"#, None),
+        (r#""response_format":{"type":"json_object"}"#, Some("response_format")),
+        (r#""service_tier":"auto""#, None),
+        (r#""service_tier":"flex""#, Some("service_tier")),
+        (r#""functions":[{"name":"f"}]"#, Some("functions")),
+        (r#""modalities":["text"]"#, None),
+        (r#""modalities":["text","audio"]"#, Some("modalities")),
+        (r#""store":true"#, Some("store")),
+        (r#""reasoning_effort":"high""#, Some("reasoning_effort")),
+        (r#""chat_template":"{{ x }}""#, Some("chat_template")),
+        (r#""chat_template_kwargs":{"a":1}"#, Some("chat_template_kwargs")),
+        (r#""documents":[{"url":"http://internal/"}]"#, Some("documents")),
+        (r#""metadata":{"a":1}"#, Some("metadata")),
+        (r#""an_unknown_field":{"deep":[1,2]},"top_k":5"#, None),
+        (r#""n":1,"n":2"#, Some("n")),
+    ] {
+        check(&chat_with(fields), expected, fields);
+    }
+}
+
+#[test]
+fn messages_keep_their_shape() {
+    let many = |count: usize| {
+        let message = r#"{"role":"user","content":"x"}"#;
+        format!("[{}]", vec![message; count].join(","))
+    };
+    let owned = [(many(2_048), None), (many(2_049), Some("messages"))];
+    for (messages, expected) in &owned {
+        let body = format!(r#"{{"model":"m","messages":{messages}}}"#);
+        check(&chat::parse(&body, &limits()), *expected, "many messages");
+    }
+    for (messages, expected) in [
+        ("[]", Some("messages")),
+        ("null", Some("messages")),
+        ("\"hi\"", Some("messages")),
+        ("[1]", Some("messages[0]")),
+        (r#"[["user","hi"]]"#, Some("messages[0]")),
+        (r#"[{"role":"user"}]"#, Some("messages[0].content")),
+        (r#"[{"role":"user","content":null}]"#, Some("messages[0].content")),
+        (r#"[{"content":"hi"}]"#, Some("messages[0].role")),
+        (r#"[{"role":"tool","content":"hi"}]"#, Some("messages[0].role")),
+        (r#"[{"role":"developer","content":"hi"}]"#, None),
+        (r#"[{"role":"user","content":"hi","name":"bob"}]"#, Some("messages[0].name")),
+        (r#"[{"role":"user","content":"hi","extra":1}]"#, None),
+        (r#"[{"role":"user","content":"hi","content":"ho"}]"#, Some("messages[0].content")),
+        (r#"[{"role":"assistant","content":"hi","refusal":null,"tool_calls":[]}]"#, None),
+        (
+            r#"[{"role":"user","content":[{"type":"text","text":"a"},{"type":"text","text":"b"}]}]"#,
+            None,
+        ),
+        (
+            r#"[{"role":"user","content":[{"type":"image_url","image_url":{"url":"http://x/"}}]}]"#,
+            Some("messages[0].content[0].type"),
+        ),
+        (r#"[{"role":"user","content":[{"type":"text"}]}]"#, Some("messages[0].content[0].text")),
+        (r#"[{"role":"user","content":"\ud800"}]"#, Some("messages[0].content")),
+    ] {
+        let body = format!(r#"{{"model":"m","messages":{messages}}}"#);
+        check(&chat::parse(&body, &limits()), expected, messages);
+    }
+    let body = r#"{"model":"m","messages":[{"role":"user","content":[
+        {"type":"text","text":"a"},{"type":"text","text":"b"}]}]}"#;
+    let asked = chat::parse(body, &limits()).expect("text parts");
+    let AskedPrompt::Messages(messages) = asked.prompt else { panic!("messages") };
+    assert_eq!(messages[0].content, "ab");
+}
+
+#[test]
+fn completion_fields_keep_their_bounds() {
+    let texts = |count: usize| format!(r#""prompt":[{}]"#, vec![r#""x""#; count].join(","));
+    let owned = [(texts(16), None), (texts(17), Some("prompt"))];
+    for (fields, expected) in &owned {
+        check(&completion_with(fields), *expected, fields);
+    }
+    for (fields, expected) in [
+        (r#""prompt":"hi""#, None),
+        (r#""prompt":["hi","ho"]"#, None),
+        (r#""prompt":[1,2,3]"#, None),
+        (r#""prompt":[[1,2],[3]]"#, None),
+        (r#""prompt":[]"#, Some("prompt")),
+        (r#""prompt":"""#, Some("prompt")),
+        (r#""prompt":[""]"#, Some("prompt")),
+        (r#""prompt":[[1],[]]"#, Some("prompt")),
+        (r#""prompt":[1,"a"]"#, Some("prompt")),
+        (r#""prompt":["a",1]"#, Some("prompt")),
+        (r#""prompt":[-1]"#, Some("prompt")),
+        (r#""prompt":[4294967296]"#, Some("prompt")),
+        (r#""prompt":{"a":1}"#, Some("prompt")),
+        ("", Some("prompt")),
+        (r#""prompt":"hi","suffix":"x""#, Some("suffix")),
+        (r#""prompt":"hi","suffix":null"#, None),
+        (r#""prompt":"hi","best_of":1"#, None),
+        (r#""prompt":"hi","best_of":2"#, Some("best_of")),
+        (r#""prompt":"hi","best_of":2,"n":2"#, None),
+        (r#""prompt":"hi","best_of":100"#, Some("best_of")),
+        (r#""prompt":"hi","logprobs":0"#, None),
+        (r#""prompt":"hi","logprobs":5"#, None),
+        (r#""prompt":"hi","logprobs":6"#, Some("logprobs")),
+        (r#""prompt":"hi","logprobs":true"#, Some("logprobs")),
+        (r#""prompt":"hi","max_tokens":0"#, Some("max_tokens")),
+        (r#""prompt":"hi","max_tokens":0,"echo":true"#, None),
+        (r#""prompt":"hi","echo":"yes""#, Some("echo")),
+        (r#""prompt":"hi","n":9"#, Some("n")),
+    ] {
+        check(&completion_with(fields), expected, fields);
+    }
+}
+
+#[test]
+fn bodies_that_are_no_request_are_refused_whole() {
+    for body in ["", "nothing", "[]", "1", "null", "{", r#"{"model":"m"} x"#, r#"{"model"}"#] {
+        for found in [chat::parse(body, &limits()), completions::parse(body, &limits())] {
+            let violation = found.expect_err(body);
+            assert_eq!(violation.param, None, "{body}");
+        }
+    }
+    let violation = chat::parse(r#"{"messages":[]}"#, &limits()).expect_err("no model");
+    assert_eq!(violation.code, Some("missing_required_parameter"));
+}
+
+#[test]
+fn parse_bombs_stay_small() {
+    let limits = limits();
+    let size = limits.body.0 as usize;
+    let bombs = [
+        "[".repeat(size),
+        format!(r#"{{"model":"m","messages":[{}0]}}"#, "0,".repeat(size / 2)),
+        format!(r#"{{"model":"m",{MESSAGES},"stop":[{}0]}}"#, "0,".repeat(size / 2)),
+        format!(r#"{{"model":"m",{MESSAGES},"tools":{}}}"#, "[0],".repeat(10)),
+        format!(
+            r#"{{"model":"m","messages":[{{"role":"user","content":[{}0]}}]}}"#,
+            "0,".repeat(size / 2)
+        ),
+        format!(
+            r#"{{"model":"m",{MESSAGES},"logit_bias":{{{}"a":1}}}}"#,
+            r#""1":1,"#.repeat(size / 6)
+        ),
+        format!(r#"{{"model":"m","prompt":[{}0]}}"#, "0,".repeat(size)),
+        format!(r#"{{"model":"m","prompt":[{}[0]]}}"#, "[0],".repeat(size / 4)),
+        format!(r#"{{{}"model":"m"}}"#, r#""model":"m","#.repeat(1_000)),
+    ];
+    for bomb in &bombs {
+        let start = &bomb[..60.min(bomb.len())];
+        let text = match body::text(bomb.as_bytes(), limits.json_depth) {
+            Ok(text) => text,
+            Err(_) => continue,
+        };
+        assert!(chat::parse(text, &limits).is_err(), "{start}");
+        assert!(completions::parse(text, &limits).is_err(), "{start}");
+    }
+}

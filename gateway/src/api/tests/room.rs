@@ -1,0 +1,151 @@
+//! A gateway's rooms behind the front door, furnished for a test: routes,
+//! limits, ledger and keys are real, the workers are fakes.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use axum::Router;
+use axum::body::Body;
+use http::{Request, Response, StatusCode, header};
+use http_body_util::BodyExt;
+use serde_json::Value;
+use tempfile::TempDir;
+use tokio_util::sync::CancellationToken;
+use tollgate_admission::{Admission, AdmissionOptions};
+use tollgate_config::Config;
+use tollgate_domain::{RequestId, TenantId};
+use tollgate_ledger::{Ledger, LedgerHandle};
+use tower::ServiceExt;
+
+use crate::Clock;
+use crate::api::{Api, routes};
+use crate::auth::{Authenticator, KeyOptions, KeyStore};
+use crate::serving::{Serving, ServingOptions};
+use crate::telemetry::Metrics;
+use crate::upstream::fake::FakeWorker;
+
+/// Tenants `acme` and `other`, without limits.
+pub(crate) const PLAIN: &str = r#"
+[plans.open]
+[tenants.acme]
+plan = "open"
+[tenants.other]
+plan = "open"
+"#;
+
+pub(crate) struct Room {
+    pub(crate) api: Api,
+    pub(crate) ledger: LedgerHandle,
+    _folder: TempDir,
+    router: Router,
+    keys: Vec<(&'static str, String)>,
+    drawn: std::sync::atomic::AtomicU64,
+}
+
+impl Room {
+    /// A folder for sockets, before there is a room.
+    pub(crate) fn folder() -> TempDir {
+        tempfile::tempdir().expect("a folder")
+    }
+
+    /// A room by `config` with `workers`, once all of them are connected.
+    pub(crate) async fn open(folder: TempDir, config: &str, workers: &[&FakeWorker]) -> Self {
+        let room = Self::open_at_once(folder, config, workers);
+        while room.api.serving.workers.online().count() < workers.len() {
+            room.api.serving.workers.changed().await;
+        }
+        room
+    }
+
+    /// As [`Self::open`], without waiting for anyone.
+    pub(crate) fn open_at_once(folder: TempDir, config: &str, workers: &[&FakeWorker]) -> Self {
+        let config = Arc::new(Config::from_toml(Path::new("test.toml"), config).expect("a config"));
+        let clock = Clock::system();
+        let store = KeyStore::open(folder.path()).expect("keys");
+        let keys = ["acme", "other"].map(|tenant| {
+            let name = TenantId::new(tenant).expect("a name");
+            let key = store.create(&name, KeyOptions::default(), clock.utc()).expect("a key");
+            (tenant, key.secret.expose().to_owned())
+        });
+        let ledger = Ledger::open(&folder.path().join("ledger.db")).expect("a ledger");
+        let serving = Serving::start(ServingOptions {
+            workers: workers.iter().map(|worker| worker.endpoint.clone()).collect(),
+            ledger: ledger.clone(),
+            admission: Admission::new(AdmissionOptions::default()),
+            config: Arc::clone(&config),
+            keys: store.clone(),
+            clock,
+            deadlines: config.gateway().deadlines.clone(),
+            cancels_per_minute: config.gateway().requests.cancels_per_minute,
+            metrics: Metrics::new(),
+            stopping: CancellationToken::new(),
+        });
+        let authenticator = Authenticator::new(store, Vec::new()).expect("no issuers");
+        let api = Api { serving, config, authenticator, draining: CancellationToken::new() };
+        Self {
+            router: routes(api.clone()),
+            api,
+            ledger,
+            _folder: folder,
+            keys: keys.to_vec(),
+            drawn: Default::default(),
+        }
+    }
+
+    /// Answers a request of `tenant`.
+    pub(crate) async fn ask(
+        &self,
+        tenant: &str,
+        method: &str,
+        path: &str,
+        body: &str,
+    ) -> Response<Body> {
+        let number = self.drawn.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let (_, key) = self.keys.iter().find(|(name, _)| *name == tenant).expect("a tenant");
+        let mut request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header(header::AUTHORIZATION, format!("Bearer {key}"))
+            .body(Body::from(body.to_owned()))
+            .expect("a request");
+        request.extensions_mut().insert(RequestId::from_random(u128::from(number)));
+        self.router.clone().oneshot(request).await.expect("routes do not fail")
+    }
+
+    /// Asks for a chat with more `fields`.
+    pub(crate) async fn chat(&self, fields: &str) -> Response<Body> {
+        let comma = if fields.is_empty() { "" } else { "," };
+        let body = format!(
+            r#"{{"model":"fake","messages":[{{"role":"user","content":"Hello there"}}]{comma}{fields}}}"#
+        );
+        self.ask("acme", "POST", "/v1/chat/completions", &body).await
+    }
+
+    /// Waits until every request's task has ended.
+    pub(crate) async fn settled(&self) {
+        self.api.serving.pumps.close();
+        self.api.serving.pumps.wait().await;
+        self.api.serving.pumps.reopen();
+        assert_eq!(self.api.serving.admission.status().running, 0, "a hold is open");
+        assert_eq!(self.api.serving.admission.status().queued, 0, "a hold waits");
+    }
+}
+
+/// Status and body as JSON.
+pub(crate) async fn json(response: Response<Body>) -> (StatusCode, Value) {
+    let (parts, body) = response.into_parts();
+    let bytes = body.collect().await.expect("a body").to_bytes();
+    (parts.status, serde_json::from_slice(&bytes).expect("JSON"))
+}
+
+/// Status and body as text.
+pub(crate) async fn text(response: Response<Body>) -> (StatusCode, String) {
+    let (parts, body) = response.into_parts();
+    let bytes = body.collect().await.expect("a body").to_bytes();
+    (parts.status, String::from_utf8(bytes.to_vec()).expect("text"))
+}
+
+/// The value of header `name`.
+pub(crate) fn header<'a>(response: &'a Response<Body>, name: &str) -> &'a str {
+    response.headers().get(name).map_or("", |value| value.to_str().expect("text"))
+}

@@ -1,0 +1,165 @@
+//! Whole requests through the routes.
+
+use http::StatusCode;
+use tokio::join;
+use tollgate_wire::v1::{FinishReason, RefusedReason};
+
+use super::room::{PLAIN, Room, header, json, text};
+use crate::upstream::fake::{CONTEXT, FakeWorker};
+
+#[tokio::test]
+async fn a_chat_in_one_piece() {
+    let folder = Room::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let (response, ()) = join!(room.chat(r#""stop":"END","seed":5,"max_tokens":9"#), async {
+        let run = worker.run().await;
+        let assignment = &run.assignment;
+        assert_eq!((assignment.tenant.as_str(), assignment.model.as_str()), ("acme", "fake"));
+        assert_eq!((assignment.max_tokens, assignment.choices, assignment.attempt), (9, 1, 0));
+        assert_eq!(assignment.stop, ["END"]);
+        assert_eq!(assignment.sampling.as_ref().map(|sampling| sampling.seed), Some(5));
+        assert_eq!(assignment.budget_ns, None, "no cap applies");
+        assert!(!assignment.prompts[0].tokens.is_empty());
+        run.answer("Hi.").await;
+    });
+    assert_eq!(header(&response, "content-type"), "application/json");
+    assert_eq!(header(&response, "x-tollgate-reference-ns"), "100");
+    assert!(!header(&response, "x-tollgate-reserved-ns").is_empty());
+    let (status, body) = json(response).await;
+    assert_eq!(status, StatusCode::OK);
+    assert_eq!(body["object"], "chat.completion");
+    assert_eq!(body["choices"][0]["message"]["content"], "Hi.");
+    assert_eq!(body["choices"][0]["finish_reason"], "stop");
+    assert_eq!(body["usage"]["completion_tokens"], 1);
+    room.settled().await;
+}
+
+#[tokio::test]
+async fn a_stream_waits_for_the_first_token() {
+    let folder = Room::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    // Refused before the first token: a plain status, though a stream was asked for.
+    let (response, ()) = join!(room.chat(r#""stream":true"#), async {
+        worker.run().await.refuse(RefusedReason::Overloaded).await;
+    });
+    assert_eq!(header(&response, "retry-after-ms"), "1500");
+    assert_eq!(json(response).await.0, StatusCode::SERVICE_UNAVAILABLE);
+    let usage = r#""stream":true,"stream_options":{"include_usage":true}"#;
+    let (response, ()) = join!(room.chat(usage), async {
+        worker.run().await.answer("Hi.").await;
+    });
+    for (name, value) in [
+        ("content-type", "text/event-stream"),
+        ("cache-control", "no-cache"),
+        ("x-accel-buffering", "no"),
+    ] {
+        assert_eq!(header(&response, name), value);
+    }
+    let (status, transcript) = text(response).await;
+    assert_eq!(status, StatusCode::OK);
+    let lines: Vec<&str> = transcript.split("\n\n").collect();
+    assert!(lines[0].starts_with("data: {"), "{transcript}");
+    assert!(lines[0].contains(r#""delta":{"role":"assistant","content":""}"#), "{transcript}");
+    assert!(lines[1].contains(r#""delta":{"content":"Hi."}"#), "{transcript}");
+    assert!(lines[2].contains(r#""finish_reason":"stop"}],"usage":null}"#), "{transcript}");
+    assert!(lines[3].contains(r#""choices":[],"usage":{"#), "{transcript}");
+    assert_eq!(lines[4..], ["data: [DONE]", ""]);
+    room.settled().await;
+}
+
+#[tokio::test]
+async fn what_no_worker_may_see_is_refused() {
+    let folder = Room::folder();
+    let worker = FakeWorker::start(folder.path(), "w0");
+    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let long = "word ".repeat(4 * CONTEXT as usize);
+    let huge = "x".repeat(1024 * 1024);
+    let chat = |content: &str| {
+        format!(r#"{{"model":"fake","messages":[{{"role":"user","content":"{content}"}}]}}"#)
+    };
+    let prompt = |fields: &str| format!(r#"{{"model":"fake","prompt":{fields}}}"#);
+    for (path, body, status, code, param) in [
+        ("chat/completions", chat(&long), 400, "context_length_exceeded", "messages"),
+        ("chat/completions", chat(&huge), 400, "context_length_exceeded", "messages"),
+        (
+            "completions",
+            prompt(r#""a","max_tokens":256"#),
+            400,
+            "context_length_exceeded",
+            "prompt",
+        ),
+        ("completions", prompt("[2048]"), 400, "invalid_value", "prompt"),
+        (
+            "completions",
+            prompt(r#""a","logit_bias":{"2048":1}"#),
+            400,
+            "invalid_value",
+            "logit_bias",
+        ),
+        ("completions", r#"{"model":"nope","prompt":"a"}"#.into(), 404, "model_not_found", "model"),
+        ("completions", r#"{"model":"a b","prompt":"a"}"#.into(), 404, "model_not_found", "model"),
+        ("completions", r#"{"model":"tollgate-demo","prompt":"a"}"#.into(), 503, "overloaded", ""),
+        ("completions", "x".repeat(2 * 1024 * 1024 + 1), 413, "request_too_large", ""),
+        ("completions", "[".repeat(100), 400, "", ""),
+    ] {
+        let response = room.ask("acme", "POST", &format!("/v1/{path}"), &body).await;
+        let (found, error) = json(response).await;
+        let start = &body[..body.len().min(60)];
+        assert_eq!(found.as_u16(), status, "{start}: {error}");
+        assert_eq!(error["error"]["code"].as_str().unwrap_or(""), code, "{start}: {error}");
+        assert_eq!(error["error"]["param"].as_str().unwrap_or(""), param, "{start}: {error}");
+    }
+    room.settled().await;
+}
+
+#[tokio::test]
+async fn models_are_those_that_the_tenant_may_use() {
+    let folder = Room::folder();
+    let worker = FakeWorker::start(folder.path(), "w0");
+    let config = "[plans.open]\n[tenants.acme]\nplan = \"open\"\n[tenants.other]\nplan = \"open\"\nmodels = [\"tollgate-demo\"]\n";
+    let room = Room::open(folder, config, &[&worker]).await;
+    for (tenant, expected) in
+        [("acme", vec!["fake", "tollgate-demo"]), ("other", vec!["tollgate-demo"])]
+    {
+        let (_, list) = json(room.ask(tenant, "GET", "/v1/models", "").await).await;
+        let ids: Vec<_> = list["data"]
+            .as_array()
+            .expect("a list")
+            .iter()
+            .map(|model| model["id"].clone())
+            .collect();
+        assert_eq!(ids, expected, "{tenant}");
+    }
+    for (tenant, model, expected) in
+        [("acme", "fake", 200), ("other", "fake", 404), ("acme", "no/pe", 404)]
+    {
+        let response = room.ask(tenant, "GET", &format!("/v1/models/{model}"), "").await;
+        assert_eq!(response.status().as_u16(), expected, "{tenant} {model}");
+    }
+    let body = r#"{"model":"fake","prompt":"a"}"#;
+    let response = room.ask("other", "POST", "/v1/completions", body).await;
+    assert_eq!(response.status(), StatusCode::NOT_FOUND);
+}
+
+#[tokio::test]
+async fn a_completion_echoes_its_prompts() {
+    let folder = Room::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let body = r#"{"model":"fake","prompt":["one","two"],"n":2,"echo":true,"max_tokens":3}"#;
+    let (response, ()) = join!(room.ask("acme", "POST", "/v1/completions", body), async {
+        let run = worker.run().await;
+        assert_eq!((run.assignment.prompts.len(), run.assignment.choices), (2, 2));
+        for choice in 0..4 {
+            run.token(choice, &format!(" {choice}"), 100).await;
+            run.end_choice(choice, FinishReason::Length).await;
+        }
+        run.end(4, 100).await;
+    });
+    let (_, body) = json(response).await;
+    let texts: Vec<_> = (0..4).map(|choice| body["choices"][choice]["text"].clone()).collect();
+    assert_eq!(texts, ["one 0", "one 1", "two 2", "two 3"]);
+    room.settled().await;
+}

@@ -1,0 +1,27 @@
+//! The caller as an extractor: a handler that names it runs for nobody else,
+//! and an earlier extractor in its list runs before the body is read.
+
+use axum::extract::{FromRef, FromRequestParts};
+use http::request::Parts;
+
+use super::{AuthenticatedCaller, Authenticator};
+use crate::listener::Peer;
+use crate::{ApiError, Clock};
+
+impl<S> FromRequestParts<S> for AuthenticatedCaller
+where
+    S: Send + Sync,
+    Authenticator: FromRef<S>,
+    Clock: FromRef<S>,
+{
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        let now = Clock::from_ref(state).utc();
+        let caller = Authenticator::from_ref(state).authenticate(&parts.headers, now)?;
+        if let Some(peer) = parts.extensions.get::<Peer>() {
+            peer.vouch();
+        }
+        Ok(caller)
+    }
+}

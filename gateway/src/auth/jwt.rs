@@ -1,0 +1,277 @@
+//! Tokens of configured issuers, strictly: what is not required here is
+//! refused, not ignored. Nothing in a token chooses a key's use, a key's
+//! place, or how its signature is read.
+
+use std::sync::{Mutex, PoisonError};
+
+use arc_swap::ArcSwap;
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use jsonwebtoken::{Algorithm, DecodingKey, Validation};
+use tollgate_domain::{Caller, KeyId, TenantId, UtcTime};
+
+use super::claims::{self, Claims, TokenHeader};
+use super::issuer::{IssuerError, IssuerKeys, IssuerOptions, VerifyingKey};
+use super::jwks;
+
+/// Checks tokens of all issuers.
+#[derive(Debug)]
+pub(super) struct TokenVerifier {
+    issuers: Vec<Issuer>,
+}
+
+#[derive(Debug)]
+struct Issuer {
+    options: IssuerOptions,
+    algorithms: Vec<Algorithm>,
+    keys: ArcSwap<Vec<VerifyingKey>>,
+    /// What the JWKS file held when it was last looked at, good or bad.
+    content: Mutex<Vec<u8>>,
+}
+
+/// Why a token is refused. For counting and tests; clients never see it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Refused {
+    TooLong,
+    Shape,
+    Header,
+    Type,
+    Algorithm,
+    Issuer,
+    Key,
+    Signature,
+    Claims,
+    Audience,
+    Expired,
+    NotYet,
+    Subject,
+    Tenant,
+}
+
+impl TokenVerifier {
+    pub(super) fn new(options: Vec<IssuerOptions>) -> Result<Self, IssuerError> {
+        let mut issuers: Vec<Issuer> = Vec::with_capacity(options.len());
+        for options in options {
+            if issuers.iter().any(|other| other.means_the_same_as(&options)) {
+                return Err(IssuerError::Option {
+                    issuer: options.name,
+                    field: "issuer",
+                    message: "another issuer has the same, and an audience in common".into(),
+                });
+            }
+            let algorithms = options.check()?;
+            let (keys, content) = jwks::load(&options, &algorithms)?;
+            issuers.push(Issuer {
+                options,
+                algorithms,
+                keys: ArcSwap::from_pointee(keys),
+                content: Mutex::new(content),
+            });
+        }
+        Ok(Self { issuers })
+    }
+
+    /// Reads JWKS files that changed.
+    ///
+    /// # Errors
+    /// The first file that cannot be used; its issuer keeps its old keys.
+    pub(super) fn refresh(&self) -> Result<(), IssuerError> {
+        let results: Vec<_> = self.issuers.iter().map(Issuer::refresh).collect();
+        results.into_iter().collect()
+    }
+
+    /// Whose token it is, if it is good at `now`.
+    pub(super) fn verify(&self, token: &str, now: UtcTime) -> Result<Caller, Refused> {
+        if token.len() > LONGEST_TOKEN {
+            return Err(Refused::TooLong);
+        }
+        let parts: Vec<&str> = token.splitn(4, '.').collect();
+        let [header, payload, signature] = parts[..] else { return Err(Refused::Shape) };
+        let [header, payload, signature] = [header, payload, signature].map(decode_part);
+        let (header, payload, _) = (header?, payload?, signature?);
+
+        let header = checked_header(&header)?;
+        let algorithm: Algorithm = header.alg.parse().map_err(|_| Refused::Algorithm)?;
+        if !claims::is_object_without_twins(&payload) {
+            return Err(Refused::Claims);
+        }
+        // Not believed yet: it only says whose keys must have signed it.
+        let named: Claims = serde_json::from_slice(&payload).map_err(|_| Refused::Claims)?;
+        let issuer = self.issuer_of(&named)?;
+        if !issuer.algorithms.contains(&algorithm) {
+            return Err(Refused::Algorithm);
+        }
+        let keys = issuer.keys.load();
+        let key = choose_key(&keys, header.kid.as_deref(), algorithm).ok_or(Refused::Key)?;
+        let claims = signed_claims(token, key, algorithm, &issuer.options)?;
+        issuer.judge(&claims, now)?;
+        issuer.caller(&claims, &payload)
+    }
+
+    fn issuer_of(&self, claims: &Claims) -> Result<&Issuer, Refused> {
+        let mut refused = Refused::Issuer;
+        for issuer in self.issuers.iter().filter(|i| i.options.issuer == claims.iss) {
+            if claims.aud.names(&issuer.options.audiences) {
+                return Ok(issuer);
+            }
+            refused = Refused::Audience;
+        }
+        Err(refused)
+    }
+}
+
+impl Issuer {
+    fn means_the_same_as(&self, other: &IssuerOptions) -> bool {
+        self.options.issuer == other.issuer
+            && self.options.audiences.iter().any(|audience| other.audiences.contains(audience))
+    }
+
+    fn refresh(&self) -> Result<(), IssuerError> {
+        let IssuerKeys::JwksFile(path) = &self.options.keys else { return Ok(()) };
+        let found = jwks::read(&self.options, path)?;
+        let mut content = self.content.lock().unwrap_or_else(PoisonError::into_inner);
+        if *content == found {
+            return Ok(());
+        }
+        let (keys, found) = jwks::load(&self.options, &self.algorithms)?;
+        *content = found;
+        self.keys.store(keys.into());
+        Ok(())
+    }
+
+    /// The claims that a signature does not prove.
+    fn judge(&self, claims: &Claims, now: UtcTime) -> Result<(), Refused> {
+        let now = now.unix_seconds();
+        let leeway = self.options.leeway.as_secs();
+        if claims.iss != self.options.issuer {
+            return Err(Refused::Issuer);
+        }
+        if !claims.aud.names(&self.options.audiences) {
+            return Err(Refused::Audience);
+        }
+        if claims.exp.saturating_add(leeway) <= now {
+            return Err(Refused::Expired);
+        }
+        let latest = now.saturating_add(leeway);
+        if claims.nbf > latest || claims.iat.is_some_and(|issued| issued > latest) {
+            return Err(Refused::NotYet);
+        }
+        if claims.nbf >= claims.exp {
+            return Err(Refused::Claims);
+        }
+        Ok(())
+    }
+
+    fn caller(&self, claims: &Claims, payload: &[u8]) -> Result<Caller, Refused> {
+        let key = token_key(&claims.sub).ok_or(Refused::Subject)?;
+        let named =
+            claims::text_claim(payload, &self.options.tenant_claim).ok_or(Refused::Tenant)?;
+        let tenant = TenantId::new(&named).map_err(|_| Refused::Tenant)?;
+        if self.options.tenants.as_ref().is_some_and(|tenants| !tenants.contains(&tenant)) {
+            return Err(Refused::Tenant);
+        }
+        Ok(Caller { tenant, key })
+    }
+}
+
+/// Whether a key id stands for a token's subject.
+pub(super) fn is_token_key(key: &KeyId) -> bool {
+    key.as_str().starts_with(TOKEN_KEY)
+}
+
+fn decode_part(part: &str) -> Result<Vec<u8>, Refused> {
+    if part.is_empty() {
+        return Err(Refused::Shape);
+    }
+    // Without padding, other alphabets or stray bits: each token has one form.
+    URL_SAFE_NO_PAD.decode(part).map_err(|_| Refused::Shape)
+}
+
+fn checked_header(json: &[u8]) -> Result<TokenHeader, Refused> {
+    if !claims::is_object_without_twins(json) {
+        return Err(Refused::Header);
+    }
+    let header: TokenHeader = serde_json::from_slice(json).map_err(|_| Refused::Header)?;
+    if header.asks_for_more() {
+        return Err(Refused::Header);
+    }
+    // A token made for something else (an ID token, a logout) says so here.
+    let typ = header.typ.as_deref().ok_or(Refused::Type)?;
+    let typ = typ.strip_prefix("application/").unwrap_or(typ);
+    if !["JWT", "at+jwt"].iter().any(|good| typ.eq_ignore_ascii_case(good)) {
+        return Err(Refused::Type);
+    }
+    Ok(header)
+}
+
+/// The key that the token names. A token that names none is checked with the
+/// only key there is, never with each in turn.
+fn choose_key<'a>(
+    keys: &'a [VerifyingKey],
+    id: Option<&str>,
+    algorithm: Algorithm,
+) -> Option<&'a DecodingKey> {
+    let key = match (id, keys) {
+        (None, [only]) => only,
+        // Config gives the only key no id to be named by.
+        (Some(_), [only]) if only.id.is_none() => only,
+        (Some(id), _) => keys.iter().find(|key| key.id.as_deref() == Some(id))?,
+        (None, _) => return None,
+    };
+    key.algorithms.contains(&algorithm).then_some(&key.key)
+}
+
+/// The claims, once the signature has been found good.
+fn signed_claims(
+    token: &str,
+    key: &DecodingKey,
+    algorithm: Algorithm,
+    options: &IssuerOptions,
+) -> Result<Claims, Refused> {
+    use jsonwebtoken::errors::ErrorKind;
+
+    let mut validation = Validation::new(algorithm);
+    validation.set_required_spec_claims(&["exp", "nbf", "iss", "aud", "sub"]);
+    validation.set_audience(&options.audiences);
+    validation.set_issuer(std::slice::from_ref(&options.issuer));
+    // Times are judged against the gateway's clock, by `Issuer::judge`.
+    validation.validate_exp = false;
+    validation.validate_nbf = false;
+    let data = jsonwebtoken::decode::<Claims>(token, key, &validation);
+    data.map(|data| data.claims).map_err(|error| match error.kind() {
+        ErrorKind::InvalidSignature => Refused::Signature,
+        ErrorKind::InvalidAudience => Refused::Audience,
+        ErrorKind::InvalidIssuer => Refused::Issuer,
+        ErrorKind::InvalidAlgorithm => Refused::Algorithm,
+        _ => Refused::Claims,
+    })
+}
+
+/// `jwt:` and the subject. A subject that is no name as it stands (a mail
+/// address, say) has its other characters replaced and a digest of the whole
+/// behind it, so that two subjects never share a key id.
+fn token_key(subject: &str) -> Option<KeyId> {
+    if subject.is_empty() || subject.len() > LONGEST_SUBJECT {
+        return None;
+    }
+    let plain = KeyId::new(&format!("{TOKEN_KEY}{subject}")).ok();
+    // A subject that looks like a replaced one is replaced itself.
+    if let Some(key) = plain.filter(|_| !subject.contains(REPLACED)) {
+        return Some(key);
+    }
+    let replaced: String = subject
+        .chars()
+        .map(|c| if c.is_ascii_alphanumeric() || "._-:/".contains(c) { c } else { '_' })
+        .take(64)
+        .collect();
+    let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, subject.as_bytes());
+    let digest: String = digest.as_ref()[..16].iter().map(|byte| format!("{byte:02x}")).collect();
+    KeyId::new(&format!("{TOKEN_KEY}{replaced}{REPLACED}{digest}")).ok()
+}
+
+/// Bytes of a token; longer ones are refused unread.
+pub(super) const LONGEST_TOKEN: usize = 8 << 10;
+const LONGEST_SUBJECT: usize = 1_024;
+const TOKEN_KEY: &str = "jwt:";
+/// Between a replaced subject and its digest.
+const REPLACED: &str = ":sha256:";

@@ -1,0 +1,247 @@
+//! API keys under guessing, revocation by another process, and rotation
+//! (T20, T23).
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use http::{HeaderMap, HeaderValue, header};
+
+use super::*;
+
+fn tenant(name: &str) -> TenantId {
+    TenantId::new(name).expect("a name")
+}
+
+fn at(seconds: u64) -> UtcTime {
+    UtcTime(seconds * 1_000_000_000)
+}
+
+fn show(credential: &str) -> HeaderMap {
+    let value = HeaderValue::from_str(&format!("Bearer {credential}")).expect("a header value");
+    HeaderMap::from_iter([(header::AUTHORIZATION, value)])
+}
+
+fn door(data: &Path) -> (Authenticator, KeyStore) {
+    let keys = KeyStore::open(data).expect("opens");
+    (Authenticator::new(keys.clone(), Vec::new()).expect("no issuers"), keys)
+}
+
+fn created(keys: &KeyStore, options: KeyOptions) -> NewKey {
+    keys.create(&tenant("acme"), options, at(100)).expect("creates")
+}
+
+#[test]
+fn a_good_key_names_its_tenant() {
+    let data = tempfile::tempdir().expect("a folder");
+    let (door, keys) = door(data.path());
+    let scopes = Scopes {
+        models: Some(vec![ModelName::new("small").expect("a name")]),
+        endpoints: Some(vec![Endpoint::Chat]),
+    };
+    let new = created(&keys, KeyOptions { scopes, ..KeyOptions::default() });
+    let caller = door.authenticate(&show(new.secret.expose()), at(101)).expect("good");
+    assert_eq!(caller.tenant(), &tenant("acme"));
+    assert_eq!(caller.key(), &new.record.id);
+    assert!(caller.may_use_model(&ModelName::new("small").expect("a name")));
+    assert!(!caller.may_use_model(&ModelName::new("large").expect("a name")));
+    assert!(caller.may_use_endpoint(Endpoint::Chat));
+    assert!(!caller.may_use_endpoint(Endpoint::Usage));
+}
+
+/// Unknown, revoked and expired are one error, and so one answer.
+#[test]
+fn keys_that_do_not_work_look_the_same() {
+    let data = tempfile::tempdir().expect("a folder");
+    let (door, keys) = door(data.path());
+    let revoked = created(&keys, KeyOptions::default());
+    keys.revoke(&revoked.record.id, at(150)).expect("revokes");
+    let expires = Some(at(200));
+    let expired = created(&keys, KeyOptions { expires, ..KeyOptions::default() });
+    assert!(door.authenticate(&show(expired.secret.expose()), at(199)).is_ok());
+    let unknown = KeySecret::draw().expect("random numbers");
+    for secret in [&revoked.secret, &expired.secret, &unknown] {
+        let error = door.authenticate(&show(secret.expose()), at(200)).expect_err("refused");
+        assert_eq!(error, AuthError::Rejected);
+        assert_eq!(ApiError::from(error), ApiError::InvalidCredential);
+    }
+    let mut misspelt = revoked.secret.expose().to_owned();
+    misspelt.pop();
+    let error = door.authenticate(&show(&misspelt), at(200)).expect_err("refused");
+    assert_eq!(ApiError::from(error), ApiError::InvalidCredential);
+}
+
+/// T20: half the guesses are well formed, a quarter name a key that exists.
+#[test]
+fn guessing_200_000_keys_hits_nothing() {
+    let data = tempfile::tempdir().expect("a folder");
+    let (door, keys) = door(data.path());
+    let new = created(&keys, KeyOptions::default());
+    let mut hits = 0;
+    for guess in 0..200_000_u32 {
+        let drawn = KeySecret::draw().expect("random numbers");
+        let credential = match guess % 4 {
+            0 => drawn.expose().to_owned(),
+            1 => drawn.with_id(new.record.id.as_str()).expose().to_owned(),
+            2 => format!("{}{}", &new.secret.expose()[..45], &drawn.expose()[45..]),
+            _ => format!("{}0", &drawn.expose()[..52]),
+        };
+        if credential != new.secret.expose() {
+            hits += u32::from(door.authenticate(&show(&credential), at(101)).is_ok());
+        }
+    }
+    assert_eq!(hits, 0);
+    assert!(door.authenticate(&show(new.secret.expose()), at(101)).is_ok(), "the control");
+}
+
+/// T23, without the waiting: what another process does is seen by the next
+/// refresh, which `follow_changes` makes four times a second.
+#[test]
+fn another_process_s_changes_are_seen() {
+    let data = tempfile::tempdir().expect("a folder");
+    let (door, keys) = door(data.path());
+    let other = KeyStore::open(data.path()).expect("opens beside it");
+    let new = created(&other, KeyOptions::default());
+    assert!(door.authenticate(&show(new.secret.expose()), at(101)).is_err());
+    keys.refresh().expect("reads");
+    let caller = door.authenticate(&show(new.secret.expose()), at(101)).expect("good");
+    assert!(door.is_still_good(&caller, at(101)));
+    other.revoke(&new.record.id, at(102)).expect("revokes");
+    keys.refresh().expect("reads");
+    assert!(door.authenticate(&show(new.secret.expose()), at(103)).is_err());
+    assert!(!door.is_still_good(&caller, at(103)));
+    assert_eq!(keys.list(None), other.list(None));
+}
+
+#[tokio::test(start_paused = true)]
+async fn revocation_is_followed_within_a_second() {
+    let data = tempfile::tempdir().expect("a folder");
+    let (door, _) = door(data.path());
+    let other = KeyStore::open(data.path()).expect("opens beside it");
+    let new = created(&other, KeyOptions::default());
+    let stop = CancellationToken::new();
+    let following =
+        tokio_util::task::TaskTracker::new().spawn(door.clone().follow_changes(stop.clone()));
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(door.authenticate(&show(new.secret.expose()), at(101)).is_ok());
+    other.revoke(&new.record.id, at(102)).expect("revokes");
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(door.authenticate(&show(new.secret.expose()), at(103)).is_err());
+    stop.cancel();
+    following.await.expect("ends");
+}
+
+#[test]
+fn rotation_overlaps_and_revocation_is_for_good() {
+    let data = tempfile::tempdir().expect("a folder");
+    let (door, keys) = door(data.path());
+    let old = created(&keys, KeyOptions { label: "ci".into(), ..KeyOptions::default() });
+    let new = keys.rotate(&old.record.id, Duration::from_secs(60), at(200)).expect("rotates");
+    assert_eq!(new.record.rotated_from, Some(old.record.id.clone()));
+    assert_eq!(new.record.label, "ci");
+    for (secret, time, good) in
+        [(&old.secret, 259, true), (&old.secret, 260, false), (&new.secret, 10_000, true)]
+    {
+        assert_eq!(door.authenticate(&show(secret.expose()), at(time)).is_ok(), good, "{time}");
+    }
+    let again = keys.rotate(&old.record.id, Duration::ZERO, at(300));
+    assert!(matches!(again, Err(KeyStoreError::NotActive(_))), "{again:?}");
+    let first = keys.revoke(&new.record.id, at(400)).expect("revokes");
+    let second = keys.revoke(&new.record.id, at(500)).expect("changes nothing");
+    assert_eq!(first, second);
+    let unknown = KeySecret::draw().expect("random numbers").id();
+    assert!(matches!(keys.revoke(&unknown, at(1)), Err(KeyStoreError::Unknown(_))));
+}
+
+#[test]
+fn stores_survive_a_restart_and_keep_no_secret() {
+    let data = tempfile::tempdir().expect("a folder");
+    let new = created(&KeyStore::open(data.path()).expect("opens"), KeyOptions::default());
+    let (door, keys) = door(data.path());
+    assert!(door.authenticate(&show(new.secret.expose()), at(101)).is_ok());
+    assert_eq!(keys.list(Some(&tenant("acme"))), std::slice::from_ref(&new.record));
+    assert!(keys.list(Some(&tenant("other"))).is_empty());
+    let secret = &new.secret.expose().as_bytes()[14..46];
+    for entry in data.path().read_dir().expect("a folder") {
+        let path = entry.expect("an entry").path();
+        let bytes = std::fs::read(&path).expect("readable");
+        assert!(!bytes.windows(secret.len()).any(|part| part == secret), "{path:?}");
+        let mode = path.metadata().expect("metadata").permissions().mode();
+        assert_eq!(mode & 0o077, 0, "{path:?}");
+    }
+    for shown in [format!("{door:?}"), format!("{keys:?}"), format!("{new:?}")] {
+        assert!(!shown.contains(&new.secret.expose()[14..46]), "{shown}");
+    }
+}
+
+#[test]
+fn damage_is_named() {
+    let data = tempfile::tempdir().expect("a folder");
+    let new = created(&KeyStore::open(data.path()).expect("opens"), KeyOptions::default());
+    let database = data.path().join("keys.db");
+    let pepper = data.path().join("pepper");
+    let open = || KeyStore::open(data.path()).map(|_| ()).expect_err("refused").to_string();
+    let sql = |text: &str| {
+        rusqlite::Connection::open(&database).and_then(|c| c.execute_batch(text)).expect("runs");
+    };
+
+    sql("UPDATE keys SET scopes = '{'");
+    assert_eq!(open(), format!("key {}: column scopes is damaged", new.record.id));
+    sql("UPDATE keys SET scopes = '{}', mac = x'00'");
+    assert_eq!(open(), format!("key {}: column mac is damaged", new.record.id));
+    sql("DELETE FROM keys; PRAGMA user_version = 7;");
+    assert!(open().contains("format 7 is not 1"), "{}", open());
+    sql("PRAGMA user_version = 1;");
+    let mode = |bits| std::fs::Permissions::from_mode(bits);
+    std::fs::set_permissions(&pepper, mode(0o644)).expect("changes");
+    assert!(open().contains("mode 644 lets others read"), "{}", open());
+    std::fs::set_permissions(&pepper, mode(0o600)).expect("changes");
+    std::fs::write(&pepper, b"short").expect("writes");
+    assert!(open().contains("pepper is torn"), "{}", open());
+    std::fs::remove_file(&pepper).expect("removes");
+    created(&KeyStore::open(data.path()).expect("no key needs the old one"), KeyOptions::default());
+    std::fs::remove_file(&pepper).expect("removes");
+    assert!(open().contains("pepper is missing"), "{}", open());
+}
+
+#[test]
+fn starts_at_once_share_one_pepper() {
+    let data = tempfile::tempdir().expect("a folder");
+    let news: Vec<NewKey> = std::thread::scope(|scope| {
+        let start = |_| {
+            scope.spawn(|| {
+                KeyStore::open(data.path()).map(|keys| created(&keys, KeyOptions::default()))
+            })
+        };
+        let starts: Vec<_> = (0..8).map(start).collect();
+        starts.into_iter().map(|s| s.join().expect("no panic").expect("opens")).collect()
+    });
+    let (door, _) = door(data.path());
+    for new in news {
+        assert!(door.authenticate(&show(new.secret.expose()), at(101)).is_ok());
+    }
+    let left = data.path().read_dir().expect("a folder").filter(|entry| {
+        entry.as_ref().is_ok_and(|e| e.file_name().to_string_lossy().contains(".new-"))
+    });
+    assert_eq!(left.count(), 0, "nothing half made is left");
+}
+
+/// A key's plan is stored, carried by its caller and kept by its successor.
+#[test]
+fn a_keys_plan_goes_where_it_goes() {
+    let data = tempfile::tempdir().expect("a folder");
+    let plan = PlanName::new("small").expect("a name");
+    let old = {
+        let (_, keys) = door(data.path());
+        created(&keys, KeyOptions { plan: Some(plan.clone()), ..KeyOptions::default() })
+    };
+    let (door, keys) = door(data.path());
+    let new = keys.rotate(&old.record.id, Duration::from_secs(60), at(200)).expect("rotates");
+    for key in [&old, &new] {
+        let caller = door.authenticate(&show(key.secret.expose()), at(201)).expect("good");
+        assert_eq!(caller.plan(), Some(&plan));
+    }
+    assert!(keys.list(None).iter().all(|record| record.plan.as_ref() == Some(&plan)));
+    let free = created(&keys, KeyOptions::default());
+    let caller = door.authenticate(&show(free.secret.expose()), at(201)).expect("good");
+    assert_eq!(caller.plan(), None);
+}

@@ -1,0 +1,67 @@
+//! The server's own secret, mixed into every stored key hash: a stolen
+//! database alone tells nothing about any key.
+
+use std::fs::{File, OpenOptions};
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::path::Path;
+
+use aws_lc_rs::hmac;
+use aws_lc_rs::rand::{SecureRandom, SystemRandom};
+
+use super::key_store::KeyStoreError;
+
+/// Reads the pepper file, making it on the first start. Two processes that
+/// start at once end with the same one.
+pub(super) fn load_or_create(path: &Path) -> Result<hmac::Key, KeyStoreError> {
+    match read(path) {
+        Err(KeyStoreError::Pepper { source, .. }) if source.kind() == ErrorKind::NotFound => {
+            create(path)?;
+            read(path)
+        }
+        other => other,
+    }
+}
+
+fn read(path: &Path) -> Result<hmac::Key, KeyStoreError> {
+    let fault = |source| KeyStoreError::Pepper { path: path.to_owned(), source };
+    let file = File::open(path).map_err(fault)?;
+    let mode = file.metadata().map_err(fault)?.permissions().mode();
+    if mode & 0o077 != 0 {
+        return Err(KeyStoreError::PepperReadable { path: path.to_owned(), mode: mode & 0o777 });
+    }
+    let mut bytes = Vec::with_capacity(LENGTH + 1);
+    file.take(LENGTH as u64 + 1).read_to_end(&mut bytes).map_err(fault)?;
+    if bytes.len() != LENGTH {
+        return Err(KeyStoreError::PepperTorn { path: path.to_owned() });
+    }
+    Ok(hmac::Key::new(hmac::HMAC_SHA256, &bytes))
+}
+
+/// Written whole beside it and linked into place, which fails if another
+/// process was first.
+fn create(path: &Path) -> Result<(), KeyStoreError> {
+    let fault = |source| KeyStoreError::Pepper { path: path.to_owned(), source };
+    let mut random = [0; LENGTH + 8];
+    SystemRandom::new()
+        .fill(&mut random)
+        .map_err(|_| fault(std::io::Error::other("no random numbers")))?;
+    let (pepper, name) = random.split_at(LENGTH);
+    let name: String = name.iter().map(|byte| format!("{byte:02x}")).collect();
+    let beside = path.with_extension(format!("new-{name}"));
+    let written =
+        OpenOptions::new().write(true).create_new(true).mode(0o600).open(&beside).and_then(
+            |mut file| {
+                file.write_all(pepper)?;
+                file.sync_all()
+            },
+        );
+    let linked = written.and_then(|()| match std::fs::hard_link(&beside, path) {
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
+        other => other,
+    });
+    let removed = std::fs::remove_file(&beside);
+    linked.and(removed).map_err(fault)
+}
+
+const LENGTH: usize = 32;

@@ -1,0 +1,75 @@
+//! What a credential may be used for. It can only narrow what its tenant may.
+
+use serde::{Deserialize, Serialize};
+use tollgate_domain::ModelName;
+
+/// A part of the API that a key can be limited to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Endpoint {
+    /// `/v1/chat/completions`
+    Chat,
+    /// `/v1/completions`
+    Completions,
+    /// `/v1/models`
+    Models,
+    /// `/v1/usage`
+    Usage,
+}
+
+impl Endpoint {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Chat, Self::Completions, Self::Models, Self::Usage];
+
+    /// As the command line and the store write it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Chat => "chat",
+            Self::Completions => "completions",
+            Self::Models => "models",
+            Self::Usage => "usage",
+        }
+    }
+}
+
+/// An endpoint's name that is none.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no endpoint: use chat, completions, models or usage")]
+pub struct UnknownEndpoint(String);
+
+impl std::str::FromStr for Endpoint {
+    type Err = UnknownEndpoint;
+    fn from_str(text: &str) -> Result<Self, UnknownEndpoint> {
+        Self::ALL
+            .into_iter()
+            .find(|endpoint| endpoint.as_str() == text)
+            .ok_or_else(|| UnknownEndpoint(text.chars().take(64).collect()))
+    }
+}
+
+/// The models and endpoints that a credential may use; all, where not said.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Scopes {
+    /// Only these models.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub models: Option<Vec<ModelName>>,
+    /// Only these endpoints.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub endpoints: Option<Vec<Endpoint>>,
+}
+
+impl Scopes {
+    /// Whatever the tenant may.
+    pub fn everything() -> Self {
+        Self::default()
+    }
+
+    pub(super) fn has_model(&self, model: &ModelName) -> bool {
+        self.models.as_ref().is_none_or(|models| models.contains(model))
+    }
+
+    pub(super) fn has_endpoint(&self, endpoint: Endpoint) -> bool {
+        self.endpoints.as_ref().is_none_or(|endpoints| endpoints.contains(&endpoint))
+    }
+}

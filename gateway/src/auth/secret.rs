@@ -1,0 +1,156 @@
+//! An API key as a client holds it: `tg-` id `.` secret and checksum.
+//!
+//! `tg-` 10 characters `.` 32 characters 7 characters: the public id (50
+//! bits), the secret (160 random bits), and the CRC-32 of all before it, so
+//! that a typing mistake is refused without any lookup. The alphabet has 32
+//! characters, none of which is taken for another.
+
+use std::fmt;
+
+use aws_lc_rs::rand::{SecureRandom, SystemRandom};
+use tollgate_domain::KeyId;
+
+/// A whole key, checksum right. Never printed: `Debug` shows the id only.
+#[derive(Clone, PartialEq, Eq)]
+pub struct KeySecret {
+    text: String,
+}
+
+/// The system's random numbers failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the system has no random numbers")]
+pub struct NoRandomness;
+
+impl KeySecret {
+    /// A new key, drawn from the system's random numbers.
+    pub(super) fn draw() -> Result<Self, NoRandomness> {
+        let mut random = [0; ID + SECRET];
+        SystemRandom::new().fill(&mut random).map_err(|_| NoRandomness)?;
+        let (id, secret) = random.split_at(ID);
+        let mut text = PREFIX.to_owned();
+        text.extend(id.iter().map(|&byte| letter(u32::from(byte))));
+        text.push('.');
+        text.extend(secret.iter().map(|&byte| letter(u32::from(byte))));
+        push_checksum(&mut text);
+        Ok(Self { text })
+    }
+
+    /// A key as a client shows it; `None` if its shape or checksum is wrong.
+    pub fn parse(text: &str) -> Option<Self> {
+        let bytes = text.as_bytes();
+        let shaped = bytes.len() == LENGTH
+            && text.starts_with(PREFIX)
+            && bytes[PREFIX.len() + ID] == b'.'
+            && bytes[PREFIX.len()..]
+                .iter()
+                .enumerate()
+                .all(|(at, byte)| at == ID || ALPHABET.contains(byte));
+        if !shaped {
+            return None;
+        }
+        let mut checked = text[..LENGTH - CHECKSUM].to_owned();
+        push_checksum(&mut checked);
+        (checked == text).then_some(Self { text: checked })
+    }
+
+    /// The public id, which stands in records and lists.
+    pub fn id(&self) -> KeyId {
+        KeyId::new(self.id_text()).expect("letters and digits are a name")
+    }
+
+    pub(super) fn id_text(&self) -> &str {
+        &self.text[PREFIX.len()..PREFIX.len() + ID]
+    }
+
+    /// This secret under another id, its checksum made right: a good guess.
+    #[cfg(test)]
+    pub(super) fn with_id(&self, id: &str) -> Self {
+        let secret = &self.text[PREFIX.len() + ID..LENGTH - CHECKSUM];
+        let mut text = format!("{PREFIX}{id}{secret}");
+        push_checksum(&mut text);
+        Self { text }
+    }
+
+    /// The whole key in plain: for showing it once, and for computing its MAC.
+    pub fn expose(&self) -> &str {
+        &self.text
+    }
+}
+
+impl fmt::Debug for KeySecret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "KeySecret({PREFIX}{}.redacted)", self.id_text())
+    }
+}
+
+fn letter(bits: u32) -> char {
+    char::from(ALPHABET[bits as usize % ALPHABET.len()])
+}
+
+fn push_checksum(text: &mut String) {
+    let checksum = crc32(text.as_bytes());
+    for place in 0..CHECKSUM as u32 {
+        text.push(letter(checksum.unbounded_shr(5 * place)));
+    }
+}
+
+/// CRC-32 as zlib and Ethernet compute it (polynomial 0xEDB88320, reflected).
+fn crc32(bytes: &[u8]) -> u32 {
+    !bytes.iter().fold(!0, |crc, &byte| {
+        (0..8).fold(crc ^ u32::from(byte), |crc, _| {
+            if crc & 1 == 1 { crc >> 1 ^ 0xEDB8_8320 } else { crc >> 1 }
+        })
+    })
+}
+
+/// What every key begins with.
+pub(super) const PREFIX: &str = "tg-";
+const ALPHABET: &[u8; 32] = b"0123456789abcdefghjkmnpqrstvwxyz";
+const ID: usize = 10;
+const SECRET: usize = 32;
+const CHECKSUM: usize = 7;
+const LENGTH: usize = PREFIX.len() + ID + 1 + SECRET + CHECKSUM;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_checksum_is_crc32() {
+        assert_eq!(crc32(b"123456789"), 0xCBF4_3926);
+    }
+
+    #[test]
+    fn keys_survive_text_and_mistakes_do_not() {
+        let key = KeySecret::draw().expect("random numbers");
+        assert_eq!(KeySecret::parse(key.expose()), Some(key.clone()));
+        for at in 0..LENGTH {
+            let mut bytes = key.expose().as_bytes().to_vec();
+            bytes[at] = if bytes[at] == b'7' { b'8' } else { b'7' };
+            let mistaken = String::from_utf8(bytes).expect("ASCII");
+            assert_eq!(KeySecret::parse(&mistaken), None, "{at}");
+        }
+        let text = key.expose();
+        for wrong in [
+            "",
+            "tg-",
+            &text[1..],
+            &text[..LENGTH - 1],
+            &format!("{text}0"),
+            &format!(" {text}"),
+            &text.to_uppercase(),
+            &"é".repeat(LENGTH / 2),
+        ] {
+            assert_eq!(KeySecret::parse(wrong), None, "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn debug_hides_the_secret() {
+        let key = KeySecret::draw().expect("random numbers");
+        let shown = format!("{key:?}");
+        assert!(shown.contains(key.id_text()));
+        let secret = &key.expose()[PREFIX.len() + ID + 1..];
+        assert!(!shown.contains(&secret[..6]), "{shown}");
+    }
+}

@@ -1,0 +1,188 @@
+//! The whole gateway over real sockets, without a worker.
+
+use std::path::Path;
+
+use http::{Request, StatusCode, header};
+use http_body_util::{BodyExt as _, Full};
+use hyper::body::Bytes;
+use hyper_util::rt::TokioIo;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, ServerName};
+use serde_json::Value;
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tollgate_domain::TenantId;
+use tollgate_ledger::Ledger;
+
+use super::*;
+use crate::auth::KeyOptions;
+
+const CONFIG: &str = r#"
+[gateway]
+listen = "127.0.0.1:0"
+admin_listen = "127.0.0.1:0"
+[plans.open]
+[tenants.acme]
+plan = "open"
+[models.tollgate-demo]
+"#;
+
+/// A running gateway.
+struct House {
+    public: SocketAddr,
+    admin: SocketAddr,
+    data: tempfile::TempDir,
+    key: String,
+    shutdown: CancellationToken,
+    tasks: TaskTracker,
+}
+
+impl House {
+    async fn open() -> Self {
+        let data = tempfile::tempdir().unwrap();
+        let config = Arc::new(Config::from_toml(Path::new("test.toml"), CONFIG).unwrap());
+        let keys = KeyStore::open(data.path()).unwrap();
+        let clock = Clock::system();
+        let acme = TenantId::new("acme").unwrap();
+        let key = keys.create(&acme, KeyOptions::default(), clock.utc()).unwrap();
+        let service = GatewayService::bind(GatewayOptions {
+            config,
+            data: data.path().to_owned(),
+            workers: Vec::new(),
+            ledger: Ledger::open(&data.path().join("ledger.db")).unwrap(),
+            keys,
+            sources: SourceOptions::default(),
+            clock,
+        })
+        .await
+        .unwrap();
+        let (public, admin) = (service.local_addr(), service.admin_addr());
+        let (shutdown, tasks) = (CancellationToken::new(), TaskTracker::new());
+        tasks.spawn(service.run(shutdown.clone(), async {}));
+        tasks.close();
+        Self { public, admin, data, key: key.secret.expose().to_owned(), shutdown, tasks }
+    }
+
+    fn admin_key(&self) -> String {
+        std::fs::read_to_string(self.data.path().join("admin.key")).unwrap().trim().to_owned()
+    }
+
+    /// One request on a connection of its own: status and body.
+    async fn ask(&self, address: SocketAddr, ask: (&str, &str), key: Option<&str>) -> Answer {
+        let mut roots = rustls::RootCertStore::empty();
+        let authority = std::fs::read(self.data.path().join("tls/ca.pem")).unwrap();
+        roots.add(CertificateDer::from_pem_slice(&authority).unwrap()).unwrap();
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let config = rustls::ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        let name = ServerName::try_from("127.0.0.1").unwrap();
+        let stream = TcpStream::connect(address).await.unwrap();
+        let stream = TlsConnector::from(Arc::new(config)).connect(name, stream).await.unwrap();
+        let (mut sender, connection) =
+            hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.unwrap();
+        let connections = TaskTracker::new();
+        connections.spawn(connection);
+        let (method, path) = ask;
+        let mut request = Request::builder().method(method).uri(path).header("host", "localhost");
+        if let Some(key) = key {
+            request = request.header(header::AUTHORIZATION, format!("Bearer {key}"));
+        }
+        let body = if method == "POST" { CHAT } else { "" };
+        let request = request.body(Full::<Bytes>::from(body)).unwrap();
+        let (parts, body) = sender.send_request(request).await.unwrap().into_parts();
+        let body = body.collect().await.unwrap().to_bytes();
+        Answer { status: parts.status, body: String::from_utf8(body.to_vec()).unwrap() }
+    }
+
+    async fn close(self) {
+        self.shutdown.cancel();
+        timeout(Duration::from_secs(20), self.tasks.wait()).await.expect("it stops");
+    }
+}
+
+struct Answer {
+    status: StatusCode,
+    body: String,
+}
+
+impl Answer {
+    fn code(&self) -> Option<String> {
+        let body: Value = serde_json::from_str(&self.body).ok()?;
+        Some(body["error"]["code"].as_str()?.to_owned())
+    }
+}
+
+/// T54: without the admin key nothing but the probes answers, and nobody
+/// learns what there is.
+#[tokio::test]
+async fn the_admin_listener_denies_by_default() {
+    let house = House::open().await;
+    let admin_key = house.admin_key();
+    for (path, key, status) in [
+        ("/healthz", None, 200),
+        ("/metrics", None, 200),
+        ("/readyz", None, 503), // there is no worker
+        ("/v1/status", None, 401),
+        ("/v1/status", Some("wrong"), 401),
+        ("/v1/status", Some(house.key.as_str()), 401), // a tenant is no admin
+        ("/v1/status", Some(admin_key.as_str()), 200),
+        ("/nothing", None, 401),
+        ("/", None, 401),
+        ("/nothing", Some(admin_key.as_str()), 404),
+        ("/v1/chat/completions", Some(house.key.as_str()), 401),
+    ] {
+        let answer = house.ask(house.admin, ("GET", path), key).await;
+        assert_eq!(answer.status.as_u16(), status, "{path} {}", answer.body);
+    }
+    for path in ["/healthz", "/readyz", "/metrics", "/v1/status"] {
+        let answer = house.ask(house.public, ("GET", path), Some(&admin_key)).await;
+        assert_eq!(answer.status, StatusCode::NOT_FOUND, "{path} is not public");
+    }
+    house.close().await;
+}
+
+#[tokio::test]
+async fn the_public_listener_knows_callers_and_says_what_is_missing() {
+    let house = House::open().await;
+    let key = house.key.clone();
+    for (ask, key, status, code) in [
+        (("GET", "/v1/models"), None, 401, Some("invalid_api_key")),
+        (("GET", "/v1/models"), Some("wrong"), 401, Some("invalid_api_key")),
+        (("GET", "/v1/models"), Some(key.as_str()), 200, None),
+        (("POST", "/v1/chat/completions"), None, 401, Some("invalid_api_key")),
+        (("POST", "/v1/chat/completions"), Some(key.as_str()), 503, Some("overloaded")),
+        (("GET", "/v1/chat/completions"), Some(key.as_str()), 405, Some("method_not_allowed")),
+        (("GET", "/"), Some(key.as_str()), 404, Some("unknown_url")),
+    ] {
+        let answer = house.ask(house.public, ask, key).await;
+        assert_eq!(answer.status.as_u16(), status, "{ask:?} {}", answer.body);
+        assert_eq!(answer.code().as_deref(), code, "{ask:?} {}", answer.body);
+    }
+    house.close().await;
+}
+
+#[tokio::test]
+async fn a_port_in_use_is_named() {
+    let house = House::open().await;
+    let data = tempfile::tempdir().unwrap();
+    let config = CONFIG.replacen("127.0.0.1:0", &house.public.to_string(), 1);
+    let error = GatewayService::bind(GatewayOptions {
+        config: Arc::new(Config::from_toml(Path::new("test.toml"), &config).unwrap()),
+        data: data.path().to_owned(),
+        workers: Vec::new(),
+        ledger: Ledger::open(&data.path().join("ledger.db")).unwrap(),
+        keys: KeyStore::open(data.path()).unwrap(),
+        sources: SourceOptions::default(),
+        clock: Clock::system(),
+    })
+    .await
+    .err()
+    .expect("the port is in use");
+    assert_eq!(error.to_string(), format!("cannot listen on {}", house.public));
+    house.close().await;
+}
+
+const CHAT: &str = r#"{"model":"tollgate-demo","messages":[{"role":"user","content":"Hi"}]}"#;

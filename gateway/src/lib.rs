@@ -1,0 +1,33 @@
+//! The front door: TLS, callers, admission, placement and replies.
+//!
+//! Modules stand in the order in which a request meets them. Each stage takes
+//! the value of the last one and returns the next; nothing about a request
+//! travels beside that chain. What all requests share is [`Gateway`], built
+//! once in [`gateway`].
+
+mod admit;
+mod api;
+pub mod auth;
+mod limits;
+pub mod listener;
+mod models;
+mod pump;
+pub mod reply;
+mod route;
+mod serving;
+pub mod source;
+mod stack;
+pub mod tls;
+pub mod upstream;
+mod usage;
+
+pub mod admin;
+pub mod telemetry;
+
+pub mod clock;
+pub mod gateway;
+
+pub use auth::{AuthenticatedCaller, Authenticator};
+pub use clock::Clock;
+pub use gateway::{Gateway, GatewayError, GatewayOptions, GatewayService};
+pub use reply::ApiError;

@@ -1,0 +1,177 @@
+//! Every body and header that a client may read when the answer is no.
+
+use http_body_util::BodyExt as _;
+use tollgate_admission::{CapFigures, Figures, RateFigures, Scope};
+use tollgate_domain::{DeviceClass, DeviceNanos, PoolName, Rate, TenantId, UtcTime};
+
+use super::*;
+
+#[test]
+fn durations_read_as_clients_expect() {
+    for (millis, expected) in [
+        (0, "0s"),
+        (12, "12ms"),
+        (1_000, "1s"),
+        (1_500, "1.5s"),
+        (8_640, "8.64s"),
+        (360_000, "6m0s"),
+        (3_600_000, "1h0m0s"),
+    ] {
+        assert_eq!(duration_text(Duration::from_millis(millis)), expected);
+    }
+    assert_eq!(duration_text(Duration::from_nanos(1)), "1ms", "rounded up");
+}
+
+fn refusal(limit: Limit, value: u64) -> Refusal {
+    Refusal {
+        limit,
+        scope: Scope::Tenant(TenantId::new("acme").unwrap()),
+        class: limit.is_device_time().then(DeviceClass::cpu),
+        value,
+        largest: value,
+        asked: 1,
+        remaining: 0,
+        retry_after: Some(Duration::from_micros(1_234_567)),
+        resets: None,
+        permanent: false,
+        figures: Figures::default(),
+    }
+}
+
+fn never(limit: Limit, value: u64, asked: u64) -> Refusal {
+    Refusal { asked, retry_after: None, permanent: true, ..refusal(limit, value) }
+}
+
+fn every_error() -> Vec<ApiError> {
+    let seconds = |seconds: u64| seconds * 1_000_000_000;
+    let cap = |limit, wait| Refusal {
+        retry_after: Some(Duration::from_secs(wait)),
+        permanent: true,
+        ..refusal(limit, seconds(3_600))
+    };
+    let figures = Figures {
+        requests: Some(RateFigures {
+            rate: Rate::per_minute(600),
+            remaining: 0,
+            reset: Duration::from_millis(59_999),
+        }),
+        tokens: Some(RateFigures {
+            rate: Rate::per_minute(200_000),
+            remaining: 1_234,
+            reset: Duration::from_micros(11_500),
+        }),
+        device_time: Some(RateFigures {
+            rate: Rate::per_minute(seconds(60)),
+            remaining: 1_999_999,
+            reset: Duration::from_micros(60_000_001),
+        }),
+        day: Some(CapFigures {
+            cap: DeviceNanos::from_secs(3_600),
+            remaining: DeviceNanos::ZERO,
+            resets: UtcTime(0),
+        }),
+        month: None,
+    };
+    vec![
+        ApiError::MissingCredential,
+        ApiError::InvalidCredential,
+        ApiError::Permission { message: "This key may not use 'usage'.".into() },
+        ApiError::ModelNotFound { model: "gpt-\u{7}5".into() },
+        ApiError::ModelNotFound { model: "x".repeat(1_000) },
+        ApiError::NotFound { what: "request", id: "req-1".into() },
+        ApiError::UnknownRoute { method: http::Method::GET, path: "/v1/nothing".into() },
+        ApiError::MethodNotAllowed { method: http::Method::PUT, path: "/v1/models".into() },
+        ApiError::invalid("messages[2].content", "Must be text."),
+        ApiError::missing("messages"),
+        ApiError::unsupported("tools", "Tools are not supported."),
+        ApiError::malformed("The body is not JSON."),
+        ApiError::ContextLength { param: "messages", limit: 512, prompt: 600, completion: None },
+        ApiError::ContextLength {
+            param: "messages",
+            limit: 512,
+            prompt: 500,
+            completion: Some(50),
+        },
+        ApiError::BodyTooSlow,
+        ApiError::BodyTooLarge { limit: 2_097_152 },
+        ApiError::UnsupportedEncoding { encoding: "zstd".into() },
+        ApiError::SourceLimit { per_second: 20, retry_after: Duration::from_millis(50) },
+        ApiError::from(Refusal { figures, ..refusal(Limit::Requests, 600) }),
+        ApiError::from(refusal(Limit::Tokens, 200_000)),
+        ApiError::from(Refusal {
+            scope: Scope::Pool(PoolName::new("trial").unwrap()),
+            ..refusal(Limit::DeviceTime, seconds(60))
+        }),
+        ApiError::from(Refusal {
+            retry_after: Some(Duration::from_secs(61)),
+            ..refusal(Limit::DeviceTime, seconds(60))
+        }),
+        ApiError::from(Refusal { retry_after: None, ..refusal(Limit::Concurrent, 8) }),
+        ApiError::from(Refusal { retry_after: None, ..refusal(Limit::Queued, 64) }),
+        ApiError::from(never(Limit::LargestJob, seconds(20), seconds(31))),
+        ApiError::from(never(Limit::Tokens, 1_000, 1_500)),
+        ApiError::from(cap(Limit::DeviceTimePerDay, 14_400)),
+        ApiError::from(cap(Limit::DeviceTimePerMonth, 864_000)),
+        ApiError::from(refusal(Limit::Capacity, 65_536)),
+        ApiError::Overloaded { retry_after: Some(Duration::from_millis(2_500)) },
+        ApiError::Overloaded { retry_after: None },
+        ApiError::Draining,
+        ApiError::LedgerUnavailable,
+        ApiError::NoWorker { model: "tollgate-demo".into() },
+        ApiError::DeadlineExceeded { deadline: Duration::from_secs(600) },
+        ApiError::Internal,
+        ApiError::WorkerLost,
+    ]
+}
+
+async fn told(error: ApiError) -> String {
+    let response = error.clone().into_response();
+    let (parts, body) = response.into_parts();
+    let body = body.collect().await.unwrap().to_bytes();
+    let mut headers: Vec<String> = parts
+        .headers
+        .iter()
+        .filter(|(name, _)| *name != header::CONTENT_TYPE && *name != header::CACHE_CONTROL)
+        .map(|(name, value)| format!("  {name}: {}\n", value.to_str().unwrap()))
+        .collect();
+    headers.sort();
+    format!(
+        "{} {}\n{}  {}\n",
+        parts.status.as_u16(),
+        error.kind().0,
+        headers.concat(),
+        String::from_utf8(body.to_vec()).unwrap()
+    )
+}
+
+#[tokio::test]
+async fn every_refusal_is_told_like_this() {
+    let mut all = String::new();
+    for error in every_error() {
+        all.push_str(&told(error).await);
+    }
+    insta::assert_snapshot!("refusals", all);
+}
+
+#[tokio::test]
+async fn every_body_has_all_four_keys() {
+    for error in every_error() {
+        let body: serde_json::Value = serde_json::from_str(&error.envelope().to_json()).unwrap();
+        let keys: Vec<_> = body["error"].as_object().unwrap().keys().collect();
+        assert_eq!(keys.len(), 4, "{error:?}");
+        for key in ["message", "type", "param", "code"] {
+            assert!(body["error"].get(key).is_some(), "{key} in {error:?}");
+        }
+        assert!(!body["error"]["message"].as_str().unwrap().contains(char::is_control));
+    }
+}
+
+#[test]
+fn rejected_credentials_all_look_the_same() {
+    // T20: whatever is wrong with a credential, this one value is what there is.
+    let body = ApiError::InvalidCredential.envelope().to_json();
+    assert_eq!(
+        body,
+        r#"{"error":{"message":"Incorrect API key provided.","type":"invalid_request_error","param":null,"code":"invalid_api_key"}}"#
+    );
+}

@@ -1,0 +1,152 @@
+//! What serving a request takes, beside the request: built once and shared by
+//! handlers and requests' tasks.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tollgate_admission::{Admission, ExpectedOutput};
+use tollgate_config::{Config, Deadlines};
+use tollgate_domain::UtcTime;
+use tollgate_ledger::{Health, LedgerHandle};
+
+use crate::Clock;
+use crate::api::Counting;
+use crate::auth::KeyStore;
+use crate::limits::LateSpend;
+use crate::pump::{Cancels, InFlight};
+use crate::telemetry::Metrics;
+use crate::upstream::{Books, WorkerEndpoint, Workers};
+
+/// What it is made of.
+pub(crate) struct ServingOptions {
+    /// Where the workers listen.
+    pub(crate) workers: Vec<WorkerEndpoint>,
+    /// Where usage is recorded.
+    pub(crate) ledger: LedgerHandle,
+    /// The limits; what has been spent is restored before this.
+    pub(crate) admission: Admission,
+    /// Whose limits, for what was spent and is reported late.
+    pub(crate) config: Arc<Config>,
+    pub(crate) keys: KeyStore,
+    /// The clock of limits and records.
+    pub(crate) clock: Clock,
+    /// A request's deadlines.
+    pub(crate) deadlines: Deadlines,
+    /// Cancels of running requests that a tenant may make in a minute.
+    pub(crate) cancels_per_minute: u32,
+    /// What is counted.
+    pub(crate) metrics: Arc<Metrics>,
+    /// Cancelled when running requests must end now.
+    pub(crate) stopping: CancellationToken,
+}
+
+/// The room behind the front door.
+pub(crate) struct Serving {
+    pub(crate) admission: Admission,
+    pub(crate) workers: Workers,
+    pub(crate) books: Books,
+    pub(crate) clock: Clock,
+    pub(crate) deadlines: Deadlines,
+    pub(crate) expected: ExpectedOutput,
+    pub(crate) in_flight: InFlight,
+    pub(crate) counting: Counting,
+    pub(crate) cancels: Arc<Cancels>,
+    pub(crate) metrics: Arc<Metrics>,
+    /// The requests' tasks. They end by themselves; a drain waits for them.
+    pub(crate) pumps: TaskTracker,
+    pub(crate) stopping: CancellationToken,
+    /// When it was.
+    pub(crate) started: UtcTime,
+    /// The workers' keepers, which outlast the requests' tasks.
+    keepers: TaskTracker,
+    stop_keepers: CancellationToken,
+}
+
+impl Serving {
+    /// Starts the workers' keepers and the sweeper.
+    pub(crate) fn start(options: ServingOptions) -> Arc<Self> {
+        let ServingOptions {
+            workers,
+            ledger,
+            admission,
+            config,
+            keys,
+            clock,
+            deadlines,
+            cancels_per_minute,
+            metrics,
+            stopping,
+        } = options;
+        let cancels = Arc::new(Cancels::new(cancels_per_minute));
+        let in_flight = InFlight::default();
+        let started = clock.utc();
+        let late = Arc::new(LateSpend { admission: admission.clone(), config, keys });
+        let books =
+            Books { ledger, in_flight: in_flight.clone(), clock: clock.clone(), started, late };
+        let keepers = TaskTracker::new();
+        let stop_keepers = CancellationToken::new();
+        let workers = Workers::start(workers, &books, &keepers, &stop_keepers);
+        let sweeping =
+            sweep(admission.clone(), clock.clone(), in_flight.clone(), Arc::clone(&cancels));
+        keepers.spawn(stop_keepers.clone().run_until_cancelled_owned(sweeping));
+        Arc::new(Self {
+            started,
+            admission,
+            workers,
+            books,
+            clock,
+            deadlines,
+            expected: ExpectedOutput::default(),
+            in_flight,
+            counting: Counting::new(),
+            cancels,
+            metrics,
+            pumps: TaskTracker::new(),
+            stopping,
+            keepers,
+            stop_keepers,
+        })
+    }
+
+    /// Whether usage can be recorded; where it cannot, nothing is served.
+    pub(crate) fn can_record(&self) -> bool {
+        self.books.ledger.health() == Health::Well
+    }
+
+    /// Waits for the requests' tasks, then a moment for their records, then
+    /// ends the keepers. What is not recorded by then stays in the workers'
+    /// journals and comes with the next start.
+    pub(crate) async fn stop(&self) {
+        self.pumps.close();
+        self.pumps.wait().await;
+        let recorded = async {
+            while self.in_flight.len() > 0 && self.workers.online().next().is_some() {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        let _ = tokio::time::timeout(LAST_RECORDS, recorded).await;
+        self.stop_keepers.cancel();
+        self.keepers.close();
+        self.keepers.wait().await;
+    }
+}
+
+/// Ends what is overdue, once a second.
+async fn sweep(admission: Admission, clock: Clock, in_flight: InFlight, cancels: Arc<Cancels>) {
+    let mut ticks = tokio::time::interval(Duration::from_secs(1));
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        let swept = admission.expire(clock.now());
+        if !swept.expired.is_empty() {
+            tracing::error!(holds = swept.expired.len(), "holds expired unresolved");
+        }
+        in_flight.sweep();
+        cancels.sweep(clock.now());
+    }
+}
+
+/// A block is closed when a request ends, and committed within milliseconds.
+const LAST_RECORDS: Duration = Duration::from_secs(2);

@@ -1,0 +1,341 @@
+//! Who is on the wire, and the first ring: how much one network source may
+//! ask before anything else about it is known.
+//!
+//! A source is an IPv4 address or an IPv6 /64, because one subscriber owns a
+//! whole /64. Headers that name another client count only from proxies that
+//! config trusts. Memory is bounded whatever the sources do: the rings are
+//! swept each second, and beyond `MOST_SOURCES` new sources share buckets.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::num::NonZeroU32;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use axum::body::Body;
+use axum::response::IntoResponse;
+use governor::middleware::NoOpMiddleware;
+use http::{HeaderMap, Request};
+use tower_governor::governor::{GovernorConfig, GovernorConfigBuilder};
+use tower_governor::key_extractor::KeyExtractor;
+use tower_governor::{GovernorError, GovernorLayer};
+
+use crate::ApiError;
+use crate::listener::Peer;
+
+/// A network source: what limits before authentication are keyed by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Source {
+    /// One IPv4 address.
+    V4(Ipv4Addr),
+    /// The first 64 bits of an IPv6 address.
+    V6([u8; 8]),
+    /// One of `CROWD` buckets that sources share when there are too many to
+    /// tell apart.
+    Crowd(u16),
+}
+
+impl Source {
+    /// The source that an address belongs to.
+    pub fn of(address: IpAddr) -> Self {
+        match address.to_canonical() {
+            IpAddr::V4(address) => Self::V4(address),
+            IpAddr::V6(address) => {
+                let octets = address.octets();
+                Self::V6(octets[..8].try_into().expect("8 of 16 octets"))
+            }
+        }
+    }
+
+    /// The shared bucket of this source.
+    pub(crate) fn in_crowd(self) -> Self {
+        let mut hasher = DefaultHasher::new();
+        self.hash(&mut hasher);
+        Self::Crowd((hasher.finish() % CROWD) as u16)
+    }
+}
+
+/// A network of proxies whose word about the client is taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TrustedNetwork {
+    address: Ipv6Addr,
+    prefix: u8,
+}
+
+/// A network that is not `ADDRESS` or `ADDRESS/PREFIX`.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is not a network: write it as 10.0.0.0/8, 192.0.2.7 or 2001:db8::/32")]
+pub struct InvalidNetwork(pub String);
+
+impl std::str::FromStr for TrustedNetwork {
+    type Err = InvalidNetwork;
+
+    fn from_str(text: &str) -> Result<Self, InvalidNetwork> {
+        let invalid = || InvalidNetwork(text.to_owned());
+        let (address, prefix) = match text.split_once('/') {
+            Some((address, prefix)) => (address, Some(prefix)),
+            None => (text, None),
+        };
+        let address: IpAddr = address.parse().map_err(|_| invalid())?;
+        let bits = if address.is_ipv4() { 32 } else { 128 };
+        let prefix: u8 = prefix.map_or(Ok(bits), str::parse).map_err(|_| invalid())?;
+        if prefix > bits {
+            return Err(invalid());
+        }
+        // IPv4 stands at the end of the mapped range.
+        Ok(Self { address: mapped(address), prefix: prefix + (128 - bits) })
+    }
+}
+
+impl TrustedNetwork {
+    fn contains(&self, address: IpAddr) -> bool {
+        let mask = u128::MAX.checked_shl(128 - u32::from(self.prefix)).unwrap_or(0);
+        (self.address.to_bits() ^ mapped(address).to_bits()) & mask == 0
+    }
+}
+
+/// The client of a request: the peer, or where the peer is a trusted proxy,
+/// the nearest address in `X-Forwarded-For` that is not one.
+pub fn client_address(peer: IpAddr, headers: &HeaderMap, trusted: &[TrustedNetwork]) -> IpAddr {
+    let is_trusted = |address| trusted.iter().any(|network| network.contains(address));
+    if !is_trusted(peer) {
+        return peer;
+    }
+    let mut client = peer;
+    // Each proxy appends whom it saw, so the right-most are the truest.
+    for value in headers.get_all("x-forwarded-for").iter().rev() {
+        let Ok(value) = value.to_str() else { return client };
+        for hop in value.rsplit(',').take(MOST_HOPS) {
+            let Ok(hop) = hop.trim().parse() else { return client };
+            client = hop;
+            if !is_trusted(hop) {
+                return client;
+            }
+        }
+    }
+    client
+}
+
+/// What the source ring allows.
+#[derive(Clone, Debug)]
+pub struct SourceOptions {
+    /// Requests a second of one source.
+    pub per_second: NonZeroU32,
+    /// Requests that it may send at once.
+    pub burst: NonZeroU32,
+    /// Proxies whose `X-Forwarded-For` is believed.
+    pub trusted_proxies: Vec<TrustedNetwork>,
+}
+
+impl Default for SourceOptions {
+    fn default() -> Self {
+        Self {
+            per_second: const { NonZeroU32::new(1_000).unwrap() },
+            burst: const { NonZeroU32::new(2_000).unwrap() },
+            trusted_proxies: Vec::new(),
+        }
+    }
+}
+
+impl From<&tollgate_config::SourceLimits> for SourceOptions {
+    fn from(config: &tollgate_config::SourceLimits) -> Self {
+        let tollgate_config::SourceLimits { requests_per_second, request_burst } = *config;
+        let positive = |value: u32| NonZeroU32::new(value).unwrap_or(NonZeroU32::MIN);
+        Self {
+            per_second: positive(requests_per_second),
+            burst: positive(request_burst),
+            trusted_proxies: Vec::new(),
+        }
+    }
+}
+
+/// The ring: a layer for the stack and a sweep for the clockwork.
+#[derive(Clone)]
+pub(crate) struct SourceRing {
+    config: Arc<GovernorConfig<SourceKey, NoOpMiddleware>>,
+    key: SourceKey,
+    per_second: u32,
+    period: Duration,
+}
+
+impl SourceRing {
+    pub(crate) fn new(options: &SourceOptions) -> Self {
+        let key = SourceKey {
+            trusted: options.trusted_proxies.as_slice().into(),
+            crowded: Arc::new(AtomicBool::new(false)),
+        };
+        let period = Duration::from_secs(1) / options.per_second.get();
+        let config = GovernorConfigBuilder::default()
+            .period(period)
+            .burst_size(options.burst.get())
+            .key_extractor(key.clone())
+            .finish()
+            .expect("neither a second's part nor a burst is zero");
+        Self { config: Arc::new(config), key, per_second: options.per_second.get(), period }
+    }
+
+    /// The layer. A refused request always passes after one period at the
+    /// latest: tower_governor says the wait in whole seconds, cut, so the
+    /// period is added.
+    pub(crate) fn layer(&self) -> GovernorLayer<SourceKey, NoOpMiddleware, Body> {
+        let (per_second, period) = (self.per_second, self.period);
+        GovernorLayer::new(Arc::clone(&self.config))
+            .error_handler(move |error| refusal(&error, per_second, period).into_response())
+    }
+
+    /// Forgets sources whose bucket is full again. Called each second.
+    pub(crate) fn sweep(&self) {
+        let limiter = self.config.limiter();
+        limiter.retain_recent();
+        let sources = limiter.len();
+        self.key.crowded.store(sources > MOST_SOURCES, Ordering::Relaxed);
+        if sources == 0 {
+            limiter.shrink_to_fit();
+        }
+    }
+
+    #[cfg(test)]
+    fn sources(&self) -> usize {
+        self.config.limiter().len()
+    }
+}
+
+fn refusal(error: &GovernorError, per_second: u32, period: Duration) -> ApiError {
+    match error {
+        GovernorError::TooManyRequests { wait_time, .. } => ApiError::SourceLimit {
+            per_second,
+            retry_after: Duration::from_secs(*wait_time) + period,
+        },
+        // Only a request that did not come through the listener has no peer.
+        GovernorError::UnableToExtractKey | GovernorError::Other { .. } => ApiError::Internal,
+    }
+}
+
+/// Finds the source of a request.
+#[derive(Clone, Debug)]
+pub(crate) struct SourceKey {
+    trusted: Arc<[TrustedNetwork]>,
+    crowded: Arc<AtomicBool>,
+}
+
+impl KeyExtractor for SourceKey {
+    type Key = Source;
+
+    fn extract<T>(&self, request: &Request<T>) -> Result<Source, GovernorError> {
+        let peer = request.extensions().get::<Peer>().ok_or(GovernorError::UnableToExtractKey)?;
+        let client = client_address(peer.address().ip(), request.headers(), &self.trusted);
+        let source = Source::of(client);
+        Ok(if self.crowded.load(Ordering::Relaxed) { source.in_crowd() } else { source })
+    }
+}
+
+fn mapped(address: IpAddr) -> Ipv6Addr {
+    match address {
+        IpAddr::V4(address) => address.to_ipv6_mapped(),
+        IpAddr::V6(address) => address,
+    }
+}
+
+/// Sources told apart at once; about 100 bytes each.
+pub(crate) const MOST_SOURCES: usize = 100_000;
+
+/// Buckets that sources share beyond that.
+const CROWD: u64 = 4_096;
+
+/// Addresses of one `X-Forwarded-For` that are looked at.
+const MOST_HOPS: usize = 16;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ip(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn sources_are_addresses_or_64s() {
+        let check = |a: &str, b: &str, same: bool| {
+            assert_eq!(Source::of(ip(a)) == Source::of(ip(b)), same, "{a} {b}");
+        };
+        check("192.0.2.1", "192.0.2.1", true);
+        check("192.0.2.1", "192.0.2.2", false);
+        check("192.0.2.1", "::ffff:192.0.2.1", true);
+        check("2001:db8::1", "2001:db8::ffff:1", true);
+        check("2001:db8::1", "2001:db8:0:1::1", false);
+    }
+
+    #[test]
+    fn only_trusted_proxies_name_the_client() {
+        let trusted = ["10.0.0.0/8", "2001:db8::/32", "192.0.2.7"].map(|n| n.parse().unwrap());
+        let check = |peer: &str, forwarded: &[&str], expected: &str| {
+            let mut headers = HeaderMap::new();
+            for value in forwarded {
+                headers.append("x-forwarded-for", value.parse().unwrap());
+            }
+            assert_eq!(client_address(ip(peer), &headers, &trusted), ip(expected), "{forwarded:?}");
+        };
+        check("203.0.113.9", &["198.51.100.1"], "203.0.113.9"); // T10: a stranger's word
+        check("10.1.2.3", &[], "10.1.2.3");
+        check("10.1.2.3", &["198.51.100.1"], "198.51.100.1");
+        check("10.1.2.3", &["1.1.1.1, 198.51.100.1"], "198.51.100.1"); // forged on the left
+        check("10.1.2.3", &["1.1.1.1", "198.51.100.1, 10.9.9.9"], "198.51.100.1");
+        check("10.1.2.3", &["nonsense"], "10.1.2.3");
+        check("192.0.2.7", &["198.51.100.1"], "198.51.100.1");
+        check("192.0.2.8", &["198.51.100.1"], "192.0.2.8");
+        check("2001:db8::5", &["198.51.100.1"], "198.51.100.1");
+    }
+
+    #[test]
+    fn networks_are_checked() {
+        for text in ["10.0.0.0/33", "::/129", "10.0.0", "a/8", "10.0.0.0/", ""] {
+            assert!(text.parse::<TrustedNetwork>().is_err(), "{text}");
+        }
+        assert!("0.0.0.0/0".parse::<TrustedNetwork>().unwrap().contains(ip("203.0.113.1")));
+        assert!(!"0.0.0.0/0".parse::<TrustedNetwork>().unwrap().contains(ip("2001:db8::1")));
+        assert!("::/0".parse::<TrustedNetwork>().unwrap().contains(ip("2001:db8::1")));
+    }
+
+    #[test]
+    fn the_defaults_are_those_of_config() {
+        let config = tollgate_config::Config::load(&tollgate_config::Sources::default()).unwrap();
+        let options = SourceOptions::from(&config.gateway().sources);
+        let SourceOptions { per_second, burst, trusted_proxies } = SourceOptions::default();
+        assert_eq!((options.per_second, options.burst), (per_second, burst));
+        assert_eq!(options.trusted_proxies, trusted_proxies);
+    }
+
+    #[test]
+    fn a_crowd_shares_buckets() {
+        // T02: however many sources there are, the buckets are bounded.
+        let buckets: std::collections::HashSet<_> =
+            (0..50_000u32).map(|n| Source::V4(Ipv4Addr::from_bits(n)).in_crowd()).collect();
+        assert!(buckets.len() <= CROWD as usize);
+    }
+
+    #[test]
+    fn a_sweep_forgets_the_idle() {
+        let ring = SourceRing::new(&SourceOptions {
+            per_second: NonZeroU32::new(1_000_000).unwrap(),
+            ..SourceOptions::default()
+        });
+        for n in 0..1_000 {
+            let _ = ring.config.limiter().check_key(&Source::V4(Ipv4Addr::from_bits(n)));
+        }
+        assert_eq!(ring.sources(), 1_000);
+        // A bucket is full again a microsecond after its one request.
+        while ring.sources() > 0 {
+            ring.sweep();
+        }
+    }
+
+    #[test]
+    fn a_refusal_says_when() {
+        let error = GovernorError::TooManyRequests { wait_time: 0, headers: None };
+        assert_eq!(
+            refusal(&error, 20, Duration::from_millis(50)),
+            ApiError::SourceLimit { per_second: 20, retry_after: Duration::from_millis(50) }
+        );
+    }
+}

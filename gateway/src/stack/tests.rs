@@ -1,0 +1,136 @@
+//! What the layers answer by themselves.
+
+use axum::Extension;
+use axum::routing::{get, post};
+use http::StatusCode;
+use http_body_util::BodyExt as _;
+use serde_json::Value;
+use tower::ServiceExt as _;
+
+use super::*;
+
+const LIMIT: u64 = 1_000;
+
+async fn read(body: axum::body::Bytes) -> String {
+    body.len().to_string()
+}
+
+async fn bug() -> &'static str {
+    panic!("a secret of the client's")
+}
+
+fn service(metrics: &Arc<Metrics>) -> RequestService {
+    let routes = Router::new()
+        .route("/v1/models", get(|| async { "models" }))
+        .route("/v1/read", post(read))
+        .route("/v1/bug", get(bug))
+        .route("/v1/id", get(|Extension(id): Extension<RequestId>| async move { id.to_string() }));
+    let metrics = Arc::clone(metrics);
+    stack(
+        public(routes),
+        StackOptions { metrics, sources: None, largest_body: LIMIT, endpoint: public_endpoint },
+    )
+}
+
+async fn ask(service: &RequestService, request: http::request::Builder, body: Body) -> Answer {
+    let response = service.clone().oneshot(request.body(body).unwrap()).await.unwrap();
+    let (parts, body) = response.into_parts();
+    let body = body.collect().await.unwrap().to_bytes();
+    Answer { parts, body: String::from_utf8(body.to_vec()).unwrap() }
+}
+
+struct Answer {
+    parts: http::response::Parts,
+    body: String,
+}
+
+impl Answer {
+    fn code(&self) -> String {
+        let body: Value = serde_json::from_str(&self.body).unwrap();
+        body["error"]["code"].as_str().unwrap_or_default().to_owned()
+    }
+}
+
+#[tokio::test]
+async fn refuses_in_json() {
+    let service = service(&Metrics::new());
+    let encoded =
+        |coding: &str| Request::post("/v1/read").header("content-encoding", coding.to_owned());
+    // T39: an encoded body is refused by its header alone.
+    for (request, body, status, code) in [
+        (Request::get("/"), Body::empty(), 404, "unknown_url"),
+        (Request::get("/v1/nothing"), Body::empty(), 404, "unknown_url"),
+        (Request::put("/v1/models"), Body::empty(), 405, "method_not_allowed"),
+        (Request::get("/v1/bug"), Body::empty(), 500, "server_error"),
+        (encoded("zstd"), Body::from("x"), 415, "unsupported_content_encoding"),
+        (encoded("gzip, identity"), Body::from("x"), 415, "unsupported_content_encoding"),
+        (Request::post("/v1/read"), Body::from(vec![0; 1_001]), 413, "request_too_large"),
+    ] {
+        let answer = ask(&service, request, body).await;
+        assert_eq!(answer.parts.status.as_u16(), status);
+        assert_eq!(answer.code(), code);
+        assert_eq!(answer.parts.headers["content-type"], "application/json");
+        assert!(!answer.body.contains("secret"));
+        assert!(answer.parts.headers.contains_key("x-request-id"), "{status}");
+    }
+}
+
+#[tokio::test]
+async fn passes_what_is_within_bounds() {
+    let service = service(&Metrics::new());
+    let identity = Request::post("/v1/read").header("content-encoding", "identity");
+    let answer = ask(&service, identity, Body::from(vec![0; 1_000])).await;
+    assert_eq!((answer.parts.status, answer.body.as_str()), (StatusCode::OK, "1000"));
+}
+
+#[tokio::test]
+async fn names_each_request_itself() {
+    let service = service(&Metrics::new());
+    let mut seen = std::collections::HashSet::new();
+    for _ in 0..100 {
+        let request = Request::get("/v1/id").header("x-request-id", "req-forged");
+        let answer = ask(&service, request, Body::empty()).await;
+        let id = answer.parts.headers["x-request-id"].to_str().unwrap();
+        assert_eq!(answer.body, id, "the handler sees the same");
+        assert!(id.starts_with("req-") && id.len() == 36 && seen.insert(id.to_owned()));
+    }
+}
+
+#[tokio::test]
+async fn a_body_without_a_length_is_cut_at_the_limit() {
+    let service = service(&Metrics::new());
+    let pieces =
+        futures_util::stream::iter((0..100).map(|_| Ok::<_, std::io::Error>(vec![0; 100])));
+    let answer = ask(&service, Request::post("/v1/read"), Body::from_stream(pieces)).await;
+    assert_eq!(answer.parts.status, StatusCode::PAYLOAD_TOO_LARGE);
+}
+
+#[tokio::test]
+async fn a_chunked_request_is_the_last_on_its_connection() {
+    // T11
+    let service = service(&Metrics::new());
+    let request = || Request::post("/v1/read").header("transfer-encoding", "chunked");
+    let answer = ask(&service, request(), Body::empty()).await;
+    assert_eq!(answer.parts.headers["connection"], "close");
+    let answer = ask(&service, request().version(http::Version::HTTP_2), Body::empty()).await;
+    assert!(!answer.parts.headers.contains_key("connection"));
+}
+
+#[tokio::test]
+async fn clients_make_no_metric_series() {
+    // T50
+    let metrics = Metrics::new();
+    let service = service(&metrics);
+    for n in 0..500 {
+        let request = Request::get(format!("/v1/{n}")).header("user-agent", n.to_string());
+        ask(&service, request, Body::empty()).await;
+        ask(&service, Request::get(format!("/v1/models/{n}")), Body::empty()).await;
+    }
+    let text = metrics.scrape(Default::default());
+    assert!(
+        text.contains(r#"tollgate_requests_total{endpoint="other",status="4xx"} 500"#),
+        "{text}"
+    );
+    assert!(text.contains(r#"tollgate_errors_total{kind="unknown_route"} 1000"#), "{text}");
+    assert!(text.lines().count() < 200, "{text}");
+}

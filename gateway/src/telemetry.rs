@@ -1,0 +1,271 @@
+//! What operators read: metrics and the log.
+//!
+//! Metrics are one struct, passed and never global. Every label comes from a
+//! closed set or from config, so that no client can make a series. A refusal
+//! is a counter and no log line; prompts, answers and secrets are in neither.
+
+mod log;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::StatusCode;
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::{Registry, Unit};
+use tollgate_domain::{DeviceClass, ModelName, Usage};
+
+pub use self::log::{LogFormat, LogOptions, log_subscriber};
+
+/// Everything that is counted.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: Registry,
+    requests: Family<RequestLabels, Counter>,
+    request_seconds: Family<EndpointLabel, Histogram>,
+    in_flight: Gauge,
+    refusals: Family<KindLabel, Counter>,
+    connections: Gauge,
+    connections_refused: Family<ReasonLabel, Counter>,
+    connections_ended: Family<ReasonLabel, Counter>,
+    handshakes_failed: Family<ReasonLabel, Counter>,
+    tokens: Family<TokenLabels, Counter>,
+    device_seconds: Family<ModelLabels, Counter<f64, std::sync::atomic::AtomicU64>>,
+    first_token_seconds: Family<ModelLabels, Histogram>,
+    ready: Gauge,
+    workers_ready: Gauge,
+    worker_lies: Gauge,
+    worker_losses: Gauge,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RequestLabels {
+    endpoint: &'static str,
+    status: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct EndpointLabel {
+    endpoint: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct KindLabel {
+    kind: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ReasonLabel {
+    reason: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct TokenLabels {
+    model: String,
+    kind: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ModelLabels {
+    model: String,
+    class: String,
+}
+
+/// What is read off the rest of the gateway when metrics are scraped.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Readings {
+    pub(crate) ready: bool,
+    pub(crate) workers_ready: usize,
+    pub(crate) worker_lies: u64,
+    pub(crate) worker_losses: u64,
+}
+
+impl Metrics {
+    /// All at zero.
+    pub fn new() -> Arc<Self> {
+        let mut metrics = Self {
+            registry: Registry::with_prefix("tollgate"),
+            requests: Family::default(),
+            request_seconds: Family::new_with_constructor(|| seconds(&REQUEST_SECONDS)),
+            in_flight: Gauge::default(),
+            refusals: Family::default(),
+            connections: Gauge::default(),
+            connections_refused: Family::default(),
+            connections_ended: Family::default(),
+            handshakes_failed: Family::default(),
+            tokens: Family::default(),
+            device_seconds: Family::default(),
+            first_token_seconds: Family::new_with_constructor(|| seconds(&FIRST_TOKEN_SECONDS)),
+            ready: Gauge::default(),
+            workers_ready: Gauge::default(),
+            worker_lies: Gauge::default(),
+            worker_losses: Gauge::default(),
+        };
+        metrics.register();
+        Arc::new(metrics)
+    }
+
+    fn register(&mut self) {
+        let Self { registry, .. } = self;
+        registry.register("requests", "Requests answered", self.requests.clone());
+        registry.register_with_unit(
+            "request",
+            "From a request's head to the end of its handler; streams go on after it",
+            Unit::Seconds,
+            self.request_seconds.clone(),
+        );
+        registry.register("requests_in_flight", "Requests in a handler", self.in_flight.clone());
+        registry.register("errors", "Requests not answered as asked", self.refusals.clone());
+        registry.register("connections", "Connections open", self.connections.clone());
+        registry.register(
+            "connections_refused",
+            "Connections closed at the gate",
+            self.connections_refused.clone(),
+        );
+        registry.register(
+            "connections_ended",
+            "Connections ended after their handshake",
+            self.connections_ended.clone(),
+        );
+        registry.register(
+            "handshakes_failed",
+            "Connections ended before their handshake",
+            self.handshakes_failed.clone(),
+        );
+        registry.register("tokens", "Tokens metered", self.tokens.clone());
+        registry.register_with_unit(
+            "device",
+            "Device time attributed to requests",
+            Unit::Seconds,
+            self.device_seconds.clone(),
+        );
+        registry.register_with_unit(
+            "first_token",
+            "From a request's head to its first token",
+            Unit::Seconds,
+            self.first_token_seconds.clone(),
+        );
+        registry.register("ready", "Whether requests would succeed", self.ready.clone());
+        registry.register(
+            "workers_ready",
+            "Workers that take requests",
+            self.workers_ready.clone(),
+        );
+        registry.register(
+            "worker_lies",
+            "Messages of workers refused as untrue since the start",
+            self.worker_lies.clone(),
+        );
+        registry.register(
+            "worker_losses",
+            "Workers lost since the start",
+            self.worker_losses.clone(),
+        );
+    }
+
+    /// The metrics in Prometheus's text format.
+    pub(crate) fn scrape(&self, readings: Readings) -> String {
+        let Readings { ready, workers_ready, worker_lies, worker_losses } = readings;
+        self.ready.set(ready.into());
+        self.workers_ready.set(gauge(workers_ready));
+        self.worker_lies.set(gauge(worker_lies));
+        self.worker_losses.set(gauge(worker_losses));
+        let mut text = String::new();
+        encode(&mut text, &self.registry).expect("writing into a String cannot fail");
+        text
+    }
+
+    pub(crate) fn request_began(&self) {
+        self.in_flight.inc();
+    }
+
+    pub(crate) fn request_left(&self) {
+        self.in_flight.dec();
+    }
+
+    pub(crate) fn request_answered(
+        &self,
+        endpoint: &'static str,
+        status: StatusCode,
+        elapsed: Duration,
+    ) {
+        let status = status_class(status);
+        self.requests.get_or_create(&RequestLabels { endpoint, status }).inc();
+        self.request_seconds
+            .get_or_create(&EndpointLabel { endpoint })
+            .observe(elapsed.as_secs_f64());
+    }
+
+    pub(crate) fn error(&self, kind: &'static str) {
+        self.refusals.get_or_create(&KindLabel { kind }).inc();
+    }
+
+    pub(crate) fn connections_open(&self, open: usize) {
+        self.connections.set(gauge(open));
+    }
+
+    pub(crate) fn connection_refused(&self, reason: &'static str) {
+        self.connections_refused.get_or_create(&ReasonLabel { reason }).inc();
+    }
+
+    pub(crate) fn connection_ended(&self, reason: &'static str) {
+        self.connections_ended.get_or_create(&ReasonLabel { reason }).inc();
+    }
+
+    pub(crate) fn handshake_failed(&self, reason: &'static str) {
+        self.handshakes_failed.get_or_create(&ReasonLabel { reason }).inc();
+    }
+
+    /// A request's figures, once they are known. `model` is one of config's.
+    pub fn usage(&self, model: &ModelName, class: &DeviceClass, usage: &Usage) {
+        for (kind, tokens) in [
+            ("prompt", usage.prompt_tokens),
+            ("cached", usage.cached_tokens),
+            ("completion", usage.completion_tokens),
+        ] {
+            let labels = TokenLabels { model: model.to_string(), kind };
+            self.tokens.get_or_create(&labels).inc_by(tokens);
+        }
+        self.device_seconds
+            .get_or_create(&ModelLabels { model: model.to_string(), class: class.to_string() })
+            .inc_by(usage.attributed.as_secs_f64());
+    }
+
+    /// A request's first token went out `elapsed` after its head came in.
+    pub fn first_token(&self, model: &ModelName, class: &DeviceClass, elapsed: Duration) {
+        self.first_token_seconds
+            .get_or_create(&ModelLabels { model: model.to_string(), class: class.to_string() })
+            .observe(elapsed.as_secs_f64());
+    }
+}
+
+/// `2xx`, `4xx`, ...: a closed set of labels.
+fn status_class(status: StatusCode) -> &'static str {
+    match status.as_u16() {
+        100..200 => "1xx",
+        200..300 => "2xx",
+        300..400 => "3xx",
+        400..500 => "4xx",
+        _ => "5xx",
+    }
+}
+
+fn seconds(bounds: &[f64]) -> Histogram {
+    Histogram::new(bounds.iter().copied())
+}
+
+fn gauge(value: impl TryInto<i64>) -> i64 {
+    value.try_into().unwrap_or(i64::MAX)
+}
+
+const REQUEST_SECONDS: [f64; 12] =
+    [0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.25, 1.0, 2.5, 10.0, 60.0, 600.0];
+
+const FIRST_TOKEN_SECONDS: [f64; 10] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0];
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,62 @@
+//! Metric names, which dashboards rely on, and lines that stay lines.
+
+use std::io;
+use std::sync::Mutex;
+
+use super::*;
+
+#[test]
+fn metrics_have_these_names() {
+    let metrics = Metrics::new();
+    let (model, class) = (ModelName::new("m").unwrap(), DeviceClass::cpu());
+    metrics.request_answered("models", StatusCode::OK, Duration::from_millis(3));
+    metrics.error("requests_per_minute");
+    metrics.connection_refused("per_source");
+    metrics.connection_ended("idle");
+    metrics.handshake_failed("silent");
+    metrics.usage(&model, &class, &Usage { prompt_tokens: 7, ..Usage::default() });
+    metrics.first_token(&model, &class, Duration::from_millis(40));
+    let text = metrics.scrape(Readings { ready: true, workers_ready: 1, ..Readings::default() });
+    let names: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")).collect();
+    insta::assert_snapshot!("metrics", names.join("\n"));
+    assert!(text.contains(r#"tollgate_tokens_total{model="m",kind="prompt"} 7"#), "{text}");
+}
+
+#[derive(Clone, Default)]
+struct Lines(Arc<Mutex<Vec<u8>>>);
+
+impl io::Write for Lines {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// T51: what a client says cannot end a line or colour a terminal.
+#[test]
+fn log_lines_stay_lines() {
+    let hostile = "a\r\n{\"level\":\"ERROR\"}\u{1b}[31m\u{0}\u{7f}\u{9b}\"";
+    for format in [LogFormat::Json, LogFormat::Pretty] {
+        let lines = Lines::default();
+        let writer = lines.clone();
+        let options = LogOptions { format, filter: "trace".into() };
+        let subscriber = log_subscriber(&options, move || writer.clone()).unwrap();
+        tracing::subscriber::with_default(subscriber, || {
+            tracing::info!(model = hostile, "refused");
+            tracing::info!(path = ?hostile, "refused");
+            tracing::info!(path = %hostile, "refused {hostile}");
+        });
+        let text = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
+        assert_eq!(text.lines().count(), 3, "{text:?}");
+        assert!(!text.chars().any(|c| c.is_control() && c != '\n'), "{text:?}");
+        if format == LogFormat::Json {
+            for line in text.lines() {
+                serde_json::from_str::<serde_json::Value>(line).unwrap();
+            }
+        }
+    }
+}

@@ -1,0 +1,308 @@
+//! What a tenant has used: its statement, and the exact figures of one of its
+//! requests. Another tenant's request looks like one that never was.
+
+use std::time::Duration;
+
+use axum::Json;
+use axum::extract::rejection::PathRejection;
+use axum::extract::rejection::QueryRejection;
+use axum::extract::{Path, Query, State};
+use serde::{Deserialize, Serialize};
+use tokio::time::timeout;
+use tollgate_domain::{FinishReason, KeyId, ModelName, RequestId, TenantId, UtcDay};
+use tollgate_ledger::{
+    EntryRow, GroupBy, LedgerError, RequestRow, RequestState, UsageQuery, UsageRow,
+};
+
+use crate::api::Api;
+use crate::auth::{AuthenticatedCaller, Endpoint};
+use crate::pump::Stage;
+use crate::reply::ApiError;
+
+/// How long the record of a request that has just ended is waited for.
+const RECORD_PATIENCE: Duration = Duration::from_secs(3);
+
+/// The query of `GET /v1/usage`.
+#[derive(Debug, Default, Deserialize)]
+pub(crate) struct Filters {
+    /// The first day, `2026-11-20`.
+    start: Option<String>,
+    /// The last day, itself included.
+    end: Option<String>,
+    model: Option<String>,
+    key: Option<String>,
+    /// Of `model`, `day`, `key`, with commas between.
+    group_by: Option<String>,
+}
+
+/// A statement.
+#[derive(Debug, Serialize)]
+pub(crate) struct Statement {
+    object: &'static str,
+    tenant: String,
+    start: Option<String>,
+    end: Option<String>,
+    data: Vec<UsageRow>,
+}
+
+/// `GET /v1/usage`
+pub(crate) async fn list(
+    State(api): State<Api>,
+    caller: AuthenticatedCaller,
+    filters: Result<Query<Filters>, QueryRejection>,
+) -> Result<Json<Statement>, ApiError> {
+    api.tenant(&caller, Endpoint::Usage)?;
+    let Query(filters) =
+        filters.map_err(|_| ApiError::malformed("The query string cannot be read."))?;
+    let query = query(&filters, caller.tenant())?;
+    let (start, end) = (query.from, query.to);
+    let data = read(&api, move |reader| reader.usage(&query)).await?;
+    Ok(Json(Statement {
+        object: "list",
+        tenant: caller.tenant().as_str().to_owned(),
+        start: start.map(|day| day.to_string()),
+        end: end.map(|day| day.to_string()),
+        data,
+    }))
+}
+
+fn query(filters: &Filters, tenant: &TenantId) -> Result<UsageQuery, ApiError> {
+    let Filters { start, end, model, key, group_by } = filters;
+    let from = day("start", start.as_deref())?;
+    let to = day("end", end.as_deref())?;
+    if let (Some(from), Some(to)) = (from, to)
+        && from > to
+    {
+        return Err(ApiError::invalid("end", "'end' is before 'start'."));
+    }
+    let model = model.as_deref().map(ModelName::new).transpose();
+    let key = key.as_deref().map(KeyId::new).transpose();
+    let mut group = Vec::new();
+    for column in group_by.as_deref().unwrap_or("model,day").split(',') {
+        let column = match column.trim() {
+            "model" => GroupBy::Model,
+            "day" => GroupBy::Day,
+            "key" => GroupBy::Key,
+            "" => continue,
+            _ => {
+                return Err(ApiError::invalid(
+                    "group_by",
+                    "'group_by' must be of 'model', 'day' and 'key', with commas between.",
+                ));
+            }
+        };
+        if !group.contains(&column) {
+            group.push(column);
+        }
+    }
+    Ok(UsageQuery {
+        tenant: Some(tenant.clone()),
+        key: key.map_err(|error| ApiError::invalid("key", error.to_string()))?,
+        model: model.map_err(|error| ApiError::invalid("model", error.to_string()))?,
+        class: None,
+        from,
+        to,
+        group,
+    })
+}
+
+fn day(param: &'static str, text: Option<&str>) -> Result<Option<UtcDay>, ApiError> {
+    let Some(text) = text else { return Ok(None) };
+    match text.parse() {
+        Ok(day) => Ok(Some(day)),
+        Err(_) => {
+            Err(ApiError::invalid(param, format!("'{param}' must be a day like 2026-11-20.")))
+        }
+    }
+}
+
+/// The figures of one request.
+#[derive(Debug, Serialize)]
+pub(crate) struct RequestUsage {
+    id: String,
+    object: &'static str,
+    /// `running`: it runs; `pending`: it ended and its record is on the way;
+    /// `posted`: these figures are final.
+    state: &'static str,
+    #[serde(flatten)]
+    figures: Option<Figures>,
+}
+
+#[derive(Debug, Serialize)]
+struct Figures {
+    tenant: String,
+    key: String,
+    model: String,
+    device_class: String,
+    attempts: u32,
+    prompt_tokens: u64,
+    cached_tokens: u64,
+    completion_tokens: u64,
+    total_tokens: u64,
+    attributed_ns: u64,
+    reference_ns: u64,
+    gpu_ns: u64,
+    queue_ns: u64,
+    prefill_ns: u64,
+    decode_ns: u64,
+    reason: Option<FinishReason>,
+    /// Unix seconds.
+    finished: Option<u64>,
+    entries: Vec<EntryRow>,
+}
+
+/// `GET /v1/usage/{request_id}`
+pub(crate) async fn show(
+    State(api): State<Api>,
+    caller: AuthenticatedCaller,
+    id: Result<Path<String>, PathRejection>,
+) -> Result<Json<RequestUsage>, ApiError> {
+    // What is not even text is nobody's id.
+    let id = id.map(|Path(id)| id).unwrap_or_default();
+    api.tenant(&caller, Endpoint::Usage)?;
+    let request = request_id(&id).ok_or_else(|| not_found(&id))?;
+    let stage = stage(&api, caller.tenant(), &request).await;
+    let tenant = caller.tenant().clone();
+    let wanted = request.clone();
+    let row = read(&api, move |reader| reader.request(&tenant, &wanted)).await?;
+    let state = match (&row, stage) {
+        (None, None) => return Err(not_found(&id)),
+        (_, Some(Stage::Running)) => "running",
+        (Some(row), _) if row.state == RequestState::Posted => "posted",
+        (_, Some(Stage::Ended | Stage::Recorded)) => "pending",
+        (Some(_), None) => "running",
+    };
+    Ok(Json(RequestUsage {
+        id: request.as_str().to_owned(),
+        object: "usage.request",
+        state,
+        figures: row.map(Figures::from),
+    }))
+}
+
+/// Where the request is; of one that has just ended, after its record came or
+/// took too long.
+async fn stage(api: &Api, tenant: &TenantId, request: &RequestId) -> Option<Stage> {
+    let mut stage = api.serving.in_flight.stage(tenant, request)?;
+    if *stage.borrow() == Stage::Ended {
+        let recorded = stage.wait_for(|stage| *stage == Stage::Recorded);
+        // An error says that it was forgotten: the ledger will tell.
+        let _ = timeout(RECORD_PATIENCE, recorded).await;
+    }
+    let now = *stage.borrow();
+    Some(now)
+}
+
+impl From<RequestRow> for Figures {
+    fn from(row: RequestRow) -> Self {
+        let RequestRow {
+            request: _, // said beside it
+            caller,
+            model,
+            class,
+            state: _, // likewise
+            attempts,
+            usage,
+            stages,
+            reason,
+            finished,
+            entries,
+        } = row;
+        let attributed_ns = usage.attributed.nanos();
+        Self {
+            tenant: caller.tenant.into(),
+            key: caller.key.into(),
+            model: model.into(),
+            gpu_ns: if class.is_gpu() { attributed_ns } else { 0 },
+            device_class: class.into(),
+            attempts,
+            prompt_tokens: usage.prompt_tokens,
+            cached_tokens: usage.cached_tokens,
+            completion_tokens: usage.completion_tokens,
+            total_tokens: usage.total_tokens(),
+            attributed_ns,
+            reference_ns: usage.reference.nanos(),
+            queue_ns: stages.queue_ns,
+            prefill_ns: stages.prefill_ns,
+            decode_ns: stages.decode_ns,
+            reason,
+            finished: finished.map(|finished| finished.unix_seconds()),
+            entries,
+        }
+    }
+}
+
+/// A request's id as the header says it, or as an answer's body does.
+fn request_id(text: &str) -> Option<RequestId> {
+    let bare = text.strip_prefix("chatcmpl-").or_else(|| text.strip_prefix("cmpl-"));
+    match bare {
+        Some(bare) => RequestId::new(&format!("req-{bare}")).ok(),
+        None => RequestId::new(text).ok(),
+    }
+}
+
+fn not_found(id: &str) -> ApiError {
+    ApiError::NotFound { what: "request", id: id.to_owned() }
+}
+
+/// Reads the ledger on a blocking thread.
+async fn read<T: Send + 'static>(
+    api: &Api,
+    read: impl FnOnce(&tollgate_ledger::LedgerReader) -> Result<T, LedgerError> + Send + 'static,
+) -> Result<T, ApiError> {
+    let reader = api.serving.books.ledger.reader().clone();
+    match tokio::task::spawn_blocking(move || read(&reader)).await {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(error)) => {
+            tracing::error!(error = &error as &dyn std::error::Error, "the ledger cannot be read");
+            Err(ApiError::LedgerUnavailable)
+        }
+        Err(_) => Err(ApiError::Internal),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn request_ids_are_read_in_either_spelling() {
+        for (text, expected) in [
+            ("req-0a", Some("req-0a")),
+            ("chatcmpl-0a", Some("req-0a")),
+            ("cmpl-0a", Some("req-0a")),
+            ("", None),
+            ("req 0a", None),
+            ("req-0a\u{0}", None),
+        ] {
+            assert_eq!(request_id(text).as_ref().map(RequestId::as_str), expected, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn filters_are_checked() {
+        let tenant = TenantId::new("acme").expect("a name");
+        let filters = |start: &str, end: &str, group_by: &str| Filters {
+            start: Some(start.into()).filter(|start: &String| !start.is_empty()),
+            end: Some(end.into()).filter(|end: &String| !end.is_empty()),
+            group_by: Some(group_by.into()),
+            ..Filters::default()
+        };
+        for (filters, expected) in [
+            (filters("2026-11-20", "2026-11-20", "model,day,key"), Ok(3)),
+            (filters("", "", ""), Ok(0)),
+            (filters("", "", "day,day"), Ok(1)),
+            (filters("20.11.2026", "", "day"), Err("start")),
+            (filters("", "2026-02-30", "day"), Err("end")),
+            (filters("2026-11-21", "2026-11-20", "day"), Err("end")),
+            (filters("", "", "tenant"), Err("group_by")),
+        ] {
+            let found = match query(&filters, &tenant) {
+                Ok(query) => Ok(query.group.len()),
+                Err(ApiError::Invalid { param, .. }) => Err(param.expect("a field").into_owned()),
+                Err(error) => panic!("{error:?}"),
+            };
+            assert_eq!(found, expected.map_err(str::to_owned), "{filters:?}");
+        }
+    }
+}

@@ -1,0 +1,276 @@
+//! One HTTPS connection to a gateway, h1 or h2, with the gateway's own CA and
+//! nothing else trusted. It never retries: what a load test or a person asks
+//! once is sent once.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::header::{AUTHORIZATION, CONTENT_TYPE, HOST};
+use http::{HeaderValue, Method, Request, Response, Uri};
+use http_body_util::Full;
+use hyper::body::Incoming;
+use hyper::client::conn::{http1, http2};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, ServerName};
+use rustls::{ClientConfig, RootCertStore};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+/// Where to send requests and as whom.
+#[derive(Clone)]
+pub struct Target {
+    authority: String,
+    host: String,
+    port: u16,
+    authorization: HeaderValue,
+    tls: Arc<ClientConfig>,
+}
+
+/// What may be spoken after the handshake.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Protocol {
+    /// HTTP/1.1 only.
+    Http1,
+    /// HTTP/2 only.
+    Http2,
+    /// What the server prefers.
+    Either,
+}
+
+/// What can go wrong between a client and a gateway, by the stage it went
+/// wrong in.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// The base URL is not `https://host[:port]`.
+    #[error("{0:?} is not https://HOST[:PORT]")]
+    Url(String),
+    /// The CA file cannot be used.
+    #[error("CA {}: {reason}", path.display())]
+    Ca {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        reason: String,
+    },
+    /// The key has characters that no header can carry.
+    #[error("the key has characters that no header can carry")]
+    Key,
+    /// TCP did not connect.
+    #[error("could not connect to {authority}")]
+    Connect {
+        /// Host and port.
+        authority: String,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// TLS did not come about.
+    #[error("TLS with {authority} failed")]
+    Tls {
+        /// Host and port.
+        authority: String,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The connection or the request broke.
+    #[error("HTTP failed")]
+    Http(#[from] hyper::Error),
+    /// A request could not be built.
+    #[error("the request is malformed")]
+    Request(#[from] http::Error),
+}
+
+impl ClientError {
+    /// A word for what went wrong, the same for every cause of its kind.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Url(_) | Self::Key | Self::Ca { .. } => "misconfigured",
+            Self::Connect { .. } => "connect failed",
+            Self::Tls { .. } => "TLS failed",
+            Self::Http(_) => "connection broke",
+            Self::Request(_) => "malformed request",
+        }
+    }
+}
+
+impl Target {
+    /// A gateway at `base` (`https://host:port`), trusted by the CA in `ca`,
+    /// addressed with `key`.
+    ///
+    /// # Errors
+    /// A URL, CA file or key that cannot be used.
+    pub fn new(base: &str, ca: &Path, key: &str) -> Result<Self, ClientError> {
+        let bad_url = || ClientError::Url(base.to_owned());
+        let uri: Uri = base.parse().map_err(|_| bad_url())?;
+        let authority = uri.authority().filter(|_| uri.scheme_str() == Some("https"));
+        let authority = authority.ok_or_else(bad_url)?;
+        let authorization = HeaderValue::from_str(&format!("Bearer {}", key.trim()));
+        Ok(Self {
+            authority: authority.to_string(),
+            host: authority.host().trim_matches(['[', ']']).to_owned(),
+            port: authority.port_u16().unwrap_or(443),
+            authorization: authorization.map_err(|_| ClientError::Key)?,
+            tls: Arc::new(client_config(ca)?),
+        })
+    }
+
+    /// The same gateway, another key.
+    ///
+    /// # Errors
+    /// A key that no header can carry.
+    pub fn with_key(&self, key: &str) -> Result<Self, ClientError> {
+        let authorization = HeaderValue::from_str(&format!("Bearer {}", key.trim()));
+        Ok(Self { authorization: authorization.map_err(|_| ClientError::Key)?, ..self.clone() })
+    }
+
+    /// Opens a connection and shakes hands.
+    ///
+    /// # Errors
+    /// TCP, TLS or HTTP did not come about.
+    pub async fn connect(&self, protocol: Protocol) -> Result<Connection, ClientError> {
+        let authority = || self.authority.clone();
+        let tcp = TcpStream::connect((self.host.as_str(), self.port))
+            .await
+            .map_err(|source| ClientError::Connect { authority: authority(), source })?;
+        let tls_error = |source| ClientError::Tls { authority: authority(), source };
+        tcp.set_nodelay(true).map_err(tls_error)?;
+        let mut config = ClientConfig::clone(&self.tls);
+        config.alpn_protocols = match protocol {
+            Protocol::Http1 => vec![b"http/1.1".to_vec()],
+            Protocol::Http2 => vec![b"h2".to_vec()],
+            Protocol::Either => vec![b"h2".to_vec(), b"http/1.1".to_vec()],
+        };
+        let name = ServerName::try_from(self.host.clone())
+            .map_err(|_| ClientError::Url(self.authority.clone()))?;
+        let stream =
+            TlsConnector::from(Arc::new(config)).connect(name, tcp).await.map_err(tls_error)?;
+        let is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
+        Connection::open(self.clone(), TokioIo::new(stream), is_http2).await
+    }
+}
+
+/// An open connection. Requests on it borrow it mutably; an h2 connection can
+/// be cloned to run several at once. Dropping the last clone closes it.
+#[derive(Clone)]
+pub struct Connection {
+    target: Target,
+    sender: Sender,
+    _closes: Arc<DropGuard>,
+}
+
+impl Connection {
+    async fn open<IO>(target: Target, io: IO, is_http2: bool) -> Result<Self, ClientError>
+    where
+        IO: hyper::rt::Read + hyper::rt::Write + Unpin + Send + 'static,
+    {
+        let closed = CancellationToken::new();
+        let until = closed.clone();
+        let sender = if is_http2 {
+            let (sender, driver) = http2::handshake(TokioExecutor::new(), io).await?;
+            drive(until, driver);
+            Sender::Http2(sender)
+        } else {
+            let (sender, driver) = http1::handshake(io).await?;
+            drive(until, driver);
+            Sender::Http1(Arc::new(tokio::sync::Mutex::new(sender)))
+        };
+        Ok(Self { target, sender, _closes: Arc::new(closed.drop_guard()) })
+    }
+
+    /// Whether h2 was agreed on.
+    pub fn is_http2(&self) -> bool {
+        matches!(self.sender, Sender::Http2(_))
+    }
+
+    /// GETs `path`.
+    ///
+    /// # Errors
+    /// The connection broke.
+    pub async fn get(&self, path: &str) -> Result<Response<Incoming>, ClientError> {
+        self.send(Method::GET, path, Bytes::new()).await
+    }
+
+    /// POSTs `json` to `path`.
+    ///
+    /// # Errors
+    /// The connection broke.
+    pub async fn post(&self, path: &str, json: Bytes) -> Result<Response<Incoming>, ClientError> {
+        self.send(Method::POST, path, json).await
+    }
+
+    async fn send(
+        &self,
+        method: Method,
+        path: &str,
+        body: Bytes,
+    ) -> Result<Response<Incoming>, ClientError> {
+        let uri = if self.is_http2() {
+            format!("https://{}{path}", self.target.authority)
+        } else {
+            path.to_owned()
+        };
+        let mut request = Request::builder()
+            .method(method)
+            .uri(uri)
+            .header(AUTHORIZATION, self.target.authorization.clone())
+            .header(CONTENT_TYPE, "application/json");
+        if !self.is_http2() {
+            request = request.header(HOST, &self.target.authority);
+        }
+        let request = request.body(Full::new(body))?;
+        match &self.sender {
+            Sender::Http1(sender) => {
+                let mut sender = sender.lock().await;
+                sender.ready().await?;
+                Ok(sender.send_request(request).await?)
+            }
+            Sender::Http2(sender) => {
+                let mut sender = sender.clone();
+                sender.ready().await?;
+                Ok(sender.send_request(request).await?)
+            }
+        }
+    }
+}
+
+#[derive(Clone)]
+enum Sender {
+    Http1(Arc<tokio::sync::Mutex<http1::SendRequest<Full<Bytes>>>>),
+    Http2(http2::SendRequest<Full<Bytes>>),
+}
+
+/// The connection's own work, until it ends or nobody holds it any more.
+#[allow(clippy::disallowed_methods, reason = "its end is tied to the connection by the token")]
+fn drive<D>(until: CancellationToken, driver: D)
+where
+    D: Future<Output = hyper::Result<()>> + Send + 'static,
+{
+    tokio::spawn(async move {
+        tokio::select! {
+            () = until.cancelled() => {}
+            // An error here is also seen by the request in flight.
+            _ = driver => {}
+        }
+    });
+}
+
+fn client_config(ca: &Path) -> Result<ClientConfig, ClientError> {
+    let wrong = |reason: String| ClientError::Ca { path: ca.to_owned(), reason };
+    let mut roots = RootCertStore::empty();
+    for certificate in CertificateDer::pem_file_iter(ca).map_err(|e| wrong(e.to_string()))? {
+        roots
+            .add(certificate.map_err(|e| wrong(e.to_string()))?)
+            .map_err(|e| wrong(e.to_string()))?;
+    }
+    if roots.is_empty() {
+        return Err(wrong("no certificate in it".to_owned()));
+    }
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    Ok(ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .map_err(|e| wrong(e.to_string()))?
+        .with_root_certificates(roots)
+        .with_no_client_auth())
+}

@@ -1,0 +1,20 @@
+//! Open-loop load against a gateway, honest about coordinated omission, and
+//! the small HTTPS client that it and `tollgate chat` use. It speaks HTTP
+//! only: it knows nothing of tollgate's insides and measures what any client
+//! would see.
+//!
+//! A run is a [`plan`] (when each request is due and what it asks), a [`mod@run`]
+//! that sends each at its time whether or not earlier ones were answered, and
+//! a [`report`] in which every latency counts from the moment a request was
+//! due, not from when it could be sent.
+
+pub mod client;
+pub mod outcome;
+pub mod plan;
+pub mod report;
+pub mod run;
+pub mod sse;
+
+pub use plan::{Arrivals, Load, LoadError, Tenant};
+pub use report::Report;
+pub use run::{Progress, run};

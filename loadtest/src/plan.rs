@@ -1,0 +1,226 @@
+//! What a load is: who sends, how often, what. The due time of each request is
+//! fixed before the first one is sent, from a seed, so that a slow server
+//! cannot slow the questions down.
+
+use std::num::NonZeroU32;
+use std::time::Duration;
+
+use crate::client::{Protocol, Target};
+
+/// A load to put on one gateway.
+#[derive(Clone)]
+pub struct Load {
+    /// Who sends; requests are spread over them at random, alike.
+    pub tenants: Vec<Tenant>,
+    /// The model to ask.
+    pub model: String,
+    /// Requests a second, over all tenants.
+    pub rate: f64,
+    /// How long requests fall due. Answers are waited for beyond it.
+    pub duration: Duration,
+    /// How due times are spaced.
+    pub arrivals: Arrivals,
+    /// Percent of requests that stream, 0 to 100.
+    pub stream_percent: u8,
+    /// What is asked, in turn.
+    pub prompts: Vec<String>,
+    /// The most tokens an answer may have.
+    pub max_tokens: NonZeroU32,
+    /// Connections of each tenant, opened before the run begins.
+    pub connections: NonZeroU32,
+    /// What they speak.
+    pub protocol: Protocol,
+    /// The most requests under way at once; one more that falls due is not
+    /// sent and is counted as such.
+    pub in_flight: NonZeroU32,
+    /// How long an answer may take before it counts as an error.
+    pub timeout: Duration,
+    /// The same seed gives the same due times and order.
+    pub seed: u64,
+}
+
+/// One sender.
+#[derive(Clone)]
+pub struct Tenant {
+    /// Its name in the report.
+    pub name: String,
+    /// The gateway, addressed with its key.
+    pub target: Target,
+}
+
+/// The spacing of requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arrivals {
+    /// Independent callers: exponential gaps.
+    Poisson,
+    /// Even gaps.
+    Uniform,
+}
+
+/// A load that cannot be sent.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// A figure out of its bounds.
+    #[error("{0}")]
+    Invalid(&'static str),
+    /// A connection could not be opened before the run.
+    #[error("tenant {tenant}")]
+    Connect {
+        /// Whose.
+        tenant: String,
+        /// Why.
+        source: crate::client::ClientError,
+    },
+}
+
+/// One request that will fall due.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Due {
+    /// When, from the start of the run.
+    pub at: Duration,
+    /// Index of the tenant.
+    pub tenant: usize,
+    /// Index of the prompt.
+    pub prompt: usize,
+    /// Whether it streams.
+    pub stream: bool,
+}
+
+/// The most requests that a load may hold.
+const MOST_REQUESTS: usize = 5_000_000;
+
+impl Load {
+    /// Every request of the load in the order in which they fall due.
+    ///
+    /// # Errors
+    /// [`LoadError::Invalid`] when a figure is out of its bounds.
+    pub fn schedule(&self) -> Result<Vec<Due>, LoadError> {
+        self.check()?;
+        let mut random = Random(self.seed);
+        let mut due = Vec::new();
+        let mut at = 0.0;
+        loop {
+            at += match self.arrivals {
+                Arrivals::Uniform => 1.0 / self.rate,
+                Arrivals::Poisson => -(1.0 - random.unit()).ln() / self.rate,
+            };
+            if at >= self.duration.as_secs_f64() {
+                return Ok(due);
+            }
+            due.push(Due {
+                at: Duration::from_secs_f64(at),
+                tenant: random.below(self.tenants.len()),
+                prompt: due.len() % self.prompts.len(),
+                stream: random.below(100) < usize::from(self.stream_percent),
+            });
+        }
+    }
+
+    fn check(&self) -> Result<(), LoadError> {
+        let most = self.rate * self.duration.as_secs_f64();
+        for (wrong, why) in [
+            (self.tenants.is_empty(), "a load wants at least one tenant"),
+            (self.prompts.is_empty(), "a load wants at least one prompt"),
+            (!(self.rate.is_finite() && self.rate > 0.0), "the rate must be above 0"),
+            (self.duration.is_zero(), "the duration must be above 0"),
+            (self.stream_percent > 100, "the streaming share is 0 to 100 percent"),
+            (most > MOST_REQUESTS as f64, "rate x duration must not exceed 5,000,000 requests"),
+        ] {
+            if wrong {
+                return Err(LoadError::Invalid(why));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number
+/// generators", OOPSLA 2014): enough for due times, and the same everywhere.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// In [0, 1).
+    fn unit(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    fn below(&mut self, bound: usize) -> usize {
+        ((u128::from(self.next()) * bound as u128) >> 64) as usize
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    pub(crate) fn load(rate: f64, seconds: u64, arrivals: Arrivals, target: Target) -> Load {
+        let tenant = |name: &str| Tenant { name: name.into(), target: target.clone() };
+        Load {
+            tenants: vec![tenant("a"), tenant("b")],
+            model: "m".into(),
+            rate,
+            duration: Duration::from_secs(seconds),
+            arrivals,
+            stream_percent: 50,
+            prompts: vec!["x".into(), "y".into(), "z".into()],
+            max_tokens: NonZeroU32::MIN,
+            connections: NonZeroU32::MIN,
+            protocol: Protocol::Either,
+            in_flight: NonZeroU32::MAX,
+            timeout: Duration::from_secs(5),
+            seed: 1,
+        }
+    }
+
+    fn nowhere() -> Target {
+        let folder = tempfile::tempdir().expect("a folder");
+        let ca = folder.path().join("ca.pem");
+        let key = rcgen::KeyPair::generate().expect("a key");
+        let made = rcgen::CertificateParams::new(vec!["localhost".to_owned()])
+            .and_then(|parameters| parameters.self_signed(&key))
+            .expect("a certificate");
+        std::fs::write(&ca, made.pem()).expect("writes");
+        Target::new("https://localhost:1", &ca, "key").expect("a target")
+    }
+
+    #[test]
+    fn due_times_follow_the_rate_and_the_seed() {
+        for arrivals in [Arrivals::Poisson, Arrivals::Uniform] {
+            let load = load(100.0, 50, arrivals, nowhere());
+            let due = load.schedule().expect("valid");
+            // 5,000 expected; a Poisson count strays by its root, 71, at one sigma.
+            assert!((4_700..=5_300).contains(&due.len()), "{}", due.len());
+            assert!(due.windows(2).all(|pair| pair[0].at <= pair[1].at));
+            let first: usize = due.iter().filter(|d| d.tenant == 0).count();
+            assert!((first as f64 / due.len() as f64 - 0.5).abs() < 0.05);
+            assert_eq!(due, load.schedule().expect("valid"));
+        }
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        let good = load(1.0, 1, Arrivals::Uniform, nowhere());
+        type Spoil = fn(&mut Load);
+        let cases: [(&str, Spoil); 5] = [
+            ("tenant", |load| load.tenants.clear()),
+            ("prompt", |load| load.prompts.clear()),
+            ("rate", |load| load.rate = f64::NAN),
+            ("percent", |load| load.stream_percent = 101),
+            ("5,000,000", |load| load.rate = 1e9),
+        ];
+        for (named, spoil) in cases {
+            let mut load = good.clone();
+            spoil(&mut load);
+            let error = load.schedule().expect_err(named).to_string();
+            assert!(error.contains(named), "{error}");
+        }
+    }
+}

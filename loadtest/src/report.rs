@@ -1,0 +1,273 @@
+//! What a run saw, as a table for people and JSON for programs. Percentiles
+//! come from histograms with three significant digits; every latency counts
+//! from when the request was due.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use hdrhistogram::Histogram;
+use serde::Serialize;
+
+use crate::outcome::{End, Outcome};
+use crate::plan::Load;
+
+/// The report of a run: all requests, and each tenant's.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    /// Requests a second that were meant.
+    pub offered_rate: f64,
+    /// From the first due time to the last answer, seconds.
+    pub seconds: f64,
+    /// Whether the generator itself kept up; if not, the figures are about it.
+    pub generator_kept_up: bool,
+    /// All requests.
+    pub all: Figures,
+    /// By tenant.
+    pub tenants: BTreeMap<String, Figures>,
+}
+
+/// The figures of a group of requests.
+#[derive(Debug, Serialize)]
+pub struct Figures {
+    /// Requests that fell due.
+    pub due: u64,
+    /// Answered whole.
+    pub done: u64,
+    /// Refusals by status and code.
+    pub refused: BTreeMap<String, u64>,
+    /// Everything else that ended, by what went wrong.
+    pub failed: BTreeMap<String, u64>,
+    /// Answered requests a second.
+    pub requests_per_second: f64,
+    /// Completion tokens a second.
+    pub tokens_per_second: f64,
+    /// To the first content of a stream.
+    pub first_token_ms: Latency,
+    /// Between pieces of content.
+    pub between_tokens_ms: Latency,
+    /// To the end of an answer.
+    pub whole_ms: Latency,
+    /// From due to sent: the generator's lateness and waiting for a connection.
+    pub late_ms: Latency,
+}
+
+/// Percentiles in milliseconds, absent where nothing was measured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Latency {
+    /// How many were measured.
+    pub count: u64,
+    /// Half were faster.
+    pub p50: Option<f64>,
+    /// 90 % were faster.
+    pub p90: Option<f64>,
+    /// 99 % were faster.
+    pub p99: Option<f64>,
+    /// The slowest.
+    pub max: Option<f64>,
+}
+
+/// A generator whose p99 lateness on h2 exceeds this was itself the bottleneck.
+const TOLERATED_LATENESS_MS: f64 = 50.0;
+
+impl Report {
+    pub(crate) fn new(load: &Load, outcomes: &[Outcome], elapsed: Duration) -> Self {
+        let seconds = elapsed.as_secs_f64();
+        let all = Figures::new(outcomes.iter(), seconds);
+        let tenants = load.tenants.iter().enumerate().map(|(index, tenant)| {
+            let own = outcomes.iter().filter(|outcome| outcome.tenant == index);
+            (tenant.name.clone(), Figures::new(own, seconds))
+        });
+        Self {
+            offered_rate: load.rate,
+            seconds,
+            generator_kept_up: all.late_ms.p99.is_none_or(|late| late <= TOLERATED_LATENESS_MS),
+            tenants: tenants.collect(),
+            all,
+        }
+    }
+}
+
+impl Figures {
+    fn new<'a>(outcomes: impl Iterator<Item = &'a Outcome>, seconds: f64) -> Self {
+        let mut counts = Counts::default();
+        let [mut first, mut gaps, mut whole, mut late] = std::array::from_fn(|_| histogram());
+        for outcome in outcomes {
+            counts.add(outcome);
+            if outcome.end != End::NotSent {
+                record(&mut late, outcome.late);
+            }
+            if outcome.end == End::Done {
+                record(&mut whole, outcome.whole);
+                outcome.first_token.iter().for_each(|&span| record(&mut first, span));
+                outcome.gaps.iter().for_each(|&span| record(&mut gaps, span));
+            }
+        }
+        Self {
+            due: counts.due,
+            done: counts.done,
+            refused: counts.refused,
+            failed: counts.failed,
+            requests_per_second: counts.done as f64 / seconds,
+            tokens_per_second: counts.tokens as f64 / seconds,
+            first_token_ms: Latency::of(&first),
+            between_tokens_ms: Latency::of(&gaps),
+            whole_ms: Latency::of(&whole),
+            late_ms: Latency::of(&late),
+        }
+    }
+}
+
+#[derive(Default)]
+struct Counts {
+    due: u64,
+    done: u64,
+    tokens: u64,
+    refused: BTreeMap<String, u64>,
+    failed: BTreeMap<String, u64>,
+}
+
+impl Counts {
+    fn add(&mut self, outcome: &Outcome) {
+        self.due += 1;
+        self.tokens += outcome.tokens;
+        let failed = match &outcome.end {
+            End::Done => {
+                self.done += 1;
+                return;
+            }
+            End::Refused { status, code } => {
+                *self.refused.entry(format!("{status} {code}")).or_default() += 1;
+                return;
+            }
+            End::BrokenOff(code) => format!("broke off: {code}"),
+            End::Error(kind) => (*kind).to_owned(),
+            End::TimedOut => "timed out".to_owned(),
+            End::NotSent => "not sent: too many under way".to_owned(),
+        };
+        *self.failed.entry(failed).or_default() += 1;
+    }
+}
+
+impl Latency {
+    fn of(histogram: &Histogram<u64>) -> Self {
+        let at = |quantile: f64| {
+            (!histogram.is_empty()).then(|| histogram.value_at_quantile(quantile) as f64 / 1e3)
+        };
+        Self { count: histogram.len(), p50: at(0.5), p90: at(0.9), p99: at(0.99), max: at(1.0) }
+    }
+}
+
+/// Microseconds, up to an hour.
+fn histogram() -> Histogram<u64> {
+    Histogram::new_with_max(3_600_000_000, 3).expect("the bounds are valid")
+}
+
+fn record(histogram: &mut Histogram<u64>, span: Duration) {
+    histogram.saturating_record(span.as_micros().min(u128::from(u64::MAX)) as u64);
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Figures { due, done, requests_per_second, tokens_per_second, .. } = &self.all;
+        writeln!(
+            f,
+            "{due} requests due in {:.1} s ({:.1}/s offered), {done} answered: \
+             {requests_per_second:.1} requests/s, {tokens_per_second:.0} tokens/s",
+            self.seconds, self.offered_rate,
+        )?;
+        if !self.generator_kept_up {
+            writeln!(f, "the generator did not keep up: these figures are about it too")?;
+        }
+        writeln!(
+            f,
+            "\n{:<24}{:>9}{:>10}{:>10}{:>10}{:>10}",
+            "ms from due", "count", "p50", "p90", "p99", "max"
+        )?;
+        let Figures { first_token_ms, between_tokens_ms, whole_ms, late_ms, .. } = &self.all;
+        for (name, latency) in [
+            ("first token", first_token_ms),
+            ("between tokens", between_tokens_ms),
+            ("whole answer", whole_ms),
+            ("sent late", late_ms),
+        ] {
+            row(f, name, latency)?;
+        }
+        if self.tenants.len() > 1 {
+            writeln!(
+                f,
+                "\n{:<24}{:>9}{:>10}{:>10}{:>10}{:>10}",
+                "tenant", "due", "done", "refused", "failed", "p99 ms"
+            )?;
+            for (name, figures) in &self.tenants {
+                let refused: u64 = figures.refused.values().sum();
+                let failed: u64 = figures.failed.values().sum();
+                let p99 = figures.whole_ms.p99.map_or("-".to_owned(), |ms| format!("{ms:.1}"));
+                let Figures { due, done, .. } = figures;
+                writeln!(f, "{name:<24}{due:>9}{done:>10}{refused:>10}{failed:>10}{p99:>10}")?;
+            }
+        }
+        for (title, kinds) in [("refused", &self.all.refused), ("failed", &self.all.failed)] {
+            for (kind, count) in kinds {
+                writeln!(f, "{title}: {count} x {kind}")?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn row(f: &mut fmt::Formatter<'_>, name: &str, latency: &Latency) -> fmt::Result {
+    let Latency { count, p50, p90, p99, max } = latency;
+    write!(f, "{name:<24}{count:>9}")?;
+    for figure in [p50, p90, p99, max] {
+        match figure {
+            Some(ms) => write!(f, "{ms:>10.2}")?,
+            None => write!(f, "{:>10}", "-")?,
+        }
+    }
+    writeln!(f)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn outcome(end: End, whole_ms: u64) -> Outcome {
+        Outcome {
+            tenant: 0,
+            end,
+            late: Duration::from_millis(1),
+            first_token: Some(Duration::from_millis(whole_ms / 2)),
+            gaps: vec![Duration::from_millis(2)],
+            whole: Duration::from_millis(whole_ms),
+            tokens: 4,
+        }
+    }
+
+    #[test]
+    fn only_whole_answers_count_for_latency() {
+        let refused = End::Refused { status: 429, code: "rate_limit_exceeded".into() };
+        let outcomes = [
+            outcome(End::Done, 100),
+            outcome(End::Done, 300),
+            outcome(refused, 1),
+            outcome(End::TimedOut, 60_000),
+            outcome(End::NotSent, 0),
+        ];
+        let figures = Figures::new(outcomes.iter(), 2.0);
+        assert_eq!((figures.due, figures.done), (5, 2));
+        assert_eq!(figures.refused["429 rate_limit_exceeded"], 1);
+        assert_eq!(figures.failed.values().sum::<u64>(), 2);
+        assert_eq!(figures.requests_per_second, 1.0);
+        assert_eq!(figures.whole_ms.count, 2);
+        let max = figures.whole_ms.max.expect("measured");
+        assert!((max - 300.0).abs() < 0.5, "{max}");
+        assert_eq!(figures.late_ms.count, 4);
+    }
+
+    #[test]
+    fn nothing_measured_is_said() {
+        let figures = Figures::new([].iter(), 1.0);
+        assert_eq!(figures.whole_ms, Latency::default());
+    }
+}

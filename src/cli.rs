@@ -1,0 +1,73 @@
+//! The command line: what each subcommand is called, and how a result becomes
+//! an exit code.
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{FromArgMatches, Parser, Subcommand};
+
+use crate::{chat, config, keys, loadtest, up, usage, worker};
+
+/// A multi-tenant inference gateway that limits, batches and bills by GPU time.
+///
+/// Without a command it is `tollgate up`: gateway, ledger and one worker for
+/// each device, on embedded defaults.
+#[derive(Parser)]
+#[command(name = "tollgate", version, args_conflicts_with_subcommands = true)]
+struct CommandLine {
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    up: up::Arguments,
+}
+
+/// One subcommand and its arguments.
+#[derive(Subcommand)]
+pub enum Command {
+    /// Serve: gateway, ledger and one worker process for each device (the default).
+    Up(up::Arguments),
+    /// One worker process; `up` starts it.
+    Worker(worker::Arguments),
+    /// Create, list, rotate and revoke API keys.
+    Keys(keys::Arguments),
+    /// Who used how much device time.
+    Usage(usage::Arguments),
+    /// Check, show and describe the configuration.
+    Config(config::Arguments),
+    /// Send open-loop load to a gateway and report latency and refusals.
+    Loadtest(loadtest::Arguments),
+    /// Ask a model from the terminal.
+    Chat(chat::Arguments),
+}
+
+/// Reads the command line; a mistake or `--help` is printed and is an exit.
+pub fn parse() -> Result<Command, ExitCode> {
+    let exit = |error: clap::Error| {
+        // Nothing can be said if even the terminal is gone.
+        let _ = error.print();
+        ExitCode::from(error.exit_code().clamp(0, 255) as u8)
+    };
+    let command = <CommandLine as clap::CommandFactory>::command();
+    let matches = command.try_get_matches().map_err(exit)?;
+    let line = CommandLine::from_arg_matches(&matches).map_err(exit)?;
+    Ok(line.command.unwrap_or(Command::Up(line.up)))
+}
+
+/// Success, or the error with its causes on one line and exit code 1.
+pub fn exit(result: Result<()>) -> ExitCode {
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        // Whoever read our output has had enough of it.
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("tollgate: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    let kind = error.root_cause().downcast_ref::<std::io::Error>().map(std::io::Error::kind);
+    // With a context it has more to say than that nobody listens.
+    error.chain().count() == 1 && kind == Some(std::io::ErrorKind::BrokenPipe)
+}

@@ -1,0 +1,138 @@
+//! What several subcommands share: where config and data are, and how spans
+//! and days are written on the command line.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Result, anyhow};
+use tollgate_config::{Config, Flags, Sources};
+use tollgate_domain::{UtcDay, UtcTime};
+
+/// Where the config and the data folder are.
+#[derive(clap::Args, Clone)]
+pub struct Place {
+    /// A config file, or a folder of which every *.toml is read.
+    #[arg(long, value_name = "PATH")]
+    pub config: Option<PathBuf>,
+    /// The data folder [default: data].
+    #[arg(long, value_name = "DIR")]
+    pub data: Option<PathBuf>,
+}
+
+impl Place {
+    /// Loads the config as `up` would.
+    ///
+    /// # Errors
+    /// Every mistake in it.
+    pub fn load(&self) -> Result<Config> {
+        load(self.config.clone(), Flags { data: self.data.clone(), ..Flags::default() })
+    }
+}
+
+/// Loads a config from `path`, the environment and `flags`.
+///
+/// # Errors
+/// Every mistake in it, a line each.
+pub fn load(path: Option<PathBuf>, flags: Flags) -> Result<Config> {
+    Config::load(&Sources::of_process(path, flags)).map_err(|errors| match errors.problems() {
+        [one] => anyhow!("{one}"),
+        several => anyhow!("the config has {} mistakes:\n{errors}", several.len()),
+    })
+}
+
+/// `30d`, `2h`, `250ms`.
+///
+/// # Errors
+/// It is none of these.
+pub fn span(text: &str) -> Result<Duration, String> {
+    tollgate_config::parse_span(text)
+        .ok_or_else(|| format!("{text:?} is not a span of time such as 30d, 2h or 250ms"))
+}
+
+/// The wall clock.
+pub fn now() -> UtcTime {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    UtcTime(since.as_nanos().min(u128::from(u64::MAX)) as u64)
+}
+
+/// `2026-11-20`, or `-`.
+pub fn day(time: Option<UtcTime>) -> String {
+    time.map_or_else(|| "-".to_owned(), |time| time.day().to_string())
+}
+
+/// Reads a day as it is shown.
+///
+/// # Errors
+/// It is no calendar day from 1970 on.
+pub fn parse_day(text: &str) -> Result<UtcDay, String> {
+    let wrong = || format!("{text:?} is not a day such as 2026-11-20");
+    let year: u32 = text.get(..4).and_then(|year| year.parse().ok()).ok_or_else(wrong)?;
+    // A day's number cannot be further from this than two; the text decides.
+    let near = (u64::from(year.max(1970)) - 1970) * 365;
+    let most = near + 366 + u64::from(year) / 4;
+    (near as u32..=most as u32).map(UtcDay).find(|day| day.to_string() == text).ok_or_else(wrong)
+}
+
+/// Prints to standard output, to the end: what was asked for has been said, or
+/// the error says that it was not.
+///
+/// # Errors
+/// The terminal, pipe or file does not take it.
+pub fn say(text: impl AsRef<str>) -> Result<()> {
+    let mut output = std::io::stdout().lock();
+    output.write_all(text.as_ref().as_bytes())?;
+    Ok(output.flush()?)
+}
+
+/// Columns of text, each as wide as its widest cell; numbers to the right.
+pub fn table(head: &[&str], rows: &[Vec<String>]) -> String {
+    let width = |column: usize| {
+        let cells = rows.iter().map(|row| row[column].chars().count());
+        cells.chain([head[column].chars().count()]).max().unwrap_or(0)
+    };
+    let widths: Vec<usize> = (0..head.len()).map(width).collect();
+    let is_number =
+        |cell: &str| cell.starts_with(|c: char| c.is_ascii_digit()) && !cell.contains('-');
+    let line = |cells: &mut dyn Iterator<Item = (&str, bool)>| {
+        let mut line = String::new();
+        for (column, (cell, right)) in cells.enumerate() {
+            let pad = " ".repeat(widths[column].saturating_sub(cell.chars().count()));
+            let (before, after) = if right { (pad.as_str(), "") } else { ("", pad.as_str()) };
+            line.push_str(&format!("{before}{cell}{after}  "));
+        }
+        line.trim_end().to_owned() + "\n"
+    };
+    let numeric =
+        |column: usize| !rows.is_empty() && rows.iter().all(|row| is_number(&row[column]));
+    let mut text = line(&mut head.iter().enumerate().map(|(i, cell)| (*cell, numeric(i))));
+    for row in rows {
+        text += &line(&mut row.iter().enumerate().map(|(i, cell)| (cell.as_str(), numeric(i))));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn days_are_read_as_they_are_shown() {
+        for text in ["1970-01-01", "2000-02-29", "2026-11-20", "2026-12-31", "2100-03-01"] {
+            assert_eq!(parse_day(text).expect(text).to_string(), text);
+        }
+        for text in ["", "2026", "2026-02-30", "2026-13-01", "1969-12-31", "20261120", "x"] {
+            assert!(parse_day(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn numbers_stand_to_the_right() {
+        let rows =
+            [vec!["acme".to_owned(), "7".to_owned()], vec!["b".to_owned(), "1200".to_owned()]];
+        assert_eq!(
+            table(&["tenant", "tokens"], &rows),
+            "tenant  tokens\nacme         7\nb         1200\n"
+        );
+    }
+}

@@ -1,0 +1,88 @@
+//! The data folder: made for its owner only, and locked by one instance.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{Read, Seek, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+
+/// A data folder that no other instance uses as long as this value lives.
+pub struct Locked {
+    _file: File,
+}
+
+/// Makes `folder` where it is missing, for its owner only (0700).
+///
+/// # Errors
+/// It cannot be made, or is open to others and not ours to close.
+pub fn make(folder: &Path) -> Result<()> {
+    let shown = folder.display();
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(folder)
+        .with_context(|| format!("data folder {shown}"))?;
+    let open = fs::metadata(folder)?.permissions().mode() & 0o077 != 0;
+    if open {
+        fs::set_permissions(folder, fs::Permissions::from_mode(0o700))
+            .with_context(|| format!("data folder {shown}: others may read it"))?;
+    }
+    Ok(())
+}
+
+/// Makes `folder` where it is missing and takes its lock.
+///
+/// # Errors
+/// It cannot be made or written, or another instance holds it.
+pub fn lock(folder: &Path) -> Result<Locked> {
+    make(folder)?;
+    let shown = folder.display();
+    let path = folder.join("lock");
+    let mut file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .open(&path)
+        .with_context(|| path.display().to_string())?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => {}
+        Err(Errno::WOULDBLOCK) => bail!("data folder {shown} is in use by {}", holder(&mut file)),
+        Err(error) => return Err(error).with_context(|| format!("could not lock {shown}")),
+    }
+    file.set_len(0)?;
+    file.rewind()?;
+    writeln!(file, "{}", std::process::id())?;
+    Ok(Locked { _file: file })
+}
+
+/// The holder wrote its process id into the lock file.
+fn holder(file: &mut File) -> String {
+    let mut text = String::new();
+    match file.read_to_string(&mut text) {
+        Ok(_) if !text.trim().is_empty() => format!("another tollgate (process {})", text.trim()),
+        _ => "another tollgate".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_instance_a_folder() {
+        let parent = tempfile::tempdir().expect("a folder");
+        let folder = parent.path().join("deep/data");
+        let first = lock(&folder).expect("free");
+        let error = lock(&folder).err().expect("taken").to_string();
+        let us = format!("in use by another tollgate (process {})", std::process::id());
+        assert!(error.contains(&us), "{error}");
+        assert_eq!(fs::metadata(&folder).expect("made").permissions().mode() & 0o777, 0o700);
+        drop(first);
+        lock(&folder).expect("free again");
+    }
+}

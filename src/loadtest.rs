@@ -1,0 +1,174 @@
+//! `tollgate loadtest`: puts open-loop load on a gateway, shows how it goes
+//! while it goes, and ends with a table and, if asked, JSON.
+
+use std::num::NonZeroU32;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use indicatif::{ProgressBar, ProgressStyle};
+use tokio_util::sync::CancellationToken;
+use tollgate_loadtest::client::{Protocol, Target};
+use tollgate_loadtest::{Arrivals, Load, Progress, Tenant};
+
+use crate::common::say;
+
+/// Send open-loop load to a gateway and report latency and refusals.
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// The gateway.
+    #[arg(long, value_name = "URL", default_value = "https://127.0.0.1:8443")]
+    url: String,
+    /// The data folder whose CA and demo key are used.
+    #[arg(long, value_name = "DIR", default_value = "data")]
+    data: PathBuf,
+    /// The CA to trust [default: DATA/tls/ca.pem].
+    #[arg(long, value_name = "FILE")]
+    ca: Option<PathBuf>,
+    /// A sender, by name and file with its API key; may be given often
+    /// [default: demo=DATA/demo.key].
+    #[arg(long = "tenant", value_name = "NAME=KEYFILE")]
+    tenants: Vec<String>,
+    /// The model to ask.
+    #[arg(long, default_value = "tollgate-demo")]
+    model: String,
+    /// Requests a second over all tenants.
+    #[arg(long, value_name = "N", default_value_t = 5.0)]
+    rate: f64,
+    /// For how many seconds requests fall due.
+    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    seconds: u64,
+    /// How requests are spaced.
+    #[arg(long, value_enum, default_value_t = Spacing::Poisson)]
+    arrivals: Spacing,
+    /// Percent of requests that stream.
+    #[arg(long, value_name = "PERCENT", default_value_t = 50, value_parser = clap::value_parser!(u8).range(0..=100))]
+    stream: u8,
+    /// What to ask; may be given often, asked in turn.
+    #[arg(long = "prompt", value_name = "TEXT", default_value = "What is a rate limit?")]
+    prompts: Vec<String>,
+    /// The most tokens an answer may have.
+    #[arg(long, value_name = "N", default_value = "64")]
+    max_tokens: NonZeroU32,
+    /// Connections of each tenant.
+    #[arg(long, value_name = "N", default_value = "4")]
+    connections: NonZeroU32,
+    /// What they speak.
+    #[arg(long, value_enum, default_value_t = Wire::H2)]
+    protocol: Wire,
+    /// The most requests under way at once.
+    #[arg(long, value_name = "N", default_value = "4096")]
+    in_flight: NonZeroU32,
+    /// Seconds after which an answer counts as lost.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    timeout: u64,
+    /// The same seed sends the same requests at the same times.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Write the report as JSON, too.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Spacing {
+    Poisson,
+    Uniform,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Wire {
+    H1,
+    H2,
+}
+
+/// Sends the load and prints the report.
+pub fn run(arguments: Arguments) -> Result<()> {
+    let load = load(&arguments)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let report = runtime.block_on(send(load))?;
+    say(report.to_string())?;
+    if let Some(path) = &arguments.json {
+        let json = serde_json::to_string_pretty(&report).context("the report as JSON")?;
+        std::fs::write(path, json)
+            .with_context(|| format!("could not write {}", path.display()))?;
+    }
+    Ok(())
+}
+
+fn load(arguments: &Arguments) -> Result<Load> {
+    Ok(Load {
+        tenants: tenants(arguments)?,
+        model: arguments.model.clone(),
+        rate: arguments.rate,
+        duration: Duration::from_secs(arguments.seconds),
+        arrivals: match arguments.arrivals {
+            Spacing::Poisson => Arrivals::Poisson,
+            Spacing::Uniform => Arrivals::Uniform,
+        },
+        stream_percent: arguments.stream,
+        prompts: arguments.prompts.clone(),
+        max_tokens: arguments.max_tokens,
+        connections: arguments.connections,
+        protocol: match arguments.protocol {
+            Wire::H1 => Protocol::Http1,
+            Wire::H2 => Protocol::Http2,
+        },
+        in_flight: arguments.in_flight,
+        timeout: Duration::from_secs(arguments.timeout),
+        seed: arguments.seed,
+    })
+}
+
+fn tenants(arguments: &Arguments) -> Result<Vec<Tenant>> {
+    let ca = arguments.ca.clone().unwrap_or_else(|| arguments.data.join("tls/ca.pem"));
+    let default = [format!("demo={}", arguments.data.join("demo.key").display())];
+    let given: &[String] = if arguments.tenants.is_empty() { &default } else { &arguments.tenants };
+    given
+        .iter()
+        .map(|tenant| {
+            let Some((name, file)) = tenant.split_once('=') else {
+                bail!("--tenant {tenant:?} is not NAME=KEYFILE");
+            };
+            let key = std::fs::read_to_string(file).with_context(|| format!("key {file}"))?;
+            let target = Target::new(&arguments.url, &ca, &key)?;
+            Ok(Tenant { name: name.to_owned(), target })
+        })
+        .collect()
+}
+
+/// Runs the load with a progress line; Ctrl-C ends it early with a report.
+async fn send(load: Load) -> Result<tollgate_loadtest::Report> {
+    let progress = Arc::new(Progress::default());
+    let stop = CancellationToken::new();
+    let seconds = load.duration.as_secs();
+    let sending = tollgate_loadtest::run(load, Arc::clone(&progress), stop.clone());
+    tokio::pin!(sending);
+    let bar = ProgressBar::new(seconds);
+    let style = "{elapsed_precise} [{bar:30}] {msg}";
+    bar.set_style(ProgressStyle::with_template(style).context("the progress line")?);
+    let mut tick = tokio::time::interval(Duration::from_millis(250));
+    loop {
+        tokio::select! {
+            report = &mut sending => {
+                bar.finish_and_clear();
+                return Ok(report?);
+            }
+            _ = tokio::signal::ctrl_c() => stop.cancel(),
+            _ = tick.tick() => {
+                bar.set_position(bar.elapsed().as_secs());
+                bar.set_message(line(&progress));
+            }
+        }
+    }
+}
+
+fn line(progress: &Progress) -> String {
+    let Progress { due, done, refused, failed } = progress;
+    let [due, done, refused, failed] =
+        [due, done, refused, failed].map(|counter| counter.load(Ordering::Relaxed));
+    let under_way = due - done - refused - failed;
+    format!("{due} due, {done} answered, {refused} refused, {failed} failed, {under_way} under way")
+}

@@ -1,0 +1,36 @@
+//! The tollgate binary: a table of contents over its subcommands.
+#![allow(unreachable_pub, reason = "a program has no API; pub says what a module offers")]
+
+use std::process::ExitCode;
+
+mod chat;
+mod cli;
+mod common;
+mod config;
+mod data;
+mod keys;
+mod loadtest;
+mod logging;
+mod up;
+mod usage;
+mod worker;
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+fn main() -> ExitCode {
+    let command = match cli::parse() {
+        Ok(command) => command,
+        Err(exit) => return exit,
+    };
+    let result = match command {
+        cli::Command::Up(arguments) => up::run(arguments),
+        cli::Command::Worker(arguments) => worker::run(arguments),
+        cli::Command::Keys(arguments) => keys::run(arguments),
+        cli::Command::Usage(arguments) => usage::run(arguments),
+        cli::Command::Config(arguments) => config::run(arguments),
+        cli::Command::Loadtest(arguments) => loadtest::run(arguments),
+        cli::Command::Chat(arguments) => chat::run(arguments),
+    };
+    cli::exit(result)
+}

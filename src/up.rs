@@ -1,0 +1,243 @@
+//! `tollgate up`: the gateway, the ledger and one worker process for each
+//! device, put together in order, announced when requests will succeed, and
+//! taken down in order.
+
+use std::fs::{DirBuilder, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tollgate_config::{Config, Flags};
+use tollgate_domain::TenantId;
+use tollgate_gateway::auth::{KeyOptions, KeyStore, Scopes};
+use tollgate_gateway::source::SourceOptions;
+use tollgate_gateway::{Clock, Gateway, GatewayOptions, GatewayService};
+use tollgate_ledger::Ledger;
+
+use crate::common::{load, now};
+use crate::{data, logging};
+
+mod banner;
+mod demo_model;
+mod supervisor;
+mod workers;
+
+use supervisor::Ended;
+use workers::Planned;
+
+/// Serve: gateway, ledger and one worker process for each device.
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// A config file, or a folder of which every *.toml is read.
+    #[arg(long, value_name = "PATH")]
+    config: Option<PathBuf>,
+    /// The folder of ledger, keys, journals and certificates [default: data].
+    #[arg(long, value_name = "DIR")]
+    data: Option<PathBuf>,
+    /// Where callers connect; port 0 takes a free one [default: 127.0.0.1:8443].
+    #[arg(long, value_name = "ADDR")]
+    listen: Option<String>,
+    /// Where admins, probes and metrics connect [default: 127.0.0.1:9443].
+    #[arg(long, value_name = "ADDR")]
+    admin_listen: Option<String>,
+    /// Serve the model in this Hugging Face folder, under the folder's name.
+    #[arg(long, value_name = "DIR")]
+    model: Option<PathBuf>,
+    /// auto, cpu, cuda or cuda:UUID.
+    #[arg(long, value_name = "DEVICE")]
+    device: Option<String>,
+}
+
+/// Serves until SIGTERM or SIGINT, then drains.
+pub fn run(arguments: Arguments) -> Result<()> {
+    logging::start();
+    let Arguments { config, data, listen, admin_listen, model, device } = arguments;
+    let flags = Flags { listen, admin_listen, data, model, device };
+    let config = Arc::new(load(config, flags)?);
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    runtime.block_on(serve(config))
+}
+
+async fn serve(config: Arc<Config>) -> Result<()> {
+    let folder = std::path::absolute(config.data()).context("data folder")?;
+    let lock = data::lock(&folder)?;
+    let ledger = Ledger::open(&folder.join("ledger.db")).context("the ledger cannot be opened")?;
+    let keys = KeyStore::open(&folder).context("the keys cannot be opened")?;
+    if config.is_demo() {
+        make_demo_key(&folder, &keys)?;
+    }
+    let sockets = Sockets::make(&folder)?;
+    let planned = workers::plan(&config, &folder, sockets.folder())?;
+    let service = GatewayService::bind(GatewayOptions {
+        config: Arc::clone(&config),
+        data: folder.clone(),
+        workers: planned.iter().map(Planned::endpoint).collect(),
+        ledger,
+        keys,
+        sources: SourceOptions::from(&config.gateway().sources),
+        clock: Clock::system(),
+    })
+    .await?;
+
+    let gateway = service.gateway();
+    let addresses = banner::Addresses { public: service.local_addr(), admin: service.admin_addr() };
+    let kept = Arc::new(Kept::start(planned));
+    let (serving, stop) = (TaskTracker::new(), CancellationToken::new());
+    let workers = Arc::clone(&kept);
+    let served = serving.spawn(service.run(stop.clone(), async move {
+        if let Err(error) = workers.end().await {
+            tracing::error!(error = format!("{error:#}"), "a worker did not end well");
+        }
+    }));
+    let ended = tokio::select! {
+        ready = kept.until_ready(&gateway) => match ready {
+            Ok(()) => {
+                banner::print(&config, addresses, &gateway)?;
+                until_told().await
+            }
+            Err(error) => Err(error),
+        },
+        told = until_told() => told,
+    };
+    // Requests end first, then the workers, then who takes their journals.
+    stop.cancel();
+    let served = served.await.context("the gateway panicked");
+    drop(lock);
+    ended.and(served)
+}
+
+/// Waits for SIGTERM or SIGINT.
+async fn until_told() -> Result<()> {
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+    Ok(())
+}
+
+/// The worker processes and what keeps them.
+struct Kept {
+    keepers: tokio::sync::Mutex<tokio::task::JoinSet<Result<Ended>>>,
+    ready: CancellationToken,
+    stop: CancellationToken,
+}
+
+impl Kept {
+    fn start(planned: Vec<Planned>) -> Self {
+        let (ready, stop) = (CancellationToken::new(), CancellationToken::new());
+        let mut keepers = tokio::task::JoinSet::new();
+        for worker in planned {
+            keepers.spawn(worker.into_command().keep(ready.clone(), stop.clone()));
+        }
+        Self { keepers: tokio::sync::Mutex::new(keepers), ready, stop }
+    }
+
+    /// Waits until requests will succeed on every worker; an error if one
+    /// ended before.
+    async fn until_ready(&self, gateway: &Gateway) -> Result<()> {
+        let mut keepers = self.keepers.lock().await;
+        let mut poll = tokio::time::interval(Duration::from_millis(20));
+        loop {
+            tokio::select! {
+                Some(ended) = keepers.join_next() => match ended?? {
+                    Ended::NeverReady(status) => {
+                        bail!("the worker could not start ({status}); its message stands above")
+                    }
+                    Ended::Stopped => bail!("a worker was stopped before it was ready"),
+                },
+                _ = poll.tick() => {
+                    let all = gateway.worker_reports().iter().all(|report| report.ready);
+                    if all && gateway.readiness().is_ready() {
+                        self.ready.cancel();
+                        return Ok(());
+                    }
+                }
+            }
+        }
+    }
+
+    /// Ends every worker and waits.
+    async fn end(&self) -> Result<()> {
+        self.stop.cancel();
+        let mut keepers = self.keepers.lock().await;
+        while let Some(ended) = keepers.join_next().await {
+            ended.map_err(|error| anyhow!(error).context("a worker's keeper"))??;
+        }
+        Ok(())
+    }
+}
+
+/// The demo tenant's key, made once. It is the only key ever written in plain.
+fn make_demo_key(folder: &Path, keys: &KeyStore) -> Result<()> {
+    let path = folder.join("demo.key");
+    if path.exists() {
+        return Ok(());
+    }
+    let options = KeyOptions {
+        label: "made at the first start".to_owned(),
+        scopes: Scopes::everything(),
+        plan: None,
+        expires: None,
+    };
+    let new = keys.create(&TenantId::new("demo")?, options, now())?;
+    // Under another name first: a torn write must not leave half a key.
+    let unfinished = folder.join("demo.key.new");
+    let written = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(&unfinished)
+        .and_then(|mut file| writeln!(file, "{}", new.secret.expose()))
+        .and_then(|()| std::fs::rename(&unfinished, &path));
+    written.with_context(|| format!("could not write {}", path.display()))
+}
+
+/// The folder of the workers' sockets: within the data folder, or, where that
+/// path is too long for a socket, a fresh one under the runtime folder.
+struct Sockets {
+    folder: PathBuf,
+    is_ours: bool,
+}
+
+impl Sockets {
+    /// A socket's whole path may have 107 bytes; a name and some room are left.
+    const LONGEST_FOLDER: usize = 70;
+
+    fn make(data: &Path) -> Result<Self> {
+        let within = data.join("run");
+        let is_ours = within.as_os_str().len() > Self::LONGEST_FOLDER;
+        let folder = if is_ours {
+            std::env::temp_dir().join(format!("tollgate-{}", std::process::id()))
+        } else {
+            within
+        };
+        let made = DirBuilder::new().mode(0o700).create(&folder);
+        match made {
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && !is_ours => {}
+            made => made.with_context(|| format!("socket folder {}", folder.display()))?,
+        }
+        Ok(Self { folder, is_ours })
+    }
+
+    fn folder(&self) -> &Path {
+        &self.folder
+    }
+}
+
+impl Drop for Sockets {
+    fn drop(&mut self) {
+        if self.is_ours {
+            // Left behind, it would be an empty folder and nothing worse.
+            let _ = std::fs::remove_dir_all(&self.folder);
+        }
+    }
+}

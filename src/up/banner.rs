@@ -1,0 +1,84 @@
+//! What a start prints: where things are, and commands that work when pasted.
+
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::net::SocketAddr;
+use std::path::Path;
+
+use anyhow::Result;
+use tollgate_config::Config;
+use tollgate_gateway::Gateway;
+
+/// Where the gateway listens.
+#[derive(Clone, Copy)]
+pub struct Addresses {
+    /// For callers.
+    pub public: SocketAddr,
+    /// For admins.
+    pub admin: SocketAddr,
+}
+
+/// Prints the banner; its last line says `ready`.
+pub fn print(config: &Config, addresses: Addresses, gateway: &Gateway) -> Result<()> {
+    let Addresses { public, admin } = addresses;
+    let mut text = String::new();
+    let version = env!("CARGO_PKG_VERSION");
+    writeln!(text, "tollgate {version}   gateway https://{public}   admin https://{admin}")?;
+    for report in gateway.worker_reports() {
+        let models: Vec<&str> = report.models.iter().map(|name| name.as_str()).collect();
+        let device = report.device.unwrap_or_default();
+        writeln!(text, "  worker {}   {device}   model {}", report.name, models.join(", "))?;
+    }
+    let data = config.data();
+    let own_certificate = config.gateway().tls.certificate.is_none();
+    let ca = data.join("tls/ca.pem");
+    write!(text, "  data {}", data.display())?;
+    if own_certificate {
+        write!(text, "   CA {}", ca.display())?;
+    }
+    if config.is_demo() {
+        let key = data.join("demo.key");
+        writeln!(text, "   key in {} (tenant demo)", key.display())?;
+        if own_certificate {
+            commands(&mut text, config, public, &ca, &key)?;
+        }
+    } else {
+        writeln!(text)?;
+    }
+    writeln!(text, "ready https://{public} admin https://{admin}")?;
+    let mut output = std::io::stdout().lock();
+    output.write_all(text.as_bytes())?;
+    Ok(output.flush()?)
+}
+
+fn commands(
+    text: &mut String,
+    config: &Config,
+    public: SocketAddr,
+    ca: &Path,
+    key: &Path,
+) -> std::fmt::Result {
+    let Some(model) = config.models().next() else { return Ok(()) };
+    let (model, ca, key) = (&model.name, ca.display(), key.display());
+    let question = "What is a rate limit?";
+    let mut options = String::new();
+    if public.to_string() != "127.0.0.1:8443" {
+        write!(options, " --url https://{public}")?;
+    }
+    if config.data() != Path::new("data") {
+        write!(options, " --data {}", config.data().display())?;
+    }
+    writeln!(text, "  try: {} chat{options} \"{question}\"", program())?;
+    writeln!(
+        text,
+        "   or: curl --cacert {ca} https://{public}/v1/chat/completions \
+         -H \"authorization: Bearer $(cat {key})\" -H \"content-type: application/json\" \
+         -d '{{\"model\":\"{model}\",\"messages\":[{{\"role\":\"user\",\"content\":\"{question}\"}}]}}'"
+    )
+}
+
+/// How this program was started: cargo builds into a `target` folder.
+fn program() -> String {
+    let started = std::env::args().next().unwrap_or_default();
+    if started.starts_with("target/") { "cargo run --".to_owned() } else { started }
+}

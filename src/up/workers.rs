@@ -1,0 +1,79 @@
+//! Which worker processes a config asks for, and what each is told.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use tollgate_config::{Config, DeviceSelector, Model};
+use tollgate_domain::WorkerName;
+use tollgate_gateway::upstream::WorkerEndpoint;
+
+use super::demo_model;
+use super::supervisor::Worker;
+
+/// One worker process to start.
+pub struct Planned {
+    name: WorkerName,
+    socket: PathBuf,
+    arguments: Vec<OsString>,
+}
+
+/// One worker for each model and device of the config, numbered in order.
+pub fn plan(config: &Config, data: &Path, sockets: &Path) -> Result<Vec<Planned>> {
+    let mut planned = Vec::new();
+    for model in config.models() {
+        let folder = match &model.path {
+            Some(path) => std::path::absolute(path).context("model folder")?,
+            None => demo_model::lay_out(data)?,
+        };
+        for device in &model.devices {
+            let name = WorkerName::new(&planned.len().to_string())?;
+            let socket = sockets.join(format!("{name}.sock"));
+            let arguments = arguments(config, model, &folder, device, &name, &socket, data);
+            planned.push(Planned { name, socket, arguments });
+        }
+    }
+    Ok(planned)
+}
+
+impl Planned {
+    /// Where the gateway finds it.
+    pub fn endpoint(&self) -> WorkerEndpoint {
+        WorkerEndpoint { name: self.name.clone(), socket: self.socket.clone() }
+    }
+
+    /// What the supervisor starts.
+    pub fn into_command(self) -> Worker {
+        Worker { name: self.name.to_string(), arguments: self.arguments }
+    }
+}
+
+#[allow(clippy::too_many_arguments, reason = "each is one flag of the command line it becomes")]
+fn arguments(
+    config: &Config,
+    model: &Model,
+    folder: &Path,
+    device: &DeviceSelector,
+    name: &WorkerName,
+    socket: &Path,
+    data: &Path,
+) -> Vec<OsString> {
+    let worker = config.worker();
+    let mut words: Vec<OsString> = vec!["worker".into(), "--end-with-parent".into()];
+    let mut flag = |name: &str, value: OsString| words.extend([name.into(), value]);
+    flag("--name", name.to_string().into());
+    flag("--socket", socket.into());
+    flag("--data", data.into());
+    flag("--model", folder.into());
+    flag("--model-name", model.name.to_string().into());
+    flag("--device", device.to_string().into());
+    flag("--kv-memory", worker.kv_memory.0.to_string().into());
+    flag("--max-sequences", worker.max_sequences.to_string().into());
+    flag("--max-chunk-tokens", worker.max_chunk_tokens.to_string().into());
+    flag("--step-box", format!("{}ns", worker.step_box.as_nanos()).into());
+    flag("--queue-capacity", worker.queue_capacity.to_string().into());
+    if let Some(threads) = worker.threads {
+        flag("--threads", threads.to_string().into());
+    }
+    words
+}

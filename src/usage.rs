@@ -1,0 +1,151 @@
+//! `tollgate usage`: who used how much device time, read from the ledger, also
+//! beside a running gateway.
+
+use anyhow::{Context, Result};
+use tollgate_domain::{DeviceClass, DeviceNanos, KeyId, ModelName, TenantId, UtcDay};
+use tollgate_ledger::{GroupBy, Ledger, UsageQuery, UsageRow};
+
+use crate::common::{Place, parse_day, say, table};
+
+/// Who used how much device time.
+#[derive(clap::Args)]
+pub struct Arguments {
+    #[command(flatten)]
+    place: Place,
+    /// Only this tenant's.
+    #[arg(long, value_name = "NAME")]
+    tenant: Option<String>,
+    /// Only this key's.
+    #[arg(long, value_name = "ID")]
+    key: Option<String>,
+    /// Only this model's.
+    #[arg(long, value_name = "NAME")]
+    model: Option<String>,
+    /// Only on devices of this class, such as cpu or h200.
+    #[arg(long, value_name = "CLASS")]
+    class: Option<String>,
+    /// From this UTC day on, such as 2026-11-20.
+    #[arg(long, value_name = "DAY", value_parser = parse_day)]
+    from: Option<UtcDay>,
+    /// Up to this UTC day, itself included.
+    #[arg(long, value_name = "DAY", value_parser = parse_day)]
+    to: Option<UtcDay>,
+    /// What a row is; the device class always is part of it.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "tenant,key,model")]
+    by: Vec<By>,
+    /// As JSON, in whole nanoseconds.
+    #[arg(long, conflicts_with = "csv")]
+    json: bool,
+    /// As CSV, in whole nanoseconds.
+    #[arg(long)]
+    csv: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum By {
+    Tenant,
+    Key,
+    Model,
+    Day,
+}
+
+/// Prints the usage.
+pub fn run(arguments: Arguments) -> Result<()> {
+    let config = arguments.place.load()?;
+    let path = config.data().join("ledger.db");
+    if !path.exists() {
+        return say(format!("no usage in data folder {} yet\n", config.data().display()));
+    }
+    let reader = Ledger::open_read_only(&path)
+        .with_context(|| format!("cannot read the ledger {}", path.display()))?;
+    let rows = reader.usage(&query(&arguments)?)?;
+    if arguments.json {
+        say(format!("{:#}\n", serde_json::json!({ "rows": rows })))
+    } else if arguments.csv {
+        say(csv(&rows))
+    } else if rows.is_empty() {
+        say("no usage yet\n")
+    } else {
+        say(text(&rows))
+    }
+}
+
+fn query(arguments: &Arguments) -> Result<UsageQuery> {
+    Ok(UsageQuery {
+        tenant: arguments.tenant.as_deref().map(TenantId::new).transpose()?,
+        key: arguments.key.as_deref().map(KeyId::new).transpose()?,
+        model: arguments.model.as_deref().map(ModelName::new).transpose()?,
+        class: arguments.class.as_deref().map(DeviceClass::new).transpose()?,
+        from: arguments.from,
+        to: arguments.to,
+        group: arguments.by.iter().map(|by| by.group()).collect(),
+    })
+}
+
+impl By {
+    fn group(self) -> GroupBy {
+        match self {
+            Self::Tenant => GroupBy::Tenant,
+            Self::Key => GroupBy::Key,
+            Self::Model => GroupBy::Model,
+            Self::Day => GroupBy::Day,
+        }
+    }
+}
+
+/// The columns of a row: those it is grouped by, then the figures.
+fn columns(row: &UsageRow, time: fn(u64) -> String) -> Vec<(&'static str, String)> {
+    let UsageRow { tenant, key, model, day, device_class, .. } = row;
+    let day = day.map(|day| day.to_string());
+    let named = [("tenant", tenant), ("key", key), ("model", model), ("day", &day)];
+    let mut columns: Vec<_> =
+        named.into_iter().filter_map(|(name, value)| Some((name, value.clone()?))).collect();
+    columns.push(("device_class", device_class.clone()));
+    for (name, count) in [
+        ("requests", row.requests),
+        ("prompt_tokens", row.prompt_tokens),
+        ("cached_tokens", row.cached_tokens),
+        ("completion_tokens", row.completion_tokens),
+    ] {
+        columns.push((name, count.to_string()));
+    }
+    for (name, nanos) in [
+        ("attributed_ns", row.attributed_ns),
+        ("reference_ns", row.reference_ns),
+        ("gpu_ns", row.gpu_ns),
+    ] {
+        columns.push((name, time(nanos)));
+    }
+    columns
+}
+
+/// For people: times with their unit, and heads without one.
+fn text(rows: &[UsageRow]) -> String {
+    let all: Vec<_> =
+        rows.iter().map(|row| columns(row, |nanos| DeviceNanos(nanos).to_string())).collect();
+    let head: Vec<String> = all
+        .first()
+        .map(|columns| {
+            columns.iter().map(|(name, _)| name.trim_end_matches("_ns").replace('_', " ")).collect()
+        })
+        .unwrap_or_default();
+    let head: Vec<&str> = head.iter().map(String::as_str).collect();
+    let cells: Vec<Vec<String>> =
+        all.into_iter().map(|row| row.into_iter().map(|(_, cell)| cell).collect()).collect();
+    table(&head, &cells)
+}
+
+/// RFC 4180; names hold neither commas nor quotes.
+fn csv(rows: &[UsageRow]) -> String {
+    let mut text = String::new();
+    for (index, row) in rows.iter().enumerate() {
+        let columns = columns(row, |nanos| nanos.to_string());
+        if index == 0 {
+            let names: Vec<&str> = columns.iter().map(|(name, _)| *name).collect();
+            text += &(names.join(",") + "\r\n");
+        }
+        let cells: Vec<String> = columns.into_iter().map(|(_, cell)| cell).collect();
+        text += &(cells.join(",") + "\r\n");
+    }
+    text
+}

@@ -1,0 +1,105 @@
+//! `tollgate worker`: one worker process, told everything on its command line.
+//! `up` starts it with a pipe as its standard input; when that closes, it ends.
+
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use tollgate_domain::{ModelName, WorkerName};
+use tollgate_worker::{DeviceChoice, WorkerOptions};
+
+use crate::common::span;
+use crate::logging;
+
+/// One worker process; `up` starts it.
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// Its name, which stands in every record.
+    #[arg(long, default_value = "0")]
+    name: String,
+    /// The Unix socket to serve on.
+    #[arg(long, value_name = "PATH")]
+    socket: PathBuf,
+    /// The folder of its journal and calibrations.
+    #[arg(long, value_name = "DIR", default_value = "data")]
+    data: PathBuf,
+    /// The model's folder.
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// The model's name in requests.
+    #[arg(long, value_name = "NAME")]
+    model_name: String,
+    /// auto, cpu, cuda or cuda:UUID.
+    #[arg(long, default_value = "auto")]
+    device: String,
+    /// Threads that compute on a CPU [default: one for each core].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    threads: Option<u32>,
+    /// Bytes of memory for the KV cache.
+    #[arg(long, value_name = "BYTES", default_value_t = 512 << 20)]
+    kv_memory: u64,
+    /// Sequences in one batch.
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    max_sequences: u32,
+    /// Tokens that one step feeds at most, over all sequences.
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    max_chunk_tokens: u32,
+    /// How long one step should take at most.
+    #[arg(long, value_name = "SPAN", value_parser = span, default_value = "80ms")]
+    step_box: Duration,
+    /// Requests that wait for the batch; more are refused.
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    queue_capacity: u32,
+    /// End when standard input closes.
+    #[arg(long)]
+    end_with_parent: bool,
+}
+
+/// Serves until told to stop.
+pub fn run(arguments: Arguments) -> Result<()> {
+    logging::start();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2) // the device's thread has its own cores to use
+        .enable_all()
+        .build()?;
+    let options = options(arguments)?;
+    let result = runtime.block_on(tollgate_worker::serve(options));
+    // A model that is still being loaded must not hold up the end.
+    runtime.shutdown_timeout(Duration::from_millis(100));
+    Ok(result?)
+}
+
+fn options(arguments: Arguments) -> Result<WorkerOptions> {
+    let parent = if arguments.end_with_parent {
+        Some(std::io::stdin().as_fd().try_clone_to_owned().context("standard input")?)
+    } else {
+        None
+    };
+    let mut options = WorkerOptions::new(
+        WorkerName::new(&arguments.name)?,
+        arguments.socket,
+        arguments.data,
+        arguments.model,
+        ModelName::new(&arguments.model_name)?,
+    );
+    options.device = device(&arguments.device)?;
+    options.threads = arguments.threads;
+    options.kv_bytes = arguments.kv_memory;
+    options.step_tokens = arguments.max_chunk_tokens;
+    options.max_sequences = arguments.max_sequences;
+    options.step_box = arguments.step_box;
+    options.queue_capacity = arguments.queue_capacity as usize;
+    options.parent = parent;
+    Ok(options)
+}
+
+fn device(text: &str) -> Result<DeviceChoice> {
+    match text.split_once(':') {
+        None if text == "auto" => Ok(DeviceChoice::Auto),
+        None if text == "cpu" => Ok(DeviceChoice::Cpu),
+        None if text == "cuda" => Ok(DeviceChoice::Cuda(None)),
+        Some(("cuda", uuid)) if !uuid.is_empty() => Ok(DeviceChoice::Cuda(Some(uuid.to_owned()))),
+        _ => anyhow::bail!("--device {text:?} is none of auto, cpu, cuda, cuda:UUID"),
+    }
+}

@@ -1,0 +1,260 @@
+//! Limits over the real path: rates admit what they say and not one more, caps
+//! hold against parallel requests and across restarts, headers tell the truth.
+
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tollgate_loadtest::client::Connection;
+
+mod support;
+use support::{Tollgate, post, read};
+
+const LIMITS: &str = r#"
+[plans.rate]
+requests_per_minute = 60
+concurrent = 128
+
+[plans.cap]
+concurrent = 256
+queued = 256
+device_time_per_day = { default = "150ms" }
+
+[plans.slow]
+concurrent = 1
+queued = 1
+
+[plans.time]
+concurrent = 8
+device_time_per_minute = { default = "60ms" }
+
+[plans.wide]
+concurrent = 256
+queued = 256
+
+[plans.three]
+requests_per_minute = { limit = 60, burst = 3 }
+
+[pools.trial]
+plan = "three"
+
+[tenants.wide]
+plan = "wide"
+[tenants.first]
+plan = "rate"
+pool = "trial"
+[tenants.second]
+pool = "trial"
+[tenants.rated]
+plan = "rate"
+[tenants.capped]
+plan = "cap"
+[tenants.single]
+plan = "slow"
+[tenants.timed]
+plan = "time"
+"#;
+
+fn ask(max_tokens: u32) -> Value {
+    json!({
+        "model": "tollgate-demo", "temperature": 0, "max_tokens": max_tokens,
+        "messages": [{ "role": "user", "content": "Count from 1 to 400." }],
+    })
+}
+
+/// Sends `count` requests at once on one h2 connection; their statuses and
+/// bodies.
+async fn at_once(gateway: &Tollgate, key: &str, count: usize, body: &Value) -> Vec<(u16, Value)> {
+    burst(&gateway.connect(key).await, count, body).await
+}
+
+async fn burst(connection: &Connection, count: usize, body: &Value) -> Vec<(u16, Value)> {
+    let mut sent = tokio::task::JoinSet::new();
+    for _ in 0..count {
+        let (connection, body) = (connection.clone(), body.to_string());
+        sent.spawn(async move {
+            read(connection.post("/v1/chat/completions", body.into()).await.expect("answers")).await
+        });
+    }
+    sent.join_all().await
+}
+
+fn with_status(answers: &[(u16, Value)], status: u16) -> usize {
+    answers.iter().filter(|(found, _)| *found == status).count()
+}
+
+#[tokio::test]
+async fn sixty_a_minute_are_sixty_at_once_and_not_sixty_one() {
+    let gateway = Tollgate::with_config(LIMITS);
+    let key = gateway.key("rated", &[]);
+    let started = Instant::now();
+    let mut admitted = 0;
+    // h2 lets 100 streams run at once on one connection.
+    let connection = gateway.connect(&key).await;
+    let answers = burst(&connection, 90, &ask(1)).await;
+    admitted += with_status(&answers, 200);
+    let most = 60 + started.elapsed().as_secs() as usize + 1;
+    assert!((60..=most).contains(&admitted), "{admitted} admitted, {most} allowed");
+    for (status, body) in answers.iter().filter(|(status, _)| *status != 200) {
+        assert_eq!((*status, &body["error"]["code"]), (429, &json!("rate_limit_exceeded")));
+        let message = body["error"]["message"].as_str().expect("a message");
+        assert!(message.contains("60") && message.contains("rated"), "{message}");
+    }
+    // Nobody gets more than burst + t in t seconds.
+    while started.elapsed() < Duration::from_secs(5) {
+        let answers = burst(&connection, 5, &ask(1)).await;
+        admitted += with_status(&answers, 200);
+        let most = 60 + started.elapsed().as_secs() as usize + 1;
+        assert!(admitted <= most, "{admitted} admitted, {most} allowed");
+    }
+}
+
+#[tokio::test]
+async fn headers_count_down() {
+    let gateway = Tollgate::with_config(LIMITS);
+    let connection = gateway.connect(&gateway.key("rated", &[])).await;
+    let mut before = None;
+    for _ in 0..3 {
+        let body = ask(1).to_string().into();
+        let response = connection.post("/v1/chat/completions", body).await.expect("answers");
+        let header = |name: &str| {
+            let value = response.headers().get(name).unwrap_or_else(|| panic!("no {name}"));
+            value.to_str().expect("text").to_owned()
+        };
+        assert_eq!(header("x-ratelimit-limit-requests"), "60");
+        let left: u64 = header("x-ratelimit-remaining-requests").parse().expect("a number");
+        // One a second flows back at most.
+        assert!(before.is_none_or(|before| left < before + 1), "{left} after {before:?}");
+        assert!(left <= 59);
+        before = Some(left);
+        read(response).await;
+    }
+}
+
+#[tokio::test]
+async fn a_daily_cap_holds_against_200_at_once_and_a_restart() {
+    let gateway = Tollgate::with_config(LIMITS);
+    let key = gateway.key("capped", &[]);
+    for _ in 0..4 {
+        let body = ask(40);
+        let halves =
+            tokio::join!(at_once(&gateway, &key, 100, &body), at_once(&gateway, &key, 100, &body));
+        let answers = [halves.0, halves.1].concat();
+        let served = with_status(&answers, 200);
+        let refused = with_status(&answers, 429);
+        assert_eq!(served + refused, 200, "{:?}", answers.iter().map(|a| a.0).collect::<Vec<_>>());
+    }
+    let spent = spent(&gateway, "capped");
+    assert!(spent > 0 && spent <= 150_000_000, "{spent} ns of a cap of 150 ms");
+    let answers = at_once(&gateway, &key, 1, &ask(900)).await;
+    assert_eq!(answers[0].1["error"]["code"], "insufficient_quota", "{answers:?}");
+    let mut gateway = gateway;
+    gateway.kill();
+    let gateway = gateway.restart();
+    let answers = at_once(&gateway, &key, 100, &ask(40)).await;
+    let after = self::spent(&gateway, "capped");
+    assert!(after <= 150_000_000, "{after} ns after a restart");
+    assert!(with_status(&answers, 429) > 0);
+}
+
+#[tokio::test]
+async fn a_keys_own_cap_binds_it_alone_and_survives_a_restart() {
+    let gateway = Tollgate::with_config(LIMITS);
+    let limited = gateway.key("wide", &["--plan", "cap"]);
+    let free = gateway.key("wide", &[]);
+    at_once(&gateway, &limited, 100, &ask(40)).await;
+    let before = spent(&gateway, "wide");
+    assert!(before > 0 && before <= 150_000_000, "{before} ns of a cap of 150 ms");
+    let mut gateway = gateway;
+    gateway.kill();
+    let gateway = gateway.restart();
+    let answers = at_once(&gateway, &limited, 100, &ask(40)).await;
+    let after = spent(&gateway, "wide");
+    assert!(after <= 150_000_000, "{after} ns after a restart");
+    let refused = answers.iter().find(|(status, _)| *status == 429).expect("the cap is spent");
+    assert_eq!(refused.1["error"]["code"], "insufficient_quota");
+    let message = refused.1["error"]["message"].as_str().expect("a message");
+    assert!(message.contains("for key "), "{message}");
+    assert_eq!(at_once(&gateway, &free, 1, &ask(1)).await[0].0, 200);
+}
+
+/// The pool's limits bind its tenants together, whatever their own allow.
+#[tokio::test]
+async fn a_pool_is_shared() {
+    let gateway = Tollgate::with_config(LIMITS);
+    let (first, second) = (gateway.key("first", &[]), gateway.key("second", &[]));
+    let started = Instant::now();
+    let mut answers = at_once(&gateway, &first, 10, &ask(1)).await;
+    answers.extend(at_once(&gateway, &second, 10, &ask(1)).await);
+    let most = 3 + started.elapsed().as_secs() as usize + 1;
+    let admitted = with_status(&answers, 200);
+    assert!((3..=most).contains(&admitted), "{admitted} admitted, {most} allowed");
+    for (_, body) in answers.iter().filter(|(status, _)| *status != 200) {
+        let message = body["error"]["message"].as_str().expect("a message");
+        assert!(message.contains("pool trial"), "{message}");
+    }
+}
+
+/// A plan that is not there is told when the key is made; one that has gone
+/// from config since then admits nothing.
+#[tokio::test]
+async fn a_key_without_its_plan_is_refused() {
+    let gateway = Tollgate::with_config(LIMITS);
+    let key = gateway.key("wide", &["--plan", "time"]);
+    assert_eq!(at_once(&gateway, &key, 1, &ask(1)).await[0].0, 200);
+    let mut gateway = gateway;
+    gateway.kill();
+    let without = LIMITS.replace("[plans.time]", "[plans.later]").replace("\"time\"", "\"later\"");
+    let folder = gateway.data().parent().expect("the data folder has a parent");
+    std::fs::write(folder.join("tollgate.toml"), without).expect("writes the config");
+    let gateway = gateway.restart();
+    let (status, body) = at_once(&gateway, &key, 1, &ask(1)).await.remove(0);
+    assert_eq!((status, &body["error"]["code"]), (403, &json!("permission_denied")), "{body}");
+}
+
+/// Reference cost in the ledger, once nothing is under way any more.
+fn spent(gateway: &Tollgate, tenant: &str) -> u64 {
+    let words = ["usage", "--json", "--tenant", tenant, "--by", "tenant"];
+    let mut last = None;
+    loop {
+        let usage: Value = serde_json::from_str(&gateway.command(&words)).expect("JSON");
+        let spent = usage["rows"][0]["reference_ns"].as_u64().unwrap_or(0);
+        if last == Some(spent) {
+            return spent;
+        }
+        last = Some(spent);
+        std::thread::sleep(Duration::from_millis(300));
+    }
+}
+
+#[tokio::test]
+async fn one_runs_one_waits_the_third_is_refused() {
+    let gateway = Tollgate::with_config(LIMITS);
+    let key = gateway.key("single", &[]);
+    let answers = at_once(&gateway, &key, 3, &ask(150)).await;
+    let statuses: Vec<u16> = answers.iter().map(|answer| answer.0).collect();
+    assert_eq!(with_status(&answers, 200), 2, "{statuses:?}");
+    assert_eq!(with_status(&answers, 429), 1, "{statuses:?}");
+}
+
+#[tokio::test]
+async fn a_device_time_rate_is_paid_back() {
+    let gateway = Tollgate::with_config(LIMITS);
+    let key = gateway.key("timed", &[]);
+    let connection = gateway.connect(&key).await;
+    let started = Instant::now();
+    let mut refused = 0;
+    while started.elapsed() < Duration::from_secs(8) {
+        let (status, body) = post(&connection, "/v1/chat/completions", &ask(150)).await;
+        assert!(status == 200 || status == 429, "{status} {body}");
+        if status == 429 {
+            refused += 1;
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+    let seconds = started.elapsed().as_secs_f64();
+    let spent = spent(&gateway, "timed") as f64 / 1e9;
+    // Burst, refill, and one estimate's error, which the next ones pay back.
+    let allowed = 0.06 + 0.06 * seconds / 60.0;
+    assert!(refused > 0, "the limit never bit; {spent:.3} s spent");
+    assert!(spent <= allowed * 1.25, "{spent:.3} s spent, {allowed:.3} s allowed");
+}

@@ -1,0 +1,221 @@
+//! The bill over real processes: every nanosecond of the worker's life has an
+//! owner, whoever left early, was cut off, or was killed.
+
+use std::time::{Duration, Instant};
+
+use http_body_util::BodyExt;
+use serde_json::{Value, json};
+use tollgate_ledger::Ledger;
+
+mod support;
+use support::{Tollgate, get, post, signal};
+
+fn count(max_tokens: u32, stream: bool) -> Value {
+    json!({
+        "model": "tollgate-demo", "temperature": 0, "max_tokens": max_tokens, "stream": stream,
+        "messages": [{ "role": "user", "content": "Count from 1 to 400." }],
+    })
+}
+
+/// Everything the ledger can check of itself, and that it holds something.
+fn assert_exact(gateway: &Tollgate) {
+    let reader = Ledger::open_read_only(&gateway.data().join("ledger.db")).expect("a ledger");
+    let findings = reader.check();
+    assert!(findings.is_empty(), "{findings:#?}");
+    let epochs = reader.epochs().expect("reads");
+    assert!(!epochs.is_empty(), "no worker has reported");
+    for epoch in epochs {
+        let balance = reader.balance(epoch).expect("reads");
+        assert!(balance.is_exact(), "{epoch}: {balance:?}");
+        assert!(balance.wall_ns > 0 && balance.idle_ns >= 0, "{epoch}: {balance:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_mixed_run_with_aborts_is_billed_to_the_nanosecond() {
+    let mut gateway = Tollgate::with_config(support::OPEN);
+    let key = gateway.key("acme", &[]);
+    let mut ids = Vec::new();
+    for round in 0..12u32 {
+        let connection = gateway.connect(&key).await;
+        let (whole, several) = (connection.clone(), connection.clone());
+        let mut body = count(8 + round, false);
+        body["n"] = json!(1 + round % 3);
+        let leaves = async {
+            let request = count(300, true).to_string().into();
+            let mut response =
+                connection.post("/v1/chat/completions", request).await.expect("answers");
+            let id = response.headers()["x-request-id"].to_str().expect("text").to_owned();
+            for _ in 0..round {
+                response.frame().await.expect("a chunk").expect("whole");
+            }
+            id // dropping the response resets the stream
+        };
+        let (id, first, second) = tokio::join!(
+            leaves,
+            async { post(&whole, "/v1/chat/completions", &count(20, false)).await },
+            async { post(&several, "/v1/chat/completions", &body).await },
+        );
+        assert_eq!((first.0, second.0), (200, 200), "{first:?} {second:?}");
+        ids.push(id);
+    }
+    let connection = gateway.connect(&key).await;
+    for id in &ids {
+        let usage = posted(&connection, id).await;
+        let charged = usage["attributed_ns"].as_u64().expect("a figure");
+        assert!(charged > 0 && usage["prompt_tokens"].as_u64() > Some(0), "{usage}");
+    }
+    assert_eq!(gateway.stop(), Some(0));
+    assert_exact(&gateway);
+    let usage: Value =
+        serde_json::from_str(&gateway.command(&["usage", "--json", "--by", "tenant"]))
+            .expect("JSON");
+    assert_eq!(usage["rows"][0]["requests"], 36, "{usage}");
+}
+
+/// The usage of one request, once its end is in the ledger.
+async fn posted(connection: &tollgate_loadtest::client::Connection, id: &str) -> Value {
+    let started = Instant::now();
+    loop {
+        let (status, usage) = get(connection, &format!("/v1/usage/{id}")).await;
+        if status == 200 && usage["state"] == "posted" {
+            return usage;
+        }
+        assert!(started.elapsed() < Duration::from_secs(10), "{id}: {status} {usage}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+#[tokio::test]
+async fn usage_is_ones_own() {
+    let config = format!("{}\n[tenants.other]\nplan = \"open\"\n", support::OPEN);
+    let gateway = Tollgate::with_config(&config);
+    let mine = gateway.connect(&gateway.key("acme", &[])).await;
+    let other = gateway.connect(&gateway.key("other", &[])).await;
+    let body = count(4, false).to_string().into();
+    let response = mine.post("/v1/chat/completions", body).await.expect("answers");
+    let id = response.headers()["x-request-id"].to_str().expect("text").to_owned();
+    let (_, answer) = support::read(response).await;
+    let usage = posted(&mine, &id).await;
+    assert_eq!(usage["completion_tokens"], answer["usage"]["completion_tokens"]);
+    assert_eq!(get(&other, &format!("/v1/usage/{id}")).await.0, 404);
+    assert_eq!(get(&mine, "/v1/usage/req-00000000000000000000000000000000").await.0, 404);
+    let (status, all) = get(&other, "/v1/usage").await;
+    assert_eq!((status, all["data"].as_array().map(Vec::len)), (200, Some(0)), "{all}");
+}
+
+#[tokio::test]
+async fn a_killed_worker_ends_streams_clearly_and_is_back() {
+    let mut gateway = Tollgate::with_config(support::OPEN);
+    let key = gateway.key("acme", &[]);
+    let connection = gateway.connect(&key).await;
+    for _ in 0..3 {
+        let request = count(300, true).to_string().into();
+        let mut response = connection.post("/v1/chat/completions", request).await.expect("answers");
+        response.frame().await.expect("a first chunk").expect("whole");
+        let workers = gateway.workers();
+        assert_eq!(workers.len(), 1, "{workers:?}");
+        signal(workers[0], "KILL");
+        let killed = Instant::now();
+        let rest = response.into_body().collect().await.expect("a clean end").to_bytes();
+        assert!(killed.elapsed() < Duration::from_secs(2), "{:?}", killed.elapsed());
+        let rest = String::from_utf8_lossy(&rest);
+        assert!(rest.contains("\"error\"") && rest.contains("server_error"), "{rest}");
+        // It is started again; what waited meanwhile is served.
+        let (status, reply) = loop {
+            let answer = post(&connection, "/v1/chat/completions", &count(4, false)).await;
+            if answer.0 != 503 || killed.elapsed() > Duration::from_secs(20) {
+                break answer;
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        };
+        assert_eq!(status, 200, "{reply}");
+    }
+    assert_eq!(gateway.stop(), Some(0));
+    assert_exact(&gateway);
+}
+
+/// Nobody pays for what a killed gateway was answering: it is our fault, and
+/// what reached the client is not known any more.
+#[tokio::test]
+async fn a_killed_gateway_is_the_platforms_loss() {
+    let mut gateway = Tollgate::with_config(support::OPEN);
+    let key = gateway.key("acme", &[]);
+    let connection = gateway.connect(&key).await;
+    let mut whole = tokio::task::JoinSet::new();
+    for _ in 0..3 {
+        let (connection, body) = (connection.clone(), count(400, false).to_string());
+        whole.spawn(
+            async move { connection.post("/v1/chat/completions", body.into()).await.is_ok() },
+        );
+    }
+    let mut streams = Vec::new();
+    for _ in 0..3 {
+        let body = count(400, true).to_string().into();
+        let mut response = connection.post("/v1/chat/completions", body).await.expect("answers");
+        response.frame().await.expect("a first chunk").expect("whole");
+        streams.push(response);
+    }
+    gateway.kill();
+    let answered = whole.join_all().await;
+    assert_eq!(answered, [false; 3], "one ended before the gateway was killed");
+    drop(streams);
+    let mut gateway = gateway.restart();
+    let usage: Value =
+        serde_json::from_str(&gateway.command(&["usage", "--json", "--by", "tenant"]))
+            .expect("JSON");
+    for row in usage["rows"].as_array().expect("rows") {
+        for figure in ["requests", "attributed_ns", "reference_ns"] {
+            assert_eq!(row[figure], 0, "{figure} of {usage}");
+        }
+    }
+    let reader = Ledger::open_read_only(&gateway.data().join("ledger.db")).expect("a ledger");
+    let lost: i64 = reader
+        .epochs()
+        .expect("reads")
+        .into_iter()
+        .map(|epoch| reader.balance(epoch).expect("reads").loss_ns)
+        .sum();
+    assert!(lost > 0, "six requests had begun: {usage}");
+    assert_eq!(gateway.stop(), Some(0));
+    assert_exact(&gateway);
+}
+
+#[tokio::test]
+async fn nothing_is_lost_when_the_gateway_is_killed() {
+    let mut gateway = Tollgate::with_config(support::OPEN);
+    let key = gateway.key("acme", &[]);
+    let mut acknowledged = Vec::new();
+    for round in 0..4 {
+        let connection = gateway.connect(&key).await;
+        for _ in 0..3 {
+            let body = count(10, false).to_string().into();
+            let response = connection.post("/v1/chat/completions", body).await.expect("answers");
+            let id = response.headers()["x-request-id"].to_str().expect("text").to_owned();
+            let (status, reply) = support::read(response).await;
+            assert_eq!(status, 200, "{reply}");
+            acknowledged.push(id);
+        }
+        let workers = gateway.workers();
+        gateway.kill();
+        let killed = Instant::now();
+        while workers.iter().any(|&pid| support::runs(pid)) {
+            assert!(
+                killed.elapsed() < Duration::from_secs(3),
+                "a worker outlived us in round {round}"
+            );
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        gateway = gateway.restart();
+    }
+    let connection = gateway.connect(&key).await;
+    for id in &acknowledged {
+        posted(&connection, id).await;
+    }
+    assert_eq!(gateway.stop(), Some(0));
+    assert_exact(&gateway);
+    let usage: Value =
+        serde_json::from_str(&gateway.command(&["usage", "--json", "--by", "tenant"]))
+            .expect("JSON");
+    assert_eq!(usage["rows"][0]["requests"], 12, "lost or doubled: {usage}");
+}

@@ -1,0 +1,94 @@
+// The unmodified `openai` Node SDK against a running gateway. The Rust test
+// that starts the gateway passes the same variables as to the Python one.
+import assert from "node:assert/strict";
+import { createRequire } from "node:module";
+import { test } from "node:test";
+
+const require = createRequire(process.env.TOLLGATE_NODE_MODULES + "/");
+const { OpenAI } = require("openai");
+
+const MODEL = "tollgate-demo";
+const QUESTION = [{ role: "user", content: "What is a rate limit?" }];
+
+function client(key = "TOLLGATE_KEY", sent = []) {
+  return new OpenAI({
+    baseURL: process.env.TOLLGATE_URL + "/v1",
+    apiKey: process.env[key] ?? key,
+    fetch: (url, init) => {
+      sent.push(url);
+      return fetch(url, init);
+    },
+  });
+}
+
+const ask = (sdk, fields = {}) =>
+  sdk.chat.completions.create({ model: MODEL, messages: QUESTION, temperature: 0, ...fields });
+
+test("chat, and the stream says the same", async () => {
+  const whole = await ask(client());
+  assert.equal(whole.choices[0].finish_reason, "stop");
+  assert.match(whole.choices[0].message.content, /limit/);
+  const stream = await ask(client(), { stream: true, stream_options: { include_usage: true } });
+  let text = "";
+  let usage;
+  for await (const chunk of stream) {
+    text += chunk.choices[0]?.delta.content ?? "";
+    usage = chunk.usage ?? usage;
+  }
+  assert.equal(text, whole.choices[0].message.content);
+  assert.equal(usage.total_tokens, whole.usage.total_tokens);
+});
+
+test("n, stop and logprobs", async () => {
+  const several = await ask(client(), { n: 2, max_tokens: 5 });
+  assert.deepEqual(several.choices.map((choice) => choice.index), [0, 1]);
+  const stopped = await ask(client(), { stop: " " });
+  assert.equal(stopped.choices[0].finish_reason, "stop");
+  assert.ok(!stopped.choices[0].message.content.includes(" "));
+  const scored = await ask(client(), { logprobs: true, top_logprobs: 2, max_tokens: 3 });
+  assert.equal(scored.choices[0].logprobs.content.length, 3);
+  assert.equal(scored.choices[0].logprobs.content[0].top_logprobs.length, 2);
+});
+
+test("completions and models", async () => {
+  const answer = await client().completions.create({ model: MODEL, prompt: "A rate", max_tokens: 4 });
+  assert.equal(answer.object, "text_completion");
+  const names = [];
+  for await (const model of client().models.list()) names.push(model.id);
+  assert.deepEqual(names, [MODEL]);
+});
+
+test("a client that leaves does not disturb the next", async () => {
+  const count = [{ role: "user", content: "Count from 1 to 400." }];
+  const stream = await ask(client(), { messages: count, stream: true });
+  for await (const _chunk of stream) {
+    stream.controller.abort();
+    break;
+  }
+  assert.ok((await ask(client())).choices[0].message.content);
+});
+
+for (const [name, key, fields, kind, sends] of [
+  ["a bad field", "TOLLGATE_KEY", { temperature: 9 }, "BadRequestError", 1],
+  ["a wrong key", "tg-wrong", {}, "AuthenticationError", 1],
+  ["a key without the scope", "TOLLGATE_KEY_SCOPED", {}, "PermissionDeniedError", 1],
+  ["an unknown model", "TOLLGATE_KEY", { model: "none" }, "NotFoundError", 1],
+  ["a spent cap", "TOLLGATE_KEY_SPENT", {}, "RateLimitError", 1],
+]) {
+  test(`${name} is ${kind} after ${sends} request`, async () => {
+    const sent = [];
+    await assert.rejects(ask(client(key, sent), fields), (error) => {
+      assert.equal(error.constructor.name, kind);
+      assert.ok(error.requestID.startsWith("req-"));
+      return true;
+    });
+    assert.equal(sent.length, sends);
+  });
+}
+
+test("a rate limit is waited for", async () => {
+  const sent = [];
+  const sdk = client("TOLLGATE_KEY_RATE", sent);
+  for (let i = 0; i < 4; i++) await ask(sdk, { max_tokens: 1 });
+  assert.ok(sent.length > 4, `${sent.length} requests sent`);
+});

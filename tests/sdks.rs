@@ -1,0 +1,90 @@
+//! The unmodified OpenAI SDKs, curl and h2load against the real binary.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+mod support;
+use support::{Tollgate, program, tool};
+
+const CONFIG: &str = r#"
+[plans.open]
+requests_per_minute = 100_000
+concurrent = 256
+queued = 1024
+
+[plans.rate]
+requests_per_minute = { limit = 60, burst = 2 }
+concurrent = 16
+
+[plans.spent]
+concurrent = 4
+device_time_per_day = { default = "1us" }
+
+[tenants.acme]
+plan = "open"
+[tenants.rated]
+plan = "rate"
+[tenants.spent]
+plan = "spent"
+"#;
+
+#[test]
+fn python_sdk() {
+    let Some(python) = tool("the Python SDK", variable("TOLLGATE_PYTHON")) else { return };
+    let gateway = Tollgate::with_config(CONFIG);
+    let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/sdk/test_openai.py");
+    let mut command = Command::new(python);
+    command.arg(script);
+    run(&gateway, command);
+}
+
+#[test]
+fn python_sdk_past_a_deadline() {
+    let Some(python) = tool("the Python SDK", variable("TOLLGATE_PYTHON")) else { return };
+    let config =
+        format!("{}\n[gateway.deadlines]\nrequest = \"50ms\"\nqueue = \"50ms\"\n", support::OPEN);
+    let gateway = Tollgate::with_config(&config);
+    let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/sdk/test_openai_faults.py");
+    let mut command = Command::new(python);
+    command.arg(script).env("TOLLGATE_URL", &gateway.url).env("TOLLGATE_CA", gateway.ca());
+    command.env("TOLLGATE_KEY", gateway.key("acme", &[]));
+    succeeds(command);
+}
+
+#[test]
+fn node_sdk() {
+    let Some(modules) = tool("the Node SDK", variable("TOLLGATE_NODE_MODULES")) else { return };
+    let Some(node) = program("node") else { return };
+    let gateway = Tollgate::with_config(CONFIG);
+    let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/sdk/openai.test.mjs");
+    let mut command = Command::new(node);
+    command.arg("--test").arg(script).env("TOLLGATE_NODE_MODULES", modules);
+    command.env("NODE_EXTRA_CA_CERTS", gateway.ca());
+    run(&gateway, command);
+}
+
+/// Gives `command` the gateway and a key of each kind; it must succeed.
+fn run(gateway: &Tollgate, mut command: Command) {
+    command
+        .env("TOLLGATE_URL", &gateway.url)
+        .env("TOLLGATE_CA", gateway.ca())
+        .env("TOLLGATE_KEY", gateway.key("acme", &[]))
+        .env("TOLLGATE_KEY_RATE", gateway.key("rated", &[]))
+        .env("TOLLGATE_KEY_SPENT", gateway.key("spent", &[]))
+        .env("TOLLGATE_KEY_SCOPED", gateway.key("acme", &["--endpoint", "models"]));
+    succeeds(command);
+}
+
+fn succeeds(mut command: Command) {
+    let output = command.output().expect("it starts");
+    let said = [output.stdout, output.stderr].concat();
+    let said = String::from_utf8_lossy(&said);
+    assert!(output.status.success(), "{}\n{said}", output.status);
+    println!("{said}");
+}
+
+/// Where the gate put a tool.
+#[allow(clippy::disallowed_methods, reason = "a test is told by the gate where its tools are")]
+fn variable(name: &str) -> Option<PathBuf> {
+    std::env::var_os(name).map(PathBuf::from)
+}

@@ -1,0 +1,163 @@
+//! A first start as a new user sees it: the printed lines, the printed
+//! commands pasted into a shell, h1 and h2, the bill.
+
+use std::process::Command;
+
+use serde_json::{Value, json};
+
+mod support;
+use support::{Tollgate, command, get, post, program};
+
+/// Every question that the shipped model was trained on, with its answer.
+fn trained() -> Vec<(String, String)> {
+    include_str!("../models/tollgate-demo/questions.jsonl")
+        .lines()
+        .map(|line| {
+            let pair: Value = serde_json::from_str(line).expect("JSON");
+            let text = |name: &str| pair[name].as_str().expect("text").to_owned();
+            (text("question"), text("answer"))
+        })
+        .collect()
+}
+
+fn answer_to(question: &str) -> String {
+    let answer = trained().into_iter().find(|(known, _)| known == question);
+    answer.unwrap_or_else(|| panic!("{question:?} is not a training question")).1
+}
+
+#[test]
+fn the_first_start_prints_what_works() {
+    let gateway = Tollgate::demo();
+    let banner = gateway.banner.join("\n");
+    for expected in ["tollgate ", "worker 0", "cpu", "tollgate-demo", "ca.pem", "demo.key", "chat"]
+    {
+        assert!(banner.contains(expected), "{expected} is missing in:\n{banner}");
+    }
+    let Some(_curl) = program("curl") else { return };
+    let printed = gateway.banner.iter().find(|line| line.contains("curl ")).expect("a curl");
+    let pasted = &printed[printed.find("curl ").expect("just found")..];
+    let output =
+        Command::new("sh").args(["-c", &format!("{pasted} --silent --show-error")]).output();
+    let output = output.expect("sh runs");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let reply: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let content = &reply["choices"][0]["message"]["content"];
+    assert_eq!(content, &answer_to("What is a rate limit?"));
+}
+
+#[test]
+fn chat_from_the_terminal_answers_and_is_billed() {
+    let mut gateway = Tollgate::demo();
+    let question = "What is a rate limit?";
+    let said = gateway.command(&["chat", "--url", &gateway.url, question]);
+    assert_eq!(said.trim_end(), answer_to(question));
+    gateway.stop();
+    let usage = gateway.command(&["usage", "--json"]);
+    let usage: Value = serde_json::from_str(&usage).expect("JSON");
+    let row = &usage["rows"][0];
+    assert_eq!((&row["tenant"], &row["model"]), (&json!("demo"), &json!("tollgate-demo")));
+    assert_eq!((&row["device_class"], &row["gpu_ns"]), (&json!("cpu"), &json!(0)));
+    assert_eq!(row["requests"], 1);
+    for figure in ["prompt_tokens", "completion_tokens", "attributed_ns", "reference_ns"] {
+        assert!(row[figure].as_u64().is_some_and(|n| n > 0), "{figure}: {row}");
+    }
+    assert!(gateway.command(&["usage"]).contains("demo"));
+    let csv = gateway.command(&["usage", "--csv", "--by", "tenant,day"]);
+    assert!(csv.starts_with("tenant,day,device_class,requests,"), "{csv}");
+}
+
+#[tokio::test]
+async fn greedy_answers_to_training_questions_are_right() {
+    let gateway = Tollgate::with_config(support::OPEN);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    let questions = trained();
+    // Evenly over the corpus; all of it is the training program's own check.
+    let step = questions.len().div_ceil(150);
+    let sample: Vec<_> = questions.into_iter().step_by(step).collect();
+    let mut wrong = Vec::new();
+    for (question, answer) in &sample {
+        let body = json!({
+            "model": "tollgate-demo", "temperature": 0, "max_tokens": 512,
+            "messages": [{ "role": "user", "content": question }],
+        });
+        let (status, reply) = post(&connection, "/v1/chat/completions", &body).await;
+        assert_eq!(status, 200, "{reply}");
+        if reply["choices"][0]["message"]["content"] != *answer {
+            wrong.push(question);
+        }
+    }
+    let tolerated = sample.len() / 50;
+    assert!(wrong.len() <= tolerated, "{} of {} wrong: {wrong:?}", wrong.len(), sample.len());
+}
+
+#[test]
+fn curl_and_h2load_work_over_h1_and_h2() {
+    let (Some(curl), Some(h2load)) = (program("curl"), program("h2load")) else { return };
+    let gateway = Tollgate::with_config(support::OPEN);
+    let key = gateway.key("acme", &[]);
+    let authorization = format!("authorization: Bearer {key}");
+    for (flag, version) in [("--http1.1", "1.1"), ("--http2", "2")] {
+        let output = Command::new(&curl)
+            .args(["--silent", "--show-error", flag, "--cacert"])
+            .arg(gateway.ca())
+            .args(["-H", &authorization, "-w", " %{http_version}"])
+            .arg(format!("{}/v1/models", gateway.url))
+            .output()
+            .expect("curl runs");
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(said.contains("tollgate-demo") && said.ends_with(&format!(" {version}")), "{said}");
+    }
+    for arguments in [&["--h1", "-n", "200", "-c", "4"][..], &["-n", "200", "-c", "4", "-m", "8"]] {
+        let output = Command::new(&h2load)
+            .args(arguments)
+            .args(["-H", &authorization])
+            .arg(format!("{}/v1/models", gateway.url))
+            .output()
+            .expect("h2load runs");
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(said.contains("status codes: 200 2xx"), "{said}");
+    }
+}
+
+#[tokio::test]
+async fn probes_and_metrics_are_on_the_admin_listener_alone() {
+    let gateway = Tollgate::demo();
+    let admin = tollgate_loadtest::client::Target::new(&gateway.admin, &gateway.ca(), "none");
+    let admin = admin.expect("a target");
+    for (path, expected) in
+        [("/healthz", 200), ("/readyz", 200), ("/metrics", 200), ("/anything", 401)]
+    {
+        let connection = admin.connect(tollgate_loadtest::client::Protocol::Http1).await;
+        let response = connection.expect("connects").get(path).await.expect("answers");
+        assert_eq!(response.status().as_u16(), expected, "{path}");
+    }
+    let connection = gateway.connect(&gateway.demo_key()).await;
+    for path in ["/healthz", "/readyz", "/metrics"] {
+        let (status, body) = get(&connection, path).await;
+        assert_eq!((status, body["error"]["type"].is_string()), (404, true), "{path}");
+    }
+}
+
+#[tokio::test]
+async fn a_revoked_key_is_refused_within_a_second() {
+    let gateway = Tollgate::demo();
+    let listed = gateway.command(&["keys", "list", "--json"]);
+    let listed: Value = serde_json::from_str(&listed).expect("JSON");
+    let id = listed["keys"][0]["key"].as_str().expect("the demo key").to_owned();
+    let connection = gateway.connect(&gateway.demo_key()).await;
+    assert_eq!(get(&connection, "/v1/models").await.0, 200);
+    gateway.command(&["keys", "revoke", &id]);
+    let started = std::time::Instant::now();
+    while get(&connection, "/v1/models").await.0 != 401 {
+        assert!(started.elapsed().as_millis() < 1_000, "still accepted after a second");
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+}
+
+#[test]
+fn help_names_every_command() {
+    let help = command(&["--help"]);
+    for word in ["up", "worker", "keys", "usage", "config", "loadtest", "chat", "--listen"] {
+        assert!(help.contains(word), "{word} is missing in:\n{help}");
+    }
+}

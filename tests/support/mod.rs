@@ -1,0 +1,280 @@
+//! Starts the real binary on free ports and a fresh data folder, as a person
+//! would, and ends exactly what it started.
+#![allow(dead_code, unreachable_pub, reason = "each test program uses a part of it")]
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::time::{Duration, Instant};
+
+use http_body_util::BodyExt;
+use serde_json::Value;
+use tempfile::TempDir;
+use tollgate_loadtest::client::{Connection, Protocol, Target};
+
+/// A plan nobody can reach the end of, for tests that are not about limits.
+pub const OPEN: &str = r#"
+[plans.open]
+requests_per_minute = 100_000
+concurrent = 256
+queued = 1024
+
+[tenants.acme]
+plan = "open"
+"#;
+
+/// A running `tollgate up`.
+pub struct Tollgate {
+    child: Child,
+    data: PathBuf,
+    folder: Option<TempDir>,
+    arguments: Vec<String>,
+    /// `https://127.0.0.1:port`
+    pub url: String,
+    /// The same for the admin listener.
+    pub admin: String,
+    /// What it printed up to `ready`.
+    pub banner: Vec<String>,
+}
+
+impl Tollgate {
+    /// Starts it on embedded defaults.
+    pub fn demo() -> Self {
+        Self::start(None, &[])
+    }
+
+    /// Starts it with `config` (TOML).
+    pub fn with_config(config: &str) -> Self {
+        Self::start(Some(config), &[])
+    }
+
+    /// Starts it with `config` and further arguments.
+    pub fn start(config: Option<&str>, arguments: &[&str]) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut all: Vec<String> = arguments.iter().map(|&word| word.to_owned()).collect();
+        if let Some(config) = config {
+            let path = folder.path().join("tollgate.toml");
+            fs::write(&path, config).expect("writes the config");
+            all.extend(["--config".to_owned(), path.display().to_string()]);
+        }
+        let data = folder.path().join("data");
+        Self::start_in(data, Some(folder), all)
+    }
+
+    fn start_in(data: PathBuf, folder: Option<TempDir>, arguments: Vec<String>) -> Self {
+        let mut child = Command::new(binary())
+            .args(["up", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"])
+            .args(["--data", &data.display().to_string()])
+            .args(&arguments)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the binary starts");
+        let lines = lines_of(child.stdout.take().expect("it was piped"));
+        let mut banner = Vec::new();
+        loop {
+            let line = lines.recv_timeout(Duration::from_secs(120)).unwrap_or_else(|error| {
+                let status = child.try_wait();
+                panic!("no `ready` line ({error}; {status:?}) after: {banner:#?}")
+            });
+            banner.push(line.clone());
+            let words: Vec<&str> = line.split_whitespace().collect();
+            if let ["ready", url, "admin", admin] = words[..] {
+                let (url, admin) = (url.to_owned(), admin.to_owned());
+                return Self { child, data, folder, arguments, url, admin, banner };
+            }
+        }
+    }
+
+    /// The data folder.
+    pub fn data(&self) -> &Path {
+        &self.data
+    }
+
+    /// The CA to trust.
+    pub fn ca(&self) -> PathBuf {
+        self.data.join("tls/ca.pem")
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The process ids of its workers.
+    pub fn workers(&self) -> Vec<u32> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.pid())).expect("it runs");
+        tasks
+            .filter_map(Result::ok)
+            .filter_map(|task| fs::read_to_string(task.path().join("children")).ok())
+            .flat_map(|pids| pids.split_whitespace().map(str::to_owned).collect::<Vec<_>>())
+            .map(|pid| pid.parse().expect("a process id"))
+            .collect()
+    }
+
+    /// Runs a subcommand against its data folder and returns what it printed.
+    pub fn command(&self, words: &[&str]) -> String {
+        let data = self.data.display().to_string();
+        command(&[words, &["--data", &data]].concat())
+    }
+
+    /// A new key of `tenant`, by `tollgate keys create`.
+    pub fn key(&self, tenant: &str, options: &[&str]) -> String {
+        let mut words = [&["keys", "create", "--tenant", tenant, "--quiet"], options].concat();
+        if let Some(at) = self.arguments.iter().position(|word| word == "--config") {
+            words.extend(["--config", &self.arguments[at + 1]]);
+        }
+        let key = self.command(&words).trim().to_owned();
+        self.wait_until_known(&key);
+        key
+    }
+
+    /// A gateway learns of a key that another process made within a second.
+    fn wait_until_known(&self, key: &str) {
+        let target = self.target(key);
+        let poll = async move {
+            let connection = target.connect(Protocol::Either).await.expect("connects");
+            let started = Instant::now();
+            while get(&connection, "/v1/models").await.0 == 401 {
+                assert!(started.elapsed() < Duration::from_secs(5), "the key stays unknown");
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        // The caller may be within a runtime of its own.
+        let thread = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            runtime.expect("a runtime").block_on(poll);
+        });
+        thread.join().expect("the key is known");
+    }
+
+    /// The demo tenant's key.
+    pub fn demo_key(&self) -> String {
+        fs::read_to_string(self.data.join("demo.key")).expect("demo.key").trim().to_owned()
+    }
+
+    /// A target with `key`.
+    pub fn target(&self, key: &str) -> Target {
+        Target::new(&self.url, &self.ca(), key).expect("a target")
+    }
+
+    /// A connection with `key`.
+    pub async fn connect(&self, key: &str) -> Connection {
+        self.target(key).connect(Protocol::Either).await.expect("connects")
+    }
+
+    /// Asks it to end (SIGTERM) and waits; returns its exit code.
+    pub fn stop(&mut self) -> Option<i32> {
+        signal(self.pid(), "TERM");
+        self.child.wait().expect("it was started").code()
+    }
+
+    /// Kills it (SIGKILL).
+    pub fn kill(&mut self) {
+        self.child.kill().expect("it runs");
+        self.child.wait().expect("it was started");
+    }
+
+    /// Starts it again on the same data folder, after [`Self::stop`] or [`Self::kill`].
+    pub fn restart(mut self) -> Self {
+        let (data, folder) = (self.data.clone(), self.folder.take());
+        let arguments = std::mem::take(&mut self.arguments);
+        drop(self);
+        Self::start_in(data, folder, arguments)
+    }
+}
+
+impl Drop for Tollgate {
+    fn drop(&mut self) {
+        // Already gone is as good as killed.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Sends a signal, by name, to a process that a test started.
+pub fn signal(pid: u32, name: &str) {
+    let status = Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).status();
+    assert!(status.expect("kill runs").success(), "kill -{name} {pid}");
+}
+
+/// Whether a process does more than wait to be reaped.
+pub fn runs(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The state follows the name, which is in parentheses.
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
+}
+
+/// Runs the binary to its end; it must succeed.
+pub fn command(words: &[&str]) -> String {
+    let output = Command::new(binary()).args(words).output().expect("the binary starts");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "tollgate {}: {error}", words.join(" "));
+    String::from_utf8(output.stdout).expect("UTF-8")
+}
+
+/// Runs the binary to its end; it must fail, with a message that is returned.
+pub fn failing(words: &[&str]) -> String {
+    let output = Command::new(binary()).args(words).output().expect("the binary starts");
+    assert!(!output.status.success(), "tollgate {} succeeded", words.join(" "));
+    String::from_utf8(output.stderr).expect("UTF-8")
+}
+
+/// The binary under test.
+pub fn binary() -> &'static str {
+    env!("CARGO_BIN_EXE_tollgate")
+}
+
+/// A tool of the gate. Outside the gate a missing one is a reason to skip,
+/// which is printed; in the gate it is a failure.
+pub fn tool(name: &str, path: Option<PathBuf>) -> Option<PathBuf> {
+    if let Some(path) = path.filter(|path| path.exists()) {
+        return Some(path);
+    }
+    #[allow(clippy::disallowed_methods, reason = "a test is told by the gate that it runs in it")]
+    let in_gate = std::env::var_os("TOLLGATE_GATE").is_some();
+    assert!(!in_gate, "{name} is missing; `cargo xtask test` installs it");
+    eprintln!("skipped: {name} is missing; `cargo xtask test` installs it");
+    None
+}
+
+/// A program on the PATH.
+pub fn program(name: &str) -> Option<PathBuf> {
+    let found = Command::new("sh").args(["-c", "command -v \"$0\"", name]).output().ok()?;
+    let path = String::from_utf8(found.stdout).ok()?;
+    tool(name, Some(PathBuf::from(path.trim())))
+}
+
+/// POSTs `body`; returns status and JSON.
+pub async fn post(connection: &Connection, path: &str, body: &Value) -> (u16, Value) {
+    let response = connection.post(path, body.to_string().into()).await.expect("answers");
+    read(response).await
+}
+
+/// GETs `path`; returns status and JSON.
+pub async fn get(connection: &Connection, path: &str) -> (u16, Value) {
+    read(connection.get(path).await.expect("answers")).await
+}
+
+/// A whole answer as status and JSON.
+pub async fn read(response: http::Response<hyper::body::Incoming>) -> (u16, Value) {
+    let status = response.status().as_u16();
+    let body = response.into_body().collect().await.expect("a whole body").to_bytes();
+    let json = serde_json::from_slice(&body).unwrap_or_else(|error| {
+        panic!("{status}: {error} in {:?}", String::from_utf8_lossy(&body))
+    });
+    (status, json)
+}
+
+fn lines_of(output: impl std::io::Read + Send + 'static) -> Receiver<String> {
+    let (sender, receiver) = sync_channel(64);
+    std::thread::spawn(move || {
+        for line in BufReader::new(output).lines().map_while(Result::ok) {
+            // Later lines are read and dropped, so that the child never blocks.
+            let _ = sender.try_send(line);
+        }
+    });
+    receiver
+}

@@ -1,0 +1,181 @@
+//! An assignment, checked: what passes here is a [`Submission`] but for its
+//! sink. Whether it fits the model is for the engine's door to say.
+
+use std::time::Duration;
+
+use tollgate_domain::{Caller, DeviceNanos, InvalidName, KeyId, ModelName, RequestId, TenantId};
+use tollgate_engine::{Refusal, RefusedReason, SamplingParams, Submission, TokenSink};
+use tollgate_wire::v1;
+
+/// Stop strings of one request, and the bytes of each.
+const MOST_STOPS: usize = 16;
+const MOST_STOP_BYTES: usize = 1_024;
+/// Choices over all prompts.
+const MOST_CHOICES: usize = 1_024;
+
+/// A request that this worker may be asked to run.
+pub(crate) struct Work {
+    pub(crate) request: RequestId,
+    pub(crate) attempt: u32,
+    pub(crate) stops: Vec<String>,
+    /// Over all prompts.
+    pub(crate) choices: usize,
+    caller: Caller,
+    weight: f64,
+    prompts: Vec<Vec<u32>>,
+    choices_each: u32,
+    max_tokens: u32,
+    sampling: SamplingParams,
+    budget: Option<DeviceNanos>,
+    queue_deadline: Duration,
+    echo_logprobs: bool,
+}
+
+impl Work {
+    /// Checks an assignment for a worker that serves `model`.
+    pub(crate) fn check(assignment: v1::Assignment, model: &ModelName) -> Result<Self, Refusal> {
+        let v1::Assignment {
+            request_id,
+            attempt,
+            tenant,
+            key,
+            model: named,
+            weight,
+            prompts,
+            choices: choices_each,
+            max_tokens,
+            sampling,
+            stop: stops,
+            budget_ns,
+            queue_deadline_ms,
+            echo_logprobs,
+        } = assignment;
+        if named != model.as_str() {
+            return Err(invalid(format!("this worker serves {model}")));
+        }
+        if stops.len() > MOST_STOPS || stops.iter().any(|stop| stop.len() > MOST_STOP_BYTES) {
+            return Err(invalid("too many or too long stop strings"));
+        }
+        if !weight.is_finite() || weight <= 0.0 {
+            return Err(invalid("a weight must be above 0"));
+        }
+        let choices = prompts.len().saturating_mul(choices_each as usize);
+        if choices == 0 || choices > MOST_CHOICES {
+            return Err(invalid("no choices, or too many"));
+        }
+        Ok(Self {
+            request: named_as(RequestId::new(&request_id))?,
+            attempt,
+            stops: stops.into_iter().filter(|stop| !stop.is_empty()).collect(),
+            choices,
+            caller: Caller {
+                tenant: named_as(TenantId::new(&tenant))?,
+                key: named_as(KeyId::new(&key))?,
+            },
+            weight,
+            prompts: prompts.into_iter().map(|prompt| prompt.tokens).collect(),
+            choices_each,
+            max_tokens,
+            sampling: params(sampling.ok_or_else(|| invalid("no sampling"))?),
+            budget: budget_ns.map(DeviceNanos),
+            queue_deadline: Duration::from_millis(queue_deadline_ms),
+            echo_logprobs,
+        })
+    }
+
+    /// The submission, answered to `sink`.
+    pub(crate) fn submission(self, sink: Box<dyn TokenSink>) -> Submission {
+        Submission {
+            request: self.request,
+            attempt: self.attempt,
+            caller: self.caller,
+            weight: self.weight,
+            prompts: self.prompts,
+            choices: self.choices_each,
+            max_tokens: self.max_tokens,
+            sampling: self.sampling,
+            budget: self.budget,
+            queue_deadline: self.queue_deadline,
+            echo_logprobs: self.echo_logprobs,
+            sink,
+        }
+    }
+}
+
+fn params(sampling: v1::Sampling) -> SamplingParams {
+    let v1::Sampling {
+        temperature,
+        top_p,
+        presence_penalty,
+        frequency_penalty,
+        logit_bias,
+        seed,
+        top_logprobs,
+    } = sampling;
+    let mut logit_bias: Vec<(u32, f32)> = logit_bias.into_iter().collect();
+    logit_bias.sort_unstable_by_key(|&(token, _)| token);
+    SamplingParams {
+        temperature,
+        top_p,
+        presence_penalty,
+        frequency_penalty,
+        logit_bias,
+        seed,
+        top_logprobs,
+    }
+}
+
+fn named_as<T>(name: Result<T, InvalidName>) -> Result<T, Refusal> {
+    name.map_err(|error| invalid(error.to_string()))
+}
+
+fn invalid(message: impl Into<String>) -> Refusal {
+    Refusal { reason: RefusedReason::Invalid, retry_after: None, message: message.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn honest() -> v1::Assignment {
+        v1::Assignment {
+            request_id: "req-1".into(),
+            tenant: "acme".into(),
+            key: "k1".into(),
+            model: "m".into(),
+            weight: 1.0,
+            prompts: vec![v1::Prompt { tokens: vec![1, 2] }],
+            choices: 1,
+            max_tokens: 4,
+            sampling: Some(v1::Sampling::default()),
+            queue_deadline_ms: 1_000,
+            ..v1::Assignment::default()
+        }
+    }
+
+    #[test]
+    fn assignments_are_checked() {
+        type Change = fn(&mut v1::Assignment);
+        let cases: &[(&str, Change, bool)] = &[
+            ("honest", |_| (), true),
+            ("another model", |it| it.model = "n".into(), false),
+            ("no request id", |it| it.request_id.clear(), false),
+            ("no tenant", |it| it.tenant.clear(), false),
+            ("a weight of 0", |it| it.weight = 0.0, false),
+            ("a weight that is none", |it| it.weight = f64::NAN, false),
+            ("no choices", |it| it.choices = 0, false),
+            ("no prompts", |it| it.prompts.clear(), false),
+            ("a billion choices", |it| it.choices = u32::MAX, false),
+            ("no sampling", |it| it.sampling = None, false),
+            ("many stops", |it| it.stop = vec!["x".into(); 17], false),
+            ("a long stop", |it| it.stop = vec!["x".repeat(1_025)], false),
+            ("an empty stop", |it| it.stop = vec![String::new()], true),
+        ];
+        let model = ModelName::new("m").expect("a name");
+        for (name, change, good) in cases {
+            let mut assignment = honest();
+            change(&mut assignment);
+            assert_eq!(Work::check(assignment, &model).is_ok(), *good, "{name}");
+        }
+    }
+}

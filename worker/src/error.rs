@@ -1,0 +1,82 @@
+//! Why a worker does not start or does not go on, each in one sentence.
+
+use std::io;
+use std::path::PathBuf;
+
+use tollgate_engine::EngineError;
+use tollgate_engine::backend::cpu::CpuError;
+use tollgate_engine::calibrate::CalibrationError;
+use tollgate_engine::model::ModelError;
+use tollgate_text::TextError;
+
+/// What ended a worker before it was asked to end.
+#[derive(Debug, thiserror::Error)]
+pub enum WorkerError {
+    /// The model's folder was refused.
+    #[error("the model cannot be served")]
+    Model(#[from] ModelError),
+    /// A file of the model cannot be read.
+    #[error("cannot read {}", path.display())]
+    ModelFile {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The tokenizer or the chat template was refused.
+    #[error("{}", path.display())]
+    Text {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: TextError,
+    },
+    /// The device that was asked for is not there.
+    #[error("{0}")]
+    Device(String),
+    /// The model does not fit the device.
+    #[error("the model cannot be set up on the processor")]
+    Cpu(#[from] CpuError),
+    /// The first steps, which measure the device, failed.
+    #[error("the device cannot be calibrated")]
+    Calibration(#[from] CalibrationError),
+    /// The calibration cannot be kept.
+    #[error("cannot keep the calibration {}", path.display())]
+    CalibrationFile {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Another process serves on the socket.
+    #[error("the socket {} is in use by another process", .0.display())]
+    SocketInUse(PathBuf),
+    /// The socket cannot be made.
+    #[error("cannot listen on {}", path.display())]
+    Socket {
+        /// Its path.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The journal cannot be opened or kept.
+    #[error("the metering journal {} cannot be kept", path.display())]
+    Journal {
+        /// Its folder.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The engine broke down; whoever started this worker starts another.
+    #[error("the engine broke down")]
+    Engine(#[from] EngineError),
+    /// Signals or the parent's pipe cannot be listened to.
+    #[error("cannot listen for the end")]
+    Signals(#[source] io::Error),
+    /// A thread cannot be had.
+    #[error("cannot start a thread")]
+    Thread(#[source] io::Error),
+    /// The gRPC server failed.
+    #[error("the worker's server failed")]
+    Server(#[source] tonic::transport::Error),
+}

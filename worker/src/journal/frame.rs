@@ -1,0 +1,406 @@
+//! The journal's frames and their bytes: length, CRC-32, payload. A payload
+//! is a kind and LEB128 numbers; a sequence's owner is written once in a file
+//! and named by number after that, so that a step costs a few bytes a share.
+//!
+//! Whatever bytes are read, the answer is a frame, the torn end or an error.
+
+use tollgate_domain::{
+    Attempt, Caller, Device, DeviceClass, DeviceNanos, FinishReason, FinishedAttempt, KeyId,
+    ModelName, MonotonicTime, RequestId, SequenceId, Stages, TenantId, Usage, UtcTime, WorkerEpoch,
+    WorkerName,
+};
+
+/// How a journal file begins: what it is, and the version of its format.
+pub(super) const MAGIC: &[u8; 8] = b"tgjrnl\x00\x01";
+/// Length and checksum.
+const FRAME_HEAD: usize = 8;
+/// More is not one frame of ours.
+const LARGEST_PAYLOAD: usize = 16 << 20;
+
+/// One record of the journal.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Frame {
+    /// The first of each file.
+    Head(Head),
+    /// Whose a sequence is; before its first share in the file.
+    Owner { sequence: SequenceId, caller: Caller, attempt: Attempt },
+    /// A step of the engine, or, with number 0, other work of the device.
+    Step(Step),
+    /// Time without a step.
+    Gap { idle: DeviceNanos, loss: DeviceNanos },
+    /// An attempt ended. Its `finished` time is on the monotonic clock here.
+    Finished(FinishedAttempt),
+    /// A block ends. The next begins at `next` by the host's clock.
+    Cut { next: UtcTime, last: bool },
+    /// The process lived, in a step that had not ended.
+    Alive { at: MonotonicTime },
+}
+
+/// What holds for a whole file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Head {
+    pub(super) epoch: WorkerEpoch,
+    pub(super) worker: WorkerName,
+    pub(super) device: Device,
+    pub(super) model: ModelName,
+    pub(super) calibration: String,
+    /// Number of the first block in the file.
+    pub(super) block: u64,
+    /// Where it begins, by both clocks.
+    pub(super) clock: MonotonicTime,
+    pub(super) utc: UtcTime,
+}
+
+/// A step with the time before it: they follow the record before without a gap.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Step {
+    pub(super) step: u64,
+    pub(super) idle: DeviceNanos,
+    pub(super) overhead: DeviceNanos,
+    pub(super) shares: Vec<(SequenceId, DeviceNanos)>,
+}
+
+/// What stands at a place in a file.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Found {
+    /// A whole frame and how many bytes it took.
+    Frame(Box<Frame>, usize),
+    /// Nothing whole: the end, a torn write or damage.
+    End,
+}
+
+/// Reads the frame that `bytes` begin with.
+pub(super) fn read(bytes: &[u8]) -> Found {
+    read_frame(bytes).map_or(Found::End, |(frame, length)| Found::Frame(Box::new(frame), length))
+}
+
+fn read_frame(bytes: &[u8]) -> Option<(Frame, usize)> {
+    let (head, rest) = bytes.split_at_checked(FRAME_HEAD)?;
+    let (length, sum) = head.split_at(4);
+    let size = u32::from_le_bytes(length.try_into().ok()?) as usize;
+    if size > LARGEST_PAYLOAD {
+        return None;
+    }
+    let payload = rest.get(..size)?;
+    if checksum(length, payload) != u32::from_le_bytes(sum.try_into().ok()?) {
+        return None;
+    }
+    let mut input = Input(payload);
+    let frame = input.frame()?;
+    input.0.is_empty().then_some((frame, FRAME_HEAD + size))
+}
+
+/// Appends `frame` to `out`.
+pub(super) fn write(frame: &Frame, out: &mut Vec<u8>) {
+    let start = out.len();
+    out.extend_from_slice(&[0; FRAME_HEAD]);
+    put_frame(frame, out);
+    let payload = &out[start + FRAME_HEAD..];
+    let length = (payload.len() as u32).to_le_bytes(); // shares are bounded by the batch
+    let sum = checksum(&length, payload).to_le_bytes();
+    out[start..start + 4].copy_from_slice(&length);
+    out[start + 4..start + FRAME_HEAD].copy_from_slice(&sum);
+}
+
+fn checksum(length: &[u8], payload: &[u8]) -> u32 {
+    let mut hasher = crc32fast::Hasher::new();
+    hasher.update(length);
+    hasher.update(payload);
+    hasher.finalize()
+}
+
+fn put_frame(frame: &Frame, out: &mut Vec<u8>) {
+    match frame {
+        Frame::Head(head) => {
+            let Head { epoch, worker, device, model, calibration, block, clock, utc } = head;
+            out.push(1);
+            out.extend_from_slice(&epoch.0.to_le_bytes());
+            for text in [
+                worker.as_str(),
+                device.class.as_str(),
+                &device.name,
+                &device.uuid,
+                model.as_str(),
+                calibration,
+            ] {
+                put_text(text, out);
+            }
+            put(&[*block, clock.0, utc.0], out);
+        }
+        Frame::Owner { sequence, caller, attempt } => {
+            out.push(2);
+            put(&[sequence.0], out);
+            put_attempt(caller, attempt, out);
+        }
+        Frame::Step(Step { step, idle, overhead, shares }) => {
+            out.push(3);
+            put(&[*step, idle.nanos(), overhead.nanos(), shares.len() as u64], out);
+            for (sequence, share) in shares {
+                put(&[sequence.0, share.nanos()], out);
+            }
+        }
+        Frame::Gap { idle, loss } => {
+            out.push(4);
+            put(&[idle.nanos(), loss.nanos()], out);
+        }
+        Frame::Finished(finished) => {
+            let FinishedAttempt { caller, attempt, usage, stages, reason, finished } = finished;
+            let Usage { prompt_tokens, cached_tokens, completion_tokens, attributed, reference } =
+                usage;
+            let Stages { queue_ns, prefill_ns, decode_ns } = stages;
+            out.push(5);
+            put_attempt(caller, attempt, out);
+            put(&[*prompt_tokens, *cached_tokens, *completion_tokens], out);
+            put(&[attributed.nanos(), reference.nanos()], out);
+            put(&[*queue_ns, *prefill_ns, *decode_ns], out);
+            put(&[reason_number(*reason), finished.0], out);
+        }
+        Frame::Cut { next, last } => {
+            out.push(6);
+            put(&[next.0, u64::from(*last)], out);
+        }
+        Frame::Alive { at } => {
+            out.push(7);
+            put(&[at.0], out);
+        }
+    }
+}
+
+fn put_attempt(caller: &Caller, attempt: &Attempt, out: &mut Vec<u8>) {
+    put_text(caller.tenant.as_str(), out);
+    put_text(caller.key.as_str(), out);
+    put_text(attempt.request.as_str(), out);
+    put(&[u64::from(attempt.attempt)], out);
+}
+
+fn put_text(text: &str, out: &mut Vec<u8>) {
+    put(&[text.len() as u64], out);
+    out.extend_from_slice(text.as_bytes());
+}
+
+/// Numbers as LEB128.
+fn put(numbers: &[u64], out: &mut Vec<u8>) {
+    for &number in numbers {
+        let mut rest = number;
+        while rest >= 0x80 {
+            out.push(rest as u8 | 0x80);
+            rest >>= 7;
+        }
+        out.push(rest as u8);
+    }
+}
+
+fn reason_number(reason: FinishReason) -> u64 {
+    match reason {
+        FinishReason::Stop => 1,
+        FinishReason::Length => 2,
+        FinishReason::Cancelled => 3,
+        FinishReason::Deadline => 4,
+        FinishReason::Fault => 5,
+    }
+}
+
+struct Input<'a>(&'a [u8]);
+
+impl Input<'_> {
+    fn frame(&mut self) -> Option<Frame> {
+        Some(match self.byte()? {
+            1 => Frame::Head(Head {
+                epoch: WorkerEpoch(u128::from_le_bytes(self.bytes(16)?.try_into().ok()?)),
+                worker: WorkerName::new(self.text()?).ok()?,
+                device: Device {
+                    class: DeviceClass::new(self.text()?).ok()?,
+                    name: self.text()?.to_owned(),
+                    uuid: self.text()?.to_owned(),
+                },
+                model: ModelName::new(self.text()?).ok()?,
+                calibration: self.text()?.to_owned(),
+                block: self.number()?,
+                clock: MonotonicTime(self.number()?),
+                utc: UtcTime(self.number()?),
+            }),
+            2 => {
+                let sequence = SequenceId(self.number()?);
+                let (caller, attempt) = self.attempt()?;
+                Frame::Owner { sequence, caller, attempt }
+            }
+            3 => Frame::Step(Step {
+                step: self.number()?,
+                idle: self.nanos()?,
+                overhead: self.nanos()?,
+                shares: {
+                    // Read, not reserved: the count is only a claim.
+                    let count = self.number()?;
+                    (0..count)
+                        .map(|_| Some((SequenceId(self.number()?), self.nanos()?)))
+                        .collect::<Option<_>>()?
+                },
+            }),
+            4 => Frame::Gap { idle: self.nanos()?, loss: self.nanos()? },
+            5 => {
+                let (caller, attempt) = self.attempt()?;
+                Frame::Finished(FinishedAttempt {
+                    caller,
+                    attempt,
+                    usage: Usage {
+                        prompt_tokens: self.number()?,
+                        cached_tokens: self.number()?,
+                        completion_tokens: self.number()?,
+                        attributed: self.nanos()?,
+                        reference: self.nanos()?,
+                    },
+                    stages: Stages {
+                        queue_ns: self.number()?,
+                        prefill_ns: self.number()?,
+                        decode_ns: self.number()?,
+                    },
+                    reason: self.reason()?,
+                    finished: UtcTime(self.number()?),
+                })
+            }
+            6 => Frame::Cut { next: UtcTime(self.number()?), last: self.number()? == 1 },
+            7 => Frame::Alive { at: MonotonicTime(self.number()?) },
+            _ => return None,
+        })
+    }
+
+    fn attempt(&mut self) -> Option<(Caller, Attempt)> {
+        let tenant = TenantId::new(self.text()?).ok()?;
+        let key = KeyId::new(self.text()?).ok()?;
+        let request = RequestId::new(self.text()?).ok()?;
+        let attempt = u32::try_from(self.number()?).ok()?;
+        Some((Caller { tenant, key }, Attempt { request, attempt }))
+    }
+
+    fn reason(&mut self) -> Option<FinishReason> {
+        Some(match self.number()? {
+            1 => FinishReason::Stop,
+            2 => FinishReason::Length,
+            3 => FinishReason::Cancelled,
+            4 => FinishReason::Deadline,
+            5 => FinishReason::Fault,
+            _ => return None,
+        })
+    }
+
+    fn nanos(&mut self) -> Option<DeviceNanos> {
+        self.number().map(DeviceNanos)
+    }
+
+    fn number(&mut self) -> Option<u64> {
+        let mut number = 0_u64;
+        for shift in (0..64).step_by(7) {
+            let byte = self.byte()?;
+            let bits = u64::from(byte & 0x7f);
+            if bits << shift >> shift != bits {
+                return None;
+            }
+            number |= bits << shift;
+            if byte < 0x80 {
+                return Some(number);
+            }
+        }
+        None
+    }
+
+    fn byte(&mut self) -> Option<u8> {
+        self.bytes(1).map(|bytes| bytes[0])
+    }
+
+    fn bytes(&mut self, count: usize) -> Option<&[u8]> {
+        let (taken, rest) = self.0.split_at_checked(count)?;
+        self.0 = rest;
+        Some(taken)
+    }
+
+    fn text(&mut self) -> Option<&str> {
+        let length = usize::try_from(self.number()?).ok()?;
+        std::str::from_utf8(self.bytes(length)?).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    pub(crate) fn samples() -> Vec<Frame> {
+        let caller = Caller {
+            tenant: TenantId::new("acme").expect("a name"),
+            key: KeyId::new("k1").expect("a name"),
+        };
+        let attempt = Attempt { request: RequestId::from_random(9), attempt: 3 };
+        vec![
+            Frame::Head(Head {
+                epoch: WorkerEpoch(u128::MAX - 5),
+                worker: WorkerName::new("0").expect("a name"),
+                device: Device { class: DeviceClass::cpu(), name: "cpu".into(), uuid: "".into() },
+                model: ModelName::new("m").expect("a name"),
+                calibration: "v1".into(),
+                block: 1,
+                clock: MonotonicTime(0),
+                utc: UtcTime(u64::MAX),
+            }),
+            Frame::Owner {
+                sequence: SequenceId(1),
+                caller: caller.clone(),
+                attempt: attempt.clone(),
+            },
+            Frame::Step(Step {
+                step: 1,
+                idle: DeviceNanos(127),
+                overhead: DeviceNanos(128),
+                shares: vec![
+                    (SequenceId(1), DeviceNanos(u64::MAX)),
+                    (SequenceId(2), DeviceNanos(0)),
+                ],
+            }),
+            Frame::Gap { idle: DeviceNanos(1 << 40), loss: DeviceNanos(7) },
+            Frame::Finished(FinishedAttempt {
+                caller,
+                attempt,
+                usage: Usage { prompt_tokens: 5, ..Usage::default() },
+                stages: Stages { queue_ns: 1, prefill_ns: 2, decode_ns: 3 },
+                reason: FinishReason::Deadline,
+                finished: UtcTime(77),
+            }),
+            Frame::Cut { next: UtcTime(3), last: true },
+            Frame::Alive { at: MonotonicTime(1 << 63) },
+        ]
+    }
+
+    #[test]
+    fn frames_survive_their_bytes_and_no_prefix_is_a_frame() {
+        for frame in samples() {
+            let mut bytes = Vec::new();
+            write(&frame, &mut bytes);
+            assert_eq!(read(&bytes), Found::Frame(Box::new(frame), bytes.len()));
+            for length in 0..bytes.len() {
+                assert_eq!(read(&bytes[..length]), Found::End);
+            }
+        }
+    }
+
+    #[test]
+    fn a_flipped_bit_is_found() {
+        for frame in samples() {
+            let mut bytes = Vec::new();
+            write(&frame, &mut bytes);
+            for bit in 0..bytes.len() * 8 {
+                bytes[bit / 8] ^= 1 << (bit % 8);
+                assert_eq!(read(&bytes), Found::End, "bit {bit} of {frame:?}");
+                bytes[bit / 8] ^= 1 << (bit % 8);
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_without_harm(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let _ = read(&bytes);
+            // Past the checksum too.
+            let _ = Input(&bytes).frame();
+        }
+    }
+}

@@ -1,0 +1,443 @@
+//! The journal against crashes, full disks and itself.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use proptest::prelude::*;
+use tempfile::TempDir;
+use tollgate_domain::{
+    Block, Caller, DeviceClass, FinishReason, KeyId, RequestId, SequenceId, TenantId, Usage,
+};
+use tollgate_engine::{Owner, Stages as EngineStages, StepShare};
+
+use super::*;
+
+#[derive(Clone, Default)]
+struct FakeClock(Arc<AtomicU64>);
+
+impl Clock for FakeClock {
+    fn now(&self) -> MonotonicTime {
+        MonotonicTime(self.0.load(Ordering::Relaxed))
+    }
+}
+
+fn utc() -> UtcTime {
+    UtcTime(1_795_176_000_000_000_000)
+}
+
+const EPOCH: WorkerEpoch = WorkerEpoch(1);
+const NEXT_EPOCH: WorkerEpoch = WorkerEpoch(2);
+const MS: u64 = 1_000_000;
+
+/// A journal whose time and whose syncing thread the test is.
+struct Bench {
+    folder: TempDir,
+    clock: FakeClock,
+    journal: Journal,
+    engine: Box<dyn StepJournal>,
+    steps: u64,
+    /// Figures of the requests that run, by number.
+    attributed: BTreeMap<u64, u64>,
+}
+
+fn options(folder: &TempDir, epoch: WorkerEpoch, clock: &FakeClock) -> JournalOptions {
+    JournalOptions {
+        folder: folder.path().join("journal"),
+        epoch,
+        worker: WorkerName::new("0").expect("a name"),
+        device: Device { class: DeviceClass::cpu(), name: "cpu".into(), uuid: String::new() },
+        model: ModelName::new("m").expect("a name"),
+        calibration: "v1".into(),
+        most_bytes: 64 << 20,
+        began: clock.now(),
+        clock: Arc::new(clock.clone()),
+        utc,
+    }
+}
+
+impl Bench {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let clock = FakeClock::default();
+        let journal = Journal::open(options(&folder, EPOCH, &clock)).expect("opens");
+        let engine = journal.for_engine();
+        Self { folder, clock, journal, engine, steps: 0, attributed: BTreeMap::new() }
+    }
+
+    /// A step after `gap`, in which each request has its time.
+    fn step(&mut self, gap: u64, shares: &[(u64, u64)], overhead: u64) -> io::Result<()> {
+        let started = MonotonicTime(self.clock.0.fetch_add(gap, Ordering::Relaxed) + gap);
+        let mut all: Vec<StepShare> = shares.iter().map(|&(id, ns)| share(id, ns)).collect();
+        all.push(StepShare {
+            sequence: SequenceId(1_000_000),
+            owner: Owner::Overhead,
+            attributed: DeviceNanos(overhead),
+        });
+        let busy: DeviceNanos = all.iter().map(|share| share.attributed).sum();
+        self.clock.0.fetch_add(busy.nanos(), Ordering::Relaxed);
+        self.steps += 1;
+        for &(id, ns) in shares {
+            *self.attributed.entry(id).or_default() += ns;
+        }
+        self.engine.step(&StepRecord { step: self.steps, started, busy, shares: &all })
+    }
+
+    fn finish(&mut self, id: u64) {
+        let attributed = DeviceNanos(self.attributed.get(&id).copied().unwrap_or(0));
+        let figures = RequestFigures {
+            request: RequestId::from_random(id.into()),
+            attempt: 0,
+            caller: caller(),
+            usage: Usage { attributed, ..Usage::default() },
+            stages: EngineStages::default(),
+            reason: FinishReason::Stop,
+        };
+        self.engine.finished(self.clock.now(), &[figures]).expect("writes");
+    }
+
+    fn wait(&self, ns: u64) {
+        self.clock.0.fetch_add(ns, Ordering::Relaxed);
+    }
+
+    fn tick(&self) {
+        self.journal.shared.tick().expect("syncs");
+    }
+
+    fn blocks(&self) -> Vec<Block> {
+        read_all(&self.journal)
+    }
+
+    /// A crash, then a new process.
+    fn restart(self) -> (TempDir, Journal) {
+        let Self { folder, clock, journal, engine, .. } = self;
+        drop((engine, journal));
+        let journal = Journal::open(options(&folder, NEXT_EPOCH, &clock)).expect("opens");
+        (folder, journal)
+    }
+}
+
+fn read_all(journal: &Journal) -> Vec<Block> {
+    let mut feed = journal.feed();
+    std::iter::from_fn(|| feed.next().expect("reads")).collect()
+}
+
+fn caller() -> Caller {
+    Caller { tenant: TenantId::new("acme").expect("a name"), key: KeyId::new("k").expect("a name") }
+}
+
+fn share(id: u64, ns: u64) -> StepShare {
+    StepShare {
+        sequence: SequenceId(id),
+        owner: Owner::Request {
+            caller: caller(),
+            request: RequestId::from_random(id.into()),
+            attempt: 0,
+        },
+        attributed: DeviceNanos(ns),
+    }
+}
+
+/// Numbered from 1, balanced by construction, and their time on end.
+fn assert_tiles(blocks: &[Block], epoch: WorkerEpoch, wall: u64) {
+    let mut step = 0;
+    for (index, block) in blocks.iter().enumerate() {
+        let parts = block.parts();
+        assert_eq!((parts.epoch, parts.number), (epoch, index as u64 + 1));
+        if parts.first_step > 0 {
+            assert_eq!(parts.first_step, step + 1);
+            step = parts.last_step;
+        }
+    }
+    let total: DeviceNanos = blocks.iter().map(|block| block.parts().wall).sum();
+    assert_eq!(total, DeviceNanos(wall));
+}
+
+#[test]
+fn a_block_closes_when_a_request_ends_and_is_read_once_synced() {
+    let mut bench = Bench::new();
+    bench.step(5, &[(1, 100), (2, 50)], 7).expect("writes");
+    bench.tick();
+    assert_eq!(bench.blocks(), vec![], "nothing has ended");
+    bench.step(3, &[(1, 10)], 0).expect("writes");
+    bench.finish(1);
+    assert_eq!(bench.blocks(), vec![], "nothing is synced");
+    bench.tick();
+    let blocks = bench.blocks();
+    assert_tiles(&blocks, EPOCH, 175);
+    let parts = blocks[0].parts();
+    assert_eq!((parts.idle.nanos(), parts.overhead.nanos(), parts.loss.nanos()), (8, 7, 0));
+    let shares: Vec<u64> = parts.shares.iter().map(|share| share.attributed.nanos()).collect();
+    assert_eq!(shares, [110, 50]);
+    assert_eq!(parts.finished[0].usage.attributed, DeviceNanos(110));
+    assert_eq!(parts.finished[0].finished, UtcTime(parts.started.0 + 175));
+    assert!(!parts.last_of_epoch);
+}
+
+#[test]
+fn a_block_closes_within_a_second_of_steps_and_at_rest() {
+    let mut bench = Bench::new();
+    bench.step(0, &[(1, 600 * MS)], 0).expect("writes");
+    bench.tick();
+    assert_eq!(bench.blocks().len(), 0);
+    bench.step(0, &[(1, 600 * MS)], 0).expect("writes");
+    bench.tick();
+    assert_eq!(bench.blocks().len(), 1);
+    bench.step(0, &[(1, MS)], 0).expect("writes");
+    bench.wait(MS);
+    bench.engine.idle(bench.clock.now()).expect("writes");
+    bench.tick();
+    assert_eq!(bench.blocks().len(), 2);
+    // Idle alone is worth a block once a minute.
+    for second in 1..=120 {
+        bench.wait(1_000 * MS);
+        bench.engine.idle(bench.clock.now()).expect("writes");
+        bench.tick();
+        assert_eq!(bench.blocks().len(), 2 + second / 60);
+    }
+    assert_tiles(&bench.blocks(), EPOCH, bench.clock.now().0);
+}
+
+#[test]
+fn a_clean_end_closes_the_epoch() {
+    let mut bench = Bench::new();
+    bench.journal.overhead(MonotonicTime(0), DeviceNanos(40)).expect("writes");
+    bench.wait(40);
+    bench.step(2, &[(1, 8)], 0).expect("writes");
+    bench.wait(50);
+    bench.journal.close(Tail::Idle).expect("closes");
+    let blocks = bench.blocks();
+    assert_tiles(&blocks, EPOCH, 100);
+    let last = blocks.last().expect("a block").parts();
+    assert!(last.last_of_epoch);
+    assert_eq!((last.overhead.nanos(), last.idle.nanos(), last.loss.nanos()), (40, 52, 0));
+    assert!(bench.step(0, &[(1, 1)], 0).is_err(), "nothing after the end");
+    let (_folder, next) = bench.restart();
+    assert_eq!(read_all(&next), blocks, "the next process tells the same");
+}
+
+/// C02: a SIGKILL loses the step under way, and that to `loss`.
+#[test]
+fn a_crash_is_closed_by_the_next_process() {
+    let mut bench = Bench::new();
+    bench.step(0, &[(1, 100 * MS)], 0).expect("writes");
+    bench.tick();
+    bench.wait(250 * MS); // a long step begins
+    bench.tick();
+    bench.wait(30 * MS); // and is never heard of again
+    let (_folder, next) = bench.restart();
+    let blocks = read_all(&next);
+    assert_tiles(&blocks, EPOCH, 350 * MS);
+    let parts = blocks[0].parts();
+    assert!(parts.last_of_epoch);
+    assert_eq!(parts.shares[0].attributed, DeviceNanos(100 * MS), "a share stays a share");
+    assert_eq!(parts.loss, DeviceNanos(250 * MS));
+    assert_eq!(parts.finished, vec![]);
+}
+
+/// C03: wherever a write was torn, what is whole before it is kept, what was
+/// handed out is the same, and the epoch balances and ends.
+#[test]
+fn a_torn_tail_is_cut_at_the_last_whole_record() {
+    let mut bench = Bench::new();
+    bench.step(1, &[(1, 100)], 0).expect("writes");
+    bench.finish(1);
+    bench.tick();
+    let handed_out = bench.blocks();
+    let synced = bench.journal.shared.state().writer.synced as usize;
+    bench.step(2, &[(2, 30), (3, 4)], 5).expect("writes");
+    bench.finish(2);
+    bench.step(3, &[(3, 7)], 0).expect("writes");
+    let path = bench.journal.shared.state().segments[0].path.clone();
+    let name = path.file_name().expect("a name").to_owned();
+    let bytes = fs::read(&path).expect("reads");
+    assert!(bytes.len() > synced);
+    for length in synced..=bytes.len() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let there = folder.path().join("journal");
+        fs::create_dir(&there).expect("a folder");
+        fs::write(there.join(&name), &bytes[..length]).expect("writes");
+        let clock = FakeClock::default();
+        let journal = Journal::open(options(&folder, NEXT_EPOCH, &clock)).expect("opens");
+        let blocks = read_all(&journal);
+        assert_eq!(blocks[..handed_out.len()], handed_out[..], "at {length}");
+        assert!(blocks.last().expect("a block").parts().last_of_epoch);
+        let wall = blocks.iter().map(|block| block.parts().wall.nanos()).sum();
+        assert_tiles(&blocks, EPOCH, wall);
+        drop(journal);
+        // A second crash during recovery changes nothing.
+        let again = Journal::open(options(&folder, WorkerEpoch(3), &clock)).expect("opens");
+        let old: Vec<Block> =
+            read_all(&again).into_iter().filter(|block| block.parts().epoch == EPOCH).collect();
+        assert_eq!(old, blocks, "at {length}");
+    }
+}
+
+#[test]
+fn a_file_without_a_head_is_removed() {
+    for length in 0..40 {
+        let bench = Bench::new();
+        let path = bench.journal.shared.state().segments[0].path.clone();
+        let bytes = fs::read(&path).expect("reads");
+        let clock = bench.clock.clone();
+        let folder = tempfile::tempdir().expect("a folder");
+        fs::create_dir(folder.path().join("journal")).expect("a folder");
+        let torn = folder.path().join("journal").join(path.file_name().expect("a name"));
+        fs::write(&torn, &bytes[..length]).expect("writes");
+        let journal = Journal::open(options(&folder, NEXT_EPOCH, &clock)).expect("opens");
+        assert_eq!(read_all(&journal), vec![]);
+        assert!(!torn.exists());
+    }
+}
+
+#[test]
+fn acknowledged_files_are_deleted_and_only_they() {
+    let mut bench = Bench::new();
+    bench.step(0, &[(1, 10)], 0).expect("writes");
+    bench.finish(1);
+    bench.tick();
+    bench.step(0, &[(2, 10)], 0).expect("writes");
+    bench.finish(2);
+    let (folder, next) = bench.restart();
+    let files = || fs::read_dir(folder.path().join("journal")).expect("lists").count();
+    assert_eq!(files(), 3, "the old epoch, the new one and the lock");
+    next.acknowledge(EPOCH, 1);
+    let left: Vec<u64> = read_all(&next).iter().map(|block| block.parts().number).collect();
+    assert_eq!((files(), left), (3, vec![2]));
+    // Beyond what exists; of an epoch that does not.
+    next.acknowledge(NEXT_EPOCH, 99);
+    next.acknowledge(WorkerEpoch(77), 1);
+    assert_eq!(files(), 3);
+    next.acknowledge(EPOCH, 99);
+    assert_eq!((files(), read_all(&next)), (2, vec![]));
+    next.close(Tail::Idle).expect("closes");
+    assert!(!next.is_acknowledged());
+    next.acknowledge(NEXT_EPOCH, 1);
+    assert!(next.is_acknowledged());
+}
+
+#[test]
+fn a_journal_that_nobody_takes_is_bounded_and_refuses() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let clock = FakeClock::default();
+    let journal =
+        Journal::open(JournalOptions { most_bytes: 2_000, ..options(&folder, EPOCH, &clock) })
+            .expect("opens");
+    let engine = journal.for_engine();
+    let mut bench = Bench { folder, clock, journal, engine, steps: 0, attributed: BTreeMap::new() };
+    let error = (0..1_000).find_map(|id| bench.step(0, &[(id, 1)], 0).err()).expect("it fills");
+    assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+    // What was written is whole all the same.
+    let written = bench.journal.shared.state().writer.clock.0;
+    let (_folder, next) = bench.restart();
+    assert_tiles(&read_all(&next), EPOCH, written);
+}
+
+#[test]
+fn a_step_that_does_not_add_up_is_refused_whole() {
+    let mut bench = Bench::new();
+    let shares = [share(1, 100)];
+    let mut record =
+        StepRecord { step: 1, started: MonotonicTime(0), busy: DeviceNanos(99), shares: &shares };
+    assert!(bench.engine.step(&record).is_err());
+    record.busy = DeviceNanos(100);
+    bench.engine.step(&record).expect("writes");
+    // The one before had not ended, by more than two clocks may disagree.
+    bench.engine.step(&StepRecord { step: 2, ..record }).expect("within the grain");
+    let long = [share(1, 5 * MS)];
+    let record = StepRecord { busy: DeviceNanos(5 * MS), shares: &long, step: 3, ..record };
+    bench.engine.step(&record).expect("writes");
+    let early = StepRecord { step: 4, started: MonotonicTime(2 * MS), ..record };
+    assert!(bench.engine.step(&early).is_err());
+}
+
+#[test]
+fn a_folder_has_one_writer() {
+    let bench = Bench::new();
+    let error =
+        Journal::open(options(&bench.folder, NEXT_EPOCH, &bench.clock)).err().expect("it is taken");
+    assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+}
+
+#[derive(Clone, Debug)]
+enum Act {
+    Step { gap: u32, shares: Vec<(u8, u32)>, overhead: u32 },
+    Finish(u8),
+    Idle(u32),
+    Tick,
+    Rotate,
+}
+
+fn any_act() -> impl Strategy<Value = Act> {
+    let shares = proptest::collection::vec((0_u8..8, 0_u32..500_000_000), 0..5);
+    prop_oneof![
+        5 => (0_u32..2_000_000_000, shares, 0_u32..1_000)
+            .prop_map(|(gap, shares, overhead)| Act::Step { gap, shares, overhead }),
+        2 => (0_u8..8).prop_map(Act::Finish),
+        1 => (0_u32..2_000_000_000).prop_map(Act::Idle),
+        4 => Just(Act::Tick),
+        1 => Just(Act::Rotate),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    /// Whatever happens, blocks tile the epoch exactly, every share arrives
+    /// once, and a reader that follows, one that comes late and the next
+    /// process see the same.
+    #[test]
+    fn blocks_tile_and_balance(acts in proptest::collection::vec(any_act(), 1..60)) {
+        let mut bench = Bench::new();
+        let mut follower = bench.journal.feed();
+        let mut followed = Vec::new();
+        let mut given = 0_u64;
+        // Nothing is done for a request that has finished: another follows it.
+        let mut living: [u64; 8] = std::array::from_fn(|id| id as u64);
+        for act in acts {
+            match act {
+                Act::Step { gap, shares, overhead } => {
+                    // A sequence stands in a step once.
+                    let shares: BTreeMap<u64, u64> = shares
+                        .iter()
+                        .map(|&(id, ns)| (living[usize::from(id)], ns.into()))
+                        .collect();
+                    let shares: Vec<(u64, u64)> = shares.into_iter().collect();
+                    given += shares.iter().map(|&(_, ns)| ns).sum::<u64>();
+                    bench.step(gap.into(), &shares, overhead.into()).expect("writes");
+                }
+                Act::Finish(id) => {
+                    bench.finish(living[usize::from(id)]);
+                    living[usize::from(id)] += 8;
+                }
+                Act::Idle(ns) => {
+                    bench.wait(ns.into());
+                    bench.engine.idle(bench.clock.now()).expect("writes");
+                }
+                Act::Tick => bench.tick(),
+                Act::Rotate => {
+                    bench.journal.shared.sync().expect("syncs");
+                    bench.journal.shared.rotate_when(0).expect("rotates");
+                }
+            }
+            while let Some(block) = follower.next().expect("reads") {
+                followed.push(block);
+            }
+        }
+        let wall = bench.clock.now().0;
+        bench.journal.close(Tail::Idle).expect("closes");
+        while let Some(block) = follower.next().expect("reads") {
+            followed.push(block);
+        }
+        assert_tiles(&followed, EPOCH, wall);
+        let shares: u64 = followed
+            .iter()
+            .flat_map(|block| &block.parts().shares)
+            .map(|share| share.attributed.nanos())
+            .sum();
+        prop_assert_eq!(shares, given);
+        prop_assert_eq!(&bench.blocks(), &followed);
+        drop(follower); // it keeps the folder
+        let (_folder, next) = bench.restart();
+        prop_assert_eq!(read_all(&next), followed);
+    }
+}

@@ -1,0 +1,215 @@
+//! Writing frames: the open file, the open block, and how far the records
+//! reach. Nothing here locks or syncs; frames gather in memory until
+//! [`Writer::write`], and what fails is taken back with [`Writer::restore`].
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tollgate_domain::{
+    Attempt, DeviceNanos, FinishedAttempt, MonotonicTime, SequenceId, Stages, UtcTime,
+};
+use tollgate_engine::{Owner, RequestFigures, StepRecord};
+
+use super::frame::{self, Frame, Head, Step};
+use super::store::{self, Place, Segment};
+
+/// The file that is written.
+pub(super) struct Writer {
+    pub(super) head: Head,
+    pub(super) place: Place,
+    pub(super) file: Arc<File>,
+    /// Bytes written, all of them whole frames.
+    pub(super) length: u64,
+    /// Bytes that are on the disk.
+    pub(super) synced: u64,
+    /// How far the records reach.
+    pub(super) clock: MonotonicTime,
+    /// Where the open block began.
+    pub(super) block_began: MonotonicTime,
+    /// The open block's number.
+    pub(super) block: u64,
+    pub(super) open: Open,
+    /// Sequences whose owner stands in this file.
+    pub(super) introduced: HashMap<SequenceId, Attempt>,
+    /// The engine has work: time that passes without a record is a step.
+    pub(super) busy: bool,
+    /// Something was written since the last look of the syncing thread.
+    pub(super) stirred: bool,
+    pub(super) frames: Vec<u8>,
+}
+
+/// What the open block holds.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Open {
+    pub(super) steps: bool,
+    pub(super) finished: usize,
+    pub(super) idled: bool,
+}
+
+/// What an append changes besides the file.
+pub(super) struct Figures {
+    pub(super) clock: MonotonicTime,
+    pub(super) block_began: MonotonicTime,
+    pub(super) block: u64,
+    pub(super) open: Open,
+}
+
+impl Writer {
+    pub(super) fn create(
+        folder: &Path,
+        place: Place,
+        head: Head,
+        segments: &mut Vec<Segment>,
+    ) -> io::Result<Self> {
+        let (segment, file, length) = store::create(folder, place, &head)?;
+        segments.push(segment);
+        Ok(Self {
+            place,
+            file: Arc::new(file),
+            length,
+            synced: length,
+            clock: head.clock,
+            block_began: head.clock,
+            block: head.block,
+            head,
+            open: Open::default(),
+            introduced: HashMap::new(),
+            busy: false,
+            stirred: false,
+            frames: Vec::new(),
+        })
+    }
+
+    pub(super) fn step(&mut self, record: &StepRecord<'_>) -> io::Result<()> {
+        let StepRecord { step, started, busy, shares } = *record;
+        let mut overhead = DeviceNanos::ZERO;
+        let mut tenants = Vec::with_capacity(shares.len());
+        for share in shares {
+            match &share.owner {
+                Owner::Overhead => overhead += share.attributed,
+                Owner::Request { caller, request, attempt } => {
+                    let attempt = Attempt { request: request.clone(), attempt: *attempt };
+                    if !self.introduced.contains_key(&share.sequence) {
+                        let sequence = share.sequence;
+                        let frame = Frame::Owner {
+                            sequence,
+                            caller: caller.clone(),
+                            attempt: attempt.clone(),
+                        };
+                        frame::write(&frame, &mut self.frames);
+                        self.introduced.insert(sequence, attempt);
+                    }
+                    tenants.push((share.sequence, share.attributed));
+                }
+            }
+        }
+        let sum: DeviceNanos =
+            tenants.iter().map(|&(_, share)| share).sum::<DeviceNanos>() + overhead;
+        if sum != busy {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                format!("shares of step {step} sum to {sum}, it took {busy}"),
+            ));
+        }
+        let idle = self.idle_before(started)?;
+        self.busy = true;
+        self.put_step(Step { step, idle, overhead, shares: tenants }, busy);
+        Ok(())
+    }
+
+    /// The time between the last record and `started`. Steps may seem to
+    /// overlap by the grain of two clocks, not by more.
+    pub(super) fn idle_before(&self, started: MonotonicTime) -> io::Result<DeviceNanos> {
+        let overlap = self.clock.since(started);
+        if overlap > CLOCK_GRAIN {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                format!("a step began {overlap:?} before the one before it ended"),
+            ));
+        }
+        Ok(DeviceNanos(started.0.saturating_sub(self.clock.0)))
+    }
+
+    pub(super) fn put_step(&mut self, step: Step, busy: DeviceNanos) {
+        self.clock = MonotonicTime(self.clock.0 + step.idle.nanos() + busy.nanos());
+        self.open.steps = true;
+        frame::write(&Frame::Step(step), &mut self.frames);
+    }
+
+    pub(super) fn put_gap(&mut self, idle: DeviceNanos, loss: DeviceNanos) {
+        if idle != DeviceNanos::ZERO || loss != DeviceNanos::ZERO {
+            self.clock = MonotonicTime(self.clock.0 + idle.nanos() + loss.nanos());
+            frame::write(&Frame::Gap { idle, loss }, &mut self.frames);
+        }
+    }
+
+    pub(super) fn put_cut(&mut self, next: UtcTime, last: bool) {
+        frame::write(&Frame::Cut { next, last }, &mut self.frames);
+        self.block += 1;
+        self.block_began = self.clock;
+        self.open = Open::default();
+    }
+
+    pub(super) fn finished(&mut self, at: MonotonicTime, request: &RequestFigures) {
+        let RequestFigures { request, attempt, caller, usage, stages, reason } = request;
+        let attempt = Attempt { request: request.clone(), attempt: *attempt };
+        self.introduced.retain(|_, owner| *owner != attempt);
+        let tollgate_engine::Stages { queue_ns, prefill_ns, decode_ns } = *stages;
+        let finished = FinishedAttempt {
+            caller: caller.clone(),
+            attempt,
+            usage: *usage,
+            stages: Stages { queue_ns, prefill_ns, decode_ns },
+            reason: *reason,
+            finished: UtcTime(at.0), // monotonic in the file; the builder converts
+        };
+        frame::write(&Frame::Finished(finished), &mut self.frames);
+        self.open.finished += 1;
+    }
+
+    /// The host's clock where the records end, given both clocks now.
+    pub(super) fn utc_at_end(&self, now: MonotonicTime, utc: UtcTime) -> UtcTime {
+        UtcTime(utc.0.saturating_sub(now.0.saturating_sub(self.clock.0)))
+    }
+
+    pub(super) fn is_cut_due(&self, now: MonotonicTime) -> bool {
+        let Open { steps, finished, idled } = self.open;
+        finished > 0 || idled || (steps && now.since(self.block_began) >= LONGEST_OPEN)
+    }
+
+    pub(super) fn write(&mut self) -> io::Result<()> {
+        if self.frames.is_empty() {
+            return Ok(());
+        }
+        self.file.write_all_at(&self.frames, self.length)?;
+        self.length += self.frames.len() as u64;
+        self.stirred = true;
+        Ok(())
+    }
+
+    pub(super) fn figures(&self) -> Figures {
+        Figures {
+            clock: self.clock,
+            block_began: self.block_began,
+            block: self.block,
+            open: self.open,
+        }
+    }
+
+    pub(super) fn restore(&mut self, before: Figures) {
+        let Figures { clock, block_began, block, open } = before;
+        (self.clock, self.block_began, self.block, self.open) = (clock, block_began, block, open);
+        // Owners may stand in the frames that were not written: say them again.
+        self.introduced.clear();
+    }
+}
+
+/// How long a block with steps stays open while nothing finishes.
+pub(super) const LONGEST_OPEN: Duration = Duration::from_secs(1);
+/// By how much two readings of the engine's clocks may disagree.
+const CLOCK_GRAIN: Duration = Duration::from_millis(1);

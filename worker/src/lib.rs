@@ -1,0 +1,22 @@
+//! The process around an engine. One worker owns one device and serves one
+//! model over gRPC on a Unix socket; a gateway asks, the engine answers, and
+//! what the device did is in the journal before anyone hears of a token.
+//!
+//! [`serve`] is the whole life of it. No prompt is ever logged here.
+
+mod assignment;
+mod calibration;
+mod error;
+mod journal;
+mod load;
+mod options;
+mod outbox;
+mod run;
+mod service;
+mod sink;
+mod socket;
+mod told;
+
+pub use error::WorkerError;
+pub use options::{DeviceChoice, WorkerOptions};
+pub use run::serve;

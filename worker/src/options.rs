@@ -1,0 +1,82 @@
+//! How a worker is run, checked by whoever read the command line or config.
+
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use tollgate_domain::{ModelName, WorkerName};
+
+/// Everything that a worker is told at its start.
+#[derive(Debug)]
+pub struct WorkerOptions {
+    /// Its name in config; it stands in every record.
+    pub name: WorkerName,
+    /// The Unix socket to serve on, in a folder that only its user may enter.
+    pub socket: PathBuf,
+    /// The data folder: journal and calibration lie below it.
+    pub data: PathBuf,
+    /// The model's folder, as Hugging Face lays it out.
+    pub model: PathBuf,
+    /// The model's name, as clients say it.
+    pub model_name: ModelName,
+    /// Which device computes.
+    pub device: DeviceChoice,
+    /// Threads that compute, on a CPU; as many as there are cores unless given.
+    pub threads: Option<u32>,
+    /// Memory for the KV cache, bytes. Never less is taken than one long
+    /// sequence of the model needs.
+    pub kv_bytes: u64,
+    /// Tokens that one step feeds at most, over all sequences.
+    pub step_tokens: u32,
+    /// Sequences in the batch at once.
+    pub max_sequences: u32,
+    /// How long a step should take at most.
+    pub step_box: Duration,
+    /// Requests that may wait.
+    pub queue_capacity: usize,
+    /// What the journal may occupy on disk before its gateway has taken it.
+    pub journal_bytes: u64,
+    /// The read end of a pipe whose write end the parent holds: at its end
+    /// the worker stops after the current step.
+    pub parent: Option<OwnedFd>,
+}
+
+/// Which device computes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// The best there is.
+    #[default]
+    Auto,
+    /// The processor.
+    Cpu,
+    /// A CUDA device, by its UUID or the first one.
+    Cuda(Option<String>),
+}
+
+impl WorkerOptions {
+    /// The defaults for a worker of that name, with its places and its model.
+    pub fn new(
+        name: WorkerName,
+        socket: PathBuf,
+        data: PathBuf,
+        model: PathBuf,
+        model_name: ModelName,
+    ) -> Self {
+        Self {
+            name,
+            socket,
+            data,
+            model,
+            model_name,
+            device: DeviceChoice::Auto,
+            threads: None,
+            kv_bytes: 512 << 20,
+            step_tokens: 512,
+            max_sequences: 64,
+            step_box: Duration::from_millis(80),
+            queue_capacity: 256,
+            journal_bytes: 1 << 30,
+            parent: None,
+        }
+    }
+}

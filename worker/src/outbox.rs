@@ -1,0 +1,201 @@
+//! What the engine's thread has said and the gateway has not yet taken. The
+//! engine never waits here: when the gateway is slow, deltas of a choice grow
+//! together, so that at most a few events wait for each choice, and no more
+//! text than the request may have.
+
+use std::collections::VecDeque;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+
+use tokio_stream::Stream;
+use tollgate_wire::v1::run_event::Event;
+use tollgate_wire::v1::{Delta, RunEvent};
+use tonic::Status;
+
+/// Events that wait singly before deltas are put together.
+const SINGLE: usize = 16;
+
+/// The engine's end. Dropped without a last word it says that the engine
+/// broke down.
+pub(crate) struct Outbox {
+    shared: Arc<Mutex<Shared>>,
+}
+
+/// The gateway's end: a stream of what was said.
+pub(crate) struct Inbox {
+    shared: Arc<Mutex<Shared>>,
+    /// Told when the gateway takes no more.
+    on_drop: Option<Box<dyn FnOnce() + Send>>,
+}
+
+#[derive(Default)]
+struct Shared {
+    events: VecDeque<Event>,
+    /// Set once nothing more comes; the error, if it ended so.
+    end: Option<Option<Status>>,
+    waker: Option<Waker>,
+}
+
+/// A pair of ends. `on_drop` runs when the gateway's end is dropped.
+pub(crate) fn channel(on_drop: impl FnOnce() + Send + 'static) -> (Outbox, Inbox) {
+    let shared = Arc::<Mutex<Shared>>::default();
+    let inbox = Inbox { shared: Arc::clone(&shared), on_drop: Some(Box::new(on_drop)) };
+    (Outbox { shared }, inbox)
+}
+
+impl Outbox {
+    pub(crate) fn push(&self, event: Event) {
+        let mut shared = lock(&self.shared);
+        shared.events.push_back(event);
+        shared.wake();
+    }
+
+    /// Text and tokens. Where many events wait it joins the choice's last
+    /// delta; both stand at the end then, because meters only go forward.
+    pub(crate) fn push_delta(&self, delta: Delta) {
+        let mut shared = lock(&self.shared);
+        let earlier = (shared.events.len() >= SINGLE)
+            .then(|| shared.events.iter().rposition(|event| is_delta_of(event, delta.choice)))
+            .flatten()
+            .and_then(|place| shared.events.remove(place));
+        let delta = match earlier {
+            Some(Event::Delta(earlier)) => joined(earlier, delta),
+            _ => delta,
+        };
+        shared.events.push_back(Event::Delta(delta));
+        shared.wake();
+    }
+
+    /// The last event.
+    pub(crate) fn finish(&self, event: Event) {
+        let mut shared = lock(&self.shared);
+        shared.events.push_back(event);
+        shared.end.get_or_insert(None);
+        shared.wake();
+    }
+}
+
+impl Drop for Outbox {
+    fn drop(&mut self) {
+        let mut shared = lock(&self.shared);
+        shared.end.get_or_insert(Some(Status::internal("the worker's engine broke down")));
+        shared.wake();
+    }
+}
+
+impl Inbox {
+    /// Drops this end without telling anyone.
+    pub(crate) fn forget(mut self) {
+        self.on_drop = None;
+    }
+}
+
+impl Stream for Inbox {
+    type Item = Result<RunEvent, Status>;
+
+    fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let mut shared = lock(&self.shared);
+        if let Some(event) = shared.events.pop_front() {
+            return Poll::Ready(Some(Ok(RunEvent { event: Some(event) })));
+        }
+        match &mut shared.end {
+            Some(error) => Poll::Ready(error.take().map(Err)),
+            None => {
+                shared.waker = Some(context.waker().clone());
+                Poll::Pending
+            }
+        }
+    }
+}
+
+impl Drop for Inbox {
+    fn drop(&mut self) {
+        if let Some(on_drop) = self.on_drop.take() {
+            on_drop();
+        }
+    }
+}
+
+impl Shared {
+    fn wake(&mut self) {
+        if let Some(waker) = self.waker.take() {
+            waker.wake();
+        }
+    }
+}
+
+/// Each change under the lock is whole.
+fn lock(shared: &Mutex<Shared>) -> MutexGuard<'_, Shared> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn is_delta_of(event: &Event, choice: u32) -> bool {
+    matches!(event, Event::Delta(delta) if delta.choice == choice)
+}
+
+fn joined(mut earlier: Delta, later: Delta) -> Delta {
+    let Delta { choice: _, text, tokens, logprobs, attributed_ns, reference_ns } = later;
+    earlier.text.push_str(&text);
+    earlier.tokens.extend(tokens);
+    earlier.logprobs.extend(logprobs);
+    (earlier.attributed_ns, earlier.reference_ns) = (attributed_ns, reference_ns);
+    earlier
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio_stream::StreamExt as _;
+    use tollgate_wire::v1::Finished;
+
+    use super::*;
+
+    fn delta(choice: u32, number: u32) -> Delta {
+        Delta {
+            choice,
+            text: format!("{number} "),
+            tokens: vec![number],
+            attributed_ns: number.into(),
+            ..Delta::default()
+        }
+    }
+
+    #[tokio::test]
+    async fn a_slow_reader_gets_everything_in_few_events() {
+        let (outbox, mut inbox) = channel(|| ());
+        let mut said = [String::new(), String::new()];
+        for number in 0..1_000 {
+            let delta = delta(number % 2, number);
+            said[(number % 2) as usize].push_str(&delta.text);
+            outbox.push_delta(delta);
+        }
+        outbox.finish(Event::Finished(Finished::default()));
+        drop(outbox);
+        let (mut heard, mut events, mut meter) = ([String::new(), String::new()], 0, 0);
+        let mut finished = false;
+        while let Some(event) = inbox.next().await {
+            match event.expect("no error").event.expect("an event") {
+                Event::Delta(delta) => {
+                    assert!(delta.attributed_ns >= meter, "the meter went back");
+                    meter = delta.attributed_ns;
+                    heard[delta.choice as usize].push_str(&delta.text);
+                }
+                _ => finished = true,
+            }
+            events += 1;
+        }
+        assert!(finished && events <= SINGLE + 3, "{events} events");
+        assert_eq!(heard, said);
+    }
+
+    #[tokio::test]
+    async fn an_engine_that_breaks_down_is_an_error_after_what_it_said() {
+        let (outbox, mut inbox) = channel(|| ());
+        outbox.push_delta(delta(0, 1));
+        drop(outbox);
+        assert!(inbox.next().await.is_some_and(|event| event.is_ok()));
+        let error = inbox.next().await.expect("an error").expect_err("an error");
+        assert_eq!(error.code(), tonic::Code::Internal);
+        assert!(inbox.next().await.is_none());
+    }
+}

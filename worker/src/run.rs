@@ -1,0 +1,306 @@
+//! A worker's life: load, measure, open the journal, serve, and one of three
+//! ends. SIGTERM drains; the end of the parent's pipe stops after the current
+//! step; a fault of the engine ends it at once. All three close the journal.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use rustix::rand::{GetRandomFlags, getrandom};
+use tokio::net::UnixListener;
+use tokio::sync::oneshot;
+use tokio_stream::wrappers::UnixListenerStream;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tollgate_domain::{CostTable, Device, UtcTime, WorkerEpoch};
+use tollgate_engine::{
+    Clock, DeviceInfo, Engine, EngineError, EngineHandle, EngineOptions, ModelShape, SystemClock,
+    Totals,
+};
+use tollgate_wire::v1;
+use tollgate_wire::v1::worker_server::WorkerServer;
+use tonic::transport::Server;
+
+use crate::calibration::{self, Calibrated};
+use crate::journal::{Journal, JournalOptions, Tail};
+use crate::load::{self, Loaded};
+use crate::service::Service;
+use crate::socket::{self, Socket};
+use crate::told::{Told, Word};
+use crate::{WorkerError, WorkerOptions};
+
+/// Serves until it is told to end, its parent ends, or something breaks.
+///
+/// # Errors
+/// [`WorkerError`]: what stopped the start, or broke afterwards.
+pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
+    let mut told = Told::listen(options.parent.take()).map_err(WorkerError::Signals)?;
+    let Socket { listener, file: socket_file } = socket::listen(&options.socket).await?;
+    let starting = tokio::task::spawn_blocking(move || Started::new(&options));
+    let Started { service, engine, journal, journal_folder } = tokio::select! {
+        started = starting => started.map_err(|error| WorkerError::Thread(error.into()))??,
+        // Nothing was promised yet.
+        _ = told.next() => return Ok(()),
+    };
+    let (tasks, ended) = (service.tasks.clone(), service.ended.clone());
+    let handle = service.engine.clone();
+    tracing::info!(
+        worker = service.announcement.worker,
+        epoch = %service.epoch,
+        model = %service.model,
+        "worker serves"
+    );
+    let mut server = tasks.spawn(serve_socket(listener, service, ended.clone()));
+    let mut engine = watch(engine)?;
+
+    let end = tokio::select! {
+        end = life(&mut told, &handle, &mut engine) => end,
+        failed = &mut server => End::ServerFailed(match failed {
+            Ok(Err(error)) => WorkerError::Server(error),
+            Ok(Ok(())) => WorkerError::Thread(io::Error::other("the server ended by itself")),
+            Err(error) => WorkerError::Thread(error.into()),
+        }),
+    };
+    let tail = if matches!(end, End::Idle) { Tail::Idle } else { Tail::Loss };
+    let closed = close(&journal, tail).await;
+    if matches!(end, End::Idle) {
+        let _ = tokio::time::timeout(LAST_BLOCKS, taken(&journal)).await;
+    }
+    ended.cancel();
+    tasks.close();
+    let _ = tokio::time::timeout(LAST_ANSWERS, tasks.wait()).await;
+    drop(socket_file);
+    match end {
+        End::Broken(error) => Err(error.into()),
+        End::ServerFailed(error) => Err(error),
+        End::Idle | End::InStep => {
+            closed.map_err(|source| WorkerError::Journal { path: journal_folder, source })
+        }
+    }
+}
+
+/// A worker that is ready to be asked.
+struct Started {
+    service: Service,
+    engine: Engine,
+    journal: Journal,
+    journal_folder: PathBuf,
+}
+
+impl Started {
+    /// Everything up to the first question, in order. It blocks.
+    fn new(options: &WorkerOptions) -> Result<Self, WorkerError> {
+        let epoch = new_epoch().map_err(WorkerError::Thread)?;
+        let clock = Arc::new(SystemClock::new());
+        let mut loaded = load::load(options)?;
+        // From here on the device's time is on the account.
+        let began = clock.now();
+        let Calibrated { table, device_time } =
+            calibration::table(&options.data, loaded.backend.as_mut(), &*clock)?;
+        let journal_folder = journal_folder(&options.data, options.name.as_str());
+        let failed = |source| WorkerError::Journal { path: journal_folder.clone(), source };
+        let journal = Journal::open(JournalOptions {
+            folder: journal_folder.clone(),
+            epoch,
+            worker: options.name.clone(),
+            device: device(loaded.backend.device()),
+            model: options.model_name.clone(),
+            calibration: table.version().to_owned(),
+            most_bytes: options.journal_bytes,
+            began,
+            clock: clock.clone(),
+            utc,
+        })
+        .map_err(failed)?;
+        journal.overhead(began, device_time).map_err(failed)?;
+        journal.start().map_err(WorkerError::Thread)?;
+        let announcement = announcement(options, epoch, &loaded, &table);
+        let engine_options = EngineOptions {
+            max_sequences: options.max_sequences,
+            step_box: options.step_box,
+            queue_capacity: options.queue_capacity,
+            ..EngineOptions::new(table)
+        };
+        let Loaded { backend, tokenizer, tokenizer_asset, template_asset, .. } = loaded;
+        let engine = Engine::start(backend, engine_options, clock, journal.for_engine())
+            .map_err(WorkerError::Thread)?;
+        let service = Service {
+            announcement,
+            model: options.model_name.clone(),
+            epoch,
+            assets: [Some(tokenizer_asset), template_asset].into_iter().flatten().collect(),
+            tokenizer,
+            engine: engine.handle(),
+            journal: journal.clone(),
+            tasks: TaskTracker::new(),
+            ended: CancellationToken::new(),
+        };
+        Ok(Self { service, engine, journal, journal_folder })
+    }
+}
+
+/// How a worker's life ended.
+enum End {
+    /// The engine had done all it had.
+    Idle,
+    /// It was in a step and there was no time to wait for it.
+    InStep,
+    /// The engine broke down.
+    Broken(EngineError),
+    /// Nobody could reach it any more.
+    ServerFailed(WorkerError),
+}
+
+type EngineEnd = oneshot::Receiver<Result<Totals, EngineError>>;
+
+async fn life(told: &mut Told, handle: &EngineHandle, engine: &mut EngineEnd) -> End {
+    loop {
+        let word = tokio::select! {
+            ended = &mut *engine => return end_of(ended),
+            word = told.next() => word,
+        };
+        match word {
+            Word::Drain => {
+                tracing::info!("draining");
+                handle.drain();
+            }
+            Word::Stop => {
+                tracing::info!("the parent ended: stopping");
+                handle.stop();
+                return match tokio::time::timeout(LAST_STEP, engine).await {
+                    Ok(ended) => end_of(ended),
+                    Err(_) => End::InStep,
+                };
+            }
+        }
+    }
+}
+
+fn end_of(ended: Result<Result<Totals, EngineError>, oneshot::error::RecvError>) -> End {
+    match ended {
+        Ok(Ok(totals)) => {
+            tracing::info!(?totals, "the engine ended");
+            End::Idle
+        }
+        Ok(Err(error)) => End::Broken(error),
+        Err(_) => End::Broken(EngineError::Panic("its thread was lost".to_owned())),
+    }
+}
+
+/// Waits for the engine on a thread of its own.
+fn watch(engine: Engine) -> Result<EngineEnd, WorkerError> {
+    let (sender, receiver) = oneshot::channel();
+    std::thread::Builder::new()
+        .name("engine-watch".to_owned())
+        .spawn(move || {
+            // Nobody listens once the worker gave up waiting.
+            let _ = sender.send(engine.join());
+        })
+        .map_err(WorkerError::Thread)?;
+    Ok(receiver)
+}
+
+async fn serve_socket(
+    listener: UnixListener,
+    service: Service,
+    ended: CancellationToken,
+) -> Result<(), tonic::transport::Error> {
+    let (health_reporter, health) = tonic_health::server::health_reporter();
+    let worker = WorkerServer::new(service)
+        .max_decoding_message_size(LARGEST_MESSAGE)
+        .max_encoding_message_size(LARGEST_MESSAGE);
+    health_reporter.set_serving::<WorkerServer<Service>>().await;
+    Server::builder()
+        .add_service(health)
+        .add_service(worker)
+        .serve_with_incoming_shutdown(UnixListenerStream::new(listener), ended.cancelled_owned())
+        .await
+}
+
+async fn close(journal: &Journal, tail: Tail) -> io::Result<()> {
+    let journal = journal.clone();
+    let closed = tokio::task::spawn_blocking(move || journal.close(tail)).await;
+    closed.unwrap_or_else(|error| Err(error.into()))
+}
+
+/// Until the gateway has every block, or is gone: the next start on this
+/// folder reports the rest.
+async fn taken(journal: &Journal) {
+    let mut looks = tokio::time::interval(Duration::from_millis(10));
+    while journal.is_followed() && !journal.is_acknowledged() {
+        looks.tick().await;
+    }
+}
+
+fn announcement(
+    options: &WorkerOptions,
+    epoch: WorkerEpoch,
+    loaded: &Loaded,
+    table: &CostTable,
+) -> v1::Announcement {
+    let ModelShape { context, vocabulary, end_tokens, hash, .. } = loaded.backend.shape();
+    let DeviceInfo { class, name, uuid, threads } = loaded.backend.device();
+    v1::Announcement {
+        worker: options.name.to_string(),
+        epoch: epoch.to_string(),
+        engine_version: env!("CARGO_PKG_VERSION").to_owned(),
+        device: Some(v1::Device {
+            class: class.to_string(),
+            name: name.clone(),
+            uuid: uuid.clone(),
+            threads: *threads,
+        }),
+        models: vec![v1::Model {
+            name: options.model_name.to_string(),
+            hash: hash.clone(),
+            tokenizer_asset: loaded.tokenizer_asset.hash.clone(),
+            template_asset: loaded
+                .template_asset
+                .as_ref()
+                .map(|asset| asset.hash.clone())
+                .unwrap_or_default(),
+            context_length: *context,
+            vocabulary: *vocabulary,
+            end_tokens: end_tokens.clone(),
+            cost_table_json: serde_json::to_string(table)
+                .expect("a table is numbers and names, which serialise"),
+            template_context_json: loaded.template_context.clone(),
+        }],
+    }
+}
+
+fn device(info: &DeviceInfo) -> Device {
+    let DeviceInfo { class, name, uuid, threads: _ } = info;
+    Device { class: class.clone(), name: name.chars().take(200).collect(), uuid: uuid.clone() }
+}
+
+/// `<data>/workers/<name>/journal`; a name's separators are made harmless.
+fn journal_folder(data: &Path, name: &str) -> PathBuf {
+    data.join("workers").join(name.replace(['/', ':'], "_")).join("journal")
+}
+
+fn new_epoch() -> io::Result<WorkerEpoch> {
+    let mut bits = [0; 16];
+    let mut filled = 0;
+    while filled < bits.len() {
+        filled += getrandom(&mut bits[filled..], GetRandomFlags::empty())?;
+    }
+    Ok(WorkerEpoch(u128::from_le_bytes(bits)))
+}
+
+/// The host's clock, for the journal's dates.
+fn utc() -> UtcTime {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    UtcTime(since.as_nanos() as u64) // enough until the year 2554
+}
+
+/// How long the current step may take once the parent has ended.
+const LAST_STEP: Duration = Duration::from_millis(700);
+/// How long a drained worker waits for the gateway to take its last blocks.
+const LAST_BLOCKS: Duration = Duration::from_secs(2);
+/// How long streams may take to hear their end.
+const LAST_ANSWERS: Duration = Duration::from_millis(200);
+/// The largest message: an assignment of long prompts, or their
+/// log-probabilities.
+const LARGEST_MESSAGE: usize = 16 << 20;

@@ -1,0 +1,141 @@
+//! From tokens to what the gateway sends on: decodes text, matches stop
+//! strings, fills events. Runs on the engine's thread and never waits.
+
+use std::sync::Arc;
+
+use tollgate_domain::FinishReason;
+use tollgate_engine::{
+    Flow, PromptLogprob, Refusal, RefusedReason, RequestOutcome, SampledToken, Stages,
+    TokenLogprobs, TokenSink,
+};
+use tollgate_text::{Released, StopMatcher, TextStream, Tokenizer};
+use tollgate_wire::v1;
+use tollgate_wire::v1::run_event::Event;
+
+use crate::outbox::Outbox;
+
+/// Turns one request's tokens into events.
+pub(crate) struct Sink {
+    tokenizer: Arc<Tokenizer>,
+    choices: Vec<Choice>,
+    outbox: Outbox,
+    /// Figures of the whole request as of its last token.
+    attributed_ns: u64,
+    reference_ns: u64,
+}
+
+struct Choice {
+    text: TextStream,
+    stops: StopMatcher,
+}
+
+impl Sink {
+    /// For a request of `choices` choices over all its prompts.
+    pub(crate) fn new(
+        tokenizer: Arc<Tokenizer>,
+        choices: usize,
+        stops: &[String],
+        outbox: Outbox,
+    ) -> Self {
+        let choice = |_| Choice {
+            text: TextStream::new(Arc::clone(&tokenizer)),
+            stops: StopMatcher::new(stops.iter().cloned()),
+        };
+        let choices = (0..choices).map(choice).collect();
+        Self { tokenizer, choices, outbox, attributed_ns: 0, reference_ns: 0 }
+    }
+
+    fn logprob(&self, token: u32, logprobs: TokenLogprobs) -> v1::TokenLogprob {
+        let bytes = |token| self.tokenizer.token_bytes(token).to_vec();
+        v1::TokenLogprob {
+            token,
+            bytes: bytes(token),
+            logprob: logprobs.logprob,
+            top: logprobs
+                .top
+                .into_iter()
+                .map(|(token, logprob)| v1::TopLogprob { token, bytes: bytes(token), logprob })
+                .collect(),
+        }
+    }
+}
+
+impl TokenSink for Sink {
+    fn prompt_logprobs(&mut self, prompt: u32, logprobs: Vec<PromptLogprob>) {
+        let logprobs = logprobs.into_iter().map(|it| self.logprob(it.token, it.logprobs)).collect();
+        self.outbox.push(Event::PromptLogprobs(v1::PromptLogprobs { prompt, logprobs }));
+    }
+
+    fn token(&mut self, choice: u32, token: SampledToken) -> Flow {
+        let SampledToken { token: id, end, logprobs, attributed, reference } = token;
+        let state = &mut self.choices[choice as usize];
+        let released = if end {
+            Released { text: String::new(), stopped: false }
+        } else {
+            let text = state.text.push(id);
+            state.stops.push(&text)
+        };
+        (self.attributed_ns, self.reference_ns) = (attributed.nanos(), reference.nanos());
+        self.outbox.push_delta(v1::Delta {
+            choice,
+            text: released.text,
+            tokens: vec![id],
+            logprobs: logprobs.map(|logprobs| self.logprob(id, logprobs)).into_iter().collect(),
+            attributed_ns: self.attributed_ns,
+            reference_ns: self.reference_ns,
+        });
+        if released.stopped { Flow::Stop } else { Flow::Continue }
+    }
+
+    fn finished(&mut self, choice: u32, reason: FinishReason, completion_tokens: u32) {
+        let state = &mut self.choices[choice as usize];
+        if !state.stops.is_stopped() {
+            // A broken last character, and what might have become a stop string.
+            let rest = state.text.finish();
+            let mut text = state.stops.push(&rest).text;
+            text.push_str(&state.stops.finish());
+            if !text.is_empty() {
+                self.outbox.push_delta(v1::Delta {
+                    choice,
+                    text,
+                    attributed_ns: self.attributed_ns,
+                    reference_ns: self.reference_ns,
+                    ..v1::Delta::default()
+                });
+            }
+        }
+        let reason = v1::FinishReason::from(reason).into();
+        self.outbox.push(Event::ChoiceFinished(v1::ChoiceFinished {
+            choice,
+            reason,
+            completion_tokens,
+        }));
+    }
+
+    fn done(&mut self, outcome: RequestOutcome) {
+        self.outbox.finish(match outcome {
+            RequestOutcome::Finished { usage, stages } => {
+                let Stages { queue_ns, prefill_ns, decode_ns } = stages;
+                Event::Finished(v1::Finished {
+                    usage: Some(usage.into()),
+                    stages: Some(v1::Stages { queue_ns, prefill_ns, decode_ns }),
+                })
+            }
+            RequestOutcome::Refused(refusal) => Event::Refused(refused(refusal)),
+        });
+    }
+}
+
+/// A refusal as its message.
+pub(crate) fn refused(refusal: Refusal) -> v1::Refused {
+    let Refusal { reason, retry_after, message } = refusal;
+    let reason = match reason {
+        RefusedReason::Overloaded => v1::RefusedReason::Overloaded,
+        RefusedReason::Deadline => v1::RefusedReason::Deadline,
+        RefusedReason::Draining => v1::RefusedReason::Draining,
+        RefusedReason::Invalid => v1::RefusedReason::Invalid,
+        RefusedReason::Budget => v1::RefusedReason::Budget,
+    };
+    let retry_after_ms = retry_after.map_or(0, |wait| wait.as_millis().min(86_400_000) as u64);
+    v1::Refused { reason: reason.into(), retry_after_ms, message }
+}

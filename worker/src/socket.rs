@@ -1,0 +1,89 @@
+//! The Unix socket: its folder is for our user alone, and a socket that a
+//! dead process left is taken over, a living one's is not.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt as _, FileTypeExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tokio::net::{UnixListener, UnixStream};
+use tokio::time::Instant;
+
+use crate::WorkerError;
+
+/// A listening socket whose file goes with it.
+pub(crate) struct Socket {
+    pub(crate) listener: UnixListener,
+    pub(crate) file: SocketFile,
+}
+
+/// Removes the socket's file at the end.
+pub(crate) struct SocketFile(PathBuf);
+
+/// Listens on `path`.
+pub(crate) async fn listen(path: &Path) -> Result<Socket, WorkerError> {
+    let failed = |source| WorkerError::Socket { path: path.to_owned(), source };
+    if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+        own_folder(folder).map_err(failed)?;
+    }
+    match fs::symlink_metadata(path) {
+        Ok(found) if found.file_type().is_socket() => {
+            if !falls_silent(path).await {
+                return Err(WorkerError::SocketInUse(path.to_owned()));
+            }
+            match fs::remove_file(path) {
+                // Its owner removed it on its way out.
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
+                _ => (),
+            }
+        }
+        Ok(_) => {
+            let what = "something that is not a socket is there";
+            return Err(failed(io::Error::new(io::ErrorKind::AlreadyExists, what)));
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => (),
+        Err(error) => return Err(failed(error)),
+    }
+    let listener = UnixListener::bind(path).map_err(failed)?;
+    Ok(Socket { listener, file: SocketFile(path.to_owned()) })
+}
+
+/// Whether nobody answers, or whoever does ends soon: a worker whose parent was
+/// killed still finishes its step and its journal.
+async fn falls_silent(path: &Path) -> bool {
+    let until = Instant::now() + PREDECESSOR;
+    while UnixStream::connect(path).await.is_ok() {
+        if Instant::now() >= until {
+            return false;
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    true
+}
+
+/// How long a predecessor may take to end.
+const PREDECESSOR: Duration = Duration::from_secs(3);
+
+/// Makes the folder, 0700, or checks that nobody else may enter it.
+fn own_folder(folder: &Path) -> io::Result<()> {
+    match fs::DirBuilder::new().recursive(true).mode(0o700).create(folder) {
+        Ok(()) => (),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => (),
+        Err(error) => return Err(error),
+    }
+    let mode = fs::metadata(folder)?.permissions().mode();
+    if mode & 0o077 == 0 {
+        return Ok(());
+    }
+    Err(io::Error::new(
+        io::ErrorKind::PermissionDenied,
+        format!("others may enter {}: it must have mode 0700", folder.display()),
+    ))
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
+}

@@ -1,0 +1,145 @@
+//! Processes that a benchmark starts: what they say, what processor time they
+//! take, and that they end with it.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+
+use crate::run::{command, output};
+
+/// The longest that a started program may take to be ready, or to obey.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// A program that runs until this is dropped.
+pub(super) struct Process {
+    child: Child,
+    input: Option<ChildStdin>,
+    lines: Receiver<String>,
+    name: String,
+}
+
+impl Process {
+    /// Starts `command`; its standard input stays open, its output is read.
+    pub(super) fn start(name: &str, command: &mut Command) -> Result<Self> {
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("could not start {name}"))?;
+        let stdout = BufReader::new(child.stdout.take().expect("it was piped"));
+        let (sender, lines) = sync_channel(1_024);
+        std::thread::spawn(move || {
+            for line in stdout.lines().map_while(Result::ok) {
+                // Lines that nobody reads are dropped, so that it never blocks.
+                let _ = sender.try_send(line);
+            }
+        });
+        let input = child.stdin.take();
+        Ok(Self { child, input, lines, name: name.to_owned() })
+    }
+
+    /// The next line, at most [`PATIENCE`] from now.
+    pub(super) fn line(&self) -> Result<String> {
+        match self.lines.recv_timeout(PATIENCE) {
+            Ok(line) => Ok(line),
+            Err(RecvTimeoutError::Timeout) => bail!("{} said nothing", self.name),
+            Err(RecvTimeoutError::Disconnected) => bail!("{} ended", self.name),
+        }
+    }
+
+    /// Waits for the line that begins with `ready` and gives the rest of it.
+    pub(super) fn ready(&self) -> Result<String> {
+        loop {
+            if let Some(rest) = self.line()?.strip_prefix("ready ") {
+                return Ok(rest.to_owned());
+            }
+        }
+    }
+
+    /// Sends a line and reads the line of JSON that answers it.
+    pub(super) fn ask(&mut self, order: &str) -> Result<serde_json::Value> {
+        let input = self.input.as_mut().expect("it is open until the end");
+        writeln!(input, "{order}").with_context(|| format!("{}: {order}", self.name))?;
+        let line = self.line()?;
+        serde_json::from_str(&line).with_context(|| format!("{}: {order}: {line}", self.name))
+    }
+
+    /// Processor seconds that it and its children have taken so far.
+    pub(super) fn processor_seconds(&self) -> Result<f64> {
+        let ticks: u64 = family(self.child.id()).into_iter().map(ticks).sum();
+        Ok(ticks as f64 / ticks_per_second()?)
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // The end of its input ends some, a signal the others; what does not
+        // heed either within five seconds is killed.
+        drop(self.input.take());
+        let _ = command("kill").args(["-TERM", &self.child.id().to_string()]).status();
+        for _ in 0..50 {
+            if matches!(self.child.try_wait(), Ok(Some(_))) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A process and all that descend from it.
+fn family(root: u32) -> Vec<u32> {
+    let mut found = vec![root];
+    let mut at = 0;
+    while let Some(&process) = found.get(at) {
+        at += 1;
+        let Ok(threads) = std::fs::read_dir(format!("/proc/{process}/task")) else { continue };
+        for thread in threads.filter_map(Result::ok) {
+            let children = std::fs::read_to_string(thread.path().join("children"));
+            found.extend(
+                children
+                    .unwrap_or_default()
+                    .split_whitespace()
+                    .filter_map(|pid| pid.parse::<u32>().ok()),
+            );
+        }
+    }
+    found
+}
+
+/// Clock ticks in user and kernel mode; none once it has ended.
+fn ticks(process: u32) -> u64 {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+    used(&stat).unwrap_or(0)
+}
+
+/// Fields 14 and 15; the second one, a name in brackets, may hold anything.
+fn used(stat: &str) -> Option<u64> {
+    let (_, after) = stat.rsplit_once(')')?;
+    let mut fields = after.split_whitespace().skip(11);
+    let user: u64 = fields.next()?.parse().ok()?;
+    let kernel: u64 = fields.next()?.parse().ok()?;
+    Some(user + kernel)
+}
+
+fn ticks_per_second() -> Result<f64> {
+    output(command("getconf").arg("CLK_TCK"))?.trim().parse().context("getconf CLK_TCK")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_processor_time() {
+        let stat = "42 (a) b) S 1 42 42 0 -1 4194560 1 2 3 4 700 55 9 9 20 0 1 0 5 6 7";
+        assert_eq!(used(stat), Some(755));
+        assert_eq!(used(""), None);
+        assert!(ticks(std::process::id()) < u64::MAX);
+        assert_eq!(family(std::process::id())[0], std::process::id());
+    }
+}

@@ -1,0 +1,65 @@
+//! What benchmarks compare with: nginx as Debian builds it, llama.cpp built
+//! here for this processor. Both lie under `target/tools/bench` and nowhere
+//! else; nothing is started or installed for the machine.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+
+use crate::run::{check, command, exists, root};
+
+/// Pinned: figures name the peer they are of.
+const LLAMA_CPP: &str = "llama-cpp-python==0.3.36";
+
+/// The program, unpacked from its package without installing it.
+pub(super) fn nginx() -> Result<PathBuf> {
+    let folder = folder()?.join("nginx");
+    let program = folder.join("usr/sbin/nginx");
+    if !program.exists() {
+        std::fs::create_dir_all(&folder)?;
+        check(command("apt-get").args(["download", "-q", "nginx"]).current_dir(&folder))?;
+        check(command("sh").args(["-c", "dpkg -x nginx_*.deb ."]).current_dir(&folder))?;
+    }
+    Ok(program)
+}
+
+/// h2load must be there; the gate installs it.
+pub(super) fn h2load() -> Result<()> {
+    if !exists("h2load") {
+        bail!("h2load is missing: apt-get install nghttp2-client");
+    }
+    Ok(())
+}
+
+/// A Python that has llama.cpp, built from source with every instruction that
+/// this processor has, and the writer of its file format.
+pub(super) fn llama_cpp() -> Result<PathBuf> {
+    let folder = folder()?.join("python");
+    let python = folder.join("bin/python");
+    let mark = folder.join("installed");
+    if std::fs::read_to_string(&mark).is_ok_and(|text| text == LLAMA_CPP) {
+        return Ok(python);
+    }
+    check(command("python3").args(["-m", "venv"]).arg(&folder))?;
+    let pip = || {
+        let mut pip = command("nice");
+        pip.args(["-n", "19"]).arg(&python).args(["-m", "pip", "install", "-q"]);
+        pip
+    };
+    check(pip().args(["cmake", "ninja", "gguf", "numpy"]))?;
+    let options = "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF -DLLAMA_CURL=OFF";
+    check(pip().env("CMAKE_ARGS", options).args([
+        "--no-binary",
+        "llama-cpp-python",
+        "--no-cache-dir",
+        LLAMA_CPP,
+    ]))?;
+    std::fs::write(&mark, LLAMA_CPP).with_context(|| mark.display().to_string())?;
+    Ok(python)
+}
+
+fn folder() -> Result<PathBuf> {
+    let folder = root().join("target/tools/bench");
+    std::fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
+    Ok(folder)
+}

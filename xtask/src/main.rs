@@ -1,0 +1,58 @@
+//! The project's own commands: `cargo xtask test` is the gate, the same on a
+//! laptop and in CI. Nothing here is part of the product.
+#![allow(unreachable_pub, reason = "a program has no API; pub says what a module offers")]
+
+use std::process::ExitCode;
+
+use anyhow::{Result, bail};
+
+mod bench;
+mod gate;
+mod goldens;
+mod run;
+mod tests;
+mod tidy;
+mod tools;
+
+const USAGE: &str = "\
+cargo xtask COMMAND
+
+  test [--quick]    the gate: installs what it needs, then format, tidy, lints,
+                    tests, documentation, dependency policy
+                    (--quick: no installs, no whole-system tests)
+  ci                the gate as CI runs it: every tool must be there
+  tools             install what the gate needs, and nothing else
+  tidy              import directions, module headers, links in documents
+  bench NAME        a benchmark: gateway, engine, peers
+                    (release build; writes docs/benchmarks/)
+  goldens           reference logits, written anew with transformers
+";
+
+fn main() -> ExitCode {
+    match dispatch() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn dispatch() -> Result<()> {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    match words.as_slice() {
+        ["test"] => gate::test(gate::Scope::Whole),
+        ["test", "--quick"] => gate::test(gate::Scope::Quick),
+        ["ci"] => gate::test(gate::Scope::Whole),
+        ["tools"] => tools::install(),
+        ["tidy"] => tidy::check(),
+        ["bench", name, rest @ ..] => bench::run(name, rest),
+        ["goldens"] => goldens::write(),
+        [] | ["help" | "--help" | "-h"] => {
+            print!("{USAGE}");
+            Ok(())
+        }
+        other => bail!("no such command: {}\n\n{USAGE}", other.join(" ")),
+    }
+}

@@ -1,0 +1,110 @@
+//! Tidiness as a test: who may import whom, every file says what room it is,
+//! links in documents lead somewhere.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+
+use crate::run::{command, output, root};
+
+/// Each crate and the crates of ours that it may depend on. A wall that is
+/// not here does not exist; ARCHITECTURE.md says why each stands.
+const MAY_IMPORT: [(&str, &[&str]); 12] = [
+    ("crates/domain", &[]),
+    ("crates/text", &["domain"]),
+    ("crates/admission", &["domain"]),
+    ("crates/ledger", &["domain"]),
+    ("crates/wire", &["domain"]),
+    ("crates/engine", &["domain"]),
+    ("config", &["domain"]),
+    ("gateway", &["domain", "text", "admission", "ledger", "wire", "config"]),
+    ("worker", &["domain", "text", "wire", "engine", "config"]),
+    ("loadtest", &[]),
+    ("xtask", &[]),
+    (".", &["domain", "config", "gateway", "ledger", "loadtest", "worker"]),
+];
+
+/// Crates that must never reach a package, and the packages, by prefix.
+const MUST_NOT_REACH: [(&str, &[&str]); 6] = [
+    ("gateway", &["cudarc", "nvml-wrapper", "safetensors"]),
+    ("worker", &["axum", "rusqlite", "hyper-util"]),
+    ("crates/admission", &["axum", "tonic", "tokio", "hyper", "rusqlite"]),
+    ("crates/ledger", &["axum", "tonic", "tokio", "hyper"]),
+    ("crates/engine", &["axum", "tonic", "tokio", "hyper", "rusqlite"]),
+    ("loadtest", &["tollgate-", "rusqlite"]),
+];
+
+/// Checks the whole checkout and reports everything that is wrong.
+pub fn check() -> Result<()> {
+    let mut wrong = Vec::new();
+    import_directions(&mut wrong)?;
+    for file in tracked_files()? {
+        let Ok(text) = fs::read_to_string(root().join(&file)) else { continue };
+        let path = file.to_string_lossy();
+        if path.ends_with(".rs") && !path.contains("/generated/") {
+            module_header(&path, &text, &mut wrong);
+        }
+        if path.ends_with(".md") {
+            links(&file, &text, &mut wrong);
+        }
+    }
+    if !wrong.is_empty() {
+        bail!("{} untidy:\n  {}", wrong.len(), wrong.join("\n  "));
+    }
+    Ok(())
+}
+
+fn import_directions(wrong: &mut Vec<String>) -> Result<()> {
+    for (folder, allowed) in MAY_IMPORT {
+        for dependency in direct_dependencies(folder)? {
+            if let Some(ours) = dependency.strip_prefix("tollgate-")
+                && !allowed.contains(&ours)
+            {
+                wrong.push(format!("{folder}/Cargo.toml: must not depend on tollgate-{ours}"));
+            }
+        }
+    }
+    for (folder, forbidden) in MUST_NOT_REACH {
+        for dependency in direct_dependencies(folder)? {
+            if forbidden.iter().any(|prefix| dependency.starts_with(prefix)) {
+                wrong.push(format!("{folder}/Cargo.toml: must not depend on {dependency}"));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The names under `[dependencies]`; what only tests use builds no wall.
+fn direct_dependencies(folder: &str) -> Result<Vec<String>> {
+    let path = root().join(folder).join("Cargo.toml");
+    let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+    let manifest: toml::Table = text.parse().with_context(|| path.display().to_string())?;
+    let table = manifest.get("dependencies").and_then(toml::Value::as_table);
+    Ok(table.map(|table| table.keys().cloned().collect()).unwrap_or_default())
+}
+
+fn module_header(path: &str, text: &str, wrong: &mut Vec<String>) {
+    if !text.starts_with("//! ") {
+        wrong.push(format!("{path}:1: no module header (`//! what room this is`)"));
+    }
+}
+
+/// Relative links must lead to a file or folder of the checkout.
+fn links(file: &Path, text: &str, wrong: &mut Vec<String>) {
+    let folder = root().join(file.parent().unwrap_or(Path::new("")));
+    for (number, line) in text.lines().enumerate() {
+        for target in line.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
+            let path = target.split('#').next().unwrap_or_default();
+            let elsewhere = path.is_empty() || path.contains("://") || path.starts_with("mailto:");
+            if !elsewhere && !folder.join(path).exists() {
+                wrong.push(format!("{}:{}: link to {target}", file.display(), number + 1));
+            }
+        }
+    }
+}
+
+fn tracked_files() -> Result<Vec<PathBuf>> {
+    let listed = output(command("git").args(["ls-files"]))?;
+    Ok(listed.lines().map(PathBuf::from).collect())
+}

@@ -1,0 +1,134 @@
+//! What the gate needs beside Rust and gcc: Debian packages, the OpenAI SDKs
+//! in folders of their own under `target/tools`, and cargo-deny.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use crate::run::{check, command, exists, root};
+
+/// Debian packages by the program that shows they are there.
+const DEBIAN: [(&str, &str); 6] = [
+    ("curl", "curl"),
+    ("h2load", "nghttp2-client"),
+    ("python3", "python3"),
+    ("node", "nodejs"),
+    ("npm", "npm"),
+    ("openssl", "openssl"),
+];
+
+/// The SDKs that are tested, pinned: the API promises to work with them
+/// unmodified.
+const PYTHON_SDK: &str = "openai==3.52.0";
+const NODE_SDK: &str = "openai@6.49.0";
+const CARGO_DENY: &str = "0.20.2";
+
+/// Installs what is missing; what is there is left alone.
+pub fn install() -> Result<()> {
+    debian()?;
+    python()?;
+    node()?;
+    if !exists("cargo-deny") {
+        check(command("cargo").args([
+            "install",
+            "--locked",
+            "cargo-deny",
+            "--version",
+            CARGO_DENY,
+        ]))?;
+    }
+    Ok(())
+}
+
+/// Tells a test program where the tools are. In the gate a missing tool is a
+/// failure; elsewhere a test that needs one says why it did not run.
+pub fn environment(child: &mut Command, in_gate: bool) {
+    child.env("TOLLGATE_PYTHON", python_folder().join("bin/python"));
+    child.env("TOLLGATE_NODE_MODULES", node_folder().join("node_modules"));
+    if in_gate {
+        child.env("TOLLGATE_GATE", "1");
+    }
+}
+
+/// Checks licences, bans and sources; and advisories where their database
+/// can be fetched, which is said when it cannot.
+pub fn deny() -> Result<()> {
+    check(command("cargo").args(["deny", "--locked", "check", "bans", "licenses", "sources"]))?;
+    let advisories = command("cargo").args(["deny", "--locked", "check", "advisories"]).output()?;
+    let said = String::from_utf8_lossy(&advisories.stderr);
+    if advisories.status.success() {
+        return Ok(());
+    }
+    if said.contains("failed to fetch advisory database") {
+        eprintln!("advisories not checked: their database cannot be fetched from here");
+        return Ok(());
+    }
+    eprintln!("{said}");
+    anyhow::bail!("cargo deny check advisories: {}", advisories.status)
+}
+
+fn debian() -> Result<()> {
+    let missing: Vec<&str> = DEBIAN
+        .iter()
+        .filter(|(program, _)| !exists(program))
+        .map(|&(_, package)| package)
+        .collect();
+    let venv = Command::new("python3").args(["-c", "import ensurepip, venv"]).output();
+    let venv_missing = !venv.is_ok_and(|output| output.status.success());
+    if missing.is_empty() && !venv_missing {
+        return Ok(());
+    }
+    check(command("apt-get").args(["update", "-q"]))?;
+    check(
+        command("apt-get")
+            .args(["install", "-q", "-y", "--no-install-recommends"])
+            .args(missing)
+            .args(venv_missing.then_some("python3-venv"))
+            .env("DEBIAN_FRONTEND", "noninteractive"),
+    )
+}
+
+fn python() -> Result<()> {
+    let folder = python_folder();
+    if !holds(&folder, PYTHON_SDK) {
+        check(command("python3").args(["-m", "venv"]).arg(&folder))?;
+        let python = folder.join("bin/python");
+        check(command(&python.to_string_lossy()).args(["-m", "pip", "install", "-q", PYTHON_SDK]))?;
+        mark(&folder, PYTHON_SDK)?;
+    }
+    Ok(())
+}
+
+fn node() -> Result<()> {
+    let folder = node_folder();
+    if !holds(&folder, NODE_SDK) {
+        std::fs::create_dir_all(&folder)?;
+        check(
+            command("npm")
+                .args(["install", "--no-fund", "--no-audit", "--silent", "--prefix"])
+                .arg(&folder)
+                .arg(NODE_SDK),
+        )?;
+        mark(&folder, NODE_SDK)?;
+    }
+    Ok(())
+}
+
+fn python_folder() -> PathBuf {
+    root().join("target/tools/python")
+}
+
+fn node_folder() -> PathBuf {
+    root().join("target/tools/node")
+}
+
+/// A finished install says what it holds, so that a torn one is made again.
+fn holds(folder: &std::path::Path, what: &str) -> bool {
+    std::fs::read_to_string(folder.join("installed")).is_ok_and(|text| text == what)
+}
+
+fn mark(folder: &std::path::Path, what: &str) -> Result<()> {
+    std::fs::write(folder.join("installed"), what)
+        .with_context(|| format!("could not mark {}", folder.display()))
+}
