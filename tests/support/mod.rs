@@ -194,6 +194,17 @@ impl Drop for Tollgate {
     }
 }
 
+/// Waits out the end of a UTC day that is near: a test of a daily cap lasts
+/// some seconds, and at midnight the cap is whole again.
+pub async fn stay_within_a_day() {
+    #[allow(clippy::disallowed_methods, reason = "the gateway's caps follow the wall clock, too")]
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    let of_day = now.expect("after 1970").as_secs() % 86_400;
+    if of_day > 86_400 - 90 {
+        tokio::time::sleep(Duration::from_secs(86_401 - of_day)).await;
+    }
+}
+
 /// Sends a signal, by name, to a process that a test started.
 pub fn signal(pid: u32, name: &str) {
     let status = Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).status();
