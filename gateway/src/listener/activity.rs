@@ -146,6 +146,13 @@ impl Activity {
         state.wanted_at = now;
     }
 
+    /// Since when no request is under way and nothing waits to be taken up, if
+    /// that is so.
+    pub(super) fn quiet_since(&self) -> Option<Instant> {
+        let state = self.state();
+        (state.in_flight == 0 && state.blocked_since.is_none()).then_some(state.idle_since)
+    }
+
     /// Responses cut short so far.
     pub(super) fn cancelled(&self) -> u32 {
         self.state().cancelled

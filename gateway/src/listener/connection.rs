@@ -4,6 +4,7 @@ use std::future::poll_fn;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::Poll;
+use std::time::Duration;
 
 use axum::body::Body;
 use axum::response::{IntoResponse, Response};
@@ -184,19 +185,18 @@ impl Watch<'_> {
         let mut connection = pin!(connection);
         let mut draining = pin!(self.draining.cancelled());
         let mut alarm = pin!(sleep_until(Instant::now()));
-        // Set once it winds down: when at the latest, and why.
-        let mut end: Option<(Instant, &'static str)> = None;
+        let mut end: Option<End> = None;
         poll_fn(|cx| {
             self.activity.watch(cx.waker());
             loop {
                 if let Poll::Ready(result) = connection.as_mut().poll(cx) {
                     let ended = if result.is_ok() { "closed" } else { "broken" };
-                    return Poll::Ready(end.map_or(ended, |(_, why)| why));
+                    return Poll::Ready(end.map_or(ended, |end| end.why));
                 }
                 if end.is_none() && draining.as_mut().poll(cx).is_ready() {
-                    end = Some((Instant::now() + self.options.drain, "drained"));
+                    end = Some(End::within(self.options.drain, "drained"));
                 } else if end.is_none() && self.activity.cancelled() > self.options.cancels {
-                    end = Some((Instant::now() + CANCELS_GRACE, "cancels"));
+                    end = Some(End::within(CANCELS_GRACE, "cancels"));
                 } else {
                     break;
                 }
@@ -205,7 +205,8 @@ impl Watch<'_> {
             }
             loop {
                 let (mut due, late) = self.activity.deadline(self.options);
-                if let Some((at, _)) = end
+                let at = end.map(|end| end.due(self.activity.quiet_since()));
+                if let Some(at) = at
                     && (late == Late::Age || at < due)
                 {
                     due = at;
@@ -221,9 +222,9 @@ impl Watch<'_> {
                     }
                 }
                 match end {
-                    Some((at, why)) if at <= due => return Poll::Ready(why),
+                    Some(end) if at.is_some_and(|at| at <= due) => return Poll::Ready(end.why),
                     None if late == Late::Age => {
-                        end = Some((Instant::now() + self.options.age_grace, late.as_str()));
+                        end = Some(End::within(self.options.age_grace, late.as_str()));
                         self.closing.cancel();
                         wind_down(connection.as_mut());
                         cx.waker().wake_by_ref();
@@ -234,6 +235,31 @@ impl Watch<'_> {
             }
         })
         .await
+    }
+}
+
+/// How a connection that winds down will end.
+#[derive(Clone, Copy)]
+struct End {
+    began: Instant,
+    latest: Instant,
+    /// A metric's label.
+    why: &'static str,
+}
+
+impl End {
+    fn within(grace: Duration, why: &'static str) -> Self {
+        let began = Instant::now();
+        Self { began, latest: began + grace, why }
+    }
+
+    /// When it is closed, whatever the peer does: soon after its last response,
+    /// since a peer that sleeps never says goodbye.
+    fn due(self, quiet_since: Option<Instant>) -> Instant {
+        match quiet_since {
+            Some(since) => self.latest.min(since.max(self.began) + GOODBYE),
+            None => self.latest,
+        }
     }
 }
 
@@ -266,4 +292,7 @@ const HTTP2_STREAM_WINDOW: u32 = 64 * 1024;
 const HTTP2_CONNECTION_WINDOW: u32 = 1024 * 1024;
 
 /// A peer that cancels too much is told so, and gone within this time.
-const CANCELS_GRACE: std::time::Duration = std::time::Duration::from_millis(100);
+const CANCELS_GRACE: Duration = Duration::from_millis(100);
+
+/// How long a peer with nothing under way may take to say goodbye.
+const GOODBYE: Duration = Duration::from_secs(1);

@@ -5,7 +5,7 @@ use http_body_util::{BodyExt as _, Empty, Full};
 use hyper::body::Bytes;
 use hyper::client::conn::{http1, http2};
 use hyper_util::rt::{TokioExecutor, TokioIo};
-use tokio::io::AsyncWriteExt as _;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 use super::*;
 
@@ -117,6 +117,16 @@ async fn idle_connections_drain_at_once() {
     let mut http2 = door.http2().await;
     http1.send_request(request("/hello")).await.unwrap();
     http2.send_request(request("/hello")).await.unwrap();
+    door.draining.cancel();
+    door.ended().await;
+}
+
+#[tokio::test]
+async fn a_peer_that_sleeps_does_not_hold_up_a_drain() {
+    let door = Door::open(patient());
+    let mut asleep = door.tls(&["h2"]).await;
+    asleep.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await.unwrap();
+    asleep.read_u8().await.unwrap(); // it is served, and from here on says nothing
     door.draining.cancel();
     door.ended().await;
 }
