@@ -8,6 +8,7 @@ pub mod block;
 pub mod cost;
 pub mod ids;
 pub mod limits;
+pub mod network;
 pub mod time;
 pub mod units;
 pub mod usage;
@@ -19,6 +20,7 @@ pub use ids::{
     TenantId, WorkerEpoch, WorkerName,
 };
 pub use limits::{ByClass, PlanLimits, Rate};
+pub use network::{InvalidNetwork, Network};
 pub use time::{InvalidDay, MonotonicTime, UtcDay, UtcMonth, UtcTime};
 pub use units::DeviceNanos;
 pub use usage::{FinishReason, Usage};
