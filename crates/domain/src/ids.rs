@@ -113,9 +113,14 @@ impl DeviceClass {
         Self("cpu".into())
     }
 
+    /// The class of the synthetic backend, which computes nothing.
+    pub fn synthetic() -> Self {
+        Self("synthetic".into())
+    }
+
     /// Whether time of this class is GPU time on a bill.
     pub fn is_gpu(&self) -> bool {
-        self.as_str() != "cpu"
+        !matches!(self.as_str(), "cpu" | "synthetic")
     }
 }
 

@@ -7,6 +7,7 @@
 //! it refuses has changed nothing.
 
 pub mod cpu;
+pub mod synthetic;
 
 use tollgate_domain::{AttentionShape, DeviceClass};
 

@@ -7,6 +7,7 @@
 
 mod batch;
 pub mod clock;
+pub mod driven;
 mod intake;
 pub mod journal;
 pub mod mailbox;

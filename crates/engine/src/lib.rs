@@ -23,7 +23,8 @@ pub mod weights;
 
 pub use backend::{Backend, BackendError, DeviceInfo, ModelShape};
 pub use calibrate::{Calibration, CalibrationError, calibrate, calibration_key, coarse};
-pub use engine::clock::{Clock, SystemClock};
+pub use engine::clock::{Clock, SystemClock, VirtualClock};
+pub use engine::driven::{DrivenEngine, Turn};
 pub use engine::journal::{Owner, RequestFigures, StepJournal, StepRecord, StepShare};
 pub use engine::mailbox::EngineHandle;
 pub use engine::submission::{

@@ -44,7 +44,7 @@ pub(super) struct Core {
 
 /// What a turn came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Turn {
+pub enum Turn {
     /// Something was done: go on.
     Worked,
     /// There is nothing to do until mail comes.

@@ -1,0 +1,60 @@
+//! An engine without a thread: its owner turns it, under a clock of the
+//! owner's. What it decides, books and says is what a running [`Engine`]
+//! would, so hours of load can be played in seconds and twice alike.
+//!
+//! [`Engine`]: super::Engine
+
+use std::sync::Arc;
+
+use super::clock::Clock;
+use super::journal::StepJournal;
+use super::mailbox::{EngineHandle, Mailbox};
+use super::turn::Core;
+use super::{EngineError, EngineOptions, assemble};
+use crate::backend::Backend;
+use crate::meter::Totals;
+
+pub use super::turn::Turn;
+
+/// An engine that does nothing between two calls of [`DrivenEngine::turn`].
+pub struct DrivenEngine {
+    core: Core,
+    mailbox: Arc<Mailbox>,
+}
+
+impl DrivenEngine {
+    /// An engine whose meter runs from now on.
+    pub fn new(
+        backend: Box<dyn Backend>,
+        options: EngineOptions,
+        clock: Arc<dyn Clock>,
+        journal: Box<dyn StepJournal>,
+    ) -> Self {
+        let (core, mailbox) = assemble(backend, options, clock, journal);
+        Self { core, mailbox }
+    }
+
+    /// The way to it, as to any engine.
+    pub fn handle(&self) -> EngineHandle {
+        EngineHandle::new(Arc::clone(&self.mailbox))
+    }
+
+    /// Takes what was handed in and runs one step, if there is anything to
+    /// run. Time passes only as the backend and the owner move the clock.
+    ///
+    /// # Errors
+    /// The fault that would have ended the engine's thread; it is not to be
+    /// turned again.
+    pub fn turn(&mut self) -> Result<Turn, EngineError> {
+        let turn = self.core.turn(self.mailbox.collect())?;
+        if turn == Turn::Idle {
+            self.core.idle()?;
+        }
+        Ok(turn)
+    }
+
+    /// The sums of the meter, up to the end of the last step.
+    pub fn totals(&self) -> Totals {
+        self.core.totals()
+    }
+}
