@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use tollgate_admission::{Estimate, Figures, Hold, Reserve, ReserveError};
-use tollgate_domain::{Caller, DeviceNanos};
+use tollgate_domain::{Caller, DeviceNanos, PoolName};
 use tollgate_wire::v1;
 
 use crate::api::Job;
@@ -24,7 +24,9 @@ pub(crate) struct Admitted {
     pub(crate) expected: DeviceNanos,
     /// Reference cost of the longest answer.
     worst: DeviceNanos,
-    /// The tenant's share weight.
+    /// The pool on whose share it runs, where that is not the tenant's own.
+    pool: Option<PoolName>,
+    /// The weight of that share.
     weight: f64,
     /// Drawn once, so that a placement anew gives the same answer.
     seed: u64,
@@ -49,7 +51,7 @@ pub(crate) fn admit(
         worst: with_margin(worst),
         least: with_margin(job.cost(job.max_tokens.min(1))),
     };
-    let Bound { scopes, weight } = bound;
+    let Bound { scopes, pool, weight } = bound;
     let now = serving.clock.now();
     let utc = serving.clock.utc();
     let seed = match job.sampling.seed {
@@ -72,7 +74,7 @@ pub(crate) fn admit(
         }
     })?;
     let caller = caller.caller().clone();
-    Ok(Admitted { job, caller, hold, expected, worst, weight, seed })
+    Ok(Admitted { job, caller, hold, expected, worst, pool, weight, seed })
 }
 
 impl Admitted {
@@ -112,6 +114,8 @@ impl Admitted {
             budget_ns: self.hold.budget().map(DeviceNanos::nanos),
             queue_deadline_ms: (queue.as_millis() as u64).max(1),
             echo_logprobs: job.scores_prompts(),
+            pool: self.pool.as_ref().map_or_else(String::new, |pool| pool.as_str().to_owned()),
+            tier: v1::Tier::Interactive.into(),
         };
         Order { assignment, worst: self.worst }
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use tollgate_admission::{Admission, Period, Scope, ScopeLimits};
 use tollgate_config::{Config, Plan, Tenant};
-use tollgate_domain::{KeyId, ModelName, PlanName, UtcDay};
+use tollgate_domain::{KeyId, ModelName, PlanName, PoolName, UtcDay};
 use tollgate_ledger::{SpendRow, Spending};
 
 use crate::auth::{AuthenticatedCaller, KeyRecord, KeyStore};
@@ -18,7 +18,10 @@ use crate::reply::ApiError;
 pub(crate) struct Bound {
     /// Every scope that limits it, narrowest first.
     pub(crate) scopes: Vec<ScopeLimits>,
-    /// The tenant's share of a contended device.
+    /// The pool on whose share of a contended device it runs: that of a tenant
+    /// without a plan of its own. `None`: the share is the tenant's.
+    pub(crate) pool: Option<PoolName>,
+    /// The weight of that share.
     pub(crate) weight: f64,
 }
 
@@ -39,7 +42,11 @@ pub(crate) fn bind(
         }
     };
     let scopes = key.into_iter().chain(of_tenant(tenant)).chain(of_model(config, model)).collect();
-    Ok(Bound { scopes, weight: tenant.weight })
+    let pool = match &tenant.plan {
+        None => tenant.pool.as_ref().map(|pool| pool.name.clone()),
+        Some(_) => None,
+    };
+    Ok(Bound { scopes, pool, weight: tenant.weight })
 }
 
 /// Tells admission what was spent on `today` and in its month, for every scope

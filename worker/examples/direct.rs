@@ -170,6 +170,8 @@ fn assignment(arguments: &Arguments, model: &str) -> Result<Assignment, Box<dyn 
         budget_ns: None,
         queue_deadline_ms: Duration::from_secs(30).as_millis() as u64,
         echo_logprobs: false,
+        pool: String::new(),
+        tier: v1::Tier::Interactive.into(),
     })
 }
 

@@ -3,8 +3,10 @@
 
 use std::time::Duration;
 
-use tollgate_domain::{Caller, DeviceNanos, InvalidName, KeyId, ModelName, RequestId, TenantId};
-use tollgate_engine::{Refusal, RefusedReason, SamplingParams, Submission, TokenSink};
+use tollgate_domain::{
+    Caller, DeviceNanos, InvalidName, KeyId, ModelName, PoolName, RequestId, TenantId,
+};
+use tollgate_engine::{Refusal, RefusedReason, SamplingParams, Submission, Tier, TokenSink};
 use tollgate_wire::v1;
 
 /// Stop strings of one request, and the bytes of each.
@@ -21,6 +23,8 @@ pub(crate) struct Work {
     /// Over all prompts.
     pub(crate) choices: usize,
     caller: Caller,
+    pool: Option<PoolName>,
+    tier: Tier,
     weight: f64,
     prompts: Vec<Vec<u32>>,
     choices_each: u32,
@@ -49,6 +53,8 @@ impl Work {
             budget_ns,
             queue_deadline_ms,
             echo_logprobs,
+            pool,
+            tier,
         } = assignment;
         if named != model.as_str() {
             return Err(invalid(format!("this worker serves {model}")));
@@ -72,6 +78,15 @@ impl Work {
                 tenant: named_as(TenantId::new(&tenant))?,
                 key: named_as(KeyId::new(&key))?,
             },
+            pool: match pool.as_str() {
+                "" => None,
+                name => Some(named_as(PoolName::new(name))?),
+            },
+            tier: match v1::Tier::try_from(tier) {
+                Ok(v1::Tier::Interactive) => Tier::Interactive,
+                Ok(v1::Tier::Batch) => Tier::Batch,
+                Err(_) => return Err(invalid("an unknown tier")),
+            },
             weight,
             prompts: prompts.into_iter().map(|prompt| prompt.tokens).collect(),
             choices_each,
@@ -89,6 +104,8 @@ impl Work {
             request: self.request,
             attempt: self.attempt,
             caller: self.caller,
+            pool: self.pool,
+            tier: self.tier,
             weight: self.weight,
             prompts: self.prompts,
             choices: self.choices_each,
@@ -163,6 +180,10 @@ mod tests {
             ("no tenant", |it| it.tenant.clear(), false),
             ("a weight of 0", |it| it.weight = 0.0, false),
             ("a weight that is none", |it| it.weight = f64::NAN, false),
+            ("a pool", |it| it.pool = "trial".into(), true),
+            ("a pool that is no name", |it| it.pool = "a b".into(), false),
+            ("batch work", |it| it.set_tier(v1::Tier::Batch), true),
+            ("a tier of tomorrow", |it| it.tier = 2, false),
             ("no choices", |it| it.choices = 0, false),
             ("no prompts", |it| it.prompts.clear(), false),
             ("a billion choices", |it| it.choices = u32::MAX, false),

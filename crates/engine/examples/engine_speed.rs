@@ -21,7 +21,7 @@ use tollgate_engine::sample::{Place, Sampler, TokenCounts};
 use tollgate_engine::{
     Clock, Engine, EngineHandle, EngineOptions, Flow, ModelShape, PromptLogprob, RequestFigures,
     RequestOutcome, SampledToken, SamplingParams, StepJournal, StepRecord, Submission, SystemClock,
-    TokenSink, calibrate, coarse,
+    Tier, TokenSink, calibrate, coarse,
 };
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -109,6 +109,8 @@ fn ask(
             tenant: TenantId::new("bench").expect("a name"),
             key: KeyId::new("bench").expect("a name"),
         },
+        pool: None,
+        tier: Tier::Interactive,
         weight: 1.0,
         prompts: vec![(0..prompt).map(|i| (i * 31 + number * 17 + 5) % shape.vocabulary).collect()],
         choices: 1,

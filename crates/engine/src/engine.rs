@@ -32,7 +32,7 @@ use self::submission::{RequestOutcome, SubmitError};
 use self::turn::{Core, Turn};
 use crate::backend::{BLOCK_TOKENS, Backend, BackendError, StepLimits};
 use crate::meter::Totals;
-use crate::schedule::Bounds;
+use crate::schedule::{Bounds, SchedulePolicy};
 
 /// A running engine: its thread, and the way to it. Dropping this leaves the
 /// thread to itself; it is ended through its handle.
@@ -75,6 +75,13 @@ pub struct EngineOptions {
     pub queue_tokens: usize,
     /// Prompts in one request.
     pub max_prompts: usize,
+    /// How it is decided who runs next.
+    pub policy: SchedulePolicy,
+    /// Device time by which another tenant must be ahead before a request that
+    /// waits takes the place of one of its requests.
+    pub preemption_guard: Duration,
+    /// How long a request that lost its place so is spared from losing it again.
+    pub preemption_rest: Duration,
 }
 
 impl EngineOptions {
@@ -87,6 +94,9 @@ impl EngineOptions {
             queue_capacity: 256,
             queue_tokens: 4 << 20,
             max_prompts: 128,
+            policy: SchedulePolicy::Fair,
+            preemption_guard: Duration::from_millis(250),
+            preemption_rest: Duration::from_secs(5),
         }
     }
 }
@@ -143,8 +153,17 @@ fn assemble(
     clock: Arc<dyn Clock>,
     journal: Box<dyn StepJournal>,
 ) -> (Core, Arc<Mailbox>) {
-    let EngineOptions { table, max_sequences, step_box, queue_capacity, queue_tokens, max_prompts } =
-        options;
+    let EngineOptions {
+        table,
+        max_sequences,
+        step_box,
+        queue_capacity,
+        queue_tokens,
+        max_prompts,
+        policy: _,
+        preemption_guard: _,
+        preemption_rest: _,
+    } = options;
     let shape = backend.shape();
     let limits = backend.limits();
     let StepLimits { tokens, logit_rows } = limits;

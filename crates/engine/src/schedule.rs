@@ -19,6 +19,31 @@ use crate::kv::blocks_for;
 
 pub use queues::{Queues, Waiting};
 
+/// The class that a request runs in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Tier {
+    /// Someone waits for the answer.
+    #[default]
+    Interactive,
+    /// Runs on what interactive work leaves.
+    Batch,
+}
+
+/// How it is decided who runs next. All but the first are controls for
+/// benchmarks, to show what the first is worth; an admin cannot choose them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SchedulePolicy {
+    /// Device time over weight, by holder of a share, tenant and key.
+    #[default]
+    Fair,
+    /// In order of arrival, whosever it is.
+    FirstComeFirstServed,
+    /// As `Fair`, but tokens are counted in place of device time.
+    TokenCounters,
+    /// As `Fair`, but each key has a share of its own.
+    KeyCounters,
+}
+
 /// What a decision may not exceed.
 #[derive(Clone, Debug)]
 pub struct Bounds {

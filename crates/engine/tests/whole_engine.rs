@@ -15,7 +15,7 @@ use tollgate_engine::model::ModelFiles;
 use tollgate_engine::{
     CancelReason, Clock, Engine, EngineOptions, Flow, Owner, PromptLogprob, RequestFigures,
     RequestOutcome, SampledToken, SamplingParams, StepJournal, StepRecord, Submission, SystemClock,
-    TokenSink, Totals, coarse,
+    Tier, TokenSink, Totals, coarse,
 };
 
 #[test]
@@ -136,6 +136,8 @@ fn submission(number: u32, sender: SyncSender<Heard>) -> Submission {
             tenant: TenantId::new(&format!("tenant-{}", number % 3)).expect("a name"),
             key: KeyId::new("key").expect("a name"),
         },
+        pool: None,
+        tier: Tier::Interactive,
         weight: 1.0,
         prompts: vec![prompt],
         choices: 1,

@@ -74,16 +74,19 @@ fn bound(config: &Config, of: &str, plan: Option<&str>, of_model: &str) -> Resul
 #[test]
 fn scopes_stand_narrowest_first() {
     let config = config();
-    for (of, plan, of_model, kinds, weight) in [
-        ("acme", None, "fake", vec!["tenant", "pool"], 3.0),
-        ("acme", Some("key"), "fake", vec!["key", "tenant", "pool"], 3.0),
-        ("other", None, "fake", vec!["pool"], 2.0),
-        ("other", Some("key"), "tollgate-demo", vec!["key", "pool", "model"], 2.0),
-        ("acme", Some("key"), "tollgate-demo", vec!["key", "tenant", "pool", "model"], 3.0),
+    for (of, plan, of_model, kinds, pool, weight) in [
+        ("acme", None, "fake", vec!["tenant", "pool"], None, 3.0),
+        ("acme", Some("key"), "fake", vec!["key", "tenant", "pool"], None, 3.0),
+        ("other", None, "fake", vec!["pool"], Some("trial"), 2.0),
+        ("other", Some("key"), "tollgate-demo", vec!["key", "pool", "model"], Some("trial"), 2.0),
+        ("acme", Some("key"), "tollgate-demo", vec!["key", "tenant", "pool", "model"], None, 3.0),
     ] {
         let bound = bound(&config, of, plan, of_model).expect("bound");
         let found: Vec<_> = bound.scopes.iter().map(|limited| limited.scope.kind()).collect();
-        assert_eq!((found, bound.weight), (kinds, weight), "{of} {plan:?} {of_model}");
+        assert_eq!(found, kinds, "{of} {plan:?} {of_model}");
+        // Who has a plan of its own has a share of its own, with that plan's weight.
+        let share = (bound.pool.as_ref().map(PoolName::as_str), bound.weight);
+        assert_eq!(share, (pool, weight), "{of} {plan:?} {of_model}");
     }
 }
 

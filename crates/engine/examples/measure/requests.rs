@@ -16,7 +16,7 @@ use tollgate_engine::model::ModelFiles;
 use tollgate_engine::{
     Backend, Clock, DeviceInfo, Engine, EngineHandle, EngineOptions, Flow, ModelShape,
     PromptLogprob, RequestFigures, RequestOutcome, SampledToken, SamplingParams, StepJournal,
-    StepRecord, Submission, SystemClock, TokenSink, calibrate,
+    StepRecord, Submission, SystemClock, Tier, TokenSink, calibrate,
 };
 
 use crate::Obeys;
@@ -70,6 +70,8 @@ impl Requests {
             request: RequestId::from_random(u128::from(number)),
             attempt: 0,
             caller: Caller { tenant: TenantId::new("bench")?, key: KeyId::new("bench")? },
+            pool: None,
+            tier: Tier::Interactive,
             weight: 1.0,
             prompts: vec![(0..prompt).map(|i| (i * 31 + number * 17 + 5) % vocabulary).collect()],
             choices: 1,

@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-use tollgate_domain::{Caller, DeviceNanos, FinishReason, RequestId, Usage};
+use tollgate_domain::{Caller, DeviceNanos, FinishReason, PoolName, RequestId, Usage};
 
 use crate::sample::{SamplingParams, TokenLogprobs};
+use crate::schedule::Tier;
 
 /// One attempt at one request.
 pub struct Submission {
@@ -14,7 +15,12 @@ pub struct Submission {
     pub attempt: u32,
     /// Who pays.
     pub caller: Caller,
-    /// The tenant's share weight, above 0. Round robin ignores it.
+    /// The pool on whose share of the device it runs; without one, it is the
+    /// tenant's own.
+    pub pool: Option<PoolName>,
+    /// The class it runs in.
+    pub tier: Tier,
+    /// The weight of that share, above 0: the pool's or the tenant's.
     pub weight: f64,
     /// Token ids of each prompt, none of them empty.
     pub prompts: Vec<Vec<u32>>,

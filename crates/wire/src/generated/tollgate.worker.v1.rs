@@ -103,7 +103,7 @@ pub struct Assignment {
     pub key: ::prost::alloc::string::String,
     #[prost(string, tag = "5")]
     pub model: ::prost::alloc::string::String,
-    /// the tenant's share weight
+    /// of who holds the share: the pool, else the tenant
     #[prost(double, tag = "6")]
     pub weight: f64,
     #[prost(message, repeated, tag = "7")]
@@ -127,6 +127,11 @@ pub struct Assignment {
     /// log-probabilities of the prompt's tokens too
     #[prost(bool, tag = "14")]
     pub echo_logprobs: bool,
+    /// whose share of the device it uses; empty: the tenant's own
+    #[prost(string, tag = "15")]
+    pub pool: ::prost::alloc::string::String,
+    #[prost(enumeration = "Tier", tag = "16")]
+    pub tier: i32,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Prompt {
@@ -405,6 +410,33 @@ impl CancelReason {
         match value {
             "CANCEL_REASON_CLIENT" => Some(Self::Client),
             "CANCEL_REASON_DEADLINE" => Some(Self::Deadline),
+            _ => None,
+        }
+    }
+}
+/// Interactive work comes first; batch work takes what it leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum Tier {
+    Interactive = 0,
+    Batch = 1,
+}
+impl Tier {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Interactive => "TIER_INTERACTIVE",
+            Self::Batch => "TIER_BATCH",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "TIER_INTERACTIVE" => Some(Self::Interactive),
+            "TIER_BATCH" => Some(Self::Batch),
             _ => None,
         }
     }

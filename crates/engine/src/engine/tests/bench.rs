@@ -18,6 +18,7 @@ use crate::engine::turn::{Core, Turn};
 use crate::engine::{EngineError, EngineOptions, assemble};
 use crate::meter::Totals;
 use crate::sample::SamplingParams;
+use crate::schedule::Tier;
 use crate::testing::{Failure, FakeBackend, FakeClock, SeenStep, table};
 
 pub(super) struct Bench {
@@ -130,6 +131,8 @@ pub(super) fn ask_all(
             tenant: TenantId::new(&format!("tenant-{}", number % 3)).expect("a name"),
             key: KeyId::new("key").expect("a name"),
         },
+        pool: None,
+        tier: Tier::Interactive,
         weight: 1.0,
         prompts: prompts.iter().map(|prompt| prompt.to_vec()).collect(),
         choices,
