@@ -21,7 +21,7 @@ pub use crate::config::{Config, Model, Plan, Pool, Tenant};
 pub use crate::problem::{ConfigErrors, Place, Problem};
 pub use crate::sections::{
     ByteSize, Connections, Deadlines, DeviceSelector, Gateway, Http2, Issuer, JwtAlgorithm,
-    JwtKeys, RequestLimits, SourceLimits, Timeouts, Tls, Worker,
+    JwtKeys, Penalties, RequestLimits, SourceLimits, Timeouts, Tls, Worker,
 };
 pub use crate::source::{Flags, Sources};
 

@@ -88,6 +88,8 @@ section! {
         requests: RequestLimits;
         /// Deadlines of a request.
         deadlines: Deadlines;
+        /// What repeated offences earn.
+        penalties: Penalties;
     }
 }
 
@@ -199,9 +201,6 @@ section! {
         /// Tokens of an answer where the request says nothing; the model's
         /// context bounds it too.
         default_max_tokens: u32 = 1_024, 1..=1_000_000;
-        /// Requests that a tenant may cancel in a minute after they were sent
-        /// to a worker; more earn a penalty.
-        cancels_per_minute: u32 = 60, 1..=1_000_000;
     }
 }
 
@@ -214,6 +213,25 @@ section! {
         request: Duration = seconds(600), MILLISECOND..=DAY;
         /// How long after that a lost request's limits are held.
         hold_grace: Duration = seconds(30), MILLISECOND..=DAY;
+    }
+}
+
+section! {
+    /// What repeated offences earn: a wait that decays by itself. An admin sees
+    /// it and lifts it by tollgate penalties.
+    pub struct Penalties {
+        /// Clients of one tenant that may be waiting to come back as they were
+        /// told to. More refusals than so many could cause come from clients
+        /// that do not wait.
+        refused_clients: u32 = 1_000, 1..=1_000_000;
+        /// Requests that a tenant may cancel in a minute while they wait or
+        /// run.
+        cancels_per_minute: u32 = 60, 1..=1_000_000;
+        /// Credentials that one source may show in a minute and that do not
+        /// authenticate. Its good ones are served all the same.
+        failed_authentications_per_minute: u32 = 60, 1..=1_000_000;
+        /// No penalty lasts longer after the last offence.
+        longest: Duration = seconds(60), seconds(1)..=seconds(3_600);
     }
 }
 

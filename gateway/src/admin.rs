@@ -2,6 +2,8 @@
 //! holds the admin key. Deny by default: a route is open only if it is in the
 //! short list of `routes`.
 
+mod penalties;
+
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
@@ -82,6 +84,7 @@ fn read_or_make(path: &Path) -> io::Result<String> {
 pub(crate) fn routes(gateway: Arc<Gateway>) -> Router {
     let guarded = Router::new()
         .route("/v1/status", get(status))
+        .merge(penalties::routes())
         // For what is added here, and for what is not there: who has no key
         // does not learn which.
         .fallback(unknown_route)
@@ -187,6 +190,8 @@ pub(crate) fn endpoint(path: &str) -> &'static str {
         "/readyz" => "readyz",
         "/metrics" => "metrics",
         "/v1/status" => "admin_status",
+        "/v1/penalties" => "admin_penalties",
+        _ if path.starts_with("/v1/penalties/") => "admin_penalties",
         _ => "admin_other",
     }
 }

@@ -36,6 +36,7 @@ use self::job::CountContext;
 use self::telling::Telling;
 use self::whole::Whole;
 use crate::auth::{AuthenticatedCaller, Authenticator, Endpoint};
+use crate::penalties::Penalties;
 use crate::pump::{self, Event, Receipt};
 use crate::reply::{ApiError, write_figures};
 use crate::serving::Serving;
@@ -55,6 +56,12 @@ pub(crate) struct Api {
 impl FromRef<Api> for Authenticator {
     fn from_ref(api: &Api) -> Self {
         api.authenticator.clone()
+    }
+}
+
+impl FromRef<Api> for Penalties {
+    fn from_ref(api: &Api) -> Self {
+        api.serving.penalties.clone()
     }
 }
 
@@ -97,9 +104,13 @@ async fn completions(
 /// What tells one interface from the other.
 struct Interface {
     endpoint: Endpoint,
-    parse: fn(&str, &RequestLimits) -> Result<Asked, Violation>,
+    parse: Parse,
 }
 
+type Parse = fn(&str, &RequestLimits) -> Result<Asked, Violation>;
+
+/// Answers, and remembers who is refused: for ever coming back all the same
+/// there is a penalty.
 async fn answer(
     api: Api,
     caller: AuthenticatedCaller,
@@ -110,27 +121,35 @@ async fn answer(
         return Err(ApiError::Draining);
     }
     let tenant = api.tenant(&caller, interface.endpoint)?;
-    if let Some(retry_after) = api.serving.cancels.penalty(api.serving.clock.now(), caller.tenant())
-    {
-        return Err(ApiError::Cancels {
-            per_minute: api.serving.cancels.per_minute(),
-            retry_after,
-        });
+    let answered = Box::pin(serve(&api, &caller, tenant, request, interface.parse)).await;
+    if let Err(error) = &answered {
+        api.serving.penalties.answered(api.serving.clock.now(), &tenant.name, error);
     }
+    answered
+}
+
+async fn serve(
+    api: &Api,
+    caller: &AuthenticatedCaller,
+    tenant: &Tenant,
+    request: Request,
+    parse: Parse,
+) -> Result<Response, ApiError> {
+    api.serving.penalties.check(api.serving.clock.now(), caller.tenant())?;
     if !api.serving.can_record() {
         return Err(ApiError::LedgerUnavailable);
     }
     // Given by the outermost layer, which believes no client about it.
     let id = request.extensions().get().cloned().ok_or(ApiError::Internal)?;
-    let asked = api.read(request.into_body(), interface.parse).await?;
-    let model = api.model(&caller, tenant, &asked.model)?;
+    let asked = api.read(request.into_body(), parse).await?;
+    let model = api.model(caller, tenant, &asked.model)?;
     let context = CountContext {
         now: api.serving.clock.utc(),
         default_max_tokens: api.config.gateway().requests.default_max_tokens,
     };
-    let bound = limits::bind(&api.config, &caller, tenant, &model.name)?;
+    let bound = limits::bind(&api.config, caller, tenant, &model.name)?;
     let job = api.serving.counting.count(id, asked, model, context).await?;
-    let admitted = admit::admit(&api.serving, &caller, bound, job)?;
+    let admitted = admit::admit(&api.serving, caller, bound, job)?;
     let head = Head {
         telling: admitted.job.telling.clone(),
         streamed: admitted.job.streamed,
@@ -159,11 +178,7 @@ impl Api {
         })
     }
 
-    async fn read(
-        &self,
-        body: Body,
-        parse: fn(&str, &RequestLimits) -> Result<Asked, Violation>,
-    ) -> Result<Asked, ApiError> {
+    async fn read(&self, body: Body, parse: Parse) -> Result<Asked, ApiError> {
         let gateway = self.config.gateway();
         let limits = BodyLimits {
             size: gateway.requests.body.0,

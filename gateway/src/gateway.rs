@@ -131,7 +131,6 @@ impl GatewayService {
             keys: authenticator.keys().clone(),
             clock,
             deadlines: config.gateway().deadlines.clone(),
-            cancels_per_minute: config.gateway().requests.cancels_per_minute,
             metrics: Arc::clone(&metrics),
             stopping: stopping.clone(),
         });

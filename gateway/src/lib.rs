@@ -11,6 +11,7 @@ pub mod auth;
 mod limits;
 pub mod listener;
 mod models;
+mod penalties;
 mod pump;
 pub mod reply;
 mod route;

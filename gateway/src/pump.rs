@@ -8,7 +8,6 @@
 //! end before that is done, so a client's next request finds its place free.
 
 mod attempt;
-mod cancels;
 mod event;
 mod in_flight;
 
@@ -22,7 +21,6 @@ use tollgate_domain::block::{Attempt as AttemptId, Stages};
 use tollgate_domain::{DeviceNanos, Usage, WorkerEpoch};
 use tollgate_ledger::FaultCap;
 
-pub(crate) use self::cancels::Cancels;
 pub(crate) use self::event::{Delta, Ending, Event, Receipt, TokenLogprob};
 pub(crate) use self::in_flight::{InFlight, Stage};
 
@@ -147,7 +145,7 @@ impl Pump {
             }),
             () = self.events.closed() => {
                 // Taking places in a queue for nothing is no better than on a device.
-                self.serving.cancels.count(self.serving.clock.now(), &admitted.caller.tenant);
+                self.serving.penalties.cancelled(self.serving.clock.now(), &admitted.caller.tenant);
                 Err(ApiError::Internal) // nobody reads it
             }
             () = self.serving.stopping.cancelled() => Err(ApiError::Draining),

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
-use tollgate_admission::{Limit, Refusal};
+use tollgate_admission::{Limit, Offence, Refusal};
 
 pub use self::envelope::Envelope;
 pub use self::figures::{duration_text, write_figures};
@@ -99,11 +99,11 @@ pub enum ApiError {
         /// When the next one passes.
         retry_after: Duration,
     },
-    /// 429: the tenant cancelled too many requests that were running.
-    Cancels {
-        /// Cancels a minute that cost nothing but their work.
-        per_minute: u32,
-        /// When the next request passes.
+    /// 429: the tenant, or the network source, has offended too often.
+    Penalty {
+        /// What it has done.
+        offence: Offence,
+        /// When the penalty is over, if nothing is added to it.
         retry_after: Duration,
     },
     /// 429: one of the caller's limits does not allow it now, or ever.
@@ -191,7 +191,7 @@ impl ApiError {
             Self::BodyTooSlow => StatusCode::REQUEST_TIMEOUT,
             Self::BodyTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
             Self::UnsupportedEncoding { .. } => StatusCode::UNSUPPORTED_MEDIA_TYPE,
-            Self::SourceLimit { .. } | Self::Cancels { .. } => StatusCode::TOO_MANY_REQUESTS,
+            Self::SourceLimit { .. } | Self::Penalty { .. } => StatusCode::TOO_MANY_REQUESTS,
             Self::Limit(refusal) if refusal.limit == Limit::Capacity => {
                 StatusCode::SERVICE_UNAVAILABLE
             }
@@ -221,7 +221,11 @@ impl ApiError {
             Self::BodyTooLarge { .. } => "body_too_large",
             Self::UnsupportedEncoding { .. } => "unsupported_encoding",
             Self::SourceLimit { .. } => "source_requests",
-            Self::Cancels { .. } => "cancels",
+            Self::Penalty { offence, .. } => match offence {
+                Offence::Refusals => "penalty_refusals",
+                Offence::FailedAuthentication => "penalty_failed_authentication",
+                Offence::Cancels => "penalty_cancels",
+            },
             Self::Limit(refusal) => refusal.limit.as_str(),
             Self::Overloaded { .. } => "overloaded",
             Self::Draining => "draining",
@@ -264,7 +268,7 @@ impl ApiError {
             Self::Limit(refusal) if refusal.limit == Limit::Capacity => {
                 ("server_error", Some("overloaded"))
             }
-            Self::SourceLimit { .. } | Self::Cancels { .. } | Self::Limit(_) => {
+            Self::SourceLimit { .. } | Self::Penalty { .. } | Self::Limit(_) => {
                 ("rate_limit_error", Some("rate_limit_exceeded"))
             }
             Self::Overloaded { .. } | Self::NoWorker { .. } => ("server_error", Some("overloaded")),
@@ -327,12 +331,21 @@ impl ApiError {
                 quoted(encoding)
             )
             .into(),
-            Self::Cancels { per_minute, retry_after } => format!(
-                "Limit reached: {per_minute} cancelled requests a minute for your tenant. Try \
-                 again in {}.",
-                duration_text(*retry_after)
-            )
-            .into(),
+            Self::Penalty { offence, retry_after } => {
+                let why = match offence {
+                    Offence::Refusals => {
+                        "your tenant keeps coming back sooner than it is told to. Wait as \
+                         'retry-after' says."
+                    }
+                    Offence::FailedAuthentication => {
+                        "too many wrong API keys came from your network address. A valid key is \
+                         served at once."
+                    }
+                    Offence::Cancels => "your tenant cancels too many requests that are under way.",
+                };
+                let wait = duration_text(*retry_after);
+                format!("Penalty: {why} Try again in {wait}.").into()
+            }
             Self::SourceLimit { per_second, retry_after } => format!(
                 "Limit reached: {per_second} requests a second for your network address. Try \
                  again in {}.",
@@ -373,7 +386,7 @@ impl ApiError {
     /// Whether and when the client should come back, where we have an opinion.
     fn retry(&self) -> Option<Retry> {
         match self {
-            Self::SourceLimit { retry_after, .. } | Self::Cancels { retry_after, .. } => {
+            Self::SourceLimit { retry_after, .. } | Self::Penalty { retry_after, .. } => {
                 Some(Retry::After(*retry_after))
             }
             Self::Limit(refusal) => Some(Retry::of(refusal)),
@@ -386,6 +399,14 @@ impl ApiError {
             | Self::LedgerUnavailable
             | Self::DeadlineExceeded { .. } => Some(Retry::Never),
             _ => None,
+        }
+    }
+
+    /// When the client was told to come back, if it was told a time.
+    pub(crate) fn told_wait(&self) -> Option<Duration> {
+        match self.retry()? {
+            Retry::After(wait) => Some(wait),
+            Retry::Never => None,
         }
     }
 

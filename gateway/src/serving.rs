@@ -15,7 +15,8 @@ use crate::Clock;
 use crate::api::Counting;
 use crate::auth::KeyStore;
 use crate::limits::LateSpend;
-use crate::pump::{Cancels, InFlight};
+use crate::penalties::Penalties;
+use crate::pump::InFlight;
 use crate::telemetry::Metrics;
 use crate::upstream::{Books, WorkerEndpoint, Workers};
 
@@ -34,8 +35,6 @@ pub(crate) struct ServingOptions {
     pub(crate) clock: Clock,
     /// A request's deadlines.
     pub(crate) deadlines: Deadlines,
-    /// Cancels of running requests that a tenant may make in a minute.
-    pub(crate) cancels_per_minute: u32,
     /// What is counted.
     pub(crate) metrics: Arc<Metrics>,
     /// Cancelled when running requests must end now.
@@ -52,7 +51,7 @@ pub(crate) struct Serving {
     pub(crate) expected: ExpectedOutput,
     pub(crate) in_flight: InFlight,
     pub(crate) counting: Counting,
-    pub(crate) cancels: Arc<Cancels>,
+    pub(crate) penalties: Penalties,
     pub(crate) metrics: Arc<Metrics>,
     /// The requests' tasks. They end by themselves; a drain waits for them.
     pub(crate) pumps: TaskTracker,
@@ -75,11 +74,10 @@ impl Serving {
             keys,
             clock,
             deadlines,
-            cancels_per_minute,
             metrics,
             stopping,
         } = options;
-        let cancels = Arc::new(Cancels::new(cancels_per_minute));
+        let penalties = Penalties::new(&config.gateway().penalties, Arc::clone(&metrics));
         let in_flight = InFlight::default();
         let started = clock.utc();
         let late = Arc::new(LateSpend { admission: admission.clone(), config, keys });
@@ -89,7 +87,7 @@ impl Serving {
         let stop_keepers = CancellationToken::new();
         let workers = Workers::start(workers, &books, &keepers, &stop_keepers);
         let sweeping =
-            sweep(admission.clone(), clock.clone(), in_flight.clone(), Arc::clone(&cancels));
+            sweep(admission.clone(), clock.clone(), in_flight.clone(), penalties.clone());
         keepers.spawn(stop_keepers.clone().run_until_cancelled_owned(sweeping));
         Arc::new(Self {
             started,
@@ -101,7 +99,7 @@ impl Serving {
             expected: ExpectedOutput::default(),
             in_flight,
             counting: Counting::new(),
-            cancels,
+            penalties,
             metrics,
             pumps: TaskTracker::new(),
             stopping,
@@ -134,7 +132,7 @@ impl Serving {
 }
 
 /// Ends what is overdue, once a second.
-async fn sweep(admission: Admission, clock: Clock, in_flight: InFlight, cancels: Arc<Cancels>) {
+async fn sweep(admission: Admission, clock: Clock, in_flight: InFlight, penalties: Penalties) {
     let mut ticks = tokio::time::interval(Duration::from_secs(1));
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
@@ -144,7 +142,7 @@ async fn sweep(admission: Admission, clock: Clock, in_flight: InFlight, cancels:
             tracing::error!(holds = swept.expired.len(), "holds expired unresolved");
         }
         in_flight.sweep();
-        cancels.sweep(clock.now());
+        penalties.sweep(clock.now());
     }
 }
 

@@ -6,8 +6,9 @@
 //! config trusts. Memory is bounded whatever the sources do: the rings are
 //! swept each second, and beyond `MOST_SOURCES` new sources share buckets.
 
+use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -49,11 +50,49 @@ impl Source {
         }
     }
 
+    /// Whose request it is: the client of the connection that it came on.
+    pub(crate) fn of_request(extensions: &http::Extensions) -> Option<Self> {
+        extensions.get::<Peer>().map(|peer| Self::of(peer.address().ip()))
+    }
+
     /// The shared bucket of this source.
     pub(crate) fn in_crowd(self) -> Self {
         let mut hasher = DefaultHasher::new();
         self.hash(&mut hasher);
         Self::Crowd((hasher.finish() % CROWD) as u16)
+    }
+}
+
+/// `192.0.2.7`, `2001:db8::/64` or `crowd-17`.
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::V4(address) => address.fmt(f),
+            Self::V6(prefix) => {
+                let mut octets = [0; 16];
+                octets[..8].copy_from_slice(prefix);
+                write!(f, "{}/64", Ipv6Addr::from(octets))
+            }
+            Self::Crowd(bucket) => write!(f, "{CROWD_NAME}{bucket}"),
+        }
+    }
+}
+
+/// A text that names no source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("not an address such as 192.0.2.7 or 2001:db8::1")]
+pub struct InvalidSource;
+
+/// As it is shown, or any address of it.
+impl std::str::FromStr for Source {
+    type Err = InvalidSource;
+
+    fn from_str(text: &str) -> Result<Self, InvalidSource> {
+        if let Some(bucket) = text.strip_prefix(CROWD_NAME) {
+            return bucket.parse().map(Self::Crowd).map_err(|_| InvalidSource);
+        }
+        let address = text.strip_suffix("/64").unwrap_or(text);
+        address.parse().map(Self::of).map_err(|_| InvalidSource)
     }
 }
 
@@ -198,6 +237,8 @@ pub(crate) const MOST_SOURCES: usize = 100_000;
 /// Buckets that sources share beyond that.
 const CROWD: u64 = 4_096;
 
+const CROWD_NAME: &str = "crowd-";
+
 /// Addresses of one `X-Forwarded-For` that are looked at.
 const MOST_HOPS: usize = 16;
 
@@ -219,6 +260,20 @@ mod tests {
         check("192.0.2.1", "::ffff:192.0.2.1", true);
         check("2001:db8::1", "2001:db8::ffff:1", true);
         check("2001:db8::1", "2001:db8:0:1::1", false);
+    }
+
+    #[test]
+    fn sources_are_read_as_they_are_shown() {
+        for (address, shown) in [("192.0.2.1", "192.0.2.1"), ("2001:db8::1", "2001:db8::/64")] {
+            let source = Source::of(ip(address));
+            assert_eq!(source.to_string(), shown);
+            assert_eq!(shown.parse(), Ok(source));
+            assert_eq!(address.parse(), Ok(source));
+        }
+        assert_eq!(Source::Crowd(17).to_string().parse(), Ok(Source::Crowd(17)));
+        for text in ["", "acme", "192.0.2.1/24", "crowd-x"] {
+            assert_eq!(text.parse::<Source>(), Err(InvalidSource), "{text}");
+        }
     }
 
     #[test]

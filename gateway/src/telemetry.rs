@@ -29,6 +29,7 @@ pub struct Metrics {
     request_seconds: Family<EndpointLabel, Histogram>,
     in_flight: Gauge,
     refusals: Family<KindLabel, Counter>,
+    penalties: Family<ReasonLabel, Counter>,
     connections: Gauge,
     connections_refused: Family<ReasonLabel, Counter>,
     connections_ended: Family<ReasonLabel, Counter>,
@@ -93,6 +94,7 @@ impl Metrics {
             request_seconds: Family::new_with_constructor(|| seconds(&REQUEST_SECONDS)),
             in_flight: Gauge::default(),
             refusals: Family::default(),
+            penalties: Family::default(),
             connections: Gauge::default(),
             connections_refused: Family::default(),
             connections_ended: Family::default(),
@@ -120,6 +122,7 @@ impl Metrics {
         );
         registry.register("requests_in_flight", "Requests in a handler", self.in_flight.clone());
         registry.register("errors", "Requests not answered as asked", self.refusals.clone());
+        registry.register("penalties", "Penalties that began", self.penalties.clone());
         registry.register("connections", "Connections open", self.connections.clone());
         registry.register(
             "connections_refused",
@@ -202,6 +205,11 @@ impl Metrics {
 
     pub(crate) fn error(&self, kind: &'static str) {
         self.refusals.get_or_create(&KindLabel { kind }).inc();
+    }
+
+    /// `reason` is one of the offences.
+    pub(crate) fn penalty_began(&self, reason: &'static str) {
+        self.penalties.get_or_create(&ReasonLabel { reason }).inc();
     }
 
     pub(crate) fn connections_open(&self, open: usize) {

@@ -19,6 +19,7 @@ mod cap;
 mod core;
 pub mod expect;
 mod figures;
+mod penalty;
 mod refusal;
 mod scope;
 mod terms;
@@ -26,6 +27,7 @@ mod terms;
 pub use crate::admission::{Admission, Hold, Turn, TurnLost};
 pub use crate::expect::ExpectedOutput;
 pub use crate::figures::{CapFigures, Figures, RateFigures};
+pub use crate::penalty::{Counted, ListedPenalty, Offence, Penalty, PenaltyBook, PenaltyTerms};
 pub use crate::refusal::{Limit, Refusal};
 pub use crate::scope::{Period, Scope, ScopeLimits};
 pub use crate::terms::{

@@ -6,19 +6,27 @@ use http::request::Parts;
 
 use super::{AuthenticatedCaller, Authenticator};
 use crate::listener::Peer;
+use crate::penalties::Penalties;
+use crate::source::Source;
 use crate::{ApiError, Clock};
 
 impl<S> FromRequestParts<S> for AuthenticatedCaller
 where
     S: Send + Sync,
     Authenticator: FromRef<S>,
+    Penalties: FromRef<S>,
     Clock: FromRef<S>,
 {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
-        let now = Clock::from_ref(state).utc();
-        let caller = Authenticator::from_ref(state).authenticate(&parts.headers, now)?;
+        let clock = Clock::from_ref(state);
+        let caller = Authenticator::from_ref(state)
+            .authenticate(&parts.headers, clock.utc())
+            .map_err(|error| {
+                let source = Source::of_request(&parts.extensions);
+                Penalties::from_ref(state).failed_authentication(clock.now(), source, error)
+            })?;
         if let Some(peer) = parts.extensions.get::<Peer>() {
             peer.vouch();
         }

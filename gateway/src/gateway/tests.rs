@@ -39,8 +39,12 @@ struct House {
 
 impl House {
     async fn open() -> Self {
+        Self::with_config(CONFIG).await
+    }
+
+    async fn with_config(config: &str) -> Self {
         let data = tempfile::tempdir().unwrap();
-        let config = Arc::new(Config::from_toml(Path::new("test.toml"), CONFIG).unwrap());
+        let config = Arc::new(Config::from_toml(Path::new("test.toml"), config).unwrap());
         let keys = KeyStore::open(data.path()).unwrap();
         let clock = Clock::system();
         let acme = TenantId::new("acme").unwrap();
@@ -129,6 +133,9 @@ async fn the_admin_listener_denies_by_default() {
         ("/v1/status", Some("wrong"), 401),
         ("/v1/status", Some(house.key.as_str()), 401), // a tenant is no admin
         ("/v1/status", Some(admin_key.as_str()), 200),
+        ("/v1/penalties", None, 401),
+        ("/v1/penalties", Some(house.key.as_str()), 401),
+        ("/v1/penalties", Some(admin_key.as_str()), 200),
         ("/nothing", None, 401),
         ("/", None, 401),
         ("/nothing", Some(admin_key.as_str()), 404),
@@ -161,6 +168,44 @@ async fn the_public_listener_knows_callers_and_says_what_is_missing() {
         assert_eq!(answer.status.as_u16(), status, "{ask:?} {}", answer.body);
         assert_eq!(answer.code().as_deref(), code, "{ask:?} {}", answer.body);
     }
+    house.close().await;
+}
+
+/// T20: a source whose credentials fail is throttled for them alone; an admin
+/// sees it and lifts it.
+#[tokio::test]
+async fn a_penalty_is_seen_and_lifted() {
+    let config = "[gateway.penalties]\nfailed_authentications_per_minute = 2\n";
+    let house = House::with_config(&format!("{CONFIG}{config}")).await;
+    let models = ("GET", "/v1/models");
+    let fail = async || house.ask(house.public, models, Some("wrong")).await.status.as_u16();
+    for expected in [401, 401, 429, 429] {
+        assert_eq!(fail().await, expected);
+    }
+    let good = house.ask(house.public, models, Some(&house.key)).await;
+    assert_eq!(good.status, StatusCode::OK, "a good key of the same source");
+    let admin_key = house.admin_key();
+    let admin = async |method, path| house.ask(house.admin, (method, path), Some(&admin_key)).await;
+    let listed: Value = serde_json::from_str(&admin("GET", "/v1/penalties").await.body).unwrap();
+    let [row] = &listed["penalties"].as_array().unwrap()[..] else { panic!("{listed}") };
+    assert_eq!(
+        (&row["kind"], &row["name"], &row["offence"], &row["offences"]),
+        (&"source".into(), &"127.0.0.1".into(), &"failed_authentication".into(), &4.into())
+    );
+    for (path, status) in [
+        ("/v1/penalties/source/192.0.2.1", 404),
+        ("/v1/penalties/source/nonsense", 404),
+        ("/v1/penalties/tenant/acme", 404),
+        ("/v1/penalties/source/127.0.0.1", 200),
+        ("/v1/penalties/source/127.0.0.1", 404),
+    ] {
+        let answer = admin("DELETE", path).await;
+        assert_eq!(answer.status.as_u16(), status, "{path} {}", answer.body);
+    }
+    assert_eq!(fail().await, 401, "it was lifted");
+    let metrics = house.ask(house.admin, ("GET", "/metrics"), None).await.body;
+    let counted = r#"tollgate_penalties_total{reason="failed_authentication"} 1"#;
+    assert!(metrics.contains(counted), "{metrics}");
     house.close().await;
 }
 

@@ -88,7 +88,7 @@ impl Pump {
             Err(attempted) => attempted,
         };
         if state.leaving == Some(Leaving::Client) {
-            self.serving.cancels.count(self.serving.clock.now(), &admitted.caller.tenant);
+            self.serving.penalties.cancelled(self.serving.clock.now(), &admitted.caller.tenant);
         }
         attempted
     }

@@ -314,10 +314,10 @@ async fn our_own_end_ends_requests_with_an_error() {
 async fn who_leaves_the_queue_has_cancelled() {
     let folder = Room::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
-    let requests = "[gateway.requests]\ncancels_per_minute = 1\n";
+    let requests = "[gateway.penalties]\ncancels_per_minute = 1\n";
     let config = format!("{requests}{}", plan("concurrent = 1\nqueued = 1"));
     let room = Room::open(folder, &config, &[&worker]).await;
-    let (tenant, cancels) = (TenantId::new("acme").expect("a name"), &room.api.serving.cancels);
+    let (tenant, penalties) = (TenantId::new("acme").expect("a name"), &room.api.serving.penalties);
     let mut first = Box::pin(room.chat(WHOLE));
     let run = tokio::select! {
         run = worker.run() => run,
@@ -336,8 +336,8 @@ async fn who_leaves_the_queue_has_cancelled() {
         while room.api.serving.admission.status().queued > 0 {
             tokio::task::yield_now().await;
         }
-        let penalty = cancels.penalty(room.api.serving.clock.now(), &tenant);
-        assert_eq!(penalty.is_some(), left > 1, "after {left}");
+        let checked = penalties.check(room.api.serving.clock.now(), &tenant);
+        assert_eq!(checked.is_err(), left > 1, "after {left}");
     }
     let (response, ()) = join!(first, run.answer("Hi."));
     assert_eq!(response.status(), StatusCode::OK);
@@ -348,7 +348,7 @@ async fn who_leaves_the_queue_has_cancelled() {
 async fn who_cancels_too_often_waits() {
     let folder = Room::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
-    let config = format!("[gateway.requests]\ncancels_per_minute = 2\n{PLAIN}");
+    let config = format!("[gateway.penalties]\ncancels_per_minute = 2\n{PLAIN}");
     let room = Room::open(folder, &config, &[&worker]).await;
     for _ in 0..3 {
         let mut asking = Box::pin(room.chat(WHOLE));

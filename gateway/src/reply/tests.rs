@@ -42,6 +42,10 @@ fn never(limit: Limit, value: u64, asked: u64) -> Refusal {
     Refusal { asked, retry_after: None, permanent: true, ..refusal(limit, value) }
 }
 
+fn penalty(offence: Offence) -> ApiError {
+    ApiError::Penalty { offence, retry_after: Duration::from_millis(12_500) }
+}
+
 fn every_error() -> Vec<ApiError> {
     let seconds = |seconds: u64| seconds * 1_000_000_000;
     let cap = |limit, wait| Refusal {
@@ -96,6 +100,9 @@ fn every_error() -> Vec<ApiError> {
         ApiError::BodyTooLarge { limit: 2_097_152 },
         ApiError::UnsupportedEncoding { encoding: "zstd".into() },
         ApiError::SourceLimit { per_second: 20, retry_after: Duration::from_millis(50) },
+        penalty(Offence::Refusals),
+        penalty(Offence::FailedAuthentication),
+        penalty(Offence::Cancels),
         ApiError::from(Refusal { figures, ..refusal(Limit::Requests, 600) }),
         ApiError::from(refusal(Limit::Tokens, 200_000)),
         ApiError::from(Refusal {

@@ -76,7 +76,6 @@ impl Room {
             keys: store.clone(),
             clock,
             deadlines: config.gateway().deadlines.clone(),
-            cancels_per_minute: config.gateway().requests.cancels_per_minute,
             metrics: Metrics::new(),
             stopping: CancellationToken::new(),
         });

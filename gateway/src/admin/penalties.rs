@@ -1,0 +1,104 @@
+//! Whom penalties hold, and taking them away before they have decayed.
+
+use std::sync::Arc;
+
+use axum::extract::{Path, State};
+use axum::{Json, Router, routing};
+use serde::Serialize;
+use tollgate_admission::ListedPenalty;
+use tollgate_domain::{TenantId, UtcTime};
+
+use crate::gateway::Gateway;
+use crate::reply::ApiError;
+use crate::source::Source;
+
+/// A penalty as admins read it.
+#[derive(Debug, Serialize)]
+struct PenaltyRow {
+    /// `tenant` or `source`.
+    kind: &'static str,
+    name: String,
+    offence: &'static str,
+    /// Offences since the first, which was at `since_ns` (Unix, UTC).
+    offences: u64,
+    since_ns: UtcTime,
+    /// Until it is over, if nothing is added to it.
+    left_ms: u64,
+}
+
+#[derive(Serialize)]
+struct Penalties {
+    penalties: Vec<PenaltyRow>,
+}
+
+#[derive(Serialize)]
+struct Lifted {
+    lifted: usize,
+}
+
+pub(super) fn routes() -> Router<Arc<Gateway>> {
+    Router::new()
+        .route("/v1/penalties", routing::get(list))
+        .route("/v1/penalties/tenant/{*name}", routing::delete(lift_tenant))
+        .route("/v1/penalties/source/{*name}", routing::delete(lift_source))
+}
+
+async fn list(State(gateway): State<Arc<Gateway>>) -> Json<Penalties> {
+    let penalties = &gateway.serving.penalties;
+    let now = gateway.serving.clock.now();
+    let mut rows: Vec<PenaltyRow> = penalties
+        .of_tenants(now)
+        .into_iter()
+        .map(|listed| row(&gateway, "tenant", listed))
+        .collect();
+    rows.extend(
+        penalties.of_sources(now).into_iter().map(|listed| row(&gateway, "source", listed)),
+    );
+    Json(Penalties { penalties: rows })
+}
+
+fn row<K: ToString>(gateway: &Gateway, kind: &'static str, listed: ListedPenalty<K>) -> PenaltyRow {
+    let ListedPenalty { offender, penalty, offences, since } = listed;
+    let clock = &gateway.serving.clock;
+    let ago = clock.now().since(since).as_nanos();
+    let since = clock.utc().0.saturating_sub(u64::try_from(ago).unwrap_or(u64::MAX));
+    PenaltyRow {
+        kind,
+        name: offender.to_string(),
+        offence: penalty.offence.as_str(),
+        offences,
+        since_ns: UtcTime(since),
+        left_ms: u64::try_from(penalty.left.as_millis()).unwrap_or(u64::MAX),
+    }
+}
+
+async fn lift_tenant(
+    State(gateway): State<Arc<Gateway>>,
+    Path(name): Path<String>,
+) -> Result<Json<Lifted>, ApiError> {
+    let tenant = TenantId::new(&name).map_err(|_| none_held(&name))?;
+    let now = gateway.serving.clock.now();
+    lifted(&name, gateway.serving.penalties.lift_tenant(now, &tenant))
+}
+
+async fn lift_source(
+    State(gateway): State<Arc<Gateway>>,
+    Path(name): Path<String>,
+) -> Result<Json<Lifted>, ApiError> {
+    let source: Source = name.parse().map_err(|_| none_held(&name))?;
+    let now = gateway.serving.clock.now();
+    lifted(&name, gateway.serving.penalties.lift_source(now, source))
+}
+
+fn lifted(name: &str, lifted: usize) -> Result<Json<Lifted>, ApiError> {
+    if lifted == 0 {
+        return Err(none_held(name));
+    }
+    // What an admin does is told, and happens seldom.
+    tracing::info!(offender = name, lifted, "penalties were lifted");
+    Ok(Json(Lifted { lifted }))
+}
+
+fn none_held(name: &str) -> ApiError {
+    ApiError::NotFound { what: "penalty", id: name.to_owned() }
+}
