@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use tollgate_domain::{ModelName, WorkerName};
-use tollgate_worker::{DeviceChoice, WorkerOptions};
+use tollgate_worker::{DeviceChoice, EngineChoice, StepCost, SyntheticDevice, WorkerOptions};
 
 use crate::common::span;
 use crate::logging;
@@ -30,6 +30,11 @@ pub struct Arguments {
     /// The model's name in requests.
     #[arg(long, value_name = "NAME")]
     model_name: String,
+    /// model, or synthetic: a device that is not there.
+    #[arg(long, default_value = "model")]
+    engine: String,
+    #[command(flatten)]
+    synthetic: Synthetic,
     /// auto, cpu, cuda or cuda:UUID.
     #[arg(long, default_value = "auto")]
     device: String,
@@ -54,6 +59,36 @@ pub struct Arguments {
     /// End when standard input closes.
     #[arg(long)]
     end_with_parent: bool,
+}
+
+/// The synthetic engine: a step takes (step + sequence for each drawn token +
+/// prefill-token for each token of a prompt + kv-token for each token of
+/// context) / speed.
+#[derive(clap::Args)]
+struct Synthetic {
+    /// Any step of the synthetic engine.
+    #[arg(long, value_name = "SPAN", value_parser = span, default_value = "28ms")]
+    synthetic_step: Duration,
+    /// Each token that it draws.
+    #[arg(long, value_name = "SPAN", value_parser = span, default_value = "300us")]
+    synthetic_sequence: Duration,
+    /// Each token of context that it reads.
+    #[arg(long, value_name = "SPAN", value_parser = span, default_value = "1200ns")]
+    synthetic_kv_token: Duration,
+    /// Each token of a prompt.
+    #[arg(long, value_name = "SPAN", value_parser = span, default_value = "210us")]
+    synthetic_prefill_token: Duration,
+    /// How much faster than all that.
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
+    synthetic_speed: f64,
+    /// Tokens that its KV cache holds.
+    #[arg(long, value_name = "N", default_value_t = 10_000,
+        value_parser = clap::value_parser!(u32).range(16..=100_000_000))]
+    synthetic_kv_tokens: u32,
+    /// Tokens that one sequence may hold.
+    #[arg(long, value_name = "N", default_value_t = 8_192,
+        value_parser = clap::value_parser!(u32).range(2..=1_048_576))]
+    synthetic_context: u32,
 }
 
 /// Serves until told to stop.
@@ -83,6 +118,7 @@ fn options(arguments: Arguments) -> Result<WorkerOptions> {
         arguments.model,
         ModelName::new(&arguments.model_name)?,
     );
+    options.engine = engine(&arguments.engine, &arguments.synthetic)?;
     options.device = device(&arguments.device)?;
     options.threads = arguments.threads;
     options.kv_bytes = arguments.kv_memory;
@@ -92,6 +128,24 @@ fn options(arguments: Arguments) -> Result<WorkerOptions> {
     options.queue_capacity = arguments.queue_capacity as usize;
     options.parent = parent;
     Ok(options)
+}
+
+fn engine(text: &str, synthetic: &Synthetic) -> Result<EngineChoice> {
+    match text {
+        "model" => Ok(EngineChoice::Model),
+        "synthetic" => Ok(EngineChoice::Synthetic(SyntheticDevice {
+            cost: StepCost {
+                step: synthetic.synthetic_step,
+                sequence: synthetic.synthetic_sequence,
+                kv_token: synthetic.synthetic_kv_token,
+                prefill_token: synthetic.synthetic_prefill_token,
+                speed: synthetic.synthetic_speed,
+            },
+            kv_tokens: synthetic.synthetic_kv_tokens,
+            context: synthetic.synthetic_context,
+        })),
+        _ => anyhow::bail!("--engine {text:?} is none of model, synthetic"),
+    }
 }
 
 fn device(text: &str) -> Result<DeviceChoice> {

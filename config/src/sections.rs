@@ -251,6 +251,36 @@ section! {
         max_chunk_tokens: u32 = 512, 1..=65_536;
         /// Requests that wait for the batch; more are refused.
         queue_capacity: u32 = 256, 1..=65_536;
+        /// "model", or "synthetic": a device that is not there, which computes
+        /// nothing and takes the time that worker.synthetic says. Answers are
+        /// without meaning; tokenizer and template are the model's.
+        engine: EngineKind = EngineKind::Model;
+    }
+    sections {
+        /// The synthetic engine.
+        synthetic: Synthetic;
+    }
+}
+
+section! {
+    /// The synthetic engine, for planning with devices that one does not have.
+    /// A step takes (step + sequence for each drawn token + prefill_token for
+    /// each token of a prompt + kv_token for each token of context) / speed.
+    pub struct Synthetic {
+        /// Any step.
+        step: Duration = Duration::from_millis(28), Duration::ZERO..=seconds(60);
+        /// Each token that is drawn: one for each sequence that generates.
+        sequence: Duration = Duration::from_micros(300), Duration::ZERO..=seconds(60);
+        /// Each token of context that the step reads.
+        kv_token: Duration = Duration::from_nanos(1_200), Duration::ZERO..=seconds(1);
+        /// Each token of a prompt.
+        prefill_token: Duration = Duration::from_micros(210), Duration::from_nanos(1)..=seconds(1);
+        /// How much faster than all that.
+        speed: f64 = 1.0, 0.001..=1_000.0;
+        /// Tokens that its KV cache holds.
+        kv_tokens: u32 = 10_000, 16..=100_000_000;
+        /// Tokens that one sequence may hold.
+        context: u32 = 8_192, 2..=1_048_576;
     }
 }
 
@@ -369,6 +399,37 @@ pub enum JwtKeys {
     Pem(Vec<PathBuf>),
     /// In a JSON Web Key Set.
     Jwks(PathBuf),
+}
+
+/// What computes in a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EngineKind {
+    /// The model, on its device.
+    Model,
+    /// Nothing: time passes as if something did.
+    Synthetic,
+}
+
+impl FromStr for EngineKind {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        match text {
+            "model" => Ok(Self::Model),
+            "synthetic" => Ok(Self::Synthetic),
+            _ => Err(()),
+        }
+    }
+}
+
+/// As it is written.
+impl fmt::Display for EngineKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Model => "model",
+            Self::Synthetic => "synthetic",
+        })
+    }
 }
 
 /// Where a model runs.

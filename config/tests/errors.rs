@@ -137,6 +137,15 @@ fn each_mistake_has_a_place_and_a_key() {
             "[models.tollgate-demo]\ndevices = [\"tpu\"]",
             "t.toml:2: models.tollgate-demo.devices: expected \"auto\", \"cpu\", \"cuda\" or \"cuda:UUID\", found \"tpu\"",
         ),
+        // The synthetic engine.
+        (
+            "[worker]\nengine = \"real\"",
+            "t.toml:2: worker.engine: expected \"model\" or \"synthetic\", found \"real\"",
+        ),
+        (
+            "[worker.synthetic]\nsequence = \"100us\"",
+            "t.toml:2: worker.synthetic.sequence: 100us is less than worker.synthetic.prefill_token, 210us (default): a token is read before the next is drawn",
+        ),
         // Listeners and deadlines.
         (
             "[gateway]\nlisten = \"127.0.0.1:9000\"\nadmin_listen = \"127.0.0.1:9000\"",

@@ -2,9 +2,10 @@
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
-use tollgate_config::{Config, DeviceSelector, Model};
+use tollgate_config::{Config, DeviceSelector, EngineKind, Model, Synthetic};
 use tollgate_domain::WorkerName;
 use tollgate_gateway::upstream::WorkerEndpoint;
 
@@ -72,6 +73,19 @@ fn arguments(
     flag("--max-chunk-tokens", worker.max_chunk_tokens.to_string().into());
     flag("--step-box", format!("{}ns", worker.step_box.as_nanos()).into());
     flag("--queue-capacity", worker.queue_capacity.to_string().into());
+    if worker.engine == EngineKind::Synthetic {
+        let Synthetic { step, sequence, kv_token, prefill_token, speed, kv_tokens, context } =
+            worker.synthetic;
+        let nanos = |span: Duration| format!("{}ns", span.as_nanos()).into();
+        flag("--engine", worker.engine.to_string().into());
+        flag("--synthetic-step", nanos(step));
+        flag("--synthetic-sequence", nanos(sequence));
+        flag("--synthetic-kv-token", nanos(kv_token));
+        flag("--synthetic-prefill-token", nanos(prefill_token));
+        flag("--synthetic-speed", speed.to_string().into());
+        flag("--synthetic-kv-tokens", kv_tokens.to_string().into());
+        flag("--synthetic-context", context.to_string().into());
+    }
     if let Some(threads) = worker.threads {
         flag("--threads", threads.to_string().into());
     }

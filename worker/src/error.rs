@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use tollgate_engine::EngineError;
 use tollgate_engine::backend::cpu::CpuError;
+use tollgate_engine::backend::synthetic::SyntheticError;
 use tollgate_engine::calibrate::CalibrationError;
 use tollgate_engine::model::ModelError;
 use tollgate_text::TextError;
@@ -37,6 +38,9 @@ pub enum WorkerError {
     /// The model does not fit the device.
     #[error("the model cannot be set up on the processor")]
     Cpu(#[from] CpuError),
+    /// The synthetic engine's figures make no engine.
+    #[error(transparent)]
+    Synthetic(#[from] SyntheticError),
     /// The first steps, which measure the device, failed.
     #[error("the device cannot be calibrated")]
     Calibration(#[from] CalibrationError),

@@ -18,5 +18,6 @@ mod socket;
 mod told;
 
 pub use error::WorkerError;
-pub use options::{DeviceChoice, WorkerOptions};
+pub use options::{DeviceChoice, EngineChoice, SyntheticDevice, WorkerOptions};
 pub use run::serve;
+pub use tollgate_engine::backend::synthetic::StepCost;

@@ -8,12 +8,16 @@ use std::sync::Arc;
 
 use serde::Serialize;
 use sha2::{Digest, Sha256};
+use tollgate_domain::CostTable;
 use tollgate_engine::Backend;
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
+use tollgate_engine::backend::synthetic::{
+    Pace, SyntheticBackend, SyntheticOptions, SyntheticText,
+};
 use tollgate_engine::model::ModelFiles;
 use tollgate_text::{ChatTemplate, TextError, Tokenizer, TokenizerConfig};
 
-use crate::{DeviceChoice, WorkerError, WorkerOptions};
+use crate::{DeviceChoice, EngineChoice, SyntheticDevice, WorkerError, WorkerOptions};
 
 /// The largest tokenizer or template that is read.
 const MOST_TEXT_BYTES: u64 = 64 << 20;
@@ -21,12 +25,29 @@ const MOST_TEXT_BYTES: u64 = 64 << 20;
 /// A model, ready.
 pub(crate) struct Loaded {
     pub(crate) backend: Box<dyn Backend>,
+    /// The price of its steps, where that needs no measuring.
+    pub(crate) table: Option<CostTable>,
     pub(crate) tokenizer: Arc<Tokenizer>,
     pub(crate) tokenizer_asset: Asset,
     /// None: the model has no chat template.
     pub(crate) template_asset: Option<Asset>,
     /// The strings that the template reads, as JSON.
     pub(crate) template_context: String,
+}
+
+/// What a backend is made from.
+enum Opened {
+    Model(ModelFiles),
+    Synthetic(SyntheticDevice),
+}
+
+/// A chat template and what belongs to it.
+struct Template {
+    asset: Option<Asset>,
+    /// The strings that it reads, as JSON.
+    context: String,
+    /// The token that ends an answer, as it is written.
+    end: Option<String>,
 }
 
 /// Bytes named by their content.
@@ -39,29 +60,72 @@ pub(crate) struct Asset {
 
 /// Reads and checks everything. It blocks, for seconds with a large model.
 pub(crate) fn load(options: &WorkerOptions) -> Result<Loaded, WorkerError> {
-    if let DeviceChoice::Cuda(_) = options.device {
+    if let (EngineChoice::Model, DeviceChoice::Cuda(_)) = (&options.engine, &options.device) {
         return Err(WorkerError::Device(
             "this build has no CUDA backend: use device auto or cpu".to_owned(),
         ));
     }
-    let files = ModelFiles::open(&options.model)?;
+    let engine = match options.engine {
+        EngineChoice::Model => Opened::Model(ModelFiles::open(&options.model)?),
+        EngineChoice::Synthetic(device) => Opened::Synthetic(device),
+    };
     let path = options.model.join("tokenizer.json");
     let bytes = read(&path)?;
     let tokenizer = Tokenizer::from_json(&bytes).map_err(|source| text(&path, source))?;
-    files.check_tokenizer(u32::try_from(tokenizer.vocabulary_size()).unwrap_or(u32::MAX))?;
-    let (template_asset, template_context) = template(&options.model)?;
-    let mut cpu = CpuOptions::for_model(files.config(), options.kv_bytes);
-    cpu.step_tokens = options.step_tokens;
-    if let Some(threads) = options.threads {
-        cpu.threads = threads as usize;
+    if let Opened::Model(files) = &engine {
+        files.check_tokenizer(u32::try_from(tokenizer.vocabulary_size()).unwrap_or(u32::MAX))?;
     }
+    let Template { asset: template_asset, context: template_context, end } =
+        template(&options.model)?;
+    let (backend, table): (Box<dyn Backend>, _) = match engine {
+        Opened::Model(files) => (Box::new(cpu(&files, options)?), None),
+        Opened::Synthetic(SyntheticDevice { cost, kv_tokens, context }) => {
+            let text = synthetic_text(&tokenizer, end.as_deref());
+            let step_tokens = options.step_tokens;
+            let synthetic = SyntheticOptions { cost, kv_tokens, context, step_tokens, text };
+            let backend = SyntheticBackend::new(synthetic, Pace::Real)?;
+            (Box::new(backend), Some(cost.table()?))
+        }
+    };
     Ok(Loaded {
-        backend: Box::new(CpuBackend::new(&files, &cpu)?),
+        backend,
+        table,
         tokenizer: Arc::new(tokenizer),
         tokenizer_asset: Asset::new(bytes),
         template_asset,
         template_context,
     })
+}
+
+fn cpu(files: &ModelFiles, options: &WorkerOptions) -> Result<CpuBackend, WorkerError> {
+    let mut cpu = CpuOptions::for_model(files.config(), options.kv_bytes);
+    cpu.step_tokens = options.step_tokens;
+    if let Some(threads) = options.threads {
+        cpu.threads = threads as usize;
+    }
+    Ok(CpuBackend::new(files, &cpu)?)
+}
+
+/// What a synthetic model says: the tokenizer's own tokens, of which it draws
+/// a plain word, and one that ends an answer without a trace in the text.
+fn synthetic_text(tokenizer: &Tokenizer, end: Option<&str>) -> SyntheticText {
+    let tokens = 0..tokenizer.vocabulary_size() as u32;
+    let end = end
+        .and_then(|end| tokenizer.token_id(end))
+        .or_else(|| tokens.clone().find(|&token| tokenizer.is_control(token)));
+    let is_word = |&token: &u32| {
+        let letters = tokenizer.token_bytes(token).strip_prefix(b" ").unwrap_or_default();
+        Some(token) != end && !letters.is_empty() && letters.iter().all(u8::is_ascii_alphabetic)
+    };
+    // Whatever is wrong with these two, the backend refuses.
+    let answer = tokens.clone().find(is_word).unwrap_or(0);
+    let mut pieces: Vec<Box<[u8]>> =
+        tokens.map(|token| tokenizer.token_bytes(token).into()).collect();
+    let end = end.unwrap_or_else(|| {
+        pieces.push(Box::default());
+        pieces.len() as u32 - 1
+    });
+    SyntheticText { pieces, answer, end }
 }
 
 impl Asset {
@@ -73,7 +137,7 @@ impl Asset {
 
 /// The chat template and its context, from `chat_template.jinja` or
 /// `tokenizer_config.json`; compiled once so that a bad one stops the start.
-fn template(folder: &Path) -> Result<(Option<Asset>, String), WorkerError> {
+fn template(folder: &Path) -> Result<Template, WorkerError> {
     let config_path = folder.join("tokenizer_config.json");
     let config = match read_if_there(&config_path)? {
         Some(bytes) => {
@@ -102,11 +166,14 @@ fn template(folder: &Path) -> Result<(Option<Asset>, String), WorkerError> {
         }
         None => (config_path, config.chat_template.clone()),
     };
-    let Some(source) = source else {
-        return Ok((None, context));
+    let asset = match source {
+        Some(source) => {
+            ChatTemplate::compile(&source, &config).map_err(|source| text(&path, source))?;
+            Some(Asset::new(source.into_bytes()))
+        }
+        None => None,
     };
-    ChatTemplate::compile(&source, &config).map_err(|source| text(&path, source))?;
-    Ok((Some(Asset::new(source.into_bytes())), context))
+    Ok(Template { asset, context, end: config.eos_token })
 }
 
 fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>, WorkerError> {

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use tollgate_domain::{ModelName, WorkerName};
+use tollgate_engine::backend::synthetic::StepCost;
 
 /// Everything that a worker is told at its start.
 #[derive(Debug)]
@@ -19,6 +20,8 @@ pub struct WorkerOptions {
     pub model: PathBuf,
     /// The model's name, as clients say it.
     pub model_name: ModelName,
+    /// What computes.
+    pub engine: EngineChoice,
     /// Which device computes.
     pub device: DeviceChoice,
     /// Threads that compute, on a CPU; as many as there are cores unless given.
@@ -39,6 +42,28 @@ pub struct WorkerOptions {
     /// The read end of a pipe whose write end the parent holds: at its end
     /// the worker stops after the current step.
     pub parent: Option<OwnedFd>,
+}
+
+/// What computes.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub enum EngineChoice {
+    /// The model, on its device.
+    #[default]
+    Model,
+    /// Nothing: steps take the time that a cost model says. Tokenizer and
+    /// template are the model's.
+    Synthetic(SyntheticDevice),
+}
+
+/// A device that is not there.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SyntheticDevice {
+    /// How long a step takes.
+    pub cost: StepCost,
+    /// Tokens that its KV cache holds.
+    pub kv_tokens: u32,
+    /// Tokens that one sequence may hold.
+    pub context: u32,
 }
 
 /// Which device computes.
@@ -68,6 +93,7 @@ impl WorkerOptions {
             data,
             model,
             model_name,
+            engine: EngineChoice::Model,
             device: DeviceChoice::Auto,
             threads: None,
             kv_bytes: 512 << 20,

@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tollgate_domain::{CostTable, Device, UtcTime, WorkerEpoch};
+use tollgate_domain::{CostTable, Device, DeviceNanos, UtcTime, WorkerEpoch};
 use tollgate_engine::{
     Clock, DeviceInfo, Engine, EngineError, EngineHandle, EngineOptions, ModelShape, SystemClock,
     Totals,
@@ -96,8 +96,10 @@ impl Started {
         let mut loaded = load::load(options)?;
         // From here on the device's time is on the account.
         let began = clock.now();
-        let Calibrated { table, device_time } =
-            calibration::table(&options.data, loaded.backend.as_mut(), &*clock)?;
+        let Calibrated { table, device_time } = match loaded.table.take() {
+            Some(table) => Calibrated { table, device_time: DeviceNanos::ZERO },
+            None => calibration::table(&options.data, loaded.backend.as_mut(), &*clock)?,
+        };
         let journal_folder = journal_folder(&options.data, options.name.as_str());
         let failed = |source| WorkerError::Journal { path: journal_folder.clone(), source };
         let journal = Journal::open(JournalOptions {

@@ -9,7 +9,9 @@ use support::*;
 use tollgate_domain::{Block, DeviceNanos};
 use tollgate_wire::v1;
 use tollgate_wire::v1::run_request::Message;
-use tollgate_worker::{DeviceChoice, WorkerError, WorkerOptions, serve};
+use tollgate_worker::{
+    DeviceChoice, EngineChoice, StepCost, SyntheticDevice, WorkerError, WorkerOptions, serve,
+};
 
 type Reasons = v1::FinishReason;
 
@@ -29,6 +31,33 @@ async fn it_says_who_it_is_and_hands_out_its_assets() {
     assert_eq!(asset(&bench, &model.tokenizer_asset).await, Ok(tokenizer));
     assert!(asset(&bench, &model.template_asset).await.is_ok_and(|bytes| !bytes.is_empty()));
     assert_eq!(asset(&bench, "00").await, Err(tonic::Code::NotFound));
+    bench.end().await.expect("ends");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_synthetic_engine_says_so_and_takes_its_time() {
+    let data = tempfile::tempdir().expect("a folder");
+    let cost = StepCost { speed: 10.0, ..StepCost::default() };
+    let device = SyntheticDevice { cost, kv_tokens: 1_024, context: 512 };
+    let bench = start(data.path(), |options| {
+        options.engine = EngineChoice::Synthetic(device);
+        options.device = DeviceChoice::Cuda(None); // it stands in for any
+    })
+    .await;
+    let v1::Announcement { device, models, .. } = bench.announcement.clone();
+    let device = device.expect("a device");
+    assert_eq!((device.class.as_str(), device.threads), ("synthetic", 0));
+    assert!(device.name.starts_with("synthetic: ") && device.name.contains("speed 10"));
+    assert_eq!(models[0].context_length, 512);
+    let table: tollgate_domain::CostTable =
+        serde_json::from_str(&models[0].cost_table_json).expect("a table");
+    assert!(table.version().starts_with("synthetic-"));
+    let outcome = bench.run(assignment("req-1", "acme", vec![9; 300])).await.outcome().await;
+    let usage = outcome.usage.expect("figures");
+    assert_eq!((outcome.tokens, outcome.reasons), (24, vec![Reasons::Length]));
+    // Read in two steps at least, then 23 more, each of 2.8 ms and more.
+    assert!(usage.attributed_ns >= 25 * 2_800_000, "{usage:?}");
+    assert!(usage.attributed_ns >= usage.reference_ns, "it had no company to share steps with");
     bench.end().await.expect("ends");
 }
 

@@ -36,6 +36,7 @@ impl Checker<'_> {
     pub(super) fn resolve(mut self, demo: bool) -> Resolved {
         self.listeners(demo);
         self.gateway();
+        self.worker();
         let root = self.root;
         let plans: BTreeMap<_, _> =
             root.plans.iter().map(|(name, raw)| self.plan(name, raw)).collect();
@@ -130,6 +131,23 @@ impl Checker<'_> {
             self.problem(
                 &["gateway", "connections", "per_source"],
                 format!("{source} is more than gateway.connections.total, {total} ({place})"),
+            );
+        }
+    }
+
+    fn worker(&mut self) {
+        let synthetic = &self.root.worker.synthetic;
+        let (sequence, prefill) = (synthetic.sequence, synthetic.prefill_token);
+        if sequence < prefill {
+            let place = self.place(&["worker", "synthetic", "prefill_token"]);
+            self.problem(
+                &["worker", "synthetic", "sequence"],
+                format!(
+                    "{} is less than worker.synthetic.prefill_token, {} ({place}): a token is \
+                     read before the next is drawn",
+                    show_duration(sequence.as_nanos() as u64),
+                    show_duration(prefill.as_nanos() as u64),
+                ),
             );
         }
     }

@@ -11,7 +11,7 @@ use tollgate_domain::{ByClass, DeviceClass, ModelName, PlanName, PoolName, Rate,
 use super::quantity::{duration_schema, read_duration, show_duration};
 use super::{Field, Reader, Section, Visited, beside, join};
 use crate::schema;
-use crate::sections::{DeviceSelector, IssuerName, JwtAlgorithm};
+use crate::sections::{DeviceSelector, EngineKind, IssuerName, JwtAlgorithm};
 use crate::tree::{Node, Table, Value};
 
 /// The longest list that a key takes.
@@ -451,6 +451,7 @@ macro_rules! words {
         }
     };
 }
+words!(EngineKind, "\"model\"", "\"model\" or \"synthetic\"");
 words!(DeviceSelector, "\"auto\"", "\"auto\", \"cpu\", \"cuda\" or \"cuda:UUID\"");
 words!(
     JwtAlgorithm,

@@ -320,7 +320,7 @@ fn usage(connection: &Connection, query: &UsageQuery) -> Result<Vec<UsageRow>, L
     let rows = statement.query_map(params_from_iter(values), |row| {
         let device_class: String = row.get(4)?;
         let attributed_ns: u64 = row.get(9)?;
-        let gpu = device_class != DeviceClass::cpu().as_str();
+        let gpu = DeviceClass::new(&device_class).is_ok_and(|class| class.is_gpu());
         Ok(UsageRow {
             tenant: row.get(0)?,
             key: row.get(1)?,
