@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{FromArgMatches, Parser, Subcommand};
 
-use crate::{chat, config, keys, loadtest, up, usage, worker};
+use crate::{chat, config, keys, loadtest, penalties, up, usage, worker};
 
 /// A multi-tenant inference gateway that limits, batches and bills by GPU time.
 ///
@@ -30,6 +30,8 @@ pub enum Command {
     Worker(worker::Arguments),
     /// Create, list, rotate and revoke API keys.
     Keys(keys::Arguments),
+    /// List and lift the penalties of a running gateway.
+    Penalties(penalties::Arguments),
     /// Who used how much device time.
     Usage(usage::Arguments),
     /// Check, show and describe the configuration.

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use tollgate_config::Config;
-use tollgate_domain::{KeyId, ModelName, PlanName, TenantId, UtcTime};
-use tollgate_gateway::auth::{Endpoint, KeyOptions, KeyRecord, KeyStore, NewKey, Scopes};
+use tollgate_domain::{KeyId, ModelName, Network, PlanName, TenantId, UtcTime};
+use tollgate_gateway::auth::{Endpoint, KeyOptions, KeyRecord, KeyStore, NewKey, Scopes, UnderWay};
 
 use crate::common::{Place, day, now, say, span, table};
 use crate::data;
@@ -46,6 +46,9 @@ struct Create {
     /// An endpoint it may use: chat, completions, models, usage; may be given often [default: all].
     #[arg(long = "endpoint", value_name = "NAME")]
     endpoints: Vec<Endpoint>,
+    /// A network it may be used from, such as 10.0.0.0/8; may be given often [default: any].
+    #[arg(long = "source", value_name = "NETWORK")]
+    sources: Vec<Network>,
     /// A plan whose limits bind this key alone, beside its tenant's.
     #[arg(long, value_name = "NAME")]
     plan: Option<String>,
@@ -89,6 +92,10 @@ struct Revoke {
     place: Place,
     /// Its id, as `list` shows it.
     key: String,
+    /// End the requests that it has under way, too, within seconds; their
+    /// tenant pays what was done. Works for a key that is revoked already.
+    #[arg(long)]
+    end_streams: bool,
 }
 
 /// Does what was asked.
@@ -103,8 +110,10 @@ pub fn run(arguments: Arguments) -> Result<()> {
         }
         Action::Revoke(revoke) => {
             let (_, store) = open(&revoke.place)?;
-            let record = store.revoke(&key_id(&revoke.key)?, now())?;
-            say(format!("key {} of tenant {} is revoked\n", record.id, record.tenant))
+            let under_way = if revoke.end_streams { UnderWay::End } else { UnderWay::Finish };
+            let record = store.revoke(&key_id(&revoke.key)?, under_way, now())?;
+            let ended = if record.ends_requests { ", and what it had under way ends" } else { "" };
+            say(format!("key {} of tenant {} is revoked{ended}\n", record.id, record.tenant))
         }
     }
 }
@@ -132,6 +141,7 @@ fn create(create: Create) -> Result<()> {
         scopes: Scopes {
             models: some(models.is_empty()).then_some(models),
             endpoints: some(create.endpoints.is_empty()).then_some(create.endpoints),
+            sources: some(create.sources.is_empty()).then_some(create.sources),
         },
         expires: create.expires.map(|span| UtcTime(now().0.saturating_add(span.as_nanos() as u64))),
         plan,
@@ -143,18 +153,22 @@ fn create(create: Create) -> Result<()> {
 fn list(list: List) -> Result<()> {
     let (_, store) = open(&list.place)?;
     let tenant = list.tenant.as_deref().map(TenantId::new).transpose()?;
-    let records = store.list(tenant.as_ref());
+    let records = store.list(tenant.as_ref())?;
     if list.json {
         let rows: Vec<_> = records.iter().map(as_json).collect();
         return say(format!("{:#}\n", serde_json::json!({ "keys": rows })));
     }
     let rows: Vec<Vec<String>> = records.iter().map(as_row).collect();
-    say(table(&["key", "tenant", "plan", "state", "created", "expires", "label"], &rows))
+    say(table(&["key", "tenant", "plan", "only", "state", "created", "expires", "label"], &rows))
 }
 
 fn open(place: &Place) -> Result<(Config, KeyStore)> {
     let config = place.load()?;
     let folder = config.data();
+    // A folder that is not there was mistyped: a key in a new one opens nothing.
+    if !folder.is_dir() {
+        bail!("there is no data folder {}: `tollgate up` makes it", folder.display());
+    }
     data::make(folder)?;
     let store = KeyStore::open(folder)
         .with_context(|| format!("the keys of data folder {}", folder.display()))?;
@@ -165,7 +179,7 @@ fn open(place: &Place) -> Result<(Config, KeyStore)> {
 fn show(store: &KeyStore, new: &NewKey, quiet: bool) -> Result<()> {
     let NewKey { record, secret } = new;
     if let Err(error) = say(format!("{}\n", secret.expose())) {
-        store.revoke(&record.id, now())?;
+        store.revoke(&record.id, UnderWay::End, now())?;
         return Err(error.context(format!("key {} could not be shown and is revoked", record.id)));
     }
     if !quiet {
@@ -187,6 +201,7 @@ fn as_row(record: &KeyRecord) -> Vec<String> {
         record.id.to_string(),
         record.tenant.to_string(),
         record.plan.as_ref().map_or("-", PlanName::as_str).to_owned(),
+        only(&record.scopes),
         state(record).to_owned(),
         day(Some(record.created)),
         day(record.expires),
@@ -194,12 +209,33 @@ fn as_row(record: &KeyRecord) -> Vec<String> {
     ]
 }
 
+/// What a key is limited to: models, endpoints, networks.
+fn only(scopes: &Scopes) -> String {
+    let Scopes { models, endpoints, sources } = scopes;
+    let models = models.iter().flatten().map(ToString::to_string);
+    let endpoints = endpoints.iter().flatten().map(|endpoint| endpoint.as_str().to_owned());
+    let sources = sources.iter().flatten().map(|network| format!("from {network}"));
+    let only: Vec<String> = models.chain(endpoints).chain(sources).collect();
+    if only.is_empty() { "-".to_owned() } else { only.join(", ") }
+}
+
 fn as_json(record: &KeyRecord) -> serde_json::Value {
-    let KeyRecord { id, tenant, label, scopes, created, expires, revoked, rotated_from, plan } =
-        record;
+    let KeyRecord {
+        id,
+        tenant,
+        label,
+        scopes,
+        created,
+        expires,
+        revoked,
+        ends_requests,
+        rotated_from,
+        plan,
+    } = record;
     serde_json::json!({
         "key": id, "tenant": tenant, "label": label, "state": state(record), "scopes": scopes,
         "created_ns": created, "expires_ns": expires, "revoked_ns": revoked,
+        "ends_requests": ends_requests,
         "rotated_from": rotated_from, "plan": plan,
     })
 }

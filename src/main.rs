@@ -11,6 +11,7 @@ mod data;
 mod keys;
 mod loadtest;
 mod logging;
+mod penalties;
 mod up;
 mod usage;
 mod worker;
@@ -27,6 +28,7 @@ fn main() -> ExitCode {
         cli::Command::Up(arguments) => up::run(arguments),
         cli::Command::Worker(arguments) => worker::run(arguments),
         cli::Command::Keys(arguments) => keys::run(arguments),
+        cli::Command::Penalties(arguments) => penalties::run(arguments),
         cli::Command::Usage(arguments) => usage::run(arguments),
         cli::Command::Config(arguments) => config::run(arguments),
         cli::Command::Loadtest(arguments) => loadtest::run(arguments),

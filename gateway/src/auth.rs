@@ -22,6 +22,7 @@ mod hostile_tests;
 #[cfg(test)]
 mod key_tests;
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -30,7 +31,7 @@ use tokio_util::sync::CancellationToken;
 use tollgate_domain::{Caller, KeyId, ModelName, PlanName, TenantId, UtcTime};
 
 pub use self::issuer::{IssuerError, IssuerKeys, IssuerOptions};
-pub use self::key_store::{KeyOptions, KeyRecord, KeyStore, KeyStoreError, NewKey};
+pub use self::key_store::{KeyOptions, KeyRecord, KeyStore, KeyStoreError, NewKey, UnderWay};
 pub use self::scopes::{Endpoint, Scopes, UnknownEndpoint};
 pub use self::secret::{KeySecret, NoRandomness};
 
@@ -55,7 +56,8 @@ struct Parts {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AuthenticatedCaller {
     caller: Caller,
-    scopes: Scopes,
+    /// `None`: whatever the tenant may.
+    scopes: Option<Arc<Scopes>>,
     plan: Option<PlanName>,
 }
 
@@ -72,6 +74,9 @@ pub enum AuthError {
     /// Well formed, and not good: unknown, revoked, expired, badly signed.
     #[error("the credential was rejected")]
     Rejected,
+    /// Good, and shown from a network that it may not be used from.
+    #[error("the credential may not be used from here")]
+    Elsewhere,
 }
 
 impl Authenticator {
@@ -84,30 +89,33 @@ impl Authenticator {
         Ok(Self { parts: Arc::new(Parts { keys, tokens }) })
     }
 
-    /// Who shows these headers at `now`?
+    /// Who shows these headers at `now`, from the address `from`?
     ///
     /// # Errors
     /// When nobody that we know.
     pub fn authenticate(
         &self,
         headers: &HeaderMap,
+        from: Option<IpAddr>,
         now: UtcTime,
     ) -> Result<AuthenticatedCaller, AuthError> {
         let credential = bearer::credential(headers)?;
         match credential {
-            Credential::Key(key) => self.parts.keys.verify(&key, now).ok_or(AuthError::Rejected),
+            Credential::Key(key) => {
+                let caller = self.parts.keys.verify(&key, now).ok_or(AuthError::Rejected)?;
+                let scopes = caller.scopes.as_ref();
+                if scopes.is_none_or(|scopes| scopes.has_source(from)) {
+                    Ok(caller)
+                } else {
+                    Err(AuthError::Elsewhere)
+                }
+            }
             Credential::Token(token) => {
                 let caller =
                     self.parts.tokens.verify(token, now).map_err(|_| AuthError::Rejected)?;
-                Ok(AuthenticatedCaller { caller, scopes: Scopes::everything(), plan: None })
+                Ok(AuthenticatedCaller { caller, scopes: None, plan: None })
             }
         }
-    }
-
-    /// Whether a caller authenticated earlier would still be at `now`: what a
-    /// long stream asks. Tokens are only judged by the gateway when shown.
-    pub fn is_still_good(&self, caller: &AuthenticatedCaller, now: UtcTime) -> bool {
-        jwt::is_token_key(caller.key()) || self.parts.keys.is_active(caller.key(), now)
     }
 
     /// The keys it looks up.
@@ -181,12 +189,12 @@ impl AuthenticatedCaller {
 
     /// Whether the credential may ask for `model`.
     pub fn may_use_model(&self, model: &ModelName) -> bool {
-        self.scopes.has_model(model)
+        self.scopes.as_ref().is_none_or(|scopes| scopes.has_model(model))
     }
 
     /// Whether the credential may call `endpoint`.
     pub fn may_use_endpoint(&self, endpoint: Endpoint) -> bool {
-        self.scopes.has_endpoint(endpoint)
+        self.scopes.as_ref().is_none_or(|scopes| scopes.has_endpoint(endpoint))
     }
 }
 
@@ -195,6 +203,7 @@ impl From<AuthError> for ApiError {
         match error {
             AuthError::Missing => Self::MissingCredential,
             AuthError::Malformed | AuthError::Rejected => Self::InvalidCredential,
+            AuthError::Elsewhere => Self::SourceNotAllowed,
         }
     }
 }

@@ -113,9 +113,8 @@ impl GatewayService {
         let admission = Admission::new(AdmissionOptions::default());
         let today = clock.utc().day();
         let spending = ledger.reader().spending(today).map_err(GatewayError::Spending)?;
-        let known_keys = authenticator.keys().list(None);
-        limits::tell_of_missing_plans(&config, &known_keys);
-        limits::restore_spend(&admission, &config, &known_keys, spending, today);
+        limits::tell_of_missing_plans(&config, authenticator.keys());
+        limits::restore_spend(&admission, &config, authenticator.keys(), spending, today);
 
         // Addresses before workers: a port in use is found before work begins.
         let listen = config.gateway();

@@ -2,7 +2,6 @@
 //! start, what each of them has spent already. A key's plan is looked up by
 //! name; one that config no longer has admits nothing.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use tollgate_admission::{Admission, Period, Scope, ScopeLimits};
@@ -10,7 +9,7 @@ use tollgate_config::{Config, Plan, Tenant};
 use tollgate_domain::{KeyId, ModelName, PlanName, PoolName, UtcDay};
 use tollgate_ledger::{SpendRow, Spending};
 
-use crate::auth::{AuthenticatedCaller, KeyRecord, KeyStore};
+use crate::auth::{AuthenticatedCaller, KeyStore};
 use crate::reply::ApiError;
 
 /// What binds a request. Only [`bind`] makes one.
@@ -54,15 +53,14 @@ pub(crate) fn bind(
 pub(crate) fn restore_spend(
     admission: &Admission,
     config: &Config,
-    keys: &[KeyRecord],
+    keys: &KeyStore,
     spending: Spending,
     today: UtcDay,
 ) {
-    let plans = plans_of(keys);
     let Spending { day, month } = spending;
     for (period, rows) in [(Period::Day(today), day), (Period::Month(today.month()), month)] {
         for row in &rows {
-            restore_row(admission, config, &plans, period, row);
+            restore_row(admission, config, keys, period, row);
         }
     }
 }
@@ -79,33 +77,24 @@ impl LateSpend {
     /// Adds `rows`, each spent on the day beside it. Call it once for each;
     /// of a day or month that is over admission keeps nothing.
     pub(crate) fn add(&self, rows: &[(UtcDay, SpendRow)]) {
-        if rows.is_empty() {
-            return;
-        }
-        let keys = self.keys.list(None);
-        let plans = plans_of(&keys);
         for (day, row) in rows {
             for period in [Period::Day(*day), Period::Month(day.month())] {
-                restore_row(&self.admission, &self.config, &plans, period, row);
+                restore_row(&self.admission, &self.config, &self.keys, period, row);
             }
         }
     }
-}
-
-fn plans_of(keys: &[KeyRecord]) -> HashMap<&KeyId, &PlanName> {
-    keys.iter().filter_map(|key| Some((&key.id, key.plan.as_ref()?))).collect()
 }
 
 /// Adds what `row` says to every scope that has such a cap.
 fn restore_row(
     admission: &Admission,
     config: &Config,
-    plans: &HashMap<&KeyId, &PlanName>,
+    keys: &KeyStore,
     period: Period,
     row: &SpendRow,
 ) {
     let SpendRow { caller, model, class, reference } = row;
-    let key = plans.get(&caller.key).and_then(|plan| of_key(config, &caller.key, plan));
+    let key = keys.plan_of(&caller.key).and_then(|plan| of_key(config, &caller.key, &plan));
     let tenant = config.tenant(&caller.tenant).into_iter().flat_map(of_tenant);
     for ScopeLimits { scope, limits } in
         key.into_iter().chain(tenant).chain(of_model(config, model))
@@ -120,13 +109,13 @@ fn restore_row(
     }
 }
 
-/// Logs each working key that admits nothing because its plan is gone.
-pub(crate) fn tell_of_missing_plans(config: &Config, keys: &[KeyRecord]) {
-    for key in keys.iter().filter(|key| key.revoked.is_none()) {
-        if let Some(plan) = key.plan.as_ref().filter(|plan| config.plan(plan).is_none()) {
+/// Logs each plan that is gone and binds keys, which admit nothing for it.
+pub(crate) fn tell_of_missing_plans(config: &Config, keys: &KeyStore) {
+    for (plan, keys) in keys.plans() {
+        if config.plan(&plan).is_none() {
             tracing::error!(
-                key = %key.id, tenant = %key.tenant, %plan,
-                "the plan of a key is not in the config: its requests are refused"
+                %plan, keys,
+                "a plan of keys is not in the config: their requests are refused"
             );
         }
     }

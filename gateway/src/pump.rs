@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 use tollgate_admission::{ResolveError, Resolved, Settlement, Spent, TurnLost};
 use tollgate_domain::block::{Attempt as AttemptId, Stages};
 use tollgate_domain::{DeviceNanos, Usage, WorkerEpoch};
@@ -44,7 +45,7 @@ const REPLACE_PATIENCE: Duration = Duration::from_secs(20);
 /// client leaves by dropping the receiver.
 pub(crate) fn start(serving: &Arc<Serving>, admitted: Admitted) -> mpsc::Receiver<Event> {
     let (events, receiver) = mpsc::channel(UNREAD_EVENTS);
-    let open = serving.in_flight.begin(admitted.job.id.clone(), admitted.caller.tenant.clone());
+    let open = serving.in_flight.begin(admitted.job.id.clone(), admitted.caller.clone());
     let now = Instant::now();
     let pump = Pump {
         serving: Arc::clone(serving),
@@ -52,6 +53,7 @@ pub(crate) fn start(serving: &Arc<Serving>, admitted: Admitted) -> mpsc::Receive
         started: now,
         deadline: now + serving.deadlines.request,
         queue_deadline: now + serving.deadlines.queue,
+        revoked: open.revoked(),
         told: Told::default(),
     };
     serving.pumps.spawn(pump.run(admitted, open));
@@ -65,6 +67,8 @@ struct Pump {
     started: Instant,
     deadline: Instant,
     queue_deadline: Instant,
+    /// Cancelled when its key was revoked and it has to end.
+    revoked: CancellationToken,
     told: Told,
 }
 
@@ -134,7 +138,7 @@ impl Pump {
             }
             unable.push(epoch);
         }
-        Ended::Free(why)
+        Ended::Free(if self.revoked.is_cancelled() { ApiError::KeyRevoked } else { why })
     }
 
     /// Waits for a place within the caller's limits.
@@ -148,6 +152,7 @@ impl Pump {
                 self.serving.penalties.cancelled(self.serving.clock.now(), &admitted.caller.tenant);
                 Err(ApiError::Internal) // nobody reads it
             }
+            () = self.revoked.cancelled() => Err(ApiError::KeyRevoked),
             () = self.serving.stopping.cancelled() => Err(ApiError::Draining),
         }
     }
@@ -163,6 +168,7 @@ impl Pump {
         tokio::select! {
             placed = route::place_within(workers, &job.model, cost, unable, patience) => placed,
             () = self.events.closed() => None,
+            () = self.revoked.cancelled() => None,
             () = tokio::time::sleep_until(self.deadline) => None,
         }
     }

@@ -29,6 +29,11 @@ pub enum ApiError {
     /// 401: the credential does not authenticate. Unknown, revoked, expired
     /// and malformed look the same.
     InvalidCredential,
+    /// 401: the credential is good, and not from this network address.
+    SourceNotAllowed,
+    /// 401 or a stream's error event: the key was revoked while its request was
+    /// under way, and an admin wanted those to end.
+    KeyRevoked,
     /// 403: the caller is known and may not do this.
     Permission {
         /// What it may not do, as a sentence.
@@ -181,7 +186,10 @@ impl ApiError {
     /// The status it is answered with before a response has begun.
     pub fn status(&self) -> StatusCode {
         match self {
-            Self::MissingCredential | Self::InvalidCredential => StatusCode::UNAUTHORIZED,
+            Self::MissingCredential
+            | Self::InvalidCredential
+            | Self::SourceNotAllowed
+            | Self::KeyRevoked => StatusCode::UNAUTHORIZED,
             Self::Permission { .. } => StatusCode::FORBIDDEN,
             Self::ModelNotFound { .. } | Self::NotFound { .. } | Self::UnknownRoute { .. } => {
                 StatusCode::NOT_FOUND
@@ -210,6 +218,8 @@ impl ApiError {
         ErrorKind(match self {
             Self::MissingCredential => "missing_credential",
             Self::InvalidCredential => "invalid_credential",
+            Self::SourceNotAllowed => "source_not_allowed",
+            Self::KeyRevoked => "key_revoked",
             Self::Permission { .. } => "permission",
             Self::ModelNotFound { .. } => "model_not_found",
             Self::NotFound { .. } => "not_found",
@@ -245,9 +255,10 @@ impl ApiError {
 
     fn type_and_code(&self) -> (&'static str, Option<&'static str>) {
         match self {
-            Self::MissingCredential | Self::InvalidCredential => {
+            Self::MissingCredential | Self::InvalidCredential | Self::KeyRevoked => {
                 ("invalid_request_error", Some("invalid_api_key"))
             }
+            Self::SourceNotAllowed => ("invalid_request_error", Some("ip_not_authorized")),
             Self::Permission { .. } => ("permission_error", Some("permission_denied")),
             Self::ModelNotFound { .. } => ("invalid_request_error", Some("model_not_found")),
             Self::NotFound { .. } => ("invalid_request_error", Some("not_found")),
@@ -295,6 +306,14 @@ impl ApiError {
                 "No API key was provided. Send it as 'Authorization: Bearer YOUR_KEY'.".into()
             }
             Self::InvalidCredential => "Incorrect API key provided.".into(),
+            Self::KeyRevoked => {
+                "This API key was revoked while the request was under way. You are charged for what \
+                 was done."
+                    .into()
+            }
+            Self::SourceNotAllowed => {
+                "This API key may not be used from your network address.".into()
+            }
             Self::Permission { message } | Self::Invalid { message, .. } => message.as_ref().into(),
             Self::ModelNotFound { model } => format!(
                 "The model '{}' does not exist or you do not have access to it.",

@@ -80,14 +80,20 @@ impl Serving {
         let penalties = Penalties::new(&config.gateway().penalties, Arc::clone(&metrics));
         let in_flight = InFlight::default();
         let started = clock.utc();
-        let late = Arc::new(LateSpend { admission: admission.clone(), config, keys });
+        let late = Arc::new(LateSpend { admission: admission.clone(), config, keys: keys.clone() });
         let books =
             Books { ledger, in_flight: in_flight.clone(), clock: clock.clone(), started, late };
         let keepers = TaskTracker::new();
         let stop_keepers = CancellationToken::new();
         let workers = Workers::start(workers, &books, &keepers, &stop_keepers);
-        let sweeping =
-            sweep(admission.clone(), clock.clone(), in_flight.clone(), penalties.clone());
+        let sweeping = Sweeping {
+            admission: admission.clone(),
+            clock: clock.clone(),
+            in_flight: in_flight.clone(),
+            penalties: penalties.clone(),
+            keys,
+        };
+        let sweeping = sweeping.run();
         keepers.spawn(stop_keepers.clone().run_until_cancelled_owned(sweeping));
         Arc::new(Self {
             started,
@@ -131,18 +137,31 @@ impl Serving {
     }
 }
 
-/// Ends what is overdue, once a second.
-async fn sweep(admission: Admission, clock: Clock, in_flight: InFlight, penalties: Penalties) {
-    let mut ticks = tokio::time::interval(Duration::from_secs(1));
-    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    loop {
-        ticks.tick().await;
-        let swept = admission.expire(clock.now());
-        if !swept.expired.is_empty() {
-            tracing::error!(holds = swept.expired.len(), "holds expired unresolved");
+/// What is swept.
+struct Sweeping {
+    admission: Admission,
+    clock: Clock,
+    in_flight: InFlight,
+    penalties: Penalties,
+    keys: KeyStore,
+}
+
+impl Sweeping {
+    /// Ends what is overdue, once a second.
+    async fn run(self) {
+        let Self { admission, clock, in_flight, penalties, keys } = self;
+        let mut ticks = tokio::time::interval(Duration::from_secs(1));
+        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            ticks.tick().await;
+            let swept = admission.expire(clock.now());
+            if !swept.expired.is_empty() {
+                tracing::error!(holds = swept.expired.len(), "holds expired unresolved");
+            }
+            in_flight.sweep();
+            in_flight.end_revoked(|key| keys.ends_requests(key));
+            penalties.sweep(clock.now());
         }
-        in_flight.sweep();
-        penalties.sweep(clock.now());
     }
 }
 

@@ -50,11 +50,6 @@ impl Source {
         }
     }
 
-    /// Whose request it is: the client of the connection that it came on.
-    pub(crate) fn of_request(extensions: &http::Extensions) -> Option<Self> {
-        extensions.get::<Peer>().map(|peer| Self::of(peer.address().ip()))
-    }
-
     /// The shared bucket of this source.
     pub(crate) fn in_crowd(self) -> Self {
         let mut hasher = DefaultHasher::new();
@@ -116,6 +111,11 @@ pub fn client_address(peer: IpAddr, headers: &HeaderMap, trusted: &[Network]) ->
         }
     }
     client
+}
+
+/// Whose request it is: who is at the other end of its connection.
+pub(crate) fn client_of(extensions: &http::Extensions) -> Option<IpAddr> {
+    extensions.get::<Peer>().map(|peer| peer.address().ip())
 }
 
 /// What the source ring allows.

@@ -101,6 +101,17 @@ pub enum TlsError {
         /// The UTC day of its beginning.
         day: tollgate_domain::UtcDay,
     },
+    /// The development authority is there and its key is not.
+    #[error(
+        "{path} is missing or does not belong to {certificate}: restore it, or delete both for a \
+         new authority, which every client must then trust anew"
+    )]
+    AuthorityKey {
+        /// The key that is needed.
+        path: PathBuf,
+        /// The authority's certificate.
+        certificate: PathBuf,
+    },
     /// A development certificate could not be made.
     #[error("cannot make a development certificate")]
     Generate(#[source] rcgen::Error),

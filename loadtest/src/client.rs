@@ -184,6 +184,14 @@ impl Connection {
         matches!(self.sender, Sender::Http2(_))
     }
 
+    /// The same connection, another key.
+    ///
+    /// # Errors
+    /// A key that no header can carry.
+    pub fn with_key(&self, key: &str) -> Result<Self, ClientError> {
+        Ok(Self { target: self.target.with_key(key)?, ..self.clone() })
+    }
+
     /// GETs `path`.
     ///
     /// # Errors
@@ -198,6 +206,14 @@ impl Connection {
     /// The connection broke.
     pub async fn post(&self, path: &str, json: Bytes) -> Result<Response<Incoming>, ClientError> {
         self.send(Method::POST, path, json).await
+    }
+
+    /// DELETEs `path`.
+    ///
+    /// # Errors
+    /// The connection broke.
+    pub async fn delete(&self, path: &str) -> Result<Response<Incoming>, ClientError> {
+        self.send(Method::DELETE, path, Bytes::new()).await
     }
 
     async fn send(

@@ -93,6 +93,12 @@ impl Tollgate {
         &self.data
     }
 
+    /// Its config file.
+    pub fn config(&self) -> PathBuf {
+        let at = self.arguments.iter().position(|word| word == "--config");
+        PathBuf::from(&self.arguments[at.expect("it was given one") + 1])
+    }
+
     /// The CA to trust.
     pub fn ca(&self) -> PathBuf {
         self.data.join("tls/ca.pem")
@@ -137,7 +143,8 @@ impl Tollgate {
         let poll = async move {
             let connection = target.connect(Protocol::Either).await.expect("connects");
             let started = Instant::now();
-            while get(&connection, "/v1/models").await.0 == 401 {
+            // 401 while it is unknown; 429 where too many unknown ones were shown.
+            while matches!(get(&connection, "/v1/models").await.0, 401 | 429) {
                 assert!(started.elapsed() < Duration::from_secs(5), "the key stays unknown");
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }

@@ -7,7 +7,7 @@ use http::request::Parts;
 use super::{AuthenticatedCaller, Authenticator};
 use crate::listener::Peer;
 use crate::penalties::Penalties;
-use crate::source::Source;
+use crate::source::{Source, client_of};
 use crate::{ApiError, Clock};
 
 impl<S> FromRequestParts<S> for AuthenticatedCaller
@@ -21,10 +21,11 @@ where
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
         let clock = Clock::from_ref(state);
+        let address = client_of(&parts.extensions);
         let caller = Authenticator::from_ref(state)
-            .authenticate(&parts.headers, clock.utc())
+            .authenticate(&parts.headers, address, clock.utc())
             .map_err(|error| {
-                let source = Source::of_request(&parts.extensions);
+                let source = address.map(Source::of);
                 Penalties::from_ref(state).failed_authentication(clock.now(), source, error)
             })?;
         if let Some(peer) = parts.extensions.get::<Peer>() {

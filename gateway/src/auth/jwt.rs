@@ -174,11 +174,6 @@ impl Issuer {
     }
 }
 
-/// Whether a key id stands for a token's subject.
-pub(super) fn is_token_key(key: &KeyId) -> bool {
-    key.as_str().starts_with(TOKEN_KEY)
-}
-
 fn decode_part(part: &str) -> Result<Vec<u8>, Refused> {
     if part.is_empty() {
         return Err(Refused::Shape);

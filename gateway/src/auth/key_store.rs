@@ -6,22 +6,23 @@
 //! once: the one that serves follows the others by polling.
 
 mod rows;
+mod snapshot;
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
-use arc_swap::ArcSwap;
 use aws_lc_rs::hmac;
-use rusqlite::Connection;
+use rusqlite::{Connection, TransactionBehavior};
 use tollgate_domain::{Caller, KeyId, PlanName, TenantId, UtcTime};
 
+use self::snapshot::{Entries, Names};
 use super::AuthenticatedCaller;
 use super::pepper;
 use super::scopes::Scopes;
-use super::secret::{KeySecret, NoRandomness};
+use super::secret::{KeySecret, NoRandomness, number_of};
 
 /// The keys of all tenants. Clones share one connection and snapshot.
 #[derive(Clone)]
@@ -31,17 +32,27 @@ pub struct KeyStore {
 
 struct Shared {
     pepper: hmac::Key,
-    connection: Mutex<Connection>,
-    /// `PRAGMA data_version` of the snapshot, behind the connection's lock.
-    version: Mutex<i64>,
-    snapshot: ArcSwap<HashMap<String, Entry>>,
+    database: Mutex<Database>,
+    /// Written with the database's lock held, a few entries at a time.
+    entries: RwLock<Entries>,
 }
 
-/// What a request is checked against.
-#[derive(Clone)]
-struct Entry {
-    mac: Vec<u8>,
-    record: KeyRecord,
+struct Database {
+    connection: Connection,
+    /// `PRAGMA data_version` as of the last look.
+    version: i64,
+    /// The number of the last change that is among the entries.
+    changed: i64,
+    names: Names,
+}
+
+/// What becomes of the requests that a revoked key has under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum UnderWay {
+    /// They end by themselves.
+    Finish,
+    /// They are ended; their tenant pays what was done.
+    End,
 }
 
 /// What a new key is for.
@@ -74,6 +85,8 @@ pub struct KeyRecord {
     pub expires: Option<UtcTime>,
     /// When it was revoked, if it was.
     pub revoked: Option<UtcTime>,
+    /// Whether revoking it ended what it had under way.
+    pub ends_requests: bool,
     /// The key that this one replaced.
     pub rotated_from: Option<KeyId>,
     /// The plan whose limits bind this key alone, beside its tenant's.
@@ -160,9 +173,12 @@ pub enum KeyStoreError {
     /// A key that no longer works cannot be rotated.
     #[error("key {0} is revoked or expired and cannot be rotated: create a new one")]
     NotActive(KeyId),
-    /// The label is too long.
-    #[error("a label has at most 200 characters")]
+    /// The label is too long, or not for people.
+    #[error("a label has at most 200 characters, none of them a control character")]
     Label,
+    /// It would not work for a moment.
+    #[error("a key that expires at once is of no use")]
+    Expired,
     /// A time beyond the year 2262.
     #[error("a time beyond the year 2262")]
     Time,
@@ -180,20 +196,21 @@ impl KeyStore {
     pub fn open(data: &Path) -> Result<Self, KeyStoreError> {
         let path = data.join("pepper");
         let is_new = !path.exists();
-        let connection = rows::open(&data.join("keys.db"))?;
-        let version = rows::data_version(&connection)?;
-        let snapshot = rows::load(&connection)?;
+        let mut connection = rows::open(&data.join("keys.db"))?;
         // A new one would turn every stored key away, for good.
-        if is_new && !snapshot.is_empty() && !path.exists() {
+        if is_new && rows::count(&connection)? > 0 && !path.exists() {
             return Err(KeyStoreError::PepperMissing { path });
         }
         let pepper = pepper::load_or_create(&path)?;
+        let version = rows::data_version(&connection)?;
+        let mut names = Names::default();
+        let (entries, changed) = load(&mut connection, &mut names)?;
+        let database = Database { connection, version, changed, names };
         Ok(Self {
             shared: Arc::new(Shared {
                 pepper,
-                connection: Mutex::new(connection),
-                version: Mutex::new(version),
-                snapshot: ArcSwap::from_pointee(snapshot),
+                database: Mutex::new(database),
+                entries: RwLock::new(entries),
             }),
         })
     }
@@ -209,39 +226,74 @@ impl KeyStore {
         options: KeyOptions,
         now: UtcTime,
     ) -> Result<NewKey, KeyStoreError> {
-        if options.label.chars().count() > 200 {
-            return Err(KeyStoreError::Label);
-        }
-        self.change(|connection, pepper| {
-            let new = draw(tenant, options, now, None)?;
-            rows::insert(connection, &new.record, &mac(pepper, &new.secret))?;
-            Ok(new)
+        let mut new = self.create_all([(tenant.clone(), options)], now)?;
+        Ok(new.pop().expect("one was asked for"))
+    }
+
+    /// Makes many keys, all or none.
+    ///
+    /// # Errors
+    /// When the store cannot be written, or an option is out of bounds.
+    pub fn create_all(
+        &self,
+        wanted: impl IntoIterator<Item = (TenantId, KeyOptions)>,
+        now: UtcTime,
+    ) -> Result<Vec<NewKey>, KeyStoreError> {
+        self.change(|connection, pepper, change| {
+            let make = |(tenant, options): (TenantId, KeyOptions)| {
+                options.check(now)?;
+                let new = draw(&tenant, options, now, None)?;
+                rows::insert(connection, &new.record, &mac(pepper, &new.secret), change)?;
+                Ok(new)
+            };
+            wanted.into_iter().map(make).collect()
         })
     }
 
     /// All keys, by tenant and age; of one tenant where one is named.
-    pub fn list(&self, tenant: Option<&TenantId>) -> Vec<KeyRecord> {
-        let snapshot = self.shared.snapshot.load();
-        let mut records: Vec<KeyRecord> = snapshot
-            .values()
-            .map(|entry| &entry.record)
-            .filter(|record| tenant.is_none_or(|tenant| record.tenant == *tenant))
-            .cloned()
-            .collect();
-        records.sort_by(|a, b| (&a.tenant, a.created, &a.id).cmp(&(&b.tenant, b.created, &b.id)));
-        records
+    ///
+    /// # Errors
+    /// When the store cannot be read.
+    pub fn list(&self, tenant: Option<&TenantId>) -> Result<Vec<KeyRecord>, KeyStoreError> {
+        rows::list(&self.database().connection, tenant)
     }
 
-    /// Revokes a key, for good. Revoking again changes nothing.
+    /// The plans that bind keys which are not revoked, and how many each.
+    pub fn plans(&self) -> BTreeMap<PlanName, usize> {
+        let mut plans = BTreeMap::new();
+        for entry in self.entries().values().filter(|entry| !entry.is_revoked) {
+            if let Some(plan) = &entry.plan {
+                *plans.entry(plan.clone()).or_default() += 1;
+            }
+        }
+        plans
+    }
+
+    /// The plan that binds the key alone, if one does.
+    pub fn plan_of(&self, id: &KeyId) -> Option<PlanName> {
+        self.entries().get(&number_of(id.as_str())?)?.plan.clone()
+    }
+
+    /// Revokes a key, for good. Revoking again changes nothing but what becomes
+    /// of the requests under way, which can still be ended.
     ///
     /// # Errors
     /// [`KeyStoreError::Unknown`], or when the store cannot be written.
-    pub fn revoke(&self, id: &KeyId, now: UtcTime) -> Result<KeyRecord, KeyStoreError> {
-        self.change(|connection, _| {
-            let mut record = rows::find(connection, id)?;
-            if record.revoked.is_none() {
-                record.revoked = Some(now);
-                rows::update(connection, &record)?;
+    pub fn revoke(
+        &self,
+        id: &KeyId,
+        under_way: UnderWay,
+        now: UtcTime,
+    ) -> Result<KeyRecord, KeyStoreError> {
+        self.change(|connection, _, change| {
+            let old = rows::find(connection, id)?;
+            let record = KeyRecord {
+                revoked: old.revoked.or(Some(now)),
+                ends_requests: old.ends_requests || under_way == UnderWay::End,
+                ..old.clone()
+            };
+            if record != old {
+                rows::update(connection, &record, change)?;
             }
             Ok(record)
         })
@@ -261,7 +313,7 @@ impl KeyStore {
         overlap: Duration,
         now: UtcTime,
     ) -> Result<NewKey, KeyStoreError> {
-        self.change(|connection, pepper| {
+        self.change(|connection, pepper, change| {
             let mut old = rows::find(connection, id)?;
             if !old.is_active(now) {
                 return Err(KeyStoreError::NotActive(id.clone()));
@@ -273,11 +325,11 @@ impl KeyStore {
                 plan: old.plan.clone(),
             };
             let new = draw(&old.tenant, options, now, Some(id.clone()))?;
-            rows::insert(connection, &new.record, &mac(pepper, &new.secret))?;
+            rows::insert(connection, &new.record, &mac(pepper, &new.secret), change)?;
             let overlap = u64::try_from(overlap.as_nanos()).unwrap_or(u64::MAX);
             let end = UtcTime(now.0.saturating_add(overlap));
             old.expires = Some(old.expires.map_or(end, |expires| expires.min(end)));
-            rows::update(connection, &old)?;
+            rows::update(connection, &old, change)?;
             Ok(new)
         })
     }
@@ -287,59 +339,117 @@ impl KeyStore {
     /// # Errors
     /// When the store cannot be read; the snapshot stays as it was.
     pub fn refresh(&self) -> Result<(), KeyStoreError> {
-        let connection = self.connection();
-        let found = rows::data_version(&connection)?;
-        let mut version = self.shared.version.lock().unwrap_or_else(PoisonError::into_inner);
-        if *version != found {
-            self.shared.snapshot.store(Arc::new(rows::load(&connection)?));
-            *version = found;
+        let mut database = self.database();
+        let found = rows::data_version(&database.connection)?;
+        if database.version != found {
+            self.take_in(&mut database)?;
+            database.version = found;
         }
         Ok(())
     }
 
-    /// Whether `id` is a key that works at `now`.
-    pub fn is_active(&self, id: &KeyId, now: UtcTime) -> bool {
-        let snapshot = self.shared.snapshot.load();
-        snapshot.get(id.as_str()).is_some_and(|entry| entry.record.is_active(now))
+    /// Whether `id` is a key whose requests have to end.
+    pub fn ends_requests(&self, id: &KeyId) -> bool {
+        let Some(number) = number_of(id.as_str()) else { return false };
+        self.entries().get(&number).is_some_and(|entry| entry.ends_requests)
     }
 
     /// Whose key it is, if it is one and works at `now`. An unknown id takes
     /// as long as a wrong secret.
     pub(super) fn verify(&self, key: &KeySecret, now: UtcTime) -> Option<AuthenticatedCaller> {
-        let snapshot = self.shared.snapshot.load();
-        let entry = snapshot.get(key.id_text());
-        let expected = entry.map_or(&[0; 32][..], |entry| &entry.mac);
+        let entries = self.entries();
+        let entry = entries.get(&key.number());
+        let expected = entry.map_or(&[0; 32], |entry| &entry.mac);
         // Compares in constant time.
         let matches = hmac::verify(&self.shared.pepper, key.expose().as_bytes(), expected);
-        let record = &entry?.record;
-        if matches.is_err() || !record.is_active(now) {
+        let entry = entry?;
+        if matches.is_err() || !entry.is_active(now) {
             return None;
         }
-        let caller = Caller { tenant: record.tenant.clone(), key: record.id.clone() };
-        let (scopes, plan) = (record.scopes.clone(), record.plan.clone());
+        let caller = Caller { tenant: entry.tenant.clone(), key: key.id() };
+        let (scopes, plan) = (entry.scopes.clone(), entry.plan.clone());
         Some(AuthenticatedCaller { caller, scopes, plan })
     }
 
-    /// Runs `change` in a transaction of its own, whole or not at all, and
-    /// takes the result into the snapshot.
+    /// Runs `change` in a transaction of its own, whole or not at all, under a
+    /// change number of its own, and takes the result in.
     fn change<T>(
         &self,
-        change: impl FnOnce(&Connection, &hmac::Key) -> Result<T, KeyStoreError>,
+        change: impl FnOnce(&Connection, &hmac::Key, i64) -> Result<T, KeyStoreError>,
     ) -> Result<T, KeyStoreError> {
-        let mut connection = self.connection();
-        let fault = rows::fault_at(&connection);
-        let transaction = connection
-            .transaction_with_behavior(rusqlite::TransactionBehavior::Immediate)
+        let mut database = self.database();
+        let fault = rows::fault_at(&database.connection);
+        let transaction = database
+            .connection
+            .transaction_with_behavior(TransactionBehavior::Immediate)
             .map_err(&fault)?;
-        let done = change(&transaction, &self.shared.pepper)?;
-        let snapshot = rows::load(&transaction)?;
+        let number = rows::next_change(&transaction)?;
+        let done = change(&transaction, &self.shared.pepper, number)?;
         transaction.commit().map_err(&fault)?;
-        self.shared.snapshot.store(Arc::new(snapshot));
+        self.take_in(&mut database)?;
         Ok(done)
     }
 
-    fn connection(&self) -> MutexGuard<'_, Connection> {
-        self.shared.connection.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Reads what changed since the last time into the entries: all of it, or
+    /// nothing where it cannot be read.
+    fn take_in(&self, database: &mut Database) -> Result<(), KeyStoreError> {
+        let Database { connection, changed, names, .. } = database;
+        let fault = rows::fault_at(connection);
+        let transaction = connection.transaction().map_err(&fault)?;
+        let latest = rows::next_change(&transaction)? - 1;
+        let mut found = Vec::new();
+        rows::changed_since(&transaction, *changed, |stored| {
+            found.push(names.entry(stored)?);
+            Ok(())
+        })?;
+        let count = rows::count(&transaction)?;
+        drop(transaction);
+        let mut entries = self.shared.entries.write().unwrap_or_else(PoisonError::into_inner);
+        entries.extend(found);
+        *changed = latest;
+        let is_whole = entries.len() == count;
+        drop(entries);
+        if !is_whole {
+            // Rows were taken out by hand: what is gone works no more.
+            let (all, latest) = load(connection, names)?;
+            *self.shared.entries.write().unwrap_or_else(PoisonError::into_inner) = all;
+            *changed = latest;
+        }
+        Ok(())
+    }
+
+    fn database(&self) -> MutexGuard<'_, Database> {
+        self.shared.database.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn entries(&self) -> RwLockReadGuard<'_, Entries> {
+        self.shared.entries.read().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// All keys, and the number of the last change among them.
+fn load(connection: &mut Connection, names: &mut Names) -> Result<(Entries, i64), KeyStoreError> {
+    let fault = rows::fault_at(connection);
+    let transaction = connection.transaction().map_err(&fault)?;
+    let latest = rows::next_change(&transaction)? - 1;
+    let mut entries = Entries::with_capacity(rows::count(&transaction)?);
+    rows::changed_since(&transaction, 0, |stored| {
+        let (number, entry) = names.entry(stored)?;
+        entries.insert(number, entry);
+        Ok(())
+    })?;
+    Ok((entries, latest))
+}
+
+impl KeyOptions {
+    fn check(&self, now: UtcTime) -> Result<(), KeyStoreError> {
+        if self.label.chars().count() > 200 || self.label.contains(char::is_control) {
+            return Err(KeyStoreError::Label);
+        }
+        if self.expires.is_some_and(|expires| expires <= now) {
+            return Err(KeyStoreError::Expired);
+        }
+        Ok(())
     }
 }
 
@@ -352,7 +462,7 @@ impl KeyRecord {
 
 impl fmt::Debug for KeyStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "KeyStore({} keys)", self.shared.snapshot.load().len())
+        write!(f, "KeyStore({} keys)", self.entries().len())
     }
 }
 
@@ -372,6 +482,7 @@ fn draw(
         created: now,
         expires,
         revoked: None,
+        ends_requests: false,
         rotated_from,
         plan,
     };

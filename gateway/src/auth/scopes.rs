@@ -1,7 +1,9 @@
 //! What a credential may be used for. It can only narrow what its tenant may.
 
+use std::net::IpAddr;
+
 use serde::{Deserialize, Serialize};
-use tollgate_domain::ModelName;
+use tollgate_domain::{ModelName, Network};
 
 /// A part of the API that a key can be limited to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -47,7 +49,8 @@ impl std::str::FromStr for Endpoint {
     }
 }
 
-/// The models and endpoints that a credential may use; all, where not said.
+/// The models and endpoints that a credential may use, and from where; all,
+/// where not said.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Scopes {
@@ -57,6 +60,9 @@ pub struct Scopes {
     /// Only these endpoints.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub endpoints: Option<Vec<Endpoint>>,
+    /// Only from these networks.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sources: Option<Vec<Network>>,
 }
 
 impl Scopes {
@@ -67,6 +73,14 @@ impl Scopes {
 
     pub(super) fn has_model(&self, model: &ModelName) -> bool {
         self.models.as_ref().is_none_or(|models| models.contains(model))
+    }
+
+    /// Whether it may be used from `address`. Where that is not known it may
+    /// not, if any network is named.
+    pub(super) fn has_source(&self, address: Option<IpAddr>) -> bool {
+        self.sources.as_ref().is_none_or(|networks| {
+            address.is_some_and(|address| networks.iter().any(|n| n.contains(address)))
+        })
     }
 
     pub(super) fn has_endpoint(&self, endpoint: Endpoint) -> bool {

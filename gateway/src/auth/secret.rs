@@ -62,6 +62,11 @@ impl KeySecret {
         &self.text[PREFIX.len()..PREFIX.len() + ID]
     }
 
+    /// The number that the id spells.
+    pub(super) fn number(&self) -> u64 {
+        number_of(self.id_text()).expect("an id spells a number")
+    }
+
     /// This secret under another id, its checksum made right: a good guess.
     #[cfg(test)]
     pub(super) fn with_id(&self, id: &str) -> Self {
@@ -81,6 +86,18 @@ impl fmt::Debug for KeySecret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "KeySecret({PREFIX}{}.redacted)", self.id_text())
     }
+}
+
+/// The number that a key's id spells, five bits a character; `None` if it is
+/// no such id.
+pub(super) fn number_of(id: &str) -> Option<u64> {
+    if id.len() != ID {
+        return None;
+    }
+    id.bytes().try_fold(0, |number, byte| {
+        let value = ALPHABET.iter().position(|&letter| letter == byte)?;
+        Some(number << 5 | value as u64)
+    })
 }
 
 fn letter(bits: u32) -> char {
@@ -142,6 +159,23 @@ mod tests {
             &"é".repeat(LENGTH / 2),
         ] {
             assert_eq!(KeySecret::parse(wrong), None, "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn ids_spell_numbers() {
+        for (id, number) in [
+            ("0000000000", Some(0)),
+            ("000000000z", Some(31)),
+            ("0000000010", Some(32)),
+            ("zzzzzzzzzz", Some((1 << 50) - 1)),
+            ("", None),
+            ("00000", None),
+            ("00000000000", None),
+            ("000000000o", None),
+            ("000000000A", None),
+        ] {
+            assert_eq!(number_of(id), number, "{id}");
         }
     }
 

@@ -66,7 +66,7 @@ fn bound(config: &Config, of: &str, plan: Option<&str>, of_model: &str) -> Resul
     let bearer = format!("Bearer {}", key.secret.expose());
     let bearer = HeaderValue::from_str(&bearer).expect("a header value");
     let headers = HeaderMap::from_iter([(header::AUTHORIZATION, bearer)]);
-    let caller = door.authenticate(&headers, UtcTime(1)).expect("good");
+    let caller = door.authenticate(&headers, None, UtcTime(1)).expect("good");
     let of = config.tenant(caller.tenant()).expect("a tenant");
     bind(config, &caller, of, &model(of_model))
 }
@@ -186,7 +186,7 @@ fn every_scope_with_a_cap_knows_its_spend_again() {
     let month = vec![row("acme", 0, "fake", 9), row("acme", 1, "fake", 10)];
     let now = UtcTime(1_795_132_800 * 1_000_000_000);
     let admission = Admission::new(AdmissionOptions::default());
-    restore_spend(&admission, &config, &store.list(None), Spending { day, month }, now.day());
+    restore_spend(&admission, &config, &store, Spending { day, month }, now.day());
 
     let left = |found: Option<CapFigures>| found.map(|cap| cap.remaining.nanos() / 1_000_000_000);
     let scopes = bound(&config, "acme", None, "tollgate-demo").expect("bound").scopes;

@@ -35,13 +35,15 @@ pub(super) enum Attempted {
 enum Leaving {
     Client,
     Deadline,
+    /// Its key was revoked, and its requests with it.
+    Revoked,
     Stopping,
 }
 
 impl Leaving {
     fn reason(self) -> CancelReason {
         match self {
-            Self::Client | Self::Stopping => CancelReason::Client,
+            Self::Client | Self::Revoked | Self::Stopping => CancelReason::Client,
             Self::Deadline => CancelReason::Deadline,
         }
     }
@@ -190,6 +192,7 @@ impl Pump {
         tokio::select! {
             () = self.events.closed() => Leaving::Client,
             () = tokio::time::sleep_until(self.deadline) => Leaving::Deadline,
+            () = self.revoked.cancelled() => Leaving::Revoked,
             () = self.serving.stopping.cancelled() => Leaving::Stopping,
         }
     }
@@ -242,6 +245,7 @@ impl Pump {
             // Nobody hears of it.
             Some(Leaving::Client) => Some(ApiError::Internal),
             Some(Leaving::Deadline) => Some(self.deadline_exceeded()),
+            Some(Leaving::Revoked) => Some(ApiError::KeyRevoked),
         };
         Attempted::Ended(Ended::Paid { usage, stages, error })
     }
@@ -258,6 +262,7 @@ impl Pump {
         match state.leaving {
             Some(Leaving::Client) => return free(ApiError::Internal),
             Some(Leaving::Deadline) => return free(self.deadline_exceeded()),
+            Some(Leaving::Revoked) => return free(ApiError::KeyRevoked),
             Some(Leaving::Stopping) => return free(ApiError::Draining),
             None => {}
         }
@@ -341,6 +346,7 @@ impl Pump {
         tracing::error!(request = %admitted.job.id, "a worker does not answer a cancel");
         match state.leaving {
             Some(Leaving::Deadline) => self.deadline_exceeded(),
+            Some(Leaving::Revoked) => ApiError::KeyRevoked,
             Some(Leaving::Stopping) => ApiError::Draining,
             Some(Leaving::Client) | None => ApiError::Internal,
         }

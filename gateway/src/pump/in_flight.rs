@@ -1,6 +1,6 @@
 //! Which requests are running or have just ended: so that whoever asks for
 //! the usage of one is told to wait for the ledger rather than that it never
-//! was. An entry lives from admission until the ledger has its record, or a
+//! was, and so that those of a revoked key can be ended. An entry lives from admission until the ledger has its record, or a
 //! while after its end where no record will come.
 
 use std::collections::HashMap;
@@ -9,8 +9,9 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 use tollgate_domain::block::Attempt;
-use tollgate_domain::{RequestId, TenantId};
+use tollgate_domain::{Caller, KeyId, RequestId, TenantId};
 
 /// How long an ended request is remembered for a record to come.
 const MEMORY: Duration = Duration::from_secs(30);
@@ -24,7 +25,9 @@ pub(crate) struct InFlight {
 
 #[derive(Debug)]
 struct Entry {
-    tenant: TenantId,
+    caller: Caller,
+    /// Cancelled when its key was revoked and its requests have to end.
+    revoked: CancellationToken,
     stage: watch::Sender<Stage>,
     /// Its latest placement; none while it has none.
     attempt: Option<u32>,
@@ -48,14 +51,26 @@ pub(crate) enum Stage {
 pub(crate) struct Open {
     in_flight: InFlight,
     id: RequestId,
+    revoked: CancellationToken,
 }
 
 impl InFlight {
     /// Notes that `id` begins.
-    pub(crate) fn begin(&self, id: RequestId, tenant: TenantId) -> Open {
+    pub(crate) fn begin(&self, id: RequestId, caller: Caller) -> Open {
         let (stage, _) = watch::channel(Stage::Running);
-        self.lock().insert(id.clone(), Entry { tenant, stage, attempt: None, ended: None });
-        Open { in_flight: self.clone(), id }
+        let revoked = CancellationToken::new();
+        let entry = Entry { caller, revoked: revoked.clone(), stage, attempt: None, ended: None };
+        self.lock().insert(id.clone(), entry);
+        Open { in_flight: self.clone(), id, revoked }
+    }
+
+    /// Ends the requests of every key that `has_to_end`; call it each second.
+    pub(crate) fn end_revoked(&self, has_to_end: impl Fn(&KeyId) -> bool) {
+        for entry in self.lock().values().filter(|entry| entry.ended.is_none()) {
+            if has_to_end(&entry.caller.key) {
+                entry.revoked.cancel();
+            }
+        }
     }
 
     /// Notes that the ledger knows how `attempt` ended. Of an attempt that is
@@ -81,7 +96,7 @@ impl InFlight {
         id: &RequestId,
     ) -> Option<watch::Receiver<Stage>> {
         let entries = self.lock();
-        let entry = entries.get(id).filter(|entry| entry.tenant == *tenant)?;
+        let entry = entries.get(id).filter(|entry| entry.caller.tenant == *tenant)?;
         Some(entry.stage.subscribe())
     }
 
@@ -119,6 +134,11 @@ impl InFlight {
 }
 
 impl Open {
+    /// Cancelled when the request has to end for its key was revoked.
+    pub(crate) fn revoked(&self) -> CancellationToken {
+        self.revoked.clone()
+    }
+
     /// Notes that it is placed for the `number`th time.
     pub(crate) fn placed(&self, number: u32) {
         if let Some(entry) = self.in_flight.lock().get_mut(&self.id) {
@@ -143,9 +163,11 @@ impl Drop for Open {
 mod tests {
     use super::*;
 
-    fn names() -> (TenantId, TenantId, RequestId) {
+    fn names() -> (Caller, TenantId, RequestId) {
         let tenant = |name| TenantId::new(name).expect("a name");
-        (tenant("acme"), tenant("other"), RequestId::from_random(7))
+        let key = KeyId::new("0123456789").expect("a name");
+        let acme = Caller { tenant: tenant("acme"), key };
+        (acme, tenant("other"), RequestId::from_random(7))
     }
 
     fn attempt(id: &RequestId, attempt: u32) -> Attempt {
@@ -159,7 +181,7 @@ mod tests {
             let in_flight = InFlight::default();
             let open = in_flight.begin(id.clone(), acme.clone());
             assert!(in_flight.stage(&other, &id).is_none(), "another tenant's");
-            let stage = in_flight.stage(&acme, &id).expect("in flight");
+            let stage = in_flight.stage(&acme.tenant, &id).expect("in flight");
             open.placed(1);
             in_flight.recorded(&attempt(&id, 0));
             assert_eq!(*stage.borrow(), Stage::Running, "the attempt before says nothing");

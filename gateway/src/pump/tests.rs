@@ -10,6 +10,7 @@ use tollgate_ledger::RequestRow;
 use tollgate_wire::v1::{CancelReason, FinishReason, RefusedReason};
 
 use crate::api::tests::room::{PLAIN, Room, header, json, text};
+use crate::auth::{KeyOptions, UnderWay};
 use crate::upstream::fake::FakeWorker;
 
 const STREAM: &str = r#""stream":true,"max_tokens":8"#;
@@ -308,6 +309,43 @@ async fn our_own_end_ends_requests_with_an_error() {
         let row = row(&room, 0).expect("the fault is entered");
         assert!(row.usage.reference.nanos() <= 200, "nobody pays for what did not go out");
     }
+}
+
+/// T23: what a revoked key has under way is ended where an admin asks for it,
+/// with a clear word, and its tenant pays what was done.
+#[tokio::test]
+async fn a_revoked_keys_requests_are_ended_when_asked() {
+    let folder = Room::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let room = Room::open(folder, &plan(TOKENS), &[&worker]).await;
+    let before = tokens_left(&room, &mut worker).await;
+    let keys = room.api.authenticator.keys().clone();
+    let listed = keys.list(None).expect("reads");
+    let acme = listed.iter().find(|key| key.tenant.as_str() == "acme").expect("a key").clone();
+    let ((_, body), prompt) = join!(async { text(room.chat(STREAM).await).await }, async {
+        let mut run = worker.run().await;
+        run.token(0, "Hi", 100).await;
+        let now = room.api.serving.clock.utc();
+        keys.revoke(&acme.id, UnderWay::Finish, now).expect("revokes");
+        room.api.serving.in_flight.end_revoked(|key| keys.ends_requests(key));
+        tokio::task::yield_now().await;
+        assert!(run.cancels.try_recv().is_err(), "it goes on unless asked otherwise");
+        keys.revoke(&acme.id, UnderWay::End, now).expect("an admin has thought again");
+        // The sweep, each second, does the rest.
+        assert_eq!(run.cancels.recv().await, Some(CancelReason::Client));
+        let prompt = run.assignment.prompts[0].tokens.len() as u64;
+        run.end_choice(0, FinishReason::Cancelled).await;
+        run.end(1, 100).await;
+        prompt
+    });
+    assert!(body.contains("Hi"), "{body}");
+    assert!(body.contains(r#""code":"invalid_api_key""#) && body.contains("revoked"), "{body}");
+    room.settled().await;
+    assert_eq!(room.chat(WHOLE).await.status(), StatusCode::UNAUTHORIZED);
+    let key = keys.create(&acme.tenant, KeyOptions::default(), room.api.serving.clock.utc());
+    let room = room.with_key("acme", key.expect("a key").secret.expose());
+    let after = tokens_left(&room, &mut worker).await;
+    assert_eq!(before - after, (prompt + 1) + prompt);
 }
 
 #[tokio::test]

@@ -79,6 +79,8 @@ fn every_error() -> Vec<ApiError> {
     vec![
         ApiError::MissingCredential,
         ApiError::InvalidCredential,
+        ApiError::SourceNotAllowed,
+        ApiError::KeyRevoked,
         ApiError::Permission { message: "This key may not use 'usage'.".into() },
         ApiError::ModelNotFound { model: "gpt-\u{7}5".into() },
         ApiError::ModelNotFound { model: "x".repeat(1_000) },

@@ -31,16 +31,26 @@ const RENEW_DAYS: i64 = 30;
 
 /// The server's certificate and key: those that are there if they are good
 /// for another month, else new ones. The authority is kept while it lasts,
-/// because clients trust it by copy.
+/// because clients trust it by copy: without its key nothing new is signed, and
+/// no other authority takes its place.
 pub(super) fn ensure(folder: &Path, now: SystemTime) -> Result<(PathBuf, PathBuf), TlsError> {
     let paths = (folder.join(CERTIFICATE), folder.join(KEY));
     fs::create_dir_all(folder).map_err(|source| TlsError::Write { path: folder.into(), source })?;
     let authority = match Authority::read(folder, now) {
         Some(authority) => authority,
-        None => Authority::make(folder, now)?,
+        None => {
+            let path = folder.join(CA_CERTIFICATE);
+            if path.exists() {
+                tracing::warn!(
+                    path = %path.display(),
+                    "the development authority has ended or is damaged: clients must trust a new one"
+                );
+            }
+            Authority::make(folder, now)?
+        }
     };
     if !is_good(&paths.0, &paths.1, &authority, now) {
-        authority.issue(&paths.0, &paths.1, now)?;
+        authority.issue(folder, &paths, now)?;
     }
     Ok(paths)
 }
@@ -65,22 +75,26 @@ fn lasts(certificate: &Path, now: SystemTime) -> bool {
 }
 
 struct Authority {
-    issuer: Issuer<'static, KeyPair>,
+    /// `None` where its key is missing or another's.
+    issuer: Option<Issuer<'static, KeyPair>>,
     certificate: Vec<u8>,
 }
 
 impl Authority {
-    /// The one that is there, if it can still sign.
+    /// The one that is there, if it lasts.
     fn read(folder: &Path, now: SystemTime) -> Option<Self> {
         let (certificate, key) = (folder.join(CA_CERTIFICATE), folder.join(CA_KEY));
-        read_pair(&certificate, &key, now).ok()?;
         if !lasts(&certificate, now) {
             return None;
         }
         let chain = read_chain(&certificate).ok()?;
-        let key = KeyPair::from_pem(&String::from_utf8(read_file(&key).ok()?).ok()?).ok()?;
-        let issuer = Issuer::from_ca_cert_der(chain.first()?, key).ok()?;
-        Some(Self { issuer, certificate: chain.first()?.to_vec() })
+        let leaf = chain.first()?;
+        let issuer = || {
+            read_pair(&certificate, &key, now).ok()?;
+            let key = KeyPair::from_pem(&String::from_utf8(read_file(&key).ok()?).ok()?).ok()?;
+            Issuer::from_ca_cert_der(leaf, key).ok()
+        };
+        Some(Self { issuer: issuer(), certificate: leaf.to_vec() })
     }
 
     fn make(folder: &Path, now: SystemTime) -> Result<Self, TlsError> {
@@ -103,7 +117,7 @@ impl Authority {
         write(&folder.join(CA_KEY), &key.serialize_pem(), SECRET)?;
         write(&folder.join(CA_CERTIFICATE), &certificate.pem(), PUBLIC)?;
         let der = certificate.der().to_vec();
-        Ok(Self { issuer: Issuer::new(params, key), certificate: der })
+        Ok(Self { issuer: Some(Issuer::new(params, key)), certificate: der })
     }
 
     /// Whether `leaf` bears this authority's signature.
@@ -133,7 +147,16 @@ impl Authority {
             && key_identifier(&leaf, false) == key_identifier(&authority, true)
     }
 
-    fn issue(&self, certificate: &Path, key: &Path, now: SystemTime) -> Result<(), TlsError> {
+    fn issue(
+        &self,
+        folder: &Path,
+        (certificate, key): &(PathBuf, PathBuf),
+        now: SystemTime,
+    ) -> Result<(), TlsError> {
+        let issuer = self.issuer.as_ref().ok_or_else(|| TlsError::AuthorityKey {
+            path: folder.join(CA_KEY),
+            certificate: folder.join(CA_CERTIFICATE),
+        })?;
         let pair = KeyPair::generate().map_err(TlsError::Generate)?;
         let mut params = params("tollgate development", now, DAYS);
         params.subject_alt_names = CertificateParams::new(NAMES.map(String::from))
@@ -143,7 +166,7 @@ impl Authority {
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
         params.use_authority_key_identifier_extension = true;
-        let signed = params.signed_by(&pair, &self.issuer).map_err(TlsError::Generate)?;
+        let signed = params.signed_by(&pair, issuer).map_err(TlsError::Generate)?;
         write(key, &pair.serialize_pem(), SECRET)?;
         write(certificate, &signed.pem(), PUBLIC)
     }

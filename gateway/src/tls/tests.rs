@@ -41,13 +41,44 @@ fn the_first_start_makes_and_the_next_keeps() {
 fn damage_is_mended() {
     let data = tempfile::tempdir().unwrap();
     let now = SystemTime::now();
-    for file in ["ca.pem", "ca.key", "server.pem", "server.key"] {
+    for file in ["ca.pem", "server.pem", "server.key"] {
         development(data.path(), now).unwrap();
         fs::write(data.path().join(file), "torn").unwrap();
         development(data.path(), now).unwrap();
         fs::remove_file(data.path().join(file)).unwrap();
         development(data.path(), now).unwrap();
     }
+}
+
+/// Clients trust the authority by copy: another never takes its place unasked.
+#[test]
+fn an_authority_without_its_key_is_kept() {
+    let data = tempfile::tempdir().unwrap();
+    let now = SystemTime::now();
+    let file = |name| data.path().join(name);
+    let first = development(data.path(), now).unwrap();
+    let authority = fs::read(file("ca.pem")).unwrap();
+    let key = fs::read(file("ca.key")).unwrap();
+    let others = tempfile::tempdir().unwrap();
+    development(others.path(), now).unwrap();
+    for break_key in [
+        &|| fs::write(file("ca.key"), "torn").unwrap(),
+        &|| fs::copy(others.path().join("ca.key"), file("ca.key")).map(|_| ()).unwrap(),
+        &|| fs::remove_file(file("ca.key")).unwrap(),
+    ] as [&dyn Fn(); 3]
+    {
+        break_key();
+        assert_eq!(development(data.path(), now).unwrap().cert, first.cert, "it still serves");
+        let error = development(data.path(), now + DAY * 340).unwrap_err().to_string();
+        assert!(error.contains("ca.key is missing or does not belong to"), "{error}");
+        assert_eq!(fs::read(file("ca.pem")).unwrap(), authority);
+    }
+    fs::write(file("ca.key"), key).unwrap();
+    assert_ne!(development(data.path(), now + DAY * 340).unwrap().cert, first.cert);
+    fs::remove_file(file("ca.key")).unwrap();
+    fs::remove_file(file("ca.pem")).unwrap();
+    development(data.path(), now).unwrap();
+    assert_ne!(fs::read(file("ca.pem")).unwrap(), authority, "as the error advises");
 }
 
 #[test]

@@ -91,6 +91,13 @@ impl Room {
         }
     }
 
+    /// The same room, with another key of `tenant`.
+    pub(crate) fn with_key(mut self, tenant: &'static str, key: &str) -> Self {
+        self.keys.retain(|(name, _)| *name != tenant);
+        self.keys.push((tenant, key.to_owned()));
+        self
+    }
+
     /// Answers a request of `tenant`.
     pub(crate) async fn ask(
         &self,

@@ -1,17 +1,17 @@
 //! The key table: statements and conversions, nothing else.
 
-use std::collections::HashMap;
 use std::fs::OpenOptions;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rusqlite::{Connection, OptionalExtension, Row, params};
+use rusqlite::{Connection, OptionalExtension, Row, TransactionBehavior, params};
 use tollgate_domain::{KeyId, PlanName, TenantId, UtcTime};
 
-use super::{Entry, KeyRecord, KeyStoreError};
+use super::{KeyRecord, KeyStoreError};
 
-/// Opens the database, making it with mode 0600 if there is none.
+/// Opens the database, making it with mode 0600 if there is none and bringing
+/// an older one up to date.
 pub(super) fn open(path: &Path) -> Result<Connection, KeyStoreError> {
     OpenOptions::new()
         .append(true)
@@ -20,19 +20,29 @@ pub(super) fn open(path: &Path) -> Result<Connection, KeyStoreError> {
         .open(path)
         .map_err(|source| KeyStoreError::File { path: path.to_owned(), source })?;
     let fault = |source| KeyStoreError::Database { path: path.to_owned(), source };
-    let connection = Connection::open(path).map_err(fault)?;
+    let mut connection = Connection::open(path).map_err(fault)?;
     connection.busy_timeout(Duration::from_secs(5)).map_err(fault)?;
     connection.execute_batch(SETTINGS).map_err(fault)?;
-    let found: i64 =
-        connection.query_row("PRAGMA user_version", [], |row| row.get(0)).map_err(fault)?;
-    match found {
-        FORMAT => {}
-        0 => connection.execute_batch(SCHEMA).map_err(fault)?,
-        found => {
-            return Err(KeyStoreError::Format { path: path.to_owned(), found, expected: FORMAT });
+    if format(&connection).map_err(fault)? != FORMAT {
+        // Several processes may come here at once: the first does it.
+        let transaction =
+            connection.transaction_with_behavior(TransactionBehavior::Immediate).map_err(fault)?;
+        match format(&transaction).map_err(fault)? {
+            FORMAT => {}
+            0 => transaction.execute_batch(SCHEMA).map_err(fault)?,
+            1 => transaction.execute_batch(FROM_1).map_err(fault)?,
+            found => {
+                let (path, expected) = (path.to_owned(), FORMAT);
+                return Err(KeyStoreError::Format { path, found, expected });
+            }
         }
+        transaction.commit().map_err(fault)?;
     }
     Ok(connection)
+}
+
+fn format(connection: &Connection) -> rusqlite::Result<i64> {
+    connection.query_row("PRAGMA user_version", [], |row| row.get(0))
 }
 
 /// A number that changes when another connection changes the database.
@@ -40,18 +50,54 @@ pub(super) fn data_version(connection: &Connection) -> Result<i64, KeyStoreError
     connection.query_row("PRAGMA data_version", [], |row| row.get(0)).map_err(fault_at(connection))
 }
 
-/// All keys, by id.
-pub(super) fn load(connection: &Connection) -> Result<HashMap<String, Entry>, KeyStoreError> {
+/// The number of the next change, later than all there are.
+pub(super) fn next_change(connection: &Connection) -> Result<i64, KeyStoreError> {
+    connection
+        .query_row("SELECT COALESCE(MAX(changed), 0) + 1 FROM keys", [], |row| row.get(0))
+        .map_err(fault_at(connection))
+}
+
+/// How many keys there are.
+pub(super) fn count(connection: &Connection) -> Result<usize, KeyStoreError> {
+    let count: i64 = connection
+        .query_row("SELECT COUNT(*) FROM keys", [], |row| row.get(0))
+        .map_err(fault_at(connection))?;
+    Ok(usize::try_from(count).unwrap_or(0))
+}
+
+/// Calls `take` with each key that changed after change number `since`.
+pub(super) fn changed_since(
+    connection: &Connection,
+    since: i64,
+    mut take: impl FnMut(Stored) -> Result<(), KeyStoreError>,
+) -> Result<(), KeyStoreError> {
     let fault = fault_at(connection);
-    let mut statement =
-        connection.prepare_cached(&format!("SELECT {COLUMNS} FROM keys")).map_err(&fault)?;
-    let mut rows = statement.query([]).map_err(&fault)?;
-    let mut entries = HashMap::new();
+    let sql = format!("SELECT {COLUMNS} FROM keys WHERE changed > ?1");
+    let mut statement = connection.prepare_cached(&sql).map_err(&fault)?;
+    let mut rows = statement.query([since]).map_err(&fault)?;
     while let Some(row) = rows.next().map_err(&fault)? {
-        let stored = Stored::read(row).map_err(&fault)?;
-        entries.insert(stored.id.clone(), stored.entry()?);
+        take(Stored::read(row).map_err(&fault)?)?;
     }
-    Ok(entries)
+    Ok(())
+}
+
+/// All keys as lists show them, by tenant and age; of one tenant where one is
+/// named.
+pub(super) fn list(
+    connection: &Connection,
+    tenant: Option<&TenantId>,
+) -> Result<Vec<KeyRecord>, KeyStoreError> {
+    let fault = fault_at(connection);
+    let sql = format!(
+        "SELECT {COLUMNS} FROM keys WHERE ?1 IS NULL OR tenant = ?1 ORDER BY tenant, created_at, id"
+    );
+    let mut statement = connection.prepare_cached(&sql).map_err(&fault)?;
+    let mut rows = statement.query([tenant.map(TenantId::as_str)]).map_err(&fault)?;
+    let mut records = Vec::new();
+    while let Some(row) = rows.next().map_err(&fault)? {
+        records.push(Stored::read(row).map_err(&fault)?.record()?);
+    }
+    Ok(records)
 }
 
 pub(super) fn find(connection: &Connection, id: &KeyId) -> Result<KeyRecord, KeyStoreError> {
@@ -63,17 +109,27 @@ pub(super) fn find(connection: &Connection, id: &KeyId) -> Result<KeyRecord, Key
         )
         .optional()
         .map_err(fault_at(connection))?;
-    let stored = stored.ok_or_else(|| KeyStoreError::Unknown(id.clone()))?;
-    Ok(stored.entry()?.record)
+    stored.ok_or_else(|| KeyStoreError::Unknown(id.clone()))?.record()
 }
 
 pub(super) fn insert(
     connection: &Connection,
     record: &KeyRecord,
     mac: &[u8],
+    change: i64,
 ) -> Result<(), KeyStoreError> {
-    let KeyRecord { id, tenant, label, scopes, created, expires, revoked, rotated_from, plan } =
-        record;
+    let KeyRecord {
+        id,
+        tenant,
+        label,
+        scopes,
+        created,
+        expires,
+        revoked,
+        ends_requests,
+        rotated_from,
+        plan,
+    } = record;
     let scopes = serde_json::to_string(scopes).expect("names and words serialise");
     let values = params![
         id.as_str(),
@@ -84,25 +140,36 @@ pub(super) fn insert(
         stored_time(*created)?,
         expires.map(stored_time).transpose()?,
         revoked.map(stored_time).transpose()?,
+        ends_requests,
         rotated_from.as_ref().map(KeyId::as_str),
         plan.as_ref().map(PlanName::as_str),
+        change,
     ];
-    let statement =
-        format!("INSERT INTO keys ({COLUMNS}) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10)");
-    connection.execute(&statement, values).map_err(fault_at(connection))?;
+    let sql = format!(
+        "INSERT INTO keys ({COLUMNS}, changed)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)"
+    );
+    let fault = fault_at(connection);
+    connection.prepare_cached(&sql).map_err(&fault)?.execute(values).map_err(&fault)?;
     Ok(())
 }
 
 /// Writes what may change in a key: its end.
-pub(super) fn update(connection: &Connection, record: &KeyRecord) -> Result<(), KeyStoreError> {
+pub(super) fn update(
+    connection: &Connection,
+    record: &KeyRecord,
+    change: i64,
+) -> Result<(), KeyStoreError> {
     let values = params![
         record.id.as_str(),
         record.expires.map(stored_time).transpose()?,
         record.revoked.map(stored_time).transpose()?,
+        record.ends_requests,
+        change,
     ];
-    connection
-        .execute("UPDATE keys SET expires_at = ?2, revoked_at = ?3 WHERE id = ?1", values)
-        .map_err(fault_at(connection))?;
+    let sql = "UPDATE keys SET expires_at = ?2, revoked_at = ?3, ends_requests = ?4, changed = ?5
+               WHERE id = ?1";
+    connection.execute(sql, values).map_err(fault_at(connection))?;
     Ok(())
 }
 
@@ -114,18 +181,34 @@ pub(super) fn fault_at(
     move |source| KeyStoreError::Database { path: path.clone(), source }
 }
 
+/// A row holds in `column` what no version writes.
+pub(super) fn damaged(id: &str, column: &'static str) -> KeyStoreError {
+    KeyStoreError::Row { id: id.to_owned(), column }
+}
+
 /// A row as the database gives it.
-struct Stored {
-    id: String,
+pub(super) struct Stored {
+    pub(super) id: String,
     tenant: String,
     mac: Vec<u8>,
     label: String,
-    scopes: String,
+    pub(super) scopes: String,
     created: i64,
     expires: Option<i64>,
     revoked: Option<i64>,
+    ends_requests: bool,
     rotated_from: Option<String>,
     plan: Option<String>,
+}
+
+/// What a request is checked against, checked itself.
+pub(super) struct Checked {
+    pub(super) tenant: TenantId,
+    pub(super) mac: [u8; 32],
+    pub(super) expires: Option<UtcTime>,
+    pub(super) revoked: Option<UtcTime>,
+    pub(super) ends_requests: bool,
+    pub(super) plan: Option<PlanName>,
 }
 
 impl Stored {
@@ -140,32 +223,51 @@ impl Stored {
             created: row.get(5)?,
             expires: row.get(6)?,
             revoked: row.get(7)?,
-            rotated_from: row.get(8)?,
-            plan: row.get(9)?,
+            ends_requests: row.get(8)?,
+            rotated_from: row.get(9)?,
+            plan: row.get(10)?,
         })
     }
 
-    fn entry(self) -> Result<Entry, KeyStoreError> {
-        let damaged = |column| KeyStoreError::Row { id: self.id.clone(), column };
-        let time =
-            |column, stored: i64| u64::try_from(stored).map(UtcTime).map_err(|_| damaged(column));
-        let rotated_from = self.rotated_from.as_deref().map(KeyId::new).transpose();
+    pub(super) fn check(&self) -> Result<Checked, KeyStoreError> {
+        let damaged = |column| damaged(&self.id, column);
         let plan = self.plan.as_deref().map(PlanName::new).transpose();
-        let record = KeyRecord {
-            id: KeyId::new(&self.id).map_err(|_| damaged("id"))?,
+        Ok(Checked {
             tenant: TenantId::new(&self.tenant).map_err(|_| damaged("tenant"))?,
+            mac: self.mac.as_slice().try_into().map_err(|_| damaged("mac"))?,
+            expires: self.time("expires_at", self.expires)?,
+            revoked: self.time("revoked_at", self.revoked)?,
+            ends_requests: self.ends_requests,
+            plan: plan.map_err(|_| damaged("plan"))?,
+        })
+    }
+
+    fn record(self) -> Result<KeyRecord, KeyStoreError> {
+        let damaged = |column| damaged(&self.id, column);
+        let Checked { tenant, mac: _, expires, revoked, ends_requests, plan } = self.check()?;
+        let created = self.time("created_at", Some(self.created))?;
+        let rotated_from = self.rotated_from.as_deref().map(KeyId::new).transpose();
+        Ok(KeyRecord {
+            id: KeyId::new(&self.id).map_err(|_| damaged("id"))?,
+            tenant,
             label: self.label.clone(),
             scopes: serde_json::from_str(&self.scopes).map_err(|_| damaged("scopes"))?,
-            created: time("created_at", self.created)?,
-            expires: self.expires.map(|stored| time("expires_at", stored)).transpose()?,
-            revoked: self.revoked.map(|stored| time("revoked_at", stored)).transpose()?,
+            created: created.unwrap_or_default(),
+            expires,
+            revoked,
+            ends_requests,
             rotated_from: rotated_from.map_err(|_| damaged("rotated_from"))?,
-            plan: plan.map_err(|_| damaged("plan"))?,
-        };
-        if self.mac.len() != 32 {
-            return Err(damaged("mac"));
-        }
-        Ok(Entry { mac: self.mac, record })
+            plan,
+        })
+    }
+
+    fn time(
+        &self,
+        column: &'static str,
+        stored: Option<i64>,
+    ) -> Result<Option<UtcTime>, KeyStoreError> {
+        let time = stored.map(|stored| u64::try_from(stored).map(UtcTime)).transpose();
+        time.map_err(|_| damaged(&self.id, column))
     }
 }
 
@@ -173,26 +275,33 @@ fn stored_time(time: UtcTime) -> Result<i64, KeyStoreError> {
     i64::try_from(time.0).map_err(|_| KeyStoreError::Time)
 }
 
-const FORMAT: i64 = 1;
-const COLUMNS: &str =
-    "id, tenant, mac, label, scopes, created_at, expires_at, revoked_at, rotated_from, plan";
+const FORMAT: i64 = 2;
+const COLUMNS: &str = "id, tenant, mac, label, scopes, created_at, expires_at, revoked_at, \
+                       ends_requests, rotated_from, plan";
 const SETTINGS: &str = "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;";
-/// Times are nanoseconds since 1970 in UTC. `IF NOT EXISTS` because two
-/// processes may make it at once.
+/// Times are nanoseconds since 1970 in UTC. `changed` is the number of the
+/// row's latest change: whoever follows reads those beyond what it has seen.
 const SCHEMA: &str = "
-BEGIN IMMEDIATE;
-CREATE TABLE IF NOT EXISTS keys (
-    id           TEXT PRIMARY KEY,
-    tenant       TEXT NOT NULL,
-    mac          BLOB NOT NULL,
-    label        TEXT NOT NULL,
-    scopes       TEXT NOT NULL,
-    created_at   INTEGER NOT NULL,
-    expires_at   INTEGER,
-    revoked_at   INTEGER,
-    rotated_from TEXT,
-    plan         TEXT
+CREATE TABLE keys (
+    id            TEXT PRIMARY KEY,
+    tenant        TEXT NOT NULL,
+    mac           BLOB NOT NULL,
+    label         TEXT NOT NULL,
+    scopes        TEXT NOT NULL,
+    created_at    INTEGER NOT NULL,
+    expires_at    INTEGER,
+    revoked_at    INTEGER,
+    ends_requests INTEGER NOT NULL DEFAULT 0,
+    rotated_from  TEXT,
+    plan          TEXT,
+    changed       INTEGER NOT NULL DEFAULT 1
 ) STRICT;
-PRAGMA user_version = 1;
-COMMIT;
+CREATE INDEX keys_changed ON keys (changed);
+PRAGMA user_version = 2;
+";
+const FROM_1: &str = "
+ALTER TABLE keys ADD COLUMN ends_requests INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE keys ADD COLUMN changed INTEGER NOT NULL DEFAULT 1;
+CREATE INDEX keys_changed ON keys (changed);
+PRAGMA user_version = 2;
 ";
