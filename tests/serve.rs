@@ -157,7 +157,9 @@ async fn a_revoked_key_is_refused_within_a_second() {
 #[test]
 fn help_names_every_command() {
     let help = command(&["--help"]);
-    for word in ["up", "worker", "keys", "usage", "config", "loadtest", "chat", "--listen"] {
+    for word in
+        ["up", "worker", "keys", "penalties", "usage", "config", "loadtest", "chat", "--listen"]
+    {
         assert!(help.contains(word), "{word} is missing in:\n{help}");
     }
 }
