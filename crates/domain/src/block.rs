@@ -172,6 +172,24 @@ impl Block {
     pub fn into_parts(self) -> BlockParts {
         self.parts
     }
+
+    /// The same span of time without the records of some attempts: their
+    /// device time is loss, and of their ends it says nothing.
+    #[must_use]
+    pub fn without(&self, untrue: impl Fn(&Caller, &Attempt) -> bool) -> Self {
+        let mut parts = self.parts.clone();
+        let mut lost = parts.loss;
+        parts.shares.retain(|share| {
+            let stays = !untrue(&share.caller, &share.attempt);
+            if !stays {
+                lost += share.attributed;
+            }
+            stays
+        });
+        parts.loss = lost;
+        parts.finished.retain(|finished| !untrue(&finished.caller, &finished.attempt));
+        Self { parts }
+    }
 }
 
 impl From<Block> for BlockParts {
@@ -337,6 +355,21 @@ mod tests {
             });
             assert_eq!(Block::try_from(parts).is_ok(), good, "{usage:?}");
         }
+    }
+
+    #[test]
+    fn what_is_taken_out_is_loss() {
+        let mut parts = parts();
+        let mut second = parts.shares[0].clone();
+        second.caller.tenant = TenantId::new("beta").expect("a name");
+        parts.shares[0].attributed = DeviceNanos(15);
+        second.attributed = DeviceNanos(25);
+        parts.shares.push(second.clone());
+        let block = Block::try_from(parts.clone()).expect("it balances");
+        let without = block.without(|caller, _| *caller == second.caller);
+        assert_eq!(without.parts().loss, DeviceNanos(55));
+        assert_eq!(without.parts().shares, parts.shares[..1]);
+        assert_eq!(Block::try_from(without.clone().into_parts()), Ok(without));
     }
 
     #[test]

@@ -28,4 +28,4 @@ pub use query::{
     UsageQuery, UsageRow,
 };
 pub use reader::LedgerReader;
-pub use writer::{Completion, Health, Ledger, LedgerHandle, LedgerOptions};
+pub use writer::{Completion, Health, Ledger, LedgerHandle, LedgerOptions, Struck};

@@ -4,7 +4,7 @@
 use rusqlite::{Connection, OptionalExtension, params};
 use sha2::{Digest, Sha256};
 use tollgate_domain::{
-    Block, BlockParts, Caller, DeviceNanos, FinishedAttempt, Share, WorkerEpoch,
+    Block, BlockParts, Caller, DeviceNanos, FinishedAttempt, Share, WorkerEpoch, WorkerName,
 };
 
 use crate::charge::{
@@ -53,10 +53,41 @@ pub(crate) struct BlockKey {
 /// # Errors
 /// [`LedgerError::Refused`] where it contradicts the ledger, and storage errors.
 pub(crate) fn post_block(connection: &Connection, block: &Block) -> Result<Posted, LedgerError> {
+    let digest = digest_of(block.parts())?;
+    post(connection, block, &digest)
+}
+
+/// Posts `struck`, which is `said` without what is not believed of it. When
+/// it comes again it comes as it was said, so that is remembered as well.
+///
+/// # Errors
+/// As [`post_block`].
+pub(crate) fn post_struck(
+    connection: &Connection,
+    said: &Block,
+    struck: &Block,
+    reason: &str,
+) -> Result<Posted, LedgerError> {
+    let digest = digest_of(said.parts())?;
+    let posted = post(connection, struck, &digest)?;
+    if posted == Posted::New {
+        let BlockParts { epoch, number, .. } = struck.parts();
+        let epoch = find_epoch(connection, *epoch)?
+            .ok_or_else(|| LedgerError::Damaged("an epoch was posted and is not there".into()))?;
+        connection
+            .prepare_cached(
+                "INSERT INTO struck_blocks (epoch_id, block, digest, reason) VALUES (?1, ?2, ?3, ?4)",
+            )?
+            .execute(params![epoch.id, *number as i64, &digest[..], shortened(reason)])?;
+    }
+    Ok(posted)
+}
+
+/// Posts `block`, unless one that was said in words of this `digest` is there.
+fn post(connection: &Connection, block: &Block, digest: &[u8; 32]) -> Result<Posted, LedgerError> {
     let parts = block.parts();
-    let digest = digest_of(parts)?;
     let epoch = find_epoch(connection, parts.epoch)?;
-    if let Some(posted) = already_posted(connection, parts, epoch.as_ref(), &digest)? {
+    if let Some(posted) = already_posted(connection, parts, epoch.as_ref(), digest)? {
         return Ok(posted);
     }
     check_against_epoch(parts, epoch.as_ref()).map_err(|refusal| refused(parts, refusal))?;
@@ -68,7 +99,7 @@ pub(crate) fn post_block(connection: &Connection, block: &Block) -> Result<Poste
         None => insert_epoch(connection, parts)?,
     };
     let key = BlockKey { epoch_id, block: parts.number as i64 };
-    insert_block(connection, key, parts, &digest)?;
+    insert_block(connection, key, parts, &digest_of(parts)?)?;
     insert_platform_entries(connection, key, parts)?;
     for (index, share) in parts.shares.iter().enumerate() {
         insert_share(connection, key, parts, FIRST_SHARE + index as i64, share)?;
@@ -80,15 +111,20 @@ pub(crate) fn post_block(connection: &Connection, block: &Block) -> Result<Poste
     Ok(Posted::New)
 }
 
-/// Passes over a block that cannot be posted, so that those after it can be.
-/// Its time is in no account; `check` reports it.
+/// Passes over a block of `worker` that cannot be posted, so that those after
+/// it can be. Its time is in no account; `check` reports it.
 pub(crate) fn pass_over(
     connection: &Connection,
+    worker: &WorkerName,
     epoch: WorkerEpoch,
     number: u64,
     reason: &str,
 ) -> Result<Posted, LedgerError> {
     let known = find_epoch(connection, epoch)?;
+    // An epoch is its worker's alone.
+    if known.as_ref().is_some_and(|known| known.identity[0] != worker.as_str()) {
+        return Err(LedgerError::Refused { epoch, number, refusal: BlockRefusal::Identity });
+    }
     let expected = known.as_ref().map_or(1, |known| known.last_block + 1);
     if number < expected {
         return Ok(Posted::Already);
@@ -108,18 +144,22 @@ pub(crate) fn pass_over(
         None => {
             connection.execute(
                 "INSERT INTO epochs (epoch, worker, device_class, device_name, device_uuid,
-                   last_block, last_step, ended) VALUES (?1, '', '', '', '', ?2, 0, 0)",
-                params![epoch.to_string(), number as i64],
+                   last_block, last_step, ended) VALUES (?1, ?2, '', '', '', ?3, 0, 0)",
+                params![epoch.to_string(), worker.as_str(), number as i64],
             )?;
             connection.last_insert_rowid()
         }
     };
-    let reason: String = reason.chars().take(500).collect();
     connection.execute(
         "INSERT INTO refused_blocks (epoch_id, block, reason) VALUES (?1, ?2, ?3)",
-        params![id, number as i64, reason],
+        params![id, number as i64, shortened(reason)],
     )?;
     Ok(Posted::New)
+}
+
+/// A reason as it is kept: a worker's words may be in it.
+fn shortened(reason: &str) -> String {
+    reason.chars().take(500).collect()
 }
 
 /// SHA-256 of the block's fields. `check` makes the block again from its rows
@@ -166,9 +206,12 @@ fn already_posted(
         return Ok(None);
     };
     let known: Option<Vec<u8>> = connection
-        .prepare_cached("SELECT digest FROM blocks WHERE epoch_id = ?1 AND block = ?2")?
-        .query_row(params![epoch.id, parts.number as i64], |row| row.get(0))
-        .optional()?;
+        .prepare_cached(
+            "SELECT coalesce(
+               (SELECT digest FROM struck_blocks WHERE epoch_id = ?1 AND block = ?2),
+               (SELECT digest FROM blocks WHERE epoch_id = ?1 AND block = ?2))",
+        )?
+        .query_row(params![epoch.id, parts.number as i64], |row| row.get(0))?;
     match known {
         Some(known) if known == digest => Ok(Some(Posted::Already)),
         Some(_) => Err(refused(parts, BlockRefusal::Conflict)),
@@ -187,10 +230,11 @@ fn check_against_epoch(parts: &BlockParts, epoch: Option<&EpochRow>) -> Result<(
     if parts.number != expected {
         return Err(BlockRefusal::Gap { expected });
     }
-    // An epoch that began with a block passed over takes its identity from
-    // the first one that is posted.
-    let unknown = epoch.identity.iter().all(String::is_empty);
-    if !unknown && epoch.identity != identity_of(parts) {
+    // An epoch that began with a block passed over takes its device from the
+    // first one that is posted.
+    let identity = identity_of(parts);
+    let unknown = epoch.identity[1..].iter().all(String::is_empty);
+    if epoch.identity[0] != identity[0] || (!unknown && epoch.identity != identity) {
         return Err(BlockRefusal::Identity);
     }
     if parts.first_step != 0 && parts.first_step <= epoch.last_step {

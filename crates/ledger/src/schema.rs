@@ -58,6 +58,7 @@ pub(crate) fn open_writer(path: &Path, max_pages: Option<u32>) -> Result<Connect
         transaction.commit().map_err(failed)?;
     }
     refuse_other_formats(path, &connection)?;
+    connection.execute_batch(STRUCK).map_err(failed)?;
     Ok(connection)
 }
 
@@ -114,6 +115,19 @@ fn refuse_other_formats(path: &Path, connection: &Connection) -> Result<(), Ledg
         }),
     }
 }
+
+/// What a worker said in blocks of which not all was believed: the digest of
+/// its words, since `blocks` has that of what was posted. Added to format 1,
+/// whose other tables do not change by it.
+const STRUCK: &str = "
+CREATE TABLE IF NOT EXISTS struck_blocks (
+  epoch_id INTEGER NOT NULL REFERENCES epochs,
+  block INTEGER NOT NULL,
+  digest BLOB NOT NULL,
+  reason TEXT NOT NULL,
+  PRIMARY KEY (epoch_id, block)
+) STRICT, WITHOUT ROWID;
+";
 
 /// An entry's id is `epoch/first_step-last_step/sequence`. Amounts are signed
 /// nanoseconds, a debit positive: a block's entries sum to zero, and so does

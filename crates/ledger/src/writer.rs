@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use rusqlite::Connection;
-use tollgate_domain::{Block, WorkerEpoch};
+use tollgate_domain::{Block, BlockParts, WorkerEpoch, WorkerName};
 
 use crate::error::is_about_content;
 use crate::fault::FaultCap;
@@ -66,8 +66,21 @@ struct Command {
 
 enum Act {
     Post(Box<Block>),
+    PostStruck(Box<Struck>),
     Cap(Box<FaultCap>),
-    PassOver { epoch: WorkerEpoch, number: u64, reason: String },
+    PassOver { worker: WorkerName, epoch: WorkerEpoch, number: u64, reason: String },
+}
+
+/// A block of which not all is believed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Struck {
+    /// As the worker says it.
+    pub said: Block,
+    /// What is posted of it: the same span of time, what is not believed in
+    /// `platform.loss`.
+    pub believed: Block,
+    /// What was not believed, for people.
+    pub reason: String,
 }
 
 impl Act {
@@ -77,21 +90,29 @@ impl Act {
     fn run(&self, connection: &Connection) -> Result<Posted, LedgerError> {
         let result = match self {
             Self::Post(block) => post::post_block(connection, block),
+            Self::PostStruck(struck) => {
+                let Struck { said, believed, reason } = &**struck;
+                post::post_struck(connection, said, believed, reason)
+            }
             Self::Cap(cap) => fault::post(connection, cap),
-            Self::PassOver { epoch, number, reason } => {
-                post::pass_over(connection, *epoch, *number, reason)
+            Self::PassOver { worker, epoch, number, reason } => {
+                post::pass_over(connection, worker, *epoch, *number, reason)
             }
         };
         match (result, self) {
             (Err(LedgerError::Storage(source)), act) if is_about_content(&source) => {
                 let reason = source.to_string();
-                Err(match act {
-                    Self::Post(block) => {
-                        let (epoch, number) = (block.parts().epoch, block.parts().number);
+                let block = match act {
+                    Self::Post(block) => Some(&**block),
+                    Self::PostStruck(struck) => Some(&struck.believed),
+                    Self::Cap(_) | Self::PassOver { .. } => None,
+                };
+                Err(match block.map(Block::parts) {
+                    Some(&BlockParts { epoch, number, .. }) => {
                         let refusal = BlockRefusal::Unfit { reason };
                         LedgerError::Refused { epoch, number, refusal }
                     }
-                    Self::Cap(_) | Self::PassOver { .. } => LedgerError::Damaged(reason),
+                    None => LedgerError::Damaged(reason),
                 })
             }
             (result, _) => result,
@@ -160,6 +181,15 @@ impl LedgerHandle {
         self.send(Act::Post(Box::new(block)), done)
     }
 
+    /// Posts what is believed of a block. It answers as [`Self::post_block`];
+    /// a block that comes again is known by what the worker said.
+    ///
+    /// # Errors
+    /// As [`LedgerHandle::post_block`].
+    pub fn post_struck(&self, struck: Struck, done: Completion) -> Result<(), LedgerError> {
+        self.send(Act::PostStruck(Box::new(struck)), done)
+    }
+
     /// Caps what a tenant pays for an attempt that ended by our fault; the
     /// rest, also of blocks yet to come, goes to `platform.loss`.
     ///
@@ -170,19 +200,21 @@ impl LedgerHandle {
         self.send(Act::Cap(Box::new(cap)), done)
     }
 
-    /// Records that a block of `epoch` is refused for good, so that those
-    /// after it can be posted. The alarm is the caller's to raise.
+    /// Records that a block of `worker`'s `epoch` is refused for good, so that
+    /// those after it can be posted. The alarm is the caller's to raise. `done`
+    /// hears [`BlockRefusal::Identity`] where the epoch is another worker's.
     ///
     /// # Errors
     /// As [`LedgerHandle::post_block`].
     pub fn pass_over(
         &self,
+        worker: WorkerName,
         epoch: WorkerEpoch,
         number: u64,
         reason: String,
         done: Completion,
     ) -> Result<(), LedgerError> {
-        self.send(Act::PassOver { epoch, number, reason }, done)
+        self.send(Act::PassOver { worker, epoch, number, reason }, done)
     }
 
     /// Whether the last write went through.

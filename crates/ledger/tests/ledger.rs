@@ -13,7 +13,7 @@ use tollgate_domain::{
 };
 use tollgate_ledger::{
     Balance, BlockRefusal, GroupBy, Health, Ledger, LedgerError, LedgerHandle, LedgerOptions,
-    Posted, RequestState, UsageQuery,
+    Posted, RequestState, Struck, UsageQuery,
 };
 
 fn ledger() -> (tempfile::TempDir, LedgerHandle) {
@@ -86,6 +86,55 @@ fn what_contradicts_the_ledger_is_refused_and_leaves_no_trace() {
     last.last_of_epoch = true;
     post(&ledger, Block::try_from(last).expect("it balances")).expect("posts");
     assert_eq!(refusal(post(&ledger, block(5, vec![], vec![]))), Some(BlockRefusal::Ended));
+}
+
+/// T56: a worker says nothing in another one's name.
+#[test]
+fn an_epoch_is_its_workers_alone() {
+    let (_folder, ledger) = ledger();
+    post(&ledger, block(1, vec![share("acme", 1, 100)], vec![])).expect("posts");
+    assert_eq!(refusal(pass_over_as(&ledger, "1", 2)), Some(BlockRefusal::Identity));
+    post(&ledger, block(2, vec![], vec![])).expect("its own worker's is posted");
+    assert_eq!(ledger.reader().check(), vec![]);
+
+    // Also where it began with a block that was passed over.
+    let (_folder, ledger) = self::ledger();
+    assert_eq!(pass_over_as(&ledger, "1", 1).expect("passes"), Posted::New);
+    assert_eq!(refusal(post(&ledger, block(2, vec![], vec![]))), Some(BlockRefusal::Identity));
+    let mut own = parts(2, vec![], vec![]);
+    own.worker = WorkerName::new("1").expect("a name");
+    let own = Block::try_from(own).expect("it balances");
+    assert_eq!(post(&ledger, own).expect("posts"), Posted::New);
+}
+
+/// T56: what is not believed is loss, and stays so when the worker says it again.
+#[test]
+fn what_is_struck_is_loss_and_comes_only_once() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let ledger = Ledger::open(&folder.path().join("ledger.db")).expect("opens");
+    let said = block(
+        1,
+        vec![share("acme", 1, 100), share("beta", 2, 50)],
+        vec![finished("acme", 1, usage(100, 90)), finished("beta", 2, usage(50, 40))],
+    );
+    let believed = said.without(|owner, _| *owner == caller("beta"));
+    let struck = Struck { said: said.clone(), believed: believed.clone(), reason: "a lie".into() };
+    assert_eq!(post_struck(&ledger, struck.clone()).expect("posts"), Posted::New);
+    let expected =
+        Balance { wall_ns: 185, tenants_ns: 100, overhead_ns: 10, idle_ns: 20, loss_ns: 55 };
+    assert_eq!(ledger.reader().balance(EPOCH).expect("reads"), expected);
+    // Again, judged or not, before and after a restart.
+    for ledger in [&ledger, &Ledger::open(&folder.path().join("ledger.db")).expect("opens")] {
+        assert_eq!(post_struck(ledger, struck.clone()).expect("posts"), Posted::Already);
+        assert_eq!(post(ledger, said.clone()).expect("posts"), Posted::Already);
+        assert_eq!(refusal(post(ledger, believed.clone())), Some(BlockRefusal::Conflict));
+        assert_eq!(ledger.reader().balance(EPOCH).expect("reads"), expected);
+        assert_eq!(ledger.reader().check(), vec![]);
+    }
+    let beta = TenantId::new("beta").expect("a name");
+    let id = RequestId::from_random(2);
+    assert_eq!(ledger.reader().request(&beta, &id).expect("reads"), None);
+    post(&ledger, block(2, vec![], vec![])).expect("the next one follows it");
 }
 
 #[test]

@@ -8,7 +8,7 @@ use tollgate_domain::{
     FinishedAttempt, KeyId, ModelName, RequestId, SequenceId, Share, Stages, TenantId, Usage,
     UtcTime, WorkerEpoch, WorkerName,
 };
-use tollgate_ledger::{FaultCap, LedgerError, LedgerHandle, Posted};
+use tollgate_ledger::{FaultCap, LedgerError, LedgerHandle, Posted, Struck};
 
 pub const EPOCH: WorkerEpoch = WorkerEpoch(7);
 /// 2026-11-20, noon.
@@ -102,7 +102,20 @@ pub fn post_cap(ledger: &LedgerHandle, cap: FaultCap) -> Result<Posted, LedgerEr
 }
 
 pub fn pass_over(ledger: &LedgerHandle, number: u64) -> Result<Posted, LedgerError> {
-    wait(|done| ledger.pass_over(EPOCH, number, "a lie".into(), done))
+    pass_over_as(ledger, "0", number)
+}
+
+pub fn pass_over_as(
+    ledger: &LedgerHandle,
+    worker: &str,
+    number: u64,
+) -> Result<Posted, LedgerError> {
+    let worker = WorkerName::new(worker).expect("a name");
+    wait(|done| ledger.pass_over(worker, EPOCH, number, "a lie".into(), done))
+}
+
+pub fn post_struck(ledger: &LedgerHandle, struck: Struck) -> Result<Posted, LedgerError> {
+    wait(|done| ledger.post_struck(struck, done))
 }
 
 fn wait(
