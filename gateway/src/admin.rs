@@ -158,6 +158,8 @@ struct Status {
 struct WorkerStatus {
     name: String,
     ready: bool,
+    /// It lied and gets nothing until it is started anew.
+    distrusted: bool,
     device_class: Option<String>,
     models: Vec<String>,
     queued: u32,
@@ -173,6 +175,7 @@ async fn status(State(gateway): State<Arc<Gateway>>) -> Response {
         .map(|report| WorkerStatus {
             name: report.name.to_string(),
             ready: report.ready,
+            distrusted: report.distrusted,
             device_class: report.class.map(|class| class.to_string()),
             models: report.models.iter().map(ToString::to_string).collect(),
             queued: report.queued,

@@ -1,6 +1,7 @@
 //! May it: a job's cost is estimated and every limit of its caller taken, or
 //! none. What comes out is the right to occupy a device.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use tollgate_admission::{Estimate, Figures, Hold, Reserve, ReserveError};
@@ -22,8 +23,6 @@ pub(crate) struct Admitted {
     pub(crate) hold: Hold,
     /// Reference cost with the output that is expected; held against rates.
     pub(crate) expected: DeviceNanos,
-    /// Reference cost of the longest answer.
-    worst: DeviceNanos,
     /// The pool on whose share it runs, where that is not the tenant's own.
     pool: Option<PoolName>,
     /// The weight of that share.
@@ -74,7 +73,7 @@ pub(crate) fn admit(
         }
     })?;
     let caller = caller.caller().clone();
-    Ok(Admitted { job, caller, hold, expected, worst, pool, weight, seed })
+    Ok(Admitted { job, caller, hold, expected, pool, weight, seed })
 }
 
 impl Admitted {
@@ -117,7 +116,12 @@ impl Admitted {
             pool: self.pool.as_ref().map_or_else(String::new, |pool| pool.as_str().to_owned()),
             tier: v1::Tier::Interactive.into(),
         };
-        Order { assignment, worst: self.worst }
+        Order {
+            request: job.id.clone(),
+            caller: self.caller.clone(),
+            model: Arc::clone(&job.model),
+            assignment,
+        }
     }
 
     /// Where the caller's limits stand after this request.

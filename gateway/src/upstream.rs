@@ -11,12 +11,14 @@ mod assets;
 mod connect;
 mod journal;
 mod keeper;
+mod orders;
 mod run;
+mod terms;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::watch;
@@ -29,6 +31,7 @@ use tonic::transport::Channel;
 
 pub(crate) use self::assets::BuiltTokenizer;
 pub(crate) use self::journal::Books;
+pub(crate) use self::orders::Orders;
 pub(crate) use self::run::{Lost, Order, Progress, Running, Said};
 
 /// Where a worker listens.
@@ -108,6 +111,17 @@ pub(crate) struct Online {
     load: watch::Receiver<Load>,
     /// Predicted device time of what this gateway has placed there.
     placed: Arc<AtomicU64>,
+    /// What this gateway has ordered there and elsewhere.
+    orders: Orders,
+    trust: Trust,
+}
+
+/// Whether a worker has said what cannot be true. Who has gets nothing new
+/// for the rest of its life, whether its connection lasts or not.
+#[derive(Clone, Debug)]
+pub(super) struct Trust {
+    lied: Arc<Mutex<Option<WorkerEpoch>>>,
+    counters: Arc<Counters>,
 }
 
 /// How busy a worker says it is.
@@ -143,6 +157,8 @@ pub struct WorkerReport {
     pub name: WorkerName,
     /// Whether it is connected and takes requests.
     pub ready: bool,
+    /// Whether it is connected and takes none because it lied.
+    pub distrusted: bool,
     /// The class of its device, while connected.
     pub class: Option<DeviceClass>,
     /// The device's name for people, while connected.
@@ -178,7 +194,7 @@ impl Workers {
                     endpoint,
                     assets: Arc::clone(&assets),
                     books: books.clone(),
-                    counters: Arc::clone(&counters),
+                    trust: Trust { lied: Arc::default(), counters: Arc::clone(&counters) },
                     publish,
                 };
                 tasks.spawn(keeper.keep(stop.clone()));
@@ -191,7 +207,7 @@ impl Workers {
     /// The workers that are there and take requests for `model`.
     pub(crate) fn serving(&self, model: &str) -> Vec<Arc<Online>> {
         self.online()
-            .filter(|online| !online.load().draining && online.models.contains_key(model))
+            .filter(|online| online.takes_requests() && online.models.contains_key(model))
             .collect()
     }
 
@@ -231,7 +247,8 @@ impl Workers {
                 let load = online.as_ref().map(|online| online.load()).unwrap_or_default();
                 WorkerReport {
                     name: slot.name.clone(),
-                    ready: online.is_some() && !load.draining,
+                    ready: online.as_ref().is_some_and(|online| online.takes_requests()),
+                    distrusted: online.as_ref().is_some_and(|online| !online.is_trusted()),
                     class: online.as_ref().map(|online| online.class.clone()),
                     device: online.as_ref().map(|online| online.device.clone()),
                     models: online
@@ -246,7 +263,7 @@ impl Workers {
 
     /// Whether any worker takes requests.
     pub fn is_ready(&self) -> bool {
-        self.online().any(|online| !online.load().draining)
+        self.online().any(|online| online.takes_requests())
     }
 
     /// How often a worker said what cannot be true.
@@ -258,14 +275,23 @@ impl Workers {
     pub fn losses(&self) -> u64 {
         self.counters.losses.load(Ordering::Relaxed)
     }
-
-    /// Counts a lie told within a request.
-    pub(crate) fn count_lie(&self) {
-        self.counters.lies.fetch_add(1, Ordering::Relaxed);
-    }
 }
 
 impl Online {
+    /// Whether it may be given more.
+    fn takes_requests(&self) -> bool {
+        !self.load().draining && self.is_trusted()
+    }
+
+    fn is_trusted(&self) -> bool {
+        self.trust.holds(self.epoch)
+    }
+
+    /// Notes that it lied.
+    pub(crate) fn distrust(&self) {
+        self.trust.lose(self.epoch);
+    }
+
     /// How busy it is.
     pub(crate) fn load(&self) -> Load {
         *self.load.borrow()
@@ -281,6 +307,24 @@ impl Online {
     pub(crate) fn place(&self, cost: DeviceNanos) -> PlacedCost {
         self.placed.fetch_add(cost.nanos(), Ordering::Relaxed);
         PlacedCost { placed: Arc::clone(&self.placed), cost: cost.nanos() }
+    }
+}
+
+impl Trust {
+    fn holds(&self, epoch: WorkerEpoch) -> bool {
+        *self.lock() != Some(epoch)
+    }
+
+    /// Counts a lie told in `epoch`, and says once what follows from it.
+    fn lose(&self, epoch: WorkerEpoch) {
+        self.counters.lies.fetch_add(1, Ordering::Relaxed);
+        if self.lock().replace(epoch) != Some(epoch) {
+            tracing::error!(%epoch, "a worker lied: it gets no requests until it is started anew");
+        }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Option<WorkerEpoch>> {
+        self.lied.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -302,5 +346,7 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 pub(crate) mod fake;
+#[cfg(test)]
+mod lies;
 #[cfg(test)]
 mod tests;

@@ -20,6 +20,7 @@ use tollgate_domain::{Caller, KeyId, PlanName, TenantId, UtcTime};
 
 use self::snapshot::{Entries, Names};
 use super::AuthenticatedCaller;
+use super::jwt::is_token_key;
 use super::pepper;
 use super::scopes::Scopes;
 use super::secret::{KeySecret, NoRandomness, number_of};
@@ -352,6 +353,16 @@ impl KeyStore {
     pub fn ends_requests(&self, id: &KeyId) -> bool {
         let Some(number) = number_of(id.as_str()) else { return false };
         self.entries().get(&number).is_some_and(|entry| entry.ends_requests)
+    }
+
+    /// Whether `caller` can have asked, now or before: its tenant has or had
+    /// such a key, or the id stands for the subject of a token.
+    pub(crate) fn may_be(&self, caller: &Caller) -> bool {
+        let snapshot = self.shared.snapshot.load();
+        match snapshot.get(caller.key.as_str()) {
+            Some(entry) => entry.record.tenant == caller.tenant,
+            None => is_token_key(&caller.key),
+        }
     }
 
     /// Whose key it is, if it is one and works at `now`. An unknown id takes

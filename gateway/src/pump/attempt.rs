@@ -14,7 +14,7 @@ use super::{Ended, Ending, Event, Pump};
 use crate::admit::Admitted;
 use crate::reply::ApiError;
 use crate::route::Placed;
-use crate::upstream::{Lost, Order, Progress, Running, Said, ServedModel};
+use crate::upstream::{Lost, Online, Order, Progress, Running, Said, ServedModel};
 
 /// How long the true figure is waited for after a cancel: the worker has to
 /// end one step.
@@ -51,6 +51,7 @@ impl Leaving {
 
 /// What is known of one placement while it runs.
 struct State {
+    worker: Arc<Online>,
     model: Arc<ServedModel>,
     streamed: bool,
     leaving: Option<Leaving>,
@@ -78,6 +79,7 @@ impl Pump {
         number: u32,
     ) -> Attempted {
         let mut state = State {
+            worker: Arc::clone(&placed.worker),
             model: Arc::clone(&admitted.job.model),
             streamed: admitted.job.streamed,
             leaving: None,
@@ -286,8 +288,9 @@ impl Pump {
     fn lost(&self, admitted: &Admitted, number: u32, state: &State, lost: Lost) -> Attempted {
         match lost {
             Lost::Lied(what) => {
-                self.serving.workers.count_lie();
-                tracing::error!(request = %admitted.job.id, what, "a worker lied");
+                state.worker.distrust();
+                let worker = &state.worker.name;
+                tracing::error!(request = %admitted.job.id, %worker, what, "a worker lied");
             }
             Lost::Broken(status) => {
                 tracing::warn!(request = %admitted.job.id, code = ?status.code(), "a worker's stream broke");

@@ -68,6 +68,9 @@ async fn a_client_that_leaves_pays_what_was_done() {
                 drop(asking);
             }
             assert_eq!(run.cancels.recv().await, Some(CancelReason::Client));
+            for figure in 101..105 {
+                run.token(0, "Hi", figure).await;
+            }
             run.end_choice(0, FinishReason::Cancelled).await;
             run.end(5, 700).await;
             prompt
@@ -136,7 +139,7 @@ async fn a_stream_that_breaks_ends_with_an_error_and_a_bill_up_to_there() {
 #[tokio::test]
 async fn lies_are_refused_and_counted() {
     for (lie, what) in
-        [(u64::MAX, "more reference cost than the order can cause"), (50, "a meter that went back")]
+        [(u64::MAX, "more device time than has passed"), (50, "a meter that went back")]
     {
         let folder = Room::folder();
         let mut worker = FakeWorker::start(folder.path(), "w0");
@@ -275,7 +278,7 @@ async fn a_cap_travels_as_a_budget() {
         assert!(budget <= 1_000_000, "{budget}");
         run.token(0, "Hi", 100).await;
         run.end_choice(0, FinishReason::Length).await;
-        run.end(1, budget).await;
+        run.end(1, 1_000).await;
     });
     let (status, body) = json(response).await;
     assert_eq!((status, &body["choices"][0]["finish_reason"]), (StatusCode::OK, &"length".into()));
@@ -301,7 +304,7 @@ async fn our_own_end_ends_requests_with_an_error() {
                 room.api.serving.stopping.cancel();
                 assert_eq!(run.cancels.recv().await, Some(CancelReason::Client));
                 run.end_choice(0, FinishReason::Cancelled).await;
-                run.end(2, 300).await;
+                run.end(if streamed { 2 } else { 1 }, 300).await;
             }
         );
         assert!(body.contains(r#""code":"draining""#), "{status} {body}");

@@ -1,10 +1,12 @@
-//! From the workers' journals into the ledger: each block posted whole, and
-//! acknowledged only when it is on the disk. What cannot be posted is retried;
-//! what contradicts the ledger is refused, passed over and reported, and never
-//! billed.
+//! From the workers' journals into the ledger: each block judged by what this
+//! gateway has ordered, then posted, and acknowledged only when it is on the
+//! disk. What cannot be posted is retried. What is untrue of a block is loss,
+//! what contradicts the ledger as a whole is passed over; either is reported,
+//! costs the worker our trust, and is never billed.
 
+use std::collections::HashMap;
 use std::convert::Infallible;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use futures_util::StreamExt;
@@ -14,12 +16,15 @@ use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
 use tollgate_domain::block::FinishedAttempt;
 use tollgate_domain::{Block, BlockParts, FinishReason, Usage, UtcTime, WorkerEpoch, WorkerName};
-use tollgate_ledger::{BlockRefusal, FaultCap, LedgerError, LedgerHandle, Posted, SpendRow};
+use tollgate_ledger::{
+    BlockRefusal, FaultCap, LedgerError, LedgerHandle, Posted, SpendRow, Struck,
+};
 use tollgate_wire::v1::worker_client::WorkerClient;
 use tollgate_wire::v1::{JournalAck, JournalBlock};
 use tonic::transport::Channel;
 
-use super::{CALL_TIMEOUT, UpstreamError};
+use super::orders::{Orders, Origin, Untruth};
+use super::{CALL_TIMEOUT, Online, UpstreamError};
 use crate::Clock;
 use crate::limits::LateSpend;
 use crate::pump::{InFlight, Stage};
@@ -38,42 +43,97 @@ const QUIET: Duration = Duration::from_millis(200);
 /// How long the cap of a request that has just ended may be on its way.
 const CAP_PATIENCE: Duration = Duration::from_secs(2);
 
+/// Untruths of one block that are logged one by one.
+const MOST_TOLD: usize = 8;
+/// Attempts of one block that the ledger refuses one by one, before the block
+/// is passed over.
+const MOST_REPLAYED: usize = 64;
+
 /// Where journals and corrections are entered; clones share it.
 #[derive(Clone)]
 pub(crate) struct Books {
     pub(crate) ledger: LedgerHandle,
-    pub(crate) in_flight: InFlight,
-    pub(crate) clock: Clock,
+    pub(super) orders: Orders,
+    in_flight: InFlight,
+    clock: Clock,
     /// When this gateway began: what ended before it was an earlier one's.
-    pub(crate) started: UtcTime,
-    pub(crate) late: Arc<LateSpend>,
+    started: UtcTime,
+    late: Arc<LateSpend>,
+    /// The present life of each worker.
+    lives: Arc<Mutex<HashMap<WorkerName, Life>>>,
+}
+
+/// A life of a worker, as this gateway came to know it.
+#[derive(Clone, Copy)]
+struct Life {
+    epoch: WorkerEpoch,
+    /// An earlier gateway had blocks of it: some of its requests are that
+    /// one's.
+    earlier: bool,
+}
+
+/// One connection's journal: what of the epoch that is being told is in the
+/// ledger already. Epochs come one after the other.
+struct Told<'a> {
+    online: &'a Online,
+    life: Life,
+    /// Whether blocks of the present life are in the ledger: no epoch that is
+    /// unknown there can come after that.
+    present: bool,
+    epoch: Option<WorkerEpoch>,
+    /// Its last block that is known.
+    last: u64,
+    /// Whether others than this gateway can have ordered in it.
+    open: bool,
+}
+
+/// A block that has been looked at and goes to the ledger.
+enum Looked {
+    /// Nothing is wrong with it, or it is there already.
+    Sound(Block),
+    /// Not all of it is believed.
+    Struck(Block, Vec<Untruth>),
+    /// It is no block of this worker's.
+    Refused(WorkerEpoch, String),
 }
 
 impl Books {
-    /// Follows the journal of `worker`, now in `epoch`, to the end of the
-    /// connection. `taken` is called once all that it held at the beginning
-    /// is in the ledger and what is charged counts in every cap: at the first
-    /// block of the epoch, or when nothing more comes.
+    pub(crate) fn new(
+        ledger: LedgerHandle,
+        in_flight: InFlight,
+        clock: Clock,
+        late: Arc<LateSpend>,
+    ) -> Self {
+        let (orders, lives, started) = (Orders::default(), Arc::default(), clock.utc());
+        Self { ledger, orders, in_flight, clock, started, late, lives }
+    }
+
+    /// Follows the journal of `online` to the end of the connection. `taken`
+    /// is called once all that it held at the beginning is in the ledger and
+    /// what is charged counts in every cap: at the first block of the epoch,
+    /// or when nothing more comes.
     pub(super) async fn follow(
         &self,
-        worker: &WorkerName,
-        epoch: WorkerEpoch,
+        online: &Online,
         mut client: WorkerClient<Channel>,
         taken: impl FnOnce(),
     ) -> Result<Infallible, UpstreamError> {
+        let mut told = self.begin(online).await?;
         let (acks, receiver) = mpsc::channel(UNCOMMITTED);
         let mut blocks = timeout(CALL_TIMEOUT, client.journal(ReceiverStream::new(receiver)))
             .await
             .map_err(|_| UpstreamError::Silent("opening its journal"))??
             .into_inner();
         let mut posting = FuturesOrdered::new();
-        let epoch = epoch.to_string();
+        let epoch = online.epoch.to_string();
         let mut taken = Some(taken);
         loop {
             let ack = tokio::select! {
                 block = blocks.message(), if posting.len() < UNCOMMITTED => {
                     let block = block?.ok_or(UpstreamError::Ended("journal"))?;
-                    posting.push_back(self.enter(worker, block));
+                    let ack = JournalAck { epoch: block.epoch.clone(), block: block.block };
+                    let looked = self.look(&mut told, block).await?;
+                    posting.push_back(self.enter(online, ack, looked));
                     continue;
                 }
                 Some(entered) = posting.next() => entered?,
@@ -93,58 +153,212 @@ impl Books {
         }
     }
 
+    /// Notes in which life `online` is. Nobody else may be in it.
+    async fn begin<'a>(&self, online: &'a Online) -> Result<Told<'a>, UpstreamError> {
+        let present = self.last_block(online.epoch).await? > 0;
+        let mut lives = self.lives.lock().unwrap_or_else(PoisonError::into_inner);
+        if lives.iter().any(|(name, life)| life.epoch == online.epoch && *name != online.name) {
+            return Err(UpstreamError::Lied("it announces another worker's epoch"));
+        }
+        let life = match lives.get(&online.name) {
+            Some(life) if life.epoch == online.epoch => *life,
+            _ => Life { epoch: online.epoch, earlier: present },
+        };
+        lives.insert(online.name.clone(), life);
+        Ok(Told { online, life, present, epoch: None, last: 0, open: false })
+    }
+
+    async fn last_block(&self, epoch: WorkerEpoch) -> Result<u64, UpstreamError> {
+        let reader = self.ledger.reader().clone();
+        match tokio::task::spawn_blocking(move || reader.last_block(epoch)).await {
+            Ok(Ok(last)) => Ok(last),
+            failed => {
+                tracing::error!(%epoch, ?failed, "the blocks of an epoch cannot be read");
+                Err(UpstreamError::Ended("ledger"))
+            }
+        }
+    }
+
+    /// Looks at a block before the ledger does: whether it is this worker's to
+    /// tell, and what of it is untrue. What is in the ledger already was
+    /// judged when it came first.
+    async fn look(
+        &self,
+        told: &mut Told<'_>,
+        wire: JournalBlock,
+    ) -> Result<Looked, UpstreamError> {
+        let epoch = WorkerEpoch::try_from(wire.epoch.clone())
+            .map_err(|_| UpstreamError::Lied("a block's epoch is not 32 hex digits"))?;
+        let worker = &told.online.name;
+        let lives = self.lives.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if lives.iter().any(|(name, life)| life.epoch == epoch && name != worker) {
+            return Err(UpstreamError::Lied("a block of another worker's epoch"));
+        }
+        if told.epoch != Some(epoch) {
+            let last = self.last_block(epoch).await?;
+            let is_present = epoch == told.life.epoch;
+            // Journals are told oldest first.
+            told.open = if is_present { told.life.earlier } else { last > 0 || !told.present };
+            told.present |= is_present;
+            (told.epoch, told.last) = (Some(epoch), last);
+        }
+        let block = match Block::try_from(wire) {
+            Ok(block) if block.parts().worker == *worker => block,
+            Ok(_) => return Ok(Looked::Refused(epoch, "it names another worker".into())),
+            Err(error) => return Ok(Looked::Refused(epoch, error.to_string())),
+        };
+        let parts = block.parts();
+        if parts.number <= told.last {
+            return Ok(Looked::Sound(block));
+        }
+        told.last = parts.number;
+        let keys = &self.late.keys;
+        let model = told.online.models.get(&parts.model).filter(|model| {
+            model.class == parts.device.class && model.table.version() == parts.calibration
+        });
+        let origin = if told.open {
+            Origin::Earlier { may_be: &|caller| keys.may_be(caller), model: model.map(|it| &**it) }
+        } else {
+            Origin::Ours
+        };
+        let untruths = self.orders.judge(parts, &origin);
+        Ok(if untruths.is_empty() { Looked::Sound(block) } else { Looked::Struck(block, untruths) })
+    }
+
     /// Enters one block; the answer acknowledges it.
     async fn enter(
         &self,
-        worker: &WorkerName,
-        wire: JournalBlock,
+        online: &Online,
+        ack: JournalAck,
+        looked: Looked,
     ) -> Result<JournalAck, UpstreamError> {
-        let ack = JournalAck { epoch: wire.epoch.clone(), block: wire.block };
-        let epoch = WorkerEpoch::try_from(wire.epoch.clone())
-            .map_err(|_| UpstreamError::Lied("a block's epoch is not 32 hex digits"))?;
-        let block = match Block::try_from(wire) {
-            Ok(block) if block.parts().worker == *worker => block,
-            Ok(_) => return self.pass_over(epoch, ack, "it names another worker".into()).await,
-            Err(error) => return self.pass_over(epoch, ack, error.to_string()).await,
+        let (said, mut untruths) = match looked {
+            Looked::Sound(block) => (block, Vec::new()),
+            Looked::Struck(block, untruths) => (block, untruths),
+            Looked::Refused(epoch, reason) => {
+                return self.pass_over(online, epoch, ack, reason).await;
+            }
         };
-        let posted = match self.post(&block).await {
-            Ok(posted) => posted,
-            Err(LedgerError::Refused { refusal, .. }) => match refusal {
+        let epoch = said.parts().epoch;
+        loop {
+            let believed = said.without(|caller, attempt| {
+                untruths.iter().any(|it| it.caller == *caller && it.attempt == *attempt)
+            });
+            let refusal = match self.post(&said, &believed, &untruths).await {
+                Ok(posted) => {
+                    if posted == Posted::New {
+                        self.report(online, &said, &untruths);
+                        self.void(&said, &untruths).await;
+                    }
+                    self.charge_strangers(&believed, posted).await;
+                    self.committed(&believed).await;
+                    return Ok(ack);
+                }
+                Err(LedgerError::Refused { refusal, .. }) => refusal,
+                Err(error) => {
+                    tracing::error!(worker = %online.name, %error, "the ledger takes no block");
+                    return Err(UpstreamError::Ended("ledger"));
+                }
+            };
+            match refusal {
                 // Already known: nothing to pass over, nothing to bill.
                 BlockRefusal::PassedOver => return Ok(ack),
                 BlockRefusal::Conflict | BlockRefusal::Ended => {
-                    tracing::error!(%worker, %epoch, block = ack.block, %refusal, "block refused");
+                    online.distrust();
+                    let (worker, block) = (&online.name, ack.block);
+                    tracing::error!(%worker, %epoch, block, %refusal, "block refused");
                     return Ok(ack);
                 }
                 BlockRefusal::Gap { .. } => {
                     return Err(UpstreamError::Lied("blocks of its journal are missing"));
                 }
+                BlockRefusal::Replayed { request, attempt }
+                    if untruths.len() < MOST_REPLAYED =>
+                {
+                    let ended = said.parts().finished.iter();
+                    untruths.extend(
+                        ended
+                            .filter(|ended| {
+                                ended.attempt.request.as_str() == request
+                                    && ended.attempt.attempt == attempt
+                            })
+                            .map(Untruth::replayed),
+                    );
+                }
                 BlockRefusal::Identity
                 | BlockRefusal::Steps { .. }
                 | BlockRefusal::Replayed { .. }
                 | BlockRefusal::Unfit { .. } => {
-                    return self.pass_over(epoch, ack, refusal.to_string()).await;
+                    return self.pass_over(online, epoch, ack, refusal.to_string()).await;
                 }
-            },
-            Err(error) => {
-                tracing::error!(%worker, %error, "the ledger takes no block");
-                return Err(UpstreamError::Ended("ledger"));
             }
-        };
-        self.charge_strangers(&block, posted).await;
-        self.committed(&block).await;
-        Ok(ack)
+        }
     }
 
-    /// Posts `block` until it is on the disk or refused.
-    async fn post(&self, block: &Block) -> Result<Posted, LedgerError> {
+    /// Says what was not believed of a block, and trusts its worker no more.
+    fn report(&self, online: &Online, said: &Block, untruths: &[Untruth]) {
+        let (worker, BlockParts { epoch, number, .. }) = (&online.name, said.parts());
+        for Untruth { caller, attempt, what, excused, voids: _ } in untruths.iter().take(MOST_TOLD)
+        {
+            let (tenant, request, attempt) = (&caller.tenant, &attempt.request, attempt.attempt);
+            if *excused {
+                tracing::warn!(%worker, %epoch, block = number, %tenant, %request, attempt, what, "not billed");
+            } else {
+                tracing::error!(%worker, %epoch, block = number, %tenant, %request, attempt, what, "a worker lied: not billed");
+            }
+        }
+        if untruths.len() > MOST_TOLD {
+            tracing::error!(%worker, %epoch, block = number, untruths = untruths.len(), "a worker lied often");
+        }
+        if untruths.iter().any(|untruth| !untruth.excused) {
+            online.distrust();
+        }
+    }
+
+    /// Attempts that are real and of which false figures were told pay
+    /// nothing, whatever was or will be believed of them.
+    async fn void(&self, said: &Block, untruths: &[Untruth]) {
+        let BlockParts { model, device, .. } = said.parts();
+        for Untruth { caller, attempt, .. } in untruths.iter().filter(|untruth| untruth.voids) {
+            self.fault(FaultCap {
+                caller: caller.clone(),
+                attempt: attempt.clone(),
+                model: model.clone(),
+                class: device.class.clone(),
+                payable: Usage::default(),
+                at: self.clock.utc(),
+            })
+            .await;
+            self.orders.recorded(attempt);
+        }
+    }
+
+    /// Posts what is `believed` of a block until it is on the disk or refused.
+    async fn post(
+        &self,
+        said: &Block,
+        believed: &Block,
+        untruths: &[Untruth],
+    ) -> Result<Posted, LedgerError> {
+        let reason = untruths.first().map(|untruth| {
+            let (tenant, request) = (&untruth.caller.tenant, &untruth.attempt.request);
+            format!("{} ({request} of {tenant}), {} in all", untruth.what, untruths.len())
+        });
         let mut gaps = 0;
         loop {
             let (done, posted) = oneshot::channel();
             let completion = Box::new(move |result| {
                 let _ = done.send(result); // nobody waits: it is sent again
             });
-            let result = match self.ledger.post_block(block.clone(), completion) {
+            let sent = match &reason {
+                None => self.ledger.post_block(believed.clone(), completion),
+                Some(reason) => {
+                    let (said, believed) = (said.clone(), believed.clone());
+                    let struck = Struck { said, believed, reason: reason.clone() };
+                    self.ledger.post_struck(struck, completion)
+                }
+            };
+            let result = match sent {
                 Ok(()) => posted.await.unwrap_or(Err(LedgerError::Closed)),
                 Err(error) => Err(error),
             };
@@ -165,17 +379,21 @@ impl Books {
     /// Records that a block is refused for good, and acknowledges it.
     async fn pass_over(
         &self,
+        online: &Online,
         epoch: WorkerEpoch,
         ack: JournalAck,
         reason: String,
     ) -> Result<JournalAck, UpstreamError> {
-        tracing::error!(%epoch, block = ack.block, reason, "block refused and passed over");
+        let worker = &online.name;
+        tracing::error!(%worker, %epoch, block = ack.block, reason, "block refused and passed over");
+        online.distrust();
         loop {
             let (done, passed) = oneshot::channel();
             let completion = Box::new(move |result| {
                 let _ = done.send(result);
             });
-            let result = match self.ledger.pass_over(epoch, ack.block, reason.clone(), completion) {
+            let (name, reason) = (worker.clone(), reason.clone());
+            let result = match self.ledger.pass_over(name, epoch, ack.block, reason, completion) {
                 Ok(()) => passed.await.unwrap_or(Err(LedgerError::Closed)),
                 Err(error) => Err(error),
             };
@@ -234,8 +452,10 @@ impl Books {
     async fn committed(&self, block: &Block) {
         for FinishedAttempt { attempt, .. } in &block.parts().finished {
             self.in_flight.recorded(attempt);
+            self.orders.recorded(attempt);
         }
         if block.parts().last_of_epoch {
+            self.orders.closed(block.parts().epoch);
             self.close_epoch(block.parts().epoch).await;
         }
     }

@@ -15,7 +15,7 @@ use tonic::Streaming;
 use super::announce::{self, Announced};
 use super::assets::Assets;
 use super::journal::Books;
-use super::{CALL_TIMEOUT, Counters, Load, Online, UpstreamError, WorkerEndpoint, connect};
+use super::{CALL_TIMEOUT, Load, Online, Trust, UpstreamError, WorkerEndpoint, connect};
 
 /// The first wait before connecting again; it doubles ...
 const FIRST_WAIT: Duration = Duration::from_millis(50);
@@ -28,7 +28,7 @@ pub(super) struct Keeper {
     pub(super) endpoint: WorkerEndpoint,
     pub(super) assets: Arc<Assets>,
     pub(super) books: Books,
-    pub(super) counters: Arc<Counters>,
+    pub(super) trust: Trust,
     pub(super) publish: watch::Sender<Option<Arc<Online>>>,
 }
 
@@ -43,7 +43,7 @@ impl Keeper {
             };
             if let Some(online) = self.publish.send_replace(None) {
                 wait = FIRST_WAIT;
-                self.counters.losses.fetch_add(1, Ordering::Relaxed);
+                self.trust.counters.losses.fetch_add(1, Ordering::Relaxed);
                 if online.load().draining || is_orderly(&ended) {
                     tracing::info!(worker = %self.endpoint.name, "worker ended");
                 } else {
@@ -56,7 +56,7 @@ impl Keeper {
                 ended,
                 UpstreamError::Lied(_) | UpstreamError::CostTable(_) | UpstreamError::Text(_)
             ) {
-                self.counters.lies.fetch_add(1, Ordering::Relaxed);
+                self.trust.counters.lies.fetch_add(1, Ordering::Relaxed);
                 tracing::error!(worker = %self.endpoint.name, error = %report(&ended), "worker refused");
                 wait = WAIT_AFTER_LIE;
             }
@@ -95,18 +95,20 @@ impl Keeper {
             client: client.clone(),
             load,
             placed: Arc::new(AtomicU64::new(0)),
+            orders: self.books.orders.clone(),
+            trust: self.trust.clone(),
         });
         // Nothing is placed before what its journal holds counts in the caps.
         let taken = || {
             tracing::info!(worker = %online.name, epoch = %epoch, class = %online.class, "worker ready");
-            self.publish.send_replace(Some(online));
+            self.publish.send_replace(Some(Arc::clone(&online)));
         };
         let follow_status = async {
             loop {
                 load_sender.send_replace(next_load(&mut statuses, epoch).await?);
             }
         };
-        let follow_journal = self.books.follow(&self.endpoint.name, epoch, client, taken);
+        let follow_journal = self.books.follow(&online, client, taken);
         tokio::select! {
             ended = follow_status => ended,
             ended = follow_journal => ended,

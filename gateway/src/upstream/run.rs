@@ -1,26 +1,32 @@
 //! One request on one worker: its assignment out, its events in, each checked
 //! against what was ordered before anyone else sees it.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
-use tollgate_domain::block::{LONGEST_ATTEMPT, Stages};
-use tollgate_domain::{DeviceNanos, FinishReason, Usage};
+use tokio::time::Instant;
+use tollgate_domain::block::{Attempt, Stages};
+use tollgate_domain::{Caller, DeviceNanos, FinishReason, RequestId, Usage};
 use tollgate_wire::v1::run_event::Event as WireEvent;
 use tollgate_wire::v1::run_request::Message;
 use tollgate_wire::v1::{self, CancelReason, RunRequest};
 use tonic::Streaming;
 
-use super::Online;
+use super::orders::Placement;
+use super::terms::{Terms, at_most_since};
+use super::{Online, ServedModel};
 use crate::pump::{Delta, TokenLogprob};
 
-/// What a worker is asked to do, and what it can cost at most.
+/// What a worker is asked to do. The assignment says the same in the wire's
+/// words.
 #[derive(Clone, Debug)]
 pub(crate) struct Order {
+    pub(crate) request: RequestId,
+    pub(crate) caller: Caller,
+    pub(crate) model: Arc<ServedModel>,
     pub(crate) assignment: v1::Assignment,
-    /// Reference cost of the longest answer: more is not believed.
-    pub(crate) worst: DeviceNanos,
 }
 
 /// A request that runs. Dropping it cancels: the worker sees its stream end.
@@ -29,6 +35,7 @@ pub(crate) struct Running {
     requests: mpsc::Sender<RunRequest>,
     events: Streaming<v1::RunEvent>,
     check: Check,
+    placement: Placement,
 }
 
 /// One thing that a worker said, checked.
@@ -62,8 +69,13 @@ pub(crate) enum Lost {
 impl Online {
     /// Opens the stream for `order`.
     pub(crate) async fn run(&self, order: Order) -> Result<Running, Lost> {
-        let Order { assignment, worst } = order;
-        let check = Check::new(&assignment, worst);
+        let Order { request, caller, model, assignment } = order;
+        // Its own table, where it has one of its own for the same model.
+        let model = self.models.get(&model.name).cloned().unwrap_or(model);
+        let terms = Terms::of(model, &assignment);
+        let attempt = Attempt { request, attempt: assignment.attempt };
+        let placement = self.orders.open(attempt, self.epoch, caller, terms.clone());
+        let check = Check::new(&assignment, terms);
         // Its assignment and, at most once, its cancel.
         let (requests, receiver) = mpsc::channel(2);
         let first = RunRequest { message: Some(Message::Assignment(assignment)) };
@@ -75,7 +87,7 @@ impl Online {
             .await
             .map_err(|status| Lost::Broken(Box::new(status)))?
             .into_inner();
-        Ok(Running { requests, events, check })
+        Ok(Running { requests, events, check, placement })
     }
 }
 
@@ -83,7 +95,18 @@ impl Running {
     /// The next thing it says.
     pub(crate) async fn next(&mut self) -> Result<Said, Lost> {
         match self.events.message().await {
-            Ok(Some(event)) => self.check.take(event).map_err(Lost::Lied),
+            Ok(Some(event)) => {
+                let said = self.check.take(event).map_err(Lost::Lied)?;
+                match &said {
+                    Said::Delta(_, progress) => self.placement.streamed(progress.tokens),
+                    Said::Finished { usage, .. } => {
+                        self.placement.heard(*usage).map_err(Lost::Lied)?;
+                    }
+                    Said::Refused { .. } => self.placement.refused(),
+                    Said::PromptLogprobs { .. } | Said::ChoiceFinished { .. } => {}
+                }
+                Ok(said)
+            }
             Ok(None) => Err(Lost::Broken(Box::new(tonic::Status::unavailable(
                 "the stream ended without a last message",
             )))),
@@ -102,12 +125,10 @@ impl Running {
 /// What an honest worker can still say about one request.
 #[derive(Debug)]
 struct Check {
+    terms: Terms,
+    opened: Instant,
     choices: Vec<Choice>,
-    prompts: u32,
-    prompt_tokens: u64,
-    max_tokens: u32,
     logprobs: bool,
-    worst: DeviceNanos,
     progress: Progress,
 }
 
@@ -118,21 +139,15 @@ struct Choice {
 }
 
 impl Check {
-    fn new(assignment: &v1::Assignment, worst: DeviceNanos) -> Self {
-        let prompts = assignment.prompts.len() as u32;
+    fn new(assignment: &v1::Assignment, terms: Terms) -> Self {
         Self {
-            choices: vec![Choice::default(); (prompts * assignment.choices) as usize],
-            prompts,
-            prompt_tokens: assignment.prompts.iter().map(|prompt| prompt.tokens.len() as u64).sum(),
-            max_tokens: assignment.max_tokens,
+            choices: vec![Choice::default(); terms.choices()],
+            terms,
+            opened: Instant::now(),
             logprobs: assignment
                 .sampling
                 .as_ref()
                 .is_some_and(|sampling| sampling.top_logprobs.is_some()),
-            // The worker's table may have been refitted by a hair since.
-            worst: DeviceNanos(
-                worst.nanos().saturating_add(worst.nanos() / 64).saturating_add(1_000),
-            ),
             progress: Progress::default(),
         }
     }
@@ -141,7 +156,8 @@ impl Check {
         match event.event.ok_or("an empty event")? {
             WireEvent::Delta(delta) => self.delta(delta),
             WireEvent::PromptLogprobs(v1::PromptLogprobs { prompt, logprobs }) => {
-                if prompt >= self.prompts || logprobs.len() as u64 > self.prompt_tokens {
+                let tokens = self.terms.prompt_tokens();
+                if prompt as usize >= self.terms.prompts() || logprobs.len() as u64 > tokens {
                     return Err("log-probabilities of a prompt that was not sent");
                 }
                 Ok(Said::PromptLogprobs {
@@ -175,7 +191,7 @@ impl Check {
         if state.finished {
             return Err("tokens of a choice that had ended");
         }
-        if state.tokens > self.max_tokens {
+        if state.tokens > self.terms.max_tokens() {
             return Err("more tokens than ordered");
         }
         if !logprobs.is_empty() && (!self.logprobs || logprobs.len() != tokens.len()) {
@@ -187,6 +203,13 @@ impl Check {
             reference: DeviceNanos(reference_ns),
         };
         self.advance(progress)?;
+        // The meter stands after a step, of which other choices' tokens may
+        // still come.
+        let most = self.choices.iter().map(|choice| choice.tokens.saturating_add(1));
+        let most = most.map(|tokens| u64::from(tokens.min(self.terms.max_tokens())));
+        if progress.reference > self.terms.cost(most) {
+            return Err("more reference cost than its tokens can cause");
+        }
         let logprobs = logprobs.into_iter().map(token).collect();
         Ok(Said::Delta(Delta { choice, text, logprobs }, progress))
     }
@@ -216,39 +239,35 @@ impl Check {
             attributed_ns,
             reference_ns,
         } = usage;
-        let most = u64::from(self.max_tokens) * self.choices.len() as u64;
-        if prompt_tokens > self.prompt_tokens || cached_tokens > prompt_tokens {
-            return Err("more prompt tokens than were sent");
+        if completion_tokens != self.progress.tokens {
+            return Err("another count of tokens than was streamed");
         }
-        if completion_tokens > most || completion_tokens < self.progress.tokens {
-            return Err("a count of tokens that cannot be");
-        }
-        self.advance(Progress {
-            tokens: completion_tokens,
-            attributed: DeviceNanos(attributed_ns),
-            reference: DeviceNanos(reference_ns),
-        })?;
-        Ok(Usage {
+        let usage = Usage {
             prompt_tokens,
             cached_tokens,
             completion_tokens,
             attributed: DeviceNanos(attributed_ns),
             reference: DeviceNanos(reference_ns),
-        })
+        };
+        let generated: Vec<u32> = self.choices.iter().map(|choice| choice.tokens).collect();
+        self.terms.check(&usage, Some(&generated))?;
+        self.advance(Progress {
+            tokens: completion_tokens,
+            attributed: usage.attributed,
+            reference: usage.reference,
+        })?;
+        Ok(usage)
     }
 
-    /// Meters only go forward, and never beyond what the order can cost.
+    /// Meters only go forward, and no faster than time.
     fn advance(&mut self, progress: Progress) -> Result<(), &'static str> {
         if progress.attributed < self.progress.attributed
             || progress.reference < self.progress.reference
         {
             return Err("a meter that went back");
         }
-        if progress.attributed > LONGEST_ATTEMPT {
-            return Err("more device time than an attempt can have");
-        }
-        if progress.reference > self.worst {
-            return Err("more reference cost than the order can cause");
+        if progress.attributed > at_most_since(self.opened) {
+            return Err("more device time than has passed");
         }
         self.progress = progress;
         Ok(())

@@ -8,11 +8,15 @@ use crate::api::tests::room::{PLAIN, Room, json};
 use crate::upstream::fake::{FakeWorker, MODEL};
 
 const REQUEST: &str = "req-00000000000000000000000000000000";
+/// The subject of a token, which an earlier gateway can have seen.
+const KEY: &str = "jwt:k";
+/// A life of the worker before this gateway's.
+const EARLIER: &str = "eeeeeeeeeeeeeeeeeeeeeeeeeeeeeeee";
 
 fn block(worker: &FakeWorker, number: u64) -> JournalBlock {
     JournalBlock {
         format: 1,
-        epoch: worker.epoch.clone(),
+        epoch: EARLIER.into(),
         block: number,
         worker: worker.endpoint.name.as_str().into(),
         device: Some(Device {
@@ -35,7 +39,7 @@ fn block(worker: &FakeWorker, number: u64) -> JournalBlock {
             request_id: REQUEST.into(),
             attempt: 0,
             tenant: "acme".into(),
-            key: "k".into(),
+            key: KEY.into(),
             attributed_ns: 700,
         }],
         finished: Vec::new(),
@@ -48,7 +52,7 @@ fn finished() -> RequestRecord {
         request_id: REQUEST.into(),
         attempt: 0,
         tenant: "acme".into(),
-        key: "k".into(),
+        key: KEY.into(),
         usage: Some(Usage {
             prompt_tokens: 3,
             cached_tokens: 0,
@@ -112,14 +116,14 @@ async fn blocks_are_acknowledged_when_they_are_in_the_ledger() {
 async fn what_an_earlier_gateway_left_is_charged_once_and_capped() {
     const CAPPED: &str = r#"
 [plans.open]
-device_time_per_day = "1s"
+device_time_per_day = "1ms"
 [tenants.acme]
 plan = "open"
 "#;
     let tenant = TenantId::new("acme").expect("a name");
     let id = RequestId::new(REQUEST).expect("a name");
     for (reason, paid, admitted) in
-        [(FinishReason::Fault, 0, true), (FinishReason::Stop, 1_000_000_000, false)]
+        [(FinishReason::Fault, 0, true), (FinishReason::Stop, 1_000_000, false)]
     {
         let folder = Room::folder();
         let mut worker = FakeWorker::start(folder.path(), "w0");
@@ -127,7 +131,8 @@ plan = "open"
         ended.reason = reason.into();
         ended.finished_utc_ns = crate::Clock::system().utc().0;
         if let Some(usage) = &mut ended.usage {
-            (usage.attributed_ns, usage.reference_ns) = (700, 1_000_000_000);
+            (usage.attributed_ns, usage.reference_ns) = (700, 1_000_000);
+            usage.completion_tokens = 1_000;
         }
         let block = JournalBlock { finished: vec![ended], ..block(&worker, 1) };
         worker.journal.send(block).await.expect("room for one");

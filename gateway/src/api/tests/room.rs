@@ -118,6 +118,12 @@ impl Room {
         self.router.clone().oneshot(request).await.expect("routes do not fail")
     }
 
+    /// The public id of `tenant`'s key.
+    pub(crate) fn key_id(&self, tenant: &str) -> String {
+        let name = TenantId::new(tenant).expect("a name");
+        self.api.authenticator.keys().list(Some(&name))[0].id.to_string()
+    }
+
     /// Asks for a chat with more `fields`.
     pub(crate) async fn chat(&self, fields: &str) -> Response<Body> {
         let comma = if fields.is_empty() { "" } else { "," };

@@ -1,0 +1,370 @@
+//! T56, C11: a worker that lies in its journal. Whatever it says, no tenant
+//! pays for what this gateway did not order or did not hear; the time is loss,
+//! the ledger adds up, and the worker gets nothing more.
+
+use tokio::join;
+use tollgate_domain::{TenantId, WorkerEpoch};
+use tollgate_ledger::UsageQuery;
+use tollgate_wire::v1::*;
+
+use crate::api::tests::room::{PLAIN, Room, text};
+use crate::upstream::fake::{FakeWorker, MODEL};
+
+/// What the one token of an honest answer costs by both meters.
+const FIGURE: u64 = 100;
+
+/// A block of a life that began with this gateway: one step of one sequence.
+fn block(worker: &FakeWorker, number: u64, shares: Vec<Share>) -> JournalBlock {
+    let tenants: u64 = shares.iter().map(|share| share.attributed_ns).sum();
+    JournalBlock {
+        format: 1,
+        epoch: worker.epoch.clone(),
+        block: number,
+        worker: worker.endpoint.name.as_str().into(),
+        device: Some(Device { class: "cpu".into(), name: "fake".into(), ..Device::default() }),
+        model: MODEL.into(),
+        calibration: "test".into(),
+        first_step: number,
+        last_step: number,
+        started_utc_ns: crate::Clock::system().utc().0,
+        wall_ns: tenants + 10,
+        idle_ns: 10,
+        shares,
+        ..JournalBlock::default()
+    }
+}
+
+/// What an honest worker journals of `assignment` after one token.
+fn honest(worker: &FakeWorker, assignment: &Assignment) -> JournalBlock {
+    let share = Share {
+        sequence: 1,
+        request_id: assignment.request_id.clone(),
+        attempt: assignment.attempt,
+        tenant: assignment.tenant.clone(),
+        key: assignment.key.clone(),
+        attributed_ns: FIGURE,
+    };
+    let record = RequestRecord {
+        request_id: assignment.request_id.clone(),
+        attempt: assignment.attempt,
+        tenant: assignment.tenant.clone(),
+        key: assignment.key.clone(),
+        usage: Some(Usage {
+            prompt_tokens: assignment.prompts[0].tokens.len() as u64,
+            cached_tokens: 0,
+            completion_tokens: 1,
+            attributed_ns: FIGURE,
+            reference_ns: FIGURE,
+        }),
+        stages: Some(Stages::default()),
+        reason: FinishReason::Stop.into(),
+        finished_utc_ns: crate::Clock::system().utc().0,
+    };
+    let mut block = block(worker, 1, vec![share]);
+    block.finished.push(record);
+    block
+}
+
+/// Sends blocks and waits until each is acknowledged.
+async fn journal(worker: &mut FakeWorker, blocks: Vec<JournalBlock>) {
+    for block in blocks {
+        let number = block.block;
+        worker.journal.send(block).await.expect("followed");
+        assert_eq!(worker.acks.recv().await.map(|ack| ack.block), Some(number));
+    }
+}
+
+/// What a tenant pays: device time, reference cost, and tokens of both kinds.
+fn bill(room: &Room, tenant: &str) -> (u64, u64, u64) {
+    let query = UsageQuery {
+        tenant: Some(TenantId::new(tenant).expect("a name")),
+        ..UsageQuery::default()
+    };
+    let rows = room.ledger.reader().usage(&query).expect("a ledger");
+    rows.iter().fold((0, 0, 0), |(attributed, reference, tokens), row| {
+        let more = row.prompt_tokens + row.completion_tokens;
+        (attributed + row.attributed_ns, reference + row.reference_ns, tokens + more)
+    })
+}
+
+/// The ledger adds up, whoever said what.
+fn adds_up(room: &Room, worker: &FakeWorker, what: &str) {
+    let epoch = WorkerEpoch::try_from(worker.epoch.clone()).expect("an epoch");
+    let balance = room.ledger.reader().balance(epoch).expect("a ledger");
+    assert!(balance.is_exact(), "{what}: {balance:?}");
+    assert_eq!(room.ledger.reader().check(), vec![], "{what}");
+}
+
+/// Asks once, answered honestly; the assignment and the tokens that were billed.
+async fn answered(room: &Room, worker: &mut FakeWorker) -> Assignment {
+    let (response, assignment) = join!(room.chat(r#""max_tokens":8"#), async {
+        let run = worker.run().await;
+        let assignment = run.assignment.clone();
+        run.answer("Hi.").await;
+        assignment
+    });
+    assert_eq!(response.status(), http::StatusCode::OK);
+    room.settled().await;
+    assignment
+}
+
+fn usage_of(block: &mut JournalBlock) -> &mut Usage {
+    block.finished[0].usage.as_mut().expect("an honest block says it")
+}
+
+/// Gives the block's share so much more device time, and stays balanced.
+fn more_time(block: &mut JournalBlock, nanos: u64) {
+    block.shares[0].attributed_ns += nanos;
+    block.wall_ns += nanos;
+}
+
+type Lie = fn(&mut JournalBlock, &Room);
+
+#[tokio::test]
+async fn an_honest_block_is_billed_and_told_again_changes_nothing() {
+    let folder = Room::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let assignment = answered(&room, &mut worker).await;
+    let block = honest(&worker, &assignment);
+    let tokens = assignment.prompts[0].tokens.len() as u64 + 1;
+    for _ in 0..3 {
+        journal(&mut worker, vec![block.clone()]).await;
+        assert_eq!(bill(&room, "acme"), (FIGURE, FIGURE, tokens));
+        adds_up(&room, &worker, "honest");
+    }
+    let workers = &room.api.serving.workers;
+    assert!(workers.lies() == 0 && workers.is_ready());
+    // Told again in other words it is a lie, and still changes nothing.
+    let mut other = block;
+    more_time(&mut other, 1);
+    usage_of(&mut other).attributed_ns += 1;
+    journal(&mut worker, vec![other]).await;
+    assert_eq!(bill(&room, "acme"), (FIGURE, FIGURE, tokens));
+    assert!(workers.lies() == 1 && !workers.is_ready());
+    let report = workers.report();
+    assert!(report[0].distrusted && !report[0].ready);
+    // Who lied gets nothing more.
+    assert_eq!(room.chat("").await.status(), http::StatusCode::SERVICE_UNAVAILABLE);
+}
+
+#[tokio::test]
+async fn what_was_not_ordered_or_not_heard_is_never_billed() {
+    let lies: &[(&str, Lie)] = &[
+        ("a request that never was", |block, _| {
+            block.shares[0].request_id = "req-ffffffffffffffffffffffffffffffff".into();
+            block.finished[0].request_id = block.shares[0].request_id.clone();
+        }),
+        ("an attempt that never was", |block, _| {
+            (block.shares[0].attempt, block.finished[0].attempt) = (1, 1);
+        }),
+        ("another tenant", |block, room| {
+            let key = room.key_id("other");
+            (block.shares[0].tenant, block.shares[0].key) = ("other".into(), key.clone());
+            (block.finished[0].tenant, block.finished[0].key) = ("other".into(), key);
+        }),
+        ("another tenant, the share alone", |block, _| block.shares[0].tenant = "other".into()),
+        ("another tenant, the end alone", |block, _| block.finished[0].tenant = "other".into()),
+        ("another key", |block, room| {
+            block.shares[0].key = room.key_id("other");
+            block.finished[0].key = room.key_id("other");
+        }),
+        ("another model", |block, _| block.model = "other-model".into()),
+        ("another class", |block, _| {
+            block.device = Some(Device { class: "h200".into(), ..Device::default() });
+        }),
+        ("more prompt than was sent", |block, _| usage_of(block).prompt_tokens += 1),
+        ("more tokens than were streamed", |block, _| usage_of(block).completion_tokens += 1),
+        ("more tokens than were ordered", |block, _| usage_of(block).completion_tokens = 9),
+        ("fewer tokens than were streamed", |block, _| usage_of(block).completion_tokens = 0),
+        ("more reference cost", |block, _| usage_of(block).reference_ns += 1),
+        ("a day of reference cost", |block, _| usage_of(block).reference_ns = 86_400_000_000_000),
+        ("an hour of device time", |block, _| {
+            more_time(block, 3_600_000_000_000);
+            usage_of(block).attributed_ns += 3_600_000_000_000;
+        }),
+        ("an hour of device time, the share alone", |block, _| {
+            block.finished.clear();
+            more_time(block, 3_600_000_000_000);
+        }),
+        ("an end told twice at once", |block, _| block.finished.push(block.finished[0].clone())),
+    ];
+    for (what, lie) in lies {
+        let folder = Room::folder();
+        let mut worker = FakeWorker::start(folder.path(), "w0");
+        let room = Room::open(folder, PLAIN, &[&worker]).await;
+        let assignment = answered(&room, &mut worker).await;
+        let mut block = honest(&worker, &assignment);
+        lie(&mut block, &room);
+        // Its own attempt may have been billed what is true of it.
+        let own = (FIGURE, FIGURE, assignment.prompts[0].tokens.len() as u64 + 1);
+        let partly = what.ends_with("alone");
+        journal(&mut worker, vec![block.clone(), block]).await;
+        let found = bill(&room, "acme");
+        assert!(found == (0, 0, 0) || partly && found <= own, "{what}: {found:?}");
+        assert_eq!(bill(&room, "other"), (0, 0, 0), "{what}");
+        adds_up(&room, &worker, what);
+        let workers = &room.api.serving.workers;
+        assert!(workers.lies() == 1 && !workers.is_ready(), "{what}");
+    }
+}
+
+#[tokio::test]
+async fn nothing_comes_after_the_end() {
+    let lies: &[(&str, Lie)] = &[
+        ("its end again", |block, _| block.shares.clear()),
+        ("more device time", |block, _| block.finished.clear()),
+        ("all of it again", |_, _| ()),
+    ];
+    for (what, lie) in lies {
+        let folder = Room::folder();
+        let mut worker = FakeWorker::start(folder.path(), "w0");
+        let room = Room::open(folder, PLAIN, &[&worker]).await;
+        let assignment = answered(&room, &mut worker).await;
+        let first = honest(&worker, &assignment);
+        let mut second = first.clone();
+        (second.block, second.first_step, second.last_step) = (2, 2, 2);
+        lie(&mut second, &room);
+        second.wall_ns = second.shares.iter().map(|share| share.attributed_ns).sum::<u64>() + 10;
+        journal(&mut worker, vec![first, second]).await;
+        let tokens = assignment.prompts[0].tokens.len() as u64 + 1;
+        assert_eq!(bill(&room, "acme"), (FIGURE, FIGURE, tokens), "{what}");
+        adds_up(&room, &worker, what);
+        assert_eq!(room.api.serving.workers.lies(), 1, "{what}");
+    }
+}
+
+/// Where the stream broke nobody has heard the worker's last word: its journal
+/// is held to the order and to what had come.
+#[tokio::test]
+async fn a_broken_stream_is_no_licence() {
+    let lies: &[(&str, Lie)] = &[
+        ("more tokens than were ordered", |block, _| usage_of(block).completion_tokens = 9),
+        ("fewer tokens than were streamed", |block, _| usage_of(block).completion_tokens = 0),
+        ("more prompt than was sent", |block, _| usage_of(block).prompt_tokens += 1),
+        ("more than the table gives", |block, _| usage_of(block).reference_ns = 100_000_000),
+        ("another tenant", |block, _| block.finished[0].tenant = "other".into()),
+    ];
+    for (what, lie) in lies {
+        let folder = Room::folder();
+        let mut worker = FakeWorker::start(folder.path(), "w0");
+        let room = Room::open(folder, PLAIN, &[&worker]).await;
+        let (response, assignment) = join!(room.chat(r#""stream":true,"max_tokens":8"#), async {
+            let run = worker.run().await;
+            run.token(0, "Hi", FIGURE).await;
+            run.assignment.clone()
+        });
+        assert!(text(response).await.1.contains("worker_lost"), "{what}");
+        room.settled().await;
+        let mut block = honest(&worker, &assignment);
+        lie(&mut block, &room);
+        journal(&mut worker, vec![block]).await;
+        let (attributed, reference, tokens) = bill(&room, "acme");
+        // What went out is paid, whatever the journal says.
+        let told = assignment.prompts[0].tokens.len() as u64 + 1;
+        assert!(attributed <= FIGURE && reference <= FIGURE && tokens <= told, "{what}");
+        assert_eq!(bill(&room, "other"), (0, 0, 0), "{what}");
+        adds_up(&room, &worker, what);
+        assert_eq!(room.api.serving.workers.lies(), 1, "{what}");
+    }
+}
+
+/// A request that a worker refused cost nothing, so nothing can be told of it.
+#[tokio::test]
+async fn what_was_refused_cannot_be_billed() {
+    let folder = Room::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let (_, assignment) = join!(room.chat(""), async {
+        let run = worker.run().await;
+        let assignment = run.assignment.clone();
+        run.refuse(RefusedReason::Overloaded).await;
+        assignment
+    });
+    room.settled().await;
+    let block = honest(&worker, &assignment);
+    journal(&mut worker, vec![block]).await;
+    assert_eq!(bill(&room, "acme"), (0, 0, 0));
+    adds_up(&room, &worker, "refused");
+    assert_eq!(room.api.serving.workers.lies(), 1);
+}
+
+/// An epoch is its worker's alone: another one's blocks, and the gaps that it
+/// would tear into them, are refused with the connection.
+#[tokio::test]
+async fn a_worker_speaks_for_itself_alone() {
+    let folder = Room::folder();
+    let mut honest_one = FakeWorker::start(folder.path(), "a");
+    let liar = FakeWorker::start(folder.path(), "b");
+    let room = Room::open(folder, PLAIN, &[&honest_one, &liar]).await;
+    let mut forged = block(&liar, 1, Vec::new());
+    forged.epoch = honest_one.epoch.clone();
+    liar.journal.send(forged).await.expect("followed");
+    let workers = &room.api.serving.workers;
+    while workers.lies() == 0 {
+        tokio::task::yield_now().await;
+    }
+    while workers.online().count() > 1 {
+        workers.changed().await;
+    }
+    let mut first = block(&honest_one, 1, Vec::new());
+    (first.first_step, first.last_step) = (0, 0);
+    journal(&mut honest_one, vec![first]).await;
+    adds_up(&room, &honest_one, "its own blocks are posted");
+    assert!(workers.is_ready());
+}
+
+/// Of an earlier gateway's requests this one knows the keys, the ledger and
+/// the price.
+#[tokio::test]
+async fn an_earlier_life_is_believed_within_reason() {
+    const EARLIER: &str = "eeeeeeeeeeeeeeeeeeeeeeeeeeeeeeee";
+    let cases: &[(&str, Lie, bool, u64)] = &[
+        ("as it was", |_, _| (), true, 0),
+        ("a key that never was", |block, _| block.finished[0].key = "k0".into(), false, 1),
+        ("another tenant's key", |block, _| block.finished[0].tenant = "other".into(), false, 1),
+        ("too dear", |block, _| usage_of(block).reference_ns = 1 << 40, false, 1),
+        ("too many tokens", |block, _| usage_of(block).completion_tokens = 1 << 20, false, 1),
+        ("an unknown price", |block, _| block.calibration = "older".into(), false, 0),
+    ];
+    for (what, change, believed, lies) in cases {
+        let folder = Room::folder();
+        let mut worker = FakeWorker::start(folder.path(), "w0");
+        let room = Room::open(folder, PLAIN, &[&worker]).await;
+        let assignment = Assignment {
+            request_id: "req-00000000000000000000000000000777".into(),
+            tenant: "acme".into(),
+            key: room.key_id("acme"),
+            prompts: vec![Prompt { tokens: vec![1, 2, 3] }],
+            ..Assignment::default()
+        };
+        let mut first = honest(&worker, &assignment);
+        first.epoch = EARLIER.into();
+        change(&mut first, &room);
+        let (key, tenant) = (first.finished[0].key.clone(), first.finished[0].tenant.clone());
+        (first.shares[0].key, first.shares[0].tenant) = (key, tenant);
+        let mut again = first.clone();
+        (again.block, again.first_step, again.last_step) = (2, 2, 2);
+        journal(&mut worker, vec![first]).await;
+        let expected = if *believed { (FIGURE, FIGURE, 4) } else { (0, 0, 0) };
+        assert_eq!(bill(&room, "acme"), expected, "{what}");
+        assert_eq!(bill(&room, "other"), (0, 0, 0), "{what}");
+        assert_eq!(room.api.serving.workers.lies(), *lies, "{what}");
+        assert_eq!(room.ledger.reader().check(), vec![], "{what}");
+        // The ledger remembers what has ended.
+        journal(&mut worker, vec![again]).await;
+        let (attributed, reference, tokens) = bill(&room, "acme");
+        assert_eq!((attributed, reference, tokens), expected, "{what}, told twice");
+        assert_eq!(room.ledger.reader().check(), vec![], "{what}, told twice");
+        // After blocks of its present life an earlier one is not news.
+        let mut present = block(&worker, 1, Vec::new());
+        (present.first_step, present.last_step) = (0, 0);
+        let mut unheard = honest(&worker, &Assignment {
+            request_id: "req-00000000000000000000000000000778".into(),
+            ..assignment.clone()
+        });
+        unheard.epoch = EARLIER.replace('e', "d");
+        journal(&mut worker, vec![present, unheard]).await;
+        assert_eq!(bill(&room, "acme"), expected, "{what}, invented late");
+    }
+}
