@@ -242,6 +242,11 @@ fn signed_claims(
     })
 }
 
+/// Whether a key id stands for a token's subject.
+pub(super) fn is_token_key(key: &KeyId) -> bool {
+    key.as_str().starts_with(TOKEN_KEY)
+}
+
 /// `jwt:` and the subject. A subject that is no name as it stands (a mail
 /// address, say) has its other characters replaced and a digest of the whole
 /// behind it, so that two subjects never share a key id.

@@ -358,9 +358,9 @@ impl KeyStore {
     /// Whether `caller` can have asked, now or before: its tenant has or had
     /// such a key, or the id stands for the subject of a token.
     pub(crate) fn may_be(&self, caller: &Caller) -> bool {
-        let snapshot = self.shared.snapshot.load();
-        match snapshot.get(caller.key.as_str()) {
-            Some(entry) => entry.record.tenant == caller.tenant,
+        let entries = self.entries();
+        match number_of(caller.key.as_str()).and_then(|number| entries.get(&number)) {
+            Some(entry) => entry.tenant == caller.tenant,
             None => is_token_key(&caller.key),
         }
     }

@@ -182,11 +182,7 @@ impl Books {
     /// Looks at a block before the ledger does: whether it is this worker's to
     /// tell, and what of it is untrue. What is in the ledger already was
     /// judged when it came first.
-    async fn look(
-        &self,
-        told: &mut Told<'_>,
-        wire: JournalBlock,
-    ) -> Result<Looked, UpstreamError> {
+    async fn look(&self, told: &mut Told<'_>, wire: JournalBlock) -> Result<Looked, UpstreamError> {
         let epoch = WorkerEpoch::try_from(wire.epoch.clone())
             .map_err(|_| UpstreamError::Lied("a block's epoch is not 32 hex digits"))?;
         let worker = &told.online.name;
@@ -272,9 +268,7 @@ impl Books {
                 BlockRefusal::Gap { .. } => {
                     return Err(UpstreamError::Lied("blocks of its journal are missing"));
                 }
-                BlockRefusal::Replayed { request, attempt }
-                    if untruths.len() < MOST_REPLAYED =>
-                {
+                BlockRefusal::Replayed { request, attempt } if untruths.len() < MOST_REPLAYED => {
                     let ended = said.parts().finished.iter();
                     untruths.extend(
                         ended

@@ -359,10 +359,13 @@ async fn an_earlier_life_is_believed_within_reason() {
         // After blocks of its present life an earlier one is not news.
         let mut present = block(&worker, 1, Vec::new());
         (present.first_step, present.last_step) = (0, 0);
-        let mut unheard = honest(&worker, &Assignment {
-            request_id: "req-00000000000000000000000000000778".into(),
-            ..assignment.clone()
-        });
+        let mut unheard = honest(
+            &worker,
+            &Assignment {
+                request_id: "req-00000000000000000000000000000778".into(),
+                ..assignment.clone()
+            },
+        );
         unheard.epoch = EARLIER.replace('e', "d");
         journal(&mut worker, vec![present, unheard]).await;
         assert_eq!(bill(&room, "acme"), expected, "{what}, invented late");

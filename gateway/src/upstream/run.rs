@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
-use tokio_stream::wrappers::ReceiverStream;
 use tokio::time::Instant;
+use tokio_stream::wrappers::ReceiverStream;
 use tollgate_domain::block::{Attempt, Stages};
 use tollgate_domain::{Caller, DeviceNanos, FinishReason, RequestId, Usage};
 use tollgate_wire::v1::run_event::Event as WireEvent;
@@ -203,10 +203,11 @@ impl Check {
             reference: DeviceNanos(reference_ns),
         };
         self.advance(progress)?;
-        // The meter stands after a step, of which other choices' tokens may
-        // still come.
-        let most = self.choices.iter().map(|choice| choice.tokens.saturating_add(1));
-        let most = most.map(|tokens| u64::from(tokens.min(self.terms.max_tokens())));
+        // Deltas that wait are joined, so that other choices' tokens of this
+        // and earlier steps may still come.
+        let most = self.choices.iter().zip(0..).map(|(state, index)| {
+            u64::from(if index == choice { state.tokens } else { self.terms.max_tokens() })
+        });
         if progress.reference > self.terms.cost(most) {
             return Err("more reference cost than its tokens can cause");
         }

@@ -88,9 +88,10 @@ impl Terms {
     /// tokens `generated` for each choice.
     pub(super) fn cost(&self, generated: impl IntoIterator<Item = u64>) -> DeviceNanos {
         let prompts = self.prompts.iter().map(|&tokens| PromptWork::of(tokens, self.scored));
-        let contexts = self.prompts.iter().flat_map(|&tokens| {
-            std::iter::repeat_n(tokens, self.choices_each as usize)
-        });
+        let contexts = self
+            .prompts
+            .iter()
+            .flat_map(|&tokens| std::iter::repeat_n(tokens, self.choices_each as usize));
         let cost = with_grain(self.model.table.request(prompts, contexts.zip(generated)));
         self.budget.map_or(cost, |budget| cost.min(budget))
     }

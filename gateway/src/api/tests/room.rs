@@ -121,7 +121,7 @@ impl Room {
     /// The public id of `tenant`'s key.
     pub(crate) fn key_id(&self, tenant: &str) -> String {
         let name = TenantId::new(tenant).expect("a name");
-        self.api.authenticator.keys().list(Some(&name))[0].id.to_string()
+        self.api.authenticator.keys().list(Some(&name)).expect("keys")[0].id.to_string()
     }
 
     /// Asks for a chat with more `fields`.
