@@ -12,6 +12,7 @@ mod keys;
 mod loadtest;
 mod logging;
 mod penalties;
+mod statement;
 mod up;
 mod usage;
 mod worker;
@@ -30,6 +31,7 @@ fn main() -> ExitCode {
         cli::Command::Keys(arguments) => keys::run(arguments),
         cli::Command::Penalties(arguments) => penalties::run(arguments),
         cli::Command::Usage(arguments) => usage::run(arguments),
+        cli::Command::Statement(arguments) => statement::run(arguments),
         cli::Command::Config(arguments) => config::run(arguments),
         cli::Command::Loadtest(arguments) => loadtest::run(arguments),
         cli::Command::Chat(arguments) => chat::run(arguments),

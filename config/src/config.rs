@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use tollgate_domain::{ModelName, PlanLimits, PlanName, PoolName, Rate, TenantId};
+use tollgate_domain::{ModelName, PlanLimits, PlanName, PoolName, PriceBook, Rate, TenantId};
 
 use crate::problem::{ConfigErrors, Problem};
 use crate::read::{Reader, Section};
@@ -15,6 +15,7 @@ use crate::tree::Table;
 use crate::{example, schema, show};
 
 mod check;
+mod prices;
 
 /// The model that comes along.
 pub(crate) const DEMO_MODEL: &str = "tollgate-demo";
@@ -32,6 +33,7 @@ pub struct Config {
     tenants: BTreeMap<TenantId, Tenant>,
     models: BTreeMap<ModelName, Model>,
     issuers: Vec<Issuer>,
+    prices: Option<PriceBook>,
     demo: bool,
 }
 
@@ -71,6 +73,11 @@ pub struct Tenant {
 }
 
 impl Tenant {
+    /// The plan whose prices it pays: its own, else its pool's.
+    pub fn priced_as(&self) -> Option<&Arc<Plan>> {
+        self.plan.as_ref().or(self.pool.as_ref().map(|pool| &pool.plan))
+    }
+
     /// Whether it may use `model`.
     pub fn allows(&self, model: &ModelName) -> bool {
         self.models.as_ref().is_none_or(|models| models.contains(model))
@@ -130,8 +137,8 @@ impl Config {
         let resolved =
             check::Checker { tree: &tree, root: &root, reader: &mut reader }.resolve(demo);
         ConfigErrors::check(reader.problems)?;
-        let check::Resolved { plans, pools, tenants, models, issuers } = resolved;
-        Ok(Self { root, tree, plans, pools, tenants, models, issuers, demo })
+        let check::Resolved { plans, pools, tenants, models, issuers, prices } = resolved;
+        Ok(Self { root, tree, plans, pools, tenants, models, issuers, prices, demo })
     }
 
     /// Where the instance keeps its data.
@@ -187,6 +194,11 @@ impl Config {
     /// The token issuers that are believed.
     pub fn issuers(&self) -> &[Issuer] {
         &self.issuers
+    }
+
+    /// What usage costs; `None` where no price list is given.
+    pub fn prices(&self) -> Option<&PriceBook> {
+        self.prices.as_ref()
     }
 
     /// Whether no tenant was named, so that the demo tenant is there.

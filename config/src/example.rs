@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use tollgate_domain::{ModelName, PlanName, PoolName, TenantId};
+use tollgate_domain::{ModelName, PlanName, PoolName, PriceListName, TenantId};
 
 use crate::read::{Section, Visited};
 use crate::schema::sentence;
@@ -30,7 +30,7 @@ pub(crate) fn whole() -> String {
     let samples = Root { auth: sample_auth(), ..sample_names() };
     samples.visit("", &mut |visited| {
         let (Visited::Table { key, .. } | Visited::Field { key, .. }) = &visited;
-        let named = ["plans.", "pools.", "tenants.", "models.", "auth.jwt."];
+        let named = ["plans.", "pools.", "tenants.", "models.", "prices.", "auth.jwt."];
         if named.iter().any(|table| key.starts_with(table)) {
             write(&mut text, visited, Standing::Example);
         }
@@ -94,6 +94,7 @@ fn sample_names() -> Root {
             ModelName::new(crate::config::DEMO_MODEL).expect(good),
             Default::default(),
         )]),
+        prices: BTreeMap::from([(PriceListName::new("standard").expect(good), Default::default())]),
         ..Root::default()
     }
 }

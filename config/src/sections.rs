@@ -8,7 +8,10 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use tollgate_domain::{ByClass, DeviceNanos, ModelName, PlanName, PoolName, Rate, TenantId};
+use tollgate_domain::{
+    ByClass, Currency, DeviceNanos, ModelName, PlanName, PoolName, Price, PriceListName, Rate,
+    TenantId, UtcDay,
+};
 
 use crate::read::{DeviceRate, section};
 
@@ -60,6 +63,8 @@ section! {
         tenants: BTreeMap<TenantId, RawTenant>;
         /// What is served, by name.
         models: BTreeMap<ModelName, RawModel>;
+        /// What usage costs, by name.
+        prices: BTreeMap<PriceListName, RawPriceList>;
         /// Who callers are.
         auth: RawAuth;
     }
@@ -326,6 +331,26 @@ section! {
         pool: Option<PoolName> = None;
         /// The models it may use; all unless given.
         models: Option<BTreeSet<ModelName>> = None;
+    }
+}
+
+section! {
+    /// What usage costs from a day on, for statements. Prices are decimals in
+    /// quotes, with at most nine digits after the point.
+    pub(crate) struct RawPriceList {
+        /// The first UTC day of these prices; they hold until the next list
+        /// of the same plan begins.
+        from: Option<UtcDay> = None;
+        /// For this plan's tenants, before the list that names no plan.
+        plan: Option<PlanName> = None;
+        /// Three capital letters, the same in every list.
+        currency: Option<Currency> = None;
+        /// A second of device time (reference cost), by device class.
+        per_device_second: ByClass<Price> = ByClass::default();
+        /// A million tokens of prompts.
+        per_million_prompt_tokens: Price = Price::default();
+        /// A million tokens generated.
+        per_million_completion_tokens: Price = Price::default();
     }
 }
 

@@ -15,7 +15,7 @@ pub(crate) type Table = BTreeMap<String, Node>;
 
 /// The tables whose entries are named by the admin: a name may be given once
 /// only, over all files.
-const NAMED: [&str; 5] = ["plans", "pools", "tenants", "models", "auth.jwt"];
+const NAMED: [&str; 6] = ["plans", "pools", "tenants", "models", "prices", "auth.jwt"];
 
 /// Deeper tables than any key needs are refused before they cost a stack.
 const DEEPEST: usize = 16;
@@ -35,7 +35,8 @@ pub(crate) enum Value {
     Integer(i128),
     Float(f64),
     Boolean(bool),
-    Datetime,
+    /// As TOML writes it; empty where a value could not be taken.
+    Datetime(String),
     Array(Vec<Node>),
     Table(Table),
 }
@@ -48,7 +49,7 @@ impl Value {
             Self::Integer(_) => "a whole number",
             Self::Float(_) => "a number with a fraction",
             Self::Boolean(_) => "true or false",
-            Self::Datetime => "a date",
+            Self::Datetime(_) => "a date",
             Self::Array(_) => "a list",
             Self::Table(_) => "a table",
         }
@@ -193,7 +194,7 @@ impl Lines<'_> {
         let mut refuse = |message: &str| {
             let (place, key) = (place.clone(), String::new());
             problems.push(Problem { place, key, message: message.to_owned() });
-            Value::Datetime
+            Value::Datetime(String::new())
         };
         if depth >= DEEPEST {
             return refuse("nested too deeply");
@@ -207,7 +208,7 @@ impl Lines<'_> {
                 .parse()
                 .map_or_else(|_| refuse("the number cannot be read"), Value::Float),
             DeValue::Boolean(flag) => Value::Boolean(*flag),
-            DeValue::Datetime(_) => Value::Datetime,
+            DeValue::Datetime(date) => Value::Datetime(date.to_string()),
             DeValue::Array(items) => {
                 let items = items.iter().map(|item| {
                     let place = self.place(item.span().start);

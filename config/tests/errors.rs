@@ -51,6 +51,33 @@ fn each_mistake_has_a_place_and_a_key() {
             "[worker]\nmax_sequences = -1",
             "t.toml:2: worker.max_sequences: expected a whole number from 0 to 4294967295, found -1",
         ),
+        // Prices.
+        (
+            "[prices.a]\nfrom = 2026-12-01\ncurrency = \"EUR\"\nper_device_second = 0.1",
+            "t.toml:4: prices.a.per_device_second: expected a price in quotes such as \"0.0025\", from 0 to 1000000 with at most nine digits after the point, found a number with a fraction",
+        ),
+        (
+            "[prices.a]\nfrom = 2026-02-20T10:00:00Z\ncurrency = \"EUR\"",
+            "t.toml:2: prices.a.from: expected a day from 1970 to 9999 such as 2026-12-01, found a date",
+        ),
+        ("[prices.a]\nfrom = 2026-12-01", "t.toml:1: prices.a.currency: is needed"),
+        ("[prices.a]\ncurrency = \"EUR\"", "t.toml:1: prices.a.from: is needed"),
+        (
+            "[prices.a]\nfrom = 2026-12-01\ncurrency = \"euro\"",
+            "t.toml:3: prices.a.currency: expected a currency of three capital letters such as \"EUR\", found \"euro\"",
+        ),
+        (
+            "[prices.a]\nfrom = 2026-12-01\ncurrency = \"EUR\"\nplan = \"gold\"\n[plans.team]",
+            "t.toml:4: prices.a.plan: there is no plan \"gold\"; known are demo, team",
+        ),
+        (
+            "[prices.a]\nfrom = 2026-12-01\ncurrency = \"EUR\"\n[prices.b]\nfrom = \"2026-12-01\"\ncurrency = \"EUR\"",
+            "t.toml:5: prices.b.from: 2026-12-01 is the day on which prices.a.from begins, too (t.toml:2): a day has one price",
+        ),
+        (
+            "[prices.a]\nfrom = 2026-12-01\ncurrency = \"EUR\"\n[prices.b]\nfrom = 2027-01-01\ncurrency = \"USD\"",
+            "t.toml:6: prices.b.currency: USD is not that of prices.a.currency, EUR (t.toml:3): a book has one",
+        ),
         // Limits.
         (
             "[plans.p]\nrequests_per_minute = 0",

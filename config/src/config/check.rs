@@ -7,7 +7,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use tollgate_domain::{
-    ByClass, DeviceClass, DeviceNanos, ModelName, PlanLimits, PlanName, PoolName, TenantId,
+    ByClass, DeviceClass, DeviceNanos, ModelName, PlanLimits, PlanName, PoolName, PriceBook,
+    TenantId,
 };
 
 use super::{DEMO_MODEL, Model, Plan, Pool, Tenant};
@@ -23,6 +24,7 @@ pub(super) struct Resolved {
     pub(super) tenants: BTreeMap<TenantId, Tenant>,
     pub(super) models: BTreeMap<ModelName, Model>,
     pub(super) issuers: Vec<Issuer>,
+    pub(super) prices: Option<PriceBook>,
 }
 
 pub(super) struct Checker<'a> {
@@ -56,19 +58,20 @@ impl Checker<'_> {
                 issuers.push(issuer);
             }
         }
-        Resolved { plans, pools, tenants, models, issuers }
+        let prices = self.prices(&plans);
+        Resolved { plans, pools, tenants, models, issuers, prices }
     }
 
     /// Where a key was written.
-    fn place(&self, keys: &[&str]) -> Place {
+    pub(super) fn place(&self, keys: &[&str]) -> Place {
         find(self.tree, keys).map_or(Place::Default, |node| node.place.clone())
     }
 
-    fn is_given(&self, keys: &[&str]) -> bool {
+    pub(super) fn is_given(&self, keys: &[&str]) -> bool {
         find(self.tree, keys).is_some()
     }
 
-    fn problem(&mut self, keys: &[&str], message: impl Into<String>) {
+    pub(super) fn problem(&mut self, keys: &[&str], message: impl Into<String>) {
         // A key that is not there is missing from its table.
         let mut place = Place::Default;
         for depth in 1..=keys.len() {
@@ -303,7 +306,7 @@ impl Checker<'_> {
         Some((name.clone(), Pool { name: name.clone(), plan }))
     }
 
-    fn named_plan(
+    pub(super) fn named_plan(
         &mut self,
         keys: &[&str],
         plan: Option<&PlanName>,
@@ -456,7 +459,7 @@ impl Checker<'_> {
 /// A limit by class, and where it stands: plan and key.
 type PlanKey<'a> = (&'a PlanName, &'a str, &'a ByClass<DeviceNanos>);
 
-fn dotted(keys: &[&str]) -> String {
+pub(super) fn dotted(keys: &[&str]) -> String {
     keys.iter().fold(String::new(), |path, key| join(&path, key))
 }
 

@@ -6,7 +6,10 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use serde_json::json;
-use tollgate_domain::{ByClass, DeviceClass, ModelName, PlanName, PoolName, Rate, TenantId};
+use tollgate_domain::{
+    ByClass, Currency, DeviceClass, ModelName, PlanName, PoolName, Price, PriceListName, Rate,
+    TenantId, UtcDay,
+};
 
 use super::quantity::{duration_schema, read_duration, show_duration};
 use super::{Field, Reader, Section, Visited, beside, join};
@@ -210,6 +213,7 @@ names! {
     TenantId, "\"acme\"";
     ModelName, "\"tollgate-demo\"";
     IssuerName, "\"corporate\"";
+    PriceListName, "\"standard\"";
 }
 
 impl<N: Named, S: Section> Section for BTreeMap<N, S> {
@@ -458,6 +462,66 @@ words!(
     "\"RS256\"",
     "a signature with a public key: RS256, RS384, RS512, PS256, PS384, PS512, ES256, ES384 or EdDSA"
 );
+
+words!(Currency, "\"EUR\"", "a currency of three capital letters such as \"EUR\"");
+
+/// A date without a time, with or without quotes.
+impl Field for UtcDay {
+    fn sample() -> String {
+        "2026-12-01".to_owned()
+    }
+
+    fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
+        let day = match &node.value {
+            Value::Datetime(text) | Value::String(text) | Value::Text(text) => text.parse().ok(),
+            _ => None,
+        };
+        day.or_else(|| reader.expected(node, key, "a day from 1970 to 9999 such as 2026-12-01"))
+    }
+
+    fn show(&self) -> Option<String> {
+        Some(self.to_string())
+    }
+
+    fn schema() -> serde_json::Value {
+        json!({ "type": "string", "format": "date" })
+    }
+}
+
+/// A decimal in quotes, or a whole number. What TOML calls a float is not
+/// exact, and money is.
+impl Field for Price {
+    fn sample() -> String {
+        "\"0.0025\"".to_owned()
+    }
+
+    fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
+        let price = match &node.value {
+            Value::String(text) | Value::Text(text) => text.parse().ok(),
+            Value::Integer(number) => number.to_string().parse().ok(),
+            _ => None,
+        };
+        let largest = Self::LARGEST;
+        price.or_else(|| {
+            let wanted = format!(
+                "a price in quotes such as \"0.0025\", from 0 to {largest} with at most nine \
+                 digits after the point"
+            );
+            reader.expected(node, key, &wanted)
+        })
+    }
+
+    fn show(&self) -> Option<String> {
+        Some(quoted(&self.to_string()))
+    }
+
+    fn schema() -> serde_json::Value {
+        json!({ "anyOf": [
+            { "type": "string", "pattern": "^[0-9]{1,7}([.][0-9]{1,9})?$" },
+            { "type": "integer", "minimum": 0, "maximum": Self::LARGEST },
+        ] })
+    }
+}
 
 /// As a TOML string.
 pub(crate) fn quoted(text: &str) -> String {

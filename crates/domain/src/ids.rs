@@ -90,6 +90,10 @@ name!(
     PoolName, "pool"
 );
 name!(
+    /// A dated list of prices, in config.
+    PriceListName, "price list"
+);
+name!(
     /// A model as clients name it in a request.
     ModelName, "model"
 );

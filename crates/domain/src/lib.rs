@@ -9,6 +9,7 @@ pub mod cost;
 pub mod ids;
 pub mod limits;
 pub mod network;
+pub mod price;
 pub mod time;
 pub mod units;
 pub mod usage;
@@ -16,11 +17,15 @@ pub mod usage;
 pub use block::{Attempt, Block, BlockError, BlockParts, Device, FinishedAttempt, Share, Stages};
 pub use cost::{AttentionShape, CostTable, CostTableError, Curve, PromptWork, SequenceWork};
 pub use ids::{
-    Caller, DeviceClass, InvalidName, KeyId, ModelName, PlanName, PoolName, RequestId, SequenceId,
-    TenantId, WorkerEpoch, WorkerName,
+    Caller, DeviceClass, InvalidName, KeyId, ModelName, PlanName, PoolName, PriceListName,
+    RequestId, SequenceId, TenantId, WorkerEpoch, WorkerName,
 };
 pub use limits::{ByClass, PlanLimits, Rate};
 pub use network::{InvalidNetwork, Network};
-pub use time::{InvalidDay, MonotonicTime, UtcDay, UtcMonth, UtcTime};
+pub use price::{
+    Amount, Currency, InvalidCurrency, InvalidPrice, Price, PriceBook, PriceList, PricePeriod,
+    Priced, UnitPrices,
+};
+pub use time::{InvalidDay, InvalidMonth, MonotonicTime, UtcDay, UtcMonth, UtcTime};
 pub use units::DeviceNanos;
 pub use usage::{FinishReason, Usage};

@@ -125,6 +125,33 @@ impl FromStr for UtcDay {
     }
 }
 
+/// A text that is no month of the form `2026-11`, from 1970 to 9999.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("not a month like 2026-11")]
+pub struct InvalidMonth;
+
+impl FromStr for UtcMonth {
+    type Err = InvalidMonth;
+
+    fn from_str(text: &str) -> Result<Self, InvalidMonth> {
+        let first: UtcDay = format!("{text}-01").parse().map_err(|_| InvalidMonth)?;
+        Ok(first.month())
+    }
+}
+
+impl UtcMonth {
+    /// Its first day.
+    pub fn first_day(self) -> UtcDay {
+        // A month is made of a day or of a text that is one.
+        format!("{self}-01").parse().unwrap_or_default()
+    }
+
+    /// Its last day.
+    pub fn last_day(self) -> UtcDay {
+        UtcDay(Self(self.0 + 1).first_day().0.saturating_sub(1))
+    }
+}
+
 impl fmt::Display for UtcMonth {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:04}-{:02}", self.0 / 12, self.0 % 12 + 1)
@@ -169,6 +196,24 @@ mod tests {
             "+026-11-20",
         ] {
             assert_eq!(text.parse::<UtcDay>(), Err(InvalidDay), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn months_are_read_as_shown() {
+        for (text, first, last) in [
+            ("1970-01", "1970-01-01", "1970-01-31"),
+            ("2024-02", "2024-02-01", "2024-02-29"),
+            ("2026-11", "2026-11-01", "2026-11-30"),
+            ("2026-12", "2026-12-01", "2026-12-31"),
+        ] {
+            let month: UtcMonth = text.parse().expect(text);
+            assert_eq!(month.to_string(), text);
+            assert_eq!(month.first_day().to_string(), first);
+            assert_eq!(month.last_day().to_string(), last);
+        }
+        for text in ["", "2026", "2026-13", "2026-00", "2026-1", "2026-11-01", "1969-12"] {
+            assert_eq!(text.parse::<UtcMonth>(), Err(InvalidMonth), "{text:?}");
         }
     }
 }

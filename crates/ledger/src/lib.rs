@@ -17,6 +17,7 @@ mod post;
 mod query;
 mod reader;
 mod schema;
+mod statement;
 mod writer;
 
 pub use check::Finding;
@@ -28,4 +29,7 @@ pub use query::{
     UsageQuery, UsageRow,
 };
 pub use reader::LedgerReader;
+pub use statement::{
+    Record, Statement, StatementError, StatementFigures, StatementLine, StatementQuery,
+};
 pub use writer::{Completion, Health, Ledger, LedgerHandle, LedgerOptions, Struck};

@@ -59,6 +59,8 @@ pub(crate) fn open_writer(path: &Path, max_pages: Option<u32>) -> Result<Connect
     }
     refuse_other_formats(path, &connection)?;
     connection.execute_batch(STRUCK).map_err(failed)?;
+    // Of the same format with or without them; an older file gains them here.
+    connection.execute_batch(INDEXES).map_err(failed)?;
     Ok(connection)
 }
 
@@ -127,6 +129,14 @@ CREATE TABLE IF NOT EXISTS struck_blocks (
   reason TEXT NOT NULL,
   PRIMARY KEY (epoch_id, block)
 ) STRICT, WITHOUT ROWID;
+";
+
+/// What a tenant's month is found by.
+const INDEXES: &str = "
+CREATE INDEX IF NOT EXISTS blocks_by_day ON blocks (day);
+CREATE INDEX IF NOT EXISTS requests_by_caller ON requests (caller_id, day);
+CREATE INDEX IF NOT EXISTS entries_by_caller ON entries (caller_id, epoch_id, block)
+  WHERE caller_id IS NOT NULL;
 ";
 
 /// An entry's id is `epoch/first_step-last_step/sequence`. Amounts are signed

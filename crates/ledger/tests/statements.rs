@@ -1,0 +1,354 @@
+//! A statement is what a naive recount of the posted blocks says, whatever
+//! comes in whatever order, and its lines sum to its total.
+#![allow(missing_docs)]
+
+mod common;
+
+use std::collections::BTreeMap;
+
+use common::*;
+use proptest::prelude::*;
+use tollgate_domain::{
+    Amount, Block, BlockParts, ByClass, Caller, DeviceClass, DeviceNanos, KeyId, ModelName,
+    PlanName, PriceBook, PriceList, PriceListName, TenantId, Usage, UtcMonth, UtcTime, WorkerEpoch,
+};
+use tollgate_ledger::{Ledger, LedgerHandle, Record, Statement, StatementError, StatementQuery};
+
+const DAY_NS: u64 = 86_400_000_000_000;
+
+/// Noon on a day of November 2026; 0 and 31 are its neighbours'.
+fn noon(day: u8) -> UtcTime {
+    UtcTime(NOON.0 - 20 * DAY_NS + u64::from(day) * DAY_NS)
+}
+
+fn november() -> UtcMonth {
+    "2026-11".parse().expect("a month")
+}
+
+fn tenant(name: &str) -> TenantId {
+    TenantId::new(name).expect("a name")
+}
+
+fn list(name: &str, from: &str, second: &str, prompt: &str, completion: &str) -> PriceList {
+    PriceList {
+        name: PriceListName::new(name).expect("a name"),
+        plan: None,
+        from: from.parse().expect("a day"),
+        device_second: ByClass::all(second.parse().expect("a price")),
+        million_prompt_tokens: prompt.parse().expect("a price"),
+        million_completion_tokens: completion.parse().expect("a price"),
+    }
+}
+
+/// Prices rise in mid-month, to what divides badly.
+fn book() -> PriceBook {
+    PriceBook {
+        currency: "EUR".parse().expect("one"),
+        lists: vec![
+            list("late", "2026-11-16", "0.0033333", "0.7", "1.3"),
+            list("early", "2026-01-01", "0.0025", "0.15", "0.6"),
+        ],
+    }
+}
+
+fn statement_of(
+    ledger: &LedgerHandle,
+    tenant: &TenantId,
+    prices: &PriceBook,
+    records: &mut Vec<(String, Record)>,
+) -> Result<Statement, StatementError> {
+    let plan = PlanName::new("team").expect("a name");
+    let now = noon(31);
+    let query = StatementQuery { tenant, month: november(), plan: &plan, prices, now };
+    ledger.reader().statement(query, &mut |line, record| {
+        records.push((line.to_owned(), record.clone()));
+    })
+}
+
+/// One block of one share and, perhaps, its end.
+#[derive(Clone, Debug)]
+struct Worked {
+    epoch: u8,
+    day: u8,
+    tenant: u8,
+    key: u8,
+    gpu: bool,
+    attributed: u32,
+    reference: u32,
+    ends: bool,
+    /// Failed by our fault: only so much of it is payable.
+    cap: Option<u32>,
+}
+
+fn any_work() -> impl Strategy<Value = Worked> {
+    let who = (0_u8..3, 0_u8..2, 0_u8..2, any::<bool>());
+    (who, 0_u8..32, any::<u32>(), any::<u32>(), any::<bool>(), proptest::option::of(any::<u32>()))
+        .prop_map(|((epoch, tenant, key, gpu), day, attributed, reference, ends, cap)| Worked {
+            // An epoch has one device.
+            epoch: epoch * 2 + u8::from(gpu),
+            day,
+            tenant,
+            key,
+            gpu,
+            attributed,
+            reference,
+            ends,
+            cap,
+        })
+}
+
+impl Worked {
+    fn caller(&self) -> Caller {
+        Caller {
+            tenant: tenant(if self.tenant == 0 { "acme" } else { "other" }),
+            key: KeyId::new(if self.key == 0 { "k1" } else { "k2" }).expect("a name"),
+        }
+    }
+
+    fn class(&self) -> DeviceClass {
+        DeviceClass::new(if self.gpu { "h200" } else { "cpu" }).expect("a name")
+    }
+
+    fn usage(&self) -> Usage {
+        usage(self.attributed.into(), self.reference.into())
+    }
+
+    fn block(&self, request: u128, number: u64) -> Block {
+        let mut share = share("acme", request, self.attributed.into());
+        share.caller = self.caller();
+        let mut end = finished("acme", request, self.usage());
+        end.caller = self.caller();
+        end.finished = noon(self.day);
+        let mut parts: BlockParts =
+            parts(number, vec![share], if self.ends { vec![end] } else { vec![] });
+        parts.epoch = WorkerEpoch(100 + u128::from(self.epoch));
+        parts.device.class = self.class();
+        parts.started = noon(self.day);
+        Block::try_from(parts).expect("it balances")
+    }
+}
+
+/// Posts the work; `order` says which epoch's block comes next.
+fn post_all(ledger: &LedgerHandle, work: &[Worked], reversed: bool) {
+    let mut epochs: Vec<u8> = (0..6).collect();
+    if reversed {
+        epochs.reverse();
+    }
+    for epoch in epochs {
+        let mut number = 0;
+        for (request, worked) in work.iter().enumerate().filter(|(_, w)| w.epoch == epoch) {
+            number += 1;
+            let request = request as u128 + 1;
+            post(ledger, worked.block(request, number)).expect("posts");
+            if let Some(payable) = worked.cap {
+                let mut cap = cap("acme", request, usage(payable.into(), payable.into()));
+                cap.caller = worked.caller();
+                cap.class = worked.class();
+                cap.at = noon(worked.day);
+                post_cap(ledger, cap).expect("posts");
+            }
+        }
+    }
+}
+
+/// Requests, tokens in, tokens out, attributed and reference, recounted from
+/// what was done; and the amount in nano-units, by schoolbook arithmetic.
+type Recount = BTreeMap<(String, String, bool), (u64, u64, u64, u64, u64, u128)>;
+
+fn recount(work: &[Worked]) -> Recount {
+    let mut lines = Recount::new();
+    for worked in work.iter().filter(|w| w.tenant == 0 && (1..=30).contains(&w.day)) {
+        let key = (worked.caller().key.to_string(), worked.class().to_string(), worked.day >= 16);
+        let line = lines.entry(key).or_default();
+        let cap = worked.cap.unwrap_or(u32::MAX);
+        line.3 += u64::from(worked.attributed.min(cap));
+        // Who failed is charged by the cap, whether or not the worker told.
+        if worked.ends || worked.cap.is_some() {
+            let reference = if worked.ends { worked.reference.min(cap) } else { cap };
+            line.0 += 1;
+            line.1 += 10;
+            line.2 += 5;
+            line.4 += u64::from(reference);
+        }
+    }
+    for ((_, _, is_late), line) in &mut lines {
+        // Nano-units a second, a million tokens in, a million out.
+        let (second, prompt, completion) = if *is_late {
+            (3_333_300_u128, 700_000_000, 1_300_000_000)
+        } else {
+            (2_500_000, 150_000_000, 600_000_000)
+        };
+        let exact = u128::from(line.4) * second * 1_000_000
+            + u128::from(line.1) * prompt * 1_000_000_000
+            + u128::from(line.2) * completion * 1_000_000_000;
+        line.5 = exact / 1_000_000_000_000_000;
+    }
+    lines
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 16, ..ProptestConfig::default() })]
+
+    #[test]
+    fn a_statement_is_what_a_recount_says(work in proptest::collection::vec(any_work(), 0..24)) {
+        let folder = tempfile::tempdir().expect("a folder");
+        let ledger = Ledger::open(&folder.path().join("ledger.db")).expect("opens");
+        post_all(&ledger, &work, false);
+        let mut records = Vec::new();
+        let made = statement_of(&ledger, &tenant("acme"), &book(), &mut records).expect("made");
+
+        let found: Recount = made.lines.iter().map(|line| {
+            let key = (line.key.to_string(), line.class.to_string(), line.list.as_str() == "late");
+            let f = line.figures;
+            let figures = (f.requests, f.prompt_tokens, f.completion_tokens, f.attributed_ns,
+                f.reference_ns, f.amount.0);
+            (key, figures)
+        }).collect();
+        prop_assert_eq!(&found, &recount(&work));
+        prop_assert_eq!(found.len(), made.lines.len(), "no two lines are about the same");
+        let sum: Amount = made.lines.iter().map(|line| line.figures.amount).sum();
+        prop_assert_eq!(made.total.amount, sum);
+
+        // Every record is in one line; each line's are those that it counts.
+        for line in &made.lines {
+            let mine: Vec<&Record> =
+                records.iter().filter(|(id, _)| *id == line.id).map(|(_, record)| record).collect();
+            prop_assert_eq!(mine.len() as u64, line.charges + line.entries);
+            let mut figures = (0_i64, 0_u64);
+            let mut text = String::new();
+            for record in mine {
+                text += &format!("{record}\n");
+                match record {
+                    Record::Charge { reference_ns, .. } => figures.1 += reference_ns,
+                    Record::Entry { amount_ns, .. } => figures.0 += amount_ns,
+                }
+            }
+            let line_figures = (line.figures.attributed_ns as i64, line.figures.reference_ns);
+            prop_assert_eq!(figures, line_figures);
+            prop_assert_eq!(&line.digest, &sha256(&text));
+        }
+
+        // The order in which the ledger heard of it says nothing.
+        let folder = tempfile::tempdir().expect("a folder");
+        let other = Ledger::open(&folder.path().join("ledger.db")).expect("opens");
+        post_all(&other, &work, true);
+        let again = statement_of(&other, &tenant("acme"), &book(), &mut vec![]).expect("made");
+        prop_assert_eq!(made, again);
+    }
+}
+
+fn sha256(text: &str) -> String {
+    use sha2::{Digest, Sha256};
+    Sha256::digest(text).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn one(day: u8) -> Worked {
+    let (attributed, reference) = (1_000_000, 2_000_000_000);
+    Worked {
+        epoch: 0,
+        day,
+        tenant: 0,
+        key: 0,
+        gpu: false,
+        attributed,
+        reference,
+        ends: true,
+        cap: None,
+    }
+}
+
+#[test]
+fn a_change_of_price_splits_a_line() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let ledger = Ledger::open(&folder.path().join("ledger.db")).expect("opens");
+    post_all(&ledger, &[one(1), one(15), one(16), one(30), one(31)], false);
+    let made = statement_of(&ledger, &tenant("acme"), &book(), &mut vec![]).expect("made");
+    let lines: Vec<String> = made
+        .lines
+        .iter()
+        .map(|line| {
+            let f = line.figures;
+            format!("{} {} {} {} {}", line.from, line.to, line.list, f.requests, f.amount)
+        })
+        .collect();
+    // 2 x (2 s x 0.0025 + 10 x 0.15e-6 + 5 x 0.6e-6), and at the later prices.
+    assert_eq!(
+        lines,
+        ["2026-11-01 2026-11-15 early 2 0.010009000", "2026-11-16 2026-11-30 late 2 0.013360200"]
+    );
+    assert_eq!(made.total.amount.to_string(), "0.023369200");
+    assert!(made.is_provisional, "the month has ended this noon");
+}
+
+/// What was imported once is known again: a figure that changes changes the
+/// digests, not the ids.
+#[test]
+fn ids_stay_and_digests_tell() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let ledger = Ledger::open(&folder.path().join("ledger.db")).expect("opens");
+    let acme = tenant("acme");
+    post(&ledger, one(3).block(1, 1)).expect("posts");
+    let first = statement_of(&ledger, &acme, &book(), &mut vec![]).expect("made");
+    let same = statement_of(&ledger, &acme, &book(), &mut vec![]).expect("made");
+    assert_eq!(first, same);
+    post(&ledger, one(3).block(2, 2)).expect("posts");
+    let more = statement_of(&ledger, &acme, &book(), &mut vec![]).expect("made");
+    assert_eq!((&first.id, &first.lines[0].id), (&more.id, &more.lines[0].id));
+    assert_ne!(first.lines[0].digest, more.lines[0].digest);
+    assert_ne!(first.digest, more.digest);
+    // printf "line\nacme\n2026-11\nk1\nm\ncpu\n2026-11-01\n" | sha256sum
+    assert_eq!(first.lines[0].id, "line-0090ba941e8b7926aaad1ccdb3abe300");
+}
+
+#[test]
+fn what_has_no_price_is_no_gift() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let ledger = Ledger::open(&folder.path().join("ledger.db")).expect("opens");
+    post_all(&ledger, &[one(3)], false);
+    let acme = tenant("acme");
+    let mut late = book();
+    late.lists.truncate(1);
+    let error = statement_of(&ledger, &acme, &late, &mut vec![]).expect_err("too early");
+    assert_eq!(
+        error.to_string(),
+        "2026-11-03 has usage and no price list for plan \"team\"; lists begin later"
+    );
+    let mut gpus = book();
+    for list in &mut gpus.lists {
+        let price = list.device_second.default.take().expect("a price");
+        list.device_second.classes.insert(DeviceClass::new("h200").expect("a name"), price);
+    }
+    let error = statement_of(&ledger, &acme, &gpus, &mut vec![]).expect_err("no price");
+    assert_eq!(
+        error.to_string(),
+        "price list \"early\" has no price for device class \"cpu\", and no default"
+    );
+    let nobody = statement_of(&ledger, &tenant("nobody"), &book(), &mut vec![]).expect("made");
+    assert_eq!((nobody.lines.len(), nobody.total.amount), (0, Amount(0)));
+}
+
+/// The rows and the sums by day must say the same.
+#[test]
+fn a_ledger_that_contradicts_itself_gives_no_statement() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("ledger.db");
+    let ledger = Ledger::open(&path).expect("opens");
+    post_all(&ledger, &[one(3)], false);
+    let connection = rusqlite::Connection::open(&path).expect("opens");
+    connection.execute("UPDATE daily SET reference_ns = reference_ns - 1", []).expect("writes");
+    let error = statement_of(&ledger, &tenant("acme"), &book(), &mut vec![]).expect_err("damaged");
+    assert!(error.to_string().contains("sums by day"), "{error}");
+}
+
+/// The unit prices of a line are in it, so that it can be checked by hand.
+#[test]
+fn a_line_shows_its_prices() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let ledger = Ledger::open(&folder.path().join("ledger.db")).expect("opens");
+    post_all(&ledger, &[one(20)], false);
+    let made = statement_of(&ledger, &tenant("acme"), &book(), &mut vec![]).expect("made");
+    let line = &made.lines[0];
+    assert_eq!(line.prices.device_second.to_string(), "0.0033333");
+    assert_eq!(line.model, ModelName::new("m").expect("a name"));
+    assert_eq!(line.figures.attributed_ns, DeviceNanos(1_000_000).nanos());
+}
