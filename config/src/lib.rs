@@ -20,7 +20,7 @@ mod tree;
 pub use crate::config::{Config, Model, Plan, Pool, Tenant};
 pub use crate::problem::{ConfigErrors, Place, Problem};
 pub use crate::sections::{
-    ByteSize, Connections, Deadlines, DeviceSelector, EngineKind, Gateway, Http2, Issuer,
+    ByteSize, Connections, Deadlines, DeviceSelector, EngineKind, Gateway, Http2, HttpsUrl, Issuer,
     JwtAlgorithm, JwtKeys, Penalties, RequestLimits, SourceLimits, Synthetic, Timeouts, Tls,
     Worker,
 };

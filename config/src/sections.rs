@@ -378,8 +378,8 @@ section! {
 }
 
 section! {
-    /// An issuer whose tokens (JWT) are believed. Either keys or jwks is
-    /// needed.
+    /// An issuer whose tokens (JWT) are believed. One of keys, jwks and
+    /// jwks_url is needed.
     pub(crate) struct RawIssuer {
         /// The token's iss.
         issuer: Option<String> = None;
@@ -391,8 +391,20 @@ section! {
         keys: Vec<PathBuf> = Vec::new();
         /// A file with a JSON Web Key Set.
         jwks: Option<PathBuf> = None;
+        /// Where such a set is fetched, over https alone. What cannot be
+        /// fetched or used leaves the keys that there are.
+        jwks_url: Option<HttpsUrl> = None;
+        /// The authorities that may vouch for jwks_url, in PEM; those of the
+        /// system unless given.
+        jwks_ca: Option<PathBuf> = None;
+        /// How often it is fetched; a token with an unknown key asks for it
+        /// sooner, every 30 seconds at most.
+        jwks_refresh: Duration = seconds(600), seconds(30)..=DAY;
         /// The claim that names the tenant.
         tenant_claim: String = "tenant".to_owned();
+        /// The tenants that it may name; all unless given. An issuer that one
+        /// tenant runs must not speak for another.
+        tenants: Option<BTreeSet<TenantId>> = None;
         /// How far clocks may be apart.
         leeway: Duration = seconds(5), Duration::ZERO..=seconds(60);
     }
@@ -413,6 +425,8 @@ pub struct Issuer {
     pub keys: JwtKeys,
     /// The claim that names the tenant.
     pub tenant_claim: String,
+    /// The tenants that it may name; all where `None`.
+    pub tenants: Option<BTreeSet<TenantId>>,
     /// How far clocks may be apart.
     pub leeway: Duration,
 }
@@ -424,6 +438,54 @@ pub enum JwtKeys {
     Pem(Vec<PathBuf>),
     /// In a JSON Web Key Set.
     Jwks(PathBuf),
+    /// In a JSON Web Key Set that is fetched.
+    Url {
+        /// Where it is.
+        url: HttpsUrl,
+        /// Who may vouch for that place; the system's authorities where `None`.
+        ca: Option<PathBuf>,
+        /// How often it is fetched.
+        refresh: Duration,
+    },
+}
+
+/// An address of the web: `https://`, a host, perhaps a port and a path; no
+/// name, no password, no fragment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HttpsUrl(String);
+
+impl HttpsUrl {
+    /// As it is written.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl FromStr for HttpsUrl {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        let rest = text.strip_prefix("https://").ok_or(())?;
+        let authority = rest.split(['/', '?']).next().unwrap_or_default();
+        let host = authority.rsplit_once(':').filter(|(_, port)| port.parse::<u16>().is_ok());
+        let host = host.map_or(authority, |(host, _)| host);
+        let is_plain =
+            text.bytes().all(|byte| byte.is_ascii_graphic() && !b"#@\\\"".contains(&byte));
+        let is_host = host.starts_with('[') && host.ends_with(']')
+            || host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-.".contains(&byte));
+        if is_plain && is_host && !host.is_empty() && text.len() <= 2_048 {
+            Ok(Self(text.to_owned()))
+        } else {
+            Err(())
+        }
+    }
+}
+
+/// As it is written.
+impl fmt::Display for HttpsUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
 }
 
 /// What computes in a worker.

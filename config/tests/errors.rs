@@ -205,7 +205,23 @@ fn each_mistake_has_a_place_and_a_key() {
         ),
         (
             "[auth.jwt.i]\nissuer = \"i\"\naudience = \"a\"\nalgorithms = [\"RS256\"]",
-            "t.toml:1: auth.jwt.i: needs keys or jwks",
+            "t.toml:1: auth.jwt.i: needs keys, jwks or jwks_url",
+        ),
+        (
+            "[auth.jwt.i]\nissuer = \"i\"\naudience = \"a\"\nalgorithms = [\"RS256\"]\njwks_url = \"http://i/\"",
+            "t.toml:5: auth.jwt.i.jwks_url: expected an address that begins with https://, found \"http://i/\"",
+        ),
+        (
+            "[auth.jwt.i]\nissuer = \"i\"\naudience = \"a\"\nalgorithms = [\"RS256\"]\njwks = \"/\"\njwks_url = \"https://i/\"",
+            "t.toml:5: auth.jwt.i.jwks: contradicts auth.jwt.i.jwks_url (t.toml:6): keys come from one place",
+        ),
+        (
+            "[auth.jwt.i]\nissuer = \"i\"\naudience = \"a\"\nalgorithms = [\"RS256\"]\njwks = \"/\"\njwks_ca = \"/\"",
+            "t.toml:6: auth.jwt.i.jwks_ca: needs jwks_url beside it",
+        ),
+        (
+            "[auth.jwt.i]\nissuer = \"i\"\naudience = \"a\"\nalgorithms = [\"RS256\"]\njwks = \"/\"\ntenants = [\"nobody\"]",
+            "t.toml:6: auth.jwt.i.tenants: there is no tenant \"nobody\"; known are demo",
         ),
         (
             "[auth.jwt.i]\nissuer = \"i\"\nalgorithms = [\"RS256\"]\njwks = \"/\"",

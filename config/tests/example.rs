@@ -25,18 +25,20 @@ fn the_example_file_is_the_defaults() {
 
 #[test]
 fn every_example_line_can_be_uncommented() {
-    let whole: String = FILE
-        .lines()
-        .map(|line| match line.strip_prefix('#') {
-            // An issuer has keys or a key set.
-            Some(rest) if rest.starts_with("jwks =") => String::new(),
-            Some(rest) if !rest.is_empty() && !rest.starts_with(' ') => format!("{rest}\n"),
-            _ => format!("{line}\n"),
-        })
-        .collect();
-    let errors = Config::from_toml(Path::new("tollgate.toml"), &whole).expect_err("no such files");
-    for problem in errors.problems() {
-        assert!(problem.message.ends_with("does not exist"), "{problem}");
+    // An issuer's keys come from one place.
+    for left_out in [["jwks =", "jwks_url =", "jwks_ca ="], ["keys =", "jwks =", "-"]] {
+        let whole: String = FILE
+            .lines()
+            .map(|line| match line.strip_prefix('#') {
+                Some(rest) if left_out.iter().any(|key| rest.starts_with(key)) => String::new(),
+                Some(rest) if !rest.is_empty() && !rest.starts_with(' ') => format!("{rest}\n"),
+                _ => format!("{line}\n"),
+            })
+            .collect();
+        let errors = Config::from_toml(Path::new("tollgate.toml"), &whole);
+        for problem in errors.expect_err("no such files").problems() {
+            assert!(problem.message.ends_with("does not exist"), "{problem}");
+        }
     }
 }
 

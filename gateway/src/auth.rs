@@ -9,6 +9,7 @@
 mod bearer;
 mod claims;
 mod extract;
+mod fetch;
 mod issuer;
 mod jwks;
 mod jwt;
@@ -30,6 +31,7 @@ use http::HeaderMap;
 use tokio_util::sync::CancellationToken;
 use tollgate_domain::{Caller, KeyId, ModelName, PlanName, TenantId, UtcTime};
 
+pub use self::fetch::FetchError;
 pub use self::issuer::{IssuerError, IssuerKeys, IssuerOptions};
 pub use self::key_store::{KeyOptions, KeyRecord, KeyStore, KeyStoreError, NewKey, UnderWay};
 pub use self::scopes::{Endpoint, Scopes, UnknownEndpoint};
@@ -126,7 +128,13 @@ impl Authenticator {
     /// Follows what other processes do to the keys and to the issuers' files,
     /// until `stop`: a revoked key is refused within a second. What cannot be
     /// read changes nothing, and is logged once until it can be read again.
+    /// Key sets that are fetched are fetched meanwhile.
     pub async fn follow_changes(self, stop: CancellationToken) {
+        let urls = stop.run_until_cancelled(self.parts.tokens.follow_urls());
+        tokio::join!(urls, self.follow_files(&stop));
+    }
+
+    async fn follow_files(&self, stop: &CancellationToken) {
         let mut ticks = tokio::time::interval(POLL);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut failing = false;

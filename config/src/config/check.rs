@@ -387,7 +387,7 @@ impl Checker<'_> {
     }
 
     fn issuer(&mut self, name: &str, raw: &RawIssuer) -> Option<Issuer> {
-        let RawIssuer { issuer, audience, algorithms, keys, jwks, tenant_claim, leeway } = raw;
+        let RawIssuer { issuer, audience, algorithms, tenant_claim, tenants, leeway, .. } = raw;
         for (key, missing) in [
             ("issuer", issuer.is_none()),
             ("audience", audience.is_none()),
@@ -397,10 +397,17 @@ impl Checker<'_> {
                 self.problem(&["auth", "jwt", name, key], "is needed");
             }
         }
-        self.exists(&["auth", "jwt", name, "keys"], keys);
-        self.exists(&["auth", "jwt", name, "jwks"], jwks.as_slice());
+        for tenant in tenants.iter().flatten() {
+            if !self.root.tenants.contains_key(tenant) {
+                let known = self.root.tenants.keys().map(TenantId::as_str);
+                let keys = ["auth", "jwt", name, "tenants"];
+                self.unknown(&keys, "tenant", tenant.as_str(), known);
+            }
+        }
+        let keys = self.issuer_keys(name, raw)?;
+        let is_pem = matches!(keys, JwtKeys::Pem(_));
         let families: BTreeSet<&str> = algorithms.iter().map(|known| known.family()).collect();
-        if !keys.is_empty() && families.len() > 1 {
+        if is_pem && families.len() > 1 {
             let families: Vec<&str> = families.into_iter().collect();
             self.problem(
                 &["auth", "jwt", name, "algorithms"],
@@ -410,26 +417,6 @@ impl Checker<'_> {
                 ),
             );
         }
-        let keys = match (keys.is_empty(), jwks) {
-            (false, None) => JwtKeys::Pem(keys.clone()),
-            (true, Some(path)) => JwtKeys::Jwks(path.clone()),
-            (true, None) => {
-                let given = |key| self.is_given(&["auth", "jwt", name, key]);
-                if !given("keys") && !given("jwks") {
-                    self.problem(&["auth", "jwt", name], "needs keys or jwks");
-                }
-                return None;
-            }
-            (false, Some(_)) => {
-                let place = self.place(&["auth", "jwt", name, "jwks"]);
-                let jwks = dotted(&["auth", "jwt", name, "jwks"]);
-                self.problem(
-                    &["auth", "jwt", name, "keys"],
-                    format!("contradicts {jwks} ({place}): keys come from one place"),
-                );
-                return None;
-            }
-        };
         Some(Issuer {
             name: name.to_owned(),
             issuer: issuer.clone()?,
@@ -437,8 +424,44 @@ impl Checker<'_> {
             algorithms: algorithms.clone(),
             keys,
             tenant_claim: tenant_claim.clone(),
+            tenants: tenants.clone(),
             leeway: *leeway,
         })
+    }
+
+    /// Where an issuer's keys are: in exactly one place.
+    fn issuer_keys(&mut self, name: &str, raw: &RawIssuer) -> Option<JwtKeys> {
+        let RawIssuer { keys, jwks, jwks_url, jwks_ca, jwks_refresh, .. } = raw;
+        let at = |key| ["auth", "jwt", name, key];
+        self.exists(&at("keys"), keys);
+        self.exists(&at("jwks"), jwks.as_slice());
+        self.exists(&at("jwks_ca"), jwks_ca.as_slice());
+        let pem = (!keys.is_empty()).then(|| ("keys", JwtKeys::Pem(keys.clone())));
+        let file = jwks.as_ref().map(|path| ("jwks", JwtKeys::Jwks(path.clone())));
+        let url = jwks_url.as_ref().map(|url| {
+            let (url, ca, refresh) = (url.clone(), jwks_ca.clone(), *jwks_refresh);
+            ("jwks_url", JwtKeys::Url { url, ca, refresh })
+        });
+        if url.is_none() && jwks_ca.is_some() && !self.is_given(&at("jwks_url")) {
+            self.problem(&at("jwks_ca"), "needs jwks_url beside it");
+        }
+        let mut found = [pem, file, url].into_iter().flatten();
+        let Some((key, keys)) = found.next() else {
+            if !["keys", "jwks", "jwks_url"].iter().any(|key| self.is_given(&at(key))) {
+                self.problem(&["auth", "jwt", name], "needs keys, jwks or jwks_url");
+            }
+            return None;
+        };
+        if let Some((other, _)) = found.next() {
+            let place = self.place(&at(other));
+            let other = dotted(&at(other));
+            self.problem(
+                &at(key),
+                format!("contradicts {other} ({place}): keys come from one place"),
+            );
+            return None;
+        }
+        Some(keys)
     }
 
     /// A token must have one issuer that could have made it.

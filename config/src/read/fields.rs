@@ -14,7 +14,7 @@ use tollgate_domain::{
 use super::quantity::{duration_schema, read_duration, show_duration};
 use super::{Field, Reader, Section, Visited, beside, join};
 use crate::schema;
-use crate::sections::{DeviceSelector, EngineKind, IssuerName, JwtAlgorithm};
+use crate::sections::{DeviceSelector, EngineKind, HttpsUrl, IssuerName, JwtAlgorithm};
 use crate::tree::{Node, Table, Value};
 
 /// The longest list that a key takes.
@@ -456,6 +456,7 @@ macro_rules! words {
     };
 }
 words!(EngineKind, "\"model\"", "\"model\" or \"synthetic\"");
+words!(HttpsUrl, "\"https://issuer.example/jwks.json\"", "an address that begins with https://");
 words!(DeviceSelector, "\"auto\"", "\"auto\", \"cpu\", \"cuda\" or \"cuda:UUID\"");
 words!(
     JwtAlgorithm,

@@ -1,10 +1,13 @@
 //! An issuer of tokens: whose signatures we believe, made with which keys.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use jsonwebtoken::{Algorithm, AlgorithmFamily, DecodingKey};
 use tollgate_config::JwtKeys;
+
+use super::fetch::FetchError;
 
 /// An issuer as config names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -37,6 +40,15 @@ pub enum IssuerKeys {
     Pem(Vec<(Option<String>, PathBuf)>),
     /// A JWK set, read again when the file changes.
     JwksFile(PathBuf),
+    /// A JWK set, fetched over TLS.
+    JwksUrl {
+        /// Where it is: `https://`.
+        url: String,
+        /// The authorities to trust; the system's where `None`.
+        ca: Option<PathBuf>,
+        /// How often it is fetched.
+        refresh: Duration,
+    },
 }
 
 /// Why an issuer cannot be used.
@@ -62,13 +74,23 @@ pub enum IssuerError {
         /// Why.
         source: std::io::Error,
     },
-    /// A key file holds no usable key, or one that must not be used.
-    #[error("issuer {issuer}: {path}: {message}")]
+    /// A key set cannot be fetched.
+    #[error("issuer {issuer}: {url}")]
+    Fetch {
+        /// The issuer.
+        issuer: String,
+        /// Where from.
+        url: String,
+        /// Why not.
+        source: FetchError,
+    },
+    /// A key file or set holds no usable key, or one that must not be used.
+    #[error("issuer {issuer}: {place}: {message}")]
     Keys {
         /// The issuer.
         issuer: String,
-        /// The file.
-        path: PathBuf,
+        /// The file or URL.
+        place: String,
         /// What is wrong.
         message: String,
     },
@@ -94,10 +116,16 @@ impl From<&tollgate_config::Issuer> for IssuerOptions {
             algorithms,
             keys,
             tenant_claim,
+            tenants,
             leeway,
         } = issuer;
         let keys = match keys {
             JwtKeys::Jwks(path) => IssuerKeys::JwksFile(path.clone()),
+            JwtKeys::Url { url, ca, refresh } => IssuerKeys::JwksUrl {
+                url: url.as_str().to_owned(),
+                ca: ca.clone(),
+                refresh: *refresh,
+            },
             JwtKeys::Pem(paths) => {
                 let id = |path: &PathBuf| {
                     let stem = path.file_stem().filter(|_| paths.len() > 1)?;
@@ -112,7 +140,7 @@ impl From<&tollgate_config::Issuer> for IssuerOptions {
             audiences: vec![audience.clone()],
             algorithms: algorithms.iter().map(ToString::to_string).collect(),
             tenant_claim: tenant_claim.clone(),
-            tenants: None,
+            tenants: tenants.as_ref().map(|tenants| tenants.iter().cloned().collect()),
             keys,
             leeway: *leeway,
         }
@@ -151,12 +179,12 @@ impl IssuerOptions {
 
     pub(super) fn key_error(
         &self,
-        path: &std::path::Path,
+        place: impl fmt::Display,
         message: impl Into<String>,
     ) -> IssuerError {
         IssuerError::Keys {
             issuer: self.name.clone(),
-            path: path.to_owned(),
+            place: place.to_string(),
             message: message.into(),
         }
     }

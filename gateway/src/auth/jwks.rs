@@ -1,6 +1,7 @@
-//! An issuer's keys from files. A JWK set is read strictly: public signature
-//! keys only, each with its id; a bad file never replaces a good one.
+//! An issuer's keys, read. A JWK set is read strictly: public signature keys
+//! only, each with its id; a bad set never replaces a good one.
 
+use std::fmt;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
@@ -11,37 +12,57 @@ use serde::Deserialize;
 
 use super::issuer::{IssuerError, IssuerKeys, IssuerOptions, VerifyingKey, usable};
 
-/// Reads all keys of an issuer; `algorithms` are those it may use.
+/// Reads all keys of an issuer, and the content of its key set if that is what
+/// it has; `algorithms` are those it may use. What is fetched is not there yet.
 pub(super) fn load(
     options: &IssuerOptions,
     algorithms: &[Algorithm],
 ) -> Result<(Vec<VerifyingKey>, Vec<u8>), IssuerError> {
-    let (keys, content, path) = match &options.keys {
+    match &options.keys {
         IssuerKeys::Pem(files) => {
             let mut keys = Vec::new();
             for (id, path) in files {
-                let pem = read(options, path)?;
-                let key = from_pem(&pem).ok_or_else(|| {
-                    options.key_error(path, "no PEM public key of an RSA, EC or Ed25519 kind")
+                let place = path.display();
+                let key = from_pem(&read(options, path)?).ok_or_else(|| {
+                    options.key_error(&place, "no PEM public key of an RSA, EC or Ed25519 kind")
                 })?;
-                keys.push(checked(options, path, id.clone(), key, algorithms)?);
+                keys.push(checked(options, &place, id.clone(), key, algorithms)?);
             }
-            (keys, Vec::new(), files.first().map(|(_, path)| path.as_path()))
+            let first = files.first().map_or(Path::new(""), |(_, path)| path);
+            Ok((told_apart(options, &first.display(), keys)?, Vec::new()))
         }
         IssuerKeys::JwksFile(path) => {
             let content = read(options, path)?;
-            (from_jwks(options, path, &content, algorithms)?, content, Some(path.as_path()))
+            Ok((from_set(options, &path.display(), &content, algorithms)?, content))
         }
-    };
-    let path = path.unwrap_or(Path::new(""));
+        IssuerKeys::JwksUrl { .. } => Ok((Vec::new(), Vec::new())),
+    }
+}
+
+/// The keys of a JWK set that stood at `place`; at least one.
+pub(super) fn from_set(
+    options: &IssuerOptions,
+    place: &dyn fmt::Display,
+    content: &[u8],
+    algorithms: &[Algorithm],
+) -> Result<Vec<VerifyingKey>, IssuerError> {
+    told_apart(options, place, from_jwks(options, place, content, algorithms)?)
+}
+
+/// Some keys, each with an id of its own.
+fn told_apart(
+    options: &IssuerOptions,
+    place: &dyn fmt::Display,
+    keys: Vec<VerifyingKey>,
+) -> Result<Vec<VerifyingKey>, IssuerError> {
     if keys.is_empty() {
-        return Err(options.key_error(path, "holds no key that the configured algorithms can use"));
+        return Err(options.key_error(place, "holds no key that the configured algorithms can use"));
     }
     let named_twice = |at: usize| keys[..at].iter().any(|key| key.id == keys[at].id);
     if (0..keys.len()).any(named_twice) {
-        return Err(options.key_error(path, "two keys have the same id, or none"));
+        return Err(options.key_error(place, "two keys have the same id, or none"));
     }
-    Ok((keys, content))
+    Ok(keys)
 }
 
 /// The bytes of a key file, bounded.
@@ -52,7 +73,8 @@ pub(super) fn read(options: &IssuerOptions, path: &Path) -> Result<Vec<u8>, Issu
     let file = File::open(path).map_err(fault)?;
     file.take(LARGEST_FILE + 1).read_to_end(&mut bytes).map_err(fault)?;
     if bytes.len() as u64 > LARGEST_FILE {
-        return Err(options.key_error(path, format!("larger than {LARGEST_FILE} bytes")));
+        let message = format!("larger than {LARGEST_FILE} bytes");
+        return Err(options.key_error(path.display(), message));
     }
     Ok(bytes)
 }
@@ -70,7 +92,7 @@ fn from_pem(pem: &[u8]) -> Option<DecodingKey> {
 
 fn from_jwks(
     options: &IssuerOptions,
-    path: &Path,
+    place: &dyn fmt::Display,
     content: &[u8],
     algorithms: &[Algorithm],
 ) -> Result<Vec<VerifyingKey>, IssuerError> {
@@ -79,21 +101,21 @@ fn from_jwks(
         keys: Vec<Jwk>,
     }
     let set: Set = serde_json::from_slice(content)
-        .map_err(|error| options.key_error(path, format!("no JWK set: {error}")))?;
+        .map_err(|error| options.key_error(place, format!("no JWK set: {error}")))?;
     if set.keys.len() > MOST_KEYS {
-        return Err(options.key_error(path, format!("more than {MOST_KEYS} keys")));
+        return Err(options.key_error(place, format!("more than {MOST_KEYS} keys")));
     }
     let mut keys = Vec::new();
     for jwk in &set.keys {
         let Some(allowed) = allowed_for(jwk, algorithms) else { continue };
         let key = DecodingKey::from_jwk(jwk)
-            .map_err(|error| options.key_error(path, format!("a damaged key: {error}")))?;
+            .map_err(|error| options.key_error(place, format!("a damaged key: {error}")))?;
         let algorithms = usable(&key, &allowed);
         if algorithms.is_empty() {
             continue;
         }
         let id = jwk.common.key_id.clone();
-        keys.push(checked(options, path, id, key, &algorithms)?);
+        keys.push(checked(options, place, id, key, &algorithms)?);
     }
     Ok(keys)
 }
@@ -120,17 +142,18 @@ fn allowed_for(jwk: &Jwk, algorithms: &[Algorithm]) -> Option<Vec<Algorithm>> {
 
 fn checked(
     options: &IssuerOptions,
-    path: &Path,
+    place: &dyn fmt::Display,
     id: Option<String>,
     key: DecodingKey,
     algorithms: &[Algorithm],
 ) -> Result<VerifyingKey, IssuerError> {
     let algorithms = usable(&key, algorithms);
     if algorithms.is_empty() {
-        return Err(options.key_error(path, "the key is of no kind that the algorithms name"));
+        return Err(options.key_error(place, "the key is of no kind that the algorithms name"));
     }
     Ok(VerifyingKey { id, key, algorithms })
 }
 
-const LARGEST_FILE: u64 = 1 << 20;
+/// Bytes of a key file or set.
+pub(super) const LARGEST_FILE: u64 = 1 << 20;
 const MOST_KEYS: usize = 64;

@@ -3,14 +3,17 @@
 //! place, or how its signature is read.
 
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use jsonwebtoken::{Algorithm, DecodingKey, Validation};
+use tokio::sync::Notify;
 use tollgate_domain::{Caller, KeyId, TenantId, UtcTime};
 
 use super::claims::{self, Claims, TokenHeader};
+use super::fetch::{FetchError, Fetcher};
 use super::issuer::{IssuerError, IssuerKeys, IssuerOptions, VerifyingKey};
 use super::jwks;
 
@@ -25,8 +28,12 @@ struct Issuer {
     options: IssuerOptions,
     algorithms: Vec<Algorithm>,
     keys: ArcSwap<Vec<VerifyingKey>>,
-    /// What the JWKS file held when it was last looked at, good or bad.
+    /// What the key set held when it was last good.
     content: Mutex<Vec<u8>>,
+    /// Where the set is fetched, if it is.
+    fetcher: Option<Fetcher>,
+    /// Told when a token names a key that is not there.
+    wanted: Notify,
 }
 
 /// Why a token is refused. For counting and tests; clients never see it.
@@ -61,11 +68,14 @@ impl TokenVerifier {
             }
             let algorithms = options.check()?;
             let (keys, content) = jwks::load(&options, &algorithms)?;
+            let fetcher = fetcher(&options)?;
             issuers.push(Issuer {
                 options,
                 algorithms,
                 keys: ArcSwap::from_pointee(keys),
                 content: Mutex::new(content),
+                fetcher,
+                wanted: Notify::new(),
             });
         }
         Ok(Self { issuers })
@@ -78,6 +88,25 @@ impl TokenVerifier {
     pub(super) fn refresh(&self) -> Result<(), IssuerError> {
         let results: Vec<_> = self.issuers.iter().map(Issuer::refresh).collect();
         results.into_iter().collect()
+    }
+
+    /// Fetches the key sets that are fetched, for ever.
+    pub(super) async fn follow_urls(&self) {
+        let followed = self.issuers.iter().filter_map(|issuer| {
+            let fetcher = issuer.fetcher.as_ref()?;
+            Some(issuer.follow(move || fetcher.get()))
+        });
+        futures_util::future::join_all(followed).await;
+    }
+
+    /// As [`Self::follow_urls`], for the only issuer, with sets from `get`.
+    #[cfg(test)]
+    pub(super) async fn follow_only<F>(&self, get: impl Fn() -> F)
+    where
+        F: Future<Output = Result<Vec<u8>, FetchError>>,
+    {
+        let [issuer] = &self.issuers[..] else { panic!("one issuer") };
+        issuer.follow(get).await;
     }
 
     /// Whose token it is, if it is good at `now`.
@@ -102,7 +131,11 @@ impl TokenVerifier {
             return Err(Refused::Algorithm);
         }
         let keys = issuer.keys.load();
-        let key = choose_key(&keys, header.kid.as_deref(), algorithm).ok_or(Refused::Key)?;
+        let key = choose_key(&keys, header.kid.as_deref(), algorithm).ok_or_else(|| {
+            // It may be a new one: worth a look, as often as looks are taken.
+            issuer.wanted.notify_one();
+            Refused::Key
+        })?;
         let claims = signed_claims(token, key, algorithm, &issuer.options)?;
         issuer.judge(&claims, now)?;
         issuer.caller(&claims, &payload)
@@ -139,6 +172,50 @@ impl Issuer {
         Ok(())
     }
 
+    /// Fetches the key set by `get` at once, then whenever it is old or a token
+    /// names a key that is not in it; and never twice within
+    /// [`BETWEEN_FETCHES`], whatever tokens or the issuer do.
+    async fn follow<F>(&self, get: impl Fn() -> F)
+    where
+        F: Future<Output = Result<Vec<u8>, FetchError>>,
+    {
+        let IssuerKeys::JwksUrl { url, refresh, .. } = &self.options.keys else { return };
+        let mut failing = false;
+        loop {
+            let taken = match get().await {
+                Ok(content) => self.take_set(url, content),
+                Err(source) => {
+                    let (issuer, url) = (self.options.name.clone(), url.clone());
+                    Err(IssuerError::Fetch { issuer, url, source })
+                }
+            };
+            if let (Err(error), false) = (&taken, failing) {
+                let error = error as &dyn std::error::Error;
+                tracing::warn!(error, "an issuer's keys cannot be fetched: the old ones stay");
+            }
+            failing = taken.is_err();
+            tokio::time::sleep(BETWEEN_FETCHES).await;
+            if failing {
+                continue;
+            }
+            tokio::select! {
+                () = tokio::time::sleep(refresh.saturating_sub(BETWEEN_FETCHES)) => {}
+                () = self.wanted.notified() => {}
+            }
+        }
+    }
+
+    /// Takes a key set that was fetched, if it is a good one.
+    fn take_set(&self, url: &str, content: Vec<u8>) -> Result<(), IssuerError> {
+        let mut known = self.content.lock().unwrap_or_else(PoisonError::into_inner);
+        if *known != content {
+            let keys = jwks::from_set(&self.options, &url, &content, &self.algorithms)?;
+            *known = content;
+            self.keys.store(keys.into());
+        }
+        Ok(())
+    }
+
     /// The claims that a signature does not prove.
     fn judge(&self, claims: &Claims, now: UtcTime) -> Result<(), Refused> {
         let now = now.unix_seconds();
@@ -172,6 +249,15 @@ impl Issuer {
         }
         Ok(Caller { tenant, key })
     }
+}
+
+fn fetcher(options: &IssuerOptions) -> Result<Option<Fetcher>, IssuerError> {
+    let IssuerKeys::JwksUrl { url, ca, .. } = &options.keys else { return Ok(None) };
+    let fetcher = Fetcher::new(url, ca.as_deref(), jwks::LARGEST_FILE as usize, FETCH_DEADLINE);
+    fetcher.map(Some).map_err(|source| {
+        let (issuer, url) = (options.name.clone(), url.clone());
+        IssuerError::Fetch { issuer, url, source }
+    })
 }
 
 fn decode_part(part: &str) -> Result<Vec<u8>, Refused> {
@@ -269,6 +355,10 @@ fn token_key(subject: &str) -> Option<KeyId> {
     KeyId::new(&format!("{TOKEN_KEY}{replaced}{REPLACED}{digest}")).ok()
 }
 
+/// Between two fetches of one key set.
+pub(super) const BETWEEN_FETCHES: Duration = Duration::from_secs(30);
+/// No fetch takes longer.
+const FETCH_DEADLINE: Duration = Duration::from_secs(5);
 /// Bytes of a token; longer ones are refused unread.
 pub(super) const LONGEST_TOKEN: usize = 8 << 10;
 const LONGEST_SUBJECT: usize = 1_024;

@@ -108,6 +108,7 @@ fn issuers_come_from_config() {
         algorithms: vec![tollgate_config::JwtAlgorithm::ES256],
         keys: tollgate_config::JwtKeys::Pem(files.iter().map(PathBuf::from).collect()),
         tenant_claim: "tenant".into(),
+        tenants: None,
         leeway: Duration::from_secs(3),
     };
     for (files, ids) in [
