@@ -20,9 +20,9 @@ mod tree;
 pub use crate::config::{Config, Model, Plan, Pool, Tenant};
 pub use crate::problem::{ConfigErrors, Place, Problem};
 pub use crate::sections::{
-    ByteSize, Connections, Deadlines, DeviceSelector, EngineKind, Gateway, Http2, HttpsUrl, Issuer,
-    JwtAlgorithm, JwtKeys, Penalties, RequestLimits, SourceLimits, Synthetic, Timeouts, Tls,
-    Worker,
+    ByteSize, ClientFrom, Connections, Deadlines, DeviceSelector, EngineKind, Gateway, Http2,
+    HttpsUrl, Issuer, JwtAlgorithm, JwtKeys, Penalties, Proxies, RequestLimits, SourceLimits,
+    Synthetic, Timeouts, Tls, Worker,
 };
 pub use crate::source::{Flags, Sources};
 

@@ -9,8 +9,8 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use tollgate_domain::{
-    ByClass, Currency, DeviceNanos, ModelName, PlanName, PoolName, Price, PriceListName, Rate,
-    TenantId, UtcDay,
+    ByClass, Currency, DeviceNanos, ModelName, Network, PlanName, PoolName, Price, PriceListName,
+    Rate, TenantId, UtcDay,
 };
 
 use crate::read::{DeviceRate, section};
@@ -87,6 +87,8 @@ section! {
         connections: Connections;
         /// Bounds on what one source asks.
         sources: SourceLimits;
+        /// Proxies before the front door.
+        proxies: Proxies;
         /// Bounds within an HTTP/2 connection.
         http2: Http2;
         /// Bounds on a request.
@@ -165,6 +167,20 @@ section! {
 }
 
 section! {
+    /// Proxies before the front door. Nobody's word about the client is taken
+    /// unless they are named here.
+    pub struct Proxies {
+        /// Their networks. Their connections count against the total alone,
+        /// and the client that they name is the source.
+        trusted: Vec<Network> = Vec::new();
+        /// How they name the client: "x-forwarded-for" in each request, or
+        /// "proxy-v2", the PROXY protocol before TLS; a connection of theirs
+        /// without it is closed.
+        client_from: ClientFrom = ClientFrom::XForwardedFor;
+    }
+}
+
+section! {
     /// Bounds within an HTTP/2 connection.
     pub struct Http2 {
         /// Streams at once.
@@ -177,6 +193,10 @@ section! {
         header_size: ByteSize = kib(16), kib(1)..=mib(1);
         /// Streams that the peer may cancel; then the connection is closed.
         cancels: u32 = 200, 1..=1_000_000;
+        /// Frames a second that ask for nothing (SETTINGS, PING, PRIORITY,
+        /// empty DATA and the like), ten seconds' worth at once; beyond, the
+        /// connection is closed.
+        idle_frames_per_second: u32 = 100, 1..=1_000_000;
     }
 }
 
@@ -555,6 +575,36 @@ impl fmt::Display for DeviceSelector {
             Self::Cuda(None) => f.write_str("cuda"),
             Self::Cuda(Some(uuid)) => write!(f, "cuda:{uuid}"),
         }
+    }
+}
+
+/// How a trusted proxy names the client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ClientFrom {
+    /// By the header of each request.
+    XForwardedFor,
+    /// By the binary PROXY protocol, before a connection's first byte.
+    ProxyV2,
+}
+
+impl FromStr for ClientFrom {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        [Self::XForwardedFor, Self::ProxyV2]
+            .into_iter()
+            .find(|from| from.to_string() == text)
+            .ok_or(())
+    }
+}
+
+/// As it is written.
+impl fmt::Display for ClientFrom {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::XForwardedFor => "x-forwarded-for",
+            Self::ProxyV2 => "proxy-v2",
+        })
     }
 }
 

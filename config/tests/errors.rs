@@ -32,6 +32,18 @@ fn each_mistake_has_a_place_and_a_key() {
             "t.toml:2: gateway.listen: expected an address and port such as \"127.0.0.1:8443\", found \"localhost\"",
         ),
         (
+            "[gateway.proxies]\ntrusted = [\"10.0.0.0/33\"]",
+            "t.toml:2: gateway.proxies.trusted: expected a network such as \"10.0.0.0/8\", \"192.0.2.7\" or \"2001:db8::/32\", found \"10.0.0.0/33\"",
+        ),
+        (
+            "[gateway.proxies]\ntrusted = [\"::1\"]\nclient_from = \"forwarded\"",
+            "t.toml:3: gateway.proxies.client_from: expected \"x-forwarded-for\" or \"proxy-v2\", found \"forwarded\"",
+        ),
+        (
+            "[gateway.proxies]\nclient_from = \"proxy-v2\"",
+            "t.toml:2: gateway.proxies.client_from: needs gateway.proxies.trusted beside it: nobody is trusted otherwise",
+        ),
+        (
             "[gateway.timeouts]\nidle = 5",
             "t.toml:2: gateway.timeouts.idle: expected a duration such as \"250ms\", \"2s\" or \"1h\", found 5",
         ),

@@ -135,7 +135,13 @@ async fn serve(
     request: Request,
     parse: Parse,
 ) -> Result<Response, ApiError> {
-    api.serving.penalties.check(api.serving.clock.now(), caller.tenant())?;
+    let now = api.serving.clock.now();
+    api.serving.penalties.check(now, caller.tenant())?;
+    // Most refusals of a busy tenant: found before its body is read.
+    let binding = limits::of_caller(&api.config, caller, tenant)?;
+    if let Some(refusal) = api.serving.admission.look_ahead(now, &binding) {
+        return Err(ApiError::Limit(refusal));
+    }
     if !api.serving.can_record() {
         return Err(ApiError::LedgerUnavailable);
     }

@@ -18,8 +18,8 @@ use crate::api::{self, Api};
 use crate::auth::{Authenticator, IssuerError, IssuerOptions, KeyStore};
 use crate::listener::{GateOptions, Listener, ListenerOptions};
 use crate::serving::{Serving, ServingOptions};
-use crate::source::{SourceOptions, SourceRing};
-use crate::stack::{self, StackOptions, public_endpoint, stack};
+use crate::source::{Proxies, SourceOptions, SourceRing};
+use crate::stack::{self, Stack, StackOptions, public_endpoint};
 use crate::telemetry::{Metrics, Readings};
 use crate::tls::{TlsError, TlsIdentity, TlsSource};
 use crate::upstream::{WorkerEndpoint, WorkerReport};
@@ -176,7 +176,7 @@ impl GatewayService {
             draining: gateway.draining.clone(),
         };
         let largest_body = api.config.gateway().requests.body.0;
-        let public_stack = stack(
+        let public_stack = Stack::new(
             stack::public(api::routes(api)),
             StackOptions {
                 metrics: Arc::clone(&gateway.metrics),
@@ -185,7 +185,7 @@ impl GatewayService {
                 endpoint: public_endpoint,
             },
         );
-        let admin_stack = stack(
+        let admin_stack = Stack::new(
             admin::routes(Arc::clone(&gateway)),
             StackOptions {
                 metrics: Arc::clone(&gateway.metrics),
@@ -275,7 +275,9 @@ fn bind(
 /// Few come here, and none of them stays long.
 fn admin_listener(options: ListenerOptions) -> ListenerOptions {
     let gate = GateOptions { connections: ADMIN_CONNECTIONS, ..options.gate };
-    ListenerOptions { gate, drain: ADMIN_DRAIN, ..options }
+    // No proxy stands before it: probes and admins come themselves.
+    let proxies = Proxies::default();
+    ListenerOptions { gate, proxies, drain: ADMIN_DRAIN, ..options }
 }
 
 fn tls_source(config: &Config, data: &std::path::Path) -> TlsSource {

@@ -34,18 +34,31 @@ pub(crate) fn bind(
     tenant: &Tenant,
     model: &ModelName,
 ) -> Result<Bound, ApiError> {
+    let mut scopes = of_caller(config, caller, tenant)?;
+    scopes.extend(of_model(config, model));
+    let pool = match &tenant.plan {
+        None => tenant.pool.as_ref().map(|pool| pool.name.clone()),
+        Some(_) => None,
+    };
+    Ok(Bound { scopes, pool, weight: tenant.weight })
+}
+
+/// What binds every request of `caller`, whatever it asks for, narrowest first.
+///
+/// # Errors
+/// As for [`bind`].
+pub(crate) fn of_caller(
+    config: &Config,
+    caller: &AuthenticatedCaller,
+    tenant: &Tenant,
+) -> Result<Vec<ScopeLimits>, ApiError> {
     let key = match caller.plan() {
         None => None,
         Some(plan) => {
             Some(of_key(config, caller.key(), plan).ok_or_else(|| plan_is_gone(caller, plan))?)
         }
     };
-    let scopes = key.into_iter().chain(of_tenant(tenant)).chain(of_model(config, model)).collect();
-    let pool = match &tenant.plan {
-        None => tenant.pool.as_ref().map(|pool| pool.name.clone()),
-        Some(_) => None,
-    };
-    Ok(Bound { scopes, pool, weight: tenant.weight })
+    Ok(key.into_iter().chain(of_tenant(tenant)).collect())
 }
 
 /// Tells admission what was spent on `today` and in its month, for every scope

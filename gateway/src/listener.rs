@@ -7,35 +7,33 @@
 
 mod activity;
 mod connection;
+mod frames;
 mod gate;
+mod heads;
+mod opening;
 mod plain;
+mod proxy;
 mod watched;
 
-use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::body::Body;
-use axum::response::Response;
-use http::Request;
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
 use tokio::time::{MissedTickBehavior, interval, sleep};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tower::util::BoxCloneSyncService;
 
-use self::gate::Gate;
+use self::gate::{Gate, Permit};
+use self::opening::Openings;
+use crate::source::Proxies;
+use crate::stack::Stack;
 use crate::telemetry::Metrics;
 
 pub use self::gate::{GateOptions, Peer};
-
-/// What answers requests.
-pub(crate) type RequestService = BoxCloneSyncService<Request<Body>, Response, Infallible>;
 
 /// Bounds and deadlines of a listener and its connections. Each deadline
 /// counts from the start of its own phase.
@@ -43,7 +41,9 @@ pub(crate) type RequestService = BoxCloneSyncService<Request<Body>, Response, In
 pub struct ListenerOptions {
     /// Who may connect.
     pub gate: GateOptions,
-    /// Handshakes computed at once.
+    /// Who is believed about the client behind a connection.
+    pub proxies: Proxies,
+    /// Connections that have not shaken hands yet; beyond, the oldest goes.
     pub handshakes: usize,
     /// The TLS handshake, from its first byte.
     pub handshake: Duration,
@@ -76,12 +76,15 @@ pub struct ListenerOptions {
     pub header_list: u32,
     /// Responses that the peer may cut short; then the connection is closed.
     pub cancels: u32,
+    /// HTTP/2 frames a second that ask for nothing; then likewise.
+    pub idle_frames: u32,
 }
 
 impl Default for ListenerOptions {
     fn default() -> Self {
         Self {
             gate: GateOptions::default(),
+            proxies: Proxies::default(),
             handshakes: 256,
             handshake: Duration::from_secs(5),
             first_byte: Duration::from_secs(5),
@@ -98,13 +101,15 @@ impl Default for ListenerOptions {
             local_error_resets: 64,
             header_list: 16 * 1024,
             cancels: 200,
+            idle_frames: 100,
         }
     }
 }
 
 impl From<&tollgate_config::Gateway> for ListenerOptions {
     fn from(config: &tollgate_config::Gateway) -> Self {
-        let tollgate_config::Gateway { timeouts, connections, http2, deadlines, .. } = config;
+        let tollgate_config::Gateway { timeouts, connections, http2, deadlines, proxies, .. } =
+            config;
         let positive = |value: u32| NonZeroU32::new(value).unwrap_or(NonZeroU32::MIN);
         Self {
             gate: GateOptions {
@@ -113,6 +118,7 @@ impl From<&tollgate_config::Gateway> for ListenerOptions {
                 new_per_second: positive(connections.new_per_second),
                 new_burst: positive(connections.new_burst),
             },
+            proxies: proxies.into(),
             handshakes: connections.handshakes as usize,
             handshake: timeouts.handshake,
             first_byte: timeouts.first_byte,
@@ -130,6 +136,7 @@ impl From<&tollgate_config::Gateway> for ListenerOptions {
             local_error_resets: http2.local_error_resets as usize,
             header_list: u32::try_from(http2.header_size.0).unwrap_or(u32::MAX),
             cancels: http2.cancels,
+            idle_frames: http2.idle_frames_per_second,
         }
     }
 }
@@ -145,9 +152,11 @@ pub(crate) struct Shared {
     options: ListenerOptions,
     tls: Arc<rustls::ServerConfig>,
     gate: Arc<Gate>,
-    handshakes: Semaphore,
+    openings: Arc<Openings>,
+    proxies: Arc<Proxies>,
     metrics: Arc<Metrics>,
-    /// Streams of HTTP/2, which hyper runs as tasks of their own.
+    /// Streams of HTTP/2, which hyper runs as tasks of their own, and sockets
+    /// that linger.
     streams: TaskTracker,
 }
 
@@ -163,12 +172,11 @@ impl Listener {
         metrics: Arc<Metrics>,
     ) -> io::Result<Self> {
         let gate = Gate::new(options.gate.clone());
-        let handshakes = Semaphore::new(options.handshakes.min(Semaphore::MAX_PERMITS));
+        let openings = Openings::new(options.handshakes);
+        let proxies = Arc::new(options.proxies.clone());
         let streams = TaskTracker::new();
-        Ok(Self {
-            socket: bind(address)?,
-            shared: Arc::new(Shared { options, tls, gate, handshakes, metrics, streams }),
-        })
+        let shared = Shared { options, tls, gate, openings, proxies, metrics, streams };
+        Ok(Self { socket: bind(address)?, shared: Arc::new(shared) })
     }
 
     /// Where it listens; the port is the real one where 0 was asked for.
@@ -181,7 +189,7 @@ impl Listener {
 
     /// Serves until `draining`, then lets running requests end within the
     /// drain's bound. Returns when the last connection is closed.
-    pub(crate) async fn serve(self, service: RequestService, draining: CancellationToken) {
+    pub(crate) async fn serve(self, stack: Arc<Stack>, draining: CancellationToken) {
         let Self { socket, shared } = self;
         let connections = TaskTracker::new();
         let mut sweeps = interval(SWEEP);
@@ -196,7 +204,8 @@ impl Listener {
                 }
                 accepted = socket.accept() => match accepted {
                     Ok((stream, address)) => {
-                        admit(&shared, &connections, &service, &draining, stream, address);
+                        let door = Door { shared: &shared, stack: &stack, draining: &draining };
+                        door.admit(&connections, stream, address);
                     }
                     Err(error) => {
                         // Out of descriptors, most likely: wait for some to close.
@@ -217,26 +226,37 @@ impl Listener {
     }
 }
 
-/// Past the gate a connection is a task; before it, it is dropped.
-fn admit(
-    shared: &Arc<Shared>,
-    connections: &TaskTracker,
-    service: &RequestService,
-    draining: &CancellationToken,
-    stream: TcpStream,
-    address: SocketAddr,
-) {
-    match shared.gate.admit(address.ip()) {
-        Err(refused) => shared.metrics.connection_refused(refused.as_str()),
-        Ok(permit) => {
-            shape(&stream);
-            let peer = Peer::new(address, permit);
-            let (shared, service) = (Arc::clone(shared), service.clone());
-            let draining = draining.clone();
-            connections.spawn(async move {
-                connection::serve(&shared, stream, peer, service, draining).await;
-            });
+/// What a connection finds when it is accepted.
+struct Door<'a> {
+    shared: &'a Arc<Shared>,
+    stack: &'a Arc<Stack>,
+    draining: &'a CancellationToken,
+}
+
+impl Door<'_> {
+    /// Past the gate a connection is a task; before it, it is dropped.
+    fn admit(&self, connections: &TaskTracker, stream: TcpStream, address: SocketAddr) {
+        let permit = match self.pass(address) {
+            Ok(permit) => permit,
+            Err(refused) => return self.shared.metrics.connection_refused(refused),
+        };
+        shape(&stream);
+        let (shared, stack) = (Arc::clone(self.shared), Arc::clone(self.stack));
+        let draining = self.draining.clone();
+        let accepted = connection::Accepted { stream, address, permit };
+        connections.spawn(async move {
+            connection::serve(&shared, accepted, stack, draining).await;
+        });
+    }
+
+    /// A trusted proxy's connection counts among all only: whose it is, the
+    /// proxy says.
+    fn pass(&self, address: SocketAddr) -> Result<Permit, &'static str> {
+        let permit = self.shared.gate.enter().map_err(gate::Refused::as_str)?;
+        if !self.shared.proxies.trusts(address.ip()) {
+            permit.count(address.ip()).map_err(gate::Refused::as_str)?;
         }
+        Ok(permit)
     }
 }
 
@@ -263,6 +283,9 @@ const BACKLOG: i32 = 1_024;
 
 /// Bytes; Linux doubles it for its own books.
 const SEND_BUFFER: usize = 32 * 1024;
+
+/// Headers of an HTTP/1 request; beyond: 431.
+const MOST_HEADERS: usize = 64;
 
 /// How often the gate forgets.
 const SWEEP: Duration = Duration::from_secs(1);

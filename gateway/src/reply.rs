@@ -92,6 +92,8 @@ pub enum ApiError {
         /// The limit, bytes.
         limit: u64,
     },
+    /// 431: the headers are too many or too large.
+    HeadTooLarge,
     /// 415: a body in a coding that we do not undo.
     UnsupportedEncoding {
         /// As the client named it.
@@ -198,6 +200,7 @@ impl ApiError {
             Self::Invalid { .. } | Self::ContextLength { .. } => StatusCode::BAD_REQUEST,
             Self::BodyTooSlow => StatusCode::REQUEST_TIMEOUT,
             Self::BodyTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::HeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
             Self::UnsupportedEncoding { .. } => StatusCode::UNSUPPORTED_MEDIA_TYPE,
             Self::SourceLimit { .. } | Self::Penalty { .. } => StatusCode::TOO_MANY_REQUESTS,
             Self::Limit(refusal) if refusal.limit == Limit::Capacity => {
@@ -229,6 +232,7 @@ impl ApiError {
             Self::ContextLength { .. } => "context_length",
             Self::BodyTooSlow => "body_too_slow",
             Self::BodyTooLarge { .. } => "body_too_large",
+            Self::HeadTooLarge => "head_too_large",
             Self::UnsupportedEncoding { .. } => "unsupported_encoding",
             Self::SourceLimit { .. } => "source_requests",
             Self::Penalty { offence, .. } => match offence {
@@ -270,6 +274,7 @@ impl ApiError {
             }
             Self::BodyTooSlow => ("invalid_request_error", Some("request_timeout")),
             Self::BodyTooLarge { .. } => ("invalid_request_error", Some("request_too_large")),
+            Self::HeadTooLarge => ("invalid_request_error", Some("headers_too_large")),
             Self::UnsupportedEncoding { .. } => {
                 ("invalid_request_error", Some("unsupported_content_encoding"))
             }
@@ -345,6 +350,7 @@ impl ApiError {
                 format!("The request body is larger than the {limit} bytes that this route takes.")
                     .into()
             }
+            Self::HeadTooLarge => "The headers of the request are too many or too large.".into(),
             Self::UnsupportedEncoding { encoding } => format!(
                 "Request bodies with content-encoding '{}' are not taken: send it plain.",
                 quoted(encoding)
@@ -431,7 +437,10 @@ impl ApiError {
 
     /// Whether the connection must not carry another request.
     fn closes_connection(&self) -> bool {
-        matches!(self, Self::BodyTooSlow | Self::BodyTooLarge { .. } | Self::Draining)
+        matches!(
+            self,
+            Self::BodyTooSlow | Self::BodyTooLarge { .. } | Self::HeadTooLarge | Self::Draining
+        )
     }
 }
 

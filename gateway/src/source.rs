@@ -12,16 +12,12 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
-use axum::body::Body;
-use axum::response::IntoResponse;
-use governor::middleware::NoOpMiddleware;
-use http::{HeaderMap, Request};
+use governor::clock::{Clock as _, DefaultClock};
+use governor::state::keyed::DefaultKeyedStateStore;
+use governor::{Quota, RateLimiter};
+use http::{Extensions, HeaderMap, HeaderName};
 use tollgate_domain::Network;
-use tower_governor::governor::{GovernorConfig, GovernorConfigBuilder};
-use tower_governor::key_extractor::KeyExtractor;
-use tower_governor::{GovernorError, GovernorLayer};
 
 use crate::ApiError;
 use crate::listener::Peer;
@@ -91,42 +87,68 @@ impl std::str::FromStr for Source {
     }
 }
 
-/// The client of a request: the peer, or where the peer is a trusted proxy,
-/// the nearest address in `X-Forwarded-For` that is not one.
-pub fn client_address(peer: IpAddr, headers: &HeaderMap, trusted: &[Network]) -> IpAddr {
-    let is_trusted = |address| trusted.iter().any(|network| network.contains(address));
-    if !is_trusted(peer) {
-        return peer;
-    }
-    let mut client = peer;
-    // Each proxy appends whom it saw, so the right-most are the truest.
-    for value in headers.get_all("x-forwarded-for").iter().rev() {
-        let Ok(value) = value.to_str() else { return client };
-        for hop in value.rsplit(',').take(MOST_HOPS) {
-            let Ok(hop) = hop.trim().parse() else { return client };
-            client = hop;
-            if !is_trusted(hop) {
-                return client;
-            }
-        }
-    }
-    client
+/// Who is believed about the client behind a connection.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Proxies {
+    /// Nobody, unless named here.
+    pub trusted: Vec<Network>,
+    /// Whether they say it by the PROXY protocol, and must, instead of by
+    /// `X-Forwarded-For`.
+    pub proxy_protocol: bool,
 }
 
-/// Whose request it is: who is at the other end of its connection.
-pub(crate) fn client_of(extensions: &http::Extensions) -> Option<IpAddr> {
-    extensions.get::<Peer>().map(|peer| peer.address().ip())
+impl From<&tollgate_config::Proxies> for Proxies {
+    fn from(config: &tollgate_config::Proxies) -> Self {
+        let tollgate_config::Proxies { trusted, client_from } = config;
+        Self {
+            trusted: trusted.clone(),
+            proxy_protocol: *client_from == tollgate_config::ClientFrom::ProxyV2,
+        }
+    }
+}
+
+impl Proxies {
+    /// Whether `address` is one of them.
+    pub fn trusts(&self, address: IpAddr) -> bool {
+        self.trusted.iter().any(|network| network.contains(address))
+    }
+
+    /// The client of a request: the peer, or where the peer is a trusted
+    /// proxy, the nearest address in `X-Forwarded-For` that is not one.
+    pub fn client(&self, peer: IpAddr, headers: &HeaderMap) -> IpAddr {
+        if self.proxy_protocol || !self.trusts(peer) {
+            return peer;
+        }
+        let mut client = peer;
+        let mut hops = 0;
+        // Each proxy appends whom it saw, so the right-most are the truest.
+        for value in headers.get_all(FORWARDED_FOR).iter().rev() {
+            let Ok(value) = value.to_str() else { return client };
+            for hop in value.rsplit(',') {
+                let Ok(hop) = hop.trim().parse() else { return client };
+                client = hop;
+                hops += 1;
+                if hops == MOST_HOPS || !self.trusts(hop) {
+                    return client;
+                }
+            }
+        }
+        client
+    }
+}
+
+/// Whose request it is, of those that came through the listener.
+pub(crate) fn client_of(extensions: &Extensions, headers: &HeaderMap) -> Option<IpAddr> {
+    extensions.get::<Peer>().map(|peer| peer.client(headers))
 }
 
 /// What the source ring allows.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SourceOptions {
     /// Requests a second of one source.
     pub per_second: NonZeroU32,
     /// Requests that it may send at once.
     pub burst: NonZeroU32,
-    /// Proxies whose `X-Forwarded-For` is believed.
-    pub trusted_proxies: Vec<Network>,
 }
 
 impl Default for SourceOptions {
@@ -134,7 +156,6 @@ impl Default for SourceOptions {
         Self {
             per_second: const { NonZeroU32::new(1_000).unwrap() },
             burst: const { NonZeroU32::new(2_000).unwrap() },
-            trusted_proxies: Vec::new(),
         }
     }
 }
@@ -143,54 +164,53 @@ impl From<&tollgate_config::SourceLimits> for SourceOptions {
     fn from(config: &tollgate_config::SourceLimits) -> Self {
         let tollgate_config::SourceLimits { requests_per_second, request_burst } = *config;
         let positive = |value: u32| NonZeroU32::new(value).unwrap_or(NonZeroU32::MIN);
-        Self {
-            per_second: positive(requests_per_second),
-            burst: positive(request_burst),
-            trusted_proxies: Vec::new(),
-        }
+        Self { per_second: positive(requests_per_second), burst: positive(request_burst) }
     }
 }
 
-/// The ring: a layer for the stack and a sweep for the clockwork.
+/// The ring. Clones share its buckets.
 #[derive(Clone)]
 pub(crate) struct SourceRing {
-    config: Arc<GovernorConfig<SourceKey, NoOpMiddleware>>,
-    key: SourceKey,
+    buckets: Arc<Buckets>,
     per_second: u32,
-    period: Duration,
+}
+
+struct Buckets {
+    limiter: RateLimiter<Source, DefaultKeyedStateStore<Source>, DefaultClock>,
+    /// There are too many sources to tell them apart.
+    crowded: AtomicBool,
 }
 
 impl SourceRing {
     pub(crate) fn new(options: &SourceOptions) -> Self {
-        let key = SourceKey {
-            trusted: options.trusted_proxies.as_slice().into(),
-            crowded: Arc::new(AtomicBool::new(false)),
-        };
-        let period = Duration::from_secs(1) / options.per_second.get();
-        let config = GovernorConfigBuilder::default()
-            .period(period)
-            .burst_size(options.burst.get())
-            .key_extractor(key.clone())
-            .finish()
-            .expect("neither a second's part nor a burst is zero");
-        Self { config: Arc::new(config), key, per_second: options.per_second.get(), period }
+        let quota = Quota::per_second(options.per_second).allow_burst(options.burst);
+        let limiter = RateLimiter::dashmap(quota);
+        let buckets = Arc::new(Buckets { limiter, crowded: AtomicBool::new(false) });
+        Self { buckets, per_second: options.per_second.get() }
     }
 
-    /// The layer. A refused request always passes after one period at the
-    /// latest: tower_governor says the wait in whole seconds, cut, so the
-    /// period is added.
-    pub(crate) fn layer(&self) -> GovernorLayer<SourceKey, NoOpMiddleware, Body> {
-        let (per_second, period) = (self.per_second, self.period);
-        GovernorLayer::new(Arc::clone(&self.config))
-            .error_handler(move |error| refusal(&error, per_second, period).into_response())
+    /// Counts one request of `client`.
+    ///
+    /// # Errors
+    /// [`ApiError::SourceLimit`] when its source has sent too many.
+    pub(crate) fn check(&self, client: IpAddr) -> Result<(), ApiError> {
+        let Buckets { limiter, crowded } = &*self.buckets;
+        let mut source = Source::of(client);
+        if crowded.load(Ordering::Relaxed) {
+            source = source.in_crowd();
+        }
+        limiter.check_key(&source).map_err(|refused| ApiError::SourceLimit {
+            per_second: self.per_second,
+            retry_after: refused.wait_time_from(limiter.clock().now()),
+        })
     }
 
     /// Forgets sources whose bucket is full again. Called each second.
     pub(crate) fn sweep(&self) {
-        let limiter = self.config.limiter();
+        let Buckets { limiter, crowded } = &*self.buckets;
         limiter.retain_recent();
         let sources = limiter.len();
-        self.key.crowded.store(sources > MOST_SOURCES, Ordering::Relaxed);
+        crowded.store(sources > MOST_SOURCES, Ordering::Relaxed);
         if sources == 0 {
             limiter.shrink_to_fit();
         }
@@ -198,38 +218,12 @@ impl SourceRing {
 
     #[cfg(test)]
     fn sources(&self) -> usize {
-        self.config.limiter().len()
+        self.buckets.limiter.len()
     }
 }
 
-fn refusal(error: &GovernorError, per_second: u32, period: Duration) -> ApiError {
-    match error {
-        GovernorError::TooManyRequests { wait_time, .. } => ApiError::SourceLimit {
-            per_second,
-            retry_after: Duration::from_secs(*wait_time) + period,
-        },
-        // Only a request that did not come through the listener has no peer.
-        GovernorError::UnableToExtractKey | GovernorError::Other { .. } => ApiError::Internal,
-    }
-}
-
-/// Finds the source of a request.
-#[derive(Clone, Debug)]
-pub(crate) struct SourceKey {
-    trusted: Arc<[Network]>,
-    crowded: Arc<AtomicBool>,
-}
-
-impl KeyExtractor for SourceKey {
-    type Key = Source;
-
-    fn extract<T>(&self, request: &Request<T>) -> Result<Source, GovernorError> {
-        let peer = request.extensions().get::<Peer>().ok_or(GovernorError::UnableToExtractKey)?;
-        let client = client_address(peer.address().ip(), request.headers(), &self.trusted);
-        let source = Source::of(client);
-        Ok(if self.crowded.load(Ordering::Relaxed) { source.in_crowd() } else { source })
-    }
-}
+/// Where proxies write whom they saw.
+const FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 
 /// Sources told apart at once; about 100 bytes each.
 pub(crate) const MOST_SOURCES: usize = 100_000;
@@ -239,7 +233,7 @@ const CROWD: u64 = 4_096;
 
 const CROWD_NAME: &str = "crowd-";
 
-/// Addresses of one `X-Forwarded-For` that are looked at.
+/// Proxies in a row that are believed.
 const MOST_HOPS: usize = 16;
 
 #[cfg(test)]
@@ -279,12 +273,13 @@ mod tests {
     #[test]
     fn only_trusted_proxies_name_the_client() {
         let trusted = ["10.0.0.0/8", "2001:db8::/32", "192.0.2.7"].map(|n| n.parse().unwrap());
+        let mut proxies = Proxies { trusted: trusted.into(), proxy_protocol: false };
         let check = |peer: &str, forwarded: &[&str], expected: &str| {
             let mut headers = HeaderMap::new();
             for value in forwarded {
                 headers.append("x-forwarded-for", value.parse().unwrap());
             }
-            assert_eq!(client_address(ip(peer), &headers, &trusted), ip(expected), "{forwarded:?}");
+            assert_eq!(proxies.client(ip(peer), &headers), ip(expected), "{forwarded:?}");
         };
         check("203.0.113.9", &["198.51.100.1"], "203.0.113.9"); // T10: a stranger's word
         check("10.1.2.3", &[], "10.1.2.3");
@@ -295,15 +290,20 @@ mod tests {
         check("192.0.2.7", &["198.51.100.1"], "198.51.100.1");
         check("192.0.2.8", &["198.51.100.1"], "192.0.2.8");
         check("2001:db8::5", &["198.51.100.1"], "198.51.100.1");
+        check("10.1.2.3", &["198.51.100.1, 10.0.0.1, 10.0.0.2"], "198.51.100.1");
+        check("10.1.2.3", &[&"10.0.0.1,".repeat(100)], "10.1.2.3"); // ends with nothing
+        check("10.1.2.3", &[&format!("198.51.100.1{}", ", 10.0.0.1".repeat(100))], "10.0.0.1");
+        // Who speaks the PROXY protocol says nothing in headers.
+        proxies.proxy_protocol = true;
+        let headers = HeaderMap::from_iter([(FORWARDED_FOR, "198.51.100.1".parse().unwrap())]);
+        assert_eq!(proxies.client(ip("10.1.2.3"), &headers), ip("10.1.2.3"));
     }
 
     #[test]
     fn the_defaults_are_those_of_config() {
         let config = tollgate_config::Config::load(&tollgate_config::Sources::default()).unwrap();
-        let options = SourceOptions::from(&config.gateway().sources);
-        let SourceOptions { per_second, burst, trusted_proxies } = SourceOptions::default();
-        assert_eq!((options.per_second, options.burst), (per_second, burst));
-        assert_eq!(options.trusted_proxies, trusted_proxies);
+        assert_eq!(SourceOptions::from(&config.gateway().sources), SourceOptions::default());
+        assert_eq!(Proxies::from(&config.gateway().proxies), Proxies::default());
     }
 
     #[test]
@@ -321,7 +321,7 @@ mod tests {
             ..SourceOptions::default()
         });
         for n in 0..1_000 {
-            let _ = ring.config.limiter().check_key(&Source::V4(Ipv4Addr::from_bits(n)));
+            ring.check(Ipv4Addr::from_bits(n).into()).unwrap();
         }
         assert_eq!(ring.sources(), 1_000);
         // A bucket is full again a microsecond after its one request.
@@ -332,10 +332,14 @@ mod tests {
 
     #[test]
     fn a_refusal_says_when() {
-        let error = GovernorError::TooManyRequests { wait_time: 0, headers: None };
-        assert_eq!(
-            refusal(&error, 20, Duration::from_millis(50)),
-            ApiError::SourceLimit { per_second: 20, retry_after: Duration::from_millis(50) }
-        );
+        let (per_second, burst) = (NonZeroU32::MIN, NonZeroU32::MIN);
+        let ring = SourceRing::new(&SourceOptions { per_second, burst });
+        let client = ip("192.0.2.1");
+        ring.check(client).unwrap();
+        let Err(ApiError::SourceLimit { per_second: 1, retry_after }) = ring.check(client) else {
+            panic!("one a second");
+        };
+        assert!(retry_after <= std::time::Duration::from_secs(1) && !retry_after.is_zero());
+        ring.check(ip("192.0.2.2")).unwrap();
     }
 }

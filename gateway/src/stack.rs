@@ -1,29 +1,30 @@
 //! What every request passes, in one list, and the routes it can reach.
 
+mod ids;
+mod unread;
+
 use std::any::Any;
+use std::convert::Infallible;
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Instant;
 
 use axum::Router;
-use axum::body::Body;
-use axum::extract::{Request, State};
-use axum::middleware::{Next, from_fn, from_fn_with_state};
+use axum::extract::Request;
 use axum::response::{IntoResponse, Response};
-use http::{HeaderName, HeaderValue, Method, StatusCode, Uri, header};
+use futures_util::FutureExt as _;
+use http::{HeaderMap, HeaderName, Method, Uri, Version, header};
 use http_body::Body as _;
-use http_body_util::Limited;
-use tollgate_domain::RequestId;
-use tower::util::BoxCloneSyncService;
-use tower::{Layer as _, ServiceBuilder};
-use tower_http::catch_panic::CatchPanicLayer;
-use tower_http::sensitive_headers::SetSensitiveRequestHeadersLayer;
+use tower::Service as _;
 
-use crate::listener::RequestService;
+use self::ids::Ids;
+use self::unread::Unread;
+use crate::listener::Peer;
 use crate::reply::{ApiError, ErrorKind};
 use crate::source::SourceRing;
 use crate::telemetry::Metrics;
 
-/// What the layers need.
+/// What the stack is made of.
 #[derive(Clone)]
 pub(crate) struct StackOptions {
     pub(crate) metrics: Arc<Metrics>,
@@ -35,41 +36,81 @@ pub(crate) struct StackOptions {
     pub(crate) endpoint: fn(&str) -> &'static str,
 }
 
-/// Routes behind the layers. Outermost first: a request passes from top to
-/// bottom, its response from bottom to top.
-pub(crate) fn stack(routes: Router, options: StackOptions) -> RequestService {
-    let StackOptions { metrics, sources, largest_body, endpoint } = options;
-    let counted = Counted { metrics, endpoint };
-    let routes = ServiceBuilder::new()
-        // Two lengths in one head are how requests are smuggled; an unread body
-        // is no place to go on from.
-        .layer(from_fn(end_after_chunks))
-        // Declared encodings are refused before a byte of them is read.
-        .layer(from_fn(refuse_encodings))
-        // A declared size is refused unread; an undeclared one at the limit.
-        .layer(from_fn_with_state(BodyLimit(largest_body), limit_body))
-        .service(routes);
-    let ringed: RequestService = match sources {
-        // Nothing dearer than a lookup may come before the source ring.
-        Some(ring) => BoxCloneSyncService::new(ring.layer().layer(routes)),
-        None => BoxCloneSyncService::new(routes),
-    };
-    BoxCloneSyncService::new(
-        ServiceBuilder::new()
-            // Every response has an id, so it comes before all that responds.
-            .layer(from_fn(name_request))
-            // Secrets are marked before anything could log a header.
-            .layer(SetSensitiveRequestHeadersLayer::new([
-                header::AUTHORIZATION,
-                header::PROXY_AUTHORIZATION,
-                header::COOKIE,
-            ]))
-            // Outside of what refuses or panics, so that these count, too.
-            .layer(from_fn_with_state(counted, count))
-            // A bug costs one request, not the connection's others.
-            .layer(CatchPanicLayer::custom(answer_panic))
-            .service(ringed),
-    )
+/// What answers requests: routes, and what comes before and after all of
+/// them. One function and no layers, because most of a refusal's cost would be
+/// the layers'.
+pub(crate) struct Stack {
+    routes: Router,
+    options: StackOptions,
+    ids: Ids,
+}
+
+impl Stack {
+    pub(crate) fn new(routes: Router, options: StackOptions) -> Arc<Self> {
+        Arc::new(Self { routes, options, ids: Ids::new() })
+    }
+
+    /// Answers a request that the listener takes.
+    pub(crate) async fn answer(&self, request: Request) -> Response {
+        self.pass(request, None).await
+    }
+
+    /// Answers one that it does not.
+    pub(crate) async fn refuse(&self, request: Request, error: ApiError) -> Response {
+        self.pass(request, Some(error)).await
+    }
+
+    /// The list: from top to bottom for a request, and on for its response.
+    async fn pass(&self, mut request: Request, refused: Option<ApiError>) -> Response {
+        let StackOptions { metrics, sources, largest_body, endpoint } = &self.options;
+        // Every response has an id, of ours: what a client sends under that
+        // name is not believed, because ids name entries of the ledger.
+        let (id, id_header) = self.ids.draw();
+        request.headers_mut().remove(REQUEST_ID);
+        request.extensions_mut().insert(id);
+        // Secrets are marked before anything could log a header.
+        hide_secrets(request.headers_mut());
+        // Outside of what refuses or panics, so that these count, too.
+        let endpoint = endpoint(request.uri().path());
+        let began = Instant::now();
+        let in_flight = InFlight::begin(metrics);
+        // Nothing dearer than a lookup may come before the source ring; then
+        // what the head alone says, before a byte of the body is read.
+        let refused = refused
+            .or_else(|| in_ring(sources.as_ref(), &request).err())
+            .or_else(|| of_head(&request, *largest_body).err());
+        let (request, unread) = Unread::lend(request, *largest_body);
+        let mut response = match refused {
+            Some(error) => {
+                drop(request);
+                error.into_response()
+            }
+            None => self.route(request).await,
+        };
+        // What nobody has read must not be read as the next request.
+        if let Some(unread) = unread {
+            unread.end(&mut response).await;
+        }
+        drop(in_flight);
+        metrics.request_answered(endpoint, response.status(), began.elapsed());
+        if let Some(ErrorKind(kind)) = response.extensions().get() {
+            metrics.error(kind);
+        }
+        response.headers_mut().insert(REQUEST_ID, id_header);
+        response
+    }
+
+    /// A bug costs one request, not the connection's others.
+    async fn route(&self, request: Request) -> Response {
+        let mut routes = self.routes.clone();
+        match AssertUnwindSafe(routes.call(request)).catch_unwind().await {
+            Ok(answered) => {
+                let answered: Result<Response, Infallible> = answered;
+                answered.unwrap_or_else(|never| match never {})
+            }
+            Err(panic) => answer_panic(panic),
+        }
+    }
 }
 
 /// The public routes, and JSON for what is none of them.
@@ -77,56 +118,70 @@ pub(crate) fn public(routes: Router) -> Router {
     routes.fallback(unknown_route).method_not_allowed_fallback(method_not_allowed)
 }
 
-/// Gives the request an id of ours: what a client sends under that name is
-/// not believed, because ids name entries of the ledger.
-async fn name_request(mut request: Request, next: Next) -> Response {
-    let id = random_id();
-    let value = HeaderValue::from_str(id.as_str()).expect("hex digits are visible ASCII");
-    request.headers_mut().remove(REQUEST_ID);
-    request.extensions_mut().insert(id);
-    let mut response = next.run(request).await;
-    response.headers_mut().insert(REQUEST_ID, value);
-    response
-}
-
-fn random_id() -> RequestId {
-    let mut bits = [0; 16];
-    // The system's generator does not fail once it has been seeded.
-    aws_lc_rs::rand::fill(&mut bits).expect("the system gives random bytes");
-    RequestId::from_random(u128::from_ne_bytes(bits))
-}
-
-#[derive(Clone)]
-struct Counted {
-    metrics: Arc<Metrics>,
-    endpoint: fn(&str) -> &'static str,
-}
-
-async fn count(State(counted): State<Counted>, request: Request, next: Next) -> Response {
-    let Counted { metrics, endpoint } = counted;
-    let endpoint = endpoint(request.uri().path());
-    let began = Instant::now();
-    let in_flight = InFlight::begin(metrics);
-    let response = next.run(request).await;
-    let metrics = &in_flight.0;
-    metrics.request_answered(endpoint, response.status(), began.elapsed());
-    if let Some(ErrorKind(kind)) = response.extensions().get() {
-        metrics.error(kind);
+fn hide_secrets(headers: &mut HeaderMap) {
+    for name in [header::AUTHORIZATION, header::PROXY_AUTHORIZATION, header::COOKIE] {
+        // `entry` alone would make room for each that is not there.
+        if headers.contains_key(&name)
+            && let header::Entry::Occupied(mut values) = headers.entry(name)
+        {
+            values.iter_mut().for_each(|value| value.set_sensitive(true));
+        }
     }
-    response
+}
+
+fn in_ring(ring: Option<&SourceRing>, request: &Request) -> Result<(), ApiError> {
+    let Some(ring) = ring else { return Ok(()) };
+    // Only a request that did not come through the listener has no peer.
+    let peer = request.extensions().get::<Peer>().ok_or(ApiError::Internal)?;
+    ring.check(peer.client(request.headers()))
+}
+
+/// What the head alone decides.
+fn of_head(request: &Request, largest_body: u64) -> Result<(), ApiError> {
+    one_host(request)?;
+    // Declared encodings are refused before a byte of them is read.
+    let encoded = request.headers().get_all(header::CONTENT_ENCODING).iter().find(|encoding| {
+        !encoding.as_bytes().eq_ignore_ascii_case(b"identity") && !encoding.is_empty()
+    });
+    if let Some(encoding) = encoded {
+        let encoding = String::from_utf8_lossy(encoding.as_bytes()).into_owned();
+        return Err(ApiError::UnsupportedEncoding { encoding });
+    }
+    // A declared size is refused unread; an undeclared one at the limit.
+    if request.body().size_hint().lower() > largest_body {
+        return Err(ApiError::BodyTooLarge { limit: largest_body });
+    }
+    Ok(())
+}
+
+/// Over HTTP/2 a request names its host once, or twice the same; HTTP/1's
+/// heads have been looked at by the listener.
+fn one_host(request: &Request) -> Result<(), ApiError> {
+    if request.version() != Version::HTTP_2 {
+        return Ok(());
+    }
+    let authority = request.uri().authority().map(|authority| authority.as_str().as_bytes());
+    let mut hosts = request.headers().get_all(header::HOST).iter();
+    match (authority, hosts.next(), hosts.next()) {
+        (Some(_), None, None) | (None, Some(_), None) => Ok(()),
+        (Some(authority), Some(host), None) if host.as_bytes().eq_ignore_ascii_case(authority) => {
+            Ok(())
+        }
+        _ => Err(ApiError::malformed("There must be one host.")),
+    }
 }
 
 /// Counted down also when the client leaves and the handler is dropped.
-struct InFlight(Arc<Metrics>);
+struct InFlight<'a>(&'a Metrics);
 
-impl InFlight {
-    fn begin(metrics: Arc<Metrics>) -> Self {
+impl<'a> InFlight<'a> {
+    fn begin(metrics: &'a Metrics) -> Self {
         metrics.request_began();
         Self(metrics)
     }
 }
 
-impl Drop for InFlight {
+impl Drop for InFlight<'_> {
     fn drop(&mut self) {
         self.0.request_left();
     }
@@ -137,65 +192,6 @@ fn answer_panic(panic: Box<dyn Any + Send + 'static>) -> Response {
     drop(panic);
     tracing::error!("a handler panicked");
     ApiError::Internal.into_response()
-}
-
-/// Over HTTP/1 a chunked request is the last on its connection. hyper takes
-/// chunks where a head has both `Transfer-Encoding` and `Content-Length`, and
-/// forgets that there were both; RFC 9112, 6.3 wants the connection closed
-/// then, so that nothing is read as a next request that a proxy meant as body.
-async fn end_after_chunks(request: Request, next: Next) -> Response {
-    let is_http1 = request.version() < http::Version::HTTP_2;
-    let is_chunked = request.headers().contains_key(header::TRANSFER_ENCODING);
-    let has_body = !request.body().is_end_stream();
-    let mut response = next.run(request).await;
-    // A body that was refused unread leaves the connection nowhere: say so.
-    if is_http1 && (is_chunked || has_body && is_refused_unread(response.status())) {
-        response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
-    }
-    response
-}
-
-/// The refusals that come before a byte of the body is read.
-fn is_refused_unread(status: StatusCode) -> bool {
-    const UNREAD: [StatusCode; 6] = [
-        StatusCode::UNAUTHORIZED,
-        StatusCode::FORBIDDEN,
-        StatusCode::NOT_FOUND,
-        StatusCode::METHOD_NOT_ALLOWED,
-        StatusCode::PAYLOAD_TOO_LARGE,
-        StatusCode::UNSUPPORTED_MEDIA_TYPE,
-    ];
-    UNREAD.contains(&status)
-}
-
-async fn refuse_encodings(request: Request, next: Next) -> Response {
-    let encoded = request.headers().get_all(header::CONTENT_ENCODING).iter().find(|encoding| {
-        !encoding.as_bytes().eq_ignore_ascii_case(b"identity") && !encoding.is_empty()
-    });
-    match encoded {
-        Some(encoding) => {
-            let encoding = String::from_utf8_lossy(encoding.as_bytes()).into_owned();
-            ApiError::UnsupportedEncoding { encoding }.into_response()
-        }
-        None => next.run(request).await,
-    }
-}
-
-#[derive(Clone, Copy)]
-struct BodyLimit(u64);
-
-async fn limit_body(
-    State(BodyLimit(limit)): State<BodyLimit>,
-    request: Request,
-    next: Next,
-) -> Response {
-    if http_body::Body::size_hint(request.body()).lower() > limit {
-        return ApiError::BodyTooLarge { limit }.into_response();
-    }
-    // One byte more, so that a reader of its own finds its limit exceeded
-    // rather than its body broken.
-    let most = usize::try_from(limit.saturating_add(1)).unwrap_or(usize::MAX);
-    next.run(request.map(|body| Body::new(Limited::new(body, most)))).await
 }
 
 pub(crate) async fn unknown_route(method: Method, uri: Uri) -> ApiError {

@@ -14,7 +14,9 @@ use tollgate_domain::{
 use super::{DEMO_MODEL, Model, Plan, Pool, Tenant};
 use crate::problem::Place;
 use crate::read::{DeviceRate, Reader, join, show_duration};
-use crate::sections::{Issuer, JwtKeys, RawIssuer, RawModel, RawPlan, RawPool, RawTenant, Root};
+use crate::sections::{
+    ClientFrom, Issuer, JwtKeys, RawIssuer, RawModel, RawPlan, RawPool, RawTenant, Root,
+};
 use crate::tree::{Table, find};
 
 /// What the sections become.
@@ -126,6 +128,13 @@ impl Checker<'_> {
                 format!(
                     "{queue:?} is longer than gateway.deadlines.request, {request:?} ({place})"
                 ),
+            );
+        }
+        if gateway.proxies.client_from == ClientFrom::ProxyV2 && gateway.proxies.trusted.is_empty()
+        {
+            self.problem(
+                &["gateway", "proxies", "client_from"],
+                "needs gateway.proxies.trusted beside it: nobody is trusted otherwise",
             );
         }
         let (source, total) = (gateway.connections.per_source, gateway.connections.total);

@@ -7,14 +7,14 @@ use std::path::PathBuf;
 
 use serde_json::json;
 use tollgate_domain::{
-    ByClass, Currency, DeviceClass, ModelName, PlanName, PoolName, Price, PriceListName, Rate,
-    TenantId, UtcDay,
+    ByClass, Currency, DeviceClass, ModelName, Network, PlanName, PoolName, Price, PriceListName,
+    Rate, TenantId, UtcDay,
 };
 
 use super::quantity::{duration_schema, read_duration, show_duration};
 use super::{Field, Reader, Section, Visited, beside, join};
 use crate::schema;
-use crate::sections::{DeviceSelector, EngineKind, HttpsUrl, IssuerName, JwtAlgorithm};
+use crate::sections::{ClientFrom, DeviceSelector, EngineKind, HttpsUrl, IssuerName, JwtAlgorithm};
 use crate::tree::{Node, Table, Value};
 
 /// The longest list that a key takes.
@@ -457,6 +457,12 @@ macro_rules! words {
 }
 words!(EngineKind, "\"model\"", "\"model\" or \"synthetic\"");
 words!(HttpsUrl, "\"https://issuer.example/jwks.json\"", "an address that begins with https://");
+words!(
+    Network,
+    "\"10.0.0.0/8\"",
+    "a network such as \"10.0.0.0/8\", \"192.0.2.7\" or \"2001:db8::/32\""
+);
+words!(ClientFrom, "\"x-forwarded-for\"", "\"x-forwarded-for\" or \"proxy-v2\"");
 words!(DeviceSelector, "\"auto\"", "\"auto\", \"cpu\", \"cuda\" or \"cuda:UUID\"");
 words!(
     JwtAlgorithm,

@@ -12,7 +12,8 @@ use tollgate_domain::{DeviceClass, DeviceNanos, MonotonicTime, RequestId, UtcTim
 
 use crate::core::Core;
 use crate::figures::Figures;
-use crate::scope::{Period, Scope};
+use crate::refusal::Refusal;
+use crate::scope::{Period, Scope, ScopeLimits};
 use crate::terms::{
     AdmissionOptions, AdmissionStatus, Place, Reserve, ReserveError, ResolveError, Settlement,
     Spent, Swept,
@@ -57,6 +58,13 @@ impl Admission {
             figures: reserved.figures,
             open: true,
         })
+    }
+
+    /// Whether the rate of requests of one of `scopes` is spent already, so
+    /// that no request of theirs can pass now, whatever it costs. Takes
+    /// nothing: who is not refused here may still be by [`Self::reserve`].
+    pub fn look_ahead(&self, now: MonotonicTime, scopes: &[ScopeLimits]) -> Option<Box<Refusal>> {
+        self.lock().core.look_ahead(now, scopes)
     }
 
     /// Posts the true cost of a hold by its id, also where the hold has

@@ -11,7 +11,7 @@ use tollgate_domain::{
     DeviceClass, DeviceNanos, MonotonicTime, RequestId, UtcDay, UtcMonth, UtcTime,
 };
 
-use crate::figures::Figures;
+use crate::figures::{Figures, RateFigures, tighten};
 use crate::refusal::Refusal;
 use crate::scope::{Period, Scope, ScopeLimits, ScopeState};
 use crate::terms::{
@@ -123,6 +123,33 @@ impl Core {
         }
         let decision = self.check(utc, &request).map_err(ReserveError::Refused)?;
         Ok(self.take(request, decision, utc))
+    }
+
+    /// Whether the rate of requests of one of `scopes` allows none now. Takes
+    /// nothing, and knows nothing of what a request would cost.
+    pub(crate) fn look_ahead(
+        &mut self,
+        now: MonotonicTime,
+        scopes: &[ScopeLimits],
+    ) -> Option<Box<Refusal>> {
+        let mut worst: Option<Refusal> = None;
+        for ScopeLimits { scope, limits } in scopes {
+            // A scope that nobody has asked for yet has taken nothing, and one
+            // without the limit refuses nothing here.
+            let (Some(rate), Some(state)) = (limits.requests, self.scopes.get_mut(scope)) else {
+                continue;
+            };
+            let Some(refusal) = state.requests_are_spent(rate, now, scope) else { continue };
+            if worst.as_ref().is_none_or(|worst| refusal.weight() > worst.weight()) {
+                worst = Some(refusal);
+            }
+        }
+        let mut refusal = worst?;
+        for state in scopes.iter().filter_map(|scope| self.scopes.get(&scope.scope)) {
+            let requests = state.requests.as_ref().map(RateFigures::of);
+            tighten(&mut refusal.figures.requests, requests, |rate| rate.remaining);
+        }
+        Some(Box::new(refusal))
     }
 
     /// Moves the calendar on to `utc`.

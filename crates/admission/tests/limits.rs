@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use common::*;
 use tollgate_admission::{
-    Admission, AdmissionOptions, Limit, Period, Place, Refusal, ReserveError,
+    Admission, AdmissionOptions, Limit, Period, Place, Refusal, ReserveError, Scope,
 };
-use tollgate_domain::{ByClass, DeviceClass, DeviceNanos, PlanLimits, Rate};
+use tollgate_domain::{ByClass, DeviceClass, DeviceNanos, PlanLimits, PoolName, Rate};
 
 fn small() -> tollgate_admission::Estimate {
     estimate(1, 1, 1)
@@ -439,4 +439,45 @@ fn a_queue_deadline_voids_and_wakes() {
     assert_eq!(poll(&soon), Poll::Ready(Ok(())));
     // Once it runs, the queue's deadline is nothing to it.
     assert_eq!(gate.admission.expire(at(60 * SECOND)), Default::default());
+}
+
+/// What is spent for whatever comes next is known without an estimate, and
+/// asking takes nothing.
+#[test]
+fn a_look_ahead_sees_what_is_spent() {
+    let own = scoped(tenant("acme"), requests(Rate { per_minute: 60, burst: 2 }));
+    let pool = Scope::Pool(PoolName::new("trial").expect("a name"));
+    let pool = scoped(pool, requests(Rate::per_minute(6)));
+    let open = scoped(
+        key("one"),
+        PlanLimits { tokens: Some(Rate::per_minute(1)), ..PlanLimits::default() },
+    );
+    let scopes = vec![open, own, pool];
+    let gate = Gate::new(scopes.clone());
+    let look = |now| gate.admission.look_ahead(at(now), &scopes);
+    assert_eq!(look(0), None, "nobody has asked yet");
+    let _first = gate.reserve(0, estimate(0, 1, 1)).expect("the first");
+    assert_eq!(look(0), None);
+    let _second = gate.reserve(0, estimate(0, 1, 1)).expect("the second");
+    let refusal = look(0).expect("the tenant's is spent");
+    let refused = gate.reserve(0, estimate(0, 1, 1)).expect_err("and so it is");
+    assert_eq!(refusal.scope, tenant("acme"));
+    assert_eq!(
+        (refusal.limit, refusal.value, refusal.retry_after, refusal.permanent),
+        (refused.limit, refused.value, refused.retry_after, refused.permanent)
+    );
+    assert_eq!(refusal.figures.requests, refused.figures.requests);
+    for _ in 0..100 {
+        assert_eq!(look(SECOND - 1).expect("still").retry_after, Some(Duration::from_nanos(1)));
+    }
+    assert_eq!(look(SECOND), None);
+    // The wider scope is looked at, too: of its six it has 0.6 left.
+    for second in [60, 62, 64] {
+        for _ in 0..2 {
+            let _hold = gate.reserve(second * SECOND, estimate(0, 1, 1)).expect("within both");
+        }
+    }
+    let refusal = look(66 * SECOND).expect("the pool's is spent");
+    assert_eq!(refusal.scope.kind(), "pool");
+    assert_eq!(refusal.retry_after, Some(Duration::from_secs(4)));
 }

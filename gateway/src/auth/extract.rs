@@ -21,7 +21,7 @@ where
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
         let clock = Clock::from_ref(state);
-        let address = client_of(&parts.extensions);
+        let address = client_of(&parts.extensions, &parts.headers);
         let caller = Authenticator::from_ref(state)
             .authenticate(&parts.headers, address, clock.utc())
             .map_err(|error| {

@@ -12,6 +12,7 @@ use futures_util::task::AtomicWaker;
 use tokio::time::Instant;
 
 use super::ListenerOptions;
+use super::heads::BadHead;
 
 /// The state of one connection. Shared by its bytes, its requests and the
 /// task that closes it.
@@ -27,6 +28,8 @@ struct State {
     protocol: Protocol,
     /// Bytes of HTTP read so far.
     read: u64,
+    /// Bytes written below TLS so far.
+    written: u64,
     /// Requests begun.
     requests: u64,
     /// Requests whose response has not ended.
@@ -43,6 +46,14 @@ struct State {
     unread: u32,
     /// When a response's next piece was last wanted.
     wanted_at: Instant,
+    /// The next head has begun to arrive and is not whole. HTTP/1 only.
+    head_held: bool,
+    /// The request whose head was refused, by its number. HTTP/1 only.
+    refused: Option<(u64, BadHead)>,
+    /// The peer sends frames that ask for nothing. HTTP/2 only.
+    flooded: bool,
+    /// A response ended the connection before its request was read.
+    lingers: bool,
 }
 
 /// Which HTTP a connection speaks.
@@ -65,6 +76,24 @@ pub(super) enum Late {
     Age,
 }
 
+/// What a peer did too much of. Also a metric's label.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Abuse {
+    /// Responses cut short.
+    Cancels,
+    /// Frames that ask for nothing.
+    Frames,
+}
+
+impl Abuse {
+    pub(super) fn as_str(self) -> &'static str {
+        match self {
+            Self::Cancels => "cancels",
+            Self::Frames => "frames",
+        }
+    }
+}
+
 impl Late {
     pub(super) fn as_str(self) -> &'static str {
         match self {
@@ -83,6 +112,7 @@ impl Activity {
                 opened: now,
                 protocol,
                 read: 0,
+                written: 0,
                 requests: 0,
                 in_flight: 0,
                 cancelled: 0,
@@ -91,6 +121,10 @@ impl Activity {
                 blocked_since: None,
                 unread: 0,
                 wanted_at: now,
+                head_held: false,
+                refused: None,
+                flooded: false,
+                lingers: false,
             }),
             waker: AtomicWaker::new(),
         }
@@ -113,15 +147,48 @@ impl Activity {
         self.state().blocked_since.get_or_insert(now);
     }
 
-    pub(super) fn wrote(&self) {
-        self.state().blocked_since = None;
+    pub(super) fn wrote(&self, bytes: usize) {
+        let mut state = self.state();
+        state.written += bytes as u64;
+        state.blocked_since = None;
     }
 
-    pub(super) fn request_began(&self) {
+    /// Bytes written so far.
+    pub(super) fn written(&self) -> u64 {
+        self.state().written
+    }
+
+    /// The request that comes after `before` others is to be answered with
+    /// what is wrong with its head.
+    pub(super) fn refuse_request(&self, before: u64, bad: BadHead) {
+        self.state().refused = Some((before, bad));
+    }
+
+    /// A request begins; what is wrong with its head, if anything.
+    pub(super) fn request_began(&self) -> Option<BadHead> {
         let mut state = self.state();
+        let bad = state.refused.filter(|(before, _)| *before == state.requests);
         state.requests += 1;
         state.in_flight += 1;
         state.head_since = None;
+        bad.map(|(_, bad)| bad)
+    }
+
+    /// The peer sends what asks for nothing, too much of it.
+    pub(super) fn flood(&self) {
+        self.state().flooded = true;
+        self.waker.wake();
+    }
+
+    /// The last response was given before its request was read: the peer may
+    /// still be sending and must not be reset, or it loses the response.
+    pub(super) fn linger(&self) {
+        self.state().lingers = true;
+    }
+
+    /// Whether what the peer still sends is to be read and dropped.
+    pub(super) fn lingers(&self) -> bool {
+        self.state().lingers
     }
 
     pub(super) fn request_ended(&self, whole: bool, now: Instant) {
@@ -129,8 +196,16 @@ impl Activity {
         state.in_flight -= 1;
         state.cancelled = state.cancelled.saturating_add(u32::from(!whole));
         state.idle_since = now;
+        if state.head_held && state.in_flight == 0 {
+            state.head_since.get_or_insert(now);
+        }
         drop(state);
         self.waker.wake();
+    }
+
+    /// Whether a part of a head is held back until the rest comes.
+    pub(super) fn head_held(&self, held: bool) {
+        self.state().head_held = held;
     }
 
     /// A response's piece was handed over; nobody has asked for the next.
@@ -153,9 +228,14 @@ impl Activity {
         (state.in_flight == 0 && state.blocked_since.is_none()).then_some(state.idle_since)
     }
 
-    /// Responses cut short so far.
-    pub(super) fn cancelled(&self) -> u32 {
-        self.state().cancelled
+    /// Why the peer has lost its welcome, if it has.
+    pub(super) fn abuse(&self, options: &ListenerOptions) -> Option<Abuse> {
+        let state = self.state();
+        if state.flooded {
+            Some(Abuse::Frames)
+        } else {
+            (state.cancelled > options.cancels).then_some(Abuse::Cancels)
+        }
     }
 
     /// The earliest deadline, and what it means to miss it.
@@ -231,7 +311,7 @@ mod tests {
         check(7, Late::Head); // the head began at 2
         activity.read(1, at(6));
         check(7, Late::Head); // and a further byte does not prolong it
-        activity.request_began();
+        assert_eq!(activity.request_began(), None);
         check(3_600, Late::Age); // the handler's own deadlines rule
         activity.piece_handed();
         check(15, Late::Write);
@@ -240,11 +320,16 @@ mod tests {
         check(25, Late::Write);
         activity.write_blocked(at(9));
         check(24, Late::Write); // the socket is full since 9
-        activity.wrote();
+        activity.wrote(1);
         activity.piece_wanted(at(20));
         activity.request_ended(true, at(20));
         check(80, Late::Idle);
-        assert_eq!(activity.cancelled(), 0);
+        // The next head began while the last response was on its way.
+        assert_eq!(activity.request_began(), None);
+        activity.head_held(true);
+        activity.request_ended(true, at(30));
+        check(35, Late::Head);
+        assert_eq!(activity.abuse(&ListenerOptions { cancels: 0, ..options() }), None);
     }
 
     #[test]
@@ -266,6 +351,9 @@ mod tests {
         check(3_600, Late::Age);
         activity.request_ended(false, at(30));
         check(15, Late::Write);
-        assert_eq!(activity.cancelled(), 1);
+        let cancelled = |cancels| activity.abuse(&ListenerOptions { cancels, ..options() });
+        assert_eq!((cancelled(0), cancelled(1)), (Some(Abuse::Cancels), None));
+        activity.flood();
+        assert_eq!(cancelled(1), Some(Abuse::Frames));
     }
 }

@@ -1,6 +1,7 @@
 //! One connection, from its first byte to its last.
 
 use std::future::poll_fn;
+use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::Poll;
@@ -8,7 +9,8 @@ use std::time::Duration;
 
 use axum::body::Body;
 use axum::response::{IntoResponse, Response};
-use http::{Method, Request};
+use http::{HeaderValue, Method, Request, header};
+use http_body::Body as _;
 use hyper::body::Incoming;
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
@@ -19,64 +21,110 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tower::ServiceExt as _;
 
 use super::activity::{Activity, Late, Protocol};
-use super::gate::Peer;
-use super::watched::{RequestInFlight, WatchedBody, WatchedReads, WatchedWrites};
-use super::{ListenerOptions, RequestService, Shared, plain};
+use super::frames::Frames;
+use super::gate::{Peer, Permit};
+use super::heads::{BadHead, Heads};
+use super::opening::Opening;
+use super::proxy::{self, Named};
+use super::watched::{Lingering, RequestInFlight, Socket, WatchedBody, WatchedReads};
+use super::{ListenerOptions, MOST_HEADERS, Shared, plain};
 use crate::reply::ApiError;
+use crate::source::Source;
+use crate::stack::Stack;
 
-type Wire = TlsStream<WatchedWrites<TcpStream>>;
-type Bytes = TokioIo<WatchedReads<Wire>>;
+type Wire = TlsStream<Socket>;
+
+/// A connection that has passed the gate.
+pub(super) struct Accepted {
+    pub(super) stream: TcpStream,
+    pub(super) address: SocketAddr,
+    pub(super) permit: Permit,
+}
 
 /// Serves a connection until it ends, of itself or by a deadline.
 pub(super) async fn serve(
     shared: &Arc<Shared>,
-    stream: TcpStream,
-    peer: Peer,
-    service: RequestService,
+    accepted: Accepted,
+    stack: Arc<Stack>,
     draining: CancellationToken,
 ) {
-    let opening = async {
-        match shake_hands(shared, stream).await {
-            Ok(wire) => Some(wire),
-            Err(failed) => {
-                shared.metrics.handshake_failed(failed);
-                None
-            }
-        }
-    };
-    let wire = tokio::select! {
+    let opening = shared.openings.begin(Source::of(accepted.address.ip()));
+    let opened = tokio::select! {
         () = draining.cancelled() => return,
-        wire = opening => wire,
+        () = opening.displaced() => Err("displaced"),
+        opened = open(shared, accepted, &opening) => opened,
     };
-    if let Some(wire) = wire {
-        let ended = speak(shared, wire, peer, service, &draining).await;
-        shared.metrics.connection_ended(ended);
+    drop(opening);
+    match opened {
+        Ok((wire, peer)) => {
+            let ended = speak(shared, wire, peer, stack, &draining).await;
+            shared.metrics.connection_ended(ended);
+        }
+        Err(failed) => shared.metrics.handshake_failed(failed),
     }
 }
 
-/// TLS, within its deadline. A silent connection waits for its first byte
-/// without a place among the handshakes, so that silence keeps nobody out.
-async fn shake_hands(shared: &Shared, stream: TcpStream) -> Result<Wire, &'static str> {
+/// From the connection to the end of the TLS handshake: who it is, and what
+/// to talk over.
+async fn open(
+    shared: &Shared,
+    accepted: Accepted,
+    opening: &Opening,
+) -> Result<(Wire, Peer), &'static str> {
+    let Accepted { mut stream, address, permit } = accepted;
+    let proxies = &shared.proxies;
+    let mut client = address;
+    if proxies.proxy_protocol && proxies.trusts(address.ip()) {
+        match timeout(shared.options.first_byte, proxy::read(&mut stream)).await {
+            Err(_) => return Err("silent"),
+            Ok(Err(proxy::BadHeader)) => return Err("proxy_header"),
+            Ok(Ok(Named::Proxy)) => {}
+            Ok(Ok(Named::Client(named))) => {
+                if let Err(refused) = permit.count(named.ip()) {
+                    shared.metrics.connection_refused(refused.as_str());
+                    return Err("refused");
+                }
+                opening.belongs_to(Source::of(named.ip()));
+                client = named;
+            }
+        }
+    }
+    let peer = Peer::new(client, Arc::clone(proxies), permit);
+    let wire = shake_hands(shared, stream, &peer).await?;
+    Ok((wire, peer))
+}
+
+/// TLS, within its deadline.
+async fn shake_hands(
+    shared: &Shared,
+    stream: TcpStream,
+    peer: &Peer,
+) -> Result<Wire, &'static str> {
     let options = &shared.options;
-    let mut first = [0];
-    match timeout(options.first_byte, stream.peek(&mut first)).await {
+    let mut first = [0; proxy::SIGNATURE.len()];
+    let seen = match timeout(options.first_byte, stream.peek(&mut first)).await {
         Err(_) => return Err("silent"),
         Ok(Ok(0) | Err(_)) => return Err("closed"),
-        Ok(Ok(_)) => {}
-    }
-    if first[0] != plain::TLS_HANDSHAKE {
+        Ok(Ok(seen)) => &first[..seen],
+    };
+    if seen[0] != plain::TLS_HANDSHAKE {
+        if proxy::SIGNATURE.starts_with(seen) {
+            // Whoever it is, config does not trust it to say who it is.
+            return Err("proxy_header");
+        }
         plain::refuse(stream).await;
         return Err("plain");
     }
-    let handshake = async {
-        let _place = shared.handshakes.acquire().await.map_err(|_| "closed")?;
-        let acceptor = TlsAcceptor::from(Arc::clone(&shared.tls));
-        acceptor.accept(WatchedWrites::new(stream)).await.map_err(|_| "tls")
-    };
-    timeout(options.handshake, handshake).await.unwrap_or(Err("timeout"))
+    let lingering = Lingering { tasks: shared.streams.clone(), peer: peer.clone() };
+    let acceptor = TlsAcceptor::from(Arc::clone(&shared.tls));
+    let handshake = acceptor.accept(Socket::new(stream, lingering));
+    match timeout(options.handshake, handshake).await {
+        Err(_) => Err("timeout"),
+        Ok(Err(_)) => Err("tls"),
+        Ok(Ok(wire)) => Ok(wire),
+    }
 }
 
 /// HTTP/1 or HTTP/2, as ALPN chose; a client that offered nothing gets
@@ -85,7 +133,7 @@ async fn speak(
     shared: &Arc<Shared>,
     mut wire: Wire,
     peer: Peer,
-    service: RequestService,
+    stack: Arc<Stack>,
     draining: &CancellationToken,
 ) -> &'static str {
     let options = &shared.options;
@@ -93,22 +141,27 @@ async fn speak(
     let protocol = if is_http2 { Protocol::Http2 } else { Protocol::Http1 };
     let activity = Arc::new(Activity::new(protocol, Instant::now()));
     wire.get_mut().0.report_to(Arc::clone(&activity));
-    let bytes: Bytes = TokioIo::new(WatchedReads::new(wire, Arc::clone(&activity)));
+    let bytes = WatchedReads::new(wire, Arc::clone(&activity));
     // Cancelled when nothing new may begin on this connection.
     let closing = CancellationToken::new();
     let answers = service_fn({
         let (activity, closing) = (Arc::clone(&activity), closing.clone());
-        move |request| answer(service.clone(), peer.clone(), &activity, &closing, request)
+        move |request| answer(Arc::clone(&stack), peer.clone(), &activity, &closing, request)
     });
     let watch = Watch { activity: &activity, options, draining, closing: &closing };
     match protocol {
         Protocol::Http1 => {
-            let connection = http1_builder(options).serve_connection(bytes, answers);
+            let limit = options.header_list as usize;
+            let heads = TokioIo::new(Heads::new(bytes, Arc::clone(&activity), limit));
+            let connection = http1_builder(options).serve_connection(heads, answers);
             watch.over(connection, |connection| connection.graceful_shutdown()).await
         }
         Protocol::Http2 => {
+            let rate = options.idle_frames;
+            let now = Instant::now();
+            let frames = TokioIo::new(Frames::new(bytes, Arc::clone(&activity), rate, now));
             let tasks = Streams(shared.streams.clone());
-            let connection = http2_builder(options, tasks).serve_connection(bytes, answers);
+            let connection = http2_builder(options, tasks).serve_connection(frames, answers);
             watch.over(connection, |connection| connection.graceful_shutdown()).await
         }
     }
@@ -117,12 +170,11 @@ async fn speak(
 fn http1_builder(options: &ListenerOptions) -> http1::Builder {
     let mut builder = http1::Builder::new();
     builder
-        .timer(TokioTimer::new())
-        // The activity's deadlines are finer; this one stands behind them.
-        .header_read_timeout(options.idle + options.head)
+        // The activity has deadlines for both, and costs no timer a request.
+        .header_read_timeout(None)
+        // Heads that pass are within both bounds; an empty line may stand before.
         .max_headers(MOST_HEADERS)
-        // The buffer alone is a soft bound: a read may overshoot it.
-        .max_header_size(options.header_list as usize)
+        .max_header_size(options.header_list as usize + 2)
         .max_buf_size(HTTP1_BUFFER)
         .keep_alive(true);
     builder
@@ -146,24 +198,48 @@ fn http2_builder(options: &ListenerOptions, tasks: Streams) -> http2::Builder<St
 
 /// One request, watched from its head to the end of its response.
 fn answer(
-    service: RequestService,
+    stack: Arc<Stack>,
     peer: Peer,
     activity: &Arc<Activity>,
     closing: &CancellationToken,
     request: Request<Incoming>,
 ) -> impl Future<Output = Result<Response<WatchedBody>, std::convert::Infallible>> + use<> {
-    let in_flight = RequestInFlight::begin(activity);
+    let (in_flight, bad) = RequestInFlight::begin(activity);
     let is_closing = closing.is_cancelled();
+    let activity = Arc::clone(activity);
     async move {
         let bodiless = request.method() == Method::HEAD;
-        let response = if is_closing {
+        let has_body = !request.body().is_end_stream();
+        let mut request =
+            request.map(|body| if has_body { Body::new(body) } else { Body::empty() });
+        let mut response = if let Some(bad) = bad {
+            stack.refuse(request, bad.into()).await
+        } else if is_closing {
             ApiError::Draining.into_response()
         } else {
-            let mut request = request.map(Body::new);
             request.extensions_mut().insert(peer);
-            service.oneshot(request).await?
+            stack.answer(request).await
         };
+        if bad.is_some() {
+            response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+        }
+        if bad.is_some() || has_body && ends_connection(&response) {
+            activity.linger();
+        }
         Ok(response.map(|body| WatchedBody::new(body, in_flight, bodiless)))
+    }
+}
+
+fn ends_connection(response: &Response) -> bool {
+    response.headers().get(header::CONNECTION).is_some_and(|value| value == "close")
+}
+
+impl From<BadHead> for ApiError {
+    fn from(bad: BadHead) -> Self {
+        match bad {
+            BadHead::TooLarge => Self::HeadTooLarge,
+            BadHead::Malformed(message) => Self::malformed(message),
+        }
     }
 }
 
@@ -195,8 +271,10 @@ impl Watch<'_> {
                 }
                 if end.is_none() && draining.as_mut().poll(cx).is_ready() {
                     end = Some(End::within(self.options.drain, "drained"));
-                } else if end.is_none() && self.activity.cancelled() > self.options.cancels {
-                    end = Some(End::within(CANCELS_GRACE, "cancels"));
+                } else if end.is_none()
+                    && let Some(abuse) = self.activity.abuse(self.options)
+                {
+                    end = Some(End::within(ABUSE_GRACE, abuse.as_str()));
                 } else {
                     break;
                 }
@@ -277,9 +355,6 @@ where
     }
 }
 
-/// Headers of an HTTP/1 request; beyond: 431.
-const MOST_HEADERS: usize = 64;
-
 /// Bytes that HTTP/1 buffers either way.
 const HTTP1_BUFFER: usize = 64 * 1024;
 
@@ -291,8 +366,9 @@ const HTTP2_SEND_BUFFER: usize = 64 * 1024;
 const HTTP2_STREAM_WINDOW: u32 = 64 * 1024;
 const HTTP2_CONNECTION_WINDOW: u32 = 1024 * 1024;
 
-/// A peer that cancels too much is told so, and gone within this time.
-const CANCELS_GRACE: Duration = Duration::from_millis(100);
+/// A peer that does too much of something is told so, and gone within this
+/// time.
+const ABUSE_GRACE: Duration = Duration::from_millis(100);
 
 /// How long a peer with nothing under way may take to say goodbye.
 const GOODBYE: Duration = Duration::from_secs(1);

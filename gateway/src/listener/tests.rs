@@ -1,8 +1,11 @@
 //! Real sockets, short deadlines: every way in which a peer can misbehave
 //! ends, and well-behaved ones are served.
 
+mod conformance;
 mod hostile;
+mod proxied;
 mod served;
+mod unread;
 
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
@@ -13,6 +16,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::Body;
 use axum::routing::{get, post};
+use http::Request;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use tokio::io::{AsyncRead, AsyncReadExt};
@@ -26,7 +30,7 @@ use tokio_util::task::TaskTracker;
 
 use super::*;
 use crate::source::{SourceOptions, SourceRing};
-use crate::stack::{StackOptions, public_endpoint, stack};
+use crate::stack::{Stack, StackOptions, public_endpoint};
 use crate::tls::{TlsIdentity, TlsSource};
 
 /// A bound on every wait of a test: far beyond all deadlines under test.
@@ -90,7 +94,7 @@ impl Door {
         .unwrap();
         let address = listener.local_addr().unwrap();
         let (gate, reached) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
-        let service = stack(
+        let service = Stack::new(
             routes(&gate, &reached),
             StackOptions {
                 metrics: Arc::clone(&metrics),

@@ -4,55 +4,112 @@ use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use axum::body::{Body, Bytes};
 use http_body::{Frame, SizeHint};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::time::Instant;
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadBuf};
+use tokio::net::TcpStream;
+use tokio::time::{Instant, timeout};
+use tokio_util::task::TaskTracker;
 
 use super::activity::Activity;
+use super::gate::Peer;
+use super::heads::BadHead;
 
-/// Bytes below TLS: reports when the socket takes no more.
-pub(super) struct WatchedWrites<I> {
-    io: I,
+/// A connection's socket, below TLS: reports when it takes no more, and is
+/// read on after the connection's end where that must not reset the peer.
+pub(super) struct Socket {
+    /// There until it is dropped.
+    stream: Option<TcpStream>,
     activity: Option<Arc<Activity>>,
+    lingering: Lingering,
 }
 
-impl<I> WatchedWrites<I> {
+/// Where sockets linger, and whose they are.
+#[derive(Clone)]
+pub(super) struct Lingering {
+    pub(super) tasks: TaskTracker,
+    /// Keeps the connection's place until the socket is closed.
+    pub(super) peer: Peer,
+}
+
+impl Socket {
     /// Silent until [`Self::report_to`]: the handshake has its own deadline.
-    pub(super) fn new(io: I) -> Self {
-        Self { io, activity: None }
+    pub(super) fn new(stream: TcpStream, lingering: Lingering) -> Self {
+        Self { stream: Some(stream), activity: None, lingering }
     }
 
     pub(super) fn report_to(&mut self, activity: Arc<Activity>) {
         self.activity = Some(activity);
     }
 
-    fn report(&self, done: bool) {
+    fn stream(&mut self) -> Pin<&mut TcpStream> {
+        Pin::new(self.stream.as_mut().expect("it is there until it is dropped"))
+    }
+
+    fn report(&self, written: &Poll<io::Result<usize>>) {
         if let Some(activity) = &self.activity {
-            if done { activity.wrote() } else { activity.write_blocked(Instant::now()) }
+            match written {
+                Poll::Ready(written) => activity.wrote(*written.as_ref().unwrap_or(&0)),
+                Poll::Pending => activity.write_blocked(Instant::now()),
+            }
         }
     }
 }
 
-impl<I: AsyncRead + Unpin> AsyncRead for WatchedWrites<I> {
+impl Drop for Socket {
+    fn drop(&mut self) {
+        let lingers = self.activity.as_ref().is_some_and(|activity| activity.lingers());
+        if lingers
+            && let Some(stream) = self.stream.take()
+            // None only where the runtime itself ends.
+            && tokio::runtime::Handle::try_current().is_ok()
+        {
+            let Lingering { tasks, peer } = self.lingering.clone();
+            tasks.spawn(async move {
+                // A peer that sends on and on, or nothing, is reset after all.
+                let _ = timeout(LINGER, linger(stream)).await;
+                drop(peer);
+            });
+        }
+    }
+}
+
+/// Reads and drops what the peer still sends. A socket that is closed with
+/// bytes unread resets the connection, and the peer may lose the response
+/// that it has not read yet.
+async fn linger(mut stream: TcpStream) -> io::Result<()> {
+    stream.shutdown().await?;
+    let mut dropped = 0;
+    let mut space = [0; 4 * 1024];
+    while dropped < LINGER_BYTES {
+        match stream.read(&mut space).await? {
+            0 => break,
+            read => dropped += read,
+        }
+    }
+    Ok(())
+}
+
+impl AsyncRead for Socket {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_read(cx, buffer)
+        self.stream().poll_read(cx, buffer)
     }
 }
 
-impl<I: AsyncWrite + Unpin> AsyncWrite for WatchedWrites<I> {
+impl AsyncWrite for Socket {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        let written = Pin::new(&mut self.io).poll_write(cx, bytes);
-        self.report(written.is_ready());
+        let written = self.stream().poll_write(cx, bytes);
+        self.report(&written);
         written
     }
 
@@ -61,21 +118,21 @@ impl<I: AsyncWrite + Unpin> AsyncWrite for WatchedWrites<I> {
         cx: &mut Context<'_>,
         slices: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        let written = Pin::new(&mut self.io).poll_write_vectored(cx, slices);
-        self.report(written.is_ready());
+        let written = self.stream().poll_write_vectored(cx, slices);
+        self.report(&written);
         written
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.io.is_write_vectored()
+        self.stream.as_ref().is_some_and(TcpStream::is_write_vectored)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_flush(cx)
+        self.stream().poll_flush(cx)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_shutdown(cx)
+        self.stream().poll_shutdown(cx)
     }
 }
 
@@ -146,9 +203,10 @@ pub(super) struct RequestInFlight {
 }
 
 impl RequestInFlight {
-    pub(super) fn begin(activity: &Arc<Activity>) -> Self {
-        activity.request_began();
-        Self { activity: Arc::clone(activity), whole: false, unread: false }
+    /// And what is wrong with the request's head, if anything.
+    pub(super) fn begin(activity: &Arc<Activity>) -> (Self, Option<BadHead>) {
+        let bad = activity.request_began();
+        (Self { activity: Arc::clone(activity), whole: false, unread: false }, bad)
     }
 
     fn handed(&mut self) {
@@ -219,3 +277,8 @@ impl http_body::Body for WatchedBody {
         self.body.size_hint()
     }
 }
+
+/// How long a socket lingers, and how many bytes it drops at most: more than
+/// any body that is taken.
+const LINGER: Duration = Duration::from_secs(2);
+const LINGER_BYTES: usize = 4 << 20;

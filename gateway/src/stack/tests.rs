@@ -1,11 +1,12 @@
 //! What the layers answer by themselves.
 
 use axum::Extension;
+use axum::body::Body;
 use axum::routing::{get, post};
 use http::StatusCode;
 use http_body_util::BodyExt as _;
 use serde_json::Value;
-use tower::ServiceExt as _;
+use tollgate_domain::RequestId;
 
 use super::*;
 
@@ -19,21 +20,21 @@ async fn bug() -> &'static str {
     panic!("a secret of the client's")
 }
 
-fn service(metrics: &Arc<Metrics>) -> RequestService {
+fn service(metrics: &Arc<Metrics>) -> Arc<Stack> {
     let routes = Router::new()
         .route("/v1/models", get(|| async { "models" }))
         .route("/v1/read", post(read))
         .route("/v1/bug", get(bug))
         .route("/v1/id", get(|Extension(id): Extension<RequestId>| async move { id.to_string() }));
     let metrics = Arc::clone(metrics);
-    stack(
+    Stack::new(
         public(routes),
         StackOptions { metrics, sources: None, largest_body: LIMIT, endpoint: public_endpoint },
     )
 }
 
-async fn ask(service: &RequestService, request: http::request::Builder, body: Body) -> Answer {
-    let response = service.clone().oneshot(request.body(body).unwrap()).await.unwrap();
+async fn ask(service: &Stack, request: http::request::Builder, body: Body) -> Answer {
+    let response = service.answer(request.body(body).unwrap()).await;
     let (parts, body) = response.into_parts();
     let body = body.collect().await.unwrap().to_bytes();
     Answer { parts, body: String::from_utf8(body.to_vec()).unwrap() }
@@ -112,7 +113,7 @@ async fn a_chunked_request_is_the_last_on_its_connection() {
     let request = || Request::post("/v1/read").header("transfer-encoding", "chunked");
     let answer = ask(&service, request(), Body::empty()).await;
     assert_eq!(answer.parts.headers["connection"], "close");
-    let answer = ask(&service, request().version(http::Version::HTTP_2), Body::empty()).await;
+    let answer = ask(&service, request().version(Version::HTTP_2), Body::empty()).await;
     assert!(!answer.parts.headers.contains_key("connection"));
 }
 

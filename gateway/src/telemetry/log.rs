@@ -23,7 +23,8 @@ pub enum LogFormat {
 pub struct LogOptions {
     /// How lines are written.
     pub format: LogFormat,
-    /// `info`, or `info,tollgate_gateway=debug`; empty: `info`.
+    /// `info`, or `info,tollgate_gateway=debug`; empty: `info` without what
+    /// libraries say about each peer that misbehaves.
     pub filter: String,
 }
 
@@ -40,7 +41,7 @@ where
     W: io::Write + 'static,
     F: Fn() -> W + Send + Sync + 'static,
 {
-    let filter = if options.filter.is_empty() { "info" } else { &options.filter };
+    let filter = if options.filter.is_empty() { FILTER } else { &options.filter };
     let registry = tracing_subscriber::registry().with(EnvFilter::try_new(filter)?);
     let lines =
         tracing_subscriber::fmt::layer().with_ansi(false).with_writer(move || Escaping(writer()));
@@ -51,6 +52,9 @@ where
         LogFormat::Pretty => Box::new(registry.with(lines.compact())),
     })
 }
+
+/// h2 warns for each frame that it did not expect: a peer would write the log.
+const FILTER: &str = "info,h2=off,hyper=off,rustls=off";
 
 /// Escapes what a formatter lets through: JSON may hold DEL and the C1
 /// controls as they are, and lines for people hold whatever a value displays.

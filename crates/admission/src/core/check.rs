@@ -4,7 +4,9 @@
 
 use std::time::Duration;
 
-use tollgate_domain::{DeviceClass, DeviceNanos, PlanLimits, UtcDay, UtcMonth, UtcTime};
+use tollgate_domain::{
+    DeviceClass, DeviceNanos, MonotonicTime, PlanLimits, Rate, UtcDay, UtcMonth, UtcTime,
+};
 
 use super::Core;
 use crate::bucket::Bucket;
@@ -151,25 +153,7 @@ impl Look<'_> {
             (Limit::Tokens, self.state.tokens.as_ref(), estimate.tokens),
             (Limit::DeviceTime, device_time, estimate.expected.nanos()),
         ] {
-            let Some(bucket) = bucket else { continue };
-            let until = if bucket.never_fits(asked) {
-                Until::Never
-            } else {
-                match bucket.wait_for(asked) {
-                    Some(Duration::ZERO) => continue,
-                    Some(wait) => Until::Wait(wait),
-                    None => Until::Never,
-                }
-            };
-            let rate = bucket.rate();
-            found.push(Found {
-                limit,
-                value: rate.per_minute,
-                largest: rate.burst,
-                asked,
-                remaining: bucket.remaining(),
-                until,
-            });
+            found.extend(bucket.and_then(|bucket| refused_by(limit, bucket, asked)));
         }
     }
 
@@ -208,6 +192,38 @@ impl Look<'_> {
             });
         }
     }
+}
+
+impl ScopeState {
+    /// The refusal by the rate of requests, brought up to `now`, if it allows
+    /// none.
+    pub(super) fn requests_are_spent(
+        &mut self,
+        rate: Rate,
+        now: MonotonicTime,
+        scope: &Scope,
+    ) -> Option<Refusal> {
+        let bucket = self.requests.as_mut().filter(|bucket| bucket.rate() == rate)?;
+        bucket.refill(now);
+        let found = refused_by(Limit::Requests, bucket, 1)?;
+        Some(found.refusal(scope, None))
+    }
+}
+
+/// Why a rate's bucket cannot give what is `asked`, if it cannot.
+fn refused_by(limit: Limit, bucket: &Bucket, asked: u64) -> Option<Found> {
+    let until = if bucket.never_fits(asked) {
+        Until::Never
+    } else {
+        match bucket.wait_for(asked) {
+            Some(Duration::ZERO) => return None,
+            Some(wait) => Until::Wait(wait),
+            None => Until::Never,
+        }
+    };
+    let (rate, remaining) = (bucket.rate(), bucket.remaining());
+    let (value, largest) = (rate.per_minute, rate.burst);
+    Some(Found { limit, value, largest, asked, remaining, until })
 }
 
 /// What helps against a limit.

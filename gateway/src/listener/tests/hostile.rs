@@ -120,6 +120,8 @@ async fn header_bombs_are_431() {
         let _ = stream.flush().await;
         let answer = String::from_utf8(until_closed(stream).await).unwrap();
         assert!(answer.starts_with("HTTP/1.1 431 "), "{}: {answer}", head.len());
+        assert!(answer.contains("connection: close\r\n"), "{answer}");
+        assert!(answer.contains(r#""code":"headers_too_large""#), "{answer}");
     }
     // HTTP/2: 16 KiB of headers.
     let mut client = door.http2().await;
@@ -149,13 +151,41 @@ async fn smuggling_gets_nowhere() {
         (
             "length, then chunks",
             "content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-            200,
+            400,
         ),
         (
             "chunks, then length",
             "transfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n",
-            200,
+            400,
         ),
+        ("the same length twice", "content-length: 5\r\ncontent-length: 5\r\n\r\n12345", 400),
+        ("chunks twice", "transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n", 400),
+        ("bare LF", "x: y\ncontent-length: 5\r\n\r\n12345", 400),
+        ("another host", "host: b\r\n\r\n", 400),
+        ("a chunk's size that is none", "transfer-encoding: chunked\r\n\r\nx\r\n0\r\n\r\n", 400),
+        (
+            "LF in a chunk's extension",
+            "transfer-encoding: chunked\r\n\r\n2;a\nxx\r\n0\r\n\r\n",
+            400,
+        ),
+        ("LF after a chunk's size", "transfer-encoding: chunked\r\n\r\n2\nab\r\n0\r\n\r\n", 400),
+        (
+            "a chunk without its end",
+            "transfer-encoding: chunked\r\n\r\n2\r\nabGET / HTTP/1.1\r\n0\r\n\r\n",
+            400,
+        ),
+        (
+            "a chunk too large to count",
+            "transfer-encoding: chunked\r\n\r\nfffffffffffffffff\r\n\r\n",
+            400,
+        ),
+        (
+            "endless extensions",
+            &format!("transfer-encoding: chunked\r\n\r\n2;{}", "x".repeat(20 * 1024)),
+            400,
+        ),
+        // Well formed, and the last on its connection all the same.
+        ("chunks", "transfer-encoding: chunked\r\n\r\n2;a=b\r\nab\r\n0\r\n\r\n", 200),
     ] {
         let mut stream = door.tls(&["http/1.1"]).await;
         let bytes = format!("POST /echo HTTP/1.1\r\nhost: a\r\n{head}{hidden}");
@@ -163,6 +193,10 @@ async fn smuggling_gets_nowhere() {
         let answer = String::from_utf8(until_closed(stream).await).unwrap();
         assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{name}: {answer}");
         assert_eq!(answer.matches("HTTP/1.1 ").count(), 1, "{name}: one answer: {answer}");
+        assert!(answer.contains("connection: close\r\n"), "{name}: {answer}");
+        // What is wrong with a body only its reader finds out.
+        let is_head = status == 400 && !head.starts_with("transfer-encoding: chunked\r\n\r\n");
+        assert_eq!(answer.contains(r#""type":"invalid_request_error""#), is_head, "{answer}");
     }
 }
 

@@ -27,8 +27,10 @@ impl Door {
     }
 }
 
+/// Of either protocol: HTTP/1's client adds no host of its own.
 fn request<B: Default>(path: &str) -> Request<B> {
-    Request::get(format!("https://localhost{path}")).body(B::default()).unwrap()
+    let request = Request::get(format!("https://localhost{path}")).header("host", "localhost");
+    request.body(B::default()).unwrap()
 }
 
 async fn text(response: http::Response<hyper::body::Incoming>) -> (StatusCode, String) {
@@ -149,11 +151,7 @@ async fn an_old_connection_is_drained() {
 
 #[tokio::test]
 async fn a_source_over_its_rate_is_told_when() {
-    let sources = SourceOptions {
-        per_second: NonZeroU32::MIN,
-        burst: NonZeroU32::new(3).unwrap(),
-        trusted_proxies: Vec::new(),
-    };
+    let sources = SourceOptions { per_second: NonZeroU32::MIN, burst: NonZeroU32::new(3).unwrap() };
     let door = Door::with_sources(patient(), Some(sources));
     let mut client = door.http1().await;
     let mut statuses = Vec::new();
@@ -167,7 +165,6 @@ async fn a_source_over_its_rate_is_told_when() {
             let headers = response.headers();
             assert!(headers["retry-after"].to_str().unwrap().parse::<u64>().unwrap() >= 1);
             assert!(headers.contains_key("x-request-id"));
-            assert!(!headers.contains_key("x-ratelimit-after"), "not tower_governor's own");
         }
         let (status, body) = text(response).await;
         if status != StatusCode::OK {

@@ -1,0 +1,69 @@
+//! Refusals that come before the body is read: the client gets to read them,
+//! and what it still sends is never taken for a request.
+
+use tokio::io::AsyncWriteExt as _;
+
+use super::*;
+
+/// What answers to one request on a connection of its own; `body` is written
+/// after `pause`, and `more` behind it.
+async fn answers(door: &Door, head: &str, body: &[u8], more: &str) -> String {
+    let mut stream = door.tls(&["http/1.1"]).await;
+    stream.write_all(head.as_bytes()).await.unwrap();
+    stream.flush().await.unwrap();
+    // The refusal may be on its way already; a client writes on regardless.
+    for piece in body.chunks(16 * 1024) {
+        if stream.write_all(piece).await.is_err() {
+            break;
+        }
+    }
+    let _ = stream.write_all(more.as_bytes()).await;
+    let _ = stream.flush().await;
+    String::from_utf8(until_closed(stream).await).unwrap()
+}
+
+fn head(path: &str, length: usize) -> String {
+    format!("POST {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {length}\r\n\r\n")
+}
+
+const LAST: &str = "GET /hello HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n";
+
+#[tokio::test]
+async fn a_small_body_keeps_the_connection() {
+    let door = Door::open(patient());
+    for length in [1, 1_000, 60_000] {
+        // Nothing there, and nothing that reads.
+        let answer = answers(&door, &head("/nothing", length), &vec![b'x'; length], LAST).await;
+        assert!(answer.starts_with("HTTP/1.1 404 "), "{length}: {answer}");
+        assert!(answer.contains("HTTP/1.1 200 OK") && answer.ends_with("hello"), "{answer}");
+        assert_eq!(answer.matches("HTTP/1.1 ").count(), 2, "{answer}");
+    }
+}
+
+#[tokio::test]
+async fn a_large_body_ends_it_and_the_answer_arrives() {
+    let door = Door::open(patient());
+    for (path, status) in [("/nothing", 404), ("/hello", 405)] {
+        let length = 2 << 20;
+        let answer = answers(&door, &head(path, length), &vec![b'x'; length], LAST).await;
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{path}: {answer}");
+        assert!(answer.contains("connection: close\r\n"), "{answer}");
+        assert_eq!(answer.matches("HTTP/1.1 ").count(), 1, "no body is a request: {answer}");
+    }
+    // Too large to be taken at all, and refused by its declared length alone.
+    let answer = answers(&door, &head("/echo", 3 << 20), &vec![b'x'; 3 << 20], "").await;
+    assert!(answer.starts_with("HTTP/1.1 413 "), "{answer}");
+    // Who waits to be told does not send it.
+    let head = "POST /nothing HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\
+                expect: 100-continue\r\n\r\n";
+    let answer = answers(&door, head, b"", "").await;
+    assert!(answer.starts_with("HTTP/1.1 404 "), "{answer}");
+}
+
+#[tokio::test]
+async fn a_small_body_that_does_not_come_is_not_waited_for_long() {
+    let door = Door::open(patient());
+    let answer = answers(&door, &head("/nothing", 10), b"123", "").await;
+    assert!(answer.starts_with("HTTP/1.1 404 "), "{answer}");
+    assert!(answer.contains("connection: close\r\n"), "{answer}");
+}

@@ -1,0 +1,129 @@
+//! Bodies that nobody reads. A refusal comes before the body is read; then a
+//! small rest is read and dropped, so that the connection can be used again,
+//! and a large one ends the connection. Never is the rest of a body left where
+//! the next request is looked for.
+
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::BoxError;
+use axum::body::{Body, Bytes};
+use axum::extract::Request;
+use axum::response::Response;
+use http::{HeaderValue, Version, header};
+use http_body::{Body as _, Frame, SizeHint};
+use http_body_util::{BodyExt as _, Limited};
+use tokio::time::timeout;
+
+/// A body that is lent to a handler: what the handler leaves unread comes back.
+pub(super) struct Unread {
+    is_http1: bool,
+    /// Over HTTP/1 a chunked request is the last on its connection: what comes
+    /// after chunks is where requests are smuggled.
+    is_chunked: bool,
+    /// The client waits to be told before it sends its body.
+    is_expecting: bool,
+    rest: Rest,
+}
+
+type Rest = Arc<Mutex<Option<Limited<Body>>>>;
+
+impl Unread {
+    /// Lends the request's body, of at most `largest` bytes; nothing where it
+    /// has none.
+    pub(super) fn lend(request: Request, largest: u64) -> (Request, Option<Self>) {
+        let headers = request.headers();
+        let is_http1 = request.version() < Version::HTTP_2;
+        let is_chunked = is_http1 && headers.contains_key(header::TRANSFER_ENCODING);
+        if request.body().is_end_stream() && !is_chunked {
+            return (request, None);
+        }
+        let rest = Rest::default();
+        let unread = Self {
+            is_http1,
+            is_chunked,
+            is_expecting: headers.contains_key(header::EXPECT),
+            rest: Arc::clone(&rest),
+        };
+        // One byte more, so that a reader of its own finds its limit exceeded
+        // rather than its body broken.
+        let most = usize::try_from(largest.saturating_add(1)).unwrap_or(usize::MAX);
+        let request =
+            request.map(|body| Body::new(Lent { body: Some(Limited::new(body, most)), rest }));
+        (request, Some(unread))
+    }
+
+    /// Deals with what was left, once there is a response.
+    pub(super) async fn end(self, response: &mut Response) {
+        let rest = self.rest.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let is_read = match rest {
+            None => true,
+            Some(rest) if self.is_expecting || self.is_chunked => rest.is_end_stream(),
+            Some(rest) => drain(rest).await,
+        };
+        if self.is_http1 && (self.is_chunked || !is_read) {
+            let close = HeaderValue::from_static("close");
+            response.headers_mut().insert(header::CONNECTION, close);
+        }
+    }
+}
+
+/// Reads and drops a small rest; whether it came to its end.
+async fn drain(mut rest: Limited<Body>) -> bool {
+    if rest.size_hint().upper().is_none_or(|left| left > SMALL) {
+        return false;
+    }
+    let draining = async {
+        while let Some(frame) = rest.frame().await {
+            if frame.is_err() {
+                return false;
+            }
+        }
+        true
+    };
+    timeout(PATIENCE, draining).await.unwrap_or(false)
+}
+
+/// The body as the handler has it.
+struct Lent {
+    /// There until it is dropped.
+    body: Option<Limited<Body>>,
+    rest: Rest,
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        if let Some(body) = self.body.take().filter(|body| !body.is_end_stream()) {
+            *self.rest.lock().unwrap_or_else(PoisonError::into_inner) = Some(body);
+        }
+    }
+}
+
+impl http_body::Body for Lent {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let Some(body) = &mut self.body else { return Poll::Ready(None) };
+        Pin::new(body).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.as_ref().is_none_or(http_body::Body::is_end_stream)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.as_ref().map(http_body::Body::size_hint).unwrap_or_default()
+    }
+}
+
+/// Bytes that are read to keep a connection: the body of an ordinary chat.
+const SMALL: u64 = 64 * 1024;
+
+/// How long they may take to come.
+const PATIENCE: Duration = Duration::from_secs(1);
