@@ -207,6 +207,11 @@ impl CostTable {
         DeviceNanos::from_f64_ceil(self.weights(works).iter().sum())
     }
 
+    /// The prediction of a step that is put together piece by piece.
+    pub fn step_cost(&self) -> StepCost<'_> {
+        StepCost { table: self, sequences: 0, tokens: 0, rows: 0, attention_ns: 0.0 }
+    }
+
     fn weights(&self, works: &[SequenceWork]) -> Vec<f64> {
         let CostTableParts { step_ns, linear, head, .. } = &self.parts;
         let active = works.len() as f64;
@@ -293,6 +298,51 @@ impl CostTable {
 
     fn attention_ns(&self, kv_bytes: f64, flop: f64) -> f64 {
         self.parts.ns_per_kv_byte * kv_bytes + self.parts.ns_per_attention_flop * flop
+    }
+}
+
+/// What a step is predicted to take, kept up as works come and go: asking
+/// costs the same however many there are.
+#[derive(Clone, Copy, Debug)]
+pub struct StepCost<'a> {
+    table: &'a CostTable,
+    sequences: u64,
+    tokens: u64,
+    rows: u64,
+    attention_ns: f64,
+}
+
+impl StepCost<'_> {
+    /// Puts `work` into the step.
+    pub fn add(&mut self, work: &SequenceWork) {
+        self.sequences += 1;
+        self.tokens += u64::from(work.new_tokens);
+        self.rows += u64::from(work.logit_rows);
+        self.attention_ns += self.attention(work);
+    }
+
+    /// Takes `work`, which is in the step, out again.
+    pub fn remove(&mut self, work: &SequenceWork) {
+        self.sequences -= 1;
+        self.tokens -= u64::from(work.new_tokens);
+        self.rows -= u64::from(work.logit_rows);
+        self.attention_ns = (self.attention_ns - self.attention(work)).max(0.0);
+    }
+
+    /// As [`CostTable::predict_step`] of all that is in the step, but for the
+    /// order in which it is added up.
+    pub fn predicted(&self) -> DeviceNanos {
+        let CostTableParts { step_ns, linear, head, .. } = &self.table.parts;
+        if self.sequences == 0 {
+            return DeviceNanos::ZERO;
+        }
+        let linear = linear.at(1).max(linear.at(self.tokens));
+        DeviceNanos::from_f64_ceil(step_ns + linear + head.at(self.rows) + self.attention_ns)
+    }
+
+    fn attention(&self, work: &SequenceWork) -> f64 {
+        let shape = &self.table.parts.shape;
+        self.table.attention_ns(shape.kv_bytes(work), shape.flop(work))
     }
 }
 
@@ -430,6 +480,26 @@ mod tests {
             work.sequence = SequenceId(id as u64);
         }
         works
+    }
+
+    proptest! {
+        #[test]
+        fn a_step_costs_the_same_put_together_piece_by_piece(
+            works in prop::collection::vec(any_work(), 1..30),
+            gone in prop::collection::vec(any_work(), 0..10),
+        ) {
+            let table = table();
+            let mut cost = table.step_cost();
+            prop_assert_eq!(cost.predicted(), DeviceNanos::ZERO);
+            for work in works.iter().chain(&gone) {
+                cost.add(work);
+            }
+            for work in &gone {
+                cost.remove(work);
+            }
+            let whole = table.predict_step(&works).as_secs_f64();
+            prop_assert!((cost.predicted().as_secs_f64() / whole - 1.0).abs() < 1e-6);
+        }
     }
 
     proptest! {

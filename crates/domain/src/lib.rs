@@ -15,7 +15,9 @@ pub mod units;
 pub mod usage;
 
 pub use block::{Attempt, Block, BlockError, BlockParts, Device, FinishedAttempt, Share, Stages};
-pub use cost::{AttentionShape, CostTable, CostTableError, Curve, PromptWork, SequenceWork};
+pub use cost::{
+    AttentionShape, CostTable, CostTableError, Curve, PromptWork, SequenceWork, StepCost,
+};
 pub use ids::{
     Caller, DeviceClass, InvalidName, KeyId, ModelName, PlanName, PoolName, PriceListName,
     RequestId, SequenceId, TenantId, WorkerEpoch, WorkerName,

@@ -6,10 +6,12 @@
 //! it starts another.
 
 mod batch;
+mod charge;
 pub mod clock;
 pub mod driven;
 mod intake;
 pub mod journal;
+mod lines;
 pub mod mailbox;
 mod step;
 pub mod submission;
@@ -160,9 +162,9 @@ fn assemble(
         queue_capacity,
         queue_tokens,
         max_prompts,
-        policy: _,
-        preemption_guard: _,
-        preemption_rest: _,
+        policy,
+        preemption_guard,
+        preemption_rest,
     } = options;
     let shape = backend.shape();
     let limits = backend.limits();
@@ -185,9 +187,17 @@ fn assemble(
         kv_blocks_free: backend.kv_blocks(),
         ..EngineStatus::default()
     };
-    let mailbox = Arc::new(Mailbox::new(intake, Arc::clone(&clock), status));
-    let bounds = Bounds { table, step_box, max_sequences, limits };
-    (Core::new(backend, bounds, clock, journal, Arc::clone(&mailbox)), mailbox)
+    let mailbox = Arc::new(Mailbox::new(intake, policy, Arc::clone(&clock), status));
+    let bounds = Bounds {
+        table,
+        step_box,
+        max_sequences,
+        limits,
+        total_blocks: backend.kv_blocks(),
+        guard: DeviceNanos(preemption_guard.as_nanos().min(u128::from(u64::MAX)) as u64),
+        rest: preemption_rest,
+    };
+    (Core::new(backend, bounds, policy, clock, journal, Arc::clone(&mailbox)), mailbox)
 }
 
 /// The thread's loop.

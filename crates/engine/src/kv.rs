@@ -55,6 +55,8 @@ impl BlockPool {
 #[derive(Debug, Default)]
 pub struct BlockTable {
     blocks: Vec<u32>,
+    /// The blocks before this one may be shared; none from here on is.
+    shared: usize,
 }
 
 impl BlockTable {
@@ -75,7 +77,9 @@ impl BlockTable {
 
     /// Blocks that would become free if it alone let go.
     pub fn exclusive(&self, pool: &BlockPool) -> u32 {
-        self.blocks.iter().filter(|&&block| pool.references[block as usize] == 1).count() as u32
+        let own = |&&block: &&u32| pool.references[block as usize] == 1;
+        let of_shared = self.blocks[..self.shared].iter().filter(own).count();
+        (of_shared + self.blocks.len() - self.shared) as u32
     }
 
     /// Grows to `blocks` blocks, or not at all; says which.
@@ -92,7 +96,7 @@ impl BlockTable {
     /// A table for another sequence that starts with the same `tokens` tokens:
     /// it shares the full blocks and gets a fresh one for the rest, if any.
     /// `None`, with nothing taken, when the pool has none left.
-    pub fn fork(&self, tokens: u32, pool: &mut BlockPool) -> Option<Fork> {
+    pub fn fork(&mut self, tokens: u32, pool: &mut BlockPool) -> Option<Fork> {
         let full = (tokens / BLOCK_TOKENS) as usize;
         let mut blocks = self.blocks[..full].to_vec();
         let mut copy = None;
@@ -104,7 +108,8 @@ impl BlockTable {
         for &block in &self.blocks[..full] {
             pool.share(block);
         }
-        Some(Fork { table: Self { blocks }, copy })
+        self.shared = self.shared.max(full);
+        Some(Fork { table: Self { blocks, shared: full }, copy })
     }
 
     /// Gives all blocks back.
@@ -113,6 +118,7 @@ impl BlockTable {
         for block in self.blocks.drain(..).rev() {
             pool.release(block);
         }
+        self.shared = 0;
     }
 }
 
@@ -172,6 +178,8 @@ mod tests {
             for &block in &table.blocks {
                 counted[block as usize] += 1;
             }
+            let exclusive = table.blocks.iter().filter(|&&it| pool.references[it as usize] == 1);
+            assert_eq!(table.exclusive(pool) as usize, exclusive.count());
         }
         assert_eq!(counted, pool.references);
         let mut free = pool.free.clone();
@@ -197,7 +205,7 @@ mod tests {
                         }
                     }
                     Act::Fork { table, tokens } => {
-                        let fork = tables.get(table).and_then(|table| {
+                        let fork = tables.get_mut(table).and_then(|table| {
                             table.fork(tokens.min(table.len() * BLOCK_TOKENS), &mut pool)
                         });
                         if let Some(Fork { table, copy }) = fork {

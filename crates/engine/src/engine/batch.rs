@@ -10,18 +10,24 @@ use tollgate_domain::{
 };
 
 use super::journal::{Owner, RequestFigures};
+use super::lines::Ticket;
 use super::mailbox::{Arrival, RequestKey};
 use super::step::{Event, Outcome};
 use super::submission::{PromptLogprob, Stages, TokenSink};
 use crate::kv::{BlockPool, BlockTable};
 use crate::sample::{Drawn, SamplingParams, TokenCounts};
-use crate::schedule::{Preempted, Rows, Running, Waiting};
+use crate::schedule::{NodeId, Rank, Rows, Running, SchedulePolicy, Seat, Shares, Waiting};
 
 /// An attempt at a request.
 pub(super) struct Request {
     pub(super) first: SequenceId,
     pub(super) key: RequestKey,
     pub(super) caller: Caller,
+    pub(super) seat: Seat,
+    /// Where it waits and what it is charged to.
+    pub(super) node: NodeId,
+    /// When it is refused if it has not started.
+    pub(super) deadline: MonotonicTime,
     pub(super) sampling: SamplingParams,
     pub(super) max_tokens: u32,
     pub(super) budget: Option<DeviceNanos>,
@@ -35,9 +41,8 @@ pub(super) struct Request {
     pub(super) open: usize,
     /// Prompts that have not started.
     pub(super) waiting: usize,
-    /// What the mailbox counted for it.
-    pub(super) expected: DeviceNanos,
-    pub(super) prompt_tokens: usize,
+    /// Its name in the mailbox's count of what waits.
+    pub(super) ticket: Ticket,
     pub(super) attributed: DeviceNanos,
     pub(super) times: Times,
 }
@@ -70,6 +75,7 @@ pub(super) struct Times {
 pub(super) struct Sequence {
     pub(super) id: SequenceId,
     pub(super) request: SequenceId,
+    pub(super) node: NodeId,
     /// Its choice, counted over all prompts.
     pub(super) choice: u32,
     pub(super) prompt: usize,
@@ -88,7 +94,11 @@ pub(super) struct Sequence {
     pub(super) table: BlockTable,
     /// Choices that fork from it when its prompt is read.
     pub(super) followers: u32,
+    /// Whether it waits to get its place back.
     pub(super) preempted: bool,
+    pub(super) preempted_at: Option<MonotonicTime>,
+    /// What is predicted of its prompt and stands on its tenant's counter.
+    pub(super) predicted: DeviceNanos,
 }
 
 /// Work done a second time, by a sequence of its own on the platform's account.
@@ -100,8 +110,11 @@ pub(super) struct Recompute {
 }
 
 impl Request {
-    pub(super) fn new(first: SequenceId, arrival: Arrival) -> Self {
-        let Arrival { submission, at, expected, prompt_tokens } = arrival;
+    /// The request of an arrival, which has a place among the shares from here
+    /// on until it is forgotten.
+    pub(super) fn new(first: SequenceId, arrival: Arrival, shares: &mut Shares) -> Self {
+        let Arrival { submission, at, seat, ticket } = arrival;
+        let node = shares.enter(&seat);
         let prompts: Vec<Prompt> = submission
             .prompts
             .into_iter()
@@ -117,6 +130,9 @@ impl Request {
             first,
             key: (submission.request, submission.attempt),
             caller: submission.caller,
+            node,
+            seat,
+            deadline: at.after(submission.queue_deadline),
             sampling: submission.sampling,
             max_tokens: submission.max_tokens,
             budget: submission.budget,
@@ -127,27 +143,51 @@ impl Request {
             open: choices,
             waiting: prompts.len(),
             prompts,
-            expected,
-            prompt_tokens,
+            ticket,
             attributed: DeviceNanos::ZERO,
             times: Times { arrived: at, started: None, first_token: None },
         }
     }
 
-    /// Its prompts as the queues see them.
-    pub(super) fn waiting(&self, deadline: MonotonicTime) -> Vec<Waiting> {
-        (0..self.prompts.len())
-            .map(|prompt| Waiting {
-                leader: self.leader(prompt),
+    /// Whether any of its prompts has had a place in the batch.
+    pub(super) fn has_started(&self) -> bool {
+        self.times.started.is_some()
+    }
+
+    /// Its prompts that have not started: they start in their order.
+    pub(super) fn waiting(
+        &self,
+        policy: SchedulePolicy,
+        table: &CostTable,
+    ) -> impl Iterator<Item = Waiting> {
+        self.unstarted().map(move |prompt| {
+            let length = self.prompts[prompt].length;
+            Waiting {
+                sequence: self.leader(prompt),
                 request: self.first,
-                tenant: self.caller.tenant.clone(),
-                prompt_tokens: self.prompts[prompt].length,
-                most: self.prompts[prompt].length + self.max_tokens,
+                rank: self.rank(policy, prompt),
+                deadline: self.deadline,
+                tokens: length,
+                pending: length,
+                most: length + self.max_tokens,
                 rows: self.prompt_rows(),
                 followers: self.choices_each - 1,
-                deadline: (prompt == 0).then_some(deadline),
-            })
-            .collect()
+                predicted: policy.predicted(table, self.prompt_work(length)),
+            }
+        })
+    }
+
+    /// Where its prompts that have not started stand in the line.
+    pub(super) fn ranks(&self, policy: SchedulePolicy) -> impl Iterator<Item = Rank> {
+        self.unstarted().map(move |prompt| self.rank(policy, prompt))
+    }
+
+    fn unstarted(&self) -> std::ops::Range<usize> {
+        self.prompts.len() - self.waiting..self.prompts.len()
+    }
+
+    fn rank(&self, policy: SchedulePolicy, prompt: usize) -> Rank {
+        Rank::fresh(policy, self.deadline, self.leader(prompt))
     }
 
     /// The sequence of a prompt's first choice; the others follow it.
@@ -173,6 +213,7 @@ impl Request {
         Sequence {
             id: leader,
             request: self.first,
+            node: self.node,
             choice,
             prompt,
             prompt_length: *length,
@@ -184,6 +225,8 @@ impl Request {
             table: BlockTable::default(),
             followers: self.choices_each - 1,
             preempted: false,
+            preempted_at: None,
+            predicted: DeviceNanos::ZERO,
             prompt_rows: self.prompt_rows(),
         }
     }
@@ -363,14 +406,28 @@ impl Sequence {
             .map(|recompute| recompute.sequence)
     }
 
+    /// What of its prompt was never read, as the table prices it.
+    pub(super) fn unread(&self) -> PromptWork {
+        let read = self.computed().min(self.prompt_length);
+        let unread = u64::from(self.prompt_length - read);
+        let scored = if self.prompt_rows == Rows::All { unread } else { 0 };
+        PromptWork { uncached: unread, cached: u64::from(read), scored }
+    }
+
+    /// Tokens that were in its cache at any time.
+    fn computed(&self) -> u32 {
+        self.recompute.map_or(0, |recompute| recompute.until).max(self.cached)
+    }
+
     /// Gives its blocks back; what they held is to be computed again, as the
     /// sequence `again`.
-    pub(super) fn preempt(&mut self, again: SequenceId, pool: &mut BlockPool) {
+    pub(super) fn preempt(&mut self, again: SequenceId, now: MonotonicTime, pool: &mut BlockPool) {
         self.table.release(pool);
-        let until = self.recompute.map_or(0, |recompute| recompute.until).max(self.cached);
+        let until = self.computed();
         self.recompute = (until > 0).then_some(Recompute { sequence: again, until });
         self.cached = 0;
         self.preempted = true;
+        self.preempted_at = Some(now);
     }
 
     /// Takes the next token of its choice.
@@ -408,6 +465,7 @@ impl Sequence {
         Self {
             id: SequenceId(self.id.0 + u64::from(number)),
             request: self.request,
+            node: self.node,
             choice: self.choice + number,
             prompt: self.prompt,
             prompt_length: self.prompt_length,
@@ -420,6 +478,8 @@ impl Sequence {
             table: BlockTable::default(),
             followers: 0,
             preempted: false,
+            preempted_at: None,
+            predicted: DeviceNanos::ZERO,
         }
     }
 
@@ -427,25 +487,33 @@ impl Sequence {
         let (pending, rows) = self.pending();
         Running {
             sequence: self.id,
+            key: self.node,
             cached: self.cached,
+            computed: self.computed(),
             pending,
             rows,
             most: self.most,
             blocks: self.table.len(),
             exclusive: self.table.exclusive(pool),
             followers: self.followers,
+            preempted_at: self.preempted_at,
         }
     }
 
-    pub(super) fn as_preempted(&self) -> Preempted {
+    /// As it waits for its place after a preemption.
+    pub(super) fn as_waiting(&self, policy: SchedulePolicy, table: &CostTable) -> Waiting {
         let (pending, rows) = self.pending();
-        Preempted {
+        Waiting {
             sequence: self.id,
+            request: self.request,
+            rank: Rank::again(self.id),
+            deadline: MonotonicTime::default(),
             tokens: self.tokens.len() as u32,
             pending,
             rows,
             most: self.most,
             followers: self.followers,
+            predicted: policy.predicted(table, self.unread()),
         }
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! A bounded mailbox: submissions up to the queue's capacity, cancels of what
 //! is alive only, and the wish to drain or stop. Nobody waits in here: a full
-//! queue is an answer, and each lock is held for a few operations.
+//! queue is an answer, to the newcomer or to the newest of the longest line,
+//! and each lock is held for a few operations.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -13,7 +14,9 @@ use tollgate_domain::{DeviceNanos, MonotonicTime, RequestId};
 use super::EngineStatus;
 use super::clock::Clock;
 use super::intake::Intake;
+use super::lines::{Lines, Queued, Size, Ticket};
 use super::submission::{CancelReason, Submission, SubmitError};
+use crate::schedule::{SchedulePolicy, Seat};
 
 /// What other threads hold of a running engine. Cloning is cheap.
 #[derive(Clone)]
@@ -73,21 +76,24 @@ pub(super) enum Phase {
 pub(super) struct Arrival {
     pub(super) submission: Submission,
     pub(super) at: MonotonicTime,
-    /// Its expected reference cost, for the backlog.
-    pub(super) expected: DeviceNanos,
-    /// Tokens of all its prompts.
-    pub(super) prompt_tokens: usize,
+    /// Where it stands in the order of who runs next.
+    pub(super) seat: Seat,
+    /// Names it in the door's count of what waits.
+    pub(super) ticket: Ticket,
 }
 
 /// What had come in since the engine last looked.
 pub(super) struct Mail {
     pub(super) arrivals: Vec<Arrival>,
+    /// Requests that have to go for others, if they have not started by now.
+    pub(super) displaced: Vec<RequestKey>,
     pub(super) cancels: BTreeMap<RequestKey, CancelReason>,
     pub(super) phase: Phase,
 }
 
 pub(super) struct Mailbox {
     intake: Intake,
+    policy: SchedulePolicy,
     clock: Arc<dyn Clock>,
     state: Mutex<State>,
     wake: Condvar,
@@ -96,35 +102,37 @@ pub(super) struct Mailbox {
 
 struct State {
     arrivals: Vec<Arrival>,
+    /// At most as many as may wait.
+    displaced: Vec<RequestKey>,
     /// Only of requests in `live`, which bounds it.
     cancels: BTreeMap<RequestKey, CancelReason>,
     /// Every attempt that was taken and has not ended: at most the queue's
     /// capacity and what runs.
     live: HashSet<RequestKey>,
-    queue: Queued,
+    /// What waits, here and in the engine's lines.
+    lines: Lines,
     /// Tokens that a choice is expected to generate.
     expected_tokens: u64,
     phase: Phase,
 }
 
-/// Sums over what waits, here and in the engine's queues.
-#[derive(Clone, Copy, Default)]
-struct Queued {
-    requests: usize,
-    prompt_tokens: usize,
-    expected: DeviceNanos,
-}
-
 impl Mailbox {
-    pub(super) fn new(intake: Intake, clock: Arc<dyn Clock>, status: EngineStatus) -> Self {
+    pub(super) fn new(
+        intake: Intake,
+        policy: SchedulePolicy,
+        clock: Arc<dyn Clock>,
+        status: EngineStatus,
+    ) -> Self {
         Self {
             intake,
+            policy,
             clock,
             state: Mutex::new(State {
                 arrivals: Vec::new(),
+                displaced: Vec::new(),
                 cancels: BTreeMap::new(),
                 live: HashSet::new(),
-                queue: Queued::default(),
+                lines: Lines::default(),
                 expected_tokens: FIRST_GUESS_TOKENS,
                 phase: Phase::Serving,
             }),
@@ -142,27 +150,27 @@ impl Mailbox {
             Phase::Draining | Phase::Stopping => return Err(SubmitError::Draining),
             Phase::Ended => return Err(SubmitError::Stopped),
         }
-        if state.queue.requests >= self.intake.queue_capacity
-            || state.queue.prompt_tokens + prompt_tokens > self.intake.queue_tokens
-        {
-            return Err(SubmitError::Full);
+        let Submission { request, attempt, tier, pool, caller, weight, .. } = &submission;
+        let key = (request.clone(), *attempt);
+        if state.live.contains(&key) {
+            return Err(SubmitError::Invalid(format!(
+                "request {request} attempt {attempt} is already here"
+            )));
         }
-        let predicted = Duration::from_nanos(state.queue.expected.nanos());
+        let seat = Seat::new(self.policy, *tier, pool.as_ref(), caller, *weight);
+        let predicted = state.lines.predicted_wait(&seat);
         if predicted > submission.queue_deadline {
             return Err(SubmitError::Deadline { predicted });
         }
-        let key = (submission.request.clone(), submission.attempt);
-        if !state.live.insert(key) {
-            return Err(SubmitError::Invalid(format!(
-                "request {} attempt {} is already here",
-                submission.request, submission.attempt
-            )));
-        }
         let expected = self.intake.expected(&submission, state.expected_tokens);
-        state.queue.requests += 1;
-        state.queue.prompt_tokens += prompt_tokens;
-        state.queue.expected += expected;
-        state.arrivals.push(Arrival { submission, at, expected, prompt_tokens });
+        let size = Size { requests: 1, prompt_tokens, expected };
+        let Some(displaced) = state.make_room(&seat, &size, &self.intake) else {
+            return Err(SubmitError::Full { predicted });
+        };
+        state.displaced.extend(displaced);
+        state.live.insert(key.clone());
+        let ticket = state.lines.push(Queued { key, seat: seat.clone(), size });
+        state.arrivals.push(Arrival { submission, at, seat, ticket });
         self.wake.notify_one();
         Ok(())
     }
@@ -182,14 +190,14 @@ impl Mailbox {
     }
 
     fn status(&self) -> EngineStatus {
-        let (queued, phase) = {
+        let (waiting, phase) = {
             let state = self.state();
-            (state.queue, state.phase)
+            (state.lines.size(), state.phase)
         };
         let mut status = *self.status.lock().unwrap_or_else(PoisonError::into_inner);
-        status.queued = queued.requests as u32;
+        status.queued = waiting.requests as u32;
         status.backlog =
-            DeviceNanos(status.backlog.nanos().saturating_add(queued.expected.nanos()));
+            DeviceNanos(status.backlog.nanos().saturating_add(waiting.expected.nanos()));
         status.draining = phase > Phase::Serving;
         status
     }
@@ -215,22 +223,25 @@ impl Mailbox {
     fn empty(state: &mut State) -> Mail {
         Mail {
             arrivals: std::mem::take(&mut state.arrivals),
+            displaced: std::mem::take(&mut state.displaced),
             cancels: std::mem::take(&mut state.cancels),
             phase: state.phase,
         }
     }
 
-    /// How long what waits should keep the device busy.
-    pub(super) fn predicted_wait(&self) -> Duration {
-        Duration::from_nanos(self.state().queue.expected.nanos())
+    /// How long a newcomer in `seat` would wait now.
+    pub(super) fn predicted_wait(&self, seat: &Seat) -> Duration {
+        self.state().lines.predicted_wait(seat)
     }
 
-    /// A request left the queue, whatever became of it.
-    pub(super) fn left_queue(&self, prompt_tokens: usize, expected: DeviceNanos) {
-        let queue = &mut self.state().queue;
-        queue.requests -= 1;
-        queue.prompt_tokens -= prompt_tokens;
-        queue.expected -= expected;
+    /// A request has begun to start.
+    pub(super) fn began(&self, ticket: Ticket) {
+        self.state().lines.begin(ticket);
+    }
+
+    /// A request left its line, whatever became of it.
+    pub(super) fn left_line(&self, ticket: Ticket) {
+        self.state().lines.remove(ticket);
     }
 
     /// A request ended; its id may come again.
@@ -248,6 +259,22 @@ impl Mailbox {
     fn state(&self) -> MutexGuard<'_, State> {
         // Each change under the lock is whole, so a panic elsewhere leaves it sound.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Makes room for a newcomer; says who has to go. `None` if it is refused.
+    fn make_room(&mut self, seat: &Seat, size: &Size, intake: &Intake) -> Option<Vec<RequestKey>> {
+        let most = Size {
+            requests: intake.queue_capacity,
+            prompt_tokens: intake.queue_tokens,
+            expected: DeviceNanos::ZERO,
+        };
+        // Whoever has to go is here until the engine has looked.
+        if self.displaced.len() >= intake.queue_capacity {
+            return None;
+        }
+        self.lines.make_room(seat, size, &most)
     }
 }
 

@@ -125,7 +125,7 @@ pub struct Refusal {
 /// The kinds of refusal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RefusedReason {
-    /// The queue is full.
+    /// The queue is full, and the longest line in it was its own.
     Overloaded,
     /// It waited, or would wait, past its deadline.
     Deadline,
@@ -176,7 +176,10 @@ pub struct Stages {
 pub enum SubmitError {
     /// A bounded queue is full.
     #[error("the worker's queue is full")]
-    Full,
+    Full {
+        /// How long what waits of its own should take.
+        predicted: Duration,
+    },
     /// The engine finishes what it has and takes nothing new.
     #[error("the worker is draining")]
     Draining,
@@ -207,7 +210,7 @@ pub enum SubmitError {
 impl From<SubmitError> for Refusal {
     fn from(error: SubmitError) -> Self {
         let (reason, retry_after) = match &error {
-            SubmitError::Full => (RefusedReason::Overloaded, None),
+            SubmitError::Full { predicted } => (RefusedReason::Overloaded, Some(*predicted)),
             SubmitError::Draining | SubmitError::Stopped => (RefusedReason::Draining, None),
             SubmitError::Deadline { predicted } => (RefusedReason::Deadline, Some(*predicted)),
             SubmitError::Budget { .. } => (RefusedReason::Budget, None),

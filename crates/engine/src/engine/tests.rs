@@ -3,6 +3,7 @@
 mod account;
 mod bench;
 mod endings;
+mod fair;
 mod tokens;
 
 use std::sync::Arc;

@@ -4,12 +4,14 @@
 //! state is here and belongs to one thread; the thread itself is in the parent
 //! module, so that a test can turn the crank with a clock of its own.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
+use std::time::Duration;
 
 use tollgate_domain::{DeviceNanos, FinishReason, MonotonicTime, SequenceId};
 
 use super::batch::{Request, Requests, Sequence, Sequences};
+use super::charge::Tokens;
 use super::clock::Clock;
 use super::journal::{RequestFigures, StepJournal, StepRecord, StepShare};
 use super::mailbox::{Arrival, FIRST_GUESS_TOKENS, Mail, Mailbox, Phase, RequestKey};
@@ -20,7 +22,9 @@ use crate::backend::{Backend, StepOutput};
 use crate::kv::{BlockCopy, BlockPool, Fork};
 use crate::meter::{BookedStep, Meter, Totals};
 use crate::sample::Sampler;
-use crate::schedule::{Bounds, Chunk, Decisions, Preempted, Queues, Running, View, decide};
+use crate::schedule::{
+    Bounds, Chunk, Decisions, NodeId, Rank, Running, SchedulePolicy, Shares, View, decide,
+};
 
 pub(super) struct Core {
     pub(super) backend: Box<dyn Backend>,
@@ -33,8 +37,13 @@ pub(super) struct Core {
     journal: Box<dyn StepJournal>,
     mailbox: Arc<Mailbox>,
     bounds: Bounds,
+    policy: SchedulePolicy,
     by_key: HashMap<RequestKey, SequenceId>,
-    queues: Queues,
+    pub(super) shares: Shares,
+    /// Requests that may have come to their end since that was last settled.
+    ending: BTreeSet<SequenceId>,
+    /// Requests that have started and not ended.
+    started: u32,
     pool: BlockPool,
     meter: Meter,
     next_sequence: u64,
@@ -57,6 +66,7 @@ impl Core {
     pub(super) fn new(
         backend: Box<dyn Backend>,
         bounds: Bounds,
+        policy: SchedulePolicy,
         clock: Arc<dyn Clock>,
         journal: Box<dyn StepJournal>,
         mailbox: Arc<Mailbox>,
@@ -70,7 +80,10 @@ impl Core {
             sequences: Sequences::new(),
             requests: Requests::new(),
             by_key: HashMap::new(),
-            queues: Queues::default(),
+            shares: Shares::default(),
+            ending: BTreeSet::new(),
+            started: 0,
+            policy,
             next_sequence: 1,
             expected_tokens: FIRST_GUESS_TOKENS as f64,
             backend,
@@ -89,6 +102,7 @@ impl Core {
     /// Does what the mail asks, then runs a step if there is anything to run.
     pub(super) fn turn(&mut self, mail: Mail) -> Result<Turn, EngineError> {
         self.take(mail.arrivals);
+        self.displace(&mail.displaced);
         self.cancel(mail.cancels);
         if mail.phase >= Phase::Stopping {
             self.break_off()?;
@@ -115,25 +129,38 @@ impl Core {
 
     fn take(&mut self, arrivals: Vec<Arrival>) {
         for arrival in arrivals {
-            let deadline = arrival.at.after(arrival.submission.queue_deadline);
             let first = SequenceId(self.next_sequence);
-            let request = Request::new(first, arrival);
+            let request = Request::new(first, arrival, &mut self.shares);
             self.next_sequence += request.choices.len() as u64;
-            for waiting in request.waiting(deadline) {
-                self.queues.push(waiting);
+            for waiting in request.waiting(self.policy, self.meter.table()) {
+                self.shares.push(request.node, waiting);
             }
+            self.shares.expect_start(first, request.deadline);
             self.by_key.insert(request.key.clone(), first);
             self.requests.insert(first, request);
+        }
+    }
+
+    /// Refuses those whose place in the queue others have, unless they have
+    /// started.
+    fn displace(&mut self, displaced: &[RequestKey]) {
+        for key in displaced {
+            let request = self.by_key.get(key).and_then(|first| self.requests.get(first));
+            if let Some(first) = request.filter(|request| !request.has_started()).map(|it| it.first)
+            {
+                self.refuse(first, RefusedReason::Overloaded, "the worker's queue is full");
+            }
         }
     }
 
     fn cancel(&mut self, cancels: BTreeMap<RequestKey, CancelReason>) {
         for (key, reason) in cancels {
             if let Some(&first) = self.by_key.get(&key) {
-                self.leave_queue(first);
+                self.leave_line(first);
                 self.drop_sequences(|sequence| sequence.request == first);
                 if let Some(request) = self.requests.get_mut(&first) {
                     request.end_all(reason.into());
+                    self.ending.insert(first);
                 }
             }
         }
@@ -141,17 +168,16 @@ impl Core {
 
     /// Ends every choice whose next token would exceed its request's budget.
     fn end_what_is_spent(&mut self) {
-        let table = self.meter.table();
+        let mut next: BTreeMap<SequenceId, Vec<(u32, SequenceId)>> = BTreeMap::new();
+        for sequence in self.sequences.values().filter(|sequence| sequence.decodes()) {
+            next.entry(sequence.request).or_default().push((sequence.choice, sequence.id));
+        }
         let mut ended = Vec::new();
-        for request in self.requests.values_mut().filter(|request| request.budget.is_some()) {
-            let next: Vec<(u32, SequenceId)> = self
-                .sequences
-                .values()
-                .filter(|sequence| sequence.request == request.first && sequence.decodes())
-                .map(|sequence| (sequence.choice, sequence.id))
-                .collect();
-            for (choice, sequence) in request.unaffordable(&next, table) {
+        for (first, next) in next {
+            let request = self.requests.get_mut(&first).expect("it is alive");
+            for (choice, sequence) in request.unaffordable(&next, self.meter.table()) {
                 request.end(choice, FinishReason::Length);
+                self.ending.insert(first);
                 ended.push(sequence);
             }
         }
@@ -161,11 +187,9 @@ impl Core {
     /// Closes every request that has come to its end: figures to the journal,
     /// then the last word to the sink.
     fn settle(&mut self) -> Result<(), EngineError> {
-        let over: Vec<SequenceId> = self
-            .requests
-            .values()
-            .filter(|request| request.open == 0)
-            .map(|request| request.first)
+        let over: Vec<SequenceId> = std::mem::take(&mut self.ending)
+            .into_iter()
+            .filter(|first| self.requests.get(first).is_some_and(|request| request.open == 0))
             .collect();
         if over.is_empty() {
             return Ok(());
@@ -195,7 +219,7 @@ impl Core {
         if parts.is_empty() {
             return if moved { Ok(()) } else { Err(EngineError::Stalled) };
         }
-        let outcomes = self.compute(&parts).map(|drawings| self.commit(&parts, drawings));
+        let outcomes = self.compute(&parts).map(|drawings| self.commit(&parts, drawings, started));
         let ended = self.clock.now();
         self.account(&parts, started, ended)?;
         match outcomes {
@@ -217,59 +241,62 @@ impl Core {
             .filter(|sequence| !sequence.preempted)
             .map(|sequence| sequence.as_running(&self.pool))
             .collect();
-        let preempted: Vec<Preempted> = self
-            .sequences
-            .values()
-            .filter(|sequence| sequence.preempted)
-            .map(Sequence::as_preempted)
-            .collect();
-        let view = View {
-            now,
-            running: &running,
-            preempted: &preempted,
-            queues: &self.queues,
-            free_blocks: self.pool.free(),
-        };
+        let view =
+            View { now, running: &running, shares: &self.shares, free_blocks: self.pool.free() };
         decide(&view, &self.bounds)
     }
 
     /// Does what was decided, up to the step itself.
     fn apply(&mut self, decisions: Decisions, now: MonotonicTime) -> Vec<Part> {
-        let Decisions { refuse, preempt, resume, admit, chunks } = decisions;
+        let Decisions { refuse, preempt, admit, chunks } = decisions;
         for first in refuse {
             self.refuse(first, RefusedReason::Deadline, "it waited past its deadline");
         }
         for id in preempt {
-            let again = SequenceId(self.next_sequence);
-            self.next_sequence += 1;
-            if let Some(sequence) = self.sequences.get_mut(&id) {
-                sequence.preempt(again, &mut self.pool);
-            }
+            self.preempt(id, now);
         }
-        for id in resume {
-            if let Some(sequence) = self.sequences.get_mut(&id) {
-                sequence.preempted = false;
-            }
-        }
-        for leader in admit {
-            self.start(leader, now);
+        for (node, rank) in admit {
+            self.admit(node, rank, now);
         }
         chunks.into_iter().map(|chunk| self.reserve(chunk)).collect()
     }
 
-    /// Moves a prompt from its queue into the batch.
-    fn start(&mut self, leader: SequenceId, now: MonotonicTime) {
-        let (_, request) = self
-            .requests
-            .range_mut(..=leader)
-            .next_back()
-            .expect("what waits belongs to a request, named by a sequence at or before it");
-        self.queues
-            .start(&request.caller.tenant, leader)
-            .expect("what starts is first in its queue");
+    /// Moves a sequence out of the batch, back into its line. What is left of
+    /// its prompt is no longer predicted: nobody reads it now.
+    fn preempt(&mut self, id: SequenceId, now: MonotonicTime) {
+        let again = SequenceId(self.next_sequence);
+        self.next_sequence += 1;
+        let sequence = self.sequences.get_mut(&id).expect("who is preempted runs");
+        sequence.preempt(again, now, &mut self.pool);
+        let predicted = std::mem::take(&mut sequence.predicted);
+        let waiting = sequence.as_waiting(self.policy, self.meter.table());
+        self.shares.charge(sequence.node, DeviceNanos::ZERO, predicted, DeviceNanos::ZERO);
+        self.shares.push(sequence.node, waiting);
+    }
+
+    /// Moves a prompt, or a sequence that was preempted, from its line into
+    /// the batch. What reading it should take counts from now on.
+    fn admit(&mut self, node: NodeId, rank: Rank, now: MonotonicTime) {
+        let waiting = self.shares.take(node, rank).expect("what is admitted waits");
+        if !rank.is_again() {
+            self.start(waiting.request, waiting.sequence, now);
+        }
+        let sequence = self.sequences.get_mut(&waiting.sequence).expect("it has started");
+        sequence.preempted = false;
+        sequence.predicted = waiting.predicted;
+        self.shares.charge(node, DeviceNanos::ZERO, DeviceNanos::ZERO, waiting.predicted);
+    }
+
+    fn start(&mut self, first: SequenceId, leader: SequenceId, now: MonotonicTime) {
+        let request = self.requests.get_mut(&first).expect("what waits belongs to a request");
+        if !request.has_started() {
+            self.started += 1;
+            self.shares.forget_deadline(first, request.deadline);
+            self.mailbox.began(request.ticket);
+        }
         let sequence = request.start(leader, now);
         if request.waiting == 0 {
-            self.mailbox.left_queue(request.prompt_tokens, request.expected);
+            self.mailbox.left_line(request.ticket);
         }
         self.sequences.insert(leader, sequence);
     }
@@ -284,7 +311,12 @@ impl Core {
     }
 
     /// Takes over what a step computed: caches, counts, tokens, forks.
-    fn commit(&mut self, parts: &[Part], drawings: Vec<Drawing>) -> Vec<Outcome> {
+    fn commit(
+        &mut self,
+        parts: &[Part],
+        drawings: Vec<Drawing>,
+        now: MonotonicTime,
+    ) -> Vec<Outcome> {
         for part in parts {
             let sequence = self.sequences.get_mut(&part.sequence).expect("it ran");
             sequence.cached += part.tokens;
@@ -294,12 +326,17 @@ impl Core {
         }
         let mut outcomes = Vec::with_capacity(drawings.len());
         for drawing in drawings {
-            self.commit_drawing(drawing, &mut outcomes);
+            self.commit_drawing(drawing, now, &mut outcomes);
         }
         outcomes
     }
 
-    fn commit_drawing(&mut self, drawing: Drawing, outcomes: &mut Vec<Outcome>) {
+    fn commit_drawing(
+        &mut self,
+        drawing: Drawing,
+        now: MonotonicTime,
+        outcomes: &mut Vec<Outcome>,
+    ) {
         let Drawing { sequence, draws, prompt_logprobs } = drawing;
         let leader = self.sequences.get_mut(&sequence).expect("it ran");
         let request = self.requests.get_mut(&leader.request).expect("it is alive");
@@ -334,8 +371,10 @@ impl Core {
                     }
                 }
                 None => {
-                    follower.preempt(SequenceId(self.next_sequence), &mut self.pool);
+                    follower.preempt(SequenceId(self.next_sequence), now, &mut self.pool);
                     self.next_sequence += 1;
+                    let waiting = follower.as_waiting(self.policy, self.meter.table());
+                    self.shares.push(follower.node, waiting);
                 }
             }
             forked.push((follower.id, follower));
@@ -364,10 +403,23 @@ impl Core {
             });
             if part.is_billed() {
                 request.attributed += attributed;
+                self.charge(part, attributed);
             }
         }
         let record = StepRecord { step, started, busy, shares: &booked };
         self.journal.step(&record).map_err(EngineError::Journal)
+    }
+
+    /// Counts a share of a step towards who is next, in place of what was
+    /// predicted of it.
+    fn charge(&mut self, part: &Part, attributed: DeviceNanos) {
+        let sequence = self.sequences.get_mut(&part.sequence).expect("it ran");
+        let read = part.tokens.min(sequence.prompt_length.saturating_sub(part.work.context));
+        let tokens = Tokens { read, generated: part.tokens - read };
+        let counted = self.policy.counted(attributed, tokens);
+        let predicted = self.policy.predicted(self.meter.table(), sequence.unread());
+        let before = std::mem::replace(&mut sequence.predicted, predicted);
+        self.shares.charge(sequence.node, counted, before, predicted);
     }
 
     /// Hands tokens to their sinks and ends the choices that are over.
@@ -409,6 +461,7 @@ impl Core {
             let generated = request.choices[choice as usize].generated;
             self.expected_tokens += (f64::from(generated) - self.expected_tokens) / LENGTH_MEMORY;
             request.end(choice, reason);
+            self.ending.insert(request.first);
             ended.push(sequence);
         }
         self.drop_sequences(|sequence| ended.contains(&sequence.id));
@@ -417,10 +470,12 @@ impl Core {
     /// Ends everything at once: what started as a fault, what waits as refused.
     pub(super) fn break_off(&mut self) -> Result<(), EngineError> {
         let all: Vec<SequenceId> = self.requests.keys().copied().collect();
+        self.drop_sequences(|_| true);
         for first in all {
             let request = self.requests.get_mut(&first).expect("just listed");
-            if request.times.started.is_some() {
+            if request.has_started() {
                 request.end_all(FinishReason::Fault);
+                self.ending.insert(first);
             } else {
                 self.refuse(first, RefusedReason::Draining, "the worker is stopping");
             }
@@ -432,35 +487,47 @@ impl Core {
     fn refuse(&mut self, first: SequenceId, reason: RefusedReason, message: &str) {
         if let Some(mut request) = self.forget(first) {
             let retry_after = match reason {
-                RefusedReason::Deadline => Some(self.mailbox.predicted_wait()),
-                _ => None,
+                RefusedReason::Deadline | RefusedReason::Overloaded => {
+                    Some(self.mailbox.predicted_wait(&request.seat).max(SOON))
+                }
+                RefusedReason::Draining | RefusedReason::Invalid | RefusedReason::Budget => None,
             };
             let refusal = Refusal { reason, retry_after, message: message.to_owned() };
             request.sink.done(RequestOutcome::Refused(refusal));
         }
     }
 
-    /// Takes a request out of everything.
+    /// Takes a request, whose sequences are gone, out of everything.
     fn forget(&mut self, first: SequenceId) -> Option<Request> {
-        self.leave_queue(first);
+        self.leave_line(first);
         let request = self.requests.remove(&first)?;
+        self.shares.forget_deadline(first, request.deadline);
+        self.shares.leave(request.node);
+        self.started -= u32::from(request.has_started());
         self.by_key.remove(&request.key);
         self.mailbox.ended(&request.key);
         Some(request)
     }
 
-    /// Takes what still waits of a request out of its queue.
-    fn leave_queue(&mut self, first: SequenceId) {
+    /// Takes what still waits of a request out of its line.
+    fn leave_line(&mut self, first: SequenceId) {
         if let Some(request) = self.requests.get_mut(&first).filter(|request| request.waiting > 0) {
-            self.queues.remove(&request.caller.tenant, first);
+            for rank in request.ranks(self.policy) {
+                self.shares.take(request.node, rank);
+            }
             request.waiting = 0;
-            self.mailbox.left_queue(request.prompt_tokens, request.expected);
+            self.mailbox.left_line(request.ticket);
         }
     }
 
     fn drop_sequences(&mut self, over: impl Fn(&Sequence) -> bool) {
-        for (_, mut sequence) in self.sequences.extract_if(.., |_, sequence| over(sequence)) {
+        for (id, mut sequence) in self.sequences.extract_if(.., |_, sequence| over(sequence)) {
             sequence.table.release(&mut self.pool);
+            if sequence.preempted {
+                self.shares.take(sequence.node, Rank::again(id));
+            }
+            let predicted = sequence.predicted;
+            self.shares.charge(sequence.node, DeviceNanos::ZERO, predicted, DeviceNanos::ZERO);
         }
     }
 
@@ -473,11 +540,7 @@ impl Core {
         });
         EngineStatus {
             queued: 0, // the mailbox counts
-            running: self
-                .requests
-                .values()
-                .filter(|request| request.times.started.is_some())
-                .count() as u32,
+            running: self.started,
             kv_blocks_total: self.pool.total(),
             kv_blocks_free: self.pool.free(),
             backlog: backlog.sum(),
@@ -488,5 +551,7 @@ impl Core {
     }
 }
 
+/// Who is refused for want of room comes back no sooner.
+const SOON: Duration = Duration::from_secs(1);
 /// The expected length of a completion follows the last this many or so.
 const LENGTH_MEMORY: f64 = 32.0;

@@ -1,9 +1,11 @@
 //! Decisions over views made by hand and at random, without a device.
 
 use proptest::prelude::*;
-use tollgate_domain::TenantId;
+use tollgate_domain::{Caller, KeyId, PoolName, SequenceWork, TenantId};
 
+use super::plan::{row_count, work};
 use super::*;
+use crate::kv::blocks_for;
 use crate::testing::table;
 
 fn bounds() -> Bounds {
@@ -12,6 +14,59 @@ fn bounds() -> Bounds {
         step_box: Duration::from_millis(80),
         max_sequences: 8,
         limits: StepLimits { tokens: 512, logit_rows: 64 },
+        total_blocks: 100,
+        guard: GUARD,
+        rest: Duration::from_secs(5),
+    }
+}
+
+const GUARD: DeviceNanos = DeviceNanos(250_000_000);
+const NOW: MonotonicTime = MonotonicTime(100_000_000_000);
+
+/// What runs and what waits, put together by hand.
+#[derive(Default)]
+struct Scene {
+    shares: Shares,
+    running: Vec<Running>,
+}
+
+fn seat(name: &str) -> Seat {
+    of_key(name, "key")
+}
+
+fn of_key(tenant: &str, key: &str) -> Seat {
+    Seat::new(SchedulePolicy::Fair, Tier::Interactive, None, &caller(tenant, key), 1.0)
+}
+
+fn caller(tenant: &str, key: &str) -> Caller {
+    Caller { tenant: TenantId::new(tenant).expect("a name"), key: KeyId::new(key).expect("a name") }
+}
+
+impl Scene {
+    fn runs(&mut self, seat: &Seat, running: Running) {
+        let key = self.shares.enter(seat);
+        self.running.push(Running { key, ..running });
+    }
+
+    fn waits(&mut self, seat: &Seat, waiting: Waiting) {
+        let key = self.shares.enter(seat);
+        self.shares.expect_start(waiting.request, waiting.deadline);
+        self.shares.push(key, waiting);
+    }
+
+    fn charge(&mut self, seat: &Seat, time: DeviceNanos) {
+        let key = self.shares.enter(seat);
+        self.shares.charge(key, time, DeviceNanos::ZERO, DeviceNanos::ZERO);
+        self.shares.leave(key);
+    }
+
+    fn decide(&self, free_blocks: u32, bounds: &Bounds) -> Decisions {
+        let Self { shares, running } = self;
+        decide(&View { now: NOW, running, shares, free_blocks }, bounds)
+    }
+
+    fn admitted(&self, free_blocks: u32) -> Vec<u64> {
+        admitted(&self.decide(free_blocks, &bounds()))
     }
 }
 
@@ -19,13 +74,16 @@ fn decoding(id: u64, cached: u32) -> Running {
     let blocks = blocks_for(cached + 1);
     Running {
         sequence: SequenceId(id),
+        key: Tier::Interactive.root(),
         cached,
+        computed: cached,
         pending: 1,
         rows: Rows::Last,
         most: 1_000,
         blocks,
         exclusive: blocks,
         followers: 0,
+        preempted_at: None,
     }
 }
 
@@ -34,75 +92,159 @@ fn reading(id: u64, cached: u32, pending: u32) -> Running {
     Running { pending, blocks, exclusive: blocks, ..decoding(id, cached) }
 }
 
-fn waiting(id: u64, tenant: &str, prompt_tokens: u32) -> Waiting {
+fn waiting(id: u64, tokens: u32) -> Waiting {
+    due(id, tokens, NOW.after(Duration::from_secs(1)))
+}
+
+fn due(id: u64, tokens: u32, deadline: MonotonicTime) -> Waiting {
     Waiting {
-        leader: SequenceId(id),
+        sequence: SequenceId(id),
         request: SequenceId(id),
-        tenant: TenantId::new(tenant).expect("a name"),
-        prompt_tokens,
-        most: prompt_tokens + 100,
+        rank: Rank::fresh(SchedulePolicy::Fair, deadline, SequenceId(id)),
+        deadline,
+        tokens,
+        pending: tokens,
+        most: tokens + 100,
         rows: Rows::Last,
         followers: 0,
-        deadline: Some(MonotonicTime(1_000)),
+        predicted: DeviceNanos(u64::from(tokens) * 1_000),
     }
 }
 
-fn queues(all: impl IntoIterator<Item = Waiting>) -> Queues {
-    let mut queues = Queues::default();
-    for waiting in all {
-        queues.push(waiting);
-    }
-    queues
-}
-
-fn view<'a>(running: &'a [Running], queues: &'a Queues, free_blocks: u32) -> View<'a> {
-    View { now: MonotonicTime(0), running, preempted: &[], queues, free_blocks }
+fn preempted(id: u64, tokens: u32) -> Waiting {
+    Waiting { rank: Rank::again(SequenceId(id)), ..waiting(id, tokens) }
 }
 
 fn ids(sequences: &[SequenceId]) -> Vec<u64> {
     sequences.iter().map(|sequence| sequence.0).collect()
 }
 
+fn admitted(decisions: &Decisions) -> Vec<u64> {
+    decisions.admit.iter().map(|(_, rank)| rank.sequence().0).collect()
+}
+
 fn chunks(decisions: &Decisions) -> Vec<(u64, u32)> {
     decisions.chunks.iter().map(|chunk| (chunk.sequence.0, chunk.tokens)).collect()
 }
 
-#[test]
-fn tenants_take_turns_and_keep_their_own_order() {
-    let queues = queues([
-        waiting(1, "a", 4),
-        waiting(2, "a", 4),
-        waiting(3, "a", 4),
-        waiting(4, "b", 4),
-        waiting(5, "c", 4),
-        waiting(6, "b", 4),
-    ]);
-    let decisions = decide(&view(&[], &queues, 100), &bounds());
-    assert_eq!(ids(&decisions.admit), [1, 4, 5, 2, 6, 3]);
+const fn millis(time: u64) -> DeviceNanos {
+    DeviceNanos(time * 1_000_000)
 }
 
 #[test]
-fn a_turn_that_was_taken_goes_to_the_back() {
-    let mut queues =
-        queues([waiting(1, "a", 4), waiting(2, "a", 4), waiting(3, "b", 4), waiting(4, "b", 4)]);
-    let a = TenantId::new("a").expect("a name");
-    assert!(queues.start(&a, SequenceId(2)).is_none(), "it is not its turn");
-    assert_eq!(queues.start(&a, SequenceId(1)).expect("first").leader, SequenceId(1));
-    let order: Vec<u64> = queues.in_turn().map(|waiting| waiting.leader.0).collect();
-    assert_eq!(order, [3, 2, 4]);
-    let b = TenantId::new("b").expect("a name");
-    assert_eq!(queues.remove(&b, SequenceId(3)), 1);
-    assert_eq!(queues.remove(&b, SequenceId(4)), 1);
-    assert_eq!(queues.remove(&b, SequenceId(4)), 0);
-    assert_eq!(queues.start(&a, SequenceId(2)).expect("first").leader, SequenceId(2));
-    assert!(queues.is_empty());
-    assert_eq!(queues.expired(MonotonicTime(u64::MAX)).count(), 0);
+fn what_is_admitted_counts_before_the_next_is_chosen() {
+    let mut scene = Scene::default();
+    for (id, tenant) in [(1, "a"), (2, "a"), (3, "a"), (4, "b"), (5, "c"), (6, "b")] {
+        scene.waits(&seat(tenant), waiting(id, 4));
+    }
+    assert_eq!(scene.admitted(100), [1, 4, 5, 2, 6, 3]);
 }
 
 #[test]
-fn who_decodes_comes_first_and_prefill_fills_the_box() {
-    let running = [reading(1, 0, 400), decoding(2, 50), decoding(3, 60)];
-    let empty = Queues::default();
+fn the_smallest_counter_is_served_by_weight() {
+    let mut scene = Scene::default();
+    let heavy = Seat::new(SchedulePolicy::Fair, Tier::Interactive, None, &caller("b", "k"), 3.0);
+    for id in 0..4 {
+        scene.waits(&seat("a"), waiting(10 + id, 30));
+        scene.waits(&heavy, waiting(20 + id, 30));
+    }
+    // Three of b for one of a, once both have had one.
+    assert_eq!(scene.admitted(100), [10, 20, 21, 22, 11, 23, 12, 13]);
+}
+
+#[test]
+fn keys_divide_what_their_tenant_has_and_no_more() {
+    let mut scene = Scene::default();
+    for (id, key) in [(1, "one"), (2, "one"), (3, "two"), (4, "three")] {
+        scene.waits(&of_key("a", key), waiting(id, 4));
+    }
+    scene.waits(&seat("b"), waiting(5, 4));
+    scene.waits(&seat("b"), waiting(6, 4));
+    assert_eq!(scene.admitted(100), [1, 5, 3, 6, 4, 2]);
+}
+
+#[test]
+fn a_pool_is_one_holder() {
+    let pool = PoolName::new("trial").expect("a name");
+    let trial = |tenant| {
+        let caller = caller(tenant, "key");
+        Seat::new(SchedulePolicy::Fair, Tier::Interactive, Some(&pool), &caller, 1.0)
+    };
+    let mut scene = Scene::default();
+    for (id, tenant) in [(1, "t1"), (2, "t2"), (3, "t3")] {
+        scene.waits(&trial(tenant), waiting(id, 4));
+    }
+    for id in 4..7 {
+        scene.waits(&seat("paid"), waiting(id, 4));
+    }
+    assert_eq!(scene.admitted(100), [1, 4, 2, 5, 3, 6]);
+}
+
+#[test]
+fn within_a_key_who_started_comes_first_then_the_deadline_then_arrival() {
+    let mut scene = Scene::default();
+    let late = NOW.after(Duration::from_secs(9));
+    for waits in [due(1, 4, late), waiting(2, 4), waiting(3, 4), preempted(4, 20)] {
+        scene.waits(&seat("a"), waits);
+    }
+    assert_eq!(scene.admitted(100), [4, 2, 3, 1]);
+}
+
+#[test]
+fn batch_work_comes_after_all_interactive_work() {
+    let batch = Seat { tier: Tier::Batch, ..seat("a") };
+    let mut scene = Scene::default();
+    scene.waits(&batch, waiting(1, 4));
+    scene.waits(&seat("b"), waiting(2, 4));
+    scene.waits(&seat("b"), waiting(3, 4));
+    scene.charge(&seat("b"), millis(60_000));
+    assert_eq!(scene.admitted(100), [2, 3, 1]);
+}
+
+#[test]
+fn controls_know_neither_tenants_nor_keys() {
+    for (policy, expected) in [
+        (SchedulePolicy::FirstComeFirstServed, [1, 2, 3, 4, 5]),
+        (SchedulePolicy::KeyCounters, [2, 3, 4, 5, 1]),
+        (SchedulePolicy::Fair, [2, 5, 3, 4, 1]),
+    ] {
+        let mut scene = Scene::default();
+        for (id, tenant, key) in
+            [(1, "a", "1"), (2, "a", "1"), (3, "a", "2"), (4, "a", "3"), (5, "b", "4")]
+        {
+            let seat = Seat::new(policy, Tier::Interactive, None, &caller(tenant, key), 1.0);
+            let deadline = NOW.after(Duration::from_secs(20 - id));
+            let rank = Rank::fresh(policy, deadline, SequenceId(id));
+            scene.waits(&seat, Waiting { rank, ..due(id, 4, deadline) });
+        }
+        assert_eq!(scene.admitted(100), expected, "{policy:?}");
+    }
+}
+
+#[test]
+fn whoever_waits_past_the_deadline_is_refused() {
+    for (late, refused, expected) in
+        [(0, vec![], vec![1, 3, 2]), (1, vec![1], vec![3, 2]), (9_000, vec![1, 3], vec![2])]
+    {
+        let mut scene = Scene::default();
+        let later = |nanos: u64| MonotonicTime(NOW.0 + nanos);
+        for (id, deadline) in [(1, NOW), (2, later(10_000)), (3, later(1_000))] {
+            scene.waits(&seat("a"), due(id, 4, deadline));
+        }
+        let Scene { shares, running } = &scene;
+        let view = View { now: later(late), running, shares, free_blocks: 100 };
+        let decisions = decide(&view, &bounds());
+        assert_eq!(ids(&decisions.refuse), refused, "{late}");
+        assert_eq!(admitted(&decisions), expected, "{late}");
+    }
+}
+
+#[test]
+fn who_decodes_comes_first_and_prompts_fill_the_box() {
+    let mut scene = Scene::default();
+    for running in [reading(1, 0, 400), decoding(2, 50), decoding(3, 60)] {
+        scene.runs(&seat("a"), running);
+    }
     for (step_box, expected) in [
         (Duration::from_secs(1), vec![(2, 1), (3, 1), (1, 400)]),
         (Duration::from_millis(1), vec![(2, 1), (3, 1), (1, 144)]),
@@ -110,16 +252,13 @@ fn who_decodes_comes_first_and_prefill_fills_the_box() {
         (Duration::ZERO, vec![(2, 1), (3, 1), (1, 16)]),
     ] {
         let bounds = Bounds { step_box, ..bounds() };
-        let decisions = decide(&view(&running, &empty, 100), &bounds);
+        let decisions = scene.decide(100, &bounds);
         assert_eq!(chunks(&decisions), expected, "{step_box:?}");
+        let cached = |id| scene.running.iter().find(|it| it.sequence == id).map(|it| it.cached);
         let works: Vec<SequenceWork> = decisions
             .chunks
             .iter()
-            .map(|chunk| {
-                let cached =
-                    running.iter().find(|r| r.sequence == chunk.sequence).map(|r| r.cached);
-                work(chunk.sequence, cached.unwrap_or(0), chunk.tokens, chunk.rows)
-            })
+            .map(|chunk| work(chunk, cached(chunk.sequence).unwrap_or(0)))
             .collect();
         let predicted = bounds.table.predict_step(&works).nanos();
         assert!(step_box.is_zero() || u128::from(predicted) <= step_box.as_nanos());
@@ -127,54 +266,70 @@ fn who_decodes_comes_first_and_prefill_fills_the_box() {
 }
 
 #[test]
+fn prompts_are_read_in_the_order_of_the_counters() {
+    let mut scene = Scene::default();
+    scene.runs(&seat("ahead"), reading(1, 0, 400));
+    scene.runs(&seat("behind"), reading(2, 0, 100));
+    scene.waits(&seat("between"), waiting(3, 100));
+    scene.charge(&seat("ahead"), millis(20));
+    scene.charge(&seat("between"), millis(10));
+    // What the box has left is for who is ahead.
+    let bounds = Bounds { step_box: Duration::from_millis(2), ..bounds() };
+    let mut read = chunks(&scene.decide(100, &bounds));
+    read.sort_unstable();
+    assert_eq!(read, [(1, 112), (2, 100), (3, 100)]);
+}
+
+#[test]
 fn only_the_end_of_a_prompt_wants_a_row() {
-    let empty = Queues::default();
     for (pending, rows, expected) in [
         (100, Rows::Last, Rows::Last),
         (600, Rows::Last, Rows::None),
         (100, Rows::None, Rows::None),
         (60, Rows::All, Rows::All),
     ] {
-        let running = [Running { rows, ..reading(1, 0, pending) }];
-        let decisions = decide(&view(&running, &empty, 100), &bounds());
-        assert_eq!(decisions.chunks[0].rows, expected, "{pending} {rows:?}");
+        let mut scene = Scene::default();
+        scene.runs(&seat("a"), Running { rows, ..reading(1, 0, pending) });
+        assert_eq!(scene.decide(100, &bounds()).chunks[0].rows, expected, "{pending} {rows:?}");
     }
     // Rows are bounded, so a prompt that wants them all is read in smaller chunks.
-    let running = [Running { rows: Rows::All, ..reading(1, 0, 300) }];
-    assert_eq!(chunks(&decide(&view(&running, &empty, 100), &bounds())), [(1, 64)]);
+    let mut scene = Scene::default();
+    scene.runs(&seat("a"), Running { rows: Rows::All, ..reading(1, 0, 300) });
+    assert_eq!(chunks(&scene.decide(100, &bounds())), [(1, 64)]);
 }
 
 #[test]
-fn places_in_the_batch_are_bounded() {
-    let running: Vec<Running> = (1..=6).map(|id| decoding(id, 10)).collect();
+fn nobody_slips_past_a_head_that_does_not_fit() {
     for (followers, expected) in [(0, vec![7, 8]), (1, vec![7]), (2, vec![])] {
-        let queues = queues([
-            Waiting { followers, ..waiting(7, "a", 4) },
-            waiting(8, "b", 4),
-            waiting(9, "c", 4),
-        ]);
-        // The second does not slip past the first when that one is too large.
-        let decisions = decide(&view(&running, &queues, 100), &bounds());
-        assert_eq!(ids(&decisions.admit), expected, "{followers}");
+        let mut scene = Scene::default();
+        for id in 1..=6 {
+            scene.runs(&seat("a"), decoding(id, 10));
+        }
+        scene.waits(&seat("b"), Waiting { followers, ..waiting(7, 4) });
+        scene.waits(&seat("c"), waiting(8, 4));
+        scene.waits(&seat("d"), waiting(9, 4));
+        assert_eq!(scene.admitted(100), expected, "{followers}");
     }
 }
 
 #[test]
 fn a_prompt_starts_only_when_its_cache_is_free() {
-    let running = [decoding(1, 10)];
-    for (free, expected) in [(100, vec![2, 3]), (4, vec![]), (5, vec![2])] {
-        let queues = queues([waiting(2, "a", 60), waiting(3, "b", 4)]);
-        let decisions = decide(&view(&running, &queues, free), &bounds());
-        assert_eq!(ids(&decisions.admit), expected, "{free}");
+    // Four blocks for it, and four that who runs will want for 64 tokens.
+    for (free, expected) in [(100, vec![2, 3]), (7, vec![]), (8, vec![2])] {
+        let mut scene = Scene::default();
+        scene.runs(&seat("a"), decoding(1, 10));
+        scene.waits(&seat("a"), waiting(2, 60));
+        scene.waits(&seat("a"), waiting(3, 4));
+        assert_eq!(scene.admitted(free), expected, "{free}");
     }
     // Alone it always fits: the door has seen to that.
-    let queues = queues([waiting(2, "a", 60)]);
-    assert_eq!(ids(&decide(&view(&[], &queues, 4), &bounds()).admit), [2]);
+    let mut scene = Scene::default();
+    scene.waits(&seat("a"), waiting(2, 60));
+    assert_eq!(scene.admitted(4), [2]);
 }
 
 #[test]
 fn cache_is_reserved_ahead_and_never_beyond_what_can_be_used() {
-    let empty = Queues::default();
     for (cached, most, free, expected) in [
         (10, 1_000, 100, 1),  // it has room
         (16, 1_000, 100, 16), // grown by a step
@@ -182,155 +337,234 @@ fn cache_is_reserved_ahead_and_never_beyond_what_can_be_used() {
         (16, 40, 100, 3),     // by what it may need
         (256, 1_000, 100, 32),
     ] {
+        let mut scene = Scene::default();
         let blocks = blocks_for(cached);
-        let running = [Running { most, blocks, exclusive: blocks, ..decoding(1, cached) }];
-        let decisions = decide(&view(&running, &empty, free), &bounds());
+        let running = Running { most, blocks, exclusive: blocks, ..decoding(1, cached) };
+        scene.runs(&seat("a"), running);
+        let decisions = scene.decide(free, &bounds());
         assert_eq!(decisions.chunks[0].blocks, expected, "{cached} {most} {free}");
     }
 }
 
 #[test]
-fn the_latest_arrival_gives_its_cache_back() {
-    let full = |id| Running { blocks: 1, exclusive: 1, ..decoding(id, 16) };
-    let queues = queues([waiting(9, "a", 4)]);
-    let running = [full(1), full(2), full(3)];
-    let decisions = decide(&view(&running, &queues, 0), &bounds());
-    // 3 gives a block to 1; 2 finds none, but itself is the latest left.
-    assert_eq!(ids(&decisions.preempt), [3, 2]);
-    assert_eq!(chunks(&decisions), [(1, 1)]);
-    assert!(decisions.admit.is_empty(), "nothing starts beside a preemption");
-    // A place that was given in the same step is taken back with its blocks.
-    let running = [Running { blocks: 3, exclusive: 3, ..reading(1, 32, 40) }, full(2)];
-    let decisions = decide(&view(&running, &queues, 1), &bounds());
-    assert_eq!(ids(&decisions.preempt), [2]);
-    assert_eq!(chunks(&decisions), [(1, 40)]);
-    assert_eq!(decisions.chunks[0].blocks, 5);
+fn who_runs_out_of_cache_takes_it_from_who_is_furthest_ahead() {
+    let full = |id, cached| Running { blocks: 4, exclusive: 4, ..decoding(id, cached) };
+    for (ahead, expected) in [("a", 1), ("b", 3), ("c", 4)] {
+        let mut scene = Scene::default();
+        // Sequence 2 needs a fifth block.
+        scene.runs(&seat("a"), full(1, 50));
+        scene.runs(&seat("a"), full(2, 64));
+        scene.runs(&seat("b"), full(3, 50));
+        scene.runs(&seat("c"), full(4, 50));
+        scene.runs(&seat("c"), full(5, 60));
+        scene.charge(&seat(ahead), millis(100));
+        let decisions = scene.decide(0, &bounds());
+        assert_eq!(ids(&decisions.preempt), [expected], "{ahead}");
+        assert!(chunks(&decisions).contains(&(2, 1)), "{ahead}");
+    }
+}
+
+/// A scene in which `hog` has all places but one of its own, is ahead of
+/// everyone by `lead`, and `polite` wants in.
+fn crowded(lead: DeviceNanos, preempted_at: Option<MonotonicTime>) -> Scene {
+    let mut scene = Scene::default();
+    for (id, cached) in [(1, 90), (2, 30), (3, 60), (4, 120), (5, 90), (6, 90), (7, 90), (8, 90)] {
+        scene.runs(&seat("hog"), Running { preempted_at, ..decoding(id, cached) });
+    }
+    scene.waits(&seat("polite"), waiting(20, 10));
+    scene.charge(&seat("hog"), lead);
+    scene
 }
 
 #[test]
-fn what_was_preempted_comes_back_before_anything_new_starts() {
-    let preempted = |id, tokens| Preempted {
-        sequence: SequenceId(id),
-        tokens,
-        pending: tokens - 1,
-        most: 1_000,
-        rows: Rows::None,
-        followers: 0,
-    };
-    let queues = queues([waiting(9, "a", 4)]);
-    for (free, resumed, admitted) in
-        [(2, vec![], vec![]), (40, vec![2], vec![]), (100, vec![2, 3], vec![9])]
+fn who_is_ahead_by_more_than_the_guard_loses_its_least_computed() {
+    for (lead, expected) in
+        [(GUARD, vec![]), (DeviceNanos(GUARD.nanos() + 1), vec![2]), (millis(9_000), vec![2])]
     {
-        let view =
-            View { preempted: &[preempted(2, 50), preempted(3, 500)], ..view(&[], &queues, free) };
-        let running = [decoding(1, 5)];
-        let decisions = decide(&View { running: &running, ..view }, &bounds());
-        assert_eq!(ids(&decisions.resume), resumed, "{free}");
-        assert_eq!(ids(&decisions.admit), admitted, "{free}");
+        // Neither cache nor anything else is scarce: only places are.
+        let decisions = crowded(lead, None).decide(100, &bounds());
+        assert_eq!(ids(&decisions.preempt), expected, "{lead}");
+        assert_eq!(admitted(&decisions).len(), expected.len(), "{lead}");
     }
 }
 
 #[test]
-fn who_waited_too_long_is_refused_and_not_started() {
-    let queues = queues([
-        waiting(1, "a", 4),
-        Waiting { deadline: None, ..waiting(2, "a", 4) },
-        Waiting { deadline: Some(MonotonicTime(5_000)), ..waiting(3, "b", 4) },
-    ]);
-    for (now, refused, admitted) in
-        [(1_000, vec![], vec![1, 3, 2]), (1_001, vec![1], vec![3, 2]), (9_000, vec![1, 3], vec![2])]
-    {
-        let view = View { now: MonotonicTime(now), ..view(&[], &queues, 100) };
-        let decisions = decide(&view, &bounds());
-        assert_eq!(ids(&decisions.refuse), refused, "{now}");
-        assert_eq!(ids(&decisions.admit), admitted, "{now}");
+fn who_lost_its_place_keeps_the_next_for_a_while() {
+    for (seconds, expected) in [(0, 0), (4, 0), (5, 1), (50, 1)] {
+        let at = MonotonicTime(NOW.0 - seconds * 1_000_000_000);
+        let decisions = crowded(millis(9_000), Some(at)).decide(100, &bounds());
+        assert_eq!(decisions.preempt.len(), expected, "{seconds}");
+    }
+}
+
+#[test]
+fn as_many_lose_their_places_as_it_takes_or_none() {
+    // The newcomer wants 13 blocks; the hog's sequences hold 52 in all.
+    for (cached, rested, expected) in [(200, 8, 3), (200, 2, 0), (60, 1, 1)] {
+        let mut scene = Scene::default();
+        for id in 1..=8 {
+            let at = if id <= rested { None } else { Some(NOW) };
+            let running = Running { most: 100, preempted_at: at, ..decoding(id, 95) };
+            scene.runs(&seat("hog"), Running { blocks: 7, exclusive: 6, ..running });
+        }
+        scene.waits(&seat("polite"), waiting(20, cached));
+        scene.charge(&seat("hog"), millis(9_000));
+        let bounds = Bounds { max_sequences: 9, ..bounds() };
+        let decisions = scene.decide(0, &bounds);
+        assert_eq!(decisions.preempt.len(), expected, "{cached} {rested}");
+        assert_eq!(decisions.admit.len(), expected.min(1), "{cached} {rested}");
+        // A step without them goes on for the others.
+        assert_eq!(chunks(&decisions).len(), 8 - expected + expected.min(1));
+    }
+}
+
+#[test]
+fn a_tenant_never_preempts_itself_for_a_key_that_is_behind() {
+    let mut scene = Scene::default();
+    for id in 1..=8 {
+        scene.runs(&of_key("a", "greedy"), decoding(id, 20));
+    }
+    scene.charge(&of_key("a", "greedy"), millis(9_000));
+    scene.waits(&of_key("a", "modest"), waiting(20, 10));
+    let decisions = scene.decide(100, &bounds());
+    assert_eq!((decisions.preempt.len(), decisions.admit.len()), (0, 0));
+}
+
+#[test]
+fn batch_work_makes_room_for_interactive_work_at_once() {
+    let mut scene = Scene::default();
+    for id in 1..=8 {
+        scene.runs(&Seat { tier: Tier::Batch, ..seat("jobs") }, decoding(id, 20));
+    }
+    scene.waits(&seat("a"), waiting(20, 10));
+    let decisions = scene.decide(100, &bounds());
+    assert_eq!(ids(&decisions.preempt), [8]);
+    assert_eq!(admitted(&decisions), [20]);
+}
+
+#[test]
+fn the_last_tenth_of_the_cache_is_for_who_is_near_the_smallest_counter() {
+    for (lead, expected) in [(GUARD, vec![20]), (millis(251), vec![])] {
+        // Of 100 blocks 12 are free; the newcomer wants one, who runs four.
+        let mut scene = Scene::default();
+        scene.runs(&seat("behind"), decoding(1, 10));
+        scene.waits(&seat("ahead"), waiting(20, 15));
+        scene.charge(&seat("ahead"), lead);
+        assert_eq!(scene.admitted(12), expected, "{lead}");
+        // Growing is no other thing: it gives up a sequence of its own first.
+        let mut scene = Scene::default();
+        scene.runs(&seat("behind"), decoding(1, 10));
+        scene.runs(&seat("ahead"), Running { blocks: 2, exclusive: 2, ..decoding(2, 32) });
+        scene.charge(&seat("ahead"), lead);
+        let grown = scene.decide(10, &bounds()).preempt.is_empty();
+        assert_eq!(grown, !expected.is_empty(), "{lead}");
     }
 }
 
 /// A state that the engine could be in: sequences with the blocks they need.
 #[derive(Clone, Debug)]
 struct State {
-    running: Vec<Running>,
-    preempted: Vec<Preempted>,
-    waiting: Vec<Waiting>,
+    running: Vec<(u32, Running)>,
+    waiting: Vec<(u32, Waiting)>,
+    leads: Vec<u64>,
     free: u32,
 }
 
 fn any_state() -> impl Strategy<Value = State> {
     let rows = || prop_oneof![Just(Rows::None), Just(Rows::Last), Just(Rows::All)];
-    let running = (0u32..300, prop_oneof![3 => Just(1u32), 1 => 2u32..300], rows(), 0u32..3);
-    let preempted = (1u32..300, 0u32..300, rows(), 0u32..3);
-    let waiting = (1u32..300, rows(), 0u32..3, 0u64..3, 0u32..4);
+    let running = (
+        0u32..300,
+        prop_oneof![3 => Just(1u32), 1 => 2u32..300],
+        rows(),
+        0u32..3,
+        0u32..6,
+        any::<bool>(),
+    );
+    let waiting = (1u32..300, rows(), 0u32..3, 0u64..3, 0u32..6, any::<bool>());
     (
         prop::collection::vec(running, 0..8),
-        prop::collection::vec(preempted, 0..3),
-        prop::collection::vec(waiting, 0..6),
+        prop::collection::vec(waiting, 0..8),
+        prop::collection::vec(0u64..1_000, 6),
         0u32..60,
     )
-        .prop_map(|(running, preempted, waiting, free)| {
+        .prop_map(|(running, waits, leads, free)| {
             let mut ids = 1..;
             let mut next = || ids.next().expect("endless");
             State {
                 running: running
                     .into_iter()
-                    .map(|(cached, pending, rows, followers)| {
+                    .map(|(cached, pending, rows, followers, of, rested)| {
                         // A decoder may lack the block of its next token.
                         let held = if pending == 1 { cached } else { cached + pending };
                         let blocks = blocks_for(held);
-                        let most = cached + pending + 50;
-                        Running {
+                        let running = Running {
                             pending,
                             rows,
-                            most,
+                            most: cached + pending + 50,
                             blocks,
                             exclusive: blocks,
                             followers: if pending > 1 { followers } else { 0 },
+                            preempted_at: (!rested).then_some(NOW),
                             ..decoding(next(), cached)
+                        };
+                        (of, running)
+                    })
+                    .collect(),
+                waiting: waits
+                    .into_iter()
+                    .map(|(tokens, rows, followers, late, of, fresh)| {
+                        let deadline = MonotonicTime(NOW.0 + late - 1);
+                        let id = next();
+                        let waits = Waiting { rows, followers, ..due(id, tokens, deadline) };
+                        if fresh {
+                            return (of, waits);
                         }
+                        // Read again up to somewhere, for nobody's account.
+                        let again =
+                            Waiting { pending: tokens.div_ceil(2), ..preempted(id, tokens) };
+                        (of, Waiting { rows: Rows::None, followers, ..again })
                     })
                     .collect(),
-                preempted: preempted
-                    .into_iter()
-                    .map(|(pending, more, rows, followers)| Preempted {
-                        sequence: SequenceId(next()),
-                        tokens: pending + more,
-                        pending,
-                        most: pending + more + 50,
-                        rows,
-                        followers,
-                    })
-                    .collect(),
-                waiting: waiting
-                    .into_iter()
-                    .map(|(tokens, rows, followers, deadline, tenant)| Waiting {
-                        rows,
-                        followers,
-                        deadline: Some(MonotonicTime(deadline)),
-                        ..waiting_of(next(), tenant, tokens)
-                    })
-                    .collect(),
+                leads,
                 free,
             }
         })
 }
 
-fn waiting_of(id: u64, tenant: u32, tokens: u32) -> Waiting {
-    waiting(id, &format!("tenant-{tenant}"), tokens)
+/// Four tenants, the last in the batch tier too, one of them with two keys.
+fn seat_of(number: u32) -> Seat {
+    match number {
+        4 => of_key("tenant-0", "other"),
+        5 => Seat { tier: Tier::Batch, ..seat("tenant-3") },
+        number => seat(&format!("tenant-{number}")),
+    }
 }
 
 proptest! {
     #[test]
     fn decisions_keep_every_bound(state in any_state(), box_us in 0u64..3_000) {
-        let State { running, preempted, waiting, free } = state;
-        let queues = queues(waiting.clone());
-        let view = View {
-            now: MonotonicTime(1), running: &running, preempted: &preempted,
-            queues: &queues, free_blocks: free,
-        };
+        let State { running, waiting, leads, free } = state;
+        let mut scene = Scene::default();
+        for (of, running) in &running {
+            scene.runs(&seat_of(*of), *running);
+        }
+        for (of, waits) in &waiting {
+            let key = scene.shares.enter(&seat_of(*of));
+            if !waits.rank.is_again() {
+                scene.shares.expect_start(waits.request, waits.deadline);
+            }
+            scene.shares.push(key, waits.clone());
+        }
+        for (of, lead) in (0..).zip(&leads) {
+            scene.charge(&seat_of(of), millis(*lead));
+        }
+        let running = scene.running.clone();
+        let waiting: Vec<Waiting> = waiting.into_iter().map(|(_, waits)| waits).collect();
         let bounds = Bounds { step_box: Duration::from_micros(box_us), ..bounds() };
-        let decisions = decide(&view, &bounds);
-        let Decisions { refuse, preempt, resume, admit, chunks } = decisions.clone();
-        prop_assert_eq!(&decide(&view, &bounds), &decisions);
+        let decisions = scene.decide(free, &bounds);
+        prop_assert_eq!(&scene.decide(free, &bounds), &decisions);
+        let Decisions { refuse, preempt, chunks, .. } = &decisions;
+        let admit = admitted(&decisions);
 
         // The step is within the device's limits, and nobody is in it twice.
         let tokens: u32 = chunks.iter().map(|chunk| chunk.tokens).sum();
@@ -346,34 +580,48 @@ proptest! {
         for running in running.iter().filter(|running| preempt.contains(&running.sequence)) {
             available += i64::from(running.exclusive);
         }
-        for chunk in &chunks {
+        for chunk in chunks {
             let held = running.iter().find(|r| r.sequence == chunk.sequence);
             let held_blocks = held.map_or(0, |held| held.blocks);
             let cached = held.map_or(0, |held| held.cached);
             prop_assert!(!preempt.contains(&chunk.sequence));
+            prop_assert!(held.is_some() || admit.contains(&chunk.sequence.0));
             prop_assert!(chunk.tokens > 0);
             prop_assert!(chunk.blocks >= blocks_for(cached + chunk.tokens));
             available -= i64::from(chunk.blocks) - i64::from(held_blocks);
         }
         prop_assert!(available >= 0);
 
-        // Places in the batch are for those who come; those who are there stay.
-        let there: u32 = running.iter().map(|r| 1 + r.followers).sum();
-        let come: u32 = preempted.iter().filter(|p| resume.contains(&p.sequence)).map(|p| 1 + p.followers)
-            .chain(waiting.iter().filter(|w| admit.contains(&w.leader)).map(|w| 1 + w.followers))
+        // Who comes in is in the step, has all the cache that it had or reads,
+        // and a place; those who are there stay.
+        for waits in waiting.iter().filter(|waits| admit.contains(&waits.sequence.0)) {
+            let chunk = chunks.iter().find(|chunk| chunk.sequence == waits.sequence);
+            prop_assert!(chunk.is_some_and(|chunk| chunk.blocks >= blocks_for(waits.tokens)));
+            prop_assert!(!refuse.contains(&waits.request));
+        }
+        let there: u32 = running
+            .iter()
+            .filter(|r| !preempt.contains(&r.sequence))
+            .map(|r| 1 + r.followers)
+            .sum();
+        let come: u32 = waiting
+            .iter()
+            .filter(|waits| admit.contains(&waits.sequence.0))
+            .map(|waits| 1 + waits.followers)
             .sum();
         prop_assert!(come == 0 || there + come <= bounds.max_sequences);
 
-        // Nothing new starts while someone else waits to be computed again.
-        prop_assert!(admit.is_empty() || resume.len() == preempted.len());
-        prop_assert!(admit.iter().all(|leader| !refuse.contains(leader)));
-        prop_assert!(preempt.is_empty() || (resume.is_empty() && admit.is_empty()));
+        // Nobody loses a place twice in a row but for cache that who runs needs.
+        let grows = running.iter().any(|r| r.pending == 1 && blocks_for(r.cached + 1) > r.blocks);
+        let spared = running.iter().filter(|r| preempt.contains(&r.sequence));
+        prop_assert!(grows || spared.into_iter().all(|r| r.preempted_at.is_none()));
 
         // It gets somewhere: alone, whatever comes first always fits the pool.
         let pool = free + running.iter().map(|r| r.blocks).sum::<u32>();
-        let fits = preempted.first().is_none_or(|p| blocks_for(p.tokens) <= pool)
-            && waiting.iter().all(|w| blocks_for(w.prompt_tokens) <= pool);
-        let idle = running.is_empty() && preempted.is_empty() && waiting.is_empty();
+        let fits = waiting.iter().all(|waits| {
+            blocks_for(waits.tokens + 1) <= pool && waits.followers < bounds.max_sequences
+        });
+        let idle = running.is_empty() && waiting.is_empty();
         prop_assert!(
             idle || !fits || !chunks.is_empty() || !preempt.is_empty() || !refuse.is_empty()
         );

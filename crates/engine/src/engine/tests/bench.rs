@@ -8,6 +8,7 @@ use tollgate_domain::{
     Caller, DeviceNanos, FinishReason, KeyId, MonotonicTime, RequestId, TenantId, Usage,
 };
 
+use crate::engine::batch::Sequence;
 use crate::engine::clock::Clock;
 use crate::engine::journal::{RequestFigures, StepJournal, StepRecord, StepShare};
 use crate::engine::mailbox::{EngineHandle, Mailbox};
@@ -18,7 +19,7 @@ use crate::engine::turn::{Core, Turn};
 use crate::engine::{EngineError, EngineOptions, assemble};
 use crate::meter::Totals;
 use crate::sample::SamplingParams;
-use crate::schedule::Tier;
+use crate::schedule::{SchedulePolicy, Seat, Tier};
 use crate::testing::{Failure, FakeBackend, FakeClock, SeenStep, table};
 
 pub(super) struct Bench {
@@ -93,6 +94,23 @@ impl Bench {
 
     pub(super) fn totals(&self) -> Totals {
         self.core.totals()
+    }
+
+    /// What stands on a tenant's counter, and what of that is predicted.
+    pub(super) fn counted(&self, tenant: &TenantId) -> Option<(DeviceNanos, DeviceNanos)> {
+        let caller = Caller { tenant: tenant.clone(), key: KeyId::new("key").expect("a name") };
+        let seat = Seat::new(SchedulePolicy::Fair, Tier::Interactive, None, &caller, 1.0);
+        self.core.shares.account(&seat)
+    }
+
+    /// What reading the rest of its prompts should take a tenant, of those that
+    /// are being read.
+    pub(super) fn unread(&self, tenant: &TenantId) -> DeviceNanos {
+        let of = |sequence: &&Sequence| {
+            !sequence.preempted && self.core.requests[&sequence.request].caller.tenant == *tenant
+        };
+        let reading = self.core.sequences.values().filter(of);
+        reading.map(|sequence| table().request([sequence.unread()], [])).sum()
     }
 
     /// What becomes of a request that has the engine for itself.

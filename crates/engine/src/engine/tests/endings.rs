@@ -110,14 +110,73 @@ fn the_queue_is_bounded() {
     for number in 0..3 {
         bench.submit(ask(number, &[1], 1));
     }
-    let full = |bench: &Bench, asked: &[u32]| {
-        bench.handle.submit(ask(9, asked, 1).0).expect_err("it is full")
+    let full = |bench: &Bench, number: u32, asked: &[u32]| {
+        let error = bench.handle.submit(ask(number, asked, 1).0).expect_err("it is full");
+        assert!(matches!(error, SubmitError::Full { .. }), "{error}");
     };
-    assert_eq!(full(&bench, &[1]), SubmitError::Full);
+    full(&bench, 9, &[1]);
     bench.run();
     bench.submit(ask(5, &prompt(5, 90), 1));
-    assert_eq!(full(&bench, &prompt(6, 11)), SubmitError::Full);
+    full(&bench, 8, &prompt(6, 11)); // of the same tenant
     bench.submit(ask(6, &prompt(6, 10), 1));
+    bench.check_empty();
+}
+
+#[test]
+fn the_longest_line_gives_way_when_the_queue_is_full() {
+    let mut setup = Setup::new(64);
+    setup.options.queue_capacity = 4;
+    setup.options.max_sequences = 1;
+    let mut bench = Bench::with(setup);
+    let running = bench.submit(ask(0, &prompt(1, 20), 5));
+    bench.run_steps(1);
+    // Of tenant-0 one runs and three wait, of tenant-1 one.
+    let flood: Vec<_> = [3, 6, 9].map(|number| bench.submit(ask(number, &[1, 2], 3))).into();
+    let modest = bench.submit(ask(1, &[1, 2], 3));
+    // Full: its own line is the longest, so its next one is refused.
+    let refused = bench.handle.submit(ask(12, &[1, 2], 3).0).expect_err("it is full");
+    assert!(matches!(refused, SubmitError::Full { .. }), "{refused}");
+    // Who has less waiting comes in, and the newest of the longest goes.
+    let second = bench.submit(ask(4, &[1, 2], 3));
+    assert_eq!(bench.handle.status().queued, 4);
+    // Now two wait of either.
+    let refused = bench.handle.submit(ask(7, &[1, 2], 3).0).expect_err("it is full");
+    assert!(matches!(refused, SubmitError::Full { .. }), "{refused}");
+    let other = bench.submit(ask(2, &[1, 2], 3));
+    bench.run();
+    let all = flood.iter().chain([&modest, &second]);
+    let refusals: Vec<_> = all.filter(|ears| Heard::of(ears).tokens(0).is_empty()).collect();
+    assert_eq!(refusals.len(), 2);
+    for ears in refusals {
+        let refusal = Heard::of(ears).refusal();
+        assert_eq!(refusal.reason, RefusedReason::Overloaded);
+        assert!(refusal.retry_after >= Some(Duration::from_secs(1)), "{refusal:?}");
+    }
+    assert!(Heard::of(&flood[2]).tokens(0).is_empty(), "the newest went first");
+    for ears in [&running, &flood[0], &modest, &other] {
+        assert_eq!(Heard::of(ears).reasons, [Some(FinishReason::Length)]);
+    }
+    bench.check_empty();
+}
+
+#[test]
+fn a_flood_does_not_make_others_wait_longer_by_prediction() {
+    let mut setup = Setup::new(64);
+    setup.options.queue_capacity = 1_000;
+    let mut bench = Bench::with(setup);
+    let soon = |number| {
+        let (mut submission, ears) = ask(number, &prompt(1, 500), 400);
+        submission.queue_deadline = Duration::from_millis(100);
+        (submission, ears)
+    };
+    let mut refused = 0;
+    for number in 0..60 {
+        refused += u32::from(bench.handle.submit(soon(number * 3).0).is_err());
+    }
+    assert!(refused > 0, "the flood has more waiting than fits its deadline");
+    bench.handle.submit(soon(1).0).expect("another tenant's line is its own");
+    bench.handle.submit(soon(2).0).expect("and so is a third's");
+    bench.handle.cancel(&ask(0, &[1], 1).0.request, 0, CancelReason::Client);
     bench.check_empty();
 }
 

@@ -1,0 +1,290 @@
+//! What waits, as the engine's door counts it: how much there is, whose line is
+//! the longest, and how long a newcomer would wait.
+//!
+//! When all is full it is the longest line that gives way, newest first: in a
+//! tier below the newcomer's, else of another holder of a share, else of
+//! another tenant of the same. Whose own line is the longest is refused.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::time::Duration;
+
+use tollgate_domain::DeviceNanos;
+
+use super::mailbox::RequestKey;
+use crate::schedule::{Name, Seat, Tier};
+
+/// Names what waits; newer ones are larger.
+pub(super) type Ticket = u64;
+
+/// Every request that waits. Bounded by who puts them here.
+#[derive(Default)]
+pub(super) struct Lines {
+    last: Ticket,
+    all: BTreeMap<Ticket, Queued>,
+    size: Size,
+    tiers: BTreeMap<Tier, Line<Line<BTreeSet<Ticket>>>>,
+}
+
+/// A request that waits.
+pub(super) struct Queued {
+    pub(super) key: RequestKey,
+    pub(super) seat: Seat,
+    pub(super) size: Size,
+}
+
+/// How much waits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Size {
+    pub(super) requests: usize,
+    pub(super) prompt_tokens: usize,
+    /// Expected reference cost.
+    pub(super) expected: DeviceNanos,
+}
+
+/// A line that is made of others, each under a name. One without a request is
+/// forgotten.
+struct Line<T> {
+    parts: HashMap<Name, Part<T>>,
+    by_requests: BTreeSet<(usize, Name)>,
+    by_tokens: BTreeSet<(usize, Name)>,
+    /// Of all parts.
+    size: Size,
+    weight: u128,
+}
+
+#[derive(Default)]
+struct Part<T> {
+    size: Size,
+    weight: u64,
+    inner: T,
+}
+
+/// A way to measure a line.
+#[derive(Clone, Copy)]
+enum Measure {
+    Requests,
+    Tokens,
+}
+
+impl Lines {
+    /// How much waits.
+    pub(super) fn size(&self) -> Size {
+        self.size
+    }
+
+    /// How long a newcomer in `seat` would wait: no longer than for all that
+    /// is in its tier, nor than its own line takes on its share. Batch work
+    /// waits for everything.
+    pub(super) fn predicted_wait(&self, seat: &Seat) -> Duration {
+        let all = self.tiers.get(&seat.tier).map_or(DeviceNanos::ZERO, |line| line.size.expected);
+        let wait = match seat.tier {
+            Tier::Interactive => all.min(self.wait_on_share(seat)),
+            Tier::Batch => self.size.expected,
+        };
+        Duration::from_nanos(wait.nanos())
+    }
+
+    /// Puts a request at the end of its line.
+    pub(super) fn push(&mut self, queued: Queued) -> Ticket {
+        self.last += 1;
+        self.insert(self.last, queued);
+        self.last
+    }
+
+    /// A request has begun to start: it stays in the count and gives way to
+    /// nobody any more.
+    pub(super) fn begin(&mut self, ticket: Ticket) {
+        if let Some(Queued { seat, .. }) = self.all.get(&ticket)
+            && let Some(tickets) = tickets_of(&mut self.tiers, seat)
+        {
+            tickets.remove(&ticket);
+        }
+    }
+
+    /// A request waits no more; one that had to give way is gone already.
+    pub(super) fn remove(&mut self, ticket: Ticket) -> Option<Queued> {
+        let queued = self.all.remove(&ticket)?;
+        let Queued { seat, size, .. } = &queued;
+        self.size.subtract(size);
+        if let Some(holders) = self.tiers.get_mut(&seat.tier) {
+            let tenants = &mut holders.part(&seat.holder).inner;
+            tenants.part(&seat.tenant).inner.remove(&ticket);
+            tenants.shrink(&seat.tenant, size);
+            holders.shrink(&seat.holder, size);
+        }
+        Some(queued)
+    }
+
+    /// Makes room for a request of `size` in `seat` where no more than `most`
+    /// may wait; says whose requests went for it. `None`, and nobody goes, if
+    /// its own line is the longest.
+    pub(super) fn make_room(
+        &mut self,
+        seat: &Seat,
+        size: &Size,
+        most: &Size,
+    ) -> Option<Vec<RequestKey>> {
+        let mut gone = Vec::new();
+        while let Some(measure) = self.lacking(size, most) {
+            let longest = self.longest(seat, size, measure);
+            let Some((ticket, queued)) =
+                longest.and_then(|ticket| Some((ticket, self.remove(ticket)?)))
+            else {
+                for (ticket, queued) in gone {
+                    self.insert(ticket, queued);
+                }
+                return None;
+            };
+            gone.push((ticket, queued));
+        }
+        Some(gone.into_iter().map(|(_, queued)| queued.key).collect())
+    }
+
+    fn insert(&mut self, ticket: Ticket, queued: Queued) {
+        let Queued { seat, size, .. } = &queued;
+        let Seat { tier, holder, tenant, weight, .. } = seat;
+        self.size.add(size);
+        let holders = self.tiers.entry(*tier).or_default();
+        holders.grow(holder, size, weight.parts());
+        let tenants = &mut holders.part(holder).inner;
+        tenants.grow(tenant, size, 1);
+        tenants.part(tenant).inner.insert(ticket);
+        self.all.insert(ticket, queued);
+    }
+
+    /// What there is too little room of.
+    fn lacking(&self, size: &Size, most: &Size) -> Option<Measure> {
+        [Measure::Requests, Measure::Tokens].into_iter().find(|measure| {
+            measure.of(&self.size).saturating_add(measure.of(size)) > measure.of(most)
+        })
+    }
+
+    /// The newest of the longest line, if that is longer than the newcomer's
+    /// own would be.
+    fn longest(&self, seat: &Seat, size: &Size, measure: Measure) -> Option<Ticket> {
+        let below = self.tiers.iter().rev().find(|(_, line)| line.size.requests > 0);
+        let (tier, holders) = below.filter(|(tier, _)| **tier >= seat.tier)?;
+        let same_tier = *tier == seat.tier;
+        let own = |name, same| if same { Some((name, measure.of(size))) } else { None };
+        let (holder, other) = holders.longest(own(&seat.holder, same_tier), measure)?;
+        let same_holder = same_tier && !other;
+        let (tenant, other) = holder.inner.longest(own(&seat.tenant, same_holder), measure)?;
+        if same_holder && !other { None } else { tenant.inner.last().copied() }
+    }
+
+    /// How long a newcomer's own line takes on its part of its holder's share,
+    /// while all who wait now go on waiting.
+    fn wait_on_share(&self, seat: &Seat) -> DeviceNanos {
+        let Some(holders) = self.tiers.get(&seat.tier) else { return DeviceNanos::ZERO };
+        let Some(holder) = holders.parts.get(&seat.holder) else { return DeviceNanos::ZERO };
+        let Some(tenant) = holder.inner.parts.get(&seat.tenant) else { return DeviceNanos::ZERO };
+        let own = u128::from(tenant.size.expected.nanos()) * holder.inner.weight;
+        let of_holder = own.min(u128::from(holder.size.expected.nanos()));
+        let wait = of_holder * holders.weight / u128::from(holder.weight.max(1));
+        DeviceNanos(wait.min(u128::from(u64::MAX)) as u64)
+    }
+}
+
+fn tickets_of<'a>(
+    tiers: &'a mut BTreeMap<Tier, Line<Line<BTreeSet<Ticket>>>>,
+    seat: &Seat,
+) -> Option<&'a mut BTreeSet<Ticket>> {
+    let holder = tiers.get_mut(&seat.tier)?.parts.get_mut(&seat.holder)?;
+    Some(&mut holder.inner.parts.get_mut(&seat.tenant)?.inner)
+}
+
+impl<T: Default> Line<T> {
+    fn part(&mut self, name: &Name) -> &mut Part<T> {
+        self.parts.get_mut(name).expect("a part that was grown and not yet shrunk to nothing")
+    }
+
+    fn grow(&mut self, name: &Name, size: &Size, weight: u64) {
+        let part = self.parts.entry(name.clone()).or_default();
+        let before = part.size;
+        self.weight = self.weight - u128::from(part.weight) + u128::from(weight);
+        part.weight = weight;
+        part.size.add(size);
+        let after = part.size;
+        self.size.add(size);
+        self.measured(name, before, after);
+    }
+
+    fn shrink(&mut self, name: &Name, size: &Size) {
+        let part = self.part(name);
+        let before = part.size;
+        part.size.subtract(size);
+        let (after, weight) = (part.size, part.weight);
+        self.size.subtract(size);
+        self.measured(name, before, after);
+        if after.requests == 0 {
+            self.weight -= u128::from(weight);
+            self.parts.remove(name);
+        }
+    }
+
+    fn measured(&mut self, name: &Name, before: Size, after: Size) {
+        for measure in [Measure::Requests, Measure::Tokens] {
+            let set = match measure {
+                Measure::Requests => &mut self.by_requests,
+                Measure::Tokens => &mut self.by_tokens,
+            };
+            set.remove(&(measure.of(&before), name.clone()));
+            if after.requests > 0 {
+                set.insert((measure.of(&after), name.clone()));
+            }
+        }
+    }
+
+    /// The longest part, and whether it is another than that of a newcomer
+    /// who would make its `own` longer by so much.
+    fn longest(&self, own: Option<(&Name, usize)>, measure: Measure) -> Option<(&Part<T>, bool)> {
+        let set = match measure {
+            Measure::Requests => &self.by_requests,
+            Measure::Tokens => &self.by_tokens,
+        };
+        let (length, name) = set.last()?;
+        let longest = self.parts.get(name)?;
+        let Some((own, more)) = own else { return Some((longest, true)) };
+        let part = self.parts.get(own);
+        let would_be = part.map_or(0, |part| measure.of(&part.size)).saturating_add(more);
+        if name != own && *length > would_be {
+            return Some((longest, true));
+        }
+        part.map(|part| (part, false))
+    }
+}
+
+impl<T> Default for Line<T> {
+    fn default() -> Self {
+        Self {
+            parts: HashMap::new(),
+            by_requests: BTreeSet::new(),
+            by_tokens: BTreeSet::new(),
+            size: Size::default(),
+            weight: 0,
+        }
+    }
+}
+
+impl Size {
+    fn add(&mut self, other: &Self) {
+        self.requests += other.requests;
+        self.prompt_tokens += other.prompt_tokens;
+        self.expected += other.expected;
+    }
+
+    fn subtract(&mut self, other: &Self) {
+        self.requests -= other.requests;
+        self.prompt_tokens -= other.prompt_tokens;
+        self.expected -= other.expected;
+    }
+}
+
+impl Measure {
+    fn of(self, size: &Size) -> usize {
+        match self {
+            Self::Requests => size.requests,
+            Self::Tokens => size.prompt_tokens,
+        }
+    }
+}

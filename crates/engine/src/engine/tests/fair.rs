@@ -1,0 +1,150 @@
+//! Who is next: what stands on the counters, and what follows from it.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use proptest::prelude::*;
+use tollgate_domain::{DeviceNanos, TenantId};
+
+use super::bench::{Bench, Ears, Heard, Setup, ask, ask_all, prompt};
+use crate::engine::journal::Owner;
+use crate::engine::submission::{CancelReason, RequestOutcome, SubmitError};
+use crate::schedule::{SchedulePolicy, Tier};
+
+fn tenants() -> [TenantId; 3] {
+    [0, 1, 2].map(|number| TenantId::new(&format!("tenant-{number}")).expect("a name"))
+}
+
+/// Device time by tenant in the steps from `first` on.
+fn billed(bench: &Bench, first: usize) -> BTreeMap<TenantId, DeviceNanos> {
+    let mut billed = BTreeMap::new();
+    for share in bench.log.lock().steps[first..].iter().flat_map(|step| &step.shares) {
+        if let Owner::Request { caller, .. } = &share.owner {
+            *billed.entry(caller.tenant.clone()).or_insert(DeviceNanos::ZERO) += share.attributed;
+        }
+    }
+    billed
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn counters_hold_what_was_attributed_and_what_is_predicted(
+        asks in prop::collection::vec(
+            (1u32..200, 1u32..3, 1u32..3, 0u32..200, 0u32..20, any::<bool>()), 1..30,
+        ),
+        blocks in 18u32..60,
+        box_us in 200u64..4_000,
+    ) {
+        let mut setup = Setup::new(blocks);
+        setup.options.step_box = Duration::from_micros(box_us);
+        setup.options.preemption_guard = Duration::from_millis(1);
+        setup.options.preemption_rest = Duration::from_millis(20);
+        let mut bench = Bench::with(setup);
+        let mut number = 0;
+        for (length, prompts, choices, max_tokens, turns, cancel) in asks {
+            let texts: Vec<Vec<u32>> = (0..prompts).map(|i| prompt(number + i, length)).collect();
+            let texts: Vec<&[u32]> = texts.iter().map(Vec::as_slice).collect();
+            match bench.handle.submit(ask_all(number, &texts, choices, max_tokens).0) {
+                Ok(()) | Err(SubmitError::Invalid(_)) => {}
+                Err(other) => panic!("{other}"),
+            }
+            if cancel {
+                let (id, _) = ask(number / 2, &[1], 1);
+                bench.handle.cancel(&id.request, 0, CancelReason::Client);
+            }
+            for _ in 0..turns {
+                let before = tenants().map(|tenant| bench.counted(&tenant));
+                let first = bench.log.lock().steps.len();
+                bench.turn().expect("no fault");
+                let billed = billed(&bench, first);
+                for (tenant, before) in tenants().iter().zip(before) {
+                    // One that is done and gone has no counter to look at.
+                    let Some((attributed, predicted)) = bench.counted(tenant) else { continue };
+                    let (had, _) = before.unwrap_or_default();
+                    let more = billed.get(tenant).copied().unwrap_or_default();
+                    prop_assert_eq!(attributed, had + more);
+                    prop_assert_eq!(predicted, bench.unread(tenant));
+                }
+            }
+            number += 1;
+        }
+        bench.check_empty();
+    }
+}
+
+/// What a tenant is told that asks for a little while another floods.
+fn first_token_beside_a_flood(policy: SchedulePolicy, places: u32) -> Duration {
+    let mut setup = Setup::new(64);
+    setup.options.policy = policy;
+    setup.options.max_sequences = places;
+    setup.options.queue_capacity = 1_000;
+    setup.options.preemption_guard = Duration::from_millis(2);
+    let mut bench = Bench::with(setup);
+    for number in 0..60 {
+        let (mut submission, _) = ask(number * 3, &prompt(number, 60), 200);
+        submission.queue_deadline = Duration::from_secs(3_600);
+        bench.handle.submit(submission).expect("it is taken");
+    }
+    bench.run_steps(20);
+    let modest = bench.submit(ask(1, &prompt(1, 60), 5));
+    bench.run();
+    let Some(RequestOutcome::Finished { stages, .. }) = Heard::of(&modest).outcome else {
+        panic!("it finished");
+    };
+    Duration::from_nanos(stages.queue_ns + stages.prefill_ns)
+}
+
+/// Whichever is scarce, the cache or the places in the batch.
+#[test]
+fn a_flood_costs_others_little_more_than_the_guard() {
+    for places in [4, 64] {
+        let fair = first_token_beside_a_flood(SchedulePolicy::Fair, places);
+        let control = first_token_beside_a_flood(SchedulePolicy::FirstComeFirstServed, places);
+        assert!(fair < Duration::from_millis(10), "{places}: {fair:?}");
+        assert!(control > 20 * fair, "{places}: {control:?}");
+    }
+}
+
+#[test]
+fn who_is_preempted_for_others_says_the_same_and_pays_the_same() {
+    let mut setup = Setup::new(64);
+    setup.options.max_sequences = 2;
+    setup.options.preemption_guard = Duration::from_millis(1);
+    setup.options.preemption_rest = Duration::ZERO;
+    let mut bench = Bench::with(setup);
+    let asked: Vec<Ears> =
+        [0, 3, 6, 1, 4, 2].map(|number| bench.submit(ask(number, &prompt(number, 40), 100))).into();
+    bench.run();
+    assert!(bench.totals().overhead > DeviceNanos::ZERO, "somebody was preempted");
+    for (ears, number) in asked.iter().zip([0, 3, 6, 1, 4, 2]) {
+        let alone = Bench::new(64).alone(ask(number, &prompt(number, 40), 100));
+        assert_eq!(Heard::of(ears).tokens(0), alone.tokens(0));
+        assert_eq!(Heard::of(ears).usage().reference, alone.usage().reference);
+    }
+    bench.check_empty();
+}
+
+#[test]
+fn batch_work_runs_on_what_is_left() {
+    let mut setup = Setup::new(64);
+    setup.options.max_sequences = 2;
+    let mut bench = Bench::with(setup);
+    let jobs: Vec<Ears> = (0..4)
+        .map(|number| {
+            let (mut submission, ears) = ask(number * 3, &prompt(number, 20), 30);
+            submission.tier = Tier::Batch;
+            bench.submit((submission, ears))
+        })
+        .collect();
+    bench.run_steps(3);
+    let asked: Vec<Ears> =
+        (0..4).map(|number| bench.submit(ask(number * 3 + 1, &prompt(number, 20), 30))).collect();
+    bench.run_steps(60);
+    assert!(asked.iter().all(|ears| Heard::of(ears).outcome.is_some()), "in 2 x 30 steps");
+    assert!(jobs.iter().all(|ears| Heard::of(ears).outcome.is_none()));
+    bench.run();
+    assert!(jobs.iter().all(|ears| Heard::of(ears).tokens(0).len() == 30));
+    bench.check_empty();
+}

@@ -1,0 +1,296 @@
+//! Counters and lines, by hand and at random.
+
+use proptest::prelude::*;
+
+use super::super::heads::Heads;
+use super::*;
+
+fn seat(tier: Tier, pool: Option<u8>, tenant: u8, key: u8, weight: f64) -> Seat {
+    let name = |what: &str, number: u8| format!("{what}-{number}");
+    let pool = pool.map(|number| PoolName::new(&name("pool", number)).expect("a name"));
+    let caller = Caller {
+        tenant: TenantId::new(&name("tenant", tenant)).expect("a name"),
+        key: KeyId::new(&name("key", key)).expect("a name"),
+    };
+    Seat::new(SchedulePolicy::Fair, tier, pool.as_ref(), &caller, weight)
+}
+
+fn of(tenant: u8) -> Seat {
+    seat(Tier::Interactive, None, tenant, 0, 1.0)
+}
+
+const fn millis(time: u64) -> DeviceNanos {
+    DeviceNanos(time * 1_000_000)
+}
+
+impl Shares {
+    fn book(&mut self, key: NodeId, time: DeviceNanos) {
+        self.charge(key, time, DeviceNanos::ZERO, DeviceNanos::ZERO);
+    }
+
+    fn holder_counter(&self, key: NodeId) -> Counter {
+        self.standing(key).holder.0
+    }
+}
+
+fn counted(time: DeviceNanos) -> Counter {
+    Counter::of(time, Weight::ONE)
+}
+
+#[test]
+fn idling_saves_no_credit() {
+    let mut shares = Shares::default();
+    let (busy, slow) = (shares.enter(&of(0)), shares.enter(&of(1)));
+    shares.book(busy, millis(900));
+    shares.book(slow, millis(300));
+    // A newcomer begins where the smallest is, and so does who was away.
+    let fresh = shares.enter(&of(2));
+    assert_eq!(shares.holder_counter(fresh), counted(millis(300)));
+    shares.leave(fresh);
+    shares.book(slow, millis(500));
+    let back = shares.enter(&of(2));
+    assert_eq!(shares.holder_counter(back), counted(millis(800)));
+}
+
+#[test]
+fn where_nobody_is_the_one_that_went_last_says_where_to_begin() {
+    let mut shares = Shares::default();
+    let (one, other) = (shares.enter(&of(0)), shares.enter(&of(1)));
+    shares.book(one, millis(900));
+    shares.book(other, millis(300));
+    shares.leave(one);
+    shares.leave(other);
+    let fresh = shares.enter(&of(2));
+    assert_eq!(shares.holder_counter(fresh), counted(millis(300)));
+    // Who had more still has: leaving forgives nothing.
+    let back = shares.enter(&of(0));
+    assert_eq!(shares.holder_counter(back), counted(millis(900)));
+}
+
+#[test]
+fn a_counter_is_time_over_weight() {
+    for (weight, time, expected) in [(1.0, 700, 700), (2.0, 700, 350), (0.5, 700, 1_400)] {
+        let mut shares = Shares::default();
+        let key = shares.enter(&seat(Tier::Interactive, None, 0, 0, weight));
+        shares.book(key, millis(time));
+        assert_eq!(shares.holder_counter(key), counted(millis(expected)), "{weight}");
+        // Keys and tenants within a holder have no weights.
+        assert_eq!(shares.standing(key).key.0, counted(millis(time)), "{weight}");
+    }
+}
+
+#[test]
+fn another_weight_counts_from_then_on() {
+    let mut shares = Shares::default();
+    let weighing = |weight| seat(Tier::Interactive, None, 0, 0, weight);
+    let key = shares.enter(&weighing(1.0));
+    shares.book(key, millis(600));
+    shares.enter(&weighing(2.0));
+    assert_eq!(shares.holder_counter(key), counted(millis(600)));
+    shares.book(key, millis(600));
+    assert_eq!(shares.holder_counter(key), counted(millis(900)));
+}
+
+#[test]
+fn weights_out_of_reach_count_as_the_nearest_within() {
+    for weight in [f64::MIN_POSITIVE, 1e300] {
+        let mut shares = Shares::default();
+        let key = shares.enter(&seat(Tier::Interactive, None, 0, 0, weight));
+        shares.book(key, DeviceNanos(u64::MAX / 2));
+        assert!(shares.holder_counter(key) > Counter::default(), "{weight}");
+    }
+}
+
+#[test]
+fn who_comes_and_goes_leaves_nothing_behind() {
+    let mut shares = Shares::default();
+    for number in 0..40_000u32 {
+        let caller = Caller {
+            tenant: TenantId::new(&format!("tenant-{number}")).expect("a name"),
+            key: KeyId::new(&format!("key-{number}")).expect("a name"),
+        };
+        let seat = Seat::new(SchedulePolicy::Fair, Tier::Interactive, None, &caller, 1.0);
+        let key = shares.enter(&seat);
+        // Each has more than the next, so none of them may be forgotten for free.
+        shares.book(key, millis(100_000 - u64::from(number)));
+        if number % 2 == 0 {
+            shares.enter(&of(0));
+        }
+        shares.leave(key);
+    }
+    assert!(shares.kept() <= 2 * MOST_REMEMBERED + 3, "{}", shares.kept());
+}
+
+/// Something that happens to the tree.
+#[derive(Clone, Debug)]
+enum Act {
+    Enter { seat: usize },
+    Leave { at: usize },
+    Push { at: usize, fresh: bool, predicted: u64 },
+    Take { at: usize },
+    Charge { at: usize, time: u64, predicted: u64 },
+}
+
+fn any_act() -> impl Strategy<Value = Act> {
+    let at = || 0usize..12;
+    prop_oneof![
+        3 => at().prop_map(|seat| Act::Enter { seat }),
+        2 => at().prop_map(|at| Act::Leave { at }),
+        4 => (at(), any::<bool>(), 0u64..1_000_000)
+            .prop_map(|(at, fresh, predicted)| Act::Push { at, fresh, predicted }),
+        2 => at().prop_map(|at| Act::Take { at }),
+        4 => (at(), 0u64..1_000_000, 0u64..1_000_000)
+            .prop_map(|(at, time, predicted)| Act::Charge { at, time, predicted }),
+    ]
+}
+
+fn seats() -> Vec<Seat> {
+    let mut seats = Vec::new();
+    for (number, weight) in (0u8..).zip([1.0, 0.3, 3.0]) {
+        seats.push(seat(Tier::Interactive, None, number, 0, weight));
+        seats.push(seat(Tier::Interactive, None, number, 1, weight));
+        seats.push(seat(Tier::Interactive, Some(number / 2), 10 + number, 0, 2.0));
+        seats.push(seat(Tier::Batch, None, number, 0, weight));
+    }
+    seats
+}
+
+/// A request that is here.
+struct Here {
+    key: NodeId,
+    lines: Vec<Rank>,
+    predicted: DeviceNanos,
+}
+
+fn play(acts: &[Act]) -> Shares {
+    let seats = seats();
+    let mut shares = Shares::default();
+    let mut here: Vec<Here> = Vec::new();
+    for (number, act) in (1u64..).zip(acts) {
+        match *act {
+            Act::Enter { seat } => {
+                let key = shares.enter(&seats[seat]);
+                here.push(Here { key, lines: Vec::new(), predicted: DeviceNanos::ZERO });
+            }
+            Act::Leave { at } if at < here.len() => {
+                let Here { key, lines, predicted } = here.swap_remove(at);
+                for rank in lines {
+                    assert!(shares.take(key, rank).is_some());
+                }
+                shares.charge(key, DeviceNanos::ZERO, predicted, DeviceNanos::ZERO);
+                shares.leave(key);
+            }
+            Act::Push { at, fresh, predicted } if at < here.len() => {
+                let sequence = SequenceId(number);
+                let deadline = MonotonicTime(number % 7);
+                let rank = if fresh {
+                    Rank::fresh(SchedulePolicy::Fair, deadline, sequence)
+                } else {
+                    Rank::again(sequence)
+                };
+                let waiting = Waiting {
+                    sequence,
+                    request: sequence,
+                    rank,
+                    deadline,
+                    tokens: 1,
+                    pending: 1,
+                    most: 2,
+                    rows: Rows::Last,
+                    followers: 0,
+                    predicted: DeviceNanos(predicted),
+                };
+                shares.push(here[at].key, waiting);
+                here[at].lines.push(rank);
+            }
+            Act::Take { at } => {
+                if let Some(Here { key, lines, .. }) = here.get_mut(at)
+                    && let Some(rank) = lines.pop()
+                {
+                    assert!(shares.take(*key, rank).is_some());
+                    assert!(shares.take(*key, rank).is_none());
+                }
+            }
+            Act::Charge { at, time, predicted } => {
+                if let Some(Here { key, predicted: before, .. }) = here.get_mut(at) {
+                    let after = DeviceNanos(predicted);
+                    let before = std::mem::replace(before, after);
+                    shares.charge(*key, DeviceNanos(time), before, after);
+                }
+            }
+            Act::Leave { .. } | Act::Push { .. } => {}
+        }
+        check_invariants(&shares);
+    }
+    shares
+}
+
+/// Each node's sums are its children's, each set holds whom it says.
+fn check_invariants(shares: &Shares) {
+    for (index, node) in shares.nodes.iter().enumerate() {
+        let id = NodeId(index as u32);
+        if shares.unused.contains(&id) {
+            continue;
+        }
+        assert_eq!(node.counter, node.reckon());
+        let children: Vec<(NodeId, &Node)> =
+            node.children.values().map(|&child| (child, shares.node(child))).collect();
+        if !children.is_empty() {
+            let requests: u32 = children.iter().map(|(_, child)| child.requests).sum();
+            let waiting: u32 = children.iter().map(|(_, child)| child.waiting).sum();
+            assert_eq!(node.requests, requests);
+            assert!(shares.is_root(id) || node.waiting == waiting);
+        }
+        let those = |is: fn(&Node) -> bool| -> BTreeSet<(Counter, NodeId)> {
+            let those = children.iter().filter(|(_, child)| is(child));
+            those.map(|&(id, child)| (child.counter, id)).collect()
+        };
+        assert_eq!(node.present, those(|child| child.requests > 0));
+        assert_eq!(node.in_line, those(|child| child.waiting > 0));
+        assert_eq!(node.gone, those(|child| child.requests == 0));
+    }
+}
+
+proptest! {
+    #[test]
+    fn the_tree_stays_sound(acts in prop::collection::vec(any_act(), 0..120)) {
+        play(&acts);
+    }
+
+    /// The walk that changes nothing goes where changing the tree would lead.
+    #[test]
+    fn heads_come_as_if_each_were_taken(acts in prop::collection::vec(any_act(), 0..120)) {
+        let shares = play(&acts);
+        let mut heads = Heads::new(&shares, MonotonicTime(0));
+        let mut taken = shares.clone();
+        loop {
+            let head = heads.first();
+            let first = Heads::new(&taken, MonotonicTime(0)).first();
+            let (Some(head), Some(first)) = (head, first) else {
+                prop_assert!(head.is_none() && first.is_none());
+                break;
+            };
+            prop_assert_eq!(head.waiting.rank, first.waiting.rank);
+            prop_assert_eq!(head.standing, first.standing);
+            let (key, rank) = (head.key, head.waiting.rank);
+            heads.take(key);
+            let waiting = taken.take(key, rank).expect("it waits");
+            taken.charge(key, DeviceNanos::ZERO, DeviceNanos::ZERO, waiting.predicted);
+        }
+    }
+
+    /// Whoever comes begins no lower than anyone who is there, and no lower
+    /// than it left.
+    #[test]
+    fn nobody_gains_by_being_away(acts in prop::collection::vec(any_act(), 0..120), who in 0usize..12) {
+        let mut shares = play(&acts);
+        let seat = &seats()[who];
+        let root = shares.node(seat.tier.root());
+        let floor = root.floor();
+        let before = root.children.get(&seat.holder).map(|&id| shares.node(id));
+        let (here, left) = before.map_or((false, floor), |it| (it.requests > 0, it.counter));
+        let key = shares.enter(seat);
+        let after = shares.holder_counter(key);
+        prop_assert_eq!(after, if here { left } else { left.max(floor) });
+    }
+}
