@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Result, anyhow};
-use tollgate_config::{Config, Flags, Sources};
+use tollgate_config::{Config, ConfigErrors, Flags, Sources};
 use tollgate_domain::{UtcDay, UtcTime};
 
 /// Where the config and the data folder are.
@@ -26,7 +26,20 @@ impl Place {
     /// # Errors
     /// Every mistake in it.
     pub fn load(&self) -> Result<Config> {
-        load(self.config.clone(), Flags { data: self.data.clone(), ..Flags::default() })
+        load(self.config.clone(), self.flags())
+    }
+
+    /// Every value that [`Self::load`] would give, and where it comes from.
+    ///
+    /// # Errors
+    /// Every mistake in it.
+    pub fn show(&self) -> Result<String> {
+        let sources = Sources::of_process(self.config.clone(), self.flags());
+        Config::show(&sources).map_err(|errors| mistakes(&errors))
+    }
+
+    fn flags(&self) -> Flags {
+        Flags { data: self.data.clone(), ..Flags::default() }
     }
 }
 
@@ -35,10 +48,14 @@ impl Place {
 /// # Errors
 /// Every mistake in it, a line each.
 pub fn load(path: Option<PathBuf>, flags: Flags) -> Result<Config> {
-    Config::load(&Sources::of_process(path, flags)).map_err(|errors| match errors.problems() {
+    Config::load(&Sources::of_process(path, flags)).map_err(|errors| mistakes(&errors))
+}
+
+fn mistakes(errors: &ConfigErrors) -> anyhow::Error {
+    match errors.problems() {
         [one] => anyhow!("{one}"),
         several => anyhow!("the config has {} mistakes:\n{errors}", several.len()),
-    })
+    }
 }
 
 /// `30d`, `2h`, `250ms`.

@@ -36,7 +36,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
                 counted(plans, "plan")
             ))?;
         }
-        Action::Show(place) => say(place.load()?.show())?,
+        Action::Show(place) => say(place.show()?)?,
         Action::Schema => say(format!("{:#}\n", Config::schema()))?,
         Action::Example => say(Config::example())?,
     }

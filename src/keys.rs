@@ -122,7 +122,9 @@ fn create(create: Create) -> Result<()> {
     let (config, store) = open(&create.place)?;
     let tenant = TenantId::new(&create.tenant)?;
     if config.tenant(&tenant).is_none() {
-        let names: Vec<&str> = config.tenants().map(|tenant| tenant.name.as_str()).collect();
+        // The first few are enough to see a slip; there may be thousands.
+        let names: Vec<&str> =
+            config.tenants().map(|tenant| tenant.name.as_str()).take(8).collect();
         bail!("no tenant {tenant} in the config (there: {}); give --config", names.join(", "));
     }
     let models: Vec<ModelName> =

@@ -1,17 +1,17 @@
 //! The whole config, checked: what a section names exists, no limit
 //! contradicts another, and the demo tenant is there only when nobody else is.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tollgate_domain::{ModelName, PlanLimits, PlanName, PoolName, PriceBook, Rate, TenantId};
 
-use crate::problem::{ConfigErrors, Problem};
+use crate::problem::{ConfigErrors, Place, Problem};
 use crate::read::{Reader, Section};
 use crate::sections::{DeviceSelector, Gateway, Issuer, RawPlan, RawTenant, Root, Worker};
 use crate::source::Sources;
-use crate::tree::Table;
+use crate::tree::{Node, Table, Value};
 use crate::{example, schema, show};
 
 mod check;
@@ -25,12 +25,16 @@ const DEMO: &str = "demo";
 /// A config that is whole. It never changes: share it in an `Arc`.
 #[derive(Clone, Debug)]
 pub struct Config {
-    root: Root,
-    /// What was written, for the places of what is shown.
-    tree: Table,
+    data: PathBuf,
+    gateway: Gateway,
+    worker: Worker,
     plans: BTreeMap<PlanName, Arc<Plan>>,
     pools: BTreeMap<PoolName, Pool>,
-    tenants: BTreeMap<TenantId, Tenant>,
+    /// By name.
+    tenants: Vec<Tenant>,
+    /// Where each stands: every request asks, and there may be a hundred
+    /// thousand.
+    tenant_places: HashMap<TenantId, usize>,
     models: BTreeMap<ModelName, Model>,
     issuers: Vec<Issuer>,
     prices: Option<PriceBook>,
@@ -105,7 +109,31 @@ impl Config {
     pub fn load(sources: &Sources) -> Result<Self, ConfigErrors> {
         let mut problems = Vec::new();
         let tree = sources.gather(&mut problems);
-        Self::resolve(tree, problems)
+        let (config, _) = resolve(tree, problems)?;
+        Ok(config)
+    }
+
+    /// Every key and its value as TOML, each with the place it comes from.
+    /// There are no secrets in it: config holds their paths only.
+    ///
+    /// # Errors
+    /// Every mistake in it, with place and key.
+    pub fn show(sources: &Sources) -> Result<String, ConfigErrors> {
+        let mut problems = Vec::new();
+        let tree = sources.gather(&mut problems);
+        let (_, Written { root, tree }) = resolve(tree, problems)?;
+        Ok(show::whole(&root, &tree))
+    }
+
+    /// What [`Self::show`] says of text, as if it stood in a file of that name.
+    ///
+    /// # Errors
+    /// Every mistake in it, with place and key.
+    pub fn show_toml(name: &Path, text: &str) -> Result<String, ConfigErrors> {
+        let mut problems = Vec::new();
+        let tree = crate::tree::parse(&Arc::new(name.to_owned()), text, &mut problems);
+        let (_, Written { root, tree }) = resolve(tree, problems)?;
+        Ok(show::whole(&root, &tree))
     }
 
     /// Loads a config from text, as if it stood in a file of that name.
@@ -115,45 +143,23 @@ impl Config {
     pub fn from_toml(name: &Path, text: &str) -> Result<Self, ConfigErrors> {
         let mut problems = Vec::new();
         let tree = crate::tree::parse(&Arc::new(name.to_owned()), text, &mut problems);
-        Self::resolve(tree, problems)
-    }
-
-    fn resolve(tree: Table, problems: Vec<Problem>) -> Result<Self, ConfigErrors> {
-        let mut reader = Reader { problems };
-        let node = crate::tree::Node {
-            place: crate::problem::Place::Default,
-            value: crate::tree::Value::Table(tree.clone()),
-        };
-        let mut root = Root::read(Some(&node), "", &mut reader);
-        let named = tree.get("tenants");
-        let demo = named.is_none_or(|node| node.table().is_some_and(Table::is_empty));
-        if demo {
-            add_demo_tenant(&mut root);
-        }
-        if root.models.is_empty() {
-            let name = ModelName::new(DEMO_MODEL).expect("it keeps the rules for names");
-            root.models.insert(name, Default::default());
-        }
-        let resolved =
-            check::Checker { tree: &tree, root: &root, reader: &mut reader }.resolve(demo);
-        ConfigErrors::check(reader.problems)?;
-        let check::Resolved { plans, pools, tenants, models, issuers, prices } = resolved;
-        Ok(Self { root, tree, plans, pools, tenants, models, issuers, prices, demo })
+        let (config, _) = resolve(tree, problems)?;
+        Ok(config)
     }
 
     /// Where the instance keeps its data.
     pub fn data(&self) -> &Path {
-        &self.root.data
+        &self.data
     }
 
     /// The front door.
     pub fn gateway(&self) -> &Gateway {
-        &self.root.gateway
+        &self.gateway
     }
 
     /// The process around a device.
     pub fn worker(&self) -> &Worker {
-        &self.root.worker
+        &self.worker
     }
 
     /// All plans.
@@ -171,14 +177,14 @@ impl Config {
         self.pools.values()
     }
 
-    /// All tenants; at least one.
+    /// All tenants, by name; at least one.
     pub fn tenants(&self) -> impl Iterator<Item = &Tenant> {
-        self.tenants.values()
+        self.tenants.iter()
     }
 
     /// One tenant.
     pub fn tenant(&self, name: &TenantId) -> Option<&Tenant> {
-        self.tenants.get(name)
+        self.tenant_places.get(name).map(|&place| &self.tenants[place])
     }
 
     /// All models; at least one.
@@ -206,12 +212,6 @@ impl Config {
         self.demo
     }
 
-    /// Every key and its value as TOML, each with the place it comes from.
-    /// There are no secrets in it: config holds their paths only.
-    pub fn show(&self) -> String {
-        show::whole(&self.root, &self.tree)
-    }
-
     /// The JSON schema of config files.
     pub fn schema() -> serde_json::Value {
         schema::whole()
@@ -221,6 +221,50 @@ impl Config {
     pub fn example() -> String {
         example::whole()
     }
+}
+
+/// What was written and where: a config keeps none of it, since there may be a
+/// hundred thousand tenants in it.
+struct Written {
+    root: Root,
+    tree: Table,
+}
+
+fn resolve(tree: Table, problems: Vec<Problem>) -> Result<(Config, Written), ConfigErrors> {
+    let mut reader = Reader { problems };
+    let node = Node { place: Place::Default, value: Value::Table(tree) };
+    let mut root = Root::read(Some(&node), "", &mut reader);
+    let Value::Table(tree) = node.value else { unreachable!("it was made a table") };
+    let named = tree.get("tenants");
+    let demo = named.is_none_or(|node| node.table().is_some_and(Table::is_empty));
+    if demo {
+        add_demo_tenant(&mut root);
+    }
+    if root.models.is_empty() {
+        let name = ModelName::new(DEMO_MODEL).expect("it keeps the rules for names");
+        root.models.insert(name, Default::default());
+    }
+    let resolved = check::Checker { tree: &tree, root: &root, reader: &mut reader }.resolve(demo);
+    ConfigErrors::check(reader.problems)?;
+    let check::Resolved { plans, pools, tenants, models, issuers, prices } = resolved;
+    let (data, gateway, worker) = (root.data.clone(), root.gateway.clone(), root.worker.clone());
+    let tenants: Vec<Tenant> = tenants.into_values().collect();
+    let tenant_places =
+        tenants.iter().enumerate().map(|(place, tenant)| (tenant.name.clone(), place)).collect();
+    let config = Config {
+        data,
+        gateway,
+        worker,
+        plans,
+        pools,
+        tenants,
+        tenant_places,
+        models,
+        issuers,
+        prices,
+        demo,
+    };
+    Ok((config, Written { root, tree }))
 }
 
 /// The tenant of a first start, and its plan unless there is one of the name.

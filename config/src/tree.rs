@@ -74,7 +74,7 @@ pub(crate) fn find<'a>(table: &'a Table, keys: &[&str]) -> Option<&'a Node> {
 
 /// Parses one file; its syntax errors join `problems`.
 pub(crate) fn parse(path: &Arc<PathBuf>, text: &str, problems: &mut Vec<Problem>) -> Table {
-    let lines = Lines { path, text };
+    let lines = Lines::of(path, text);
     let (document, errors) = DeTable::parse_recoverable(text);
     let broken = !errors.is_empty();
     for error in errors {
@@ -162,16 +162,20 @@ fn replace_places(node: &mut Node, place: &Place) {
     }
 }
 
-/// A file's text, to turn offsets into lines.
+/// Where a file's lines end, to turn offsets into lines.
 struct Lines<'a> {
     path: &'a Arc<PathBuf>,
-    text: &'a str,
+    ends: Vec<usize>,
 }
 
-impl Lines<'_> {
+impl<'a> Lines<'a> {
+    fn of(path: &'a Arc<PathBuf>, text: &str) -> Self {
+        let bytes = text.bytes().enumerate();
+        Self { path, ends: bytes.filter(|&(_, byte)| byte == b'\n').map(|(at, _)| at).collect() }
+    }
+
     fn place(&self, offset: usize) -> Place {
-        let before = &self.text.as_bytes()[..offset.min(self.text.len())];
-        let line = 1 + before.iter().filter(|&&byte| byte == b'\n').count();
+        let line = 1 + self.ends.partition_point(|&end| end < offset);
         Place::File { path: Arc::clone(self.path), line }
     }
 

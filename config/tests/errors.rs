@@ -349,7 +349,7 @@ fn flags_win_over_the_environment_and_that_over_files() {
         ("PATH", "/bin"),
     ];
     let flags = Flags { listen: Some("127.0.0.1:21".into()), ..Flags::default() };
-    let config = load(files.path().into(), &environment, flags).expect("it is a config");
+    let config = load(files.path().into(), &environment, flags.clone()).expect("it is a config");
     assert_eq!(config.data(), files.path().join("d"));
     assert_eq!(config.gateway().listen.port(), 21);
     assert_eq!(config.gateway().admin_listen.port(), 12);
@@ -360,7 +360,10 @@ fn flags_win_over_the_environment_and_that_over_files() {
     assert_eq!(limits.concurrent, Some(7));
     assert_eq!(limits.largest_job.classes.len(), 1);
     assert_eq!(tenant.models.as_ref().map(std::collections::BTreeSet::len), Some(1));
-    let shown = config.show();
+    let environment = environment.map(|(name, value)| (name.to_owned(), value.to_owned()));
+    let sources =
+        Sources { path: Some(files.path().into()), environment: environment.to_vec(), flags };
+    let shown = Config::show(&sources).expect("it is a config");
     for line in [
         "listen = \"127.0.0.1:21\"                           # --listen",
         "concurrent = 7                                    # environment TOLLGATE_PLANS__MY_PLAN__CONCURRENT",

@@ -16,6 +16,7 @@ mod machine;
 mod peers;
 mod process;
 mod report;
+mod tenants;
 mod tools;
 
 use report::Report;
@@ -43,7 +44,8 @@ pub fn run(name: &str, rest: &[&str]) -> Result<()> {
         "gateway" => gateway::run(&options, &mut report)?,
         "engine" => engine::run(&options, &mut report)?,
         "peers" => peers::run(&options, &mut report)?,
-        _ => bail!("no such benchmark: {name} (there: gateway, engine, peers)"),
+        "tenants" => tenants::run(&options, &mut report)?,
+        _ => bail!("no such benchmark: {name} (there: gateway, engine, peers, tenants)"),
     }
     report.end()?;
     print!("{report}");

@@ -213,3 +213,66 @@ fn every_scope_with_a_cap_knows_its_spend_again() {
         ]
     );
 }
+
+/// T24: however many trial tenants there are, together they get what their pool
+/// gets, on one share of its weight, and admission remembers the pool alone.
+#[test]
+fn thousands_of_trial_tenants_get_one_pool() {
+    const TENANTS: usize = 3_000;
+    for (limit, admitted, running, later) in [
+        // Forty at once, and one a second from then on.
+        ("requests_per_minute = { limit = 60, burst = 40 }", 40, 40, 10),
+        ("concurrent = 8\nqueued = 16", 24, 8, 0),
+        // Each may cost 30 ms: the last one gets what is left.
+        ("device_time_per_day = \"1s\"", 34, 34, 0),
+    ] {
+        let mut text = format!(
+            "[plans.trial]\nweight = 0.5\n{limit}\n[pools.trial]\nplan = \"trial\"\n[models.fake]\npath = \"/\"\n"
+        );
+        let names: Vec<String> = (0..TENANTS).map(|number| format!("trial-{number}")).collect();
+        names.iter().for_each(|name| text += &format!("[tenants.{name}]\npool = \"trial\"\n"));
+        let config = Config::from_toml(std::path::Path::new("test.toml"), &text).expect("a config");
+        let folder = tempfile::tempdir().expect("a folder");
+        let keys = KeyStore::open(folder.path()).expect("opens");
+        let wanted = names.iter().map(|name| (tenant(name), KeyOptions::default()));
+        let news = keys.create_all(wanted, UtcTime(0)).expect("creates");
+        let door = Authenticator::new(keys, Vec::new()).expect("no issuers");
+        let admission = Admission::new(AdmissionOptions::default());
+        let mut holds = Vec::new();
+        let ask = |number: usize, seconds: u64| {
+            let bearer = format!("Bearer {}", news[number % TENANTS].secret.expose());
+            let bearer = HeaderValue::from_str(&bearer).expect("a header value");
+            let headers = HeaderMap::from_iter([(header::AUTHORIZATION, bearer)]);
+            let caller = door.authenticate(&headers, None, UtcTime(1)).expect("good");
+            let of = config.tenant(caller.tenant()).expect("a tenant");
+            let bound = bind(&config, &caller, of, &model("fake")).expect("bound");
+            let share = (bound.pool.as_ref().map(PoolName::as_str), bound.weight);
+            assert_eq!(share, (Some("trial"), 0.5), "all of them run on one share");
+            let cost = DeviceNanos(30_000_000);
+            let reserve = Reserve {
+                id: RequestId::from_random(number as u128),
+                scopes: bound.scopes,
+                class: DeviceClass::cpu(),
+                estimate: Estimate {
+                    tokens: 1,
+                    expected: cost,
+                    worst: cost,
+                    least: DeviceNanos(1),
+                },
+                queue_deadline: MonotonicTime(u64::MAX),
+                expires: MonotonicTime(u64::MAX),
+            };
+            admission.reserve(MonotonicTime(seconds * 1_000_000_000), UtcTime(1), reserve)
+        };
+        holds.extend((0..TENANTS).filter_map(|number| ask(number, 1).ok()));
+        assert_eq!(holds.len(), admitted, "{limit}");
+        let budget: u64 = holds.iter().filter_map(|h| h.budget()).map(DeviceNanos::nanos).sum();
+        assert!(budget <= 1_000_000_000, "{limit}: {budget} ns held of a second");
+        let status = admission.status();
+        assert_eq!((status.running, status.queued), (running, admitted - running), "{limit}");
+        assert_eq!(status.scopes, 1, "{limit}");
+        let more = (0..TENANTS).filter_map(|number| ask(TENANTS + number, 11).ok());
+        let more: Vec<_> = more.collect();
+        assert_eq!(more.len(), later, "{limit}");
+    }
+}

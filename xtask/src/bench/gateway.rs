@@ -167,7 +167,8 @@ fn targets<'a>(bench: &Bench, servers: &'a Servers) -> Result<Vec<Target<'a>>> {
     // Well formed, checksum right, made by another installation.
     let strange = bearer(&bench.key("open", "elsewhere")?);
     targets.push(ours("models", models, open, None, 200, 0));
-    targets.push(ours("wrong key", models, strange, None, 401, 0));
+    // Its source is penalised after the first sixty, and told so instead.
+    targets.push(ours("wrong key", models, strange, None, 429, 200));
     // One a minute is answered.
     targets.push(ours("over its rate", "/v1/chat/completions", limited, Some(chat), 429, 2));
     Ok(targets)
@@ -245,6 +246,7 @@ impl Bench {
 
     /// A new key of `tenant` in one of the data folders.
     fn key(&self, tenant: &str, data: &str) -> Result<String> {
+        fs::create_dir_all(self.folder.join(data))?;
         let mut create = self.tollgate();
         create.args(["keys", "create", "--quiet", "--tenant", tenant, "--config"]);
         create.arg(self.folder.join("tollgate.toml")).arg("--data").arg(self.folder.join(data));

@@ -67,6 +67,13 @@ impl Process {
         serde_json::from_str(&line).with_context(|| format!("{}: {order}: {line}", self.name))
     }
 
+    /// Memory that it holds, without its children.
+    pub(super) fn resident_mib(&self) -> Result<f64> {
+        let statm = std::fs::read_to_string(format!("/proc/{}/statm", self.child.id()))?;
+        let pages: f64 = statm.split_whitespace().nth(1).context("no second field")?.parse()?;
+        Ok(pages * 4_096.0 / f64::from(1 << 20))
+    }
+
     /// Processor seconds that it and its children have taken so far.
     pub(super) fn processor_seconds(&self) -> Result<f64> {
         let ticks: u64 = family(self.child.id()).into_iter().map(ticks).sum();
