@@ -6,8 +6,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use tollgate_config::SyntheticPolicy;
 use tollgate_domain::{ModelName, WorkerName};
-use tollgate_worker::{DeviceChoice, EngineChoice, StepCost, SyntheticDevice, WorkerOptions};
+use tollgate_worker::{
+    DeviceChoice, EngineChoice, SchedulePolicy, StepCost, SyntheticDevice, WorkerOptions,
+};
 
 use crate::common::span;
 use crate::logging;
@@ -89,6 +92,9 @@ struct Synthetic {
     #[arg(long, value_name = "N", default_value_t = 8_192,
         value_parser = clap::value_parser!(u32).range(2..=1_048_576))]
     synthetic_context: u32,
+    /// Who runs next, to compare with fair: first_come, token_counters, key_counters.
+    #[arg(long, value_name = "POLICY", value_parser = policy, default_value = "fair")]
+    synthetic_policy: SchedulePolicy,
 }
 
 /// Serves until told to stop.
@@ -143,8 +149,19 @@ fn engine(text: &str, synthetic: &Synthetic) -> Result<EngineChoice> {
             },
             kv_tokens: synthetic.synthetic_kv_tokens,
             context: synthetic.synthetic_context,
+            policy: synthetic.synthetic_policy,
         })),
         _ => anyhow::bail!("--engine {text:?} is none of model, synthetic"),
+    }
+}
+
+fn policy(text: &str) -> Result<SchedulePolicy, String> {
+    match text.parse() {
+        Ok(SyntheticPolicy::Fair) => Ok(SchedulePolicy::Fair),
+        Ok(SyntheticPolicy::FirstCome) => Ok(SchedulePolicy::FirstComeFirstServed),
+        Ok(SyntheticPolicy::TokenCounters) => Ok(SchedulePolicy::TokenCounters),
+        Ok(SyntheticPolicy::KeyCounters) => Ok(SchedulePolicy::KeyCounters),
+        Err(()) => Err("none of fair, first_come, token_counters, key_counters".to_owned()),
     }
 }
 

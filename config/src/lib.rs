@@ -22,7 +22,7 @@ pub use crate::problem::{ConfigErrors, Place, Problem};
 pub use crate::sections::{
     ByteSize, ClientFrom, Connections, Deadlines, DeviceSelector, EngineKind, Gateway, Http2,
     HttpsUrl, Issuer, JwtAlgorithm, JwtKeys, Penalties, Proxies, RequestLimits, SourceLimits,
-    Synthetic, Timeouts, Tls, Worker,
+    Synthetic, SyntheticPolicy, Timeouts, Tls, Worker,
 };
 pub use crate::source::{Flags, Sources};
 

@@ -300,8 +300,12 @@ section! {
         kv_token: Duration = Duration::from_nanos(1_200), Duration::ZERO..=seconds(1);
         /// Each token of a prompt.
         prefill_token: Duration = Duration::from_micros(210), Duration::from_nanos(1)..=seconds(1);
-        /// How much faster than all that.
+        /// How much faster than all that. What the scheduler counts in device
+        /// time is divided by it too: worker.step_box and its guards.
         speed: f64 = 1.0, 0.001..=1_000.0;
+        /// Who runs next: "fair", as on every other device, or, to compare with
+        /// it, "first_come", "token_counters" or "key_counters".
+        policy: SyntheticPolicy = SyntheticPolicy::Fair;
         /// Tokens that its KV cache holds.
         kv_tokens: u32 = 10_000, 16..=100_000_000;
         /// Tokens that one sequence may hold.
@@ -535,6 +539,44 @@ impl fmt::Display for EngineKind {
         f.write_str(match self {
             Self::Model => "model",
             Self::Synthetic => "synthetic",
+        })
+    }
+}
+
+/// Who runs next on a synthetic device. All but the first are there to be
+/// compared with it, and no other device can be given them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SyntheticPolicy {
+    /// Shares of device time by holder, tenant and key.
+    Fair,
+    /// In order of arrival.
+    FirstCome,
+    /// Shares of tokens.
+    TokenCounters,
+    /// Each key has a share of its own.
+    KeyCounters,
+}
+
+impl SyntheticPolicy {
+    const ALL: [Self; 4] = [Self::Fair, Self::FirstCome, Self::TokenCounters, Self::KeyCounters];
+}
+
+impl FromStr for SyntheticPolicy {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        Self::ALL.into_iter().find(|policy| policy.to_string() == text).ok_or(())
+    }
+}
+
+/// As it is written.
+impl fmt::Display for SyntheticPolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Fair => "fair",
+            Self::FirstCome => "first_come",
+            Self::TokenCounters => "token_counters",
+            Self::KeyCounters => "key_counters",
         })
     }
 }

@@ -74,8 +74,16 @@ fn arguments(
     flag("--step-box", format!("{}ns", worker.step_box.as_nanos()).into());
     flag("--queue-capacity", worker.queue_capacity.to_string().into());
     if worker.engine == EngineKind::Synthetic {
-        let Synthetic { step, sequence, kv_token, prefill_token, speed, kv_tokens, context } =
-            worker.synthetic;
+        let Synthetic {
+            step,
+            sequence,
+            kv_token,
+            prefill_token,
+            speed,
+            policy,
+            kv_tokens,
+            context,
+        } = worker.synthetic;
         let nanos = |span: Duration| format!("{}ns", span.as_nanos()).into();
         flag("--engine", worker.engine.to_string().into());
         flag("--synthetic-step", nanos(step));
@@ -83,6 +91,7 @@ fn arguments(
         flag("--synthetic-kv-token", nanos(kv_token));
         flag("--synthetic-prefill-token", nanos(prefill_token));
         flag("--synthetic-speed", speed.to_string().into());
+        flag("--synthetic-policy", policy.to_string().into());
         flag("--synthetic-kv-tokens", kv_tokens.to_string().into());
         flag("--synthetic-context", context.to_string().into());
     }

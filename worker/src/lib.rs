@@ -20,4 +20,5 @@ mod told;
 pub use error::WorkerError;
 pub use options::{DeviceChoice, EngineChoice, SyntheticDevice, WorkerOptions};
 pub use run::serve;
+pub use tollgate_engine::SchedulePolicy;
 pub use tollgate_engine::backend::synthetic::StepCost;

@@ -79,7 +79,7 @@ pub(crate) fn load(options: &WorkerOptions) -> Result<Loaded, WorkerError> {
         template(&options.model)?;
     let (backend, table): (Box<dyn Backend>, _) = match engine {
         Opened::Model(files) => (Box::new(cpu(&files, options)?), None),
-        Opened::Synthetic(SyntheticDevice { cost, kv_tokens, context }) => {
+        Opened::Synthetic(SyntheticDevice { cost, kv_tokens, context, policy: _ }) => {
             let text = synthetic_text(&tokenizer, end.as_deref());
             let step_tokens = options.step_tokens;
             let synthetic = SyntheticOptions { cost, kv_tokens, context, step_tokens, text };

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use tollgate_domain::{ModelName, WorkerName};
+use tollgate_engine::SchedulePolicy;
 use tollgate_engine::backend::synthetic::StepCost;
 
 /// Everything that a worker is told at its start.
@@ -64,6 +65,8 @@ pub struct SyntheticDevice {
     pub kv_tokens: u32,
     /// Tokens that one sequence may hold.
     pub context: u32,
+    /// Who runs next; on any other device it is always the fair one.
+    pub policy: SchedulePolicy,
 }
 
 /// Which device computes.

@@ -28,7 +28,7 @@ use crate::load::{self, Loaded};
 use crate::service::Service;
 use crate::socket::{self, Socket};
 use crate::told::{Told, Word};
-use crate::{WorkerError, WorkerOptions};
+use crate::{EngineChoice, WorkerError, WorkerOptions};
 
 /// Serves until it is told to end, its parent ends, or something breaks.
 ///
@@ -118,12 +118,7 @@ impl Started {
         journal.overhead(began, device_time).map_err(failed)?;
         journal.start().map_err(WorkerError::Thread)?;
         let announcement = announcement(options, epoch, &loaded, &table);
-        let engine_options = EngineOptions {
-            max_sequences: options.max_sequences,
-            step_box: options.step_box,
-            queue_capacity: options.queue_capacity,
-            ..EngineOptions::new(table)
-        };
+        let engine_options = engine_options(options, table);
         let Loaded { backend, tokenizer, tokenizer_asset, template_asset, .. } = loaded;
         let engine = Engine::start(backend, engine_options, clock, journal.for_engine())
             .map_err(WorkerError::Thread)?;
@@ -139,6 +134,24 @@ impl Started {
             ended: CancellationToken::new(),
         };
         Ok(Self { service, engine, journal, journal_folder })
+    }
+}
+
+fn engine_options(options: &WorkerOptions, table: CostTable) -> EngineOptions {
+    let defaults = EngineOptions::new(table);
+    let (policy, speed) = match options.engine {
+        EngineChoice::Model => (defaults.policy, 1.0),
+        EngineChoice::Synthetic(device) => (device.policy, device.cost.speed),
+    };
+    EngineOptions {
+        max_sequences: options.max_sequences,
+        queue_capacity: options.queue_capacity,
+        policy,
+        // What is counted in device time goes as fast as the device.
+        step_box: options.step_box.div_f64(speed),
+        preemption_guard: defaults.preemption_guard.div_f64(speed),
+        preemption_rest: defaults.preemption_rest.div_f64(speed),
+        ..defaults
     }
 }
 

@@ -10,7 +10,8 @@ use tollgate_domain::{Block, DeviceNanos};
 use tollgate_wire::v1;
 use tollgate_wire::v1::run_request::Message;
 use tollgate_worker::{
-    DeviceChoice, EngineChoice, StepCost, SyntheticDevice, WorkerError, WorkerOptions, serve,
+    DeviceChoice, EngineChoice, SchedulePolicy, StepCost, SyntheticDevice, WorkerError,
+    WorkerOptions, serve,
 };
 
 type Reasons = v1::FinishReason;
@@ -38,7 +39,8 @@ async fn it_says_who_it_is_and_hands_out_its_assets() {
 async fn a_synthetic_engine_says_so_and_takes_its_time() {
     let data = tempfile::tempdir().expect("a folder");
     let cost = StepCost { speed: 10.0, ..StepCost::default() };
-    let device = SyntheticDevice { cost, kv_tokens: 1_024, context: 512 };
+    let device =
+        SyntheticDevice { cost, kv_tokens: 1_024, context: 512, policy: SchedulePolicy::Fair };
     let bench = start(data.path(), |options| {
         options.engine = EngineChoice::Synthetic(device);
         options.device = DeviceChoice::Cuda(None); // it stands in for any

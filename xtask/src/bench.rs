@@ -10,6 +10,7 @@ use anyhow::{Context, Result, bail};
 use crate::run::{cargo, check, root};
 
 mod engine;
+mod fairness;
 mod gateway;
 mod h2load;
 mod machine;
@@ -35,6 +36,9 @@ struct Options {
 
 /// Runs the benchmark `name`.
 pub fn run(name: &str, rest: &[&str]) -> Result<()> {
+    if name == "fairness" {
+        return fairness::run(rest);
+    }
     let options = Options::read(name, rest)?;
     let mut report = Report::begin(name)?;
     if options.as_built {
@@ -45,7 +49,7 @@ pub fn run(name: &str, rest: &[&str]) -> Result<()> {
         "engine" => engine::run(&options, &mut report)?,
         "peers" => peers::run(&options, &mut report)?,
         "tenants" => tenants::run(&options, &mut report)?,
-        _ => bail!("no such benchmark: {name} (there: gateway, engine, peers, tenants)"),
+        _ => bail!("no such benchmark: {name} (there: gateway, engine, peers, tenants, fairness)"),
     }
     report.end()?;
     print!("{report}");

@@ -14,7 +14,9 @@ use tollgate_domain::{
 use super::quantity::{duration_schema, read_duration, show_duration};
 use super::{Field, Reader, Section, Visited, beside, join};
 use crate::schema;
-use crate::sections::{ClientFrom, DeviceSelector, EngineKind, HttpsUrl, IssuerName, JwtAlgorithm};
+use crate::sections::{
+    ClientFrom, DeviceSelector, EngineKind, HttpsUrl, IssuerName, JwtAlgorithm, SyntheticPolicy,
+};
 use crate::tree::{Node, Table, Value};
 
 /// The longest list that a key takes.
@@ -463,6 +465,11 @@ words!(
     "a network such as \"10.0.0.0/8\", \"192.0.2.7\" or \"2001:db8::/32\""
 );
 words!(ClientFrom, "\"x-forwarded-for\"", "\"x-forwarded-for\" or \"proxy-v2\"");
+words!(
+    SyntheticPolicy,
+    "\"fair\"",
+    "\"fair\", \"first_come\", \"token_counters\" or \"key_counters\""
+);
 words!(DeviceSelector, "\"auto\"", "\"auto\", \"cpu\", \"cuda\" or \"cuda:UUID\"");
 words!(
     JwtAlgorithm,

@@ -30,7 +30,7 @@ impl Process {
             .spawn()
             .with_context(|| format!("could not start {name}"))?;
         let stdout = BufReader::new(child.stdout.take().expect("it was piped"));
-        let (sender, lines) = sync_channel(1_024);
+        let (sender, lines) = sync_channel(4_096);
         std::thread::spawn(move || {
             for line in stdout.lines().map_while(Result::ok) {
                 // Lines that nobody reads are dropped, so that it never blocks.
@@ -57,6 +57,12 @@ impl Process {
                 return Ok(rest.to_owned());
             }
         }
+    }
+
+    /// Ends its input and gives every line that it has said or says until it ends.
+    pub(super) fn end(&mut self) -> Vec<String> {
+        drop(self.input.take());
+        self.lines.iter().collect()
     }
 
     /// Sends a line and reads the line of JSON that answers it.

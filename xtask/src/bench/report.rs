@@ -118,6 +118,16 @@ impl Report {
         Ok(())
     }
 
+    /// When, which revision, where, and how busy it was.
+    pub(super) fn head(&self) -> String {
+        let Self { benchmark, began, revision, machine, load_before, load_after, .. } = self;
+        format!(
+            "{benchmark} at {began}, revision {revision}\n{}\n\
+             load {load_before:.1} before, {load_after:.1} after\n",
+            machine.line()
+        )
+    }
+
     /// Writes all of it as JSON.
     pub(super) fn write(&self, path: &Path) -> Result<()> {
         let mut text = serde_json::to_string_pretty(self)?;
@@ -137,10 +147,7 @@ impl Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { benchmark, began, revision, machine, load_before, load_after, .. } = self;
-        writeln!(f, "{benchmark} at {began}, revision {revision}")?;
-        writeln!(f, "{}", machine.line())?;
-        writeln!(f, "load {load_before:.1} before, {load_after:.1} after\n")?;
+        writeln!(f, "{}", self.head())?;
         writeln!(f, "{:<52}{:>12}{:>12}{:>12}", "figure", "median", "lowest", "highest")?;
         for Series { name, unit, median, rounds } in &self.series {
             let (lowest, highest) = (lowest(rounds), highest(rounds));

@@ -1,0 +1,360 @@
+//! Plays a workload through the whole engine on a virtual clock: the real
+//! mailbox, scheduler, cache, meter and journal, and a device that only passes
+//! time.
+
+use std::collections::HashMap;
+use std::fmt::Write as _;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard};
+use std::time::Duration;
+
+use tollgate_domain::{
+    Caller, DeviceNanos, FinishReason, KeyId, MonotonicTime, PoolName, RequestId, TenantId,
+};
+use tollgate_engine::backend::synthetic::{
+    Pace, StepCost, SyntheticBackend, SyntheticOptions, SyntheticText,
+};
+use tollgate_engine::{
+    Clock, DrivenEngine, EngineOptions, Flow, Owner, PromptLogprob, RequestFigures, RequestOutcome,
+    SampledToken, SamplingParams, SchedulePolicy, StepJournal, StepRecord, Submission, Tier,
+    TokenSink, Totals, Turn, VirtualClock,
+};
+
+use crate::workload::{Ask, Size, Workload};
+
+/// Tokens of the KV cache: the M of the figures in the literature.
+const KV_TOKENS: u32 = 10_000;
+const CONTEXT: u32 = 8_192;
+const STEP_TOKENS: u32 = 512;
+
+/// How long after the last request its answer is waited for.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// When a play is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Until {
+    /// The workload's time is up, whatever waits.
+    TimeIsUp,
+    /// Every victim has its first token, or [`PATIENCE`] has run out.
+    VictimsServed,
+    /// Nothing is left to do.
+    Done,
+}
+
+/// What a play came to.
+pub(crate) struct Played {
+    /// Of each request, in the workload's order.
+    pub(crate) requests: Vec<Seen>,
+    pub(crate) account: Account,
+    pub(crate) totals: Totals,
+    /// The clock when it was over.
+    pub(crate) ended: Duration,
+    /// The clock at the end of the last step.
+    pub(crate) booked: Duration,
+}
+
+/// What became of a request.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Seen {
+    pub(crate) ask: Ask,
+    /// Absent: none yet when the play was over.
+    pub(crate) first_token: Option<Duration>,
+    pub(crate) tokens: u32,
+    pub(crate) refused: bool,
+}
+
+/// What the journal was told.
+#[derive(Default)]
+pub(crate) struct Account {
+    /// After each step: when it ended, and each tenant's device time so far.
+    pub(crate) steps: Vec<(Duration, Vec<u64>)>,
+    /// What the platform computed again.
+    pub(crate) overhead: u64,
+    /// Sums over the steps' shares, and over the steps.
+    pub(crate) shares: u128,
+    pub(crate) busy: u128,
+    /// Every record as text, where that was asked for.
+    pub(crate) written: Option<String>,
+}
+
+impl Played {
+    /// How long a request waited for its first token; at least so long where
+    /// it still did.
+    pub(crate) fn first_token(&self, seen: &Seen) -> Duration {
+        seen.first_token.unwrap_or(self.ended).saturating_sub(seen.ask.at)
+    }
+
+    /// Prompt and answer tokens of all requests that were answered, a second.
+    pub(crate) fn tokens_per_second(&self) -> f64 {
+        let answered = self.requests.iter().filter(|seen| seen.first_token.is_some());
+        let tokens: u64 =
+            answered.map(|seen| u64::from(seen.ask.size.prompt) + u64::from(seen.tokens)).sum();
+        tokens as f64 / self.ended.as_secs_f64()
+    }
+}
+
+/// Plays `workload`.
+pub(crate) fn play(workload: &Workload, policy: SchedulePolicy, until: Until) -> Played {
+    Player::new(workload, policy, false).play(until)
+}
+
+/// Plays `workload` and writes down every record of the journal.
+pub(crate) fn play_written(workload: &Workload, policy: SchedulePolicy, until: Until) -> Played {
+    Player::new(workload, policy, true).play(until)
+}
+
+struct Player<'a> {
+    workload: &'a Workload,
+    clock: VirtualClock,
+    engine: DrivenEngine,
+    ears: Vec<Arc<Ears>>,
+    tenants: Vec<TenantId>,
+    account: Arc<Mutex<Account>>,
+}
+
+impl<'a> Player<'a> {
+    fn new(workload: &'a Workload, policy: SchedulePolicy, written: bool) -> Self {
+        let clock = VirtualClock::default();
+        let cost = StepCost::default();
+        let backend = SyntheticBackend::new(
+            SyntheticOptions {
+                cost,
+                kv_tokens: KV_TOKENS,
+                context: CONTEXT,
+                step_tokens: STEP_TOKENS,
+                text: SyntheticText::bytes(),
+            },
+            Pace::Virtual(clock.clone()),
+        )
+        .expect("a model");
+        let options = EngineOptions {
+            // A flood waits here; what it does to others is what is looked at.
+            queue_capacity: workload.asks.len().max(1),
+            queue_tokens: usize::MAX,
+            policy,
+            ..EngineOptions::new(cost.table().expect("a table"))
+        };
+        let tenants: Vec<TenantId> = workload
+            .tenants
+            .iter()
+            .map(|tenant| TenantId::new(&tenant.name).expect("a name"))
+            .collect();
+        let account = Arc::new(Mutex::new(Account {
+            written: written.then(String::new),
+            ..Account::default()
+        }));
+        let journal = Journal {
+            account: Arc::clone(&account),
+            index: tenants.iter().cloned().zip(0..).collect(),
+            so_far: vec![0; tenants.len()],
+        };
+        let engine = DrivenEngine::new(
+            Box::new(backend),
+            options,
+            Arc::new(clock.clone()),
+            Box::new(journal),
+        );
+        Self { workload, clock, engine, ears: Vec::new(), tenants, account }
+    }
+
+    fn play(mut self, until: Until) -> Played {
+        let end = self.workload.lasts;
+        while !self.is_over(until, end) {
+            self.submit_what_is_due();
+            let next = self.workload.asks.get(self.ears.len()).map(|ask| ask.at);
+            match (self.engine.turn().expect("no fault"), next) {
+                (Turn::Worked, _) => {}
+                (Turn::Idle, Some(next)) => self.clock.advance_to(time(next)),
+                (Turn::Idle, None) if until == Until::Done => break,
+                (Turn::Idle, None) => self.clock.advance_to(time(end + PATIENCE)),
+                (Turn::Ended, _) => unreachable!("nobody asked it to end"),
+            }
+        }
+        let ended = now(&self.clock);
+        let totals = self.engine.totals();
+        let requests = self.workload.asks.iter().zip(&self.ears);
+        let requests = requests.map(|(ask, ears)| ears.seen(*ask)).collect();
+        let account = std::mem::take(&mut *lock(&self.account));
+        let booked = account.steps.last().map_or(Duration::ZERO, |(at, _)| *at);
+        Played { requests, account, totals, ended, booked }
+    }
+
+    fn is_over(&self, until: Until, end: Duration) -> bool {
+        let now = now(&self.clock);
+        match until {
+            Until::TimeIsUp => now >= end,
+            Until::VictimsServed => {
+                now >= end + PATIENCE
+                    || now >= end
+                        && self.ears.len() == self.workload.asks.len()
+                        && self.workload.asks.iter().zip(&self.ears).all(|(ask, ears)| {
+                            !self.workload.tenants[ask.tenant].is_victim || ears.has_begun()
+                        })
+            }
+            Until::Done => false,
+        }
+    }
+
+    fn submit_what_is_due(&mut self) {
+        let now = now(&self.clock);
+        while let Some(ask) = self.workload.asks.get(self.ears.len()).filter(|ask| ask.at <= now) {
+            let ears = Arc::new(Ears::new(self.clock.clone()));
+            let submission = self.submission(ask, Arc::clone(&ears));
+            self.engine.handle().submit(submission).expect("there is room");
+            self.ears.push(ears);
+        }
+    }
+
+    fn submission(&self, ask: &Ask, ears: Arc<Ears>) -> Submission {
+        let number = self.ears.len();
+        Submission {
+            request: RequestId::new(&format!("req-{number}")).expect("a name"),
+            attempt: 0,
+            caller: Caller {
+                tenant: self.tenants[ask.tenant].clone(),
+                key: KeyId::new(&format!("key-{}-{}", ask.tenant, ask.key)).expect("a name"),
+            },
+            pool: self.workload.tenants[ask.tenant]
+                .pool
+                .map(|pool| PoolName::new(pool).expect("a name")),
+            tier: Tier::Interactive,
+            weight: self.workload.tenants[ask.tenant].weight,
+            prompts: vec![prompt(ask.size)],
+            choices: 1,
+            max_tokens: ask.size.max_tokens,
+            sampling: SamplingParams {
+                temperature: 0.0,
+                top_p: 1.0,
+                presence_penalty: 0.0,
+                frequency_penalty: 0.0,
+                logit_bias: Vec::new(),
+                seed: 0,
+                top_logprobs: None,
+            },
+            budget: None,
+            queue_deadline: Duration::from_secs(1_000_000),
+            echo_logprobs: false,
+            sink: Box::new(Sink(ears)),
+        }
+    }
+}
+
+/// A prompt of as many bytes as it should have tokens, with a wish in it where
+/// the answer is to end before `max_tokens`.
+fn prompt(size: Size) -> Vec<u32> {
+    let mut text = String::new();
+    if size.answer < size.max_tokens {
+        let _ = write!(text, "[{} tokens]", size.answer);
+    }
+    assert!(text.len() <= size.prompt as usize, "a wish fits its prompt");
+    text.bytes().chain(std::iter::repeat(b'x')).take(size.prompt as usize).map(u32::from).collect()
+}
+
+/// What a request's sink hears.
+struct Ears {
+    clock: VirtualClock,
+    /// 0: not yet.
+    first_token: AtomicU64,
+    tokens: AtomicU32,
+    refused: AtomicU32,
+}
+
+struct Sink(Arc<Ears>);
+
+impl Ears {
+    fn new(clock: VirtualClock) -> Self {
+        let none = AtomicU64::new(0);
+        Self { clock, first_token: none, tokens: AtomicU32::new(0), refused: AtomicU32::new(0) }
+    }
+
+    fn has_begun(&self) -> bool {
+        self.first_token.load(Ordering::Relaxed) > 0 || self.refused.load(Ordering::Relaxed) > 0
+    }
+
+    fn seen(&self, ask: Ask) -> Seen {
+        let first_token = self.first_token.load(Ordering::Relaxed);
+        Seen {
+            ask,
+            first_token: (first_token > 0).then(|| Duration::from_nanos(first_token)),
+            tokens: self.tokens.load(Ordering::Relaxed),
+            refused: self.refused.load(Ordering::Relaxed) > 0,
+        }
+    }
+}
+
+impl TokenSink for Sink {
+    fn prompt_logprobs(&mut self, _: u32, _: Vec<PromptLogprob>) {}
+
+    fn token(&mut self, _: u32, _: SampledToken) -> Flow {
+        let Ears { clock, first_token, tokens, .. } = &*self.0;
+        if tokens.fetch_add(1, Ordering::Relaxed) == 0 {
+            first_token.store(clock.now().0, Ordering::Relaxed);
+        }
+        Flow::Continue
+    }
+
+    fn finished(&mut self, _: u32, _: FinishReason, _: u32) {}
+
+    fn done(&mut self, outcome: RequestOutcome) {
+        if let RequestOutcome::Refused(_) = outcome {
+            self.0.refused.store(1, Ordering::Relaxed);
+        }
+    }
+}
+
+struct Journal {
+    account: Arc<Mutex<Account>>,
+    index: HashMap<TenantId, usize>,
+    so_far: Vec<u64>,
+}
+
+impl StepJournal for Journal {
+    fn step(&mut self, record: &StepRecord<'_>) -> io::Result<()> {
+        let StepRecord { step, started, busy, shares } = *record;
+        let mut account = lock(&self.account);
+        let mut sum = DeviceNanos::ZERO;
+        for share in shares {
+            sum += share.attributed;
+            match &share.owner {
+                Owner::Request { caller, .. } => {
+                    self.so_far[self.index[&caller.tenant]] += share.attributed.nanos();
+                }
+                Owner::Overhead => account.overhead += share.attributed.nanos(),
+            }
+        }
+        assert_eq!(sum, busy, "the shares of step {step} sum to it");
+        account.shares += u128::from(sum.nanos());
+        account.busy += u128::from(busy.nanos());
+        let ended = Duration::from_nanos(started.0 + busy.nanos());
+        account.steps.push((ended, self.so_far.clone()));
+        if let Some(written) = &mut account.written {
+            let _ = writeln!(written, "{step} {} {} {shares:?}", started.0, busy.nanos());
+        }
+        Ok(())
+    }
+
+    fn finished(&mut self, at: MonotonicTime, requests: &[RequestFigures]) -> io::Result<()> {
+        if let Some(written) = &mut lock(&self.account).written {
+            let _ = writeln!(written, "{} {requests:?}", at.0);
+        }
+        Ok(())
+    }
+
+    fn idle(&mut self, _: MonotonicTime) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn lock(account: &Mutex<Account>) -> MutexGuard<'_, Account> {
+    account.lock().expect("nobody panics holding it")
+}
+
+fn now(clock: &VirtualClock) -> Duration {
+    Duration::from_nanos(clock.now().0)
+}
+
+fn time(at: Duration) -> MonotonicTime {
+    MonotonicTime(at.as_nanos() as u64)
+}

@@ -1,0 +1,554 @@
+//! The rows of the fairness benchmark: what is played, what figure comes of
+//! it, and the bound that it must keep.
+
+use std::fmt;
+use std::time::Duration;
+
+use tollgate_engine::SchedulePolicy;
+
+use crate::play::{Played, Until, play, play_written};
+use crate::workload::{Rate, Sender, Size, Workload};
+
+use SchedulePolicy::{Fair, FirstComeFirstServed, KeyCounters, TokenCounters};
+
+/// One figure and its bound.
+#[derive(Clone, Debug)]
+pub(crate) struct Row {
+    pub(crate) name: String,
+    pub(crate) figure: f64,
+    pub(crate) unit: &'static str,
+    pub(crate) bound: Bound,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Bound {
+    AtMost(f64),
+    AtLeast(f64),
+    Above(f64),
+    /// Nothing is promised of it.
+    None,
+}
+
+/// A part of the table that is played by itself.
+pub(crate) struct Part {
+    pub(crate) name: &'static str,
+    pub(crate) rows: fn() -> Vec<Row>,
+}
+
+/// The whole table, in order.
+pub(crate) const PARTS: [Part; 14] = [
+    Part { name: "A1", rows: || attacked(&ATTACKS[0]) },
+    Part { name: "A2", rows: || attacked(&ATTACKS[1]) },
+    Part { name: "A3", rows: || attacked(&ATTACKS[2]) },
+    Part { name: "A4", rows: || attacked(&ATTACKS[3]) },
+    Part { name: "A5", rows: || attacked(&ATTACKS[4]) },
+    Part { name: "controls", rows: controls },
+    Part { name: "FB-9", rows: equals },
+    Part { name: "weights", rows: weights },
+    Part { name: "sybils", rows: sybils },
+    Part { name: "overload", rows: overload },
+    Part { name: "eight", rows: eight },
+    Part { name: "on and off", rows: on_and_off },
+    Part { name: "increase", rows: increase },
+    Part { name: "alone", rows: alone },
+];
+
+/// What an attacker sends beside four victims.
+struct Attack {
+    name: &'static str,
+    rate: f64,
+    keys: u32,
+    size: Size,
+    /// The victims' first token, seconds.
+    bound: f64,
+    /// Tokens a second over those of first come, first served.
+    throughput: f64,
+}
+
+const ATTACKS: [Attack; 5] = [
+    Attack {
+        name: "A1 flood, 20/s of 256/256",
+        rate: 20.0,
+        keys: 1,
+        size: Size::of(256, 256),
+        bound: 0.6,
+        throughput: 0.95,
+    },
+    Attack {
+        name: "A2 the same from 50 keys",
+        rate: 20.0,
+        keys: 50,
+        size: Size::of(256, 256),
+        bound: 0.6,
+        throughput: 0.95,
+    },
+    Attack {
+        name: "A3 costly prompts, 5/s of 4,000/1",
+        rate: 5.0,
+        keys: 1,
+        size: Size::of(4_000, 1),
+        bound: 1.2,
+        throughput: 0.75,
+    },
+    Attack {
+        name: "A4 hogs, 5/s of 16/8 with max_tokens 4,000",
+        rate: 5.0,
+        keys: 1,
+        size: Size { prompt: 16, answer: 8, max_tokens: 4_000 },
+        bound: 0.3,
+        throughput: 0.95,
+    },
+    Attack {
+        name: "A5 endless answers, 2/s of 16/2,000",
+        rate: 2.0,
+        keys: 1,
+        size: Size::of(16, 2_000),
+        bound: 0.6,
+        throughput: 0.95,
+    },
+];
+
+const SEEDS: std::ops::Range<u64> = 0..10;
+const VICTIMS: u32 = 4;
+const VICTIM: Size = Size::of(256, 128);
+const VICTIM_RATE: f64 = 0.2;
+const ATTACK_LASTS: Duration = Duration::from_secs(300);
+/// The published workloads'.
+const LASTS: Duration = Duration::from_secs(360);
+/// Until queues stand, nobody competes.
+const WARM: Duration = Duration::from_secs(30);
+
+fn victims() -> Vec<Sender> {
+    (0..VICTIMS)
+        .map(|number| Sender {
+            is_victim: true,
+            ..Sender::new(&format!("victim-{number}"), VICTIM_RATE, VICTIM)
+        })
+        .collect()
+}
+
+fn with_attacker(attack: &Attack, seed: u64) -> Workload {
+    let mut senders = victims();
+    let Attack { rate, size, keys, .. } = *attack;
+    senders.push(Sender { keys, ..Sender::new("attacker", rate, size) });
+    Workload::new(&senders, ATTACK_LASTS, seed)
+}
+
+fn attacked(attack: &Attack) -> Vec<Row> {
+    let name = attack.name;
+    let (mut waits, mut again) = (Vec::new(), Vec::new());
+    let mut throughput = None;
+    for seed in SEEDS {
+        let workload = with_attacker(attack, seed);
+        let played = play(&workload, Fair, Until::VictimsServed);
+        check_sums(&played);
+        waits.push(first_token(&workload, &played, 0.99));
+        again.push(100.0 * played.account.overhead as f64 / played.account.busy as f64);
+        if seed == SEEDS.start {
+            throughput = Some(over_first_come(&workload));
+        }
+    }
+    let longest = worst(&waits);
+    let throughput = throughput.expect("there is a seed");
+    vec![
+        row(format!("{name}: victims' first token p99"), longest, "s", AtMost(attack.bound)),
+        row(format!("{name}: the same, median of ten seeds"), median(&mut waits), "s", Bound::None),
+        row(format!("{name}: computed again, worst seed"), worst(&again), "%", Bound::None),
+        row(
+            format!("{name}: tokens/s over first come, first served"),
+            throughput,
+            "",
+            AtLeast(attack.throughput),
+        ),
+    ]
+}
+
+/// What the benchmark would find without what it tests.
+fn controls() -> Vec<Row> {
+    let seed = SEEDS.start;
+    let wait = |attack: &Attack, policy| {
+        let workload = with_attacker(attack, seed);
+        let played = play(&workload, policy, Until::VictimsServed);
+        check_sums(&played);
+        first_token(&workload, &played, 0.99)
+    };
+    let alone = Workload::new(&victims(), ATTACK_LASTS, seed);
+    let unharmed = play(&alone, Fair, Until::VictimsServed);
+    vec![
+        row(
+            "nobody attacks: victims' first token p99",
+            first_token(&alone, &unharmed, 0.99),
+            "s",
+            AtMost(ATTACKS[3].bound),
+        ),
+        row(
+            "control: A1 under first come, first served",
+            wait(&ATTACKS[0], FirstComeFirstServed),
+            "s",
+            Above(100.0),
+        ),
+        row("control: A2 under counters by key", wait(&ATTACKS[1], KeyCounters), "s", Above(100.0)),
+    ]
+}
+
+/// Two that ask for as many tokens, one mostly to read and one mostly to write.
+fn equals() -> Vec<Row> {
+    let senders = [
+        Sender::new("reader", 6.0, Size::of(512, 32)),
+        Sender::new("writer", 2.0, Size::of(32, 512)),
+    ];
+    let ratio = |policy| {
+        let ratios = SEEDS.take(3).map(|seed| {
+            let workload = Workload::new(&senders, LASTS, seed);
+            let played = play(&workload, policy, Until::TimeIsUp);
+            check_sums(&played);
+            let [reader, writer] = served(&played, WARM, LASTS)[..] else { unreachable!("two") };
+            (reader / writer).max(writer / reader)
+        });
+        ratios.collect::<Vec<f64>>()
+    };
+    vec![
+        row(
+            "FB-9: device time of two equals, more over less",
+            worst(&ratio(Fair)),
+            "",
+            AtMost(1.03),
+        ),
+        row(
+            "control: FB-9 under token counters",
+            ratio(TokenCounters).into_iter().fold(f64::INFINITY, f64::min),
+            "",
+            Above(2.0),
+        ),
+    ]
+}
+
+fn weights() -> Vec<Row> {
+    let senders: Vec<Sender> = (1..=4)
+        .map(|weight| Sender {
+            weight: f64::from(weight),
+            ..Sender::new(&format!("weight-{weight}"), 2.0, Size::of(256, 256))
+        })
+        .collect();
+    let strays = SEEDS.take(3).map(|seed| {
+        let played = play(&Workload::new(&senders, LASTS, seed), Fair, Until::TimeIsUp);
+        check_sums(&played);
+        let served = served(&played, WARM, LASTS);
+        let all: f64 = served.iter().sum();
+        let shares = served.iter().zip(1..).map(|(served, weight)| {
+            let share = f64::from(weight) / 10.0;
+            (served / all / share - 1.0).abs()
+        });
+        shares.fold(0.0, f64::max) * 100.0
+    });
+    let strays: Vec<f64> = strays.collect();
+    vec![row(
+        "weights 1:2:3:4: furthest from its share of device time",
+        worst(&strays),
+        "%",
+        AtMost(2.0),
+    )]
+}
+
+/// Trial tenants by the hundred flood on one share, beside paid ones: four that
+/// ask for less than theirs, and one that always asks.
+fn sybils() -> Vec<Row> {
+    let mut senders = victims();
+    senders.push(Sender::new("paid", 3.0, Size::of(256, 256)));
+    let trial = |number: u32| Sender {
+        pool: Some("trials"),
+        ..Sender::new(&format!("trial-{number}"), 0.2, Size::of(256, 256))
+    };
+    senders.extend((0..100).map(trial));
+    let (mut waits, mut parts) = (Vec::new(), Vec::new());
+    for seed in SEEDS.take(3) {
+        let workload = Workload::new(&senders, ATTACK_LASTS, seed);
+        let played = play(&workload, Fair, Until::VictimsServed);
+        check_sums(&played);
+        waits.push(first_token(&workload, &played, 0.99));
+        let served = served(&played, WARM, ATTACK_LASTS);
+        let (paid, trials) = (served[4], served[5..].iter().sum::<f64>());
+        parts.push(trials / (paid + trials));
+    }
+    vec![
+        row("100 trial tenants flood: paid ones' first token p99", worst(&waits), "s", AtMost(0.6)),
+        row(
+            "100 trial tenants flood: their pool's part beside one that always asks",
+            worst(&parts),
+            "",
+            AtMost(0.52),
+        ),
+    ]
+}
+
+fn overload() -> Vec<Row> {
+    let senders = [
+        Sender::new("over", 1.5, Size::of(256, 256)),
+        Sender::new("far-over", 3.0, Size::of(256, 256)),
+    ];
+    let differences: Vec<f64> = SEEDS
+        .take(3)
+        .map(|seed| {
+            let played = play(&Workload::new(&senders, LASTS, seed), Fair, Until::TimeIsUp);
+            check_sums(&played);
+            // Before both have something waiting, who asks first is alone.
+            largest_difference(&played, WARM, LASTS)
+        })
+        .collect();
+    let workload = Workload::new(&senders, LASTS, SEEDS.start);
+    let control = play(&workload, FirstComeFirstServed, Until::TimeIsUp);
+    vec![
+        row("overload: largest difference of device time", worst(&differences), "s", AtMost(4.0)),
+        row(
+            "control: overload under first come, first served",
+            largest_difference(&control, WARM, LASTS),
+            "s",
+            Above(4.0),
+        ),
+        row(
+            "overload: tokens/s over first come, first served",
+            over_first_come(&workload),
+            "",
+            AtLeast(0.95),
+        ),
+    ]
+}
+
+fn eight() -> Vec<Row> {
+    let senders: Vec<Sender> = (0..8)
+        .map(|number| Sender::new(&format!("equal-{number}"), 1.0, Size::of(256, 256)))
+        .collect();
+    let (mut fairness, mut differences) = (Vec::new(), Vec::new());
+    for seed in SEEDS.take(3) {
+        let played = play(&Workload::new(&senders, LASTS, seed), Fair, Until::TimeIsUp);
+        check_sums(&played);
+        fairness.push(jain(&served(&played, WARM, LASTS)));
+        differences.push(largest_difference(&played, WARM, LASTS));
+    }
+    let least = fairness.iter().copied().fold(f64::INFINITY, f64::min);
+    vec![
+        row("eight equals: Jain's index of device time", least, "", AtLeast(0.999)),
+        row(
+            "eight equals: largest difference of device time",
+            worst(&differences),
+            "s",
+            AtMost(2.0),
+        ),
+    ]
+}
+
+/// One always asks, the other every other minute: its silence saves it nothing
+/// and costs it nothing.
+fn on_and_off() -> Vec<Row> {
+    const SPAN: Duration = Duration::from_secs(60);
+    const EDGE: Duration = Duration::from_secs(5);
+    let at_times = Sender::new("at-times", 0.0, Size::of(256, 256));
+    let senders = [
+        Sender::new("steady", 3.0, Size::of(256, 256)),
+        Sender { rate: Rate::OffOn(1.1, SPAN), ..at_times },
+    ];
+    let played = play(&Workload::new(&senders, LASTS, SEEDS.start), Fair, Until::TimeIsUp);
+    check_sums(&played);
+    // Its queue stands some seconds after it began, and goes on for most of
+    // the minute after.
+    let together = [1, 3, 5]
+        .map(|minute| largest_difference(&played, SPAN * minute + EDGE, SPAN * (minute + 1)));
+    let apart = [3, 5].map(|minute| {
+        let served = served(&played, SPAN * minute - EDGE, SPAN * minute);
+        served[0] / served.iter().sum::<f64>()
+    });
+    vec![
+        row("on and off: largest difference while both ask", worst(&together), "s", AtMost(4.0)),
+        row(
+            "on and off: the steady one's part while alone",
+            apart.into_iter().fold(f64::INFINITY, f64::min),
+            "",
+            AtLeast(0.99),
+        ),
+    ]
+}
+
+/// One asks for less than its share, the other for ever more.
+fn increase() -> Vec<Row> {
+    let mut senders = victims();
+    let rate = Rate::Rising(0.1, 6.0);
+    senders.push(Sender { rate, ..Sender::new("rising", 0.0, Size::of(256, 256)) });
+    let waits: Vec<f64> = SEEDS
+        .take(3)
+        .map(|seed| {
+            let workload = Workload::new(&senders, LASTS, seed);
+            let played = play(&workload, Fair, Until::VictimsServed);
+            check_sums(&played);
+            first_token(&workload, &played, 0.99)
+        })
+        .collect();
+    vec![row(
+        "increase, 0.1/s to 6/s of 256/256: others' first token p99",
+        worst(&waits),
+        "s",
+        AtMost(0.6),
+    )]
+}
+
+/// A tenant without company has all of the device, as if there were no shares.
+fn alone() -> Vec<Row> {
+    let moderate = [Sender::new("alone", 1.0, Size::of(256, 256))];
+    let hungry = [Sender::new("alone", 3.0, Size::of(256, 256))];
+    let wait = |policy| {
+        let workload = Workload::new(&moderate, LASTS, SEEDS.start);
+        let played = play(&workload, policy, Until::TimeIsUp);
+        let waits = played.requests.iter().map(|seen| played.first_token(seen).as_secs_f64());
+        waits.sum::<f64>() / played.requests.len() as f64
+    };
+    let workload = Workload::new(&hungry, LASTS, SEEDS.start);
+    let played = play(&workload, Fair, Until::TimeIsUp);
+    check_sums(&played);
+    let first = workload.asks.first().expect("it asks").at;
+    let busy = Duration::from_nanos(played.totals.busy().nanos());
+    let part = busy.as_secs_f64() / (played.booked - first).as_secs_f64();
+    vec![
+        row("alone: part of the time that the device is busy", part, "", AtLeast(1.0)),
+        row(
+            "alone: first token over that of first come, first served, mean",
+            wait(Fair) / wait(FirstComeFirstServed),
+            "",
+            AtMost(1.05),
+        ),
+        row(
+            "alone: tokens/s over first come, first served",
+            over_first_come(&workload),
+            "",
+            AtLeast(0.95),
+        ),
+    ]
+}
+
+/// Two plays of one workload, as their journals tell them.
+pub(crate) fn written_twice() -> [String; 2] {
+    let lasts = Duration::from_secs(60);
+    let mut senders = victims();
+    senders.push(Sender { keys: 50, ..Sender::new("attacker", 20.0, Size::of(256, 256)) });
+    let workload = || Workload::new(&senders, lasts, 7);
+    [workload(), workload()].map(|workload| {
+        let played = play_written(&workload, Fair, Until::TimeIsUp);
+        played.account.written.expect("it was asked for")
+    })
+}
+
+/// A play to its very end, for its account.
+pub(crate) fn played_out() -> Played {
+    let workload = with_attacker(&ATTACKS[4], 3);
+    let lasts = Duration::from_secs(40);
+    let asks = workload.asks.into_iter().filter(|ask| ask.at < lasts).collect();
+    let workload = Workload { asks, lasts, ..workload };
+    play(&workload, Fair, Until::Done)
+}
+
+/// What must hold to the nanosecond, whatever is played.
+pub(crate) fn check_sums(played: &Played) {
+    let Played { account, totals, booked, .. } = played;
+    assert_eq!(account.shares, account.busy, "the shares sum to the steps");
+    let tenants: u64 = account.steps.last().map_or(0, |(_, tenants)| tenants.iter().sum());
+    assert_eq!(totals.billed.nanos(), tenants, "what is billed is the tenants'");
+    assert_eq!(totals.overhead.nanos(), account.overhead);
+    assert_eq!(u128::from(totals.busy().nanos()), account.busy, "billed + overhead = busy");
+    let all = totals.billed + totals.overhead + totals.idle;
+    assert_eq!(u128::from(all.nanos()), booked.as_nanos(), "and with idle, all of the time");
+}
+
+use Bound::{Above, AtLeast, AtMost};
+
+fn row(name: impl Into<String>, figure: f64, unit: &'static str, bound: Bound) -> Row {
+    Row { name: name.into(), figure, unit, bound }
+}
+
+/// Tokens a second under the fair policy over those of first come, first
+/// served, at the same moment of the same workload.
+fn over_first_come(workload: &Workload) -> f64 {
+    let rate = |policy| play(workload, policy, Until::TimeIsUp).tokens_per_second();
+    rate(Fair) / rate(FirstComeFirstServed)
+}
+
+/// The victims' wait for a first token at `quantile`, by nearest rank.
+fn first_token(workload: &Workload, played: &Played, quantile: f64) -> f64 {
+    let victims = played.requests.iter().filter(|seen| {
+        assert!(!seen.refused, "nothing was to be refused");
+        workload.tenants[seen.ask.tenant].is_victim
+    });
+    let mut waits: Vec<f64> = victims.map(|seen| played.first_token(seen).as_secs_f64()).collect();
+    waits.sort_by(f64::total_cmp);
+    waits[(waits.len() as f64 * quantile).ceil() as usize - 1]
+}
+
+/// Each tenant's device time between two moments, seconds.
+fn served(played: &Played, from: Duration, to: Duration) -> Vec<f64> {
+    let steps = &played.account.steps;
+    let at = |moment: Duration| {
+        let step = steps.partition_point(|(ended, _)| *ended <= moment).checked_sub(1);
+        step.map(|step| steps[step].1.clone())
+    };
+    let none = || vec![0; steps.first().map_or(0, |(_, tenants)| tenants.len())];
+    let (before, after) = (at(from).unwrap_or_else(none), at(to).unwrap_or_else(none));
+    after.iter().zip(before).map(|(after, before)| (after - before) as f64 / 1e9).collect()
+}
+
+/// The most by which any tenant was ahead of any other between two moments,
+/// counted from the first, seconds.
+fn largest_difference(played: &Played, from: Duration, to: Duration) -> f64 {
+    let steps = &played.account.steps;
+    let first = steps.partition_point(|(ended, _)| *ended <= from);
+    let last = steps.partition_point(|(ended, _)| *ended <= to);
+    let none = vec![0; steps.first().map_or(0, |(_, tenants)| tenants.len())];
+    let before = first.checked_sub(1).map_or(&none, |step| &steps[step].1);
+    let spread = steps[first..last].iter().map(|(_, tenants)| {
+        let served = || tenants.iter().zip(before).map(|(after, before)| after - before);
+        served().max().unwrap_or(0) - served().min().unwrap_or(0)
+    });
+    spread.max().unwrap_or(0) as f64 / 1e9
+}
+
+fn jain(served: &[f64]) -> f64 {
+    let sum: f64 = served.iter().sum();
+    let squares: f64 = served.iter().map(|served| served * served).sum();
+    sum * sum / (served.len() as f64 * squares)
+}
+
+fn worst(figures: &[f64]) -> f64 {
+    figures.iter().copied().fold(0.0, f64::max)
+}
+
+fn median(figures: &mut [f64]) -> f64 {
+    figures.sort_by(f64::total_cmp);
+    f64::midpoint(figures[(figures.len() - 1) / 2], figures[figures.len() / 2])
+}
+
+impl Row {
+    pub(crate) fn holds(&self) -> bool {
+        match self.bound {
+            AtMost(bound) => self.figure <= bound,
+            AtLeast(bound) => self.figure >= bound,
+            Above(bound) => self.figure > bound,
+            Bound::None => true,
+        }
+    }
+}
+
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, figure, unit, bound } = self;
+        let holds = if self.holds() { "" } else { "   BROKEN" };
+        write!(f, "{name:<72}{figure:>10.4} {unit:<2}{bound:>12}{holds}")
+    }
+}
+
+impl fmt::Display for Bound {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = match self {
+            AtMost(bound) => format!("<= {bound}"),
+            AtLeast(bound) => format!(">= {bound}"),
+            Above(bound) => format!("> {bound}"),
+            Self::None => String::new(),
+        };
+        f.pad(&text)
+    }
+}

@@ -1,0 +1,178 @@
+//! Who asks what and when: tenants, and their requests in order of time, made
+//! from a seed alone.
+
+use std::time::Duration;
+
+/// A load on one engine.
+#[derive(Clone, Debug)]
+pub(crate) struct Workload {
+    pub(crate) tenants: Vec<Tenant>,
+    /// In order of time.
+    pub(crate) asks: Vec<Ask>,
+    /// How long it goes on.
+    pub(crate) lasts: Duration,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Tenant {
+    pub(crate) name: String,
+    /// With whom it shares a share, if with anyone.
+    pub(crate) pool: Option<&'static str>,
+    /// Its own, or the pool's.
+    pub(crate) weight: f64,
+    /// Whether the others are played against it.
+    pub(crate) is_victim: bool,
+}
+
+/// One request.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Ask {
+    pub(crate) at: Duration,
+    /// Index of the tenant.
+    pub(crate) tenant: usize,
+    pub(crate) key: u32,
+    pub(crate) size: Size,
+}
+
+/// What a request asks for, tokens.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Size {
+    pub(crate) prompt: u32,
+    /// What the answer comes to.
+    pub(crate) answer: u32,
+    /// What it might have come to.
+    pub(crate) max_tokens: u32,
+}
+
+impl Size {
+    /// An answer of as many tokens as are asked for.
+    pub(crate) const fn of(prompt: u32, answer: u32) -> Self {
+        Self { prompt, answer, max_tokens: answer }
+    }
+}
+
+/// What one tenant sends: independent requests at a rate that may change.
+#[derive(Clone, Debug)]
+pub(crate) struct Sender {
+    pub(crate) name: String,
+    pub(crate) pool: Option<&'static str>,
+    pub(crate) weight: f64,
+    pub(crate) is_victim: bool,
+    pub(crate) keys: u32,
+    pub(crate) size: Size,
+    pub(crate) rate: Rate,
+}
+
+/// Requests a second over time.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Rate {
+    Steady(f64),
+    /// At this rate every other span of this length, beginning with silence.
+    OffOn(f64, Duration),
+    /// From the first to the second, evenly.
+    Rising(f64, f64),
+}
+
+impl Sender {
+    pub(crate) fn new(name: &str, rate: f64, size: Size) -> Self {
+        let rate = Rate::Steady(rate);
+        let name = name.to_owned();
+        Self { name, pool: None, weight: 1.0, is_victim: false, keys: 1, size, rate }
+    }
+}
+
+impl Workload {
+    /// Everyone's requests over `lasts`, drawn with `seed`.
+    pub(crate) fn new(senders: &[Sender], lasts: Duration, seed: u64) -> Self {
+        let mut asks = Vec::new();
+        for (tenant, sender) in senders.iter().enumerate() {
+            // Each has a generator of its own, so that more of one changes no other.
+            let mut random = Random(seed.wrapping_mul(1_000_003).wrapping_add(tenant as u64));
+            asks.extend(sender.asks(tenant, lasts, &mut random));
+        }
+        asks.sort_by_key(|ask| (ask.at, ask.tenant));
+        let tenants = senders.iter().map(|sender| Tenant {
+            name: sender.name.clone(),
+            pool: sender.pool,
+            weight: sender.weight,
+            is_victim: sender.is_victim,
+        });
+        Self { tenants: tenants.collect(), asks, lasts }
+    }
+}
+
+impl Sender {
+    /// Poisson arrivals, thinned where the rate is below its highest.
+    fn asks(&self, tenant: usize, lasts: Duration, random: &mut Random) -> Vec<Ask> {
+        let mut asks = Vec::new();
+        let mut at = 0.0;
+        loop {
+            at -= ln(1.0 - random.unit()) / self.rate.highest();
+            if at >= lasts.as_secs_f64() {
+                return asks;
+            }
+            let kept = random.unit() * self.rate.highest() < self.rate.at(at, lasts);
+            let key = random.below(self.keys);
+            if kept {
+                let at = Duration::from_secs_f64(at);
+                asks.push(Ask { at, tenant, key, size: self.size });
+            }
+        }
+    }
+}
+
+impl Rate {
+    fn highest(self) -> f64 {
+        match self {
+            Self::Steady(rate) | Self::OffOn(rate, _) => rate,
+            Self::Rising(from, to) => from.max(to),
+        }
+    }
+
+    fn at(self, at: f64, lasts: Duration) -> f64 {
+        match self {
+            Self::Steady(rate) => rate,
+            Self::OffOn(rate, span) => {
+                let is_on = (at / span.as_secs_f64()) as u64 % 2 == 1;
+                if is_on { rate } else { 0.0 }
+            }
+            Self::Rising(from, to) => from + (to - from) * at / lasts.as_secs_f64(),
+        }
+    }
+}
+
+/// The natural logarithm of a number above 0, by sums and products alone: a
+/// library's may differ from machine to machine in its last bit, and with it
+/// the whole load.
+fn ln(x: f64) -> f64 {
+    let exponent = i32::try_from(x.to_bits() >> 52).expect("eleven bits") - 1_023;
+    let mantissa = f64::from_bits(x.to_bits() & (u64::MAX >> 12) | 1_023 << 52);
+    // ln m = 2 artanh((m - 1) / (m + 1)), and the argument is below a third.
+    let ratio = (mantissa - 1.0) / (mantissa + 1.0);
+    let square = ratio * ratio;
+    let series = (0..20).rev().fold(0.0, |sum, n| sum * square + 1.0 / f64::from(2 * n + 1));
+    f64::from(exponent) * std::f64::consts::LN_2 + 2.0 * ratio * series
+}
+
+/// SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number
+/// generators", OOPSLA 2014): the same everywhere.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// In [0, 1).
+    fn unit(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    fn below(&mut self, bound: u32) -> u32 {
+        ((u128::from(self.next()) * u128::from(bound)) >> 64) as u32
+    }
+}
