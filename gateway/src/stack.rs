@@ -19,6 +19,8 @@ use tower::Service as _;
 
 use self::ids::Ids;
 use self::unread::Unread;
+
+pub(crate) use self::unread::Leftover;
 use crate::listener::Peer;
 use crate::reply::{ApiError, ErrorKind};
 use crate::source::SourceRing;
@@ -45,23 +47,30 @@ pub(crate) struct Stack {
     ids: Ids,
 }
 
+/// A response, and what is left of its request.
+pub(crate) struct Answer {
+    pub(crate) response: Response,
+    /// To be read and dropped while the response goes out.
+    pub(crate) leftover: Option<Leftover>,
+}
+
 impl Stack {
     pub(crate) fn new(routes: Router, options: StackOptions) -> Arc<Self> {
         Arc::new(Self { routes, options, ids: Ids::new() })
     }
 
     /// Answers a request that the listener takes.
-    pub(crate) async fn answer(&self, request: Request) -> Response {
+    pub(crate) async fn answer(&self, request: Request) -> Answer {
         self.pass(request, None).await
     }
 
     /// Answers one that it does not.
-    pub(crate) async fn refuse(&self, request: Request, error: ApiError) -> Response {
+    pub(crate) async fn refuse(&self, request: Request, error: ApiError) -> Answer {
         self.pass(request, Some(error)).await
     }
 
     /// The list: from top to bottom for a request, and on for its response.
-    async fn pass(&self, mut request: Request, refused: Option<ApiError>) -> Response {
+    async fn pass(&self, mut request: Request, refused: Option<ApiError>) -> Answer {
         let StackOptions { metrics, sources, largest_body, endpoint } = &self.options;
         // Every response has an id, of ours: what a client sends under that
         // name is not believed, because ids name entries of the ledger.
@@ -88,16 +97,17 @@ impl Stack {
             None => self.route(request).await,
         };
         // What nobody has read must not be read as the next request.
-        if let Some(unread) = unread {
-            unread.end(&mut response).await;
-        }
+        let leftover = match unread {
+            Some(unread) => unread.end(&mut response).await,
+            None => None,
+        };
         drop(in_flight);
         metrics.request_answered(endpoint, response.status(), began.elapsed());
         if let Some(ErrorKind(kind)) = response.extensions().get() {
             metrics.error(kind);
         }
         response.headers_mut().insert(REQUEST_ID, id_header);
-        response
+        Answer { response, leftover }
     }
 
     /// A bug costs one request, not the connection's others.

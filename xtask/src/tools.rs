@@ -9,13 +9,14 @@ use anyhow::{Context, Result};
 use crate::run::{check, command, exists, root};
 
 /// Debian packages by the program that shows they are there.
-const DEBIAN: [(&str, &str); 6] = [
+const DEBIAN: [(&str, &str); 7] = [
     ("curl", "curl"),
     ("h2load", "nghttp2-client"),
     ("python3", "python3"),
     ("node", "nodejs"),
     ("npm", "npm"),
     ("openssl", "openssl"),
+    ("slowhttptest", "slowhttptest"),
 ];
 
 /// The SDKs that are tested, pinned: the API promises to work with them

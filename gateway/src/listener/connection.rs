@@ -8,7 +8,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use http::{HeaderValue, Method, Request, header};
 use http_body::Body as _;
 use hyper::body::Incoming;
@@ -32,7 +32,7 @@ use super::watched::{Lingering, RequestInFlight, Socket, WatchedBody, WatchedRea
 use super::{ListenerOptions, MOST_HEADERS, Shared, plain};
 use crate::reply::ApiError;
 use crate::source::Source;
-use crate::stack::Stack;
+use crate::stack::{Answer, Stack};
 
 type Wire = TlsStream<Socket>;
 
@@ -146,7 +146,8 @@ async fn speak(
     let closing = CancellationToken::new();
     let answers = service_fn({
         let (activity, closing) = (Arc::clone(&activity), closing.clone());
-        move |request| answer(Arc::clone(&stack), peer.clone(), &activity, &closing, request)
+        let ours = (stack, shared.streams.clone());
+        move |request| answer(ours.clone(), peer.clone(), &activity, &closing, request)
     });
     let watch = Watch { activity: &activity, options, draining, closing: &closing };
     match protocol {
@@ -198,7 +199,7 @@ fn http2_builder(options: &ListenerOptions, tasks: Streams) -> http2::Builder<St
 
 /// One request, watched from its head to the end of its response.
 fn answer(
-    stack: Arc<Stack>,
+    (stack, tasks): (Arc<Stack>, TaskTracker),
     peer: Peer,
     activity: &Arc<Activity>,
     closing: &CancellationToken,
@@ -212,14 +213,18 @@ fn answer(
         let has_body = !request.body().is_end_stream();
         let mut request =
             request.map(|body| if has_body { Body::new(body) } else { Body::empty() });
-        let mut response = if let Some(bad) = bad {
+        let answered = if let Some(bad) = bad {
             stack.refuse(request, bad.into()).await
         } else if is_closing {
-            ApiError::Draining.into_response()
+            stack.refuse(request, ApiError::Draining).await
         } else {
             request.extensions_mut().insert(peer);
             stack.answer(request).await
         };
+        let Answer { mut response, leftover } = answered;
+        if let Some(leftover) = leftover {
+            tasks.spawn(leftover.drop_slowly());
+        }
         if bad.is_some() {
             response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
         }

@@ -33,19 +33,19 @@ fn service(metrics: &Arc<Metrics>) -> Arc<Stack> {
     )
 }
 
-async fn ask(service: &Stack, request: http::request::Builder, body: Body) -> Answer {
-    let response = service.answer(request.body(body).unwrap()).await;
+async fn ask(service: &Stack, request: http::request::Builder, body: Body) -> Said {
+    let response = service.answer(request.body(body).unwrap()).await.response;
     let (parts, body) = response.into_parts();
     let body = body.collect().await.unwrap().to_bytes();
-    Answer { parts, body: String::from_utf8(body.to_vec()).unwrap() }
+    Said { parts, body: String::from_utf8(body.to_vec()).unwrap() }
 }
 
-struct Answer {
+struct Said {
     parts: http::response::Parts,
     body: String,
 }
 
-impl Answer {
+impl Said {
     fn code(&self) -> String {
         let body: Value = serde_json::from_str(&self.body).unwrap();
         body["error"]["code"].as_str().unwrap_or_default().to_owned()

@@ -55,23 +55,53 @@ impl Unread {
         (request, Some(unread))
     }
 
-    /// Deals with what was left, once there is a response.
-    pub(super) async fn end(self, response: &mut Response) {
+    /// Deals with what was left, once there is a response. What is returned
+    /// has to be read and dropped while the response goes out.
+    pub(super) async fn end(self, response: &mut Response) -> Option<Leftover> {
         let rest = self.rest.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let is_read = match rest {
-            None => true,
-            Some(rest) if self.is_expecting || self.is_chunked => rest.is_end_stream(),
-            Some(rest) => drain(rest).await,
+        let (is_read, rest) = match rest {
+            None => (true, None),
+            Some(rest) if self.is_expecting || self.is_chunked => {
+                (rest.is_end_stream(), Some(rest))
+            }
+            Some(mut rest) => (drain(&mut rest).await, Some(rest)),
         };
-        if self.is_http1 && (self.is_chunked || !is_read) {
+        if !self.is_http1 {
+            return rest.filter(|_| !is_read).map(Leftover);
+        }
+        if self.is_chunked || !is_read {
             let close = HeaderValue::from_static("close");
             response.headers_mut().insert(header::CONNECTION, close);
         }
+        None
+    }
+}
+
+/// The rest of a large body over HTTP/2. Dropped at once it would reset its
+/// stream, which is well (RFC 9113, 8.1), but some clients that still send
+/// then lose the response that they have.
+pub(crate) struct Leftover(Limited<Body>);
+
+impl Leftover {
+    /// Reads and drops it, within bounds.
+    pub(crate) async fn drop_slowly(self) {
+        let Self(mut rest) = self;
+        let mut dropped = 0;
+        let dropping = async {
+            while let Some(Ok(frame)) = rest.frame().await {
+                dropped += frame.data_ref().map_or(0, Bytes::len);
+                if dropped > LEFTOVER_BYTES {
+                    break;
+                }
+            }
+        };
+        // Who sends on and on is reset after all.
+        let _ = timeout(LEFTOVER, dropping).await;
     }
 }
 
 /// Reads and drops a small rest; whether it came to its end.
-async fn drain(mut rest: Limited<Body>) -> bool {
+async fn drain(rest: &mut Limited<Body>) -> bool {
     if rest.size_hint().upper().is_none_or(|left| left > SMALL) {
         return false;
     }
@@ -127,3 +157,8 @@ const SMALL: u64 = 64 * 1024;
 
 /// How long they may take to come.
 const PATIENCE: Duration = Duration::from_secs(1);
+
+/// How long a leftover is read, and how much of it: as for sockets that
+/// linger, more than any body that is taken.
+const LEFTOVER: Duration = Duration::from_secs(2);
+const LEFTOVER_BYTES: usize = 4 << 20;

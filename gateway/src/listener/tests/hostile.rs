@@ -220,11 +220,12 @@ async fn readers_that_stop_are_closed() {
 async fn too_many_cancels_close_the_connection() {
     let door = Door::open(ListenerOptions { cancels: 20, ..patient() });
     let mut client = door.http2().await;
+    let mut handlers = 0;
     let cancelling = async {
         loop {
             let answer = client.send_request(get("/never"));
             tokio::select! {
-                () = door.reached.notified() => {} // and the request is dropped
+                () = door.reached.notified() => handlers += 1, // and the request is dropped
                 answer = answer => match answer {
                     Err(_) => break,
                     Ok(response) => assert_eq!(response.status(), 503),
@@ -236,6 +237,7 @@ async fn too_many_cancels_close_the_connection() {
         }
     };
     timeout(PATIENCE, cancelling).await.expect("the connection is closed");
+    assert!((20..=22).contains(&handlers), "{handlers} handlers for 20 cancels");
     door.counted(r#"tollgate_connections_ended_total{reason="cancels"}"#, 1).await;
 }
 

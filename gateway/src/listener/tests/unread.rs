@@ -1,6 +1,10 @@
 //! Refusals that come before the body is read: the client gets to read them,
 //! and what it still sends is never taken for a request.
 
+use http_body_util::{BodyExt as _, Full};
+use hyper::body::Bytes;
+use hyper::client::conn::http2;
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::io::AsyncWriteExt as _;
 
 use super::*;
@@ -58,6 +62,25 @@ async fn a_large_body_ends_it_and_the_answer_arrives() {
                 expect: 100-continue\r\n\r\n";
     let answer = answers(&door, head, b"", "").await;
     assert!(answer.starts_with("HTTP/1.1 404 "), "{answer}");
+}
+
+/// Over HTTP/2 the response is whole before its stream is reset, if it is.
+#[tokio::test]
+async fn over_http2_the_answer_arrives_while_the_body_still_comes() {
+    let door = Door::open(patient());
+    let stream = TokioIo::new(door.tls(&["h2"]).await);
+    let (mut client, connection) = http2::handshake(TokioExecutor::new(), stream).await.unwrap();
+    TaskTracker::new().spawn(connection);
+    for length in [100, 60_000, 1 << 20] {
+        let body = Full::new(Bytes::from(vec![b'x'; length]));
+        let request =
+            Request::post("https://localhost/echo").header("content-encoding", "gzip").body(body);
+        let response = client.send_request(request.unwrap()).await.unwrap();
+        assert_eq!(response.status(), 415, "{length}");
+        let body = response.into_body().collect().await.unwrap().to_bytes();
+        assert!(body.ends_with(b"}"), "{length}: a whole envelope");
+        client.ready().await.unwrap();
+    }
 }
 
 #[tokio::test]
