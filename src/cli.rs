@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{FromArgMatches, Parser, Subcommand};
 
-use crate::{chat, config, keys, loadtest, penalties, statement, up, usage, worker};
+use crate::{audit, chat, config, keys, loadtest, penalties, statement, up, usage, worker};
 
 /// A multi-tenant inference gateway that limits, batches and bills by GPU time.
 ///
@@ -36,6 +36,8 @@ pub enum Command {
     Usage(usage::Arguments),
     /// What a tenant owes for a month, each line traceable to its entries.
     Statement(statement::Arguments),
+    /// Export, verify and prove the audit log.
+    Audit(audit::Arguments),
     /// Check, show and describe the configuration.
     Config(config::Arguments),
     /// Send open-loop load to a gateway and report latency and refusals.

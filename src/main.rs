@@ -3,6 +3,7 @@
 
 use std::process::ExitCode;
 
+mod audit;
 mod chat;
 mod cli;
 mod common;
@@ -32,6 +33,7 @@ fn main() -> ExitCode {
         cli::Command::Penalties(arguments) => penalties::run(arguments),
         cli::Command::Usage(arguments) => usage::run(arguments),
         cli::Command::Statement(arguments) => statement::run(arguments),
+        cli::Command::Audit(arguments) => audit::run(arguments),
         cli::Command::Config(arguments) => config::run(arguments),
         cli::Command::Loadtest(arguments) => loadtest::run(arguments),
         cli::Command::Chat(arguments) => chat::run(arguments),

@@ -15,13 +15,14 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tollgate_config::{Config, Flags};
 use tollgate_domain::TenantId;
+use tollgate_gateway::audit::{config_loaded, record, sign};
 use tollgate_gateway::auth::{KeyOptions, KeyStore, Scopes};
 use tollgate_gateway::source::SourceOptions;
 use tollgate_gateway::{Clock, Gateway, GatewayOptions, GatewayService};
-use tollgate_ledger::Ledger;
+use tollgate_ledger::{Ledger, LedgerHandle, LedgerOptions};
 
 use crate::common::{load, now};
-use crate::{data, logging};
+use crate::{audit, data, logging};
 
 mod banner;
 mod demo_model;
@@ -67,7 +68,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
 async fn serve(config: Arc<Config>) -> Result<()> {
     let folder = std::path::absolute(config.data()).context("data folder")?;
     let lock = data::lock(&folder)?;
-    let ledger = Ledger::open(&folder.join("ledger.db")).context("the ledger cannot be opened")?;
+    let ledger = open_ledger(&config, &folder).await?;
     let keys = KeyStore::open(&folder).context("the keys cannot be opened")?;
     if config.is_demo() {
         make_demo_key(&folder, &keys)?;
@@ -78,7 +79,7 @@ async fn serve(config: Arc<Config>) -> Result<()> {
         config: Arc::clone(&config),
         data: folder.clone(),
         workers: planned.iter().map(Planned::endpoint).collect(),
-        ledger,
+        ledger: ledger.clone(),
         keys,
         sources: SourceOptions::from(&config.gateway().sources),
         clock: Clock::system(),
@@ -108,8 +109,25 @@ async fn serve(config: Arc<Config>) -> Result<()> {
     // Requests end first, then the workers, then who takes their journals.
     stop.cancel();
     let served = served.await.context("the gateway panicked");
+    if let Err(error) = sign(&ledger).await {
+        tracing::error!(error = &error as &dyn std::error::Error, "the last records are unsigned");
+    }
     drop(lock);
     ended.and(served)
+}
+
+/// Opens the ledger, with an audit log that is signed and says first of all
+/// which config is in force.
+async fn open_ledger(config: &Config, folder: &Path) -> Result<LedgerHandle> {
+    let key = Arc::new(audit::signing_key(folder)?);
+    let mut options = LedgerOptions::new(&folder.join("ledger.db"));
+    options.key = Some(Arc::clone(&key));
+    let ledger = Ledger::open_with(options).context("the ledger cannot be opened")?;
+    let actor = format!("uid {}", rustix::process::getuid().as_raw());
+    let action = config_loaded(config, key.verifier(), actor, now());
+    record(&ledger, action).await.context("the audit log cannot be written")?;
+    tracing::info!(key = key.verifier(), "the audit log is signed");
+    Ok(ledger)
 }
 
 /// Waits for SIGTERM or SIGINT.

@@ -10,7 +10,7 @@ use tollgate_domain::{ModelName, PlanLimits, PlanName, PoolName, PriceBook, Rate
 use crate::problem::{ConfigErrors, Place, Problem};
 use crate::read::{Reader, Section};
 use crate::sections::{DeviceSelector, Gateway, Issuer, RawPlan, RawTenant, Root, Worker};
-use crate::source::Sources;
+use crate::source::{Loaded, Sources};
 use crate::tree::{Node, Table, Value};
 use crate::{example, schema, show};
 
@@ -39,6 +39,7 @@ pub struct Config {
     issuers: Vec<Issuer>,
     prices: Option<PriceBook>,
     demo: bool,
+    loaded: Loaded,
 }
 
 /// A named set of limits.
@@ -108,9 +109,9 @@ impl Config {
     /// Every mistake in it, with place and key.
     pub fn load(sources: &Sources) -> Result<Self, ConfigErrors> {
         let mut problems = Vec::new();
-        let tree = sources.gather(&mut problems);
+        let (tree, loaded) = sources.gather(&mut problems);
         let (config, _) = resolve(tree, problems)?;
-        Ok(config)
+        Ok(Self { loaded, ..config })
     }
 
     /// Every key and its value as TOML, each with the place it comes from.
@@ -120,7 +121,7 @@ impl Config {
     /// Every mistake in it, with place and key.
     pub fn show(sources: &Sources) -> Result<String, ConfigErrors> {
         let mut problems = Vec::new();
-        let tree = sources.gather(&mut problems);
+        let (tree, _) = sources.gather(&mut problems);
         let (_, Written { root, tree }) = resolve(tree, problems)?;
         Ok(show::whole(&root, &tree))
     }
@@ -144,7 +145,12 @@ impl Config {
         let mut problems = Vec::new();
         let tree = crate::tree::parse(&Arc::new(name.to_owned()), text, &mut problems);
         let (config, _) = resolve(tree, problems)?;
-        Ok(config)
+        Ok(Self { loaded: Loaded::of_text(text), ..config })
+    }
+
+    /// What it was made of.
+    pub fn loaded(&self) -> &Loaded {
+        &self.loaded
     }
 
     /// Where the instance keeps its data.
@@ -263,6 +269,7 @@ fn resolve(tree: Table, problems: Vec<Problem>) -> Result<(Config, Written), Con
         issuers,
         prices,
         demo,
+        loaded: Loaded::default(),
     };
     Ok((config, Written { root, tree }))
 }

@@ -24,7 +24,7 @@ pub use crate::sections::{
     HttpsUrl, Issuer, JwtAlgorithm, JwtKeys, Penalties, Proxies, RequestLimits, SourceLimits,
     Synthetic, SyntheticPolicy, Timeouts, Tls, Worker,
 };
-pub use crate::source::{Flags, Sources};
+pub use crate::source::{Flags, Loaded, Sources};
 
 /// Reads a span of time as config writes it: `30d`, `2h`, `250ms`.
 pub fn parse_span(text: &str) -> Option<std::time::Duration> {

@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use sha2::{Digest, Sha256};
 use tollgate_domain::ModelName;
 
 use crate::problem::{Place, Problem};
@@ -40,6 +41,27 @@ pub struct Flags {
     pub device: Option<String>,
 }
 
+/// What a config was made of, for whoever has to show it later.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Loaded {
+    /// SHA-256 in hex over the bytes of its files, one after the other in the
+    /// order of their names: what `cat FILES | sha256sum` says.
+    pub files_sha256: String,
+    /// What stood above the files: `TOLLGATE_GATEWAY__LISTEN=…`, `--listen=…`.
+    pub overrides: Vec<String>,
+}
+
+impl Loaded {
+    /// Of text that is no file's.
+    pub(crate) fn of_text(text: &str) -> Self {
+        Self { files_sha256: hex(Sha256::digest(text)), overrides: Vec::new() }
+    }
+}
+
+fn hex(digest: impl AsRef<[u8]>) -> String {
+    digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 impl Sources {
     /// A path and flags beside this process's environment.
     pub fn of_process(path: Option<PathBuf>, flags: Flags) -> Self {
@@ -51,13 +73,16 @@ impl Sources {
         Self { path, environment, flags }
     }
 
-    /// One tree of all sources.
-    pub(crate) fn gather(&self, problems: &mut Vec<Problem>) -> Table {
+    /// One tree of all sources, and what it was made of.
+    pub(crate) fn gather(&self, problems: &mut Vec<Problem>) -> (Table, Loaded) {
         let mut table = Table::new();
+        let mut files = Sha256::new();
+        let mut overrides = self.flags.shown();
         for file in self.files(problems) {
             let path = Arc::new(file);
             match read(&path) {
                 Ok(text) => {
+                    files.update(&text);
                     let parsed = tree::parse(&path, &text, problems);
                     tree::merge(&mut table, parsed, "", problems);
                 }
@@ -68,10 +93,11 @@ impl Sources {
             if let Some(keys) = variable(name) {
                 let node = tree::untyped(Place::Environment(name.clone()), value);
                 tree::overlay(&mut table, &keys, node);
+                overrides.push(format!("{name}={value}"));
             }
         }
         self.flags.lay_over(&mut table, problems);
-        table
+        (table, Loaded { files_sha256: hex(files.finalize()), overrides })
     }
 
     /// The files to read, in order of their names.
@@ -126,6 +152,22 @@ fn variable(name: &str) -> Option<Vec<String>> {
 }
 
 impl Flags {
+    /// Those that were given.
+    fn shown(&self) -> Vec<String> {
+        let Self { listen, admin_listen, data, model, device } = self;
+        let path = |path: &PathBuf| path.display().to_string();
+        [
+            ("--listen", listen.clone()),
+            ("--admin-listen", admin_listen.clone()),
+            ("--data", data.as_ref().map(path)),
+            ("--model", model.as_ref().map(path)),
+            ("--device", device.clone()),
+        ]
+        .into_iter()
+        .filter_map(|(flag, value)| Some(format!("{flag}={}", value?)))
+        .collect()
+    }
+
     fn lay_over(&self, table: &mut Table, problems: &mut Vec<Problem>) {
         let Self { listen, admin_listen, data, model, device } = self;
         let data = data.as_ref().map(|path| path.to_string_lossy().into_owned());

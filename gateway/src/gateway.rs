@@ -23,7 +23,7 @@ use crate::stack::{self, Stack, StackOptions, public_endpoint};
 use crate::telemetry::{Metrics, Readings};
 use crate::tls::{TlsError, TlsIdentity, TlsSource};
 use crate::upstream::{WorkerEndpoint, WorkerReport};
-use crate::{Clock, limits};
+use crate::{Clock, audit, limits};
 
 /// What a gateway is made of.
 pub struct GatewayOptions {
@@ -203,8 +203,13 @@ impl GatewayService {
         listeners.spawn(admin.listener.serve(admin_stack, close_admin.clone()));
         let upkeep = TaskTracker::new();
         let end_upkeep = CancellationToken::new();
-        upkeep.spawn(authenticator.follow_changes(end_upkeep.clone()));
+        upkeep.spawn(authenticator.clone().follow_changes(end_upkeep.clone()));
         upkeep.spawn(end_upkeep.clone().run_until_cancelled_owned(sweep(sources)));
+        upkeep.spawn(audit::follow_keys(
+            authenticator.keys().clone(),
+            gateway.serving.books.ledger.clone(),
+            end_upkeep.clone(),
+        ));
 
         shutdown.cancelled().await;
         tracing::info!("draining");

@@ -23,6 +23,7 @@ pub mod upstream;
 mod usage;
 
 pub mod admin;
+pub mod audit;
 pub mod telemetry;
 
 pub mod clock;

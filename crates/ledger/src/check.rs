@@ -10,6 +10,8 @@ use tollgate_domain::{
     WorkerName,
 };
 
+use crate::audit::check::{log, says};
+use crate::audit::record::{Body, Said};
 use crate::charge::reason_named;
 use crate::post::digest_of;
 use crate::query::{balance_of, name};
@@ -23,7 +25,7 @@ const LISTED: usize = 100;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
     /// Which invariant is broken: `file`, `block`, `balance`, `tiling`,
-    /// `daily`, `cap`, `refused`.
+    /// `daily`, `cap`, `charge`, `refused`, `audit`.
     pub kind: &'static str,
     /// Where and how, for people.
     pub message: String,
@@ -41,6 +43,8 @@ impl LedgerReader {
             tiling(connection, &mut findings)?;
             daily(connection, &mut findings)?;
             caps(connection, &mut findings)?;
+            charges(connection, &mut findings)?;
+            log(connection, &mut |message| findings.add("audit", message))?;
             refused(connection, &mut findings)
         });
         if let Err(error) = checked {
@@ -79,8 +83,10 @@ fn blocks(connection: &Connection, findings: &mut Findings) -> Result<(), Ledger
     let callers = callers(connection)?;
     let mut statement = connection.prepare(
         "SELECT epoch_id, block, epoch, worker, device_class, device_name, device_uuid, model,
-           calibration, first_step, blocks.last_step, started_utc_ns, last_of_epoch, digest, day
-         FROM blocks JOIN epochs ON epochs.id = epoch_id ORDER BY epoch_id, block",
+           calibration, first_step, blocks.last_step, started_utc_ns, last_of_epoch, blocks.digest, day,
+           record_seq, said.digest, said.reason
+         FROM blocks JOIN epochs ON epochs.id = blocks.epoch_id
+         LEFT JOIN struck_blocks AS said USING (epoch_id, block) ORDER BY epoch_id, block",
     )?;
     let mut rows = statement.query([])?;
     while let Some(row) = rows.next()? {
@@ -105,9 +111,10 @@ fn blocks(connection: &Connection, findings: &mut Findings) -> Result<(), Ledger
             idle: DeviceNanos::ZERO,
             loss: DeviceNanos::ZERO,
             shares: Vec::new(),
-            finished: finished_of(connection, &callers, epoch_id, number)?,
+            finished: Vec::new(),
             last_of_epoch: row.get(12)?,
         };
+        let records = add_finished(connection, &callers, epoch_id, &mut parts)?;
         let digest: Vec<u8> = row.get(13)?;
         let day: u32 = row.get(14)?;
         let sums = add_entries(connection, &callers, epoch_id, &mut parts)?;
@@ -122,6 +129,18 @@ fn blocks(connection: &Connection, findings: &mut Findings) -> Result<(), Ledger
         }
         if digest != digest_of(&parts)? || day != parts.started.day().0 {
             findings.add("block", format!("block {number} of {epoch_text} is not what was posted"));
+        }
+        let (said, struck): (Option<Vec<u8>>, Option<String>) = (row.get(16)?, row.get(17)?);
+        let said = <[u8; 32]>::try_from(said.unwrap_or_else(|| digest.clone()));
+        let said = said.map_err(|_| LedgerError::Damaged("a digest of a block".to_owned()))?;
+        let said = Said { digest: &said, struck: struck.as_deref() };
+        let mut told = says(connection, row.get(15)?, &Body::block(&parts, &digest, said))?;
+        for (finished, record) in parts.finished.iter().zip(records) {
+            told &= says(connection, record, &Body::attempt(&parts, finished))?;
+        }
+        if !told {
+            let message = format!("block {number} of {epoch_text} is not what its records say");
+            findings.add("audit", message);
         }
     }
     Ok(())
@@ -184,21 +203,24 @@ fn add_entries(
     Ok((metered, corrections))
 }
 
-fn finished_of(
+/// Puts what finished in a block into `parts`; the number of each one's record.
+fn add_finished(
     connection: &Connection,
     callers: &HashMap<i64, Caller>,
     epoch_id: i64,
-    number: i64,
-) -> Result<Vec<FinishedAttempt>, LedgerError> {
+    parts: &mut BlockParts,
+) -> Result<Vec<Option<u64>>, LedgerError> {
     let mut statement = connection.prepare_cached(
         "SELECT caller_id, request_id, attempt, prompt_tokens, cached_tokens, completion_tokens,
-           attributed_ns, reference_ns, queue_ns, prefill_ns, decode_ns, reason, finished_utc_ns
+           attributed_ns, reference_ns, queue_ns, prefill_ns, decode_ns, reason, finished_utc_ns,
+           record_seq
          FROM attempts WHERE epoch_id = ?1 AND block = ?2 ORDER BY ordinal",
     )?;
-    let mut rows = statement.query([epoch_id, number])?;
-    let mut finished = Vec::new();
+    let mut rows = statement.query([epoch_id, parts.number as i64])?;
+    let mut records = Vec::new();
     while let Some(row) = rows.next()? {
-        finished.push(FinishedAttempt {
+        records.push(row.get(13)?);
+        parts.finished.push(FinishedAttempt {
             caller: caller(callers, row.get(0)?)?,
             attempt: Attempt {
                 request: name(RequestId::new(&row.get::<_, String>(1)?))?,
@@ -220,7 +242,7 @@ fn finished_of(
             finished: UtcTime(row.get(12)?),
         });
     }
-    Ok(finished)
+    Ok(records)
 }
 
 fn balances(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerError> {
@@ -303,23 +325,63 @@ fn daily(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerE
     Ok(())
 }
 
-/// No attempt with a cap pays more.
+/// Each attempt pays what was measured, or its cap where that is less.
 fn caps(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerError> {
     let mut statement = connection.prepare(
-        "SELECT fault_caps.request_id, fault_caps.attempt, sum(amount_ns), attributed_ns
-         FROM fault_caps JOIN entries ON entries.request_id = fault_caps.request_id
-           AND entries.caller_id = fault_caps.caller_id AND entries.attempt = fault_caps.attempt
-         WHERE account = 1
-         GROUP BY fault_caps.request_id, fault_caps.caller_id, fault_caps.attempt
-         HAVING sum(amount_ns) > attributed_ns",
+        "WITH paid AS (
+           SELECT request_id, caller_id, attempt, sum(amount_ns) AS paid,
+             sum(CASE kind WHEN 0 THEN amount_ns ELSE 0 END) AS measured
+           FROM entries WHERE account = 1 GROUP BY 1, 2, 3)
+         SELECT paid.request_id, paid.attempt, paid,
+           min(measured, coalesce(attributed_ns, measured)) AS payable
+         FROM paid LEFT JOIN fault_caps ON fault_caps.request_id = paid.request_id
+           AND fault_caps.caller_id = paid.caller_id AND fault_caps.attempt = paid.attempt
+         WHERE paid <> payable",
     )?;
     let mut rows = statement.query([])?;
     while let Some(row) = rows.next()? {
         let (request, attempt): (String, i64) = (row.get(0)?, row.get(1)?);
-        let (paid, cap): (i64, i64) = (row.get(2)?, row.get(3)?);
+        let (paid, payable): (i64, i64) = (row.get(2)?, row.get(3)?);
         findings.add(
             "cap",
-            format!("attempt {attempt} of {request} pays {paid} ns, at most {cap} were payable"),
+            format!("attempt {attempt} of {request} pays {paid} ns where {payable} are payable"),
+        );
+    }
+    Ok(())
+}
+
+/// What an attempt is charged is what its worker recorded, or its cap where
+/// that is less. A cap that came first is charged as it stands: who set it
+/// knew of no more than the worker recorded later.
+fn charges(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerError> {
+    let mut statement = connection.prepare(
+        "SELECT requests.request_id, requests.attempt FROM requests
+         LEFT JOIN attempts AS done ON done.request_id = requests.request_id
+           AND done.caller_id = requests.caller_id AND done.attempt = requests.attempt
+         LEFT JOIN fault_caps AS cap ON cap.request_id = requests.request_id
+           AND cap.caller_id = requests.caller_id AND cap.attempt = requests.attempt
+         WHERE (done.request_id IS NULL AND cap.request_id IS NULL)
+           OR ((requests.prompt_tokens, requests.cached_tokens, requests.completion_tokens,
+               requests.reference_ns) <> (
+             min(coalesce(done.prompt_tokens, cap.prompt_tokens),
+               coalesce(cap.prompt_tokens, done.prompt_tokens)),
+             min(coalesce(done.cached_tokens, cap.cached_tokens),
+               coalesce(cap.cached_tokens, done.cached_tokens)),
+             min(coalesce(done.completion_tokens, cap.completion_tokens),
+               coalesce(cap.completion_tokens, done.completion_tokens)),
+             min(coalesce(done.reference_ns, cap.reference_ns),
+               coalesce(cap.reference_ns, done.reference_ns)))
+             AND (cap.request_id IS NULL
+               OR (requests.prompt_tokens, requests.cached_tokens, requests.completion_tokens,
+                 requests.reference_ns) <> (cap.prompt_tokens, cap.cached_tokens,
+                 cap.completion_tokens, cap.reference_ns)))",
+    )?;
+    let mut rows = statement.query([])?;
+    while let Some(row) = rows.next()? {
+        let (request, attempt): (String, i64) = (row.get(0)?, row.get(1)?);
+        findings.add(
+            "charge",
+            format!("attempt {attempt} of {request} is charged other than it was recorded"),
         );
     }
     Ok(())

@@ -19,7 +19,7 @@ pub enum LedgerError {
         source: Arc<rusqlite::Error>,
     },
     /// Written by another version, or not a ledger at all.
-    #[error("the ledger {} has format {found:?}, this version reads format {expected}", path.display())]
+    #[error("the ledger {} has format {found:?}, this version reads format {expected}; `tollgate up` takes an older one on", path.display())]
     Format {
         /// The database file.
         path: PathBuf,

@@ -8,6 +8,8 @@ use tollgate_domain::{
 };
 
 use crate::LedgerError;
+use crate::audit::chain::Chain;
+use crate::audit::record::Body;
 use crate::charge::{
     Charge, DailyChange, DailyKey, Payable, add_to_day, insert_charge, reason_name,
 };
@@ -32,17 +34,27 @@ pub struct FaultCap {
     pub at: UtcTime,
 }
 
-/// Posts a cap; the caller rolls back on an error.
+/// Posts a cap and its record; the caller rolls back on an error.
 ///
 /// # Errors
 /// [`LedgerError::AlreadySettled`] where another cap stands, and storage errors.
-pub(crate) fn post(connection: &Connection, cap: &FaultCap) -> Result<Posted, LedgerError> {
+pub(crate) fn post(
+    connection: &Connection,
+    chain: &mut Chain,
+    cap: &FaultCap,
+) -> Result<Posted, LedgerError> {
     let caller = caller_id(connection, &cap.caller)?;
     let payable = checked(&cap.payable)?;
+    if i64::try_from(cap.at.0).is_err() {
+        return Err(LedgerError::Damaged("a fault cap's time does not fit".to_owned()));
+    }
     match find(connection, caller, &cap.attempt)? {
         Some(known) if known == payable => return Ok(Posted::Already),
         Some(_) => return Err(LedgerError::AlreadySettled),
-        None => insert(connection, caller, &cap.attempt, &payable)?,
+        None => {
+            let record = chain.append(connection, &Body::cap(cap))?;
+            insert(connection, caller, cap, &payable, record)?;
+        }
     }
     correct_entries(connection, caller, &cap.attempt, payable.attributed_ns)?;
     if !lower_charge(connection, caller, &cap.attempt, &payable)? {
@@ -117,14 +129,17 @@ fn checked(usage: &Usage) -> Result<Payable, LedgerError> {
 fn insert(
     connection: &Connection,
     caller: i64,
-    attempt: &Attempt,
+    cap: &FaultCap,
     payable: &Payable,
+    record: u64,
 ) -> Result<(), LedgerError> {
+    let FaultCap { caller: _, attempt, model, class, payable: _, at } = cap;
     connection
         .prepare_cached(
             "INSERT INTO fault_caps (request_id, caller_id, attempt, prompt_tokens, cached_tokens,
-               completion_tokens, attributed_ns, reference_ns)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
+               completion_tokens, attributed_ns, reference_ns, model, device_class, at_utc_ns,
+               record_seq)
+             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)",
         )?
         .execute(params![
             attempt.request.as_str(),
@@ -134,7 +149,11 @@ fn insert(
             payable.cached_tokens,
             payable.completion_tokens,
             payable.attributed_ns,
-            payable.reference_ns
+            payable.reference_ns,
+            model.as_str(),
+            class.as_str(),
+            at.0 as i64,
+            record
         ])?;
     Ok(())
 }

@@ -4,11 +4,13 @@
 //! at all; one thread writes, commits many at once and answers after the
 //! commit. Every transaction sums to zero: what a device did (credit) is what
 //! tenants, overhead, idle and loss received (debit). Nothing is ever changed:
-//! "who pays" after a fault is a correction beside the entry it corrects.
+//! "who pays" after a fault is a correction beside the entry it corrects. Each
+//! posting has its record in the [audit](AuditKey) log, in the same commit.
 //!
 //! No async runtime, no clock, no network; readers have their own connections
 //! and may be another process ([`Ledger::open_read_only`]).
 
+mod audit;
 mod charge;
 mod check;
 mod error;
@@ -20,10 +22,13 @@ mod schema;
 mod statement;
 mod writer;
 
+pub use audit::export::{ExportError, Exported, Proof, ProvedRecord, Range, Start};
+pub use audit::note::{AuditKey, AuditKeyError};
+pub use audit::record::AdminAction;
 pub use check::Finding;
 pub use error::{BlockRefusal, LedgerError};
 pub use fault::FaultCap;
-pub use post::Posted;
+pub use post::{Posted, RefusedBlock};
 pub use query::{
     Balance, EntryRow, GroupBy, OpenAttempt, RequestRow, RequestState, SpendRow, Spending,
     UsageQuery, UsageRow,

@@ -4,9 +4,12 @@
 use rusqlite::{Connection, OptionalExtension, params};
 use sha2::{Digest, Sha256};
 use tollgate_domain::{
-    Block, BlockParts, Caller, DeviceNanos, FinishedAttempt, Share, WorkerEpoch, WorkerName,
+    Block, BlockParts, Caller, DeviceNanos, FinishedAttempt, Share, UtcTime, WorkerEpoch,
+    WorkerName,
 };
 
+use crate::audit::chain::{self, Chain};
+use crate::audit::record::{AdminAction, Body, Said};
 use crate::charge::{
     Charge, DailyChange, DailyKey, Payable, add_to_day, insert_charge, reason_name,
 };
@@ -41,6 +44,12 @@ pub(crate) struct Entry<'a> {
     pub(crate) owner: Option<(i64, i64, &'a str, u32)>,
 }
 
+/// Which of its block's finished attempts one is, and which record tells of it.
+struct FinishedAt {
+    index: usize,
+    record: u64,
+}
+
 /// Which block, by the ledger's own number of its epoch.
 #[derive(Clone, Copy)]
 pub(crate) struct BlockKey {
@@ -48,13 +57,17 @@ pub(crate) struct BlockKey {
     pub(crate) block: i64,
 }
 
-/// Posts `block`; the caller rolls back on an error.
+/// Posts `block` and its records; the caller rolls back on an error.
 ///
 /// # Errors
 /// [`LedgerError::Refused`] where it contradicts the ledger, and storage errors.
-pub(crate) fn post_block(connection: &Connection, block: &Block) -> Result<Posted, LedgerError> {
+pub(crate) fn post_block(
+    connection: &Connection,
+    chain: &mut Chain,
+    block: &Block,
+) -> Result<Posted, LedgerError> {
     let digest = digest_of(block.parts())?;
-    post(connection, block, &digest)
+    post(connection, chain, block, Said { digest: &digest, struck: None })
 }
 
 /// Posts `struck`, which is `said` without what is not believed of it. When
@@ -64,12 +77,15 @@ pub(crate) fn post_block(connection: &Connection, block: &Block) -> Result<Poste
 /// As [`post_block`].
 pub(crate) fn post_struck(
     connection: &Connection,
+    chain: &mut Chain,
     said: &Block,
     struck: &Block,
     reason: &str,
 ) -> Result<Posted, LedgerError> {
     let digest = digest_of(said.parts())?;
-    let posted = post(connection, struck, &digest)?;
+    let reason = shortened(reason);
+    let said = Said { digest: &digest, struck: Some(&reason) };
+    let posted = post(connection, chain, struck, said)?;
     if posted == Posted::New {
         let BlockParts { epoch, number, .. } = struck.parts();
         let epoch = find_epoch(connection, *epoch)?
@@ -78,16 +94,21 @@ pub(crate) fn post_struck(
             .prepare_cached(
                 "INSERT INTO struck_blocks (epoch_id, block, digest, reason) VALUES (?1, ?2, ?3, ?4)",
             )?
-            .execute(params![epoch.id, *number as i64, &digest[..], shortened(reason)])?;
+            .execute(params![epoch.id, *number as i64, &digest[..], reason])?;
     }
     Ok(posted)
 }
 
-/// Posts `block`, unless one that was said in words of this `digest` is there.
-fn post(connection: &Connection, block: &Block, digest: &[u8; 32]) -> Result<Posted, LedgerError> {
+/// Posts `block`, unless one that was said in the same words is there.
+fn post(
+    connection: &Connection,
+    chain: &mut Chain,
+    block: &Block,
+    said: Said<'_>,
+) -> Result<Posted, LedgerError> {
     let parts = block.parts();
     let epoch = find_epoch(connection, parts.epoch)?;
-    if let Some(posted) = already_posted(connection, parts, epoch.as_ref(), digest)? {
+    if let Some(posted) = already_posted(connection, parts, epoch.as_ref(), said.digest)? {
         return Ok(posted);
     }
     check_against_epoch(parts, epoch.as_ref()).map_err(|refusal| refused(parts, refusal))?;
@@ -99,27 +120,47 @@ fn post(connection: &Connection, block: &Block, digest: &[u8; 32]) -> Result<Pos
         None => insert_epoch(connection, parts)?,
     };
     let key = BlockKey { epoch_id, block: parts.number as i64 };
-    insert_block(connection, key, parts, &digest_of(parts)?)?;
+    let digest = digest_of(parts)?;
+    let record = chain.append(connection, &Body::block(parts, &digest, said))?;
+    insert_block(connection, key, parts, &digest, record)?;
     insert_platform_entries(connection, key, parts)?;
     for (index, share) in parts.shares.iter().enumerate() {
         insert_share(connection, key, parts, FIRST_SHARE + index as i64, share)?;
     }
     for (index, finished) in parts.finished.iter().enumerate() {
-        insert_finished(connection, key, parts, index, finished)?;
+        let record = chain.append(connection, &Body::attempt(parts, finished))?;
+        let at = FinishedAt { index, record };
+        insert_finished(connection, key, parts, at, finished)?;
     }
     refuse_unless_balanced(connection, key)?;
     Ok(Posted::New)
 }
 
-/// Passes over a block of `worker` that cannot be posted, so that those after
-/// it can be. Its time is in no account; `check` reports it.
+/// A block that cannot be posted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RefusedBlock {
+    /// Whose journal it stands in.
+    pub worker: WorkerName,
+    /// The epoch it names.
+    pub epoch: WorkerEpoch,
+    /// Its number.
+    pub number: u64,
+    /// Why; the first 500 characters are kept.
+    pub reason: String,
+    /// When it was refused.
+    pub at: UtcTime,
+}
+
+/// Passes over a block that cannot be posted, so that those after it can be.
+/// Its time is in no account; `check` reports it.
 pub(crate) fn pass_over(
     connection: &Connection,
-    worker: &WorkerName,
-    epoch: WorkerEpoch,
-    number: u64,
-    reason: &str,
+    chain: &mut Chain,
+    refused: &RefusedBlock,
 ) -> Result<Posted, LedgerError> {
+    let &RefusedBlock { ref worker, epoch, number, ref reason, at } = refused;
+    // What no database keeps is no time of ours.
+    let at = UtcTime(at.0.min(i64::MAX as u64));
     let known = find_epoch(connection, epoch)?;
     // An epoch is its worker's alone.
     if known.as_ref().is_some_and(|known| known.identity[0] != worker.as_str()) {
@@ -150,9 +191,13 @@ pub(crate) fn pass_over(
             connection.last_insert_rowid()
         }
     };
+    let reason = shortened(reason);
+    let kept = RefusedBlock { reason: reason.clone(), at, ..refused.clone() };
+    let record = chain.append(connection, &Body::refused(&kept))?;
     connection.execute(
-        "INSERT INTO refused_blocks (epoch_id, block, reason) VALUES (?1, ?2, ?3)",
-        params![id, number as i64, shortened(reason)],
+        "INSERT INTO refused_blocks (epoch_id, block, reason, at_utc_ns, record_seq)
+         VALUES (?1, ?2, ?3, ?4, ?5)",
+        params![id, number as i64, reason, at.0 as i64, record],
     )?;
     Ok(Posted::New)
 }
@@ -160,6 +205,20 @@ pub(crate) fn pass_over(
 /// A reason as it is kept: a worker's words may be in it.
 fn shortened(reason: &str) -> String {
     reason.chars().take(500).collect()
+}
+
+/// Records what an admin did, once for its id.
+pub(crate) fn record_action(
+    connection: &Connection,
+    chain: &mut Chain,
+    action: &AdminAction,
+) -> Result<Posted, LedgerError> {
+    if chain::knows_action(connection, &action.id)? {
+        return Ok(Posted::Already);
+    }
+    let record = chain.append(connection, &Body::action(action))?;
+    chain::remember_action(connection, &action.id, record)?;
+    Ok(Posted::New)
 }
 
 /// SHA-256 of the block's fields. `check` makes the block again from its rows
@@ -301,12 +360,13 @@ fn insert_block(
     key: BlockKey,
     parts: &BlockParts,
     digest: &[u8; 32],
+    record: u64,
 ) -> Result<(), LedgerError> {
     connection
         .prepare_cached(
             "INSERT INTO blocks (epoch_id, block, model, calibration, first_step, last_step,
-               started_utc_ns, day, last_of_epoch, digest)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10)",
+               started_utc_ns, day, last_of_epoch, digest, record_seq)
+             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11)",
         )?
         .execute(params![
             key.epoch_id,
@@ -318,7 +378,8 @@ fn insert_block(
             parts.started.0 as i64,
             parts.started.day().0,
             parts.last_of_epoch,
-            &digest[..]
+            &digest[..],
+            record
         ])?;
     Ok(())
 }
@@ -437,10 +498,10 @@ fn insert_finished(
     connection: &Connection,
     key: BlockKey,
     parts: &BlockParts,
-    index: usize,
+    at: FinishedAt,
     finished: &FinishedAttempt,
 ) -> Result<(), LedgerError> {
-    let FinishedAttempt { caller, attempt, usage, stages, reason, finished: at } = finished;
+    let FinishedAttempt { caller, attempt, usage, stages, reason, finished: ended } = finished;
     let caller = caller_id(connection, caller)?;
     let replayed: i64 = connection
         .prepare_cached(
@@ -457,13 +518,13 @@ fn insert_finished(
         .prepare_cached(
             "INSERT INTO attempts (epoch_id, block, ordinal, caller_id, request_id, attempt,
                prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns,
-               queue_ns, prefill_ns, decode_ns, reason, finished_utc_ns)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16)",
+               queue_ns, prefill_ns, decode_ns, reason, finished_utc_ns, record_seq)
+             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17)",
         )?
         .execute(params![
             key.epoch_id,
             key.block,
-            index as i64,
+            at.index as i64,
             caller,
             attempt.request.as_str(),
             attempt.attempt,
@@ -476,7 +537,8 @@ fn insert_finished(
             stages.prefill_ns as i64,
             stages.decode_ns as i64,
             reason_name(*reason),
-            at.0 as i64
+            ended.0 as i64,
+            at.record
         ])?;
     if fault::find(connection, caller, attempt)?.is_some() {
         // The cap made the charge already; only the times are news.

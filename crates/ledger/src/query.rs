@@ -525,7 +525,7 @@ fn spent(connection: &Connection, from: UtcDay, to: UtcDay) -> Result<Vec<SpendR
 }
 
 /// Tenant and key from two columns, the first of them `column`.
-fn caller(row: &Row<'_>, column: usize) -> Result<Caller, LedgerError> {
+pub(crate) fn caller(row: &Row<'_>, column: usize) -> Result<Caller, LedgerError> {
     Ok(Caller {
         tenant: name(TenantId::new(&row.get::<_, String>(column)?))?,
         key: name(KeyId::new(&row.get::<_, String>(column + 1)?))?,

@@ -8,9 +8,14 @@ use std::time::Duration;
 use rusqlite::{Connection, OpenFlags, OptionalExtension};
 
 use crate::LedgerError;
+use crate::audit::chain::Chain;
+use crate::audit::record::Before;
 
 /// What this version reads and writes.
-pub(crate) const FORMAT: u32 = 1;
+pub(crate) const FORMAT: u32 = 2;
+
+/// The format without an audit log, which is taken on.
+const WITHOUT_RECORDS: u32 = 1;
 
 /// Kinds of account, as `entries.account` has them.
 pub(crate) mod account {
@@ -33,7 +38,8 @@ pub(crate) const CORRECTION: i64 = 1;
 /// Ordinals below this are the block's device and platform entries.
 pub(crate) const FIRST_SHARE: i64 = 4;
 
-/// Opens for writing, creating the file and its tables where there are none.
+/// Opens for writing, creating the file and its tables where there are none,
+/// and taking on what an earlier version wrote.
 pub(crate) fn open_writer(path: &Path, max_pages: Option<u32>) -> Result<Connection, LedgerError> {
     let open = || -> rusqlite::Result<Connection> {
         let connection = Connection::open(path)?;
@@ -49,11 +55,18 @@ pub(crate) fn open_writer(path: &Path, max_pages: Option<u32>) -> Result<Connect
     };
     let failed = |source| LedgerError::Open { path: path.to_owned(), source: Arc::new(source) };
     let mut connection = open().map_err(failed)?;
-    if format_of(&connection).map_err(failed)?.is_none() {
+    let found = format_of(&connection).map_err(failed)?;
+    let earlier = found.as_deref() == Some(&WITHOUT_RECORDS.to_string());
+    if found.is_none() || earlier {
         let transaction = connection.transaction().map_err(failed)?;
-        transaction.execute_batch(TABLES).map_err(failed)?;
+        if !earlier {
+            transaction.execute_batch(TABLES).map_err(failed)?;
+        }
+        transaction.execute_batch(AUDIT_TABLES).map_err(failed)?;
+        let before = earlier.then(|| Before::read(&transaction, WITHOUT_RECORDS)).transpose()?;
+        Chain::begin(&transaction, before.as_ref())?;
         transaction
-            .execute("INSERT INTO meta VALUES ('format', ?1)", [FORMAT.to_string()])
+            .execute("REPLACE INTO meta VALUES ('format', ?1)", [FORMAT.to_string()])
             .map_err(failed)?;
         transaction.commit().map_err(failed)?;
     }
@@ -294,4 +307,41 @@ FROM entries
 JOIN blocks USING (epoch_id, block)
 JOIN epochs ON epochs.id = entries.epoch_id
 LEFT JOIN callers ON callers.id = entries.caller_id;
+";
+
+/// The audit log of format 2, beside the tables of format 1: its records, the
+/// inner nodes of their tree that are kept, what was signed, and which record
+/// tells of a row. `record_seq` is NULL in rows that are older than the log.
+const AUDIT_TABLES: &str = "
+CREATE TABLE records (
+  seq INTEGER PRIMARY KEY,
+  hash BLOB NOT NULL,
+  record TEXT NOT NULL
+) STRICT;
+
+CREATE TABLE record_nodes (
+  level INTEGER NOT NULL,
+  position INTEGER NOT NULL,
+  hash BLOB NOT NULL,
+  PRIMARY KEY (level, position)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE checkpoints (
+  size INTEGER PRIMARY KEY,
+  note TEXT NOT NULL
+) STRICT;
+
+CREATE TABLE recorded_actions (
+  id TEXT PRIMARY KEY,
+  record_seq INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+
+ALTER TABLE blocks ADD COLUMN record_seq INTEGER;
+ALTER TABLE attempts ADD COLUMN record_seq INTEGER;
+ALTER TABLE fault_caps ADD COLUMN record_seq INTEGER;
+ALTER TABLE fault_caps ADD COLUMN model TEXT;
+ALTER TABLE fault_caps ADD COLUMN device_class TEXT;
+ALTER TABLE fault_caps ADD COLUMN at_utc_ns INTEGER;
+ALTER TABLE refused_blocks ADD COLUMN record_seq INTEGER;
+ALTER TABLE refused_blocks ADD COLUMN at_utc_ns INTEGER;
 ";

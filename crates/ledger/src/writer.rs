@@ -2,18 +2,24 @@
 //! commits, then answers: an answer means that it is on the disk. When the
 //! disk refuses, everyone in the group is told so, and the ledger is unwell
 //! until a write has gone through again.
+//!
+//! What is posted has its record of the audit log in the same transaction. So
+//! has a checkpoint the records that it signs, when it is time for one.
 
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use rusqlite::Connection;
-use tollgate_domain::{Block, BlockParts, WorkerEpoch, WorkerName};
+use rusqlite::{Connection, TransactionBehavior};
+use tollgate_domain::{Block, BlockParts};
 
+use crate::audit::chain::Chain;
+use crate::audit::note::AuditKey;
+use crate::audit::record::AdminAction;
 use crate::error::is_about_content;
 use crate::fault::FaultCap;
-use crate::post::Posted;
+use crate::post::{Posted, RefusedBlock};
 use crate::{BlockRefusal, LedgerError, LedgerReader, fault, post, schema};
 
 /// How a ledger is kept.
@@ -29,6 +35,16 @@ pub struct LedgerOptions {
     pub retry: Duration,
     /// Largest size of the database in pages of 4 KiB, where it is bounded.
     pub max_pages: Option<u32>,
+    /// Signs the audit log; without it records are written and not signed.
+    pub key: Option<Arc<AuditKey>>,
+    /// The longest that a record waits for a checkpoint that covers it.
+    pub checkpoint_every: Duration,
+    /// The most records that wait for one.
+    pub checkpoint_records: u64,
+    /// A control for benchmarks, which an admin cannot choose: what records
+    /// cost is seen against a ledger that writes none. Such a ledger is not
+    /// sound, and `check` says so.
+    pub leave_out_records: bool,
 }
 
 /// Opens ledgers.
@@ -68,7 +84,10 @@ enum Act {
     Post(Box<Block>),
     PostStruck(Box<Struck>),
     Cap(Box<FaultCap>),
-    PassOver { worker: WorkerName, epoch: WorkerEpoch, number: u64, reason: String },
+    PassOver(RefusedBlock),
+    Record(Box<AdminAction>),
+    /// Sign, before it is time.
+    Sign,
 }
 
 /// A block of which not all is believed.
@@ -87,17 +106,17 @@ impl Act {
     /// Does it; the caller rolls back on an error. [`LedgerError::Storage`]
     /// means the disk: what SQLite refuses for its content is this command's
     /// own failure.
-    fn run(&self, connection: &Connection) -> Result<Posted, LedgerError> {
+    fn run(&self, connection: &Connection, chain: &mut Chain) -> Result<Posted, LedgerError> {
         let result = match self {
-            Self::Post(block) => post::post_block(connection, block),
+            Self::Post(block) => post::post_block(connection, chain, block),
             Self::PostStruck(struck) => {
                 let Struck { said, believed, reason } = &**struck;
-                post::post_struck(connection, said, believed, reason)
+                post::post_struck(connection, chain, said, believed, reason)
             }
-            Self::Cap(cap) => fault::post(connection, cap),
-            Self::PassOver { worker, epoch, number, reason } => {
-                post::pass_over(connection, worker, *epoch, *number, reason)
-            }
+            Self::Cap(cap) => fault::post(connection, chain, cap),
+            Self::PassOver(refused) => post::pass_over(connection, chain, refused),
+            Self::Record(action) => post::record_action(connection, chain, action),
+            Self::Sign => Ok(Posted::New), // the commit does it, after all others
         };
         match (result, self) {
             (Err(LedgerError::Storage(source)), act) if is_about_content(&source) => {
@@ -105,7 +124,7 @@ impl Act {
                 let block = match act {
                     Self::Post(block) => Some(&**block),
                     Self::PostStruck(struck) => Some(&struck.believed),
-                    Self::Cap(_) | Self::PassOver { .. } => None,
+                    Self::Cap(_) | Self::PassOver(_) | Self::Record(_) | Self::Sign => None,
                 };
                 Err(match block.map(Block::parts) {
                     Some(&BlockParts { epoch, number, .. }) => {
@@ -129,6 +148,10 @@ impl LedgerOptions {
             group: 256,
             retry: Duration::from_secs(1),
             max_pages: None,
+            key: None,
+            checkpoint_every: Duration::from_secs(10),
+            checkpoint_records: 10_000,
+            leave_out_records: false,
         }
     }
 }
@@ -146,14 +169,21 @@ impl Ledger {
     /// to see to, by a lock on the data folder.
     ///
     /// # Errors
-    /// [`LedgerError::Open`] and [`LedgerError::Format`].
+    /// [`LedgerError::Open`], [`LedgerError::Format`] and
+    /// [`LedgerError::Damaged`].
     pub fn open_with(options: LedgerOptions) -> Result<LedgerHandle, LedgerError> {
-        let connection = schema::open_writer(&options.path, options.max_pages)?;
+        let store = Store::open(&options)?;
         let reader = LedgerReader::open(&options.path)?;
         let (commands, inbox) = sync_channel(options.queue.max(1));
         let health = Arc::new(Mutex::new(Health::Well));
-        let writer =
-            Writer { options, connection: Some(connection), inbox, health: Arc::clone(&health) };
+        let writer = Writer {
+            options,
+            store: Some(store),
+            inbox,
+            health: Arc::clone(&health),
+            // What an earlier life left unsigned is signed at once.
+            due: Some(Instant::now()),
+        };
         std::thread::Builder::new()
             .name("ledger".to_owned())
             .spawn(move || writer.run())
@@ -206,15 +236,25 @@ impl LedgerHandle {
     ///
     /// # Errors
     /// As [`LedgerHandle::post_block`].
-    pub fn pass_over(
-        &self,
-        worker: WorkerName,
-        epoch: WorkerEpoch,
-        number: u64,
-        reason: String,
-        done: Completion,
-    ) -> Result<(), LedgerError> {
-        self.send(Act::PassOver { worker, epoch, number, reason }, done)
+    pub fn pass_over(&self, refused: RefusedBlock, done: Completion) -> Result<(), LedgerError> {
+        self.send(Act::PassOver(refused), done)
+    }
+
+    /// Records what an admin did: once, however often it is told.
+    ///
+    /// # Errors
+    /// As [`LedgerHandle::post_block`].
+    pub fn record(&self, action: AdminAction, done: Completion) -> Result<(), LedgerError> {
+        self.send(Act::Record(Box::new(action)), done)
+    }
+
+    /// Signs what is posted so far, as at a stop: what `done` hears is that of
+    /// a posting.
+    ///
+    /// # Errors
+    /// As [`LedgerHandle::post_block`].
+    pub fn sign(&self, done: Completion) -> Result<(), LedgerError> {
+        self.send(Act::Sign, done)
     }
 
     /// Whether the last write went through.
@@ -235,34 +275,71 @@ impl LedgerHandle {
     }
 }
 
+/// The open file, and where its audit log ends.
+struct Store {
+    connection: Connection,
+    chain: Chain,
+}
+
+impl Store {
+    fn open(options: &LedgerOptions) -> Result<Self, LedgerError> {
+        let connection = schema::open_writer(&options.path, options.max_pages)?;
+        let chain = Chain::load(&connection, options.leave_out_records)?;
+        Ok(Self { connection, chain })
+    }
+
+    /// Does `write` to the chain in a transaction: whole, or neither the file
+    /// nor the chain has changed.
+    fn transact<T>(
+        &mut self,
+        write: impl FnOnce(&mut rusqlite::Transaction<'_>, &mut Chain) -> Result<T, LedgerError>,
+    ) -> Result<T, LedgerError> {
+        let mut chain = self.chain.clone();
+        let mut transaction =
+            self.connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
+        let done = write(&mut transaction, &mut chain)?;
+        transaction.commit()?;
+        self.chain = chain;
+        Ok(done)
+    }
+}
+
 struct Writer {
     options: LedgerOptions,
     /// `None` after the disk failed: what the cache believes is then worth
     /// nothing and the file is opened anew.
-    connection: Option<Connection>,
+    store: Option<Store>,
     inbox: Receiver<Command>,
     health: Arc<Mutex<Health>>,
+    /// When the next checkpoint is; `None` while all records are signed.
+    due: Option<Instant>,
 }
 
 impl Writer {
     fn run(mut self) {
         loop {
-            let first = if self.is_well() {
-                match self.inbox.recv() {
-                    Ok(command) => Some(command),
-                    Err(_) => return,
-                }
-            } else {
-                match self.inbox.recv_timeout(self.options.retry) {
-                    Ok(command) => Some(command),
-                    Err(RecvTimeoutError::Timeout) => None,
-                    Err(RecvTimeoutError::Disconnected) => return,
-                }
-            };
-            match first {
-                Some(first) => self.serve_group(first),
-                None => self.try_to_recover(),
+            match self.next() {
+                Ok(first) => self.serve_group(first),
+                Err(RecvTimeoutError::Timeout) if self.is_well() => self.sign(),
+                Err(RecvTimeoutError::Timeout) => self.try_to_recover(),
+                Err(RecvTimeoutError::Disconnected) => break,
             }
+        }
+        if self.is_well() {
+            self.sign();
+        }
+    }
+
+    /// The next command, or that it is time for something else.
+    fn next(&self) -> Result<Command, RecvTimeoutError> {
+        let patience = if self.is_well() {
+            self.due.map(|due| due.saturating_duration_since(Instant::now()))
+        } else {
+            Some(self.options.retry)
+        };
+        match patience {
+            Some(patience) => self.inbox.recv_timeout(patience),
+            None => self.inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
         }
     }
 
@@ -275,7 +352,7 @@ impl Writer {
         }
         match self.commit(&group) {
             Ok(results) => {
-                self.set_health(Health::Well);
+                self.written();
                 for (command, result) in group.into_iter().zip(results) {
                     (command.done)(result);
                 }
@@ -295,54 +372,92 @@ impl Writer {
         &mut self,
         group: &[Command],
     ) -> Result<Vec<Result<Posted, LedgerError>>, LedgerError> {
-        let connection = self.connection()?;
-        let mut transaction =
-            connection.transaction_with_behavior(rusqlite::TransactionBehavior::Immediate)?;
-        let mut results = Vec::with_capacity(group.len());
-        for command in group {
-            let part = transaction.savepoint()?;
-            let result = command.act.run(&part);
-            match result {
-                Ok(_) => part.commit()?,
-                Err(error @ LedgerError::Storage(_)) => return Err(error),
-                Err(_) => drop(part),
+        let overdue = self.due.is_some_and(|due| due <= Instant::now())
+            || group.iter().any(|command| matches!(command.act, Act::Sign));
+        let key = self.options.key.clone();
+        let most = self.options.checkpoint_records;
+        self.store()?.transact(|transaction, chain| {
+            let mut results = Vec::with_capacity(group.len());
+            for command in group {
+                let part = transaction.savepoint()?;
+                let before = chain.clone();
+                let result = command.act.run(&part, chain);
+                match result {
+                    Ok(_) => part.commit()?,
+                    Err(error @ LedgerError::Storage(_)) => return Err(error),
+                    Err(_) => {
+                        drop(part);
+                        *chain = before;
+                    }
+                }
+                results.push(result);
             }
-            results.push(result);
-        }
-        transaction.commit()?;
-        Ok(results)
+            let enough = chain.unsigned() >= most;
+            if let Some(key) = key.filter(|_| (overdue && chain.unsigned() > 0) || enough) {
+                chain.sign(transaction, &key)?;
+            }
+            Ok(results)
+        })
     }
 
-    fn connection(&mut self) -> Result<&mut Connection, LedgerError> {
-        let connection = match self.connection.take() {
-            Some(connection) => connection,
+    /// Signs what is not signed yet, in a transaction of its own.
+    fn sign(&mut self) {
+        let Some(key) = self.options.key.clone() else {
+            self.due = None;
+            return;
+        };
+        let signed = self.store().and_then(|store| {
+            if store.chain.unsigned() == 0 {
+                return Ok(());
+            }
+            store.transact(|transaction, chain| chain.sign(transaction, &key))
+        });
+        match signed {
+            Ok(()) => self.written(),
+            Err(error) => self.fall_ill(&error),
+        }
+    }
+
+    /// After a commit: well, and waiting for the next checkpoint where there
+    /// is something to sign.
+    fn written(&mut self) {
+        self.set_health(Health::Well);
+        let unsigned = self.store.as_ref().is_some_and(|store| store.chain.unsigned() > 0);
+        let later = || Instant::now() + self.options.checkpoint_every;
+        self.due = (unsigned && self.options.key.is_some()).then(|| self.due.unwrap_or_else(later));
+    }
+
+    fn store(&mut self) -> Result<&mut Store, LedgerError> {
+        let store = match self.store.take() {
+            Some(store) => store,
             None => self.reopen()?,
         };
-        Ok(self.connection.insert(connection))
+        Ok(self.store.insert(store))
     }
 
     /// After a failed sync the kernel may have forgotten which pages are not
     /// on the disk. Copying the whole log into the database and syncing that
     /// writes them again; until it is done nothing is acknowledged.
-    fn reopen(&self) -> Result<Connection, LedgerError> {
-        let connection = schema::open_writer(&self.options.path, self.options.max_pages)?;
+    fn reopen(&self) -> Result<Store, LedgerError> {
+        let store = Store::open(&self.options)?;
         let busy: i64 =
-            connection.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |row| row.get(0))?;
+            store.connection.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |row| row.get(0))?;
         if busy != 0 {
             return Err(LedgerError::Damaged("the log is still being read".to_owned()));
         }
-        Ok(connection)
+        Ok(store)
     }
 
     /// Writes and takes back what a block might need: 64 KiB.
     fn try_to_recover(&mut self) {
-        let probe = |connection: &Connection| {
-            connection
+        let probe = |store: &mut Store| {
+            store
+                .connection
                 .execute_batch("INSERT INTO probe VALUES (zeroblob(65536)); DELETE FROM probe;")
         };
-        let result = self.connection().and_then(|connection| Ok(probe(connection)?));
+        let result = self.store().and_then(|store| Ok(probe(store)?));
         match result {
-            Ok(()) => self.set_health(Health::Well),
+            Ok(()) => self.written(),
             Err(error) => self.fall_ill(&error),
         }
     }
@@ -352,7 +467,7 @@ impl Writer {
     }
 
     fn fall_ill(&mut self, error: &LedgerError) {
-        self.connection = None;
+        self.store = None;
         let reason = match error {
             LedgerError::Storage(source) | LedgerError::Open { source, .. } => source.to_string(),
             other => other.to_string(),

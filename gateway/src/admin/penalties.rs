@@ -8,6 +8,7 @@ use serde::Serialize;
 use tollgate_admission::ListedPenalty;
 use tollgate_domain::{TenantId, UtcTime};
 
+use crate::audit::{self, penalty_lifted};
 use crate::gateway::Gateway;
 use crate::reply::ApiError;
 use crate::source::Source;
@@ -77,8 +78,12 @@ async fn lift_tenant(
     Path(name): Path<String>,
 ) -> Result<Json<Lifted>, ApiError> {
     let tenant = TenantId::new(&name).map_err(|_| none_held(&name))?;
+    let penalties = &gateway.serving.penalties;
     let now = gateway.serving.clock.now();
-    lifted(&name, gateway.serving.penalties.lift_tenant(now, &tenant))
+    if penalties.of_tenants(now).iter().any(|listed| listed.offender == tenant) {
+        record(&gateway, Some(&tenant), &name).await?;
+    }
+    lifted(&name, penalties.lift_tenant(now, &tenant))
 }
 
 async fn lift_source(
@@ -86,8 +91,25 @@ async fn lift_source(
     Path(name): Path<String>,
 ) -> Result<Json<Lifted>, ApiError> {
     let source: Source = name.parse().map_err(|_| none_held(&name))?;
+    let penalties = &gateway.serving.penalties;
     let now = gateway.serving.clock.now();
-    lifted(&name, gateway.serving.penalties.lift_source(now, source))
+    if penalties.of_sources(now).iter().any(|listed| listed.offender == source) {
+        record(&gateway, None, &name).await?;
+    }
+    lifted(&name, penalties.lift_source(now, source))
+}
+
+/// Records what is about to be lifted: nothing is lifted without a record.
+async fn record(
+    gateway: &Gateway,
+    tenant: Option<&TenantId>,
+    offender: &str,
+) -> Result<(), ApiError> {
+    let action = penalty_lifted(tenant, offender, gateway.serving.clock.utc());
+    audit::record(&gateway.serving.books.ledger, action).await.map_err(|error| {
+        tracing::error!(error = &error as &dyn std::error::Error, "no penalty is lifted");
+        ApiError::LedgerUnavailable
+    })
 }
 
 fn lifted(name: &str, lifted: usize) -> Result<Json<Lifted>, ApiError> {

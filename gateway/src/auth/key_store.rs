@@ -5,6 +5,7 @@
 //! Only an HMAC of a key is stored. Several processes may open the store at
 //! once: the one that serves follows the others by polling.
 
+mod actions;
 mod rows;
 mod snapshot;
 
@@ -17,6 +18,7 @@ use std::time::Duration;
 use aws_lc_rs::hmac;
 use rusqlite::{Connection, TransactionBehavior};
 use tollgate_domain::{Caller, KeyId, PlanName, TenantId, UtcTime};
+use tollgate_ledger::AdminAction;
 
 use self::snapshot::{Entries, Names};
 use super::AuthenticatedCaller;
@@ -198,6 +200,7 @@ impl KeyStore {
         let path = data.join("pepper");
         let is_new = !path.exists();
         let mut connection = rows::open(&data.join("keys.db"))?;
+        actions::open(&mut connection)?;
         // A new one would turn every stored key away, for good.
         if is_new && rows::count(&connection)? > 0 && !path.exists() {
             return Err(KeyStoreError::PepperMissing { path });
@@ -349,6 +352,23 @@ impl KeyStore {
         Ok(())
     }
 
+    /// The oldest `most` things that were done to keys and that the audit log
+    /// may not have yet, each with its number.
+    ///
+    /// # Errors
+    /// When the store cannot be read.
+    pub fn actions(&self, most: usize) -> Result<Vec<(i64, AdminAction)>, KeyStoreError> {
+        actions::oldest(&self.database().connection, most)
+    }
+
+    /// Forgets the actions of these numbers: the audit log has them.
+    ///
+    /// # Errors
+    /// When the store cannot be written.
+    pub fn forget_actions(&self, numbers: &[i64]) -> Result<(), KeyStoreError> {
+        actions::forget(&mut self.database().connection, numbers)
+    }
+
     /// Whether `id` is a key whose requests have to end.
     pub fn ends_requests(&self, id: &KeyId) -> bool {
         let Some(number) = number_of(id.as_str()) else { return false };
@@ -395,7 +415,9 @@ impl KeyStore {
             .transaction_with_behavior(TransactionBehavior::Immediate)
             .map_err(&fault)?;
         let number = rows::next_change(&transaction)?;
+        let latest = actions::latest(&transaction)?;
         let done = change(&transaction, &self.shared.pepper, number)?;
+        actions::sign(&transaction, latest)?;
         transaction.commit().map_err(&fault)?;
         self.take_in(&mut database)?;
         Ok(done)

@@ -350,7 +350,9 @@ fn the_first_format_is_read() {
     let database = rusqlite::Connection::open(data.path().join("keys.db")).expect("opens");
     database
         .execute_batch(
-            "DROP INDEX keys_changed;
+            "DROP TRIGGER key_made; DROP TRIGGER key_changed; DROP TRIGGER key_deleted;
+             DROP TABLE actions;
+             DROP INDEX keys_changed;
              ALTER TABLE keys DROP COLUMN changed;
              ALTER TABLE keys DROP COLUMN ends_requests;
              PRAGMA user_version = 1;",
@@ -361,9 +363,71 @@ fn the_first_format_is_read() {
         let opening = [0, 1].map(|_| scope.spawn(|| KeyStore::open(data.path()).expect("opens")));
         opening.map(|opening| opening.join().expect("no panic"))
     });
+    let found = opened[0].actions(10).expect("reads");
+    let operations: Vec<&str> = found.iter().map(|(_, it)| it.operation.as_str()).collect();
+    assert_eq!(operations, ["key.found"], "told once of what is older than the audit log");
     for keys in opened {
         assert_eq!(keys.list(None).expect("reads"), std::slice::from_ref(&new.record));
         let door = Authenticator::new(keys, Vec::new()).expect("no issuers");
         assert!(door.authenticate(&show(new.secret.expose()), None, at(101)).is_ok());
     }
+}
+
+/// Whatever is done to a key, by whomever, waits for the audit log; what is
+/// handed over is forgotten, and its number is never used again.
+#[test]
+fn what_is_done_to_keys_is_written_down() {
+    let data = tempfile::tempdir().expect("a folder");
+    let keys = KeyStore::open(data.path()).expect("opens");
+    let first =
+        created(&keys, KeyOptions { label: "a secret name".into(), ..KeyOptions::default() });
+    let second = keys.rotate(&first.record.id, Duration::from_secs(60), at(200)).expect("rotates");
+    let by_hand = rusqlite::Connection::open(data.path().join("keys.db")).expect("opens");
+    let id = second.record.id.as_str();
+    by_hand.execute("UPDATE keys SET tenant = 'beta' WHERE id = ?1", [id]).expect("runs");
+    by_hand.execute("DELETE FROM keys WHERE id = ?1", [id]).expect("runs");
+    let revoked = keys.revoke(&first.record.id, UnderWay::End, at(300)).expect("revokes");
+    // Again, it changes nothing, and there is nothing to tell.
+    assert_eq!(keys.revoke(&revoked.id, UnderWay::End, at(301)).expect("revokes"), revoked);
+    // Refused, nothing was done.
+    assert!(keys.rotate(&revoked.id, Duration::ZERO, at(302)).is_err());
+
+    let waiting = keys.actions(100).expect("reads");
+    let ours = format!("uid {}", rustix::process::getuid().as_raw());
+    let ours = ours.as_str();
+    let (one, two) = (first.record.id.as_str(), id);
+    let told: Vec<_> = waiting
+        .iter()
+        .map(|(_, action)| {
+            let (tenant, key) = action.user.as_ref().expect("it is a tenant's");
+            let key = key.as_deref().expect("a key");
+            (action.operation.as_str(), tenant.as_str(), key, action.actor.as_str())
+        })
+        .collect();
+    assert_eq!(
+        told,
+        [
+            ("key.created", "acme", one, ours),
+            ("key.rotated", "acme", two, ours),
+            ("key.changed", "acme", one, ours),
+            ("key.changed", "beta", two, "unknown"),
+            ("key.deleted", "beta", two, "unknown"),
+            ("key.revoked", "acme", one, ours),
+        ]
+    );
+    assert_eq!(waiting[1].1.detail["rotated_from"], one);
+    assert_eq!(waiting[3].1.detail["was_tenant"], "acme");
+    assert_eq!(waiting[5].1.detail["ends_requests"], true);
+    let text = format!("{waiting:?}");
+    assert!(!text.contains("secret name") && !text.contains(first.secret.expose()), "{text}");
+    let ids: std::collections::HashSet<&str> =
+        waiting.iter().map(|(_, action)| action.id.as_str()).collect();
+    assert_eq!(ids.len(), waiting.len());
+
+    let numbers: Vec<i64> = waiting.iter().map(|(number, _)| *number).collect();
+    keys.forget_actions(&numbers).expect("forgets");
+    assert_eq!(keys.actions(100).expect("reads"), vec![]);
+    created(&keys, KeyOptions::default());
+    let (number, action) = keys.actions(100).expect("reads").remove(0);
+    assert!(number > numbers[5] && action.actor == ours, "{number} {action:?}");
 }

@@ -206,6 +206,21 @@ async fn a_penalty_is_seen_and_lifted() {
     let metrics = house.ask(house.admin, ("GET", "/metrics"), None).await.body;
     let counted = r#"tollgate_penalties_total{reason="failed_authentication"} 1"#;
     assert!(metrics.contains(counted), "{metrics}");
+    // It is recorded, once; what was not there to lift is not.
+    let recorded: Vec<String> = rusqlite::Connection::open(house.data.path().join("ledger.db"))
+        .unwrap()
+        .prepare("SELECT record FROM records WHERE record LIKE '%penalty.lifted%'")
+        .unwrap()
+        .query_map([], |row| row.get(0))
+        .unwrap()
+        .collect::<Result<_, _>>()
+        .unwrap();
+    let said = r#""actor":"admin key""#;
+    let of = r#""detail":{"offender":"127.0.0.1"}"#;
+    assert!(
+        recorded.len() == 1 && recorded[0].contains(said) && recorded[0].contains(of),
+        "{recorded:?}"
+    );
     house.close().await;
 }
 

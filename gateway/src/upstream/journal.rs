@@ -17,7 +17,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tollgate_domain::block::FinishedAttempt;
 use tollgate_domain::{Block, BlockParts, FinishReason, Usage, UtcTime, WorkerEpoch, WorkerName};
 use tollgate_ledger::{
-    BlockRefusal, FaultCap, LedgerError, LedgerHandle, Posted, SpendRow, Struck,
+    BlockRefusal, FaultCap, LedgerError, LedgerHandle, Posted, RefusedBlock, SpendRow, Struck,
 };
 use tollgate_wire::v1::worker_client::WorkerClient;
 use tollgate_wire::v1::{JournalAck, JournalBlock};
@@ -386,8 +386,9 @@ impl Books {
             let completion = Box::new(move |result| {
                 let _ = done.send(result);
             });
-            let (name, reason) = (worker.clone(), reason.clone());
-            let result = match self.ledger.pass_over(name, epoch, ack.block, reason, completion) {
+            let (worker, reason, at) = (worker.clone(), reason.clone(), self.clock.utc());
+            let refused = RefusedBlock { worker, epoch, number: ack.block, reason, at };
+            let result = match self.ledger.pass_over(refused, completion) {
                 Ok(()) => passed.await.unwrap_or(Err(LedgerError::Closed)),
                 Err(error) => Err(error),
             };

@@ -8,7 +8,9 @@ use tollgate_domain::{
     FinishedAttempt, KeyId, ModelName, RequestId, SequenceId, Share, Stages, TenantId, Usage,
     UtcTime, WorkerEpoch, WorkerName,
 };
-use tollgate_ledger::{FaultCap, LedgerError, LedgerHandle, Posted, Struck};
+use tollgate_ledger::{
+    AdminAction, FaultCap, LedgerError, LedgerHandle, Posted, RefusedBlock, Struck,
+};
 
 pub const EPOCH: WorkerEpoch = WorkerEpoch(7);
 /// 2026-11-20, noon.
@@ -111,11 +113,24 @@ pub fn pass_over_as(
     number: u64,
 ) -> Result<Posted, LedgerError> {
     let worker = WorkerName::new(worker).expect("a name");
-    wait(|done| ledger.pass_over(worker, EPOCH, number, "a lie".into(), done))
+    let refused = RefusedBlock { worker, epoch: EPOCH, number, reason: "a lie".into(), at: NOON };
+    wait(|done| ledger.pass_over(refused, done))
 }
 
 pub fn post_struck(ledger: &LedgerHandle, struck: Struck) -> Result<Posted, LedgerError> {
     wait(|done| ledger.post_struck(struck, done))
+}
+
+pub fn record(ledger: &LedgerHandle, id: &str, operation: &str) -> Result<Posted, LedgerError> {
+    let action = AdminAction {
+        id: id.into(),
+        at: NOON,
+        operation: operation.into(),
+        actor: "uid 0".into(),
+        user: Some(("acme".into(), Some("k1".into()))),
+        detail: serde_json::Value::Null,
+    };
+    wait(|done| ledger.record(action, done))
 }
 
 fn wait(

@@ -1,0 +1,416 @@
+//! An exported log, walked record by record: each must be what its hash says,
+//! follow the one before, and be under a root that was signed.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::Path;
+
+use serde::Deserialize;
+
+use crate::tree::Tree;
+use crate::{Checkpoint, Hash, NoteError, VerifierKey};
+
+/// One export: the records of a span of the log, and what was signed of them.
+pub struct Folder<R> {
+    /// How it is called in messages.
+    pub name: String,
+    /// Where the span begins: the text of `start.json`.
+    pub start: String,
+    /// The lines of `records.jsonl`.
+    pub records: R,
+    /// The lines of `checkpoints.jsonl`.
+    pub checkpoints: R,
+}
+
+/// A log that holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sound {
+    /// The number of its first record.
+    pub first: u64,
+    /// How many checkpoints were compared.
+    pub checkpoints: u64,
+    /// The last of them: it signs every record that was read.
+    pub newest: Checkpoint,
+}
+
+/// What is wrong with a record.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Fault {
+    /// Its line is no record.
+    #[error("its line is torn or no record")]
+    Torn,
+    /// Its bytes or its hash.
+    #[error("its bytes are not those that its hash was made of")]
+    Altered,
+    /// Another record stands where it should.
+    #[error("record {found} stands in its place")]
+    Displaced {
+        /// Which.
+        found: u64,
+    },
+    /// The log ends before it, although it was signed.
+    #[error("it is missing: {signed} records were signed")]
+    Missing {
+        /// The size that a checkpoint says.
+        signed: u64,
+    },
+    /// It names another hash than that of the record before it.
+    #[error(
+        "it does not follow the one before it: one of the two was replaced whole, or one was put in or taken out there"
+    )]
+    Unlinked,
+    /// It stands after the newest checkpoint.
+    #[error("no checkpoint signs it")]
+    Unsigned,
+}
+
+/// Why a log does not hold.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LogError {
+    /// The first record that cannot be right.
+    #[error("record {record}: {fault}")]
+    Record {
+        /// Its number.
+        record: u64,
+        /// What is wrong with it.
+        fault: Fault,
+    },
+    /// The chain holds, and is not what was signed: it was made anew.
+    #[error("records {first} to {last}: at least one is not what was signed")]
+    Rewritten {
+        /// The first that may be bad: all before it were signed as they are.
+        first: u64,
+        /// The last that must be there for the checkpoint.
+        last: u64,
+    },
+    /// A checkpoint that somebody kept is of another history.
+    #[error(
+        "records {first} to {last}: the checkpoint of {size} records that was kept signs others; the log was rewritten or forked after it"
+    )]
+    Forked {
+        /// The first that may differ.
+        first: u64,
+        /// The last.
+        last: u64,
+        /// The size that the kept checkpoint says.
+        size: u64,
+    },
+    /// A checkpoint that cannot be believed.
+    #[error("{folder}: checkpoint {line}: {error}")]
+    Checkpoint {
+        /// In which export.
+        folder: String,
+        /// Its line, from 1.
+        line: u64,
+        /// Why.
+        error: NoteError,
+    },
+    /// Checkpoints must grow.
+    #[error("{folder}: checkpoint {line} is of no later record than the one before it")]
+    Order {
+        /// In which export.
+        folder: String,
+        /// Its line, from 1.
+        line: u64,
+    },
+    /// Nothing is signed.
+    #[error("{folder}: there is no checkpoint")]
+    NothingSigned {
+        /// In which export.
+        folder: String,
+    },
+    /// What stands before the records cannot be read.
+    #[error("{folder}: start.json is torn or says what cannot be")]
+    Start {
+        /// In which export.
+        folder: String,
+    },
+    /// One export does not go on where the other ended.
+    #[error("{folder}: does not go on where the export before it ended, after record {after}")]
+    Gap {
+        /// Which.
+        folder: String,
+        /// The last record before it.
+        after: u64,
+    },
+    /// A checkpoint that was kept is older than these records: nothing can be
+    /// said of it.
+    #[error("the checkpoint of {size} records is older than the first record here, {first}")]
+    NotCovered {
+        /// The size that it says.
+        size: u64,
+        /// The first record that was read.
+        first: u64,
+    },
+    /// A file cannot be read.
+    #[error("{file}: {reason}")]
+    File {
+        /// Which.
+        file: String,
+        /// What the system says.
+        reason: String,
+    },
+}
+
+/// What `start.json` says.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Start {
+    size: u64,
+    prev: String,
+    peaks: Vec<String>,
+}
+
+impl Folder<BufReader<File>> {
+    /// Opens an export as it lies in a folder.
+    ///
+    /// # Errors
+    /// [`LogError::File`]
+    pub fn open(path: &Path) -> Result<Self, LogError> {
+        let failed = |file: &Path, error: io::Error| LogError::File {
+            file: file.display().to_string(),
+            reason: error.to_string(),
+        };
+        let open = |name: &str| {
+            let file = path.join(name);
+            File::open(&file).map_err(|error| failed(&file, error))
+        };
+        let mut start = String::new();
+        // A frontier has 64 hashes at most.
+        let read = open("start.json")?.take(64 * 1024).read_to_string(&mut start);
+        read.map_err(|error| failed(&path.join("start.json"), error))?;
+        Ok(Self {
+            name: path.display().to_string(),
+            start,
+            records: BufReader::new(open("records.jsonl")?),
+            checkpoints: BufReader::new(open("checkpoints.jsonl")?),
+        })
+    }
+}
+
+/// Verifies exports that follow one another. `kept` are checkpoints that
+/// somebody put aside earlier: the log must still contain what they signed.
+///
+/// # Errors
+/// The first thing that is wrong, in the order of the records.
+pub fn verify<R: BufRead>(
+    folders: impl IntoIterator<Item = Result<Folder<R>, LogError>>,
+    keys: &[VerifierKey],
+    kept: &[Checkpoint],
+) -> Result<Sound, LogError> {
+    let mut kept: Vec<Checkpoint> = kept.to_vec();
+    kept.sort_by_key(Checkpoint::size);
+    let mut kept = VecDeque::from(kept);
+    let mut walk: Option<Walk<'_>> = None;
+    for folder in folders {
+        let mut folder = folder?;
+        let begun = match walk.take() {
+            Some(walk) => walk.go_on(&folder)?,
+            None => Walk::begin(&folder, keys, std::mem::take(&mut kept))?,
+        };
+        walk = Some(begun.walk(&mut folder)?);
+    }
+    walk.ok_or(LogError::NothingSigned { folder: "nothing".to_owned() })?.end()
+}
+
+/// How far the log was read, and what is known of it.
+struct Walk<'a> {
+    keys: &'a [VerifierKey],
+    /// Those that are not compared yet, smallest first.
+    kept: VecDeque<Checkpoint>,
+    first: u64,
+    tree: Tree,
+    last: Hash,
+    /// All records before this one were signed as they are here.
+    proved: u64,
+    checkpoints: u64,
+    newest: Option<Checkpoint>,
+}
+
+impl<'a> Walk<'a> {
+    fn begin<R>(
+        folder: &Folder<R>,
+        keys: &'a [VerifierKey],
+        kept: VecDeque<Checkpoint>,
+    ) -> Result<Self, LogError> {
+        let (tree, last) = read_start(folder)?;
+        let first = tree.size();
+        if let Some(older) = kept.front().filter(|kept| kept.size() < first) {
+            return Err(LogError::NotCovered { size: older.size(), first });
+        }
+        let (proved, checkpoints, newest) = (first, 0, None);
+        let mut walk = Self { keys, kept, first, tree, last, proved, checkpoints, newest };
+        walk.compare_kept()?;
+        Ok(walk)
+    }
+
+    /// The next export must begin where the last one ended.
+    fn go_on<R>(self, folder: &Folder<R>) -> Result<Self, LogError> {
+        if read_start(folder)? == (self.tree.clone(), self.last) {
+            Ok(self)
+        } else {
+            let after = self.tree.size().saturating_sub(1);
+            Err(LogError::Gap { folder: folder.name.clone(), after })
+        }
+    }
+
+    fn walk<R: BufRead>(mut self, folder: &mut Folder<R>) -> Result<Self, LogError> {
+        let mut line = 0;
+        let mut next = self.next_checkpoint(folder, &mut line)?;
+        if next.is_none() {
+            return Err(LogError::NothingSigned { folder: folder.name.clone() });
+        }
+        while let Some(bytes) = read_line(&mut folder.records, &folder.name, "records.jsonl")? {
+            let record = self.tree.size();
+            let wrong = |fault| LogError::Record { record, fault };
+            let hash = read_record(&bytes, record, self.last).map_err(wrong)?;
+            let Some(signed) = &next else { return Err(wrong(Fault::Unsigned)) };
+            self.tree.push(hash);
+            self.last = hash;
+            self.compare_kept()?;
+            if signed.size() == self.tree.size() {
+                self.compare(signed)?;
+                self.newest = next;
+                next = self.next_checkpoint(folder, &mut line)?;
+            }
+        }
+        match next {
+            None => Ok(self),
+            Some(signed) => Err(self.missing(&signed)),
+        }
+    }
+
+    fn end(self) -> Result<Sound, LogError> {
+        if let Some(kept) = self.kept.front() {
+            return Err(self.missing(kept));
+        }
+        let Self { first, checkpoints, newest, .. } = self;
+        let newest =
+            newest.ok_or(LogError::NothingSigned { folder: "the last export".to_owned() })?;
+        Ok(Sound { first, checkpoints, newest })
+    }
+
+    /// The next checkpoint of the export, which must be of more records than
+    /// were read so far.
+    fn next_checkpoint<R: BufRead>(
+        &self,
+        folder: &mut Folder<R>,
+        line: &mut u64,
+    ) -> Result<Option<Checkpoint>, LogError> {
+        let read = read_line(&mut folder.checkpoints, &folder.name, "checkpoints.jsonl")?;
+        let Some(bytes) = read else { return Ok(None) };
+        *line += 1;
+        let failed =
+            |error| LogError::Checkpoint { folder: folder.name.clone(), line: *line, error };
+        let note = read_note(&bytes).ok_or_else(|| failed(NoteError::Form))?;
+        let checkpoint = Checkpoint::open(&note, self.keys).map_err(failed)?;
+        if checkpoint.size() <= self.tree.size() {
+            return Err(LogError::Order { folder: folder.name.clone(), line: *line });
+        }
+        Ok(Some(checkpoint))
+    }
+
+    fn compare(&mut self, signed: &Checkpoint) -> Result<(), LogError> {
+        if signed.root() != self.tree.root() {
+            return Err(LogError::Rewritten { first: self.proved, last: self.tree.size() - 1 });
+        }
+        self.proved = signed.size();
+        self.checkpoints += 1;
+        Ok(())
+    }
+
+    fn compare_kept(&mut self) -> Result<(), LogError> {
+        let size = self.tree.size();
+        while self.kept.front().is_some_and(|kept| kept.size() == size) {
+            if self.kept.pop_front().is_some_and(|kept| kept.root() != self.tree.root()) {
+                let last = size.saturating_sub(1);
+                return Err(LogError::Forked { first: self.proved.min(last), last, size });
+            }
+        }
+        Ok(())
+    }
+
+    fn missing(&self, signed: &Checkpoint) -> LogError {
+        let fault = Fault::Missing { signed: signed.size() };
+        LogError::Record { record: self.tree.size(), fault }
+    }
+}
+
+fn read_start<R>(folder: &Folder<R>) -> Result<(Tree, Hash), LogError> {
+    let read = || {
+        let Start { size, prev, peaks } = serde_json::from_str(&folder.start).ok()?;
+        let prev = Hash::from_hex(&prev)?;
+        let peaks: Option<Vec<Hash>> = peaks.iter().map(|peak| Hash::from_hex(peak)).collect();
+        let tree = Tree::after(size, peaks?)?;
+        (size > 0 || prev == Hash::ZERO).then_some((tree, prev))
+    };
+    read().ok_or_else(|| LogError::Start { folder: folder.name.clone() })
+}
+
+/// The hash of the record in a line: `{"hash":"…","record":{"seq":…,"prev":"…",…}}`.
+fn read_record(line: &[u8], expected: u64, last: Hash) -> Result<Hash, Fault> {
+    let line = std::str::from_utf8(line).map_err(|_| Fault::Torn)?;
+    let parts = || {
+        let (stated, rest) = line.strip_prefix("{\"hash\":\"")?.split_at_checked(64)?;
+        let record = rest.strip_prefix("\",\"record\":")?.strip_suffix('}')?;
+        Some((Hash::from_hex(stated)?, record))
+    };
+    let (stated, record) = parts().ok_or(Fault::Torn)?;
+    let hash = Hash::of_leaf(record.as_bytes());
+    if hash != stated {
+        return Err(Fault::Altered);
+    }
+    let named = || {
+        let (seq, rest) = record.strip_prefix("{\"seq\":")?.split_once(",\"prev\":\"")?;
+        let (prev, rest) = rest.split_at_checked(64)?;
+        let number: u64 = seq.parse().ok()?;
+        let whole = number.to_string() == seq && rest.starts_with("\",\"") && record.ends_with('}');
+        whole.then_some((number, Hash::from_hex(prev)?))
+    };
+    let (found, prev) = named().ok_or(Fault::Torn)?;
+    if found != expected {
+        return Err(Fault::Displaced { found });
+    }
+    if prev != last {
+        return Err(Fault::Unlinked);
+    }
+    Ok(hash)
+}
+
+/// The note in a line: `{"note":"…"}`, written in the one way that there is.
+fn read_note(line: &[u8]) -> Option<String> {
+    #[derive(serde::Serialize, Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Line {
+        note: String,
+    }
+    let read: Line = serde_json::from_slice(line).ok()?;
+    let again = serde_json::to_vec(&read).ok()?;
+    (again == line).then_some(read.note)
+}
+
+/// A line without its newline; `None` at the end. One that is too long, or
+/// has no newline, is as good as torn: it is given as an empty one.
+fn read_line(
+    reader: &mut impl BufRead,
+    folder: &str,
+    file: &str,
+) -> Result<Option<Vec<u8>>, LogError> {
+    let mut line = Vec::new();
+    let failed = |error: io::Error| LogError::File {
+        file: format!("{folder}/{file}"),
+        reason: error.to_string(),
+    };
+    let read = reader.take(LONGEST_LINE).read_until(b'\n', &mut line).map_err(failed)?;
+    if read == 0 {
+        return Ok(None);
+    }
+    if line.pop() != Some(b'\n') {
+        line.clear();
+    }
+    Ok(Some(line))
+}
+
+/// Records are a few hundred bytes; the longest has 16 KiB of detail.
+const LONGEST_LINE: u64 = 1 << 20;

@@ -1,0 +1,168 @@
+//! The Merkle tree of RFC 6962 as a verifier needs it: the root of what came
+//! so far, and the root that a path leads to.
+
+use crate::Hash;
+
+/// The tree of the leaves so far, as the perfect subtrees it is made of,
+/// largest first.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Tree {
+    size: u64,
+    subtrees: Vec<Hash>,
+}
+
+impl Tree {
+    /// A tree of `size` leaves that are known by their subtrees alone; `None`
+    /// where these are not as many as the size has.
+    pub(crate) fn after(size: u64, subtrees: Vec<Hash>) -> Option<Self> {
+        (size.count_ones() as usize == subtrees.len()).then_some(Self { size, subtrees })
+    }
+
+    pub(crate) fn size(&self) -> u64 {
+        self.size
+    }
+
+    pub(crate) fn push(&mut self, leaf: Hash) {
+        self.subtrees.push(leaf);
+        self.size += 1;
+        // Two subtrees of one width become one of twice the width.
+        for _ in 0..self.size.trailing_zeros() {
+            let (right, left) = (self.subtrees.pop(), self.subtrees.pop());
+            let (Some(left), Some(right)) = (left, right) else {
+                unreachable!("a subtree for each bit of the size")
+            };
+            self.subtrees.push(Hash::of_node(&left, &right));
+        }
+    }
+
+    pub(crate) fn root(&self) -> Hash {
+        let mut from_the_right = self.subtrees.iter().rev();
+        let Some(&last) = from_the_right.next() else { return Hash::of_nothing() };
+        from_the_right.fold(last, |right, left| Hash::of_node(left, &right))
+    }
+}
+
+/// The root that `path` leads to from leaf `index` of `size`; `None` where the
+/// path is not as long as it must be. RFC 9162, section 2.1.3.2.
+pub(crate) fn root_of_path(leaf: Hash, index: u64, size: u64, path: &[Hash]) -> Option<Hash> {
+    if index >= size {
+        return None;
+    }
+    let (mut node, mut last) = (index, size - 1);
+    let mut hash = leaf;
+    for sibling in path {
+        if last == 0 {
+            return None;
+        }
+        if node & 1 == 1 || node == last {
+            hash = Hash::of_node(sibling, &hash);
+            while node & 1 == 0 && node != 0 {
+                node >>= 1;
+                last >>= 1;
+            }
+        } else {
+            hash = Hash::of_node(&hash, sibling);
+        }
+        node >>= 1;
+        last >>= 1;
+    }
+    (last == 0).then_some(hash)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn leaves(count: usize) -> Vec<Hash> {
+        (0..count).map(|index| Hash::of_leaf(format!("leaf {index}").as_bytes())).collect()
+    }
+
+    /// RFC 6962, section 2.1, word for word.
+    fn naive_root(leaves: &[Hash]) -> Hash {
+        match leaves {
+            [] => Hash::of_nothing(),
+            [one] => *one,
+            several => {
+                let (left, right) = several.split_at(half(several.len()));
+                Hash::of_node(&naive_root(left), &naive_root(right))
+            }
+        }
+    }
+
+    /// RFC 6962, section 2.1.1, word for word.
+    fn naive_path(index: usize, leaves: &[Hash]) -> Vec<Hash> {
+        if leaves.len() == 1 {
+            return Vec::new();
+        }
+        let (left, right) = leaves.split_at(half(leaves.len()));
+        let (mut path, other) = if index < left.len() {
+            (naive_path(index, left), naive_root(right))
+        } else {
+            (naive_path(index - left.len(), right), naive_root(left))
+        };
+        path.push(other);
+        path
+    }
+
+    /// The largest power of two below `count`.
+    fn half(count: usize) -> usize {
+        count.next_power_of_two() / 2
+    }
+
+    fn tree(leaves: &[Hash]) -> Tree {
+        let mut tree = Tree::after(0, Vec::new()).expect("nothing");
+        leaves.iter().for_each(|&leaf| tree.push(leaf));
+        tree
+    }
+
+    /// Leaves and roots of the Certificate Transparency reference tests.
+    #[test]
+    fn roots_are_those_of_the_reference() {
+        let inputs: [&[u8]; 4] = [&[], &[0x00], &[0x10], &[0x20, 0x21]];
+        let roots = [
+            "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+            "6e340b9cffb37a989ca544e6bb780a2c78901d3fb33738768511a30617afa01d",
+            "fac54203e7cc696cf0dfcb42c92a1d9dbaf70ad9e621f4bd8d98662f00e3c125",
+            "aeb6bcfe274b70a14fb067a5e5578264db0fa9b51af5e0ba159158f329e06e77",
+            "d37ee418976dd95753c1c73862b9398fa2a2cf9b4ff0fdfe8b30cd95209614b7",
+        ];
+        for (size, root) in roots.into_iter().enumerate() {
+            let leaves: Vec<Hash> =
+                inputs[..size].iter().map(|input| Hash::of_leaf(input)).collect();
+            assert_eq!(tree(&leaves).root().to_string(), root, "{size} leaves");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn trees_and_paths_are_those_of_the_definition(count in 1_usize..300, at in 0.0..1.0_f64) {
+            let leaves = leaves(count);
+            prop_assert_eq!(tree(&leaves).root(), naive_root(&leaves));
+            let index = (at * count as f64) as usize % count;
+            let path = naive_path(index, &leaves);
+            let root = |index, size, path: &[Hash]| root_of_path(leaves[index], index as u64, size as u64, path);
+            prop_assert_eq!(root(index, count, &path), Some(naive_root(&leaves)));
+            // Another place, another size, a longer or shorter path: no proof.
+            if count > 1 {
+                let other = (index + 1) % count;
+                let moved = root_of_path(leaves[index], other as u64, count as u64, &path);
+                prop_assert_ne!(moved, Some(naive_root(&leaves)));
+                prop_assert_eq!(root(index, count, &path[1..]), None);
+            }
+            let longer = [&path[..], &[Hash::ZERO]].concat();
+            prop_assert_eq!(root(index, count, &longer), None);
+            prop_assert_eq!(root_of_path(leaves[index], count as u64, count as u64, &path), None);
+        }
+
+        #[test]
+        fn a_tree_goes_on_from_its_subtrees(count in 0_usize..200, more in 0_usize..100) {
+            let leaves = leaves(count + more);
+            let earlier = tree(&leaves[..count]);
+            let mut later = Tree::after(count as u64, earlier.subtrees).expect("as many");
+            leaves[count..].iter().for_each(|&leaf| later.push(leaf));
+            prop_assert_eq!(later.root(), naive_root(&leaves));
+        }
+    }
+}

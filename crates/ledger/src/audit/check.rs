@@ -1,0 +1,229 @@
+//! The audit log as a part of the ledger's check: the chain holds, the
+//! checkpoints are of this chain, and each row says what its record says. The
+//! signatures are for who has the public key to judge.
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use rusqlite::{Connection, OptionalExtension};
+use serde_json::Value;
+use tollgate_domain::{
+    Attempt, Caller, DeviceClass, DeviceNanos, ModelName, RequestId, Usage, UtcTime, WorkerEpoch,
+    WorkerName,
+};
+
+use super::note::hex;
+use super::record::{Before, Body, body_of};
+use super::tree::{Frontier, Hash, is_kept, leaf};
+use crate::LedgerError;
+use crate::fault::FaultCap;
+use crate::post::RefusedBlock;
+use crate::query::{caller, name};
+
+/// Tells `add` of everything about the log itself that does not hold.
+pub(crate) fn log(connection: &Connection, add: &mut dyn FnMut(String)) -> Result<(), LedgerError> {
+    chain(connection, add)?;
+    one_record_each(connection, add)?;
+    actions(connection, add)?;
+    caps(connection, add)?;
+    refused(connection, add)?;
+    before(connection, add)
+}
+
+/// Whether the record of number `seq` says `body`. What is older than the log
+/// has no record.
+pub(crate) fn says(
+    connection: &Connection,
+    seq: Option<u64>,
+    body: &Body<'_>,
+) -> Result<bool, LedgerError> {
+    let Some(seq) = seq else { return Ok(true) };
+    let record: Option<String> = connection
+        .prepare_cached("SELECT record FROM records WHERE seq = ?1")?
+        .query_row([seq], |row| row.get(0))
+        .optional()?;
+    let Some(record) = record else { return Ok(false) };
+    let beginning = format!("{{\"seq\":{seq},\"prev\":\"");
+    let said = record.strip_prefix(&beginning).and_then(|rest| rest.get(HASH_AND_COMMA..));
+    Ok(said == Some(&body_of(body)?[1..]))
+}
+
+/// Walks the records from the first: numbers, hashes, tree and checkpoints.
+fn chain(connection: &Connection, add: &mut dyn FnMut(String)) -> Result<(), LedgerError> {
+    let mut signed = connection.prepare("SELECT size, note FROM checkpoints ORDER BY size")?;
+    let mut signed = signed.query([])?;
+    let mut next = checkpoint(&mut signed)?;
+    let mut frontier = Frontier::default();
+    let mut last: Hash = [0; 32];
+    let mut statement = connection.prepare("SELECT seq, hash, record FROM records ORDER BY seq")?;
+    let mut rows = statement.query([])?;
+    while let Some(row) = rows.next()? {
+        let (seq, stored, record): (u64, Vec<u8>, String) = (row.get(0)?, row.get(1)?, row.get(2)?);
+        let expected = frontier.size();
+        if seq != expected {
+            add(format!("record {expected} is missing"));
+            return Ok(());
+        }
+        let hash = leaf(record.as_bytes());
+        if stored != hash {
+            add(format!("record {seq} was altered"));
+        } else if !record.starts_with(&format!("{{\"seq\":{seq},\"prev\":\"{}\",", hex(&last))) {
+            add(format!("record {seq} does not follow the one before it"));
+        }
+        last = hash;
+        let mut nodes = Vec::new();
+        frontier.push(hash, |level, position, hash| nodes.push((level, position, *hash)));
+        for (level, position, hash) in nodes.into_iter().filter(|node| is_kept(node.0)) {
+            let kept: Option<Vec<u8>> = connection
+                .prepare_cached("SELECT hash FROM record_nodes WHERE level = ?1 AND position = ?2")?
+                .query_row((level, position), |row| row.get(0))
+                .optional()?;
+            if kept.as_deref() != Some(&hash[..]) {
+                add(format!("hash {position} of level {level} is not that of the records"));
+            }
+        }
+        while let Some((size, root)) = next.take_if(|(size, _)| *size <= frontier.size()) {
+            if size != frontier.size() || root != Some(frontier.root()) {
+                add(format!("the checkpoint of {size} records is not of these"));
+            }
+            next = checkpoint(&mut signed)?;
+        }
+    }
+    if let Some((size, _)) = next {
+        add(format!("{size} records were signed, there are {}", frontier.size()));
+    }
+    Ok(())
+}
+
+/// Size and root of the next checkpoint; no root where it cannot be read.
+fn checkpoint(rows: &mut rusqlite::Rows<'_>) -> Result<Option<(u64, Option<Hash>)>, LedgerError> {
+    let Some(row) = rows.next()? else { return Ok(None) };
+    let (size, note): (u64, String) = (row.get(0)?, row.get(1)?);
+    let mut lines = note.lines().skip(1);
+    let stated = lines.next().and_then(|size| size.parse::<u64>().ok());
+    let root = lines.next().and_then(|root| STANDARD.decode(root).ok());
+    let root = root.and_then(|root| Hash::try_from(root).ok());
+    Ok(Some((size, root.filter(|_| stated == Some(size)))))
+}
+
+/// Every record is some row's, every row's record is its own.
+fn one_record_each(
+    connection: &Connection,
+    add: &mut dyn FnMut(String),
+) -> Result<(), LedgerError> {
+    let (records, rows): (u64, u64) = connection.query_row(
+        &format!(
+            "SELECT (SELECT count(*) FROM records),
+               (SELECT count(DISTINCT record_seq) FROM ({}))",
+            OF_ROWS.join(" UNION ALL ")
+        ),
+        [],
+        |row| Ok((row.get(0)?, row.get(1)?)),
+    )?;
+    if records != rows {
+        add(format!("there are {records} records, {rows} of them of a row"));
+    }
+    Ok(())
+}
+
+fn actions(connection: &Connection, add: &mut dyn FnMut(String)) -> Result<(), LedgerError> {
+    let mut statement = connection
+        .prepare("SELECT id, record FROM recorded_actions LEFT JOIN records ON seq = record_seq")?;
+    let mut rows = statement.query([])?;
+    while let Some(row) = rows.next()? {
+        let (id, record): (String, Option<String>) = (row.get(0)?, row.get(1)?);
+        let record: Option<Value> = record.and_then(|text| serde_json::from_str(&text).ok());
+        if record.is_none_or(|record| record["id"] != id.as_str()) {
+            add(format!("action {id} is not what its record says"));
+        }
+    }
+    Ok(())
+}
+
+fn caps(connection: &Connection, add: &mut dyn FnMut(String)) -> Result<(), LedgerError> {
+    let mut statement = connection.prepare(
+        "SELECT tenant, key, request_id, attempt, model, device_class, at_utc_ns, prompt_tokens,
+           cached_tokens, completion_tokens, attributed_ns, reference_ns, record_seq
+         FROM fault_caps JOIN callers ON callers.id = caller_id WHERE record_seq IS NOT NULL",
+    )?;
+    let mut rows = statement.query([])?;
+    while let Some(row) = rows.next()? {
+        let Caller { tenant, key } = caller(row, 0)?;
+        let cap = FaultCap {
+            caller: Caller { tenant, key },
+            attempt: Attempt {
+                request: name(RequestId::new(&row.get::<_, String>(2)?))?,
+                attempt: row.get(3)?,
+            },
+            model: name(ModelName::new(&row.get::<_, String>(4)?))?,
+            class: name(DeviceClass::new(&row.get::<_, String>(5)?))?,
+            at: UtcTime(row.get(6)?),
+            payable: Usage {
+                prompt_tokens: row.get(7)?,
+                cached_tokens: row.get(8)?,
+                completion_tokens: row.get(9)?,
+                attributed: DeviceNanos(row.get(10)?),
+                reference: DeviceNanos(row.get(11)?),
+            },
+        };
+        if !says(connection, row.get(12)?, &Body::cap(&cap))? {
+            add(format!("the cap on {} is not what its record says", cap.attempt.request));
+        }
+    }
+    Ok(())
+}
+
+fn refused(connection: &Connection, add: &mut dyn FnMut(String)) -> Result<(), LedgerError> {
+    let mut statement = connection.prepare(
+        "SELECT worker, epoch, block, reason, at_utc_ns, record_seq
+         FROM refused_blocks JOIN epochs ON epochs.id = epoch_id WHERE record_seq IS NOT NULL",
+    )?;
+    let mut rows = statement.query([])?;
+    while let Some(row) = rows.next()? {
+        let refused = RefusedBlock {
+            worker: name(WorkerName::new(&row.get::<_, String>(0)?))?,
+            epoch: name(WorkerEpoch::try_from(row.get::<_, String>(1)?))?,
+            number: row.get(2)?,
+            reason: row.get(3)?,
+            at: UtcTime(row.get(4)?),
+        };
+        if !says(connection, row.get(5)?, &Body::refused(&refused))? {
+            let RefusedBlock { epoch, number, .. } = refused;
+            add(format!("refused block {number} of {epoch} is not what its record says"));
+        }
+    }
+    Ok(())
+}
+
+/// What is older than the log is still what its first record says of it.
+fn before(connection: &Connection, add: &mut dyn FnMut(String)) -> Result<(), LedgerError> {
+    let first: Option<String> = connection
+        .query_row("SELECT record FROM records WHERE seq = 0", [], |row| row.get(0))
+        .optional()?;
+    let first: Option<Value> = first.and_then(|text| serde_json::from_str(&text).ok());
+    let Some(stated) = first.as_ref().and_then(|first| first.pointer("/detail/before")) else {
+        add("record 0 is not the beginning of a log".to_owned());
+        return Ok(());
+    };
+    let format = stated["format"].as_u64().unwrap_or_default();
+    let found = Before::read(connection, format as u32)?;
+    let holds = match stated {
+        Value::Null => found.is_nothing(),
+        stated => serde_json::to_value(&found).is_ok_and(|found| found == *stated),
+    };
+    if !holds {
+        add("what is older than the audit log is not what its first record says".to_owned());
+    }
+    Ok(())
+}
+
+/// Where the numbers of records stand.
+const OF_ROWS: [&str; 5] = [
+    "SELECT record_seq FROM blocks",
+    "SELECT record_seq FROM attempts",
+    "SELECT record_seq FROM fault_caps",
+    "SELECT record_seq FROM refused_blocks",
+    "SELECT record_seq FROM recorded_actions",
+];
+
+/// A hash in hex, the quote after it, and a comma.
+const HASH_AND_COMMA: usize = 64 + 2;

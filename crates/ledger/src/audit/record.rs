@@ -1,0 +1,358 @@
+//! What a record says, and how it is written: one line of JSON with its keys
+//! in this order. These bytes are what is hashed, for ever; a field that is
+//! added stands after those that are there.
+
+use std::fmt;
+
+use rusqlite::Connection;
+use serde::{Serialize, Serializer};
+use tollgate_domain::{
+    Attempt, BlockParts, Caller, DeviceNanos, FinishedAttempt, UtcTime, WorkerEpoch,
+};
+
+use super::note::hex;
+use super::tree::Hash;
+use crate::LedgerError;
+use crate::charge::reason_name;
+use crate::fault::FaultCap;
+use crate::post::RefusedBlock;
+
+/// The most bytes of an admin action's detail; of a longer one the hash is kept.
+const LONGEST_DETAIL: usize = 16 * 1024;
+
+/// An act of an admin, or of the gateway on an admin's behalf.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AdminAction {
+    /// Names it for ever: told twice, it is recorded once.
+    pub id: String,
+    /// When it was done.
+    pub at: UtcTime,
+    /// What was done: `key.created`, `config.loaded`, ...
+    pub operation: String,
+    /// Who did it, as far as it is known: `uid 0`, `admin key`.
+    pub actor: String,
+    /// Whose it concerns, where it concerns a tenant: the tenant, and the key.
+    pub user: Option<(String, Option<String>)>,
+    /// What else there is to say, as JSON.
+    pub detail: serde_json::Value,
+}
+
+/// What a record says beside its number and the hash before it.
+#[derive(Serialize)]
+pub(crate) struct Body<'a> {
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "time")]
+    time: Option<UtcTime>,
+    #[serde(rename = "operation.type")]
+    operation: &'a str,
+    outcome: &'a str,
+    #[serde(rename = "gpu.id", skip_serializing_if = "Option::is_none")]
+    gpu: Option<String>,
+    #[serde(rename = "user.id", skip_serializing_if = "Option::is_none")]
+    user: Option<User<'a>>,
+    #[serde(rename = "resource.consumption", skip_serializing_if = "Option::is_none")]
+    consumption: Option<Consumption>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    request: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    attempt: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    model: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    device_class: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    block: Option<BlockOf>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    actor: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    id: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    detail: Option<serde_json::Value>,
+}
+
+/// What a worker said in a block: the digest of its words, and, where not all
+/// of it was believed, why.
+#[derive(Clone, Copy)]
+pub(crate) struct Said<'a> {
+    pub(crate) digest: &'a [u8; 32],
+    pub(crate) struck: Option<&'a str>,
+}
+
+#[derive(Serialize)]
+struct User<'a> {
+    tenant: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    key: Option<&'a str>,
+}
+
+/// Whole nanoseconds and tokens.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Consumption {
+    /// An attempt's, or the most that is paid for one.
+    Attempt {
+        attributed_ns: u64,
+        reference_ns: u64,
+        prompt_tokens: u64,
+        cached_tokens: u64,
+        completion_tokens: u64,
+    },
+    /// A span of a device's life; the last four sum to the first.
+    Span { wall_ns: u64, tenants_ns: u64, overhead_ns: u64, idle_ns: u64, loss_ns: u64 },
+}
+
+#[derive(Serialize)]
+struct BlockOf {
+    epoch: String,
+    number: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    first_step: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    last_step: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sha256: Option<String>,
+}
+
+/// What stood in a ledger before its audit log began. In the order of the
+/// alphabet, so that JSON has one order however its maps are built.
+#[derive(Debug, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct Before {
+    pub(crate) attempts: u64,
+    pub(crate) blocks: u64,
+    /// SHA-256 over the digests of its blocks, in the order of the ledger.
+    pub(crate) blocks_sha256: String,
+    pub(crate) fault_caps: u64,
+    /// Over the JSON lines of its caps, as `check` writes them again.
+    pub(crate) fault_caps_sha256: String,
+    /// The format of the file.
+    pub(crate) format: u32,
+    pub(crate) refused_blocks: u64,
+}
+
+/// The bytes of record `seq`, which follows the record of hash `prev`.
+pub(crate) fn text_of(seq: u64, prev: &Hash, body: &Body<'_>) -> Result<String, LedgerError> {
+    let body = body_of(body)?;
+    Ok(format!("{{\"seq\":{seq},\"prev\":\"{}\",{}", hex(prev), &body[1..]))
+}
+
+/// What a body adds to a record, as JSON of its own.
+pub(crate) fn body_of(body: &Body<'_>) -> Result<String, LedgerError> {
+    serde_json::to_string(body).map_err(|error| LedgerError::Damaged(error.to_string()))
+}
+
+impl<'a> Body<'a> {
+    fn new(time: Option<UtcTime>, operation: &'a str, outcome: &'a str) -> Self {
+        Self {
+            time,
+            operation,
+            outcome,
+            gpu: None,
+            user: None,
+            consumption: None,
+            request: None,
+            attempt: None,
+            model: None,
+            device_class: None,
+            block: None,
+            actor: None,
+            id: None,
+            detail: None,
+        }
+    }
+
+    /// The first record.
+    pub(crate) fn genesis(before: Option<&Before>) -> Result<Self, LedgerError> {
+        let detail = serde_json::json!({ "before": before, "format": crate::schema::FORMAT });
+        Ok(Self { id: Some(GENESIS), detail: Some(detail), ..Self::new(None, GENESIS, "done") })
+    }
+
+    /// An attempt that ended, as its worker measured it.
+    pub(crate) fn attempt(parts: &'a BlockParts, finished: &'a FinishedAttempt) -> Self {
+        let FinishedAttempt { caller, attempt, usage, stages: _, reason, finished: at } = finished;
+        Self {
+            gpu: Some(gpu(parts)),
+            consumption: Some(Consumption::Attempt {
+                attributed_ns: usage.attributed.nanos(),
+                reference_ns: usage.reference.nanos(),
+                prompt_tokens: usage.prompt_tokens,
+                cached_tokens: usage.cached_tokens,
+                completion_tokens: usage.completion_tokens,
+            }),
+            model: Some(parts.model.as_str()),
+            device_class: Some(parts.device.class.as_str()),
+            block: Some(BlockOf::named(parts.epoch, parts.number)),
+            ..Self::of_attempt(caller, attempt, *at, "inference", reason_name(*reason))
+        }
+    }
+
+    /// The most that a tenant pays for an attempt that ended by our fault.
+    pub(crate) fn cap(cap: &'a FaultCap) -> Self {
+        let FaultCap { caller, attempt, model, class, payable, at } = cap;
+        Self {
+            consumption: Some(Consumption::Attempt {
+                attributed_ns: payable.attributed.nanos(),
+                reference_ns: payable.reference.nanos(),
+                prompt_tokens: payable.prompt_tokens,
+                cached_tokens: payable.cached_tokens,
+                completion_tokens: payable.completion_tokens,
+            }),
+            model: Some(model.as_str()),
+            device_class: Some(class.as_str()),
+            ..Self::of_attempt(caller, attempt, *at, "correction", "fault")
+        }
+    }
+
+    fn of_attempt(
+        caller: &'a Caller,
+        attempt: &'a Attempt,
+        at: UtcTime,
+        operation: &'a str,
+        outcome: &'a str,
+    ) -> Self {
+        Self {
+            user: Some(User { tenant: caller.tenant.as_str(), key: Some(caller.key.as_str()) }),
+            request: Some(attempt.request.as_str()),
+            attempt: Some(attempt.attempt),
+            ..Self::new(Some(at), operation, outcome)
+        }
+    }
+
+    /// A span of a device's life; the digest stands for its every field.
+    pub(crate) fn block(parts: &'a BlockParts, digest: &[u8], said: Said<'_>) -> Self {
+        let tenants: DeviceNanos = parts.shares.iter().map(|share| share.attributed).sum();
+        let end = UtcTime(parts.started.0.saturating_add(parts.wall.nanos()));
+        Self {
+            gpu: Some(gpu(parts)),
+            consumption: Some(Consumption::Span {
+                wall_ns: parts.wall.nanos(),
+                tenants_ns: tenants.nanos(),
+                overhead_ns: parts.overhead.nanos(),
+                idle_ns: parts.idle.nanos(),
+                loss_ns: parts.loss.nanos(),
+            }),
+            model: Some(parts.model.as_str()),
+            device_class: Some(parts.device.class.as_str()),
+            block: Some(BlockOf {
+                first_step: Some(parts.first_step),
+                last_step: Some(parts.last_step),
+                sha256: Some(hex(digest)),
+                ..BlockOf::named(parts.epoch, parts.number)
+            }),
+            detail: said.struck.map(
+                |reason| serde_json::json!({ "reason": reason, "said_sha256": hex(said.digest) }),
+            ),
+            ..Self::new(Some(end), "metering", said.struck.map_or("posted", |_| "struck"))
+        }
+    }
+
+    /// A block that was refused for good.
+    pub(crate) fn refused(refused: &RefusedBlock) -> Self {
+        let RefusedBlock { worker, epoch, number, reason, at } = refused;
+        Self {
+            gpu: Some(format!("worker/{worker}")),
+            block: Some(BlockOf::named(*epoch, *number)),
+            detail: Some(serde_json::json!({ "reason": reason })),
+            ..Self::new(Some(*at), "metering", "refused")
+        }
+    }
+
+    /// What an admin did.
+    pub(crate) fn action(action: &'a AdminAction) -> Self {
+        let AdminAction { id, at, operation, actor, user, detail } = action;
+        let mut detail = detail.clone();
+        let text = detail.to_string();
+        if text.len() > LONGEST_DETAIL {
+            let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, text.as_bytes());
+            detail = serde_json::json!({ "bytes": text.len(), "sha256": hex(digest.as_ref()) });
+        }
+        let user = user.as_ref().map(|(tenant, key)| User { tenant, key: key.as_deref() });
+        Self {
+            user,
+            actor: Some(actor),
+            id: Some(id),
+            detail: Some(detail).filter(|detail| !detail.is_null()),
+            ..Self::new(Some(*at), operation, "done")
+        }
+    }
+}
+
+impl BlockOf {
+    fn named(epoch: WorkerEpoch, number: u64) -> Self {
+        Self { epoch: epoch.to_string(), number, first_step: None, last_step: None, sha256: None }
+    }
+}
+
+impl Before {
+    /// Whether there is nothing older than the log.
+    pub(crate) fn is_nothing(&self) -> bool {
+        [self.blocks, self.attempts, self.fault_caps, self.refused_blocks] == [0; 4]
+    }
+
+    /// What stands in `connection`, all of it without records yet.
+    pub(crate) fn read(connection: &Connection, format: u32) -> Result<Self, LedgerError> {
+        let count = |table: &str| -> Result<u64, LedgerError> {
+            let sql = format!("SELECT count(*) FROM {table} WHERE record_seq IS NULL");
+            Ok(connection.query_row(&sql, [], |row| row.get(0))?)
+        };
+        Ok(Self {
+            format,
+            blocks: count("blocks")?,
+            attempts: count("attempts")?,
+            fault_caps: count("fault_caps")?,
+            refused_blocks: count("refused_blocks")?,
+            blocks_sha256: sha256_of_rows(
+                connection,
+                "SELECT lower(hex(digest)) FROM blocks WHERE record_seq IS NULL
+                 ORDER BY epoch_id, block",
+            )?,
+            fault_caps_sha256: sha256_of_rows(
+                connection,
+                "SELECT json_array(request_id, tenant, key, attempt, prompt_tokens, cached_tokens,
+                   completion_tokens, attributed_ns, reference_ns)
+                 FROM fault_caps JOIN callers ON callers.id = caller_id WHERE record_seq IS NULL
+                 ORDER BY request_id, caller_id, attempt",
+            )?,
+        })
+    }
+}
+
+/// SHA-256 over the texts that a query gives, a newline after each.
+fn sha256_of_rows(connection: &Connection, query: &str) -> Result<String, LedgerError> {
+    let mut context = aws_lc_rs::digest::Context::new(&aws_lc_rs::digest::SHA256);
+    let mut statement = connection.prepare(query)?;
+    let mut rows = statement.query([])?;
+    while let Some(row) = rows.next()? {
+        let text: String = row.get(0)?;
+        context.update(text.as_bytes());
+        context.update(b"\n");
+    }
+    Ok(hex(context.finish().as_ref()))
+}
+
+/// The vendor's id of the device; where it has none, its worker's name.
+fn gpu(parts: &BlockParts) -> String {
+    if parts.device.uuid.is_empty() {
+        format!("worker/{}", parts.worker)
+    } else {
+        parts.device.uuid.clone()
+    }
+}
+
+/// `2026-11-20T12:00:00.000000000Z`
+fn time<S: Serializer>(time: &Option<UtcTime>, serializer: S) -> Result<S::Ok, S::Error> {
+    struct Shown(UtcTime);
+    impl fmt::Display for Shown {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            let of_day = self.0.unix_seconds() % 86_400;
+            let (hours, minutes, seconds) = (of_day / 3_600, of_day / 60 % 60, of_day % 60);
+            let nanos = self.0.0 % 1_000_000_000;
+            write!(f, "{}T{hours:02}:{minutes:02}:{seconds:02}.{nanos:09}Z", self.0.day())
+        }
+    }
+    match time {
+        Some(time) => serializer.collect_str(&Shown(*time)),
+        None => serializer.serialize_none(),
+    }
+}
+
+/// The operation of the first record.
+pub(crate) const GENESIS: &str = "ledger.genesis";

@@ -1,0 +1,303 @@
+//! The Merkle tree of RFC 6962, section 2.1: its hashes, its root as leaves
+//! come, and the path from a leaf to a root. Of the inner nodes only every
+//! eighth level is kept; what lies between is hashed again when a path is
+//! asked for, at most a few hundred hashes a level.
+
+use aws_lc_rs::digest::{Context, SHA256, digest};
+use rusqlite::{Connection, params};
+
+use crate::LedgerError;
+
+/// A SHA-256 hash: of a leaf, an inner node, or a root.
+pub(crate) type Hash = [u8; 32];
+
+/// Levels from one kept level to the next: a node in 256 is kept.
+const KEPT_LEVELS: u32 = 8;
+
+/// The perfect subtrees of which the tree of the first `size` leaves is made,
+/// largest first: all that its root needs, and all that the next leaf needs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Frontier {
+    size: u64,
+    /// One for each bit that is set in `size`.
+    peaks: Vec<Hash>,
+}
+
+impl Frontier {
+    /// The frontier of the first `size` leaves that are kept in `connection`.
+    pub(crate) fn load(connection: &Connection, size: u64) -> Result<Self, LedgerError> {
+        let mut peaks = Vec::new();
+        for level in (0..u64::BITS).rev().filter(|level| size >> level & 1 == 1) {
+            // What stands before this subtree, in units of its own width.
+            peaks.push(perfect(connection, level, (size >> level) - 1)?);
+        }
+        Ok(Self { size, peaks })
+    }
+
+    /// How many leaves there are.
+    pub(crate) fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// The subtrees' hashes, largest first.
+    pub(crate) fn peaks(&self) -> &[Hash] {
+        &self.peaks
+    }
+
+    /// Adds a leaf; `complete` is told of every inner node that this makes
+    /// whole: its level, its position within the level, its hash.
+    pub(crate) fn push(&mut self, leaf: Hash, mut complete: impl FnMut(u32, u64, &Hash)) {
+        let mut hash = leaf;
+        for level in 1..=self.size.trailing_ones() {
+            let left = self.peaks.pop().expect("a peak for each bit of the size");
+            hash = node(&left, &hash);
+            complete(level, self.size >> level, &hash);
+        }
+        self.peaks.push(hash);
+        self.size += 1;
+    }
+
+    /// The root: the right subtrees first, as RFC 6962 splits.
+    pub(crate) fn root(&self) -> Hash {
+        let joined = self.peaks.iter().rev().copied().reduce(|right, left| node(&left, &right));
+        joined.unwrap_or_else(|| hash_of(digest(&SHA256, b"")))
+    }
+}
+
+/// `SHA-256(0x00 || bytes)`
+pub(crate) fn leaf(bytes: &[u8]) -> Hash {
+    let mut context = Context::new(&SHA256);
+    context.update(&[0x00]);
+    context.update(bytes);
+    hash_of(context.finish())
+}
+
+/// `SHA-256(0x01 || left || right)`
+fn node(left: &Hash, right: &Hash) -> Hash {
+    let mut context = Context::new(&SHA256);
+    context.update(&[0x01]);
+    context.update(left);
+    context.update(right);
+    hash_of(context.finish())
+}
+
+fn hash_of(digest: aws_lc_rs::digest::Digest) -> Hash {
+    let mut hash = [0; 32];
+    hash.copy_from_slice(digest.as_ref());
+    hash
+}
+
+/// Whether nodes of `level` are kept in the database.
+pub(crate) fn is_kept(level: u32) -> bool {
+    level > 0 && level.is_multiple_of(KEPT_LEVELS)
+}
+
+/// The siblings on the way from leaf `index` to the root of the first `size`
+/// leaves, lowest first: `PATH(index, D[size])` of RFC 6962, section 2.1.1.
+pub(crate) fn path(
+    connection: &Connection,
+    index: u64,
+    size: u64,
+) -> Result<Vec<Hash>, LedgerError> {
+    assert!(index < size, "leaf {index} is not among {size}");
+    let (mut begin, mut end) = (0, size);
+    let mut siblings = Vec::new();
+    while end - begin > 1 {
+        let middle = begin + widest_left(end - begin);
+        let sibling = if index < middle {
+            let right = range(connection, middle, end)?;
+            end = middle;
+            right
+        } else {
+            let left = range(connection, begin, middle)?;
+            begin = middle;
+            left
+        };
+        siblings.push(sibling);
+    }
+    siblings.reverse();
+    Ok(siblings)
+}
+
+/// The largest power of two below `width`, which is at least 2.
+fn widest_left(width: u64) -> u64 {
+    1 << (u64::BITS - 1 - (width - 1).leading_zeros())
+}
+
+/// The hash over leaves `begin` to `end`, a range as the tree splits.
+fn range(connection: &Connection, begin: u64, end: u64) -> Result<Hash, LedgerError> {
+    let width = end - begin;
+    if width.is_power_of_two() {
+        return perfect(connection, width.trailing_zeros(), begin / width);
+    }
+    let middle = begin + widest_left(width);
+    Ok(node(&range(connection, begin, middle)?, &range(connection, middle, end)?))
+}
+
+/// The node at `level` and `position` of a perfect subtree.
+fn perfect(connection: &Connection, level: u32, position: u64) -> Result<Hash, LedgerError> {
+    if level > 0 && !is_kept(level) {
+        let left = perfect(connection, level - 1, 2 * position)?;
+        let right = perfect(connection, level - 1, 2 * position + 1)?;
+        return Ok(node(&left, &right));
+    }
+    let query = if level == 0 {
+        "SELECT hash FROM records WHERE ?1 = 0 AND seq = ?2"
+    } else {
+        "SELECT hash FROM record_nodes WHERE level = ?1 AND position = ?2"
+    };
+    let found: Vec<u8> = connection
+        .prepare_cached(query)?
+        .query_row(params![level, position], |row| row.get(0))
+        .map_err(|error| match error {
+            rusqlite::Error::QueryReturnedNoRows => LedgerError::Damaged(format!(
+                "the audit log has no hash {position} of level {level}"
+            )),
+            error => error.into(),
+        })?;
+    Hash::try_from(found).map_err(|_| LedgerError::Damaged("a hash of the audit log".to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// RFC 6962, section 2.1, word for word.
+    fn naive_root(leaves: &[Vec<u8>]) -> Hash {
+        match leaves {
+            [] => hash_of(digest(&SHA256, b"")),
+            [one] => leaf(one),
+            several => {
+                let mut k = 1;
+                while k * 2 < several.len() {
+                    k *= 2;
+                }
+                node(&naive_root(&several[..k]), &naive_root(&several[k..]))
+            }
+        }
+    }
+
+    /// RFC 6962, section 2.1.1, word for word.
+    fn naive_path(m: usize, leaves: &[Vec<u8>]) -> Vec<Hash> {
+        if leaves.len() == 1 {
+            return Vec::new();
+        }
+        let mut k = 1;
+        while k * 2 < leaves.len() {
+            k *= 2;
+        }
+        if m < k {
+            let mut path = naive_path(m, &leaves[..k]);
+            path.push(naive_root(&leaves[k..]));
+            path
+        } else {
+            let mut path = naive_path(m - k, &leaves[k..]);
+            path.push(naive_root(&leaves[..k]));
+            path
+        }
+    }
+
+    fn database(leaves: &[Vec<u8>]) -> (Connection, Frontier) {
+        let connection = Connection::open_in_memory().expect("opens");
+        connection
+            .execute_batch(
+                "CREATE TABLE records (seq INTEGER PRIMARY KEY, hash BLOB);
+                 CREATE TABLE record_nodes (level, position, hash, PRIMARY KEY (level, position));",
+            )
+            .expect("makes tables");
+        let mut frontier = Frontier::default();
+        for (seq, bytes) in leaves.iter().enumerate() {
+            let hash = leaf(bytes);
+            connection
+                .execute("INSERT INTO records VALUES (?1, ?2)", params![seq, &hash[..]])
+                .expect("inserts");
+            frontier.push(hash, |level, position, hash| {
+                if is_kept(level) {
+                    connection
+                        .execute(
+                            "INSERT INTO record_nodes VALUES (?1, ?2, ?3)",
+                            params![level, position, &hash[..]],
+                        )
+                        .expect("inserts");
+                }
+            });
+        }
+        (connection, frontier)
+    }
+
+    fn leaves(count: usize) -> Vec<Vec<u8>> {
+        (0..count).map(|index| format!("leaf {index}").into_bytes()).collect()
+    }
+
+    fn hex(hash: &Hash) -> String {
+        hash.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// The leaves and roots of the Certificate Transparency reference
+    /// implementation's tests (`merkle_tree_test.cc`, RFC 6962).
+    #[test]
+    fn roots_are_those_of_the_reference() {
+        let inputs: [&[u8]; 8] = [
+            &[],
+            &[0x00],
+            &[0x10],
+            &[0x20, 0x21],
+            &[0x30, 0x31],
+            &[0x40, 0x41, 0x42, 0x43],
+            &[0x50, 0x51, 0x52, 0x53, 0x54, 0x55, 0x56, 0x57],
+            &[
+                0x60, 0x61, 0x62, 0x63, 0x64, 0x65, 0x66, 0x67, 0x68, 0x69, 0x6a, 0x6b, 0x6c, 0x6d,
+                0x6e, 0x6f,
+            ],
+        ];
+        let roots = [
+            "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+            "6e340b9cffb37a989ca544e6bb780a2c78901d3fb33738768511a30617afa01d",
+            "fac54203e7cc696cf0dfcb42c92a1d9dbaf70ad9e621f4bd8d98662f00e3c125",
+            "aeb6bcfe274b70a14fb067a5e5578264db0fa9b51af5e0ba159158f329e06e77",
+            "d37ee418976dd95753c1c73862b9398fa2a2cf9b4ff0fdfe8b30cd95209614b7",
+            "4e3bbb1f7b478dcfe71fb631631519a3bca12c9aefca1612bfce4c13a86264d4",
+            "76e67dadbcdf1e10e1b74ddc608abd2f98dfb16fbce75277b5232a127f2087ef",
+            "ddb89be403809e325750d3d263cd78929c2942b7942a34b77e122c9594a74c8c",
+            "5dc9da79a70659a9ad559cb701ded9a2ab9d823aad2f4960cfe370eff4604328",
+        ];
+        let mut frontier = Frontier::default();
+        for (size, root) in roots.into_iter().enumerate() {
+            assert_eq!(hex(&frontier.root()), root, "{size} leaves");
+            if let Some(input) = inputs.get(size) {
+                frontier.push(leaf(input), |_, _, _| ());
+            }
+        }
+    }
+
+    #[test]
+    fn a_kept_level_is_crossed() {
+        let leaves = leaves(1_100);
+        let (connection, frontier) = database(&leaves);
+        assert_eq!(frontier.root(), naive_root(&leaves));
+        assert_eq!(Frontier::load(&connection, 1_100).expect("loads"), frontier);
+        for index in [0, 255, 256, 700, 1_023, 1_024, 1_099] {
+            let path = path(&connection, index as u64, 1_100).expect("reads");
+            assert_eq!(path, naive_path(index, &leaves), "leaf {index}");
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+
+        #[test]
+        fn roots_and_paths_are_those_of_the_definition(count in 1_usize..400, at in 0.0..1.0_f64) {
+            let leaves = leaves(count);
+            let (connection, frontier) = database(&leaves);
+            prop_assert_eq!(frontier.root(), naive_root(&leaves));
+            let size = 1 + (at * (count - 1) as f64) as usize;
+            let earlier = Frontier::load(&connection, size as u64).expect("loads");
+            prop_assert_eq!(earlier.root(), naive_root(&leaves[..size]));
+            let index = (at * size as f64) as usize % size;
+            let path = path(&connection, index as u64, size as u64).expect("reads");
+            prop_assert_eq!(path, naive_path(index, &leaves[..size]));
+        }
+    }
+}
