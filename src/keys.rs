@@ -172,7 +172,7 @@ fn open(place: &Place) -> Result<(Config, KeyStore)> {
         bail!("there is no data folder {}: `tollgate up` makes it", folder.display());
     }
     data::make(folder)?;
-    let store = KeyStore::open(folder)
+    let store = KeyStore::open_to_change(folder)
         .with_context(|| format!("the keys of data folder {}", folder.display()))?;
     Ok((config, store))
 }

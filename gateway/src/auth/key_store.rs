@@ -42,11 +42,19 @@ struct Shared {
 
 struct Database {
     connection: Connection,
+    used_for: Use,
     /// `PRAGMA data_version` as of the last look.
     version: i64,
     /// The number of the last change that is among the entries.
     changed: i64,
     names: Names,
+}
+
+/// What a store is opened for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Use {
+    Checking,
+    Changing,
 }
 
 /// What becomes of the requests that a revoked key has under way.
@@ -197,6 +205,19 @@ impl KeyStore {
     /// # Errors
     /// When a file cannot be made or read, or is of another format.
     pub fn open(data: &Path) -> Result<Self, KeyStoreError> {
+        Self::open_for(data, Use::Checking)
+    }
+
+    /// As [`Self::open`], for changing and listing keys only: none is read into
+    /// memory, so this is as quick with a million, and nobody is authenticated.
+    ///
+    /// # Errors
+    /// As for [`Self::open`].
+    pub fn open_to_change(data: &Path) -> Result<Self, KeyStoreError> {
+        Self::open_for(data, Use::Changing)
+    }
+
+    fn open_for(data: &Path, used_for: Use) -> Result<Self, KeyStoreError> {
         let path = data.join("pepper");
         let is_new = !path.exists();
         let mut connection = rows::open(&data.join("keys.db"))?;
@@ -208,8 +229,11 @@ impl KeyStore {
         let pepper = pepper::load_or_create(&path)?;
         let version = rows::data_version(&connection)?;
         let mut names = Names::default();
-        let (entries, changed) = load(&mut connection, &mut names)?;
-        let database = Database { connection, version, changed, names };
+        let (entries, changed) = match used_for {
+            Use::Checking => load(&mut connection, &mut names)?,
+            Use::Changing => (Entries::new(), 0),
+        };
+        let database = Database { connection, used_for, version, changed, names };
         Ok(Self {
             shared: Arc::new(Shared {
                 pepper,
@@ -426,6 +450,9 @@ impl KeyStore {
     /// Reads what changed since the last time into the entries: all of it, or
     /// nothing where it cannot be read.
     fn take_in(&self, database: &mut Database) -> Result<(), KeyStoreError> {
+        if database.used_for == Use::Changing {
+            return Ok(());
+        }
         let Database { connection, changed, names, .. } = database;
         let fault = rows::fault_at(connection);
         let transaction = connection.transaction().map_err(&fault)?;

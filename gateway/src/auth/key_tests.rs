@@ -324,13 +324,17 @@ fn options_are_checked() {
 fn followers_agree_with_the_table() {
     let data = tempfile::tempdir().expect("a folder");
     let (door, keys) = door(data.path());
-    let other = KeyStore::open(data.path()).expect("opens beside it");
+    let other = KeyStore::open_to_change(data.path()).expect("opens beside it");
     let wanted = (0..300).map(|_| (tenant("acme"), KeyOptions::default()));
     let mut news = other.create_all(wanted, at(100)).expect("creates");
     news.push(created(&keys, KeyOptions::default()));
     news.push(created(&other, KeyOptions::default()));
     other.revoke(&news[7].record.id, UnderWay::Finish, at(101)).expect("revokes");
     keys.refresh().expect("reads");
+    let beside = Authenticator::new(other.clone(), Vec::new()).expect("no issuers");
+    let shown = show(news[10].secret.expose());
+    assert!(beside.authenticate(&shown, None, at(102)).is_err(), "it checks nobody");
+    assert_eq!(other.list(None).expect("reads"), keys.list(None).expect("reads"));
     let works = |new: &NewKey| door.authenticate(&show(new.secret.expose()), None, at(102)).is_ok();
     for (number, new) in news.iter().enumerate() {
         assert_eq!(works(new), number != 7, "{number}");

@@ -276,3 +276,42 @@ fn thousands_of_trial_tenants_get_one_pool() {
         assert_eq!(more.len(), later, "{limit}");
     }
 }
+
+/// C18: who comes back against what it was told is refused before its body is
+/// read, for a reason that it is told; its neighbour is not, and an admin can
+/// lift it.
+#[tokio::test]
+async fn who_does_not_wait_is_penalised() {
+    let folder = Room::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let config = "[gateway.penalties]\nrefused_clients = 1\n\
+                  [plans.slow]\nrequests_per_minute = { limit = 1, burst = 1 }\n\
+                  [tenants.acme]\nplan = \"slow\"\n[tenants.other]\nplan = \"slow\"\n";
+    let room = Room::open(folder, config, &[&worker]).await;
+    for of in ["acme", "other"] {
+        let body = r#"{"model":"fake","prompt":"a"}"#;
+        let (response, ()) = tokio::join!(room.ask(of, "POST", "/v1/completions", body), async {
+            worker.run().await.answer("Hi.").await;
+        });
+        assert_eq!(response.status(), StatusCode::OK);
+    }
+    // Each is told to come back in a minute, which is all that one client may be.
+    let mut told = Vec::new();
+    for _ in 0..4 {
+        let response = room.ask("acme", "POST", "/v1/completions", "no JSON").await;
+        assert!(!header_of(&response, "retry-after-ms").is_empty());
+        let (status, body) = json(response).await;
+        assert_eq!(status, StatusCode::TOO_MANY_REQUESTS, "{body}");
+        told.push(body["error"]["message"].as_str().expect("a message").starts_with("Penalty"));
+    }
+    assert!(!told[0] && told[3], "the first has done nothing wrong: {told:?}");
+    let (penalties, now) = (&room.api.serving.penalties, room.api.serving.clock.now());
+    assert!(penalties.check(now, &tenant("other")).is_ok());
+    let listed = penalties.of_tenants(now);
+    assert_eq!(listed.len(), 1);
+    assert_eq!((&listed[0].offender, listed[0].offences), (&tenant("acme"), 4));
+    assert_eq!(penalties.lift_tenant(now, &tenant("acme")), 1);
+    let (_, body) = json(room.ask("acme", "POST", "/v1/completions", "no JSON").await).await;
+    let message = body["error"]["message"].as_str().expect("a message");
+    assert!(message.contains("1 requests a minute for tenant acme"), "{message}");
+}
