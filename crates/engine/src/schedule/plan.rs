@@ -1,6 +1,7 @@
 //! A step in the making: who is in it, with what, and who makes room.
 
 use std::cmp::Reverse;
+use std::collections::BTreeMap;
 
 use tollgate_domain::{DeviceNanos, SequenceId, SequenceWork, StepCost};
 
@@ -13,7 +14,7 @@ pub(super) struct Plan<'a> {
     view: &'a View<'a>,
     bounds: &'a Bounds,
     decisions: Decisions,
-    /// What runs, smallest counter first.
+    /// What runs, in order of arrival.
     batch: Vec<Member<'a>>,
     /// Chunks of what was admitted in this step.
     admitted: Vec<Chunk>,
@@ -30,7 +31,6 @@ pub(super) struct Plan<'a> {
 /// A running sequence and what becomes of it.
 struct Member<'a> {
     running: &'a Running,
-    standing: Standing,
     chunk: Option<Chunk>,
     preempted: bool,
 }
@@ -52,27 +52,33 @@ enum Scarce {
     Blocks,
 }
 
+/// A head, and whether it may use the last of the pool.
+struct Newcomer<'a> {
+    head: Head<'a>,
+    near_smallest: bool,
+}
+
+/// Who gives way first is less: of whoever is furthest ahead what was computed
+/// least, and of equals who came last.
+type Yielding = (Reverse<TenantStanding>, u32, Reverse<SequenceId>);
+
+/// Where a tenant stands: lower ones come first.
+type TenantStanding = (Tier, (Counter, NodeId), (Counter, NodeId));
+
 impl<'a> Plan<'a> {
     pub(super) fn new(view: &'a View<'a>, bounds: &'a Bounds) -> Self {
-        let mut batch: Vec<Member<'a>> = view
-            .running
-            .iter()
-            .map(|running| {
-                let standing = view.shares.standing(running.key);
-                Member { running, standing, chunk: None, preempted: false }
-            })
-            .collect();
-        batch.sort_unstable_by_key(|member| (member.standing, member.running.sequence));
+        let running = view.running;
         let room = Room {
             free: view.free_blocks,
-            sequences: view.running.iter().map(|running| 1 + running.followers).sum(),
-            promised: view.running.iter().map(|running| running.soon(running.blocks)).sum(),
+            sequences: running.iter().map(|running| 1 + running.followers).sum(),
+            promised: running.iter().map(|running| running.soon(running.blocks)).sum(),
         };
+        let member = |running| Member { running, chunk: None, preempted: false };
         Self {
             view,
             bounds,
             decisions: Decisions::default(),
-            batch,
+            batch: running.iter().map(member).collect(),
             admitted: Vec::new(),
             cost: bounds.table.step_cost(),
             room,
@@ -85,13 +91,13 @@ impl<'a> Plan<'a> {
 
     /// What was decided.
     pub(super) fn decisions(mut self) -> Decisions {
-        let (decoding, reading): (Vec<_>, Vec<_>) = self
-            .batch
-            .iter()
-            .filter_map(|member| Some((member.running.pending, member.chunk?)))
-            .partition(|&(pending, _)| pending == 1);
-        let chunks = decoding.into_iter().chain(reading).map(|(_, chunk)| chunk);
-        self.decisions.chunks = chunks.chain(self.admitted).collect();
+        let chunks = &mut self.decisions.chunks;
+        chunks.reserve(self.batch.len() + self.admitted.len());
+        for decodes in [true, false] {
+            let those = self.batch.iter().filter(|member| member.decodes() == decodes);
+            chunks.extend(those.filter_map(|member| member.chunk));
+        }
+        chunks.extend(self.admitted);
         self.decisions
     }
 
@@ -103,10 +109,14 @@ impl<'a> Plan<'a> {
     /// One token of every sequence that decodes; whoever needs a block that is
     /// not there takes it from whoever is furthest ahead.
     pub(super) fn decode(&mut self) {
-        for at in 0..self.batch.len() {
+        let decoding = |member: &Member<'_>| member.decodes();
+        // Whose turn it is matters only where blocks are asked for.
+        let grows = self.batch.iter().any(|member| member.decodes() && member.grows());
+        let order = if grows { self.in_order(decoding) } else { (0..self.batch.len()).collect() };
+        for at in order {
             let Member { running, preempted, .. } = self.batch[at];
             let full = self.tokens_left == 0 || self.rows_left == 0;
-            if running.pending != 1 || preempted || full {
+            if !self.batch[at].decodes() || preempted || full {
                 continue;
             }
             if let Some(blocks) = self.blocks_to_grow(at) {
@@ -121,25 +131,23 @@ impl<'a> Plan<'a> {
     /// Reads prompts while the box has room, smallest counter first: those
     /// that are in the batch, and those that come into it now.
     pub(super) fn read(&mut self) {
+        let readers = self.in_order(|member| !member.decodes());
+        let mut readers = readers.into_iter().peekable();
         let mut heads = Heads::new(self.view.shares, self.view.now);
         let mut blocked = false;
-        let mut next = 0;
         loop {
-            while self.batch.get(next).is_some_and(|member| !member.reads()) {
-                next += 1;
-            }
-            let reader = self.batch.get(next).map(|member| member.standing);
+            while readers.next_if(|&at| self.batch[at].preempted).is_some() {}
+            let reader = readers.peek().copied();
             let head = if blocked { None } else { heads.first() };
             let goes_on = match (reader, head) {
-                (Some(standing), head) if head.is_none_or(|head| standing <= head.standing) => {
-                    next += 1;
-                    self.read_on(next - 1)
+                (Some(at), head) if head.is_none_or(|head| self.standing(at) <= head.standing) => {
+                    readers.next();
+                    self.read_on(at)
                 }
                 (_, Some(head)) => {
                     let goes_on = self.has_room_to_read(head.waiting);
-                    blocked = goes_on && !self.make_room(&head);
+                    blocked = goes_on && !self.welcome(head);
                     if goes_on && !blocked {
-                        self.admit(&head);
                         heads.take(head.key);
                     }
                     goes_on
@@ -150,6 +158,18 @@ impl<'a> Plan<'a> {
                 return;
             }
         }
+    }
+
+    /// The members that `are` so, smallest counter first.
+    fn in_order(&self, are: impl Fn(&Member<'_>) -> bool) -> Vec<usize> {
+        let those = (0..self.batch.len()).filter(|&at| are(&self.batch[at]));
+        let mut those: Vec<(Standing, usize)> = those.map(|at| (self.standing(at), at)).collect();
+        those.sort_unstable();
+        those.into_iter().map(|(_, at)| at).collect()
+    }
+
+    fn standing(&self, at: usize) -> Standing {
+        self.view.shares.standing(self.batch[at].running.key)
     }
 
     /// Gives a sequence that is being read its next chunk; false if the step
@@ -170,42 +190,47 @@ impl<'a> Plan<'a> {
         true
     }
 
-    /// Brings a head into the batch, where there is room for it.
-    fn admit(&mut self, head: &Head<'_>) {
-        let &Waiting { sequence, rank, rows, pending, most, followers, .. } = head.waiting;
-        let tokens = self.chunk(0, pending, rows);
-        let needed = needed(head.waiting);
-        let blocks = reserved(needed, most).min(self.usable(self.room, head)).max(needed);
+    /// Brings a head into the batch if there is room for it, or if it can be
+    /// made; says whether it came in.
+    fn welcome(&mut self, head: Head<'_>) -> bool {
+        let near_smallest = self.is_near_smallest(&head.standing);
+        let newcomer = Newcomer { head, near_smallest };
+        let comes = self.make_room(&newcomer);
+        if comes {
+            self.admit(&newcomer);
+        }
+        comes
+    }
+
+    fn admit(&mut self, newcomer: &Newcomer<'_>) {
+        let Head { key, waiting, .. } = newcomer.head;
+        let &Waiting { sequence, rank, rows, tokens, pending, most, followers, .. } = waiting;
+        let needed = needed(waiting);
+        let blocks = reserved(needed, most).min(self.usable(self.room, newcomer)).max(needed);
         self.room.free -= blocks;
         self.room.sequences += 1 + followers;
-        self.room.promised += soon(head.waiting.tokens, most, followers, blocks);
-        self.decisions.admit.push((head.key, rank));
+        self.room.promised += soon(tokens, most, followers, blocks);
+        self.decisions.admit.push((key, rank));
+        let tokens = self.chunk(0, pending, rows);
         let chunk = Chunk { sequence, tokens, blocks, rows: chunk_rows(rows, tokens, pending) };
         self.first_read = false;
         self.count(chunk, 0);
         self.admitted.push(chunk);
     }
 
-    /// Sees to it that a head has room, if need be by taking the places of
+    /// Sees to it that a newcomer has room, if need be by taking the places of
     /// others; false, and nothing is taken, if that would not do.
-    fn make_room(&mut self, head: &Head<'_>) -> bool {
-        if self.fits(self.room, head) {
+    fn make_room(&mut self, newcomer: &Newcomer<'_>) -> bool {
+        if self.fits(self.room, newcomer) {
             return true;
         }
-        let mut ahead: Vec<usize> = (0..self.batch.len())
-            .filter(|&at| self.may_lose_place(&self.batch[at], &head.standing))
-            .collect();
-        if ahead.is_empty() {
-            return false;
-        }
-        let scarce = self.scarce(head);
-        ahead.retain(|&at| self.holds_more(&self.batch[at].standing, &head.standing, scarce));
-        ahead.sort_unstable_by_key(|&at| self.batch[at].cost_to_preempt());
+        let mut yielding = self.may_lose_place(&newcomer.head);
+        yielding.sort_unstable();
         let mut room = self.room;
-        for (index, &at) in ahead.iter().enumerate() {
+        for (index, &(_, at)) in yielding.iter().enumerate() {
             self.batch[at].leave(&mut room);
-            if self.fits(room, head) {
-                for &at in &ahead[..=index] {
+            if self.fits(room, newcomer) {
+                for &(_, at) in &yielding[..=index] {
                     self.preempt(at);
                 }
                 return true;
@@ -214,57 +239,60 @@ impl<'a> Plan<'a> {
         false
     }
 
-    /// What a head that does not fit is short of.
-    fn scarce(&self, head: &Head<'_>) -> Scarce {
+    /// Who may lose a place to a head: another tenant's, who is ahead of it by
+    /// more than the guard, holds more of what is scarce and had its place for
+    /// long enough.
+    fn may_lose_place(&self, head: &Head<'_>) -> Vec<(Yielding, usize)> {
+        let limit = Limit::new(self, &head.standing);
+        let rested = |running: &Running| {
+            running.preempted_at.is_none_or(|at| self.view.now.since(at) >= self.bounds.rest)
+        };
+        let mut ahead: Vec<(Standing, usize)> = (0..self.batch.len())
+            .filter(|&at| !self.batch[at].preempted && rested(self.batch[at].running))
+            .map(|at| (self.standing(at), at))
+            .filter(|(standing, _)| limit.is_passed_by(standing))
+            .collect();
+        if !ahead.is_empty() {
+            let held = self.held(head);
+            ahead.retain(|(standing, _)| self.holds_more(standing, &head.standing, &held));
+        }
+        ahead.into_iter().map(|(standing, at)| (self.yielding(at, &standing), at)).collect()
+    }
+
+    /// What every holder and tenant in the batch holds of what a head that does
+    /// not fit is short of.
+    fn held(&self, head: &Head<'_>) -> BTreeMap<NodeId, u32> {
         let places = self.room.sequences + 1 + head.waiting.followers;
-        if places > self.bounds.max_sequences { Scarce::Places } else { Scarce::Blocks }
-    }
-
-    /// Whether `one` holds more of what is scarce than `other` does, over their
-    /// weights. Counters follow what is held with a delay: without this, who is
-    /// behind would take place after place until it is as far ahead.
-    fn holds_more(&self, one: &Standing, other: &Standing, scarce: Scarce) -> bool {
-        if one.tier != other.tier {
-            return true;
-        }
-        let within = one.holder.1 == other.holder.1;
-        let id = |it: &Standing| if within { it.tenant.1 } else { it.holder.1 };
-        let held = |id: NodeId| {
-            let of_id = |it: &&Member<'_>| {
-                !it.preempted && [it.standing.holder.1, it.standing.tenant.1].contains(&id)
-            };
-            let held = self.batch.iter().filter(of_id).map(|member| match scarce {
-                Scarce::Places => 1 + member.running.followers,
-                Scarce::Blocks => member.running.blocks,
-            });
-            Counter::of(DeviceNanos(held.map(u64::from).sum()), self.view.shares.weight(id))
+        let scarce = match places > self.bounds.max_sequences {
+            true => Scarce::Places,
+            false => Scarce::Blocks,
         };
-        held(id(one)) > held(id(other))
-    }
-
-    /// Whether a member is of another tenant that is ahead of `head` by more
-    /// than the guard, and had its place for long enough.
-    fn may_lose_place(&self, member: &Member<'_>, head: &Standing) -> bool {
-        let rested = member
-            .running
-            .preempted_at
-            .is_none_or(|at| self.view.now.since(at) >= self.bounds.rest);
-        !member.preempted && rested && self.is_ahead(&member.standing, head)
-    }
-
-    /// Whether `one` is ahead of `other` by more than the guard, as `other`'s
-    /// weight counts it: where batch work stands beside interactive work, or
-    /// one tenant beside another; never within a tenant.
-    fn is_ahead(&self, one: &Standing, other: &Standing) -> bool {
-        if one.tier != other.tier {
-            return one.tier > other.tier;
+        let mut held = BTreeMap::new();
+        for (at, member) in self.batch.iter().enumerate().filter(|(_, member)| !member.preempted) {
+            let Standing { holder, tenant, .. } = self.standing(at);
+            for id in [holder.1, tenant.1] {
+                *held.entry(id).or_default() += match scarce {
+                    Scarce::Places => 1 + member.running.followers,
+                    Scarce::Blocks => member.running.blocks,
+                };
+            }
         }
-        let (one, other) = if one.holder.1 == other.holder.1 {
-            (one.tenant, other.tenant)
-        } else {
-            (one.holder, other.holder)
+        held
+    }
+
+    /// Whether `one` holds more than `other` does, over their weights. Counters
+    /// follow with a delay what is held: without this, who is behind would take
+    /// place after place until it is as far ahead.
+    fn holds_more(&self, one: &Standing, other: &Standing, held: &BTreeMap<NodeId, u32>) -> bool {
+        let over_weight = |id: NodeId| {
+            let held = held.get(&id).copied().unwrap_or(0);
+            Counter::of(DeviceNanos(held.into()), self.view.shares.weight(id))
         };
-        one.1 != other.1 && one.0 > self.guarded(other)
+        let (one_id, other_id) = match one.holder.1 == other.holder.1 {
+            true => (one.tenant.1, other.tenant.1),
+            false => (one.holder.1, other.holder.1),
+        };
+        one.tier != other.tier || over_weight(one_id) > over_weight(other_id)
     }
 
     fn guarded(&self, (counter, id): (Counter, NodeId)) -> Counter {
@@ -284,37 +312,38 @@ impl<'a> Plan<'a> {
         !below && near(standing.holder) && near(standing.tenant)
     }
 
-    /// Of `free` blocks those that may be used by who stands there.
-    fn allowed(&self, free: u32, standing: &Standing) -> u32 {
-        let kept = if self.is_near_smallest(standing) { 0 } else { self.headroom };
-        free.saturating_sub(kept)
+    /// Of `free` blocks those that may be used by who is or is not near the
+    /// smallest counter.
+    fn allowed(&self, free: u32, near_smallest: bool) -> u32 {
+        free.saturating_sub(if near_smallest { 0 } else { self.headroom })
     }
 
     /// Blocks for a newcomer: those who are there keep what they will want
     /// soon, and each follower will want one for its own tail.
-    fn usable(&self, room: Room, head: &Head<'_>) -> u32 {
+    fn usable(&self, room: Room, newcomer: &Newcomer<'_>) -> u32 {
         if room.sequences == 0 {
             return room.free;
         }
-        let kept = room.promised + head.waiting.followers;
-        self.allowed(room.free, &head.standing).saturating_sub(kept)
+        let kept = room.promised + newcomer.head.waiting.followers;
+        self.allowed(room.free, newcomer.near_smallest).saturating_sub(kept)
     }
 
-    fn fits(&self, room: Room, head: &Head<'_>) -> bool {
-        let followers = head.waiting.followers;
-        room.sequences + 1 + followers <= self.bounds.max_sequences
-            && needed(head.waiting) <= self.usable(room, head)
+    fn fits(&self, room: Room, newcomer: &Newcomer<'_>) -> bool {
+        let waiting = newcomer.head.waiting;
+        room.sequences + 1 + waiting.followers <= self.bounds.max_sequences
+            && needed(waiting) <= self.usable(room, newcomer)
     }
 
     /// Blocks that a running sequence should hold for its next tokens, grown
     /// ahead where the pool allows it. `None` if it had to be preempted itself.
     fn blocks_to_grow(&mut self, at: usize) -> Option<u32> {
-        let Member { running, standing, .. } = self.batch[at];
-        let needed = blocks_for(running.cached + running.pending);
-        if needed <= running.blocks {
+        let Member { running, .. } = self.batch[at];
+        if !self.batch[at].grows() {
             return Some(running.blocks);
         }
-        let mut usable = self.allowed(self.room.free, &standing);
+        let needed = blocks_for(running.cached + running.pending);
+        let near_smallest = self.is_near_smallest(&self.standing(at));
+        let mut usable = self.allowed(self.room.free, near_smallest);
         while usable < needed - running.blocks {
             let furthest = self.furthest_ahead(at);
             let before = self.room.free;
@@ -334,12 +363,19 @@ impl<'a> Plan<'a> {
     /// Who gives way to a sequence that needs a block: of its own tenant and
     /// those ahead of it the furthest, itself at last.
     fn furthest_ahead(&self, at: usize) -> usize {
-        let own = self.batch[at].standing.tenant();
+        let own = self.standing(at).tenant();
         (0..self.batch.len())
             .filter(|&other| !self.batch[other].preempted)
-            .filter(|&other| self.batch[other].standing.tenant() >= own)
-            .min_by_key(|&other| self.batch[other].cost_to_preempt())
+            .map(|other| (self.standing(other), other))
+            .filter(|(standing, _)| standing.tenant() >= own)
+            .min_by_key(|(standing, other)| self.yielding(*other, standing))
+            .map(|(_, other)| other)
             .expect("whoever asks for blocks is itself still there")
+    }
+
+    fn yielding(&self, at: usize, standing: &Standing) -> Yielding {
+        let Running { computed, sequence, .. } = *self.batch[at].running;
+        (Reverse(standing.tenant()), computed, Reverse(sequence))
     }
 
     fn preempt(&mut self, at: usize) {
@@ -407,16 +443,14 @@ impl<'a> Plan<'a> {
 }
 
 impl Member<'_> {
-    /// Whether it still has a prompt to read, or to read again.
-    fn reads(&self) -> bool {
-        self.running.pending > 1 && !self.preempted
+    /// Whether all that it feeds is its next token.
+    fn decodes(&self) -> bool {
+        self.running.pending == 1
     }
 
-    /// Who is preempted first has the least: of whoever is furthest ahead what
-    /// was computed least, and of equals who came last.
-    fn cost_to_preempt(&self) -> impl Ord + use<> {
-        let Running { computed, sequence, .. } = *self.running;
-        (Reverse(self.standing.tenant()), computed, Reverse(sequence))
+    /// Whether its next tokens want more blocks than it has.
+    fn grows(&self) -> bool {
+        blocks_for(self.running.cached + self.running.pending) > self.running.blocks
     }
 
     /// Gives back all that it has.
@@ -437,9 +471,36 @@ impl Running {
 }
 
 impl Standing {
-    /// Where its tenant stands.
-    fn tenant(&self) -> (Tier, (Counter, NodeId), (Counter, NodeId)) {
+    fn tenant(&self) -> TenantStanding {
         (self.tier, self.holder, self.tenant)
+    }
+}
+
+/// How far others may be ahead of a head.
+struct Limit {
+    tier: Tier,
+    holder: (Counter, NodeId),
+    tenant: (Counter, NodeId),
+}
+
+impl Limit {
+    fn new(plan: &Plan<'_>, head: &Standing) -> Self {
+        let guarded = |own: (Counter, NodeId)| (plan.guarded(own), own.1);
+        Self { tier: head.tier, holder: guarded(head.holder), tenant: guarded(head.tenant) }
+    }
+
+    /// Whether `standing` is beyond it: batch work beside interactive work
+    /// always, one holder beside another, or one tenant beside another of the
+    /// same holder; never within a tenant.
+    fn is_passed_by(&self, standing: &Standing) -> bool {
+        if standing.tier != self.tier {
+            return standing.tier > self.tier;
+        }
+        let (one, limit) = match standing.holder.1 == self.holder.1 {
+            true => (standing.tenant, self.tenant),
+            false => (standing.holder, self.holder),
+        };
+        one.1 != limit.1 && one.0 > limit.0
     }
 }
 
