@@ -34,7 +34,7 @@ use self::submission::{RequestOutcome, SubmitError};
 use self::turn::{Core, Turn};
 use crate::backend::{BLOCK_TOKENS, Backend, BackendError, StepLimits};
 use crate::meter::Totals;
-use crate::schedule::{Bounds, SchedulePolicy};
+use crate::schedule::{Bounds, SchedulePolicy, Spare};
 
 /// A running engine: its thread, and the way to it. Dropping this leaves the
 /// thread to itself; it is ended through its handle.
@@ -196,6 +196,13 @@ fn assemble(
         total_blocks: backend.kv_blocks(),
         guard: DeviceNanos(preemption_guard.as_nanos().min(u128::from(u64::MAX)) as u64),
         rest: preemption_rest,
+        spare: match policy {
+            SchedulePolicy::FirstComeFirstServed => Spare::default(),
+            _ => Spare {
+                places: max_sequences / SPARE_PARTS,
+                blocks: backend.kv_blocks() / SPARE_PARTS,
+            },
+        },
     };
     (Core::new(backend, bounds, policy, clock, journal, Arc::clone(&mailbox)), mailbox)
 }
@@ -223,6 +230,8 @@ fn close(mailbox: &Mailbox) {
     }
 }
 
+/// One part in so many of places and cache is kept free by whoever has half.
+const SPARE_PARTS: u32 = 32;
 /// How often an idle engine tells its journal so.
 const IDLE_BEAT: Duration = Duration::from_secs(1);
 

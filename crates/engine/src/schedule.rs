@@ -66,6 +66,17 @@ pub struct Bounds {
     pub guard: DeviceNanos,
     /// How long a sequence that lost its place keeps the next one.
     pub rest: Duration,
+    /// What whoever has half of the batch leaves to those who come.
+    pub spare: Spare,
+}
+
+/// A part of the batch that is kept free.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Spare {
+    /// Places.
+    pub places: u32,
+    /// KV blocks.
+    pub blocks: u32,
 }
 
 /// All that a decision depends on.

@@ -288,3 +288,147 @@ impl Measure {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use tollgate_domain::{Caller, KeyId, PoolName, RequestId, TenantId};
+
+    use super::*;
+    use crate::schedule::SchedulePolicy;
+
+    /// Four tenants with shares of their own, two of one pool, one in batch.
+    fn seat(number: u32) -> Seat {
+        let caller = Caller {
+            tenant: TenantId::new(&format!("tenant-{number}")).expect("a name"),
+            key: KeyId::new("key").expect("a name"),
+        };
+        let pool = PoolName::new("pool").expect("a name");
+        let pool = (4..6).contains(&number).then_some(&pool);
+        let tier = if number == 6 { Tier::Batch } else { Tier::Interactive };
+        Seat::new(SchedulePolicy::Fair, tier, pool, &caller, f64::from(1 + number % 3))
+    }
+
+    fn size(prompt_tokens: usize) -> Size {
+        Size { requests: 1, prompt_tokens, expected: DeviceNanos(1_000 * prompt_tokens as u64) }
+    }
+
+    fn key(number: usize) -> RequestKey {
+        (RequestId::new(&format!("req-{number}")).expect("a name"), 0)
+    }
+
+    /// What waits of each, as [`Lines`] should know it.
+    struct Known {
+        ticket: Ticket,
+        tokens: usize,
+        key: RequestKey,
+        begun: bool,
+    }
+
+    proptest! {
+        #[test]
+        fn no_more_waits_than_may_and_what_has_begun_stays(
+            acts in prop::collection::vec((0u32..7, 1usize..40, 0u32..6, any::<prop::sample::Index>()), 1..80),
+        ) {
+            let most = Size { requests: 12, prompt_tokens: 200, expected: DeviceNanos::ZERO };
+            let mut lines = Lines::default();
+            let mut known: Vec<Known> = Vec::new();
+            for (number, (who, tokens, what, which)) in acts.into_iter().enumerate() {
+                match what {
+                    0 if !known.is_empty() => {
+                        let gone = known.swap_remove(which.index(known.len()));
+                        prop_assert!(lines.remove(gone.ticket).is_some());
+                        prop_assert!(lines.remove(gone.ticket).is_none());
+                    }
+                    1 if !known.is_empty() => {
+                        let at = which.index(known.len());
+                        known[at].begun = true;
+                        lines.begin(known[at].ticket);
+                    }
+                    _ => {
+                        let (seat, size) = (seat(who), size(tokens));
+                        match lines.make_room(&seat, &size, &most) {
+                            Some(gone) => {
+                                for key in gone {
+                                    let at = known.iter().position(|it| it.key == key);
+                                    let gone = known.swap_remove(at.expect("it waited"));
+                                    prop_assert!(!gone.begun, "what has begun stays");
+                                }
+                                let key = key(number);
+                                let queued = Queued { key: key.clone(), seat, size };
+                                let ticket = lines.push(queued);
+                                known.push(Known { ticket, tokens, key, begun: false });
+                            }
+                            None => prop_assert!(
+                                known.len() == most.requests
+                                    || lines.size().prompt_tokens + tokens > most.prompt_tokens
+                            ),
+                        }
+                    }
+                }
+                let size = lines.size();
+                prop_assert_eq!(size.requests, known.len());
+                prop_assert_eq!(size.prompt_tokens, known.iter().map(|it| it.tokens).sum::<usize>());
+                prop_assert!(size.requests <= most.requests);
+                prop_assert!(size.prompt_tokens <= most.prompt_tokens);
+                prop_assert_eq!(lines.all.len(), known.len());
+            }
+            for Known { ticket, .. } in known {
+                lines.remove(ticket);
+            }
+            prop_assert_eq!(lines.size(), Size::default());
+            prop_assert!(lines.tiers.values().all(|line| line.parts.is_empty() && line.weight == 0));
+        }
+    }
+
+    fn filled(lines: &mut Lines, who: u32, count: usize) -> Vec<RequestKey> {
+        let keys: Vec<RequestKey> = (0..count).map(|i| key(100 * who as usize + i)).collect();
+        for key in keys.clone() {
+            lines.push(Queued { key, seat: seat(who), size: size(1) });
+        }
+        keys
+    }
+
+    #[test]
+    fn who_has_to_go() {
+        type Lengths = [(u32, usize); 3];
+        let cases: &[(&str, Lengths, u32, Option<u32>)] = &[
+            ("the longest", [(0, 5), (1, 3), (2, 2)], 2, Some(0)),
+            ("nobody: its own is the longest", [(0, 5), (1, 3), (2, 2)], 0, None),
+            ("nobody: its own would be as long", [(0, 4), (1, 3), (2, 3)], 1, None),
+            ("the longest, for who has none", [(0, 4), (1, 3), (2, 3)], 3, Some(0)),
+            ("batch work first", [(0, 8), (6, 1), (2, 1)], 0, Some(6)),
+            ("no interactive work for batch work", [(0, 8), (1, 1), (2, 1)], 6, None),
+            ("a pool is one line", [(4, 3), (5, 3), (0, 4)], 1, Some(5)),
+            ("within a pool, the longer", [(4, 6), (5, 2), (0, 2)], 5, Some(4)),
+            ("within a pool, its own", [(4, 6), (5, 2), (0, 2)], 4, None),
+        ];
+        for (name, lengths, newcomer, expected) in cases {
+            let mut lines = Lines::default();
+            let mut newest = BTreeMap::new();
+            for &(who, count) in lengths {
+                newest.insert(who, filled(&mut lines, who, count).pop());
+            }
+            let most = Size { requests: 10, prompt_tokens: 1_000, expected: DeviceNanos::ZERO };
+            let gone = lines.make_room(&seat(*newcomer), &size(1), &most);
+            let expected = expected.map(|who| newest[&who].iter().cloned().collect());
+            assert_eq!(gone, expected, "{name}");
+            assert_eq!(lines.size().requests, 10 - gone.map_or(0, |gone| gone.len()), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_wait_is_that_of_ones_own_line_on_its_share() {
+        let mut lines = Lines::default();
+        filled(&mut lines, 0, 90); // weight 1
+        filled(&mut lines, 1, 2); // weight 2
+        for (who, expected_us) in [
+            (3, 0),  // nothing of its own
+            (1, 3),  // two of its own on two thirds
+            (0, 92), // all there is
+            (6, 92), // batch work waits for everything
+        ] {
+            assert_eq!(lines.predicted_wait(&seat(who)).as_micros(), expected_us, "{who}");
+        }
+    }
+}

@@ -7,7 +7,7 @@ use tollgate_domain::{DeviceNanos, SequenceId, SequenceWork, StepCost};
 
 use super::heads::{Head, Heads};
 use super::shares::{Counter, NodeId, Shares, Standing, Waiting};
-use super::{Bounds, Chunk, Decisions, Rows, Running, Tier, View};
+use super::{Bounds, Chunk, Decisions, Rows, Running, Spare, Tier, View};
 use crate::kv::blocks_for;
 
 pub(super) struct Plan<'a> {
@@ -206,7 +206,8 @@ impl<'a> Plan<'a> {
         let Head { key, waiting, .. } = newcomer.head;
         let &Waiting { sequence, rank, rows, tokens, pending, most, followers, .. } = waiting;
         let needed = needed(waiting);
-        let blocks = reserved(needed, most).min(self.usable(self.room, newcomer)).max(needed);
+        let usable = self.usable(self.room, newcomer).saturating_sub(self.bounds.spare.blocks);
+        let blocks = reserved(needed, most).min(usable).max(needed);
         self.room.free -= blocks;
         self.room.sequences += 1 + followers;
         self.room.promised += soon(tokens, most, followers, blocks);
@@ -329,9 +330,36 @@ impl<'a> Plan<'a> {
     }
 
     fn fits(&self, room: Room, newcomer: &Newcomer<'_>) -> bool {
+        self.leaves(room, newcomer, self.bounds.spare)
+            || (self.leaves(room, newcomer, Spare::default())
+                && (room.sequences == 0 || !self.has_half(newcomer.head.standing.holder.1)))
+    }
+
+    /// Whether there is room for a newcomer and for `spare`.
+    fn leaves(&self, room: Room, newcomer: &Newcomer<'_>, spare: Spare) -> bool {
         let waiting = newcomer.head.waiting;
-        room.sequences + 1 + waiting.followers <= self.bounds.max_sequences
-            && needed(waiting) <= self.usable(room, newcomer)
+        let places = room.sequences + 1 + waiting.followers + spare.places;
+        let blocks = needed(waiting) + spare.blocks;
+        places <= self.bounds.max_sequences && blocks <= self.usable(room, newcomer)
+    }
+
+    /// Whether a holder has half of the places or of the pool.
+    fn has_half(&self, holder: NodeId) -> bool {
+        let (mut places, mut blocks) = (0, 0);
+        let stays = self.batch.iter().filter(|member| !member.preempted);
+        let stays = stays.map(|member| {
+            let Running { key, blocks, followers, .. } = *member.running;
+            (key, 1 + followers, blocks)
+        });
+        let comes = self.decisions.admit.iter().zip(&self.admitted);
+        let comes = comes.map(|(&(key, _), chunk)| (key, 1, chunk.blocks));
+        for (key, more_places, more_blocks) in stays.chain(comes) {
+            if self.view.shares.standing(key).holder.1 == holder {
+                places += more_places;
+                blocks += more_blocks;
+            }
+        }
+        2 * places >= self.bounds.max_sequences || 2 * blocks >= self.bounds.total_blocks
     }
 
     /// Blocks that a running sequence should hold for its next tokens, grown
@@ -353,7 +381,10 @@ impl<'a> Plan<'a> {
             }
             usable += self.room.free - before;
         }
-        let more = (reserved(needed, running.most) - running.blocks).min(usable);
+        let ahead = usable.saturating_sub(self.bounds.spare.blocks);
+        let more = (reserved(needed, running.most) - running.blocks)
+            .min(ahead)
+            .max(needed - running.blocks);
         let blocks = running.blocks + more;
         self.room.free -= more;
         self.room.promised -= running.soon(running.blocks) - running.soon(blocks);

@@ -200,6 +200,8 @@ struct Node {
     children: HashMap<Name, NodeId>,
     /// Children with requests.
     present: BTreeSet<(Counter, NodeId)>,
+    /// The same by what they have had, without what is predicted.
+    served: BTreeSet<(Counter, NodeId)>,
     /// Those of them with something in a line.
     in_line: BTreeSet<(Counter, NodeId)>,
     /// Children without requests whose counter is worth remembering.
@@ -309,8 +311,12 @@ impl Shares {
             return;
         }
         self.on_path(key, |parent, child, id| {
+            let served = child.served();
             child.attributed += attributed;
             child.predicted = child.predicted + to - from;
+            if parent.served.remove(&(served, id)) {
+                parent.served.insert((child.served(), id));
+            }
             let counter = child.reckon();
             let before = std::mem::replace(&mut child.counter, counter);
             if before == counter {
@@ -470,13 +476,17 @@ impl Shares {
             return;
         }
         let predicted = Counter::of(node.predicted, weight);
+        let served = node.served();
         node.base = node.counter.minus(predicted);
         node.attributed = DeviceNanos::ZERO;
         node.weight = weight;
         let (before, after) = (node.counter, node.reckon());
         node.counter = after;
-        let parent = node.parent;
+        let (parent, now_served) = (node.parent, node.served());
         let parent = self.node_mut(parent);
+        if parent.served.remove(&(served, id)) {
+            parent.served.insert((now_served, id));
+        }
         for set in [&mut parent.present, &mut parent.in_line, &mut parent.gone] {
             if set.remove(&(before, id)) {
                 set.insert((after, id));
@@ -495,16 +505,19 @@ impl Shares {
             node.base = node.base.plus(floor.minus(node.counter));
             node.counter = node.reckon();
         }
-        let counter = node.counter;
-        self.node_mut(parent).present.insert((counter, child));
+        let (counter, served) = (node.counter, node.served());
+        let above = self.node_mut(parent);
+        above.present.insert((counter, child));
+        above.served.insert((served, child));
     }
 
     /// A child has no requests any more. It is forgotten unless coming back
     /// would then give it what others have not had.
     fn depart(&mut self, parent: NodeId, child: NodeId) {
-        let counter = self.node(child).counter;
+        let (counter, served) = (self.node(child).counter, self.node(child).served());
         let above = self.node_mut(parent);
         above.present.remove(&(counter, child));
+        above.served.remove(&(served, child));
         above.last_gone = counter;
         above.gone.insert((counter, child));
         let floor = above.floor();
@@ -544,6 +557,7 @@ impl Node {
             waiting: 0,
             children: HashMap::new(),
             present: BTreeSet::new(),
+            served: BTreeSet::new(),
             in_line: BTreeSet::new(),
             gone: BTreeSet::new(),
             last_gone: Counter::default(),
@@ -554,9 +568,16 @@ impl Node {
         self.base.plus(Counter::of(self.attributed + self.predicted, self.weight))
     }
 
-    /// Where a child begins that comes now.
+    /// The counter without what is predicted.
+    fn served(&self) -> Counter {
+        self.base.plus(Counter::of(self.attributed, self.weight))
+    }
+
+    /// Where a child begins that comes now: beside whoever has had least. What
+    /// is only predicted of others' prompts is no time that they have had, and
+    /// a newcomer would stand behind it.
     fn floor(&self) -> Counter {
-        self.present.first().map_or(self.last_gone, |&(counter, _)| counter)
+        self.served.first().map_or(self.last_gone, |&(counter, _)| counter)
     }
 }
 

@@ -17,6 +17,7 @@ fn bounds() -> Bounds {
         total_blocks: 100,
         guard: GUARD,
         rest: Duration::from_secs(5),
+        spare: Spare::default(),
     }
 }
 
@@ -461,6 +462,39 @@ fn the_last_tenth_of_the_cache_is_for_who_is_near_the_smallest_counter() {
     }
 }
 
+#[test]
+fn what_is_spare_is_for_who_has_less_than_half() {
+    let one_place = Spare { places: 1, blocks: 0 };
+    let two_blocks = Spare { places: 0, blocks: 2 };
+    for (spare, running, free, who, expected) in [
+        (one_place, 7, 100, "hog", 0),
+        (one_place, 6, 100, "hog", 1),
+        (one_place, 7, 100, "other", 1),
+        (one_place, 8, 100, "other", 0),
+        // The hog's six hold 60 of 100 blocks; a newcomer wants two.
+        (two_blocks, 6, 3, "hog", 0),
+        (two_blocks, 6, 4, "hog", 1),
+        (two_blocks, 6, 3, "other", 1),
+        (two_blocks, 6, 1, "other", 0),
+    ] {
+        let mut scene = Scene::default();
+        for id in 1..=running {
+            let running = Running { blocks: 10, exclusive: 10, most: 160, ..decoding(id, 90) };
+            scene.runs(&seat("hog"), running);
+        }
+        scene.waits(&seat(who), waiting(20, 20));
+        let decisions = scene.decide(free, &Bounds { spare, ..bounds() });
+        assert_eq!(decisions.admit.len(), expected, "{spare:?} {running} {free} {who}");
+    }
+    // Nobody has half: what is spare is for all.
+    let mut scene = Scene::default();
+    for id in 1..=7 {
+        scene.runs(&seat(&format!("tenant-{id}")), decoding(id, 20));
+    }
+    scene.waits(&seat("tenant-1"), waiting(20, 20));
+    assert_eq!(scene.decide(50, &Bounds { spare: one_place, ..bounds() }).admit.len(), 1);
+}
+
 /// A state that the engine could be in: sequences with the blocks they need.
 #[derive(Clone, Debug)]
 struct State {
@@ -560,7 +594,8 @@ proptest! {
         }
         let running = scene.running.clone();
         let waiting: Vec<Waiting> = waiting.into_iter().map(|(_, waits)| waits).collect();
-        let bounds = Bounds { step_box: Duration::from_micros(box_us), ..bounds() };
+        let spare = Spare { places: free % 3, blocks: free % 5 };
+        let bounds = Bounds { step_box: Duration::from_micros(box_us), spare, ..bounds() };
         let decisions = scene.decide(free, &bounds);
         prop_assert_eq!(&scene.decide(free, &bounds), &decisions);
         let Decisions { refuse, preempt, chunks, .. } = &decisions;

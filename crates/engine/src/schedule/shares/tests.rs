@@ -53,6 +53,16 @@ fn idling_saves_no_credit() {
 }
 
 #[test]
+fn what_is_only_predicted_of_others_lifts_nobody() {
+    let mut shares = Shares::default();
+    let reader = shares.enter(&of(0));
+    shares.charge(reader, millis(100), DeviceNanos::ZERO, millis(840));
+    assert_eq!(shares.holder_counter(reader), counted(millis(940)));
+    let fresh = shares.enter(&of(1));
+    assert_eq!(shares.holder_counter(fresh), counted(millis(100)));
+}
+
+#[test]
 fn where_nobody_is_the_one_that_went_last_says_where_to_begin() {
     let mut shares = Shares::default();
     let (one, other) = (shares.enter(&of(0)), shares.enter(&of(1)));
@@ -246,6 +256,9 @@ fn check_invariants(shares: &Shares) {
             those.map(|&(id, child)| (child.counter, id)).collect()
         };
         assert_eq!(node.present, those(|child| child.requests > 0));
+        let served = children.iter().filter(|(_, child)| child.requests > 0);
+        let served: BTreeSet<_> = served.map(|&(id, child)| (child.served(), id)).collect();
+        assert_eq!(node.served, served);
         assert_eq!(node.in_line, those(|child| child.waiting > 0));
         assert_eq!(node.gone, those(|child| child.requests == 0));
     }
