@@ -345,7 +345,7 @@ fn on_and_off() -> Vec<Row> {
     let at_times = Sender::new("at-times", 0.0, Size::of(256, 256));
     let senders = [
         Sender::new("steady", 3.0, Size::of(256, 256)),
-        Sender { rate: Rate::OffOn(1.1, SPAN), ..at_times },
+        Sender { rate: Rate::OffOn(1.0, SPAN), ..at_times },
     ];
     let played = play(&Workload::new(&senders, LASTS, SEEDS.start), Fair, Until::TimeIsUp);
     check_sums(&played);

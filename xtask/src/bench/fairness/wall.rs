@@ -1,5 +1,7 @@
 //! The plays on a real clock, and the rows that come of them.
 
+use std::path::Path;
+
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
@@ -8,6 +10,7 @@ use super::play::{Moment, PATIENCE, Play, Played, Sender};
 use super::table::{Bound, Table, Wall};
 use crate::bench::build;
 use crate::bench::report::Report;
+use crate::run::{command, output};
 
 use Bound::{Above, AtLeast, AtMost};
 
@@ -77,6 +80,9 @@ const THROUGHPUT: [(usize, f64); 2] = [(0, 0.93), (2, 0.73)];
 /// Plays besides the attacks.
 const OTHERS: u64 = 7;
 
+/// The longest that a decision may take.
+const LONGEST_DECISION_US: f64 = 5.0;
+
 /// The longest that a play lasts, seconds of the model.
 const LONGEST: f64 = 300.0;
 
@@ -92,6 +98,7 @@ pub(super) fn run(wanted: &Wanted, report: &mut Report, table: &mut Table) -> Re
     let built = build(&options, &["-p", "tollgate"])?;
     build(&options, &["-p", "tollgate-loadtest", "--example", "mixed"])?;
     build(&options, &["-p", "tollgate-ledger", "--example", "watch"])?;
+    build(&options, &["-p", "tollgate-engine", "--example", "decide_speed"])?;
     let plays = 5 * wanted.seeds + OTHERS;
     let lasts = (wanted.minutes * 60.0 / plays as f64 * wanted.speed).min(LONGEST);
     report.fact("speed", wanted.speed);
@@ -106,7 +113,40 @@ pub(super) fn run(wanted: &Wanted, report: &mut Report, table: &mut Table) -> Re
     let exact = f64::from(u8::from(players.exact));
     table.add_wall("every play: the ledger's account is exact", "", Wall::new(exact, AtLeast(1.0)));
     report.fact("plays", players.told);
+    decisions(&players.built, table)
+}
+
+/// How long the scheduler takes to decide where ten thousand tenants wait.
+fn decisions(built: &Path, table: &mut Table) -> Result<()> {
+    let told = output(&mut command(&built.join("examples/decide_speed").to_string_lossy()))?;
+    let times = told.lines().filter_map(|line| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let [tenants, _running, full, admits, _charge] = words[..] else { return None };
+        (tenants == "10000").then_some([full, admits])
+    });
+    let times: Option<Vec<f64>> = times.flatten().map(microseconds).collect();
+    let times = times.filter(|times| !times.is_empty()).context("decide_speed told no times")?;
+    let longest = times.into_iter().fold(0.0, f64::max);
+    table.add_wall(
+        "a decision where 10,000 tenants wait",
+        "us",
+        Wall::new(longest, AtMost(LONGEST_DECISION_US)),
+    );
     Ok(())
+}
+
+/// A time as `{:?}` writes it.
+fn microseconds(text: &str) -> Option<f64> {
+    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.')?;
+    let (number, unit) = text.split_at(digits);
+    let factor = match unit {
+        "ns" => 1e-3,
+        "µs" => 1.0,
+        "ms" => 1e3,
+        "s" => 1e6,
+        _ => return None,
+    };
+    Some(number.parse::<f64>().ok()? * factor)
 }
 
 struct Players<'a> {
@@ -172,11 +212,8 @@ impl Players<'_> {
             let attack = &ATTACKS[index];
             let played = self.play(attack.name, FIRST_COME, attack.senders(), 0)?;
             let ratio = first_seed[index] / tokens_per_second(&played);
-            table.add_wall(
-                &format!("{}: tokens/s over first come, first served", attack.name),
-                "",
-                Wall::new(ratio, AtLeast(least)),
-            );
+            let name = format!("{}: tokens/s over first come, first served", attack.name);
+            table.add_wall(&name, "", self.throughput(ratio, least));
             if index == 0 {
                 let wait = first_token(&played, self.wanted.speed)?;
                 let mut control = Wall::new(wait, Above(100.0));
@@ -187,6 +224,15 @@ impl Players<'_> {
             }
         }
         Ok(())
+    }
+
+    /// What is under way at the end is in no count: that must not be much.
+    fn throughput(&self, ratio: f64, least: f64) -> Wall {
+        let mut throughput = Wall::new(ratio, AtLeast(least));
+        if self.lasts < LONGEST / 2.0 {
+            throughput.void = Some("too short a play to count what was answered".to_owned());
+        }
+        throughput
     }
 
     fn equals(&mut self, table: &mut Table) -> Result<()> {
@@ -238,7 +284,7 @@ impl Players<'_> {
         table.add_wall(
             "overload: tokens/s over first come, first served",
             "",
-            Wall::new(tokens_per_second(&fair) / tokens_per_second(&control), AtLeast(0.93)),
+            self.throughput(tokens_per_second(&fair) / tokens_per_second(&control), 0.93),
         );
         Ok(())
     }
@@ -343,4 +389,18 @@ fn largest_difference(series: &[Moment], from: f64, to: f64) -> f64 {
         most - least
     });
     spreads.fold(0.0, f64::max)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::microseconds;
+
+    #[test]
+    fn reads_times_as_they_are_written() {
+        for (text, expected) in [("250.00ns", 0.25), ("3.21µs", 3.21), ("1.5ms", 1_500.0)] {
+            let read = microseconds(text).expect("a time");
+            assert!((read - expected).abs() < 1e-9, "{text}: {read}");
+        }
+        assert_eq!(microseconds("fast"), None);
+    }
 }
