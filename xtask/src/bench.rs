@@ -16,6 +16,7 @@ mod h2load;
 mod machine;
 mod peers;
 mod process;
+mod refusal;
 mod report;
 mod tenants;
 mod tools;
@@ -48,8 +49,11 @@ pub fn run(name: &str, rest: &[&str]) -> Result<()> {
         "gateway" => gateway::run(&options, &mut report)?,
         "engine" => engine::run(&options, &mut report)?,
         "peers" => peers::run(&options, &mut report)?,
+        "refusal" => refusal::run(&options, &mut report)?,
         "tenants" => tenants::run(&options, &mut report)?,
-        _ => bail!("no such benchmark: {name} (there: gateway, engine, peers, tenants, fairness)"),
+        _ => bail!(
+            "no such benchmark: {name} (there: gateway, refusal, engine, peers, tenants, fairness)"
+        ),
     }
     report.end()?;
     print!("{report}");
