@@ -98,7 +98,7 @@ impl Stack {
         };
         // What nobody has read must not be read as the next request.
         let leftover = match unread {
-            Some(unread) => unread.end(&mut response).await,
+            Some(unread) => Box::pin(unread.end(&mut response)).await,
             None => None,
         };
         drop(in_flight);

@@ -213,14 +213,18 @@ fn answer(
         let has_body = !request.body().is_end_stream();
         let mut request =
             request.map(|body| if has_body { Body::new(body) } else { Body::empty() });
-        let answered = if let Some(bad) = bad {
-            stack.refuse(request, bad.into()).await
-        } else if is_closing {
-            stack.refuse(request, ApiError::Draining).await
-        } else {
-            request.extensions_mut().insert(peer);
-            stack.answer(request).await
-        };
+        // Boxed, because hyper moves this future several times before it runs.
+        let answered = Box::pin(async {
+            if let Some(bad) = bad {
+                stack.refuse(request, bad.into()).await
+            } else if is_closing {
+                stack.refuse(request, ApiError::Draining).await
+            } else {
+                request.extensions_mut().insert(peer);
+                stack.answer(request).await
+            }
+        })
+        .await;
         let Answer { mut response, leftover } = answered;
         if let Some(leftover) = leftover {
             tasks.spawn(leftover.drop_slowly());
