@@ -86,8 +86,8 @@ const LONGEST_DECISION_US: f64 = 5.0;
 /// The longest that a play lasts, seconds of the model.
 const LONGEST: f64 = 300.0;
 
-/// The part of a play until queues stand.
-const WARM: f64 = 0.1;
+/// Until queues stand, seconds of the model; at most half of a play.
+const WARM: f64 = 30.0;
 
 const FAIR: &str = "fair";
 const FIRST_COME: &str = "first_come";
@@ -279,7 +279,7 @@ impl Players<'_> {
         table.add_wall(
             "overload: largest difference of device time",
             "s",
-            Wall::new(largest_difference(&fair.series, 0.0, self.lasts), AtMost(8.0)),
+            Wall::new(largest_difference(&fair.series, self.warm(), self.lasts), AtMost(8.0)),
         );
         table.add_wall(
             "overload: tokens/s over first come, first served",
@@ -302,7 +302,7 @@ impl Players<'_> {
             "",
             Wall::new(jain, AtLeast(0.99)),
         );
-        let difference = largest_difference(&played.series, self.lasts * WARM, self.lasts);
+        let difference = largest_difference(&played.series, self.warm(), self.lasts);
         table.add_wall(
             "eight equals: largest difference of device time",
             "s",
@@ -311,9 +311,13 @@ impl Players<'_> {
         Ok(())
     }
 
+    fn warm(&self) -> f64 {
+        WARM.min(self.lasts / 2.0)
+    }
+
     /// Each tenant's device time once queues stand, in order of name.
     fn served(&self, played: &Played) -> Vec<f64> {
-        let part = between(&played.series, self.lasts * WARM, self.lasts);
+        let part = between(&played.series, self.warm(), self.lasts);
         let (Some(first), Some(last)) = (part.first(), part.last()) else { return Vec::new() };
         last.tenants.iter().map(|(tenant, (after, _))| after - first.tenants[tenant].0).collect()
     }
