@@ -73,6 +73,66 @@ async fn a_mixed_run_with_aborts_is_billed_to_the_nanosecond() {
     assert_eq!(usage["rows"][0]["requests"], 36, "{usage}");
 }
 
+/// T42: whoever leaves when, there is a usage row for each request, and what
+/// is billed is what the device did, to the nanosecond.
+#[tokio::test]
+async fn a_hundred_clients_leave_at_random_and_owe_what_was_done() {
+    // So many cancels would earn a penalty.
+    let penalties = "[gateway.penalties]\ncancels_per_minute = 10_000\n";
+    let mut gateway = Tollgate::with_config(&format!("{}{penalties}", support::OPEN));
+    let key = gateway.key("acme", &[]);
+    // A fixed seed: the same points each time, whatever the machine makes of them.
+    let mut drawn = 0x2545_f491_4f6c_dd1d_u64;
+    let mut draw = |below: u64| {
+        drawn ^= drawn << 13;
+        drawn ^= drawn >> 7;
+        drawn ^= drawn << 17;
+        drawn % below
+    };
+    let mut ids = Vec::new();
+    for _ in 0..10 {
+        let connection = gateway.connect(&key).await;
+        let mut leaving = tokio::task::JoinSet::new();
+        for _ in 0..10 {
+            let (connection, chunks, tokens) = (connection.clone(), draw(12), draw(300) as u32 + 1);
+            leaving.spawn(async move {
+                let request = count(tokens, true).to_string().into();
+                let mut response =
+                    connection.post("/v1/chat/completions", request).await.expect("answers");
+                assert_eq!(response.status(), 200);
+                let id = response.headers()["x-request-id"].to_str().expect("text").to_owned();
+                for _ in 0..chunks {
+                    if response.frame().await.is_none() {
+                        break; // it ended before its client left
+                    }
+                }
+                id // dropping the response resets the stream
+            });
+        }
+        ids.extend(leaving.join_all().await);
+    }
+    let connection = gateway.connect(&key).await;
+    let mut billed = 0;
+    for id in &ids {
+        let usage = posted(&connection, id).await;
+        assert_ne!(usage["reason"], "fault", "{usage}");
+        let entries = usage["entries"].as_array().expect("entries");
+        let sum: i64 = entries.iter().map(|e| e["amount_ns"].as_i64().expect("ns")).sum();
+        let charged = usage["attributed_ns"].as_i64().expect("a figure");
+        assert!(charged > 0 && charged == sum, "{usage}");
+        billed += charged;
+    }
+    assert_eq!(ids.len(), 100);
+    assert_eq!(gateway.stop(), Some(0));
+    assert_exact(&gateway);
+    let reader = Ledger::open_read_only(&gateway.data().join("ledger.db")).expect("a ledger");
+    let balances = reader.epochs().expect("reads").into_iter();
+    let balances: Vec<_> = balances.map(|epoch| reader.balance(epoch).expect("reads")).collect();
+    let done: i64 = balances.iter().map(|balance| balance.tenants_ns).sum();
+    assert_eq!(billed - done, 0);
+    assert_eq!(balances.iter().map(|balance| balance.loss_ns).sum::<i64>(), 0, "{balances:?}");
+}
+
 /// The usage of one request, once its end is in the ledger.
 async fn posted(connection: &tollgate_loadtest::client::Connection, id: &str) -> Value {
     let started = Instant::now();

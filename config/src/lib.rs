@@ -21,8 +21,8 @@ pub use crate::config::{Config, Model, Plan, Pool, Tenant};
 pub use crate::problem::{ConfigErrors, Place, Problem};
 pub use crate::sections::{
     ByteSize, ClientFrom, Connections, Deadlines, DeviceSelector, EngineKind, Gateway, Http2,
-    HttpsUrl, Issuer, JwtAlgorithm, JwtKeys, Penalties, Proxies, RequestLimits, SourceLimits,
-    Synthetic, SyntheticPolicy, Timeouts, Tls, Worker,
+    HttpsUrl, Idempotency, Issuer, JwtAlgorithm, JwtKeys, Penalties, Proxies, RequestLimits,
+    SourceLimits, Synthetic, SyntheticPolicy, Timeouts, Tls, Worker,
 };
 pub use crate::source::{Flags, Loaded, Sources};
 

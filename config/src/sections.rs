@@ -95,6 +95,8 @@ section! {
         requests: RequestLimits;
         /// Deadlines of a request.
         deadlines: Deadlines;
+        /// Requests that are sent again.
+        idempotency: Idempotency;
         /// What repeated offences earn.
         penalties: Penalties;
     }
@@ -226,6 +228,23 @@ section! {
         /// Tokens of an answer where the request says nothing; the model's
         /// context bounds it too.
         default_max_tokens: u32 = 1_024, 1..=1_000_000;
+    }
+}
+
+section! {
+    /// Requests that bring an Idempotency-Key: what is sent again is not run
+    /// again.
+    pub struct Idempotency {
+        /// How long a key stands for its request.
+        kept: Duration = DAY, seconds(60)..=DAY * 7;
+        /// Keys of one tenant within that time; requests beyond it are refused
+        /// unless they bring none.
+        keys_per_tenant: u32 = 100_000, 1..=10_000_000;
+        /// Memory for answers to give again, over all tenants; the oldest go
+        /// first. They are never written to disk.
+        answers: ByteSize = mib(64), ByteSize(0)..=mib(65_536);
+        /// The longest answer that is kept.
+        largest_answer: ByteSize = mib(1), ByteSize(0)..=mib(1_024);
     }
 }
 

@@ -124,6 +124,13 @@ impl Admitted {
         }
     }
 
+    /// Gives every limit back: it does not run after all.
+    pub(crate) fn give_back(self, serving: &Serving) {
+        if let Err(error) = self.hold.void(serving.clock.now()) {
+            tracing::warn!(request = %self.job.id, %error, "a hold ended before its request");
+        }
+    }
+
     /// Where the caller's limits stand after this request.
     pub(crate) fn figures(&self) -> &Figures {
         self.hold.figures()

@@ -9,6 +9,7 @@ mod chunks;
 mod completions;
 mod fields;
 mod job;
+mod keyed;
 mod logprobs;
 mod sse;
 mod telling;
@@ -16,16 +17,17 @@ mod whole;
 
 use std::sync::Arc;
 
+use axum::Router;
+use axum::body::{Body, Bytes};
 use axum::extract::{FromRef, Request, State};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use axum::{Router, body::Body};
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tollgate_admission::Figures;
 use tollgate_config::{Config, RequestLimits, Tenant};
-use tollgate_domain::{DeviceNanos, ModelName};
+use tollgate_domain::{DeviceNanos, ModelName, RequestId};
 
 pub(crate) use self::job::{Counting, Job};
 
@@ -36,8 +38,9 @@ use self::job::CountContext;
 use self::telling::Telling;
 use self::whole::Whole;
 use crate::auth::{AuthenticatedCaller, Authenticator, Endpoint};
+use crate::idempotency::{Ask, Claimed, IdempotencyKey, fingerprint};
 use crate::penalties::Penalties;
-use crate::pump::{self, Event, Receipt};
+use crate::pump::{self, Event, Failure, Receipt};
 use crate::reply::{ApiError, write_figures};
 use crate::serving::Serving;
 use crate::upstream::ServedModel;
@@ -121,7 +124,7 @@ async fn answer(
         return Err(ApiError::Draining);
     }
     let tenant = api.tenant(&caller, interface.endpoint)?;
-    let answered = Box::pin(serve(&api, &caller, tenant, request, interface.parse)).await;
+    let answered = Box::pin(serve(&api, &caller, tenant, request, &interface)).await;
     if let Err(error) = &answered {
         api.serving.penalties.answered(api.serving.clock.now(), &tenant.name, error);
     }
@@ -133,7 +136,7 @@ async fn serve(
     caller: &AuthenticatedCaller,
     tenant: &Tenant,
     request: Request,
-    parse: Parse,
+    interface: &Interface,
 ) -> Result<Response, ApiError> {
     let now = api.serving.clock.now();
     api.serving.penalties.check(now, caller.tenant())?;
@@ -146,8 +149,17 @@ async fn serve(
         return Err(ApiError::LedgerUnavailable);
     }
     // Given by the outermost layer, which believes no client about it.
-    let id = request.extensions().get().cloned().ok_or(ApiError::Internal)?;
-    let asked = api.read(request.into_body(), parse).await?;
+    let id: RequestId = request.extensions().get().cloned().ok_or(ApiError::Internal)?;
+    let key = IdempotencyKey::of(request.headers())?;
+    let body = api.read(request.into_body()).await?;
+    let first = match key {
+        None => None,
+        Some(key) => match api.claim(caller, interface.endpoint, key, (&id, &body)).await? {
+            Claimed::First(first) => Some(first),
+            Claimed::Repeat(answer) => return answer,
+        },
+    };
+    let asked = api.parse(&body, interface.parse)?;
     let model = api.model(caller, tenant, &asked.model)?;
     let context = CountContext {
         now: api.serving.clock.utc(),
@@ -163,8 +175,14 @@ async fn serve(
         reserved: admitted.expected,
         class: admitted.job.model.class.as_str().to_owned(),
     };
+    if let Some(first) = first {
+        return keyed::answer(&api.serving, first, head, admitted).await;
+    }
     let events = pump::start(&api.serving, admitted);
-    if head.streamed { tell_stream(head, events).await } else { tell_whole(head, events).await }
+    match head.streamed {
+        true => Ok(tell_stream(head, events).await?),
+        false => Ok(tell_whole(head, events).await?),
+    }
 }
 
 impl Api {
@@ -184,16 +202,33 @@ impl Api {
         })
     }
 
-    async fn read(&self, body: Body, parse: Parse) -> Result<Asked, ApiError> {
+    async fn read(&self, body: Body) -> Result<Bytes, ApiError> {
         let gateway = self.config.gateway();
         let limits = BodyLimits {
             size: gateway.requests.body.0,
             window: gateway.timeouts.body_progress,
             progress: gateway.timeouts.body_progress_bytes.0,
         };
-        let bytes = body::read(body, limits).await?;
-        let text = body::text(&bytes, gateway.requests.json_depth)?;
-        Ok(parse(text, &gateway.requests)?)
+        Ok(body::read(body, limits).await?)
+    }
+
+    /// Whether the request is the first with its key; a repeat waits for that.
+    async fn claim(
+        &self,
+        caller: &AuthenticatedCaller,
+        endpoint: Endpoint,
+        key: IdempotencyKey,
+        (id, body): (&RequestId, &Bytes),
+    ) -> Result<Claimed, ApiError> {
+        let fingerprint = fingerprint(endpoint.as_str(), body);
+        let (caller, request) = (caller.caller().clone(), id.clone());
+        self.serving.idempotency.claim(Ask { caller, key, fingerprint, request }).await
+    }
+
+    fn parse(&self, body: &Bytes, parse: Parse) -> Result<Asked, ApiError> {
+        let limits = &self.config.gateway().requests;
+        let text = body::text(body, limits.json_depth)?;
+        Ok(parse(text, limits)?)
     }
 
     /// The model named `name`, if the caller may use it and it is served now.
@@ -242,7 +277,7 @@ impl Head {
 }
 
 /// Collects the answer and sends it in one piece.
-async fn tell_whole(head: Head, mut events: mpsc::Receiver<Event>) -> Result<Response, ApiError> {
+async fn tell_whole(head: Head, mut events: mpsc::Receiver<Event>) -> Result<Response, Failure> {
     let mut whole = Whole::new(head.telling.clone());
     while let Some(event) = events.recv().await {
         match event {
@@ -250,7 +285,7 @@ async fn tell_whole(head: Head, mut events: mpsc::Receiver<Event>) -> Result<Res
             Event::PromptLogprobs { prompt, tokens } => whole.prompt_logprobs(prompt, &tokens),
             Event::ChoiceFinished { choice, reason } => whole.finished(choice, reason),
             Event::Restarted => whole.restart(),
-            Event::Failed(error) => return Err(error),
+            Event::Failed(failure) => return Err(failure),
             Event::Finished(receipt) => {
                 let mut response = Response::new(Body::from(whole.into_json(&receipt)));
                 let headers = response.headers_mut();
@@ -261,16 +296,16 @@ async fn tell_whole(head: Head, mut events: mpsc::Receiver<Event>) -> Result<Res
             }
         }
     }
-    Err(ApiError::Internal) // the task panicked
+    Err(Failure::UNKNOWN)
 }
 
 /// Waits for the first token, up to which a refusal is a plain status; then
 /// answers with a stream.
-async fn tell_stream(head: Head, mut events: mpsc::Receiver<Event>) -> Result<Response, ApiError> {
+async fn tell_stream(head: Head, mut events: mpsc::Receiver<Event>) -> Result<Response, Failure> {
     let first = loop {
         match events.recv().await {
-            None => return Err(ApiError::Internal), // the task panicked
-            Some(Event::Failed(error)) => return Err(error),
+            None => return Err(Failure::UNKNOWN),
+            Some(Event::Failed(failure)) => return Err(failure),
             Some(Event::Restarted) => {}
             Some(event) => break event,
         }

@@ -16,6 +16,7 @@ use tollgate_ledger::{LedgerError, LedgerHandle};
 use crate::admin::{self, AdminKey, AdminKeyError, Readiness};
 use crate::api::{self, Api};
 use crate::auth::{Authenticator, IssuerError, IssuerOptions, KeyStore};
+use crate::idempotency::{Idempotency, IntentsError};
 use crate::listener::{GateOptions, Listener, ListenerOptions};
 use crate::serving::{Serving, ServingOptions};
 use crate::source::{Proxies, SourceOptions, SourceRing};
@@ -58,6 +59,9 @@ pub enum GatewayError {
     /// What has been spent cannot be read.
     #[error("cannot read from the ledger what has been spent")]
     Spending(#[source] LedgerError),
+    /// What idempotency keys stand for cannot be read.
+    #[error(transparent)]
+    Idempotency(#[from] IntentsError),
     /// An address cannot be bound.
     #[error("cannot listen on {address}")]
     Listen {
@@ -116,6 +120,9 @@ impl GatewayService {
         limits::tell_of_missing_plans(&config, authenticator.keys());
         limits::restore_spend(&admission, &config, authenticator.keys(), spending, today);
 
+        let kept = config.gateway().idempotency.clone();
+        let idempotency = Idempotency::open(&data, kept, ledger.reader().clone(), clock.clone())?;
+
         // Addresses before workers: a port in use is found before work begins.
         let listen = config.gateway();
         let public = bind(listen.listen, listen.into(), &tls, &metrics)?;
@@ -129,6 +136,7 @@ impl GatewayService {
             config: Arc::clone(&config),
             keys: authenticator.keys().clone(),
             clock,
+            idempotency,
             deadlines: config.gateway().deadlines.clone(),
             metrics: Arc::clone(&metrics),
             stopping: stopping.clone(),

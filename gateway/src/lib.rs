@@ -8,6 +8,7 @@
 mod admit;
 mod api;
 pub mod auth;
+mod idempotency;
 mod limits;
 pub mod listener;
 mod models;
@@ -32,4 +33,5 @@ pub mod gateway;
 pub use auth::{AuthenticatedCaller, Authenticator};
 pub use clock::Clock;
 pub use gateway::{Gateway, GatewayError, GatewayOptions, GatewayService};
+pub use idempotency::IntentsError;
 pub use reply::ApiError;

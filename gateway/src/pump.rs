@@ -22,7 +22,7 @@ use tollgate_domain::block::{Attempt as AttemptId, Stages};
 use tollgate_domain::{DeviceNanos, Usage, WorkerEpoch};
 use tollgate_ledger::FaultCap;
 
-pub(crate) use self::event::{Delta, Ending, Event, Receipt, TokenLogprob};
+pub(crate) use self::event::{Delta, Ending, Event, Failure, Receipt, TokenLogprob};
 pub(crate) use self::in_flight::{InFlight, Stage};
 
 use self::attempt::Attempted;
@@ -188,7 +188,7 @@ impl Pump {
                     }
                     voided => voided,
                 };
-                (voided, Event::Failed(error))
+                (voided, Event::Failed(Failure { error, is_charged: false }))
             }
             Ended::Paid { usage, stages, error } => {
                 let spent = Spent { tokens: usage.total_tokens(), reference: usage.reference };
@@ -198,7 +198,7 @@ impl Pump {
                     self.serving.expected.learn(&caller.tenant, &job.model.name, tokens);
                 }
                 let event = match error {
-                    Some(error) => Event::Failed(error),
+                    Some(error) => Event::Failed(Failure { error, is_charged: true }),
                     None => {
                         let class = job.model.class.clone();
                         Event::Finished(Box::new(Receipt { usage, stages, class, reserved }))
@@ -210,7 +210,8 @@ impl Pump {
                 let usage = self.told_usage(&job);
                 self.serving.metrics.usage(&job.model.name, &job.model.class, &usage);
                 let spent = Spent { tokens: usage.total_tokens(), reference: usage.reference };
-                (hold.settle(now, spent), Event::Failed(error))
+                let failure = Failure { error, is_charged: true };
+                (hold.settle(now, spent), Event::Failed(failure))
             }
         };
         match resolved {

@@ -16,6 +16,7 @@ use std::time::Duration;
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
 use tollgate_admission::{Limit, Offence, Refusal};
+use tollgate_domain::RequestId;
 
 pub use self::envelope::Envelope;
 pub use self::figures::{duration_text, write_figures};
@@ -115,6 +116,8 @@ pub enum ApiError {
     },
     /// 429: one of the caller's limits does not allow it now, or ever.
     Limit(Box<Refusal>),
+    /// 409, 422 or 429: the request's `Idempotency-Key` stands in its way.
+    Idempotency(IdempotencyRefusal),
     /// 503: every worker's queue is full, or the wait would be too long.
     Overloaded {
         /// When a place is expected.
@@ -139,6 +142,28 @@ pub enum ApiError {
     Internal,
     /// 500 or a stream's error event: the worker was lost in mid-answer.
     WorkerLost,
+}
+
+/// What is wrong with a request that brings an `Idempotency-Key`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum IdempotencyRefusal {
+    /// 422: the key was used with another body.
+    OtherBody,
+    /// 409: the first request was charged, and its answer is gone.
+    Charged {
+        /// The first request.
+        request: RequestId,
+    },
+    /// 409: the first request is not settled yet.
+    Unsettled {
+        /// The first request.
+        request: RequestId,
+    },
+    /// 429: the tenant has as many keys in use as it may.
+    TooManyKeys {
+        /// How many.
+        limit: u32,
+    },
 }
 
 /// What kind of error a response is, as a metric's label. It rides in the
@@ -207,6 +232,13 @@ impl ApiError {
                 StatusCode::SERVICE_UNAVAILABLE
             }
             Self::Limit(_) => StatusCode::TOO_MANY_REQUESTS,
+            Self::Idempotency(refusal) => match refusal {
+                IdempotencyRefusal::OtherBody => StatusCode::UNPROCESSABLE_ENTITY,
+                IdempotencyRefusal::Charged { .. } | IdempotencyRefusal::Unsettled { .. } => {
+                    StatusCode::CONFLICT
+                }
+                IdempotencyRefusal::TooManyKeys { .. } => StatusCode::TOO_MANY_REQUESTS,
+            },
             Self::Overloaded { .. }
             | Self::Draining
             | Self::LedgerUnavailable
@@ -241,6 +273,7 @@ impl ApiError {
                 Offence::Cancels => "penalty_cancels",
             },
             Self::Limit(refusal) => refusal.limit.as_str(),
+            Self::Idempotency(_) => "idempotency",
             Self::Overloaded { .. } => "overloaded",
             Self::Draining => "draining",
             Self::LedgerUnavailable => "ledger_unavailable",
@@ -287,6 +320,20 @@ impl ApiError {
             Self::SourceLimit { .. } | Self::Penalty { .. } | Self::Limit(_) => {
                 ("rate_limit_error", Some("rate_limit_exceeded"))
             }
+            Self::Idempotency(refusal) => match refusal {
+                IdempotencyRefusal::OtherBody => {
+                    ("idempotency_error", Some("idempotency_key_reused"))
+                }
+                IdempotencyRefusal::Charged { .. } => {
+                    ("idempotency_error", Some("idempotency_answer_gone"))
+                }
+                IdempotencyRefusal::Unsettled { .. } => {
+                    ("idempotency_error", Some("idempotency_unsettled"))
+                }
+                IdempotencyRefusal::TooManyKeys { .. } => {
+                    ("rate_limit_error", Some("rate_limit_exceeded"))
+                }
+            },
             Self::Overloaded { .. } | Self::NoWorker { .. } => ("server_error", Some("overloaded")),
             Self::Draining => ("server_error", Some("draining")),
             Self::LedgerUnavailable => ("server_error", Some("ledger_unavailable")),
@@ -378,6 +425,7 @@ impl ApiError {
             )
             .into(),
             Self::Limit(refusal) => limit::message(refusal).into(),
+            Self::Idempotency(refusal) => refusal.message().into(),
             Self::Overloaded { retry_after: Some(wait) } => {
                 format!("All workers are busy. Try again in {}.", duration_text(*wait)).into()
             }
@@ -419,6 +467,10 @@ impl ApiError {
                 Some(Retry::After(retry_after.unwrap_or(OVERLOADED_RETRY)))
             }
             Self::NoWorker { .. } => Some(Retry::After(OVERLOADED_RETRY)),
+            Self::Idempotency(IdempotencyRefusal::Unsettled { .. }) => {
+                Some(Retry::After(UNSETTLED_RETRY))
+            }
+            Self::Idempotency(_) => Some(Retry::Never),
             Self::BodyTooSlow
             | Self::Draining
             | Self::LedgerUnavailable
@@ -441,6 +493,38 @@ impl ApiError {
             self,
             Self::BodyTooSlow | Self::BodyTooLarge { .. } | Self::HeadTooLarge | Self::Draining
         )
+    }
+}
+
+impl IdempotencyRefusal {
+    fn message(&self) -> String {
+        match self {
+            Self::OtherBody => {
+                "This Idempotency-Key was used with another request. Use a new key for a new \
+                 request."
+                    .to_owned()
+            }
+            Self::Charged { request } => format!(
+                "The first request with this Idempotency-Key was charged, and its answer is no \
+                 longer kept. See GET /v1/usage/{request} for its figures; use a new key to run \
+                 it again."
+            ),
+            Self::Unsettled { request } => format!(
+                "The first request with this Idempotency-Key, {request}, is not settled yet. Try \
+                 again in {}.",
+                duration_text(UNSETTLED_RETRY)
+            ),
+            Self::TooManyKeys { limit } => format!(
+                "Limit reached: {limit} values of Idempotency-Key in use by your tenant. Send the \
+                 request without one, or wait until older ones are forgotten."
+            ),
+        }
+    }
+}
+
+impl From<IdempotencyRefusal> for ApiError {
+    fn from(refusal: IdempotencyRefusal) -> Self {
+        Self::Idempotency(refusal)
     }
 }
 
@@ -486,6 +570,10 @@ fn quoted(text: &str) -> String {
 
 /// How much of a client's own words an error repeats.
 const QUOTED_CHARS: usize = 128;
+
+/// When a request of a gateway that died has been settled is not known: a few
+/// seconds after its worker's journal came.
+const UNSETTLED_RETRY: Duration = Duration::from_secs(5);
 
 /// When nothing better is known about an overload.
 const OVERLOADED_RETRY: Duration = Duration::from_secs(1);

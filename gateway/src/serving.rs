@@ -14,6 +14,7 @@ use tollgate_ledger::{Health, LedgerHandle};
 use crate::Clock;
 use crate::api::Counting;
 use crate::auth::KeyStore;
+use crate::idempotency::Idempotency;
 use crate::limits::LateSpend;
 use crate::penalties::Penalties;
 use crate::pump::InFlight;
@@ -33,6 +34,8 @@ pub(crate) struct ServingOptions {
     pub(crate) keys: KeyStore,
     /// The clock of limits and records.
     pub(crate) clock: Clock,
+    /// Requests that are sent again.
+    pub(crate) idempotency: Idempotency,
     /// A request's deadlines.
     pub(crate) deadlines: Deadlines,
     /// What is counted.
@@ -47,6 +50,7 @@ pub(crate) struct Serving {
     pub(crate) workers: Workers,
     pub(crate) books: Books,
     pub(crate) clock: Clock,
+    pub(crate) idempotency: Idempotency,
     pub(crate) deadlines: Deadlines,
     pub(crate) expected: ExpectedOutput,
     pub(crate) in_flight: InFlight,
@@ -73,6 +77,7 @@ impl Serving {
             config,
             keys,
             clock,
+            idempotency,
             deadlines,
             metrics,
             stopping,
@@ -100,6 +105,7 @@ impl Serving {
             workers,
             books,
             clock,
+            idempotency,
             deadlines,
             expected: ExpectedOutput::default(),
             in_flight,

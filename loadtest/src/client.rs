@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use http::header::{AUTHORIZATION, CONTENT_TYPE, HOST};
-use http::{HeaderValue, Method, Request, Response, Uri};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, Uri};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::client::conn::{http1, http2};
@@ -197,7 +197,7 @@ impl Connection {
     /// # Errors
     /// The connection broke.
     pub async fn get(&self, path: &str) -> Result<Response<Incoming>, ClientError> {
-        self.send(Method::GET, path, Bytes::new()).await
+        self.send(Method::GET, path, Bytes::new(), HeaderMap::new()).await
     }
 
     /// POSTs `json` to `path`.
@@ -205,7 +205,20 @@ impl Connection {
     /// # Errors
     /// The connection broke.
     pub async fn post(&self, path: &str, json: Bytes) -> Result<Response<Incoming>, ClientError> {
-        self.send(Method::POST, path, json).await
+        self.send(Method::POST, path, json, HeaderMap::new()).await
+    }
+
+    /// POSTs `json` to `path` with further `headers`.
+    ///
+    /// # Errors
+    /// The connection broke.
+    pub async fn post_with(
+        &self,
+        path: &str,
+        json: Bytes,
+        headers: HeaderMap,
+    ) -> Result<Response<Incoming>, ClientError> {
+        self.send(Method::POST, path, json, headers).await
     }
 
     /// DELETEs `path`.
@@ -213,7 +226,7 @@ impl Connection {
     /// # Errors
     /// The connection broke.
     pub async fn delete(&self, path: &str) -> Result<Response<Incoming>, ClientError> {
-        self.send(Method::DELETE, path, Bytes::new()).await
+        self.send(Method::DELETE, path, Bytes::new(), HeaderMap::new()).await
     }
 
     async fn send(
@@ -221,6 +234,7 @@ impl Connection {
         method: Method,
         path: &str,
         body: Bytes,
+        headers: HeaderMap,
     ) -> Result<Response<Incoming>, ClientError> {
         let uri = if self.is_http2() {
             format!("https://{}{path}", self.target.authority)
@@ -235,7 +249,8 @@ impl Connection {
         if !self.is_http2() {
             request = request.header(HOST, &self.target.authority);
         }
-        let request = request.body(Full::new(body))?;
+        let mut request = request.body(Full::new(body))?;
+        request.headers_mut().extend(headers);
         match &self.sender {
             Sender::Http1(sender) => {
                 let mut sender = sender.lock().await;

@@ -12,8 +12,7 @@ use tokio::time::timeout;
 
 use super::chunks::{Chunks, KEEP_ALIVE};
 use super::telling::Telling;
-use crate::pump::Event;
-use crate::reply::ApiError;
+use crate::pump::{Event, Failure};
 
 /// How long a stream is silent before it says that it lives.
 const SILENCE: Duration = Duration::from_secs(15);
@@ -54,7 +53,7 @@ impl Transcript {
                 },
             };
             // A task that panicked ends its events without a last one.
-            self.write(event.unwrap_or(Event::Failed(ApiError::Internal)), &mut out);
+            self.write(event.unwrap_or(Event::Failed(Failure::UNKNOWN)), &mut out);
             while !self.ended
                 && out.len() < GATHER
                 && let Ok(event) = self.events.try_recv()
@@ -78,8 +77,8 @@ impl Transcript {
                 self.chunks.end(&receipt, out);
                 self.ended = true;
             }
-            Event::Failed(error) => {
-                self.chunks.fail(&error, out);
+            Event::Failed(failure) => {
+                self.chunks.fail(&failure.error, out);
                 self.ended = true;
             }
         }

@@ -2,6 +2,7 @@
 //! answers, and whole requests through the routes against a fake worker.
 
 mod bounds;
+mod keyed;
 pub(crate) mod room;
 mod shapes;
 mod whole;

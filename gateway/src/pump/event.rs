@@ -21,7 +21,27 @@ pub(crate) enum Event {
     /// All is told and measured.
     Finished(Box<Receipt>),
     /// It ended badly.
-    Failed(ApiError),
+    Failed(Failure),
+}
+
+/// How a request ended badly.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Failure {
+    /// What the client hears.
+    pub(crate) error: ApiError,
+    /// Whether the tenant pays for what was done all the same.
+    pub(crate) is_charged: bool,
+}
+
+impl Failure {
+    /// Of a request whose task panicked; what it had done is not known.
+    pub(crate) const UNKNOWN: Self = Self { error: ApiError::Internal, is_charged: true };
+}
+
+impl From<Failure> for ApiError {
+    fn from(failure: Failure) -> Self {
+        failure.error
+    }
 }
 
 /// Text and tokens of one choice since its last delta. Whole characters only.

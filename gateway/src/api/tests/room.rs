@@ -20,6 +20,7 @@ use tower::ServiceExt;
 use crate::Clock;
 use crate::api::{Api, routes};
 use crate::auth::{Authenticator, KeyOptions, KeyStore};
+use crate::idempotency::Idempotency;
 use crate::serving::{Serving, ServingOptions};
 use crate::telemetry::Metrics;
 use crate::upstream::fake::FakeWorker;
@@ -74,6 +75,13 @@ impl Room {
             admission: Admission::new(AdmissionOptions::default()),
             config: Arc::clone(&config),
             keys: store.clone(),
+            idempotency: Idempotency::open(
+                folder.path(),
+                config.gateway().idempotency.clone(),
+                ledger.reader().clone(),
+                clock.clone(),
+            )
+            .expect("keys of before"),
             clock,
             deadlines: config.gateway().deadlines.clone(),
             metrics: Metrics::new(),
@@ -106,6 +114,18 @@ impl Room {
         path: &str,
         body: &str,
     ) -> Response<Body> {
+        self.ask_again(tenant, method, path, body, None).await
+    }
+
+    /// Answers a request of `tenant` with an idempotency key.
+    pub(crate) async fn ask_again(
+        &self,
+        tenant: &str,
+        method: &str,
+        path: &str,
+        body: &str,
+        again: Option<&str>,
+    ) -> Response<Body> {
         let number = self.drawn.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let (_, key) = self.keys.iter().find(|(name, _)| *name == tenant).expect("a tenant");
         let mut request = Request::builder()
@@ -114,6 +134,10 @@ impl Room {
             .header(header::AUTHORIZATION, format!("Bearer {key}"))
             .body(Body::from(body.to_owned()))
             .expect("a request");
+        if let Some(again) = again {
+            let again = again.parse().expect("a header's value");
+            request.headers_mut().insert("idempotency-key", again);
+        }
         request.extensions_mut().insert(RequestId::from_random(u128::from(number)));
         self.router.clone().oneshot(request).await.expect("routes do not fail")
     }

@@ -1,0 +1,193 @@
+//! Requests that are sent again with their `Idempotency-Key`.
+
+use futures_util::future::join_all;
+use http::{Response, StatusCode};
+use tokio::join;
+use tollgate_wire::v1::{FinishReason, RefusedReason};
+
+use super::room::{PLAIN, Room, header, json, text};
+use crate::upstream::fake::FakeWorker;
+
+const CHAT: &str = r#"{"model":"fake","messages":[{"role":"user","content":"Hello there"}]}"#;
+const STREAM: &str =
+    r#"{"model":"fake","stream":true,"messages":[{"role":"user","content":"Hello there"}]}"#;
+const OTHER: &str = r#"{"model":"fake","messages":[{"role":"user","content":"Hello again"}]}"#;
+
+async fn send(room: &Room, body: &str, key: &str) -> Response<axum::body::Body> {
+    room.ask_again("acme", "POST", "/v1/chat/completions", body, Some(key)).await
+}
+
+/// Status, code and what a repeat may do.
+async fn refusal(response: Response<axum::body::Body>) -> (StatusCode, String, String) {
+    let retry = header(&response, "x-should-retry").to_owned();
+    let (status, body) = json(response).await;
+    (status, body["error"]["code"].as_str().expect("a code").to_owned(), retry)
+}
+
+#[tokio::test]
+async fn two_hundred_at_once_run_once() {
+    let folder = Room::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let (responses, ()) = join!(join_all((0..200).map(|_| send(&room, CHAT, "once"))), async {
+        worker.run().await.answer("Hi.").await;
+    });
+    let mut bodies = Vec::new();
+    let mut repeats = 0;
+    for response in responses {
+        repeats += usize::from(!header(&response, "x-tollgate-replay-of").is_empty());
+        let (status, body) = text(response).await;
+        assert_eq!(status, StatusCode::OK, "{body}");
+        bodies.push(body);
+    }
+    bodies.dedup();
+    assert_eq!((bodies.len(), repeats), (1, 199), "one answer for all: {bodies:?}");
+    // A second run would never be answered.
+    let late = send(&room, CHAT, "once").await;
+    assert!(header(&late, "x-tollgate-replay-of").starts_with("req-"));
+    assert_eq!(text(late).await.1, bodies[0]);
+    room.settled().await;
+}
+
+#[tokio::test]
+async fn another_body_another_key_another_tenant() {
+    let folder = Room::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let (first, ()) =
+        join!(send(&room, CHAT, "a"), async { worker.run().await.answer("Hi.").await });
+    assert_eq!(first.status(), StatusCode::OK);
+    let (status, code, retry) = refusal(send(&room, OTHER, "a").await).await;
+    assert_eq!(status, StatusCode::UNPROCESSABLE_ENTITY);
+    assert_eq!((code.as_str(), retry.as_str()), ("idempotency_key_reused", "false"));
+    // Other keys, and the same one of others, are other requests.
+    let path = "/v1/chat/completions";
+    let (mine, ()) =
+        join!(send(&room, OTHER, "b"), async { worker.run().await.answer("Ho.").await });
+    let (theirs, ()) = join!(room.ask_again("other", "POST", path, CHAT, Some("a")), async {
+        worker.run().await.answer("Ha.").await;
+    });
+    for (response, said) in [(mine, "Ho."), (theirs, "Ha.")] {
+        assert_eq!(header(&response, "x-tollgate-replay-of"), "");
+        assert_eq!(json(response).await.1["choices"][0]["message"]["content"], said);
+    }
+    room.settled().await;
+}
+
+#[tokio::test]
+async fn a_key_is_a_short_visible_word() {
+    let folder = Room::folder();
+    let room = Room::open(folder, PLAIN, &[]).await;
+    for key in [String::new(), "a key".to_owned(), "x".repeat(256)] {
+        let (status, body) = json(send(&room, CHAT, &key).await).await;
+        assert_eq!(status, StatusCode::BAD_REQUEST, "{key:?}");
+        assert_eq!(body["error"]["param"], "Idempotency-Key");
+    }
+    // The longest is taken; there is just nobody to run it.
+    let response = send(&room, CHAT, &"x".repeat(255)).await;
+    assert_ne!(response.status(), StatusCode::BAD_REQUEST);
+}
+
+#[tokio::test]
+async fn who_leaves_finds_the_answer_later() {
+    let folder = Room::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    for (body, key) in [(CHAT, "whole"), (STREAM, "stream")] {
+        let run = {
+            let mut asked = Box::pin(send(&room, body, key));
+            tokio::select! {
+                run = worker.run() => run,
+                _ = &mut asked => panic!("nobody has answered"),
+            }
+            // The client is gone.
+        };
+        run.token(0, "Hi", 10).await;
+        tokio::task::yield_now().await;
+        let (again, ()) = join!(send(&room, body, key), async {
+            run.end_choice(0, FinishReason::Stop).await;
+            run.end(1, 100).await;
+        });
+        assert!(header(&again, "x-tollgate-replay-of").starts_with("req-"));
+        let (status, told) = text(again).await;
+        assert_eq!(status, StatusCode::OK, "{told}");
+        assert!(told.contains("Hi"), "{told}");
+    }
+    room.settled().await;
+}
+
+#[tokio::test]
+async fn a_stream_is_told_again_to_the_byte() {
+    let folder = Room::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let (first, ()) =
+        join!(send(&room, STREAM, "s"), async { worker.run().await.answer("Hi.").await });
+    let first = text(first).await.1;
+    assert!(first.ends_with("data: [DONE]\n\n"), "{first}");
+    let again = send(&room, STREAM, "s").await;
+    assert_eq!(header(&again, "content-type"), "text/event-stream");
+    assert_eq!(text(again).await.1, first);
+    room.settled().await;
+}
+
+#[tokio::test]
+async fn what_cost_nothing_may_be_tried_again() {
+    let folder = Room::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let (refused, ()) = join!(send(&room, CHAT, "k"), async {
+        worker.run().await.refuse(RefusedReason::Overloaded).await;
+    });
+    assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
+    let malformed = send(&room, "{", "k").await;
+    assert_eq!(malformed.status(), StatusCode::BAD_REQUEST, "the key was free for any body");
+    let (again, ()) =
+        join!(send(&room, OTHER, "k"), async { worker.run().await.answer("Hi.").await });
+    assert_eq!(header(&again, "x-tollgate-replay-of"), "");
+    assert_eq!(again.status(), StatusCode::OK);
+    room.settled().await;
+}
+
+/// Where answers do not fit, nothing runs again all the same.
+#[tokio::test]
+async fn an_answer_that_is_not_kept_is_not_run_again() {
+    for limits in ["largest_answer = \"10B\"", "answers = \"10B\""] {
+        let folder = Room::folder();
+        let mut worker = FakeWorker::start(folder.path(), "w0");
+        let config = format!("[gateway.idempotency]\n{limits}\n{PLAIN}");
+        let room = Room::open(folder, &config, &[&worker]).await;
+        for (body, key) in [(CHAT, "whole"), (STREAM, "stream")] {
+            let (first, ()) =
+                join!(send(&room, body, key), async { worker.run().await.answer("Hi.").await });
+            assert_eq!(text(first).await.0, StatusCode::OK);
+            room.settled().await;
+            let (status, code, retry) = refusal(send(&room, body, key).await).await;
+            assert_eq!(status, StatusCode::CONFLICT);
+            assert_eq!((code.as_str(), retry.as_str()), ("idempotency_answer_gone", "false"));
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_tenant_has_so_many_keys_and_others_theirs() {
+    let folder = Room::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let config = format!("[gateway.idempotency]\nkeys_per_tenant = 2\n{PLAIN}");
+    let room = Room::open(folder, &config, &[&worker]).await;
+    for key in ["a", "b"] {
+        let (first, ()) =
+            join!(send(&room, CHAT, key), async { worker.run().await.answer("Hi.").await });
+        assert_eq!(first.status(), StatusCode::OK);
+    }
+    let (status, code, retry) = refusal(send(&room, CHAT, "c").await).await;
+    assert_eq!(status, StatusCode::TOO_MANY_REQUESTS);
+    assert_eq!((code.as_str(), retry.as_str()), ("rate_limit_exceeded", "false"));
+    assert_eq!(send(&room, CHAT, "a").await.status(), StatusCode::OK, "a repeat needs no room");
+    let path = "/v1/chat/completions";
+    let (other, ()) = join!(room.ask_again("other", "POST", path, CHAT, Some("c")), async {
+        worker.run().await.answer("Hi.").await;
+    });
+    assert_eq!(other.status(), StatusCode::OK);
+    room.settled().await;
+}
