@@ -213,7 +213,7 @@ impl Players<'_> {
             let played = self.play(attack.name, FIRST_COME, attack.senders(), 0)?;
             let ratio = first_seed[index] / tokens_per_second(&played);
             let name = format!("{}: tokens/s over first come, first served", attack.name);
-            table.add_wall(&name, "", self.throughput(ratio, least));
+            table.add_wall(&name, "", self.over_a_play(ratio, AtLeast(least)));
             if index == 0 {
                 let wait = first_token(&played, self.wanted.speed)?;
                 let mut control = Wall::new(wait, Above(100.0));
@@ -226,13 +226,14 @@ impl Players<'_> {
         Ok(())
     }
 
-    /// What is under way at the end is in no count: that must not be much.
-    fn throughput(&self, ratio: f64, least: f64) -> Wall {
-        let mut throughput = Wall::new(ratio, AtLeast(least));
+    /// A figure over a whole play: what it takes for queues to stand, and what
+    /// is under way at the end, must not be much of it.
+    fn over_a_play(&self, figure: f64, bound: Bound) -> Wall {
+        let mut wall = Wall::new(figure, bound);
         if self.lasts < LONGEST / 2.0 {
-            throughput.void = Some("too short a play to count what was answered".to_owned());
+            wall.void = Some("too short a play".to_owned());
         }
-        throughput
+        wall
     }
 
     fn equals(&mut self, table: &mut Table) -> Result<()> {
@@ -246,7 +247,7 @@ impl Players<'_> {
         table.add_wall(
             "FB-9: device time of two equals, more over less",
             "",
-            Wall::new(ratio, AtMost(1.10)),
+            self.over_a_play(ratio, AtMost(1.10)),
         );
         Ok(())
     }
@@ -266,7 +267,7 @@ impl Players<'_> {
         table.add_wall(
             "weights 1:2:3:4: furthest from its share of device time",
             "%",
-            Wall::new(strays.fold(0.0, f64::max), AtMost(5.0)),
+            self.over_a_play(strays.fold(0.0, f64::max), AtMost(5.0)),
         );
         Ok(())
     }
@@ -284,7 +285,7 @@ impl Players<'_> {
         table.add_wall(
             "overload: tokens/s over first come, first served",
             "",
-            self.throughput(tokens_per_second(&fair) / tokens_per_second(&control), 0.93),
+            self.over_a_play(tokens_per_second(&fair) / tokens_per_second(&control), AtLeast(0.93)),
         );
         Ok(())
     }
@@ -300,7 +301,7 @@ impl Players<'_> {
         table.add_wall(
             "eight equals: Jain's index of device time",
             "",
-            Wall::new(jain, AtLeast(0.99)),
+            self.over_a_play(jain, AtLeast(0.99)),
         );
         let difference = largest_difference(&played.series, self.warm(), self.lasts);
         table.add_wall(
