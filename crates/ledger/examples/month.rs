@@ -1,0 +1,172 @@
+//! How long a tenant's month takes to state: fills a ledger with so many
+//! entries and prints one line of JSON.
+//!
+//! `cargo run --release -p tollgate-ledger --example month -- 10000000`
+//!
+//! The month is one tenant's with four keys, a block in a hundred entries, a
+//! request in ten. Another tenant has as much again beside it.
+#![allow(clippy::print_stdout, reason = "a program that prints its figures")]
+
+use std::sync::mpsc;
+use std::time::Instant;
+
+use tollgate_domain::{
+    Attempt, Block, BlockParts, ByClass, Caller, Device, DeviceClass, DeviceNanos, FinishReason,
+    FinishedAttempt, KeyId, ModelName, PlanName, PriceBook, PriceList, PriceListName, RequestId,
+    SequenceId, Share, Stages, TenantId, Usage, UtcMonth, UtcTime, WorkerEpoch, WorkerName,
+};
+use tollgate_ledger::{GroupBy, Ledger, LedgerHandle, StatementQuery, UsageQuery};
+
+/// 2026-11-01.
+const FIRST: u64 = 1_793_491_200_000_000_000;
+const MONTH_NS: u64 = 30 * 86_400_000_000_000;
+/// Entries of a block, and of a request.
+const SHARES: u64 = 100;
+const STEPS: u64 = 10;
+
+type Failure = Box<dyn std::error::Error>;
+
+fn main() -> Result<(), Failure> {
+    let wanted: u64 = std::env::args().nth(1).map_or(Ok(1_000_000), |text| text.parse())?;
+    let folder = tempfile::tempdir()?;
+    let ledger = Ledger::open(&folder.path().join("ledger.db"))?;
+    let began = Instant::now();
+    let blocks = (2 * wanted / SHARES).max(1);
+    for from in (0..blocks).step_by(256) {
+        post(&ledger, from..blocks.min(from + 256), blocks)?;
+    }
+    let filling = began.elapsed();
+    let tenant = TenantId::new("t0")?;
+    let began = Instant::now();
+    let query = UsageQuery {
+        tenant: Some(tenant.clone()),
+        group: vec![GroupBy::Key, GroupBy::Day],
+        ..UsageQuery::default()
+    };
+    let rows = ledger.reader().usage(&query)?.len();
+    let summing = began.elapsed();
+    let (month, plan, prices): (UtcMonth, _, _) =
+        ("2026-11".parse()?, PlanName::new("p")?, book()?);
+    let query = StatementQuery {
+        tenant: &tenant,
+        month,
+        plan: &plan,
+        prices: &prices,
+        now: UtcTime(FIRST),
+    };
+    let began = Instant::now();
+    let statement = ledger.reader().statement(query, &mut |_, _| {})?;
+    let stating = began.elapsed();
+    let sum = |figure: fn(&tollgate_ledger::StatementLine) -> u64| -> u64 {
+        statement.lines.iter().map(figure).sum()
+    };
+    println!(
+        "{{\"entries\":{},\"charges\":{},\"usage_rows\":{rows},\"fill_seconds\":{:.3},\
+         \"usage_seconds\":{:.6},\"statement_seconds\":{:.3}}}",
+        sum(|line| line.entries),
+        sum(|line| line.charges),
+        filling.as_secs_f64(),
+        summing.as_secs_f64(),
+        stating.as_secs_f64(),
+    );
+    Ok(())
+}
+
+fn book() -> Result<PriceBook, Failure> {
+    Ok(PriceBook {
+        currency: "EUR".parse()?,
+        lists: vec![PriceList {
+            name: PriceListName::new("standard")?,
+            plan: None,
+            from: "2026-01-01".parse()?,
+            device_second: ByClass::all("0.0025".parse()?),
+            million_prompt_tokens: "0.15".parse()?,
+            million_completion_tokens: "0.6".parse()?,
+        }],
+    })
+}
+
+fn post(ledger: &LedgerHandle, numbers: std::ops::Range<u64>, blocks: u64) -> Result<(), Failure> {
+    let (sender, receiver) = mpsc::sync_channel(256);
+    let sent = numbers.end - numbers.start;
+    for number in numbers {
+        let sender = sender.clone();
+        let done = Box::new(move |result| {
+            let _ = sender.send(result); // who counts has failed already
+        });
+        ledger.post_block(block(number, blocks)?, done)?;
+    }
+    for _ in 0..sent {
+        receiver.recv()??;
+    }
+    Ok(())
+}
+
+/// Block `number` of `blocks`: its requests run over `STEPS` blocks and end in
+/// the last of them.
+fn block(number: u64, blocks: u64) -> Result<Block, Failure> {
+    let started = UtcTime(FIRST + MONTH_NS / blocks * number);
+    let mut shares = Vec::new();
+    let mut finished = Vec::new();
+    for place in 0..SHARES {
+        let request = number / STEPS * SHARES + place;
+        let caller = Caller {
+            tenant: TenantId::new(&format!("t{}", place % 2))?,
+            key: KeyId::new(&format!("k{}", place / 2 % 4))?,
+        };
+        // Spread, as ids that are drawn are.
+        let id = RequestId::from_random(
+            u128::from(request).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835),
+        );
+        let attempt = Attempt { request: id, attempt: 0 };
+        let attributed = DeviceNanos(10_000 + place);
+        shares.push(Share {
+            sequence: SequenceId(request),
+            caller: caller.clone(),
+            attempt: attempt.clone(),
+            attributed,
+        });
+        if number % STEPS == STEPS - 1 || number + 1 == blocks {
+            let usage = Usage {
+                prompt_tokens: 100,
+                cached_tokens: 0,
+                completion_tokens: STEPS,
+                attributed: DeviceNanos(attributed.nanos() * STEPS),
+                reference: DeviceNanos(20_000 * STEPS),
+            };
+            let stages = Stages { queue_ns: 1, prefill_ns: 2, decode_ns: 3 };
+            let reason = FinishReason::Stop;
+            finished.push(FinishedAttempt {
+                caller,
+                attempt,
+                usage,
+                stages,
+                reason,
+                finished: started,
+            });
+        }
+    }
+    let tenants: DeviceNanos = shares.iter().map(|share| share.attributed).sum();
+    Ok(Block::try_from(BlockParts {
+        epoch: WorkerEpoch(1),
+        number: number + 1,
+        worker: WorkerName::new("0")?,
+        device: Device {
+            class: DeviceClass::new("h200")?,
+            name: "bench".into(),
+            uuid: String::new(),
+        },
+        model: ModelName::new("m")?,
+        calibration: "v1".into(),
+        first_step: number + 1,
+        last_step: number + 1,
+        started,
+        wall: tenants,
+        overhead: DeviceNanos::ZERO,
+        idle: DeviceNanos::ZERO,
+        loss: DeviceNanos::ZERO,
+        shares,
+        finished,
+        last_of_epoch: false,
+    })?)
+}
