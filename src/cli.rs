@@ -6,7 +6,9 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{FromArgMatches, Parser, Subcommand};
 
-use crate::{audit, chat, config, keys, loadtest, penalties, statement, up, usage, worker};
+use crate::{
+    audit, chat, config, keys, loadtest, penalties, statement, up, usage, verify_limits, worker,
+};
 
 /// A multi-tenant inference gateway that limits, batches and bills by GPU time.
 ///
@@ -40,8 +42,10 @@ pub enum Command {
     Audit(audit::Arguments),
     /// Check, show and describe the configuration.
     Config(config::Arguments),
-    /// Send open-loop load to a gateway and report latency and refusals.
+    /// Send open-loop load to a gateway, or play an attack drill.
     Loadtest(loadtest::Arguments),
+    /// Probe every configured limit with canary traffic.
+    VerifyLimits(verify_limits::Arguments),
     /// Ask a model from the terminal.
     Chat(chat::Arguments),
 }

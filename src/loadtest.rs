@@ -1,8 +1,10 @@
 //! `tollgate loadtest`: puts open-loop load on a gateway, shows how it goes
-//! while it goes, and ends with a table and, if asked, JSON.
+//! while it goes, and ends with a table and, if asked, JSON. With `--scenario`
+//! it is an attack drill.
 
 use std::num::NonZeroU32;
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -13,22 +15,45 @@ use tokio_util::sync::CancellationToken;
 use tollgate_loadtest::client::{Protocol, Target};
 use tollgate_loadtest::{Arrivals, Load, Progress, Tenant};
 
+use crate::cli;
 use crate::common::say;
 
-/// Send open-loop load to a gateway and report latency and refusals.
+mod drill;
+
+/// Send open-loop load to a gateway, or play an attack drill.
+///
+/// With --scenario it plays honest tenants and attackers together, on a gateway
+/// that it starts for this (or on the one at --url), and says whether what the
+/// scenario asks for held: exit code 0 if so, 1 if something broke, 2 if nothing
+/// can be said.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// The gateway.
-    #[arg(long, value_name = "URL", default_value = "https://127.0.0.1:8443")]
-    url: String,
+    /// Play this scenario: a shipped one's name, or a TOML file.
+    #[arg(long, value_name = "NAME|FILE")]
+    scenario: Option<String>,
+    /// List the shipped scenarios.
+    #[arg(long)]
+    list: bool,
+    /// Write the drill's report as a page to FILE, and as JSON beside it.
+    #[arg(long, value_name = "FILE.html", requires = "scenario")]
+    report: Option<PathBuf>,
+    /// The admin listener of the gateway at --url, to watch its memory.
+    #[arg(long, value_name = "URL", requires = "url")]
+    admin_url: Option<String>,
+    /// Attack this very host although it is not this machine. It must be yours.
+    #[arg(long, value_name = "HOST", requires = "url")]
+    allow_remote: Option<String>,
+    /// The gateway [default: https://127.0.0.1:8443; with --scenario one is started].
+    #[arg(long, value_name = "URL")]
+    url: Option<String>,
     /// The data folder whose CA and demo key are used.
     #[arg(long, value_name = "DIR", default_value = "data")]
     data: PathBuf,
     /// The CA to trust [default: DATA/tls/ca.pem].
     #[arg(long, value_name = "FILE")]
     ca: Option<PathBuf>,
-    /// A sender, by name and file with its API key; may be given often
-    /// [default: demo=DATA/demo.key].
+    /// A sender, by name and file with its API key (with --scenario a key a
+    /// line); may be given often [default: demo=DATA/demo.key].
     #[arg(long = "tenant", value_name = "NAME=KEYFILE")]
     tenants: Vec<String>,
     /// The model to ask.
@@ -84,9 +109,27 @@ enum Wire {
     H2,
 }
 
+impl Arguments {
+    fn ca(&self) -> PathBuf {
+        self.ca.clone().unwrap_or_else(|| self.data.join("tls/ca.pem"))
+    }
+}
+
+/// Does what was asked.
+pub fn run(arguments: Arguments) -> ExitCode {
+    match &arguments.scenario {
+        _ if arguments.list => cli::exit(drill::list()),
+        None => cli::exit(send_load(&arguments)),
+        Some(name) => drill::run(name, &arguments).unwrap_or_else(|error| {
+            eprintln!("tollgate: {error:#}");
+            ExitCode::from(drill::UNCLEAR)
+        }),
+    }
+}
+
 /// Sends the load and prints the report.
-pub fn run(arguments: Arguments) -> Result<()> {
-    let load = load(&arguments)?;
+fn send_load(arguments: &Arguments) -> Result<()> {
+    let load = load(arguments)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let report = runtime.block_on(send(load))?;
     say(report.to_string())?;
@@ -123,20 +166,26 @@ fn load(arguments: &Arguments) -> Result<Load> {
 }
 
 fn tenants(arguments: &Arguments) -> Result<Vec<Tenant>> {
-    let ca = arguments.ca.clone().unwrap_or_else(|| arguments.data.join("tls/ca.pem"));
+    let ca = arguments.ca();
+    let url = arguments.url.as_deref().unwrap_or("https://127.0.0.1:8443");
     let default = [format!("demo={}", arguments.data.join("demo.key").display())];
     let given: &[String] = if arguments.tenants.is_empty() { &default } else { &arguments.tenants };
     given
         .iter()
         .map(|tenant| {
-            let Some((name, file)) = tenant.split_once('=') else {
-                bail!("--tenant {tenant:?} is not NAME=KEYFILE");
-            };
+            let (name, file) = name_and_file(tenant)?;
             let key = std::fs::read_to_string(file).with_context(|| format!("key {file}"))?;
-            let target = Target::new(&arguments.url, &ca, &key)?;
+            let target = Target::new(url, &ca, &key)?;
             Ok(Tenant { name: name.to_owned(), target })
         })
         .collect()
+}
+
+fn name_and_file(tenant: &str) -> Result<(&str, &str)> {
+    match tenant.split_once('=') {
+        Some(both) => Ok(both),
+        None => bail!("--tenant {tenant:?} is not NAME=KEYFILE"),
+    }
 }
 
 /// Runs the load with a progress line; Ctrl-C ends it early with a report.

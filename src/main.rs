@@ -12,10 +12,12 @@ mod data;
 mod keys;
 mod loadtest;
 mod logging;
+mod own_gateway;
 mod penalties;
 mod statement;
 mod up;
 mod usage;
+mod verify_limits;
 mod worker;
 
 #[global_allocator]
@@ -35,7 +37,8 @@ fn main() -> ExitCode {
         cli::Command::Statement(arguments) => statement::run(arguments),
         cli::Command::Audit(arguments) => audit::run(arguments),
         cli::Command::Config(arguments) => config::run(arguments),
-        cli::Command::Loadtest(arguments) => loadtest::run(arguments),
+        cli::Command::Loadtest(arguments) => return loadtest::run(arguments),
+        cli::Command::VerifyLimits(arguments) => return verify_limits::run(arguments),
         cli::Command::Chat(arguments) => chat::run(arguments),
     };
     cli::exit(result)

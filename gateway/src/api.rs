@@ -13,6 +13,7 @@ mod keyed;
 mod logprobs;
 mod sse;
 mod telling;
+mod turns;
 mod whole;
 
 use std::sync::Arc;
@@ -27,7 +28,7 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tollgate_admission::Figures;
 use tollgate_config::{Config, RequestLimits, Tenant};
-use tollgate_domain::{DeviceNanos, ModelName, RequestId};
+use tollgate_domain::{DeviceNanos, ModelName, PoolName, RequestId};
 
 pub(crate) use self::job::{Counting, Job};
 
@@ -166,7 +167,8 @@ async fn serve(
         default_max_tokens: api.config.gateway().requests.default_max_tokens,
     };
     let bound = limits::bind(&api.config, caller, tenant, &model.name)?;
-    let job = api.serving.counting.count(id, asked, model, context).await?;
+    let holder = bound.pool.as_ref().map_or(tenant.name.as_str(), PoolName::as_str);
+    let job = api.serving.counting.count(holder, id, asked, model, context).await?;
     let admitted = admit::admit(&api.serving, caller, bound, job)?;
     let head = Head {
         telling: admitted.job.telling.clone(),

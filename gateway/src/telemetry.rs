@@ -5,13 +5,14 @@
 //! is a counter and no log line; prompts, answers and secrets are in neither.
 
 mod log;
+mod process;
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use http::StatusCode;
 use prometheus_client::encoding::EncodeLabelSet;
-use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::text::{encode_eof, encode_registry};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -20,11 +21,13 @@ use prometheus_client::registry::{Registry, Unit};
 use tollgate_domain::{DeviceClass, ModelName, Usage};
 
 pub use self::log::{LogFormat, LogOptions, log_subscriber};
+use self::process::ProcessMetrics;
 
 /// Everything that is counted.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
+    process: ProcessMetrics,
     requests: Family<RequestLabels, Counter>,
     request_seconds: Family<EndpointLabel, Histogram>,
     in_flight: Gauge,
@@ -90,6 +93,7 @@ impl Metrics {
     pub fn new() -> Arc<Self> {
         let mut metrics = Self {
             registry: Registry::with_prefix("tollgate"),
+            process: ProcessMetrics::new(),
             requests: Family::default(),
             request_seconds: Family::new_with_constructor(|| seconds(&REQUEST_SECONDS)),
             in_flight: Gauge::default(),
@@ -178,7 +182,10 @@ impl Metrics {
         self.worker_lies.set(gauge(worker_lies));
         self.worker_losses.set(gauge(worker_losses));
         let mut text = String::new();
-        encode(&mut text, &self.registry).expect("writing into a String cannot fail");
+        encode_registry(&mut text, &self.registry)
+            .and_then(|()| encode_registry(&mut text, self.process.read()))
+            .and_then(|()| encode_eof(&mut text))
+            .expect("writing into a String cannot fail");
         text
     }
 

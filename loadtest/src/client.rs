@@ -2,6 +2,7 @@
 //! nothing else trusted. It never retries: what a load test or a person asks
 //! once is sent once.
 
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -15,8 +16,9 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
-use tokio::net::TcpStream;
+use tokio::net::{TcpSocket, TcpStream};
 use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 /// Where to send requests and as whom.
@@ -27,6 +29,8 @@ pub struct Target {
     port: u16,
     authorization: HeaderValue,
     tls: Arc<ClientConfig>,
+    source: Option<IpAddr>,
+    receive_buffer: Option<u32>,
 }
 
 /// What may be spoken after the handshake.
@@ -113,6 +117,8 @@ impl Target {
             port: authority.port_u16().unwrap_or(443),
             authorization: authorization.map_err(|_| ClientError::Key)?,
             tls: Arc::new(client_config(ca)?),
+            source: None,
+            receive_buffer: None,
         })
     }
 
@@ -125,17 +131,102 @@ impl Target {
         Ok(Self { authorization: authorization.map_err(|_| ClientError::Key)?, ..self.clone() })
     }
 
+    /// The same, from the local address `source`.
+    pub fn from_source(&self, source: IpAddr) -> Self {
+        Self { source: Some(source), ..self.clone() }
+    }
+
+    /// The same, with a socket that takes in about `bytes` before it is read.
+    pub fn with_receive_buffer(&self, bytes: u32) -> Self {
+        Self { receive_buffer: Some(bytes), ..self.clone() }
+    }
+
+    /// The local address that connections come from, if one was chosen.
+    pub fn source(&self) -> Option<IpAddr> {
+        self.source
+    }
+
+    /// Host and port as requests name them.
+    pub fn authority(&self) -> &str {
+        &self.authority
+    }
+
+    /// The host alone.
+    pub fn host(&self) -> &str {
+        &self.host
+    }
+
+    /// What requests say in `authorization`.
+    pub fn authorization(&self) -> &HeaderValue {
+        &self.authorization
+    }
+
+    /// The addresses that the host stands for.
+    ///
+    /// # Errors
+    /// It stands for none.
+    pub async fn addresses(&self) -> Result<Vec<SocketAddr>, ClientError> {
+        let failed = |source| ClientError::Connect { authority: self.authority.clone(), source };
+        let found = tokio::net::lookup_host((self.host.as_str(), self.port)).await;
+        let addresses: Vec<SocketAddr> = found.map_err(failed)?.collect();
+        match addresses.is_empty() {
+            true => Err(failed(std::io::Error::other("the name has no address"))),
+            false => Ok(addresses),
+        }
+    }
+
     /// Opens a connection and shakes hands.
     ///
     /// # Errors
     /// TCP, TLS or HTTP did not come about.
     pub async fn connect(&self, protocol: Protocol) -> Result<Connection, ClientError> {
-        let authority = || self.authority.clone();
-        let tcp = TcpStream::connect((self.host.as_str(), self.port))
-            .await
-            .map_err(|source| ClientError::Connect { authority: authority(), source })?;
-        let tls_error = |source| ClientError::Tls { authority: authority(), source };
-        tcp.set_nodelay(true).map_err(tls_error)?;
+        let stream = self.connect_tls(protocol).await?;
+        let is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
+        Connection::open(self.clone(), TokioIo::new(stream), is_http2).await
+    }
+
+    /// Opens a connection below TLS.
+    ///
+    /// # Errors
+    /// TCP did not come about.
+    pub async fn connect_tcp(&self) -> Result<TcpStream, ClientError> {
+        let failed = |source| ClientError::Connect { authority: self.authority.clone(), source };
+        let mut last = std::io::Error::other("the name has no address of the source's family");
+        for address in self.addresses().await? {
+            if self.source.is_some_and(|source| source.is_ipv4() != address.is_ipv4()) {
+                continue;
+            }
+            match self.dial(address).await {
+                Ok(tcp) => return Ok(tcp),
+                Err(error) => last = error,
+            }
+        }
+        Err(failed(last))
+    }
+
+    async fn dial(&self, address: SocketAddr) -> std::io::Result<TcpStream> {
+        let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+        if let Some(bytes) = self.receive_buffer {
+            socket.set_recv_buffer_size(bytes)?;
+        }
+        if let Some(source) = self.source {
+            socket.bind(SocketAddr::new(source, 0))?;
+        }
+        let tcp = socket.connect(address).await?;
+        tcp.set_nodelay(true)?;
+        Ok(tcp)
+    }
+
+    /// Opens a connection up to TLS; what is said on it is the caller's affair.
+    ///
+    /// # Errors
+    /// TCP or TLS did not come about.
+    pub async fn connect_tls(
+        &self,
+        protocol: Protocol,
+    ) -> Result<TlsStream<TcpStream>, ClientError> {
+        let tcp = self.connect_tcp().await?;
+        let tls_error = |source| ClientError::Tls { authority: self.authority.clone(), source };
         let mut config = ClientConfig::clone(&self.tls);
         config.alpn_protocols = match protocol {
             Protocol::Http1 => vec![b"http/1.1".to_vec()],
@@ -144,10 +235,7 @@ impl Target {
         };
         let name = ServerName::try_from(self.host.clone())
             .map_err(|_| ClientError::Url(self.authority.clone()))?;
-        let stream =
-            TlsConnector::from(Arc::new(config)).connect(name, tcp).await.map_err(tls_error)?;
-        let is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
-        Connection::open(self.clone(), TokioIo::new(stream), is_http2).await
+        TlsConnector::from(Arc::new(config)).connect(name, tcp).await.map_err(tls_error)
     }
 }
 

@@ -7,13 +7,23 @@
 //! that sends each at its time whether or not earlier ones were answered, and
 //! a [`report`] in which every latency counts from the moment a request was
 //! due, not from when it could be sent.
+//!
+//! A drill is a [`scenario`] of honest tenants and attackers, a [`drill`] that
+//! plays it and watches, a [`verdict`] on what had to hold, and a [`page`] to
+//! look at.
 
 pub mod client;
+pub mod drill;
+pub mod frames;
 pub mod outcome;
+pub mod page;
 pub mod plan;
 pub mod report;
 pub mod run;
+pub mod scenario;
+mod slot;
 pub mod sse;
+pub mod verdict;
 
 pub use plan::{Arrivals, Load, LoadError, Tenant};
 pub use report::Report;

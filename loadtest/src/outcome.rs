@@ -1,6 +1,7 @@
 //! Sends one request and says how it went. Times are taken as bytes arrive,
 //! and kept relative to when the request was due.
 
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -56,19 +57,21 @@ pub struct Outcome {
     pub tokens: u64,
 }
 
-/// Sends `body` and follows the answer to its end.
+/// Sends `body` and follows the answer to its end. `begun` is set at the first
+/// content of a stream, for who does not wait for the end.
 pub async fn follow(
     connection: &Connection,
     body: Bytes,
     streams: bool,
     due: Instant,
+    begun: &OnceLock<Duration>,
 ) -> Result<Seen, ClientError> {
     let response = connection.post("/v1/chat/completions", body).await?;
     let status = response.status();
     if status != StatusCode::OK {
         return refused(status, response).await;
     }
-    if streams { stream(response, due).await } else { whole(response).await }
+    if streams { stream(response, due, begun).await } else { whole(response).await }
 }
 
 /// What [`follow`] saw of an answer.
@@ -109,7 +112,11 @@ async fn whole(response: Response<Incoming>) -> Result<Seen, ClientError> {
     Ok(Seen { tokens: answer.tokens().unwrap_or(0), ..Seen::ended(end) })
 }
 
-async fn stream(mut response: Response<Incoming>, due: Instant) -> Result<Seen, ClientError> {
+async fn stream(
+    mut response: Response<Incoming>,
+    due: Instant,
+    begun: &OnceLock<Duration>,
+) -> Result<Seen, ClientError> {
     let mut events = Events::default();
     let mut seen = Seen::ended(End::Error("the stream ended without [DONE]"));
     let (mut last, mut pieces, mut counted) = (None, 0, None);
@@ -135,7 +142,7 @@ async fn stream(mut response: Response<Incoming>, due: Instant) -> Result<Seen, 
             if chunk.has_content() {
                 pieces += 1;
                 match last.replace(now) {
-                    None => seen.first_token = Some(now - due),
+                    None => seen.first_token = Some(*begun.get_or_init(|| now - due)),
                     Some(before) => seen.gaps.push(now - before),
                 }
             }

@@ -49,12 +49,23 @@ pub struct Tenant {
 }
 
 /// The spacing of requests.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Arrivals {
     /// Independent callers: exponential gaps.
+    #[default]
     Poisson,
     /// Even gaps.
     Uniform,
+}
+
+impl Arrivals {
+    /// Seconds from one request to the next.
+    pub(crate) fn gap(self, rate: f64, random: &mut Random) -> f64 {
+        match self {
+            Self::Uniform => 1.0 / rate,
+            Self::Poisson => -(1.0 - random.unit()).ln() / rate,
+        }
+    }
 }
 
 /// A load that cannot be sent.
@@ -100,10 +111,7 @@ impl Load {
         let mut due = Vec::new();
         let mut at = 0.0;
         loop {
-            at += match self.arrivals {
-                Arrivals::Uniform => 1.0 / self.rate,
-                Arrivals::Poisson => -(1.0 - random.unit()).ln() / self.rate,
-            };
+            at += self.arrivals.gap(self.rate, &mut random);
             if at >= self.duration.as_secs_f64() {
                 return Ok(due);
             }
@@ -136,7 +144,7 @@ impl Load {
 
 /// SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number
 /// generators", OOPSLA 2014): enough for due times, and the same everywhere.
-struct Random(u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
     fn next(&mut self) -> u64 {
@@ -148,11 +156,11 @@ impl Random {
     }
 
     /// In [0, 1).
-    fn unit(&mut self) -> f64 {
+    pub(crate) fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    fn below(&mut self, bound: usize) -> usize {
+    pub(crate) fn below(&mut self, bound: usize) -> usize {
         ((u128::from(self.next()) * bound as u128) >> 64) as usize
     }
 }

@@ -11,10 +11,10 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::client::Connection;
-use crate::outcome::{End, Outcome, Seen, follow};
+use crate::outcome::{End, Outcome};
 use crate::plan::{Due, Load, LoadError};
 use crate::report::Report;
+use crate::slot::{Slot, send};
 
 /// How far a run is, readable while it goes on.
 #[derive(Debug, Default)]
@@ -46,6 +46,7 @@ pub async fn run(
     let mut under_way = JoinSet::new();
     let mut outcomes = Vec::with_capacity(schedule.len());
     let mut turn = 0usize;
+    let timeout = load.timeout;
     for due in schedule {
         let at = started + due.at;
         tokio::select! {
@@ -65,7 +66,8 @@ pub async fn run(
         let pool = &pools[due.tenant];
         let connection = Arc::clone(&pool[turn % pool.len()]);
         let body = bodies.body(due);
-        under_way.spawn(send(connection, body, due, at, load.timeout));
+        let Due { tenant, stream, .. } = due;
+        under_way.spawn(async move { send(&connection, tenant, body, stream, at, timeout).await });
     }
     while let Some(ended) = under_way.join_next().await {
         note(&mut outcomes, ended, &progress);
@@ -73,83 +75,20 @@ pub async fn run(
     Ok(Report::new(&load, &outcomes, started.elapsed()))
 }
 
-/// One place on the wire. An h1 connection carries one request at a time, so
-/// waiting for it is part of the latency; one that broke is opened again.
-struct Slot {
-    tenant: crate::plan::Tenant,
-    protocol: crate::client::Protocol,
-    open: tokio::sync::Mutex<Option<Connection>>,
-    turn: tokio::sync::Mutex<()>,
-}
-
 async fn open(load: &Load) -> Result<Vec<Vec<Arc<Slot>>>, LoadError> {
     let mut pools = Vec::new();
     for tenant in &load.tenants {
         let mut pool = Vec::new();
         for _ in 0..load.connections.get() {
-            let connection = tenant
-                .target
-                .connect(load.protocol)
+            let slot = Slot::new(tenant.target.clone(), load.protocol);
+            slot.open()
                 .await
                 .map_err(|source| LoadError::Connect { tenant: tenant.name.clone(), source })?;
-            pool.push(Arc::new(Slot {
-                tenant: tenant.clone(),
-                protocol: load.protocol,
-                open: tokio::sync::Mutex::new(Some(connection)),
-                turn: tokio::sync::Mutex::new(()),
-            }));
+            pool.push(Arc::new(slot));
         }
         pools.push(pool);
     }
     Ok(pools)
-}
-
-async fn send(slot: Arc<Slot>, body: Bytes, due: Due, at: Instant, timeout: Duration) -> Outcome {
-    let mut late = Duration::ZERO;
-    let sending = async {
-        let connection = slot.connection().await?;
-        // h1: hold the connection until the answer has been read.
-        let _turn = if connection.is_http2() { None } else { Some(slot.turn.lock().await) };
-        late = at.elapsed();
-        follow(&connection, body, due.stream, at).await
-    };
-    let seen = tokio::time::timeout_at(at + timeout, sending).await;
-    let whole = at.elapsed();
-    let seen = match seen {
-        Ok(Ok(seen)) => seen,
-        Ok(Err(error)) => {
-            slot.broke().await;
-            return Outcome { late, ..Outcome::ended(due.tenant, End::Error(error.kind()), whole) };
-        }
-        Err(_) => {
-            slot.broke().await;
-            return Outcome { late, ..Outcome::ended(due.tenant, End::TimedOut, whole) };
-        }
-    };
-    let Seen { end, first_token, gaps, tokens } = seen;
-    Outcome { tenant: due.tenant, end, late, first_token, gaps, whole, tokens }
-}
-
-impl Slot {
-    async fn connection(&self) -> Result<Connection, crate::client::ClientError> {
-        let mut open = self.open.lock().await;
-        if let Some(connection) = open.as_ref() {
-            return Ok(connection.clone());
-        }
-        let connection = self.tenant.target.connect(self.protocol).await?;
-        Ok(open.insert(connection).clone())
-    }
-
-    async fn broke(&self) {
-        self.open.lock().await.take();
-    }
-}
-
-impl Outcome {
-    fn ended(tenant: usize, end: End, whole: Duration) -> Self {
-        let none = Duration::ZERO;
-        Self { tenant, end, late: none, first_token: None, gaps: Vec::new(), whole, tokens: 0 }
-    }
 }
 
 fn note(
@@ -176,19 +115,8 @@ struct Bodies {
 
 impl Bodies {
     fn new(load: &Load) -> Self {
-        let body = |prompt: &String, stream: bool| {
-            let mut body = serde_json::json!({
-                "model": load.model,
-                "messages": [{ "role": "user", "content": prompt }],
-                "max_completion_tokens": load.max_tokens,
-                "temperature": 0,
-                "stream": stream,
-            });
-            if stream {
-                body["stream_options"] = serde_json::json!({ "include_usage": true });
-            }
-            Bytes::from(body.to_string())
-        };
+        let body =
+            |prompt: &String, stream| chat_body(&load.model, prompt, load.max_tokens.get(), stream);
         Self {
             whole: load.prompts.iter().map(|prompt| body(prompt, false)).collect(),
             streamed: load.prompts.iter().map(|prompt| body(prompt, true)).collect(),
@@ -199,4 +127,19 @@ impl Bodies {
         let bodies = if due.stream { &self.streamed } else { &self.whole };
         bodies[due.prompt].clone()
     }
+}
+
+/// A chat of one question.
+pub(crate) fn chat_body(model: &str, prompt: &str, max_tokens: u32, stream: bool) -> Bytes {
+    let mut body = serde_json::json!({
+        "model": model,
+        "messages": [{ "role": "user", "content": prompt }],
+        "max_completion_tokens": max_tokens,
+        "temperature": 0,
+        "stream": stream,
+    });
+    if stream {
+        body["stream_options"] = serde_json::json!({ "include_usage": true });
+    }
+    Bytes::from(body.to_string())
 }

@@ -17,9 +17,11 @@ mod tools;
 const USAGE: &str = "\
 cargo xtask COMMAND
 
-  test [--quick]    the gate: installs what it needs, then format, tidy, lints,
+  test [--quick|--long]
+                    the gate: installs what it needs, then format, tidy, lints,
                     tests, documentation, dependency policy
-                    (--quick: no installs, no whole-system tests)
+                    (--quick: no installs, no whole-system tests; --long: then
+                    the tests that take too long for every day, about an hour)
   ci                the gate as CI runs it: every tool must be there
   tools             install what the gate needs, and nothing else
   tidy              import directions, module headers, links in documents
@@ -45,6 +47,7 @@ fn dispatch() -> Result<()> {
     match words.as_slice() {
         ["test"] => gate::test(gate::Scope::Whole),
         ["test", "--quick"] => gate::test(gate::Scope::Quick),
+        ["test", "--long"] => gate::test(gate::Scope::Long),
         ["ci"] => gate::test(gate::Scope::Whole),
         ["tools"] => tools::install(),
         ["tidy"] => tidy::check(),

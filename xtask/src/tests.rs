@@ -31,11 +31,18 @@ pub fn run(scope: Scope) -> Result<()> {
     let mut times = Vec::new();
     let mut failed = Vec::new();
     for program in &programs {
-        if !run_program(program, scope, &mut times)? {
+        if !run_program(program, scope, &[], &mut times)? {
             failed.push(program.name.clone());
         }
     }
-    if scope == Scope::Whole && failed.is_empty() {
+    if scope == Scope::Long {
+        for program in &programs {
+            if has_long(program)? && !run_program(program, scope, &LONG, &mut times)? {
+                failed.push(format!("{} (long)", program.name));
+            }
+        }
+    }
+    if scope != Scope::Quick && failed.is_empty() {
         check(cargo().args(["test", "--locked", "--workspace", "--doc"]))?;
     }
     times.sort_by(|a, b| b.0.total_cmp(&a.0));
@@ -73,10 +80,21 @@ fn programs(messages: &str) -> Result<Vec<TestProgram>> {
     Ok(programs)
 }
 
+/// Long tests are ignored ones in a module `long`: an ignored test elsewhere is
+/// part of another one.
+const LONG: [&str; 3] = ["--ignored", "long::", "--test-threads=1"];
+
+fn has_long(program: &TestProgram) -> Result<bool> {
+    let mut list = command(&program.path.to_string_lossy());
+    list.current_dir(&program.folder).args(["--list", "--ignored", "long::"]);
+    Ok(output(&mut list)?.lines().any(|line| line.ends_with(": test")))
+}
+
 /// Runs one program, its output passed on and the time of each test noted.
 fn run_program(
     program: &TestProgram,
     scope: Scope,
+    words: &[&str],
     times: &mut Vec<(f64, String)>,
 ) -> Result<bool> {
     eprintln!("-- {}", program.name);
@@ -84,10 +102,11 @@ fn run_program(
     child
         .current_dir(&program.folder)
         .args(["-Zunstable-options", "--report-time"])
+        .args(words)
         .env("RUSTC_BOOTSTRAP", "1")
         .env("CARGO_MANIFEST_DIR", &program.folder)
         .stdout(Stdio::piped());
-    tools::environment(&mut child, scope == Scope::Whole);
+    tools::environment(&mut child, scope != Scope::Quick);
     let mut child = child.spawn().with_context(|| format!("could not start {}", program.name))?;
     let stdout = child.stdout.take().expect("it was piped");
     for line in BufReader::new(stdout).lines() {

@@ -19,6 +19,10 @@ const DEBIAN: [(&str, &str); 7] = [
     ("slowhttptest", "slowhttptest"),
 ];
 
+/// Those that only the long tests need.
+const DEBIAN_FOR_LONG: [(&str, &str); 2] =
+    [("testssl", "testssl.sh"), ("hexdump", "bsdextrautils")];
+
 /// The SDKs that are tested, pinned: the API promises to work with them
 /// unmodified.
 const PYTHON_SDK: &str = "openai==3.52.0";
@@ -69,15 +73,26 @@ pub fn deny() -> Result<()> {
     anyhow::bail!("cargo deny check advisories: {}", advisories.status)
 }
 
+/// Installs what only the long tests need.
+pub fn install_for_long() -> Result<()> {
+    packages(&missing(&DEBIAN_FOR_LONG))
+}
+
 fn debian() -> Result<()> {
-    let missing: Vec<&str> = DEBIAN
-        .iter()
-        .filter(|(program, _)| !exists(program))
-        .map(|&(_, package)| package)
-        .collect();
     let venv = Command::new("python3").args(["-c", "import ensurepip, venv"]).output();
-    let venv_missing = !venv.is_ok_and(|output| output.status.success());
-    if missing.is_empty() && !venv_missing {
+    let mut wanted = missing(&DEBIAN);
+    if !venv.is_ok_and(|output| output.status.success()) {
+        wanted.push("python3-venv");
+    }
+    packages(&wanted)
+}
+
+fn missing(wanted: &[(&'static str, &'static str)]) -> Vec<&'static str> {
+    wanted.iter().filter(|(program, _)| !exists(program)).map(|&(_, package)| package).collect()
+}
+
+fn packages(missing: &[&str]) -> Result<()> {
+    if missing.is_empty() {
         return Ok(());
     }
     check(command("apt-get").args(["update", "-q"]))?;
@@ -85,7 +100,6 @@ fn debian() -> Result<()> {
         command("apt-get")
             .args(["install", "-q", "-y", "--no-install-recommends"])
             .args(missing)
-            .args(venv_missing.then_some("python3-venv"))
             .env("DEBIAN_FRONTEND", "noninteractive"),
     )
 }

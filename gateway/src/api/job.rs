@@ -3,15 +3,13 @@
 //! pool, never on the threads that serve connections.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 
-use tokio::sync::Semaphore;
 use tollgate_domain::{DeviceNanos, PromptWork, RequestId, UtcTime};
 use tollgate_text::{ChatMessage, TextError, encode_chat};
 
 use super::asked::{Asked, AskedPrompt, Dialect, Sampling};
 use super::telling::{Echo, Telling};
+use super::turns::Turns;
 use crate::reply::ApiError;
 use crate::upstream::ServedModel;
 
@@ -66,34 +64,29 @@ impl Job {
 /// The bounded place where prompts become tokens.
 #[derive(Debug)]
 pub(crate) struct Counting {
-    permits: Arc<Semaphore>,
-    waiting: AtomicUsize,
+    turns: Turns,
 }
-
-/// Requests that may wait to be counted; beyond that we are overloaded.
-const MOST_WAITING: usize = 256;
 
 impl Counting {
     /// A place for as many at once as there are cores.
     pub(crate) fn new() -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        Self { permits: Arc::new(Semaphore::new(cores)), waiting: AtomicUsize::new(0) }
+        Self { turns: Turns::new(cores) }
     }
 
-    /// Turns what was asked into a job for `model`.
+    /// Turns what was asked into a job for `model`, once it is the turn of
+    /// `holder`: the pool or tenant on whose share of the devices it will run.
     pub(crate) async fn count(
         &self,
+        holder: &str,
         id: RequestId,
         asked: Asked,
         model: Arc<ServedModel>,
         context: CountContext,
     ) -> Result<Job, ApiError> {
-        let permit = {
-            let _place = Place::take(&self.waiting)?;
-            Arc::clone(&self.permits).acquire_owned().await.map_err(|_| ApiError::Internal)?
-        };
+        let place = self.turns.take(holder).await?;
         let counted = tokio::task::spawn_blocking(move || {
-            let _permit = permit; // held until the work is done, even if nobody waits for it
+            let _place = place; // held until the work is done, even if nobody waits for it
             count(id, asked, model, context)
         });
         counted.await.unwrap_or(Err(ApiError::Internal))
@@ -107,25 +100,6 @@ pub(crate) struct CountContext {
     pub(crate) now: UtcTime,
     /// Tokens of an answer where the request says nothing.
     pub(crate) default_max_tokens: u32,
-}
-
-/// A place among those that wait.
-struct Place<'a>(&'a AtomicUsize);
-
-impl<'a> Place<'a> {
-    fn take(waiting: &'a AtomicUsize) -> Result<Self, ApiError> {
-        let place = Self(waiting);
-        if waiting.fetch_add(1, Ordering::Relaxed) >= MOST_WAITING {
-            return Err(ApiError::Overloaded { retry_after: Some(Duration::from_secs(1)) });
-        }
-        Ok(place)
-    }
-}
-
-impl Drop for Place<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
 }
 
 fn count(

@@ -36,6 +36,23 @@ impl io::Write for Lines {
     }
 }
 
+/// T05: a client that floods writes no lines, unless an admin asks for them.
+#[test]
+fn a_flood_writes_no_lines() {
+    for (filter, expected) in [("", 1), ("info", 2)] {
+        let lines = Lines::default();
+        let writer = lines.clone();
+        let options = LogOptions { format: LogFormat::Json, filter: filter.into() };
+        let subscriber = log_subscriber(&options, move || writer.clone()).unwrap();
+        tracing::subscriber::with_default(subscriber, || {
+            tracing::warn!(target: "h2::proto::streams::recv", "streams reached limit");
+            tracing::info!("ours");
+        });
+        let text = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
+        assert_eq!(text.lines().count(), expected, "{filter}: {text}");
+    }
+}
+
 /// T51: what a client says cannot end a line or colour a terminal.
 #[test]
 fn log_lines_stay_lines() {

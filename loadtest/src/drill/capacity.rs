@@ -1,0 +1,122 @@
+//! What the gateway can do: a closed loop of one kind of request, for a few
+//! seconds, by a tenant that plays no other part. Rates given as multiples are
+//! multiples of this, so that a scenario means the same on any machine.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+use super::{DrillError, Stage, tally};
+use crate::client::{Protocol, Target};
+use crate::outcome::End;
+use crate::run::chat_body;
+use crate::scenario::{Capacity, Rate, Scenario};
+use crate::slot::{Slot, send};
+
+/// What was found for one kind of request.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct Found {
+    /// The first of its questions, shortened.
+    pub asks: String,
+    /// The most tokens of an answer.
+    pub max_tokens: u32,
+    /// Requests answered a second.
+    pub requests_per_second: f64,
+    /// Tokens answered a second.
+    pub tokens_per_second: f64,
+    #[serde(skip)]
+    prompts: Vec<String>,
+}
+
+/// How long one answer may take.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Streams of one connection.
+const STREAMS: u32 = 64;
+
+/// Finds what every rate of `scenario` asks for; nothing where none does.
+pub(super) async fn find(scenario: &Scenario, stage: &Stage) -> Result<Vec<Found>, DrillError> {
+    let Some(capacity) = &scenario.capacity else { return Ok(Vec::new()) };
+    let target = &stage.keys[&capacity.tenant][0];
+    let mut found: Vec<Found> = Vec::new();
+    for (prompts, max_tokens, rate) in kinds(scenario) {
+        let is_known = found.iter().any(|one| one.is_of(&prompts, max_tokens));
+        if rate.wants_capacity() && !is_known {
+            found.push(measure(scenario, capacity, target, prompts, max_tokens).await?);
+        }
+    }
+    Ok(found)
+}
+
+/// Requests a second of this kind, where it was measured.
+pub(super) fn of(found: &[Found], prompts: &[String], max_tokens: u32) -> f64 {
+    let one = found.iter().find(|one| one.is_of(prompts, max_tokens));
+    one.map_or(0.0, |one| one.requests_per_second)
+}
+
+impl Found {
+    fn is_of(&self, prompts: &[String], max_tokens: u32) -> bool {
+        self.prompts == prompts && self.max_tokens == max_tokens
+    }
+}
+
+fn kinds(scenario: &Scenario) -> Vec<(Vec<String>, u32, Rate)> {
+    let honest = scenario.honest.iter().map(|one| (one.prompts(), one.ask.most_tokens(), one.rate));
+    let attackers =
+        scenario.attackers.iter().map(|one| (one.prompts(), one.ask.most_tokens(), one.rate));
+    honest.chain(attackers).collect()
+}
+
+async fn measure(
+    scenario: &Scenario,
+    capacity: &Capacity,
+    target: &Target,
+    prompts: Vec<String>,
+    max_tokens: u32,
+) -> Result<Found, DrillError> {
+    let connections = capacity.at_once.div_ceil(STREAMS);
+    let slots: Vec<_> =
+        (0..connections).map(|_| Arc::new(Slot::new(target.clone(), Protocol::Http2))).collect();
+    let started = Instant::now();
+    let until = started + capacity.seconds;
+    let mut loops = JoinSet::new();
+    for number in 0..capacity.at_once as usize {
+        let slot = Arc::clone(&slots[number % slots.len()]);
+        let body = chat_body(&scenario.model, &prompts[number % prompts.len()], max_tokens, true);
+        loops.spawn(async move {
+            let (mut answered, mut tokens, mut failure) = (0u64, 0u64, None);
+            while Instant::now() < until {
+                let outcome = send(&slot, 0, body.clone(), true, Instant::now(), PATIENCE).await;
+                if outcome.end == End::Done {
+                    answered += 1;
+                    tokens += outcome.tokens;
+                } else {
+                    failure = Some(tally::outcome(&outcome.end));
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                }
+            }
+            (answered, tokens, failure)
+        });
+    }
+    let (mut answered, mut tokens, mut failure) = (0, 0, None);
+    while let Some(ended) = loops.join_next().await {
+        let (more, more_tokens, why) = ended.expect("a sender panicked");
+        answered += more;
+        tokens += more_tokens;
+        failure = failure.or(why);
+    }
+    if answered == 0 {
+        return Err(DrillError::NothingAnswered(failure.unwrap_or_default()));
+    }
+    // What was under way at the end was answered, too, and took its time.
+    let seconds = started.elapsed().as_secs_f64();
+    Ok(Found {
+        asks: prompts[0].chars().rev().take(48).collect::<Vec<_>>().into_iter().rev().collect(),
+        max_tokens,
+        requests_per_second: answered as f64 / seconds,
+        tokens_per_second: tokens as f64 / seconds,
+        prompts,
+    })
+}

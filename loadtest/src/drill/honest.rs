@@ -1,0 +1,128 @@
+//! One honest tenant: its requests fall due at times that were fixed before the
+//! first was sent, in all three phases alike, and every latency counts from
+//! then.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::task::JoinSet;
+
+use super::{Ground, Live};
+use crate::client::{Protocol, Target};
+use crate::outcome::{End, Outcome};
+use crate::plan::Random;
+use crate::run::chat_body;
+use crate::slot::{Slot, send};
+
+/// An honest request.
+#[derive(Clone, Debug)]
+pub struct HonestSample {
+    /// Whose it is.
+    pub tenant: Arc<str>,
+    /// When it fell due, in seconds from the start.
+    pub due: f64,
+    /// What it saw.
+    pub outcome: Outcome,
+}
+
+/// How long an answer may take.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The most requests of one tenant under way at once.
+const MOST_UNDER_WAY: usize = 1_024;
+
+/// One tenant.
+pub(super) struct Sender {
+    tenant: Arc<str>,
+    slots: Vec<Arc<Slot>>,
+    due: Vec<(Duration, usize, bool)>,
+    bodies: Vec<[Bytes; 2]>,
+}
+
+impl Sender {
+    pub(super) fn new(
+        ground: &Ground,
+        group: usize,
+        tenant: &str,
+        target: Target,
+        rate: f64,
+    ) -> Self {
+        let scenario = &ground.scenario;
+        let honest = &scenario.honest[group];
+        // Each tenant its own times, the same in every run of the seed.
+        let mut random = Random(scenario.seed ^ tenant_seed(tenant));
+        let prompts = honest.prompts();
+        let (mut at, mut due) = (0.0, Vec::new());
+        loop {
+            at += honest.arrivals.gap(rate, &mut random);
+            if at >= scenario.whole().as_secs_f64() {
+                break;
+            }
+            let streams = random.below(100) < usize::from(honest.stream);
+            due.push((Duration::from_secs_f64(at), due.len() % prompts.len(), streams));
+        }
+        let body = |prompt: &String, stream| {
+            chat_body(&scenario.model, prompt, honest.ask.most_tokens(), stream)
+        };
+        let slot = || Arc::new(Slot::new(target.clone(), Protocol::Http2));
+        Self {
+            tenant: tenant.into(),
+            slots: (0..honest.connections.max(1)).map(|_| slot()).collect(),
+            due,
+            bodies: prompts.iter().map(|p| [body(p, false), body(p, true)]).collect(),
+        }
+    }
+
+    /// Sends everything and waits for the answers.
+    pub(super) async fn run(self, ground: Arc<Ground>) -> Vec<HonestSample> {
+        let Self { tenant, slots, due, bodies } = self;
+        let mut under_way: JoinSet<HonestSample> = JoinSet::new();
+        let mut samples = Vec::with_capacity(due.len());
+        for (number, (after, prompt, stream)) in due.into_iter().enumerate() {
+            let at = ground.started + after;
+            tokio::select! {
+                () = tokio::time::sleep_until(at) => {}
+                () = ground.stop.cancelled() => return samples,
+            }
+            while let Some(ended) = under_way.try_join_next() {
+                samples.push(ended.expect("a sender panicked"));
+            }
+            Live::count(&ground.live.honest_due);
+            let (tenant, due) = (Arc::clone(&tenant), after.as_secs_f64());
+            if under_way.len() >= MOST_UNDER_WAY {
+                let outcome = Outcome::ended(0, End::NotSent, Duration::ZERO);
+                samples.push(HonestSample { tenant, due, outcome });
+                continue;
+            }
+            let slot = Arc::clone(&slots[number % slots.len()]);
+            let body = bodies[prompt][usize::from(stream)].clone();
+            let ground = Arc::clone(&ground);
+            under_way.spawn(async move {
+                let outcome = send(&slot, 0, body, stream, at, PATIENCE).await;
+                note(&ground.live, &outcome);
+                HonestSample { tenant, due, outcome }
+            });
+        }
+        while let Some(ended) = under_way.join_next().await {
+            samples.push(ended.expect("a sender panicked"));
+        }
+        samples
+    }
+}
+
+fn note(live: &Live, outcome: &Outcome) {
+    if outcome.end == End::Done {
+        Live::count(&live.honest_answered);
+        if let Some(first) = outcome.first_token {
+            live.last_first_token.store(first.as_micros() as u64, Ordering::Relaxed);
+        }
+    }
+}
+
+/// FNV-1a of a name: enough to give each tenant another seed.
+fn tenant_seed(tenant: &str) -> u64 {
+    let step = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    tenant.bytes().fold(0xcbf2_9ce4_8422_2325, step)
+}

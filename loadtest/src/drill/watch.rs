@@ -1,0 +1,262 @@
+//! Watches while others play: memory and descriptors of the gateway, from its
+//! metrics, and of named processes of this machine, from /proc; and what device
+//! time each tenant has been charged, as its own usage says.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body_util::BodyExt;
+use serde::{Deserialize, Serialize};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
+use tokio_util::sync::CancellationToken;
+
+use super::{Ground, Stage};
+use crate::client::{Connection, Protocol, Target};
+
+/// Memory and descriptors of a process at one time.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct ProcessPoint {
+    /// Seconds from the start.
+    pub at: f64,
+    /// Resident bytes.
+    pub memory: u64,
+    /// Open descriptors.
+    pub descriptors: u64,
+}
+
+/// Device time by tenant: nanoseconds since the first look, over time.
+pub type Shares = BTreeMap<String, Vec<(f64, u64)>>;
+
+/// The name of what the admin listener speaks for.
+pub const GATEWAY: &str = "gateway";
+
+/// Between two looks at memory, and at shares.
+const LOOKS: Duration = Duration::from_millis(500);
+const SHARE_LOOKS: Duration = Duration::from_secs(1);
+
+/// How long a look may take; a busy gateway misses one.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// The most tenants whose share is watched.
+const MOST_TENANTS: usize = 64;
+
+/// How long after the last answer usage is looked at once more: records come
+/// to the ledger in groups.
+const LAST_RECORDS: Duration = Duration::from_millis(1_500);
+
+/// Those who watch.
+pub(super) struct Watch {
+    watching: JoinSet<Option<()>>,
+    seen: Arc<Mutex<Seen>>,
+    stop: CancellationToken,
+}
+
+#[derive(Default)]
+struct Seen {
+    processes: BTreeMap<String, Vec<ProcessPoint>>,
+    shares: Shares,
+}
+
+impl Watch {
+    pub(super) fn start(ground: &Arc<Ground>, stage: &Stage) -> Self {
+        let (seen, stop) = (Arc::new(Mutex::new(Seen::default())), CancellationToken::new());
+        let mut watching = JoinSet::new();
+        if let Some(admin) = stage.admin.clone() {
+            let (ground, seen) = (Arc::clone(ground), Arc::clone(&seen));
+            let watched = metrics(admin, ground, seen);
+            watching.spawn(stop.clone().run_until_cancelled_owned(watched));
+        }
+        let processes = stage.processes.clone();
+        let (also, beside) = (Arc::clone(ground), Arc::clone(&seen));
+        let watched = procs(processes, also, beside);
+        watching.spawn(stop.clone().run_until_cancelled_owned(watched));
+        // The capacity's tenant sends nothing while this goes on.
+        let scenario = &ground.scenario;
+        let senders = scenario.honest.iter().map(|group| &group.tenants);
+        let senders = senders.chain(scenario.attackers.iter().map(|attacker| &attacker.tenants));
+        let tenants: Vec<(String, Target)> = senders
+            .flatten()
+            .take(MOST_TENANTS)
+            .map(|tenant| (tenant.clone(), stage.keys[tenant][0].clone()))
+            .collect();
+        let (also, beside, end) = (Arc::clone(ground), Arc::clone(&seen), stop.clone());
+        watching.spawn(async {
+            shares(tenants, also, beside, end).await;
+            Some(())
+        });
+        Self { watching, seen, stop }
+    }
+
+    pub(super) async fn end(self) -> (BTreeMap<String, Vec<ProcessPoint>>, Shares) {
+        let Self { watching, seen, stop } = self;
+        stop.cancel();
+        watching.join_all().await;
+        let mut seen = seen.lock().expect("nobody panics under it");
+        let Seen { processes, shares } = std::mem::take(&mut *seen);
+        (processes, shares)
+    }
+}
+
+async fn metrics(admin: Target, ground: Arc<Ground>, seen: Arc<Mutex<Seen>>) {
+    let mut ticks = interval(LOOKS);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut reader = Reader { target: admin, open: None };
+    loop {
+        ticks.tick().await;
+        let Some(text) = reader.get("/metrics").await else { continue };
+        let text = String::from_utf8_lossy(&text);
+        let figure = |name: &str| metric(&text, name);
+        let memory = figure("process_resident_memory_bytes");
+        let descriptors = figure("process_open_fds");
+        let (Some(memory), Some(descriptors)) = (memory, descriptors) else { continue };
+        ground.live.memory.store(memory, Ordering::Relaxed);
+        ground.live.descriptors.store(descriptors, Ordering::Relaxed);
+        let point = ProcessPoint { at: ground.at(Instant::now()), memory, descriptors };
+        note(&seen, GATEWAY, point);
+    }
+}
+
+/// The value of a metric without labels.
+fn metric(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
+    let value: f64 = line.split_whitespace().next()?.parse().ok()?;
+    (value.is_finite() && value >= 0.0).then_some(value as u64)
+}
+
+async fn procs(processes: Vec<(String, u32)>, ground: Arc<Ground>, seen: Arc<Mutex<Seen>>) {
+    let mut ticks = interval(LOOKS);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        for (name, pid) in &processes {
+            if let Some((memory, descriptors)) = held_by(*pid) {
+                let point = ProcessPoint { at: ground.at(Instant::now()), memory, descriptors };
+                note(&seen, name, point);
+            }
+        }
+    }
+}
+
+/// Resident bytes and open descriptors of a process of this machine, where it
+/// runs and may be looked at.
+pub fn held_by(pid: u32) -> Option<(u64, u64)> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).ok()?.count();
+    Some((kib * 1024, descriptors as u64))
+}
+
+fn note(seen: &Mutex<Seen>, name: &str, point: ProcessPoint) {
+    let mut seen = seen.lock().expect("nobody panics under it");
+    seen.processes.entry(name.to_owned()).or_default().push(point);
+}
+
+/// Asks each tenant's usage again and again, and once more after the end.
+async fn shares(
+    tenants: Vec<(String, Target)>,
+    ground: Arc<Ground>,
+    seen: Arc<Mutex<Seen>>,
+    stop: CancellationToken,
+) {
+    let mut readers: Vec<(String, Reader, Option<u64>)> = tenants
+        .into_iter()
+        .map(|(tenant, target)| (tenant, Reader { target, open: None }, None))
+        .collect();
+    let mut ticks = interval(SHARE_LOOKS);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        let is_last = tokio::select! {
+            _ = ticks.tick() => false,
+            () = stop.cancelled() => true,
+        };
+        if is_last {
+            tokio::time::sleep(LAST_RECORDS).await;
+        }
+        for (tenant, reader, first) in &mut readers {
+            let Some(used) = reader.get("/v1/usage").await.and_then(|text| used(&text)) else {
+                continue;
+            };
+            let since = used.saturating_sub(*first.get_or_insert(used));
+            let at = ground.at(Instant::now());
+            let mut seen = seen.lock().expect("nobody panics under it");
+            seen.shares.entry(tenant.clone()).or_default().push((at, since));
+        }
+        if is_last {
+            return;
+        }
+    }
+}
+
+/// Attributed nanoseconds over all rows of a statement.
+fn used(statement: &[u8]) -> Option<u64> {
+    #[derive(Deserialize)]
+    struct Statement {
+        data: Vec<Row>,
+    }
+    #[derive(Deserialize)]
+    struct Row {
+        attributed_ns: u64,
+    }
+    let statement: Statement = serde_json::from_slice(statement).ok()?;
+    Some(statement.data.iter().map(|row| row.attributed_ns).sum())
+}
+
+/// A connection that is kept as long as it works.
+struct Reader {
+    target: Target,
+    open: Option<Connection>,
+}
+
+impl Reader {
+    /// The body of a 200; nothing where there is none in time.
+    async fn get(&mut self, path: &str) -> Option<Bytes> {
+        let answer = timeout(PATIENCE, self.ask(path)).await.ok().flatten();
+        if answer.is_none() {
+            self.open = None;
+        }
+        answer
+    }
+
+    async fn ask(&mut self, path: &str) -> Option<Bytes> {
+        if self.open.is_none() {
+            self.open = self.target.connect(Protocol::Http1).await.ok();
+        }
+        let response = self.open.as_ref()?.get(path).await.ok()?;
+        let is_ok = response.status().is_success();
+        let body = response.into_body().collect().await.ok()?.to_bytes();
+        is_ok.then_some(body)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn metrics_are_read_by_their_whole_name() {
+        let text =
+            "# HELP process_open_fds x\nprocess_open_fds_max 9\nprocess_open_fds 41\nb 1e3 5\n";
+        assert_eq!(metric(text, "process_open_fds"), Some(41));
+        assert_eq!(metric(text, "b"), Some(1_000));
+        assert_eq!(metric(text, "process"), None);
+    }
+
+    #[test]
+    fn this_very_process_holds_something() {
+        let (memory, descriptors) = held_by(std::process::id()).expect("it runs");
+        assert!(memory > 1 << 20 && descriptors >= 3, "{memory} {descriptors}");
+        assert_eq!(held_by(u32::MAX), None);
+    }
+
+    #[test]
+    fn a_statement_is_summed() {
+        let text = br#"{"object":"list","data":[{"attributed_ns":3,"x":1},{"attributed_ns":4}]}"#;
+        assert_eq!(used(text), Some(7));
+        assert_eq!(used(b"{}"), None);
+    }
+}

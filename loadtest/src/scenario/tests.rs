@@ -1,0 +1,77 @@
+//! Scenarios as text: the shipped ones are whole, and mistakes are named.
+
+use super::*;
+
+const SMALL: &str = r#"
+about = "x"
+[phases]
+alone = "1s"
+attack = "500ms"
+after = "1s"
+[[honest]]
+tenants = ["a"]
+plan = "p"
+rate = 1.0
+[[attackers]]
+kind = "flood"
+tenants = ["t-{1..3}"]
+pool = "q"
+rate = 5.0
+"#;
+
+#[test]
+fn every_shipped_scenario_can_be_played() {
+    for shipped in SHIPPED {
+        let scenario = Scenario::find(shipped.name).unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(scenario.name, shipped.name);
+        assert!(scenario.hold.success.is_some(), "{} asks for nothing", shipped.name);
+        assert!(!scenario.attackers.is_empty() && scenario.about.len() > 20, "{}", shipped.name);
+    }
+}
+
+#[test]
+fn ranges_of_names_are_tenants_of_a_gateway_of_our_own() {
+    let scenario = Scenario::parse("small", SMALL).expect("valid");
+    assert_eq!(scenario.attackers[0].tenants, ["t-1", "t-2", "t-3"]);
+    assert_eq!(scenario.phases.attack, Duration::from_millis(500));
+    let config = scenario.own_config();
+    assert!(config.contains("[tenants.a]\nplan = \"p\"\n"), "{config}");
+    assert!(config.contains("[tenants.t-3]\npool = \"q\"\n"), "{config}");
+}
+
+#[test]
+fn mistakes_are_named() {
+    let cases = [
+        ("rate = 1.0", "rate = 0.0", "above 0"),
+        ("rate = 1.0", "", "one of rate"),
+        ("rate = 1.0", "rate = 1.0\ntimes_share = 2.0", "one of rate"),
+        ("rate = 1.0", "times_share = 2.0", "[capacity]"),
+        ("rate = 1.0", "rate = 1.0\nrat = 2", "rat"),
+        ("alone = \"1s\"", "alone = \"1\"", "250ms"),
+        ("alone = \"1s\"", "alone = \"0s\"", "above 0"),
+        ("kind = \"flood\"", "kind = \"flod\"", "flod"),
+        ("kind = \"flood\"", "kind = \"slowloris\"", "not a rate"),
+        ("kind = \"flood\"", "kind = \"early_leavers\"", "leave_within"),
+        ("t-{1..3}", "t-{3..1}", "t-{3..1}"),
+        ("t-{1..3}", "a", "two places"),
+        ("rate = 5.0", "rate = 5.0\nstream = 101", "percent"),
+        ("rate = 5.0", "rate = 5.0\nkeys = 0", "above 0"),
+        ("rate = 5.0", "rate = 5.0\n[hold]\ngoodput = 0.9", "goodput"),
+    ];
+    for (good, bad, named) in cases {
+        let text = SMALL.replacen(good, bad, 1);
+        let error = Scenario::parse("small", &text).expect_err(bad).to_string();
+        assert!(error.contains(named), "{bad}: {error}");
+    }
+    let unknown = Scenario::find("nothing").expect_err("none").to_string();
+    assert!(unknown.contains("flood") && unknown.contains("nothing"), "{unknown}");
+}
+
+#[test]
+fn multiples_become_rates() {
+    let rate = |times_share, at_most| Rate { times_share, at_most, ..Rate::default() };
+    assert_eq!(rate(Some(20.0), None).per_second(90.0, 3), 600.0);
+    assert_eq!(rate(Some(20.0), Some(100.0)).per_second(90.0, 3), 100.0);
+    let rate = Rate { times_capacity: Some(10.0), ..Rate::default() };
+    assert_eq!(rate.per_second(40.0, 3), 400.0);
+}

@@ -1,0 +1,526 @@
+//! Says whether what a scenario asks for held. A figure that stands on too few
+//! samples, or that a late generator may have spoiled, is said to be unclear,
+//! never to hold and never to be broken.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use crate::drill::{AttackerSeen, Drill, HonestSample, ProcessPoint, Span};
+use crate::outcome::End;
+use crate::scenario::{Hold, Kind, Scenario, Times};
+
+mod figures;
+mod terminal;
+
+pub use figures::{Gathered, Latencies, PhaseFigures, Quantile};
+
+/// One thing that must hold.
+#[derive(Clone, Debug, Serialize)]
+pub struct Check {
+    /// What it is about.
+    pub what: String,
+    /// What was asked.
+    pub bound: String,
+    /// What was seen.
+    pub observed: String,
+    /// Whether it held.
+    pub verdict: Verdict,
+}
+
+/// Whether something held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// It held.
+    Holds,
+    /// Nothing can be said.
+    Unclear,
+    /// It did not.
+    Broken,
+}
+
+impl Verdict {
+    fn of(holds: bool) -> Self {
+        if holds { Self::Holds } else { Self::Broken }
+    }
+
+    /// In a word.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Holds => "holds",
+            Self::Unclear => "unclear",
+            Self::Broken => "BROKEN",
+        }
+    }
+}
+
+/// Everything about a run that people and programs want to know.
+#[derive(Debug, Serialize)]
+pub struct DrillReport {
+    /// The scenario.
+    pub scenario: String,
+    /// What it shows.
+    pub about: String,
+    /// Unix seconds of the start.
+    pub started: u64,
+    /// The three phases.
+    pub alone: Span,
+    /// See [`DrillReport::alone`].
+    pub attack: Span,
+    /// See [`DrillReport::alone`].
+    pub after: Span,
+    /// The worst of the checks.
+    pub verdict: Verdict,
+    /// What had to hold.
+    pub checks: Vec<Check>,
+    /// Whether the generator kept to its own times.
+    pub generator_kept_up: bool,
+    /// What the gateway could do, where it was asked.
+    pub capacity: Vec<crate::drill::Found>,
+    /// The honest, by phase.
+    pub honest: Phased<PhaseFigures>,
+    /// The honest by tenant and phase.
+    pub tenants: BTreeMap<String, Phased<PhaseFigures>>,
+    /// The attackers.
+    pub attackers: Vec<AttackerFigures>,
+    /// Refusals and other ends of attackers' requests by second.
+    pub refusals: Vec<BTreeMap<String, u64>>,
+    /// Device time by tenant within the attack, nanoseconds.
+    pub device_time_in_attack: BTreeMap<String, u64>,
+    /// Memory and descriptors over time.
+    pub processes: BTreeMap<String, Vec<ProcessPoint>>,
+    /// Device time by tenant over time, nanoseconds.
+    pub shares: crate::drill::Shares,
+    /// Each honest request: when it was due, its first token in milliseconds,
+    /// and whether it was answered.
+    pub points: Vec<Point>,
+}
+
+/// The same for each phase.
+#[derive(Clone, Debug, Serialize)]
+pub struct Phased<T> {
+    /// Before the attack.
+    pub alone: T,
+    /// In it.
+    pub attack: T,
+    /// After it.
+    pub after: T,
+}
+
+/// An honest request, to be drawn.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Point {
+    /// When it was due, seconds.
+    pub at: f64,
+    /// Milliseconds to its first token.
+    pub first_token_ms: Option<f64>,
+    /// Whether it was answered whole.
+    pub answered: bool,
+}
+
+/// What an attacker did and got.
+#[derive(Clone, Debug, Serialize)]
+pub struct AttackerFigures {
+    /// What it did.
+    pub kind: String,
+    /// Who it was.
+    pub who: String,
+    /// Requests a second it meant to send.
+    pub offered_rate: Option<f64>,
+    /// To the first token of its answers.
+    pub first_token: Latencies,
+    /// What became of them.
+    pub outcomes: BTreeMap<String, u64>,
+    /// Connections that the gateway ended, and the age of the oldest, seconds.
+    pub closed: u64,
+    /// See [`AttackerFigures::closed`].
+    pub oldest_closed: Option<f64>,
+    /// The oldest that was still open at the end, seconds.
+    pub oldest_open: Option<f64>,
+}
+
+impl DrillReport {
+    /// Judges `drill`.
+    pub fn new(scenario: &Scenario, drill: &Drill) -> Self {
+        let gathered = Gathered::new(drill);
+        let checks = Judge { scenario, drill, gathered: &gathered }.checks();
+        let verdict = checks.iter().map(|check| check.verdict).max().unwrap_or(Verdict::Holds);
+        let since = drill.started.duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+        Self {
+            scenario: scenario.name.clone(),
+            about: scenario.about.clone(),
+            started: since.as_secs(),
+            alone: drill.alone,
+            attack: drill.attack,
+            after: drill.after,
+            verdict,
+            checks,
+            generator_kept_up: gathered.generator_kept_up,
+            capacity: drill.capacity.clone(),
+            honest: gathered.all.clone(),
+            tenants: gathered.tenants.clone(),
+            attackers: drill.attackers.iter().map(AttackerFigures::new).collect(),
+            refusals: refusals(&drill.attackers),
+            device_time_in_attack: figures::device_time(drill, drill.attack),
+            processes: drill.processes.clone(),
+            shares: drill.shares.clone(),
+            points: drill.honest.iter().map(point).collect(),
+        }
+    }
+}
+
+impl AttackerFigures {
+    fn new(seen: &AttackerSeen) -> Self {
+        let oldest_closed = seen.closed_after.iter().copied().reduce(f64::max);
+        Self {
+            kind: kind_name(seen.kind).to_owned(),
+            who: seen.who.clone(),
+            offered_rate: seen.rate,
+            first_token: Latencies::of(seen.first_tokens.clone()),
+            outcomes: seen.tally.totals(),
+            closed: seen.closed_after.len() as u64,
+            oldest_closed,
+            oldest_open: (seen.oldest_open > 0.0).then_some(seen.oldest_open),
+        }
+    }
+}
+
+fn point(sample: &HonestSample) -> Point {
+    Point {
+        at: sample.due,
+        first_token_ms: sample.outcome.first_token.map(|span| span.as_secs_f64() * 1e3),
+        answered: sample.outcome.end == End::Done,
+    }
+}
+
+fn refusals(attackers: &[AttackerSeen]) -> Vec<BTreeMap<String, u64>> {
+    let mut all: Vec<BTreeMap<String, u64>> = Vec::new();
+    for seen in attackers {
+        for (second, counts) in seen.tally.seconds().iter().enumerate() {
+            if all.len() <= second {
+                all.resize(second + 1, BTreeMap::new());
+            }
+            for (what, count) in counts {
+                *all[second].entry(what.clone()).or_default() += count;
+            }
+        }
+    }
+    all
+}
+
+/// A kind as scenarios write it.
+pub fn kind_name(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Flood => "flood",
+        Kind::ManySources => "many_sources",
+        Kind::CostlyPrompts => "costly_prompts",
+        Kind::Hogs => "hogs",
+        Kind::EndlessOutputs => "endless_outputs",
+        Kind::Sybils => "sybils",
+        Kind::EarlyLeavers => "early_leavers",
+        Kind::RetryStorm => "retry_storm",
+        Kind::SlowReaders => "slow_readers",
+        Kind::Slowloris => "slowloris",
+        Kind::RapidReset => "rapid_reset",
+    }
+}
+
+/// Goes through what a scenario asks.
+struct Judge<'a> {
+    scenario: &'a Scenario,
+    drill: &'a Drill,
+    gathered: &'a Gathered,
+}
+
+impl Judge<'_> {
+    fn checks(&self) -> Vec<Check> {
+        let hold = &self.scenario.hold;
+        let mut checks = Vec::new();
+        checks.extend(hold.success.map(|least| self.success(least)));
+        let Phased { alone, attack, .. } = &self.gathered.all;
+        if let Some(times) = hold.first_token {
+            let pairs = [(&alone.first_token, &attack.first_token)];
+            checks.extend(pairs.iter().flat_map(|pair| self.latency("first token", times, *pair)));
+        }
+        if let Some(times) = hold.between_tokens {
+            let pair = (&alone.between_tokens, &attack.between_tokens);
+            checks.extend(self.latency("between tokens", times, pair));
+        }
+        checks.extend(hold.ahead_of_attackers.map(|least| self.ahead(least)));
+        checks.extend(hold.recovery.map(|most| self.recovery(most)));
+        checks.extend(self.clear_refusals());
+        checks.extend(self.resources(hold));
+        checks.extend(hold.accepted.map(|most| self.accepted(most)));
+        checks.extend(hold.goodput.map(|least| self.goodput(least)));
+        checks.extend(hold.attackers_share.map(|most| self.share(most)));
+        for (attacker, seen) in self.scenario.attackers.iter().zip(&self.drill.attackers) {
+            checks.extend(attacker.closed_within.map(|most| closed(seen, most)));
+        }
+        checks
+    }
+
+    fn success(&self, least: f64) -> Check {
+        let Phased { attack, after, .. } = &self.gathered.all;
+        let (due, done) = (attack.due + after.due, attack.answered + after.answered);
+        let share = done as f64 / due.max(1) as f64;
+        let verdict = match due {
+            0 => Verdict::Unclear,
+            _ => Verdict::of(share >= least),
+        };
+        let failures: Vec<String> = self
+            .gathered
+            .failures
+            .iter()
+            .map(|(what, count)| format!("{count} x {what}"))
+            .collect();
+        Check {
+            what: "honest requests answered, in and after the attack".to_owned(),
+            bound: format!("at least {:.1} %", least * 100.0),
+            observed: match failures.is_empty() {
+                true => format!("{done} of {due}"),
+                false => format!("{done} of {due} ({})", failures.join(", ")),
+            },
+            verdict,
+        }
+    }
+
+    fn latency(
+        &self,
+        name: &str,
+        times: Times,
+        (alone, attack): (&Latencies, &Latencies),
+    ) -> Vec<Check> {
+        let added = times.or_added.map(|added| added.as_secs_f64() * 1e3);
+        let one = |label: &str, most: Option<f64>, quantile: fn(&Latencies) -> Quantile| {
+            let most = most?;
+            let (before, then) = (quantile(alone), quantile(attack));
+            let bound = match times.or_added {
+                Some(added) => format!("at most {most} x alone, or {} ms more", added.as_millis()),
+                None => format!("at most {most} x alone"),
+            };
+            let (observed, verdict) = match (before, then) {
+                (Quantile::Known(before), Quantile::Known(then)) => {
+                    let fits =
+                        then <= before * most || added.is_some_and(|added| then <= before + added);
+                    let verdict = match fits {
+                        true => Verdict::Holds,
+                        // A late generator makes latencies longer, never shorter.
+                        false if !self.gathered.generator_kept_up => Verdict::Unclear,
+                        false => Verdict::Broken,
+                    };
+                    let times = then / before.max(1e-3);
+                    (
+                        format!("{before:.1} ms alone, {then:.1} ms in the attack: {times:.2} x"),
+                        verdict,
+                    )
+                }
+                (before, then) => {
+                    (format!("alone {before}, in the attack {then}"), Verdict::Unclear)
+                }
+            };
+            Some(Check { what: format!("honest {name}, {label}"), bound, observed, verdict })
+        };
+        [one("p50", times.p50, |all| all.p50), one("p99", times.p99, |all| all.p99)]
+            .into_iter()
+            .flatten()
+            .collect()
+    }
+
+    fn ahead(&self, least: f64) -> Check {
+        let all = self.drill.attackers.iter().flat_map(|seen| seen.first_tokens.iter().copied());
+        let theirs = Latencies::of(all.collect()).p50;
+        let ours = self.gathered.all.attack.first_token.p50;
+        let (observed, verdict) = match (ours, theirs) {
+            (Quantile::Known(ours), Quantile::Known(theirs)) => (
+                format!("honest {ours:.1} ms, attackers {theirs:.1} ms: {:.1} x", theirs / ours),
+                Verdict::of(theirs >= ours * least),
+            ),
+            (ours, theirs) => (format!("honest {ours}, attackers {theirs}"), Verdict::Unclear),
+        };
+        Check {
+            what: "attackers' own wait for a first token, against the honest, p50".to_owned(),
+            bound: format!("at least {least} x"),
+            observed,
+            verdict,
+        }
+    }
+
+    fn recovery(&self, most: Duration) -> Check {
+        let took = figures::recovery(self.drill, &self.gathered.all.alone);
+        let (observed, verdict) = match took {
+            None => ("too few honest requests after the attack".to_owned(), Verdict::Unclear),
+            Some(seconds) => {
+                let fits = seconds <= most.as_secs_f64();
+                let verdict = match fits {
+                    false if !self.gathered.generator_kept_up => Verdict::Unclear,
+                    fits => Verdict::of(fits),
+                };
+                (format!("after {seconds:.0} s"), verdict)
+            }
+        };
+        Check {
+            what: "honest as before the attack again".to_owned(),
+            bound: format!("within {} s", most.as_secs_f64()),
+            observed,
+            verdict,
+        }
+    }
+
+    /// Whoever is refused is told so: no other fault, no body that is no error.
+    fn clear_refusals(&self) -> Option<Check> {
+        let attackers = self.drill.attackers.iter().flat_map(|seen| seen.tally.totals());
+        let all: Vec<(String, u64)> = attackers
+            .chain(self.gathered.failures.clone())
+            .filter(|(what, _)| is_fault(what))
+            .collect();
+        let faults: u64 = all.iter().map(|(_, count)| count).sum();
+        let named: Vec<String> =
+            all.iter().map(|(what, count)| format!("{count} x {what}")).collect();
+        Some(Check {
+            what: "whoever is refused is told so clearly".to_owned(),
+            bound: "no 5xx but 503 and 504, no malformed answer".to_owned(),
+            observed: if faults == 0 { "none".to_owned() } else { named.join(", ") },
+            verdict: Verdict::of(faults == 0),
+        })
+    }
+
+    fn resources(&self, hold: &Hold) -> Vec<Check> {
+        let mut checks = Vec::new();
+        if hold.memory_growth.is_none() && hold.descriptors_growth.is_none() {
+            return checks;
+        }
+        let unclear = |what: &str| Check {
+            what: what.to_owned(),
+            bound: "watched".to_owned(),
+            observed: "not known: give --admin-url".to_owned(),
+            verdict: Verdict::Unclear,
+        };
+        if self.drill.processes.is_empty() {
+            checks.push(unclear("the gateway's memory and descriptors"));
+            return checks;
+        }
+        for (name, points) in &self.drill.processes {
+            let before = points.iter().filter(|point| self.drill.alone.holds(point.at));
+            let Some(memory) = before.clone().map(|point| point.memory).max() else {
+                checks.push(unclear(name));
+                continue;
+            };
+            let descriptors = before.map(|point| point.descriptors).max().unwrap_or(0);
+            let later = points.iter().filter(|point| point.at >= self.drill.attack.from);
+            if let Some(most) = hold.memory_growth {
+                let peak = later.clone().map(|point| point.memory).max().unwrap_or(memory);
+                let grown = peak.saturating_sub(memory);
+                checks.push(Check {
+                    what: format!("memory of the {name}"),
+                    bound: format!("grows by at most {} MiB", most >> 20),
+                    observed: format!("{:.1} MiB alone, {:.1} MiB at most", mib(memory), mib(peak)),
+                    verdict: Verdict::of(grown <= most),
+                });
+            }
+            if let Some(most) = hold.descriptors_growth {
+                let last = points.last().map_or(descriptors, |point| point.descriptors);
+                let peak = later.map(|point| point.descriptors).max().unwrap_or(descriptors);
+                checks.push(Check {
+                    what: format!("open descriptors of the {name}"),
+                    bound: format!("at the end at most {most} more than alone"),
+                    observed: format!("{descriptors} alone, {peak} at most, {last} at the end"),
+                    verdict: Verdict::of(last.saturating_sub(descriptors) <= most),
+                });
+            }
+        }
+        checks
+    }
+
+    fn accepted(&self, most: f64) -> Check {
+        let Drill { alone, attack, .. } = self.drill;
+        let rate = |span: &Span| {
+            let all = self.drill.attackers.iter();
+            let count: u64 =
+                all.map(|seen| seen.tally.between("answered", span.from, span.to)).sum();
+            count as f64 / span.seconds()
+        };
+        let (once, often) = (rate(alone), rate(attack));
+        Check {
+            what: "attackers' accepted load with retries, against without".to_owned(),
+            bound: format!("at most {most} x"),
+            observed: format!(
+                "{once:.2}/s without, {often:.2}/s with: {:.2} x",
+                often / once.max(1e-9)
+            ),
+            verdict: if once == 0.0 { Verdict::Unclear } else { Verdict::of(often <= once * most) },
+        }
+    }
+
+    fn goodput(&self, least: f64) -> Check {
+        let tokens: u64 = self.drill.attackers.iter().map(|seen| seen.tokens).sum::<u64>()
+            + self.gathered.all.attack.tokens;
+        let rate = tokens as f64 / self.drill.attack.seconds();
+        let most = self.drill.capacity.iter().map(|found| found.tokens_per_second);
+        let capacity = most.fold(0.0, f64::max);
+        Check {
+            what: "tokens answered to all in the attack, against capacity".to_owned(),
+            bound: format!("at least {:.0} %", least * 100.0),
+            observed: format!(
+                "{rate:.0}/s of {capacity:.0}/s: {:.0} %",
+                rate / capacity.max(1e-9) * 100.0
+            ),
+            verdict: match capacity > 0.0 {
+                false => Verdict::Unclear,
+                true => Verdict::of(rate >= capacity * least),
+            },
+        }
+    }
+
+    fn share(&self, most: f64) -> Check {
+        let times = figures::device_time(self.drill, self.drill.attack);
+        let whole: u64 = times.values().sum();
+        let names = self.scenario.attackers.iter().flat_map(|attacker| &attacker.tenants);
+        let theirs: u64 = names.filter_map(|name| times.get(name)).sum();
+        let share = theirs as f64 / whole.max(1) as f64;
+        Check {
+            what: "attackers' part of device time in the attack".to_owned(),
+            bound: format!("at most {:.0} %", most * 100.0),
+            observed: format!("{:.1} % of {:.2} s", share * 100.0, whole as f64 / 1e9),
+            verdict: if whole == 0 { Verdict::Unclear } else { Verdict::of(share <= most) },
+        }
+    }
+}
+
+fn closed(seen: &AttackerSeen, most: Duration) -> Check {
+    let most = most.as_secs_f64();
+    let oldest = seen.closed_after.iter().copied().fold(seen.oldest_open, f64::max);
+    // The generator looks a moment later than the gateway acts.
+    let verdict = match (seen.closed_after.is_empty(), oldest > most + 1.0) {
+        (_, true) => Verdict::Broken,
+        (true, false) => Verdict::Unclear,
+        (false, false) => Verdict::Holds,
+    };
+    Check {
+        what: format!("each connection of {} ({}) is ended", kind_name(seen.kind), seen.who),
+        bound: format!("within {most} s"),
+        observed: match seen.closed_after.is_empty() {
+            true => "none was ended".to_owned(),
+            false => format!("{} ended, the oldest after {oldest:.2} s", seen.closed_after.len()),
+        },
+        verdict,
+    }
+}
+
+/// Whether an outcome is our fault rather than a plain no.
+fn is_fault(what: &str) -> bool {
+    let status = what.split(' ').next().and_then(|word| word.parse::<u16>().ok());
+    let bad_status = status.is_some_and(|status| status >= 500 && status != 503 && status != 504);
+    bad_status
+        || what.ends_with("not an error body")
+        || what.starts_with("the answer is not")
+        || what.starts_with("an event")
+}
+
+fn mib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
+}
+
+#[cfg(test)]
+mod tests;

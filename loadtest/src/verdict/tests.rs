@@ -1,0 +1,187 @@
+//! Verdicts over made-up runs: each bound is seen to hold and to break.
+
+use std::time::SystemTime;
+
+use super::*;
+use crate::drill::{Found, Shares, Tally};
+use crate::outcome::Outcome;
+
+const PHASES: &str = r#"
+about = "x"
+[phases]
+alone = "20s"
+attack = "20s"
+after = "10s"
+[[honest]]
+tenants = ["a"]
+rate = 10.0
+[[attackers]]
+kind = "slowloris"
+tenants = ["m"]
+closed_within = "6s"
+[hold]
+"#;
+
+fn scenario(hold: &str) -> Scenario {
+    Scenario::parse("made-up", &format!("{PHASES}{hold}")).expect("valid")
+}
+
+fn sample(due: f64, first_ms: u64, end: End) -> HonestSample {
+    let ms = Duration::from_millis;
+    let outcome = Outcome {
+        tenant: 0,
+        end,
+        late: ms(1),
+        first_token: Some(ms(first_ms)),
+        gaps: vec![ms(2); 4],
+        whole: ms(first_ms + 8),
+        tokens: 5,
+    };
+    HonestSample { tenant: "a".into(), due, outcome }
+}
+
+/// Ten requests a second; `slow` says how long the first token took at a time.
+fn drill(slow: impl Fn(f64) -> u64) -> Drill {
+    let due = (0..500).map(|number| f64::from(number) / 10.0);
+    Drill {
+        started: SystemTime::UNIX_EPOCH,
+        alone: Span { from: 0.0, to: 20.0 },
+        attack: Span { from: 20.0, to: 40.0 },
+        after: Span { from: 40.0, to: 50.0 },
+        capacity: Vec::<Found>::new(),
+        honest: due.map(|at| sample(at, slow(at), End::Done)).collect(),
+        attackers: vec![AttackerSeen {
+            kind: Kind::Slowloris,
+            who: "m".into(),
+            rate: None,
+            tally: Tally::default(),
+            tokens: 0,
+            first_tokens: Vec::new(),
+            closed_after: vec![5.0],
+            oldest_open: 0.0,
+        }],
+        processes: BTreeMap::new(),
+        shares: Shares::new(),
+    }
+}
+
+fn verdict(hold: &str, drill: &Drill, named: &str) -> Verdict {
+    let report = DrillReport::new(&scenario(hold), drill);
+    let found = report.checks.iter().find(|check| check.what.contains(named));
+    found.unwrap_or_else(|| panic!("no {named} in {:#?}", report.checks)).verdict
+}
+
+#[test]
+fn latency_is_held_against_ones_own_baseline() {
+    let hold = "first_token = { p99 = 2.0 }\n";
+    let fine = drill(|at| if (20.0..40.0).contains(&at) { 19 } else { 10 });
+    assert_eq!(verdict(hold, &fine, "p99"), Verdict::Holds);
+    let slow = drill(|at| if (20.0..40.0).contains(&at) { 21 } else { 10 });
+    assert_eq!(verdict(hold, &slow, "p99"), Verdict::Broken);
+    let added = "first_token = { p99 = 2.0, or_added = \"15ms\" }\n";
+    assert_eq!(verdict(added, &slow, "p99"), Verdict::Holds);
+    let mut late = slow;
+    late.honest.iter_mut().for_each(|s| s.outcome.late = Duration::from_millis(80));
+    assert_eq!(verdict(hold, &late, "p99"), Verdict::Unclear);
+}
+
+#[test]
+fn too_few_samples_are_said_to_be_too_few() {
+    let mut few = drill(|_| 10);
+    few.honest.retain(|sample| sample.due < 5.0 || sample.due > 20.0);
+    let report = DrillReport::new(&scenario("first_token = { p50 = 2.0, p99 = 2.0 }\n"), &few);
+    let check = |named: &str| {
+        let found = report.checks.iter().find(|check| check.what.ends_with(named));
+        found.expect("asked for").clone()
+    };
+    assert_eq!(check("p50").verdict, Verdict::Holds);
+    assert_eq!(check("p99").verdict, Verdict::Unclear);
+    assert!(check("p99").observed.contains("50 samples, 100 wanted"), "{}", check("p99").observed);
+    assert_eq!(report.verdict, Verdict::Unclear);
+}
+
+#[test]
+fn success_and_recovery_break() {
+    let mut run = drill(|at| if (40.0..43.0).contains(&at) { 100 } else { 10 });
+    assert_eq!(verdict("success = 0.999\n", &run, "answered"), Verdict::Holds);
+    assert_eq!(verdict("recovery = \"5s\"\n", &run, "again"), Verdict::Holds);
+    assert_eq!(verdict("recovery = \"2s\"\n", &run, "again"), Verdict::Broken);
+    run.honest[250].outcome.end = End::TimedOut;
+    assert_eq!(verdict("success = 0.999\n", &run, "answered"), Verdict::Broken);
+    assert_eq!(verdict("success = 0.99\n", &run, "answered"), Verdict::Holds);
+}
+
+#[test]
+fn memory_and_descriptors_are_held_against_before() {
+    let hold = "memory_growth = \"50MiB\"\ndescriptors_growth = 4\n";
+    let mut run = drill(|_| 10);
+    assert_eq!(verdict(hold, &run, "memory"), Verdict::Unclear, "nobody watched");
+    let point =
+        |at, memory: u64, descriptors| ProcessPoint { at, memory: memory << 20, descriptors };
+    let points = vec![point(1.0, 100, 30), point(30.0, 140, 300), point(50.0, 120, 33)];
+    run.processes.insert("gateway".into(), points);
+    assert_eq!(verdict(hold, &run, "memory of the gateway"), Verdict::Holds);
+    assert_eq!(verdict(hold, &run, "descriptors"), Verdict::Holds);
+    run.processes.insert("gateway".into(), vec![point(1.0, 100, 30), point(50.0, 151, 35)]);
+    assert_eq!(verdict(hold, &run, "memory of the gateway"), Verdict::Broken);
+    assert_eq!(verdict(hold, &run, "descriptors"), Verdict::Broken);
+}
+
+#[test]
+fn slow_connections_must_be_ended() {
+    let mut run = drill(|_| 10);
+    assert_eq!(verdict("", &run, "ended"), Verdict::Holds);
+    run.attackers[0].closed_after.push(9.0);
+    assert_eq!(verdict("", &run, "ended"), Verdict::Broken);
+    run.attackers[0].closed_after.clear();
+    assert_eq!(verdict("", &run, "ended"), Verdict::Unclear);
+    run.attackers[0].oldest_open = 12.0;
+    assert_eq!(verdict("", &run, "ended"), Verdict::Broken);
+}
+
+#[test]
+fn accepted_load_goodput_and_shares() {
+    let mut run = drill(|_| 10);
+    let seen = &mut run.attackers[0];
+    for second in 0..20 {
+        seen.tally.add(f64::from(second), "answered");
+        seen.tally.add(f64::from(second) + 20.0, "answered");
+    }
+    assert_eq!(verdict("accepted = 1.1\n", &run, "accepted"), Verdict::Holds);
+    (0..4).for_each(|_| run.attackers[0].tally.add(30.0, "answered"));
+    assert_eq!(verdict("accepted = 1.1\n", &run, "accepted"), Verdict::Broken);
+
+    assert_eq!(verdict("attackers_share = 0.5\n", &run, "part of device"), Verdict::Unclear);
+    run.shares.insert("a".into(), vec![(19.0, 0), (40.0, 600)]);
+    run.shares.insert("m".into(), vec![(19.0, 0), (40.0, 400)]);
+    assert_eq!(verdict("attackers_share = 0.5\n", &run, "part of device"), Verdict::Holds);
+    assert_eq!(verdict("attackers_share = 0.3\n", &run, "part of device"), Verdict::Broken);
+
+    let text = format!("{PHASES}goodput = 0.9\n").replace("rate = 10.0", "times_share = 1.0");
+    let text = text.replace("[[honest]]", "[capacity]\ntenant = \"s\"\n[[honest]]");
+    let scenario = Scenario::parse("made-up", &text).expect("valid");
+    let report = DrillReport::new(&scenario, &run);
+    assert!(report.checks.iter().any(|check| check.what.contains("capacity")));
+    assert_eq!(report.verdict, Verdict::Unclear, "it was not measured: {report}");
+}
+
+#[test]
+fn whoever_asks_too_much_waits() {
+    let hold = "ahead_of_attackers = 3.0\n";
+    let mut run = drill(|_| 10);
+    assert_eq!(verdict(hold, &run, "own wait"), Verdict::Unclear);
+    run.attackers[0].first_tokens = vec![31.0; 20];
+    assert_eq!(verdict(hold, &run, "own wait"), Verdict::Holds);
+    run.attackers[0].first_tokens = vec![29.0; 20];
+    assert_eq!(verdict(hold, &run, "own wait"), Verdict::Broken);
+}
+
+#[test]
+fn a_fault_is_no_refusal() {
+    let mut run = drill(|_| 10);
+    run.attackers[0].tally.add(25.0, "429 rate_limit_exceeded");
+    run.attackers[0].tally.add(25.0, "503 overloaded");
+    assert_eq!(verdict("", &run, "clearly"), Verdict::Holds);
+    run.attackers[0].tally.add(25.0, "500 server_error");
+    assert_eq!(verdict("", &run, "clearly"), Verdict::Broken);
+}

@@ -1,0 +1,263 @@
+//! Where limits are probed, and with which keys. On a gateway of our own each
+//! limit of each plan stands in a plan alone, with a tenant of its own, so
+//! that no other limit is met first. On a running one a key is made for each
+//! plan, lives for minutes and is revoked at the end.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use tollgate_config::Config;
+use tollgate_domain::{KeyId, PlanName, TenantId};
+use tollgate_gateway::auth::{KeyStore, UnderWay};
+use tollgate_loadtest::client::{Protocol, Target};
+
+use super::Canary;
+use crate::common::now;
+use crate::own_gateway::{OwnGateway, WantedKeys, make_key};
+
+/// The keys that are probed with.
+pub(super) struct Canaries {
+    place: Place,
+    model: String,
+    any: Canary,
+    /// By what they probe; see [`Canaries::of`].
+    keys: BTreeMap<String, Target>,
+}
+
+enum Place {
+    OurOwn(OwnGateway),
+    Running { store: KeyStore, made: Vec<KeyId> },
+}
+
+/// How long a key on a running gateway lives, should nobody revoke it.
+const LIFE: Duration = Duration::from_secs(15 * 60);
+
+/// A gateway hears within a second of a key that another process made.
+const LONGEST_WAIT: Duration = Duration::from_secs(5);
+
+/// The tenant without limits on a gateway of our own.
+const FREE: &str = "canary";
+
+/// A plan's limits as config writes them. What is probed alone.
+pub(super) const LIMITS: [&str; 7] = [
+    "requests_per_minute",
+    "tokens_per_minute",
+    "concurrent",
+    "largest_job",
+    "device_time_per_minute",
+    "device_time_per_day",
+    "device_time_per_month",
+];
+
+impl Canaries {
+    /// Starts a gateway with the limits of `config`, which `shown` is as TOML.
+    pub(super) fn on_our_own(config: &Config, shown: &str) -> Result<Self> {
+        let (text, wanted) = derived(config, shown)?;
+        let gateway = OwnGateway::start(&text, &wanted)?;
+        let model = model(config)?;
+        let target = |secret: &str| Target::new(&gateway.url, &gateway.ca(), secret);
+        let mut keys = BTreeMap::new();
+        for (tenant, secrets) in &gateway.keys {
+            keys.insert(tenant.clone(), target(&secrets[0])?);
+        }
+        let free = keys.remove(FREE).context("the canary has a key")?;
+        let any = Canary { target: free, model: model.clone() };
+        // Tenants are numbered; what each probes is known by its place.
+        let named = probes(config)
+            .into_iter()
+            .enumerate()
+            .filter_map(|(number, name)| Some((name, keys.remove(&tenant_name(number))?)));
+        let named = named.collect();
+        Ok(Self { place: Place::OurOwn(gateway), model, any, keys: named })
+    }
+
+    /// Makes keys of `tenant` on the gateway at `url`.
+    pub(super) async fn on_a_running_one(
+        config: &Config,
+        url: &str,
+        tenant: &str,
+        ca: &Path,
+    ) -> Result<Self> {
+        let tenant = TenantId::new(tenant)?;
+        if config.tenant(&tenant).is_none() {
+            bail!("no tenant {tenant} in the config; give --config");
+        }
+        let store = KeyStore::open(config.data())
+            .with_context(|| format!("the keys of data folder {}", config.data().display()))?;
+        let (mut keys, mut made_ids) = (BTreeMap::new(), Vec::new());
+        let mut make = |plan: Option<PlanName>| -> Result<Target> {
+            let new = make_key(&store, &tenant, plan, Some(LIFE))?;
+            made_ids.push(new.record.id);
+            Ok(Target::new(url, ca, new.secret.expose())?)
+        };
+        let made = (|| {
+            for plan in config.plans() {
+                for limit in LIMITS {
+                    keys.insert(format!("{}.{limit}", plan.name), make(Some(plan.name.clone()))?);
+                }
+            }
+            make(None)
+        })();
+        let place = Place::Running { store, made: made_ids };
+        let model = model(config)?;
+        let target = made?;
+        let any = Canary { target: target.clone(), model: model.clone() };
+        let canaries = Self { place, model, any, keys };
+        if let Err(error) = known(&target).await {
+            canaries.end()?;
+            return Err(error);
+        }
+        Ok(canaries)
+    }
+
+    /// Whoever is bound by `limit` of `plan`.
+    pub(super) fn of(&self, plan: &PlanName, limit: &str) -> Option<Canary> {
+        let target = self.keys.get(&format!("{plan}.{limit}"))?.clone();
+        Some(Canary { target, model: self.model.clone() })
+    }
+
+    /// Whoever is bound by no plan that is probed.
+    pub(super) fn any(&self) -> &Canary {
+        &self.any
+    }
+
+    /// How many long requests a probe may begin and cancel. On a running gateway
+    /// they are all one tenant's, and who cancels too often is made to wait.
+    pub(super) fn most_places(&self) -> usize {
+        match self.place {
+            Place::OurOwn(_) => 512,
+            Place::Running { .. } => 24,
+        }
+    }
+
+    /// Ends the gateway, or revokes the keys.
+    pub(super) fn end(self) -> Result<()> {
+        match self.place {
+            Place::OurOwn(gateway) => gateway.end(),
+            Place::Running { store, made } => {
+                for id in made {
+                    store.revoke(&id, UnderWay::Finish, now())?;
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+fn model(config: &Config) -> Result<String> {
+    let model = config.models().next().context("a config has a model")?;
+    Ok(model.name.as_str().to_owned())
+}
+
+/// Waits until the gateway knows the keys that were made last.
+async fn known(target: &Target) -> Result<()> {
+    let connection = target.connect(Protocol::Http2).await?;
+    let started = Instant::now();
+    while started.elapsed() < LONGEST_WAIT {
+        if connection.get("/v1/models").await?.status() != 401 {
+            return Ok(());
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    bail!("the gateway does not know a key that was just made: is this its data folder?")
+}
+
+/// `PLAN.LIMIT` for every limit of every plan.
+fn probes(config: &Config) -> Vec<String> {
+    let plans = config.plans();
+    plans.flat_map(|plan| LIMITS.map(|limit| format!("{}.{limit}", plan.name))).collect()
+}
+
+fn tenant_name(number: usize) -> String {
+    format!("canary-{number}")
+}
+
+/// The config in force with each limit in a plan of its own, without what a
+/// gateway beside the real one must not take: its addresses, certificate,
+/// issuers, tenants and pools.
+fn derived(config: &Config, shown: &str) -> Result<(String, Vec<WantedKeys>)> {
+    let mut tree: toml::Table = shown.parse().context("the config as it is shown")?;
+    for section in ["data", "tenants", "pools", "auth"] {
+        tree.remove(section);
+    }
+    if let Some(gateway) = tree.get_mut("gateway").and_then(toml::Value::as_table_mut) {
+        for key in ["listen", "admin_listen", "tls"] {
+            gateway.remove(key);
+        }
+    }
+    let plans = match tree.remove("plans") {
+        Some(toml::Value::Table(plans)) => plans,
+        _ => toml::Table::new(),
+    };
+    // A model's plan would bind the canaries, too.
+    if let Some(models) = tree.get_mut("models").and_then(toml::Value::as_table_mut) {
+        for (_, model) in models.iter_mut() {
+            model.as_table_mut().and_then(|model| model.remove("plan"));
+        }
+    }
+    let (mut alone, mut tenants) = (toml::Table::new(), toml::Table::new());
+    let free = toml::Table::from_iter([("concurrent".to_owned(), toml::Value::Integer(256))]);
+    alone.insert(FREE.to_owned(), toml::Value::Table(free));
+    tenants.insert(FREE.to_owned(), bound_by(FREE));
+    for (number, probe) in probes(config).iter().enumerate() {
+        let Some((plan, limit)) = probe.split_once('.') else { continue };
+        let keys = if limit == "concurrent" { &["concurrent", "queued"][..] } else { &[limit] };
+        let own = plans.get(plan).and_then(toml::Value::as_table);
+        let limits =
+            keys.iter().filter_map(|key| Some(((*key).to_owned(), own?.get(*key)?.clone())));
+        let limits: toml::Table = limits.collect();
+        if limits.is_empty() {
+            continue;
+        }
+        let name = tenant_name(number);
+        alone.insert(name.clone(), toml::Value::Table(limits));
+        tenants.insert(name.clone(), bound_by(&name));
+    }
+    let wanted = tenants.keys().map(|tenant| WantedKeys { tenant: tenant.clone(), count: 1 });
+    let wanted = wanted.collect();
+    tree.insert("plans".to_owned(), toml::Value::Table(alone));
+    tree.insert("tenants".to_owned(), toml::Value::Table(tenants));
+    Ok((toml::to_string(&tree)?, wanted))
+}
+
+fn bound_by(plan: &str) -> toml::Value {
+    let plan = toml::Value::String(plan.to_owned());
+    toml::Value::Table(toml::Table::from_iter([("plan".to_owned(), plan)]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_limit_stands_alone() {
+        let config = r#"
+            [gateway]
+            listen = "127.0.0.1:1"
+            [gateway.requests]
+            messages = 7
+            [plans.team]
+            requests_per_minute = { limit = 60, burst = 3 }
+            concurrent = 2
+            queued = 1
+            device_time_per_day = { default = "1s" }
+            [tenants.acme]
+            plan = "team"
+        "#;
+        let name = Path::new("x.toml");
+        let shown = Config::show_toml(name, config).expect("valid");
+        let config = Config::from_toml(name, config).expect("valid");
+        let (text, wanted) = derived(&config, &shown).expect("derived");
+        let derived = Config::from_toml(Path::new("y.toml"), &text).expect(&text);
+        assert_eq!(derived.gateway().requests.messages, 7);
+        assert_eq!(derived.tenants().count(), wanted.len());
+        assert_eq!(wanted.len(), 4, "the canary and three limits: {text}");
+        assert!(derived.tenant(&TenantId::new("acme").expect("a name")).is_none());
+        let limits: Vec<_> = derived.plans().map(|plan| &plan.limits).collect();
+        let pairs = limits.iter().filter(|limits| limits.concurrent == Some(2));
+        assert!(pairs.clone().all(|limits| limits.queued == Some(1) && limits.requests.is_none()));
+        assert_eq!(pairs.count(), 1);
+    }
+}

@@ -1,0 +1,441 @@
+//! Probes of plans: rates, caps, places, the largest job. Each asks until it
+//! is refused by the very limit it probes, and holds what it got against what
+//! the limit allows; where another limit bites first, that is said.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use serde_json::json;
+use tokio::task::JoinSet;
+use tollgate_config::{Config, Plan};
+use tollgate_domain::{ByClass, DeviceClass, DeviceNanos, Rate};
+use tollgate_loadtest::client::Connection;
+
+use super::caller::{Told, ask};
+use super::place::{Canaries, LIMITS};
+use super::{Canary, Finding, Row, shown};
+
+/// Probes every limit of every plan.
+pub(super) async fn probe(
+    config: &Config,
+    canaries: &Canaries,
+    budget: Duration,
+) -> Result<Vec<Row>> {
+    let class = class(canaries.any()).await?;
+    let mut rows = Vec::new();
+    for plan in config.plans() {
+        for limit in LIMITS {
+            let Some(canary) = canaries.of(&plan.name, limit) else { continue };
+            let name = format!("plans.{}.{limit}", plan.name);
+            let probe = Probe { canaries, plan, class: &class, budget };
+            rows.extend(probe.one(&canary, &name, limit).await?);
+        }
+    }
+    Ok(rows)
+}
+
+/// What every probe of a plan is about.
+struct Probe<'a> {
+    canaries: &'a Canaries,
+    plan: &'a Plan,
+    class: &'a DeviceClass,
+    budget: Duration,
+}
+
+impl Probe<'_> {
+    async fn one(&self, canary: &Canary, name: &str, limit: &str) -> Result<Vec<Row>> {
+        let Self { canaries, plan, class, budget } = *self;
+        let limits = &plan.limits;
+        let row = |configured: String| Row::new(name, configured);
+        Ok(match limit {
+            "requests_per_minute" => match limits.requests {
+                Some(rate) => {
+                    let at_once =
+                        limits.concurrent.map_or(AT_ONCE, |most| AT_ONCE.min(most as usize));
+                    vec![requests(canary, row(of_rate(rate)), rate, at_once, budget).await?]
+                }
+                None => Vec::new(),
+            },
+            "tokens_per_minute" => match limits.tokens {
+                Some(rate) => {
+                    let spends = Spends { rate, what: What::Tokens, said: "tokens a minute" };
+                    vec![spend(canary, row(of_rate(rate)), spends, budget).await?]
+                }
+                None => Vec::new(),
+            },
+            "device_time_per_minute" => match limits.device_time.limit(class) {
+                Some(rate) => {
+                    let spends = Spends { rate, what: What::DeviceTime, said: "time a minute" };
+                    let row = row(format!("{} of {class} time", time(rate.per_minute)));
+                    vec![spend(canary, row, spends, budget).await?]
+                }
+                None => Vec::new(),
+            },
+            "device_time_per_day" => {
+                cap(canary, row, &limits.device_time_per_day, class, budget, "a day").await?
+            }
+            "device_time_per_month" => {
+                cap(canary, row, &limits.device_time_per_month, class, budget, "a month").await?
+            }
+            "concurrent" => match limits.concurrent {
+                Some(concurrent) => {
+                    let most = canaries.most_places();
+                    places(canary, name, concurrent, limits.queued.unwrap_or(0), most).await?
+                }
+                None => Vec::new(),
+            },
+            _ => match limits.largest_job.limit(class) {
+                Some(most) => vec![largest(canary, row(time(most.nanos()))).await?],
+                None => Vec::new(),
+            },
+        })
+    }
+}
+
+/// The class of the device that answers.
+async fn class(canary: &Canary) -> Result<DeviceClass> {
+    let connection = canary.connect().await?;
+    let body = canary.chat("Say hello.", 1).to_string();
+    let response = connection.post("/v1/chat/completions", body.into()).await?;
+    let class = response.headers().get("x-tollgate-device-class");
+    let class = class.and_then(|value| value.to_str().ok()).unwrap_or("cpu");
+    Ok(DeviceClass::new(class)?)
+}
+
+/// Requests at once, again and again, until one is refused.
+async fn requests(
+    canary: &Canary,
+    row: Row,
+    rate: Rate,
+    at_once: usize,
+    budget: Duration,
+) -> Result<Row> {
+    let connection = canary.connect().await?;
+    let body = canary.chat("Say hello.", 1).to_string();
+    let started = Instant::now();
+    let mut admitted = 0u64;
+    let allowed = |started: Instant| {
+        let refilled = rate.per_minute as f64 * started.elapsed().as_secs_f64() / 60.0;
+        rate.burst + refilled.ceil() as u64
+    };
+    while started.elapsed() < budget {
+        let told = together(&connection, &body, at_once).await?;
+        admitted += told.iter().filter(|told| told.is_ok()).count() as u64;
+        let refused: Vec<&Told> = told.iter().filter(|told| !told.is_ok()).collect();
+        if refused.iter().any(|told| told.names("requests a minute")) {
+            let most = allowed(started);
+            let holds = (rate.burst..=most).contains(&admitted);
+            let seconds = started.elapsed().as_secs_f64();
+            return Ok(row.saw(
+                Finding::of(holds),
+                format!("{admitted} admitted in {seconds:.1} s, then refused ({most} allowed)"),
+            ));
+        }
+        if let Some(other) = refused.first() {
+            return Ok(row.not_probed(other.masks()));
+        }
+        if admitted > allowed(started) {
+            let most = allowed(started);
+            return Ok(row.saw(Finding::Broken, format!("{admitted} admitted, {most} allowed")));
+        }
+    }
+    Ok(row.not_probed(format!(
+        "not reached: {admitted} requests in {} were within it",
+        shown(budget)
+    )))
+}
+
+/// What a rate is spent in.
+#[derive(Clone, Copy)]
+enum What {
+    Tokens,
+    DeviceTime,
+}
+
+impl What {
+    fn of(self, told: &Told) -> u64 {
+        match self {
+            Self::Tokens => told.tokens,
+            Self::DeviceTime => told.reference,
+        }
+    }
+
+    fn shown(self, amount: u64) -> String {
+        match self {
+            Self::Tokens => format!("{amount} tokens"),
+            Self::DeviceTime => time(amount),
+        }
+    }
+}
+
+/// A rate that is spent by more than one a request.
+#[derive(Clone, Copy)]
+struct Spends {
+    rate: Rate,
+    what: What,
+    said: &'static str,
+}
+
+/// Asks one after another until refused. What is spent may pass the limit by
+/// the last request's error at most: a rate is paid back.
+async fn spend(canary: &Canary, row: Row, spends: Spends, budget: Duration) -> Result<Row> {
+    let Spends { rate, what, said } = spends;
+    let connection = canary.connect().await?;
+    let body = match what {
+        What::Tokens => canary.chat(&"word ".repeat(100), 1).to_string(),
+        What::DeviceTime => canary.chat("Count from 1 to 400.", 100).to_string(),
+    };
+    let started = Instant::now();
+    let (mut spent, mut largest) = (0u64, 0u64);
+    loop {
+        let told = ask(&connection, CHAT, body.clone()).await?;
+        let refilled = (rate.per_minute as f64 * started.elapsed().as_secs_f64() / 60.0) as u64;
+        if told.names(said) {
+            // The next one must fit whole; an estimate may be twice the truth.
+            let most = rate.burst + refilled + largest;
+            let least = rate.burst.saturating_sub(2 * largest);
+            let seen = format!(
+                "{} in {:.1} s, then refused ({} allowed)",
+                what.shown(spent),
+                started.elapsed().as_secs_f64(),
+                what.shown(rate.burst + refilled),
+            );
+            return Ok(match largest {
+                0 => row.not_probed("a burst is smaller than one request of the probe"),
+                _ => row.saw(Finding::of((least..=most).contains(&spent)), seen),
+            });
+        }
+        if !told.is_ok() {
+            return Ok(row.not_probed(told.masks()));
+        }
+        spent += what.of(&told);
+        largest = largest.max(what.of(&told));
+        if spent > rate.burst + refilled + 2 * largest {
+            return Ok(row.saw(Finding::Broken, format!("{} and not refused", what.shown(spent))));
+        }
+        if let Some(why) = too_dear(spent, rate.burst, started, budget) {
+            return Ok(row.not_probed(why));
+        }
+    }
+}
+
+/// Asks until a cap says no; it is never exceeded.
+async fn cap(
+    canary: &Canary,
+    row: impl Fn(String) -> Row,
+    limit: &ByClass<DeviceNanos>,
+    class: &DeviceClass,
+    budget: Duration,
+    said: &str,
+) -> Result<Vec<Row>> {
+    let Some(most) = limit.limit(class).map(DeviceNanos::nanos) else { return Ok(Vec::new()) };
+    let row = row(format!("{} of {class} time", time(most)));
+    let connection = canary.connect().await?;
+    let body = canary.chat("Count from 1 to 400.", 100).to_string();
+    let (started, mut spent) = (Instant::now(), 0u64);
+    loop {
+        let told = ask(&connection, CHAT, body.clone()).await?;
+        if told.names(said) {
+            let seen = format!("{} spent, then refused for good", time(spent));
+            return Ok(vec![row.saw(Finding::of(spent <= most), seen)]);
+        }
+        if !told.is_ok() {
+            return Ok(vec![row.not_probed(told.masks())]);
+        }
+        spent += told.reference;
+        if spent > most {
+            return Ok(vec![row.saw(Finding::Broken, format!("{} spent", time(spent)))]);
+        }
+        if let Some(why) = too_dear(spent, most, started, budget) {
+            return Ok(vec![row.not_probed(why)]);
+        }
+    }
+}
+
+/// Why a limit is not probed to its end, once that can be told.
+fn too_dear(spent: u64, limit: u64, started: Instant, budget: Duration) -> Option<String> {
+    let elapsed = started.elapsed();
+    let whole = elapsed.mul_f64(limit as f64 / spent.max(1) as f64);
+    let known = elapsed > Duration::from_secs(1) && whole > budget;
+    (known || elapsed > budget)
+        .then(|| format!("it would take about {:.0} s to reach it", whole.as_secs_f64()))
+}
+
+/// More long requests at once than may run and wait: the rest is refused.
+async fn places(
+    canary: &Canary,
+    name: &str,
+    concurrent: u32,
+    queued: u32,
+    most: usize,
+) -> Result<Vec<Row>> {
+    let waiting = name.replace("concurrent", "queued");
+    let (running_row, waiting_row) =
+        (Row::new(name, concurrent.to_string()), Row::new(waiting, queued.to_string()));
+    let places = (concurrent + queued) as usize;
+    if places > most {
+        let why = format!("it would begin and cancel {places} long requests at once");
+        return Ok(vec![running_row.not_probed(why.clone()), waiting_row.not_probed(why)]);
+    }
+    let mut body = canary.chat("Count from 1 to 400.", 900);
+    body["stream"] = json!(true);
+    let body = body.to_string();
+    let gauge = Arc::new(Open::default());
+    let (mut sent, mut connections) = (JoinSet::new(), Vec::new());
+    for number in 0..places + BEYOND {
+        if number % STREAMS == 0 {
+            connections.push(canary.connect().await?);
+        }
+        let connection = connections[connections.len() - 1].clone();
+        let (body, gauge) = (body.clone(), Arc::clone(&gauge));
+        sent.spawn(async move { gauge.follow(&connection, body).await });
+    }
+    // Those beyond are refused at once; the others run or wait meanwhile.
+    let started = Instant::now();
+    while started.elapsed() < PLACES_PATIENCE
+        && gauge.refused.load(Ordering::Relaxed) + gauge.otherwise.load(Ordering::Relaxed) < BEYOND
+    {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    // A moment more, for one refusal too many.
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    let [refused, otherwise, peak, ended] =
+        [&gauge.refused, &gauge.otherwise, &gauge.peak, &gauge.ended]
+            .map(|count| count.load(Ordering::Relaxed));
+    sent.shutdown().await;
+    if otherwise > 0 {
+        let why = format!("{otherwise} were told something else: another limit is met first");
+        return Ok(vec![running_row.not_probed(why.clone()), waiting_row.not_probed(why)]);
+    }
+    let admitted = places + BEYOND - refused;
+    let seen = format!("{admitted} of {} admitted, the rest refused", places + BEYOND);
+    let running = match peak {
+        0 => running_row.not_probed("none had begun to answer"),
+        peak => {
+            running_row.saw(Finding::of(peak <= concurrent as usize), format!("{peak} ran at once"))
+        }
+    };
+    let waits = match refused {
+        // Those that ended made place for others.
+        _ if ended > 0 && admitted > places && admitted <= places + ended => {
+            waiting_row.saw(Finding::Holds, format!("{seen}; {ended} had ended"))
+        }
+        _ => waiting_row.saw(Finding::of(admitted == places), seen),
+    };
+    Ok(vec![running, waits])
+}
+
+/// Streams that are open now.
+#[derive(Default)]
+struct Open {
+    now: AtomicUsize,
+    peak: AtomicUsize,
+    /// After the first has ended another may begin before we know.
+    one_ended: AtomicBool,
+    ended: AtomicUsize,
+    refused: AtomicUsize,
+    otherwise: AtomicUsize,
+}
+
+impl Open {
+    async fn follow(&self, connection: &Connection, body: String) {
+        use http_body_util::BodyExt;
+        let Ok(response) = connection.post(CHAT, body.into()).await else {
+            self.otherwise.fetch_add(1, Ordering::Relaxed);
+            return;
+        };
+        match response.status().as_u16() {
+            200 => {}
+            429 => {
+                let body = response.into_body().collect().await.map(|body| body.to_bytes());
+                // Its own words: so many requests, or so many waiting, at once.
+                let is_it =
+                    body.is_ok_and(|body| String::from_utf8_lossy(&body).contains("at once"));
+                let count = if is_it { &self.refused } else { &self.otherwise };
+                count.fetch_add(1, Ordering::Relaxed);
+                return;
+            }
+            _ => {
+                self.otherwise.fetch_add(1, Ordering::Relaxed);
+                return;
+            }
+        }
+        let now = self.now.fetch_add(1, Ordering::Relaxed) + 1;
+        if !self.one_ended.load(Ordering::Relaxed) {
+            self.peak.fetch_max(now, Ordering::Relaxed);
+        }
+        // How it ends is not what is asked.
+        let _ = response.into_body().collect().await;
+        self.one_ended.store(true, Ordering::Relaxed);
+        self.now.fetch_sub(1, Ordering::Relaxed);
+        self.ended.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Ever larger requests until one is refused for its size.
+async fn largest(canary: &Canary, row: Row) -> Result<Row> {
+    let connection = canary.connect().await?;
+    let mut passed = None;
+    for choices in [1u32, 8] {
+        for tokens in (0..16).map(|power| 1u32 << power) {
+            let mut body = canary.chat("Say hello.", tokens);
+            body["n"] = json!(choices);
+            let told = ask(&connection, CHAT, body.to_string()).await?;
+            let size = format!("{choices} x {tokens} tokens");
+            if told.names("may never take more") {
+                let Some(passed) = passed else {
+                    return Ok(row.saw(Finding::Holds, format!("the smallest, {size}, is refused")));
+                };
+                return Ok(row.saw(Finding::Holds, format!("{passed} pass, {size} are refused")));
+            }
+            match told.status {
+                200 => passed = Some(size),
+                // The model takes no more tokens.
+                400 => break,
+                _ => return Ok(row.not_probed(told.masks())),
+            }
+        }
+    }
+    let largest = passed.unwrap_or_default();
+    Ok(row.not_probed(format!("the largest that the model takes, {largest}, is within it")))
+}
+
+async fn together(connection: &Connection, body: &str, count: usize) -> Result<Vec<Told>> {
+    let mut sent = JoinSet::new();
+    for _ in 0..count {
+        let (connection, body) = (connection.clone(), body.to_owned());
+        sent.spawn(async move { ask(&connection, CHAT, body).await });
+    }
+    sent.join_all().await.into_iter().collect()
+}
+
+fn of_rate(rate: Rate) -> String {
+    match rate.burst == rate.per_minute {
+        true => rate.per_minute.to_string(),
+        false => format!("{}, burst {}", rate.per_minute, rate.burst),
+    }
+}
+
+fn time(nanos: u64) -> String {
+    match nanos {
+        0..1_000_000 => format!("{:.1} us", nanos as f64 / 1e3),
+        1_000_000..1_000_000_000 => format!("{:.1} ms", nanos as f64 / 1e6),
+        _ => format!("{:.1} s", nanos as f64 / 1e9),
+    }
+}
+
+const CHAT: &str = "/v1/chat/completions";
+
+/// Requests at once of a probe of requests.
+const AT_ONCE: usize = 8;
+
+/// Beyond all places.
+const BEYOND: usize = 4;
+
+/// Streams on one connection.
+const STREAMS: usize = 50;
+
+/// How long refusals are waited for.
+const PLACES_PATIENCE: Duration = Duration::from_secs(8);

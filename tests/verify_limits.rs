@@ -1,0 +1,103 @@
+//! `tollgate verify-limits` against real gateways: on one of its own every
+//! limit that it probes holds; against one whose limits are not what the
+//! config says, it says so.
+
+use std::process::Command;
+
+use serde_json::Value;
+
+mod support;
+use support::{Tollgate, binary};
+
+const CONFIG: &str = r#"
+[gateway.timeouts]
+handshake = "1s"
+first_byte = "1s"
+headers = "1s"
+body_progress = "1s"
+
+[plans.small]
+requests_per_minute = { limit = 60, burst = 5 }
+concurrent = 2
+queued = 3
+device_time_per_day = { default = "30ms" }
+
+[plans.wide]
+concurrent = 256
+queued = 256
+
+[tenants.acme]
+plan = "small"
+[tenants.canary]
+plan = "wide"
+"#;
+
+/// What it found, by limit, and its exit code.
+fn verify(config: &str, words: &[&str]) -> (Option<i32>, Value) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("tollgate.toml");
+    std::fs::write(&path, config).expect("writes the config");
+    let output = Command::new(binary())
+        .args(["verify-limits", "--json", "--budget", "4s", "--config"])
+        .arg(&path)
+        .args(words)
+        .output()
+        .expect("the binary starts");
+    let told = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| {
+        panic!("{error}: {}", String::from_utf8_lossy(&output.stderr));
+    });
+    (output.status.code(), told)
+}
+
+fn finding<'a>(told: &'a Value, limit: &str) -> &'a str {
+    let rows = told["limits"].as_array().expect("rows");
+    let row = rows.iter().find(|row| row["limit"] == limit);
+    row.unwrap_or_else(|| panic!("no {limit} in {told:#}"))["finding"].as_str().expect("text")
+}
+
+#[test]
+fn what_is_configured_is_what_bites() {
+    stay_within_a_day();
+    let (code, told) = verify(CONFIG, &[]);
+    assert_eq!(code, Some(0), "{told:#}");
+    for limit in [
+        "plans.small.requests_per_minute",
+        "plans.small.concurrent",
+        "plans.small.queued",
+        "plans.small.device_time_per_day",
+        "gateway.requests.messages",
+        "gateway.requests.body",
+        "gateway.requests.json_depth",
+        "gateway.http2.streams",
+        "gateway.timeouts.headers",
+        "gateway.connections.per_source",
+    ] {
+        assert_eq!(finding(&told, limit), "holds", "{limit} of {told:#}");
+    }
+    // What is not probed is said, with a reason.
+    assert_eq!(finding(&told, "gateway.timeouts.connection_age"), "not_probed");
+}
+
+/// A gateway that runs with other limits than the config says: the control.
+#[test]
+fn a_limit_that_is_not_the_configured_one_is_found() {
+    let other = CONFIG.replace("burst = 5", "burst = 50");
+    let gateway = Tollgate::with_config(&other);
+    let data = gateway.data().display().to_string();
+    let words = ["--url", &gateway.url, "--data", &data, "--tenant", "canary"];
+    let (code, told) = verify(CONFIG, &words);
+    assert_eq!(code, Some(1), "{told:#}");
+    assert_eq!(finding(&told, "plans.small.requests_per_minute"), "broken", "{told:#}");
+    assert_eq!(finding(&told, "gateway.requests.choices"), "holds", "{told:#}");
+    // Its keys are revoked again.
+    let keys: Value =
+        serde_json::from_str(&gateway.command(&["keys", "list", "--json"])).expect("JSON");
+    let keys = keys["keys"].as_array().expect("keys");
+    assert!(!keys.is_empty() && keys.iter().all(|key| key["state"] == "revoked"), "{keys:#?}");
+}
+
+/// A cap of a day must not be whole again in the middle of the test.
+fn stay_within_a_day() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    runtime.expect("a runtime").block_on(support::stay_within_a_day());
+}
