@@ -13,6 +13,7 @@ mod engine;
 mod fairness;
 mod gateway;
 mod h2load;
+mod ledger;
 mod machine;
 mod peers;
 mod process;
@@ -48,11 +49,12 @@ pub fn run(name: &str, rest: &[&str]) -> Result<()> {
     match name {
         "gateway" => gateway::run(&options, &mut report)?,
         "engine" => engine::run(&options, &mut report)?,
+        "ledger" => ledger::run(&options, &mut report)?,
         "peers" => peers::run(&options, &mut report)?,
         "refusal" => refusal::run(&options, &mut report)?,
         "tenants" => tenants::run(&options, &mut report)?,
         _ => bail!(
-            "no such benchmark: {name} (there: gateway, refusal, engine, peers, tenants, fairness)"
+            "no such benchmark: {name} (there: gateway, refusal, engine, ledger, peers, tenants, fairness)"
         ),
     }
     report.end()?;

@@ -25,8 +25,8 @@ cargo xtask COMMAND
   ci                the gate as CI runs it: every tool must be there
   tools             install what the gate needs, and nothing else
   tidy              import directions, module headers, links in documents
-  bench NAME        a benchmark: gateway, refusal, engine, peers, tenants,
-                    fairness
+  bench NAME        a benchmark: gateway, refusal, engine, ledger, peers,
+                    tenants, fairness
                     (release build; writes docs/benchmarks/)
   goldens           reference logits, written anew with transformers
 ";

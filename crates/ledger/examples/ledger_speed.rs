@@ -1,0 +1,140 @@
+//! What the ledger takes, for benchmarks to compare: blocks posted through the
+//! writer's queue, many to a commit, with the audit log's records and without.
+//!
+//! `ledger_speed FOLDER BLOCKS` makes two new ledgers in FOLDER, posts to one
+//! after the other, and prints a line of JSON for each.
+
+use std::error::Error;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::sync_channel;
+use std::time::Instant;
+
+use serde_json::json;
+use tollgate_domain::{
+    Attempt, Block, BlockParts, Caller, Device, DeviceClass, DeviceNanos, FinishReason,
+    FinishedAttempt, KeyId, ModelName, RequestId, SequenceId, Share, Stages, TenantId, Usage,
+    UtcTime, WorkerEpoch, WorkerName,
+};
+use tollgate_ledger::{AuditKey, Ledger, LedgerError, LedgerOptions};
+
+type Fallible<T> = Result<T, Box<dyn Error>>;
+
+/// Requests that end in one block: as under load, when several end in a step.
+const ENDS: u64 = 4;
+
+fn main() -> Fallible<()> {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let [folder, blocks] = words[..] else {
+        return Err("usage: ledger_speed FOLDER BLOCKS".into());
+    };
+    let (folder, blocks) = (Path::new(folder), blocks.parse()?);
+    std::fs::create_dir_all(folder)?;
+    for (name, leave_out_records) in [("records", false), ("left_out", true)] {
+        let path = folder.join(format!("{name}.db"));
+        let seconds = post_all(&path, leave_out_records, blocks)?;
+        // Its log is copied into the file before that is measured.
+        rusqlite::Connection::open(&path)?.query_row(
+            "PRAGMA wal_checkpoint(TRUNCATE)",
+            [],
+            |_| Ok(()),
+        )?;
+        let bytes = std::fs::metadata(&path)?.len();
+        println!(
+            "{}",
+            json!({
+                "name": name, "seconds": seconds, "bytes": bytes, "requests": blocks * ENDS,
+                "entries": blocks * (ENDS + 2),
+            })
+        );
+    }
+    Ok(())
+}
+
+/// The time from the first block sent to the last one on the disk.
+fn post_all(path: &Path, leave_out_records: bool, blocks: u64) -> Fallible<f64> {
+    let key = AuditKey::from_seed("tollgate/benchmark", &[7; 32]).ok_or("a bad name")?;
+    let options = LedgerOptions {
+        key: (!leave_out_records).then(|| Arc::new(key)),
+        leave_out_records,
+        ..LedgerOptions::new(path)
+    };
+    let ledger = Ledger::open_with(options)?;
+    let made: Vec<Block> = (1..=blocks).map(block).collect::<Fallible<_>>()?;
+    let (answers, heard) = sync_channel(made.len());
+    let began = Instant::now();
+    for block in made {
+        loop {
+            let answers = answers.clone();
+            let done = Box::new(move |result| {
+                let _ = answers.try_send(result);
+            });
+            match ledger.post_block(block.clone(), done) {
+                Err(LedgerError::Busy) => std::thread::yield_now(),
+                sent => break sent?,
+            }
+        }
+    }
+    for _ in 0..blocks {
+        heard.recv()??;
+    }
+    let seconds = began.elapsed().as_secs_f64();
+    drop(ledger);
+    Ok(seconds)
+}
+
+fn block(number: u64) -> Fallible<Block> {
+    let requests = number * ENDS..(number + 1) * ENDS;
+    let attributed = DeviceNanos(1_000_000);
+    let owner = |request: u64| -> Fallible<(Caller, Attempt)> {
+        let tenant = TenantId::new(&format!("tenant-{}", request % 50))?;
+        let key = KeyId::new(&format!("key-{}", request % 50))?;
+        let request = RequestId::from_random(u128::from(request));
+        Ok((Caller { tenant, key }, Attempt { request, attempt: 0 }))
+    };
+    let (mut shares, mut finished) = (Vec::new(), Vec::new());
+    for request in requests {
+        let (caller, attempt) = owner(request)?;
+        shares.push(Share {
+            sequence: SequenceId(request),
+            caller: caller.clone(),
+            attempt: attempt.clone(),
+            attributed,
+        });
+        finished.push(FinishedAttempt {
+            caller,
+            attempt,
+            usage: Usage {
+                prompt_tokens: 200,
+                cached_tokens: 0,
+                completion_tokens: 100,
+                attributed,
+                reference: attributed,
+            },
+            stages: Stages { queue_ns: 1, prefill_ns: 2, decode_ns: 3 },
+            reason: FinishReason::Stop,
+            finished: UtcTime(1_795_176_000_000_000_000 + number),
+        });
+    }
+    let idle = DeviceNanos(500);
+    let parts = BlockParts {
+        epoch: WorkerEpoch(1),
+        number,
+        worker: WorkerName::new("0")?,
+        device: Device { class: DeviceClass::cpu(), name: "none".into(), uuid: String::new() },
+        model: ModelName::new("model")?,
+        calibration: "1".into(),
+        first_step: number,
+        last_step: number,
+        started: UtcTime(1_795_176_000_000_000_000),
+        wall: shares.iter().map(|share| share.attributed).sum::<DeviceNanos>() + idle,
+        overhead: DeviceNanos::ZERO,
+        idle,
+        loss: DeviceNanos::ZERO,
+        shares,
+        finished,
+        last_of_epoch: false,
+    };
+    Ok(Block::try_from(parts)?)
+}
