@@ -1,6 +1,7 @@
 //! Where config comes from: a file or folder, the environment, flags; the
 //! later wins. This is the one place that reads the environment.
 
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -130,10 +131,13 @@ impl Sources {
 }
 
 fn read(path: &Path) -> std::io::Result<String> {
-    if std::fs::metadata(path)?.len() > LARGEST {
+    // What it says of its size may be nothing: a device, a pipe.
+    let mut text = String::new();
+    std::fs::File::open(path)?.take(LARGEST + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > LARGEST {
         return Err(std::io::Error::other("larger than 16 MiB: not a config"));
     }
-    std::fs::read_to_string(path)
+    Ok(text)
 }
 
 fn whole_file(path: &Arc<PathBuf>, error: &std::io::Error) -> Problem {

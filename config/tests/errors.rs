@@ -329,6 +329,9 @@ fn a_folder_merges_and_a_name_is_given_once() {
     let empty = folder(&[]);
     let told = load(empty.path().into(), &[], Flags::default()).expect_err("nothing there");
     assert!(told.ends_with("the folder holds no *.toml"), "{told}");
+    // A device without an end is read up to the bound.
+    let told = load("/dev/zero".into(), &[], Flags::default()).expect_err("it has no end");
+    assert!(told.ends_with("larger than 16 MiB: not a config"), "{told}");
 }
 
 #[test]

@@ -113,7 +113,11 @@ impl Pump {
         }
         let mut unable: Vec<WorkerEpoch> = Vec::new();
         let mut why = ApiError::NoWorker { model: admitted.job.model.name.as_str().to_owned() };
-        let mut patience = Duration::ZERO;
+        // A worker that is away is expected back, as long as a place is waited for.
+        let mut patience = match self.serving.workers.are_all_there() {
+            true => Duration::ZERO,
+            false => self.queue_deadline.saturating_duration_since(Instant::now()),
+        };
         for number in 0..MOST_ATTEMPTS {
             let Some(placed) =
                 self.place(&admitted.job, admitted.expected, &unable, patience).await
@@ -129,7 +133,7 @@ impl Pump {
                     // Nothing of it reached anyone: it never happened.
                     self.cap(admitted, number, Usage::default());
                     patience = REPLACE_PATIENCE;
-                    why = ApiError::WorkerLost;
+                    why = ApiError::WorkerLost { charged: false };
                     if self.told.anything && self.events.send(Event::Restarted).await.is_err() {
                         break;
                     }

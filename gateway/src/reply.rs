@@ -141,7 +141,10 @@ pub enum ApiError {
     /// 500: we broke, and nothing more is said about it.
     Internal,
     /// 500 or a stream's error event: the worker was lost in mid-answer.
-    WorkerLost,
+    WorkerLost {
+        /// Whether part of the answer went out, which is paid.
+        charged: bool,
+    },
 }
 
 /// What is wrong with a request that brings an `Idempotency-Key`.
@@ -244,7 +247,7 @@ impl ApiError {
             | Self::LedgerUnavailable
             | Self::NoWorker { .. } => StatusCode::SERVICE_UNAVAILABLE,
             Self::DeadlineExceeded { .. } => StatusCode::GATEWAY_TIMEOUT,
-            Self::Internal | Self::WorkerLost => StatusCode::INTERNAL_SERVER_ERROR,
+            Self::Internal | Self::WorkerLost { .. } => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
 
@@ -280,7 +283,7 @@ impl ApiError {
             Self::NoWorker { .. } => "no_worker",
             Self::DeadlineExceeded { .. } => "deadline_exceeded",
             Self::Internal => "internal",
-            Self::WorkerLost => "worker_lost",
+            Self::WorkerLost { .. } => "worker_lost",
         })
     }
 
@@ -339,7 +342,7 @@ impl ApiError {
             Self::LedgerUnavailable => ("server_error", Some("ledger_unavailable")),
             Self::DeadlineExceeded { .. } => ("server_error", Some("deadline_exceeded")),
             Self::Internal => ("server_error", Some("server_error")),
-            Self::WorkerLost => ("server_error", Some("worker_lost")),
+            Self::WorkerLost { .. } => ("server_error", Some("worker_lost")),
         }
     }
 
@@ -449,9 +452,12 @@ impl ApiError {
                  when you report it."
                     .into()
             }
-            Self::WorkerLost => {
+            Self::WorkerLost { charged: true } => {
                 "The worker that was answering stopped. You are charged for what you received."
                     .into()
+            }
+            Self::WorkerLost { charged: false } => {
+                "The worker that was answering stopped. You are not charged.".into()
             }
         }
     }

@@ -216,6 +216,12 @@ impl Workers {
         self.slots.iter().filter_map(|slot| slot.online.borrow().clone())
     }
 
+    /// Whether every configured worker is connected; one that is not may come
+    /// back within a second.
+    pub(crate) fn are_all_there(&self) -> bool {
+        self.slots.iter().all(|slot| slot.online.borrow().is_some())
+    }
+
     /// Waits until any worker comes or goes after this call, which counts
     /// from now on, not from when it is first awaited.
     pub(crate) fn changed(&self) -> impl Future<Output = ()> + Send + use<> {

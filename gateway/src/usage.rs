@@ -7,7 +7,7 @@ use axum::Json;
 use axum::extract::rejection::PathRejection;
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Path, Query, State};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use tokio::time::timeout;
 use tollgate_domain::{FinishReason, KeyId, ModelName, RequestId, TenantId, UtcDay};
 use tollgate_ledger::{
@@ -23,8 +23,8 @@ use crate::reply::ApiError;
 const RECORD_PATIENCE: Duration = Duration::from_secs(3);
 
 /// The query of `GET /v1/usage`.
-#[derive(Debug, Default, Deserialize)]
-pub(crate) struct Filters {
+#[derive(Debug, Default)]
+struct Filters {
     /// The first day, `2026-11-20`.
     start: Option<String>,
     /// The last day, itself included.
@@ -49,12 +49,12 @@ pub(crate) struct Statement {
 pub(crate) async fn list(
     State(api): State<Api>,
     caller: AuthenticatedCaller,
-    filters: Result<Query<Filters>, QueryRejection>,
+    filters: Result<Query<Vec<(String, String)>>, QueryRejection>,
 ) -> Result<Json<Statement>, ApiError> {
     api.tenant(&caller, Endpoint::Usage)?;
     let Query(filters) =
         filters.map_err(|_| ApiError::malformed("The query string cannot be read."))?;
-    let query = query(&filters, caller.tenant())?;
+    let query = query(&Filters::of(filters)?, caller.tenant())?;
     let (start, end) = (query.from, query.to);
     let data = read(&api, move |reader| reader.usage(&query)).await?;
     Ok(Json(Statement {
@@ -64,6 +64,36 @@ pub(crate) async fn list(
         end: end.map(|day| day.to_string()),
         data,
     }))
+}
+
+impl Filters {
+    /// A parameter that is misspelt would widen the statement in silence.
+    fn of(parameters: Vec<(String, String)>) -> Result<Self, ApiError> {
+        let mut filters = Self::default();
+        for (name, value) in parameters {
+            let field = match name.as_str() {
+                "start" => &mut filters.start,
+                "end" => &mut filters.end,
+                "model" => &mut filters.model,
+                "key" => &mut filters.key,
+                "group_by" => &mut filters.group_by,
+                _ => {
+                    let message = "There is no such parameter: 'start', 'end', 'model', 'key' and \
+                        'group_by' are understood.";
+                    return Err(ApiError::invalid(shown(&name), message));
+                }
+            };
+            if field.replace(value).is_some() {
+                return Err(ApiError::invalid(name, "The parameter comes twice."));
+            }
+        }
+        Ok(filters)
+    }
+}
+
+/// A parameter's name as it may be said back.
+fn shown(name: &str) -> String {
+    name.chars().filter(|c| !c.is_control()).take(64).collect()
 }
 
 fn query(filters: &Filters, tenant: &TenantId) -> Result<UsageQuery, ApiError> {
@@ -277,6 +307,23 @@ mod tests {
         ] {
             assert_eq!(request_id(text).as_ref().map(RequestId::as_str), expected, "{text:?}");
         }
+    }
+
+    #[test]
+    fn parameters_are_known_and_come_once() {
+        let of = |names: &[&str]| {
+            let pairs = names.iter().map(|&name| (name.to_owned(), "x".to_owned())).collect();
+            match Filters::of(pairs) {
+                Ok(_) => Ok(()),
+                Err(ApiError::Invalid { param, .. }) => Err(param.expect("a name").into_owned()),
+                Err(error) => panic!("{error:?}"),
+            }
+        };
+        assert_eq!(of(&["start", "end", "model", "key", "group_by"]), Ok(()));
+        assert_eq!(of(&["start", "form"]), Err("form".into()));
+        assert_eq!(of(&["tenant"]), Err("tenant".into()));
+        assert_eq!(of(&["end", "end"]), Err("end".into()));
+        assert_eq!(of(&["\u{1b}[2J"]), Err("[2J".into()));
     }
 
     #[test]

@@ -16,6 +16,9 @@ use super::fields::{Field, Neutral, Violation, known_fields, object};
 /// Parts of one message's content.
 const MOST_PARTS: u32 = 2_048;
 
+/// A speaker's name.
+const MOST_NAME_BYTES: usize = 256;
+
 known_fields! {
     /// The fields of a chat request that mean something to anyone.
     ChatFields {
@@ -162,8 +165,7 @@ fn messages(field: &Field<'_>, most: u32) -> Result<Vec<ChatMessage>, Violation>
 fn message(raw: &RawValue, place: &str) -> Result<ChatMessage, Violation> {
     let fields: MessageFields<'_> = object(raw.get(), place)?;
     for (name, raw, neutral) in [
-        ("name", fields.name, &[][..]),
-        ("refusal", fields.refusal, &[]),
+        ("refusal", fields.refusal, &[][..]),
         ("audio", fields.audio, &[]),
         ("annotations", fields.annotations, &[Neutral::Empty]),
         ("tool_calls", fields.tool_calls, &[Neutral::Empty]),
@@ -172,6 +174,8 @@ fn message(raw: &RawValue, place: &str) -> Result<ChatMessage, Violation> {
     ] {
         Field::new(&format!("{place}.{name}"), raw).only_neutral(neutral)?;
     }
+    // Tells speakers apart; the templates of the models that we serve show none.
+    Field::new(&format!("{place}.name"), fields.name).text(MOST_NAME_BYTES)?;
     let param = format!("{place}.role");
     let role: Cow<'_, str> = Field::new(&param, fields.role).required("a string")?;
     let role: Role = role.parse().map_err(|_| {

@@ -305,7 +305,7 @@ impl Pump {
         if state.leaving.is_none() && !(state.streamed && self.told.anything) {
             return Attempted::Lost;
         }
-        self.charge_told(admitted, number, state, ApiError::WorkerLost)
+        self.charge_told(admitted, number, state, ApiError::WorkerLost { charged: true })
     }
 
     /// We stop, and nobody else is to blame.
@@ -321,6 +321,10 @@ impl Pump {
         error: ApiError,
     ) -> Attempted {
         let content = state.streamed && self.told.progress.tokens > 0;
+        let error = match error {
+            ApiError::WorkerLost { .. } => ApiError::WorkerLost { charged: content },
+            error => error,
+        };
         let payable = if content { self.told_usage(&admitted.job) } else { Usage::default() };
         self.cap(admitted, number, payable);
         Attempted::Ended(if content { Ended::Faulted { error } } else { Ended::Free(error) })

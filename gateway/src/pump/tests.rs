@@ -267,6 +267,41 @@ async fn the_next_waits_for_a_place_and_gets_it_before_the_end_is_told() {
 }
 
 #[tokio::test]
+async fn who_waits_outlasts_a_worker() {
+    let folder = Room::folder();
+    let at = folder.path().to_owned();
+    let mut first = FakeWorker::start(&at, "w0");
+    let config = plan("concurrent = 1\nqueued = 1");
+    let room = Room::open(folder, &config, &[&first]).await;
+    let mut running = Box::pin(room.chat(STREAM));
+    let run = tokio::select! {
+        run = first.run() => run,
+        _ = &mut running => panic!("answered before anything was said"),
+    };
+    let (response, _) = join!(running, run.token(0, "Hi", 100));
+    let mut waiting = Box::pin(room.chat(WHOLE));
+    while room.api.serving.admission.status().queued == 0 {
+        tokio::select! {
+            biased;
+            _ = &mut waiting => panic!("answered before its turn"),
+            () = tokio::task::yield_now() => {}
+        }
+    }
+    // The worker dies, and is back a moment later.
+    drop((first, run));
+    let (_, transcript) = text(response).await;
+    assert!(transcript.contains("You are charged for what you received."), "{transcript}");
+    while room.api.serving.workers.online().next().is_some() {
+        room.api.serving.workers.changed().await;
+    }
+    std::fs::remove_file(at.join("w0.sock")).expect("removes");
+    let mut second = FakeWorker::start(&at, "w0");
+    let (response, ()) = join!(waiting, async { second.run().await.answer("Hi.").await });
+    assert_eq!(response.status(), StatusCode::OK);
+    room.settled().await;
+}
+
+#[tokio::test]
 async fn a_cap_travels_as_a_budget() {
     let folder = Room::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");

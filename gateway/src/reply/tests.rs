@@ -133,7 +133,8 @@ fn every_error() -> Vec<ApiError> {
         ApiError::NoWorker { model: "tollgate-demo".into() },
         ApiError::DeadlineExceeded { deadline: Duration::from_secs(600) },
         ApiError::Internal,
-        ApiError::WorkerLost,
+        ApiError::WorkerLost { charged: true },
+        ApiError::WorkerLost { charged: false },
     ]
 }
 

@@ -98,6 +98,8 @@ async fn blocks_are_acknowledged_when_they_are_in_the_ledger() {
         ("/v1/usage/req-1".into(), "acme", 404),
         ("/v1/usage/%20".into(), "acme", 404),
         ("/v1/usage?start=yesterday".into(), "acme", 400),
+        ("/v1/usage?from=2026-11-20".into(), "acme", 400),
+        ("/v1/usage?tenant=other".into(), "acme", 400),
     ] {
         let response = room.ask(tenant, "GET", &path, "").await;
         assert_eq!(response.status().as_u16(), expected, "{tenant} {path}");

@@ -16,6 +16,9 @@ pub(super) const MAGIC: &[u8; 8] = b"tgjrnl\x00\x01";
 const FRAME_HEAD: usize = 8;
 /// More is not one frame of ours.
 const LARGEST_PAYLOAD: usize = 16 << 20;
+/// How far behind damage a whole frame is looked for, and how long a one.
+const SEARCHED: usize = 256 << 10;
+const SEARCHED_PAYLOAD: usize = 4 << 10;
 
 /// One record of the journal.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -72,6 +75,16 @@ pub(super) enum Found {
 /// Reads the frame that `bytes` begin with.
 pub(super) fn read(bytes: &[u8]) -> Found {
     read_frame(bytes).map_or(Found::End, |(frame, length)| Found::Frame(Box::new(frame), length))
+}
+
+/// The place of a whole frame after the one at `at` that cannot be read, if
+/// there is one near it.
+pub(super) fn next_after(bytes: &[u8], at: usize) -> Option<usize> {
+    let end = bytes.len().min(at.saturating_add(SEARCHED));
+    (at + 1..end).find(|&place| {
+        let near = bytes.len().min(place + FRAME_HEAD + SEARCHED_PAYLOAD);
+        read_frame(&bytes[place..near]).is_some()
+    })
 }
 
 fn read_frame(bytes: &[u8]) -> Option<(Frame, usize)> {

@@ -126,7 +126,22 @@ fn scan(path: &Path) -> io::Result<Option<Scanned>> {
         builder.apply(*frame).map_err(|error| damaged(path, &error.to_string()))?;
         at += taken;
     }
+    if let Some(next) = frame::next_after(&bytes, at) {
+        set_aside(path, at, next)?;
+    }
     Ok(Some(Scanned { builder, valid: at as u64, length: bytes.len() as u64 }))
+}
+
+/// A torn write is the last one. Where whole frames follow, the file was
+/// damaged: what comes after cannot be told any more, and is kept for people.
+fn set_aside(path: &Path, at: usize, next: usize) -> io::Result<()> {
+    let aside = path.with_extension("damaged");
+    tracing::error!(
+        file = %path.display(), offset = at, next_frame = next, kept = %aside.display(),
+        "a journal is damaged: what it says after this place is not billed"
+    );
+    fs::copy(path, &aside)?;
+    File::open(&aside)?.sync_all()
 }
 
 /// Cuts what is torn, and closes the epoch where nobody did: its shares stay

@@ -272,6 +272,38 @@ fn a_torn_tail_is_cut_at_the_last_whole_record() {
     }
 }
 
+/// C04: what was whole once and is damaged is not taken for a torn end.
+#[test]
+fn damage_is_not_cut_in_silence() {
+    let mut bench = Bench::new();
+    for step in 1..=20 {
+        bench.step(step, &[(step, 100)], 0).expect("writes");
+        bench.finish(step);
+        bench.tick();
+    }
+    let path = bench.journal.shared.state().segments[0].path.clone();
+    let name = path.file_name().expect("a name").to_owned();
+    let bytes = fs::read(&path).expect("reads");
+    for (flipped, aside) in [(bytes.len() / 2, true), (bytes.len() - 1, false)] {
+        let mut damaged = bytes.clone();
+        damaged[flipped] ^= 0x10;
+        let folder = tempfile::tempdir().expect("a folder");
+        let there = folder.path().join("journal");
+        fs::create_dir(&there).expect("a folder");
+        fs::write(there.join(&name), &damaged).expect("writes");
+        let journal =
+            Journal::open(options(&folder, NEXT_EPOCH, &FakeClock::default())).expect("opens");
+        let blocks = read_all(&journal);
+        let wall = blocks.iter().map(|block| block.parts().wall.nanos()).sum();
+        assert_tiles(&blocks, EPOCH, wall);
+        let kept = there.join(&name).with_extension("damaged");
+        assert_eq!(kept.exists(), aside, "byte {flipped} of {}", bytes.len());
+        if aside {
+            assert!(fs::read(&kept).expect("reads") == damaged, "the whole file is kept");
+        }
+    }
+}
+
 #[test]
 fn a_file_without_a_head_is_removed() {
     for length in 0..40 {

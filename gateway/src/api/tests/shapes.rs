@@ -74,7 +74,7 @@ fn a_chat_stream_that_fails() {
     let mut chunks = Chunks::new(telling(Dialect::Chat));
     let mut out = Vec::new();
     chunks.delta(&text(0, "Hel"), &mut out);
-    chunks.fail(&ApiError::WorkerLost, &mut out);
+    chunks.fail(&ApiError::WorkerLost { charged: true }, &mut out);
     insta::assert_snapshot!(utf8(out));
 }
 
