@@ -8,6 +8,7 @@ mod chat;
 mod chunks;
 mod completions;
 mod fields;
+pub(crate) mod fuzz;
 mod job;
 mod keyed;
 mod logprobs;

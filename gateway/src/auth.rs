@@ -10,6 +10,7 @@ mod bearer;
 mod claims;
 mod extract;
 mod fetch;
+pub(crate) mod fuzz;
 mod issuer;
 mod jwks;
 mod jwt;

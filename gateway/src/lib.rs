@@ -30,6 +30,9 @@ pub mod telemetry;
 pub mod clock;
 pub mod gateway;
 
+#[doc(hidden)]
+pub mod fuzz;
+
 pub use auth::{AuthenticatedCaller, Authenticator};
 pub use clock::Clock;
 pub use gateway::{Gateway, GatewayError, GatewayOptions, GatewayService};

@@ -9,6 +9,7 @@
 mod announce;
 mod assets;
 mod connect;
+pub(crate) mod fuzz;
 mod journal;
 mod keeper;
 mod orders;

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use anyhow::{Result, bail};
 
 mod bench;
+mod fuzz;
 mod gate;
 mod goldens;
 mod run;
@@ -28,6 +29,9 @@ cargo xtask COMMAND
   bench NAME        a benchmark: gateway, refusal, engine, ledger, peers,
                     tenants, fairness
                     (release build; writes docs/benchmarks/)
+  fuzz TARGET [--seconds N]
+                    cargo-fuzz on one target, 60 seconds unless told
+                    (--own: our own mutations, of all targets if none is named)
   goldens           reference logits, written anew with transformers
 ";
 
@@ -53,6 +57,7 @@ fn dispatch() -> Result<()> {
         ["tidy"] => tidy::check(),
         ["bench", name, rest @ ..] => bench::run(name, rest),
         ["goldens"] => goldens::write(),
+        ["fuzz", rest @ ..] => fuzz::run(rest),
         [] | ["help" | "--help" | "-h"] => {
             print!("{USAGE}");
             Ok(())

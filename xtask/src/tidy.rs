@@ -22,6 +22,7 @@ const MAY_IMPORT: [(&str, &[&str]); 13] = [
     ("gateway", &["domain", "text", "admission", "ledger", "wire", "config"]),
     ("worker", &["domain", "text", "wire", "engine", "config"]),
     ("loadtest", &[]),
+    ("fuzz", &["domain", "text", "wire", "engine", "config", "gateway", "loadtest"]),
     ("xtask", &[]),
     (".", &["domain", "auditor", "config", "gateway", "ledger", "loadtest", "worker"]),
 ];

@@ -201,6 +201,16 @@ fn a_metaspace_for_the_first_word_is_put_there_only() {
     }
 }
 
+/// What the library takes for a bug of its own is a stranger's file.
+#[test]
+fn a_file_that_the_library_panics_at_is_an_error() {
+    let hostile = r#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],
+        "normalizer":null,"pre_tokenizer":null,"post_processor":null,
+        "decoder":{"type":"ByteLevel","add_prefix_space":tr,"trim_offsets":true},
+        "model":{"type":"BPE","vocab":{"a":0},"merges":[]}}"#;
+    assert!(Tokenizer::from_json(hostile.as_bytes()).is_err());
+}
+
 #[test]
 fn torn_and_foreign_files_are_named() {
     let text = String::from_utf8(BYTE_LEVEL.to_vec()).expect("UTF-8");

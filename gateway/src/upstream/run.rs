@@ -124,7 +124,7 @@ impl Running {
 
 /// What an honest worker can still say about one request.
 #[derive(Debug)]
-struct Check {
+pub(super) struct Check {
     terms: Terms,
     opened: Instant,
     choices: Vec<Choice>,
@@ -139,7 +139,7 @@ struct Choice {
 }
 
 impl Check {
-    fn new(assignment: &v1::Assignment, terms: Terms) -> Self {
+    pub(super) fn new(assignment: &v1::Assignment, terms: Terms) -> Self {
         Self {
             choices: vec![Choice::default(); terms.choices()],
             terms,
@@ -152,7 +152,7 @@ impl Check {
         }
     }
 
-    fn take(&mut self, event: v1::RunEvent) -> Result<Said, &'static str> {
+    pub(super) fn take(&mut self, event: v1::RunEvent) -> Result<Said, &'static str> {
         match event.event.ok_or("an empty event")? {
             WireEvent::Delta(delta) => self.delta(delta),
             WireEvent::PromptLogprobs(v1::PromptLogprobs { prompt, logprobs }) => {

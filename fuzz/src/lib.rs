@@ -1,0 +1,65 @@
+//! What reads hostile bytes, as functions of bytes that assert what must hold.
+//! The gate replays the corpora and mutates them; cargo-fuzz runs the same
+//! functions on demand.
+
+mod config;
+mod credentials;
+mod model_files;
+pub mod mutate;
+mod sse;
+mod text;
+mod wire;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use tollgate_gateway::fuzz as gateway;
+
+/// A target: it panics where something does not hold.
+pub type Target = fn(&[u8]);
+
+/// Every target, by the name of its corpus.
+pub const TARGETS: [(&str, Target); 16] = [
+    ("chat_body", gateway::chat_body),
+    ("completion_body", gateway::completion_body),
+    ("credential", credentials::credential),
+    ("claims", gateway::claims),
+    ("config", config::config),
+    ("model_config", model_files::config),
+    ("safetensors", model_files::safetensors),
+    ("tokenizer_file", text::tokenizer_file),
+    ("template", text::template),
+    ("prompt", text::prompt),
+    ("chat", text::chat),
+    ("cost_table", wire::cost_table),
+    ("journal_block", wire::journal_block),
+    ("journal_judged", wire::journal_judged),
+    ("run_events", wire::run_events),
+    ("sse", sse::events),
+];
+
+/// The target of that name.
+pub fn target(name: &str) -> Option<Target> {
+    TARGETS.iter().find(|(known, _)| *known == name).map(|&(_, target)| target)
+}
+
+/// The folder of a target's corpus.
+pub fn corpus_folder(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(name)
+}
+
+/// A target's corpus, in order of its names, and an empty input.
+///
+/// # Errors
+/// When it cannot be read.
+pub fn corpus(name: &str) -> std::io::Result<Vec<Vec<u8>>> {
+    let mut paths: Vec<PathBuf> = fs::read_dir(corpus_folder(name))?
+        .map(|entry| entry.map(|entry| entry.path()))
+        .collect::<Result<_, _>>()?;
+    paths.sort();
+    let mut inputs = vec![Vec::new()];
+    for path in paths {
+        inputs.push(fs::read(path)?);
+    }
+    Ok(inputs)
+}

@@ -1,0 +1,82 @@
+//! The tokenizer and the template: users' text never becomes a control token
+//! and is not lost; files from strangers are refused or held to their
+//! allowance.
+
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+
+use tollgate_domain::UtcTime;
+use tollgate_text::{
+    ChatMessage, ChatTemplate, Role, TextStream, Tokenizer, TokenizerConfig, encode_chat,
+};
+
+const NOW: UtcTime = UtcTime(1_800_000_000_000_000_000);
+
+/// A prompt: no control token, and the text comes back, at once or in pieces.
+pub(crate) fn prompt(data: &[u8]) {
+    let text = String::from_utf8_lossy(data);
+    let (tokenizer, _) = demo();
+    let tokens = tokenizer.encode(&text).expect("the demo model encodes everything");
+    assert!(tokens.iter().all(|&token| !tokenizer.is_control(token)), "{text:?}");
+    assert_eq!(tokenizer.decode(&tokens), text);
+    let mut stream = TextStream::new(Arc::clone(tokenizer));
+    let mut pieces: String = tokens.iter().map(|&token| stream.push(token)).collect();
+    pieces.push_str(&stream.finish());
+    assert_eq!(pieces, text, "in pieces");
+}
+
+/// A chat: as many control tokens as the template writes, whatever is said.
+pub(crate) fn chat(data: &[u8]) {
+    let text = String::from_utf8_lossy(data);
+    let (tokenizer, template) = demo();
+    let messages: Vec<ChatMessage> = text
+        .split('\u{0}')
+        .take(8)
+        .zip([Role::System, Role::User, Role::Assistant, Role::User].into_iter().cycle())
+        .map(|(content, role)| ChatMessage { role, content: content.to_owned() })
+        .collect();
+    let harmless: Vec<ChatMessage> =
+        messages.iter().map(|it| ChatMessage { role: it.role, content: "x".into() }).collect();
+    let control = |messages: &[ChatMessage]| -> Vec<u32> {
+        let tokens = encode_chat(tokenizer, template, messages, NOW).expect("it encodes");
+        tokens.into_iter().filter(|&token| tokenizer.is_control(token)).collect()
+    };
+    assert_eq!(control(&messages), control(&harmless), "{text:?}");
+}
+
+/// A template: it ends, within its allowance.
+pub(crate) fn template(data: &[u8]) {
+    let Ok(source) = std::str::from_utf8(data) else { return };
+    let Ok(template) = ChatTemplate::compile(source, &TokenizerConfig::default()) else { return };
+    let (tokenizer, _) = demo();
+    let content = "What is a rate limit?".to_owned();
+    let messages = [ChatMessage { role: Role::User, content }];
+    if let Ok(tokens) = encode_chat(tokenizer, &template, &messages, NOW) {
+        assert!(tokens.len() < 64 << 20);
+    }
+}
+
+/// A tokenizer's file: refused, or it encodes without a control token.
+pub(crate) fn tokenizer_file(data: &[u8]) {
+    let Ok(tokenizer) = Tokenizer::from_json(data) else { return };
+    if let Ok(tokens) = tokenizer.encode("Hello, <s> world!") {
+        for token in tokens {
+            assert!(!tokenizer.is_control(token), "{token}");
+            let _ = tokenizer.token_bytes(token);
+        }
+    }
+}
+
+fn demo() -> &'static (Arc<Tokenizer>, ChatTemplate) {
+    static MADE: OnceLock<(Arc<Tokenizer>, ChatTemplate)> = OnceLock::new();
+    MADE.get_or_init(|| {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/tollgate-demo");
+        let read = |name: &str| std::fs::read(folder.join(name)).expect("the shipped model");
+        let tokenizer = Tokenizer::from_json(&read("tokenizer.json")).expect("a tokenizer");
+        let config =
+            TokenizerConfig::from_json(&read("tokenizer_config.json")).expect("its config");
+        let source = config.chat_template.clone().expect("a template");
+        let template = ChatTemplate::compile(&source, &config).expect("it compiles");
+        (Arc::new(tokenizer), template)
+    })
+}

@@ -1,0 +1,53 @@
+//! What a worker says, before it is compared with anything: blocks balance or
+//! do not exist, and tables price everything.
+
+use prost::Message as _;
+use tollgate_domain::{Block, CostTable, DeviceNanos, PromptWork};
+use tollgate_gateway::fuzz as gateway;
+use tollgate_wire::v1;
+
+pub(crate) fn journal_block(data: &[u8]) {
+    let Ok(message) = v1::JournalBlock::decode(data) else { return };
+    let Ok(block) = Block::try_from(message) else { return };
+    let parts = block.parts();
+    let tenants: u128 = parts.shares.iter().map(|it| u128::from(it.attributed.nanos())).sum();
+    let platform = [parts.overhead, parts.idle, parts.loss];
+    let platform: u128 = platform.iter().map(|it| u128::from(it.nanos())).sum();
+    assert_eq!(tenants + platform, u128::from(parts.wall.nanos()));
+    assert!(parts.finished.iter().all(|it| it.usage.cached_tokens <= it.usage.prompt_tokens));
+    let again = Block::try_from(v1::JournalBlock::from(block.clone()));
+    assert_eq!(again, Ok(block.clone()), "it survives the wire");
+    // Nothing is lost of what is not believed.
+    let without = block.without(|_, attempt| attempt.attempt % 2 == 0);
+    assert_eq!(Block::try_from(without.clone().into_parts()), Ok(without));
+}
+
+/// The last byte says what was heard before.
+pub(crate) fn journal_judged(data: &[u8]) {
+    let Some((&state, message)) = data.split_last() else { return };
+    if let Ok(message) = v1::JournalBlock::decode(message) {
+        gateway::judge(message, state);
+    }
+}
+
+/// Events one after the other, each with its length before it.
+pub(crate) fn run_events(mut data: &[u8]) {
+    let mut events = Vec::new();
+    while !data.is_empty() && events.len() < 1_000 {
+        let Ok(event) = v1::RunEvent::decode_length_delimited(&mut data) else { break };
+        events.push(event);
+    }
+    gateway::hear(events);
+}
+
+pub(crate) fn cost_table(data: &[u8]) {
+    let Ok(table) = serde_json::from_slice::<CostTable>(data) else { return };
+    let mut before = DeviceNanos::ZERO;
+    for tokens in [0, 1, 2, 255, 256, 257, 10_000, 1 << 24] {
+        let cost = table.request([PromptWork::of(tokens, true)], [(tokens, tokens)]);
+        assert!(cost >= before, "{tokens} tokens cost {cost} after {before}");
+        before = cost;
+    }
+    let text = serde_json::to_string(&table).expect("a table is numbers and names");
+    assert!(serde_json::from_str::<CostTable>(&text).is_ok(), "{text}");
+}
