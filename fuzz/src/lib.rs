@@ -19,7 +19,9 @@ use tollgate_gateway::fuzz as gateway;
 pub type Target = fn(&[u8]);
 
 /// Every target, by the name of its corpus.
-pub const TARGETS: [(&str, Target); 16] = [
+pub const TARGETS: [(&str, Target); 18] = [
+    ("proxy_header", gateway::proxy_header),
+    ("request_head", gateway::request_head),
     ("chat_body", gateway::chat_body),
     ("completion_body", gateway::completion_body),
     ("credential", credentials::credential),

@@ -3,4 +3,5 @@
 
 pub use crate::api::fuzz::{chat_body, completion_body};
 pub use crate::auth::fuzz::claims;
+pub use crate::listener::fuzz::{proxy_header, request_head};
 pub use crate::upstream::fuzz::{hear, judge};

@@ -8,6 +8,7 @@
 mod activity;
 mod connection;
 mod frames;
+pub(crate) mod fuzz;
 mod gate;
 mod heads;
 mod opening;

@@ -63,8 +63,28 @@ impl Tollgate {
         Self::start_in(data, Some(folder), all)
     }
 
+    /// Starts it with `config`, its log by `filter` into the file at `log`.
+    pub fn logging(config: &str, filter: &str, log: &Path) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("tollgate.toml");
+        fs::write(&path, config).expect("writes the config");
+        let arguments = vec!["--config".to_owned(), path.display().to_string()];
+        let mut command = Command::new(binary());
+        command.env("TOLLGATE_LOG", filter).stderr(fs::File::create(log).expect("a log"));
+        Self::start_by(command, folder.path().join("data"), Some(folder), arguments)
+    }
+
     fn start_in(data: PathBuf, folder: Option<TempDir>, arguments: Vec<String>) -> Self {
-        let mut child = Command::new(binary())
+        Self::start_by(Command::new(binary()), data, folder, arguments)
+    }
+
+    fn start_by(
+        mut command: Command,
+        data: PathBuf,
+        folder: Option<TempDir>,
+        arguments: Vec<String>,
+    ) -> Self {
+        let mut child = command
             .args(["up", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"])
             .args(["--data", &data.display().to_string()])
             .args(&arguments)
@@ -176,6 +196,12 @@ impl Tollgate {
     pub fn stop(&mut self) -> Option<i32> {
         signal(self.pid(), "TERM");
         self.child.wait().expect("it was started").code()
+    }
+
+    /// Ends it; what it wrote stays as long as the folder is held.
+    pub fn into_data(mut self) -> (PathBuf, Option<TempDir>) {
+        self.stop();
+        (self.data.clone(), self.folder.take())
     }
 
     /// Kills it (SIGKILL).

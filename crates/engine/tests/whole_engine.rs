@@ -26,6 +26,18 @@ fn company_changes_no_answer() {
     assert_eq!(lone[0][0], likeliest_after_the_golden_prompt());
 }
 
+/// T26: in a pool so small that blocks go from tenant to tenant all the time
+/// everybody is answered as on a fresh device. The engine's own tests do the
+/// same with preemptions, on a device that reads marks of every cell.
+#[test]
+fn another_tenants_cache_is_never_read() {
+    let numbers: Vec<u32> = (1..40).filter(|number| number % 7 != 6).collect();
+    let together = run_in(&numbers, SMALL_POOL);
+    for (&number, answer) in numbers.iter().zip(&together.answers) {
+        assert_eq!(run(&[number]).answers[0], *answer, "request {number}");
+    }
+}
+
 #[test]
 fn every_nanosecond_is_someones() {
     let numbers: Vec<u32> = (0..24).collect();
@@ -61,8 +73,13 @@ struct Step {
 /// Runs the requests of these numbers together. Every seventh is cancelled
 /// after four tokens.
 fn run(numbers: &[u32]) -> Run {
+    run_in(numbers, POOL)
+}
+
+/// As [`run`], with room in the cache for so many tokens.
+fn run_in(numbers: &[u32], kv_tokens: u32) -> Run {
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::new());
-    let mut backend = backend();
+    let mut backend = backend(kv_tokens);
     let table = coarse(&mut backend, &*clock).expect("it measures").table;
     let steps = Arc::new(Mutex::new(Vec::new()));
     let engine = Engine::start(
@@ -107,10 +124,13 @@ fn run(numbers: &[u32]) -> Run {
     Run { answers, usages, steps, totals }
 }
 
-fn backend() -> CpuBackend {
+/// Room for a few of the requests at a time, and for hardly more than one.
+const POOL: u32 = 1_024;
+const SMALL_POOL: u32 = 96;
+
+fn backend(kv_tokens: u32) -> CpuBackend {
     let files = ModelFiles::open(&folder()).expect("the folder is whole");
-    // Room for a few of the requests at a time.
-    let options = CpuOptions { threads: 2, kv_tokens: 1_024, step_tokens: 128, instructions: None };
+    let options = CpuOptions { threads: 2, kv_tokens, step_tokens: 128, instructions: None };
     CpuBackend::new(&files, &options).expect("it fits")
 }
 

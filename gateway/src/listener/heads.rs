@@ -54,7 +54,7 @@ enum Next {
 
 /// How the body of a request is delimited.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Framing {
+pub(super) enum Framing {
     Length(u64),
     Chunks,
 }
@@ -212,7 +212,7 @@ impl<I: AsyncWrite + Unpin> AsyncWrite for Heads<I> {
 
 /// The head that `bytes` begin with: its length and how its body is delimited;
 /// `None` while it is not whole.
-fn head(bytes: &[u8], limit: usize) -> Result<Option<(usize, Framing)>, BadHead> {
+pub(super) fn head(bytes: &[u8], limit: usize) -> Result<Option<(usize, Framing)>, BadHead> {
     // One empty line before it is forgiven, as some clients end a body with one.
     let skipped = if bytes.starts_with(b"\r\n") { 2 } else { 0 };
     let within = &bytes[skipped..];
