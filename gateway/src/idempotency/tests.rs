@@ -107,11 +107,11 @@ async fn an_error_that_was_charged_is_the_answer() {
     let keys = house.open(Duration::ZERO);
     let begun = first(&keys, ask("a", "body", 1)).await;
     begun.record().await.expect("records");
-    begun.charged(ApiError::WorkerLost);
+    begun.charged(ApiError::WorkerLost { charged: true });
     let Ok(Claimed::Repeat(answer)) = keys.claim(ask("a", "body", 2)).await else {
         panic!("it has run")
     };
-    assert_eq!(answer.expect_err("an error"), ApiError::WorkerLost);
+    assert_eq!(answer.expect_err("an error"), ApiError::WorkerLost { charged: true });
 }
 
 #[tokio::test]
