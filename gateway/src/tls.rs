@@ -161,6 +161,8 @@ impl TlsIdentity {
             .with_cert_resolver(Arc::clone(&self.current) as Arc<dyn ResolvesServerCert>);
         config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
         config.max_early_data_size = 0;
+        // The strongest that both know, not the one that the client likes best.
+        config.ignore_client_order = true;
         Ok(Arc::new(config))
     }
 }

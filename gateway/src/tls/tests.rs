@@ -139,5 +139,6 @@ fn only_what_is_safe_is_offered() {
     let source = TlsSource::Development { folder: data.path().into() };
     let config = TlsIdentity::load(source).unwrap().server_config().unwrap();
     assert_eq!(config.max_early_data_size, 0);
+    assert!(config.ignore_client_order);
     assert_eq!(config.alpn_protocols, [b"h2".to_vec(), b"http/1.1".to_vec()]);
 }
