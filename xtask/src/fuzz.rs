@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::run::{cargo, check, command, exists, root};
 
-const CARGO_FUZZ: &str = "0.13.1";
+const CARGO_FUZZ: &str = "0.13.2";
 /// Mutations of a target in one turn of our own.
 const TURN: &str = "20000";
 
