@@ -67,36 +67,41 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// T35, on the texts that tokenizers like least. In proportion would be 4, a
-/// square 16. One long run of a letter, of which all is one word, grows by 4.5
-/// to 7 where it leaves the processor's caches; the aim of 6 is not always met.
-#[test]
-#[ignore = "long: a ratio of times wants a quiet machine"]
-fn no_text_costs_out_of_proportion() {
-    let tokenizer = Tokenizer::from_json(&demo()).expect("the shipped tokenizer");
-    let kinds: [(&str, &str); 8] = [
-        ("one letter", "a"),
-        ("spaces", " "),
-        ("newlines", "\n"),
-        ("digits", "9"),
-        ("control tokens", "<|im_start|>"),
-        ("emoji", "\u{1f468}\u{200d}\u{1f469}"),
-        ("accents", "e\u{301}\u{301}\u{301}"),
-        ("contractions", "'s't've"),
-    ];
-    for (what, unit) in kinds {
-        let time = |bytes: usize| {
-            let text = unit.repeat(bytes / unit.len());
-            let once = || {
-                let started = Instant::now();
-                black_box(tokenizer.encode(&text).expect("it encodes"));
-                started.elapsed()
+/// What `cargo xtask test --long` runs.
+mod long {
+    use super::*;
+
+    /// T35, on the texts that tokenizers like least. In proportion would be 4, a
+    /// square 16. One long run of a letter, of which all is one word, grows by 4.5
+    /// to 7 where it leaves the processor's caches; the aim of 6 is not always met.
+    #[test]
+    #[ignore = "long: a ratio of times wants a quiet machine"]
+    fn no_text_costs_out_of_proportion() {
+        let tokenizer = Tokenizer::from_json(&demo()).expect("the shipped tokenizer");
+        let kinds: [(&str, &str); 8] = [
+            ("one letter", "a"),
+            ("spaces", " "),
+            ("newlines", "\n"),
+            ("digits", "9"),
+            ("control tokens", "<|im_start|>"),
+            ("emoji", "\u{1f468}\u{200d}\u{1f469}"),
+            ("accents", "e\u{301}\u{301}\u{301}"),
+            ("contractions", "'s't've"),
+        ];
+        for (what, unit) in kinds {
+            let time = |bytes: usize| {
+                let text = unit.repeat(bytes / unit.len());
+                let once = || {
+                    let started = Instant::now();
+                    black_box(tokenizer.encode(&text).expect("it encodes"));
+                    started.elapsed()
+                };
+                (0..5).map(|_| once()).min().expect("five times")
             };
-            (0..5).map(|_| once()).min().expect("five times")
-        };
-        let (short, long) = (time(64 << 10), time(256 << 10));
-        let ratio = long.as_secs_f64() / short.as_secs_f64();
-        assert!(ratio <= 9.0, "{what}: four times the text takes {ratio:.1} times as long");
+            let (short, long) = (time(64 << 10), time(256 << 10));
+            let ratio = long.as_secs_f64() / short.as_secs_f64();
+            assert!(ratio <= 9.0, "{what}: four times the text takes {ratio:.1} times as long");
+        }
     }
 }
 
