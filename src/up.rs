@@ -14,10 +14,11 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tollgate_config::{Config, Flags};
-use tollgate_domain::TenantId;
+use tollgate_domain::{TenantId, WorkerName};
 use tollgate_gateway::audit::{config_loaded, record, sign};
 use tollgate_gateway::auth::{KeyOptions, KeyStore, Scopes};
 use tollgate_gateway::source::SourceOptions;
+use tollgate_gateway::upstream::WorkerReport;
 use tollgate_gateway::{Clock, Gateway, GatewayOptions, GatewayService};
 use tollgate_ledger::{Ledger, LedgerHandle, LedgerOptions};
 
@@ -27,9 +28,11 @@ use crate::{audit, data, logging};
 mod banner;
 mod demo_model;
 mod supervisor;
+mod vital;
 mod workers;
 
-use supervisor::Ended;
+use supervisor::{Ended, Ends};
+use vital::Signs;
 use workers::Planned;
 
 /// Serve: gateway, ledger and one worker process for each device.
@@ -88,7 +91,7 @@ async fn serve(config: Arc<Config>) -> Result<()> {
 
     let gateway = service.gateway();
     let addresses = banner::Addresses { public: service.local_addr(), admin: service.admin_addr() };
-    let kept = Arc::new(Kept::start(planned));
+    let kept = Arc::new(Kept::start(planned, &gateway));
     let (serving, stop) = (TaskTracker::new(), CancellationToken::new());
     let workers = Arc::clone(&kept);
     let served = serving.spawn(service.run(stop.clone(), async move {
@@ -149,11 +152,14 @@ struct Kept {
 }
 
 impl Kept {
-    fn start(planned: Vec<Planned>) -> Self {
+    fn start(planned: Vec<Planned>, gateway: &Arc<Gateway>) -> Self {
         let (ready, stop) = (CancellationToken::new(), CancellationToken::new());
+        let ends = Ends { ready: ready.clone(), stop: stop.clone() };
         let mut keepers = tokio::task::JoinSet::new();
         for worker in planned {
-            keepers.spawn(worker.into_command().keep(ready.clone(), stop.clone()));
+            let (name, gateway) = (worker.endpoint().name, Arc::clone(gateway));
+            let signs = move || signs(&gateway, &name);
+            keepers.spawn(worker.into_command().keep(ends.clone(), signs));
         }
         Self { keepers: tokio::sync::Mutex::new(keepers), ready, stop }
     }
@@ -191,6 +197,15 @@ impl Kept {
         }
         Ok(())
     }
+}
+
+/// What the gateway hears of a worker.
+fn signs(gateway: &Gateway, name: &WorkerName) -> Signs {
+    let report = gateway.worker_reports().into_iter().find(|report| report.name == *name);
+    report.map_or(Signs::default(), |WorkerReport { heard, distrusted, .. }| Signs {
+        heard,
+        distrusted,
+    })
 }
 
 /// The demo tenant's key, made once. It is the only key ever written in plain.

@@ -3,17 +3,19 @@
 
 use std::os::fd::AsFd;
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use tollgate_config::SyntheticPolicy;
 use tollgate_domain::{ModelName, WorkerName};
 use tollgate_worker::{
-    DeviceChoice, EngineChoice, SchedulePolicy, StepCost, SyntheticDevice, WorkerOptions,
+    DeviceChoice, EngineChoice, SchedulePolicy, StepCost, StepPatience, SyntheticDevice,
+    WorkerError, WorkerOptions,
 };
 
 use crate::common::span;
-use crate::logging;
+use crate::{cli, logging};
 
 /// One worker process; `up` starts it.
 #[derive(clap::Args)]
@@ -59,6 +61,13 @@ pub struct Arguments {
     /// Requests that wait for the batch; more are refused.
     #[arg(long, value_name = "N", default_value_t = 256)]
     queue_capacity: u32,
+    /// How long any step may take before the device is given up.
+    #[arg(long, value_name = "SPAN", value_parser = span, default_value = "8s")]
+    step_patience: Duration,
+    /// So many times as long as predicted a step may take, where that is more.
+    #[arg(long, value_name = "N", default_value_t = 20,
+        value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    step_times_predicted: u32,
     /// End when standard input closes.
     #[arg(long)]
     end_with_parent: bool,
@@ -92,13 +101,28 @@ struct Synthetic {
     #[arg(long, value_name = "N", default_value_t = 8_192,
         value_parser = clap::value_parser!(u32).range(2..=1_048_576))]
     synthetic_context: u32,
+    /// A file that a test writes to make a step fail.
+    #[arg(long, value_name = "PATH")]
+    synthetic_faults: Option<PathBuf>,
     /// Who runs next, to compare with fair: first_come, token_counters, key_counters.
     #[arg(long, value_name = "POLICY", value_parser = policy, default_value = "fair")]
     synthetic_policy: SchedulePolicy,
 }
 
-/// Serves until told to stop.
-pub fn run(arguments: Arguments) -> Result<()> {
+/// Serves until told to stop. The exit code says why it ended.
+pub fn run(arguments: Arguments) -> ExitCode {
+    let result = serve(arguments);
+    let code = result.as_ref().err().and_then(|error| error.downcast_ref::<WorkerError>());
+    match code.map(WorkerError::exit_code) {
+        None => cli::exit(result),
+        Some(code) => {
+            cli::exit(result);
+            ExitCode::from(code)
+        }
+    }
+}
+
+fn serve(arguments: Arguments) -> Result<()> {
     logging::start();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2) // the device's thread has its own cores to use
@@ -132,6 +156,11 @@ fn options(arguments: Arguments) -> Result<WorkerOptions> {
     options.max_sequences = arguments.max_sequences;
     options.step_box = arguments.step_box;
     options.queue_capacity = arguments.queue_capacity as usize;
+    options.step_patience = StepPatience {
+        least: arguments.step_patience,
+        times_predicted: arguments.step_times_predicted,
+    };
+    options.faults = arguments.synthetic.synthetic_faults;
     options.parent = parent;
     Ok(options)
 }

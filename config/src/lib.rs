@@ -8,6 +8,7 @@
 //! secrets, never secrets, so that showing it is always safe.
 
 mod config;
+mod devices;
 mod example;
 mod problem;
 mod read;
@@ -18,6 +19,7 @@ mod source;
 mod tree;
 
 pub use crate::config::{Config, Model, Plan, Pool, Tenant};
+pub use crate::devices::Watchdog;
 pub use crate::problem::{ConfigErrors, Place, Problem};
 pub use crate::sections::{
     ByteSize, ClientFrom, Connections, Deadlines, DeviceSelector, EngineKind, Gateway, Http2,

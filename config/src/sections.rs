@@ -13,6 +13,7 @@ use tollgate_domain::{
     Rate, TenantId, UtcDay,
 };
 
+use crate::devices::Watchdog;
 use crate::read::{DeviceRate, section};
 
 /// A number of bytes.
@@ -301,6 +302,8 @@ section! {
         engine: EngineKind = EngineKind::Model;
     }
     sections {
+        /// Workers that do not go on.
+        watchdog: Watchdog;
         /// The synthetic engine.
         synthetic: Synthetic;
     }
@@ -329,6 +332,10 @@ section! {
         kv_tokens: u32 = 10_000, 16..=100_000_000;
         /// Tokens that one sequence may hold.
         context: u32 = 8_192, 2..=1_048_576;
+        /// To rehearse what is done about faults: a folder. A file in it with a
+        /// worker's name that says "hang", "fail" or "memory" makes its next
+        /// step do so, once; NAME.start makes its next start fail.
+        faults: Option<PathBuf> = None;
     }
 }
 

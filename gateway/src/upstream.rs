@@ -90,6 +90,16 @@ pub struct Workers {
 struct Slot {
     name: WorkerName,
     online: watch::Receiver<Option<Arc<Online>>>,
+    heard: watch::Receiver<Option<Heard>>,
+}
+
+/// That a worker gives signs of life, for whoever started it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Heard {
+    /// Which life of it.
+    pub epoch: WorkerEpoch,
+    /// How often it has said how it is; a worker says so twice a second.
+    pub times: u64,
 }
 
 /// What went wrong with workers since the start.
@@ -172,6 +182,8 @@ pub struct WorkerReport {
     pub running: u32,
     /// Predicted device time of both.
     pub backlog: DeviceNanos,
+    /// What was last heard of it, if anything ever was.
+    pub heard: Option<Heard>,
 }
 
 impl Workers {
@@ -190,6 +202,7 @@ impl Workers {
             .into_iter()
             .map(|endpoint| {
                 let (publish, online) = watch::channel(None);
+                let (hear, heard) = watch::channel(None);
                 let name = endpoint.name.clone();
                 let keeper = keeper::Keeper {
                     endpoint,
@@ -197,9 +210,10 @@ impl Workers {
                     books: books.clone(),
                     trust: Trust { lied: Arc::default(), counters: Arc::clone(&counters) },
                     publish,
+                    hear,
                 };
                 tasks.spawn(keeper.keep(stop.clone()));
-                Slot { name, online }
+                Slot { name, online, heard }
             })
             .collect();
         Self { slots, counters }
@@ -263,6 +277,7 @@ impl Workers {
                     queued: load.queued,
                     running: load.running,
                     backlog: load.backlog,
+                    heard: *slot.heard.borrow(),
                 }
             })
             .collect()

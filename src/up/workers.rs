@@ -5,22 +5,26 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use tollgate_config::{Config, DeviceSelector, EngineKind, Model, Synthetic};
+use tollgate_config::{Config, DeviceSelector, EngineKind, Model, Synthetic, Watchdog};
 use tollgate_domain::WorkerName;
 use tollgate_gateway::upstream::WorkerEndpoint;
 
 use super::demo_model;
 use super::supervisor::Worker;
+use super::vital::Patience;
 
 /// One worker process to start.
 pub struct Planned {
     name: WorkerName,
     socket: PathBuf,
     arguments: Vec<OsString>,
+    patience: Patience,
 }
 
 /// One worker for each model and device of the config, numbered in order.
 pub fn plan(config: &Config, data: &Path, sockets: &Path) -> Result<Vec<Planned>> {
+    let Watchdog { silence, start, .. } = config.worker().watchdog;
+    let patience = Patience { silence, start };
     let mut planned = Vec::new();
     for model in config.models() {
         let folder = match &model.path {
@@ -31,7 +35,7 @@ pub fn plan(config: &Config, data: &Path, sockets: &Path) -> Result<Vec<Planned>
             let name = WorkerName::new(&planned.len().to_string())?;
             let socket = sockets.join(format!("{name}.sock"));
             let arguments = arguments(config, model, &folder, device, &name, &socket, data);
-            planned.push(Planned { name, socket, arguments });
+            planned.push(Planned { name, socket, arguments, patience });
         }
     }
     Ok(planned)
@@ -45,7 +49,8 @@ impl Planned {
 
     /// What the supervisor starts.
     pub fn into_command(self) -> Worker {
-        Worker { name: self.name.to_string(), arguments: self.arguments }
+        let Self { name, arguments, patience, .. } = self;
+        Worker { name: name.to_string(), arguments, patience }
     }
 }
 
@@ -60,6 +65,7 @@ fn arguments(
     data: &Path,
 ) -> Vec<OsString> {
     let worker = config.worker();
+    let nanos = |span: Duration| OsString::from(format!("{}ns", span.as_nanos()));
     let mut words: Vec<OsString> = vec!["worker".into(), "--end-with-parent".into()];
     let mut flag = |name: &str, value: OsString| words.extend([name.into(), value]);
     flag("--name", name.to_string().into());
@@ -71,8 +77,10 @@ fn arguments(
     flag("--kv-memory", worker.kv_memory.0.to_string().into());
     flag("--max-sequences", worker.max_sequences.to_string().into());
     flag("--max-chunk-tokens", worker.max_chunk_tokens.to_string().into());
-    flag("--step-box", format!("{}ns", worker.step_box.as_nanos()).into());
+    flag("--step-box", nanos(worker.step_box));
     flag("--queue-capacity", worker.queue_capacity.to_string().into());
+    flag("--step-patience", nanos(worker.watchdog.step));
+    flag("--step-times-predicted", worker.watchdog.times_predicted.to_string().into());
     if worker.engine == EngineKind::Synthetic {
         let Synthetic {
             step,
@@ -83,8 +91,8 @@ fn arguments(
             policy,
             kv_tokens,
             context,
+            ref faults,
         } = worker.synthetic;
-        let nanos = |span: Duration| format!("{}ns", span.as_nanos()).into();
         flag("--engine", worker.engine.to_string().into());
         flag("--synthetic-step", nanos(step));
         flag("--synthetic-sequence", nanos(sequence));
@@ -94,6 +102,9 @@ fn arguments(
         flag("--synthetic-policy", policy.to_string().into());
         flag("--synthetic-kv-tokens", kv_tokens.to_string().into());
         flag("--synthetic-context", context.to_string().into());
+        if let Some(faults) = faults {
+            flag("--synthetic-faults", faults.join(name.as_str()).into());
+        }
     }
     if let Some(threads) = worker.threads {
         flag("--threads", threads.to_string().into());

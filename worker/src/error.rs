@@ -3,12 +3,14 @@
 use std::io;
 use std::path::PathBuf;
 
-use tollgate_engine::EngineError;
 use tollgate_engine::backend::cpu::CpuError;
 use tollgate_engine::backend::synthetic::SyntheticError;
 use tollgate_engine::calibrate::CalibrationError;
 use tollgate_engine::model::ModelError;
+use tollgate_engine::{BackendError, EngineError};
 use tollgate_text::TextError;
+
+use crate::Hung;
 
 /// What ended a worker before it was asked to end.
 #[derive(Debug, thiserror::Error)]
@@ -74,6 +76,12 @@ pub enum WorkerError {
     /// The engine broke down; whoever started this worker starts another.
     #[error("the engine broke down")]
     Engine(#[from] EngineError),
+    /// The device does not come back from a step.
+    #[error("the device hangs")]
+    Hung(#[from] Hung),
+    /// The device failed before the first step.
+    #[error("the device cannot be set up")]
+    Setup(#[source] BackendError),
     /// Signals or the parent's pipe cannot be listened to.
     #[error("cannot listen for the end")]
     Signals(#[source] io::Error),
@@ -84,3 +92,19 @@ pub enum WorkerError {
     #[error("the worker's server failed")]
     Server(#[source] tonic::transport::Error),
 }
+
+impl WorkerError {
+    /// The exit code that tells whoever started the process what happened.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Hung(_) => EXIT_HUNG,
+            Self::Setup(_) | Self::Engine(EngineError::Backend(_)) => EXIT_DEVICE,
+            _ => 1,
+        }
+    }
+}
+
+/// The exit code after a step that did not end.
+pub const EXIT_HUNG: u8 = 3;
+/// The exit code after a fault of the device.
+pub const EXIT_DEVICE: u8 = 4;

@@ -196,6 +196,9 @@ impl Journal {
         let appended = {
             let mut state = self.shared.state();
             let appended = self.shared.append_to(&mut state, |writer| {
+                if tail == Tail::Loss {
+                    writer.put_idle_before_step();
+                }
                 let rest = DeviceNanos(now.0.saturating_sub(writer.clock.0));
                 match tail {
                     Tail::Idle => writer.put_gap(rest, DeviceNanos::ZERO),
@@ -252,6 +255,11 @@ struct EngineSide {
 }
 
 impl StepJournal for EngineSide {
+    fn began(&mut self, at: MonotonicTime) -> io::Result<()> {
+        self.shared.state().writer.in_step = Some(at);
+        Ok(())
+    }
+
     fn step(&mut self, record: &StepRecord<'_>) -> io::Result<()> {
         let (now, utc, most) = (self.shared.clock.now(), self.shared.utc, self.shared.most_bytes);
         if self.shared.held_bytes() > most {
@@ -280,7 +288,7 @@ impl StepJournal for EngineSide {
 
     fn idle(&mut self, now: MonotonicTime) -> io::Result<()> {
         self.shared.append(|writer| {
-            writer.busy = false;
+            writer.in_step = None;
             let waited = now.since(writer.clock);
             let reports = writer.open.steps || writer.open.finished > 0;
             if reports || waited >= IDLE_REPORT {
@@ -382,12 +390,13 @@ impl Shared {
         let long_step = {
             let mut state = self.state();
             let stirred = std::mem::take(&mut state.writer.stirred);
-            state.failed.is_none() && !state.closed && state.writer.busy && !stirred
+            state.failed.is_none() && !state.closed && state.writer.in_step.is_some() && !stirred
         };
         if !long_step {
             return Ok(());
         }
         self.append(|writer| {
+            writer.put_idle_before_step();
             frame::write(&Frame::Alive { at: now }, &mut writer.frames);
             Ok(())
         })?;
@@ -447,7 +456,7 @@ impl Shared {
         let place = Place { number: writer.place.number + 1, ..writer.place };
         let closed = state.segments.len() - 1;
         let mut next = Writer::create(&self.folder, place, head, &mut state.segments)?;
-        next.busy = state.writer.busy;
+        next.in_step = state.writer.in_step;
         state.segments[closed].last_block = Some(state.writer.block - 1);
         state.segments[closed].bytes = state.writer.length;
         state.closed_bytes += state.writer.length;

@@ -6,6 +6,7 @@
 
 mod assignment;
 mod calibration;
+mod device;
 mod error;
 mod journal;
 mod load;
@@ -16,9 +17,11 @@ mod service;
 mod sink;
 mod socket;
 mod told;
+mod watchdog;
 
-pub use error::WorkerError;
+pub use error::{EXIT_DEVICE, EXIT_HUNG, WorkerError};
 pub use options::{DeviceChoice, EngineChoice, SyntheticDevice, WorkerOptions};
 pub use run::serve;
 pub use tollgate_engine::SchedulePolicy;
 pub use tollgate_engine::backend::synthetic::StepCost;
+pub use watchdog::{Hung, StepPatience};

@@ -17,6 +17,7 @@ use tollgate_engine::backend::synthetic::{
 use tollgate_engine::model::ModelFiles;
 use tollgate_text::{ChatTemplate, TextError, Tokenizer, TokenizerConfig};
 
+use crate::device::{Faults, Faulty};
 use crate::{DeviceChoice, EngineChoice, SyntheticDevice, WorkerError, WorkerOptions};
 
 /// The largest tokenizer or template that is read.
@@ -83,8 +84,8 @@ pub(crate) fn load(options: &WorkerOptions) -> Result<Loaded, WorkerError> {
             let text = synthetic_text(&tokenizer, end.as_deref());
             let step_tokens = options.step_tokens;
             let synthetic = SyntheticOptions { cost, kv_tokens, context, step_tokens, text };
-            let backend = SyntheticBackend::new(synthetic, Pace::Real)?;
-            (Box::new(backend), Some(cost.table()?))
+            let backend = Box::new(SyntheticBackend::new(synthetic, Pace::Real)?);
+            (with_faults(backend, options)?, Some(cost.table()?))
         }
     };
     Ok(Loaded {
@@ -104,6 +105,18 @@ fn cpu(files: &ModelFiles, options: &WorkerOptions) -> Result<CpuBackend, Worker
         cpu.threads = threads as usize;
     }
     Ok(CpuBackend::new(files, &cpu)?)
+}
+
+/// Where a test asks for it, the device fails now or in a later step.
+fn with_faults(
+    backend: Box<dyn Backend>,
+    options: &WorkerOptions,
+) -> Result<Box<dyn Backend>, WorkerError> {
+    let Some(file) = &options.faults else { return Ok(backend) };
+    let faults = Faults { file: file.clone() };
+    let starting = Faults { file: file.with_extension("start") };
+    starting.strike().map_err(WorkerError::Setup)?;
+    Ok(Box::new(Faulty { backend, faults }))
 }
 
 /// What a synthetic model says: the tokenizer's own tokens, of which it draws

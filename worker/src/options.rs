@@ -8,6 +8,8 @@ use tollgate_domain::{ModelName, WorkerName};
 use tollgate_engine::SchedulePolicy;
 use tollgate_engine::backend::synthetic::StepCost;
 
+use crate::StepPatience;
+
 /// Everything that a worker is told at its start.
 #[derive(Debug)]
 pub struct WorkerOptions {
@@ -38,6 +40,10 @@ pub struct WorkerOptions {
     pub step_box: Duration,
     /// Requests that may wait.
     pub queue_capacity: usize,
+    /// How long a step may take before the device is given up.
+    pub step_patience: StepPatience,
+    /// A file by which a test makes a synthetic device fail.
+    pub faults: Option<PathBuf>,
     /// What the journal may occupy on disk before its gateway has taken it.
     pub journal_bytes: u64,
     /// The read end of a pipe whose write end the parent holds: at its end
@@ -104,6 +110,8 @@ impl WorkerOptions {
             max_sequences: 64,
             step_box: Duration::from_millis(80),
             queue_capacity: 256,
+            step_patience: StepPatience::default(),
+            faults: None,
             journal_bytes: 1 << 30,
             parent: None,
         }

@@ -1,6 +1,7 @@
-//! A worker's life: load, measure, open the journal, serve, and one of three
-//! ends. SIGTERM drains; the end of the parent's pipe stops after the current
-//! step; a fault of the engine ends it at once. All three close the journal.
+//! A worker's life: load, measure, open the journal, serve, and an
+//! end. SIGTERM drains; the end of the parent's pipe stops after the current
+//! step; a fault of the engine, or a step that does not end, ends it at once. All
+//! close the journal.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -28,7 +29,8 @@ use crate::load::{self, Loaded};
 use crate::service::Service;
 use crate::socket::{self, Socket};
 use crate::told::{Told, Word};
-use crate::{EngineChoice, WorkerError, WorkerOptions};
+use crate::watchdog::Watchdog;
+use crate::{EngineChoice, Hung, WorkerError, WorkerOptions};
 
 /// Serves until it is told to end, its parent ends, or something breaks.
 ///
@@ -36,6 +38,7 @@ use crate::{EngineChoice, WorkerError, WorkerOptions};
 /// [`WorkerError`]: what stopped the start, or broke afterwards.
 pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
     let mut told = Told::listen(options.parent.take()).map_err(WorkerError::Signals)?;
+    let step_patience = options.step_patience;
     let Socket { listener, file: socket_file } = socket::listen(&options.socket).await?;
     let starting = tokio::task::spawn_blocking(move || Started::new(&options));
     let Started { service, engine, journal, journal_folder } = tokio::select! {
@@ -51,11 +54,14 @@ pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
         model = %service.model,
         "worker serves"
     );
+    let mut watchdog =
+        Watchdog::start(handle.clone(), step_patience).map_err(WorkerError::Thread)?;
     let mut server = tasks.spawn(serve_socket(listener, service, ended.clone()));
     let mut engine = watch(engine)?;
 
     let end = tokio::select! {
         end = life(&mut told, &handle, &mut engine) => end,
+        Ok(hung) = &mut watchdog.hung => End::Hung(hung),
         failed = &mut server => End::ServerFailed(match failed {
             Ok(Err(error)) => WorkerError::Server(error),
             Ok(Ok(())) => WorkerError::Thread(io::Error::other("the server ended by itself")),
@@ -63,7 +69,11 @@ pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
         }),
     };
     let tail = if matches!(end, End::Idle) { Tail::Idle } else { Tail::Loss };
-    let closed = close(&journal, tail).await;
+    // A thread that is stuck in the disk may hold the journal for ever.
+    let closed = match tokio::time::timeout(LAST_SYNC, close(&journal, tail)).await {
+        Ok(closed) => closed,
+        Err(late) => Err(late.into()),
+    };
     if matches!(end, End::Idle) {
         let _ = tokio::time::timeout(LAST_BLOCKS, taken(&journal)).await;
     }
@@ -73,6 +83,7 @@ pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
     drop(socket_file);
     match end {
         End::Broken(error) => Err(error.into()),
+        End::Hung(hung) => Err(hung.into()),
         End::ServerFailed(error) => Err(error),
         End::Idle | End::InStep => {
             closed.map_err(|source| WorkerError::Journal { path: journal_folder, source })
@@ -163,6 +174,8 @@ enum End {
     InStep,
     /// The engine broke down.
     Broken(EngineError),
+    /// It is in a step that does not end.
+    Hung(Hung),
     /// Nobody could reach it any more.
     ServerFailed(WorkerError),
 }
@@ -312,6 +325,8 @@ fn utc() -> UtcTime {
 
 /// How long the current step may take once the parent has ended.
 const LAST_STEP: Duration = Duration::from_millis(700);
+/// How long the journal's last sync may take.
+const LAST_SYNC: Duration = Duration::from_secs(2);
 /// How long a drained worker waits for the gateway to take its last blocks.
 const LAST_BLOCKS: Duration = Duration::from_secs(2);
 /// How long streams may take to hear their end.

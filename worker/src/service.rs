@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
+use tokio::time::Instant;
 use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
@@ -217,7 +218,8 @@ async fn hear_cancel(
     engine.cancel(&request, attempt, reason);
 }
 
-/// Says at once how things are, then each change, at most ten a second.
+/// Says at once how things are, then each change, at most ten a second, and at
+/// least one: who hears nothing knows that nobody is there.
 async fn tell_status(
     engine: EngineHandle,
     epoch: WorkerEpoch,
@@ -225,20 +227,20 @@ async fn tell_status(
 ) {
     let mut ticks = tokio::time::interval(STATUS_EVERY);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    let mut told = None;
+    let mut told: Option<(EngineStatus, Instant)> = None;
     loop {
         tokio::select! {
             () = sender.closed() => return,
             _ = ticks.tick() => (),
         }
         let status = engine.status();
-        if told == Some(status) {
+        if told.is_some_and(|(said, at)| said == status && at.elapsed() < STATUS_AT_LEAST_EVERY) {
             continue;
         }
         if sender.send(Ok(status_message(epoch, &status))).await.is_err() {
             return;
         }
-        told = Some(status);
+        told = Some((status, Instant::now()));
     }
 }
 
@@ -329,6 +331,8 @@ const ASSET_CHUNK: usize = 256 * 1024;
 const FIRST_MESSAGE: Duration = Duration::from_secs(10);
 /// How often the status is looked at.
 const STATUS_EVERY: Duration = Duration::from_millis(100);
+/// How long nothing is said where nothing changes.
+const STATUS_AT_LEAST_EVERY: Duration = Duration::from_millis(500);
 /// When to ask again a worker whose journal is full.
 const JOURNAL_WAIT: Duration = Duration::from_secs(1);
 /// Blocks on their way to the gateway.

@@ -9,6 +9,8 @@
 pub mod cpu;
 pub mod synthetic;
 
+use std::time::Duration;
+
 use tollgate_domain::{AttentionShape, DeviceClass};
 
 /// Tokens that one KV block holds.
@@ -42,6 +44,25 @@ pub trait Backend: Send {
     /// [`StepLimits`], before anything ran; [`BackendError::Device`] when the
     /// device failed, after which the backend is not to be used again.
     fn step(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError>;
+
+    /// Waits until the device is this backend's to use. Called before a step,
+    /// outside its time: where nobody else uses the device there is nothing to
+    /// do.
+    ///
+    /// # Errors
+    /// [`BackendError::Device`] when it cannot be had any more.
+    fn acquire(&mut self) -> Result<(), BackendError> {
+        Ok(())
+    }
+
+    /// A step took `busy`, from the decision to the last token; another may
+    /// follow at once.
+    fn stepped(&mut self, busy: Duration) {
+        let _ = busy;
+    }
+
+    /// No step follows for now: others may use the device.
+    fn release(&mut self) {}
 }
 
 /// One step: the new tokens of each sequence in it.

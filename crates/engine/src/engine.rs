@@ -13,6 +13,7 @@ mod intake;
 pub mod journal;
 mod lines;
 pub mod mailbox;
+pub mod pulse;
 mod step;
 pub mod submission;
 mod turn;
@@ -211,10 +212,12 @@ fn assemble(
 fn serve(core: &mut Core, mailbox: &Mailbox) -> Result<(), EngineError> {
     let mut mail = mailbox.collect();
     loop {
+        mailbox.pulse.begin();
         mail = match core.turn(mail)? {
             Turn::Worked => mailbox.collect(),
             Turn::Idle => {
                 core.idle()?;
+                mailbox.pulse.rest();
                 mailbox.wait(IDLE_BEAT)
             }
             Turn::Ended => return Ok(()),
@@ -224,6 +227,7 @@ fn serve(core: &mut Core, mailbox: &Mailbox) -> Result<(), EngineError> {
 
 /// Shuts the door, and answers those who came through it as it closed.
 fn close(mailbox: &Mailbox) {
+    mailbox.pulse.rest();
     mailbox.turn_to(Phase::Ended);
     for mut arrival in mailbox.collect().arrivals {
         arrival.submission.sink.done(RequestOutcome::Refused(SubmitError::Stopped.into()));

@@ -27,6 +27,7 @@ pub use engine::clock::{Clock, SystemClock, VirtualClock};
 pub use engine::driven::{DrivenEngine, Turn};
 pub use engine::journal::{Owner, RequestFigures, StepJournal, StepRecord, StepShare};
 pub use engine::mailbox::EngineHandle;
+pub use engine::pulse::Work;
 pub use engine::submission::{
     CancelReason, Flow, PromptLogprob, Refusal, RefusedReason, RequestOutcome, SampledToken,
     Stages, Submission, SubmitError, TokenSink,

@@ -15,7 +15,7 @@ use tonic::Streaming;
 use super::announce::{self, Announced};
 use super::assets::Assets;
 use super::journal::Books;
-use super::{CALL_TIMEOUT, Load, Online, Trust, UpstreamError, WorkerEndpoint, connect};
+use super::{CALL_TIMEOUT, Heard, Load, Online, Trust, UpstreamError, WorkerEndpoint, connect};
 
 /// The first wait before connecting again; it doubles ...
 const FIRST_WAIT: Duration = Duration::from_millis(50);
@@ -30,6 +30,7 @@ pub(super) struct Keeper {
     pub(super) books: Books,
     pub(super) trust: Trust,
     pub(super) publish: watch::Sender<Option<Arc<Online>>>,
+    pub(super) hear: watch::Sender<Option<Heard>>,
 }
 
 impl Keeper {
@@ -85,6 +86,7 @@ impl Keeper {
         let first = timeout(CALL_TIMEOUT, next_load(&mut statuses, epoch))
             .await
             .map_err(|_| UpstreamError::Silent("reporting its status"))??;
+        self.heard(epoch);
         let (load_sender, load) = watch::channel(first);
         let online = Arc::new(Online {
             name: self.endpoint.name.clone(),
@@ -106,6 +108,7 @@ impl Keeper {
         let follow_status = async {
             loop {
                 load_sender.send_replace(next_load(&mut statuses, epoch).await?);
+                self.heard(epoch);
             }
         };
         let follow_journal = self.books.follow(&online, client, taken);
@@ -113,6 +116,14 @@ impl Keeper {
             ended = follow_status => ended,
             ended = follow_journal => ended,
         }
+    }
+
+    /// Counts a sign of life.
+    fn heard(&self, epoch: WorkerEpoch) {
+        self.hear.send_modify(|heard| {
+            let before = heard.filter(|heard| heard.epoch == epoch).map_or(0, |heard| heard.times);
+            *heard = Some(Heard { epoch, times: before + 1 });
+        });
     }
 }
 

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use proptest::prelude::*;
 use tempfile::TempDir;
 use tollgate_domain::{
-    Block, Caller, DeviceClass, FinishReason, KeyId, RequestId, SequenceId, TenantId, Usage,
+    Block, BlockParts, Caller, DeviceClass, FinishReason, KeyId, RequestId, SequenceId, TenantId,
+    Usage,
 };
 use tollgate_engine::{Owner, Stages as EngineStages, StepShare};
 
@@ -80,6 +81,11 @@ impl Bench {
             *self.attributed.entry(id).or_default() += ns;
         }
         self.engine.step(&StepRecord { step: self.steps, started, busy, shares: &all })
+    }
+
+    /// A step begins now.
+    fn began(&mut self) {
+        self.engine.began(self.clock.now()).expect("the journal is open");
     }
 
     fn finish(&mut self, id: u64) {
@@ -221,7 +227,8 @@ fn a_crash_is_closed_by_the_next_process() {
     let mut bench = Bench::new();
     bench.step(0, &[(1, 100 * MS)], 0).expect("writes");
     bench.tick();
-    bench.wait(250 * MS); // a long step begins
+    bench.began();
+    bench.wait(250 * MS); // a long step is under way
     bench.tick();
     bench.wait(30 * MS); // and is never heard of again
     let (_folder, next) = bench.restart();
@@ -232,6 +239,36 @@ fn a_crash_is_closed_by_the_next_process() {
     assert_eq!(parts.shares[0].attributed, DeviceNanos(100 * MS), "a share stays a share");
     assert_eq!(parts.loss, DeviceNanos(250 * MS));
     assert_eq!(parts.finished, vec![]);
+}
+
+/// C02, C12: the first step after a pause is lost as any other, and the pause
+/// is no part of it.
+#[test]
+fn what_is_lost_is_the_step_alone() {
+    for ended_by_itself in [false, true] {
+        let mut bench = Bench::new();
+        bench.step(0, &[(1, 100 * MS)], 0).expect("writes");
+        bench.finish(1);
+        bench.engine.idle(bench.clock.now()).expect("writes");
+        bench.tick();
+        bench.wait(7_000 * MS);
+        bench.began();
+        bench.wait(250 * MS);
+        bench.tick();
+        if ended_by_itself {
+            // The watchdog's way: the step is closed as lost, then the process ends.
+            bench.journal.close(Tail::Loss).expect("closes");
+        }
+        let (_folder, next) = bench.restart();
+        let blocks = read_all(&next);
+        assert_tiles(&blocks, EPOCH, 7_350 * MS);
+        let sum = |figure: fn(&BlockParts) -> DeviceNanos| {
+            blocks.iter().map(|block| figure(block.parts()).nanos()).sum::<u64>()
+        };
+        assert_eq!(sum(|parts| parts.idle), 7_000 * MS);
+        assert_eq!(sum(|parts| parts.loss), 250 * MS);
+        assert!(blocks.last().is_some_and(|block| block.parts().last_of_epoch));
+    }
 }
 
 /// C03: wherever a write was torn, what is whole before it is kept, what was

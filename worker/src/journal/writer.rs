@@ -36,8 +36,9 @@ pub(super) struct Writer {
     pub(super) open: Open,
     /// Sequences whose owner stands in this file.
     pub(super) introduced: HashMap<SequenceId, Attempt>,
-    /// The engine has work: time that passes without a record is a step.
-    pub(super) busy: bool,
+    /// When the step began that the engine is in: what passes from there until
+    /// it is recorded is the step's.
+    pub(super) in_step: Option<MonotonicTime>,
     /// Something was written since the last look of the syncing thread.
     pub(super) stirred: bool,
     pub(super) frames: Vec<u8>,
@@ -79,7 +80,7 @@ impl Writer {
             head,
             open: Open::default(),
             introduced: HashMap::new(),
-            busy: false,
+            in_step: None,
             stirred: false,
             frames: Vec::new(),
         })
@@ -117,7 +118,7 @@ impl Writer {
             ));
         }
         let idle = self.idle_before(started)?;
-        self.busy = true;
+        self.in_step = None;
         self.put_step(Step { step, idle, overhead, shares: tenants }, busy);
         Ok(())
     }
@@ -145,6 +146,15 @@ impl Writer {
         if idle != DeviceNanos::ZERO || loss != DeviceNanos::ZERO {
             self.clock = MonotonicTime(self.clock.0 + idle.nanos() + loss.nanos());
             frame::write(&Frame::Gap { idle, loss }, &mut self.frames);
+        }
+    }
+
+    /// Books the time up to the step that is under way as idle, so that what is
+    /// lost with the step is the step alone.
+    pub(super) fn put_idle_before_step(&mut self) {
+        if let Some(began) = self.in_step {
+            let idle = began.0.saturating_sub(self.clock.0);
+            self.put_gap(DeviceNanos(idle), DeviceNanos::ZERO);
         }
     }
 

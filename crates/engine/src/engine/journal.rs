@@ -16,6 +16,16 @@ use super::submission::Stages;
 /// must never wait for another party. An error ends the engine, because a
 /// token that is not journalled must not leave.
 pub trait StepJournal: Send {
+    /// A step begins at `at`. Nothing is booked yet: it says whose the time is
+    /// from here on, should the process not live to book it.
+    ///
+    /// # Errors
+    /// When the account can no longer be kept.
+    fn began(&mut self, at: MonotonicTime) -> io::Result<()> {
+        let _ = at;
+        Ok(())
+    }
+
     /// One step ran. Called before tokens of it reach any sink.
     ///
     /// # Errors

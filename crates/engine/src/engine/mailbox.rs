@@ -15,6 +15,7 @@ use super::EngineStatus;
 use super::clock::Clock;
 use super::intake::Intake;
 use super::lines::{Lines, Queued, Size, Ticket};
+use super::pulse::{Pulse, Work};
 use super::submission::{CancelReason, Submission, SubmitError};
 use crate::schedule::{SchedulePolicy, Seat};
 
@@ -46,6 +47,12 @@ impl EngineHandle {
     /// Load and figures as of the last step.
     pub fn status(&self) -> EngineStatus {
         self.mailbox.status()
+    }
+
+    /// What its thread is at; `None` while it waits for something to do. Read
+    /// without a lock, so that it can be asked while the thread is stuck.
+    pub fn work(&self) -> Option<Work> {
+        self.mailbox.pulse.work()
     }
 
     /// Takes nothing new; the engine ends when all it has is done.
@@ -98,6 +105,7 @@ pub(super) struct Mailbox {
     state: Mutex<State>,
     wake: Condvar,
     status: Mutex<EngineStatus>,
+    pub(super) pulse: Pulse,
 }
 
 struct State {
@@ -138,6 +146,7 @@ impl Mailbox {
             }),
             wake: Condvar::new(),
             status: Mutex::new(status),
+            pulse: Pulse::default(),
         }
     }
 

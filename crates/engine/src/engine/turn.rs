@@ -122,8 +122,9 @@ impl Core {
         Ok(turn)
     }
 
-    /// Tells the journal that nothing runs.
+    /// Leaves the device to others and tells the journal that nothing runs.
     pub(super) fn idle(&mut self) -> Result<(), EngineError> {
+        self.backend.release();
         self.journal.idle(self.clock.now()).map_err(EngineError::Journal)
     }
 
@@ -212,6 +213,7 @@ impl Core {
 
     /// One step of the device, from the decision to the last token.
     fn step(&mut self) -> Result<(), EngineError> {
+        self.take_device()?;
         let started = self.clock.now();
         let decisions = self.decide(started);
         let moved = !decisions.refuse.is_empty() || !decisions.preempt.is_empty();
@@ -219,9 +221,11 @@ impl Core {
         if parts.is_empty() {
             return if moved { Ok(()) } else { Err(EngineError::Stalled) };
         }
+        self.announce_step(&parts, started)?;
         let outcomes = self.compute(&parts).map(|drawings| self.commit(&parts, drawings, started));
         let ended = self.clock.now();
         self.account(&parts, started, ended)?;
+        self.backend.stepped(Duration::from_nanos(ended.0 - started.0));
         match outcomes {
             Ok(outcomes) => {
                 self.deliver(outcomes, ended);
@@ -232,6 +236,26 @@ impl Core {
                 Err(fault)
             }
         }
+    }
+
+    /// Waits until the device is ours, where others use it too. No step runs
+    /// meanwhile, so nobody watches over one.
+    fn take_device(&mut self) -> Result<(), EngineError> {
+        self.mailbox.pulse.rest();
+        let taken = self.backend.acquire();
+        self.mailbox.pulse.begin();
+        if taken.is_err() {
+            self.break_off()?;
+        }
+        Ok(taken?)
+    }
+
+    /// Says that a step begins and how long it should take, to whoever would
+    /// find it unfinished.
+    fn announce_step(&mut self, parts: &[Part], started: MonotonicTime) -> Result<(), EngineError> {
+        let works: Vec<_> = parts.iter().map(|part| part.work).collect();
+        self.mailbox.pulse.expect(self.meter.table().predict_step(&works));
+        self.journal.began(started).map_err(EngineError::Journal)
     }
 
     fn decide(&self, now: MonotonicTime) -> Decisions {

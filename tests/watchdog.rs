@@ -1,0 +1,237 @@
+//! Workers that hang, fall silent or lose their device: each client hears of it
+//! once, what was done is on the bill and no more, the worker is back, and the
+//! others never noticed. The devices are synthetic and fail because a file asks
+//! them to; processes, streams, journals and ledger are the real ones.
+
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use http_body_util::BodyExt;
+use hyper::body::Incoming;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tollgate_ledger::{Ledger, LedgerReader};
+use tollgate_loadtest::client::{Connection, Protocol, Target};
+
+mod support;
+use support::{Tollgate, get, post, runs, signal};
+
+/// What a worker may take to be back: C12 says 30 s, of which it needs few.
+const BACK_WITHIN: Duration = Duration::from_secs(30);
+
+/// `workers` synthetic devices that fail as files in `faults` ask; a token
+/// takes some 30 ms.
+fn config(workers: usize, faults: &TempDir, more: &str) -> String {
+    let devices = vec!["\"cpu\""; workers].join(", ");
+    format!(
+        r#"
+{}
+[models.tollgate-demo]
+devices = [{devices}]
+
+[worker]
+engine = "synthetic"
+
+[worker.synthetic]
+faults = "{}"
+{more}
+"#,
+        support::OPEN,
+        faults.path().display()
+    )
+}
+
+fn ask(max_tokens: u32, stream: bool) -> Value {
+    json!({
+        "model": "tollgate-demo", "max_tokens": max_tokens, "stream": stream,
+        "messages": [{ "role": "user", "content": "Tell me a story." }],
+    })
+}
+
+/// Asks for a stream and waits for its first event.
+async fn streamed(connection: &Connection, tokens: u32) -> http::Response<Incoming> {
+    let body = ask(tokens, true).to_string().into();
+    let mut response = connection.post("/v1/chat/completions", body).await.expect("answers");
+    assert_eq!(response.status(), 200);
+    response.frame().await.expect("a first chunk").expect("whole");
+    response
+}
+
+/// The rest of a stream, which must end cleanly.
+async fn rest(response: http::Response<Incoming>) -> String {
+    let rest = response.into_body().collect().await.expect("a clean end").to_bytes();
+    String::from_utf8(rest.to_vec()).expect("UTF-8")
+}
+
+/// Asks until there is a worker to answer.
+async fn answered(connection: &Connection, tokens: u32) {
+    let started = Instant::now();
+    loop {
+        let (status, reply) = post(connection, "/v1/chat/completions", &ask(tokens, false)).await;
+        if status == 200 {
+            assert_eq!(reply["usage"]["completion_tokens"], tokens, "{reply}");
+            return;
+        }
+        assert!(status == 503 && started.elapsed() < BACK_WITHIN, "{status} {reply}");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+fn errors(text: &str) -> usize {
+    text.matches("\"error\"").count()
+}
+
+/// Waits until as many workers take requests.
+async fn until_ready(gateway: &Tollgate, workers: usize) {
+    let key = fs::read_to_string(gateway.data().join("admin.key")).expect("made at the start");
+    let admin = Target::new(&gateway.admin, &gateway.ca(), key.trim()).expect("a target");
+    let connection = admin.connect(Protocol::Either).await.expect("connects");
+    let started = Instant::now();
+    loop {
+        let (_, status) = get(&connection, "/v1/status").await;
+        let all = status["workers"].as_array().expect("workers");
+        if all.iter().filter(|worker| worker["ready"] == true).count() == workers {
+            return;
+        }
+        assert!(started.elapsed() < BACK_WITHIN, "not back: {status}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// Every nanosecond has its account, and the log of the run says `words`.
+fn books(gateway: &Tollgate, log: &Path, words: &[&str]) -> LedgerReader {
+    let reader = Ledger::open_read_only(&gateway.data().join("ledger.db")).expect("a ledger");
+    let findings = reader.check();
+    assert!(findings.is_empty(), "{findings:#?}");
+    let log = fs::read_to_string(log).expect("a log");
+    for words in words {
+        assert!(log.contains(words), "{words:?} is missing in:\n{log}");
+    }
+    reader
+}
+
+fn loss(reader: &LedgerReader) -> i64 {
+    let epochs = reader.epochs().expect("reads");
+    epochs.into_iter().map(|epoch| reader.balance(epoch).expect("reads").loss_ns).sum()
+}
+
+/// C12: a step that never ends.
+#[tokio::test]
+async fn a_worker_that_hangs_is_ended_and_the_others_go_on() {
+    let faults = tempfile::tempdir().expect("a folder");
+    let log = faults.path().join("log");
+    let limits = "[worker.watchdog]\nstep = \"1s\"\n";
+    let mut gateway = Tollgate::logging(&config(2, &faults, limits), "info", &log);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    let before = gateway.workers();
+    let (one, other) = (streamed(&connection, 150).await, streamed(&connection, 150).await);
+    // What has not begun to answer can be answered by another worker.
+    let (whole, also) = (connection.clone(), connection.clone());
+    let body = ask(60, false);
+    let hang = async {
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        fs::write(faults.path().join("0"), "hang").expect("writes");
+        Instant::now()
+    };
+    let (hung, one, other, first, second) = tokio::join!(
+        hang,
+        rest(one),
+        rest(other),
+        async { post(&whole, "/v1/chat/completions", &body).await },
+        async { post(&also, "/v1/chat/completions", &body).await },
+    );
+    let mut told = [errors(&one), errors(&other)];
+    told.sort_unstable();
+    assert_eq!(told, [0, 1], "one of the two was on it, and hears of it once: {one} {other}");
+    let unharmed = if errors(&one) == 0 { &one } else { &other };
+    assert!(unharmed.contains("\"length\"") && unharmed.contains("[DONE]"), "{unharmed}");
+    for (status, reply) in [&first, &second] {
+        assert_eq!((*status, &reply["usage"]["completion_tokens"]), (200, &json!(60)), "{reply}");
+    }
+    until_ready(&gateway, 2).await;
+    assert!(hung.elapsed() < BACK_WITHIN, "{:?}", hung.elapsed());
+    let after = gateway.workers();
+    let stayed = after.iter().filter(|pid| before.contains(pid)).count();
+    assert_eq!((after.len(), stayed), (2, 1), "{before:?} {after:?}");
+    answered(&connection, 5).await;
+    assert_eq!(gateway.stop(), Some(0));
+    let reader = books(&gateway, &log, &["a step has not ended", "a step did not end"]);
+    // The step under way was watched for a second at least, and is nobody's.
+    assert!(loss(&reader) >= 1_000_000_000, "{}", loss(&reader));
+}
+
+/// C12: a whole process that does nothing any more, so that nothing in it can
+/// notice.
+#[tokio::test]
+async fn a_worker_that_falls_silent_is_killed_and_is_back() {
+    let faults = tempfile::tempdir().expect("a folder");
+    let log = faults.path().join("log");
+    let limits = "[worker.watchdog]\nsilence = \"4s\"\n";
+    let mut gateway = Tollgate::logging(&config(1, &faults, limits), "info", &log);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    let response = streamed(&connection, 2_000).await;
+    let [silent] = gateway.workers()[..] else { panic!("one worker") };
+    signal(silent, "STOP");
+    let stopped = Instant::now();
+    let text = rest(response).await;
+    assert_eq!(errors(&text), 1, "{text}");
+    answered(&connection, 5).await;
+    assert!(stopped.elapsed() < BACK_WITHIN, "{:?}", stopped.elapsed());
+    assert!(!runs(silent) && gateway.workers() != [silent]);
+    assert_eq!(gateway.stop(), Some(0));
+    books(&gateway, &log, &["nothing is heard of a worker", "it was killed"]);
+}
+
+/// C13: the device fails in a step, and has no memory for the next start.
+#[tokio::test]
+async fn a_worker_whose_device_fails_starts_anew() {
+    let faults = tempfile::tempdir().expect("a folder");
+    let log = faults.path().join("log");
+    let mut gateway = Tollgate::logging(&config(1, &faults, ""), "info", &log);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    for (fault, first_start) in [("memory", Some("memory")), ("fail", None)] {
+        let response = streamed(&connection, 2_000).await;
+        if let Some(fault) = first_start {
+            fs::write(faults.path().join("0.start"), fault).expect("writes");
+        }
+        fs::write(faults.path().join("0"), fault).expect("writes");
+        let failed = Instant::now();
+        let text = rest(response).await;
+        assert_eq!(errors(&text), 1, "{text}");
+        answered(&connection, 5).await;
+        assert!(failed.elapsed() < BACK_WITHIN, "{:?}", failed.elapsed());
+        assert!(!faults.path().join("0.start").exists(), "it was started twice");
+    }
+    assert_eq!(gateway.stop(), Some(0));
+    let reader = books(&gateway, &log, &["out of memory", "its device failed"]);
+    assert!(loss(&reader) > 0, "two steps failed");
+}
+
+/// C13: three answers that need twice the KV cache together.
+#[tokio::test]
+async fn a_full_kv_pool_preempts_and_everyone_is_answered() {
+    let faults = tempfile::tempdir().expect("a folder");
+    let log = faults.path().join("log");
+    let small = "kv_tokens = 1_024\ncontext = 1_024\nspeed = 20.0\n";
+    let mut gateway = Tollgate::logging(&config(1, &faults, small), "info", &log);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    let before = gateway.workers();
+    let body = ask(600, false);
+    let answer = || {
+        let (connection, body) = (connection.clone(), body.clone());
+        async move { post(&connection, "/v1/chat/completions", &body).await }
+    };
+    let (first, second, third) = tokio::join!(answer(), answer(), answer());
+    for (status, reply) in [first, second, third] {
+        assert_eq!((status, &reply["usage"]["completion_tokens"]), (200, &json!(600)), "{reply}");
+    }
+    assert_eq!(gateway.workers(), before, "the process lives");
+    assert_eq!(gateway.stop(), Some(0));
+    let reader = books(&gateway, &log, &[]);
+    let epochs = reader.epochs().expect("reads");
+    let overhead: i64 =
+        epochs.iter().map(|&epoch| reader.balance(epoch).expect("reads").overhead_ns).sum();
+    assert!(overhead > 0, "what was computed again is the platform's");
+    assert_eq!(loss(&reader), 0);
+}
