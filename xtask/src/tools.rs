@@ -1,5 +1,6 @@
 //! What the gate needs beside Rust and gcc: Debian packages, the OpenAI SDKs
-//! in folders of their own under `target/tools`, and cargo-deny.
+//! and the compiler of GPU kernels in folders of their own under
+//! `target/tools`, and cargo-deny.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -9,8 +10,9 @@ use anyhow::{Context, Result};
 use crate::run::{check, command, exists, root};
 
 /// Debian packages by the program that shows they are there.
-const DEBIAN: [(&str, &str); 7] = [
+const DEBIAN: [(&str, &str); 8] = [
     ("curl", "curl"),
+    ("g++", "g++"),
     ("h2load", "nghttp2-client"),
     ("python3", "python3"),
     ("node", "nodejs"),
@@ -26,6 +28,9 @@ const DEBIAN_FOR_LONG: [(&str, &str); 2] =
 /// The SDKs that are tested, pinned: the API promises to work with them
 /// unmodified.
 const PYTHON_SDK: &str = "openai==3.52.0";
+/// Compiles kernels for GPUs on machines that have none. The first of CUDA 13:
+/// what it accepts, those after it do.
+const NVRTC: &str = "nvidia-cuda-nvrtc==13.0.88";
 const NODE_SDK: &str = "openai@6.49.0";
 const CARGO_DENY: &str = "0.20.2";
 
@@ -106,11 +111,13 @@ fn packages(missing: &[&str]) -> Result<()> {
 
 fn python() -> Result<()> {
     let folder = python_folder();
-    if !holds(&folder, PYTHON_SDK) {
+    let wanted = format!("{PYTHON_SDK} {NVRTC}");
+    if !holds(&folder, &wanted) {
         check(command("python3").args(["-m", "venv"]).arg(&folder))?;
         let python = folder.join("bin/python");
-        check(command(&python.to_string_lossy()).args(["-m", "pip", "install", "-q", PYTHON_SDK]))?;
-        mark(&folder, PYTHON_SDK)?;
+        let pip = ["-m", "pip", "install", "-q"];
+        check(command(&python.to_string_lossy()).args(pip).args([PYTHON_SDK, NVRTC]))?;
+        mark(&folder, &wanted)?;
     }
     Ok(())
 }

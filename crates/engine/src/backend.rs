@@ -7,6 +7,7 @@
 //! it refuses has changed nothing.
 
 pub mod cpu;
+pub mod cuda;
 pub mod synthetic;
 
 use std::time::Duration;

@@ -1,0 +1,155 @@
+// Every kernel and what it is given: one structure by value. kernels.rs holds
+// the same structures and the rules of grids; a test compares their sizes.
+//
+// Buffers are token-major. Rows of bf16 are whole multiples of 8 elements and
+// begin at 16 bytes. Keys and values of one layer lie as
+// [block][kv_head][16][head_dim], bf16, one array each.
+#pragma once
+
+#include "portable.h"
+
+constexpr u32 BLOCK_TOKENS = 16;
+
+// Some neighbouring tokens of one sequence.
+struct Span {
+    u32 row;      // of its first token in the step
+    u32 tokens;   // 0: none, a place held free
+    u32 position; // of its first token in the sequence
+    u32 blocks;   // where its KV blocks begin in the list of all
+};
+
+// tokens[i] = sampled[sources[i]] where there is a source. One thread a token.
+struct FeedArgs {
+    u32* tokens;
+    const u32* sources; // NONE: the token stays
+    const u32* sampled;
+    u32 count;
+};
+
+// words[i] = value.
+struct FillArgs {
+    u32* words;
+    u64 count;
+    u32 value;
+};
+
+// All layers of block `from` into `to`. Grid: layers, 2 (keys, values).
+struct CopyBlockArgs {
+    bf16* keys;
+    bf16* values;
+    u64 layer_elements;
+    u32 block_elements;
+    u32 from;
+    u32 to;
+};
+
+// The residual stream begins as the tokens' rows of the table. Grid: tokens.
+struct EmbedArgs {
+    float* residual;
+    const bf16* table;
+    const u32* tokens;
+    u32 hidden;
+};
+
+// Cosines, then sines, of each token's angles. Grid: tokens.
+struct AnglesArgs {
+    float* angles;       // [token][2 half]
+    const double* turns; // whole turns of each pair from one position to the next
+    const u32* positions;
+    u32 half;
+};
+
+// RMS norm of rows of the residual stream. Grid: rows of the output.
+struct NormArgs {
+    bf16* output;
+    const float* input;
+    const float* weight;
+    const u32* rows; // which row of the input; null: the same
+    float epsilon;
+    u32 width;
+};
+
+// From the QKV projection to queries and cache: bias, norms of heads, rotary
+// positions. Grid: tokens, steps of heads.
+struct RopeArgs {
+    bf16* queries; // [token][heads * d]
+    bf16* keys;
+    bf16* values;
+    const float* qkv;        // [token][(heads + 2 kv_heads) * d]
+    const float* bias;       // null: none
+    const float* query_norm; // null: none of both
+    const float* key_norm;
+    const float* angles;
+    const u32* slots; // block * 16 + token of the block; NONE: not written
+    float epsilon;
+    u32 heads;
+    u32 kv_heads;
+};
+
+// Attention of single tokens, each in `splits` parts of its context. Grid:
+// spans, kv_heads, splits.
+struct DecodeArgs {
+    bf16* output;     // [token][heads * d], written when splits is 1
+    float* partial;   // [span][head][split][d], otherwise
+    Floats2* softmax; // [span][head][split]: largest score, sum
+    const bf16* queries;
+    const bf16* keys;
+    const bf16* values;
+    const Span* spans;
+    const u32* blocks;
+    float scale;
+    u32 heads;
+    u32 kv_heads;
+    u32 splits;
+    u32 window; // tokens seen, itself included; 0: all
+};
+
+// Puts the parts together. Grid: spans, heads.
+struct CombineArgs {
+    bf16* output;
+    const float* partial;
+    const Floats2* softmax;
+    const Span* spans;
+    u32 heads;
+    u32 splits;
+};
+
+// Causal attention of spans of at most PREFILL_ROWS / (heads / kv_heads)
+// tokens. Grid: spans, kv_heads.
+struct PrefillArgs {
+    bf16* output;
+    const bf16* queries;
+    const bf16* keys;
+    const bf16* values;
+    const Span* spans;
+    const u32* blocks;
+    float scale;
+    u32 heads;
+    u32 kv_heads;
+    u32 window;
+};
+constexpr u32 PREFILL_ROWS = 64;
+// Query heads that one KV head may serve.
+constexpr u32 MOST_GROUP = 16;
+
+// output = silu(gate) * up. Grid: rows, steps of the width.
+struct GateArgs {
+    bf16* output;        // [row][width]
+    const bf16* gate_up; // [row][2 width]: gates, then what they gate
+    u32 width;
+};
+
+// output [row][column] = sum over depth of input [row][] weights [column][].
+struct LinearArgs {
+    void* output; // [row][columns]
+    const bf16* input;
+    const bf16* weights;
+    u32 rows;
+    u32 columns;
+    u32 depth;
+};
+constexpr u32 TILE_ROWS = 128;
+constexpr u32 TILE_COLUMNS = 128;
+// Rows at most, and columns of a block, of the skinny kernels.
+constexpr u32 SKINNY_ROWS = 8;
+constexpr u32 SKINNY_COLUMNS = 16;

@@ -1,0 +1,193 @@
+// Linear layers: rows of activations times rows of weights, bf16 with f32
+// sums. One kernel for many rows, in tiles; one for few, which reads the
+// weights straight from memory once.
+#include "kernels.h"
+
+// What becomes of the products.
+struct StoreF32 {
+    typedef float Element;
+    DEVICE_MEMBER static void put(float* to, float value) { *to = value; }
+};
+struct StoreBf16 {
+    typedef bf16 Element;
+    DEVICE_MEMBER static void put(bf16* to, float value) { *to = narrow(value); }
+};
+struct AddF32 {
+    typedef float Element;
+    DEVICE_MEMBER static void put(float* to, float value) { *to += value; }
+};
+
+constexpr u32 TILE_DEPTH = 32;
+constexpr u32 STAGES = 3;
+
+// Rows of 64 bytes, their 16-byte pieces swapped about so that the eight rows
+// of a matrix lie in different banks.
+struct Stage {
+    bf16 input[TILE_ROWS * TILE_DEPTH];
+    bf16 weights[TILE_COLUMNS * TILE_DEPTH];
+};
+struct Stages {
+    alignas(128) Stage at[STAGES];
+};
+DEVICE u32 place_in_tile(u32 row, u32 piece) {
+    return row * TILE_DEPTH + ((piece ^ (row / 2 % 4)) * 8);
+}
+
+// 128 rows of a matrix, 32 of their columns from `column` on, zeros outside.
+DEVICE void load_tile(bf16* to, const bf16* from, u32 row, u32 rows, u32 column, u32 columns) {
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {
+        u32 at = i * 256 + thread_index();
+        u32 down = at / 4, piece = at % 4;
+        bool is_there = row + down < rows && column + piece * 8 < columns;
+        const bf16* source = from + (is_there ? (u64)(row + down) * columns + column + piece * 8 : 0);
+        copy_async(to + place_in_tile(down, piece), source, is_there);
+    }
+}
+
+DEVICE void load_stage(Stages& stages, const LinearArgs& args, u32 step) {
+    Stage& stage = stages.at[step % STAGES];
+    u32 column = step * TILE_DEPTH;
+    load_tile(stage.input, args.input, block_y() * TILE_ROWS, args.rows, column, args.depth);
+    load_tile(stage.weights, args.weights, block_x() * TILE_COLUMNS, args.columns, column,
+              args.depth);
+}
+
+// Eight warps, each with 64 rows and 32 columns of the tile.
+template <class Finish> DEVICE void tiled(const LinearArgs& args) {
+    SHARED(Stages, stages);
+    u32 warp = thread_index() / WARP, lane = thread_index() % WARP;
+    u32 warp_row = warp / 4 * 64, warp_column = warp % 4 * 32;
+    u32 steps = steps_of(args.depth, TILE_DEPTH);
+    float sums[4][4][4] = {};
+#pragma unroll
+    for (u32 step = 0; step < STAGES - 1; step++) {
+        if (step < steps) {
+            load_stage(stages, args, step);
+        }
+        commit_copies();
+    }
+    for (u32 step = 0; step < steps; step++) {
+        if (!PLANTED(LinearWithoutWait)) {
+            wait_copies<STAGES - 2>();
+        }
+        // What this step reads has come for all threads, and all have left
+        // the stage that is loaded next.
+        if (!PLANTED(LinearWithoutBarrier)) {
+            sync_block();
+        }
+        if (step + STAGES - 1 < steps) {
+            load_stage(stages, args, step + STAGES - 1);
+        }
+        commit_copies();
+        const Stage& stage = stages.at[step % STAGES];
+#pragma unroll
+        for (u32 half = 0; half < 2; half++) {
+            u32 a[4][4], b[2][4];
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) {
+                load_matrices(a[i], stage.input + place_in_tile(warp_row + i * 16 + lane % 16,
+                                                                2 * half + lane / 16));
+            }
+#pragma unroll
+            for (u32 j = 0; j < 2; j++) {
+                // Two times eight columns, low and high depth of each.
+                u32 column = warp_column + j * 16 + lane / 16 * 8 + lane % 8;
+                load_matrices(b[j], stage.weights + place_in_tile(column, 2 * half + lane / 8 % 2));
+            }
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) {
+#pragma unroll
+                for (u32 j = 0; j < 4; j++) {
+                    multiply(sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+                }
+            }
+        }
+    }
+    typename Finish::Element* output = static_cast<typename Finish::Element*>(args.output);
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) {
+#pragma unroll
+            for (u32 k = 0; k < 4; k++) {
+                u32 row = block_y() * TILE_ROWS + warp_row + i * 16 + lane / 4 + k / 2 * 8;
+                u32 column =
+                    block_x() * TILE_COLUMNS + warp_column + j * 8 + lane % 4 * 2 + k % 2;
+                bool is_there = column < args.columns || PLANTED(LinearWithoutBound);
+                if (row < args.rows && is_there) {
+                    Finish::put(output + (u64)row * args.columns + column, sums[i][j][k]);
+                }
+            }
+        }
+    }
+}
+
+KERNEL(linear_f32, 256, LinearArgs) { tiled<StoreF32>(args); }
+KERNEL(linear_bf16, 256, LinearArgs) { tiled<StoreBf16>(args); }
+KERNEL(linear_add, 256, LinearArgs) { tiled<AddF32>(args); }
+
+struct Parts {
+    float at[8][SKINNY_COLUMNS][SKINNY_ROWS];
+};
+
+// Sixteen rows of weights are the rows of a product with up to eight rows of
+// activations, straight from memory: depth is dealt to lanes so that each
+// loads 16 neighbouring bytes, alike for both. Eight warps share the depth.
+template <class Finish> DEVICE void skinny(const LinearArgs& args) {
+    SHARED(Parts, parts);
+    u32 warp = thread_index() / WARP, lane = thread_index() % WARP, g = lane / 4, t = lane % 4;
+    u32 column = block_x() * SKINNY_COLUMNS + g;
+    bool has_upper = column < args.columns, has_lower = column + 8 < args.columns;
+    bool has_row = g < args.rows;
+    const bf16* upper_row = args.weights + (u64)(has_upper ? column : 0) * args.depth;
+    const bf16* lower_row = args.weights + (u64)(has_lower ? column + 8 : 0) * args.depth;
+    const bf16* input_row = args.input + (u64)(has_row ? g : 0) * args.depth;
+    float sums[4] = {};
+    for (u32 start = warp * 64; start < args.depth; start += 8 * 64) {
+        Words4 upper[2] = {}, lower[2] = {}, input[2] = {};
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            u32 at = start + 32 * i + 8 * t;
+            if (at < args.depth) {
+                upper[i] = load8(upper_row + at);
+                lower[i] = load8(lower_row + at);
+                if (has_row) {
+                    input[i] = load8(input_row + at);
+                }
+            }
+        }
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+#pragma unroll
+            for (u32 half = 0; half < 2; half++) {
+                u32 a[4] = {upper[i].words[2 * half], lower[i].words[2 * half],
+                            upper[i].words[2 * half + 1], lower[i].words[2 * half + 1]};
+                multiply(sums, a, input[i].words[2 * half], input[i].words[2 * half + 1]);
+            }
+        }
+    }
+#pragma unroll
+    for (u32 k = 0; k < 4; k++) {
+        parts.at[warp][g + k / 2 * 8][2 * t + k % 2] = sums[k];
+    }
+    sync_block();
+    if (thread_index() < SKINNY_COLUMNS * SKINNY_ROWS) {
+        u32 row = thread_index() / SKINNY_COLUMNS, down = thread_index() % SKINNY_COLUMNS;
+        u32 place = block_x() * SKINNY_COLUMNS + down;
+        float sum = 0;
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) {
+            sum += parts.at[i][down][row];
+        }
+        if (row < args.rows && place < args.columns) {
+            Finish::put(static_cast<typename Finish::Element*>(args.output) +
+                            (u64)row * args.columns + place,
+                        sum);
+        }
+    }
+}
+
+KERNEL(skinny_f32, 256, LinearArgs) { skinny<StoreF32>(args); }
+KERNEL(skinny_bf16, 256, LinearArgs) { skinny<StoreBf16>(args); }
+KERNEL(skinny_add, 256, LinearArgs) { skinny<AddF32>(args); }

@@ -1,0 +1,187 @@
+// What the kernels need of a compiler, and nothing of CUDA's headers: NVRTC
+// builds this as it stands, g++ builds the same names from emulator.h.
+//
+// Every kernel takes one argument structure by value and static shared memory.
+// Collectives are for whole warps: a lane that has nothing to do still comes.
+#pragma once
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// The upper half of an f32.
+struct bf16 {
+    u16 bits;
+};
+
+// What one thread moves at once.
+struct alignas(16) Words4 {
+    u32 words[4];
+};
+struct alignas(16) Floats4 {
+    float at[4];
+};
+struct alignas(8) Words2 {
+    u32 words[2];
+};
+struct alignas(8) Floats2 {
+    float at[2];
+};
+
+constexpr u32 NONE = 0xffffffffu;
+constexpr u32 WARP = 32;
+constexpr float LOG2_E = 1.44269504f;
+// Static shared memory that every card has.
+constexpr u32 MOST_SHARED = 48 * 1024;
+
+// PLANTED(bug) is true where a test has asked for that bug, to see that it is
+// found; in all that runs on a card it is the constant false.
+#ifdef TOLLGATE_EMULATED
+#include "emulator.h"
+#else
+
+#define PLANTED(bug) false
+#define DEVICE static __device__ __forceinline__
+#define DEVICE_MEMBER __device__ __forceinline__
+#define KERNEL(name, threads, Args) extern "C" __global__ void __launch_bounds__(threads) name(const Args args)
+#define SHARED(Type, name)                                                                         \
+    static_assert(sizeof(Type) <= MOST_SHARED, "static shared memory");                            \
+    __shared__ Type name
+
+DEVICE u32 thread_index() { return threadIdx.x; }
+DEVICE u32 block_x() { return blockIdx.x; }
+DEVICE u32 block_y() { return blockIdx.y; }
+DEVICE u32 block_z() { return blockIdx.z; }
+
+DEVICE void sync_block() { __syncthreads(); }
+DEVICE void sync_warp() { __syncwarp(); }
+DEVICE float shuffle_xor(float value, u32 mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+DEVICE u32 shuffle_xor(u32 value, u32 mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+DEVICE u64 shuffle_xor(u64 value, u32 mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+DEVICE double shuffle_xor(double value, u32 mask) {
+    return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+DEVICE u32 bits_of(float value) { return __float_as_uint(value); }
+DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
+
+// To the nearest bf16, ties to even.
+DEVICE bf16 narrow(float value) {
+    bf16 result;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+    return result;
+}
+// Two of them in a word, `low` in its lower half.
+DEVICE u32 narrow2(float low, float high) {
+    u32 result;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    return result;
+}
+
+// 16 bytes from global to shared memory, or zeros, without waiting.
+DEVICE void copy_async(void* to, const void* from, bool is_there) {
+    u32 place = (u32)__cvta_generic_to_shared(to);
+    u32 bytes = is_there ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(place), "l"(from), "r"(bytes)
+                 : "memory");
+}
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all but the latest `groups` groups of this thread are there.
+template <int groups> DEVICE void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8
+// of matrix l / 8 and receives elements 2 (l % 4) and the next of row l / 4.
+DEVICE void load_matrices(u32 (&to)[4], const void* row) {
+    u32 place = (u32)__cvta_generic_to_shared(row);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(place)
+                 : "memory");
+}
+// The same, each matrix transposed.
+DEVICE void load_matrices_transposed(u32 (&to)[4], const void* row) {
+    u32 place = (u32)__cvta_generic_to_shared(row);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(place)
+                 : "memory");
+}
+
+// sums (16x8) += a (16x16, rows) b (16x8, columns), bf16 with f32 sums. Lane l
+// holds rows l / 4 and l / 4 + 8 of a and sums, column l / 4 of b.
+DEVICE void multiply(float (&sums)[4], const u32 (&a)[4], u32 b_low, u32 b_high) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_low), "r"(b_high));
+}
+
+DEVICE u32 atomic_add(u32* to, u32 value) { return atomicAdd(to, value); }
+DEVICE u64 atomic_add(u64* to, u64 value) { return atomicAdd(to, value); }
+
+DEVICE float exp2_fast(float x) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+DEVICE float inverse_root(float x) { return rsqrtf(x); }
+DEVICE float exponential_fast(float x) { return __expf(x); }
+// Not fused, whatever the compiler thinks best.
+DEVICE float times(float a, float b) { return __fmul_rn(a, b); }
+DEVICE float plus(float a, float b) { return __fadd_rn(a, b); }
+DEVICE float divided(float a, float b) { return __fdiv_rn(a, b); }
+DEVICE double times(double a, double b) { return __dmul_rn(a, b); }
+DEVICE double natural_log(double x) { return log(x); }
+// Sine and cosine of `turns` whole turns.
+DEVICE void sine_cosine(double turns, float& sine, float& cosine) {
+    double s, c;
+    sincospi(2.0 * (turns - rint(turns)), &s, &c);
+    sine = (float)s;
+    cosine = (float)c;
+}
+#endif
+
+DEVICE float widen(bf16 value) { return float_of((u32)value.bits << 16); }
+DEVICE float low_half(u32 pair) { return float_of(pair << 16); }
+DEVICE float high_half(u32 pair) { return float_of(pair & 0xffff0000u); }
+DEVICE float minus_infinity() { return float_of(0xff800000u); }
+DEVICE float larger(float a, float b) { return a > b ? a : b; }
+template <class T> DEVICE T least_of(T a, T b) { return a < b ? a : b; }
+template <class T> DEVICE T most_of(T a, T b) { return a > b ? a : b; }
+DEVICE u32 steps_of(u32 count, u32 step) { return (count + step - 1) / step; }
+
+template <class T> DEVICE T sum_of_lanes(T value, u32 lanes) {
+    for (u32 mask = lanes / 2; mask > 0; mask /= 2) {
+        value += shuffle_xor(value, mask);
+    }
+    return value;
+}
+
+// Whole rows of bf16 from global memory, 8 elements a piece.
+DEVICE Words4 load8(const bf16* from) { return *reinterpret_cast<const Words4*>(from); }
+DEVICE void store8(bf16* to, const float (&values)[8]) {
+    Words4 packed;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        packed.words[i] = narrow2(values[2 * i], values[2 * i + 1]);
+    }
+    *reinterpret_cast<Words4*>(to) = packed;
+}
+DEVICE void load8(float (&to)[8], const float* from) {
+    const Floats4* vectors = reinterpret_cast<const Floats4*>(from);
+    Floats4 low = vectors[0], high = vectors[1];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        to[i] = low.at[i];
+        to[4 + i] = high.at[i];
+    }
+}
+DEVICE void widen8(float (&to)[8], Words4 from) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        to[2 * i] = low_half(from.words[i]);
+        to[2 * i + 1] = high_half(from.words[i]);
+    }
+}

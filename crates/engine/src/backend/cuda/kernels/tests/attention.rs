@@ -1,0 +1,205 @@
+//! Attention over paged keys and values, at awkward places of a context.
+
+use super::*;
+use crate::backend::cuda::kernels::*;
+use crate::kernels::{
+    Activations, AttentionJob, AttentionScratch, AttentionTask, Buffer, Instructions, Kernels,
+    KvFormat, KvSlot, KvView, LANES, RotateJob, Rows, rotate, tokens_of_task,
+};
+
+/// How the heads are arranged, and how far they see.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    heads: usize,
+    kv_heads: usize,
+    head_dim: HeadDim,
+    window: usize,
+}
+
+/// Some sequences with their keys and values, new tokens' queries, and what
+/// the CPU backend makes of them.
+struct Case {
+    shape: Shape,
+    /// Ours, with poison in every place that holds no token.
+    keys: Vec<u16>,
+    values: Vec<u16>,
+    queries: Vec<u16>,
+    spans: Vec<Span>,
+    blocks: Vec<u32>,
+    expected: Vec<f32>,
+}
+
+impl Case {
+    /// Sequences of `(position, tokens)`: what is cached, and what is new.
+    fn new(shape: Shape, sequences: &[(usize, usize)]) -> Self {
+        let d = shape.head_dim.elements() as usize;
+        let rows = sequences.iter().map(|(_, tokens)| tokens).sum::<usize>();
+        let ends = sequences.iter().map(|(position, tokens)| (position + tokens).div_ceil(LANES));
+        let pool = ends.sum::<usize>() + 1;
+        let elements = pool * shape.kv_heads * LANES * d;
+        let mut case = Self {
+            shape,
+            keys: vec![u16::MAX; elements],
+            values: vec![u16::MAX; elements],
+            queries: bf16_noise(1, rows * shape.heads * d),
+            spans: Vec::new(),
+            blocks: Vec::new(),
+            expected: vec![0.0; rows * shape.heads * d],
+        };
+        let mut free: Vec<u32> = (0..pool as u32).map(|block| block * 7 % pool as u32).collect();
+        free.sort_unstable_by_key(|block| (block * 5 + 3) % 7);
+        let mut row = 0;
+        for &(position, tokens) in sequences {
+            let needed = (position + tokens).div_ceil(LANES);
+            let blocks: Vec<u32> = free.drain(..needed).collect();
+            case.spans.push(Span {
+                row: row as u32,
+                tokens: tokens as u32,
+                position: position as u32,
+                blocks: case.blocks.len() as u32,
+            });
+            case.sequence(row, position, tokens, &blocks);
+            case.blocks.extend(blocks);
+            row += tokens;
+        }
+        case
+    }
+
+    /// Fills one sequence's keys and values and attends on the CPU.
+    fn sequence(&mut self, row: usize, position: usize, tokens: usize, blocks: &[u32]) {
+        let Shape { heads, kv_heads, head_dim, window } = self.shape;
+        let d = head_dim.elements() as usize;
+        let (end, width) = (position + tokens, (heads + 2 * kv_heads) * d);
+        let mut qkv = Buffer::<f32>::zeroed(end * width).expect("a little memory");
+        let kv_noise = widened(&bf16_noise(position + 17, end * 2 * kv_heads * d));
+        for token in 0..end {
+            let to = &mut qkv.as_mut_slice()[token * width..(token + 1) * width];
+            to[heads * d..]
+                .copy_from_slice(&kv_noise[token * 2 * kv_heads * d..][..2 * kv_heads * d]);
+            for (index, value) in to[heads * d..].iter().enumerate() {
+                let (head, column) = (index / d % kv_heads, index % d);
+                let block = blocks[token / LANES] as usize;
+                let place = ((block * kv_heads + head) * LANES + token % LANES) * d + column;
+                let cache = if index < kv_heads * d { &mut self.keys } else { &mut self.values };
+                cache[place] = half::bf16::from_f32(*value).to_bits();
+            }
+        }
+        let elements = (*blocks.iter().max().expect("a block") as usize + 1) * kv_heads * LANES * d;
+        let mut keys = Buffer::<u16>::zeroed(elements).expect("a little memory");
+        let mut values = Buffer::<u16>::zeroed(elements).expect("a little memory");
+        let kv = KvView {
+            format: KvFormat::Bf16,
+            keys: keys.as_mut_ptr().cast(),
+            values: values.as_mut_ptr().cast(),
+            heads: kv_heads,
+            head_columns: d,
+        };
+        let still: Vec<f32> = (0..end * d).map(|i| if i % d < d / 2 { 1.0 } else { 0.0 }).collect();
+        let qkv_rows = Rows::of(&mut qkv, width);
+        let job = RotateJob { qkv: qkv_rows, heads, head_dim: d, angles: &still, norms: None, kv };
+        for token in 0..end {
+            let slot = KvSlot { block: blocks[token / LANES], slot: (token % LANES) as u32 };
+            // SAFETY: the rows and the caches above have the token.
+            unsafe { rotate(&job, token, slot) };
+        }
+        let mut queries = widened(&self.queries);
+        let group = heads / kv_heads;
+        let job = AttentionJob {
+            queries: Rows::of_slice(&mut queries, heads * d),
+            output: Activations::F32(Rows::of_slice(&mut self.expected, heads * d)),
+            kv,
+            group,
+            head_dim: d,
+            scale: 1.0 / (d as f32).sqrt(),
+            window: (window > 0).then_some(window),
+        };
+        let kernels = Kernels::new(Instructions::Portable).expect("every machine has it");
+        let mut scratch = AttentionScratch::new(group, d);
+        for offset in (0..tokens).step_by(tokens_of_task(group)) {
+            for kv_head in 0..kv_heads {
+                let task = AttentionTask {
+                    row: row + offset,
+                    tokens: tokens_of_task(group).min(tokens - offset),
+                    position: position + offset,
+                    kv_head,
+                    blocks,
+                };
+                // SAFETY: everything above has the task's tokens.
+                unsafe { kernels.attend(&job, &task, &mut scratch) };
+            }
+        }
+    }
+
+    fn check_decode(&self, emulator: &Emulator, order: u32, splits: u32) -> Result<(), String> {
+        let Shape { heads, kv_heads, head_dim, window } = self.shape;
+        let d = head_dim.elements() as usize;
+        // A place that is held free does no harm.
+        let mut spans = self.spans.clone();
+        spans.insert(1, Span { row: 99, tokens: 0, position: 99, blocks: 99 });
+        let output = emulator.memory::<u16>(self.queries.len());
+        let parts = spans.len() * heads * splits as usize;
+        let partial = emulator.memory::<f32>(parts * d);
+        let softmax = emulator.memory::<f32>(parts * 2);
+        let [queries, keys, values] =
+            [&self.queries, &self.keys, &self.values].map(|from| emulator.copy(from));
+        let blocks = emulator.copy(&self.blocks);
+        let device_spans = emulator.copy(&spans);
+        let args = DecodeArgs {
+            output: output.at(),
+            partial: partial.at(),
+            softmax: softmax.at(),
+            queries: queries.at(),
+            keys: keys.at(),
+            values: values.at(),
+            spans: device_spans.at(),
+            blocks: blocks.at(),
+            scale: 1.0 / (d as f32).sqrt(),
+            heads: heads as u32,
+            kv_heads: kv_heads as u32,
+            splits,
+            window: window as u32,
+        };
+        emulator.launch(&decode(args, spans.len() as u32, head_dim), order)?;
+        if splits > 1 {
+            let args = CombineArgs {
+                output: output.at(),
+                partial: partial.at(),
+                softmax: softmax.at(),
+                spans: device_spans.at(),
+                heads: heads as u32,
+                splits,
+            };
+            emulator.launch(&combine(args, spans.len() as u32, head_dim), order)?;
+            if !partial.is_whole() || !softmax.is_whole() {
+                return Err("something was written behind the parts".to_owned());
+            }
+        }
+        compare(&widened(&filled(&output)?), &self.expected, ATTENDED)
+            .map_err(|error| format!("{:?}, {splits} splits: {error}", self.shape))
+    }
+}
+
+/// One token each, at edges of blocks and far behind them.
+const SINGLE: [(usize, usize); 7] = [(0, 1), (15, 1), (16, 1), (17, 1), (37, 1), (130, 1), (63, 1)];
+
+#[test]
+fn single_tokens_agree() {
+    for head_dim in HeadDim::ALL {
+        for (heads, kv_heads, window) in [(1, 1, 0), (4, 2, 0), (14, 2, 0), (16, 1, 20), (9, 1, 5)]
+        {
+            let case = Case::new(Shape { heads, kv_heads, head_dim, window }, &SINGLE);
+            for splits in [1, 3, 16] {
+                sound(|emulator, order| case.check_decode(emulator, order, splits));
+            }
+        }
+    }
+}
+
+#[test]
+fn planted_bugs_in_attention_of_single_tokens_are_found() {
+    let shape = Shape { heads: 4, kv_heads: 2, head_dim: HeadDim::D64, window: 0 };
+    let case = Case::new(shape, &SINGLE);
+    for bug in [Bug::DecodeWrongHead, Bug::DecodeMask, Bug::DecodeWithoutBarrier] {
+        finds(bug, |emulator, order| case.check_decode(emulator, order, 2));
+    }
+}

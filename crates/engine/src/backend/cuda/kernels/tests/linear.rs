@@ -1,0 +1,142 @@
+//! Linear layers, in tiles and skinny.
+
+use super::*;
+use crate::backend::cuda::kernels::*;
+use crate::kernels::{
+    Activations, Buffer, Finish as CpuFinish, Instructions, Kernels, LinearJob, Packed,
+    PackedFormat, ROW_STEP, RowSource, Rows, padded_columns,
+};
+use crate::weights::{Element, Tensor};
+
+/// A layer's input, weights, and what the CPU backend makes of them.
+struct Layer {
+    rows: usize,
+    columns: usize,
+    depth: usize,
+    input: Vec<u16>,
+    weights: Vec<u16>,
+    expected: Vec<f32>,
+}
+
+impl Layer {
+    fn new(rows: usize, columns: usize, depth: usize) -> Self {
+        let (input, weights) = (bf16_noise(1, rows * depth), bf16_noise(2, columns * depth));
+        let mut layer = Self { rows, columns, depth, input, weights, expected: Vec::new() };
+        layer.expected = layer.on_cpu();
+        layer
+    }
+
+    fn on_cpu(&self) -> Vec<f32> {
+        let bytes: Vec<u8> = self.weights.iter().flat_map(|bits| bits.to_le_bytes()).collect();
+        let tensor = Tensor { element: Element::Bf16, bytes: &bytes };
+        let mut packed =
+            Packed::zeroed(PackedFormat::Bf16, self.columns, self.depth).expect("a little memory");
+        let mut scratch = vec![0.0; self.depth];
+        for (index, panel) in packed.panels_mut().iter_mut().enumerate() {
+            for row in index * 16..self.columns.min((index + 1) * 16) {
+                panel.fill(row % 16, RowSource { tensor, row }, &mut scratch);
+            }
+        }
+        let pitch = padded_columns(self.depth);
+        let mut input =
+            Buffer::zeroed(self.rows.next_multiple_of(ROW_STEP) * pitch).expect("a little memory");
+        let rows = input.as_mut_slice().chunks_mut(pitch);
+        for (to, from) in rows.zip(widened(&self.input).chunks(self.depth)) {
+            to[..self.depth].copy_from_slice(from);
+        }
+        let mut output = vec![0.0; self.rows * self.columns];
+        let job = LinearJob {
+            input: Activations::F32(Rows::of(&mut input, pitch)),
+            weights: &packed,
+            finish: CpuFinish::Store {
+                output: Rows::of_slice(&mut output, self.columns),
+                bias: &[],
+            },
+        };
+        let kernels = Kernels::new(Instructions::Portable).expect("every machine has it");
+        // SAFETY: the buffers above have the rows and columns of the job.
+        unsafe { kernels.linear(&job, 0..packed.pairs(), 0..self.rows) };
+        output
+    }
+
+    fn check(
+        &self,
+        emulator: &Emulator,
+        order: u32,
+        kernel: fn(LinearArgs, Finish) -> Launch<LinearArgs>,
+        finish: Finish,
+    ) -> Result<(), String> {
+        let (input, weights) = (emulator.copy(&self.input), emulator.copy(&self.weights));
+        let count = self.rows * self.columns;
+        let before = noise(3, count);
+        let mut f32_output = emulator.memory::<f32>(count);
+        let bf16_output = emulator.memory::<u16>(count);
+        if finish == Finish::Add {
+            f32_output.as_mut_slice().copy_from_slice(&before);
+        }
+        let is_bf16 = finish == Finish::Bf16;
+        let args = LinearArgs {
+            output: if is_bf16 { bf16_output.at() } else { f32_output.at() },
+            input: input.at(),
+            weights: weights.at(),
+            rows: self.rows as u32,
+            columns: self.columns as u32,
+            depth: self.depth as u32,
+        };
+        let launch = kernel(args, finish);
+        emulator.launch(&launch, order)?;
+        let result = match finish {
+            Finish::F32 => compare(&filled(&f32_output)?, &self.expected, SUMMED),
+            Finish::Bf16 => compare(&widened(&filled(&bf16_output)?), &self.expected, ROUNDED),
+            Finish::Add => {
+                let sums = self.expected.iter().zip(&before).map(|(a, b)| a + b);
+                compare(&filled(&f32_output)?, &sums.collect::<Vec<f32>>(), SUMMED)
+            }
+        };
+        result.map_err(|error| {
+            let Self { rows, columns, depth, .. } = self;
+            format!("{} {rows}x{columns}x{depth}: {error}", launch.kernel)
+        })
+    }
+}
+
+const FINISHES: [Finish; 3] = [Finish::F32, Finish::Bf16, Finish::Add];
+
+#[test]
+fn tiles_agree() {
+    for (rows, columns, depth) in
+        [(1, 1, 8), (9, 130, 40), (17, 128, 128), (128, 128, 96), (130, 67, 264), (33, 257, 64)]
+    {
+        let layer = Layer::new(rows, columns, depth);
+        for finish in FINISHES {
+            sound(|emulator, order| layer.check(emulator, order, tiled, finish));
+        }
+    }
+}
+
+#[test]
+fn skinny_layers_agree() {
+    for rows in [1, 2, 7, 8] {
+        for (columns, depth) in [(1, 8), (16, 32), (37, 128), (130, 520), (2_049, 136)] {
+            let layer = Layer::new(rows, columns, depth);
+            for finish in FINISHES {
+                sound(|emulator, order| layer.check(emulator, order, skinny, finish));
+            }
+        }
+    }
+}
+
+#[test]
+fn few_rows_take_the_skinny_kernel() {
+    let args = |rows| LinearArgs { output: 0, input: 0, weights: 0, rows, columns: 1, depth: 8 };
+    assert_eq!(linear(args(8), Finish::Add).kernel, "skinny_add");
+    assert_eq!(linear(args(9), Finish::Add).kernel, "linear_add");
+}
+
+#[test]
+fn planted_bugs_in_tiles_are_found() {
+    let layer = Layer::new(33, 67, 264);
+    for bug in [Bug::LinearWithoutWait, Bug::LinearWithoutBarrier, Bug::LinearWithoutBound] {
+        finds(bug, |emulator, order| layer.check(emulator, order, tiled, Finish::F32));
+    }
+}
