@@ -7,7 +7,8 @@ use anyhow::Result;
 use clap::{FromArgMatches, Parser, Subcommand};
 
 use crate::{
-    audit, chat, config, keys, loadtest, penalties, statement, up, usage, verify_limits, worker,
+    audit, chat, config, keys, ledger, loadtest, penalties, statement, up, usage, verify_limits,
+    worker,
 };
 
 /// A multi-tenant inference gateway that limits, batches and bills by GPU time.
@@ -40,6 +41,8 @@ pub enum Command {
     Statement(statement::Arguments),
     /// Export, verify and prove the audit log.
     Audit(audit::Arguments),
+    /// Check, back up and restore the ledger.
+    Ledger(ledger::Arguments),
     /// Check, show and describe the configuration.
     Config(config::Arguments),
     /// Send open-loop load to a gateway, or play an attack drill.

@@ -10,6 +10,7 @@ mod common;
 mod config;
 mod data;
 mod keys;
+mod ledger;
 mod loadtest;
 mod logging;
 mod own_gateway;
@@ -36,6 +37,7 @@ fn main() -> ExitCode {
         cli::Command::Usage(arguments) => usage::run(arguments),
         cli::Command::Statement(arguments) => statement::run(arguments),
         cli::Command::Audit(arguments) => audit::run(arguments),
+        cli::Command::Ledger(arguments) => return ledger::run(arguments),
         cli::Command::Config(arguments) => config::run(arguments),
         cli::Command::Loadtest(arguments) => return loadtest::run(arguments),
         cli::Command::VerifyLimits(arguments) => return verify_limits::run(arguments),

@@ -125,6 +125,14 @@ async fn open_ledger(config: &Config, folder: &Path) -> Result<LedgerHandle> {
     let key = Arc::new(audit::signing_key(folder)?);
     let mut options = LedgerOptions::new(&folder.join("ledger.db"));
     options.key = Some(Arc::clone(&key));
+    let path = options.path.clone();
+    let checked = tokio::task::spawn_blocking(move || Ledger::check_start(&path)).await?;
+    checked.with_context(|| {
+        format!(
+            "{} is damaged and is not written any further; `tollgate ledger check` says all that is wrong, `tollgate ledger restore` puts a backup in its place",
+            folder.join("ledger.db").display()
+        )
+    })?;
     let ledger = Ledger::open_with(options).context("the ledger cannot be opened")?;
     let actor = format!("uid {}", rustix::process::getuid().as_raw());
     let action = config_loaded(config, key.verifier(), actor, now());

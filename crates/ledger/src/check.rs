@@ -1,6 +1,11 @@
 //! Does the ledger hold? Every invariant, counted again from its rows.
 
+mod file;
+pub(crate) mod wal;
+
 use std::collections::HashMap;
+use std::path::Path;
+use std::time::Duration;
 
 use rusqlite::{Connection, params};
 use serde::Serialize;
@@ -10,16 +15,22 @@ use tollgate_domain::{
     WorkerName,
 };
 
-use crate::audit::check::{log, says};
+use crate::audit::check::{chain, log, says};
 use crate::audit::record::{Body, Said};
 use crate::charge::reason_named;
 use crate::post::digest_of;
 use crate::query::{balance_of, name};
 use crate::schema::{METERED, account};
-use crate::{LedgerError, LedgerReader};
+use crate::{Ledger, LedgerError, LedgerReader};
 
 /// The most findings that are listed.
 const LISTED: usize = 100;
+/// The most entries of a ledger that is checked whole at a start.
+const WHOLE_AT_START: u64 = 500_000;
+/// How often a write-ahead log that seems torn is looked at again.
+const LOOKS: u32 = 5;
+/// How long after.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 /// Something that should not be.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -31,27 +42,199 @@ pub struct Finding {
     pub message: String,
 }
 
+impl Finding {
+    /// Whether the ledger is whole and this says what happened to it, rather
+    /// than that it is damaged.
+    pub fn is_remark(&self) -> bool {
+        self.kind == "refused"
+    }
+}
+
+/// What a check has looked at, and what it found.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Checked {
+    /// Blocks of workers' journals.
+    pub blocks: u64,
+    /// Entries of device time.
+    pub entries: u64,
+    /// Attempts that are charged.
+    pub charges: u64,
+    /// Records of the audit log.
+    pub records: u64,
+    /// How many of them are signed.
+    pub signed: u64,
+    /// What should not be, the first 100.
+    pub findings: Vec<Finding>,
+}
+
+impl Checked {
+    /// Whether nothing is damaged.
+    pub fn is_sound(&self) -> bool {
+        self.findings.iter().all(Finding::is_remark)
+    }
+}
+
+impl Ledger {
+    /// What must hold before a ledger is written again: all that
+    /// [`Self::check_file`] looks at, or, where that would take minutes, the
+    /// file, its write-ahead log and the chain of records. A last commit that
+    /// is torn is what a power cut leaves; it was never acknowledged, and is
+    /// logged.
+    ///
+    /// # Errors
+    /// [`LedgerError::Damaged`] with the first finding. No ledger is no error,
+    /// nor is one that cannot be opened: whoever opens it hears why.
+    pub fn check_start(path: &Path) -> Result<(), LedgerError> {
+        let log = wal::beside(path);
+        match torn(path)?.map(|torn| (torn.message(&log), torn)) {
+            Some((found, wal::Torn::AtTheEnd { .. })) => {
+                tracing::warn!(found, "the ledger goes on from the commit before");
+            }
+            Some((found, _)) => return Err(LedgerError::Damaged(found)),
+            None => {}
+        }
+        let Ok(reader) = Self::open_read_only(path) else {
+            return Ok(());
+        };
+        let findings = reader.checked(|connection| {
+            let entries: u64 =
+                connection.query_row("SELECT count(*) FROM entries", [], |row| row.get(0))?;
+            if entries <= WHOLE_AT_START {
+                return Ok(&CHECKS);
+            }
+            tracing::warn!(entries, "the ledger is large: of its rows the audit log alone is checked; `tollgate ledger check` checks the rest");
+            Ok(&CHECKS_OF_THE_LARGE)
+        });
+        match findings.into_iter().find(|finding| !finding.is_remark()) {
+            Some(first) => Err(LedgerError::Damaged(first.message)),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks the ledger at `path`, also beside the process that writes it:
+    /// the file as it lies there first, then as [`LedgerReader::check`].
+    ///
+    /// # Errors
+    /// There is no ledger, or one of another version.
+    pub fn check_file(path: &Path) -> Result<Checked, LedgerError> {
+        let mut findings = Findings::default();
+        if let Some(torn) = torn(path)? {
+            findings.add("file", torn.message(&wal::beside(path)));
+        }
+        let reader = match Self::open_read_only(path) {
+            Ok(reader) => reader,
+            // A file that cannot even be opened as a database is a finding.
+            Err(LedgerError::Open { source, .. }) if path.exists() => {
+                findings.add("file", source.to_string());
+                return Ok(Checked::nothing(findings.0));
+            }
+            Err(error) => return Err(error),
+        };
+        findings.0.extend(reader.check());
+        let counted = reader.read(|connection| {
+            let count = |query: &str| connection.query_row(query, [], |row| row.get::<_, u64>(0));
+            Ok(Checked {
+                blocks: count("SELECT count(*) FROM blocks")?,
+                entries: count("SELECT count(*) FROM entries")?,
+                charges: count("SELECT count(*) FROM requests")?,
+                records: count("SELECT count(*) FROM records")?,
+                signed: count("SELECT coalesce(max(size), 0) FROM checkpoints")?,
+                findings: Vec::new(),
+            })
+        });
+        // A table that cannot be counted is among the findings.
+        let counted = counted.unwrap_or_else(|_| Checked::nothing(Vec::new()));
+        Ok(Checked { findings: findings.0, ..counted })
+    }
+}
+
+impl Checked {
+    fn nothing(findings: Vec<Finding>) -> Self {
+        Self { blocks: 0, entries: 0, charges: 0, records: 0, signed: 0, findings }
+    }
+}
+
+/// What is wrong with the write-ahead log at `path`, and still is when it is
+/// looked at again: a writer in the middle of a commit looks torn as well.
+fn torn(path: &Path) -> Result<Option<wal::Torn>, LedgerError> {
+    let look = || wal::look(path).map_err(|error| LedgerError::Damaged(error.to_string()));
+    let mut seen = look()?;
+    for _ in 0..LOOKS {
+        if seen.is_none() {
+            break;
+        }
+        std::thread::sleep(LOOK_AGAIN);
+        let again = look()?;
+        if again == seen {
+            break;
+        }
+        seen = again;
+    }
+    Ok(seen)
+}
+
 impl LedgerReader {
     /// Checks everything; empty means sound. It reads every row: seconds for
-    /// a million entries. A file too torn to be read is a finding as well.
+    /// a million entries. What is too torn to be read is a finding as well.
     pub fn check(&self) -> Vec<Finding> {
+        self.checked(|_| Ok(&CHECKS))
+    }
+
+    /// Does the checks that are chosen.
+    fn checked(
+        &self,
+        choose: impl FnOnce(&Connection) -> Result<&'static [(&'static str, Check)], LedgerError>,
+    ) -> Vec<Finding> {
         let mut findings = Findings::default();
         let checked = self.read(|connection| {
-            file(connection, &mut findings)?;
-            blocks(connection, &mut findings)?;
-            balances(connection, &mut findings)?;
-            tiling(connection, &mut findings)?;
-            daily(connection, &mut findings)?;
-            caps(connection, &mut findings)?;
-            charges(connection, &mut findings)?;
-            log(connection, &mut |message| findings.add("audit", message))?;
-            refused(connection, &mut findings)
+            for (kind, check) in choose(connection)? {
+                if let Err(error) = check(connection, &mut findings) {
+                    findings.add(kind, in_full(&error));
+                }
+            }
+            Ok(())
         });
         if let Err(error) = checked {
-            let cause = std::error::Error::source(&error).map(ToString::to_string);
-            findings.add("file", format!("{error}: {}", cause.unwrap_or_default()));
+            findings.add("file", in_full(&error));
         }
         findings.0
+    }
+}
+
+type Check = fn(&Connection, &mut Findings) -> Result<(), LedgerError>;
+
+/// Every check, with the kind of finding that it is when it cannot be done.
+const CHECKS: [(&str, Check); 9] = [
+    ("file", |connection, findings| {
+        file::check(connection, &mut |message| findings.add("file", message))
+    }),
+    ("block", blocks),
+    ("balance", balances),
+    ("tiling", tiling),
+    ("daily", daily),
+    ("cap", caps),
+    ("charge", charges),
+    ("audit", |connection, findings| {
+        log(connection, &mut |message| findings.add("audit", message))
+    }),
+    ("refused", refused),
+];
+
+/// What is checked of a ledger too large for all of [`CHECKS`].
+const CHECKS_OF_THE_LARGE: [(&str, Check); 2] = [
+    ("file", |connection, findings| {
+        file::quick_check(connection, &mut |message| findings.add("file", message))
+    }),
+    ("audit", |connection, findings| {
+        chain(connection, &mut |message| findings.add("audit", message))
+    }),
+];
+
+/// An error with its cause.
+fn in_full(error: &LedgerError) -> String {
+    match std::error::Error::source(error) {
+        Some(cause) => format!("{error}: {cause}"),
+        None => error.to_string(),
     }
 }
 
@@ -66,18 +249,6 @@ impl Findings {
     }
 }
 
-fn file(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerError> {
-    let mut statement = connection.prepare("PRAGMA integrity_check(10)")?;
-    let mut rows = statement.query([])?;
-    while let Some(row) = rows.next()? {
-        let line: String = row.get(0)?;
-        if line != "ok" {
-            findings.add("file", line);
-        }
-    }
-    Ok(())
-}
-
 /// Each block is made again from its rows: it must balance and be the same.
 fn blocks(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerError> {
     let callers = callers(connection)?;
@@ -90,58 +261,73 @@ fn blocks(connection: &Connection, findings: &mut Findings) -> Result<(), Ledger
     )?;
     let mut rows = statement.query([])?;
     while let Some(row) = rows.next()? {
-        let (epoch_id, number): (i64, i64) = (row.get(0)?, row.get(1)?);
-        let epoch_text: String = row.get(2)?;
-        let mut parts = BlockParts {
-            epoch: name(WorkerEpoch::try_from(epoch_text.clone()))?,
-            number: number as u64,
-            worker: name(WorkerName::new(&row.get::<_, String>(3)?))?,
-            device: Device {
-                class: name(DeviceClass::new(&row.get::<_, String>(4)?))?,
-                name: row.get(5)?,
-                uuid: row.get(6)?,
-            },
-            model: name(ModelName::new(&row.get::<_, String>(7)?))?,
-            calibration: row.get(8)?,
-            first_step: row.get(9)?,
-            last_step: row.get(10)?,
-            started: UtcTime(row.get(11)?),
-            wall: DeviceNanos::ZERO,
-            overhead: DeviceNanos::ZERO,
-            idle: DeviceNanos::ZERO,
-            loss: DeviceNanos::ZERO,
-            shares: Vec::new(),
-            finished: Vec::new(),
-            last_of_epoch: row.get(12)?,
-        };
-        let records = add_finished(connection, &callers, epoch_id, &mut parts)?;
-        let digest: Vec<u8> = row.get(13)?;
-        let day: u32 = row.get(14)?;
-        let sums = add_entries(connection, &callers, epoch_id, &mut parts)?;
-        if sums != (0, 0) {
-            findings.add(
-                "block",
-                format!(
-                    "block {number} of {epoch_text} sums to {} ns, its corrections to {} ns",
-                    sums.0, sums.1
-                ),
-            );
+        if let Err(error) = block(connection, &callers, row, findings) {
+            let (epoch, number): (i64, i64) = (row.get(0)?, row.get(1)?);
+            let message = format!("block {number} of epoch no. {epoch}: {}", in_full(&error));
+            findings.add("block", message);
         }
-        if digest != digest_of(&parts)? || day != parts.started.day().0 {
-            findings.add("block", format!("block {number} of {epoch_text} is not what was posted"));
-        }
-        let (said, struck): (Option<Vec<u8>>, Option<String>) = (row.get(16)?, row.get(17)?);
-        let said = <[u8; 32]>::try_from(said.unwrap_or_else(|| digest.clone()));
-        let said = said.map_err(|_| LedgerError::Damaged("a digest of a block".to_owned()))?;
-        let said = Said { digest: &said, struck: struck.as_deref() };
-        let mut told = says(connection, row.get(15)?, &Body::block(&parts, &digest, said))?;
-        for (finished, record) in parts.finished.iter().zip(records) {
-            told &= says(connection, record, &Body::attempt(&parts, finished))?;
-        }
-        if !told {
-            let message = format!("block {number} of {epoch_text} is not what its records say");
-            findings.add("audit", message);
-        }
+    }
+    Ok(())
+}
+
+/// One block, from its row of the query above.
+fn block(
+    connection: &Connection,
+    callers: &HashMap<i64, Caller>,
+    row: &rusqlite::Row<'_>,
+    findings: &mut Findings,
+) -> Result<(), LedgerError> {
+    let (epoch_id, number): (i64, i64) = (row.get(0)?, row.get(1)?);
+    let epoch_text: String = row.get(2)?;
+    let mut parts = BlockParts {
+        epoch: name(WorkerEpoch::try_from(epoch_text.clone()))?,
+        number: number as u64,
+        worker: name(WorkerName::new(&row.get::<_, String>(3)?))?,
+        device: Device {
+            class: name(DeviceClass::new(&row.get::<_, String>(4)?))?,
+            name: row.get(5)?,
+            uuid: row.get(6)?,
+        },
+        model: name(ModelName::new(&row.get::<_, String>(7)?))?,
+        calibration: row.get(8)?,
+        first_step: row.get(9)?,
+        last_step: row.get(10)?,
+        started: UtcTime(row.get(11)?),
+        wall: DeviceNanos::ZERO,
+        overhead: DeviceNanos::ZERO,
+        idle: DeviceNanos::ZERO,
+        loss: DeviceNanos::ZERO,
+        shares: Vec::new(),
+        finished: Vec::new(),
+        last_of_epoch: row.get(12)?,
+    };
+    let records = add_finished(connection, callers, epoch_id, &mut parts)?;
+    let digest: Vec<u8> = row.get(13)?;
+    let day: u32 = row.get(14)?;
+    let sums = add_entries(connection, callers, epoch_id, &mut parts)?;
+    if sums != (0, 0) {
+        findings.add(
+            "block",
+            format!(
+                "block {number} of {epoch_text} sums to {} ns, its corrections to {} ns",
+                sums.0, sums.1
+            ),
+        );
+    }
+    if digest != digest_of(&parts)? || day != parts.started.day().0 {
+        findings.add("block", format!("block {number} of {epoch_text} is not what was posted"));
+    }
+    let (said, struck): (Option<Vec<u8>>, Option<String>) = (row.get(16)?, row.get(17)?);
+    let said = <[u8; 32]>::try_from(said.unwrap_or_else(|| digest.clone()));
+    let said = said.map_err(|_| LedgerError::Damaged("a digest of a block".to_owned()))?;
+    let said = Said { digest: &said, struck: struck.as_deref() };
+    let mut told = says(connection, row.get(15)?, &Body::block(&parts, &digest, said))?;
+    for (finished, record) in parts.finished.iter().zip(records) {
+        told &= says(connection, record, &Body::attempt(&parts, finished))?;
+    }
+    if !told {
+        let message = format!("block {number} of {epoch_text} is not what its records say");
+        findings.add("audit", message);
     }
     Ok(())
 }
@@ -264,7 +450,8 @@ fn tiling(connection: &Connection, findings: &mut Findings) -> Result<(), Ledger
         "SELECT epoch, last_block, last_step,
            (SELECT count(*) FROM blocks WHERE epoch_id = epochs.id)
              + (SELECT count(*) FROM refused_blocks WHERE epoch_id = epochs.id),
-           coalesce((SELECT max(blocks.last_step) FROM blocks WHERE epoch_id = epochs.id), 0)
+           coalesce((SELECT max(blocks.last_step) FROM blocks WHERE epoch_id = epochs.id), 0),
+           ended = coalesce((SELECT max(last_of_epoch) FROM blocks WHERE epoch_id = epochs.id), 0)
          FROM epochs ORDER BY id",
     )?;
     let mut rows = statement.query([])?;
@@ -272,6 +459,10 @@ fn tiling(connection: &Connection, findings: &mut Findings) -> Result<(), Ledger
         let epoch: String = row.get(0)?;
         let (last_block, last_step): (i64, i64) = (row.get(1)?, row.get(2)?);
         let (blocks, steps): (i64, i64) = (row.get(3)?, row.get(4)?);
+        if !row.get::<_, bool>(5)? {
+            findings
+                .add("tiling", format!("epoch {epoch} has ended, or has not: its blocks differ"));
+        }
         if (blocks, steps) != (last_block, last_step) {
             findings.add(
                 "tiling",
@@ -374,7 +565,18 @@ fn charges(connection: &Connection, findings: &mut Findings) -> Result<(), Ledge
              AND (cap.request_id IS NULL
                OR (requests.prompt_tokens, requests.cached_tokens, requests.completion_tokens,
                  requests.reference_ns) <> (cap.prompt_tokens, cap.cached_tokens,
-                 cap.completion_tokens, cap.reference_ns)))",
+                 cap.completion_tokens, cap.reference_ns)))
+           OR (requests.queue_ns, requests.prefill_ns, requests.decode_ns) <> (
+             coalesce(done.queue_ns, 0), coalesce(done.prefill_ns, 0),
+             coalesce(done.decode_ns, 0))
+           OR requests.reason <> CASE WHEN cap.request_id IS NULL THEN done.reason ELSE 'fault' END
+           OR (requests.finished_utc_ns <> coalesce(done.finished_utc_ns, cap.at_utc_ns)
+             AND requests.finished_utc_ns <> coalesce(cap.at_utc_ns, done.finished_utc_ns))
+           OR requests.day <> requests.finished_utc_ns / 86400000000000
+           OR requests.counted <> (requests.reason <> 'fault'
+             OR (requests.prompt_tokens, requests.cached_tokens, requests.completion_tokens,
+               coalesce(cap.attributed_ns, done.attributed_ns), requests.reference_ns)
+               <> (0, 0, 0, 0, 0))",
     )?;
     let mut rows = statement.query([])?;
     while let Some(row) = rows.next()? {

@@ -11,6 +11,7 @@
 //! and may be another process ([`Ledger::open_read_only`]).
 
 mod audit;
+mod backup;
 mod charge;
 mod check;
 mod error;
@@ -25,7 +26,8 @@ mod writer;
 pub use audit::export::{ExportError, Exported, Proof, ProvedRecord, Range, Start};
 pub use audit::note::{AuditKey, AuditKeyError};
 pub use audit::record::AdminAction;
-pub use check::Finding;
+pub use backup::BackupError;
+pub use check::{Checked, Finding};
 pub use error::{BlockRefusal, LedgerError};
 pub use fault::FaultCap;
 pub use post::{Posted, RefusedBlock};

@@ -15,7 +15,7 @@ use crate::charge::{
 };
 use crate::fault;
 use crate::schema::{CORRECTION, FIRST_SHARE, METERED, account};
-use crate::{BlockRefusal, LedgerError};
+use crate::{BlockRefusal, LedgerError, backup};
 
 /// What became of something that may come more than once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,9 +107,12 @@ fn post(
     said: Said<'_>,
 ) -> Result<Posted, LedgerError> {
     let parts = block.parts();
-    let epoch = find_epoch(connection, parts.epoch)?;
+    let mut epoch = find_epoch(connection, parts.epoch)?;
     if let Some(posted) = already_posted(connection, parts, epoch.as_ref(), said.digest)? {
         return Ok(posted);
+    }
+    if pass_over_lost(connection, chain, parts, epoch.as_ref())? {
+        epoch = find_epoch(connection, parts.epoch)?;
     }
     check_against_epoch(parts, epoch.as_ref()).map_err(|refusal| refused(parts, refusal))?;
     let epoch_id = match &epoch {
@@ -200,6 +203,29 @@ pub(crate) fn pass_over(
         params![id, number as i64, reason, at.0 as i64, record],
     )?;
     Ok(Posted::New)
+}
+
+/// Passes over the blocks before `parts` that were posted to this ledger after
+/// the backup that it was restored from, and that no journal has any more.
+fn pass_over_lost(
+    connection: &Connection,
+    chain: &mut Chain,
+    parts: &BlockParts,
+    epoch: Option<&EpochRow>,
+) -> Result<bool, LedgerError> {
+    let expected = epoch.map_or(1, |epoch| epoch.last_block + 1);
+    if parts.number <= expected {
+        return Ok(false);
+    }
+    let Some(at) = backup::restored(connection)?.filter(|at| parts.started < *at) else {
+        return Ok(false);
+    };
+    for number in expected..parts.number {
+        let (worker, epoch) = (parts.worker.clone(), parts.epoch);
+        let reason = "lost: the ledger was restored from an older backup".to_owned();
+        pass_over(connection, chain, &RefusedBlock { worker, epoch, number, reason, at })?;
+    }
+    Ok(true)
 }
 
 /// A reason as it is kept: a worker's words may be in it.

@@ -77,6 +77,15 @@ pub(crate) fn open_writer(path: &Path, max_pages: Option<u32>) -> Result<Connect
     Ok(connection)
 }
 
+/// The tables of this version with nothing in them.
+pub(crate) fn in_memory() -> Result<Connection, LedgerError> {
+    let connection = Connection::open_in_memory()?;
+    for tables in [TABLES, AUDIT_TABLES, STRUCK, INDEXES] {
+        connection.execute_batch(tables)?;
+    }
+    Ok(connection)
+}
+
 /// Opens for reading, beside a writer in this or another process.
 pub(crate) fn open_reader(path: &Path) -> Result<Connection, LedgerError> {
     let failed = |source| LedgerError::Open { path: path.to_owned(), source: Arc::new(source) };

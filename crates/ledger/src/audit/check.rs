@@ -1,6 +1,7 @@
 //! The audit log as a part of the ledger's check: the chain holds, the
-//! checkpoints are of this chain, and each row says what its record says. The
-//! signatures are for who has the public key to judge.
+//! checkpoints are of this chain and signed by keys that it names, and each row
+//! says what its record says. Whether those keys are the right ones is for who
+//! has them from elsewhere to judge.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -11,7 +12,7 @@ use tollgate_domain::{
     WorkerName,
 };
 
-use super::note::hex;
+use super::note::{hex, is_signed};
 use super::record::{Before, Body, body_of};
 use super::tree::{Frontier, Hash, is_kept, leaf};
 use crate::LedgerError;
@@ -22,6 +23,7 @@ use crate::query::{caller, name};
 /// Tells `add` of everything about the log itself that does not hold.
 pub(crate) fn log(connection: &Connection, add: &mut dyn FnMut(String)) -> Result<(), LedgerError> {
     chain(connection, add)?;
+    signatures(connection, add)?;
     one_record_each(connection, add)?;
     actions(connection, add)?;
     caps(connection, add)?;
@@ -48,7 +50,10 @@ pub(crate) fn says(
 }
 
 /// Walks the records from the first: numbers, hashes, tree and checkpoints.
-fn chain(connection: &Connection, add: &mut dyn FnMut(String)) -> Result<(), LedgerError> {
+pub(crate) fn chain(
+    connection: &Connection,
+    add: &mut dyn FnMut(String),
+) -> Result<(), LedgerError> {
     let mut signed = connection.prepare("SELECT size, note FROM checkpoints ORDER BY size")?;
     let mut signed = signed.query([])?;
     let mut next = checkpoint(&mut signed)?;
@@ -90,6 +95,39 @@ fn chain(connection: &Connection, add: &mut dyn FnMut(String)) -> Result<(), Led
     }
     if let Some((size, _)) = next {
         add(format!("{size} records were signed, there are {}", frontier.size()));
+    }
+    Ok(())
+}
+
+/// Each checkpoint is signed by a key that a start has recorded. A log none
+/// of whose starts did so (a test's) says nothing of its keys.
+fn signatures(connection: &Connection, add: &mut dyn FnMut(String)) -> Result<(), LedgerError> {
+    let mut starts = connection.prepare(
+        "SELECT seq, record FROM records
+         WHERE instr(record, '\"operation.type\":\"config.loaded\"') > 0 ORDER BY seq",
+    )?;
+    let mut rows = starts.query([])?;
+    let (mut keys, mut last_start) = (Vec::new(), 0);
+    while let Some(row) = rows.next()? {
+        let record: String = row.get(1)?;
+        let record: Option<Value> = serde_json::from_str(&record).ok();
+        if let Some(key) = record.as_ref().and_then(|it| it.pointer("/detail/audit_key")?.as_str())
+        {
+            keys.push(key.to_owned());
+            last_start = row.get(0)?;
+        }
+    }
+    if keys.is_empty() {
+        return Ok(());
+    }
+    let mut notes = connection.prepare("SELECT size, note FROM checkpoints ORDER BY size")?;
+    let mut rows = notes.query([])?;
+    while let Some(row) = rows.next()? {
+        let (size, note): (u64, String) = (row.get(0)?, row.get(1)?);
+        // A start may sign with a new key just before it says so.
+        if !is_signed(&note, &keys).unwrap_or(size > last_start) {
+            add(format!("the checkpoint of {size} records is not signed by a key of this log"));
+        }
     }
     Ok(())
 }

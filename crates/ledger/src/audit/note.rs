@@ -10,7 +10,9 @@ use std::path::{Path, PathBuf};
 
 use aws_lc_rs::digest::{SHA256, digest};
 use aws_lc_rs::rand;
-use aws_lc_rs::signature::{Ed25519KeyPair, KeyPair};
+use aws_lc_rs::signature::{
+    ED25519 as ED25519_VERIFIED, Ed25519KeyPair, KeyPair, UnparsedPublicKey,
+};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 
@@ -154,6 +156,30 @@ impl fmt::Debug for AuditKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "AuditKey({})", self.verifier)
     }
+}
+
+/// Whether `note` is signed by one of the `verifiers`, written as
+/// [`AuditKey::verifier`] writes them. `None` where it names a key that is none
+/// of them, twice: as its origin and as its signer.
+pub(crate) fn is_signed(note: &str, verifiers: &[String]) -> Option<bool> {
+    let mut signer = None;
+    let signed = (|| {
+        let (text, signature) = note.split_once("\n\n\u{2014} ")?;
+        let (name, signature) = signature.strip_suffix('\n')?.split_once(' ')?;
+        let origin = text.split('\n').next()?;
+        signer = (name == origin).then_some(name);
+        let key = verifiers.iter().find_map(|key| key.strip_prefix(name)?.strip_prefix('+'))?;
+        let (id, key) = key.split_once('+')?;
+        let (signature, key) = (STANDARD.decode(signature).ok()?, STANDARD.decode(key).ok()?);
+        let (stated, signature) = signature.split_at_checked(4)?;
+        let public = UnparsedPublicKey::new(&ED25519_VERIFIED, key.strip_prefix(&[ED25519])?);
+        let verified = public.verify(format!("{text}\n").as_bytes(), signature).is_ok();
+        Some(origin == name && hex(stated) == id && verified)
+    })();
+    let is_unknown = signer.is_some_and(|name| {
+        !verifiers.iter().any(|key| key.split_once('+').is_some_and(|(known, _)| known == name))
+    });
+    if is_unknown { None } else { Some(signed.unwrap_or(false)) }
 }
 
 /// `SHA-256(name || 0x0A || 0x01 || public key)[..4]`

@@ -130,6 +130,10 @@ pub fn record(ledger: &LedgerHandle, id: &str, operation: &str) -> Result<Posted
         user: Some(("acme".into(), Some("k1".into()))),
         detail: serde_json::Value::Null,
     };
+    record_action(ledger, action)
+}
+
+pub fn record_action(ledger: &LedgerHandle, action: AdminAction) -> Result<Posted, LedgerError> {
     wait(|done| ledger.record(action, done))
 }
 

@@ -1,0 +1,123 @@
+//! The ledger's life over real processes: checked and copied while it serves,
+//! refused when it is damaged, put back from a backup.
+
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::{Value, json};
+use tollgate_ledger::Ledger;
+use tollgate_loadtest::client::Connection;
+
+mod support;
+use support::{Tollgate, binary, command};
+
+fn count(max_tokens: u32) -> Value {
+    json!({
+        "model": "tollgate-demo", "temperature": 0, "max_tokens": max_tokens,
+        "messages": [{ "role": "user", "content": "Count from 1 to 400." }],
+    })
+}
+
+/// Asks, and returns the request's id once it is on the bill.
+async fn billed(connection: &Connection) -> String {
+    let body = count(8).to_string().into();
+    let response = connection.post("/v1/chat/completions", body).await.expect("answers");
+    let id = response.headers()["x-request-id"].to_str().expect("text").to_owned();
+    assert_eq!(support::read(response).await.0, 200);
+    let path = format!("/v1/usage/{id}");
+    for _ in 0..600 {
+        let (status, usage) = support::get(connection, &path).await;
+        if status == 200 && usage["state"] == "posted" {
+            return id;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    }
+    panic!("{id} is not on the bill");
+}
+
+/// Exit code and standard output of `tollgate ledger check --json`.
+fn check(data: &Path) -> (Option<i32>, Value) {
+    let data = data.display().to_string();
+    let words = ["ledger", "check", "--json", "--data", &data];
+    let output = Command::new(binary()).args(words).output().expect("the binary starts");
+    let json = serde_json::from_slice(&output.stdout).unwrap_or(Value::Null);
+    (output.status.code(), json)
+}
+
+#[tokio::test]
+async fn a_ledger_is_checked_copied_and_restored() {
+    let mut gateway = Tollgate::with_config(support::OPEN);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    let first = billed(&connection).await;
+
+    // Beside the running gateway.
+    let (code, said) = check(gateway.data());
+    assert_eq!((code, &said["sound"]), (Some(0), &json!(true)), "{said:#}");
+    assert!(said["entries"].as_u64() > Some(0) && said["damage"] == json!([]), "{said:#}");
+    let backup = gateway.data().with_file_name("backup.db");
+    let shown = backup.display().to_string();
+    let told = gateway.command(&["ledger", "backup", &shown]);
+    assert!(told.contains("sound"), "{told}");
+    assert!(command(&["ledger", "check", &shown]).starts_with("sound: "));
+    let second = billed(&connection).await;
+    let restoring = Command::new(binary())
+        .args(["ledger", "restore", &shown, "--data", &gateway.data().display().to_string()])
+        .output()
+        .expect("the binary starts");
+    let told = String::from_utf8_lossy(&restoring.stderr).into_owned();
+    assert!(!restoring.status.success() && told.contains("is in use by"), "{told}");
+    assert_eq!(gateway.stop(), Some(0));
+
+    // One nanosecond moved from one tenant's entry: refused, and told.
+    let path = gateway.data().join("ledger.db");
+    flip_an_amount(&path);
+    let (code, said) = check(gateway.data());
+    assert_eq!((code, &said["sound"]), (Some(1), &json!(false)), "{said:#}");
+    let listed = said["damage"].as_array().expect("a list");
+    assert!(listed.iter().any(|it| it["kind"] == "block"), "{said:#}");
+    let started = Command::new(binary())
+        .args(["up", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"])
+        .args(["--data", &gateway.data().display().to_string()])
+        .args(["--config", &gateway.config().display().to_string()])
+        .output()
+        .expect("the binary starts");
+    let told = String::from_utf8_lossy(&started.stderr).into_owned();
+    assert_eq!(started.status.code(), Some(1), "{told}");
+    assert!(told.contains("ledger.db is damaged and is not written any further"), "{told}");
+    let data = gateway.data().display().to_string();
+    let broken = Command::new(binary())
+        .args(["ledger", "backup", &shown, "--data", &data])
+        .output()
+        .expect("the binary starts");
+    assert!(!broken.status.success(), "what is damaged is not copied over a good backup");
+
+    // The backup in its place: what came after it comes from the worker's
+    // journal, whose file is still there.
+    let told = gateway.command(&["ledger", "restore", &shown]);
+    assert!(told.contains("is restored; what was there is"), "{told}");
+    let mut gateway = gateway.restart();
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    billed(&connection).await;
+    for id in [first, second] {
+        let (status, usage) = support::get(&connection, &format!("/v1/usage/{id}")).await;
+        assert_eq!((status, &usage["completion_tokens"]), (200, &json!(8)), "{id}: {usage}");
+    }
+    assert_eq!(gateway.stop(), Some(0));
+    let (code, said) = check(gateway.data());
+    assert_eq!(code, Some(0), "{said:#}");
+    let reader = Ledger::open_read_only(&path).expect("a ledger");
+    for epoch in reader.epochs().expect("reads") {
+        assert!(reader.balance(epoch).expect("reads").is_exact());
+    }
+}
+
+/// Changes the file as a flipped bit would: no constraint sees it.
+fn flip_an_amount(path: &Path) {
+    let connection = rusqlite::Connection::open(path).expect("opens");
+    let changed = connection.execute(
+        "UPDATE entries SET amount_ns = amount_ns + 1 WHERE account = 1 AND epoch_id = 1
+         AND block = (SELECT min(block) FROM entries WHERE account = 1)",
+        [],
+    );
+    assert!(changed.expect("changes") > 0);
+}
