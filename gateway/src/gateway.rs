@@ -265,6 +265,7 @@ impl Gateway {
         let workers = &self.serving.workers;
         self.metrics.scrape(Readings {
             ready: self.readiness().is_ready(),
+            ledger_writable: self.serving.can_record(),
             workers_ready: workers.report().iter().filter(|report| report.ready).count(),
             worker_lies: workers.lies(),
             worker_losses: workers.losses(),

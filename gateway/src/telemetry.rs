@@ -41,6 +41,7 @@ pub struct Metrics {
     device_seconds: Family<ModelLabels, Counter<f64, std::sync::atomic::AtomicU64>>,
     first_token_seconds: Family<ModelLabels, Histogram>,
     ready: Gauge,
+    ledger_writable: Gauge,
     workers_ready: Gauge,
     worker_lies: Gauge,
     worker_losses: Gauge,
@@ -83,6 +84,7 @@ struct ModelLabels {
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Readings {
     pub(crate) ready: bool,
+    pub(crate) ledger_writable: bool,
     pub(crate) workers_ready: usize,
     pub(crate) worker_lies: u64,
     pub(crate) worker_losses: u64,
@@ -107,6 +109,7 @@ impl Metrics {
             device_seconds: Family::default(),
             first_token_seconds: Family::new_with_constructor(|| seconds(&FIRST_TOKEN_SECONDS)),
             ready: Gauge::default(),
+            ledger_writable: Gauge::default(),
             workers_ready: Gauge::default(),
             worker_lies: Gauge::default(),
             worker_losses: Gauge::default(),
@@ -158,6 +161,11 @@ impl Metrics {
         );
         registry.register("ready", "Whether requests would succeed", self.ready.clone());
         registry.register(
+            "ledger_writable",
+            "Whether the ledger's disk took the last commit; billable work is refused while not",
+            self.ledger_writable.clone(),
+        );
+        registry.register(
             "workers_ready",
             "Workers that take requests",
             self.workers_ready.clone(),
@@ -176,8 +184,10 @@ impl Metrics {
 
     /// The metrics in Prometheus's text format.
     pub(crate) fn scrape(&self, readings: Readings) -> String {
-        let Readings { ready, workers_ready, worker_lies, worker_losses } = readings;
+        let Readings { ready, ledger_writable, workers_ready, worker_lies, worker_losses } =
+            readings;
         self.ready.set(ready.into());
+        self.ledger_writable.set(ledger_writable.into());
         self.workers_ready.set(gauge(workers_ready));
         self.worker_lies.set(gauge(worker_lies));
         self.worker_losses.set(gauge(worker_losses));

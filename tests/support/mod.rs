@@ -74,6 +74,16 @@ impl Tollgate {
         Self::start_by(command, folder.path().join("data"), Some(folder), arguments)
     }
 
+    /// Starts it with `config` on the data folder `data`, by `command`: the
+    /// binary's, with what environment it is to have.
+    pub fn start_on(data: &Path, config: &str, command: Command) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("tollgate.toml");
+        fs::write(&path, config).expect("writes the config");
+        let arguments = vec!["--config".to_owned(), path.display().to_string()];
+        Self::start_by(command, data.to_owned(), Some(folder), arguments)
+    }
+
     fn start_in(data: PathBuf, folder: Option<TempDir>, arguments: Vec<String>) -> Self {
         Self::start_by(Command::new(binary()), data, folder, arguments)
     }

@@ -352,7 +352,11 @@ impl Writer {
         }
         match self.commit(&group) {
             Ok(results) => {
-                self.written();
+                // Where all were refused or known, the disk was asked nothing.
+                let wrote = results.iter().any(|result| matches!(result, Ok(Posted::New)));
+                if wrote || self.is_well() {
+                    self.written();
+                }
                 for (command, result) in group.into_iter().zip(results) {
                     (command.done)(result);
                 }

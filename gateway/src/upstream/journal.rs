@@ -17,7 +17,8 @@ use tokio_stream::wrappers::ReceiverStream;
 use tollgate_domain::block::FinishedAttempt;
 use tollgate_domain::{Block, BlockParts, FinishReason, Usage, UtcTime, WorkerEpoch, WorkerName};
 use tollgate_ledger::{
-    BlockRefusal, FaultCap, LedgerError, LedgerHandle, Posted, RefusedBlock, SpendRow, Struck,
+    BlockRefusal, FaultCap, Health, LedgerError, LedgerHandle, Posted, RefusedBlock, SpendRow,
+    Struck,
 };
 use tollgate_wire::v1::worker_client::WorkerClient;
 use tollgate_wire::v1::{JournalAck, JournalBlock};
@@ -36,8 +37,9 @@ const BUSY_WAIT: Duration = Duration::from_millis(20);
 /// While the disk refuses.
 const STORAGE_WAIT: Duration = Duration::from_millis(500);
 /// How often a block is posted again that seems to come too early: the one
-/// before it may just be being passed over.
-const GAP_TRIES: u32 = 10;
+/// before it may just be being passed over, or wait for the disk. Together
+/// longer than [`STORAGE_WAIT`].
+const GAP_TRIES: u32 = 200;
 /// A journal that says nothing for so long has been taken.
 const QUIET: Duration = Duration::from_millis(200);
 /// How long the cap of a request that has just ended may be on its way.
@@ -362,7 +364,8 @@ impl Books {
                 Err(LedgerError::Refused { refusal: BlockRefusal::Gap { .. }, .. })
                     if gaps < GAP_TRIES =>
                 {
-                    gaps += 1;
+                    // While the disk refuses, the one before it comes again later.
+                    gaps += u32::from(self.ledger.health() == Health::Well);
                     tokio::time::sleep(BUSY_WAIT).await;
                 }
                 result => return result,

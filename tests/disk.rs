@@ -1,0 +1,366 @@
+//! C05: a disk that is full, and one that says it wrote and did not. Nothing is
+//! acknowledged after a failed sync, billable work is refused, nothing is lost
+//! once the disk is well again.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use tollgate_ledger::Ledger;
+use tollgate_loadtest::client::{Protocol, Target};
+
+mod support;
+use support::{Tollgate, binary};
+
+/// How long anything may take to be seen, on a slow machine.
+const PATIENCE: Duration = Duration::from_secs(90);
+
+/// What a request heard.
+#[derive(Clone, Debug)]
+struct Heard {
+    status: u16,
+    code: String,
+    id: String,
+}
+
+/// Asks over and over until told to stop, and keeps what it heard.
+struct Load {
+    over: Arc<AtomicBool>,
+    heard: Arc<std::sync::Mutex<Vec<Heard>>>,
+    tasks: tokio::task::JoinSet<()>,
+}
+
+impl Load {
+    fn start(target: &Target) -> Self {
+        let (over, heard) = (Arc::new(AtomicBool::new(false)), Arc::default());
+        let mut tasks = tokio::task::JoinSet::new();
+        for _ in 0..3 {
+            tasks.spawn(ask(target.clone(), Arc::clone(&over), Arc::clone(&heard)));
+        }
+        Self { over, heard, tasks }
+    }
+
+    fn heard(&self) -> Vec<Heard> {
+        self.heard.lock().expect("nobody panicked").clone()
+    }
+
+    /// Waits until something that was heard from now on is `wanted`.
+    async fn until(&self, what: &str, wanted: impl Fn(&Heard) -> bool) {
+        let (before, started) = (self.heard().len(), Instant::now());
+        while !self.heard()[before..].iter().any(&wanted) {
+            let last = self.heard().last().cloned();
+            assert!(started.elapsed() < PATIENCE, "{what} never came; the last was {last:?}");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    async fn end(mut self) -> Vec<Heard> {
+        self.over.store(true, Ordering::Relaxed);
+        while self.tasks.join_next().await.is_some() {}
+        self.heard()
+    }
+}
+
+async fn ask(target: Target, over: Arc<AtomicBool>, heard: Arc<std::sync::Mutex<Vec<Heard>>>) {
+    let body = json!({
+        "model": "tollgate-demo", "temperature": 0, "max_tokens": 6,
+        "messages": [{ "role": "user", "content": "Count from 1 to 400." }],
+    });
+    let connection = target.connect(Protocol::Either).await.expect("connects");
+    while !over.load(Ordering::Relaxed) {
+        let sent = connection.post("/v1/chat/completions", body.to_string().into()).await;
+        let response = sent.expect("a full disk closes no connection");
+        let id = response.headers()["x-request-id"].to_str().expect("text").to_owned();
+        let (status, json) = support::read(response).await;
+        let code = json["error"]["code"].as_str().unwrap_or_default().to_owned();
+        heard.lock().expect("nobody panicked").push(Heard { status, code, id });
+        let pause = if status == 200 { 1 } else { 50 };
+        tokio::time::sleep(Duration::from_millis(pause)).await;
+    }
+}
+
+async fn status_of(gateway: &Tollgate, path: &str) -> u16 {
+    let target = Target::new(&gateway.admin, &gateway.ca(), "none").expect("a target");
+    let connection = target.connect(Protocol::Either).await.expect("connects");
+    let response = connection.get(path).await.expect("answers");
+    response.status().as_u16()
+}
+
+async fn metrics(gateway: &Tollgate) -> String {
+    use http_body_util::BodyExt;
+    let target = Target::new(&gateway.admin, &gateway.ca(), "none").expect("a target");
+    let connection = target.connect(Protocol::Either).await.expect("connects");
+    let response = connection.get("/metrics").await.expect("answers");
+    let body = response.into_body().collect().await.expect("a whole body").to_bytes();
+    String::from_utf8(body.to_vec()).expect("UTF-8")
+}
+
+/// Who was answered is on the bill once; who was refused is not on it; what
+/// ended in between is there as what it cost. And the ledger holds.
+fn judge(gateway: &Tollgate, heard: &[Heard]) {
+    let path = gateway.data().join("ledger.db");
+    let reader = Ledger::open_read_only(&path).expect("a ledger");
+    let findings = reader.check();
+    assert!(findings.is_empty(), "{findings:#?}");
+    let connection = rusqlite::Connection::open(&path).expect("opens");
+    let mut statement = connection
+        .prepare("SELECT count(*), coalesce(sum(counted), 0) FROM requests WHERE request_id = ?1")
+        .expect("prepares");
+    for Heard { status, code, id } in heard {
+        let (rows, counted): (u32, u32) =
+            statement.query_row([id], |row| Ok((row.get(0)?, row.get(1)?))).expect("reads");
+        match status {
+            200 => assert_eq!(counted, 1, "{id} was answered: {rows} rows"),
+            _ => assert_eq!(counted, 0, "{id} was answered {status} {code}: {rows} rows"),
+        }
+    }
+}
+
+/// Only refusals and faults of ours that say so.
+fn all_are_clear(heard: &[Heard]) {
+    for Heard { status, code, .. } in heard.iter().filter(|heard| heard.status != 200) {
+        assert!((500..600).contains(status), "{status} {code}");
+        assert!(!code.is_empty(), "{status} without a code");
+    }
+}
+
+/// A file system of its own, of `size`; `None` where mounting is not permitted.
+struct SmallDisk {
+    at: tempfile::TempDir,
+}
+
+impl SmallDisk {
+    fn mount(size: &str) -> Option<Self> {
+        let at = tempfile::tempdir().expect("a folder");
+        let mounted = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", &format!("size={size}"), "tollgate-test"])
+            .arg(at.path())
+            .output();
+        match mounted {
+            Ok(output) if output.status.success() => Some(Self { at }),
+            Ok(output) => {
+                let why = String::from_utf8_lossy(&output.stderr);
+                eprintln!("skipped: no small file system can be mounted: {}", why.trim());
+                None
+            }
+            Err(error) => {
+                eprintln!("skipped: there is no mount command: {error}");
+                None
+            }
+        }
+    }
+
+    /// Takes all that is left.
+    fn fill(&self) -> PathBuf {
+        let path = self.at.path().join("ballast");
+        let mut file = File::create(&path).expect("makes");
+        for size in [1 << 20, 4_096, 1] {
+            while file.write_all(&vec![7; size]).is_ok() {}
+        }
+        path
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(self.at.path()).status();
+    }
+}
+
+#[tokio::test]
+async fn a_full_disk_refuses_and_loses_nothing() {
+    let Some(disk) = SmallDisk::mount("48m") else { return };
+    let data = disk.at.path().join("data");
+    let command = Command::new(binary());
+    let mut gateway = Tollgate::start_on(&data, support::OPEN, command);
+    let load = Load::start(&gateway.target(&gateway.key("acme", &[])));
+    load.until("an answer", |heard| heard.status == 200).await;
+    for _ in 0..2 {
+        let ballast = disk.fill();
+        load.until("a refusal", |heard| heard.status == 503).await;
+        assert_eq!(status_of(&gateway, "/healthz").await, 200, "the process lives");
+        // What room a dying worker left is taken, too.
+        let more = disk.at.path().join("more");
+        let mut more = File::create(more).expect("makes");
+        while more.write_all(&[7; 512]).is_ok() {}
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        load.until("a refusal", |heard| heard.status == 503).await;
+        fs::remove_file(ballast).expect("removes");
+        fs::remove_file(disk.at.path().join("more")).expect("removes");
+        load.until("an answer", |heard| heard.status == 200).await;
+    }
+    let heard = load.end().await;
+    assert_eq!(gateway.stop(), Some(0));
+    let count = |status| heard.iter().filter(|heard| heard.status == status).count();
+    println!("{} answered, {} refused, {} in all", count(200), count(503), heard.len());
+    let mut codes: Vec<(u16, &str)> =
+        heard.iter().map(|heard| (heard.status, heard.code.as_str())).collect();
+    codes.sort_unstable();
+    codes.dedup();
+    println!("{codes:?}");
+    all_are_clear(&heard);
+    judge(&gateway, &heard);
+}
+
+/// A library that makes syncs of named files fail, built for this test.
+struct FailingSyncs {
+    folder: tempfile::TempDir,
+}
+
+impl FailingSyncs {
+    fn build() -> Option<Self> {
+        let gcc = support::program("gcc")?;
+        let folder = tempfile::tempdir().expect("a folder");
+        let source = folder.path().join("syncs.c");
+        fs::write(&source, SYNCS).expect("writes");
+        let built = Command::new(gcc)
+            .args(["-shared", "-fPIC", "-O1", "-o"])
+            .arg(folder.path().join("syncs.so"))
+            .arg(&source)
+            .output()
+            .expect("gcc runs");
+        let said = String::from_utf8_lossy(&built.stderr);
+        assert!(built.status.success(), "{said}");
+        Some(Self { folder })
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new(binary());
+        command
+            .env("LD_PRELOAD", self.folder.path().join("syncs.so"))
+            .env("TOLLGATE_TEST_SYNCS", self.control());
+        command
+    }
+
+    fn control(&self) -> PathBuf {
+        self.folder.path().join("failing")
+    }
+
+    /// From now on syncs of files whose path ends with one of `ends` fail.
+    fn fail(&self, ends: &str) {
+        let unfinished = self.folder.path().join("failing.new");
+        fs::write(&unfinished, ends).expect("writes");
+        fs::rename(unfinished, self.control()).expect("renames");
+    }
+
+    fn heal(&self) {
+        fs::remove_file(self.control()).expect("removes");
+    }
+}
+
+/// The ledger commits nothing that it cannot sync: until it can, nothing is
+/// acknowledged to a worker and nothing billable is begun.
+#[tokio::test]
+async fn a_ledger_that_cannot_sync_acknowledges_nothing() {
+    let Some(syncs) = FailingSyncs::build() else { return };
+    let folder = tempfile::tempdir().expect("a folder");
+    let data = folder.path().join("data");
+    let mut gateway = Tollgate::start_on(&data, support::OPEN, syncs.command());
+    let load = Load::start(&gateway.target(&gateway.key("acme", &[])));
+    load.until("an answer", |heard| heard.status == 200).await;
+
+    syncs.fail("ledger.db-wal ledger.db");
+    load.until("the ledger's refusal", |heard| heard.code == "ledger_unavailable").await;
+    assert_eq!(status_of(&gateway, "/healthz").await, 200);
+    assert_eq!(status_of(&gateway, "/readyz").await, 503);
+    assert!(metrics(&gateway).await.contains("tollgate_ledger_writable 0"));
+    let acknowledged = last_blocks(&data);
+    let heard = load.heard().len();
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(last_blocks(&data), acknowledged, "nothing is committed meanwhile");
+    let meanwhile = load.heard().split_off(heard);
+    assert!(meanwhile.iter().all(|heard| heard.status == 503), "{meanwhile:?}");
+
+    syncs.heal();
+    load.until("an answer", |heard| heard.status == 200).await;
+    assert!(metrics(&gateway).await.contains("tollgate_ledger_writable 1"));
+    let heard = load.end().await;
+    assert_eq!(gateway.stop(), Some(0));
+    all_are_clear(&heard);
+    judge(&gateway, &heard);
+}
+
+/// A journal that could not be synced is written no further: its worker ends,
+/// and the next one goes on from what it wrote anew.
+#[tokio::test]
+async fn a_journal_that_cannot_sync_ends_its_worker() {
+    let Some(syncs) = FailingSyncs::build() else { return };
+    let folder = tempfile::tempdir().expect("a folder");
+    let data = folder.path().join("data");
+    let mut gateway = Tollgate::start_on(&data, support::OPEN, syncs.command());
+    let load = Load::start(&gateway.target(&gateway.key("acme", &[])));
+    load.until("an answer", |heard| heard.status == 200).await;
+
+    syncs.fail(".journal");
+    load.until("a refusal", |heard| heard.status == 503).await;
+    assert_eq!(status_of(&gateway, "/readyz").await, 503);
+    syncs.heal();
+    load.until("an answer", |heard| heard.status == 200).await;
+    let heard = load.end().await;
+    assert_eq!(gateway.stop(), Some(0));
+    all_are_clear(&heard);
+    judge(&gateway, &heard);
+    let reader = Ledger::open_read_only(&data.join("ledger.db")).expect("a ledger");
+    let epochs = reader.epochs().expect("reads");
+    assert!(epochs.len() >= 2, "the worker began another life: {epochs:?}");
+    for epoch in epochs {
+        assert!(reader.balance(epoch).expect("reads").is_exact());
+    }
+}
+
+/// The last block of each epoch that is committed.
+fn last_blocks(data: &Path) -> Vec<u64> {
+    let reader = Ledger::open_read_only(&data.join("ledger.db")).expect("a ledger");
+    let epochs = reader.epochs().expect("reads");
+    epochs.into_iter().map(|epoch| reader.last_block(epoch).expect("reads")).collect()
+}
+
+/// `fsync` and `fdatasync` that fail for files whose path ends with a word of
+/// the file that is named in the environment, as long as that file is there.
+const SYNCS: &str = r#"
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static int fails(int fd) {
+    const char *control = getenv("TOLLGATE_TEST_SYNCS");
+    char words[512], name[64], path[4096];
+    if (!control) return 0;
+    int file = open(control, O_RDONLY | O_CLOEXEC);
+    if (file < 0) return 0;
+    ssize_t read_bytes = read(file, words, sizeof words - 1);
+    close(file);
+    if (read_bytes <= 0) return 0;
+    words[read_bytes] = 0;
+    snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
+    ssize_t length = readlink(name, path, sizeof path - 1);
+    if (length <= 0) return 0;
+    path[length] = 0;
+    char *rest = words;
+    for (char *word; (word = strsep(&rest, " \n"));) {
+        size_t size = strlen(word);
+        if (size && (size_t)length >= size && !strcmp(path + length - size, word)) return 1;
+    }
+    return 0;
+}
+
+int fsync(int fd) {
+    if (fails(fd)) { errno = EIO; return -1; }
+    return syscall(SYS_fsync, fd);
+}
+
+int fdatasync(int fd) {
+    if (fails(fd)) { errno = EIO; return -1; }
+    return syscall(SYS_fdatasync, fd);
+}
+"#;
