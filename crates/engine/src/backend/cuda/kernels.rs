@@ -16,17 +16,19 @@ mod tests;
 /// The unit that a compiler is given, and the files it includes by name.
 pub const UNIT: (&str, &str) = ("kernels.cu", include_str!("kernels/kernels.cu"));
 /// What [`UNIT`] includes: names and texts.
-pub const INCLUDED: [(&str, &str); 5] = [
+pub const INCLUDED: [(&str, &str); 7] = [
     ("portable.h", include_str!("kernels/portable.h")),
     ("kernels.h", include_str!("kernels/kernels.h")),
     ("decode.cu", include_str!("kernels/decode.cu")),
     ("linear.cu", include_str!("kernels/linear.cu")),
+    ("prefill.cu", include_str!("kernels/prefill.cu")),
     ("rows.cu", include_str!("kernels/rows.cu")),
+    ("sample.cu", include_str!("kernels/sample.cu")),
 ];
 /// Options for NVRTC beside the architecture.
 pub const OPTIONS: [&str; 1] = ["--std=c++17"];
 /// Every entry point.
-pub const NAMES: [&str; 22] = [
+pub const NAMES: [&str; 26] = [
     "feed",
     "fill",
     "copy_block",
@@ -42,6 +44,9 @@ pub const NAMES: [&str; 22] = [
     "combine_32",
     "combine_64",
     "combine_128",
+    "prefill_32",
+    "prefill_64",
+    "prefill_128",
     "swiglu",
     "linear_f32",
     "linear_bf16",
@@ -49,6 +54,7 @@ pub const NAMES: [&str; 22] = [
     "skinny_f32",
     "skinny_bf16",
     "skinny_add",
+    "sample",
 ];
 
 /// An address on a device; 0 is null.
@@ -143,6 +149,44 @@ pub struct Span {
     pub position: u32,
     /// Where its KV blocks begin in the list of all.
     pub blocks: u32,
+}
+
+/// How one token is drawn.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct SampleRow {
+    /// The choice's own seed.
+    pub seed: u64,
+    /// 0 is greedy.
+    pub temperature: f32,
+    /// Of the likeliest tokens that together reach this probability.
+    pub top_p: f32,
+    /// Taken off the logit of each token that was generated before.
+    pub presence: f32,
+    /// Taken off for each time it was.
+    pub frequency: f32,
+    /// Tokens that the choice has generated before.
+    pub position: u32,
+    /// Row of the logits.
+    pub row: u32,
+    /// A token whose log-probability is wanted; [`NONE`]: one is drawn.
+    pub given: u32,
+    /// Where in the tokens of the step before there is one more that was
+    /// generated, not among the counts yet; or [`NONE`].
+    pub pending: u32,
+    /// Where its biases begin.
+    pub biases: u32,
+    /// How many there are.
+    pub bias_count: u32,
+    /// Where its counts of tokens generated before begin.
+    pub counts: u32,
+    /// How many there are.
+    pub count_count: u32,
+    /// Likeliest tokens reported, [`MOST_TOP`] at most; [`NONE`]: no
+    /// log-probabilities.
+    pub top: u32,
+    /// Makes the size a multiple of 8.
+    pub unused: u32,
 }
 
 /// Declares the structures of `kernels.h`: the same fields in the same order.
@@ -242,6 +286,19 @@ arguments! {
         heads: u32,
         splits: u32,
     }
+    /// Attention of tiles of new tokens.
+    PrefillArgs {
+        output: DevicePointer,
+        queries: DevicePointer,
+        keys: DevicePointer,
+        values: DevicePointer,
+        spans: DevicePointer,
+        blocks: DevicePointer,
+        scale: f32,
+        heads: u32,
+        kv_heads: u32,
+        window: u32,
+    }
     /// `silu(gate) * up`.
     GateArgs {
         output: DevicePointer,
@@ -256,6 +313,23 @@ arguments! {
         rows: u32,
         columns: u32,
         depth: u32,
+    }
+    /// Drawing tokens.
+    SampleArgs {
+        tokens: DevicePointer,
+        logprobs: DevicePointer,
+        top_tokens: DevicePointer,
+        top_logprobs: DevicePointer,
+        weights: DevicePointer,
+        sums: DevicePointer,
+        rows: DevicePointer,
+        logits: DevicePointer,
+        previous: DevicePointer,
+        bias_tokens: DevicePointer,
+        biases: DevicePointer,
+        count_tokens: DevicePointer,
+        counts: DevicePointer,
+        vocabulary: u32,
     }
 }
 
@@ -323,6 +397,22 @@ pub fn combine(args: CombineArgs, spans: u32, head_dim: HeadDim) -> Launch<Combi
     }
 }
 
+/// Attention of `spans` spans of at most [`tile_tokens`] tokens each.
+pub fn prefill(args: PrefillArgs, spans: u32, head_dim: HeadDim) -> Launch<PrefillArgs> {
+    Launch {
+        kernel: head_dim.pick(["prefill_32", "prefill_64", "prefill_128"]),
+        grid: [spans, args.kv_heads, 1],
+        threads: 128,
+        args,
+    }
+}
+
+/// Tokens of one span of [`prefill`] at most, where `group` query heads share
+/// a KV head. Longer ones are cut.
+pub fn tile_tokens(group: u32) -> u32 {
+    PREFILL_ROWS / group
+}
+
 /// `rows` rows.
 pub fn swiglu(args: GateArgs, rows: u32) -> Launch<GateArgs> {
     Launch { kernel: "swiglu", grid: [rows, args.width.div_ceil(128 * 8), 1], threads: 128, args }
@@ -357,8 +447,21 @@ pub fn skinny(args: LinearArgs, finish: Finish) -> Launch<LinearArgs> {
     }
 }
 
+/// Draws `samples` tokens.
+pub fn sample(args: SampleArgs, samples: u32) -> Launch<SampleArgs> {
+    Launch { kernel: "sample", grid: [samples, 1, 1], threads: 512, args }
+}
+
+/// Elements of [`SampleArgs::sums`] for one sample.
+pub fn sums_of_sample(vocabulary: u32) -> u32 {
+    vocabulary.div_ceil(256)
+}
+
+/// Likeliest tokens that [`sample`] reports at most; its lists have this pitch.
+pub const MOST_TOP: u32 = 20;
 /// Rows of activations that the kernel for few rows takes.
 pub const SKINNY_ROWS: u32 = 8;
 const SKINNY_COLUMNS: u32 = 16;
+const PREFILL_ROWS: u32 = 64;
 const TILE_ROWS: u32 = 128;
 const TILE_COLUMNS: u32 = 128;

@@ -31,6 +31,12 @@ enum Bug : u32 {
     LinearWithoutWait,
     LinearWithoutBarrier,
     LinearWithoutBound,
+    PrefillWrongHead,
+    PrefillMask,
+    PrefillWithoutWait,
+    PrefillWithoutBarrier,
+    SampleWithoutBarrier,
+    SampleTies,
 };
 extern thread_local u32 planted;
 
@@ -119,6 +125,7 @@ inline float widen(u32 half) {
         #name, [](const void* args) { name(*static_cast<const Args*>(args)); }, sizeof(Args),      \
         threads);                                                                                  \
     static void name(const Args args)
+#define DENSE_KERNEL(name, threads, blocks, Args) KERNEL(name, threads, Args)
 #define SHARED(Type, name)                                                                         \
     static_assert(sizeof(Type) <= MOST_SHARED, "static shared memory");                            \
     Type& name = *reinterpret_cast<Type*>(emulated::shared(sizeof(Type)))
@@ -145,6 +152,16 @@ template <class T> DEVICE T shuffle_xor(T value, u32 mask) {
            sizeof value);
     return value;
 }
+
+DEVICE u32 ballot(bool says) {
+    u32 word = says, bits = 0;
+    auto all = emulated::exchange(6, &word, 1);
+    for (u32 lane = 0; lane < 32; lane++) {
+        bits |= all[lane][0] << lane;
+    }
+    return bits;
+}
+DEVICE u32 count_bits(u32 bits) { return __builtin_popcount(bits); }
 
 DEVICE u32 bits_of(float value) {
     u32 bits;
@@ -239,6 +256,7 @@ DEVICE float times(float a, float b) { return a * b; }
 DEVICE float plus(float a, float b) { return a + b; }
 DEVICE float divided(float a, float b) { return a / b; }
 DEVICE double times(double a, double b) { return a * b; }
+DEVICE double plus(double a, double b) { return a + b; }
 DEVICE double natural_log(double x) { return std::log(x); }
 DEVICE void sine_cosine(double turns, float& sine, float& cosine) {
     double angle = (turns - std::rint(turns)) * 6.283185307179586476925;

@@ -48,6 +48,12 @@ pub(crate) enum Bug {
     LinearWithoutWait,
     LinearWithoutBarrier,
     LinearWithoutBound,
+    PrefillWrongHead,
+    PrefillMask,
+    PrefillWithoutWait,
+    PrefillWithoutBarrier,
+    SampleWithoutBarrier,
+    SampleTies,
 }
 
 /// Elements that may lie in a card's memory.
@@ -65,6 +71,8 @@ unsafe impl Plain for u16 {}
 unsafe impl Plain for u32 {}
 // SAFETY: four numbers of one size are.
 unsafe impl Plain for super::Span {}
+// SAFETY: numbers without a gap: 64 bytes, as many as its fields have.
+unsafe impl Plain for super::SampleRow {}
 
 /// A piece of the card's memory; freed when dropped.
 pub(crate) struct Memory<'e, T> {

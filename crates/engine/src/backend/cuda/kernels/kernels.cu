@@ -3,4 +3,6 @@
 
 #include "decode.cu"
 #include "linear.cu"
+#include "prefill.cu"
 #include "rows.cu"
+#include "sample.cu"

@@ -153,3 +153,42 @@ constexpr u32 TILE_COLUMNS = 128;
 // Rows at most, and columns of a block, of the skinny kernels.
 constexpr u32 SKINNY_ROWS = 8;
 constexpr u32 SKINNY_COLUMNS = 16;
+
+// How one token is drawn; see sample.rs, which this kernel follows to the bit
+// but for the sums of top_p.
+struct SampleRow {
+    u64 seed;
+    float temperature;
+    float top_p;
+    float presence;
+    float frequency;
+    u32 position;    // tokens that the choice has generated before
+    u32 row;         // of the logits
+    u32 given;       // a token whose log-probability is wanted; NONE: one is drawn
+    u32 pending;     // in `previous`, one more token that was generated; NONE
+    u32 biases;      // where they begin in the lists of biases
+    u32 bias_count;
+    u32 counts;      // where they begin in the lists of counts
+    u32 count_count;
+    u32 top;         // likeliest tokens reported; NONE: no log-probabilities
+    u32 unused;
+};
+constexpr u32 MOST_TOP = 20;
+
+// Grid: samples.
+struct SampleArgs {
+    u32* tokens;           // [sample]: what was drawn; NONE where no logit is above -inf
+    float* logprobs;       // [sample], written where asked for
+    u32* top_tokens;       // [sample][MOST_TOP]
+    float* top_logprobs;   // [sample][MOST_TOP]
+    float* weights;        // [sample][vocabulary], scratch
+    double* sums;          // [sample][vocabulary / 256, rounded up], scratch
+    const SampleRow* rows; // [sample]
+    const float* logits;   // [row][vocabulary]
+    const u32* previous;   // the tokens of the step before
+    const u32* bias_tokens;
+    const float* biases;
+    const u32* count_tokens;
+    const u32* counts;
+    u32 vocabulary;
+};

@@ -43,7 +43,11 @@ constexpr u32 MOST_SHARED = 48 * 1024;
 #define PLANTED(bug) false
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_MEMBER __device__ __forceinline__
-#define KERNEL(name, threads, Args) extern "C" __global__ void __launch_bounds__(threads) name(const Args args)
+#define KERNEL(name, threads, Args)                                                                \
+    extern "C" __global__ void __launch_bounds__(threads) name(const Args args)
+// So few registers that `blocks` blocks fit on a multiprocessor.
+#define DENSE_KERNEL(name, threads, blocks, Args)                                                  \
+    extern "C" __global__ void __launch_bounds__(threads, blocks) name(const Args args)
 #define SHARED(Type, name)                                                                         \
     static_assert(sizeof(Type) <= MOST_SHARED, "static shared memory");                            \
     __shared__ Type name
@@ -61,6 +65,10 @@ DEVICE u64 shuffle_xor(u64 value, u32 mask) { return __shfl_xor_sync(0xffffffffu
 DEVICE double shuffle_xor(double value, u32 mask) {
     return __shfl_xor_sync(0xffffffffu, value, mask);
 }
+
+// Which lanes say so, a bit each.
+DEVICE u32 ballot(bool says) { return __ballot_sync(0xffffffffu, says); }
+DEVICE u32 count_bits(u32 bits) { return __popc(bits); }
 
 DEVICE u32 bits_of(float value) { return __float_as_uint(value); }
 DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
@@ -133,6 +141,7 @@ DEVICE float times(float a, float b) { return __fmul_rn(a, b); }
 DEVICE float plus(float a, float b) { return __fadd_rn(a, b); }
 DEVICE float divided(float a, float b) { return __fdiv_rn(a, b); }
 DEVICE double times(double a, double b) { return __dmul_rn(a, b); }
+DEVICE double plus(double a, double b) { return __dadd_rn(a, b); }
 DEVICE double natural_log(double x) { return log(x); }
 // Sine and cosine of `turns` whole turns.
 DEVICE void sine_cosine(double turns, float& sine, float& cosine) {

@@ -6,6 +6,7 @@ mod attention;
 mod compiled;
 mod linear;
 mod rows;
+mod sample;
 
 use super::emulator::{Bug, Emulator, Memory, ORDERS, Plain};
 

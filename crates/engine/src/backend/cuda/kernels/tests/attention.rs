@@ -177,6 +177,41 @@ impl Case {
         compare(&widened(&filled(&output)?), &self.expected, ATTENDED)
             .map_err(|error| format!("{:?}, {splits} splits: {error}", self.shape))
     }
+
+    fn check_prefill(&self, emulator: &Emulator, order: u32) -> Result<(), String> {
+        let Shape { heads, kv_heads, head_dim, window } = self.shape;
+        let d = head_dim.elements() as usize;
+        let most = tile_tokens((heads / kv_heads) as u32);
+        let mut tiles = vec![Span { row: 99, tokens: 0, position: 99, blocks: 99 }];
+        for span in &self.spans {
+            tiles.extend((0..span.tokens).step_by(most as usize).map(|offset| Span {
+                row: span.row + offset,
+                tokens: most.min(span.tokens - offset),
+                position: span.position + offset,
+                blocks: span.blocks,
+            }));
+        }
+        let output = emulator.memory::<u16>(self.queries.len());
+        let [queries, keys, values] =
+            [&self.queries, &self.keys, &self.values].map(|from| emulator.copy(from));
+        let blocks = emulator.copy(&self.blocks);
+        let spans = emulator.copy(&tiles);
+        let args = PrefillArgs {
+            output: output.at(),
+            queries: queries.at(),
+            keys: keys.at(),
+            values: values.at(),
+            spans: spans.at(),
+            blocks: blocks.at(),
+            scale: 1.0 / (d as f32).sqrt(),
+            heads: heads as u32,
+            kv_heads: kv_heads as u32,
+            window: window as u32,
+        };
+        emulator.launch(&prefill(args, tiles.len() as u32, head_dim), order)?;
+        compare(&widened(&filled(&output)?), &self.expected, ATTENDED)
+            .map_err(|error| format!("{:?}: {error}", self.shape))
+    }
 }
 
 /// One token each, at edges of blocks and far behind them.
@@ -201,5 +236,33 @@ fn planted_bugs_in_attention_of_single_tokens_are_found() {
     let case = Case::new(shape, &SINGLE);
     for bug in [Bug::DecodeWrongHead, Bug::DecodeMask, Bug::DecodeWithoutBarrier] {
         finds(bug, |emulator, order| case.check_decode(emulator, order, 2));
+    }
+}
+
+/// Whole prompts, chunks that go on from what is cached, and single tokens.
+const CHUNKS: [(usize, usize); 6] = [(0, 1), (0, 17), (16, 70), (37, 3), (129, 5), (0, 64)];
+
+#[test]
+fn chunks_agree() {
+    for head_dim in HeadDim::ALL {
+        for (heads, kv_heads, window) in [(1, 1, 0), (4, 2, 0), (14, 2, 0), (16, 1, 20), (9, 1, 5)]
+        {
+            let case = Case::new(Shape { heads, kv_heads, head_dim, window }, &CHUNKS);
+            sound(|emulator, order| case.check_prefill(emulator, order));
+        }
+    }
+}
+
+#[test]
+fn planted_bugs_in_attention_of_chunks_are_found() {
+    let shape = Shape { heads: 4, kv_heads: 2, head_dim: HeadDim::D64, window: 0 };
+    let case = Case::new(shape, &CHUNKS);
+    for bug in [
+        Bug::PrefillWrongHead,
+        Bug::PrefillMask,
+        Bug::PrefillWithoutWait,
+        Bug::PrefillWithoutBarrier,
+    ] {
+        finds(bug, |emulator, order| case.check_prefill(emulator, order));
     }
 }

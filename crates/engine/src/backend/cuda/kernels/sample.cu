@@ -1,0 +1,418 @@
+// Drawing tokens, one block of threads a row: what sample.rs does, in its
+// order of additions, so that a draw is the same on any device. Only the sums
+// of top_p differ: they are whole numbers of 2^-41, so that the order in which
+// threads add them does not matter.
+#include "kernels.h"
+
+constexpr u32 SAMPLE_THREADS = 512;
+constexpr u32 SUM_CHUNK = 256;
+constexpr u32 SUM_LANES = 8;
+constexpr u32 BUCKETS = 1024;
+constexpr float LEAST_TEMPERATURE = 1e-5f;
+constexpr float LEAST_LOGPROB = -9999.0f;
+constexpr double WHOLE = 2199023255552.0; // 2^41: 2^22 weights of 1 fit in 64 bits
+
+struct SampleShared {
+    u64 mass[BUCKETS];
+    double lanes[SAMPLE_THREADS];
+    u64 keys[SAMPLE_THREADS / WARP];
+    u64 lane_mass[WARP];
+    u64 above;
+    double wanted;
+    u32 warps[SAMPLE_THREADS / WARP];
+    u32 bucket, token, found, equal;
+};
+
+DEVICE bool is_number(float x) { return x == x; }
+DEVICE float largest_number() { return float_of(0x7f7fffffu); }
+// The logit, or the largest number where it is infinite.
+DEVICE float bounded(float logit) { return logit > largest_number() ? largest_number() : logit; }
+
+// Orders tokens by logit and then by smaller id, as whole numbers.
+DEVICE u64 key_of(float logit, u32 token) {
+    float value = is_number(logit) ? plus(logit, 0.0f) : minus_infinity(); // -0 becomes 0
+    u32 bits = bits_of(value);
+    u32 order = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return (u64)order << 32 | (NONE - token);
+}
+DEVICE u32 token_of(u64 key) { return NONE - (u32)key; }
+DEVICE float logit_of(u64 key) {
+    u32 order = (u32)(key >> 32);
+    return float_of(order & 0x80000000u ? order & 0x7fffffffu : ~order);
+}
+
+// The largest of all threads' keys, for all of them.
+DEVICE u64 largest_key(SampleShared& shared, u64 key) {
+#pragma unroll
+    for (u32 mask = WARP / 2; mask > 0; mask /= 2) {
+        key = most_of(key, shuffle_xor(key, mask));
+    }
+    sync_block(); // all have read what was there before
+    if (thread_index() % WARP == 0) {
+        shared.keys[thread_index() / WARP] = key;
+    }
+    sync_block();
+    for (u32 warp = 0; warp < SAMPLE_THREADS / WARP; warp++) {
+        key = most_of(key, shared.keys[warp]);
+    }
+    return key;
+}
+
+// The first of the largest logits that come behind `before` in order.
+DEVICE u64 likeliest(SampleShared& shared, const float* logits, u32 count, u64 before) {
+    u64 best = 0;
+    for (u32 i = thread_index(); i < count; i += SAMPLE_THREADS) {
+        u64 key = key_of(logits[i], i);
+        best = key < before ? most_of(best, key) : best;
+    }
+    return largest_key(shared, best);
+}
+DEVICE bool is_nothing(u64 key) { return key == 0 || logit_of(key) == minus_infinity(); }
+
+// e^x for x up to 0, as exponential.rs computes it, to the bit.
+DEVICE float exponential(float x) {
+    const float ROUND = 12582912.0f, LN2_HIGH = 355.0f / 512.0f, LN2_LOW = -2.1219444e-4f;
+    float shifted = plus(times(x, 1.44269504f), ROUND);
+    float whole = plus(shifted, -ROUND);
+    float r = plus(plus(x, -times(whole, LN2_HIGH)), -times(whole, LN2_LOW));
+    float p = 1.9875691e-4f;
+    p = plus(times(p, r), 1.3981999e-3f);
+    p = plus(times(p, r), 8.333452e-3f);
+    p = plus(times(p, r), 4.1665796e-2f);
+    p = plus(times(p, r), 1.6666665e-1f);
+    p = plus(times(p, r), 0.5f);
+    float power = float_of((bits_of(shifted) + 127) << 23);
+    return x > -87.3f ? times(plus(plus(times(times(p, r), r), r), 1.0f), power) : 0.0f;
+}
+
+DEVICE u64 mixed(u64 value) {
+    value += 0x9e3779b97f4a7c15ull;
+    value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ull;
+    value = (value ^ (value >> 27)) * 0x94d049bb133111ebull;
+    return value ^ (value >> 31);
+}
+DEVICE double uniform(u64 seed, u32 position) {
+    u64 bits = mixed(mixed(seed) + ((u64)position + 1) * 0x9e3779b97f4a7c15ull);
+    return times((double)(bits >> 11), 1.0 / 9007199254740992.0);
+}
+
+// Copies the row with biases added and penalties taken off.
+DEVICE void adjust(SampleShared& shared, const SampleArgs& args, const SampleRow& row,
+                   const float* logits, float* weights) {
+    if (thread_index() == 0) {
+        shared.found = 0;
+    }
+    for (u32 i = thread_index(); i < args.vocabulary; i += SAMPLE_THREADS) {
+        weights[i] = bounded(logits[i]);
+    }
+    sync_block();
+    for (u32 i = thread_index(); i < row.bias_count; i += SAMPLE_THREADS) {
+        u32 token = args.bias_tokens[row.biases + i];
+        if (token < args.vocabulary) {
+            weights[token] = plus(weights[token], args.biases[row.biases + i]);
+        }
+    }
+    if (row.presence == 0 && row.frequency == 0) {
+        return;
+    }
+    sync_block();
+    u32 pending = row.pending == NONE ? NONE : args.previous[row.pending];
+    for (u32 i = thread_index(); i < row.count_count; i += SAMPLE_THREADS) {
+        u32 token = args.count_tokens[row.counts + i], count = args.counts[row.counts + i];
+        if (token == pending) {
+            count++;
+            shared.found = 1;
+        }
+        if (token < args.vocabulary) {
+            float penalty = plus(row.presence, times(row.frequency, (float)count));
+            weights[token] = plus(weights[token], -penalty);
+        }
+    }
+    sync_block();
+    if (thread_index() == 0 && shared.found == 0 && pending < args.vocabulary) {
+        weights[pending] = plus(weights[pending], -plus(row.presence, row.frequency));
+    }
+}
+
+DEVICE u64 mass_of(float weight) { return (u64)times((double)weight, WHOLE); }
+
+// The highest bucket at which the mass so far reaches what is wanted, by the
+// first thread; `above` is what lies above it. The first time that is `part`
+// of all there is.
+DEVICE void descend(SampleShared& shared, bool is_first, float part) {
+    constexpr u32 SHARE = BUCKETS / WARP;
+    if (thread_index() < WARP) {
+        u64 sum = 0;
+        for (u32 i = 0; i < SHARE; i++) {
+            sum += shared.mass[thread_index() * SHARE + i];
+        }
+        shared.lane_mass[thread_index()] = sum;
+    }
+    sync_block();
+    if (thread_index() == 0) {
+        if (is_first) {
+            u64 total = 0;
+            for (u32 i = 0; i < WARP; i++) {
+                total += shared.lane_mass[i];
+            }
+            shared.wanted = times((double)part, (double)total);
+        }
+        double wanted = shared.wanted;
+        u64 above = shared.above;
+        u32 share = WARP - 1;
+        while (share > 0 && (shared.lane_mass[share] == 0 ||
+                             (double)(above + shared.lane_mass[share]) < wanted)) {
+            above += shared.lane_mass[share];
+            share--;
+        }
+        u32 bucket = share * SHARE + SHARE - 1;
+        while (bucket > share * SHARE &&
+               (shared.mass[bucket] == 0 || (double)(above + shared.mass[bucket]) < wanted)) {
+            above += shared.mass[bucket];
+            bucket--;
+        }
+        shared.above = above;
+        shared.bucket = bucket;
+    }
+    sync_block();
+}
+
+// The mass of weights whose bits above `shift` + 10 are `prefix`, by the ten
+// bits below.
+DEVICE void count_mass(SampleShared& shared, const float* weights, u32 count, u32 prefix,
+                       u32 shift) {
+    sync_block();
+    for (u32 i = thread_index(); i < BUCKETS; i += SAMPLE_THREADS) {
+        shared.mass[i] = 0;
+    }
+    sync_block();
+    for (u32 i = thread_index(); i < count; i += SAMPLE_THREADS) {
+        float weight = weights[i];
+        u32 bits = bits_of(weight) >> shift;
+        u64 mass = mass_of(weight);
+        if (mass > 0 && bits >> 10 == prefix) {
+            atomic_add(&shared.mass[bits % BUCKETS], mass);
+        }
+    }
+    sync_block();
+}
+
+// Keeps the first `most` of the weights with these bits, in order of tokens.
+DEVICE void keep_first(SampleShared& shared, float* weights, u32 count, u32 bits, u64 most) {
+    u64 kept = 0;
+    u32 lane = thread_index() % WARP, warp = thread_index() / WARP;
+    for (u32 start = 0; start < count; start += SAMPLE_THREADS) {
+        u32 i = start + thread_index();
+        bool is_equal = i < count && bits_of(weights[i]) == bits;
+        u32 lanes = ballot(is_equal);
+        sync_block();
+        if (lane == 0) {
+            shared.warps[warp] = count_bits(lanes);
+        }
+        sync_block();
+        u64 before = kept + count_bits(lanes & ((1u << lane) - 1));
+        for (u32 other = 0; other < SAMPLE_THREADS / WARP; other++) {
+            before += other < warp ? shared.warps[other] : 0;
+            kept += shared.warps[other];
+        }
+        if (is_equal && before >= most) {
+            weights[i] = 0;
+        }
+    }
+}
+
+// Sets every weight outside the nucleus to 0: the likeliest stay that reach
+// `part` of the whole, of equal ones those of smaller ids.
+DEVICE void keep_nucleus(SampleShared& shared, float* weights, u32 count, float part) {
+    if (thread_index() == 0) {
+        shared.above = 0;
+        shared.equal = 0;
+    }
+    // The highest bits first, then ten and ten more: no bit is left.
+    u32 bits = 0;
+    for (u32 level = 0; level < 3; level++) {
+        count_mass(shared, weights, count, bits, 20 - 10 * level);
+        descend(shared, level == 0, part);
+        bits = bits << 10 | shared.bucket;
+    }
+    // How many of that very weight it takes.
+    double mass = (double)mass_of(float_of(bits));
+    double missing = shared.wanted - (double)shared.above;
+    u64 most = missing > mass ? (u64)(missing / mass) : 1;
+    while (times((double)most, mass) < missing) {
+        most++;
+    }
+    u32 equal = 0;
+    for (u32 i = thread_index(); i < count; i += SAMPLE_THREADS) {
+        u32 other = bits_of(weights[i]);
+        equal += other == bits ? 1 : 0;
+        if (other < bits) {
+            weights[i] = 0;
+        }
+    }
+    atomic_add(&shared.equal, equal);
+    sync_block();
+    if (shared.equal > most && !PLANTED(SampleTies)) {
+        keep_first(shared, weights, count, bits, most);
+    }
+}
+
+// The sums of 256 weights each, added in eight lanes and then lane by lane.
+DEVICE void sum_chunks(SampleShared& shared, const float* weights, u32 count, double* sums) {
+    constexpr u32 AT_ONCE = SAMPLE_THREADS / SUM_LANES;
+    u32 lane = thread_index() % SUM_LANES;
+    u32 chunks = steps_of(count, SUM_CHUNK);
+    for (u32 start = 0; start < chunks; start += AT_ONCE) {
+        u32 chunk = start + thread_index() / SUM_LANES;
+        u32 first = chunk * SUM_CHUNK;
+        u32 length = chunk < chunks ? least_of(SUM_CHUNK, count - first) : 0;
+        u32 whole = length / SUM_LANES * SUM_LANES;
+        double sum = 0;
+        for (u32 i = lane; i < whole; i += SUM_LANES) {
+            sum = plus(sum, (double)weights[first + i]);
+        }
+        shared.lanes[thread_index()] = sum;
+        sync_warp();
+        if (lane == 0 && chunk < chunks) {
+            double total = 0, rest = 0;
+            for (u32 i = 0; i < SUM_LANES; i++) {
+                total = plus(total, shared.lanes[thread_index() + i]);
+            }
+            for (u32 i = whole; i < length; i++) {
+                rest = plus(rest, (double)weights[first + i]);
+            }
+            sums[chunk] = plus(total, rest);
+        }
+        sync_warp();
+    }
+}
+
+// Where `part` of all weights is reached, by one thread; `best` where rounding
+// leaves a crumb behind the last.
+DEVICE u32 pick(const float* weights, u32 count, const double* sums, double part, u32 best) {
+    u32 chunks = steps_of(count, SUM_CHUNK);
+    double left = 0;
+    for (u32 chunk = 0; chunk < chunks; chunk++) {
+        left = plus(left, sums[chunk]);
+    }
+    left = times(part, left);
+    for (u32 chunk = 0; chunk < chunks; chunk++) {
+        double sum = sums[chunk];
+        if (left >= sum) {
+            left = plus(left, -sum);
+            continue;
+        }
+        u32 end = least_of((chunk + 1) * SUM_CHUNK, count);
+        for (u32 token = chunk * SUM_CHUNK; token < end; token++) {
+            double weight = weights[token];
+            if (left < weight) {
+                return token;
+            }
+            left = plus(left, -weight);
+        }
+    }
+    return best;
+}
+
+// The token that is drawn, for all threads; NONE where there is none.
+DEVICE u32 draw(SampleShared& shared, const SampleArgs& args, const SampleRow& row,
+                const float* logits) {
+    u32 count = args.vocabulary;
+    float* weights = args.weights + (u64)block_x() * count;
+    double* sums = args.sums + (u64)block_x() * steps_of(count, SUM_CHUNK);
+    bool is_greedy = row.temperature < LEAST_TEMPERATURE;
+    bool is_plain = row.bias_count == 0 && row.presence == 0 && row.frequency == 0;
+    if (!is_plain || !is_greedy) {
+        adjust(shared, args, row, logits, weights);
+        sync_block();
+    }
+    u64 key = likeliest(shared, is_plain && is_greedy ? logits : weights, count, ~0ull);
+    if (is_nothing(key)) {
+        return NONE;
+    }
+    if (is_greedy) {
+        return token_of(key);
+    }
+    float highest = weights[token_of(key)], scale = divided(1.0f, row.temperature);
+    sync_block(); // all know the highest before it becomes a weight
+    for (u32 i = thread_index(); i < count; i += SAMPLE_THREADS) {
+        weights[i] = exponential(times(plus(weights[i], -highest), scale));
+    }
+    if (row.top_p < 1) {
+        keep_nucleus(shared, weights, count, row.top_p);
+    }
+    if (!PLANTED(SampleWithoutBarrier)) {
+        sync_block();
+    }
+    sum_chunks(shared, weights, count, sums);
+    sync_block();
+    if (thread_index() == 0) {
+        double part = uniform(row.seed, row.position);
+        shared.token = pick(weights, count, sums, part, token_of(key));
+    }
+    sync_block();
+    return shared.token;
+}
+
+// ln of the sum of exp over the row.
+DEVICE double normaliser(SampleShared& shared, const float* logits, u32 count) {
+    u64 key = likeliest(shared, logits, count, ~0ull);
+    if (is_nothing(key)) {
+        return (double)minus_infinity();
+    }
+    float highest = bounded(logit_of(key));
+    double sum = 0;
+    for (u32 i = thread_index(); i < count; i += SAMPLE_THREADS) {
+        float logit = logits[i] > highest ? highest : logits[i];
+        sum += (double)exponential(plus(logit, -highest));
+    }
+    sum = sum_of_lanes(sum, WARP);
+    if (thread_index() % WARP == 0) {
+        shared.lanes[thread_index() / WARP] = sum;
+    }
+    sync_block();
+    sum = 0;
+    for (u32 warp = 0; warp < SAMPLE_THREADS / WARP; warp++) {
+        sum += shared.lanes[warp];
+    }
+    return (double)highest + natural_log(sum);
+}
+DEVICE float logprob(float logit, double normaliser) {
+    float value = (float)((double)bounded(logit) - normaliser);
+    // Written so that what is not a number goes to the floor as well.
+    return value > LEAST_LOGPROB ? least_of(value, 0.0f) : LEAST_LOGPROB;
+}
+
+DEVICE void report(SampleShared& shared, const SampleArgs& args, const SampleRow& row,
+                   const float* logits, u32 token) {
+    double below = normaliser(shared, logits, args.vocabulary);
+    if (thread_index() == 0) {
+        args.logprobs[block_x()] =
+            token < args.vocabulary ? logprob(logits[token], below) : LEAST_LOGPROB;
+    }
+    u64 key = ~0ull;
+    u32 top = least_of(least_of(row.top, MOST_TOP), args.vocabulary);
+    for (u32 i = 0; i < top; i++) {
+        key = likeliest(shared, logits, args.vocabulary, key);
+        if (thread_index() == 0) {
+            args.top_tokens[block_x() * MOST_TOP + i] = token_of(key);
+            args.top_logprobs[block_x() * MOST_TOP + i] = logprob(logit_of(key), below);
+        }
+    }
+}
+
+KERNEL(sample, SAMPLE_THREADS, SampleArgs) {
+    SHARED(SampleShared, shared);
+    SampleRow row = args.rows[block_x()];
+    const float* logits = args.logits + (u64)row.row * args.vocabulary;
+    u32 token = row.given;
+    if (token == NONE) {
+        token = draw(shared, args, row, logits);
+    }
+    if (thread_index() == 0) {
+        args.tokens[block_x()] = token;
+    }
+    if (row.top != NONE && token != NONE) {
+        report(shared, args, row, logits, token);
+    }
+}

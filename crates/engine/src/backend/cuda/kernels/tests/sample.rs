@@ -1,0 +1,284 @@
+//! Drawing tokens: the same token as the CPU's sampler draws, whatever is
+//! asked for.
+
+use super::*;
+use crate::backend::cuda::kernels::*;
+use crate::sample::{
+    Drawn, Place, Sampler, SamplingParams, TokenCounts, TokenLogprobs, token_logprobs,
+};
+
+/// One token to draw.
+#[derive(Clone)]
+struct Ask {
+    params: SamplingParams,
+    position: u32,
+    /// Tokens generated before, and how often.
+    history: Vec<(u32, u32)>,
+    /// One more, which the step before has drawn.
+    pending: Option<u32>,
+    given: Option<u32>,
+}
+
+impl Ask {
+    fn greedy() -> Self {
+        Self {
+            params: SamplingParams {
+                temperature: 0.0,
+                top_p: 1.0,
+                presence_penalty: 0.0,
+                frequency_penalty: 0.0,
+                logit_bias: Vec::new(),
+                seed: 7,
+                top_logprobs: None,
+            },
+            position: 0,
+            history: Vec::new(),
+            pending: None,
+            given: None,
+        }
+    }
+
+    fn warm(temperature: f32, top_p: f32, seed: u64) -> Self {
+        let mut ask = Self::greedy();
+        ask.params.temperature = temperature;
+        ask.params.top_p = top_p;
+        ask.params.seed = seed;
+        ask.position = seed as u32 % 5;
+        ask
+    }
+
+    fn on_cpu(&self, row: &[f32], sampler: &mut Sampler) -> Option<Drawn> {
+        if let Some(token) = self.given {
+            let top = self.params.top_logprobs;
+            let logprobs = top.map(|top| token_logprobs(row, token, top as usize));
+            return Some(Drawn { token, logprobs });
+        }
+        let mut counts = TokenCounts::default();
+        for &(token, count) in &self.history {
+            (0..count).for_each(|_| counts.add(token));
+        }
+        self.pending.into_iter().for_each(|token| counts.add(token));
+        let place = Place { seed: self.params.seed, position: self.position, counts: &counts };
+        sampler.draw(row, &self.params, place)
+    }
+}
+
+/// What every combination of controls asks for.
+fn asks(vocabulary: usize) -> Vec<Ask> {
+    let last = vocabulary as u32 - 1;
+    let mut asks = vec![Ask::greedy()];
+    for (seed, temperature) in [0.3, 1.0, 2.0, 0.01].into_iter().enumerate() {
+        for (more, top_p) in [1.0, 0.95, 0.5, 0.1, 0.0].into_iter().enumerate() {
+            asks.push(Ask::warm(temperature, top_p, (10 * seed + more) as u64));
+        }
+    }
+    for temperature in [0.0, 1.0] {
+        let mut biased = Ask::warm(temperature, 0.9, 77);
+        biased.params.logit_bias = vec![(last, 3.0), (0, -100.0)];
+        biased.params.top_logprobs = Some(3);
+        let mut penalised = Ask::warm(temperature, 1.0, 78);
+        penalised.params.presence_penalty = 0.7;
+        penalised.params.frequency_penalty = 1.1;
+        penalised.history = vec![(0, 2), (last / 2, 1), (last.max(1) - 1, 30)];
+        penalised.params.top_logprobs = Some(20);
+        let mut again = penalised.clone();
+        again.pending = Some(last / 2);
+        let mut fresh = penalised.clone();
+        fresh.pending = Some(last);
+        fresh.params.presence_penalty = -2.0;
+        fresh.params.frequency_penalty = 0.0;
+        fresh.params.logit_bias = vec![(last, 0.5)];
+        asks.extend([biased, penalised, again, fresh]);
+    }
+    for given in [0, last, u32::MAX - 1] {
+        let mut told = Ask::greedy();
+        told.given = Some(given);
+        told.params.top_logprobs = Some(2);
+        asks.push(told);
+    }
+    asks
+}
+
+/// What the card has drawn.
+fn draw(
+    emulator: &Emulator,
+    order: u32,
+    row: &[f32],
+    asks: &[Ask],
+) -> Result<Vec<Option<Drawn>>, String> {
+    let (mut bias_tokens, mut biases) = (Vec::new(), Vec::new());
+    let (mut count_tokens, mut counts) = (Vec::new(), Vec::new());
+    let mut previous = vec![5_u32];
+    let mut rows = Vec::new();
+    for ask in asks {
+        rows.push(SampleRow {
+            seed: ask.params.seed,
+            temperature: ask.params.temperature,
+            top_p: ask.params.top_p,
+            presence: ask.params.presence_penalty,
+            frequency: ask.params.frequency_penalty,
+            position: ask.position,
+            row: 1,
+            given: ask.given.unwrap_or(NONE),
+            pending: ask.pending.map_or(NONE, |_| previous.len() as u32),
+            biases: biases.len() as u32,
+            bias_count: ask.params.logit_bias.len() as u32,
+            counts: counts.len() as u32,
+            count_count: ask.history.len() as u32,
+            top: ask.params.top_logprobs.unwrap_or(NONE),
+            unused: 0,
+        });
+        previous.extend(ask.pending);
+        bias_tokens.extend(ask.params.logit_bias.iter().map(|(token, _)| *token));
+        biases.extend(ask.params.logit_bias.iter().map(|(_, bias)| *bias));
+        count_tokens.extend(ask.history.iter().map(|(token, _)| *token));
+        counts.extend(ask.history.iter().map(|(_, count)| *count));
+    }
+    let most = MOST_TOP as usize;
+    // Rows of an odd vocabulary, one behind another.
+    let logits = emulator.copy(&[vec![f32::NAN; row.len()], row.to_vec()].concat());
+    let tokens = emulator.memory::<u32>(asks.len());
+    let logprobs = emulator.memory::<f32>(asks.len());
+    let top_tokens = emulator.memory::<u32>(asks.len() * most);
+    let top_logprobs = emulator.memory::<f32>(asks.len() * most);
+    let weights = emulator.memory::<f32>(asks.len() * row.len());
+    let chunks = sums_of_sample(row.len() as u32) as usize;
+    let sums = emulator.memory::<f64>(asks.len() * chunks);
+    let rows = emulator.copy(&rows);
+    let [previous, bias_tokens, count_tokens, counts] =
+        [previous, bias_tokens, count_tokens, counts].map(|from| emulator.copy(&from));
+    let biases = emulator.copy(&biases);
+    let args = SampleArgs {
+        tokens: tokens.at(),
+        logprobs: logprobs.at(),
+        top_tokens: top_tokens.at(),
+        top_logprobs: top_logprobs.at(),
+        weights: weights.at(),
+        sums: sums.at(),
+        rows: rows.at(),
+        logits: logits.at(),
+        previous: previous.at(),
+        bias_tokens: bias_tokens.at(),
+        biases: biases.at(),
+        count_tokens: count_tokens.at(),
+        counts: counts.at(),
+        vocabulary: row.len() as u32,
+    };
+    emulator.launch(&sample(args, asks.len() as u32), order)?;
+    if !weights.is_whole() || !sums.is_whole() {
+        return Err("something was written behind the scratch".to_owned());
+    }
+    let (tokens, logprobs) = (filled(&tokens)?, filled(&logprobs)?);
+    let (top_tokens, top_logprobs) = (filled(&top_tokens)?, filled(&top_logprobs)?);
+    let drawn = asks.iter().enumerate().map(|(index, ask)| {
+        let token = (tokens[index] != NONE).then_some(tokens[index])?;
+        let logprobs = ask.params.top_logprobs.map(|top| {
+            let listed = index * most..index * most + row.len().min(top as usize);
+            let tokens = top_tokens[listed.clone()].iter().copied();
+            TokenLogprobs {
+                logprob: logprobs[index],
+                top: tokens.zip(top_logprobs[listed].iter().copied()).collect(),
+            }
+        });
+        Some(Drawn { token, logprobs })
+    });
+    Ok(drawn.collect())
+}
+
+fn check(emulator: &Emulator, order: u32, row: &[f32], asks: &[Ask]) -> Result<(), String> {
+    let mut sampler = Sampler::default();
+    for (index, (found, ask)) in draw(emulator, order, row, asks)?.iter().zip(asks).enumerate() {
+        let expected = ask.on_cpu(row, &mut sampler);
+        if !is_same(found.as_ref(), expected.as_ref()) {
+            let count = row.len();
+            return Err(format!("{index} of {count}: {found:?} instead of {expected:?}"));
+        }
+    }
+    Ok(())
+}
+
+/// The same tokens, log-probabilities to about what f32 can tell.
+fn is_same(found: Option<&Drawn>, expected: Option<&Drawn>) -> bool {
+    let (Some(found), Some(expected)) = (found, expected) else {
+        return found.is_none() && expected.is_none();
+    };
+    let close = |a: f32, b: f32| (a - b).abs() <= 1e-5 * b.abs().max(1.0);
+    let logprobs = match (&found.logprobs, &expected.logprobs) {
+        (Some(found), Some(expected)) => {
+            found.top.len() == expected.top.len()
+                && close(found.logprob, expected.logprob)
+                && found.top.iter().zip(&expected.top).all(|(a, b)| a.0 == b.0 && close(a.1, b.1))
+        }
+        (found, expected) => found.is_none() && expected.is_none(),
+    };
+    found.token == expected.token && logprobs
+}
+
+/// Logits with a few clear favourites.
+fn peaked(vocabulary: usize) -> Vec<f32> {
+    noise(vocabulary, vocabulary).into_iter().map(|x| 9.0 * x * x * x).collect()
+}
+
+#[test]
+fn every_control_draws_what_the_cpu_draws() {
+    for vocabulary in [1, 2, 7, 255, 257, 2_048, 5_003] {
+        let row = peaked(vocabulary);
+        let asks = asks(vocabulary);
+        sound(|emulator, order| check(emulator, order, &row, &asks));
+    }
+}
+
+#[test]
+fn many_seeds_draw_what_the_cpu_draws() {
+    let row = peaked(600);
+    let asks: Vec<Ask> = (0..120)
+        .map(|seed| Ask::warm(0.8, if seed % 2 == 0 { 1.0 } else { 0.9 }, 1_000 + seed))
+        .collect();
+    sound(|emulator, order| check(emulator, order, &row, &asks));
+    let Some(emulator) = Emulator::sound() else { return };
+    let drawn = draw(emulator, 0, &row, &asks).expect("it was sound above");
+    let tokens: std::collections::BTreeSet<u32> =
+        drawn.into_iter().flatten().map(|drawn| drawn.token).collect();
+    assert!(tokens.len() > 10, "different seeds draw different tokens: {tokens:?}");
+}
+
+#[test]
+fn broken_and_even_rows_are_drawn_as_on_the_cpu() {
+    let mut odd = peaked(700);
+    for (index, value) in [
+        (3, f32::NAN),
+        (10, f32::NEG_INFINITY),
+        (511, f32::INFINITY),
+        (600, f32::INFINITY),
+        (699, f32::NAN),
+        (20, -0.0),
+    ] {
+        odd[index] = value;
+    }
+    let mut zeros = vec![-3.0; 40];
+    zeros[11] = -0.0;
+    zeros[12] = 0.0;
+    let rows = [
+        vec![f32::NEG_INFINITY; 300],
+        vec![f32::NAN; 9],
+        vec![0.0; 1_000], // all alike: the nucleus ends among equals
+        (0..1_200).map(|token| if token % 3 == 0 { 1.0 } else { 0.5 }).collect(),
+        (0..900).map(|token| -(token as f32) / 4.0).collect(),
+        odd,
+        zeros,
+    ];
+    for row in rows {
+        let asks = asks(row.len());
+        sound(|emulator, order| check(emulator, order, &row, &asks));
+    }
+}
+
+#[test]
+fn planted_bugs_in_drawing_are_found() {
+    let row = peaked(2_048);
+    let asks: Vec<Ask> = (0..8).map(|seed| Ask::warm(1.0, 1.0, seed)).collect();
+    finds(Bug::SampleWithoutBarrier, |emulator, order| check(emulator, order, &row, &asks));
+    let even = vec![0.0; 1_000];
+    let asks: Vec<Ask> = (0..8).map(|seed| Ask::warm(1.0, 0.4, seed)).collect();
+    finds(Bug::SampleTies, |emulator, order| check(emulator, order, &even, &asks));
+}
