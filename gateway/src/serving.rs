@@ -86,7 +86,7 @@ impl Serving {
         let in_flight = InFlight::default();
         let started = clock.utc();
         let late = Arc::new(LateSpend { admission: admission.clone(), config, keys: keys.clone() });
-        let books = Books::new(ledger, in_flight.clone(), clock.clone(), late);
+        let books = Books::new(ledger, in_flight.clone(), clock.clone(), late, stopping.clone());
         let keepers = TaskTracker::new();
         let stop_keepers = CancellationToken::new();
         let workers = Workers::start(workers, &books, &keepers, &stop_keepers);

@@ -196,6 +196,10 @@ impl Workers {
         tasks: &TaskTracker,
         stop: &CancellationToken,
     ) -> Self {
+        let (left, ending) = (books.clone(), stop.clone());
+        tasks.spawn(ending.run_until_cancelled_owned(async move {
+            left.close_what_was_left().await;
+        }));
         let assets = Arc::new(assets::Assets::default());
         let counters = Arc::new(Counters::default());
         let slots = endpoints

@@ -11,6 +11,7 @@
 //! nobody knows what the disk kept.
 
 mod build;
+mod disk;
 mod feed;
 mod frame;
 mod store;
@@ -19,7 +20,6 @@ mod tests;
 mod writer;
 
 use std::collections::HashMap;
-use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -33,6 +33,8 @@ use tollgate_domain::{
 };
 use tollgate_engine::{Clock, RequestFigures, StepJournal, StepRecord};
 
+pub(crate) use self::disk::OsDisk;
+pub use self::disk::{Disk, DiskFile};
 pub(crate) use self::feed::Feed;
 use self::feed::Readable;
 use self::frame::{Frame, Head, Step};
@@ -61,8 +63,8 @@ pub(crate) struct JournalOptions {
 
 /// The journal of this process, and what earlier ones left.
 #[derive(Clone)]
-pub(crate) struct Journal {
-    shared: Arc<Shared>,
+pub(crate) struct Journal<D: Disk = OsDisk> {
+    shared: Arc<Shared<D>>,
 }
 
 /// Whose the time after the last step is, when the epoch closes.
@@ -74,12 +76,13 @@ pub(crate) enum Tail {
     Loss,
 }
 
-struct Shared {
+struct Shared<D: Disk> {
+    disk: D,
     clock: Arc<dyn Clock>,
     utc: fn() -> UtcTime,
     folder: PathBuf,
     most_bytes: u64,
-    state: Mutex<State>,
+    state: Mutex<State<D::File>>,
     /// Bytes that the gateway has not acknowledged, as the state last said:
     /// to be read without waiting for a sync.
     held: AtomicU64,
@@ -88,29 +91,40 @@ struct Shared {
     /// Grows with each sync that made something readable.
     synced: watch::Sender<u64>,
     /// Held as long as this process writes here.
-    _lock: File,
+    _lock: D::Lock,
 }
 
-struct State {
+struct State<F> {
     /// Oldest first; the last is the one that is written.
     segments: Vec<Segment>,
     /// Blocks in the ledger, by epoch. Pruned with the epoch's last file.
     acknowledged: HashMap<WorkerEpoch, u64>,
-    /// Bytes of the closed files.
+    /// Bytes of the files that nothing more is written to.
     closed_bytes: u64,
-    writer: Writer,
+    /// The file before the one that is written, until it is synced.
+    closing: Option<Closing<F>>,
+    writer: Writer<F>,
     /// Why nothing more may be written.
     failed: Option<String>,
     closed: bool,
 }
 
-impl Journal {
+/// A file that nothing more is written to and that is not synced yet.
+struct Closing<F> {
+    path: PathBuf,
+    file: Arc<F>,
+    length: u64,
+    synced: u64,
+    last_block: u64,
+}
+
+impl<D: Disk> Journal<D> {
     /// Opens the folder, closes what earlier epochs left open and begins a
     /// new one.
     ///
     /// # Errors
     /// The disk's, and `WouldBlock` where another worker holds the folder.
-    pub(crate) fn open(options: JournalOptions) -> io::Result<Self> {
+    pub(crate) fn open(disk: D, options: JournalOptions) -> io::Result<Self> {
         let JournalOptions {
             folder,
             epoch,
@@ -123,9 +137,9 @@ impl Journal {
             clock,
             utc,
         } = options;
-        fs::create_dir_all(&folder)?;
-        let lock = lock(&folder)?;
-        let mut segments = store::recover(&folder)?;
+        disk.make_folder(&folder)?;
+        let lock = lock(&disk, &folder)?;
+        let mut segments = store::recover(&disk, &folder)?;
         let closed_bytes = segments.iter().map(|segment| segment.bytes).sum();
         let since = clock.now().0.saturating_sub(began.0);
         let utc_began = UtcTime(utc().0.saturating_sub(since));
@@ -140,6 +154,7 @@ impl Journal {
             utc: utc_began,
         };
         let writer = Writer::create(
+            &disk,
             &folder,
             Place { began: utc_began, epoch, number: 1 },
             head,
@@ -149,11 +164,13 @@ impl Journal {
             segments,
             acknowledged: HashMap::new(),
             closed_bytes,
+            closing: None,
             writer,
             failed: None,
             closed: false,
         };
         let shared = Shared {
+            disk,
             clock,
             utc,
             folder,
@@ -164,6 +181,7 @@ impl Journal {
             synced: watch::Sender::new(0),
             _lock: lock,
         };
+        shared.sync()?;
         Ok(Self { shared: Arc::new(shared) })
     }
 
@@ -221,7 +239,7 @@ impl Journal {
     }
 
     /// Reads from the oldest block that is not acknowledged.
-    pub(crate) fn feed(&self) -> Feed {
+    pub(crate) fn feed(&self) -> Feed<D> {
         Feed::new(Arc::clone(&self.shared))
     }
 
@@ -239,6 +257,11 @@ impl Journal {
         state.segments.len() == 1 && current >= last
     }
 
+    /// One look of the syncing thread, for who has none.
+    pub(crate) fn tick(&self, segment_bytes: u64) -> io::Result<()> {
+        self.shared.tick(segment_bytes)
+    }
+
     /// Whether anybody takes blocks: who follows holds a [`Self::watch`].
     pub(crate) fn is_followed(&self) -> bool {
         self.shared.synced.receiver_count() > 0
@@ -250,11 +273,11 @@ impl Journal {
     }
 }
 
-struct EngineSide {
-    shared: Arc<Shared>,
+struct EngineSide<D: Disk> {
+    shared: Arc<Shared<D>>,
 }
 
-impl StepJournal for EngineSide {
+impl<D: Disk> StepJournal for EngineSide<D> {
     fn began(&mut self, at: MonotonicTime) -> io::Result<()> {
         self.shared.state().writer.in_step = Some(at);
         Ok(())
@@ -300,8 +323,8 @@ impl StepJournal for EngineSide {
     }
 }
 
-impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
+impl<D: Disk> Shared<D> {
+    fn state(&self) -> MutexGuard<'_, State<D::File>> {
         // Frames are written whole or not at all, so the state is sound
         // whatever panicked elsewhere.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -314,20 +337,20 @@ impl Shared {
 
     /// Says what `state` holds; its lock is held, so the last word is the
     /// latest.
-    fn tell_held(&self, state: &State) {
+    fn tell_held(&self, state: &State<D::File>) {
         self.held.store(state.held_bytes(), Ordering::Relaxed);
     }
 
     /// Lets `put` make frames and writes them: all of them or, on an error,
     /// none, with everything as it was.
-    fn append(&self, put: impl FnOnce(&mut Writer) -> io::Result<()>) -> io::Result<()> {
+    fn append(&self, put: impl FnOnce(&mut Writer<D::File>) -> io::Result<()>) -> io::Result<()> {
         self.append_to(&mut self.state(), put)
     }
 
     fn append_to(
         &self,
-        state: &mut State,
-        put: impl FnOnce(&mut Writer) -> io::Result<()>,
+        state: &mut State<D::File>,
+        put: impl FnOnce(&mut Writer<D::File>) -> io::Result<()>,
     ) -> io::Result<()> {
         if let Some(reason) = &state.failed {
             return Err(io::Error::other(format!("the journal failed before: {reason}")));
@@ -359,7 +382,7 @@ impl Shared {
                 return;
             }
             drop(state);
-            if let Err(error) = self.tick() {
+            if let Err(error) = self.tick(SEGMENT_BYTES) {
                 tracing::error!(%error, "the journal cannot be kept");
             }
         }
@@ -367,7 +390,7 @@ impl Shared {
 
     /// One look: closes the block if it is time, syncs, starts a new file if
     /// this one is long.
-    fn tick(&self) -> io::Result<()> {
+    fn tick(&self, segment_bytes: u64) -> io::Result<()> {
         let now = self.clock.now();
         let due = {
             let state = self.state();
@@ -381,7 +404,7 @@ impl Shared {
         }
         self.mark_alive(now)?;
         self.sync()?;
-        self.rotate_when(SEGMENT_BYTES)
+        self.rotate_when(segment_bytes)
     }
 
     /// A step that lasts leaves a mark, so that a crash in it is a loss of
@@ -404,39 +427,56 @@ impl Shared {
         Ok(())
     }
 
-    /// Brings to the disk what is written, without holding up the writer.
+    /// Brings to the disk what is written, without holding up the writer: the
+    /// file before this one first, so that what can be read has no gap.
     fn sync(&self) -> io::Result<()> {
-        let (file, length) = {
-            let state = self.state();
-            if state.writer.synced == state.writer.length {
+        let (closing, file, number, length, is_named) = {
+            let State { closing, writer, .. } = &*self.state();
+            if closing.is_none() && writer.synced == writer.length {
                 return Ok(());
             }
-            (Arc::clone(&state.writer.file), state.writer.length)
+            let closing = closing.as_ref().map(|closing| Arc::clone(&closing.file));
+            let file = Arc::clone(&writer.file);
+            (closing, file, writer.place.number, writer.length, writer.synced > 0)
         };
-        let result = file.sync_data();
-        let mut state = self.state();
-        match result {
-            Ok(()) => {
-                // Only this thread starts another file, and not meanwhile.
-                state.writer.synced = state.writer.synced.max(length);
-                drop(state);
-                self.synced.send_modify(|version| *version += 1);
-                Ok(())
-            }
-            Err(error) => {
-                state.failed = Some(error.to_string());
-                Err(error)
-            }
+        let result = closing.as_ref().map_or(Ok(()), |before| before.sync()).and_then(|()| {
+            file.sync()?;
+            if is_named { Ok(()) } else { self.disk.sync_folder(&self.folder) }
+        });
+        let mut guard = self.state();
+        let state = &mut *guard;
+        if let Err(error) = result {
+            state.failed = Some(error.to_string());
+            return Err(error);
         }
+        if closing.is_some()
+            && let Some(Closing { path, length, last_block, .. }) = state.closing.take()
+            && let Some(closed) = state.segments.iter_mut().find(|segment| segment.path == path)
+        {
+            (closed.last_block, closed.bytes) = (Some(last_block), length);
+        }
+        // Meanwhile the journal may have been closed, and another file begun.
+        if state.writer.place.number == number {
+            state.writer.synced = state.writer.synced.max(length);
+        }
+        drop(guard);
+        self.synced.send_modify(|version| *version += 1);
+        Ok(())
     }
 
     /// Starts a new file once this one has so many bytes. Files hold whole
-    /// blocks, so the open one is closed first; the engine waits for one sync,
-    /// once in some megabytes.
+    /// blocks, so the open one is closed first. The engine waits for no sync:
+    /// should the power fail before this one, the next process finds a file
+    /// that does not follow the one before it, and nothing of either was
+    /// handed out.
     fn rotate_when(&self, bytes: u64) -> io::Result<()> {
         let mut guard = self.state();
         let state = &mut *guard;
-        if state.writer.length < bytes || state.closed || state.failed.is_some() {
+        if state.writer.length < bytes
+            || state.closed
+            || state.failed.is_some()
+            || state.closing.is_some()
+        {
             return Ok(());
         }
         let next = state.writer.utc_at_end(self.clock.now(), (self.utc)());
@@ -446,25 +486,25 @@ impl Shared {
                 Ok(())
             })?;
         }
-        if let Err(error) = state.writer.file.sync_data() {
-            state.failed = Some(error.to_string());
-            return Err(error);
-        }
         let writer = &state.writer;
         let head =
             Head { block: writer.block, clock: writer.clock, utc: next, ..writer.head.clone() };
         let place = Place { number: writer.place.number + 1, ..writer.place };
-        let closed = state.segments.len() - 1;
-        let mut next = Writer::create(&self.folder, place, head, &mut state.segments)?;
+        let closing = Closing {
+            path: state.segments[state.segments.len() - 1].path.clone(),
+            file: Arc::clone(&writer.file),
+            length: writer.length,
+            synced: writer.synced,
+            last_block: writer.block - 1,
+        };
+        let mut next = Writer::create(&self.disk, &self.folder, place, head, &mut state.segments)?;
         next.in_step = state.writer.in_step;
-        state.segments[closed].last_block = Some(state.writer.block - 1);
-        state.segments[closed].bytes = state.writer.length;
-        state.closed_bytes += state.writer.length;
+        state.closed_bytes += closing.length;
+        state.closing = Some(closing);
         state.writer = next;
         self.tell_held(state);
         drop(guard);
-        self.synced.send_modify(|version| *version += 1);
-        Ok(())
+        self.sync()
     }
 
     fn acknowledge(&self, epoch: WorkerEpoch, block: u64) {
@@ -494,9 +534,12 @@ impl Shared {
             state.acknowledged.remove(&epoch);
         }
         drop(guard);
-        // The engine need not wait for the disk to forget them.
+        // The engine need not wait for the disk to forget them. It forgets the
+        // oldest first: a younger one that came back alone after a power cut
+        // would still be whole, an older one would seem to be the end.
         for Segment { path, .. } in done {
-            if let Err(error) = fs::remove_file(&path) {
+            let gone = self.disk.remove(&path).and_then(|()| self.disk.sync_folder(&self.folder));
+            if let Err(error) = gone {
                 tracing::warn!(%error, file = %path.display(), "a journal file stays");
             }
         }
@@ -518,7 +561,7 @@ impl Shared {
     }
 }
 
-impl State {
+impl<F> State<F> {
     fn held_bytes(&self) -> u64 {
         self.closed_bytes + self.writer.length
     }
@@ -526,7 +569,11 @@ impl State {
     fn readable(&self, segment: &Segment) -> Readable {
         Readable {
             path: segment.path.clone(),
-            limit: if segment.last_block.is_some() { segment.bytes } else { self.writer.synced },
+            limit: match &self.closing {
+                _ if segment.last_block.is_some() => segment.bytes,
+                Some(closing) if closing.path == segment.path => closing.synced,
+                _ => self.writer.synced,
+            },
             is_closed: segment.last_block.is_some(),
             acknowledged: self.acknowledged.get(&segment.epoch).copied().unwrap_or(0),
         }
@@ -534,16 +581,14 @@ impl State {
 }
 
 /// Takes the folder for this process.
-fn lock(folder: &Path) -> io::Result<File> {
-    let file = File::create(folder.join("lock"))?;
-    file.try_lock().map_err(|error| match error {
-        fs::TryLockError::WouldBlock => io::Error::new(
-            io::ErrorKind::WouldBlock,
+fn lock<D: Disk>(disk: &D, folder: &Path) -> io::Result<D::Lock> {
+    disk.lock(&folder.join("lock")).map_err(|error| match error.kind() {
+        io::ErrorKind::WouldBlock => io::Error::new(
+            error.kind(),
             format!("the journal {} is in use by another worker", folder.display()),
         ),
-        fs::TryLockError::Error(error) => error,
-    })?;
-    Ok(file)
+        _ => error,
+    })
 }
 
 /// How often written frames are brought to the disk, and blocks closed for

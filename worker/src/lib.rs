@@ -19,6 +19,9 @@ mod socket;
 mod told;
 mod watchdog;
 
+#[doc(hidden)]
+pub mod rig;
+
 pub use error::{EXIT_DEVICE, EXIT_HUNG, WorkerError};
 pub use options::{DeviceChoice, EngineChoice, SyntheticDevice, WorkerOptions};
 pub use run::serve;

@@ -24,7 +24,7 @@ use tollgate_wire::v1::worker_server::WorkerServer;
 use tonic::transport::Server;
 
 use crate::calibration::{self, Calibrated};
-use crate::journal::{Journal, JournalOptions, Tail};
+use crate::journal::{Journal, JournalOptions, OsDisk, Tail};
 use crate::load::{self, Loaded};
 use crate::service::Service;
 use crate::socket::{self, Socket};
@@ -113,18 +113,21 @@ impl Started {
         };
         let journal_folder = journal_folder(&options.data, options.name.as_str());
         let failed = |source| WorkerError::Journal { path: journal_folder.clone(), source };
-        let journal = Journal::open(JournalOptions {
-            folder: journal_folder.clone(),
-            epoch,
-            worker: options.name.clone(),
-            device: device(loaded.backend.device()),
-            model: options.model_name.clone(),
-            calibration: table.version().to_owned(),
-            most_bytes: options.journal_bytes,
-            began,
-            clock: clock.clone(),
-            utc,
-        })
+        let journal = Journal::open(
+            OsDisk,
+            JournalOptions {
+                folder: journal_folder.clone(),
+                epoch,
+                worker: options.name.clone(),
+                device: device(loaded.backend.device()),
+                model: options.model_name.clone(),
+                calibration: table.version().to_owned(),
+                most_bytes: options.journal_bytes,
+                began,
+                clock: clock.clone(),
+                utc,
+            },
+        )
         .map_err(failed)?;
         journal.overhead(began, device_time).map_err(failed)?;
         journal.start().map_err(WorkerError::Thread)?;

@@ -39,4 +39,4 @@ pub use reader::LedgerReader;
 pub use statement::{
     Record, Statement, StatementError, StatementFigures, StatementLine, StatementQuery,
 };
-pub use writer::{Completion, Health, Ledger, LedgerHandle, LedgerOptions, Struck};
+pub use writer::{Completion, DrivenLedger, Health, Ledger, LedgerHandle, LedgerOptions, Struck};

@@ -244,8 +244,7 @@ impl LedgerReader {
             let rows = statement.query_map([], |row| row.get(0))?;
             Ok(rows.collect::<Result<_, _>>()?)
         })?;
-        let damaged = |_| LedgerError::Damaged("epochs.epoch is not 32 hex digits".to_owned());
-        texts.into_iter().map(|text| WorkerEpoch::try_from(text).map_err(damaged)).collect()
+        texts.into_iter().map(epoch_of).collect()
     }
 
     /// The last block of an epoch that is in the ledger (or was passed over);
@@ -273,6 +272,24 @@ impl LedgerReader {
     /// Storage errors, and [`LedgerError::Damaged`].
     pub fn open_attempts(&self, epoch: WorkerEpoch) -> Result<Vec<OpenAttempt>, LedgerError> {
         self.read(|connection| open_attempts(connection, epoch))
+    }
+
+    /// Epochs that ended in the last days of which the ledger knows: what a
+    /// gateway that was killed may have left open stands in these.
+    ///
+    /// # Errors
+    /// Storage errors, and [`LedgerError::Damaged`].
+    pub fn lately_ended(&self) -> Result<Vec<WorkerEpoch>, LedgerError> {
+        let texts: Vec<String> = self.read(|connection| {
+            let mut statement = connection.prepare(
+                "SELECT DISTINCT epoch FROM blocks JOIN epochs ON epochs.id = epoch_id
+                 WHERE day >= (SELECT max(day) FROM blocks) - ?1 AND last_of_epoch AND ended
+                 ORDER BY epoch_id",
+            )?;
+            let rows = statement.query_map([LATELY_DAYS], |row| row.get(0))?;
+            Ok(rows.collect::<Result<_, _>>()?)
+        })?;
+        texts.into_iter().map(epoch_of).collect()
     }
 }
 
@@ -583,6 +600,14 @@ fn open_attempts(
     }
     Ok(open)
 }
+
+fn epoch_of(text: String) -> Result<WorkerEpoch, LedgerError> {
+    let damaged = |_| LedgerError::Damaged("epochs.epoch is not 32 hex digits".to_owned());
+    WorkerEpoch::try_from(text).map_err(damaged)
+}
+
+/// How many days back epochs count as lately ended.
+const LATELY_DAYS: i64 = 1;
 
 /// A name was checked before it was written.
 pub(crate) fn name<T>(name: Result<T, tollgate_domain::InvalidName>) -> Result<T, LedgerError> {

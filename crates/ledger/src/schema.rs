@@ -93,7 +93,10 @@ pub(crate) fn open_reader(path: &Path) -> Result<Connection, LedgerError> {
     // in the -shm file. `query_only` is what forbids writing.
     let connection = Connection::open_with_flags(
         path,
-        OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX,
+        // As the writer, which names its file in the same words.
+        OpenFlags::SQLITE_OPEN_READ_WRITE
+            | OpenFlags::SQLITE_OPEN_NO_MUTEX
+            | OpenFlags::SQLITE_OPEN_URI,
     )
     .map_err(failed)?;
     prepare(&connection).map_err(failed)?;

@@ -172,6 +172,21 @@ impl Ledger {
     /// [`LedgerError::Open`], [`LedgerError::Format`] and
     /// [`LedgerError::Damaged`].
     pub fn open_with(options: LedgerOptions) -> Result<LedgerHandle, LedgerError> {
+        let (handle, DrivenLedger { writer }) = Self::open_driven(options)?;
+        std::thread::Builder::new()
+            .name("ledger".to_owned())
+            .spawn(move || writer.run())
+            .map_err(|error| LedgerError::Damaged(format!("no thread for the ledger: {error}")))?;
+        Ok(handle)
+    }
+
+    /// Opens a ledger that writes when its owner says so, for who plays time.
+    ///
+    /// # Errors
+    /// As [`Ledger::open_with`].
+    pub fn open_driven(
+        options: LedgerOptions,
+    ) -> Result<(LedgerHandle, DrivenLedger), LedgerError> {
         let store = Store::open(&options)?;
         let reader = LedgerReader::open(&options.path)?;
         let (commands, inbox) = sync_channel(options.queue.max(1));
@@ -184,11 +199,7 @@ impl Ledger {
             // What an earlier life left unsigned is signed at once.
             due: Some(Instant::now()),
         };
-        std::thread::Builder::new()
-            .name("ledger".to_owned())
-            .spawn(move || writer.run())
-            .map_err(|error| LedgerError::Damaged(format!("no thread for the ledger: {error}")))?;
-        Ok(LedgerHandle { commands, health, reader })
+        Ok((LedgerHandle { commands, health, reader }, DrivenLedger { writer }))
     }
 
     /// Opens a ledger for reading, beside a process that writes it.
@@ -301,6 +312,26 @@ impl Store {
         transaction.commit()?;
         self.chain = chain;
         Ok(done)
+    }
+}
+
+/// A ledger without its thread.
+pub struct DrivenLedger {
+    writer: Writer,
+}
+
+impl DrivenLedger {
+    /// What the thread does when it wakes: it commits what waits, as one
+    /// group, or looks whether an unwell disk is well again.
+    pub fn turn(&mut self) {
+        match self.writer.inbox.try_recv() {
+            Ok(first) => self.writer.serve_group(first),
+            Err(_) if !self.writer.is_well() => self.writer.try_to_recover(),
+            Err(_) if self.writer.due.is_some_and(|due| due <= Instant::now()) => {
+                self.writer.sign();
+            }
+            Err(_) => {}
+        }
     }
 }
 

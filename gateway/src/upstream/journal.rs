@@ -9,16 +9,17 @@ use std::convert::Infallible;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use futures_util::StreamExt;
 use futures_util::stream::FuturesOrdered;
+use futures_util::{Stream, StreamExt, TryStreamExt};
 use tokio::sync::{mpsc, oneshot};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
 use tollgate_domain::block::FinishedAttempt;
 use tollgate_domain::{Block, BlockParts, FinishReason, Usage, UtcTime, WorkerEpoch, WorkerName};
 use tollgate_ledger::{
-    BlockRefusal, FaultCap, Health, LedgerError, LedgerHandle, Posted, RefusedBlock, SpendRow,
-    Struck,
+    BlockRefusal, FaultCap, Health, LedgerError, LedgerHandle, LedgerReader, Posted, RefusedBlock,
+    SpendRow, Struck,
 };
 use tollgate_wire::v1::worker_client::WorkerClient;
 use tollgate_wire::v1::{JournalAck, JournalBlock};
@@ -42,6 +43,8 @@ const STORAGE_WAIT: Duration = Duration::from_millis(500);
 const GAP_TRIES: u32 = 200;
 /// A journal that says nothing for so long has been taken.
 const QUIET: Duration = Duration::from_millis(200);
+/// How long the ledger is asked to take a cap while the gateway ends.
+const LAST_CAPS: Duration = Duration::from_secs(10);
 /// How long the cap of a request that has just ended may be on its way.
 const CAP_PATIENCE: Duration = Duration::from_secs(2);
 
@@ -63,6 +66,11 @@ pub(crate) struct Books {
     late: Arc<LateSpend>,
     /// The present life of each worker.
     lives: Arc<Mutex<HashMap<WorkerName, Life>>>,
+    /// Cancelled when this gateway ends, whatever is still to be entered.
+    stopping: CancellationToken,
+    /// Ledgers are read on this thread: a simulation has no other.
+    #[cfg(test)]
+    pub(super) reads_here: bool,
 }
 
 /// A life of a worker, as this gateway came to know it.
@@ -105,9 +113,44 @@ impl Books {
         in_flight: InFlight,
         clock: Clock,
         late: Arc<LateSpend>,
+        stopping: CancellationToken,
     ) -> Self {
-        let (orders, lives, started) = (Orders::default(), Arc::default(), clock.utc());
-        Self { ledger, orders, in_flight, clock, started, late, lives }
+        Self {
+            ledger,
+            orders: Orders::default(),
+            in_flight,
+            started: clock.utc(),
+            clock,
+            late,
+            lives: Arc::default(),
+            stopping,
+            #[cfg(test)]
+            reads_here: false,
+        }
+    }
+
+    /// Reads the ledger, away from this thread: it waits for the disk.
+    async fn read<T: Send + 'static>(
+        &self,
+        what: &'static str,
+        read: impl FnOnce(&LedgerReader) -> Result<T, LedgerError> + Send + 'static,
+    ) -> Option<T> {
+        let reader = self.ledger.reader().clone();
+        #[cfg(test)]
+        if self.reads_here {
+            return read(&reader).inspect_err(|error| eprintln!("{what}: {error}")).ok();
+        }
+        match tokio::task::spawn_blocking(move || read(&reader)).await {
+            Ok(Ok(found)) => Some(found),
+            Ok(Err(error)) => {
+                tracing::error!(%error, what, "the ledger cannot be read");
+                None
+            }
+            Err(error) => {
+                tracing::error!(%error, what, "reading the ledger came to no end");
+                None
+            }
+        }
     }
 
     /// Follows the journal of `online` to the end of the connection. `taken`
@@ -120,25 +163,39 @@ impl Books {
         mut client: WorkerClient<Channel>,
         taken: impl FnOnce(),
     ) -> Result<Infallible, UpstreamError> {
-        let mut told = self.begin(online).await?;
         let (acks, receiver) = mpsc::channel(UNCOMMITTED);
-        let mut blocks = timeout(CALL_TIMEOUT, client.journal(ReceiverStream::new(receiver)))
+        let blocks = timeout(CALL_TIMEOUT, client.journal(ReceiverStream::new(receiver)))
             .await
             .map_err(|_| UpstreamError::Silent("opening its journal"))??
             .into_inner();
+        self.take(online, blocks, acks, taken).await
+    }
+
+    /// Enters `blocks` as they come, and acknowledges each once it is in the
+    /// ledger.
+    pub(super) async fn take(
+        &self,
+        online: &Online,
+        mut blocks: impl Stream<Item = Result<JournalBlock, tonic::Status>> + Unpin,
+        acks: mpsc::Sender<JournalAck>,
+        taken: impl FnOnce(),
+    ) -> Result<Infallible, UpstreamError> {
+        let mut told = self.begin(online).await?;
         let mut posting = FuturesOrdered::new();
         let epoch = online.epoch.to_string();
         let mut taken = Some(taken);
         loop {
             let ack = tokio::select! {
-                block = blocks.message(), if posting.len() < UNCOMMITTED => {
+                // What is done is told before more is taken on.
+                biased;
+                Some(entered) = posting.next() => entered?,
+                block = blocks.try_next(), if posting.len() < UNCOMMITTED => {
                     let block = block?.ok_or(UpstreamError::Ended("journal"))?;
                     let ack = JournalAck { epoch: block.epoch.clone(), block: block.block };
                     let looked = self.look(&mut told, block).await?;
                     posting.push_back(self.enter(online, ack, looked));
                     continue;
                 }
-                Some(entered) = posting.next() => entered?,
                 () = tokio::time::sleep(QUIET), if taken.is_some() && posting.is_empty() => {
                     if let Some(taken) = taken.take() {
                         taken();
@@ -171,14 +228,8 @@ impl Books {
     }
 
     async fn last_block(&self, epoch: WorkerEpoch) -> Result<u64, UpstreamError> {
-        let reader = self.ledger.reader().clone();
-        match tokio::task::spawn_blocking(move || reader.last_block(epoch)).await {
-            Ok(Ok(last)) => Ok(last),
-            failed => {
-                tracing::error!(%epoch, ?failed, "the blocks of an epoch cannot be read");
-                Err(UpstreamError::Ended("ledger"))
-            }
-        }
+        let last = self.read("the blocks of an epoch", move |reader| reader.last_block(epoch));
+        last.await.ok_or(UpstreamError::Ended("ledger"))
     }
 
     /// Looks at a block before the ledger does: whether it is this worker's to
@@ -200,16 +251,21 @@ impl Books {
             told.present |= is_present;
             (told.epoch, told.last) = (Some(epoch), last);
         }
+        // Who leaves one out could tell it later, and it would pass unjudged.
+        let is_known = wire.block <= told.last;
+        if !is_known && wire.block != told.last + 1 {
+            return Err(UpstreamError::Lied("blocks of its journal are missing"));
+        }
+        told.last = told.last.max(wire.block);
         let block = match Block::try_from(wire) {
             Ok(block) if block.parts().worker == *worker => block,
             Ok(_) => return Ok(Looked::Refused(epoch, "it names another worker".into())),
             Err(error) => return Ok(Looked::Refused(epoch, error.to_string())),
         };
         let parts = block.parts();
-        if parts.number <= told.last {
+        if is_known {
             return Ok(Looked::Sound(block));
         }
-        told.last = parts.number;
         let keys = &self.late.keys;
         let model = told.online.models.get(&parts.model).filter(|model| {
             model.class == parts.device.class && model.table.version() == parts.calibration
@@ -462,13 +518,8 @@ impl Books {
     /// will say who pays: nobody does. A task that runs says it when it hears
     /// of the end; one that has just ended may be saying it.
     async fn close_epoch(&self, epoch: WorkerEpoch) {
-        let reader = self.ledger.reader().clone();
-        let open = tokio::task::spawn_blocking(move || reader.open_attempts(epoch)).await;
-        let Ok(Ok(open)) = open else {
-            tracing::error!(%epoch, "the open attempts of an ended epoch cannot be read");
-            return;
-        };
-        for attempt in open {
+        let open = self.read("open attempts", move |reader| reader.open_attempts(epoch)).await;
+        for attempt in open.into_iter().flatten() {
             let stage = self.in_flight.stage(&attempt.caller.tenant, &attempt.attempt.request);
             if let Some(mut stage) = stage {
                 if *stage.borrow() == Stage::Running {
@@ -490,9 +541,21 @@ impl Books {
         }
     }
 
+    /// Says of what an earlier gateway left open that nobody pays for it: a
+    /// task of its own was to say it, and had not when the gateway was killed.
+    pub(super) async fn close_what_was_left(&self) {
+        let ended = self.read("ended epochs", LedgerReader::lately_ended).await;
+        for epoch in ended.into_iter().flatten() {
+            self.close_epoch(epoch).await;
+        }
+    }
+
     /// Enters what a tenant pays at most for an attempt that ended by our
-    /// fault; it comes to an end only with the ledger.
+    /// fault. It comes to an end with the ledger, or, where the ledger does not
+    /// take it, some time after this gateway is to end: a disk that stays full
+    /// must not keep the process.
     pub(crate) async fn fault(&self, cap: FaultCap) {
+        let mut until = None;
         loop {
             let (done, capped) = oneshot::channel();
             let completion = Box::new(move |result| {
@@ -506,6 +569,13 @@ impl Books {
                 Ok(_) => return self.in_flight.recorded(&cap.attempt),
                 // Who knew more has said what is paid.
                 Err(LedgerError::AlreadySettled) if cap.payable == Usage::default() => return,
+                Err(error @ (LedgerError::Busy | LedgerError::Storage(_)))
+                    if self.stopping.is_cancelled()
+                        && Instant::now() >= *until.get_or_insert(Instant::now() + LAST_CAPS) =>
+                {
+                    tracing::error!(request = %cap.attempt.request, %error, "a fault is not entered before the end");
+                    return;
+                }
                 Err(LedgerError::Busy) => tokio::time::sleep(BUSY_WAIT).await,
                 Err(LedgerError::Storage(_)) => tokio::time::sleep(STORAGE_WAIT).await,
                 Err(error) => {

@@ -234,6 +234,28 @@ async fn nothing_comes_after_the_end() {
     }
 }
 
+/// A block that comes before its turn would let the one that it passed by
+/// come later, unlooked at.
+#[tokio::test]
+async fn a_block_before_its_turn_hides_no_lie() {
+    let folder = Room::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let assignment = answered(&room, &mut worker).await;
+    let mut first = honest(&worker, &assignment);
+    more_time(&mut first, 3_600_000_000_000);
+    usage_of(&mut first).attributed_ns += 3_600_000_000_000;
+    let second = block(&worker, 2, Vec::new());
+    worker.journal.send(second).await.expect("followed");
+    // The connection may be given up before it is read.
+    let _ = worker.journal.send(first).await;
+    while !worker.journal.is_closed() {
+        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+    }
+    assert_eq!(bill(&room, "acme"), (0, 0, 0));
+    adds_up(&room, &worker, "before its turn");
+}
+
 /// Where the stream broke nobody has heard the worker's last word: its journal
 /// is held to the order and to what had come.
 #[tokio::test]

@@ -103,6 +103,12 @@ impl Builder {
         self.number
     }
 
+    /// Whether nothing was said since the last cut.
+    pub(super) fn is_between_blocks(&self) -> bool {
+        let Span { first_step, last_step: _, wall, finished, .. } = &self.span;
+        *first_step == 0 && *wall == DeviceNanos::ZERO && finished.is_empty()
+    }
+
     /// How far the records reach on the monotonic clock.
     pub(super) fn clock(&self) -> MonotonicTime {
         MonotonicTime(self.origin.0.saturating_add(self.span.wall.nanos()))

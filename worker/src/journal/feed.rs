@@ -2,9 +2,7 @@
 //! acknowledged up to what has been synced, and on from there. The files are
 //! the only memory: however far the gateway is behind, this holds one file.
 
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -12,20 +10,21 @@ use tollgate_domain::Block;
 
 use super::Shared;
 use super::build::Builder;
+use super::disk::{Disk, DiskFile, OsDisk};
 use super::frame::{self, Found, Frame, MAGIC};
 use super::store::damaged;
 
 /// One reader's place in the journal.
-pub(crate) struct Feed {
-    shared: Arc<Shared>,
-    reading: Option<Reading>,
+pub(crate) struct Feed<D: Disk = OsDisk> {
+    shared: Arc<Shared<D>>,
+    reading: Option<Reading<D::File>>,
     /// The file that was read to its end last.
     done: Option<PathBuf>,
 }
 
-struct Reading {
+struct Reading<F> {
     path: PathBuf,
-    file: File,
+    file: F,
     builder: Option<Builder>,
     /// Bytes of it that were read from the disk.
     offset: u64,
@@ -43,8 +42,8 @@ pub(super) struct Readable {
     pub(super) acknowledged: u64,
 }
 
-impl Feed {
-    pub(super) fn new(shared: Arc<Shared>) -> Self {
+impl<D: Disk> Feed<D> {
+    pub(super) fn new(shared: Arc<Shared<D>>) -> Self {
         Self { shared, reading: None, done: None }
     }
 
@@ -67,7 +66,7 @@ impl Feed {
             };
             let mut reading = match self.reading.take() {
                 Some(reading) => reading,
-                None => Reading::open(&readable.path)?,
+                None => Reading::new(readable.path.clone(), self.shared.disk.open(&readable.path)?),
             };
             let block = reading.next(&readable)?;
             let at_end = readable.is_closed && block.is_none();
@@ -81,16 +80,16 @@ impl Feed {
     }
 }
 
-impl Reading {
-    fn open(path: &std::path::Path) -> io::Result<Self> {
-        Ok(Self {
-            file: File::open(path)?,
-            path: path.to_owned(),
+impl<F: DiskFile> Reading<F> {
+    fn new(path: PathBuf, file: F) -> Self {
+        Self {
+            file,
+            path,
             builder: None,
             offset: MAGIC.len() as u64,
             buffer: Vec::new(),
             parsed: 0,
-        })
+        }
     }
 
     fn next(&mut self, readable: &Readable) -> io::Result<Option<Block>> {

@@ -12,6 +12,7 @@ use tollgate_domain::{
 use tollgate_engine::{Owner, Stages as EngineStages, StepShare};
 
 use super::*;
+use std::fs;
 
 #[derive(Clone, Default)]
 struct FakeClock(Arc<AtomicU64>);
@@ -60,7 +61,7 @@ impl Bench {
     fn new() -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let clock = FakeClock::default();
-        let journal = Journal::open(options(&folder, EPOCH, &clock)).expect("opens");
+        let journal = Journal::open(OsDisk, options(&folder, EPOCH, &clock)).expect("opens");
         let engine = journal.for_engine();
         Self { folder, clock, journal, engine, steps: 0, attributed: BTreeMap::new() }
     }
@@ -106,7 +107,7 @@ impl Bench {
     }
 
     fn tick(&self) {
-        self.journal.shared.tick().expect("syncs");
+        self.journal.tick(SEGMENT_BYTES).expect("syncs");
     }
 
     fn blocks(&self) -> Vec<Block> {
@@ -117,7 +118,7 @@ impl Bench {
     fn restart(self) -> (TempDir, Journal) {
         let Self { folder, clock, journal, engine, .. } = self;
         drop((engine, journal));
-        let journal = Journal::open(options(&folder, NEXT_EPOCH, &clock)).expect("opens");
+        let journal = Journal::open(OsDisk, options(&folder, NEXT_EPOCH, &clock)).expect("opens");
         (folder, journal)
     }
 }
@@ -294,7 +295,7 @@ fn a_torn_tail_is_cut_at_the_last_whole_record() {
         fs::create_dir(&there).expect("a folder");
         fs::write(there.join(&name), &bytes[..length]).expect("writes");
         let clock = FakeClock::default();
-        let journal = Journal::open(options(&folder, NEXT_EPOCH, &clock)).expect("opens");
+        let journal = Journal::open(OsDisk, options(&folder, NEXT_EPOCH, &clock)).expect("opens");
         let blocks = read_all(&journal);
         assert_eq!(blocks[..handed_out.len()], handed_out[..], "at {length}");
         assert!(blocks.last().expect("a block").parts().last_of_epoch);
@@ -302,7 +303,7 @@ fn a_torn_tail_is_cut_at_the_last_whole_record() {
         assert_tiles(&blocks, EPOCH, wall);
         drop(journal);
         // A second crash during recovery changes nothing.
-        let again = Journal::open(options(&folder, WorkerEpoch(3), &clock)).expect("opens");
+        let again = Journal::open(OsDisk, options(&folder, WorkerEpoch(3), &clock)).expect("opens");
         let old: Vec<Block> =
             read_all(&again).into_iter().filter(|block| block.parts().epoch == EPOCH).collect();
         assert_eq!(old, blocks, "at {length}");
@@ -328,8 +329,8 @@ fn damage_is_not_cut_in_silence() {
         let there = folder.path().join("journal");
         fs::create_dir(&there).expect("a folder");
         fs::write(there.join(&name), &damaged).expect("writes");
-        let journal =
-            Journal::open(options(&folder, NEXT_EPOCH, &FakeClock::default())).expect("opens");
+        let journal = Journal::open(OsDisk, options(&folder, NEXT_EPOCH, &FakeClock::default()))
+            .expect("opens");
         let blocks = read_all(&journal);
         let wall = blocks.iter().map(|block| block.parts().wall.nanos()).sum();
         assert_tiles(&blocks, EPOCH, wall);
@@ -352,7 +353,7 @@ fn a_file_without_a_head_is_removed() {
         fs::create_dir(folder.path().join("journal")).expect("a folder");
         let torn = folder.path().join("journal").join(path.file_name().expect("a name"));
         fs::write(&torn, &bytes[..length]).expect("writes");
-        let journal = Journal::open(options(&folder, NEXT_EPOCH, &clock)).expect("opens");
+        let journal = Journal::open(OsDisk, options(&folder, NEXT_EPOCH, &clock)).expect("opens");
         assert_eq!(read_all(&journal), vec![]);
         assert!(!torn.exists());
     }
@@ -388,9 +389,11 @@ fn acknowledged_files_are_deleted_and_only_they() {
 fn a_journal_that_nobody_takes_is_bounded_and_refuses() {
     let folder = tempfile::tempdir().expect("a folder");
     let clock = FakeClock::default();
-    let journal =
-        Journal::open(JournalOptions { most_bytes: 2_000, ..options(&folder, EPOCH, &clock) })
-            .expect("opens");
+    let journal = Journal::open(
+        OsDisk,
+        JournalOptions { most_bytes: 2_000, ..options(&folder, EPOCH, &clock) },
+    )
+    .expect("opens");
     let engine = journal.for_engine();
     let mut bench = Bench { folder, clock, journal, engine, steps: 0, attributed: BTreeMap::new() };
     let error = (0..1_000).find_map(|id| bench.step(0, &[(id, 1)], 0).err()).expect("it fills");
@@ -422,8 +425,9 @@ fn a_step_that_does_not_add_up_is_refused_whole() {
 #[test]
 fn a_folder_has_one_writer() {
     let bench = Bench::new();
-    let error =
-        Journal::open(options(&bench.folder, NEXT_EPOCH, &bench.clock)).err().expect("it is taken");
+    let error = Journal::open(OsDisk, options(&bench.folder, NEXT_EPOCH, &bench.clock))
+        .err()
+        .expect("it is taken");
     assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
 }
 

@@ -3,9 +3,7 @@
 //! [`Writer::write`], and what fails is taken back with [`Writer::restore`].
 
 use std::collections::HashMap;
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,17 +13,18 @@ use tollgate_domain::{
 };
 use tollgate_engine::{Owner, RequestFigures, StepRecord};
 
+use super::disk::{Disk, DiskFile};
 use super::frame::{self, Frame, Head, Step};
 use super::store::{self, Place, Segment};
 
 /// The file that is written.
-pub(super) struct Writer {
+pub(super) struct Writer<F> {
     pub(super) head: Head,
     pub(super) place: Place,
-    pub(super) file: Arc<File>,
+    pub(super) file: Arc<F>,
     /// Bytes written, all of them whole frames.
     pub(super) length: u64,
-    /// Bytes that are on the disk.
+    /// Bytes that are on the disk; 0 while its name is not.
     pub(super) synced: u64,
     /// How far the records reach.
     pub(super) clock: MonotonicTime,
@@ -60,20 +59,22 @@ pub(super) struct Figures {
     pub(super) open: Open,
 }
 
-impl Writer {
-    pub(super) fn create(
+impl<F: DiskFile> Writer<F> {
+    /// A new file, not synced yet.
+    pub(super) fn create<D: Disk<File = F>>(
+        disk: &D,
         folder: &Path,
         place: Place,
         head: Head,
         segments: &mut Vec<Segment>,
     ) -> io::Result<Self> {
-        let (segment, file, length) = store::create(folder, place, &head)?;
+        let (segment, file, length) = store::create(disk, folder, place, &head)?;
         segments.push(segment);
         Ok(Self {
             place,
             file: Arc::new(file),
             length,
-            synced: length,
+            synced: 0,
             clock: head.clock,
             block_began: head.clock,
             block: head.block,
