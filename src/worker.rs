@@ -10,8 +10,8 @@ use anyhow::{Context, Result};
 use tollgate_config::SyntheticPolicy;
 use tollgate_domain::{ModelName, WorkerName};
 use tollgate_worker::{
-    DeviceChoice, EngineChoice, SchedulePolicy, StepCost, StepPatience, SyntheticDevice,
-    WorkerError, WorkerOptions,
+    CardOptions, DeviceChoice, EngineChoice, SchedulePolicy, StepCost, StepPatience,
+    SyntheticDevice, WorkerError, WorkerOptions,
 };
 
 use crate::common::span;
@@ -61,6 +61,13 @@ pub struct Arguments {
     /// Requests that wait for the batch; more are refused.
     #[arg(long, value_name = "N", default_value_t = 256)]
     queue_capacity: u32,
+    /// The folder of the locks that say whose a card is [default: the host's].
+    #[arg(long, value_name = "DIR")]
+    card_locks: Option<PathBuf>,
+    /// Others of this data folder use the same card: run steps for so long
+    /// while they wait.
+    #[arg(long, value_name = "SPAN", value_parser = span)]
+    card_turn: Option<Duration>,
     /// How long any step may take before the device is given up.
     #[arg(long, value_name = "SPAN", value_parser = span, default_value = "8s")]
     step_patience: Duration,
@@ -156,6 +163,7 @@ fn options(arguments: Arguments) -> Result<WorkerOptions> {
     options.max_sequences = arguments.max_sequences;
     options.step_box = arguments.step_box;
     options.queue_capacity = arguments.queue_capacity as usize;
+    options.card = CardOptions { locks: arguments.card_locks, turn: arguments.card_turn };
     options.step_patience = StepPatience {
         least: arguments.step_patience,
         times_predicted: arguments.step_times_predicted,

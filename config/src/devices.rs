@@ -1,6 +1,7 @@
 //! What config says about devices: how long they may be silent, when they are
 //! well, and how they are shared.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::read::section;
@@ -28,5 +29,19 @@ section! {
         /// How long a worker may take to start: to load its model and measure
         /// its device.
         start: Duration = seconds(1_800), seconds(1)..=DAY;
+    }
+}
+
+section! {
+    /// Cards that several workers use. They take turns, so that each step's
+    /// time is its own.
+    pub struct Sharing {
+        /// For how long one of them may run steps while others wait. A step is
+        /// never cut short; worker.step_box is no longer than this there.
+        turn: Duration = Duration::from_millis(20), Duration::from_millis(1)..=Duration::from_millis(20);
+        /// The folder of the locks that say whose a card is; all processes of
+        /// the host that use its cards must name the same. Unless given,
+        /// tollgate-cards in /run/lock, or in /tmp where that is not there.
+        locks: Option<PathBuf> = None;
     }
 }

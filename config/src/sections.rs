@@ -13,7 +13,7 @@ use tollgate_domain::{
     Rate, TenantId, UtcDay,
 };
 
-use crate::devices::Watchdog;
+use crate::devices::{Sharing, Watchdog};
 use crate::read::{DeviceRate, section};
 
 /// A number of bytes.
@@ -304,6 +304,8 @@ section! {
     sections {
         /// Workers that do not go on.
         watchdog: Watchdog;
+        /// Cards that are shared.
+        sharing: Sharing;
         /// The synthetic engine.
         synthetic: Synthetic;
     }

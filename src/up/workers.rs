@@ -54,6 +54,19 @@ impl Planned {
     }
 }
 
+/// Whether several workers will be on the card that `device` means.
+fn is_shared(config: &Config, device: &DeviceSelector) -> bool {
+    let synthetic = config.worker().engine == EngineKind::Synthetic;
+    let is_card = match device {
+        DeviceSelector::Cpu => false,
+        DeviceSelector::Cuda(Some(_)) => true,
+        // Synthetic devices without a name are each a card of their own.
+        DeviceSelector::Auto | DeviceSelector::Cuda(None) => !synthetic,
+    };
+    let all = config.models().flat_map(|model| &model.devices);
+    is_card && all.filter(|other| *other == device).count() > 1
+}
+
 #[allow(clippy::too_many_arguments, reason = "each is one flag of the command line it becomes")]
 fn arguments(
     config: &Config,
@@ -79,6 +92,12 @@ fn arguments(
     flag("--max-chunk-tokens", worker.max_chunk_tokens.to_string().into());
     flag("--step-box", nanos(worker.step_box));
     flag("--queue-capacity", worker.queue_capacity.to_string().into());
+    if let Some(locks) = &worker.sharing.locks {
+        flag("--card-locks", std::path::absolute(locks).unwrap_or_else(|_| locks.clone()).into());
+    }
+    if is_shared(config, device) {
+        flag("--card-turn", nanos(worker.sharing.turn));
+    }
     flag("--step-patience", nanos(worker.watchdog.step));
     flag("--step-times-predicted", worker.watchdog.times_predicted.to_string().into());
     if worker.engine == EngineKind::Synthetic {

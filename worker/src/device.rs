@@ -8,6 +8,8 @@ use std::time::Duration;
 use tollgate_engine::backend::{StepLimits, StepOutput, StepPlan};
 use tollgate_engine::{Backend, BackendError, DeviceInfo, ModelShape};
 
+use crate::card::Card;
+
 /// Faults on demand, to test what is done about them: a step that finds the
 /// file takes it away and does what it says.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,13 +60,16 @@ impl Faults {
     }
 }
 
-/// A backend that fails when a test asks for it.
-pub(crate) struct Faulty {
+/// A backend on a device that is shared with others, or fails when a test asks
+/// for it.
+pub(crate) struct Device {
     pub(crate) backend: Box<dyn Backend>,
-    pub(crate) faults: Faults,
+    /// None: the device has no identity that others could know it by.
+    pub(crate) card: Option<Card>,
+    pub(crate) faults: Option<Faults>,
 }
 
-impl Backend for Faulty {
+impl Backend for Device {
     fn shape(&self) -> &ModelShape {
         self.backend.shape()
     }
@@ -86,7 +91,28 @@ impl Backend for Faulty {
     }
 
     fn step(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError> {
-        self.faults.strike()?;
+        if let Some(faults) = &self.faults {
+            faults.strike()?;
+        }
         self.backend.step(plan, output)
+    }
+
+    fn acquire(&mut self) -> Result<(), BackendError> {
+        let Some(card) = &mut self.card else { return Ok(()) };
+        card.acquire().map_err(|error| {
+            BackendError::Device(format!("its lock cannot be had any more: {error}"))
+        })
+    }
+
+    fn stepped(&mut self, busy: Duration) {
+        if let Some(card) = &mut self.card {
+            card.stepped(busy);
+        }
+    }
+
+    fn release(&mut self) {
+        if let Some(card) = &mut self.card {
+            card.release();
+        }
     }
 }

@@ -10,7 +10,7 @@ use tollgate_engine::model::ModelError;
 use tollgate_engine::{BackendError, EngineError};
 use tollgate_text::TextError;
 
-use crate::Hung;
+use crate::{CardError, Hung};
 
 /// What ended a worker before it was asked to end.
 #[derive(Debug, thiserror::Error)]
@@ -37,6 +37,9 @@ pub enum WorkerError {
     /// The device that was asked for is not there.
     #[error("{0}")]
     Device(String),
+    /// The device is another's, or its locks cannot be used.
+    #[error(transparent)]
+    Card(#[from] CardError),
     /// The model does not fit the device.
     #[error("the model cannot be set up on the processor")]
     Cpu(#[from] CpuError),

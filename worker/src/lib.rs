@@ -6,6 +6,7 @@
 
 mod assignment;
 mod calibration;
+mod card;
 mod device;
 mod error;
 mod journal;
@@ -22,6 +23,7 @@ mod watchdog;
 #[doc(hidden)]
 pub mod rig;
 
+pub use card::{CardError, CardOptions};
 pub use error::{EXIT_DEVICE, EXIT_HUNG, WorkerError};
 pub use options::{DeviceChoice, EngineChoice, SyntheticDevice, WorkerOptions};
 pub use run::serve;

@@ -17,7 +17,8 @@ use tollgate_engine::backend::synthetic::{
 use tollgate_engine::model::ModelFiles;
 use tollgate_text::{ChatTemplate, TextError, Tokenizer, TokenizerConfig};
 
-use crate::device::{Faults, Faulty};
+use crate::card::Card;
+use crate::device::{Device, Faults};
 use crate::{DeviceChoice, EngineChoice, SyntheticDevice, WorkerError, WorkerOptions};
 
 /// The largest tokenizer or template that is read.
@@ -84,12 +85,13 @@ pub(crate) fn load(options: &WorkerOptions) -> Result<Loaded, WorkerError> {
             let text = synthetic_text(&tokenizer, end.as_deref());
             let step_tokens = options.step_tokens;
             let synthetic = SyntheticOptions { cost, kv_tokens, context, step_tokens, text };
-            let backend = Box::new(SyntheticBackend::new(synthetic, Pace::Real)?);
-            (with_faults(backend, options)?, Some(cost.table()?))
+            let backend = SyntheticBackend::new(synthetic, Pace::Real)?;
+            let backend = backend.with_uuid(synthetic_uuid(options));
+            (Box::new(backend), Some(cost.table()?))
         }
     };
     Ok(Loaded {
-        backend,
+        backend: Box::new(device(backend, options)?),
         table,
         tokenizer: Arc::new(tokenizer),
         tokenizer_asset: Asset::new(bytes),
@@ -107,16 +109,28 @@ fn cpu(files: &ModelFiles, options: &WorkerOptions) -> Result<CpuBackend, Worker
     Ok(CpuBackend::new(files, &cpu)?)
 }
 
-/// Where a test asks for it, the device fails now or in a later step.
-fn with_faults(
-    backend: Box<dyn Backend>,
-    options: &WorkerOptions,
-) -> Result<Box<dyn Backend>, WorkerError> {
-    let Some(file) = &options.faults else { return Ok(backend) };
-    let faults = Faults { file: file.clone() };
-    let starting = Faults { file: file.with_extension("start") };
-    starting.strike().map_err(WorkerError::Setup)?;
-    Ok(Box::new(Faulty { backend, faults }))
+/// The device behind `backend`, claimed for us.
+fn device(backend: Box<dyn Backend>, options: &WorkerOptions) -> Result<Device, WorkerError> {
+    let uuid = &backend.device().uuid;
+    let card = match uuid.is_empty() {
+        true => None,
+        false => Some(Card::claim(uuid, &options.data, &options.card)?),
+    };
+    let faults = options.faults.clone().map(|file| Faults { file });
+    if let Some(Faults { file }) = &faults {
+        let starting = Faults { file: file.with_extension("start") };
+        starting.strike().map_err(WorkerError::Setup)?;
+    }
+    Ok(Device { backend, card, faults })
+}
+
+/// A device that is not there has an identity that nobody takes for a real
+/// one: the name that it was given, or its worker's.
+fn synthetic_uuid(options: &WorkerOptions) -> String {
+    match &options.device {
+        DeviceChoice::Cuda(Some(name)) => format!("synthetic-{name}"),
+        _ => format!("synthetic-{}-{}", std::process::id(), options.name),
+    }
 }
 
 /// What a synthetic model says: the tokenizer's own tokens, of which it draws

@@ -8,7 +8,7 @@ use tollgate_domain::{ModelName, WorkerName};
 use tollgate_engine::SchedulePolicy;
 use tollgate_engine::backend::synthetic::StepCost;
 
-use crate::StepPatience;
+use crate::{CardOptions, StepPatience};
 
 /// Everything that a worker is told at its start.
 #[derive(Debug)]
@@ -40,6 +40,8 @@ pub struct WorkerOptions {
     pub step_box: Duration,
     /// Requests that may wait.
     pub queue_capacity: usize,
+    /// How its card is locked, where the device has an identity.
+    pub card: CardOptions,
     /// How long a step may take before the device is given up.
     pub step_patience: StepPatience,
     /// A file by which a test makes a synthetic device fail.
@@ -110,6 +112,7 @@ impl WorkerOptions {
             max_sequences: 64,
             step_box: Duration::from_millis(80),
             queue_capacity: 256,
+            card: CardOptions::default(),
             step_patience: StepPatience::default(),
             faults: None,
             journal_bytes: 1 << 30,

@@ -16,8 +16,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tollgate_domain::{CostTable, Device, DeviceNanos, UtcTime, WorkerEpoch};
 use tollgate_engine::{
-    Clock, DeviceInfo, Engine, EngineError, EngineHandle, EngineOptions, ModelShape, SystemClock,
-    Totals,
+    Backend, Clock, DeviceInfo, Engine, EngineError, EngineHandle, EngineOptions, ModelShape,
+    SystemClock, Totals,
 };
 use tollgate_wire::v1;
 use tollgate_wire::v1::worker_server::WorkerServer;
@@ -109,7 +109,7 @@ impl Started {
         let began = clock.now();
         let Calibrated { table, device_time } = match loaded.table.take() {
             Some(table) => Calibrated { table, device_time: DeviceNanos::ZERO },
-            None => calibration::table(&options.data, loaded.backend.as_mut(), &*clock)?,
+            None => measured(options, loaded.backend.as_mut(), &*clock)?,
         };
         let journal_folder = journal_folder(&options.data, options.name.as_str());
         let failed = |source| WorkerError::Journal { path: journal_folder.clone(), source };
@@ -132,7 +132,7 @@ impl Started {
         journal.overhead(began, device_time).map_err(failed)?;
         journal.start().map_err(WorkerError::Thread)?;
         let announcement = announcement(options, epoch, &loaded, &table);
-        let engine_options = engine_options(options, table);
+        let engine_options = engine_options(options, loaded.backend.device(), table);
         let Loaded { backend, tokenizer, tokenizer_asset, template_asset, .. } = loaded;
         let engine = Engine::start(backend, engine_options, clock, journal.for_engine())
             .map_err(WorkerError::Thread)?;
@@ -151,7 +151,24 @@ impl Started {
     }
 }
 
-fn engine_options(options: &WorkerOptions, table: CostTable) -> EngineOptions {
+/// The price of steps, measured while nobody else uses the device.
+fn measured(
+    options: &WorkerOptions,
+    backend: &mut dyn Backend,
+    clock: &dyn Clock,
+) -> Result<Calibrated, WorkerError> {
+    backend.acquire().map_err(WorkerError::Setup)?;
+    let calibrated = calibration::table(&options.data, backend, clock);
+    backend.release();
+    calibrated
+}
+
+fn engine_options(options: &WorkerOptions, device: &DeviceInfo, table: CostTable) -> EngineOptions {
+    // Others wait for the end of a step on a card that we share.
+    let step_box = match options.card.turn {
+        Some(turn) if !device.uuid.is_empty() => options.step_box.min(turn),
+        _ => options.step_box,
+    };
     let defaults = EngineOptions::new(table);
     let (policy, speed) = match options.engine {
         EngineChoice::Model => (defaults.policy, 1.0),
@@ -162,7 +179,7 @@ fn engine_options(options: &WorkerOptions, table: CostTable) -> EngineOptions {
         queue_capacity: options.queue_capacity,
         policy,
         // What is counted in device time goes as fast as the device.
-        step_box: options.step_box.div_f64(speed),
+        step_box: step_box.div_f64(speed),
         preemption_guard: defaults.preemption_guard.div_f64(speed),
         preemption_rest: defaults.preemption_rest.div_f64(speed),
         ..defaults

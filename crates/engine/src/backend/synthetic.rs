@@ -148,6 +148,12 @@ impl SyntheticBackend {
         })
     }
 
+    /// The same with an identity of its own, as made up as the device.
+    pub fn with_uuid(mut self, uuid: String) -> Self {
+        self.device.uuid = uuid;
+        self
+    }
+
     /// Reads a span into the cache: what is remembered after each token.
     fn read(&mut self, tokens: &[u32], start: u32, blocks: &[u32]) {
         let place = |position: u32| {
