@@ -28,7 +28,7 @@ pub const INCLUDED: [(&str, &str); 7] = [
 /// Options for NVRTC beside the architecture.
 pub const OPTIONS: [&str; 1] = ["--std=c++17"];
 /// Every entry point.
-pub const NAMES: [&str; 26] = [
+pub const NAMES: [&str; 32] = [
     "feed",
     "fill",
     "copy_block",
@@ -51,9 +51,15 @@ pub const NAMES: [&str; 26] = [
     "linear_f32",
     "linear_bf16",
     "linear_add",
-    "skinny_f32",
-    "skinny_bf16",
-    "skinny_add",
+    "skinny8_f32",
+    "skinny8_bf16",
+    "skinny8_add",
+    "skinny16_f32",
+    "skinny16_bf16",
+    "skinny16_add",
+    "skinny32_f32",
+    "skinny32_bf16",
+    "skinny32_add",
     "sample",
 ];
 
@@ -439,8 +445,13 @@ pub fn tiled(args: LinearArgs, finish: Finish) -> Launch<LinearArgs> {
 /// If it has more.
 pub fn skinny(args: LinearArgs, finish: Finish) -> Launch<LinearArgs> {
     assert!(args.rows <= SKINNY_ROWS, "a skinny layer has few rows");
+    let names = match args.rows {
+        0..=8 => ["skinny8_f32", "skinny8_bf16", "skinny8_add"],
+        9..=16 => ["skinny16_f32", "skinny16_bf16", "skinny16_add"],
+        _ => ["skinny32_f32", "skinny32_bf16", "skinny32_add"],
+    };
     Launch {
-        kernel: finish.pick(["skinny_f32", "skinny_bf16", "skinny_add"]),
+        kernel: finish.pick(names),
         grid: [args.columns.div_ceil(SKINNY_COLUMNS), 1, 1],
         threads: 256,
         args,
@@ -459,8 +470,8 @@ pub fn sums_of_sample(vocabulary: u32) -> u32 {
 
 /// Likeliest tokens that [`sample`] reports at most; its lists have this pitch.
 pub const MOST_TOP: u32 = 20;
-/// Rows of activations that the kernel for few rows takes.
-pub const SKINNY_ROWS: u32 = 8;
+/// Rows of activations that the kernels for few rows take.
+pub const SKINNY_ROWS: u32 = 32;
 const SKINNY_COLUMNS: u32 = 16;
 const PREFILL_ROWS: u32 = 64;
 const TILE_ROWS: u32 = 128;

@@ -239,13 +239,29 @@ static Machine* new_machine() {
         abort();
     }
     m->shared_end = shared.guard;
+    m->shared_map = shared.map;
+    m->shared_mapped = shared.mapped;
     m->stacks = static_cast<unsigned char*>(stacks);
     return m;
 }
 
+// One for each thread that launches, for as long as the thread.
+struct Owner {
+    Machine* owned = nullptr;
+    ~Owner() {
+        if (owned) {
+            munmap(owned->shared_map, owned->shared_mapped);
+            munmap(owned->stacks, 1024 * STACK);
+            delete owned;
+            machine = nullptr;
+        }
+    }
+};
+static thread_local Owner owner;
+
 static bool run(const Entry& entry, const u32* grid, const void* args, u32 order) {
     if (!machine) {
-        machine = new_machine(); // one for each thread that tests, for as long as the process
+        machine = owner.owned = new_machine();
     }
     Machine& m = *machine;
     m.self = nullptr;

@@ -37,6 +37,7 @@ enum Bug : u32 {
     PrefillWithoutBarrier,
     SampleWithoutBarrier,
     SampleTies,
+    SkinnyWithoutBound,
 };
 extern thread_local u32 planted;
 
@@ -77,6 +78,8 @@ struct Machine {
     const void* args;
     bool is_eager;
     unsigned char* shared_end;
+    unsigned char* shared_map;
+    size_t shared_mapped;
     unsigned char* stacks;
     void* stack_pointer;
     ucontext_t context;
@@ -198,8 +201,9 @@ DEVICE void commit_copies() { emulated::machine->self->copies.emplace_back(); }
 template <int groups> DEVICE void wait_copies() {
     auto& copies = emulated::machine->self->copies;
     // The open group is none of those that count.
-    for (size_t i = 0; i + 1 + groups < copies.size(); i++) {
-        emulated::run_copies(copies[i]);
+    while (copies.size() > 1 + groups) {
+        emulated::run_copies(copies.front());
+        copies.erase(copies.begin());
     }
 }
 

@@ -54,6 +54,7 @@ pub(crate) enum Bug {
     PrefillWithoutBarrier,
     SampleWithoutBarrier,
     SampleTies,
+    SkinnyWithoutBound,
 }
 
 /// Elements that may lie in a card's memory.

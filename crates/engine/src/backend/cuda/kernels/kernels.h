@@ -150,8 +150,7 @@ struct LinearArgs {
 };
 constexpr u32 TILE_ROWS = 128;
 constexpr u32 TILE_COLUMNS = 128;
-// Rows at most, and columns of a block, of the skinny kernels.
-constexpr u32 SKINNY_ROWS = 8;
+// Columns of a block of the skinny kernels, for up to 8, 16 or 32 rows.
 constexpr u32 SKINNY_COLUMNS = 16;
 
 // How one token is drawn; see sample.rs, which this kernel follows to the bit

@@ -127,33 +127,36 @@ KERNEL(linear_f32, 256, LinearArgs) { tiled<StoreF32>(args); }
 KERNEL(linear_bf16, 256, LinearArgs) { tiled<StoreBf16>(args); }
 KERNEL(linear_add, 256, LinearArgs) { tiled<AddF32>(args); }
 
-struct Parts {
-    float at[8][SKINNY_COLUMNS][SKINNY_ROWS];
+template <u32 EIGHTS> struct Parts {
+    float at[8][SKINNY_COLUMNS][8 * EIGHTS];
 };
 
-// Sixteen rows of weights are the rows of a product with up to eight rows of
-// activations, straight from memory: depth is dealt to lanes so that each
-// loads 16 neighbouring bytes, alike for both. Eight warps share the depth.
-template <class Finish> DEVICE void skinny(const LinearArgs& args) {
-    SHARED(Parts, parts);
+// Sixteen rows of weights are the rows of a product with eight rows of
+// activations, or twice or four times that, straight from memory: depth is
+// dealt to lanes so that each loads 16 neighbouring bytes, alike for both.
+// Eight warps share the depth; the weights are read once.
+template <class Finish, u32 EIGHTS> DEVICE void skinny(const LinearArgs& args) {
+    SHARED(Parts<EIGHTS>, parts);
     u32 warp = thread_index() / WARP, lane = thread_index() % WARP, g = lane / 4, t = lane % 4;
     u32 column = block_x() * SKINNY_COLUMNS + g;
     bool has_upper = column < args.columns, has_lower = column + 8 < args.columns;
-    bool has_row = g < args.rows;
     const bf16* upper_row = args.weights + (u64)(has_upper ? column : 0) * args.depth;
     const bf16* lower_row = args.weights + (u64)(has_lower ? column + 8 : 0) * args.depth;
-    const bf16* input_row = args.input + (u64)(has_row ? g : 0) * args.depth;
-    float sums[4] = {};
+    float sums[EIGHTS][4] = {};
     for (u32 start = warp * 64; start < args.depth; start += 8 * 64) {
-        Words4 upper[2] = {}, lower[2] = {}, input[2] = {};
+        Words4 upper[2] = {}, lower[2] = {}, input[2][EIGHTS] = {};
 #pragma unroll
         for (u32 i = 0; i < 2; i++) {
             u32 at = start + 32 * i + 8 * t;
             if (at < args.depth) {
                 upper[i] = load8(upper_row + at);
                 lower[i] = load8(lower_row + at);
-                if (has_row) {
-                    input[i] = load8(input_row + at);
+#pragma unroll
+                for (u32 eight = 0; eight < EIGHTS; eight++) {
+                    u32 row = 8 * eight + g;
+                    if (row < args.rows || PLANTED(SkinnyWithoutBound)) {
+                        input[i][eight] = load8(args.input + (u64)row * args.depth + at);
+                    }
                 }
             }
         }
@@ -163,22 +166,29 @@ template <class Finish> DEVICE void skinny(const LinearArgs& args) {
             for (u32 half = 0; half < 2; half++) {
                 u32 a[4] = {upper[i].words[2 * half], lower[i].words[2 * half],
                             upper[i].words[2 * half + 1], lower[i].words[2 * half + 1]};
-                multiply(sums, a, input[i].words[2 * half], input[i].words[2 * half + 1]);
+#pragma unroll
+                for (u32 eight = 0; eight < EIGHTS; eight++) {
+                    const Words4& b = input[i][eight];
+                    multiply(sums[eight], a, b.words[2 * half], b.words[2 * half + 1]);
+                }
             }
         }
     }
 #pragma unroll
-    for (u32 k = 0; k < 4; k++) {
-        parts.at[warp][g + k / 2 * 8][2 * t + k % 2] = sums[k];
+    for (u32 eight = 0; eight < EIGHTS; eight++) {
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) {
+            parts.at[warp][g + k / 2 * 8][8 * eight + 2 * t + k % 2] = sums[eight][k];
+        }
     }
     sync_block();
-    if (thread_index() < SKINNY_COLUMNS * SKINNY_ROWS) {
-        u32 row = thread_index() / SKINNY_COLUMNS, down = thread_index() % SKINNY_COLUMNS;
+    for (u32 i = thread_index(); i < SKINNY_COLUMNS * 8 * EIGHTS; i += 256) {
+        u32 row = i / SKINNY_COLUMNS, down = i % SKINNY_COLUMNS;
         u32 place = block_x() * SKINNY_COLUMNS + down;
         float sum = 0;
 #pragma unroll
-        for (u32 i = 0; i < 8; i++) {
-            sum += parts.at[i][down][row];
+        for (u32 part = 0; part < 8; part++) {
+            sum += parts.at[part][down][row];
         }
         if (row < args.rows && place < args.columns) {
             Finish::put(static_cast<typename Finish::Element*>(args.output) +
@@ -188,6 +198,12 @@ template <class Finish> DEVICE void skinny(const LinearArgs& args) {
     }
 }
 
-KERNEL(skinny_f32, 256, LinearArgs) { skinny<StoreF32>(args); }
-KERNEL(skinny_bf16, 256, LinearArgs) { skinny<StoreBf16>(args); }
-KERNEL(skinny_add, 256, LinearArgs) { skinny<AddF32>(args); }
+KERNEL(skinny8_f32, 256, LinearArgs) { skinny<StoreF32, 1>(args); }
+KERNEL(skinny8_bf16, 256, LinearArgs) { skinny<StoreBf16, 1>(args); }
+KERNEL(skinny8_add, 256, LinearArgs) { skinny<AddF32, 1>(args); }
+KERNEL(skinny16_f32, 256, LinearArgs) { skinny<StoreF32, 2>(args); }
+KERNEL(skinny16_bf16, 256, LinearArgs) { skinny<StoreBf16, 2>(args); }
+KERNEL(skinny16_add, 256, LinearArgs) { skinny<AddF32, 2>(args); }
+KERNEL(skinny32_f32, 256, LinearArgs) { skinny<StoreF32, 4>(args); }
+KERNEL(skinny32_bf16, 256, LinearArgs) { skinny<StoreBf16, 4>(args); }
+KERNEL(skinny32_add, 256, LinearArgs) { skinny<AddF32, 4>(args); }

@@ -4,6 +4,7 @@
 
 mod attention;
 mod compiled;
+mod emulated;
 mod linear;
 mod rows;
 mod sample;

@@ -116,8 +116,8 @@ fn tiles_agree() {
 
 #[test]
 fn skinny_layers_agree() {
-    for rows in [1, 2, 7, 8] {
-        for (columns, depth) in [(1, 8), (16, 32), (37, 128), (130, 520), (2_049, 136)] {
+    for rows in [1, 7, 8, 9, 16, 17, 32] {
+        for (columns, depth) in [(1, 8), (16, 32), (37, 128), (130, 520), (517, 136)] {
             let layer = Layer::new(rows, columns, depth);
             for finish in FINISHES {
                 sound(|emulator, order| layer.check(emulator, order, skinny, finish));
@@ -127,10 +127,18 @@ fn skinny_layers_agree() {
 }
 
 #[test]
-fn few_rows_take_the_skinny_kernel() {
+fn few_rows_take_a_skinny_kernel() {
     let args = |rows| LinearArgs { output: 0, input: 0, weights: 0, rows, columns: 1, depth: 8 };
-    assert_eq!(linear(args(8), Finish::Add).kernel, "skinny_add");
-    assert_eq!(linear(args(9), Finish::Add).kernel, "linear_add");
+    for (rows, kernel) in [
+        (1, "skinny8_add"),
+        (8, "skinny8_add"),
+        (9, "skinny16_add"),
+        (17, "skinny32_add"),
+        (32, "skinny32_add"),
+        (33, "linear_add"),
+    ] {
+        assert_eq!(linear(args(rows), Finish::Add).kernel, kernel, "{rows}");
+    }
 }
 
 #[test]
@@ -139,4 +147,12 @@ fn planted_bugs_in_tiles_are_found() {
     for bug in [Bug::LinearWithoutWait, Bug::LinearWithoutBarrier, Bug::LinearWithoutBound] {
         finds(bug, |emulator, order| layer.check(emulator, order, tiled, Finish::F32));
     }
+}
+
+#[test]
+fn a_skinny_layer_without_its_bound_is_found() {
+    let layer = Layer::new(11, 40, 72);
+    finds(Bug::SkinnyWithoutBound, |emulator, order| {
+        layer.check(emulator, order, skinny, Finish::Bf16)
+    });
 }
