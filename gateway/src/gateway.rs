@@ -269,6 +269,10 @@ impl Gateway {
             workers_ready: workers.report().iter().filter(|report| report.ready).count(),
             worker_lies: workers.lies(),
             worker_losses: workers.losses(),
+            holds: {
+                let status = self.serving.admission.status();
+                status.running + status.queued
+            },
         })
     }
 }

@@ -45,6 +45,7 @@ pub struct Metrics {
     workers_ready: Gauge,
     worker_lies: Gauge,
     worker_losses: Gauge,
+    holds: Gauge,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -88,6 +89,7 @@ pub(crate) struct Readings {
     pub(crate) workers_ready: usize,
     pub(crate) worker_lies: u64,
     pub(crate) worker_losses: u64,
+    pub(crate) holds: usize,
 }
 
 impl Metrics {
@@ -113,6 +115,7 @@ impl Metrics {
             workers_ready: Gauge::default(),
             worker_lies: Gauge::default(),
             worker_losses: Gauge::default(),
+            holds: Gauge::default(),
         };
         metrics.register();
         Arc::new(metrics)
@@ -180,17 +183,19 @@ impl Metrics {
             "Workers lost since the start",
             self.worker_losses.clone(),
         );
+        registry.register("holds", "Requests that hold limits", self.holds.clone());
     }
 
     /// The metrics in Prometheus's text format.
     pub(crate) fn scrape(&self, readings: Readings) -> String {
-        let Readings { ready, ledger_writable, workers_ready, worker_lies, worker_losses } =
+        let Readings { ready, ledger_writable, workers_ready, worker_lies, worker_losses, holds } =
             readings;
         self.ready.set(ready.into());
         self.ledger_writable.set(ledger_writable.into());
         self.workers_ready.set(gauge(workers_ready));
         self.worker_lies.set(gauge(worker_lies));
         self.worker_losses.set(gauge(worker_losses));
+        self.holds.set(gauge(holds));
         let mut text = String::new();
         encode_registry(&mut text, &self.registry)
             .and_then(|()| encode_registry(&mut text, self.process.read()))

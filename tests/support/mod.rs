@@ -94,14 +94,7 @@ impl Tollgate {
         folder: Option<TempDir>,
         arguments: Vec<String>,
     ) -> Self {
-        let mut child = command
-            .args(["up", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"])
-            .args(["--data", &data.display().to_string()])
-            .args(&arguments)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("the binary starts");
+        let mut child = Self::spawn(&mut command, &data, &arguments);
         let lines = lines_of(child.stdout.take().expect("it was piped"));
         let mut banner = Vec::new();
         loop {
@@ -116,6 +109,17 @@ impl Tollgate {
                 return Self { child, data, folder, arguments, url, admin, banner };
             }
         }
+    }
+
+    fn spawn(command: &mut Command, data: &Path, arguments: &[String]) -> Child {
+        command
+            .args(["up", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"])
+            .args(["--data", &data.display().to_string()])
+            .args(arguments)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the binary starts")
     }
 
     /// The data folder.
@@ -226,6 +230,18 @@ impl Tollgate {
         let arguments = std::mem::take(&mut self.arguments);
         drop(self);
         Self::start_in(data, folder, arguments)
+    }
+}
+
+impl Tollgate {
+    /// Starts it on the same data folder and kills it `after` some time,
+    /// whether it was ready by then or not.
+    pub fn restart_and_kill(mut self, after: Duration) -> Self {
+        let mut command = Command::new(binary());
+        self.child = Self::spawn(&mut command, &self.data, &self.arguments);
+        std::thread::sleep(after);
+        self.kill();
+        self
     }
 }
 

@@ -1,0 +1,182 @@
+//! The checker can fail: what is lost, doubled or altered on purpose is found,
+//! and by its name.
+
+use std::fs;
+use std::path::Path;
+
+use rusqlite::Connection;
+
+use super::checker::{Checker, End, Finding, Told, journals};
+use super::{Field, copy, seed};
+
+/// A finding's kind.
+fn kind(finding: &Finding) -> &'static str {
+    match finding {
+        Finding::Lost(_) => "lost",
+        Finding::Double(_) => "double",
+        Finding::Altered(_) => "altered",
+        Finding::OverCap(_) => "over its cap",
+        Finding::Client(_) => "client",
+    }
+}
+
+/// What is done to the ledger, and the finding that must be among those that
+/// follow.
+const IN_THE_LEDGER: [(&str, &str); 17] = [
+    ("DELETE FROM requests WHERE request_id = ?1", "lost"),
+    ("DELETE FROM attempts WHERE request_id = ?1", "lost"),
+    ("DELETE FROM entries WHERE request_id = ?1", "altered"),
+    (
+        "DELETE FROM blocks WHERE (epoch_id, block) =
+        (SELECT epoch_id, block FROM attempts WHERE request_id = ?1)",
+        "lost",
+    ),
+    ("DELETE FROM epochs WHERE id = (SELECT epoch_id FROM attempts WHERE request_id = ?1)", "lost"),
+    (
+        "UPDATE epochs SET ended = 0
+        WHERE id = (SELECT epoch_id FROM attempts WHERE request_id = ?1)",
+        "lost",
+    ),
+    (
+        "INSERT INTO requests SELECT request_id, caller_id, attempt + 9, model, device_class, day,
+        finished_utc_ns, counted, prompt_tokens, cached_tokens, completion_tokens, reference_ns,
+        queue_ns, prefill_ns, decode_ns, reason FROM requests WHERE request_id = ?1",
+        "double",
+    ),
+    ("UPDATE requests SET request_id = 'req-x' WHERE request_id = ?1", "double"),
+    ("UPDATE requests SET reference_ns = reference_ns - 1 WHERE request_id = ?1", "altered"),
+    (
+        "UPDATE requests SET completion_tokens = completion_tokens + 1 WHERE request_id = ?1",
+        "altered",
+    ),
+    ("UPDATE entries SET amount_ns = amount_ns + 1 WHERE request_id = ?1", "altered"),
+    (
+        "UPDATE entries SET amount_ns = amount_ns + iif(request_id = ?1, -1, 1)
+        WHERE request_id = ?1 OR (epoch_id, block, account) IN
+          (SELECT epoch_id, block, 3 FROM entries WHERE request_id = ?1)",
+        "altered",
+    ),
+    (
+        "UPDATE daily SET attributed_ns = attributed_ns + 1
+        WHERE caller_id = (SELECT caller_id FROM requests WHERE request_id = ?1)",
+        "altered",
+    ),
+    (
+        "UPDATE callers SET tenant = 'acme-2'
+        WHERE id = (SELECT caller_id FROM requests WHERE request_id = ?1)",
+        "altered",
+    ),
+    (
+        "UPDATE records SET record = replace(record, ?1, 'req-x') WHERE record LIKE '%' || ?1 || '%'",
+        "altered",
+    ),
+    ("DELETE FROM records WHERE record LIKE '%' || ?1 || '%'", "altered"),
+    (
+        "DELETE FROM records WHERE seq = (SELECT max(seq) FROM records) AND ?1 IS NOT NULL
+        OR record LIKE '%\"operation.type\":\"metering\"%'",
+        "altered",
+    ),
+];
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_planted_is_found() {
+    let mut field = Field::start(seed(), 30).await;
+    field.kill_worker().await;
+    let mut field = field.kill_gateway().await.end().await;
+    let told = field.load.told();
+    assert_eq!(field.findings(&told), vec![]);
+    let answered = told.iter().find(|it| matches!(it.end, End::Whole { .. })).expect("an answer");
+    let id = answered.id.clone().expect("an id");
+    let folder = tempfile::tempdir().expect("a folder");
+    let ledger = field.gateway.data().join("ledger.db");
+    let open = Connection::open(&ledger).expect("opens");
+    open.pragma_update(None, "wal_checkpoint", "TRUNCATE").expect("one file");
+    drop(open);
+
+    for (change, wanted) in IN_THE_LEDGER {
+        let changed = folder.path().join("ledger.db");
+        fs::copy(&ledger, &changed).expect("copies");
+        let open = Connection::open(&changed).expect("opens");
+        open.pragma_update(None, "foreign_keys", false).expect("as a vandal would");
+        let rows = open.execute(change, [&id]).expect("changes");
+        assert!(rows > 0, "{change} changes nothing");
+        drop(open);
+        expect(&mut field, &changed, None, &told, wanted, change);
+    }
+
+    // A journal that says otherwise, or holds more than the ledger.
+    let names = fs::read_dir(&field.witness.folder).expect("reads").map_while(Result::ok);
+    let longest = names.max_by_key(|it| it.metadata().map_or(0, |it| it.len())).expect("a file");
+    let bytes = fs::read(longest.path()).expect("reads");
+    let mut flipped = bytes.clone();
+    flipped[bytes.len() / 2] ^= 4;
+    let mut torn = bytes.clone();
+    torn.truncate(bytes.len() / 2);
+    let mut more = bytes.clone();
+    more.extend(frame(&[4, 0, 9])); // nine more ns of loss,
+    more.extend(frame(&[6, 1, 1])); // and the end of a block
+    for (bytes, wanted) in [(flipped, "altered"), (torn, "double"), (more, "lost")] {
+        let journals = folder.path().join("journals");
+        copy(&field.witness.folder, &journals);
+        fs::write(journals.join(longest.file_name()), bytes).expect("writes");
+        expect(&mut field, &ledger, Some(&journals), &told, wanted, "a journal");
+    }
+
+    // Clients that saw something else.
+    let with = |end: End, id: &str| {
+        let mut told = told.clone();
+        told.push(Told { id: Some(id.to_owned()), tenant: "acme", content: 0, end });
+        told
+    };
+    let whole = |prompt, completion| End::Whole { prompt, completion };
+    for (told, wanted) in [
+        (with(whole(1, 1), "req-never"), "lost"),
+        (with(End::Wrong("no end".to_owned()), "req-odd"), "client"),
+        (told.iter().filter(|it| it.id.is_none()).cloned().collect(), "double"),
+        (changed(&told, &id, |told| told.end = whole(1, 1)), "altered"),
+        (changed(&told, &id, |told| told.end = End::Refused(429)), "double"),
+        (changed(&told, &id, |told| told.tenant = "other"), "altered"),
+    ] {
+        expect(&mut field, &ledger, None, &told, wanted, "a client");
+    }
+    field.cap_ns = 1;
+    expect(&mut field, &ledger, None, &told, "over its cap", "a cap");
+    field.cap_ns = i64::MAX;
+    field.posted.insert(id, (1, 1));
+    expect(&mut field, &ledger, None, &told, "altered", "a final figure");
+}
+
+fn changed(told: &[Told], id: &str, change: impl Fn(&mut Told)) -> Vec<Told> {
+    let mut told = told.to_vec();
+    told.iter_mut().filter(|it| it.id.as_deref() == Some(id)).for_each(change);
+    told
+}
+
+fn frame(payload: &[u8]) -> Vec<u8> {
+    let length = (payload.len() as u32).to_le_bytes();
+    let sum = journals::crc32(&[&length, payload]).to_le_bytes();
+    [&length, &sum, payload].concat()
+}
+
+fn expect(
+    field: &mut Field,
+    ledger: &Path,
+    journals: Option<&Path>,
+    told: &[Told],
+    wanted: &str,
+    planted: &str,
+) {
+    // A checker that has seen nothing before.
+    field.checker = Checker::default();
+    // Each request has its client here, but for the first ones.
+    let sent = super::FIRST_REQUESTS + told.iter().filter(|it| it.id.is_none()).count();
+    let found = field.checker.findings(&super::Evidence {
+        ledger,
+        journals: journals.unwrap_or(&field.witness.folder),
+        clients: told,
+        unnamed: sent,
+        caps: &[("capped", field.cap_ns)],
+        posted: &field.posted,
+    });
+    assert!(found.iter().any(|it| kind(it) == wanted), "{planted}: {wanted}: {found:#?}");
+}
