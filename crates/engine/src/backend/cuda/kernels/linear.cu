@@ -7,14 +7,24 @@
 struct StoreF32 {
     typedef float Element;
     DEVICE_MEMBER static void put(float* to, float value) { *to = value; }
+    DEVICE_MEMBER static void put_both(float* to, float low, float high) {
+        *reinterpret_cast<Floats2*>(to) = Floats2{{low, high}};
+    }
 };
 struct StoreBf16 {
     typedef bf16 Element;
     DEVICE_MEMBER static void put(bf16* to, float value) { *to = narrow(value); }
+    DEVICE_MEMBER static void put_both(bf16* to, float low, float high) {
+        *reinterpret_cast<u32*>(to) = narrow2(low, high);
+    }
 };
 struct AddF32 {
     typedef float Element;
     DEVICE_MEMBER static void put(float* to, float value) { *to += value; }
+    DEVICE_MEMBER static void put_both(float* to, float low, float high) {
+        Floats2 before = *reinterpret_cast<Floats2*>(to);
+        *reinterpret_cast<Floats2*>(to) = Floats2{{before.at[0] + low, before.at[1] + high}};
+    }
 };
 
 constexpr u32 TILE_DEPTH = 32;
@@ -110,13 +120,23 @@ template <class Finish> DEVICE void tiled(const LinearArgs& args) {
 #pragma unroll
         for (u32 j = 0; j < 4; j++) {
 #pragma unroll
-            for (u32 k = 0; k < 4; k++) {
-                u32 row = block_y() * TILE_ROWS + warp_row + i * 16 + lane / 4 + k / 2 * 8;
-                u32 column =
-                    block_x() * TILE_COLUMNS + warp_column + j * 8 + lane % 4 * 2 + k % 2;
-                bool is_there = column < args.columns || PLANTED(LinearWithoutBound);
-                if (row < args.rows && is_there) {
-                    Finish::put(output + (u64)row * args.columns + column, sums[i][j][k]);
+            for (u32 half = 0; half < 2; half++) {
+                u32 row = block_y() * TILE_ROWS + warp_row + i * 16 + lane / 4 + half * 8;
+                u32 column = block_x() * TILE_COLUMNS + warp_column + j * 8 + lane % 4 * 2;
+                if (row >= args.rows) {
+                    continue;
+                }
+                typename Finish::Element* to = output + (u64)row * args.columns + column;
+                // Both at once where every row begins at an even place.
+                if (column + 1 < args.columns && args.columns % 2 == 0) {
+                    Finish::put_both(to, sums[i][j][2 * half], sums[i][j][2 * half + 1]);
+                    continue;
+                }
+#pragma unroll
+                for (u32 odd = 0; odd < 2; odd++) {
+                    if (column + odd < args.columns || PLANTED(LinearWithoutBound)) {
+                        Finish::put(to + odd, sums[i][j][2 * half + odd]);
+                    }
                 }
             }
         }
