@@ -14,7 +14,7 @@ use tollgate_loadtest::client::{Connection, Protocol, Target};
 mod support;
 use support::{Tollgate, get, post, signal};
 
-const LEAVERS: u32 = 200;
+const LEAVERS: u32 = 1_000;
 const AT_ONCE: u32 = 8;
 
 /// T42: whenever a client leaves, there is a bill for what was done and for

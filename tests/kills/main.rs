@@ -35,6 +35,10 @@ fn config(cap_ns: i64) -> String {
 cancels_per_minute = 1_000_000
 [worker]
 threads = 1
+[worker.watchdog]
+# A worker that is held is not ended here: it comes back.
+step = "10m"
+silence = "10m"
 [plans.open]
 requests_per_minute = 1_000_000
 concurrent = 256
@@ -344,6 +348,37 @@ fn seed() -> u64 {
     #[allow(clippy::disallowed_methods, reason = "a person gives the seed of a failure again")]
     let given = std::env::var("TOLLGATE_SEED").ok();
     given.map_or_else(utc_ns, |seed| seed.parse().expect("TOLLGATE_SEED is a number"))
+}
+
+/// C08: the worker is cut off, for a moment or for so long that the gateway
+/// gives it up, and comes back to go on with what nobody waits for any more:
+/// each request is settled once.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_is_cut_off_and_comes_back_settles_once() {
+    support::stay_within_a_day().await;
+    let mut field = Field::start(seed(), 100).await;
+    for held in [Some(300), Some(1_500), None, Some(700)] {
+        field.wait_for_a_moment().await;
+        let worker = field.gateway.workers()[0];
+        let lost = metric(&field.gateway, "tollgate_worker_losses").await;
+        signal(worker, "STOP");
+        match held {
+            Some(held) => tokio::time::sleep(Duration::from_millis(held)).await,
+            // An answer to a ping may take ten seconds.
+            None => {
+                let held = Instant::now();
+                while metric(&field.gateway, "tollgate_worker_losses").await == lost {
+                    assert!(held.elapsed() < Duration::from_secs(60), "it is not given up");
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                }
+            }
+        }
+        signal(worker, "CONT");
+        field.load.until_answered().await;
+        assert_eq!(field.gateway.workers(), [worker], "it is the same process");
+        field.check(&format!("after it was held, {held:?}")).await;
+    }
+    drop(field.end().await);
 }
 
 /// As many kills of each kind, in turn: a worker that was just started anew is

@@ -84,6 +84,17 @@ impl Tollgate {
         Self::start_by(command, data.to_owned(), Some(folder), arguments)
     }
 
+    /// Starts it with `config` and more in its environment.
+    pub fn with_environment(config: &str, environment: &[(&str, &str)]) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("tollgate.toml");
+        fs::write(&path, config).expect("writes the config");
+        let arguments = vec!["--config".to_owned(), path.display().to_string()];
+        let mut command = Command::new(binary());
+        command.envs(environment.iter().copied());
+        Self::start_by(command, folder.path().join("data"), Some(folder), arguments)
+    }
+
     fn start_in(data: PathBuf, folder: Option<TempDir>, arguments: Vec<String>) -> Self {
         Self::start_by(Command::new(binary()), data, folder, arguments)
     }

@@ -10,8 +10,9 @@ use anyhow::{Context, Result};
 use crate::run::{check, command, exists, root};
 
 /// Debian packages by the program that shows they are there.
-const DEBIAN: [(&str, &str); 8] = [
+const DEBIAN: [(&str, &str); 9] = [
     ("curl", "curl"),
+    ("faketime", "faketime"),
     ("g++", "g++"),
     ("h2load", "nghttp2-client"),
     ("python3", "python3"),
