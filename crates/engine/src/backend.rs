@@ -12,7 +12,7 @@ pub mod synthetic;
 
 use std::time::Duration;
 
-use tollgate_domain::{AttentionShape, DeviceClass};
+use tollgate_domain::{AttentionShape, DeviceClass, DeviceNanos};
 
 /// Tokens that one KV block holds.
 pub const BLOCK_TOKENS: u32 = 16;
@@ -106,6 +106,7 @@ pub struct StepOutput {
     logits: Vec<f32>,
     rows: usize,
     vocabulary: usize,
+    device_time: Option<DeviceNanos>,
 }
 
 /// The most that one step may ask for.
@@ -320,9 +321,21 @@ impl StepOutput {
         &mut self.logits[row * self.vocabulary..][..self.vocabulary]
     }
 
+    /// How long the device worked on the step, by its own clock; `None` where
+    /// the device is the thread that called, whose clock the caller has.
+    pub fn device_time(&self) -> Option<DeviceNanos> {
+        self.device_time
+    }
+
+    /// Says how long the device worked: for a backend, after [`StepOutput::reset`].
+    pub fn set_device_time(&mut self, time: DeviceNanos) {
+        self.device_time = Some(time);
+    }
+
     /// Makes room for `rows` rows of `vocabulary` logits and hands it out for
     /// a backend to overwrite. What it holds before that is unspecified.
     pub fn reset(&mut self, rows: usize, vocabulary: usize) -> &mut [f32] {
+        self.device_time = None;
         let elements = rows * vocabulary;
         self.vocabulary = vocabulary;
         self.rows = rows;

@@ -300,7 +300,10 @@ impl<'a> Probe<'a> {
             .collect();
         let started = self.clock.now();
         self.backend.step(&StepPlan { spans: &spans }, &mut self.output)?;
-        let ns = self.clock.now().0.saturating_sub(started.0);
+        let ns = match self.output.device_time() {
+            Some(busy) => busy.nanos(),
+            None => self.clock.now().0.saturating_sub(started.0),
+        };
         self.device_time += DeviceNanos(ns);
         self.steps += 1;
         Ok(ns)

@@ -7,6 +7,7 @@
 mod config;
 mod generation;
 mod hash;
+pub(crate) mod names;
 mod rope;
 
 use std::fs::File;

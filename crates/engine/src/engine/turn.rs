@@ -224,7 +224,8 @@ impl Core {
         self.announce_step(&parts, started)?;
         let outcomes = self.compute(&parts).map(|drawings| self.commit(&parts, drawings, started));
         let ended = self.clock.now();
-        self.account(&parts, started, ended)?;
+        let busy_until = self.busy_until(started, ended, outcomes.is_ok());
+        self.account(&parts, started, busy_until)?;
         self.backend.stepped(Duration::from_nanos(ended.0 - started.0));
         match outcomes {
             Ok(outcomes) => {
@@ -256,6 +257,21 @@ impl Core {
         let works: Vec<_> = parts.iter().map(|part| part.work).collect();
         self.mailbox.pulse.expect(self.meter.table().predict_step(&works));
         self.journal.began(started).map_err(EngineError::Journal)
+    }
+
+    /// When the device had done its part of a step. One that keeps its own
+    /// time was busy for just that, and the host's part of the step is idle;
+    /// of a step that failed nobody knows, and all of it counts.
+    fn busy_until(
+        &self,
+        started: MonotonicTime,
+        ended: MonotonicTime,
+        succeeded: bool,
+    ) -> MonotonicTime {
+        match self.output.device_time().filter(|_| succeeded) {
+            Some(busy) => MonotonicTime(started.0.saturating_add(busy.nanos())).min(ended),
+            None => ended,
+        }
     }
 
     fn decide(&self, now: MonotonicTime) -> Decisions {

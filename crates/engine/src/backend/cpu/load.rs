@@ -7,6 +7,7 @@ use std::sync::Mutex;
 use super::CpuError;
 use super::pool::Pool;
 use crate::kernels::{Buffer, LANES, Packed, PackedFormat, RowSource, padded_columns, padded_rows};
+use crate::model::names::*;
 use crate::model::{ModelConfig, ModelFiles};
 use crate::weights::{Element, Tensor, Weights, WeightsError};
 
@@ -146,17 +147,10 @@ impl Loader<'_> {
         })
     }
 
-    fn qkv_parts(&self, index: usize, kind: &str) -> [(String, usize); 3] {
-        let (queries, keys) = (self.config.query_width(), self.config.kv_width());
-        [("q", queries), ("k", keys), ("v", keys)].map(|(part, rows)| {
-            (layer_tensor(index, &format!("self_attn.{part}_proj.{kind}")), rows)
-        })
-    }
-
     fn qkv(&self, index: usize) -> Result<Packed, CpuError> {
         let hidden = self.config.hidden as usize;
         let mut tensors = Vec::with_capacity(3);
-        for (name, rows) in self.qkv_parts(index, "weight") {
+        for (name, rows) in qkv_parts(self.config, index, "weight") {
             tensors.push((self.weights.tensor(&name, &[rows, hidden])?, rows));
         }
         let rows = tensors.iter().map(|(_, rows)| rows).sum();
@@ -172,7 +166,7 @@ impl Loader<'_> {
     fn qkv_bias(&self, index: usize) -> Result<Vec<f32>, CpuError> {
         let mut bias = Vec::new();
         if self.config.family.has_qkv_bias() {
-            for (name, rows) in self.qkv_parts(index, "bias") {
+            for (name, rows) in qkv_parts(self.config, index, "bias") {
                 bias.extend(self.plain(&name, rows)?);
             }
             bias.resize(padded_rows(bias.len()), 0.0);
@@ -260,22 +254,3 @@ fn format_of(config: &ModelConfig, weights: &Weights) -> Result<PackedFormat, We
     }
     Ok(PackedFormat::holding(elements))
 }
-
-fn layer_tensor(index: usize, part: &str) -> String {
-    format!("model.layers.{index}.{part}")
-}
-
-const EMBEDDING: &str = "model.embed_tokens.weight";
-const NORM: &str = "model.norm.weight";
-const HEAD: &str = "lm_head.weight";
-const INPUT_NORM: &str = "input_layernorm.weight";
-const POST_NORM: &str = "post_attention_layernorm.weight";
-const QUERIES: &str = "self_attn.q_proj.weight";
-const KEYS: &str = "self_attn.k_proj.weight";
-const VALUES: &str = "self_attn.v_proj.weight";
-const OUTPUT: &str = "self_attn.o_proj.weight";
-const Q_NORM: &str = "self_attn.q_norm.weight";
-const K_NORM: &str = "self_attn.k_norm.weight";
-const GATE: &str = "mlp.gate_proj.weight";
-const UP: &str = "mlp.up_proj.weight";
-const DOWN: &str = "mlp.down_proj.weight";

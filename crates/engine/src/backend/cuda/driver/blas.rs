@@ -1,0 +1,209 @@
+//! The vendor's matrix products, by plans that are kept.
+//!
+//! A plan is searched once for a shape and then only run: the search takes
+//! longer than many a product.
+
+use std::ffi::c_void;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use cudarc::cublaslt::result::CublasError;
+use cudarc::cublaslt::{result, sys};
+
+use super::library::{Library, find};
+use super::{Address, Context, DriverFault, Memory};
+
+/// `output [rows, outputs] (+)= input [rows, inputs] x weights [outputs, inputs]^T`,
+/// input and weights in bf16.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct Matrices {
+    /// Rows of input and output.
+    pub(crate) rows: u32,
+    /// Elements of an output row.
+    pub(crate) outputs: u32,
+    /// Elements of an input row.
+    pub(crate) inputs: u32,
+    /// The output is f32; else bf16.
+    pub(crate) is_f32: bool,
+    /// The product is added to what is there.
+    pub(crate) adds: bool,
+}
+
+/// The library's handle, and memory that its products may use.
+pub(crate) struct Blas {
+    context: Arc<Context>,
+    handle: sys::cublasLtHandle_t,
+    workspace: Memory,
+}
+
+// SAFETY: a handle that any thread may use, one at a time; `Blas` is not Sync.
+unsafe impl Send for Blas {}
+
+/// How one product is run.
+pub(crate) struct Plan {
+    matrices: Matrices,
+    description: sys::cublasLtMatmulDesc_t,
+    weights: sys::cublasLtMatrixLayout_t,
+    input: sys::cublasLtMatrixLayout_t,
+    output: sys::cublasLtMatrixLayout_t,
+    algorithm: sys::cublasLtMatmulAlgo_t,
+}
+
+// SAFETY: descriptions are plain memory of the library.
+unsafe impl Send for Plan {}
+
+impl Blas {
+    /// Looks for the library, in `folders` first, and starts it.
+    ///
+    /// # Errors
+    /// A sentence that says what is missing.
+    pub(crate) fn start(context: &Arc<Context>, folders: &[PathBuf]) -> Result<Self, String> {
+        find(Library::BlasLt, folders).map_err(|fault| fault.to_string())?;
+        let workspace = context.allocate(WORKSPACE).map_err(|fault| fault.to_string())?;
+        let handle = result::create_handle()
+            .map_err(|error| format!("{} does not start: {error}", Library::BlasLt))?;
+        Ok(Self { context: Arc::clone(context), handle, workspace })
+    }
+
+    /// Searches for the best way to run a product.
+    pub(crate) fn plan(&self, matrices: Matrices) -> Result<Plan, DriverFault> {
+        let Matrices { rows, outputs, inputs, is_f32, adds: _ } = matrices;
+        let bf16 = sys::cudaDataType::CUDA_R_16BF;
+        let kind = if is_f32 { sys::cudaDataType::CUDA_R_32F } else { bf16 };
+        let (rows, outputs, inputs) = (u64::from(rows), u64::from(outputs), u64::from(inputs));
+        let description = result::create_matmul_desc(
+            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+            sys::cudaDataType::CUDA_R_32F,
+        )
+        .map_err(|error| fault("cublasLtMatmulDescCreate", error))?;
+        let mut plan = Plan {
+            matrices,
+            description,
+            weights: std::ptr::null_mut(),
+            input: std::ptr::null_mut(),
+            output: std::ptr::null_mut(),
+            // SAFETY: plain numbers, written below before they are read.
+            algorithm: unsafe { std::mem::zeroed() },
+        };
+        // The library thinks in columns: rows of ours are columns of its own,
+        // so weights are what it must transpose.
+        let transpose: i32 = 1; // CUBLAS_OP_T
+        // SAFETY: the description lives, and the value is of the attribute's type.
+        unsafe {
+            result::set_matmul_desc_attribute(
+                plan.description,
+                sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
+                std::ptr::from_ref(&transpose).cast(),
+                size_of_val(&transpose),
+            )
+        }
+        .map_err(|error| fault("cublasLtMatmulDescSetAttribute", error))?;
+        let layout = |kind, columns: u64, rows| {
+            result::create_matrix_layout(kind, columns, rows, columns as i64)
+                .map_err(|error| fault("cublasLtMatrixLayoutCreate", error))
+        };
+        plan.weights = layout(bf16, inputs, outputs)?;
+        plan.input = layout(bf16, inputs, rows)?;
+        plan.output = layout(kind, outputs, rows)?;
+        plan.algorithm = self.search(&plan)?;
+        Ok(plan)
+    }
+
+    fn search(&self, plan: &Plan) -> Result<sys::cublasLtMatmulAlgo_t, DriverFault> {
+        let preference = result::create_matmul_pref()
+            .map_err(|error| fault("cublasLtMatmulPreferenceCreate", error))?;
+        let most = self.workspace.bytes();
+        // SAFETY: everything named here lives; the value is of the attribute's type.
+        let found = unsafe {
+            result::set_matmul_pref_attribute(
+                preference,
+                sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                std::ptr::from_ref(&most).cast(),
+                size_of_val(&most),
+            )
+            .and_then(|()| {
+                result::get_matmul_algo_heuristic(
+                    self.handle,
+                    plan.description,
+                    plan.weights,
+                    plan.input,
+                    plan.output,
+                    plan.output,
+                    preference,
+                )
+            })
+        };
+        // SAFETY: it was made above.
+        let _ = unsafe { result::destroy_matmul_pref(preference) };
+        found
+            .map(|found| found.algo)
+            .map_err(|error| fault("cublasLtMatmulAlgoGetHeuristic", error))
+    }
+
+    /// Puts a product into the stream.
+    ///
+    /// # Safety
+    /// The three places hold what the plan's matrices say.
+    pub(crate) unsafe fn run(
+        &self,
+        plan: &Plan,
+        input: Address,
+        weights: Address,
+        output: Address,
+    ) -> Result<(), DriverFault> {
+        let one = 1.0_f32;
+        let beta = if plan.matrices.adds { 1.0_f32 } else { 0.0 };
+        let place = |address: Address| address.0 as *mut c_void;
+        // SAFETY: the caller vouches for the places; the rest lives.
+        unsafe {
+            result::matmul(
+                self.handle,
+                plan.description,
+                std::ptr::from_ref(&one).cast(),
+                std::ptr::from_ref(&beta).cast(),
+                place(weights),
+                plan.weights,
+                place(input),
+                plan.input,
+                place(output),
+                plan.output,
+                place(output),
+                plan.output,
+                &plan.algorithm,
+                place(self.workspace.address()),
+                self.workspace.bytes(),
+                self.context.stream.cast(),
+            )
+        }
+        .map_err(|error| fault("cublasLtMatmul", error))
+    }
+}
+
+impl Drop for Blas {
+    fn drop(&mut self) {
+        let _ = self.context.bind();
+        // SAFETY: it was made once.
+        let _ = unsafe { result::destroy_handle(self.handle) };
+    }
+}
+
+impl Drop for Plan {
+    fn drop(&mut self) {
+        // SAFETY: each was made once, or is null and left alone.
+        unsafe {
+            for layout in [self.weights, self.input, self.output] {
+                if !layout.is_null() {
+                    let _ = result::destroy_matrix_layout(layout);
+                }
+            }
+            let _ = result::destroy_matmul_desc(self.description);
+        }
+    }
+}
+
+fn fault(call: &'static str, error: CublasError) -> DriverFault {
+    DriverFault { call, reason: error.to_string(), code: error.0 as u32 }
+}
+
+/// What the vendor advises for this generation, bytes.
+const WORKSPACE: usize = 32 << 20;

@@ -1,0 +1,225 @@
+//! Whether the vendor's libraries are there, and whole.
+//!
+//! cudarc looks libraries up by the loader's names and panics over the first
+//! that lacks something. So each is looked for here first, at more places, and
+//! asked for every symbol that is ever called; what is found stays loaded, and
+//! the loader gives cudarc the same one.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use cudarc::{cublaslt, driver, nvrtc};
+
+/// A library that is opened at run time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Library {
+    /// The driver's own: comes with the driver, nowhere else.
+    Driver,
+    /// The compiler.
+    Nvrtc,
+    /// The vendor's matrix products.
+    BlasLt,
+}
+
+/// Why a library cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum LibraryFault {
+    /// It is nowhere.
+    #[error("{0} was not found")]
+    Missing(Library),
+    /// It lacks something that is called.
+    #[error("{library} lacks {symbol}")]
+    Symbol {
+        /// The library.
+        library: Library,
+        /// The first symbol that it lacks.
+        symbol: &'static str,
+    },
+}
+
+/// Checks that the loader finds the library and every symbol in it.
+pub(crate) fn check(library: Library) -> Result<(), LibraryFault> {
+    // SAFETY: the vendor's libraries run nothing of note when they are loaded.
+    let is_there = unsafe {
+        match library {
+            Library::Driver => driver::sys::is_culib_present(),
+            Library::Nvrtc => nvrtc::sys::is_culib_present(),
+            Library::BlasLt => cublaslt::sys::is_culib_present(),
+        }
+    };
+    if !is_there {
+        return Err(LibraryFault::Missing(library));
+    }
+    // SAFETY: it is there, so none of these panics.
+    let loaded = unsafe {
+        match library {
+            Library::Driver => driver::sys::culib(),
+            Library::Nvrtc => nvrtc::sys::culib(),
+            Library::BlasLt => cublaslt::sys::culib(),
+        }
+    };
+    let lacks = |symbol: &&&'static str| {
+        // SAFETY: the symbol is looked up and not called.
+        unsafe { loaded.get::<unsafe extern "C" fn()>(symbol.as_bytes()) }.is_err()
+    };
+    match library.symbols().iter().find(lacks) {
+        Some(symbol) => Err(LibraryFault::Symbol { library, symbol }),
+        None => Ok(()),
+    }
+}
+
+/// As [`check`]; a library that the loader does not find by name is looked
+/// for in `folders` first, then where toolkits and Python wheels put it.
+pub(crate) fn find(library: Library, folders: &[PathBuf]) -> Result<(), LibraryFault> {
+    let given = folders.iter().any(|folder| load_from(folder, library));
+    if !given && check(library) == Err(LibraryFault::Missing(library)) {
+        usual_folders().iter().any(|folder| load_from(folder, library));
+    }
+    check(library)
+}
+
+/// Loads the library from a folder for the rest of the process, with what it
+/// opens by itself: the compiler's own does not look beside itself.
+fn load_from(folder: &Path, library: Library) -> bool {
+    let mut files: Vec<PathBuf> = entries(folder)
+        .into_iter()
+        .filter(|path| file_name(path).starts_with(library.file_stem()))
+        .collect();
+    // `libnvrtc-builtins.so…` before `libnvrtc.so…`, and newer ones first.
+    files.sort_by_key(|path| (!file_name(path).contains("-builtins"), std::cmp::Reverse(path.clone())));
+    let mut is_loaded = false;
+    for file in files {
+        let is_helper = file_name(&file).contains("-builtins");
+        if is_loaded && !is_helper {
+            break;
+        }
+        // SAFETY: it is the vendor's library by its name and place, which an
+        // administrator chose.
+        if let Ok(loaded) = unsafe { libloading::Library::new(&file) } {
+            std::mem::forget(loaded); // stays for the process
+            is_loaded |= !is_helper;
+        }
+    }
+    is_loaded
+}
+
+/// Where toolkits and Python's wheels put the vendor's libraries.
+fn usual_folders() -> Vec<PathBuf> {
+    let mut folders: Vec<PathBuf> = entries(Path::new("/usr/local"))
+        .into_iter()
+        .filter(|path| file_name(path).starts_with("cuda"))
+        .map(|path| path.join("lib64"))
+        .collect();
+    for base in ["/usr/lib", "/usr/local/lib", "/opt/conda/lib", "/opt/venv/lib"] {
+        let pythons = entries(Path::new(base)).into_iter();
+        for python in pythons.filter(|path| file_name(path).starts_with("python3")) {
+            for packages in ["site-packages", "dist-packages"] {
+                let wheels = entries(&python.join(packages).join("nvidia"));
+                folders.extend(wheels.into_iter().map(|wheel| wheel.join("lib")));
+            }
+        }
+    }
+    folders
+}
+
+fn entries(folder: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
+    let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    paths.sort_unstable();
+    paths
+}
+
+fn file_name(path: &Path) -> &str {
+    path.file_name().and_then(|name| name.to_str()).unwrap_or_default()
+}
+
+impl Library {
+    fn file_stem(self) -> &'static str {
+        match self {
+            Self::Driver => "libcuda.so",
+            Self::Nvrtc => "libnvrtc",
+            Self::BlasLt => "libcublasLt.so",
+        }
+    }
+
+    /// Every symbol that this crate calls.
+    fn symbols(self) -> &'static [&'static str] {
+        match self {
+            Self::Driver => &DRIVER_SYMBOLS,
+            Self::Nvrtc => &NVRTC_SYMBOLS,
+            Self::BlasLt => &BLAS_SYMBOLS,
+        }
+    }
+}
+
+impl fmt::Display for Library {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Driver => "the NVIDIA driver's library (libcuda.so.1)",
+            Self::Nvrtc => "the CUDA compiler's library (libnvrtc.so)",
+            Self::BlasLt => "NVIDIA's library of matrix products (libcublasLt.so)",
+        })
+    }
+}
+
+const DRIVER_SYMBOLS: [&str; 32] = [
+    "cuInit",
+    "cuDriverGetVersion",
+    "cuGetErrorName",
+    "cuGetErrorString",
+    "cuDeviceGetCount",
+    "cuDeviceGet",
+    "cuDeviceGetName",
+    "cuDeviceGetUuid_v2",
+    "cuDeviceGetAttribute",
+    "cuDevicePrimaryCtxRetain",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuCtxSetCurrent",
+    "cuMemGetInfo_v2",
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
+    "cuMemsetD8Async",
+    "cuMemcpyHtoD_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuStreamCreate",
+    "cuStreamSynchronize",
+    "cuStreamDestroy_v2",
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuEventElapsedTime_v2",
+    "cuEventDestroy_v2",
+    "cuModuleLoadData",
+    "cuModuleGetFunction",
+    "cuModuleUnload",
+    "cuLaunchKernel",
+];
+
+const NVRTC_SYMBOLS: [&str; 8] = [
+    "nvrtcVersion",
+    "nvrtcCreateProgram",
+    "nvrtcCompileProgram",
+    "nvrtcGetCUBINSize",
+    "nvrtcGetCUBIN",
+    "nvrtcGetProgramLogSize",
+    "nvrtcGetProgramLog",
+    "nvrtcDestroyProgram",
+];
+
+const BLAS_SYMBOLS: [&str; 13] = [
+    "cublasLtCreate",
+    "cublasLtDestroy",
+    "cublasLtMatmulDescCreate",
+    "cublasLtMatmulDescDestroy",
+    "cublasLtMatmulDescSetAttribute",
+    "cublasLtMatrixLayoutCreate",
+    "cublasLtMatrixLayoutDestroy",
+    "cublasLtMatrixLayoutSetAttribute",
+    "cublasLtMatmulPreferenceCreate",
+    "cublasLtMatmulPreferenceDestroy",
+    "cublasLtMatmulPreferenceSetAttribute",
+    "cublasLtMatmulAlgoGetHeuristic",
+    "cublasLtMatmul",
+];

@@ -1,0 +1,202 @@
+//! One step's forward: the kernels in their order, written once.
+//!
+//! Everything is put into one stream; nothing here waits.
+
+use super::driver::{Address, Context, DriverFault, Memory};
+use super::kernels::{
+    self, AnglesArgs, CombineArgs, DecodeArgs, EmbedArgs, Finish, GateArgs, HeadDim, Launch,
+    NormArgs, RopeArgs,
+};
+use super::layout::{Layout, Places};
+use super::machine::Machine;
+use super::memory::{Buffers, Cache};
+use super::products::{Product, Products};
+use super::weights::{Layer, Model};
+use crate::model::ModelConfig;
+
+/// All that a step reads and writes.
+pub(super) struct Forward<'a> {
+    pub(super) context: &'a Context,
+    pub(super) machine: &'a Machine,
+    pub(super) products: &'a mut Products,
+    pub(super) config: &'a ModelConfig,
+    pub(super) head_dim: HeadDim,
+    pub(super) model: &'a Model,
+    pub(super) cache: &'a Cache,
+    pub(super) buffers: &'a Buffers,
+    pub(super) layout: &'a Layout,
+    pub(super) places: Places,
+    /// Parts that single tokens' attention is split into.
+    pub(super) splits: u32,
+}
+
+impl Forward<'_> {
+    /// From tokens to rows of logits.
+    pub(super) fn run(&mut self) -> Result<(), DriverFault> {
+        self.embed()?;
+        let model = self.model;
+        for (index, layer) in model.layers.iter().enumerate() {
+            self.layer(layer, index)?;
+        }
+        self.head()
+    }
+
+    fn embed(&self) -> Result<(), DriverFault> {
+        let args = EmbedArgs {
+            residual: self.buffers.residual.address().raw(),
+            table: self.model.embedding.address().raw(),
+            tokens: self.words(self.places.tokens),
+            hidden: self.config.hidden,
+        };
+        self.launch(&kernels::embed(args, self.tokens()))?;
+        let args = AnglesArgs {
+            angles: self.buffers.angles.address().raw(),
+            turns: self.model.turns.address().raw(),
+            positions: self.words(self.places.positions),
+            half: self.config.head_dim / 2,
+        };
+        self.launch(&kernels::angles(args, self.tokens()))
+    }
+
+    /// Attention, then the feed-forward, each added to the stream.
+    fn layer(&mut self, layer: &Layer, index: usize) -> Result<(), DriverFault> {
+        let buffers = self.buffers;
+        let ModelConfig { hidden, intermediate, .. } = *self.config;
+        let queries = self.config.query_width() as u32;
+        let qkv = queries + 2 * self.config.kv_width() as u32;
+        self.normalise(&layer.input_norm, 0, self.tokens())?;
+        self.linear(&buffers.normed, &layer.qkv, &buffers.qkv, [qkv, hidden], Finish::F32)?;
+        self.rope(layer, index)?;
+        self.attend(layer, index)?;
+        let (residual, normed) = (&buffers.residual, &buffers.normed);
+        self.linear(&buffers.attended, &layer.output, residual, [hidden, queries], Finish::Add)?;
+        self.normalise(&layer.post_norm, 0, self.tokens())?;
+        let gate_up = &buffers.gate_up;
+        self.linear(normed, &layer.gate_up, gate_up, [2 * intermediate, hidden], Finish::Bf16)?;
+        let args = GateArgs {
+            output: buffers.gated.address().raw(),
+            gate_up: gate_up.address().raw(),
+            width: intermediate,
+        };
+        self.launch(&kernels::swiglu(args, self.tokens()))?;
+        self.linear(&buffers.gated, &layer.down, residual, [hidden, intermediate], Finish::Add)
+    }
+
+    /// The last norm and the output head, for the rows that want logits.
+    fn head(&mut self) -> Result<(), DriverFault> {
+        let rows = self.layout.logit_rows.len() as u32;
+        if rows == 0 {
+            return Ok(());
+        }
+        self.normalise(&self.model.norm, self.words(self.places.logit_rows), rows)?;
+        let product = Product {
+            input: self.buffers.normed.address(),
+            weights: self.model.head().address(),
+            output: self.buffers.logits.address(),
+            rows,
+            columns: self.config.vocabulary,
+            depth: self.config.hidden,
+            finish: Finish::F32,
+        };
+        self.product(product)
+    }
+
+    /// Rows of the stream, normalised: those that `rows` lists, or all.
+    fn normalise(&self, weight: &Memory, rows: u64, count: u32) -> Result<(), DriverFault> {
+        let args = NormArgs {
+            output: self.buffers.normed.address().raw(),
+            input: self.buffers.residual.address().raw(),
+            weight: weight.address().raw(),
+            rows,
+            epsilon: self.config.norm_epsilon,
+            width: self.config.hidden,
+        };
+        self.launch(&kernels::rms_norm(args, count))
+    }
+
+    fn rope(&self, layer: &Layer, index: usize) -> Result<(), DriverFault> {
+        let (keys, values) = self.layer_of_cache(index);
+        let or_null = |memory: Option<&Memory>| memory.map_or(0, |it| it.address().raw());
+        let args = RopeArgs {
+            queries: self.buffers.queries.address().raw(),
+            keys,
+            values,
+            qkv: self.buffers.qkv.address().raw(),
+            bias: or_null(layer.qkv_bias.as_ref()),
+            query_norm: or_null(layer.head_norms.as_ref().map(|(query, _)| query)),
+            key_norm: or_null(layer.head_norms.as_ref().map(|(_, key)| key)),
+            angles: self.buffers.angles.address().raw(),
+            slots: self.words(self.places.slots),
+            epsilon: self.config.norm_epsilon,
+            heads: self.config.heads,
+            kv_heads: self.config.kv_heads,
+        };
+        self.launch(&kernels::rope(args, self.tokens(), self.head_dim))
+    }
+
+    fn attend(&self, layer: &Layer, index: usize) -> Result<(), DriverFault> {
+        let (keys, values) = self.layer_of_cache(index);
+        let ModelConfig { heads, kv_heads, head_dim, .. } = *self.config;
+        let buffers = self.buffers;
+        let (output, queries) = (buffers.attended.address().raw(), buffers.queries.address().raw());
+        let (partial, softmax) = (buffers.partial.address().raw(), buffers.softmax.address().raw());
+        let blocks = self.words(self.places.blocks);
+        let scale = 1.0 / (head_dim as f32).sqrt();
+        let (window, splits) = (layer.window, self.splits);
+        let decodes = self.layout.decodes.len() as u32;
+        if decodes > 0 {
+            let spans = self.words(self.places.decodes);
+            let args = DecodeArgs {
+                output, partial, softmax, queries, keys, values, spans, blocks, scale, heads,
+                kv_heads, splits, window,
+            };
+            self.launch(&kernels::decode(args, decodes, self.head_dim))?;
+            if splits > 1 {
+                let args = CombineArgs { output, partial, softmax, spans, heads, splits };
+                self.launch(&kernels::combine(args, decodes, self.head_dim))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn linear(
+        &mut self,
+        input: &Memory,
+        weights: &Memory,
+        output: &Memory,
+        [columns, depth]: [u32; 2],
+        finish: Finish,
+    ) -> Result<(), DriverFault> {
+        let rows = self.tokens();
+        let [input, weights, output] = [input, weights, output].map(Memory::address);
+        self.product(Product { input, weights, output, rows, columns, depth, finish })
+    }
+
+    fn product(&mut self, product: Product) -> Result<(), DriverFault> {
+        // SAFETY: as in `launch`; buffers of rows hold a whole bucket of them.
+        unsafe { self.products.run(self.context, self.machine, product) }
+    }
+
+    fn launch<A>(&self, launch: &Launch<A>) -> Result<(), DriverFault> {
+        // SAFETY: every buffer was taken for the most that a step may ask
+        // for, and the plan was checked against that: tokens, rows, blocks of
+        // the pool, and tables that cover their spans.
+        unsafe { self.machine.launch(self.context, launch) }
+    }
+
+    fn tokens(&self) -> u32 {
+        self.layout.tokens.len() as u32
+    }
+
+    /// A place among the plan's words.
+    fn words(&self, place: usize) -> u64 {
+        self.buffers.plan_words.address().plus(4 * place).raw()
+    }
+
+    /// Keys and values of one layer.
+    fn layer_of_cache(&self, index: usize) -> (u64, u64) {
+        let bytes = 2 * index * self.cache.layer_elements() as usize;
+        let place = |memory: &Memory| -> Address { memory.at(bytes) };
+        (place(&self.cache.keys).raw(), place(&self.cache.values).raw())
+    }
+}

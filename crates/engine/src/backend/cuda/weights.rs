@@ -1,0 +1,193 @@
+//! From the files' tensors to the device: q, k and v in one matrix, gate and
+//! up in one, matrices in bf16, vectors in f32.
+
+use std::sync::Arc;
+
+use super::driver::{Context, DriverFault, Memory};
+use crate::model::names::*;
+use crate::model::{ModelConfig, ModelFiles};
+use crate::weights::{Element, Tensor, Weights, WeightsError};
+
+/// A model in the device's memory.
+pub(super) struct Model {
+    pub(super) embedding: Memory,
+    /// Absent when the head is the embedding.
+    head: Option<Memory>,
+    pub(super) layers: Vec<Layer>,
+    /// Scale of the last norm.
+    pub(super) norm: Memory,
+    /// Whole turns of each pair of a head from one position to the next, f64.
+    pub(super) turns: Memory,
+}
+
+/// One layer of it.
+pub(super) struct Layer {
+    pub(super) input_norm: Memory,
+    pub(super) qkv: Memory,
+    pub(super) qkv_bias: Option<Memory>,
+    /// Scales of the norms of query and key heads.
+    pub(super) head_norms: Option<(Memory, Memory)>,
+    pub(super) output: Memory,
+    pub(super) post_norm: Memory,
+    pub(super) gate_up: Memory,
+    pub(super) down: Memory,
+    /// Tokens back that attention sees; 0: all.
+    pub(super) window: u32,
+}
+
+/// Why weights did not reach the device.
+pub(super) enum LoadError {
+    Weights(WeightsError),
+    Driver(DriverFault),
+}
+
+impl From<WeightsError> for LoadError {
+    fn from(error: WeightsError) -> Self {
+        Self::Weights(error)
+    }
+}
+
+impl From<DriverFault> for LoadError {
+    fn from(fault: DriverFault) -> Self {
+        Self::Driver(fault)
+    }
+}
+
+/// Bytes that the model's matrices and vectors take on the device.
+pub(super) fn bytes_of(config: &ModelConfig) -> u64 {
+    let of = |a: u32, b: u64| u64::from(a) * b;
+    let hidden = u64::from(config.hidden);
+    let (queries, keys) = (config.query_width() as u64, config.kv_width() as u64);
+    let table = of(config.vocabulary, hidden);
+    let layer = hidden * (queries + 2 * keys) + queries * hidden + of(3 * config.intermediate, hidden);
+    let vectors = 2 * hidden + queries + 2 * keys + of(2, u64::from(config.head_dim));
+    let tables = if config.tied { table } else { 2 * table };
+    2 * (tables + of(config.layers, layer)) + 4 * of(config.layers, vectors) + 4 * hidden
+}
+
+impl Model {
+    pub(super) fn load(files: &ModelFiles, context: &Arc<Context>) -> Result<Self, LoadError> {
+        let loader = Loader { config: files.config(), weights: files.weights(), context };
+        loader.model()
+    }
+
+    /// The matrix that makes logits.
+    pub(super) fn head(&self) -> &Memory {
+        self.head.as_ref().unwrap_or(&self.embedding)
+    }
+}
+
+struct Loader<'a> {
+    config: &'a ModelConfig,
+    weights: &'a Weights,
+    context: &'a Arc<Context>,
+}
+
+impl Loader<'_> {
+    fn model(&self) -> Result<Model, LoadError> {
+        let config = self.config;
+        let (vocabulary, hidden) = (config.vocabulary as usize, config.hidden as usize);
+        let turns: Vec<u8> = config
+            .rope
+            .frequencies(config.head_dim)
+            .into_iter()
+            .flat_map(|radians| (radians / std::f64::consts::TAU).to_le_bytes())
+            .collect();
+        Ok(Model {
+            embedding: self.matrix(&[(EMBEDDING.to_owned(), vocabulary)], hidden)?,
+            head: match config.tied {
+                true => None,
+                false => Some(self.matrix(&[(HEAD.to_owned(), vocabulary)], hidden)?),
+            },
+            layers: (0..config.layers as usize)
+                .map(|index| self.layer(index))
+                .collect::<Result<_, _>>()?,
+            norm: self.vector(&[(NORM.to_owned(), hidden)])?,
+            turns: self.written(&turns)?,
+        })
+    }
+
+    fn layer(&self, index: usize) -> Result<Layer, LoadError> {
+        let config = self.config;
+        let (hidden, head) = (config.hidden as usize, config.head_dim as usize);
+        let intermediate = config.intermediate as usize;
+        let of = |part: &str, rows: usize| (layer_tensor(index, part), rows);
+        let head_norms = match config.family.has_qk_norm() {
+            false => None,
+            true => Some((self.vector(&[of(Q_NORM, head)])?, self.vector(&[of(K_NORM, head)])?)),
+        };
+        let qkv_bias = match config.family.has_qkv_bias() {
+            false => None,
+            true => Some(self.vector(&qkv_parts(config, index, "bias"))?),
+        };
+        Ok(Layer {
+            input_norm: self.vector(&[of(INPUT_NORM, hidden)])?,
+            qkv: self.matrix(&qkv_parts(config, index, "weight"), hidden)?,
+            qkv_bias,
+            head_norms,
+            output: self.matrix(&[of(OUTPUT, hidden)], config.query_width())?,
+            post_norm: self.vector(&[of(POST_NORM, hidden)])?,
+            gate_up: self.matrix(&[of(GATE, intermediate), of(UP, intermediate)], hidden)?,
+            down: self.matrix(&[of(DOWN, hidden)], intermediate)?,
+            window: config.windows[index].unwrap_or(0),
+        })
+    }
+
+    /// The rows of all parts, one below the other, in bf16.
+    fn matrix(&self, parts: &[(String, usize)], columns: usize) -> Result<Memory, LoadError> {
+        let rows: usize = parts.iter().map(|(_, rows)| rows).sum();
+        let memory = self.context.allocate(2 * rows * columns)?;
+        let mut place = 0;
+        for (name, rows) in parts {
+            let tensor = self.weights.tensor(name, &[*rows, columns])?;
+            self.narrowed(tensor, |bytes| {
+                let written = self.context.write(memory.at(place), bytes);
+                place += bytes.len();
+                written
+            })?;
+        }
+        Ok(memory)
+    }
+
+    /// Hands out a tensor in bf16, piece by piece.
+    fn narrowed(
+        &self,
+        tensor: Tensor<'_>,
+        mut write: impl FnMut(&[u8]) -> Result<(), DriverFault>,
+    ) -> Result<(), DriverFault> {
+        if tensor.element == Element::Bf16 {
+            return write(tensor.bytes);
+        }
+        let elements = tensor.bytes.len() / tensor.element.size();
+        let mut wide = vec![0.0_f32; PIECE.min(elements)];
+        for start in (0..elements).step_by(PIECE) {
+            let end = (start + PIECE).min(elements);
+            let wide = &mut wide[..end - start];
+            tensor.read(start..end, wide);
+            let narrow: Vec<u8> =
+                wide.iter().flat_map(|&x| half::bf16::from_f32(x).to_le_bytes()).collect();
+            write(&narrow)?;
+        }
+        Ok(())
+    }
+
+    /// All parts, one behind the other, in f32.
+    fn vector(&self, parts: &[(String, usize)]) -> Result<Memory, LoadError> {
+        let mut all = Vec::new();
+        for (name, length) in parts {
+            let mut values = vec![0.0_f32; *length];
+            self.weights.tensor(name, &[*length])?.read(0..*length, &mut values);
+            all.extend(values.into_iter().flat_map(f32::to_le_bytes));
+        }
+        Ok(self.written(&all)?)
+    }
+
+    fn written(&self, bytes: &[u8]) -> Result<Memory, DriverFault> {
+        let memory = self.context.allocate(bytes.len())?;
+        self.context.write(memory.address(), bytes)?;
+        Ok(memory)
+    }
+}
+
+/// Elements that are converted at a time.
+const PIECE: usize = 1 << 20;

@@ -1,0 +1,180 @@
+//! The CUDA backend without a card: the engine's own code over a stand-in
+//! driver that runs the kernels under emulation. What a GPU makes of them, and
+//! how fast, is not tested here.
+
+#![allow(clippy::unwrap_used, reason = "a panic is how a test reports")]
+
+mod agree;
+mod probe;
+mod standin;
+
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, OnceLock};
+
+use agree::{BLOCKS, Pair, everything, models, open, scattered, span, text};
+use standin::Part;
+use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
+use tollgate_engine::backend::cuda::{
+    Absent, CodeFolders, CudaBackend, CudaError, CudaOptions, Wanted,
+};
+use tollgate_engine::backend::{Backend, BackendError, LogitRows, StepOutput, StepPlan};
+use tollgate_engine::model::ModelFiles;
+use tollgate_engine::random_model::ModelSpec;
+
+/// The stand-in driver's own controls. One test at a time has it: memory and
+/// failures are the whole process's.
+struct Card(&'static libloading::Library);
+
+fn card() -> (MutexGuard<'static, ()>, &'static Card) {
+    static ALONE: Mutex<()> = Mutex::new(());
+    static CARD: OnceLock<Card> = OnceLock::new();
+    let alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let card = CARD.get_or_init(|| {
+        let folder = standin::folder("emulated");
+        standin::load(&standin::build(Part::Compiler, &folder, &[]));
+        Card(standin::load(&standin::build(Part::Driver, &folder, &[])))
+    });
+    card.set_memory(96 << 20);
+    card.fail_after(-1);
+    (alone, card)
+}
+
+impl Card {
+    fn set_memory(&self, bytes: usize) {
+        // SAFETY: the stand-in defines it so.
+        unsafe { self.0.get::<unsafe extern "C" fn(usize)>(b"standin_memory").unwrap()(bytes) }
+    }
+
+    fn fail_after(&self, launches: i32) {
+        // SAFETY: the stand-in defines it so.
+        unsafe { self.0.get::<unsafe extern "C" fn(i32)>(b"standin_fail_after").unwrap()(launches) }
+    }
+
+    fn taken(&self) -> usize {
+        // SAFETY: the stand-in defines it so.
+        unsafe { self.0.get::<unsafe extern "C" fn() -> usize>(b"standin_taken").unwrap()() }
+    }
+}
+
+fn options(kept: &Path) -> CudaOptions {
+    CudaOptions {
+        wanted: Wanted::First,
+        memory_share: 0.9,
+        step_tokens: 256,
+        folders: CodeFolders { kept: kept.to_owned(), ..CodeFolders::default() },
+    }
+}
+
+fn reference(files: &ModelFiles) -> CpuBackend {
+    let options =
+        CpuOptions { threads: 1, kv_tokens: BLOCKS * 16, step_tokens: 256, instructions: None };
+    CpuBackend::new(files, &options).unwrap()
+}
+
+#[test]
+fn every_kind_of_model_agrees_with_the_cpu() {
+    let (_alone, card) = card();
+    for (name, spec, window) in models() {
+        let (_folder, files) = open(&spec, window, 7);
+        let kept = tempfile::tempdir().unwrap();
+        let mut cpu = reference(&files);
+        let mut cuda = CudaBackend::new(&files, &options(kept.path())).unwrap();
+        assert_eq!(cuda.device().class.as_str(), "h100");
+        assert!(cuda.kv_blocks() >= BLOCKS, "{name}: {} blocks", cuda.kv_blocks());
+        let mut pair = Pair::new(&mut cpu, &mut cuda);
+        everything(&mut pair, spec.vocabulary);
+        println!("{name}: {} rows, of {} the likeliest token is clear", pair.rows, pair.clear);
+        assert!(pair.rows > 300 && pair.clear > 30, "{name}");
+        drop(cuda);
+        assert_eq!(card.taken(), 0, "{name}: all memory is given back");
+    }
+}
+
+#[test]
+fn code_is_compiled_once_and_kept() {
+    let (_alone, _card) = card();
+    let (_folder, files) = open(&models()[0].1, None, 1);
+    let kept = tempfile::tempdir().unwrap();
+    let notes = || CudaBackend::new(&files, &options(kept.path())).unwrap().notes().join("; ");
+    let first = notes();
+    assert!(first.contains("kernels compiled by nvrtc13.0, kept as"), "{first}");
+    assert!(first.contains("libcublasLt.so) was not found: own kernels multiply"), "{first}");
+    assert!(notes().contains("kernels from"));
+    // A torn file is compiled again.
+    let path = std::fs::read_dir(kept.path()).unwrap().next().unwrap().unwrap().path();
+    std::fs::write(&path, "torn").unwrap();
+    assert!(notes().contains("kernels compiled by"));
+    // Whole, and not machine code: the driver says so.
+    let mut bytes = std::fs::read(&path).unwrap();
+    bytes.splice(32.., *b"something else");
+    let sum = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, &bytes[32..]);
+    bytes[..32].copy_from_slice(sum.as_ref());
+    std::fs::write(&path, bytes).unwrap();
+    let error = CudaBackend::new(&files, &options(kept.path())).err().unwrap().to_string();
+    assert!(error.starts_with("the device cannot be set up: cuModuleLoadData failed"), "{error}");
+}
+
+#[test]
+fn a_model_that_does_not_fit_is_refused_before_it_is_loaded() {
+    let (_alone, card) = card();
+    let kept = tempfile::tempdir().unwrap();
+    let (_folder, files) = open(&models()[0].1, None, 1);
+    card.set_memory(256 << 10);
+    let error = CudaBackend::new(&files, &options(kept.path())).err().unwrap();
+    assert!(matches!(error, CudaError::Memory { .. }), "{error}");
+    assert!(error.leaves_the_cpu());
+    assert_eq!(card.taken(), 0);
+    // Enough for the weights, and for hardly anything else.
+    card.set_memory(2 << 20);
+    let error = CudaBackend::new(&files, &options(kept.path())).err().unwrap();
+    assert!(matches!(error, CudaError::Memory { .. } | CudaError::Driver(_)), "{error}");
+    assert_eq!(card.taken(), 0, "what was taken is given back");
+}
+
+#[test]
+fn a_kind_of_model_that_the_kernels_lack_is_refused() {
+    let (_alone, _card) = card();
+    let kept = tempfile::tempdir().unwrap();
+    let (_folder, files) = open(&ModelSpec::tiny(), None, 1);
+    let error = CudaBackend::new(&files, &options(kept.path())).err().unwrap();
+    assert_eq!(
+        error.to_string(),
+        "the CUDA kernels do not serve this model: its head_dim is 16; 32, 64 and 128 are supported"
+    );
+}
+
+#[test]
+fn a_device_that_is_not_there_is_refused() {
+    let (_alone, _card) = card();
+    let kept = tempfile::tempdir().unwrap();
+    let (_folder, files) = open(&models()[0].1, None, 1);
+    let options = CudaOptions { wanted: Wanted::Index(4), ..options(kept.path()) };
+    let error = CudaBackend::new(&files, &options).err().unwrap();
+    assert!(matches!(error, CudaError::Absent(Absent::NotFound { .. })), "{error}");
+}
+
+#[test]
+fn a_launch_that_fails_is_a_fault_of_the_device() {
+    let (_alone, card) = card();
+    let kept = tempfile::tempdir().unwrap();
+    let (_folder, files) = open(&models()[0].1, None, 1);
+    let mut cuda = CudaBackend::new(&files, &options(kept.path())).unwrap();
+    let tokens = text(5, 1, 512);
+    let blocks = scattered(5, 0, BLOCKS);
+    let spans = [span(&tokens, 0, &blocks, LogitRows::Last)];
+    let mut output = StepOutput::default();
+    cuda.step(&StepPlan { spans: &spans }, &mut output).unwrap();
+    for launches in [0, 3] {
+        card.fail_after(launches);
+        let fault = cuda.step(&StepPlan { spans: &spans }, &mut output).unwrap_err();
+        assert_eq!(
+            fault.to_string(),
+            "device: cuLaunchKernel failed: the stand-in says no (CUDA_ERROR_LAUNCH_FAILED)"
+        );
+    }
+    card.fail_after(0);
+    cuda.copy_block(1, 2);
+    card.fail_after(-1);
+    let fault = cuda.step(&StepPlan { spans: &spans }, &mut output).unwrap_err();
+    assert!(matches!(fault, BackendError::Device(_)), "a copy's fault is told at the next step");
+}

@@ -1,0 +1,72 @@
+//! Builds stand-ins for the vendor's libraries with g++, and loads them before
+//! the engine looks for the real ones: the loader gives who asks for a name
+//! the library that already bears it.
+//!
+//! So the engine's own code is what runs, from the probe to the last event;
+//! only the card is not there.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// A library of the vendor's.
+#[derive(Clone, Copy)]
+pub enum Part {
+    /// `driver.cpp`, with the emulated kernels unless told otherwise.
+    Driver,
+    /// `compiler.cpp`.
+    Compiler,
+    /// `blas.cpp`.
+    Blas,
+}
+
+impl Part {
+    fn source(self) -> &'static str {
+        match self {
+            Self::Driver => "driver.cpp",
+            Self::Compiler => "compiler.cpp",
+            Self::Blas => "blas.cpp",
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Driver => "libcuda.so",
+            Self::Compiler => "libnvrtc.so",
+            Self::Blas => "libcublasLt.so",
+        }
+    }
+}
+
+/// Builds a library into `folder`, under the name that the loader looks for.
+pub fn build(part: Part, folder: &Path, macros: &[&str]) -> PathBuf {
+    fs::create_dir_all(folder).unwrap();
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let out = folder.join(part.name());
+    let draft = folder.join(format!("{}.{}", part.name(), std::process::id()));
+    let output = Command::new("g++")
+        .args(["-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-w"])
+        .args(macros.iter().map(|name| format!("-D{name}")))
+        .arg(format!("-Wl,-soname,{}", part.name()))
+        .arg("-I")
+        .arg(here.join("src/backend/cuda/kernels"))
+        .arg("-o")
+        .arg(&draft)
+        .arg(here.join("tests/cuda").join(part.source()))
+        .output()
+        .expect("g++ runs");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    fs::rename(draft, &out).unwrap(); // whoever else builds the same
+    out
+}
+
+/// Loads a library for the rest of the process.
+pub fn load(library: &Path) -> &'static libloading::Library {
+    // SAFETY: it is one of ours, and does nothing when it is loaded.
+    Box::leak(Box::new(unsafe { libloading::Library::new(library) }.unwrap()))
+}
+
+/// A folder for what this test program builds.
+pub fn folder(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join(name)
+}
