@@ -6,12 +6,12 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use tollgate_config::SyntheticPolicy;
 use tollgate_domain::{ModelName, WorkerName};
 use tollgate_worker::{
     CardOptions, DeviceChoice, EngineChoice, SchedulePolicy, StepCost, StepPatience,
-    SyntheticDevice, WorkerError, WorkerOptions,
+    SyntheticDevice, WorkerError, WorkerOptions, build_kernels,
 };
 
 use crate::common::span;
@@ -19,36 +19,43 @@ use crate::{cli, logging};
 
 /// One worker process; `up` starts it.
 #[derive(clap::Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct Arguments {
+    #[command(subcommand)]
+    command: Option<Command>,
     /// Its name, which stands in every record.
     #[arg(long, default_value = "0")]
     name: String,
     /// The Unix socket to serve on.
-    #[arg(long, value_name = "PATH")]
-    socket: PathBuf,
+    #[arg(long, value_name = "PATH", required = true)]
+    socket: Option<PathBuf>,
     /// The folder of its journal and calibrations.
     #[arg(long, value_name = "DIR", default_value = "data")]
     data: PathBuf,
     /// The model's folder.
-    #[arg(long, value_name = "DIR")]
-    model: PathBuf,
+    #[arg(long, value_name = "DIR", required = true)]
+    model: Option<PathBuf>,
     /// The model's name in requests.
-    #[arg(long, value_name = "NAME")]
-    model_name: String,
+    #[arg(long, value_name = "NAME", required = true)]
+    model_name: Option<String>,
     /// model, or synthetic: a device that is not there.
     #[arg(long, default_value = "model")]
     engine: String,
     #[command(flatten)]
     synthetic: Synthetic,
-    /// auto, cpu, cuda or cuda:UUID.
+    /// auto, cpu, cuda, cuda:UUID or cuda:INDEX.
     #[arg(long, default_value = "auto")]
     device: String,
     /// Threads that compute on a CPU [default: one for each core].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     threads: Option<u32>,
-    /// Bytes of memory for the KV cache.
+    /// Bytes of memory for the KV cache on a CPU.
     #[arg(long, value_name = "BYTES", default_value_t = 512 << 20)]
     kv_memory: u64,
+    /// Percent of a GPU's free memory that is taken.
+    #[arg(long, value_name = "PERCENT", default_value_t = 90,
+        value_parser = clap::value_parser!(u32).range(1..=100))]
+    gpu_memory: u32,
     /// Sequences in one batch.
     #[arg(long, value_name = "N", default_value_t = 64)]
     max_sequences: u32,
@@ -78,6 +85,29 @@ pub struct Arguments {
     /// End when standard input closes.
     #[arg(long)]
     end_with_parent: bool,
+}
+
+/// What else a worker's program does.
+#[derive(clap::Subcommand)]
+enum Command {
+    /// The kernels of GPUs.
+    #[command(subcommand)]
+    Kernels(Kernels),
+}
+
+/// What is done with kernels.
+#[derive(clap::Subcommand)]
+enum Kernels {
+    /// Compile them into a folder, for machines without the vendor's compiler:
+    /// a worker looks in DATA/kernels, and in `kernels` beside the program.
+    Build {
+        /// The folder to write to.
+        #[arg(long, value_name = "DIR")]
+        out: PathBuf,
+        /// Folders where the compiler's library (libnvrtc) is looked for first.
+        #[arg(long, value_name = "DIR")]
+        libraries: Vec<PathBuf>,
+    },
 }
 
 /// The synthetic engine: a step takes (step + sequence for each drawn token +
@@ -129,8 +159,14 @@ pub fn run(arguments: Arguments) -> ExitCode {
     }
 }
 
-fn serve(arguments: Arguments) -> Result<()> {
+fn serve(mut arguments: Arguments) -> Result<()> {
     logging::start();
+    if let Some(Command::Kernels(Kernels::Build { out, libraries })) = arguments.command.take() {
+        for file in build_kernels(&out, &libraries)? {
+            println!("{}", file.display());
+        }
+        return Ok(());
+    }
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2) // the device's thread has its own cores to use
         .enable_all()
@@ -150,15 +186,16 @@ fn options(arguments: Arguments) -> Result<WorkerOptions> {
     };
     let mut options = WorkerOptions::new(
         WorkerName::new(&arguments.name)?,
-        arguments.socket,
+        arguments.socket.context("--socket")?,
         arguments.data,
-        arguments.model,
-        ModelName::new(&arguments.model_name)?,
+        arguments.model.context("--model")?,
+        ModelName::new(&arguments.model_name.context("--model-name")?)?,
     );
     options.engine = engine(&arguments.engine, &arguments.synthetic)?;
     options.device = device(&arguments.device)?;
     options.threads = arguments.threads;
     options.kv_bytes = arguments.kv_memory;
+    options.gpu_memory_percent = arguments.gpu_memory;
     options.step_tokens = arguments.max_chunk_tokens;
     options.max_sequences = arguments.max_sequences;
     options.step_box = arguments.step_box;
@@ -207,7 +244,7 @@ fn device(text: &str) -> Result<DeviceChoice> {
         None if text == "auto" => Ok(DeviceChoice::Auto),
         None if text == "cpu" => Ok(DeviceChoice::Cpu),
         None if text == "cuda" => Ok(DeviceChoice::Cuda(None)),
-        Some(("cuda", uuid)) if !uuid.is_empty() => Ok(DeviceChoice::Cuda(Some(uuid.to_owned()))),
-        _ => anyhow::bail!("--device {text:?} is none of auto, cpu, cuda, cuda:UUID"),
+        Some(("cuda", name)) if !name.is_empty() => Ok(DeviceChoice::Cuda(Some(name.to_owned()))),
+        _ => anyhow::bail!("--device {text:?} is none of auto, cpu, cuda, cuda:UUID, cuda:INDEX"),
     }
 }

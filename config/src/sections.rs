@@ -286,8 +286,11 @@ section! {
         /// Threads that compute on a CPU; as many as there are cores unless
         /// given.
         threads: Option<u32> = None, Some(1)..=Some(1_024);
-        /// Memory for the KV cache.
+        /// Memory for the KV cache on a CPU.
         kv_memory: ByteSize = mib(512), mib(1)..=ByteSize(1 << 44);
+        /// Percent of a GPU's free memory that a worker takes: weights,
+        /// buffers, and for the KV cache what is left of it.
+        gpu_memory: u32 = 90, 1..=100;
         /// Sequences in one batch.
         max_sequences: u32 = 64, 1..=4_096;
         /// How long one step should take at most.

@@ -88,6 +88,7 @@ fn arguments(
     flag("--model-name", model.name.to_string().into());
     flag("--device", device.to_string().into());
     flag("--kv-memory", worker.kv_memory.0.to_string().into());
+    flag("--gpu-memory", worker.gpu_memory.to_string().into());
     flag("--max-sequences", worker.max_sequences.to_string().into());
     flag("--max-chunk-tokens", worker.max_chunk_tokens.to_string().into());
     flag("--step-box", nanos(worker.step_box));

@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use tollgate_engine::backend::cpu::CpuError;
+use tollgate_engine::backend::cuda::CudaError;
 use tollgate_engine::backend::synthetic::SyntheticError;
 use tollgate_engine::calibrate::CalibrationError;
 use tollgate_engine::model::ModelError;
@@ -34,9 +35,12 @@ pub enum WorkerError {
         /// Why.
         source: TextError,
     },
-    /// The device that was asked for is not there.
-    #[error("{0}")]
+    /// The device that was asked for cannot be any.
+    #[error("--device cuda: {0}")]
     Device(String),
+    /// The GPU that was asked for is not there, or cannot serve the model.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
     /// The device is another's, or its locks cannot be used.
     #[error(transparent)]
     Card(#[from] CardError),
@@ -101,7 +105,9 @@ impl WorkerError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Hung(_) => EXIT_HUNG,
-            Self::Setup(_) | Self::Engine(EngineError::Backend(_)) => EXIT_DEVICE,
+            Self::Setup(_)
+            | Self::Cuda(CudaError::Driver(_))
+            | Self::Engine(EngineError::Backend(_)) => EXIT_DEVICE,
             _ => 1,
         }
     }

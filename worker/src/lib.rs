@@ -28,5 +28,6 @@ pub use error::{EXIT_DEVICE, EXIT_HUNG, WorkerError};
 pub use options::{DeviceChoice, EngineChoice, SyntheticDevice, WorkerOptions};
 pub use run::serve;
 pub use tollgate_engine::SchedulePolicy;
+pub use tollgate_engine::backend::cuda::{CodeError, build_kernels};
 pub use tollgate_engine::backend::synthetic::StepCost;
 pub use watchdog::{Hung, StepPatience};

@@ -11,6 +11,7 @@ use sha2::{Digest, Sha256};
 use tollgate_domain::CostTable;
 use tollgate_engine::Backend;
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
+use tollgate_engine::backend::cuda::{CodeFolders, CudaBackend, CudaError, CudaOptions, Wanted};
 use tollgate_engine::backend::synthetic::{
     Pace, SyntheticBackend, SyntheticOptions, SyntheticText,
 };
@@ -62,11 +63,6 @@ pub(crate) struct Asset {
 
 /// Reads and checks everything. It blocks, for seconds with a large model.
 pub(crate) fn load(options: &WorkerOptions) -> Result<Loaded, WorkerError> {
-    if let (EngineChoice::Model, DeviceChoice::Cuda(_)) = (&options.engine, &options.device) {
-        return Err(WorkerError::Device(
-            "this build has no CUDA backend: use device auto or cpu".to_owned(),
-        ));
-    }
     let engine = match options.engine {
         EngineChoice::Model => Opened::Model(ModelFiles::open(&options.model)?),
         EngineChoice::Synthetic(device) => Opened::Synthetic(device),
@@ -80,7 +76,7 @@ pub(crate) fn load(options: &WorkerOptions) -> Result<Loaded, WorkerError> {
     let Template { asset: template_asset, context: template_context, end } =
         template(&options.model)?;
     let (backend, table): (Box<dyn Backend>, _) = match engine {
-        Opened::Model(files) => (Box::new(cpu(&files, options)?), None),
+        Opened::Model(files) => (on_device(&files, options)?, None),
         Opened::Synthetic(SyntheticDevice { cost, kv_tokens, context, policy: _ }) => {
             let text = synthetic_text(&tokenizer, end.as_deref());
             let step_tokens = options.step_tokens;
@@ -98,6 +94,51 @@ pub(crate) fn load(options: &WorkerOptions) -> Result<Loaded, WorkerError> {
         template_asset,
         template_context,
     })
+}
+
+/// The model on the device that was asked for: any that there is, where that
+/// was left open. What was found, or why nothing was, goes to the log.
+fn on_device(files: &ModelFiles, options: &WorkerOptions) -> Result<Box<dyn Backend>, WorkerError> {
+    let (wanted, or_cpu) = match &options.device {
+        DeviceChoice::Cpu => return Ok(Box::new(cpu(files, options)?)),
+        DeviceChoice::Auto => (Wanted::First, true),
+        DeviceChoice::Cuda(None) => (Wanted::First, false),
+        DeviceChoice::Cuda(Some(name)) => (name.parse().map_err(WorkerError::Device)?, false),
+    };
+    match cuda(files, options, wanted) {
+        Ok(backend) => {
+            for note in backend.notes() {
+                tracing::info!(device = %backend.device().class, note);
+            }
+            Ok(Box::new(backend))
+        }
+        Err(error) if or_cpu && error.leaves_the_cpu() => {
+            let backend = cpu(files, options)?;
+            tracing::info!(device = "cpu", why = %error, "the model runs on the processor");
+            Ok(Box::new(backend))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn cuda(
+    files: &ModelFiles,
+    options: &WorkerOptions,
+    wanted: Wanted,
+) -> Result<CudaBackend, CudaError> {
+    let program = std::env::current_exe().ok();
+    let beside = program.as_deref().and_then(Path::parent).map(|folder| folder.join("kernels"));
+    let cuda = CudaOptions {
+        wanted,
+        memory_share: f64::from(options.gpu_memory_percent) / 100.0,
+        step_tokens: options.step_tokens,
+        folders: CodeFolders {
+            kept: options.data.join("kernels"),
+            bundles: beside.into_iter().collect(),
+            libraries: Vec::new(),
+        },
+    };
+    CudaBackend::new(files, &cuda)
 }
 
 fn cpu(files: &ModelFiles, options: &WorkerOptions) -> Result<CpuBackend, WorkerError> {

@@ -29,9 +29,12 @@ pub struct WorkerOptions {
     pub device: DeviceChoice,
     /// Threads that compute, on a CPU; as many as there are cores unless given.
     pub threads: Option<u32>,
-    /// Memory for the KV cache, bytes. Never less is taken than one long
-    /// sequence of the model needs.
+    /// Memory for the KV cache on a CPU, bytes. Never less is taken than one
+    /// long sequence of the model needs.
     pub kv_bytes: u64,
+    /// The part of a GPU's free memory that is taken, percent: weights,
+    /// buffers, and for the KV cache what is left of it.
+    pub gpu_memory_percent: u32,
     /// Tokens that one step feeds at most, over all sequences.
     pub step_tokens: u32,
     /// Sequences in the batch at once.
@@ -85,7 +88,7 @@ pub enum DeviceChoice {
     Auto,
     /// The processor.
     Cpu,
-    /// A CUDA device, by its UUID or the first one.
+    /// A CUDA device and nothing else: the first, or by UUID or index.
     Cuda(Option<String>),
 }
 
@@ -108,6 +111,7 @@ impl WorkerOptions {
             device: DeviceChoice::Auto,
             threads: None,
             kv_bytes: 512 << 20,
+            gpu_memory_percent: 90,
             step_tokens: 512,
             max_sequences: 64,
             step_box: Duration::from_millis(80),

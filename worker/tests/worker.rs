@@ -356,7 +356,7 @@ async fn a_bad_start_says_why() {
     type Change = fn(&mut WorkerOptions);
     let cases: &[(&str, Change)] = &[
         ("no such model", |it| it.model = it.data.join("none")),
-        ("no such device", |it| it.device = DeviceChoice::Cuda(None)),
+        ("no such device", |it| it.device = DeviceChoice::Cuda(Some("1000".into()))),
         ("a socket in the way", |it| {
             it.socket = it.data.join("own/file");
             std::fs::create_dir(it.data.join("own")).expect("a folder");

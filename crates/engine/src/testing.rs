@@ -47,6 +47,8 @@ pub(crate) struct FakeBackend {
     table: CostTable,
     /// The step, counted from 1, that fails, and how.
     pub(crate) fails_at: Option<(u64, Failure)>,
+    /// It has a clock of its own, by which half of each step is its work.
+    pub(crate) keeps_time: bool,
     steps: u64,
     pub(crate) seen: Arc<Mutex<Vec<SeenStep>>>,
 }
@@ -83,6 +85,7 @@ impl FakeBackend {
             clock,
             table: table(),
             fails_at: None,
+            keeps_time: false,
             steps: 0,
             seen: Arc::default(),
         }
@@ -147,7 +150,8 @@ impl Backend for FakeBackend {
                 context: span.start,
             })
             .collect();
-        self.clock.advance(self.table.predict_step(&works));
+        let whole = self.table.predict_step(&works);
+        self.clock.advance(whole);
         let failure = self.fails_at.filter(|(at, _)| *at == self.steps).map(|(_, how)| how);
         match failure {
             Some(Failure::Error) => return Err(BackendError::Device("it broke".into())),
@@ -174,6 +178,9 @@ impl Backend for FakeBackend {
                     None => (mix(hash ^ token) >> 40) as f32 / (1 << 21) as f32 - 4.0,
                 };
             }
+        }
+        if self.keeps_time {
+            output.set_device_time(DeviceNanos(whole.nanos() / 2));
         }
         Ok(())
     }

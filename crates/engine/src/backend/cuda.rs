@@ -153,8 +153,7 @@ impl CudaBackend {
         let device = info(&found);
         let Found { context, listed } = found;
         let mut notes = vec![format!("{} ({})", listed.name, listed.uuid)];
-        let code =
-            code::obtain(&SOURCE, &code::target_of(listed.capability), &options.folders)?;
+        let code = code::obtain(&SOURCE, &code::target_of(listed.capability), &options.folders)?;
         notes.push(code.origin);
         let free = context.free_bytes()?;
         let allowed = (free as f64 * options.memory_share.clamp(0.0, 1.0)) as u64;
@@ -171,7 +170,7 @@ impl CudaBackend {
             tokens: tokens as usize,
             context: config.context,
             kv_blocks: most_blocks,
-            tile: 1,
+            tile: kernels::tile_tokens(config.heads / config.kv_heads),
         };
         let parts = parts_at_most(&config, listed.multiprocessors, tokens);
         let buffers = Buffers::new(&context, &config, limits, room, parts)?;

@@ -11,9 +11,8 @@ pub(crate) fn layer_tensor(index: usize, part: &str) -> String {
 /// or `bias`.
 pub(crate) fn qkv_parts(config: &ModelConfig, index: usize, kind: &str) -> [(String, usize); 3] {
     let (queries, keys) = (config.query_width(), config.kv_width());
-    [("q", queries), ("k", keys), ("v", keys)].map(|(part, rows)| {
-        (layer_tensor(index, &format!("self_attn.{part}_proj.{kind}")), rows)
-    })
+    [("q", queries), ("k", keys), ("v", keys)]
+        .map(|(part, rows)| (layer_tensor(index, &format!("self_attn.{part}_proj.{kind}")), rows))
 }
 
 pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";

@@ -58,10 +58,7 @@ impl<'a> Pair<'a> {
             .zip(found)
             .map(|(a, b)| (a - b).abs())
             .fold(0.0_f32, |most, d| if d <= most { most } else { d });
-        assert!(
-            most <= BOUND * largest,
-            "{what}: row {row} differs by {most}, largest {largest}"
-        );
+        assert!(most <= BOUND * largest, "{what}: row {row} differs by {most}, largest {largest}");
         self.rows += 1;
         let (token, margin) = top(expected);
         if margin > 2.0 * BOUND * largest {
@@ -145,12 +142,7 @@ pub fn scattered(tokens: usize, first: usize, blocks: u32) -> Vec<u32> {
     (0..tokens.div_ceil(16)).map(|i| ((first + i) as u32 * 37) % blocks).collect()
 }
 
-pub fn span<'a>(
-    tokens: &'a [u32],
-    start: usize,
-    blocks: &'a [u32],
-    logits: LogitRows,
-) -> Span<'a> {
+pub fn span<'a>(tokens: &'a [u32], start: usize, blocks: &'a [u32], logits: LogitRows) -> Span<'a> {
     Span { tokens, start: start as u32, blocks, logits }
 }
 
@@ -235,9 +227,8 @@ fn decoding(pair: &mut Pair<'_>, vocabulary: u32) {
     let mut next: Vec<Vec<u32>> = prompts;
     for turn in 0..8 {
         let active = SEQUENCES.min(6 + turn);
-        let spans: Vec<Span<'_>> = (0..active)
-            .map(|i| span(&next[i], places[i], &tables[i], LogitRows::Last))
-            .collect();
+        let spans: Vec<Span<'_>> =
+            (0..active).map(|i| span(&next[i], places[i], &tables[i], LogitRows::Last)).collect();
         pair.step(&spans, "decoding");
         for i in 0..active {
             places[i] += next[i].len();

@@ -116,7 +116,8 @@ pub(super) fn build(
         let compiler = Compiler::find(libraries).map_err(failed)?;
         let image = compile(compiler, source, target)?;
         let path = out.join(format!("{}{}.cubin", prefix(source, target), compiler.name()));
-        write(&path, &image).map_err(|error| CodeError::Write { path: path.clone(), source: error })?;
+        write(&path, &image)
+            .map_err(|error| CodeError::Write { path: path.clone(), source: error })?;
         written.push(path);
     }
     Ok(written)
@@ -209,12 +210,8 @@ const MOST_BYTES: u64 = 64 << 20;
 mod tests {
     use super::*;
 
-    const SOURCE: Source = Source {
-        name: "k.cu",
-        text: "text",
-        headers: &[("h.h", "header")],
-        options: &["-x"],
-    };
+    const SOURCE: Source =
+        Source { name: "k.cu", text: "text", headers: &[("h.h", "header")], options: &["-x"] };
 
     #[test]
     fn devices_have_targets() {
@@ -239,7 +236,8 @@ mod tests {
         let path = |compiler: &str| folder.path().join(format!("{start}{compiler}.cubin"));
         write(&path("nvrtc12.8"), b"old").unwrap();
         write(&path("nvrtc13.0"), b"new").unwrap();
-        fs::write(folder.path().join(format!("{}x.cubin", prefix(&SOURCE, "sm_90a"))), "no").unwrap();
+        fs::write(folder.path().join(format!("{}x.cubin", prefix(&SOURCE, "sm_90a"))), "no")
+            .unwrap();
         let found = || newest(folder.path(), &start).map(|(_, image)| image);
         assert_eq!(found(), Some(b"new".to_vec()));
         let mut torn = fs::read(path("nvrtc13.0")).unwrap();

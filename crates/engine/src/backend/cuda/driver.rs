@@ -78,16 +78,12 @@ pub(super) fn devices() -> Result<Vec<Listed>, DriverFault> {
 
 fn listed(ordinal: c_int) -> Result<Listed, DriverFault> {
     let device = result::device::get(ordinal).map_err(|error| fault("cuDeviceGet", error))?;
-    let name =
-        result::device::get_name(device).map_err(|error| fault("cuDeviceGetName", error))?;
-    let uuid =
-        result::device::get_uuid(device).map_err(|error| fault("cuDeviceGetUuid", error))?;
+    let name = result::device::get_name(device).map_err(|error| fault("cuDeviceGetName", error))?;
+    let uuid = result::device::get_uuid(device).map_err(|error| fault("cuDeviceGetUuid", error))?;
     let attribute = |attribute| {
         // SAFETY: the device is one that the driver has just named.
         let value = unsafe { result::device::get_attribute(device, attribute) };
-        value
-            .map(|value| value.max(0) as u32)
-            .map_err(|error| fault("cuDeviceGetAttribute", error))
+        value.map(|value| value.max(0) as u32).map_err(|error| fault("cuDeviceGetAttribute", error))
     };
     Ok(Listed {
         ordinal: ordinal as u32,
@@ -165,8 +161,8 @@ impl Context {
     pub(super) fn allocate(self: &Arc<Self>, bytes: usize) -> Result<Memory, DriverFault> {
         let bytes = bytes.max(1);
         // SAFETY: the context is current on this thread; the size is not 0.
-        let pointer = unsafe { result::malloc_sync(bytes) }
-            .map_err(|error| fault("cuMemAlloc", error))?;
+        let pointer =
+            unsafe { result::malloc_sync(bytes) }.map_err(|error| fault("cuMemAlloc", error))?;
         Ok(Memory { context: Arc::clone(self), pointer, bytes })
     }
 
@@ -458,7 +454,6 @@ fn fault(call: &'static str, error: DriverError) -> DriverFault {
     };
     DriverFault { call, reason, code }
 }
-
 
 #[cfg(test)]
 mod tests {

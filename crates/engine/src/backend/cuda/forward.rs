@@ -5,7 +5,7 @@
 use super::driver::{Address, Context, DriverFault, Memory};
 use super::kernels::{
     self, AnglesArgs, CombineArgs, DecodeArgs, EmbedArgs, Finish, GateArgs, HeadDim, Launch,
-    NormArgs, RopeArgs,
+    NormArgs, PrefillArgs, RopeArgs,
 };
 use super::layout::{Layout, Places};
 use super::machine::Machine;
@@ -147,14 +147,41 @@ impl Forward<'_> {
         if decodes > 0 {
             let spans = self.words(self.places.decodes);
             let args = DecodeArgs {
-                output, partial, softmax, queries, keys, values, spans, blocks, scale, heads,
-                kv_heads, splits, window,
+                output,
+                partial,
+                softmax,
+                queries,
+                keys,
+                values,
+                spans,
+                blocks,
+                scale,
+                heads,
+                kv_heads,
+                splits,
+                window,
             };
             self.launch(&kernels::decode(args, decodes, self.head_dim))?;
             if splits > 1 {
                 let args = CombineArgs { output, partial, softmax, spans, heads, splits };
                 self.launch(&kernels::combine(args, decodes, self.head_dim))?;
             }
+        }
+        let prefills = self.layout.prefills.len() as u32;
+        if prefills > 0 {
+            let args = PrefillArgs {
+                output,
+                queries,
+                keys,
+                values,
+                spans: self.words(self.places.prefills),
+                blocks,
+                scale,
+                heads,
+                kv_heads,
+                window,
+            };
+            self.launch(&kernels::prefill(args, prefills, self.head_dim))?;
         }
         Ok(())
     }

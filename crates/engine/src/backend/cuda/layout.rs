@@ -147,10 +147,6 @@ impl Layout {
         if count == 1 {
             self.decodes.push([first, 1, span.start, table]);
             self.longest_decode = self.longest_decode.max(span.start + 1);
-        } else if self.tile == 1 {
-            let each = (0..count).map(|i| [first + i, 1, span.start + i, table]);
-            self.decodes.extend(each);
-            self.longest_decode = self.longest_decode.max(span.start + count);
         } else {
             for offset in (0..count).step_by(self.tile as usize) {
                 let tokens = (count - offset).min(self.tile);
@@ -237,7 +233,8 @@ mod tests {
         assert_eq!(layout.slots[..3], [9 * 16 + 1, 16 + 15, 2 * 16]);
         assert_eq!(layout.positions[20], 34);
         assert_eq!(layout.longest_decode, 34);
-        let mut bytes = vec![0; 4 * Room { tokens: 64, context: 256, kv_blocks: 40, tile: 16 }.words()];
+        let mut bytes =
+            vec![0; 4 * Room { tokens: 64, context: 256, kv_blocks: 40, tile: 16 }.words()];
         let places = layout.pack(&mut bytes);
         let word = |at: usize| u32::from_le_bytes(bytes[4 * at..4 * at + 4].try_into().unwrap());
         assert_eq!(word(places.tokens), 7);
@@ -252,7 +249,7 @@ mod tests {
 
     #[test]
     fn the_fullest_step_fits() {
-        let room = Room { tokens: 64, context: 256, kv_blocks: 64 * 16, tile: 1 };
+        let room = Room { tokens: 64, context: 256, kv_blocks: 64 * 16, tile: 2 };
         let mut layout = Layout::new(room);
         let tables: Vec<Vec<u32>> = (0..64).map(|i| (i * 16..(i + 1) * 16).collect()).collect();
         let spans: Vec<Span<'_>> =
@@ -262,7 +259,7 @@ mod tests {
         assert!(layout.pack(&mut bytes).end <= room.words());
         let long: Vec<u32> = (0..64).collect();
         layout.lay_out(&[span(&long, 0, &[0, 1, 2, 3], LogitRows::All)]).unwrap();
-        assert_eq!(layout.prefills.len(), 64);
+        assert_eq!(layout.prefills.len(), 32);
         assert!(layout.pack(&mut bytes).end <= room.words());
     }
 

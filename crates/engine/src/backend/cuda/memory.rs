@@ -68,9 +68,8 @@ impl Buffers {
             partial: floats(parts * head)?,
             softmax: floats(2 * parts)?,
             logits: floats(logits)?,
-            host_logits: context.pinned(
-                4 * limits.logit_rows as usize * config.vocabulary as usize,
-            )?,
+            host_logits: context
+                .pinned(4 * limits.logit_rows as usize * config.vocabulary as usize)?,
         })
     }
 }

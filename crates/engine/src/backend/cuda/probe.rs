@@ -168,9 +168,8 @@ pub fn device_class(name: &str) -> DeviceClass {
         Some(class) if !is_slice => class.to_owned(),
         _ => slug(&lower),
     };
-    DeviceClass::new(&class).unwrap_or_else(|_| {
-        DeviceClass::new("gpu").expect("a short name of letters is a class")
-    })
+    DeviceClass::new(&class)
+        .unwrap_or_else(|_| DeviceClass::new("gpu").expect("a short name of letters is a class"))
 }
 
 /// Letters and digits of a name, with single dashes between, makers left out.

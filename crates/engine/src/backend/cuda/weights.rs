@@ -59,7 +59,8 @@ pub(super) fn bytes_of(config: &ModelConfig) -> u64 {
     let hidden = u64::from(config.hidden);
     let (queries, keys) = (config.query_width() as u64, config.kv_width() as u64);
     let table = of(config.vocabulary, hidden);
-    let layer = hidden * (queries + 2 * keys) + queries * hidden + of(3 * config.intermediate, hidden);
+    let layer =
+        hidden * (queries + 2 * keys) + queries * hidden + of(3 * config.intermediate, hidden);
     let vectors = 2 * hidden + queries + 2 * keys + of(2, u64::from(config.head_dim));
     let tables = if config.tied { table } else { 2 * table };
     2 * (tables + of(config.layers, layer)) + 4 * of(config.layers, vectors) + 4 * hidden

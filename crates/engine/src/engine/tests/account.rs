@@ -8,7 +8,7 @@ use tollgate_domain::{DeviceNanos, FinishReason, PromptWork, SequenceId};
 use super::bench::{Bench, Ears, Heard, Setup, ask, ask_all, prompt};
 use crate::engine::journal::Owner;
 use crate::engine::submission::{CancelReason, RequestOutcome, SubmitError};
-use crate::testing::table;
+use crate::testing::{Failure, table};
 
 /// Something that happens during a run.
 #[derive(Clone, Debug)]
@@ -272,4 +272,33 @@ fn stages_tell_where_the_time_went() {
     assert_eq!(stages.prefill_ns, busy[5]);
     assert_eq!(stages.decode_ns, busy[6..].iter().sum::<u64>());
     assert_eq!(bench.clock.nanos(), busy.iter().sum::<u64>());
+}
+
+#[test]
+fn a_device_with_a_clock_is_busy_for_as_long_as_it_says() {
+    let run = |keeps_time, fails_at| {
+        let mut bench = Bench::with(Setup { keeps_time, fails_at, ..Setup::new(64) });
+        let heard = bench.submit(ask(1, &prompt(1, 40), 20));
+        let mut turns = 0;
+        while bench.turn().is_ok() && turns < 40 {
+            turns += 1;
+        }
+        drop(heard);
+        let log = bench.log.lock();
+        let steps: Vec<u64> = log.steps.iter().map(|step| step.busy.nanos()).collect();
+        let last = log.steps.last().expect("it ran");
+        let end = DeviceNanos(last.started.0 + last.busy.nanos());
+        assert_eq!(bench.totals().busy() + bench.totals().idle, end, "nothing is lost");
+        for step in &log.steps {
+            let sum: DeviceNanos = step.shares.iter().map(|share| share.attributed).sum();
+            assert_eq!(sum, step.busy);
+        }
+        steps
+    };
+    let (host, device) = (run(false, None), run(true, None));
+    let halves: Vec<u64> = host.iter().map(|busy| busy / 2).collect();
+    assert_eq!(device, halves, "the host's part of a step is idle");
+    // Of a step that failed nobody knows what the device did.
+    let failed = run(true, Some((3, Failure::Error)));
+    assert_eq!(failed, [halves[0], halves[1], host[2]]);
 }

@@ -35,6 +35,7 @@ pub(super) struct Bench {
 pub(super) struct Setup {
     pub(super) blocks: u32,
     pub(super) fails_at: Option<(u64, Failure)>,
+    pub(super) keeps_time: bool,
     pub(super) options: EngineOptions,
     pub(super) journal_fails_at: Option<u64>,
 }
@@ -42,7 +43,7 @@ pub(super) struct Setup {
 impl Setup {
     pub(super) fn new(blocks: u32) -> Self {
         let options = EngineOptions::new(table());
-        Self { blocks, fails_at: None, options, journal_fails_at: None }
+        Self { blocks, fails_at: None, keeps_time: false, options, journal_fails_at: None }
     }
 }
 
@@ -55,6 +56,7 @@ impl Bench {
         let clock = FakeClock::default();
         let mut backend = FakeBackend::new(setup.blocks, clock.clone());
         backend.fails_at = setup.fails_at;
+        backend.keeps_time = setup.keeps_time;
         let seen = Arc::clone(&backend.seen);
         let log = JournalLog::default();
         let journal = RecordingJournal { log: log.clone(), fails_at: setup.journal_fails_at };

@@ -86,7 +86,9 @@ fn load_from(folder: &Path, library: Library) -> bool {
         .filter(|path| file_name(path).starts_with(library.file_stem()))
         .collect();
     // `libnvrtc-builtins.so…` before `libnvrtc.so…`, and newer ones first.
-    files.sort_by_key(|path| (!file_name(path).contains("-builtins"), std::cmp::Reverse(path.clone())));
+    files.sort_by_key(|path| {
+        (!file_name(path).contains("-builtins"), std::cmp::Reverse(path.clone()))
+    });
     let mut is_loaded = false;
     for file in files {
         let is_helper = file_name(&file).contains("-builtins");

@@ -1,0 +1,59 @@
+//! The CUDA backend with the vendor's library of matrix products, which is a
+//! stand-in too: what it is asked for is what comes of it, and it is asked for
+//! a plan once for each shape. A process of its own, because a library that
+//! was loaded stays.
+
+#![allow(clippy::unwrap_used, reason = "a panic is how a test reports")]
+
+#[path = "../cuda/agree.rs"]
+mod agree;
+#[path = "../cuda/standin.rs"]
+mod standin;
+
+use agree::{BLOCKS, Pair, everything, models, open};
+use standin::Part;
+use tollgate_engine::backend::Backend;
+use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
+use tollgate_engine::backend::cuda::{CodeFolders, CudaBackend, CudaOptions, Wanted};
+
+#[test]
+fn whole_models_agree_with_the_cpu() {
+    let folder = standin::folder("emulated-blas");
+    standin::load(&standin::build(Part::Compiler, &folder, &[]));
+    standin::load(&standin::build(Part::Driver, &folder, &[]));
+    // Found by its folder, as an administrator may say it.
+    let libraries = standin::folder("blas");
+    let blas = standin::build(Part::Blas, &libraries, &[]);
+    let kept = tempfile::tempdir().unwrap();
+    for (name, spec, window) in models() {
+        let (_folder, files) = open(&spec, window, 9);
+        let cpu =
+            CpuOptions { threads: 1, kv_tokens: BLOCKS * 16, step_tokens: 256, instructions: None };
+        let mut cpu = CpuBackend::new(&files, &cpu).unwrap();
+        let options = CudaOptions {
+            wanted: Wanted::First,
+            memory_share: 0.9,
+            step_tokens: 256,
+            folders: CodeFolders {
+                kept: kept.path().to_owned(),
+                bundles: Vec::new(),
+                libraries: vec![libraries.clone()],
+            },
+        };
+        let mut cuda = CudaBackend::new(&files, &options).unwrap();
+        assert!(cuda.kv_blocks() >= BLOCKS);
+        let notes = cuda.notes().join("; ");
+        assert!(!notes.contains("own kernels multiply"), "{notes}");
+        let mut pair = Pair::new(&mut cpu, &mut cuda);
+        everything(&mut pair, spec.vocabulary);
+        println!("{name}: {} rows", pair.rows);
+    }
+    let blas = standin::load(&blas);
+    let count = |symbol: &[u8]| {
+        // SAFETY: the stand-in defines both so.
+        unsafe { blas.get::<unsafe extern "C" fn() -> u32>(symbol).unwrap()() }
+    };
+    let (searches, products) = (count(b"standin_searches"), count(b"standin_products"));
+    println!("{searches} searches, {products} products");
+    assert!(searches > 0 && products > 5 * searches, "{searches} searches, {products} products");
+}
