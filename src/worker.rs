@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use tollgate_config::SyntheticPolicy;
 use tollgate_domain::{ModelName, WorkerName};
 use tollgate_worker::{

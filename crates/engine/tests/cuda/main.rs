@@ -3,6 +3,8 @@
 //! how fast, is not tested here.
 
 #![allow(clippy::unwrap_used, reason = "a panic is how a test reports")]
+#![allow(unreachable_pub, reason = "the modules serve two test programs")]
+#![allow(dead_code, reason = "likewise, and neither needs all of them")]
 
 mod agree;
 mod probe;
