@@ -57,5 +57,5 @@ fn whole_models_agree_with_the_cpu() {
     };
     let (searches, products) = (count(b"standin_searches"), count(b"standin_products"));
     println!("{searches} searches, {products} products");
-    assert!(searches > 0 && products > 5 * searches, "{searches} searches, {products} products");
+    assert!(searches > 0 && products > searches, "{searches} searches, {products} products");
 }
