@@ -27,7 +27,7 @@ use axum::routing::{get, post};
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
-use tollgate_admission::Figures;
+use tollgate_admission::{Figures, ScopeLimits};
 use tollgate_config::{Config, RequestLimits, Tenant};
 use tollgate_domain::{DeviceNanos, ModelName, PoolName, RequestId};
 
@@ -153,6 +153,11 @@ async fn serve(
     // Given by the outermost layer, which believes no client about it.
     let id: RequestId = request.extensions().get().cloned().ok_or(ApiError::Internal)?;
     let key = IdempotencyKey::of(request.headers())?;
+    // Likewise; but who asks again for an answer that is being made needs no
+    // place of its own, and whether it does is known by its body.
+    if key.is_none() {
+        api.has_place(&binding)?;
+    }
     let body = api.read(request.into_body()).await?;
     let first = match key {
         None => None,
@@ -161,6 +166,8 @@ async fn serve(
             Claimed::Repeat(answer) => return answer,
         },
     };
+    // It may have taken its time to come.
+    api.has_place(&binding)?;
     let asked = api.parse(&body, interface.parse)?;
     let model = api.model(caller, tenant, &asked.model)?;
     let context = CountContext {
@@ -213,6 +220,15 @@ impl Api {
             progress: gateway.timeouts.body_progress_bytes.0,
         };
         Ok(body::read(body, limits).await?)
+    }
+
+    /// Says no if one of `scopes` has no place left to run or to wait, before
+    /// anything is done for the request.
+    fn has_place(&self, scopes: &[ScopeLimits]) -> Result<(), ApiError> {
+        match self.serving.admission.look_for_place(scopes) {
+            Some(refusal) => Err(ApiError::Limit(refusal)),
+            None => Ok(()),
+        }
     }
 
     /// Whether the request is the first with its key; a repeat waits for that.

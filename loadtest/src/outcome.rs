@@ -55,6 +55,17 @@ pub struct Outcome {
     pub whole: Duration,
     /// Completion tokens: from `usage` where there is one, else pieces.
     pub tokens: u64,
+    /// What of it the answer says was the worker's.
+    pub at_worker: Option<AtWorker>,
+}
+
+/// Time of a request at the worker, as tollgate's own figures in `usage` say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AtWorker {
+    /// From its arrival there to its place in the batch.
+    pub queued: Duration,
+    /// From there to its prompt's end.
+    pub read: Duration,
 }
 
 /// Sends `body` and follows the answer to its end. `begun` is set at the first
@@ -85,11 +96,13 @@ pub struct Seen {
     pub gaps: Vec<Duration>,
     /// See [`Outcome::tokens`].
     pub tokens: u64,
+    /// See [`Outcome::at_worker`].
+    pub at_worker: Option<AtWorker>,
 }
 
 impl Seen {
     fn ended(end: End) -> Self {
-        Self { end, first_token: None, gaps: Vec::new(), tokens: 0 }
+        Self { end, first_token: None, gaps: Vec::new(), tokens: 0, at_worker: None }
     }
 }
 
@@ -109,7 +122,8 @@ async fn whole(response: Response<Incoming>) -> Result<Seen, ClientError> {
     };
     let finished = answer.choices.iter().all(|choice| choice.finish_reason.is_some());
     let end = if finished { End::Done } else { End::Error("a choice without finish_reason") };
-    Ok(Seen { tokens: answer.tokens().unwrap_or(0), ..Seen::ended(end) })
+    let (tokens, at_worker) = (answer.tokens().unwrap_or(0), answer.at_worker());
+    Ok(Seen { tokens, at_worker, ..Seen::ended(end) })
 }
 
 async fn stream(
@@ -139,6 +153,7 @@ async fn stream(
                 return Ok(seen);
             }
             counted = chunk.tokens().or(counted);
+            seen.at_worker = chunk.at_worker().or(seen.at_worker);
             if chunk.has_content() {
                 pieces += 1;
                 match last.replace(now) {
@@ -193,11 +208,25 @@ struct Delta {
 #[derive(Deserialize)]
 struct Usage {
     completion_tokens: u64,
+    tollgate: Option<OurFigures>,
+}
+
+/// What tollgate says beside what everybody does.
+#[derive(Deserialize)]
+struct OurFigures {
+    queue_ns: u64,
+    prefill_ns: u64,
 }
 
 impl Chunk {
     fn tokens(&self) -> Option<u64> {
         self.usage.as_ref().map(|usage| usage.completion_tokens)
+    }
+
+    fn at_worker(&self) -> Option<AtWorker> {
+        let OurFigures { queue_ns, prefill_ns } = self.usage.as_ref()?.tollgate.as_ref()?;
+        let [queued, read] = [queue_ns, prefill_ns].map(|&nanos| Duration::from_nanos(nanos));
+        Some(AtWorker { queued, read })
     }
 
     fn has_content(&self) -> bool {

@@ -241,6 +241,7 @@ mod tests {
             gaps: vec![Duration::from_millis(2)],
             whole: Duration::from_millis(whole_ms),
             tokens: 4,
+            at_worker: None,
         }
     }
 

@@ -74,8 +74,8 @@ pub(crate) async fn send_noting(
     let seen = tokio::time::timeout_at(at + timeout, sending).await;
     let whole = at.elapsed();
     let end = match seen {
-        Ok(Ok(Seen { end, first_token, gaps, tokens })) => {
-            return Outcome { tenant, end, late, first_token, gaps, whole, tokens };
+        Ok(Ok(Seen { end, first_token, gaps, tokens, at_worker })) => {
+            return Outcome { tenant, end, late, first_token, gaps, whole, tokens, at_worker };
         }
         Ok(Err(error)) => End::Error(error.kind()),
         Err(_) => End::TimedOut,
@@ -87,7 +87,15 @@ pub(crate) async fn send_noting(
 impl Outcome {
     /// One that saw nothing of an answer.
     pub(crate) fn ended(tenant: usize, end: End, whole: Duration) -> Self {
-        let none = Duration::ZERO;
-        Self { tenant, end, late: none, first_token: None, gaps: Vec::new(), whole, tokens: 0 }
+        Self {
+            tenant,
+            end,
+            late: Duration::ZERO,
+            first_token: None,
+            gaps: Vec::new(),
+            whole,
+            tokens: 0,
+            at_worker: None,
+        }
     }
 }

@@ -179,7 +179,7 @@ fn engine_options(options: &WorkerOptions, device: &DeviceInfo, table: CostTable
         queue_capacity: options.queue_capacity,
         policy,
         // What is counted in device time goes as fast as the device.
-        step_box: step_box.div_f64(speed),
+        step_box: tollgate_engine::step_box(&defaults.table, step_box.div_f64(speed)),
         preemption_guard: defaults.preemption_guard.div_f64(speed),
         preemption_rest: defaults.preemption_rest.div_f64(speed),
         ..defaults

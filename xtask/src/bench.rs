@@ -9,6 +9,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::run::{cargo, check, root};
 
+mod drills;
 mod engine;
 mod fairness;
 mod gateway;
@@ -41,6 +42,9 @@ pub fn run(name: &str, rest: &[&str]) -> Result<()> {
     if name == "fairness" {
         return fairness::run(rest);
     }
+    if name == "drills" {
+        return drills::run(rest);
+    }
     let options = Options::read(name, rest)?;
     let mut report = Report::begin(name)?;
     if options.as_built {
@@ -54,7 +58,7 @@ pub fn run(name: &str, rest: &[&str]) -> Result<()> {
         "refusal" => refusal::run(&options, &mut report)?,
         "tenants" => tenants::run(&options, &mut report)?,
         _ => bail!(
-            "no such benchmark: {name} (there: gateway, refusal, engine, ledger, peers, tenants, fairness)"
+            "no such benchmark: {name} (there: gateway, refusal, engine, ledger, peers, tenants, fairness, drills)"
         ),
     }
     report.end()?;

@@ -27,7 +27,7 @@ cargo xtask COMMAND
   tools             install what the gate needs, and nothing else
   tidy              import directions, module headers, links in documents
   bench NAME        a benchmark: gateway, refusal, engine, ledger, peers,
-                    tenants, fairness
+                    tenants, fairness, drills
                     (release build; writes docs/benchmarks/)
   fuzz TARGET [--seconds N]
                     cargo-fuzz on one target, 60 seconds unless told

@@ -67,6 +67,12 @@ impl Admission {
         self.lock().core.look_ahead(now, scopes)
     }
 
+    /// Whether one of `scopes` has no place for a request to run and none to
+    /// wait, whatever it costs. Takes nothing, as [`Self::look_ahead`].
+    pub fn look_for_place(&self, scopes: &[ScopeLimits]) -> Option<Box<Refusal>> {
+        self.lock().core.look_for_place(scopes)
+    }
+
     /// Posts the true cost of a hold by its id, also where the hold has
     /// expired: late usage is charged, once.
     ///

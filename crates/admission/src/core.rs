@@ -144,12 +144,26 @@ impl Core {
                 worst = Some(refusal);
             }
         }
-        let mut refusal = worst?;
+        worst.map(|refusal| self.with_requests_left(refusal, scopes))
+    }
+
+    /// Whether one of `scopes` has no place to run and none to wait. Takes
+    /// nothing, and knows nothing of what a request would cost.
+    pub(crate) fn look_for_place(&self, scopes: &[ScopeLimits]) -> Option<Box<Refusal>> {
+        let full = scopes.iter().find_map(|ScopeLimits { scope, limits: _ }| {
+            // One that nobody has asked for yet has room.
+            self.scopes.get(scope)?.is_full(scope)
+        });
+        full.map(|refusal| self.with_requests_left(refusal, scopes))
+    }
+
+    /// With the tightest rate of requests of `scopes`.
+    fn with_requests_left(&self, mut refusal: Refusal, scopes: &[ScopeLimits]) -> Box<Refusal> {
         for state in scopes.iter().filter_map(|scope| self.scopes.get(&scope.scope)) {
             let requests = state.requests.as_ref().map(RateFigures::of);
             tighten(&mut refusal.figures.requests, requests, |rate| rate.remaining);
         }
-        Some(Box::new(refusal))
+        Box::new(refusal)
     }
 
     /// Moves the calendar on to `utc`.

@@ -481,3 +481,37 @@ fn a_look_ahead_sees_what_is_spent() {
     assert_eq!(refusal.scope.kind(), "pool");
     assert_eq!(refusal.retry_after, Some(Duration::from_secs(4)));
 }
+
+/// Who can neither run nor wait is known before its cost is; asking takes
+/// nothing, and a place that is given back is there again.
+#[test]
+fn a_look_for_a_place_sees_what_is_full() {
+    let places = |concurrent, queued| PlanLimits {
+        concurrent: Some(concurrent),
+        queued: Some(queued),
+        ..PlanLimits::default()
+    };
+    let pool = Scope::Pool(PoolName::new("trial").expect("a name"));
+    let scopes = vec![scoped(tenant("acme"), places(1, 1)), scoped(pool, places(8, 0))];
+    let gate = Gate::new(scopes.clone());
+    let look = || gate.admission.look_for_place(&scopes);
+    assert_eq!(look(), None, "nobody has asked yet");
+    let running = gate.reserve(0, estimate(0, 1, 1)).expect("it runs");
+    assert_eq!(look(), None, "one may wait");
+    let waiting = gate.reserve(0, estimate(0, 1, 1)).expect("it waits");
+    let refused = gate.reserve(0, estimate(0, 1, 1)).expect_err("one too many");
+    for _ in 0..100 {
+        let refusal = look().expect("full");
+        assert_eq!(
+            (&refusal.scope, refusal.limit, refusal.value, refusal.retry_after),
+            (&refused.scope, refused.limit, refused.value, refused.retry_after)
+        );
+    }
+    running.void(at(1)).expect("open");
+    assert_eq!(look(), None, "whoever waited runs");
+    waiting.void(at(2)).expect("open");
+    assert_eq!(look(), None);
+    // Limits of others are not looked at; without the limit nothing is full.
+    let open = vec![scoped(tenant("other"), PlanLimits::default())];
+    assert_eq!(gate.admission.look_for_place(&open), None);
+}

@@ -36,4 +36,4 @@ pub use engine::{Engine, EngineError, EngineOptions, EngineStatus};
 pub use kernels::Instructions;
 pub use meter::Totals;
 pub use sample::{SamplingParams, TokenLogprobs};
-pub use schedule::{SchedulePolicy, Tier};
+pub use schedule::{SchedulePolicy, Tier, step_box};

@@ -15,7 +15,7 @@ mod shares;
 
 use std::time::Duration;
 
-use tollgate_domain::{CostTable, DeviceNanos, MonotonicTime, SequenceId};
+use tollgate_domain::{CostTable, DeviceNanos, MonotonicTime, SequenceId, SequenceWork};
 
 use self::plan::Plan;
 use crate::backend::StepLimits;
@@ -157,6 +157,27 @@ pub struct Chunk {
     /// Which rows of logits to compute.
     pub rows: Rows,
 }
+
+/// How long a step should take at most on a device that `table` prices: `most`,
+/// and where the model is fast as long as [`BOX_STEPS`] of its shortest steps.
+/// Whoever comes waits for the step that runs and for his own, so the box is
+/// what others can make him wait; and a prompt that is read in more chunks than
+/// that costs little more, since reading the weights once more is what a
+/// shortest step takes.
+pub fn step_box(table: &CostTable, most: Duration) -> Duration {
+    let mut shortest = table.step_cost();
+    let token = SequenceWork { sequence: SequenceId(0), new_tokens: 1, logit_rows: 1, context: 0 };
+    shortest.add(&token);
+    let shortest = Duration::from_nanos(shortest.predicted().nanos());
+    shortest.saturating_mul(BOX_STEPS).max(LEAST_BOX).min(most)
+}
+
+/// With so many shortest steps in a box, reading the weights is at most so
+/// small a part of it.
+const BOX_STEPS: u32 = 16;
+/// Beside each step there is its account and its telling, some tens of
+/// microseconds: less than this is not worth it.
+const LEAST_BOX: Duration = Duration::from_millis(2);
 
 /// Decides the next step. Unless nothing runs or waits, what it returns always
 /// gets somewhere: there is a chunk, or a sequence is preempted or refused.

@@ -90,11 +90,15 @@ pub struct PhaseFigures {
     pub between_tokens: Latencies,
     /// From due to sent.
     pub late: Latencies,
+    /// Waiting for a place in the worker's batch.
+    pub queued: Latencies,
+    /// From that place to the prompt's end.
+    pub read: Latencies,
 }
 
 impl PhaseFigures {
     fn of<'a>(samples: impl Iterator<Item = &'a HonestSample>) -> Self {
-        let (mut first, mut gaps, mut late) = (Vec::new(), Vec::new(), Vec::new());
+        let [mut first, mut gaps, mut late, mut queued, mut read] = std::array::from_fn(|_| vec![]);
         let (mut due, mut answered, mut tokens) = (0, 0, 0);
         let ms = |span: std::time::Duration| span.as_secs_f64() * 1e3;
         for sample in samples {
@@ -106,10 +110,13 @@ impl PhaseFigures {
                 tokens += outcome.tokens;
                 first.extend(outcome.first_token.map(ms));
                 gaps.extend(outcome.gaps.iter().copied().map(ms));
+                queued.extend(outcome.at_worker.map(|at_worker| ms(at_worker.queued)));
+                read.extend(outcome.at_worker.map(|at_worker| ms(at_worker.read)));
             }
         }
-        let [first_token, between_tokens, late] = [first, gaps, late].map(Latencies::of);
-        Self { due, answered, tokens, first_token, between_tokens, late }
+        let [first_token, between_tokens, late, queued, read] =
+            [first, gaps, late, queued, read].map(Latencies::of);
+        Self { due, answered, tokens, first_token, between_tokens, late, queued, read }
     }
 }
 

@@ -36,6 +36,7 @@ fn sample(due: f64, first_ms: u64, end: End) -> HonestSample {
         gaps: vec![ms(2); 4],
         whole: ms(first_ms + 8),
         tokens: 5,
+        at_worker: None,
     };
     HonestSample { tenant: "a".into(), due, outcome }
 }

@@ -125,20 +125,9 @@ impl Look<'_> {
     /// A place to run, or one to wait in every scope that has none to run. One
     /// that has a place keeps nobody waiting, so its queue is not asked.
     fn places(&self, place: Place, found: &mut Vec<Found>) {
-        if place == Place::Running || self.state.has_place() {
-            return;
+        if place == Place::Queued {
+            found.extend(self.state.has_no_room());
         }
-        let waiting = self.state.waiting.len() as u64;
-        let Some(queued) = self.state.limits.queued.map(u64::from) else { return };
-        if waiting < queued {
-            return;
-        }
-        let (limit, value) = match self.state.limits.concurrent {
-            Some(concurrent) if queued == 0 => (Limit::Concurrent, u64::from(concurrent)),
-            _ => (Limit::Queued, queued),
-        };
-        let until = Until::Someone;
-        found.push(Found { limit, value, largest: value, asked: 1, remaining: 0, until });
     }
 
     fn rates(&self, found: &mut Vec<Found>) {
@@ -195,6 +184,25 @@ impl Look<'_> {
 }
 
 impl ScopeState {
+    /// Why nobody can run here now, nor wait for it.
+    fn has_no_room(&self) -> Option<Found> {
+        let queued = self.limits.queued.map(u64::from)?;
+        if self.has_place() || (self.waiting.len() as u64) < queued {
+            return None;
+        }
+        let (limit, value) = match self.limits.concurrent {
+            Some(concurrent) if queued == 0 => (Limit::Concurrent, u64::from(concurrent)),
+            _ => (Limit::Queued, queued),
+        };
+        let until = Until::Someone;
+        Some(Found { limit, value, largest: value, asked: 1, remaining: 0, until })
+    }
+
+    /// The refusal for want of a place to run or to wait, if there is none.
+    pub(super) fn is_full(&self, scope: &Scope) -> Option<Refusal> {
+        self.has_no_room().map(|found| found.refusal(scope, None))
+    }
+
     /// The refusal by the rate of requests, brought up to `now`, if it allows
     /// none.
     pub(super) fn requests_are_spent(

@@ -5,6 +5,7 @@ use tollgate_domain::{Caller, KeyId, PoolName, SequenceWork, TenantId};
 
 use super::plan::{row_count, work};
 use super::*;
+use crate::backend::synthetic::StepCost;
 use crate::kv::blocks_for;
 use crate::testing::table;
 
@@ -130,6 +131,22 @@ fn chunks(decisions: &Decisions) -> Vec<(u64, u32)> {
 
 const fn millis(time: u64) -> DeviceNanos {
     DeviceNanos(time * 1_000_000)
+}
+
+/// A fast model has short steps, a slow one those that it is told; an admin who
+/// wants shorter ones gets them.
+#[test]
+fn the_box_follows_the_model() {
+    for (speed, most_ms, expected_us) in [
+        (1.0, 80, 80_000..=80_000),
+        (28.0, 80, 16_000..=16_400),
+        (1_000.0, 80, 2_000..=2_000),
+        (1_000.0, 1, 1_000..=1_000),
+    ] {
+        let table = StepCost { speed, ..StepCost::default() }.table().expect("valid");
+        let found = step_box(&table, Duration::from_millis(most_ms)).as_micros();
+        assert!(expected_us.contains(&found), "{speed} {most_ms}: {found}");
+    }
 }
 
 #[test]
