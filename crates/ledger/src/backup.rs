@@ -15,7 +15,7 @@ use tollgate_domain::UtcTime;
 
 use crate::audit::chain::Chain;
 use crate::check::{Checked, wal};
-use crate::{AdminAction, Ledger, LedgerError, post, schema};
+use crate::{AdminAction, Ledger, LedgerError, LedgerReader, post, schema};
 
 /// Why there is no copy.
 #[derive(Debug, thiserror::Error)]
@@ -95,7 +95,17 @@ impl Ledger {
     }
 }
 
-/// When the ledger was last restored; `None` where it never was.
+impl LedgerReader {
+    /// When the ledger was last restored; `None` where it never was. Blocks
+    /// that began before and that no journal has any more are passed over.
+    ///
+    /// # Errors
+    /// Storage errors.
+    pub fn restored(&self) -> Result<Option<UtcTime>, LedgerError> {
+        self.read(restored)
+    }
+}
+
 pub(crate) fn restored(connection: &Connection) -> Result<Option<UtcTime>, LedgerError> {
     let at: Option<u64> = connection
         .prepare_cached("SELECT value FROM meta WHERE name = 'restored'")?

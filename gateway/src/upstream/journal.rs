@@ -232,6 +232,15 @@ impl Books {
         last.await.ok_or(UpstreamError::Ended("ledger"))
     }
 
+    /// The last block before `first` where the ledger was restored from an older
+    /// backup since: those in between were acknowledged, and no journal need
+    /// have them any more. The ledger passes over them.
+    async fn lost_before(&self, first: &JournalBlock) -> u64 {
+        let restored = self.read("whether it was restored", LedgerReader::restored).await.flatten();
+        let is_older = restored.is_some_and(|at| first.started_utc_ns < at.0);
+        if is_older { first.block.saturating_sub(1) } else { 0 }
+    }
+
     /// Looks at a block before the ledger does: whether it is this worker's to
     /// tell, and what of it is untrue. What is in the ledger already was
     /// judged when it came first.
@@ -249,7 +258,8 @@ impl Books {
             // Journals are told oldest first.
             told.open = if is_present { told.life.earlier } else { last > 0 || !told.present };
             told.present |= is_present;
-            (told.epoch, told.last) = (Some(epoch), last);
+            let lost = self.lost_before(&wire).await;
+            (told.epoch, told.last) = (Some(epoch), last.max(lost));
         }
         // Who leaves one out could tell it later, and it would pass unjudged.
         let is_known = wire.block <= told.last;

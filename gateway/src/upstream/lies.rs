@@ -256,6 +256,32 @@ async fn a_block_before_its_turn_hides_no_lie() {
     adds_up(&room, &worker, "before its turn");
 }
 
+/// What a restored ledger lost need not be told again, and nothing else may
+/// be left out.
+#[tokio::test]
+async fn a_restored_ledger_takes_a_journal_that_begins_later() {
+    let folder = Room::folder();
+    let path = folder.path().join("ledger.db");
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let restored = crate::Clock::system().utc().0 + 3_600_000_000_000;
+    rusqlite::Connection::open(path)
+        .and_then(|it| it.execute("REPLACE INTO meta VALUES ('restored', ?1)", [restored as i64]))
+        .expect("marks it");
+    let (third, fifth) = (block(&worker, 3, Vec::new()), block(&worker, 5, Vec::new()));
+    journal(&mut worker, vec![third.clone(), third]).await;
+    let found = room.ledger.reader().check();
+    assert_eq!(found.len(), 2, "{found:?}");
+    assert!(found.iter().all(tollgate_ledger::Finding::is_remark), "{found:?}");
+    assert_eq!(room.api.serving.workers.lies(), 0);
+    worker.journal.send(fifth).await.expect("followed");
+    while !worker.journal.is_closed() {
+        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+    }
+    let epoch = WorkerEpoch::try_from(worker.epoch.clone()).expect("an epoch");
+    assert_eq!(room.ledger.reader().last_block(epoch).expect("a ledger"), 3);
+}
+
 /// Where the stream broke nobody has heard the worker's last word: its journal
 /// is held to the order and to what had come.
 #[tokio::test]
