@@ -10,8 +10,8 @@ use anyhow::{Context, Result};
 use tollgate_config::SyntheticPolicy;
 use tollgate_domain::{ModelName, WorkerName};
 use tollgate_worker::{
-    CardOptions, DeviceChoice, EngineChoice, SchedulePolicy, StepCost, StepPatience,
-    SyntheticDevice, WorkerError, WorkerOptions, build_kernels,
+    CardOptions, DeviceChoice, EngineChoice, HealthOptions, SchedulePolicy, StepCost, StepPatience,
+    SyntheticDevice, Thresholds, WorkerError, WorkerOptions, build_kernels,
 };
 
 use crate::common::span;
@@ -75,6 +75,8 @@ pub struct Arguments {
     /// while they wait.
     #[arg(long, value_name = "SPAN", value_parser = span)]
     card_turn: Option<Duration>,
+    #[command(flatten)]
+    health: Health,
     /// How long any step may take before the device is given up.
     #[arg(long, value_name = "SPAN", value_parser = span, default_value = "8s")]
     step_patience: Duration,
@@ -108,6 +110,38 @@ enum Kernels {
         #[arg(long, value_name = "DIR")]
         libraries: Vec<PathBuf>,
     },
+}
+
+/// When the device is not well.
+#[derive(clap::Args)]
+struct Health {
+    /// How often the device is looked at.
+    #[arg(long, value_name = "SPAN", value_parser = span, default_value = "5s")]
+    health_every: Duration,
+    /// Too hot, in degrees Celsius.
+    #[arg(long, value_name = "DEGREES", default_value_t = 85)]
+    health_hot: u32,
+    /// Cool again.
+    #[arg(long, value_name = "DEGREES", default_value_t = 75)]
+    health_cooled: u32,
+    /// How long it must have been well after an illness.
+    #[arg(long, value_name = "SPAN", value_parser = span, default_value = "5m")]
+    health_well_for: Duration,
+    /// Worth a word: more than so many percent busy.
+    #[arg(long, value_name = "PERCENT", default_value_t = 95)]
+    health_busy: u32,
+    /// For so long.
+    #[arg(long, value_name = "SPAN", value_parser = span, default_value = "10m")]
+    health_busy_for: Duration,
+    /// Worth a word: more than so many percent of its memory in use.
+    #[arg(long, value_name = "PERCENT", default_value_t = 90)]
+    health_memory: u32,
+    /// Worth a word: our memory on it grew by so many bytes.
+    #[arg(long, value_name = "BYTES", default_value_t = 256 << 20)]
+    health_leak: u64,
+    /// The NVML library, where it is not found by its usual name.
+    #[arg(long, value_name = "PATH")]
+    health_nvml: Option<PathBuf>,
 }
 
 /// The synthetic engine: a step takes (step + sequence for each drawn token +
@@ -200,6 +234,7 @@ fn options(arguments: Arguments) -> Result<WorkerOptions> {
     options.max_sequences = arguments.max_sequences;
     options.step_box = arguments.step_box;
     options.queue_capacity = arguments.queue_capacity as usize;
+    options.health = health(arguments.health);
     options.card = CardOptions { locks: arguments.card_locks, turn: arguments.card_turn };
     options.step_patience = StepPatience {
         least: arguments.step_patience,
@@ -208,6 +243,22 @@ fn options(arguments: Arguments) -> Result<WorkerOptions> {
     options.faults = arguments.synthetic.synthetic_faults;
     options.parent = parent;
     Ok(options)
+}
+
+fn health(health: Health) -> HealthOptions {
+    HealthOptions {
+        nvml: health.health_nvml,
+        every: health.health_every,
+        thresholds: Thresholds {
+            hot: health.health_hot,
+            cooled: health.health_cooled,
+            well_for: health.health_well_for,
+            busy: health.health_busy,
+            busy_for: health.health_busy_for,
+            memory: health.health_memory,
+            leak: health.health_leak,
+        },
+    }
 }
 
 fn engine(text: &str, synthetic: &Synthetic) -> Result<EngineChoice> {

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::read::section;
+use crate::sections::ByteSize;
 
 const fn seconds(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
@@ -43,5 +44,35 @@ section! {
         /// the host that use its cards must name the same. Unless given,
         /// tollgate-cards in /run/lock, or in /tmp where that is not there.
         locks: Option<PathBuf> = None;
+    }
+}
+
+section! {
+    /// When a device is not well, by what its driver (NVML) tells. Too hot or
+    /// ill, its worker finishes what it has and takes nothing new until the
+    /// device is well again; the rest is told in the log, /v1/status and
+    /// metrics.
+    pub struct Health {
+        /// How often the device is looked at.
+        every: Duration = seconds(5), Duration::from_millis(100)..=seconds(3_600);
+        /// Too hot, in degrees Celsius ...
+        hot: u32 = 85, 1..=200;
+        /// ... until it has come down to this.
+        cooled: u32 = 75, 1..=200;
+        /// How long a device must have been well after memory errors that could
+        /// not be corrected, a critical error (Xid) of its own, or silence.
+        well_for: Duration = seconds(300), seconds(1)..=DAY;
+        /// Worth a word: more than so many percent busy ...
+        busy: u32 = 95, 1..=100;
+        /// ... for so long.
+        busy_for: Duration = seconds(600), seconds(1)..=DAY;
+        /// Worth a word: more than so many percent of its memory in use.
+        memory: u32 = 90, 1..=100;
+        /// Worth a word: the worker's memory on it grew by so much after its
+        /// first minute, though the KV cache never grows.
+        leak: ByteSize = ByteSize(256 << 20), ByteSize(1 << 20)..=ByteSize(1 << 40);
+        /// The NVML library, where it is not found by its usual name
+        /// (libnvidia-ml.so.1).
+        nvml: Option<PathBuf> = None;
     }
 }

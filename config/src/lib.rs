@@ -19,7 +19,7 @@ mod source;
 mod tree;
 
 pub use crate::config::{Config, Model, Plan, Pool, Tenant};
-pub use crate::devices::{Sharing, Watchdog};
+pub use crate::devices::{Health, Sharing, Watchdog};
 pub use crate::problem::{ConfigErrors, Place, Problem};
 pub use crate::sections::{
     ByteSize, ClientFrom, Connections, Deadlines, DeviceSelector, EngineKind, Gateway, Http2,

@@ -13,7 +13,7 @@ use tollgate_domain::{
     Rate, TenantId, UtcDay,
 };
 
-use crate::devices::{Sharing, Watchdog};
+use crate::devices::{Health, Sharing, Watchdog};
 use crate::read::{DeviceRate, section};
 
 /// A number of bytes.
@@ -308,6 +308,8 @@ section! {
     sections {
         /// Workers that do not go on.
         watchdog: Watchdog;
+        /// Devices that are not well.
+        health: Health;
         /// Cards that are shared.
         sharing: Sharing;
         /// The synthetic engine.

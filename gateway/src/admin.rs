@@ -2,6 +2,7 @@
 //! holds the admin key. Deny by default: a route is open only if it is in the
 //! short list of `routes`.
 
+mod health;
 mod penalties;
 
 use std::fs::{self, OpenOptions};
@@ -19,6 +20,8 @@ use http::{HeaderMap, StatusCode, header};
 use serde::Serialize;
 use subtle::ConstantTimeEq as _;
 
+use self::health::Health;
+pub(crate) use self::health::concerns;
 use crate::gateway::Gateway;
 use crate::reply::ApiError;
 use crate::stack::{method_not_allowed, unknown_route};
@@ -165,6 +168,8 @@ struct WorkerStatus {
     queued: u32,
     running: u32,
     backlog_ns: u64,
+    /// What its driver tells of the device; null where it is not watched.
+    health: Option<Health>,
 }
 
 /// The workers as they stand.
@@ -181,6 +186,7 @@ async fn status(State(gateway): State<Arc<Gateway>>) -> Response {
             queued: report.queued,
             running: report.running,
             backlog_ns: report.backlog.nanos(),
+            health: report.health.map(Health::from),
         })
         .collect();
     Json(Status { ready: gateway.readiness().is_ready(), workers }).into_response()

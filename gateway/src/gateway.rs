@@ -266,7 +266,7 @@ impl Gateway {
         self.metrics.scrape(Readings {
             ready: self.readiness().is_ready(),
             ledger_writable: self.serving.can_record(),
-            workers_ready: workers.report().iter().filter(|report| report.ready).count(),
+            workers: workers.report(),
             worker_lies: workers.lies(),
             worker_losses: workers.losses(),
             holds: {

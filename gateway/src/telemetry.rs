@@ -4,6 +4,7 @@
 //! closed set or from config, so that no client can make a series. A refusal
 //! is a counter and no log line; prompts, answers and secrets are in neither.
 
+mod devices;
 mod log;
 mod process;
 
@@ -20,14 +21,17 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 use tollgate_domain::{DeviceClass, ModelName, Usage};
 
+use self::devices::DeviceMetrics;
 pub use self::log::{LogFormat, LogOptions, log_subscriber};
 use self::process::ProcessMetrics;
+use crate::upstream::WorkerReport;
 
 /// Everything that is counted.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
     process: ProcessMetrics,
+    devices: DeviceMetrics,
     requests: Family<RequestLabels, Counter>,
     request_seconds: Family<EndpointLabel, Histogram>,
     in_flight: Gauge,
@@ -82,11 +86,11 @@ struct ModelLabels {
 }
 
 /// What is read off the rest of the gateway when metrics are scraped.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Readings {
     pub(crate) ready: bool,
     pub(crate) ledger_writable: bool,
-    pub(crate) workers_ready: usize,
+    pub(crate) workers: Vec<WorkerReport>,
     pub(crate) worker_lies: u64,
     pub(crate) worker_losses: u64,
     pub(crate) holds: usize,
@@ -98,6 +102,7 @@ impl Metrics {
         let mut metrics = Self {
             registry: Registry::with_prefix("tollgate"),
             process: ProcessMetrics::new(),
+            devices: DeviceMetrics::new(),
             requests: Family::default(),
             request_seconds: Family::new_with_constructor(|| seconds(&REQUEST_SECONDS)),
             in_flight: Gauge::default(),
@@ -188,17 +193,18 @@ impl Metrics {
 
     /// The metrics in Prometheus's text format.
     pub(crate) fn scrape(&self, readings: Readings) -> String {
-        let Readings { ready, ledger_writable, workers_ready, worker_lies, worker_losses, holds } =
+        let Readings { ready, ledger_writable, workers, worker_lies, worker_losses, holds } =
             readings;
         self.ready.set(ready.into());
         self.ledger_writable.set(ledger_writable.into());
-        self.workers_ready.set(gauge(workers_ready));
+        self.workers_ready.set(gauge(workers.iter().filter(|report| report.ready).count()));
         self.worker_lies.set(gauge(worker_lies));
         self.worker_losses.set(gauge(worker_losses));
         self.holds.set(gauge(holds));
         let mut text = String::new();
         encode_registry(&mut text, &self.registry)
             .and_then(|()| encode_registry(&mut text, self.process.read()))
+            .and_then(|()| encode_registry(&mut text, self.devices.read(&workers)))
             .and_then(|()| encode_eof(&mut text))
             .expect("writing into a String cannot fail");
         text

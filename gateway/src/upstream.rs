@@ -27,7 +27,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tollgate_domain::{CostTable, DeviceClass, DeviceNanos, ModelName, WorkerEpoch, WorkerName};
 use tollgate_text::ChatTemplate;
-use tollgate_wire::v1::worker_client::WorkerClient;
+use tollgate_wire::v1::{self, worker_client::WorkerClient};
 use tonic::transport::Channel;
 
 pub(crate) use self::assets::BuiltTokenizer;
@@ -142,6 +142,8 @@ pub(crate) struct Load {
     pub(crate) running: u32,
     pub(crate) backlog: DeviceNanos,
     pub(crate) draining: bool,
+    /// How its device is, where that is watched.
+    pub(crate) health: Option<v1::DeviceHealth>,
 }
 
 /// A model as a worker serves it.
@@ -182,6 +184,8 @@ pub struct WorkerReport {
     pub running: u32,
     /// Predicted device time of both.
     pub backlog: DeviceNanos,
+    /// How its device is, while connected and where that is watched.
+    pub health: Option<v1::DeviceHealth>,
     /// What was last heard of it, if anything ever was.
     pub heard: Option<Heard>,
 }
@@ -281,6 +285,7 @@ impl Workers {
                     queued: load.queued,
                     running: load.running,
                     backlog: load.backlog,
+                    health: load.health,
                     heard: *slot.heard.borrow(),
                 }
             })

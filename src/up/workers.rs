@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use tollgate_config::{Config, DeviceSelector, EngineKind, Model, Synthetic, Watchdog};
+use tollgate_config::{Config, DeviceSelector, EngineKind, Health, Model, Synthetic, Watchdog};
 use tollgate_domain::WorkerName;
 use tollgate_gateway::upstream::WorkerEndpoint;
 
@@ -101,6 +101,19 @@ fn arguments(
     }
     flag("--step-patience", nanos(worker.watchdog.step));
     flag("--step-times-predicted", worker.watchdog.times_predicted.to_string().into());
+    let Health { every, hot, cooled, well_for, busy, busy_for, memory, leak, nvml } =
+        &worker.health;
+    flag("--health-every", nanos(*every));
+    flag("--health-hot", hot.to_string().into());
+    flag("--health-cooled", cooled.to_string().into());
+    flag("--health-well-for", nanos(*well_for));
+    flag("--health-busy", busy.to_string().into());
+    flag("--health-busy-for", nanos(*busy_for));
+    flag("--health-memory", memory.to_string().into());
+    flag("--health-leak", leak.0.to_string().into());
+    if let Some(nvml) = nvml {
+        flag("--health-nvml", std::path::absolute(nvml).unwrap_or_else(|_| nvml.clone()).into());
+    }
     if worker.engine == EngineKind::Synthetic {
         let Synthetic {
             step,

@@ -8,7 +8,7 @@ use tollgate_domain::{ModelName, WorkerName};
 use tollgate_engine::SchedulePolicy;
 use tollgate_engine::backend::synthetic::StepCost;
 
-use crate::{CardOptions, StepPatience};
+use crate::{CardOptions, HealthOptions, StepPatience};
 
 /// Everything that a worker is told at its start.
 #[derive(Debug)]
@@ -45,6 +45,8 @@ pub struct WorkerOptions {
     pub queue_capacity: usize,
     /// How its card is locked, where the device has an identity.
     pub card: CardOptions,
+    /// When its device is not well.
+    pub health: HealthOptions,
     /// How long a step may take before the device is given up.
     pub step_patience: StepPatience,
     /// A file by which a test makes a synthetic device fail.
@@ -117,6 +119,7 @@ impl WorkerOptions {
             step_box: Duration::from_millis(80),
             queue_capacity: 256,
             card: CardOptions::default(),
+            health: HealthOptions::default(),
             step_patience: StepPatience::default(),
             faults: None,
             journal_bytes: 1 << 30,

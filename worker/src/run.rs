@@ -26,6 +26,7 @@ use tonic::transport::Server;
 use crate::calibration::{self, Calibrated};
 use crate::journal::{Journal, JournalOptions, OsDisk, Tail};
 use crate::load::{self, Loaded};
+use crate::monitor::{Monitor, Seen};
 use crate::service::Service;
 use crate::socket::{self, Socket};
 use crate::told::{Told, Word};
@@ -41,7 +42,7 @@ pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
     let step_patience = options.step_patience;
     let Socket { listener, file: socket_file } = socket::listen(&options.socket).await?;
     let starting = tokio::task::spawn_blocking(move || Started::new(&options));
-    let Started { service, engine, journal, journal_folder } = tokio::select! {
+    let Started { service, engine, journal, journal_folder, monitor } = tokio::select! {
         started = starting => started.map_err(|error| WorkerError::Thread(error.into()))??,
         // Nothing was promised yet.
         _ = told.next() => return Ok(()),
@@ -80,7 +81,7 @@ pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
     ended.cancel();
     tasks.close();
     let _ = tokio::time::timeout(LAST_ANSWERS, tasks.wait()).await;
-    drop(socket_file);
+    drop((socket_file, monitor));
     match end {
         End::Broken(error) => Err(error.into()),
         End::Hung(hung) => Err(hung.into()),
@@ -97,6 +98,8 @@ struct Started {
     engine: Engine,
     journal: Journal,
     journal_folder: PathBuf,
+    /// None: nothing tells how the device is.
+    monitor: Option<Monitor>,
 }
 
 impl Started {
@@ -134,9 +137,18 @@ impl Started {
         let announcement = announcement(options, epoch, &loaded, &table);
         let engine_options = engine_options(options, loaded.backend.device(), table);
         let Loaded { backend, tokenizer, tokenizer_asset, template_asset, .. } = loaded;
-        let engine = Engine::start(backend, engine_options, clock, journal.for_engine())
+        let uuid = backend.device().uuid.clone();
+        let is_watched = backend.device().class.is_gpu() || options.health.nvml.is_some();
+        let engine = Engine::start(backend, engine_options, clock.clone(), journal.for_engine())
             .map_err(WorkerError::Thread)?;
+        let seen = Seen::default();
+        let monitor = match is_watched && !uuid.is_empty() {
+            true => Monitor::start(&options.health, &uuid, engine.handle(), clock, seen.clone())
+                .map_err(WorkerError::Thread)?,
+            false => None,
+        };
         let service = Service {
+            seen,
             announcement,
             model: options.model_name.clone(),
             epoch,
@@ -147,7 +159,7 @@ impl Started {
             tasks: TaskTracker::new(),
             ended: CancellationToken::new(),
         };
-        Ok(Self { service, engine, journal, journal_folder })
+        Ok(Self { service, engine, journal, journal_folder, monitor })
     }
 }
 

@@ -24,6 +24,7 @@ use tonic::{Request, Response, Status, Streaming};
 use crate::assignment::Work;
 use crate::journal::{Feed, Journal};
 use crate::load::Asset;
+use crate::monitor::Seen;
 use crate::outbox::{self, Outbox};
 use crate::sink::{Sink, refused};
 
@@ -36,6 +37,8 @@ pub(crate) struct Service {
     pub(crate) tokenizer: Arc<Tokenizer>,
     pub(crate) engine: EngineHandle,
     pub(crate) journal: Journal,
+    /// How the device is.
+    pub(crate) seen: Seen,
     pub(crate) tasks: TaskTracker,
     /// Cancelled when the worker ends: streams without an end of their own end.
     pub(crate) ended: CancellationToken,
@@ -108,12 +111,12 @@ impl Worker for Service {
         _: Request<v1::StatusRequest>,
     ) -> Result<Response<Self::StatusStream>, Status> {
         let (sender, receiver) = mpsc::channel(1);
-        let (engine, epoch) = (self.engine.clone(), self.epoch);
+        let (engine, epoch, seen) = (self.engine.clone(), self.epoch, self.seen.clone());
         let ended = self.ended.clone();
         self.tasks.spawn(async move {
             tokio::select! {
                 () = ended.cancelled() => (),
-                () = tell_status(engine, epoch, sender) => (),
+                () = tell_status(engine, seen, epoch, sender) => (),
             }
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
@@ -147,6 +150,13 @@ impl Service {
         assignment: v1::Assignment,
     ) -> Result<(RequestId, u32, outbox::Inbox), v1::Refused> {
         let work = Work::check(assignment, &self.model).map_err(refused)?;
+        if self.seen.rests() {
+            return Err(refused(Refusal {
+                reason: RefusedReason::Draining,
+                retry_after: Some(REST),
+                message: "the worker's device is not well".to_owned(),
+            }));
+        }
         if self.journal.is_full() {
             return Err(refused(Refusal {
                 reason: RefusedReason::Overloaded,
@@ -222,29 +232,38 @@ async fn hear_cancel(
 /// least one: who hears nothing knows that nobody is there.
 async fn tell_status(
     engine: EngineHandle,
+    seen: Seen,
     epoch: WorkerEpoch,
     sender: mpsc::Sender<Result<v1::WorkerStatus, Status>>,
 ) {
     let mut ticks = tokio::time::interval(STATUS_EVERY);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    let mut told: Option<(EngineStatus, Instant)> = None;
+    let mut told: Option<(v1::WorkerStatus, Instant)> = None;
     loop {
         tokio::select! {
             () = sender.closed() => return,
             _ = ticks.tick() => (),
         }
-        let status = engine.status();
-        if told.is_some_and(|(said, at)| said == status && at.elapsed() < STATUS_AT_LEAST_EVERY) {
+        let status = status_message(epoch, &engine.status(), seen.message());
+        let is_news = told
+            .as_ref()
+            .is_none_or(|(said, at)| *said != status || at.elapsed() >= STATUS_AT_LEAST_EVERY);
+        if !is_news {
             continue;
         }
-        if sender.send(Ok(status_message(epoch, &status))).await.is_err() {
+        if sender.send(Ok(status.clone())).await.is_err() {
             return;
         }
         told = Some((status, Instant::now()));
     }
 }
 
-fn status_message(epoch: WorkerEpoch, status: &EngineStatus) -> v1::WorkerStatus {
+/// A worker whose device rests takes nothing new, as one that drains.
+fn status_message(
+    epoch: WorkerEpoch,
+    status: &EngineStatus,
+    health: Option<v1::DeviceHealth>,
+) -> v1::WorkerStatus {
     let EngineStatus {
         queued,
         running,
@@ -264,9 +283,10 @@ fn status_message(epoch: WorkerEpoch, status: &EngineStatus) -> v1::WorkerStatus
         kv_blocks_total,
         kv_blocks_free,
         backlog_ns,
-        draining,
+        draining: draining || health.is_some_and(|health| health.rests),
         steps,
         busy_ns,
+        health,
     }
 }
 
@@ -333,6 +353,8 @@ const FIRST_MESSAGE: Duration = Duration::from_secs(10);
 const STATUS_EVERY: Duration = Duration::from_millis(100);
 /// How long nothing is said where nothing changes.
 const STATUS_AT_LEAST_EVERY: Duration = Duration::from_millis(500);
+/// When to ask again a worker whose device is not well.
+const REST: Duration = Duration::from_secs(10);
 /// When to ask again a worker whose journal is full.
 const JOURNAL_WAIT: Duration = Duration::from_secs(1);
 /// Blocks on their way to the gateway.

@@ -144,11 +144,12 @@ async fn next_load(
         draining,
         steps: _, // the journal says it exactly
         busy_ns: _,
+        health,
     } = status;
     if WorkerEpoch::try_from(epoch) != Ok(expected) {
         return Err(UpstreamError::Lied("its status is of another epoch than it announced"));
     }
-    Ok(Load { queued, running, backlog: DeviceNanos(backlog_ns), draining })
+    Ok(Load { queued, running, backlog: DeviceNanos(backlog_ns), draining, health })
 }
 
 /// Whether the worker closed its streams itself, as it does when it is told to

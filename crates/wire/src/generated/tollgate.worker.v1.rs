@@ -299,6 +299,69 @@ pub struct WorkerStatus {
     /// in this epoch
     #[prost(uint64, tag = "9")]
     pub busy_ns: u64,
+    /// absent: the device is not watched
+    #[prost(message, optional, tag = "10")]
+    pub health: ::core::option::Option<DeviceHealth>,
+}
+/// What the device's driver tells. Absent: it does not tell.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct DeviceHealth {
+    /// nothing new is taken: hot, ill or gone
+    #[prost(bool, tag = "1")]
+    pub rests: bool,
+    #[prost(bool, tag = "2")]
+    pub hot: bool,
+    #[prost(bool, tag = "3")]
+    pub ill: bool,
+    /// it does not answer
+    #[prost(bool, tag = "4")]
+    pub gone: bool,
+    /// for long
+    #[prost(bool, tag = "5")]
+    pub busy: bool,
+    #[prost(bool, tag = "6")]
+    pub memory_full: bool,
+    /// our memory grows, the pool does not
+    #[prost(bool, tag = "7")]
+    pub leak: bool,
+    /// its clocks are held down
+    #[prost(bool, tag = "8")]
+    pub slowed: bool,
+    /// of ours
+    #[prost(bool, tag = "9")]
+    pub busy_without_work: bool,
+    #[prost(uint32, optional, tag = "10")]
+    pub utilisation_percent: ::core::option::Option<u32>,
+    #[prost(uint64, optional, tag = "11")]
+    pub memory_used: ::core::option::Option<u64>,
+    #[prost(uint64, optional, tag = "12")]
+    pub memory_total: ::core::option::Option<u64>,
+    #[prost(uint64, optional, tag = "13")]
+    pub memory_ours: ::core::option::Option<u64>,
+    #[prost(uint32, optional, tag = "14")]
+    pub temperature_celsius: ::core::option::Option<u32>,
+    #[prost(uint64, optional, tag = "15")]
+    pub power_mw: ::core::option::Option<u64>,
+    #[prost(uint64, optional, tag = "16")]
+    pub power_limit_mw: ::core::option::Option<u64>,
+    #[prost(uint64, optional, tag = "17")]
+    pub energy_mj: ::core::option::Option<u64>,
+    #[prost(uint32, optional, tag = "18")]
+    pub clock_mhz: ::core::option::Option<u32>,
+    #[prost(uint32, optional, tag = "19")]
+    pub memory_clock_mhz: ::core::option::Option<u32>,
+    #[prost(bool, tag = "20")]
+    pub slowed_by_heat: bool,
+    #[prost(bool, tag = "21")]
+    pub slowed_by_power: bool,
+    #[prost(uint64, optional, tag = "22")]
+    pub ecc_corrected: ::core::option::Option<u64>,
+    #[prost(uint64, optional, tag = "23")]
+    pub ecc_uncorrected: ::core::option::Option<u64>,
+    #[prost(uint32, optional, tag = "24")]
+    pub processes: ::core::option::Option<u32>,
+    #[prost(bool, optional, tag = "25")]
+    pub mig: ::core::option::Option<bool>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct JournalAck {
@@ -683,7 +746,8 @@ pub mod worker_client {
                 .insert(GrpcMethod::new("tollgate.worker.v1.Worker", "Run"));
             self.inner.streaming(req, path, codec).await
         }
-        /// Load and health: at once, then at each change, at most ten a second.
+        /// Load and health: at once, then at each change, at most ten a second and at
+        /// least one.
         pub async fn status(
             &mut self,
             request: impl tonic::IntoRequest<super::StatusRequest>,
@@ -784,7 +848,8 @@ pub mod worker_server {
             >
             + std::marker::Send
             + 'static;
-        /// Load and health: at once, then at each change, at most ten a second.
+        /// Load and health: at once, then at each change, at most ten a second and at
+        /// least one.
         async fn status(
             &self,
             request: tonic::Request<super::StatusRequest>,

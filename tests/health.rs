@@ -1,0 +1,197 @@
+//! What a device's driver tells, and what follows from it. NVML is a stand-in
+//! that this test builds with the C compiler, with values that it rewrites; the
+//! device is synthetic. Library, worker, status and metrics are the real ones.
+//! Nothing here says anything about a GPU.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tollgate_loadtest::client::{Connection, Protocol, Target};
+
+mod support;
+use support::{Tollgate, get, post};
+
+/// A card in the best of health.
+const WELL: &str = "utilisation 40\nmemory_used 30000000000\nmemory_total 80000000000\n\
+    memory_ours 20000000000\ntemperature 60\npower 300000\npower_limit 700000\nenergy 123456\n\
+    clock 1980\nmemory_clock 2619\nthrottle 0\necc_corrected 2\necc_uncorrected 0\nmig 0\n";
+
+/// Figures by name, in place of a healthy card's.
+type Values = &'static [(&'static str, u64)];
+
+/// The stand-in for NVML and its values.
+struct StandIn {
+    library: PathBuf,
+    values: PathBuf,
+}
+
+impl StandIn {
+    fn build(folder: &TempDir) -> Self {
+        let (library, values) = (folder.path().join("libnvml.so"), folder.path().join("values"));
+        fs::write(&values, WELL).expect("writes");
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/nvml.c");
+        let status = Command::new("cc")
+            .args(["-shared", "-fPIC", "-Wall", "-Werror", "-o"])
+            .args([&library, &source])
+            .arg(format!("-DVALUES=\"{}\"", values.display()))
+            .status();
+        assert!(status.expect("a C compiler").success());
+        Self { library, values }
+    }
+
+    /// From now on the card tells this instead.
+    fn tells(&self, changes: &[(&str, u64)]) {
+        let changed = |name: &str| changes.iter().any(|change| change.0 == name);
+        let kept = WELL.lines().filter(|line| !changed(line.split(' ').next().unwrap_or_default()));
+        let new = changes.iter().map(|(name, value)| format!("{name} {value}"));
+        let text: String = kept.map(str::to_owned).chain(new).map(|line| line + "\n").collect();
+        // Whole or not at all: it is read meanwhile.
+        let draft = self.values.with_extension("new");
+        fs::write(&draft, text).expect("writes");
+        fs::rename(&draft, &self.values).expect("renames");
+    }
+}
+
+fn config(devices: &str, nvml: &Path, locks: &Path) -> String {
+    format!(
+        r#"
+{}
+[models.tollgate-demo]
+devices = {devices}
+
+[worker]
+engine = "synthetic"
+synthetic.step = "5ms"
+sharing.locks = "{}"
+
+[worker.health]
+every = "100ms"
+well_for = "3s"
+nvml = "{}"
+"#,
+        support::OPEN,
+        locks.display(),
+        nvml.display()
+    )
+}
+
+async fn admin(gateway: &Tollgate) -> Connection {
+    let key = fs::read_to_string(gateway.data().join("admin.key")).expect("made at the start");
+    let admin = Target::new(&gateway.admin, &gateway.ca(), key.trim()).expect("a target");
+    admin.connect(Protocol::Either).await.expect("connects")
+}
+
+/// Waits until the worker says so of itself.
+async fn until(admin: &Connection, words: &str, holds: impl Fn(&Value) -> bool) -> Value {
+    let started = Instant::now();
+    loop {
+        let (_, status) = get(admin, "/v1/status").await;
+        let worker = &status["workers"][0];
+        if holds(worker) {
+            return worker.clone();
+        }
+        assert!(started.elapsed() < Duration::from_secs(20), "never {words}: {worker}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+async fn ask(connection: &Connection) -> u16 {
+    let body = json!({
+        "model": "tollgate-demo", "max_tokens": 5,
+        "messages": [{ "role": "user", "content": "Tell me a story." }],
+    });
+    post(connection, "/v1/chat/completions", &body).await.0
+}
+
+#[tokio::test]
+async fn a_device_that_is_not_well_rests_until_it_is() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let card = StandIn::build(&folder);
+    let config = config(r#"["cuda:one"]"#, &card.library, &folder.path().join("locks"));
+    let mut gateway = Tollgate::with_config(&config);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    let admin = admin(&gateway).await;
+    let rests = |worker: &Value, concern: &str| {
+        let health = &worker["health"];
+        let concerned =
+            health["concerns"].as_array().is_some_and(|all| all.contains(&json!(concern)));
+        health["rests"] == true && concerned && worker["ready"] == false
+    };
+    let well = |worker: &Value| worker["health"]["rests"] == false && worker["ready"] == true;
+
+    let worker = until(&admin, "well", well).await;
+    for (figure, value) in [
+        ("utilisation_percent", json!(40)),
+        ("memory_used_bytes", json!(30_000_000_000_u64)),
+        ("memory_ours_bytes", json!(20_000_000_000_u64)),
+        ("temperature_celsius", json!(60)),
+        ("power_mw", json!(300_000)),
+        ("power_limit_mw", json!(700_000)),
+        ("energy_mj", json!(123_456)),
+        ("clock_mhz", json!(1_980)),
+        ("memory_clock_mhz", json!(2_619)),
+        ("ecc_corrected", json!(2)),
+        ("processes", json!(1)),
+        ("mig", json!(false)),
+        ("concerns", json!([])),
+    ] {
+        assert_eq!(worker["health"][figure], value, "{figure} of {worker}");
+    }
+    assert_eq!(ask(&connection).await, 200);
+
+    // Each illness, and what it is like once it is over.
+    let cases: [(&str, &str, Values, Values); 3] = [
+        ("hot", "hot", &[("temperature", 85)], &[("temperature", 75)]),
+        ("ill by an Xid", "ill", &[("xid", 79), ("xids", 1)], &[]),
+        ("gone", "gone", &[("lost", 1)], &[]),
+    ];
+    for (words, concern, is, was) in cases {
+        card.tells(is);
+        until(&admin, words, |worker| rests(worker, concern)).await;
+        if concern != "ill" {
+            // Who was ill is well again by itself: it may be too late to ask.
+            assert_eq!(ask(&connection).await, 503, "{words}");
+        }
+        card.tells(was);
+        until(&admin, "well again", well).await;
+        assert_eq!(ask(&connection).await, 200, "after it was {words}");
+    }
+    // A program's own Xid is nobody's illness; a full memory is worth a word.
+    card.tells(&[("xid", 31), ("xids", 2), ("memory_used", 79_000_000_000)]);
+    let full = |worker: &Value| worker["health"]["concerns"] == json!(["memory_full"]);
+    let worker = until(&admin, "full", full).await;
+    assert!(well(&worker), "{worker}");
+    let response = admin.get("/metrics").await.expect("answers");
+    let metrics = http_body_util::BodyExt::collect(response.into_body()).await.expect("whole");
+    let metrics = String::from_utf8(metrics.to_bytes().to_vec()).expect("UTF-8");
+    for line in [
+        r#"tollgate_device_memory_used_bytes{worker="0"} 79000000000.0"#,
+        r#"tollgate_device_power_watts{worker="0"} 300.0"#,
+        r#"tollgate_device_rests{worker="0"} 0.0"#,
+        r#"tollgate_device_concern{worker="0",concern="memory_full"} 1"#,
+        r#"tollgate_device_concern{worker="0",concern="hot"} 0"#,
+    ] {
+        assert!(metrics.contains(line), "{line} is missing in:\n{metrics}");
+    }
+    assert_eq!(gateway.stop(), Some(0));
+}
+
+/// Without the library there is one sentence in the log, and service.
+#[tokio::test]
+async fn a_host_without_nvml_serves_all_the_same() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (missing, log) = (folder.path().join("missing.so"), folder.path().join("log"));
+    let config = config(r#"["cuda:one"]"#, &missing, &folder.path().join("locks"));
+    let mut gateway = Tollgate::logging(&config, "info", &log);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    assert_eq!(ask(&connection).await, 200);
+    let (_, status) = get(&admin(&gateway).await, "/v1/status").await;
+    assert_eq!(status["workers"][0]["health"], Value::Null, "{status}");
+    assert_eq!(gateway.stop(), Some(0));
+    let log = fs::read_to_string(&log).expect("a log");
+    assert_eq!(log.matches("NVML cannot be opened").count(), 1, "{log}");
+}
