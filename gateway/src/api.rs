@@ -143,8 +143,8 @@ async fn serve(
     let now = api.serving.clock.now();
     api.serving.penalties.check(now, caller.tenant())?;
     // Most refusals of a busy tenant: found before its body is read.
-    let binding = limits::of_caller(&api.config, caller, tenant)?;
-    if let Some(refusal) = api.serving.admission.look_ahead(now, &binding) {
+    let scopes = limits::of_caller(&api.config, caller, tenant)?;
+    if let Some(refusal) = api.serving.admission.look_ahead(now, &scopes) {
         return Err(ApiError::Limit(refusal));
     }
     if !api.serving.can_record() {
@@ -174,7 +174,7 @@ async fn serve(
         now: api.serving.clock.utc(),
         default_max_tokens: api.config.gateway().requests.default_max_tokens,
     };
-    let bound = limits::bind(&api.config, caller, tenant, &model.name)?;
+    let bound = limits::bind(&api.config, scopes, tenant, &model.name);
     let holder = bound.pool.as_ref().map_or(tenant.name.as_str(), PoolName::as_str);
     let job = api.serving.counting.count(holder, id, asked, model, context).await?;
     let admitted = admit::admit(&api.serving, caller, bound, job)?;

@@ -24,29 +24,26 @@ pub(crate) struct Bound {
     pub(crate) weight: f64,
 }
 
-/// What binds a request of `caller`, whose tenant is `tenant`, for `model`.
-///
-/// # Errors
-/// When the key's plan is not in config: nobody is unlimited by accident.
+/// What binds a request of a caller that `scopes` bind, by [`of_caller`], and
+/// whose tenant is `tenant`, for `model`.
 pub(crate) fn bind(
     config: &Config,
-    caller: &AuthenticatedCaller,
+    mut scopes: Vec<ScopeLimits>,
     tenant: &Tenant,
     model: &ModelName,
-) -> Result<Bound, ApiError> {
-    let mut scopes = of_caller(config, caller, tenant)?;
+) -> Bound {
     scopes.extend(of_model(config, model));
     let pool = match &tenant.plan {
         None => tenant.pool.as_ref().map(|pool| pool.name.clone()),
         Some(_) => None,
     };
-    Ok(Bound { scopes, pool, weight: tenant.weight })
+    Bound { scopes, pool, weight: tenant.weight }
 }
 
 /// What binds every request of `caller`, whatever it asks for, narrowest first.
 ///
 /// # Errors
-/// As for [`bind`].
+/// When the key's plan is not in config: nobody is unlimited by accident.
 pub(crate) fn of_caller(
     config: &Config,
     caller: &AuthenticatedCaller,

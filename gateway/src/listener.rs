@@ -12,6 +12,7 @@ pub(crate) mod fuzz;
 mod gate;
 mod heads;
 mod opening;
+mod pass;
 mod plain;
 mod proxy;
 mod watched;

@@ -13,6 +13,7 @@ mod limit;
 use std::borrow::Cow;
 use std::time::Duration;
 
+use axum::body::Body;
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
 use tollgate_admission::{Limit, Offence, Refusal};
@@ -542,8 +543,10 @@ impl From<Refusal> for ApiError {
 
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
-        let mut response = (self.status(), self.envelope().to_json()).into_response();
+        let mut response = Response::new(Body::from(self.envelope().to_json()));
+        *response.status_mut() = self.status();
         let headers = response.headers_mut();
+        headers.reserve(MOST_HEADERS);
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
         if let Some(retry) = self.retry() {
@@ -573,6 +576,9 @@ fn quoted(text: &str) -> String {
     }
     short
 }
+
+/// Headers of a refusal with all its figures, and those that come later.
+const MOST_HEADERS: usize = 16;
 
 /// How much of a client's own words an error repeats.
 const QUOTED_CHARS: usize = 128;

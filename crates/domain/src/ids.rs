@@ -131,7 +131,14 @@ impl DeviceClass {
 impl RequestId {
     /// The id made of 128 bits that the caller drew at random.
     pub fn from_random(bits: u128) -> Self {
-        Self(format!("req-{bits:032x}").into())
+        // By hand: every request gets one, also those that are refused at once.
+        let mut text = *b"req-00000000000000000000000000000000";
+        for (at, byte) in bits.to_be_bytes().into_iter().enumerate() {
+            for (digit, value) in [(0, byte >> 4), (1, byte & 0xf)] {
+                text[4 + 2 * at + digit] = b"0123456789abcdef"[usize::from(value)];
+            }
+        }
+        Self(std::str::from_utf8(&text).expect("letters and digits").into())
     }
 }
 
@@ -199,6 +206,12 @@ impl fmt::Display for SequenceId {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_request_id_spells_its_bits() {
+        let id = RequestId::from_random(0x0123_4567_89ab_cdef_0000_0000_0000_00f0);
+        assert_eq!(id.as_str(), "req-0123456789abcdef00000000000000f0");
+    }
 
     #[test]
     fn names_are_checked() {

@@ -44,13 +44,13 @@ impl KeySecret {
             && bytes[PREFIX.len()..]
                 .iter()
                 .enumerate()
-                .all(|(at, byte)| at == ID || ALPHABET.contains(byte));
+                .all(|(at, &byte)| at == ID || value_of(byte).is_some());
         if !shaped {
             return None;
         }
-        let mut checked = text[..LENGTH - CHECKSUM].to_owned();
-        push_checksum(&mut checked);
-        (checked == text).then_some(Self { text: checked })
+        let (checked, checksum) = text.split_at(LENGTH - CHECKSUM);
+        let is_right = checksum_of(checked).eq(checksum.bytes());
+        is_right.then(|| Self { text: text.to_owned() })
     }
 
     /// The public id, which stands in records and lists.
@@ -94,31 +94,65 @@ pub(super) fn number_of(id: &str) -> Option<u64> {
     if id.len() != ID {
         return None;
     }
-    id.bytes().try_fold(0, |number, byte| {
-        let value = ALPHABET.iter().position(|&letter| letter == byte)?;
-        Some(number << 5 | value as u64)
-    })
+    id.bytes().try_fold(0, |number, byte| Some(number << 5 | u64::from(value_of(byte)?)))
 }
 
 fn letter(bits: u32) -> char {
     char::from(ALPHABET[bits as usize % ALPHABET.len()])
 }
 
-fn push_checksum(text: &mut String) {
-    let checksum = crc32(text.as_bytes());
-    for place in 0..CHECKSUM as u32 {
-        text.push(letter(checksum.unbounded_shr(5 * place)));
+/// The five bits that a character of the alphabet spells.
+fn value_of(character: u8) -> Option<u8> {
+    match VALUES[usize::from(character)] {
+        NO_VALUE => None,
+        value => Some(value),
     }
+}
+
+fn push_checksum(text: &mut String) {
+    let checksum = checksum_of(text);
+    text.extend(checksum.map(char::from));
+}
+
+fn checksum_of(text: &str) -> impl Iterator<Item = u8> + use<> {
+    let checksum = crc32(text.as_bytes());
+    (0..CHECKSUM as u32)
+        .map(move |place| ALPHABET[checksum.unbounded_shr(5 * place) as usize % ALPHABET.len()])
 }
 
 /// CRC-32 as zlib and Ethernet compute it (polynomial 0xEDB88320, reflected).
 fn crc32(bytes: &[u8]) -> u32 {
-    !bytes.iter().fold(!0, |crc, &byte| {
-        (0..8).fold(crc ^ u32::from(byte), |crc, _| {
-            if crc & 1 == 1 { crc >> 1 ^ 0xEDB8_8320 } else { crc >> 1 }
-        })
-    })
+    !bytes.iter().fold(!0, |crc, &byte| CRC[usize::from(crc as u8 ^ byte)] ^ crc >> 8)
 }
+
+/// What each value of a byte does to a CRC-32. Every request's key is checked.
+static CRC: [u32; 256] = {
+    let mut table = [0; 256];
+    let mut byte = 0;
+    while byte < table.len() {
+        let mut crc = byte as u32;
+        let mut bit = 0;
+        while bit < 8 {
+            crc = if crc & 1 == 1 { crc >> 1 ^ 0xEDB8_8320 } else { crc >> 1 };
+            bit += 1;
+        }
+        table[byte] = crc;
+        byte += 1;
+    }
+    table
+};
+
+/// The alphabet, the other way round.
+static VALUES: [u8; 256] = {
+    let mut values = [NO_VALUE; 256];
+    let mut value = 0;
+    while value < ALPHABET.len() {
+        values[ALPHABET[value] as usize] = value as u8;
+        value += 1;
+    }
+    values
+};
+const NO_VALUE: u8 = u8::MAX;
 
 /// What every key begins with.
 pub(super) const PREFIX: &str = "tg-";

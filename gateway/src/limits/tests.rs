@@ -68,7 +68,8 @@ fn bound(config: &Config, of: &str, plan: Option<&str>, of_model: &str) -> Resul
     let headers = HeaderMap::from_iter([(header::AUTHORIZATION, bearer)]);
     let caller = door.authenticate(&headers, None, UtcTime(1)).expect("good");
     let of = config.tenant(caller.tenant()).expect("a tenant");
-    bind(config, &caller, of, &model(of_model))
+    let scopes = of_caller(config, &caller, of)?;
+    Ok(bind(config, scopes, of, &model(of_model)))
 }
 
 #[test]
@@ -245,7 +246,8 @@ fn thousands_of_trial_tenants_get_one_pool() {
             let headers = HeaderMap::from_iter([(header::AUTHORIZATION, bearer)]);
             let caller = door.authenticate(&headers, None, UtcTime(1)).expect("good");
             let of = config.tenant(caller.tenant()).expect("a tenant");
-            let bound = bind(&config, &caller, of, &model("fake")).expect("bound");
+            let scopes = of_caller(&config, &caller, of).expect("its plan is there");
+            let bound = bind(&config, scopes, of, &model("fake"));
             let share = (bound.pool.as_ref().map(PoolName::as_str), bound.weight);
             assert_eq!(share, (Some("trial"), 0.5), "all of them run on one share");
             let cost = DeviceNanos(30_000_000);

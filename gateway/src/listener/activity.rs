@@ -228,6 +228,13 @@ impl Activity {
         (state.in_flight == 0 && state.blocked_since.is_none()).then_some(state.idle_since)
     }
 
+    /// Whether other responses may be ready at this moment: over HTTP/2, with
+    /// requests under way.
+    pub(super) fn more_may_come(&self) -> bool {
+        let state = self.state();
+        state.protocol == Protocol::Http2 && state.in_flight > 0
+    }
+
     /// Why the peer has lost its welcome, if it has.
     pub(super) fn abuse(&self, options: &ListenerOptions) -> Option<Abuse> {
         let state = self.state();
@@ -344,9 +351,11 @@ mod tests {
         check(5, Late::Head);
         activity.read(23, at(2));
         check(60, Late::Idle);
+        assert!(!activity.more_may_come());
         // One stream waits for window, another for its handler.
         activity.request_began();
         activity.request_began();
+        assert!(activity.more_may_come());
         activity.piece_handed();
         check(3_600, Late::Age);
         activity.request_ended(false, at(30));

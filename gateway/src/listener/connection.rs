@@ -204,27 +204,25 @@ fn answer(
     activity: &Arc<Activity>,
     closing: &CancellationToken,
     request: Request<Incoming>,
-) -> impl Future<Output = Result<Response<WatchedBody>, std::convert::Infallible>> + use<> {
+) -> Pin<Box<impl Future<Output = Result<Response<WatchedBody>, std::convert::Infallible>> + use<>>>
+{
     let (in_flight, bad) = RequestInFlight::begin(activity);
     let is_closing = closing.is_cancelled();
     let activity = Arc::clone(activity);
-    async move {
+    // Boxed, because hyper moves this future several times before it runs.
+    Box::pin(async move {
         let bodiless = request.method() == Method::HEAD;
         let has_body = !request.body().is_end_stream();
         let mut request =
             request.map(|body| if has_body { Body::new(body) } else { Body::empty() });
-        // Boxed, because hyper moves this future several times before it runs.
-        let answered = Box::pin(async {
-            if let Some(bad) = bad {
-                stack.refuse(request, bad.into()).await
-            } else if is_closing {
-                stack.refuse(request, ApiError::Draining).await
-            } else {
-                request.extensions_mut().insert(peer);
-                stack.answer(request).await
-            }
-        })
-        .await;
+        let answered = if let Some(bad) = bad {
+            stack.refuse(request, bad.into()).await
+        } else if is_closing {
+            stack.refuse(request, ApiError::Draining).await
+        } else {
+            request.extensions_mut().insert(peer);
+            stack.answer(request).await
+        };
         let Answer { mut response, leftover } = answered;
         if let Some(leftover) = leftover {
             tasks.spawn(leftover.drop_slowly());
@@ -236,7 +234,7 @@ fn answer(
             activity.linger();
         }
         Ok(response.map(|body| WatchedBody::new(body, in_flight, bodiless)))
-    }
+    })
 }
 
 fn ends_connection(response: &Response) -> bool {
@@ -271,8 +269,19 @@ impl Watch<'_> {
         let mut draining = pin!(self.draining.cancelled());
         let mut alarm = pin!(sleep_until(Instant::now()));
         let mut end: Option<End> = None;
+        let mut gathered = false;
         poll_fn(|cx| {
             self.activity.watch(cx.waker());
+            gathered = !gathered && self.activity.more_may_come();
+            if gathered {
+                // The runtime runs this task right after the first of the streams
+                // that wake it, and each answer would be a write of its own. So
+                // it goes to the end of the queue, behind the others. Not by
+                // `yield_now`: until that came round, the next stream to end
+                // would wake this task at once again.
+                cx.waker().wake_by_ref();
+                return Poll::Pending;
+            }
             loop {
                 if let Poll::Ready(result) = connection.as_mut().poll(cx) {
                     let ended = if result.is_ok() { "closed" } else { "broken" };

@@ -16,6 +16,7 @@ use tokio_util::task::TaskTracker;
 use super::activity::Activity;
 use super::gate::Peer;
 use super::heads::BadHead;
+use super::pass::writes_pass_on;
 
 /// A connection's socket, below TLS: reports when it takes no more, and is
 /// read on after the connection's end where that must not reset the peer.
@@ -163,35 +164,7 @@ impl<I: AsyncRead + Unpin> AsyncRead for WatchedReads<I> {
     }
 }
 
-impl<I: AsyncWrite + Unpin> AsyncWrite for WatchedReads<I> {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.io).poll_write(cx, bytes)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        slices: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.io).poll_write_vectored(cx, slices)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.io.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_shutdown(cx)
-    }
-}
+writes_pass_on!(WatchedReads);
 
 /// One request in flight, from its head to the end of its response. Dropped
 /// before [`RequestInFlight::whole`], it counts as cancelled.

@@ -31,7 +31,7 @@ fn write_rate(
 ) {
     headers.insert(limit, figures.rate.per_minute.into());
     headers.insert(remaining, figures.remaining.into());
-    headers.insert(reset, text(duration_text(figures.reset)));
+    headers.insert(reset, passing(text(duration_text(figures.reset))));
 }
 
 /// The draft wants whole units: milliseconds of device time, rounded down,
@@ -44,11 +44,11 @@ fn write_device_time(figures: &RateFigures, headers: &mut HeaderMap) {
     );
     headers.insert(
         HeaderName::from_static("ratelimit"),
-        text(format!(
+        passing(text(format!(
             "\"device-time\";r={};t={}",
             millis(figures.remaining),
             seconds_up(figures.reset)
-        )),
+        ))),
     );
 }
 
@@ -97,6 +97,14 @@ fn millis(nanos: u64) -> u64 {
 
 fn text(value: String) -> HeaderValue {
     HeaderValue::try_from(value).expect("digits, names and units are visible ASCII")
+}
+
+/// A value that another response hardly has again: HTTP/2 is not to remember
+/// it, which costs more than it saves.
+pub(super) fn passing(value: impl Into<HeaderValue>) -> HeaderValue {
+    let mut value = value.into();
+    value.set_sensitive(true);
+    value
 }
 
 const REQUESTS: [HeaderName; 3] = [

@@ -6,7 +6,7 @@ use std::time::Duration;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 use tollgate_admission::{Limit, Refusal};
 
-use super::figures::{duration_text, millis_up, seconds_up};
+use super::figures::{duration_text, millis_up, passing, seconds_up};
 
 /// Whether the same request can pass later.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +34,7 @@ impl Retry {
         match self {
             Self::After(wait) if wait <= LONGEST_WAIT => {
                 headers.insert(header::RETRY_AFTER, seconds_up(wait).max(1).into());
-                headers.insert(RETRY_AFTER_MS, millis_up(wait).max(1).into());
+                headers.insert(RETRY_AFTER_MS, passing(millis_up(wait).max(1)));
             }
             Self::After(_) | Self::Never => {
                 headers.insert(SHOULD_RETRY, HeaderValue::from_static("false"));
