@@ -30,7 +30,7 @@ pub enum Command {
     /// Serve: gateway, ledger and one worker process for each device (the default).
     Up(up::Arguments),
     /// One worker process; `up` starts it.
-    Worker(worker::Arguments),
+    Worker(Box<worker::Arguments>),
     /// Create, list, rotate and revoke API keys.
     Keys(keys::Arguments),
     /// List and lift the penalties of a running gateway.

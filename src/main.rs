@@ -31,7 +31,7 @@ fn main() -> ExitCode {
     };
     let result = match command {
         cli::Command::Up(arguments) => up::run(arguments),
-        cli::Command::Worker(arguments) => return worker::run(arguments),
+        cli::Command::Worker(arguments) => return worker::run(*arguments),
         cli::Command::Keys(arguments) => keys::run(arguments),
         cli::Command::Penalties(arguments) => penalties::run(arguments),
         cli::Command::Usage(arguments) => usage::run(arguments),
