@@ -156,7 +156,7 @@ async fn serve(
     // Likewise; but who asks again for an answer that is being made needs no
     // place of its own, and whether it does is known by its body.
     if key.is_none() {
-        api.has_place(&binding)?;
+        api.has_place(&scopes)?;
     }
     let body = api.read(request.into_body()).await?;
     let first = match key {
@@ -167,7 +167,7 @@ async fn serve(
         },
     };
     // It may have taken its time to come.
-    api.has_place(&binding)?;
+    api.has_place(&scopes)?;
     let asked = api.parse(&body, interface.parse)?;
     let model = api.model(caller, tenant, &asked.model)?;
     let context = CountContext {
