@@ -5,8 +5,12 @@ use std::io::Write;
 
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
+use tollgate_config::Config;
 use tollgate_domain::{DeviceNanos, PlanName, TenantId, UtcMonth};
-use tollgate_ledger::{Ledger, Record, Statement, StatementFigures, StatementLine, StatementQuery};
+use tollgate_ledger::{
+    Ledger, PlanSpan, PricedAs, Record, Statement, StatementError, StatementFigures, StatementLine,
+    StatementQuery,
+};
 
 use crate::common::{Place, now, say, table};
 
@@ -21,7 +25,8 @@ pub struct Arguments {
     /// The UTC month, such as 2026-11.
     #[arg(long, value_name = "MONTH")]
     month: UtcMonth,
-    /// At this plan's prices [default: the plan that the tenant has now].
+    /// At this plan's prices the whole month [default: those of the plan that
+    /// the tenant had on each day].
     #[arg(long, value_name = "NAME")]
     plan: Option<String>,
     /// As JSON: times in whole nanoseconds, money in decimals.
@@ -30,8 +35,12 @@ pub struct Arguments {
     /// As CSV, likewise.
     #[arg(long)]
     csv: bool,
-    /// The records behind the lines instead: a line each, after the id of the
-    /// statement's line and a comma.
+    /// The days behind the lines instead, each after the id of the statement's
+    /// line and a comma: what its digest is made of.
+    #[arg(long, conflicts_with_all = ["json", "csv", "entries"])]
+    days: bool,
+    /// The records behind the days, likewise; they are counted again, and must
+    /// sum to what the days say.
     #[arg(long, conflicts_with_all = ["json", "csv"])]
     entries: bool,
 }
@@ -40,13 +49,13 @@ pub struct Arguments {
 pub fn run(arguments: Arguments) -> Result<()> {
     let config = arguments.place.load()?;
     let tenant = TenantId::new(&arguments.tenant)?;
-    let plan = match &arguments.plan {
-        Some(plan) => PlanName::new(plan)?,
-        None => plan_of(&config, &tenant)?,
+    let wanted = arguments.plan.as_deref().map(PlanName::new).transpose()?;
+    let now_has = config.tenant(&tenant).and_then(tollgate_config::Tenant::priced_as);
+    let now_has = now_has.map(|plan| plan.name.clone());
+    let priced_as = match &wanted {
+        Some(plan) => PricedAs::Plan(plan),
+        None => PricedAs::Told(now_has.as_ref()),
     };
-    if config.plan(&plan).is_none() {
-        bail!("there is no plan {:?} in the config", plan.as_str());
-    }
     let prices = config.prices().ok_or_else(|| {
         anyhow!(
             "the config has no price list: write one under [prices.NAME], or see tollgate usage"
@@ -58,20 +67,25 @@ pub fn run(arguments: Arguments) -> Result<()> {
     }
     let reader = Ledger::open_read_only(&path)
         .with_context(|| format!("cannot read the ledger {}", path.display()))?;
-    let (tenant, plan) = (&tenant, &plan);
-    let query = StatementQuery { tenant, month: arguments.month, plan, prices, now: now() };
+    let (tenant, month) = (&tenant, arguments.month);
+    let query = StatementQuery { tenant, month, priced_as, prices, now: now() };
     if arguments.entries {
         let mut output = std::io::BufWriter::new(std::io::stdout().lock());
         let mut written = Ok(());
-        reader.statement(query, &mut |line, record: &Record| {
+        let made = reader.statement_records(query, &mut |line, record: &Record| {
             if written.is_ok() {
                 written = writeln!(output, "{line},{record}");
             }
-        })?;
+        });
+        refuse_unknown_plans(&config, &made.map_err(|error| explained(error, tenant))?)?;
         written?;
         return Ok(output.flush()?);
     }
-    let statement = reader.statement(query, &mut |_, _| {})?;
+    let statement = reader.statement(query).map_err(|error| explained(error, tenant))?;
+    refuse_unknown_plans(&config, &statement)?;
+    if arguments.days {
+        return say(days(&statement));
+    }
     if arguments.json {
         say(format!("{:#}\n", as_json(&statement)))
     } else if arguments.csv {
@@ -81,15 +95,32 @@ pub fn run(arguments: Arguments) -> Result<()> {
     }
 }
 
-fn plan_of(config: &tollgate_config::Config, tenant: &TenantId) -> Result<PlanName> {
-    let found = config.tenant(tenant).ok_or_else(|| {
-        anyhow!(
-            "tenant {:?} is not in the config, and its plan decides its prices: give --plan",
+fn explained(error: StatementError, tenant: &TenantId) -> anyhow::Error {
+    match error {
+        StatementError::NoPlan { .. } => anyhow!(
+            "no plan of tenant {:?} is in the config or was ever in force, and it decides the prices: give --plan",
             tenant.as_str()
-        )
-    })?;
-    let plan = found.priced_as().ok_or_else(|| anyhow!("the tenant has no plan: give --plan"))?;
-    Ok(plan.name.clone())
+        ),
+        error => error.into(),
+    }
+}
+
+/// A plan's prices are not known once it is gone.
+fn refuse_unknown_plans(config: &Config, statement: &Statement) -> Result<()> {
+    for PlanSpan { from, to, plan } in &statement.plans {
+        if config.plan(plan).is_none() {
+            bail!(
+                "there is no plan {:?} in the config, whose prices hold from {from} to {to}: put it back, or give --plan",
+                plan.as_str()
+            );
+        }
+    }
+    Ok(())
+}
+
+fn days(statement: &Statement) -> String {
+    let lines = statement.lines.iter();
+    lines.flat_map(|line| line.days.iter().map(|day| format!("{},{day}\n", line.id))).collect()
 }
 
 fn status(statement: &Statement) -> &'static str {
@@ -97,7 +128,7 @@ fn status(statement: &Statement) -> &'static str {
 }
 
 fn as_json(statement: &Statement) -> Value {
-    let Statement { id, tenant, month, plan, currency, is_provisional: _, lines, total, digest } =
+    let Statement { id, tenant, month, plans, currency, is_provisional: _, lines, total, digest } =
         statement;
     let mut total = figures_json(total);
     total["currency"] = currency.to_string().into();
@@ -107,12 +138,17 @@ fn as_json(statement: &Statement) -> Value {
         "status": status(statement),
         "tenant": tenant,
         "month": month.to_string(),
-        "plan": plan,
+        "plans": plans.iter().map(plan_json).collect::<Vec<_>>(),
         "currency": currency.to_string(),
         "lines": lines.iter().map(line_json).collect::<Vec<_>>(),
         "total": total,
         "digest": digest,
     })
+}
+
+fn plan_json(span: &PlanSpan) -> Value {
+    let PlanSpan { from, to, plan } = span;
+    json!({ "plan": plan, "from": from.to_string(), "to": to.to_string() })
 }
 
 fn line_json(line: &StatementLine) -> Value {
@@ -128,6 +164,7 @@ fn line_json(line: &StatementLine) -> Value {
         figures,
         charges,
         entries,
+        days: _,
         digest,
     } = line;
     let mut value = figures_json(figures);
@@ -218,9 +255,14 @@ fn csv(statement: &Statement) -> String {
 /// For people: prices of a second of device time and of a million tokens in
 /// and out, then what was used of each.
 fn text(statement: &Statement) -> String {
-    let Statement { id, tenant, month, plan, currency, .. } = statement;
+    let Statement { id, tenant, month, plans, currency, .. } = statement;
     let status = status(statement);
-    let mut text = format!("{status} statement {id}\n{tenant}, {month} (UTC), plan {plan}\n\n");
+    let plans: Vec<String> = match &plans[..] {
+        [all] => vec![all.plan.to_string()],
+        several => several.iter().map(|it| format!("{} from {}", it.plan, it.from)).collect(),
+    };
+    let plans = plans.join(", ");
+    let mut text = format!("{status} statement {id}\n{tenant}, {month} (UTC), plan {plans}\n\n");
     if statement.lines.is_empty() {
         text += "nothing was used\n";
         return text;

@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tollgate_config::{Config, Flags};
 use tollgate_domain::{TenantId, WorkerName};
-use tollgate_gateway::audit::{config_loaded, record, sign};
+use tollgate_gateway::audit::{config_loaded, plans_in_force, record, sign};
 use tollgate_gateway::auth::{KeyOptions, KeyStore, Scopes};
 use tollgate_gateway::source::SourceOptions;
 use tollgate_gateway::upstream::WorkerReport;
@@ -135,8 +135,9 @@ async fn open_ledger(config: &Config, folder: &Path) -> Result<LedgerHandle> {
     })?;
     let ledger = Ledger::open_with(options).context("the ledger cannot be opened")?;
     let actor = format!("uid {}", rustix::process::getuid().as_raw());
-    let action = config_loaded(config, key.verifier(), actor, now());
+    let action = config_loaded(config, key.verifier(), actor.clone(), now());
     record(&ledger, action).await.context("the audit log cannot be written")?;
+    plans_in_force(&ledger, config, actor, now()).await.context("the ledger cannot be written")?;
     tracing::info!(key = key.verifier(), "the audit log is signed");
     Ok(ledger)
 }

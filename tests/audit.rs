@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use tollgate_ledger::Ledger;
-use tollgate_loadtest::client::Protocol;
+use tollgate_loadtest::client::{Protocol, Target};
 
 mod support;
 use support::{Tollgate, command, failing};
@@ -132,6 +132,17 @@ async fn who_did_what_is_recorded_proved_and_cannot_be_changed() {
     assert!(refused.contains(&format!("record {seq}: it is missing")), "{refused}");
 }
 
+/// What the admin listener answers to who has its key.
+async fn watched(gateway: &Tollgate, path: &str) -> String {
+    let key = fs::read_to_string(gateway.data().join("admin.key")).expect("an admin key");
+    let target = Target::new(&gateway.admin, &gateway.ca(), key.trim()).expect("a target");
+    let connection = target.connect(Protocol::Either).await.expect("connects");
+    let response = connection.get(path).await.expect("answers");
+    assert_eq!(response.status(), 200, "{path}");
+    let body = response.into_body().collect().await.expect("a whole body").to_bytes();
+    String::from_utf8(body.to_vec()).expect("UTF-8")
+}
+
 /// C01 for the log: what a kill leaves behind is a whole chain, which goes on
 /// from where it was, and still holds what was signed before.
 #[tokio::test]
@@ -172,7 +183,14 @@ async fn a_killed_gateway_leaves_a_whole_log() {
         export(&gateway, &beside);
         command(&["audit", "verify", &beside.display().to_string(), "--key", &public]);
         let checkpoint = folder.path().join(format!("kept-{round}"));
-        fs::write(&checkpoint, gateway.command(&["audit", "checkpoint"])).expect("writes");
+        // What a watcher elsewhere is told is what the command says, but for
+        // what was signed between the two.
+        let note = watched(&gateway, "/audit/checkpoint").await;
+        let size = |note: &str| note.lines().nth(1).and_then(|size| size.parse::<u64>().ok());
+        let said = gateway.command(&["audit", "checkpoint"]);
+        assert!(size(&note) > Some(0) && size(&note) <= size(&said), "{note}\n{said}");
+        assert_eq!(watched(&gateway, "/audit/key").await.trim(), public);
+        fs::write(&checkpoint, note).expect("writes");
         kept.push(checkpoint.display().to_string());
         gateway.kill();
         load.shutdown().await;

@@ -2,11 +2,24 @@
 //! can be followed to its records, and a second import changes nothing.
 
 use std::collections::BTreeMap;
+use std::io::Write as _;
+use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
 
 mod support;
 use support::{Tollgate, failing, post};
+
+fn sha256(text: &str) -> String {
+    let mut sum = Command::new("sha256sum")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("sha256sum");
+    sum.stdin.take().expect("it is piped").write_all(text.as_bytes()).expect("writes");
+    let said = sum.wait_with_output().expect("it ends").stdout;
+    String::from_utf8(said).expect("UTF-8")[..64].to_owned()
+}
 
 const PRICED: &str = r#"
 [plans.open]
@@ -56,6 +69,8 @@ async fn a_month_is_stated_to_the_last_record() {
     assert_eq!(statement["status"], "provisional", "the month has not ended: {statement}");
     let lines = statement["lines"].as_array().expect("lines");
     assert_eq!(lines.len(), 2, "a line for each key: {statement}");
+    let plans = statement["plans"].as_array().expect("plans");
+    assert_eq!((plans.len(), &plans[0]["plan"]), (1, &json!("open")), "{statement}");
 
     // What usage says is what is priced, line by line and in all.
     let usage = used["rows"].as_array().expect("rows");
@@ -91,6 +106,17 @@ async fn a_month_is_stated_to_the_last_record() {
     }
     assert!(counted.is_empty(), "records of no line: {counted:?}");
 
+    // The digest of a line is that of its days, as anyone computes it.
+    let days = with("--days");
+    for line in lines {
+        let mine = format!("{},", line["id"].as_str().expect("an id"));
+        let text: String = days
+            .lines()
+            .filter_map(|day| Some(format!("{}\n", day.strip_prefix(&mine)?)))
+            .collect();
+        assert_eq!(line["digest"], sha256(&text), "{text}");
+    }
+
     // Once more: the same ids, digests and amounts.
     let again: Value = serde_json::from_str(&with("--json")).expect("JSON");
     assert_eq!(statement, again);
@@ -109,4 +135,132 @@ async fn a_month_is_stated_to_the_last_record() {
     assert!(error.contains("give --plan"), "{error}");
     let error = failing(&["statement", "--tenant", "acme", "--month", "2026-13"]);
     assert!(error.contains("not a month like 2026-11"), "{error}");
+}
+
+/// A billing system that does as docs/statements.md says. Each line is a row
+/// by its id; a statement that it has already is passed over.
+struct Billing(rusqlite::Connection);
+
+impl Billing {
+    fn new() -> Self {
+        let connection = rusqlite::Connection::open_in_memory().expect("opens");
+        connection
+            .execute_batch(
+                "CREATE TABLE statements (id TEXT PRIMARY KEY, digest TEXT NOT NULL);
+                 CREATE TABLE lines (id TEXT PRIMARY KEY, statement TEXT NOT NULL,
+                   key TEXT NOT NULL, requests INTEGER NOT NULL, amount TEXT NOT NULL,
+                   digest TEXT NOT NULL);",
+            )
+            .expect("makes tables");
+        Self(connection)
+    }
+
+    /// How many rows it touched.
+    fn import(&mut self, statement: &Value) -> usize {
+        let text = |value: &Value| value.as_str().expect("text").to_owned();
+        let (id, digest) = (text(&statement["id"]), text(&statement["digest"]));
+        let transaction = self.0.transaction().expect("begins");
+        let known = transaction
+            .query_row(
+                "SELECT count(*) FROM statements WHERE id = ?1 AND digest = ?2",
+                [&id, &digest],
+                |row| row.get::<_, u32>(0),
+            )
+            .expect("reads");
+        if known == 1 {
+            return 0;
+        }
+        let mut touched = transaction
+            .execute("REPLACE INTO statements VALUES (?1, ?2)", [&id, &digest])
+            .expect("writes");
+        let lines = statement["lines"].as_array().expect("lines");
+        let ids: Vec<&str> = lines.iter().map(|line| line["id"].as_str().expect("an id")).collect();
+        let ids = serde_json::to_string(&ids).expect("JSON");
+        touched += transaction
+            .execute(
+                "DELETE FROM lines WHERE statement = ?1
+                   AND id NOT IN (SELECT value FROM json_each(?2))",
+                [&id, &ids],
+            )
+            .expect("writes");
+        for line in lines {
+            touched += transaction
+                .execute(
+                    "REPLACE INTO lines VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
+                    rusqlite::params![
+                        text(&line["id"]),
+                        id,
+                        text(&line["key"]),
+                        line["requests"].as_u64().expect("a count"),
+                        text(&line["amount"]),
+                        text(&line["digest"])
+                    ],
+                )
+                .expect("writes");
+        }
+        transaction.commit().expect("commits");
+        touched
+    }
+
+    /// Requests and amount in nano-units, over all lines.
+    fn total(&self) -> (u64, u64) {
+        self.0
+            .query_row(
+                "SELECT sum(requests), sum(CAST(replace(amount, '.', '') AS INTEGER)) FROM lines",
+                [],
+                |row| Ok((row.get(0)?, row.get(1)?)),
+            )
+            .expect("reads")
+    }
+}
+
+/// An export is taken twice, a late entry comes, the old export is taken once
+/// more, then the new one: nothing is doubled and nothing is missing.
+#[tokio::test]
+async fn a_billing_system_takes_an_export_twice_without_harm() {
+    let mut gateway = Tollgate::with_config(PRICED);
+    let key = gateway.key("acme", &[]);
+    let ask = async |gateway: &Tollgate| {
+        let body = json!({
+            "model": "tollgate-demo", "max_tokens": 3,
+            "messages": [{ "role": "user", "content": "Count from 1 to 400." }],
+        });
+        let connection = gateway.connect(&key).await;
+        assert_eq!(post(&connection, "/v1/chat/completions", &body).await.0, 200);
+    };
+    let export = |gateway: &Tollgate| -> (Value, Vec<String>) {
+        let config = gateway.data().with_file_name("tollgate.toml");
+        let config = config.to_str().expect("UTF-8").to_owned();
+        let printed = gateway.command(&["usage", "--tenant", "acme", "--json", "--by", "day"]);
+        let days: Value = serde_json::from_str(&printed).expect("JSON");
+        let month = days["rows"][0]["day"].as_str().expect("a day")[..7].to_owned();
+        let asked = ["statement", "--tenant", "acme", "--month", &month, "--config", &config];
+        let with = |flag: &str| gateway.command(&[&asked[..], &[flag]].concat());
+        // CSV has the same identifiers.
+        let of_line = |row: &str| row.split(',').nth(4).expect("a line's id").to_owned();
+        let csv = with("--csv").lines().skip(1).map(of_line).collect();
+        (serde_json::from_str(&with("--json")).expect("JSON"), csv)
+    };
+    ask(&gateway).await;
+    gateway.stop();
+    let (first, _) = export(&gateway);
+    let mut gateway = gateway.restart();
+    ask(&gateway).await;
+    gateway.stop();
+    let (second, csv) = export(&gateway);
+    assert_eq!(first["id"], second["id"], "one month of one tenant");
+    let ids = |it: &Value| -> Vec<String> {
+        let lines = it["lines"].as_array().expect("lines").iter();
+        lines.map(|line| line["id"].as_str().expect("an id").to_owned()).collect()
+    };
+    assert_eq!((ids(&first), ids(&second)), (csv.clone(), csv));
+    assert_ne!(first["digest"], second["digest"]);
+
+    let mut billing = Billing::new();
+    let touched: Vec<usize> = [&first, &first, &second, &second, &first, &second]
+        .map(|statement| billing.import(statement))
+        .to_vec();
+    assert_eq!(touched, [2, 0, 2, 0, 2, 2], "what is known is passed over");
+    let amount = second["total"]["amount"].as_str().expect("text").replace('.', "");
+    assert_eq!(billing.total(), (2, amount.parse().expect("a number")));
 }

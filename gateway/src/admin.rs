@@ -2,6 +2,7 @@
 //! holds the admin key. Deny by default: a route is open only if it is in the
 //! short list of `routes`.
 
+mod checkpoint;
 mod health;
 mod penalties;
 
@@ -87,6 +88,8 @@ fn read_or_make(path: &Path) -> io::Result<String> {
 pub(crate) fn routes(gateway: Arc<Gateway>) -> Router {
     let guarded = Router::new()
         .route("/v1/status", get(status))
+        .route("/audit/checkpoint", get(checkpoint::newest))
+        .route("/audit/key", get(checkpoint::key))
         .merge(penalties::routes())
         // For what is added here, and for what is not there: who has no key
         // does not learn which.
@@ -199,6 +202,7 @@ pub(crate) fn endpoint(path: &str) -> &'static str {
         "/readyz" => "readyz",
         "/metrics" => "metrics",
         "/v1/status" => "admin_status",
+        "/audit/checkpoint" | "/audit/key" => "admin_audit",
         "/v1/penalties" => "admin_penalties",
         _ if path.starts_with("/v1/penalties/") => "admin_penalties",
         _ => "admin_other",

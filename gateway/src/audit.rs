@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
-use tollgate_config::{Config, Loaded};
+use tollgate_config::{Config, Loaded, Tenant};
 use tollgate_domain::{TenantId, UtcTime};
-use tollgate_ledger::{AdminAction, Completion, LedgerError, LedgerHandle, Posted};
+use tollgate_ledger::{AdminAction, Completion, LedgerError, LedgerHandle, PlansInForce, Posted};
 
 use crate::auth::{KeyStore, KeyStoreError};
 
@@ -18,6 +18,31 @@ use crate::auth::{KeyStore, KeyStoreError};
 /// It is not recorded: the disk refuses, or the ledger is closed.
 pub async fn record(ledger: &LedgerHandle, action: AdminAction) -> Result<(), LedgerError> {
     told(|done| ledger.record(action.clone(), done)).await
+}
+
+/// Tells the ledger which plan each tenant of `config` has from `at` on, and
+/// returns once that is on the disk: statements go by it.
+///
+/// # Errors
+/// As [`record`].
+pub async fn plans_in_force(
+    ledger: &LedgerHandle,
+    config: &Config,
+    actor: String,
+    at: UtcTime,
+) -> Result<(), LedgerError> {
+    let action = AdminAction {
+        id: format!("plans-{}-{}", at.0, std::process::id()),
+        at,
+        operation: "plans.in_force".to_owned(),
+        actor,
+        user: None,
+        detail: serde_json::Value::Null,
+    };
+    let priced = |tenant: &Tenant| Some((tenant.name.clone(), tenant.priced_as()?.name.clone()));
+    let plans = config.tenants().filter_map(priced).collect();
+    let in_force = PlansInForce { action, plans };
+    told(|done| ledger.plans(in_force.clone(), done)).await
 }
 
 /// Signs what is recorded and returns once that is on the disk: the last thing

@@ -192,6 +192,7 @@ impl GatewayService {
                 largest_body,
                 endpoint: public_endpoint,
             },
+            gateway.serving.clock.clone(),
         );
         let admin_stack = Stack::new(
             admin::routes(Arc::clone(&gateway)),
@@ -201,6 +202,7 @@ impl GatewayService {
                 largest_body: ADMIN_BODY,
                 endpoint: admin::endpoint,
             },
+            gateway.serving.clock.clone(),
         );
         // The admin listener outlasts the public one, so that probes see the
         // drain; both have ended when `listeners` is empty.

@@ -21,6 +21,7 @@ use self::ids::Ids;
 use self::unread::Unread;
 
 pub(crate) use self::unread::Leftover;
+use crate::Clock;
 use crate::listener::Peer;
 use crate::reply::{ApiError, ErrorKind};
 use crate::source::SourceRing;
@@ -55,8 +56,8 @@ pub(crate) struct Answer {
 }
 
 impl Stack {
-    pub(crate) fn new(routes: Router, options: StackOptions) -> Arc<Self> {
-        Arc::new(Self { routes, options, ids: Ids::new() })
+    pub(crate) fn new(routes: Router, options: StackOptions, clock: Clock) -> Arc<Self> {
+        Arc::new(Self { routes, options, ids: Ids::new(clock) })
     }
 
     /// Answers a request that the listener takes.

@@ -129,7 +129,8 @@ impl DeviceClass {
 }
 
 impl RequestId {
-    /// The id made of 128 bits that the caller drew at random.
+    /// The id made of 128 bits of which the caller drew enough at random that
+    /// they never come again.
     pub fn from_random(bits: u128) -> Self {
         // By hand: every request gets one, also those that are refused at once.
         let mut text = *b"req-00000000000000000000000000000000";

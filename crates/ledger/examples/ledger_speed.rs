@@ -1,8 +1,9 @@
 //! What the ledger takes, for benchmarks to compare: blocks posted through the
-//! writer's queue, many to a commit, with the audit log's records and without.
+//! writer's queue, so many to a commit, with the audit log's records and without.
 //!
-//! `ledger_speed FOLDER BLOCKS` makes two new ledgers in FOLDER, posts to one
-//! after the other, and prints a line of JSON for each.
+//! `ledger_speed FOLDER BLOCKS GROUP…` makes two new ledgers in FOLDER for each
+//! size of a group, posts to one after the other, and prints a line of JSON for
+//! each.
 
 use std::error::Error;
 use std::path::Path;
@@ -16,7 +17,7 @@ use tollgate_domain::{
     FinishedAttempt, KeyId, ModelName, RequestId, SequenceId, Share, Stages, TenantId, Usage,
     UtcTime, WorkerEpoch, WorkerName,
 };
-use tollgate_ledger::{AuditKey, Ledger, LedgerError, LedgerOptions};
+use tollgate_ledger::{AuditKey, LeaveOut, Ledger, LedgerOptions};
 
 type Fallible<T> = Result<T, Box<dyn Error>>;
 
@@ -26,62 +27,59 @@ const ENDS: u64 = 4;
 fn main() -> Fallible<()> {
     let words: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
-    let [folder, blocks] = words[..] else {
-        return Err("usage: ledger_speed FOLDER BLOCKS".into());
+    let [folder, blocks, groups @ ..] = &words[..] else {
+        return Err("usage: ledger_speed FOLDER BLOCKS GROUP…".into());
     };
     let (folder, blocks) = (Path::new(folder), blocks.parse()?);
     std::fs::create_dir_all(folder)?;
-    for (name, leave_out_records) in [("records", false), ("left_out", true)] {
-        let path = folder.join(format!("{name}.db"));
-        let seconds = post_all(&path, leave_out_records, blocks)?;
-        // Its log is copied into the file before that is measured.
-        rusqlite::Connection::open(&path)?.query_row(
-            "PRAGMA wal_checkpoint(TRUNCATE)",
-            [],
-            |_| Ok(()),
-        )?;
-        let bytes = std::fs::metadata(&path)?.len();
-        println!(
-            "{}",
-            json!({
-                "name": name, "seconds": seconds, "bytes": bytes, "requests": blocks * ENDS,
-                "entries": blocks * (ENDS + 2),
-            })
-        );
+    for group in groups {
+        for (name, leave_out) in [("records", LeaveOut::Nothing), ("left_out", LeaveOut::Records)] {
+            let path = folder.join(format!("{name}.{group}.db"));
+            let seconds = post_all(&path, leave_out, group.parse()?, blocks)?;
+            // Its log is copied into the file before that is measured.
+            rusqlite::Connection::open(&path)?.query_row(
+                "PRAGMA wal_checkpoint(TRUNCATE)",
+                [],
+                |_| Ok(()),
+            )?;
+            let bytes = std::fs::metadata(&path)?.len();
+            println!(
+                "{}",
+                json!({
+                    "name": name, "group": group, "seconds": seconds, "bytes": bytes,
+                    "requests": blocks * ENDS, "entries": blocks * (ENDS + 2),
+                })
+            );
+        }
     }
     Ok(())
 }
 
-/// The time from the first block sent to the last one on the disk.
-fn post_all(path: &Path, leave_out_records: bool, blocks: u64) -> Fallible<f64> {
+/// The time from the first block sent to the last one on the disk. So many
+/// are under way that the next group is always there, and no more.
+fn post_all(path: &Path, leave_out: LeaveOut, group: usize, blocks: u64) -> Fallible<f64> {
     let key = AuditKey::from_seed("tollgate/benchmark", &[7; 32]).ok_or("a bad name")?;
-    let options = LedgerOptions {
-        key: (!leave_out_records).then(|| Arc::new(key)),
-        leave_out_records,
-        ..LedgerOptions::new(path)
-    };
+    let key = (leave_out == LeaveOut::Nothing).then(|| Arc::new(key));
+    let queue = 2 * group;
+    let options = LedgerOptions { key, leave_out, group, queue, ..LedgerOptions::new(path) };
     let ledger = Ledger::open_with(options)?;
     let made: Vec<Block> = (1..=blocks).map(block).collect::<Fallible<_>>()?;
-    let (answers, heard) = sync_channel(made.len());
+    let (answers, heard) = sync_channel(queue);
     let began = Instant::now();
-    for block in made {
-        loop {
-            let answers = answers.clone();
-            let done = Box::new(move |result| {
-                let _ = answers.try_send(result);
-            });
-            match ledger.post_block(block.clone(), done) {
-                Err(LedgerError::Busy) => std::thread::yield_now(),
-                sent => break sent?,
-            }
+    for (sent, block) in made.into_iter().enumerate() {
+        if sent >= queue {
+            heard.recv()??;
         }
+        let answers = answers.clone();
+        let done = Box::new(move |result| {
+            let _ = answers.try_send(result);
+        });
+        ledger.post_block(block, done)?;
     }
-    for _ in 0..blocks {
+    for _ in 0..blocks.min(queue as u64) {
         heard.recv()??;
     }
-    let seconds = began.elapsed().as_secs_f64();
-    drop(ledger);
-    Ok(seconds)
+    Ok(began.elapsed().as_secs_f64())
 }
 
 fn block(number: u64) -> Fallible<Block> {
@@ -90,7 +88,9 @@ fn block(number: u64) -> Fallible<Block> {
     let owner = |request: u64| -> Fallible<(Caller, Attempt)> {
         let tenant = TenantId::new(&format!("tenant-{}", request % 50))?;
         let key = KeyId::new(&format!("key-{}", request % 50))?;
-        let request = RequestId::from_random(u128::from(request));
+        // As the gateway's are: the time, the same for some, then what is drawn.
+        let drawn = u128::from(request).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835);
+        let request = RequestId::from_random(u128::from(request / 256) << 80 | drawn >> 48);
         Ok((Caller { tenant, key }, Attempt { request, attempt: 0 }))
     };
     let (mut shares, mut finished) = (Vec::new(), Vec::new());

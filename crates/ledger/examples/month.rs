@@ -1,7 +1,7 @@
 //! How long a tenant's month takes to state: fills a ledger with so many
 //! entries and prints one line of JSON.
 //!
-//! `cargo run --release -p tollgate-ledger --example month -- 10000000`
+//! `cargo run --release -p tollgate-ledger --example month -- 10000000 FOLDER`
 //!
 //! The month is one tenant's with four keys, a block in a hundred entries, a
 //! request in ten. Another tenant has as much again beside it.
@@ -15,7 +15,7 @@ use tollgate_domain::{
     FinishedAttempt, KeyId, ModelName, PlanName, PriceBook, PriceList, PriceListName, RequestId,
     SequenceId, Share, Stages, TenantId, Usage, UtcMonth, UtcTime, WorkerEpoch, WorkerName,
 };
-use tollgate_ledger::{GroupBy, Ledger, LedgerHandle, StatementQuery, UsageQuery};
+use tollgate_ledger::{GroupBy, Ledger, LedgerHandle, PricedAs, StatementQuery, UsageQuery};
 
 /// 2026-11-01.
 const FIRST: u64 = 1_793_491_200_000_000_000;
@@ -28,7 +28,10 @@ type Failure = Box<dyn std::error::Error>;
 
 fn main() -> Result<(), Failure> {
     let wanted: u64 = std::env::args().nth(1).map_or(Ok(1_000_000), |text| text.parse())?;
-    let folder = tempfile::tempdir()?;
+    let folder = match std::env::args().nth(2) {
+        Some(folder) => tempfile::tempdir_in(folder)?,
+        None => tempfile::tempdir()?,
+    };
     let ledger = Ledger::open(&folder.path().join("ledger.db"))?;
     let began = Instant::now();
     let blocks = (2 * wanted / SHARES).max(1);
@@ -50,24 +53,33 @@ fn main() -> Result<(), Failure> {
     let query = StatementQuery {
         tenant: &tenant,
         month,
-        plan: &plan,
+        priced_as: PricedAs::Plan(&plan),
         prices: &prices,
         now: UtcTime(FIRST),
     };
     let began = Instant::now();
-    let statement = ledger.reader().statement(query, &mut |_, _| {})?;
+    let statement = ledger.reader().statement(query)?;
     let stating = began.elapsed();
+    let began = Instant::now();
+    let mut records = 0_u64;
+    let counted = ledger.reader().statement_records(query, &mut |_, _| records += 1)?;
+    let counting = began.elapsed();
+    if counted != statement {
+        return Err("the sums by day and the records do not say the same".into());
+    }
     let sum = |figure: fn(&tollgate_ledger::StatementLine) -> u64| -> u64 {
         statement.lines.iter().map(figure).sum()
     };
     println!(
         "{{\"entries\":{},\"charges\":{},\"usage_rows\":{rows},\"fill_seconds\":{:.3},\
-         \"usage_seconds\":{:.6},\"statement_seconds\":{:.3}}}",
+         \"usage_seconds\":{:.6},\"statement_seconds\":{:.6},\"records\":{records},\
+         \"records_seconds\":{:.3}}}",
         sum(|line| line.entries),
         sum(|line| line.charges),
         filling.as_secs_f64(),
         summing.as_secs_f64(),
         stating.as_secs_f64(),
+        counting.as_secs_f64(),
     );
     Ok(())
 }
@@ -114,10 +126,9 @@ fn block(number: u64, blocks: u64) -> Result<Block, Failure> {
             tenant: TenantId::new(&format!("t{}", place % 2))?,
             key: KeyId::new(&format!("k{}", place / 2 % 4))?,
         };
-        // Spread, as ids that are drawn are.
-        let id = RequestId::from_random(
-            u128::from(request).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835),
-        );
+        // As the gateway's are: the time, the same for some, then what is drawn.
+        let drawn = u128::from(request).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835);
+        let id = RequestId::from_random(u128::from(request / 256) << 80 | drawn >> 48);
         let attempt = Attempt { request: id, attempt: 0 };
         let attributed = DeviceNanos(10_000 + place);
         shares.push(Share {

@@ -1,5 +1,7 @@
 //! What an attempt is charged: a row of `requests`, and the sums of its day.
 
+use std::collections::BTreeMap;
+
 use rusqlite::{Connection, params};
 use tollgate_domain::{FinishReason, FinishedAttempt, Usage};
 
@@ -35,6 +37,9 @@ pub(crate) struct DailyKey<'a> {
 /// What is added to (or, negative, taken from) a day.
 #[derive(Default)]
 pub(crate) struct DailyChange {
+    /// Rows of `requests`, and of `entries` that a tenant pays: they only grow.
+    pub(crate) charges: i64,
+    pub(crate) entries: i64,
     pub(crate) requests: i64,
     pub(crate) prompt_tokens: i64,
     pub(crate) cached_tokens: i64,
@@ -43,13 +48,71 @@ pub(crate) struct DailyChange {
     pub(crate) reference_ns: i64,
 }
 
-/// Charges an attempt: its row, and its day.
+/// What one block adds to days, summed before it is written: a caller's row is
+/// written once for the block, not once for each of its requests.
+pub(crate) struct Days<'a> {
+    model: &'a str,
+    class: &'a str,
+    /// By day and caller.
+    changes: BTreeMap<(u32, i64), DailyChange>,
+}
+
+impl<'a> Days<'a> {
+    /// For a block of `model` on a device of `class`.
+    pub(crate) fn new(model: &'a str, class: &'a str) -> Self {
+        Self { model, class, changes: BTreeMap::new() }
+    }
+
+    /// Adds to a day of a caller; `None` where that is beyond what a day holds.
+    pub(crate) fn add(&mut self, day: u32, caller: i64, change: &DailyChange) -> Option<()> {
+        self.changes.entry((day, caller)).or_default().add(change)
+    }
+
+    /// Writes them.
+    pub(crate) fn write(self, connection: &Connection) -> Result<(), LedgerError> {
+        let Self { model, class, changes } = self;
+        for ((day, caller), change) in changes {
+            add_to_day(connection, &DailyKey { day, caller, model, class }, &change)?;
+        }
+        Ok(())
+    }
+}
+
+impl DailyChange {
+    fn add(&mut self, other: &Self) -> Option<()> {
+        let Self {
+            charges,
+            entries,
+            requests,
+            prompt_tokens,
+            cached_tokens,
+            completion_tokens,
+            attributed_ns,
+            reference_ns,
+        } = other;
+        for (sum, figure) in [
+            (&mut self.charges, charges),
+            (&mut self.entries, entries),
+            (&mut self.requests, requests),
+            (&mut self.prompt_tokens, prompt_tokens),
+            (&mut self.cached_tokens, cached_tokens),
+            (&mut self.completion_tokens, completion_tokens),
+            (&mut self.attributed_ns, attributed_ns),
+            (&mut self.reference_ns, reference_ns),
+        ] {
+            *sum = sum.checked_add(*figure)?;
+        }
+        Some(())
+    }
+}
+
+/// Writes an attempt's charge; what it adds to its day is for the caller to
+/// enter.
 pub(crate) fn insert_charge(
     connection: &Connection,
     charge: &Charge<'_>,
-) -> Result<(), LedgerError> {
+) -> Result<DailyChange, LedgerError> {
     let Charge { caller, finished, payable, model, class } = charge;
-    let day = finished.finished.day().0;
     let counted = payable.is_counted(finished.reason);
     connection
         .prepare_cached(
@@ -64,7 +127,7 @@ pub(crate) fn insert_charge(
             finished.attempt.attempt,
             model,
             class,
-            day,
+            finished.finished.day().0,
             finished.finished.0 as i64,
             counted,
             payable.prompt_tokens,
@@ -76,8 +139,7 @@ pub(crate) fn insert_charge(
             finished.stages.decode_ns as i64,
             reason_name(finished.reason)
         ])?;
-    let daily = DailyKey { day, caller: *caller, model, class };
-    add_to_day(connection, &daily, &payable.as_change(counted))
+    Ok(DailyChange { charges: 1, ..payable.as_change(counted) })
 }
 
 pub(crate) fn add_to_day(
@@ -87,6 +149,8 @@ pub(crate) fn add_to_day(
 ) -> Result<(), LedgerError> {
     let DailyKey { day, caller, model, class } = key;
     let DailyChange {
+        charges,
+        entries,
         requests,
         prompt_tokens,
         cached_tokens,
@@ -97,15 +161,17 @@ pub(crate) fn add_to_day(
     connection
         .prepare_cached(
             "INSERT INTO daily (day, caller_id, model, device_class, requests, prompt_tokens,
-               cached_tokens, completion_tokens, attributed_ns, reference_ns)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10)
+               cached_tokens, completion_tokens, attributed_ns, reference_ns, charges, entries)
+             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)
              ON CONFLICT DO UPDATE SET
                requests = requests + excluded.requests,
                prompt_tokens = prompt_tokens + excluded.prompt_tokens,
                cached_tokens = cached_tokens + excluded.cached_tokens,
                completion_tokens = completion_tokens + excluded.completion_tokens,
                attributed_ns = attributed_ns + excluded.attributed_ns,
-               reference_ns = reference_ns + excluded.reference_ns",
+               reference_ns = reference_ns + excluded.reference_ns,
+               charges = charges + excluded.charges,
+               entries = entries + excluded.entries",
         )?
         .execute(params![
             day,
@@ -117,7 +183,9 @@ pub(crate) fn add_to_day(
             cached_tokens,
             completion_tokens,
             attributed_ns,
-            reference_ns
+            reference_ns,
+            charges,
+            entries
         ])?;
     Ok(())
 }
@@ -150,6 +218,7 @@ impl Payable {
             completion_tokens: self.completion_tokens,
             attributed_ns: 0, // by the day of its entries
             reference_ns: self.reference_ns,
+            ..DailyChange::default()
         }
     }
 }

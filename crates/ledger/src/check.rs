@@ -492,19 +492,21 @@ fn daily(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerE
     let mut statement = connection.prepare(
         "WITH recount AS (
            SELECT blocks.day AS day, caller_id, model, device_class, 0 AS requests,
-             0 AS prompt, 0 AS cached, 0 AS completion, amount_ns AS attributed, 0 AS reference
+             0 AS prompt, 0 AS cached, 0 AS completion, amount_ns AS attributed, 0 AS reference,
+             0 AS charges, 1 AS entries
            FROM entries JOIN blocks USING (epoch_id, block)
              JOIN epochs ON epochs.id = entries.epoch_id
            WHERE account = 1
            UNION ALL
            SELECT day, caller_id, model, device_class, counted, prompt_tokens, cached_tokens,
-             completion_tokens, 0, reference_ns FROM requests
+             completion_tokens, 0, reference_ns, 1, 0 FROM requests
            UNION ALL
            SELECT day, caller_id, model, device_class, -requests, -prompt_tokens, -cached_tokens,
-             -completion_tokens, -attributed_ns, -reference_ns FROM daily)
+             -completion_tokens, -attributed_ns, -reference_ns, -charges, -entries FROM daily)
          SELECT day, caller_id, model, device_class FROM recount GROUP BY 1, 2, 3, 4
          HAVING sum(requests) <> 0 OR sum(prompt) <> 0 OR sum(cached) <> 0
-           OR sum(completion) <> 0 OR sum(attributed) <> 0 OR sum(reference) <> 0",
+           OR sum(completion) <> 0 OR sum(attributed) <> 0 OR sum(reference) <> 0
+           OR sum(charges) <> 0 OR sum(entries) <> 0",
     )?;
     let mut rows = statement.query([])?;
     while let Some(row) = rows.next()? {

@@ -68,7 +68,10 @@ pub(crate) fn post(
             finished: cap.at,
         };
         let (model, class) = (cap.model.as_str(), cap.class.as_str());
-        insert_charge(connection, &Charge { caller, finished: &finished, payable, model, class })?;
+        let charge = Charge { caller, finished: &finished, payable, model, class };
+        let change = insert_charge(connection, &charge)?;
+        let day = finished.finished.day().0;
+        add_to_day(connection, &DailyKey { day, caller, model, class }, &change)?;
     }
     Ok(Posted::New)
 }
@@ -263,6 +266,8 @@ fn lower_charge(
             reason_name(FinishReason::Fault)
         ])?;
     let change = DailyChange {
+        charges: 0, // its row was there
+        entries: 0,
         requests: i64::from(counted) - was_counted,
         prompt_tokens: lower.prompt_tokens - charged.prompt_tokens,
         cached_tokens: lower.cached_tokens - charged.cached_tokens,

@@ -16,6 +16,7 @@ mod charge;
 mod check;
 mod error;
 mod fault;
+mod plans;
 mod post;
 mod query;
 mod reader;
@@ -30,6 +31,7 @@ pub use backup::BackupError;
 pub use check::{Checked, Finding};
 pub use error::{BlockRefusal, LedgerError};
 pub use fault::FaultCap;
+pub use plans::PlansInForce;
 pub use post::{Posted, RefusedBlock};
 pub use query::{
     Balance, EntryRow, GroupBy, OpenAttempt, RequestRow, RequestState, SpendRow, Spending,
@@ -37,6 +39,9 @@ pub use query::{
 };
 pub use reader::LedgerReader;
 pub use statement::{
-    Record, Statement, StatementError, StatementFigures, StatementLine, StatementQuery,
+    PlanSpan, PricedAs, Record, Statement, StatementDay, StatementError, StatementFigures,
+    StatementLine, StatementQuery,
 };
-pub use writer::{Completion, DrivenLedger, Health, Ledger, LedgerHandle, LedgerOptions, Struck};
+pub use writer::{
+    Completion, DrivenLedger, Health, LeaveOut, Ledger, LedgerHandle, LedgerOptions, Struck,
+};

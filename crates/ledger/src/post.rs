@@ -3,19 +3,17 @@
 
 use rusqlite::{Connection, OptionalExtension, params};
 use sha2::{Digest, Sha256};
-use tollgate_domain::{
-    Block, BlockParts, Caller, DeviceNanos, FinishedAttempt, Share, UtcTime, WorkerEpoch,
-    WorkerName,
-};
+use tollgate_domain::{Block, BlockParts, Caller, DeviceNanos, UtcTime, WorkerEpoch, WorkerName};
 
 use crate::audit::chain::{self, Chain};
 use crate::audit::record::{AdminAction, Body, Said};
-use crate::charge::{
-    Charge, DailyChange, DailyKey, Payable, add_to_day, insert_charge, reason_name,
-};
-use crate::fault;
+use crate::charge::{DailyChange, DailyKey, add_to_day};
 use crate::schema::{CORRECTION, FIRST_SHARE, METERED, account};
 use crate::{BlockRefusal, LedgerError, backup};
+
+mod posting;
+
+use posting::{FinishedAt, Posting};
 
 /// What became of something that may come more than once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,12 +42,6 @@ pub(crate) struct Entry<'a> {
     pub(crate) owner: Option<(i64, i64, &'a str, u32)>,
 }
 
-/// Which of its block's finished attempts one is, and which record tells of it.
-struct FinishedAt {
-    index: usize,
-    record: u64,
-}
-
 /// Which block, by the ledger's own number of its epoch.
 #[derive(Clone, Copy)]
 pub(crate) struct BlockKey {
@@ -67,7 +59,7 @@ pub(crate) fn post_block(
     block: &Block,
 ) -> Result<Posted, LedgerError> {
     let digest = digest_of(block.parts())?;
-    post(connection, chain, block, Said { digest: &digest, struck: None })
+    post(connection, chain, block, &digest, Said { digest: &digest, struck: None })
 }
 
 /// Posts `struck`, which is `said` without what is not believed of it. When
@@ -85,7 +77,7 @@ pub(crate) fn post_struck(
     let digest = digest_of(said.parts())?;
     let reason = shortened(reason);
     let said = Said { digest: &digest, struck: Some(&reason) };
-    let posted = post(connection, chain, struck, said)?;
+    let posted = post(connection, chain, struck, &digest_of(struck.parts())?, said)?;
     if posted == Posted::New {
         let BlockParts { epoch, number, .. } = struck.parts();
         let epoch = find_epoch(connection, *epoch)?
@@ -104,6 +96,7 @@ fn post(
     connection: &Connection,
     chain: &mut Chain,
     block: &Block,
+    digest: &[u8; 32],
     said: Said<'_>,
 ) -> Result<Posted, LedgerError> {
     let parts = block.parts();
@@ -123,18 +116,18 @@ fn post(
         None => insert_epoch(connection, parts)?,
     };
     let key = BlockKey { epoch_id, block: parts.number as i64 };
-    let digest = digest_of(parts)?;
-    let record = chain.append(connection, &Body::block(parts, &digest, said))?;
-    insert_block(connection, key, parts, &digest, record)?;
+    let record = chain.append(connection, &Body::block(parts, digest, said))?;
+    insert_block(connection, key, parts, digest, record)?;
     insert_platform_entries(connection, key, parts)?;
+    let mut posting = Posting::of(connection, key, parts);
     for (index, share) in parts.shares.iter().enumerate() {
-        insert_share(connection, key, parts, FIRST_SHARE + index as i64, share)?;
+        posting.share(FIRST_SHARE + index as i64, share)?;
     }
     for (index, finished) in parts.finished.iter().enumerate() {
         let record = chain.append(connection, &Body::attempt(parts, finished))?;
-        let at = FinishedAt { index, record };
-        insert_finished(connection, key, parts, at, finished)?;
+        posting.finished(FinishedAt { index, record }, finished)?;
     }
+    posting.days.write(connection)?;
     refuse_unless_balanced(connection, key)?;
     Ok(Posted::New)
 }
@@ -430,42 +423,6 @@ fn insert_platform_entries(
     Ok(())
 }
 
-fn insert_share(
-    connection: &Connection,
-    key: BlockKey,
-    parts: &BlockParts,
-    ordinal: i64,
-    share: &Share,
-) -> Result<(), LedgerError> {
-    let caller = caller_id(connection, &share.caller)?;
-    let request = share.attempt.request.as_str();
-    let paid = match fault::find(connection, caller, &share.attempt)? {
-        Some(_) => fault::paid_ns(connection, caller, &share.attempt)?,
-        None => 0,
-    };
-    let amount_ns = share.attributed.nanos() as i64;
-    let owner = Some((caller, share.sequence.0 as i64, request, share.attempt.attempt));
-    let entry = Entry { kind: METERED, account: account::TENANT, amount_ns, owner };
-    insert_entry(connection, key, ordinal, &entry)?;
-    let daily = DailyKey {
-        day: parts.started.day().0,
-        caller,
-        model: parts.model.as_str(),
-        class: parts.device.class.as_str(),
-    };
-    add_to_day(
-        connection,
-        &daily,
-        &DailyChange { attributed_ns: amount_ns, ..Default::default() },
-    )?;
-    if let Some(cap) = fault::find(connection, caller, &share.attempt)? {
-        let room = (cap.attributed_ns - paid).max(0);
-        let excess = amount_ns - amount_ns.min(room);
-        move_to_loss(connection, key, &daily, entry.owner, excess)?;
-    }
-    Ok(())
-}
-
 /// Moves `excess` of an entry's amount from its tenant to `platform.loss`: a
 /// pair of entries beside it that sums to zero.
 pub(crate) fn move_to_loss(
@@ -489,7 +446,8 @@ pub(crate) fn move_to_loss(
         let entry = Entry { kind: CORRECTION, account, amount_ns, owner };
         insert_entry(connection, key, ordinal, &entry)?;
     }
-    add_to_day(connection, daily, &DailyChange { attributed_ns: -excess, ..Default::default() })
+    let change = DailyChange { entries: 1, attributed_ns: -excess, ..Default::default() };
+    add_to_day(connection, daily, &change)
 }
 
 fn insert_entry(
@@ -518,79 +476,6 @@ fn insert_entry(
             owner.map(|owner| owner.3)
         ])?;
     Ok(())
-}
-
-fn insert_finished(
-    connection: &Connection,
-    key: BlockKey,
-    parts: &BlockParts,
-    at: FinishedAt,
-    finished: &FinishedAttempt,
-) -> Result<(), LedgerError> {
-    let FinishedAttempt { caller, attempt, usage, stages, reason, finished: ended } = finished;
-    let caller = caller_id(connection, caller)?;
-    let replayed: i64 = connection
-        .prepare_cached(
-            "SELECT count(*) FROM attempts
-             WHERE request_id = ?1 AND caller_id = ?2 AND attempt = ?3",
-        )?
-        .query_row(params![attempt.request.as_str(), caller, attempt.attempt], |row| row.get(0))?;
-    if replayed > 0 {
-        let request = attempt.request.to_string();
-        let refusal = BlockRefusal::Replayed { request, attempt: attempt.attempt };
-        return Err(refused(parts, refusal));
-    }
-    connection
-        .prepare_cached(
-            "INSERT INTO attempts (epoch_id, block, ordinal, caller_id, request_id, attempt,
-               prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns,
-               queue_ns, prefill_ns, decode_ns, reason, finished_utc_ns, record_seq)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17)",
-        )?
-        .execute(params![
-            key.epoch_id,
-            key.block,
-            at.index as i64,
-            caller,
-            attempt.request.as_str(),
-            attempt.attempt,
-            usage.prompt_tokens as i64,
-            usage.cached_tokens as i64,
-            usage.completion_tokens as i64,
-            usage.attributed.nanos() as i64,
-            usage.reference.nanos() as i64,
-            stages.queue_ns as i64,
-            stages.prefill_ns as i64,
-            stages.decode_ns as i64,
-            reason_name(*reason),
-            ended.0 as i64,
-            at.record
-        ])?;
-    if fault::find(connection, caller, attempt)?.is_some() {
-        // The cap made the charge already; only the times are news.
-        connection
-            .prepare_cached(
-                "UPDATE requests SET queue_ns = ?4, prefill_ns = ?5, decode_ns = ?6
-                 WHERE request_id = ?1 AND caller_id = ?2 AND attempt = ?3",
-            )?
-            .execute(params![
-                attempt.request.as_str(),
-                caller,
-                attempt.attempt,
-                stages.queue_ns as i64,
-                stages.prefill_ns as i64,
-                stages.decode_ns as i64
-            ])?;
-        return Ok(());
-    }
-    let charge = Charge {
-        caller,
-        finished,
-        payable: Payable::of(usage),
-        model: parts.model.as_str(),
-        class: parts.device.class.as_str(),
-    };
-    insert_charge(connection, &charge)
 }
 
 /// The id of a caller, made at its first appearance.

@@ -12,10 +12,13 @@ use crate::audit::chain::Chain;
 use crate::audit::record::Before;
 
 /// What this version reads and writes.
-pub(crate) const FORMAT: u32 = 2;
+pub(crate) const FORMAT: u32 = 3;
 
 /// The format without an audit log, which is taken on.
 const WITHOUT_RECORDS: u32 = 1;
+
+/// The format without counts by day, likewise.
+const WITHOUT_COUNTS: u32 = 2;
 
 /// Kinds of account, as `entries.account` has them.
 pub(crate) mod account {
@@ -38,6 +41,11 @@ pub(crate) const CORRECTION: i64 = 1;
 /// Ordinals below this are the block's device and platform entries.
 pub(crate) const FIRST_SHARE: i64 = 4;
 
+/// Memory that the writer keeps of the file, at most.
+const WRITER_CACHE_KIB: i64 = 32 * 1_024;
+/// Pages of 4 KiB in the log after which it is copied into the file: 16 MiB.
+const LONGEST_LOG_PAGES: u32 = 4_096;
+
 /// Opens for writing, creating the file and its tables where there are none,
 /// and taking on what an earlier version wrote.
 pub(crate) fn open_writer(path: &Path, max_pages: Option<u32>) -> Result<Connection, LedgerError> {
@@ -48,6 +56,10 @@ pub(crate) fn open_writer(path: &Path, max_pages: Option<u32>) -> Result<Connect
         connection.pragma_update(None, "journal_mode", "WAL")?;
         connection.pragma_update(None, "synchronous", "FULL")?;
         connection.pragma_update(None, "foreign_keys", true)?;
+        // What is written is read again soon, by the ids that came just before;
+        // and a page that changes often goes into the file once.
+        connection.pragma_update(None, "cache_size", -WRITER_CACHE_KIB)?;
+        connection.pragma_update(None, "wal_autocheckpoint", LONGEST_LOG_PAGES)?;
         if let Some(pages) = max_pages {
             connection.pragma_update(None, "max_page_count", pages)?;
         }
@@ -56,15 +68,20 @@ pub(crate) fn open_writer(path: &Path, max_pages: Option<u32>) -> Result<Connect
     let failed = |source| LedgerError::Open { path: path.to_owned(), source: Arc::new(source) };
     let mut connection = open().map_err(failed)?;
     let found = format_of(&connection).map_err(failed)?;
-    let earlier = found.as_deref() == Some(&WITHOUT_RECORDS.to_string());
-    if found.is_none() || earlier {
+    let is = |format: u32| found.as_deref() == Some(&format.to_string());
+    if found.is_none() || is(WITHOUT_RECORDS) || is(WITHOUT_COUNTS) {
         let transaction = connection.transaction().map_err(failed)?;
-        if !earlier {
+        if found.is_none() {
             transaction.execute_batch(TABLES).map_err(failed)?;
         }
-        transaction.execute_batch(AUDIT_TABLES).map_err(failed)?;
-        let before = earlier.then(|| Before::read(&transaction, WITHOUT_RECORDS)).transpose()?;
-        Chain::begin(&transaction, before.as_ref())?;
+        if !is(WITHOUT_COUNTS) {
+            transaction.execute_batch(AUDIT_TABLES).map_err(failed)?;
+            let before = is(WITHOUT_RECORDS)
+                .then(|| Before::read(&transaction, WITHOUT_RECORDS))
+                .transpose()?;
+            Chain::begin(&transaction, before.as_ref())?;
+        }
+        transaction.execute_batch(COUNTS).map_err(failed)?;
         transaction
             .execute("REPLACE INTO meta VALUES ('format', ?1)", [FORMAT.to_string()])
             .map_err(failed)?;
@@ -80,7 +97,7 @@ pub(crate) fn open_writer(path: &Path, max_pages: Option<u32>) -> Result<Connect
 /// The tables of this version with nothing in them.
 pub(crate) fn in_memory() -> Result<Connection, LedgerError> {
     let connection = Connection::open_in_memory()?;
-    for tables in [TABLES, AUDIT_TABLES, STRUCK, INDEXES] {
+    for tables in [TABLES, AUDIT_TABLES, COUNTS, STRUCK, INDEXES] {
         connection.execute_batch(tables)?;
     }
     Ok(connection)
@@ -159,6 +176,7 @@ CREATE TABLE IF NOT EXISTS struck_blocks (
 /// What a tenant's month is found by.
 const INDEXES: &str = "
 CREATE INDEX IF NOT EXISTS blocks_by_day ON blocks (day);
+CREATE INDEX IF NOT EXISTS daily_by_caller ON daily (caller_id, day);
 CREATE INDEX IF NOT EXISTS requests_by_caller ON requests (caller_id, day);
 CREATE INDEX IF NOT EXISTS entries_by_caller ON entries (caller_id, epoch_id, block)
   WHERE caller_id IS NOT NULL;
@@ -356,4 +374,31 @@ ALTER TABLE fault_caps ADD COLUMN device_class TEXT;
 ALTER TABLE fault_caps ADD COLUMN at_utc_ns INTEGER;
 ALTER TABLE refused_blocks ADD COLUMN record_seq INTEGER;
 ALTER TABLE refused_blocks ADD COLUMN at_utc_ns INTEGER;
+";
+
+/// Of format 3: how many records a day's sums stand on, which only grows, and
+/// since when a tenant has which plan, in force from that day on.
+const COUNTS: &str = "
+ALTER TABLE daily ADD COLUMN charges INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE daily ADD COLUMN entries INTEGER NOT NULL DEFAULT 0;
+
+UPDATE daily SET charges = counted.records FROM (
+  SELECT day, caller_id, model, device_class, count(*) AS records FROM requests
+  GROUP BY 1, 2, 3, 4) AS counted
+WHERE daily.day = counted.day AND daily.caller_id = counted.caller_id
+  AND daily.model = counted.model AND daily.device_class = counted.device_class;
+
+UPDATE daily SET entries = counted.records FROM (
+  SELECT blocks.day AS day, caller_id, model, device_class, count(*) AS records
+  FROM entries JOIN blocks USING (epoch_id, block) JOIN epochs ON epochs.id = entries.epoch_id
+  WHERE account = 1 GROUP BY 1, 2, 3, 4) AS counted
+WHERE daily.day = counted.day AND daily.caller_id = counted.caller_id
+  AND daily.model = counted.model AND daily.device_class = counted.device_class;
+
+CREATE TABLE tenant_plans (
+  tenant TEXT NOT NULL,
+  day INTEGER NOT NULL,
+  plan TEXT NOT NULL,
+  PRIMARY KEY (tenant, day)
+) STRICT, WITHOUT ROWID;
 ";

@@ -1,6 +1,8 @@
-//! A tenant's month, priced. Lines are summed from the ledger's own rows, not
-//! from its sums by day, and must agree with them; each line says how many
-//! records it stands on and their digest, and can list them.
+//! A tenant's month, priced. Lines are summed from the ledger's sums by day,
+//! which the writer keeps in the transaction of the records themselves: a month
+//! is stated as quickly whatever it holds. Each line says how many records it
+//! stands on and the digest of its days; who wants to see the records
+//! ([`LedgerReader::statement_records`]) has them counted again.
 //!
 //! A record is a charge (an attempt that ended: tokens and reference cost, by
 //! the day it ended) or an entry (device time, by the day it was done). Each
@@ -17,9 +19,14 @@ use tollgate_domain::{
     PricePeriod, Priced, TenantId, UnitPrices, UtcDay, UtcMonth, UtcTime,
 };
 
+use crate::plans;
 use crate::query::name;
-use crate::schema::account;
 use crate::{LedgerError, LedgerReader};
+
+mod records;
+
+pub use records::Record;
+use records::Recount;
 
 /// How long after its end a month may still gain usage: what began in it ends,
 /// and journals of workers that were away come in.
@@ -33,11 +40,21 @@ pub struct StatementQuery<'a> {
     /// The month (UTC).
     pub month: UtcMonth,
     /// The plan whose prices hold.
-    pub plan: &'a PlanName,
+    pub priced_as: PricedAs<'a>,
     /// All prices.
     pub prices: &'a PriceBook,
     /// When it is made: it says whether the month is over.
     pub now: UtcTime,
+}
+
+/// Whose prices a tenant pays.
+#[derive(Clone, Copy, Debug)]
+pub enum PricedAs<'a> {
+    /// Those of this plan, the whole month.
+    Plan(&'a PlanName),
+    /// Those of the plan that it had on each day, as the ledger was told
+    /// ([`crate::LedgerHandle::plans`]); of this one where it never was.
+    Told(Option<&'a PlanName>),
 }
 
 /// A tenant's month.
@@ -49,8 +66,8 @@ pub struct Statement {
     pub tenant: TenantId,
     /// The month (UTC).
     pub month: UtcMonth,
-    /// The plan whose prices hold.
-    pub plan: PlanName,
+    /// The plans whose prices hold, in the order of their days.
+    pub plans: Vec<PlanSpan>,
     /// Of every amount.
     pub currency: Currency,
     /// Whether the month may still gain usage as a matter of course.
@@ -89,8 +106,46 @@ pub struct StatementLine {
     pub charges: u64,
     /// How many entries of device time it stands on.
     pub entries: u64,
-    /// SHA-256 of its records, each as [`Record`] shows it and a line feed.
+    /// What it is summed from.
+    pub days: Vec<StatementDay>,
+    /// SHA-256 of its days, each as [`StatementDay`] shows it and a line feed.
     pub digest: String,
+}
+
+/// Days of a month on which one plan's prices hold.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlanSpan {
+    /// The first.
+    pub from: UtcDay,
+    /// The last.
+    pub to: UtcDay,
+    /// The plan.
+    pub plan: PlanName,
+}
+
+/// A day of a line. Displays as the one line that is hashed: the fields in
+/// this order, commas between them. Records are only ever added, so a day of
+/// the same counts and sums has the same records.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StatementDay {
+    /// Which.
+    pub day: UtcDay,
+    /// Attempts that ended.
+    pub charges: u64,
+    /// Entries of device time, and their corrections.
+    pub entries: u64,
+    /// Requests that ended, those that failed without charge left out.
+    pub requests: u64,
+    /// Tokens of their prompts.
+    pub prompt_tokens: u64,
+    /// Those found in the prefix cache.
+    pub cached_tokens: u64,
+    /// Tokens generated.
+    pub completion_tokens: u64,
+    /// Reference cost.
+    pub reference_ns: u64,
+    /// Exact device time.
+    pub attributed_ns: i64,
 }
 
 /// What was used and what it costs.
@@ -112,45 +167,6 @@ pub struct StatementFigures {
     pub amount: Amount,
 }
 
-/// What a line stands on. Displays as the one line that is hashed:
-/// `charge,REQUEST/ATTEMPT,DAY,COUNTED,PROMPT,CACHED,COMPLETION,REFERENCE_NS` or
-/// `entry,EPOCH/BLOCK/ORDINAL,DAY,REQUEST/ATTEMPT,AMOUNT_NS`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Record {
-    /// An attempt that ended.
-    Charge {
-        /// The request.
-        request: String,
-        /// Which attempt at it.
-        attempt: u32,
-        /// The day on which it ended.
-        day: UtcDay,
-        /// Whether it counts as a request: not if it failed without charge.
-        is_counted: bool,
-        /// Tokens of its prompts.
-        prompt_tokens: u64,
-        /// Those found in the prefix cache.
-        cached_tokens: u64,
-        /// Tokens generated.
-        completion_tokens: u64,
-        /// Reference cost.
-        reference_ns: u64,
-    },
-    /// Device time, or its correction after a fault.
-    Entry {
-        /// `EPOCH/BLOCK/ORDINAL`: its place in the ledger, for ever.
-        id: String,
-        /// The day on which it was done.
-        day: UtcDay,
-        /// The request that it was done for.
-        request: String,
-        /// Which attempt at it.
-        attempt: u32,
-        /// Nanoseconds; negative where a correction takes them back.
-        amount_ns: i64,
-    },
-}
-
 /// Why there is no statement.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum StatementError {
@@ -170,49 +186,65 @@ pub enum StatementError {
         /// The class.
         class: String,
     },
+    /// Nobody has told the ledger the tenant's plan.
+    #[error("no plan of tenant {tenant:?} is known")]
+    NoPlan {
+        /// Whose.
+        tenant: String,
+    },
     /// The ledger cannot be read, or does not agree with itself.
     #[error(transparent)]
     Ledger(#[from] LedgerError),
 }
 
 impl LedgerReader {
-    /// The statement, read in one snapshot. `record` is told every record with
-    /// its line's id, the charges before the entries, in the order in which
-    /// the line's digest takes them.
+    /// The statement, read in one snapshot from the sums by day.
     ///
     /// # Errors
     /// [`StatementError`].
-    pub fn statement(
+    pub fn statement(&self, query: StatementQuery<'_>) -> Result<Statement, StatementError> {
+        self.read(|connection| Ok(Maker::read(query, connection).and_then(|maker| maker.finish())))?
+    }
+
+    /// The statement, and every record that it stands on: `record` is told
+    /// each with its line's id, the charges before the entries. It takes as
+    /// long as there are records, and fails where they are not what the sums
+    /// by day say.
+    ///
+    /// # Errors
+    /// [`StatementError`].
+    pub fn statement_records(
         &self,
         query: StatementQuery<'_>,
         record: &mut dyn FnMut(&str, &Record),
     ) -> Result<Statement, StatementError> {
-        self.read(|connection| Ok(Maker::new(query, record).make(connection)))?
+        self.read(|connection| {
+            Ok(Maker::read(query, connection).and_then(|maker| {
+                Recount::new(&maker, record).run(connection)?;
+                maker.finish()
+            }))
+        })?
     }
 }
 
-impl std::fmt::Display for Record {
+impl std::fmt::Display for StatementDay {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Charge {
-                request,
-                attempt,
-                day,
-                is_counted,
-                prompt_tokens,
-                cached_tokens,
-                completion_tokens,
-                reference_ns,
-            } => write!(
-                f,
-                "charge,{request}/{attempt},{day},{},{prompt_tokens},{cached_tokens},\
-                 {completion_tokens},{reference_ns}",
-                u8::from(*is_counted)
-            ),
-            Self::Entry { id, day, request, attempt, amount_ns } => {
-                write!(f, "entry,{id},{day},{request}/{attempt},{amount_ns}")
-            }
-        }
+        let Self {
+            day,
+            charges,
+            entries,
+            requests,
+            prompt_tokens,
+            cached_tokens,
+            completion_tokens,
+            reference_ns,
+            attributed_ns,
+        } = self;
+        write!(
+            f,
+            "{day},{charges},{entries},{requests},{prompt_tokens},{cached_tokens},\
+             {completion_tokens},{reference_ns},{attributed_ns}"
+        )
     }
 }
 
@@ -226,45 +258,23 @@ struct Topic {
     period: usize,
 }
 
-/// A line in the making.
-struct Sums {
-    id: String,
-    figures: StatementFigures,
-    /// Signed: a correction is read after what it corrects, but not at once.
-    attributed_ns: i64,
-    charges: u64,
-    entries: u64,
-    hash: Sha256,
-}
-
-struct Maker<'a, 'r> {
+struct Maker<'a> {
     query: StatementQuery<'a>,
+    plans: Vec<PlanSpan>,
     periods: Vec<PricePeriod<'a>>,
-    lines: BTreeMap<Topic, Sums>,
-    record: &'r mut dyn FnMut(&str, &Record),
-    /// The text of a record, kept between records.
-    text: String,
+    /// The days of each line.
+    lines: BTreeMap<Topic, Vec<StatementDay>>,
 }
 
-impl<'a, 'r> Maker<'a, 'r> {
-    fn new(query: StatementQuery<'a>, record: &'r mut dyn FnMut(&str, &Record)) -> Self {
-        let StatementQuery { month, plan, prices, .. } = query;
-        let periods = prices.periods(plan, month.first_day(), month.last_day());
-        Self { query, periods, lines: BTreeMap::new(), record, text: String::new() }
-    }
-
-    fn make(mut self, connection: &Connection) -> Result<Statement, StatementError> {
-        let callers = self.callers(connection)?;
-        for (caller, key) in &callers {
-            self.charges(connection, *caller, key)?;
+impl<'a> Maker<'a> {
+    fn read(query: StatementQuery<'a>, connection: &Connection) -> Result<Self, StatementError> {
+        let plans = plans::in_force(connection, &query)?;
+        let periods = periods(query.prices, &plans);
+        let mut maker = Self { query, plans, periods, lines: BTreeMap::new() };
+        for (caller, key) in maker.callers(connection)? {
+            maker.add_days(connection, caller, &key)?;
         }
-        for epoch in epochs(connection, self.days())? {
-            for (caller, key) in &callers {
-                self.entries(connection, &epoch, *caller, key)?;
-            }
-        }
-        self.refuse_unless_agreed(connection)?;
-        self.finish()
+        Ok(maker)
     }
 
     fn callers(&self, connection: &Connection) -> Result<Vec<(i64, String)>, LedgerError> {
@@ -279,7 +289,7 @@ impl<'a, 'r> Maker<'a, 'r> {
         (self.query.month.first_day().0, self.query.month.last_day().0)
     }
 
-    fn charges(
+    fn add_days(
         &mut self,
         connection: &Connection,
         caller: i64,
@@ -288,150 +298,63 @@ impl<'a, 'r> Maker<'a, 'r> {
         let (first, last) = self.days();
         let mut statement = connection
             .prepare_cached(
-                "SELECT model, device_class, request_id, attempt, day, counted, prompt_tokens,
-                   cached_tokens, completion_tokens, reference_ns
-                 FROM requests WHERE caller_id = ?1 AND day BETWEEN ?2 AND ?3
-                 ORDER BY day, request_id, attempt",
+                "SELECT model, device_class, day, charges, entries, requests, prompt_tokens,
+                   cached_tokens, completion_tokens, reference_ns, attributed_ns
+                 FROM daily WHERE caller_id = ?1 AND day BETWEEN ?2 AND ?3 ORDER BY day",
             )
             .map_err(LedgerError::from)?;
-        let mut rows = statement.query(params![caller, first, last]).map_err(LedgerError::from)?;
-        while let Some(row) = rows.next().map_err(LedgerError::from)? {
-            let read = || -> rusqlite::Result<_> {
-                let charge = Record::Charge {
-                    request: row.get(2)?,
-                    attempt: row.get(3)?,
-                    day: UtcDay(row.get(4)?),
-                    is_counted: row.get(5)?,
+        let rows = statement
+            .query_map(params![caller, first, last], |row| {
+                let day = StatementDay {
+                    day: UtcDay(row.get(2)?),
+                    charges: row.get(3)?,
+                    entries: row.get(4)?,
+                    requests: row.get(5)?,
                     prompt_tokens: row.get(6)?,
                     cached_tokens: row.get(7)?,
                     completion_tokens: row.get(8)?,
                     reference_ns: row.get(9)?,
+                    attributed_ns: row.get(10)?,
                 };
-                Ok((row.get(0)?, row.get(1)?, charge))
-            };
-            let (model, class, charge): (String, String, _) = read().map_err(LedgerError::from)?;
-            self.add(key, &model, &class, &charge)?;
-        }
-        Ok(())
-    }
-
-    /// By epoch, not by the order in which the ledger heard of them.
-    fn entries(
-        &mut self,
-        connection: &Connection,
-        epoch: &Epoch,
-        caller: i64,
-        key: &str,
-    ) -> Result<(), StatementError> {
-        let (first, last) = self.days();
-        let mut statement = connection
-            .prepare_cached(
-                "SELECT block, ordinal, request_id, attempt, amount_ns FROM entries
-                 WHERE caller_id = ?1 AND epoch_id = ?2 AND block BETWEEN ?3 AND ?4
-                   AND account = ?5
-                 ORDER BY block, ordinal",
-            )
+                Ok((row.get(0)?, row.get(1)?, day))
+            })
             .map_err(LedgerError::from)?;
-        let mut rows = statement
-            .query(params![caller, epoch.id, epoch.blocks.0, epoch.blocks.1, account::TENANT])
-            .map_err(LedgerError::from)?;
-        let mut at = Block::default();
-        while let Some(row) = rows.next().map_err(LedgerError::from)? {
-            let number: i64 = row.get(0).map_err(LedgerError::from)?;
-            if at.number != number {
-                at = Block::find(connection, epoch.id, number)?;
-            }
-            // Blocks need not begin in the order of their numbers.
-            if !(first..=last).contains(&at.day.0) {
-                continue;
-            }
-            let read = || -> rusqlite::Result<_> {
-                Ok(Record::Entry {
-                    id: format!("{}/{number}/{}", epoch.name, row.get::<_, i64>(1)?),
-                    day: at.day,
-                    request: row.get(2)?,
-                    attempt: row.get(3)?,
-                    amount_ns: row.get(4)?,
-                })
-            };
-            let entry = read().map_err(LedgerError::from)?;
-            self.add(key, &at.model, &epoch.class, &entry)?;
+        for row in rows {
+            let (model, class, day) = row.map_err(LedgerError::from)?;
+            let period = self.period_of(day.day)?;
+            let topic = Topic { key: key.into(), model, class, period };
+            self.lines.entry(topic).or_default().push(day);
         }
         Ok(())
     }
 
-    fn add(
-        &mut self,
-        key: &str,
-        model: &str,
-        class: &str,
-        record: &Record,
-    ) -> Result<(), StatementError> {
-        let day = record.day();
-        let period = self.periods.iter().position(|period| period.from <= day && day <= period.to);
-        let Some(period) = period else {
-            return Err(StatementError::NoList { day, plan: self.query.plan.to_string() });
-        };
-        let topic = Topic { key: key.into(), model: model.into(), class: class.into(), period };
-        let (query, periods) = (&self.query, &self.periods);
-        let line = self
-            .lines
-            .entry(topic)
-            .or_insert_with_key(|topic| Sums::new(line_id(query, topic, periods[period].from)));
-        line.add(record)?;
-        self.text.clear();
-        // Writing to a string does not fail.
-        let _ = writeln!(self.text, "{record}");
-        line.hash.update(self.text.as_bytes());
-        (self.record)(&line.id, record);
-        Ok(())
+    /// Which of the month's price periods `day` is in.
+    fn period_of(&self, day: UtcDay) -> Result<usize, StatementError> {
+        let is_in = |period: &PricePeriod<'_>| period.from <= day && day <= period.to;
+        self.periods.iter().position(is_in).ok_or_else(|| {
+            let plan = self.plans.iter().find(|span| span.from <= day && day <= span.to);
+            let plan = plan.map(|span| span.plan.to_string()).unwrap_or_default();
+            StatementError::NoList { day, plan }
+        })
     }
 
-    /// Both sides check the sum: the rows must say what the sums by day say.
-    fn refuse_unless_agreed(&self, connection: &Connection) -> Result<(), LedgerError> {
-        let (first, last) = self.days();
-        let daily = connection
-            .prepare_cached(
-                "SELECT coalesce(sum(requests), 0), coalesce(sum(prompt_tokens), 0),
-                   coalesce(sum(cached_tokens), 0), coalesce(sum(completion_tokens), 0),
-                   coalesce(sum(attributed_ns), 0), coalesce(sum(reference_ns), 0)
-                 FROM daily JOIN callers ON callers.id = caller_id
-                 WHERE tenant = ?1 AND day BETWEEN ?2 AND ?3",
-            )?
-            .query_row(params![self.query.tenant.as_str(), first, last], |row| {
-                (0..6).map(|column| row.get(column)).collect::<Result<Vec<i64>, _>>()
-            })?;
-        let mut rows = [0_i64; 6];
-        for line in self.lines.values() {
-            let figures = &line.figures;
-            for (sum, figure) in rows.iter_mut().zip([
-                figures.requests as i64,
-                figures.prompt_tokens as i64,
-                figures.cached_tokens as i64,
-                figures.completion_tokens as i64,
-                line.attributed_ns,
-                figures.reference_ns as i64,
-            ]) {
-                *sum += figure;
-            }
-        }
-        if daily == rows {
-            return Ok(());
-        }
-        let StatementQuery { tenant, month, .. } = self.query;
-        Err(LedgerError::Damaged(format!(
-            "the sums by day of {tenant} in {month} are {daily:?}, its rows sum to {rows:?}"
-        )))
+    /// Of what the line is about, so that it has the same id whatever its
+    /// figures.
+    fn line_id(&self, topic: &Topic) -> String {
+        let Topic { key, model, class, period } = topic;
+        let (month, from) = (self.query.month.to_string(), self.periods[*period].from.to_string());
+        let about = ["line", self.query.tenant.as_str(), &month, key, model, class, &from];
+        format!("line-{}", short(&about))
     }
 
     fn finish(self) -> Result<Statement, StatementError> {
-        let StatementQuery { tenant, month, plan, prices, now } = self.query;
+        let StatementQuery { tenant, month, prices, now, .. } = self.query;
         let mut lines = Vec::with_capacity(self.lines.len());
         let mut total = StatementFigures::default();
         let mut hash = Sha256::new();
-        for (topic, sums) in self.lines {
-            let line = sums.priced(topic, &self.periods)?;
-            total.add(&line.figures);
+        for (topic, days) in &self.lines {
+            let line = self.line(topic, days)?;
+            total.add(&line.figures).ok_or_else(overflow)?;
             hash.update(format!("{},{},{}\n", line.id, line.digest, line.figures.amount));
             lines.push(line);
         }
@@ -440,7 +363,7 @@ impl<'a, 'r> Maker<'a, 'r> {
             id: format!("stmt-{}", short(&["statement", tenant.as_str(), &month.to_string()])),
             tenant: tenant.clone(),
             month,
-            plan: plan.clone(),
+            plans: self.plans,
             currency: prices.currency,
             is_provisional: now.0 < settled,
             lines,
@@ -448,74 +371,34 @@ impl<'a, 'r> Maker<'a, 'r> {
             digest: hex(&hash.finalize()),
         })
     }
-}
-
-impl Sums {
-    fn new(id: String) -> Self {
-        let figures = StatementFigures::default();
-        Self { id, figures, attributed_ns: 0, charges: 0, entries: 0, hash: Sha256::new() }
-    }
-
-    fn add(&mut self, record: &Record) -> Result<(), LedgerError> {
-        match record {
-            Record::Charge {
-                request: _,
-                attempt: _,
-                day: _,
-                is_counted,
-                prompt_tokens,
-                cached_tokens,
-                completion_tokens,
-                reference_ns,
-            } => {
-                self.charges += 1;
-                let figures = &mut self.figures;
-                figures.requests += u64::from(*is_counted);
-                for (sum, figure) in [
-                    (&mut figures.prompt_tokens, prompt_tokens),
-                    (&mut figures.cached_tokens, cached_tokens),
-                    (&mut figures.completion_tokens, completion_tokens),
-                    (&mut figures.reference_ns, reference_ns),
-                ] {
-                    // As much as a signed column of the ledger's holds.
-                    let fits = sum.checked_add(*figure).filter(|sum| *sum <= i64::MAX as u64);
-                    *sum = fits.ok_or_else(overflow)?;
-                }
-            }
-            Record::Entry { amount_ns, .. } => {
-                self.entries += 1;
-                self.attributed_ns =
-                    self.attributed_ns.checked_add(*amount_ns).ok_or_else(overflow)?;
-            }
-        }
-        Ok(())
-    }
 
     /// The line, with what it costs.
-    fn priced(
-        self,
-        topic: Topic,
-        periods: &[PricePeriod<'_>],
-    ) -> Result<StatementLine, StatementError> {
-        let Self { id, mut figures, attributed_ns, charges, entries, hash } = self;
+    fn line(&self, topic: &Topic, days: &[StatementDay]) -> Result<StatementLine, StatementError> {
         let Topic { key, model, class, period } = topic;
-        let PricePeriod { from, to, list } = periods[period];
-        let device = name(DeviceClass::new(&class))?;
+        let PricePeriod { from, to, list } = self.periods[*period];
+        let device = name(DeviceClass::new(class))?;
         let Some(prices) = list.on(&device) else {
-            return Err(StatementError::NoPrice { list: list.name.to_string(), class });
+            let (list, class) = (list.name.to_string(), class.clone());
+            return Err(StatementError::NoPrice { list, class });
         };
-        figures.attributed_ns = u64::try_from(attributed_ns).map_err(|_| {
-            LedgerError::Damaged(format!("more of line {id} was taken back than it had"))
-        })?;
+        let mut figures = StatementFigures::default();
+        let (mut charges, mut entries) = (0, 0);
+        let mut hash = Sha256::new();
+        for day in days {
+            figures.add(&day.figures()?).ok_or_else(overflow)?;
+            charges += day.charges;
+            entries += day.entries;
+            hash.update(format!("{day}\n"));
+        }
         figures.amount = prices.cost(Priced {
             reference_ns: figures.reference_ns,
             prompt_tokens: figures.prompt_tokens,
             completion_tokens: figures.completion_tokens,
         });
         Ok(StatementLine {
-            id,
-            key: name(KeyId::new(&key))?,
-            model: name(ModelName::new(&model))?,
+            id: self.line_id(topic),
+            key: name(KeyId::new(key))?,
+            model: name(ModelName::new(model))?,
             class: device,
             from,
             to,
@@ -524,13 +407,49 @@ impl Sums {
             figures,
             charges,
             entries,
+            days: days.to_vec(),
             digest: hex(&hash.finalize()),
         })
     }
 }
 
+/// The periods of all plans; two that follow one another with the same list
+/// are one, whatever the plans' names.
+fn periods<'a>(prices: &'a PriceBook, plans: &[PlanSpan]) -> Vec<PricePeriod<'a>> {
+    let mut periods: Vec<PricePeriod<'a>> = Vec::new();
+    for PlanSpan { from, to, plan } in plans {
+        for next in prices.periods(plan, *from, *to) {
+            match periods.last_mut() {
+                Some(last) if last.list.name == next.list.name && last.to.0 + 1 == next.from.0 => {
+                    last.to = next.to;
+                }
+                _ => periods.push(next),
+            }
+        }
+    }
+    periods
+}
+
+impl StatementDay {
+    fn figures(&self) -> Result<StatementFigures, LedgerError> {
+        let attributed_ns = u64::try_from(self.attributed_ns).map_err(|_| {
+            LedgerError::Damaged(format!("on {} more was taken back than there was", self.day))
+        })?;
+        Ok(StatementFigures {
+            requests: self.requests,
+            prompt_tokens: self.prompt_tokens,
+            cached_tokens: self.cached_tokens,
+            completion_tokens: self.completion_tokens,
+            attributed_ns,
+            reference_ns: self.reference_ns,
+            amount: Amount(0), // of the line, rounded once
+        })
+    }
+}
+
 impl StatementFigures {
-    fn add(&mut self, other: &Self) {
+    /// `None` where a sum does not fit.
+    fn add(&mut self, other: &Self) -> Option<()> {
         let Self {
             requests,
             prompt_tokens,
@@ -540,74 +459,19 @@ impl StatementFigures {
             reference_ns,
             amount,
         } = other;
-        self.requests += requests;
-        self.prompt_tokens += prompt_tokens;
-        self.cached_tokens += cached_tokens;
-        self.completion_tokens += completion_tokens;
-        self.attributed_ns += attributed_ns;
-        self.reference_ns += reference_ns;
-        self.amount.0 += amount.0;
-    }
-}
-
-impl Record {
-    fn day(&self) -> UtcDay {
-        match self {
-            Self::Charge { day, .. } | Self::Entry { day, .. } => *day,
+        for (sum, figure) in [
+            (&mut self.requests, requests),
+            (&mut self.prompt_tokens, prompt_tokens),
+            (&mut self.cached_tokens, cached_tokens),
+            (&mut self.completion_tokens, completion_tokens),
+            (&mut self.attributed_ns, attributed_ns),
+            (&mut self.reference_ns, reference_ns),
+        ] {
+            *sum = sum.checked_add(*figure)?;
         }
+        self.amount.0 = self.amount.0.checked_add(amount.0)?;
+        Some(())
     }
-}
-
-/// A worker's life, as far as it falls into the month.
-struct Epoch {
-    id: i64,
-    name: String,
-    class: String,
-    /// The numbers of its first and last block of the month.
-    blocks: (i64, i64),
-}
-
-fn epochs(connection: &Connection, days: (u32, u32)) -> Result<Vec<Epoch>, LedgerError> {
-    let mut statement = connection.prepare_cached(
-        "SELECT epoch_id, epoch, device_class, first, last FROM (
-           SELECT epoch_id, min(block) AS first, max(block) AS last
-           FROM blocks WHERE day BETWEEN ?1 AND ?2 GROUP BY epoch_id)
-         JOIN epochs ON epochs.id = epoch_id ORDER BY epoch",
-    )?;
-    let rows = statement.query_map(params![days.0, days.1], |row| {
-        Ok(Epoch {
-            id: row.get(0)?,
-            name: row.get(1)?,
-            class: row.get(2)?,
-            blocks: (row.get(3)?, row.get(4)?),
-        })
-    })?;
-    Ok(rows.collect::<Result<_, _>>()?)
-}
-
-/// What an entry takes from its block. Numbers begin at 1.
-#[derive(Default)]
-struct Block {
-    number: i64,
-    day: UtcDay,
-    model: String,
-}
-
-impl Block {
-    fn find(connection: &Connection, epoch: i64, number: i64) -> Result<Self, LedgerError> {
-        Ok(connection
-            .prepare_cached("SELECT day, model FROM blocks WHERE epoch_id = ?1 AND block = ?2")?
-            .query_row(params![epoch, number], |row| {
-                Ok(Self { number, day: UtcDay(row.get(0)?), model: row.get(1)? })
-            })?)
-    }
-}
-
-/// Of what the line is about, so that it has the same id whatever its figures.
-fn line_id(query: &StatementQuery<'_>, topic: &Topic, from: UtcDay) -> String {
-    let (month, from) = (query.month.to_string(), from.to_string());
-    let Topic { key, model, class, period: _ } = topic;
-    format!("line-{}", short(&["line", query.tenant.as_str(), &month, key, model, class, &from]))
 }
 
 /// 128 bits of the SHA-256 of `parts`, each with a line feed after it; none

@@ -19,6 +19,7 @@ use crate::audit::note::AuditKey;
 use crate::audit::record::AdminAction;
 use crate::error::is_about_content;
 use crate::fault::FaultCap;
+use crate::plans::{self, PlansInForce};
 use crate::post::{Posted, RefusedBlock};
 use crate::{BlockRefusal, LedgerError, LedgerReader, fault, post, schema};
 
@@ -41,10 +42,22 @@ pub struct LedgerOptions {
     pub checkpoint_every: Duration,
     /// The most records that wait for one.
     pub checkpoint_records: u64,
-    /// A control for benchmarks, which an admin cannot choose: what records
-    /// cost is seen against a ledger that writes none. Such a ledger is not
-    /// sound, and `check` says so.
-    pub leave_out_records: bool,
+    /// A control for benchmarks, which an admin cannot choose.
+    pub leave_out: LeaveOut,
+}
+
+/// What a ledger leaves undone, so that what that costs is seen beside it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LeaveOut {
+    /// Nothing: it is a ledger.
+    #[default]
+    Nothing,
+    /// The records of the audit log. Such a ledger is not sound, and `check`
+    /// says so.
+    Records,
+    /// All of it: whatever is posted is answered as if it were on the disk, and
+    /// forgotten.
+    Everything,
 }
 
 /// Opens ledgers.
@@ -57,6 +70,7 @@ pub struct LedgerHandle {
     commands: SyncSender<Command>,
     health: Arc<Mutex<Health>>,
     reader: LedgerReader,
+    key: Option<Arc<AuditKey>>,
 }
 
 /// Whether billable work may be taken on.
@@ -70,6 +84,9 @@ pub enum Health {
         reason: String,
     },
 }
+
+/// What became of each command of a group.
+type Results = Vec<Result<Posted, LedgerError>>;
 
 /// Called once, on the writer's thread, after the commit or its failure. It
 /// must not block.
@@ -86,6 +103,7 @@ enum Act {
     Cap(Box<FaultCap>),
     PassOver(RefusedBlock),
     Record(Box<AdminAction>),
+    Plans(Box<PlansInForce>),
     /// Sign, before it is time.
     Sign,
 }
@@ -116,6 +134,7 @@ impl Act {
             Self::Cap(cap) => fault::post(connection, chain, cap),
             Self::PassOver(refused) => post::pass_over(connection, chain, refused),
             Self::Record(action) => post::record_action(connection, chain, action),
+            Self::Plans(told) => plans::post(connection, chain, told),
             Self::Sign => Ok(Posted::New), // the commit does it, after all others
         };
         match (result, self) {
@@ -124,7 +143,11 @@ impl Act {
                 let block = match act {
                     Self::Post(block) => Some(&**block),
                     Self::PostStruck(struck) => Some(&struck.believed),
-                    Self::Cap(_) | Self::PassOver(_) | Self::Record(_) | Self::Sign => None,
+                    Self::Cap(_)
+                    | Self::PassOver(_)
+                    | Self::Record(_)
+                    | Self::Plans(_)
+                    | Self::Sign => None,
                 };
                 Err(match block.map(Block::parts) {
                     Some(&BlockParts { epoch, number, .. }) => {
@@ -151,7 +174,7 @@ impl LedgerOptions {
             key: None,
             checkpoint_every: Duration::from_secs(10),
             checkpoint_records: 10_000,
-            leave_out_records: false,
+            leave_out: LeaveOut::Nothing,
         }
     }
 }
@@ -191,6 +214,7 @@ impl Ledger {
         let reader = LedgerReader::open(&options.path)?;
         let (commands, inbox) = sync_channel(options.queue.max(1));
         let health = Arc::new(Mutex::new(Health::Well));
+        let key = options.key.clone();
         let writer = Writer {
             options,
             store: Some(store),
@@ -199,7 +223,7 @@ impl Ledger {
             // What an earlier life left unsigned is signed at once.
             due: Some(Instant::now()),
         };
-        Ok((LedgerHandle { commands, health, reader }, DrivenLedger { writer }))
+        Ok((LedgerHandle { commands, health, reader, key }, DrivenLedger { writer }))
     }
 
     /// Opens a ledger for reading, beside a process that writes it.
@@ -259,6 +283,15 @@ impl LedgerHandle {
         self.send(Act::Record(Box::new(action)), done)
     }
 
+    /// Tells which plan each tenant has from now on: what is news is kept, and
+    /// recorded. Statements go by it.
+    ///
+    /// # Errors
+    /// As [`LedgerHandle::post_block`].
+    pub fn plans(&self, told: PlansInForce, done: Completion) -> Result<(), LedgerError> {
+        self.send(Act::Plans(Box::new(told)), done)
+    }
+
     /// Signs what is posted so far, as at a stop: what `done` hears is that of
     /// a posting.
     ///
@@ -271,6 +304,11 @@ impl LedgerHandle {
     /// Whether the last write went through.
     pub fn health(&self) -> Health {
         self.health.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The public key of the audit log, where it is signed.
+    pub fn verifier(&self) -> Option<&str> {
+        self.key.as_deref().map(AuditKey::verifier)
     }
 
     /// The reading side.
@@ -295,7 +333,7 @@ struct Store {
 impl Store {
     fn open(options: &LedgerOptions) -> Result<Self, LedgerError> {
         let connection = schema::open_writer(&options.path, options.max_pages)?;
-        let chain = Chain::load(&connection, options.leave_out_records)?;
+        let chain = Chain::load(&connection, options.leave_out == LeaveOut::Records)?;
         Ok(Self { connection, chain })
     }
 
@@ -381,7 +419,11 @@ impl Writer {
         {
             group.push(next);
         }
-        match self.commit(&group) {
+        let committed: Result<Results, LedgerError> = match self.options.leave_out {
+            LeaveOut::Everything => Ok(group.iter().map(|_| Ok(Posted::New)).collect()),
+            LeaveOut::Nothing | LeaveOut::Records => self.commit(&group),
+        };
+        match committed {
             Ok(results) => {
                 // Where all were refused or known, the disk was asked nothing.
                 let wrote = results.iter().any(|result| matches!(result, Ok(Posted::New)));
@@ -403,10 +445,7 @@ impl Writer {
 
     /// One transaction for the whole group. A command that is refused leaves
     /// no trace and does not hinder the others; a disk that refuses fails all.
-    fn commit(
-        &mut self,
-        group: &[Command],
-    ) -> Result<Vec<Result<Posted, LedgerError>>, LedgerError> {
+    fn commit(&mut self, group: &[Command]) -> Result<Results, LedgerError> {
         let overdue = self.due.is_some_and(|due| due <= Instant::now())
             || group.iter().any(|command| matches!(command.act, Act::Sign));
         let key = self.options.key.clone();

@@ -147,7 +147,7 @@ fn an_export_is_sound_and_says_who_did_what() {
     assert_eq!(
         record(0),
         format!(
-            r#"{{"seq":0,"prev":"{zeros}","operation.type":"ledger.genesis","outcome":"done","id":"ledger.genesis","detail":{{"before":null,"format":2}}}}"#
+            r#"{{"seq":0,"prev":"{zeros}","operation.type":"ledger.genesis","outcome":"done","id":"ledger.genesis","detail":{{"before":null,"format":3}}}}"#
         )
     );
     let prev = |index: usize| line(index)[9..73].to_owned();
@@ -576,6 +576,28 @@ fn a_ledger_without_a_log_is_taken_on() {
     drop(again);
 }
 
+/// So is one that has a log and no counts by day: they are counted then.
+#[test]
+fn a_ledger_without_counts_is_taken_on() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("ledger.db");
+    let ledger = Ledger::open_with(options(&path, 7)).expect("opens");
+    fill(&ledger, 50);
+    end(ledger);
+    change_in(
+        &path,
+        "ALTER TABLE daily DROP COLUMN charges; ALTER TABLE daily DROP COLUMN entries;
+         DROP TABLE tenant_plans; UPDATE meta SET value = '2' WHERE name = 'format'",
+    );
+    let error = Ledger::open_read_only(&path).err().expect("it is older").to_string();
+    assert!(error.contains("format"), "{error}");
+    let ledger = Ledger::open_with(options(&path, 7)).expect("takes it on");
+    let found = ledger.reader().check();
+    assert_eq!(found.iter().filter(|it| it.kind != "refused").count(), 0, "{found:?}");
+    change_in(&path, "UPDATE daily SET entries = entries - 1");
+    assert!(ledger.reader().check().iter().any(|it| it.kind == "daily"), "they are counted");
+}
+
 /// C04: a change of the log's own tables, or of a row alone with all its sums,
 /// is found by the ledger's check.
 #[test]
@@ -609,7 +631,7 @@ fn tampering_with_the_log_is_found() {
            account, CASE account WHEN 1 THEN -3 ELSE 3 END, caller_id, sequence, request_id, attempt
            FROM (SELECT epoch_id, block, caller_id, sequence, request_id, attempt FROM entries
              WHERE block = 4 AND account = 1), (SELECT 1 AS account UNION SELECT 4);
-         UPDATE daily SET attributed_ns = attributed_ns - 3",
+         UPDATE daily SET attributed_ns = attributed_ns - 3, entries = entries + 1",
         "UPDATE requests SET reference_ns = reference_ns - 3 WHERE reference_ns = 4;
          UPDATE daily SET reference_ns = reference_ns - 3",
     ] {

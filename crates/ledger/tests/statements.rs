@@ -12,7 +12,10 @@ use tollgate_domain::{
     Amount, Block, BlockParts, ByClass, Caller, DeviceClass, DeviceNanos, KeyId, ModelName,
     PlanName, PriceBook, PriceList, PriceListName, TenantId, Usage, UtcMonth, UtcTime, WorkerEpoch,
 };
-use tollgate_ledger::{Ledger, LedgerHandle, Record, Statement, StatementError, StatementQuery};
+use tollgate_ledger::{
+    Ledger, LedgerHandle, PlansInForce, Posted, PricedAs, Record, Statement, StatementError,
+    StatementQuery,
+};
 
 const DAY_NS: u64 = 86_400_000_000_000;
 
@@ -57,12 +60,26 @@ fn statement_of(
     prices: &PriceBook,
     records: &mut Vec<(String, Record)>,
 ) -> Result<Statement, StatementError> {
-    let plan = PlanName::new("team").expect("a name");
-    let now = noon(31);
-    let query = StatementQuery { tenant, month: november(), plan: &plan, prices, now };
-    ledger.reader().statement(query, &mut |line, record| {
+    let plan = plan("team");
+    let query = query(tenant, prices, PricedAs::Plan(&plan));
+    let counted = ledger.reader().statement_records(query, &mut |line, record| {
         records.push((line.to_owned(), record.clone()));
-    })
+    })?;
+    // Made of the sums alone it is the same.
+    assert_eq!(ledger.reader().statement(query)?, counted);
+    Ok(counted)
+}
+
+fn plan(name: &str) -> PlanName {
+    PlanName::new(name).expect("a name")
+}
+
+fn query<'a>(
+    tenant: &'a TenantId,
+    prices: &'a PriceBook,
+    priced_as: PricedAs<'a>,
+) -> StatementQuery<'a> {
+    StatementQuery { tenant, month: november(), priced_as, prices, now: noon(31) }
 }
 
 /// One block of one share and, perhaps, its end.
@@ -215,9 +232,7 @@ proptest! {
                 records.iter().filter(|(id, _)| *id == line.id).map(|(_, record)| record).collect();
             prop_assert_eq!(mine.len() as u64, line.charges + line.entries);
             let mut figures = (0_i64, 0_u64);
-            let mut text = String::new();
             for record in mine {
-                text += &format!("{record}\n");
                 match record {
                     Record::Charge { reference_ns, .. } => figures.1 += reference_ns,
                     Record::Entry { amount_ns, .. } => figures.0 += amount_ns,
@@ -225,6 +240,7 @@ proptest! {
             }
             let line_figures = (line.figures.attributed_ns as i64, line.figures.reference_ns);
             prop_assert_eq!(figures, line_figures);
+            let text: String = line.days.iter().map(|day| format!("{day}\n")).collect();
             prop_assert_eq!(&line.digest, &sha256(&text));
         }
 
@@ -329,7 +345,7 @@ fn what_has_no_price_is_no_gift() {
 
 /// The rows and the sums by day must say the same.
 #[test]
-fn a_ledger_that_contradicts_itself_gives_no_statement() {
+fn records_that_are_not_their_sums_are_found() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
     let ledger = Ledger::open(&path).expect("opens");
@@ -338,6 +354,61 @@ fn a_ledger_that_contradicts_itself_gives_no_statement() {
     connection.execute("UPDATE daily SET reference_ns = reference_ns - 1", []).expect("writes");
     let error = statement_of(&ledger, &tenant("acme"), &book(), &mut vec![]).expect_err("damaged");
     assert!(error.to_string().contains("sums by day"), "{error}");
+}
+
+/// A plan that changed in mid-month: each day has the prices of the plan that
+/// the tenant had, the change is recorded once, and told again it is no news.
+#[test]
+fn days_are_priced_by_the_plan_of_the_day() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let ledger = Ledger::open(&folder.path().join("ledger.db")).expect("opens");
+    let (acme, mut prices) = (tenant("acme"), book());
+    let mut dear = list("dear", "2026-01-01", "1", "0", "0");
+    dear.plan = Some(plan("gold"));
+    prices.lists.push(dear);
+    post_all(&ledger, &[one(1), one(9), one(10), one(20), one(30)], false);
+
+    let unknown = query(&acme, &prices, PricedAs::Told(None));
+    let error = ledger.reader().statement(unknown).expect_err("nobody said");
+    assert_eq!(error.to_string(), "no plan of tenant \"acme\" is known");
+    let (team, gold) = (plan("team"), plan("gold"));
+    let config = PricedAs::Told(Some(&gold));
+    let spans = |made: &Statement| -> Vec<String> {
+        made.plans.iter().map(|it| format!("{} {} {}", it.from, it.to, it.plan)).collect()
+    };
+    let made = ledger.reader().statement(query(&acme, &prices, config)).expect("made");
+    assert_eq!(spans(&made), ["2026-11-01 2026-11-30 gold"], "what the config says now");
+
+    let tell = |day: u8, plan: &PlanName| {
+        let mut action = action(&format!("start-{day}-{plan}"), "plans.in_force");
+        action.at = noon(day);
+        let plans = vec![(tenant("acme"), plan.clone()), (tenant("other"), team.clone())];
+        post_plans(&ledger, PlansInForce { action, plans }).expect("posts")
+    };
+    let told =
+        [(5, &team), (6, &team), (10, &gold), (12, &gold), (11, &gold), (20, &team), (20, &gold)];
+    let heard: Vec<Posted> = told.iter().map(|(day, plan)| tell(*day, plan)).collect();
+    use Posted::{Already, New};
+    assert_eq!(heard, [New, Already, New, Already, Already, New, New]);
+    let made = ledger.reader().statement(query(&acme, &prices, config)).expect("made");
+    assert_eq!(
+        spans(&made),
+        // What was told first holds before, too; of one day the last word.
+        ["2026-11-01 2026-11-09 team", "2026-11-10 2026-11-19 gold", "2026-11-20 2026-11-30 gold"]
+    );
+    let lines: Vec<String> = made
+        .lines
+        .iter()
+        .map(|line| format!("{} {} {} {}", line.from, line.to, line.list, line.figures.requests))
+        .collect();
+    assert_eq!(lines, ["2026-11-01 2026-11-09 early 2", "2026-11-10 2026-11-30 dear 3"]);
+    let mut counted = 0;
+    let again = ledger
+        .reader()
+        .statement_records(query(&acme, &prices, config), &mut |_, _| counted += 1)
+        .expect("made");
+    assert_eq!((again, counted), (made, 10));
+    assert_eq!(ledger.reader().check(), vec![]);
 }
 
 /// The unit prices of a line are in it, so that it can be checked by hand.

@@ -136,6 +136,11 @@ async fn the_admin_listener_denies_by_default() {
         ("/v1/penalties", None, 401),
         ("/v1/penalties", Some(house.key.as_str()), 401),
         ("/v1/penalties", Some(admin_key.as_str()), 200),
+        ("/audit/checkpoint", None, 401),
+        ("/audit/checkpoint", Some(house.key.as_str()), 401),
+        ("/audit/checkpoint", Some(admin_key.as_str()), 404), // this ledger is not signed
+        ("/audit/key", None, 401),
+        ("/audit/key", Some(admin_key.as_str()), 404),
         ("/nothing", None, 401),
         ("/", None, 401),
         ("/nothing", Some(admin_key.as_str()), 404),

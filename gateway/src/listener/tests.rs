@@ -102,6 +102,7 @@ impl Door {
                 largest_body: 2 << 20,
                 endpoint: public_endpoint,
             },
+            crate::Clock::system(),
         );
         let (draining, tasks) = (CancellationToken::new(), TaskTracker::new());
         tasks.spawn(listener.serve(service, draining.clone()));

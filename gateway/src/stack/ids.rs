@@ -1,26 +1,34 @@
-//! Ids of requests: 128 random bits each, drawn from the system's generator
-//! some hundred at a time, because a refusal should cost less than a draw.
+//! Ids of requests: the time in milliseconds at which some hundred of them were
+//! drawn, 48 bits, then 80 random ones of their own. Drawn together because a
+//! refusal should cost less than a draw. They grow with time because the
+//! ledger finds requests by id: what is written together then stands together,
+//! and not each on a page of its own.
 
 use std::sync::{Mutex, PoisonError};
 
 use http::HeaderValue;
 use tollgate_domain::RequestId;
 
+use crate::Clock;
+
 /// Where ids come from.
 pub(super) struct Ids {
+    clock: Clock,
     drawn: Mutex<Drawn>,
 }
 
 struct Drawn {
+    /// When.
+    millis: u64,
     bits: [u8; ID * AT_ONCE],
     /// Bytes given out; they are never given out again.
     used: usize,
 }
 
 impl Ids {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(clock: Clock) -> Self {
         let bits = [0; ID * AT_ONCE];
-        Self { drawn: Mutex::new(Drawn { bits, used: bits.len() }) }
+        Self { clock, drawn: Mutex::new(Drawn { millis: 0, bits, used: bits.len() }) }
     }
 
     /// A new id, and as a header. The header is marked as one that HTTP/2 must
@@ -39,16 +47,19 @@ impl Ids {
             // The system's generator does not fail once it has been seeded.
             aws_lc_rs::rand::fill(&mut drawn.bits).expect("the system gives random bytes");
             drawn.used = 0;
+            drawn.millis = self.clock.utc().0 / 1_000_000;
         }
         let (_, left) = drawn.bits.split_at(drawn.used);
-        let bits = *left.first_chunk().expect("whole ids are left");
+        let random: [u8; ID] = *left.first_chunk().expect("whole ids are left");
         drawn.used += ID;
-        u128::from_ne_bytes(bits)
+        let bits = random.iter().fold(0, |bits, byte| bits << 8 | u128::from(*byte));
+        u128::from(drawn.millis) << RANDOM_BITS | bits
     }
 }
 
-/// Bytes of an id.
-const ID: usize = 16;
+/// Random bytes of an id.
+const ID: usize = 10;
+const RANDOM_BITS: usize = 8 * ID;
 
 /// Ids drawn at once.
 const AT_ONCE: usize = 256;
@@ -59,7 +70,7 @@ mod tests {
 
     #[test]
     fn no_id_comes_twice() {
-        let ids = Ids::new();
+        let ids = Ids::new(Clock::system());
         let seen: std::collections::HashSet<String> = (0..3 * AT_ONCE)
             .map(|_| {
                 let (id, header) = ids.draw();
@@ -68,5 +79,17 @@ mod tests {
             })
             .collect();
         assert_eq!(seen.len(), 3 * AT_ONCE);
+    }
+
+    #[test]
+    fn they_grow_with_time() {
+        let ids = Ids::new(Clock::system());
+        let of = |id: RequestId| u128::from_str_radix(&id.as_str()[4..], 16).expect("hex");
+        let first = of(ids.draw().0);
+        std::thread::sleep(std::time::Duration::from_millis(2));
+        let later = (0..AT_ONCE).map(|_| of(ids.draw().0)).max().expect("some");
+        assert!(first >> RANDOM_BITS < later >> RANDOM_BITS, "{first:032x} {later:032x}");
+        let second = of(ids.draw().0);
+        assert_ne!(second << 48 >> 48, later << 48 >> 48, "the rest is drawn");
     }
 }

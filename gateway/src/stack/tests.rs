@@ -30,6 +30,7 @@ fn service(metrics: &Arc<Metrics>) -> Arc<Stack> {
     Stack::new(
         public(routes),
         StackOptions { metrics, sources: None, largest_body: LIMIT, endpoint: public_endpoint },
+        Clock::system(),
     )
 }
 

@@ -9,7 +9,7 @@ use tollgate_domain::{
     UtcTime, WorkerEpoch, WorkerName,
 };
 use tollgate_ledger::{
-    AdminAction, FaultCap, LedgerError, LedgerHandle, Posted, RefusedBlock, Struck,
+    AdminAction, FaultCap, LedgerError, LedgerHandle, PlansInForce, Posted, RefusedBlock, Struck,
 };
 
 pub const EPOCH: WorkerEpoch = WorkerEpoch(7);
@@ -122,19 +122,26 @@ pub fn post_struck(ledger: &LedgerHandle, struck: Struck) -> Result<Posted, Ledg
 }
 
 pub fn record(ledger: &LedgerHandle, id: &str, operation: &str) -> Result<Posted, LedgerError> {
-    let action = AdminAction {
+    wait(|done| ledger.record(action(id, operation), done))
+}
+
+pub fn action(id: &str, operation: &str) -> AdminAction {
+    AdminAction {
         id: id.into(),
         at: NOON,
         operation: operation.into(),
         actor: "uid 0".into(),
         user: Some(("acme".into(), Some("k1".into()))),
         detail: serde_json::Value::Null,
-    };
-    record_action(ledger, action)
+    }
 }
 
 pub fn record_action(ledger: &LedgerHandle, action: AdminAction) -> Result<Posted, LedgerError> {
     wait(|done| ledger.record(action, done))
+}
+
+pub fn post_plans(ledger: &LedgerHandle, told: PlansInForce) -> Result<Posted, LedgerError> {
+    wait(|done| ledger.plans(told, done))
 }
 
 fn wait(
