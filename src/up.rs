@@ -20,7 +20,7 @@ use tollgate_gateway::auth::{KeyOptions, KeyStore, Scopes};
 use tollgate_gateway::source::SourceOptions;
 use tollgate_gateway::upstream::WorkerReport;
 use tollgate_gateway::{Clock, Gateway, GatewayOptions, GatewayService};
-use tollgate_ledger::{Ledger, LedgerHandle, LedgerOptions};
+use tollgate_ledger::{LeaveOut, Ledger, LedgerHandle, LedgerOptions};
 
 use crate::common::{load, now};
 use crate::{audit, data, logging};
@@ -56,22 +56,39 @@ pub struct Arguments {
     /// auto, cpu, cuda or cuda:UUID.
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
+    /// The control of a benchmark, in no program but its own: what is posted
+    /// is answered and forgotten.
+    #[cfg(feature = "bench")]
+    #[arg(long, hide = true)]
+    without_ledger: bool,
 }
 
 /// Serves until SIGTERM or SIGINT, then drains.
 pub fn run(arguments: Arguments) -> Result<()> {
     logging::start();
-    let Arguments { config, data, listen, admin_listen, model, device } = arguments;
+    let Arguments {
+        config,
+        data,
+        listen,
+        admin_listen,
+        model,
+        device,
+        #[cfg(feature = "bench")]
+        without_ledger,
+    } = arguments;
+    #[cfg(not(feature = "bench"))]
+    let without_ledger = false;
+    let leave_out = if without_ledger { LeaveOut::Everything } else { LeaveOut::Nothing };
     let flags = Flags { listen, admin_listen, data, model, device };
     let config = Arc::new(load(config, flags)?);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(serve(config))
+    runtime.block_on(serve(config, leave_out))
 }
 
-async fn serve(config: Arc<Config>) -> Result<()> {
+async fn serve(config: Arc<Config>, leave_out: LeaveOut) -> Result<()> {
     let folder = std::path::absolute(config.data()).context("data folder")?;
     let lock = data::lock(&folder)?;
-    let ledger = open_ledger(&config, &folder).await?;
+    let ledger = open_ledger(&config, &folder, leave_out).await?;
     let keys = KeyStore::open(&folder).context("the keys cannot be opened")?;
     if config.is_demo() {
         make_demo_key(&folder, &keys)?;
@@ -121,10 +138,11 @@ async fn serve(config: Arc<Config>) -> Result<()> {
 
 /// Opens the ledger, with an audit log that is signed and says first of all
 /// which config is in force.
-async fn open_ledger(config: &Config, folder: &Path) -> Result<LedgerHandle> {
+async fn open_ledger(config: &Config, folder: &Path, leave_out: LeaveOut) -> Result<LedgerHandle> {
     let key = Arc::new(audit::signing_key(folder)?);
     let mut options = LedgerOptions::new(&folder.join("ledger.db"));
     options.key = Some(Arc::clone(&key));
+    options.leave_out = leave_out;
     let path = options.path.clone();
     let checked = tokio::task::spawn_blocking(move || Ledger::check_start(&path)).await?;
     checked.with_context(|| {

@@ -4,7 +4,7 @@
 //! `cargo run --release -p tollgate-ledger --example month -- 10000000 FOLDER`
 //!
 //! The month is one tenant's with four keys, a block in a hundred entries, a
-//! request in ten. Another tenant has as much again beside it.
+//! request in ten. Another tenant has a ninth of it beside it.
 #![allow(clippy::print_stdout, reason = "a program that prints its figures")]
 
 use std::sync::mpsc;
@@ -34,7 +34,7 @@ fn main() -> Result<(), Failure> {
     };
     let ledger = Ledger::open(&folder.path().join("ledger.db"))?;
     let began = Instant::now();
-    let blocks = (2 * wanted / SHARES).max(1);
+    let blocks = (wanted * 10 / 9 / SHARES).max(1);
     for from in (0..blocks).step_by(256) {
         post(&ledger, from..blocks.min(from + 256), blocks)?;
     }
@@ -123,8 +123,8 @@ fn block(number: u64, blocks: u64) -> Result<Block, Failure> {
     for place in 0..SHARES {
         let request = number / STEPS * SHARES + place;
         let caller = Caller {
-            tenant: TenantId::new(&format!("t{}", place % 2))?,
-            key: KeyId::new(&format!("k{}", place / 2 % 4))?,
+            tenant: TenantId::new(if place % 10 == 9 { "t1" } else { "t0" })?,
+            key: KeyId::new(&format!("k{}", place % 4))?,
         };
         // As the gateway's are: the time, the same for some, then what is drawn.
         let drawn = u128::from(request).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835);

@@ -1,42 +1,203 @@
-//! What the audit log costs: the same blocks posted with its records and
-//! without, each to a new ledger on this disk, turn by turn.
+//! What the books cost: the same short requests served with the ledger and with
+//! one that forgets; blocks posted with the audit log's records and without,
+//! so many to a commit; and a month of ten million entries, stated.
 
 use std::fs;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use serde_json::Value;
 
+use super::h2load::{Load, Protocol, SERVER_CORE, pinned};
+use super::process::Process;
 use super::report::Report;
-use super::{Options, build};
+use super::{Options, build, tools};
 use crate::run::{command, output, root};
 
 /// Blocks of one turn, four requests each.
-const BLOCKS: u64 = 20_000;
+const BLOCKS: &str = "20000";
+/// Blocks in one commit.
+const GROUPS: [&str; 3] = ["16", "128", "1024"];
+/// Entries of the month.
+const MONTH: &str = "10000000";
+/// What the ledger may cost: at least so much of the rate without it is promised.
+const PROMISED: f64 = 0.95;
 
 pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
-    let built = build(options, &["-p", "tollgate-ledger", "--example", "ledger_speed"])?;
-    let speed = built.join("examples/ledger_speed").display().to_string();
+    tools::h2load()?;
+    let built = build(options, &["-p", "tollgate-ledger", "--examples"])?;
+    build(options, &["-p", "tollgate", "--features", "bench"])?;
     let folder = root().join("target/bench/ledger");
-    report.fact("blocks_a_round", BLOCKS);
+    report.fact("blocks_a_turn", BLOCKS);
+    report.fact("promised", PROMISED);
+    requests(options, report, &built, &fresh(&folder.join("up"))?)?;
     for round in 0..options.rounds {
         eprintln!("round {}", round + 1);
-        if folder.exists() {
-            fs::remove_dir_all(&folder)?;
-        }
-        let told = output(command(&speed).arg(&folder).arg(BLOCKS.to_string()))?;
-        for line in told.lines() {
-            let told: Value = serde_json::from_str(line).context("its words")?;
-            let figure = |key: &str| told[key].as_f64().with_context(|| format!("no {key}"));
-            let name = told["name"].as_str().context("no name")?;
-            let (seconds, requests) = (figure("seconds")?, figure("requests")?);
-            report.add(&format!("entries, {name}"), "1/s", figure("entries")? / seconds);
-            report.add(&format!("requests, {name}"), "1/s", requests / seconds);
-            report.add(&format!("a request, {name}"), "bytes", figure("bytes")? / requests);
+        entries(report, &built, &fresh(&folder.join("speed"))?)?;
+    }
+    for group in GROUPS {
+        let name = format!("entries, {group} blocks a commit");
+        let (of, to) = (format!("{name}, records"), format!("{name}, left_out"));
+        report.ratio(&format!("{name}: with records over without"), &of, &to)?;
+    }
+    month(report, &built, &fresh(&folder.join("month"))?)
+}
+
+/// Requests a second of the whole, its ledger on and off by turns.
+fn requests(options: &Options, report: &mut Report, built: &Path, folder: &Path) -> Result<()> {
+    fs::write(folder.join("bench.toml"), CONFIG)?;
+    let body = folder.join("chat.json");
+    fs::write(&body, CHAT)?;
+    let ledgers = [Served::start(built, folder, "on", &[])?, {
+        Served::start(built, folder, "off", &["--without-ledger"])?
+    }];
+    report.fact("seconds_a_turn", options.seconds);
+    report.fact("at_once", "h1: 32 connections; h2: 4 connections of 8 streams");
+    // One turn that nobody counts: what is made at the first request is there.
+    for round in 0..=options.rounds {
+        eprintln!("round {round}");
+        for protocol in Protocol::ALL {
+            for served in &ledgers {
+                let seconds = if round == 0 { 1 } else { options.seconds };
+                let load = Load {
+                    url: format!("{}/v1/chat/completions", served.url),
+                    protocol,
+                    headers: &served.headers,
+                    body: Some(&body),
+                    status: 200,
+                    exceptions: 0,
+                    seconds,
+                };
+                let (answered, microseconds) = load.run(&[&served.process])?;
+                if round == 0 {
+                    continue;
+                }
+                let name = served.series(protocol);
+                report.add(&name, "requests/s", answered.per_second);
+                report.add(&format!("{name}: server"), "us of processor a request", microseconds);
+            }
         }
     }
-    for figure in ["requests", "a request"] {
-        let name = format!("{figure}: with records over without");
-        report.ratio(&name, &format!("{figure}, records"), &format!("{figure}, left_out"))?;
+    for protocol in Protocol::ALL {
+        let [on, off] = ledgers.each_ref().map(|served| served.series(protocol));
+        let name = format!("ledger on over off, {}", protocol.name());
+        let ratio = report.ratio(&format!("{name}: requests/s"), &on, &off)?;
+        if ratio < PROMISED {
+            eprintln!("{name}: {ratio:.3}, less than the {PROMISED} that is promised");
+        }
+        // What a neighbour on the machine disturbs less.
+        report.ratio(
+            &format!("{name}: requests a processor second"),
+            &format!("{off}: server"),
+            &format!("{on}: server"),
+        )?;
     }
     Ok(())
 }
+
+/// A `tollgate up` with a synthetic worker, on one core.
+struct Served {
+    name: &'static str,
+    process: Process,
+    url: String,
+    headers: Vec<String>,
+}
+
+impl Served {
+    fn start(built: &Path, folder: &Path, name: &'static str, words: &[&str]) -> Result<Self> {
+        let (config, data) = (folder.join("bench.toml"), folder.join(name));
+        fs::create_dir_all(&data)?;
+        let tollgate = built.join("tollgate").display().to_string();
+        let mut create = command(&tollgate);
+        create.args(["keys", "create", "--quiet", "--tenant", "acme", "--config"]);
+        let key = output(create.arg(&config).arg("--data").arg(&data))?;
+        let mut up = pinned(SERVER_CORE, &tollgate);
+        up.arg("up").args(words).arg("--config").arg(&config).arg("--data").arg(&data);
+        let process = Process::start("tollgate", &mut up)?;
+        let ready = process.ready()?;
+        let url = ready.split_whitespace().next().context("no URL behind ready")?.to_owned();
+        let headers = vec![
+            format!("authorization: Bearer {}", key.trim()),
+            "content-type: application/json".to_owned(),
+        ];
+        Ok(Self { name, process, url, headers })
+    }
+
+    fn series(&self, protocol: Protocol) -> String {
+        format!("chat, ledger {}, {}", self.name, protocol.name())
+    }
+}
+
+/// Entries a second, so many blocks to a commit.
+fn entries(report: &mut Report, built: &Path, folder: &Path) -> Result<()> {
+    let speed = built.join("examples/ledger_speed").display().to_string();
+    let told = output(command(&speed).arg(folder).arg(BLOCKS).args(GROUPS))?;
+    for line in told.lines() {
+        let told: Value = serde_json::from_str(line).context("its words")?;
+        let figure = |key: &str| told[key].as_f64().with_context(|| format!("no {key}"));
+        let text = |key: &str| told[key].as_str().with_context(|| format!("no {key}"));
+        let (seconds, name) = (figure("seconds")?, text("name")?);
+        let name = format!("{} blocks a commit, {name}", text("group")?);
+        report.add(&format!("entries, {name}"), "1/s", figure("entries")? / seconds);
+        report.add(&format!("requests, {name}"), "1/s", figure("requests")? / seconds);
+        let bytes = figure("bytes")? / figure("requests")?;
+        report.add(&format!("a request, {name}"), "bytes", bytes);
+    }
+    Ok(())
+}
+
+/// A tenant's month, filled once.
+fn month(report: &mut Report, built: &Path, folder: &Path) -> Result<()> {
+    let month = built.join("examples/month").display().to_string();
+    let told = output(command(&month).arg(MONTH).arg(folder))?;
+    let told: Value = serde_json::from_str(told.trim()).context("its words")?;
+    report.fact("month", told);
+    Ok(())
+}
+
+/// The folder, with nothing in it.
+fn fresh(folder: &Path) -> Result<PathBuf> {
+    if folder.exists() {
+        fs::remove_dir_all(folder)?;
+    }
+    fs::create_dir_all(folder)?;
+    Ok(folder.to_owned())
+}
+
+/// Steps that take next to no time, and limits that no run reaches: what is
+/// left is what the front door, the journal and the books cost.
+const CONFIG: &str = r#"
+[gateway]
+listen = "127.0.0.1:0"
+admin_listen = "127.0.0.1:0"
+
+[gateway.connections]
+per_source = 1000
+new_per_second = 10_000
+new_burst = 10_000
+
+[gateway.sources]
+requests_per_second = 1_000_000
+request_burst = 1_000_000
+
+[worker]
+engine = "synthetic"
+
+[worker.synthetic]
+step = "10us"
+sequence = "100ns"
+kv_token = "1ns"
+prefill_token = "10ns"
+kv_tokens = 100_000
+context = 4_096
+
+[plans.open]
+requests_per_minute = 10_000_000
+concurrent = 256
+queued = 1024
+
+[tenants.acme]
+plan = "open"
+"#;
+
+const CHAT: &str = r#"{"model":"tollgate-demo","messages":[{"role":"user","content":"What is a rate limit?"}],"max_tokens":1}"#;
