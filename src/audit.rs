@@ -153,7 +153,24 @@ fn export(arguments: &Export) -> Result<()> {
         bail!("{} exists already", out.display());
     }
     let reader = reader(place)?;
-    let mut unfinished = out.clone().into_os_string();
+    let unfinished = unfinished(out)?;
+    let range = Range { from: *from, to: *to };
+    let exported = write_folder(&reader, range, place.load()?.data(), &unfinished)?;
+    fs::rename(&unfinished, out).with_context(|| out.display().to_string())?;
+    let Exported { start, end, unsigned } = exported;
+    let waiting = match unsigned {
+        0 => String::new(),
+        some => format!("; {some} newer are not signed yet"),
+    };
+    say(format!("{}: records {} to {}{waiting}\n", out.display(), start.size, end - 1))
+}
+
+/// A fresh folder beside `out`, to be renamed to it once it is whole.
+///
+/// # Errors
+/// It cannot be made.
+pub fn unfinished(out: &Path) -> Result<PathBuf> {
+    let mut unfinished = out.as_os_str().to_owned();
     unfinished.push(".unfinished");
     let unfinished = PathBuf::from(unfinished);
     if unfinished.exists() {
@@ -163,17 +180,25 @@ fn export(arguments: &Export) -> Result<()> {
         .mode(0o700)
         .create(&unfinished)
         .with_context(|| unfinished.display().to_string())?;
-    let exported = write_files(&reader, Range { from: *from, to: *to }, &unfinished)?;
-    if let Some(key) = AuditKey::load(&folder_of(place.load()?.data()))? {
-        fs::write(unfinished.join("public.key"), format!("{}\n", key.verifier()))?;
+    Ok(unfinished)
+}
+
+/// Writes an export of `range` into `folder`, with the public key of the data
+/// folder `data`.
+///
+/// # Errors
+/// The ledger cannot be read, or a file not written.
+pub fn write_folder(
+    reader: &LedgerReader,
+    range: Range,
+    data: &Path,
+    folder: &Path,
+) -> Result<Exported> {
+    let exported = write_files(reader, range, folder)?;
+    if let Some(key) = AuditKey::load(&folder_of(data))? {
+        fs::write(folder.join("public.key"), format!("{}\n", key.verifier()))?;
     }
-    fs::rename(&unfinished, out).with_context(|| out.display().to_string())?;
-    let Exported { start, end, unsigned } = exported;
-    let waiting = match unsigned {
-        0 => String::new(),
-        some => format!("; {some} newer are not signed yet"),
-    };
-    say(format!("{}: records {} to {}{waiting}\n", out.display(), start.size, end - 1))
+    Ok(exported)
 }
 
 fn write_files(reader: &LedgerReader, range: Range, folder: &Path) -> Result<Exported> {

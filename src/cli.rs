@@ -41,7 +41,7 @@ pub enum Command {
     Statement(statement::Arguments),
     /// Export, verify and prove the audit log.
     Audit(audit::Arguments),
-    /// Check, back up and restore the ledger.
+    /// Check, back up, restore and archive the ledger.
     Ledger(ledger::Arguments),
     /// Check, show and describe the configuration.
     Config(config::Arguments),

@@ -1,17 +1,19 @@
-//! `tollgate ledger`: whether the ledger holds, copies of it, and putting one
-//! back.
+//! `tollgate ledger`: whether the ledger holds, copies of it, putting one back,
+//! and taking old months out of it.
 
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail};
 use serde_json::json;
-use tollgate_ledger::{AdminAction, Checked, Finding, Ledger};
+use tollgate_domain::UtcMonth;
+use tollgate_ledger::{AdminAction, Archivable, Checked, Finding, Ledger, Range};
 
 use crate::common::{Place, now, say};
-use crate::{cli, data};
+use crate::{audit, cli, data};
 
-/// Check, back up and restore the ledger.
+/// Check, back up, restore and archive the ledger.
 #[derive(clap::Args)]
 pub struct Arguments {
     #[command(subcommand)]
@@ -28,6 +30,9 @@ enum Action {
     /// Put a backup in the ledger's place; the gateway must not run. What was
     /// there is kept beside it.
     Restore(Restore),
+    /// Take the records of old months out of the ledger, into a folder of their
+    /// own; the gateway must not run. Usage, caps and statements do not change.
+    Archive(Archive),
 }
 
 #[derive(clap::Args)]
@@ -61,6 +66,18 @@ struct Restore {
     from: PathBuf,
 }
 
+#[derive(clap::Args)]
+struct Archive {
+    #[command(flatten)]
+    place: Place,
+    /// The months before this one, such as 2026-11.
+    #[arg(long, value_name = "MONTH")]
+    before: UtcMonth,
+    /// The folder to make. It is a data folder to read from: `--data DIR`.
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+}
+
 /// Does what was asked.
 pub fn run(arguments: Arguments) -> ExitCode {
     match arguments.action {
@@ -74,6 +91,7 @@ pub fn run(arguments: Arguments) -> ExitCode {
         },
         Action::Backup(arguments) => cli::exit(backup(&arguments)),
         Action::Restore(arguments) => cli::exit(restore(&arguments)),
+        Action::Archive(arguments) => cli::exit(archive(&arguments)),
     }
 }
 
@@ -163,15 +181,7 @@ fn restore(arguments: &Restore) -> Result<()> {
     let folder = path.parent().context("a data folder")?;
     let _lock = data::lock(folder)?;
     let from = std::path::absolute(&arguments.from)?;
-    let at = now();
-    let action = AdminAction {
-        id: format!("restore-{}", at.0),
-        at,
-        operation: "ledger.restored".to_owned(),
-        actor: format!("uid {}", rustix::process::getuid().as_raw()),
-        user: None,
-        detail: json!({ "from": from.display().to_string() }),
-    };
+    let action = done("restored", json!({ "from": from.display().to_string() }));
     let aside = Ledger::restore(&from, &path, &action)
         .with_context(|| format!("{} is not restored", path.display()))?;
     let kept = match aside {
@@ -179,6 +189,57 @@ fn restore(arguments: &Restore) -> Result<()> {
         None => String::new(),
     };
     say(format!("{} is restored{kept}\n", path.display()))
+}
+
+/// The copy is whole and on the disk before anything leaves the ledger.
+fn archive(arguments: &Archive) -> Result<()> {
+    let Archive { place, before, out } = arguments;
+    let path = ledger_of(place)?;
+    let folder = path.parent().context("a data folder")?;
+    if !path.is_file() {
+        bail!("there is no ledger at {}", path.display());
+    }
+    if out.exists() {
+        bail!("{} exists already", out.display());
+    }
+    let _lock = data::lock(folder)?;
+    let reader = Ledger::open_read_only(&path)
+        .with_context(|| format!("cannot read the ledger {}", path.display()))?;
+    let Archivable { from, to } = reader.archivable(*before, now())?;
+    let unfinished = audit::unfinished(out)?;
+    Ledger::backup(&path, &unfinished.join("ledger.db"))
+        .with_context(|| format!("{} is not copied", path.display()))?;
+    let range = Range { from, to: Some(to - 1) };
+    audit::write_folder(&reader, range, folder, &unfinished)?;
+    drop(reader);
+    File::open(&unfinished)?.sync_all()?;
+    fs::rename(&unfinished, out).with_context(|| out.display().to_string())?;
+    let shown = std::path::absolute(out)?;
+    File::open(shown.parent().unwrap_or(&shown))?.sync_all()?;
+    let detail = json!({
+        "before": before.to_string(), "from": from, "folder": shown.display().to_string(),
+    });
+    Ledger::compact(&path, to, done("archived", detail)).with_context(|| {
+        format!("{} is a whole archive, and nothing was taken out of the ledger", out.display())
+    })?;
+    let checked = Ledger::check_file(&path)?;
+    if !checked.is_sound() {
+        bail!("the ledger does not hold any more:\n{}", text(&path, &checked));
+    }
+    say(format!("{}: records {from} to {}\n{}", out.display(), to - 1, text(&path, &checked)))
+}
+
+/// What is done now, for the audit log.
+fn done(what: &str, detail: serde_json::Value) -> AdminAction {
+    let at = now();
+    AdminAction {
+        id: format!("{what}-{}", at.0),
+        at,
+        operation: format!("ledger.{what}"),
+        actor: format!("uid {}", rustix::process::getuid().as_raw()),
+        user: None,
+        detail,
+    }
 }
 
 fn ledger_of(place: &Place) -> Result<PathBuf> {

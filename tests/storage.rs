@@ -1,11 +1,18 @@
 //! The ledger's life over real processes: checked and copied while it serves,
 //! refused when it is damaged, put back from a backup.
 
+use std::fs;
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
-use tollgate_ledger::Ledger;
+use tollgate_domain::{
+    Block, BlockParts, Device, DeviceClass, DeviceNanos, ModelName, UtcMonth, UtcTime, WorkerEpoch,
+    WorkerName,
+};
+use tollgate_ledger::{AuditKey, Ledger, LedgerOptions};
 use tollgate_loadtest::client::Connection;
 
 mod support;
@@ -111,6 +118,88 @@ async fn a_ledger_is_checked_copied_and_restored() {
     }
 }
 
+/// Blocks of a hundred days ago leave the ledger, which goes on without them.
+#[tokio::test]
+async fn old_months_are_archived_and_are_one_log_with_the_rest() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let data = folder.path().join("data");
+    fs::create_dir(&data).expect("makes");
+    #[allow(clippy::disallowed_methods, reason = "months are those of the wall clock")]
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_nanos() as u64;
+    let options = LedgerOptions {
+        key: Some(Arc::new(AuditKey::make(&data.join("audit")).expect("makes"))),
+        ..LedgerOptions::new(&data.join("ledger.db"))
+    };
+    let ledger = Ledger::open_with(options).expect("opens");
+    for number in 1..=3 {
+        let (done, posted) = std::sync::mpsc::sync_channel(1);
+        let block = idle_block(number, UtcTime(now - 100 * DAY_NS + number));
+        let told = Box::new(move |result| drop(done.send(result)));
+        ledger.post_block(block, told).expect("is taken");
+        posted.recv().expect("an answer").expect("posts");
+    }
+    let (done, signed) = std::sync::mpsc::sync_channel(1);
+    ledger.sign(Box::new(move |result| drop(done.send(result)))).expect("is taken");
+    signed.recv().expect("an answer").expect("signs");
+    drop(ledger);
+
+    let (shown, out) = (data.display().to_string(), folder.path().join("archive"));
+    let out = out.display().to_string();
+    let archive = |before: UtcMonth| {
+        let before = before.to_string();
+        Command::new(binary())
+            .args(["ledger", "archive", "--before", &before, "--out", &out, "--data", &shown])
+            .output()
+            .expect("the binary starts")
+    };
+    let unsettled = archive(UtcTime(now + 40 * DAY_NS).day().month());
+    let told = String::from_utf8_lossy(&unsettled.stderr).into_owned();
+    assert!(!unsettled.status.success() && told.contains("settled a day after"), "{told}");
+    let done = archive(UtcTime(now - 40 * DAY_NS).day().month());
+    let told = String::from_utf8_lossy(&done.stdout).into_owned();
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    assert!(told.contains("records 0 to 3") && told.contains("sound: "), "{told}");
+    let (code, said) = check(&data);
+    assert_eq!((code, &said["blocks"]), (Some(0), &json!(0)), "{said:#}");
+    let (code, said) = check(Path::new(&out));
+    assert_eq!((code, &said["blocks"]), (Some(0), &json!(3)), "{said:#}");
+
+    let mut gateway = Tollgate::start_on(&data, support::OPEN, Command::new(binary()));
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    billed(&connection).await;
+    assert_eq!(gateway.stop(), Some(0));
+    let rest = folder.path().join("rest").display().to_string();
+    command(&["audit", "export", "--from", "4", "--out", &rest, "--data", &shown]);
+    let public = command(&["audit", "key", "--data", &shown]);
+    let sound = command(&["audit", "verify", &out, &rest, "--key", public.trim()]);
+    assert!(sound.starts_with("sound: records 0 to "), "{sound}");
+    let (code, said) = check(&data);
+    assert_eq!(code, Some(0), "{said:#}");
+}
+
+fn idle_block(number: u64, started: UtcTime) -> Block {
+    let wall = DeviceNanos(1_000);
+    let parts = BlockParts {
+        epoch: WorkerEpoch(7),
+        number,
+        worker: WorkerName::new("0").expect("a name"),
+        device: Device { class: DeviceClass::cpu(), name: "cpu".into(), uuid: String::new() },
+        model: ModelName::new("m").expect("a name"),
+        calibration: "v1".into(),
+        first_step: 0,
+        last_step: 0,
+        started,
+        wall,
+        overhead: DeviceNanos::ZERO,
+        idle: wall,
+        loss: DeviceNanos::ZERO,
+        shares: Vec::new(),
+        finished: Vec::new(),
+        last_of_epoch: false,
+    };
+    Block::try_from(parts).expect("it balances")
+}
+
 /// Changes the file as a flipped bit would: no constraint sees it.
 fn flip_an_amount(path: &Path) {
     let connection = rusqlite::Connection::open(path).expect("opens");
@@ -121,3 +210,5 @@ fn flip_an_amount(path: &Path) {
     );
     assert!(changed.expect("changes") > 0);
 }
+
+const DAY_NS: u64 = 24 * 3_600 * 1_000_000_000;

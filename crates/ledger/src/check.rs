@@ -21,7 +21,7 @@ use crate::charge::reason_named;
 use crate::post::digest_of;
 use crate::query::{balance_of, name};
 use crate::schema::{METERED, account};
-use crate::{Ledger, LedgerError, LedgerReader};
+use crate::{Ledger, LedgerError, LedgerReader, archive};
 
 /// The most findings that are listed.
 const LISTED: usize = 100;
@@ -36,7 +36,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(100);
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
     /// Which invariant is broken: `file`, `block`, `balance`, `tiling`,
-    /// `daily`, `cap`, `charge`, `refused`, `audit`.
+    /// `daily`, `cap`, `charge`, `refused`, `audit`, `archive`.
     pub kind: &'static str,
     /// Where and how, for people.
     pub message: String,
@@ -204,7 +204,7 @@ impl LedgerReader {
 type Check = fn(&Connection, &mut Findings) -> Result<(), LedgerError>;
 
 /// Every check, with the kind of finding that it is when it cannot be done.
-const CHECKS: [(&str, Check); 9] = [
+const CHECKS: [(&str, Check); 10] = [
     ("file", |connection, findings| {
         file::check(connection, &mut |message| findings.add("file", message))
     }),
@@ -216,6 +216,9 @@ const CHECKS: [(&str, Check); 9] = [
     ("charge", charges),
     ("audit", |connection, findings| {
         log(connection, &mut |message| findings.add("audit", message))
+    }),
+    ("archive", |connection, findings| {
+        archive::check(connection, &mut |message| findings.add("archive", message))
     }),
     ("refused", refused),
 ];
@@ -447,12 +450,16 @@ fn balances(connection: &Connection, findings: &mut Findings) -> Result<(), Ledg
 /// Blocks are numbered without gaps and their steps follow one another.
 fn tiling(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerError> {
     let mut statement = connection.prepare(
-        "SELECT epoch, last_block, last_step,
+        "SELECT epoch, epochs.last_block, epochs.last_step,
            (SELECT count(*) FROM blocks WHERE epoch_id = epochs.id)
-             + (SELECT count(*) FROM refused_blocks WHERE epoch_id = epochs.id),
-           coalesce((SELECT max(blocks.last_step) FROM blocks WHERE epoch_id = epochs.id), 0),
-           ended = coalesce((SELECT max(last_of_epoch) FROM blocks WHERE epoch_id = epochs.id), 0)
-         FROM epochs ORDER BY id",
+             + (SELECT count(*) FROM refused_blocks WHERE epoch_id = epochs.id)
+             + coalesce(gone.blocks, 0),
+           max(coalesce((SELECT max(blocks.last_step) FROM blocks WHERE epoch_id = epochs.id), 0),
+             coalesce(gone.last_step, 0)),
+           epochs.ended = max(coalesce(gone.ended, 0),
+             coalesce((SELECT max(last_of_epoch) FROM blocks WHERE epoch_id = epochs.id), 0))
+         FROM epochs LEFT JOIN archived_epochs AS gone ON gone.epoch_id = epochs.id
+         ORDER BY epochs.id",
     )?;
     let mut rows = statement.query([])?;
     while let Some(row) = rows.next()? {
@@ -501,6 +508,9 @@ fn daily(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerE
            SELECT day, caller_id, model, device_class, counted, prompt_tokens, cached_tokens,
              completion_tokens, 0, reference_ns, 1, 0 FROM requests
            UNION ALL
+           SELECT day, caller_id, model, device_class, requests, prompt_tokens, cached_tokens,
+             completion_tokens, attributed_ns, reference_ns, charges, entries FROM archived_days
+           UNION ALL
            SELECT day, caller_id, model, device_class, -requests, -prompt_tokens, -cached_tokens,
              -completion_tokens, -attributed_ns, -reference_ns, -charges, -entries FROM daily)
          SELECT day, caller_id, model, device_class FROM recount GROUP BY 1, 2, 3, 4
@@ -526,8 +536,11 @@ fn caps(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerEr
              sum(CASE kind WHEN 0 THEN amount_ns ELSE 0 END) AS measured
            FROM entries WHERE account = 1 GROUP BY 1, 2, 3)
          SELECT paid.request_id, paid.attempt, paid,
-           min(measured, coalesce(attributed_ns, measured)) AS payable
-         FROM paid LEFT JOIN fault_caps ON fault_caps.request_id = paid.request_id
+           min(measured, coalesce(attributed_ns, iif(gone.request_id IS NULL, measured, 0)))
+             AS payable
+         FROM paid LEFT JOIN archived_attempts AS gone ON gone.request_id = paid.request_id
+           AND gone.caller_id = paid.caller_id AND gone.attempt = paid.attempt
+         LEFT JOIN fault_caps ON fault_caps.request_id = paid.request_id
            AND fault_caps.caller_id = paid.caller_id AND fault_caps.attempt = paid.attempt
          WHERE paid <> payable",
     )?;

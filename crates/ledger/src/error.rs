@@ -95,6 +95,9 @@ pub enum BlockRefusal {
         /// What SQLite said.
         reason: String,
     },
+    /// It is in an archive: it was posted long ago.
+    #[error("it was posted, and is archived")]
+    Archived,
     /// It was refused by hand and passed over.
     #[error("it was refused before")]
     PassedOver,

@@ -7,7 +7,6 @@ use tollgate_domain::{
     Attempt, Caller, DeviceClass, FinishReason, FinishedAttempt, ModelName, Stages, Usage, UtcTime,
 };
 
-use crate::LedgerError;
 use crate::audit::chain::Chain;
 use crate::audit::record::Body;
 use crate::charge::{
@@ -15,6 +14,7 @@ use crate::charge::{
 };
 use crate::post::{BlockKey, Posted, caller_id, move_to_loss};
 use crate::schema::{METERED, account};
+use crate::{LedgerError, archive};
 
 /// The most that a tenant pays for an attempt that ended by our fault.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -76,13 +76,14 @@ pub(crate) fn post(
     Ok(Posted::New)
 }
 
-/// The cap on an attempt, if one was posted.
+/// The cap on an attempt, if one was posted. What is archived is settled: no
+/// more is paid for it.
 pub(crate) fn find(
     connection: &Connection,
     caller: i64,
     attempt: &Attempt,
 ) -> Result<Option<Payable>, LedgerError> {
-    Ok(connection
+    let cap = connection
         .prepare_cached(
             "SELECT prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns
              FROM fault_caps WHERE request_id = ?1 AND caller_id = ?2 AND attempt = ?3",
@@ -96,7 +97,11 @@ pub(crate) fn find(
                 reference_ns: row.get(4)?,
             })
         })
-        .optional()?)
+        .optional()?;
+    if cap.is_none() && archive::ended(connection, caller, attempt)?.is_some() {
+        return Ok(Some(Payable::default()));
+    }
+    Ok(cap)
 }
 
 /// What the tenant pays for an attempt as the entries stand, ns.

@@ -10,6 +10,7 @@
 //! No async runtime, no clock, no network; readers have their own connections
 //! and may be another process ([`Ledger::open_read_only`]).
 
+mod archive;
 mod audit;
 mod backup;
 mod charge;
@@ -24,6 +25,7 @@ mod schema;
 mod statement;
 mod writer;
 
+pub use archive::{Archivable, ArchiveError};
 pub use audit::export::{ExportError, Exported, Proof, ProvedRecord, Range, Start};
 pub use audit::note::{AuditKey, AuditKeyError};
 pub use audit::record::AdminAction;

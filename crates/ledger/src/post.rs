@@ -9,7 +9,7 @@ use crate::audit::chain::{self, Chain};
 use crate::audit::record::{AdminAction, Body, Said};
 use crate::charge::{DailyChange, DailyKey, add_to_day};
 use crate::schema::{CORRECTION, FIRST_SHARE, METERED, account};
-use crate::{BlockRefusal, LedgerError, backup};
+use crate::{BlockRefusal, LedgerError, archive, backup};
 
 mod posting;
 
@@ -293,6 +293,9 @@ fn already_posted(
     match known {
         Some(known) if known == digest => Ok(Some(Posted::Already)),
         Some(_) => Err(refused(parts, BlockRefusal::Conflict)),
+        None if archive::has_block(connection, epoch.id, parts.number)? => {
+            Err(refused(parts, BlockRefusal::Archived))
+        }
         None => Err(refused(parts, BlockRefusal::PassedOver)),
     }
 }

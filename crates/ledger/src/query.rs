@@ -478,6 +478,12 @@ fn totals_of(
     tenant: &TenantId,
     request: &RequestId,
 ) -> Result<(u32, DeviceNanos, bool), LedgerError> {
+    let archived: u64 = connection
+        .prepare_cached(
+            "SELECT coalesce(sum(attributed_ns), 0) FROM archived_shares
+             JOIN callers ON callers.id = caller_id WHERE request_id = ?1 AND tenant = ?2",
+        )?
+        .query_row([request.as_str(), tenant.as_str()], |row| row.get(0))?;
     Ok(connection
         .prepare_cached(
             "SELECT count(DISTINCT entries.attempt),
@@ -491,7 +497,11 @@ fn totals_of(
              WHERE entries.request_id = ?1 AND tenant = ?2",
         )?
         .query_row(params![request.as_str(), tenant.as_str(), account::TENANT], |row| {
-            Ok((row.get(0)?, DeviceNanos(row.get(1)?), row.get(2)?))
+            Ok((
+                row.get(0)?,
+                DeviceNanos(row.get::<_, u64>(1)?.saturating_add(archived)),
+                row.get(2)?,
+            ))
         })?)
 }
 
@@ -556,19 +566,41 @@ pub(crate) fn balance_of(connection: &Connection, epoch_id: i64) -> Result<Balan
         "SELECT account, sum(amount_ns) FROM entries WHERE epoch_id = ?1 GROUP BY account",
     )?;
     let mut rows = statement.query([epoch_id])?;
-    let mut balance = Balance::default();
+    let mut balance = archived_balance(connection, epoch_id)?;
     while let Some(row) = rows.next()? {
         let amount: i64 = row.get(1)?;
-        match row.get(0)? {
-            account::DEVICE => balance.wall_ns = -amount,
-            account::TENANT => balance.tenants_ns = amount,
-            account::OVERHEAD => balance.overhead_ns = amount,
-            account::IDLE => balance.idle_ns = amount,
-            account::LOSS => balance.loss_ns = amount,
+        let (account, amount) = match row.get(0)? {
+            account::DEVICE => (&mut balance.wall_ns, amount.wrapping_neg()),
+            account::TENANT => (&mut balance.tenants_ns, amount),
+            account::OVERHEAD => (&mut balance.overhead_ns, amount),
+            account::IDLE => (&mut balance.idle_ns, amount),
+            account::LOSS => (&mut balance.loss_ns, amount),
             other => return Err(LedgerError::Damaged(format!("unknown account {other}"))),
-        }
+        };
+        // Only a damaged file's sums do not fit.
+        *account = account.wrapping_add(amount);
     }
     Ok(balance)
+}
+
+/// Where the time of an epoch's archived blocks went.
+fn archived_balance(connection: &Connection, epoch_id: i64) -> Result<Balance, LedgerError> {
+    let archived = connection
+        .prepare_cached(
+            "SELECT wall_ns, tenants_ns, overhead_ns, idle_ns, loss_ns
+             FROM archived_epochs WHERE epoch_id = ?1",
+        )?
+        .query_row([epoch_id], |row| {
+            Ok(Balance {
+                wall_ns: row.get(0)?,
+                tenants_ns: row.get(1)?,
+                overhead_ns: row.get(2)?,
+                idle_ns: row.get(3)?,
+                loss_ns: row.get(4)?,
+            })
+        })
+        .optional()?;
+    Ok(archived.unwrap_or_default())
 }
 
 fn open_attempts(

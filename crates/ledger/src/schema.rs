@@ -89,6 +89,7 @@ pub(crate) fn open_writer(path: &Path, max_pages: Option<u32>) -> Result<Connect
     }
     refuse_other_formats(path, &connection)?;
     connection.execute_batch(STRUCK).map_err(failed)?;
+    connection.execute_batch(ARCHIVES).map_err(failed)?;
     // Of the same format with or without them; an older file gains them here.
     connection.execute_batch(INDEXES).map_err(failed)?;
     Ok(connection)
@@ -97,7 +98,7 @@ pub(crate) fn open_writer(path: &Path, max_pages: Option<u32>) -> Result<Connect
 /// The tables of this version with nothing in them.
 pub(crate) fn in_memory() -> Result<Connection, LedgerError> {
     let connection = Connection::open_in_memory()?;
-    for tables in [TABLES, AUDIT_TABLES, COUNTS, STRUCK, INDEXES] {
+    for tables in [TABLES, AUDIT_TABLES, COUNTS, STRUCK, ARCHIVES, INDEXES] {
         connection.execute_batch(tables)?;
     }
     Ok(connection)
@@ -170,6 +171,63 @@ CREATE TABLE IF NOT EXISTS struck_blocks (
   digest BLOB NOT NULL,
   reason TEXT NOT NULL,
   PRIMARY KEY (epoch_id, block)
+) STRICT, WITHOUT ROWID;
+";
+
+/// What is kept of records that left the database, summed over all archives:
+/// `daily` and the rest of the rows sum to it, `check` counts again.
+const ARCHIVES: &str = "
+CREATE TABLE IF NOT EXISTS archives (
+  size INTEGER PRIMARY KEY,
+  last_hash BLOB NOT NULL,
+  record_seq INTEGER NOT NULL
+) STRICT;
+
+CREATE TABLE IF NOT EXISTS archived_epochs (
+  epoch_id INTEGER PRIMARY KEY REFERENCES epochs,
+  blocks INTEGER NOT NULL,
+  last_block INTEGER NOT NULL,
+  last_step INTEGER NOT NULL,
+  ended INTEGER NOT NULL,
+  wall_ns INTEGER NOT NULL,
+  tenants_ns INTEGER NOT NULL,
+  overhead_ns INTEGER NOT NULL,
+  idle_ns INTEGER NOT NULL,
+  loss_ns INTEGER NOT NULL
+) STRICT;
+
+CREATE TABLE IF NOT EXISTS archived_days (
+  day INTEGER NOT NULL,
+  caller_id INTEGER NOT NULL REFERENCES callers,
+  model TEXT NOT NULL,
+  device_class TEXT NOT NULL,
+  charges INTEGER NOT NULL,
+  entries INTEGER NOT NULL,
+  requests INTEGER NOT NULL,
+  prompt_tokens INTEGER NOT NULL,
+  cached_tokens INTEGER NOT NULL,
+  completion_tokens INTEGER NOT NULL,
+  attributed_ns INTEGER NOT NULL,
+  reference_ns INTEGER NOT NULL,
+  PRIMARY KEY (day, caller_id, model, device_class)
+) STRICT, WITHOUT ROWID;
+
+-- For ever: what ended once never ends again, whoever says so.
+CREATE TABLE IF NOT EXISTS archived_attempts (
+  request_id TEXT NOT NULL,
+  caller_id INTEGER NOT NULL REFERENCES callers,
+  attempt INTEGER NOT NULL,
+  ended INTEGER NOT NULL,
+  PRIMARY KEY (request_id, caller_id, attempt)
+) STRICT, WITHOUT ROWID;
+
+-- Device time of attempts that ended later than the archive does.
+CREATE TABLE IF NOT EXISTS archived_shares (
+  request_id TEXT NOT NULL,
+  caller_id INTEGER NOT NULL REFERENCES callers,
+  attempt INTEGER NOT NULL,
+  attributed_ns INTEGER NOT NULL,
+  PRIMARY KEY (request_id, caller_id, attempt)
 ) STRICT, WITHOUT ROWID;
 ";
 

@@ -186,6 +186,14 @@ pub enum StatementError {
         /// The class.
         class: String,
     },
+    /// The month's records, or some of them, have left the ledger.
+    #[error("records of {tenant:?} in {month} are archived: read them with --data ARCHIVE")]
+    Archived {
+        /// Whose.
+        tenant: String,
+        /// When.
+        month: UtcMonth,
+    },
     /// Nobody has told the ledger the tenant's plan.
     #[error("no plan of tenant {tenant:?} is known")]
     NoPlan {

@@ -212,8 +212,8 @@ fn damage_the_log(times: u32) {
 
 #[test]
 fn flipped_and_torn_bytes_are_found() {
-    damage_the_database(240);
-    damage_the_log(120);
+    damage_the_database(160);
+    damage_the_log(80);
 }
 
 #[test]

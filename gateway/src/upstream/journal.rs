@@ -326,7 +326,7 @@ impl Books {
             };
             match refusal {
                 // Already known: nothing to pass over, nothing to bill.
-                BlockRefusal::PassedOver => return Ok(ack),
+                BlockRefusal::PassedOver | BlockRefusal::Archived => return Ok(ack),
                 BlockRefusal::Conflict | BlockRefusal::Ended => {
                     online.distrust();
                     let (worker, block) = (&online.name, ack.block);

@@ -48,6 +48,11 @@ impl Chain {
         Ok(Self { frontier, last, signed: signed.unwrap_or(0), left_out })
     }
 
+    /// How many records there are, archived ones too.
+    pub(crate) fn size(&self) -> u64 {
+        self.frontier.size()
+    }
+
     /// Records that no checkpoint covers yet.
     pub(crate) fn unsigned(&self) -> u64 {
         self.frontier.size().saturating_sub(self.signed)

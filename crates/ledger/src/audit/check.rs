@@ -15,10 +15,10 @@ use tollgate_domain::{
 use super::note::{hex, is_signed};
 use super::record::{Before, Body, body_of};
 use super::tree::{Frontier, Hash, is_kept, leaf};
-use crate::LedgerError;
 use crate::fault::FaultCap;
 use crate::post::RefusedBlock;
 use crate::query::{caller, name};
+use crate::{LedgerError, archive};
 
 /// Tells `add` of everything about the log itself that does not hold.
 pub(crate) fn log(connection: &Connection, add: &mut dyn FnMut(String)) -> Result<(), LedgerError> {
@@ -49,7 +49,7 @@ pub(crate) fn says(
     Ok(said == Some(&body_of(body)?[1..]))
 }
 
-/// Walks the records from the first: numbers, hashes, tree and checkpoints.
+/// Walks the records from the first that is here: numbers, hashes, tree and checkpoints.
 pub(crate) fn chain(
     connection: &Connection,
     add: &mut dyn FnMut(String),
@@ -57,8 +57,17 @@ pub(crate) fn chain(
     let mut signed = connection.prepare("SELECT size, note FROM checkpoints ORDER BY size")?;
     let mut signed = signed.query([])?;
     let mut next = checkpoint(&mut signed)?;
-    let mut frontier = Frontier::default();
-    let mut last: Hash = [0; 32];
+    let (mut frontier, mut last) = match archive::base(connection)? {
+        None => (Frontier::default(), [0; 32]),
+        Some(base) => (Frontier::load(connection, base.size)?, base.last),
+    };
+    // The last archived record's checkpoint is kept: it proves where this begins.
+    if frontier.size() > 0 {
+        match next.take_if(|(size, _)| *size == frontier.size()) {
+            Some((_, root)) if root == Some(frontier.root()) => next = checkpoint(&mut signed)?,
+            _ => add(format!("records before {} are not what was signed", frontier.size())),
+        }
+    }
     let mut statement = connection.prepare("SELECT seq, hash, record FROM records ORDER BY seq")?;
     let mut rows = statement.query([])?;
     while let Some(row) = rows.next()? {
@@ -99,12 +108,13 @@ pub(crate) fn chain(
     Ok(())
 }
 
-/// Each checkpoint is signed by a key that a start has recorded. A log none
-/// of whose starts did so (a test's) says nothing of its keys.
-fn signatures(connection: &Connection, add: &mut dyn FnMut(String)) -> Result<(), LedgerError> {
+/// The keys that starts have recorded, and the last start. An archive's record
+/// names those of the starts that it holds.
+pub(crate) fn keys(connection: &Connection) -> Result<(Vec<String>, u64), LedgerError> {
     let mut starts = connection.prepare(
         "SELECT seq, record FROM records
-         WHERE instr(record, '\"operation.type\":\"config.loaded\"') > 0 ORDER BY seq",
+         WHERE instr(record, '\"operation.type\":\"config.loaded\"') > 0
+           OR instr(record, '\"operation.type\":\"ledger.archived\"') > 0 ORDER BY seq",
     )?;
     let mut rows = starts.query([])?;
     let (mut keys, mut last_start) = (Vec::new(), 0);
@@ -116,7 +126,19 @@ fn signatures(connection: &Connection, add: &mut dyn FnMut(String)) -> Result<()
             keys.push(key.to_owned());
             last_start = row.get(0)?;
         }
+        let archived = record.as_ref().and_then(|it| it.pointer("/detail/audit_keys")?.as_array());
+        let archived = archived.into_iter().flatten().filter_map(Value::as_str);
+        keys.extend(archived.map(str::to_owned));
     }
+    keys.sort();
+    keys.dedup();
+    Ok((keys, last_start))
+}
+
+/// Each checkpoint is signed by a key that a start has recorded. A log none
+/// of whose starts did so (a test's) says nothing of its keys.
+fn signatures(connection: &Connection, add: &mut dyn FnMut(String)) -> Result<(), LedgerError> {
+    let (keys, last_start) = keys(connection)?;
     if keys.is_empty() {
         return Ok(());
     }
@@ -148,13 +170,14 @@ fn one_record_each(
     connection: &Connection,
     add: &mut dyn FnMut(String),
 ) -> Result<(), LedgerError> {
+    let first = archive::base(connection)?.map_or(0, |base| base.size);
     let (records, rows): (u64, u64) = connection.query_row(
         &format!(
             "SELECT (SELECT count(*) FROM records),
-               (SELECT count(DISTINCT record_seq) FROM ({}))",
+               (SELECT count(DISTINCT record_seq) FROM ({}) WHERE record_seq >= ?1)",
             OF_ROWS.join(" UNION ALL ")
         ),
-        [],
+        [first],
         |row| Ok((row.get(0)?, row.get(1)?)),
     )?;
     if records != rows {
@@ -164,9 +187,12 @@ fn one_record_each(
 }
 
 fn actions(connection: &Connection, add: &mut dyn FnMut(String)) -> Result<(), LedgerError> {
-    let mut statement = connection
-        .prepare("SELECT id, record FROM recorded_actions LEFT JOIN records ON seq = record_seq")?;
-    let mut rows = statement.query([])?;
+    let first = archive::base(connection)?.map_or(0, |base| base.size);
+    let mut statement = connection.prepare(
+        "SELECT id, record FROM recorded_actions LEFT JOIN records ON seq = record_seq
+         WHERE record_seq >= ?1",
+    )?;
+    let mut rows = statement.query([first])?;
     while let Some(row) = rows.next()? {
         let (id, record): (String, Option<String>) = (row.get(0)?, row.get(1)?);
         let record: Option<Value> = record.and_then(|text| serde_json::from_str(&text).ok());
@@ -234,6 +260,13 @@ fn refused(connection: &Connection, add: &mut dyn FnMut(String)) -> Result<(), L
 
 /// What is older than the log is still what its first record says of it.
 fn before(connection: &Connection, add: &mut dyn FnMut(String)) -> Result<(), LedgerError> {
+    if archive::base(connection)?.is_some() {
+        // Only what has a record is archived, and the first record with it.
+        if !Before::read(connection, 0)?.is_nothing() {
+            add("a row has lost its record".to_owned());
+        }
+        return Ok(());
+    }
     let first: Option<String> = connection
         .query_row("SELECT record FROM records WHERE seq = 0", [], |row| row.get(0))
         .optional()?;

@@ -9,7 +9,7 @@ use tollgate_domain::RequestId;
 
 use super::note::hex;
 use super::tree::{Frontier, Hash, path};
-use crate::{LedgerError, LedgerReader};
+use crate::{LedgerError, LedgerReader, archive};
 
 /// Which records are wanted, by their numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -80,6 +80,12 @@ pub enum ExportError {
         /// The size that the newest checkpoint covers.
         signed: u64,
     },
+    /// They have left the database.
+    #[error("records 0 to {} are archived: verify the archive and begin with --from {first}", first - 1)]
+    Archived {
+        /// The first record that is here.
+        first: u64,
+    },
     /// No record tells of the request.
     #[error("no record tells of {0}")]
     Unknown(RequestId),
@@ -133,6 +139,10 @@ fn export(
     checkpoints: &mut dyn Write,
 ) -> Result<Exported, ExportError> {
     let Range { from, to } = range;
+    let first = archive::base(connection)?.map_or(0, |base| base.size);
+    if from < first {
+        return Err(ExportError::Archived { first });
+    }
     let signed = newest(connection)?.map_or(0, |(size, _)| size);
     if from >= signed || to.is_some_and(|to| to >= signed) {
         return Err(ExportError::Unsigned { signed });
@@ -193,8 +203,12 @@ fn write_checkpoints(
 }
 
 fn start(connection: &Connection, from: u64) -> Result<Start, LedgerError> {
+    let base = archive::base(connection)?;
     let prev: Hash = match from.checked_sub(1) {
         None => [0; 32],
+        Some(_) if base.as_ref().is_some_and(|base| base.size == from) => {
+            base.map_or([0; 32], |base| base.last)
+        }
         Some(before) => hash_at(connection, before)?,
     };
     let peaks = Frontier::load(connection, from)?.peaks().iter().map(|peak| hex(peak)).collect();

@@ -4,7 +4,7 @@
 //! asked for, at most a few hundred hashes a level.
 
 use aws_lc_rs::digest::{Context, SHA256, digest};
-use rusqlite::{Connection, params};
+use rusqlite::{Connection, OptionalExtension, params};
 
 use crate::LedgerError;
 
@@ -136,26 +136,29 @@ fn range(connection: &Connection, begin: u64, end: u64) -> Result<Hash, LedgerEr
 
 /// The node at `level` and `position` of a perfect subtree.
 fn perfect(connection: &Connection, level: u32, position: u64) -> Result<Hash, LedgerError> {
-    if level > 0 && !is_kept(level) {
-        let left = perfect(connection, level - 1, 2 * position)?;
-        let right = perfect(connection, level - 1, 2 * position + 1)?;
-        return Ok(node(&left, &right));
-    }
+    // Of what is archived the peaks are kept, whatever their level.
     let query = if level == 0 {
-        "SELECT hash FROM records WHERE ?1 = 0 AND seq = ?2"
+        "SELECT hash FROM records WHERE ?1 = 0 AND seq = ?2
+         UNION ALL SELECT hash FROM record_nodes WHERE level = ?1 AND position = ?2"
     } else {
         "SELECT hash FROM record_nodes WHERE level = ?1 AND position = ?2"
     };
-    let found: Vec<u8> = connection
+    let found: Option<Vec<u8>> = connection
         .prepare_cached(query)?
         .query_row(params![level, position], |row| row.get(0))
-        .map_err(|error| match error {
-            rusqlite::Error::QueryReturnedNoRows => LedgerError::Damaged(format!(
-                "the audit log has no hash {position} of level {level}"
-            )),
-            error => error.into(),
-        })?;
-    Hash::try_from(found).map_err(|_| LedgerError::Damaged("a hash of the audit log".to_owned()))
+        .optional()?;
+    match found {
+        Some(found) => Hash::try_from(found)
+            .map_err(|_| LedgerError::Damaged("a hash of the audit log".to_owned())),
+        None if level > 0 && !is_kept(level) => {
+            let left = perfect(connection, level - 1, 2 * position)?;
+            let right = perfect(connection, level - 1, 2 * position + 1)?;
+            Ok(node(&left, &right))
+        }
+        None => Err(LedgerError::Damaged(format!(
+            "the audit log has no hash {position} of level {level}"
+        ))),
+    }
 }
 
 #[cfg(test)]

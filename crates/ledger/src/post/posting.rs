@@ -9,7 +9,7 @@ use super::{BlockKey, Entry, caller_id, insert_entry, move_to_loss, refused};
 use crate::charge::{Charge, DailyChange, DailyKey, Days, Payable, insert_charge, reason_name};
 use crate::fault;
 use crate::schema::{METERED, account};
-use crate::{BlockRefusal, LedgerError};
+use crate::{BlockRefusal, LedgerError, archive};
 
 /// Which of its block's finished attempts one is, and which record tells of it.
 pub(super) struct FinishedAt {
@@ -75,7 +75,8 @@ impl<'a> Posting<'a> {
     ) -> Result<(), LedgerError> {
         let caller = self.caller(&finished.caller)?;
         let Self { connection, key, parts, .. } = *self;
-        if !insert_attempt(connection, key, caller, at, finished)? {
+        let is_archived = archive::ended(connection, caller, &finished.attempt)? == Some(true);
+        if is_archived || !insert_attempt(connection, key, caller, at, finished)? {
             let Attempt { request, attempt } = &finished.attempt;
             let refusal =
                 BlockRefusal::Replayed { request: request.to_string(), attempt: *attempt };

@@ -7,8 +7,8 @@ use rusqlite::{Connection, params};
 use tollgate_domain::UtcDay;
 
 use super::{Maker, StatementDay, StatementError, Topic};
-use crate::LedgerError;
 use crate::schema::account;
+use crate::{LedgerError, archive};
 
 /// What a line stands on. Displays as the one line that is listed:
 /// `charge,REQUEST/ATTEMPT,DAY,COUNTED,PROMPT,CACHED,COMPLETION,REFERENCE_NS` or
@@ -65,6 +65,10 @@ impl<'m, 'a> Recount<'m, 'a> {
     /// say.
     pub(super) fn run(mut self, connection: &Connection) -> Result<(), StatementError> {
         let callers = self.maker.callers(connection)?;
+        if archive::has_days(connection, &callers, self.maker.days())? {
+            let (tenant, month) = (self.maker.query.tenant.to_string(), self.maker.query.month);
+            return Err(StatementError::Archived { tenant, month });
+        }
         for (caller, key) in &callers {
             self.charges(connection, *caller, key)?;
         }
