@@ -47,7 +47,10 @@ async fn a_mixed_run_with_aborts_is_billed_to_the_nanosecond() {
                 connection.post("/v1/chat/completions", request).await.expect("answers");
             let id = response.headers()["x-request-id"].to_str().expect("text").to_owned();
             for _ in 0..round {
-                response.frame().await.expect("a chunk").expect("whole");
+                match response.frame().await {
+                    Some(chunk) => drop(chunk.expect("whole")),
+                    None => break, // few chunks, many tokens in each: a slow moment
+                }
             }
             id // dropping the response resets the stream
         };
