@@ -92,3 +92,42 @@ test("a rate limit is waited for", async () => {
   for (let i = 0; i < 4; i++) await ask(sdk, { max_tokens: 1 });
   assert.ok(sent.length > 4, `${sent.length} requests sent`);
 });
+
+// Sent again with its key, as an application that lost the answer does.
+test("a request with an Idempotency-Key runs once", async () => {
+  const once = (key, fields) =>
+    client()
+      .chat.completions.create(
+        { model: MODEL, messages: QUESTION, temperature: 0, max_tokens: 5, ...fields },
+        { headers: { "Idempotency-Key": key } },
+      )
+      .withResponse();
+  const first = await once("node-once");
+  const again = await once("node-once");
+  assert.equal(again.data.id, first.data.id);
+  assert.equal(
+    again.response.headers.get("x-tollgate-replay-of"),
+    first.response.headers.get("x-request-id"),
+  );
+  assert.equal(first.response.headers.get("x-tollgate-replay-of"), null);
+  await assert.rejects(once("node-once", { max_tokens: 6 }), { status: 422 });
+});
+
+test("the usage of an answer that was left is exact", async () => {
+  const sdk = client();
+  const { data: stream, response } = await sdk.chat.completions
+    .create({ model: MODEL, messages: QUESTION, stream: true, max_tokens: 400 })
+    .withResponse();
+  for await (const _ of stream) break;
+  const request = response.headers.get("x-request-id");
+  let usage = {};
+  for (let tries = 0; tries < 200 && usage.state !== "posted"; tries += 1) {
+    // Nothing of it may be in the ledger yet.
+    usage = await sdk.get(`/usage/${request}`).catch(() => ({}));
+    await new Promise((resolve) => setTimeout(resolve, 100));
+  }
+  assert.equal(usage.state, "posted");
+  assert.ok(usage.attributed_ns > 0 && usage.prompt_tokens > 5);
+  const sum = usage.entries.reduce((sum, entry) => sum + entry.amount_ns, 0);
+  assert.equal(sum, usage.attributed_ns);
+});

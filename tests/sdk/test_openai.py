@@ -258,5 +258,56 @@ class Headers(unittest.TestCase):
         self.assertTrue(raw.headers["x-request-id"].startswith("req-"))
 
 
+class Idempotency(unittest.TestCase):
+    """Sent again with its key, as an application that lost the answer does."""
+
+    def ask(self, key, **fields):
+        fields = {"max_tokens": 5, **fields}
+        return client().chat.completions.with_raw_response.create(
+            model=MODEL,
+            messages=QUESTION,
+            temperature=0,
+            extra_headers={"Idempotency-Key": key},
+            **fields,
+        )
+
+    def test_it_runs_once(self):
+        first, again = self.ask("sdk-once"), self.ask("sdk-once")
+        self.assertEqual(first.parse().id, again.parse().id)
+        self.assertEqual(again.headers["x-tollgate-replay-of"], first.headers["x-request-id"])
+        self.assertNotIn("x-tollgate-replay-of", first.headers)
+        self.assertNotEqual(self.ask("sdk-other").parse().id, first.parse().id)
+
+    def test_another_request_with_the_key_is_refused(self):
+        self.ask("sdk-clash")
+        with self.assertRaises(openai.UnprocessableEntityError):
+            self.ask("sdk-clash", max_tokens=6)
+
+
+class UsageAfterAnAbort(unittest.TestCase):
+    def test_what_was_done_is_known_to_the_nanosecond(self):
+        sdk = client()
+        raw = sdk.chat.completions.with_raw_response.create(
+            model=MODEL, messages=COUNT, temperature=0, max_tokens=400, stream=True
+        )
+        stream = raw.parse()
+        next(stream)
+        stream.close()
+        request = raw.headers["x-request-id"]
+        for _ in range(200):
+            try:
+                usage = sdk.get(f"/usage/{request}", cast_to=dict)
+            except openai.NotFoundError:
+                usage = {}  # nothing of it is in the ledger yet
+            if usage.get("state") == "posted":
+                break
+            time.sleep(0.1)
+        self.assertEqual(usage["state"], "posted")
+        self.assertGreater(usage["prompt_tokens"], 5)
+        self.assertGreater(usage["attributed_ns"], 0)
+        entries = [entry["amount_ns"] for entry in usage["entries"]]
+        self.assertEqual(sum(entries), usage["attributed_ns"])
+
+
 if __name__ == "__main__":
     unittest.main(verbosity=2)

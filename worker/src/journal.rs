@@ -33,8 +33,7 @@ use tollgate_domain::{
 };
 use tollgate_engine::{Clock, RequestFigures, StepJournal, StepRecord};
 
-pub(crate) use self::disk::OsDisk;
-pub use self::disk::{Disk, DiskFile};
+pub use self::disk::{Disk, DiskFile, OsDisk};
 pub(crate) use self::feed::Feed;
 use self::feed::Readable;
 use self::frame::{Frame, Head, Step};

@@ -11,7 +11,7 @@ pub use tollgate_engine::{
     Clock, Owner, RequestFigures, Stages, StepJournal, StepRecord, StepShare,
 };
 
-pub use crate::journal::{Disk, DiskFile};
+pub use crate::journal::{Disk, DiskFile, OsDisk};
 use crate::journal::{Feed, Journal, JournalOptions, Tail};
 
 /// What a journal is told at its start; its epoch begins now.

@@ -51,7 +51,7 @@ pub trait DiskFile: Send + Sync + 'static {
 
 /// The host's file system.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct OsDisk;
+pub struct OsDisk;
 
 impl Disk for OsDisk {
     type File = File;
