@@ -12,25 +12,50 @@ use tollgate_domain::{MonotonicTime, UtcTime};
 /// The gateway's clock. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Clock {
-    origin: Instant,
+    source: Source,
     calendar: Arc<Mutex<Calendar>>,
+}
+
+/// Where time comes from.
+#[derive(Clone, Copy, Debug)]
+enum Source {
+    /// The host, since then.
+    Host(Instant),
+    /// A test's runtime, since then; what the wall clock said is all it knows.
+    #[cfg(test)]
+    Played(tokio::time::Instant, UtcTime),
 }
 
 impl Clock {
     /// A clock whose monotonic time starts now.
     pub fn system() -> Self {
-        Self { origin: Instant::now(), calendar: Arc::new(Mutex::new(Calendar::new(wall()))) }
+        Self::of(Source::Host(Instant::now()))
+    }
+
+    /// A clock that goes with the time of the test's runtime.
+    #[cfg(test)]
+    pub(crate) fn played(origin: tokio::time::Instant, utc: UtcTime) -> Self {
+        Self::of(Source::Played(origin, utc))
+    }
+
+    fn of(source: Source) -> Self {
+        Self { source, calendar: Arc::new(Mutex::new(Calendar::new(source.wall()))) }
     }
 
     /// Time for intervals.
     pub fn now(&self) -> MonotonicTime {
-        MonotonicTime(self.origin.elapsed().as_nanos() as u64)
+        let elapsed = match self.source {
+            Source::Host(origin) => origin.elapsed(),
+            #[cfg(test)]
+            Source::Played(origin, _) => origin.elapsed(),
+        };
+        MonotonicTime(elapsed.as_nanos() as u64)
     }
 
     /// Time for days, months and what people read.
     pub fn utc(&self) -> UtcTime {
         let mut calendar = self.calendar.lock().unwrap_or_else(PoisonError::into_inner);
-        calendar.read(self.now(), wall())
+        calendar.read(self.now(), self.source.wall())
     }
 }
 
@@ -58,9 +83,18 @@ impl Calendar {
     }
 }
 
-fn wall() -> UtcTime {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    UtcTime(since.as_nanos() as u64)
+impl Source {
+    /// What the wall clock says.
+    fn wall(self) -> UtcTime {
+        match self {
+            Self::Host(_) => {
+                let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+                UtcTime(since.as_nanos() as u64)
+            }
+            #[cfg(test)]
+            Self::Played(origin, utc) => UtcTime(utc.0 + origin.elapsed().as_nanos() as u64),
+        }
+    }
 }
 
 /// An hour's error is gone in two hundred hours; a drifting crystal (50 parts

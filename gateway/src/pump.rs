@@ -26,7 +26,7 @@ pub(crate) use self::event::{Delta, Ending, Event, Failure, Receipt, TokenLogpro
 pub(crate) use self::in_flight::{InFlight, Stage};
 
 use self::attempt::Attempted;
-use self::in_flight::Open;
+pub(crate) use self::in_flight::Open;
 use crate::admit::Admitted;
 use crate::api::Job;
 use crate::reply::ApiError;

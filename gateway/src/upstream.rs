@@ -380,4 +380,6 @@ pub(crate) mod fake;
 #[cfg(test)]
 mod lies;
 #[cfg(test)]
+mod simulation;
+#[cfg(test)]
 mod tests;

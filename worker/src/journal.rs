@@ -248,6 +248,11 @@ impl<D: Disk> Journal<D> {
         self.shared.held_bytes() > self.shared.most_bytes / 4 * 3
     }
 
+    /// Whether its epoch has been ended.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.shared.state().closed
+    }
+
     /// Whether every block is in the ledger.
     pub(crate) fn is_acknowledged(&self) -> bool {
         let state = self.shared.state();
@@ -479,7 +484,8 @@ impl<D: Disk> Shared<D> {
             return Ok(());
         }
         let next = state.writer.utc_at_end(self.clock.now(), (self.utc)());
-        if state.writer.open != Open::default() {
+        // Idle time alone makes no block due, and is of this file all the same.
+        if state.writer.open != Open::default() || state.writer.clock != state.writer.block_began {
             self.append_to(state, |writer| {
                 writer.put_cut(next, false);
                 Ok(())

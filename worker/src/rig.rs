@@ -97,6 +97,11 @@ impl<D: Disk> JournalRig<D> {
         self.journal.acknowledge(epoch, block);
     }
 
+    /// Whether the epoch was ended in peace.
+    pub fn is_closed(&self) -> bool {
+        self.journal.is_closed()
+    }
+
     /// Whether every block is in the ledger.
     pub fn is_acknowledged(&self) -> bool {
         self.journal.is_acknowledged()

@@ -1,10 +1,9 @@
 //! The decision itself: every limit is looked at, then all are taken or none.
 //!
-//! A hold is `held -> posted | voided | expired`, and late usage may still
-//! turn `expired` into `posted`, once. No clock is read, nothing blocks, and
-//! no amount is anything but an integer.
+//! The states of a hold are those of [`holds`]. No clock is read, nothing
+//! blocks, and no amount is anything but an integer.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
 
 use tollgate_domain::{
@@ -15,11 +14,14 @@ use crate::figures::{Figures, RateFigures, tighten};
 use crate::refusal::Refusal;
 use crate::scope::{Period, Scope, ScopeLimits, ScopeState};
 use crate::terms::{
-    AdmissionOptions, AdmissionStatus, Place, Reserve, ReserveError, ResolveError, Resolved,
-    Settlement, Spent, Swept,
+    AdmissionOptions, AdmissionStatus, Place, Reserve, ReserveError, ResolveError, Settlement,
+    Spent, Swept,
 };
 
+use self::holds::{HeldScope, HoldRecord, Holds, Posting};
+
 mod check;
+mod holds;
 
 /// A reservation as the core makes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,35 +29,6 @@ pub(crate) struct Reserved {
     pub(crate) place: Place,
     pub(crate) budget: Option<DeviceNanos>,
     pub(crate) figures: Figures,
-}
-
-#[derive(Clone, Debug)]
-struct HoldRecord {
-    scopes: Vec<HeldScope>,
-    class: DeviceClass,
-    tokens: u64,
-    expected: DeviceNanos,
-    /// Held against every cap there was.
-    capped: DeviceNanos,
-    /// Its place in the queue; `None` once it may run.
-    ticket: Option<u64>,
-    /// When a sweep ends it, as the index `due` knows it.
-    due: MonotonicTime,
-    expires: MonotonicTime,
-}
-
-#[derive(Clone, Debug)]
-struct HeldScope {
-    scope: Scope,
-    /// Whether a cap applied, so that its spend is remembered.
-    capped: bool,
-}
-
-#[derive(Debug)]
-enum Ended {
-    Posted,
-    Voided,
-    Expired(Box<HoldRecord>),
 }
 
 /// How often idle scopes are looked for: the scan is the only work here that
@@ -68,12 +41,10 @@ const PRUNE_PRESSED: Duration = Duration::from_secs(1);
 pub(crate) struct Core {
     options: AdmissionOptions,
     scopes: HashMap<Scope, ScopeState>,
-    holds: HashMap<RequestId, HoldRecord>,
+    holds: Holds,
     due: BTreeSet<(MonotonicTime, RequestId)>,
     tickets: BTreeMap<u64, RequestId>,
     next_ticket: u64,
-    ended: HashMap<RequestId, Ended>,
-    ended_order: VecDeque<RequestId>,
     /// The latest day and month seen; the calendar never goes back.
     day: UtcDay,
     month: UtcMonth,
@@ -88,12 +59,10 @@ impl Core {
         Self {
             options,
             scopes: HashMap::new(),
-            holds: HashMap::new(),
+            holds: Holds::new(options.max_resolved),
             due: BTreeSet::new(),
             tickets: BTreeMap::new(),
             next_ticket: 0,
-            ended: HashMap::new(),
-            ended_order: VecDeque::new(),
             day: UtcDay::default(),
             month: UtcMonth::default(),
             moment: Default::default(),
@@ -107,7 +76,7 @@ impl Core {
         utc: UtcTime,
         request: Reserve,
     ) -> Result<Reserved, ReserveError> {
-        if self.holds.contains_key(&request.id) || self.ended.contains_key(&request.id) {
+        if self.holds.knows(&request.id) {
             return Err(ReserveError::AlreadyHeld);
         }
         self.moment = (now, utc);
@@ -190,7 +159,7 @@ impl Core {
             self.forget_idle_scopes(now);
         }
         for (used, asked, bound) in [
-            (self.holds.len(), 1, self.options.max_holds),
+            (self.holds.held(), 1, self.options.max_holds),
             (self.scopes.len(), new(self), self.options.max_scopes),
         ] {
             if used + asked > bound {
@@ -245,7 +214,7 @@ impl Core {
             due,
             expires,
         };
-        self.holds.insert(id, record);
+        self.holds.hold(id, record);
         Reserved { place, budget: capped, figures }
     }
 
@@ -256,32 +225,19 @@ impl Core {
         id: &RequestId,
         spent: Spent,
     ) -> Result<Settlement, ResolveError> {
-        if let Some(record) = self.holds.remove(id) {
-            self.charge(now, &record, Charge { held: Held::Open, spent });
-            let promoted = self.release(id, &record);
-            let overrun = overrun(&record, spent);
-            self.remember(id.clone(), Ended::Posted);
-            return Ok(Settlement { held: record.expected, spent, overrun, late: false, promoted });
-        }
-        match self.ended.get_mut(id) {
-            None => Err(ResolveError::Unknown),
-            Some(Ended::Posted) => Err(ResolveError::AlreadySettled(Resolved::Posted)),
-            Some(Ended::Voided) => Err(ResolveError::AlreadySettled(Resolved::Voided)),
-            Some(ended @ Ended::Expired(_)) => {
-                let Ended::Expired(record) = std::mem::replace(ended, Ended::Posted) else {
-                    return Err(ResolveError::Unknown);
-                };
-                self.charge(now, &record, Charge { held: Held::Released, spent });
-                let overrun = overrun(&record, spent);
-                Ok(Settlement {
-                    held: DeviceNanos::ZERO,
-                    spent,
-                    overrun,
-                    late: true,
-                    promoted: Vec::new(),
-                })
+        Ok(match self.holds.post(id)? {
+            Posting::InTime(record) => {
+                self.charge(now, &record, Charge { held: Held::Open, spent });
+                let promoted = self.release(id, &record);
+                let (held, overrun) = (record.expected, overrun(&record, spent));
+                Settlement { held, spent, overrun, late: false, promoted }
             }
-        }
+            Posting::Late(record) => {
+                self.charge(now, &record, Charge { held: Held::Released, spent });
+                let (held, overrun) = (DeviceNanos::ZERO, overrun(&record, spent));
+                Settlement { held, spent, overrun, late: true, promoted: Vec::new() }
+            }
+        })
     }
 
     /// Gives all of a hold back, the request itself included.
@@ -290,17 +246,11 @@ impl Core {
         now: MonotonicTime,
         id: &RequestId,
     ) -> Result<Settlement, ResolveError> {
-        let Some(record) = self.holds.remove(id) else {
-            return Err(match self.ended.get(id) {
-                None => ResolveError::Unknown,
-                Some(Ended::Posted) => ResolveError::AlreadySettled(Resolved::Posted),
-                Some(Ended::Voided) => ResolveError::AlreadySettled(Resolved::Voided),
-                Some(Ended::Expired(_)) => ResolveError::AlreadySettled(Resolved::Expired),
-            });
-        };
+        let record = self.holds.void(id)?;
         Ok(self.void_record(now, id, &record))
     }
 
+    /// Gives back what a hold that is voided held.
     fn void_record(
         &mut self,
         now: MonotonicTime,
@@ -316,7 +266,6 @@ impl Core {
             }
         }
         let promoted = self.release(id, record);
-        self.remember(id.clone(), Ended::Voided);
         Settlement { held: record.expected, promoted, ..Settlement::default() }
     }
 
@@ -327,19 +276,18 @@ impl Core {
         while let Some((due, id)) = self.due.first().cloned()
             && due <= now
         {
-            let Some(record) = self.holds.remove(&id) else {
-                self.due.pop_first(); // unreachable while both maps agree; never a loop
-                continue;
-            };
-            if record.ticket.is_some() {
+            if self.place(&id) == Some(Place::Queued)
+                && let Ok(record) = self.holds.void(&id)
+            {
                 swept.promoted.extend(self.void_record(now, &id, &record).promoted);
                 swept.timed_out.push(id);
-            } else {
+            } else if let Some(record) = self.holds.expire(&id) {
                 let nothing = Charge { held: Held::Open, spent: Spent::default() };
                 self.charge(now, &record, nothing);
                 swept.promoted.extend(self.release(&id, &record));
-                self.remember(id.clone(), Ended::Expired(Box::new(record)));
                 swept.expired.push(id);
+            } else {
+                self.due.pop_first(); // unreachable while both agree; never a loop
             }
         }
         if now.since(self.pruned) >= PRUNE_INTERVAL {
@@ -347,7 +295,7 @@ impl Core {
             swept.scopes_forgotten = self.forget_idle_scopes(now);
         }
         // One that was promoted early in this sweep may have expired late in it.
-        swept.promoted.retain(|id| self.holds.contains_key(id));
+        swept.promoted.retain(|id| self.holds.get(id).is_some());
         swept
     }
 
@@ -381,15 +329,16 @@ impl Core {
 
     pub(crate) fn status(&self) -> AdmissionStatus {
         AdmissionStatus {
-            running: self.holds.len() - self.tickets.len(),
+            running: self.holds.held() - self.tickets.len(),
             queued: self.tickets.len(),
             scopes: self.scopes.len(),
-            resolved: self.ended.len(),
+            resolved: self.holds.ended(),
         }
     }
 
     /// Replaces what is held by what was spent, in every scope of a hold. A
-    /// scope that was forgotten had nothing left to correct.
+    /// rate that was forgotten is full again, with nothing left to correct; what
+    /// was spent against a cap counts whether its scope is remembered or not.
     fn charge(&mut self, now: MonotonicTime, record: &HoldRecord, charge: Charge) {
         let (tokens, expected, capped) = match charge.held {
             Held::Open => (record.tokens, record.expected, record.capped),
@@ -398,6 +347,10 @@ impl Core {
         let Spent { tokens: spent_tokens, reference } = charge.spent;
         self.see_now(now);
         for held in &record.scopes {
+            // Late usage may find that its scope was idle and was forgotten.
+            if held.capped && reference > DeviceNanos::ZERO {
+                self.scopes.entry(held.scope.clone()).or_insert_with(ScopeState::new);
+            }
             let Some(state) = self.scopes.get_mut(&held.scope) else { continue };
             if let Some(bucket) = &mut state.tokens {
                 bucket.refill(now);
@@ -482,17 +435,6 @@ impl Core {
         self.due.insert((record.due, id.clone()));
         self.tickets.remove(&ticket);
         true
-    }
-
-    fn remember(&mut self, id: RequestId, ended: Ended) {
-        if self.ended.insert(id.clone(), ended).is_none() {
-            self.ended_order.push_back(id);
-        }
-        while self.ended_order.len() > self.options.max_resolved {
-            if let Some(oldest) = self.ended_order.pop_front() {
-                self.ended.remove(&oldest);
-            }
-        }
     }
 
     fn forget_idle_scopes(&mut self, now: MonotonicTime) -> usize {

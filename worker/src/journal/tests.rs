@@ -272,6 +272,27 @@ fn what_is_lost_is_the_step_alone() {
     }
 }
 
+/// A file that ends while a step lasts takes the idle time before it along.
+#[test]
+fn idle_time_before_a_long_step_is_not_lost_where_a_file_ends() {
+    let mut bench = Bench::new();
+    bench.step(0, &[(1, 100)], 0).expect("writes");
+    bench.finish(1);
+    bench.tick();
+    bench.wait(1_300 * MS);
+    bench.began();
+    bench.wait(250 * MS);
+    bench.tick();
+    bench.journal.shared.rotate_when(0).expect("rotates");
+    let handed_out = bench.blocks();
+    bench.journal.close(Tail::Loss).expect("closes");
+    assert_tiles(&bench.blocks(), EPOCH, 1_550 * MS + 100);
+    let (_folder, next) = bench.restart();
+    let blocks = read_all(&next);
+    assert_eq!(blocks[..handed_out.len()], handed_out[..]);
+    assert_tiles(&blocks, EPOCH, 1_550 * MS + 100);
+}
+
 /// C03: wherever a write was torn, what is whole before it is kept, what was
 /// handed out is the same, and the epoch balances and ends.
 #[test]

@@ -1,0 +1,105 @@
+//! A gateway and a worker on one machine, in one thread and in played time:
+//! the real journal, poster, ledger and admission, on a disk and a wire that do
+//! what disks and wires do (C03, C08, C10). A seed is a play; the same seed is
+//! the same play.
+//!
+//! In each, clients ask and leave, and trouble comes: either process is killed,
+//! both are, the power fails in the middle of a write, syncs fail, the disk is
+//! full, the wire is cut, the worker is told to end. Messages are late, blocks
+//! come twice or before their turn. At the end, with no more trouble, every
+//! block comes to the ledger, and that is held against what happened.
+
+mod chance;
+mod disk;
+mod facts;
+mod front;
+mod sqlite;
+mod worker;
+mod world;
+
+use self::world::{Outcome, Plant, Seen, World};
+
+/// One play.
+fn play(seed: u64, plant: Plant) -> Outcome {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build()
+        .expect("a runtime");
+    runtime.block_on(async { World::new(seed, plant).play().await })
+}
+
+/// Plays `seeds`; nothing goes wrong in any.
+fn play_all(seeds: std::ops::Range<u64>) {
+    let began = std::time::Instant::now();
+    let (mut sum, mut cuts, mut lost, mut failed) = (Seen::default(), 0, 0, 0);
+    let mut trace = 0_u64;
+    let mut bad = Vec::new();
+    let count = seeds.end - seeds.start;
+    for seed in seeds {
+        let Outcome { trace: one, wrong, seen, disk, diary } = play(seed, Plant::None);
+        if !wrong.is_empty() {
+            bad.push(seed);
+            if bad.len() <= MOST_TOLD {
+                println!("seed {seed}: {wrong:#?}\n{seen:?}\n{disk:?}\n{}", diary.join("\n"));
+            }
+        }
+        trace = trace.rotate_left(7) ^ one;
+        sum.add(&seen);
+        cuts += disk.power_cuts;
+        lost += disk.lost_sectors;
+        failed += disk.failed_syncs + disk.refused;
+    }
+    println!(
+        "{count} plays in {:?}, trace {trace:016x}: {sum:?}, {cuts} power cuts that took {lost} \
+         sectors back, {failed} refusals of the disk",
+        began.elapsed()
+    );
+    assert!(bad.is_empty(), "seeds in which something is wrong: {bad:?}");
+    // The trouble was there.
+    assert!(sum.worker_deaths > count / 2 && sum.gateway_deaths > count / 2, "{sum:?}");
+    assert!(cuts > count / 4 && lost > count && failed > count / 4, "{cuts} {lost} {failed}");
+    assert!(sum.answered > count && sum.repeated > count / 2, "{sum:?}");
+}
+
+/// Seeds of which everything is told when something is wrong.
+const MOST_TOLD: usize = 8;
+
+#[test]
+fn a_thousand_plays_lose_nothing_and_double_nothing() {
+    play_all(0..1_000);
+}
+
+#[test]
+fn the_same_seed_is_the_same_play() {
+    for seed in 0..10 {
+        let (first, second) = (play(seed, Plant::None), play(seed, Plant::None));
+        assert_eq!((first.trace, first.seen), (second.trace, second.seen), "seed {seed}");
+        assert_ne!(first.trace, play(seed + 1, Plant::None).trace);
+    }
+}
+
+/// Who cannot see these sees nothing.
+#[test]
+fn planted_bugs_are_found() {
+    for plant in
+        [Plant::NoSync, Plant::AcknowledgedTooEarly, Plant::PostedTwice, Plant::CutTooEarly]
+    {
+        let found = (0..1_000).find_map(|seed| {
+            let wrong = play(seed, plant).wrong;
+            wrong.first().map(|wrong| (seed, wrong.clone()))
+        });
+        let (seed, wrong) = found.unwrap_or_else(|| panic!("{plant:?} is not found"));
+        println!("{plant:?}: seed {seed}: {wrong}");
+    }
+}
+
+mod long {
+    use super::*;
+
+    #[test]
+    #[ignore = "long: ten thousand plays"]
+    fn ten_thousand_plays() {
+        play_all(1_000..11_000);
+    }
+}

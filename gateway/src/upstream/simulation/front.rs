@@ -1,0 +1,663 @@
+//! The gateway's process in a play: the real poster, ledger and admission, and
+//! requests that do what a request's task does.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use futures_util::FutureExt as _;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::Instant;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tollgate_admission::{
+    Admission, AdmissionOptions, Estimate, Hold, Place, Reserve, ResolveError, Resolved, Scope,
+    ScopeLimits, Spent,
+};
+use tollgate_config::Config;
+use tollgate_domain::block::Attempt;
+use tollgate_domain::{
+    Block, Caller, DeviceNanos, KeyId, RequestId, TenantId, Usage, UtcTime, WorkerEpoch,
+};
+use tollgate_ledger::{
+    DrivenLedger, FaultCap, Health, Ledger, LedgerHandle, LedgerOptions, LedgerReader, Posted,
+};
+use tollgate_text::Tokenizer;
+use tollgate_wire::v1::{self, JournalAck, JournalBlock};
+
+use super::facts::Facts;
+use super::worker::{DAWN, MS, Wanted, cost, device, model_name, worker_name};
+use super::world::Said;
+use crate::Clock;
+use crate::auth::KeyStore;
+use crate::limits::{LateSpend, restore_spend};
+use crate::pump::InFlight;
+use crate::upstream::assets::BuiltTokenizer;
+use crate::upstream::journal::Books;
+use crate::upstream::orders::Placement;
+use crate::upstream::terms::Terms;
+use crate::upstream::{Counters, Load, Online, ServedModel, Trust, UpstreamError};
+
+/// What a tenant may spend in the day of a play.
+pub(super) const CAP_NS: u64 = 60 * MS;
+const PLANS: &str = r#"
+[plans.open]
+device_time_per_day = "60ms"
+concurrent = 3
+queued = 4
+[tenants.acme]
+plan = "open"
+[tenants.other]
+plan = "open"
+"#;
+const MOST_ATTEMPTS: u32 = 3;
+/// A request's deadline with its grace, and that of its wait.
+const LIFE: Duration = Duration::from_secs(60);
+const QUEUE: Duration = Duration::from_secs(20);
+
+/// What outlives gateways.
+pub(super) struct Fronts {
+    model: Arc<ServedModel>,
+    config: Arc<Config>,
+    keys: KeyStore,
+    counters: Arc<Counters>,
+    client: v1::worker_client::WorkerClient<tonic::transport::Channel>,
+    lives: u64,
+    asked: Vec<(TenantId, RequestId)>,
+}
+
+/// A gateway that lives.
+pub(super) struct Front {
+    pub(super) life: u64,
+    pub(super) process: u64,
+    clock: Clock,
+    books: Books,
+    admission: Admission,
+    config: Arc<Config>,
+    model: Arc<ServedModel>,
+    in_flight: InFlight,
+    trust: Trust,
+    handle: LedgerHandle,
+    ledger: DrivenLedger,
+    following: JoinSet<TaskEnd>,
+    faults: JoinSet<()>,
+    requests: Vec<Request>,
+    /// Whether a worker was there in this life.
+    pub(super) has_model: bool,
+}
+
+/// How a task came to an end.
+pub(super) enum TaskEnd {
+    Followed(u64, UpstreamError),
+    Done,
+}
+
+/// What a request does next.
+pub(super) enum Next {
+    Wait,
+    Say(Said),
+    Nothing,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Waiting,
+    Running,
+    Done,
+    /// Its task was lost with its hold.
+    Forgotten,
+}
+
+struct Request {
+    id: RequestId,
+    tenant: usize,
+    order: Wanted,
+    expected: u64,
+    hold: Option<Hold>,
+    open: Option<crate::pump::Open>,
+    placement: Option<Placement>,
+    number: u32,
+    connection: u64,
+    told: Usage,
+    is_streamed: bool,
+    leaving: bool,
+    expired: bool,
+    /// Since when it waits for a worker.
+    waits: Instant,
+    state: State,
+}
+
+impl Fronts {
+    pub(super) fn new() -> Self {
+        static SHARED: OnceLock<(Arc<ServedModel>, Arc<Config>, KeyStore)> = OnceLock::new();
+        let (model, config, keys) = SHARED.get_or_init(|| {
+            let config = Config::from_toml(Path::new("play.toml"), PLANS).expect("a config");
+            let folder = tempfile::tempdir().expect("a folder");
+            let keys = KeyStore::open(folder.path()).expect("keys");
+            (served_model(), Arc::new(config), keys)
+        });
+        // Nothing is ever called: the wire is played.
+        let nowhere = tonic::transport::Endpoint::from_static("http://[::1]:9").connect_lazy();
+        Self {
+            model: Arc::clone(model),
+            config: Arc::clone(config),
+            keys: keys.clone(),
+            counters: Arc::default(),
+            client: v1::worker_client::WorkerClient::new(nowhere),
+            lives: 0,
+            asked: Vec::new(),
+        }
+    }
+
+    pub(super) fn model(&self) -> &ServedModel {
+        &self.model
+    }
+
+    pub(super) fn lies(&self) -> u64 {
+        self.counters.lies.load(Ordering::Relaxed)
+    }
+
+    /// Starts process `process` at `now`, ms, on the ledger at `path`.
+    pub(super) fn start(
+        &mut self,
+        process: u64,
+        path: &Path,
+        now: u64,
+    ) -> Result<Front, tollgate_ledger::LedgerError> {
+        let options = LedgerOptions { queue: 256, group: 64, ..LedgerOptions::new(path) };
+        let (handle, ledger) = Ledger::open_driven(options)?;
+        let clock = Clock::played(Instant::now(), UtcTime(DAWN.0 + now * MS));
+        let today = clock.utc().day();
+        let spending = handle.reader().spending(today)?;
+        let admission = Admission::new(AdmissionOptions::default());
+        restore_spend(&admission, &self.config, &self.keys, spending, today);
+        let in_flight = InFlight::default();
+        let late = Arc::new(LateSpend {
+            admission: admission.clone(),
+            config: Arc::clone(&self.config),
+            keys: self.keys.clone(),
+        });
+        let mut books = Books::new(
+            handle.clone(),
+            in_flight.clone(),
+            clock.clone(),
+            late,
+            CancellationToken::new(),
+        );
+        books.reads_here = true;
+        let mut following = JoinSet::new();
+        let left = books.clone();
+        following.spawn(async move {
+            left.close_what_was_left().await;
+            TaskEnd::Done
+        });
+        self.lives += 1;
+        Ok(Front {
+            life: self.lives,
+            process,
+            clock,
+            books,
+            admission,
+            config: Arc::clone(&self.config),
+            model: Arc::clone(&self.model),
+            in_flight,
+            trust: Trust { lied: Arc::default(), counters: Arc::clone(&self.counters) },
+            handle,
+            ledger,
+            following,
+            faults: JoinSet::new(),
+            requests: Vec::new(),
+            has_model: false,
+        })
+    }
+
+    pub(super) fn remember(&mut self, tenant: usize, id: RequestId) {
+        self.asked.push((caller(tenant).tenant, id));
+    }
+
+    /// Every request that was ever asked.
+    pub(super) fn asked(&self) -> &[(TenantId, RequestId)] {
+        &self.asked
+    }
+
+    pub(super) fn online(&self, epoch: WorkerEpoch, front: &Front) -> Arc<Online> {
+        Arc::new(Online {
+            name: worker_name(),
+            epoch,
+            class: device().class,
+            device: "played".to_owned(),
+            models: [(model_name(), Arc::clone(&self.model))].into(),
+            client: self.client.clone(),
+            load: watch::channel(Load::default()).1,
+            placed: Arc::new(AtomicU64::new(0)),
+            orders: front.books.orders.clone(),
+            trust: front.trust.clone(),
+        })
+    }
+}
+
+impl Front {
+    // --- its journal ---
+
+    pub(super) fn follow_journal(
+        &mut self,
+        number: u64,
+        online: Arc<Online>,
+        blocks: ReceiverStream<Result<JournalBlock, tonic::Status>>,
+        acks: mpsc::Sender<JournalAck>,
+        taken: Arc<AtomicBool>,
+    ) -> AbortHandle {
+        let books = self.books.clone();
+        self.following.spawn(async move {
+            let taken = || taken.store(true, Ordering::Relaxed);
+            match books.take(&online, blocks, acks, taken).await {
+                Err(error) => TaskEnd::Followed(number, error),
+            }
+        })
+    }
+
+    pub(super) fn ended_task(&mut self) -> Option<TaskEnd> {
+        while self.faults.try_join_next().is_some() {}
+        loop {
+            match self.following.try_join_next()? {
+                Ok(TaskEnd::Done) => {}
+                Ok(ended) => return Some(ended),
+                Err(error) if error.is_cancelled() => {}
+                Err(error) => std::panic::resume_unwind(error.into_panic()),
+            }
+        }
+    }
+
+    /// The ledger's thread wakes; how long it sleeps then, ms.
+    pub(super) fn commit(&mut self) -> u64 {
+        self.ledger.turn();
+        if self.handle.health() == Health::Well { 1 } else { 90 }
+    }
+
+    pub(super) fn reader(&self) -> LedgerReader {
+        self.handle.reader().clone()
+    }
+
+    pub(super) fn post_again(&mut self, block: Block) -> Result<Posted, String> {
+        let (done, mut posted) = oneshot::channel();
+        let completion = Box::new(move |result| _ = done.send(result));
+        self.handle.post_block(block, completion).map_err(|error| error.to_string())?;
+        self.ledger.turn();
+        let posted = posted.try_recv().map_err(|error| error.to_string())?;
+        posted.map_err(|error| error.to_string())
+    }
+
+    fn fault(&mut self, index: usize, payable: Usage, facts: &mut Facts) {
+        let request = &self.requests[index];
+        let attempt = request.attempt();
+        facts.capped(&attempt);
+        let cap = FaultCap {
+            caller: caller(request.tenant),
+            attempt,
+            model: model_name(),
+            class: device().class,
+            payable,
+            at: self.clock.utc(),
+        };
+        let books = self.books.clone();
+        self.faults.spawn(async move { books.fault(cap).await });
+    }
+
+    // --- its requests ---
+
+    pub(super) fn ask(
+        &mut self,
+        id: RequestId,
+        tenant: usize,
+        order: Wanted,
+        (is_streamed, is_forgotten): (bool, bool),
+    ) -> Option<usize> {
+        let caller = caller(tenant);
+        let plan = self.config.tenant(&caller.tenant)?.plan.clone()?;
+        let table = &self.model.table;
+        let with_margin = |cost: u64| DeviceNanos(cost + (cost >> 20) + 1);
+        let expected = cost(table, order.prompt, order.most / 2);
+        let now = self.clock.now();
+        let hold = self.admission.reserve(
+            now,
+            self.clock.utc(),
+            Reserve {
+                id: id.clone(),
+                scopes: vec![ScopeLimits {
+                    scope: Scope::Tenant(caller.tenant.clone()),
+                    limits: Arc::clone(&plan.limits),
+                }],
+                class: device().class,
+                estimate: Estimate {
+                    tokens: order.prompt + order.most,
+                    expected: DeviceNanos(expected),
+                    worst: with_margin(cost(table, order.prompt, order.most)),
+                    least: with_margin(cost(table, order.prompt, 1)),
+                },
+                queue_deadline: now.after(QUEUE),
+                expires: now.after(LIFE),
+            },
+        );
+        let hold = hold.ok()?;
+        let order = Wanted { budget: hold.budget().map(DeviceNanos::nanos), ..order };
+        let is_forgotten = is_forgotten && hold.place() == Place::Running;
+        let (hold, open, state) = if is_forgotten {
+            drop(hold);
+            (None, None, State::Forgotten)
+        } else {
+            (Some(hold), Some(self.in_flight.begin(id.clone(), caller)), State::Waiting)
+        };
+        self.requests.push(Request {
+            id,
+            tenant,
+            order,
+            expected,
+            hold,
+            open,
+            placement: None,
+            number: 0,
+            connection: 0,
+            told: Usage::default(),
+            is_streamed,
+            leaving: false,
+            expired: false,
+            waits: Instant::now(),
+            state,
+        });
+        (!is_forgotten).then(|| self.requests.len() - 1)
+    }
+
+    /// A request waits for its place, then for a worker.
+    pub(super) fn follow(
+        &mut self,
+        index: usize,
+        place: Option<(u64, Arc<Online>)>,
+        facts: &mut Facts,
+    ) -> Next {
+        let request = &mut self.requests[index];
+        if request.state != State::Waiting {
+            return Next::Nothing;
+        }
+        let turn = request.hold.as_ref().and_then(|hold| hold.turn().now_or_never());
+        match (turn, place) {
+            (None, _) if request.hold.is_some() => Next::Wait,
+            (Some(Ok(())), None) if request.waits.elapsed() < QUEUE => Next::Wait,
+            (Some(Ok(())), None) => {
+                self.void(index, facts);
+                Next::Nothing
+            }
+            (Some(Ok(())), Some((connection, online))) => {
+                let terms = Terms::of(Arc::clone(&self.model), &request.assignment());
+                let (attempt, caller) = (request.attempt(), caller(request.tenant));
+                let placement =
+                    self.books.orders.open(attempt.clone(), online.epoch, caller, terms);
+                request.placement = Some(placement);
+                request.connection = connection;
+                request.told = Usage::default();
+                request.state = State::Running;
+                if let Some(open) = &request.open {
+                    open.placed(request.number);
+                }
+                Next::Say(Said::Order(request.tenant, attempt, request.order))
+            }
+            _ => {
+                request.end();
+                Next::Nothing
+            }
+        }
+    }
+
+    fn running(&mut self, attempt: &Attempt) -> Option<usize> {
+        self.requests
+            .iter()
+            .position(|request| request.state == State::Running && request.attempt() == *attempt)
+    }
+
+    pub(super) fn progress(&mut self, attempt: &Attempt, usage: Usage) {
+        let Some(index) = self.running(attempt) else { return };
+        let request = &mut self.requests[index];
+        if let Some(placement) = &mut request.placement {
+            placement.streamed(usage.completion_tokens);
+        }
+        if !request.leaving {
+            request.told = usage;
+        }
+    }
+
+    /// The worker's last word on an attempt.
+    pub(super) fn finished(&mut self, attempt: &Attempt, usage: Usage, facts: &mut Facts) {
+        let Some(index) = self.running(attempt) else { return };
+        let placement = self.requests[index].placement.take();
+        if let Some(Err(what)) = placement.map(|placement| placement.heard(usage)) {
+            facts.wrong(format!("{}: an honest word is refused: {what}", attempt.request));
+        }
+        self.settle(index, &usage, facts);
+    }
+
+    pub(super) fn leave(&mut self, index: usize) -> Option<(u64, Attempt)> {
+        let now = self.clock.now();
+        let request = &mut self.requests[index];
+        match request.state {
+            State::Waiting => {
+                if let Some(hold) = request.hold.take() {
+                    let _ = hold.void(now); // its turn may have passed
+                }
+                request.end();
+                None
+            }
+            State::Running => {
+                request.leaving = true;
+                Some((request.connection, request.attempt()))
+            }
+            State::Done | State::Forgotten => None,
+        }
+    }
+
+    /// A worker does not answer a cancel: what was held counts.
+    pub(super) fn impatient(&mut self, index: usize, number: u32, facts: &mut Facts) {
+        let request = &mut self.requests[index];
+        if request.state != State::Running || request.number != number {
+            return;
+        }
+        request.placement = None;
+        let held = request.order.budget.unwrap_or(request.expected);
+        let usage =
+            Usage { reference: request.told.reference.max(DeviceNanos(held)), ..request.told };
+        self.settle(index, &usage, facts);
+    }
+
+    /// The connection is gone; the requests that are to be placed again.
+    pub(super) fn lost(&mut self, connection: u64, facts: &mut Facts) -> Vec<usize> {
+        let mut again = Vec::new();
+        for index in 0..self.requests.len() {
+            let request = &mut self.requests[index];
+            if request.state != State::Running || request.connection != connection {
+                continue;
+            }
+            request.placement = None;
+            let content = request.is_streamed && request.told.completion_tokens > 0;
+            let is_over = request.leaving || content;
+            let told = if content { request.told } else { Usage::default() };
+            self.fault(index, told, facts);
+            let request = &mut self.requests[index];
+            if !is_over && request.number + 1 < MOST_ATTEMPTS {
+                request.number += 1;
+                request.state = State::Waiting;
+                request.waits = Instant::now();
+                again.push(index);
+            } else if content {
+                self.settle(index, &told, facts);
+            } else {
+                self.void(index, facts);
+            }
+        }
+        again
+    }
+
+    fn settle(&mut self, index: usize, usage: &Usage, facts: &mut Facts) {
+        let now = self.clock.now();
+        let request = &mut self.requests[index];
+        let spent = Spent { tokens: usage.total_tokens(), reference: usage.reference };
+        let Some(hold) = request.hold.take() else {
+            return facts.wrong(format!("{} ends twice", request.id));
+        };
+        match hold.settle(now, spent) {
+            Ok(settled) if settled.overrun > DeviceNanos::ZERO => {
+                facts.wrong(format!("{} exceeds its budget", request.id));
+            }
+            Ok(settled) if settled.late != request.expired => {
+                facts.wrong(format!("{}: {settled:?}", request.id));
+            }
+            Ok(_) => {}
+            Err(error) => facts.wrong(format!("{}: {error}", request.id)),
+        }
+        request.end();
+        let again = ResolveError::AlreadySettled(Resolved::Posted);
+        let id = request.id.clone();
+        self.is_over(&id, again, facts);
+    }
+
+    fn void(&mut self, index: usize, facts: &mut Facts) {
+        let now = self.clock.now();
+        let request = &mut self.requests[index];
+        let voided = request.hold.take().map(|hold| hold.void(now));
+        if !matches!(voided, Some(Ok(_))) {
+            facts.wrong(format!("{}: {voided:?}", request.id));
+        }
+        request.end();
+        let again = ResolveError::AlreadySettled(Resolved::Voided);
+        let id = request.id.clone();
+        self.is_over(&id, again, facts);
+    }
+
+    /// A second resolve changes nothing and is told so.
+    fn is_over(&self, id: &RequestId, expected: ResolveError, facts: &mut Facts) {
+        let now = self.clock.now();
+        let spent = Spent { tokens: 1, reference: DeviceNanos(1) };
+        for again in [self.admission.settle(now, id, spent), self.admission.void(now, id)] {
+            if again != Err(expected) {
+                facts.wrong(format!("{id} resolved again: {again:?}"));
+            }
+        }
+    }
+
+    // --- its clock ---
+
+    pub(super) fn sweep(&mut self, facts: &mut Facts) {
+        let swept = self.admission.expire(self.clock.now());
+        self.in_flight.sweep();
+        for request in &mut self.requests {
+            request.expired |= swept.expired.contains(&request.id);
+            if swept.timed_out.contains(&request.id) {
+                request.hold = None;
+                request.end();
+            }
+        }
+        let open = self.requests.iter().filter(|request| {
+            !request.expired && (request.hold.is_some() || request.state == State::Forgotten)
+        });
+        let (open, status) = (open.count(), self.admission.status());
+        if status.running + status.queued != open {
+            facts.wrong(format!("{open} holds are open, {status:?}"));
+        }
+    }
+
+    pub(super) fn is_at_rest(&mut self) -> bool {
+        while self.faults.try_join_next().is_some() {}
+        self.faults.is_empty()
+            && self
+                .requests
+                .iter()
+                .all(|request| matches!(request.state, State::Done | State::Forgotten))
+    }
+
+    /// Long after the last request: nothing is held, and what comes now is
+    /// posted once.
+    pub(super) fn end_of_holds(&mut self, facts: &mut Facts) {
+        self.sweep(facts);
+        let (now, status) = (self.clock.now(), self.admission.status());
+        if status.running + status.queued != 0 {
+            facts.wrong(format!("holds outlive their life: {status:?}"));
+        }
+        for request in &self.requests {
+            if request.state != State::Forgotten {
+                continue;
+            }
+            let spent = Spent { tokens: 1, reference: DeviceNanos(1) };
+            let late = self.admission.settle(now, &request.id, spent);
+            if !matches!(&late, Ok(settled) if settled.late) {
+                facts.wrong(format!("{} comes late: {late:?}", request.id));
+            }
+            let again = ResolveError::AlreadySettled(Resolved::Posted);
+            self.is_over(&request.id, again, facts);
+        }
+    }
+}
+
+impl Request {
+    fn attempt(&self) -> Attempt {
+        Attempt { request: self.id.clone(), attempt: self.number }
+    }
+
+    fn end(&mut self) {
+        self.state = State::Done;
+        self.open = None;
+    }
+
+    fn assignment(&self) -> v1::Assignment {
+        let caller = caller(self.tenant);
+        v1::Assignment {
+            request_id: self.id.as_str().to_owned(),
+            attempt: self.number,
+            tenant: caller.tenant.as_str().to_owned(),
+            key: caller.key.as_str().to_owned(),
+            model: model_name().as_str().to_owned(),
+            prompts: vec![v1::Prompt { tokens: vec![0; self.order.prompt as usize] }],
+            choices: 1,
+            max_tokens: self.order.most as u32,
+            budget_ns: self.order.budget,
+            ..v1::Assignment::default()
+        }
+    }
+}
+
+/// The caller of a tenant's requests, by a token.
+pub(super) fn caller(tenant: usize) -> Caller {
+    let key = KeyId::new(["jwt:acme", "jwt:other"][tenant]).expect("a name");
+    Caller { tenant: tenants()[tenant].clone(), key }
+}
+
+pub(super) fn tenants() -> [TenantId; 2] {
+    ["acme", "other"].map(|name| TenantId::new(name).expect("a name"))
+}
+
+fn served_model() -> Arc<ServedModel> {
+    let tokenizer = Tokenizer::from_json(TOKENIZER.as_bytes()).expect("a tokenizer");
+    let text = BuiltTokenizer { tokenizer: Arc::new(tokenizer), longest_token: 1 };
+    Arc::new(ServedModel {
+        name: model_name(),
+        hash: String::new(),
+        class: device().class,
+        text: Arc::new(text),
+        template: None,
+        context_length: 256,
+        vocabulary: 1,
+        table: serde_json::from_str(TABLE).expect("a table"),
+    })
+}
+
+const TOKENIZER: &str = r#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],
+    "normalizer":null,"pre_tokenizer":null,"post_processor":null,
+    "decoder":{"type":"ByteLevel","add_prefix_space":false,"trim_offsets":true,"use_regex":true},
+    "model":{"type":"BPE","dropout":null,"unk_token":null,"continuing_subword_prefix":null,
+    "end_of_word_suffix":null,"fuse_unk":false,"byte_fallback":false,"ignore_merges":false,
+    "vocab":{"a":0},"merges":[]}}"#;
+
+/// A token costs a millisecond or so.
+const TABLE: &str = r#"{"version":"v1","step_ns":1000000.0,
+    "linear":[[1,10000000.0],[256,100000000.0]],"head":[[1,1000000.0],[32,2000000.0]],
+    "ns_per_kv_byte":0.001,"ns_per_attention_flop":0.0001,
+    "shape":{"kv_bytes_per_token":1024,"flop_per_pair":1024},"reference_batch":32,
+    "reference_chunk":256}"#;
