@@ -11,9 +11,10 @@ mod figures;
 mod limit;
 
 use std::borrow::Cow;
+use std::sync::LazyLock;
 use std::time::Duration;
 
-use axum::body::Body;
+use axum::body::{Body, Bytes};
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
 use tollgate_admission::{Limit, Offence, Refusal};
@@ -294,6 +295,14 @@ impl ApiError {
         Envelope::new(self.message(), kind, self.param(), code)
     }
 
+    fn json(&self) -> Bytes {
+        match self {
+            // What those get who guess, and guess on.
+            Self::InvalidCredential => INVALID_CREDENTIAL.clone(),
+            _ => self.envelope().to_json().into(),
+        }
+    }
+
     fn type_and_code(&self) -> (&'static str, Option<&'static str>) {
         match self {
             Self::MissingCredential | Self::InvalidCredential | Self::KeyRevoked => {
@@ -543,7 +552,7 @@ impl From<Refusal> for ApiError {
 
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
-        let mut response = Response::new(Body::from(self.envelope().to_json()));
+        let mut response = Response::new(Body::from(self.json()));
         *response.status_mut() = self.status();
         let headers = response.headers_mut();
         headers.reserve(MOST_HEADERS);
@@ -576,6 +585,9 @@ fn quoted(text: &str) -> String {
     }
     short
 }
+
+static INVALID_CREDENTIAL: LazyLock<Bytes> =
+    LazyLock::new(|| ApiError::InvalidCredential.envelope().to_json().into());
 
 /// Headers of a refusal with all its figures, and those that come later.
 const MOST_HEADERS: usize = 16;

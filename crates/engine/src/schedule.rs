@@ -159,7 +159,7 @@ pub struct Chunk {
 }
 
 /// How long a step should take at most on a device that `table` prices: `most`,
-/// and where the model is fast as long as [`BOX_STEPS`] of its shortest steps.
+/// and where the model is fast as long as `BOX_STEPS` of its shortest steps.
 /// Whoever comes waits for the step that runs and for his own, so the box is
 /// what others can make him wait; and a prompt that is read in more chunks than
 /// that costs little more, since reading the weights once more is what a

@@ -1,6 +1,6 @@
 //! An NVIDIA GPU as a device, reached through its driver alone.
 //!
-//! The [probe](probe) says whether there is one. All memory is taken at the
+//! The `probe` says whether there is one. All memory is taken at the
 //! start; a step is one upload, the kernels, one download and two events, whose
 //! distance is the step's device time. Whatever fails in between leaves the
 //! device in a state nobody knows, and the backend is not used again.
