@@ -204,19 +204,24 @@ async fn bombs_are_refused_unread() {
         curl(&gateway, &[protocol], &encoded);
         curl(&gateway, &[protocol], &heads);
     }
-    let before = resident(gateway.pid());
-    for _ in 0..10 {
-        for protocol in ["http1.1", "http2"] {
-            let (told, _) = curl(&gateway, &[protocol], &encoded);
-            assert!(told.iter().all(|told| told.status == 415), "{protocol}: {told:?}");
-            let (told, _) = curl(&gateway, &[protocol], &heads[1..]);
-            assert!(told.iter().all(|told| told.status == 431), "{protocol}: {told:?}");
+    // What leaked would grow in every batch, by some of the 2.8 MB that are
+    // sent in one; what only settles (threads, the allocator's pages) does not.
+    let grown = (0..6).map(|_| {
+        let before = resident(gateway.pid());
+        for _ in 0..5 {
+            for protocol in ["http1.1", "http2"] {
+                let (told, _) = curl(&gateway, &[protocol], &encoded);
+                assert!(told.iter().all(|told| told.status == 415), "{protocol}: {told:?}");
+                let (told, _) = curl(&gateway, &[protocol], &heads[1..]);
+                assert!(told.iter().all(|told| told.status == 431), "{protocol}: {told:?}");
+            }
+            let (told, _) = curl(&gateway, &["http1.1"], &heads[..1]);
+            assert_eq!(told[0].status, 431);
         }
-        let (told, _) = curl(&gateway, &["http1.1"], &heads[..1]);
-        assert_eq!(told[0].status, 431);
-    }
-    let grown = resident(gateway.pid()).saturating_sub(before);
-    assert!(grown <= 8 * 1024, "{grown} KiB more");
+        resident(gateway.pid()).saturating_sub(before)
+    });
+    let grown: Vec<u64> = grown.collect();
+    assert!(grown.iter().any(|&batch| batch <= 512), "{grown:?} KiB more");
     assert_eq!(get(&connection, "/v1/models").await.0, 200);
 }
 

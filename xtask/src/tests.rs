@@ -1,5 +1,6 @@
 //! Builds every test once, runs each test program and prints the slowest
-//! twenty tests. It starts the programs itself, because the standard harness
+//! twenty tests, and what the failed ones said once more, so that the end of
+//! a log tells why. It starts the programs itself, because the standard harness
 //! reports times only when asked with an unstable flag, which must not reach
 //! the compiler.
 
@@ -31,14 +32,12 @@ pub fn run(scope: Scope) -> Result<()> {
     let mut times = Vec::new();
     let mut failed = Vec::new();
     for program in &programs {
-        if !run_program(program, scope, &[], &mut times)? {
-            failed.push(program.name.clone());
-        }
+        failed.extend(run_program(program, scope, &[], &mut times)?);
     }
     if scope == Scope::Long {
         for program in &programs {
-            if has_long(program)? && !run_program(program, scope, &LONG, &mut times)? {
-                failed.push(format!("{} (long)", program.name));
+            if has_long(program)? {
+                failed.extend(run_program(program, scope, &LONG, &mut times)?);
             }
         }
     }
@@ -50,10 +49,15 @@ pub fn run(scope: Scope) -> Result<()> {
     for (seconds, name) in times.iter().take(20) {
         eprintln!("  {seconds:8.3} s  {name}");
     }
-    if !failed.is_empty() {
-        bail!("failed: {}", failed.join(", "));
+    if failed.is_empty() {
+        return Ok(());
     }
-    Ok(())
+    for failure in &failed {
+        eprintln!("-- {} failed", failure.name);
+        failure.said.iter().for_each(|line| eprintln!("{line}"));
+    }
+    let names: Vec<&str> = failed.iter().map(|failure| failure.name.as_str()).collect();
+    bail!("failed: {}", names.join(", "))
 }
 
 fn programs(messages: &str) -> Result<Vec<TestProgram>> {
@@ -90,13 +94,21 @@ fn has_long(program: &TestProgram) -> Result<bool> {
     Ok(output(&mut list)?.lines().any(|line| line.ends_with(": test")))
 }
 
-/// Runs one program, its output passed on and the time of each test noted.
+/// A test program that did not pass.
+struct Failure {
+    name: String,
+    /// The end of its output that tells about failed tests.
+    said: Vec<String>,
+}
+
+/// Runs one program, its output passed on and the time of each test noted; how
+/// it failed, if it did.
 fn run_program(
     program: &TestProgram,
     scope: Scope,
     words: &[&str],
     times: &mut Vec<(f64, String)>,
-) -> Result<bool> {
+) -> Result<Option<Failure>> {
     eprintln!("-- {}", program.name);
     let mut child: Command = command(&program.path.to_string_lossy());
     child
@@ -109,14 +121,25 @@ fn run_program(
     tools::environment(&mut child, scope != Scope::Quick);
     let mut child = child.spawn().with_context(|| format!("could not start {}", program.name))?;
     let stdout = child.stdout.take().expect("it was piped");
+    let mut said = Vec::new();
     for line in BufReader::new(stdout).lines() {
         let line = line.context("a test program's output")?;
         println!("{line}");
+        if !said.is_empty() || line == "failures:" {
+            said.push(line.clone());
+        }
         if let Some((name, seconds)) = timed(&line) {
             times.push((seconds, format!("{}::{name}", program.name)));
         }
     }
-    Ok(child.wait()?.success())
+    let status = child.wait()?;
+    if status.success() {
+        return Ok(None);
+    }
+    if said.is_empty() {
+        said.push(status.to_string());
+    }
+    Ok(Some(Failure { name: [&[program.name.as_str()], words].concat().join(" "), said }))
 }
 
 /// `test a::b ... ok <0.123s>` as its name and seconds.

@@ -70,7 +70,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 /// What drawing costs a row, for each way of drawing.
 fn sampling_speed(vocabulary: u32) {
     let row: Vec<f32> = (0..vocabulary).map(|i| ((i * 7_919) % 1_009) as f32 / 100.0).collect();
-    let plain = sampling(0);
+    let plain = SamplingParams::greedy(0);
     let ways = [
         ("greedy", plain.clone()),
         ("temperature 1", SamplingParams { temperature: 1.0, ..plain.clone() }),
@@ -99,7 +99,7 @@ fn ask(
     shape: &ModelShape,
 ) -> Receiver<()> {
     let (sender, receiver) = sync_channel(1);
-    let mut sampling = sampling(u64::from(number));
+    let mut sampling = SamplingParams::greedy(u64::from(number));
     // Answers of full length, whatever the model would say.
     sampling.logit_bias = shape.end_tokens.iter().map(|&token| (token, -100.0)).collect();
     let submission = Submission {
@@ -130,18 +130,6 @@ fn ask(
 fn answer(receiver: &Receiver<()>) {
     if receiver.recv().is_err() {
         eprintln!("no answer came");
-    }
-}
-
-fn sampling(seed: u64) -> SamplingParams {
-    SamplingParams {
-        temperature: 0.0,
-        top_p: 1.0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        logit_bias: Vec::new(),
-        seed,
-        top_logprobs: None,
     }
 }
 

@@ -62,7 +62,7 @@ pub trait Backend: Send {
         let _ = busy;
     }
 
-    /// No step follows for now: others may use the device.
+    /// No step follows until there is work again: others may use the device.
     fn release(&mut self) {}
 }
 

@@ -39,6 +39,21 @@ pub struct SamplingParams {
     pub top_logprobs: Option<u32>,
 }
 
+impl SamplingParams {
+    /// The likeliest token each time, nothing else asked for.
+    pub fn greedy(seed: u64) -> Self {
+        Self {
+            temperature: 0.0,
+            top_p: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            logit_bias: Vec::new(),
+            seed,
+            top_logprobs: None,
+        }
+    }
+}
+
 /// Log-probabilities at one place.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenLogprobs {

@@ -141,7 +141,8 @@ fn terms() -> Terms {
     Terms::of(Arc::clone(model), &assignment())
 }
 
-const TOKENIZER: &str = r#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],
+/// One that knows a single token.
+pub(super) const TOKENIZER: &str = r#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],
     "normalizer":null,"pre_tokenizer":null,"post_processor":null,
     "decoder":{"type":"ByteLevel","add_prefix_space":false,"trim_offsets":true,"use_regex":true},
     "model":{"type":"BPE","dropout":null,"unk_token":null,"continuing_subword_prefix":null,

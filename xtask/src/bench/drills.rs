@@ -11,30 +11,17 @@ use serde_json::{Map, Value};
 
 use super::report::Report;
 use super::{Options, build};
-use crate::run::{command, root};
+use crate::run::{command, output, root};
 
-/// Played unless others are named; `soak`, which takes ten minutes, is not.
-const USUAL: [&str; 13] = [
-    "flood",
-    "many_sources",
-    "costly_prompts",
-    "hogs",
-    "endless_outputs",
-    "sybils",
-    "early_leavers",
-    "slow_readers",
-    "slowloris",
-    "rapid_reset",
-    "retry_storm",
-    "overload",
-    "all",
-];
+/// Takes ten minutes: played only where it is named.
+const SOAK: &str = "soak";
 
 /// What is drawn in pages and told by nothing here.
 const SERIES: [&str; 4] = ["points", "shares", "processes", "refusals"];
 
 /// What is played.
 struct Wanted {
+    /// None named: all that come along but [`SOAK`].
     scenarios: Vec<String>,
     output: PathBuf,
     as_built: bool,
@@ -48,10 +35,15 @@ pub(super) fn run(rest: &[&str]) -> Result<()> {
         Options { rounds: 1, seconds: 1, output: wanted.output, as_built: wanted.as_built };
     let mut report = Report::begin("drills")?;
     let built = build(&options, &["-p", "tollgate"])?;
+    let scenarios = match wanted.scenarios {
+        named if !named.is_empty() => named,
+        _ => shipped(&built)?,
+    };
     let mut drills = Map::new();
-    for name in &wanted.scenarios {
+    for name in scenarios {
         eprintln!("{name}");
-        drills.insert(name.clone(), play(&built, name)?);
+        let found = play(&built, &name)?;
+        drills.insert(name, found);
     }
     let table = Table { rows: drills.iter().map(Row::of).collect() };
     report.fact("drills", drills);
@@ -66,6 +58,15 @@ pub(super) fn run(rest: &[&str]) -> Result<()> {
         Some(row) => bail!("{} broke", row.name),
         None => Ok(()),
     }
+}
+
+/// What the program says comes along, but [`SOAK`].
+fn shipped(built: &Path) -> Result<Vec<String>> {
+    let mut list = command(&built.join("tollgate").to_string_lossy());
+    let listed = output(list.args(["loadtest", "--list"]))?;
+    // Below the header each line begins with a name.
+    let names = listed.lines().skip(1).filter_map(|line| line.split_whitespace().next());
+    Ok(names.filter(|name| *name != SOAK).map(str::to_owned).collect())
 }
 
 /// One scenario; what it found, without what is only drawn.
@@ -200,9 +201,6 @@ impl Wanted {
                 "--as-built" => wanted.as_built = true,
                 _ => bail!("no such option: {flag} (there: --scenario, --output, --as-built)"),
             }
-        }
-        if wanted.scenarios.is_empty() {
-            wanted.scenarios = USUAL.map(str::to_owned).to_vec();
         }
         Ok(wanted)
     }

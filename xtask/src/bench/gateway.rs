@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-use super::h2load::{Load, Protocol, SERVER_CORE, pinned};
+use super::h2load::{Load, Protocol, SERVER_CORE, UNBOUNDED, door, pinned};
 use super::process::Process;
 use super::report::{Report, median};
 use super::{Options, build, tools};
@@ -236,7 +236,7 @@ impl Bench {
             fs::remove_dir_all(&folder)?;
         }
         fs::create_dir_all(&folder)?;
-        fs::write(folder.join("tollgate.toml"), CONFIG)?;
+        fs::write(folder.join("tollgate.toml"), door(UNBOUNDED, UNBOUNDED) + CONFIG)?;
         Ok(Self { built, nginx, folder })
     }
 
@@ -301,19 +301,6 @@ impl Servers {
 
 /// Limits that no run reaches, except one that every run does.
 const CONFIG: &str = r#"
-[gateway]
-listen = "127.0.0.1:0"
-admin_listen = "127.0.0.1:0"
-
-[gateway.connections]
-per_source = 1000
-new_per_second = 10_000
-new_burst = 10_000
-
-[gateway.sources]
-requests_per_second = 1_000_000
-request_burst = 1_000_000
-
 [plans.open]
 concurrent = 256
 

@@ -100,6 +100,30 @@ pub(super) const SERVER_CORE: &str = "0";
 /// The core of all that asks.
 const LOAD_CORE: &str = "1";
 
+/// The part of a config that lets this load in: as many connections as it
+/// likes, and of requests what its one source may send.
+pub(super) fn door(requests_per_second: u32, request_burst: u32) -> String {
+    format!(
+        r#"
+[gateway]
+listen = "127.0.0.1:0"
+admin_listen = "127.0.0.1:0"
+
+[gateway.connections]
+per_source = 1000
+new_per_second = 10_000
+new_burst = 10_000
+
+[gateway.sources]
+requests_per_second = {requests_per_second}
+request_burst = {request_burst}
+"#
+    )
+}
+
+/// Requests a second that no load reaches.
+pub(super) const UNBOUNDED: u32 = 1_000_000;
+
 /// A program that may run on one core only.
 pub(super) fn pinned(core: &str, program: &str) -> Command {
     let mut taskset = command("taskset");

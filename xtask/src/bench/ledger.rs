@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use serde_json::Value;
 
-use super::h2load::{Load, Protocol, SERVER_CORE, pinned};
+use super::h2load::{Load, Protocol, SERVER_CORE, UNBOUNDED, door, pinned};
 use super::process::Process;
 use super::report::Report;
 use super::{Options, build, tools};
@@ -45,7 +45,7 @@ pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
 
 /// Requests a second of the whole, its ledger on and off by turns.
 fn requests(options: &Options, report: &mut Report, built: &Path, folder: &Path) -> Result<()> {
-    fs::write(folder.join("bench.toml"), CONFIG)?;
+    fs::write(folder.join("bench.toml"), door(UNBOUNDED, UNBOUNDED) + CONFIG)?;
     let body = folder.join("chat.json");
     fs::write(&body, CHAT)?;
     let ledgers = [Served::start(built, folder, "on", &[])?, {
@@ -167,19 +167,6 @@ fn fresh(folder: &Path) -> Result<PathBuf> {
 /// Steps that take next to no time, and limits that no run reaches: what is
 /// left is what the front door, the journal and the books cost.
 const CONFIG: &str = r#"
-[gateway]
-listen = "127.0.0.1:0"
-admin_listen = "127.0.0.1:0"
-
-[gateway.connections]
-per_source = 1000
-new_per_second = 10_000
-new_burst = 10_000
-
-[gateway.sources]
-requests_per_second = 1_000_000
-request_burst = 1_000_000
-
 [worker]
 engine = "synthetic"
 

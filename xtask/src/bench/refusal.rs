@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
-use super::h2load::{Load, Protocol, SERVER_CORE, pinned};
+use super::h2load::{Load, Protocol, SERVER_CORE, UNBOUNDED, door, pinned};
 use super::process::Process;
 use super::report::Report;
 use super::{Options, build, tools};
@@ -125,8 +125,8 @@ impl Bench {
             fs::remove_dir_all(&folder)?;
         }
         fs::create_dir_all(&folder)?;
-        fs::write(folder.join("open.toml"), config(1_000_000, 1_000_000))?;
-        fs::write(folder.join("ringed.toml"), config(1, 1))?;
+        fs::write(folder.join("open.toml"), door(UNBOUNDED, UNBOUNDED) + LIMITS)?;
+        fs::write(folder.join("ringed.toml"), door(1, 1) + LIMITS)?;
         Ok(Self { built, folder })
     }
 
@@ -226,35 +226,18 @@ impl Servers {
     }
 }
 
-/// Limits that no run reaches, but for the two that are measured. Penalties
-/// would change what is refused in the middle of a turn.
-fn config(requests_per_second: u32, request_burst: u32) -> String {
-    format!(
-        r#"
-[gateway]
-listen = "127.0.0.1:0"
-admin_listen = "127.0.0.1:0"
-
-[gateway.connections]
-per_source = 1000
-new_per_second = 10_000
-new_burst = 10_000
-
-[gateway.sources]
-requests_per_second = {requests_per_second}
-request_burst = {request_burst}
-
+/// Behind the door: limits that no run reaches, but for the one that is
+/// measured. Penalties would change what is refused in the middle of a turn.
+const LIMITS: &str = r#"
 [gateway.penalties]
 refused_clients = 1_000_000
 failed_authentications_per_minute = 1_000_000
 
 [plans.limited]
-requests_per_minute = {{ limit = 1, burst = 1 }}
+requests_per_minute = { limit = 1, burst = 1 }
 
 [tenants.limited]
 plan = "limited"
-"#
-    )
-}
+"#;
 
 const CHAT: &str = r#"{"model":"tollgate-demo","messages":[{"role":"user","content":"What is a rate limit?"}],"max_tokens":1}"#;

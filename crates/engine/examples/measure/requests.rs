@@ -77,14 +77,9 @@ impl Requests {
             choices: 1,
             max_tokens: tokens,
             sampling: SamplingParams {
-                temperature: 0.0,
-                top_p: 1.0,
-                presence_penalty: 0.0,
-                frequency_penalty: 0.0,
                 // Answers of full length, whatever the model would say.
                 logit_bias: self.shape.end_tokens.iter().map(|&token| (token, -100.0)).collect(),
-                seed: u64::from(number),
-                top_logprobs: None,
+                ..SamplingParams::greedy(number.into())
             },
             budget: None,
             queue_deadline: Duration::from_secs(600),

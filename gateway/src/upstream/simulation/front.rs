@@ -35,6 +35,7 @@ use crate::auth::KeyStore;
 use crate::limits::{LateSpend, restore_spend};
 use crate::pump::InFlight;
 use crate::upstream::assets::BuiltTokenizer;
+use crate::upstream::fuzz::TOKENIZER;
 use crate::upstream::journal::Books;
 use crate::upstream::orders::Placement;
 use crate::upstream::terms::Terms;
@@ -647,13 +648,6 @@ fn served_model() -> Arc<ServedModel> {
         table: serde_json::from_str(TABLE).expect("a table"),
     })
 }
-
-const TOKENIZER: &str = r#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],
-    "normalizer":null,"pre_tokenizer":null,"post_processor":null,
-    "decoder":{"type":"ByteLevel","add_prefix_space":false,"trim_offsets":true,"use_regex":true},
-    "model":{"type":"BPE","dropout":null,"unk_token":null,"continuing_subword_prefix":null,
-    "end_of_word_suffix":null,"fuse_unk":false,"byte_fallback":false,"ignore_merges":false,
-    "vocab":{"a":0},"merges":[]}}"#;
 
 /// A token costs a millisecond or so.
 const TABLE: &str = r#"{"version":"v1","step_ns":1000000.0,

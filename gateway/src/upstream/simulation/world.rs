@@ -2,24 +2,28 @@
 //! trouble. What happens next is the earliest thing in a queue; chance is the
 //! seed's; nothing else decides anything.
 
+mod gateway;
+mod trouble;
+mod wire;
+mod worker;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
 use tokio::sync::mpsc;
 use tokio::task::AbortHandle;
 use tokio::time::{Duration, Instant};
-use tokio_stream::wrappers::ReceiverStream;
 use tollgate_domain::block::Attempt;
-use tollgate_domain::{FinishReason, MonotonicTime, RequestId, Usage, WorkerEpoch};
-use tollgate_ledger::{LedgerError, Posted};
+use tollgate_domain::{Usage, WorkerEpoch};
+use tollgate_ledger::Posted;
 use tollgate_wire::v1::{JournalAck, JournalBlock};
 use tollgate_worker::rig::BlockReader;
 
 use super::chance::Chance;
 use super::disk::{Counted, SimDisk};
-use super::facts::{End, Facts};
-use super::front::{CAP_NS, Front, Fronts, Next, TaskEnd, caller, tenants};
+use super::facts::Facts;
+use super::front::{CAP_NS, Front, Fronts, TaskEnd, tenants};
 use super::sqlite::Mounted;
 use super::worker::{MS, Played, Wanted, Working};
 use crate::upstream::{Online, UpstreamError};
@@ -357,7 +361,7 @@ impl World {
             Event::Follow { life, request } => self.follow(life, request),
             Event::Leave { life, request } => self.leave(life, request),
             Event::Impatient { life, request, attempt } => {
-                if let Some(front) = self.front.as_mut().filter(|front| front.life == life) {
+                if let Some(front) = living(&mut self.front, life) {
                     front.impatient(request, attempt, &mut self.facts);
                 }
             }
@@ -368,491 +372,6 @@ impl World {
             Event::LostAtWorker(connection) => self.lose_at_worker(connection),
         }
     }
-
-    // --- trouble ---
-
-    fn trouble(&mut self) {
-        let trouble = self.chance.below(9);
-        self.write_down(|| format!("trouble {trouble}"));
-        match trouble {
-            0 => self.kill_worker(),
-            1 => self.kill_gateway(),
-            2 => {
-                self.kill_worker();
-                self.kill_gateway();
-            }
-            3 | 4 => {
-                let changes = self.chance.between(1, 60);
-                self.disk.faults(|faults| faults.dark_in = Some(changes));
-            }
-            5 => self.cut_wire(),
-            6 => {
-                self.disk.faults(|faults| faults.failing_syncs = Some(3));
-                self.soon(50, 600, Event::TroubleOver);
-            }
-            7 => {
-                self.disk.faults(|faults| faults.full = true);
-                self.soon(50, 900, Event::TroubleOver);
-            }
-            _ => self.stop_worker(),
-        }
-    }
-
-    fn trouble_over(&mut self) {
-        self.disk.faults(|faults| {
-            faults.full = false;
-            faults.failing_syncs = None;
-        });
-        if self.now > TROUBLED {
-            self.disk.faults(|faults| faults.dark_in = None);
-            self.ending = true;
-        }
-    }
-
-    fn lose_power(&mut self) {
-        self.mark(&[72]);
-        self.write_down(|| "the power fails".to_owned());
-        self.kill_worker();
-        self.kill_gateway();
-        self.disk.cut_power();
-    }
-
-    fn kill_worker(&mut self) {
-        let Some(working) = self.working.take() else { return };
-        self.seen.worker_deaths += 1;
-        self.write_down(|| format!("worker {:x} dies", working.epoch.0));
-        self.disk.kill(working.process);
-        self.facts.died(working.epoch, self.now * MS);
-        drop(working);
-        if let Some(number) = self.wire.as_ref().map(|wire| wire.number) {
-            self.lose_at_worker(number);
-        }
-        self.soon(100, 700, Event::StartWorker);
-    }
-
-    /// It is told to end: it closes its journal and tells what it can.
-    fn stop_worker(&mut self) {
-        let Some(working) = &mut self.working else { return };
-        let epoch = working.epoch;
-        if working.rig.close().is_ok() {
-            self.facts.synced(epoch);
-        }
-        self.tell_blocks();
-        self.kill_worker();
-    }
-
-    fn kill_gateway(&mut self) {
-        let Some(front) = self.front.take() else { return };
-        self.seen.gateway_deaths += 1;
-        self.write_down(|| "gateway dies".to_owned());
-        self.disk.kill(front.process);
-        self.disk.forget_shared();
-        drop(front);
-        if let Some(number) = self.wire.as_ref().map(|wire| wire.number) {
-            self.lose_at_gateway(number);
-        }
-        // The worker is its child, and hears that it is gone.
-        let life = self.lives;
-        self.soon(5, 250, Event::Orphaned(life));
-        self.soon(300, 900, Event::StartGateway);
-    }
-
-    // --- the wire ---
-
-    fn cut_wire(&mut self) {
-        let Some(number) = self.wire.as_ref().map(|wire| wire.number) else { return };
-        self.seen.cuts += 1;
-        self.soon(0, 60, Event::LostAtGateway(number));
-        self.soon(0, 60, Event::LostAtWorker(number));
-    }
-
-    fn lose_at_gateway(&mut self, number: u64) {
-        let Some(wire) = self.wire.as_mut().filter(|wire| wire.number == number) else { return };
-        if std::mem::take(&mut wire.gateway_holds) {
-            wire.task.abort();
-            self.soon(0, 40, Event::LostAtWorker(number));
-            let again = self.front.as_mut().map(|front| front.lost(number, &mut self.facts));
-            for request in again.into_iter().flatten() {
-                let life = self.front.as_ref().map_or(0, |front| front.life);
-                self.soon(1, 30, Event::Follow { life, request });
-            }
-        }
-        self.hang_up();
-    }
-
-    fn lose_at_worker(&mut self, number: u64) {
-        let Some(wire) = self.wire.as_mut().filter(|wire| wire.number == number) else { return };
-        if std::mem::take(&mut wire.worker_holds) {
-            if let Some(working) = &mut self.working {
-                for run in working.runs.iter_mut().filter(|run| run.connection == number) {
-                    run.cancelled.get_or_insert(FinishReason::Fault);
-                }
-            }
-            self.soon(0, 40, Event::LostAtGateway(number));
-        }
-        self.hang_up();
-    }
-
-    fn hang_up(&mut self) {
-        if self.wire.as_ref().is_some_and(|wire| !wire.gateway_holds && !wire.worker_holds) {
-            self.wire = None;
-            self.soon(50, 120, Event::Connect);
-        }
-    }
-
-    fn connect(&mut self) {
-        let (Some(front), Some(working), None) = (&mut self.front, &self.working, &self.wire)
-        else {
-            return;
-        };
-        self.wires += 1;
-        let online = self.fronts.online(working.epoch, front);
-        let (blocks, receiver) = mpsc::channel(1_024);
-        let (ack_sender, acks) = mpsc::channel(1_024);
-        let taken = Arc::new(AtomicBool::new(false));
-        let number = self.wires;
-        let task = front.follow_journal(
-            number,
-            Arc::clone(&online),
-            ReceiverStream::new(receiver),
-            ack_sender,
-            Arc::clone(&taken),
-        );
-        self.wire = Some(Connection {
-            number,
-            online,
-            reader: working.rig.reader(),
-            blocks,
-            acks,
-            taken,
-            task,
-            worker_holds: true,
-            gateway_holds: true,
-            arrivals: [self.now; 2],
-        });
-        self.tell_blocks();
-    }
-
-    fn tell(&mut self, number: u64, told: Told) {
-        let delay = self.chance.between(0, 15);
-        let wire = self.wire.as_mut();
-        let Some(wire) = wire.filter(|wire| wire.number == number && wire.worker_holds) else {
-            return;
-        };
-        let mut when = (self.now + delay).max(wire.arrivals[0]);
-        if let Told::Block(block) = &told {
-            if self.chance.percent(1) {
-                // Behind what comes after it.
-                self.shuffled = true;
-                when += self.chance.between(1, 150);
-            } else {
-                wire.arrivals[0] = when;
-            }
-            if self.chance.percent(8) {
-                self.seen.repeated += 1;
-                let mut block = block.clone();
-                if self.plant == Plant::PostedTwice {
-                    block.block += 1;
-                    if block.first_step > 0 {
-                        (block.first_step, block.last_step) =
-                            (block.last_step + 1, block.last_step + 1);
-                    }
-                }
-                let told = Box::new(Told::Block(block));
-                self.at(when, Event::ToGateway { connection: number, told });
-            }
-        } else {
-            wire.arrivals[0] = when;
-        }
-        self.at(when, Event::ToGateway { connection: number, told: Box::new(told) });
-    }
-
-    fn say(&mut self, number: u64, said: Said) {
-        let delay = self.chance.between(0, 15);
-        let wire = self.wire.as_mut();
-        let Some(wire) = wire.filter(|wire| wire.number == number && wire.gateway_holds) else {
-            return;
-        };
-        let when = (self.now + delay).max(wire.arrivals[1]);
-        wire.arrivals[1] = when;
-        self.at(when, Event::ToWorker { connection: number, said: Box::new(said) });
-    }
-
-    fn told(&mut self, connection: u64, told: Told) {
-        let Some(wire) = self.wire.as_ref().filter(|wire| wire.number == connection) else {
-            return;
-        };
-        let (true, Some(front)) = (wire.gateway_holds, &mut self.front) else { return };
-        match told {
-            Told::Block(block) => {
-                if wire.blocks.try_send(Ok(*block)).is_err() {
-                    self.lose_at_gateway(connection);
-                }
-            }
-            Told::Progress(attempt, usage) => front.progress(&attempt, usage),
-            Told::Finished(attempt, usage) => {
-                self.seen.answered += 1;
-                self.diary.push(format!("{:>6} heard the end of {attempt:?}", self.now));
-                front.finished(&attempt, usage, &mut self.facts);
-            }
-        }
-    }
-
-    fn said(&mut self, connection: u64, said: Said) {
-        let holds =
-            self.wire.as_ref().is_some_and(|wire| wire.number == connection && wire.worker_holds);
-        let (true, Some(working)) = (holds, &mut self.working) else { return };
-        match said {
-            Said::Order(tenant, attempt, order) => {
-                working.order((caller(tenant), attempt, connection), order, self.now);
-            }
-            Said::Cancel(attempt) => {
-                for run in working.runs.iter_mut().filter(|run| run.attempt == attempt) {
-                    run.cancelled.get_or_insert(FinishReason::Cancelled);
-                }
-            }
-            Said::Ack(ack) => {
-                let epoch = WorkerEpoch::try_from(ack.epoch).expect("it was said so");
-                working.rig.acknowledge(epoch, ack.block);
-            }
-        }
-    }
-
-    // --- the worker ---
-
-    fn start_worker(&mut self) {
-        if self.working.is_some() {
-            return;
-        }
-        if self.front.is_none() {
-            return self.soon(20, 100, Event::StartWorker);
-        }
-        self.processes += 1;
-        self.lives += 1;
-        let (process, epoch) = (self.processes, WorkerEpoch(0xe000 + u128::from(self.lives)));
-        match Working::start(self.disk.of(process), process, epoch, &self.clock) {
-            Ok(working) => {
-                self.facts.born(epoch, self.now * MS);
-                self.write_down(|| format!("worker {:x} starts", epoch.0));
-                self.working = Some(working);
-                let life = self.lives;
-                self.soon(5, 30, Event::Turn(life));
-                self.soon(0, 100, Event::Tick(life));
-                self.soon(20, 80, Event::Connect);
-            }
-            Err(error) => {
-                self.disk.kill(process);
-                if error.kind() == std::io::ErrorKind::InvalidData {
-                    self.facts.wrong(format!("a journal cannot be opened: {error}"));
-                }
-                self.soon(100, 300, Event::StartWorker);
-            }
-        }
-    }
-
-    fn is_life(&self, life: u64) -> bool {
-        self.lives == life && self.working.is_some()
-    }
-
-    fn turn(&mut self, life: u64) {
-        let (true, Some(working)) = (self.is_life(life), &mut self.working) else { return };
-        if working.rig.is_closed() {
-            return;
-        }
-        if working.runs.is_empty() {
-            if working.idle(MonotonicTime(self.now * MS)).is_err() {
-                return self.kill_worker();
-            }
-            return self.soon(20, 60, Event::Turn(life));
-        }
-        if working.began(self.now).is_err() {
-            return self.kill_worker();
-        }
-        let started = self.now;
-        let (least, most) = if self.chance.percent(3) { (200, 900) } else { (3, 40) };
-        self.soon(least, most, Event::Stepped { life, started });
-    }
-
-    fn stepped(&mut self, life: u64, started: u64) {
-        let (true, Some(working)) = (self.is_life(life), &mut self.working) else { return };
-        let table = &self.fronts.model().table;
-        let Ok(stepped) = working.step(&mut self.chance, table, started, self.now) else {
-            return self.kill_worker();
-        };
-        let epoch = working.epoch;
-        self.facts.stepped(epoch, self.now * MS);
-        for (attempt, connection, usage) in stepped.told {
-            self.tell(connection, Told::Progress(attempt, usage));
-        }
-        for (connection, figures) in stepped.ended {
-            let attempt = Attempt { request: figures.request, attempt: figures.attempt };
-            let is_paid = figures.reason != FinishReason::Fault;
-            let end = End {
-                caller: figures.caller,
-                attempt: attempt.clone(),
-                usage: figures.usage,
-                is_paid,
-            };
-            self.facts.ended(epoch, end);
-            self.tell(connection, Told::Finished(attempt, figures.usage));
-        }
-        self.at(self.now, Event::Turn(life));
-    }
-
-    fn tick(&mut self, life: u64) {
-        let (true, Some(working)) = (self.is_life(life), &mut self.working) else { return };
-        let epoch = working.epoch;
-        let segment = self.chance.between(600, 3_000);
-        match working.rig.tick(segment) {
-            Ok(()) => self.facts.synced(epoch),
-            Err(_) if self.disk.is_dark() => return,
-            // The engine ends at its next word.
-            Err(_) => return self.kill_worker(),
-        }
-        self.tell_blocks();
-        self.at(self.now + 100, Event::Tick(life));
-    }
-
-    fn tell_blocks(&mut self) {
-        let mut blocks = Vec::new();
-        let Some(wire) = self.wire.as_mut().filter(|wire| wire.worker_holds) else { return };
-        let number = wire.number;
-        loop {
-            match wire.reader.next_block() {
-                Ok(Some(block)) => blocks.push(block),
-                Ok(None) => break,
-                Err(_) if self.disk.is_dark() => break,
-                Err(error) => {
-                    self.facts.wrong(format!("the journal cannot be read: {error}"));
-                    break;
-                }
-            }
-        }
-        for block in blocks {
-            self.seen.blocks += 1;
-            self.facts.handed(&block);
-            let parts = block.parts();
-            self.mark(&[73, parts.epoch.0 as u64, parts.number, parts.wall.nanos()]);
-            self.write_down(|| {
-                let ended = parts.finished.iter().map(|it| (&it.attempt.request, it.reason));
-                let ended: Vec<_> = ended.collect();
-                format!("told {:x}/{}: {ended:?}", parts.epoch.0, parts.number)
-            });
-            if self.plant == Plant::AcknowledgedTooEarly
-                && let Some(working) = &self.working
-            {
-                working.rig.acknowledge(parts.epoch, parts.number);
-            }
-            self.tell(number, Told::Block(Box::new(block.into())));
-        }
-    }
-
-    // --- the gateway ---
-
-    fn start_gateway(&mut self) {
-        if self.front.is_some() {
-            return;
-        }
-        self.processes += 1;
-        let disk = self.disk.of(self.processes);
-        self.mounted.remount(disk);
-        let path = self.mounted.path("/ledger.db");
-        match self.fronts.start(self.processes, &path, self.now) {
-            Ok(front) => {
-                let life = front.life;
-                self.front = Some(front);
-                self.write_down(|| format!("gateway {life} starts"));
-                self.soon(1, 10, Event::Commit(life));
-                self.soon(900, 1_100, Event::Sweep(life));
-                self.soon(20, 80, Event::Connect);
-            }
-            Err(error) => {
-                self.disk.kill(self.processes);
-                self.disk.forget_shared();
-                if matches!(error, LedgerError::Damaged(_) | LedgerError::Format { .. }) {
-                    self.facts.wrong(format!("the ledger cannot be opened: {error}"));
-                }
-                self.soon(100, 300, Event::StartGateway);
-            }
-        }
-    }
-
-    fn front(&mut self, life: u64) -> Option<&mut Front> {
-        self.front.as_mut().filter(|front| front.life == life)
-    }
-
-    fn commit(&mut self, life: u64) {
-        let Some(front) = self.front(life) else { return };
-        let wait = front.commit();
-        self.soon(wait, wait + 8, Event::Commit(life));
-    }
-
-    fn sweep(&mut self, life: u64) {
-        let Some(front) = self.front.as_mut().filter(|front| front.life == life) else { return };
-        front.sweep(&mut self.facts);
-        self.soon(900, 1_100, Event::Sweep(life));
-    }
-
-    fn ask(&mut self) {
-        let (number, tenant) = (self.chance.number(), self.chance.below(2) as usize);
-        let order = Wanted {
-            prompt: self.chance.between(1, 40),
-            stops_after: self.chance.between(1, 30),
-            most: self.chance.between(4, 40),
-            budget: None,
-        };
-        let is_streamed = self.chance.percent(70);
-        let is_left = self.chance.percent(20);
-        let is_forgotten = self.chance.percent(4);
-        let leaves = self.chance.between(20, 800);
-        let Some(front) = &mut self.front else { return };
-        // Before a worker was there nobody knows a model to ask for.
-        let wire = self.wire.as_ref().filter(|wire| wire.taken.load(Ordering::Relaxed));
-        front.has_model |= wire.is_some_and(|wire| wire.gateway_holds);
-        if !front.has_model {
-            return;
-        }
-        self.seen.asked += 1;
-        let id = RequestId::from_random(number.into());
-        let asked = front.ask(id.clone(), tenant, order, (is_streamed, is_forgotten));
-        let life = front.life;
-        self.fronts.remember(tenant, id);
-        let Some(request) = asked else { return };
-        self.soon(0, 5, Event::Follow { life, request });
-        if is_left {
-            self.soon(leaves, leaves, Event::Leave { life, request });
-        }
-    }
-
-    /// A request waits for a place, then for a worker.
-    fn follow(&mut self, life: u64, request: usize) {
-        let Some(front) = self.front.as_mut().filter(|front| front.life == life) else { return };
-        let wire = self.wire.as_ref().filter(|wire| {
-            wire.gateway_holds && wire.taken.load(Ordering::Relaxed) && wire.online.takes_requests()
-        });
-        let place = wire.map(|wire| (wire.number, Arc::clone(&wire.online)));
-        let number = place.as_ref().map_or(0, |place| place.0);
-        match front.follow(request, place, &mut self.facts) {
-            Next::Wait => self.soon(20, 50, Event::Follow { life, request }),
-            Next::Say(said) => {
-                self.write_down(|| format!("wire {number}: {said:?}"));
-                self.say(number, said);
-            }
-            Next::Nothing => {}
-        }
-    }
-
-    fn leave(&mut self, life: u64, request: usize) {
-        let Some(front) = self.front.as_mut().filter(|front| front.life == life) else { return };
-        if let Some((connection, attempt)) = front.leave(request) {
-            let number = attempt.attempt;
-            self.say(connection, Said::Cancel(attempt));
-            let when = self.now + 10_000;
-            self.at(when, Event::Impatient { life, request, attempt: number });
-        }
-    }
-
-    // --- the end ---
 
     /// Once every request has ended and every block is in the ledger.
     fn rest(&mut self) -> Option<()> {
@@ -914,8 +433,6 @@ impl World {
         self.mark(&[print]);
     }
 
-    // --- the trace ---
-
     fn mark(&mut self, numbers: &[u64]) {
         for number in numbers {
             self.trace = (self.trace ^ number).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(29);
@@ -955,4 +472,9 @@ impl World {
         };
         self.mark(&[now, kind, first, second]);
     }
+}
+
+/// The gateway, if it is the one of this life.
+fn living(front: &mut Option<Front>, life: u64) -> Option<&mut Front> {
+    front.as_mut().filter(|front| front.life == life)
 }

@@ -22,15 +22,7 @@ struct Ask {
 impl Ask {
     fn greedy() -> Self {
         Self {
-            params: SamplingParams {
-                temperature: 0.0,
-                top_p: 1.0,
-                presence_penalty: 0.0,
-                frequency_penalty: 0.0,
-                logit_bias: Vec::new(),
-                seed: 7,
-                top_logprobs: None,
-            },
+            params: SamplingParams::greedy(7),
             position: 0,
             history: Vec::new(),
             pending: None,
