@@ -294,7 +294,7 @@ section! {
         /// Sequences in one batch.
         max_sequences: u32 = 64, 1..=4_096;
         /// How long one step should take at most; where the model is fast, less:
-        /// sixteen of its shortest steps, but at least 2 ms.
+        /// sixteen of its shortest steps, but at least 1 ms.
         step_box: Duration = Duration::from_millis(80), MILLISECOND..=seconds(10);
         /// Prompt tokens that one sequence brings into one step.
         max_chunk_tokens: u32 = 512, 1..=65_536;

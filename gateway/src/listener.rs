@@ -15,6 +15,7 @@ mod opening;
 mod pass;
 mod plain;
 mod proxy;
+mod turns;
 mod watched;
 
 use std::io;
@@ -31,6 +32,7 @@ use tokio_util::task::TaskTracker;
 
 use self::gate::{Gate, Permit};
 use self::opening::Openings;
+use self::turns::Turns;
 use crate::source::Proxies;
 use crate::stack::Stack;
 use crate::telemetry::Metrics;
@@ -155,6 +157,7 @@ pub(crate) struct Shared {
     tls: Arc<rustls::ServerConfig>,
     gate: Arc<Gate>,
     openings: Arc<Openings>,
+    turns: Turns,
     proxies: Arc<Proxies>,
     metrics: Arc<Metrics>,
     /// Streams of HTTP/2, which hyper runs as tasks of their own, and sockets
@@ -177,7 +180,8 @@ impl Listener {
         let openings = Openings::new(options.handshakes);
         let proxies = Arc::new(options.proxies.clone());
         let streams = TaskTracker::new();
-        let shared = Shared { options, tls, gate, openings, proxies, metrics, streams };
+        let turns = Turns::for_this_machine();
+        let shared = Shared { options, tls, gate, openings, turns, proxies, metrics, streams };
         Ok(Self { socket: bind(address)?, shared: Arc::new(shared) })
     }
 

@@ -4,10 +4,12 @@
 //! is good is [`crate::verdict`]'s to say.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use tokio::runtime::{self, Runtime};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -74,6 +76,9 @@ pub enum DrillError {
     /// It answers nothing, so that there is nothing to measure.
     #[error("the gateway answers nothing: {0}")]
     NothingAnswered(String),
+    /// The system gives no threads to attack with.
+    #[error("no threads for the attackers")]
+    Threads(#[source] io::Error),
     /// It was told to stop.
     #[error("stopped before its end: nothing can be said")]
     Stopped,
@@ -176,12 +181,13 @@ pub async fn play(
             honest.spawn(sender.run(Arc::clone(&ground)));
         }
     }
+    let crowd = Crowd::gather().map_err(DrillError::Threads)?;
     let mut attackers = JoinSet::new();
     for (number, attacker) in scenario.attackers.iter().enumerate() {
         let found = capacity::of(&capacity, &attacker.prompts(), attacker.ask.most_tokens());
         let rate = attacker.rate.per_second(found, sharers);
         let targets = attackers::targets(attacker, number, stage, may_choose_source);
-        attackers.spawn(attackers::run(Arc::clone(&ground), number, targets, rate));
+        attackers.spawn_on(attackers::run(Arc::clone(&ground), number, targets, rate), crowd.on());
     }
     let alone = scenario.phases.alone;
     let phases = follow_phases(Arc::clone(&ground));
@@ -207,6 +213,43 @@ pub async fn play(
         processes,
         shares,
     })
+}
+
+/// Where attackers run. They stand for other people's machines: on this one
+/// their threads give way to those of the honest, of the gateway and of its
+/// workers, or else it is their own client's work that makes the honest wait.
+struct Crowd(Option<Runtime>);
+
+impl Crowd {
+    /// How much nicer than the process its threads are: at half load they
+    /// still get all that they want.
+    const NICER: i32 = 10;
+
+    fn gather() -> io::Result<Self> {
+        let give_way = || {
+            // Refused only where nobody can be nicer any more.
+            let _ = rustix::process::nice(Self::NICER);
+        };
+        let threads = runtime::Builder::new_multi_thread()
+            .enable_all()
+            .thread_name("attackers")
+            .on_thread_start(give_way)
+            .build()?;
+        Ok(Self(Some(threads)))
+    }
+
+    fn on(&self) -> &runtime::Handle {
+        self.0.as_ref().expect("there until it is dropped").handle()
+    }
+}
+
+impl Drop for Crowd {
+    fn drop(&mut self) {
+        // Waiting for its threads is not possible where tasks run.
+        if let Some(threads) = self.0.take() {
+            threads.shutdown_background();
+        }
+    }
 }
 
 /// Tells whoever watches which phase it is.

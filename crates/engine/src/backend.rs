@@ -46,6 +46,9 @@ pub trait Backend: Send {
     /// device failed, after which the backend is not to be used again.
     fn step(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError>;
 
+    /// The calling thread is the one that runs every step from here on.
+    fn enter(&mut self) {}
+
     /// Waits until the device is this backend's to use. Called before a step,
     /// outside its time: where nobody else uses the device there is nothing to
     /// do.

@@ -210,6 +210,7 @@ fn assemble(
 
 /// The thread's loop.
 fn serve(core: &mut Core, mailbox: &Mailbox) -> Result<(), EngineError> {
+    core.enter();
     let mut mail = mailbox.collect();
     loop {
         mailbox.pulse.begin();

@@ -66,7 +66,7 @@ pub struct Bounds {
     pub guard: DeviceNanos,
     /// How long a sequence that lost its place keeps the next one.
     pub rest: Duration,
-    /// What whoever has half of the batch leaves to those who come.
+    /// What whoever has as much already leaves to those who come.
     pub spare: Spare,
 }
 
@@ -177,7 +177,7 @@ pub fn step_box(table: &CostTable, most: Duration) -> Duration {
 const BOX_STEPS: u32 = 16;
 /// Beside each step there is its account and its telling, some tens of
 /// microseconds: less than this is not worth it.
-const LEAST_BOX: Duration = Duration::from_millis(2);
+const LEAST_BOX: Duration = Duration::from_millis(1);
 
 /// Decides the next step. Unless nothing runs or waits, what it returns always
 /// gets somewhere: there is a chunk, or a sequence is preempted or refused.

@@ -120,7 +120,7 @@ async fn shake_hands(
     let lingering = Lingering { tasks: shared.streams.clone(), peer: peer.clone() };
     let acceptor = TlsAcceptor::from(Arc::clone(&shared.tls));
     let handshake = acceptor.accept(Socket::new(stream, lingering));
-    match timeout(options.handshake, handshake).await {
+    match timeout(options.handshake, shared.turns.take(handshake)).await {
         Err(_) => Err("timeout"),
         Ok(Err(_)) => Err("tls"),
         Ok(Ok(wire)) => Ok(wire),

@@ -148,6 +148,10 @@ impl Backend for CpuBackend {
         self.limits
     }
 
+    fn enter(&mut self) {
+        pool::give_way();
+    }
+
     fn copy_block(&mut self, from: u32, to: u32) {
         self.cache.copy_block(from, to);
     }

@@ -122,6 +122,11 @@ impl Core {
         Ok(turn)
     }
 
+    /// Tells the backend which thread it runs on from here on.
+    pub(super) fn enter(&mut self) {
+        self.backend.enter();
+    }
+
     /// Leaves the device to others and tells the journal that nothing runs.
     pub(super) fn idle(&mut self) -> Result<(), EngineError> {
         self.backend.release();

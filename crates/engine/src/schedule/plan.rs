@@ -332,7 +332,8 @@ impl<'a> Plan<'a> {
     fn fits(&self, room: Room, newcomer: &Newcomer<'_>) -> bool {
         self.leaves(room, newcomer, self.bounds.spare)
             || (self.leaves(room, newcomer, Spare::default())
-                && (room.sequences == 0 || !self.has_half(newcomer.head.standing.holder.1)))
+                && (room.sequences == 0
+                    || !self.has_as_much_as_is_spare(newcomer.head.standing.holder.1)))
     }
 
     /// Whether there is room for a newcomer and for `spare`.
@@ -343,8 +344,8 @@ impl<'a> Plan<'a> {
         places <= self.bounds.max_sequences && blocks <= self.usable(room, newcomer)
     }
 
-    /// Whether a holder has half of the places or of the pool.
-    fn has_half(&self, holder: NodeId) -> bool {
+    /// Whether a holder has as many places or blocks already as are spare.
+    fn has_as_much_as_is_spare(&self, holder: NodeId) -> bool {
         let (mut places, mut blocks) = (0, 0);
         let stays = self.batch.iter().filter(|member| !member.preempted);
         let stays = stays.map(|member| {
@@ -359,7 +360,8 @@ impl<'a> Plan<'a> {
                 blocks += more_blocks;
             }
         }
-        2 * places >= self.bounds.max_sequences || 2 * blocks >= self.bounds.total_blocks
+        let Spare { places: spare_places, blocks: spare_blocks } = self.bounds.spare;
+        places >= spare_places.max(1) || blocks >= spare_blocks.max(1)
     }
 
     /// Blocks that a running sequence should hold for its next tokens, grown

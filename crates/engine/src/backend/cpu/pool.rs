@@ -51,6 +51,18 @@ unsafe impl Sync for Shared {}
 // SAFETY: the pointer is to a `Sync` closure, and used only while it lives.
 unsafe impl Send for Shared {}
 
+/// How much nicer than its process a thread that computes is. Where cores are
+/// contested it weighs a third of one that carries requests and answers: those
+/// need little and soon, this one takes all there is.
+const NICER: i32 = 5;
+
+/// Makes the calling thread give way to the process's other threads. (On Linux
+/// a thread is as nice as it says itself.)
+pub(super) fn give_way() {
+    // Refused only where nobody can be nicer any more.
+    let _ = rustix::process::nice(NICER);
+}
+
 impl Pool {
     /// A pool of `threads` threads, the caller's own among them.
     pub(super) fn new(threads: usize) -> io::Result<Self> {
@@ -66,7 +78,10 @@ impl Pool {
         for index in 1..threads {
             let shared = Arc::clone(&shared);
             let name = format!("compute-{index}");
-            let helper = thread::Builder::new().name(name).spawn(move || shared.help(index))?;
+            let helper = thread::Builder::new().name(name).spawn(move || {
+                give_way();
+                shared.help(index);
+            })?;
             pool.helpers.push(helper);
         }
         Ok(pool)
