@@ -18,7 +18,7 @@ use crate::audit::note::hex;
 use crate::audit::record::Before;
 use crate::audit::tree::{Frontier, Hash};
 use crate::schema::{FORMAT, account};
-use crate::{AdminAction, Ledger, LedgerError, LedgerReader, post, schema};
+use crate::{AdminAction, Ledger, LedgerError, LedgerReader, plans, post, schema};
 
 /// Which records can leave the database.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,6 +116,8 @@ impl Ledger {
         )?;
         action.detail["to"] = to.into();
         action.detail["audit_keys"] = keys.into();
+        action.detail["tenant_plans"] = serde_json::to_value(plans::kept(&transaction)?)
+            .map_err(|error| LedgerError::Damaged(error.to_string()))?;
         action.detail["sums_sha256"] = sums_sha256(&transaction)?.into();
         post::record_action(&transaction, &mut chain, &action)?;
         transaction.commit()?;

@@ -1,13 +1,14 @@
 //! Since when a tenant has which plan: its prices go by that. The gateway says
 //! at its start which plans are in force; what changed is kept, with its record.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use rusqlite::{Connection, params};
+use serde_json::Value;
 use tollgate_domain::{PlanName, TenantId, UtcDay};
 
 use crate::LedgerError;
-use crate::audit::chain::Chain;
+use crate::audit::chain::{self, Chain};
 use crate::audit::record::AdminAction;
 use crate::post::{self, Posted};
 use crate::query::name;
@@ -29,6 +30,9 @@ pub(crate) fn post(
     chain: &mut Chain,
     told: &PlansInForce,
 ) -> Result<Posted, LedgerError> {
+    if chain::knows_action(connection, &told.action.id)? {
+        return Ok(Posted::Already);
+    }
     let mut known = latest(connection)?;
     let today = told.action.at.day();
     let mut news = serde_json::Map::new();
@@ -111,4 +115,51 @@ fn told(
         told.push((UtcDay(row.get(0)?), name(PlanName::new(&row.get::<_, String>(1)?))?));
     }
     Ok(told)
+}
+
+/// Every tenant's plans by day.
+pub(crate) type Told = BTreeMap<String, BTreeMap<u32, String>>;
+
+/// As the ledger keeps them.
+pub(crate) fn kept(connection: &Connection) -> Result<Told, LedgerError> {
+    let mut statement = connection.prepare("SELECT tenant, day, plan FROM tenant_plans")?;
+    let mut rows = statement.query([])?;
+    let mut told = Told::new();
+    while let Some(row) = rows.next()? {
+        let (tenant, day, plan): (String, u32, String) = (row.get(0)?, row.get(1)?, row.get(2)?);
+        told.entry(tenant).or_default().insert(day, plan);
+    }
+    Ok(told)
+}
+
+/// As the records say, the latest archive's first: it tells what was kept then.
+/// `None` where a record cannot be understood.
+pub(crate) fn recorded(connection: &Connection) -> Result<Option<Told>, LedgerError> {
+    let mut statement = connection.prepare(
+        "SELECT record FROM records
+         WHERE instr(record, '\"operation.type\":\"plans.in_force\"') > 0
+           OR instr(record, '\"operation.type\":\"ledger.archived\"') > 0 ORDER BY seq",
+    )?;
+    let mut rows = statement.query([])?;
+    let mut told = Some(Told::new());
+    while let Some(row) = rows.next()? {
+        let record: Option<Value> = serde_json::from_str(&row.get::<_, String>(0)?).ok();
+        told = record.zip(told).and_then(|(record, told)| after(told, &record));
+    }
+    Ok(told)
+}
+
+/// What is told once `record` is. The rule of days is that of [`post`].
+fn after(mut told: Told, record: &Value) -> Option<Told> {
+    let detail = record.get("detail")?;
+    if record.get("operation.type")?.as_str()? == "ledger.archived" {
+        return serde_json::from_value(detail.get("tenant_plans")?.clone()).ok();
+    }
+    let from: UtcDay = detail.get("from")?.as_str()?.parse().ok()?;
+    for (tenant, plan) in detail.get("plans")?.as_object()? {
+        let days = told.entry(tenant.clone()).or_default();
+        let day = days.last_key_value().map_or(from.0, |(last, _)| from.0.max(*last));
+        days.insert(day, plan.as_str()?.to_owned());
+    }
+    Some(told)
 }

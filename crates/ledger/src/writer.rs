@@ -88,6 +88,31 @@ pub enum Health {
 /// What became of each command of a group.
 type Results = Vec<Result<Posted, LedgerError>>;
 
+/// What became of one command, or why none of its group can be committed.
+type RunApart = Result<Result<Posted, LedgerError>, LedgerError>;
+
+/// Runs a command so that it can be taken back by itself.
+fn run_apart(
+    command: &Command,
+    transaction: &mut rusqlite::Transaction<'_>,
+    chain: &mut Chain,
+) -> RunApart {
+    let part = transaction.savepoint()?;
+    let before = chain.clone();
+    match command.act.run(&part, chain) {
+        Ok(posted) => {
+            part.commit()?;
+            Ok(Ok(posted))
+        }
+        Err(error @ LedgerError::Storage(_)) => Err(error),
+        Err(refused) => {
+            drop(part);
+            *chain = before;
+            Ok(Err(refused))
+        }
+    }
+}
+
 /// Called once, on the writer's thread, after the commit or its failure. It
 /// must not block.
 pub type Completion = Box<dyn FnOnce(Result<Posted, LedgerError>) + Send>;
@@ -445,27 +470,35 @@ impl Writer {
 
     /// One transaction for the whole group. A command that is refused leaves
     /// no trace and does not hinder the others; a disk that refuses fails all.
+    ///
+    /// Hardly a group holds one that is refused, and to be able to take one
+    /// back SQLite copies every page that it changes. So all are first run
+    /// without that, and only where one is refused is each kept apart.
     fn commit(&mut self, group: &[Command]) -> Result<Results, LedgerError> {
+        let together = self.commit_by(group, |command, transaction, chain| {
+            command.act.run(transaction, chain).map(Ok)
+        });
+        match together {
+            Ok(_) | Err(LedgerError::Storage(_)) => together,
+            Err(_) => self.commit_by(group, run_apart),
+        }
+    }
+
+    /// `run` for each command in one transaction, signed where it is time.
+    fn commit_by(
+        &mut self,
+        group: &[Command],
+        run: impl Fn(&Command, &mut rusqlite::Transaction<'_>, &mut Chain) -> RunApart,
+    ) -> Result<Results, LedgerError> {
         let overdue = self.due.is_some_and(|due| due <= Instant::now())
             || group.iter().any(|command| matches!(command.act, Act::Sign));
         let key = self.options.key.clone();
         let most = self.options.checkpoint_records;
         self.store()?.transact(|transaction, chain| {
-            let mut results = Vec::with_capacity(group.len());
-            for command in group {
-                let part = transaction.savepoint()?;
-                let before = chain.clone();
-                let result = command.act.run(&part, chain);
-                match result {
-                    Ok(_) => part.commit()?,
-                    Err(error @ LedgerError::Storage(_)) => return Err(error),
-                    Err(_) => {
-                        drop(part);
-                        *chain = before;
-                    }
-                }
-                results.push(result);
-            }
+            let results: Results = group
+                .iter()
+                .map(|command| run(command, transaction, chain))
+                .collect::<Result<_, _>>()?;
             let enough = chain.unsigned() >= most;
             if let Some(key) = key.filter(|_| (overdue && chain.unsigned() > 0) || enough) {
                 chain.sign(transaction, &key)?;

@@ -75,6 +75,7 @@ fn fill(ledger: &LedgerHandle, first: u64, last: u64) {
         detail: serde_json::json!({ "audit_key": key().verifier() }),
     };
     record_action(ledger, loaded).expect("records");
+    tell_plan(ledger, begins(first), if first == 1 { "team" } else { "gold" });
     for number in first..=last {
         post(ledger, numbered(number)).expect("posts");
         if number.is_multiple_of(7) {

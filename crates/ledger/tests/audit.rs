@@ -12,7 +12,7 @@ use common::*;
 use proptest::prelude::Rng;
 use proptest::test_runner::{RngAlgorithm, TestRng};
 use tollgate_auditor::{Checkpoint, Fault, Folder, LogError, Proof, Sound, VerifierKey, verify};
-use tollgate_domain::{RequestId, Usage};
+use tollgate_domain::{RequestId, Usage, UtcTime};
 use tollgate_ledger::{
     AuditKey, ExportError, Exported, Ledger, LedgerHandle, LedgerOptions, LedgerReader, Posted,
     Range,
@@ -606,6 +606,9 @@ fn tampering_with_the_log_is_found() {
     let path = folder.path().join("ledger.db");
     let ledger = Ledger::open_with(options(&path, 7)).expect("opens");
     fill(&ledger, 300);
+    for (day, plan) in [(0, "team"), (1, "gold"), (1, "team"), (2, "gold")] {
+        tell_plan(&ledger, UtcTime(NOON.0 + day * 86_400_000_000_000), plan);
+    }
     end(ledger);
     for change in [
         "UPDATE records SET record = replace(record, '\"outcome\":\"stop\"', '\"outcome\":\"length\"') WHERE seq = 6",
@@ -626,6 +629,12 @@ fn tampering_with_the_log_is_found() {
         "DELETE FROM fault_caps WHERE record_seq = 11",
         "UPDATE attempts SET record_seq = NULL WHERE record_seq = 2",
         "UPDATE attempts SET record_seq = record_seq + 2 WHERE record_seq = 2",
+        // What statements are priced by.
+        "UPDATE tenant_plans SET plan = 'trial' WHERE day = (SELECT min(day) FROM tenant_plans)",
+        "UPDATE tenant_plans SET day = day - 9",
+        "UPDATE tenant_plans SET tenant = 'other'",
+        "DELETE FROM tenant_plans",
+        "INSERT INTO tenant_plans SELECT 'other', day, plan FROM tenant_plans",
         // An attempt pays less, and every sum agrees.
         "INSERT INTO entries SELECT epoch_id, block, 100000 + account, 1,
            account, CASE account WHEN 1 THEN -3 ELSE 3 END, caller_id, sequence, request_id, attempt

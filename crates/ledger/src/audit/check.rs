@@ -18,7 +18,7 @@ use super::tree::{Frontier, Hash, is_kept, leaf};
 use crate::fault::FaultCap;
 use crate::post::RefusedBlock;
 use crate::query::{caller, name};
-use crate::{LedgerError, archive};
+use crate::{LedgerError, archive, plans};
 
 /// Tells `add` of everything about the log itself that does not hold.
 pub(crate) fn log(connection: &Connection, add: &mut dyn FnMut(String)) -> Result<(), LedgerError> {
@@ -28,6 +28,7 @@ pub(crate) fn log(connection: &Connection, add: &mut dyn FnMut(String)) -> Resul
     actions(connection, add)?;
     caps(connection, add)?;
     refused(connection, add)?;
+    tenant_plans(connection, add)?;
     before(connection, add)
 }
 
@@ -253,6 +254,21 @@ fn refused(connection: &Connection, add: &mut dyn FnMut(String)) -> Result<(), L
         if !says(connection, row.get(5)?, &Body::refused(&refused))? {
             let RefusedBlock { epoch, number, .. } = refused;
             add(format!("refused block {number} of {epoch} is not what its record says"));
+        }
+    }
+    Ok(())
+}
+
+/// Statements are priced by them.
+fn tenant_plans(connection: &Connection, add: &mut dyn FnMut(String)) -> Result<(), LedgerError> {
+    let (kept, recorded) = (plans::kept(connection)?, plans::recorded(connection)?);
+    let Some(recorded) = recorded else {
+        add("a record of plans in force cannot be understood".to_owned());
+        return Ok(());
+    };
+    for tenant in kept.keys().chain(recorded.keys().filter(|it| !kept.contains_key(*it))) {
+        if kept.get(tenant) != recorded.get(tenant) {
+            add(format!("the plans of tenant {tenant} are not what their records say"));
         }
     }
     Ok(())

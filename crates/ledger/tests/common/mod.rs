@@ -5,8 +5,8 @@ use std::sync::mpsc;
 
 use tollgate_domain::{
     Attempt, Block, BlockParts, Caller, Device, DeviceClass, DeviceNanos, FinishReason,
-    FinishedAttempt, KeyId, ModelName, RequestId, SequenceId, Share, Stages, TenantId, Usage,
-    UtcTime, WorkerEpoch, WorkerName,
+    FinishedAttempt, KeyId, ModelName, PlanName, RequestId, SequenceId, Share, Stages, TenantId,
+    Usage, UtcTime, WorkerEpoch, WorkerName,
 };
 use tollgate_ledger::{
     AdminAction, FaultCap, LedgerError, LedgerHandle, PlansInForce, Posted, RefusedBlock, Struck,
@@ -138,6 +138,14 @@ pub fn action(id: &str, operation: &str) -> AdminAction {
 
 pub fn record_action(ledger: &LedgerHandle, action: AdminAction) -> Result<Posted, LedgerError> {
     wait(|done| ledger.record(action, done))
+}
+
+/// Tells the plan of acme from `at` on.
+pub fn tell_plan(ledger: &LedgerHandle, at: UtcTime, plan: &str) -> Posted {
+    let action = AdminAction { at, ..action(&format!("plans-{}-{plan}", at.0), "plans.in_force") };
+    let plans =
+        vec![(TenantId::new("acme").expect("a name"), PlanName::new(plan).expect("a plan"))];
+    post_plans(ledger, PlansInForce { action, plans }).expect("posts")
 }
 
 pub fn post_plans(ledger: &LedgerHandle, told: PlansInForce) -> Result<Posted, LedgerError> {
