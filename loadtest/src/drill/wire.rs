@@ -48,6 +48,8 @@ pub(super) async fn run(attack: Attack, targets: Vec<Target>) {
 /// How a connection ended.
 enum Ended {
     ByGateway,
+    /// By the gateway, so long after it was asked, at the latest.
+    Within(Duration),
     NotAtAll,
 }
 
@@ -60,7 +62,11 @@ async fn once(attack: &Attack, target: &Target) {
     };
     match ended {
         Ok(Ended::ByGateway) => {
-            attack.closed(opened);
+            attack.closed(opened.elapsed());
+            attack.count("closed by the gateway");
+        }
+        Ok(Ended::Within(time)) => {
+            attack.closed(time);
             attack.count("closed by the gateway");
         }
         Ok(Ended::NotAtAll) => {
@@ -160,7 +166,8 @@ async fn read_slowly(attack: &Attack, target: &Target) -> Result<Ended, &'static
     let whole = contains(&answer, b"[DONE]");
     match read {
         _ if !answer.starts_with(b"HTTP/1.1 200") => Err(refused(&answer)),
-        Ok(_) if !whole => Ok(Ended::ByGateway),
+        // Before a byte was read: else reading would have freed it.
+        Ok(_) if !whole => Ok(Ended::Within(patience)),
         _ if whole => Err("answered whole: it fitted into the buffers"),
         _ => Ok(Ended::NotAtAll),
     }
