@@ -1,7 +1,7 @@
 //! Since when a tenant has which plan: its prices go by that. The gateway says
 //! at its start which plans are in force; what changed is kept, with its record.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
 use rusqlite::{Connection, params};
 use serde_json::Value;
@@ -9,6 +9,7 @@ use tollgate_domain::{PlanName, TenantId, UtcDay};
 
 use crate::LedgerError;
 use crate::audit::chain::{self, Chain};
+use crate::audit::check::records_of;
 use crate::audit::record::AdminAction;
 use crate::post::{self, Posted};
 use crate::query::name;
@@ -33,16 +34,15 @@ pub(crate) fn post(
     if chain::knows_action(connection, &told.action.id)? {
         return Ok(Posted::Already);
     }
-    let mut known = latest(connection)?;
+    let known = kept(connection)?;
     let today = told.action.at.day();
     let mut news = serde_json::Map::new();
     for (tenant, plan) in &told.plans {
-        let last = known.remove(tenant.as_str());
-        if last.as_ref().is_some_and(|(_, last)| last == plan.as_str()) {
+        let days = known.get(tenant.as_str());
+        if days.and_then(|days| days.values().next_back()).is_some_and(|it| it == plan.as_str()) {
             continue;
         }
-        // A clock that was set back changes nothing of days gone by.
-        let day = last.map_or(today, |(day, _)| day.max(today));
+        let day = day_of_news(days, today);
         connection
             .prepare_cached("REPLACE INTO tenant_plans (tenant, day, plan) VALUES (?1, ?2, ?3)")?
             .execute(params![tenant.as_str(), day.0, plan.as_str()])?;
@@ -54,16 +54,6 @@ pub(crate) fn post(
     let detail = serde_json::json!({ "from": today.to_string(), "plans": news });
     let action = AdminAction { detail, ..told.action.clone() };
     post::record_action(connection, chain, &action)
-}
-
-/// The plan that each tenant has, and since when.
-fn latest(connection: &Connection) -> Result<HashMap<String, (UtcDay, String)>, LedgerError> {
-    // Of the row with the largest day, as SQLite has it.
-    let mut statement =
-        connection.prepare("SELECT tenant, max(day), plan FROM tenant_plans GROUP BY tenant")?;
-    let rows =
-        statement.query_map([], |row| Ok((row.get(0)?, (UtcDay(row.get(1)?), row.get(2)?))))?;
-    Ok(rows.collect::<Result<_, _>>()?)
 }
 
 /// Which plan's prices hold on which days of the month. What was told first
@@ -118,7 +108,15 @@ fn told(
 }
 
 /// Every tenant's plans by day.
-pub(crate) type Told = BTreeMap<String, BTreeMap<u32, String>>;
+pub(crate) type Told = BTreeMap<String, Days>;
+type Days = BTreeMap<u32, String>;
+
+/// From when on news of `from` hold: a clock that was set back changes nothing
+/// of days gone by.
+fn day_of_news(days: Option<&Days>, from: UtcDay) -> UtcDay {
+    let last = days.and_then(|days| days.keys().next_back());
+    last.map_or(from, |last| UtcDay(*last).max(from))
+}
 
 /// As the ledger keeps them.
 pub(crate) fn kept(connection: &Connection) -> Result<Told, LedgerError> {
@@ -135,21 +133,14 @@ pub(crate) fn kept(connection: &Connection) -> Result<Told, LedgerError> {
 /// As the records say, the latest archive's first: it tells what was kept then.
 /// `None` where a record cannot be understood.
 pub(crate) fn recorded(connection: &Connection) -> Result<Option<Told>, LedgerError> {
-    let mut statement = connection.prepare(
-        "SELECT record FROM records
-         WHERE instr(record, '\"operation.type\":\"plans.in_force\"') > 0
-           OR instr(record, '\"operation.type\":\"ledger.archived\"') > 0 ORDER BY seq",
-    )?;
-    let mut rows = statement.query([])?;
     let mut told = Some(Told::new());
-    while let Some(row) = rows.next()? {
-        let record: Option<Value> = serde_json::from_str(&row.get::<_, String>(0)?).ok();
-        told = record.zip(told).and_then(|(record, told)| after(told, &record));
-    }
+    records_of(connection, "plans.in_force", |_, record| {
+        told = record.zip(told.take()).and_then(|(record, told)| after(told, &record));
+    })?;
     Ok(told)
 }
 
-/// What is told once `record` is. The rule of days is that of [`post`].
+/// What is told once `record` is.
 fn after(mut told: Told, record: &Value) -> Option<Told> {
     let detail = record.get("detail")?;
     if record.get("operation.type")?.as_str()? == "ledger.archived" {
@@ -158,8 +149,7 @@ fn after(mut told: Told, record: &Value) -> Option<Told> {
     let from: UtcDay = detail.get("from")?.as_str()?.parse().ok()?;
     for (tenant, plan) in detail.get("plans")?.as_object()? {
         let days = told.entry(tenant.clone()).or_default();
-        let day = days.last_key_value().map_or(from.0, |(last, _)| from.0.max(*last));
-        days.insert(day, plan.as_str()?.to_owned());
+        days.insert(day_of_news(Some(days), from).0, plan.as_str()?.to_owned());
     }
     Some(told)
 }

@@ -163,11 +163,11 @@ impl Attack {
         }
     }
 
-    /// The gateway ended a connection that had lived for `time`.
-    pub(super) fn closed(&self, time: Duration) {
+    /// The gateway ended a connection that had lived since `opened`.
+    pub(super) fn closed(&self, opened: Instant) {
         let mut seen = self.seen.lock().expect("nobody panics under it");
         if seen.closed_after.len() < MOST_KEPT {
-            seen.closed_after.push(time.as_secs_f64());
+            seen.closed_after.push(opened.elapsed().as_secs_f64());
         }
     }
 

@@ -112,28 +112,40 @@ pub(crate) fn chain(
 /// The keys that starts have recorded, and the last start. An archive's record
 /// names those of the starts that it holds.
 pub(crate) fn keys(connection: &Connection) -> Result<(Vec<String>, u64), LedgerError> {
-    let mut starts = connection.prepare(
-        "SELECT seq, record FROM records
-         WHERE instr(record, '\"operation.type\":\"config.loaded\"') > 0
-           OR instr(record, '\"operation.type\":\"ledger.archived\"') > 0 ORDER BY seq",
-    )?;
-    let mut rows = starts.query([])?;
     let (mut keys, mut last_start) = (Vec::new(), 0);
-    while let Some(row) = rows.next()? {
-        let record: String = row.get(1)?;
-        let record: Option<Value> = serde_json::from_str(&record).ok();
+    records_of(connection, "config.loaded", |seq, record| {
         if let Some(key) = record.as_ref().and_then(|it| it.pointer("/detail/audit_key")?.as_str())
         {
             keys.push(key.to_owned());
-            last_start = row.get(0)?;
+            last_start = seq;
         }
         let archived = record.as_ref().and_then(|it| it.pointer("/detail/audit_keys")?.as_array());
         let archived = archived.into_iter().flatten().filter_map(Value::as_str);
         keys.extend(archived.map(str::to_owned));
-    }
+    })?;
     keys.sort();
     keys.dedup();
     Ok((keys, last_start))
+}
+
+/// Calls `each` with number and content of every record of `operation` and of
+/// every archive, which tells what those said that left with it; no content
+/// where it is no JSON.
+pub(crate) fn records_of(
+    connection: &Connection,
+    operation: &str,
+    mut each: impl FnMut(u64, Option<Value>),
+) -> Result<(), LedgerError> {
+    let mut statement = connection.prepare(
+        "SELECT seq, record FROM records
+         WHERE instr(record, '\"operation.type\":\"' || ?1 || '\"') > 0
+           OR instr(record, '\"operation.type\":\"ledger.archived\"') > 0 ORDER BY seq",
+    )?;
+    let mut rows = statement.query([operation])?;
+    while let Some(row) = rows.next()? {
+        each(row.get(0)?, serde_json::from_str(&row.get::<_, String>(1)?).ok());
+    }
+    Ok(())
 }
 
 /// Each checkpoint is signed by a key that a start has recorded. A log none
