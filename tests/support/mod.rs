@@ -16,6 +16,10 @@ use tollgate_loadtest::client::{Connection, Protocol, Target};
 
 /// A plan nobody can reach the end of, for tests that are not about limits.
 pub const OPEN: &str = r#"
+[gateway.connections]
+new_per_second = 10_000
+new_burst = 10_000
+
 [plans.open]
 requests_per_minute = 100_000
 concurrent = 256
