@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use rusqlite::{Connection, params};
+use rusqlite::{CachedStatement, Connection, Statement, params};
 use tollgate_domain::{FinishReason, FinishedAttempt, Usage};
 
 use crate::LedgerError;
@@ -106,39 +106,44 @@ impl DailyChange {
     }
 }
 
+/// What [`insert_charge`] runs. Whoever writes many asks for it once.
+pub(crate) fn charge_statement(
+    connection: &Connection,
+) -> Result<CachedStatement<'_>, LedgerError> {
+    Ok(connection.prepare_cached(
+        "INSERT INTO requests (request_id, caller_id, attempt, model, device_class, day,
+           finished_utc_ns, counted, prompt_tokens, cached_tokens, completion_tokens,
+           reference_ns, queue_ns, prefill_ns, decode_ns, reason)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16)",
+    )?)
+}
+
 /// Writes an attempt's charge; what it adds to its day is for the caller to
 /// enter.
 pub(crate) fn insert_charge(
-    connection: &Connection,
+    statement: &mut Statement<'_>,
     charge: &Charge<'_>,
 ) -> Result<DailyChange, LedgerError> {
     let Charge { caller, finished, payable, model, class } = charge;
     let counted = payable.is_counted(finished.reason);
-    connection
-        .prepare_cached(
-            "INSERT INTO requests (request_id, caller_id, attempt, model, device_class, day,
-               finished_utc_ns, counted, prompt_tokens, cached_tokens, completion_tokens,
-               reference_ns, queue_ns, prefill_ns, decode_ns, reason)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16)",
-        )?
-        .execute(params![
-            finished.attempt.request.as_str(),
-            caller,
-            finished.attempt.attempt,
-            model,
-            class,
-            finished.finished.day().0,
-            finished.finished.0 as i64,
-            counted,
-            payable.prompt_tokens,
-            payable.cached_tokens,
-            payable.completion_tokens,
-            payable.reference_ns,
-            finished.stages.queue_ns as i64,
-            finished.stages.prefill_ns as i64,
-            finished.stages.decode_ns as i64,
-            reason_name(finished.reason)
-        ])?;
+    statement.execute(params![
+        finished.attempt.request.as_str(),
+        caller,
+        finished.attempt.attempt,
+        model,
+        class,
+        finished.finished.day().0,
+        finished.finished.0 as i64,
+        counted,
+        payable.prompt_tokens,
+        payable.cached_tokens,
+        payable.completion_tokens,
+        payable.reference_ns,
+        finished.stages.queue_ns as i64,
+        finished.stages.prefill_ns as i64,
+        finished.stages.decode_ns as i64,
+        reason_name(finished.reason)
+    ])?;
     Ok(DailyChange { charges: 1, ..payable.as_change(counted) })
 }
 

@@ -10,7 +10,8 @@ use tollgate_domain::{
 use crate::audit::chain::Chain;
 use crate::audit::record::Body;
 use crate::charge::{
-    Charge, DailyChange, DailyKey, Payable, add_to_day, insert_charge, reason_name,
+    Charge, DailyChange, DailyKey, Payable, add_to_day, charge_statement, insert_charge,
+    reason_name,
 };
 use crate::post::{BlockKey, Posted, caller_id, move_to_loss};
 use crate::schema::{METERED, account};
@@ -69,7 +70,7 @@ pub(crate) fn post(
         };
         let (model, class) = (cap.model.as_str(), cap.class.as_str());
         let charge = Charge { caller, finished: &finished, payable, model, class };
-        let change = insert_charge(connection, &charge)?;
+        let change = insert_charge(&mut *charge_statement(connection)?, &charge)?;
         let day = finished.finished.day().0;
         add_to_day(connection, &DailyKey { day, caller, model, class }, &change)?;
     }
@@ -102,6 +103,17 @@ pub(crate) fn find(
         return Ok(Some(Payable::default()));
     }
     Ok(cap)
+}
+
+/// The greatest id of a request that [`find`] finds something of.
+pub(crate) fn newest_settled(connection: &Connection) -> Result<Option<String>, LedgerError> {
+    Ok(connection
+        .prepare_cached(
+            "SELECT max(newest) FROM (
+               SELECT max(request_id) AS newest FROM fault_caps
+               UNION ALL SELECT max(request_id) FROM archived_attempts)",
+        )?
+        .query_row([], |row| row.get(0))?)
 }
 
 /// What the tenant pays for an attempt as the entries stand, ns.

@@ -1,7 +1,9 @@
 //! Posting a block: checked against its epoch, then written as entries that
 //! sum to zero, all inside the caller's transaction.
 
-use rusqlite::{Connection, OptionalExtension, params};
+use std::io::BufWriter;
+
+use rusqlite::{CachedStatement, Connection, OptionalExtension, Statement, params};
 use sha2::{Digest, Sha256};
 use tollgate_domain::{Block, BlockParts, Caller, DeviceNanos, UtcTime, WorkerEpoch, WorkerName};
 
@@ -119,7 +121,7 @@ fn post(
     let record = chain.append(connection, &Body::block(parts, digest, said))?;
     insert_block(connection, key, parts, digest, record)?;
     insert_platform_entries(connection, key, parts)?;
-    let mut posting = Posting::of(connection, key, parts);
+    let mut posting = Posting::of(connection, key, parts)?;
     for (index, share) in parts.shares.iter().enumerate() {
         posting.share(FIRST_SHARE + index as i64, share)?;
     }
@@ -243,9 +245,11 @@ pub(crate) fn record_action(
 /// SHA-256 of the block's fields. `check` makes the block again from its rows
 /// and compares, so a flipped bit in any of them is found.
 pub(crate) fn digest_of(parts: &BlockParts) -> Result<[u8; 32], LedgerError> {
-    let bytes =
-        serde_json::to_vec(parts).map_err(|error| LedgerError::Damaged(error.to_string()))?;
-    Ok(Sha256::digest(bytes).into())
+    let mut hashed = BufWriter::new(Sha256::new());
+    serde_json::to_writer(&mut hashed, parts)
+        .map_err(|error| LedgerError::Damaged(error.to_string()))?;
+    let hash = hashed.into_inner().map_err(|error| LedgerError::Damaged(error.to_string()))?;
+    Ok(hash.finalize().into())
 }
 
 fn refused(parts: &BlockParts, refusal: BlockRefusal) -> LedgerError {
@@ -412,6 +416,7 @@ fn insert_platform_entries(
     parts: &BlockParts,
 ) -> Result<(), LedgerError> {
     let signed = |amount: DeviceNanos| amount.nanos() as i64;
+    let mut statement = entry_statement(connection)?;
     for (ordinal, account, amount_ns) in [
         (0, account::DEVICE, -signed(parts.wall)),
         (1, account::OVERHEAD, signed(parts.overhead)),
@@ -420,7 +425,7 @@ fn insert_platform_entries(
     ] {
         if ordinal == 0 || amount_ns != 0 {
             let entry = Entry { kind: METERED, account, amount_ns, owner: None };
-            insert_entry(connection, key, ordinal, &entry)?;
+            insert_entry(&mut statement, key, ordinal, &entry)?;
         }
     }
     Ok(())
@@ -443,41 +448,45 @@ pub(crate) fn move_to_loss(
         .prepare_cached("SELECT max(ordinal) FROM entries WHERE epoch_id = ?1 AND block = ?2")?
         .query_row(params![key.epoch_id, key.block], |row| row.get(0))?;
     let first = last.max(FIRST_CORRECTION - 1) + 1;
+    let mut statement = entry_statement(connection)?;
     for (ordinal, account, amount_ns) in
         [(first, account::TENANT, -excess), (first + 1, account::LOSS, excess)]
     {
         let entry = Entry { kind: CORRECTION, account, amount_ns, owner };
-        insert_entry(connection, key, ordinal, &entry)?;
+        insert_entry(&mut statement, key, ordinal, &entry)?;
     }
     let change = DailyChange { entries: 1, attributed_ns: -excess, ..Default::default() };
     add_to_day(connection, daily, &change)
 }
 
+/// What [`insert_entry`] runs. Whoever writes many asks for it once.
+fn entry_statement(connection: &Connection) -> Result<CachedStatement<'_>, LedgerError> {
+    Ok(connection.prepare_cached(
+        "INSERT INTO entries (epoch_id, block, ordinal, kind, account, amount_ns,
+           caller_id, sequence, request_id, attempt)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10)",
+    )?)
+}
+
 fn insert_entry(
-    connection: &Connection,
+    statement: &mut Statement<'_>,
     key: BlockKey,
     ordinal: i64,
     entry: &Entry<'_>,
 ) -> Result<(), LedgerError> {
     let Entry { kind, account, amount_ns, owner } = entry;
-    connection
-        .prepare_cached(
-            "INSERT INTO entries (epoch_id, block, ordinal, kind, account, amount_ns,
-               caller_id, sequence, request_id, attempt)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10)",
-        )?
-        .execute(params![
-            key.epoch_id,
-            key.block,
-            ordinal,
-            kind,
-            account,
-            amount_ns,
-            owner.map(|owner| owner.0),
-            owner.map(|owner| owner.1),
-            owner.map(|owner| owner.2),
-            owner.map(|owner| owner.3)
-        ])?;
+    statement.execute(params![
+        key.epoch_id,
+        key.block,
+        ordinal,
+        kind,
+        account,
+        amount_ns,
+        owner.map(|owner| owner.0),
+        owner.map(|owner| owner.1),
+        owner.map(|owner| owner.2),
+        owner.map(|owner| owner.3)
+    ])?;
     Ok(())
 }
 

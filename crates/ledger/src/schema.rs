@@ -12,13 +12,16 @@ use crate::audit::chain::Chain;
 use crate::audit::record::Before;
 
 /// What this version reads and writes.
-pub(crate) const FORMAT: u32 = 3;
+pub(crate) const FORMAT: u32 = 4;
 
 /// The format without an audit log, which is taken on.
 const WITHOUT_RECORDS: u32 = 1;
 
 /// The format without counts by day, likewise.
 const WITHOUT_COUNTS: u32 = 2;
+
+/// The format that stored records whole; those that it did stay as they are.
+const WHOLE_RECORDS: u32 = 3;
 
 /// Kinds of account, as `entries.account` has them.
 pub(crate) mod account {
@@ -42,7 +45,7 @@ pub(crate) const CORRECTION: i64 = 1;
 pub(crate) const FIRST_SHARE: i64 = 4;
 
 /// Memory that the writer keeps of the file, at most.
-const WRITER_CACHE_KIB: i64 = 32 * 1_024;
+const WRITER_CACHE_KIB: i64 = 4 * 1_024;
 /// Pages of 4 KiB in the log after which it is copied into the file: 16 MiB.
 const LONGEST_LOG_PAGES: u32 = 4_096;
 
@@ -69,19 +72,21 @@ pub(crate) fn open_writer(path: &Path, max_pages: Option<u32>) -> Result<Connect
     let mut connection = open().map_err(failed)?;
     let found = format_of(&connection).map_err(failed)?;
     let is = |format: u32| found.as_deref() == Some(&format.to_string());
-    if found.is_none() || is(WITHOUT_RECORDS) || is(WITHOUT_COUNTS) {
+    if found.is_none() || [WITHOUT_RECORDS, WITHOUT_COUNTS, WHOLE_RECORDS].into_iter().any(is) {
         let transaction = connection.transaction().map_err(failed)?;
         if found.is_none() {
             transaction.execute_batch(TABLES).map_err(failed)?;
         }
-        if !is(WITHOUT_COUNTS) {
+        if found.is_none() || is(WITHOUT_RECORDS) {
             transaction.execute_batch(AUDIT_TABLES).map_err(failed)?;
             let before = is(WITHOUT_RECORDS)
                 .then(|| Before::read(&transaction, WITHOUT_RECORDS))
                 .transpose()?;
             Chain::begin(&transaction, before.as_ref())?;
         }
-        transaction.execute_batch(COUNTS).map_err(failed)?;
+        if !is(WHOLE_RECORDS) {
+            transaction.execute_batch(COUNTS).map_err(failed)?;
+        }
         transaction
             .execute("REPLACE INTO meta VALUES ('format', ?1)", [FORMAT.to_string()])
             .map_err(failed)?;
@@ -397,8 +402,9 @@ JOIN epochs ON epochs.id = entries.epoch_id
 LEFT JOIN callers ON callers.id = entries.caller_id;
 ";
 
-/// The audit log of format 2, beside the tables of format 1: its records, the
-/// inner nodes of their tree that are kept, what was signed, and which record
+/// The audit log of format 2, beside the tables of format 1: its records (of
+/// format 4 without number and hash of the one before, which stand beside them),
+/// the inner nodes of their tree that are kept, what was signed, and which record
 /// tells of a row. `record_seq` is NULL in rows that are older than the log.
 const AUDIT_TABLES: &str = "
 CREATE TABLE records (

@@ -14,8 +14,8 @@ use proptest::test_runner::{RngAlgorithm, TestRng};
 use tollgate_auditor::{Checkpoint, Fault, Folder, LogError, Proof, Sound, VerifierKey, verify};
 use tollgate_domain::{RequestId, Usage, UtcTime};
 use tollgate_ledger::{
-    AuditKey, ExportError, Exported, Ledger, LedgerHandle, LedgerOptions, LedgerReader, Posted,
-    Range,
+    AuditKey, ExportError, Exported, Finding, Ledger, LedgerHandle, LedgerOptions, LedgerReader,
+    Posted, Range,
 };
 
 /// An export in memory.
@@ -147,7 +147,7 @@ fn an_export_is_sound_and_says_who_did_what() {
     assert_eq!(
         record(0),
         format!(
-            r#"{{"seq":0,"prev":"{zeros}","operation.type":"ledger.genesis","outcome":"done","id":"ledger.genesis","detail":{{"before":null,"format":3}}}}"#
+            r#"{{"seq":0,"prev":"{zeros}","operation.type":"ledger.genesis","outcome":"done","id":"ledger.genesis","detail":{{"before":null,"format":4}}}}"#
         )
     );
     let prev = |index: usize| line(index)[9..73].to_owned();
@@ -596,6 +596,53 @@ fn a_ledger_without_counts_is_taken_on() {
     assert_eq!(found.iter().filter(|it| it.kind != "refused").count(), 0, "{found:?}");
     change_in(&path, "UPDATE daily SET entries = entries - 1");
     assert!(ledger.reader().check().iter().any(|it| it.kind == "daily"), "they are counted");
+}
+
+/// So is one whose records were stored whole: they stay so, and those that
+/// come do not.
+#[test]
+fn a_ledger_of_whole_records_is_taken_on() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("ledger.db");
+    let ledger = Ledger::open_with(options(&path, 7)).expect("opens");
+    fill(&ledger, 50);
+    let before = export(ledger.reader(), Range::default()).expect("exports").0;
+    end(ledger);
+    change_in(
+        &path,
+        "UPDATE records SET record = '{\"seq\":' || seq || ',\"prev\":\"' || coalesce(
+           (SELECT lower(hex(hash)) FROM records AS last WHERE last.seq = records.seq - 1),
+           lower(hex(zeroblob(32)))) || '\",' || substr(record, 2);
+         UPDATE meta SET value = '3' WHERE name = 'format'",
+    );
+    let error = Ledger::open_read_only(&path).err().expect("it is older").to_string();
+    assert!(error.contains("format"), "{error}");
+    let ledger = Ledger::open_with(options(&path, 7)).expect("takes it on");
+    for number in 0..20 {
+        record(&ledger, &format!("later-{number}"), "key.revoked").expect("records");
+    }
+    let sound = |reader: &LedgerReader| -> Vec<Finding> {
+        reader.check().into_iter().filter(|it| it.kind != "refused").collect()
+    };
+    assert_eq!(sound(ledger.reader()), vec![]);
+    let (after, _) = export(ledger.reader(), Range::default()).expect("exports");
+    judge(&[&after], &[]).expect("sound");
+    assert_eq!(after.records[..before.records.len()], before.records);
+    assert!(after.records.len() > before.records.len());
+    end(ledger);
+    for change in [
+        "UPDATE records SET record = replace(record, 'prev\":\"', 'prev\":\"f') WHERE seq = 6",
+        "UPDATE records SET record = '{' || substr(record, instr(record, '\",') + 2) WHERE seq = 6;
+         UPDATE records SET hash = zeroblob(32) WHERE seq = 5",
+        "UPDATE records SET record = substr(record, 2) WHERE seq = (SELECT max(seq) FROM records)",
+        "UPDATE records SET record = '' WHERE seq = (SELECT max(seq) FROM records)",
+    ] {
+        let copy = folder.path().join("copy.db");
+        copy_of(&path, &copy);
+        change_in(&copy, change);
+        let found = sound(&Ledger::open_read_only(&copy).expect("opens"));
+        assert!(found.iter().any(|it| it.kind == "audit"), "{change}: {found:?}");
+    }
 }
 
 /// C04: a change of the log's own tables, or of a row alone with all its sums,

@@ -20,6 +20,8 @@ const BLOCKS: &str = "20000";
 const GROUPS: [&str; 3] = ["16", "128", "1024"];
 /// Entries of the month.
 const MONTH: &str = "10000000";
+/// Starts of each kind in one round.
+const STARTS: usize = 3;
 /// What the ledger may cost: at least so much of the rate without it is promised.
 const PROMISED: f64 = 0.95;
 
@@ -48,18 +50,19 @@ fn requests(options: &Options, report: &mut Report, built: &Path, folder: &Path)
     fs::write(folder.join("bench.toml"), door(UNBOUNDED, UNBOUNDED) + CONFIG)?;
     let body = folder.join("chat.json");
     fs::write(&body, CHAT)?;
-    let ledgers = [Served::start(built, folder, "on", &[])?, {
-        Served::start(built, folder, "off", &["--without-ledger"])?
-    }];
     report.fact("seconds_a_turn", options.seconds);
     report.fact("at_once", "h1: 32 connections; h2: 4 connections of 8 streams");
-    // One turn that nobody counts: what is made at the first request is there.
-    for round in 0..=options.rounds {
-        eprintln!("round {round}");
-        for protocol in Protocol::ALL {
-            for served in &ledgers {
-                let seconds = if round == 0 { 1 } else { options.seconds };
-                let load = Load {
+    // Two processes of one program differ by a few percent for as long as they
+    // live, by where their memory lies. So each is started anew for each turn.
+    for round in 0..STARTS * options.rounds {
+        eprintln!("start {} of {}", round + 1, STARTS * options.rounds);
+        let mut turns = LEDGERS;
+        // Neither is always the one that comes after the other.
+        turns.rotate_left(round % 2);
+        for ledger in turns {
+            let served = Served::start(built, folder, ledger)?;
+            for protocol in Protocol::ALL {
+                let load = |seconds| Load {
                     url: format!("{}/v1/chat/completions", served.url),
                     protocol,
                     headers: &served.headers,
@@ -68,18 +71,17 @@ fn requests(options: &Options, report: &mut Report, built: &Path, folder: &Path)
                     exceptions: 0,
                     seconds,
                 };
-                let (answered, microseconds) = load.run(&[&served.process])?;
-                if round == 0 {
-                    continue;
-                }
-                let name = served.series(protocol);
+                // Nobody counts what is made at the first request.
+                load(1).run(&[&served.process])?;
+                let (answered, microseconds) = load(options.seconds).run(&[&served.process])?;
+                let name = series(ledger, protocol);
                 report.add(&name, "requests/s", answered.per_second);
                 report.add(&format!("{name}: server"), "us of processor a request", microseconds);
             }
         }
     }
     for protocol in Protocol::ALL {
-        let [on, off] = ledgers.each_ref().map(|served| served.series(protocol));
+        let [on, off] = LEDGERS.map(|ledger| series(ledger, protocol));
         let name = format!("ledger on over off, {}", protocol.name());
         let ratio = report.ratio(&format!("{name}: requests/s"), &on, &off)?;
         if ratio < PROMISED {
@@ -95,24 +97,32 @@ fn requests(options: &Options, report: &mut Report, built: &Path, folder: &Path)
     Ok(())
 }
 
+/// What is compared.
+const LEDGERS: [&str; 2] = ["on", "off"];
+
+fn series(ledger: &str, protocol: Protocol) -> String {
+    format!("chat, ledger {ledger}, {}", protocol.name())
+}
+
 /// A `tollgate up` with a synthetic worker, on one core.
 struct Served {
-    name: &'static str,
     process: Process,
     url: String,
     headers: Vec<String>,
 }
 
 impl Served {
-    fn start(built: &Path, folder: &Path, name: &'static str, words: &[&str]) -> Result<Self> {
-        let (config, data) = (folder.join("bench.toml"), folder.join(name));
-        fs::create_dir_all(&data)?;
+    fn start(built: &Path, folder: &Path, ledger: &str) -> Result<Self> {
+        let (config, data) = (folder.join("bench.toml"), fresh(&folder.join(ledger))?);
         let tollgate = built.join("tollgate").display().to_string();
         let mut create = command(&tollgate);
         create.args(["keys", "create", "--quiet", "--tenant", "acme", "--config"]);
         let key = output(create.arg(&config).arg("--data").arg(&data))?;
         let mut up = pinned(SERVER_CORE, &tollgate);
-        up.arg("up").args(words).arg("--config").arg(&config).arg("--data").arg(&data);
+        up.arg("up").arg("--config").arg(&config).arg("--data").arg(&data);
+        if ledger == "off" {
+            up.arg("--without-ledger");
+        }
         let process = Process::start("tollgate", &mut up)?;
         let ready = process.ready()?;
         let url = ready.split_whitespace().next().context("no URL behind ready")?.to_owned();
@@ -120,11 +130,7 @@ impl Served {
             format!("authorization: Bearer {}", key.trim()),
             "content-type: application/json".to_owned(),
         ];
-        Ok(Self { name, process, url, headers })
-    }
-
-    fn series(&self, protocol: Protocol) -> String {
-        format!("chat, ledger {}, {}", self.name, protocol.name())
+        Ok(Self { process, url, headers })
     }
 }
 

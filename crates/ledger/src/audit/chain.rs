@@ -5,7 +5,7 @@
 use rusqlite::{Connection, OptionalExtension, params};
 
 use super::note::AuditKey;
-use super::record::{Before, Body, GENESIS, text_of};
+use super::record::{Before, Body, GENESIS, body_of, text_of};
 use super::tree::{Frontier, Hash, is_kept, leaf};
 use crate::LedgerError;
 
@@ -68,11 +68,11 @@ impl Chain {
         if self.left_out {
             return Ok(seq);
         }
-        let text = text_of(seq, &self.last, body)?;
-        let hash = leaf(text.as_bytes());
+        let body = body_of(body)?;
+        let hash = leaf(text_of(seq, &self.last, &body).as_bytes());
         connection
             .prepare_cached("INSERT INTO records (seq, hash, record) VALUES (?1, ?2, ?3)")?
-            .execute(params![seq, &hash[..], text])?;
+            .execute(params![seq, &hash[..], body])?;
         let mut kept = Vec::new();
         self.frontier.push(hash, |level, position, hash| {
             if is_kept(level) {

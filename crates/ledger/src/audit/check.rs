@@ -13,7 +13,7 @@ use tollgate_domain::{
 };
 
 use super::note::{hex, is_signed};
-use super::record::{Before, Body, body_of};
+use super::record::{Before, Body, body_of, rest_of, text_of};
 use super::tree::{Frontier, Hash, is_kept, leaf};
 use crate::fault::FaultCap;
 use crate::post::RefusedBlock;
@@ -45,9 +45,7 @@ pub(crate) fn says(
         .query_row([seq], |row| row.get(0))
         .optional()?;
     let Some(record) = record else { return Ok(false) };
-    let beginning = format!("{{\"seq\":{seq},\"prev\":\"");
-    let said = record.strip_prefix(&beginning).and_then(|rest| rest.get(HASH_AND_COMMA..));
-    Ok(said == Some(&body_of(body)?[1..]))
+    Ok(rest_of(seq, &record) == body_of(body)?.strip_prefix('{'))
 }
 
 /// Walks the records from the first that is here: numbers, hashes, tree and checkpoints.
@@ -78,13 +76,15 @@ pub(crate) fn chain(
             add(format!("record {expected} is missing"));
             return Ok(());
         }
-        let hash = leaf(record.as_bytes());
+        let text = text_of(seq, &last, &record);
+        let hash = leaf(text.as_bytes());
         if stored != hash {
-            add(format!("record {seq} was altered"));
-        } else if !record.starts_with(&format!("{{\"seq\":{seq},\"prev\":\"{}\",", hex(&last))) {
+            add(format!("record {seq} or the hash before it was altered"));
+        } else if !text.starts_with(&format!("{{\"seq\":{seq},\"prev\":\"{}\",", hex(&last))) {
             add(format!("record {seq} does not follow the one before it"));
         }
-        last = hash;
+        // As it stands: what was altered here is told once, and not of all that follow.
+        last = Hash::try_from(stored).unwrap_or(hash);
         let mut nodes = Vec::new();
         frontier.push(hash, |level, position, hash| nodes.push((level, position, *hash)));
         for (level, position, hash) in nodes.into_iter().filter(|node| is_kept(node.0)) {
@@ -323,6 +323,3 @@ const OF_ROWS: [&str; 5] = [
     "SELECT record_seq FROM refused_blocks",
     "SELECT record_seq FROM recorded_actions",
 ];
-
-/// A hash in hex, the quote after it, and a comma.
-const HASH_AND_COMMA: usize = 64 + 2;

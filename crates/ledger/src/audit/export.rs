@@ -8,6 +8,7 @@ use serde::Serialize;
 use tollgate_domain::RequestId;
 
 use super::note::hex;
+use super::record::text_of;
 use super::tree::{Frontier, Hash, path};
 use crate::{LedgerError, LedgerReader, archive};
 
@@ -171,14 +172,18 @@ fn write_records(
     output: &mut dyn Write,
 ) -> Result<(), ExportError> {
     let storage = LedgerError::from;
+    let mut before = hash_before(connection, from)?;
     let mut statement = connection
-        .prepare("SELECT hash, record FROM records WHERE seq >= ?1 AND seq < ?2 ORDER BY seq")
+        .prepare("SELECT seq, hash, record FROM records WHERE seq >= ?1 AND seq < ?2 ORDER BY seq")
         .map_err(storage)?;
     let mut rows = statement.query([from, end]).map_err(storage)?;
     while let Some(row) = rows.next().map_err(storage)? {
-        let hash: Vec<u8> = row.get(0).map_err(storage)?;
-        let record: String = row.get(1).map_err(storage)?;
+        let seq: u64 = row.get(0).map_err(storage)?;
+        let hash: Vec<u8> = row.get(1).map_err(storage)?;
+        let stored: String = row.get(2).map_err(storage)?;
+        let record = text_of(seq, &before, &stored);
         writeln!(output, "{{\"hash\":\"{}\",\"record\":{record}}}", hex(&hash))?;
+        before = hash_from(hash, seq)?;
     }
     Ok(())
 }
@@ -203,22 +208,25 @@ fn write_checkpoints(
 }
 
 fn start(connection: &Connection, from: u64) -> Result<Start, LedgerError> {
-    let base = archive::base(connection)?;
-    let prev: Hash = match from.checked_sub(1) {
-        None => [0; 32],
-        Some(_) if base.as_ref().is_some_and(|base| base.size == from) => {
-            base.map_or([0; 32], |base| base.last)
-        }
-        Some(before) => hash_at(connection, before)?,
-    };
+    let prev = hash_before(connection, from)?;
     let peaks = Frontier::load(connection, from)?.peaks().iter().map(|peak| hex(peak)).collect();
     Ok(Start { size: from, prev: hex(&prev), peaks })
 }
 
-fn hash_at(connection: &Connection, seq: u64) -> Result<Hash, LedgerError> {
-    let hash: Vec<u8> =
-        connection.query_row("SELECT hash FROM records WHERE seq = ?1", [seq], |row| row.get(0))?;
-    Hash::try_from(hash).map_err(|_| LedgerError::Damaged(format!("the hash of record {seq}")))
+/// The hash that record `seq` names: of the one before it, zeros of the first.
+fn hash_before(connection: &Connection, seq: u64) -> Result<Hash, LedgerError> {
+    let Some(before) = seq.checked_sub(1) else { return Ok([0; 32]) };
+    if let Some(base) = archive::base(connection)?.filter(|base| base.size == seq) {
+        return Ok(base.last);
+    }
+    let hash =
+        connection
+            .query_row("SELECT hash FROM records WHERE seq = ?1", [before], |row| row.get(0))?;
+    hash_from(hash, before)
+}
+
+fn hash_from(stored: Vec<u8>, seq: u64) -> Result<Hash, LedgerError> {
+    Hash::try_from(stored).map_err(|_| LedgerError::Damaged(format!("the hash of record {seq}")))
 }
 
 fn prove(connection: &Connection, request: &RequestId) -> Result<Proof, ExportError> {
@@ -232,9 +240,10 @@ fn prove(connection: &Connection, request: &RequestId) -> Result<Proof, ExportEr
     }
     let mut records = Vec::new();
     for index in known {
-        let record = connection
+        let stored: String = connection
             .query_row("SELECT record FROM records WHERE seq = ?1", [index], |row| row.get(0))
             .map_err(LedgerError::from)?;
+        let record = text_of(index, &hash_before(connection, index)?, &stored).into_owned();
         let path = path(connection, index, size)?.iter().map(|hash| hex(hash)).collect();
         records.push(ProvedRecord { index, record, path });
     }

@@ -2,6 +2,7 @@
 //! in this order. These bytes are what is hashed, for ever; a field that is
 //! added stands after those that are there.
 
+use std::borrow::Cow;
 use std::fmt;
 
 use rusqlite::Connection;
@@ -128,10 +129,25 @@ pub(crate) struct Before {
     pub(crate) refused_blocks: u64,
 }
 
-/// The bytes of record `seq`, which follows the record of hash `prev`.
-pub(crate) fn text_of(seq: u64, prev: &Hash, body: &Body<'_>) -> Result<String, LedgerError> {
-    let body = body_of(body)?;
-    Ok(format!("{{\"seq\":{seq},\"prev\":\"{}\",{}", hex(prev), &body[1..]))
+/// The bytes of record `seq`, which follows the record of hash `prev`. What is
+/// stored of it is its body: the rest stands beside it, and in the row before.
+/// Up to format 3 the whole of it was stored, and is as it was.
+pub(crate) fn text_of<'a>(seq: u64, prev: &Hash, stored: &'a str) -> Cow<'a, str> {
+    match stored.strip_prefix('{') {
+        Some(body) if !stored.starts_with(WHOLE) => {
+            Cow::Owned([WHOLE, &seq.to_string(), ",\"prev\":\"", &hex(prev), "\",", body].concat())
+        }
+        _ => Cow::Borrowed(stored),
+    }
+}
+
+/// The body that is stored of record `seq`, without its first brace.
+pub(crate) fn rest_of(seq: u64, stored: &str) -> Option<&str> {
+    if !stored.starts_with(WHOLE) {
+        return stored.strip_prefix('{');
+    }
+    let rest = stored.strip_prefix(&format!("{WHOLE}{seq},\"prev\":\""))?;
+    rest.get(HASH_AND_COMMA..)
 }
 
 /// What a body adds to a record, as JSON of its own.
@@ -353,6 +369,12 @@ fn time<S: Serializer>(time: &Option<UtcTime>, serializer: S) -> Result<S::Ok, S
         None => serializer.serialize_none(),
     }
 }
+
+/// How a record begins, and no body does.
+const WHOLE: &str = "{\"seq\":";
+
+/// A hash in hex, the quote after it, and a comma.
+const HASH_AND_COMMA: usize = 64 + 2;
 
 /// The operation of the first record.
 pub(crate) const GENESIS: &str = "ledger.genesis";

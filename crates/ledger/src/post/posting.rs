@@ -2,11 +2,13 @@
 
 use std::collections::HashMap;
 
-use rusqlite::{Connection, params};
+use rusqlite::{CachedStatement, Connection, Statement, params};
 use tollgate_domain::{Attempt, BlockParts, Caller, FinishedAttempt, Share};
 
-use super::{BlockKey, Entry, caller_id, insert_entry, move_to_loss, refused};
-use crate::charge::{Charge, DailyChange, DailyKey, Days, Payable, insert_charge, reason_name};
+use super::{BlockKey, Entry, caller_id, entry_statement, insert_entry, move_to_loss, refused};
+use crate::charge::{
+    Charge, DailyChange, DailyKey, Days, Payable, charge_statement, insert_charge, reason_name,
+};
 use crate::fault;
 use crate::schema::{METERED, account};
 use crate::{BlockRefusal, LedgerError, archive};
@@ -24,13 +26,46 @@ pub(super) struct Posting<'a> {
     parts: &'a BlockParts,
     /// Ids of the callers met so far.
     callers: HashMap<&'a Caller, i64>,
+    /// Of the requests with a cap or an archive, the greatest id. Ids grow with
+    /// time, so what a block tells of is nearly always beyond it, and then
+    /// nobody need look whether it is one of them.
+    newest_settled: Option<String>,
+    /// What is run for each of many rows is looked up once.
+    entry: CachedStatement<'a>,
+    attempt: CachedStatement<'a>,
+    charge: CachedStatement<'a>,
     pub(super) days: Days<'a>,
 }
 
 impl<'a> Posting<'a> {
-    pub(super) fn of(connection: &'a Connection, key: BlockKey, parts: &'a BlockParts) -> Self {
-        let days = Days::new(parts.model.as_str(), parts.device.class.as_str());
-        Self { connection, key, parts, callers: HashMap::new(), days }
+    pub(super) fn of(
+        connection: &'a Connection,
+        key: BlockKey,
+        parts: &'a BlockParts,
+    ) -> Result<Self, LedgerError> {
+        Ok(Self {
+            connection,
+            key,
+            parts,
+            callers: HashMap::new(),
+            newest_settled: fault::newest_settled(connection)?,
+            entry: entry_statement(connection)?,
+            attempt: attempt_statement(connection)?,
+            charge: charge_statement(connection)?,
+            days: Days::new(parts.model.as_str(), parts.device.class.as_str()),
+        })
+    }
+
+    fn may_be_settled(&self, attempt: &Attempt) -> bool {
+        let newest = self.newest_settled.as_deref();
+        newest.is_some_and(|newest| attempt.request.as_str() <= newest)
+    }
+
+    fn cap(&self, caller: i64, attempt: &Attempt) -> Result<Option<Payable>, LedgerError> {
+        if !self.may_be_settled(attempt) {
+            return Ok(None);
+        }
+        fault::find(self.connection, caller, attempt)
     }
 
     fn caller(&mut self, caller: &'a Caller) -> Result<i64, LedgerError> {
@@ -46,7 +81,7 @@ impl<'a> Posting<'a> {
         let caller = self.caller(&share.caller)?;
         let Self { connection, key, parts, .. } = *self;
         let request = share.attempt.request.as_str();
-        let cap = fault::find(connection, caller, &share.attempt)?;
+        let cap = self.cap(caller, &share.attempt)?;
         let paid = match cap {
             Some(_) => fault::paid_ns(connection, caller, &share.attempt)?,
             None => 0,
@@ -54,7 +89,7 @@ impl<'a> Posting<'a> {
         let amount_ns = share.attributed.nanos() as i64;
         let owner = Some((caller, share.sequence.0 as i64, request, share.attempt.attempt));
         let entry = Entry { kind: METERED, account: account::TENANT, amount_ns, owner };
-        insert_entry(connection, key, ordinal, &entry)?;
+        insert_entry(&mut self.entry, key, ordinal, &entry)?;
         let day = parts.started.day().0;
         let change = DailyChange { entries: 1, attributed_ns: amount_ns, ..Default::default() };
         self.add_to_day(day, caller, &change)?;
@@ -75,14 +110,15 @@ impl<'a> Posting<'a> {
     ) -> Result<(), LedgerError> {
         let caller = self.caller(&finished.caller)?;
         let Self { connection, key, parts, .. } = *self;
-        let is_archived = archive::ended(connection, caller, &finished.attempt)? == Some(true);
-        if is_archived || !insert_attempt(connection, key, caller, at, finished)? {
+        let is_archived = self.may_be_settled(&finished.attempt)
+            && archive::ended(connection, caller, &finished.attempt)? == Some(true);
+        if is_archived || !insert_attempt(&mut self.attempt, key, caller, at, finished)? {
             let Attempt { request, attempt } = &finished.attempt;
             let refusal =
                 BlockRefusal::Replayed { request: request.to_string(), attempt: *attempt };
             return Err(refused(parts, refusal));
         }
-        if fault::find(connection, caller, &finished.attempt)?.is_some() {
+        if self.cap(caller, &finished.attempt)?.is_some() {
             // The cap made the charge already; only the times are news.
             return set_stages(connection, caller, finished);
         }
@@ -93,7 +129,7 @@ impl<'a> Posting<'a> {
             model: parts.model.as_str(),
             class: parts.device.class.as_str(),
         };
-        let change = insert_charge(connection, &charge)?;
+        let change = insert_charge(&mut self.charge, &charge)?;
         self.add_to_day(finished.finished.day().0, caller, &change)
     }
 
@@ -110,42 +146,44 @@ impl<'a> Posting<'a> {
     }
 }
 
+fn attempt_statement(connection: &Connection) -> Result<CachedStatement<'_>, LedgerError> {
+    Ok(connection.prepare_cached(
+        "INSERT INTO attempts (epoch_id, block, ordinal, caller_id, request_id, attempt,
+           prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns,
+           queue_ns, prefill_ns, decode_ns, reason, finished_utc_ns, record_seq)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17)
+         ON CONFLICT (request_id, caller_id, attempt) DO NOTHING",
+    )?)
+}
+
 /// False where an attempt of this id is there already.
 fn insert_attempt(
-    connection: &Connection,
+    statement: &mut Statement<'_>,
     key: BlockKey,
     caller: i64,
     at: FinishedAt,
     finished: &FinishedAttempt,
 ) -> Result<bool, LedgerError> {
     let FinishedAttempt { caller: _, attempt, usage, stages, reason, finished: ended } = finished;
-    let inserted = connection
-        .prepare_cached(
-            "INSERT INTO attempts (epoch_id, block, ordinal, caller_id, request_id, attempt,
-               prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns,
-               queue_ns, prefill_ns, decode_ns, reason, finished_utc_ns, record_seq)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17)
-             ON CONFLICT (request_id, caller_id, attempt) DO NOTHING",
-        )?
-        .execute(params![
-            key.epoch_id,
-            key.block,
-            at.index as i64,
-            caller,
-            attempt.request.as_str(),
-            attempt.attempt,
-            usage.prompt_tokens as i64,
-            usage.cached_tokens as i64,
-            usage.completion_tokens as i64,
-            usage.attributed.nanos() as i64,
-            usage.reference.nanos() as i64,
-            stages.queue_ns as i64,
-            stages.prefill_ns as i64,
-            stages.decode_ns as i64,
-            reason_name(*reason),
-            ended.0 as i64,
-            at.record
-        ])?;
+    let inserted = statement.execute(params![
+        key.epoch_id,
+        key.block,
+        at.index as i64,
+        caller,
+        attempt.request.as_str(),
+        attempt.attempt,
+        usage.prompt_tokens as i64,
+        usage.cached_tokens as i64,
+        usage.completion_tokens as i64,
+        usage.attributed.nanos() as i64,
+        usage.reference.nanos() as i64,
+        stages.queue_ns as i64,
+        stages.prefill_ns as i64,
+        stages.decode_ns as i64,
+        reason_name(*reason),
+        ended.0 as i64,
+        at.record
+    ])?;
     Ok(inserted == 1)
 }
 
