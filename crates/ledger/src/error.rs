@@ -18,6 +18,12 @@ pub enum LedgerError {
         /// What SQLite said.
         source: Arc<rusqlite::Error>,
     },
+    /// Another process reads it just now, so its log cannot be begun anew.
+    #[error("the ledger {} is being read by another process; wait for its end", path.display())]
+    BeingRead {
+        /// The database file.
+        path: PathBuf,
+    },
     /// Written by another version, or not a ledger at all.
     #[error("the ledger {} has format {found:?}, this version reads format {expected}; `tollgate up` takes an older one on", path.display())]
     Format {

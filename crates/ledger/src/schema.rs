@@ -3,7 +3,8 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use rusqlite::{Connection, OpenFlags, OptionalExtension};
 
@@ -44,6 +45,9 @@ pub(crate) const CORRECTION: i64 = 1;
 /// Ordinals below this are the block's device and platform entries.
 pub(crate) const FIRST_SHARE: i64 = 4;
 
+/// How long others may have the file to themselves.
+const PATIENCE: Duration = Duration::from_secs(5);
+
 /// Memory that the writer keeps of the file, at most.
 const WRITER_CACHE_KIB: i64 = 4 * 1_024;
 /// Pages of 4 KiB in the log after which it is copied into the file: 16 MiB.
@@ -70,6 +74,7 @@ pub(crate) fn open_writer(path: &Path, max_pages: Option<u32>) -> Result<Connect
     };
     let failed = |source| LedgerError::Open { path: path.to_owned(), source: Arc::new(source) };
     let mut connection = open().map_err(failed)?;
+    begin_log(path, &connection)?;
     let found = format_of(&connection).map_err(failed)?;
     let is = |format: u32| found.as_deref() == Some(&format.to_string());
     if found.is_none() || [WITHOUT_RECORDS, WITHOUT_COUNTS, WHOLE_RECORDS].into_iter().any(is) {
@@ -98,6 +103,30 @@ pub(crate) fn open_writer(path: &Path, max_pages: Option<u32>) -> Result<Connect
     // Of the same format with or without them; an older file gains them here.
     connection.execute_batch(INDEXES).map_err(failed)?;
     Ok(connection)
+}
+
+/// Puts all of the log into the file and begins it anew.
+///
+/// After a failed sync the kernel may have forgotten which pages are not on the
+/// disk, and shows them all the same; who writes next may not know of it, be it
+/// this process or the one after its death. What is appended behind such pages is
+/// lost with them when the power fails. Copying the log into the file and syncing
+/// that writes them again; until it is done nothing is acknowledged.
+fn begin_log(path: &Path, connection: &Connection) -> Result<(), LedgerError> {
+    let began = Instant::now();
+    loop {
+        let is_busy: bool =
+            connection.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |row| row.get(0))?;
+        if !is_busy {
+            return Ok(());
+        }
+        if began.elapsed() >= PATIENCE {
+            return Err(LedgerError::BeingRead { path: path.to_owned() });
+        }
+        // SQLite waits for who reads, and not for who just closes the file and
+        // does the same.
+        sleep(Duration::from_millis(10));
+    }
 }
 
 /// The tables of this version with nothing in them.
@@ -129,7 +158,7 @@ pub(crate) fn open_reader(path: &Path) -> Result<Connection, LedgerError> {
 }
 
 fn prepare(connection: &Connection) -> rusqlite::Result<()> {
-    connection.busy_timeout(Duration::from_secs(5))?;
+    connection.busy_timeout(PATIENCE)?;
     connection.set_prepared_statement_cache_capacity(64);
     Ok(())
 }

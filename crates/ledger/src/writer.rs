@@ -217,8 +217,8 @@ impl Ledger {
     /// to see to, by a lock on the data folder.
     ///
     /// # Errors
-    /// [`LedgerError::Open`], [`LedgerError::Format`] and
-    /// [`LedgerError::Damaged`].
+    /// [`LedgerError::Open`], [`LedgerError::Format`], [`LedgerError::Damaged`],
+    /// and [`LedgerError::BeingRead`], after five seconds of waiting.
     pub fn open_with(options: LedgerOptions) -> Result<LedgerHandle, LedgerError> {
         let (handle, DrivenLedger { writer }) = Self::open_driven(options)?;
         std::thread::Builder::new()
@@ -537,22 +537,9 @@ impl Writer {
     fn store(&mut self) -> Result<&mut Store, LedgerError> {
         let store = match self.store.take() {
             Some(store) => store,
-            None => self.reopen()?,
+            None => Store::open(&self.options)?,
         };
         Ok(self.store.insert(store))
-    }
-
-    /// After a failed sync the kernel may have forgotten which pages are not
-    /// on the disk. Copying the whole log into the database and syncing that
-    /// writes them again; until it is done nothing is acknowledged.
-    fn reopen(&self) -> Result<Store, LedgerError> {
-        let store = Store::open(&self.options)?;
-        let busy: i64 =
-            store.connection.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |row| row.get(0))?;
-        if busy != 0 {
-            return Err(LedgerError::Damaged("the log is still being read".to_owned()));
-        }
-        Ok(store)
     }
 
     /// Writes and takes back what a block might need: 64 KiB.

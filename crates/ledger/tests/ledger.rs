@@ -387,6 +387,24 @@ fn a_full_disk_refuses_and_recovers() {
     assert_eq!(ledger.reader().balance(EPOCH).expect("reads").tenants_ns, (posted as i64 + 1) * 40);
 }
 
+/// Whoever reads keeps the log from being begun anew, and only for so long.
+#[test]
+fn a_start_waits_for_who_reads() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("ledger.db");
+    let ledger = Ledger::open(&path).expect("opens");
+    post(&ledger, block(1, vec![share("acme", 1, 100)], vec![])).expect("posts");
+    let reader = rusqlite::Connection::open(&path).expect("opens");
+    reader.execute_batch("BEGIN; SELECT count(*) FROM entries;").expect("reads");
+    post(&ledger, block(2, vec![], vec![])).expect("it hinders no writer");
+    drop(ledger);
+    let error = Ledger::open(&path).err().expect("it is read");
+    assert!(matches!(error, LedgerError::BeingRead { .. }), "{error}");
+    reader.execute_batch("COMMIT").expect("ends");
+    let ledger = Ledger::open(&path).expect("opens");
+    assert_eq!(ledger.reader().last_block(EPOCH).expect("reads"), 2);
+}
+
 #[test]
 fn an_unwell_ledger_gets_well_by_itself() {
     let folder = tempfile::tempdir().expect("a folder");

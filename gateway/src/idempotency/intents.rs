@@ -66,6 +66,9 @@ impl Intents {
             connection.pragma_update(None, "journal_mode", "WAL")?;
             // Recorded means on the disk.
             connection.pragma_update(None, "synchronous", "FULL")?;
+            // Behind what a process before this one could not sync nothing is
+            // safe: so the log begins anew.
+            connection.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(()))?;
             let mut format =
                 connection.pragma_query_value(None, "user_version", |row| row.get(0))?;
             let tables: i64 =

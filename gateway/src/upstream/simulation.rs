@@ -17,6 +17,12 @@ mod sqlite;
 mod worker;
 mod world;
 
+use tollgate_domain::UtcTime;
+use tollgate_ledger::{AdminAction, DrivenLedger, Ledger, LedgerHandle, LedgerOptions, Posted};
+
+use self::chance::Chance;
+use self::disk::SimDisk;
+use self::sqlite::Mounted;
 use self::world::{Outcome, Plant, Seen, World};
 
 /// One play.
@@ -92,6 +98,59 @@ fn planted_bugs_are_found() {
         let (seed, wrong) = found.unwrap_or_else(|| panic!("{plant:?} is not found"));
         println!("{plant:?}: seed {seed}: {wrong}");
     }
+}
+
+/// A process writes, its syncs fail, and it dies before it has mended that. The
+/// next one does not know; what it acknowledges is there after a power cut.
+#[test]
+fn nothing_stands_behind_what_was_not_synced() {
+    for seed in 0..100 {
+        let mut chance = Chance::new(seed);
+        let disk = SimDisk::new(chance.fork());
+        let mounted = Mounted::new(&disk, chance.fork());
+        let start = |process| {
+            mounted.remount(disk.of(process));
+            let options = LedgerOptions::new(&mounted.path("/ledger.db"));
+            Ledger::open_driven(options).expect("opens")
+        };
+        let kill = |process, life: (LedgerHandle, DrivenLedger)| {
+            disk.kill(process);
+            disk.forget_shared();
+            drop(life);
+        };
+        let mut first = start(1);
+        assert_eq!(record(&mut first, "before"), Some(Posted::New));
+        disk.faults(|faults| faults.failing_syncs = Some(1));
+        assert_eq!(record(&mut first, "lost"), None);
+        kill(1, first);
+        disk.faults(|faults| faults.failing_syncs = None);
+        let mut second = start(2);
+        assert!(record(&mut second, "after").is_some());
+        kill(2, second);
+        disk.cut_power();
+        let mut third = start(3);
+        for name in ["before", "after"] {
+            assert_eq!(record(&mut third, name), Some(Posted::Already), "seed {seed}: {name}");
+        }
+        kill(3, third);
+    }
+}
+
+/// Records an action of this name; `None` where the disk refuses.
+fn record((handle, ledger): &mut (LedgerHandle, DrivenLedger), name: &str) -> Option<Posted> {
+    let action = AdminAction {
+        id: name.to_owned(),
+        at: UtcTime(1),
+        operation: "key.revoked".to_owned(),
+        actor: "uid 0".to_owned(),
+        user: None,
+        detail: serde_json::Value::Null,
+    };
+    let (done, heard) = std::sync::mpsc::sync_channel(1);
+    let completion = Box::new(move |result| done.send(result).expect("it is heard"));
+    handle.record(action, completion).expect("there is room");
+    ledger.turn();
+    heard.recv().expect("an answer").ok()
 }
 
 mod long {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use bytes::BytesMut;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep, timeout_at};
+use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 
 use super::attackers::Attack;
 use crate::client::{Protocol, Target};
@@ -20,6 +20,9 @@ const SMALL_BUFFER: u32 = 4_096;
 
 /// The most of an answer that is kept.
 const MOST_ANSWER: u64 = 16 << 20;
+
+/// Bytes of `HTTP/1.1 200`.
+const STATUS_LINE: usize = 12;
 
 /// Between a connection's end and the next.
 const PAUSE: Duration = Duration::from_millis(200);
@@ -55,16 +58,16 @@ async fn once(attack: &Attack, target: &Target) {
     let opened = Instant::now();
     let ended = match attack.attacker.kind {
         Kind::SlowReaders => read_slowly(attack, target).await,
-        Kind::RapidReset => reset(attack, target).await,
-        _ => say_slowly(attack, target).await,
+        Kind::RapidReset => reset(attack, target).await.map(|ended| (opened, ended)),
+        _ => say_slowly(attack, target).await.map(|ended| (opened, ended)),
     };
     match ended {
-        Ok(Ended::ByGateway) => {
-            attack.closed(opened);
+        Ok((since, Ended::ByGateway)) => {
+            attack.closed(since);
             attack.count("closed by the gateway");
         }
-        Ok(Ended::NotAtAll) => {
-            attack.still_open(opened);
+        Ok((since, Ended::NotAtAll)) => {
+            attack.still_open(since);
             attack.count("open at the end");
         }
         Err(what) => attack.count(what),
@@ -123,9 +126,10 @@ async fn drip(mut io: impl AsyncRead + AsyncWrite + Unpin, end: Instant, drop: &
     }
 }
 
-/// Asks for a long stream, reads nothing for as long as the gateway should
-/// bear it and a little more, then looks whether the stream was cut off.
-async fn read_slowly(attack: &Attack, target: &Target) -> Result<Ended, &'static str> {
+/// Asks for a long stream, reads no more once it has begun, for as long as the
+/// gateway should bear it, then looks whether the stream was cut off. The time
+/// is counted from its beginning: before, the request may wait for a place.
+async fn read_slowly(attack: &Attack, target: &Target) -> Result<(Instant, Ended), &'static str> {
     let target = target.with_receive_buffer(SMALL_BUFFER);
     let mut tls = target.connect_tls(Protocol::Http1).await.map_err(|error| error.kind())?;
     let attacker = &attack.attacker;
@@ -145,24 +149,26 @@ async fn read_slowly(attack: &Attack, target: &Target) -> Result<Ended, &'static
     if tls.write_all(&request).await.is_err() || tls.flush().await.is_err() {
         return Err("connection broke");
     }
-    let opened = Instant::now();
-    let patience = attacker.closed_within.unwrap_or(Duration::from_secs(20));
-    let until = (opened + patience).min(attack.end);
-    tokio::time::sleep_until(until).await;
-    if until < opened + patience {
-        return Ok(Ended::NotAtAll);
+    let mut answer = vec![0; STATUS_LINE];
+    match timeout_at(attack.end, tls.read_exact(&mut answer)).await {
+        Err(_) => return Err("waited for a place to the end"),
+        Ok(Err(_)) => return Err("closed without an answer"),
+        Ok(Ok(_)) if !answer.ends_with(b" 200") => return Err(refused(&answer)),
+        Ok(Ok(_)) => {}
     }
-    // A refusal is whole within a moment, so is a stream that was not cut off.
-    let mut answer = Vec::new();
-    let rest = Duration::from_secs(2);
+    let began = Instant::now();
+    let until = began + attacker.closed_within.unwrap_or(Duration::from_secs(20));
+    sleep_until(until.min(attack.end)).await;
+    if until > attack.end {
+        return Ok((began, Ended::NotAtAll));
+    }
+    // A stream that was not cut off is whole within a moment.
     let mut bounded = tls.take(MOST_ANSWER);
-    let read = tokio::time::timeout(rest, bounded.read_to_end(&mut answer)).await;
-    let whole = contains(&answer, b"[DONE]");
-    match read {
-        _ if !answer.starts_with(b"HTTP/1.1 200") => Err(refused(&answer)),
-        Ok(_) if !whole => Ok(Ended::ByGateway),
-        _ if whole => Err("answered whole: it fitted into the buffers"),
-        _ => Ok(Ended::NotAtAll),
+    let read = timeout(Duration::from_secs(2), bounded.read_to_end(&mut answer)).await;
+    match (read, contains(&answer, b"[DONE]")) {
+        (_, true) => Err("answered whole: it fitted into the buffers"),
+        (Ok(_), false) => Ok((began, Ended::ByGateway)),
+        (Err(_), false) => Ok((began, Ended::NotAtAll)),
     }
 }
 
@@ -171,8 +177,7 @@ fn refused(answer: &[u8]) -> &'static str {
         Some(b"429") => "429",
         Some(b"503") => "503",
         Some(b"401") => "401",
-        Some(_) => "another refusal",
-        None => "closed without an answer",
+        _ => "another refusal",
     }
 }
 
@@ -220,7 +225,7 @@ async fn reset(attack: &Attack, target: &Target) -> Result<Ended, &'static str> 
     tokio::pin!(reader);
     Ok(tokio::select! {
         ended = &mut reader => ended,
-        () = writer => match tokio::time::timeout(Duration::from_secs(1), reader).await {
+        () = writer => match timeout(Duration::from_secs(1), reader).await {
             Ok(ended) => ended,
             Err(_) => Ended::NotAtAll,
         },
