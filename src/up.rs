@@ -20,7 +20,7 @@ use tollgate_gateway::auth::{KeyOptions, KeyStore, Scopes};
 use tollgate_gateway::source::SourceOptions;
 use tollgate_gateway::upstream::WorkerReport;
 use tollgate_gateway::{Clock, Gateway, GatewayOptions, GatewayService};
-use tollgate_ledger::{LeaveOut, Ledger, LedgerError, LedgerHandle, LedgerOptions};
+use tollgate_ledger::{LeaveOut, Ledger, LedgerHandle, LedgerOptions};
 
 use crate::common::{load, now};
 use crate::{audit, data, logging};
@@ -151,12 +151,7 @@ async fn open_ledger(config: &Config, folder: &Path, leave_out: LeaveOut) -> Res
             folder.join("ledger.db").display()
         )
     })?;
-    let ledger = loop {
-        match Ledger::open_with(options.clone()) {
-            Err(error @ LedgerError::BeingRead { .. }) => tracing::warn!("{error}"),
-            opened => break opened.context("the ledger cannot be opened")?,
-        }
-    };
+    let ledger = Ledger::open_with(options).context("the ledger cannot be opened")?;
     let actor = format!("uid {}", rustix::process::getuid().as_raw());
     let action = config_loaded(config, key.verifier(), actor.clone(), now());
     record(&ledger, action).await.context("the audit log cannot be written")?;

@@ -15,7 +15,7 @@ use tollgate_domain::UtcTime;
 
 use crate::audit::chain::Chain;
 use crate::check::{Checked, wal};
-use crate::{AdminAction, Ledger, LedgerError, LedgerReader, post, schema};
+use crate::{AdminAction, Ledger, LedgerError, LedgerReader, LogRewriter, post, schema};
 
 /// Why there is no copy.
 #[derive(Debug, thiserror::Error)]
@@ -50,7 +50,7 @@ impl Ledger {
     /// [`BackupError`]; nothing of the name `to` was made or changed then.
     pub fn backup(from: &Path, to: &Path) -> Result<Checked, BackupError> {
         let unfinished = with_end(to, ".unfinished");
-        let source = schema::open_reader(from)?;
+        let source = schema::open_reader(from, true)?;
         let checked = copy(&source, &unfinished).and_then(|()| sound(&unfinished));
         let checked = checked.and_then(|checked| {
             put_in_place(&unfinished, to)?;
@@ -76,7 +76,7 @@ impl Ledger {
     ) -> Result<Option<PathBuf>, BackupError> {
         sound(backup)?;
         let unfinished = with_end(path, ".unfinished");
-        copy(&schema::open_reader(backup)?, &unfinished)?;
+        copy(&schema::open_reader(backup, true)?, &unfinished)?;
         mark(&unfinished, action)?;
         let aside =
             path.exists().then(|| with_end(path, &format!(".before-{}", action.at.unix_seconds())));
@@ -148,7 +148,7 @@ fn sound(path: &Path) -> Result<Checked, BackupError> {
 /// Notes in a restored ledger that it is one.
 fn mark(path: &Path, action: &AdminAction) -> Result<(), BackupError> {
     let marked = || -> Result<(), LedgerError> {
-        let mut connection = schema::open_writer(path, None)?;
+        let mut connection = schema::open_writer(path, None, &LogRewriter::default())?;
         let mut chain = Chain::load(&connection, false)?;
         let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
         post::record_action(&transaction, &mut chain, action)?;

@@ -18,11 +18,13 @@ pub enum LedgerError {
         /// What SQLite said.
         source: Arc<rusqlite::Error>,
     },
-    /// Another process reads it just now, so its log cannot be begun anew.
-    #[error("the ledger {} is being read by another process; wait for its end", path.display())]
-    BeingRead {
+    /// Its write-ahead log cannot be written once more.
+    #[error("the log of the ledger {} cannot be written", path.display())]
+    Log {
         /// The database file.
         path: PathBuf,
+        /// What the system said.
+        source: Arc<std::io::Error>,
     },
     /// Written by another version, or not a ledger at all.
     #[error("the ledger {} has format {found:?}, this version reads format {expected}; `tollgate up` takes an older one on", path.display())]

@@ -21,6 +21,7 @@ mod plans;
 mod post;
 mod query;
 mod reader;
+mod relog;
 mod schema;
 mod statement;
 mod writer;
@@ -40,6 +41,7 @@ pub use query::{
     UsageQuery, UsageRow,
 };
 pub use reader::LedgerReader;
+pub use relog::LogRewriter;
 pub use statement::{
     PlanSpan, PricedAs, Record, Statement, StatementDay, StatementError, StatementFigures,
     StatementLine, StatementQuery,

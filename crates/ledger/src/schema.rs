@@ -3,14 +3,14 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::thread::sleep;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use rusqlite::config::DbConfig;
 use rusqlite::{Connection, OpenFlags, OptionalExtension};
 
-use crate::LedgerError;
 use crate::audit::chain::Chain;
 use crate::audit::record::Before;
+use crate::{LedgerError, LogRewriter};
 
 /// What this version reads and writes.
 pub(crate) const FORMAT: u32 = 4;
@@ -45,17 +45,21 @@ pub(crate) const CORRECTION: i64 = 1;
 /// Ordinals below this are the block's device and platform entries.
 pub(crate) const FIRST_SHARE: i64 = 4;
 
-/// How long others may have the file to themselves.
-const PATIENCE: Duration = Duration::from_secs(5);
-
 /// Memory that the writer keeps of the file, at most.
 const WRITER_CACHE_KIB: i64 = 4 * 1_024;
 /// Pages of 4 KiB in the log after which it is copied into the file: 16 MiB.
 const LONGEST_LOG_PAGES: u32 = 4_096;
 
 /// Opens for writing, creating the file and its tables where there are none,
-/// and taking on what an earlier version wrote.
-pub(crate) fn open_writer(path: &Path, max_pages: Option<u32>) -> Result<Connection, LedgerError> {
+/// and taking on what an earlier version wrote. `log` writes the log once more
+/// before.
+pub(crate) fn open_writer(
+    path: &Path,
+    max_pages: Option<u32>,
+    log: &LogRewriter,
+) -> Result<Connection, LedgerError> {
+    log.rewrite(path)
+        .map_err(|source| LedgerError::Log { path: path.to_owned(), source: Arc::new(source) })?;
     let open = || -> rusqlite::Result<Connection> {
         let connection = Connection::open(path)?;
         prepare(&connection)?;
@@ -74,7 +78,6 @@ pub(crate) fn open_writer(path: &Path, max_pages: Option<u32>) -> Result<Connect
     };
     let failed = |source| LedgerError::Open { path: path.to_owned(), source: Arc::new(source) };
     let mut connection = open().map_err(failed)?;
-    begin_log(path, &connection)?;
     let found = format_of(&connection).map_err(failed)?;
     let is = |format: u32| found.as_deref() == Some(&format.to_string());
     if found.is_none() || [WITHOUT_RECORDS, WITHOUT_COUNTS, WHOLE_RECORDS].into_iter().any(is) {
@@ -105,30 +108,6 @@ pub(crate) fn open_writer(path: &Path, max_pages: Option<u32>) -> Result<Connect
     Ok(connection)
 }
 
-/// Puts all of the log into the file and begins it anew.
-///
-/// After a failed sync the kernel may have forgotten which pages are not on the
-/// disk, and shows them all the same; who writes next may not know of it, be it
-/// this process or the one after its death. What is appended behind such pages is
-/// lost with them when the power fails. Copying the log into the file and syncing
-/// that writes them again; until it is done nothing is acknowledged.
-fn begin_log(path: &Path, connection: &Connection) -> Result<(), LedgerError> {
-    let began = Instant::now();
-    loop {
-        let is_busy: bool =
-            connection.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |row| row.get(0))?;
-        if !is_busy {
-            return Ok(());
-        }
-        if began.elapsed() >= PATIENCE {
-            return Err(LedgerError::BeingRead { path: path.to_owned() });
-        }
-        // SQLite waits for who reads, and not for who just closes the file and
-        // does the same.
-        sleep(Duration::from_millis(10));
-    }
-}
-
 /// The tables of this version with nothing in them.
 pub(crate) fn in_memory() -> Result<Connection, LedgerError> {
     let connection = Connection::open_in_memory()?;
@@ -139,7 +118,11 @@ pub(crate) fn in_memory() -> Result<Connection, LedgerError> {
 }
 
 /// Opens for reading, beside a writer in this or another process.
-pub(crate) fn open_reader(path: &Path) -> Result<Connection, LedgerError> {
+///
+/// The last connection that closes a database copies its log into the file and
+/// takes it away. Where `leaves_log`, this one does not: it does not know whether
+/// what it sees of the log is on the disk ([`crate::relog`]).
+pub(crate) fn open_reader(path: &Path, leaves_log: bool) -> Result<Connection, LedgerError> {
     let failed = |source| LedgerError::Open { path: path.to_owned(), source: Arc::new(source) };
     // Read-write without create: a reader of a WAL database keeps its index
     // in the -shm file. `query_only` is what forbids writing.
@@ -153,12 +136,15 @@ pub(crate) fn open_reader(path: &Path) -> Result<Connection, LedgerError> {
     .map_err(failed)?;
     prepare(&connection).map_err(failed)?;
     connection.pragma_update(None, "query_only", true).map_err(failed)?;
+    connection
+        .set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, leaves_log)
+        .map_err(failed)?;
     refuse_other_formats(path, &connection)?;
     Ok(connection)
 }
 
 fn prepare(connection: &Connection) -> rusqlite::Result<()> {
-    connection.busy_timeout(PATIENCE)?;
+    connection.busy_timeout(Duration::from_secs(5))?;
     connection.set_prepared_statement_cache_capacity(64);
     Ok(())
 }

@@ -21,7 +21,7 @@ use crate::error::is_about_content;
 use crate::fault::FaultCap;
 use crate::plans::{self, PlansInForce};
 use crate::post::{Posted, RefusedBlock};
-use crate::{BlockRefusal, LedgerError, LedgerReader, fault, post, schema};
+use crate::{BlockRefusal, LedgerError, LedgerReader, LogRewriter, fault, post, schema};
 
 /// How a ledger is kept.
 #[derive(Clone, Debug)]
@@ -36,6 +36,8 @@ pub struct LedgerOptions {
     pub retry: Duration,
     /// Largest size of the database in pages of 4 KiB, where it is bounded.
     pub max_pages: Option<u32>,
+    /// Writes the log once more before the file is opened.
+    pub log: LogRewriter,
     /// Signs the audit log; without it records are written and not signed.
     pub key: Option<Arc<AuditKey>>,
     /// The longest that a record waits for a checkpoint that covers it.
@@ -196,6 +198,7 @@ impl LedgerOptions {
             group: 256,
             retry: Duration::from_secs(1),
             max_pages: None,
+            log: LogRewriter::default(),
             key: None,
             checkpoint_every: Duration::from_secs(10),
             checkpoint_records: 10_000,
@@ -217,8 +220,8 @@ impl Ledger {
     /// to see to, by a lock on the data folder.
     ///
     /// # Errors
-    /// [`LedgerError::Open`], [`LedgerError::Format`], [`LedgerError::Damaged`],
-    /// and [`LedgerError::BeingRead`], after five seconds of waiting.
+    /// [`LedgerError::Open`], [`LedgerError::Log`], [`LedgerError::Format`] and
+    /// [`LedgerError::Damaged`].
     pub fn open_with(options: LedgerOptions) -> Result<LedgerHandle, LedgerError> {
         let (handle, DrivenLedger { writer }) = Self::open_driven(options)?;
         std::thread::Builder::new()
@@ -236,7 +239,7 @@ impl Ledger {
         options: LedgerOptions,
     ) -> Result<(LedgerHandle, DrivenLedger), LedgerError> {
         let store = Store::open(&options)?;
-        let reader = LedgerReader::open(&options.path)?;
+        let reader = LedgerReader::open(&options.path, false)?;
         let (commands, inbox) = sync_channel(options.queue.max(1));
         let health = Arc::new(Mutex::new(Health::Well));
         let key = options.key.clone();
@@ -256,7 +259,7 @@ impl Ledger {
     /// # Errors
     /// [`LedgerError::Open`] and [`LedgerError::Format`].
     pub fn open_read_only(path: &Path) -> Result<LedgerReader, LedgerError> {
-        LedgerReader::open(path)
+        LedgerReader::open(path, true)
     }
 }
 
@@ -357,7 +360,7 @@ struct Store {
 
 impl Store {
     fn open(options: &LedgerOptions) -> Result<Self, LedgerError> {
-        let connection = schema::open_writer(&options.path, options.max_pages)?;
+        let connection = schema::open_writer(&options.path, options.max_pages, &options.log)?;
         let chain = Chain::load(&connection, options.leave_out == LeaveOut::Records)?;
         Ok(Self { connection, chain })
     }

@@ -387,22 +387,28 @@ fn a_full_disk_refuses_and_recovers() {
     assert_eq!(ledger.reader().balance(EPOCH).expect("reads").tenants_ns, (posted as i64 + 1) * 40);
 }
 
-/// Whoever reads keeps the log from being begun anew, and only for so long.
+/// After a gateway was killed: whoever only reads does not know what of the log
+/// is on the disk, and leaves it as it is; who writes takes it over.
 #[test]
-fn a_start_waits_for_who_reads() {
+fn who_only_reads_leaves_the_log() {
     let folder = tempfile::tempdir().expect("a folder");
-    let path = folder.path().join("ledger.db");
+    let (path, copy) = (folder.path().join("ledger.db"), folder.path().join("killed.db"));
+    let log = folder.path().join("killed.db-wal");
     let ledger = Ledger::open(&path).expect("opens");
     post(&ledger, block(1, vec![share("acme", 1, 100)], vec![])).expect("posts");
-    let reader = rusqlite::Connection::open(&path).expect("opens");
-    reader.execute_batch("BEGIN; SELECT count(*) FROM entries;").expect("reads");
-    post(&ledger, block(2, vec![], vec![])).expect("it hinders no writer");
-    drop(ledger);
-    let error = Ledger::open(&path).err().expect("it is read");
-    assert!(matches!(error, LedgerError::BeingRead { .. }), "{error}");
-    reader.execute_batch("COMMIT").expect("ends");
-    let ledger = Ledger::open(&path).expect("opens");
-    assert_eq!(ledger.reader().last_block(EPOCH).expect("reads"), 2);
+    std::fs::copy(&path, &copy).expect("copies");
+    std::fs::copy(folder.path().join("ledger.db-wal"), &log).expect("copies");
+    let left = std::fs::read(&log).expect("reads");
+    let reader = Ledger::open_read_only(&copy).expect("opens");
+    assert_eq!(reader.last_block(EPOCH).expect("reads"), 1);
+    assert_eq!(reader.check(), vec![]);
+    drop(reader);
+    Ledger::check_start(&copy).expect("sound");
+    assert_eq!(std::fs::read(&log).expect("reads"), left);
+    let writer = Ledger::open(&copy).expect("opens");
+    assert_eq!(std::fs::read(&log).expect("reads")[..left.len()], left, "the same once more");
+    assert_eq!(post(&writer, block(2, vec![], vec![])).expect("posts"), Posted::New);
+    assert_eq!(writer.reader().check(), vec![]);
 }
 
 #[test]

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use rusqlite::{Connection, OptionalExtension, params};
 use tollgate_domain::{RequestId, TenantId, UtcTime};
+use tollgate_ledger::LogRewriter;
 
 use super::Scope;
 
@@ -24,6 +25,14 @@ pub enum IntentsError {
         path: PathBuf,
         /// Why.
         source: rusqlite::Error,
+    },
+    /// Its write-ahead log cannot be written once more.
+    #[error("{path}: the log of the idempotency keys cannot be written")]
+    Log {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
     },
     /// Written by a version that we do not know, or damaged.
     #[error("{path}: not a database of idempotency keys of format {FORMAT}")]
@@ -60,15 +69,16 @@ impl Intents {
         keys_per_tenant: u32,
     ) -> Result<Self, IntentsError> {
         let path = data.join("idempotency.db");
+        // As the ledger's: nobody else opens this one.
+        LogRewriter::default()
+            .rewrite(&path)
+            .map_err(|source| IntentsError::Log { path: path.clone(), source })?;
         let opened = || -> rusqlite::Result<(Rows, i64)> {
             let connection = Connection::open(&path)?;
             connection.busy_timeout(Duration::from_secs(5))?;
             connection.pragma_update(None, "journal_mode", "WAL")?;
             // Recorded means on the disk.
             connection.pragma_update(None, "synchronous", "FULL")?;
-            // Behind what a process before this one could not sync nothing is
-            // safe: so the log begins anew.
-            connection.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(()))?;
             let mut format =
                 connection.pragma_query_value(None, "user_version", |row| row.get(0))?;
             let tables: i64 =

@@ -18,7 +18,7 @@ mod worker;
 mod world;
 
 use tollgate_domain::UtcTime;
-use tollgate_ledger::{AdminAction, DrivenLedger, Ledger, LedgerHandle, LedgerOptions, Posted};
+use tollgate_ledger::{AdminAction, DrivenLedger, Ledger, LedgerHandle, Posted};
 
 use self::chance::Chance;
 use self::disk::SimDisk;
@@ -110,8 +110,7 @@ fn nothing_stands_behind_what_was_not_synced() {
         let mounted = Mounted::new(&disk, chance.fork());
         let start = |process| {
             mounted.remount(disk.of(process));
-            let options = LedgerOptions::new(&mounted.path("/ledger.db"));
-            Ledger::open_driven(options).expect("opens")
+            Ledger::open_driven(mounted.ledger("/ledger.db")).expect("opens")
         };
         let kill = |process, life: (LedgerHandle, DrivenLedger)| {
             disk.kill(process);

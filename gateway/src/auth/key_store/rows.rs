@@ -280,10 +280,7 @@ fn stored_time(time: UtcTime) -> Result<i64, KeyStoreError> {
 const FORMAT: i64 = 2;
 const COLUMNS: &str = "id, tenant, mac, label, scopes, created_at, expires_at, revoked_at, \
                        ends_requests, rotated_from, plan";
-/// The log begins anew: behind what a process before this one could not sync
-/// nothing is safe.
-const SETTINGS: &str = "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; \
-                        PRAGMA wal_checkpoint(TRUNCATE);";
+const SETTINGS: &str = "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;";
 /// Times are nanoseconds since 1970 in UTC. `changed` is the number of the
 /// row's latest change: whoever follows reads those beyond what it has seen.
 const SCHEMA: &str = "

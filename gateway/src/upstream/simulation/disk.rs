@@ -222,6 +222,18 @@ impl SimDisk {
         print
     }
 
+    /// Writes a file once more, where there is one, and syncs it.
+    pub(super) fn rewrite(&self, path: &Path) -> io::Result<()> {
+        let file = match self.open_file(path, false) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            opened => opened?,
+        };
+        let mut bytes = vec![0; file.length()? as usize];
+        rig::DiskFile::read_exact_at(&file, &mut bytes, 0)?;
+        rig::DiskFile::write_all_at(&file, &bytes, 0)?;
+        rig::DiskFile::sync(&file)
+    }
+
     pub(super) fn exists(&self, path: &Path) -> bool {
         self.lock().names.contains_key(path)
     }

@@ -160,14 +160,14 @@ impl Fronts {
         self.counters.lies.load(Ordering::Relaxed)
     }
 
-    /// Starts process `process` at `now`, ms, on the ledger at `path`.
+    /// Starts process `process` at `now`, ms, on a ledger.
     pub(super) fn start(
         &mut self,
         process: u64,
-        path: &Path,
+        ledger: LedgerOptions,
         now: u64,
     ) -> Result<Front, tollgate_ledger::LedgerError> {
-        let options = LedgerOptions { queue: 256, group: 64, ..LedgerOptions::new(path) };
+        let options = LedgerOptions { queue: 256, group: 64, ..ledger };
         let (handle, ledger) = Ledger::open_driven(options)?;
         let clock = Clock::played(Instant::now(), UtcTime(DAWN.0 + now * MS));
         let today = clock.utc().day();

@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rusqlite::ffi;
+use tollgate_ledger::{LedgerOptions, LogRewriter};
 use tollgate_worker::rig::{Disk as _, DiskFile as _};
 
 use super::chance::Chance;
@@ -121,9 +122,14 @@ impl Mounted {
         *lock(&app.disk) = disk;
     }
 
-    /// What a ledger at `path` of the disk is opened by.
-    pub(super) fn path(&self, path: &str) -> PathBuf {
-        format!("file:{path}?vfs={}", self.name.to_str().expect("ASCII")).into()
+    /// The ledger at `path` of the disk.
+    pub(super) fn ledger(&self, path: &str) -> LedgerOptions {
+        let file = format!("file:{path}?vfs={}", self.name.to_str().expect("ASCII"));
+        // SAFETY: `new` made it, and only `drop` frees it.
+        let app = unsafe { &*(*self.vfs).pAppData.cast::<App>() };
+        let (disk, log) = (lock(&app.disk).clone(), PathBuf::from(format!("{path}-wal")));
+        let log = LogRewriter::new(move |_| disk.rewrite(&log));
+        LedgerOptions { log, ..LedgerOptions::new(Path::new(&file)) }
     }
 }
 

@@ -18,8 +18,8 @@ impl World {
         self.processes += 1;
         let disk = self.disk.of(self.processes);
         self.mounted.remount(disk);
-        let path = self.mounted.path("/ledger.db");
-        match self.fronts.start(self.processes, &path, self.now) {
+        let ledger = self.mounted.ledger("/ledger.db");
+        match self.fronts.start(self.processes, ledger, self.now) {
             Ok(front) => {
                 let life = front.life;
                 self.front = Some(front);
