@@ -8,6 +8,7 @@ mod chat;
 mod chunks;
 mod completions;
 mod fields;
+mod front;
 pub(crate) mod fuzz;
 mod job;
 mod keyed;
@@ -36,6 +37,7 @@ pub(crate) use self::job::{Counting, Job};
 use self::asked::Asked;
 use self::body::BodyLimits;
 use self::fields::Violation;
+use self::front::Asking;
 use self::job::CountContext;
 use self::telling::Telling;
 use self::whole::Whole;
@@ -79,8 +81,8 @@ impl FromRef<Api> for Clock {
 /// The routes under `/v1`.
 pub(crate) fn routes(api: Api) -> Router {
     Router::new()
-        .route("/v1/chat/completions", post(chat_completions))
-        .route("/v1/completions", post(completions))
+        .route(CHAT_COMPLETIONS, post(chat_completions))
+        .route(COMPLETIONS, post(completions))
         .route("/v1/models", get(models::list))
         .route("/v1/models/{*model}", get(models::show))
         .route("/v1/usage", get(usage::list))
@@ -88,22 +90,17 @@ pub(crate) fn routes(api: Api) -> Router {
         .with_state(api)
 }
 
-async fn chat_completions(
-    State(api): State<Api>,
-    caller: AuthenticatedCaller,
-    request: Request,
-) -> Result<Response, ApiError> {
+const CHAT_COMPLETIONS: &str = "/v1/chat/completions";
+const COMPLETIONS: &str = "/v1/completions";
+
+async fn chat_completions(State(api): State<Api>, request: Request) -> Result<Response, ApiError> {
     let interface = Interface { endpoint: Endpoint::Chat, parse: chat::parse };
-    Box::pin(answer(api, caller, request, interface)).await
+    Box::pin(answer(api, request, interface)).await
 }
 
-async fn completions(
-    State(api): State<Api>,
-    caller: AuthenticatedCaller,
-    request: Request,
-) -> Result<Response, ApiError> {
+async fn completions(State(api): State<Api>, request: Request) -> Result<Response, ApiError> {
     let interface = Interface { endpoint: Endpoint::Completions, parse: completions::parse };
-    Box::pin(answer(api, caller, request, interface)).await
+    Box::pin(answer(api, request, interface)).await
 }
 
 /// What tells one interface from the other.
@@ -118,15 +115,12 @@ type Parse = fn(&str, &RequestLimits) -> Result<Asked, Violation>;
 /// there is a penalty.
 async fn answer(
     api: Api,
-    caller: AuthenticatedCaller,
-    request: Request,
+    mut request: Request,
     interface: Interface,
 ) -> Result<Response, ApiError> {
-    if api.draining.is_cancelled() {
-        return Err(ApiError::Draining);
-    }
+    let Asking { caller, scopes } = api.asking(&mut request, interface.endpoint)?;
     let tenant = api.tenant(&caller, interface.endpoint)?;
-    let answered = Box::pin(serve(&api, &caller, tenant, request, &interface)).await;
+    let answered = Box::pin(serve(&api, (&caller, tenant), scopes, request, &interface)).await;
     if let Err(error) = &answered {
         api.serving.penalties.answered(api.serving.clock.now(), &tenant.name, error);
     }
@@ -135,18 +129,11 @@ async fn answer(
 
 async fn serve(
     api: &Api,
-    caller: &AuthenticatedCaller,
-    tenant: &Tenant,
+    (caller, tenant): (&AuthenticatedCaller, &Tenant),
+    scopes: Vec<ScopeLimits>,
     request: Request,
     interface: &Interface,
 ) -> Result<Response, ApiError> {
-    let now = api.serving.clock.now();
-    api.serving.penalties.check(now, caller.tenant())?;
-    // Most refusals of a busy tenant: found before its body is read.
-    let scopes = limits::of_caller(&api.config, caller, tenant)?;
-    if let Some(refusal) = api.serving.admission.look_ahead(now, &scopes) {
-        return Err(ApiError::Limit(refusal));
-    }
     if !api.serving.can_record() {
         return Err(ApiError::LedgerUnavailable);
     }

@@ -185,11 +185,12 @@ impl GatewayService {
         };
         let largest_body = api.config.gateway().requests.body.0;
         let public_stack = Stack::new(
-            stack::public(api::routes(api)),
+            stack::public(api::routes(api.clone())),
             StackOptions {
                 metrics: Arc::clone(&gateway.metrics),
                 sources: Some(sources.clone()),
                 largest_body,
+                front: Some(api),
                 endpoint: public_endpoint,
             },
             gateway.serving.clock.clone(),
@@ -200,6 +201,7 @@ impl GatewayService {
                 metrics: Arc::clone(&gateway.metrics),
                 sources: None,
                 largest_body: ADMIN_BODY,
+                front: None,
                 endpoint: admin::endpoint,
             },
             gateway.serving.clock.clone(),

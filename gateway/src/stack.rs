@@ -5,7 +5,7 @@ mod unread;
 
 use std::any::Any;
 use std::convert::Infallible;
-use std::panic::AssertUnwindSafe;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -22,6 +22,7 @@ use self::unread::Unread;
 
 pub(crate) use self::unread::Leftover;
 use crate::Clock;
+use crate::api::Api;
 use crate::listener::Peer;
 use crate::reply::{ApiError, ErrorKind};
 use crate::source::SourceRing;
@@ -35,6 +36,8 @@ pub(crate) struct StackOptions {
     pub(crate) sources: Option<SourceRing>,
     /// Bytes of the largest body of any route.
     pub(crate) largest_body: u64,
+    /// Looks at the heads of requests for work; `None` where there are none.
+    pub(crate) front: Option<Api>,
     /// Names a route for metrics: one of a closed set.
     pub(crate) endpoint: fn(&str) -> &'static str,
 }
@@ -72,7 +75,7 @@ impl Stack {
 
     /// The list: from top to bottom for a request, and on for its response.
     async fn pass(&self, mut request: Request, refused: Option<ApiError>) -> Answer {
-        let StackOptions { metrics, sources, largest_body, endpoint } = &self.options;
+        let StackOptions { metrics, sources, largest_body, front, endpoint } = &self.options;
         // Every response has an id, of ours: what a client sends under that
         // name is not believed, because ids name entries of the ledger.
         let (id, id_header) = self.ids.draw();
@@ -88,14 +91,14 @@ impl Stack {
         // what the head alone says, before a byte of the body is read.
         let refused = refused
             .or_else(|| in_ring(sources.as_ref(), &request).err())
-            .or_else(|| of_head(&request, *largest_body).err());
-        let (request, unread) = Unread::lend(request, *largest_body);
-        let mut response = match refused {
-            Some(error) => {
-                drop(request);
-                error.into_response()
+            .or_else(|| of_head(&request, *largest_body).err())
+            .or_else(|| front.as_ref().and_then(|api| look_at_head(api, &mut request).err()));
+        let (mut response, unread) = match refused {
+            Some(error) => (error.into_response(), Unread::keep(request, *largest_body)),
+            None => {
+                let (request, unread) = Unread::lend(request, *largest_body);
+                (self.route(request).await, unread)
             }
-            None => self.route(request).await,
         };
         // What nobody has read must not be read as the next request.
         let leftover = match unread {
@@ -198,11 +201,23 @@ impl Drop for InFlight<'_> {
     }
 }
 
+/// As [`Stack::route`]: a bug costs one request.
+fn look_at_head(api: &Api, request: &mut Request) -> Result<(), ApiError> {
+    catch_unwind(AssertUnwindSafe(|| api.look_at_head(request))).unwrap_or_else(|panic| {
+        tell_panic(panic);
+        Err(ApiError::Internal)
+    })
+}
+
 fn answer_panic(panic: Box<dyn Any + Send + 'static>) -> Response {
+    tell_panic(panic);
+    ApiError::Internal.into_response()
+}
+
+fn tell_panic(panic: Box<dyn Any + Send + 'static>) {
     // The panic hook has said where; what it said may hold a client's words.
     drop(panic);
     tracing::error!("a handler panicked");
-    ApiError::Internal.into_response()
 }
 
 pub(crate) async fn unknown_route(method: Method, uri: Uri) -> ApiError {

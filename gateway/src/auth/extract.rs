@@ -3,6 +3,7 @@
 
 use axum::extract::{FromRef, FromRequestParts};
 use http::request::Parts;
+use http::{Extensions, HeaderMap};
 
 use super::{AuthenticatedCaller, Authenticator};
 use crate::listener::Peer;
@@ -20,17 +21,35 @@ where
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
-        let clock = Clock::from_ref(state);
-        let address = client_of(&parts.extensions, &parts.headers);
-        let caller = Authenticator::from_ref(state)
-            .authenticate(&parts.headers, address, clock.utc())
-            .map_err(|error| {
-                let source = address.map(Source::of);
-                Penalties::from_ref(state).failed_authentication(clock.now(), source, error)
-            })?;
-        if let Some(peer) = parts.extensions.get::<Peer>() {
-            peer.vouch();
-        }
-        Ok(caller)
+        identify(state, &parts.headers, &parts.extensions)
     }
+}
+
+/// Who shows these headers. It is remembered of a source that nobody is shown,
+/// and of a connection that somebody is.
+///
+/// # Errors
+/// When nobody that we know, or from a source that has guessed too often.
+pub(crate) fn identify<S>(
+    state: &S,
+    headers: &HeaderMap,
+    extensions: &Extensions,
+) -> Result<AuthenticatedCaller, ApiError>
+where
+    Authenticator: FromRef<S>,
+    Penalties: FromRef<S>,
+    Clock: FromRef<S>,
+{
+    let clock = Clock::from_ref(state);
+    let address = client_of(extensions, headers);
+    let caller = Authenticator::from_ref(state)
+        .authenticate(headers, address, clock.utc())
+        .map_err(|error| {
+            let source = address.map(Source::of);
+            Penalties::from_ref(state).failed_authentication(clock.now(), source, error)
+        })?;
+    if let Some(peer) = extensions.get::<Peer>() {
+        peer.vouch();
+    }
+    Ok(caller)
 }

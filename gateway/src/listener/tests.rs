@@ -100,6 +100,7 @@ impl Door {
                 metrics: Arc::clone(&metrics),
                 sources: sources.as_ref().map(SourceRing::new),
                 largest_body: 2 << 20,
+                front: None,
                 endpoint: public_endpoint,
             },
             crate::Clock::system(),

@@ -29,7 +29,13 @@ fn service(metrics: &Arc<Metrics>) -> Arc<Stack> {
     let metrics = Arc::clone(metrics);
     Stack::new(
         public(routes),
-        StackOptions { metrics, sources: None, largest_body: LIMIT, endpoint: public_endpoint },
+        StackOptions {
+            metrics,
+            sources: None,
+            largest_body: LIMIT,
+            front: None,
+            endpoint: public_endpoint,
+        },
         Clock::system(),
     )
 }

@@ -19,57 +19,80 @@ use tokio::time::timeout;
 
 /// A body that is lent to a handler: what the handler leaves unread comes back.
 pub(super) struct Unread {
+    head: Head,
+    rest: Rest,
+}
+
+/// How a body comes.
+struct Head {
     is_http1: bool,
     /// Over HTTP/1 a chunked request is the last on its connection: what comes
     /// after chunks is where requests are smuggled.
     is_chunked: bool,
     /// The client waits to be told before it sends its body.
     is_expecting: bool,
-    rest: Rest,
 }
 
-type Rest = Arc<Mutex<Option<Limited<Body>>>>;
+impl Head {
+    /// `None` where there is no body.
+    fn of(request: &Request) -> Option<Self> {
+        let headers = request.headers();
+        let is_http1 = request.version() < Version::HTTP_2;
+        let is_chunked = is_http1 && headers.contains_key(header::TRANSFER_ENCODING);
+        if request.body().is_end_stream() && !is_chunked {
+            return None;
+        }
+        Some(Self { is_http1, is_chunked, is_expecting: headers.contains_key(header::EXPECT) })
+    }
+}
+
+/// Where the body is.
+enum Rest {
+    /// Nobody has it.
+    Kept(Limited<Body>),
+    /// A handler has it, and leaves here what it has not read.
+    Lent(Left),
+}
+
+type Left = Arc<Mutex<Option<Limited<Body>>>>;
 
 impl Unread {
     /// Lends the request's body, of at most `largest` bytes; nothing where it
     /// has none.
     pub(super) fn lend(request: Request, largest: u64) -> (Request, Option<Self>) {
-        let headers = request.headers();
-        let is_http1 = request.version() < Version::HTTP_2;
-        let is_chunked = is_http1 && headers.contains_key(header::TRANSFER_ENCODING);
-        if request.body().is_end_stream() && !is_chunked {
-            return (request, None);
-        }
-        let rest = Rest::default();
-        let unread = Self {
-            is_http1,
-            is_chunked,
-            is_expecting: headers.contains_key(header::EXPECT),
-            rest: Arc::clone(&rest),
-        };
-        // One byte more, so that a reader of its own finds its limit exceeded
-        // rather than its body broken.
-        let most = usize::try_from(largest.saturating_add(1)).unwrap_or(usize::MAX);
-        let request =
-            request.map(|body| Body::new(Lent { body: Some(Limited::new(body, most)), rest }));
-        (request, Some(unread))
+        let Some(head) = Head::of(&request) else { return (request, None) };
+        let left = Left::default();
+        let rest = Rest::Lent(Arc::clone(&left));
+        let request = request
+            .map(|body| Body::new(Lent { body: Some(Limited::new(body, beyond(largest))), left }));
+        (request, Some(Self { head, rest }))
+    }
+
+    /// Keeps the body of a request that nobody handles; nothing where it has none.
+    pub(super) fn keep(request: Request, largest: u64) -> Option<Self> {
+        let head = Head::of(&request)?;
+        let rest = Rest::Kept(Limited::new(request.into_body(), beyond(largest)));
+        Some(Self { head, rest })
     }
 
     /// Deals with what was left, once there is a response. What is returned
     /// has to be read and dropped while the response goes out.
     pub(super) async fn end(self, response: &mut Response) -> Option<Leftover> {
-        let rest = self.rest.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let rest = match self.rest {
+            Rest::Kept(body) => Some(body).filter(|body| !body.is_end_stream()),
+            Rest::Lent(left) => left.lock().unwrap_or_else(PoisonError::into_inner).take(),
+        };
         let (is_read, rest) = match rest {
             None => (true, None),
-            Some(rest) if self.is_expecting || self.is_chunked => {
+            Some(rest) if self.head.is_expecting || self.head.is_chunked => {
                 (rest.is_end_stream(), Some(rest))
             }
             Some(mut rest) => (drain(&mut rest).await, Some(rest)),
         };
-        if !self.is_http1 {
+        if !self.head.is_http1 {
             return rest.filter(|_| !is_read).map(Leftover);
         }
-        if self.is_chunked || !is_read {
+        if self.head.is_chunked || !is_read {
             let close = HeaderValue::from_static("close");
             response.headers_mut().insert(header::CONNECTION, close);
         }
@@ -100,6 +123,12 @@ impl Leftover {
     }
 }
 
+/// The bytes that are let through: one more than there may be, so that a reader
+/// of its own finds its limit exceeded rather than its body broken.
+fn beyond(largest: u64) -> usize {
+    usize::try_from(largest.saturating_add(1)).unwrap_or(usize::MAX)
+}
+
 /// Reads and drops a small rest; whether it came to its end.
 async fn drain(rest: &mut Limited<Body>) -> bool {
     if rest.size_hint().upper().is_none_or(|left| left > SMALL) {
@@ -120,13 +149,13 @@ async fn drain(rest: &mut Limited<Body>) -> bool {
 struct Lent {
     /// There until it is dropped.
     body: Option<Limited<Body>>,
-    rest: Rest,
+    left: Left,
 }
 
 impl Drop for Lent {
     fn drop(&mut self) {
         if let Some(body) = self.body.take().filter(|body| !body.is_end_stream()) {
-            *self.rest.lock().unwrap_or_else(PoisonError::into_inner) = Some(body);
+            *self.left.lock().unwrap_or_else(PoisonError::into_inner) = Some(body);
         }
     }
 }
