@@ -137,7 +137,7 @@ async fn serve(
     if !api.serving.can_record() {
         return Err(ApiError::LedgerUnavailable);
     }
-    // Given by the outermost layer, which believes no client about it.
+    // Given before all else, and no client is believed about it.
     let id: RequestId = request.extensions().get().cloned().ok_or(ApiError::Internal)?;
     let key = IdempotencyKey::of(request.headers())?;
     // Likewise; but who asks again for an answer that is being made needs no

@@ -50,7 +50,7 @@ impl Ledger {
     /// [`BackupError`]; nothing of the name `to` was made or changed then.
     pub fn backup(from: &Path, to: &Path) -> Result<Checked, BackupError> {
         let unfinished = with_end(to, ".unfinished");
-        let source = schema::open_reader(from, true)?;
+        let source = schema::open_reader(from)?;
         let checked = copy(&source, &unfinished).and_then(|()| sound(&unfinished));
         let checked = checked.and_then(|checked| {
             put_in_place(&unfinished, to)?;
@@ -76,7 +76,7 @@ impl Ledger {
     ) -> Result<Option<PathBuf>, BackupError> {
         sound(backup)?;
         let unfinished = with_end(path, ".unfinished");
-        copy(&schema::open_reader(backup, true)?, &unfinished)?;
+        copy(&schema::open_reader(backup)?, &unfinished)?;
         mark(&unfinished, action)?;
         let aside =
             path.exists().then(|| with_end(path, &format!(".before-{}", action.at.unix_seconds())));

@@ -64,6 +64,14 @@ pub enum LedgerError {
     Damaged(String),
 }
 
+impl LedgerError {
+    /// Whether the disk is what failed: nothing was written, and the same may
+    /// well go through later. Whoever has something to post keeps it till then.
+    pub fn is_of_the_disk(&self) -> bool {
+        matches!(self, Self::Storage(_) | Self::Log { .. } | Self::Open { .. })
+    }
+}
+
 /// Why a balanced block is refused all the same. Each is an alarm: an honest
 /// worker writes none of them.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

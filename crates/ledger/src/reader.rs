@@ -20,8 +20,6 @@ pub struct LedgerReader {
 
 struct Shared {
     path: PathBuf,
-    /// What is left to others when the last connection closes.
-    leaves_log: bool,
     idle: Mutex<Vec<Connection>>,
 }
 
@@ -31,9 +29,9 @@ impl LedgerReader {
     /// # Errors
     /// [`LedgerError::Open`] where there is no ledger, [`LedgerError::Format`]
     /// where there is one of another version.
-    pub(crate) fn open(path: &Path, leaves_log: bool) -> Result<Self, LedgerError> {
-        let idle = Mutex::new(vec![schema::open_reader(path, leaves_log)?]);
-        let shared = Shared { path: path.to_owned(), leaves_log, idle };
+    pub(crate) fn open(path: &Path) -> Result<Self, LedgerError> {
+        let idle = Mutex::new(vec![schema::open_reader(path)?]);
+        let shared = Shared { path: path.to_owned(), idle };
         Ok(Self { shared: Arc::new(shared) })
     }
 
@@ -46,7 +44,7 @@ impl LedgerReader {
         let taken = self.shared.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let mut connection = match taken {
             Some(connection) => connection,
-            None => schema::open_reader(&self.shared.path, self.shared.leaves_log)?,
+            None => schema::open_reader(&self.shared.path)?,
         };
         let snapshot = connection.transaction()?;
         let result = read(&snapshot);

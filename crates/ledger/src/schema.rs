@@ -120,9 +120,9 @@ pub(crate) fn in_memory() -> Result<Connection, LedgerError> {
 /// Opens for reading, beside a writer in this or another process.
 ///
 /// The last connection that closes a database copies its log into the file and
-/// takes it away. Where `leaves_log`, this one does not: it does not know whether
-/// what it sees of the log is on the disk ([`crate::relog`]).
-pub(crate) fn open_reader(path: &Path, leaves_log: bool) -> Result<Connection, LedgerError> {
+/// takes it away. This one does not: it does not know whether what it sees of the
+/// log is on the disk ([`crate::relog`]).
+pub(crate) fn open_reader(path: &Path) -> Result<Connection, LedgerError> {
     let failed = |source| LedgerError::Open { path: path.to_owned(), source: Arc::new(source) };
     // Read-write without create: a reader of a WAL database keeps its index
     // in the -shm file. `query_only` is what forbids writing.
@@ -136,9 +136,7 @@ pub(crate) fn open_reader(path: &Path, leaves_log: bool) -> Result<Connection, L
     .map_err(failed)?;
     prepare(&connection).map_err(failed)?;
     connection.pragma_update(None, "query_only", true).map_err(failed)?;
-    connection
-        .set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, leaves_log)
-        .map_err(failed)?;
+    connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true).map_err(failed)?;
     refuse_other_formats(path, &connection)?;
     Ok(connection)
 }

@@ -211,7 +211,7 @@ impl Ledger {
     /// Opens or makes the ledger at `path`, with the defaults.
     ///
     /// # Errors
-    /// [`LedgerError::Open`] and [`LedgerError::Format`].
+    /// As [`Ledger::open_with`].
     pub fn open(path: &Path) -> Result<LedgerHandle, LedgerError> {
         Self::open_with(LedgerOptions::new(path))
     }
@@ -239,7 +239,7 @@ impl Ledger {
         options: LedgerOptions,
     ) -> Result<(LedgerHandle, DrivenLedger), LedgerError> {
         let store = Store::open(&options)?;
-        let reader = LedgerReader::open(&options.path, false)?;
+        let reader = LedgerReader::open(&options.path)?;
         let (commands, inbox) = sync_channel(options.queue.max(1));
         let health = Arc::new(Mutex::new(Health::Well));
         let key = options.key.clone();
@@ -259,14 +259,15 @@ impl Ledger {
     /// # Errors
     /// [`LedgerError::Open`] and [`LedgerError::Format`].
     pub fn open_read_only(path: &Path) -> Result<LedgerReader, LedgerError> {
-        LedgerReader::open(path, true)
+        LedgerReader::open(path)
     }
 }
 
 impl LedgerHandle {
     /// Posts a block. `done` hears [`Posted::New`] or [`Posted::Already`]
     /// once it is on the disk, [`LedgerError::Refused`] where it contradicts
-    /// the ledger, [`LedgerError::Storage`] where nothing was written.
+    /// the ledger, one [of the disk](LedgerError::is_of_the_disk) where nothing
+    /// was written.
     ///
     /// # Errors
     /// [`LedgerError::Busy`] and [`LedgerError::Closed`]: `done` is dropped.
@@ -401,6 +402,10 @@ impl DrivenLedger {
     }
 }
 
+fn is_well(health: &Mutex<Health>) -> bool {
+    *health.lock().unwrap_or_else(PoisonError::into_inner) == Health::Well
+}
+
 struct Writer {
     options: LedgerOptions,
     /// `None` after the disk failed: what the cache believes is then worth
@@ -424,6 +429,10 @@ impl Writer {
         }
         if self.is_well() {
             self.sign();
+        }
+        if let Some(store) = self.store.filter(|_| is_well(&self.health)) {
+            // So that the file alone is the whole of it; it stays valid without.
+            let _ = store.connection.query_row("PRAGMA wal_checkpoint", [], |_| Ok(()));
         }
     }
 
@@ -481,8 +490,9 @@ impl Writer {
         let together = self.commit_by(group, |command, transaction, chain| {
             command.act.run(transaction, chain).map(Ok)
         });
-        match together {
-            Ok(_) | Err(LedgerError::Storage(_)) => together,
+        match &together {
+            Ok(_) => together,
+            Err(error) if error.is_of_the_disk() => together,
             Err(_) => self.commit_by(group, run_apart),
         }
     }
@@ -560,13 +570,14 @@ impl Writer {
     }
 
     fn is_well(&self) -> bool {
-        *self.health.lock().unwrap_or_else(PoisonError::into_inner) == Health::Well
+        is_well(&self.health)
     }
 
     fn fall_ill(&mut self, error: &LedgerError) {
         self.store = None;
         let reason = match error {
             LedgerError::Storage(source) | LedgerError::Open { source, .. } => source.to_string(),
+            LedgerError::Log { source, .. } => source.to_string(),
             other => other.to_string(),
         };
         self.set_health(Health::Unwell { reason });

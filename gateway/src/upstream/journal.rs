@@ -426,7 +426,7 @@ impl Books {
             };
             match result {
                 Err(LedgerError::Busy) => tokio::time::sleep(BUSY_WAIT).await,
-                Err(LedgerError::Storage(_)) => tokio::time::sleep(STORAGE_WAIT).await,
+                Err(error) if error.is_of_the_disk() => tokio::time::sleep(STORAGE_WAIT).await,
                 Err(LedgerError::Refused { refusal: BlockRefusal::Gap { .. }, .. })
                     if gaps < GAP_TRIES =>
                 {
@@ -464,7 +464,7 @@ impl Books {
             match result {
                 Ok(_) => return Ok(ack),
                 Err(LedgerError::Busy) => tokio::time::sleep(BUSY_WAIT).await,
-                Err(LedgerError::Storage(_)) => tokio::time::sleep(STORAGE_WAIT).await,
+                Err(error) if error.is_of_the_disk() => tokio::time::sleep(STORAGE_WAIT).await,
                 Err(_) => {
                     return Err(UpstreamError::Lied(
                         "a block that can be neither posted nor passed over",
@@ -579,15 +579,16 @@ impl Books {
                 Ok(_) => return self.in_flight.recorded(&cap.attempt),
                 // Who knew more has said what is paid.
                 Err(LedgerError::AlreadySettled) if cap.payable == Usage::default() => return,
-                Err(error @ (LedgerError::Busy | LedgerError::Storage(_)))
-                    if self.stopping.is_cancelled()
+                Err(error)
+                    if (error.is_of_the_disk() || matches!(error, LedgerError::Busy))
+                        && self.stopping.is_cancelled()
                         && Instant::now() >= *until.get_or_insert(Instant::now() + LAST_CAPS) =>
                 {
                     tracing::error!(request = %cap.attempt.request, %error, "a fault is not entered before the end");
                     return;
                 }
                 Err(LedgerError::Busy) => tokio::time::sleep(BUSY_WAIT).await,
-                Err(LedgerError::Storage(_)) => tokio::time::sleep(STORAGE_WAIT).await,
+                Err(error) if error.is_of_the_disk() => tokio::time::sleep(STORAGE_WAIT).await,
                 Err(error) => {
                     tracing::error!(request = %cap.attempt.request, %error, "a fault is not entered");
                     return;

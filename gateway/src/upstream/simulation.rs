@@ -18,7 +18,7 @@ mod worker;
 mod world;
 
 use tollgate_domain::UtcTime;
-use tollgate_ledger::{AdminAction, DrivenLedger, Ledger, LedgerHandle, Posted};
+use tollgate_ledger::{AdminAction, DrivenLedger, Ledger, LedgerError, LedgerHandle, Posted};
 
 use self::chance::Chance;
 use self::disk::SimDisk;
@@ -118,25 +118,33 @@ fn nothing_stands_behind_what_was_not_synced() {
             drop(life);
         };
         let mut first = start(1);
-        assert_eq!(record(&mut first, "before"), Some(Posted::New));
+        assert_eq!(record(&mut first, "before").expect("posts"), Posted::New);
         disk.faults(|faults| faults.failing_syncs = Some(1));
-        assert_eq!(record(&mut first, "lost"), None);
+        for _ in 0..3 {
+            // Whoever hears it tries again later.
+            let error = record(&mut first, "lost").expect_err("nothing is synced");
+            assert!(error.is_of_the_disk(), "{error}");
+        }
         kill(1, first);
         disk.faults(|faults| faults.failing_syncs = None);
         let mut second = start(2);
-        assert!(record(&mut second, "after").is_some());
+        record(&mut second, "after").expect("posts");
         kill(2, second);
         disk.cut_power();
         let mut third = start(3);
         for name in ["before", "after"] {
-            assert_eq!(record(&mut third, name), Some(Posted::Already), "seed {seed}: {name}");
+            let posted = record(&mut third, name).expect("posts");
+            assert_eq!(posted, Posted::Already, "seed {seed}: {name}");
         }
         kill(3, third);
     }
 }
 
-/// Records an action of this name; `None` where the disk refuses.
-fn record((handle, ledger): &mut (LedgerHandle, DrivenLedger), name: &str) -> Option<Posted> {
+/// Records an action of this name.
+fn record(
+    (handle, ledger): &mut (LedgerHandle, DrivenLedger),
+    name: &str,
+) -> Result<Posted, LedgerError> {
     let action = AdminAction {
         id: name.to_owned(),
         at: UtcTime(1),
@@ -149,7 +157,7 @@ fn record((handle, ledger): &mut (LedgerHandle, DrivenLedger), name: &str) -> Op
     let completion = Box::new(move |result| done.send(result).expect("it is heard"));
     handle.record(action, completion).expect("there is room");
     ledger.turn();
-    heard.recv().expect("an answer").ok()
+    heard.recv().expect("an answer")
 }
 
 mod long {
