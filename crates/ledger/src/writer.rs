@@ -321,8 +321,8 @@ impl LedgerHandle {
         self.send(Act::Plans(Box::new(told)), done)
     }
 
-    /// Signs what is posted so far, as at a stop: what `done` hears is that of
-    /// a posting.
+    /// Signs what is posted so far and copies the log into the file, as at a stop:
+    /// what `done` hears is that of a posting.
     ///
     /// # Errors
     /// As [`LedgerHandle::post_block`].
@@ -402,10 +402,6 @@ impl DrivenLedger {
     }
 }
 
-fn is_well(health: &Mutex<Health>) -> bool {
-    *health.lock().unwrap_or_else(PoisonError::into_inner) == Health::Well
-}
-
 struct Writer {
     options: LedgerOptions,
     /// `None` after the disk failed: what the cache believes is then worth
@@ -429,11 +425,15 @@ impl Writer {
         }
         if self.is_well() {
             self.sign();
+            self.copy_log();
         }
-        if let Some(store) = self.store.filter(|_| is_well(&self.health)) {
-            // So that the file alone is the whole of it; it stays valid without.
-            let _ = store.connection.query_row("PRAGMA wal_checkpoint", [], |_| Ok(()));
-        }
+    }
+
+    /// At an end, so that the file alone is the whole of it, for who takes it and
+    /// leaves the log; that stays as it is, and so nothing is lost if this fails.
+    fn copy_log(&self) {
+        let Some(store) = self.store.as_ref().filter(|_| self.is_well()) else { return };
+        let _ = store.connection.query_row("PRAGMA wal_checkpoint", [], |_| Ok(()));
     }
 
     /// The next command, or that it is time for something else.
@@ -466,6 +466,9 @@ impl Writer {
                 let wrote = results.iter().any(|result| matches!(result, Ok(Posted::New)));
                 if wrote || self.is_well() {
                     self.written();
+                }
+                if group.iter().any(|command| matches!(command.act, Act::Sign)) {
+                    self.copy_log();
                 }
                 for (command, result) in group.into_iter().zip(results) {
                     (command.done)(result);
@@ -570,7 +573,7 @@ impl Writer {
     }
 
     fn is_well(&self) -> bool {
-        is_well(&self.health)
+        *self.health.lock().unwrap_or_else(PoisonError::into_inner) == Health::Well
     }
 
     fn fall_ill(&mut self, error: &LedgerError) {

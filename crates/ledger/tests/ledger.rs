@@ -411,6 +411,23 @@ fn who_only_reads_leaves_the_log() {
     assert_eq!(writer.reader().check(), vec![]);
 }
 
+/// As at a stop: whoever then takes the file and leaves its log has all of it.
+#[test]
+fn signed_for_a_stop_the_file_alone_is_whole() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (path, copy) = (folder.path().join("ledger.db"), folder.path().join("alone.db"));
+    let ledger = Ledger::open(&path).expect("opens");
+    post(&ledger, block(1, vec![share("acme", 1, 100)], vec![])).expect("posts");
+    let (sender, receiver) = std::sync::mpsc::sync_channel(1);
+    let done = Box::new(move |result| sender.send(result).expect("it is heard"));
+    ledger.sign(done).expect("there is room");
+    receiver.recv().expect("an answer").expect("signs");
+    std::fs::copy(&path, &copy).expect("copies");
+    let reader = Ledger::open_read_only(&copy).expect("opens");
+    assert_eq!(reader.last_block(EPOCH).expect("reads"), 1);
+    assert_eq!(reader.check(), vec![]);
+}
+
 #[test]
 fn an_unwell_ledger_gets_well_by_itself() {
     let folder = tempfile::tempdir().expect("a folder");
