@@ -13,7 +13,7 @@ use rusqlite::{Connection, OptionalExtension, TransactionBehavior, params};
 use sha2::{Digest, Sha256};
 use tollgate_domain::{Attempt, UtcMonth, UtcTime};
 
-use crate::audit::chain::Chain;
+use crate::audit::chain::{Chain, hash_before};
 use crate::audit::note::hex;
 use crate::audit::record::Before;
 use crate::audit::tree::{Frontier, Hash};
@@ -98,7 +98,7 @@ impl Ledger {
         let mut connection = schema::open_writer(path, None, &LogRewriter::default())?;
         let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
         let mut chain = Chain::load(&transaction, false)?;
-        let last = chain_hash(&transaction, to)?;
+        let last = hash_before(&transaction, to)?;
         let frontier = Frontier::load(&transaction, to)?;
         let keys = crate::audit::check::keys(&transaction)?.0;
         transaction.execute_batch(&moves(to))?;
@@ -304,14 +304,6 @@ fn last_checkpoint(
             Some(first) => bound = first,
         }
     }
-}
-
-/// The hash of the record before `size`.
-fn chain_hash(connection: &Connection, size: u64) -> Result<Hash, LedgerError> {
-    let hash: Vec<u8> =
-        connection
-            .query_row("SELECT hash FROM records WHERE seq = ?1", [size - 1], |row| row.get(0))?;
-    Hash::try_from(hash).map_err(|_| LedgerError::Damaged("a record's hash".to_owned()))
 }
 
 /// Sums up what the records before `to` tell of, and takes it away.

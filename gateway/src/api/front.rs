@@ -73,13 +73,8 @@ impl Api {
                 None => Ok(scopes),
             }
         });
-        match scopes {
-            Ok(scopes) => Ok(Asking { caller, scopes }),
-            Err(error) => {
-                // For ever coming back all the same there is a penalty.
-                penalties.answered(now, &tenant.name, &error);
-                Err(error)
-            }
-        }
+        // For ever coming back all the same there is a penalty.
+        let scopes = scopes.inspect_err(|error| penalties.answered(now, &tenant.name, error))?;
+        Ok(Asking { caller, scopes })
     }
 }

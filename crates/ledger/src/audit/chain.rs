@@ -7,7 +7,7 @@ use rusqlite::{Connection, OptionalExtension, params};
 use super::note::AuditKey;
 use super::record::{Before, Body, GENESIS, body_of, text_of};
 use super::tree::{Frontier, Hash, is_kept, leaf};
-use crate::LedgerError;
+use crate::{LedgerError, archive};
 
 /// Where the chain ends.
 #[derive(Clone, Debug)]
@@ -104,6 +104,22 @@ impl Chain {
         self.signed = size;
         Ok(())
     }
+}
+
+/// The hash that record `seq` names: of the one before it, zeros of the first.
+pub(crate) fn hash_before(connection: &Connection, seq: u64) -> Result<Hash, LedgerError> {
+    let Some(before) = seq.checked_sub(1) else { return Ok([0; 32]) };
+    if let Some(base) = archive::base(connection)?.filter(|base| base.size == seq) {
+        return Ok(base.last);
+    }
+    let hash =
+        connection
+            .query_row("SELECT hash FROM records WHERE seq = ?1", [before], |row| row.get(0))?;
+    hash_from(hash, before)
+}
+
+pub(crate) fn hash_from(stored: Vec<u8>, seq: u64) -> Result<Hash, LedgerError> {
+    Hash::try_from(stored).map_err(|_| LedgerError::Damaged(format!("the hash of record {seq}")))
 }
 
 /// Whether an action of this id is recorded already.

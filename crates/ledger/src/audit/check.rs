@@ -3,6 +3,8 @@
 //! says what its record says. Whether those keys are the right ones is for who
 //! has them from elsewhere to judge.
 
+use std::borrow::Cow;
+
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use rusqlite::{Connection, OptionalExtension};
@@ -80,7 +82,9 @@ pub(crate) fn chain(
         let hash = leaf(text.as_bytes());
         if stored != hash {
             add(format!("record {seq} or the hash before it was altered"));
-        } else if !text.starts_with(&format!("{{\"seq\":{seq},\"prev\":\"{}\",", hex(&last))) {
+        } else if matches!(text, Cow::Borrowed(whole)
+            if !whole.starts_with(&format!("{{\"seq\":{seq},\"prev\":\"{}\",", hex(&last))))
+        {
             add(format!("record {seq} does not follow the one before it"));
         }
         // As it stands: what was altered here is told once, and not of all that follow.

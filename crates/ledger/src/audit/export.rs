@@ -7,9 +7,10 @@ use rusqlite::{Connection, OptionalExtension};
 use serde::Serialize;
 use tollgate_domain::RequestId;
 
+use super::chain::{hash_before, hash_from};
 use super::note::hex;
 use super::record::text_of;
-use super::tree::{Frontier, Hash, path};
+use super::tree::{Frontier, path};
 use crate::{LedgerError, LedgerReader, archive};
 
 /// Which records are wanted, by their numbers.
@@ -211,22 +212,6 @@ fn start(connection: &Connection, from: u64) -> Result<Start, LedgerError> {
     let prev = hash_before(connection, from)?;
     let peaks = Frontier::load(connection, from)?.peaks().iter().map(|peak| hex(peak)).collect();
     Ok(Start { size: from, prev: hex(&prev), peaks })
-}
-
-/// The hash that record `seq` names: of the one before it, zeros of the first.
-fn hash_before(connection: &Connection, seq: u64) -> Result<Hash, LedgerError> {
-    let Some(before) = seq.checked_sub(1) else { return Ok([0; 32]) };
-    if let Some(base) = archive::base(connection)?.filter(|base| base.size == seq) {
-        return Ok(base.last);
-    }
-    let hash =
-        connection
-            .query_row("SELECT hash FROM records WHERE seq = ?1", [before], |row| row.get(0))?;
-    hash_from(hash, before)
-}
-
-fn hash_from(stored: Vec<u8>, seq: u64) -> Result<Hash, LedgerError> {
-    Hash::try_from(stored).map_err(|_| LedgerError::Damaged(format!("the hash of record {seq}")))
 }
 
 fn prove(connection: &Connection, request: &RequestId) -> Result<Proof, ExportError> {

@@ -117,17 +117,18 @@ impl Mounted {
 
     /// From now on another process uses the disk.
     pub(super) fn remount(&self, disk: SimDisk) {
+        *lock(&self.app().disk) = disk;
+    }
+
+    fn app(&self) -> &App {
         // SAFETY: `new` made it, and only `drop` frees it.
-        let app = unsafe { &*(*self.vfs).pAppData.cast::<App>() };
-        *lock(&app.disk) = disk;
+        unsafe { app(self.vfs) }
     }
 
     /// The ledger at `path` of the disk.
     pub(super) fn ledger(&self, path: &str) -> LedgerOptions {
         let file = format!("file:{path}?vfs={}", self.name.to_str().expect("ASCII"));
-        // SAFETY: `new` made it, and only `drop` frees it.
-        let app = unsafe { &*(*self.vfs).pAppData.cast::<App>() };
-        let (disk, log) = (lock(&app.disk).clone(), PathBuf::from(format!("{path}-wal")));
+        let (disk, log) = (lock(&self.app().disk).clone(), PathBuf::from(format!("{path}-wal")));
         let log = LogRewriter::new(move |_| disk.rewrite(&log));
         LedgerOptions { log, ..LedgerOptions::new(Path::new(&file)) }
     }
