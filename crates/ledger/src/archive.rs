@@ -116,10 +116,9 @@ impl Ledger {
         )?;
         action.detail["to"] = to.into();
         action.detail["audit_keys"] = keys.into();
-        action.detail["tenant_plans"] = serde_json::to_value(plans::kept(&transaction)?)
-            .map_err(|error| LedgerError::Damaged(error.to_string()))?;
         action.detail["sums_sha256"] = sums_sha256(&transaction)?.into();
         post::record_action(&transaction, &mut chain, &action)?;
+        plans::archive(&transaction, &mut chain, &action)?;
         transaction.commit()?;
         connection.execute_batch("VACUUM; PRAGMA wal_checkpoint(TRUNCATE);")?;
         Ok(())

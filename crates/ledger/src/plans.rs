@@ -10,7 +10,7 @@ use tollgate_domain::{PlanName, TenantId, UtcDay};
 use crate::LedgerError;
 use crate::audit::chain::{self, Chain};
 use crate::audit::check::records_of;
-use crate::audit::record::AdminAction;
+use crate::audit::record::{AdminAction, LONGEST_DETAIL};
 use crate::post::{self, Posted};
 use crate::query::name;
 use crate::statement::{PlanSpan, PricedAs, StatementError, StatementQuery};
@@ -36,7 +36,7 @@ pub(crate) fn post(
     }
     let known = kept(connection)?;
     let today = told.action.at.day();
-    let mut news = serde_json::Map::new();
+    let mut news = Vec::new();
     for (tenant, plan) in &told.plans {
         let days = known.get(tenant.as_str());
         if days.and_then(|days| days.values().next_back()).is_some_and(|it| it == plan.as_str()) {
@@ -46,14 +46,64 @@ pub(crate) fn post(
         connection
             .prepare_cached("REPLACE INTO tenant_plans (tenant, day, plan) VALUES (?1, ?2, ?3)")?
             .execute(params![tenant.as_str(), day.0, plan.as_str()])?;
-        news.insert(tenant.to_string(), plan.as_str().into());
+        news.push((tenant.to_string(), Value::from(plan.as_str())));
     }
-    if news.is_empty() {
-        return Ok(Posted::Already);
+    let from = serde_json::json!({ "from": today.to_string() });
+    record(connection, chain, &AdminAction { detail: from, ..told.action.clone() }, "plans", news)
+}
+
+/// Records after the archive's own what is kept at the time, for the records
+/// that said so are gone.
+pub(crate) fn archive(
+    connection: &Connection,
+    chain: &mut Chain,
+    archived: &AdminAction,
+) -> Result<(), LedgerError> {
+    let days = |days: Days| {
+        serde_json::to_value(days).map_err(|error| LedgerError::Damaged(error.to_string()))
+    };
+    let kept = kept(connection)?
+        .into_iter()
+        .map(|(tenant, told)| Ok((tenant, days(told)?)))
+        .collect::<Result<_, LedgerError>>()?;
+    let action = AdminAction {
+        id: format!("{}.plans", archived.id),
+        operation: "plans.in_force".to_owned(),
+        detail: serde_json::json!({}),
+        ..archived.clone()
+    };
+    record(connection, chain, &action, TENANT_PLANS, kept)?;
+    Ok(())
+}
+
+/// Records `action` with what is told of tenants as `key` in its detail: as
+/// often as it takes, for a record holds no more than so many bytes of it.
+fn record(
+    connection: &Connection,
+    chain: &mut Chain,
+    action: &AdminAction,
+    key: &str,
+    told: Vec<(String, Value)>,
+) -> Result<Posted, LedgerError> {
+    let mut told = told.into_iter().peekable();
+    let mut posted = Posted::Already;
+    for number in 1.. {
+        let (mut part, mut bytes) = (serde_json::Map::new(), 0);
+        while let Some((tenant, plan)) = told.next_if(|_| bytes < BYTES_OF_A_PART) {
+            bytes += tenant.len() + plan.to_string().len();
+            part.insert(tenant, plan);
+        }
+        if part.is_empty() {
+            break;
+        }
+        let mut action = action.clone();
+        if number > 1 {
+            action.id = format!("{}.{number}", action.id);
+        }
+        action.detail[key] = part.into();
+        posted = post::record_action(connection, chain, &action)?;
     }
-    let detail = serde_json::json!({ "from": today.to_string(), "plans": news });
-    let action = AdminAction { detail, ..told.action.clone() };
-    post::record_action(connection, chain, &action)
+    Ok(posted)
 }
 
 /// Which plan's prices hold on which days of the month. What was told first
@@ -107,6 +157,13 @@ fn told(
     Ok(told)
 }
 
+/// The key of a detail that tells every day's plan of a tenant.
+const TENANT_PLANS: &str = "tenant_plans";
+
+/// A part is full once names and plans in it take so many bytes: a quarter of
+/// what a detail may have, with room for quotes and one more tenant.
+const BYTES_OF_A_PART: usize = LONGEST_DETAIL / 4;
+
 /// Every tenant's plans by day.
 pub(crate) type Told = BTreeMap<String, Days>;
 type Days = BTreeMap<u32, String>;
@@ -130,8 +187,8 @@ pub(crate) fn kept(connection: &Connection) -> Result<Told, LedgerError> {
     Ok(told)
 }
 
-/// As the records say, the latest archive's first: it tells what was kept then.
-/// `None` where a record cannot be understood.
+/// As the records say from the latest archive on, behind which stands what was
+/// kept then. `None` where a record cannot be understood.
 pub(crate) fn recorded(connection: &Connection) -> Result<Option<Told>, LedgerError> {
     let mut told = Some(Told::new());
     records_of(connection, "plans.in_force", |_, record| {
@@ -144,10 +201,17 @@ pub(crate) fn recorded(connection: &Connection) -> Result<Option<Told>, LedgerEr
 fn after(mut told: Told, record: &Value) -> Option<Told> {
     let detail = record.get("detail")?;
     if record.get("operation.type")?.as_str()? == "ledger.archived" {
-        return serde_json::from_value(detail.get("tenant_plans")?.clone()).ok();
+        told.clear();
     }
+    if let Some(kept) = detail.get(TENANT_PLANS) {
+        told.append(&mut serde_json::from_value(kept.clone()).ok()?);
+        return Some(told);
+    }
+    let Some(plans) = detail.get("plans") else {
+        return Some(told);
+    };
     let from: UtcDay = detail.get("from")?.as_str()?.parse().ok()?;
-    for (tenant, plan) in detail.get("plans")?.as_object()? {
+    for (tenant, plan) in plans.as_object()? {
         let days = told.entry(tenant.clone()).or_default();
         days.insert(day_of_news(Some(days), from).0, plan.as_str()?.to_owned());
     }

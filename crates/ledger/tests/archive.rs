@@ -16,8 +16,8 @@ use tollgate_domain::{
 };
 use tollgate_ledger::{
     AdminAction, ArchiveError, AuditKey, BlockRefusal, ExportError, GroupBy, Ledger, LedgerError,
-    LedgerHandle, LedgerOptions, LedgerReader, Posted, PricedAs, Range, Spending, Statement,
-    StatementError, StatementQuery, UsageQuery, UsageRow,
+    LedgerHandle, LedgerOptions, LedgerReader, PlansInForce, Posted, PricedAs, Range, Spending,
+    Statement, StatementError, StatementQuery, UsageQuery, UsageRow,
 };
 
 const DAY: u64 = 24 * 3_600 * 1_000_000_000;
@@ -262,6 +262,54 @@ fn what_is_archived_changes_no_sum_and_no_log() {
         let changed = Export { records, checkpoints, start };
         judge(&[&changed, &rest]).expect_err("a changed archive is found");
     }
+}
+
+/// More than one record holds: each is as short as any other.
+#[test]
+fn plans_of_thousands_are_told_kept_and_archived() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("ledger.db");
+    let ledger = open(&path);
+    fill(&ledger, 1, 120);
+    let tell = |ledger: &LedgerHandle, number: u64, plan_of: &dyn Fn(usize) -> &'static str| {
+        let plan = |it: usize| PlanName::new(plan_of(it)).expect("a plan");
+        let tenant = |it: usize| TenantId::new(&format!("tenant-{it:05}")).expect("a name");
+        let action = AdminAction {
+            id: format!("start-{number}"),
+            at: begins(number),
+            operation: "plans.in_force".to_owned(),
+            ..action()
+        };
+        let plans = (0..5_000).map(|it| (tenant(it), plan(it))).collect();
+        post_plans(ledger, PlansInForce { action, plans }).expect("posts")
+    };
+    let gold_for_few = |it: usize| if it.is_multiple_of(9) { "gold" } else { "team" };
+    assert_eq!(tell(&ledger, 90, &|_| "team"), Posted::New);
+    assert_eq!(tell(&ledger, 110, &gold_for_few), Posted::New);
+    assert_eq!(tell(&ledger, 111, &gold_for_few), Posted::Already);
+    end(ledger.clone());
+    assert_eq!(ledger.reader().check(), vec![]);
+    let found = ledger.reader().archivable(november(), NOON).expect("there is something");
+    drop(ledger);
+    Ledger::compact(&path, found.to, action()).expect("archives");
+
+    let ledger = open(&path);
+    assert_eq!(ledger.reader().check(), vec![]);
+    assert_eq!(tell(&ledger, 112, &gold_for_few), Posted::Already);
+    assert_eq!(tell(&ledger, 113, &|_| "team"), Posted::New);
+    end(ledger.clone());
+    assert_eq!(ledger.reader().check(), vec![]);
+    let rest = export(ledger.reader(), Range { from: found.to, to: None }).expect("exports");
+    judge(&[&rest]).expect("a log");
+    let longest = rest.records.split(|byte| *byte == b'\n').map(<[u8]>::len).max();
+    assert!(longest < Some(20_000), "{longest:?}");
+    drop(ledger);
+    let changed = rusqlite::Connection::open(&path).expect("opens");
+    let rename = "UPDATE tenant_plans SET plan = 'trial' WHERE tenant = 'tenant-04999'";
+    assert!(changed.execute(rename, []).expect("changes") > 0);
+    drop(changed);
+    let found = Ledger::check_file(&path).expect("opens");
+    assert!(!found.is_sound(), "a plan in the last of its records was changed");
 }
 
 #[test]

@@ -19,7 +19,7 @@ use crate::fault::FaultCap;
 use crate::post::RefusedBlock;
 
 /// The most bytes of an admin action's detail; of a longer one the hash is kept.
-const LONGEST_DETAIL: usize = 16 * 1024;
+pub(crate) const LONGEST_DETAIL: usize = 16 * 1024;
 
 /// An act of an admin, or of the gateway on an admin's behalf.
 #[derive(Clone, Debug, PartialEq, Eq)]
