@@ -1,5 +1,6 @@
 //! The least that an HTTP server can be, for benchmarks to divide by: hyper
-//! behind the gateway's own TLS settings, one thread, one answer.
+//! behind the gateway's own TLS settings, one thread, one answer; and, at
+//! `/refusal`, one as long as a refusal of the gateway's.
 //!
 //! `hello_tls CERTIFICATE KEY` takes two free ports of 127.0.0.1, one with TLS
 //! and one without, prints `ready tls ADDRESS plain ADDRESS`, and serves until
@@ -11,7 +12,7 @@ use std::io::Read;
 use std::path::PathBuf;
 
 use bytes::Bytes;
-use http::{HeaderValue, Request, Response, header};
+use http::{HeaderName, HeaderValue, Request, Response, StatusCode, header};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::server::conn::{http1, http2};
@@ -75,9 +76,49 @@ async fn with_tls(stream: TcpStream, acceptor: TlsAcceptor) {
     };
 }
 
-async fn hello(_: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
+async fn hello(request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
+    if request.uri().path() == REFUSAL {
+        return Ok(refusal());
+    }
     let mut response = Response::new(Full::new(Bytes::from_static(b"hello\n")));
     let kind = HeaderValue::from_static("text/plain");
     response.headers_mut().insert(header::CONTENT_TYPE, kind);
     Ok(response)
 }
+
+/// As long as what the gateway tells a tenant that is over its rate, and in as
+/// many headers.
+fn refusal() -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::new(Bytes::from_static(SAID)));
+    *response.status_mut() = StatusCode::TOO_MANY_REQUESTS;
+    for (name, value) in TOLD {
+        response.headers_mut().insert(name, HeaderValue::from_static(value));
+    }
+    for (name, value) in TOLD_ONCE {
+        let mut value = HeaderValue::from_static(value);
+        value.set_sensitive(true);
+        response.headers_mut().insert(name, value);
+    }
+    response
+}
+
+const REFUSAL: &str = "/refusal";
+
+const SAID: &[u8] = b"{\"error\":{\"message\":\"Limit reached: 1 requests a minute for tenant \
+    limited. Try again in 59.123s.\",\"type\":\"rate_limit_error\",\"param\":null,\
+    \"code\":\"rate_limit_exceeded\"}}";
+
+const TOLD: [(HeaderName, &str); 5] = [
+    (header::CONTENT_TYPE, "application/json"),
+    (header::CACHE_CONTROL, "no-store"),
+    (header::RETRY_AFTER, "60"),
+    (HeaderName::from_static("x-ratelimit-limit-requests"), "1"),
+    (HeaderName::from_static("x-ratelimit-remaining-requests"), "0"),
+];
+
+/// What hardly comes again, so that HTTP/2 need not remember it.
+const TOLD_ONCE: [(HeaderName, &str); 3] = [
+    (HeaderName::from_static("retry-after-ms"), "59123"),
+    (HeaderName::from_static("x-ratelimit-reset-requests"), "59.123s"),
+    (HeaderName::from_static("x-request-id"), "req-0123456789abcdef0123456789abcdef"),
+];

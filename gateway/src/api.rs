@@ -37,7 +37,7 @@ pub(crate) use self::job::{Counting, Job};
 use self::asked::Asked;
 use self::body::BodyLimits;
 use self::fields::Violation;
-use self::front::Asking;
+pub(crate) use self::front::Asking;
 use self::job::CountContext;
 use self::telling::Telling;
 use self::whole::Whole;

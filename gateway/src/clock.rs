@@ -54,8 +54,13 @@ impl Clock {
 
     /// Time for days, months and what people read.
     pub fn utc(&self) -> UtcTime {
+        self.utc_at(self.now())
+    }
+
+    /// As [`Self::utc`], where somebody has just read [`Self::now`].
+    pub(crate) fn utc_at(&self, now: MonotonicTime) -> UtcTime {
         let mut calendar = self.calendar.lock().unwrap_or_else(PoisonError::into_inner);
-        calendar.read(self.now(), self.source.wall())
+        calendar.read(now, self.source.wall())
     }
 }
 

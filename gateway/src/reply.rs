@@ -290,7 +290,7 @@ impl ApiError {
     }
 
     /// The JSON body, which is also the data of a stream's error event.
-    pub fn envelope(&self) -> Envelope {
+    pub fn envelope(&self) -> Envelope<'_> {
         let (kind, code) = self.type_and_code();
         Envelope::new(self.message(), kind, self.param(), code)
     }
@@ -550,9 +550,10 @@ impl From<Refusal> for ApiError {
     }
 }
 
-impl IntoResponse for ApiError {
-    fn into_response(self) -> Response {
-        let mut response = Response::new(Body::from(self.json()));
+impl ApiError {
+    /// The response that says it.
+    pub(crate) fn to_response(&self) -> http::Response<Bytes> {
+        let mut response = Response::new(self.json());
         *response.status_mut() = self.status();
         let headers = response.headers_mut();
         headers.reserve(MOST_HEADERS);
@@ -561,7 +562,7 @@ impl IntoResponse for ApiError {
         if let Some(retry) = self.retry() {
             retry.write(headers);
         }
-        if let Self::Limit(refusal) = &self {
+        if let Self::Limit(refusal) = self {
             write_figures(&refusal.figures, headers);
         }
         if self.status() == StatusCode::UNAUTHORIZED {
@@ -571,6 +572,13 @@ impl IntoResponse for ApiError {
             // Over HTTP/2 hyper drops it, as it must.
             headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
+        response
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let mut response = self.to_response().map(Body::from);
         response.extensions_mut().insert(self.kind());
         response
     }

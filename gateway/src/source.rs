@@ -16,11 +16,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use governor::clock::{Clock as _, DefaultClock};
 use governor::state::keyed::DefaultKeyedStateStore;
 use governor::{Quota, RateLimiter};
-use http::{Extensions, HeaderMap, HeaderName};
+use http::{HeaderMap, HeaderName};
 use tollgate_domain::Network;
 
 use crate::ApiError;
-use crate::listener::Peer;
 
 /// A network source: what limits before authentication are keyed by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -135,11 +134,6 @@ impl Proxies {
         }
         client
     }
-}
-
-/// Whose request it is, of those that came through the listener.
-pub(crate) fn client_of(extensions: &Extensions, headers: &HeaderMap) -> Option<IpAddr> {
-    extensions.get::<Peer>().map(|peer| peer.client(headers))
 }
 
 /// What the source ring allows.

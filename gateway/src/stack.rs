@@ -7,22 +7,23 @@ use std::any::Any;
 use std::convert::Infallible;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::Duration;
 
-use axum::Router;
+use axum::body::{Body, Bytes};
 use axum::extract::Request;
 use axum::response::{IntoResponse, Response};
+use axum::{BoxError, Router};
 use futures_util::FutureExt as _;
-use http::{HeaderMap, HeaderName, Method, Uri, Version, header};
-use http_body::Body as _;
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, Version, header};
+use tollgate_domain::{MonotonicTime, RequestId};
 use tower::Service as _;
 
 use self::ids::Ids;
 use self::unread::Unread;
 
-pub(crate) use self::unread::Leftover;
+pub(crate) use self::unread::{Leftover, Unwanted};
 use crate::Clock;
-use crate::api::Api;
+use crate::api::{Api, Asking};
 use crate::listener::Peer;
 use crate::reply::{ApiError, ErrorKind};
 use crate::source::SourceRing;
@@ -48,7 +49,31 @@ pub(crate) struct StackOptions {
 pub(crate) struct Stack {
     routes: Router,
     options: StackOptions,
+    clock: Clock,
     ids: Ids,
+}
+
+/// What a request's head came to.
+pub(crate) enum Looked<B> {
+    /// It is refused.
+    Refused(Refused<B>),
+    /// Nothing in it stands against the request.
+    Passed(Passed),
+}
+
+/// A refusal, and what is left of its request.
+pub(crate) struct Refused<B> {
+    pub(crate) response: http::Response<Bytes>,
+    /// `None`: there is no body.
+    pub(crate) unwanted: Option<Unwanted<B>>,
+}
+
+/// A request on its way to the routes.
+pub(crate) struct Passed {
+    request: Request,
+    endpoint: &'static str,
+    began: MonotonicTime,
+    id: HeaderValue,
 }
 
 /// A response, and what is left of its request.
@@ -60,58 +85,112 @@ pub(crate) struct Answer {
 
 impl Stack {
     pub(crate) fn new(routes: Router, options: StackOptions, clock: Clock) -> Arc<Self> {
-        Arc::new(Self { routes, options, ids: Ids::new(clock) })
+        Arc::new(Self { routes, options, ids: Ids::new(clock.clone()), clock })
     }
 
-    /// Answers a request that the listener takes.
-    pub(crate) async fn answer(&self, request: Request) -> Answer {
-        self.pass(request, None).await
-    }
-
-    /// Answers one that it does not.
-    pub(crate) async fn refuse(&self, request: Request, error: ApiError) -> Answer {
-        self.pass(request, Some(error)).await
-    }
-
-    /// The list: from top to bottom for a request, and on for its response.
-    async fn pass(&self, mut request: Request, refused: Option<ApiError>) -> Answer {
-        let StackOptions { metrics, sources, largest_body, front, endpoint } = &self.options;
+    /// Looks at a request's head: the list from top to bottom, of which nothing
+    /// waits. Most of what attackers send ends here, so that no more is made of
+    /// it than a response. `refused`: why the listener does not take it.
+    pub(crate) fn look<B>(
+        &self,
+        mut request: http::Request<B>,
+        peer: Option<&Peer>,
+        refused: Option<ApiError>,
+    ) -> Looked<B>
+    where
+        B: http_body::Body<Data = Bytes> + Send + 'static,
+        B::Error: Into<BoxError>,
+    {
+        let StackOptions { metrics, largest_body, endpoint, .. } = &self.options;
+        let began = self.clock.now();
         // Every response has an id, of ours: what a client sends under that
         // name is not believed, because ids name entries of the ledger.
-        let (id, id_header) = self.ids.draw();
+        let (id_bits, id) = self.ids.draw();
         request.headers_mut().remove(REQUEST_ID);
-        request.extensions_mut().insert(id);
         // Secrets are marked before anything could log a header.
         hide_secrets(request.headers_mut());
-        // Outside of what refuses or panics, so that these count, too.
         let endpoint = endpoint(request.uri().path());
-        let began = Instant::now();
-        let in_flight = InFlight::begin(metrics);
-        // Nothing dearer than a lookup may come before the source ring; then
-        // what the head alone says, before a byte of the body is read.
-        let refused = refused
-            .or_else(|| in_ring(sources.as_ref(), &request).err())
-            .or_else(|| of_head(&request, *largest_body).err())
-            .or_else(|| front.as_ref().and_then(|api| look_at_head(api, &mut request).err()));
-        let (mut response, unread) = match refused {
-            Some(error) => (error.into_response(), Unread::keep(request, *largest_body)),
-            None => {
-                let (request, unread) = Unread::lend(request, *largest_body);
-                (self.route(request).await, unread)
+        let judged = match refused {
+            Some(error) => Err(error),
+            None => self.judge(&request, peer, began),
+        };
+        match judged {
+            Err(error) => {
+                let mut response = error.to_response();
+                metrics.error(error.kind().0);
+                metrics.request_answered(endpoint, response.status(), self.since(began));
+                response.headers_mut().insert(REQUEST_ID, id);
+                let unwanted = Unwanted::of(request, *largest_body);
+                Looked::Refused(Refused { response, unwanted })
+            }
+            Ok(asking) => {
+                let is_empty = request.body().is_end_stream();
+                let mut request =
+                    request.map(|body| if is_empty { Body::empty() } else { Body::new(body) });
+                let extensions = request.extensions_mut();
+                extensions.insert(RequestId::from_random(id_bits));
+                peer.map(|peer| extensions.insert(peer.clone()));
+                asking.map(|asking| extensions.insert(asking));
+                Looked::Passed(Passed { request, endpoint, began, id })
+            }
+        }
+    }
+
+    /// Whether the head allows the request; what it says of who asks for work.
+    fn judge<B: http_body::Body>(
+        &self,
+        request: &http::Request<B>,
+        peer: Option<&Peer>,
+        now: MonotonicTime,
+    ) -> Result<Option<Asking>, ApiError> {
+        let StackOptions { sources, largest_body, front, .. } = &self.options;
+        // Nothing dearer than a lookup may come before the source ring.
+        in_ring(sources.as_ref(), request.headers(), peer)?;
+        of_head(request, *largest_body)?;
+        let Some(front) = front else { return Ok(None) };
+        let (method, path) = (request.method(), request.uri().path());
+        look_at_head(|| front.look_at_head(method, path, request.headers(), peer, now))
+    }
+
+    /// Asks the routes, and deals with what is left of the request.
+    pub(crate) async fn finish<B>(&self, looked: Looked<B>) -> Answer
+    where
+        B: http_body::Body<Data = Bytes> + Send + 'static,
+        B::Error: Into<BoxError>,
+    {
+        let StackOptions { metrics, largest_body, .. } = &self.options;
+        let passed = match looked {
+            Looked::Passed(passed) => passed,
+            Looked::Refused(Refused { response, unwanted }) => {
+                let mut response = response.map(Body::from);
+                let leftover = match unwanted {
+                    Some(unwanted) => Unread::from(unwanted).end(&mut response).await,
+                    None => None,
+                };
+                return Answer { response, leftover };
             }
         };
+        let Passed { request, endpoint, began, id } = passed;
+        // Outside of what refuses or panics, so that these count, too.
+        let in_flight = InFlight::begin(metrics);
+        let (request, unread) = Unread::lend(request, *largest_body);
+        let mut response = self.route(request).await;
         // What nobody has read must not be read as the next request.
         let leftover = match unread {
             Some(unread) => Box::pin(unread.end(&mut response)).await,
             None => None,
         };
         drop(in_flight);
-        metrics.request_answered(endpoint, response.status(), began.elapsed());
+        metrics.request_answered(endpoint, response.status(), self.since(began));
         if let Some(ErrorKind(kind)) = response.extensions().get() {
             metrics.error(kind);
         }
-        response.headers_mut().insert(REQUEST_ID, id_header);
+        response.headers_mut().insert(REQUEST_ID, id);
         Answer { response, leftover }
+    }
+
+    fn since(&self, began: MonotonicTime) -> Duration {
+        self.clock.now().since(began)
     }
 
     /// A bug costs one request, not the connection's others.
@@ -143,15 +222,22 @@ fn hide_secrets(headers: &mut HeaderMap) {
     }
 }
 
-fn in_ring(ring: Option<&SourceRing>, request: &Request) -> Result<(), ApiError> {
+fn in_ring(
+    ring: Option<&SourceRing>,
+    headers: &HeaderMap,
+    peer: Option<&Peer>,
+) -> Result<(), ApiError> {
     let Some(ring) = ring else { return Ok(()) };
     // Only a request that did not come through the listener has no peer.
-    let peer = request.extensions().get::<Peer>().ok_or(ApiError::Internal)?;
-    ring.check(peer.client(request.headers()))
+    let peer = peer.ok_or(ApiError::Internal)?;
+    ring.check(peer.client(headers))
 }
 
 /// What the head alone decides.
-fn of_head(request: &Request, largest_body: u64) -> Result<(), ApiError> {
+fn of_head<B: http_body::Body>(
+    request: &http::Request<B>,
+    largest_body: u64,
+) -> Result<(), ApiError> {
     one_host(request)?;
     // Declared encodings are refused before a byte of them is read.
     let encoded = request.headers().get_all(header::CONTENT_ENCODING).iter().find(|encoding| {
@@ -170,7 +256,7 @@ fn of_head(request: &Request, largest_body: u64) -> Result<(), ApiError> {
 
 /// Over HTTP/2 a request names its host once, or twice the same; HTTP/1's
 /// heads have been looked at by the listener.
-fn one_host(request: &Request) -> Result<(), ApiError> {
+fn one_host<B>(request: &http::Request<B>) -> Result<(), ApiError> {
     if request.version() != Version::HTTP_2 {
         return Ok(());
     }
@@ -202,8 +288,8 @@ impl Drop for InFlight<'_> {
 }
 
 /// As [`Stack::route`]: a bug costs one request.
-fn look_at_head(api: &Api, request: &mut Request) -> Result<(), ApiError> {
-    catch_unwind(AssertUnwindSafe(|| api.look_at_head(request))).unwrap_or_else(|panic| {
+fn look_at_head<T>(look: impl FnOnce() -> Result<T, ApiError>) -> Result<T, ApiError> {
+    catch_unwind(AssertUnwindSafe(look)).unwrap_or_else(|panic| {
         tell_panic(panic);
         Err(ApiError::Internal)
     })

@@ -132,14 +132,20 @@ impl RequestId {
     /// The id made of 128 bits of which the caller drew enough at random that
     /// they never come again.
     pub fn from_random(bits: u128) -> Self {
-        // By hand: every request gets one, also those that are refused at once.
+        let text = Self::text_of(bits);
+        Self(std::str::from_utf8(&text).expect("letters and digits").into())
+    }
+
+    /// How the id made of these bits is written. Every response says one, also
+    /// those that refuse at once.
+    pub fn text_of(bits: u128) -> [u8; 36] {
         let mut text = *b"req-00000000000000000000000000000000";
         for (at, byte) in bits.to_be_bytes().into_iter().enumerate() {
             for (digit, value) in [(0, byte >> 4), (1, byte & 0xf)] {
                 text[4 + 2 * at + digit] = b"0123456789abcdef"[usize::from(value)];
             }
         }
-        Self(std::str::from_utf8(&text).expect("letters and digits").into())
+        text
     }
 }
 

@@ -122,7 +122,7 @@ impl Chunks {
     /// Writes what went wrong, and the end.
     pub(crate) fn fail(&self, error: &ApiError, out: &mut Vec<u8>) {
         out.extend_from_slice(b"data: ");
-        out.extend_from_slice(error.envelope().to_json().as_bytes());
+        out.extend_from_slice(&error.envelope().to_json());
         out.extend_from_slice(b"\n\n");
         out.extend_from_slice(DONE);
     }

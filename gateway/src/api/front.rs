@@ -4,12 +4,14 @@
 //! handed on to the handlers.
 
 use axum::extract::Request;
-use http::{Extensions, HeaderMap, Method};
+use http::{HeaderMap, Method};
 use tollgate_admission::ScopeLimits;
+use tollgate_domain::MonotonicTime;
 
 use super::{Api, CHAT_COMPLETIONS, COMPLETIONS};
 use crate::auth::{AuthenticatedCaller, Endpoint, identify};
 use crate::limits;
+use crate::listener::Peer;
 use crate::reply::ApiError;
 
 /// A caller who may ask.
@@ -21,27 +23,33 @@ pub(crate) struct Asking {
 }
 
 impl Api {
-    /// Refuses a request for work by its head, or notes on it who asks. What
-    /// asks for something else passes.
+    /// Refuses a request for work by its head, or says who asks; `None` of what
+    /// asks for something else.
     ///
     /// # Errors
     /// When the caller is nobody, may not use the endpoint, has a penalty, or
     /// has spent a rate of requests.
-    pub(crate) fn look_at_head(&self, request: &mut Request) -> Result<(), ApiError> {
-        let endpoint = match request.uri().path() {
+    pub(crate) fn look_at_head(
+        &self,
+        method: &Method,
+        path: &str,
+        headers: &HeaderMap,
+        peer: Option<&Peer>,
+        now: MonotonicTime,
+    ) -> Result<Option<Asking>, ApiError> {
+        let endpoint = match path {
             CHAT_COMPLETIONS => Endpoint::Chat,
             COMPLETIONS => Endpoint::Completions,
-            _ => return Ok(()),
+            _ => return Ok(None),
         };
-        if request.method() != Method::POST {
-            return Ok(());
+        if method != Method::POST {
+            return Ok(None);
         }
-        let asking = self.who_asks(request.headers(), request.extensions(), endpoint)?;
-        request.extensions_mut().insert(asking);
-        Ok(())
+        self.who_asks(headers, peer, endpoint, now).map(Some)
     }
 
-    /// Who asks at `endpoint`, as it was noted; looked at now where nobody has.
+    /// Who asks at `endpoint`, as the request says that has been looked at; found
+    /// out now where nobody has.
     pub(super) fn asking(
         &self,
         request: &mut Request,
@@ -49,22 +57,25 @@ impl Api {
     ) -> Result<Asking, ApiError> {
         match request.extensions_mut().remove() {
             Some(asking) => Ok(asking),
-            None => self.who_asks(request.headers(), request.extensions(), endpoint),
+            None => {
+                let now = self.serving.clock.now();
+                self.who_asks(request.headers(), request.extensions().get(), endpoint, now)
+            }
         }
     }
 
     fn who_asks(
         &self,
         headers: &HeaderMap,
-        extensions: &Extensions,
+        peer: Option<&Peer>,
         endpoint: Endpoint,
+        now: MonotonicTime,
     ) -> Result<Asking, ApiError> {
-        let caller = identify(self, headers, extensions)?;
+        let caller = identify(self, headers, peer, now)?;
         if self.draining.is_cancelled() {
             return Err(ApiError::Draining);
         }
         let tenant = self.tenant(&caller, endpoint)?;
-        let now = self.serving.clock.now();
         let penalties = &self.serving.penalties;
         let scopes = penalties.check(now, caller.tenant()).and_then(|()| {
             let scopes = limits::of_caller(&self.config, &caller, tenant)?;

@@ -2,13 +2,14 @@
 //! and an earlier extractor in its list runs before the body is read.
 
 use axum::extract::{FromRef, FromRequestParts};
+use http::HeaderMap;
 use http::request::Parts;
-use http::{Extensions, HeaderMap};
+use tollgate_domain::MonotonicTime;
 
 use super::{AuthenticatedCaller, Authenticator};
 use crate::listener::Peer;
 use crate::penalties::Penalties;
-use crate::source::{Source, client_of};
+use crate::source::Source;
 use crate::{ApiError, Clock};
 
 impl<S> FromRequestParts<S> for AuthenticatedCaller
@@ -21,7 +22,8 @@ where
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
-        identify(state, &parts.headers, &parts.extensions)
+        let now = Clock::from_ref(state).now();
+        identify(state, &parts.headers, parts.extensions.get(), now)
     }
 }
 
@@ -33,22 +35,22 @@ where
 pub(crate) fn identify<S>(
     state: &S,
     headers: &HeaderMap,
-    extensions: &Extensions,
+    peer: Option<&Peer>,
+    now: MonotonicTime,
 ) -> Result<AuthenticatedCaller, ApiError>
 where
     Authenticator: FromRef<S>,
     Penalties: FromRef<S>,
     Clock: FromRef<S>,
 {
-    let clock = Clock::from_ref(state);
-    let address = client_of(extensions, headers);
-    let caller = Authenticator::from_ref(state)
-        .authenticate(headers, address, clock.utc())
-        .map_err(|error| {
+    let utc = Clock::from_ref(state).utc_at(now);
+    let address = peer.map(|peer| peer.client(headers));
+    let caller =
+        Authenticator::from_ref(state).authenticate(headers, address, utc).map_err(|error| {
             let source = address.map(Source::of);
-            Penalties::from_ref(state).failed_authentication(clock.now(), source, error)
+            Penalties::from_ref(state).failed_authentication(now, source, error)
         })?;
-    if let Some(peer) = extensions.get::<Peer>() {
+    if let Some(peer) = peer {
         peer.vouch();
     }
     Ok(caller)

@@ -4,13 +4,13 @@ use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::task::Poll;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
-use axum::body::Body;
-use axum::response::Response;
-use http::{HeaderValue, Method, Request, header};
+use axum::body::{Body, Bytes};
+use http::{HeaderValue, Method, Request, Response, header};
 use http_body::Body as _;
+use http_body_util::{Either, Full};
 use hyper::body::Incoming;
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
@@ -32,7 +32,7 @@ use super::watched::{Lingering, RequestInFlight, Socket, WatchedBody, WatchedRea
 use super::{ListenerOptions, MOST_HEADERS, Shared, plain};
 use crate::reply::ApiError;
 use crate::source::Source;
-use crate::stack::{Answer, Stack};
+use crate::stack::{Answer, Looked, Refused, Stack, Unwanted};
 
 type Wire = TlsStream<Socket>;
 
@@ -146,8 +146,8 @@ async fn speak(
     let closing = CancellationToken::new();
     let answers = service_fn({
         let (activity, closing) = (Arc::clone(&activity), closing.clone());
-        let ours = (stack, shared.streams.clone());
-        move |request| answer(ours.clone(), peer.clone(), &activity, &closing, request)
+        let answering = Answers { stack, tasks: shared.streams.clone(), peer, activity, closing };
+        move |request| answering.answer(request)
     });
     let watch = Watch { activity: &activity, options, draining, closing: &closing };
     match protocol {
@@ -197,47 +197,118 @@ fn http2_builder(options: &ListenerOptions, tasks: Streams) -> http2::Builder<St
     builder
 }
 
-/// One request, watched from its head to the end of its response.
-fn answer(
-    (stack, tasks): (Arc<Stack>, TaskTracker),
+/// What answers the requests of a connection.
+struct Answers {
+    stack: Arc<Stack>,
+    tasks: TaskTracker,
     peer: Peer,
-    activity: &Arc<Activity>,
-    closing: &CancellationToken,
-    request: Request<Incoming>,
-) -> Pin<Box<impl Future<Output = Result<Response<WatchedBody>, std::convert::Infallible>> + use<>>>
-{
-    let (in_flight, bad) = RequestInFlight::begin(activity);
-    let is_closing = closing.is_cancelled();
-    let activity = Arc::clone(activity);
-    // Boxed, because hyper moves this future several times before it runs.
-    Box::pin(async move {
-        let bodiless = request.method() == Method::HEAD;
-        let has_body = !request.body().is_end_stream();
-        let mut request =
-            request.map(|body| if has_body { Body::new(body) } else { Body::empty() });
-        let answered = if let Some(bad) = bad {
-            stack.refuse(request, bad.into()).await
-        } else if is_closing {
-            stack.refuse(request, ApiError::Draining).await
-        } else {
-            request.extensions_mut().insert(peer);
-            stack.answer(request).await
-        };
-        let Answer { mut response, leftover } = answered;
-        if let Some(leftover) = leftover {
-            tasks.spawn(leftover.drop_slowly());
-        }
-        if bad.is_some() {
-            response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
-        }
-        if bad.is_some() || has_body && ends_connection(&response) {
-            activity.linger();
-        }
-        Ok(response.map(|body| WatchedBody::new(body, in_flight, bodiless)))
-    })
+    activity: Arc<Activity>,
+    closing: CancellationToken,
 }
 
-fn ends_connection(response: &Response) -> bool {
+impl Answers {
+    /// One request, watched from its head to the end of its response.
+    fn answer(
+        &self,
+        request: Request<Incoming>,
+    ) -> Answering<impl Future<Output = Answered> + use<>> {
+        let (in_flight, bad) = RequestInFlight::begin(&self.activity);
+        let end = Ending {
+            in_flight,
+            bodiless: request.method() == Method::HEAD,
+            has_body: !request.body().is_end_stream(),
+            is_bad: bad.is_some(),
+        };
+        let refused = match bad {
+            Some(bad) => Some(bad.into()),
+            None => self.closing.is_cancelled().then_some(ApiError::Draining),
+        };
+        match self.stack.look(request, Some(&self.peer), refused) {
+            Looked::Refused(Refused { response, unwanted: None }) => {
+                Answering::Refused(Some(Box::new((end.of(response.map(whole)), None))))
+            }
+            Looked::Refused(Refused { response, unwanted: Some(unwanted) })
+                if unwanted.need_not_come() =>
+            {
+                let rest = (unwanted, self.tasks.clone());
+                Answering::Refused(Some(Box::new((end.of(response.map(whole)), Some(rest)))))
+            }
+            looked => {
+                let (stack, tasks) = (Arc::clone(&self.stack), self.tasks.clone());
+                // Boxed, because hyper moves this future several times before it runs.
+                Answering::Running(Box::pin(async move {
+                    let Answer { response, leftover } = stack.finish(looked).await;
+                    if let Some(leftover) = leftover {
+                        tasks.spawn(leftover.drop_slowly());
+                    }
+                    Ok(end.of(response.map(Either::Right)))
+                }))
+            }
+        }
+    }
+}
+
+type Answered = Result<Response<Content>, std::convert::Infallible>;
+
+/// What a refusal says is there as a whole; whatever else answers may be.
+type Content = WatchedBody<Either<Full<Bytes>, Body>>;
+
+/// An answer under way.
+enum Answering<F> {
+    /// It is there, but for what is still to be dropped of its request; `None`
+    /// once it was given.
+    Refused(Option<Box<(Response<Content>, Option<Rest>)>>),
+    Running(Pin<Box<F>>),
+}
+
+/// What is left of a request, and where to drop it.
+type Rest = (Unwanted<Incoming>, TaskTracker);
+
+impl<F: Future<Output = Answered>> Future for Answering<F> {
+    type Output = Answered;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Answered> {
+        match &mut *self {
+            Self::Running(running) => running.as_mut().poll(cx),
+            Self::Refused(refused) => {
+                let (response, rest) = *refused.take().expect("nobody asks again");
+                // What came with the head is here by now.
+                if let Some((mut unwanted, tasks)) = rest
+                    && !unwanted.has_come(cx)
+                {
+                    tasks.spawn(unwanted.leave().drop_slowly());
+                }
+                Poll::Ready(Ok(response))
+            }
+        }
+    }
+}
+
+/// What a response is to its connection.
+struct Ending {
+    in_flight: RequestInFlight,
+    bodiless: bool,
+    has_body: bool,
+    is_bad: bool,
+}
+
+impl Ending {
+    fn of(self, mut response: Response<Either<Full<Bytes>, Body>>) -> Response<Content> {
+        if self.is_bad {
+            response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+        }
+        if self.is_bad || self.has_body && ends_connection(&response) {
+            self.in_flight.linger();
+        }
+        response.map(|body| WatchedBody::new(body, self.in_flight, self.bodiless))
+    }
+}
+
+fn whole(body: Bytes) -> Either<Full<Bytes>, Body> {
+    Either::Left(Full::new(body))
+}
+
+fn ends_connection<B>(response: &Response<B>) -> bool {
     response.headers().get(header::CONNECTION).is_some_and(|value| value == "close")
 }
 

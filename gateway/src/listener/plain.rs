@@ -13,21 +13,21 @@ pub(super) const TLS_HANDSHAKE: u8 = 0x16;
 
 /// Answers 400 and closes, whatever else was sent.
 pub(super) async fn refuse(mut stream: TcpStream) {
-    let body = ApiError::malformed(
+    let error = ApiError::malformed(
         "This port speaks HTTPS only. Use https:// instead of http:// in the URL.",
-    )
-    .envelope()
-    .to_json();
-    let answer = format!(
+    );
+    let body = error.envelope().to_json();
+    let head = format!(
         "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\
-         connection: close\r\n\r\n{body}",
+         connection: close\r\n\r\n",
         body.len()
     );
+    let answer = [head.as_bytes(), &body].concat();
     let telling = async {
         // What is unread when a socket closes resets it, and the answer is lost.
-        let mut head = [0; 4096];
-        let _ = stream.read(&mut head).await?;
-        stream.write_all(answer.as_bytes()).await?;
+        let mut asked = [0; 4096];
+        let _ = stream.read(&mut asked).await?;
+        stream.write_all(&answer).await?;
         stream.shutdown().await
     };
     // A peer that does not listen is not told.

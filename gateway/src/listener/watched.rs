@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use axum::body::{Body, Bytes};
 use http_body::{Frame, SizeHint};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadBuf};
 use tokio::net::TcpStream;
@@ -182,6 +181,11 @@ impl RequestInFlight {
         (Self { activity: Arc::clone(activity), whole: false, unread: false }, bad)
     }
 
+    /// The connection ends with it, and what the peer still sends is read.
+    pub(super) fn linger(&self) {
+        self.activity.linger();
+    }
+
     fn handed(&mut self) {
         if !self.unread {
             self.unread = true;
@@ -205,27 +209,27 @@ impl Drop for RequestInFlight {
 }
 
 /// A response's body, and with it the end of its request.
-pub(super) struct WatchedBody {
-    body: Body,
+pub(super) struct WatchedBody<B> {
+    body: B,
     request: RequestInFlight,
 }
 
-impl WatchedBody {
+impl<B: http_body::Body> WatchedBody<B> {
     /// `bodiless`: the response has none to read, as to HEAD.
-    pub(super) fn new(body: Body, mut request: RequestInFlight, bodiless: bool) -> Self {
-        request.whole = bodiless || http_body::Body::is_end_stream(&body);
+    pub(super) fn new(body: B, mut request: RequestInFlight, bodiless: bool) -> Self {
+        request.whole = bodiless || body.is_end_stream();
         Self { body, request }
     }
 }
 
-impl http_body::Body for WatchedBody {
-    type Data = Bytes;
-    type Error = axum::Error;
+impl<B: http_body::Body + Unpin> http_body::Body for WatchedBody<B> {
+    type Data = B::Data;
+    type Error = B::Error;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+    ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
         self.request.wanted();
         let frame = Pin::new(&mut self.body).poll_frame(cx);
         match &frame {

@@ -6,37 +6,35 @@ use serde::Serialize;
 
 /// `{"error": {"message", "type", "param", "code"}}`; what is unknown is null.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Envelope {
-    error: Error,
+pub struct Envelope<'a> {
+    error: Error<'a>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-struct Error {
-    message: String,
+struct Error<'a> {
+    message: Cow<'a, str>,
     r#type: &'static str,
-    param: Option<String>,
+    param: Option<&'a str>,
     code: Option<&'static str>,
 }
 
-impl Envelope {
+impl<'a> Envelope<'a> {
     pub(super) fn new(
-        message: Cow<'_, str>,
+        message: Cow<'a, str>,
         kind: &'static str,
-        param: Option<&str>,
+        param: Option<&'a str>,
         code: Option<&'static str>,
     ) -> Self {
-        Self {
-            error: Error {
-                message: message.into_owned(),
-                r#type: kind,
-                param: param.map(str::to_owned),
-                code,
-            },
-        }
+        Self { error: Error { message, r#type: kind, param, code } }
     }
 
     /// The JSON, on one line.
-    pub fn to_json(&self) -> String {
-        serde_json::to_string(self).expect("strings serialise")
+    pub fn to_json(&self) -> Vec<u8> {
+        let mut json = Vec::with_capacity(FRAME + 2 * self.error.message.len());
+        serde_json::to_writer(&mut json, self).expect("strings serialise");
+        json
     }
 }
+
+/// Bytes around the message.
+const FRAME: usize = 160;

@@ -2,7 +2,8 @@
 //! know for requests and tokens, the IETF draft's for device time, ours for
 //! the rest.
 
-use std::fmt::Write as _;
+use std::fmt;
+use std::io::Write as _;
 use std::time::Duration;
 
 use http::{HeaderMap, HeaderName, HeaderValue};
@@ -29,9 +30,9 @@ fn write_rate(
     [limit, remaining, reset]: [HeaderName; 3],
     headers: &mut HeaderMap,
 ) {
-    headers.insert(limit, figures.rate.per_minute.into());
-    headers.insert(remaining, figures.remaining.into());
-    headers.insert(reset, passing(text(duration_text(figures.reset))));
+    headers.insert(limit, number(figures.rate.per_minute));
+    headers.insert(remaining, number(figures.remaining));
+    headers.insert(reset, passing(text(format_args!("{}", duration_text(figures.reset)))));
 }
 
 /// The draft wants whole units: milliseconds of device time, rounded down,
@@ -40,11 +41,11 @@ fn write_device_time(figures: &RateFigures, headers: &mut HeaderMap) {
     let quota = millis(figures.rate.per_minute);
     headers.insert(
         HeaderName::from_static("ratelimit-policy"),
-        text(format!("\"device-time\";q={quota};qu=\"device-milliseconds\";w=60")),
+        text(format_args!("\"device-time\";q={quota};qu=\"device-milliseconds\";w=60")),
     );
     headers.insert(
         HeaderName::from_static("ratelimit"),
-        passing(text(format!(
+        passing(text(format_args!(
             "\"device-time\";r={};t={}",
             millis(figures.remaining),
             seconds_up(figures.reset)
@@ -54,30 +55,33 @@ fn write_device_time(figures: &RateFigures, headers: &mut HeaderMap) {
 
 /// A duration as OpenAI's headers say it: `12ms`, `1.5s`, `6m0s`, `1h0m0s`;
 /// rounded up to milliseconds.
-pub fn duration_text(duration: Duration) -> String {
-    let millis = millis_up(duration);
-    if millis == 0 {
-        return "0s".into();
-    }
-    if millis < 1_000 {
-        return format!("{millis}ms");
-    }
-    let (hours, minutes) = (millis / 3_600_000, millis / 60_000 % 60);
-    let (seconds, fraction) = (millis / 1_000 % 60, millis % 1_000);
-    let mut text = String::new();
-    // Writing into a String cannot fail.
-    if hours > 0 {
-        let _ = write!(text, "{hours}h");
-    }
-    if hours > 0 || minutes > 0 {
-        let _ = write!(text, "{minutes}m");
-    }
-    let _ = write!(text, "{seconds}");
-    if fraction > 0 {
-        let _ = write!(text, "{}", format!(".{fraction:03}").trim_end_matches('0'));
-    }
-    text.push('s');
-    text
+pub fn duration_text(duration: Duration) -> impl fmt::Display {
+    fmt::from_fn(move |f| {
+        let millis = millis_up(duration);
+        if millis == 0 {
+            return f.write_str("0s");
+        }
+        if millis < 1_000 {
+            return write!(f, "{millis}ms");
+        }
+        let (hours, minutes) = (millis / 3_600_000, millis / 60_000 % 60);
+        let (seconds, mut fraction) = (millis / 1_000 % 60, millis % 1_000);
+        if hours > 0 {
+            write!(f, "{hours}h")?;
+        }
+        if hours > 0 || minutes > 0 {
+            write!(f, "{minutes}m")?;
+        }
+        write!(f, "{seconds}")?;
+        if fraction > 0 {
+            let mut digits = 3;
+            while fraction % 10 == 0 {
+                (fraction, digits) = (fraction / 10, digits - 1);
+            }
+            write!(f, ".{fraction:0digits$}")?;
+        }
+        f.write_str("s")
+    })
 }
 
 /// Whole milliseconds, rounded up: a client that waits as told is not refused
@@ -95,14 +99,22 @@ fn millis(nanos: u64) -> u64 {
     nanos / 1_000_000
 }
 
-fn text(value: String) -> HeaderValue {
-    HeaderValue::try_from(value).expect("digits, names and units are visible ASCII")
+pub(super) fn number(value: u64) -> HeaderValue {
+    text(format_args!("{value}"))
+}
+
+/// Made of digits, names and units, on the stack: a header holds a copy.
+fn text(value: fmt::Arguments<'_>) -> HeaderValue {
+    let mut space = [0; LONGEST_VALUE];
+    let mut rest = &mut space[..];
+    rest.write_fmt(value).expect("no figure is as long");
+    let written = LONGEST_VALUE - rest.len();
+    HeaderValue::from_bytes(&space[..written]).expect("all of it is visible ASCII")
 }
 
 /// A value that another response hardly has again: HTTP/2 is not to remember
 /// it, which costs more than it saves.
-pub(super) fn passing(value: impl Into<HeaderValue>) -> HeaderValue {
-    let mut value = value.into();
+pub(super) fn passing(mut value: HeaderValue) -> HeaderValue {
     value.set_sensitive(true);
     value
 }
@@ -117,3 +129,6 @@ const TOKENS: [HeaderName; 3] = [
     HeaderName::from_static("x-ratelimit-remaining-tokens"),
     HeaderName::from_static("x-ratelimit-reset-tokens"),
 ];
+
+/// Longer than any figure with its units.
+const LONGEST_VALUE: usize = 128;

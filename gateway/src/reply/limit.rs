@@ -1,12 +1,13 @@
 //! A refusal by a limit, told to the client: which, whose, its value, and
 //! when to come back.
 
+use std::fmt::{self, Write as _};
 use std::time::Duration;
 
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 use tollgate_admission::{Limit, Refusal};
 
-use super::figures::{duration_text, millis_up, passing, seconds_up};
+use super::figures::{duration_text, millis_up, number, passing, seconds_up};
 
 /// Whether the same request can pass later.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,8 +34,8 @@ impl Retry {
     pub(super) fn write(self, headers: &mut HeaderMap) {
         match self {
             Self::After(wait) if wait <= LONGEST_WAIT => {
-                headers.insert(header::RETRY_AFTER, seconds_up(wait).max(1).into());
-                headers.insert(RETRY_AFTER_MS, passing(millis_up(wait).max(1)));
+                headers.insert(header::RETRY_AFTER, number(seconds_up(wait).max(1)));
+                headers.insert(RETRY_AFTER_MS, passing(number(millis_up(wait).max(1))));
             }
             Self::After(_) | Self::Never => {
                 headers.insert(SHOULD_RETRY, HeaderValue::from_static("false"));
@@ -45,46 +46,68 @@ impl Retry {
 
 /// The refusal as a sentence for people.
 pub(super) fn message(refusal: &Refusal) -> String {
-    let Refusal { limit, scope, value, largest, asked, retry_after, permanent, .. } = refusal;
-    let class = refusal.class.as_ref().map_or("device", |class| class.as_str());
-    let limit_text = match limit {
-        Limit::Requests => format!("{value} requests a minute"),
-        Limit::Tokens => format!("{value} tokens a minute"),
-        Limit::DeviceTime => format!("{} of {class} time a minute", time(*value)),
-        Limit::DeviceTimePerDay => format!("{} of {class} time a day (UTC)", time(*value)),
-        Limit::DeviceTimePerMonth => format!("{} of {class} time a month (UTC)", time(*value)),
-        Limit::Concurrent => format!("{value} requests at once"),
-        Limit::Queued => format!("{value} requests waiting at once"),
-        Limit::LargestJob => format!("{} of {class} time in one request", time(*value)),
-        Limit::Capacity => format!("{value} requests held at once"),
-    };
-    let amount = |amount: u64| match limit {
-        _ if limit.is_device_time() => format!("{} of {class} time", time(amount)),
-        Limit::Tokens => format!("{amount} tokens"),
-        _ => format!("{amount} requests"),
-    };
-    match retry_after {
-        _ if *permanent && !limit.is_cap() => format!(
+    let Refusal { limit, scope, asked, largest, retry_after, permanent, .. } = refusal;
+    let mut text = String::with_capacity(USUAL_MESSAGE);
+    let written = match retry_after {
+        _ if *permanent && !limit.is_cap() => write!(
+            text,
             "This request may need {}, and {scope} may never take more than {} at once: the limit \
-             is {limit_text}.",
-            amount(*asked),
-            amount(*largest),
+             is {}.",
+            amount(refusal, *asked),
+            amount(refusal, *largest),
+            limit_text(refusal),
         ),
         Some(wait) => {
-            format!(
-                "Limit reached: {limit_text} for {scope}. Try again in {}.",
-                duration_text(*wait)
-            )
+            let (limit, wait) = (limit_text(refusal), duration_text(*wait));
+            write!(text, "Limit reached: {limit} for {scope}. Try again in {wait}.")
         }
-        None => format!(
-            "Limit reached: {limit_text} for {scope}. Try again when another request has ended."
+        None => write!(
+            text,
+            "Limit reached: {} for {scope}. Try again when another request has ended.",
+            limit_text(refusal)
         ),
-    }
+    };
+    written.expect("a text takes whatever is written");
+    text
 }
 
-fn time(nanos: u64) -> String {
+/// `60 requests a minute`.
+fn limit_text(refusal: &Refusal) -> impl fmt::Display {
+    let Refusal { limit, value, .. } = refusal;
+    let class = class(refusal);
+    fmt::from_fn(move |f| match limit {
+        Limit::Requests => write!(f, "{value} requests a minute"),
+        Limit::Tokens => write!(f, "{value} tokens a minute"),
+        Limit::DeviceTime => write!(f, "{} of {class} time a minute", time(*value)),
+        Limit::DeviceTimePerDay => write!(f, "{} of {class} time a day (UTC)", time(*value)),
+        Limit::DeviceTimePerMonth => write!(f, "{} of {class} time a month (UTC)", time(*value)),
+        Limit::Concurrent => write!(f, "{value} requests at once"),
+        Limit::Queued => write!(f, "{value} requests waiting at once"),
+        Limit::LargestJob => write!(f, "{} of {class} time in one request", time(*value)),
+        Limit::Capacity => write!(f, "{value} requests held at once"),
+    })
+}
+
+/// `amount` of what the limit counts.
+fn amount(refusal: &Refusal, amount: u64) -> impl fmt::Display {
+    let (limit, class) = (refusal.limit, class(refusal));
+    fmt::from_fn(move |f| match limit {
+        _ if limit.is_device_time() => write!(f, "{} of {class} time", time(amount)),
+        Limit::Tokens => write!(f, "{amount} tokens"),
+        _ => write!(f, "{amount} requests"),
+    })
+}
+
+fn class(refusal: &Refusal) -> &str {
+    refusal.class.as_ref().map_or("device", |class| class.as_str())
+}
+
+fn time(nanos: u64) -> impl fmt::Display {
     duration_text(Duration::from_nanos(nanos))
 }
+
+/// Bytes: most messages are shorter.
+const USUAL_MESSAGE: usize = 128;
 
 /// Python's SDK gives up and Node's hangs beyond it.
 const LONGEST_WAIT: Duration = Duration::from_secs(60);

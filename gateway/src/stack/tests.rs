@@ -1,18 +1,17 @@
 //! What the layers answer by themselves.
 
 use axum::Extension;
-use axum::body::Body;
+
 use axum::routing::{get, post};
 use http::StatusCode;
 use http_body_util::BodyExt as _;
 use serde_json::Value;
-use tollgate_domain::RequestId;
 
 use super::*;
 
 const LIMIT: u64 = 1_000;
 
-async fn read(body: axum::body::Bytes) -> String {
+async fn read(body: Bytes) -> String {
     body.len().to_string()
 }
 
@@ -41,7 +40,8 @@ fn service(metrics: &Arc<Metrics>) -> Arc<Stack> {
 }
 
 async fn ask(service: &Stack, request: http::request::Builder, body: Body) -> Said {
-    let response = service.answer(request.body(body).unwrap()).await.response;
+    let looked = service.look(request.body(body).unwrap(), None, None);
+    let response = service.finish(looked).await.response;
     let (parts, body) = response.into_parts();
     let body = body.collect().await.unwrap().to_bytes();
     Said { parts, body: String::from_utf8(body.to_vec()).unwrap() }

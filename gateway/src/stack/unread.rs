@@ -35,7 +35,7 @@ struct Head {
 
 impl Head {
     /// `None` where there is no body.
-    fn of(request: &Request) -> Option<Self> {
+    fn of<B: http_body::Body>(request: &http::Request<B>) -> Option<Self> {
         let headers = request.headers();
         let is_http1 = request.version() < Version::HTTP_2;
         let is_chunked = is_http1 && headers.contains_key(header::TRANSFER_ENCODING);
@@ -54,6 +54,60 @@ enum Rest {
     Lent(Left),
 }
 
+/// The body of a request that nobody handles.
+pub(crate) struct Unwanted<B> {
+    head: Head,
+    body: B,
+    largest: u64,
+}
+
+impl<B> Unwanted<B>
+where
+    B: http_body::Body<Data = Bytes> + Send + 'static,
+    B::Error: Into<BoxError>,
+{
+    /// Nothing where the request has none.
+    pub(super) fn of(request: http::Request<B>, largest: u64) -> Option<Self> {
+        let head = Head::of(&request)?;
+        Some(Self { head, body: request.into_body(), largest })
+    }
+
+    /// Whether the response may go out before the body has come.
+    pub(crate) fn need_not_come(&self) -> bool {
+        !self.head.is_http1
+    }
+
+    /// Drops what has come; whether that was all.
+    pub(crate) fn has_come(&mut self, cx: &mut Context<'_>) -> bool
+    where
+        B: Unpin,
+    {
+        loop {
+            match Pin::new(&mut self.body).poll_frame(cx) {
+                Poll::Ready(Some(Ok(_))) => {}
+                Poll::Ready(None | Some(Err(_))) => return true,
+                Poll::Pending => return false,
+            }
+        }
+    }
+
+    /// The rest, to be read and dropped while the response goes out.
+    pub(crate) fn leave(self) -> Leftover {
+        Leftover(Limited::new(Body::new(self.body), beyond(self.largest)))
+    }
+}
+
+impl<B> From<Unwanted<B>> for Unread
+where
+    B: http_body::Body<Data = Bytes> + Send + 'static,
+    B::Error: Into<BoxError>,
+{
+    fn from(unwanted: Unwanted<B>) -> Self {
+        let Unwanted { head, body, largest } = unwanted;
+        Self { head, rest: Rest::Kept(Limited::new(Body::new(body), beyond(largest))) }
+    }
+}
+
 type Left = Arc<Mutex<Option<Limited<Body>>>>;
 
 impl Unread {
@@ -66,13 +120,6 @@ impl Unread {
         let request = request
             .map(|body| Body::new(Lent { body: Some(Limited::new(body, beyond(largest))), left }));
         (request, Some(Self { head, rest }))
-    }
-
-    /// Keeps the body of a request that nobody handles; nothing where it has none.
-    pub(super) fn keep(request: Request, largest: u64) -> Option<Self> {
-        let head = Head::of(&request)?;
-        let rest = Rest::Kept(Limited::new(request.into_body(), beyond(largest)));
-        Some(Self { head, rest })
     }
 
     /// Deals with what was left, once there is a response. What is returned

@@ -1,6 +1,7 @@
 //! What a refusal costs: refusals a second beside what a bare hyper server
 //! answers to the very same requests, over TLS and kept connections, both on
-//! one core while the load comes from the other.
+//! one core while the load comes from the other. The server says hello in six
+//! bytes; to a tenant's requests also as much as the refusal says.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -42,6 +43,11 @@ pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
+const AT_LENGTH_NAME: &str = "answered at length";
+
+/// Where the peer says as much as a refusal.
+const AT_LENGTH: &str = "/refusal";
+
 /// Where things are.
 struct Bench {
     built: PathBuf,
@@ -69,6 +75,8 @@ struct Request<'a> {
     status: u16,
     /// Answers of another kind that a turn may have.
     exceptions: u64,
+    /// Whether the peer also answers in as many words.
+    at_length: bool,
     server: &'a Process,
     url: &'a str,
     hello: &'a Process,
@@ -78,12 +86,17 @@ struct Request<'a> {
 impl Request<'_> {
     /// Refused, then answered by the peer.
     fn turn(&self, protocol: Protocol, seconds: u32, report: &mut Report) -> Result<()> {
-        for (who, server, url, status, exceptions) in [
-            ("refused", self.server, self.url, self.status, self.exceptions),
-            ("answered", self.hello, self.hello_url, 200, 0),
+        let (hello, hello_url) = (self.hello, self.hello_url);
+        for (who, server, url, path, status, exceptions) in [
+            ("refused", self.server, self.url, self.path, self.status, self.exceptions),
+            ("answered", hello, hello_url, self.path, 200, 0),
+            (AT_LENGTH_NAME, hello, hello_url, AT_LENGTH, 429, 0),
         ] {
+            if who == AT_LENGTH_NAME && !self.at_length {
+                continue;
+            }
             let load = Load {
-                url: format!("{url}{}", self.path),
+                url: format!("{url}{path}"),
                 protocol,
                 headers: &self.headers,
                 body: self.body.as_deref(),
@@ -100,15 +113,21 @@ impl Request<'_> {
     }
 
     fn ratios(&self, protocol: Protocol, report: &mut Report) -> Result<()> {
-        let (of, to) = (self.series("refused", protocol), self.series("answered", protocol));
-        let name = format!("{}, {}", self.name, protocol.name());
-        report.ratio(&format!("{name}: requests/s"), &of, &to)?;
-        // What a neighbour on the machine disturbs less.
-        report.ratio(
-            &format!("{name}: requests a processor second"),
-            &format!("{to}: server"),
-            &format!("{of}: server"),
-        )?;
+        let mut peers = vec![("", "answered")];
+        if self.at_length {
+            peers.push((", over as long an answer", AT_LENGTH_NAME));
+        }
+        for (beside, peer) in peers {
+            let (of, to) = (self.series("refused", protocol), self.series(peer, protocol));
+            let name = format!("{}, {}{beside}", self.name, protocol.name());
+            report.ratio(&format!("{name}: requests/s"), &of, &to)?;
+            // What a neighbour on the machine disturbs less.
+            report.ratio(
+                &format!("{name}: requests a processor second"),
+                &format!("{to}: server"),
+                &format!("{of}: server"),
+            )?;
+        }
         Ok(())
     }
 
@@ -148,6 +167,7 @@ impl Bench {
                 body: None,
                 status: 401,
                 exceptions: 0,
+                at_length: false,
                 server,
                 url,
                 hello,
@@ -161,6 +181,7 @@ impl Bench {
                 status: 429,
                 // One a second passes.
                 exceptions: 64,
+                at_length: false,
                 server: &servers.ringed,
                 url: &servers.ringed_url,
                 hello,
@@ -174,6 +195,7 @@ impl Bench {
                 status: 429,
                 // One a minute passes.
                 exceptions: 2,
+                at_length: true,
                 server,
                 url,
                 hello,

@@ -469,9 +469,10 @@ fn lose_the_last_record(bytes: &mut Vec<u8>) {
     while let Some(length) = bytes.get(at..at + 4) {
         let length = u32::from_le_bytes(length.try_into().expect("four bytes")) as usize;
         let whole = bytes.get(at + 8..at + 8 + length).is_some_and(|payload| {
-            let mut sum = crc32(0, &bytes[at..at + 4]);
-            sum = crc32(sum, payload);
-            bytes[at + 4..at + 8] == sum.to_le_bytes()
+            let mut sum = crc32fast::Hasher::new();
+            sum.update(&bytes[at..at + 4]);
+            sum.update(payload);
+            bytes[at + 4..at + 8] == sum.finalize().to_le_bytes()
         });
         if !whole {
             break;
@@ -481,15 +482,4 @@ fn lose_the_last_record(bytes: &mut Vec<u8>) {
     if at < bytes.len() {
         bytes.truncate(before);
     }
-}
-
-fn crc32(start: u32, bytes: &[u8]) -> u32 {
-    let mut crc = !start;
-    for &byte in bytes {
-        crc ^= u32::from(byte);
-        for _ in 0..8 {
-            crc = (crc >> 1) ^ (0xedb8_8320 & (crc & 1).wrapping_neg());
-        }
-    }
-    !crc
 }
