@@ -108,9 +108,8 @@ const SAID: &[u8] = b"{\"error\":{\"message\":\"Limit reached: 1 requests a minu
     limited. Try again in 59.123s.\",\"type\":\"rate_limit_error\",\"param\":null,\
     \"code\":\"rate_limit_exceeded\"}}";
 
-const TOLD: [(HeaderName, &str); 5] = [
+const TOLD: [(HeaderName, &str); 4] = [
     (header::CONTENT_TYPE, "application/json"),
-    (header::CACHE_CONTROL, "no-store"),
     (header::RETRY_AFTER, "60"),
     (HeaderName::from_static("x-ratelimit-limit-requests"), "1"),
     (HeaderName::from_static("x-ratelimit-remaining-requests"), "0"),

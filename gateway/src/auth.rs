@@ -106,7 +106,7 @@ impl Authenticator {
         let credential = bearer::credential(headers)?;
         match credential {
             Credential::Key(key) => {
-                let caller = self.parts.keys.verify(&key, now).ok_or(AuthError::Rejected)?;
+                let caller = self.parts.keys.verify(key, now).ok_or(AuthError::Rejected)?;
                 let scopes = caller.scopes.as_ref();
                 if scopes.is_none_or(|scopes| scopes.has_source(from)) {
                     Ok(caller)

@@ -558,7 +558,10 @@ impl ApiError {
         let headers = response.headers_mut();
         headers.reserve(MOST_HEADERS);
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        // Nothing keeps the other statuses of its own accord (RFC 9110, 15.1).
+        if matches!(self.status(), StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED) {
+            headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        }
         if let Some(retry) = self.retry() {
             retry.write(headers);
         }

@@ -7,7 +7,6 @@ use std::any::Any;
 use std::convert::Infallible;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::body::{Body, Bytes};
 use axum::extract::Request;
@@ -93,7 +92,7 @@ impl Stack {
     /// it than a response. `refused`: why the listener does not take it.
     pub(crate) fn look<B>(
         &self,
-        mut request: http::Request<B>,
+        request: http::Request<B>,
         peer: Option<&Peer>,
         refused: Option<ApiError>,
     ) -> Looked<B>
@@ -106,9 +105,6 @@ impl Stack {
         // Every response has an id, of ours: what a client sends under that
         // name is not believed, because ids name entries of the ledger.
         let (id_bits, id) = self.ids.draw();
-        request.headers_mut().remove(REQUEST_ID);
-        // Secrets are marked before anything could log a header.
-        hide_secrets(request.headers_mut());
         let endpoint = endpoint(request.uri().path());
         let judged = match refused {
             Some(error) => Err(error),
@@ -118,7 +114,7 @@ impl Stack {
             Err(error) => {
                 let mut response = error.to_response();
                 metrics.error(error.kind().0);
-                metrics.request_answered(endpoint, response.status(), self.since(began));
+                metrics.request_refused(endpoint, response.status());
                 response.headers_mut().insert(REQUEST_ID, id);
                 let unwanted = Unwanted::of(request, *largest_body);
                 Looked::Refused(Refused { response, unwanted })
@@ -127,6 +123,9 @@ impl Stack {
                 let is_empty = request.body().is_end_stream();
                 let mut request =
                     request.map(|body| if is_empty { Body::empty() } else { Body::new(body) });
+                request.headers_mut().remove(REQUEST_ID);
+                // Secrets are marked before anything could log a header.
+                hide_secrets(request.headers_mut());
                 let extensions = request.extensions_mut();
                 extensions.insert(RequestId::from_random(id_bits));
                 peer.map(|peer| extensions.insert(peer.clone()));
@@ -181,16 +180,13 @@ impl Stack {
             None => None,
         };
         drop(in_flight);
-        metrics.request_answered(endpoint, response.status(), self.since(began));
+        let elapsed = self.clock.now().since(began);
+        metrics.request_answered(endpoint, response.status(), elapsed);
         if let Some(ErrorKind(kind)) = response.extensions().get() {
             metrics.error(kind);
         }
         response.headers_mut().insert(REQUEST_ID, id);
         Answer { response, leftover }
-    }
-
-    fn since(&self, began: MonotonicTime) -> Duration {
-        self.clock.now().since(began)
     }
 
     /// A bug costs one request, not the connection's others.

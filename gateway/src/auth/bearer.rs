@@ -9,7 +9,7 @@ use super::secret::{KeySecret, PREFIX};
 /// What a request shows.
 pub(super) enum Credential<'a> {
     /// An API key whose checksum is right.
-    Key(KeySecret),
+    Key(KeySecret<&'a str>),
     /// Anything else of bounded size; three parts are a JWT.
     Token(&'a str),
 }

@@ -411,7 +411,7 @@ impl KeyStore {
 
     /// Whose key it is, if it is one and works at `now`. An unknown id takes
     /// as long as a wrong secret.
-    pub(super) fn verify(&self, key: &KeySecret, now: UtcTime) -> Option<AuthenticatedCaller> {
+    pub(super) fn verify(&self, key: KeySecret<&str>, now: UtcTime) -> Option<AuthenticatedCaller> {
         let entries = self.entries();
         let entry = entries.get(&key.number());
         let expected = entry.map_or(&[0; 32], |entry| &entry.mac);

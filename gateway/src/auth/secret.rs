@@ -10,10 +10,11 @@ use std::fmt;
 use aws_lc_rs::rand::{SecureRandom, SystemRandom};
 use tollgate_domain::KeyId;
 
-/// A whole key, checksum right. Never printed: `Debug` shows the id only.
-#[derive(Clone, PartialEq, Eq)]
-pub struct KeySecret {
-    text: String,
+/// A whole key, checksum right, owned or as a client shows it. Never printed:
+/// `Debug` shows the id only.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct KeySecret<T = String> {
+    text: T,
 }
 
 /// The system's random numbers failed.
@@ -35,8 +36,19 @@ impl KeySecret {
         Ok(Self { text })
     }
 
+    /// This secret under another id, its checksum made right: a good guess.
+    #[cfg(test)]
+    pub(super) fn with_id(&self, id: &str) -> Self {
+        let secret = &self.text[PREFIX.len() + ID..LENGTH - CHECKSUM];
+        let mut text = format!("{PREFIX}{id}{secret}");
+        push_checksum(&mut text);
+        Self { text }
+    }
+}
+
+impl<'a> KeySecret<&'a str> {
     /// A key as a client shows it; `None` if its shape or checksum is wrong.
-    pub fn parse(text: &str) -> Option<Self> {
+    pub fn parse(text: &'a str) -> Option<Self> {
         let bytes = text.as_bytes();
         let shaped = bytes.len() == LENGTH
             && text.starts_with(PREFIX)
@@ -50,16 +62,18 @@ impl KeySecret {
         }
         let (checked, checksum) = text.split_at(LENGTH - CHECKSUM);
         let is_right = checksum_of(checked).eq(checksum.bytes());
-        is_right.then(|| Self { text: text.to_owned() })
+        is_right.then_some(Self { text })
     }
+}
 
+impl<T: AsRef<str>> KeySecret<T> {
     /// The public id, which stands in records and lists.
     pub fn id(&self) -> KeyId {
         KeyId::new(self.id_text()).expect("letters and digits are a name")
     }
 
     pub(super) fn id_text(&self) -> &str {
-        &self.text[PREFIX.len()..PREFIX.len() + ID]
+        &self.expose()[PREFIX.len()..PREFIX.len() + ID]
     }
 
     /// The number that the id spells.
@@ -67,22 +81,13 @@ impl KeySecret {
         number_of(self.id_text()).expect("an id spells a number")
     }
 
-    /// This secret under another id, its checksum made right: a good guess.
-    #[cfg(test)]
-    pub(super) fn with_id(&self, id: &str) -> Self {
-        let secret = &self.text[PREFIX.len() + ID..LENGTH - CHECKSUM];
-        let mut text = format!("{PREFIX}{id}{secret}");
-        push_checksum(&mut text);
-        Self { text }
-    }
-
     /// The whole key in plain: for showing it once, and for computing its MAC.
     pub fn expose(&self) -> &str {
-        &self.text
+        self.text.as_ref()
     }
 }
 
-impl fmt::Debug for KeySecret {
+impl<T: AsRef<str>> fmt::Debug for KeySecret<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "KeySecret({PREFIX}{}.redacted)", self.id_text())
     }
@@ -156,7 +161,8 @@ mod tests {
     #[test]
     fn keys_survive_text_and_mistakes_do_not() {
         let key = KeySecret::draw().expect("random numbers");
-        assert_eq!(KeySecret::parse(key.expose()), Some(key.clone()));
+        let read = KeySecret::parse(key.expose());
+        assert_eq!(read.map(|read| read.expose().to_owned()), Some(key.expose().to_owned()));
         for at in 0..LENGTH {
             let mut bytes = key.expose().as_bytes().to_vec();
             bytes[at] = if bytes[at] == b'7' { b'8' } else { b'7' };

@@ -54,6 +54,8 @@ struct State {
     flooded: bool,
     /// A response ended the connection before its request was read.
     lingers: bool,
+    /// Nothing new may begin.
+    closing: bool,
 }
 
 /// Which HTTP a connection speaks.
@@ -83,6 +85,15 @@ pub(super) enum Abuse {
     Cancels,
     /// Frames that ask for nothing.
     Frames,
+}
+
+/// Why a request is not taken, whatever it asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Unwelcome {
+    /// Its head is wrong, and what follows it cannot be told.
+    Bad(BadHead),
+    /// The connection winds down.
+    Closing,
 }
 
 impl Abuse {
@@ -125,6 +136,7 @@ impl Activity {
                 refused: None,
                 flooded: false,
                 lingers: false,
+                closing: false,
             }),
             waker: AtomicWaker::new(),
         }
@@ -164,14 +176,20 @@ impl Activity {
         self.state().refused = Some((before, bad));
     }
 
-    /// A request begins; what is wrong with its head, if anything.
-    pub(super) fn request_began(&self) -> Option<BadHead> {
+    /// A request begins; what stands against it, if anything.
+    pub(super) fn request_began(&self) -> Option<Unwelcome> {
         let mut state = self.state();
         let bad = state.refused.filter(|(before, _)| *before == state.requests);
+        let closing = state.closing.then_some(Unwelcome::Closing);
         state.requests += 1;
         state.in_flight += 1;
         state.head_since = None;
-        bad.map(|(_, bad)| bad)
+        bad.map(|(_, bad)| Unwelcome::Bad(bad)).or(closing)
+    }
+
+    /// No request that begins from now on is taken.
+    pub(super) fn close(&self) {
+        self.state().closing = true;
     }
 
     /// The peer sends what asks for nothing, too much of it.

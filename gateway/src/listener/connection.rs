@@ -22,7 +22,7 @@ use tokio_rustls::server::TlsStream;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::activity::{Activity, Late, Protocol};
+use super::activity::{Activity, Late, Protocol, Unwelcome};
 use super::frames::Frames;
 use super::gate::{Peer, Permit};
 use super::heads::{BadHead, Heads};
@@ -142,14 +142,12 @@ async fn speak(
     let activity = Arc::new(Activity::new(protocol, Instant::now()));
     wire.get_mut().0.report_to(Arc::clone(&activity));
     let bytes = WatchedReads::new(wire, Arc::clone(&activity));
-    // Cancelled when nothing new may begin on this connection.
-    let closing = CancellationToken::new();
     let answers = service_fn({
-        let (activity, closing) = (Arc::clone(&activity), closing.clone());
-        let answering = Answers { stack, tasks: shared.streams.clone(), peer, activity, closing };
-        move |request| answering.answer(request)
+        let (tasks, activity) = (shared.streams.clone(), Arc::clone(&activity));
+        let answers = Answers { stack, tasks, peer, activity };
+        move |request| answers.answer(request)
     });
-    let watch = Watch { activity: &activity, options, draining, closing: &closing };
+    let watch = Watch { activity: &activity, options, draining };
     match protocol {
         Protocol::Http1 => {
             let limit = options.header_list as usize;
@@ -203,7 +201,6 @@ struct Answers {
     tasks: TaskTracker,
     peer: Peer,
     activity: Arc<Activity>,
-    closing: CancellationToken,
 }
 
 impl Answers {
@@ -212,18 +209,14 @@ impl Answers {
         &self,
         request: Request<Incoming>,
     ) -> Answering<impl Future<Output = Answered> + use<>> {
-        let (in_flight, bad) = RequestInFlight::begin(&self.activity);
+        let (in_flight, unwelcome) = RequestInFlight::begin(&self.activity);
         let end = Ending {
             in_flight,
             bodiless: request.method() == Method::HEAD,
             has_body: !request.body().is_end_stream(),
-            is_bad: bad.is_some(),
+            is_bad: matches!(unwelcome, Some(Unwelcome::Bad(_))),
         };
-        let refused = match bad {
-            Some(bad) => Some(bad.into()),
-            None => self.closing.is_cancelled().then_some(ApiError::Draining),
-        };
-        match self.stack.look(request, Some(&self.peer), refused) {
+        match self.stack.look(request, Some(&self.peer), unwelcome.map(ApiError::from)) {
             Looked::Refused(Refused { response, unwanted: None }) => {
                 Answering::Refused(Some(Box::new((end.of(response.map(whole)), None))))
             }
@@ -312,11 +305,12 @@ fn ends_connection<B>(response: &Response<B>) -> bool {
     response.headers().get(header::CONNECTION).is_some_and(|value| value == "close")
 }
 
-impl From<BadHead> for ApiError {
-    fn from(bad: BadHead) -> Self {
-        match bad {
-            BadHead::TooLarge => Self::HeadTooLarge,
-            BadHead::Malformed(message) => Self::malformed(message),
+impl From<Unwelcome> for ApiError {
+    fn from(unwelcome: Unwelcome) -> Self {
+        match unwelcome {
+            Unwelcome::Bad(BadHead::TooLarge) => Self::HeadTooLarge,
+            Unwelcome::Bad(BadHead::Malformed(message)) => Self::malformed(message),
+            Unwelcome::Closing => Self::Draining,
         }
     }
 }
@@ -326,7 +320,6 @@ struct Watch<'a> {
     activity: &'a Activity,
     options: &'a ListenerOptions,
     draining: &'a CancellationToken,
-    closing: &'a CancellationToken,
 }
 
 impl Watch<'_> {
@@ -367,7 +360,7 @@ impl Watch<'_> {
                 } else {
                     break;
                 }
-                self.closing.cancel();
+                self.activity.close();
                 wind_down(connection.as_mut());
             }
             loop {
@@ -392,7 +385,7 @@ impl Watch<'_> {
                     Some(end) if at.is_some_and(|at| at <= due) => return Poll::Ready(end.why),
                     None if late == Late::Age => {
                         end = Some(End::within(self.options.age_grace, late.as_str()));
-                        self.closing.cancel();
+                        self.activity.close();
                         wind_down(connection.as_mut());
                         cx.waker().wake_by_ref();
                         return Poll::Pending;

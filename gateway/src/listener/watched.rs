@@ -12,9 +12,8 @@ use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
 use tokio_util::task::TaskTracker;
 
-use super::activity::Activity;
+use super::activity::{Activity, Unwelcome};
 use super::gate::Peer;
-use super::heads::BadHead;
 use super::pass::writes_pass_on;
 
 /// A connection's socket, below TLS: reports when it takes no more, and is
@@ -175,10 +174,10 @@ pub(super) struct RequestInFlight {
 }
 
 impl RequestInFlight {
-    /// And what is wrong with the request's head, if anything.
-    pub(super) fn begin(activity: &Arc<Activity>) -> (Self, Option<BadHead>) {
-        let bad = activity.request_began();
-        (Self { activity: Arc::clone(activity), whole: false, unread: false }, bad)
+    /// And what stands against the request, if anything.
+    pub(super) fn begin(activity: &Arc<Activity>) -> (Self, Option<Unwelcome>) {
+        let unwelcome = activity.request_began();
+        (Self { activity: Arc::clone(activity), whole: false, unread: false }, unwelcome)
     }
 
     /// The connection ends with it, and what the peer still sends is read.

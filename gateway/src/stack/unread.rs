@@ -84,8 +84,8 @@ where
     {
         loop {
             match Pin::new(&mut self.body).poll_frame(cx) {
-                Poll::Ready(Some(Ok(_))) => {}
-                Poll::Ready(None | Some(Err(_))) => return true,
+                Poll::Ready(Some(Ok(_))) if !self.body.is_end_stream() => {}
+                Poll::Ready(_) => return true,
                 Poll::Pending => return false,
             }
         }

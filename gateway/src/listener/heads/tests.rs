@@ -1,5 +1,6 @@
 //! Heads in pieces, heads in a row, and heads that must not pass.
 
+use crate::listener::activity::Unwelcome;
 use proptest::prelude::*;
 use tokio::io::AsyncReadExt as _;
 use tokio::time::Instant;
@@ -29,7 +30,11 @@ fn pass(pieces: &[&[u8]]) -> (Vec<u8>, Option<BadHead>) {
             }
         }
         let refused = (0..=heads.passed).find_map(|_| activity.request_began());
-        (passed, refused)
+        let bad = refused.map(|unwelcome| match unwelcome {
+            Unwelcome::Bad(bad) => bad,
+            Unwelcome::Closing => panic!("nobody closes it"),
+        });
+        (passed, bad)
     })
 }
 
