@@ -32,6 +32,7 @@ use http::HeaderMap;
 use tokio_util::sync::CancellationToken;
 use tollgate_domain::{Caller, KeyId, ModelName, PlanName, TenantId, UtcTime};
 
+pub(crate) use self::bearer::shows_token;
 pub(crate) use self::extract::identify;
 pub use self::fetch::FetchError;
 pub use self::issuer::{IssuerError, IssuerKeys, IssuerOptions};

@@ -558,8 +558,12 @@ impl ApiError {
         let headers = response.headers_mut();
         headers.reserve(MOST_HEADERS);
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-        // Nothing keeps the other statuses of its own accord (RFC 9110, 15.1).
-        if matches!(self.status(), StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED) {
+        // The other statuses nobody keeps of its own accord (RFC 9110, 15.1), but
+        // some who stand between keep errors of servers.
+        let status = self.status();
+        if matches!(status, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED)
+            || status.is_server_error()
+        {
             headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
         }
         if let Some(retry) = self.retry() {

@@ -89,7 +89,8 @@ impl Stack {
 
     /// Looks at a request's head: the list from top to bottom, of which nothing
     /// waits. Most of what attackers send ends here, so that no more is made of
-    /// it than a response. `refused`: why the listener does not take it.
+    /// it than a response. `refused`: why the listener does not take it. Where
+    /// [a look is dear](look_is_dear), it is not for the connection's own task.
     pub(crate) fn look<B>(
         &self,
         request: http::Request<B>,
@@ -108,13 +109,14 @@ impl Stack {
         let endpoint = endpoint(request.uri().path());
         let judged = match refused {
             Some(error) => Err(error),
-            None => self.judge(&request, peer, began),
+            // A bug costs one request, not the connection's others.
+            None => guarded(|| self.judge(&request, peer, began)),
         };
         match judged {
             Err(error) => {
                 let mut response = error.to_response();
                 metrics.error(error.kind().0);
-                metrics.request_refused(endpoint, response.status());
+                metrics.request_counted(endpoint, response.status());
                 response.headers_mut().insert(REQUEST_ID, id);
                 let unwanted = Unwanted::of(request, *largest_body);
                 Looked::Refused(Refused { response, unwanted })
@@ -124,7 +126,8 @@ impl Stack {
                 let mut request =
                     request.map(|body| if is_empty { Body::empty() } else { Body::new(body) });
                 request.headers_mut().remove(REQUEST_ID);
-                // Secrets are marked before anything could log a header.
+                // Secrets are marked before a handler could log a header; what
+                // judges logs none.
                 hide_secrets(request.headers_mut());
                 let extensions = request.extensions_mut();
                 extensions.insert(RequestId::from_random(id_bits));
@@ -148,7 +151,7 @@ impl Stack {
         of_head(request, *largest_body)?;
         let Some(front) = front else { return Ok(None) };
         let (method, path) = (request.method(), request.uri().path());
-        look_at_head(|| front.look_at_head(method, path, request.headers(), peer, now))
+        front.look_at_head(method, path, request.headers(), peer, now)
     }
 
     /// Asks the routes, and deals with what is left of the request.
@@ -201,6 +204,9 @@ impl Stack {
         }
     }
 }
+
+/// Whether who asks is only known once a signature is verified.
+pub(crate) use crate::auth::shows_token as look_is_dear;
 
 /// The public routes, and JSON for what is none of them.
 pub(crate) fn public(routes: Router) -> Router {
@@ -283,8 +289,8 @@ impl Drop for InFlight<'_> {
     }
 }
 
-/// As [`Stack::route`]: a bug costs one request.
-fn look_at_head<T>(look: impl FnOnce() -> Result<T, ApiError>) -> Result<T, ApiError> {
+/// As [`Stack::route`].
+fn guarded<T>(look: impl FnOnce() -> Result<T, ApiError>) -> Result<T, ApiError> {
     catch_unwind(AssertUnwindSafe(look)).unwrap_or_else(|panic| {
         tell_panic(panic);
         Err(ApiError::Internal)

@@ -131,7 +131,7 @@ impl Metrics {
         registry.register("requests", "Requests answered", self.requests.clone());
         registry.register_with_unit(
             "request",
-            "From a request's head to the end of its handler, which what the head alone refuses has none of; streams go on after it",
+            "From a request's head to the end of its handler; streams go on after it; what is refused by its head alone is not among these",
             Unit::Seconds,
             self.request_seconds.clone(),
         );
@@ -218,8 +218,8 @@ impl Metrics {
         self.in_flight.dec();
     }
 
-    /// One whose head was refused: no handler took any time.
-    pub(crate) fn request_refused(&self, endpoint: &'static str, status: StatusCode) {
+    /// One that was answered without a handler: there is no time to tell.
+    pub(crate) fn request_counted(&self, endpoint: &'static str, status: StatusCode) {
         let status = status_class(status);
         self.requests.get_or_create(&RequestLabels { endpoint, status }).inc();
     }
@@ -230,7 +230,7 @@ impl Metrics {
         status: StatusCode,
         elapsed: Duration,
     ) {
-        self.request_refused(endpoint, status);
+        self.request_counted(endpoint, status);
         self.request_seconds
             .get_or_create(&EndpointLabel { endpoint })
             .observe(elapsed.as_secs_f64());

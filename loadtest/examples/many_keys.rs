@@ -7,6 +7,7 @@
 
 use std::error::Error;
 use std::io::{BufRead, Write as _};
+use std::num::NonZeroUsize;
 use std::time::Instant;
 
 use bytes::Bytes;
@@ -36,13 +37,13 @@ fn main() -> Result<(), Box<dyn Error>> {
         let ["chat", count, of] = line.split(' ').collect::<Vec<_>>()[..] else {
             return Err(format!("no such order: {line}").into());
         };
-        let (count, of): (usize, usize) = (count.parse()?, of.parse()?);
+        let (count, of): (NonZeroUsize, NonZeroUsize) = (count.parse()?, of.parse()?);
         let callers: Vec<&str> =
-            keys.iter().step_by((keys.len() / of).max(1)).take(of).copied().collect();
+            keys.iter().step_by((keys.len() / of).max(1)).take(of.get()).copied().collect();
         let times = runtime.block_on(async {
             // Anew: one that idles between orders would be closed.
             let connection = target.connect(Protocol::Http2).await?;
-            chat(&connection, &callers, &body, count, &mut random).await
+            chat(&connection, &callers, &body, count.get(), &mut random).await
         })?;
         let at = |part: usize| times[times.len() * part / 100];
         println!("{}", json!({ "p50_ns": at(50), "p99_ns": at(99) }));

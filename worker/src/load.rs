@@ -137,6 +137,7 @@ fn cuda(
             bundles: beside.into_iter().collect(),
             libraries: Vec::new(),
         },
+        vendor_products: true,
     };
     CudaBackend::new(files, &cuda)
 }

@@ -10,6 +10,7 @@ mod bench;
 mod fuzz;
 mod gate;
 mod goldens;
+mod gpu_check;
 mod run;
 mod tests;
 mod tidy;
@@ -32,6 +33,8 @@ cargo xtask COMMAND
   fuzz TARGET [--seconds N]
                     cargo-fuzz on one target, 60 seconds unless told
                     (--own: our own mutations, of all targets if none is named)
+  gpu-check         pack target/gpu-check, whose `run --out DIR` sees what a GPU
+                    makes of all this, where there is no Rust and no network
   goldens           reference logits, written anew with transformers
 ";
 
@@ -57,6 +60,7 @@ fn dispatch() -> Result<()> {
         ["tidy"] => tidy::check(),
         ["bench", name, rest @ ..] => bench::run(name, rest),
         ["goldens"] => goldens::write(),
+        ["gpu-check"] => gpu_check::pack(),
         ["fuzz", rest @ ..] => fuzz::run(rest),
         [] | ["help" | "--help" | "-h"] => {
             print!("{USAGE}");

@@ -123,6 +123,17 @@ fn python() -> Result<()> {
     Ok(())
 }
 
+/// The folder of the compiler for GPUs' kernels, installed if it is missing.
+pub fn nvrtc() -> Result<PathBuf> {
+    python()?;
+    let versions = std::fs::read_dir(python_folder().join("lib"))?;
+    versions
+        .flatten()
+        .map(|version| version.path().join("site-packages/nvidia/cu13/lib"))
+        .find(|folder| folder.is_dir())
+        .context("the Python environment has no NVRTC")
+}
+
 fn node() -> Result<()> {
     let folder = node_folder();
     if !holds(&folder, NODE_SDK) {

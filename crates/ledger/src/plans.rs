@@ -59,20 +59,22 @@ pub(crate) fn archive(
     chain: &mut Chain,
     archived: &AdminAction,
 ) -> Result<(), LedgerError> {
-    let days = |days: Days| {
-        serde_json::to_value(days).map_err(|error| LedgerError::Damaged(error.to_string()))
-    };
-    let kept = kept(connection)?
-        .into_iter()
-        .map(|(tenant, told)| Ok((tenant, days(told)?)))
-        .collect::<Result<_, LedgerError>>()?;
+    let mut told = Vec::new();
+    for (tenant, days) in kept(connection)? {
+        let days: Vec<(u32, String)> = days.into_iter().collect();
+        for some in days.chunks(DAYS_AT_ONCE) {
+            let some: serde_json::Map<String, Value> =
+                some.iter().map(|(day, plan)| (day.to_string(), plan.as_str().into())).collect();
+            told.push((tenant.clone(), some.into()));
+        }
+    }
     let action = AdminAction {
         id: format!("{}.plans", archived.id),
         operation: "plans.in_force".to_owned(),
         detail: serde_json::json!({}),
         ..archived.clone()
     };
-    record(connection, chain, &action, TENANT_PLANS, kept)?;
+    record(connection, chain, &action, TENANT_PLANS, told)?;
     Ok(())
 }
 
@@ -89,7 +91,9 @@ fn record(
     let mut posted = Posted::Already;
     for number in 1.. {
         let (mut part, mut bytes) = (serde_json::Map::new(), 0);
-        while let Some((tenant, plan)) = told.next_if(|_| bytes < BYTES_OF_A_PART) {
+        while let Some((tenant, plan)) = told
+            .next_if(|(tenant, _)| bytes < BYTES_OF_A_PART && !part.contains_key(tenant.as_str()))
+        {
             bytes += tenant.len() + plan.to_string().len();
             part.insert(tenant, plan);
         }
@@ -161,8 +165,10 @@ fn told(
 const TENANT_PLANS: &str = "tenant_plans";
 
 /// A part is full once names and plans in it take so many bytes: a quarter of
-/// what a detail may have, with room for quotes and one more tenant.
+/// what a detail may have. With one more tenant, whose days are at most so many
+/// at once, and as many quotes as letters, it is still no longer than that.
 const BYTES_OF_A_PART: usize = LONGEST_DETAIL / 4;
+const DAYS_AT_ONCE: usize = 16;
 
 /// Every tenant's plans by day.
 pub(crate) type Told = BTreeMap<String, Days>;
@@ -200,18 +206,21 @@ pub(crate) fn recorded(connection: &Connection) -> Result<Option<Told>, LedgerEr
 /// What is told once `record` is.
 fn after(mut told: Told, record: &Value) -> Option<Told> {
     let detail = record.get("detail")?;
-    if record.get("operation.type")?.as_str()? == "ledger.archived" {
+    let is_archive = record.get("operation.type")?.as_str()? == "ledger.archived";
+    if is_archive {
         told.clear();
     }
     if let Some(kept) = detail.get(TENANT_PLANS) {
-        told.append(&mut serde_json::from_value(kept.clone()).ok()?);
+        for (tenant, mut days) in serde_json::from_value::<Told>(kept.clone()).ok()? {
+            told.entry(tenant).or_default().append(&mut days);
+        }
         return Some(told);
     }
-    let Some(plans) = detail.get("plans") else {
+    if is_archive {
         return Some(told);
-    };
+    }
     let from: UtcDay = detail.get("from")?.as_str()?.parse().ok()?;
-    for (tenant, plan) in plans.as_object()? {
+    for (tenant, plan) in detail.get("plans")?.as_object()? {
         let days = told.entry(tenant.clone()).or_default();
         days.insert(day_of_news(Some(days), from).0, plan.as_str()?.to_owned());
     }

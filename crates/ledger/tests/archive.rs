@@ -287,6 +287,16 @@ fn plans_of_thousands_are_told_kept_and_archived() {
     assert_eq!(tell(&ledger, 90, &|_| "team"), Posted::New);
     assert_eq!(tell(&ledger, 110, &gold_for_few), Posted::New);
     assert_eq!(tell(&ledger, 111, &gold_for_few), Posted::Already);
+    // One whose plan changes each day, for longer than one record could tell.
+    let long = "a-plan-with-a-name-as-long-as-names-may-be-".repeat(3);
+    for day in 0..200 {
+        let at = UtcTime(begins(111).0 + day * DAY);
+        let plan = PlanName::new(&long[..100 + usize::from(day % 2 == 0)]).expect("a plan");
+        let plans = vec![(TenantId::new("fickle").expect("a name"), plan)];
+        let (id, operation) = (format!("day-{day}"), "plans.in_force".to_owned());
+        let action = AdminAction { id, at, operation, ..action() };
+        post_plans(&ledger, PlansInForce { action, plans }).expect("posts");
+    }
     end(ledger.clone());
     assert_eq!(ledger.reader().check(), vec![]);
     let found = ledger.reader().archivable(november(), NOON).expect("there is something");

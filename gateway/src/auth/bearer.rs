@@ -32,6 +32,17 @@ pub(super) fn credential(headers: &HeaderMap) -> Result<Credential<'_>, AuthErro
     Ok(Credential::Token(credential))
 }
 
+/// Whether something is shown that is not shaped like one of our keys: to find
+/// out who it is may take a signature's verification.
+pub(crate) fn shows_token(headers: &HeaderMap) -> bool {
+    headers.get(header::AUTHORIZATION).is_some_and(|value| {
+        let shown = value.as_bytes();
+        shown.get(BEARER..).is_some_and(|shown| !shown.starts_with(PREFIX.as_bytes()))
+    })
+}
+
+const BEARER: usize = "Bearer ".len();
+
 /// Bytes of a header value: the largest token and its scheme.
 const LONGEST: usize = super::jwt::LONGEST_TOKEN + 16;
 

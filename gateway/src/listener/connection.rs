@@ -32,7 +32,7 @@ use super::watched::{Lingering, RequestInFlight, Socket, WatchedBody, WatchedRea
 use super::{ListenerOptions, MOST_HEADERS, Shared, plain};
 use crate::reply::ApiError;
 use crate::source::Source;
-use crate::stack::{Answer, Looked, Refused, Stack, Unwanted};
+use crate::stack::{self, Answer, Looked, Refused, Stack, Unwanted};
 
 type Wire = TlsStream<Socket>;
 
@@ -216,28 +216,38 @@ impl Answers {
             has_body: !request.body().is_end_stream(),
             is_bad: matches!(unwelcome, Some(Unwelcome::Bad(_))),
         };
-        match self.stack.look(request, Some(&self.peer), unwelcome.map(ApiError::from)) {
-            Looked::Refused(Refused { response, unwanted: None }) => {
-                Answering::Refused(Some(Box::new((end.of(response.map(whole)), None))))
-            }
-            Looked::Refused(Refused { response, unwanted: Some(unwanted) })
-                if unwanted.need_not_come() =>
-            {
-                let rest = (unwanted, self.tasks.clone());
-                Answering::Refused(Some(Box::new((end.of(response.map(whole)), Some(rest)))))
-            }
-            looked => {
-                let (stack, tasks) = (Arc::clone(&self.stack), self.tasks.clone());
-                // Boxed, because hyper moves this future several times before it runs.
-                Answering::Running(Box::pin(async move {
-                    let Answer { response, leftover } = stack.finish(looked).await;
-                    if let Some(leftover) = leftover {
-                        tasks.spawn(leftover.drop_slowly());
-                    }
-                    Ok(end.of(response.map(Either::Right)))
-                }))
-            }
+        let refused = unwelcome.map(ApiError::from);
+        if stack::look_is_dear(request.headers()) {
+            return self.route(end, Err((request, refused)));
         }
+        match self.stack.look(request, Some(&self.peer), refused) {
+            Looked::Refused(Refused { response, unwanted })
+                if unwanted.as_ref().is_none_or(Unwanted::need_not_come) =>
+            {
+                let rest = unwanted.map(|unwanted| (unwanted, self.tasks.clone()));
+                Answering::Refused(Some(Box::new((end.of(response.map(whole)), rest))))
+            }
+            looked => self.route(end, Ok(looked)),
+        }
+    }
+
+    /// What takes a task of its own, looked at or still to be.
+    fn route(
+        &self,
+        end: Ending,
+        request: Result<Looked<Incoming>, (Request<Incoming>, Option<ApiError>)>,
+    ) -> Answering<impl Future<Output = Answered> + use<>> {
+        let (stack, tasks, peer) = (Arc::clone(&self.stack), self.tasks.clone(), self.peer.clone());
+        // Boxed, because hyper moves this future several times before it runs.
+        Answering::Running(Box::pin(async move {
+            let looked = request
+                .unwrap_or_else(|(request, refused)| stack.look(request, Some(&peer), refused));
+            let Answer { response, leftover } = stack.finish(looked).await;
+            if let Some(leftover) = leftover {
+                tasks.spawn(leftover.drop_slowly());
+            }
+            Ok(end.of(response.map(Either::Right)))
+        }))
     }
 }
 

@@ -1,7 +1,6 @@
 //! What the layers answer by themselves.
 
 use axum::Extension;
-
 use axum::routing::{get, post};
 use http::StatusCode;
 use http_body_util::BodyExt as _;

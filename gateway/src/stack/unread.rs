@@ -77,18 +77,19 @@ where
         !self.head.is_http1
     }
 
-    /// Drops what has come; whether that was all.
+    /// Drops what has come, within bounds; whether that was all.
     pub(crate) fn has_come(&mut self, cx: &mut Context<'_>) -> bool
     where
         B: Unpin,
     {
-        loop {
+        for _ in 0..FRAMES_AT_ONCE {
             match Pin::new(&mut self.body).poll_frame(cx) {
                 Poll::Ready(Some(Ok(_))) if !self.body.is_end_stream() => {}
                 Poll::Ready(_) => return true,
                 Poll::Pending => return false,
             }
         }
+        false
     }
 
     /// The rest, to be read and dropped while the response goes out.
@@ -227,6 +228,9 @@ impl http_body::Body for Lent {
         self.body.as_ref().map(http_body::Body::size_hint).unwrap_or_default()
     }
 }
+
+/// Frames that are dropped before a response goes out.
+const FRAMES_AT_ONCE: usize = 16;
 
 /// Bytes that are read to keep a connection: the body of an ordinary chat.
 const SMALL: u64 = 64 * 1024;

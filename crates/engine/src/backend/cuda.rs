@@ -35,7 +35,7 @@ use machine::{Machine, SOURCE};
 use memory::{Buffers, Cache, kv_bytes_per_token};
 use probe::Found;
 use products::Products;
-use weights::{LoadError, Model};
+use weights::{LoadError, Model, Origin};
 
 pub use code::{CodeError, CodeFolders};
 pub use driver::DriverFault;
@@ -75,6 +75,8 @@ pub struct CudaOptions {
     pub step_tokens: u32,
     /// Where kernels and libraries are looked for.
     pub folders: CodeFolders,
+    /// Whether the vendor's library may multiply; if not, only own kernels do.
+    pub vendor_products: bool,
 }
 
 /// Why a model could not be set up on a GPU.
@@ -147,7 +149,25 @@ impl CudaBackend {
     /// # Errors
     /// [`CudaError`], each a sentence.
     pub fn new(files: &ModelFiles, options: &CudaOptions) -> Result<Self, CudaError> {
-        let config = files.config().clone();
+        Self::with(files.config(), files.hash(), &Origin::Files(files.weights()), options)
+    }
+
+    /// As [`Self::new`], for a model of this shape whose weights mean nothing:
+    /// what they are does not change how long a step takes.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn with_noise(config: &ModelConfig, options: &CudaOptions) -> Result<Self, CudaError> {
+        Self::with(config, "noise", &Origin::noise(), options)
+    }
+
+    fn with(
+        config: &ModelConfig,
+        hash: &str,
+        origin: &Origin<'_>,
+        options: &CudaOptions,
+    ) -> Result<Self, CudaError> {
+        let config = config.clone();
         let head_dim = head_dim_of(&config).map_err(CudaError::Model)?;
         let found = probe::open(&options.wanted)?;
         let device = info(&found);
@@ -159,10 +179,13 @@ impl CudaBackend {
         let allowed = (free as f64 * options.memory_share.clamp(0.0, 1.0)) as u64;
         check_room(&config, allowed)?;
         let machine = Machine::load(&context, &code.image)?;
-        let blas = Blas::start(&context, &options.folders.libraries)
-            .map_err(|reason| notes.push(format!("{reason}: own kernels multiply instead")))
-            .ok();
-        let model = Model::load(files, &context)?;
+        let blas = match options.vendor_products {
+            true => Blas::start(&context, &options.folders.libraries)
+                .map_err(|reason| notes.push(format!("{reason}: own kernels multiply instead")))
+                .ok(),
+            false => None,
+        };
+        let model = Model::load(&config, origin, &context)?;
         let tokens = options.step_tokens.clamp(1, MOST_STEP_TOKENS);
         let limits = StepLimits { tokens, logit_rows: most_logit_rows(tokens, config.vocabulary) };
         let most_blocks = most_blocks(&config);
@@ -189,7 +212,7 @@ impl CudaBackend {
             (u64::from(blocks) * block_bytes(&config)) >> 20
         ));
         Ok(Self {
-            shape: shape_of(files, blocks),
+            shape: shape_of(&config, hash, blocks),
             layout: Layout::new(Room { kv_blocks: blocks, ..room }),
             began: context.event()?,
             ended: context.event()?,
@@ -212,6 +235,26 @@ impl CudaBackend {
     /// What was found at the start, for the log: device, kernels, memory.
     pub fn notes(&self) -> &[String] {
         &self.notes
+    }
+
+    /// Bytes of the model's weights on the device.
+    pub fn weight_bytes(&self) -> u64 {
+        weights::bytes_of(&self.config)
+    }
+
+    /// Copies keys over values, whatever they hold: how many bytes are read and
+    /// as many written, and the device's time. What memory can do, for steps to
+    /// be compared with. The cache is of no use to a sequence afterwards.
+    ///
+    /// # Errors
+    /// [`DriverFault`].
+    pub fn time_copy(&mut self) -> Result<(u64, DeviceNanos), DriverFault> {
+        self.context.bind()?;
+        self.context.record(&self.began)?;
+        let bytes = self.context.copy(&self.cache.values, &self.cache.keys)?;
+        self.context.record(&self.ended)?;
+        self.context.wait()?;
+        Ok((bytes as u64, DeviceNanos(self.began.nanos_until(&self.ended)?)))
     }
 
     /// Runs a plan that was laid out; returns the device's time.
@@ -359,8 +402,7 @@ fn most_blocks(config: &ModelConfig) -> u32 {
     config.context.div_ceil(BLOCK_TOKENS).saturating_mul(MOST_SEQUENCES).min(MOST_BLOCKS)
 }
 
-fn shape_of(files: &ModelFiles, blocks: u32) -> ModelShape {
-    let config = files.config();
+fn shape_of(config: &ModelConfig, hash: &str, blocks: u32) -> ModelShape {
     ModelShape {
         // A sequence that the whole pool cannot hold could never finish.
         context: config.context.min(blocks.saturating_mul(BLOCK_TOKENS)),
@@ -371,7 +413,7 @@ fn shape_of(files: &ModelFiles, blocks: u32) -> ModelShape {
         head_dim: config.head_dim,
         kv_bytes_per_token: kv_bytes_per_token(config),
         end_tokens: config.end_tokens.clone(),
-        hash: files.hash().to_owned(),
+        hash: hash.to_owned(),
     }
 }
 

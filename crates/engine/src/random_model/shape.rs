@@ -145,7 +145,7 @@ impl ModelSpec {
     }
 
     /// Its `config.json`.
-    pub(super) fn config(&self, element: Element) -> Value {
+    pub fn config(&self, element: Element) -> Value {
         json!({
             "architectures": [self.family.architecture()],
             "model_type": self.family.model_type(),

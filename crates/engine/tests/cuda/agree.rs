@@ -16,16 +16,18 @@ pub struct Pair<'a> {
     pub rows: usize,
     /// Of those whose likeliest token stands out: how many.
     pub clear: usize,
+    /// The largest difference of a row over its largest logit so far.
+    pub worst: f32,
 }
 
 /// Largest difference over the largest logit: activations are rounded to bf16
 /// a dozen times a layer.
-const BOUND: f32 = 2e-2;
+pub const BOUND: f32 = 2e-2;
 
 impl<'a> Pair<'a> {
     pub fn new(reference: &'a mut dyn Backend, tested: &'a mut dyn Backend) -> Self {
         let (expected, found) = (StepOutput::default(), StepOutput::default());
-        Self { reference, tested, expected, found, rows: 0, clear: 0 }
+        Self { reference, tested, expected, found, rows: 0, clear: 0, worst: 0.0 }
     }
 
     /// Runs a step on both and compares every row.
@@ -59,6 +61,7 @@ impl<'a> Pair<'a> {
             .map(|(a, b)| (a - b).abs())
             .fold(0.0_f32, |most, d| if d <= most { most } else { d });
         assert!(most <= BOUND * largest, "{what}: row {row} differs by {most}, largest {largest}");
+        self.worst = self.worst.max(most / largest);
         self.rows += 1;
         let (token, margin) = top(expected);
         if margin > 2.0 * BOUND * largest {

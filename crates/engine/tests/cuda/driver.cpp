@@ -189,6 +189,13 @@ extern "C" Result cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, vo
     memcpy(to, (const void*)from, bytes);
     return OK;
 }
+extern "C" Result cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void*) {
+    if (!is_ours(from, bytes) || !is_ours(to, bytes)) {
+        return INVALID;
+    }
+    memmove((void*)to, (const void*)from, bytes);
+    return OK;
+}
 
 extern "C" Result cuStreamCreate(void** stream, unsigned) {
     *stream = &taken;

@@ -7,7 +7,13 @@
 #![allow(dead_code, reason = "likewise, and neither needs all of them")]
 
 mod agree;
+#[path = "../../examples/gpu_check/compare.rs"]
+mod compare;
+#[path = "../../examples/gpu_check/options.rs"]
+mod options;
 mod probe;
+#[path = "../../examples/gpu_check/speed.rs"]
+mod speed;
 mod standin;
 
 use std::path::Path;
@@ -64,6 +70,7 @@ fn options(kept: &Path) -> CudaOptions {
         memory_share: 0.9,
         step_tokens: 256,
         folders: CodeFolders { kept: kept.to_owned(), ..CodeFolders::default() },
+        vendor_products: true,
     }
 }
 
@@ -179,4 +186,28 @@ fn a_launch_that_fails_is_a_fault_of_the_device() {
     card.fail_after(-1);
     let fault = cuda.step(&StepPlan { spans: &spans }, &mut output).unwrap_err();
     assert!(matches!(fault, BackendError::Device(_)), "a copy's fault is told at the next step");
+}
+
+/// What a machine with a card will run: here it proves that it runs, and that
+/// it would say so if the card computed something else.
+#[test]
+fn the_check_for_a_card_runs() {
+    let (_alone, card) = card();
+    let options = options::Options { is_quick: true, ..Default::default() };
+    let told = compare::run(&options);
+    assert_eq!(told["passed"], true, "{told:#}");
+    assert_eq!(told["compared"].as_array().map(Vec::len), Some(8));
+    let told = speed::run(&options).unwrap();
+    for shape in told["measured"].as_array().unwrap() {
+        assert!(shape["copy_bytes_per_second"].as_f64() > Some(0.0), "{shape:#}");
+        assert_eq!(shape["decode"].as_array().map(Vec::len), Some(2));
+        let rate = |of: &serde_json::Value| of["tokens_per_device_second"].as_f64();
+        assert!(shape["decode"].as_array().unwrap().iter().all(|one| rate(one) > Some(0.0)));
+        assert!(rate(&shape["prefill"]) > Some(0.0), "{shape:#}");
+    }
+    card.fail_after(400);
+    let told = compare::run(&options);
+    card.fail_after(-1);
+    assert_eq!(told["passed"], false, "a card that fails does not pass: {told:#}");
+    assert_eq!(card.taken(), 0, "all memory is given back");
 }

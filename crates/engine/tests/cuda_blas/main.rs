@@ -41,6 +41,7 @@ fn whole_models_agree_with_the_cpu() {
                 bundles: Vec::new(),
                 libraries: vec![libraries.clone()],
             },
+            vendor_products: true,
         };
         let mut cuda = CudaBackend::new(&files, &options).unwrap();
         assert!(cuda.kv_blocks() >= BLOCKS);

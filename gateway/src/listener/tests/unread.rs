@@ -1,8 +1,9 @@
 //! Refusals that come before the body is read: the client gets to read them,
 //! and what it still sends is never taken for a request.
 
-use http_body_util::{BodyExt as _, Full};
-use hyper::body::Bytes;
+use futures_util::StreamExt as _;
+use http_body_util::{BodyExt as _, Full, StreamBody};
+use hyper::body::{Bytes, Frame};
 use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::io::AsyncWriteExt as _;
@@ -81,6 +82,33 @@ async fn over_http2_the_answer_arrives_while_the_body_still_comes() {
         assert!(body.ends_with(b"}"), "{length}: a whole envelope");
         client.ready().await.unwrap();
     }
+}
+
+/// Nor is it waited for: as many as a connection may have are answered at once,
+/// and what they hold is given back although none of them ever ends.
+#[tokio::test]
+async fn over_http2_a_body_that_never_ends_holds_no_answer_up() {
+    let door = Door::open(patient());
+    let stream = TokioIo::new(door.tls(&["h2"]).await);
+    let (mut client, connection) = http2::handshake(TokioExecutor::new(), stream).await.unwrap();
+    TaskTracker::new().spawn(connection);
+    let began = Instant::now();
+    let mut open = Vec::new();
+    for number in 0..150 {
+        // The first piece comes, and fills most of the stream's window.
+        let first =
+            [Ok::<_, std::convert::Infallible>(Frame::data(Bytes::from(vec![b'x'; 40_000])))];
+        let pieces = futures_util::stream::iter(first).chain(futures_util::stream::pending());
+        let body = StreamBody::new(pieces);
+        let request =
+            Request::post("https://localhost/echo").header("content-encoding", "gzip").body(body);
+        client.ready().await.unwrap();
+        let response = client.send_request(request.unwrap()).await.unwrap();
+        assert_eq!(response.status(), 415, "{number}");
+        open.push(response);
+    }
+    // A hundred are open at once; the others wait until those are given up.
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
 }
 
 #[tokio::test]

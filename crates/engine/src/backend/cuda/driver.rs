@@ -222,6 +222,16 @@ impl Context {
             .map_err(|error| fault("cuMemcpyDtoHAsync", error))
     }
 
+    /// Copies as much as both hold within the device, in the stream's order; how
+    /// many bytes that is.
+    pub(super) fn copy(&self, to: &Memory, from: &Memory) -> Result<usize, DriverFault> {
+        let bytes = to.bytes.min(from.bytes);
+        // SAFETY: both live in this context and are at least as long.
+        unsafe { result::memcpy_dtod_async(to.pointer, from.pointer, bytes, self.stream) }
+            .map_err(|error| fault("cuMemcpyDtoDAsync", error))?;
+        Ok(bytes)
+    }
+
     /// Waits until the stream has done all it was given.
     pub(super) fn wait(&self) -> Result<(), DriverFault> {
         // SAFETY: the stream lives as long as `self`.

@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use super::driver::{Context, DriverFault, Memory};
+use crate::model::ModelConfig;
 use crate::model::names::*;
-use crate::model::{ModelConfig, ModelFiles};
 use crate::weights::{Element, Tensor, Weights, WeightsError};
 
 /// A model in the device's memory.
@@ -33,6 +33,30 @@ pub(super) struct Layer {
     pub(super) down: Memory,
     /// Tokens back that attention sees; 0: all.
     pub(super) window: u32,
+}
+
+/// Where weights come from.
+pub(super) enum Origin<'a> {
+    /// A model's files.
+    Files(&'a Weights),
+    /// Nowhere: scales are 1, biases 0, matrices the same noise over and over.
+    /// For measuring shapes whose files nobody has at hand.
+    Noise(Vec<u8>),
+}
+
+impl Origin<'_> {
+    /// Noise for [`Origin::Noise`], bf16 between -1/32 and 1/32.
+    pub(super) fn noise() -> Self {
+        let mut state = 1_u64;
+        let mut bytes = Vec::with_capacity(2 * NOISE);
+        for _ in 0..NOISE {
+            // Knuth's MMIX generator; its upper bits are good enough for noise.
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let part = (state >> 40) as f32 / (1 << 23) as f32 - 1.0;
+            bytes.extend(half::bf16::from_f32(part / 32.0).to_le_bytes());
+        }
+        Self::Noise(bytes)
+    }
 }
 
 /// Why weights did not reach the device.
@@ -67,9 +91,12 @@ pub(super) fn bytes_of(config: &ModelConfig) -> u64 {
 }
 
 impl Model {
-    pub(super) fn load(files: &ModelFiles, context: &Arc<Context>) -> Result<Self, LoadError> {
-        let loader = Loader { config: files.config(), weights: files.weights(), context };
-        loader.model()
+    pub(super) fn load(
+        config: &ModelConfig,
+        origin: &Origin<'_>,
+        context: &Arc<Context>,
+    ) -> Result<Self, LoadError> {
+        Loader { config, origin, context }.model()
     }
 
     /// The matrix that makes logits.
@@ -80,7 +107,7 @@ impl Model {
 
 struct Loader<'a> {
     config: &'a ModelConfig,
-    weights: &'a Weights,
+    origin: &'a Origin<'a>,
     context: &'a Arc<Context>,
 }
 
@@ -138,9 +165,19 @@ impl Loader<'_> {
     fn matrix(&self, parts: &[(String, usize)], columns: usize) -> Result<Memory, LoadError> {
         let rows: usize = parts.iter().map(|(_, rows)| rows).sum();
         let memory = self.context.allocate(2 * rows * columns)?;
+        let weights = match self.origin {
+            Origin::Files(weights) => weights,
+            Origin::Noise(noise) => {
+                for start in (0..memory.bytes()).step_by(noise.len()) {
+                    let length = noise.len().min(memory.bytes() - start);
+                    self.context.write(memory.at(start), &noise[..length])?;
+                }
+                return Ok(memory);
+            }
+        };
         let mut place = 0;
         for (name, rows) in parts {
-            let tensor = self.weights.tensor(name, &[*rows, columns])?;
+            let tensor = weights.tensor(name, &[*rows, columns])?;
             self.narrowed(tensor, |bytes| {
                 let written = self.context.write(memory.at(place), bytes);
                 place += bytes.len();
@@ -177,7 +214,13 @@ impl Loader<'_> {
         let mut all = Vec::new();
         for (name, length) in parts {
             let mut values = vec![0.0_f32; *length];
-            self.weights.tensor(name, &[*length])?.read(0..*length, &mut values);
+            match self.origin {
+                Origin::Files(weights) => {
+                    weights.tensor(name, &[*length])?.read(0..*length, &mut values);
+                }
+                Origin::Noise(_) if name.ends_with("bias") => {}
+                Origin::Noise(_) => values.fill(1.0),
+            }
             all.extend(values.into_iter().flat_map(f32::to_le_bytes));
         }
         Ok(self.written(&all)?)
@@ -192,3 +235,6 @@ impl Loader<'_> {
 
 /// Elements that are converted at a time.
 const PIECE: usize = 1 << 20;
+
+/// Elements of noise: odd, so that no two rows of a matrix are the same.
+const NOISE: usize = (16 << 20) - 1;

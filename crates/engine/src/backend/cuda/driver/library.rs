@@ -164,7 +164,7 @@ impl fmt::Display for Library {
     }
 }
 
-const DRIVER_SYMBOLS: [&str; 32] = [
+const DRIVER_SYMBOLS: [&str; 33] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuGetErrorName",
@@ -186,6 +186,7 @@ const DRIVER_SYMBOLS: [&str; 32] = [
     "cuMemcpyHtoD_v2",
     "cuMemcpyHtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyDtoDAsync_v2",
     "cuStreamCreate",
     "cuStreamSynchronize",
     "cuStreamDestroy_v2",

@@ -1,0 +1,44 @@
+//! What a GPU makes of the engine: whether it computes what the CPU does, and
+//! how fast. `cargo xtask gpu-check` packs it with all that a machine without
+//! Rust and without a network needs.
+//!
+//! `gpu_check agree [--quick]` compares whole models with the CPU backend;
+//! `gpu_check speed [--quick]` measures shapes of known models. Each prints one
+//! JSON document, and what it does meanwhile on standard error; the exit status
+//! is 1 where something differs. `--kernels DIR` is a bundle of machine code.
+
+#[path = "../../tests/cuda/agree.rs"]
+#[allow(clippy::unwrap_used, unreachable_pub, dead_code, reason = "it is a test's")]
+mod agree;
+mod compare;
+mod options;
+mod speed;
+
+use std::error::Error;
+use std::process::ExitCode;
+
+use options::Options;
+use serde_json::Value;
+
+fn main() -> Result<ExitCode, Box<dyn Error>> {
+    let mut words = std::env::args().skip(1);
+    let command = words.next().unwrap_or_default();
+    let mut options = Options { is_quick: false, kernels: Vec::new() };
+    while let Some(word) = words.next() {
+        match word.as_str() {
+            "--quick" => options.is_quick = true,
+            "--kernels" => {
+                options.kernels.push(words.next().ok_or("--kernels wants a folder")?.into());
+            }
+            _ => return Err(format!("no such option: {word}").into()),
+        }
+    }
+    let told: Value = match command.as_str() {
+        "agree" => compare::run(&options),
+        "speed" => speed::run(&options)?,
+        _ => return Err("usage: gpu_check agree|speed [--quick] [--kernels DIR]".into()),
+    };
+    println!("{told:#}");
+    let passed = told["passed"].as_bool().unwrap_or(true);
+    Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}

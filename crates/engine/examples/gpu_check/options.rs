@@ -1,0 +1,31 @@
+//! What `gpu_check` was asked for.
+
+use std::path::PathBuf;
+
+use tollgate_engine::backend::cuda::{CodeFolders, CudaOptions, Wanted};
+
+/// What was asked for.
+#[derive(Default)]
+pub(crate) struct Options {
+    /// Tiny models alone, in seconds even where a card is emulated.
+    pub(crate) is_quick: bool,
+    /// Bundles of machine code.
+    pub(crate) kernels: Vec<PathBuf>,
+}
+
+impl Options {
+    /// How a backend is set up; `vendor`: whether NVIDIA's library multiplies.
+    pub(crate) fn backend(&self, vendor: bool, step_tokens: u32) -> CudaOptions {
+        CudaOptions {
+            wanted: Wanted::First,
+            memory_share: 0.9,
+            step_tokens,
+            folders: CodeFolders {
+                kept: std::env::temp_dir().join("tollgate-gpu-check-kernels"),
+                bundles: self.kernels.clone(),
+                libraries: Vec::new(),
+            },
+            vendor_products: vendor,
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! How fast steps are: decoding at several widths of batch, and a prompt in one
+//! step, for shapes of known models with noise for weights; beside what the
+//! device's memory can do, measured in the same run.
+
+use std::error::Error;
+use std::time::Instant;
+
+use serde_json::{Value, json};
+use tollgate_engine::backend::cuda::CudaBackend;
+use tollgate_engine::backend::{Backend, LogitRows, Span, StepOutput, StepPlan};
+use tollgate_engine::model::ModelConfig;
+use tollgate_engine::random_model::ModelSpec;
+use tollgate_engine::weights::Element;
+
+use crate::options::Options;
+
+/// What is measured.
+struct Plan {
+    shapes: Vec<(&'static str, ModelSpec)>,
+    /// Sequences of a batch that decodes.
+    batches: &'static [u32],
+    /// Tokens that each of them has already.
+    context: u32,
+    /// Tokens of a prompt.
+    prompt: u32,
+    /// Steps of each kind, of which the median is told.
+    steps: usize,
+}
+
+impl Plan {
+    fn of(options: &Options) -> Self {
+        if options.is_quick {
+            let tiny = ModelSpec { head_dim: 32, heads: 4, kv_heads: 2, ..ModelSpec::tiny() };
+            return Self {
+                shapes: vec![("tiny", tiny)],
+                batches: &[1, 3],
+                context: 40,
+                prompt: 70,
+                steps: 2,
+            };
+        }
+        let shapes = ["qwen2.5-0.5b", "qwen2.5-7b", "llama-3-8b"];
+        Self {
+            shapes: shapes
+                .into_iter()
+                .filter_map(|name| Some((name, ModelSpec::named(name)?)))
+                .collect(),
+            batches: &[1, 8, 32, 128],
+            context: 1_024,
+            prompt: 2_048,
+            steps: 20,
+        }
+    }
+}
+
+pub(crate) fn run(options: &Options) -> Result<Value, Box<dyn Error>> {
+    let plan = Plan::of(options);
+    let mut measured = Vec::new();
+    for (name, spec) in &plan.shapes {
+        for vendor in [true, false] {
+            eprintln!("{name}, {}", if vendor { "vendor's products" } else { "own products" });
+            let mut shape = shape(spec, &plan, &options.backend(vendor, plan.prompt.max(256)))?;
+            shape["shape"] = (*name).into();
+            shape["vendor_products"] = vendor.into();
+            measured.push(shape);
+        }
+    }
+    Ok(json!({ "check": "speed", "context": plan.context, "measured": measured }))
+}
+
+fn shape(
+    spec: &ModelSpec,
+    plan: &Plan,
+    options: &tollgate_engine::backend::cuda::CudaOptions,
+) -> Result<Value, Box<dyn Error>> {
+    let config = spec.config(Element::Bf16).to_string();
+    let config = ModelConfig::parse("config.json".as_ref(), config.as_bytes())?;
+    let mut backend = CudaBackend::with_noise(&config, options)?;
+    let copy = copy(&mut backend)?;
+    let mut told = json!({
+        "device": backend.device().name, "uuid": backend.device().uuid,
+        "notes": backend.notes(), "weight_bytes": backend.weight_bytes(),
+        "copy_bytes_per_second": copy,
+    });
+    let mut decode = Vec::new();
+    for &batch in plan.batches {
+        decode.push(measure_decode(&mut backend, plan, batch, copy)?);
+    }
+    told["decode"] = decode.into();
+    told["prefill"] = measure_prefill(&mut backend, plan)?;
+    Ok(told)
+}
+
+/// Bytes a second that are read, and as many written, at best of five.
+fn copy(backend: &mut CudaBackend) -> Result<f64, Box<dyn Error>> {
+    let mut best: f64 = 0.0;
+    for _ in 0..5 {
+        let (bytes, time) = backend.time_copy()?;
+        best = best.max(bytes as f64 / (time.nanos().max(1) as f64 / 1e9));
+    }
+    Ok(best)
+}
+
+fn measure_decode(
+    backend: &mut CudaBackend,
+    plan: &Plan,
+    batch: u32,
+    copy: f64,
+) -> Result<Value, Box<dyn Error>> {
+    let blocks = (plan.context + 1).div_ceil(16);
+    if batch * blocks > backend.kv_blocks() {
+        return Ok(json!({ "batch": batch, "why_not": "the KV cache is too small" }));
+    }
+    let tables: Vec<Vec<u32>> =
+        (0..batch).map(|one| (one * blocks..(one + 1) * blocks).collect()).collect();
+    let vocabulary = backend.shape().vocabulary;
+    let tokens: Vec<[u32; 1]> = (0..batch).map(|one| [(one * 37 + 5) % vocabulary]).collect();
+    let spans: Vec<Span<'_>> = tokens
+        .iter()
+        .zip(&tables)
+        .map(|(tokens, blocks)| Span {
+            tokens,
+            start: plan.context,
+            blocks,
+            logits: LogitRows::Last,
+        })
+        .collect();
+    let (device, wall) = median(backend, &spans, plan.steps)?;
+    let read = backend.weight_bytes() as f64
+        + f64::from(batch) * f64::from(plan.context) * backend.shape().kv_bytes_per_token as f64;
+    // A copy reads and writes: what it moves is twice its bytes.
+    let share = read / (device / 1e9) / (2.0 * copy);
+    Ok(json!({
+        "batch": batch, "device_ns": device, "wall_ns": wall,
+        "tokens_per_device_second": f64::from(batch) / (device / 1e9),
+        "tokens_per_second": f64::from(batch) / (wall / 1e9),
+        "bytes_read_over_copy": share,
+    }))
+}
+
+fn measure_prefill(backend: &mut CudaBackend, plan: &Plan) -> Result<Value, Box<dyn Error>> {
+    let vocabulary = backend.shape().vocabulary;
+    let tokens: Vec<u32> = (0..plan.prompt).map(|at| (at * 7 + 3) % vocabulary).collect();
+    let blocks: Vec<u32> = (0..plan.prompt.div_ceil(16)).collect();
+    let span = Span { tokens: &tokens, start: 0, blocks: &blocks, logits: LogitRows::Last };
+    let (device, wall) = median(backend, &[span], plan.steps.min(8))?;
+    Ok(json!({
+        "tokens": plan.prompt, "device_ns": device, "wall_ns": wall,
+        "tokens_per_device_second": f64::from(plan.prompt) / (device / 1e9),
+        "tokens_per_second": f64::from(plan.prompt) / (wall / 1e9),
+    }))
+}
+
+/// Nanoseconds of the device and of the wall, medians of `steps` steps after
+/// two that are not counted.
+fn median(
+    backend: &mut CudaBackend,
+    spans: &[Span<'_>],
+    steps: usize,
+) -> Result<(f64, f64), Box<dyn Error>> {
+    let mut output = StepOutput::default();
+    let (mut device, mut wall) = (Vec::new(), Vec::new());
+    for step in 0..steps + 2 {
+        let began = Instant::now();
+        backend.step(&StepPlan { spans }, &mut output)?;
+        let took = began.elapsed().as_nanos() as f64;
+        if step >= 2 {
+            wall.push(took);
+            device.push(output.device_time().ok_or("a step without a time")?.nanos() as f64);
+        }
+    }
+    Ok((middle(device), middle(wall)))
+}
+
+fn middle(mut of: Vec<f64>) -> f64 {
+    of.sort_by(f64::total_cmp);
+    of[of.len() / 2].max(1.0)
+}
