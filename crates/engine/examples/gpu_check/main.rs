@@ -20,7 +20,14 @@ use std::process::ExitCode;
 use options::Options;
 use serde_json::Value;
 
-fn main() -> Result<ExitCode, Box<dyn Error>> {
+fn main() -> ExitCode {
+    run().unwrap_or_else(|error| {
+        eprintln!("gpu_check: {error}");
+        ExitCode::FAILURE
+    })
+}
+
+fn run() -> Result<ExitCode, Box<dyn Error>> {
     let mut words = std::env::args().skip(1);
     let command = words.next().unwrap_or_default();
     let mut options = Options { is_quick: false, kernels: Vec::new() };
