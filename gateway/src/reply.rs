@@ -8,6 +8,7 @@
 
 mod envelope;
 mod figures;
+mod idempotency;
 mod limit;
 
 use std::borrow::Cow;
@@ -18,10 +19,11 @@ use axum::body::{Body, Bytes};
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
 use tollgate_admission::{Limit, Offence, Refusal};
-use tollgate_domain::RequestId;
 
 pub use self::envelope::Envelope;
 pub use self::figures::{duration_text, write_figures};
+pub use self::idempotency::IdempotencyRefusal;
+use self::idempotency::UNSETTLED_RETRY;
 use self::limit::Retry;
 
 /// Why a request was not answered with what it asked for.
@@ -146,28 +148,6 @@ pub enum ApiError {
     WorkerLost {
         /// Whether part of the answer went out, which is paid.
         charged: bool,
-    },
-}
-
-/// What is wrong with a request that brings an `Idempotency-Key`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum IdempotencyRefusal {
-    /// 422: the key was used with another body.
-    OtherBody,
-    /// 409: the first request was charged, and its answer is gone.
-    Charged {
-        /// The first request.
-        request: RequestId,
-    },
-    /// 409: the first request is not settled yet.
-    Unsettled {
-        /// The first request.
-        request: RequestId,
-    },
-    /// 429: the tenant has as many keys in use as it may.
-    TooManyKeys {
-        /// How many.
-        limit: u32,
     },
 }
 
@@ -512,38 +492,6 @@ impl ApiError {
     }
 }
 
-impl IdempotencyRefusal {
-    fn message(&self) -> String {
-        match self {
-            Self::OtherBody => {
-                "This Idempotency-Key was used with another request. Use a new key for a new \
-                 request."
-                    .to_owned()
-            }
-            Self::Charged { request } => format!(
-                "The first request with this Idempotency-Key was charged, and its answer is no \
-                 longer kept. See GET /v1/usage/{request} for its figures; use a new key to run \
-                 it again."
-            ),
-            Self::Unsettled { request } => format!(
-                "The first request with this Idempotency-Key, {request}, is not settled yet. Try \
-                 again in {}.",
-                duration_text(UNSETTLED_RETRY)
-            ),
-            Self::TooManyKeys { limit } => format!(
-                "Limit reached: {limit} values of Idempotency-Key in use by your tenant. Send the \
-                 request without one, or wait until older ones are forgotten."
-            ),
-        }
-    }
-}
-
-impl From<IdempotencyRefusal> for ApiError {
-    fn from(refusal: IdempotencyRefusal) -> Self {
-        Self::Idempotency(refusal)
-    }
-}
-
 impl From<Refusal> for ApiError {
     fn from(refusal: Refusal) -> Self {
         Self::Limit(Box::new(refusal))
@@ -609,10 +557,6 @@ const MOST_HEADERS: usize = 16;
 
 /// How much of a client's own words an error repeats.
 const QUOTED_CHARS: usize = 128;
-
-/// When a request of a gateway that died has been settled is not known: a few
-/// seconds after its worker's journal came.
-const UNSETTLED_RETRY: Duration = Duration::from_secs(5);
 
 /// When nothing better is known about an overload.
 const OVERLOADED_RETRY: Duration = Duration::from_secs(1);

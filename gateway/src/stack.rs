@@ -89,8 +89,9 @@ impl Stack {
 
     /// Looks at a request's head: the list from top to bottom, of which nothing
     /// waits. Most of what attackers send ends here, so that no more is made of
-    /// it than a response. `refused`: why the listener does not take it. Where
-    /// [a look is dear](look_is_dear), it is not for the connection's own task.
+    /// it than a response. `refused`: why the listener does not take it. Where a
+    /// [token is shown](crate::auth::shows_token), it may take a signature's
+    /// verification, and is not for the connection's own task.
     pub(crate) fn look<B>(
         &self,
         request: http::Request<B>,
@@ -204,9 +205,6 @@ impl Stack {
         }
     }
 }
-
-/// Whether who asks is only known once a signature is verified.
-pub(crate) use crate::auth::shows_token as look_is_dear;
 
 /// The public routes, and JSON for what is none of them.
 pub(crate) fn public(routes: Router) -> Router {

@@ -30,9 +30,10 @@ use super::opening::Opening;
 use super::proxy::{self, Named};
 use super::watched::{Lingering, RequestInFlight, Socket, WatchedBody, WatchedReads};
 use super::{ListenerOptions, MOST_HEADERS, Shared, plain};
+use crate::auth::shows_token;
 use crate::reply::ApiError;
 use crate::source::Source;
-use crate::stack::{self, Answer, Looked, Refused, Stack, Unwanted};
+use crate::stack::{Answer, Looked, Refused, Stack, Unwanted};
 
 type Wire = TlsStream<Socket>;
 
@@ -217,7 +218,7 @@ impl Answers {
             is_bad: matches!(unwelcome, Some(Unwelcome::Bad(_))),
         };
         let refused = unwelcome.map(ApiError::from);
-        if stack::look_is_dear(request.headers()) {
+        if shows_token(request.headers()) {
             return self.route(end, Err((request, refused)));
         }
         match self.stack.look(request, Some(&self.peer), refused) {

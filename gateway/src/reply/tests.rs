@@ -2,7 +2,7 @@
 
 use http_body_util::BodyExt as _;
 use tollgate_admission::{CapFigures, Figures, RateFigures, Scope};
-use tollgate_domain::{DeviceClass, DeviceNanos, PoolName, Rate, TenantId, UtcTime};
+use tollgate_domain::{DeviceClass, DeviceNanos, PoolName, Rate, RequestId, TenantId, UtcTime};
 
 use super::*;
 
