@@ -501,14 +501,14 @@ impl From<Refusal> for ApiError {
 impl ApiError {
     /// The response that says it.
     pub(crate) fn to_response(&self) -> http::Response<Bytes> {
+        let status = self.status();
         let mut response = Response::new(self.json());
-        *response.status_mut() = self.status();
+        *response.status_mut() = status;
         let headers = response.headers_mut();
         headers.reserve(MOST_HEADERS);
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
         // The other statuses nobody keeps of its own accord (RFC 9110, 15.1), but
         // some who stand between keep errors of servers.
-        let status = self.status();
         if matches!(status, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED)
             || status.is_server_error()
         {
@@ -520,7 +520,7 @@ impl ApiError {
         if let Self::Limit(refusal) = self {
             write_figures(&refusal.figures, headers);
         }
-        if self.status() == StatusCode::UNAUTHORIZED {
+        if status == StatusCode::UNAUTHORIZED {
             headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         if self.closes_connection() {

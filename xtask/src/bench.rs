@@ -25,6 +25,21 @@ mod tools;
 
 use report::Report;
 
+/// The part of a config with a device that takes next to no time, so that only
+/// the gateway's is measured.
+const INSTANT_DEVICE: &str = r#"
+[worker]
+engine = "synthetic"
+
+[worker.synthetic]
+step = "10us"
+sequence = "100ns"
+kv_token = "1ns"
+prefill_token = "10ns"
+kv_tokens = 100_000
+context = 4_096
+"#;
+
 /// How long a benchmark measures.
 struct Options {
     /// Turns of each thing that is compared.

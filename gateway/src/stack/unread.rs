@@ -94,7 +94,7 @@ where
 
     /// The rest, to be read and dropped while the response goes out.
     pub(crate) fn leave(self) -> Leftover {
-        Leftover(Limited::new(Body::new(self.body), beyond(self.largest)))
+        Leftover(within(Body::new(self.body), self.largest))
     }
 }
 
@@ -105,7 +105,7 @@ where
 {
     fn from(unwanted: Unwanted<B>) -> Self {
         let Unwanted { head, body, largest } = unwanted;
-        Self { head, rest: Rest::Kept(Limited::new(Body::new(body), beyond(largest))) }
+        Self { head, rest: Rest::Kept(within(Body::new(body), largest)) }
     }
 }
 
@@ -118,8 +118,8 @@ impl Unread {
         let Some(head) = Head::of(&request) else { return (request, None) };
         let left = Left::default();
         let rest = Rest::Lent(Arc::clone(&left));
-        let request = request
-            .map(|body| Body::new(Lent { body: Some(Limited::new(body, beyond(largest))), left }));
+        let request =
+            request.map(|body| Body::new(Lent { body: Some(within(body, largest)), left }));
         (request, Some(Self { head, rest }))
     }
 
@@ -171,10 +171,10 @@ impl Leftover {
     }
 }
 
-/// The bytes that are let through: one more than there may be, so that a reader
-/// of its own finds its limit exceeded rather than its body broken.
-fn beyond(largest: u64) -> usize {
-    usize::try_from(largest.saturating_add(1)).unwrap_or(usize::MAX)
+/// The body, cut one byte beyond what there may be, so that a reader of its own
+/// finds its limit exceeded rather than its body broken.
+fn within(body: Body, largest: u64) -> Limited<Body> {
+    Limited::new(body, usize::try_from(largest.saturating_add(1)).unwrap_or(usize::MAX))
 }
 
 /// Reads and drops a small rest; whether it came to its end.

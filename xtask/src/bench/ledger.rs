@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::h2load::{Load, Protocol, SERVER_CORE, UNBOUNDED, door, pinned};
 use super::process::Process;
 use super::report::Report;
-use super::{Options, build, tools};
+use super::{INSTANT_DEVICE, Options, build, tools};
 use crate::run::{command, output, root};
 
 /// Blocks of one turn, four requests each.
@@ -47,7 +47,7 @@ pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
 
 /// Requests a second of the whole, its ledger on and off by turns.
 fn requests(options: &Options, report: &mut Report, built: &Path, folder: &Path) -> Result<()> {
-    fs::write(folder.join("bench.toml"), door(UNBOUNDED, UNBOUNDED) + CONFIG)?;
+    fs::write(folder.join("bench.toml"), door(UNBOUNDED, UNBOUNDED) + INSTANT_DEVICE + CONFIG)?;
     let body = folder.join("chat.json");
     fs::write(&body, CHAT)?;
     report.fact("seconds_a_turn", options.seconds);
@@ -170,20 +170,9 @@ fn fresh(folder: &Path) -> Result<PathBuf> {
     Ok(folder.to_owned())
 }
 
-/// Steps that take next to no time, and limits that no run reaches: what is
-/// left is what the front door, the journal and the books cost.
+/// Limits that no run reaches: with steps that take next to no time, what is left
+/// is what the front door, the journal and the books cost.
 const CONFIG: &str = r#"
-[worker]
-engine = "synthetic"
-
-[worker.synthetic]
-step = "10us"
-sequence = "100ns"
-kv_token = "1ns"
-prefill_token = "10ns"
-kv_tokens = 100_000
-context = 4_096
-
 [plans.open]
 requests_per_minute = 10_000_000
 concurrent = 256

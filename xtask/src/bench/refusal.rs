@@ -4,6 +4,7 @@
 //! bytes; to a tenant's requests also as much as the refusal says.
 
 use std::fs;
+use std::iter;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
@@ -47,10 +48,23 @@ pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-const AT_LENGTH_NAME: &str = "answered at length";
+/// An answer of the peer's, which a refusal is compared with.
+struct Answer {
+    /// In the names of series, and of ratios.
+    who: &'static str,
+    beside: &'static str,
+    /// `None`: where the refused request went.
+    path: Option<&'static str>,
+    status: u16,
+}
 
-/// Where the peer says as much as a refusal.
-const AT_LENGTH: &str = "/refusal";
+const HELLO: Answer = Answer { who: "answered", beside: "", path: None, status: 200 };
+const AT_LENGTH: Answer = Answer {
+    who: "answered at length",
+    beside: ", over as long an answer",
+    path: Some("/refusal"),
+    status: 429,
+};
 
 /// Where things are.
 struct Bench {
@@ -79,8 +93,7 @@ struct Request<'a> {
     status: u16,
     /// Answers of another kind that a turn may have.
     exceptions: u64,
-    /// Whether the peer also answers in as many words.
-    at_length: bool,
+    answers: &'static [Answer],
     server: &'a Process,
     url: &'a str,
     hello: &'a Process,
@@ -90,15 +103,12 @@ struct Request<'a> {
 impl Request<'_> {
     /// Refused, then answered by the peer.
     fn turn(&self, protocol: Protocol, seconds: u32, report: &mut Report) -> Result<()> {
-        let (hello, hello_url) = (self.hello, self.hello_url);
-        for (who, server, url, path, status, exceptions) in [
-            ("refused", self.server, self.url, self.path, self.status, self.exceptions),
-            ("answered", hello, hello_url, self.path, 200, 0),
-            (AT_LENGTH_NAME, hello, hello_url, AT_LENGTH, 429, 0),
-        ] {
-            if who == AT_LENGTH_NAME && !self.at_length {
-                continue;
-            }
+        let answers = self.answers.iter().map(|answer| {
+            let path = answer.path.unwrap_or(self.path);
+            (answer.who, self.hello, self.hello_url, path, answer.status, 0)
+        });
+        let refused = ("refused", self.server, self.url, self.path, self.status, self.exceptions);
+        for (who, server, url, path, status, exceptions) in iter::once(refused).chain(answers) {
             let load = Load {
                 url: format!("{url}{path}"),
                 protocol,
@@ -117,12 +127,8 @@ impl Request<'_> {
     }
 
     fn ratios(&self, protocol: Protocol, report: &mut Report) -> Result<()> {
-        let mut peers = vec![("", "answered")];
-        if self.at_length {
-            peers.push((", over as long an answer", AT_LENGTH_NAME));
-        }
-        for (beside, peer) in peers {
-            let (of, to) = (self.series("refused", protocol), self.series(peer, protocol));
+        for Answer { who, beside, .. } in self.answers {
+            let (of, to) = (self.series("refused", protocol), self.series(who, protocol));
             let name = format!("{}, {}{beside}", self.name, protocol.name());
             report.ratio(&format!("{name}: requests/s"), &of, &to)?;
             // What a neighbour on the machine disturbs less.
@@ -180,7 +186,7 @@ impl Bench {
                 body: None,
                 status: 401,
                 exceptions: 0,
-                at_length: false,
+                answers: &[HELLO],
                 server,
                 url,
                 hello,
@@ -194,7 +200,7 @@ impl Bench {
                 status: 429,
                 // One a second passes.
                 exceptions: 64,
-                at_length: false,
+                answers: &[HELLO],
                 server: &servers.ringed,
                 url: &servers.ringed_url,
                 hello,
@@ -208,7 +214,7 @@ impl Bench {
                 status: 429,
                 // One a minute passes.
                 exceptions: 2,
-                at_length: true,
+                answers: &[HELLO, AT_LENGTH],
                 server,
                 url,
                 hello,

@@ -12,7 +12,7 @@ use serde_json::Value;
 use super::h2load::{UNBOUNDED, door};
 use super::process::Process;
 use super::report::Report;
-use super::{Options, build};
+use super::{INSTANT_DEVICE, Options, build};
 use crate::run::{check, command, root};
 
 /// What is compared: a name, tenants, keys.
@@ -29,18 +29,6 @@ const SENDERS: u64 = 1_000;
 
 /// No more is promised of a whole request's median.
 const MOST_OF_A_REQUEST: f64 = 1.1;
-
-/// A device that takes next to no time, so that only the gateway's is measured.
-const WORKER: &str = r#"
-[worker]
-engine = "synthetic"
-
-[worker.synthetic]
-step = "10us"
-sequence = "100ns"
-kv_token = "1ns"
-prefill_token = "10ns"
-"#;
 
 pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
     let built = build(options, &["-p", "tollgate-gateway", "--example", "many_tenants"])?;
@@ -62,7 +50,7 @@ pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
         check(command(&many_tenants).arg("make").arg(&place).args([&tenants, &keys]))?;
         report.fact(&format!("{name}: making them, s"), began.elapsed().as_secs_f64());
         let mut config = OpenOptions::new().append(true).open(place.join("tollgate.toml"))?;
-        config.write_all((door(UNBOUNDED, UNBOUNDED) + WORKER).as_bytes())?;
+        config.write_all((door(UNBOUNDED, UNBOUNDED) + INSTANT_DEVICE).as_bytes())?;
         let (gateway, url) = start(&built.join("tollgate"), name, &place, report)?;
         let mut ask = command(&many_keys);
         ask.arg(url).arg(place.join("tls/ca.pem")).arg(place.join("sample")).arg("tollgate-demo");

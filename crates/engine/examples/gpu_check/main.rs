@@ -30,7 +30,7 @@ fn main() -> ExitCode {
 fn run() -> Result<ExitCode, Box<dyn Error>> {
     let mut words = std::env::args().skip(1);
     let command = words.next().unwrap_or_default();
-    let mut options = Options { is_quick: false, kernels: Vec::new() };
+    let mut options = Options::default();
     while let Some(word) = words.next() {
         match word.as_str() {
             "--quick" => options.is_quick = true,

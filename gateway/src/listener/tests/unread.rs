@@ -1,6 +1,8 @@
 //! Refusals that come before the body is read: the client gets to read them,
 //! and what it still sends is never taken for a request.
 
+use std::convert::Infallible;
+
 use futures_util::StreamExt as _;
 use http_body_util::{BodyExt as _, Full, StreamBody};
 use hyper::body::{Bytes, Frame};
@@ -65,13 +67,22 @@ async fn a_large_body_ends_it_and_the_answer_arrives() {
     assert!(answer.starts_with("HTTP/1.1 404 "), "{answer}");
 }
 
+/// A connection over HTTP/2.
+async fn client<B>(door: &Door) -> http2::SendRequest<B>
+where
+    B: hyper::body::Body<Data = Bytes, Error = Infallible> + Send + Unpin + 'static,
+{
+    let stream = TokioIo::new(door.tls(&["h2"]).await);
+    let (client, connection) = http2::handshake(TokioExecutor::new(), stream).await.unwrap();
+    TaskTracker::new().spawn(connection);
+    client
+}
+
 /// Over HTTP/2 the response is whole before its stream is reset, if it is.
 #[tokio::test]
 async fn over_http2_the_answer_arrives_while_the_body_still_comes() {
     let door = Door::open(patient());
-    let stream = TokioIo::new(door.tls(&["h2"]).await);
-    let (mut client, connection) = http2::handshake(TokioExecutor::new(), stream).await.unwrap();
-    TaskTracker::new().spawn(connection);
+    let mut client = client(&door).await;
     for length in [100, 60_000, 1 << 20] {
         let body = Full::new(Bytes::from(vec![b'x'; length]));
         let request =
@@ -89,15 +100,12 @@ async fn over_http2_the_answer_arrives_while_the_body_still_comes() {
 #[tokio::test]
 async fn over_http2_a_body_that_never_ends_holds_no_answer_up() {
     let door = Door::open(patient());
-    let stream = TokioIo::new(door.tls(&["h2"]).await);
-    let (mut client, connection) = http2::handshake(TokioExecutor::new(), stream).await.unwrap();
-    TaskTracker::new().spawn(connection);
+    let mut client = client(&door).await;
     let began = Instant::now();
     let mut open = Vec::new();
     for number in 0..150 {
         // The first piece comes, and fills most of the stream's window.
-        let first =
-            [Ok::<_, std::convert::Infallible>(Frame::data(Bytes::from(vec![b'x'; 40_000])))];
+        let first = [Ok::<_, Infallible>(Frame::data(Bytes::from(vec![b'x'; 40_000])))];
         let pieces = futures_util::stream::iter(first).chain(futures_util::stream::pending());
         let body = StreamBody::new(pieces);
         let request =
