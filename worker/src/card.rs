@@ -63,6 +63,11 @@ pub enum CardError {
 }
 
 impl Card {
+    /// Whether others of this data folder use it, too.
+    pub(crate) fn takes_turns(&self) -> bool {
+        self.turns.is_some()
+    }
+
     /// Claims the card `uuid` for the data folder `data`.
     pub(crate) fn claim(uuid: &str, data: &Path, options: &CardOptions) -> Result<Self, CardError> {
         let folder = options.locks.clone().unwrap_or_else(host_folder);

@@ -90,11 +90,20 @@ impl Backend for Device {
         self.backend.copy_block(from, to);
     }
 
-    fn step(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError> {
+    fn begin(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError> {
         if let Some(faults) = &self.faults {
             faults.strike()?;
         }
-        self.backend.step(plan, output)
+        self.backend.begin(plan, output)
+    }
+
+    fn finish(&mut self, output: &mut StepOutput) -> Result<(), BackendError> {
+        self.backend.finish(output)
+    }
+
+    /// Not where others may have the device after any step.
+    fn runs_ahead(&self) -> bool {
+        self.backend.runs_ahead() && self.card.as_ref().is_none_or(|card| !card.takes_turns())
     }
 
     fn acquire(&mut self) -> Result<(), BackendError> {

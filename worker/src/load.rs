@@ -138,6 +138,7 @@ fn cuda(
             libraries: Vec::new(),
         },
         vendor_products: true,
+        graphs: true,
     };
     CudaBackend::new(files, &cuda)
 }

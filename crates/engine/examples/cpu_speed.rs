@@ -80,7 +80,7 @@ fn decode(
     let mut output = StepOutput::default();
     for blocks in &tables {
         let span = Span { tokens: &prompt, start: 0, blocks, logits: LogitRows::None };
-        backend.step(&StepPlan { spans: &[span] }, &mut output)?;
+        backend.step(&StepPlan::logits(&[span]), &mut output)?;
     }
     let mut best = Duration::MAX;
     for round in 0..rounds.max(4) * 4 {
@@ -90,7 +90,7 @@ fn decode(
             .map(|blocks| Span { tokens: &[7], start, blocks, logits: LogitRows::Last })
             .collect();
         let began = Instant::now();
-        backend.step(&StepPlan { spans: &spans }, &mut output)?;
+        backend.step(&StepPlan::logits(&spans), &mut output)?;
         best = best.min(began.elapsed());
     }
     Ok(best)
@@ -108,7 +108,7 @@ fn prefill(
     for _ in 0..rounds {
         let span = Span { tokens: &prompt, start: 0, blocks: &blocks, logits: LogitRows::Last };
         let began = Instant::now();
-        backend.step(&StepPlan { spans: &[span] }, &mut output)?;
+        backend.step(&StepPlan::logits(&[span]), &mut output)?;
         best = best.min(began.elapsed());
     }
     Ok(best)
@@ -127,14 +127,14 @@ fn concurrency(backend: &mut CpuBackend) -> Result<(f64, f64), Box<dyn Error>> {
                 .iter()
                 .map(|blocks| Span { tokens: &prompt, start: 0, blocks, logits: LogitRows::Last })
                 .collect();
-            backend.step(&StepPlan { spans: &spans }, &mut output)?;
+            backend.step(&StepPlan::logits(&spans), &mut output)?;
         }
         for start in 32..63 {
             let spans: Vec<Span<'_>> = tables
                 .iter()
                 .map(|blocks| Span { tokens: &[7], start, blocks, logits: LogitRows::Last })
                 .collect();
-            backend.step(&StepPlan { spans: &spans }, &mut output)?;
+            backend.step(&StepPlan::logits(&spans), &mut output)?;
         }
         Ok(32.0 * batch as f64 / began.elapsed().as_secs_f64())
     };

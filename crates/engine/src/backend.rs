@@ -14,6 +14,8 @@ use std::time::Duration;
 
 use tollgate_domain::{AttentionShape, DeviceClass, DeviceNanos};
 
+use crate::sample::{Drawn, Place, Sampler, SamplingParams, TokenCounts, token_logprobs};
+
 /// Tokens that one KV block holds.
 pub const BLOCK_TOKENS: u32 = 16;
 
@@ -37,14 +39,41 @@ pub trait Backend: Send {
     /// If either is not below [`Backend::kv_blocks`].
     fn copy_block(&mut self, from: u32, to: u32);
 
-    /// Runs one step to its end: feeds every span's tokens, writes their keys
-    /// and values, and fills `output` with the rows of logits asked for.
+    /// Begins one step: feeds every span's tokens, writes their keys and
+    /// values, and fills `output` with what the plan wants, here or at the
+    /// latest when the step is [finished](Self::finish).
     ///
     /// # Errors
-    /// [`BackendError::Plan`] when the plan breaks a rule of [`Span`] or of
-    /// [`StepLimits`], before anything ran; [`BackendError::Device`] when the
-    /// device failed, after which the backend is not to be used again.
-    fn step(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError>;
+    /// [`BackendError::Plan`] or [`BackendError::Draw`] when the plan breaks a
+    /// rule of [`Span`], [`Draw`] or [`StepLimits`], before anything ran;
+    /// [`BackendError::Device`] when the device failed, after which the
+    /// backend is not to be used again.
+    fn begin(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError>;
+
+    /// Waits for the first step that was begun and not finished; `output` is
+    /// the one that it was begun with.
+    ///
+    /// # Errors
+    /// [`BackendError::Device`], as there.
+    fn finish(&mut self, output: &mut StepOutput) -> Result<(), BackendError> {
+        let _ = output; // it was whole when the step had begun
+        Ok(())
+    }
+
+    /// Runs one step to its end.
+    ///
+    /// # Errors
+    /// As [`Self::begin`].
+    fn step(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError> {
+        self.begin(plan, output)?;
+        self.finish(output)
+    }
+
+    /// Whether one more step may begin before the last is finished, and may be
+    /// [fed](StepPlan::feeds) with what that one draws.
+    fn runs_ahead(&self) -> bool {
+        false
+    }
 
     /// The calling thread is the one that runs every step from here on.
     fn enter(&mut self) {}
@@ -74,6 +103,46 @@ pub trait Backend: Send {
 pub struct StepPlan<'a> {
     /// In any order. No two spans may write to the same KV block.
     pub spans: &'a [Span<'a>],
+    /// What its rows of logits are wanted for.
+    pub results: Results<'a>,
+    /// Empty; or for each span, which has one token then, the draw of the step
+    /// before that this token is: what the span says of it is not read.
+    pub feeds: &'a [u32],
+}
+
+/// What a step's rows of logits are wanted for.
+#[derive(Clone, Copy, Debug)]
+pub enum Results<'a> {
+    /// Themselves.
+    Logits,
+    /// Tokens, drawn where the rows are: at most [`StepLimits::draws`].
+    Draws(&'a [Draw<'a>]),
+}
+
+/// A token that is wanted of a row of logits.
+#[derive(Clone, Copy, Debug)]
+pub struct Draw<'a> {
+    /// The row, in the order of the spans and, within one, of tokens.
+    pub row: u32,
+    /// How it is drawn and what is told of it.
+    pub params: &'a SamplingParams,
+    /// Which it is.
+    pub token: DrawToken<'a>,
+}
+
+/// Which token is wanted of a row.
+#[derive(Clone, Copy, Debug)]
+pub enum DrawToken<'a> {
+    /// The one that stands there: its log-probabilities are wanted.
+    Given(u32),
+    /// The next one of a choice.
+    Next {
+        /// Where in the choice.
+        place: Place<'a>,
+        /// The draw of the step before that belongs to the choice and that its
+        /// counts do not know yet.
+        pending: Option<u32>,
+    },
 }
 
 /// New tokens of one sequence.
@@ -109,6 +178,8 @@ pub struct StepOutput {
     logits: Vec<f32>,
     rows: usize,
     vocabulary: usize,
+    drawn: Vec<Option<Drawn>>,
+    sampler: Sampler,
     device_time: Option<DeviceNanos>,
 }
 
@@ -169,6 +240,14 @@ pub enum BackendError {
         /// What is wrong with it.
         reason: PlanFault,
     },
+    /// A draw is malformed: a mistake of the scheduler. Nothing ran.
+    #[error("draw {draw}: {reason}")]
+    Draw {
+        /// Index of the offending draw.
+        draw: usize,
+        /// What is wrong with it.
+        reason: DrawFault,
+    },
     /// The device failed in the middle of a step.
     #[error("device: {0}")]
     Device(String),
@@ -224,11 +303,40 @@ pub enum PlanFault {
         /// The bound.
         limit: u32,
     },
+    /// A span that is fed by the step before, and has not just one token; or
+    /// not every span is.
+    #[error("it is not one token, or one of other spans is not fed")]
+    Fed,
     /// More rows than [`StepLimits::logit_rows`] up to and with this span.
     #[error("more than {limit} rows of logits in one step")]
     TooManyRows {
         /// The bound.
         limit: u32,
+    },
+}
+
+/// What is wrong with a draw.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DrawFault {
+    /// A row that the step does not have.
+    #[error("row {row} is not below the step's {rows}")]
+    Row {
+        /// The row.
+        row: u32,
+        /// Rows of the step.
+        rows: usize,
+    },
+    /// More than [`StepLimits::draws`].
+    #[error("more than {limit} draws in one step")]
+    TooMany {
+        /// The bound.
+        limit: u32,
+    },
+    /// A draw of the step before that there was not.
+    #[error("the step before had {draws} draws")]
+    Before {
+        /// How many it had.
+        draws: usize,
     },
 }
 
@@ -248,7 +356,24 @@ impl Span<'_> {
     }
 }
 
-impl StepPlan<'_> {
+impl StepLimits {
+    /// Draws over all rows: one of each, and one more for every sequence.
+    pub fn draws(&self) -> u32 {
+        2 * self.logit_rows
+    }
+}
+
+impl<'a> StepPlan<'a> {
+    /// A plan whose rows of logits are wanted themselves.
+    pub fn logits(spans: &'a [Span<'a>]) -> Self {
+        Self { spans, results: Results::Logits, feeds: &[] }
+    }
+
+    /// A plan of which tokens are wanted.
+    pub fn draws(spans: &'a [Span<'a>], draws: &'a [Draw<'a>]) -> Self {
+        Self { spans, results: Results::Draws(draws), feeds: &[] }
+    }
+
     /// Checks the plan against every rule that [`Span`] and [`StepLimits`]
     /// state and that can be seen from one span at a time.
     ///
@@ -273,7 +398,74 @@ impl StepPlan<'_> {
                 })
                 .map_err(|reason| BackendError::Plan { span: index, reason })?;
         }
-        Ok(())
+        self.check_draws(rows as usize, limits)?;
+        let is_fed = |span: &Span<'_>| span.tokens.len() == 1;
+        let unfed = match self.feeds.len() {
+            0 => None,
+            fed if fed == self.spans.len() => self.spans.iter().position(|span| !is_fed(span)),
+            fed => Some(fed.min(self.spans.len())),
+        };
+        match unfed {
+            Some(span) => Err(BackendError::Plan { span, reason: PlanFault::Fed }),
+            None => Ok(()),
+        }
+    }
+
+    fn check_draws(&self, rows: usize, limits: StepLimits) -> Result<(), BackendError> {
+        let Results::Draws(draws) = self.results else { return Ok(()) };
+        let most = limits.draws();
+        if draws.len() > most as usize {
+            let reason = DrawFault::TooMany { limit: most };
+            return Err(BackendError::Draw { draw: most as usize, reason });
+        }
+        match (0..).zip(draws).find(|(_, draw)| draw.row as usize >= rows) {
+            Some((draw, &Draw { row, .. })) => {
+                Err(BackendError::Draw { draw, reason: DrawFault::Row { row, rows } })
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Checks that every draw of the step before that this one speaks of is
+    /// one of its `before`.
+    ///
+    /// # Errors
+    /// [`BackendError::Draw`] otherwise.
+    pub fn check_before(&self, before: usize) -> Result<(), BackendError> {
+        let pending = self.results.draws().iter().map(Draw::pending);
+        let fed = self.feeds.iter().copied().map(Some);
+        let wrong = pending.chain(fed).flatten().find(|&draw| draw as usize >= before);
+        wrong.map_or(Ok(()), |draw| {
+            let reason = DrawFault::Before { draws: before };
+            Err(BackendError::Draw { draw: draw as usize, reason })
+        })
+    }
+}
+
+impl<'a> Results<'a> {
+    /// The draws that are wanted.
+    pub fn draws(self) -> &'a [Draw<'a>] {
+        match self {
+            Self::Logits => &[],
+            Self::Draws(draws) => draws,
+        }
+    }
+}
+
+impl DrawToken<'_> {
+    /// The first token of a choice, of any seed: for who measures.
+    pub fn first() -> Self {
+        Self::Next { place: Place { seed: 0, position: 0, counts: &NO_COUNTS }, pending: None }
+    }
+}
+
+impl Draw<'_> {
+    /// The draw of the step before whose token its counts do not know.
+    pub fn pending(&self) -> Option<u32> {
+        match self.token {
+            DrawToken::Given(_) => None,
+            DrawToken::Next { pending, .. } => pending,
+        }
     }
 }
 
@@ -315,13 +507,42 @@ impl StepOutput {
         &self.logits[row * self.vocabulary..][..self.vocabulary]
     }
 
-    /// As [`StepOutput::row`], for a sampler that works in place.
+    /// What was drawn, in the order of the plan's draws; `None` where a row
+    /// had nothing to draw from.
+    pub fn drawn(&self) -> &[Option<Drawn>] {
+        &self.drawn
+    }
+
+    /// As [`Self::drawn`], taken away.
+    pub fn take_drawn(&mut self) -> impl Iterator<Item = Option<Drawn>> + '_ {
+        self.drawn.drain(..)
+    }
+
+    /// Says what was drawn: for a backend that draws by itself.
+    pub fn set_drawn(&mut self, drawn: impl IntoIterator<Item = Option<Drawn>>) {
+        self.drawn.clear();
+        self.drawn.extend(drawn);
+    }
+
+    /// Draws from the rows what the plan wants: for a backend whose rows are
+    /// here, once they are whole.
     ///
     /// # Panics
-    /// If `row` is not below [`StepOutput::rows`].
-    pub fn row_mut(&mut self, row: usize) -> &mut [f32] {
-        assert!(row < self.rows, "a row of the step");
-        &mut self.logits[row * self.vocabulary..][..self.vocabulary]
+    /// If the plan is fed by a step before, which no such backend can have.
+    pub fn draw(&mut self, plan: &StepPlan<'_>) {
+        assert!(plan.feeds.is_empty(), "nothing is fed to a backend that does not run ahead");
+        let Self { logits, vocabulary, drawn, sampler, .. } = self;
+        drawn.clear();
+        drawn.extend(plan.results.draws().iter().map(|&Draw { row, params, token }| {
+            let row = &logits[row as usize * *vocabulary..][..*vocabulary];
+            match token {
+                DrawToken::Next { place, .. } => sampler.draw(row, params, place),
+                DrawToken::Given(token) => {
+                    let top = params.top_logprobs.unwrap_or(0) as usize;
+                    Some(Drawn { token, logprobs: Some(token_logprobs(row, token, top)) })
+                }
+            }
+        }));
     }
 
     /// How long the device worked on the step, by its own clock; `None` where
@@ -339,6 +560,7 @@ impl StepOutput {
     /// a backend to overwrite. What it holds before that is unspecified.
     pub fn reset(&mut self, rows: usize, vocabulary: usize) -> &mut [f32] {
         self.device_time = None;
+        self.drawn.clear();
         let elements = rows * vocabulary;
         self.vocabulary = vocabulary;
         self.rows = rows;
@@ -361,6 +583,9 @@ impl ModelShape {
         }
     }
 }
+
+/// Of a choice that has generated nothing.
+static NO_COUNTS: TokenCounts = TokenCounts::new();
 
 fn within(sum: u64, limit: u32, fault: impl FnOnce(u32) -> PlanFault) -> Result<(), PlanFault> {
     if sum <= u64::from(limit) { Ok(()) } else { Err(fault(limit)) }

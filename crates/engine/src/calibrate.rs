@@ -16,8 +16,11 @@ use aws_lc_rs::digest::{SHA256, digest};
 use tollgate_domain::cost::CostTableParts;
 use tollgate_domain::{CostTable, CostTableError, Curve, DeviceNanos, SequenceId, SequenceWork};
 
-use crate::backend::{BLOCK_TOKENS, Backend, BackendError, LogitRows, Span, StepOutput, StepPlan};
+use crate::backend::{
+    BLOCK_TOKENS, Backend, BackendError, Draw, DrawToken, LogitRows, Span, StepOutput, StepPlan,
+};
 use crate::engine::clock::Clock;
+use crate::sample::SamplingParams;
 use fit::{Sample, attention_rates};
 
 /// A measured table and what measuring took.
@@ -298,8 +301,13 @@ impl<'a> Probe<'a> {
             .zip(&tokens)
             .map(|(feed, tokens)| Span { tokens, start: feed.start, blocks: &feed.blocks, logits })
             .collect();
+        // Drawing is a part of the step, and the likeliest token the least of it.
+        let params = SamplingParams::greedy(0);
+        let rows = spans.iter().map(|span| span.rows() as u32).sum();
+        let draws: Vec<Draw<'_>> =
+            (0..rows).map(|row| Draw { row, params: &params, token: DrawToken::first() }).collect();
         let started = self.clock.now();
-        self.backend.step(&StepPlan { spans: &spans }, &mut self.output)?;
+        self.backend.step(&StepPlan::draws(&spans, &draws), &mut self.output)?;
         let ns = match self.output.device_time() {
             Some(busy) => busy.nanos(),
             None => self.clock.now().0.saturating_sub(started.0),

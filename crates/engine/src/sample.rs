@@ -68,6 +68,16 @@ pub struct TokenLogprobs {
 pub struct TokenCounts(BTreeMap<u32, u32>);
 
 impl TokenCounts {
+    /// Of nothing.
+    pub const fn new() -> Self {
+        Self(BTreeMap::new())
+    }
+
+    /// Every token that was generated and how often, by token.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = (u32, u32)> + '_ {
+        self.0.iter().map(|(&token, &count)| (token, count))
+    }
+
     /// One more of `token`.
     pub fn add(&mut self, token: u32) {
         *self.0.entry(token).or_default() += 1;

@@ -4,6 +4,7 @@
 //! of logits is a function of the marks of the whole context. So a wrong
 //! block, a wrong position or a lost copy changes the tokens that come out.
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -14,10 +15,11 @@ use tollgate_domain::{
 };
 
 use crate::backend::{
-    BLOCK_TOKENS, Backend, BackendError, DeviceInfo, LogitRows, ModelShape, StepLimits, StepOutput,
-    StepPlan,
+    BLOCK_TOKENS, Backend, BackendError, DeviceInfo, Draw, DrawToken, LogitRows, ModelShape,
+    Results, Span, StepLimits, StepOutput, StepPlan,
 };
 use crate::engine::clock::Clock;
+use crate::sample::{Place, TokenCounts};
 
 /// A clock that stands still until told.
 #[derive(Clone, Default)]
@@ -138,7 +140,7 @@ impl Backend for FakeBackend {
         self.marks[to as usize] = self.marks[from as usize];
     }
 
-    fn step(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError> {
+    fn begin(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError> {
         plan.check(&self.shape, self.limits, self.kv_blocks())?;
         self.steps += 1;
         let works: Vec<SequenceWork> = (0..)
@@ -179,11 +181,115 @@ impl Backend for FakeBackend {
                 };
             }
         }
+        output.draw(plan);
         if self.keeps_time {
             output.set_device_time(DeviceNanos(whole.nanos() / 2));
         }
         Ok(())
     }
+}
+
+/// The same device as one that takes a step before the last is finished, and
+/// keeps what came of it to itself until then.
+pub(crate) struct AheadBackend {
+    inner: FakeBackend,
+    begun: VecDeque<StepOutput>,
+    drawn: Vec<Option<u32>>,
+    /// Steps that began before the last was finished.
+    pub(crate) ahead: Arc<AtomicU64>,
+}
+
+impl AheadBackend {
+    pub(crate) fn new(mut inner: FakeBackend) -> Self {
+        inner.keeps_time = true;
+        Self { inner, begun: VecDeque::new(), drawn: Vec::new(), ahead: Arc::default() }
+    }
+
+    /// What a draw of the last step came to, as a token that can be fed.
+    fn fed(&self, draw: u32) -> u32 {
+        self.drawn[draw as usize].unwrap_or(0)
+    }
+}
+
+impl Backend for AheadBackend {
+    fn shape(&self) -> &ModelShape {
+        self.inner.shape()
+    }
+
+    fn device(&self) -> &DeviceInfo {
+        self.inner.device()
+    }
+
+    fn kv_blocks(&self) -> u32 {
+        self.inner.kv_blocks()
+    }
+
+    fn limits(&self) -> StepLimits {
+        self.inner.limits()
+    }
+
+    fn copy_block(&mut self, from: u32, to: u32) {
+        self.inner.copy_block(from, to);
+    }
+
+    fn begin(&mut self, plan: &StepPlan<'_>, _: &mut StepOutput) -> Result<(), BackendError> {
+        assert!(self.begun.len() < 2, "one step ahead, and no more");
+        plan.check(self.shape(), self.limits(), self.kv_blocks())?;
+        plan.check_before(self.drawn.len())?;
+        self.ahead.fetch_add(self.begun.len() as u64, Ordering::Relaxed);
+        let tokens: Vec<[u32; 1]> = plan.feeds.iter().map(|&draw| [self.fed(draw)]).collect();
+        let fed = plan.spans.iter().zip(&tokens).map(|(span, tokens)| Span { tokens, ..*span });
+        let spans: Vec<Span<'_>> = match tokens.is_empty() {
+            true => plan.spans.to_vec(),
+            false => fed.collect(),
+        };
+        let counts: Vec<TokenCounts> =
+            plan.results.draws().iter().map(|draw| self.counts(draw)).collect();
+        let whole = |(draw, counts)| with_counts(draw, counts);
+        let draws: Vec<Draw<'_>> =
+            plan.results.draws().iter().copied().zip(&counts).map(whole).collect();
+        let mut output = StepOutput::default();
+        let plan = StepPlan { spans: &spans, results: Results::Draws(&draws), feeds: &[] };
+        self.inner.begin(&plan, &mut output)?;
+        self.drawn.clear();
+        let tokens = output.drawn().iter().map(|drawn| drawn.as_ref().map(|drawn| drawn.token));
+        self.drawn.extend(tokens);
+        self.begun.push_back(output);
+        Ok(())
+    }
+
+    fn finish(&mut self, output: &mut StepOutput) -> Result<(), BackendError> {
+        *output = self.begun.pop_front().expect("a step was begun");
+        Ok(())
+    }
+
+    fn runs_ahead(&self) -> bool {
+        true
+    }
+}
+
+impl AheadBackend {
+    /// The counts of a draw, what is pending among them.
+    fn counts(&self, draw: &Draw<'_>) -> TokenCounts {
+        let mut counts = match draw.token {
+            DrawToken::Given(_) => TokenCounts::new(),
+            DrawToken::Next { place, .. } => place.counts.clone(),
+        };
+        if let Some(pending) = draw.pending() {
+            counts.add(self.fed(pending));
+        }
+        counts
+    }
+}
+
+fn with_counts<'a>(draw: Draw<'a>, counts: &'a TokenCounts) -> Draw<'a> {
+    let token = match draw.token {
+        DrawToken::Given(token) => DrawToken::Given(token),
+        DrawToken::Next { place, .. } => {
+            DrawToken::Next { place: Place { counts, ..place }, pending: None }
+        }
+    };
+    Draw { token, ..draw }
 }
 
 /// A table with every term in it, and steps of 100 us and more.

@@ -177,7 +177,7 @@ fn span<'a>(tokens: &'a [u32], start: usize, blocks: &'a [u32], logits: LogitRow
 }
 
 fn step(backend: &mut CpuBackend, spans: &[Span<'_>], output: &mut StepOutput) {
-    backend.step(&StepPlan { spans }, output).unwrap();
+    backend.step(&StepPlan::logits(spans), output).unwrap();
 }
 
 /// Blocks for `tokens` tokens, out of order; `first` tells sequences apart.

@@ -1,8 +1,10 @@
 //! A plan that breaks a rule is refused before anything has run.
 
+use tollgate_engine::SamplingParams;
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
 use tollgate_engine::backend::{
-    Backend, BackendError, LogitRows, PlanFault, Span, StepOutput, StepPlan,
+    Backend, BackendError, Draw, DrawToken, LogitRows, ModelShape, PlanFault, Results, Span,
+    StepLimits, StepOutput, StepPlan,
 };
 use tollgate_engine::model::ModelFiles;
 use tollgate_engine::random_model::{ModelSpec, RandomModel};
@@ -19,7 +21,7 @@ fn a_broken_plan_is_refused_and_changes_nothing() {
     assert_eq!(backend.shape().context, 112, "no longer than the pool");
     let mut run = |spans: &[Span<'_>]| {
         let mut output = StepOutput::default();
-        let result = backend.step(&StepPlan { spans }, &mut output);
+        let result = backend.step(&StepPlan::logits(spans), &mut output);
         result.map(|()| output)
     };
     let good = Span { tokens: &[5, 6, 7], start: 0, blocks: &[3], logits: LogitRows::All };
@@ -61,4 +63,46 @@ fn a_broken_plan_is_refused_and_changes_nothing() {
         assert_eq!(before.row(row), after.row(row));
     }
     assert_eq!(run(&[]).unwrap().rows(), 0, "a step of nothing is one");
+}
+
+#[test]
+fn a_broken_draw_is_refused() {
+    let shape = ModelShape {
+        context: 64,
+        vocabulary: 512,
+        layers: 1,
+        heads: 1,
+        kv_heads: 1,
+        head_dim: 32,
+        kv_bytes_per_token: 1,
+        end_tokens: Vec::new(),
+        hash: String::new(),
+    };
+    let limits = StepLimits { tokens: 8, logit_rows: 3 };
+    let span = |block| Span { tokens: &[5], start: 0, blocks: block, logits: LogitRows::Last };
+    let spans = [span(&[0]), span(&[1])];
+    let params = SamplingParams::greedy(1);
+    let draw = |row| Draw { row, params: &params, token: DrawToken::first() };
+    let check = |spans: &[Span<'_>], draws: &[Draw<'_>], feeds: &[u32]| {
+        let plan = StepPlan { spans, results: Results::Draws(draws), feeds };
+        let checked = plan.check(&shape, limits, 4).and_then(|()| plan.check_before(2));
+        checked.map_err(|error| error.to_string())
+    };
+    check(&spans, &[draw(0), draw(1), draw(1)], &[1, 0]).unwrap();
+    for (draws, feeds, expected) in [
+        (vec![draw(2)], &[][..], "draw 0: row 2 is not below the step's 2"),
+        (vec![draw(0); 7], &[], "draw 6: more than 6 draws in one step"),
+        (vec![draw(0)], &[1, 2], "draw 2: the step before had 2 draws"),
+        (vec![draw(0)], &[1], "span 1: it is not one token, or one of other spans is not fed"),
+    ] {
+        assert_eq!(check(&spans, &draws, feeds).unwrap_err(), expected);
+    }
+    let long = [Span { tokens: &[5, 6], ..spans[0] }];
+    let expected = "span 0: it is not one token, or one of other spans is not fed";
+    assert_eq!(check(&long, &[draw(0)], &[0]).unwrap_err(), expected);
+    let place =
+        tollgate_engine::sample::Place { seed: 0, position: 1, counts: &Default::default() };
+    let pending = Draw { token: DrawToken::Next { place, pending: Some(7) }, ..draw(0) };
+    let expected = "draw 7: the step before had 2 draws";
+    assert_eq!(check(&spans, &[pending], &[]).unwrap_err(), expected);
 }

@@ -11,6 +11,9 @@
 #[allow(clippy::unwrap_used, unreachable_pub, dead_code, reason = "it is a test's")]
 mod agree;
 mod compare;
+#[path = "../../tests/cuda/drawing.rs"]
+#[allow(clippy::unwrap_used, unreachable_pub, dead_code, reason = "it is a test's")]
+mod drawing;
 mod options;
 mod speed;
 

@@ -26,6 +26,7 @@ impl Options {
                 libraries: Vec::new(),
             },
             vendor_products: vendor,
+            graphs: true,
         }
     }
 }

@@ -6,8 +6,11 @@ use std::error::Error;
 use std::time::Instant;
 
 use serde_json::{Value, json};
-use tollgate_engine::backend::cuda::CudaBackend;
-use tollgate_engine::backend::{Backend, LogitRows, Span, StepOutput, StepPlan};
+use tollgate_engine::SamplingParams;
+use tollgate_engine::backend::cuda::{CudaBackend, CudaOptions};
+use tollgate_engine::backend::{
+    Backend, Draw, DrawToken, LogitRows, Results, Span, StepOutput, StepPlan,
+};
 use tollgate_engine::model::ModelConfig;
 use tollgate_engine::random_model::ModelSpec;
 use tollgate_engine::weights::Element;
@@ -53,26 +56,30 @@ impl Plan {
     }
 }
 
+/// With whose products, and whether steps that decode are graphs: what a
+/// worker runs, without the vendor's library, and launch by launch.
+const WAYS: [(bool, bool); 3] = [(true, true), (false, true), (true, false)];
+
 pub(crate) fn run(options: &Options) -> Result<Value, Box<dyn Error>> {
     let plan = Plan::of(options);
     let mut measured = Vec::new();
     for (name, spec) in &plan.shapes {
-        for vendor in [true, false] {
-            eprintln!("{name}, {}", if vendor { "vendor's products" } else { "own products" });
-            let mut shape = shape(spec, &plan, &options.backend(vendor, plan.prompt.max(256)))?;
+        for (vendor, graphs) in WAYS {
+            let way = if vendor { "vendor's products" } else { "own products" };
+            eprintln!("{name}, {way}, {}", if graphs { "graphs" } else { "launches" });
+            let tokens = plan.prompt.max(256);
+            let options = CudaOptions { graphs, ..options.backend(vendor, tokens) };
+            let mut shape = shape(spec, &plan, &options)?;
             shape["shape"] = (*name).into();
             shape["vendor_products"] = vendor.into();
+            shape["graphs"] = graphs.into();
             measured.push(shape);
         }
     }
     Ok(json!({ "check": "speed", "context": plan.context, "measured": measured }))
 }
 
-fn shape(
-    spec: &ModelSpec,
-    plan: &Plan,
-    options: &tollgate_engine::backend::cuda::CudaOptions,
-) -> Result<Value, Box<dyn Error>> {
+fn shape(spec: &ModelSpec, plan: &Plan, options: &CudaOptions) -> Result<Value, Box<dyn Error>> {
     let config = spec.config(Element::Bf16).to_string();
     let config = ModelConfig::parse("config.json".as_ref(), config.as_bytes())?;
     let mut backend = CudaBackend::with_noise(&config, options)?;
@@ -126,6 +133,7 @@ fn measure_decode(
         })
         .collect();
     let (device, wall) = median(backend, &spans, plan.steps)?;
+    let ahead = ahead(backend, &spans, plan.steps)?;
     let read = backend.weight_bytes() as f64
         + f64::from(batch) * f64::from(plan.context) * backend.shape().kv_bytes_per_token as f64;
     // A copy reads and writes: what it moves is twice its bytes.
@@ -133,7 +141,8 @@ fn measure_decode(
     Ok(json!({
         "batch": batch, "device_ns": device, "wall_ns": wall,
         "tokens_per_device_second": f64::from(batch) / (device / 1e9),
-        "tokens_per_second": f64::from(batch) / (wall / 1e9),
+        "tokens_per_second_in_turn": f64::from(batch) / (wall / 1e9),
+        "tokens_per_second": f64::from(batch) / (ahead / 1e9),
         "bytes_read_over_copy": share,
     }))
 }
@@ -158,11 +167,13 @@ fn median(
     spans: &[Span<'_>],
     steps: usize,
 ) -> Result<(f64, f64), Box<dyn Error>> {
+    let params = SamplingParams::greedy(0);
+    let draws = draws(&params, spans.len());
     let mut output = StepOutput::default();
     let (mut device, mut wall) = (Vec::new(), Vec::new());
     for step in 0..steps + 2 {
         let began = Instant::now();
-        backend.step(&StepPlan { spans }, &mut output)?;
+        backend.step(&StepPlan::draws(spans, &draws), &mut output)?;
         let took = began.elapsed().as_nanos() as f64;
         if step >= 2 {
             wall.push(took);
@@ -170,6 +181,34 @@ fn median(
         }
     }
     Ok((middle(device), middle(wall)))
+}
+
+/// Nanoseconds of the wall for one of `steps` steps, each begun before the
+/// last is finished and fed with what that one drew.
+fn ahead(
+    backend: &mut CudaBackend,
+    spans: &[Span<'_>],
+    steps: usize,
+) -> Result<f64, Box<dyn Error>> {
+    let params = SamplingParams::greedy(0);
+    let draws = draws(&params, spans.len());
+    let feeds: Vec<u32> = (0..spans.len() as u32).collect();
+    let plan = StepPlan { spans, results: Results::Draws(&draws), feeds: &feeds };
+    let mut output = StepOutput::default();
+    backend.begin(&StepPlan { feeds: &[], ..plan }, &mut output)?;
+    let began = Instant::now();
+    for _ in 0..steps {
+        backend.begin(&plan, &mut output)?;
+        backend.finish(&mut output)?;
+    }
+    let took = began.elapsed().as_nanos() as f64;
+    backend.finish(&mut output)?;
+    Ok((took / steps as f64).max(1.0))
+}
+
+/// The likeliest token of each row.
+fn draws(params: &SamplingParams, rows: usize) -> Vec<Draw<'_>> {
+    (0..rows as u32).map(|row| Draw { row, params, token: DrawToken::first() }).collect()
 }
 
 fn middle(mut of: Vec<f64>) -> f64 {

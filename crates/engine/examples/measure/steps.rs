@@ -34,7 +34,7 @@ impl Steps {
         let (mut fed, mut start, mut ids) = (prompt.to_vec(), 0, Vec::new());
         while ids.len() < tokens {
             let span = Span { tokens: &fed, start, blocks: &blocks, logits: LogitRows::Last };
-            self.backend.step(&StepPlan { spans: &[span] }, &mut self.output)?;
+            self.backend.step(&StepPlan::logits(&[span]), &mut self.output)?;
             let row = self.output.row(0);
             let best = (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b]));
             let best = best.ok_or("no logits")? as u32;
@@ -56,7 +56,7 @@ impl Steps {
         let prompt = prompt(context);
         for blocks in &tables {
             let span = Span { tokens: &prompt, start: 0, blocks, logits: LogitRows::None };
-            self.backend.step(&StepPlan { spans: &[span] }, &mut self.output)?;
+            self.backend.step(&StepPlan::logits(&[span]), &mut self.output)?;
         }
         let began = Instant::now();
         for start in context..context + steps {
@@ -69,7 +69,7 @@ impl Steps {
                     logits: LogitRows::Last,
                 })
                 .collect();
-            self.backend.step(&StepPlan { spans: &spans }, &mut self.output)?;
+            self.backend.step(&StepPlan::logits(&spans), &mut self.output)?;
         }
         Ok(told(batch * steps, began))
     }
@@ -80,7 +80,7 @@ impl Steps {
         for (index, chunk) in prompt.chunks(STEP_TOKENS as usize).enumerate() {
             let start = index as u32 * STEP_TOKENS;
             let span = Span { tokens: chunk, start, blocks: &blocks, logits: LogitRows::Last };
-            self.backend.step(&StepPlan { spans: &[span] }, &mut self.output)?;
+            self.backend.step(&StepPlan::logits(&[span]), &mut self.output)?;
         }
         Ok(told(tokens, began))
     }

@@ -156,7 +156,7 @@ impl Backend for CpuBackend {
         self.cache.copy_block(from, to);
     }
 
-    fn step(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError> {
+    fn begin(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError> {
         plan.check(&self.shape, self.limits, self.cache.blocks())?;
         self.scratch.layout.lay_out(plan.spans)?;
         let rows = self.scratch.layout.logit_rows.len();
@@ -176,6 +176,7 @@ impl Backend for CpuBackend {
             forward.layer(layer, self.cache.layer(index));
         }
         forward.head(logits);
+        output.draw(plan);
         Ok(())
     }
 }

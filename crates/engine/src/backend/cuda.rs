@@ -1,13 +1,17 @@
 //! An NVIDIA GPU as a device, reached through its driver alone.
 //!
 //! The `probe` says whether there is one. All memory is taken at the
-//! start; a step is one upload, the kernels, one download and two events, whose
-//! distance is the step's device time. Whatever fails in between leaves the
-//! device in a state nobody knows, and the backend is not used again.
+//! start; a step is one upload, the kernels, what was drawn, and two events,
+//! whose distance is the step's device time. While one step runs the next can
+//! be given to the device, fed with what that one draws. Whatever fails in
+//! between leaves the device in a state nobody knows, and the backend is not
+//! used again.
 
+mod choices;
 mod code;
 mod driver;
 mod forward;
+mod graphs;
 pub mod kernels;
 mod layout;
 mod machine;
@@ -22,17 +26,20 @@ use std::sync::Arc;
 use tollgate_domain::DeviceNanos;
 
 use super::{
-    BLOCK_TOKENS, Backend, BackendError, DeviceInfo, ModelShape, StepLimits, StepOutput, StepPlan,
+    BLOCK_TOKENS, Backend, BackendError, DeviceInfo, ModelShape, Results, StepLimits, StepOutput,
+    StepPlan,
 };
 use crate::model::{ModelConfig, ModelFiles};
 use crate::weights::WeightsError;
 
-use driver::{Blas, Context, Event};
+use choices::DrawnPlaces;
+use driver::{Blas, Context, Memory, Pinned};
 use forward::Forward;
+use graphs::{Alike, Graphs};
 use kernels::{CopyBlockArgs, HeadDim};
 use layout::{Layout, Room};
 use machine::{Machine, SOURCE};
-use memory::{Buffers, Cache, kv_bytes_per_token};
+use memory::{Buffers, Cache, Slot, kv_bytes_per_token};
 use probe::Found;
 use products::Products;
 use weights::{LoadError, Model, Origin};
@@ -56,8 +63,16 @@ pub struct CudaBackend {
     cache: Cache,
     buffers: Buffers,
     layout: Layout,
-    began: Event,
-    ended: Event,
+    /// The plan's words on the device.
+    plan: Memory,
+    /// The next step takes the first of them, and they change places.
+    slots: [Slot; 2],
+    /// Steps that were begun and not finished.
+    open: usize,
+    /// Rows of logits for who wants them here: taken when that is first so.
+    host_logits: Option<Pinned>,
+    /// None: every step goes launch by launch.
+    graphs: Option<Graphs>,
     /// What a block's copy came to, told at the next step.
     failed: Option<DriverFault>,
     notes: Vec<String>,
@@ -77,6 +92,8 @@ pub struct CudaOptions {
     pub folders: CodeFolders,
     /// Whether the vendor's library may multiply; if not, only own kernels do.
     pub vendor_products: bool,
+    /// Whether steps that decode are given to the device as graphs.
+    pub graphs: bool,
 }
 
 /// Why a model could not be set up on a GPU.
@@ -188,22 +205,25 @@ impl CudaBackend {
         let model = Model::load(&config, origin, &context)?;
         let tokens = options.step_tokens.clamp(1, MOST_STEP_TOKENS);
         let limits = StepLimits { tokens, logit_rows: most_logit_rows(tokens, config.vocabulary) };
-        let most_blocks = most_blocks(&config);
         let room = Room {
             tokens: tokens as usize,
+            logit_rows: limits.logit_rows as usize,
+            draws: limits.draws() as usize,
+            vocabulary: config.vocabulary,
             context: config.context,
-            kv_blocks: most_blocks,
+            kv_blocks: 0,
             tile: kernels::tile_tokens(config.heads / config.kv_heads),
         };
         let parts = parts_at_most(&config, listed.multiprocessors, tokens);
-        let buffers = Buffers::new(&context, &config, limits, room, parts)?;
-        let taken = free.saturating_sub(context.free_bytes()?);
+        let buffers = Buffers::new(&context, &config, limits, parts)?;
+        let taken = free.saturating_sub(context.free_bytes()?) + 4 * room.words() as u64;
         let blocks = blocks_in(&config, allowed.saturating_sub(taken));
         if u64::from(blocks) * u64::from(BLOCK_TOKENS) < u64::from(least_context(&config)) {
             let least = u64::from(least_context(&config)) * kv_bytes_per_token(&config);
             return Err(CudaError::Memory { needed: taken + least, allowed });
         }
         let cache = Cache::new(&context, &config, blocks)?;
+        let room = Room { kv_blocks: blocks, ..room };
         context.wait()?;
         notes.push(format!(
             "{} MiB of weights and buffers, {} KV blocks in {} MiB",
@@ -213,9 +233,12 @@ impl CudaBackend {
         ));
         Ok(Self {
             shape: shape_of(&config, hash, blocks),
-            layout: Layout::new(Room { kv_blocks: blocks, ..room }),
-            began: context.event()?,
-            ended: context.event()?,
+            layout: Layout::new(room),
+            plan: context.allocate(4 * room.words())?,
+            slots: [Slot::new(&context, &room)?, Slot::new(&context, &room)?],
+            open: 0,
+            host_logits: None,
+            graphs: options.graphs.then(Graphs::default),
             products: Products::new(blas),
             multiprocessors: listed.multiprocessors,
             failed: None,
@@ -250,23 +273,30 @@ impl CudaBackend {
     /// [`DriverFault`].
     pub fn time_copy(&mut self) -> Result<(u64, DeviceNanos), DriverFault> {
         self.context.bind()?;
-        self.context.record(&self.began)?;
+        let Slot { began, ended, .. } = &self.slots[0];
+        self.context.record(began)?;
         let bytes = self.context.copy(&self.cache.values, &self.cache.keys)?;
-        self.context.record(&self.ended)?;
+        self.context.record(ended)?;
         self.context.wait()?;
-        Ok((bytes as u64, DeviceNanos(self.began.nanos_until(&self.ended)?)))
+        Ok((bytes as u64, DeviceNanos(began.nanos_until(ended)?)))
     }
 
-    /// Runs a plan that was laid out; returns the device's time.
-    fn run(&mut self) -> Result<DeviceNanos, DriverFault> {
+    /// Kinds of steps that are given to the device as one graph so far.
+    pub fn graphs(&self) -> usize {
+        self.graphs.as_ref().map_or(0, Graphs::len)
+    }
+
+    /// Gives a plan that was laid out to the device.
+    fn put(&mut self, results: Results<'_>) -> Result<(), DriverFault> {
         if let Some(fault) = self.failed.take() {
             return Err(fault);
         }
         self.context.bind()?;
-        let places = self.layout.pack(self.buffers.plan.as_mut_slice());
-        self.context.record(&self.began)?;
-        let words = self.buffers.plan_words.address();
-        self.context.upload(words, &self.buffers.plan, 4 * places.end)?;
+        let alike = self.make_alike();
+        let [slot, before] = &mut self.slots;
+        let places = self.layout.pack(slot.plan.as_mut_slice());
+        self.context.record(&slot.began)?;
+        self.context.upload(self.plan.address(), &slot.plan, 4 * places.end)?;
         let mut forward = Forward {
             context: &self.context,
             machine: &self.machine,
@@ -276,20 +306,81 @@ impl CudaBackend {
             model: &self.model,
             cache: &self.cache,
             buffers: &self.buffers,
+            plan: &self.plan,
             layout: &self.layout,
             places,
             splits: splits(&self.config, self.multiprocessors, &self.layout),
+            draws_at_once: self.limits.logit_rows as usize,
         };
-        forward.run()?;
-        let rows = self.layout.logit_rows.len();
-        if rows > 0 {
-            let bytes = 4 * rows * self.config.vocabulary as usize;
-            let logits = self.buffers.logits.address();
-            self.context.download(&mut self.buffers.host_logits, logits, bytes)?;
+        forward.feed(&before.drawn)?;
+        match alike {
+            Some(alike) => forward.run_alike(alike, &mut self.graphs)?,
+            None => forward.run()?,
         }
-        self.context.record(&self.ended)?;
-        self.context.wait()?;
-        Ok(DeviceNanos(self.began.nanos_until(&self.ended)?))
+        slot.rows = 0;
+        slot.told.clear();
+        match results {
+            Results::Draws(_) => {
+                forward.draw(&slot.drawn, &before.drawn)?;
+                slot.told.extend_from_slice(self.layout.choices.told());
+                let bytes = DrawnPlaces::of(slot.told.len()).wanted(&slot.told);
+                self.context.download(&mut slot.host_drawn, slot.drawn.address(), bytes)?;
+            }
+            Results::Logits => {
+                slot.rows = self.layout.rows_wanted;
+                let row = 4 * self.config.vocabulary as usize;
+                let most = row * self.limits.logit_rows as usize;
+                let host = match &mut self.host_logits {
+                    Some(host) => host,
+                    none => none.insert(self.context.pinned(most)?),
+                };
+                self.context.download(host, self.buffers.logits.address(), row * slot.rows)?;
+            }
+        }
+        self.context.record(&slot.ended)?;
+        self.slots.swap(0, 1);
+        self.open += 1;
+        Ok(())
+    }
+
+    /// Where the step is one of a kind that comes often, rounds it up to that
+    /// kind.
+    fn make_alike(&mut self) -> Option<Alike> {
+        let decodes = self.layout.decodes.len() as u32;
+        let tokens = graphs::rounded(decodes);
+        let fits = tokens <= self.limits.tokens.min(self.limits.logit_rows);
+        if self.graphs.is_none() || decodes == 0 || !self.layout.only_decodes() || !fits {
+            return None;
+        }
+        self.layout.pad(tokens as usize);
+        let splits = splits(&self.config, self.multiprocessors, &self.layout);
+        Some(Alike { tokens, splits })
+    }
+
+    /// Waits for the step that was begun first, and reads what it came to.
+    fn take(&mut self, output: &mut StepOutput) -> Result<(), DriverFault> {
+        assert!(self.open > 0, "a step that was begun");
+        // The last one begun is in the second place.
+        let slot = &self.slots[2 - self.open];
+        self.open -= 1;
+        slot.ended.wait()?;
+        let rows = output.reset(slot.rows, self.config.vocabulary as usize);
+        if let Some(host) = &self.host_logits {
+            for (to, from) in rows.iter_mut().zip(host.as_slice().as_chunks::<4>().0) {
+                *to = f32::from_le_bytes(*from);
+            }
+        }
+        let places = DrawnPlaces::of(slot.told.len());
+        output.set_drawn(places.read(slot.host_drawn.as_slice(), &slot.told));
+        output.set_device_time(DeviceNanos(slot.began.nanos_until(&slot.ended)?));
+        Ok(())
+    }
+}
+
+impl Drop for CudaBackend {
+    fn drop(&mut self) {
+        // What a step that was not finished reads and writes is given back next.
+        let _ = self.context.bind().and_then(|()| self.context.wait());
     }
 }
 
@@ -330,18 +421,20 @@ impl Backend for CudaBackend {
         }
     }
 
-    fn step(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError> {
+    fn begin(&mut self, plan: &StepPlan<'_>, _: &mut StepOutput) -> Result<(), BackendError> {
+        assert!(self.open < self.slots.len(), "one step more than the one that runs");
         plan.check(&self.shape, self.limits, self.cache.blocks)?;
-        self.layout.lay_out(plan.spans)?;
-        let busy = self.run().map_err(|fault| BackendError::Device(fault.to_string()))?;
-        let vocabulary = self.config.vocabulary as usize;
-        let logits = output.reset(self.layout.logit_rows.len(), vocabulary);
-        let bytes = self.buffers.host_logits.as_slice().as_chunks::<4>().0;
-        for (to, from) in logits.iter_mut().zip(bytes) {
-            *to = f32::from_le_bytes(*from);
-        }
-        output.set_device_time(busy);
-        Ok(())
+        plan.check_before(self.slots[1].told.len())?;
+        self.layout.lay_out(plan)?;
+        self.put(plan.results).map_err(|fault| BackendError::Device(fault.to_string()))
+    }
+
+    fn finish(&mut self, output: &mut StepOutput) -> Result<(), BackendError> {
+        self.take(output).map_err(|fault| BackendError::Device(fault.to_string()))
+    }
+
+    fn runs_ahead(&self) -> bool {
+        true
     }
 }
 
@@ -393,8 +486,9 @@ fn block_bytes(config: &ModelConfig) -> u64 {
 
 /// KV blocks that bytes hold, within what a batch can use.
 fn blocks_in(config: &ModelConfig, bytes: u64) -> u32 {
-    let blocks = bytes / block_bytes(config).max(1);
-    u32::try_from(blocks).unwrap_or(u32::MAX).min(most_blocks(config))
+    // Its tokens may be on the lists of what was generated before, as well.
+    let block = block_bytes(config) + u64::from(BLOCK_TOKENS) * 8;
+    u32::try_from(bytes / block).unwrap_or(u32::MAX).min(most_blocks(config))
 }
 
 /// Enough for [`MOST_SEQUENCES`] of the model's context.
@@ -431,7 +525,9 @@ fn splits(config: &ModelConfig, multiprocessors: u32, layout: &Layout) -> u32 {
         return 1;
     }
     let wanted = (BLOCKS_PER_MULTIPROCESSOR * multiprocessors).div_ceil(blocks);
-    wanted.min(layout.longest_decode.div_ceil(PART_TOKENS)).max(1)
+    let useful = layout.longest_decode.div_ceil(PART_TOKENS).next_power_of_two();
+    // A power of two, so that few kinds of steps are all there are.
+    useful.min(1 << wanted.ilog2())
 }
 
 /// Parts over all heads that a step can have at most.
@@ -444,8 +540,8 @@ fn parts_at_most(config: &ModelConfig, multiprocessors: u32, tokens: u32) -> usi
 }
 
 const MOST_STEP_TOKENS: u32 = 8_192;
-/// 64 MiB of f32.
-const MOST_LOGITS: u32 = 16 << 20;
+/// 160 MiB of f32.
+const MOST_LOGITS: u32 = 40 << 20;
 /// Sequences of the model's whole context that a cache is ever large enough for.
 const MOST_SEQUENCES: u32 = 256;
 /// 64 Mi tokens.

@@ -200,7 +200,7 @@ impl Backend for SyntheticBackend {
         self.memory.copy_within(from, places(to));
     }
 
-    fn step(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError> {
+    fn begin(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError> {
         let begun = Instant::now();
         plan.check(&self.shape, self.limits, self.kv_blocks)?;
         let (mut tokens, mut rows, mut context) = (0, 0, 0);
@@ -226,6 +226,7 @@ impl Backend for SyntheticBackend {
                 row[next as usize] = 0.0;
             }
         }
+        output.draw(plan);
         let length = self.cost.of(tokens, rows as u64, context);
         match &self.pace {
             Pace::Real => wait_until(begun + length),
@@ -451,7 +452,7 @@ mod tests {
         let mut output = StepOutput::default();
         let mut feed = |tokens: &[u32]| {
             let span = Span { tokens, start, blocks: &blocks, logits: LogitRows::Last };
-            backend.step(&StepPlan { spans: &[span] }, &mut output).expect("it fits");
+            backend.step(&StepPlan::logits(&[span]), &mut output).expect("it fits");
             start += tokens.len() as u32;
         };
         for piece in text {
@@ -492,10 +493,10 @@ mod tests {
         let mut output = StepOutput::default();
         let prompt: Vec<u32> = b"[2 tokens]".iter().map(|&byte| u32::from(byte)).collect();
         let span = Span { tokens: &prompt, start: 0, blocks: &[3], logits: LogitRows::None };
-        backend.step(&StepPlan { spans: &[span] }, &mut output).expect("it fits");
+        backend.step(&StepPlan::logits(&[span]), &mut output).expect("it fits");
         backend.copy_block(3, 7);
         let span = Span { tokens: &[256], start: 10, blocks: &[7], logits: LogitRows::Last };
-        backend.step(&StepPlan { spans: &[span] }, &mut output).expect("it fits");
+        backend.step(&StepPlan::logits(&[span]), &mut output).expect("it fits");
         assert_eq!(output.row(0)[257], 0.0);
     }
 
@@ -530,7 +531,7 @@ mod tests {
                     context,
                 })
                 .collect();
-            backend.step(&StepPlan { spans: &plan }, &mut StepOutput::default()).expect("it fits");
+            backend.step(&StepPlan::logits(&plan), &mut StepOutput::default()).expect("it fits");
             let DeviceNanos(predicted) = cost.table().expect("a table").predict_step(&works);
             // Two sums of the same terms may round differently.
             prop_assert!(predicted.abs_diff(clock.now().0) <= 1);
@@ -570,7 +571,7 @@ mod tests {
         let mut backend = SyntheticBackend::new(options, Pace::Real).expect("a model");
         let span = Span { tokens: &[1; 10], start: 0, blocks: &[0], logits: LogitRows::Last };
         let begun = Instant::now();
-        backend.step(&StepPlan { spans: &[span] }, &mut StepOutput::default()).expect("it fits");
+        backend.step(&StepPlan::logits(&[span]), &mut StepOutput::default()).expect("it fits");
         assert!(begun.elapsed() >= cost.of(10, 1, 10));
     }
 }

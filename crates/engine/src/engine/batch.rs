@@ -247,16 +247,15 @@ impl Request {
         next: &[(u32, SequenceId)],
         table: &CostTable,
     ) -> Vec<(u32, SequenceId)> {
-        let Some(budget) = self.budget else { return Vec::new() };
         let mut granted: Vec<u32> = next.iter().map(|&(choice, _)| choice).collect();
-        if next.is_empty() || self.committed(table, &granted) <= budget {
+        if next.is_empty() || self.affords(&granted, 1, table) {
             return Vec::new();
         }
         granted.clear();
         let mut refused = Vec::new();
         for &(choice, sequence) in next {
             granted.push(choice);
-            if self.committed(table, &granted) > budget {
+            if !self.affords(&granted, 1, table) {
                 granted.pop();
                 refused.push((choice, sequence));
             }
@@ -264,16 +263,20 @@ impl Request {
         refused
     }
 
-    /// What it comes to at the reference batch when every prompt is read,
-    /// every choice has had its first token and each of `next` one more.
-    fn committed(&self, table: &CostTable, next: &[u32]) -> DeviceNanos {
+    /// Whether its budget holds when every prompt is read, every choice has
+    /// had its first token and each of `next` so many more, at the reference
+    /// batch.
+    pub(super) fn affords(&self, next: &[u32], more: u32, table: &CostTable) -> bool {
+        let Some(budget) = self.budget else { return true };
         let least = self.max_tokens.min(1);
-        table.request(
+        let committed = table.request(
             self.prompts.iter().map(|prompt| self.prompt_work(prompt.length)),
             self.by_choice(|index, choice| {
-                (choice.generated + u32::from(next.contains(&index))).max(least)
+                let more = if next.contains(&index) { more } else { 0 };
+                (choice.generated + more).max(least)
             }),
-        )
+        );
+        committed <= budget
     }
 
     /// A prompt of which `read` tokens count, as the table prices it.

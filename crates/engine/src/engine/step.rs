@@ -1,19 +1,20 @@
 //! One step on the device: spans in, drawn tokens out. It changes nothing but
 //! the device's own state, so a step that fails leaves the batch as it was.
+//! Where the device takes one more step before the last is finished, its parts
+//! are fed with what that one draws.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use tollgate_domain::{SequenceId, SequenceWork};
+use tollgate_domain::{MonotonicTime, SequenceId, SequenceWork};
 
 use super::EngineError;
 use super::batch::{Request, Sequence};
-use super::journal::Owner;
 use super::submission::PromptLogprob;
 use super::turn::Core;
-use crate::backend::{LogitRows, Span, StepPlan};
+use crate::backend::{Draw, DrawToken, LogitRows, Results, Span, StepOutput, StepPlan};
 use crate::meter::Payer;
-use crate::sample::{Drawn, Place, choice_seed, token_logprobs};
+use crate::sample::{Drawn, Place, choice_seed};
 use crate::schedule::{Chunk, Rows};
 
 /// A sequence's part in a step.
@@ -22,6 +23,12 @@ pub(super) struct Part {
     pub(super) request: SequenceId,
     pub(super) tokens: u32,
     pub(super) rows: Rows,
+    /// The draw of the step before that its one token is.
+    fed: Option<u32>,
+    /// Log-probabilities of tokens that stand there, and tokens that are
+    /// drawn: as many draws of the step, in this order.
+    given: u32,
+    drawn: u32,
     /// As it is booked: recompute stands there under a number of its own.
     pub(super) work: SequenceWork,
     pub(super) payer: Payer,
@@ -31,11 +38,17 @@ impl Part {
     pub(super) fn new(sequence: &Sequence, chunk: Chunk) -> Self {
         let Chunk { tokens, rows, .. } = chunk;
         let recomputing = sequence.recomputing();
+        let (all, end) = (sequence.tokens.len() as u32, sequence.cached + tokens);
+        let draws = rows != Rows::None && end == all && sequence.most_to_come() > 0;
         Self {
             sequence: sequence.id,
             request: sequence.request,
             tokens,
             rows,
+            fed: None,
+            // A row speaks of the token after its own.
+            given: if rows == Rows::All { tokens - u32::from(end == all) } else { 0 },
+            drawn: if draws { sequence.followers + 1 } else { 0 },
             work: SequenceWork {
                 sequence: recomputing.unwrap_or(sequence.id),
                 new_tokens: tokens,
@@ -50,21 +63,38 @@ impl Part {
         }
     }
 
-    pub(super) fn is_billed(&self) -> bool {
-        self.payer == Payer::Request
-    }
-
-    pub(super) fn owner(&self, request: &Request) -> Owner {
-        match self.payer {
-            Payer::Request => request.owner(),
-            Payer::Overhead => Owner::Overhead,
+    /// The part after this one, which drew the step's token `fed`.
+    pub(super) fn next(&self, fed: u32) -> Self {
+        let (tokens, rows, context) = (1, Rows::Last, self.work.context + self.tokens);
+        Self {
+            tokens,
+            rows,
+            fed: Some(fed),
+            given: 0,
+            drawn: 1,
+            work: SequenceWork {
+                sequence: self.sequence,
+                new_tokens: tokens,
+                logit_rows: 1,
+                context,
+            },
+            ..*self
         }
     }
 
+    /// Whether it comes to one token, of one choice, and to nothing else.
+    pub(super) fn draws_one(&self) -> bool {
+        self.payer == Payer::Request && self.given == 0 && self.drawn == 1
+    }
+
     fn span<'a>(&self, sequence: &'a Sequence) -> Span<'a> {
-        let start = sequence.cached;
+        let start = self.work.context;
+        let tokens = match self.fed {
+            None => &sequence.tokens[start as usize..][..self.tokens as usize],
+            Some(_) => &[0],
+        };
         Span {
-            tokens: &sequence.tokens[start as usize..][..self.tokens as usize],
+            tokens,
             start,
             blocks: sequence.table.blocks(),
             logits: match self.rows {
@@ -74,6 +104,39 @@ impl Part {
             },
         }
     }
+
+    /// What it wants of its rows, the first of which is `row`.
+    fn draws<'a>(
+        &self,
+        row: u32,
+        sequence: &'a Sequence,
+        request: &'a Request,
+    ) -> impl Iterator<Item = Draw<'a>> {
+        let (params, start) = (&request.sampling, self.work.context as usize);
+        let there = sequence.tokens.iter().skip(start + 1).take(self.given as usize);
+        let given = (row..).zip(there).map(|(row, &token)| Draw {
+            row,
+            params,
+            token: DrawToken::Given(token),
+        });
+        let (last, pending) = (row + self.work.logit_rows.saturating_sub(1), self.fed);
+        let next = (0..self.drawn).map(move |number| {
+            let place = Place {
+                seed: choice_seed(params.seed, sequence.choice + number),
+                position: sequence.generated() + u32::from(pending.is_some()),
+                counts: &sequence.counts,
+            };
+            Draw { row: last, params, token: DrawToken::Next { place, pending } }
+        });
+        given.chain(next)
+    }
+}
+
+/// A step that the device was given and that is not finished.
+pub(super) struct Begun {
+    pub(super) parts: Vec<Part>,
+    pub(super) started: MonotonicTime,
+    pub(super) output: StepOutput,
 }
 
 /// What was read from one part's rows.
@@ -106,56 +169,55 @@ pub(super) enum Event {
 }
 
 impl Core {
-    /// Runs the parts as one step and draws from its rows. A panic below is an
-    /// answer like any other fault.
-    pub(super) fn compute(&mut self, parts: &[Part]) -> Result<Vec<Drawing>, EngineError> {
-        catch_unwind(AssertUnwindSafe(|| self.run_and_draw(parts)))
-            .unwrap_or_else(|panic| Err(EngineError::Panic(panic_message(panic.as_ref()))))
+    /// Gives the device a step of these parts. A panic below is an answer like
+    /// any other fault.
+    pub(super) fn begin(&mut self, parts: &[Part]) -> Result<StepOutput, EngineError> {
+        let mut output = self.outputs.pop().unwrap_or_default();
+        unless_it_panics(|| self.begin_parts(parts, &mut output))?;
+        Ok(output)
     }
 
-    fn run_and_draw(&mut self, parts: &[Part]) -> Result<Vec<Drawing>, EngineError> {
-        let spans: Vec<Span<'_>> =
-            parts.iter().map(|part| part.span(&self.sequences[&part.sequence])).collect();
-        self.backend.step(&StepPlan { spans: &spans }, &mut self.output)?;
-        let mut drawings = Vec::with_capacity(parts.len());
-        let mut row = 0;
+    fn begin_parts(&mut self, parts: &[Part], output: &mut StepOutput) -> Result<(), EngineError> {
+        let Self { sequences, requests, .. } = self;
+        let (mut spans, mut draws) = (Vec::with_capacity(parts.len()), Vec::new());
+        let (mut feeds, mut row) = (Vec::new(), 0);
         for part in parts {
-            let rows = part.work.logit_rows as usize;
-            drawings.push(self.draw(part, row..row + rows));
-            row += rows;
+            let sequence = &sequences[&part.sequence];
+            spans.push(part.span(sequence));
+            draws.extend(part.draws(row, sequence, &requests[&part.request]));
+            feeds.extend(part.fed);
+            row += part.work.logit_rows;
+        }
+        let plan = StepPlan { spans: &spans, results: Results::Draws(&draws), feeds: &feeds };
+        Ok(self.backend.begin(&plan, output)?)
+    }
+
+    /// Waits for a step and reads what it came to, for the sequences that are
+    /// there yet.
+    pub(super) fn finish(&mut self, begun: &mut Begun) -> Result<Vec<Drawing>, EngineError> {
+        unless_it_panics(|| Ok(self.backend.finish(&mut begun.output)?))?;
+        let mut drawn = begun.output.take_drawn();
+        let mut drawings = Vec::with_capacity(begun.parts.len());
+        for part in &begun.parts {
+            let given = drawn.by_ref().take(part.given as usize).flatten();
+            let prompt_logprobs: Vec<PromptLogprob> = given
+                .filter_map(|Drawn { token, logprobs }| {
+                    logprobs.map(|logprobs| PromptLogprob { token, logprobs })
+                })
+                .collect();
+            let draws = drawn.by_ref().take(part.drawn as usize).collect();
+            if self.sequences.contains_key(&part.sequence) {
+                drawings.push(Drawing { sequence: part.sequence, draws, prompt_logprobs });
+            }
         }
         Ok(drawings)
     }
+}
 
-    fn draw(&mut self, part: &Part, rows: std::ops::Range<usize>) -> Drawing {
-        let sequence = &self.sequences[&part.sequence];
-        let request = &self.requests[&part.request];
-        let start = sequence.cached as usize;
-        let end = start + part.tokens as usize;
-        let mut prompt_logprobs = Vec::new();
-        if part.rows == Rows::All {
-            let top = request.sampling.top_logprobs.unwrap_or(0) as usize;
-            // A row speaks of the token after its own.
-            let next = &sequence.tokens[start + 1..sequence.tokens.len().min(end + 1)];
-            for (row, &token) in rows.clone().zip(next) {
-                let logprobs = token_logprobs(self.output.row(row), token, top);
-                prompt_logprobs.push(PromptLogprob { token, logprobs });
-            }
-        }
-        let mut draws = Vec::new();
-        if end == sequence.tokens.len() && !rows.is_empty() && request.max_tokens > 0 {
-            for number in 0..=sequence.followers {
-                let place = Place {
-                    seed: choice_seed(request.sampling.seed, sequence.choice + number),
-                    position: sequence.generated(),
-                    counts: &sequence.counts,
-                };
-                let row = self.output.row(rows.end - 1);
-                draws.push(self.sampler.draw(row, &request.sampling, place));
-            }
-        }
-        Drawing { sequence: part.sequence, draws, prompt_logprobs }
-    }
+/// The answer, or what a panic said.
+fn unless_it_panics(work: impl FnOnce() -> Result<(), EngineError>) -> Result<(), EngineError> {
+    catch_unwind(AssertUnwindSafe(work))
+        .unwrap_or_else(|panic| Err(EngineError::Panic(panic_message(panic.as_ref()))))
 }
 
 /// What a panic said.

@@ -1,6 +1,7 @@
 //! The engine on a device made of arithmetic, turned by hand.
 
 mod account;
+mod ahead;
 mod bench;
 mod endings;
 mod fair;

@@ -8,28 +8,30 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tollgate_domain::{DeviceNanos, FinishReason, MonotonicTime, SequenceId};
+use tollgate_domain::{DeviceNanos, FinishReason, MonotonicTime, SequenceId, SequenceWork};
 
 use super::batch::{Request, Requests, Sequence, Sequences};
 use super::charge::Tokens;
 use super::clock::Clock;
-use super::journal::{RequestFigures, StepJournal, StepRecord, StepShare};
+use super::journal::{Owner, RequestFigures, StepJournal, StepRecord, StepShare};
 use super::mailbox::{Arrival, FIRST_GUESS_TOKENS, Mail, Mailbox, Phase, RequestKey};
-use super::step::{Drawing, Event, Outcome, Part};
+use super::step::{Begun, Drawing, Event, Outcome, Part};
 use super::submission::{CancelReason, Flow, Refusal, RefusedReason, RequestOutcome, SampledToken};
 use super::{EngineError, EngineStatus};
-use crate::backend::{Backend, StepOutput};
+use crate::backend::{BLOCK_TOKENS, Backend, StepOutput};
 use crate::kv::{BlockCopy, BlockPool, Fork};
-use crate::meter::{BookedStep, Meter, Totals};
-use crate::sample::Sampler;
+use crate::meter::{BookedStep, Meter, Payer, Totals};
 use crate::schedule::{
     Bounds, Chunk, Decisions, NodeId, Rank, Running, SchedulePolicy, Shares, View, decide,
 };
 
 pub(super) struct Core {
     pub(super) backend: Box<dyn Backend>,
-    pub(super) output: StepOutput,
-    pub(super) sampler: Sampler,
+    /// Kept for the next step.
+    pub(super) outputs: Vec<StepOutput>,
+    /// The step after the last one that was finished, where the device has it
+    /// already.
+    ahead: Option<Begun>,
     pub(super) end_tokens: Vec<u32>,
     pub(super) sequences: Sequences,
     pub(super) requests: Requests,
@@ -75,8 +77,8 @@ impl Core {
             pool: BlockPool::new(backend.kv_blocks()),
             end_tokens: backend.shape().end_tokens.clone(),
             meter: Meter::new(bounds.table.clone(), clock.now()),
-            output: StepOutput::default(),
-            sampler: Sampler::default(),
+            outputs: Vec::new(),
+            ahead: None,
             sequences: Sequences::new(),
             requests: Requests::new(),
             by_key: HashMap::new(),
@@ -105,12 +107,14 @@ impl Core {
         self.displace(&mail.displaced);
         self.cancel(mail.cancels);
         if mail.phase >= Phase::Stopping {
+            self.finish_ahead()?;
             self.break_off()?;
             return Ok(Turn::Ended);
         }
         self.end_what_is_spent();
         self.settle()?;
-        let turn = match (self.requests.is_empty(), mail.phase) {
+        let is_done = self.requests.is_empty() && self.ahead.is_none();
+        let turn = match (is_done, mail.phase) {
             (true, Phase::Serving) => Turn::Idle,
             (true, _) => Turn::Ended,
             (false, _) => {
@@ -216,32 +220,159 @@ impl Core {
         Ok(())
     }
 
-    /// One step of the device, from the decision to the last token.
+    /// One step of the device, to its last token: the one that it has already,
+    /// or what is decided now.
     fn step(&mut self) -> Result<(), EngineError> {
+        let begun = match self.ahead.take() {
+            Some(begun) => {
+                self.announce_step(&begun.parts, self.clock.now())?;
+                begun
+            }
+            None => match self.begin_decided()? {
+                Some(begun) => begun,
+                None => return Ok(()),
+            },
+        };
+        match self.begin_ahead(&begun) {
+            Ok(ahead) => self.ahead = ahead,
+            Err(fault) => return self.fail(&begun.parts, begun.started, fault),
+        }
+        self.finish_step(begun)
+    }
+
+    /// Decides what runs and gives it to the device; none where there was only
+    /// something to move.
+    fn begin_decided(&mut self) -> Result<Option<Begun>, EngineError> {
         self.take_device()?;
         let started = self.clock.now();
         let decisions = self.decide(started);
         let moved = !decisions.refuse.is_empty() || !decisions.preempt.is_empty();
         let parts = self.apply(decisions, started);
         if parts.is_empty() {
-            return if moved { Ok(()) } else { Err(EngineError::Stalled) };
+            return if moved { Ok(None) } else { Err(EngineError::Stalled) };
         }
         self.announce_step(&parts, started)?;
-        let outcomes = self.compute(&parts).map(|drawings| self.commit(&parts, drawings, started));
-        let ended = self.clock.now();
-        let busy_until = self.busy_until(started, ended, outcomes.is_ok());
-        self.account(&parts, started, busy_until)?;
-        self.backend.stepped(Duration::from_nanos(ended.0 - started.0));
-        match outcomes {
-            Ok(outcomes) => {
-                self.deliver(outcomes, ended);
-                self.settle()
-            }
-            Err(fault) => {
-                self.break_off()?;
-                Err(fault)
-            }
+        match self.begin(&parts) {
+            Ok(output) => Ok(Some(Begun { parts, started, output })),
+            Err(fault) => self.fail(&parts, started, fault).map(|()| None),
         }
+    }
+
+    /// Gives the device the next step before this one is finished, where what
+    /// comes out of it changes nothing about who runs: all that there are
+    /// decode, each fed with what it draws now. Who ends meanwhile has run for
+    /// nothing.
+    fn begin_ahead(&mut self, begun: &Begun) -> Result<Option<Begun>, EngineError> {
+        let parts = match self.backend.runs_ahead() {
+            true => self.parts_ahead(&begun.parts),
+            false => Vec::new(),
+        };
+        if parts.is_empty() {
+            return Ok(None);
+        }
+        let started = self.clock.now();
+        let output = self.begin(&parts)?;
+        Ok(Some(Begun { parts, started, output }))
+    }
+
+    /// One more token of each sequence in the step; nothing where anything
+    /// else is to be decided first.
+    fn parts_ahead(&mut self, parts: &[Part]) -> Vec<Part> {
+        let here: Vec<(u32, &Part)> = (0..)
+            .zip(parts)
+            .filter(|(_, part)| self.sequences.contains_key(&part.sequence))
+            .collect();
+        let is_all = here.len() == self.sequences.len()
+            && parts.iter().all(Part::draws_one)
+            && self.requests.len() == self.started as usize
+            && self.requests.values().all(|request| request.waiting == 0);
+        if !is_all || !self.affords_ahead() {
+            return Vec::new();
+        }
+        let goes_on = |part: &Part| self.sequences[&part.sequence].most_to_come() > 1;
+        let next: Vec<Part> = here
+            .into_iter()
+            .filter(|(_, part)| goes_on(part))
+            .map(|(draw, part)| part.next(draw))
+            .collect();
+        match self.reserve_ahead(&next) {
+            true => next,
+            false => Vec::new(),
+        }
+    }
+
+    /// Whether every choice's next two tokens fit its request's budget.
+    fn affords_ahead(&self) -> bool {
+        let mut choices: BTreeMap<SequenceId, Vec<u32>> = BTreeMap::new();
+        for sequence in self.sequences.values() {
+            choices.entry(sequence.request).or_default().push(sequence.choice);
+        }
+        choices.iter().all(|(first, next)| {
+            let request = self.requests.get(first).expect("it is alive");
+            request.affords(next, 2, self.meter.table())
+        })
+    }
+
+    /// Takes the blocks that the parts lack, or none where there are too few.
+    fn reserve_ahead(&mut self, parts: &[Part]) -> bool {
+        let lacking: Vec<(SequenceId, u32)> = parts
+            .iter()
+            .map(|part| (part.sequence, (part.work.context + part.tokens).div_ceil(BLOCK_TOKENS)))
+            .filter(|(id, blocks)| self.sequences[id].table.len() < *blocks)
+            .collect();
+        let more = |(id, blocks): &(SequenceId, u32)| blocks - self.sequences[id].table.len();
+        if lacking.iter().map(more).sum::<u32>() > self.pool.free() {
+            return false;
+        }
+        for (id, blocks) in lacking {
+            let sequence = self.sequences.get_mut(&id).expect("it was looked up above");
+            let grown = sequence.table.grow_to(blocks, &mut self.pool);
+            assert!(grown, "there are as many blocks as were counted");
+        }
+        true
+    }
+
+    /// Finishes a step: its account, then its tokens.
+    fn finish_step(&mut self, mut begun: Begun) -> Result<(), EngineError> {
+        let drawings = match self.finish(&mut begun) {
+            Ok(drawings) => drawings,
+            Err(fault) => return self.fail(&begun.parts, begun.started, fault),
+        };
+        let Begun { parts, started, output } = begun;
+        let outcomes = self.commit(&parts, drawings, started);
+        let ended = self.clock.now();
+        // A device that keeps its own time was busy for just that, and the
+        // host's part of the step is idle.
+        let busy_until = match output.device_time() {
+            Some(busy) => MonotonicTime(started.0.saturating_add(busy.nanos())).min(ended),
+            None => ended,
+        };
+        self.outputs.push(output);
+        self.account(&parts, started, busy_until)?;
+        self.backend.stepped(Duration::from_nanos(ended.0.saturating_sub(started.0)));
+        self.deliver(outcomes, ended);
+        self.settle()
+    }
+
+    /// Ends everything after a fault of the device. Nobody knows for how long
+    /// it worked on the step, so all the time since then counts.
+    fn fail(
+        &mut self,
+        parts: &[Part],
+        started: MonotonicTime,
+        fault: EngineError,
+    ) -> Result<(), EngineError> {
+        self.ahead = None;
+        let ended = self.clock.now();
+        self.account(parts, started, ended)?;
+        self.backend.stepped(Duration::from_nanos(ended.0.saturating_sub(started.0)));
+        self.break_off()?;
+        Err(fault)
+    }
+
+    /// Finishes the step that the device has already, for who stops after it.
+    fn finish_ahead(&mut self) -> Result<(), EngineError> {
+        self.ahead.take().map_or(Ok(()), |begun| self.finish_step(begun))
     }
 
     /// Waits until the device is ours, where others use it too. No step runs
@@ -262,21 +393,6 @@ impl Core {
         let works: Vec<_> = parts.iter().map(|part| part.work).collect();
         self.mailbox.pulse.expect(self.meter.table().predict_step(&works));
         self.journal.began(started).map_err(EngineError::Journal)
-    }
-
-    /// When the device had done its part of a step. One that keeps its own
-    /// time was busy for just that, and the host's part of the step is idle;
-    /// of a step that failed nobody knows, and all of it counts.
-    fn busy_until(
-        &self,
-        started: MonotonicTime,
-        ended: MonotonicTime,
-        succeeded: bool,
-    ) -> MonotonicTime {
-        match self.output.device_time().filter(|_| succeeded) {
-            Some(busy) => MonotonicTime(started.0.saturating_add(busy.nanos())).min(ended),
-            None => ended,
-        }
     }
 
     fn decide(&self, now: MonotonicTime) -> Decisions {
@@ -363,7 +479,8 @@ impl Core {
         now: MonotonicTime,
     ) -> Vec<Outcome> {
         for part in parts {
-            let sequence = self.sequences.get_mut(&part.sequence).expect("it ran");
+            // Who left meanwhile has no use for it.
+            let Some(sequence) = self.sequences.get_mut(&part.sequence) else { continue };
             sequence.cached += part.tokens;
             let request = self.requests.get_mut(&sequence.request).expect("it is alive");
             let prompt = &mut request.prompts[sequence.prompt];
@@ -427,32 +544,44 @@ impl Core {
         self.sequences.extend(forked);
     }
 
-    /// Books the step and journals it; after this its tokens may leave.
+    /// Books the step and journals it; after this its tokens may leave. What
+    /// ran ahead for a sequence that is gone is on the platform's account.
     fn account(
         &mut self,
         parts: &[Part],
         started: MonotonicTime,
         ended: MonotonicTime,
     ) -> Result<(), EngineError> {
-        let works: Vec<_> = parts.iter().map(|part| part.work).collect();
-        let payers: Vec<_> = parts.iter().map(|part| part.payer).collect();
+        let (works, payers): (Vec<_>, Vec<_>) =
+            parts.iter().map(|part| self.booked_as(part)).unzip();
         let BookedStep { step, started, busy, shares } =
             self.meter.book(started, ended, &works, &payers);
         let mut booked = Vec::with_capacity(parts.len());
-        for (part, attributed) in parts.iter().zip(shares) {
-            let request = self.requests.get_mut(&part.request).expect("it is alive");
-            booked.push(StepShare {
-                sequence: part.work.sequence,
-                owner: part.owner(request),
-                attributed,
-            });
-            if part.is_billed() {
-                request.attributed += attributed;
-                self.charge(part, attributed);
-            }
+        for (index, attributed) in shares.into_iter().enumerate() {
+            let part = &parts[index];
+            let owner = match payers[index] {
+                Payer::Overhead => Owner::Overhead,
+                Payer::Request => {
+                    self.charge(part, attributed);
+                    let request = self.requests.get_mut(&part.request).expect("it is alive");
+                    request.attributed += attributed;
+                    request.owner()
+                }
+            };
+            booked.push(StepShare { sequence: works[index].sequence, owner, attributed });
         }
         let record = StepRecord { step, started, busy, shares: &booked };
         self.journal.step(&record).map_err(EngineError::Journal)
+    }
+
+    /// Under which number a part is booked, and who pays.
+    fn booked_as(&mut self, part: &Part) -> (SequenceWork, Payer) {
+        if self.sequences.contains_key(&part.sequence) {
+            return (part.work, part.payer);
+        }
+        let sequence = SequenceId(self.next_sequence);
+        self.next_sequence += 1;
+        (SequenceWork { sequence, ..part.work }, Payer::Overhead)
     }
 
     /// Counts a share of a step towards who is next, in place of what was

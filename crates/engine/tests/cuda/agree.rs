@@ -32,7 +32,7 @@ impl<'a> Pair<'a> {
 
     /// Runs a step on both and compares every row.
     pub fn step(&mut self, spans: &[Span<'_>], what: &str) {
-        let plan = StepPlan { spans };
+        let plan = StepPlan::logits(spans);
         self.reference.step(&plan, &mut self.expected).unwrap();
         self.tested.step(&plan, &mut self.found).unwrap();
         assert!(self.found.device_time().is_some(), "{what}: a step has a time");

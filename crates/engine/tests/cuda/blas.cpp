@@ -1,6 +1,7 @@
 // Matrix products as the vendor's library takes them: column by column, with
 // layouts and a description that say what is what. Whatever the engine does
 // not use is refused.
+#include "stream.h"
 #include <cstdint>
 #include <cstring>
 
@@ -114,28 +115,34 @@ extern "C" int cublasLtMatmul(void*, const Description* description, const float
                               const uint16_t* a, const Layout* a_layout, const uint16_t* b,
                               const Layout* b_layout, const float* beta, const void* c,
                               const Layout* c_layout, void* d, const Layout* d_layout,
-                              const Algorithm* algorithm, void* workspace, size_t, void*) {
+                              const Algorithm* algorithm, void* workspace, size_t,
+                              Stream* stream) {
     if (!fits(description, a_layout, b_layout, d_layout) || algorithm->data[0] != 4711 ||
         c != d || c_layout != d_layout || !workspace) {
         return INVALID;
     }
     products++;
-    uint64_t depth = a_layout->rows;
-    for (uint64_t column = 0; column < d_layout->columns; column++) {
-        for (uint64_t row = 0; row < d_layout->rows; row++) {
-            float sum = 0;
-            for (uint64_t k = 0; k < depth; k++) {
-                sum += widened(a[row * depth + k]) * widened(b[column * depth + k]);
-            }
-            uint64_t place = column * d_layout->rows + row;
-            if (d_layout->type == F32) {
-                float* to = static_cast<float*>(d) + place;
-                *to = *alpha * sum + (*beta == 0 ? 0 : *beta * *to);
-            } else {
-                uint16_t* to = static_cast<uint16_t*>(d) + place;
-                *to = narrowed(*alpha * sum + (*beta == 0 ? 0 : *beta * widened(*to)));
+    uint64_t depth = a_layout->rows, rows = d_layout->rows, columns = d_layout->columns;
+    float times = *alpha, kept = *beta;
+    bool is_f32 = d_layout->type == F32;
+    stream->put([=] {
+        for (uint64_t column = 0; column < columns; column++) {
+            for (uint64_t row = 0; row < rows; row++) {
+                float sum = 0;
+                for (uint64_t k = 0; k < depth; k++) {
+                    sum += widened(a[row * depth + k]) * widened(b[column * depth + k]);
+                }
+                uint64_t place = column * rows + row;
+                if (is_f32) {
+                    float* to = static_cast<float*>(d) + place;
+                    *to = times * sum + (kept == 0 ? 0 : kept * *to);
+                } else {
+                    uint16_t* to = static_cast<uint16_t*>(d) + place;
+                    *to = narrowed(times * sum + (kept == 0 ? 0 : kept * widened(*to)));
+                }
             }
         }
-    }
+        return 0;
+    });
     return OK;
 }

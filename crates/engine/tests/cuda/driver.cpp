@@ -1,6 +1,7 @@
 // A driver without a card: the calls that the engine makes, over this
 // process's memory and the emulated kernels. It is made to be unkind: memory
-// comes poisoned, blocks run in any order, and it fails as it is told to.
+// comes poisoned, blocks run in any order, nothing runs before it is waited
+// for, and it fails as it is told to.
 //
 // Built with -DNO_KERNELS it has no kernels, which is enough to be probed;
 // further macros make it old, incomplete, empty or busy.
@@ -9,8 +10,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <string>
+#include <vector>
+
+#include "stream.h"
 
 #ifndef NO_KERNELS
 #include "emulator.cpp"
@@ -33,17 +38,56 @@
 #endif
 
 typedef int Result;
-enum { OK = 0, INVALID = 1, NO_MEMORY = 2, NO_CARD = 100, BUSY_CARD = 46, NOT_FOUND = 500, LAUNCH = 719 };
+enum {
+    OK = 0,
+    INVALID = 1,
+    NO_MEMORY = 2,
+    BUSY_CARD = 46,
+    NO_CARD = 100,
+    NOT_FOUND = 500,
+    NOT_READY = 600,
+    LAUNCH = 719,
+    CAPTURING = 900,
+};
 
 static size_t total = 96u << 20, taken = 0;
 static std::map<uintptr_t, size_t> held;
 static int launches_left = -1;
-static unsigned launches = 0, compiled = 0;
+static unsigned launches = 0, replays = 0, compiled = 0;
+
+// Work that waits; its places are counted from 1.
+typedef std::vector<std::function<Result()>> Work;
+static std::deque<std::function<Result()>> waiting;
+static uint64_t put_so_far = 0, done_so_far = 0;
+static Result broken = OK;       // nothing works after a failure
+static Work* captured = nullptr; // what is put while a graph is made
+static void put(std::function<Result()> work) {
+    if (captured) {
+        captured->push_back(std::move(work));
+        return;
+    }
+    waiting.push_back(std::move(work));
+    put_so_far++;
+}
+static Result run_to(uint64_t place) {
+    while (done_so_far < place && !waiting.empty()) {
+        std::function<Result()> work = std::move(waiting.front());
+        waiting.pop_front();
+        done_so_far++;
+        if (broken == OK) {
+            broken = work();
+        }
+    }
+    return broken;
+}
+static Result run_all() { return run_to(put_so_far); }
+static Stream the_stream = {put};
 
 // What a test tells it.
 extern "C" void standin_memory(size_t bytes) { total = bytes; }
 extern "C" void standin_fail_after(int more) { launches_left = more; }
 extern "C" unsigned standin_launches() { return launches; }
+extern "C" unsigned standin_replays() { return replays; }
 extern "C" size_t standin_taken() { return taken; }
 
 extern "C" Result cuInit(unsigned) { return INIT; }
@@ -111,8 +155,8 @@ extern "C" Result cuMemGetInfo_v2(size_t* free, size_t* all) {
     return OK;
 }
 extern "C" Result cuMemAlloc_v2(uint64_t* to, size_t bytes) {
-    if (bytes == 0 || taken + bytes > total) {
-        return bytes == 0 ? INVALID : NO_MEMORY;
+    if (captured || bytes == 0 || taken + bytes > total) {
+        return captured ? CAPTURING : bytes == 0 ? INVALID : NO_MEMORY;
     }
 #ifdef NO_KERNELS
     void* data = malloc(bytes);
@@ -128,6 +172,7 @@ extern "C" Result cuMemAlloc_v2(uint64_t* to, size_t bytes) {
     return OK;
 }
 extern "C" Result cuMemFree_v2(uint64_t at) {
+    run_all();
     auto piece = held.find(at);
     if (piece == held.end()) {
         return INVALID;
@@ -152,6 +197,7 @@ extern "C" Result cuMemHostAlloc(void** to, size_t bytes, unsigned) {
     return *to ? OK : NO_MEMORY;
 }
 extern "C" Result cuMemFreeHost(void* at) {
+    run_all();
     free(at);
     return OK;
 }
@@ -169,57 +215,115 @@ extern "C" Result cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes
     if (!is_ours(to, bytes)) {
         return INVALID;
     }
-    memset((void*)to, value, bytes);
+    put([=] {
+        memset((void*)to, value, bytes);
+        return OK;
+    });
+    return OK;
+}
+// Within the stream, whatever is where.
+static Result put_copy(uint64_t to, uint64_t from, size_t bytes) {
+    put([=] {
+        memmove((void*)to, (const void*)from, bytes);
+        return OK;
+    });
     return OK;
 }
 extern "C" Result cuMemcpyHtoD_v2(uint64_t to, const void* from, size_t bytes) {
-    if (!is_ours(to, bytes)) {
-        return INVALID;
+    if (captured || !is_ours(to, bytes)) {
+        return captured ? CAPTURING : INVALID;
     }
     memcpy((void*)to, from, bytes);
     return OK;
 }
 extern "C" Result cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void*) {
-    return cuMemcpyHtoD_v2(to, from, bytes);
+    return is_ours(to, bytes) ? put_copy(to, (uint64_t)from, bytes) : INVALID;
 }
 extern "C" Result cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void*) {
-    if (!is_ours(from, bytes)) {
-        return INVALID;
-    }
-    memcpy(to, (const void*)from, bytes);
-    return OK;
+    return is_ours(from, bytes) ? put_copy((uint64_t)to, from, bytes) : INVALID;
 }
 extern "C" Result cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void*) {
-    if (!is_ours(from, bytes) || !is_ours(to, bytes)) {
-        return INVALID;
-    }
-    memmove((void*)to, (const void*)from, bytes);
-    return OK;
+    return is_ours(from, bytes) && is_ours(to, bytes) ? put_copy(to, from, bytes) : INVALID;
 }
 
-extern "C" Result cuStreamCreate(void** stream, unsigned) {
-    *stream = &taken;
+extern "C" Result cuStreamCreate(Stream** stream, unsigned) {
+    *stream = &the_stream;
     return OK;
 }
-extern "C" Result cuStreamDestroy_v2(void*) { return OK; }
-extern "C" Result cuStreamSynchronize(void*) { return OK; }
+extern "C" Result cuStreamDestroy_v2(void*) {
+    run_all();
+    broken = OK; // a failure goes with its context
+    return OK;
+}
+extern "C" Result cuStreamSynchronize(void*) { return captured ? CAPTURING : run_all(); }
+
+// A graph is what was put while it was made.
+extern "C" Result cuStreamBeginCapture_v2(void*, int) {
+#ifdef NO_GRAPHS
+    return 801; // CUDA_ERROR_NOT_SUPPORTED
+#else
+    if (captured) {
+        return CAPTURING;
+    }
+    captured = new Work();
+    return OK;
+#endif
+}
+extern "C" Result cuStreamEndCapture(void*, Work** graph) {
+    *graph = captured;
+    captured = nullptr;
+    return OK;
+}
+extern "C" Result cuGraphInstantiateWithFlags(Work** ready, const Work* graph, unsigned long long) {
+    *ready = new Work(*graph);
+    return OK;
+}
+extern "C" Result cuGraphLaunch(const Work* graph, void*) {
+    replays++;
+    for (const std::function<Result()>& work : *graph) {
+        put(work);
+    }
+    return broken;
+}
+extern "C" Result cuGraphExecDestroy(Work* graph) {
+    run_all();
+    delete graph;
+    return OK;
+}
+extern "C" Result cuGraphDestroy(Work* graph) {
+    delete graph;
+    return OK;
+}
 
 typedef std::chrono::steady_clock Clock;
-extern "C" Result cuEventCreate(Clock::time_point** event, unsigned) {
-    *event = new Clock::time_point();
+struct Event {
+    Clock::time_point at;
+    uint64_t place = 0;
+};
+extern "C" Result cuEventCreate(Event** event, unsigned) {
+    *event = new Event();
     return OK;
 }
-extern "C" Result cuEventRecord(Clock::time_point* event, void*) {
-    *event = Clock::now();
+extern "C" Result cuEventRecord(Event* event, void*) {
+    put([event] {
+        event->at = Clock::now();
+        return OK;
+    });
+    event->place = put_so_far;
     return OK;
 }
+extern "C" Result cuEventSynchronize(Event* event) { return run_to(event->place); }
 #ifndef NO_ELAPSED
-extern "C" Result cuEventElapsedTime_v2(float* ms, Clock::time_point* from, Clock::time_point* to) {
-    *ms = std::chrono::duration<float, std::milli>(*to - *from).count();
+extern "C" Result cuEventElapsedTime_v2(float* ms, Event* from, Event* to) {
+    if (done_so_far < from->place || done_so_far < to->place) {
+        return NOT_READY;
+    }
+    *ms = std::chrono::duration<float, std::milli>(to->at - from->at).count();
     return OK;
 }
 #endif
-extern "C" Result cuEventDestroy_v2(Clock::time_point* event) {
+extern "C" Result cuEventDestroy_v2(Event* event) {
+    run_all();
     delete event;
     return OK;
 }
@@ -257,14 +361,19 @@ extern "C" Result cuLaunchKernel(const void* function, unsigned x, unsigned y, u
     }
 #ifndef NO_KERNELS
     const Entry* entry = static_cast<const Entry*>(function);
-    const unsigned grid[3] = {x, y, z};
-    const char* error =
-        tollgate_launch(entry->name, grid, threads, parameters[0], entry->bytes, launches % 4);
-    if (error) {
-        fprintf(stderr, "stand-in: %s\n", error);
-        return LAUNCH;
-    }
-    return OK;
+    const char* bytes = static_cast<const char*>(parameters[0]);
+    std::vector<char> arguments(bytes, bytes + entry->bytes);
+    unsigned order = launches % 4;
+    put([=] {
+        const unsigned grid[3] = {x, y, z};
+        std::vector<char> copy = arguments;
+        const char* error = tollgate_launch(entry->name, grid, threads, copy.data(), entry->bytes, order);
+        if (error) {
+            fprintf(stderr, "stand-in: %s\n", error);
+        }
+        return error ? LAUNCH : OK;
+    });
+    return broken;
 #else
     return NOT_FOUND;
 #endif

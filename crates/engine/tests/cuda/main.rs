@@ -9,6 +9,7 @@
 mod agree;
 #[path = "../../examples/gpu_check/compare.rs"]
 mod compare;
+mod drawing;
 #[path = "../../examples/gpu_check/options.rs"]
 mod options;
 mod probe;
@@ -58,6 +59,11 @@ impl Card {
         unsafe { self.0.get::<unsafe extern "C" fn(i32)>(b"standin_fail_after").unwrap()(launches) }
     }
 
+    fn replays(&self) -> u32 {
+        // SAFETY: the stand-in defines it so.
+        unsafe { self.0.get::<unsafe extern "C" fn() -> u32>(b"standin_replays").unwrap()() }
+    }
+
     fn taken(&self) -> usize {
         // SAFETY: the stand-in defines it so.
         unsafe { self.0.get::<unsafe extern "C" fn() -> usize>(b"standin_taken").unwrap()() }
@@ -71,6 +77,7 @@ fn options(kept: &Path) -> CudaOptions {
         step_tokens: 256,
         folders: CodeFolders { kept: kept.to_owned(), ..CodeFolders::default() },
         vendor_products: true,
+        graphs: true,
     }
 }
 
@@ -94,6 +101,10 @@ fn every_kind_of_model_agrees_with_the_cpu() {
         everything(&mut pair, spec.vocabulary);
         println!("{name}: {} rows, of {} the likeliest token is clear", pair.rows, pair.clear);
         assert!(pair.rows > 300 && pair.clear > 30, "{name}");
+        let replays = card.replays();
+        let draws = drawing::check(&mut cuda, spec.vocabulary);
+        println!("{draws} draws, {} kinds of steps as graphs", cuda.graphs());
+        assert!(cuda.graphs() > 0 && card.replays() > replays + 10, "{name}");
         drop(cuda);
         assert_eq!(card.taken(), 0, "{name}: all memory is given back");
     }
@@ -172,10 +183,10 @@ fn a_launch_that_fails_is_a_fault_of_the_device() {
     let blocks = scattered(5, 0, BLOCKS);
     let spans = [span(&tokens, 0, &blocks, LogitRows::Last)];
     let mut output = StepOutput::default();
-    cuda.step(&StepPlan { spans: &spans }, &mut output).unwrap();
+    cuda.step(&StepPlan::logits(&spans), &mut output).unwrap();
     for launches in [0, 3] {
         card.fail_after(launches);
-        let fault = cuda.step(&StepPlan { spans: &spans }, &mut output).unwrap_err();
+        let fault = cuda.step(&StepPlan::logits(&spans), &mut output).unwrap_err();
         assert_eq!(
             fault.to_string(),
             "device: cuLaunchKernel failed: the stand-in says no (CUDA_ERROR_LAUNCH_FAILED)"
@@ -184,7 +195,7 @@ fn a_launch_that_fails_is_a_fault_of_the_device() {
     card.fail_after(0);
     cuda.copy_block(1, 2);
     card.fail_after(-1);
-    let fault = cuda.step(&StepPlan { spans: &spans }, &mut output).unwrap_err();
+    let fault = cuda.step(&StepPlan::logits(&spans), &mut output).unwrap_err();
     assert!(matches!(fault, BackendError::Device(_)), "a copy's fault is told at the next step");
 }
 

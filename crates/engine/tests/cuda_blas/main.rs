@@ -42,6 +42,7 @@ fn whole_models_agree_with_the_cpu() {
                 libraries: vec![libraries.clone()],
             },
             vendor_products: true,
+            graphs: true,
         };
         let mut cuda = CudaBackend::new(&files, &options).unwrap();
         assert!(cuda.kv_blocks() >= BLOCKS);

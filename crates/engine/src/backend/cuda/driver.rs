@@ -261,6 +261,42 @@ impl Context {
             .map_err(|error| fault("cuEventRecord", error))
     }
 
+    /// Takes what `work` puts into the stream as a graph, in place of running
+    /// it.
+    pub(super) fn capture(
+        self: &Arc<Self>,
+        work: impl FnOnce() -> Result<(), DriverFault>,
+    ) -> Result<Graph, DriverFault> {
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream lives as long as `self`, and is not being captured.
+        unsafe { result::stream::begin_capture(self.stream, mode) }
+            .map_err(|error| fault("cuStreamBeginCapture", error))?;
+        let worked = work();
+        // SAFETY: the capture began above. It ends whatever came of the work,
+        // or the stream could never be used again.
+        let captured = unsafe { result::stream::end_capture(self.stream) };
+        worked?;
+        let graph = captured.map_err(|error| fault("cuStreamEndCapture", error))?;
+        // SAFETY: the graph was just made, and what it will run does not need it.
+        let (ready, _) = unsafe {
+            let flags = sys::CUgraphInstantiate_flags(0);
+            (result::graph::instantiate(graph, flags), result::graph::destroy(graph))
+        };
+        let graph = ready.map_err(|error| fault("cuGraphInstantiateWithFlags", error))?;
+        Ok(Graph { context: Arc::clone(self), graph })
+    }
+
+    /// Puts all of a graph into the stream.
+    ///
+    /// # Safety
+    /// Every address that was captured has room yet for what is read and
+    /// written there.
+    pub(super) unsafe fn replay(&self, graph: &Graph) -> Result<(), DriverFault> {
+        // SAFETY: the graph lives; the caller vouches for what it points to.
+        unsafe { result::graph::launch(graph.graph, self.stream) }
+            .map_err(|error| fault("cuGraphLaunch", error))
+    }
+
     /// Puts a kernel into the stream.
     ///
     /// # Safety
@@ -424,6 +460,23 @@ pub(super) struct Function {
 // SAFETY: a handle of the driver, see `Context`.
 unsafe impl Send for Function {}
 
+/// Launches that are given to the device as one.
+pub(super) struct Graph {
+    context: Arc<Context>,
+    graph: sys::CUgraphExec,
+}
+
+// SAFETY: a handle of the driver, see `Context`.
+unsafe impl Send for Graph {}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        let _ = self.context.bind();
+        // SAFETY: it was made once, and whoever replayed it has waited.
+        let _ = unsafe { result::graph::exec_destroy(self.graph) };
+    }
+}
+
 /// A mark in the stream.
 pub(super) struct Event {
     context: Arc<Context>,
@@ -434,6 +487,13 @@ pub(super) struct Event {
 unsafe impl Send for Event {}
 
 impl Event {
+    /// Waits until the stream has passed the mark.
+    pub(super) fn wait(&self) -> Result<(), DriverFault> {
+        // SAFETY: the event lives.
+        unsafe { result::event::synchronize(self.event) }
+            .map_err(|error| fault("cuEventSynchronize", error))
+    }
+
     /// Nanoseconds of the device from this mark to `end`; both must have been
     /// passed.
     pub(super) fn nanos_until(&self, end: &Self) -> Result<u64, DriverFault> {

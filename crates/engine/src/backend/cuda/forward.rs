@@ -2,10 +2,14 @@
 //!
 //! Everything is put into one stream; nothing here waits.
 
+use std::sync::Arc;
+
+use super::choices::{CHOICE_WORDS, DrawnPlaces, TOP_BYTES};
 use super::driver::{Address, Context, DriverFault, Memory};
+use super::graphs::{Alike, Graphs, Way};
 use super::kernels::{
-    self, AnglesArgs, CombineArgs, DecodeArgs, EmbedArgs, Finish, GateArgs, HeadDim, Launch,
-    NormArgs, PrefillArgs, RopeArgs,
+    self, AnglesArgs, CombineArgs, DecodeArgs, EmbedArgs, FeedArgs, Finish, GateArgs, HeadDim,
+    Launch, NormArgs, PrefillArgs, RopeArgs, SampleArgs,
 };
 use super::layout::{Layout, Places};
 use super::machine::Machine;
@@ -16,7 +20,7 @@ use crate::model::ModelConfig;
 
 /// All that a step reads and writes.
 pub(super) struct Forward<'a> {
-    pub(super) context: &'a Context,
+    pub(super) context: &'a Arc<Context>,
     pub(super) machine: &'a Machine,
     pub(super) products: &'a mut Products,
     pub(super) config: &'a ModelConfig,
@@ -24,13 +28,45 @@ pub(super) struct Forward<'a> {
     pub(super) model: &'a Model,
     pub(super) cache: &'a Cache,
     pub(super) buffers: &'a Buffers,
+    /// The plan's words on the device.
+    pub(super) plan: &'a Memory,
     pub(super) layout: &'a Layout,
     pub(super) places: Places,
     /// Parts that single tokens' attention is split into.
     pub(super) splits: u32,
+    /// Tokens that one launch may draw.
+    pub(super) draws_at_once: usize,
 }
 
 impl Forward<'_> {
+    /// As [`Self::run`], for a step of a kind that comes often.
+    pub(super) fn run_alike(
+        &mut self,
+        alike: Alike,
+        graphs: &mut Option<Graphs>,
+    ) -> Result<(), DriverFault> {
+        let Some(kept) = graphs else { return self.run() };
+        let graph = match kept.way(alike) {
+            Way::Launches => return self.run(),
+            Way::Replay(graph) => graph,
+            Way::Capture => {
+                let context = self.context;
+                match context.capture(|| self.run()) {
+                    Ok(graph) => kept.keep(alike, graph),
+                    // A driver that takes no graphs takes launches; what else is
+                    // wrong shows in those.
+                    Err(_) => {
+                        *graphs = None;
+                        return self.run();
+                    }
+                }
+            }
+        };
+        // SAFETY: what was captured points to buffers that live as long as the
+        // graph, and the plan is one of the same kind: as many tokens and parts.
+        unsafe { self.context.replay(graph) }
+    }
+
     /// From tokens to rows of logits.
     pub(super) fn run(&mut self) -> Result<(), DriverFault> {
         self.embed()?;
@@ -39,6 +75,52 @@ impl Forward<'_> {
             self.layer(layer, index)?;
         }
         self.head()
+    }
+
+    /// The tokens that the step before drew take their places.
+    pub(super) fn feed(&self, sampled: &Memory) -> Result<(), DriverFault> {
+        let count = self.layout.sources.len() as u32;
+        if count == 0 {
+            return Ok(());
+        }
+        let args = FeedArgs {
+            tokens: self.words(self.places.tokens),
+            sources: self.words(self.places.sources),
+            sampled: sampled.address().raw(),
+            count,
+        };
+        self.launch(&kernels::feed(args))
+    }
+
+    /// Draws from the rows of logits into `drawn`, `previous` being what the
+    /// step before drew.
+    pub(super) fn draw(&self, drawn: &Memory, previous: &Memory) -> Result<(), DriverFault> {
+        let draws = self.layout.choices.len();
+        let (out, from) = (DrawnPlaces::of(draws), self.places.choices);
+        let drawn = |place: usize| drawn.address().plus(place).raw();
+        let vocabulary = self.config.vocabulary;
+        // As many at once as there are rows for what is left of the logits.
+        for first in (0..draws).step_by(self.draws_at_once) {
+            let args = SampleArgs {
+                tokens: drawn(out.tokens() + 4 * first),
+                logprobs: drawn(out.logprobs() + 4 * first),
+                top_tokens: drawn(out.top_tokens() + TOP_BYTES * first),
+                top_logprobs: drawn(out.top_logprobs() + TOP_BYTES * first),
+                weights: self.buffers.weights.address().raw(),
+                sums: self.buffers.sums.address().raw(),
+                rows: self.words(from.rows + CHOICE_WORDS * first),
+                logits: self.buffers.logits.address().raw(),
+                previous: previous.address().raw(),
+                bias_tokens: self.words(from.bias_tokens),
+                biases: self.words(from.biases),
+                count_tokens: self.words(from.count_tokens),
+                counts: self.words(from.counts),
+                vocabulary,
+            };
+            let count = self.draws_at_once.min(draws - first) as u32;
+            self.launch(&kernels::sample(args, count))?;
+        }
+        Ok(())
     }
 
     fn embed(&self) -> Result<(), DriverFault> {
@@ -217,7 +299,7 @@ impl Forward<'_> {
 
     /// A place among the plan's words.
     fn words(&self, place: usize) -> u64 {
-        self.buffers.plan_words.address().plus(4 * place).raw()
+        self.plan.address().plus(4 * place).raw()
     }
 
     /// Keys and values of one layer.

@@ -3,16 +3,24 @@
 //! Single tokens are decoded, longer spans are cut into tiles of prefill; each
 //! kind is one launch a layer, whatever the mix.
 
-use crate::backend::{BLOCK_TOKENS, BackendError, LogitRows, PlanFault, Span};
+use super::choices::{CHOICE_WORDS, ChoicePlaces, Choices};
+use super::kernels::NONE;
+use crate::backend::{BLOCK_TOKENS, BackendError, LogitRows, PlanFault, Span, StepPlan};
+use crate::sample::MAX_LOGIT_BIAS;
 
 /// A step laid out: every list is of whole words, in the order of spans.
 pub(super) struct Layout {
+    /// Draws of the step before that become tokens; empty where none does.
+    pub(super) sources: Vec<u32>,
+    pub(super) choices: Choices,
     pub(super) tokens: Vec<u32>,
     pub(super) positions: Vec<u32>,
     /// Where each token's keys and values go: block * 16 + token of the block.
     pub(super) slots: Vec<u32>,
     /// Rows of tokens whose logits are wanted.
     pub(super) logit_rows: Vec<u32>,
+    /// How many of them the plan wants; the others are nobody's.
+    pub(super) rows_wanted: usize,
     /// Spans of one token: row, tokens, position, place in `blocks`.
     pub(super) decodes: Vec<[u32; 4]>,
     /// Tiles of longer spans, the same.
@@ -38,6 +46,8 @@ pub(super) struct Places {
     pub(super) decodes: usize,
     pub(super) prefills: usize,
     pub(super) blocks: usize,
+    pub(super) sources: usize,
+    pub(super) choices: ChoicePlaces,
     /// Words in all.
     pub(super) end: usize,
 }
@@ -47,6 +57,12 @@ pub(super) struct Places {
 pub(super) struct Room {
     /// Tokens of a step.
     pub(super) tokens: usize,
+    /// Rows of logits of a step.
+    pub(super) logit_rows: usize,
+    /// Draws of a step.
+    pub(super) draws: usize,
+    /// Tokens that a row of logits speaks of.
+    pub(super) vocabulary: u32,
     /// Tokens of a sequence.
     pub(super) context: u32,
     /// KV blocks of the pool.
@@ -64,8 +80,20 @@ impl Room {
 
     /// Words of a packed step.
     pub(super) fn words(&self) -> usize {
-        let lists = 4 * self.tokens + 2 * 4 * self.tokens;
-        lists + self.blocks() + 7 * ALIGNED_WORDS
+        let lists = 5 * self.tokens + 2 * 4 * self.tokens;
+        let choices = CHOICE_WORDS * self.draws + 2 * self.biases() + 2 * self.counts();
+        lists + self.blocks() + choices + 13 * ALIGNED_WORDS
+    }
+
+    /// Entries of `logit_bias` of all requests in one step.
+    pub(super) fn biases(&self) -> usize {
+        MAX_LOGIT_BIAS * self.logit_rows
+    }
+
+    /// Tokens generated before, over all choices: those in the cache, and one
+    /// more of each.
+    pub(super) fn counts(&self) -> usize {
+        (self.kv_blocks * BLOCK_TOKENS) as usize + self.draws
     }
 }
 
@@ -73,10 +101,13 @@ impl Layout {
     pub(super) fn new(room: Room) -> Self {
         let list = || Vec::with_capacity(room.tokens);
         Self {
+            sources: list(),
+            choices: Choices::new(&room),
             tokens: list(),
             positions: list(),
             slots: list(),
             logit_rows: list(),
+            rows_wanted: 0,
             decodes: Vec::with_capacity(room.tokens),
             prefills: Vec::with_capacity(room.tokens),
             blocks: Vec::with_capacity(room.blocks()),
@@ -88,20 +119,43 @@ impl Layout {
         }
     }
 
-    /// Lays out spans that have been checked one by one.
+    /// Lays out a plan whose spans and draws have been checked one by one.
     ///
     /// # Errors
     /// [`PlanFault::BlockShared`] when two would write to one place;
-    /// [`BackendError::Device`] when the block tables are longer than any
-    /// batch of this pool could make them.
-    pub(super) fn lay_out(&mut self, spans: &[Span<'_>]) -> Result<(), BackendError> {
+    /// [`BackendError::Device`] when the block tables, or the lists of draws,
+    /// are longer than any batch of this pool could make them.
+    pub(super) fn lay_out(&mut self, plan: &StepPlan<'_>) -> Result<(), BackendError> {
         self.clear();
         self.step += 1;
-        for (index, span) in spans.iter().enumerate() {
+        for (index, span) in plan.spans.iter().enumerate() {
             self.claim_blocks(span).map_err(|reason| BackendError::Plan { span: index, reason })?;
             self.lay_out_span(span)?;
         }
-        Ok(())
+        self.rows_wanted = self.logit_rows.len();
+        self.sources.extend_from_slice(plan.feeds);
+        self.choices.lay_out(plan.results.draws())
+    }
+
+    /// Whether it is one token of each sequence, and a row of logits of each:
+    /// then steps of as many look alike.
+    pub(super) fn only_decodes(&self) -> bool {
+        self.prefills.is_empty() && self.logit_rows.len() == self.decodes.len()
+    }
+
+    /// Adds tokens of nobody until there are `tokens`: they are computed,
+    /// written nowhere, and nothing reads them.
+    pub(super) fn pad(&mut self, tokens: usize) {
+        for row in self.tokens.len() as u32..tokens as u32 {
+            self.tokens.push(0);
+            self.positions.push(0);
+            self.slots.push(NONE);
+            self.decodes.push([row, 0, 0, 0]);
+            self.logit_rows.push(row);
+            if !self.sources.is_empty() {
+                self.sources.push(NONE);
+            }
+        }
     }
 
     fn clear(&mut self) {
@@ -112,6 +166,7 @@ impl Layout {
         self.decodes.clear();
         self.prefills.clear();
         self.blocks.clear();
+        self.sources.clear();
         self.longest_decode = 0;
     }
 
@@ -173,6 +228,8 @@ impl Layout {
             decodes: packer.list(self.decodes.as_flattened()),
             prefills: packer.list(self.prefills.as_flattened()),
             blocks: packer.list(&self.blocks),
+            sources: packer.list(&self.sources),
+            choices: self.choices.pack(&mut packer),
             end: 0,
         };
         places.end = packer.words;
@@ -180,13 +237,15 @@ impl Layout {
     }
 }
 
-struct Packer<'a> {
+/// Lists, one behind the other.
+pub(super) struct Packer<'a> {
     to: &'a mut [u8],
     words: usize,
 }
 
 impl Packer<'_> {
-    fn list(&mut self, list: &[u32]) -> usize {
+    /// Writes a list, and says where it begins.
+    pub(super) fn list(&mut self, list: &[u32]) -> usize {
         let start = self.words.next_multiple_of(ALIGNED_WORDS);
         let bytes = &mut self.to[4 * start..4 * (start + list.len())];
         for (to, word) in bytes.as_chunks_mut::<4>().0.iter_mut().zip(list) {
@@ -207,8 +266,18 @@ mod tests {
     use super::*;
 
     fn layout() -> Layout {
-        Layout::new(Room { tokens: 64, context: 256, kv_blocks: 40, tile: 16 })
+        Layout::new(ROOM)
     }
+
+    const ROOM: Room = Room {
+        tokens: 64,
+        logit_rows: 64,
+        draws: 128,
+        vocabulary: 500,
+        context: 256,
+        kv_blocks: 40,
+        tile: 16,
+    };
 
     fn span<'a>(tokens: &'a [u32], start: u32, blocks: &'a [u32], logits: LogitRows) -> Span<'a> {
         Span { tokens, start, blocks, logits }
@@ -224,7 +293,7 @@ mod tests {
             span(&[8, 9], 0, &[4], LogitRows::All),
             span(&[3], 0, &[20], LogitRows::None),
         ];
-        layout.lay_out(&spans).unwrap();
+        layout.lay_out(&StepPlan::logits(&spans)).unwrap();
         assert_eq!(layout.decodes, [[0, 1, 33, 0], [23, 1, 0, 7]]);
         assert_eq!(layout.prefills, [[1, 16, 15, 3], [17, 4, 31, 3], [21, 2, 0, 6]]);
         // A table holds the blocks that are read, not those taken for later.
@@ -233,15 +302,14 @@ mod tests {
         assert_eq!(layout.slots[..3], [9 * 16 + 1, 16 + 15, 2 * 16]);
         assert_eq!(layout.positions[20], 34);
         assert_eq!(layout.longest_decode, 34);
-        let mut bytes =
-            vec![0; 4 * Room { tokens: 64, context: 256, kv_blocks: 40, tile: 16 }.words()];
+        let mut bytes = vec![0; 4 * ROOM.words()];
         let places = layout.pack(&mut bytes);
         let word = |at: usize| u32::from_le_bytes(bytes[4 * at..4 * at + 4].try_into().unwrap());
         assert_eq!(word(places.tokens), 7);
         assert_eq!(word(places.slots + 1), 31);
         assert_eq!(word(places.prefills + 4), 17);
         assert_eq!(word(places.blocks + 7), 20);
-        assert_eq!(places.end, places.blocks + 8);
+        assert_eq!(places.sources, places.blocks + 8);
         for place in [places.positions, places.slots, places.decodes, places.blocks] {
             assert!(place.is_multiple_of(ALIGNED_WORDS));
         }
@@ -249,16 +317,17 @@ mod tests {
 
     #[test]
     fn the_fullest_step_fits() {
-        let room = Room { tokens: 64, context: 256, kv_blocks: 64 * 16, tile: 2 };
+        let room = Room { kv_blocks: 64 * 16, tile: 2, ..ROOM };
         let mut layout = Layout::new(room);
         let tables: Vec<Vec<u32>> = (0..64).map(|i| (i * 16..(i + 1) * 16).collect()).collect();
         let spans: Vec<Span<'_>> =
             tables.iter().map(|blocks| span(&[1], 255, blocks, LogitRows::Last)).collect();
-        layout.lay_out(&spans).unwrap();
+        layout.lay_out(&StepPlan::logits(&spans)).unwrap();
         let mut bytes = vec![0; 4 * room.words()];
         assert!(layout.pack(&mut bytes).end <= room.words());
         let long: Vec<u32> = (0..64).collect();
-        layout.lay_out(&[span(&long, 0, &[0, 1, 2, 3], LogitRows::All)]).unwrap();
+        let spans = [span(&long, 0, &[0, 1, 2, 3], LogitRows::All)];
+        layout.lay_out(&StepPlan::logits(&spans)).unwrap();
         assert_eq!(layout.prefills.len(), 32);
         assert!(layout.pack(&mut bytes).end <= room.words());
     }
@@ -268,7 +337,7 @@ mod tests {
         let mut layout = layout();
         let spans =
             [span(&[1], 0, &[3], LogitRows::Last), span(&[1], 16, &[2, 3], LogitRows::Last)];
-        let fault = layout.lay_out(&spans).unwrap_err();
+        let fault = layout.lay_out(&StepPlan::logits(&spans)).unwrap_err();
         assert!(matches!(
             fault,
             BackendError::Plan { span: 1, reason: PlanFault::BlockShared { block: 3 } }
@@ -276,6 +345,6 @@ mod tests {
         // Reading what another wrote before is sharing, and allowed.
         let spans =
             [span(&[1], 16, &[3, 4], LogitRows::Last), span(&[1], 16, &[3, 5], LogitRows::Last)];
-        layout.lay_out(&spans).unwrap();
+        layout.lay_out(&StepPlan::logits(&spans)).unwrap();
     }
 }

@@ -3,7 +3,9 @@
 
 use std::sync::Arc;
 
-use super::driver::{Context, DriverFault, Memory, Pinned};
+use super::choices::DrawnPlaces;
+use super::driver::{Context, DriverFault, Event, Memory, Pinned};
+use super::kernels::sums_of_sample;
 use super::layout::Room;
 use super::products::bucket;
 use crate::backend::{BLOCK_TOKENS, StepLimits};
@@ -11,9 +13,6 @@ use crate::model::ModelConfig;
 
 /// Rows of tokens between the kernels.
 pub(super) struct Buffers {
-    /// The plan's words, on the host and on the device.
-    pub(super) plan: Pinned,
-    pub(super) plan_words: Memory,
     /// f32 `[token][hidden]`.
     pub(super) residual: Memory,
     /// bf16 `[token][hidden]`.
@@ -34,9 +33,12 @@ pub(super) struct Buffers {
     pub(super) partial: Memory,
     /// Two f32 a part.
     pub(super) softmax: Memory,
-    /// f32 `[row][vocabulary]`, on the device and on the host.
+    /// f32 `[row][vocabulary]`.
     pub(super) logits: Memory,
-    pub(super) host_logits: Pinned,
+    /// f32 `[row][vocabulary]`, for tokens that are drawn by chance.
+    pub(super) weights: Memory,
+    /// f64 `[row][256 tokens]`, likewise.
+    pub(super) sums: Memory,
 }
 
 impl Buffers {
@@ -44,10 +46,10 @@ impl Buffers {
         context: &Arc<Context>,
         config: &ModelConfig,
         limits: StepLimits,
-        room: Room,
         parts: usize,
     ) -> Result<Self, DriverFault> {
         let rows = bucket(limits.tokens) as usize;
+        let draws = limits.logit_rows as usize;
         let logits = bucket(limits.logit_rows) as usize * config.vocabulary as usize;
         let (hidden, head) = (config.hidden as usize, config.head_dim as usize);
         let (queries, keys) = (config.query_width(), config.kv_width());
@@ -55,8 +57,6 @@ impl Buffers {
         let halves = |elements: usize| context.allocate(2 * elements);
         let floats = |elements: usize| context.allocate(4 * elements);
         Ok(Self {
-            plan: context.pinned(4 * room.words())?,
-            plan_words: floats(room.words())?,
             residual: floats(rows * hidden)?,
             normed: halves(rows * hidden)?,
             qkv: floats(rows * (queries + 2 * keys))?,
@@ -68,8 +68,39 @@ impl Buffers {
             partial: floats(parts * head)?,
             softmax: floats(2 * parts)?,
             logits: floats(logits)?,
-            host_logits: context
-                .pinned(4 * limits.logit_rows as usize * config.vocabulary as usize)?,
+            weights: floats(draws * config.vocabulary as usize)?,
+            sums: context.allocate(8 * draws * sums_of_sample(config.vocabulary) as usize)?,
+        })
+    }
+}
+
+/// What goes to the device for a step and what comes back. There are two, so
+/// that one step can be made ready while the other runs.
+pub(super) struct Slot {
+    /// The plan's words, before they are copied.
+    pub(super) plan: Pinned,
+    /// What was drawn: it feeds the next step, too.
+    pub(super) drawn: Memory,
+    pub(super) host_drawn: Pinned,
+    pub(super) began: Event,
+    pub(super) ended: Event,
+    /// What is told of each draw.
+    pub(super) told: Vec<Option<u32>>,
+    /// Rows of logits that are wanted themselves.
+    pub(super) rows: usize,
+}
+
+impl Slot {
+    pub(super) fn new(context: &Arc<Context>, room: &Room) -> Result<Self, DriverFault> {
+        let drawn = DrawnPlaces::of(room.draws).bytes();
+        Ok(Self {
+            plan: context.pinned(4 * room.words())?,
+            drawn: context.allocate(drawn)?,
+            host_drawn: context.pinned(drawn)?,
+            began: context.event()?,
+            ended: context.event()?,
+            told: Vec::with_capacity(room.draws),
+            rows: 0,
         })
     }
 }

@@ -12,14 +12,14 @@ use crate::testing::{Failure, table};
 
 /// Something that happens during a run.
 #[derive(Clone, Debug)]
-enum Act {
+pub(super) enum Act {
     Submit { length: u32, prompts: u32, choices: u32, max_tokens: u32, budget: Option<u64> },
     Cancel { request: u32 },
     Turns(u32),
     Wait(u64),
 }
 
-fn any_act() -> impl Strategy<Value = Act> {
+pub(super) fn any_act() -> impl Strategy<Value = Act> {
     prop_oneof![
         4 => (1u32..150, 1u32..4, 1u32..4, 0u32..400, prop::option::of(100_000u64..3_000_000))
             .prop_map(|(length, prompts, choices, max_tokens, budget)| {
@@ -32,7 +32,7 @@ fn any_act() -> impl Strategy<Value = Act> {
 }
 
 /// Plays the acts to their end and gives what each request heard.
-fn play(bench: &mut Bench, acts: &[Act]) -> BTreeMap<u32, Ears> {
+pub(super) fn play(bench: &mut Bench, acts: &[Act]) -> BTreeMap<u32, Ears> {
     let mut asked = BTreeMap::new();
     for (number, act) in (0u32..).zip(acts) {
         match *act {
@@ -72,8 +72,9 @@ proptest! {
     fn billed_overhead_and_idle_are_the_time_that_passed(
         acts in prop::collection::vec(any_act(), 1..40),
         blocks in 18u32..60,
+        ahead in any::<bool>(),
     ) {
-        let mut bench = Bench::new(blocks);
+        let mut bench = Bench::with(Setup { ahead, ..Setup::new(blocks) });
         let asked = play(&mut bench, &acts);
         bench.check_empty();
         let totals = bench.totals();
@@ -167,7 +168,8 @@ fn a_budget_is_spent_to_the_last_token_and_never_exceeded() {
     ] {
         let (mut submission, ears) = ask(1, &prompt(1, 20), 30);
         submission.budget = Some(budget);
-        let mut bench = Bench::new(64);
+        let ahead = expected % 2 == 0 || expected == 7;
+        let mut bench = Bench::with(Setup { ahead, ..Setup::new(64) });
         let heard = bench.alone((submission, ears));
         assert_eq!(heard.tokens(0).len(), expected);
         assert_eq!(heard.reasons, [Some(FinishReason::Length)]);

@@ -1,6 +1,7 @@
 //! The engine's core, turned by hand, and ears for all that it says.
 
 use std::io;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -8,6 +9,7 @@ use tollgate_domain::{
     Caller, DeviceNanos, FinishReason, KeyId, MonotonicTime, RequestId, TenantId, Usage,
 };
 
+use crate::backend::Backend;
 use crate::engine::batch::Sequence;
 use crate::engine::clock::Clock;
 use crate::engine::journal::{RequestFigures, StepJournal, StepRecord, StepShare};
@@ -20,13 +22,15 @@ use crate::engine::{EngineError, EngineOptions, assemble};
 use crate::meter::Totals;
 use crate::sample::SamplingParams;
 use crate::schedule::{SchedulePolicy, Seat, Tier};
-use crate::testing::{Failure, FakeBackend, FakeClock, SeenStep, table};
+use crate::testing::{AheadBackend, Failure, FakeBackend, FakeClock, SeenStep, table};
 
 pub(super) struct Bench {
     pub(super) handle: EngineHandle,
     pub(super) clock: FakeClock,
     pub(super) log: JournalLog,
     pub(super) seen: Arc<Mutex<Vec<SeenStep>>>,
+    /// Steps that began before the last was finished.
+    pub(super) ahead: Arc<AtomicU64>,
     mailbox: Arc<Mailbox>,
     core: Core,
 }
@@ -36,6 +40,8 @@ pub(super) struct Setup {
     pub(super) blocks: u32,
     pub(super) fails_at: Option<(u64, Failure)>,
     pub(super) keeps_time: bool,
+    /// The device takes a step before the last is finished.
+    pub(super) ahead: bool,
     pub(super) options: EngineOptions,
     pub(super) journal_fails_at: Option<u64>,
 }
@@ -43,7 +49,14 @@ pub(super) struct Setup {
 impl Setup {
     pub(super) fn new(blocks: u32) -> Self {
         let options = EngineOptions::new(table());
-        Self { blocks, fails_at: None, keeps_time: false, options, journal_fails_at: None }
+        Self {
+            blocks,
+            fails_at: None,
+            keeps_time: false,
+            ahead: false,
+            options,
+            journal_fails_at: None,
+        }
     }
 }
 
@@ -58,11 +71,21 @@ impl Bench {
         backend.fails_at = setup.fails_at;
         backend.keeps_time = setup.keeps_time;
         let seen = Arc::clone(&backend.seen);
+        let mut ahead = Arc::default();
+        let backend: Box<dyn Backend> = match setup.ahead {
+            false => Box::new(backend),
+            true => {
+                let backend = AheadBackend::new(backend);
+                ahead = Arc::clone(&backend.ahead);
+                Box::new(backend)
+            }
+        };
         let log = JournalLog::default();
         let journal = RecordingJournal { log: log.clone(), fails_at: setup.journal_fails_at };
         let (core, mailbox) =
-            assemble(Box::new(backend), setup.options, Arc::new(clock.clone()), Box::new(journal));
-        Self { handle: EngineHandle::new(Arc::clone(&mailbox)), clock, log, seen, mailbox, core }
+            assemble(backend, setup.options, Arc::new(clock.clone()), Box::new(journal));
+        let handle = EngineHandle::new(Arc::clone(&mailbox));
+        Self { handle, clock, log, seen, ahead, mailbox, core }
     }
 
     pub(super) fn submit(&self, (submission, heard): (Submission, Ears)) -> Ears {

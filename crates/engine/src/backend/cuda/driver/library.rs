@@ -164,7 +164,7 @@ impl fmt::Display for Library {
     }
 }
 
-const DRIVER_SYMBOLS: [&str; 33] = [
+const DRIVER_SYMBOLS: [&str; 40] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuGetErrorName",
@@ -190,8 +190,15 @@ const DRIVER_SYMBOLS: [&str; 33] = [
     "cuStreamCreate",
     "cuStreamSynchronize",
     "cuStreamDestroy_v2",
+    "cuStreamBeginCapture_v2",
+    "cuStreamEndCapture",
+    "cuGraphInstantiateWithFlags",
+    "cuGraphLaunch",
+    "cuGraphExecDestroy",
+    "cuGraphDestroy",
     "cuEventCreate",
     "cuEventRecord",
+    "cuEventSynchronize",
     "cuEventElapsedTime_v2",
     "cuEventDestroy_v2",
     "cuModuleLoadData",

@@ -4,7 +4,9 @@
 KERNEL(feed, 256, FeedArgs) {
     u32 i = block_x() * 256 + thread_index();
     if (i < args.count && args.sources[i] != NONE) {
-        args.tokens[i] = args.sampled[args.sources[i]];
+        u32 token = args.sampled[args.sources[i]];
+        // Of a row without numbers nothing is drawn; its sequence is over.
+        args.tokens[i] = token == NONE ? 0 : token;
     }
 }
 

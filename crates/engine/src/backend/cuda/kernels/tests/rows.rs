@@ -11,17 +11,18 @@ use crate::model::{Rope, RopeScaling};
 #[test]
 fn sampled_tokens_are_fed() {
     sound(|emulator, order| {
-        let mut tokens = emulator.copy(&[7_u32, 8, 9]);
-        let sources = emulator.copy(&[1, NONE, 0]);
-        let sampled = emulator.copy(&[70_u32, 71]);
+        let mut tokens = emulator.copy(&[7_u32, 8, 9, 10]);
+        let sources = emulator.copy(&[1, NONE, 0, 2]);
+        let sampled = emulator.copy(&[70_u32, 71, NONE]);
         let args = FeedArgs {
             tokens: tokens.at(),
             sources: sources.at(),
             sampled: sampled.at(),
-            count: 3,
+            count: 4,
         };
         emulator.launch(&feed(args), order)?;
-        assert_eq!(tokens.as_mut_slice(), [71, 8, 70]);
+        // Where nothing was drawn, a token that the table has.
+        assert_eq!(tokens.as_mut_slice(), [71, 8, 70, 0]);
         Ok(())
     });
 }
