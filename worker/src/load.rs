@@ -5,6 +5,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde::Serialize;
 use sha2::{Digest, Sha256};
@@ -24,6 +25,8 @@ use crate::{DeviceChoice, EngineChoice, SyntheticDevice, WorkerError, WorkerOpti
 
 /// The largest tokenizer or template that is read.
 const MOST_TEXT_BYTES: u64 = 64 << 20;
+/// A start on a GPU may take so much longer for faster steps ever after.
+const PRODUCT_SEARCH: Duration = Duration::from_secs(3);
 
 /// A model, ready.
 pub(crate) struct Loaded {
@@ -139,6 +142,7 @@ fn cuda(
         },
         vendor_products: true,
         graphs: true,
+        search: PRODUCT_SEARCH,
     };
     CudaBackend::new(files, &cuda)
 }

@@ -1,6 +1,7 @@
 //! What `gpu_check` was asked for.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use tollgate_engine::backend::cuda::{CodeFolders, CudaOptions, Wanted};
 
@@ -27,6 +28,7 @@ impl Options {
             },
             vendor_products: vendor,
             graphs: true,
+            search: Duration::from_secs(2),
         }
     }
 }

@@ -22,6 +22,7 @@ mod weights;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use tollgate_domain::DeviceNanos;
 
@@ -34,14 +35,14 @@ use crate::weights::WeightsError;
 
 use choices::DrawnPlaces;
 use driver::{Blas, Context, Memory, Pinned};
-use forward::Forward;
+use forward::{Forward, LayerProducts, head_product};
 use graphs::{Alike, Graphs};
 use kernels::{CopyBlockArgs, HeadDim};
 use layout::{Layout, Room};
 use machine::{Machine, SOURCE};
 use memory::{Buffers, Cache, Slot, kv_bytes_per_token};
 use probe::Found;
-use products::Products;
+use products::{Kind, Product, Products};
 use weights::{LoadError, Model, Origin};
 
 pub use code::{CodeError, CodeFolders};
@@ -94,6 +95,9 @@ pub struct CudaOptions {
     pub vendor_products: bool,
     /// Whether steps that decode are given to the device as graphs.
     pub graphs: bool,
+    /// Of the device's time at the start, what may go into measuring the
+    /// vendor's ways to multiply and ours.
+    pub search: Duration,
 }
 
 /// Why a model could not be set up on a GPU.
@@ -224,6 +228,15 @@ impl CudaBackend {
         }
         let cache = Cache::new(&context, &config, blocks)?;
         let room = Room { kv_blocks: blocks, ..room };
+        let mut products = Products::new(blas);
+        let kinds = kinds(&config, &model, &buffers, limits);
+        let allowed = DeviceNanos(options.search.as_nanos().min(u128::from(u64::MAX)) as u64);
+        // SAFETY: buffers of rows hold a whole bucket of the most that a step
+        // may ask for, and the weights are those of the model's layers.
+        let searched = unsafe { products.search(&context, &machine, &kinds, allowed)? };
+        if searched > 0 {
+            notes.push(format!("{searched} products measured"));
+        }
         context.wait()?;
         notes.push(format!(
             "{} MiB of weights and buffers, {} KV blocks in {} MiB",
@@ -239,7 +252,7 @@ impl CudaBackend {
             open: 0,
             host_logits: None,
             graphs: options.graphs.then(Graphs::default),
-            products: Products::new(blas),
+            products,
             multiprocessors: listed.multiprocessors,
             failed: None,
             config,
@@ -468,6 +481,24 @@ fn head_dim_of(config: &ModelConfig) -> Result<HeadDim, String> {
     Ok(head_dim)
 }
 
+/// The linear layers of a step that asks for the most, each in as many layers
+/// as it takes to read from memory.
+fn kinds(config: &ModelConfig, model: &Model, buffers: &Buffers, limits: StepLimits) -> Vec<Kind> {
+    let layers: Vec<[Product; 4]> = model
+        .layers
+        .iter()
+        .take(SEARCHED_LAYERS)
+        .map(|layer| LayerProducts::new(config, buffers, layer, limits.tokens).all())
+        .collect();
+    let kind = |index: usize| Kind {
+        product: layers[0][index],
+        weights: layers.iter().map(|products| products[index].weights).collect(),
+    };
+    let head = head_product(config, buffers, model, limits.logit_rows);
+    let head = Kind { product: head, weights: vec![head.weights] };
+    (0..layers[0].len()).map(kind).chain([head]).collect()
+}
+
 /// Refuses a model that cannot fit before anything is loaded.
 fn check_room(config: &ModelConfig, allowed: u64) -> Result<(), CudaError> {
     let least = u64::from(least_context(config)) * kv_bytes_per_token(config);
@@ -544,6 +575,8 @@ const MOST_STEP_TOKENS: u32 = 8_192;
 const MOST_LOGITS: u32 = 40 << 20;
 /// Sequences of the model's whole context that a cache is ever large enough for.
 const MOST_SEQUENCES: u32 = 256;
+/// More than a card's cache holds of any model that is worth measuring.
+const SEARCHED_LAYERS: usize = 8;
 /// 64 Mi tokens.
 const MOST_BLOCKS: u32 = 4 << 20;
 const BLOCKS_PER_MULTIPROCESSOR: u32 = 2;

@@ -91,12 +91,19 @@ static bool fits(const Description* description, const Layout* a, const Layout* 
 }
 extern "C" int cublasLtMatmulAlgoGetHeuristic(void*, const Description* description,
                                               const Layout* a, const Layout* b, const Layout*,
-                                              const Layout* d, const size_t* preference, int,
-                                              Heuristic* found, int* count) {
+                                              const Layout* d, const size_t* preference,
+                                              int most, Heuristic* found, int* count) {
     searches++;
-    *count = fits(description, a, b, d) && *preference >= 1024;
-    memset(found, 0, sizeof *found);
-    found->algorithm.data[0] = 4711;
+    if (most < 3 || !fits(description, a, b, d) || *preference < 1024) {
+        *count = 0;
+        return OK;
+    }
+    *count = 3; // one that says at once that it is of no use, and one that says it later
+    memset(found, 0, 3 * sizeof *found);
+    found[0].algorithm.data[0] = 4712;
+    found[0].state = INVALID;
+    found[1].algorithm.data[0] = 4713;
+    found[2].algorithm.data[0] = 4711;
     return OK;
 }
 

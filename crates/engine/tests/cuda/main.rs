@@ -19,6 +19,7 @@ mod standin;
 
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::time::Duration;
 
 use agree::{BLOCKS, Pair, everything, models, open, scattered, span, text};
 use standin::Part;
@@ -78,6 +79,7 @@ fn options(kept: &Path) -> CudaOptions {
         folders: CodeFolders { kept: kept.to_owned(), ..CodeFolders::default() },
         vendor_products: true,
         graphs: true,
+        search: Duration::from_millis(200),
     }
 }
 

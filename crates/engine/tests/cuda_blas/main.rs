@@ -9,8 +9,12 @@
 
 #[path = "../cuda/agree.rs"]
 mod agree;
+#[path = "../cuda/drawing.rs"]
+mod drawing;
 #[path = "../cuda/standin.rs"]
 mod standin;
+
+use std::time::Duration;
 
 use agree::{BLOCKS, Pair, everything, models, open};
 use standin::Part;
@@ -43,14 +47,18 @@ fn whole_models_agree_with_the_cpu() {
             },
             vendor_products: true,
             graphs: true,
+            search: Duration::from_millis(200),
         };
         let mut cuda = CudaBackend::new(&files, &options).unwrap();
         assert!(cuda.kv_blocks() >= BLOCKS);
         let notes = cuda.notes().join("; ");
         assert!(!notes.contains("own kernels multiply"), "{notes}");
+        assert!(notes.contains(" products measured"), "{notes}");
         let mut pair = Pair::new(&mut cpu, &mut cuda);
         everything(&mut pair, spec.vocabulary);
         println!("{name}: {} rows", pair.rows);
+        drawing::check(&mut cuda, spec.vocabulary);
+        assert!(cuda.graphs() > 0);
     }
     let blas = standin::load(&blas);
     let count = |symbol: &[u8]| {

@@ -142,26 +142,27 @@ impl Forward<'_> {
 
     /// Attention, then the feed-forward, each added to the stream.
     fn layer(&mut self, layer: &Layer, index: usize) -> Result<(), DriverFault> {
-        let buffers = self.buffers;
-        let ModelConfig { hidden, intermediate, .. } = *self.config;
-        let queries = self.config.query_width() as u32;
-        let qkv = queries + 2 * self.config.kv_width() as u32;
-        self.normalise(&layer.input_norm, 0, self.tokens())?;
-        self.linear(&buffers.normed, &layer.qkv, &buffers.qkv, [qkv, hidden], Finish::F32)?;
+        let tokens = self.tokens();
+        let LayerProducts { qkv, output, gate_up, down } =
+            LayerProducts::new(self.config, self.buffers, layer, tokens);
+        self.normalise(&layer.input_norm, 0, tokens)?;
+        self.product(qkv)?;
         self.rope(layer, index)?;
         self.attend(layer, index)?;
-        let (residual, normed) = (&buffers.residual, &buffers.normed);
-        self.linear(&buffers.attended, &layer.output, residual, [hidden, queries], Finish::Add)?;
-        self.normalise(&layer.post_norm, 0, self.tokens())?;
-        let gate_up = &buffers.gate_up;
-        self.linear(normed, &layer.gate_up, gate_up, [2 * intermediate, hidden], Finish::Bf16)?;
+        self.product(output)?;
+        self.normalise(&layer.post_norm, 0, tokens)?;
+        self.product(gate_up)?;
+        self.gate()?;
+        self.product(down)
+    }
+
+    pub(super) fn gate(&self) -> Result<(), DriverFault> {
         let args = GateArgs {
-            output: buffers.gated.address().raw(),
-            gate_up: gate_up.address().raw(),
-            width: intermediate,
+            output: self.buffers.gated.address().raw(),
+            gate_up: self.buffers.gate_up.address().raw(),
+            width: self.config.intermediate,
         };
-        self.launch(&kernels::swiglu(args, self.tokens()))?;
-        self.linear(&buffers.gated, &layer.down, residual, [hidden, intermediate], Finish::Add)
+        self.launch(&kernels::swiglu(args, self.tokens()))
     }
 
     /// The last norm and the output head, for the rows that want logits.
@@ -171,20 +172,16 @@ impl Forward<'_> {
             return Ok(());
         }
         self.normalise(&self.model.norm, self.words(self.places.logit_rows), rows)?;
-        let product = Product {
-            input: self.buffers.normed.address(),
-            weights: self.model.head().address(),
-            output: self.buffers.logits.address(),
-            rows,
-            columns: self.config.vocabulary,
-            depth: self.config.hidden,
-            finish: Finish::F32,
-        };
-        self.product(product)
+        self.product(head_product(self.config, self.buffers, self.model, rows))
     }
 
     /// Rows of the stream, normalised: those that `rows` lists, or all.
-    fn normalise(&self, weight: &Memory, rows: u64, count: u32) -> Result<(), DriverFault> {
+    pub(super) fn normalise(
+        &self,
+        weight: &Memory,
+        rows: u64,
+        count: u32,
+    ) -> Result<(), DriverFault> {
         let args = NormArgs {
             output: self.buffers.normed.address().raw(),
             input: self.buffers.residual.address().raw(),
@@ -196,7 +193,7 @@ impl Forward<'_> {
         self.launch(&kernels::rms_norm(args, count))
     }
 
-    fn rope(&self, layer: &Layer, index: usize) -> Result<(), DriverFault> {
+    pub(super) fn rope(&self, layer: &Layer, index: usize) -> Result<(), DriverFault> {
         let (keys, values) = self.layer_of_cache(index);
         let or_null = |memory: Option<&Memory>| memory.map_or(0, |it| it.address().raw());
         let args = RopeArgs {
@@ -216,7 +213,7 @@ impl Forward<'_> {
         self.launch(&kernels::rope(args, self.tokens(), self.head_dim))
     }
 
-    fn attend(&self, layer: &Layer, index: usize) -> Result<(), DriverFault> {
+    pub(super) fn attend(&self, layer: &Layer, index: usize) -> Result<(), DriverFault> {
         let (keys, values) = self.layer_of_cache(index);
         let ModelConfig { heads, kv_heads, head_dim, .. } = *self.config;
         let buffers = self.buffers;
@@ -268,20 +265,7 @@ impl Forward<'_> {
         Ok(())
     }
 
-    fn linear(
-        &mut self,
-        input: &Memory,
-        weights: &Memory,
-        output: &Memory,
-        [columns, depth]: [u32; 2],
-        finish: Finish,
-    ) -> Result<(), DriverFault> {
-        let rows = self.tokens();
-        let [input, weights, output] = [input, weights, output].map(Memory::address);
-        self.product(Product { input, weights, output, rows, columns, depth, finish })
-    }
-
-    fn product(&mut self, product: Product) -> Result<(), DriverFault> {
+    pub(super) fn product(&mut self, product: Product) -> Result<(), DriverFault> {
         // SAFETY: as in `launch`; buffers of rows hold a whole bucket of them.
         unsafe { self.products.run(self.context, self.machine, product) }
     }
@@ -307,5 +291,58 @@ impl Forward<'_> {
         let bytes = 2 * index * self.cache.layer_elements() as usize;
         let place = |memory: &Memory| -> Address { memory.at(bytes) };
         (place(&self.cache.keys).raw(), place(&self.cache.values).raw())
+    }
+}
+
+/// The linear layers of one layer of the model, for so many tokens.
+pub(super) struct LayerProducts {
+    pub(super) qkv: Product,
+    pub(super) output: Product,
+    pub(super) gate_up: Product,
+    pub(super) down: Product,
+}
+
+impl LayerProducts {
+    pub(super) fn new(config: &ModelConfig, buffers: &Buffers, layer: &Layer, rows: u32) -> Self {
+        let ModelConfig { hidden, intermediate, .. } = *config;
+        let queries = config.query_width() as u32;
+        let product = |from: &Memory, weights: &Memory, to: &Memory, [columns, depth]: [u32; 2]| {
+            let [input, weights, output] = [from, weights, to].map(Memory::address);
+            Product { input, weights, output, rows, columns, depth, finish: Finish::F32 }
+        };
+        let b = buffers;
+        let adds = |product| Product { finish: Finish::Add, ..product };
+        let qkv = queries + 2 * config.kv_width() as u32;
+        let gate_up = product(&b.normed, &layer.gate_up, &b.gate_up, [2 * intermediate, hidden]);
+        Self {
+            qkv: product(&b.normed, &layer.qkv, &b.qkv, [qkv, hidden]),
+            output: adds(product(&b.attended, &layer.output, &b.residual, [hidden, queries])),
+            gate_up: Product { finish: Finish::Bf16, ..gate_up },
+            down: adds(product(&b.gated, &layer.down, &b.residual, [hidden, intermediate])),
+        }
+    }
+
+    /// In the order of a step.
+    pub(super) fn all(self) -> [Product; 4] {
+        let Self { qkv, output, gate_up, down } = self;
+        [qkv, output, gate_up, down]
+    }
+}
+
+/// The output head, for so many rows of logits.
+pub(super) fn head_product(
+    config: &ModelConfig,
+    buffers: &Buffers,
+    model: &Model,
+    rows: u32,
+) -> Product {
+    Product {
+        input: buffers.normed.address(),
+        weights: model.head().address(),
+        output: buffers.logits.address(),
+        rows,
+        columns: config.vocabulary,
+        depth: config.hidden,
+        finish: Finish::F32,
     }
 }

@@ -1,17 +1,21 @@
 //! Who runs a linear layer: our kernel for few rows, the vendor's library for
-//! many, our own tiles where there is no library.
+//! many, our own tiles where there is no library. Where there is one, what is
+//! fastest is measured at the start.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
-use super::driver::{Address, Blas, Context, DriverFault, Matrices, Plan};
+use tollgate_domain::DeviceNanos;
+
+use super::driver::{Address, Blas, Context, DriverFault, Event, Matrices, Plan};
 use super::kernels::{self, Finish, LinearArgs};
 use super::machine::Machine;
 
-/// The library, if there is one, and what was searched in it so far.
+/// The library, if there is one, and what is known of it so far.
 pub(super) struct Products {
     blas: Option<Blas>,
-    /// By shape; one that the library cannot run has no plan. Bounded by the
-    /// model's matrices times the buckets of rows.
+    /// By shape; without a plan our own kernel runs it. Bounded by the model's
+    /// matrices times the buckets of rows.
     plans: BTreeMap<Matrices, Option<Plan>>,
 }
 
@@ -30,9 +34,72 @@ pub(super) struct Product {
     pub(super) finish: Finish,
 }
 
+/// A linear layer of every step: what it has at most, and the same in further
+/// layers, so that a measurement reads from memory as a step does.
+pub(super) struct Kind {
+    pub(super) product: Product,
+    pub(super) weights: Vec<Address>,
+}
+
+impl Product {
+    /// As the vendor's library is asked for it.
+    fn matrices(&self) -> Matrices {
+        Matrices {
+            rows: bucket(self.rows),
+            outputs: self.columns,
+            inputs: self.depth,
+            is_f32: self.finish != Finish::Bf16,
+            adds: self.finish == Finish::Add,
+        }
+    }
+
+    fn args(&self) -> LinearArgs {
+        let &Self { input, weights, output, rows, columns, depth, finish: _ } = self;
+        let [output, input, weights] = [output, input, weights].map(Address::raw);
+        LinearArgs { output, input, weights, rows, columns, depth }
+    }
+}
+
 impl Products {
     pub(super) fn new(blas: Option<Blas>) -> Self {
         Self { blas, plans: BTreeMap::new() }
+    }
+
+    /// Measures which way is the fastest for each kind of product and number
+    /// of rows, for `allowed` of the device's time; what it does not come to is
+    /// run as the library guesses.
+    ///
+    /// # Safety
+    /// As [`Self::run`], for each kind, with all its weights and as many rows
+    /// as it has at most.
+    ///
+    /// # Errors
+    /// When the device cannot be timed.
+    pub(super) unsafe fn search(
+        &mut self,
+        context: &Arc<Context>,
+        machine: &Machine,
+        kinds: &[Kind],
+        allowed: DeviceNanos,
+    ) -> Result<usize, DriverFault> {
+        let Some(blas) = &self.blas else { return Ok(0) };
+        let watch = Watch { context, began: context.event()?, ended: context.event()? };
+        let most = kinds.iter().map(|kind| kind.product.rows).max().unwrap_or(0);
+        let mut spent = 0;
+        for rows in buckets(most) {
+            for kind in kinds.iter().filter(|kind| bucket(kind.product.rows) >= rows) {
+                if spent > allowed.nanos() {
+                    return Ok(self.plans.len());
+                }
+                let product = Product { rows, ..kind.product };
+                // SAFETY: the caller vouches for the places.
+                let (plan, took) =
+                    unsafe { fastest(blas, machine, &watch, product, &kind.weights) };
+                spent += took;
+                self.plans.insert(product.matrices(), plan);
+            }
+        }
+        Ok(self.plans.len())
     }
 
     /// Puts the layer into the stream.
@@ -46,34 +113,93 @@ impl Products {
         machine: &Machine,
         product: Product,
     ) -> Result<(), DriverFault> {
-        let Product { input, weights, output, rows, columns, depth, finish } = product;
-        if rows > kernels::SKINNY_ROWS
-            && let Some(blas) = &self.blas
-        {
-            let matrices = Matrices {
-                rows: bucket(rows),
-                outputs: columns,
-                inputs: depth,
-                is_f32: finish != Finish::Bf16,
-                adds: finish == Finish::Add,
-            };
-            let plan = self.plans.entry(matrices).or_insert_with(|| blas.plan(matrices).ok());
-            if let Some(plan) = plan {
+        let Product { input, weights, output, rows, finish, .. } = product;
+        if let Some(blas) = &self.blas {
+            let matrices = product.matrices();
+            if rows > kernels::SKINNY_ROWS {
+                self.plans.entry(matrices).or_insert_with(|| blas.plan(matrices).ok());
+            }
+            if let Some(Some(plan)) = self.plans.get(&matrices) {
                 // SAFETY: the caller vouches for the places.
                 return unsafe { blas.run(plan, input, weights, output) };
             }
         }
-        let args = LinearArgs {
-            output: output.raw(),
-            input: input.raw(),
-            weights: weights.raw(),
-            rows,
-            columns,
-            depth,
-        };
         // SAFETY: the caller vouches for the places.
-        unsafe { machine.launch(context, &kernels::linear(args, finish)) }
+        unsafe { machine.launch(context, &kernels::linear(product.args(), finish)) }
     }
+}
+
+/// The fastest way for one product: a plan, or none for our own kernel; and the
+/// device's time that this took, ns. A way that fails is left out.
+///
+/// # Safety
+/// As [`Products::run`], with all these weights.
+unsafe fn fastest(
+    blas: &Blas,
+    machine: &Machine,
+    watch: &Watch<'_>,
+    product: Product,
+    weights: &[Address],
+) -> (Option<Plan>, u64) {
+    let mut times: Vec<(u64, Option<usize>)> = Vec::new();
+    let mut tried = |way, took: Result<u64, DriverFault>| {
+        times.extend(took.ok().map(|took| (took, way)));
+    };
+    if product.rows <= kernels::SKINNY_ROWS {
+        let own = watch.time(weights, |weights| {
+            let args = Product { weights, ..product }.args();
+            // SAFETY: the caller vouches for the places.
+            unsafe { machine.launch(watch.context, &kernels::linear(args, product.finish)) }
+        });
+        tried(None, own);
+    }
+    let Ok(mut plan) = blas.plan(product.matrices()) else { return (None, 0) };
+    for way in 0..plan.ways() {
+        plan.choose(way);
+        let theirs = watch.time(weights, |weights| {
+            // SAFETY: the caller vouches for the places.
+            unsafe { blas.run(&plan, product.input, weights, product.output) }
+        });
+        tried(Some(way), theirs);
+    }
+    let spent = times.iter().map(|(took, _)| took).sum();
+    let best = times.into_iter().min().and_then(|(_, way)| way);
+    let plan = best.map(|way| {
+        plan.choose(way);
+        plan
+    });
+    (plan, spent)
+}
+
+/// Times what is put into a stream.
+struct Watch<'a> {
+    context: &'a Context,
+    began: Event,
+    ended: Event,
+}
+
+impl Watch<'_> {
+    /// Nanoseconds of `work` over all weights, once it has run before.
+    fn time(
+        &self,
+        weights: &[Address],
+        mut work: impl FnMut(Address) -> Result<(), DriverFault>,
+    ) -> Result<u64, DriverFault> {
+        work(weights[0])?;
+        self.context.record(&self.began)?;
+        weights.iter().try_for_each(|&weights| work(weights))?;
+        self.context.record(&self.ended)?;
+        self.ended.wait()?;
+        self.began.nanos_until(&self.ended)
+    }
+}
+
+/// Every number of rows up to that of a whole step, which comes first.
+fn buckets(most: u32) -> Vec<u32> {
+    let mut all: Vec<u32> = (1..=most).map(bucket).collect();
+    all.dedup();
+    let whole = all.pop();
+    whole.into_iter().chain(all).collect()
 }
 
 /// Rows are rounded up to one of few counts, so that few plans serve: what is
@@ -99,5 +225,7 @@ mod tests {
             all.insert(bucket(rows));
         }
         assert!(all.len() <= 8 + 14 + 60, "{}", all.len());
+        assert_eq!(buckets(90), [96, 8, 16, 24, 32, 40, 48, 56, 64]);
+        assert!(buckets(0).is_empty());
     }
 }

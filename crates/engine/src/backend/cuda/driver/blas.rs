@@ -46,7 +46,9 @@ pub(crate) struct Plan {
     weights: sys::cublasLtMatrixLayout_t,
     input: sys::cublasLtMatrixLayout_t,
     output: sys::cublasLtMatrixLayout_t,
-    algorithm: sys::cublasLtMatmulAlgo_t,
+    /// At least one, by the library's own guess the fastest first.
+    algorithms: Vec<sys::cublasLtMatmulAlgo_t>,
+    chosen: usize,
 }
 
 // SAFETY: descriptions are plain memory of the library.
@@ -65,7 +67,7 @@ impl Blas {
         Ok(Self { context: Arc::clone(context), handle, workspace })
     }
 
-    /// Searches for the best way to run a product.
+    /// Asks for the ways to run a product; the first is chosen.
     pub(crate) fn plan(&self, matrices: Matrices) -> Result<Plan, DriverFault> {
         let Matrices { rows, outputs, inputs, is_f32, adds: _ } = matrices;
         let bf16 = sys::cudaDataType::CUDA_R_16BF;
@@ -82,8 +84,8 @@ impl Blas {
             weights: std::ptr::null_mut(),
             input: std::ptr::null_mut(),
             output: std::ptr::null_mut(),
-            // SAFETY: plain numbers, written below before they are read.
-            algorithm: unsafe { std::mem::zeroed() },
+            algorithms: Vec::new(),
+            chosen: 0,
         };
         // The library thinks in columns: rows of ours are columns of its own,
         // so weights are what it must transpose.
@@ -105,16 +107,21 @@ impl Blas {
         plan.weights = layout(bf16, inputs, outputs)?;
         plan.input = layout(bf16, inputs, rows)?;
         plan.output = layout(kind, outputs, rows)?;
-        plan.algorithm = self.search(&plan)?;
+        plan.algorithms = self.ask(&plan)?;
         Ok(plan)
     }
 
-    fn search(&self, plan: &Plan) -> Result<sys::cublasLtMatmulAlgo_t, DriverFault> {
+    fn ask(&self, plan: &Plan) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, DriverFault> {
         let preference = result::create_matmul_pref()
             .map_err(|error| fault("cublasLtMatmulPreferenceCreate", error))?;
         let most = self.workspace.bytes();
-        // SAFETY: everything named here lives; the value is of the attribute's type.
-        let found = unsafe {
+        // SAFETY: plain numbers, which the library overwrites.
+        let mut found: [sys::cublasLtMatmulHeuristicResult_t; MOST_WAYS] =
+            unsafe { std::mem::zeroed() };
+        let mut count = 0;
+        // SAFETY: everything named here lives; the value is of the attribute's
+        // type, and there is room for as many results as are asked for.
+        let asked = unsafe {
             result::set_matmul_pref_attribute(
                 preference,
                 sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
@@ -122,7 +129,7 @@ impl Blas {
                 size_of_val(&most),
             )
             .and_then(|()| {
-                result::get_matmul_algo_heuristic(
+                sys::cublasLtMatmulAlgoGetHeuristic(
                     self.handle,
                     plan.description,
                     plan.weights,
@@ -130,14 +137,26 @@ impl Blas {
                     plan.output,
                     plan.output,
                     preference,
+                    MOST_WAYS as i32,
+                    found.as_mut_ptr(),
+                    &mut count,
                 )
+                .result()
             })
         };
         // SAFETY: it was made above.
         let _ = unsafe { result::destroy_matmul_pref(preference) };
-        found
-            .map(|found| found.algo)
-            .map_err(|error| fault("cublasLtMatmulAlgoGetHeuristic", error))
+        asked.map_err(|error| fault("cublasLtMatmulAlgoGetHeuristic", error))?;
+        let found = found.iter().take(count.max(0) as usize);
+        let is_good = |way: &&sys::cublasLtMatmulHeuristicResult_t| way.state.result().is_ok();
+        let algorithms: Vec<_> = found.filter(is_good).map(|way| way.algo).collect();
+        match algorithms.is_empty() {
+            false => Ok(algorithms),
+            true => {
+                let none = CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED);
+                Err(fault("cublasLtMatmulAlgoGetHeuristic", none))
+            }
+        }
     }
 
     /// Puts a product into the stream.
@@ -169,7 +188,7 @@ impl Blas {
                 plan.output,
                 place(output),
                 plan.output,
-                &plan.algorithm,
+                &plan.algorithms[plan.chosen],
                 place(self.workspace.address()),
                 self.workspace.bytes(),
                 self.context.stream.cast(),
@@ -184,6 +203,22 @@ impl Drop for Blas {
         let _ = self.context.bind();
         // SAFETY: it was made once.
         let _ = unsafe { result::destroy_handle(self.handle) };
+    }
+}
+
+impl Plan {
+    /// In how many ways it can be run.
+    pub(crate) fn ways(&self) -> usize {
+        self.algorithms.len()
+    }
+
+    /// Runs it in one of its ways from here on.
+    ///
+    /// # Panics
+    /// If there is none of that number.
+    pub(crate) fn choose(&mut self, way: usize) {
+        assert!(way < self.ways(), "one of the plan's ways");
+        self.chosen = way;
     }
 }
 
@@ -205,5 +240,7 @@ fn fault(call: &'static str, error: CublasError) -> DriverFault {
     DriverFault { call, reason: error.to_string(), code: error.0 as u32 }
 }
 
+/// Ways of running a product that are asked for.
+const MOST_WAYS: usize = 8;
 /// What the vendor advises for this generation, bytes.
 const WORKSPACE: usize = 32 << 20;
