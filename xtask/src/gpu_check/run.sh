@@ -2,10 +2,12 @@
 # Sees what this machine's GPU makes of tollgate: run --out DIR [--quick]
 #
 # Writes into DIR: device.txt, agree.json (whole models beside the CPU),
-# memcheck.txt and racecheck.txt (compute-sanitizer, where there is one),
-# system.txt (a gateway with a worker on the GPU, from a request to the bill),
-# speed.json (decoding and prompts), peer.json (transformers, where it is there)
-# and summary.txt. The exit status is 1 where something that ran did not pass.
+# sanitizer.txt (compute-sanitizer over the same, where there is one),
+# meter.json (metered time beside the card's own view), system.txt (a gateway
+# with a worker on the GPU, from a request to the bill), speed.json (decoding,
+# prompts, each operation), peer.json (transformers, where it is there) and
+# summary.txt. The exit status is 1 where something that ran did not pass.
+# Ten minutes at most.
 set -u
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
@@ -22,6 +24,7 @@ done
 mkdir -p "$out" && out=$(CDPATH='' cd -- "$out" && pwd)
 failed=0
 : >"$out/summary.txt"
+: >"$out/sanitizer.txt"
 
 say() {
     echo "$*" | tee -a "$out/summary.txt"
@@ -55,19 +58,23 @@ part() {
     command -v nvidia-smi >/dev/null && nvidia-smi && nvidia-smi -q | head -120
 } >"$out/device.txt" 2>&1
 
-part agree 120 "$here/gpu_check" agree $quick --kernels "$here/kernels" \
+part agree 90 "$here/gpu_check" agree $quick --kernels "$here/kernels" \
     >"$out/agree.json" 2>"$out/.agree.err"
 cat "$out/.agree.err" >&2
 
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1)
 for tool in memcheck racecheck; do
     if [ -n "$sanitizer" ]; then
-        part "$tool" 60 "$sanitizer" --tool "$tool" --error-exitcode 9 \
-            "$here/gpu_check" agree --quick --kernels "$here/kernels" >"$out/$tool.txt" 2>&1
+        part "$tool" 45 "$sanitizer" --tool "$tool" --error-exitcode 9 \
+            "$here/gpu_check" agree --quick --kernels "$here/kernels" >>"$out/sanitizer.txt" 2>&1
     else
-        say "$tool: not run, there is no compute-sanitizer" >"$out/$tool.txt"
+        say "$tool: not run, there is no compute-sanitizer" >>"$out/sanitizer.txt"
     fi
 done
+
+part meter 60 "$here/gpu_check" meter $quick --kernels "$here/kernels" \
+    >"$out/meter.json" 2>"$out/.meter.err"
+cat "$out/.meter.err" >&2
 
 # The whole system once: a request over TLS, and what is billed for it.
 whole() {
@@ -99,14 +106,14 @@ began=$(date +%s)
 whole >"$out/system.txt" 2>&1
 judge system $? "$began"
 
-part speed 180 "$here/gpu_check" speed $quick --kernels "$here/kernels" \
+part speed 170 "$here/gpu_check" speed $quick --kernels "$here/kernels" \
     >"$out/speed.json" 2>"$out/.speed.err"
 cat "$out/.speed.err" >&2
 
 if python3 -c 'import torch, transformers' 2>/dev/null; then
-    part peer 120 python3 "$here/peer.py" $quick >"$out/peer.json"
+    part peer 110 python3 "$here/peer.py" $quick >"$out/peer.json"
 else
     say "peer: not run, there is no transformers" >"$out/peer.json"
 fi
-rm -f "$out/.agree.err" "$out/.speed.err"
+rm -f "$out/.agree.err" "$out/.meter.err" "$out/.speed.err"
 exit $failed

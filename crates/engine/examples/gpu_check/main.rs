@@ -3,9 +3,11 @@
 //! Rust and without a network needs.
 //!
 //! `gpu_check agree [--quick]` compares whole models with the CPU backend;
-//! `gpu_check speed [--quick]` measures shapes of known models. Each prints one
-//! JSON document, and what it does meanwhile on standard error; the exit status
-//! is 1 where something differs. `--kernels DIR` is a bundle of machine code.
+//! `gpu_check meter [--quick]` compares the time that is metered with what the
+//! card's own tool says; `gpu_check speed [--quick]` measures shapes of known
+//! models. Each prints one JSON document, and what it does meanwhile on standard
+//! error; the exit status is 1 where something differs. `--kernels DIR` is a
+//! bundle of machine code, `--nvidia-smi PATH` the tool.
 
 #[path = "../../tests/cuda/agree.rs"]
 #[allow(clippy::unwrap_used, unreachable_pub, dead_code, reason = "it is a test's")]
@@ -14,6 +16,7 @@ mod compare;
 #[path = "../../tests/cuda/drawing.rs"]
 #[allow(clippy::unwrap_used, unreachable_pub, dead_code, reason = "it is a test's")]
 mod drawing;
+mod meter;
 mod options;
 mod speed;
 
@@ -40,13 +43,18 @@ fn run() -> Result<ExitCode, Box<dyn Error>> {
             "--kernels" => {
                 options.kernels.push(words.next().ok_or("--kernels wants a folder")?.into());
             }
+            "--nvidia-smi" => {
+                let tool = words.next().ok_or("--nvidia-smi wants a program")?;
+                options.nvidia_smi = Some(tool.into());
+            }
             _ => return Err(format!("no such option: {word}").into()),
         }
     }
     let told: Value = match command.as_str() {
         "agree" => compare::run(&options),
+        "meter" => meter::run(&options)?,
         "speed" => speed::run(&options)?,
-        _ => return Err("usage: gpu_check agree|speed [--quick] [--kernels DIR]".into()),
+        _ => return Err("usage: gpu_check agree|meter|speed [--quick] [--kernels DIR]".into()),
     };
     println!("{told:#}");
     let passed = told["passed"].as_bool().unwrap_or(true);

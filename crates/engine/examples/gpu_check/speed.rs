@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 use tollgate_engine::SamplingParams;
-use tollgate_engine::backend::cuda::{CudaBackend, CudaOptions};
+use tollgate_engine::backend::cuda::{CudaBackend, CudaOptions, Operation};
 use tollgate_engine::backend::{
     Backend, Draw, DrawToken, LogitRows, Results, Span, StepOutput, StepPlan,
 };
@@ -94,7 +94,7 @@ fn shape(spec: &ModelSpec, plan: &Plan, options: &CudaOptions) -> Result<Value, 
         decode.push(measure_decode(&mut backend, plan, batch, copy)?);
     }
     told["decode"] = decode.into();
-    told["prefill"] = measure_prefill(&mut backend, plan)?;
+    told["prefill"] = measure_prefill(&mut backend, plan, copy)?;
     Ok(told)
 }
 
@@ -144,16 +144,44 @@ fn measure_decode(
         "tokens_per_second_in_turn": f64::from(batch) / (wall / 1e9),
         "tokens_per_second": f64::from(batch) / (ahead / 1e9),
         "bytes_read_over_copy": share,
+        "operations": operations(backend, &spans, copy)?,
     }))
 }
 
-fn measure_prefill(backend: &mut CudaBackend, plan: &Plan) -> Result<Value, Box<dyn Error>> {
+/// Each operation by itself, the tokens drawn by chance: what it moves beside
+/// what a copy moves, and its arithmetic.
+fn operations(
+    backend: &mut CudaBackend,
+    spans: &[Span<'_>],
+    copy: f64,
+) -> Result<Value, Box<dyn Error>> {
+    let params = SamplingParams { temperature: 1.0, top_p: 0.9, ..SamplingParams::greedy(0) };
+    let draws = draws(&params, spans.len());
+    let timed = backend.time_operations(&StepPlan::draws(spans, &draws))?;
+    let told = timed.into_iter().map(|Operation { name, time, bytes, flop }| {
+        let seconds = time.nanos().max(1) as f64 / 1e9;
+        json!({
+            "operation": name, "device_ns": time.nanos(), "bytes": bytes, "flop": flop,
+            "bytes_over_copy": bytes as f64 / seconds / (2.0 * copy),
+            "tflop_per_second": flop as f64 / seconds / 1e12,
+        })
+    });
+    Ok(told.collect())
+}
+
+fn measure_prefill(
+    backend: &mut CudaBackend,
+    plan: &Plan,
+    copy: f64,
+) -> Result<Value, Box<dyn Error>> {
     let vocabulary = backend.shape().vocabulary;
     let tokens: Vec<u32> = (0..plan.prompt).map(|at| (at * 7 + 3) % vocabulary).collect();
     let blocks: Vec<u32> = (0..plan.prompt.div_ceil(16)).collect();
     let span = Span { tokens: &tokens, start: 0, blocks: &blocks, logits: LogitRows::Last };
     let (device, wall) = median(backend, &[span], plan.steps.min(8))?;
+    let operations = operations(backend, &[span], copy)?;
     Ok(json!({
+        "operations": operations,
         "tokens": plan.prompt, "device_ns": device, "wall_ns": wall,
         "tokens_per_device_second": f64::from(plan.prompt) / (device / 1e9),
         "tokens_per_second": f64::from(plan.prompt) / (wall / 1e9),

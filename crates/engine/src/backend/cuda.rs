@@ -16,6 +16,7 @@ pub mod kernels;
 mod layout;
 mod machine;
 mod memory;
+mod operations;
 mod probe;
 mod products;
 mod weights;
@@ -47,6 +48,7 @@ use weights::{LoadError, Model, Origin};
 
 pub use code::{CodeError, CodeFolders};
 pub use driver::DriverFault;
+pub use operations::Operation;
 pub use probe::{Absent, Wanted, device_class};
 
 /// A model on a GPU.

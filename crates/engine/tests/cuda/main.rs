@@ -10,6 +10,8 @@ mod agree;
 #[path = "../../examples/gpu_check/compare.rs"]
 mod compare;
 mod drawing;
+#[path = "../../examples/gpu_check/meter.rs"]
+mod meter;
 #[path = "../../examples/gpu_check/options.rs"]
 mod options;
 mod probe;
@@ -201,6 +203,32 @@ fn a_launch_that_fails_is_a_fault_of_the_device() {
     assert!(matches!(fault, BackendError::Device(_)), "a copy's fault is told at the next step");
 }
 
+/// The tool's view is a script's, which says what it is told to.
+#[test]
+fn a_meter_that_differs_from_the_cards_own_view_does_not_pass() {
+    let (_alone, _card) = card();
+    let folder = tempfile::tempdir().unwrap();
+    let tool = folder.path().join("tool");
+    let told = |percent: &str| {
+        let script = format!("#!/bin/sh\nwhile sleep 0.02; do echo {percent}; done\n");
+        std::fs::write(&tool, script).unwrap();
+        std::fs::set_permissions(&tool, std::os::unix::fs::PermissionsExt::from_mode(0o755))
+            .unwrap();
+        let nvidia_smi = Some(tool.clone());
+        meter::run(&options::Options { is_quick: true, nvidia_smi, ..Default::default() }).unwrap()
+    };
+    let phases = |told: &serde_json::Value| told["phases"].as_array().unwrap().clone();
+    let half = told("50");
+    assert_eq!(half["passed"], false, "it cannot be half in every phase: {half:#}");
+    for phase in phases(&half) {
+        assert_eq!(phase["tool"], 0.5, "{phase:#}");
+        assert!(phase["busy_ns"].as_u64() <= phase["wall_ns"].as_u64(), "{phase:#}");
+        let apart = (phase["metered"].as_f64().unwrap() - 0.5).abs();
+        assert_eq!(phase["passed"], apart <= 0.1, "{phase:#}");
+    }
+    assert!(phases(&told("no devices were found"))[0]["why_no_tool"].is_string());
+}
+
 /// What a machine with a card will run: here it proves that it runs, and that
 /// it would say so if the card computed something else.
 #[test]
@@ -217,6 +245,13 @@ fn the_check_for_a_card_runs() {
         let rate = |of: &serde_json::Value| of["tokens_per_device_second"].as_f64();
         assert!(shape["decode"].as_array().unwrap().iter().all(|one| rate(one) > Some(0.0)));
         assert!(rate(&shape["prefill"]) > Some(0.0), "{shape:#}");
+        let decode = shape["decode"].as_array().unwrap().iter();
+        for measured in decode.chain([&shape["prefill"]]) {
+            let operations = measured["operations"].as_array().unwrap();
+            let names: Vec<_> = operations.iter().map(|it| it["operation"].as_str()).collect();
+            assert_eq!(names.len(), 11, "{names:?}");
+            assert!(operations.iter().all(|it| it["device_ns"].as_u64() > Some(0)));
+        }
     }
     card.fail_after(400);
     let told = compare::run(&options);

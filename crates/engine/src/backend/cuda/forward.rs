@@ -123,7 +123,7 @@ impl Forward<'_> {
         Ok(())
     }
 
-    fn embed(&self) -> Result<(), DriverFault> {
+    pub(super) fn embed(&self) -> Result<(), DriverFault> {
         let args = EmbedArgs {
             residual: self.buffers.residual.address().raw(),
             table: self.model.embedding.address().raw(),
@@ -166,7 +166,7 @@ impl Forward<'_> {
     }
 
     /// The last norm and the output head, for the rows that want logits.
-    fn head(&mut self) -> Result<(), DriverFault> {
+    pub(super) fn head(&mut self) -> Result<(), DriverFault> {
         let rows = self.layout.logit_rows.len() as u32;
         if rows == 0 {
             return Ok(());
@@ -277,7 +277,7 @@ impl Forward<'_> {
         unsafe { self.machine.launch(self.context, launch) }
     }
 
-    fn tokens(&self) -> u32 {
+    pub(super) fn tokens(&self) -> u32 {
         self.layout.tokens.len() as u32
     }
 
