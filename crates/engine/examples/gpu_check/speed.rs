@@ -87,7 +87,7 @@ fn shape(spec: &ModelSpec, plan: &Plan, options: &CudaOptions) -> Result<Value, 
     let mut told = json!({
         "device": backend.device().name, "uuid": backend.device().uuid,
         "notes": backend.notes(), "weight_bytes": backend.weight_bytes(),
-        "copy_bytes_per_second": copy,
+        "copy_bytes_per_second": copy, "two_marks_ns": backend.time_marks()?.nanos(),
     });
     let mut decode = Vec::new();
     for &batch in plan.batches {
@@ -134,6 +134,7 @@ fn measure_decode(
         .collect();
     let (device, wall) = median(backend, &spans, plan.steps)?;
     let ahead = ahead(backend, &spans, plan.steps)?;
+    let marks = backend.time_marks()?.nanos() as f64;
     let read = backend.weight_bytes() as f64
         + f64::from(batch) * f64::from(plan.context) * backend.shape().kv_bytes_per_token as f64;
     // A copy reads and writes: what it moves is twice its bytes.
@@ -143,7 +144,7 @@ fn measure_decode(
         "tokens_per_device_second": f64::from(batch) / (device / 1e9),
         "tokens_per_second_in_turn": f64::from(batch) / (wall / 1e9),
         "tokens_per_second": f64::from(batch) / (ahead / 1e9),
-        "bytes_read_over_copy": share,
+        "bytes_read_over_copy": share, "timing_over_step": marks / device,
         "operations": operations(backend, &spans, copy)?,
     }))
 }

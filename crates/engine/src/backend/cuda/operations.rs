@@ -42,6 +42,24 @@ impl CudaBackend {
         self.time_laid_out(read, pairs).map_err(|fault| BackendError::Device(fault.to_string()))
     }
 
+    /// What timing a step costs: the device's time for two marks in its stream.
+    ///
+    /// # Errors
+    /// [`DriverFault`].
+    pub fn time_marks(&mut self) -> Result<DeviceNanos, DriverFault> {
+        assert_eq!(self.open, 0, "no step is under way");
+        self.context.bind()?;
+        let [watch, marks] = &self.slots;
+        self.context.record(&watch.began)?;
+        for _ in 0..MARKS {
+            self.context.record(&marks.began)?;
+            self.context.record(&marks.ended)?;
+        }
+        self.context.record(&watch.ended)?;
+        watch.ended.wait()?;
+        Ok(DeviceNanos(watch.began.nanos_until(&watch.ended)? / MARKS))
+    }
+
     fn time_laid_out(&mut self, read: u64, pairs: u64) -> Result<Vec<Operation>, DriverFault> {
         self.context.bind()?;
         let [slot, before] = &mut self.slots;
@@ -167,3 +185,4 @@ fn needs(product: &Product) -> [u64; 2] {
 }
 
 const RUNS: usize = 8;
+const MARKS: u64 = 500;

@@ -20,7 +20,7 @@ struct SampleShared {
     u64 above;
     double wanted;
     u32 warps[SAMPLE_THREADS / WARP];
-    u32 bucket, token, found, equal;
+    u32 bucket, token, chunk, found, equal;
 };
 
 DEVICE bool is_number(float x) { return x == x; }
@@ -287,31 +287,62 @@ DEVICE void sum_chunks(SampleShared& shared, const float* weights, u32 count, do
     }
 }
 
-// Where `part` of all weights is reached, by one thread; `best` where rounding
-// leaves a crumb behind the last.
-DEVICE u32 pick(const float* weights, u32 count, const double* sums, double part, u32 best) {
+// Up to SAMPLE_THREADS numbers where the first thread reads them at once.
+template <typename Number>
+DEVICE u32 bring(SampleShared& shared, const Number* from, u32 many) {
+    sync_block(); // it has read what was there before
+    if (thread_index() < many) {
+        shared.lanes[thread_index()] = (double)from[thread_index()];
+    }
+    sync_block();
+    return many;
+}
+
+// Where `part` of all weights is reached, for all threads; `best` where rounding
+// leaves a crumb behind the last. One thread adds, in order; the others bring it
+// what it adds, because waiting for memory takes a hundred times as long.
+DEVICE u32 pick(SampleShared& shared, const float* weights, u32 count, const double* sums,
+                double part, u32 best) {
     u32 chunks = steps_of(count, SUM_CHUNK);
     double left = 0;
-    for (u32 chunk = 0; chunk < chunks; chunk++) {
-        left = plus(left, sums[chunk]);
+    for (u32 first = 0; first < chunks; first += SAMPLE_THREADS) {
+        u32 many = bring(shared, sums + first, least_of(SAMPLE_THREADS, chunks - first));
+        for (u32 i = 0; thread_index() == 0 && i < many; i++) {
+            left = plus(left, shared.lanes[i]);
+        }
+        sync_block();
     }
     left = times(part, left);
-    for (u32 chunk = 0; chunk < chunks; chunk++) {
-        double sum = sums[chunk];
-        if (left >= sum) {
-            left = plus(left, -sum);
-            continue;
-        }
-        u32 end = least_of((chunk + 1) * SUM_CHUNK, count);
-        for (u32 token = chunk * SUM_CHUNK; token < end; token++) {
-            double weight = weights[token];
-            if (left < weight) {
-                return token;
+    if (thread_index() == 0) {
+        shared.token = best;
+        shared.chunk = NONE;
+    }
+    for (u32 first = 0; first < chunks; first += SAMPLE_THREADS) {
+        u32 many = bring(shared, sums + first, least_of(SAMPLE_THREADS, chunks - first));
+        for (u32 i = 0; thread_index() == 0 && i < many; i++) {
+            if (left < shared.lanes[i]) {
+                shared.chunk = first + i;
+                break;
             }
-            left = plus(left, -weight);
+            left = plus(left, -shared.lanes[i]);
+        }
+        sync_block();
+        u32 chunk = shared.chunk;
+        if (chunk != NONE) {
+            u32 token = chunk * SUM_CHUNK;
+            u32 length = bring(shared, weights + token, least_of(SUM_CHUNK, count - token));
+            for (u32 i = 0; thread_index() == 0 && i < length; i++) {
+                if (left < shared.lanes[i]) {
+                    shared.token = token + i;
+                    break;
+                }
+                left = plus(left, -shared.lanes[i]);
+            }
+            break;
         }
     }
-    return best;
+    sync_block();
+    return shared.token;
 }
 
 // The token that is drawn, for all threads; NONE where there is none.
@@ -322,21 +353,22 @@ DEVICE u32 draw(SampleShared& shared, const SampleArgs& args, const SampleRow& r
     double* sums = args.sums + (u64)block_x() * steps_of(count, SUM_CHUNK);
     bool is_greedy = row.temperature < LEAST_TEMPERATURE;
     bool is_plain = row.bias_count == 0 && row.presence == 0 && row.frequency == 0;
-    if (!is_plain || !is_greedy) {
+    if (!is_plain) {
         adjust(shared, args, row, logits, weights);
         sync_block();
     }
-    u64 key = likeliest(shared, is_plain && is_greedy ? logits : weights, count, ~0ull);
+    const float* from = is_plain ? logits : weights;
+    u64 key = likeliest(shared, from, count, ~0ull);
     if (is_nothing(key)) {
         return NONE;
     }
     if (is_greedy) {
         return token_of(key);
     }
-    float highest = weights[token_of(key)], scale = divided(1.0f, row.temperature);
+    float highest = bounded(from[token_of(key)]), scale = divided(1.0f, row.temperature);
     sync_block(); // all know the highest before it becomes a weight
     for (u32 i = thread_index(); i < count; i += SAMPLE_THREADS) {
-        weights[i] = exponential(times(plus(weights[i], -highest), scale));
+        weights[i] = exponential(times(plus(bounded(from[i]), -highest), scale));
     }
     if (row.top_p < 1) {
         keep_nucleus(shared, weights, count, row.top_p);
@@ -345,13 +377,7 @@ DEVICE u32 draw(SampleShared& shared, const SampleArgs& args, const SampleRow& r
         sync_block();
     }
     sum_chunks(shared, weights, count, sums);
-    sync_block();
-    if (thread_index() == 0) {
-        double part = uniform(row.seed, row.position);
-        shared.token = pick(weights, count, sums, part, token_of(key));
-    }
-    sync_block();
-    return shared.token;
+    return pick(shared, weights, count, sums, uniform(row.seed, row.position), token_of(key));
 }
 
 // ln of the sum of exp over the row.
