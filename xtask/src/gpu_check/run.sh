@@ -115,5 +115,6 @@ if python3 -c 'import torch, transformers' 2>/dev/null; then
 else
     say "peer: not run, there is no transformers" >"$out/peer.json"
 fi
+{ echo; "$here/gpu_check" table "$out"; } >>"$out/summary.txt"
 rm -f "$out/.agree.err" "$out/.meter.err" "$out/.speed.err"
 exit $failed

@@ -6,7 +6,8 @@
 //! `gpu_check meter [--quick]` compares the time that is metered with what the
 //! card's own tool says; `gpu_check speed [--quick]` measures shapes of known
 //! models. Each prints one JSON document, and what it does meanwhile on standard
-//! error; the exit status is 1 where something differs. `--kernels DIR` is a
+//! error; the exit status is 1 where something differs. `gpu_check table DIR`
+//! prints what is in that folder as tables. `--kernels DIR` is a
 //! bundle of machine code, `--nvidia-smi PATH` the tool.
 
 #[path = "../../tests/cuda/agree.rs"]
@@ -19,6 +20,7 @@ mod drawing;
 mod meter;
 mod options;
 mod speed;
+mod table;
 
 use std::error::Error;
 use std::process::ExitCode;
@@ -36,6 +38,11 @@ fn main() -> ExitCode {
 fn run() -> Result<ExitCode, Box<dyn Error>> {
     let mut words = std::env::args().skip(1);
     let command = words.next().unwrap_or_default();
+    if command == "table" {
+        let folder = words.next().ok_or("table wants a folder")?;
+        print!("{}", table::run(folder.as_ref())?);
+        return Ok(ExitCode::SUCCESS);
+    }
     let mut options = Options::default();
     while let Some(word) = words.next() {
         match word.as_str() {
@@ -54,7 +61,7 @@ fn run() -> Result<ExitCode, Box<dyn Error>> {
         "agree" => compare::run(&options),
         "meter" => meter::run(&options)?,
         "speed" => speed::run(&options)?,
-        _ => return Err("usage: gpu_check agree|meter|speed [--quick] [--kernels DIR]".into()),
+        _ => return Err("usage: gpu_check agree|meter|speed|table".into()),
     };
     println!("{told:#}");
     let passed = told["passed"].as_bool().unwrap_or(true);

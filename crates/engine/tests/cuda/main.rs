@@ -18,6 +18,8 @@ mod probe;
 #[path = "../../examples/gpu_check/speed.rs"]
 mod speed;
 mod standin;
+#[path = "../../examples/gpu_check/table.rs"]
+mod table;
 
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, OnceLock};
@@ -253,6 +255,17 @@ fn the_check_for_a_card_runs() {
             assert!(operations.iter().all(|it| it["device_ns"].as_u64() > Some(0)));
         }
     }
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("speed.json"), told.to_string()).unwrap();
+    let peer = r#"{"measured":{"tiny":{"decode":[{"batch":3,"tokens_per_second":7777.0}]}}}"#;
+    std::fs::write(folder.path().join("peer.json"), peer).unwrap();
+    let tables = table::run(folder.path()).unwrap();
+    // Three ways of a shape, each at two widths and with a prompt; and each
+    // operation of the two ways that are graphs.
+    let rows = |start: &str| tables.lines().filter(|line| line.starts_with(start)).count();
+    assert_eq!(rows("| tiny"), 3 * 3 + 2 * 3 * 11, "{tables}");
+    assert_eq!(rows("| tiny, no graphs | 3 |"), 1, "{tables}");
+    assert_eq!(tables.matches("| 7777 | ").count(), 3, "the peer's batch is compared: {tables}");
     card.fail_after(400);
     let told = compare::run(&options);
     card.fail_after(-1);

@@ -1,0 +1,118 @@
+//! What was measured as tables, beside the peer and beside what is aimed at.
+
+use std::error::Error;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+/// Tokens a second on one H200, bf16, 1,024 tokens of context: shape, what,
+/// bound computed from 4.3 TB/s and 790 TFLOP/s, first milestone, target.
+const AIMS: [(&str, &str, [f64; 3]); 12] = [
+    ("llama-3-8b", "1", [284.0, 200.0, 240.0]),
+    ("llama-3-8b", "32", [7_128.0, 4_300.0, 6_000.0]),
+    ("llama-3-8b", "128", [17_099.0, 10_000.0, 14_500.0]),
+    ("llama-3-8b", "prompt", [54_500.0, 25_000.0, 40_000.0]),
+    ("qwen2.5-7b", "1", [303.0, 210.0, 255.0]),
+    ("qwen2.5-7b", "32", [8_589.0, 5_100.0, 7_300.0]),
+    ("qwen2.5-7b", "128", [25_415.0, 15_000.0, 21_000.0]),
+    ("qwen2.5-7b", "prompt", [58_700.0, 27_000.0, 43_000.0]),
+    ("qwen2.5-0.5b", "1", [4_298.0, 1_000.0, 2_000.0]),
+    ("qwen2.5-0.5b", "32", [98_900.0, 25_000.0, 45_000.0]),
+    ("qwen2.5-0.5b", "128", [212_000.0, 60_000.0, 120_000.0]),
+    ("qwen2.5-0.5b", "prompt", [983_000.0, 200_000.0, 400_000.0]),
+];
+
+/// The tables of a folder that `run` has filled: `speed.json`, and `peer.json`
+/// where there was a peer.
+pub(crate) fn run(folder: &Path) -> Result<String, Box<dyn Error>> {
+    let read = |name: &str| -> Result<Value, Box<dyn Error>> {
+        let text = fs::read_to_string(folder.join(name))?;
+        Ok(serde_json::from_str(&text).map_err(|error| format!("{name}: {error}"))?)
+    };
+    let (speed, peer) = (read("speed.json")?, read("peer.json").unwrap_or_default());
+    let measured = speed["measured"].as_array().ok_or("speed.json has no measurements")?;
+    let device = measured.first().map(|it| &it["device"]).and_then(Value::as_str);
+    let mut text = format!(
+        "{}; aims are for an H200: bound / milestone / target.\n\n\
+         | shape, way | batch | tokens/s | bytes over copy | peer | over peer | aims |\n\
+         |---|---|---|---|---|---|---|\n",
+        device.unwrap_or("unknown device")
+    );
+    for shape in measured {
+        for decode in shape["decode"].as_array().into_iter().flatten() {
+            text.push_str(&row(shape, decode, &peer)?);
+        }
+        text.push_str(&row(shape, &shape["prefill"], &peer)?);
+    }
+    text.push_str("\n| shape | batch | operation | us | bytes over copy | TFLOP/s |\n");
+    text.push_str("|---|---|---|---|---|---|\n");
+    for shape in measured.iter().filter(|shape| shape["graphs"] == true) {
+        let decode = shape["decode"].as_array().into_iter().flatten();
+        for measured in decode.chain([&shape["prefill"]]) {
+            for operation in measured["operations"].as_array().into_iter().flatten() {
+                writeln!(
+                    text,
+                    "| {} | {} | {} | {:.1} | {:.2} | {:.1} |",
+                    way(shape),
+                    batch(measured),
+                    operation["operation"].as_str().unwrap_or_default(),
+                    number(&operation["device_ns"]) / 1e3,
+                    number(&operation["bytes_over_copy"]),
+                    number(&operation["tflop_per_second"]),
+                )?;
+            }
+        }
+    }
+    Ok(text)
+}
+
+fn row(shape: &Value, measured: &Value, peer: &Value) -> Result<String, Box<dyn Error>> {
+    let (name, batch) = (shape["shape"].as_str().unwrap_or_default(), batch(measured));
+    let mut text = String::new();
+    if let Some(why) = measured["why_not"].as_str() {
+        writeln!(text, "| {} | {batch} | {why} | | | | |", way(shape))?;
+        return Ok(text);
+    }
+    let ours = number(&measured["tokens_per_second"]);
+    let theirs = &peer["measured"][name];
+    let theirs = match batch.as_str() {
+        "prompt" => theirs["prefill"]["tokens_per_second"].as_f64(),
+        batch => theirs["decode"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .find(|it| it["batch"].as_u64() == batch.parse().ok())
+            .and_then(|it| it["tokens_per_second"].as_f64()),
+    };
+    let aims = AIMS.iter().find(|aim| aim.0 == name && aim.1 == batch);
+    let aims = aims.map(|(_, _, aims)| aims.map(|aim| format!("{aim:.0}")).join(" / "));
+    let share = measured["bytes_read_over_copy"].as_f64();
+    writeln!(
+        text,
+        "| {} | {batch} | {ours:.0} | {} | {} | {} | {} |",
+        way(shape),
+        share.map(|share| format!("{share:.2}")).unwrap_or_default(),
+        theirs.map(|theirs| format!("{theirs:.0}")).unwrap_or_default(),
+        theirs.map(|theirs| format!("{:.1}", ours / theirs)).unwrap_or_default(),
+        aims.unwrap_or_default(),
+    )?;
+    Ok(text)
+}
+
+fn way(shape: &Value) -> String {
+    let name = shape["shape"].as_str().unwrap_or_default();
+    let products = if shape["vendor_products"] == true { "" } else { ", own products" };
+    let launches = if shape["graphs"] == true { "" } else { ", no graphs" };
+    format!("{name}{products}{launches}")
+}
+
+/// Sequences of a batch, or that it was a prompt.
+fn batch(measured: &Value) -> String {
+    measured["batch"].as_u64().map_or_else(|| "prompt".to_owned(), |batch| batch.to_string())
+}
+
+fn number(value: &Value) -> f64 {
+    value.as_f64().unwrap_or(0.0)
+}
