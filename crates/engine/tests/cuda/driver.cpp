@@ -3,7 +3,8 @@
 // comes poisoned, blocks run in any order, and it fails as it is told to.
 //
 // Built with -DNO_KERNELS it has no kernels, which is enough to be probed;
-// further macros make it old, incomplete, empty or busy.
+// further macros make it old, incomplete, empty or busy, or its devices slices.
+// In a process of its own it fails as files in STANDIN_FAULTS say.
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -11,6 +12,7 @@
 #include <cstring>
 #include <map>
 #include <string>
+#include <unistd.h>
 
 #ifndef NO_KERNELS
 #include "emulator.cpp"
@@ -28,6 +30,12 @@
 #ifndef MAJOR
 #define MAJOR 9
 #endif
+#ifdef SLICES
+#define KIND "MIG"
+#define NAME "Emulated H100 MIG 1g.10gb"
+#else
+#define KIND "GPU"
+#endif
 #ifndef NAME
 #define NAME "Emulated H100"
 #endif
@@ -39,6 +47,8 @@ static size_t total = 96u << 20, taken = 0;
 static std::map<uintptr_t, size_t> held;
 static int launches_left = -1;
 static unsigned launches = 0, compiled = 0;
+static int shown = DEVICES, first_shown = 0; // devices that this process may see
+static int in_use = 0;                       // the one that it uses
 
 // What a test tells it.
 extern "C" void standin_memory(size_t bytes) { total = bytes; }
@@ -46,7 +56,51 @@ extern "C" void standin_fail_after(int more) { launches_left = more; }
 extern "C" unsigned standin_launches() { return launches; }
 extern "C" size_t standin_taken() { return taken; }
 
-extern "C" Result cuInit(unsigned) { return INIT; }
+// What a file named by the device asks of a call, once: `launch hang`, `wait fail`.
+static bool struck(const char* call) {
+    const char* folder = getenv("STANDIN_FAULTS");
+    char asked[16] = "", fault[16] = "";
+    std::string path = std::string(folder ? folder : "") + "/" + std::to_string(in_use);
+    FILE* file = folder ? fopen(path.c_str(), "r") : nullptr;
+    if (!file) {
+        return false;
+    }
+    int words = fscanf(file, "%15s %15s", asked, fault);
+    fclose(file);
+    if (words != 2 || strcmp(asked, call) != 0) {
+        return false;
+    }
+    unlink(path.c_str()); // the next process on this device must not find it
+    while (strcmp(fault, "hang") == 0) {
+        pause();
+    }
+    return true;
+}
+
+static std::string uuid_of(int device) {
+    std::string text = KIND;
+    for (int i = 0; i < 16; i++) {
+        char byte[4];
+        snprintf(byte, sizeof byte, i % 2 || i < 4 || i > 10 ? "%02x" : "-%02x", 16 * device + i);
+        text += i == 0 ? std::string("-") + byte : byte;
+    }
+    return text;
+}
+
+// A process sees all cards, or one slice; CUDA_VISIBLE_DEVICES names one of either.
+extern "C" Result cuInit(unsigned) {
+#ifdef SLICES
+    shown = 1;
+#endif
+    if (const char* named = getenv("CUDA_VISIBLE_DEVICES")) {
+        for (shown = 1; first_shown < DEVICES && uuid_of(first_shown) != named; first_shown++) {
+        }
+        if (first_shown == DEVICES) {
+            return NO_CARD;
+        }
+    }
+    return INIT;
+}
 extern "C" Result cuDriverGetVersion(int* version) {
     *version = VERSION;
     return OK;
@@ -69,12 +123,12 @@ extern "C" Result cuGetErrorString(int code, const char** text) {
 }
 
 extern "C" Result cuDeviceGetCount(int* count) {
-    *count = DEVICES;
+    *count = shown;
     return OK;
 }
 extern "C" Result cuDeviceGet(int* device, int ordinal) {
-    *device = ordinal;
-    return ordinal < DEVICES ? OK : 101;
+    *device = first_shown + ordinal;
+    return ordinal < shown ? OK : 101;
 }
 extern "C" Result cuDeviceGetName(char* name, int length, int) {
     snprintf(name, length, "%s", NAME);
@@ -94,10 +148,11 @@ extern "C" Result cuDeviceGetAttribute(int* value, int attribute, int) {
     }
     return INVALID;
 }
-extern "C" Result cuDevicePrimaryCtxRetain(void** context, int) {
+extern "C" Result cuDevicePrimaryCtxRetain(void** context, int device) {
 #ifdef BUSY
     return BUSY_CARD;
 #else
+    in_use = device;
     *context = &total;
     return OK;
 #endif
@@ -111,7 +166,7 @@ extern "C" Result cuMemGetInfo_v2(size_t* free, size_t* all) {
     return OK;
 }
 extern "C" Result cuMemAlloc_v2(uint64_t* to, size_t bytes) {
-    if (bytes == 0 || taken + bytes > total) {
+    if (bytes == 0 || taken + bytes > total || struck("alloc")) {
         return bytes == 0 ? INVALID : NO_MEMORY;
     }
 #ifdef NO_KERNELS
@@ -202,7 +257,7 @@ extern "C" Result cuStreamCreate(void** stream, unsigned) {
     return OK;
 }
 extern "C" Result cuStreamDestroy_v2(void*) { return OK; }
-extern "C" Result cuStreamSynchronize(void*) { return OK; }
+extern "C" Result cuStreamSynchronize(void*) { return struck("wait") ? LAUNCH : OK; }
 
 typedef std::chrono::steady_clock Clock;
 extern "C" Result cuEventCreate(Clock::time_point** event, unsigned) {
@@ -248,7 +303,7 @@ extern "C" Result cuLaunchKernel(const void* function, unsigned x, unsigned y, u
                                  unsigned threads, unsigned threads_y, unsigned threads_z,
                                  unsigned shared, void*, void** parameters, void**) {
     launches++;
-    if (launches_left == 0) {
+    if (launches_left == 0 || struck("launch")) {
         return LAUNCH;
     }
     launches_left -= launches_left > 0;

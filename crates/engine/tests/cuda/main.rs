@@ -9,6 +9,7 @@
 mod agree;
 #[path = "../../examples/gpu_check/compare.rs"]
 mod compare;
+mod load;
 #[path = "../../examples/gpu_check/options.rs"]
 mod options;
 mod probe;
@@ -20,6 +21,7 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard, OnceLock};
 
 use agree::{BLOCKS, Pair, everything, models, open, scattered, span, text};
+use load::load;
 use standin::Part;
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
 use tollgate_engine::backend::cuda::{
@@ -28,6 +30,9 @@ use tollgate_engine::backend::cuda::{
 use tollgate_engine::backend::{Backend, BackendError, LogitRows, StepOutput, StepPlan};
 use tollgate_engine::model::ModelFiles;
 use tollgate_engine::random_model::ModelSpec;
+
+/// Where this crate's sources are.
+const ENGINE: &str = env!("CARGO_MANIFEST_DIR");
 
 /// The stand-in driver's own controls. One test at a time has it: memory and
 /// failures are the whole process's.
@@ -39,8 +44,8 @@ fn card() -> (MutexGuard<'static, ()>, &'static Card) {
     let alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     let card = CARD.get_or_init(|| {
         let folder = standin::folder("emulated");
-        standin::load(&standin::build(Part::Compiler, &folder, &[]));
-        Card(standin::load(&standin::build(Part::Driver, &folder, &[])))
+        load(&standin::build(Part::Compiler, &folder, &[]));
+        Card(load(&standin::build(Part::Driver, &folder, &[])))
     });
     card.set_memory(96 << 20);
     card.fail_after(-1);
