@@ -56,20 +56,18 @@ extern "C" void standin_fail_after(int more) { launches_left = more; }
 extern "C" unsigned standin_launches() { return launches; }
 extern "C" size_t standin_taken() { return taken; }
 
-// What a file named by the device asks of a call, once: `launch hang`, `wait fail`.
+// Whether a file asks this call to fail, once: `0.launch` is device 0's, and
+// says `fail` or `hang`.
 static bool struck(const char* call) {
     const char* folder = getenv("STANDIN_FAULTS");
-    char asked[16] = "", fault[16] = "";
-    std::string path = std::string(folder ? folder : "") + "/" + std::to_string(in_use);
+    std::string path = std::string(folder ? folder : "") + "/" + std::to_string(in_use) + "." + call;
     FILE* file = folder ? fopen(path.c_str(), "r") : nullptr;
     if (!file) {
         return false;
     }
-    int words = fscanf(file, "%15s %15s", asked, fault);
+    char fault[8] = "";
+    fgets(fault, sizeof fault, file);
     fclose(file);
-    if (words != 2 || strcmp(asked, call) != 0) {
-        return false;
-    }
     unlink(path.c_str()); // the next process on this device must not find it
     while (strcmp(fault, "hang") == 0) {
         pause();
@@ -166,7 +164,10 @@ extern "C" Result cuMemGetInfo_v2(size_t* free, size_t* all) {
     return OK;
 }
 extern "C" Result cuMemAlloc_v2(uint64_t* to, size_t bytes) {
-    if (bytes == 0 || taken + bytes > total || struck("alloc")) {
+    if (struck("alloc")) {
+        total = taken; // for the rest of the process
+    }
+    if (bytes == 0 || taken + bytes > total) {
         return bytes == 0 ? INVALID : NO_MEMORY;
     }
 #ifdef NO_KERNELS

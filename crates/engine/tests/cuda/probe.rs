@@ -164,7 +164,9 @@ fn a_process_sees_the_slice_that_is_named_to_it() {
     let absent = "MIG-ffffffff-0000-0000-0000-000000000000";
     assert_eq!(
         said_where(&folder, "child_looks_for_a_slice", Some(absent)),
-        format!("there is no CUDA device cuda:{absent}; `nvidia-smi -L` lists those that there are")
+        format!(
+            "there is no CUDA device cuda:{absent}; `nvidia-smi -L` lists those that there are"
+        )
     );
 }
 
