@@ -116,6 +116,8 @@ impl Tollgate {
         loop {
             let line = lines.recv_timeout(Duration::from_secs(120)).unwrap_or_else(|error| {
                 let status = child.try_wait();
+                // Nobody else would end it, or its workers.
+                let _ = child.kill();
                 panic!("no `ready` line ({error}; {status:?}) after: {banner:#?}")
             });
             banner.push(line.clone());
