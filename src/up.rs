@@ -26,6 +26,7 @@ use crate::common::{load, now};
 use crate::{audit, data, logging};
 
 mod banner;
+mod cards;
 mod demo_model;
 mod supervisor;
 mod vital;
@@ -53,7 +54,7 @@ pub struct Arguments {
     /// Serve the model in this Hugging Face folder, under the folder's name.
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
-    /// auto, cpu, cuda or cuda:UUID.
+    /// auto, cpu, cuda, cuda:INDEX or cuda:UUID.
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
     /// The control of a benchmark, in no program but its own: what is posted

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use tollgate_loadtest::client::{Connection, Protocol, Target};
+use tollgate_loadtest::client::Connection;
 
 mod support;
 use support::{Tollgate, get, post};
@@ -79,12 +79,6 @@ nvml = "{}"
     )
 }
 
-async fn admin(gateway: &Tollgate) -> Connection {
-    let key = fs::read_to_string(gateway.data().join("admin.key")).expect("made at the start");
-    let admin = Target::new(&gateway.admin, &gateway.ca(), key.trim()).expect("a target");
-    admin.connect(Protocol::Either).await.expect("connects")
-}
-
 /// Waits until the worker says so of itself.
 async fn until(admin: &Connection, words: &str, holds: impl Fn(&Value) -> bool) -> Value {
     let started = Instant::now();
@@ -114,7 +108,7 @@ async fn a_device_that_is_not_well_rests_until_it_is() {
     let config = config(r#"["cuda:one"]"#, &card.library, &folder.path().join("locks"));
     let mut gateway = Tollgate::with_config(&config);
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
-    let admin = admin(&gateway).await;
+    let admin = gateway.connect_admin().await;
     let rests = |worker: &Value, concern: &str| {
         let health = &worker["health"];
         let concerned =
@@ -189,7 +183,7 @@ async fn a_host_without_nvml_serves_all_the_same() {
     let mut gateway = Tollgate::logging(&config, "info", &log);
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     assert_eq!(ask(&connection).await, 200);
-    let (_, status) = get(&admin(&gateway).await, "/v1/status").await;
+    let (_, status) = get(&gateway.connect_admin().await, "/v1/status").await;
     assert_eq!(status["workers"][0]["health"], Value::Null, "{status}");
     assert_eq!(gateway.stop(), Some(0));
     let log = fs::read_to_string(&log).expect("a log");

@@ -4,7 +4,6 @@
 use std::fs;
 use std::net::TcpListener;
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
@@ -12,7 +11,7 @@ use tollgate_ledger::Ledger;
 use tollgate_loadtest::client::{Connection, Protocol, Target};
 
 mod support;
-use support::{Tollgate, get, post, signal};
+use support::{Tollgate, post, posted, signal};
 
 const LEAVERS: u32 = 1_000;
 const AT_ONCE: u32 = 8;
@@ -66,19 +65,6 @@ async fn leave(connection: &Connection, number: u32) -> String {
         }
     }
     id
-}
-
-/// The usage of one request, once its end is in the ledger.
-async fn posted(connection: &Connection, id: &str) -> Value {
-    let started = Instant::now();
-    loop {
-        let (status, usage) = get(connection, &format!("/v1/usage/{id}")).await;
-        if status == 200 && usage["state"] == "posted" {
-            return usage;
-        }
-        assert!(started.elapsed() < Duration::from_secs(20), "{id}: {status} {usage}");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
 }
 
 /// T40: nobody is asked anything on a client's word.

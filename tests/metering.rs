@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use tollgate_ledger::Ledger;
 
 mod support;
-use support::{Tollgate, get, post, signal};
+use support::{Tollgate, get, post, posted, signal};
 
 fn count(max_tokens: u32, stream: bool) -> Value {
     json!({
@@ -134,19 +134,6 @@ async fn a_hundred_clients_leave_at_random_and_owe_what_was_done() {
     let done: i64 = balances.iter().map(|balance| balance.tenants_ns).sum();
     assert_eq!(billed - done, 0);
     assert_eq!(balances.iter().map(|balance| balance.loss_ns).sum::<i64>(), 0, "{balances:?}");
-}
-
-/// The usage of one request, once its end is in the ledger.
-async fn posted(connection: &tollgate_loadtest::client::Connection, id: &str) -> Value {
-    let started = Instant::now();
-    loop {
-        let (status, usage) = get(connection, &format!("/v1/usage/{id}")).await;
-        if status == 200 && usage["state"] == "posted" {
-            return usage;
-        }
-        assert!(started.elapsed() < Duration::from_secs(10), "{id}: {status} {usage}");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
 }
 
 #[tokio::test]

@@ -11,11 +11,11 @@ use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use tollgate_ledger::{Ledger, LedgerReader};
-use tollgate_loadtest::client::{Connection, Protocol, Target};
+use tollgate_ledger::LedgerReader;
+use tollgate_loadtest::client::Connection;
 
 mod support;
-use support::{Tollgate, get, post, runs, signal};
+use support::{Tollgate, errors, post, rest, runs, signal};
 
 /// What a worker may take to be back: C12 says 30 s, of which it needs few.
 const BACK_WITHIN: Duration = Duration::from_secs(30);
@@ -58,12 +58,6 @@ async fn streamed(connection: &Connection, tokens: u32) -> http::Response<Incomi
     response
 }
 
-/// The rest of a stream, which must end cleanly.
-async fn rest(response: http::Response<Incoming>) -> String {
-    let rest = response.into_body().collect().await.expect("a clean end").to_bytes();
-    String::from_utf8(rest.to_vec()).expect("UTF-8")
-}
-
 /// Asks until there is a worker to answer.
 async fn answered(connection: &Connection, tokens: u32) {
     let started = Instant::now();
@@ -78,37 +72,13 @@ async fn answered(connection: &Connection, tokens: u32) {
     }
 }
 
-fn errors(text: &str) -> usize {
-    text.matches("\"error\"").count()
-}
-
-/// Waits until as many workers take requests.
-async fn until_ready(gateway: &Tollgate, workers: usize) {
-    let key = fs::read_to_string(gateway.data().join("admin.key")).expect("made at the start");
-    let admin = Target::new(&gateway.admin, &gateway.ca(), key.trim()).expect("a target");
-    let connection = admin.connect(Protocol::Either).await.expect("connects");
-    let started = Instant::now();
-    loop {
-        let (_, status) = get(&connection, "/v1/status").await;
-        let all = status["workers"].as_array().expect("workers");
-        if all.iter().filter(|worker| worker["ready"] == true).count() == workers {
-            return;
-        }
-        assert!(started.elapsed() < BACK_WITHIN, "not back: {status}");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
-}
-
 /// Every nanosecond has its account, and the log of the run says `words`.
 fn books(gateway: &Tollgate, log: &Path, words: &[&str]) -> LedgerReader {
-    let reader = Ledger::open_read_only(&gateway.data().join("ledger.db")).expect("a ledger");
-    let findings = reader.check();
-    assert!(findings.is_empty(), "{findings:#?}");
     let log = fs::read_to_string(log).expect("a log");
     for words in words {
         assert!(log.contains(words), "{words:?} is missing in:\n{log}");
     }
-    reader
+    gateway.books()
 }
 
 fn loss(reader: &LedgerReader) -> i64 {
@@ -149,7 +119,7 @@ async fn a_worker_that_hangs_is_ended_and_the_others_go_on() {
     for (status, reply) in [&first, &second] {
         assert_eq!((*status, &reply["usage"]["completion_tokens"]), (200, &json!(60)), "{reply}");
     }
-    until_ready(&gateway, 2).await;
+    gateway.until_ready(2, BACK_WITHIN).await;
     assert!(hung.elapsed() < BACK_WITHIN, "{:?}", hung.elapsed());
     let after = gateway.workers();
     let stayed = after.iter().filter(|pid| before.contains(pid)).count();

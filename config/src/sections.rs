@@ -418,7 +418,7 @@ section! {
         /// A folder with config.json, safetensors and tokenizer.json; the
         /// model that comes along needs none.
         path: Option<PathBuf> = None;
-        /// Where it runs: "auto", "cpu", "cuda" or "cuda:UUID".
+        /// Where it runs: "auto", "cpu", "cuda", "cuda:INDEX" or "cuda:UUID".
         devices: Vec<DeviceSelector> = vec![DeviceSelector::Auto];
         /// Limits over all who call it together; none unless given.
         plan: Option<PlanName> = None;
@@ -618,11 +618,12 @@ impl fmt::Display for SyntheticPolicy {
 /// Where a model runs.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum DeviceSelector {
-    /// On each GPU there is, else on the CPU.
+    /// On the first GPU that can be used, else on the CPU.
     Auto,
     /// On the CPU.
     Cpu,
-    /// On each GPU, or on the one with this UUID.
+    /// On the first GPU that can be used, or on the one with this UUID or
+    /// place in the driver's list.
     Cuda(Option<String>),
 }
 

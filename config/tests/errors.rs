@@ -174,7 +174,7 @@ fn each_mistake_has_a_place_and_a_key() {
         ("[models.m]\npath = \"/nowhere/m\"", "t.toml:2: models.m.path: /nowhere/m does not exist"),
         (
             "[models.tollgate-demo]\ndevices = [\"tpu\"]",
-            "t.toml:2: models.tollgate-demo.devices: expected \"auto\", \"cpu\", \"cuda\" or \"cuda:UUID\", found \"tpu\"",
+            "t.toml:2: models.tollgate-demo.devices: expected \"auto\", \"cpu\", \"cuda\", \"cuda:INDEX\" or \"cuda:UUID\", found \"tpu\"",
         ),
         // The synthetic engine.
         (

@@ -30,6 +30,8 @@ pub struct Worker {
     pub name: String,
     /// The arguments after the program's own path.
     pub arguments: Vec<OsString>,
+    /// The one card that the driver is to show it; all where none is given.
+    pub shown: Option<String>,
     /// How long it may be silent.
     pub patience: Patience,
 }
@@ -115,6 +117,7 @@ impl Worker {
         let program = std::env::current_exe().context("where is this program?")?;
         Command::new(program)
             .args(&self.arguments)
+            .envs(self.shown.iter().map(|uuid| ("CUDA_VISIBLE_DEVICES", uuid)))
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .kill_on_drop(true)

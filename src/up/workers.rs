@@ -9,15 +9,16 @@ use tollgate_config::{Config, DeviceSelector, EngineKind, Health, Model, Synthet
 use tollgate_domain::WorkerName;
 use tollgate_gateway::upstream::WorkerEndpoint;
 
-use super::demo_model;
 use super::supervisor::Worker;
 use super::vital::Patience;
+use super::{cards, demo_model};
 
 /// One worker process to start.
 pub struct Planned {
     name: WorkerName,
     socket: PathBuf,
     arguments: Vec<OsString>,
+    shown: Option<String>,
     patience: Patience,
 }
 
@@ -35,7 +36,8 @@ pub fn plan(config: &Config, data: &Path, sockets: &Path) -> Result<Vec<Planned>
             let name = WorkerName::new(&planned.len().to_string())?;
             let socket = sockets.join(format!("{name}.sock"));
             let arguments = arguments(config, model, &folder, device, &name, &socket, data);
-            planned.push(Planned { name, socket, arguments, patience });
+            let shown = cards::identity(device);
+            planned.push(Planned { name, socket, arguments, shown, patience });
         }
     }
     Ok(planned)
@@ -49,8 +51,8 @@ impl Planned {
 
     /// What the supervisor starts.
     pub fn into_command(self) -> Worker {
-        let Self { name, arguments, patience, .. } = self;
-        Worker { name: name.to_string(), arguments, patience }
+        let Self { name, socket: _, arguments, shown, patience } = self;
+        Worker { name: name.to_string(), arguments, shown, patience }
     }
 }
 
@@ -64,7 +66,7 @@ fn is_shared(config: &Config, device: &DeviceSelector) -> bool {
         DeviceSelector::Auto | DeviceSelector::Cuda(None) => !synthetic,
     };
     let all = config.models().flat_map(|model| &model.devices);
-    is_card && all.filter(|other| *other == device).count() > 1
+    is_card && all.filter(|other| cards::are_one(other, device)).count() > 1
 }
 
 #[allow(clippy::too_many_arguments, reason = "each is one flag of the command line it becomes")]

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use http_body_util::BodyExt;
 use serde_json::Value;
 use tempfile::TempDir;
+use tollgate_ledger::{Ledger, LedgerReader};
 use tollgate_loadtest::client::{Connection, Protocol, Target};
 
 /// A plan nobody can reach the end of, for tests that are not about limits.
@@ -115,6 +116,8 @@ impl Tollgate {
         loop {
             let line = lines.recv_timeout(Duration::from_secs(120)).unwrap_or_else(|error| {
                 let status = child.try_wait();
+                // Nobody else would end it, or its workers.
+                let _ = child.kill();
                 panic!("no `ready` line ({error}; {status:?}) after: {banner:#?}")
             });
             banner.push(line.clone());
@@ -221,6 +224,36 @@ impl Tollgate {
         self.target(key).connect(Protocol::Either).await.expect("connects")
     }
 
+    /// A connection to the admin listener.
+    pub async fn connect_admin(&self) -> Connection {
+        let key = fs::read_to_string(self.data.join("admin.key")).expect("made at the start");
+        let admin = Target::new(&self.admin, &self.ca(), key.trim()).expect("a target");
+        admin.connect(Protocol::Either).await.expect("connects")
+    }
+
+    /// Waits until as many workers take requests.
+    pub async fn until_ready(&self, workers: usize, within: Duration) {
+        let connection = self.connect_admin().await;
+        let started = Instant::now();
+        loop {
+            let (_, status) = get(&connection, "/v1/status").await;
+            let all = status["workers"].as_array().expect("workers");
+            if all.iter().filter(|worker| worker["ready"] == true).count() == workers {
+                return;
+            }
+            assert!(started.elapsed() < within, "not back: {status}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
+    /// Its ledger once it has ended: every nanosecond has its account.
+    pub fn books(&self) -> LedgerReader {
+        let reader = Ledger::open_read_only(&self.data.join("ledger.db")).expect("a ledger");
+        let findings = reader.check();
+        assert!(findings.is_empty(), "{findings:#?}");
+        reader
+    }
+
     /// Asks it to end (SIGTERM) and waits; returns its exit code.
     pub fn stop(&mut self) -> Option<i32> {
         signal(self.pid(), "TERM");
@@ -277,6 +310,30 @@ pub async fn stay_within_a_day() {
     if of_day > 86_400 - 90 {
         tokio::time::sleep(Duration::from_secs(86_401 - of_day)).await;
     }
+}
+
+/// The usage of one request, once its end is in the ledger.
+pub async fn posted(connection: &Connection, id: &str) -> Value {
+    let started = Instant::now();
+    loop {
+        let (status, usage) = get(connection, &format!("/v1/usage/{id}")).await;
+        if status == 200 && usage["state"] == "posted" {
+            return usage;
+        }
+        assert!(started.elapsed() < Duration::from_secs(20), "{id}: {status} {usage}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// The rest of a stream, which must end cleanly.
+pub async fn rest(response: http::Response<hyper::body::Incoming>) -> String {
+    let rest = response.into_body().collect().await.expect("a clean end").to_bytes();
+    String::from_utf8(rest.to_vec()).expect("UTF-8")
+}
+
+/// How often a client was told of an error.
+pub fn errors(text: &str) -> usize {
+    text.matches("\"error\"").count()
 }
 
 /// Sends a signal, by name, to a process that a test started.

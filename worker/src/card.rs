@@ -52,6 +52,17 @@ pub enum CardError {
         /// Who says to have it.
         holder: String,
     },
+    /// It is ours, and was claimed as if it were another card.
+    #[error(
+        "the card {uuid} is in use by another worker of ours ({holder}): where two devices of the \
+         config are one card, name it alike in both, so that they take turns"
+    )]
+    NamedTwice {
+        /// The card.
+        uuid: String,
+        /// Who says to have it.
+        holder: String,
+    },
     /// Its locks cannot be used.
     #[error("the lock {} of a card cannot be used", path.display())]
     Lock {
@@ -83,8 +94,12 @@ impl Card {
             Some(_) => together(&mut owner, &us),
         };
         if !got.map_err(failed)? {
-            let holder = holder(&mut owner).map_err(failed)?;
-            return Err(CardError::InUse { uuid: uuid.to_owned(), holder });
+            let (uuid, holder) = (uuid.to_owned(), holder(&mut owner).map_err(failed)?);
+            let is_ours = holder == us || holder.starts_with(&format!("{us}, process "));
+            return Err(match is_ours {
+                true => CardError::NamedTwice { uuid, holder },
+                false => CardError::InUse { uuid, holder },
+            });
         }
         let turns = match options.turn {
             None => None,
@@ -249,11 +264,15 @@ mod tests {
         let refused =
             |result: Result<Card, CardError>| result.expect_err("it is another's").to_string();
         let held = Card::claim("GPU-1", ours, &alone).expect("it is free");
-        let words = refused(Card::claim("GPU-1", ours, &alone));
-        assert!(
-            words.starts_with("the card GPU-1 is in use by tollgate with the data folder /data/a")
-        );
-        refused(Card::claim("GPU-1", ours, &shared));
+        let words = refused(Card::claim("GPU-1", theirs, &alone));
+        let holder = "tollgate with the data folder /data/a, process";
+        assert!(words.starts_with(&format!("the card GPU-1 is in use by {holder}")), "{words}");
+        // By another name it may be claimed twice by one config.
+        for options in [&alone, &shared] {
+            let words = refused(Card::claim("GPU-1", ours, options));
+            let ours = format!("the card GPU-1 is in use by another worker of ours ({holder} ");
+            assert!(words.starts_with(&ours) && words.contains("name it alike"), "{words}");
+        }
         Card::claim("GPU-2", theirs, &alone).expect("another card is free");
         drop(held);
         let one = Card::claim("GPU-1", theirs, &shared).expect("it is free again");

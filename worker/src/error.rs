@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use tollgate_engine::backend::cpu::CpuError;
-use tollgate_engine::backend::cuda::CudaError;
+use tollgate_engine::backend::cuda::{CudaError, DriverFault};
 use tollgate_engine::backend::synthetic::SyntheticError;
 use tollgate_engine::calibrate::CalibrationError;
 use tollgate_engine::model::ModelError;
@@ -40,7 +40,11 @@ pub enum WorkerError {
     Device(String),
     /// The GPU that was asked for is not there, or cannot serve the model.
     #[error(transparent)]
-    Cuda(#[from] CudaError),
+    Cuda(CudaError),
+    /// The GPU's driver refused something. The engine's sentence holds its
+    /// cause, which a source would say once more.
+    #[error("{}", CudaError::Driver(.0.clone()))]
+    Refused(DriverFault),
     /// The device is another's, or its locks cannot be used.
     #[error(transparent)]
     Card(#[from] CardError),
@@ -100,14 +104,32 @@ pub enum WorkerError {
     Server(#[source] tonic::transport::Error),
 }
 
+impl From<CudaError> for WorkerError {
+    fn from(error: CudaError) -> Self {
+        match error {
+            CudaError::Driver(fault) => Self::Refused(fault),
+            error => Self::Cuda(error),
+        }
+    }
+}
+
 impl WorkerError {
+    /// Whether a processor can serve where a GPU was not insisted on.
+    pub(crate) fn leaves_the_cpu(&self) -> bool {
+        match self {
+            Self::Refused(_) => true,
+            Self::Cuda(error) => error.leaves_the_cpu(),
+            _ => false,
+        }
+    }
+
     /// The exit code that tells whoever started the process what happened.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Hung(_) => EXIT_HUNG,
-            Self::Setup(_)
-            | Self::Cuda(CudaError::Driver(_))
-            | Self::Engine(EngineError::Backend(_)) => EXIT_DEVICE,
+            Self::Setup(_) | Self::Refused(_) | Self::Engine(EngineError::Backend(_)) => {
+                EXIT_DEVICE
+            }
             _ => 1,
         }
     }

@@ -12,7 +12,9 @@ use sha2::{Digest, Sha256};
 use tollgate_domain::CostTable;
 use tollgate_engine::Backend;
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
-use tollgate_engine::backend::cuda::{CodeFolders, CudaBackend, CudaError, CudaOptions, Wanted};
+use tollgate_engine::backend::cuda::{
+    self, CodeFolders, CudaBackend, CudaError, CudaOptions, Wanted,
+};
 use tollgate_engine::backend::synthetic::{
     Pace, SyntheticBackend, SyntheticOptions, SyntheticText,
 };
@@ -47,6 +49,13 @@ enum Opened {
     Synthetic(SyntheticDevice),
 }
 
+/// A device that is ours.
+struct Claimed {
+    backend: Box<dyn Backend>,
+    /// None: the device has no identity that others could know it by.
+    card: Option<Card>,
+}
+
 /// A chat template and what belongs to it.
 struct Template {
     asset: Option<Asset>,
@@ -78,19 +87,21 @@ pub(crate) fn load(options: &WorkerOptions) -> Result<Loaded, WorkerError> {
     }
     let Template { asset: template_asset, context: template_context, end } =
         template(&options.model)?;
-    let (backend, table): (Box<dyn Backend>, _) = match engine {
+    let (claimed, table) = match engine {
         Opened::Model(files) => (on_device(&files, options)?, None),
         Opened::Synthetic(SyntheticDevice { cost, kv_tokens, context, policy: _ }) => {
             let text = synthetic_text(&tokenizer, end.as_deref());
             let step_tokens = options.step_tokens;
             let synthetic = SyntheticOptions { cost, kv_tokens, context, step_tokens, text };
             let backend = SyntheticBackend::new(synthetic, Pace::Real)?;
-            let backend = backend.with_uuid(synthetic_uuid(options));
-            (Box::new(backend), Some(cost.table()?))
+            let uuid = synthetic_uuid(options);
+            let card = Some(claim(&uuid, options)?);
+            let backend = Box::new(backend.with_uuid(uuid));
+            (Claimed { backend, card }, Some(cost.table()?))
         }
     };
     Ok(Loaded {
-        backend: Box::new(device(backend, options)?),
+        backend: Box::new(device(claimed, options)?),
         table,
         tokenizer: Arc::new(tokenizer),
         tokenizer_asset: Asset::new(bytes),
@@ -101,38 +112,36 @@ pub(crate) fn load(options: &WorkerOptions) -> Result<Loaded, WorkerError> {
 
 /// The model on the device that was asked for: any that there is, where that
 /// was left open. What was found, or why nothing was, goes to the log.
-fn on_device(files: &ModelFiles, options: &WorkerOptions) -> Result<Box<dyn Backend>, WorkerError> {
+fn on_device(files: &ModelFiles, options: &WorkerOptions) -> Result<Claimed, WorkerError> {
     let (wanted, or_cpu) = match &options.device {
-        DeviceChoice::Cpu => return Ok(Box::new(cpu(files, options)?)),
+        DeviceChoice::Cpu => return cpu(files, options),
         DeviceChoice::Auto => (Wanted::First, true),
         DeviceChoice::Cuda(None) => (Wanted::First, false),
         DeviceChoice::Cuda(Some(name)) => (name.parse().map_err(WorkerError::Device)?, false),
     };
-    match cuda(files, options, wanted) {
-        Ok(backend) => {
-            for note in backend.notes() {
-                tracing::info!(device = %backend.device().class, note);
-            }
-            Ok(Box::new(backend))
-        }
+    match cuda(files, options, &wanted) {
         Err(error) if or_cpu && error.leaves_the_cpu() => {
-            let backend = cpu(files, options)?;
+            let claimed = cpu(files, options)?;
             tracing::info!(device = "cpu", why = %error, "the model runs on the processor");
-            Ok(Box::new(backend))
+            Ok(claimed)
         }
-        Err(error) => Err(error.into()),
+        claimed => claimed,
     }
 }
 
+/// The card is claimed before anything is put on it: a stranger's is left as
+/// it is, and whose it is comes before what does not fit beside it.
 fn cuda(
     files: &ModelFiles,
     options: &WorkerOptions,
-    wanted: Wanted,
-) -> Result<CudaBackend, CudaError> {
+    wanted: &Wanted,
+) -> Result<Claimed, WorkerError> {
+    let uuid = cuda::look(wanted).map_err(CudaError::Absent)?.uuid;
+    let card = Some(claim(&uuid, options)?);
     let program = std::env::current_exe().ok();
     let beside = program.as_deref().and_then(Path::parent).map(|folder| folder.join("kernels"));
     let cuda = CudaOptions {
-        wanted,
+        wanted: Wanted::Uuid(uuid),
         memory_share: f64::from(options.gpu_memory_percent) / 100.0,
         step_tokens: options.step_tokens,
         folders: CodeFolders {
@@ -144,25 +153,29 @@ fn cuda(
         graphs: true,
         search: PRODUCT_SEARCH,
     };
-    CudaBackend::new(files, &cuda)
+    let backend = CudaBackend::new(files, &cuda)?;
+    for note in backend.notes() {
+        tracing::info!(device = %backend.device().class, note);
+    }
+    Ok(Claimed { backend: Box::new(backend), card })
 }
 
-fn cpu(files: &ModelFiles, options: &WorkerOptions) -> Result<CpuBackend, WorkerError> {
+fn cpu(files: &ModelFiles, options: &WorkerOptions) -> Result<Claimed, WorkerError> {
     let mut cpu = CpuOptions::for_model(files.config(), options.kv_bytes);
     cpu.step_tokens = options.step_tokens;
     if let Some(threads) = options.threads {
         cpu.threads = threads as usize;
     }
-    Ok(CpuBackend::new(files, &cpu)?)
+    Ok(Claimed { backend: Box::new(CpuBackend::new(files, &cpu)?), card: None })
 }
 
-/// The device behind `backend`, claimed for us.
-fn device(backend: Box<dyn Backend>, options: &WorkerOptions) -> Result<Device, WorkerError> {
-    let uuid = &backend.device().uuid;
-    let card = match uuid.is_empty() {
-        true => None,
-        false => Some(Card::claim(uuid, &options.data, &options.card)?),
-    };
+fn claim(uuid: &str, options: &WorkerOptions) -> Result<Card, WorkerError> {
+    Ok(Card::claim(uuid, &options.data, &options.card)?)
+}
+
+/// The device as the engine uses it, with the faults that a test asks for.
+fn device(claimed: Claimed, options: &WorkerOptions) -> Result<Device, WorkerError> {
+    let Claimed { backend, card } = claimed;
     let faults = options.faults.clone().map(|file| Faults { file });
     if let Some(Faults { file }) = &faults {
         let starting = Faults { file: file.with_extension("start") };

@@ -214,7 +214,7 @@ async fn requests_are_answered_as_they_ask() {
     telling.echo_logprobs = true;
     telling.sampling.as_mut().expect("it is there").top_logprobs = Some(3);
     let told = bench.run(telling).await.outcome().await;
-    assert_eq!(told.tokens, 48);
+    assert_eq!(told.tokens, 48, "{:?} {:?}", told.refused, told.reasons);
     assert_eq!(told.logprobs, 48 + prompt.len() - 1);
     assert_eq!(told.texts, [text.clone(), text], "greedy choices are alike");
 

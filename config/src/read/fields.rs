@@ -470,7 +470,7 @@ words!(
     "\"fair\"",
     "\"fair\", \"first_come\", \"token_counters\" or \"key_counters\""
 );
-words!(DeviceSelector, "\"auto\"", "\"auto\", \"cpu\", \"cuda\" or \"cuda:UUID\"");
+words!(DeviceSelector, "\"auto\"", "\"auto\", \"cpu\", \"cuda\", \"cuda:INDEX\" or \"cuda:UUID\"");
 words!(
     JwtAlgorithm,
     "\"RS256\"",

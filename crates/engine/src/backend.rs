@@ -249,7 +249,7 @@ pub enum BackendError {
         reason: DrawFault,
     },
     /// The device failed in the middle of a step.
-    #[error("device: {0}")]
+    #[error("{0}")]
     Device(String),
 }
 

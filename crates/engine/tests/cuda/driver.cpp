@@ -4,7 +4,8 @@
 // for, and it fails as it is told to.
 //
 // Built with -DNO_KERNELS it has no kernels, which is enough to be probed;
-// further macros make it old, incomplete, empty or busy.
+// further macros make it old, incomplete, empty or busy, or its devices slices.
+// In a process of its own it fails as files in STANDIN_FAULTS say.
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -13,6 +14,7 @@
 #include <deque>
 #include <map>
 #include <string>
+#include <unistd.h>
 #include <vector>
 
 #include "stream.h"
@@ -32,6 +34,12 @@
 #endif
 #ifndef MAJOR
 #define MAJOR 9
+#endif
+#ifdef SLICES
+#define KIND "MIG"
+#define NAME "Emulated H100 MIG 1g.10gb"
+#else
+#define KIND "GPU"
 #endif
 #ifndef NAME
 #define NAME "Emulated H100"
@@ -83,6 +91,9 @@ static Result run_to(uint64_t place) {
 static Result run_all() { return run_to(put_so_far); }
 static Stream the_stream = {put};
 
+static int shown = DEVICES, first_shown = 0; // devices that this process may see
+static int in_use = 0;                       // the one that it uses
+
 // What a test tells it.
 extern "C" void standin_memory(size_t bytes) { total = bytes; }
 extern "C" void standin_fail_after(int more) { launches_left = more; }
@@ -90,7 +101,49 @@ extern "C" unsigned standin_launches() { return launches; }
 extern "C" unsigned standin_replays() { return replays; }
 extern "C" size_t standin_taken() { return taken; }
 
-extern "C" Result cuInit(unsigned) { return INIT; }
+// Whether a file asks this call to fail, once: `0.launch` is device 0's, and
+// says `fail` or `hang`.
+static bool struck(const char* call) {
+    const char* folder = getenv("STANDIN_FAULTS");
+    std::string path = std::string(folder ? folder : "") + "/" + std::to_string(in_use) + "." + call;
+    FILE* file = folder ? fopen(path.c_str(), "r") : nullptr;
+    if (!file) {
+        return false;
+    }
+    char fault[8] = "";
+    fgets(fault, sizeof fault, file);
+    fclose(file);
+    unlink(path.c_str()); // the next process on this device must not find it
+    while (strcmp(fault, "hang") == 0) {
+        pause();
+    }
+    return true;
+}
+
+static std::string uuid_of(int device) {
+    std::string text = KIND;
+    for (int i = 0; i < 16; i++) {
+        char byte[4];
+        snprintf(byte, sizeof byte, i % 2 || i < 4 || i > 10 ? "%02x" : "-%02x", 16 * device + i);
+        text += i == 0 ? std::string("-") + byte : byte;
+    }
+    return text;
+}
+
+// A process sees all cards, or one slice; CUDA_VISIBLE_DEVICES names one of either.
+extern "C" Result cuInit(unsigned) {
+#ifdef SLICES
+    shown = 1;
+#endif
+    if (const char* named = getenv("CUDA_VISIBLE_DEVICES")) {
+        for (shown = 1; first_shown < DEVICES && uuid_of(first_shown) != named; first_shown++) {
+        }
+        if (first_shown == DEVICES) {
+            return NO_CARD;
+        }
+    }
+    return INIT;
+}
 extern "C" Result cuDriverGetVersion(int* version) {
     *version = VERSION;
     return OK;
@@ -113,12 +166,12 @@ extern "C" Result cuGetErrorString(int code, const char** text) {
 }
 
 extern "C" Result cuDeviceGetCount(int* count) {
-    *count = DEVICES;
+    *count = shown;
     return OK;
 }
 extern "C" Result cuDeviceGet(int* device, int ordinal) {
-    *device = ordinal;
-    return ordinal < DEVICES ? OK : 101;
+    *device = first_shown + ordinal;
+    return ordinal < shown ? OK : 101;
 }
 extern "C" Result cuDeviceGetName(char* name, int length, int) {
     snprintf(name, length, "%s", NAME);
@@ -138,10 +191,11 @@ extern "C" Result cuDeviceGetAttribute(int* value, int attribute, int) {
     }
     return INVALID;
 }
-extern "C" Result cuDevicePrimaryCtxRetain(void** context, int) {
+extern "C" Result cuDevicePrimaryCtxRetain(void** context, int device) {
 #ifdef BUSY
     return BUSY_CARD;
 #else
+    in_use = device;
     *context = &total;
     return OK;
 #endif
@@ -155,6 +209,9 @@ extern "C" Result cuMemGetInfo_v2(size_t* free, size_t* all) {
     return OK;
 }
 extern "C" Result cuMemAlloc_v2(uint64_t* to, size_t bytes) {
+    if (struck("alloc")) {
+        total = taken; // for the rest of the process
+    }
     if (captured || bytes == 0 || taken + bytes > total) {
         return captured ? CAPTURING : bytes == 0 ? INVALID : NO_MEMORY;
     }
@@ -255,7 +312,13 @@ extern "C" Result cuStreamDestroy_v2(void*) {
     broken = OK; // a failure goes with its context
     return OK;
 }
-extern "C" Result cuStreamSynchronize(void*) { return captured ? CAPTURING : run_all(); }
+static Result wait_to(uint64_t place) {
+    if (captured) {
+        return CAPTURING;
+    }
+    return struck("wait") ? LAUNCH : run_to(place);
+}
+extern "C" Result cuStreamSynchronize(void*) { return wait_to(put_so_far); }
 
 // A graph is what was put while it was made.
 extern "C" Result cuStreamBeginCapture_v2(void*, int) {
@@ -280,6 +343,9 @@ extern "C" Result cuGraphInstantiateWithFlags(Work** ready, const Work* graph, u
 }
 extern "C" Result cuGraphLaunch(const Work* graph, void*) {
     replays++;
+    if (struck("launch")) {
+        return LAUNCH;
+    }
     for (const std::function<Result()>& work : *graph) {
         put(work);
     }
@@ -312,7 +378,7 @@ extern "C" Result cuEventRecord(Event* event, void*) {
     event->place = put_so_far;
     return OK;
 }
-extern "C" Result cuEventSynchronize(Event* event) { return run_to(event->place); }
+extern "C" Result cuEventSynchronize(Event* event) { return wait_to(event->place); }
 #ifndef NO_ELAPSED
 extern "C" Result cuEventElapsedTime_v2(float* ms, Event* from, Event* to) {
     if (done_so_far < from->place || done_so_far < to->place) {
@@ -352,7 +418,7 @@ extern "C" Result cuLaunchKernel(const void* function, unsigned x, unsigned y, u
                                  unsigned threads, unsigned threads_y, unsigned threads_z,
                                  unsigned shared, void*, void** parameters, void**) {
     launches++;
-    if (launches_left == 0) {
+    if (launches_left == 0 || struck("launch")) {
         return LAUNCH;
     }
     launches_left -= launches_left > 0;

@@ -10,6 +10,7 @@ mod agree;
 #[path = "../../examples/gpu_check/compare.rs"]
 mod compare;
 mod drawing;
+mod load;
 #[path = "../../examples/gpu_check/meter.rs"]
 mod meter;
 #[path = "../../examples/gpu_check/options.rs"]
@@ -26,6 +27,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
 use agree::{BLOCKS, Pair, everything, models, open, scattered, span, text};
+use load::load;
 use standin::Part;
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
 use tollgate_engine::backend::cuda::{
@@ -34,6 +36,9 @@ use tollgate_engine::backend::cuda::{
 use tollgate_engine::backend::{Backend, BackendError, LogitRows, StepOutput, StepPlan};
 use tollgate_engine::model::ModelFiles;
 use tollgate_engine::random_model::ModelSpec;
+
+/// Where this crate's sources are.
+const ENGINE: &str = env!("CARGO_MANIFEST_DIR");
 
 /// The stand-in driver's own controls. One test at a time has it: memory and
 /// failures are the whole process's.
@@ -45,8 +50,8 @@ fn card() -> (MutexGuard<'static, ()>, &'static Card) {
     let alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     let card = CARD.get_or_init(|| {
         let folder = standin::folder("emulated");
-        standin::load(&standin::build(Part::Compiler, &folder, &[]));
-        Card(standin::load(&standin::build(Part::Driver, &folder, &[])))
+        load(&standin::build(Part::Compiler, &folder, &[]));
+        Card(load(&standin::build(Part::Driver, &folder, &[])))
     });
     card.set_memory(96 << 20);
     card.fail_after(-1);
@@ -195,7 +200,7 @@ fn a_launch_that_fails_is_a_fault_of_the_device() {
         let fault = cuda.step(&StepPlan::logits(&spans), &mut output).unwrap_err();
         assert_eq!(
             fault.to_string(),
-            "device: cuLaunchKernel failed: the stand-in says no (CUDA_ERROR_LAUNCH_FAILED)"
+            "cuLaunchKernel failed: the stand-in says no (CUDA_ERROR_LAUNCH_FAILED)"
         );
     }
     card.fail_after(0);

@@ -10,9 +10,16 @@ use tollgate_engine::backend::cuda::{Wanted, build_kernels, look};
 
 /// What a child's process says of the device that it finds.
 fn said(libraries: &Path, child: &str) -> String {
+    said_where(libraries, child, None)
+}
+
+/// What it says where the driver is to show it one device alone.
+fn said_where(libraries: &Path, child: &str, shown: Option<&str>) -> String {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", &format!("probe::{child}"), "--ignored", "--nocapture"])
         .env("LD_LIBRARY_PATH", libraries)
+        .env_remove("CUDA_VISIBLE_DEVICES")
+        .envs(shown.map(|uuid| ("CUDA_VISIBLE_DEVICES", uuid)))
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -42,6 +49,13 @@ fn child_looks_for_another() {
 
 #[test]
 #[ignore = "a child of the tests below"]
+fn child_looks_for_a_slice() {
+    let wanted = "MIG-ffffffff-0000-0000-0000-000000000000".parse().unwrap();
+    println!("{SAYS}{}", look(&wanted).unwrap_err());
+}
+
+#[test]
+#[ignore = "a child of the tests below"]
 fn child_compiles() {
     let out = tempfile::tempdir().unwrap();
     match build_kernels(out.path(), &[]) {
@@ -64,6 +78,13 @@ fn every_way_to_have_no_device_has_its_sentence() {
     let uuid = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f";
     for (case, macros, expected) in [
         ("whole", &[][..], format!("h100 Emulated H100 {uuid}")),
+        (
+            "slice",
+            &["SLICES"],
+            "emulated-h100-mig-1g-10gb Emulated H100 MIG 1g.10gb \
+             MIG-00010203-0405-0607-0809-0a0b0c0d0e0f"
+                .to_owned(),
+        ),
         (
             "symbol",
             &["NO_ELAPSED"],
@@ -119,6 +140,33 @@ fn a_device_that_is_not_there_is_told_from_those_that_are() {
         "there is no CUDA device cuda:GPU-ffffffff-0000-0000-0000-000000000000; there are \
          0 GPU-00010203-0405-0607-0809-0a0b0c0d0e0f (Emulated H100), \
          1 GPU-10111213-1415-1617-1819-1a1b1c1d1e1f (Emulated H100)"
+    );
+}
+
+/// As the driver has it: of several slices a process sees the first, or the
+/// one that is named to it.
+#[test]
+fn a_process_sees_the_slice_that_is_named_to_it() {
+    let folder = driver("slices", &["SLICES", "DEVICES=2"]);
+    let [first, second] =
+        ["MIG-00010203-0405-0607-0809-0a0b0c0d0e0f", "MIG-10111213-1415-1617-1819-1a1b1c1d1e1f"];
+    let found = |uuid| format!("emulated-h100-mig-1g-10gb Emulated H100 MIG 1g.10gb {uuid}");
+    assert_eq!(said(&folder, "child_looks"), found(first));
+    assert_eq!(said_where(&folder, "child_looks", Some(second)), found(second));
+    assert_eq!(
+        said(&folder, "child_looks_for_a_slice"),
+        format!(
+            "there is no CUDA device cuda:MIG-ffffffff-0000-0000-0000-000000000000; there are 0 \
+             {first} (Emulated H100 MIG 1g.10gb): of slices a process sees the one in \
+             CUDA_VISIBLE_DEVICES alone"
+        )
+    );
+    let absent = "MIG-ffffffff-0000-0000-0000-000000000000";
+    assert_eq!(
+        said_where(&folder, "child_looks_for_a_slice", Some(absent)),
+        format!(
+            "there is no CUDA device cuda:{absent}; `nvidia-smi -L` lists those that there are"
+        )
     );
 }
 

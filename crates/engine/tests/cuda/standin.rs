@@ -1,13 +1,12 @@
-//! Builds stand-ins for the vendor's libraries with g++, and loads them before
-//! the engine looks for the real ones: the loader gives who asks for a name
-//! the library that already bears it.
-//!
-//! So the engine's own code is what runs, from the probe to the last event;
-//! only the card is not there.
+//! Builds stand-ins for the vendor's libraries with g++. A process that the
+//! loader gives them to runs the engine's own code, from the probe to the last
+//! event; only the card is not there.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+
+use super::ENGINE;
 
 /// A library of the vendor's.
 #[derive(Clone, Copy)]
@@ -41,7 +40,7 @@ impl Part {
 /// Builds a library into `folder`, under the name that the loader looks for.
 pub fn build(part: Part, folder: &Path, macros: &[&str]) -> PathBuf {
     fs::create_dir_all(folder).unwrap();
-    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let here = Path::new(ENGINE);
     let out = folder.join(part.name());
     let draft = folder.join(format!("{}.{}", part.name(), std::process::id()));
     let output = Command::new("g++")
@@ -58,12 +57,6 @@ pub fn build(part: Part, folder: &Path, macros: &[&str]) -> PathBuf {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     fs::rename(draft, &out).unwrap(); // whoever else builds the same
     out
-}
-
-/// Loads a library for the rest of the process.
-pub fn load(library: &Path) -> &'static libloading::Library {
-    // SAFETY: it is one of ours, and does nothing when it is loaded.
-    Box::leak(Box::new(unsafe { libloading::Library::new(library) }.unwrap()))
 }
 
 /// A folder for what this test program builds.

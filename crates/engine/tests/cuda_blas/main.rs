@@ -11,22 +11,28 @@
 mod agree;
 #[path = "../cuda/drawing.rs"]
 mod drawing;
+#[path = "../cuda/load.rs"]
+mod load;
 #[path = "../cuda/standin.rs"]
 mod standin;
 
 use std::time::Duration;
 
 use agree::{BLOCKS, Pair, everything, models, open};
+use load::load;
 use standin::Part;
 use tollgate_engine::backend::Backend;
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
 use tollgate_engine::backend::cuda::{CodeFolders, CudaBackend, CudaOptions, Wanted};
 
+/// Where this crate's sources are.
+const ENGINE: &str = env!("CARGO_MANIFEST_DIR");
+
 #[test]
 fn whole_models_agree_with_the_cpu() {
     let folder = standin::folder("emulated-blas");
-    standin::load(&standin::build(Part::Compiler, &folder, &[]));
-    standin::load(&standin::build(Part::Driver, &folder, &[]));
+    load(&standin::build(Part::Compiler, &folder, &[]));
+    load(&standin::build(Part::Driver, &folder, &[]));
     // Found by its folder, as an administrator may say it.
     let libraries = standin::folder("blas");
     let blas = standin::build(Part::Blas, &libraries, &[]);
@@ -60,7 +66,7 @@ fn whole_models_agree_with_the_cpu() {
         drawing::check(&mut cuda, spec.vocabulary);
         assert!(cuda.graphs() > 0);
     }
-    let blas = standin::load(&blas);
+    let blas = load(&blas);
     let count = |symbol: &[u8]| {
         // SAFETY: the stand-in defines both so.
         unsafe { blas.get::<unsafe extern "C" fn() -> u32>(symbol).unwrap()() }

@@ -48,7 +48,7 @@ pub(super) struct Listed {
     pub(super) ordinal: u32,
     /// What its maker calls it.
     pub(super) name: String,
-    /// `GPU-` and its identity.
+    /// `GPU-`, or `MIG-` where it is a slice of a card, and its identity.
     pub(super) uuid: String,
     /// Compute capability, major and minor.
     pub(super) capability: (u32, u32),
@@ -87,8 +87,8 @@ fn listed(ordinal: c_int) -> Result<Listed, DriverFault> {
     };
     Ok(Listed {
         ordinal: ordinal as u32,
+        uuid: written_uuid(&name, uuid.bytes.map(|byte| byte as u8)),
         name,
-        uuid: written_uuid(uuid.bytes.map(|byte| byte as u8)),
         capability: (
             attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
             attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
@@ -97,9 +97,15 @@ fn listed(ordinal: c_int) -> Result<Listed, DriverFault> {
     })
 }
 
-/// As `nvidia-smi` writes it.
-fn written_uuid(bytes: [u8; 16]) -> String {
-    let mut text = String::from("GPU");
+/// Whether a device of this name is a slice of a card: the driver says it
+/// nowhere else.
+pub(super) fn is_slice(name: &str) -> bool {
+    name.split(|c: char| !c.is_ascii_alphanumeric()).any(|word| word.eq_ignore_ascii_case("mig"))
+}
+
+/// As `nvidia-smi` writes the identity of a device of this name, and NVML wants it.
+fn written_uuid(name: &str, bytes: [u8; 16]) -> String {
+    let mut text = String::from(if is_slice(name) { "MIG" } else { "GPU" });
     for (index, byte) in bytes.into_iter().enumerate() {
         if matches!(index, 0 | 4 | 6 | 8 | 10) {
             text.push('-');
@@ -532,6 +538,9 @@ mod tests {
     #[test]
     fn an_identity_is_written_as_the_tools_write_it() {
         let bytes = std::array::from_fn(|index| 0x10 + index as u8);
-        assert_eq!(written_uuid(bytes), "GPU-10111213-1415-1617-1819-1a1b1c1d1e1f");
+        let written = |name| written_uuid(name, bytes);
+        assert_eq!(written("NVIDIA H100"), "GPU-10111213-1415-1617-1819-1a1b1c1d1e1f");
+        let slice = "NVIDIA H100 80GB HBM3 MIG 1g.10gb";
+        assert_eq!(written(slice), "MIG-10111213-1415-1617-1819-1a1b1c1d1e1f");
     }
 }

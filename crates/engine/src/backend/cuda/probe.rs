@@ -50,11 +50,11 @@ pub enum Absent {
     #[error("the NVIDIA driver finds no device")]
     NoDevice,
     /// There are devices, and not the one that was asked for.
-    #[error("there is no CUDA device {wanted}; there are {}", listing(.listed))]
+    #[error("there is no CUDA device {wanted}; {}", listing(wanted, .listed))]
     NotFound {
         /// What was asked for.
         wanted: Wanted,
-        /// Index, identity and name of each that is there.
+        /// Index, identity and name of each that this process may see.
         listed: Vec<String>,
     },
     /// The device is of a generation for which there are no kernels.
@@ -100,7 +100,7 @@ pub(super) fn open(wanted: &Wanted) -> Result<Found, Absent> {
         LibraryFault::Symbol { symbol, .. } => Absent::Symbol(symbol),
     })?;
     let does_not_start = |fault: DriverFault| match fault.is_no_device() {
-        true => Absent::NoDevice,
+        true => nothing_is_seen(wanted),
         false => Absent::DriverStart(fault),
     };
     driver::start().map_err(does_not_start)?;
@@ -119,7 +119,7 @@ pub(super) fn open(wanted: &Wanted) -> Result<Found, Absent> {
 
 fn choose(listed: Vec<Listed>, wanted: &Wanted) -> Result<Listed, Absent> {
     if listed.is_empty() {
-        return Err(Absent::NoDevice);
+        return Err(nothing_is_seen(wanted));
     }
     let found = listed.iter().find(|device| match wanted {
         Wanted::First => is_new_enough(device),
@@ -143,6 +143,14 @@ fn choose(listed: Vec<Listed>, wanted: &Wanted) -> Result<Listed, Absent> {
     Ok(device.clone())
 }
 
+/// A device by its identity may be the only one that this process may see.
+fn nothing_is_seen(wanted: &Wanted) -> Absent {
+    match wanted {
+        Wanted::Uuid(_) => Absent::NotFound { wanted: wanted.clone(), listed: vec![] },
+        Wanted::First | Wanted::Index(_) => Absent::NoDevice,
+    }
+}
+
 fn is_new_enough(device: &Listed) -> bool {
     device.capability >= OLDEST_GENERATION
 }
@@ -153,8 +161,18 @@ fn plain(uuid: &str) -> String {
     digits.chars().filter(char::is_ascii_hexdigit).collect::<String>().to_ascii_lowercase()
 }
 
-fn listing(listed: &[String]) -> String {
-    listed.join(", ")
+/// What there is instead, and why there may be more.
+fn listing(wanted: &Wanted, listed: &[String]) -> String {
+    if listed.is_empty() {
+        return "`nvidia-smi -L` lists those that there are".to_owned();
+    }
+    let there_are = format!("there are {}", listed.join(", "));
+    match wanted {
+        Wanted::Uuid(uuid) if uuid.to_ascii_uppercase().starts_with("MIG-") => {
+            format!("{there_are}: of slices a process sees the one in CUDA_VISIBLE_DEVICES alone")
+        }
+        _ => there_are,
+    }
 }
 
 /// The class of a device by its maker's name: devices of one class have
@@ -162,10 +180,9 @@ fn listing(listed: &[String]) -> String {
 pub fn device_class(name: &str) -> DeviceClass {
     let lower = name.to_ascii_lowercase();
     let words: Vec<&str> = lower.split(|c: char| !c.is_ascii_alphanumeric()).collect();
-    let is_slice = words.contains(&"mig");
     let known = CLASSES.iter().find(|(word, _)| words.contains(word)).map(|(_, class)| *class);
     let class = match known {
-        Some(class) if !is_slice => class.to_owned(),
+        Some(class) if !driver::is_slice(name) => class.to_owned(),
         _ => slug(&lower),
     };
     DeviceClass::new(&class)
@@ -258,6 +275,18 @@ mod tests {
              0 GPU-00000000-0000-0000-0000-000000000000 (Card 0), \
              1 GPU-00000001-0000-0000-0000-000000000000 (Card 1), \
              2 GPU-00000002-0000-0000-0000-000000000000 (Card 2)"
+        );
+        let slice: Wanted = "MIG-00000009-0000-0000-0000-000000000000".parse().unwrap();
+        assert_eq!(
+            choose(vec![listed(0, (9, 0))], &slice).unwrap_err().to_string(),
+            "there is no CUDA device cuda:MIG-00000009-0000-0000-0000-000000000000; there are \
+             0 GPU-00000000-0000-0000-0000-000000000000 (Card 0): of slices a process sees the \
+             one in CUDA_VISIBLE_DEVICES alone"
+        );
+        assert_eq!(
+            choose(vec![], &slice).unwrap_err().to_string(),
+            "there is no CUDA device cuda:MIG-00000009-0000-0000-0000-000000000000; \
+             `nvidia-smi -L` lists those that there are"
         );
         assert_eq!(choose(vec![], &Wanted::First), Err(Absent::NoDevice));
         assert!(matches!(
