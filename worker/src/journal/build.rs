@@ -151,6 +151,7 @@ impl Builder {
             shares,
             finished: span.finished,
             last_of_epoch: last,
+            energy: None,
         })?;
         self.number += 1;
         self.started = next;

@@ -414,6 +414,9 @@ pub struct JournalBlock {
     pub finished: ::prost::alloc::vec::Vec<RequestRecord>,
     #[prost(bool, tag = "17")]
     pub last_of_epoch: bool,
+    /// drawn by the device meanwhile; absent: it does not tell
+    #[prost(uint64, optional, tag = "18")]
+    pub energy_mj: ::core::option::Option<u64>,
 }
 /// Device time of one sequence over the steps of the block.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
