@@ -32,4 +32,4 @@ pub use price::{
 };
 pub use time::{InvalidDay, InvalidMonth, MonotonicTime, UtcDay, UtcMonth, UtcTime};
 pub use units::DeviceNanos;
-pub use usage::{FinishReason, Usage};
+pub use usage::{FinishReason, Transfers, Usage};

@@ -15,7 +15,7 @@ use tollgate_domain::{
 
 use crate::backend::{
     BLOCK_TOKENS, Backend, BackendError, DeviceInfo, LogitRows, ModelShape, StepLimits, StepOutput,
-    StepPlan,
+    StepPlan, Transfers,
 };
 use crate::engine::clock::Clock;
 
@@ -181,6 +181,8 @@ impl Backend for FakeBackend {
         }
         if self.keeps_time {
             output.set_device_time(DeviceNanos(whole.nanos() / 2));
+            let (to_device, to_host) = (DeviceNanos(self.steps), DeviceNanos(1_000));
+            output.set_transfers(Transfers { to_device, to_host });
         }
         Ok(())
     }

@@ -193,7 +193,8 @@ impl<F: DiskFile> Writer<F> {
         let RequestFigures { request, attempt, caller, usage, stages, reason } = request;
         let attempt = Attempt { request: request.clone(), attempt: *attempt };
         self.introduced.retain(|_, owner| *owner != attempt);
-        let tollgate_engine::Stages { queue_ns, prefill_ns, decode_ns } = *stages;
+        // Transfers are within the others, and said in the answer alone.
+        let tollgate_engine::Stages { queue_ns, prefill_ns, decode_ns, transfers: _ } = *stages;
         let finished = FinishedAttempt {
             caller: caller.clone(),
             attempt,

@@ -234,6 +234,7 @@ impl Core {
         self.backend.stepped(Duration::from_nanos(ended.0 - started.0));
         match outcomes {
             Ok(outcomes) => {
+                self.add_transfers(&parts);
                 self.deliver(outcomes, ended);
                 self.settle()
             }
@@ -453,6 +454,16 @@ impl Core {
         }
         let record = StepRecord { step, started, busy, shares: &booked };
         self.journal.step(&record).map_err(EngineError::Journal)
+    }
+
+    /// Every request in a step waits for all that is moved for it, once.
+    fn add_transfers(&mut self, parts: &[Part]) {
+        let Some(transfers) = self.output.transfers() else { return };
+        let requests: BTreeSet<SequenceId> = parts.iter().map(|part| part.request).collect();
+        for first in requests {
+            let request = self.requests.get_mut(&first).expect("it is alive");
+            *request.transfers.get_or_insert_default() += transfers;
+        }
     }
 
     /// Counts a share of a step towards who is next, in place of what was
