@@ -6,7 +6,7 @@ use std::io::Write;
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 use tollgate_config::Config;
-use tollgate_domain::{DeviceNanos, PlanName, TenantId, UtcMonth};
+use tollgate_domain::{DeviceNanos, Millijoules, PlanName, TenantId, UtcMonth};
 use tollgate_ledger::{
     Ledger, PlanSpan, PricedAs, Record, Statement, StatementError, StatementFigures, StatementLine,
     StatementQuery,
@@ -29,7 +29,8 @@ pub struct Arguments {
     /// the tenant had on each day].
     #[arg(long, value_name = "NAME")]
     plan: Option<String>,
-    /// As JSON: times in whole nanoseconds, money in decimals.
+    /// As JSON: times in whole nanoseconds, energy in millijoules, money in
+    /// decimals.
     #[arg(long, conflicts_with = "csv")]
     json: bool,
     /// As CSV, likewise.
@@ -197,6 +198,7 @@ fn figures_json(figures: &StatementFigures) -> Value {
         completion_tokens,
         attributed_ns,
         reference_ns,
+        energy_mj,
         amount,
     } = figures;
     json!({
@@ -206,6 +208,7 @@ fn figures_json(figures: &StatementFigures) -> Value {
         "completion_tokens": completion_tokens,
         "attributed_ns": attributed_ns,
         "reference_ns": reference_ns,
+        "energy_mj": energy_mj,
         "amount": amount.to_string(),
     })
 }
@@ -216,7 +219,7 @@ fn csv(statement: &Statement) -> String {
     let mut text = "statement,status,tenant,month,line,key,model,device_class,from,to,price_list,\
         requests,prompt_tokens,cached_tokens,completion_tokens,attributed_ns,reference_ns,\
         per_device_second,per_million_prompt_tokens,per_million_completion_tokens,currency,amount,\
-        charges,entries,digest\r\n"
+        charges,entries,digest,energy_mj\r\n"
         .to_owned();
     for line in &statement.lines {
         let figures = &line.figures;
@@ -246,6 +249,7 @@ fn csv(statement: &Statement) -> String {
             line.charges.to_string(),
             line.entries.to_string(),
             line.digest.clone(),
+            figures.energy_mj.map(|energy| energy.to_string()).unwrap_or_default(),
         ];
         text += &(cells.join(",") + "\r\n");
     }
@@ -281,6 +285,7 @@ fn text(statement: &Statement) -> String {
         "out",
         "device time",
         "reference",
+        "energy",
         "amount",
     ];
     let mut rows: Vec<Vec<String>> = statement.lines.iter().map(row).collect();
@@ -308,13 +313,14 @@ fn row(line: &StatementLine) -> Vec<String> {
     cells
 }
 
-fn figure_cells(figures: &StatementFigures) -> [String; 6] {
+fn figure_cells(figures: &StatementFigures) -> [String; 7] {
     [
         figures.requests.to_string(),
         figures.prompt_tokens.to_string(),
         figures.completion_tokens.to_string(),
         DeviceNanos(figures.attributed_ns).to_string(),
         DeviceNanos(figures.reference_ns).to_string(),
+        figures.energy_mj.map(|energy| Millijoules(energy).to_string()).unwrap_or_default(),
         figures.amount.to_string(),
     ]
 }

@@ -2,7 +2,7 @@
 //! beside a running gateway.
 
 use anyhow::{Context, Result};
-use tollgate_domain::{DeviceClass, DeviceNanos, KeyId, ModelName, TenantId, UtcDay};
+use tollgate_domain::{DeviceClass, DeviceNanos, KeyId, Millijoules, ModelName, TenantId, UtcDay};
 use tollgate_ledger::{GroupBy, Ledger, UsageQuery, UsageRow};
 
 use crate::common::{Place, parse_day, say, table};
@@ -33,10 +33,10 @@ pub struct Arguments {
     /// What a row is; the device class always is part of it.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "tenant,key,model")]
     by: Vec<By>,
-    /// As JSON, in whole nanoseconds.
+    /// As JSON, in whole nanoseconds and millijoules.
     #[arg(long, conflicts_with = "csv")]
     json: bool,
-    /// As CSV, in whole nanoseconds.
+    /// As CSV, likewise.
     #[arg(long)]
     csv: bool,
 }
@@ -93,8 +93,15 @@ impl By {
     }
 }
 
-/// The columns of a row: those it is grouped by, then the figures.
-fn columns(row: &UsageRow, time: fn(u64) -> String) -> Vec<(&'static str, String)> {
+/// How times and energy are written.
+struct Units {
+    time: fn(DeviceNanos) -> String,
+    energy: fn(Millijoules) -> String,
+}
+
+/// The columns of a row: those it is grouped by, then the figures. Energy that
+/// no device told is empty.
+fn columns(row: &UsageRow, units: &Units) -> Vec<(&'static str, String)> {
     let UsageRow { tenant, key, model, day, device_class, .. } = row;
     let day = day.map(|day| day.to_string());
     let named = [("tenant", tenant), ("key", key), ("model", model), ("day", &day)];
@@ -114,19 +121,22 @@ fn columns(row: &UsageRow, time: fn(u64) -> String) -> Vec<(&'static str, String
         ("reference_ns", row.reference_ns),
         ("gpu_ns", row.gpu_ns),
     ] {
-        columns.push((name, time(nanos)));
+        columns.push((name, (units.time)(DeviceNanos(nanos))));
     }
+    let energy = row.energy_mj.map(|energy| (units.energy)(Millijoules(energy)));
+    columns.push(("energy_mj", energy.unwrap_or_default()));
     columns
 }
 
 /// For people: times with their unit, and heads without one.
 fn text(rows: &[UsageRow]) -> String {
-    let all: Vec<_> =
-        rows.iter().map(|row| columns(row, |nanos| DeviceNanos(nanos).to_string())).collect();
+    let units = Units { time: |time| time.to_string(), energy: |energy| energy.to_string() };
+    let all: Vec<_> = rows.iter().map(|row| columns(row, &units)).collect();
     let head: Vec<String> = all
         .first()
         .map(|columns| {
-            columns.iter().map(|(name, _)| name.trim_end_matches("_ns").replace('_', " ")).collect()
+            let unit = |name: &'static str| name.trim_end_matches("_ns").trim_end_matches("_mj");
+            columns.iter().map(|(name, _)| unit(name).replace('_', " ")).collect()
         })
         .unwrap_or_default();
     let head: Vec<&str> = head.iter().map(String::as_str).collect();
@@ -137,9 +147,13 @@ fn text(rows: &[UsageRow]) -> String {
 
 /// RFC 4180; names hold neither commas nor quotes.
 fn csv(rows: &[UsageRow]) -> String {
+    let units = Units {
+        time: |time| time.nanos().to_string(),
+        energy: |energy| energy.millijoules().to_string(),
+    };
     let mut text = String::new();
     for (index, row) in rows.iter().enumerate() {
-        let columns = columns(row, |nanos| nanos.to_string());
+        let columns = columns(row, &units);
         if index == 0 {
             let names: Vec<&str> = columns.iter().map(|(name, _)| *name).collect();
             text += &(names.join(",") + "\r\n");

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
+use tollgate_ledger::{EnergyBalance, Ledger};
 use tollgate_loadtest::client::Connection;
 
 mod support;
@@ -45,9 +46,15 @@ impl StandIn {
 
     /// From now on the card tells this instead.
     fn tells(&self, changes: &[(&str, u64)]) {
+        let changes: Vec<_> = changes.iter().map(|&(name, value)| (name, Some(value))).collect();
+        self.tells_or_not(&changes);
+    }
+
+    /// Likewise; of what has no value it tells nothing.
+    fn tells_or_not(&self, changes: &[(&str, Option<u64>)]) {
         let changed = |name: &str| changes.iter().any(|change| change.0 == name);
         let kept = WELL.lines().filter(|line| !changed(line.split(' ').next().unwrap_or_default()));
-        let new = changes.iter().map(|(name, value)| format!("{name} {value}"));
+        let new = changes.iter().filter_map(|(name, value)| Some(format!("{name} {}", (*value)?)));
         let text: String = kept.map(str::to_owned).chain(new).map(|line| line + "\n").collect();
         // Whole or not at all: it is read meanwhile.
         let draft = self.values.with_extension("new");
@@ -172,6 +179,142 @@ async fn a_device_that_is_not_well_rests_until_it_is() {
         assert!(metrics.contains(line), "{line} is missing in:\n{metrics}");
     }
     assert_eq!(gateway.stop(), Some(0));
+}
+
+/// Asks, and waits until the end of the answer is in the ledger: the block that
+/// it ended in is closed.
+async fn ask_and_settle(connection: &Connection) {
+    let body = json!({
+        "model": "tollgate-demo", "max_tokens": 20,
+        "messages": [{ "role": "user", "content": "Tell me a story." }],
+    });
+    let response =
+        connection.post("/v1/chat/completions", body.to_string().into()).await.expect("answers");
+    assert_eq!(response.status(), 200);
+    let id = response.headers()["x-request-id"].to_str().expect("text").to_owned();
+    support::read(response).await;
+    let started = Instant::now();
+    while get(connection, &format!("/v1/usage/{id}")).await.1["state"] != "posted" {
+        assert!(started.elapsed() < Duration::from_secs(10), "{id} never ended");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// Where all energy went, after a stop, by the ledger; it and the time are whole.
+fn energy_of(gateway: &Tollgate) -> Option<EnergyBalance> {
+    let reader = Ledger::open_read_only(&gateway.data().join("ledger.db")).expect("a ledger");
+    assert_eq!(reader.check(), vec![]);
+    let mut all: Option<EnergyBalance> = None;
+    for epoch in reader.epochs().expect("reads") {
+        let time = reader.balance(epoch).expect("reads");
+        assert!(time.is_exact() && time.wall_ns > 0, "{time:?}");
+        if let Some(energy) = reader.energy(epoch).expect("reads") {
+            assert!(energy.is_exact() && all.replace(energy).is_none(), "{energy:?}");
+        }
+    }
+    all
+}
+
+/// Each row of `tollgate usage` by tenant: requests and energy.
+fn usage_of(gateway: &Tollgate) -> Vec<(u64, Option<u64>)> {
+    let usage = gateway.command(&["usage", "--json", "--by", "tenant"]);
+    let usage: Value = serde_json::from_str(&usage).expect("JSON");
+    let rows = usage["rows"].as_array().expect("rows").iter();
+    rows.map(|row| {
+        assert!(row.get("energy_mj").is_some(), "{row}");
+        (row["requests"].as_u64().expect("a figure"), row["energy_mj"].as_u64())
+    })
+    .collect()
+}
+
+/// What the counter moves is the tenants', overhead, idle and loss, to the last
+/// millijoule; what it says backwards, or not at all, is nobody's, and nothing
+/// else suffers by it.
+#[tokio::test]
+async fn what_a_card_draws_is_split_to_the_last_millijoule() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let card = StandIn::build(&folder);
+    let config = config(r#"["cuda:one"]"#, &card.library, &folder.path().join("locks"));
+    let config = format!("{config}\n[tenants.other]\nplan = \"open\"\n");
+    card.tells(&[("energy", 500_000)]);
+    let mut gateway = Tollgate::with_config(&config);
+    let acme = gateway.connect(&gateway.key("acme", &[])).await;
+    let other = gateway.connect(&gateway.key("other", &[])).await;
+    let admin = gateway.connect_admin().await;
+    let told = |worker: &Value, counter: Option<u64>| {
+        worker["ready"] == true && worker["health"]["energy_mj"] == json!(counter)
+    };
+    let mut moved = 0;
+    for (round, (counter, told_of_it)) in [
+        (Some(500_000), 0),
+        (Some(500_701), 701),
+        (Some(512_345), 11_644),
+        (Some(100), 0), // its driver was loaded anew
+        (Some(153), 53),
+        (None, 0),      // it tells nothing any more
+        (Some(900), 0), // since when, nobody knows
+        (Some(1_007), 107),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        card.tells_or_not(&[("energy", counter)]);
+        until(&admin, "as it tells", |worker| told(worker, counter)).await;
+        // It is read in between, too.
+        tokio::time::sleep(Duration::from_millis(150)).await;
+        // Who comes first has most of it.
+        let (first, second) = if round % 2 == 0 { (&acme, &other) } else { (&other, &acme) };
+        ask_and_settle(first).await;
+        ask_and_settle(second).await;
+        moved += told_of_it;
+    }
+    let (status, statement) = get(&acme, "/v1/usage?group_by=").await;
+    assert_eq!(status, 200, "{statement}");
+    assert_eq!(gateway.stop(), Some(0));
+    let energy = energy_of(&gateway).expect("it was told");
+    assert_eq!(energy.energy_mj, moved);
+    assert!(energy.tenants_mj > 0 && energy.idle_mj > 0 && energy.loss_mj == 0, "{energy:?}");
+    let usage = usage_of(&gateway);
+    assert_eq!(usage.iter().map(|row| row.0).collect::<Vec<_>>(), [8, 8]);
+    assert!(usage.iter().all(|row| row.1 > Some(0)), "{usage:?}");
+    let tenants: u64 = usage.iter().filter_map(|row| row.1).sum();
+    assert_eq!(tenants as i64, energy.tenants_mj);
+    assert_eq!(statement["data"][0]["energy_mj"].as_u64(), usage[0].1, "{statement}");
+    let csv = gateway.command(&["usage", "--csv", "--by", "tenant"]);
+    let (head, rows) = csv.split_once("\r\n").expect("a head");
+    assert!(head.ends_with(",gpu_ns,energy_mj"), "{csv}");
+    let of_row = |row: &str| row.rsplit(',').next().and_then(|energy| energy.parse().ok());
+    let in_csv: Vec<Option<u64>> = rows.lines().map(of_row).collect();
+    assert_eq!(in_csv, usage.iter().map(|row| row.1).collect::<Vec<_>>());
+    println!("the counter moved by {moved} mJ that are told: {energy:?}; by tenant {usage:?}");
+}
+
+/// Of a slice no driver tells what it draws; and what a card draws on which
+/// several workers take turns is no worker's.
+#[tokio::test]
+async fn energy_that_is_not_a_workers_alone_is_not_told() {
+    for (devices, slice) in [(r#"["cuda:one"]"#, true), (r#"["cuda:one", "cuda:one"]"#, false)] {
+        let folder = tempfile::tempdir().expect("a folder");
+        let card = StandIn::build(&folder);
+        let config = config(devices, &card.library, &folder.path().join("locks"));
+        let of_slice = slice.then_some(("slice", Some(1)));
+        let tells = |energy| {
+            let changes = [("energy", Some(energy))].into_iter().chain(of_slice);
+            card.tells_or_not(&changes.collect::<Vec<_>>());
+        };
+        tells(1_000);
+        let mut gateway = Tollgate::with_config(&config);
+        let connection = gateway.connect(&gateway.key("acme", &[])).await;
+        ask_and_settle(&connection).await;
+        tells(9_000);
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        ask_and_settle(&connection).await;
+        assert_eq!(gateway.stop(), Some(0));
+        assert_eq!(energy_of(&gateway), None, "{devices}");
+        assert_eq!(usage_of(&gateway), [(2, None)], "{devices}");
+        let table = gateway.command(&["usage"]);
+        assert!(table.lines().next().is_some_and(|head| head.contains("energy")), "{table}");
+    }
 }
 
 /// Without the library there is one sentence in the log, and service.

@@ -138,6 +138,48 @@ async fn probes_and_metrics_are_on_the_admin_listener_alone() {
     }
 }
 
+/// The stages of two answers, one of them a stream, over a real connection; on
+/// a CPU nothing is moved to a device.
+#[tokio::test]
+async fn metrics_tell_where_the_time_of_answers_went() {
+    let gateway = Tollgate::with_config(support::OPEN);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    for stream in [false, true] {
+        let body = json!({
+            "model": "tollgate-demo", "max_tokens": 8, "stream": stream,
+            "messages": [{ "role": "user", "content": "What is a rate limit?" }],
+        });
+        let body = body.to_string().into();
+        let response = connection.post("/v1/chat/completions", body).await.expect("answers");
+        assert_eq!(response.status(), 200);
+        http_body_util::BodyExt::collect(response.into_body()).await.expect("whole");
+    }
+    let admin = tollgate_loadtest::client::Target::new(&gateway.admin, &gateway.ca(), "none");
+    let admin = admin.expect("a target").connect(tollgate_loadtest::client::Protocol::Http1).await;
+    let admin = admin.expect("connects");
+    let started = std::time::Instant::now();
+    let counts = loop {
+        let response = admin.get("/metrics").await.expect("answers");
+        let text = http_body_util::BodyExt::collect(response.into_body()).await.expect("whole");
+        let text = String::from_utf8(text.to_bytes().to_vec()).expect("UTF-8");
+        let count = |line: &str| {
+            let (stage, count) = line.split_once("\"} ")?;
+            Some((stage.to_owned(), count.parse::<u64>().ok()?))
+        };
+        let lines = text.lines();
+        let of_stage = |line| str::strip_prefix(line, "tollgate_stage_seconds_count{stage=\"");
+        let mut counts: Vec<_> = lines.filter_map(of_stage).filter_map(count).collect();
+        counts.sort();
+        // The last of a body may be gone before it is counted.
+        if counts.contains(&("out".to_owned(), 2)) || started.elapsed().as_secs() >= 5 {
+            break counts;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+    };
+    let stages = ["decode", "out", "place", "prefill", "preprocess", "queue", "read"];
+    assert_eq!(counts, stages.map(|stage| (stage.to_owned(), 2)));
+}
+
 #[tokio::test]
 async fn a_revoked_key_is_refused_within_a_second() {
     let gateway = Tollgate::demo();

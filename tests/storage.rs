@@ -196,6 +196,7 @@ fn idle_block(number: u64, started: UtcTime) -> Block {
         shares: Vec::new(),
         finished: Vec::new(),
         last_of_epoch: false,
+        energy: None,
     };
     Block::try_from(parts).expect("it balances")
 }

@@ -14,6 +14,11 @@ pub(crate) fn journal_block(data: &[u8]) {
     let platform = [parts.overhead, parts.idle, parts.loss];
     let platform: u128 = platform.iter().map(|it| u128::from(it.nanos())).sum();
     assert_eq!(tenants + platform, u128::from(parts.wall.nanos()));
+    let drew = parts.energy_parts().map(|it| {
+        let platform = it.overhead.0 + it.idle.0 + it.loss.0;
+        platform + it.shares.iter().map(|share| share.0).sum::<u64>()
+    });
+    assert_eq!(drew, parts.energy.map(|energy| energy.0));
     assert!(parts.finished.iter().all(|it| it.usage.cached_tokens <= it.usage.prompt_tokens));
     let again = Block::try_from(v1::JournalBlock::from(block.clone()));
     assert_eq!(again, Ok(block.clone()), "it survives the wire");

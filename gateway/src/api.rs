@@ -19,6 +19,7 @@ mod turns;
 mod whole;
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use axum::Router;
 use axum::body::{Body, Bytes};
@@ -43,10 +44,12 @@ use self::telling::Telling;
 use self::whole::Whole;
 use crate::auth::{AuthenticatedCaller, Authenticator, Endpoint};
 use crate::idempotency::{Ask, Claimed, IdempotencyKey, fingerprint};
+use crate::path::{Outgoing, TimedBody};
 use crate::penalties::Penalties;
 use crate::pump::{self, Event, Failure, Receipt};
 use crate::reply::{ApiError, write_figures};
 use crate::serving::Serving;
+use crate::telemetry::Metrics;
 use crate::upstream::ServedModel;
 use crate::{Clock, admit, limits, models, route, usage};
 
@@ -145,7 +148,9 @@ async fn serve(
     if key.is_none() {
         api.has_place(&scopes)?;
     }
+    let began = Instant::now();
     let body = api.read(request.into_body()).await?;
+    let read = began.elapsed();
     let first = match key {
         None => None,
         Some(key) => match api.claim(caller, interface.endpoint, key, (&id, &body)).await? {
@@ -155,11 +160,14 @@ async fn serve(
     };
     // It may have taken its time to come.
     api.has_place(&scopes)?;
+    let parsed = Instant::now();
     let asked = api.parse(&body, interface.parse)?;
     let model = api.model(caller, tenant, &asked.model)?;
     let context = CountContext {
         now: api.serving.clock.utc(),
         default_max_tokens: api.config.gateway().requests.default_max_tokens,
+        read,
+        parsed,
     };
     let bound = limits::bind(&api.config, scopes, tenant, &model.name);
     let holder = bound.pool.as_ref().map_or(tenant.name.as_str(), PoolName::as_str);
@@ -171,6 +179,7 @@ async fn serve(
         figures: admitted.figures().clone(),
         reserved: admitted.expected,
         class: admitted.job.model.class.as_str().to_owned(),
+        metrics: Arc::clone(&api.serving.metrics),
     };
     if let Some(first) = first {
         return keyed::answer(&api.serving, first, head, admitted).await;
@@ -270,6 +279,7 @@ struct Head {
     figures: Figures,
     reserved: DeviceNanos,
     class: String,
+    metrics: Arc<Metrics>,
 }
 
 impl Head {
@@ -293,7 +303,10 @@ async fn tell_whole(head: Head, mut events: mpsc::Receiver<Event>) -> Result<Res
             Event::Restarted => whole.restart(),
             Event::Failed(failure) => return Err(failure),
             Event::Finished(receipt) => {
-                let mut response = Response::new(Body::from(whole.into_json(&receipt)));
+                let mut out = Outgoing::new(head.metrics.clone());
+                out.begins();
+                let json = Bytes::from(whole.into_json(&receipt));
+                let mut response = Response::new(Body::new(TimedBody::new(json, out)));
                 let headers = response.headers_mut();
                 headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
                 head.write(headers);
@@ -316,7 +329,8 @@ async fn tell_stream(head: Head, mut events: mpsc::Receiver<Event>) -> Result<Re
             Some(event) => break event,
         }
     };
-    let body = Body::from_stream(sse::transcript(head.telling.clone(), first, events));
+    let out = Outgoing::new(head.metrics.clone());
+    let body = Body::from_stream(sse::transcript(head.telling.clone(), (first, events), out));
     let mut response = body.into_response();
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
@@ -329,7 +343,7 @@ async fn tell_stream(head: Head, mut events: mpsc::Receiver<Event>) -> Result<Re
 fn write_receipt(receipt: &Receipt, headers: &mut HeaderMap) {
     headers.insert(ATTRIBUTED, receipt.usage.attributed.nanos().into());
     headers.insert(REFERENCE, receipt.usage.reference.nanos().into());
-    headers.insert(QUEUE, receipt.stages.queue_ns.into());
+    headers.insert(QUEUE, receipt.path.in_worker.stages.queue_ns.into());
 }
 
 const ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");

@@ -12,6 +12,7 @@ mod idempotency;
 mod limits;
 pub mod listener;
 mod models;
+mod path;
 mod penalties;
 mod pump;
 pub mod reply;

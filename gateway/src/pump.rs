@@ -18,7 +18,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tollgate_admission::{ResolveError, Resolved, Settlement, Spent, TurnLost};
-use tollgate_domain::block::{Attempt as AttemptId, Stages};
+use tollgate_domain::block::Attempt as AttemptId;
 use tollgate_domain::{DeviceNanos, Usage, WorkerEpoch};
 use tollgate_ledger::FaultCap;
 
@@ -29,6 +29,7 @@ use self::attempt::Attempted;
 pub(crate) use self::in_flight::Open;
 use crate::admit::Admitted;
 use crate::api::Job;
+use crate::path::{InWorker, Path};
 use crate::reply::ApiError;
 use crate::route;
 use crate::serving::Serving;
@@ -55,6 +56,7 @@ pub(crate) fn start(serving: &Arc<Serving>, admitted: Admitted) -> mpsc::Receive
         queue_deadline: now + serving.deadlines.queue,
         revoked: open.revoked(),
         told: Told::default(),
+        place: Duration::ZERO,
     };
     serving.pumps.spawn(pump.run(admitted, open));
     receiver
@@ -70,6 +72,8 @@ struct Pump {
     /// Cancelled when its key was revoked and it has to end.
     revoked: CancellationToken,
     told: Told,
+    /// From the start to its last placement.
+    place: Duration,
 }
 
 /// What the client has been told.
@@ -87,7 +91,7 @@ enum Ended {
     /// Nothing was done that anyone pays for: the hold is given back.
     Free(ApiError),
     /// The tenant pays what was done; then the client hears `event`.
-    Paid { usage: Usage, stages: Stages, error: Option<ApiError> },
+    Paid { usage: Usage, in_worker: InWorker, error: Option<ApiError> },
     /// By our fault, after content went out: the tenant pays up to there.
     Faulted { error: ApiError },
 }
@@ -126,6 +130,7 @@ impl Pump {
             };
             let epoch = placed.worker.epoch;
             open.placed(number);
+            self.place = self.started.elapsed();
             match self.attempt(admitted, placed, number).await {
                 Attempted::Ended(ended) => return ended,
                 Attempted::Refused(error) => why = error,
@@ -194,7 +199,7 @@ impl Pump {
                 };
                 (voided, Event::Failed(Failure { error, is_charged: false }))
             }
-            Ended::Paid { usage, stages, error } => {
+            Ended::Paid { usage, in_worker, error } => {
                 let spent = Spent { tokens: usage.total_tokens(), reference: usage.reference };
                 self.serving.metrics.usage(&job.model.name, &job.model.class, &usage);
                 if error.is_none() {
@@ -205,7 +210,9 @@ impl Pump {
                     Some(error) => Event::Failed(Failure { error, is_charged: true }),
                     None => {
                         let class = job.model.class.clone();
-                        Event::Finished(Box::new(Receipt { usage, stages, class, reserved }))
+                        let path = Path { in_front: job.in_front, place: self.place, in_worker };
+                        self.serving.metrics.path(&path);
+                        Event::Finished(Box::new(Receipt { usage, path, class, reserved }))
                     }
                 };
                 (hold.settle(now, spent), event)

@@ -24,6 +24,7 @@ use tollgate_domain::{DeviceClass, ModelName, Usage};
 use self::devices::DeviceMetrics;
 pub use self::log::{LogFormat, LogOptions, log_subscriber};
 use self::process::ProcessMetrics;
+use crate::path::Path;
 use crate::upstream::WorkerReport;
 
 /// Everything that is counted.
@@ -44,6 +45,7 @@ pub struct Metrics {
     tokens: Family<TokenLabels, Counter>,
     device_seconds: Family<ModelLabels, Counter<f64, std::sync::atomic::AtomicU64>>,
     first_token_seconds: Family<ModelLabels, Histogram>,
+    stage_seconds: Family<StageLabel, Histogram>,
     ready: Gauge,
     ledger_writable: Gauge,
     workers_ready: Gauge,
@@ -85,6 +87,11 @@ struct ModelLabels {
     class: String,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct StageLabel {
+    stage: &'static str,
+}
+
 /// What is read off the rest of the gateway when metrics are scraped.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Readings {
@@ -115,6 +122,7 @@ impl Metrics {
             tokens: Family::default(),
             device_seconds: Family::default(),
             first_token_seconds: Family::new_with_constructor(|| seconds(&FIRST_TOKEN_SECONDS)),
+            stage_seconds: Family::new_with_constructor(|| seconds(&STAGE_SECONDS)),
             ready: Gauge::default(),
             ledger_writable: Gauge::default(),
             workers_ready: Gauge::default(),
@@ -166,6 +174,12 @@ impl Metrics {
             "From a request's head to its first token",
             Unit::Seconds,
             self.first_token_seconds.clone(),
+        );
+        registry.register_with_unit(
+            "stage",
+            "Time of an answered request in each stage of its path; to_device and to_host are within prefill and decode",
+            Unit::Seconds,
+            self.stage_seconds.clone(),
         );
         registry.register("ready", "Whether requests would succeed", self.ready.clone());
         registry.register(
@@ -276,6 +290,18 @@ impl Metrics {
             .inc_by(usage.attributed.as_secs_f64());
     }
 
+    /// A request was answered, and this is where its time went.
+    pub(crate) fn path(&self, path: &Path) {
+        for (stage, time) in path.stages() {
+            self.stage(stage, time);
+        }
+    }
+
+    /// `stage` is one of the path's.
+    pub(crate) fn stage(&self, stage: &'static str, time: Duration) {
+        self.stage_seconds.get_or_create(&StageLabel { stage }).observe(time.as_secs_f64());
+    }
+
     /// A request's first token went out `elapsed` after its head came in.
     pub fn first_token(&self, model: &ModelName, class: &DeviceClass, elapsed: Duration) {
         self.first_token_seconds
@@ -305,6 +331,10 @@ fn gauge(value: impl TryInto<i64>) -> i64 {
 
 const REQUEST_SECONDS: [f64; 12] =
     [0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.25, 1.0, 2.5, 10.0, 60.0, 600.0];
+
+const STAGE_SECONDS: [f64; 14] = [
+    0.000_01, 0.000_1, 0.000_5, 0.001, 0.002_5, 0.01, 0.025, 0.1, 0.25, 1.0, 2.5, 10.0, 60.0, 600.0,
+];
 
 const FIRST_TOKEN_SECONDS: [f64; 10] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0];
 

@@ -82,6 +82,13 @@ int nvmlDeviceGetTotalEccErrors(handle device, int kind, int counter, unsigned l
     (void)device; (void)counter;
     return value(kind == 1 ? "ecc_uncorrected" : "ecc_corrected", out);
 }
+/* A slice has a card that it is of. */
+int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle slice, handle *out) {
+    unsigned long long number;
+    (void)slice;
+    *out = (handle)1;
+    return value("slice", &number);
+}
 int nvmlDeviceGetMigMode(handle device, unsigned *current, unsigned *pending) {
     (void)device;
     *pending = 0;

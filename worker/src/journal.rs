@@ -39,6 +39,7 @@ use self::feed::Readable;
 use self::frame::{Frame, Head, Step};
 use self::store::{Place, Segment};
 use self::writer::{LONGEST_OPEN, Open, Writer};
+use crate::energy::Meter;
 
 /// What a journal is told at its start.
 pub(crate) struct JournalOptions {
@@ -50,6 +51,8 @@ pub(crate) struct JournalOptions {
     pub(crate) model: ModelName,
     /// Version of the cost table.
     pub(crate) calibration: String,
+    /// What the device draws. What it tells now is where the epoch begins.
+    pub(crate) meter: Meter,
     /// Bytes of files that the gateway has not acknowledged.
     pub(crate) most_bytes: u64,
     /// When the epoch begins, on the engine's clock.
@@ -79,6 +82,7 @@ struct Shared<D: Disk> {
     disk: D,
     clock: Arc<dyn Clock>,
     utc: fn() -> UtcTime,
+    meter: Meter,
     folder: PathBuf,
     most_bytes: u64,
     state: Mutex<State<D::File>>,
@@ -131,6 +135,7 @@ impl<D: Disk> Journal<D> {
             device,
             model,
             calibration,
+            meter,
             most_bytes,
             began,
             clock,
@@ -152,13 +157,14 @@ impl<D: Disk> Journal<D> {
             clock: began,
             utc: utc_began,
         };
-        let writer = Writer::create(
+        let mut writer = Writer::create(
             &disk,
             &folder,
             Place { began: utc_began, epoch, number: 1 },
             head,
             &mut segments,
         )?;
+        writer.counter = meter.now(began);
         let state = State {
             segments,
             acknowledged: HashMap::new(),
@@ -172,6 +178,7 @@ impl<D: Disk> Journal<D> {
             disk,
             clock,
             utc,
+            meter,
             folder,
             most_bytes,
             held: AtomicU64::new(state.held_bytes()),
@@ -221,7 +228,7 @@ impl<D: Disk> Journal<D> {
                     Tail::Idle => writer.put_gap(rest, DeviceNanos::ZERO),
                     Tail::Loss => writer.put_gap(DeviceNanos::ZERO, rest),
                 }
-                writer.put_cut(next, true);
+                writer.put_cut(next, true, self.shared.meter.now(now));
                 Ok(())
             });
             state.closed = true;
@@ -295,10 +302,19 @@ impl<D: Disk> StepJournal for EngineSide<D> {
                 format!("{most} bytes of journal wait for the gateway"),
             ));
         }
+        let counter = self.shared.meter.now(now);
         self.shared.append(|writer| {
+            let cut = |writer: &mut Writer<D::File>| {
+                writer.put_cut(writer.utc_at_end(now, utc()), false, counter);
+            };
+            // What is drawn at rest is no step's.
+            if counter.is_some() && writer.idle_before(record.started)? >= LONG_REST {
+                writer.put_rest(record.started)?;
+                cut(writer);
+            }
             writer.step(record)?;
             if now.since(writer.block_began) >= LONGEST_OPEN {
-                writer.put_cut(writer.utc_at_end(now, utc()), false);
+                cut(writer);
             }
             Ok(())
         })
@@ -402,7 +418,8 @@ impl<D: Disk> Shared<D> {
         };
         if due {
             self.append(|writer| {
-                writer.put_cut(writer.utc_at_end(now, (self.utc)()), false);
+                let counter = self.meter.now(now);
+                writer.put_cut(writer.utc_at_end(now, (self.utc)()), false, counter);
                 Ok(())
             })?;
         }
@@ -483,11 +500,12 @@ impl<D: Disk> Shared<D> {
         {
             return Ok(());
         }
-        let next = state.writer.utc_at_end(self.clock.now(), (self.utc)());
+        let now = self.clock.now();
+        let next = state.writer.utc_at_end(now, (self.utc)());
         // Idle time alone makes no block due, and is of this file all the same.
         if state.writer.open != Open::default() || state.writer.clock != state.writer.block_began {
             self.append_to(state, |writer| {
-                writer.put_cut(next, false);
+                writer.put_cut(next, false, self.meter.now(now));
                 Ok(())
             })?;
         }
@@ -504,6 +522,7 @@ impl<D: Disk> Shared<D> {
         };
         let mut next = Writer::create(&self.disk, &self.folder, place, head, &mut state.segments)?;
         next.in_step = state.writer.in_step;
+        next.counter = state.writer.counter;
         state.closed_bytes += closing.length;
         state.closing = Some(closing);
         state.writer = next;
@@ -599,6 +618,8 @@ fn lock<D: Disk>(disk: &D, folder: &Path) -> io::Result<D::Lock> {
 /// How often written frames are brought to the disk, and blocks closed for
 /// requests that have finished.
 const SYNC_EVERY: Duration = Duration::from_millis(100);
+/// A rest that is a block of its own, where the device tells what it draws.
+const LONG_REST: DeviceNanos = DeviceNanos::from_secs(1);
 /// How often an idle worker reports that it is.
 const IDLE_REPORT: Duration = Duration::from_secs(60);
 /// When a new file begins.

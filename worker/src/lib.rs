@@ -8,6 +8,7 @@ mod assignment;
 mod calibration;
 mod card;
 mod device;
+mod energy;
 mod error;
 mod health;
 mod journal;

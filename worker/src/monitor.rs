@@ -1,6 +1,6 @@
 //! Looks at the device every few seconds, on a thread of its own, and says
 //! whether it is well to whoever asks: the door of the service, and the status
-//! that the gateway hears.
+//! that the gateway hears. In between it reads the energy counter alone.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -13,6 +13,7 @@ use nvml_wrapper::Nvml;
 use tollgate_engine::{Clock, EngineHandle};
 use tollgate_wire::v1;
 
+use crate::energy::{Meter, READ_EVERY};
 use crate::health::{Concern, Health, Readings, Thresholds};
 use crate::nvml::{self, Watched};
 
@@ -55,97 +56,116 @@ impl Seen {
     }
 }
 
+/// Opens NVML; nothing where it cannot be had, for which the log says why.
+pub(crate) fn open(options: &HealthOptions) -> Option<Nvml> {
+    nvml::open(options.nvml.as_deref())
+        .inspect_err(|error| {
+            tracing::warn!(%error, "NVML cannot be opened: the device's health is not watched");
+        })
+        .ok()
+}
+
+/// Reads the energy counter of the device `uuid` once.
+pub(crate) fn read_energy(nvml: &Nvml, uuid: &str, clock: &dyn Clock, meter: &Meter) {
+    let at = clock.now();
+    meter.tell(at, Watched::find(nvml, uuid).ok().and_then(|device| device.energy()));
+}
+
+/// What a monitor looks at, and whom it tells.
+pub(crate) struct MonitorParts {
+    pub(crate) options: HealthOptions,
+    pub(crate) uuid: String,
+    pub(crate) engine: EngineHandle,
+    pub(crate) clock: Arc<dyn Clock>,
+    pub(crate) seen: Seen,
+    /// None: what the device draws is not this worker's alone.
+    pub(crate) meter: Option<Meter>,
+}
+
 /// A monitor that runs; it ends when this is dropped.
 pub(crate) struct Monitor {
     _stay: SyncSender<()>,
 }
 
 impl Monitor {
-    /// Watches the device `uuid`; nothing where it cannot be watched, for
-    /// which the log says why.
-    pub(crate) fn start(
-        options: &HealthOptions,
-        uuid: &str,
-        engine: EngineHandle,
-        clock: Arc<dyn Clock>,
-        seen: Seen,
-    ) -> io::Result<Option<Self>> {
-        let nvml = match nvml::open(options.nvml.as_deref()) {
-            Ok(nvml) => nvml,
-            Err(error) => {
-                tracing::warn!(%error, "NVML cannot be opened: the device's health is not watched");
-                return Ok(None);
-            }
-        };
+    /// Watches the device.
+    pub(crate) fn start(nvml: Nvml, parts: MonitorParts) -> io::Result<Self> {
         let (stay, gone) = sync_channel(1);
-        let look = Look {
-            uuid: uuid.to_owned(),
-            every: options.every,
-            health: Health::new(options.thresholds.clone()),
-            steps: 0,
-            engine,
-            clock,
-            seen,
-        };
+        let health = Health::new(parts.options.thresholds.clone());
+        let look = Look { parts, health, steps: 0, concerns: BTreeSet::new() };
         let thread = std::thread::Builder::new().name("health".to_owned());
         thread.spawn(move || look.until(&nvml, &gone))?;
-        Ok(Some(Self { _stay: stay }))
+        Ok(Self { _stay: stay })
     }
 }
 
 /// The monitor's thread.
 struct Look {
-    uuid: String,
-    every: Duration,
+    parts: MonitorParts,
     health: Health,
     /// Of the engine, at the last look.
     steps: u64,
-    engine: EngineHandle,
-    clock: Arc<dyn Clock>,
-    seen: Seen,
+    /// At the last look.
+    concerns: BTreeSet<Concern>,
 }
 
 impl Look {
     fn until(mut self, nvml: &Nvml, gone: &Receiver<()>) {
+        let every = self.parts.options.every;
+        let pace = if self.parts.meter.is_some() { every.min(READ_EVERY) } else { every };
         let mut watched: Option<Watched<'_>> = None;
-        let mut before = BTreeSet::new();
+        let mut rest = Duration::ZERO;
         loop {
-            let read = match watched.take() {
-                Some(watched) => Ok(watched),
-                None => Watched::find(nvml, &self.uuid),
-            };
-            // A device that was gone is looked for anew.
-            let readings = read.and_then(|device| {
-                let readings = device.read()?;
-                watched = Some(device);
-                Ok(readings)
-            });
-            let concerns = self.judge(readings.as_ref().ok());
-            if concerns != before {
-                let error = readings.as_ref().err().map(ToString::to_string);
-                let temperature = readings.as_ref().ok().and_then(|it| it.temperature);
-                tracing::warn!(
-                    device = self.uuid,
-                    ?concerns,
-                    temperature,
-                    error,
-                    "the device's health changed"
-                );
-                before = concerns;
+            if rest.is_zero() {
+                watched = self.look(nvml, watched.take());
+                rest = every;
             }
-            if gone.recv_timeout(self.every) != Err(RecvTimeoutError::Timeout) {
+            if let Some(meter) = &self.parts.meter {
+                let at = self.parts.clock.now();
+                meter.tell(at, watched.as_ref().and_then(Watched::energy));
+            }
+            let pause = rest.min(pace);
+            if gone.recv_timeout(pause) != Err(RecvTimeoutError::Timeout) {
                 return;
             }
+            rest = rest.saturating_sub(pause);
         }
     }
 
+    /// One whole look. A device that was gone is looked for anew.
+    fn look<'nvml>(
+        &mut self,
+        nvml: &'nvml Nvml,
+        watched: Option<Watched<'nvml>>,
+    ) -> Option<Watched<'nvml>> {
+        let found = watched.map_or_else(|| Watched::find(nvml, &self.parts.uuid), Ok);
+        let read = found.and_then(|device| Ok((device.read()?, device)));
+        let (readings, device, error) = match read {
+            Ok((readings, device)) => (Some(readings), Some(device), None),
+            Err(error) => (None, None, Some(error.to_string())),
+        };
+        let concerns = self.judge(readings.as_ref());
+        if concerns != self.concerns {
+            let temperature = readings.and_then(|it| it.temperature);
+            tracing::warn!(
+                device = self.parts.uuid,
+                ?concerns,
+                temperature,
+                error,
+                "the device's health changed"
+            );
+            self.concerns = concerns;
+        }
+        device
+    }
+
     fn judge(&mut self, readings: Option<&Readings>) -> BTreeSet<Concern> {
-        let steps = self.engine.status().steps;
-        let worked =
-            std::mem::replace(&mut self.steps, steps) != steps || self.engine.work().is_some();
-        let concerns = self.health.judge(readings, worked, self.clock.now());
+        let steps = self.parts.engine.status().steps;
+        let worked = std::mem::replace(&mut self.steps, steps) != steps
+            || self.parts.engine.work().is_some();
+        let concerns = self.health.judge(readings, worked, self.parts.clock.now());
         let nothing = Readings::default();
-        *self.seen.lock() = Some(message(readings.unwrap_or(&nothing), &concerns));
+        *self.parts.seen.lock() = Some(message(readings.unwrap_or(&nothing), &concerns));
         concerns
     }
 }

@@ -14,6 +14,8 @@ use nvml_wrapper::enums::event::XidError;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, EventSet, Nvml};
 
+use tollgate_domain::Millijoules;
+
 use crate::health::{Memory, Readings};
 
 /// Opens the library at `path`, or by the names that drivers give it.
@@ -30,6 +32,8 @@ pub(crate) fn open(path: Option<&Path>) -> Result<Nvml, NvmlError> {
 /// A device that is watched.
 pub(crate) struct Watched<'nvml> {
     device: Device<'nvml>,
+    /// Whether it is a slice of a card.
+    is_slice: bool,
     /// None where it reports no events.
     events: Option<EventSet<'nvml>>,
 }
@@ -47,7 +51,16 @@ impl<'nvml> Watched<'nvml> {
                 .register_events(EventTypes::CRITICAL_XID_ERROR, set)
                 .ok()
         });
-        Ok(Self { device, events })
+        Ok(Self { is_slice: whole.is_ok(), device, events })
+    }
+
+    /// What it has drawn since its driver was loaded, where it tells. Of a
+    /// slice nobody can: energy is counted for whole cards.
+    pub(crate) fn energy(&self) -> Option<Millijoules> {
+        if self.is_slice {
+            return None;
+        }
+        self.device.total_energy_consumption().ok().map(Millijoules)
     }
 
     /// What it tells now; an error where it is gone.

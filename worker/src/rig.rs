@@ -11,6 +11,7 @@ pub use tollgate_engine::{
     Clock, Owner, RequestFigures, Stages, StepJournal, StepRecord, StepShare,
 };
 
+use crate::energy::Meter;
 pub use crate::journal::{Disk, DiskFile, OsDisk};
 use crate::journal::{Feed, Journal, JournalOptions, Tail};
 
@@ -55,6 +56,7 @@ impl<D: Disk> JournalRig<D> {
             device,
             model,
             calibration,
+            meter: Meter::default(),
             most_bytes: 64 << 20,
             began,
             clock,

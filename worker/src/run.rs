@@ -24,9 +24,10 @@ use tollgate_wire::v1::worker_server::WorkerServer;
 use tonic::transport::Server;
 
 use crate::calibration::{self, Calibrated};
+use crate::energy::Meter;
 use crate::journal::{Journal, JournalOptions, OsDisk, Tail};
 use crate::load::{self, Loaded};
-use crate::monitor::{Monitor, Seen};
+use crate::monitor::{self, Monitor, MonitorParts, Seen};
 use crate::service::Service;
 use crate::socket::{self, Socket};
 use crate::told::{Told, Word};
@@ -108,6 +109,16 @@ impl Started {
         let epoch = new_epoch().map_err(WorkerError::Thread)?;
         let clock = Arc::new(SystemClock::new());
         let mut loaded = load::load(options)?;
+        let uuid = loaded.backend.device().uuid.clone();
+        let is_watched = loaded.backend.device().class.is_gpu() || options.health.nvml.is_some();
+        let nvml = (is_watched && !uuid.is_empty()).then(|| monitor::open(&options.health));
+        let nvml = nvml.flatten();
+        // A card that others work on, too, cannot say what it drew for whom.
+        let is_ours = options.card.turn.is_none();
+        let meter = Meter::default();
+        if let Some(nvml) = nvml.as_ref().filter(|_| is_ours) {
+            monitor::read_energy(nvml, &uuid, &*clock, &meter);
+        }
         // From here on the device's time is on the account.
         let began = clock.now();
         let Calibrated { table, device_time } = match loaded.table.take() {
@@ -125,6 +136,7 @@ impl Started {
                 device: device(loaded.backend.device()),
                 model: options.model_name.clone(),
                 calibration: table.version().to_owned(),
+                meter: meter.clone(),
                 most_bytes: options.journal_bytes,
                 began,
                 clock: clock.clone(),
@@ -137,16 +149,21 @@ impl Started {
         let announcement = announcement(options, epoch, &loaded, &table);
         let engine_options = engine_options(options, loaded.backend.device(), table);
         let Loaded { backend, tokenizer, tokenizer_asset, template_asset, .. } = loaded;
-        let uuid = backend.device().uuid.clone();
-        let is_watched = backend.device().class.is_gpu() || options.health.nvml.is_some();
         let engine = Engine::start(backend, engine_options, clock.clone(), journal.for_engine())
             .map_err(WorkerError::Thread)?;
         let seen = Seen::default();
-        let monitor = match is_watched && !uuid.is_empty() {
-            true => Monitor::start(&options.health, &uuid, engine.handle(), clock, seen.clone())
-                .map_err(WorkerError::Thread)?,
-            false => None,
+        let watch = |nvml| {
+            let parts = MonitorParts {
+                options: options.health.clone(),
+                uuid,
+                engine: engine.handle(),
+                clock,
+                seen: seen.clone(),
+                meter: is_ours.then_some(meter),
+            };
+            Monitor::start(nvml, parts)
         };
+        let monitor = nvml.map(watch).transpose().map_err(WorkerError::Thread)?;
         let service = Service {
             seen,
             announcement,

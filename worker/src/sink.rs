@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use tollgate_domain::FinishReason;
+use tollgate_domain::{FinishReason, Transfers};
 use tollgate_engine::{
     Flow, PromptLogprob, Refusal, RefusedReason, RequestOutcome, SampledToken, Stages,
     TokenLogprobs, TokenSink,
@@ -115,10 +115,14 @@ impl TokenSink for Sink {
     fn done(&mut self, outcome: RequestOutcome) {
         self.outbox.finish(match outcome {
             RequestOutcome::Finished { usage, stages } => {
-                let Stages { queue_ns, prefill_ns, decode_ns } = stages;
+                let Stages { queue_ns, prefill_ns, decode_ns, transfers } = stages;
                 Event::Finished(v1::Finished {
                     usage: Some(usage.into()),
                     stages: Some(v1::Stages { queue_ns, prefill_ns, decode_ns }),
+                    transfers: transfers.map(|Transfers { to_device, to_host }| v1::Transfers {
+                        to_device_ns: to_device.nanos(),
+                        to_host_ns: to_host.nanos(),
+                    }),
                 })
             }
             RequestOutcome::Refused(refusal) => Event::Refused(refused(refusal)),

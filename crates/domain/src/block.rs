@@ -10,8 +10,8 @@ use std::collections::HashMap;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Caller, DeviceClass, DeviceNanos, FinishReason, ModelName, RequestId, SequenceId, Usage,
-    UtcTime, WorkerEpoch, WorkerName,
+    Caller, DeviceClass, DeviceNanos, FinishReason, Millijoules, ModelName, RequestId, SequenceId,
+    Usage, UtcTime, WorkerEpoch, WorkerName,
 };
 
 /// The longest wall time of one block, a day: more is a lie or a broken clock.
@@ -122,6 +122,23 @@ pub struct BlockParts {
     pub finished: Vec<FinishedAttempt>,
     /// No block of this epoch follows.
     pub last_of_epoch: bool,
+    /// What the device drew from the block's begin to its end, where it told.
+    /// Left out of the words where it did not, as it was before it was known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub energy: Option<Millijoules>,
+}
+
+/// A block's energy by what its time was spent on; it sums to the block's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EnergyParts {
+    /// Of [`BlockParts::overhead`].
+    pub overhead: Millijoules,
+    /// Of [`BlockParts::idle`].
+    pub idle: Millijoules,
+    /// Of [`BlockParts::loss`].
+    pub loss: Millijoules,
+    /// Of each of [`BlockParts::shares`], in their order.
+    pub shares: Vec<Millijoules>,
 }
 
 /// A checked block: its entries sum to its wall time exactly.
@@ -162,6 +179,22 @@ pub enum BlockError {
     },
 }
 
+impl BlockParts {
+    /// Splits the energy by the nanoseconds that everything took: largest
+    /// remainder, ties to overhead, idle, loss and the shares in this order.
+    /// `None` where the device told none.
+    pub fn energy_parts(&self) -> Option<EnergyParts> {
+        let shares = self.shares.iter().map(|share| share.attributed);
+        let times: Vec<_> =
+            [self.overhead, self.idle, self.loss].into_iter().chain(shares).collect();
+        let energy = self.energy?;
+        // Of no time at all a checked block has no energy.
+        let parts = energy.split(&times).unwrap_or_else(|| vec![Millijoules::ZERO; times.len()]);
+        let [overhead, idle, loss, ref shares @ ..] = parts[..] else { return None };
+        Some(EnergyParts { overhead, idle, loss, shares: shares.to_vec() })
+    }
+}
+
 impl Block {
     /// The fields.
     pub fn parts(&self) -> &BlockParts {
@@ -174,7 +207,7 @@ impl Block {
     }
 
     /// The same span of time without the records of some attempts: their
-    /// device time is loss, and of their ends it says nothing.
+    /// device time is loss, with what it drew, and of their ends it says nothing.
     #[must_use]
     pub fn without(&self, untrue: impl Fn(&Caller, &Attempt) -> bool) -> Self {
         let mut parts = self.parts.clone();
@@ -270,6 +303,7 @@ fn out_of_bounds(parts: &BlockParts) -> Option<&'static str> {
         ("steps", steps),
         ("started", parts.started.0 <= FITS),
         ("wall", parts.wall <= LONGEST_BLOCK),
+        ("energy", parts.energy.is_none_or(|energy| energy.is_drawn_in(parts.wall))),
         ("shares", parts.shares.len() <= LARGEST_BLOCK),
         ("sequence", parts.shares.iter().all(|share| share.sequence.0 <= FITS)),
         ("finished", parts.finished.len() <= LARGEST_BLOCK),
@@ -312,6 +346,7 @@ mod tests {
             }],
             finished: Vec::new(),
             last_of_epoch: false,
+            energy: Some(Millijoules(7)),
         }
     }
 
@@ -373,6 +408,25 @@ mod tests {
     }
 
     #[test]
+    fn energy_goes_with_the_time_to_the_last_millijoule() {
+        let parts = parts();
+        let split = parts.energy_parts().expect("it was told");
+        let EnergyParts { overhead, idle, loss, shares } = split;
+        // Of 7 mJ by 10, 20, 30 and 40 %: 0.7, 1.4, 2.1 and 2.8.
+        assert_eq!([overhead, idle, loss, shares[0]].map(Millijoules::millijoules), [1, 1, 2, 3]);
+        assert_eq!(BlockParts { energy: None, ..parts }.energy_parts(), None);
+    }
+
+    /// The digests of blocks that were posted before energy was known stay.
+    #[test]
+    fn a_block_without_energy_says_what_it_always_said() {
+        let parts = BlockParts { energy: None, ..parts() };
+        let text = serde_json::to_string(&parts).expect("JSON");
+        assert!(text.ends_with(r#""finished":[],"last_of_epoch":false}"#), "{text}");
+        assert_eq!(serde_json::from_str::<BlockParts>(&text).expect("parts"), parts);
+    }
+
+    #[test]
     fn a_block_balances_or_does_not_exist() {
         type Change = fn(&mut BlockParts);
         let cases: &[(Change, bool)] = &[
@@ -387,6 +441,8 @@ mod tests {
             (|block| block.wall = DeviceNanos(u64::MAX), false),
             (|block| block.calibration.clear(), false),
             (|block| block.shares[0].sequence = SequenceId(u64::MAX), false),
+            (|block| block.energy = None, true),
+            (|block| block.energy = Some(Millijoules(u64::MAX)), false),
         ];
         for (index, (change, good)) in cases.iter().enumerate() {
             let mut parts = parts();

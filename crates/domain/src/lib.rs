@@ -6,6 +6,7 @@
 
 pub mod block;
 pub mod cost;
+pub mod energy;
 pub mod ids;
 pub mod limits;
 pub mod network;
@@ -18,6 +19,7 @@ pub use block::{Attempt, Block, BlockError, BlockParts, Device, FinishedAttempt,
 pub use cost::{
     AttentionShape, CostTable, CostTableError, Curve, PromptWork, SequenceWork, StepCost,
 };
+pub use energy::Millijoules;
 pub use ids::{
     Caller, DeviceClass, InvalidName, KeyId, ModelName, PlanName, PoolName, PriceListName,
     RequestId, SequenceId, TenantId, WorkerEpoch, WorkerName,
@@ -30,4 +32,4 @@ pub use price::{
 };
 pub use time::{InvalidDay, InvalidMonth, MonotonicTime, UtcDay, UtcMonth, UtcTime};
 pub use units::DeviceNanos;
-pub use usage::{FinishReason, Usage};
+pub use usage::{FinishReason, Transfers, Usage};

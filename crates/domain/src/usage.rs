@@ -26,6 +26,22 @@ impl Usage {
     }
 }
 
+/// How long data took between host and device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Transfers {
+    /// Tokens and tables, to the device.
+    pub to_device: DeviceNanos,
+    /// Logits, or what was drawn from them, to the host.
+    pub to_host: DeviceNanos,
+}
+
+impl std::ops::AddAssign for Transfers {
+    fn add_assign(&mut self, other: Self) {
+        self.to_device += other.to_device;
+        self.to_host += other.to_host;
+    }
+}
+
 /// Why a choice ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -12,6 +12,7 @@ pub mod synthetic;
 
 use std::time::Duration;
 
+pub use tollgate_domain::Transfers;
 use tollgate_domain::{AttentionShape, DeviceClass, DeviceNanos};
 
 use crate::sample::{Drawn, Place, Sampler, SamplingParams, TokenCounts, token_logprobs};
@@ -181,6 +182,7 @@ pub struct StepOutput {
     drawn: Vec<Option<Drawn>>,
     sampler: Sampler,
     device_time: Option<DeviceNanos>,
+    transfers: Option<Transfers>,
 }
 
 /// The most that one step may ask for.
@@ -556,11 +558,23 @@ impl StepOutput {
         self.device_time = Some(time);
     }
 
+    /// How long the step's data took to the device and back, by its own clock;
+    /// `None` where the device is the host. Part of [`StepOutput::device_time`].
+    pub fn transfers(&self) -> Option<Transfers> {
+        self.transfers
+    }
+
+    /// Says how long they took: for a backend, after [`StepOutput::reset`].
+    pub fn set_transfers(&mut self, transfers: Transfers) {
+        self.transfers = Some(transfers);
+    }
+
     /// Makes room for `rows` rows of `vocabulary` logits and hands it out for
     /// a backend to overwrite. What it holds before that is unspecified.
     pub fn reset(&mut self, rows: usize, vocabulary: usize) -> &mut [f32] {
         self.device_time = None;
         self.drawn.clear();
+        self.transfers = None;
         let elements = rows * vocabulary;
         self.vocabulary = vocabulary;
         self.rows = rows;

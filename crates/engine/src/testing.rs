@@ -16,7 +16,7 @@ use tollgate_domain::{
 
 use crate::backend::{
     BLOCK_TOKENS, Backend, BackendError, DeviceInfo, Draw, DrawToken, LogitRows, ModelShape,
-    Results, Span, StepLimits, StepOutput, StepPlan,
+    Results, Span, StepLimits, StepOutput, StepPlan, Transfers,
 };
 use crate::engine::clock::Clock;
 use crate::sample::{Place, TokenCounts};
@@ -184,6 +184,8 @@ impl Backend for FakeBackend {
         output.draw(plan);
         if self.keeps_time {
             output.set_device_time(DeviceNanos(whole.nanos() / 2));
+            let (to_device, to_host) = (DeviceNanos(self.steps), DeviceNanos(1_000));
+            output.set_transfers(Transfers { to_device, to_host });
         }
         Ok(())
     }

@@ -135,6 +135,7 @@ fn block(number: u64) -> Fallible<Block> {
         shares,
         finished,
         last_of_epoch: false,
+        energy: None,
     };
     Ok(Block::try_from(parts)?)
 }

@@ -179,5 +179,6 @@ fn block(number: u64, blocks: u64) -> Result<Block, Failure> {
         shares,
         finished,
         last_of_epoch: false,
+        energy: None,
     })?)
 }

@@ -218,7 +218,8 @@ pub(crate) fn check(
     Ok(())
 }
 
-/// SHA-256 over what is kept of archives, a line a row.
+/// SHA-256 over what is kept of archives, a line a row. Of energy that nobody
+/// told, no line says anything, as before any was known.
 fn sums_sha256(connection: &Connection) -> Result<String, LedgerError> {
     let mut hash = Sha256::new();
     for query in SUMS {
@@ -236,10 +237,17 @@ fn sums_sha256(connection: &Connection) -> Result<String, LedgerError> {
 const SUMS: [&str; 5] = [
     "SELECT json_array('archive', size, lower(hex(last_hash)), record_seq)
      FROM archives ORDER BY size",
-    "SELECT json_array('epoch', epoch_id, blocks, last_block, last_step, ended, wall_ns,
-       tenants_ns, overhead_ns, idle_ns, loss_ns) FROM archived_epochs ORDER BY epoch_id",
-    "SELECT json_array('day', day, caller_id, model, device_class, charges, entries, requests,
-       prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns)
+    "SELECT iif(energy_mj IS NULL,
+       json_array('epoch', epoch_id, blocks, last_block, last_step, ended, wall_ns, tenants_ns,
+         overhead_ns, idle_ns, loss_ns),
+       json_array('epoch', epoch_id, blocks, last_block, last_step, ended, wall_ns, tenants_ns,
+         overhead_ns, idle_ns, loss_ns, energy_mj, tenants_mj, overhead_mj, idle_mj, loss_mj))
+     FROM archived_epochs ORDER BY epoch_id",
+    "SELECT iif(energy_mj IS NULL,
+       json_array('day', day, caller_id, model, device_class, charges, entries, requests,
+         prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns),
+       json_array('day', day, caller_id, model, device_class, charges, entries, requests,
+         prompt_tokens, cached_tokens, completion_tokens, attributed_ns, reference_ns, energy_mj))
      FROM archived_days ORDER BY day, caller_id, model, device_class",
     "SELECT json_array('attempt', request_id, caller_id, attempt, ended)
      FROM archived_attempts ORDER BY request_id, caller_id, attempt",
@@ -319,16 +327,16 @@ CREATE UNIQUE INDEX temp.gone_ids ON gone (request_id, caller_id, attempt);
 
 INSERT INTO archived_days
 SELECT day, caller_id, model, device_class, sum(charges), sum(entries), sum(requests),
-  sum(prompt), sum(cached), sum(completion), sum(attributed), sum(reference)
+  sum(prompt), sum(cached), sum(completion), sum(attributed), sum(reference), sum(energy)
 FROM (
   SELECT blocks.day AS day, caller_id, model, device_class, 0 AS charges, 1 AS entries,
     0 AS requests, 0 AS prompt, 0 AS cached, 0 AS completion, amount_ns AS attributed,
-    0 AS reference
+    0 AS reference, energy_mj AS energy
   FROM blocks JOIN entries USING (epoch_id, block) JOIN epochs ON epochs.id = blocks.epoch_id
   WHERE record_seq < {to} AND account = 1
   UNION ALL
   SELECT day, caller_id, model, device_class, 1, 0, counted, prompt_tokens, cached_tokens,
-    completion_tokens, 0, reference_ns
+    completion_tokens, 0, reference_ns, NULL
   FROM gone JOIN requests USING (request_id, caller_id, attempt))
 WHERE true GROUP BY 1, 2, 3, 4
 ON CONFLICT DO UPDATE SET charges = charges + excluded.charges,
@@ -337,19 +345,25 @@ ON CONFLICT DO UPDATE SET charges = charges + excluded.charges,
   cached_tokens = cached_tokens + excluded.cached_tokens,
   completion_tokens = completion_tokens + excluded.completion_tokens,
   attributed_ns = attributed_ns + excluded.attributed_ns,
-  reference_ns = reference_ns + excluded.reference_ns;
+  reference_ns = reference_ns + excluded.reference_ns,
+  energy_mj = coalesce(energy_mj + excluded.energy_mj, energy_mj, excluded.energy_mj);
 
 INSERT INTO archived_epochs
 SELECT epoch_id, sum(blocks), max(last_block), max(last_step), max(ended), sum(wall),
-  sum(tenants), sum(overhead), sum(idle), sum(loss)
+  sum(tenants), sum(overhead), sum(idle), sum(loss), -sum(energy) FILTER (WHERE account = 0),
+  sum(energy) FILTER (WHERE account = 1), sum(energy) FILTER (WHERE account = 2),
+  sum(energy) FILTER (WHERE account = 3), sum(energy) FILTER (WHERE account = 4)
 FROM (
   SELECT epoch_id, 1 AS blocks, block AS last_block, last_step, last_of_epoch AS ended, 0 AS wall,
-    0 AS tenants, 0 AS overhead, 0 AS idle, 0 AS loss FROM blocks WHERE record_seq < {to}
+    0 AS tenants, 0 AS overhead, 0 AS idle, 0 AS loss, NULL AS account, NULL AS energy
+  FROM blocks WHERE record_seq < {to}
   UNION ALL
-  SELECT epoch_id, 1, block, 0, 0, 0, 0, 0, 0, 0 FROM refused_blocks WHERE record_seq < {to}
+  SELECT epoch_id, 1, block, 0, 0, 0, 0, 0, 0, 0, NULL, NULL FROM refused_blocks
+  WHERE record_seq < {to}
   UNION ALL
   SELECT epoch_id, 0, 0, 0, 0, iif(account = 0, -amount_ns, 0), iif(account = 1, amount_ns, 0),
-    iif(account = 2, amount_ns, 0), iif(account = 3, amount_ns, 0), iif(account = 4, amount_ns, 0)
+    iif(account = 2, amount_ns, 0), iif(account = 3, amount_ns, 0), iif(account = 4, amount_ns, 0),
+    account, energy_mj
   FROM blocks JOIN entries USING (epoch_id, block) WHERE record_seq < {to})
 WHERE true GROUP BY 1
 ON CONFLICT DO UPDATE SET blocks = blocks + excluded.blocks,
@@ -357,7 +371,12 @@ ON CONFLICT DO UPDATE SET blocks = blocks + excluded.blocks,
   last_step = max(last_step, excluded.last_step), ended = max(ended, excluded.ended),
   wall_ns = wall_ns + excluded.wall_ns, tenants_ns = tenants_ns + excluded.tenants_ns,
   overhead_ns = overhead_ns + excluded.overhead_ns, idle_ns = idle_ns + excluded.idle_ns,
-  loss_ns = loss_ns + excluded.loss_ns;
+  loss_ns = loss_ns + excluded.loss_ns,
+  energy_mj = coalesce(energy_mj + excluded.energy_mj, energy_mj, excluded.energy_mj),
+  tenants_mj = coalesce(tenants_mj + excluded.tenants_mj, tenants_mj, excluded.tenants_mj),
+  overhead_mj = coalesce(overhead_mj + excluded.overhead_mj, overhead_mj, excluded.overhead_mj),
+  idle_mj = coalesce(idle_mj + excluded.idle_mj, idle_mj, excluded.idle_mj),
+  loss_mj = coalesce(loss_mj + excluded.loss_mj, loss_mj, excluded.loss_mj);
 
 INSERT INTO archived_attempts SELECT request_id, caller_id, attempt, ended FROM gone;
 

@@ -46,6 +46,8 @@ pub(crate) struct DailyChange {
     pub(crate) completion_tokens: i64,
     pub(crate) attributed_ns: i64,
     pub(crate) reference_ns: i64,
+    /// `None` where no device told.
+    pub(crate) energy_mj: Option<i64>,
 }
 
 /// What one block adds to days, summed before it is written: a caller's row is
@@ -89,6 +91,7 @@ impl DailyChange {
             completion_tokens,
             attributed_ns,
             reference_ns,
+            energy_mj,
         } = other;
         for (sum, figure) in [
             (&mut self.charges, charges),
@@ -101,6 +104,9 @@ impl DailyChange {
             (&mut self.reference_ns, reference_ns),
         ] {
             *sum = sum.checked_add(*figure)?;
+        }
+        if let Some(energy) = energy_mj {
+            self.energy_mj = Some(self.energy_mj.unwrap_or(0).checked_add(*energy)?);
         }
         Some(())
     }
@@ -162,12 +168,14 @@ pub(crate) fn add_to_day(
         completion_tokens,
         attributed_ns,
         reference_ns,
+        energy_mj,
     } = change;
     connection
         .prepare_cached(
             "INSERT INTO daily (day, caller_id, model, device_class, requests, prompt_tokens,
-               cached_tokens, completion_tokens, attributed_ns, reference_ns, charges, entries)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)
+               cached_tokens, completion_tokens, attributed_ns, reference_ns, charges, entries,
+               energy_mj)
+             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13)
              ON CONFLICT DO UPDATE SET
                requests = requests + excluded.requests,
                prompt_tokens = prompt_tokens + excluded.prompt_tokens,
@@ -176,7 +184,8 @@ pub(crate) fn add_to_day(
                attributed_ns = attributed_ns + excluded.attributed_ns,
                reference_ns = reference_ns + excluded.reference_ns,
                charges = charges + excluded.charges,
-               entries = entries + excluded.entries",
+               entries = entries + excluded.entries,
+               energy_mj = coalesce(energy_mj + excluded.energy_mj, energy_mj, excluded.energy_mj)",
         )?
         .execute(params![
             day,
@@ -190,7 +199,8 @@ pub(crate) fn add_to_day(
             attributed_ns,
             reference_ns,
             charges,
-            entries
+            entries,
+            energy_mj
         ])?;
     Ok(())
 }

@@ -11,15 +11,15 @@ use rusqlite::{Connection, params};
 use serde::Serialize;
 use tollgate_domain::{
     Attempt, BlockParts, Caller, Device, DeviceClass, DeviceNanos, FinishedAttempt, KeyId,
-    ModelName, RequestId, SequenceId, Share, Stages, TenantId, Usage, UtcTime, WorkerEpoch,
-    WorkerName,
+    Millijoules, ModelName, RequestId, SequenceId, Share, Stages, TenantId, Usage, UtcTime,
+    WorkerEpoch, WorkerName,
 };
 
 use crate::audit::check::{chain, log, says};
 use crate::audit::record::{Body, Said};
 use crate::charge::reason_named;
 use crate::post::digest_of;
-use crate::query::{balance_of, name};
+use crate::query::{balance_of, energy_of, name};
 use crate::schema::{METERED, account};
 use crate::{Ledger, LedgerError, LedgerReader, archive};
 
@@ -303,19 +303,24 @@ fn block(
         shares: Vec::new(),
         finished: Vec::new(),
         last_of_epoch: row.get(12)?,
+        energy: None,
     };
     let records = add_finished(connection, callers, epoch_id, &mut parts)?;
     let digest: Vec<u8> = row.get(13)?;
     let day: u32 = row.get(14)?;
     let sums = add_entries(connection, callers, epoch_id, &mut parts)?;
-    if sums != (0, 0) {
+    if (sums.metered, sums.corrections) != (0, 0) {
         findings.add(
             "block",
             format!(
                 "block {number} of {epoch_text} sums to {} ns, its corrections to {} ns",
-                sums.0, sums.1
+                sums.metered, sums.corrections
             ),
         );
+    }
+    if sums.energy != energy_due(&parts) || sums.corrections_mj != 0 {
+        let message = format!("the energy of block {number} of {epoch_text} is not split by time");
+        findings.add("block", message);
     }
     if digest != digest_of(&parts)? || day != parts.started.day().0 {
         findings.add("block", format!("block {number} of {epoch_text} is not what was posted"));
@@ -351,30 +356,47 @@ fn caller(callers: &HashMap<i64, Caller>, id: i64) -> Result<Caller, LedgerError
     callers.get(&id).cloned().ok_or_else(|| LedgerError::Damaged(format!("no caller {id}")))
 }
 
-/// Puts a block's metered entries into `parts`; the sums of its metered
-/// entries and of its corrections.
+/// What a block's entries say together.
+#[derive(Default)]
+struct Sums {
+    /// What was metered, ns.
+    metered: i64,
+    /// What was corrected, ns.
+    corrections: i64,
+    /// Likewise, mJ.
+    corrections_mj: i64,
+    /// Of each metered entry, mJ, in their order.
+    energy: Vec<Option<i64>>,
+}
+
+/// Puts a block's metered entries into `parts`; what they sum to.
 fn add_entries(
     connection: &Connection,
     callers: &HashMap<i64, Caller>,
     epoch_id: i64,
     parts: &mut BlockParts,
-) -> Result<(i64, i64), LedgerError> {
+) -> Result<Sums, LedgerError> {
     let mut statement = connection.prepare_cached(
-        "SELECT kind, account, amount_ns, caller_id, sequence, request_id, attempt
+        "SELECT kind, account, amount_ns, caller_id, sequence, request_id, attempt, energy_mj
          FROM entries WHERE epoch_id = ?1 AND block = ?2 ORDER BY ordinal",
     )?;
     let mut rows = statement.query(params![epoch_id, parts.number as i64])?;
-    let (mut metered, mut corrections) = (0_i64, 0_i64);
+    let mut sums = Sums::default();
     while let Some(row) = rows.next()? {
-        let amount: i64 = row.get(2)?;
+        let (amount, energy): (i64, Option<i64>) = (row.get(2)?, row.get(7)?);
         if row.get::<_, i64>(0)? != METERED {
-            corrections = corrections.wrapping_add(amount);
+            sums.corrections = sums.corrections.wrapping_add(amount);
+            sums.corrections_mj = sums.corrections_mj.wrapping_add(energy.unwrap_or(0));
             continue;
         }
-        metered = metered.wrapping_add(amount);
+        sums.metered = sums.metered.wrapping_add(amount);
+        sums.energy.push(energy);
         let nanos = DeviceNanos(amount.unsigned_abs());
         match row.get(1)? {
-            account::DEVICE => parts.wall = nanos,
+            account::DEVICE => {
+                parts.wall = nanos;
+                parts.energy = energy.map(|energy| Millijoules(energy.unsigned_abs()));
+            }
             account::OVERHEAD => parts.overhead = nanos,
             account::IDLE => parts.idle = nanos,
             account::LOSS => parts.loss = nanos,
@@ -389,7 +411,27 @@ fn add_entries(
             }),
         }
     }
-    Ok((metered, corrections))
+    Ok(sums)
+}
+
+/// What the energy of a block's entries has to be, in their order: its split
+/// by time once more.
+fn energy_due(parts: &BlockParts) -> Vec<Option<i64>> {
+    let platform = [parts.overhead, parts.idle, parts.loss];
+    let split = parts.energy_parts();
+    let signed = |energy: Millijoules| energy.millijoules() as i64;
+    let of_platform = match &split {
+        Some(split) => [split.overhead, split.idle, split.loss].map(|it| Some(signed(it))),
+        None => [None; 3],
+    };
+    let of_shares = |index: usize| split.as_ref().map(|split| signed(split.shares[index]));
+    // Only a damaged file's does not fit.
+    let mut due = vec![parts.energy.map(|energy| signed(energy).wrapping_neg())];
+    // What took no time has no entry.
+    let entries = platform.iter().zip(of_platform).filter(|(time, _)| **time != DeviceNanos::ZERO);
+    due.extend(entries.map(|(_, energy)| energy));
+    due.extend((0..parts.shares.len()).map(of_shares));
+    due
 }
 
 /// Puts what finished in a block into `parts`; the number of each one's record.
@@ -442,6 +484,11 @@ fn balances(connection: &Connection, findings: &mut Findings) -> Result<(), Ledg
         if !balance.is_exact() {
             let epoch: String = row.get(1)?;
             findings.add("balance", format!("epoch {epoch} does not balance: {balance:?}"));
+        }
+        let energy = energy_of(connection, row.get(0)?)?;
+        if let Some(energy) = energy.filter(|energy| !energy.is_exact()) {
+            let epoch: String = row.get(1)?;
+            findings.add("balance", format!("epoch {epoch} does not balance: {energy:?}"));
         }
     }
     Ok(())
@@ -500,23 +547,25 @@ fn daily(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerE
         "WITH recount AS (
            SELECT blocks.day AS day, caller_id, model, device_class, 0 AS requests,
              0 AS prompt, 0 AS cached, 0 AS completion, amount_ns AS attributed, 0 AS reference,
-             0 AS charges, 1 AS entries
+             0 AS charges, 1 AS entries, energy_mj AS energy
            FROM entries JOIN blocks USING (epoch_id, block)
              JOIN epochs ON epochs.id = entries.epoch_id
            WHERE account = 1
            UNION ALL
            SELECT day, caller_id, model, device_class, counted, prompt_tokens, cached_tokens,
-             completion_tokens, 0, reference_ns, 1, 0 FROM requests
+             completion_tokens, 0, reference_ns, 1, 0, NULL FROM requests
            UNION ALL
            SELECT day, caller_id, model, device_class, requests, prompt_tokens, cached_tokens,
-             completion_tokens, attributed_ns, reference_ns, charges, entries FROM archived_days
+             completion_tokens, attributed_ns, reference_ns, charges, entries, energy_mj
+           FROM archived_days
            UNION ALL
            SELECT day, caller_id, model, device_class, -requests, -prompt_tokens, -cached_tokens,
-             -completion_tokens, -attributed_ns, -reference_ns, -charges, -entries FROM daily)
+             -completion_tokens, -attributed_ns, -reference_ns, -charges, -entries, -energy_mj
+           FROM daily)
          SELECT day, caller_id, model, device_class FROM recount GROUP BY 1, 2, 3, 4
          HAVING sum(requests) <> 0 OR sum(prompt) <> 0 OR sum(cached) <> 0
            OR sum(completion) <> 0 OR sum(attributed) <> 0 OR sum(reference) <> 0
-           OR sum(charges) <> 0 OR sum(entries) <> 0",
+           OR sum(charges) <> 0 OR sum(entries) <> 0 OR coalesce(sum(energy), 0) <> 0",
     )?;
     let mut rows = statement.query([])?;
     while let Some(row) = rows.next()? {
@@ -552,6 +601,27 @@ fn caps(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerEr
             "cap",
             format!("attempt {attempt} of {request} pays {paid} ns where {payable} are payable"),
         );
+    }
+    corrections(connection, findings)
+}
+
+/// Each correction is of an entry of its block.
+fn corrections(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerError> {
+    let mut statement = connection.prepare(
+        "SELECT epoch, block, ordinal FROM entries AS moved JOIN epochs ON epochs.id = epoch_id
+         WHERE kind <> 0 AND NOT EXISTS (SELECT 1 FROM entries AS metered
+           WHERE metered.request_id = moved.request_id AND metered.epoch_id = moved.epoch_id
+             AND metered.block = moved.block AND metered.kind = 0
+             AND metered.caller_id = moved.caller_id AND metered.sequence = moved.sequence
+             AND metered.attempt = moved.attempt
+             AND (metered.energy_mj IS NULL) = (moved.energy_mj IS NULL))",
+    )?;
+    let mut rows = statement.query([])?;
+    while let Some(row) = rows.next()? {
+        let (epoch, block, ordinal): (String, i64, i64) = (row.get(0)?, row.get(1)?, row.get(2)?);
+        let message =
+            format!("entry {ordinal} of block {block} of {epoch} corrects none that is there");
+        findings.add("cap", message);
     }
     Ok(())
 }

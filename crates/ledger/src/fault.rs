@@ -13,7 +13,7 @@ use crate::charge::{
     Charge, DailyChange, DailyKey, Payable, add_to_day, charge_statement, insert_charge,
     reason_name,
 };
-use crate::post::{BlockKey, Posted, caller_id, move_to_loss};
+use crate::post::{Amounts, BlockKey, Posted, caller_id, move_to_loss};
 use crate::schema::{METERED, account};
 use crate::{LedgerError, archive};
 
@@ -182,7 +182,7 @@ fn insert(
 struct EntryOfAttempt {
     key: BlockKey,
     sequence: i64,
-    amount_ns: i64,
+    amounts: Amounts,
     day: u32,
     model: String,
     class: String,
@@ -198,7 +198,8 @@ fn correct_entries(
 ) -> Result<(), LedgerError> {
     let entries = connection
         .prepare_cached(
-            "SELECT entries.epoch_id, entries.block, sequence, amount_ns, day, model, device_class
+            "SELECT entries.epoch_id, entries.block, sequence, amount_ns, day, model, device_class,
+               energy_mj
              FROM entries
              JOIN blocks USING (epoch_id, block)
              JOIN epochs ON epochs.id = entries.epoch_id
@@ -209,7 +210,7 @@ fn correct_entries(
             Ok(EntryOfAttempt {
                 key: BlockKey { epoch_id: row.get(0)?, block: row.get(1)? },
                 sequence: row.get(2)?,
-                amount_ns: row.get(3)?,
+                amounts: Amounts { amount_ns: row.get(3)?, energy_mj: row.get(7)? },
                 day: row.get(4)?,
                 model: row.get(5)?,
                 class: row.get(6)?,
@@ -218,11 +219,11 @@ fn correct_entries(
         .collect::<Result<Vec<_>, _>>()?;
     let mut room = payable_ns;
     for entry in entries {
-        let kept = entry.amount_ns.min(room);
+        let kept = entry.amounts.amount_ns.min(room);
         room -= kept;
         let daily = DailyKey { day: entry.day, caller, model: &entry.model, class: &entry.class };
         let owner = Some((caller, entry.sequence, attempt.request.as_str(), attempt.attempt));
-        move_to_loss(connection, entry.key, &daily, owner, entry.amount_ns - kept)?;
+        move_to_loss(connection, entry.key, &daily, owner, entry.amounts.beyond(kept))?;
     }
     Ok(())
 }
@@ -291,6 +292,7 @@ fn lower_charge(
         completion_tokens: lower.completion_tokens - charged.completion_tokens,
         attributed_ns: 0, // the entries' corrections said it
         reference_ns: lower.reference_ns - charged.reference_ns,
+        energy_mj: None, // likewise
     };
     add_to_day(connection, &DailyKey { day, caller, model: &model, class: &class }, &change)?;
     Ok(true)

@@ -37,8 +37,8 @@ pub use fault::FaultCap;
 pub use plans::PlansInForce;
 pub use post::{Posted, RefusedBlock};
 pub use query::{
-    Balance, EntryRow, GroupBy, OpenAttempt, RequestRow, RequestState, SpendRow, Spending,
-    UsageQuery, UsageRow,
+    Balance, EnergyBalance, EntryRow, GroupBy, OpenAttempt, RequestRow, RequestState, SpendRow,
+    Spending, UsageQuery, UsageRow,
 };
 pub use reader::LedgerReader;
 pub use relog::LogRewriter;

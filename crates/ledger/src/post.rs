@@ -5,7 +5,10 @@ use std::io::BufWriter;
 
 use rusqlite::{CachedStatement, Connection, OptionalExtension, Statement, params};
 use sha2::{Digest, Sha256};
-use tollgate_domain::{Block, BlockParts, Caller, DeviceNanos, UtcTime, WorkerEpoch, WorkerName};
+use tollgate_domain::block::EnergyParts;
+use tollgate_domain::{
+    Block, BlockParts, Caller, DeviceNanos, Millijoules, UtcTime, WorkerEpoch, WorkerName,
+};
 
 use crate::audit::chain::{self, Chain};
 use crate::audit::record::{AdminAction, Body, Said};
@@ -40,8 +43,32 @@ pub(crate) struct Entry<'a> {
     pub(crate) kind: i64,
     pub(crate) account: i64,
     pub(crate) amount_ns: i64,
+    /// What was drawn in that time; `None` where the device did not tell.
+    pub(crate) energy_mj: Option<i64>,
     /// Who and what for: caller id, sequence, request, attempt.
     pub(crate) owner: Option<(i64, i64, &'a str, u32)>,
+}
+
+/// Device time, and what was drawn in it where the device told.
+#[derive(Clone, Copy)]
+pub(crate) struct Amounts {
+    pub(crate) amount_ns: i64,
+    pub(crate) energy_mj: Option<i64>,
+}
+
+impl Amounts {
+    /// What is left without the first `kept_ns` of it. The energy goes with
+    /// the time, rounded down.
+    pub(crate) fn beyond(self, kept_ns: i64) -> Self {
+        let Self { amount_ns, energy_mj } = self;
+        let excess_ns = amount_ns - kept_ns;
+        let nanos = |amount: i64| DeviceNanos(amount.unsigned_abs());
+        let drawn = |energy: i64| {
+            let energy = Millijoules(energy.unsigned_abs());
+            energy.of_part(nanos(excess_ns), nanos(amount_ns)).millijoules() as i64
+        };
+        Self { amount_ns: excess_ns, energy_mj: energy_mj.map(drawn) }
+    }
 }
 
 /// Which block, by the ledger's own number of its epoch.
@@ -120,10 +147,12 @@ fn post(
     let key = BlockKey { epoch_id, block: parts.number as i64 };
     let record = chain.append(connection, &Body::block(parts, digest, said))?;
     insert_block(connection, key, parts, digest, record)?;
-    insert_platform_entries(connection, key, parts)?;
+    let energy = parts.energy_parts();
+    insert_platform_entries(connection, key, parts, energy.as_ref())?;
     let mut posting = Posting::of(connection, key, parts)?;
     for (index, share) in parts.shares.iter().enumerate() {
-        posting.share(FIRST_SHARE + index as i64, share)?;
+        let drew = energy.as_ref().map(|energy| energy.shares[index]);
+        posting.share(FIRST_SHARE + index as i64, share, drew)?;
     }
     for (index, finished) in parts.finished.iter().enumerate() {
         let record = chain.append(connection, &Body::attempt(parts, finished))?;
@@ -414,32 +443,36 @@ fn insert_platform_entries(
     connection: &Connection,
     key: BlockKey,
     parts: &BlockParts,
+    energy: Option<&EnergyParts>,
 ) -> Result<(), LedgerError> {
     let signed = |amount: DeviceNanos| amount.nanos() as i64;
+    let drew = |of: fn(&EnergyParts) -> Millijoules| energy.map(|all| of(all).0 as i64);
+    let all = parts.energy.map(|energy| -(energy.0 as i64));
     let mut statement = entry_statement(connection)?;
-    for (ordinal, account, amount_ns) in [
-        (0, account::DEVICE, -signed(parts.wall)),
-        (1, account::OVERHEAD, signed(parts.overhead)),
-        (2, account::IDLE, signed(parts.idle)),
-        (3, account::LOSS, signed(parts.loss)),
+    for (ordinal, account, amount_ns, energy_mj) in [
+        (0, account::DEVICE, -signed(parts.wall), all),
+        (1, account::OVERHEAD, signed(parts.overhead), drew(|energy| energy.overhead)),
+        (2, account::IDLE, signed(parts.idle), drew(|energy| energy.idle)),
+        (3, account::LOSS, signed(parts.loss), drew(|energy| energy.loss)),
     ] {
         if ordinal == 0 || amount_ns != 0 {
-            let entry = Entry { kind: METERED, account, amount_ns, owner: None };
+            let entry = Entry { kind: METERED, account, amount_ns, energy_mj, owner: None };
             insert_entry(&mut statement, key, ordinal, &entry)?;
         }
     }
     Ok(())
 }
 
-/// Moves `excess` of an entry's amount from its tenant to `platform.loss`: a
-/// pair of entries beside it that sums to zero.
+/// Moves `excess` of an entry from its tenant to `platform.loss`: a pair of
+/// entries beside it that sums to zero.
 pub(crate) fn move_to_loss(
     connection: &Connection,
     key: BlockKey,
     daily: &DailyKey<'_>,
     owner: Option<(i64, i64, &str, u32)>,
-    excess: i64,
+    excess: Amounts,
 ) -> Result<(), LedgerError> {
+    let Amounts { amount_ns: excess, energy_mj } = excess;
     if excess == 0 {
         return Ok(());
     }
@@ -449,13 +482,15 @@ pub(crate) fn move_to_loss(
         .query_row(params![key.epoch_id, key.block], |row| row.get(0))?;
     let first = last.max(FIRST_CORRECTION - 1) + 1;
     let mut statement = entry_statement(connection)?;
-    for (ordinal, account, amount_ns) in
-        [(first, account::TENANT, -excess), (first + 1, account::LOSS, excess)]
+    let taken = energy_mj.map(|energy| -energy);
+    for (ordinal, account, amount_ns, energy_mj) in
+        [(first, account::TENANT, -excess, taken), (first + 1, account::LOSS, excess, energy_mj)]
     {
-        let entry = Entry { kind: CORRECTION, account, amount_ns, owner };
+        let entry = Entry { kind: CORRECTION, account, amount_ns, energy_mj, owner };
         insert_entry(&mut statement, key, ordinal, &entry)?;
     }
-    let change = DailyChange { entries: 1, attributed_ns: -excess, ..Default::default() };
+    let change =
+        DailyChange { entries: 1, attributed_ns: -excess, energy_mj: taken, ..Default::default() };
     add_to_day(connection, daily, &change)
 }
 
@@ -463,8 +498,8 @@ pub(crate) fn move_to_loss(
 fn entry_statement(connection: &Connection) -> Result<CachedStatement<'_>, LedgerError> {
     Ok(connection.prepare_cached(
         "INSERT INTO entries (epoch_id, block, ordinal, kind, account, amount_ns,
-           caller_id, sequence, request_id, attempt)
-         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10)",
+           caller_id, sequence, request_id, attempt, energy_mj)
+         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11)",
     )?)
 }
 
@@ -474,7 +509,7 @@ fn insert_entry(
     ordinal: i64,
     entry: &Entry<'_>,
 ) -> Result<(), LedgerError> {
-    let Entry { kind, account, amount_ns, owner } = entry;
+    let Entry { kind, account, amount_ns, energy_mj, owner } = entry;
     statement.execute(params![
         key.epoch_id,
         key.block,
@@ -485,7 +520,8 @@ fn insert_entry(
         owner.map(|owner| owner.0),
         owner.map(|owner| owner.1),
         owner.map(|owner| owner.2),
-        owner.map(|owner| owner.3)
+        owner.map(|owner| owner.3),
+        energy_mj
     ])?;
     Ok(())
 }
@@ -509,13 +545,19 @@ pub(crate) fn caller_id(connection: &Connection, caller: &Caller) -> Result<i64,
 /// The other side of the boundary checks the sum too: what was written must
 /// be zero, whatever the block said.
 fn refuse_unless_balanced(connection: &Connection, key: BlockKey) -> Result<(), LedgerError> {
-    let sum: i64 = connection
-        .prepare_cached("SELECT sum(amount_ns) FROM entries WHERE epoch_id = ?1 AND block = ?2")?
-        .query_row(params![key.epoch_id, key.block], |row| row.get(0))?;
-    if sum == 0 {
+    let sums: (i64, i64) = connection
+        .prepare_cached(
+            "SELECT sum(amount_ns), coalesce(sum(energy_mj), 0) FROM entries
+             WHERE epoch_id = ?1 AND block = ?2",
+        )?
+        .query_row(params![key.epoch_id, key.block], |row| Ok((row.get(0)?, row.get(1)?)))?;
+    if sums == (0, 0) {
         Ok(())
     } else {
-        Err(LedgerError::Damaged(format!("a block's entries sum to {sum} ns")))
+        Err(LedgerError::Damaged(format!(
+            "a block's entries sum to {} ns and {} mJ",
+            sums.0, sums.1
+        )))
     }
 }
 

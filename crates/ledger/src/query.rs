@@ -81,6 +81,9 @@ pub struct UsageRow {
     pub reference_ns: u64,
     /// `attributed_ns` where the class is a GPU, else 0.
     pub gpu_ns: u64,
+    /// What the devices drew in that time, as far as they told; `None` where
+    /// none did.
+    pub energy_mj: Option<u64>,
 }
 
 /// How far a request is.
@@ -168,6 +171,21 @@ pub struct Balance {
     pub loss_ns: i64,
 }
 
+/// Where a device's energy went, as far as it told what it drew.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct EnergyBalance {
+    /// What was measured.
+    pub energy_mj: i64,
+    /// What was drawn for tenants.
+    pub tenants_mj: i64,
+    /// In the time of `platform.overhead`.
+    pub overhead_mj: i64,
+    /// In that of `platform.idle`.
+    pub idle_mj: i64,
+    /// In that of `platform.loss`.
+    pub loss_mj: i64,
+}
+
 /// An attempt with device time but no end.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpenAttempt {
@@ -230,6 +248,21 @@ impl LedgerReader {
                 })
                 .optional()?;
             id.map_or(Ok(Balance::default()), |id| balance_of(connection, id))
+        })
+    }
+
+    /// Where the energy of one epoch went; `None` where its device told none.
+    ///
+    /// # Errors
+    /// Storage errors.
+    pub fn energy(&self, epoch: WorkerEpoch) -> Result<Option<EnergyBalance>, LedgerError> {
+        self.read(|connection| {
+            let id: Option<i64> = connection
+                .query_row("SELECT id FROM epochs WHERE epoch = ?1", [epoch.to_string()], |row| {
+                    row.get(0)
+                })
+                .optional()?;
+            id.map_or(Ok(None), |id| energy_of(connection, id))
         })
     }
 
@@ -302,6 +335,14 @@ impl Balance {
     }
 }
 
+impl EnergyBalance {
+    /// Whether tenants, overhead, idle and loss are what was measured exactly.
+    pub fn is_exact(&self) -> bool {
+        let parts = [self.tenants_mj, self.overhead_mj, self.idle_mj, self.loss_mj];
+        i128::from(self.energy_mj) == parts.into_iter().map(i128::from).sum()
+    }
+}
+
 fn usage(connection: &Connection, query: &UsageQuery) -> Result<Vec<UsageRow>, LedgerError> {
     let UsageQuery { tenant, key, model, class, from, to, group } = query;
     let column = |by: GroupBy, name: &'static str| {
@@ -325,7 +366,7 @@ fn usage(connection: &Connection, query: &UsageQuery) -> Result<Vec<UsageRow>, L
     let sql = format!(
         "SELECT {} AS by_tenant, {} AS by_key, {} AS by_model, {} AS by_day, device_class,
            sum(requests), sum(prompt_tokens), sum(cached_tokens), sum(completion_tokens),
-           sum(attributed_ns), sum(reference_ns)
+           sum(attributed_ns), sum(reference_ns), sum(energy_mj)
          FROM daily JOIN callers ON callers.id = caller_id
          WHERE {}
          GROUP BY 1, 2, 3, 4, 5 ORDER BY 4, 1, 2, 3, 5",
@@ -352,6 +393,7 @@ fn usage(connection: &Connection, query: &UsageQuery) -> Result<Vec<UsageRow>, L
             attributed_ns,
             reference_ns: row.get(10)?,
             gpu_ns: if gpu { attributed_ns } else { 0 },
+            energy_mj: row.get(11)?,
             device_class,
         })
     })?;
@@ -601,6 +643,56 @@ fn archived_balance(connection: &Connection, epoch_id: i64) -> Result<Balance, L
         })
         .optional()?;
     Ok(archived.unwrap_or_default())
+}
+
+pub(crate) fn energy_of(
+    connection: &Connection,
+    epoch_id: i64,
+) -> Result<Option<EnergyBalance>, LedgerError> {
+    let mut statement = connection.prepare_cached(
+        "SELECT account, sum(energy_mj) FROM entries
+         WHERE epoch_id = ?1 AND energy_mj IS NOT NULL GROUP BY account",
+    )?;
+    let mut rows = statement.query([epoch_id])?;
+    let mut balance = archived_energy(connection, epoch_id)?;
+    while let Some(row) = rows.next()? {
+        let (account, amount): (i64, i64) = (row.get(0)?, row.get(1)?);
+        let balance = balance.get_or_insert_default();
+        let (account, amount) = match account {
+            account::DEVICE => (&mut balance.energy_mj, amount.wrapping_neg()),
+            account::TENANT => (&mut balance.tenants_mj, amount),
+            account::OVERHEAD => (&mut balance.overhead_mj, amount),
+            account::IDLE => (&mut balance.idle_mj, amount),
+            account::LOSS => (&mut balance.loss_mj, amount),
+            other => return Err(LedgerError::Damaged(format!("unknown account {other}"))),
+        };
+        // Only a damaged file's sums do not fit.
+        *account = account.wrapping_add(amount);
+    }
+    Ok(balance)
+}
+
+/// Where the energy of an epoch's archived blocks went.
+fn archived_energy(
+    connection: &Connection,
+    epoch_id: i64,
+) -> Result<Option<EnergyBalance>, LedgerError> {
+    Ok(connection
+        .prepare_cached(
+            "SELECT energy_mj, coalesce(tenants_mj, 0), coalesce(overhead_mj, 0),
+               coalesce(idle_mj, 0), coalesce(loss_mj, 0)
+             FROM archived_epochs WHERE epoch_id = ?1 AND energy_mj IS NOT NULL",
+        )?
+        .query_row([epoch_id], |row| {
+            Ok(EnergyBalance {
+                energy_mj: row.get(0)?,
+                tenants_mj: row.get(1)?,
+                overhead_mj: row.get(2)?,
+                idle_mj: row.get(3)?,
+                loss_mj: row.get(4)?,
+            })
+        })
+        .optional()?)
 }
 
 fn open_attempts(

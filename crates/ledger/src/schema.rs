@@ -13,7 +13,7 @@ use crate::audit::record::Before;
 use crate::{LedgerError, LogRewriter};
 
 /// What this version reads and writes.
-pub(crate) const FORMAT: u32 = 4;
+pub(crate) const FORMAT: u32 = 5;
 
 /// The format without an audit log, which is taken on.
 const WITHOUT_RECORDS: u32 = 1;
@@ -23,6 +23,13 @@ const WITHOUT_COUNTS: u32 = 2;
 
 /// The format that stored records whole; those that it did stay as they are.
 const WHOLE_RECORDS: u32 = 3;
+
+/// The format without energy. It is taken on as well, and read as it is: no
+/// version writes an archive again.
+const WITHOUT_ENERGY: u32 = 4;
+
+/// The formats that are taken on.
+const OLDER: [u32; 4] = [WITHOUT_RECORDS, WITHOUT_COUNTS, WHOLE_RECORDS, WITHOUT_ENERGY];
 
 /// Kinds of account, as `entries.account` has them.
 pub(crate) mod account {
@@ -80,7 +87,7 @@ pub(crate) fn open_writer(
     let mut connection = open().map_err(failed)?;
     let found = format_of(&connection).map_err(failed)?;
     let is = |format: u32| found.as_deref() == Some(&format.to_string());
-    if found.is_none() || [WITHOUT_RECORDS, WITHOUT_COUNTS, WHOLE_RECORDS].into_iter().any(is) {
+    if found.is_none() || OLDER.into_iter().any(is) {
         let transaction = connection.transaction().map_err(failed)?;
         if found.is_none() {
             transaction.execute_batch(TABLES).map_err(failed)?;
@@ -92,9 +99,11 @@ pub(crate) fn open_writer(
                 .transpose()?;
             Chain::begin(&transaction, before.as_ref())?;
         }
-        if !is(WHOLE_RECORDS) {
+        if !is(WHOLE_RECORDS) && !is(WITHOUT_ENERGY) {
             transaction.execute_batch(COUNTS).map_err(failed)?;
         }
+        transaction.execute_batch(ARCHIVES).map_err(failed)?;
+        transaction.execute_batch(ENERGY).map_err(failed)?;
         transaction
             .execute("REPLACE INTO meta VALUES ('format', ?1)", [FORMAT.to_string()])
             .map_err(failed)?;
@@ -102,16 +111,16 @@ pub(crate) fn open_writer(
     }
     refuse_other_formats(path, &connection)?;
     connection.execute_batch(STRUCK).map_err(failed)?;
-    connection.execute_batch(ARCHIVES).map_err(failed)?;
     // Of the same format with or without them; an older file gains them here.
     connection.execute_batch(INDEXES).map_err(failed)?;
     Ok(connection)
 }
 
-/// The tables of this version with nothing in them.
-pub(crate) fn in_memory() -> Result<Connection, LedgerError> {
+/// The tables as they are in `like`, with nothing in them.
+pub(crate) fn in_memory(like: &Connection) -> Result<Connection, LedgerError> {
     let connection = Connection::open_in_memory()?;
-    for tables in [TABLES, AUDIT_TABLES, COUNTS, STRUCK, ARCHIVES, INDEXES] {
+    let energy = if is_without_energy(like)? { "" } else { ENERGY };
+    for tables in [TABLES, AUDIT_TABLES, COUNTS, STRUCK, ARCHIVES, energy, INDEXES] {
         connection.execute_batch(tables)?;
     }
     Ok(connection)
@@ -135,10 +144,18 @@ pub(crate) fn open_reader(path: &Path) -> Result<Connection, LedgerError> {
     )
     .map_err(failed)?;
     prepare(&connection).map_err(failed)?;
-    connection.pragma_update(None, "query_only", true).map_err(failed)?;
     connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true).map_err(failed)?;
-    refuse_other_formats(path, &connection)?;
+    if is_without_energy(&connection).map_err(failed)? {
+        connection.execute_batch(SEEN_WITHOUT_ENERGY).map_err(failed)?;
+    } else {
+        refuse_other_formats(path, &connection)?;
+    }
+    connection.pragma_update(None, "query_only", true).map_err(failed)?;
     Ok(connection)
+}
+
+fn is_without_energy(connection: &Connection) -> rusqlite::Result<bool> {
+    Ok(format_of(connection)? == Some(WITHOUT_ENERGY.to_string()))
 }
 
 fn prepare(connection: &Connection) -> rusqlite::Result<()> {
@@ -190,6 +207,28 @@ CREATE TABLE IF NOT EXISTS struck_blocks (
   reason TEXT NOT NULL,
   PRIMARY KEY (epoch_id, block)
 ) STRICT, WITHOUT ROWID;
+";
+
+/// Of format 5: what the device drew, mJ, beside its time. NULL where it was not
+/// told; an entry's amounts of both are signed alike, and sum to zero alike.
+const ENERGY: &str = "
+ALTER TABLE entries ADD COLUMN energy_mj INTEGER;
+ALTER TABLE daily ADD COLUMN energy_mj INTEGER;
+ALTER TABLE archived_days ADD COLUMN energy_mj INTEGER;
+ALTER TABLE archived_epochs ADD COLUMN energy_mj INTEGER;
+ALTER TABLE archived_epochs ADD COLUMN tenants_mj INTEGER;
+ALTER TABLE archived_epochs ADD COLUMN overhead_mj INTEGER;
+ALTER TABLE archived_epochs ADD COLUMN idle_mj INTEGER;
+ALTER TABLE archived_epochs ADD COLUMN loss_mj INTEGER;
+";
+
+/// What a reader sees of a ledger of format 4 in place of its tables.
+const SEEN_WITHOUT_ENERGY: &str = "
+CREATE TEMP VIEW entries AS SELECT *, NULL AS energy_mj FROM main.entries;
+CREATE TEMP VIEW daily AS SELECT *, NULL AS energy_mj FROM main.daily;
+CREATE TEMP VIEW archived_days AS SELECT *, NULL AS energy_mj FROM main.archived_days;
+CREATE TEMP VIEW archived_epochs AS SELECT *, NULL AS energy_mj, NULL AS tenants_mj,
+  NULL AS overhead_mj, NULL AS idle_mj, NULL AS loss_mj FROM main.archived_epochs;
 ";
 
 /// What is kept of records that left the database, summed over all archives:

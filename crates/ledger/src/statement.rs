@@ -146,6 +146,9 @@ pub struct StatementDay {
     pub reference_ns: u64,
     /// Exact device time.
     pub attributed_ns: i64,
+    /// What was drawn in it, as far as devices told; `None`, and no field,
+    /// where none did.
+    pub energy_mj: Option<i64>,
 }
 
 /// What was used and what it costs.
@@ -163,7 +166,9 @@ pub struct StatementFigures {
     pub attributed_ns: u64,
     /// Reference cost, by the day the request ended.
     pub reference_ns: u64,
-    /// What that costs.
+    /// What was drawn in the attributed time, as far as devices told.
+    pub energy_mj: Option<u64>,
+    /// What the reference cost and the tokens cost.
     pub amount: Amount,
 }
 
@@ -247,12 +252,14 @@ impl std::fmt::Display for StatementDay {
             completion_tokens,
             reference_ns,
             attributed_ns,
+            energy_mj,
         } = self;
         write!(
             f,
             "{day},{charges},{entries},{requests},{prompt_tokens},{cached_tokens},\
              {completion_tokens},{reference_ns},{attributed_ns}"
-        )
+        )?;
+        energy_mj.map_or(Ok(()), |energy| write!(f, ",{energy}"))
     }
 }
 
@@ -307,7 +314,7 @@ impl<'a> Maker<'a> {
         let mut statement = connection
             .prepare_cached(
                 "SELECT model, device_class, day, charges, entries, requests, prompt_tokens,
-                   cached_tokens, completion_tokens, reference_ns, attributed_ns
+                   cached_tokens, completion_tokens, reference_ns, attributed_ns, energy_mj
                  FROM daily WHERE caller_id = ?1 AND day BETWEEN ?2 AND ?3 ORDER BY day",
             )
             .map_err(LedgerError::from)?;
@@ -323,6 +330,7 @@ impl<'a> Maker<'a> {
                     completion_tokens: row.get(8)?,
                     reference_ns: row.get(9)?,
                     attributed_ns: row.get(10)?,
+                    energy_mj: row.get(11)?,
                 };
                 Ok((row.get(0)?, row.get(1)?, day))
             })
@@ -440,16 +448,19 @@ fn periods<'a>(prices: &'a PriceBook, plans: &[PlanSpan]) -> Vec<PricePeriod<'a>
 
 impl StatementDay {
     fn figures(&self) -> Result<StatementFigures, LedgerError> {
-        let attributed_ns = u64::try_from(self.attributed_ns).map_err(|_| {
-            LedgerError::Damaged(format!("on {} more was taken back than there was", self.day))
-        })?;
+        let not_negative = |sum: i64| {
+            u64::try_from(sum).map_err(|_| {
+                LedgerError::Damaged(format!("on {} more was taken back than there was", self.day))
+            })
+        };
         Ok(StatementFigures {
             requests: self.requests,
             prompt_tokens: self.prompt_tokens,
             cached_tokens: self.cached_tokens,
             completion_tokens: self.completion_tokens,
-            attributed_ns,
+            attributed_ns: not_negative(self.attributed_ns)?,
             reference_ns: self.reference_ns,
+            energy_mj: self.energy_mj.map(not_negative).transpose()?,
             amount: Amount(0), // of the line, rounded once
         })
     }
@@ -465,6 +476,7 @@ impl StatementFigures {
             completion_tokens,
             attributed_ns,
             reference_ns,
+            energy_mj,
             amount,
         } = other;
         for (sum, figure) in [
@@ -476,6 +488,9 @@ impl StatementFigures {
             (&mut self.reference_ns, reference_ns),
         ] {
             *sum = sum.checked_add(*figure)?;
+        }
+        if let Some(energy) = energy_mj {
+            self.energy_mj = Some(self.energy_mj.unwrap_or(0).checked_add(*energy)?);
         }
         self.amount.0 = self.amount.0.checked_add(amount.0)?;
         Some(())

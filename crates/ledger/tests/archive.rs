@@ -11,7 +11,7 @@ use std::time::Duration;
 use common::*;
 use tollgate_auditor::{Folder, LogError, Sound, verify};
 use tollgate_domain::{
-    Amount, Block, ByClass, DeviceNanos, FinishReason, PlanName, PriceBook, PriceList,
+    Amount, Block, ByClass, DeviceNanos, FinishReason, Millijoules, PlanName, PriceBook, PriceList,
     PriceListName, RequestId, TenantId, Usage, UtcDay, UtcMonth, UtcTime,
 };
 use tollgate_ledger::{
@@ -62,6 +62,8 @@ fn numbered(number: u64) -> Block {
     }
     let mut parts = parts(number, shares, ends);
     parts.started = begins(number);
+    // Now and then the device does not tell.
+    parts.energy = (!number.is_multiple_of(5)).then_some(Millijoules(number * 1_001));
     Block::try_from(parts).expect("it balances")
 }
 
@@ -208,6 +210,9 @@ fn what_is_archived_changes_no_sum_and_no_log() {
     assert_eq!(reader.check(), vec![]);
     assert_eq!(usage_of(reader), usage_of(&before));
     assert_eq!(reader.balance(EPOCH).expect("reads"), before.balance(EPOCH).expect("reads"));
+    let (drew, here) = (before.energy(EPOCH), reader.energy(EPOCH).expect("reads"));
+    assert_eq!(here, drew.expect("reads"));
+    assert!(here.is_some_and(|energy| energy.is_exact() && energy.loss_mj > 0), "{here:?}");
     assert_eq!(reader.first_record().expect("reads"), size);
     let bytes = |path: &Path| std::fs::metadata(path).expect("is there").len();
     assert!(bytes(&path) < bytes(&copy) * 2 / 3, "{} of {}", bytes(&path), bytes(&copy));

@@ -12,10 +12,10 @@ use common::*;
 use proptest::prelude::Rng;
 use proptest::test_runner::{RngAlgorithm, TestRng};
 use tollgate_auditor::{Checkpoint, Fault, Folder, LogError, Proof, Sound, VerifierKey, verify};
-use tollgate_domain::{RequestId, Usage, UtcTime};
+use tollgate_domain::{Block, Millijoules, RequestId, Usage, UtcTime};
 use tollgate_ledger::{
-    AuditKey, ExportError, Exported, Finding, Ledger, LedgerHandle, LedgerOptions, LedgerReader,
-    Posted, Range,
+    AuditKey, EnergyBalance, ExportError, Exported, Finding, Ledger, LedgerHandle, LedgerOptions,
+    LedgerReader, Posted, Range, UsageQuery,
 };
 
 /// An export in memory.
@@ -147,7 +147,7 @@ fn an_export_is_sound_and_says_who_did_what() {
     assert_eq!(
         record(0),
         format!(
-            r#"{{"seq":0,"prev":"{zeros}","operation.type":"ledger.genesis","outcome":"done","id":"ledger.genesis","detail":{{"before":null,"format":4}}}}"#
+            r#"{{"seq":0,"prev":"{zeros}","operation.type":"ledger.genesis","outcome":"done","id":"ledger.genesis","detail":{{"before":null,"format":5}}}}"#
         )
     );
     let prev = |index: usize| line(index)[9..73].to_owned();
@@ -584,7 +584,9 @@ fn a_ledger_without_counts_is_taken_on() {
     change_in(
         &path,
         "ALTER TABLE daily DROP COLUMN charges; ALTER TABLE daily DROP COLUMN entries;
-         DROP TABLE tenant_plans; UPDATE meta SET value = '2' WHERE name = 'format'",
+         DROP TABLE tenant_plans; UPDATE meta SET value = '2' WHERE name = 'format';
+         ALTER TABLE entries DROP COLUMN energy_mj; ALTER TABLE daily DROP COLUMN energy_mj;
+         DROP TABLE archived_days; DROP TABLE archived_epochs",
     );
     let error = Ledger::open_read_only(&path).err().expect("it is older").to_string();
     assert!(error.contains("format"), "{error}");
@@ -610,7 +612,9 @@ fn a_ledger_of_whole_records_is_taken_on() {
         "UPDATE records SET record = '{\"seq\":' || seq || ',\"prev\":\"' || coalesce(
            (SELECT lower(hex(hash)) FROM records AS last WHERE last.seq = records.seq - 1),
            lower(hex(zeroblob(32)))) || '\",' || substr(record, 2);
-         UPDATE meta SET value = '3' WHERE name = 'format'",
+         UPDATE meta SET value = '3' WHERE name = 'format';
+         ALTER TABLE entries DROP COLUMN energy_mj; ALTER TABLE daily DROP COLUMN energy_mj;
+         DROP TABLE archived_days; DROP TABLE archived_epochs",
     );
     let error = Ledger::open_read_only(&path).err().expect("it is older").to_string();
     assert!(error.contains("format"), "{error}");
@@ -634,6 +638,79 @@ fn a_ledger_of_whole_records_is_taken_on() {
     ] {
         let found = found_after(&path, change);
         assert!(found.iter().any(|it| it.kind == "audit"), "{change}: {found:?}");
+    }
+}
+
+/// One of the format before energy is read as it is, as archives are for ever,
+/// and taken on by who writes.
+#[test]
+fn a_ledger_without_energy_is_read_and_taken_on() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("ledger.db");
+    let ledger = Ledger::open_with(options(&path, 7)).expect("opens");
+    fill(&ledger, 50);
+    end(ledger);
+    change_in(
+        &path,
+        "ALTER TABLE entries DROP COLUMN energy_mj; ALTER TABLE daily DROP COLUMN energy_mj;
+         ALTER TABLE archived_days DROP COLUMN energy_mj;
+         ALTER TABLE archived_epochs DROP COLUMN energy_mj;
+         ALTER TABLE archived_epochs DROP COLUMN tenants_mj;
+         ALTER TABLE archived_epochs DROP COLUMN overhead_mj;
+         ALTER TABLE archived_epochs DROP COLUMN idle_mj;
+         ALTER TABLE archived_epochs DROP COLUMN loss_mj;
+         UPDATE meta SET value = '4' WHERE name = 'format'",
+    );
+    let told = |reader: &LedgerReader| {
+        let found = reader.check();
+        assert_eq!(found.iter().filter(|it| it.kind != "refused").count(), 0, "{found:?}");
+        let usage = reader.usage(&UsageQuery::default()).expect("reads");
+        (usage, reader.energy(EPOCH).expect("reads"))
+    };
+    let (before, none) = told(&Ledger::open_read_only(&path).expect("reads it as it is"));
+    assert!(before[0].attributed_ns > 0 && before[0].energy_mj.is_none() && none.is_none());
+    Ledger::check_start(&path).expect("sound");
+    Ledger::backup(&path, &folder.path().join("copy.db")).expect("copies");
+    let ledger = Ledger::open_with(options(&path, 7)).expect("takes it on");
+    assert_eq!(told(ledger.reader()), (before.clone(), None));
+    let mut drew = parts(52, vec![share("acme", 9_999, 65)], vec![]);
+    drew.energy = Some(Millijoules(1_000));
+    post(&ledger, Block::try_from(drew).expect("it balances")).expect("posts");
+    // 65 of 100 ns.
+    let (usage, energy) = told(ledger.reader());
+    assert_eq!(usage.iter().filter_map(|row| row.energy_mj).sum::<u64>(), 650, "{usage:?}");
+    let expected = EnergyBalance {
+        energy_mj: 1_000,
+        tenants_mj: 650,
+        overhead_mj: 100,
+        idle_mj: 200,
+        loss_mj: 50,
+    };
+    assert_eq!(energy, Some(expected));
+    end(ledger);
+    let records = export(&Ledger::open_read_only(&path).expect("reads"), Range::default())
+        .expect("exports")
+        .0
+        .records;
+    let says = |text: &str| records.iter().any(|line| String::from_utf8_lossy(line).contains(text));
+    assert!(says(r#""idle_ns":20,"loss_ns":5,"energy_mj":1000}"#) && says(r#""loss_ns":5},"#));
+    for (change, kind) in [
+        (
+            "UPDATE entries SET energy_mj = energy_mj + 1 WHERE account = 1 AND energy_mj > 0",
+            "block",
+        ),
+        ("UPDATE entries SET energy_mj = energy_mj * 2", "block"),
+        ("UPDATE entries SET energy_mj = NULL", "block"),
+        ("UPDATE entries SET energy_mj = -9223372036854775807 - 1 WHERE energy_mj < 0", "block"),
+        (
+            "UPDATE entries SET energy_mj = energy_mj + iif(account = 3, 1, -1)
+           WHERE account IN (3, 4) AND energy_mj > 0",
+            "block",
+        ),
+        ("UPDATE daily SET energy_mj = energy_mj + 1", "daily"),
+    ] {
+        let found = found_after(&path, change);
+        assert!(found.iter().any(|it| it.kind == kind), "{change}: {found:?}");
     }
 }
 
@@ -676,7 +753,7 @@ fn tampering_with_the_log_is_found() {
         "INSERT INTO tenant_plans SELECT 'other', day, plan FROM tenant_plans",
         // An attempt pays less, and every sum agrees.
         "INSERT INTO entries SELECT epoch_id, block, 100000 + account, 1,
-           account, CASE account WHEN 1 THEN -3 ELSE 3 END, caller_id, sequence, request_id, attempt
+           account, CASE account WHEN 1 THEN -3 ELSE 3 END, caller_id, sequence, request_id, attempt, NULL
            FROM (SELECT epoch_id, block, caller_id, sequence, request_id, attempt FROM entries
              WHERE block = 4 AND account = 1), (SELECT 1 AS account UNION SELECT 4);
          UPDATE daily SET attributed_ns = attributed_ns - 3, entries = entries + 1",

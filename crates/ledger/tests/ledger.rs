@@ -8,12 +8,12 @@ use std::time::Duration;
 use common::*;
 use tollgate_domain::block::LONGEST_ATTEMPT;
 use tollgate_domain::{
-    Block, Caller, DeviceClass, DeviceNanos, FinishReason, KeyId, RequestId, TenantId, Usage,
-    UtcDay, UtcTime, WorkerName,
+    Block, Caller, DeviceClass, DeviceNanos, FinishReason, KeyId, Millijoules, RequestId, TenantId,
+    Usage, UtcDay, UtcTime, WorkerName,
 };
 use tollgate_ledger::{
-    Balance, BlockRefusal, GroupBy, Health, Ledger, LedgerError, LedgerHandle, LedgerOptions,
-    Posted, RequestState, Struck, UsageQuery,
+    Balance, BlockRefusal, EnergyBalance, GroupBy, Health, Ledger, LedgerError, LedgerHandle,
+    LedgerOptions, Posted, RequestState, Struck, UsageQuery,
 };
 
 fn ledger() -> (tempfile::TempDir, LedgerHandle) {
@@ -105,6 +105,44 @@ fn an_epoch_is_its_workers_alone() {
     own.worker = WorkerName::new("1").expect("a name");
     let own = Block::try_from(own).expect("it balances");
     assert_eq!(post(&ledger, own).expect("posts"), Posted::New);
+}
+
+/// What a tenant need not pay for takes its energy along, to the last
+/// millijoule, whether the cap comes before the block or after it.
+#[test]
+fn energy_goes_where_its_time_goes() {
+    for cap_first in [false, true] {
+        let (_folder, ledger) = ledger();
+        let mut drew = parts(1, vec![share("acme", 1, 100), share("beta", 2, 65)], vec![]);
+        drew.energy = Some(Millijoules(2_003));
+        let drew = Block::try_from(drew).expect("it balances");
+        let cap = cap("acme", 1, usage(33, 20));
+        if cap_first {
+            post_cap(&ledger, cap).expect("posts");
+            post(&ledger, drew).expect("posts");
+        } else {
+            post(&ledger, drew).expect("posts");
+            post_cap(&ledger, cap).expect("posts");
+        }
+        // By 100, 65, 10, 20 and 5 of 200 ns: 1001.5, 650.975, 100.15, 200.3 and
+        // 50.075; the two left over go to the first two.
+        let energy = ledger.reader().energy(EPOCH).expect("reads").expect("it was told");
+        let (kept, moved) = (1_002 - 671, 671); // of 1002 mJ 67 %, rounded down
+        let expected = EnergyBalance {
+            energy_mj: 2_003,
+            tenants_mj: kept + 651,
+            overhead_mj: 100,
+            idle_mj: 200,
+            loss_mj: 50 + moved,
+        };
+        assert_eq!(energy, expected);
+        assert!(energy.is_exact());
+        let query = UsageQuery { group: vec![GroupBy::Tenant], ..UsageQuery::default() };
+        let usage = ledger.reader().usage(&query).expect("reads");
+        let told: Vec<_> = usage.iter().map(|row| row.energy_mj).collect();
+        assert_eq!(told, [Some(kept as u64), Some(651)]);
+        assert_eq!(ledger.reader().check(), vec![]);
+    }
 }
 
 /// T56: what is not believed is loss, and stays so when the worker says it again.
@@ -242,7 +280,7 @@ fn statements_group_and_filter() {
     let rows = ledger.reader().usage(&by(&[GroupBy::Tenant, GroupBy::Day])).expect("reads");
     assert_eq!(
         serde_json::to_string(&rows[0]).expect("serialises"),
-        r#"{"tenant":"acme","day":"2026-11-20","device_class":"cpu","requests":1,"prompt_tokens":10,"cached_tokens":2,"completion_tokens":5,"attributed_ns":100,"reference_ns":90,"gpu_ns":0}"#
+        r#"{"tenant":"acme","day":"2026-11-20","device_class":"cpu","requests":1,"prompt_tokens":10,"cached_tokens":2,"completion_tokens":5,"attributed_ns":100,"reference_ns":90,"gpu_ns":0,"energy_mj":null}"#
     );
     let spending = ledger.reader().spending(next_day.day()).expect("reads");
     let refs = |rows: &[tollgate_ledger::SpendRow]| -> Vec<(String, u64)> {

@@ -1,5 +1,5 @@
 //! Whatever comes, in whatever order and however often, the ledger conserves
-//! device time and agrees with a model of itself (C10).
+//! device time and energy and agrees with a model of itself (C10).
 #![allow(missing_docs)]
 
 mod common;
@@ -8,15 +8,15 @@ use std::collections::BTreeMap;
 
 use common::*;
 use proptest::prelude::*;
-use tollgate_domain::{Block, DeviceNanos};
-use tollgate_ledger::{Ledger, LedgerError, LedgerReader, Posted};
+use tollgate_domain::{Block, DeviceNanos, Millijoules};
+use tollgate_ledger::{Ledger, LedgerError, LedgerReader, Posted, UsageQuery};
 
 /// What happens to the ledger.
 #[derive(Clone, Debug)]
 enum Act {
-    /// The next block: for each share its request and time, and which of the
-    /// requests finish.
-    Next { shares: Vec<(u8, u32)>, finishes: Vec<u8> },
+    /// The next block: for each share its request and time, which of the
+    /// requests finish, and the energy where it is told.
+    Next { shares: Vec<(u8, u32)>, finishes: Vec<u8>, energy: Option<u32> },
     /// A block that came before comes again.
     Again { back: u8 },
     /// One with its number but another content.
@@ -30,8 +30,10 @@ enum Act {
 fn any_act() -> impl Strategy<Value = Act> {
     let shares = proptest::collection::vec((0_u8..6, 0_u32..1_000), 0..5);
     let finishes = proptest::collection::vec(0_u8..6, 0..3);
+    let energy = proptest::option::of(prop_oneof![0..10_u32, 0..1_000_000_u32]);
     prop_oneof![
-        6 => (shares, finishes).prop_map(|(shares, finishes)| Act::Next { shares, finishes }),
+        6 => (shares, finishes, energy)
+            .prop_map(|(shares, finishes, energy)| Act::Next { shares, finishes, energy }),
         2 => any::<u8>().prop_map(|back| Act::Again { back }),
         1 => any::<u8>().prop_map(|back| Act::Forged { back }),
         1 => Just(Act::Early),
@@ -66,8 +68,8 @@ proptest! {
         let mut model = Model::default();
         for act in acts {
             match act {
-                Act::Next { shares, finishes } => {
-                    let block = next_block(&mut model, &shares, &finishes);
+                Act::Next { shares, finishes, energy } => {
+                    let block = next_block(&mut model, &shares, &finishes, energy);
                     prop_assert_eq!(post(&ledger, block).expect("posts"), Posted::New);
                 }
                 Act::Again { back } => {
@@ -78,8 +80,13 @@ proptest! {
                 Act::Forged { back } => {
                     if let Some(block) = pick(&model, back) {
                         let mut parts = block.into_parts();
-                        parts.idle += DeviceNanos(1);
-                        parts.wall += DeviceNanos(1);
+                        match parts.energy {
+                            Some(energy) => parts.energy = Some(Millijoules(energy.0 + 1)),
+                            None => {
+                                parts.idle += DeviceNanos(1);
+                                parts.wall += DeviceNanos(1);
+                            }
+                        }
                         let forged = Block::try_from(parts).expect("it balances");
                         let refused = matches!(post(&ledger, forged), Err(LedgerError::Refused { .. }));
                         prop_assert!(refused);
@@ -99,7 +106,12 @@ proptest! {
     }
 }
 
-fn next_block(model: &mut Model, shares: &[(u8, u32)], finishes: &[u8]) -> Block {
+fn next_block(
+    model: &mut Model,
+    shares: &[(u8, u32)],
+    finishes: &[u8],
+    energy: Option<u32>,
+) -> Block {
     let mut ends = Vec::new();
     for &request in finishes {
         if !model.finished.contains(&request) {
@@ -112,7 +124,9 @@ fn next_block(model: &mut Model, shares: &[(u8, u32)], finishes: &[u8]) -> Block
     }
     let number = model.blocks.len() as u64 + 1;
     let entries = shares.iter().map(|&(request, ns)| share("acme", request.into(), ns.into()));
-    let block = block(number, entries.collect(), ends);
+    let mut parts = parts(number, entries.collect(), ends);
+    parts.energy = energy.map(|energy| Millijoules(energy.into()));
+    let block = Block::try_from(parts).expect("it balances");
     for &(request, ns) in shares {
         *model.shares.entry(request).or_default() += u64::from(ns);
     }
@@ -152,6 +166,16 @@ fn agrees(reader: &LedgerReader, model: &Model) -> Result<(), TestCaseError> {
     prop_assert_eq!(balance.wall_ns, wall as i64);
     prop_assert_eq!(balance.tenants_ns, model.tenants() as i64);
     prop_assert!(balance.is_exact());
+    let told: Vec<_> = model.blocks.iter().filter_map(|block| block.parts().energy).collect();
+    let energy = reader.energy(EPOCH).expect("reads");
+    prop_assert_eq!(energy.is_some(), !told.is_empty());
+    if let Some(energy) = energy {
+        prop_assert_eq!(energy.energy_mj, told.into_iter().sum::<Millijoules>().0 as i64);
+        prop_assert!(energy.is_exact());
+        let usage = reader.usage(&UsageQuery::default()).expect("reads");
+        let tenants: u64 = usage.iter().filter_map(|row| row.energy_mj).sum();
+        prop_assert_eq!(energy.tenants_mj, tenants as i64);
+    }
     prop_assert_eq!(reader.check(), vec![]);
     Ok(())
 }

@@ -9,8 +9,9 @@ use std::collections::BTreeMap;
 use common::*;
 use proptest::prelude::*;
 use tollgate_domain::{
-    Amount, Block, BlockParts, ByClass, Caller, DeviceClass, DeviceNanos, KeyId, ModelName,
-    PlanName, PriceBook, PriceList, PriceListName, TenantId, Usage, UtcMonth, UtcTime, WorkerEpoch,
+    Amount, Block, BlockParts, ByClass, Caller, DeviceClass, DeviceNanos, KeyId, Millijoules,
+    ModelName, PlanName, PriceBook, PriceList, PriceListName, TenantId, Usage, UtcMonth, UtcTime,
+    WorkerEpoch,
 };
 use tollgate_ledger::{
     Ledger, LedgerHandle, PlansInForce, Posted, PricedAs, Record, Statement, StatementError,
@@ -141,6 +142,7 @@ impl Worked {
         parts.epoch = WorkerEpoch(100 + u128::from(self.epoch));
         parts.device.class = self.class();
         parts.started = noon(self.day);
+        parts.energy = self.gpu.then_some(Millijoules(u64::from(self.reference % 1_000_000)));
         Block::try_from(parts).expect("it balances")
     }
 }
@@ -232,14 +234,20 @@ proptest! {
                 records.iter().filter(|(id, _)| *id == line.id).map(|(_, record)| record).collect();
             prop_assert_eq!(mine.len() as u64, line.charges + line.entries);
             let mut figures = (0_i64, 0_u64);
+            let mut drew = None;
             for record in mine {
                 match record {
                     Record::Charge { reference_ns, .. } => figures.1 += reference_ns,
-                    Record::Entry { amount_ns, .. } => figures.0 += amount_ns,
+                    Record::Entry { amount_ns, energy_mj, .. } => {
+                        figures.0 += amount_ns;
+                        drew = drew.map_or(*energy_mj, |sum: i64| energy_mj.map(|it| sum + it));
+                    }
                 }
             }
             let line_figures = (line.figures.attributed_ns as i64, line.figures.reference_ns);
             prop_assert_eq!(figures, line_figures);
+            prop_assert_eq!(drew, line.figures.energy_mj.map(|energy| energy as i64));
+            prop_assert!(line.entries == 0 || drew.is_some() == line.class.is_gpu(), "{line:?}");
             let text: String = line.days.iter().map(|day| format!("{day}\n")).collect();
             prop_assert_eq!(&line.digest, &sha256(&text));
         }

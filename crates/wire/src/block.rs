@@ -5,8 +5,8 @@
 use tollgate_domain::block::LARGEST_BLOCK;
 use tollgate_domain::{
     Attempt, Block, BlockError, BlockParts, Caller, Device, DeviceClass, DeviceNanos, FinishReason,
-    FinishedAttempt, InvalidName, KeyId, ModelName, RequestId, SequenceId, Share, Stages, TenantId,
-    Usage, UtcTime, WorkerEpoch, WorkerName,
+    FinishedAttempt, InvalidName, KeyId, Millijoules, ModelName, RequestId, SequenceId, Share,
+    Stages, TenantId, Usage, UtcTime, WorkerEpoch, WorkerName,
 };
 
 use crate::v1;
@@ -66,6 +66,7 @@ impl TryFrom<v1::JournalBlock> for Block {
             shares,
             finished,
             last_of_epoch,
+            energy_mj,
         } = message;
         if format != BLOCK_FORMAT {
             return Err(WireError::Unknown { field: "format", value: format.into() });
@@ -97,6 +98,7 @@ impl TryFrom<v1::JournalBlock> for Block {
                 .map(FinishedAttempt::try_from)
                 .collect::<Result<_, _>>()?,
             last_of_epoch,
+            energy: energy_mj.map(Millijoules),
         };
         Ok(Self::try_from(parts)?)
     }
@@ -121,6 +123,7 @@ impl From<Block> for v1::JournalBlock {
             shares,
             finished,
             last_of_epoch,
+            energy,
         } = block.into_parts();
         Self {
             format: BLOCK_FORMAT,
@@ -145,6 +148,7 @@ impl From<Block> for v1::JournalBlock {
             shares: shares.into_iter().map(v1::Share::from).collect(),
             finished: finished.into_iter().map(v1::RequestRecord::from).collect(),
             last_of_epoch,
+            energy_mj: energy.map(Millijoules::millijoules),
         }
     }
 }
@@ -361,6 +365,7 @@ mod tests {
                 finished_utc_ns: 10,
             }],
             last_of_epoch: false,
+            energy_mj: Some(7),
         }
     }
 
@@ -370,8 +375,11 @@ mod tests {
 
     #[test]
     fn an_honest_block_survives_the_wire() {
-        let block = Block::try_from(honest()).expect("an honest block");
-        assert_eq!(v1::JournalBlock::from(block), honest());
+        for energy_mj in [honest().energy_mj, Some(0), None] {
+            let said = v1::JournalBlock { energy_mj, ..honest() };
+            let block = Block::try_from(said.clone()).expect("an honest block");
+            assert_eq!(v1::JournalBlock::from(block), said);
+        }
     }
 
     #[test]
@@ -398,6 +406,7 @@ mod tests {
                 block.wall_ns = 100 * 365 * 86_400 * 1_000_000_000;
                 block.idle_ns = block.wall_ns - 40;
             }),
+            ("a power station", |block| block.energy_mj = Some(u64::MAX)),
             ("a tenant without name", |block| block.shares[0].tenant.clear()),
             ("a request with a line break", |block| block.shares[0].request_id = "a\nb".into()),
             ("no usage", |block| block.finished[0].usage = None),

@@ -3,6 +3,7 @@
 //! pool, never on the threads that serve connections.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use tollgate_domain::{DeviceNanos, PromptWork, RequestId, UtcTime};
 use tollgate_text::{ChatMessage, TextError, encode_chat};
@@ -10,6 +11,7 @@ use tollgate_text::{ChatMessage, TextError, encode_chat};
 use super::asked::{Asked, AskedPrompt, Dialect, Sampling};
 use super::telling::{Echo, Telling};
 use super::turns::Turns;
+use crate::path::InFront;
 use crate::reply::ApiError;
 use crate::upstream::ServedModel;
 
@@ -32,6 +34,8 @@ pub(crate) struct Job {
     pub(crate) streamed: bool,
     /// How the answer is told.
     pub(crate) telling: Telling,
+    /// Where its time went so far.
+    pub(crate) in_front: InFront,
 }
 
 impl Job {
@@ -100,6 +104,10 @@ pub(crate) struct CountContext {
     pub(crate) now: UtcTime,
     /// Tokens of an answer where the request says nothing.
     pub(crate) default_max_tokens: u32,
+    /// How long the body took to come.
+    pub(crate) read: Duration,
+    /// When it began to be parsed.
+    pub(crate) parsed: Instant,
 }
 
 fn count(
@@ -108,7 +116,7 @@ fn count(
     model: Arc<ServedModel>,
     context: CountContext,
 ) -> Result<Job, ApiError> {
-    let CountContext { now, default_max_tokens } = context;
+    let CountContext { now, default_max_tokens, read, parsed } = context;
     let Asked { dialect, model: _, prompt, choices, max_tokens, sampling, stop, stream, echo } =
         asked;
     if let Some(token) = sampling.logit_bias.keys().find(|&&token| token >= model.vocabulary) {
@@ -148,7 +156,8 @@ fn count(
         include_usage: stream.is_some_and(|stream| stream.include_usage),
     };
     let streamed = stream.is_some();
-    Ok(Job { id, model, prompts, choices, max_tokens, sampling, stop, streamed, telling })
+    let in_front = InFront { read, preprocess: parsed.elapsed() };
+    Ok(Job { id, model, prompts, choices, max_tokens, sampling, stop, streamed, telling, in_front })
 }
 
 fn encode(

@@ -12,6 +12,7 @@ use tokio::time::timeout;
 
 use super::chunks::{Chunks, KEEP_ALIVE};
 use super::telling::Telling;
+use crate::path::Outgoing;
 use crate::pump::{Event, Failure};
 
 /// How long a stream is silent before it says that it lives.
@@ -23,11 +24,11 @@ const GATHER: usize = 16 * 1024;
 /// tells the request's task that the client has left.
 pub(super) fn transcript(
     telling: Telling,
-    first: Event,
-    events: mpsc::Receiver<Event>,
+    (first, events): (Event, mpsc::Receiver<Event>),
+    out: Outgoing,
 ) -> impl Stream<Item = Result<Bytes, Infallible>> {
-    let transcript =
-        Transcript { chunks: Chunks::new(telling), first: Some(first), events, ended: false };
+    let chunks = Chunks::new(telling);
+    let transcript = Transcript { chunks, first: Some(first), events, ended: false, out };
     unfold(transcript, |mut transcript| async move {
         let bytes = transcript.next().await?;
         Some((Ok(bytes), transcript))
@@ -39,6 +40,7 @@ struct Transcript {
     first: Option<Event>,
     events: mpsc::Receiver<Event>,
     ended: bool,
+    out: Outgoing,
 }
 
 impl Transcript {
@@ -74,6 +76,7 @@ impl Transcript {
             // Only what nobody has been told of starts again.
             Event::Restarted => {}
             Event::Finished(receipt) => {
+                self.out.begins();
                 self.chunks.end(&receipt, out);
                 self.ended = true;
             }

@@ -1,9 +1,12 @@
 //! What all parts of one answer say alike, and the figures at its end.
 
+use std::time::Duration;
+
 use serde::Serialize;
 use tollgate_domain::RequestId;
 
 use super::asked::Dialect;
+use crate::path::{InFront, InWorker, Path};
 use crate::pump::{Ending, Receipt};
 
 /// The frame of one answer: what each chunk, or the whole, repeats.
@@ -111,12 +114,21 @@ struct Figures<'a> {
     queue_ns: u64,
     prefill_ns: u64,
     decode_ns: u64,
+    read_ns: u64,
+    preprocess_ns: u64,
+    place_ns: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    to_device_ns: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    to_host_ns: Option<u64>,
 }
 
 impl<'a> UsageBody<'a> {
     /// The figures of `receipt`.
     pub(super) fn of(receipt: &'a Receipt) -> Self {
-        let Receipt { usage, stages, class, reserved } = receipt;
+        let Receipt { usage, path, class, reserved } = receipt;
+        let Path { in_front: InFront { read, preprocess }, place, in_worker } = path;
+        let InWorker { stages, transfers } = in_worker;
         Self {
             prompt_tokens: usage.prompt_tokens,
             completion_tokens: usage.completion_tokens,
@@ -139,7 +151,17 @@ impl<'a> UsageBody<'a> {
                 queue_ns: stages.queue_ns,
                 prefill_ns: stages.prefill_ns,
                 decode_ns: stages.decode_ns,
+                read_ns: nanos(*read),
+                preprocess_ns: nanos(*preprocess),
+                place_ns: nanos(*place),
+                to_device_ns: transfers.map(|moved| moved.to_device.nanos()),
+                to_host_ns: transfers.map(|moved| moved.to_host.nanos()),
             },
         }
     }
+}
+
+/// Enough for 584 years.
+fn nanos(span: Duration) -> u64 {
+    span.as_nanos() as u64
 }

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::Instant;
-use tollgate_domain::block::Stages;
 use tollgate_domain::{FinishReason, Usage};
 use tollgate_wire::v1::{CancelReason, RefusedReason};
 
 use super::{Ended, Ending, Event, Pump};
 use crate::admit::Admitted;
+use crate::path::InWorker;
 use crate::reply::ApiError;
 use crate::route::Placed;
 use crate::upstream::{Lost, Online, Order, Progress, Running, Said, ServedModel};
@@ -179,8 +179,8 @@ impl Pump {
                     )
                     .await;
                 }
-                Ok(Said::Finished { usage, stages }) => {
-                    return self.finished(admitted, number, state, (usage, stages));
+                Ok(Said::Finished { usage, in_worker }) => {
+                    return self.finished(admitted, number, state, (usage, in_worker));
                 }
                 Ok(Said::Refused { reason, retry_after, message }) => {
                     return self.refused(admitted, state, reason, retry_after, message);
@@ -236,7 +236,7 @@ impl Pump {
         admitted: &Admitted,
         number: u32,
         state: &State,
-        (usage, stages): (Usage, Stages),
+        (usage, in_worker): (Usage, InWorker),
     ) -> Attempted {
         if state.fault {
             return self.faulted(admitted, number, state);
@@ -249,7 +249,7 @@ impl Pump {
             Some(Leaving::Deadline) => Some(self.deadline_exceeded()),
             Some(Leaving::Revoked) => Some(ApiError::KeyRevoked),
         };
-        Attempted::Ended(Ended::Paid { usage, stages, error })
+        Attempted::Ended(Ended::Paid { usage, in_worker, error })
     }
 
     fn refused(
@@ -344,8 +344,8 @@ impl Pump {
             attributed,
             reference: reference.max(held),
         };
-        let stages = Stages::default();
-        Attempted::Ended(Ended::Paid { usage, stages, error: Some(error) })
+        let in_worker = InWorker::default();
+        Attempted::Ended(Ended::Paid { usage, in_worker, error: Some(error) })
     }
 
     /// What the client hears where the worker does not answer a cancel.

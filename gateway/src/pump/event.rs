@@ -1,9 +1,9 @@
 //! What a running request tells whoever waits for it, in our own words: the
 //! wire's messages are checked once, where they arrive.
 
-use tollgate_domain::block::Stages;
 use tollgate_domain::{DeviceClass, DeviceNanos, Usage};
 
+use crate::path::Path;
 use crate::reply::ApiError;
 
 /// One thing that happened to a request. A sequence of them ends with exactly
@@ -73,7 +73,8 @@ pub(crate) enum Ending {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Receipt {
     pub(crate) usage: Usage,
-    pub(crate) stages: Stages,
+    /// Where its time went.
+    pub(crate) path: Path,
     /// The class of device whose time it is.
     pub(crate) class: DeviceClass,
     /// What admission held for it, reference cost.

@@ -85,7 +85,9 @@ impl FakeRun {
             reference_ns: figure,
         };
         let stages = Stages { queue_ns: 1, prefill_ns: 2, decode_ns: 3 };
-        self.say(Event::Finished(Finished { usage: Some(usage), stages: Some(stages) })).await;
+        let transfers = Some(Transfers { to_device_ns: 4, to_host_ns: 5 });
+        let (usage, stages) = (Some(usage), Some(stages));
+        self.say(Event::Finished(Finished { usage, stages, transfers })).await;
     }
 
     /// Answers in one go: `text`, then the end.

@@ -7,8 +7,8 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
-use tollgate_domain::block::{Attempt, Stages};
-use tollgate_domain::{Caller, DeviceNanos, FinishReason, RequestId, Usage};
+use tollgate_domain::block::Attempt;
+use tollgate_domain::{Caller, DeviceNanos, FinishReason, RequestId, Transfers, Usage};
 use tollgate_wire::v1::run_event::Event as WireEvent;
 use tollgate_wire::v1::run_request::Message;
 use tollgate_wire::v1::{self, CancelReason, RunRequest};
@@ -17,6 +17,7 @@ use tonic::Streaming;
 use super::orders::Placement;
 use super::terms::{Terms, at_most_since};
 use super::{Online, ServedModel};
+use crate::path::InWorker;
 use crate::pump::{Delta, TokenLogprob};
 
 /// What a worker is asked to do. The assignment says the same in the wire's
@@ -44,7 +45,7 @@ pub(crate) enum Said {
     Delta(Delta, Progress),
     PromptLogprobs { prompt: u32, tokens: Vec<TokenLogprob> },
     ChoiceFinished { choice: u32, reason: FinishReason },
-    Finished { usage: Usage, stages: Stages },
+    Finished { usage: Usage, in_worker: InWorker },
     Refused { reason: v1::RefusedReason, retry_after: Option<Duration>, message: String },
 }
 
@@ -166,10 +167,14 @@ impl Check {
                 })
             }
             WireEvent::ChoiceFinished(finished) => self.choice_finished(finished),
-            WireEvent::Finished(v1::Finished { usage, stages }) => {
+            WireEvent::Finished(v1::Finished { usage, stages, transfers }) => {
                 let usage = self.usage(usage.ok_or("no usage at the end")?)?;
-                let v1::Stages { queue_ns, prefill_ns, decode_ns } = stages.unwrap_or_default();
-                Ok(Said::Finished { usage, stages: Stages { queue_ns, prefill_ns, decode_ns } })
+                let stages = stages.unwrap_or_default().into();
+                let transfers = transfers.map(|v1::Transfers { to_device_ns, to_host_ns }| {
+                    let (to_device, to_host) = (DeviceNanos(to_device_ns), DeviceNanos(to_host_ns));
+                    Transfers { to_device, to_host }
+                });
+                Ok(Said::Finished { usage, in_worker: InWorker { stages, transfers } })
             }
             WireEvent::Refused(refused) => {
                 if self.progress.tokens > 0 {

@@ -88,7 +88,7 @@ impl Epoch {
     }
 }
 
-const MAGIC: &[u8] = b"tgjrnl\x00\x01";
+const MAGIC: &[u8] = b"tgjrnl\x00\x02";
 
 fn parse(bytes: &[u8]) -> Result<Option<(String, Epoch)>, String> {
     let Some(mut rest) = bytes.strip_prefix(MAGIC) else {
@@ -206,6 +206,7 @@ impl Reading {
             6 => {
                 self.started = input.number()?;
                 self.open.last = input.number()? == 1;
+                // What was drawn may follow; a processor tells none.
                 let block = std::mem::take(&mut self.open);
                 self.epoch.blocks.insert(self.number, block);
                 self.number += 1;

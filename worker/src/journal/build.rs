@@ -4,8 +4,8 @@
 use std::collections::{BTreeMap, HashMap};
 
 use tollgate_domain::{
-    Attempt, Block, BlockError, BlockParts, Caller, DeviceNanos, FinishedAttempt, MonotonicTime,
-    SequenceId, Share, UtcTime,
+    Attempt, Block, BlockError, BlockParts, Caller, DeviceNanos, FinishedAttempt, Millijoules,
+    MonotonicTime, SequenceId, Share, UtcTime,
 };
 
 use super::frame::{Frame, Head, Step};
@@ -87,7 +87,7 @@ impl Builder {
                 let finished = FinishedAttempt { finished: self.utc_of(at), ..finished };
                 self.span.finished.push(finished);
             }
-            Frame::Cut { next, last } => return self.cut(next, last).map(Some),
+            Frame::Cut { next, last, energy } => return self.cut(next, last, energy).map(Some),
             Frame::Alive { at } => self.alive = at,
         }
         Ok(None)
@@ -125,7 +125,12 @@ impl Builder {
         UtcTime(self.started.0.saturating_add(at.0.saturating_sub(self.origin.0)))
     }
 
-    fn cut(&mut self, next: UtcTime, last: bool) -> Result<Block, BuildError> {
+    fn cut(
+        &mut self,
+        next: UtcTime,
+        last: bool,
+        energy: Option<Millijoules>,
+    ) -> Result<Block, BuildError> {
         let end = self.clock();
         let span = std::mem::take(&mut self.span);
         let mut shares = Vec::with_capacity(span.shares.len());
@@ -151,6 +156,8 @@ impl Builder {
             shares,
             finished: span.finished,
             last_of_epoch: last,
+            // A counter that leaps tells nothing.
+            energy: energy.filter(|energy| energy.is_drawn_in(span.wall)),
         })?;
         self.number += 1;
         self.started = next;

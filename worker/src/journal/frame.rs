@@ -6,12 +6,14 @@
 
 use tollgate_domain::{
     Attempt, Caller, Device, DeviceClass, DeviceNanos, FinishReason, FinishedAttempt, KeyId,
-    ModelName, MonotonicTime, RequestId, SequenceId, Stages, TenantId, Usage, UtcTime, WorkerEpoch,
-    WorkerName,
+    Millijoules, ModelName, MonotonicTime, RequestId, SequenceId, Stages, TenantId, Usage, UtcTime,
+    WorkerEpoch, WorkerName,
 };
 
 /// How a journal file begins: what it is, and the version of its format.
-pub(super) const MAGIC: &[u8; 8] = b"tgjrnl\x00\x01";
+pub(super) const MAGIC: &[u8; 8] = b"tgjrnl\x00\x02";
+/// Of the version before, which is read as well: its cuts know no energy.
+const MAGIC_WITHOUT_ENERGY: &[u8; 8] = b"tgjrnl\x00\x01";
 /// Length and checksum.
 const FRAME_HEAD: usize = 8;
 /// More is not one frame of ours.
@@ -33,8 +35,9 @@ pub(super) enum Frame {
     Gap { idle: DeviceNanos, loss: DeviceNanos },
     /// An attempt ended. Its `finished` time is on the monotonic clock here.
     Finished(FinishedAttempt),
-    /// A block ends. The next begins at `next` by the host's clock.
-    Cut { next: UtcTime, last: bool },
+    /// A block ends, in which so much was drawn, where that is known. The next
+    /// begins at `next` by the host's clock.
+    Cut { next: UtcTime, last: bool, energy: Option<Millijoules> },
     /// The process lived, in a step that had not ended.
     Alive { at: MonotonicTime },
 }
@@ -70,6 +73,11 @@ pub(super) enum Found {
     Frame(Box<Frame>, usize),
     /// Nothing whole: the end, a torn write or damage.
     End,
+}
+
+/// The frames of a file, where it is a journal of a version that is read.
+pub(super) fn after_magic(bytes: &[u8]) -> Option<&[u8]> {
+    [MAGIC, MAGIC_WITHOUT_ENERGY].into_iter().find_map(|magic| bytes.strip_prefix(&magic[..]))
 }
 
 /// Reads the frame that `bytes` begin with.
@@ -168,9 +176,12 @@ fn put_frame(frame: &Frame, out: &mut Vec<u8>) {
             put(&[*queue_ns, *prefill_ns, *decode_ns], out);
             put(&[reason_number(*reason), finished.0], out);
         }
-        Frame::Cut { next, last } => {
+        Frame::Cut { next, last, energy } => {
             out.push(6);
             put(&[next.0, u64::from(*last)], out);
+            if let Some(energy) = energy {
+                put(&[energy.millijoules()], out);
+            }
         }
         Frame::Alive { at } => {
             out.push(7);
@@ -271,7 +282,14 @@ impl Input<'_> {
                     finished: UtcTime(self.number()?),
                 })
             }
-            6 => Frame::Cut { next: UtcTime(self.number()?), last: self.number()? == 1 },
+            6 => Frame::Cut {
+                next: UtcTime(self.number()?),
+                last: self.number()? == 1,
+                energy: match self.0 {
+                    [] => None,
+                    _ => Some(Millijoules(self.number()?)),
+                },
+            },
             7 => Frame::Alive { at: MonotonicTime(self.number()?) },
             _ => return None,
         })
@@ -378,7 +396,8 @@ mod tests {
                 reason: FinishReason::Deadline,
                 finished: UtcTime(77),
             }),
-            Frame::Cut { next: UtcTime(3), last: true },
+            Frame::Cut { next: UtcTime(3), last: true, energy: None },
+            Frame::Cut { next: UtcTime(3), last: false, energy: Some(Millijoules(u64::MAX)) },
             Frame::Alive { at: MonotonicTime(1 << 63) },
         ]
     }

@@ -124,7 +124,7 @@ impl Scanned {
 
 fn scan<D: Disk>(disk: &D, path: &Path) -> io::Result<Option<Scanned>> {
     let mut bytes = disk.read(path)?;
-    let Some(rest) = bytes.strip_prefix(MAGIC.as_slice()) else {
+    let Some(rest) = frame::after_magic(&bytes) else {
         // A power cut can leave the length of a file without its first bytes.
         if bytes.iter().take(MAGIC.len()).any(|&byte| byte != 0) && bytes.len() >= MAGIC.len() {
             return Err(damaged(path, "is not a journal of this version"));
@@ -194,7 +194,8 @@ fn settle_tail<D: Disk>(
             frames.push(Frame::Gap { idle: DeviceNanos::ZERO, loss });
         }
         let next = file.builder.utc_of(file.builder.clock());
-        frames.push(Frame::Cut { next, last: true });
+        // What was drawn since the last cut, nobody knows any more.
+        frames.push(Frame::Cut { next, last: true, energy: None });
         for frame in frames {
             frame::write(&frame, &mut file.bytes);
             file.builder.apply(frame).map_err(|error| damaged(path, &error.to_string()))?;

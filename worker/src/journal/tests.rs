@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use proptest::prelude::*;
 use tempfile::TempDir;
 use tollgate_domain::{
-    Block, BlockParts, Caller, DeviceClass, FinishReason, KeyId, RequestId, SequenceId, TenantId,
-    Usage,
+    Block, BlockParts, Caller, DeviceClass, FinishReason, KeyId, Millijoules, RequestId,
+    SequenceId, TenantId, Usage,
 };
 use tollgate_engine::{Owner, Stages as EngineStages, StepShare};
 
@@ -37,6 +37,9 @@ struct Bench {
     clock: FakeClock,
     journal: Journal,
     engine: Box<dyn StepJournal>,
+    meter: Meter,
+    /// The device's energy counter, where it tells it.
+    counter: Option<u64>,
     steps: u64,
     /// Figures of the requests that run, by number.
     attributed: BTreeMap<u64, u64>,
@@ -50,6 +53,7 @@ fn options(folder: &TempDir, epoch: WorkerEpoch, clock: &FakeClock) -> JournalOp
         device: Device { class: DeviceClass::cpu(), name: "cpu".into(), uuid: String::new() },
         model: ModelName::new("m").expect("a name"),
         calibration: "v1".into(),
+        meter: Meter::default(),
         most_bytes: 64 << 20,
         began: clock.now(),
         clock: Arc::new(clock.clone()),
@@ -61,9 +65,28 @@ impl Bench {
     fn new() -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let clock = FakeClock::default();
-        let journal = Journal::open(OsDisk, options(&folder, EPOCH, &clock)).expect("opens");
-        let engine = journal.for_engine();
-        Self { folder, clock, journal, engine, steps: 0, attributed: BTreeMap::new() }
+        let options = options(&folder, EPOCH, &clock);
+        Self::with(folder, clock, options)
+    }
+
+    /// One whose device tells its energy from the start.
+    fn metered(counter: u64) -> Self {
+        let (folder, clock) = (tempfile::tempdir().expect("a folder"), FakeClock::default());
+        let options = options(&folder, EPOCH, &clock);
+        options.meter.tell(clock.now(), Some(Millijoules(counter)));
+        Self { counter: Some(counter), ..Self::with(folder, clock, options) }
+    }
+
+    fn with(folder: TempDir, clock: FakeClock, options: JournalOptions) -> Self {
+        let meter = options.meter.clone();
+        let journal = Journal::open(OsDisk, options).expect("opens");
+        let (engine, attributed) = (journal.for_engine(), BTreeMap::new());
+        Self { folder, clock, journal, engine, meter, counter: None, steps: 0, attributed }
+    }
+
+    /// The counter is read.
+    fn tell(&self) {
+        self.meter.tell(self.clock.now(), self.counter.map(Millijoules));
     }
 
     /// A step after `gap`, in which each request has its time.
@@ -78,6 +101,7 @@ impl Bench {
         let busy: DeviceNanos = all.iter().map(|share| share.attributed).sum();
         self.clock.0.fetch_add(busy.nanos(), Ordering::Relaxed);
         self.steps += 1;
+        self.tell();
         for &(id, ns) in shares {
             *self.attributed.entry(id).or_default() += ns;
         }
@@ -107,6 +131,7 @@ impl Bench {
     }
 
     fn tick(&self) {
+        self.tell();
         self.journal.tick(SEGMENT_BYTES).expect("syncs");
     }
 
@@ -178,6 +203,106 @@ fn a_block_closes_when_a_request_ends_and_is_read_once_synced() {
     assert_eq!(parts.finished[0].usage.attributed, DeviceNanos(110));
     assert_eq!(parts.finished[0].finished, UtcTime(parts.started.0 + 175));
     assert!(!parts.last_of_epoch);
+}
+
+/// What each block says was drawn.
+fn drawn(blocks: &[Block]) -> Vec<Option<u64>> {
+    blocks.iter().map(|block| block.parts().energy.map(Millijoules::millijoules)).collect()
+}
+
+#[test]
+fn a_block_has_the_energy_that_the_counter_moved_from_its_begin_to_its_end() {
+    let mut bench = Bench::metered(1_000);
+    let counters = [
+        (Some(1_300), Some(300)),
+        (Some(1_300), Some(0)),
+        (None, None),            // the device tells nothing any more
+        (Some(2_000), None),     // what it drew meanwhile, nobody knows
+        (Some(2_050), Some(50)), // and so on from there
+        (Some(40), None),        // its driver was loaded anew
+        (Some(45), Some(5)),
+        (Some(u64::MAX), None), // no device draws that
+        (Some(90), None),
+        (Some(100), Some(10)),
+    ];
+    let mut expected = Vec::new();
+    for (id, (counter, energy)) in counters.into_iter().enumerate() {
+        bench.counter = counter;
+        bench.step(MS, &[(id as u64, MS)], 0).expect("writes");
+        bench.finish(id as u64);
+        bench.tick();
+        expected.push(energy);
+    }
+    assert_eq!(drawn(&bench.blocks()), expected);
+    // A block of no time has none; the next one has it.
+    bench.counter = Some(107);
+    bench.finish(99);
+    bench.tick();
+    bench.counter = Some(111);
+    bench.step(0, &[(50, MS)], 0).expect("writes");
+    bench.journal.shared.rotate_when(0).expect("rotates");
+    bench.counter = Some(120);
+    bench.step(0, &[(50, MS)], 0).expect("writes");
+    bench.finish(50);
+    bench.tick();
+    expected.extend([None, Some(11), Some(9)]);
+    assert_eq!(drawn(&bench.blocks()), expected);
+    // Of the end of one that was killed, nobody can tell.
+    bench.counter = Some(500);
+    bench.step(0, &[(51, MS)], 0).expect("writes");
+    let (_folder, next) = bench.restart();
+    expected.push(None);
+    assert_eq!(drawn(&read_all(&next)), expected);
+}
+
+#[test]
+fn a_counter_that_nobody_reads_any_more_tells_nothing() {
+    let mut bench = Bench::metered(10);
+    bench.counter = Some(20);
+    bench.step(0, &[(1, MS)], 0).expect("writes");
+    bench.finish(1);
+    bench.wait(3_000 * MS);
+    bench.journal.tick(SEGMENT_BYTES).expect("syncs");
+    assert_eq!(drawn(&bench.blocks()), [None]);
+}
+
+/// Where energy is told, a long rest is a block of its own: what is drawn in
+/// it is not shared with the steps that follow.
+#[test]
+fn a_long_rest_keeps_its_energy() {
+    let mut bench = Bench::metered(0);
+    bench.wait(2_000 * MS);
+    bench.counter = Some(160);
+    bench.tell();
+    bench.step(0, &[(1, 100 * MS)], 0).expect("writes");
+    bench.counter = Some(230);
+    bench.finish(1);
+    bench.tick();
+    let blocks = bench.blocks();
+    assert_eq!(drawn(&blocks), [Some(160), Some(70)]);
+    let idle: Vec<u64> = blocks.iter().map(|block| block.parts().idle.nanos() / MS).collect();
+    assert_eq!(idle, [2_000, 0]);
+    assert_tiles(&blocks, EPOCH, 2_100 * MS);
+}
+
+#[test]
+fn a_journal_of_the_version_before_is_read() {
+    let mut bench = Bench::new();
+    bench.step(5, &[(1, 100)], 7).expect("writes");
+    bench.finish(1);
+    bench.tick();
+    bench.step(5, &[(2, 100)], 7).expect("writes");
+    let before = bench.blocks();
+    let file = bench.journal.shared.state().segments[0].path.clone();
+    let mut bytes = fs::read(&file).expect("reads");
+    assert_eq!(bytes[..8], *b"tgjrnl\x00\x02");
+    bytes[7] = 1;
+    fs::write(&file, &bytes).expect("writes");
+    let (_folder, next) = bench.restart();
+    let found = read_all(&next);
+    assert_eq!(found[..1], before);
+    assert_eq!(drawn(&found), [None, None]);
+    assert_eq!(fs::read(&file).expect("reads")[..8], bytes[..8], "it stays what it was");
 }
 
 #[test]
@@ -410,13 +535,8 @@ fn acknowledged_files_are_deleted_and_only_they() {
 fn a_journal_that_nobody_takes_is_bounded_and_refuses() {
     let folder = tempfile::tempdir().expect("a folder");
     let clock = FakeClock::default();
-    let journal = Journal::open(
-        OsDisk,
-        JournalOptions { most_bytes: 2_000, ..options(&folder, EPOCH, &clock) },
-    )
-    .expect("opens");
-    let engine = journal.for_engine();
-    let mut bench = Bench { folder, clock, journal, engine, steps: 0, attributed: BTreeMap::new() };
+    let options = JournalOptions { most_bytes: 2_000, ..options(&folder, EPOCH, &clock) };
+    let mut bench = Bench::with(folder, clock, options);
     let error = (0..1_000).find_map(|id| bench.step(0, &[(id, 1)], 0).err()).expect("it fills");
     assert_eq!(error.kind(), io::ErrorKind::StorageFull);
     // What was written is whole all the same.
@@ -454,9 +574,15 @@ fn a_folder_has_one_writer() {
 
 #[derive(Clone, Debug)]
 enum Act {
-    Step { gap: u32, shares: Vec<(u8, u32)>, overhead: u32 },
+    Step {
+        gap: u32,
+        shares: Vec<(u8, u32)>,
+        overhead: u32,
+    },
     Finish(u8),
     Idle(u32),
+    /// So many millijoules are drawn.
+    Draw(u32),
     Tick,
     Rotate,
 }
@@ -468,6 +594,7 @@ fn any_act() -> impl Strategy<Value = Act> {
             .prop_map(|(gap, shares, overhead)| Act::Step { gap, shares, overhead }),
         2 => (0_u8..8).prop_map(Act::Finish),
         1 => (0_u32..2_000_000_000).prop_map(Act::Idle),
+        2 => (0_u32..1_000_000).prop_map(Act::Draw),
         4 => Just(Act::Tick),
         1 => Just(Act::Rotate),
     ]
@@ -476,12 +603,12 @@ fn any_act() -> impl Strategy<Value = Act> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// Whatever happens, blocks tile the epoch exactly, every share arrives
-    /// once, and a reader that follows, one that comes late and the next
+    /// Whatever happens, blocks tile the epoch exactly, every share and every
+    /// millijoule arrives once, and a reader that follows, one that comes late and the next
     /// process see the same.
     #[test]
     fn blocks_tile_and_balance(acts in proptest::collection::vec(any_act(), 1..60)) {
-        let mut bench = Bench::new();
+        let mut bench = Bench::metered(77);
         let mut follower = bench.journal.feed();
         let mut followed = Vec::new();
         let mut given = 0_u64;
@@ -507,8 +634,10 @@ proptest! {
                     bench.wait(ns.into());
                     bench.engine.idle(bench.clock.now()).expect("writes");
                 }
+                Act::Draw(energy) => bench.counter = bench.counter.map(|it| it + u64::from(energy)),
                 Act::Tick => bench.tick(),
                 Act::Rotate => {
+                    bench.tell();
                     bench.journal.shared.sync().expect("syncs");
                     bench.journal.shared.rotate_when(0).expect("rotates");
                 }
@@ -517,6 +646,8 @@ proptest! {
                 followed.push(block);
             }
         }
+        bench.wait(1); // in no time nothing is drawn
+        bench.tell();
         let wall = bench.clock.now().0;
         bench.journal.close(Tail::Idle).expect("closes");
         while let Some(block) = follower.next().expect("reads") {
@@ -529,6 +660,8 @@ proptest! {
             .map(|share| share.attributed.nanos())
             .sum();
         prop_assert_eq!(shares, given);
+        let drew: u64 = drawn(&followed).into_iter().flatten().sum();
+        prop_assert_eq!(Some(77 + drew), bench.counter);
         prop_assert_eq!(&bench.blocks(), &followed);
         drop(follower); // it keeps the folder
         let (_folder, next) = bench.restart();

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tollgate_domain::{
-    Attempt, DeviceNanos, FinishedAttempt, MonotonicTime, SequenceId, Stages, UtcTime,
+    Attempt, DeviceNanos, FinishedAttempt, Millijoules, MonotonicTime, SequenceId, Stages, UtcTime,
 };
 use tollgate_engine::{Owner, RequestFigures, StepRecord};
 
@@ -30,6 +30,8 @@ pub(super) struct Writer<F> {
     pub(super) clock: MonotonicTime,
     /// Where the open block began.
     pub(super) block_began: MonotonicTime,
+    /// The device's energy counter there; `None` where it did not tell.
+    pub(super) counter: Option<Millijoules>,
     /// The open block's number.
     pub(super) block: u64,
     pub(super) open: Open,
@@ -55,6 +57,7 @@ pub(super) struct Open {
 pub(super) struct Figures {
     pub(super) clock: MonotonicTime,
     pub(super) block_began: MonotonicTime,
+    pub(super) counter: Option<Millijoules>,
     pub(super) block: u64,
     pub(super) open: Open,
 }
@@ -77,6 +80,7 @@ impl<F: DiskFile> Writer<F> {
             synced: 0,
             clock: head.clock,
             block_began: head.clock,
+            counter: None,
             block: head.block,
             head,
             open: Open::default(),
@@ -159,18 +163,38 @@ impl<F: DiskFile> Writer<F> {
         }
     }
 
-    pub(super) fn put_cut(&mut self, next: UtcTime, last: bool) {
-        frame::write(&Frame::Cut { next, last }, &mut self.frames);
+    /// Books the time up to `started` as idle.
+    pub(super) fn put_rest(&mut self, started: MonotonicTime) -> io::Result<()> {
+        let idle = self.idle_before(started)?;
+        self.put_gap(idle, DeviceNanos::ZERO);
+        Ok(())
+    }
+
+    /// Ends the block where the device's energy counter is at `counter`.
+    pub(super) fn put_cut(&mut self, next: UtcTime, last: bool, counter: Option<Millijoules>) {
+        let energy = self.energy_up_to(counter);
+        frame::write(&Frame::Cut { next, last, energy }, &mut self.frames);
         self.block += 1;
         self.block_began = self.clock;
         self.open = Open::default();
+    }
+
+    /// What was drawn in the open block. In no time nobody draws anything: what
+    /// the counter moved meanwhile is the next block's.
+    fn energy_up_to(&mut self, counter: Option<Millijoules>) -> Option<Millijoules> {
+        if self.clock == self.block_began && self.counter.is_some() {
+            return None;
+        }
+        let before = std::mem::replace(&mut self.counter, counter)?;
+        counter?.since(before)
     }
 
     pub(super) fn finished(&mut self, at: MonotonicTime, request: &RequestFigures) {
         let RequestFigures { request, attempt, caller, usage, stages, reason } = request;
         let attempt = Attempt { request: request.clone(), attempt: *attempt };
         self.introduced.retain(|_, owner| *owner != attempt);
-        let tollgate_engine::Stages { queue_ns, prefill_ns, decode_ns } = *stages;
+        // Transfers are within the others, and said in the answer alone.
+        let tollgate_engine::Stages { queue_ns, prefill_ns, decode_ns, transfers: _ } = *stages;
         let finished = FinishedAttempt {
             caller: caller.clone(),
             attempt,
@@ -207,14 +231,16 @@ impl<F: DiskFile> Writer<F> {
         Figures {
             clock: self.clock,
             block_began: self.block_began,
+            counter: self.counter,
             block: self.block,
             open: self.open,
         }
     }
 
     pub(super) fn restore(&mut self, before: Figures) {
-        let Figures { clock, block_began, block, open } = before;
+        let Figures { clock, block_began, counter, block, open } = before;
         (self.clock, self.block_began, self.block, self.open) = (clock, block_began, block, open);
+        self.counter = counter;
         // Owners may stand in the frames that were not written: say them again.
         self.introduced.clear();
     }

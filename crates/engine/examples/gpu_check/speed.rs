@@ -87,7 +87,7 @@ fn shape(spec: &ModelSpec, plan: &Plan, options: &CudaOptions) -> Result<Value, 
     let mut told = json!({
         "device": backend.device().name, "uuid": backend.device().uuid,
         "notes": backend.notes(), "weight_bytes": backend.weight_bytes(),
-        "copy_bytes_per_second": copy, "two_marks_ns": backend.time_marks()?.nanos(),
+        "copy_bytes_per_second": copy, "marks_ns": backend.time_marks()?.nanos(),
     });
     let mut decode = Vec::new();
     for &batch in plan.batches {

@@ -1,8 +1,8 @@
 //! An NVIDIA GPU as a device, reached through its driver alone.
 //!
 //! The `probe` says whether there is one. All memory is taken at the
-//! start; a step is one upload, the kernels, what was drawn, and two events,
-//! whose distance is the step's device time. While one step runs the next can
+//! start; a step is one upload, the kernels, what was drawn, and events around
+//! all of it, whose distance is the step's device time, and between the three. While one step runs the next can
 //! be given to the device, fed with what that one draws. Whatever fails in
 //! between leaves the device in a state nobody knows, and the backend is not
 //! used again.
@@ -29,13 +29,13 @@ use tollgate_domain::DeviceNanos;
 
 use super::{
     BLOCK_TOKENS, Backend, BackendError, DeviceInfo, ModelShape, Results, StepLimits, StepOutput,
-    StepPlan,
+    StepPlan, Transfers,
 };
 use crate::model::{ModelConfig, ModelFiles};
 use crate::weights::WeightsError;
 
 use choices::DrawnPlaces;
-use driver::{Blas, Context, Memory, Pinned};
+use driver::{Blas, Context, Event, Memory, Pinned};
 use forward::{Forward, LayerProducts, head_product};
 use graphs::{Alike, Graphs};
 use kernels::{CopyBlockArgs, HeadDim};
@@ -312,6 +312,7 @@ impl CudaBackend {
         let places = self.layout.pack(slot.plan.as_mut_slice());
         self.context.record(&slot.began)?;
         self.context.upload(self.plan.address(), &slot.plan, 4 * places.end)?;
+        self.context.record(&slot.loaded)?;
         let mut forward = Forward {
             context: &self.context,
             machine: &self.machine,
@@ -337,11 +338,13 @@ impl CudaBackend {
         match results {
             Results::Draws(_) => {
                 forward.draw(&slot.drawn, &before.drawn)?;
+                self.context.record(&slot.computed)?;
                 slot.told.extend_from_slice(self.layout.choices.told());
                 let bytes = DrawnPlaces::of(slot.told.len()).wanted(&slot.told);
                 self.context.download(&mut slot.host_drawn, slot.drawn.address(), bytes)?;
             }
             Results::Logits => {
+                self.context.record(&slot.computed)?;
                 slot.rows = self.layout.rows_wanted;
                 let row = 4 * self.config.vocabulary as usize;
                 let most = row * self.limits.logit_rows as usize;
@@ -387,7 +390,12 @@ impl CudaBackend {
         }
         let places = DrawnPlaces::of(slot.told.len());
         output.set_drawn(places.read(slot.host_drawn.as_slice(), &slot.told));
-        output.set_device_time(DeviceNanos(slot.began.nanos_until(&slot.ended)?));
+        let between = |from: &Event, to: &Event| from.nanos_until(to).map(DeviceNanos);
+        output.set_device_time(between(&slot.began, &slot.ended)?);
+        output.set_transfers(Transfers {
+            to_device: between(&slot.began, &slot.loaded)?,
+            to_host: between(&slot.computed, &slot.ended)?,
+        });
         Ok(())
     }
 }

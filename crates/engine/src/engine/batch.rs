@@ -6,7 +6,8 @@
 use std::collections::BTreeMap;
 
 use tollgate_domain::{
-    Caller, CostTable, DeviceNanos, FinishReason, MonotonicTime, PromptWork, SequenceId, Usage,
+    Caller, CostTable, DeviceNanos, FinishReason, MonotonicTime, PromptWork, SequenceId, Transfers,
+    Usage,
 };
 
 use super::journal::{Owner, RequestFigures};
@@ -44,6 +45,7 @@ pub(super) struct Request {
     /// Its name in the mailbox's count of what waits.
     pub(super) ticket: Ticket,
     pub(super) attributed: DeviceNanos,
+    pub(super) transfers: Option<Transfers>,
     pub(super) times: Times,
 }
 
@@ -145,6 +147,7 @@ impl Request {
             prompts,
             ticket,
             attributed: DeviceNanos::ZERO,
+            transfers: None,
             times: Times { arrived: at, started: None, first_token: None },
         }
     }
@@ -313,6 +316,7 @@ impl Request {
             queue_ns: nanos(arrived, started.unwrap_or(now)),
             prefill_ns: read.map_or(0, |(started, read)| nanos(started, read)),
             decode_ns: first_token.map_or(0, |first| nanos(first, now)),
+            transfers: self.transfers,
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use tollgate_domain::{Caller, DeviceNanos, FinishReason, PoolName, RequestId, Usage};
+use tollgate_domain::{Caller, DeviceNanos, FinishReason, PoolName, RequestId, Transfers, Usage};
 
 use crate::sample::{SamplingParams, TokenLogprobs};
 use crate::schedule::Tier;
@@ -168,6 +168,9 @@ pub struct Stages {
     pub prefill_ns: u64,
     /// From the first token to the end.
     pub decode_ns: u64,
+    /// What data took to the device and back in the steps that it was in, all
+    /// of each: within prefill and decode. `None` where the device is the host.
+    pub transfers: Option<Transfers>,
 }
 
 /// Why [`EngineHandle::submit`](crate::EngineHandle::submit) took nothing. The

@@ -18,7 +18,7 @@ use super::mailbox::{Arrival, FIRST_GUESS_TOKENS, Mail, Mailbox, Phase, RequestK
 use super::step::{Begun, Drawing, Event, Outcome, Part};
 use super::submission::{CancelReason, Flow, Refusal, RefusedReason, RequestOutcome, SampledToken};
 use super::{EngineError, EngineStatus};
-use crate::backend::{BLOCK_TOKENS, Backend, StepOutput};
+use crate::backend::{BLOCK_TOKENS, Backend, StepOutput, Transfers};
 use crate::kv::{BlockCopy, BlockPool, Fork};
 use crate::meter::{BookedStep, Meter, Payer, Totals};
 use crate::schedule::{
@@ -347,6 +347,9 @@ impl Core {
             Some(busy) => MonotonicTime(started.0.saturating_add(busy.nanos())).min(ended),
             None => ended,
         };
+        if let Some(transfers) = output.transfers() {
+            self.add_transfers(&parts, transfers);
+        }
         self.outputs.push(output);
         self.account(&parts, started, busy_until)?;
         self.backend.stepped(Duration::from_nanos(ended.0.saturating_sub(started.0)));
@@ -582,6 +585,17 @@ impl Core {
         let sequence = SequenceId(self.next_sequence);
         self.next_sequence += 1;
         (SequenceWork { sequence, ..part.work }, Payer::Overhead)
+    }
+
+    /// Every request in a step waits for all that is moved for it, once.
+    fn add_transfers(&mut self, parts: &[Part], transfers: Transfers) {
+        let requests: BTreeSet<SequenceId> = parts.iter().map(|part| part.request).collect();
+        for first in requests {
+            // Who left while it ran ahead has heard its figures.
+            if let Some(request) = self.requests.get_mut(&first) {
+                *request.transfers.get_or_insert_default() += transfers;
+            }
+        }
     }
 
     /// Counts a share of a step towards who is next, in place of what was

@@ -35,7 +35,9 @@ impl<'a> Pair<'a> {
         let plan = StepPlan::logits(spans);
         self.reference.step(&plan, &mut self.expected).unwrap();
         self.tested.step(&plan, &mut self.found).unwrap();
-        assert!(self.found.device_time().is_some(), "{what}: a step has a time");
+        let time = self.found.device_time().expect("a step has a time");
+        let moved = self.found.transfers().expect("and its transfers have");
+        assert!(moved.to_device + moved.to_host <= time, "{what}: {moved:?} of {time}");
         assert_eq!(self.found.rows(), self.expected.rows(), "{what}");
         for row in 0..self.expected.rows() {
             self.compare(row, what);

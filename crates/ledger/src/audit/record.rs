@@ -8,7 +8,7 @@ use std::fmt;
 use rusqlite::Connection;
 use serde::{Serialize, Serializer};
 use tollgate_domain::{
-    Attempt, BlockParts, Caller, DeviceNanos, FinishedAttempt, UtcTime, WorkerEpoch,
+    Attempt, BlockParts, Caller, DeviceNanos, FinishedAttempt, Millijoules, UtcTime, WorkerEpoch,
 };
 
 use super::note::hex;
@@ -85,7 +85,7 @@ struct User<'a> {
     key: Option<&'a str>,
 }
 
-/// Whole nanoseconds and tokens.
+/// Whole nanoseconds, tokens and millijoules.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Consumption {
@@ -97,8 +97,16 @@ enum Consumption {
         cached_tokens: u64,
         completion_tokens: u64,
     },
-    /// A span of a device's life; the last four sum to the first.
-    Span { wall_ns: u64, tenants_ns: u64, overhead_ns: u64, idle_ns: u64, loss_ns: u64 },
+    /// A span of a device's life; the times sum to the first of them.
+    Span {
+        wall_ns: u64,
+        tenants_ns: u64,
+        overhead_ns: u64,
+        idle_ns: u64,
+        loss_ns: u64,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        energy_mj: Option<u64>,
+    },
 }
 
 #[derive(Serialize)]
@@ -244,6 +252,7 @@ impl<'a> Body<'a> {
                 overhead_ns: parts.overhead.nanos(),
                 idle_ns: parts.idle.nanos(),
                 loss_ns: parts.loss.nanos(),
+                energy_mj: parts.energy.map(Millijoules::millijoules),
             }),
             model: Some(parts.model.as_str()),
             device_class: Some(parts.device.class.as_str()),

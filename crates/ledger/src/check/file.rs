@@ -42,7 +42,8 @@ fn pragma(
 }
 
 fn tables(connection: &Connection, add: &mut dyn FnMut(String)) -> Result<(), LedgerError> {
-    let (found, expected) = (definitions(connection)?, definitions(&schema::in_memory()?)?);
+    let (found, expected) =
+        (definitions(connection)?, definitions(&schema::in_memory(connection)?)?);
     for (name, text) in &expected {
         match found.get(name) {
             None => add(format!("{name} is missing")),

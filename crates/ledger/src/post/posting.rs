@@ -3,9 +3,11 @@
 use std::collections::HashMap;
 
 use rusqlite::{CachedStatement, Connection, Statement, params};
-use tollgate_domain::{Attempt, BlockParts, Caller, FinishedAttempt, Share};
+use tollgate_domain::{Attempt, BlockParts, Caller, FinishedAttempt, Millijoules, Share};
 
-use super::{BlockKey, Entry, caller_id, entry_statement, insert_entry, move_to_loss, refused};
+use super::{
+    Amounts, BlockKey, Entry, caller_id, entry_statement, insert_entry, move_to_loss, refused,
+};
 use crate::charge::{
     Charge, DailyChange, DailyKey, Days, Payable, charge_statement, insert_charge, reason_name,
 };
@@ -77,7 +79,13 @@ impl<'a> Posting<'a> {
         Ok(id)
     }
 
-    pub(super) fn share(&mut self, ordinal: i64, share: &'a Share) -> Result<(), LedgerError> {
+    /// Writes a share, and what was drawn in its time where the device told.
+    pub(super) fn share(
+        &mut self,
+        ordinal: i64,
+        share: &'a Share,
+        drew: Option<Millijoules>,
+    ) -> Result<(), LedgerError> {
         let caller = self.caller(&share.caller)?;
         let Self { connection, key, parts, .. } = *self;
         let request = share.attempt.request.as_str();
@@ -88,14 +96,16 @@ impl<'a> Posting<'a> {
         };
         let amount_ns = share.attributed.nanos() as i64;
         let owner = Some((caller, share.sequence.0 as i64, request, share.attempt.attempt));
-        let entry = Entry { kind: METERED, account: account::TENANT, amount_ns, owner };
+        let energy_mj = drew.map(|energy| energy.millijoules() as i64);
+        let entry = Entry { kind: METERED, account: account::TENANT, amount_ns, energy_mj, owner };
         insert_entry(&mut self.entry, key, ordinal, &entry)?;
         let day = parts.started.day().0;
-        let change = DailyChange { entries: 1, attributed_ns: amount_ns, ..Default::default() };
+        let change =
+            DailyChange { entries: 1, attributed_ns: amount_ns, energy_mj, ..Default::default() };
         self.add_to_day(day, caller, &change)?;
         if let Some(cap) = cap {
             let room = (cap.attributed_ns - paid).max(0);
-            let excess = amount_ns - amount_ns.min(room);
+            let excess = Amounts { amount_ns, energy_mj }.beyond(amount_ns.min(room));
             let (model, class) = (parts.model.as_str(), parts.device.class.as_str());
             let daily = DailyKey { day, caller, model, class };
             move_to_loss(connection, key, &daily, entry.owner, excess)?;

@@ -12,7 +12,7 @@ use crate::{LedgerError, archive};
 
 /// What a line stands on. Displays as the one line that is listed:
 /// `charge,REQUEST/ATTEMPT,DAY,COUNTED,PROMPT,CACHED,COMPLETION,REFERENCE_NS` or
-/// `entry,EPOCH/BLOCK/ORDINAL,DAY,REQUEST/ATTEMPT,AMOUNT_NS`.
+/// `entry,EPOCH/BLOCK/ORDINAL,DAY,REQUEST/ATTEMPT,AMOUNT_NS[,ENERGY_MJ]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Record {
     /// An attempt that ended.
@@ -46,6 +46,8 @@ pub enum Record {
         attempt: u32,
         /// Nanoseconds; negative where a correction takes them back.
         amount_ns: i64,
+        /// What was drawn in them, likewise; `None` where the device did not tell.
+        energy_mj: Option<i64>,
     },
 }
 
@@ -138,7 +140,7 @@ impl<'m, 'a> Recount<'m, 'a> {
         let (first, last) = self.maker.days();
         let mut statement = connection
             .prepare_cached(
-                "SELECT block, ordinal, request_id, attempt, amount_ns FROM entries
+                "SELECT block, ordinal, request_id, attempt, amount_ns, energy_mj FROM entries
                  WHERE caller_id = ?1 AND epoch_id = ?2 AND block BETWEEN ?3 AND ?4
                    AND account = ?5
                  ORDER BY block, ordinal",
@@ -164,6 +166,7 @@ impl<'m, 'a> Recount<'m, 'a> {
                     request: row.get(2)?,
                     attempt: row.get(3)?,
                     amount_ns: row.get(4)?,
+                    energy_mj: row.get(5)?,
                 })
             };
             let entry = read().map_err(LedgerError::from)?;
@@ -202,6 +205,7 @@ impl StatementDay {
             completion_tokens: 0,
             reference_ns: 0,
             attributed_ns: 0,
+            energy_mj: None,
         }
     }
 
@@ -229,11 +233,14 @@ impl StatementDay {
                     *sum = sum.checked_add(*figure)?;
                 }
             }
-            Record::Entry { amount_ns, .. } => {
+            Record::Entry { amount_ns, energy_mj, .. } => {
                 self.entries += 1;
                 // Signed: a correction comes after what it corrects, of the
                 // same block and day, and may come before another's entry.
                 self.attributed_ns = self.attributed_ns.checked_add(*amount_ns)?;
+                if let Some(energy) = energy_mj {
+                    self.energy_mj = Some(self.energy_mj.unwrap_or(0).checked_add(*energy)?);
+                }
             }
         }
         Some(())
@@ -258,8 +265,9 @@ impl std::fmt::Display for Record {
                  {completion_tokens},{reference_ns}",
                 u8::from(*is_counted)
             ),
-            Self::Entry { id, day, request, attempt, amount_ns } => {
-                write!(f, "entry,{id},{day},{request}/{attempt},{amount_ns}")
+            Self::Entry { id, day, request, attempt, amount_ns, energy_mj } => {
+                write!(f, "entry,{id},{day},{request}/{attempt},{amount_ns}")?;
+                energy_mj.map_or(Ok(()), |energy| write!(f, ",{energy}"))
             }
         }
     }

@@ -77,6 +77,7 @@ pub fn parts(number: u64, shares: Vec<Share>, finished: Vec<FinishedAttempt>) ->
         shares,
         finished,
         last_of_epoch: false,
+        energy: None,
     }
 }
 

@@ -241,6 +241,9 @@ pub struct Finished {
     pub usage: ::core::option::Option<Usage>,
     #[prost(message, optional, tag = "2")]
     pub stages: ::core::option::Option<Stages>,
+    /// absent: the device is the host
+    #[prost(message, optional, tag = "3")]
+    pub transfers: ::core::option::Option<Transfers>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Usage {
@@ -263,6 +266,15 @@ pub struct Stages {
     pub prefill_ns: u64,
     #[prost(uint64, tag = "3")]
     pub decode_ns: u64,
+}
+/// Between host and device, summed over the request's steps: each waits for all
+/// of a step's. Within prefill and decode, not beside them.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Transfers {
+    #[prost(uint64, tag = "1")]
+    pub to_device_ns: u64,
+    #[prost(uint64, tag = "2")]
+    pub to_host_ns: u64,
 }
 /// Nothing was computed and nothing is charged.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -414,6 +426,9 @@ pub struct JournalBlock {
     pub finished: ::prost::alloc::vec::Vec<RequestRecord>,
     #[prost(bool, tag = "17")]
     pub last_of_epoch: bool,
+    /// drawn by the device meanwhile; absent: it does not tell
+    #[prost(uint64, optional, tag = "18")]
+    pub energy_mj: ::core::option::Option<u64>,
 }
 /// Device time of one sequence over the steps of the block.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

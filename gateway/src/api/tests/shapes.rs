@@ -1,5 +1,7 @@
 //! Answers as clients read them: transcripts and bodies, byte for byte.
 
+use std::time::Duration;
+
 use tollgate_domain::block::Stages;
 use tollgate_domain::{DeviceClass, DeviceNanos, Usage};
 
@@ -7,6 +9,7 @@ use crate::api::asked::Dialect;
 use crate::api::chunks::Chunks;
 use crate::api::telling::{Echo, Telling};
 use crate::api::whole::Whole;
+use crate::path::{InFront, InWorker, Path};
 use crate::pump::{Delta, Ending, Receipt, TokenLogprob};
 use crate::reply::ApiError;
 
@@ -34,7 +37,17 @@ fn receipt() -> Receipt {
             attributed: DeviceNanos(500),
             reference: DeviceNanos(400),
         },
-        stages: Stages { queue_ns: 10, prefill_ns: 20, decode_ns: 30 },
+        path: Path {
+            in_front: InFront {
+                read: Duration::from_nanos(40),
+                preprocess: Duration::from_nanos(50),
+            },
+            place: Duration::from_nanos(60),
+            in_worker: InWorker {
+                stages: Stages { queue_ns: 10, prefill_ns: 20, decode_ns: 30 },
+                transfers: None,
+            },
+        },
         class: DeviceClass::cpu(),
         reserved: DeviceNanos(900),
     }

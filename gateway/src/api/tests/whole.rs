@@ -5,6 +5,7 @@ use tokio::join;
 use tollgate_wire::v1::{FinishReason, RefusedReason};
 
 use super::room::{PLAIN, Room, header, json, text};
+use crate::telemetry::Readings;
 use crate::upstream::fake::{CONTEXT, FakeWorker};
 
 #[tokio::test]
@@ -67,6 +68,51 @@ async fn a_stream_waits_for_the_first_token() {
     assert!(lines[3].contains(r#""choices":[],"usage":{"#), "{transcript}");
     assert_eq!(lines[4..], ["data: [DONE]", ""]);
     room.settled().await;
+}
+
+/// Each stage of an answered request's path is told with its usage, but for the
+/// last, which comes after it; all of them are counted once.
+#[tokio::test]
+async fn an_answer_tells_where_its_time_went() {
+    let folder = Room::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let (response, ()) = join!(room.chat(r#""n":1"#), async {
+        worker.run().await.answer("Hi.").await;
+    });
+    let (_, body) = json(response).await;
+    let figures = &body["usage"]["tollgate"];
+    for (figure, worker_says) in [
+        ("queue_ns", 1),
+        ("prefill_ns", 2),
+        ("decode_ns", 3),
+        ("to_device_ns", 4),
+        ("to_host_ns", 5),
+    ] {
+        assert_eq!(figures[figure], worker_says, "{figures}");
+    }
+    for figure in ["read_ns", "preprocess_ns", "place_ns"] {
+        assert!(figures[figure].is_u64(), "{figure} of {figures}");
+    }
+    let tokenised = figures["preprocess_ns"].as_u64();
+    assert!(tokenised > Some(1_000), "{tokenised:?} ns for a template and a tokenizer");
+    let (response, ()) = join!(room.chat(r#""stream":true"#), async {
+        worker.run().await.answer("Hi.").await;
+    });
+    text(response).await;
+    // Nobody answered it, so it has no path.
+    let (response, ()) = join!(room.chat(r#""n":1"#), async {
+        worker.run().await.refuse(RefusedReason::Overloaded).await;
+    });
+    assert_eq!(json(response).await.0, StatusCode::SERVICE_UNAVAILABLE);
+    room.settled().await;
+    let metrics = room.api.serving.metrics.scrape(Readings::default());
+    for stage in
+        ["read", "preprocess", "place", "queue", "prefill", "decode", "to_device", "to_host", "out"]
+    {
+        let line = format!("tollgate_stage_seconds_count{{stage=\"{stage}\"}} 2");
+        assert!(metrics.contains(&line), "{line} is missing in:\n{metrics}");
+    }
 }
 
 #[tokio::test]

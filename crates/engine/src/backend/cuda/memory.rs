@@ -83,6 +83,10 @@ pub(super) struct Slot {
     pub(super) drawn: Memory,
     pub(super) host_drawn: Pinned,
     pub(super) began: Event,
+    /// The plan is on the device.
+    pub(super) loaded: Event,
+    /// All that is wanted is computed.
+    pub(super) computed: Event,
     pub(super) ended: Event,
     /// What is told of each draw.
     pub(super) told: Vec<Option<u32>>,
@@ -98,6 +102,8 @@ impl Slot {
             drawn: context.allocate(drawn)?,
             host_drawn: context.pinned(drawn)?,
             began: context.event()?,
+            loaded: context.event()?,
+            computed: context.event()?,
             ended: context.event()?,
             told: Vec::with_capacity(room.draws),
             rows: 0,

@@ -42,7 +42,8 @@ impl CudaBackend {
         self.time_laid_out(read, pairs).map_err(|fault| BackendError::Device(fault.to_string()))
     }
 
-    /// What timing a step costs: the device's time for two marks in its stream.
+    /// What timing a step costs: the device's time for the four marks in its
+    /// stream.
     ///
     /// # Errors
     /// [`DriverFault`].
@@ -52,8 +53,9 @@ impl CudaBackend {
         let [watch, marks] = &self.slots;
         self.context.record(&watch.began)?;
         for _ in 0..MARKS {
-            self.context.record(&marks.began)?;
-            self.context.record(&marks.ended)?;
+            for mark in [&marks.began, &marks.loaded, &marks.computed, &marks.ended] {
+                self.context.record(mark)?;
+            }
         }
         self.context.record(&watch.ended)?;
         watch.ended.wait()?;

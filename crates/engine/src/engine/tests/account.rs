@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
-use tollgate_domain::{DeviceNanos, FinishReason, PromptWork, SequenceId};
+use tollgate_domain::{DeviceNanos, FinishReason, PromptWork, SequenceId, Transfers};
 
 use super::bench::{Bench, Ears, Heard, Setup, ask, ask_all, prompt};
-use crate::engine::journal::Owner;
+use crate::engine::journal::{Owner, StepShare};
 use crate::engine::submission::{CancelReason, RequestOutcome, SubmitError};
 use crate::testing::{Failure, table};
 
@@ -274,6 +274,39 @@ fn stages_tell_where_the_time_went() {
     assert_eq!(stages.prefill_ns, busy[5]);
     assert_eq!(stages.decode_ns, busy[6..].iter().sum::<u64>());
     assert_eq!(bench.clock.nanos(), busy.iter().sum::<u64>());
+}
+
+/// Who is in a step waits for all that is moved for it, however many of its
+/// choices are there; a device that is the host moves nothing.
+#[test]
+fn transfers_add_up_over_a_requests_steps() {
+    let run = |keeps_time| {
+        let mut bench = Bench::with(Setup { keeps_time, ..Setup::new(64) });
+        let first = bench.submit(ask_all(1, &[&prompt(1, 40)], 3, 5));
+        let second = bench.submit(ask(2, &prompt(2, 40), 20));
+        bench.run();
+        let transfers = [first, second].map(|heard| match Heard::of(&heard).outcome {
+            Some(RequestOutcome::Finished { stages, .. }) => stages.transfers,
+            _ => panic!("it finished"),
+        });
+        (transfers, bench)
+    };
+    assert_eq!(run(false).0, [None, None]);
+    let (transfers, bench) = run(true);
+    let log = bench.log.lock();
+    for (transfers, (_, figures)) in transfers.into_iter().zip(&log.finished) {
+        let is_its = |share: &StepShare| match &share.owner {
+            Owner::Request { request, .. } => *request == figures.request,
+            Owner::Overhead => false,
+        };
+        let mine = log.steps.iter().filter(|step| step.shares.iter().any(is_its));
+        let mine: Vec<u64> = mine.map(|step| step.step).collect();
+        assert!(mine.len() > 4, "{mine:?}");
+        // The fake device takes as many ns one way as it has run steps, 1 us back.
+        let (to_device, to_host) = (mine.iter().sum(), 1_000 * mine.len() as u64);
+        let (to_device, to_host) = (DeviceNanos(to_device), DeviceNanos(to_host));
+        assert_eq!(transfers, Some(Transfers { to_device, to_host }));
+    }
 }
 
 #[test]
