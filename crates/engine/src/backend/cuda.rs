@@ -446,6 +446,8 @@ impl Backend for CudaBackend {
 
     fn begin(&mut self, plan: &StepPlan<'_>, _: &mut StepOutput) -> Result<(), BackendError> {
         assert!(self.open < self.slots.len(), "one step more than the one that runs");
+        let draws = matches!(plan.results, Results::Draws(_));
+        assert!(draws || self.open == 0, "rows of logits have one place on the host");
         plan.check(&self.shape, self.limits, self.cache.blocks)?;
         plan.check_before(self.slots[1].told.len())?;
         self.layout.lay_out(plan)?;

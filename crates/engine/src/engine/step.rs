@@ -10,6 +10,7 @@ use tollgate_domain::{MonotonicTime, SequenceId, SequenceWork};
 
 use super::EngineError;
 use super::batch::{Request, Sequence};
+use super::journal::Owner;
 use super::submission::PromptLogprob;
 use super::turn::Core;
 use crate::backend::{Draw, DrawToken, LogitRows, Results, Span, StepOutput, StepPlan};
@@ -84,7 +85,18 @@ impl Part {
 
     /// Whether it comes to one token, of one choice, and to nothing else.
     pub(super) fn draws_one(&self) -> bool {
-        self.payer == Payer::Request && self.given == 0 && self.drawn == 1
+        self.is_billed() && self.given == 0 && self.drawn == 1
+    }
+
+    pub(super) fn is_billed(&self) -> bool {
+        self.payer == Payer::Request
+    }
+
+    pub(super) fn owner(&self, request: &Request) -> Owner {
+        match self.payer {
+            Payer::Request => request.owner(),
+            Payer::Overhead => Owner::Overhead,
+        }
     }
 
     fn span<'a>(&self, sequence: &'a Sequence) -> Span<'a> {

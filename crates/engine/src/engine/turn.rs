@@ -8,19 +8,19 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tollgate_domain::{DeviceNanos, FinishReason, MonotonicTime, SequenceId, SequenceWork};
+use tollgate_domain::{DeviceNanos, FinishReason, MonotonicTime, SequenceId};
 
 use super::batch::{Request, Requests, Sequence, Sequences};
 use super::charge::Tokens;
 use super::clock::Clock;
-use super::journal::{Owner, RequestFigures, StepJournal, StepRecord, StepShare};
+use super::journal::{RequestFigures, StepJournal, StepRecord, StepShare};
 use super::mailbox::{Arrival, FIRST_GUESS_TOKENS, Mail, Mailbox, Phase, RequestKey};
 use super::step::{Begun, Drawing, Event, Outcome, Part};
 use super::submission::{CancelReason, Flow, Refusal, RefusedReason, RequestOutcome, SampledToken};
 use super::{EngineError, EngineStatus};
 use crate::backend::{BLOCK_TOKENS, Backend, StepOutput, Transfers};
 use crate::kv::{BlockCopy, BlockPool, Fork};
-use crate::meter::{BookedStep, Meter, Payer, Totals};
+use crate::meter::{BookedStep, Meter, Totals};
 use crate::schedule::{
     Bounds, Chunk, Decisions, NodeId, Rank, Running, SchedulePolicy, Shares, View, decide,
 };
@@ -195,9 +195,15 @@ impl Core {
     }
 
     /// Closes every request that has come to its end: figures to the journal,
-    /// then the last word to the sink.
+    /// then the last word to the sink. One that is in the step that the device
+    /// has already is closed after that, because it pays for it.
     fn settle(&mut self) -> Result<(), EngineError> {
-        let over: Vec<SequenceId> = std::mem::take(&mut self.ending)
+        let ahead: BTreeSet<SequenceId> =
+            self.ahead.iter().flat_map(|begun| &begun.parts).map(|part| part.request).collect();
+        let (later, now): (BTreeSet<SequenceId>, BTreeSet<SequenceId>) =
+            std::mem::take(&mut self.ending).into_iter().partition(|first| ahead.contains(first));
+        self.ending = later;
+        let over: Vec<SequenceId> = now
             .into_iter()
             .filter(|first| self.requests.get(first).is_some_and(|request| request.open == 0))
             .collect();
@@ -260,8 +266,7 @@ impl Core {
 
     /// Gives the device the next step before this one is finished, where what
     /// comes out of it changes nothing about who runs: all that there are
-    /// decode, each fed with what it draws now. Who ends meanwhile has run for
-    /// nothing.
+    /// decode, each fed with what it draws now.
     fn begin_ahead(&mut self, begun: &Begun) -> Result<Option<Begun>, EngineError> {
         let parts = match self.backend.runs_ahead() {
             true => self.parts_ahead(&begun.parts),
@@ -547,61 +552,54 @@ impl Core {
         self.sequences.extend(forked);
     }
 
-    /// Books the step and journals it; after this its tokens may leave. What
-    /// ran ahead for a sequence that is gone is on the platform's account.
+    /// Books the step and journals it; after this its tokens may leave.
     fn account(
         &mut self,
         parts: &[Part],
         started: MonotonicTime,
         ended: MonotonicTime,
     ) -> Result<(), EngineError> {
-        let (works, payers): (Vec<_>, Vec<_>) =
-            parts.iter().map(|part| self.booked_as(part)).unzip();
+        let works: Vec<_> = parts.iter().map(|part| part.work).collect();
+        let payers: Vec<_> = parts.iter().map(|part| part.payer).collect();
         let BookedStep { step, started, busy, shares } =
             self.meter.book(started, ended, &works, &payers);
         let mut booked = Vec::with_capacity(parts.len());
-        for (index, attributed) in shares.into_iter().enumerate() {
-            let part = &parts[index];
-            let owner = match payers[index] {
-                Payer::Overhead => Owner::Overhead,
-                Payer::Request => {
-                    self.charge(part, attributed);
-                    let request = self.requests.get_mut(&part.request).expect("it is alive");
-                    request.attributed += attributed;
-                    request.owner()
-                }
-            };
-            booked.push(StepShare { sequence: works[index].sequence, owner, attributed });
+        for (part, attributed) in parts.iter().zip(shares) {
+            let request = self.requests.get_mut(&part.request).expect("it is alive");
+            booked.push(StepShare {
+                sequence: part.work.sequence,
+                owner: part.owner(request),
+                attributed,
+            });
+            if part.is_billed() {
+                request.attributed += attributed;
+                self.charge(part, attributed);
+            }
         }
         let record = StepRecord { step, started, busy, shares: &booked };
         self.journal.step(&record).map_err(EngineError::Journal)
-    }
-
-    /// Under which number a part is booked, and who pays.
-    fn booked_as(&mut self, part: &Part) -> (SequenceWork, Payer) {
-        if self.sequences.contains_key(&part.sequence) {
-            return (part.work, part.payer);
-        }
-        let sequence = SequenceId(self.next_sequence);
-        self.next_sequence += 1;
-        (SequenceWork { sequence, ..part.work }, Payer::Overhead)
     }
 
     /// Every request in a step waits for all that is moved for it, once.
     fn add_transfers(&mut self, parts: &[Part], transfers: Transfers) {
         let requests: BTreeSet<SequenceId> = parts.iter().map(|part| part.request).collect();
         for first in requests {
-            // Who left while it ran ahead has heard its figures.
-            if let Some(request) = self.requests.get_mut(&first) {
-                *request.transfers.get_or_insert_default() += transfers;
-            }
+            let request = self.requests.get_mut(&first).expect("it is alive");
+            *request.transfers.get_or_insert_default() += transfers;
         }
     }
 
     /// Counts a share of a step towards who is next, in place of what was
     /// predicted of it.
     fn charge(&mut self, part: &Part, attributed: DeviceNanos) {
-        let sequence = self.sequences.get_mut(&part.sequence).expect("it ran");
+        let Some(sequence) = self.sequences.get_mut(&part.sequence) else {
+            // It ended while it ran ahead: for one token, of which nothing was
+            // predicted.
+            let counted = self.policy.counted(attributed, Tokens { read: 0, generated: 1 });
+            let node = self.requests[&part.request].node;
+            self.shares.charge(node, counted, DeviceNanos::ZERO, DeviceNanos::ZERO);
+            return;
+        };
         let read = part.tokens.min(sequence.prompt_length.saturating_sub(part.work.context));
         let tokens = Tokens { read, generated: part.tokens - read };
         let counted = self.policy.counted(attributed, tokens);

@@ -1,5 +1,5 @@
-//! Steps that begin before the last is finished: what is said and billed is
-//! the same, and what ran for nothing is nobody's.
+//! Steps that begin before the last is finished: what is said and priced is
+//! the same, and who ends meanwhile pays for the one that it was in.
 
 use std::sync::atomic::Ordering;
 
@@ -7,7 +7,8 @@ use proptest::prelude::*;
 use tollgate_domain::{DeviceNanos, FinishReason};
 
 use super::account::{Act, any_act, play};
-use super::bench::{Bench, Heard, HeardSink, Setup, ask, ask_all, prompt};
+use super::bench::{Bench, Ears, Heard, HeardSink, Setup, ask, ask_all, prompt};
+use crate::engine::journal::Owner;
 use crate::engine::submission::CancelReason;
 use crate::engine::turn::Turn;
 use crate::testing::Failure;
@@ -18,11 +19,6 @@ fn bench(blocks: u32) -> Bench {
 
 fn went_ahead(bench: &Bench) -> u64 {
     bench.ahead.load(Ordering::Relaxed)
-}
-
-/// Of what shares without an owner came to.
-fn for_nothing(bench: &Bench) -> DeviceNanos {
-    bench.totals().overhead
 }
 
 /// Which of several choices has the last of a budget is a matter of time.
@@ -84,56 +80,67 @@ fn penalties_know_the_token_that_is_not_here_yet() {
     assert_eq!(heard.tokens(0).len(), 60);
     // All but the prompt's own step, and none behind the last.
     assert_eq!(went_ahead(&ahead), 59);
-    assert_eq!(for_nothing(&ahead), DeviceNanos::ZERO);
 }
 
-#[test]
-fn who_stops_meanwhile_ran_for_nothing_once() {
-    let (mut submission, stops) = ask(1, &prompt(1, 20), 100);
-    let mut sink = HeardSink::new(stops.clone());
-    sink.stop_at = Some(3);
-    submission.sink = Box::new(sink);
-    let mut bench = bench(64);
-    bench.handle.submit(submission).expect("it is taken");
-    let stays = bench.submit(ask(2, &prompt(2, 20), 10));
-    bench.run();
-    let (stops, stays) = (Heard::of(&stops), Heard::of(&stays));
-    assert_eq!((stops.tokens(0).len(), stays.tokens(0).len()), (3, 10));
-    assert_eq!(stops.reasons, [Some(FinishReason::Stop)]);
-    // The fourth step ran for both, and only one of them was there yet.
+/// The steps that a request has a share of, and what the shares come to.
+fn billed(bench: &Bench, number: u32) -> (Vec<u64>, DeviceNanos) {
+    let (id, _) = ask(number, &[1], 1);
     let log = bench.log.lock();
-    let of_nobody: Vec<u64> = log
-        .steps
-        .iter()
-        .filter(|step| step.shares.iter().any(|it| it.owner == crate::Owner::Overhead))
-        .map(|step| step.step)
-        .collect();
-    assert_eq!(of_nobody, [4]);
-    assert_eq!(log.steps[3].shares.len(), 2);
-    drop(log);
-    let billed = stops.usage().attributed + stays.usage().attributed;
-    assert_eq!(bench.totals().billed, billed);
-    assert!(for_nothing(&bench) > DeviceNanos::ZERO);
-    bench.check_empty();
+    let shares = log.steps.iter().flat_map(|step| step.shares.iter().map(|it| (step.step, it)));
+    let (steps, times): (Vec<u64>, Vec<DeviceNanos>) = shares
+        .filter(|(_, share)| {
+            matches!(&share.owner, Owner::Request { request, .. } if *request == id.request)
+        })
+        .map(|(step, share)| (step, share.attributed))
+        .unzip();
+    (steps, times.into_iter().sum())
 }
 
-#[test]
-fn the_last_to_stop_leaves_a_step_that_is_finished_for_nobody() {
+/// Asks for a request that stops at its third token.
+fn stops_at_three(bench: &Bench) -> Ears {
     let (mut submission, heard) = ask(1, &prompt(1, 20), 100);
     let mut sink = HeardSink::new(heard.clone());
     sink.stop_at = Some(3);
     submission.sink = Box::new(sink);
-    let mut bench = bench(64);
     bench.handle.submit(submission).expect("it is taken");
+    heard
+}
+
+#[test]
+fn who_stops_pays_for_the_step_that_it_was_in() {
+    let mut bench = bench(64);
+    let stops = stops_at_three(&bench);
+    let stays = bench.submit(ask(2, &prompt(2, 20), 10));
+    bench.run_steps(3);
+    // It has heard its end, and not what it came to.
+    assert_eq!(Heard::of(&stops).reasons, [Some(FinishReason::Stop)]);
+    assert_eq!(Heard::of(&stops).outcome, None);
+    bench.run();
+    let (stops, stays) = (Heard::of(&stops), Heard::of(&stays));
+    assert_eq!((stops.tokens(0).len(), stays.tokens(0).len()), (3, 10));
+    assert_eq!(billed(&bench, 1), (vec![1, 2, 3, 4], stops.usage().attributed));
+    // What it is priced by is what it was given.
+    let mut plain = Bench::new(64);
+    let heard = stops_at_three(&plain);
+    plain.run();
+    assert_eq!(stops.usage().reference, Heard::of(&heard).usage().reference);
+    assert_eq!(stops.usage().completion_tokens, 3);
+    assert_eq!(bench.totals().overhead, DeviceNanos::ZERO);
+    bench.check_empty();
+}
+
+#[test]
+fn the_last_to_stop_is_closed_by_the_step_behind_it() {
+    let mut bench = bench(64);
+    let heard = stops_at_three(&bench);
     assert_eq!(bench.run(), Turn::Idle);
-    assert_eq!(bench.totals().steps, 4);
-    assert_eq!(Heard::of(&heard).usage().completion_tokens, 3);
+    assert_eq!(billed(&bench, 1), (vec![1, 2, 3, 4], Heard::of(&heard).usage().attributed));
     assert_eq!(bench.totals().billed, Heard::of(&heard).usage().attributed);
     bench.check_empty();
 }
 
 #[test]
-fn who_cancels_meanwhile_pays_for_what_was_finished() {
+fn who_cancels_pays_for_the_step_that_it_was_in() {
     let mut bench = bench(64);
     let gone = bench.submit(ask_all(1, &[&prompt(1, 20)], 1, 100));
     let stays = bench.submit(ask(2, &prompt(2, 20), 12));
@@ -143,7 +150,8 @@ fn who_cancels_meanwhile_pays_for_what_was_finished() {
     bench.run();
     assert_eq!(Heard::of(&gone).usage().completion_tokens, 4);
     assert_eq!(Heard::of(&stays).tokens(0).len(), 12);
-    assert!(for_nothing(&bench) > DeviceNanos::ZERO);
+    let (steps, time) = billed(&bench, 1);
+    assert_eq!((steps, time), (vec![1, 2, 3, 4, 5], Heard::of(&gone).usage().attributed));
     bench.check_empty();
 }
 
