@@ -106,6 +106,10 @@ impl Backend for Device {
         self.backend.runs_ahead() && self.card.as_ref().is_none_or(|card| !card.takes_turns())
     }
 
+    fn enter(&mut self) {
+        self.backend.enter();
+    }
+
     fn acquire(&mut self) -> Result<(), BackendError> {
         let Some(card) = &mut self.card else { return Ok(()) };
         card.acquire().map_err(|error| {

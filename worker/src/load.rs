@@ -136,7 +136,7 @@ fn cuda(
     options: &WorkerOptions,
     wanted: &Wanted,
 ) -> Result<Claimed, WorkerError> {
-    let uuid = cuda::look(wanted).map_err(CudaError::Absent)?.uuid;
+    let uuid = cuda::find(wanted).map_err(CudaError::Absent)?;
     let card = Some(claim(&uuid, options)?);
     let program = std::env::current_exe().ok();
     let beside = program.as_deref().and_then(Path::parent).map(|folder| folder.join("kernels"));
@@ -151,7 +151,8 @@ fn cuda(
         },
         vendor_products: true,
         graphs: true,
-        search: PRODUCT_SEARCH,
+        // Beside others' steps it would stretch those, and measure them.
+        search: if options.card.turn.is_none() { PRODUCT_SEARCH } else { Duration::ZERO },
     };
     let backend = CudaBackend::new(files, &cuda)?;
     for note in backend.notes() {

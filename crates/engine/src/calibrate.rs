@@ -101,12 +101,12 @@ impl Feed {
         Self { tokens, start: 0, blocks: (0..tokens.div_ceil(BLOCK_TOKENS)).collect() }
     }
 
-    /// `tokens` tokens as sequences of at most one block each, so that
-    /// attention hardly counts.
-    fn many(tokens: u32) -> Vec<Self> {
-        (0..tokens.div_ceil(BLOCK_TOKENS))
+    /// `tokens` tokens as sequences of at most `each`, a block at most, so
+    /// that attention hardly counts.
+    fn many(tokens: u32, each: u32) -> Vec<Self> {
+        (0..tokens.div_ceil(each))
             .map(|block| Self {
-                tokens: (tokens - block * BLOCK_TOKENS).min(BLOCK_TOKENS),
+                tokens: (tokens - block * each).min(each),
                 start: 0,
                 blocks: vec![block],
             })
@@ -139,7 +139,7 @@ impl<'a> Probe<'a> {
         let most =
             self.backend.limits().tokens.min(self.backend.kv_blocks().saturating_mul(BLOCK_TOKENS));
         self.curve(tokens, most, allowed, |probe, tokens, allowed| {
-            probe.fastest(&Feed::many(tokens), LogitRows::None, allowed)
+            probe.fastest(&probe.many(tokens), LogitRows::None, allowed)
         })
     }
 
@@ -147,11 +147,19 @@ impl<'a> Probe<'a> {
     fn head(&mut self, rows: &[u32], allowed: Duration) -> Result<Curve, CalibrationError> {
         let most = self.most_tokens().min(self.backend.limits().logit_rows);
         self.curve(rows, most, allowed, |probe, rows, allowed| {
-            let feeds = Feed::many(rows);
+            let feeds = probe.many(rows);
             let with = probe.fastest(&feeds, LogitRows::All, allowed / 2)?;
             let without = probe.fastest(&feeds, LogitRows::None, allowed / 2)?;
             Ok((with - without).max(0.0))
         })
+    }
+
+    /// So many tokens in one step: a token each, as a batch that decodes, as
+    /// long as batches are so wide.
+    fn many(&self, tokens: u32) -> Vec<Feed> {
+        let each =
+            if tokens <= WIDEST_BATCH.min(self.backend.kv_blocks()) { 1 } else { BLOCK_TOKENS };
+        Feed::many(tokens, each)
     }
 
     /// Tokens that one step can feed to sequences of a block each.
@@ -366,9 +374,13 @@ pub fn calibration_key(backend: &dyn Backend) -> String {
         .collect();
     let model: String = backend.shape().hash.chars().take(12).collect();
     let (class, threads) = (&device.class, device.threads);
-    format!("{}-{class}-{name}-{threads}-{model}", env!("CARGO_PKG_VERSION"))
+    format!("{}.{METHOD}-{class}-{name}-{threads}-{model}", env!("CARGO_PKG_VERSION"))
 }
 
+/// How tables are measured: a table of another number is measured again.
+const METHOD: u32 = 2;
+/// Up to here tokens are measured as a batch that decodes.
+const WIDEST_BATCH: u32 = 64;
 /// B: sequences in the reference batch.
 const REFERENCE_BATCH: u32 = 32;
 /// C: tokens in a reference chunk of prefill.

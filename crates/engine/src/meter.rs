@@ -68,6 +68,11 @@ impl Meter {
         &self.table
     }
 
+    /// Up to where time is booked: no step begins before.
+    pub fn booked(&self) -> MonotonicTime {
+        self.booked
+    }
+
     /// The sums so far.
     pub fn totals(&self) -> Totals {
         self.totals

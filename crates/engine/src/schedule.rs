@@ -70,6 +70,16 @@ pub struct Bounds {
     pub spare: Spare,
 }
 
+impl Bounds {
+    /// KV blocks that are only for who is near the smallest counter.
+    pub fn headroom(&self) -> u32 {
+        self.total_blocks / HEADROOM_PARTS
+    }
+}
+
+/// One part in so many of the KV cache is for who is near the smallest counter.
+const HEADROOM_PARTS: u32 = 10;
+
 /// A part of the batch that is kept free.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Spare {

@@ -51,6 +51,10 @@ pub(crate) struct FakeBackend {
     pub(crate) fails_at: Option<(u64, Failure)>,
     /// It has a clock of its own, by which half of each step is its work.
     pub(crate) keeps_time: bool,
+    /// Time passes while a step runs; not for who plays that otherwise.
+    moves_clock: bool,
+    /// The length of the last step.
+    took: DeviceNanos,
     steps: u64,
     pub(crate) seen: Arc<Mutex<Vec<SeenStep>>>,
 }
@@ -88,6 +92,8 @@ impl FakeBackend {
             table: table(),
             fails_at: None,
             keeps_time: false,
+            moves_clock: true,
+            took: DeviceNanos::ZERO,
             steps: 0,
             seen: Arc::default(),
         }
@@ -153,7 +159,10 @@ impl Backend for FakeBackend {
             })
             .collect();
         let whole = self.table.predict_step(&works);
-        self.clock.advance(whole);
+        self.took = whole;
+        if self.moves_clock {
+            self.clock.advance(whole);
+        }
         let failure = self.fails_at.filter(|(at, _)| *at == self.steps).map(|(_, how)| how);
         match failure {
             Some(Failure::Error) => return Err(BackendError::Device("it broke".into())),
@@ -192,10 +201,15 @@ impl Backend for FakeBackend {
 }
 
 /// The same device as one that takes a step before the last is finished, and
-/// keeps what came of it to itself until then.
+/// keeps what came of it to itself until then. Time passes where somebody waits
+/// for a step, and each step begins where the one before ended.
 pub(crate) struct AheadBackend {
     inner: FakeBackend,
-    begun: VecDeque<StepOutput>,
+    /// Steps, and when the device is done with each.
+    begun: VecDeque<(StepOutput, MonotonicTime)>,
+    done: MonotonicTime,
+    /// By its own clock, over all steps.
+    pub(crate) busy: Arc<AtomicU64>,
     drawn: Vec<Option<u32>>,
     /// Steps that began before the last was finished.
     pub(crate) ahead: Arc<AtomicU64>,
@@ -203,8 +217,15 @@ pub(crate) struct AheadBackend {
 
 impl AheadBackend {
     pub(crate) fn new(mut inner: FakeBackend) -> Self {
-        inner.keeps_time = true;
-        Self { inner, begun: VecDeque::new(), drawn: Vec::new(), ahead: Arc::default() }
+        inner.moves_clock = false;
+        Self {
+            inner,
+            begun: VecDeque::new(),
+            done: MonotonicTime(0),
+            busy: Arc::default(),
+            drawn: Vec::new(),
+            ahead: Arc::default(),
+        }
     }
 
     /// What a draw of the last step came to, as a token that can be fed.
@@ -256,12 +277,23 @@ impl Backend for AheadBackend {
         self.drawn.clear();
         let tokens = output.drawn().iter().map(|drawn| drawn.as_ref().map(|drawn| drawn.token));
         self.drawn.extend(tokens);
-        self.begun.push_back(output);
+        // Giving it away takes the host a little, and the device a little more
+        // before it begins.
+        self.inner.clock.advance(LAUNCH);
+        let began = self.done.max(MonotonicTime(self.inner.clock.now().0 + LAUNCH.nanos()));
+        self.done = MonotonicTime(began.0 + self.inner.took.nanos());
+        output.set_device_time(self.inner.took);
+        self.begun.push_back((output, self.done));
         Ok(())
     }
 
     fn finish(&mut self, output: &mut StepOutput) -> Result<(), BackendError> {
-        *output = self.begun.pop_front().expect("a step was begun");
+        let (finished, done) = self.begun.pop_front().expect("a step was begun");
+        let now = self.inner.clock.now();
+        self.inner.clock.advance(DeviceNanos(done.0.saturating_sub(now.0)));
+        *output = finished;
+        let time = output.device_time().map_or(0, DeviceNanos::nanos);
+        self.busy.fetch_add(time, Ordering::Relaxed);
         Ok(())
     }
 
@@ -316,5 +348,7 @@ fn mix(value: u64) -> u64 {
     value ^ (value >> 31)
 }
 
+/// What it takes to give a device a step.
+const LAUNCH: DeviceNanos = DeviceNanos(5_000);
 pub(crate) const VOCABULARY: u32 = 97;
 pub(crate) const END: u32 = 96;

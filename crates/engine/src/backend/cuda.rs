@@ -1,11 +1,10 @@
 //! An NVIDIA GPU as a device, reached through its driver alone.
 //!
-//! The `probe` says whether there is one. All memory is taken at the
-//! start; a step is one upload, the kernels, what was drawn, and events around
-//! all of it, whose distance is the step's device time, and between the three. While one step runs the next can
-//! be given to the device, fed with what that one draws. Whatever fails in
-//! between leaves the device in a state nobody knows, and the backend is not
-//! used again.
+//! The `probe` says whether there is one. Memory is taken at the start; a step
+//! is one upload, the kernels, and what was drawn, between two events whose
+//! distance is the step's device time. While one step runs the next can be given
+//! to the device, fed with what that one draws. Whatever fails in between leaves
+//! the device in a state nobody knows, and the backend is not used again.
 
 mod choices;
 mod code;
@@ -149,6 +148,14 @@ impl From<LoadError> for CudaError {
     }
 }
 
+/// The identity of the device that is wanted, of which nothing is taken.
+///
+/// # Errors
+/// [`Absent`]: one sentence.
+pub fn find(wanted: &Wanted) -> Result<String, Absent> {
+    probe::find(wanted).map(|listed| listed.uuid)
+}
+
 /// Opens the device that is wanted, says what it is, and lets it go.
 ///
 /// # Errors
@@ -222,7 +229,19 @@ impl CudaBackend {
         };
         let parts = parts_at_most(&config, listed.multiprocessors, tokens);
         let buffers = Buffers::new(&context, &config, limits, parts)?;
-        let taken = free.saturating_sub(context.free_bytes()?) + 4 * room.words() as u64;
+        let mut products = Products::new(blas);
+        let kinds = kinds(&config, &model, &buffers, limits);
+        let search = DeviceNanos(options.search.as_nanos().min(u128::from(u64::MAX)) as u64);
+        // SAFETY: buffers of rows hold a whole bucket of the most that a step
+        // may ask for, and the weights are those of the model's layers.
+        let searched = unsafe { products.search(&context, &machine, &kinds, search)? };
+        if searched > 0 {
+            notes.push(format!("{searched} products measured"));
+        }
+        context.wait()?;
+        // The library loads code as it is first run, and graphs come later.
+        let graphs = if options.graphs { GRAPH_BYTES.min(allowed / 32) } else { 0 };
+        let taken = free.saturating_sub(context.free_bytes()?) + 4 * room.words() as u64 + graphs;
         let blocks = blocks_in(&config, allowed.saturating_sub(taken));
         if u64::from(blocks) * u64::from(BLOCK_TOKENS) < u64::from(least_context(&config)) {
             let least = u64::from(least_context(&config)) * kv_bytes_per_token(&config);
@@ -230,15 +249,6 @@ impl CudaBackend {
         }
         let cache = Cache::new(&context, &config, blocks)?;
         let room = Room { kv_blocks: blocks, ..room };
-        let mut products = Products::new(blas);
-        let kinds = kinds(&config, &model, &buffers, limits);
-        let allowed = DeviceNanos(options.search.as_nanos().min(u128::from(u64::MAX)) as u64);
-        // SAFETY: buffers of rows hold a whole bucket of the most that a step
-        // may ask for, and the weights are those of the model's layers.
-        let searched = unsafe { products.search(&context, &machine, &kinds, allowed)? };
-        if searched > 0 {
-            notes.push(format!("{searched} products measured"));
-        }
         context.wait()?;
         notes.push(format!(
             "{} MiB of weights and buffers, {} KV blocks in {} MiB",
@@ -310,9 +320,6 @@ impl CudaBackend {
         let alike = self.make_alike();
         let [slot, before] = &mut self.slots;
         let places = self.layout.pack(slot.plan.as_mut_slice());
-        self.context.record(&slot.began)?;
-        self.context.upload(self.plan.address(), &slot.plan, 4 * places.end)?;
-        self.context.record(&slot.loaded)?;
         let mut forward = Forward {
             context: &self.context,
             machine: &self.machine,
@@ -328,9 +335,20 @@ impl CudaBackend {
             splits: splits(&self.config, self.multiprocessors, &self.layout),
             draws_at_once: self.limits.logit_rows as usize,
         };
+        // What is captured runs nothing, and is nobody's time.
+        let graph = match (alike, &mut self.graphs) {
+            (Some(alike), Some(graphs)) => graphs.of(alike, || forward.capture()),
+            _ => None,
+        };
+        self.context.record(&slot.began)?;
+        self.context.upload(self.plan.address(), &slot.plan, 4 * places.end)?;
+        self.context.record(&slot.loaded)?;
         forward.feed(&before.drawn)?;
-        match alike {
-            Some(alike) => forward.run_alike(alike, &mut self.graphs)?,
+        match graph {
+            // SAFETY: what was captured points to buffers that live as long as
+            // the graph, and this plan is of the same kind: as many tokens,
+            // parts and rows.
+            Some(graph) => unsafe { self.context.replay(graph) }?,
             None => forward.run()?,
         }
         slot.rows = 0;
@@ -372,7 +390,7 @@ impl CudaBackend {
         }
         self.layout.pad(tokens as usize);
         let splits = splits(&self.config, self.multiprocessors, &self.layout);
-        Some(Alike { tokens, splits })
+        Some(Alike { tokens, splits, has_rows: !self.layout.logit_rows.is_empty() })
     }
 
     /// Waits for the step that was begun first, and reads what it came to.
@@ -583,6 +601,9 @@ fn parts_at_most(config: &ModelConfig, multiprocessors: u32, tokens: u32) -> usi
 }
 
 const MOST_STEP_TOKENS: u32 = 8_192;
+/// Of the memory that may be taken, what is left for graphs at most: about a
+/// hundred of a few hundred launches each.
+const GRAPH_BYTES: u64 = 256 << 20;
 /// 160 MiB of f32.
 const MOST_LOGITS: u32 = 40 << 20;
 /// Sequences of the model's whole context that a cache is ever large enough for.

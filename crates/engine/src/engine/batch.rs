@@ -71,6 +71,8 @@ pub(super) struct Times {
     pub(super) arrived: MonotonicTime,
     pub(super) started: Option<MonotonicTime>,
     pub(super) first_token: Option<MonotonicTime>,
+    /// When its last token came, which may be a step before it is closed.
+    pub(super) ended: Option<MonotonicTime>,
 }
 
 /// A sequence that runs or was preempted.
@@ -148,7 +150,7 @@ impl Request {
             ticket,
             attributed: DeviceNanos::ZERO,
             transfers: None,
-            times: Times { arrived: at, started: None, first_token: None },
+            times: Times { arrived: at, started: None, first_token: None, ended: None },
         }
     }
 
@@ -309,7 +311,8 @@ impl Request {
     }
 
     fn stages(&self, now: MonotonicTime) -> Stages {
-        let Times { arrived, started, first_token } = self.times;
+        let Times { arrived, started, first_token, ended } = self.times;
+        let now = ended.unwrap_or(now);
         let nanos = |from: MonotonicTime, to: MonotonicTime| to.0.saturating_sub(from.0);
         let read = started.map(|started| (started, first_token.unwrap_or(now)));
         Stages {

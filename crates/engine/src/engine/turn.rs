@@ -229,11 +229,8 @@ impl Core {
     /// One step of the device, to its last token: the one that it has already,
     /// or what is decided now.
     fn step(&mut self) -> Result<(), EngineError> {
-        let begun = match self.ahead.take() {
-            Some(begun) => {
-                self.announce_step(&begun.parts, self.clock.now())?;
-                begun
-            }
+        let begun = match self.take_ahead()? {
+            Some(begun) => begun,
             None => match self.begin_decided()? {
                 Some(begun) => begun,
                 None => return Ok(()),
@@ -318,7 +315,8 @@ impl Core {
         })
     }
 
-    /// Takes the blocks that the parts lack, or none where there are too few.
+    /// Takes the blocks that the parts lack, or none where that would take what
+    /// a decision keeps for others.
     fn reserve_ahead(&mut self, parts: &[Part]) -> bool {
         let lacking: Vec<(SequenceId, u32)> = parts
             .iter()
@@ -326,7 +324,9 @@ impl Core {
             .filter(|(id, blocks)| self.sequences[id].table.len() < *blocks)
             .collect();
         let more = |(id, blocks): &(SequenceId, u32)| blocks - self.sequences[id].table.len();
-        if lacking.iter().map(more).sum::<u32>() > self.pool.free() {
+        let more: u32 = lacking.iter().map(more).sum();
+        let kept = self.bounds.headroom() + self.bounds.spare.blocks;
+        if more > 0 && more + kept > self.pool.free() {
             return false;
         }
         for (id, blocks) in lacking {
@@ -378,9 +378,18 @@ impl Core {
         Err(fault)
     }
 
+    /// The step that the device has already. It was waiting there while the one
+    /// before ran, so it began where that one ended.
+    fn take_ahead(&mut self) -> Result<Option<Begun>, EngineError> {
+        let Some(mut begun) = self.ahead.take() else { return Ok(None) };
+        begun.started = begun.started.max(self.meter.booked());
+        self.announce_step(&begun.parts, begun.started)?;
+        Ok(Some(begun))
+    }
+
     /// Finishes the step that the device has already, for who stops after it.
     fn finish_ahead(&mut self) -> Result<(), EngineError> {
-        self.ahead.take().map_or(Ok(()), |begun| self.finish_step(begun))
+        self.take_ahead()?.map_or(Ok(()), |begun| self.finish_step(begun))
     }
 
     /// Waits until the device is ours, where others use it too. No step runs
@@ -647,6 +656,9 @@ impl Core {
             let generated = request.choices[choice as usize].generated;
             self.expected_tokens += (f64::from(generated) - self.expected_tokens) / LENGTH_MEMORY;
             request.end(choice, reason);
+            if request.open == 0 {
+                request.times.ended = Some(now);
+            }
             self.ending.insert(request.first);
             ended.push(sequence);
         }

@@ -82,7 +82,7 @@ impl<'a> Plan<'a> {
             admitted: Vec::new(),
             cost: bounds.table.step_cost(),
             room,
-            headroom: bounds.total_blocks / HEADROOM_PARTS,
+            headroom: bounds.headroom(),
             tokens_left: bounds.limits.tokens,
             rows_left: bounds.limits.logit_rows,
             first_read: true,
@@ -592,9 +592,6 @@ pub(super) fn work(chunk: &Chunk, cached: u32) -> SequenceWork {
 
 /// KV blocks are reserved in steps of this many: 256 tokens.
 const RESERVE_BLOCKS: u32 = 16;
-/// One part in so many of the pool is kept for who is near the smallest
-/// counter.
-const HEADROOM_PARTS: u32 = 10;
 /// Nobody comes in on blocks that who is there wants for so many tokens more:
 /// one of them would soon have to go.
 const SOON_TOKENS: u32 = 64;

@@ -5,8 +5,7 @@
 use std::sync::Arc;
 
 use super::choices::{CHOICE_WORDS, DrawnPlaces, TOP_BYTES};
-use super::driver::{Address, Context, DriverFault, Memory};
-use super::graphs::{Alike, Graphs, Way};
+use super::driver::{Address, Context, DriverFault, Graph, Memory};
 use super::kernels::{
     self, AnglesArgs, CombineArgs, DecodeArgs, EmbedArgs, FeedArgs, Finish, GateArgs, HeadDim,
     Launch, NormArgs, PrefillArgs, RopeArgs, SampleArgs,
@@ -39,32 +38,10 @@ pub(super) struct Forward<'a> {
 }
 
 impl Forward<'_> {
-    /// As [`Self::run`], for a step of a kind that comes often.
-    pub(super) fn run_alike(
-        &mut self,
-        alike: Alike,
-        graphs: &mut Option<Graphs>,
-    ) -> Result<(), DriverFault> {
-        let Some(kept) = graphs else { return self.run() };
-        let graph = match kept.way(alike) {
-            Way::Launches => return self.run(),
-            Way::Replay(graph) => graph,
-            Way::Capture => {
-                let context = self.context;
-                match context.capture(|| self.run()) {
-                    Ok(graph) => kept.keep(alike, graph),
-                    // A driver that takes no graphs takes launches; what else is
-                    // wrong shows in those.
-                    Err(_) => {
-                        *graphs = None;
-                        return self.run();
-                    }
-                }
-            }
-        };
-        // SAFETY: what was captured points to buffers that live as long as the
-        // graph, and the plan is one of the same kind: as many tokens and parts.
-        unsafe { self.context.replay(graph) }
+    /// [`Self::run`] as a graph, in place of running it.
+    pub(super) fn capture(&mut self) -> Result<Graph, DriverFault> {
+        let context = self.context;
+        context.capture(|| self.run())
     }
 
     /// From tokens to rows of logits.

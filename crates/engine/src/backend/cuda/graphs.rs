@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 
-use super::driver::Graph;
+use super::driver::{DriverFault, Graph};
 
 /// What one graph stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -16,51 +16,60 @@ pub(super) struct Alike {
     pub(super) tokens: u32,
     /// Parts of attention.
     pub(super) splits: u32,
+    /// Whether each token has a row of logits; else none has.
+    pub(super) has_rows: bool,
 }
 
-/// How a step is to be given to the device.
-pub(super) enum Way<'a> {
-    /// Launch by launch.
-    Launches,
-    /// As a graph that is to be captured first.
-    Capture,
-    /// As this graph.
-    Replay(&'a Graph),
+/// What is known of a kind of step.
+enum Known<G> {
+    /// One ran, launch by launch.
+    Once,
+    /// All run as this.
+    Graph(G),
+    /// The driver made no graph of it.
+    Refused,
 }
 
-/// The graphs so far.
-#[derive(Default)]
-pub(super) struct Graphs {
-    /// None: such a step ran once, launch by launch.
-    seen: BTreeMap<Alike, Option<Graph>>,
+/// The graphs so far. None is given up while the backend lives: a step that is
+/// under way may be one.
+pub(super) struct Graphs<G = Graph> {
+    kinds: BTreeMap<Alike, Known<G>>,
 }
 
-impl Graphs {
-    /// The way for a step. The first of its kind goes launch by launch, which
-    /// also searches the products that it needs; a kind that comes again is
-    /// worth a graph.
-    pub(super) fn way(&mut self, alike: Alike) -> Way<'_> {
-        if !self.seen.contains_key(&alike) {
-            if self.seen.len() < MOST_GRAPHS {
-                self.seen.insert(alike, None);
+impl<G> Default for Graphs<G> {
+    fn default() -> Self {
+        Self { kinds: BTreeMap::new() }
+    }
+}
+
+impl<G> Graphs<G> {
+    /// The graph for a step; none where it goes launch by launch. The first of
+    /// its kind does, which also searches the products that it needs; a kind
+    /// that comes again is worth a graph.
+    pub(super) fn of(
+        &mut self,
+        alike: Alike,
+        capture: impl FnOnce() -> Result<G, DriverFault>,
+    ) -> Option<&G> {
+        let has_room = self.kinds.len() < MOST_GRAPHS;
+        match self.kinds.get_mut(&alike) {
+            None if has_room => drop(self.kinds.insert(alike, Known::Once)),
+            None => {}
+            Some(kind @ Known::Once) => {
+                // What else may be wrong shows when it goes launch by launch.
+                *kind = capture().map_or(Known::Refused, Known::Graph);
             }
-            return Way::Launches;
+            Some(Known::Graph(_) | Known::Refused) => {}
         }
-        match &self.seen[&alike] {
-            None => Way::Capture,
-            Some(graph) => Way::Replay(graph),
+        match self.kinds.get(&alike) {
+            Some(Known::Graph(graph)) => Some(graph),
+            _ => None,
         }
     }
 
-    /// Keeps what was captured.
-    pub(super) fn keep(&mut self, alike: Alike, graph: Graph) -> &Graph {
-        let kept = self.seen.entry(alike).or_insert(None);
-        kept.insert(graph)
-    }
-
-    /// Graphs that were captured.
+    /// Kinds that run as graphs.
     pub(super) fn len(&self) -> usize {
-        self.seen.values().flatten().count()
+        self.kinds.values().filter(|kind| matches!(kind, Known::Graph(_))).count()
     }
 }
 
@@ -96,18 +105,21 @@ mod tests {
     }
 
     #[test]
-    fn a_kind_that_comes_again_is_captured() {
-        let mut graphs = Graphs::default();
-        let alike = Alike { tokens: 4, splits: 2 };
-        assert!(matches!(graphs.way(alike), Way::Launches));
-        assert!(matches!(graphs.way(alike), Way::Capture));
-        assert!(matches!(graphs.way(Alike { splits: 1, ..alike }), Way::Launches));
+    fn a_kind_that_comes_again_is_captured_once() {
+        let mut graphs = Graphs::<u32>::default();
+        let alike = Alike { tokens: 4, splits: 2, has_rows: true };
+        let never = || panic!("nothing is captured");
+        assert_eq!(graphs.of(alike, never), None);
+        assert_eq!(graphs.of(alike, || Ok(7)), Some(&7));
+        assert_eq!(graphs.of(alike, never), Some(&7));
+        assert_eq!(graphs.of(Alike { has_rows: false, ..alike }, never), None);
         for tokens in 0..2 * MOST_GRAPHS as u32 {
-            graphs.way(Alike { tokens, splits: 64 });
+            assert_eq!(graphs.of(Alike { tokens, splits: 64, ..alike }, never), None);
         }
-        assert_eq!(graphs.seen.len(), MOST_GRAPHS);
-        assert!(matches!(graphs.way(Alike { tokens: 1_000, splits: 64 }), Way::Launches));
-        assert!(matches!(graphs.way(Alike { tokens: 1_000, splits: 64 }), Way::Launches));
-        assert_eq!(graphs.len(), 0);
+        assert_eq!(graphs.kinds.len(), MOST_GRAPHS);
+        let late = Alike { tokens: 1_000, ..alike };
+        assert_eq!(graphs.of(late, never), None);
+        assert_eq!(graphs.of(late, never), None);
+        assert_eq!(graphs.len(), 1);
     }
 }

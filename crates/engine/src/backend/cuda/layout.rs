@@ -137,21 +137,25 @@ impl Layout {
         self.choices.lay_out(plan.results.draws())
     }
 
-    /// Whether it is one token of each sequence, and a row of logits of each:
-    /// then steps of as many look alike.
+    /// Whether it is one token of each sequence, and a row of logits of each or
+    /// of none: then steps of as many look alike.
     pub(super) fn only_decodes(&self) -> bool {
-        self.prefills.is_empty() && self.logit_rows.len() == self.decodes.len()
+        let rows = self.logit_rows.len();
+        self.prefills.is_empty() && (rows == self.decodes.len() || rows == 0)
     }
 
     /// Adds tokens of nobody until there are `tokens`: they are computed,
     /// written nowhere, and nothing reads them.
     pub(super) fn pad(&mut self, tokens: usize) {
+        let has_rows = !self.logit_rows.is_empty();
         for row in self.tokens.len() as u32..tokens as u32 {
             self.tokens.push(0);
             self.positions.push(0);
             self.slots.push(NONE);
             self.decodes.push([row, 0, 0, 0]);
-            self.logit_rows.push(row);
+            if has_rows {
+                self.logit_rows.push(row);
+            }
             if !self.sources.is_empty() {
                 self.sources.push(NONE);
             }

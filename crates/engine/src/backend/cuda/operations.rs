@@ -6,6 +6,7 @@ use tollgate_domain::DeviceNanos;
 
 use super::driver::{DriverFault, Event};
 use super::forward::{Forward, LayerProducts, head_product};
+use super::kernels::Finish;
 use super::products::Product;
 use super::{CudaBackend, splits};
 use crate::backend::{BackendError, StepPlan};
@@ -180,10 +181,17 @@ impl<'a> Stopwatch<'a> {
     }
 }
 
-/// Bytes and arithmetic of a linear layer: weights, input and output once.
+/// Bytes and arithmetic of a linear layer: weights, input and output once, and
+/// what it adds to.
 fn needs(product: &Product) -> [u64; 2] {
     let [rows, columns, depth] = [product.rows, product.columns, product.depth].map(u64::from);
-    [2 * columns * depth + 2 * rows * depth + 4 * rows * columns, 2 * rows * columns * depth]
+    let output = match product.finish {
+        Finish::Bf16 => 2,
+        Finish::F32 => 4,
+        Finish::Add => 8,
+    };
+    let bytes = 2 * columns * depth + 2 * rows * depth + output * rows * columns;
+    [bytes, 2 * rows * columns * depth]
 }
 
 const RUNS: usize = 8;

@@ -95,6 +95,17 @@ pub(super) struct Found {
 
 /// Opens the device that is wanted.
 pub(super) fn open(wanted: &Wanted) -> Result<Found, Absent> {
+    let listed = find(wanted)?;
+    let (name, uuid) = (listed.name.clone(), listed.uuid.clone());
+    match Context::open(listed.ordinal) {
+        Ok(context) => Ok(Found { context, listed }),
+        Err(fault) if fault.is_busy() => Err(Absent::Busy { name, uuid }),
+        Err(fault) => Err(Absent::Unusable { name, uuid, fault }),
+    }
+}
+
+/// Finds the device that is wanted, and takes nothing of it.
+pub(super) fn find(wanted: &Wanted) -> Result<Listed, Absent> {
     driver::check(Library::Driver).map_err(|fault| match fault {
         LibraryFault::Missing(_) => Absent::NoDriver,
         LibraryFault::Symbol { symbol, .. } => Absent::Symbol(symbol),
@@ -108,13 +119,7 @@ pub(super) fn open(wanted: &Wanted) -> Result<Found, Absent> {
     if version < OLDEST_DRIVER {
         return Err(Absent::Old(version));
     }
-    let listed = choose(driver::devices().map_err(does_not_start)?, wanted)?;
-    let (name, uuid) = (listed.name.clone(), listed.uuid.clone());
-    match Context::open(listed.ordinal) {
-        Ok(context) => Ok(Found { context, listed }),
-        Err(fault) if fault.is_busy() => Err(Absent::Busy { name, uuid }),
-        Err(fault) => Err(Absent::Unusable { name, uuid, fault }),
-    }
+    choose(driver::devices().map_err(does_not_start)?, wanted)
 }
 
 fn choose(listed: Vec<Listed>, wanted: &Wanted) -> Result<Listed, Absent> {

@@ -1,6 +1,7 @@
 //! Whose time it was, to the nanosecond.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
 
 use proptest::prelude::*;
 use tollgate_domain::{DeviceNanos, FinishReason, PromptWork, SequenceId, Transfers};
@@ -106,6 +107,11 @@ proptest! {
         prop_assert_eq!(totals.overhead, overhead);
         prop_assert_eq!(totals.busy() + totals.idle, DeviceNanos(end));
         prop_assert_eq!(totals.steps, log.steps.len() as u64);
+        if ahead {
+            // To the nanosecond what the device says of itself.
+            let device = bench.device_busy.load(Ordering::Relaxed);
+            prop_assert_eq!(totals.busy(), DeviceNanos(device));
+        }
 
         // Each request was told what its shares say, once, at its end.
         prop_assert_eq!(log.finished.len(), asked.len());
@@ -159,16 +165,17 @@ proptest! {
 #[test]
 fn a_budget_is_spent_to_the_last_token_and_never_exceeded() {
     let cost = |tokens| table().request([(20, 0)], [(20, tokens)]);
-    for (budget, expected) in [
+    let budgets = [
         (cost(1), 1),
         (cost(7), 7),
         (DeviceNanos(cost(7).nanos() - 1), 6),
         (DeviceNanos(cost(7).nanos() + 1), 7),
         (DeviceNanos::from_secs(1), 30),
-    ] {
+    ];
+    let both = budgets.into_iter().flat_map(|budget| [(budget, false), (budget, true)]);
+    for ((budget, expected), ahead) in both {
         let (mut submission, ears) = ask(1, &prompt(1, 20), 30);
         submission.budget = Some(budget);
-        let ahead = expected % 2 == 0 || expected == 7;
         let mut bench = Bench::with(Setup { ahead, ..Setup::new(64) });
         let heard = bench.alone((submission, ears));
         assert_eq!(heard.tokens(0).len(), expected);

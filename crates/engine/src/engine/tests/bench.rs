@@ -31,6 +31,8 @@ pub(super) struct Bench {
     pub(super) seen: Arc<Mutex<Vec<SeenStep>>>,
     /// Steps that began before the last was finished.
     pub(super) ahead: Arc<AtomicU64>,
+    /// Where it does so: how long it worked by its own clock, ns.
+    pub(super) device_busy: Arc<AtomicU64>,
     mailbox: Arc<Mailbox>,
     core: Core,
 }
@@ -71,12 +73,13 @@ impl Bench {
         backend.fails_at = setup.fails_at;
         backend.keeps_time = setup.keeps_time;
         let seen = Arc::clone(&backend.seen);
-        let mut ahead = Arc::default();
+        let (mut ahead, mut device_busy) = (Arc::default(), Arc::default());
         let backend: Box<dyn Backend> = match setup.ahead {
             false => Box::new(backend),
             true => {
                 let backend = AheadBackend::new(backend);
                 ahead = Arc::clone(&backend.ahead);
+                device_busy = Arc::clone(&backend.busy);
                 Box::new(backend)
             }
         };
@@ -85,7 +88,7 @@ impl Bench {
         let (core, mailbox) =
             assemble(backend, setup.options, Arc::new(clock.clone()), Box::new(journal));
         let handle = EngineHandle::new(Arc::clone(&mailbox));
-        Self { handle, clock, log, seen, ahead, mailbox, core }
+        Self { handle, clock, log, seen, ahead, device_busy, mailbox, core }
     }
 
     pub(super) fn submit(&self, (submission, heard): (Submission, Ears)) -> Ears {

@@ -315,31 +315,41 @@ DEVICE u32 pick(SampleShared& shared, const float* weights, u32 count, const dou
     left = times(part, left);
     if (thread_index() == 0) {
         shared.token = best;
-        shared.chunk = NONE;
     }
-    for (u32 first = 0; first < chunks; first += SAMPLE_THREADS) {
+    u32 first = 0, token = NONE;
+    while (first < chunks && token == NONE) {
         u32 many = bring(shared, sums + first, least_of(SAMPLE_THREADS, chunks - first));
-        for (u32 i = 0; thread_index() == 0 && i < many; i++) {
-            if (left < shared.lanes[i]) {
-                shared.chunk = first + i;
-                break;
+        if (thread_index() == 0) {
+            u32 i = 0;
+            while (i < many && left >= shared.lanes[i]) {
+                left = plus(left, -shared.lanes[i]);
+                i++;
             }
-            left = plus(left, -shared.lanes[i]);
+            shared.chunk = i;
         }
         sync_block();
-        u32 chunk = shared.chunk;
-        if (chunk != NONE) {
-            u32 token = chunk * SUM_CHUNK;
-            u32 length = bring(shared, weights + token, least_of(SUM_CHUNK, count - token));
-            for (u32 i = 0; thread_index() == 0 && i < length; i++) {
-                if (left < shared.lanes[i]) {
-                    shared.token = token + i;
-                    break;
-                }
-                left = plus(left, -shared.lanes[i]);
-            }
-            break;
+        u32 skipped = shared.chunk;
+        first += skipped;
+        if (skipped == many) {
+            continue;
         }
+        u32 start = first * SUM_CHUNK;
+        u32 length = bring(shared, weights + start, least_of(SUM_CHUNK, count - start));
+        if (thread_index() == 0) {
+            shared.chunk = NONE;
+            for (u32 i = 0; i < length && shared.chunk == NONE; i++) {
+                if (left < shared.lanes[i]) {
+                    shared.token = start + i;
+                    shared.chunk = i;
+                } else {
+                    left = plus(left, -shared.lanes[i]);
+                }
+            }
+        }
+        sync_block();
+        // Rounding may leave a crumb behind a chunk's last; then it goes on.
+        token = shared.chunk;
+        first++;
     }
     sync_block();
     return shared.token;
