@@ -55,7 +55,8 @@ pub enum CardError {
     /// It is ours, and was claimed as if it were another card.
     #[error(
         "the card {uuid} is in use by another worker of ours ({holder}): where two devices of the \
-         config are one card, name it alike in both, so that they take turns"
+         config are one card, name it alike in both, so that they take turns; or a worker of an \
+         earlier start still ends"
     )]
     NamedTwice {
         /// The card.

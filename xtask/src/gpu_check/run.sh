@@ -35,6 +35,9 @@ judge() {
     seconds=$(($(date +%s) - $3))
     if [ "$2" = 0 ]; then
         say "$1: passed, $seconds s" >&2
+    elif [ "$2" = 124 ]; then
+        say "$1: NOT FINISHED after $seconds s" >&2
+        failed=1
     else
         say "$1: FAILED ($2), $seconds s" >&2
         failed=1
@@ -107,7 +110,7 @@ whole >"$out/system.txt" 2>&1
 judge system $? "$began"
 
 part speed 170 "$here/gpu_check" speed $quick --kernels "$here/kernels" \
-    >"$out/speed.json" 2>"$out/.speed.err"
+    --out "$out/speed.json" >/dev/null 2>"$out/.speed.err"
 cat "$out/.speed.err" >&2
 
 if python3 -c 'import torch, transformers' 2>/dev/null; then
@@ -115,6 +118,6 @@ if python3 -c 'import torch, transformers' 2>/dev/null; then
 else
     say "peer: not run, there is no transformers" >"$out/peer.json"
 fi
-{ echo; "$here/gpu_check" table "$out"; } >>"$out/summary.txt"
+{ echo; "$here/gpu_check" table "$out"; } >>"$out/summary.txt" 2>&1 || failed=1
 rm -f "$out/.agree.err" "$out/.meter.err" "$out/.speed.err"
 exit $failed

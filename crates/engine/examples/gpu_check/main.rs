@@ -8,7 +8,8 @@
 //! models. Each prints one JSON document, and what it does meanwhile on standard
 //! error; the exit status is 1 where something differs. `gpu_check table DIR`
 //! prints what is in that folder as tables. `--kernels DIR` is a
-//! bundle of machine code, `--nvidia-smi PATH` the tool.
+//! bundle of machine code, `--nvidia-smi PATH` the tool, `--out FILE` where the
+//! figures of `speed` are written as they come.
 
 #[path = "../../tests/cuda/agree.rs"]
 #[allow(clippy::unwrap_used, unreachable_pub, dead_code, reason = "it is a test's")]
@@ -50,6 +51,7 @@ fn run() -> Result<ExitCode, Box<dyn Error>> {
             "--kernels" => {
                 options.kernels.push(words.next().ok_or("--kernels wants a folder")?.into());
             }
+            "--out" => options.out = Some(words.next().ok_or("--out wants a file")?.into()),
             "--nvidia-smi" => {
                 let tool = words.next().ok_or("--nvidia-smi wants a program")?;
                 options.nvidia_smi = Some(tool.into());

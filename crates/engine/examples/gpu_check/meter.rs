@@ -1,19 +1,25 @@
-//! Whether the time that steps are billed for is the time in which the card
-//! worked: the meter's figure beside the wall clock's and beside what NVIDIA's
-//! own tool says of the card meanwhile.
+//! Whether the time that an engine books is the time in which the card worked:
+//! what it bills beside the wall clock and beside what NVIDIA's own tool says of
+//! the card meanwhile.
 
 use std::error::Error;
-use std::io::Read as _;
+use std::io::{self, Read as _};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use tollgate_engine::SamplingParams;
+use tollgate_domain::{Caller, FinishReason, KeyId, MonotonicTime, RequestId, TenantId};
 use tollgate_engine::backend::cuda::CudaBackend;
-use tollgate_engine::backend::{Backend, Draw, DrawToken, LogitRows, Span, StepOutput, StepPlan};
 use tollgate_engine::model::ModelConfig;
 use tollgate_engine::random_model::ModelSpec;
 use tollgate_engine::weights::Element;
+use tollgate_engine::{
+    Backend as _, Engine, EngineHandle, EngineOptions, Flow, PromptLogprob, RequestFigures,
+    RequestOutcome, SampledToken, SamplingParams, StepJournal, StepRecord, Submission, SystemClock,
+    Tier, TokenSink, coarse,
+};
 
 use crate::options::Options;
 
@@ -22,6 +28,8 @@ const DUTIES: [f64; 3] = [1.0, 0.5, 0.2];
 /// How far the two views may be apart. The tool tells whole percent of a period
 /// that it chooses itself, up to a second.
 const BOUND: f64 = 0.1;
+/// How long a round may take.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 pub(crate) fn run(options: &Options) -> Result<Value, Box<dyn Error>> {
     let (spec, phase) = match options.is_quick {
@@ -37,44 +45,135 @@ pub(crate) fn run(options: &Options) -> Result<Value, Box<dyn Error>> {
     let config = spec.config(Element::Bf16).to_string();
     let config = ModelConfig::parse("config.json".as_ref(), config.as_bytes())?;
     let mut backend = CudaBackend::with_noise(&config, &options.backend(true, 256))?;
+    let device = backend.device().clone();
+    let clock = Arc::new(SystemClock::new());
+    let table = coarse(&mut backend, &*clock)?.table;
+    let journal = Box::new(Forgetful);
+    let engine = Engine::start(Box::new(backend), EngineOptions::new(table), clock, journal)?;
+    let mut load = Load { engine: engine.handle(), asked: 0 };
     let mut phases = Vec::new();
     for duty in DUTIES {
         eprintln!("{} % of the time for {} ms", duty * 100.0, phase.as_millis());
-        phases.push(measure(&mut backend, options, duty, phase)?);
+        let watch = Watch::start(options, &device.uuid);
+        let told = load.measure(duty, phase)?;
+        phases.push(compared(told, watch.and_then(Watch::stop)));
     }
+    engine.handle().drain();
+    let totals = engine.join()?;
     let passed = phases.iter().all(|phase| phase["passed"] == true);
-    let device = backend.device();
     Ok(json!({
         "check": "meter", "passed": passed, "device": device.name, "uuid": device.uuid,
-        "bound": BOUND, "phases": phases,
+        "bound": BOUND, "phases": phases, "steps": totals.steps,
+        "billed_ns": totals.billed.nanos(), "overhead_ns": totals.overhead.nanos(),
+        "idle_ns": totals.idle.nanos(),
     }))
 }
 
-/// Runs steps for that part of the time, and compares.
-fn measure(
-    backend: &mut CudaBackend,
-    options: &Options,
-    duty: f64,
-    phase: Duration,
-) -> Result<Value, Box<dyn Error>> {
-    let watch = Watch::start(options, &backend.device().uuid);
-    let (mut busy, mut steps) = (Duration::ZERO, 0_u32);
-    let began = Instant::now();
-    while began.elapsed() < phase {
-        let step = Instant::now();
-        busy += step_of(backend)?;
-        steps += 1;
-        std::thread::sleep(step.elapsed().mul_f64(1.0 / duty - 1.0));
+/// An engine that is given work for a part of the time.
+struct Load {
+    engine: EngineHandle,
+    asked: u32,
+}
+
+impl Load {
+    /// Rounds of requests with pauses between; what the engine booked meanwhile.
+    fn measure(&mut self, duty: f64, phase: Duration) -> Result<Value, Box<dyn Error>> {
+        let before = self.engine.status();
+        let began = Instant::now();
+        while began.elapsed() < phase {
+            let round = Instant::now();
+            self.round()?;
+            std::thread::sleep(round.elapsed().mul_f64(1.0 / duty - 1.0));
+        }
+        let (after, wall) = (self.engine.status(), began.elapsed());
+        let busy = Duration::from_nanos(after.busy.nanos() - before.busy.nanos());
+        Ok(json!({
+            "duty": duty, "steps": after.steps - before.steps,
+            "wall_ns": wall.as_nanos() as u64, "busy_ns": busy.as_nanos() as u64,
+            "metered": busy.as_secs_f64() / wall.as_secs_f64(),
+        }))
     }
-    let wall = began.elapsed();
-    let metered = busy.as_secs_f64() / wall.as_secs_f64();
-    let mut told = json!({
-        "duty": duty, "steps": steps, "wall_ns": wall.as_nanos() as u64,
-        "busy_ns": busy.as_nanos() as u64, "metered": metered,
-    });
+
+    /// Eight requests, all at once, to their end.
+    fn round(&mut self) -> Result<(), Box<dyn Error>> {
+        const REQUESTS: usize = 8;
+        let (sender, done) = sync_channel(REQUESTS);
+        for _ in 0..REQUESTS {
+            self.asked += 1;
+            let submission = ask(self.asked, sender.clone())?;
+            self.engine.submit(submission).map_err(|error| error.to_string())?;
+        }
+        for _ in 0..REQUESTS {
+            done.recv_timeout(PATIENCE)??;
+        }
+        Ok(())
+    }
+}
+
+fn ask(number: u32, done: SyncSender<Result<(), String>>) -> Result<Submission, Box<dyn Error>> {
+    Ok(Submission {
+        request: RequestId::new(&format!("req-{number}"))?,
+        attempt: 0,
+        caller: Caller { tenant: TenantId::new("check")?, key: KeyId::new("check")? },
+        pool: None,
+        tier: Tier::Interactive,
+        weight: 1.0,
+        prompts: vec![(number..number + 12).map(|token| token % 97 + 3).collect()],
+        choices: 1,
+        max_tokens: 24,
+        sampling: SamplingParams { temperature: 1.0, ..SamplingParams::greedy(number.into()) },
+        budget: None,
+        queue_deadline: PATIENCE,
+        echo_logprobs: false,
+        sink: Box::new(Ear(done)),
+    })
+}
+
+/// Hears how a request ended.
+struct Ear(SyncSender<Result<(), String>>);
+
+impl TokenSink for Ear {
+    fn prompt_logprobs(&mut self, _: u32, _: Vec<PromptLogprob>) {}
+
+    fn token(&mut self, _: u32, _: SampledToken) -> Flow {
+        Flow::Continue
+    }
+
+    fn finished(&mut self, _: u32, _: FinishReason, _: u32) {}
+
+    fn done(&mut self, outcome: RequestOutcome) {
+        let said = match outcome {
+            RequestOutcome::Finished { .. } => Ok(()),
+            RequestOutcome::Refused(refusal) => Err(refusal.message),
+        };
+        // Who does not listen any more has given up on the check.
+        let _ = self.0.send(said);
+    }
+}
+
+/// The engine's own sums are all that is wanted.
+struct Forgetful;
+
+impl StepJournal for Forgetful {
+    fn step(&mut self, _: &StepRecord<'_>) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn finished(&mut self, _: MonotonicTime, _: &[RequestFigures]) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn idle(&mut self, _: MonotonicTime) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// What was metered beside what the tool said, if it did.
+fn compared(mut told: Value, samples: Result<Vec<f64>, String>) -> Value {
+    let metered = told["metered"].as_f64().unwrap_or(f64::NAN);
     // Never busier than time passes, whatever the tool says.
-    let within_wall = busy <= wall;
-    match watch.and_then(Watch::stop) {
+    let within_wall = metered <= 1.0;
+    match samples {
         Err(why) => {
             told["why_no_tool"] = why.into();
             told["passed"] = within_wall.into();
@@ -86,24 +185,7 @@ fn measure(
             told["passed"] = (within_wall && (mean - metered).abs() <= BOUND).into();
         }
     }
-    Ok(told)
-}
-
-/// How long the device says that a step of eight sequences took.
-fn step_of(backend: &mut CudaBackend) -> Result<Duration, Box<dyn Error>> {
-    const CONTEXT: u32 = 256;
-    let params = SamplingParams::greedy(0);
-    let draws: Vec<Draw<'_>> =
-        (0..8).map(|row| Draw { row, params: &params, token: DrawToken::first() }).collect();
-    let tables: Vec<Vec<u32>> = (0..8).map(|one| (one * 17..(one + 1) * 17).collect()).collect();
-    let spans: Vec<Span<'_>> = tables
-        .iter()
-        .map(|blocks| Span { tokens: &[5], start: CONTEXT, blocks, logits: LogitRows::Last })
-        .collect();
-    let mut output = StepOutput::default();
-    backend.step(&StepPlan::draws(&spans, &draws), &mut output)?;
-    let time = output.device_time().ok_or("a step without a time")?;
-    Ok(Duration::from_nanos(time.nanos()))
+    told
 }
 
 /// The tool, which prints the card's use ten times a second.
@@ -124,7 +206,7 @@ impl Watch {
 
     /// What it said, percent. The first few are of the time before.
     fn stop(mut self) -> Result<Vec<f64>, String> {
-        let failed = |error: std::io::Error| error.to_string();
+        let failed = |error: io::Error| error.to_string();
         // It may have ended by itself; then it has said why in place of figures.
         let _ = self.0.kill();
         let mut text = String::new();

@@ -12,6 +12,8 @@ pub(crate) struct Options {
     pub(crate) is_quick: bool,
     /// Bundles of machine code.
     pub(crate) kernels: Vec<PathBuf>,
+    /// Where figures are written as they come, beside being printed at the end.
+    pub(crate) out: Option<PathBuf>,
     /// The tool that tells how busy a card is, where it has no usual name.
     pub(crate) nvidia_smi: Option<PathBuf>,
 }

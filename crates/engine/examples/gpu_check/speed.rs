@@ -60,23 +60,31 @@ impl Plan {
 /// worker runs, without the vendor's library, and launch by launch.
 const WAYS: [(bool, bool); 3] = [(true, true), (false, true), (true, false)];
 
-pub(crate) fn run(options: &Options) -> Result<Value, Box<dyn Error>> {
-    let plan = Plan::of(options);
+pub(crate) fn run(kept: &Options) -> Result<Value, Box<dyn Error>> {
+    let plan = Plan::of(kept);
     let mut measured = Vec::new();
     for (name, spec) in &plan.shapes {
         for (vendor, graphs) in WAYS {
             let way = if vendor { "vendor's products" } else { "own products" };
             eprintln!("{name}, {way}, {}", if graphs { "graphs" } else { "launches" });
             let tokens = plan.prompt.max(256);
-            let options = CudaOptions { graphs, ..options.backend(vendor, tokens) };
+            let options = CudaOptions { graphs, ..kept.backend(vendor, tokens) };
             let mut shape = shape(spec, &plan, &options)?;
             shape["shape"] = (*name).into();
             shape["vendor_products"] = vendor.into();
             shape["graphs"] = graphs.into();
             measured.push(shape);
+            // What was measured outlives what may yet fail.
+            if let Some(out) = &kept.out {
+                std::fs::write(out, format!("{:#}", told(&plan, &measured)))?;
+            }
         }
     }
-    Ok(json!({ "check": "speed", "context": plan.context, "measured": measured }))
+    Ok(told(&plan, &measured))
+}
+
+fn told(plan: &Plan, measured: &[Value]) -> Value {
+    json!({ "check": "speed", "context": plan.context, "measured": measured })
 }
 
 fn shape(spec: &ModelSpec, plan: &Plan, options: &CudaOptions) -> Result<Value, Box<dyn Error>> {
