@@ -17,10 +17,11 @@ struct SampleShared {
     double lanes[SAMPLE_THREADS];
     u64 keys[SAMPLE_THREADS / WARP];
     u64 lane_mass[WARP];
+    u64 list[SAMPLE_THREADS];
     u64 above;
     double wanted;
     u32 warps[SAMPLE_THREADS / WARP];
-    u32 bucket, token, chunk, found, equal;
+    u32 bucket, token, chunk, found, equal, listed;
 };
 
 DEVICE bool is_number(float x) { return x == x; }
@@ -419,6 +420,36 @@ DEVICE float logprob(float logit, double normaliser) {
     return value > LEAST_LOGPROB ? least_of(value, 0.0f) : LEAST_LOGPROB;
 }
 
+// Lists every key that can be among the `top` largest; whether all had room.
+// Each thread looks for its own largest first. Of those the `top`-th is a bound
+// that as many keys reach, so only their few threads look again.
+DEVICE bool list_likeliest(SampleShared& shared, const float* logits, u32 count, u32 top) {
+    u64 best = 0;
+    for (u32 i = thread_index(); i < count; i += SAMPLE_THREADS) {
+        best = most_of(best, key_of(logits[i], i));
+    }
+    u64 bound = ~0ull;
+    for (u32 i = 0; i < top; i++) {
+        bound = largest_key(shared, best < bound ? best : 0);
+    }
+    if (thread_index() == 0) {
+        shared.listed = 0;
+    }
+    shared.list[thread_index()] = 0;
+    sync_block();
+    for (u32 i = thread_index(); best >= bound && i < count; i += SAMPLE_THREADS) {
+        u64 key = key_of(logits[i], i);
+        if (key >= bound) {
+            u32 at = atomic_add(&shared.listed, 1u);
+            if (at < SAMPLE_THREADS) {
+                shared.list[at] = key;
+            }
+        }
+    }
+    sync_block();
+    return shared.listed <= SAMPLE_THREADS;
+}
+
 DEVICE void report(SampleShared& shared, const SampleArgs& args, const SampleRow& row,
                    const float* logits, u32 token) {
     double below = normaliser(shared, logits, args.vocabulary);
@@ -428,8 +459,11 @@ DEVICE void report(SampleShared& shared, const SampleArgs& args, const SampleRow
     }
     u64 key = ~0ull;
     u32 top = least_of(least_of(row.top, MOST_TOP), args.vocabulary);
+    bool is_listed = top > 0 && list_likeliest(shared, logits, args.vocabulary, top);
+    u64 listed = shared.list[thread_index()];
     for (u32 i = 0; i < top; i++) {
-        key = likeliest(shared, logits, args.vocabulary, key);
+        key = is_listed ? largest_key(shared, listed < key ? listed : 0)
+                        : likeliest(shared, logits, args.vocabulary, key);
         if (thread_index() == 0) {
             args.top_tokens[block_x() * MOST_TOP + i] = token_of(key);
             args.top_logprobs[block_x() * MOST_TOP + i] = logprob(logit_of(key), below);

@@ -265,6 +265,21 @@ fn broken_and_even_rows_are_drawn_as_on_the_cpu() {
     }
 }
 
+/// The likeliest are looked for in a list that the likely ones may not fit: in
+/// this row all of some threads' tokens are above all of every other's.
+#[test]
+fn more_likely_tokens_than_have_room_are_told_in_order() {
+    for few in [18, 19, 20] {
+        let likely = |token: usize| token % 512 < few;
+        let logit = |token| if likely(token) { 10.0 + (token % 97) as f32 / 64.0 } else { -3.0 };
+        let row: Vec<f32> = (0..512 * 40).map(logit).collect();
+        assert!(row.iter().filter(|logit| **logit > 0.0).count() > 512);
+        let mut told = Ask::greedy();
+        told.params.top_logprobs = Some(20);
+        sound(|emulator, order| check(emulator, order, &row, std::slice::from_ref(&told)));
+    }
+}
+
 #[test]
 fn planted_bugs_in_drawing_are_found() {
     let row = peaked(2_048);
