@@ -185,8 +185,13 @@ async fn requests_are_answered_as_they_ask() {
     let data = tempfile::tempdir().expect("a folder");
     let bench = start(data.path(), |_| ()).await;
     let prompt: Vec<u32> = (10..30).collect();
+    // Each by a name of its own: a stream that is given up cancels what it had,
+    // and may be slower than the next request.
+    let asked = std::cell::Cell::new(0);
     let plain = || {
-        let mut assignment = assignment("req-a", "acme", prompt.clone());
+        asked.set(asked.get() + 1);
+        let name = format!("req-{}", asked.get());
+        let mut assignment = assignment(&name, "acme", prompt.clone());
         // Its own end tokens would cut the text short.
         let ends = bench.announcement.models[0].end_tokens.iter();
         let sampling = assignment.sampling.as_mut().expect("it is there");
