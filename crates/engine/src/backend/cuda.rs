@@ -361,22 +361,25 @@ impl CudaBackend {
                 let bytes = DrawnPlaces::of(slot.told.len()).wanted(&slot.told);
                 self.context.download(&mut slot.host_drawn, slot.drawn.address(), bytes)?;
             }
-            Results::Logits => {
-                self.context.record(&slot.computed)?;
-                slot.rows = self.layout.rows_wanted;
-                let row = 4 * self.config.vocabulary as usize;
-                let most = row * self.limits.logit_rows as usize;
-                let host = match &mut self.host_logits {
-                    Some(host) => host,
-                    none => none.insert(self.context.pinned(most)?),
-                };
-                self.context.download(host, self.buffers.logits.address(), row * slot.rows)?;
-            }
+            Results::Logits => self.bring_logits()?,
         }
-        self.context.record(&slot.ended)?;
+        self.context.record(&self.slots[0].ended)?;
         self.slots.swap(0, 1);
         self.open += 1;
         Ok(())
+    }
+
+    /// Puts the copy of the rows of logits to the host behind the step.
+    fn bring_logits(&mut self) -> Result<(), DriverFault> {
+        let slot = &mut self.slots[0];
+        self.context.record(&slot.computed)?;
+        slot.rows = self.layout.rows_wanted;
+        let row = 4 * self.config.vocabulary as usize;
+        let host = match &mut self.host_logits {
+            Some(host) => host,
+            none => none.insert(self.context.pinned(row * self.limits.logit_rows as usize)?),
+        };
+        self.context.download(host, self.buffers.logits.address(), row * slot.rows)
     }
 
     /// Where the step is one of a kind that comes often, rounds it up to that
