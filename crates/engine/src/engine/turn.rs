@@ -231,7 +231,7 @@ impl Core {
     fn step(&mut self) -> Result<(), EngineError> {
         let begun = match self.ahead.take() {
             Some(begun) => {
-                self.announce_step(&begun.parts, self.clock.now())?;
+                self.announce_step(&begun.parts, begun.started)?;
                 begun
             }
             None => match self.begin_decided()? {
