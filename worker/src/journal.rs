@@ -51,8 +51,10 @@ pub(crate) struct JournalOptions {
     pub(crate) model: ModelName,
     /// Version of the cost table.
     pub(crate) calibration: String,
-    /// What the device draws. What it tells now is where the epoch begins.
+    /// What the device draws.
     pub(crate) meter: Meter,
+    /// What it said where the epoch begins.
+    pub(crate) counter: Option<Millijoules>,
     /// Bytes of files that the gateway has not acknowledged.
     pub(crate) most_bytes: u64,
     /// When the epoch begins, on the engine's clock.
@@ -136,6 +138,7 @@ impl<D: Disk> Journal<D> {
             model,
             calibration,
             meter,
+            counter,
             most_bytes,
             began,
             clock,
@@ -164,8 +167,7 @@ impl<D: Disk> Journal<D> {
             head,
             &mut segments,
         )?;
-        writer.counter = meter.now(began);
-        writer.reading = writer.counter;
+        (writer.counter, writer.reading) = (counter, counter);
         let state = State {
             segments,
             acknowledged: HashMap::new(),

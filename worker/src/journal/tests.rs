@@ -54,6 +54,7 @@ fn options(folder: &TempDir, epoch: WorkerEpoch, clock: &FakeClock) -> JournalOp
         model: ModelName::new("m").expect("a name"),
         calibration: "v1".into(),
         meter: Meter::default(),
+        counter: None,
         most_bytes: 64 << 20,
         began: clock.now(),
         clock: Arc::new(clock.clone()),
@@ -72,8 +73,9 @@ impl Bench {
     /// One whose device tells its energy from the start.
     fn metered(counter: u64) -> Self {
         let (folder, clock) = (tempfile::tempdir().expect("a folder"), FakeClock::default());
-        let options = options(&folder, EPOCH, &clock);
-        options.meter.tell(clock.now(), Some(Millijoules(counter)));
+        let counter_there = Some(Millijoules(counter));
+        let options = JournalOptions { counter: counter_there, ..options(&folder, EPOCH, &clock) };
+        options.meter.tell(clock.now(), counter_there);
         Self { counter: Some(counter), ..Self::with(folder, clock, options) }
     }
 
