@@ -177,13 +177,14 @@ impl<F: DiskFile> Writer<F> {
     }
 
     /// What was drawn in the open block. In no time nobody draws anything: what
-    /// the counter moved meanwhile is the next block's.
+    /// the counter moved meanwhile is the next block's. One that leaps tells nothing.
     fn energy(&mut self) -> Option<Millijoules> {
         if self.clock == self.block_began && self.counter.is_some() {
             return None;
         }
         let before = std::mem::replace(&mut self.counter, self.reading)?;
-        self.reading?.since(before)
+        let wall = DeviceNanos(self.clock.0 - self.block_began.0);
+        self.reading?.since(before).filter(|energy| energy.is_drawn_in(wall))
     }
 
     pub(super) fn finished(&mut self, at: MonotonicTime, request: &RequestFigures) {
