@@ -183,9 +183,9 @@ async fn a_device_that_is_not_well_rests_until_it_is() {
 
 /// Asks, and waits until the end of the answer is in the ledger: the block that
 /// it ended in is closed.
-async fn ask_and_settle(connection: &Connection) {
+async fn ask_and_settle(connection: &Connection, tokens: u32) {
     let body = json!({
-        "model": "tollgate-demo", "max_tokens": 20,
+        "model": "tollgate-demo", "max_tokens": tokens,
         "messages": [{ "role": "user", "content": "Tell me a story." }],
     });
     let response =
@@ -245,27 +245,36 @@ async fn what_a_card_draws_is_split_to_the_last_millijoule() {
         worker["ready"] == true && worker["health"]["energy_mj"] == json!(counter)
     };
     let mut moved = 0;
-    for (round, (counter, told_of_it)) in [
-        (Some(500_000), 0),
-        (Some(500_701), 701),
-        (Some(512_345), 11_644),
-        (Some(100), 0), // its driver was loaded anew
-        (Some(153), 53),
-        (None, 0),      // it tells nothing any more
-        (Some(900), 0), // since when, nobody knows
-        (Some(1_007), 107),
-    ]
-    .into_iter()
-    .enumerate()
-    {
-        card.tells_or_not(&[("energy", counter)]);
-        until(&admin, "as it tells", |worker| told(worker, counter)).await;
-        // It is read in between, too.
-        tokio::time::sleep(Duration::from_millis(150)).await;
-        // Who comes first has most of it.
-        let (first, second) = if round % 2 == 0 { (&acme, &other) } else { (&other, &acme) };
-        ask_and_settle(first).await;
-        ask_and_settle(second).await;
+    for (counter, told_of_it, drawn_by) in [
+        (Some(500_000), 0, None),
+        (Some(500_701), 701, Some(&other)),
+        (Some(512_345), 11_644, None),
+        (Some(100), 0, None), // its driver was loaded anew
+        (Some(153), 53, Some(&acme)),
+        (None, 0, None),      // it tells nothing any more
+        (Some(900), 0, None), // since when, nobody knows
+        (Some(1_007), 107, Some(&other)),
+    ] {
+        let draw = async {
+            card.tells_or_not(&[("energy", counter)]);
+            until(&admin, "as it tells", |worker| told(worker, counter)).await;
+            // It is read in between, too.
+            tokio::time::sleep(Duration::from_millis(150)).await;
+        };
+        match drawn_by {
+            // At rest.
+            None => draw.await,
+            // While a stream runs, some 2 s.
+            Some(connection) => {
+                let later = async {
+                    tokio::time::sleep(Duration::from_millis(500)).await;
+                    draw.await;
+                };
+                tokio::join!(ask_and_settle(connection, 400), later);
+            }
+        }
+        ask_and_settle(&acme, 20).await;
+        ask_and_settle(&other, 20).await;
         moved += told_of_it;
     }
     let (status, statement) = get(&acme, "/v1/usage?group_by=").await;
@@ -275,7 +284,7 @@ async fn what_a_card_draws_is_split_to_the_last_millijoule() {
     assert_eq!(energy.energy_mj, moved);
     assert!(energy.tenants_mj > 0 && energy.idle_mj > 0 && energy.loss_mj == 0, "{energy:?}");
     let usage = usage_of(&gateway);
-    assert_eq!(usage.iter().map(|row| row.0).collect::<Vec<_>>(), [8, 8]);
+    assert_eq!(usage.iter().map(|row| row.0).collect::<Vec<_>>(), [9, 10]);
     assert!(usage.iter().all(|row| row.1 > Some(0)), "{usage:?}");
     let tenants: u64 = usage.iter().filter_map(|row| row.1).sum();
     assert_eq!(tenants as i64, energy.tenants_mj);
@@ -305,16 +314,32 @@ async fn energy_that_is_not_a_workers_alone_is_not_told() {
         tells(1_000);
         let mut gateway = Tollgate::with_config(&config);
         let connection = gateway.connect(&gateway.key("acme", &[])).await;
-        ask_and_settle(&connection).await;
+        ask_and_settle(&connection, 20).await;
         tells(9_000);
         tokio::time::sleep(Duration::from_millis(300)).await;
-        ask_and_settle(&connection).await;
+        ask_and_settle(&connection, 20).await;
         assert_eq!(gateway.stop(), Some(0));
         assert_eq!(energy_of(&gateway), None, "{devices}");
         assert_eq!(usage_of(&gateway), [(2, None)], "{devices}");
         let table = gateway.command(&["usage"]);
         assert!(table.lines().next().is_some_and(|head| head.contains("energy")), "{table}");
     }
+}
+
+/// A driver that answers nobody keeps nobody from starting, serving and ending.
+#[tokio::test]
+async fn a_driver_that_hangs_holds_up_no_worker() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let card = StandIn::build(&folder);
+    let config = config(r#"["cuda:one"]"#, &card.library, &folder.path().join("locks"));
+    card.tells(&[("hangs", 1)]);
+    let mut gateway = Tollgate::with_config(&config);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    ask_and_settle(&connection, 20).await;
+    let (_, status) = get(&gateway.connect_admin().await, "/v1/status").await;
+    assert_eq!(status["workers"][0]["health"], Value::Null, "{status}");
+    assert_eq!(gateway.stop(), Some(0));
+    assert_eq!(energy_of(&gateway), None);
 }
 
 /// Without the library there is one sentence in the log, and service.

@@ -40,8 +40,10 @@ int nvmlSystemGetDriverVersion(char *out, unsigned length) {
     return OK;
 }
 
+/* A driver that hangs, where the values say so, does here. */
 int nvmlDeviceGetHandleByUUID(const char *uuid, handle *out) {
     unsigned long long number;
+    while (value("hangs", &number) == OK) sleep(1);
 #ifdef KNOWN
     if (!strstr(KNOWN, uuid)) return NOT_FOUND;
 #endif

@@ -29,7 +29,7 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 use tollgate_domain::{
-    Device, DeviceNanos, ModelName, MonotonicTime, UtcTime, WorkerEpoch, WorkerName,
+    Device, DeviceNanos, Millijoules, ModelName, MonotonicTime, UtcTime, WorkerEpoch, WorkerName,
 };
 use tollgate_engine::{Clock, RequestFigures, StepJournal, StepRecord};
 
@@ -51,8 +51,10 @@ pub(crate) struct JournalOptions {
     pub(crate) model: ModelName,
     /// Version of the cost table.
     pub(crate) calibration: String,
-    /// What the device draws. What it tells now is where the epoch begins.
+    /// What the device draws.
     pub(crate) meter: Meter,
+    /// What it said where the epoch begins.
+    pub(crate) counter: Option<Millijoules>,
     /// Bytes of files that the gateway has not acknowledged.
     pub(crate) most_bytes: u64,
     /// When the epoch begins, on the engine's clock.
@@ -136,6 +138,7 @@ impl<D: Disk> Journal<D> {
             model,
             calibration,
             meter,
+            counter,
             most_bytes,
             began,
             clock,
@@ -164,7 +167,7 @@ impl<D: Disk> Journal<D> {
             head,
             &mut segments,
         )?;
-        writer.counter = meter.now(began);
+        (writer.counter, writer.reading) = (counter, counter);
         let state = State {
             segments,
             acknowledged: HashMap::new(),
@@ -209,6 +212,7 @@ impl<D: Disk> Journal<D> {
             let idle = writer.idle_before(started)?;
             let step = Step { step: 0, idle, overhead: busy, shares: Vec::new() };
             writer.put_step(step, busy);
+            writer.reading = self.shared.counter();
             Ok(())
         })
     }
@@ -228,7 +232,8 @@ impl<D: Disk> Journal<D> {
                     Tail::Idle => writer.put_gap(rest, DeviceNanos::ZERO),
                     Tail::Loss => writer.put_gap(DeviceNanos::ZERO, rest),
                 }
-                writer.put_cut(next, true, self.shared.meter.now(now));
+                writer.reading = self.shared.counter();
+                writer.put_cut(next, true);
                 Ok(())
             });
             state.closed = true;
@@ -290,31 +295,38 @@ struct EngineSide<D: Disk> {
 
 impl<D: Disk> StepJournal for EngineSide<D> {
     fn began(&mut self, at: MonotonicTime) -> io::Result<()> {
-        self.shared.state().writer.in_step = Some(at);
-        Ok(())
+        let mut state = self.shared.state();
+        state.writer.in_step = Some(at);
+        // What is drawn at rest is no step's: it is cut off here, before the
+        // step draws anything.
+        let rest = at.since(state.writer.clock);
+        let Some(counter) = self.shared.counter().filter(|_| rest >= LONG_REST) else {
+            return Ok(());
+        };
+        self.shared.append_to(&mut state, |writer| {
+            if writer.open != Open::default() {
+                self.shared.put_cut(writer);
+            }
+            writer.put_idle_before_step();
+            writer.reading = Some(counter);
+            self.shared.put_cut(writer);
+            Ok(())
+        })
     }
 
     fn step(&mut self, record: &StepRecord<'_>) -> io::Result<()> {
-        let (now, utc, most) = (self.shared.clock.now(), self.shared.utc, self.shared.most_bytes);
+        let most = self.shared.most_bytes;
         if self.shared.held_bytes() > most {
             return Err(io::Error::new(
                 io::ErrorKind::StorageFull,
                 format!("{most} bytes of journal wait for the gateway"),
             ));
         }
-        let counter = self.shared.meter.now(now);
         self.shared.append(|writer| {
-            let cut = |writer: &mut Writer<D::File>| {
-                writer.put_cut(writer.utc_at_end(now, utc()), false, counter);
-            };
-            // What is drawn at rest is no step's.
-            if counter.is_some() && writer.idle_before(record.started)? >= LONG_REST {
-                writer.put_rest(record.started)?;
-                cut(writer);
-            }
             writer.step(record)?;
-            if now.since(writer.block_began) >= LONGEST_OPEN {
-                cut(writer);
+            writer.reading = self.shared.counter();
+            if self.shared.clock.now().since(writer.block_began) >= LONGEST_OPEN {
+                self.shared.put_cut(writer);
             }
             Ok(())
         })
@@ -336,6 +348,7 @@ impl<D: Disk> StepJournal for EngineSide<D> {
             let reports = writer.open.steps || writer.open.finished > 0;
             if reports || waited >= IDLE_REPORT {
                 writer.put_gap(DeviceNanos(waited.as_nanos() as u64), DeviceNanos::ZERO);
+                writer.reading = self.shared.counter();
                 writer.open.idled = true;
             }
             Ok(())
@@ -359,6 +372,18 @@ impl<D: Disk> Shared<D> {
     /// latest.
     fn tell_held(&self, state: &State<D::File>) {
         self.held.store(state.held_bytes(), Ordering::Relaxed);
+    }
+
+    /// The device's energy counter now. Read with the state's lock held, so that
+    /// what is booked later never says less.
+    fn counter(&self) -> Option<Millijoules> {
+        self.meter.now(self.clock.now())
+    }
+
+    /// Ends the block where the records end.
+    fn put_cut(&self, writer: &mut Writer<D::File>) {
+        let next = writer.utc_at_end(self.clock.now(), (self.utc)());
+        writer.put_cut(next, false);
     }
 
     /// Lets `put` make frames and writes them: all of them or, on an error,
@@ -418,8 +443,7 @@ impl<D: Disk> Shared<D> {
         };
         if due {
             self.append(|writer| {
-                let counter = self.meter.now(now);
-                writer.put_cut(writer.utc_at_end(now, (self.utc)()), false, counter);
+                self.put_cut(writer);
                 Ok(())
             })?;
         }
@@ -505,7 +529,7 @@ impl<D: Disk> Shared<D> {
         // Idle time alone makes no block due, and is of this file all the same.
         if state.writer.open != Open::default() || state.writer.clock != state.writer.block_began {
             self.append_to(state, |writer| {
-                writer.put_cut(next, false, self.meter.now(now));
+                writer.put_cut(next, false);
                 Ok(())
             })?;
         }
@@ -522,7 +546,7 @@ impl<D: Disk> Shared<D> {
         };
         let mut next = Writer::create(&self.disk, &self.folder, place, head, &mut state.segments)?;
         next.in_step = state.writer.in_step;
-        next.counter = state.writer.counter;
+        (next.counter, next.reading) = (state.writer.counter, state.writer.reading);
         state.closed_bytes += closing.length;
         state.closing = Some(closing);
         state.writer = next;
@@ -619,7 +643,7 @@ fn lock<D: Disk>(disk: &D, folder: &Path) -> io::Result<D::Lock> {
 /// requests that have finished.
 const SYNC_EVERY: Duration = Duration::from_millis(100);
 /// A rest that is a block of its own, where the device tells what it draws.
-const LONG_REST: DeviceNanos = DeviceNanos::from_secs(1);
+const LONG_REST: Duration = Duration::from_secs(1);
 /// How often an idle worker reports that it is.
 const IDLE_REPORT: Duration = Duration::from_secs(60);
 /// When a new file begins.

@@ -1,6 +1,8 @@
 //! Looks at the device every few seconds, on a thread of its own, and says
 //! whether it is well to whoever asks: the door of the service, and the status
-//! that the gateway hears. In between it reads the energy counter alone.
+//! that the gateway hears. In between, and before there is an engine, it reads the
+//! energy counter alone. Only this thread asks the driver: one that never answers
+//! holds up nobody else.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -57,7 +59,7 @@ impl Seen {
 }
 
 /// Opens NVML; nothing where it cannot be had, for which the log says why.
-pub(crate) fn open(options: &HealthOptions) -> Option<Nvml> {
+fn open(options: &HealthOptions) -> Option<Nvml> {
     nvml::open(options.nvml.as_deref())
         .inspect_err(|error| {
             tracing::warn!(%error, "NVML cannot be opened: the device's health is not watched");
@@ -65,43 +67,88 @@ pub(crate) fn open(options: &HealthOptions) -> Option<Nvml> {
         .ok()
 }
 
-/// Reads the energy counter of the device `uuid` once.
-pub(crate) fn read_energy(nvml: &Nvml, uuid: &str, clock: &dyn Clock, meter: &Meter) {
-    let at = clock.now();
-    meter.tell(at, Watched::find(nvml, uuid).ok().and_then(|device| device.energy()));
-}
-
 /// What a monitor looks at, and whom it tells.
 pub(crate) struct MonitorParts {
     pub(crate) options: HealthOptions,
     pub(crate) uuid: String,
-    pub(crate) engine: EngineHandle,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) seen: Seen,
     /// None: what the device draws is not this worker's alone.
     pub(crate) meter: Option<Meter>,
 }
 
-/// A monitor that runs; it ends when this is dropped.
+/// A monitor that runs; it ends when this is dropped. Nobody waits for its
+/// thread: a driver may hold that for ever.
 pub(crate) struct Monitor {
-    _stay: SyncSender<()>,
+    engine: SyncSender<EngineHandle>,
 }
 
 impl Monitor {
-    /// Watches the device.
-    pub(crate) fn start(nvml: Nvml, parts: MonitorParts) -> io::Result<Self> {
-        let (stay, gone) = sync_channel(1);
-        let health = Health::new(parts.options.thresholds.clone());
-        let look = Look { parts, health, steps: 0, concerns: BTreeSet::new() };
+    /// Begins to read the counter, where there is a meter, and waits for the
+    /// first reading as long as one may take.
+    pub(crate) fn start(parts: MonitorParts) -> io::Result<Self> {
+        let (engine, engines) = sync_channel(1);
+        let (tell_first, first) = sync_channel(1);
+        let is_metered = parts.meter.is_some();
         let thread = std::thread::Builder::new().name("health".to_owned());
-        thread.spawn(move || look.until(&nvml, &gone))?;
-        Ok(Self { _stay: stay })
+        thread.spawn(move || {
+            let Some(nvml) = open(&parts.options) else { return };
+            if let Some(engine) = read_until(&nvml, &parts, &engines, &tell_first) {
+                let health = Health::new(parts.options.thresholds.clone());
+                let look = Look { parts, engine, health, steps: 0, concerns: BTreeSet::new() };
+                look.until(&nvml, &engines);
+            }
+        })?;
+        if is_metered {
+            // With none the epoch begins without one.
+            let _ = first.recv_timeout(FIRST_READING);
+        }
+        Ok(Self { engine })
     }
+
+    /// The device has an engine: from here on it is looked at as a whole.
+    pub(crate) fn watch(&self, engine: EngineHandle) {
+        // It ended where there is no NVML.
+        let _ = self.engine.try_send(engine);
+    }
+}
+
+/// Reads the counter alone, while the worker starts; the engine, once there is
+/// one.
+fn read_until(
+    nvml: &Nvml,
+    parts: &MonitorParts,
+    engines: &Receiver<EngineHandle>,
+    tell_first: &SyncSender<()>,
+) -> Option<EngineHandle> {
+    let metered = parts.meter.as_ref().and_then(|meter| {
+        let device = Watched::find(nvml, &parts.uuid).ok()?;
+        Some((meter, device))
+    });
+    loop {
+        if let Some((meter, device)) = &metered {
+            tell(meter, device, &*parts.clock);
+        }
+        let _ = tell_first.try_send(()); // who waited may have gone on
+        match engines.recv_timeout(READ_EVERY) {
+            Ok(engine) => return Some(engine),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return None,
+        }
+    }
+}
+
+/// Reads the counter. It is as old as the question, however long the driver
+/// takes to answer.
+fn tell(meter: &Meter, device: &Watched<'_>, clock: &dyn Clock) {
+    let at = clock.now();
+    meter.tell(at, device.energy());
 }
 
 /// The monitor's thread.
 struct Look {
     parts: MonitorParts,
+    engine: EngineHandle,
     health: Health,
     /// Of the engine, at the last look.
     steps: u64,
@@ -110,25 +157,27 @@ struct Look {
 }
 
 impl Look {
-    fn until(mut self, nvml: &Nvml, gone: &Receiver<()>) {
+    fn until(mut self, nvml: &Nvml, gone: &Receiver<EngineHandle>) {
         let every = self.parts.options.every;
         let pace = if self.parts.meter.is_some() { every.min(READ_EVERY) } else { every };
         let mut watched: Option<Watched<'_>> = None;
-        let mut rest = Duration::ZERO;
+        let clock = Arc::clone(&self.parts.clock);
+        let mut due = clock.now();
         loop {
-            if rest.is_zero() {
+            let now = clock.now();
+            if now >= due {
                 watched = self.look(nvml, watched.take());
-                rest = every;
+                due = now.after(every);
             }
-            if let Some(meter) = &self.parts.meter {
-                let at = self.parts.clock.now();
-                meter.tell(at, watched.as_ref().and_then(Watched::energy));
+            match (&self.parts.meter, &watched) {
+                (Some(meter), Some(device)) => tell(meter, device, &*clock),
+                (Some(meter), None) => meter.tell(now, None),
+                (None, _) => {}
             }
-            let pause = rest.min(pace);
-            if gone.recv_timeout(pause) != Err(RecvTimeoutError::Timeout) {
+            let pause = due.since(clock.now()).min(pace);
+            if !matches!(gone.recv_timeout(pause), Err(RecvTimeoutError::Timeout)) {
                 return;
             }
-            rest = rest.saturating_sub(pause);
         }
     }
 
@@ -160,9 +209,9 @@ impl Look {
     }
 
     fn judge(&mut self, readings: Option<&Readings>) -> BTreeSet<Concern> {
-        let steps = self.parts.engine.status().steps;
-        let worked = std::mem::replace(&mut self.steps, steps) != steps
-            || self.parts.engine.work().is_some();
+        let steps = self.engine.status().steps;
+        let worked =
+            std::mem::replace(&mut self.steps, steps) != steps || self.engine.work().is_some();
         let concerns = self.health.judge(readings, worked, self.parts.clock.now());
         let nothing = Readings::default();
         *self.parts.seen.lock() = Some(message(readings.unwrap_or(&nothing), &concerns));
@@ -218,3 +267,6 @@ fn message(readings: &Readings, concerns: &BTreeSet<Concern>) -> v1::DeviceHealt
         mig,
     }
 }
+
+/// How long a start waits for the device's counter.
+const FIRST_READING: Duration = Duration::from_millis(500);

@@ -57,6 +57,7 @@ impl<D: Disk> JournalRig<D> {
             model,
             calibration,
             meter: Meter::default(),
+            counter: None,
             most_bytes: 64 << 20,
             began,
             clock,

@@ -27,7 +27,7 @@ use crate::calibration::{self, Calibrated};
 use crate::energy::Meter;
 use crate::journal::{Journal, JournalOptions, OsDisk, Tail};
 use crate::load::{self, Loaded};
-use crate::monitor::{self, Monitor, MonitorParts, Seen};
+use crate::monitor::{Monitor, MonitorParts, Seen};
 use crate::service::Service;
 use crate::socket::{self, Socket};
 use crate::told::{Told, Word};
@@ -111,16 +111,23 @@ impl Started {
         let mut loaded = load::load(options)?;
         let uuid = loaded.backend.device().uuid.clone();
         let is_watched = loaded.backend.device().class.is_gpu() || options.health.nvml.is_some();
-        let nvml = (is_watched && !uuid.is_empty()).then(|| monitor::open(&options.health));
-        let nvml = nvml.flatten();
         // A card that others work on, too, cannot say what it drew for whom.
         let is_ours = options.card.turn.is_none();
-        let meter = Meter::default();
-        if let Some(nvml) = nvml.as_ref().filter(|_| is_ours) {
-            monitor::read_energy(nvml, &uuid, &*clock, &meter);
-        }
-        // From here on the device's time is on the account.
+        let (seen, meter) = (Seen::default(), Meter::default());
+        let watch = || {
+            Monitor::start(MonitorParts {
+                options: options.health.clone(),
+                uuid: uuid.clone(),
+                clock: clock.clone(),
+                seen: seen.clone(),
+                meter: is_ours.then(|| meter.clone()),
+            })
+        };
+        let monitor = (is_watched && !uuid.is_empty()).then(watch).transpose();
+        let monitor = monitor.map_err(WorkerError::Thread)?;
+        // From here on the device's time is on the account, and what it draws.
         let began = clock.now();
+        let counter = meter.now(began);
         let Calibrated { table, device_time } = match loaded.table.take() {
             Some(table) => Calibrated { table, device_time: DeviceNanos::ZERO },
             None => measured(options, loaded.backend.as_mut(), &*clock)?,
@@ -136,7 +143,8 @@ impl Started {
                 device: device(loaded.backend.device()),
                 model: options.model_name.clone(),
                 calibration: table.version().to_owned(),
-                meter: meter.clone(),
+                meter,
+                counter,
                 most_bytes: options.journal_bytes,
                 began,
                 clock: clock.clone(),
@@ -151,19 +159,9 @@ impl Started {
         let Loaded { backend, tokenizer, tokenizer_asset, template_asset, .. } = loaded;
         let engine = Engine::start(backend, engine_options, clock.clone(), journal.for_engine())
             .map_err(WorkerError::Thread)?;
-        let seen = Seen::default();
-        let watch = |nvml| {
-            let parts = MonitorParts {
-                options: options.health.clone(),
-                uuid,
-                engine: engine.handle(),
-                clock,
-                seen: seen.clone(),
-                meter: is_ours.then_some(meter),
-            };
-            Monitor::start(nvml, parts)
-        };
-        let monitor = nvml.map(watch).transpose().map_err(WorkerError::Thread)?;
+        if let Some(monitor) = &monitor {
+            monitor.watch(engine.handle());
+        }
         let service = Service {
             seen,
             announcement,

@@ -184,10 +184,10 @@ impl BlockParts {
     /// remainder, ties to overhead, idle, loss and the shares in this order.
     /// `None` where the device told none.
     pub fn energy_parts(&self) -> Option<EnergyParts> {
+        let energy = self.energy?;
         let shares = self.shares.iter().map(|share| share.attributed);
         let times: Vec<_> =
             [self.overhead, self.idle, self.loss].into_iter().chain(shares).collect();
-        let energy = self.energy?;
         // Of no time at all a checked block has no energy.
         let parts = energy.split(&times).unwrap_or_else(|| vec![Millijoules::ZERO; times.len()]);
         let [overhead, idle, loss, ref shares @ ..] = parts[..] else { return None };

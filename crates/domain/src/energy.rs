@@ -32,7 +32,7 @@ impl Millijoules {
 
     /// Whether a device may have drawn so much in `wall`. In no time nothing is
     /// drawn; and no device draws 100 kW, also where its counter was read
-    /// seconds early: more is a lie or a broken counter.
+    /// early: more is a lie or a broken counter.
     pub fn is_drawn_in(self, wall: DeviceNanos) -> bool {
         if wall == DeviceNanos::ZERO {
             return self == Self::ZERO;
@@ -97,7 +97,7 @@ const NANOS_OF_MILLI: u64 = 1_000_000;
 /// 100 kW, mJ in a millisecond.
 const MOST_MJ_OF_MILLI: u64 = 100_000;
 /// By how much a counter may have been read too early, ms.
-const LATE_MS: u64 = 10_000;
+const LATE_MS: u64 = 2_000;
 
 #[cfg(test)]
 mod tests {
@@ -122,8 +122,9 @@ mod tests {
             (0, DeviceNanos::ZERO, true),
             (1, DeviceNanos::ZERO, false),
             (700_000, second, true),
-            (1_100_000_000, second, true),
-            (1_100_000_001, second, false),
+            (300_000_000, second, true),
+            (300_000_001, second, false),
+            (200_000_001, DeviceNanos(1), false),
             (u64::MAX, DeviceNanos::from_secs(86_400), false),
         ] {
             assert_eq!(Millijoules(energy).is_drawn_in(wall), possible, "{energy} mJ in {wall}");

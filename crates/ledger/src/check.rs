@@ -18,7 +18,7 @@ use tollgate_domain::{
 use crate::audit::check::{chain, log, says};
 use crate::audit::record::{Body, Said};
 use crate::charge::reason_named;
-use crate::post::digest_of;
+use crate::post::{Amounts, digest_of};
 use crate::query::{balance_of, energy_of, name};
 use crate::schema::{METERED, account};
 use crate::{Ledger, LedgerError, LedgerReader, archive};
@@ -547,25 +547,27 @@ fn daily(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerE
         "WITH recount AS (
            SELECT blocks.day AS day, caller_id, model, device_class, 0 AS requests,
              0 AS prompt, 0 AS cached, 0 AS completion, amount_ns AS attributed, 0 AS reference,
-             0 AS charges, 1 AS entries, energy_mj AS energy
+             0 AS charges, 1 AS entries, energy_mj AS energy, 0 AS is_said
            FROM entries JOIN blocks USING (epoch_id, block)
              JOIN epochs ON epochs.id = entries.epoch_id
            WHERE account = 1
            UNION ALL
            SELECT day, caller_id, model, device_class, counted, prompt_tokens, cached_tokens,
-             completion_tokens, 0, reference_ns, 1, 0, NULL FROM requests
+             completion_tokens, 0, reference_ns, 1, 0, NULL, 0 FROM requests
            UNION ALL
            SELECT day, caller_id, model, device_class, requests, prompt_tokens, cached_tokens,
-             completion_tokens, attributed_ns, reference_ns, charges, entries, energy_mj
+             completion_tokens, attributed_ns, reference_ns, charges, entries, energy_mj, 0
            FROM archived_days
            UNION ALL
            SELECT day, caller_id, model, device_class, -requests, -prompt_tokens, -cached_tokens,
-             -completion_tokens, -attributed_ns, -reference_ns, -charges, -entries, -energy_mj
+             -completion_tokens, -attributed_ns, -reference_ns, -charges, -entries, -energy_mj,
+             1
            FROM daily)
          SELECT day, caller_id, model, device_class FROM recount GROUP BY 1, 2, 3, 4
          HAVING sum(requests) <> 0 OR sum(prompt) <> 0 OR sum(cached) <> 0
            OR sum(completion) <> 0 OR sum(attributed) <> 0 OR sum(reference) <> 0
-           OR sum(charges) <> 0 OR sum(entries) <> 0 OR coalesce(sum(energy), 0) <> 0",
+           OR sum(charges) <> 0 OR sum(entries) <> 0 OR coalesce(sum(energy), 0) <> 0
+           OR max(energy IS NOT NULL AND is_said) <> max(energy IS NOT NULL AND NOT is_said)",
     )?;
     let mut rows = statement.query([])?;
     while let Some(row) = rows.next()? {
@@ -605,25 +607,67 @@ fn caps(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerEr
     corrections(connection, findings)
 }
 
-/// Each correction is of an entry of its block.
+/// An entry by its epoch, block and ordinal.
+type Place = (String, i64, i64);
+
+/// Each correction is of an entry of its block, and moves the energy of the
+/// time that it moves.
 fn corrections(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerError> {
     let mut statement = connection.prepare(
-        "SELECT epoch, block, ordinal FROM entries AS moved JOIN epochs ON epochs.id = epoch_id
-         WHERE kind <> 0 AND NOT EXISTS (SELECT 1 FROM entries AS metered
-           WHERE metered.request_id = moved.request_id AND metered.epoch_id = moved.epoch_id
-             AND metered.block = moved.block AND metered.kind = 0
-             AND metered.caller_id = moved.caller_id AND metered.sequence = moved.sequence
-             AND metered.attempt = moved.attempt
-             AND (metered.energy_mj IS NULL) = (moved.energy_mj IS NULL))",
+        "SELECT epoch, moved.block, moved.ordinal, moved.account, moved.amount_ns,
+           moved.energy_mj, metered.amount_ns, metered.energy_mj
+         FROM entries AS moved JOIN epochs ON epochs.id = moved.epoch_id
+         LEFT JOIN entries AS metered ON metered.request_id = moved.request_id
+           AND metered.epoch_id = moved.epoch_id AND metered.block = moved.block
+           AND metered.kind = 0 AND metered.caller_id = moved.caller_id
+           AND metered.sequence = moved.sequence AND metered.attempt = moved.attempt
+         WHERE moved.kind <> 0",
     )?;
     let mut rows = statement.query([])?;
-    while let Some(row) = rows.next()? {
-        let (epoch, block, ordinal): (String, i64, i64) = (row.get(0)?, row.get(1)?, row.get(2)?);
-        let message =
-            format!("entry {ordinal} of block {block} of {epoch} corrects none that is there");
-        findings.add("cap", message);
+    // What may be wrong with each; a block may have two entries alike.
+    let mut all = Vec::<(Place, Option<&str>)>::new();
+    while all.len() <= LISTED
+        && let Some(row) = rows.next()?
+    {
+        let moved = Amounts { amount_ns: row.get(4)?, energy_mj: row.get(5)? };
+        let energy_mj = row.get(7)?;
+        let wrong = match row.get::<_, Option<i64>>(6)? {
+            None => Some("corrects none that is there"),
+            Some(amount_ns) => {
+                (!is_moved_from(Amounts { amount_ns, energy_mj }, moved, row.get(3)?))
+                    .then_some("moves other energy than its time had")
+            }
+        };
+        let key = (row.get(0)?, row.get(1)?, row.get(2)?);
+        match all.last_mut().filter(|last| last.0 == key) {
+            Some(last) => last.1 = last.1.and(wrong),
+            None => {
+                all.pop_if(|last| last.1.is_none());
+                all.push((key, wrong));
+            }
+        }
+    }
+    for ((epoch, block, ordinal), wrong) in all {
+        if let Some(wrong) = wrong {
+            findings.add("cap", format!("entry {ordinal} of block {block} of {epoch} {wrong}"));
+        }
     }
     Ok(())
+}
+
+/// Whether a correction of a metered entry takes what it has to from a tenant,
+/// or gives it to loss. Of absurd amounts, which only a damaged file has, others
+/// find what is wrong.
+fn is_moved_from(metered: Amounts, moved: Amounts, account: i64) -> bool {
+    let (excess_ns, sign) = match account {
+        account::TENANT => (moved.amount_ns.wrapping_neg(), -1),
+        _ => (moved.amount_ns, 1),
+    };
+    if !(0..=metered.amount_ns).contains(&excess_ns) {
+        return false;
+    }
+    let due = metered.beyond(metered.amount_ns - excess_ns).energy_mj;
+    moved.energy_mj == due.map(|energy| energy.wrapping_mul(sign))
 }
 
 /// What an attempt is charged is what its worker recorded, or its cap where

@@ -88,6 +88,10 @@ pub(crate) fn open_writer(
     let found = format_of(&connection).map_err(failed)?;
     let is = |format: u32| found.as_deref() == Some(&format.to_string());
     if found.is_none() || OLDER.into_iter().any(is) {
+        if let Some(found) = &found {
+            let path = path.display();
+            tracing::info!(%path, found, format = FORMAT, "the ledger is taken on: seconds, where it is large");
+        }
         let transaction = connection.transaction().map_err(failed)?;
         if found.is_none() {
             transaction.execute_batch(TABLES).map_err(failed)?;

@@ -687,6 +687,10 @@ fn a_ledger_without_energy_is_read_and_taken_on() {
         loss_mj: 50,
     };
     assert_eq!(energy, Some(expected));
+    post_cap(&ledger, cap("acme", 9_999, common::usage(13, 10))).expect("posts");
+    let untold = parts(53, vec![share("quiet", 9_998, 65)], vec![]);
+    post(&ledger, Block::try_from(untold).expect("it balances")).expect("posts");
+    assert_eq!(told(ledger.reader()).1.expect("told").tenants_mj, 130);
     end(ledger);
     let records = export(&Ledger::open_read_only(&path).expect("reads"), Range::default())
         .expect("exports")
@@ -708,6 +712,13 @@ fn a_ledger_without_energy_is_read_and_taken_on() {
             "block",
         ),
         ("UPDATE daily SET energy_mj = energy_mj + 1", "daily"),
+        ("UPDATE daily SET energy_mj = 0 WHERE energy_mj IS NULL", "daily"),
+        // With all its sums.
+        (
+            "UPDATE entries SET energy_mj = energy_mj + iif(account = 1, 1, -1) WHERE kind <> 0;
+             UPDATE daily SET energy_mj = energy_mj + 1 WHERE energy_mj IS NOT NULL",
+            "cap",
+        ),
     ] {
         let found = found_after(&path, change);
         assert!(found.iter().any(|it| it.kind == kind), "{change}: {found:?}");

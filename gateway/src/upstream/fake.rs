@@ -75,6 +75,12 @@ impl FakeRun {
 
     /// Ends the request with `tokens` generated at a cost of `figure`.
     pub(crate) async fn end(self, tokens: u64, figure: u64) {
+        self.end_saying(tokens, figure, [1, 2, 3, 4, 5]).await;
+    }
+
+    /// Likewise, with these for its stages and transfers.
+    pub(crate) async fn end_saying(self, tokens: u64, figure: u64, times: [u64; 5]) {
+        let [queue_ns, prefill_ns, decode_ns, to_device_ns, to_host_ns] = times;
         let prompt_tokens =
             self.assignment.prompts.iter().map(|prompt| prompt.tokens.len() as u64).sum();
         let usage = Usage {
@@ -84,8 +90,8 @@ impl FakeRun {
             attributed_ns: figure,
             reference_ns: figure,
         };
-        let stages = Stages { queue_ns: 1, prefill_ns: 2, decode_ns: 3 };
-        let transfers = Some(Transfers { to_device_ns: 4, to_host_ns: 5 });
+        let stages = Stages { queue_ns, prefill_ns, decode_ns };
+        let transfers = Some(Transfers { to_device_ns, to_host_ns });
         let (usage, stages) = (Some(usage), Some(stages));
         self.say(Event::Finished(Finished { usage, stages, transfers })).await;
     }

@@ -3,10 +3,10 @@
 
 use std::sync::{Arc, OnceLock};
 
-use tollgate_domain::block::Attempt;
+use tollgate_domain::block::{Attempt, Stages};
 use tollgate_domain::{
-    Block, Caller, DeviceClass, DeviceNanos, KeyId, ModelName, RequestId, TenantId, Usage,
-    WorkerEpoch,
+    Block, Caller, DeviceClass, DeviceNanos, KeyId, ModelName, RequestId, TenantId, Transfers,
+    Usage, WorkerEpoch,
 };
 use tollgate_text::Tokenizer;
 use tollgate_wire::v1;
@@ -16,6 +16,7 @@ use super::assets::BuiltTokenizer;
 use super::orders::{Orders, Origin};
 use super::run::{Check, Said};
 use super::terms::{Terms, at_most_since};
+use crate::path::InWorker;
 
 const EPOCH: WorkerEpoch = WorkerEpoch(0x0123_4567_89ab_cdef);
 const MAX_TOKENS: u32 = 8;
@@ -85,10 +86,15 @@ pub fn hear(events: Vec<v1::RunEvent>) {
                 assert!(progress.attributed <= at_most_since(opened));
                 (tokens, reference) = (progress.tokens, progress.reference);
             }
-            Ok(Said::Finished { usage, .. }) => {
+            Ok(Said::Finished { usage, in_worker: InWorker { stages, transfers } }) => {
                 assert_eq!(usage.completion_tokens, tokens);
                 assert!(usage.reference >= reference && usage.reference <= most);
                 assert!(usage.prompt_tokens <= 3);
+                let Transfers { to_device, to_host } = transfers.unwrap_or_default();
+                let Stages { queue_ns, prefill_ns, decode_ns } = stages;
+                let longest = to_device.max(to_host).nanos();
+                let longest = longest.max(queue_ns).max(prefill_ns).max(decode_ns);
+                assert!(longest <= at_most_since(opened).nanos());
                 return;
             }
             Ok(Said::Refused { .. }) => {

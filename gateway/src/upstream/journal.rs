@@ -276,6 +276,9 @@ impl Books {
         if is_known {
             return Ok(Looked::Sound(block));
         }
+        if !self.orders.may_have_drawn(parts, !told.open) {
+            return Ok(Looked::Refused(epoch, "its life drew more than any device does".into()));
+        }
         let keys = &self.late.keys;
         let model = told.online.models.get(&parts.model).filter(|model| {
             model.class == parts.device.class && model.table.version() == parts.calibration

@@ -419,3 +419,35 @@ async fn an_earlier_life_is_believed_within_reason() {
         assert_eq!(bill(&room, "acme"), expected, "{what}, invented late");
     }
 }
+
+/// No block alone draws more than a device can, and all together do.
+#[tokio::test]
+async fn a_life_draws_no_more_than_its_time_allows() {
+    const MOST_AT_ONCE: u64 = 200_000_000; // 100 kW for two seconds
+    let folder = Room::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let of = |number, energy_mj| JournalBlock { energy_mj, ..block(&worker, number, Vec::new()) };
+    let blocks =
+        [of(1, Some(1)), of(2, None), of(3, Some(MOST_AT_ONCE - 1)), of(4, Some(1)), of(5, None)];
+    // A long time that nobody here saw pass.
+    let hours = JournalBlock {
+        wall_ns: 3_600_000_000_000,
+        idle_ns: 3_600_000_000_000,
+        ..of(6, Some(70_000_000_000))
+    };
+    journal(&mut worker, blocks.into_iter().chain([hours]).collect()).await;
+    let refused: Vec<_> =
+        room.ledger.reader().check().into_iter().map(|found| (found.kind, found.message)).collect();
+    assert_eq!(refused.len(), 2, "{refused:?}");
+    for ((kind, what), number) in refused.iter().zip([4, 6]) {
+        assert_eq!(*kind, "refused");
+        assert!(
+            what.starts_with(&format!("block {number} of ")) && what.contains("drew"),
+            "{what}"
+        );
+    }
+    let epoch = WorkerEpoch::try_from(worker.epoch.clone()).expect("an epoch");
+    let energy = room.ledger.reader().energy(epoch).expect("reads").expect("it was told");
+    assert_eq!(energy.energy_mj as u64, MOST_AT_ONCE);
+}

@@ -7,10 +7,11 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tokio::time::Instant;
 use tollgate_domain::block::{Attempt, FinishedAttempt, Share};
-use tollgate_domain::{BlockParts, Caller, DeviceNanos, Usage, WorkerEpoch};
+use tollgate_domain::{BlockParts, Caller, DeviceNanos, Millijoules, Usage, WorkerEpoch};
 
 use super::ServedModel;
 use super::terms::{Terms, at_most_since, most_for_strangers};
@@ -18,6 +19,12 @@ use super::terms::{Terms, at_most_since, most_for_strangers};
 /// Orders that wait for their record. Admission bounds how many run; those
 /// of a worker that never tells their end are forgotten beyond this.
 const MOST_ORDERS: usize = 65_536;
+/// Lives whose energy is added up; the one that was heard of first is forgotten
+/// beyond this. One that ends is forgotten with its last block.
+const MOST_LIVES: usize = 1_024;
+/// What may have been drawn before a life was heard of, as time in which no
+/// device draws it: a day of 700 W.
+const BEFORE_IT_WAS_HEARD_OF: Duration = Duration::from_secs(600);
 
 /// The orders; clones share them.
 #[derive(Clone, Debug, Default)]
@@ -30,6 +37,18 @@ struct Book {
     orders: HashMap<Attempt, Order>,
     /// Those whose stream has ended, oldest first; some may be gone already.
     ended: VecDeque<Attempt>,
+    lives: HashMap<WorkerEpoch, Drawn>,
+}
+
+/// What the blocks of a worker's life come to.
+#[derive(Clone, Copy, Debug)]
+struct Drawn {
+    /// When its first block came.
+    heard: Instant,
+    wall: DeviceNanos,
+    energy: Millijoules,
+    /// Up to this block.
+    counted: u64,
 }
 
 /// One placement of a request.
@@ -167,6 +186,38 @@ impl Orders {
         untruths
     }
 
+    /// Whether the life of `block` may have drawn all that it has told: a bound
+    /// for each block alone grows with their number. A life that is `ours` began
+    /// little before we heard of it, so that our clock is a bound as well.
+    pub(super) fn may_have_drawn(&self, block: &BlockParts, ours: bool) -> bool {
+        let mut book = self.lock();
+        let now = Instant::now();
+        let before = book.lives.get(&block.epoch).copied().unwrap_or(Drawn {
+            heard: now,
+            wall: DeviceNanos::ZERO,
+            energy: Millijoules::ZERO,
+            counted: 0,
+        });
+        let mut drawn = before;
+        // A block that comes again was counted when it came first.
+        if before.counted < block.number {
+            let wall = before.wall.nanos().saturating_add(block.wall.nanos());
+            let energy = block.energy.unwrap_or(Millijoules::ZERO);
+            drawn.wall = DeviceNanos(wall);
+            drawn.energy = Millijoules(before.energy.0.saturating_add(energy.0));
+            drawn.counted = block.number;
+        }
+        let lived = (now - drawn.heard + BEFORE_IT_WAS_HEARD_OF).as_nanos();
+        let lived = DeviceNanos(u64::try_from(lived).unwrap_or(u64::MAX));
+        let is_possible =
+            drawn.energy.is_drawn_in(drawn.wall) && (!ours || drawn.energy.is_drawn_in(lived));
+        if is_possible {
+            book.lives.insert(block.epoch, drawn);
+            book.keep_bounded();
+        }
+        is_possible
+    }
+
     /// Forgets an attempt whose end is in the ledger, once its stream has
     /// ended as well.
     pub(super) fn recorded(&self, attempt: &Attempt) {
@@ -178,7 +229,9 @@ impl Orders {
 
     /// Forgets what was placed in an epoch of which no more will come.
     pub(super) fn closed(&self, epoch: WorkerEpoch) {
-        self.lock().orders.retain(|_, order| order.epoch != epoch || !order.ended);
+        let mut book = self.lock();
+        book.orders.retain(|_, order| order.epoch != epoch || !order.ended);
+        book.lives.remove(&epoch);
     }
 
     fn lock(&self) -> MutexGuard<'_, Book> {
@@ -190,6 +243,12 @@ impl Orders {
 impl Book {
     /// Forgets those that ended longest ago, once there are too many.
     fn keep_bounded(&mut self) {
+        if self.lives.len() > MOST_LIVES
+            && let Some(first) = self.lives.iter().min_by_key(|(_, life)| life.heard)
+        {
+            let epoch = *first.0;
+            self.lives.remove(&epoch);
+        }
         while let Some(first) = self.ended.front() {
             if self.orders.len() <= MOST_ORDERS && self.orders.contains_key(first) {
                 return;

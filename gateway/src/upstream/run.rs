@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
-use tollgate_domain::block::Attempt;
+use tollgate_domain::block::{Attempt, Stages};
 use tollgate_domain::{Caller, DeviceNanos, FinishReason, RequestId, Transfers, Usage};
 use tollgate_wire::v1::run_event::Event as WireEvent;
 use tollgate_wire::v1::run_request::Message;
@@ -169,9 +169,15 @@ impl Check {
             WireEvent::ChoiceFinished(finished) => self.choice_finished(finished),
             WireEvent::Finished(v1::Finished { usage, stages, transfers }) => {
                 let usage = self.usage(usage.ok_or("no usage at the end")?)?;
-                let stages = stages.unwrap_or_default().into();
+                // Nobody pays by them; but no sum of ours is to hold what cannot be.
+                let most = at_most_since(self.opened);
+                let v1::Stages { queue_ns, prefill_ns, decode_ns } = stages.unwrap_or_default();
+                let [queue_ns, prefill_ns, decode_ns] =
+                    [queue_ns, prefill_ns, decode_ns].map(|stage| stage.min(most.nanos()));
+                let stages = Stages { queue_ns, prefill_ns, decode_ns };
                 let transfers = transfers.map(|v1::Transfers { to_device_ns, to_host_ns }| {
-                    let (to_device, to_host) = (DeviceNanos(to_device_ns), DeviceNanos(to_host_ns));
+                    let [to_device, to_host] =
+                        [to_device_ns, to_host_ns].map(|ns| DeviceNanos(ns).min(most));
                     Transfers { to_device, to_host }
                 });
                 Ok(Said::Finished { usage, in_worker: InWorker { stages, transfers } })

@@ -156,8 +156,7 @@ impl Builder {
             shares,
             finished: span.finished,
             last_of_epoch: last,
-            // A counter that leaps tells nothing.
-            energy: energy.filter(|energy| energy.is_drawn_in(span.wall)),
+            energy,
         })?;
         self.number += 1;
         self.started = next;

@@ -54,6 +54,7 @@ fn options(folder: &TempDir, epoch: WorkerEpoch, clock: &FakeClock) -> JournalOp
         model: ModelName::new("m").expect("a name"),
         calibration: "v1".into(),
         meter: Meter::default(),
+        counter: None,
         most_bytes: 64 << 20,
         began: clock.now(),
         clock: Arc::new(clock.clone()),
@@ -72,8 +73,9 @@ impl Bench {
     /// One whose device tells its energy from the start.
     fn metered(counter: u64) -> Self {
         let (folder, clock) = (tempfile::tempdir().expect("a folder"), FakeClock::default());
-        let options = options(&folder, EPOCH, &clock);
-        options.meter.tell(clock.now(), Some(Millijoules(counter)));
+        let counter_there = Some(Millijoules(counter));
+        let options = JournalOptions { counter: counter_there, ..options(&folder, EPOCH, &clock) };
+        options.meter.tell(clock.now(), counter_there);
         Self { counter: Some(counter), ..Self::with(folder, clock, options) }
     }
 
@@ -91,7 +93,23 @@ impl Bench {
 
     /// A step after `gap`, in which each request has its time.
     fn step(&mut self, gap: u64, shares: &[(u64, u64)], overhead: u64) -> io::Result<()> {
-        let started = MonotonicTime(self.clock.0.fetch_add(gap, Ordering::Relaxed) + gap);
+        self.wait(gap);
+        self.tell();
+        let started = self.clock.now();
+        self.engine.began(started)?;
+        let busy = shares.iter().map(|&(_, ns)| ns).sum::<u64>() + overhead;
+        self.wait(busy);
+        self.tell();
+        self.record(started, shares, overhead)
+    }
+
+    /// The step that began at `started` is booked.
+    fn record(
+        &mut self,
+        started: MonotonicTime,
+        shares: &[(u64, u64)],
+        overhead: u64,
+    ) -> io::Result<()> {
         let mut all: Vec<StepShare> = shares.iter().map(|&(id, ns)| share(id, ns)).collect();
         all.push(StepShare {
             sequence: SequenceId(1_000_000),
@@ -99,9 +117,7 @@ impl Bench {
             attributed: DeviceNanos(overhead),
         });
         let busy: DeviceNanos = all.iter().map(|share| share.attributed).sum();
-        self.clock.0.fetch_add(busy.nanos(), Ordering::Relaxed);
         self.steps += 1;
-        self.tell();
         for &(id, ns) in shares {
             *self.attributed.entry(id).or_default() += ns;
         }
@@ -260,29 +276,61 @@ fn a_counter_that_nobody_reads_any_more_tells_nothing() {
     let mut bench = Bench::metered(10);
     bench.counter = Some(20);
     bench.step(0, &[(1, MS)], 0).expect("writes");
-    bench.finish(1);
     bench.wait(3_000 * MS);
+    bench.engine.idle(bench.clock.now()).expect("writes");
     bench.journal.tick(SEGMENT_BYTES).expect("syncs");
     assert_eq!(drawn(&bench.blocks()), [None]);
 }
 
 /// Where energy is told, a long rest is a block of its own: what is drawn in
-/// it is not shared with the steps that follow.
+/// it is not shared with the steps around it, however long these last.
 #[test]
 fn a_long_rest_keeps_its_energy() {
     let mut bench = Bench::metered(0);
+    bench.counter = Some(30);
+    bench.step(0, &[(1, 40 * MS)], 0).expect("writes");
     bench.wait(2_000 * MS);
-    bench.counter = Some(160);
+    bench.counter = Some(190);
     bench.tell();
-    bench.step(0, &[(1, 100 * MS)], 0).expect("writes");
-    bench.counter = Some(230);
+    bench.began();
+    let started = bench.clock.now();
+    // The syncing thread looks while the step draws.
+    for counter in [220, 250, 265] {
+        bench.wait(120 * MS);
+        bench.counter = Some(counter);
+        bench.tick();
+    }
+    bench.record(started, &[(1, 360 * MS)], 0).expect("writes");
     bench.finish(1);
+    bench.counter = Some(900); // of what comes after it
     bench.tick();
     let blocks = bench.blocks();
-    assert_eq!(drawn(&blocks), [Some(160), Some(70)]);
+    assert_eq!(drawn(&blocks), [Some(30), Some(160), Some(75)]);
     let idle: Vec<u64> = blocks.iter().map(|block| block.parts().idle.nanos() / MS).collect();
-    assert_eq!(idle, [2_000, 0]);
-    assert_tiles(&blocks, EPOCH, 2_100 * MS);
+    assert_eq!(idle, [0, 2_000, 0]);
+    assert_tiles(&blocks, EPOCH, 2_400 * MS);
+}
+
+/// A step that the device had before the last one was booked began before that
+/// one ended; what a look finds meanwhile is no rest.
+#[test]
+fn a_step_ahead_begins_where_the_last_one_ended() {
+    let mut bench = Bench::metered(0);
+    let ahead = bench.clock.now();
+    bench.step(0, &[(1, 5 * MS)], 0).expect("writes");
+    bench.wait(1_500 * MS); // the process is held up, not the device
+    bench.counter = Some(500);
+    bench.tell();
+    bench.engine.began(ahead).expect("the journal is open");
+    bench.tick();
+    bench.wait(200 * MS);
+    bench.tick();
+    let end = bench.clock.now().since(MonotonicTime(0)).as_nanos() as u64;
+    bench.record(MonotonicTime(5 * MS), &[(1, end - 5 * MS)], 0).expect("writes");
+    bench.finish(1);
+    bench.tick();
+    assert_tiles(&bench.blocks(), EPOCH, end);
+    assert_eq!(bench.blocks().iter().map(|it| it.parts().idle.nanos()).sum::<u64>(), 0);
 }
 
 #[test]
@@ -632,6 +680,7 @@ proptest! {
                 }
                 Act::Idle(ns) => {
                     bench.wait(ns.into());
+                    bench.tell();
                     bench.engine.idle(bench.clock.now()).expect("writes");
                 }
                 Act::Draw(energy) => bench.counter = bench.counter.map(|it| it + u64::from(energy)),

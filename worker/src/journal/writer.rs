@@ -32,6 +32,8 @@ pub(super) struct Writer<F> {
     pub(super) block_began: MonotonicTime,
     /// The device's energy counter there; `None` where it did not tell.
     pub(super) counter: Option<Millijoules>,
+    /// The counter where the records end, as it was when they came to reach there.
+    pub(super) reading: Option<Millijoules>,
     /// The open block's number.
     pub(super) block: u64,
     pub(super) open: Open,
@@ -58,6 +60,7 @@ pub(super) struct Figures {
     pub(super) clock: MonotonicTime,
     pub(super) block_began: MonotonicTime,
     pub(super) counter: Option<Millijoules>,
+    pub(super) reading: Option<Millijoules>,
     pub(super) block: u64,
     pub(super) open: Open,
 }
@@ -81,6 +84,7 @@ impl<F: DiskFile> Writer<F> {
             clock: head.clock,
             block_began: head.clock,
             counter: None,
+            reading: None,
             block: head.block,
             head,
             open: Open::default(),
@@ -163,16 +167,9 @@ impl<F: DiskFile> Writer<F> {
         }
     }
 
-    /// Books the time up to `started` as idle.
-    pub(super) fn put_rest(&mut self, started: MonotonicTime) -> io::Result<()> {
-        let idle = self.idle_before(started)?;
-        self.put_gap(idle, DeviceNanos::ZERO);
-        Ok(())
-    }
-
-    /// Ends the block where the device's energy counter is at `counter`.
-    pub(super) fn put_cut(&mut self, next: UtcTime, last: bool, counter: Option<Millijoules>) {
-        let energy = self.energy_up_to(counter);
+    /// Ends the block where the records end.
+    pub(super) fn put_cut(&mut self, next: UtcTime, last: bool) {
+        let energy = self.energy();
         frame::write(&Frame::Cut { next, last, energy }, &mut self.frames);
         self.block += 1;
         self.block_began = self.clock;
@@ -180,13 +177,14 @@ impl<F: DiskFile> Writer<F> {
     }
 
     /// What was drawn in the open block. In no time nobody draws anything: what
-    /// the counter moved meanwhile is the next block's.
-    fn energy_up_to(&mut self, counter: Option<Millijoules>) -> Option<Millijoules> {
+    /// the counter moved meanwhile is the next block's. One that leaps tells nothing.
+    fn energy(&mut self) -> Option<Millijoules> {
         if self.clock == self.block_began && self.counter.is_some() {
             return None;
         }
-        let before = std::mem::replace(&mut self.counter, counter)?;
-        counter?.since(before)
+        let before = std::mem::replace(&mut self.counter, self.reading)?;
+        let wall = DeviceNanos(self.clock.0 - self.block_began.0);
+        self.reading?.since(before).filter(|energy| energy.is_drawn_in(wall))
     }
 
     pub(super) fn finished(&mut self, at: MonotonicTime, request: &RequestFigures) {
@@ -232,15 +230,16 @@ impl<F: DiskFile> Writer<F> {
             clock: self.clock,
             block_began: self.block_began,
             counter: self.counter,
+            reading: self.reading,
             block: self.block,
             open: self.open,
         }
     }
 
     pub(super) fn restore(&mut self, before: Figures) {
-        let Figures { clock, block_began, counter, block, open } = before;
+        let Figures { clock, block_began, counter, reading, block, open } = before;
         (self.clock, self.block_began, self.block, self.open) = (clock, block_began, block, open);
-        self.counter = counter;
+        (self.counter, self.reading) = (counter, reading);
         // Owners may stand in the frames that were not written: say them again.
         self.introduced.clear();
     }

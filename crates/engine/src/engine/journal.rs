@@ -17,7 +17,8 @@ use super::submission::Stages;
 /// token that is not journalled must not leave.
 pub trait StepJournal: Send {
     /// A step begins at `at`. Nothing is booked yet: it says whose the time is
-    /// from here on, should the process not live to book it.
+    /// from here on, should the process not live to book it. It is never before
+    /// the end of what is booked.
     ///
     /// # Errors
     /// When the account can no longer be kept.

@@ -115,6 +115,27 @@ async fn an_answer_tells_where_its_time_went() {
     }
 }
 
+/// A worker's word on its stages counts for the time that it had.
+#[tokio::test]
+async fn no_stage_lasts_longer_than_its_request() {
+    let folder = Room::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let (response, ()) = join!(room.chat(r#""n":1"#), async {
+        let run = worker.run().await;
+        run.token(0, "Hi.", 100).await;
+        run.end_choice(0, FinishReason::Stop).await;
+        run.end_saying(1, 100, [u64::MAX; 5]).await;
+    });
+    let (_, body) = json(response).await;
+    let figures = &body["usage"]["tollgate"];
+    for figure in ["queue_ns", "prefill_ns", "decode_ns", "to_device_ns", "to_host_ns"] {
+        let told = figures[figure].as_u64().expect("a figure");
+        assert!(told > 0 && told < 60_000_000_000, "{figure} of {figures}");
+    }
+    room.settled().await;
+}
+
 #[tokio::test]
 async fn what_no_worker_may_see_is_refused() {
     let folder = Room::folder();

@@ -84,7 +84,10 @@ impl Bench {
             }
         };
         let log = JournalLog::default();
-        let journal = RecordingJournal { log: log.clone(), fails_at: setup.journal_fails_at };
+        let journal = RecordingJournal {
+            fails_at: setup.journal_fails_at,
+            ..RecordingJournal::new(log.clone())
+        };
         let (core, mailbox) =
             assemble(backend, setup.options, Arc::new(clock.clone()), Box::new(journal));
         let handle = EngineHandle::new(Arc::clone(&mailbox));
@@ -312,17 +315,26 @@ impl JournalLog {
 pub(super) struct RecordingJournal {
     log: JournalLog,
     fails_at: Option<u64>,
+    /// When the step began that is under way.
+    began: MonotonicTime,
 }
 
 impl RecordingJournal {
     pub(super) fn new(log: JournalLog) -> Self {
-        Self { log, fails_at: None }
+        Self { log, fails_at: None, began: MonotonicTime(0) }
     }
 }
 
 impl StepJournal for RecordingJournal {
+    fn began(&mut self, at: MonotonicTime) -> io::Result<()> {
+        self.began = at;
+        Ok(())
+    }
+
     fn step(&mut self, record: &StepRecord<'_>) -> io::Result<()> {
         let StepRecord { step, started, busy, shares } = *record;
+        // Whose time it is until then was said to be nobody's.
+        assert!(self.began <= started, "step {step} was booked from before it was said to begin");
         if self.fails_at == Some(step) {
             return Err(io::Error::other("the disk is full"));
         }
