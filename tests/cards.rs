@@ -294,6 +294,8 @@ async fn each_card_has_a_worker_and_its_answers_are_the_processors() {
 /// hears of it once, the other's not at all, and both serve again.
 async fn loses_one(gateway: &Tollgate, connection: &Connection, lose: impl FnOnce()) {
     let before = gateway.workers();
+    // What one still says of work that is over would bring both to the other.
+    status_where(gateway, |worker| worker["backlog_ns"] == 0 && worker["running"] == 0).await;
     let (one, other) = tokio::join!(begun(connection), begun(connection));
     lose();
     // What has not begun to answer is answered by whoever is there.
@@ -430,14 +432,18 @@ async fn what_cannot_start_says_why() {
 
 /// The status once every device has been looked at.
 async fn watched(gateway: &Tollgate) -> Value {
+    status_where(gateway, |worker| worker["health"].is_object()).await
+}
+
+/// The status once this holds of every worker.
+async fn status_where(gateway: &Tollgate, holds: impl Fn(&Value) -> bool) -> Value {
     let (connection, started) = (gateway.connect_admin().await, Instant::now());
     loop {
         let (_, status) = get(&connection, "/v1/status").await;
-        let mut workers = status["workers"].as_array().expect("workers").iter();
-        if workers.all(|worker| worker["health"].is_object()) {
+        if status["workers"].as_array().expect("workers").iter().all(&holds) {
             return status;
         }
-        assert!(started.elapsed() < BACK_WITHIN, "not watched: {status}");
+        assert!(started.elapsed() < BACK_WITHIN, "it does not hold: {status}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
