@@ -38,7 +38,7 @@ use driver::{Blas, Context, Event, Memory, Pinned};
 use forward::{Forward, LayerProducts, head_product};
 use graphs::{Alike, Graphs};
 use kernels::{CopyBlockArgs, HeadDim};
-use layout::{Layout, Room};
+use layout::{Layout, Places, Room};
 use machine::{Machine, SOURCE};
 use memory::{Buffers, Cache, Slot, kv_bytes_per_token};
 use probe::Found;
@@ -318,9 +318,47 @@ impl CudaBackend {
         }
         self.context.bind()?;
         let alike = self.make_alike();
-        let [slot, before] = &mut self.slots;
-        let places = self.layout.pack(slot.plan.as_mut_slice());
-        let mut forward = Forward {
+        let places = self.layout.pack(self.slots[0].plan.as_mut_slice());
+        let (mut forward, [slot, before], graphs) = self.parts(places);
+        let context = forward.context;
+        // What is captured runs nothing, and is nobody's time.
+        let graph = match (alike, graphs) {
+            (Some(alike), Some(graphs)) => graphs.of(alike, || forward.capture()),
+            _ => None,
+        };
+        context.record(&slot.began)?;
+        context.upload(forward.plan.address(), &slot.plan, 4 * places.end)?;
+        context.record(&slot.loaded)?;
+        forward.feed(&before.drawn)?;
+        match graph {
+            // SAFETY: what was captured points to buffers that live as long as
+            // the graph, and this plan is of the same kind: as many tokens,
+            // parts and rows.
+            Some(graph) => unsafe { context.replay(graph) }?,
+            None => forward.run()?,
+        }
+        slot.rows = 0;
+        slot.told.clear();
+        match results {
+            Results::Draws(_) => {
+                forward.draw(&slot.drawn, &before.drawn)?;
+                context.record(&slot.computed)?;
+                slot.told.extend_from_slice(forward.layout.choices.told());
+                let bytes = DrawnPlaces::of(slot.told.len()).wanted(&slot.told);
+                context.download(&mut slot.host_drawn, slot.drawn.address(), bytes)?;
+            }
+            Results::Logits => self.bring_logits()?,
+        }
+        self.context.record(&self.slots[0].ended)?;
+        self.slots.swap(0, 1);
+        self.open += 1;
+        Ok(())
+    }
+
+    /// The forward of a plan whose lists lie at `places`, and beside it what a
+    /// step needs of the rest.
+    fn parts(&mut self, places: Places) -> (Forward<'_>, &mut [Slot; 2], &mut Option<Graphs>) {
+        let forward = Forward {
             context: &self.context,
             machine: &self.machine,
             products: &mut self.products,
@@ -335,38 +373,7 @@ impl CudaBackend {
             splits: splits(&self.config, self.multiprocessors, &self.layout),
             draws_at_once: self.limits.logit_rows as usize,
         };
-        // What is captured runs nothing, and is nobody's time.
-        let graph = match (alike, &mut self.graphs) {
-            (Some(alike), Some(graphs)) => graphs.of(alike, || forward.capture()),
-            _ => None,
-        };
-        self.context.record(&slot.began)?;
-        self.context.upload(self.plan.address(), &slot.plan, 4 * places.end)?;
-        self.context.record(&slot.loaded)?;
-        forward.feed(&before.drawn)?;
-        match graph {
-            // SAFETY: what was captured points to buffers that live as long as
-            // the graph, and this plan is of the same kind: as many tokens,
-            // parts and rows.
-            Some(graph) => unsafe { self.context.replay(graph) }?,
-            None => forward.run()?,
-        }
-        slot.rows = 0;
-        slot.told.clear();
-        match results {
-            Results::Draws(_) => {
-                forward.draw(&slot.drawn, &before.drawn)?;
-                self.context.record(&slot.computed)?;
-                slot.told.extend_from_slice(self.layout.choices.told());
-                let bytes = DrawnPlaces::of(slot.told.len()).wanted(&slot.told);
-                self.context.download(&mut slot.host_drawn, slot.drawn.address(), bytes)?;
-            }
-            Results::Logits => self.bring_logits()?,
-        }
-        self.context.record(&self.slots[0].ended)?;
-        self.slots.swap(0, 1);
-        self.open += 1;
-        Ok(())
+        (forward, &mut self.slots, &mut self.graphs)
     }
 
     /// Puts the copy of the rows of logits to the host behind the step.

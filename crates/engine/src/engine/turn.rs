@@ -4,6 +4,8 @@
 //! state is here and belongs to one thread; the thread itself is in the parent
 //! module, so that a test can turn the crank with a clock of its own.
 
+mod ahead;
+
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +20,7 @@ use super::mailbox::{Arrival, FIRST_GUESS_TOKENS, Mail, Mailbox, Phase, RequestK
 use super::step::{Begun, Drawing, Event, Outcome, Part};
 use super::submission::{CancelReason, Flow, Refusal, RefusedReason, RequestOutcome, SampledToken};
 use super::{EngineError, EngineStatus};
-use crate::backend::{BLOCK_TOKENS, Backend, StepOutput, Transfers};
+use crate::backend::{Backend, StepOutput, Transfers};
 use crate::kv::{BlockCopy, BlockPool, Fork};
 use crate::meter::{BookedStep, Meter, Totals};
 use crate::schedule::{
@@ -198,10 +200,8 @@ impl Core {
     /// then the last word to the sink. One that is in the step that the device
     /// has already is closed after that, because it pays for it.
     fn settle(&mut self) -> Result<(), EngineError> {
-        let ahead: BTreeSet<SequenceId> =
-            self.ahead.iter().flat_map(|begun| &begun.parts).map(|part| part.request).collect();
         let (later, now): (BTreeSet<SequenceId>, BTreeSet<SequenceId>) =
-            std::mem::take(&mut self.ending).into_iter().partition(|first| ahead.contains(first));
+            std::mem::take(&mut self.ending).into_iter().partition(|first| self.is_ahead(*first));
         self.ending = later;
         let over: Vec<SequenceId> = now
             .into_iter()
@@ -261,82 +261,6 @@ impl Core {
         }
     }
 
-    /// Gives the device the next step before this one is finished, where what
-    /// comes out of it changes nothing about who runs: all that there are
-    /// decode, each fed with what it draws now.
-    fn begin_ahead(&mut self, begun: &Begun) -> Result<Option<Begun>, EngineError> {
-        let parts = match self.backend.runs_ahead() {
-            true => self.parts_ahead(&begun.parts),
-            false => Vec::new(),
-        };
-        if parts.is_empty() {
-            return Ok(None);
-        }
-        let started = self.clock.now();
-        let output = self.begin(&parts)?;
-        Ok(Some(Begun { parts, started, output }))
-    }
-
-    /// One more token of each sequence in the step; nothing where anything
-    /// else is to be decided first.
-    fn parts_ahead(&mut self, parts: &[Part]) -> Vec<Part> {
-        let here: Vec<(u32, &Part)> = (0..)
-            .zip(parts)
-            .filter(|(_, part)| self.sequences.contains_key(&part.sequence))
-            .collect();
-        let is_all = here.len() == self.sequences.len()
-            && parts.iter().all(Part::draws_one)
-            && self.requests.len() == self.started as usize
-            && self.requests.values().all(|request| request.waiting == 0);
-        if !is_all || !self.affords_ahead() {
-            return Vec::new();
-        }
-        let goes_on = |part: &Part| self.sequences[&part.sequence].most_to_come() > 1;
-        let next: Vec<Part> = here
-            .into_iter()
-            .filter(|(_, part)| goes_on(part))
-            .map(|(draw, part)| part.next(draw))
-            .collect();
-        match self.reserve_ahead(&next) {
-            true => next,
-            false => Vec::new(),
-        }
-    }
-
-    /// Whether every choice's next two tokens fit its request's budget.
-    fn affords_ahead(&self) -> bool {
-        let mut choices: BTreeMap<SequenceId, Vec<u32>> = BTreeMap::new();
-        for sequence in self.sequences.values() {
-            choices.entry(sequence.request).or_default().push(sequence.choice);
-        }
-        choices.iter().all(|(first, next)| {
-            let request = self.requests.get(first).expect("it is alive");
-            request.affords(next, 2, self.meter.table())
-        })
-    }
-
-    /// Takes the blocks that the parts lack, or none where that would take what
-    /// a decision keeps for others.
-    fn reserve_ahead(&mut self, parts: &[Part]) -> bool {
-        let lacking: Vec<(SequenceId, u32)> = parts
-            .iter()
-            .map(|part| (part.sequence, (part.work.context + part.tokens).div_ceil(BLOCK_TOKENS)))
-            .filter(|(id, blocks)| self.sequences[id].table.len() < *blocks)
-            .collect();
-        let more = |(id, blocks): &(SequenceId, u32)| blocks - self.sequences[id].table.len();
-        let more: u32 = lacking.iter().map(more).sum();
-        let kept = self.bounds.headroom() + self.bounds.spare.blocks;
-        if more > 0 && more + kept > self.pool.free() {
-            return false;
-        }
-        for (id, blocks) in lacking {
-            let sequence = self.sequences.get_mut(&id).expect("it was looked up above");
-            let grown = sequence.table.grow_to(blocks, &mut self.pool);
-            assert!(grown, "there are as many blocks as were counted");
-        }
-        true
-    }
-
     /// Finishes a step: its account, then its tokens.
     fn finish_step(&mut self, mut begun: Begun) -> Result<(), EngineError> {
         let drawings = match self.finish(&mut begun) {
@@ -376,20 +300,6 @@ impl Core {
         self.backend.stepped(Duration::from_nanos(ended.0.saturating_sub(started.0)));
         self.break_off()?;
         Err(fault)
-    }
-
-    /// The step that the device has already. It was waiting there while the one
-    /// before ran, so it began where that one ended.
-    fn take_ahead(&mut self) -> Result<Option<Begun>, EngineError> {
-        let Some(mut begun) = self.ahead.take() else { return Ok(None) };
-        begun.started = begun.started.max(self.meter.booked());
-        self.announce_step(&begun.parts, begun.started)?;
-        Ok(Some(begun))
-    }
-
-    /// Finishes the step that the device has already, for who stops after it.
-    fn finish_ahead(&mut self) -> Result<(), EngineError> {
-        self.take_ahead()?.map_or(Ok(()), |begun| self.finish_step(begun))
     }
 
     /// Waits until the device is ours, where others use it too. No step runs

@@ -4,11 +4,11 @@
 
 use tollgate_domain::DeviceNanos;
 
+use super::CudaBackend;
 use super::driver::{DriverFault, Event};
 use super::forward::{Forward, LayerProducts, head_product};
 use super::kernels::Finish;
 use super::products::Product;
-use super::{CudaBackend, splits};
 use crate::backend::{BackendError, StepPlan};
 use crate::model::ModelConfig;
 
@@ -65,34 +65,20 @@ impl CudaBackend {
 
     fn time_laid_out(&mut self, read: u64, pairs: u64) -> Result<Vec<Operation>, DriverFault> {
         self.context.bind()?;
-        let [slot, before] = &mut self.slots;
-        let places = self.layout.pack(slot.plan.as_mut_slice());
-        self.context.upload(self.plan.address(), &slot.plan, 4 * places.end)?;
-        let forward = Forward {
-            context: &self.context,
-            machine: &self.machine,
-            products: &mut self.products,
-            config: &self.config,
-            head_dim: self.head_dim,
-            model: &self.model,
-            cache: &self.cache,
-            buffers: &self.buffers,
-            plan: &self.plan,
-            layout: &self.layout,
-            places,
-            splits: splits(&self.config, self.multiprocessors, &self.layout),
-            draws_at_once: self.limits.logit_rows as usize,
-        };
+        let places = self.layout.pack(self.slots[0].plan.as_mut_slice());
+        let (forward, [slot, before], _) = self.parts(places);
+        let Forward { config, buffers, model, .. } = forward;
+        forward.context.upload(forward.plan.address(), &slot.plan, 4 * places.end)?;
         let mut stopwatch =
             Stopwatch { forward, began: &slot.began, ended: &slot.ended, timed: Vec::new() };
-        let embedded = 6 * u64::from(stopwatch.forward.tokens()) * u64::from(self.config.hidden);
+        let embedded = 6 * u64::from(stopwatch.forward.tokens()) * u64::from(config.hidden);
         stopwatch.once("embedding", [embedded, 0], |forward| forward.embed())?;
         stopwatch.layers(read, pairs)?;
         let rows = stopwatch.forward.layout.logit_rows.len() as u64;
         if rows > 0 {
-            let head = head_product(&self.config, &self.buffers, &self.model, rows as u32);
+            let head = head_product(config, buffers, model, rows as u32);
             stopwatch.once("head", needs(&head), Forward::head)?;
-            let logits = 4 * rows * u64::from(self.config.vocabulary);
+            let logits = 4 * rows * u64::from(config.vocabulary);
             stopwatch
                 .once("draw", [logits, 0], |forward| forward.draw(&slot.drawn, &before.drawn))?;
         }

@@ -1,0 +1,107 @@
+//! The next step before the last is finished, where the device takes it and
+//! nothing that comes out could change who runs. It is fed with what that one
+//! draws; who ends meanwhile is in it all the same, and pays for it.
+
+use std::collections::BTreeMap;
+
+use tollgate_domain::SequenceId;
+
+use super::{Begun, Core, EngineError, Part};
+use crate::backend::BLOCK_TOKENS;
+
+impl Core {
+    /// Gives the device the next step before this one is finished, where what
+    /// comes out of it changes nothing about who runs: all that there are
+    /// decode, each fed with what it draws now.
+    pub(super) fn begin_ahead(&mut self, begun: &Begun) -> Result<Option<Begun>, EngineError> {
+        let parts = match self.backend.runs_ahead() {
+            true => self.parts_ahead(&begun.parts),
+            false => Vec::new(),
+        };
+        if parts.is_empty() {
+            return Ok(None);
+        }
+        let started = self.clock.now();
+        let output = self.begin(&parts)?;
+        Ok(Some(Begun { parts, started, output }))
+    }
+
+    /// One more token of each sequence in the step; nothing where anything
+    /// else is to be decided first.
+    fn parts_ahead(&mut self, parts: &[Part]) -> Vec<Part> {
+        let here: Vec<(u32, &Part)> = (0..)
+            .zip(parts)
+            .filter(|(_, part)| self.sequences.contains_key(&part.sequence))
+            .collect();
+        let is_all = here.len() == self.sequences.len()
+            && parts.iter().all(Part::draws_one)
+            && self.requests.len() == self.started as usize
+            && self.requests.values().all(|request| request.waiting == 0);
+        if !is_all || !self.affords_ahead() {
+            return Vec::new();
+        }
+        let goes_on = |part: &Part| self.sequences[&part.sequence].most_to_come() > 1;
+        let next: Vec<Part> = here
+            .into_iter()
+            .filter(|(_, part)| goes_on(part))
+            .map(|(draw, part)| part.next(draw))
+            .collect();
+        match self.reserve_ahead(&next) {
+            true => next,
+            false => Vec::new(),
+        }
+    }
+
+    /// Whether every choice's next two tokens fit its request's budget.
+    fn affords_ahead(&self) -> bool {
+        let mut choices: BTreeMap<SequenceId, Vec<u32>> = BTreeMap::new();
+        for sequence in self.sequences.values() {
+            choices.entry(sequence.request).or_default().push(sequence.choice);
+        }
+        choices.iter().all(|(first, next)| {
+            let request = self.requests.get(first).expect("it is alive");
+            request.affords(next, 2, self.meter.table())
+        })
+    }
+
+    /// Takes the blocks that the parts lack, or none where that would take what
+    /// a decision keeps for others.
+    fn reserve_ahead(&mut self, parts: &[Part]) -> bool {
+        let lacking: Vec<(SequenceId, u32)> = parts
+            .iter()
+            .map(|part| (part.sequence, (part.work.context + part.tokens).div_ceil(BLOCK_TOKENS)))
+            .filter(|(id, blocks)| self.sequences[id].table.len() < *blocks)
+            .collect();
+        let more = |(id, blocks): &(SequenceId, u32)| blocks - self.sequences[id].table.len();
+        let more: u32 = lacking.iter().map(more).sum();
+        let kept = self.bounds.headroom() + self.bounds.spare.blocks;
+        if more > 0 && more + kept > self.pool.free() {
+            return false;
+        }
+        for (id, blocks) in lacking {
+            let sequence = self.sequences.get_mut(&id).expect("it was looked up above");
+            let grown = sequence.table.grow_to(blocks, &mut self.pool);
+            assert!(grown, "there are as many blocks as were counted");
+        }
+        true
+    }
+
+    /// The step that the device has already. It was waiting there while the one
+    /// before ran, so it began where that one ended.
+    pub(super) fn take_ahead(&mut self) -> Result<Option<Begun>, EngineError> {
+        let Some(mut begun) = self.ahead.take() else { return Ok(None) };
+        begun.started = begun.started.max(self.meter.booked());
+        self.announce_step(&begun.parts, begun.started)?;
+        Ok(Some(begun))
+    }
+
+    /// Finishes the step that the device has already, for who stops after it.
+    pub(super) fn finish_ahead(&mut self) -> Result<(), EngineError> {
+        self.take_ahead()?.map_or(Ok(()), |begun| self.finish_step(begun))
+    }
+
+    /// Whether a request is in the step that the device has already.
+    pub(super) fn is_ahead(&self, first: SequenceId) -> bool {
+        self.ahead.iter().flat_map(|begun| &begun.parts).any(|part| part.request == first)
+    }
+}
