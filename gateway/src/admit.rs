@@ -98,6 +98,7 @@ impl Admitted {
             max_tokens: job.max_tokens,
             sampling: Some(v1::Sampling {
                 temperature: sampling.temperature,
+                top_k: sampling.top_k,
                 top_p: sampling.top_p,
                 presence_penalty: sampling.presence_penalty,
                 frequency_penalty: sampling.frequency_penalty,

@@ -1,6 +1,7 @@
 //! An assignment, checked: what passes here is a [`Submission`] but for its
 //! sink. Whether it fits the model is for the engine's door to say.
 
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use tollgate_domain::{
@@ -122,6 +123,7 @@ impl Work {
 fn params(sampling: v1::Sampling) -> SamplingParams {
     let v1::Sampling {
         temperature,
+        top_k,
         top_p,
         presence_penalty,
         frequency_penalty,
@@ -133,6 +135,7 @@ fn params(sampling: v1::Sampling) -> SamplingParams {
     logit_bias.sort_unstable_by_key(|&(token, _)| token);
     SamplingParams {
         temperature,
+        top_k: NonZeroU32::new(top_k),
         top_p,
         presence_penalty,
         frequency_penalty,

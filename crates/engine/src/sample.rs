@@ -2,29 +2,35 @@
 //!
 //! A draw depends on the row, the request's own history and its seed alone:
 //! never on neighbours, on the order of rows, or on what was drawn elsewhere.
-//! Penalties and biases change the logits, temperature scales them, `top_p`
-//! cuts the tail, and one number of a counter-based generator picks a token.
+//! Penalties and biases change the logits, temperature scales them, `top_k` and
+//! then `top_p` cut the tail, and one number of a counter-based generator picks
+//! a token.
 //! Log-probabilities are the model's own: of the row as it came, before any of
 //! that. No row is sorted, whatever the vocabulary.
 
 mod exponential;
 mod generator;
 mod likeliest;
-mod nucleus;
+mod tail;
 
 use std::collections::BTreeMap;
+use std::num::NonZeroU32;
 
 use exponential::exponentials;
 use generator::uniform;
+use tail::Kept;
 
 pub use generator::choice_seed;
 
-/// How tokens are drawn, as OpenAI's API means these fields.
+/// How tokens are drawn, as OpenAI's API means these fields, and vLLM's `top_k`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
     /// 0 is greedy; up to 2.
     pub temperature: f32,
-    /// Of the likeliest tokens that together reach this probability, 0 to 1.
+    /// Of this many likeliest tokens; absent: of all.
+    pub top_k: Option<NonZeroU32>,
+    /// Of the likeliest of those that together reach this part of their
+    /// probability, 0 to 1.
     pub top_p: f32,
     /// Taken off the logit of each token that was generated before, -2 to 2.
     pub presence_penalty: f32,
@@ -44,6 +50,7 @@ impl SamplingParams {
     pub fn greedy(seed: u64) -> Self {
         Self {
             temperature: 0.0,
+            top_k: None,
             top_p: 1.0,
             presence_penalty: 0.0,
             frequency_penalty: 0.0,
@@ -109,7 +116,7 @@ pub struct Drawn {
 pub struct Sampler {
     weights: Vec<f32>,
     sums: Vec<f64>,
-    nucleus: nucleus::Nucleus,
+    tail: tail::Tail,
 }
 
 impl Sampler {
@@ -159,8 +166,11 @@ impl Sampler {
     fn draw_by_weight(&mut self, best: u32, params: &SamplingParams, place: Place<'_>) -> u32 {
         let highest = self.weights[best as usize];
         exponentials(&mut self.weights, highest, params.temperature.recip());
+        if let Some(most) = params.top_k {
+            self.tail.cut(&mut self.weights, Kept::Count(most.get()));
+        }
         if params.top_p < 1.0 {
-            self.nucleus.keep(&mut self.weights, params.top_p);
+            self.tail.cut(&mut self.weights, Kept::Part(params.top_p));
         }
         self.sums.clear();
         self.sums.extend(self.weights.chunks(SUM_CHUNK).map(exponential::sum));

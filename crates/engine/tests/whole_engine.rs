@@ -165,11 +165,7 @@ fn submission(number: u32, sender: SyncSender<Heard>) -> Submission {
         sampling: SamplingParams {
             temperature: if number == 0 { 0.0 } else { 1.0 },
             top_p: 0.9,
-            presence_penalty: 0.0,
-            frequency_penalty: 0.0,
-            logit_bias: Vec::new(),
-            seed: u64::from(number),
-            top_logprobs: None,
+            ..SamplingParams::greedy(number.into())
         },
         budget: None,
         queue_deadline: Duration::from_secs(60),

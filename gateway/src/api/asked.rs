@@ -73,6 +73,8 @@ pub(crate) struct MaxTokens {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Sampling {
     pub(crate) temperature: f32,
+    /// Of so many likeliest tokens; 0: of all.
+    pub(crate) top_k: u32,
     pub(crate) top_p: f32,
     pub(crate) presence_penalty: f32,
     pub(crate) frequency_penalty: f32,
@@ -94,6 +96,7 @@ pub(crate) struct Shared<'a> {
     pub(crate) model: Option<&'a RawValue>,
     pub(crate) n: Option<&'a RawValue>,
     pub(crate) temperature: Option<&'a RawValue>,
+    pub(crate) top_k: Option<&'a RawValue>,
     pub(crate) top_p: Option<&'a RawValue>,
     pub(crate) presence_penalty: Option<&'a RawValue>,
     pub(crate) frequency_penalty: Option<&'a RawValue>,
@@ -136,6 +139,7 @@ impl Shared<'_> {
                 temperature: Field::new("temperature", self.temperature)
                     .number(0.0, 2.0)?
                     .unwrap_or(1.0),
+                top_k: top_k(&Field::new("top_k", self.top_k))?,
                 top_p: Field::new("top_p", self.top_p).number(0.0, 1.0)?.unwrap_or(1.0),
                 presence_penalty: Field::new("presence_penalty", self.presence_penalty)
                     .number(-2.0, 2.0)?
@@ -170,6 +174,15 @@ pub(crate) fn max_tokens(
 ) -> Result<Option<MaxTokens>, Violation> {
     let tokens = Field::new(param, raw).integer(least, MOST_TOKENS)?;
     Ok(tokens.map(|tokens| MaxTokens { tokens, param }))
+}
+
+/// `top_k`, which OpenAI's API does not have: as vLLM means it, 0 and -1 are
+/// all tokens.
+fn top_k(field: &Field<'_>) -> Result<u32, Violation> {
+    match field.only_neutral(&[Neutral::Number(-1.0)]) {
+        Ok(()) => Ok(0),
+        Err(_) => Ok(field.integer(0, MOST_TOKENS)?.unwrap_or(0)),
+    }
 }
 
 /// `metadata`: kept nowhere, but held to the bounds that clients know.

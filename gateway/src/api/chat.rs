@@ -22,7 +22,7 @@ const MOST_NAME_BYTES: usize = 256;
 known_fields! {
     /// The fields of a chat request that mean something to anyone.
     ChatFields {
-        model, messages, max_tokens, max_completion_tokens, temperature, top_p, n, stop, seed,
+        model, messages, max_tokens, max_completion_tokens, temperature, top_k, top_p, n, stop, seed,
         presence_penalty, frequency_penalty, logit_bias, logprobs, top_logprobs, stream,
         stream_options, user, safety_identifier, metadata, service_tier, response_format, tools,
         tool_choice, parallel_tool_calls, functions, function_call, store, modalities, audio,
@@ -69,6 +69,7 @@ fn shared<'a>(fields: &ChatFields<'a>) -> Shared<'a> {
         model: fields.model,
         n: fields.n,
         temperature: fields.temperature,
+        top_k: fields.top_k,
         top_p: fields.top_p,
         presence_penalty: fields.presence_penalty,
         frequency_penalty: fields.frequency_penalty,

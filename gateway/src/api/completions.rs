@@ -17,9 +17,9 @@ const MOST_LOGPROBS: u32 = 5;
 known_fields! {
     /// The fields of a completion request that mean something to anyone.
     CompletionFields {
-        model, prompt, suffix, max_tokens, temperature, top_p, n, best_of, stream, stream_options,
-        logprobs, echo, stop, seed, presence_penalty, frequency_penalty, logit_bias, user, metadata,
-        service_tier, store,
+        model, prompt, suffix, max_tokens, temperature, top_k, top_p, n, best_of, stream,
+        stream_options, logprobs, echo, stop, seed, presence_penalty, frequency_penalty, logit_bias,
+        user, metadata, service_tier, store,
     }
 }
 
@@ -36,6 +36,7 @@ pub(crate) fn parse(body: &str, limits: &RequestLimits) -> Result<Asked, Violati
         model: fields.model,
         n: fields.n,
         temperature: fields.temperature,
+        top_k: fields.top_k,
         top_p: fields.top_p,
         presence_penalty: fields.presence_penalty,
         frequency_penalty: fields.frequency_penalty,

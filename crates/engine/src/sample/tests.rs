@@ -5,6 +5,7 @@ use super::*;
 fn plain() -> SamplingParams {
     SamplingParams {
         temperature: 1.0,
+        top_k: None,
         top_p: 1.0,
         presence_penalty: 0.0,
         frequency_penalty: 0.0,
@@ -59,6 +60,26 @@ fn top_p_cuts_the_tail() {
         let found = shares(&row, &SamplingParams { top_p, ..plain() });
         let drawn = found.iter().filter(|&&share| share > 0.0).count();
         assert_eq!(drawn, kept, "{top_p}: {found:?}");
+    }
+}
+
+#[test]
+fn top_k_cuts_before_top_p_does() {
+    let row = [0.15f32.ln(), 0.5f32.ln(), 0.05f32.ln(), 0.3f32.ln()];
+    let cases: [(u32, f32, &[usize]); 6] = [
+        (1, 1.0, &[1]),
+        (2, 1.0, &[1, 3]),
+        (3, 1.0, &[0, 1, 3]),
+        (9, 1.0, &[0, 1, 2, 3]),
+        // The first two are 0.8 of all and the first is 0.63 of those.
+        (2, 0.6, &[1]),
+        (4, 0.6, &[1, 3]),
+    ];
+    for (top_k, top_p, kept) in cases {
+        let params = SamplingParams { top_k: NonZeroU32::new(top_k), top_p, ..plain() };
+        let found = shares(&row, &params);
+        let drawn: Vec<usize> = (0..row.len()).filter(|&token| found[token] > 0.0).collect();
+        assert_eq!(drawn, kept, "{top_k} {top_p}: {found:?}");
     }
 }
 

@@ -1,6 +1,8 @@
 //! What a device draws, beside what the host draws from the same rows; and
 //! steps that begin before the last is finished, beside one after the other.
 
+use std::num::NonZeroU32;
+
 use tollgate_engine::backend::{
     Backend, Draw, DrawToken, LogitRows, Results, Span, StepOutput, StepPlan,
 };
@@ -24,10 +26,12 @@ fn ways(vocabulary: u32) -> Vec<SamplingParams> {
         SamplingParams { top_logprobs: Some(20), ..greedy.clone() },
         random.clone(),
         SamplingParams { top_p: 0.6, temperature: 0.8, ..random.clone() },
+        SamplingParams { top_k: NonZeroU32::new(50), ..random.clone() },
         SamplingParams { logit_bias: some(4.0).collect(), ..greedy.clone() },
         SamplingParams { presence_penalty: 2.0, frequency_penalty: 1.5, ..random.clone() },
         SamplingParams {
             frequency_penalty: 0.7,
+            top_k: NonZeroU32::new(9),
             logit_bias: some(-2.0).collect(),
             top_p: 0.9,
             temperature: 1.7,

@@ -157,6 +157,9 @@ pub struct Sampling {
     /// absent: no log-probabilities at all
     #[prost(uint32, optional, tag = "7")]
     pub top_logprobs: ::core::option::Option<u32>,
+    /// of so many likeliest tokens; 0: of all
+    #[prost(uint32, tag = "8")]
+    pub top_k: u32,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct RunEvent {

@@ -80,6 +80,12 @@ fn chat_fields_keep_their_bounds() {
         (r#""temperature":2.01"#, Some("temperature")),
         (r#""temperature":-0.01"#, Some("temperature")),
         (r#""temperature":"hot""#, Some("temperature")),
+        (r#""top_k":1"#, None),
+        (r#""top_k":0"#, None),
+        (r#""top_k":-1"#, None),
+        (r#""top_k":-2"#, Some("top_k")),
+        (r#""top_k":1.5"#, Some("top_k")),
+        (r#""top_k":"40""#, Some("top_k")),
         (r#""top_p":1"#, None),
         (r#""top_p":1.1"#, Some("top_p")),
         (r#""presence_penalty":-2"#, None),
@@ -132,7 +138,7 @@ fn chat_fields_keep_their_bounds() {
         (r#""chat_template_kwargs":{"a":1}"#, Some("chat_template_kwargs")),
         (r#""documents":[{"url":"http://internal/"}]"#, Some("documents")),
         (r#""metadata":{"a":1}"#, Some("metadata")),
-        (r#""an_unknown_field":{"deep":[1,2]},"top_k":5"#, None),
+        (r#""an_unknown_field":{"deep":[1,2]},"top_a":5"#, None),
         (r#""n":1,"n":2"#, Some("n")),
     ] {
         check(&chat_with(fields), expected, fields);

@@ -1,6 +1,8 @@
 //! What is drawn in a step, as the kernel that draws reads it, and what it
 //! came to.
 
+use std::num::NonZeroU32;
+
 use super::kernels::{MOST_TOP, NONE, SampleRow};
 use super::layout::{Packer, Room};
 use crate::backend::{BackendError, Draw, DrawToken};
@@ -122,7 +124,7 @@ impl Choices {
             counts,
             count_count: 0,
             top: NONE,
-            unused: 0,
+            top_k: params.top_k.map_or(0, NonZeroU32::get),
         };
         let told = match token {
             DrawToken::Given(token) => {
@@ -177,7 +179,7 @@ fn words_of(sample: &SampleRow) -> [u32; CHOICE_WORDS] {
         counts,
         count_count,
         top,
-        unused,
+        top_k,
     } = sample;
     [
         seed as u32,
@@ -195,7 +197,7 @@ fn words_of(sample: &SampleRow) -> [u32; CHOICE_WORDS] {
         counts,
         count_count,
         top,
-        unused,
+        top_k,
     ]
 }
 

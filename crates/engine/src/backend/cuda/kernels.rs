@@ -191,8 +191,8 @@ pub struct SampleRow {
     /// Likeliest tokens reported, [`MOST_TOP`] at most; [`NONE`]: no
     /// log-probabilities.
     pub top: u32,
-    /// Makes the size a multiple of 8.
-    pub unused: u32,
+    /// Only so many of the likeliest are drawn from; 0: all.
+    pub top_k: u32,
 }
 
 /// Declares the structures of `kernels.h`: the same fields in the same order.

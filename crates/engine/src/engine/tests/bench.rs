@@ -188,13 +188,9 @@ pub(super) fn ask_all(
         max_tokens,
         sampling: SamplingParams {
             temperature: 1.0,
-            top_p: 1.0,
-            presence_penalty: 0.0,
-            frequency_penalty: 0.0,
             // The end token comes only where a test wants it.
             logit_bias: vec![(crate::testing::END, -100.0)],
-            seed: u64::from(number),
-            top_logprobs: None,
+            ..SamplingParams::greedy(number.into())
         },
         budget: None,
         queue_deadline: Duration::from_secs(30),

@@ -1,5 +1,6 @@
 //! Which tokens come out: never a matter of neighbours, chunks or preemption.
 
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use tollgate_domain::FinishReason;
@@ -16,8 +17,9 @@ fn mixed(count: u32) -> Vec<(Submission, Ears)> {
             let (mut submission, heard) =
                 ask(number, &prompt(number, 1 + number * 13 % 90), 4 + number * 7 % 60);
             let sampling = &mut submission.sampling;
-            match number % 4 {
+            match number % 5 {
                 0 => sampling.temperature = 0.0,
+                4 => sampling.top_k = NonZeroU32::new(3),
                 1 => sampling.top_p = 0.7,
                 2 => sampling.frequency_penalty = 1.5,
                 _ => sampling.top_logprobs = Some(2),

@@ -170,7 +170,7 @@ struct SampleRow {
     u32 counts;      // where they begin in the lists of counts
     u32 count_count;
     u32 top;         // likeliest tokens reported; NONE: no log-probabilities
-    u32 unused;
+    u32 top_k;       // only so many of the likeliest; 0: all
 };
 constexpr u32 MOST_TOP = 20;
 

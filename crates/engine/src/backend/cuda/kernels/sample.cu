@@ -135,12 +135,29 @@ DEVICE void adjust(SampleShared& shared, const SampleArgs& args, const SampleRow
     }
 }
 
-DEVICE u64 mass_of(float weight) { return (u64)times((double)weight, WHOLE); }
+// How much of a row is kept: `most` tokens where that is not 0, else those that
+// together reach `part` of all weights.
+struct Kept {
+    u32 most;
+    float part;
+};
+// What one token adds.
+DEVICE u64 mass_of(float weight, Kept kept) {
+    if (kept.most > 0) {
+        return weight > 0 ? 1 : 0;
+    }
+    return (u64)times((double)weight, WHOLE);
+}
+// What those that are kept reach, of all together.
+DEVICE double wanted_of(u64 all, Kept kept) {
+    return kept.most > 0 ? (double)least_of((u64)kept.most, all)
+                         : times((double)kept.part, (double)all);
+}
 
 // The highest bucket at which the mass so far reaches what is wanted, by the
-// first thread; `above` is what lies above it. The first time that is `part`
-// of all there is.
-DEVICE void descend(SampleShared& shared, bool is_first, float part) {
+// first thread; `above` is what lies above it. What is wanted is known from the
+// first time on.
+DEVICE void descend(SampleShared& shared, bool is_first, Kept kept) {
     constexpr u32 SHARE = BUCKETS / WARP;
     if (thread_index() < WARP) {
         u64 sum = 0;
@@ -156,7 +173,7 @@ DEVICE void descend(SampleShared& shared, bool is_first, float part) {
             for (u32 i = 0; i < WARP; i++) {
                 total += shared.lane_mass[i];
             }
-            shared.wanted = times((double)part, (double)total);
+            shared.wanted = wanted_of(total, kept);
         }
         double wanted = shared.wanted;
         u64 above = shared.above;
@@ -180,8 +197,8 @@ DEVICE void descend(SampleShared& shared, bool is_first, float part) {
 
 // The mass of weights whose bits above `shift` + 10 are `prefix`, by the ten
 // bits below.
-DEVICE void count_mass(SampleShared& shared, const float* weights, u32 count, u32 prefix,
-                       u32 shift) {
+DEVICE void count_mass(SampleShared& shared, const float* weights, u32 count, Kept kept,
+                       u32 prefix, u32 shift) {
     sync_block();
     for (u32 i = thread_index(); i < BUCKETS; i += SAMPLE_THREADS) {
         shared.mass[i] = 0;
@@ -190,7 +207,7 @@ DEVICE void count_mass(SampleShared& shared, const float* weights, u32 count, u3
     for (u32 i = thread_index(); i < count; i += SAMPLE_THREADS) {
         float weight = weights[i];
         u32 bits = bits_of(weight) >> shift;
-        u64 mass = mass_of(weight);
+        u64 mass = mass_of(weight, kept);
         if (mass > 0 && bits >> 10 == prefix) {
             atomic_add(&shared.mass[bits % BUCKETS], mass);
         }
@@ -222,9 +239,10 @@ DEVICE void keep_first(SampleShared& shared, float* weights, u32 count, u32 bits
     }
 }
 
-// Sets every weight outside the nucleus to 0: the likeliest stay that reach
-// `part` of the whole, of equal ones those of smaller ids.
-DEVICE void keep_nucleus(SampleShared& shared, float* weights, u32 count, float part) {
+// Sets every weight outside what is kept to 0: the likeliest stay, of equal ones
+// those of smaller ids.
+DEVICE void cut_tail(SampleShared& shared, float* weights, u32 count, Kept kept) {
+    sync_block(); // nobody reads any more what the last cut left here
     if (thread_index() == 0) {
         shared.above = 0;
         shared.equal = 0;
@@ -232,12 +250,12 @@ DEVICE void keep_nucleus(SampleShared& shared, float* weights, u32 count, float 
     // The highest bits first, then ten and ten more: no bit is left.
     u32 bits = 0;
     for (u32 level = 0; level < 3; level++) {
-        count_mass(shared, weights, count, bits, 20 - 10 * level);
-        descend(shared, level == 0, part);
+        count_mass(shared, weights, count, kept, bits, 20 - 10 * level);
+        descend(shared, level == 0, kept);
         bits = bits << 10 | shared.bucket;
     }
     // How many of that very weight it takes.
-    double mass = (double)mass_of(float_of(bits));
+    double mass = (double)mass_of(float_of(bits), kept);
     double missing = shared.wanted - (double)shared.above;
     u64 most = missing > mass ? (u64)(missing / mass) : 1;
     while (times((double)most, mass) < missing) {
@@ -381,8 +399,11 @@ DEVICE u32 draw(SampleShared& shared, const SampleArgs& args, const SampleRow& r
     for (u32 i = thread_index(); i < count; i += SAMPLE_THREADS) {
         weights[i] = exponential(times(plus(bounded(from[i]), -highest), scale));
     }
+    if (row.top_k > 0 && row.top_k < count) {
+        cut_tail(shared, weights, count, Kept{row.top_k, 1.0f});
+    }
     if (row.top_p < 1) {
-        keep_nucleus(shared, weights, count, row.top_p);
+        cut_tail(shared, weights, count, Kept{0, row.top_p});
     }
     if (!PLANTED(SampleWithoutBarrier)) {
         sync_block();

@@ -1,6 +1,8 @@
 //! Drawing tokens: the same token as the CPU's sampler draws, whatever is
 //! asked for.
 
+use std::num::NonZeroU32;
+
 use super::*;
 use crate::backend::cuda::kernels::*;
 use crate::sample::{
@@ -39,6 +41,12 @@ impl Ask {
         ask
     }
 
+    /// The same, of so many likeliest.
+    fn among(mut self, top_k: u32) -> Self {
+        self.params.top_k = NonZeroU32::new(top_k);
+        self
+    }
+
     fn on_cpu(&self, row: &[f32], sampler: &mut Sampler) -> Option<Drawn> {
         if let Some(token) = self.given {
             let top = self.params.top_logprobs;
@@ -63,6 +71,13 @@ fn asks(vocabulary: usize) -> Vec<Ask> {
         for (more, top_p) in [1.0, 0.95, 0.5, 0.1, 0.0].into_iter().enumerate() {
             asks.push(Ask::warm(temperature, top_p, (10 * seed + more) as u64));
         }
+    }
+    for (seed, (top_k, top_p)) in
+        [(1, 1.0), (2, 0.7), (40, 1.0), (40, 0.9), (300, 1.0), (u32::MAX, 0.5)]
+            .into_iter()
+            .enumerate()
+    {
+        asks.push(Ask::warm(1.3, top_p, 50 + seed as u64).among(top_k));
     }
     for temperature in [0.0, 1.0] {
         let mut biased = Ask::warm(temperature, 0.9, 77);
@@ -118,7 +133,7 @@ fn draw(
             counts: counts.len() as u32,
             count_count: ask.history.len() as u32,
             top: ask.params.top_logprobs.unwrap_or(NONE),
-            unused: 0,
+            top_k: ask.params.top_k.map_or(0, NonZeroU32::get),
         });
         previous.extend(ask.pending);
         bias_tokens.extend(ask.params.logit_bias.iter().map(|(token, _)| *token));
@@ -288,4 +303,6 @@ fn planted_bugs_in_drawing_are_found() {
     let even = vec![0.0; 1_000];
     let asks: Vec<Ask> = (0..8).map(|seed| Ask::warm(1.0, 0.4, seed)).collect();
     finds(Bug::SampleTies, |emulator, order| check(emulator, order, &even, &asks));
+    let few: Vec<Ask> = asks.into_iter().map(|ask| ask.among(5)).collect();
+    finds(Bug::SampleTies, |emulator, order| check(emulator, order, &even, &few));
 }
