@@ -56,6 +56,9 @@ pub struct Arguments {
     #[arg(long, value_name = "PERCENT", default_value_t = 90,
         value_parser = clap::value_parser!(u32).range(1..=100))]
     gpu_memory: u32,
+    /// The same logits to the bit, whatever else is in the batch.
+    #[arg(long)]
+    deterministic: bool,
     /// Sequences in one batch.
     #[arg(long, value_name = "N", default_value_t = 64)]
     max_sequences: u32,
@@ -230,6 +233,7 @@ fn options(arguments: Arguments) -> Result<WorkerOptions> {
     options.threads = arguments.threads;
     options.kv_bytes = arguments.kv_memory;
     options.gpu_memory_percent = arguments.gpu_memory;
+    options.deterministic = arguments.deterministic;
     options.step_tokens = arguments.max_chunk_tokens;
     options.max_sequences = arguments.max_sequences;
     options.step_box = arguments.step_box;

@@ -212,8 +212,12 @@ fn ask(model: &str, prompt: &str, tokens: u32) -> Value {
 
 /// What the model answers, drawn greedily.
 async fn answer(connection: &Connection, model: &str, prompt: &str) -> String {
-    let body = ask(model, prompt, ANSWER);
-    let (status, reply) = post(connection, "/v1/chat/completions", &body).await;
+    content(connection, &ask(model, prompt, ANSWER)).await
+}
+
+/// The text of the answer to `body`.
+async fn content(connection: &Connection, body: &Value) -> String {
+    let (status, reply) = post(connection, "/v1/chat/completions", body).await;
     assert_eq!(status, 200, "{reply}");
     reply["choices"][0]["message"]["content"].as_str().expect("text").to_owned()
 }
@@ -288,6 +292,33 @@ async fn each_card_has_a_worker_and_its_answers_are_the_processors() {
     let billed = billed(&gateway, &machine.folder.path().join("audit"));
     let [one, other] = CARDS;
     assert_eq!(billed.iter().map(String::as_str).collect::<Vec<_>>(), [one, other, "worker/0"]);
+}
+
+/// What is drawn with a seed is the same alone and in company.
+#[tokio::test]
+async fn deterministic_workers_answer_alike_in_company() {
+    let (_alone, machine) = (ALONE.lock().await, Machine::of_cards());
+    machine.is_measured("h100-Emulated_H100__deterministic_");
+    let mut gateway = machine.start(&["cuda:0"], "deterministic = true\n");
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    let drawn = |index: usize| {
+        let connection = connection.clone();
+        let mut body = ask("tollgate-demo", PROMPTS[index], ANSWER);
+        body["temperature"] = json!(1.5);
+        body["seed"] = json!(7);
+        body["top_k"] = json!(40);
+        async move { (index, content(&connection, &body).await) }
+    };
+    let mut alone = Vec::new();
+    for index in 0..PROMPTS.len() {
+        alone.push(drawn(index).await);
+    }
+    let company = (0..PROMPTS.len()).map(drawn).collect::<tokio::task::JoinSet<_>>();
+    let mut company = company.join_all().await;
+    company.sort_unstable();
+    assert_eq!(company, alone);
+    assert_eq!(gateway.stop(), Some(0));
+    assert!(machine.log().contains("the same bits in any company"), "{}", machine.log());
 }
 
 /// Streams from both workers while `lose` takes one of them away: its client

@@ -291,6 +291,9 @@ section! {
         /// Percent of a GPU's free memory that a worker takes: weights,
         /// buffers, and for the KV cache what is left of it.
         gpu_memory: u32 = 90, 1..=100;
+        /// Whether the same request is answered the same to the bit whatever
+        /// else is in the batch; steps take longer.
+        deterministic: bool = false;
         /// Sequences in one batch.
         max_sequences: u32 = 64, 1..=4_096;
         /// How long one step should take at most; where the model is fast, less:

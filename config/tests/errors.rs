@@ -63,6 +63,10 @@ fn each_mistake_has_a_place_and_a_key() {
             "[worker]\nmax_sequences = -1",
             "t.toml:2: worker.max_sequences: expected a whole number from 0 to 4294967295, found -1",
         ),
+        (
+            "[worker]\ndeterministic = 1",
+            "t.toml:2: worker.deterministic: expected true or false, found 1",
+        ),
         // Prices.
         (
             "[prices.a]\nfrom = 2026-12-01\ncurrency = \"EUR\"\nper_device_second = 0.1",

@@ -82,6 +82,7 @@ fn arguments(
     let worker = config.worker();
     let nanos = |span: Duration| OsString::from(format!("{}ns", span.as_nanos()));
     let mut words: Vec<OsString> = vec!["worker".into(), "--end-with-parent".into()];
+    words.extend(worker.deterministic.then(|| "--deterministic".into()));
     let mut flag = |name: &str, value: OsString| words.extend([name.into(), value]);
     flag("--name", name.to_string().into());
     flag("--socket", socket.into());

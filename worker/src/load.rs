@@ -10,15 +10,15 @@ use std::time::Duration;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 use tollgate_domain::CostTable;
-use tollgate_engine::Backend;
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
 use tollgate_engine::backend::cuda::{
-    self, CodeFolders, CudaBackend, CudaError, CudaOptions, Wanted,
+    self, CodeFolders, CudaBackend, CudaError, CudaOptions, KernelChoice, Wanted,
 };
 use tollgate_engine::backend::synthetic::{
     Pace, SyntheticBackend, SyntheticOptions, SyntheticText,
 };
 use tollgate_engine::model::ModelFiles;
+use tollgate_engine::{Backend, Instructions};
 use tollgate_text::{ChatTemplate, TextError, Tokenizer, TokenizerConfig};
 
 use crate::card::Card;
@@ -149,7 +149,10 @@ fn cuda(
             bundles: beside.into_iter().collect(),
             libraries: Vec::new(),
         },
-        vendor_products: true,
+        kernels: match options.deterministic {
+            true => KernelChoice::Deterministic,
+            false => KernelChoice::Fastest,
+        },
         graphs: true,
         // Beside others' steps it would stretch those, and measure them.
         search: if options.card.turn.is_none() { PRODUCT_SEARCH } else { Duration::ZERO },
@@ -164,6 +167,7 @@ fn cuda(
 fn cpu(files: &ModelFiles, options: &WorkerOptions) -> Result<Claimed, WorkerError> {
     let mut cpu = CpuOptions::for_model(files.config(), options.kv_bytes);
     cpu.step_tokens = options.step_tokens;
+    cpu.instructions = options.deterministic.then(Instructions::best_deterministic);
     if let Some(threads) = options.threads {
         cpu.threads = threads as usize;
     }

@@ -35,6 +35,9 @@ pub struct WorkerOptions {
     /// The part of a GPU's free memory that is taken, percent: weights,
     /// buffers, and for the KV cache what is left of it.
     pub gpu_memory_percent: u32,
+    /// Whether a token's logits are the same to the bit, whatever else is in
+    /// its step.
+    pub deterministic: bool,
     /// Tokens that one step feeds at most, over all sequences.
     pub step_tokens: u32,
     /// Sequences in the batch at once.
@@ -114,6 +117,7 @@ impl WorkerOptions {
             threads: None,
             kv_bytes: 512 << 20,
             gpu_memory_percent: 90,
+            deterministic: false,
             step_tokens: 512,
             max_sequences: 64,
             step_box: Duration::from_millis(80),

@@ -97,6 +97,29 @@ impl Field for f64 {
     }
 }
 
+impl Field for bool {
+    fn sample() -> String {
+        "true".to_owned()
+    }
+
+    fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
+        let flag = match &node.value {
+            Value::Boolean(flag) => Some(*flag),
+            Value::Text(text) => text.parse().ok(),
+            _ => None,
+        };
+        flag.or_else(|| reader.expected(node, key, "true or false"))
+    }
+
+    fn show(&self) -> Option<String> {
+        Some(self.to_string())
+    }
+
+    fn schema() -> serde_json::Value {
+        json!({ "type": "boolean" })
+    }
+}
+
 impl Field for String {
     fn sample() -> String {
         "\"text\"".to_owned()

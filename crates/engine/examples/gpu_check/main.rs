@@ -14,6 +14,9 @@
 #[path = "../../tests/cuda/agree.rs"]
 #[allow(clippy::unwrap_used, unreachable_pub, dead_code, reason = "it is a test's")]
 mod agree;
+#[path = "../../tests/cuda/alike.rs"]
+#[allow(clippy::unwrap_used, unreachable_pub, reason = "it is a test's")]
+mod alike;
 mod compare;
 #[path = "../../tests/cuda/drawing.rs"]
 #[allow(clippy::unwrap_used, unreachable_pub, dead_code, reason = "it is a test's")]

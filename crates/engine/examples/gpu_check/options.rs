@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use tollgate_engine::backend::cuda::{CodeFolders, CudaOptions, Wanted};
+use tollgate_engine::backend::cuda::{CodeFolders, CudaOptions, KernelChoice, Wanted};
 
 /// What was asked for.
 #[derive(Default)]
@@ -19,8 +19,8 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// How a backend is set up; `vendor`: whether NVIDIA's library multiplies.
-    pub(crate) fn backend(&self, vendor: bool, step_tokens: u32) -> CudaOptions {
+    /// How a backend is set up.
+    pub(crate) fn backend(&self, kernels: KernelChoice, step_tokens: u32) -> CudaOptions {
         CudaOptions {
             wanted: Wanted::First,
             memory_share: 0.9,
@@ -30,7 +30,7 @@ impl Options {
                 bundles: self.kernels.clone(),
                 libraries: Vec::new(),
             },
-            vendor_products: vendor,
+            kernels,
             graphs: true,
             search: Duration::from_secs(2),
         }

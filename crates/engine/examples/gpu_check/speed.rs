@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 use tollgate_engine::SamplingParams;
-use tollgate_engine::backend::cuda::{CudaBackend, CudaOptions, Operation};
+use tollgate_engine::backend::cuda::{CudaBackend, CudaOptions, KernelChoice, Operation};
 use tollgate_engine::backend::{
     Backend, Draw, DrawToken, LogitRows, Results, Span, StepOutput, StepPlan,
 };
@@ -58,20 +58,20 @@ impl Plan {
 
 /// With whose products, and whether steps that decode are graphs: what a
 /// worker runs, without the vendor's library, and launch by launch.
-const WAYS: [(bool, bool); 3] = [(true, true), (false, true), (true, false)];
+const WAYS: [(KernelChoice, bool); 3] =
+    [(KernelChoice::Fastest, true), (KernelChoice::Own, true), (KernelChoice::Fastest, false)];
 
 pub(crate) fn run(kept: &Options) -> Result<Value, Box<dyn Error>> {
     let plan = Plan::of(kept);
     let mut measured = Vec::new();
     for (name, spec) in &plan.shapes {
-        for (vendor, graphs) in WAYS {
-            let way = if vendor { "vendor's products" } else { "own products" };
-            eprintln!("{name}, {way}, {}", if graphs { "graphs" } else { "launches" });
+        for (kernels, graphs) in WAYS {
+            eprintln!("{name}, {kernels} kernels, {}", if graphs { "graphs" } else { "launches" });
             let tokens = plan.prompt.max(256);
-            let options = CudaOptions { graphs, ..kept.backend(vendor, tokens) };
+            let options = CudaOptions { graphs, ..kept.backend(kernels, tokens) };
             let mut shape = shape(spec, &plan, &options)?;
             shape["shape"] = (*name).into();
-            shape["vendor_products"] = vendor.into();
+            shape["kernels"] = kernels.to_string().into();
             shape["graphs"] = graphs.into();
             measured.push(shape);
             // What was measured outlives what may yet fail.

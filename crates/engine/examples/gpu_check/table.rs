@@ -103,7 +103,7 @@ fn row(shape: &Value, measured: &Value, peer: &Value) -> Result<String, Box<dyn 
 
 fn way(shape: &Value) -> String {
     let name = shape["shape"].as_str().unwrap_or_default();
-    let products = if shape["vendor_products"] == true { "" } else { ", own products" };
+    let products = if shape["kernels"] == "own" { ", own products" } else { "" };
     let launches = if shape["graphs"] == true { "" } else { ", no graphs" };
     format!("{name}{products}{launches}")
 }

@@ -20,6 +20,7 @@ mod probe;
 mod products;
 mod weights;
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -92,13 +93,40 @@ pub struct CudaOptions {
     pub step_tokens: u32,
     /// Where kernels and libraries are looked for.
     pub folders: CodeFolders,
-    /// Whether the vendor's library may multiply; if not, only own kernels do.
-    pub vendor_products: bool,
+    /// Which kernels run.
+    pub kernels: KernelChoice,
     /// Whether steps that decode are given to the device as graphs.
     pub graphs: bool,
     /// Of the device's time at the start, what may go into measuring the
     /// vendor's ways to multiply and ours.
     pub search: Duration,
+}
+
+/// Which kernels run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KernelChoice {
+    /// The fastest for a step, those of the vendor's library among them.
+    Fastest,
+    /// The fastest of our own.
+    Own,
+    /// One of our own for each operation, which adds in one order: a token's
+    /// logits are the same to the bit, whatever else is in its step.
+    Deterministic,
+}
+
+impl KernelChoice {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Fastest, Self::Own, Self::Deterministic];
+}
+
+impl fmt::Display for KernelChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Fastest => "fastest",
+            Self::Own => "own",
+            Self::Deterministic => "deterministic",
+        })
+    }
 }
 
 /// Why a model could not be set up on a GPU.
@@ -200,20 +228,28 @@ impl CudaBackend {
         let config = config.clone();
         let head_dim = head_dim_of(&config).map_err(CudaError::Model)?;
         let found = probe::open(&options.wanted)?;
-        let device = info(&found);
+        let mut device = info(&found);
         let Found { context, listed } = found;
         let mut notes = vec![format!("{} ({})", listed.name, listed.uuid)];
+        if options.kernels == KernelChoice::Deterministic {
+            // Another speed, so other prices.
+            device.name.push_str(" (deterministic)");
+            notes.push("one kernel for each operation: the same bits in any company".to_owned());
+        }
         let code = code::obtain(&SOURCE, &code::target_of(listed.capability), &options.folders)?;
         notes.push(code.origin);
         let free = context.free_bytes()?;
         let allowed = (free as f64 * options.memory_share.clamp(0.0, 1.0)) as u64;
         check_room(&config, allowed)?;
         let machine = Machine::load(&context, &code.image)?;
-        let blas = match options.vendor_products {
-            true => Blas::start(&context, &options.folders.libraries)
-                .map_err(|reason| notes.push(format!("{reason}: own kernels multiply instead")))
-                .ok(),
-            false => None,
+        let mut products = match options.kernels {
+            KernelChoice::Fastest => Products::new(
+                Blas::start(&context, &options.folders.libraries)
+                    .map_err(|reason| notes.push(format!("{reason}: own kernels multiply instead")))
+                    .ok(),
+            ),
+            KernelChoice::Own => Products::new(None),
+            KernelChoice::Deterministic => Products::deterministic(),
         };
         let model = Model::load(&config, origin, &context)?;
         let tokens = options.step_tokens.clamp(1, MOST_STEP_TOKENS);
@@ -226,10 +262,10 @@ impl CudaBackend {
             context: config.context,
             kv_blocks: 0,
             tile: kernels::tile_tokens(config.heads / config.kv_heads),
+            decodes_apart: options.kernels != KernelChoice::Deterministic,
         };
         let parts = parts_at_most(&config, listed.multiprocessors, tokens);
         let buffers = Buffers::new(&context, &config, limits, parts)?;
-        let mut products = Products::new(blas);
         let kinds = kinds(&config, &model, &buffers, limits);
         let search = DeviceNanos(options.search.as_nanos().min(u128::from(u64::MAX)) as u64);
         // SAFETY: buffers of rows hold a whole bucket of the most that a step

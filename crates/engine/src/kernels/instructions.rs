@@ -29,10 +29,21 @@ impl Instructions {
 
     /// The best that this machine has.
     pub fn best() -> Self {
+        Self::best_of(|_| true)
+    }
+
+    /// The best that this machine has of those by which a token's logits are
+    /// the same to the bit, whatever else is in its step: tiles, which only
+    /// many tokens take, add in an order of their own.
+    pub fn best_deterministic() -> Self {
+        Self::best_of(|instructions| instructions != Self::Amx)
+    }
+
+    fn best_of(may: impl Fn(Self) -> bool) -> Self {
         Self::ALL
             .into_iter()
             .rev()
-            .find(|instructions| instructions.is_available())
+            .find(|&instructions| may(instructions) && instructions.is_available())
             .unwrap_or(Self::Portable)
     }
 

@@ -7,6 +7,7 @@
 #![allow(dead_code, reason = "likewise, and neither needs all of them")]
 
 mod agree;
+mod alike;
 #[path = "../../examples/gpu_check/compare.rs"]
 mod compare;
 mod drawing;
@@ -29,9 +30,10 @@ use std::time::Duration;
 use agree::{BLOCKS, Pair, everything, models, open, scattered, span, text};
 use load::load;
 use standin::Part;
+use tollgate_engine::Instructions;
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
 use tollgate_engine::backend::cuda::{
-    Absent, CodeFolders, CudaBackend, CudaError, CudaOptions, Wanted,
+    Absent, CodeFolders, CudaBackend, CudaError, CudaOptions, KernelChoice, Wanted,
 };
 use tollgate_engine::backend::{Backend, BackendError, LogitRows, StepOutput, StepPlan};
 use tollgate_engine::model::ModelFiles;
@@ -86,16 +88,18 @@ fn options(kept: &Path) -> CudaOptions {
         memory_share: 0.9,
         step_tokens: 256,
         folders: CodeFolders { kept: kept.to_owned(), ..CodeFolders::default() },
-        vendor_products: true,
+        kernels: KernelChoice::Fastest,
         graphs: true,
         search: Duration::from_millis(200),
     }
 }
 
+fn reference_options() -> CpuOptions {
+    CpuOptions { threads: 1, kv_tokens: BLOCKS * 16, step_tokens: 256, instructions: None }
+}
+
 fn reference(files: &ModelFiles) -> CpuBackend {
-    let options =
-        CpuOptions { threads: 1, kv_tokens: BLOCKS * 16, step_tokens: 256, instructions: None };
-    CpuBackend::new(files, &options).unwrap()
+    CpuBackend::new(files, &reference_options()).unwrap()
 }
 
 #[test]
@@ -118,6 +122,30 @@ fn every_kind_of_model_agrees_with_the_cpu() {
         assert!(cuda.graphs() > 0 && card.replays() > replays + 10, "{name}");
         drop(cuda);
         assert_eq!(card.taken(), 0, "{name}: all memory is given back");
+    }
+}
+
+#[test]
+fn deterministic_backends_compute_a_text_alike_whatever_else_they_do() {
+    let (_alone, _card) = card();
+    for (name, spec, window) in models() {
+        let (_folder, files) = open(&spec, window, 7);
+        for instructions in Instructions::ALL.into_iter().filter(|it| it.is_available()) {
+            let cpu = CpuOptions { instructions: Some(instructions), ..reference_options() };
+            let mut cpu = CpuBackend::new(&files, &cpu).unwrap();
+            let is_alike = alike::differing(&mut cpu, spec.vocabulary) == 0;
+            let promised = instructions <= Instructions::best_deterministic();
+            assert!(is_alike || !promised, "{name}, {instructions}");
+        }
+        let kept = tempfile::tempdir().unwrap();
+        let differing = |kernels| {
+            let options = CudaOptions { kernels, ..options(kept.path()) };
+            alike::differing(&mut CudaBackend::new(&files, &options).unwrap(), spec.vocabulary)
+        };
+        assert_eq!(differing(KernelChoice::Deterministic), 0, "{name}");
+        if name == "qwen2" {
+            assert!(differing(KernelChoice::Own) > 0, "the test sees a difference");
+        }
     }
 }
 

@@ -23,7 +23,7 @@ use load::load;
 use standin::Part;
 use tollgate_engine::backend::Backend;
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
-use tollgate_engine::backend::cuda::{CodeFolders, CudaBackend, CudaOptions, Wanted};
+use tollgate_engine::backend::cuda::{CodeFolders, CudaBackend, CudaOptions, KernelChoice, Wanted};
 
 /// Where this crate's sources are.
 const ENGINE: &str = env!("CARGO_MANIFEST_DIR");
@@ -51,7 +51,7 @@ fn whole_models_agree_with_the_cpu() {
                 bundles: Vec::new(),
                 libraries: vec![libraries.clone()],
             },
-            vendor_products: true,
+            kernels: KernelChoice::Fastest,
             graphs: true,
             search: Duration::from_millis(200),
         };

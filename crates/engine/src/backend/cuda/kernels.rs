@@ -439,20 +439,18 @@ pub fn tiled(args: LinearArgs, finish: Finish) -> Launch<LinearArgs> {
     }
 }
 
-/// A linear layer of at most [`SKINNY_ROWS`] rows.
-///
-/// # Panics
-/// If it has more.
+/// A linear layer by a kernel for few rows, which reads all weights again for
+/// every [`SKINNY_ROWS`]. A row's sums are the same to the bit whatever rows
+/// there are beside it.
 pub fn skinny(args: LinearArgs, finish: Finish) -> Launch<LinearArgs> {
-    assert!(args.rows <= SKINNY_ROWS, "a skinny layer has few rows");
-    let names = match args.rows {
-        0..=8 => ["skinny8_f32", "skinny8_bf16", "skinny8_add"],
-        9..=16 => ["skinny16_f32", "skinny16_bf16", "skinny16_add"],
-        _ => ["skinny32_f32", "skinny32_bf16", "skinny32_add"],
+    let (rows, names) = match args.rows {
+        0..=8 => (8, ["skinny8_f32", "skinny8_bf16", "skinny8_add"]),
+        9..=16 => (16, ["skinny16_f32", "skinny16_bf16", "skinny16_add"]),
+        _ => (SKINNY_ROWS, ["skinny32_f32", "skinny32_bf16", "skinny32_add"]),
     };
     Launch {
         kernel: finish.pick(names),
-        grid: [args.columns.div_ceil(SKINNY_COLUMNS), 1, 1],
+        grid: [args.columns.div_ceil(SKINNY_COLUMNS) * args.rows.div_ceil(rows), 1, 1],
         threads: 256,
         args,
     }
@@ -470,7 +468,7 @@ pub fn sums_of_sample(vocabulary: u32) -> u32 {
 
 /// Likeliest tokens that [`sample`] reports at most; its lists have this pitch.
 pub const MOST_TOP: u32 = 20;
-/// Rows of activations that the kernels for few rows take.
+/// Rows of activations that the kernels for few rows take at once.
 pub const SKINNY_ROWS: u32 = 32;
 const SKINNY_COLUMNS: u32 = 16;
 const PREFILL_ROWS: u32 = 64;

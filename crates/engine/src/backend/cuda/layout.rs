@@ -1,7 +1,8 @@
 //! A step's plan as the kernels read it: one piece of words, one copy.
 //!
 //! Single tokens are decoded, longer spans are cut into tiles of prefill; each
-//! kind is one launch a layer, whatever the mix.
+//! kind is one launch a layer, whatever the mix. Where results may not depend on
+//! it, single tokens are prefill, too.
 
 use super::choices::{CHOICE_WORDS, ChoicePlaces, Choices};
 use super::kernels::NONE;
@@ -30,6 +31,7 @@ pub(super) struct Layout {
     /// The longest context of a single token, tokens.
     pub(super) longest_decode: u32,
     tile: u32,
+    decodes_apart: bool,
     most_blocks: usize,
     /// For each KV block the last step that wrote to it.
     written: Vec<u64>,
@@ -69,6 +71,8 @@ pub(super) struct Room {
     pub(super) kv_blocks: u32,
     /// Tokens of a tile of prefill.
     pub(super) tile: u32,
+    /// Whether single tokens are attended to by a kernel of their own.
+    pub(super) decodes_apart: bool,
 }
 
 impl Room {
@@ -113,6 +117,7 @@ impl Layout {
             blocks: Vec::with_capacity(room.blocks()),
             longest_decode: 0,
             tile: room.tile.max(1),
+            decodes_apart: room.decodes_apart,
             most_blocks: room.blocks(),
             written: vec![0; room.kv_blocks as usize],
             step: 0,
@@ -203,7 +208,7 @@ impl Layout {
             self.positions.push(position);
             self.slots.push(block * BLOCK_TOKENS + position % BLOCK_TOKENS);
         }
-        if count == 1 {
+        if count == 1 && self.decodes_apart {
             self.decodes.push([first, 1, span.start, table]);
             self.longest_decode = self.longest_decode.max(span.start + 1);
         } else {
@@ -281,6 +286,7 @@ mod tests {
         context: 256,
         kv_blocks: 40,
         tile: 16,
+        decodes_apart: true,
     };
 
     fn span<'a>(tokens: &'a [u32], start: u32, blocks: &'a [u32], logits: LogitRows) -> Span<'a> {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use tollgate_domain::DeviceNanos;
 
 use super::driver::{Address, Blas, Context, DriverFault, Event, Matrices, Plan};
-use super::kernels::{self, Finish, LinearArgs};
+use super::kernels::{self, Finish, Launch, LinearArgs};
 use super::machine::Machine;
 
 /// The library, if there is one, and what is known of it so far.
@@ -17,6 +17,8 @@ pub(super) struct Products {
     /// By shape; without a plan our own kernel runs it. Bounded by the model's
     /// matrices times the buckets of rows.
     plans: BTreeMap<Matrices, Option<Plan>>,
+    /// Our own kernel, by the arguments and what becomes of the products.
+    own: fn(LinearArgs, Finish) -> Launch<LinearArgs>,
 }
 
 /// A linear layer of one step.
@@ -62,7 +64,12 @@ impl Product {
 
 impl Products {
     pub(super) fn new(blas: Option<Blas>) -> Self {
-        Self { blas, plans: BTreeMap::new() }
+        Self { blas, plans: BTreeMap::new(), own: kernels::linear }
+    }
+
+    /// One kernel for any number of rows, which adds in one order.
+    pub(super) fn deterministic() -> Self {
+        Self { own: kernels::skinny, ..Self::new(None) }
     }
 
     /// Measures which way is the fastest for each kind of product and number
@@ -125,7 +132,7 @@ impl Products {
             }
         }
         // SAFETY: the caller vouches for the places.
-        unsafe { machine.launch(context, &kernels::linear(product.args(), finish)) }
+        unsafe { machine.launch(context, &(self.own)(product.args(), finish)) }
     }
 }
 

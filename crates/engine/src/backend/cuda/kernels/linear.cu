@@ -154,11 +154,15 @@ template <u32 EIGHTS> struct Parts {
 // Sixteen rows of weights are the rows of a product with eight rows of
 // activations, or twice or four times that, straight from memory: depth is
 // dealt to lanes so that each loads 16 neighbouring bytes, alike for both.
-// Eight warps share the depth; the weights are read once.
+// Eight warps share the depth; the weights are read once. More rows than that
+// are so many blocks more: a row's sums are added in one order, whatever its
+// neighbours.
 template <class Finish, u32 EIGHTS> DEVICE void skinny(const LinearArgs& args) {
     SHARED(Parts<EIGHTS>, parts);
     u32 warp = thread_index() / WARP, lane = thread_index() % WARP, g = lane / 4, t = lane % 4;
-    u32 column = block_x() * SKINNY_COLUMNS + g;
+    u32 groups = steps_of(args.rows, 8 * EIGHTS);
+    u32 first_row = block_x() % groups * 8 * EIGHTS;
+    u32 first_column = block_x() / groups * SKINNY_COLUMNS, column = first_column + g;
     bool has_upper = column < args.columns, has_lower = column + 8 < args.columns;
     const bf16* upper_row = args.weights + (u64)(has_upper ? column : 0) * args.depth;
     const bf16* lower_row = args.weights + (u64)(has_lower ? column + 8 : 0) * args.depth;
@@ -173,7 +177,7 @@ template <class Finish, u32 EIGHTS> DEVICE void skinny(const LinearArgs& args) {
                 lower[i] = load8(lower_row + at);
 #pragma unroll
                 for (u32 eight = 0; eight < EIGHTS; eight++) {
-                    u32 row = 8 * eight + g;
+                    u32 row = first_row + 8 * eight + g;
                     if (row < args.rows || PLANTED(SkinnyWithoutBound)) {
                         input[i][eight] = load8(args.input + (u64)row * args.depth + at);
                     }
@@ -203,12 +207,12 @@ template <class Finish, u32 EIGHTS> DEVICE void skinny(const LinearArgs& args) {
     }
     sync_block();
     for (u32 i = thread_index(); i < SKINNY_COLUMNS * 8 * EIGHTS; i += 256) {
-        u32 row = i / SKINNY_COLUMNS, down = i % SKINNY_COLUMNS;
-        u32 place = block_x() * SKINNY_COLUMNS + down;
+        u32 across = i / SKINNY_COLUMNS, down = i % SKINNY_COLUMNS;
+        u32 row = first_row + across, place = first_column + down;
         float sum = 0;
 #pragma unroll
         for (u32 part = 0; part < 8; part++) {
-            sum += parts.at[part][down][row];
+            sum += parts.at[part][down][across];
         }
         if (row < args.rows && place < args.columns) {
             Finish::put(static_cast<typename Finish::Element*>(args.output) +

@@ -116,7 +116,7 @@ fn tiles_agree() {
 
 #[test]
 fn skinny_layers_agree() {
-    for rows in [1, 7, 8, 9, 16, 17, 32] {
+    for rows in [1, 7, 8, 9, 16, 17, 32, 33, 71] {
         for (columns, depth) in [(1, 8), (16, 32), (37, 128), (130, 520), (517, 136)] {
             let layer = Layer::new(rows, columns, depth);
             for finish in FINISHES {
@@ -124,6 +124,36 @@ fn skinny_layers_agree() {
             }
         }
     }
+}
+
+/// The first rows of many and the same rows alone.
+#[test]
+fn a_rows_sums_do_not_depend_on_its_neighbours() {
+    const MANY: usize = 70;
+    sound(|emulator, order| {
+        let layer = Layer::new(MANY, 37, 520);
+        let (input, weights) = (emulator.copy(&layer.input), emulator.copy(&layer.weights));
+        let run = |first: usize, rows: usize| {
+            let output = emulator.memory::<f32>(rows * layer.columns);
+            let args = LinearArgs {
+                output: output.at(),
+                input: input.at() + (2 * first * layer.depth) as u64,
+                weights: weights.at(),
+                rows: rows as u32,
+                columns: layer.columns as u32,
+                depth: layer.depth as u32,
+            };
+            emulator.launch(&skinny(args, Finish::F32), order)?;
+            filled(&output)
+        };
+        let all = run(0, MANY)?;
+        for (first, rows) in [(0, 1), (3, 8), (12, 16), (30, 33), (69, 1)] {
+            let from = first * layer.columns;
+            let same = run(first, rows)? == all[from..from + rows * layer.columns];
+            same.then_some(()).ok_or_else(|| format!("{rows} rows from {first} on"))?;
+        }
+        Ok(())
+    });
 }
 
 #[test]
