@@ -95,7 +95,14 @@ impl Monitor {
             let Some(nvml) = open(&parts.options) else { return };
             if let Some(engine) = read_until(&nvml, &parts, &engines, &tell_first) {
                 let health = Health::new(parts.options.thresholds.clone());
-                let look = Look { parts, engine, health, steps: 0, concerns: BTreeSet::new() };
+                let look = Look {
+                    parts,
+                    engine,
+                    health,
+                    steps: 0,
+                    concerns: BTreeSet::new(),
+                    is_known: None,
+                };
                 look.until(&nvml, &engines);
             }
         })?;
@@ -154,6 +161,9 @@ struct Look {
     steps: u64,
     /// At the last look.
     concerns: BTreeSet<Concern>,
+    /// Whether NVML knows the device; none before the first look. One that it
+    /// never knew is not gone.
+    is_known: Option<bool>,
 }
 
 impl Look {
@@ -188,6 +198,17 @@ impl Look {
         watched: Option<Watched<'nvml>>,
     ) -> Option<Watched<'nvml>> {
         let found = watched.map_or_else(|| Watched::find(nvml, &self.parts.uuid), Ok);
+        match &found {
+            Ok(_) => self.is_known = Some(true),
+            Err(error) if self.is_known != Some(true) => {
+                if self.is_known.replace(false).is_none() {
+                    let device = &self.parts.uuid;
+                    tracing::warn!(device, %error, "NVML does not know it: it is not watched");
+                }
+                return None;
+            }
+            Err(_) => {}
+        }
         let read = found.and_then(|device| Ok((device.read()?, device)));
         let (readings, device, error) = match read {
             Ok((readings, device)) => (Some(readings), Some(device), None),

@@ -216,7 +216,13 @@ impl CudaBackend {
     /// # Errors
     /// As there.
     pub fn with_noise(config: &ModelConfig, options: &CudaOptions) -> Result<Self, CudaError> {
-        Self::with(config, "noise", &Origin::noise(), options)
+        let backend = Self::with(config, "noise", &Origin::noise(), options)?;
+        // Arithmetic on zeros takes less power, and so less time.
+        for memory in [&backend.cache.keys, &backend.cache.values] {
+            backend.context.repeat(memory, &backend.model.layers[0].gate_up)?;
+        }
+        backend.context.wait()?;
+        Ok(backend)
     }
 
     fn with(
@@ -340,6 +346,11 @@ impl CudaBackend {
         self.context.record(ended)?;
         self.context.wait()?;
         Ok((bytes as u64, DeviceNanos(began.nanos_until(ended)?)))
+    }
+
+    /// Whether the vendor's library multiplies.
+    pub fn has_vendor_products(&self) -> bool {
+        self.products.has_vendors()
     }
 
     /// Kinds of steps that are given to the device as one graph so far.
@@ -563,12 +574,13 @@ fn kinds(config: &ModelConfig, model: &Model, buffers: &Buffers, limits: StepLim
     let layers: Vec<[Product; 4]> = model
         .layers
         .iter()
-        .take(SEARCHED_LAYERS)
         .map(|layer| LayerProducts::new(config, buffers, layer, limits.tokens).all())
         .collect();
-    let kind = |index: usize| Kind {
-        product: layers[0][index],
-        weights: layers.iter().map(|products| products[index].weights).collect(),
+    let kind = |index: usize| {
+        let product = layers[0][index];
+        let bytes = 2 * product.columns as usize * product.depth as usize;
+        let weights = layers.iter().map(|products| products[index].weights);
+        Kind { product, weights: weights.take(SEARCHED_BYTES.div_ceil(bytes)).collect() }
     };
     let head = head_product(config, buffers, model, limits.logit_rows);
     let head = Kind { product: head, weights: vec![head.weights] };
@@ -654,8 +666,8 @@ const GRAPH_BYTES: u64 = 256 << 20;
 const MOST_LOGITS: u32 = 40 << 20;
 /// Sequences of the model's whole context that a cache is ever large enough for.
 const MOST_SEQUENCES: u32 = 256;
-/// More than a card's cache holds of any model that is worth measuring.
-const SEARCHED_LAYERS: usize = 8;
+/// Of each kind of matrix, some times what a card's cache holds.
+const SEARCHED_BYTES: usize = 256 << 20;
 /// 64 Mi tokens.
 const MOST_BLOCKS: u32 = 4 << 20;
 const BLOCKS_PER_MULTIPROCESSOR: u32 = 2;

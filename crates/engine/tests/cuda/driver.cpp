@@ -286,13 +286,6 @@ static Result put_copy(uint64_t to, uint64_t from, size_t bytes) {
     });
     return OK;
 }
-extern "C" Result cuMemcpyHtoD_v2(uint64_t to, const void* from, size_t bytes) {
-    if (captured || !is_ours(to, bytes)) {
-        return captured ? CAPTURING : INVALID;
-    }
-    memcpy((void*)to, from, bytes);
-    return OK;
-}
 extern "C" Result cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void*) {
     return is_ours(to, bytes) ? put_copy(to, (uint64_t)from, bytes) : INVALID;
 }

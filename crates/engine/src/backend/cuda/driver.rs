@@ -192,12 +192,15 @@ impl Context {
         Ok(pinned)
     }
 
-    /// Copies bytes to the device and waits until they are there.
+    /// Copies bytes to the device and waits until they are there: in the stream,
+    /// for what the driver itself waits for is no more than that they have left.
     pub(super) fn write(&self, to: Address, from: &[u8]) -> Result<(), DriverFault> {
         // SAFETY: `to` is a place in memory of this context with room for the
-        // bytes; every maker of an address keeps it so.
-        unsafe { result::memcpy_htod_sync(to.0, from) }
-            .map_err(|error| fault("cuMemcpyHtoD", error))
+        // bytes; every maker of an address keeps it so. The bytes stay until
+        // the stream has been waited for.
+        unsafe { result::memcpy_htod_async(to.0, from, self.stream) }
+            .map_err(|error| fault("cuMemcpyHtoDAsync", error))?;
+        self.wait()
     }
 
     /// Copies the first `bytes` of `from` to the device, in the stream's order.
@@ -231,9 +234,23 @@ impl Context {
     /// Copies as much as both hold within the device, in the stream's order; how
     /// many bytes that is.
     pub(super) fn copy(&self, to: &Memory, from: &Memory) -> Result<usize, DriverFault> {
-        let bytes = to.bytes.min(from.bytes);
+        self.copy_behind(to, 0, from)
+    }
+
+    /// Fills all of `to` with what `from` holds, over and over.
+    pub(super) fn repeat(&self, to: &Memory, from: &Memory) -> Result<(), DriverFault> {
+        let mut place = 0;
+        while place < to.bytes {
+            place += self.copy_behind(to, place, from)?;
+        }
+        Ok(())
+    }
+
+    /// Copies as much as `from` holds and `to` has room for behind `place`.
+    fn copy_behind(&self, to: &Memory, place: usize, from: &Memory) -> Result<usize, DriverFault> {
+        let bytes = (to.bytes - place).min(from.bytes);
         // SAFETY: both live in this context and are at least as long.
-        unsafe { result::memcpy_dtod_async(to.pointer, from.pointer, bytes, self.stream) }
+        unsafe { result::memcpy_dtod_async(to.at(place).0, from.pointer, bytes, self.stream) }
             .map_err(|error| fault("cuMemcpyDtoDAsync", error))?;
         Ok(bytes)
     }

@@ -72,6 +72,11 @@ impl Products {
         Self { own: kernels::skinny, ..Self::new(None) }
     }
 
+    /// Whether there is the vendor's library.
+    pub(super) fn has_vendors(&self) -> bool {
+        self.blas.is_some()
+    }
+
     /// Measures which way is the fastest for each kind of product and number
     /// of rows, for `allowed` of the device's time; what it does not come to is
     /// run as the library guesses.
@@ -169,7 +174,7 @@ unsafe fn fastest(
         });
         tried(Some(way), theirs);
     }
-    let spent = times.iter().map(|(took, _)| took).sum();
+    let spent = RUNS * times.iter().map(|(took, _)| took).sum::<u64>();
     let best = times.into_iter().min().and_then(|(_, way)| way);
     let plan = best.map(|way| {
         plan.choose(way);
@@ -180,26 +185,35 @@ unsafe fn fastest(
 
 /// Times what is put into a stream.
 struct Watch<'a> {
-    context: &'a Context,
+    context: &'a Arc<Context>,
     began: Event,
     ended: Event,
 }
 
 impl Watch<'_> {
-    /// Nanoseconds of `work` over all weights, once it has run before.
+    /// Nanoseconds of `work` over all weights, once it has run before: as one
+    /// graph, or the host would be what is timed, and the least of some runs.
     fn time(
         &self,
         weights: &[Address],
         mut work: impl FnMut(Address) -> Result<(), DriverFault>,
     ) -> Result<u64, DriverFault> {
         work(weights[0])?;
-        self.context.record(&self.began)?;
-        weights.iter().try_for_each(|&weights| work(weights))?;
-        self.context.record(&self.ended)?;
-        self.ended.wait()?;
-        self.began.nanos_until(&self.ended)
+        let graph = self.context.capture(|| weights.iter().try_for_each(|&at| work(at)))?;
+        let mut least = u64::MAX;
+        for _ in 0..RUNS {
+            self.context.record(&self.began)?;
+            // SAFETY: the caller vouches for the places that `work` is given.
+            unsafe { self.context.replay(&graph) }?;
+            self.context.record(&self.ended)?;
+            self.ended.wait()?;
+            least = least.min(self.began.nanos_until(&self.ended)?);
+        }
+        Ok(least)
     }
 }
+
+const RUNS: u64 = 2;
 
 /// Every number of rows up to that of a whole step, which comes first.
 fn buckets(most: u32) -> Vec<u32> {

@@ -112,13 +112,27 @@ fn usual_folders() -> Vec<PathBuf> {
         .filter(|path| file_name(path).starts_with("cuda"))
         .map(|path| path.join("lib64"))
         .collect();
-    for base in ["/usr/lib", "/usr/local/lib", "/opt/conda/lib", "/opt/venv/lib"] {
-        let pythons = entries(Path::new(base)).into_iter();
-        for python in pythons.filter(|path| file_name(path).starts_with("python3")) {
-            for packages in ["site-packages", "dist-packages"] {
-                let wheels = entries(&python.join(packages).join("nvidia"));
-                folders.extend(wheels.into_iter().map(|wheel| wheel.join("lib")));
-            }
+    let pythons = ["/usr/lib", "/usr/local/lib"].map(PathBuf::from);
+    for base in pythons.into_iter().chain(pythons_in(Path::new("/opt"))) {
+        folders.extend(wheels_in(&base));
+    }
+    folders
+}
+
+/// The `lib` of every Python below a folder: `conda`, `venv`, `app/.venv`.
+fn pythons_in(folder: &Path) -> Vec<PathBuf> {
+    let apart = |path: PathBuf| ["lib", ".venv/lib", "venv/lib"].map(|lib| path.join(lib));
+    entries(folder).into_iter().flat_map(apart).collect()
+}
+
+/// Folders of libraries that wheels have put below a Python's `lib`.
+fn wheels_in(base: &Path) -> Vec<PathBuf> {
+    let mut folders = Vec::new();
+    let pythons = entries(base).into_iter();
+    for python in pythons.filter(|path| file_name(path).starts_with("python3")) {
+        for packages in ["site-packages", "dist-packages"] {
+            let wheels = entries(&python.join(packages).join("nvidia"));
+            folders.extend(wheels.into_iter().map(|wheel| wheel.join("lib")));
         }
     }
     folders
@@ -164,7 +178,7 @@ impl fmt::Display for Library {
     }
 }
 
-const DRIVER_SYMBOLS: [&str; 40] = [
+const DRIVER_SYMBOLS: [&str; 39] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuGetErrorName",
@@ -183,7 +197,6 @@ const DRIVER_SYMBOLS: [&str; 40] = [
     "cuMemHostAlloc",
     "cuMemFreeHost",
     "cuMemsetD8Async",
-    "cuMemcpyHtoD_v2",
     "cuMemcpyHtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyDtoDAsync_v2",
@@ -233,3 +246,20 @@ const BLAS_SYMBOLS: [&str; 13] = [
     "cublasLtMatmulAlgoGetHeuristic",
     "cublasLtMatmul",
 ];
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn the_wheels_of_an_applications_python_are_found() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let wheel = folder.path().join("app/.venv/lib/python3.12/site-packages/nvidia/cu13/lib");
+        fs::create_dir_all(&wheel).expect("a folder");
+        let bases = pythons_in(folder.path());
+        let found: Vec<PathBuf> = bases.iter().flat_map(|base| wheels_in(base)).collect();
+        assert_eq!(found, [wheel]);
+    }
+}
