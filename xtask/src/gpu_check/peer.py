@@ -1,5 +1,6 @@
 """The peer: decoding and prompts of the same shapes with the same kind of
-noise for weights, by transformers on the same card. Prints one JSON document."""
+noise for weights, by transformers on the same card: peer.py FILE [--quick].
+What was measured is written as it comes."""
 
 import json
 import sys
@@ -34,11 +35,12 @@ def timed(act):
     return time.perf_counter() - began
 
 
-def measure(shape, batches):
+def measure(shape, batches, told, keep):
     config = AutoConfig.for_model(**shape, max_position_embeddings=8192)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    told = {"decode": []}
+    told["decode"] = []
+    warm = False
     for batch in batches:
         ids = torch.randint(0, shape["vocab_size"], (batch, CONTEXT), device="cuda")
         mask = torch.ones_like(ids)
@@ -47,28 +49,38 @@ def measure(shape, batches):
             model.generate(ids, attention_mask=mask, do_sample=False,
                            min_new_tokens=new, max_new_tokens=new)
 
-        generate(2)
-        seconds = timed(lambda: generate(TOKENS + 1)) - timed(lambda: generate(1))
+        if not warm:
+            generate(2)
+            warm = True
+        first = timed(lambda: generate(1))
+        seconds = timed(lambda: generate(TOKENS + 1)) - first
         told["decode"].append({"batch": batch, "tokens_per_second": batch * TOKENS / seconds})
+        keep()
     ids = torch.randint(0, shape["vocab_size"], (1, PROMPT), device="cuda")
     with torch.no_grad():
         model(ids)
         seconds = min(timed(lambda: model(ids, logits_to_keep=1)) for _ in range(3))
     told["prefill"] = {"tokens": PROMPT, "tokens_per_second": PROMPT / seconds}
+    keep()
     del model
     torch.cuda.empty_cache()
-    return told
 
 
 def main():
-    quick = "--quick" in sys.argv
+    path, quick = sys.argv[1], "--quick" in sys.argv
     names = ["qwen2.5-0.5b"] if quick else list(SHAPES)
     batches = [1] if quick else [1, 32, 128]
+    told = {"check": "peer", "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "device": torch.cuda.get_device_name(), "measured": {name: {} for name in names}}
+
+    def keep():
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(told, file, indent=1)
+
     with torch.no_grad():
-        measured = {name: measure(SHAPES[name], batches) for name in names}
-    print(json.dumps({"check": "peer", "torch": torch.__version__,
-                      "transformers": transformers.__version__,
-                      "device": torch.cuda.get_device_name(), "measured": measured}, indent=1))
+        for name in names:
+            measure(SHAPES[name], batches, told["measured"][name], keep)
 
 
 main()

@@ -1,87 +1,26 @@
 #!/bin/sh
-# Sees what this machine's GPU makes of tollgate: run --out DIR [--quick]
+# Sees what this machine's GPU makes of tollgate:
+#   run --out DIR [--quick] [--only PART,...] [--seconds N]
 #
 # Writes into DIR: device.txt, agree.json (whole models beside the CPU),
-# sanitizer.txt (compute-sanitizer over the same, where there is one),
+# sanitizer.txt (compute-sanitizer over one of them, where there is one),
 # meter.json (metered time beside the card's own view), system.txt (a gateway
 # with a worker on the GPU, from a request to the bill), speed.json (decoding,
 # prompts, each operation), peer.json (transformers, where it is there) and
 # summary.txt. The exit status is 1 where something that ran did not pass.
-# Ten minutes at most.
+# Parts are agree, sanitizer, meter, system, speed, peer; N seconds at most,
+# 570 unless given: what does not come to its turn by then is said.
 set -u
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
-out=''
-quick=''
-while [ $# -gt 0 ]; do
-    case $1 in
-    --out) out=${2:?--out wants a folder}; shift 2 ;;
-    --quick) quick=--quick; shift ;;
-    *) echo "usage: run --out DIR [--quick]" >&2; exit 2 ;;
-    esac
-done
-[ -n "$out" ] || { echo "usage: run --out DIR [--quick]" >&2; exit 2; }
-mkdir -p "$out" && out=$(CDPATH='' cd -- "$out" && pwd)
-failed=0
-: >"$out/summary.txt"
-: >"$out/sanitizer.txt"
-
-say() {
-    echo "$*" | tee -a "$out/summary.txt"
+usage() {
+    echo "usage: run --out DIR [--quick] [--only PART,...] [--seconds N]" >&2
+    exit 2
 }
-
-# judge NAME STATUS BEGAN
-judge() {
-    seconds=$(($(date +%s) - $3))
-    if [ "$2" = 0 ]; then
-        say "$1: passed, $seconds s" >&2
-    elif [ "$2" = 124 ]; then
-        say "$1: NOT FINISHED after $seconds s" >&2
-        failed=1
-    else
-        say "$1: FAILED ($2), $seconds s" >&2
-        failed=1
-    fi
-}
-
-# part NAME SECONDS COMMAND...: runs it for so long at most.
-part() {
-    name=$1
-    limit=$2
-    shift 2
-    began=$(date +%s)
-    timeout "$limit" "$@"
-    judge "$name" $? "$began"
-}
-
-{
-    date -u
-    uname -srm
-    nproc
-    command -v nvidia-smi >/dev/null && nvidia-smi && nvidia-smi -q | head -120
-} >"$out/device.txt" 2>&1
-
-part agree 90 "$here/gpu_check" agree $quick --kernels "$here/kernels" \
-    >"$out/agree.json" 2>"$out/.agree.err"
-cat "$out/.agree.err" >&2
-
-sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1)
-for tool in memcheck racecheck; do
-    if [ -n "$sanitizer" ]; then
-        part "$tool" 45 "$sanitizer" --tool "$tool" --error-exitcode 9 \
-            "$here/gpu_check" agree --quick --kernels "$here/kernels" >>"$out/sanitizer.txt" 2>&1
-    else
-        say "$tool: not run, there is no compute-sanitizer" >>"$out/sanitizer.txt"
-    fi
-done
-
-part meter 60 "$here/gpu_check" meter $quick --kernels "$here/kernels" \
-    >"$out/meter.json" 2>"$out/.meter.err"
-cat "$out/.meter.err" >&2
 
 # The whole system once: a request over TLS, and what is billed for it.
-whole() {
-    data=$(mktemp -d)
+if [ "${1-}" = --system ]; then
+    data=$2
     "$here/tollgate" up --device cuda --data "$data" --listen 127.0.0.1:0 \
         --admin-listen 127.0.0.1:0 >"$data/up.out" 2>"$data/up.err" &
     up=$!
@@ -89,9 +28,9 @@ whole() {
     until grep -q '^ready ' "$data/up.out"; do
         sleep 1
         waited=$((waited + 1))
-        if [ $waited -gt 40 ] || ! kill -0 $up 2>/dev/null; then
+        if [ $waited -gt 60 ] || ! kill -0 $up 2>/dev/null; then
             cat "$data/up.out" "$data/up.err"
-            return 1
+            exit 1
         fi
     done
     url=$(sed -n 's/^ready \([^ ]*\).*/\1/p' "$data/up.out")
@@ -102,22 +41,121 @@ whole() {
     grep -h '"device"\|worker ready\|calibrated' "$data/up.err"
     "$here/tollgate" ledger check --data "$data" || result=1
     "$here/tollgate" usage --data "$data" || result=1
-    rm -rf "$data"
-    return $result
+    exit $result
+fi
+
+out=''
+quick=''
+only=agree,sanitizer,meter,system,speed,peer
+seconds=570
+while [ $# -gt 0 ]; do
+    case $1 in
+    --out) out=${2:-}; shift 2 || usage ;;
+    --only) only=${2:-}; shift 2 || usage ;;
+    --seconds) seconds=${2:-}; shift 2 || usage ;;
+    --quick) quick=--quick; shift ;;
+    *) usage ;;
+    esac
+done
+[ -n "$out" ] && [ -n "$only" ] || usage
+mkdir -p "$out" && out=$(CDPATH='' cd -- "$out" && pwd) || exit 2
+end=$(($(date +%s) + seconds))
+failed=0
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+: >"$out/summary.txt"
+
+say() {
+    echo "$*" | tee -a "$out/summary.txt" >&2
 }
-began=$(date +%s)
-whole >"$out/system.txt" 2>&1
-judge system $? "$began"
 
-part speed 170 "$here/gpu_check" speed $quick --kernels "$here/kernels" \
-    --out "$out/speed.json" >/dev/null 2>"$out/.speed.err"
-cat "$out/.speed.err" >&2
+wanted() {
+    case ",$only," in *",$1,"*) return 0 ;; esac
+    return 1
+}
 
-if python3 -c 'import torch, transformers' 2>/dev/null; then
-    part peer 110 python3 "$here/peer.py" $quick >"$out/peer.json"
-else
-    say "peer: not run, there is no transformers" >"$out/peer.json"
+# part NAME SECONDS COMMAND...: runs it for so long at most, and says how it went.
+part() {
+    name=$1
+    began=$(date +%s)
+    limit=$(($2 < end - began ? $2 : end - began))
+    shift 2
+    if [ "$limit" -lt 5 ]; then
+        say "$name: NOT RUN, no time is left"
+        failed=1
+        return
+    fi
+    timeout -k 5 "$limit" "$@"
+    status=$?
+    took=$(($(date +%s) - began))
+    case $status in
+    0) say "$name: passed, $took s" ;;
+    124 | 137) say "$name: NOT FINISHED after $took s"; failed=1 ;;
+    *) say "$name: FAILED ($status), $took s"; failed=1 ;;
+    esac
+}
+
+# A Python that has NVIDIA's libraries lends them to ours.
+wheels=$(python3 -c 'import glob, sysconfig
+print(":".join(glob.glob(sysconfig.get_path("purelib") + "/nvidia/*/lib")))' 2>/dev/null)
+if [ -n "$wheels" ]; then
+    LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$wheels
+    export LD_LIBRARY_PATH
+fi
+
+{
+    date -u
+    uname -srm
+    nproc
+    command -v nvidia-smi >/dev/null && timeout -k 5 20 nvidia-smi &&
+        timeout -k 5 20 nvidia-smi -q | head -120
+} >"$out/device.txt" 2>&1
+
+if wanted agree; then
+    part agree 150 "$here/gpu_check" agree $quick --kernels "$here/kernels" \
+        --out "$out/agree.json" >/dev/null
+fi
+
+if wanted sanitizer; then
+    : >"$out/sanitizer.txt"
+    sanitizer=$(command -v compute-sanitizer ||
+        ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1)
+    # One model by our own kernels: the tool makes everything many times slower.
+    for tool in memcheck racecheck; do
+        if [ -z "$sanitizer" ]; then
+            say "$tool: not run, there is no compute-sanitizer"
+            continue
+        fi
+        part "$tool" 75 "$sanitizer" --tool "$tool" --error-exitcode 9 \
+            "$here/gpu_check" agree --quick --case llama/own --kernels "$here/kernels" \
+            >"$work/sanitizer" 2>&1
+        if grep -q 'Device not supported' "$work/sanitizer"; then
+            say "$tool: this machine is not one that the tool supports"
+        fi
+        cat "$work/sanitizer" >>"$out/sanitizer.txt"
+    done
+fi
+
+if wanted meter; then
+    part meter 75 "$here/gpu_check" meter $quick --kernels "$here/kernels" >"$out/meter.json"
+fi
+
+if wanted system; then
+    mkdir "$work/data"
+    part system 150 "$0" --system "$work/data" >"$out/system.txt" 2>&1
+fi
+
+if wanted speed; then
+    part speed 200 "$here/gpu_check" speed $quick --kernels "$here/kernels" \
+        --out "$out/speed.json" >/dev/null
+fi
+
+if wanted peer; then
+    if timeout -k 5 60 python3 -c 'import torch, transformers' 2>/dev/null; then
+        part peer 150 python3 "$here/peer.py" "$out/peer.json" $quick
+    else
+        say "peer: not run, there is no transformers"
+    fi
 fi
 { echo; "$here/gpu_check" table "$out"; } >>"$out/summary.txt" 2>&1 || failed=1
-rm -f "$out/.agree.err" "$out/.meter.err" "$out/.speed.err"
 exit $failed

@@ -7,9 +7,10 @@
 //! card's own tool says; `gpu_check speed [--quick]` measures shapes of known
 //! models. Each prints one JSON document, and what it does meanwhile on standard
 //! error; the exit status is 1 where something differs. `gpu_check table DIR`
-//! prints what is in that folder as tables. `--kernels DIR` is a
-//! bundle of machine code, `--nvidia-smi PATH` the tool, `--out FILE` where the
-//! figures of `speed` are written as they come.
+//! prints what is in that folder as tables. `--kernels DIR` is a bundle of
+//! machine code, `--nvidia-smi PATH` the tool, `--out FILE` where results are
+//! written as they come. `agree` and `speed` run each case in a process of its
+//! own, `--case NAME` runs that one in this.
 
 #[path = "../../tests/cuda/agree.rs"]
 #[allow(clippy::unwrap_used, unreachable_pub, dead_code, reason = "it is a test's")]
@@ -17,6 +18,7 @@ mod agree;
 #[path = "../../tests/cuda/alike.rs"]
 #[allow(clippy::unwrap_used, unreachable_pub, reason = "it is a test's")]
 mod alike;
+mod cases;
 mod compare;
 #[path = "../../tests/cuda/drawing.rs"]
 #[allow(clippy::unwrap_used, unreachable_pub, dead_code, reason = "it is a test's")]
@@ -54,6 +56,7 @@ fn run() -> Result<ExitCode, Box<dyn Error>> {
             "--kernels" => {
                 options.kernels.push(words.next().ok_or("--kernels wants a folder")?.into());
             }
+            "--case" => options.case = Some(words.next().ok_or("--case wants a name")?),
             "--out" => options.out = Some(words.next().ok_or("--out wants a file")?.into()),
             "--nvidia-smi" => {
                 let tool = words.next().ok_or("--nvidia-smi wants a program")?;
@@ -62,12 +65,16 @@ fn run() -> Result<ExitCode, Box<dyn Error>> {
             _ => return Err(format!("no such option: {word}").into()),
         }
     }
-    let told: Value = match command.as_str() {
-        "agree" => compare::run(&options),
-        "meter" => meter::run(&options)?,
-        "speed" => speed::run(&options)?,
+    let case = options.case.as_deref();
+    let told: Option<Value> = match (command.as_str(), case) {
+        ("agree", Some(case)) => compare::run(&options, case),
+        ("agree", None) => Some(cases::apart("agree", &compare::titles(&options), &options)?),
+        ("speed", Some(case)) => speed::run(&options, case),
+        ("speed", None) => Some(cases::apart("speed", &speed::titles(&options), &options)?),
+        ("meter", _) => Some(meter::run(&options)?),
         _ => return Err("usage: gpu_check agree|meter|speed|table".into()),
     };
+    let told = told.ok_or_else(|| format!("no case is named {}", case.unwrap_or_default()))?;
     println!("{told:#}");
     let passed = told["passed"].as_bool().unwrap_or(true);
     Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })

@@ -12,8 +12,10 @@ pub(crate) struct Options {
     pub(crate) is_quick: bool,
     /// Bundles of machine code.
     pub(crate) kernels: Vec<PathBuf>,
-    /// Where figures are written as they come, beside being printed at the end.
+    /// Where results are written as they come, beside being printed at the end.
     pub(crate) out: Option<PathBuf>,
+    /// The one case to run, in this process.
+    pub(crate) case: Option<String>,
     /// The tool that tells how busy a card is, where it has no usual name.
     pub(crate) nvidia_smi: Option<PathBuf>,
 }

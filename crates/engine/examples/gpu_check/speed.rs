@@ -61,30 +61,31 @@ impl Plan {
 const WAYS: [(KernelChoice, bool); 3] =
     [(KernelChoice::Fastest, true), (KernelChoice::Own, true), (KernelChoice::Fastest, false)];
 
-pub(crate) fn run(kept: &Options) -> Result<Value, Box<dyn Error>> {
-    let plan = Plan::of(kept);
-    let mut measured = Vec::new();
-    for (name, spec) in &plan.shapes {
-        for (kernels, graphs) in WAYS {
-            eprintln!("{name}, {kernels} kernels, {}", if graphs { "graphs" } else { "launches" });
-            let tokens = plan.prompt.max(256);
-            let options = CudaOptions { graphs, ..kept.backend(kernels, tokens) };
-            let mut shape = shape(spec, &plan, &options)?;
-            shape["shape"] = (*name).into();
-            shape["kernels"] = kernels.to_string().into();
-            shape["graphs"] = graphs.into();
-            measured.push(shape);
-            // What was measured outlives what may yet fail.
-            if let Some(out) = &kept.out {
-                std::fs::write(out, format!("{:#}", told(&plan, &measured)))?;
-            }
-        }
-    }
-    Ok(told(&plan, &measured))
+fn title(name: &str, (kernels, graphs): (KernelChoice, bool)) -> String {
+    format!("{name}/{kernels}/{}", if graphs { "graphs" } else { "launches" })
 }
 
-fn told(plan: &Plan, measured: &[Value]) -> Value {
-    json!({ "check": "speed", "context": plan.context, "measured": measured })
+/// The names of all cases: what is worth most first.
+pub(crate) fn titles(kept: &Options) -> Vec<String> {
+    let plan = Plan::of(kept);
+    let shapes = |way| plan.shapes.iter().map(move |(name, _)| title(name, way));
+    WAYS.into_iter().flat_map(shapes).collect()
+}
+
+/// Measures one case, or none of that name.
+pub(crate) fn run(kept: &Options, wanted: &str) -> Option<Value> {
+    let plan = Plan::of(kept);
+    let ways = plan.shapes.iter().flat_map(|shape| WAYS.map(|way| (shape, way)));
+    let ((name, spec), way) = { ways }.find(|((name, _), way)| title(name, *way) == wanted)?;
+    let (kernels, graphs) = way;
+    let options = CudaOptions { graphs, ..kept.backend(kernels, plan.prompt.max(256)) };
+    let mut measured = shape(spec, &plan, &options)
+        .unwrap_or_else(|error| json!({ "passed": false, "why": error.to_string() }));
+    measured["case"] = wanted.into();
+    measured["shape"] = (*name).into();
+    measured["kernels"] = kernels.to_string().into();
+    measured["graphs"] = graphs.into();
+    Some(measured)
 }
 
 fn shape(spec: &ModelSpec, plan: &Plan, options: &CudaOptions) -> Result<Value, Box<dyn Error>> {
@@ -94,7 +95,8 @@ fn shape(spec: &ModelSpec, plan: &Plan, options: &CudaOptions) -> Result<Value, 
     let copy = copy(&mut backend)?;
     let mut told = json!({
         "device": backend.device().name, "uuid": backend.device().uuid,
-        "notes": backend.notes(), "weight_bytes": backend.weight_bytes(),
+        "notes": backend.notes(), "vendor_products": backend.has_vendor_products(),
+        "context": plan.context, "weight_bytes": backend.weight_bytes(),
         "copy_bytes_per_second": copy, "marks_ns": backend.time_marks()?.nanos(),
     });
     let mut decode = Vec::new();

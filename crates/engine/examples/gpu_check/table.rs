@@ -24,31 +24,88 @@ const AIMS: [(&str, &str, [f64; 3]); 12] = [
     ("qwen2.5-0.5b", "prompt", [983_000.0, 200_000.0, 400_000.0]),
 ];
 
-/// The tables of a folder that `run` has filled: `speed.json`, and `peer.json`
-/// where there was a peer.
+/// The tables of a folder that `run` has filled: of whatever is there.
 pub(crate) fn run(folder: &Path) -> Result<String, Box<dyn Error>> {
-    let read = |name: &str| -> Result<Value, Box<dyn Error>> {
-        let text = fs::read_to_string(folder.join(name))?;
-        Ok(serde_json::from_str(&text).map_err(|error| format!("{name}: {error}"))?)
+    let read = |name: &str| -> Result<Option<Value>, Box<dyn Error>> {
+        let text = fs::read_to_string(folder.join(name)).unwrap_or_default();
+        if text.trim().is_empty() {
+            return Ok(None);
+        }
+        Ok(Some(serde_json::from_str(&text).map_err(|error| format!("{name}: {error}"))?))
     };
-    let (speed, peer) = (read("speed.json")?, read("peer.json").unwrap_or_default());
-    let measured = speed["measured"].as_array().ok_or("speed.json has no measurements")?;
-    let device = measured.first().map(|it| &it["device"]).and_then(Value::as_str);
+    let peer = read("peer.json").ok().flatten().unwrap_or_default();
+    let agreed = read("agree.json")?.map(|agree| agreed(&agree)).transpose()?;
+    let metered = read("meter.json")?.map(|meter| metered(&meter)).transpose()?;
+    let measured = read("speed.json")?.map(|speed| measured(&speed, &peer)).transpose()?;
+    let tables: Vec<String> = [agreed, metered, measured].into_iter().flatten().collect();
+    Ok(tables.join("\n"))
+}
+
+/// Whole models beside the CPU.
+fn agreed(agree: &Value) -> Result<String, Box<dyn Error>> {
+    let mut text = String::from(
+        "| model, kernels | passed | rows | largest difference | bound | draws | graphs | s |\n\
+         |---|---|---|---|---|---|---|---|\n",
+    );
+    for case in agree["cases"].as_array().into_iter().flatten() {
+        let products = if case["vendor_products"] == true { "" } else { ", own products" };
+        writeln!(
+            text,
+            "| {}{products} | {} | {} | {:.4} | {} | {} | {} | {:.0} |{}",
+            said(&case["case"]),
+            case["passed"],
+            case["rows"],
+            number(&case["largest_difference"]),
+            case["bound"],
+            case["draws"],
+            case["graphs"],
+            number(&case["seconds"]),
+            case["why"].as_str().map(|why| format!(" {why}")).unwrap_or_default(),
+        )?;
+    }
+    Ok(text)
+}
+
+/// Booked time beside the card's own view.
+fn metered(meter: &Value) -> Result<String, Box<dyn Error>> {
+    let mut text = String::from(
+        "| given work for | metered busy | the card's own tool | passed |\n|---|---|---|---|\n",
+    );
+    for phase in meter["phases"].as_array().into_iter().flatten() {
+        let tool = match phase["why_no_tool"].as_str() {
+            Some(why) => format!("not asked: {why}"),
+            None => format!("{:.3}", number(&phase["tool"])),
+        };
+        let (duty, metered) = (number(&phase["duty"]), number(&phase["metered"]));
+        writeln!(text, "| {duty:.2} | {metered:.3} | {tool} | {} |", phase["passed"])?;
+    }
+    Ok(text)
+}
+
+/// How fast steps are, beside the peer and the aims.
+fn measured(speed: &Value, peer: &Value) -> Result<String, Box<dyn Error>> {
+    let cases = speed["cases"].as_array().ok_or("speed.json has no cases")?;
+    let (measured, failed): (Vec<&Value>, Vec<&Value>) =
+        cases.iter().partition(|case| case["passed"] != false);
+    let device = measured.first().and_then(|it| it["device"].as_str());
     let mut text = format!(
         "{}; aims are for an H200: bound / milestone / target.\n\n\
          | shape, way | batch | tokens/s | bytes over copy | peer | over peer | aims |\n\
          |---|---|---|---|---|---|---|\n",
         device.unwrap_or("unknown device")
     );
-    for shape in measured {
+    for &shape in &measured {
         for decode in shape["decode"].as_array().into_iter().flatten() {
-            text.push_str(&row(shape, decode, &peer)?);
+            text.push_str(&row(shape, decode, peer)?);
         }
-        text.push_str(&row(shape, &shape["prefill"], &peer)?);
+        text.push_str(&row(shape, &shape["prefill"], peer)?);
+    }
+    for case in failed {
+        writeln!(text, "| {} | {} | | | | | |", said(&case["case"]), said(&case["why"]))?;
     }
     text.push_str("\n| shape | batch | operation | us | bytes over copy | TFLOP/s |\n");
     text.push_str("|---|---|---|---|---|---|\n");
-    for shape in measured.iter().filter(|shape| shape["graphs"] == true) {
+    for shape in measured.into_iter().filter(|shape| shape["graphs"] == true) {
         let decode = shape["decode"].as_array().into_iter().flatten();
         for measured in decode.chain([&shape["prefill"]]) {
             for operation in measured["operations"].as_array().into_iter().flatten() {
@@ -57,7 +114,7 @@ pub(crate) fn run(folder: &Path) -> Result<String, Box<dyn Error>> {
                     "| {} | {} | {} | {:.1} | {:.2} | {:.1} |",
                     way(shape),
                     batch(measured),
-                    operation["operation"].as_str().unwrap_or_default(),
+                    said(&operation["operation"]),
                     number(&operation["device_ns"]) / 1e3,
                     number(&operation["bytes_over_copy"]),
                     number(&operation["tflop_per_second"]),
@@ -69,7 +126,7 @@ pub(crate) fn run(folder: &Path) -> Result<String, Box<dyn Error>> {
 }
 
 fn row(shape: &Value, measured: &Value, peer: &Value) -> Result<String, Box<dyn Error>> {
-    let (name, batch) = (shape["shape"].as_str().unwrap_or_default(), batch(measured));
+    let (name, batch) = (said(&shape["shape"]), batch(measured));
     let mut text = String::new();
     if let Some(why) = measured["why_not"].as_str() {
         writeln!(text, "| {} | {batch} | {why} | | | | |", way(shape))?;
@@ -102,8 +159,11 @@ fn row(shape: &Value, measured: &Value, peer: &Value) -> Result<String, Box<dyn 
 }
 
 fn way(shape: &Value) -> String {
-    let name = shape["shape"].as_str().unwrap_or_default();
-    let products = if shape["kernels"] == "own" { ", own products" } else { "" };
+    let name = said(&shape["shape"]);
+    let products = match shape["vendor_products"].as_bool() {
+        Some(true) => "",
+        _ => ", own products",
+    };
     let launches = if shape["graphs"] == true { "" } else { ", no graphs" };
     format!("{name}{products}{launches}")
 }
@@ -111,6 +171,10 @@ fn way(shape: &Value) -> String {
 /// Sequences of a batch, or that it was a prompt.
 fn batch(measured: &Value) -> String {
     measured["batch"].as_u64().map_or_else(|| "prompt".to_owned(), |batch| batch.to_string())
+}
+
+fn said(value: &Value) -> &str {
+    value.as_str().unwrap_or_default()
 }
 
 fn number(value: &Value) -> f64 {

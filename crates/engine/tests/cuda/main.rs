@@ -8,6 +8,8 @@
 
 mod agree;
 mod alike;
+#[path = "../../examples/gpu_check/cases.rs"]
+mod cases;
 #[path = "../../examples/gpu_check/compare.rs"]
 mod compare;
 mod drawing;
@@ -270,11 +272,19 @@ fn a_meter_that_differs_from_the_cards_own_view_does_not_pass() {
 fn the_check_for_a_card_runs() {
     let (_alone, card) = card();
     let options = options::Options { is_quick: true, ..Default::default() };
-    let told = compare::run(&options);
+    // Without the vendor's library its products are our own.
+    let mut titles = compare::titles(&options);
+    assert_eq!(titles.len(), 3 * models().len());
+    titles.retain(|title| title == "qwen2/deterministic" || title.ends_with("/fastest"));
+    let agree = |case: &str| Ok(compare::run(&options, case).ok_or("no such case")?);
+    let told = cases::gather("agree", &titles, &options, agree).unwrap();
     assert_eq!(told["passed"], true, "{told:#}");
-    assert_eq!(told["compared"].as_array().map(Vec::len), Some(8));
-    let told = speed::run(&options).unwrap();
-    for shape in told["measured"].as_array().unwrap() {
+    let agreed = told;
+    assert!(compare::run(&options, "qwen2/nothing").is_none());
+    let measure = |case: &str| Ok(speed::run(&options, case).ok_or("no such case")?);
+    let told = cases::gather("speed", &speed::titles(&options), &options, measure).unwrap();
+    assert_eq!(told["passed"], true, "{told:#}");
+    for shape in told["cases"].as_array().unwrap() {
         assert!(shape["copy_bytes_per_second"].as_f64() > Some(0.0), "{shape:#}");
         assert_eq!(shape["decode"].as_array().map(Vec::len), Some(2));
         let rate = |of: &serde_json::Value| of["tokens_per_device_second"].as_f64();
@@ -290,6 +300,7 @@ fn the_check_for_a_card_runs() {
     }
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("speed.json"), told.to_string()).unwrap();
+    std::fs::write(folder.path().join("agree.json"), agreed.to_string()).unwrap();
     let peer = r#"{"measured":{"tiny":{"decode":[{"batch":3,"tokens_per_second":7777.0}]}}}"#;
     std::fs::write(folder.path().join("peer.json"), peer).unwrap();
     let tables = table::run(folder.path()).unwrap();
@@ -297,10 +308,11 @@ fn the_check_for_a_card_runs() {
     // operation of the two ways that are graphs.
     let rows = |start: &str| tables.lines().filter(|line| line.starts_with(start)).count();
     assert_eq!(rows("| tiny"), 3 * 3 + 2 * 3 * 11, "{tables}");
-    assert_eq!(rows("| tiny, no graphs | 3 |"), 1, "{tables}");
+    assert_eq!(rows("| qwen2/deterministic, own products | true |"), 1, "{tables}");
+    assert_eq!(rows("| tiny, own products, no graphs | 3 |"), 1, "{tables}");
     assert_eq!(tables.matches("| 7777 | ").count(), 3, "the peer's batch is compared: {tables}");
     card.fail_after(400);
-    let told = compare::run(&options);
+    let told = cases::gather("agree", &titles[..1], &options, agree).unwrap();
     card.fail_after(-1);
     assert_eq!(told["passed"], false, "a card that fails does not pass: {told:#}");
     assert_eq!(card.taken(), 0, "all memory is given back");

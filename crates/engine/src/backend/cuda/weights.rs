@@ -96,7 +96,11 @@ impl Model {
         origin: &Origin<'_>,
         context: &Arc<Context>,
     ) -> Result<Self, LoadError> {
-        Loader { config, origin, context }.model()
+        let source = match origin {
+            Origin::Files(weights) => Source::Files(weights),
+            Origin::Noise(noise) => Source::Noise(written(context, noise)?),
+        };
+        Loader { config, source, context }.model()
     }
 
     /// The matrix that makes logits.
@@ -105,9 +109,15 @@ impl Model {
     }
 }
 
+/// As [`Origin`], noise being on the device already.
+enum Source<'a> {
+    Files(&'a Weights),
+    Noise(Memory),
+}
+
 struct Loader<'a> {
     config: &'a ModelConfig,
-    origin: &'a Origin<'a>,
+    source: Source<'a>,
     context: &'a Arc<Context>,
 }
 
@@ -131,7 +141,7 @@ impl Loader<'_> {
                 .map(|index| self.layer(index))
                 .collect::<Result<_, _>>()?,
             norm: self.vector(&[(NORM.to_owned(), hidden)])?,
-            turns: self.written(&turns)?,
+            turns: written(self.context, &turns)?,
         })
     }
 
@@ -165,13 +175,11 @@ impl Loader<'_> {
     fn matrix(&self, parts: &[(String, usize)], columns: usize) -> Result<Memory, LoadError> {
         let rows: usize = parts.iter().map(|(_, rows)| rows).sum();
         let memory = self.context.allocate(2 * rows * columns)?;
-        let weights = match self.origin {
-            Origin::Files(weights) => weights,
-            Origin::Noise(noise) => {
-                for start in (0..memory.bytes()).step_by(noise.len()) {
-                    let length = noise.len().min(memory.bytes() - start);
-                    self.context.write(memory.at(start), &noise[..length])?;
-                }
+        let weights = match &self.source {
+            Source::Files(weights) => weights,
+            Source::Noise(noise) => {
+                self.context.repeat(&memory, noise)?;
+                self.context.wait()?;
                 return Ok(memory);
             }
         };
@@ -214,23 +222,23 @@ impl Loader<'_> {
         let mut all = Vec::new();
         for (name, length) in parts {
             let mut values = vec![0.0_f32; *length];
-            match self.origin {
-                Origin::Files(weights) => {
+            match &self.source {
+                Source::Files(weights) => {
                     weights.tensor(name, &[*length])?.read(0..*length, &mut values);
                 }
-                Origin::Noise(_) if name.ends_with("bias") => {}
-                Origin::Noise(_) => values.fill(1.0),
+                Source::Noise(_) if name.ends_with("bias") => {}
+                Source::Noise(_) => values.fill(1.0),
             }
             all.extend(values.into_iter().flat_map(f32::to_le_bytes));
         }
-        Ok(self.written(&all)?)
+        Ok(written(self.context, &all)?)
     }
+}
 
-    fn written(&self, bytes: &[u8]) -> Result<Memory, DriverFault> {
-        let memory = self.context.allocate(bytes.len())?;
-        self.context.write(memory.address(), bytes)?;
-        Ok(memory)
-    }
+fn written(context: &Arc<Context>, bytes: &[u8]) -> Result<Memory, DriverFault> {
+    let memory = context.allocate(bytes.len())?;
+    context.write(memory.address(), bytes)?;
+    Ok(memory)
 }
 
 /// Elements that are converted at a time.

@@ -1,0 +1,49 @@
+//! Cases one after the other, each in a process of its own: a card that has
+//! failed fails whatever comes behind it in the same one.
+
+use std::error::Error;
+use std::process::{Command, Stdio};
+
+use serde_json::{Value, json};
+
+use crate::options::Options;
+
+/// Runs all `titles` of a check and says what each said; a process that ends
+/// without a word has failed. What was said so far outlives what may yet hang.
+pub(crate) fn apart(
+    check: &str,
+    titles: &[String],
+    options: &Options,
+) -> Result<Value, Box<dyn Error>> {
+    let program = std::env::current_exe()?;
+    gather(check, titles, options, |title| {
+        eprintln!("{check} {title}");
+        let mut case = Command::new(&program);
+        case.args(std::env::args().skip(1)).args(["--case", title]).stdin(Stdio::null());
+        let ended = case.stderr(Stdio::inherit()).output()?;
+        Ok(serde_json::from_slice(&ended.stdout)
+            .unwrap_or_else(|_| json!({ "passed": false, "why": ended.status.to_string() })))
+    })
+}
+
+/// What `run` says of each case, and whether all passed.
+pub(crate) fn gather(
+    check: &str,
+    titles: &[String],
+    options: &Options,
+    mut run: impl FnMut(&str) -> Result<Value, Box<dyn Error>>,
+) -> Result<Value, Box<dyn Error>> {
+    let told = |cases: &[Value]| {
+        let passed = cases.iter().all(|case| case["passed"] != false);
+        let whole = cases.len() == titles.len();
+        json!({ "check": check, "passed": passed && whole, "cases": cases })
+    };
+    let mut cases: Vec<Value> = Vec::new();
+    for title in titles {
+        cases.push(run(title)?);
+        if let Some(out) = &options.out {
+            std::fs::write(out, format!("{:#}\n", told(&cases)))?;
+        }
+    }
+    Ok(told(&cases))
+}
