@@ -391,7 +391,7 @@ async fn a_card_that_hangs_or_fails_costs_its_own_worker_alone() {
     let log = machine.log();
     for (words, times) in [
         ("the device hangs: a step has not ended after 2", 2),
-        ("cuLaunchKernel failed: the stand-in says no (CUDA_ERROR_LAUNCH_FAILED)", 1),
+        ("cuLaunchKernelEx failed: the stand-in says no (CUDA_ERROR_LAUNCH_FAILED)", 1),
         ("cuEventSynchronize failed: the stand-in says no (CUDA_ERROR_LAUNCH_FAILED)", 1),
         ("tollgate: the device cannot be set up: cuMemAlloc failed: the stand-in says no", 2),
     ] {

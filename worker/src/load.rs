@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 use tollgate_domain::CostTable;
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
 use tollgate_engine::backend::cuda::{
-    self, CodeFolders, CudaBackend, CudaError, CudaOptions, KernelChoice, Wanted,
+    self, CodeFolders, CudaBackend, CudaError, CudaOptions, KernelChoice, Launches, Wanted,
 };
 use tollgate_engine::backend::synthetic::{
     Pace, SyntheticBackend, SyntheticOptions, SyntheticText,
@@ -153,7 +153,7 @@ fn cuda(
             true => KernelChoice::Deterministic,
             false => KernelChoice::Fastest,
         },
-        graphs: true,
+        launches: Launches::Graphs,
         // Beside others' steps it would stretch those, and measure them.
         search: if options.card.turn.is_none() { PRODUCT_SEARCH } else { Duration::ZERO },
     };

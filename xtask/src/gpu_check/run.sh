@@ -127,7 +127,7 @@ if wanted sanitizer; then
             continue
         fi
         part "$tool" 75 "$sanitizer" --tool "$tool" --error-exitcode 9 \
-            "$here/gpu_check" agree --quick --case llama/own --kernels "$here/kernels" \
+            "$here/gpu_check" agree --quick --case llama/own/graphs --kernels "$here/kernels" \
             >"$work/sanitizer" 2>&1
         if grep -q 'Device not supported' "$work/sanitizer"; then
             say "$tool: this machine is not one that the tool supports"

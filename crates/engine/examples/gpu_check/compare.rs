@@ -6,39 +6,42 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use tollgate_engine::backend::Backend as _;
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
-use tollgate_engine::backend::cuda::{CudaBackend, KernelChoice};
+use tollgate_engine::backend::cuda::{CudaBackend, KernelChoice, Launches};
 use tollgate_engine::random_model::ModelSpec;
 
 use crate::agree::{BLOCKS, Pair, everything, models, open};
-use crate::options::Options;
+use crate::options::{Options, Way};
 use crate::{alike, drawing};
 
-/// A model, and the kernels that compute it.
+/// A model, and how it is computed.
 struct Case {
     name: &'static str,
     spec: ModelSpec,
     window: Option<u32>,
-    kernels: KernelChoice,
+    way: Way,
 }
 
 impl Case {
     fn title(&self) -> String {
-        format!("{}/{}", self.name, self.kernels)
+        format!("{}/{}", self.name, self.way)
     }
 }
 
-/// Every model with every choice of kernels.
+/// Tiny models in every way that launches may differ; one that people run in
+/// those that differ in who multiplies.
 fn cases(options: &Options) -> Vec<Case> {
-    let mut all = models();
+    let with = |(name, spec, window): (&'static str, ModelSpec, Option<u32>), ways: &[Way]| {
+        let case = |&way| Case { name, spec: spec.clone(), window, way };
+        ways.iter().map(case).collect::<Vec<_>>()
+    };
+    let mut cases: Vec<Case> =
+        models().into_iter().flat_map(|model| with(model, &Way::ALL)).collect();
     if !options.is_quick
         && let Some(spec) = ModelSpec::named("qwen2.5-0.5b")
     {
-        all.push(("qwen2.5-0.5b", spec, None));
+        cases.extend(with(("qwen2.5-0.5b", spec, None), &[Way::WORKER, Way::OWN]));
     }
-    let with = |(name, spec, window): (&'static str, ModelSpec, Option<u32>)| {
-        KernelChoice::ALL.map(|kernels| Case { name, spec: spec.clone(), window, kernels })
-    };
-    all.into_iter().flat_map(with).collect()
+    cases
 }
 
 /// The names of all cases.
@@ -62,13 +65,13 @@ pub(crate) fn run(options: &Options, title: &str) -> Option<Value> {
 }
 
 fn compare(case: &Case, options: &Options) -> Result<Value, String> {
-    let Case { spec, window, kernels, .. } = case;
+    let Case { spec, window, way, .. } = case;
     let (_folder, files) = open(spec, *window, 7);
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let cpu = CpuOptions { threads, kv_tokens: BLOCKS * 16, step_tokens: 256, instructions: None };
     let mut cpu = CpuBackend::new(&files, &cpu).map_err(|error| error.to_string())?;
-    let mut cuda = CudaBackend::new(&files, &options.backend(*kernels, 256))
-        .map_err(|error| error.to_string())?;
+    let mut cuda =
+        CudaBackend::new(&files, &options.backend(*way, 256)).map_err(|error| error.to_string())?;
     let (device, notes) = (cuda.device().name.clone(), cuda.notes().to_vec());
     let mut pair = Pair::new(&mut cpu, &mut cuda);
     everything(&mut pair, spec.vocabulary);
@@ -77,9 +80,10 @@ fn compare(case: &Case, options: &Options) -> Result<Value, String> {
     let differing = alike::differing(&mut cuda, spec.vocabulary);
     // Whatever else is in a step, or not: then no step is another's graph.
     let graphs = cuda.graphs();
-    let as_promised = match kernels {
-        KernelChoice::Deterministic => differing == 0,
-        KernelChoice::Fastest | KernelChoice::Own => graphs > 0,
+    let as_promised = match way {
+        Way { kernels: KernelChoice::Deterministic, .. } => differing == 0,
+        Way { launches: Launches::Single, .. } => graphs == 0,
+        Way { .. } => graphs > 0,
     };
     Ok(json!({
         "passed": rows > 300 && draws > 300 && as_promised,

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tollgate_domain::{Caller, FinishReason, KeyId, MonotonicTime, RequestId, TenantId};
-use tollgate_engine::backend::cuda::{CudaBackend, KernelChoice};
+use tollgate_engine::backend::cuda::CudaBackend;
 use tollgate_engine::model::ModelConfig;
 use tollgate_engine::random_model::ModelSpec;
 use tollgate_engine::weights::Element;
@@ -21,7 +21,7 @@ use tollgate_engine::{
     Tier, TokenSink, coarse,
 };
 
-use crate::options::Options;
+use crate::options::{Options, Way};
 
 /// Parts of the time in which steps run, one phase each.
 const DUTIES: [f64; 3] = [1.0, 0.5, 0.2];
@@ -44,8 +44,7 @@ pub(crate) fn run(options: &Options) -> Result<Value, Box<dyn Error>> {
     };
     let config = spec.config(Element::Bf16).to_string();
     let config = ModelConfig::parse("config.json".as_ref(), config.as_bytes())?;
-    let mut backend =
-        CudaBackend::with_noise(&config, &options.backend(KernelChoice::Fastest, 256))?;
+    let mut backend = CudaBackend::with_noise(&config, &options.backend(Way::WORKER, 256))?;
     let device = backend.device().clone();
     let clock = Arc::new(SystemClock::new());
     let table = coarse(&mut backend, &*clock)?.table;

@@ -1,9 +1,40 @@
 //! What `gpu_check` was asked for.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use tollgate_engine::backend::cuda::{CodeFolders, CudaOptions, KernelChoice, Wanted};
+use tollgate_engine::backend::cuda::{CodeFolders, CudaOptions, KernelChoice, Launches, Wanted};
+
+/// Which kernels run, and how they are given to the card.
+#[derive(Clone, Copy)]
+pub(crate) struct Way {
+    pub(crate) kernels: KernelChoice,
+    pub(crate) launches: Launches,
+}
+
+impl Way {
+    /// What a worker does.
+    pub(crate) const WORKER: Self =
+        Self { kernels: KernelChoice::Fastest, launches: Launches::Graphs };
+    /// The same without the vendor's products.
+    pub(crate) const OWN: Self = Self { kernels: KernelChoice::Own, ..Self::WORKER };
+    /// The vendor's products and our own, what a worker may be told to do, and
+    /// what it might do.
+    pub(crate) const ALL: [Self; 5] = [
+        Self::WORKER,
+        Self { launches: Launches::Overlapping, ..Self::WORKER },
+        Self::OWN,
+        Self { launches: Launches::Single, ..Self::WORKER },
+        Self { kernels: KernelChoice::Deterministic, ..Self::WORKER },
+    ];
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.kernels, self.launches)
+    }
+}
 
 /// What was asked for.
 #[derive(Default)]
@@ -22,7 +53,7 @@ pub(crate) struct Options {
 
 impl Options {
     /// How a backend is set up.
-    pub(crate) fn backend(&self, kernels: KernelChoice, step_tokens: u32) -> CudaOptions {
+    pub(crate) fn backend(&self, Way { kernels, launches }: Way, step_tokens: u32) -> CudaOptions {
         CudaOptions {
             wanted: Wanted::First,
             memory_share: 0.9,
@@ -33,7 +64,7 @@ impl Options {
                 libraries: Vec::new(),
             },
             kernels,
-            graphs: true,
+            launches,
             search: Duration::from_secs(2),
         }
     }

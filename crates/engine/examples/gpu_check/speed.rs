@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 use tollgate_engine::SamplingParams;
-use tollgate_engine::backend::cuda::{CudaBackend, CudaOptions, KernelChoice, Operation};
+use tollgate_engine::backend::cuda::{CudaBackend, CudaOptions, Operation};
 use tollgate_engine::backend::{
     Backend, Draw, DrawToken, LogitRows, Results, Span, StepOutput, StepPlan,
 };
@@ -15,7 +15,7 @@ use tollgate_engine::model::ModelConfig;
 use tollgate_engine::random_model::ModelSpec;
 use tollgate_engine::weights::Element;
 
-use crate::options::Options;
+use crate::options::{Options, Way};
 
 /// What is measured.
 struct Plan {
@@ -56,35 +56,26 @@ impl Plan {
     }
 }
 
-/// With whose products, and whether steps that decode are graphs: what a
-/// worker runs, without the vendor's library, and launch by launch.
-const WAYS: [(KernelChoice, bool); 3] =
-    [(KernelChoice::Fastest, true), (KernelChoice::Own, true), (KernelChoice::Fastest, false)];
-
-fn title(name: &str, (kernels, graphs): (KernelChoice, bool)) -> String {
-    format!("{name}/{kernels}/{}", if graphs { "graphs" } else { "launches" })
-}
-
 /// The names of all cases: what is worth most first.
 pub(crate) fn titles(kept: &Options) -> Vec<String> {
     let plan = Plan::of(kept);
-    let shapes = |way| plan.shapes.iter().map(move |(name, _)| title(name, way));
-    WAYS.into_iter().flat_map(shapes).collect()
+    let shapes = |way| plan.shapes.iter().map(move |(name, _)| format!("{name}/{way}"));
+    Way::ALL.into_iter().flat_map(shapes).collect()
 }
 
 /// Measures one case, or none of that name.
 pub(crate) fn run(kept: &Options, wanted: &str) -> Option<Value> {
     let plan = Plan::of(kept);
-    let ways = plan.shapes.iter().flat_map(|shape| WAYS.map(|way| (shape, way)));
-    let ((name, spec), way) = { ways }.find(|((name, _), way)| title(name, *way) == wanted)?;
-    let (kernels, graphs) = way;
-    let options = CudaOptions { graphs, ..kept.backend(kernels, plan.prompt.max(256)) };
+    let ways = plan.shapes.iter().flat_map(|shape| Way::ALL.map(|way| (shape, way)));
+    let ((name, spec), way) =
+        { ways }.find(|((name, _), way)| format!("{name}/{way}") == wanted)?;
+    let options = kept.backend(way, plan.prompt.max(256));
     let mut measured = shape(spec, &plan, &options)
         .unwrap_or_else(|error| json!({ "passed": false, "why": error.to_string() }));
     measured["case"] = wanted.into();
     measured["shape"] = (*name).into();
-    measured["kernels"] = kernels.to_string().into();
-    measured["graphs"] = graphs.into();
+    measured["kernels"] = way.kernels.to_string().into();
+    measured["launches"] = way.launches.to_string().into();
     Some(measured)
 }
 

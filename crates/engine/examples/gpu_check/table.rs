@@ -105,7 +105,8 @@ fn measured(speed: &Value, peer: &Value) -> Result<String, Box<dyn Error>> {
     }
     text.push_str("\n| shape | batch | operation | us | bytes over copy | TFLOP/s |\n");
     text.push_str("|---|---|---|---|---|---|\n");
-    for shape in measured.into_iter().filter(|shape| shape["graphs"] == true) {
+    let each = measured.into_iter().filter(|shape| shape["launches"] == "graphs");
+    for shape in each {
         let decode = shape["decode"].as_array().into_iter().flatten();
         for measured in decode.chain([&shape["prefill"]]) {
             for operation in measured["operations"].as_array().into_iter().flatten() {
@@ -164,8 +165,13 @@ fn way(shape: &Value) -> String {
         Some(true) => "",
         _ => ", own products",
     };
-    let launches = if shape["graphs"] == true { "" } else { ", no graphs" };
-    format!("{name}{products}{launches}")
+    let deterministic = if shape["kernels"] == "deterministic" { ", deterministic" } else { "" };
+    let launches = match said(&shape["launches"]) {
+        "graphs" => "",
+        "single" => ", no graphs",
+        _ => ", overlapping",
+    };
+    format!("{name}{products}{deterministic}{launches}")
 }
 
 /// Sequences of a batch, or that it was a prompt.

@@ -95,8 +95,8 @@ pub struct CudaOptions {
     pub folders: CodeFolders,
     /// Which kernels run.
     pub kernels: KernelChoice,
-    /// Whether steps that decode are given to the device as graphs.
-    pub graphs: bool,
+    /// How kernels are given to the device.
+    pub launches: Launches,
     /// Of the device's time at the start, what may go into measuring the
     /// vendor's ways to multiply and ours.
     pub search: Duration,
@@ -114,17 +114,34 @@ pub enum KernelChoice {
     Deterministic,
 }
 
-impl KernelChoice {
-    /// All of them.
-    pub const ALL: [Self; 3] = [Self::Fastest, Self::Own, Self::Deterministic];
-}
-
 impl fmt::Display for KernelChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Fastest => "fastest",
             Self::Own => "own",
             Self::Deterministic => "deterministic",
+        })
+    }
+}
+
+/// How kernels are given to the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Launches {
+    /// One by one.
+    Single,
+    /// Steps that decode as one graph.
+    Graphs,
+    /// Likewise, and a kernel may take its place on the device while the one
+    /// before it ends: programmatic dependent launch, on Hopper and later.
+    Overlapping,
+}
+
+impl fmt::Display for Launches {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Single => "single",
+            Self::Graphs => "graphs",
+            Self::Overlapping => "overlapping",
         })
     }
 }
@@ -247,7 +264,8 @@ impl CudaBackend {
         let free = context.free_bytes()?;
         let allowed = (free as f64 * options.memory_share.clamp(0.0, 1.0)) as u64;
         check_room(&config, allowed)?;
-        let machine = Machine::load(&context, &code.image)?;
+        let overlaps = options.launches == Launches::Overlapping && listed.capability >= (9, 0);
+        let machine = Machine::load(&context, &code.image, overlaps)?;
         let mut products = match options.kernels {
             KernelChoice::Fastest => Products::new(
                 Blas::start(&context, &options.folders.libraries)
@@ -282,7 +300,8 @@ impl CudaBackend {
         }
         context.wait()?;
         // The library loads code as it is first run, and graphs come later.
-        let graphs = if options.graphs { GRAPH_BYTES.min(allowed / 32) } else { 0 };
+        let has_graphs = options.launches != Launches::Single;
+        let graphs = if has_graphs { GRAPH_BYTES.min(allowed / 32) } else { 0 };
         let taken = free.saturating_sub(context.free_bytes()?) + 4 * room.words() as u64 + graphs;
         let blocks = blocks_in(&config, allowed.saturating_sub(taken));
         if u64::from(blocks) * u64::from(BLOCK_TOKENS) < u64::from(least_context(&config)) {
@@ -305,7 +324,7 @@ impl CudaBackend {
             slots: [Slot::new(&context, &room)?, Slot::new(&context, &room)?],
             open: 0,
             host_logits: None,
-            graphs: options.graphs.then(Graphs::default),
+            graphs: has_graphs.then(Graphs::default),
             products,
             multiprocessors: listed.multiprocessors,
             failed: None,

@@ -407,9 +407,26 @@ extern "C" Result cuModuleGetFunction(const void** function, void*, const char* 
 #endif
     return NOT_FOUND;
 }
-extern "C" Result cuLaunchKernel(const void* function, unsigned x, unsigned y, unsigned z,
-                                 unsigned threads, unsigned threads_y, unsigned threads_z,
-                                 unsigned shared, void*, void** parameters, void**) {
+// As much of the driver's structures as is read.
+struct Attribute {
+    int id;
+    char pad[4];
+    int value;
+};
+struct LaunchConfig {
+    unsigned x, y, z, threads, threads_y, threads_z, shared;
+    void* stream;
+    const Attribute* attributes;
+    unsigned attribute_count;
+};
+extern "C" Result cuLaunchKernelEx(const LaunchConfig* config, const void* function,
+                                   void** parameters, void**) {
+    constexpr int PROGRAMMATIC_STREAM_SERIALIZATION = 6;
+    const auto [x, y, z, threads, threads_y, threads_z, shared, stream, attributes, count] = *config;
+    if (count > 1 || (count == 1 && (attributes->id != PROGRAMMATIC_STREAM_SERIALIZATION ||
+                                     attributes->value != 1))) {
+        return INVALID;
+    }
     launches++;
     if (launches_left == 0 || struck("launch")) {
         return LAUNCH;

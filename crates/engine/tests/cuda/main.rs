@@ -35,7 +35,7 @@ use standin::Part;
 use tollgate_engine::Instructions;
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
 use tollgate_engine::backend::cuda::{
-    Absent, CodeFolders, CudaBackend, CudaError, CudaOptions, KernelChoice, Wanted,
+    Absent, CodeFolders, CudaBackend, CudaError, CudaOptions, KernelChoice, Launches, Wanted,
 };
 use tollgate_engine::backend::{Backend, BackendError, LogitRows, StepOutput, StepPlan};
 use tollgate_engine::model::ModelFiles;
@@ -91,7 +91,7 @@ fn options(kept: &Path) -> CudaOptions {
         step_tokens: 256,
         folders: CodeFolders { kept: kept.to_owned(), ..CodeFolders::default() },
         kernels: KernelChoice::Fastest,
-        graphs: true,
+        launches: Launches::Graphs,
         search: Duration::from_millis(200),
     }
 }
@@ -230,7 +230,7 @@ fn a_launch_that_fails_is_a_fault_of_the_device() {
         let fault = cuda.step(&StepPlan::logits(&spans), &mut output).unwrap_err();
         assert_eq!(
             fault.to_string(),
-            "cuLaunchKernel failed: the stand-in says no (CUDA_ERROR_LAUNCH_FAILED)"
+            "cuLaunchKernelEx failed: the stand-in says no (CUDA_ERROR_LAUNCH_FAILED)"
         );
     }
     card.fail_after(0);
@@ -274,8 +274,9 @@ fn the_check_for_a_card_runs() {
     let options = options::Options { is_quick: true, ..Default::default() };
     // Without the vendor's library its products are our own.
     let mut titles = compare::titles(&options);
-    assert_eq!(titles.len(), 3 * models().len());
-    titles.retain(|title| title == "qwen2/deterministic" || title.ends_with("/fastest"));
+    assert_eq!(titles.len(), 5 * models().len());
+    let once = ["qwen2/deterministic/graphs", "qwen2/fastest/overlapping"];
+    titles.retain(|title| title.ends_with("/fastest/graphs") || once.contains(&title.as_str()));
     let agree = |case: &str| Ok(compare::run(&options, case).ok_or("no such case")?);
     let told = cases::gather("agree", &titles, &options, agree).unwrap();
     assert_eq!(told["passed"], true, "{told:#}");
@@ -304,13 +305,13 @@ fn the_check_for_a_card_runs() {
     let peer = r#"{"measured":{"tiny":{"decode":[{"batch":3,"tokens_per_second":7777.0}]}}}"#;
     std::fs::write(folder.path().join("peer.json"), peer).unwrap();
     let tables = table::run(folder.path()).unwrap();
-    // Three ways of a shape, each at two widths and with a prompt; and each
-    // operation of the two ways that are graphs.
+    // Five ways of a shape, each at two widths and with a prompt; and each
+    // operation of the three ways that are graphs and wait for one another.
     let rows = |start: &str| tables.lines().filter(|line| line.starts_with(start)).count();
-    assert_eq!(rows("| tiny"), 3 * 3 + 2 * 3 * 11, "{tables}");
-    assert_eq!(rows("| qwen2/deterministic, own products | true |"), 1, "{tables}");
+    assert_eq!(rows("| tiny"), 5 * 3 + 3 * 3 * 11, "{tables}");
+    assert_eq!(rows("| qwen2/deterministic/graphs, own products | true |"), 1, "{tables}");
     assert_eq!(rows("| tiny, own products, no graphs | 3 |"), 1, "{tables}");
-    assert_eq!(tables.matches("| 7777 | ").count(), 3, "the peer's batch is compared: {tables}");
+    assert_eq!(tables.matches("| 7777 | ").count(), 5, "the peer's batch is compared: {tables}");
     card.fail_after(400);
     let told = cases::gather("agree", &titles[..1], &options, agree).unwrap();
     card.fail_after(-1);

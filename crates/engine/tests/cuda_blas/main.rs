@@ -23,7 +23,9 @@ use load::load;
 use standin::Part;
 use tollgate_engine::backend::Backend;
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
-use tollgate_engine::backend::cuda::{CodeFolders, CudaBackend, CudaOptions, KernelChoice, Wanted};
+use tollgate_engine::backend::cuda::{
+    CodeFolders, CudaBackend, CudaOptions, KernelChoice, Launches, Wanted,
+};
 
 /// Where this crate's sources are.
 const ENGINE: &str = env!("CARGO_MANIFEST_DIR");
@@ -52,7 +54,7 @@ fn whole_models_agree_with_the_cpu() {
                 libraries: vec![libraries.clone()],
             },
             kernels: KernelChoice::Fastest,
-            graphs: true,
+            launches: Launches::Graphs,
             search: Duration::from_millis(200),
         };
         let mut cuda = CudaBackend::new(&files, &options).unwrap();

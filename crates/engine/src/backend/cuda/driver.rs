@@ -320,7 +320,8 @@ impl Context {
             .map_err(|error| fault("cuGraphLaunch", error))
     }
 
-    /// Puts a kernel into the stream.
+    /// Puts a kernel into the stream; `overlaps`: its blocks may come while those
+    /// of the kernel before it end, and wait for that by themselves.
     ///
     /// # Safety
     /// `arguments` is the one structure that the function takes, and every
@@ -331,21 +332,33 @@ impl Context {
         grid: [u32; 3],
         threads: u32,
         arguments: *const c_void,
+        overlaps: bool,
     ) -> Result<(), DriverFault> {
         let mut parameters = [arguments.cast_mut()];
+        let mut overlap = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid[0],
+            gridDimY: grid[1],
+            gridDimZ: grid[2],
+            blockDimX: threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: 0,
+            hStream: self.stream,
+            attrs: &mut overlap,
+            numAttrs: u32::from(overlaps),
+        };
         // SAFETY: the caller vouches for the arguments, which the driver
-        // copies before it returns.
-        unsafe {
-            result::launch_kernel(
-                function.function,
-                (grid[0], grid[1], grid[2]),
-                (threads, 1, 1),
-                0,
-                self.stream,
-                &mut parameters,
-            )
-        }
-        .map_err(|error| fault("cuLaunchKernel", error))
+        // copies before it returns, as it does the attribute.
+        let code = unsafe {
+            let (parameters, none) = (parameters.as_mut_ptr(), std::ptr::null_mut());
+            sys::cuLaunchKernelEx(&config, function.function, parameters, none)
+        };
+        code.result().map_err(|error| fault("cuLaunchKernelEx", error))
     }
 }
 

@@ -18,19 +18,25 @@ pub(super) const SOURCE: Source = Source {
 /// Loaded machine code and every entry point in it.
 pub(super) struct Machine {
     functions: BTreeMap<&'static str, Function>,
+    /// Whether a kernel may begin while the one before it ends.
+    overlaps: bool,
     /// Outlives its functions.
     _module: Module,
 }
 
 impl Machine {
     /// Loads machine code; every kernel must be in it.
-    pub(super) fn load(context: &Arc<Context>, image: &[u8]) -> Result<Self, DriverFault> {
+    pub(super) fn load(
+        context: &Arc<Context>,
+        image: &[u8],
+        overlaps: bool,
+    ) -> Result<Self, DriverFault> {
         let module = context.load(image)?;
         let functions = kernels::NAMES
             .into_iter()
             .map(|name| Ok((name, module.function(name)?)))
             .collect::<Result<_, DriverFault>>()?;
-        Ok(Self { functions, _module: module })
+        Ok(Self { functions, overlaps, _module: module })
     }
 
     /// Puts a kernel into the stream.
@@ -47,6 +53,8 @@ impl Machine {
         let function = self.functions[kernel];
         // SAFETY: the arguments are the kernel's own structure, by its maker
         // in `kernels`; the caller vouches for what they point to.
-        unsafe { context.launch(function, grid, threads, ptr::from_ref(args).cast()) }
+        unsafe {
+            context.launch(function, grid, threads, ptr::from_ref(args).cast(), self.overlaps)
+        }
     }
 }

@@ -217,7 +217,7 @@ const DRIVER_SYMBOLS: [&str; 39] = [
     "cuModuleLoadData",
     "cuModuleGetFunction",
     "cuModuleUnload",
-    "cuLaunchKernel",
+    "cuLaunchKernelEx",
 ];
 
 const NVRTC_SYMBOLS: [&str; 8] = [

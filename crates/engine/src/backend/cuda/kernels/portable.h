@@ -43,11 +43,26 @@ constexpr u32 MOST_SHARED = 48 * 1024;
 #define PLANTED(bug) false
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_MEMBER __device__ __forceinline__
-#define KERNEL(name, threads, Args)                                                                \
-    extern "C" __global__ void __launch_bounds__(threads) name(const Args args)
+// Every block waits first until all that was put into the stream before it has
+// ended, and only then may the next kernel's come to wait likewise. Where none
+// was launched to overlap (`Launches::Overlapping`) this is nothing.
+DEVICE void follow() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+#define FOLLOWING(bounds, name, Args)                                                              \
+    DEVICE void follow_##name(const Args& args);                                                   \
+    extern "C" __global__ void bounds name(const Args args) {                                      \
+        follow();                                                                                  \
+        follow_##name(args);                                                                       \
+    }                                                                                              \
+    DEVICE void follow_##name(const Args& args)
+#define KERNEL(name, threads, Args) FOLLOWING(__launch_bounds__(threads), name, Args)
 // So few registers that `blocks` blocks fit on a multiprocessor.
 #define DENSE_KERNEL(name, threads, blocks, Args)                                                  \
-    extern "C" __global__ void __launch_bounds__(threads, blocks) name(const Args args)
+    FOLLOWING(__launch_bounds__(threads, blocks), name, Args)
 #define SHARED(Type, name)                                                                         \
     static_assert(sizeof(Type) <= MOST_SHARED, "static shared memory");                            \
     __shared__ Type name
