@@ -1,20 +1,23 @@
 //! What can be asked: statements, one request, what callers spent, a
 //! worker's balance.
 
+mod balance;
+mod request;
+
 use rusqlite::types::Value;
-use rusqlite::{Connection, OptionalExtension, Row, params, params_from_iter};
+use rusqlite::{Connection, OptionalExtension, Row, params_from_iter};
 use serde::{Serialize, Serializer};
 use tollgate_domain::{
-    Attempt, Caller, DeviceClass, DeviceNanos, FinishReason, KeyId, ModelName, RequestId, Stages,
-    TenantId, Usage, UtcDay, UtcTime, WorkerEpoch,
+    Attempt, Caller, DeviceClass, DeviceNanos, KeyId, ModelName, RequestId, TenantId, UtcDay,
+    WorkerEpoch,
 };
 
-use crate::charge::reason_named;
-use crate::schema::account;
-use crate::{LedgerError, LedgerReader};
+pub use balance::{Balance, EnergyBalance};
+pub(crate) use balance::{balance_of, energy_of};
+use request::find_request;
+pub use request::{EntryRow, RequestRow, RequestState};
 
-/// The most entries that [`LedgerReader::request`] lists.
-const LISTED_ENTRIES: i64 = 1_000;
+use crate::{LedgerError, LedgerReader};
 
 /// A column that a statement can be grouped by. The device class always is:
 /// classes are never summed.
@@ -86,54 +89,6 @@ pub struct UsageRow {
     pub energy_mj: Option<u64>,
 }
 
-/// How far a request is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum RequestState {
-    /// Some of it is in the ledger, its end is not.
-    Running,
-    /// It ended; its figures are final.
-    Posted,
-}
-
-/// All that is known of one request, over its attempts.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RequestRow {
-    /// Its id.
-    pub request: RequestId,
-    /// Who pays, with which key.
-    pub caller: Caller,
-    /// The model.
-    pub model: ModelName,
-    /// The class of the device that served it last.
-    pub class: DeviceClass,
-    /// How far it is.
-    pub state: RequestState,
-    /// How many attempts left a trace.
-    pub attempts: u32,
-    /// What is charged; `attributed` is the sum of its entries.
-    pub usage: Usage,
-    /// Where the last attempt's time went.
-    pub stages: Stages,
-    /// Why the last attempt ended.
-    pub reason: Option<FinishReason>,
-    /// When.
-    pub finished: Option<UtcTime>,
-    /// The entries behind it, the first 1,000.
-    pub entries: Vec<EntryRow>,
-}
-
-/// An entry behind a charge.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct EntryRow {
-    /// `epoch/first_step-last_step/sequence`
-    pub id: String,
-    /// `tenant` or `loss`
-    pub account: &'static str,
-    /// Nanoseconds received; negative where a correction took them.
-    pub amount_ns: i64,
-}
-
 /// What a caller spent in a span of days on one class, at reference cost.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpendRow {
@@ -154,36 +109,6 @@ pub struct Spending {
     pub day: Vec<SpendRow>,
     /// Spent from the first of its month up to it.
     pub month: Vec<SpendRow>,
-}
-
-/// Where a device's time went.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Balance {
-    /// What was measured.
-    pub wall_ns: i64,
-    /// What tenants pay.
-    pub tenants_ns: i64,
-    /// `platform.overhead`
-    pub overhead_ns: i64,
-    /// `platform.idle`
-    pub idle_ns: i64,
-    /// `platform.loss`
-    pub loss_ns: i64,
-}
-
-/// Where a device's energy went, as far as it told what it drew.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct EnergyBalance {
-    /// What was measured.
-    pub energy_mj: i64,
-    /// What was drawn for tenants.
-    pub tenants_mj: i64,
-    /// In the time of `platform.overhead`.
-    pub overhead_mj: i64,
-    /// In that of `platform.idle`.
-    pub idle_mj: i64,
-    /// In that of `platform.loss`.
-    pub loss_mj: i64,
 }
 
 /// An attempt with device time but no end.
@@ -326,23 +251,6 @@ impl LedgerReader {
     }
 }
 
-impl Balance {
-    /// Whether tenants, overhead, idle and loss are the wall time exactly.
-    pub fn is_exact(&self) -> bool {
-        // Sums of a damaged file may be anything.
-        let parts = [self.tenants_ns, self.overhead_ns, self.idle_ns, self.loss_ns];
-        i128::from(self.wall_ns) == parts.into_iter().map(i128::from).sum()
-    }
-}
-
-impl EnergyBalance {
-    /// Whether tenants, overhead, idle and loss are what was measured exactly.
-    pub fn is_exact(&self) -> bool {
-        let parts = [self.tenants_mj, self.overhead_mj, self.idle_mj, self.loss_mj];
-        i128::from(self.energy_mj) == parts.into_iter().map(i128::from).sum()
-    }
-}
-
 fn usage(connection: &Connection, query: &UsageQuery) -> Result<Vec<UsageRow>, LedgerError> {
     let UsageQuery { tenant, key, model, class, from, to, group } = query;
     let column = |by: GroupBy, name: &'static str| {
@@ -407,174 +315,6 @@ fn day_as_text<S: Serializer>(day: &Option<UtcDay>, serializer: S) -> Result<S::
     }
 }
 
-fn find_request(
-    connection: &Connection,
-    tenant: &TenantId,
-    request: &RequestId,
-) -> Result<Option<RequestRow>, LedgerError> {
-    let ended = ended_attempts(connection, tenant, request)?;
-    let entries = entries_of(connection, tenant, request)?;
-    let last = ended.last().map(|last| (last.key.clone(), last.model.clone(), last.class.clone()));
-    let (key, model, class) = match last {
-        Some(known) => known,
-        None => match place_of_running(connection, tenant, request)? {
-            Some(known) => known,
-            None => return Ok(None),
-        },
-    };
-    let (attempts, attributed, open) = totals_of(connection, tenant, request)?;
-    let mut usage = Usage { attributed, ..Usage::default() };
-    for attempt in &ended {
-        usage.prompt_tokens += attempt.usage.prompt_tokens;
-        usage.cached_tokens += attempt.usage.cached_tokens;
-        usage.completion_tokens += attempt.usage.completion_tokens;
-        usage.reference += attempt.usage.reference;
-    }
-    let last = ended.last();
-    Ok(Some(RequestRow {
-        request: request.clone(),
-        caller: Caller { tenant: tenant.clone(), key: name(KeyId::new(&key))? },
-        model: name(ModelName::new(&model))?,
-        class: name(DeviceClass::new(&class))?,
-        state: if open { RequestState::Running } else { RequestState::Posted },
-        attempts: attempts.max(ended.len() as u32),
-        usage,
-        stages: last.map(|last| last.stages).unwrap_or_default(),
-        reason: last.map(|last| reason_named(&last.reason)).transpose()?,
-        finished: last.map(|last| last.finished),
-        entries,
-    }))
-}
-
-/// A row of `requests`.
-struct Ended {
-    key: String,
-    model: String,
-    class: String,
-    usage: Usage,
-    stages: Stages,
-    reason: String,
-    finished: UtcTime,
-}
-
-fn ended_attempts(
-    connection: &Connection,
-    tenant: &TenantId,
-    request: &RequestId,
-) -> Result<Vec<Ended>, LedgerError> {
-    let mut statement = connection.prepare_cached(
-        "SELECT key, model, device_class, prompt_tokens, cached_tokens, completion_tokens,
-           reference_ns, queue_ns, prefill_ns, decode_ns, reason, finished_utc_ns
-         FROM requests JOIN callers ON callers.id = caller_id
-         WHERE request_id = ?1 AND tenant = ?2 ORDER BY attempt",
-    )?;
-    let rows = statement.query_map([request.as_str(), tenant.as_str()], |row| {
-        Ok(Ended {
-            key: row.get(0)?,
-            model: row.get(1)?,
-            class: row.get(2)?,
-            usage: Usage {
-                prompt_tokens: row.get(3)?,
-                cached_tokens: row.get(4)?,
-                completion_tokens: row.get(5)?,
-                attributed: DeviceNanos::ZERO,
-                reference: DeviceNanos(row.get(6)?),
-            },
-            stages: Stages {
-                queue_ns: row.get(7)?,
-                prefill_ns: row.get(8)?,
-                decode_ns: row.get(9)?,
-            },
-            reason: row.get(10)?,
-            finished: UtcTime(row.get(11)?),
-        })
-    })?;
-    Ok(rows.collect::<Result<_, _>>()?)
-}
-
-/// Key, model and class of a request that has entries but no end yet.
-fn place_of_running(
-    connection: &Connection,
-    tenant: &TenantId,
-    request: &RequestId,
-) -> Result<Option<(String, String, String)>, LedgerError> {
-    Ok(connection
-        .prepare_cached(
-            "SELECT key, model, device_class FROM entries
-             JOIN blocks USING (epoch_id, block)
-             JOIN epochs ON epochs.id = entries.epoch_id
-             JOIN callers ON callers.id = caller_id
-             WHERE request_id = ?1 AND tenant = ?2
-             ORDER BY attempt DESC LIMIT 1",
-        )?
-        .query_row([request.as_str(), tenant.as_str()], |row| {
-            Ok((row.get(0)?, row.get(1)?, row.get(2)?))
-        })
-        .optional()?)
-}
-
-/// How many attempts have entries, what they sum to, and whether one of them
-/// has no end.
-fn totals_of(
-    connection: &Connection,
-    tenant: &TenantId,
-    request: &RequestId,
-) -> Result<(u32, DeviceNanos, bool), LedgerError> {
-    let archived: u64 = connection
-        .prepare_cached(
-            "SELECT coalesce(sum(attributed_ns), 0) FROM archived_shares
-             JOIN callers ON callers.id = caller_id WHERE request_id = ?1 AND tenant = ?2",
-        )?
-        .query_row([request.as_str(), tenant.as_str()], |row| row.get(0))?;
-    Ok(connection
-        .prepare_cached(
-            "SELECT count(DISTINCT entries.attempt),
-               coalesce(sum(CASE account WHEN ?3 THEN amount_ns ELSE 0 END), 0),
-               coalesce(max(requests.request_id IS NULL), 0)
-             FROM entries
-             JOIN callers ON callers.id = entries.caller_id
-             LEFT JOIN requests ON requests.request_id = entries.request_id
-               AND requests.caller_id = entries.caller_id
-               AND requests.attempt = entries.attempt
-             WHERE entries.request_id = ?1 AND tenant = ?2",
-        )?
-        .query_row(params![request.as_str(), tenant.as_str(), account::TENANT], |row| {
-            Ok((
-                row.get(0)?,
-                DeviceNanos(row.get::<_, u64>(1)?.saturating_add(archived)),
-                row.get(2)?,
-            ))
-        })?)
-}
-
-fn entries_of(
-    connection: &Connection,
-    tenant: &TenantId,
-    request: &RequestId,
-) -> Result<Vec<EntryRow>, LedgerError> {
-    let mut statement = connection.prepare_cached(
-        "SELECT epoch, blocks.first_step, blocks.last_step, sequence, account, amount_ns
-         FROM entries
-         JOIN blocks USING (epoch_id, block)
-         JOIN epochs ON epochs.id = entries.epoch_id
-         JOIN callers ON callers.id = caller_id
-         WHERE request_id = ?1 AND tenant = ?2
-         ORDER BY entries.epoch_id, entries.block, ordinal LIMIT ?3",
-    )?;
-    let rows =
-        statement.query_map(params![request.as_str(), tenant.as_str(), LISTED_ENTRIES], |row| {
-            let (epoch, first, last): (String, u64, u64) = (row.get(0)?, row.get(1)?, row.get(2)?);
-            let sequence: u64 = row.get(3)?;
-            let is_tenant = row.get::<_, i64>(4)? == account::TENANT;
-            Ok(EntryRow {
-                id: format!("{epoch}/{first}-{last}/{sequence}"),
-                account: if is_tenant { "tenant" } else { "loss" },
-                amount_ns: row.get(5)?,
-            })
-        })?;
-    Ok(rows.collect::<Result<_, _>>()?)
-}
-
 fn spent(connection: &Connection, from: UtcDay, to: UtcDay) -> Result<Vec<SpendRow>, LedgerError> {
     let mut statement = connection.prepare_cached(
         "SELECT tenant, key, model, device_class, sum(reference_ns)
@@ -601,98 +341,6 @@ pub(crate) fn caller(row: &Row<'_>, column: usize) -> Result<Caller, LedgerError
         tenant: name(TenantId::new(&row.get::<_, String>(column)?))?,
         key: name(KeyId::new(&row.get::<_, String>(column + 1)?))?,
     })
-}
-
-pub(crate) fn balance_of(connection: &Connection, epoch_id: i64) -> Result<Balance, LedgerError> {
-    let mut statement = connection.prepare_cached(
-        "SELECT account, sum(amount_ns) FROM entries WHERE epoch_id = ?1 GROUP BY account",
-    )?;
-    let mut rows = statement.query([epoch_id])?;
-    let mut balance = archived_balance(connection, epoch_id)?;
-    while let Some(row) = rows.next()? {
-        let amount: i64 = row.get(1)?;
-        let (account, amount) = match row.get(0)? {
-            account::DEVICE => (&mut balance.wall_ns, amount.wrapping_neg()),
-            account::TENANT => (&mut balance.tenants_ns, amount),
-            account::OVERHEAD => (&mut balance.overhead_ns, amount),
-            account::IDLE => (&mut balance.idle_ns, amount),
-            account::LOSS => (&mut balance.loss_ns, amount),
-            other => return Err(LedgerError::Damaged(format!("unknown account {other}"))),
-        };
-        // Only a damaged file's sums do not fit.
-        *account = account.wrapping_add(amount);
-    }
-    Ok(balance)
-}
-
-/// Where the time of an epoch's archived blocks went.
-fn archived_balance(connection: &Connection, epoch_id: i64) -> Result<Balance, LedgerError> {
-    let archived = connection
-        .prepare_cached(
-            "SELECT wall_ns, tenants_ns, overhead_ns, idle_ns, loss_ns
-             FROM archived_epochs WHERE epoch_id = ?1",
-        )?
-        .query_row([epoch_id], |row| {
-            Ok(Balance {
-                wall_ns: row.get(0)?,
-                tenants_ns: row.get(1)?,
-                overhead_ns: row.get(2)?,
-                idle_ns: row.get(3)?,
-                loss_ns: row.get(4)?,
-            })
-        })
-        .optional()?;
-    Ok(archived.unwrap_or_default())
-}
-
-pub(crate) fn energy_of(
-    connection: &Connection,
-    epoch_id: i64,
-) -> Result<Option<EnergyBalance>, LedgerError> {
-    let mut statement = connection.prepare_cached(
-        "SELECT account, sum(energy_mj) FROM entries
-         WHERE epoch_id = ?1 AND energy_mj IS NOT NULL GROUP BY account",
-    )?;
-    let mut rows = statement.query([epoch_id])?;
-    let mut balance = archived_energy(connection, epoch_id)?;
-    while let Some(row) = rows.next()? {
-        let (account, amount): (i64, i64) = (row.get(0)?, row.get(1)?);
-        let balance = balance.get_or_insert_default();
-        let (account, amount) = match account {
-            account::DEVICE => (&mut balance.energy_mj, amount.wrapping_neg()),
-            account::TENANT => (&mut balance.tenants_mj, amount),
-            account::OVERHEAD => (&mut balance.overhead_mj, amount),
-            account::IDLE => (&mut balance.idle_mj, amount),
-            account::LOSS => (&mut balance.loss_mj, amount),
-            other => return Err(LedgerError::Damaged(format!("unknown account {other}"))),
-        };
-        // Only a damaged file's sums do not fit.
-        *account = account.wrapping_add(amount);
-    }
-    Ok(balance)
-}
-
-/// Where the energy of an epoch's archived blocks went.
-fn archived_energy(
-    connection: &Connection,
-    epoch_id: i64,
-) -> Result<Option<EnergyBalance>, LedgerError> {
-    Ok(connection
-        .prepare_cached(
-            "SELECT energy_mj, coalesce(tenants_mj, 0), coalesce(overhead_mj, 0),
-               coalesce(idle_mj, 0), coalesce(loss_mj, 0)
-             FROM archived_epochs WHERE epoch_id = ?1 AND energy_mj IS NOT NULL",
-        )?
-        .query_row([epoch_id], |row| {
-            Ok(EnergyBalance {
-                energy_mj: row.get(0)?,
-                tenants_mj: row.get(1)?,
-                overhead_mj: row.get(2)?,
-                idle_mj: row.get(3)?,
-                loss_mj: row.get(4)?,
-            })
-        })
-        .optional()?)
 }
 
 fn open_attempts(
