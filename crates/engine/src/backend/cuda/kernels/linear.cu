@@ -58,12 +58,14 @@ DEVICE void load_tile(bf16* to, const bf16* from, u32 row, u32 rows, u32 column,
 DEVICE void load_stage(Stages& stages, const LinearArgs& args, u32 step) {
     Stage& stage = stages.at[step % STAGES];
     u32 column = step * TILE_DEPTH;
-    load_tile(stage.input, args.input, block_y() * TILE_ROWS, args.rows, column, args.depth);
-    load_tile(stage.weights, args.weights, block_x() * TILE_COLUMNS, args.columns, column,
+    load_tile(stage.input, args.input, block_x() * TILE_ROWS, args.rows, column, args.depth);
+    load_tile(stage.weights, args.weights, block_y() * TILE_COLUMNS, args.columns, column,
               args.depth);
 }
 
-// Eight warps, each with 64 rows and 32 columns of the tile.
+// Eight warps, each with 64 rows and 32 columns of the tile. Blocks that run at
+// the same time have the same weights and other rows, so that memory is asked
+// for the weights once.
 template <class Finish> DEVICE void tiled(const LinearArgs& args) {
     SHARED(Stages, stages);
     u32 warp = thread_index() / WARP, lane = thread_index() % WARP;
@@ -121,8 +123,8 @@ template <class Finish> DEVICE void tiled(const LinearArgs& args) {
         for (u32 j = 0; j < 4; j++) {
 #pragma unroll
             for (u32 half = 0; half < 2; half++) {
-                u32 row = block_y() * TILE_ROWS + warp_row + i * 16 + lane / 4 + half * 8;
-                u32 column = block_x() * TILE_COLUMNS + warp_column + j * 8 + lane % 4 * 2;
+                u32 row = block_x() * TILE_ROWS + warp_row + i * 16 + lane / 4 + half * 8;
+                u32 column = block_y() * TILE_COLUMNS + warp_column + j * 8 + lane % 4 * 2;
                 if (row >= args.rows) {
                     continue;
                 }
