@@ -429,11 +429,11 @@ pub fn linear(args: LinearArgs, finish: Finish) -> Launch<LinearArgs> {
     if args.rows <= SKINNY_ROWS { skinny(args, finish) } else { tiled(args, finish) }
 }
 
-/// A linear layer of any number of rows.
+/// A linear layer of any number of rows, and of 8 million columns at most.
 pub fn tiled(args: LinearArgs, finish: Finish) -> Launch<LinearArgs> {
     Launch {
         kernel: finish.pick(["linear_f32", "linear_bf16", "linear_add"]),
-        grid: [args.columns.div_ceil(TILE_COLUMNS), args.rows.div_ceil(TILE_ROWS), 1],
+        grid: [args.rows.div_ceil(TILE_ROWS), args.columns.div_ceil(TILE_COLUMNS), 1],
         threads: 256,
         args,
     }

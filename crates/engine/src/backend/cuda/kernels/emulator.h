@@ -256,6 +256,9 @@ template <class T> DEVICE T atomic_add(T* to, T value) {
 DEVICE float exp2_fast(float x) { return std::exp2(x); }
 DEVICE float inverse_root(float x) { return 1.0f / std::sqrt(x); }
 DEVICE float exponential_fast(float x) { return std::exp(x); }
+DEVICE float divided_fast(float a, float b) {
+    return a * (std::fabs(b) > 0x1p126f ? 0.0f : 1.0f / b);
+}
 DEVICE float times(float a, float b) { return a * b; }
 DEVICE float plus(float a, float b) { return a + b; }
 DEVICE float divided(float a, float b) { return a / b; }

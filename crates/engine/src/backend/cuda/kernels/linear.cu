@@ -58,12 +58,14 @@ DEVICE void load_tile(bf16* to, const bf16* from, u32 row, u32 rows, u32 column,
 DEVICE void load_stage(Stages& stages, const LinearArgs& args, u32 step) {
     Stage& stage = stages.at[step % STAGES];
     u32 column = step * TILE_DEPTH;
-    load_tile(stage.input, args.input, block_y() * TILE_ROWS, args.rows, column, args.depth);
-    load_tile(stage.weights, args.weights, block_x() * TILE_COLUMNS, args.columns, column,
+    load_tile(stage.input, args.input, block_x() * TILE_ROWS, args.rows, column, args.depth);
+    load_tile(stage.weights, args.weights, block_y() * TILE_COLUMNS, args.columns, column,
               args.depth);
 }
 
-// Eight warps, each with 64 rows and 32 columns of the tile.
+// Eight warps, each with 64 rows and 32 columns of the tile. Blocks that run at
+// the same time have the same weights and other rows, so that memory is asked
+// for the weights once.
 template <class Finish> DEVICE void tiled(const LinearArgs& args) {
     SHARED(Stages, stages);
     u32 warp = thread_index() / WARP, lane = thread_index() % WARP;
@@ -121,8 +123,8 @@ template <class Finish> DEVICE void tiled(const LinearArgs& args) {
         for (u32 j = 0; j < 4; j++) {
 #pragma unroll
             for (u32 half = 0; half < 2; half++) {
-                u32 row = block_y() * TILE_ROWS + warp_row + i * 16 + lane / 4 + half * 8;
-                u32 column = block_x() * TILE_COLUMNS + warp_column + j * 8 + lane % 4 * 2;
+                u32 row = block_x() * TILE_ROWS + warp_row + i * 16 + lane / 4 + half * 8;
+                u32 column = block_y() * TILE_COLUMNS + warp_column + j * 8 + lane % 4 * 2;
                 if (row >= args.rows) {
                     continue;
                 }
@@ -151,52 +153,119 @@ template <u32 EIGHTS> struct Parts {
     float at[8][SKINNY_COLUMNS][8 * EIGHTS];
 };
 
+// What a warp takes of the depth at once; its next is behind those of the others.
+constexpr u32 CHUNK_DEPTH = 64;
+constexpr u32 TURN_DEPTH = 8 * CHUNK_DEPTH;
+
+// A lane's share of it.
+template <u32 EIGHTS> struct Chunk {
+    Words4 upper[2], lower[2], input[2][EIGHTS];
+};
+// Where a lane reads.
+template <u32 EIGHTS> struct Sources {
+    const bf16* upper;
+    const bf16* lower;
+    const bf16* input[EIGHTS];
+    DEVICE_MEMBER void load(Chunk<EIGHTS>& to, u32 i, u32 at) const {
+        to.upper[i] = load8(upper + at);
+        to.lower[i] = load8(lower + at);
+#pragma unroll
+        for (u32 eight = 0; eight < EIGHTS; eight++) {
+            to.input[i][eight] = load8(input[eight] + at);
+        }
+    }
+    DEVICE_MEMBER void advance(u32 by) {
+        upper += by;
+        lower += by;
+#pragma unroll
+        for (u32 eight = 0; eight < EIGHTS; eight++) {
+            input[eight] += by;
+        }
+    }
+};
+
+template <u32 EIGHTS> DEVICE void add_chunk(float (&sums)[EIGHTS][4], const Chunk<EIGHTS>& chunk) {
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {
+#pragma unroll
+        for (u32 half = 0; half < 2; half++) {
+            u32 a[4] = {chunk.upper[i].words[2 * half], chunk.lower[i].words[2 * half],
+                        chunk.upper[i].words[2 * half + 1], chunk.lower[i].words[2 * half + 1]};
+#pragma unroll
+            for (u32 eight = 0; eight < EIGHTS; eight++) {
+                const Words4& b = chunk.input[i][eight];
+                multiply(sums[eight], a, b.words[2 * half], b.words[2 * half + 1]);
+            }
+        }
+    }
+}
+
+// Adds whole chunks, COUNT at a time, for as long as there are so many. All are
+// on their way before the first is used: what a warp has asked memory for is
+// what makes this fast.
+template <u32 COUNT, u32 EIGHTS>
+DEVICE void add_chunks(float (&sums)[EIGHTS][4], Sources<EIGHTS>& from, u32& start, u32 depth) {
+    while (start + (COUNT - 1) * TURN_DEPTH + CHUNK_DEPTH <= depth) {
+        Chunk<EIGHTS> chunks[COUNT];
+#pragma unroll
+        for (u32 k = 0; k < COUNT; k++) {
+            from.load(chunks[k], 0, k * TURN_DEPTH);
+            from.load(chunks[k], 1, k * TURN_DEPTH + 32);
+        }
+        sync_warp(); // or the compiler puts each load before its product
+#pragma unroll
+        for (u32 k = 0; k < COUNT; k++) {
+            add_chunk(sums, chunks[k]);
+        }
+        from.advance(COUNT * TURN_DEPTH);
+        start += COUNT * TURN_DEPTH;
+    }
+}
+
 // Sixteen rows of weights are the rows of a product with eight rows of
 // activations, or twice or four times that, straight from memory: depth is
 // dealt to lanes so that each loads 16 neighbouring bytes, alike for both.
 // Eight warps share the depth; the weights are read once. More rows than that
 // are so many blocks more: a row's sums are added in one order, whatever its
-// neighbours.
+// neighbours and however many chunks are loaded at a time.
 template <class Finish, u32 EIGHTS> DEVICE void skinny(const LinearArgs& args) {
     SHARED(Parts<EIGHTS>, parts);
     u32 warp = thread_index() / WARP, lane = thread_index() % WARP, g = lane / 4, t = lane % 4;
     u32 groups = steps_of(args.rows, 8 * EIGHTS);
     u32 first_row = block_x() % groups * 8 * EIGHTS;
     u32 first_column = block_x() / groups * SKINNY_COLUMNS, column = first_column + g;
+    // Alike for the whole warp, which meets in `add_chunks`.
+    u32 start = warp * CHUNK_DEPTH;
+    // Rows and columns behind the last stand in for none: nobody reads their sums.
     bool has_upper = column < args.columns, has_lower = column + 8 < args.columns;
-    const bf16* upper_row = args.weights + (u64)(has_upper ? column : 0) * args.depth;
-    const bf16* lower_row = args.weights + (u64)(has_lower ? column + 8 : 0) * args.depth;
+    Sources<EIGHTS> from;
+    from.upper = args.weights + (u64)(has_upper ? column : 0) * args.depth + start + 8 * t;
+    from.lower = args.weights + (u64)(has_lower ? column + 8 : 0) * args.depth + start + 8 * t;
+#pragma unroll
+    for (u32 eight = 0; eight < EIGHTS; eight++) {
+        u32 row = first_row + 8 * eight + g;
+        bool has_row = row < args.rows || PLANTED(SkinnyWithoutBound);
+        from.input[eight] = args.input + (u64)(has_row ? row : 0) * args.depth + start + 8 * t;
+    }
     float sums[EIGHTS][4] = {};
-    for (u32 start = warp * 64; start < args.depth; start += 8 * 64) {
-        Words4 upper[2] = {}, lower[2] = {}, input[2][EIGHTS] = {};
+    // As many as there are registers for; none where 32 rows want them all.
+    if constexpr (EIGHTS == 1) {
+        add_chunks<4>(sums, from, start, args.depth);
+    }
+    if constexpr (EIGHTS <= 2) {
+        add_chunks<2>(sums, from, start, args.depth);
+    }
+    for (; start < args.depth; start += TURN_DEPTH) {
+        Chunk<EIGHTS> chunk = {};
 #pragma unroll
         for (u32 i = 0; i < 2; i++) {
-            u32 at = start + 32 * i + 8 * t;
-            if (at < args.depth) {
-                upper[i] = load8(upper_row + at);
-                lower[i] = load8(lower_row + at);
-#pragma unroll
-                for (u32 eight = 0; eight < EIGHTS; eight++) {
-                    u32 row = first_row + 8 * eight + g;
-                    if (row < args.rows || PLANTED(SkinnyWithoutBound)) {
-                        input[i][eight] = load8(args.input + (u64)row * args.depth + at);
-                    }
-                }
+            if (start + 32 * i + 8 * t < args.depth) {
+                from.load(chunk, i, 32 * i);
             }
         }
-#pragma unroll
-        for (u32 i = 0; i < 2; i++) {
-#pragma unroll
-            for (u32 half = 0; half < 2; half++) {
-                u32 a[4] = {upper[i].words[2 * half], lower[i].words[2 * half],
-                            upper[i].words[2 * half + 1], lower[i].words[2 * half + 1]};
-#pragma unroll
-                for (u32 eight = 0; eight < EIGHTS; eight++) {
-                    const Words4& b = input[i][eight];
-                    multiply(sums[eight], a, b.words[2 * half], b.words[2 * half + 1]);
-                }
-            }
-        }
+        sync_warp();
+        add_chunk(sums, chunk);
+        from.advance(TURN_DEPTH);
     }
 #pragma unroll
     for (u32 eight = 0; eight < EIGHTS; eight++) {

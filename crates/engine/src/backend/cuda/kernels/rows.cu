@@ -51,20 +51,55 @@ KERNEL(angles, 64, AnglesArgs) {
 struct NormSums {
     float warps[8];
 };
+// Elements that a block takes at once.
+constexpr u32 NORM_STEP = 256 * 8;
 
+DEVICE float sum_of_squares(const float (&x)[8], float sum) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        sum += x[j] * x[j];
+    }
+    return sum;
+}
+DEVICE void store_scaled(bf16* to, float (&x)[8], float scale, const float (&weight)[8]) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        x[j] = x[j] * scale * weight[j];
+    }
+    store8(to, x);
+}
+
+// What a thread needs first, and all of a usual row, stays in registers: weights
+// come while squares are added, and neither is waited for afterwards.
 KERNEL(rms_norm, 256, NormArgs) {
     SHARED(NormSums, sums);
+    constexpr u32 HELD = 2;
+    u32 first = thread_index() * 8, behind = first + HELD * NORM_STEP;
+    float x[HELD][8] = {}, weight[HELD][8] = {};
+#pragma unroll
+    for (u32 k = 0; k < HELD; k++) {
+        if (first + k * NORM_STEP < args.width) {
+            load8(weight[k], args.weight + first + k * NORM_STEP);
+        }
+    }
     u32 row = args.rows ? args.rows[block_x()] : block_x();
     const float* from = args.input + (u64)row * args.width;
     bf16* to = args.output + (u64)block_x() * args.width;
-    float squares = 0;
-    for (u32 i = thread_index() * 8; i < args.width; i += 256 * 8) {
-        float x[8];
-        load8(x, from + i);
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            squares += x[j] * x[j];
+    for (u32 k = 0; k < HELD; k++) {
+        if (first + k * NORM_STEP < args.width) {
+            load8(x[k], from + first + k * NORM_STEP);
         }
+    }
+    float squares = 0;
+#pragma unroll
+    for (u32 k = 0; k < HELD; k++) {
+        squares = sum_of_squares(x[k], squares);
+    }
+    for (u32 i = behind; i < args.width; i += NORM_STEP) {
+        float more[8];
+        load8(more, from + i);
+        squares = sum_of_squares(more, squares);
     }
     squares = sum_of_lanes(squares, WARP);
     if (thread_index() % WARP == 0) {
@@ -79,15 +114,17 @@ KERNEL(rms_norm, 256, NormArgs) {
         squares += sums.warps[warp];
     }
     float scale = inverse_root(squares / (float)args.width + args.epsilon);
-    for (u32 i = thread_index() * 8; i < args.width; i += 256 * 8) {
-        float x[8], weight[8];
-        load8(x, from + i);
-        load8(weight, args.weight + i);
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            x[j] = x[j] * scale * weight[j];
+    for (u32 k = 0; k < HELD; k++) {
+        if (first + k * NORM_STEP < args.width) {
+            store_scaled(to + first + k * NORM_STEP, x[k], scale, weight[k]);
         }
-        store8(to + i, x);
+    }
+    for (u32 i = behind; i < args.width; i += NORM_STEP) {
+        float more[8], more_weight[8];
+        load8(more, from + i);
+        load8(more_weight, args.weight + i);
+        store_scaled(to + i, more, scale, more_weight);
     }
 }
 
@@ -108,6 +145,20 @@ template <u32 D> DEVICE void rope(const RopeArgs& args) {
     const float* from = args.qkv + (u64)token * all * D + column;
     Floats2 low = *reinterpret_cast<const Floats2*>(from);
     Floats2 high = *reinterpret_cast<const Floats2*>(from + D / 2);
+    // Asked for here, though wanted later, so that all is waited for once.
+    u32 slot = args.slots[token];
+    const float* angles = args.angles + (u64)token * D + at;
+    Floats2 cosines = *reinterpret_cast<const Floats2*>(angles);
+    Floats2 sines = *reinterpret_cast<const Floats2*>(angles + D / 2);
+    float low_weight[2] = {}, high_weight[2] = {};
+    if (args.query_norm && !is_value) {
+        const float* weight = (is_query ? args.query_norm : args.key_norm) + at;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            low_weight[i] = weight[i];
+            high_weight[i] = weight[D / 2 + i];
+        }
+    }
     if (args.bias) {
         Floats2 low_bias = *reinterpret_cast<const Floats2*>(args.bias + column);
         Floats2 high_bias = *reinterpret_cast<const Floats2*>(args.bias + column + D / 2);
@@ -123,21 +174,18 @@ template <u32 D> DEVICE void rope(const RopeArgs& args) {
         squares = sum_of_lanes(squares, LANES);
         if (!is_value) {
             float scale = inverse_root(squares / (float)D + args.epsilon);
-            const float* weight = (is_query ? args.query_norm : args.key_norm) + at;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                low.at[i] *= scale * weight[i];
-                high.at[i] *= scale * weight[D / 2 + i];
+                low.at[i] *= scale * low_weight[i];
+                high.at[i] *= scale * high_weight[i];
             }
         }
     }
     if (!is_value) {
-        const float* cosines = args.angles + (u64)token * D + at;
-        const float* sines = cosines + D / 2;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            float turned = low.at[i] * cosines[i] - high.at[i] * sines[i];
-            high.at[i] = high.at[i] * cosines[i] + low.at[i] * sines[i];
+            float turned = low.at[i] * cosines.at[i] - high.at[i] * sines.at[i];
+            high.at[i] = high.at[i] * cosines.at[i] + low.at[i] * sines.at[i];
             low.at[i] = turned;
         }
     }
@@ -146,7 +194,6 @@ template <u32 D> DEVICE void rope(const RopeArgs& args) {
     if (is_query) {
         to = args.queries + ((u64)token * args.heads + head) * D;
     } else {
-        u32 slot = args.slots[token];
         is_there = is_there && slot != NONE;
         u32 kv_head = is_value ? head - args.heads - args.kv_heads : head - args.heads;
         u64 row = ((u64)(slot / BLOCK_TOKENS) * args.kv_heads + kv_head) * BLOCK_TOKENS;
@@ -173,7 +220,7 @@ KERNEL(swiglu, 128, GateArgs) {
     widen8(up, load8(from + args.width));
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        up[j] *= gate[j] / (1.0f + exponential_fast(-gate[j]));
+        up[j] *= divided_fast(gate[j], 1.0f + exponential_fast(-gate[j]));
     }
     store8(args.output + (u64)block_x() * args.width + i, up);
 }

@@ -13,7 +13,8 @@ constexpr float LEAST_LOGPROB = -9999.0f;
 constexpr double WHOLE = 2199023255552.0; // 2^41: 2^22 weights of 1 fit in 64 bits
 
 struct SampleShared {
-    u64 mass[BUCKETS];
+    // The mass of each bucket, as two words.
+    u32 low[BUCKETS], high[BUCKETS];
     double lanes[SAMPLE_THREADS];
     u64 keys[SAMPLE_THREADS / WARP];
     u64 lane_mass[WARP];
@@ -42,6 +43,35 @@ DEVICE float logit_of(u64 key) {
     return float_of(order & 0x80000000u ? order & 0x7fffffffu : ~order);
 }
 
+// Some of a thread's share of a row, which begins at `start` and may end within
+// unless they are all there. All are on their way before the first is looked at:
+// waiting for memory is most of the work.
+constexpr u32 AT_ONCE = 8;
+template <bool ARE_ALL_THERE, class Look>
+DEVICE void show(const float* row, u32 start, u32 count, Look look) {
+    float values[AT_ONCE];
+#pragma unroll
+    for (u32 k = 0; k < AT_ONCE; k++) {
+        u32 i = start + k * SAMPLE_THREADS;
+        values[k] = ARE_ALL_THERE || i < count ? row[i] : 0.0f;
+    }
+#pragma unroll
+    for (u32 k = 0; k < AT_ONCE; k++) {
+        u32 i = start + k * SAMPLE_THREADS;
+        if (ARE_ALL_THERE || i < count) {
+            look(i, values[k]);
+        }
+    }
+}
+// Shows a thread its share of a row, tokens in order.
+template <class Look> DEVICE void each(const float* row, u32 count, Look look) {
+    u32 start = thread_index();
+    for (; start + (AT_ONCE - 1) * SAMPLE_THREADS < count; start += AT_ONCE * SAMPLE_THREADS) {
+        show<true>(row, start, count, look);
+    }
+    show<false>(row, start, count, look);
+}
+
 // The largest of all threads' keys, for all of them.
 DEVICE u64 largest_key(SampleShared& shared, u64 key) {
 #pragma unroll
@@ -68,6 +98,39 @@ DEVICE u64 likeliest(SampleShared& shared, const float* logits, u32 count, u64 b
     }
     return largest_key(shared, best);
 }
+// The first of the largest of all; nothing where none is above -inf. A greedy
+// draw is this alone, and it waits for memory: 16 bytes a load, four on their way.
+DEVICE u64 likeliest(SampleShared& shared, const float* logits, u32 count) {
+    constexpr u32 LOADS = 4;
+    if (count % 4 != 0) { // then not every row begins at 16 bytes
+        return likeliest(shared, logits, count, ~0ull);
+    }
+    float highest = minus_infinity();
+    u32 token = NONE;
+    for (u32 start = 4 * thread_index(); start < count; start += LOADS * 4 * SAMPLE_THREADS) {
+        Floats4 values[LOADS];
+#pragma unroll
+        for (u32 k = 0; k < LOADS; k++) {
+            u32 i = start + k * 4 * SAMPLE_THREADS;
+            values[k] = Floats4{{highest, highest, highest, highest}};
+            if (i < count) {
+                values[k] = *reinterpret_cast<const Floats4*>(logits + i);
+            }
+        }
+#pragma unroll
+        for (u32 k = 0; k < LOADS; k++) {
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) {
+                // Of equal ones the first stays, and NaN is above nothing.
+                if (values[k].at[j] > highest) {
+                    highest = values[k].at[j];
+                    token = start + k * 4 * SAMPLE_THREADS + j;
+                }
+            }
+        }
+    }
+    return largest_key(shared, token == NONE ? 0 : key_of(highest, token));
+}
 DEVICE bool is_nothing(u64 key) { return key == 0 || logit_of(key) == minus_infinity(); }
 
 // e^x for x up to 0, as exponential.rs computes it, to the bit.
@@ -83,7 +146,9 @@ DEVICE float exponential(float x) {
     p = plus(times(p, r), 1.6666665e-1f);
     p = plus(times(p, r), 0.5f);
     float power = float_of((bits_of(shifted) + 127) << 23);
-    return x > -87.3f ? times(plus(plus(times(times(p, r), r), r), 1.0f), power) : 0.0f;
+    // Computed in any case: a branch would keep several from overlapping.
+    float result = times(plus(plus(times(times(p, r), r), r), 1.0f), power);
+    return x > -87.3f ? result : 0.0f;
 }
 
 DEVICE u64 mixed(u64 value) {
@@ -103,9 +168,7 @@ DEVICE void adjust(SampleShared& shared, const SampleArgs& args, const SampleRow
     if (thread_index() == 0) {
         shared.found = 0;
     }
-    for (u32 i = thread_index(); i < args.vocabulary; i += SAMPLE_THREADS) {
-        weights[i] = bounded(logits[i]);
-    }
+    each(logits, args.vocabulary, [&](u32 i, float logit) { weights[i] = bounded(logit); });
     sync_block();
     for (u32 i = thread_index(); i < row.bias_count; i += SAMPLE_THREADS) {
         u32 token = args.bias_tokens[row.biases + i];
@@ -154,6 +217,10 @@ DEVICE double wanted_of(u64 all, Kept kept) {
                          : times((double)kept.part, (double)all);
 }
 
+DEVICE u64 mass_in(const SampleShared& shared, u32 bucket) {
+    return (u64)shared.high[bucket] << 32 | shared.low[bucket];
+}
+
 // The highest bucket at which the mass so far reaches what is wanted, by the
 // first thread; `above` is what lies above it. What is wanted is known from the
 // first time on.
@@ -162,7 +229,7 @@ DEVICE void descend(SampleShared& shared, bool is_first, Kept kept) {
     if (thread_index() < WARP) {
         u64 sum = 0;
         for (u32 i = 0; i < SHARE; i++) {
-            sum += shared.mass[thread_index() * SHARE + i];
+            sum += mass_in(shared, thread_index() * SHARE + i);
         }
         shared.lane_mass[thread_index()] = sum;
     }
@@ -184,9 +251,9 @@ DEVICE void descend(SampleShared& shared, bool is_first, Kept kept) {
             share--;
         }
         u32 bucket = share * SHARE + SHARE - 1;
-        while (bucket > share * SHARE &&
-               (shared.mass[bucket] == 0 || (double)(above + shared.mass[bucket]) < wanted)) {
-            above += shared.mass[bucket];
+        while (bucket > share * SHARE && (mass_in(shared, bucket) == 0 ||
+                                          (double)(above + mass_in(shared, bucket)) < wanted)) {
+            above += mass_in(shared, bucket);
             bucket--;
         }
         shared.above = above;
@@ -195,23 +262,34 @@ DEVICE void descend(SampleShared& shared, bool is_first, Kept kept) {
     sync_block();
 }
 
+// Shared memory adds words by itself; for 64 bits a card tries again until nobody
+// came between. So whoever overflows the lower word carries.
+DEVICE void add_mass(SampleShared& shared, u32 bucket, u64 mass) {
+    u32 low = (u32)mass, high = (u32)(mass >> 32);
+    if (low > 0 && atomic_add(&shared.low[bucket], low) + low < low) {
+        high++;
+    }
+    if (high > 0) {
+        atomic_add(&shared.high[bucket], high);
+    }
+}
+
 // The mass of weights whose bits above `shift` + 10 are `prefix`, by the ten
 // bits below.
 DEVICE void count_mass(SampleShared& shared, const float* weights, u32 count, Kept kept,
                        u32 prefix, u32 shift) {
     sync_block();
     for (u32 i = thread_index(); i < BUCKETS; i += SAMPLE_THREADS) {
-        shared.mass[i] = 0;
+        shared.low[i] = 0;
+        shared.high[i] = 0;
     }
     sync_block();
-    for (u32 i = thread_index(); i < count; i += SAMPLE_THREADS) {
-        float weight = weights[i];
+    each(weights, count, [&](u32, float weight) {
         u32 bits = bits_of(weight) >> shift;
-        u64 mass = mass_of(weight, kept);
-        if (mass > 0 && bits >> 10 == prefix) {
-            atomic_add(&shared.mass[bits % BUCKETS], mass);
+        if (bits >> 10 == prefix) {
+            add_mass(shared, bits % BUCKETS, mass_of(weight, kept));
         }
-    }
+    });
     sync_block();
 }
 
@@ -262,13 +340,13 @@ DEVICE void cut_tail(SampleShared& shared, float* weights, u32 count, Kept kept)
         most++;
     }
     u32 equal = 0;
-    for (u32 i = thread_index(); i < count; i += SAMPLE_THREADS) {
-        u32 other = bits_of(weights[i]);
+    each(weights, count, [&](u32 i, float weight) {
+        u32 other = bits_of(weight);
         equal += other == bits ? 1 : 0;
         if (other < bits) {
             weights[i] = 0;
         }
-    }
+    });
     atomic_add(&shared.equal, equal);
     sync_block();
     if (shared.equal > most && !PLANTED(SampleTies)) {
@@ -387,7 +465,7 @@ DEVICE u32 draw(SampleShared& shared, const SampleArgs& args, const SampleRow& r
         sync_block();
     }
     const float* from = is_plain ? logits : weights;
-    u64 key = likeliest(shared, from, count, ~0ull);
+    u64 key = likeliest(shared, from, count);
     if (is_nothing(key)) {
         return NONE;
     }
@@ -396,9 +474,9 @@ DEVICE u32 draw(SampleShared& shared, const SampleArgs& args, const SampleRow& r
     }
     float highest = bounded(from[token_of(key)]), scale = divided(1.0f, row.temperature);
     sync_block(); // all know the highest before it becomes a weight
-    for (u32 i = thread_index(); i < count; i += SAMPLE_THREADS) {
-        weights[i] = exponential(times(plus(bounded(from[i]), -highest), scale));
-    }
+    each(from, count, [&](u32 i, float logit) {
+        weights[i] = exponential(times(plus(bounded(logit), -highest), scale));
+    });
     if (row.top_k > 0 && row.top_k < count) {
         cut_tail(shared, weights, count, Kept{row.top_k, 1.0f});
     }
@@ -414,7 +492,7 @@ DEVICE u32 draw(SampleShared& shared, const SampleArgs& args, const SampleRow& r
 
 // ln of the sum of exp over the row.
 DEVICE double normaliser(SampleShared& shared, const float* logits, u32 count) {
-    u64 key = likeliest(shared, logits, count, ~0ull);
+    u64 key = likeliest(shared, logits, count);
     if (is_nothing(key)) {
         return (double)minus_infinity();
     }

@@ -126,34 +126,48 @@ fn skinny_layers_agree() {
     }
 }
 
+/// Depths at which the warps take four chunks at once, two, and one that may
+/// end within, each with all the others and alone.
+#[test]
+fn skinny_layers_agree_at_every_depth_of_chunks() {
+    for rows in [1, 8, 9, 17, 33] {
+        for depth in [512, 1_032, 2_048, 64 * 8 * 5, 64 * 8 * 7 + 40, 64 * 8 * 11 - 8] {
+            let layer = Layer::new(rows, 21, depth);
+            sound(|emulator, order| layer.check(emulator, order, skinny, Finish::F32));
+        }
+    }
+}
+
 /// The first rows of many and the same rows alone.
 #[test]
 fn a_rows_sums_do_not_depend_on_its_neighbours() {
     const MANY: usize = 70;
-    sound(|emulator, order| {
-        let layer = Layer::new(MANY, 37, 520);
-        let (input, weights) = (emulator.copy(&layer.input), emulator.copy(&layer.weights));
-        let run = |first: usize, rows: usize| {
-            let output = emulator.memory::<f32>(rows * layer.columns);
-            let args = LinearArgs {
-                output: output.at(),
-                input: input.at() + (2 * first * layer.depth) as u64,
-                weights: weights.at(),
-                rows: rows as u32,
-                columns: layer.columns as u32,
-                depth: layer.depth as u32,
+    for depth in [520, 64 * 8 * 7 + 40] {
+        let layer = Layer::new(MANY, 37, depth);
+        sound(|emulator, order| {
+            let (input, weights) = (emulator.copy(&layer.input), emulator.copy(&layer.weights));
+            let run = |first: usize, rows: usize| {
+                let output = emulator.memory::<f32>(rows * layer.columns);
+                let args = LinearArgs {
+                    output: output.at(),
+                    input: input.at() + (2 * first * layer.depth) as u64,
+                    weights: weights.at(),
+                    rows: rows as u32,
+                    columns: layer.columns as u32,
+                    depth: layer.depth as u32,
+                };
+                emulator.launch(&skinny(args, Finish::F32), order)?;
+                filled(&output)
             };
-            emulator.launch(&skinny(args, Finish::F32), order)?;
-            filled(&output)
-        };
-        let all = run(0, MANY)?;
-        for (first, rows) in [(0, 1), (3, 8), (12, 16), (30, 33), (69, 1)] {
-            let from = first * layer.columns;
-            let same = run(first, rows)? == all[from..from + rows * layer.columns];
-            same.then_some(()).ok_or_else(|| format!("{rows} rows from {first} on"))?;
-        }
-        Ok(())
-    });
+            let all = run(0, MANY)?;
+            for (first, rows) in [(0, 1), (3, 8), (12, 16), (30, 33), (69, 1)] {
+                let from = first * layer.columns;
+                let same = run(first, rows)? == all[from..from + rows * layer.columns];
+                same.then_some(()).ok_or_else(|| format!("{rows} rows from {first} on"))?;
+            }
+            Ok(())
+        });
+    }
 }
 
 #[test]
@@ -181,8 +195,10 @@ fn planted_bugs_in_tiles_are_found() {
 
 #[test]
 fn a_skinny_layer_without_its_bound_is_found() {
-    let layer = Layer::new(11, 40, 72);
-    finds(Bug::SkinnyWithoutBound, |emulator, order| {
-        layer.check(emulator, order, skinny, Finish::Bf16)
-    });
+    for depth in [72, 2_048] {
+        let layer = Layer::new(11, 40, depth);
+        finds(Bug::SkinnyWithoutBound, |emulator, order| {
+            layer.check(emulator, order, skinny, Finish::Bf16)
+        });
+    }
 }

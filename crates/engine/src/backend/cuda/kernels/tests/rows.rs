@@ -159,7 +159,7 @@ fn cpu_norm(input: &[f32], weight: &[f32], rows: &[u32]) -> Vec<f32> {
 }
 
 fn check_norm(emulator: &Emulator, order: u32) -> Result<(), String> {
-    for (tokens, width) in [(1, 8), (3, 128), (17, 896), (2, 4_104)] {
+    for (tokens, width) in [(1, 8), (3, 128), (17, 896), (2, 2_056), (3, 3_584), (2, 8_200)] {
         let (input, weight) = (noise(1, tokens * width), noise(2, width));
         let gathered: Vec<u32> = (0..tokens as u32).rev().collect();
         let all: Vec<u32> = (0..tokens as u32).collect();
@@ -192,6 +192,11 @@ fn a_norm_without_its_barrier_is_found() {
     finds(Bug::NormWithoutBarrier, check_norm);
 }
 
+/// `silu(x)`, in f32.
+fn silu(x: f32) -> f32 {
+    x / (1.0 + (-x).exp())
+}
+
 fn check_gate(emulator: &Emulator, order: u32) -> Result<(), String> {
     for (rows, width) in [(1, 8), (17, 384), (3, 4_864), (2, 1_032)] {
         let gate_up: Vec<u16> = bf16_noise(9, rows * 2 * width);
@@ -199,8 +204,7 @@ fn check_gate(emulator: &Emulator, order: u32) -> Result<(), String> {
             .chunks(2 * width)
             .flat_map(|row| {
                 let (gates, ups) = row.split_at(width);
-                let silu = |x: &f32| x / (1.0 + (-x).exp());
-                gates.iter().zip(ups).map(|(gate, up)| silu(gate) * up).collect::<Vec<f32>>()
+                gates.iter().zip(ups).map(|(gate, up)| silu(*gate) * up).collect::<Vec<f32>>()
             })
             .collect();
         let output = emulator.memory::<u16>(rows * width);
@@ -215,6 +219,34 @@ fn check_gate(emulator: &Emulator, order: u32) -> Result<(), String> {
 #[test]
 fn gates_agree() {
     sound(check_gate);
+}
+
+/// Far below nothing passes, though the exponential overflows; far above, all.
+#[test]
+fn gates_far_from_zero_agree() {
+    let gates = [100.0, -100.0, 1e4, -1e4, 87.0, -87.5, -88.0, -89.0, 0.0, -0.0, 3e38, -3e38]
+        .map(|gate| half::bf16::from_f32(gate).to_f32());
+    let infinite = [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 1.0];
+    sound(|emulator, order| {
+        let gates = [&gates[..], &infinite].concat();
+        let ups = vec![-1.5; gates.len()];
+        let values = [&gates[..], &ups].concat();
+        let bits: Vec<u16> =
+            values.iter().map(|value| half::bf16::from_f32(*value).to_bits()).collect();
+        let (output, gate_up) = (emulator.memory::<u16>(gates.len()), emulator.copy(&bits));
+        let width = gates.len() as u32;
+        let args = GateArgs { output: output.at(), gate_up: gate_up.at(), width };
+        emulator.launch(&swiglu(args, 1), order)?;
+        for (found, gate) in widened(&filled(&output)?).into_iter().zip(gates) {
+            let expected = half::bf16::from_f32(silu(gate) * -1.5).to_f32();
+            let is_same = match expected.is_finite() {
+                true => (found - expected).abs() <= 0.0045 * expected.abs() + 1e-30,
+                false => found.to_string() == expected.to_string(),
+            };
+            is_same.then_some(()).ok_or_else(|| format!("{gate}: {found}, not {expected}"))?;
+        }
+        Ok(())
+    });
 }
 
 #[test]

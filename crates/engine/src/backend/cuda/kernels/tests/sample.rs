@@ -235,6 +235,39 @@ fn every_control_draws_what_the_cpu_draws() {
     }
 }
 
+/// As many tokens as threads look at in a whole turn and a little more, rows
+/// that begin at 16 bytes and rows that do not.
+#[test]
+fn vocabularies_of_more_than_a_turn_are_drawn_as_on_the_cpu() {
+    for vocabulary in [4_096, 8_192, 8_196, 9_999, 20_004] {
+        let row = peaked(vocabulary);
+        let asks: Vec<Ask> = [(0.0, 1.0), (1.0, 1.0), (1.0, 0.9)]
+            .into_iter()
+            .map(|(temperature, top_p)| Ask::warm(temperature, top_p, 5))
+            .chain([Ask::warm(1.0, 0.9, 6).among(50)])
+            .collect();
+        sound(|emulator, order| check(emulator, order, &row, &asks));
+    }
+}
+
+/// Equal logits within one load of a thread, in two loads, in two turns and in
+/// two threads: the smaller id is the likelier.
+#[test]
+fn the_first_of_equal_logits_is_the_likeliest() {
+    let near = [4_000, 4_001, 4_004, 6_048, 12_192, 20_002];
+    let pairs = near.into_iter().flat_map(|first| near.map(|second| (first, second)));
+    for (first, second) in pairs.filter(|(first, second)| first < second) {
+        for (a, b) in [(2.0, 2.0), (-0.0, 0.0), (0.0, -0.0), (f32::INFINITY, f32::INFINITY)] {
+            for count in [20_003, 20_004] {
+                let mut row = vec![-1.0; count];
+                row[5] = f32::NAN;
+                (row[first], row[second]) = (a, b);
+                sound(|emulator, order| check(emulator, order, &row, &[Ask::greedy()]));
+            }
+        }
+    }
+}
+
 #[test]
 fn many_seeds_draw_what_the_cpu_draws() {
     let row = peaked(600);
@@ -268,6 +301,7 @@ fn broken_and_even_rows_are_drawn_as_on_the_cpu() {
     let rows = [
         vec![f32::NEG_INFINITY; 300],
         vec![f32::NAN; 9],
+        vec![f32::NAN; 12],
         vec![0.0; 1_000], // all alike: the nucleus ends among equals
         (0..1_200).map(|token| if token % 3 == 0 { 1.0 } else { 0.5 }).collect(),
         (0..900).map(|token| -(token as f32) / 4.0).collect(),
