@@ -24,7 +24,7 @@ template <u32 D>
 DEVICE void load_query_tile(PrefillTiles<D>& tiles, const PrefillArgs& args, const Span& span) {
     constexpr u32 PIECES = D / 8;
     u32 group = args.heads / args.kv_heads, rows = span.tokens * group;
-    u32 first_head = PLANTED(PrefillWrongHead) ? block_y() : block_y() * group;
+    u32 first_head = PLANTED(PrefillWrongHead) ? block_x() : block_x() * group;
 #pragma unroll
     for (u32 i = 0; i < PREFILL_ROWS * PIECES / 128; i++) {
         u32 at = i * 128 + thread_index(), row = at / PIECES, piece = at % PIECES;
@@ -49,7 +49,7 @@ DEVICE void load_key_tile(bf16* to, const bf16* cache, const PrefillArgs& args, 
         u64 from = 0;
         if (is_there) {
             u64 block = args.blocks[span.blocks + key / BLOCK_TOKENS];
-            from = (block * args.kv_heads + block_y()) * BLOCK_TOKENS + key % BLOCK_TOKENS;
+            from = (block * args.kv_heads + block_x()) * BLOCK_TOKENS + key % BLOCK_TOKENS;
         }
         copy_async(to + place_in_rows<D>(row, piece), cache + from * D + piece * 8, is_there);
     }
@@ -180,7 +180,7 @@ DEVICE void store_rows(const PrefillRows<D>& rows, const PrefillArgs& args, cons
         if (row >= span.tokens * group) {
             continue;
         }
-        u64 head = (u64)(span.row + row / group) * args.heads + block_y() * group + row % group;
+        u64 head = (u64)(span.row + row / group) * args.heads + block_x() * group + row % group;
         bf16* to = args.output + head * D + lane % 4 * 2;
 #pragma unroll
         for (u32 i = 0; i < D / 8; i++) {
@@ -192,7 +192,7 @@ DEVICE void store_rows(const PrefillRows<D>& rows, const PrefillArgs& args, cons
 
 template <u32 D> DEVICE void prefill(const PrefillArgs& args) {
     SHARED(PrefillTiles<D>, tiles);
-    Span span = args.spans[block_x()];
+    Span span = args.spans[block_y()];
     if (span.tokens == 0) {
         return;
     }
