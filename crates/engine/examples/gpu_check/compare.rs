@@ -9,7 +9,7 @@ use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
 use tollgate_engine::backend::cuda::{CudaBackend, KernelChoice, Launches};
 use tollgate_engine::random_model::ModelSpec;
 
-use crate::agree::{BLOCKS, Pair, everything, models, open};
+use crate::agree::{BLOCKS, LONG_CONTEXT, Pair, everything, far_into_a_context, models, open};
 use crate::options::{Options, Way};
 use crate::{alike, drawing};
 
@@ -75,6 +75,9 @@ fn compare(case: &Case, options: &Options) -> Result<Value, String> {
     let (device, notes) = (cuda.device().name.clone(), cuda.notes().to_vec());
     let mut pair = Pair::new(&mut cpu, &mut cuda);
     everything(&mut pair, spec.vocabulary);
+    if spec.context == LONG_CONTEXT && !options.is_quick {
+        far_into_a_context(&mut pair, spec.vocabulary);
+    }
     let Pair { rows, clear, worst, .. } = pair;
     let draws = drawing::check(&mut cuda, spec.vocabulary);
     let differing = alike::differing(&mut cuda, spec.vocabulary);

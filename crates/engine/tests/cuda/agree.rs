@@ -118,6 +118,19 @@ pub fn models() -> Vec<(&'static str, ModelSpec, Option<u32>)> {
             },
             None,
         ),
+        (
+            "llama-group-of-7",
+            ModelSpec {
+                family: Family::Llama,
+                head_dim: 128,
+                heads: 7,
+                kv_heads: 1,
+                layers: 1,
+                context: LONG_CONTEXT,
+                ..tiny.clone()
+            },
+            None,
+        ),
         ("mistral", ModelSpec { family: Family::Mistral, ..tiny }, Some(24)),
     ]
 }
@@ -242,5 +255,25 @@ fn decoding(pair: &mut Pair<'_>, vocabulary: u32) {
     }
 }
 
+/// What a model of [`LONG_CONTEXT`] can do beside everything: a prompt of more
+/// than 2,048 tokens, and single tokens behind it, whose attention is split into
+/// as many parts as the device wants, 32 of them on an H100. Ten seconds where
+/// the device is emulated.
+pub fn far_into_a_context(pair: &mut Pair<'_>, vocabulary: u32) {
+    const TOKENS: usize = 2_070;
+    let prompt = text(TOKENS, 5, vocabulary);
+    let table = scattered(TOKENS + 16, 1, BLOCKS);
+    for start in (0..TOKENS).step_by(256) {
+        let chunk = &prompt[start..TOKENS.min(start + 256)];
+        pair.step(&[span(chunk, start, &table, LogitRows::Last)], "a long prompt");
+    }
+    for place in TOKENS..TOKENS + 16 {
+        let next = [pair.likeliest(0)];
+        pair.step(&[span(&next, place, &table, LogitRows::Last)], "far into a context");
+    }
+}
+
+/// The context of the tiny model that is made for long ones.
+pub const LONG_CONTEXT: u32 = 4_096;
 /// A prime above what the plans need, so that steps of 37 meet every block.
-pub const BLOCKS: u32 = 127;
+pub const BLOCKS: u32 = 139;

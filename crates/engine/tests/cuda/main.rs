@@ -29,7 +29,9 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
-use agree::{BLOCKS, Pair, everything, models, open, scattered, span, text};
+use agree::{
+    BLOCKS, LONG_CONTEXT, Pair, everything, far_into_a_context, models, open, scattered, span, text,
+};
 use load::load;
 use standin::Part;
 use tollgate_engine::Instructions;
@@ -116,6 +118,9 @@ fn every_kind_of_model_agrees_with_the_cpu() {
         assert!(cuda.kv_blocks() >= BLOCKS, "{name}: {} blocks", cuda.kv_blocks());
         let mut pair = Pair::new(&mut cpu, &mut cuda);
         everything(&mut pair, spec.vocabulary);
+        if spec.context == LONG_CONTEXT {
+            far_into_a_context(&mut pair, spec.vocabulary);
+        }
         println!("{name}: {} rows, of {} the likeliest token is clear", pair.rows, pair.clear);
         assert!(pair.rows > 300 && pair.clear > 30, "{name}");
         let replays = card.replays();

@@ -403,11 +403,15 @@ pub fn combine(args: CombineArgs, spans: u32, head_dim: HeadDim) -> Launch<Combi
     }
 }
 
-/// Attention of `spans` spans of at most [`tile_tokens`] tokens each.
+/// Attention of `spans` spans of at most [`tile_tokens`] tokens each. Heads run
+/// fastest in the grid: a device begins its blocks in that order, so all heads
+/// of the first span come before the second one.
 pub fn prefill(args: PrefillArgs, spans: u32, head_dim: HeadDim) -> Launch<PrefillArgs> {
+    // No step has as many tokens, so none has as many spans.
+    assert!(spans <= MOST_GRID_Y, "{spans} spans");
     Launch {
         kernel: head_dim.pick(["prefill_32", "prefill_64", "prefill_128"]),
-        grid: [spans, args.kv_heads, 1],
+        grid: [args.kv_heads, spans, 1],
         threads: 128,
         args,
     }
@@ -472,5 +476,7 @@ pub const MOST_TOP: u32 = 20;
 pub const SKINNY_ROWS: u32 = 32;
 const SKINNY_COLUMNS: u32 = 16;
 const PREFILL_ROWS: u32 = 64;
+/// Blocks of a grid in any direction but the first.
+const MOST_GRID_Y: u32 = 65_535;
 const TILE_ROWS: u32 = 128;
 const TILE_COLUMNS: u32 = 128;

@@ -4,12 +4,15 @@
 //! kind is one launch a layer, whatever the mix. Where results may not depend on
 //! it, single tokens are prefill, too.
 
+use std::cmp::Reverse;
+
 use super::choices::{CHOICE_WORDS, ChoicePlaces, Choices};
 use super::kernels::NONE;
 use crate::backend::{BLOCK_TOKENS, BackendError, LogitRows, PlanFault, Span, StepPlan};
 use crate::sample::MAX_LOGIT_BIAS;
 
-/// A step laid out: every list is of whole words, in the order of spans.
+/// A step laid out: every list is of whole words, in the order of spans unless
+/// it says otherwise.
 pub(super) struct Layout {
     /// Draws of the step before that become tokens; empty where none does.
     pub(super) sources: Vec<u32>,
@@ -24,7 +27,7 @@ pub(super) struct Layout {
     pub(super) rows_wanted: usize,
     /// Spans of one token: row, tokens, position, place in `blocks`.
     pub(super) decodes: Vec<[u32; 4]>,
-    /// Tiles of longer spans, the same.
+    /// Tiles of longer spans, the same, those with the longest context first.
     pub(super) prefills: Vec<[u32; 4]>,
     /// Block tables, one behind the other.
     pub(super) blocks: Vec<u32>,
@@ -137,6 +140,7 @@ impl Layout {
             self.claim_blocks(span).map_err(|reason| BackendError::Plan { span: index, reason })?;
             self.lay_out_span(span)?;
         }
+        self.order_prefills();
         self.rows_wanted = self.logit_rows.len();
         self.sources.extend_from_slice(plan.feeds);
         self.choices.lay_out(plan.results.draws())
@@ -225,6 +229,14 @@ impl Layout {
         Ok(())
     }
 
+    /// A device begins tiles in this order and each takes as long as its context:
+    /// with the longest first, little is left to wait for at the end. By rows
+    /// where they are equal, so that a step is laid out the same each time.
+    fn order_prefills(&mut self) {
+        self.prefills
+            .sort_unstable_by_key(|&[row, tokens, position, _]| (Reverse(position + tokens), row));
+    }
+
     /// Writes every list into `to`, little endian, each at a place aligned for
     /// wide reads.
     pub(super) fn pack(&self, to: &mut [u8]) -> Places {
@@ -305,7 +317,7 @@ mod tests {
         ];
         layout.lay_out(&StepPlan::logits(&spans)).unwrap();
         assert_eq!(layout.decodes, [[0, 1, 33, 0], [23, 1, 0, 7]]);
-        assert_eq!(layout.prefills, [[1, 16, 15, 3], [17, 4, 31, 3], [21, 2, 0, 6]]);
+        assert_eq!(layout.prefills, [[17, 4, 31, 3], [1, 16, 15, 3], [21, 2, 0, 6]]);
         // A table holds the blocks that are read, not those taken for later.
         assert_eq!(layout.blocks, [5, 6, 9, 1, 2, 3, 4, 20]);
         assert_eq!(layout.logit_rows, [0, 20, 21, 22]);
@@ -317,7 +329,7 @@ mod tests {
         let word = |at: usize| u32::from_le_bytes(bytes[4 * at..4 * at + 4].try_into().unwrap());
         assert_eq!(word(places.tokens), 7);
         assert_eq!(word(places.slots + 1), 31);
-        assert_eq!(word(places.prefills + 4), 17);
+        assert_eq!(word(places.prefills + 4), 1);
         assert_eq!(word(places.blocks + 7), 20);
         assert_eq!(places.sources, places.blocks + 8);
         for place in [places.positions, places.slots, places.decodes, places.blocks] {

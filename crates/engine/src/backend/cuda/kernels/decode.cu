@@ -3,9 +3,10 @@
 // KV head are the rows of one matrix product, so that they share its loads.
 #include "kernels.h"
 
-// What the warps of a block have found, to be put together.
+// What the warps of a block have found, to be put together. Rows are one longer
+// than a head, so that heads lie in different banks.
 template <u32 D> struct Found {
-    float sums[4][MOST_GROUP][D];
+    float sums[4][MOST_GROUP][D + 1];
     float largest[4][MOST_GROUP];
     float total[4][MOST_GROUP];
 };
@@ -104,6 +105,11 @@ DEVICE void attend_block(Decode<D>& state, const DecodeArgs& args, u32 block, u3
     }
     Values<D> values;
     load_values<D>(values, panel_of<D>(args.values, block, args.kv_heads));
+    // Heads of 64 only: ptxas would put their loads of values behind the first
+    // products, which wait for the keys. All lanes have the same blocks.
+    if constexpr (D == 64) {
+        sync_warp();
+    }
 
     // Scores: rows are heads, columns keys 2 t, 2 t + 1 of either half.
     float scores[2][4] = {};

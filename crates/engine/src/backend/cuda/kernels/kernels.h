@@ -115,7 +115,8 @@ struct CombineArgs {
 };
 
 // Causal attention of spans of at most PREFILL_ROWS / (heads / kv_heads)
-// tokens. Grid: spans, kv_heads.
+// tokens. Grid: kv_heads, spans, so that blocks begin in the order of spans;
+// those with the most context should come first.
 struct PrefillArgs {
     bf16* output;
     const bf16* queries;

@@ -174,6 +174,8 @@ DEVICE float low_half(u32 pair) { return float_of(pair << 16); }
 DEVICE float high_half(u32 pair) { return float_of(pair & 0xffff0000u); }
 DEVICE float minus_infinity() { return float_of(0xff800000u); }
 DEVICE float larger(float a, float b) { return a > b ? a : b; }
+// In one instruction; the other one where one is NaN.
+DEVICE float larger_number(float a, float b) { return fmaxf(a, b); }
 template <class T> DEVICE T least_of(T a, T b) { return a < b ? a : b; }
 template <class T> DEVICE T most_of(T a, T b) { return a > b ? a : b; }
 DEVICE u32 steps_of(u32 count, u32 step) { return (count + step - 1) / step; }

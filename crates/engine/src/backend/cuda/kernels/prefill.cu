@@ -14,7 +14,9 @@ template <u32 D> struct PrefillTiles {
 };
 
 // 16-byte pieces of a row are swapped about so that eight rows of a matrix lie
-// in different banks.
+// in different banks. The order repeats every eight rows: eight rows on is
+// `place + 8 * D`. A piece's bits are bits of its place: from piece 0 or 1,
+// 2 `step` pieces on is `place ^ step * 16`.
 template <u32 D> DEVICE u32 place_in_rows(u32 row, u32 piece) {
     u32 by = D == 32 ? row / 2 % 4 : row % 8;
     return row * D + (piece ^ by) * 8;
@@ -24,7 +26,7 @@ template <u32 D>
 DEVICE void load_query_tile(PrefillTiles<D>& tiles, const PrefillArgs& args, const Span& span) {
     constexpr u32 PIECES = D / 8;
     u32 group = args.heads / args.kv_heads, rows = span.tokens * group;
-    u32 first_head = PLANTED(PrefillWrongHead) ? block_y() : block_y() * group;
+    u32 first_head = PLANTED(PrefillWrongHead) ? block_x() : block_x() * group;
 #pragma unroll
     for (u32 i = 0; i < PREFILL_ROWS * PIECES / 128; i++) {
         u32 at = i * 128 + thread_index(), row = at / PIECES, piece = at % PIECES;
@@ -35,23 +37,48 @@ DEVICE void load_query_tile(PrefillTiles<D>& tiles, const PrefillArgs& args, con
     }
 }
 
+// What a thread loads of a tile of keys or values: one piece of every ROWS-th
+// row, so that a few KV blocks hold all of it.
+template <u32 D> struct PrefillShare {
+    static constexpr u32 PIECES = D / 8, ROWS = 128 / PIECES;
+    static constexpr u32 STEP = ROWS < BLOCK_TOKENS ? BLOCK_TOKENS : ROWS;
+    static constexpr u32 BLOCKS = PREFILL_KEYS / STEP;
+    u32 blocks[BLOCKS];
+};
+
+// Finds the blocks of positions `first` to `first + 63`; the table has none
+// behind the end, and nobody reads those.
+template <u32 D>
+DEVICE void look_up(PrefillShare<D>& share, const PrefillArgs& args, const Span& span, u32 first,
+                    u32 end) {
+    using Share = PrefillShare<D>;
+    u32 row = thread_index() / Share::PIECES;
+#pragma unroll
+    for (u32 i = 0; i < Share::BLOCKS; i++) {
+        u32 key = least_of(first + i * Share::STEP + row, end - 1);
+        share.blocks[i] = args.blocks[span.blocks + key / BLOCK_TOKENS];
+    }
+}
+
 // Keys or values of positions `first` to `first + 63`; zeros for those that
 // nobody sees, since nothing times anything must be nothing.
 template <u32 D>
-DEVICE void load_key_tile(bf16* to, const bf16* cache, const PrefillArgs& args, const Span& span,
-                          u32 first, u32 begin, u32 end) {
-    constexpr u32 PIECES = D / 8;
+DEVICE void load_key_tile(bf16* to, const bf16* cache, const PrefillArgs& args,
+                          const PrefillShare<D>& share, u32 first, u32 begin, u32 end) {
+    using Share = PrefillShare<D>;
+    u32 row = thread_index() / Share::PIECES, piece = thread_index() % Share::PIECES;
+    u64 pitch = (u64)args.kv_heads * BLOCK_TOKENS * D;
+    cache += (block_x() * BLOCK_TOKENS + row % BLOCK_TOKENS) * D + piece * 8;
+    to += place_in_rows<D>(row, piece);
 #pragma unroll
-    for (u32 i = 0; i < PREFILL_KEYS * PIECES / 128; i++) {
-        u32 at = i * 128 + thread_index(), row = at / PIECES, piece = at % PIECES;
-        u32 key = first + row;
-        bool is_there = key >= begin && key < end;
-        u64 from = 0;
-        if (is_there) {
-            u64 block = args.blocks[span.blocks + key / BLOCK_TOKENS];
-            from = (block * args.kv_heads + block_y()) * BLOCK_TOKENS + key % BLOCK_TOKENS;
+    for (u32 i = 0; i < Share::BLOCKS; i++) {
+        const bf16* from = cache + share.blocks[i] * pitch;
+#pragma unroll
+        for (u32 down = 0; down < Share::STEP; down += Share::ROWS) {
+            u32 key = first + i * Share::STEP + down + row;
+            bool is_there = key >= begin && key < end;
+            copy_async(to + (i * Share::STEP + down) * D, from + down * D, is_there);
         }
-        copy_async(to + place_in_rows<D>(row, piece), cache + from * D + piece * 8, is_there);
     }
 }
 
@@ -71,17 +98,17 @@ DEVICE void score_tile(float (&scores)[PREFILL_KEYS / 8][4], const PrefillTiles<
             scores[i][k] = 0;
         }
     }
+    u32 query_place = place_in_rows<D>(warp * 16 + lane % 16, lane / 16);
+    u32 key_place = place_in_rows<D>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
     // Two at once: more do not fit in registers.
 #pragma unroll 2
     for (u32 step = 0; step < D / 16; step++) {
         u32 query[4];
-        load_matrices(query, tiles.queries +
-                                 place_in_rows<D>(warp * 16 + lane % 16, 2 * step + lane / 16));
+        load_matrices(query, tiles.queries + (query_place ^ step * 16));
 #pragma unroll
         for (u32 i = 0; i < PREFILL_KEYS / 16; i++) {
             u32 key[4];
-            load_matrices(key, tiles.keys + place_in_rows<D>(i * 16 + lane / 16 * 8 + lane % 8,
-                                                             2 * step + lane / 8 % 2));
+            load_matrices(key, tiles.keys + i * 16 * D + (key_place ^ step * 16));
             multiply(scores[2 * i], query, key[0], key[1]);
             multiply(scores[2 * i + 1], query, key[2], key[3]);
         }
@@ -121,10 +148,11 @@ DEVICE void soften_tile(PrefillRows<D>& rows, float (&scores)[PREFILL_KEYS / 8][
         float highest = rows.largest[half];
 #pragma unroll
         for (u32 i = 0; i < PREFILL_KEYS / 8; i++) {
-            highest = larger(highest, larger(scores[i][2 * half], scores[i][2 * half + 1]));
+            highest = larger_number(highest, scores[i][2 * half]);
+            highest = larger_number(highest, scores[i][2 * half + 1]);
         }
-        highest = larger(highest, shuffle_xor(highest, 1));
-        highest = larger(highest, shuffle_xor(highest, 2));
+        highest = larger_number(highest, shuffle_xor(highest, 1));
+        highest = larger_number(highest, shuffle_xor(highest, 2));
         // A row that has seen nothing yet is measured against nothing.
         float base = highest == minus_infinity() ? 0.0f : highest * scale;
         float correction = exp2_fast(rows.largest[half] * scale - base);
@@ -151,6 +179,7 @@ template <u32 D>
 DEVICE void sum_tile(PrefillRows<D>& rows, const float (&weights)[PREFILL_KEYS / 8][4],
                      const PrefillTiles<D>& tiles) {
     u32 lane = thread_index() % WARP;
+    u32 value_place = place_in_rows<D>(lane % 16, lane / 16);
 #pragma unroll
     for (u32 step = 0; step < PREFILL_KEYS / 16; step++) {
         const float(&low)[4] = weights[2 * step];
@@ -160,9 +189,7 @@ DEVICE void sum_tile(PrefillRows<D>& rows, const float (&weights)[PREFILL_KEYS /
 #pragma unroll
         for (u32 i = 0; i < D / 16; i++) {
             u32 value[4];
-            load_matrices_transposed(value, tiles.values +
-                                                place_in_rows<D>(step * 16 + lane % 16,
-                                                                 2 * i + lane / 16));
+            load_matrices_transposed(value, tiles.values + step * 16 * D + (value_place ^ i * 16));
             multiply(rows.sums[2 * i], packed, value[0], value[1]);
             multiply(rows.sums[2 * i + 1], packed, value[2], value[3]);
         }
@@ -175,24 +202,24 @@ DEVICE void store_rows(const PrefillRows<D>& rows, const PrefillArgs& args, cons
     u32 group = args.heads / args.kv_heads;
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
-        float total = sum_of_lanes(rows.total[half], 4);
+        float inverse = 1.0f / sum_of_lanes(rows.total[half], 4);
         u32 row = warp * 16 + lane / 4 + 8 * half;
         if (row >= span.tokens * group) {
             continue;
         }
-        u64 head = (u64)(span.row + row / group) * args.heads + block_y() * group + row % group;
+        u64 head = (u64)(span.row + row / group) * args.heads + block_x() * group + row % group;
         bf16* to = args.output + head * D + lane % 4 * 2;
 #pragma unroll
         for (u32 i = 0; i < D / 8; i++) {
             *reinterpret_cast<u32*>(to + i * 8) =
-                narrow2(rows.sums[i][2 * half] / total, rows.sums[i][2 * half + 1] / total);
+                narrow2(rows.sums[i][2 * half] * inverse, rows.sums[i][2 * half + 1] * inverse);
         }
     }
 }
 
 template <u32 D> DEVICE void prefill(const PrefillArgs& args) {
     SHARED(PrefillTiles<D>, tiles);
-    Span span = args.spans[block_x()];
+    Span span = args.spans[block_y()];
     if (span.tokens == 0) {
         return;
     }
@@ -206,13 +233,15 @@ template <u32 D> DEVICE void prefill(const PrefillArgs& args) {
     rows.largest[0] = rows.largest[1] = minus_infinity();
 
     load_query_tile<D>(tiles, args, span);
-    load_key_tile<D>(tiles.keys, args.keys, args, span, first, begin, end);
+    PrefillShare<D> share;
+    look_up<D>(share, args, span, first, end);
+    load_key_tile<D>(tiles.keys, args.keys, args, share, first, begin, end);
     commit_copies();
     for (; first < end; first += PREFILL_KEYS) {
         // The keys are there, and all have left the values of before.
         wait_copies<0>();
         sync_block();
-        load_key_tile<D>(tiles.values, args.values, args, span, first, begin, end);
+        load_key_tile<D>(tiles.values, args.values, args, share, first, begin, end);
         commit_copies();
         float scores[PREFILL_KEYS / 8][4];
         score_tile<D>(scores, tiles);
@@ -220,6 +249,7 @@ template <u32 D> DEVICE void prefill(const PrefillArgs& args) {
             mask_tile<D>(scores, args, span, first);
         }
         soften_tile<D>(rows, scores, scale);
+        look_up<D>(share, args, span, first + PREFILL_KEYS, end);
         // The values are there, and all have left the keys.
         if (!PLANTED(PrefillWithoutWait)) {
             wait_copies<0>();
@@ -228,7 +258,7 @@ template <u32 D> DEVICE void prefill(const PrefillArgs& args) {
             sync_block();
         }
         if (first + PREFILL_KEYS < end) {
-            load_key_tile<D>(tiles.keys, args.keys, args, span, first + PREFILL_KEYS, begin, end);
+            load_key_tile<D>(tiles.keys, args.keys, args, share, first + PREFILL_KEYS, begin, end);
         }
         commit_copies();
         sum_tile<D>(rows, scores, tiles);

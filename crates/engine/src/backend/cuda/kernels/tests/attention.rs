@@ -230,6 +230,20 @@ fn single_tokens_agree() {
     }
 }
 
+/// Groups and heads as models of 7 to 8 billion parameters have them, far into
+/// a context: single tokens in as many parts as a device with nothing else to
+/// do makes of it, the last of which may be empty; and a chunk.
+#[test]
+fn long_contexts_agree() {
+    for (heads, window) in [(4, 0), (7, 0), (7, 1_100)] {
+        let shape = Shape { heads, kv_heads: 1, head_dim: HeadDim::D128, window };
+        let singles = Case::new(shape, &[(2_100, 1), (2_303, 1)]);
+        sound(|emulator, order| singles.check_decode(emulator, order, 16));
+        let chunk = Case::new(shape, &[(2_075, 21)]);
+        sound(|emulator, order| chunk.check_prefill(emulator, order));
+    }
+}
+
 #[test]
 fn planted_bugs_in_attention_of_single_tokens_are_found() {
     let shape = Shape { heads: 4, kv_heads: 2, head_dim: HeadDim::D64, window: 0 };
