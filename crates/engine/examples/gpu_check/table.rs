@@ -44,19 +44,19 @@ pub(crate) fn run(folder: &Path) -> Result<String, Box<dyn Error>> {
 /// Whole models beside the CPU.
 fn agreed(agree: &Value) -> Result<String, Box<dyn Error>> {
     let mut text = String::from(
-        "| model, kernels | passed | rows | largest difference | bound | draws | graphs | s |\n\
+        "| model, way | passed | rows | largest difference | bound | draws | graphs | s |\n\
          |---|---|---|---|---|---|---|---|\n",
     );
     for case in agree["cases"].as_array().into_iter().flatten() {
         let products = if case["vendor_products"] == true { "" } else { ", own products" };
         writeln!(
             text,
-            "| {}{products} | {} | {} | {:.4} | {} | {} | {} | {:.0} |{}",
+            "| {}{products} | {} | {} | {:.4} | {:.2} | {} | {} | {:.0} |{}",
             said(&case["case"]),
             case["passed"],
             case["rows"],
             number(&case["largest_difference"]),
-            case["bound"],
+            number(&case["bound"]),
             case["draws"],
             case["graphs"],
             number(&case["seconds"]),

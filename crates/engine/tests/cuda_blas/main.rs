@@ -39,7 +39,9 @@ fn whole_models_agree_with_the_cpu() {
     let libraries = standin::folder("blas");
     let blas = standin::build(Part::Blas, &libraries, &[]);
     let kept = tempfile::tempdir().unwrap();
-    for (name, spec, window) in models().into_iter().take(2) {
+    // All is measured, or the library's word is taken, which proposes what it refuses.
+    let searches = [Duration::from_millis(200), Duration::ZERO];
+    for ((name, spec, window), search) in models().into_iter().zip(searches) {
         let (_folder, files) = open(&spec, window, 9);
         let cpu =
             CpuOptions { threads: 1, kv_tokens: BLOCKS * 16, step_tokens: 256, instructions: None };
@@ -55,7 +57,7 @@ fn whole_models_agree_with_the_cpu() {
             },
             kernels: KernelChoice::Fastest,
             launches: Launches::Graphs,
-            search: Duration::from_millis(200),
+            search,
         };
         let mut cuda = CudaBackend::new(&files, &options).unwrap();
         assert!(cuda.kv_blocks() >= BLOCKS);

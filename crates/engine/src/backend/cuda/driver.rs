@@ -35,6 +35,12 @@ impl DriverFault {
         self.code == sys::CUresult::CUDA_ERROR_DEVICE_UNAVAILABLE as u32
     }
 
+    /// Whether NVIDIA's library of products has refused one, of which nothing was
+    /// begun.
+    pub(super) fn is_refusal(&self) -> bool {
+        blas::REFUSALS.iter().any(|refusal| self.call == blas::RUN && self.code == *refusal as u32)
+    }
+
     /// Whether the driver found nothing that it drives.
     pub(super) fn is_no_device(&self) -> bool {
         self.code == sys::CUresult::CUDA_ERROR_NO_DEVICE as u32

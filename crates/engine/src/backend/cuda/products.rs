@@ -131,9 +131,18 @@ impl Products {
             if rows > kernels::SKINNY_ROWS {
                 self.plans.entry(matrices).or_insert_with(|| blas.plan(matrices).ok());
             }
-            if let Some(Some(plan)) = self.plans.get(&matrices) {
-                // SAFETY: the caller vouches for the places.
-                return unsafe { blas.run(plan, input, weights, output) };
+            if let Some(kept) = self.plans.get_mut(&matrices) {
+                while let Some(plan) = kept {
+                    // SAFETY: the caller vouches for the places.
+                    let ran = unsafe { blas.run(plan, input, weights, output) };
+                    // What it proposes and then refuses was not measured.
+                    match ran {
+                        Err(fault) if fault.is_refusal() => {
+                            *kept = kept.take().and_then(Plan::next)
+                        }
+                        ran => return ran,
+                    }
+                }
             }
         }
         // SAFETY: the caller vouches for the places.

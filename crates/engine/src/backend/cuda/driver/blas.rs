@@ -194,7 +194,7 @@ impl Blas {
                 self.context.stream.cast(),
             )
         }
-        .map_err(|error| fault("cublasLtMatmul", error))
+        .map_err(|error| fault(RUN, error))
     }
 }
 
@@ -220,6 +220,12 @@ impl Plan {
         assert!(way < self.ways(), "one of the plan's ways");
         self.chosen = way;
     }
+
+    /// The same in the way that is proposed next, where there is one.
+    pub(crate) fn next(mut self) -> Option<Self> {
+        self.chosen += 1;
+        (self.chosen < self.ways()).then_some(self)
+    }
 }
 
 impl Drop for Plan {
@@ -240,6 +246,14 @@ fn fault(call: &'static str, error: CublasError) -> DriverFault {
     DriverFault { call, reason: error.to_string(), code: error.0 as u32 }
 }
 
+/// The call that runs a product.
+pub(super) const RUN: &str = "cublasLtMatmul";
+/// What it says of a product that it does not run so.
+pub(super) const REFUSALS: [sys::cublasStatus_t; 3] = [
+    sys::cublasStatus_t::CUBLAS_STATUS_INVALID_VALUE,
+    sys::cublasStatus_t::CUBLAS_STATUS_ARCH_MISMATCH,
+    sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED,
+];
 /// Ways of running a product that are asked for.
 const MOST_WAYS: usize = 8;
 /// What the vendor advises for this generation, bytes.
