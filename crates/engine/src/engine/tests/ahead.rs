@@ -156,16 +156,44 @@ fn who_cancels_pays_for_the_step_that_it_was_in() {
 }
 
 #[test]
-fn nobody_runs_ahead_while_others_wait_or_are_read() {
+fn a_full_batch_runs_ahead_until_someone_may_come() {
     let mut setup = Setup::new(64);
-    (setup.ahead, setup.options.max_sequences) = (true, 1);
+    (setup.ahead, setup.options.max_sequences) = (true, 2);
     let mut bench = Bench::with(setup);
-    let first = bench.submit(ask(1, &prompt(1, 5), 8));
-    let second = bench.submit(ask(2, &prompt(2, 5), 8));
+    let lengths = [8, 12, 6];
+    let asked = lengths.into_iter().zip(1..);
+    let heard: Vec<Ears> = asked
+        .map(|(tokens, number)| bench.submit(ask(number, &prompt(number, 5), tokens)))
+        .collect();
+    // Both places are taken by the first step, which reads: it is followed by
+    // one that is decided, and then nobody can come before the eighth.
+    bench.run_steps(7);
+    assert_eq!(went_ahead(&bench), 6);
+    assert_eq!(Heard::of(&heard[2]).tokens(0).len(), 0);
+    // The eighth is the first one's last: who waits has its place in the next.
+    bench.run_steps(2);
+    assert_eq!(Heard::of(&heard[0]).reasons, [Some(FinishReason::Length)]);
+    assert_eq!(Heard::of(&heard[2]).tokens(0).len(), 1);
     bench.run();
-    assert_eq!((Heard::of(&first).tokens(0).len(), Heard::of(&second).tokens(0).len()), (8, 8));
-    // Only the second had nobody waiting for its place.
-    assert_eq!(went_ahead(&bench), 7);
+    for (heard, tokens) in heard.iter().zip(lengths) {
+        assert_eq!(Heard::of(heard).tokens(0).len(), tokens as usize);
+    }
+    bench.check_empty();
+}
+
+/// Who comes while the device has a step already is in the one behind it.
+#[test]
+fn who_comes_waits_for_one_step_more() {
+    let mut bench = bench(64);
+    let stays = bench.submit(ask(1, &prompt(1, 5), 30));
+    bench.run_steps(5);
+    let comes = bench.submit(ask(2, &prompt(2, 5), 4));
+    bench.run_steps(1);
+    assert_eq!(Heard::of(&comes).tokens(0).len(), 0);
+    bench.run_steps(1);
+    assert_eq!(Heard::of(&comes).tokens(0).len(), 1);
+    bench.run();
+    assert_eq!((Heard::of(&stays).tokens(0).len(), Heard::of(&comes).tokens(0).len()), (30, 4));
     bench.check_empty();
 }
 

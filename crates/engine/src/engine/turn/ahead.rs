@@ -1,18 +1,18 @@
-//! The next step before the last is finished, where the device takes it and
-//! nothing that comes out could change who runs. It is fed with what that one
-//! draws; who ends meanwhile is in it all the same, and pays for it.
+//! The next step before the last is finished, where the device takes it and who
+//! runs would not be decided otherwise. It is fed with what that one draws; who
+//! ends meanwhile is in it all the same, and pays for it.
 
 use std::collections::BTreeMap;
 
 use tollgate_domain::SequenceId;
 
-use super::{Begun, Core, EngineError, Part};
+use super::{Begun, Core, Decisions, EngineError, Part};
 use crate::backend::BLOCK_TOKENS;
 
 impl Core {
-    /// Gives the device the next step before this one is finished, where what
-    /// comes out of it changes nothing about who runs: all that there are
-    /// decode, each fed with what it draws now.
+    /// Gives the device the next step before this one is finished, where all
+    /// that run decode, each fed with what it draws now, and nobody else is to
+    /// come.
     pub(super) fn begin_ahead(&mut self, begun: &Begun) -> Result<Option<Begun>, EngineError> {
         let parts = match self.backend.runs_ahead() {
             true => self.parts_ahead(&begun.parts),
@@ -33,10 +33,8 @@ impl Core {
             .zip(parts)
             .filter(|(_, part)| self.sequences.contains_key(&part.sequence))
             .collect();
-        let is_all = here.len() == self.sequences.len()
-            && parts.iter().all(Part::draws_one)
-            && self.requests.len() == self.started as usize
-            && self.requests.values().all(|request| request.waiting == 0);
+        let running = self.sequences.values().filter(|sequence| !sequence.preempted).count();
+        let is_all = here.len() == running && parts.iter().all(Part::draws_one);
         if !is_all || !self.affords_ahead() {
             return Vec::new();
         }
@@ -46,10 +44,28 @@ impl Core {
             .filter(|(_, part)| goes_on(part))
             .map(|(draw, part)| part.next(draw))
             .collect();
-        match self.reserve_ahead(&next) {
+        let may_go = self.nobody_waits()
+            || (next.len() == parts.len()
+                && parts.iter().all(|part| part.tokens == 1)
+                && self.nobody_moves());
+        match may_go && self.reserve_ahead(&next) {
             true => next,
             false => Vec::new(),
         }
+    }
+
+    fn nobody_waits(&self) -> bool {
+        self.requests.len() == self.started as usize
+            && self.requests.values().all(|request| request.waiting == 0)
+            && self.sequences.values().all(|sequence| !sequence.preempted)
+    }
+
+    /// Whether a decision now would let those who run go on and those who wait
+    /// wait. Where all decode, and each goes on, the next one differs from it by
+    /// one token of each and by the time of this step.
+    fn nobody_moves(&self) -> bool {
+        let Decisions { refuse, preempt, admit, chunks: _ } = self.decide(self.clock.now());
+        refuse.is_empty() && preempt.is_empty() && admit.is_empty()
     }
 
     /// Whether every choice's next two tokens fit its request's budget.
