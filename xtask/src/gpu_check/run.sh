@@ -3,13 +3,14 @@
 #   run --out DIR [--quick] [--only PART,...] [--seconds N]
 #
 # Writes into DIR: device.txt, agree.json (whole models beside the CPU),
-# sanitizer.txt (compute-sanitizer over one of them, where there is one),
-# meter.json (metered time beside the card's own view), system.txt (a gateway
-# with a worker on the GPU, from a request to the bill), speed.json (decoding,
-# prompts, each operation), peer.json (transformers, where it is there) and
+# system.txt (a gateway with a worker on the GPU, from a request to the bill),
+# speed.json (decoding, prompts, each operation), meter.json (metered time
+# beside the card's own view), peer.json (transformers, where it is there),
+# sanitizer.txt (compute-sanitizer over a model, where it is there) and
 # summary.txt. The exit status is 1 where something that ran did not pass.
-# Parts are agree, sanitizer, meter, system, speed, peer; N seconds at most,
-# 570 unless given: what does not come to its turn by then is said.
+# Parts are agree, system, speed, meter, peer, sanitizer, in this order; N
+# seconds at most, 570 unless given: what does not come to its turn by then is
+# said.
 set -u
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
@@ -46,7 +47,7 @@ fi
 
 out=''
 quick=''
-only=agree,sanitizer,meter,system,speed,peer
+only=agree,system,speed,meter,peer,sanitizer
 seconds=570
 while [ $# -gt 0 ]; do
     case $1 in
@@ -65,8 +66,10 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 : >"$out/summary.txt"
 
+# To the terminal, also from within a part whose output is kept.
+exec 3>&2
 say() {
-    echo "$*" | tee -a "$out/summary.txt" >&2
+    echo "$*" | tee -a "$out/summary.txt" >&3
 }
 
 wanted() {
@@ -116,6 +119,28 @@ if wanted agree; then
         --out "$out/agree.json" >/dev/null
 fi
 
+if wanted system; then
+    mkdir "$work/data"
+    part system 150 "$0" --system "$work/data" >"$out/system.txt" 2>&1
+fi
+
+if wanted speed; then
+    part speed 200 "$here/gpu_check" speed $quick --kernels "$here/kernels" \
+        --out "$out/speed.json" >/dev/null
+fi
+
+if wanted meter; then
+    part meter 75 "$here/gpu_check" meter $quick --kernels "$here/kernels" >"$out/meter.json"
+fi
+
+if wanted peer; then
+    if timeout -k 5 60 python3 -c 'import torch, transformers' 2>/dev/null; then
+        part peer 150 python3 "$here/peer.py" "$out/peer.json" $quick
+    else
+        say "peer: not run, there is no transformers"
+    fi
+fi
+
 if wanted sanitizer; then
     : >"$out/sanitizer.txt"
     sanitizer=$(command -v compute-sanitizer ||
@@ -136,26 +161,5 @@ if wanted sanitizer; then
     done
 fi
 
-if wanted meter; then
-    part meter 75 "$here/gpu_check" meter $quick --kernels "$here/kernels" >"$out/meter.json"
-fi
-
-if wanted system; then
-    mkdir "$work/data"
-    part system 150 "$0" --system "$work/data" >"$out/system.txt" 2>&1
-fi
-
-if wanted speed; then
-    part speed 200 "$here/gpu_check" speed $quick --kernels "$here/kernels" \
-        --out "$out/speed.json" >/dev/null
-fi
-
-if wanted peer; then
-    if timeout -k 5 60 python3 -c 'import torch, transformers' 2>/dev/null; then
-        part peer 150 python3 "$here/peer.py" "$out/peer.json" $quick
-    else
-        say "peer: not run, there is no transformers"
-    fi
-fi
 { echo; "$here/gpu_check" table "$out"; } >>"$out/summary.txt" 2>&1 || failed=1
 exit $failed
