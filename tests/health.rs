@@ -32,6 +32,11 @@ struct StandIn {
 
 impl StandIn {
     fn build(folder: &TempDir) -> Self {
+        Self::with(folder, &[])
+    }
+
+    /// The same, compiled with these macros.
+    fn with(folder: &TempDir, macros: &[&str]) -> Self {
         let (library, values) = (folder.path().join("libnvml.so"), folder.path().join("values"));
         fs::write(&values, WELL).expect("writes");
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/nvml.c");
@@ -39,6 +44,7 @@ impl StandIn {
             .args(["-shared", "-fPIC", "-Wall", "-Werror", "-o"])
             .args([&library, &source])
             .arg(format!("-DVALUES=\"{}\"", values.display()))
+            .args(macros)
             .status();
         assert!(status.expect("a C compiler").success());
         Self { library, values }
@@ -343,6 +349,20 @@ async fn a_driver_that_hangs_holds_up_no_worker() {
 }
 
 /// Without the library there is one sentence in the log, and service.
+#[tokio::test]
+async fn a_device_that_nvml_does_not_know_serves_unwatched() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let card = StandIn::with(&folder, &["-DKNOWN=\"another\""]);
+    let config = config(r#"["cuda:one"]"#, &card.library, &folder.path().join("locks"));
+    let mut gateway = Tollgate::with_config(&config);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    assert_eq!(ask(&connection).await, 200);
+    let admin = gateway.connect_admin().await;
+    let worker = until(&admin, "ready", |worker| worker["ready"] == true).await;
+    assert_eq!(worker["health"], Value::Null, "{worker}");
+    assert_eq!(gateway.stop(), Some(0));
+}
+
 #[tokio::test]
 async fn a_host_without_nvml_serves_all_the_same() {
     let folder = tempfile::tempdir().expect("a folder");

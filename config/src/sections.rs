@@ -85,8 +85,8 @@ section! {
         /// Percent of a GPU's free memory that a worker takes: weights,
         /// buffers, and for the KV cache what is left of it.
         gpu_memory: u32 = 90, 1..=100;
-        /// Whether the same request is answered the same to the bit whatever
-        /// else is in the batch; steps take longer.
+        /// Whether a request with a seed is answered the same whatever else is
+        /// in the batch: logits are, to the bit. Steps take longer.
         deterministic: bool = false;
         /// Sequences in one batch.
         max_sequences: u32 = 64, 1..=4_096;

@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use nvml_wrapper::Nvml;
+use nvml_wrapper::error::NvmlError;
 use tollgate_engine::{Clock, EngineHandle};
 use tollgate_wire::v1;
 
@@ -93,16 +94,10 @@ impl Monitor {
         let thread = std::thread::Builder::new().name("health".to_owned());
         thread.spawn(move || {
             let Some(nvml) = open(&parts.options) else { return };
-            if let Some(engine) = read_until(&nvml, &parts, &engines, &tell_first) {
+            let Some(known) = knows(&nvml, &parts.uuid) else { return };
+            if let Some(engine) = read_until(known, &parts, &engines, &tell_first) {
                 let health = Health::new(parts.options.thresholds.clone());
-                let look = Look {
-                    parts,
-                    engine,
-                    health,
-                    steps: 0,
-                    concerns: BTreeSet::new(),
-                    is_known: None,
-                };
+                let look = Look { parts, engine, health, steps: 0, concerns: BTreeSet::new() };
                 look.until(&nvml, &engines);
             }
         })?;
@@ -120,18 +115,28 @@ impl Monitor {
     }
 }
 
+/// The device, if it answers; nothing at all where NVML knows none of this name,
+/// for which the log says so: what it never knew is not gone.
+fn knows<'nvml>(nvml: &'nvml Nvml, device: &str) -> Option<Option<Watched<'nvml>>> {
+    match Watched::find(nvml, device) {
+        Ok(found) => Some(Some(found)),
+        Err(error @ NvmlError::NotFound) => {
+            tracing::warn!(device, %error, "NVML does not know it: its health is not watched");
+            None
+        }
+        Err(_) => Some(None),
+    }
+}
+
 /// Reads the counter alone, while the worker starts; the engine, once there is
 /// one.
 fn read_until(
-    nvml: &Nvml,
+    known: Option<Watched<'_>>,
     parts: &MonitorParts,
     engines: &Receiver<EngineHandle>,
     tell_first: &SyncSender<()>,
 ) -> Option<EngineHandle> {
-    let metered = parts.meter.as_ref().and_then(|meter| {
-        let device = Watched::find(nvml, &parts.uuid).ok()?;
-        Some((meter, device))
-    });
+    let metered = parts.meter.as_ref().zip(known);
     loop {
         if let Some((meter, device)) = &metered {
             tell(meter, device, &*parts.clock);
@@ -161,9 +166,6 @@ struct Look {
     steps: u64,
     /// At the last look.
     concerns: BTreeSet<Concern>,
-    /// Whether NVML knows the device; none before the first look. One that it
-    /// never knew is not gone.
-    is_known: Option<bool>,
 }
 
 impl Look {
@@ -198,17 +200,6 @@ impl Look {
         watched: Option<Watched<'nvml>>,
     ) -> Option<Watched<'nvml>> {
         let found = watched.map_or_else(|| Watched::find(nvml, &self.parts.uuid), Ok);
-        match &found {
-            Ok(_) => self.is_known = Some(true),
-            Err(error) if self.is_known != Some(true) => {
-                if self.is_known.replace(false).is_none() {
-                    let device = &self.parts.uuid;
-                    tracing::warn!(device, %error, "NVML does not know it: it is not watched");
-                }
-                return None;
-            }
-            Err(_) => {}
-        }
         let read = found.and_then(|device| Ok((device.read()?, device)));
         let (readings, device, error) = match read {
             Ok((readings, device)) => (Some(readings), Some(device), None),

@@ -1,4 +1,5 @@
-//! The front door.
+//! The front door: what anybody may do before they are known, and what each
+//! request may ask for.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;

@@ -1,4 +1,5 @@
-//! What keys may be, where that is neither a number nor a name.
+//! What keys may be, where that is neither a number nor a name. How each is read
+//! and shown stands in `read::fields`.
 
 use std::collections::BTreeSet;
 use std::fmt;

@@ -370,7 +370,7 @@ pub fn calibration_key(backend: &dyn Backend) -> String {
         .name
         .chars()
         .map(|c| if c.is_ascii_alphanumeric() { c } else { '_' })
-        .take(64)
+        .take(96)
         .collect();
     let model: String = backend.shape().hash.chars().take(12).collect();
     let (class, threads) = (&device.class, device.threads);

@@ -201,7 +201,7 @@ const CHECKS: [(&str, Check); 10] = [
     ("file", |connection, findings| {
         file::check(connection, &mut |message| findings.add("file", message))
     }),
-    ("block", blocks::whole),
+    ("block", blocks::made_again),
     ("balance", balances),
     ("tiling", tiling),
     ("daily", daily),

@@ -179,9 +179,13 @@ pub(crate) fn max_tokens(
 /// `top_k`, which OpenAI's API does not have: as vLLM means it, 0 and -1 are
 /// all tokens.
 fn top_k(field: &Field<'_>) -> Result<u32, Violation> {
-    match field.only_neutral(&[Neutral::Number(-1.0)]) {
-        Ok(()) => Ok(0),
-        Err(_) => Ok(field.integer(0, MOST_TOKENS)?.unwrap_or(0)),
+    let expected = format!("a whole number from -1 to {MOST_TOKENS}");
+    match field.read::<i64>(&expected)? {
+        None | Some(-1) => Ok(0),
+        Some(number) => match u32::try_from(number) {
+            Ok(number) if number <= MOST_TOKENS => Ok(number),
+            _ => Err(field.must_be(&expected, &number.to_string())),
+        },
     }
 }
 

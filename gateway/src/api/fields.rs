@@ -163,7 +163,8 @@ impl<'a> Field<'a> {
         }
     }
 
-    fn must_be(&self, expected: &str, found: &str) -> Violation {
+    /// The violation that it is not `expected` but `found`.
+    pub(crate) fn must_be(&self, expected: &str, found: &str) -> Violation {
         Violation::of(self.name, format!("'{}' must be {expected}; it is {found}.", self.name))
     }
 

@@ -35,6 +35,7 @@ fn keeps_bounds(asked: &Asked, size: usize) {
     assert!((1..=8).contains(choices));
     assert!(max_tokens.is_none_or(|most| most.tokens <= i32::MAX as u32));
     assert!((0.0..=2.0).contains(&sampling.temperature) && (0.0..=1.0).contains(&sampling.top_p));
+    assert!(sampling.top_k <= i32::MAX as u32);
     assert!((-2.0..=2.0).contains(&sampling.presence_penalty));
     assert!((-2.0..=2.0).contains(&sampling.frequency_penalty));
     assert!(sampling.logit_bias.len() <= 300);

@@ -6,9 +6,13 @@ import json
 import sys
 import time
 
-import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+try:
+    import torch
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
+except ImportError as missing:
+    print(missing, file=sys.stderr)
+    sys.exit(77)  # as run.sh means it
 
 SHAPES = {
     "qwen2.5-0.5b": dict(model_type="qwen2", vocab_size=151936, hidden_size=896,

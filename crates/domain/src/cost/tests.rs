@@ -1,4 +1,5 @@
-//! The formulas beside plain sums, and their bounds.
+//! The formulas beside plain sums, and what must hold of any table: parts sum to
+//! the whole, and more work never costs less.
 
 use proptest::prelude::*;
 

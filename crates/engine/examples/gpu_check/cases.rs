@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::options::Options;
 
 /// Runs all `titles` of a check and says what each said; a process that ends
-/// without a word has failed. What was said so far outlives what may yet hang.
+/// badly or without a word has failed. What was said so far outlives what may yet hang.
 pub(crate) fn apart(
     check: &str,
     titles: &[String],
@@ -21,8 +21,12 @@ pub(crate) fn apart(
         let mut case = Command::new(&program);
         case.args(std::env::args().skip(1)).args(["--case", title]).stdin(Stdio::null());
         let ended = case.stderr(Stdio::inherit()).output()?;
-        Ok(serde_json::from_slice(&ended.stdout)
-            .unwrap_or_else(|_| json!({ "passed": false, "why": ended.status.to_string() })))
+        let said = serde_json::from_slice::<Value>(&ended.stdout).ok();
+        let ended = ended.status;
+        let is_whole = |said: &Value| ended.success() || said["passed"] == false;
+        Ok(said
+            .filter(is_whole)
+            .unwrap_or_else(|| json!({ "case": title, "passed": false, "why": ended.to_string() })))
     })
 }
 

@@ -9,8 +9,8 @@
 //! error; the exit status is 1 where something differs. `gpu_check table DIR`
 //! prints what is in that folder as tables. `--kernels DIR` is a bundle of
 //! machine code, `--nvidia-smi PATH` the tool, `--out FILE` where results are
-//! written as they come. `agree` and `speed` run each case in a process of its
-//! own, `--case NAME` runs that one in this.
+//! written. `agree` and `speed` run each case in a process of its own and write
+//! as these end; `--case NAME` runs that one in this.
 
 #[path = "../../tests/cuda/agree.rs"]
 #[allow(clippy::unwrap_used, unreachable_pub, dead_code, reason = "it is a test's")]
@@ -75,6 +75,9 @@ fn run() -> Result<ExitCode, Box<dyn Error>> {
         _ => return Err("usage: gpu_check agree|meter|speed|table".into()),
     };
     let told = told.ok_or_else(|| format!("no case is named {}", case.unwrap_or_default()))?;
+    if let (None, Some(out)) = (case, &options.out) {
+        std::fs::write(out, format!("{told:#}\n"))?;
+    }
     println!("{told:#}");
     let passed = told["passed"].as_bool().unwrap_or(true);
     Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })

@@ -57,19 +57,18 @@ impl Plan {
 }
 
 /// The names of all cases: what is worth most first.
-pub(crate) fn titles(kept: &Options) -> Vec<String> {
-    let plan = Plan::of(kept);
+pub(crate) fn titles(options: &Options) -> Vec<String> {
+    let plan = Plan::of(options);
     let shapes = |way| plan.shapes.iter().map(move |(name, _)| format!("{name}/{way}"));
     Way::ALL.into_iter().flat_map(shapes).collect()
 }
 
 /// Measures one case, or none of that name.
-pub(crate) fn run(kept: &Options, wanted: &str) -> Option<Value> {
-    let plan = Plan::of(kept);
-    let ways = plan.shapes.iter().flat_map(|shape| Way::ALL.map(|way| (shape, way)));
-    let ((name, spec), way) =
-        { ways }.find(|((name, _), way)| format!("{name}/{way}") == wanted)?;
-    let options = kept.backend(way, plan.prompt.max(256));
+pub(crate) fn run(options: &Options, wanted: &str) -> Option<Value> {
+    let plan = Plan::of(options);
+    let mut ways = plan.shapes.iter().flat_map(|shape| Way::ALL.map(|way| (shape, way)));
+    let ((name, spec), way) = ways.find(|((name, _), way)| format!("{name}/{way}") == wanted)?;
+    let options = options.backend(way, plan.prompt.max(256));
     let mut measured = shape(spec, &plan, &options)
         .unwrap_or_else(|error| json!({ "passed": false, "why": error.to_string() }));
     measured["case"] = wanted.into();

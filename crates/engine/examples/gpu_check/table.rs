@@ -26,17 +26,14 @@ const AIMS: [(&str, &str, [f64; 3]); 12] = [
 
 /// The tables of a folder that `run` has filled: of whatever is there.
 pub(crate) fn run(folder: &Path) -> Result<String, Box<dyn Error>> {
-    let read = |name: &str| -> Result<Option<Value>, Box<dyn Error>> {
-        let text = fs::read_to_string(folder.join(name)).unwrap_or_default();
-        if text.trim().is_empty() {
-            return Ok(None);
-        }
-        Ok(Some(serde_json::from_str(&text).map_err(|error| format!("{name}: {error}"))?))
+    // What was cut off while it was written is as if it were not there.
+    let read = |name: &str| -> Option<Value> {
+        serde_json::from_str(&fs::read_to_string(folder.join(name)).ok()?).ok()
     };
-    let peer = read("peer.json").ok().flatten().unwrap_or_default();
-    let agreed = read("agree.json")?.map(|agree| agreed(&agree)).transpose()?;
-    let metered = read("meter.json")?.map(|meter| metered(&meter)).transpose()?;
-    let measured = read("speed.json")?.map(|speed| measured(&speed, &peer)).transpose()?;
+    let peer = read("peer.json").unwrap_or_default();
+    let agreed = read("agree.json").map(|agree| agreed(&agree)).transpose()?;
+    let metered = read("meter.json").map(|meter| metered(&meter)).transpose()?;
+    let measured = read("speed.json").map(|speed| measured(&speed, &peer)).transpose()?;
     let tables: Vec<String> = [agreed, metered, measured].into_iter().flatten().collect();
     Ok(tables.join("\n"))
 }
@@ -48,11 +45,15 @@ fn agreed(agree: &Value) -> Result<String, Box<dyn Error>> {
          |---|---|---|---|---|---|---|---|\n",
     );
     for case in agree["cases"].as_array().into_iter().flatten() {
+        let title = said(&case["case"]);
+        if let Some(why) = case["why"].as_str() {
+            writeln!(text, "| {title} | {} | {} | | | | | |", case["passed"], cell(why))?;
+            continue;
+        }
         let products = if case["vendor_products"] == true { "" } else { ", own products" };
         writeln!(
             text,
-            "| {}{products} | {} | {} | {:.4} | {:.2} | {} | {} | {:.0} |{}",
-            said(&case["case"]),
+            "| {title}{products} | {} | {} | {:.4} | {:.2} | {} | {} | {:.0} |",
             case["passed"],
             case["rows"],
             number(&case["largest_difference"]),
@@ -60,7 +61,6 @@ fn agreed(agree: &Value) -> Result<String, Box<dyn Error>> {
             case["draws"],
             case["graphs"],
             number(&case["seconds"]),
-            case["why"].as_str().map(|why| format!(" {why}")).unwrap_or_default(),
         )?;
     }
     Ok(text)
@@ -101,7 +101,7 @@ fn measured(speed: &Value, peer: &Value) -> Result<String, Box<dyn Error>> {
         text.push_str(&row(shape, &shape["prefill"], peer)?);
     }
     for case in failed {
-        writeln!(text, "| {} | {} | | | | | |", said(&case["case"]), said(&case["why"]))?;
+        writeln!(text, "| {} | {} | | | | | |", said(&case["case"]), cell(said(&case["why"])))?;
     }
     text.push_str("\n| shape | batch | operation | us | bytes over copy | TFLOP/s |\n");
     text.push_str("|---|---|---|---|---|---|\n");
@@ -177,6 +177,11 @@ fn way(shape: &Value) -> String {
 /// Sequences of a batch, or that it was a prompt.
 fn batch(measured: &Value) -> String {
     measured["batch"].as_u64().map_or_else(|| "prompt".to_owned(), |batch| batch.to_string())
+}
+
+/// Text of several lines as one cell.
+fn cell(text: &str) -> String {
+    text.replace('|', "/").split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 fn said(value: &Value) -> &str {

@@ -251,10 +251,11 @@ impl CudaBackend {
         let config = config.clone();
         let head_dim = head_dim_of(&config).map_err(CudaError::Model)?;
         let found = probe::open(&options.wanted)?;
+        let is_deterministic = options.kernels == KernelChoice::Deterministic;
         let mut device = info(&found);
         let Found { context, listed } = found;
         let mut notes = vec![format!("{} ({})", listed.name, listed.uuid)];
-        if options.kernels == KernelChoice::Deterministic {
+        if is_deterministic {
             // Another speed, so other prices.
             device.name.push_str(" (deterministic)");
             notes.push("one kernel for each operation: the same bits in any company".to_owned());
@@ -286,7 +287,7 @@ impl CudaBackend {
             context: config.context,
             kv_blocks: 0,
             tile: kernels::tile_tokens(config.heads / config.kv_heads),
-            decodes_apart: options.kernels != KernelChoice::Deterministic,
+            decodes_apart: !is_deterministic,
         };
         let parts = parts_at_most(&config, listed.multiprocessors, tokens);
         let buffers = Buffers::new(&context, &config, limits, parts)?;
@@ -300,7 +301,8 @@ impl CudaBackend {
         }
         context.wait()?;
         // The library loads code as it is first run, and graphs come later.
-        let has_graphs = options.launches != Launches::Single;
+        // Where all is prefill no step only decodes.
+        let has_graphs = options.launches != Launches::Single && !is_deterministic;
         let graphs = if has_graphs { GRAPH_BYTES.min(allowed / 32) } else { 0 };
         let taken = free.saturating_sub(context.free_bytes()?) + 4 * room.words() as u64 + graphs;
         let blocks = blocks_in(&config, allowed.saturating_sub(taken));

@@ -49,8 +49,8 @@ impl Default for Tail {
 
 impl Tail {
     /// Sets every weight outside what is kept to 0. Weights are 0 to 1 and
-    /// numbers. The likeliest token always stays; of equal ones the smaller id
-    /// goes first.
+    /// numbers. A token of the largest weight always stays; of equal ones the
+    /// smaller id goes first.
     pub(super) fn cut(&mut self, weights: &mut [f32], kept: Kept) {
         self.mass.fill(0.0);
         for &weight in weights.iter() {

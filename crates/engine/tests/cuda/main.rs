@@ -139,7 +139,8 @@ fn deterministic_backends_compute_a_text_alike_whatever_else_they_do() {
     for (name, spec, window) in models() {
         let (_folder, files) = open(&spec, window, 7);
         for instructions in Instructions::ALL.into_iter().filter(|it| it.is_available()) {
-            let cpu = CpuOptions { instructions: Some(instructions), ..reference_options() };
+            let cpu =
+                CpuOptions { instructions: Some(instructions), threads: 3, ..reference_options() };
             let mut cpu = CpuBackend::new(&files, &cpu).unwrap();
             let is_alike = alike::differing(&mut cpu, spec.vocabulary) == 0;
             let promised = instructions <= Instructions::best_deterministic();

@@ -1,4 +1,5 @@
-//! Each block, made again from its rows.
+//! Each block, made again from its rows: only so is it seen that they are what
+//! was posted, and what the audit log says.
 
 use std::collections::HashMap;
 
@@ -19,7 +20,10 @@ use crate::query::name;
 use crate::schema::{METERED, account};
 
 /// Each block is made again from its rows: it must balance and be the same.
-pub(super) fn whole(connection: &Connection, findings: &mut Findings) -> Result<(), LedgerError> {
+pub(super) fn made_again(
+    connection: &Connection,
+    findings: &mut Findings,
+) -> Result<(), LedgerError> {
     let callers = callers(connection)?;
     let mut statement = connection.prepare(
         "SELECT epoch_id, block, epoch, worker, device_class, device_name, device_uuid, model,

@@ -1,4 +1,5 @@
-//! Where a worker's time and energy went.
+//! Where a worker's time and energy went: what was measured, and the accounts
+//! that it has to sum to.
 
 use rusqlite::{Connection, OptionalExtension};
 use serde::Serialize;

@@ -1,4 +1,5 @@
-//! One request, over its attempts.
+//! One request, over its attempts: what its tenant may ask about it, while it
+//! runs and after.
 
 use rusqlite::{Connection, OptionalExtension, params};
 use serde::Serialize;

@@ -304,6 +304,11 @@ impl Context {
         // SAFETY: the capture began above. It ends whatever came of the work,
         // or the stream could never be used again.
         let captured = unsafe { result::stream::end_capture(self.stream) };
+        if let (Err(fault), Ok(half)) = (&worked, &captured) {
+            // SAFETY: the graph was just made, and nobody else knows it.
+            let _ = unsafe { result::graph::destroy(*half) };
+            return Err(fault.clone());
+        }
         worked?;
         let graph = captured.map_err(|error| fault("cuStreamEndCapture", error))?;
         // SAFETY: the graph was just made, and what it will run does not need it.

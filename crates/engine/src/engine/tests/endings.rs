@@ -68,20 +68,24 @@ fn a_sink_stops_its_choice() {
 
 #[test]
 fn who_waits_past_the_deadline_is_refused() {
-    let mut setup = Setup::new(64);
-    setup.options.max_sequences = 1;
-    let mut bench = Bench::with(setup);
-    let first = bench.submit(ask(1, &prompt(1, 20), 50));
-    bench.run_steps(1);
-    let (mut submission, late) = ask(2, &prompt(2, 20), 5);
-    submission.queue_deadline = Duration::from_millis(3);
-    bench.handle.submit(submission).expect("it is taken");
-    assert_eq!(bench.handle.status().queued, 1);
-    bench.run();
-    assert_eq!(Heard::of(&late).refusal().reason, RefusedReason::Deadline);
-    assert_eq!(Heard::of(&first).tokens(0).len(), 50);
-    assert_eq!(bench.log.lock().finished.len(), 1, "a refusal is no account's");
-    bench.check_empty();
+    for ahead in [false, true] {
+        let mut setup = Setup { ahead, ..Setup::new(64) };
+        setup.options.max_sequences = 1;
+        let mut bench = Bench::with(setup);
+        let first = bench.submit(ask(1, &prompt(1, 20), 50));
+        bench.run_steps(1);
+        let (mut submission, late) = ask(2, &prompt(2, 20), 5);
+        submission.queue_deadline = Duration::from_millis(3);
+        bench.handle.submit(submission).expect("it is taken");
+        assert_eq!(bench.handle.status().queued, 1);
+        // Long before the place is free.
+        bench.run_steps(35);
+        assert_eq!(Heard::of(&late).refusal().reason, RefusedReason::Deadline, "{ahead}");
+        bench.run();
+        assert_eq!(Heard::of(&first).tokens(0).len(), 50);
+        assert_eq!(bench.log.lock().finished.len(), 1, "a refusal is no account's");
+        bench.check_empty();
+    }
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Who is next: what stands on the counters, and what follows from it.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use proptest::prelude::*;
@@ -109,21 +110,24 @@ fn a_flood_costs_others_little_more_than_the_guard() {
 
 #[test]
 fn who_is_preempted_for_others_says_the_same_and_pays_the_same() {
-    let mut setup = Setup::new(64);
-    setup.options.max_sequences = 2;
-    setup.options.preemption_guard = Duration::from_millis(1);
-    setup.options.preemption_rest = Duration::ZERO;
-    let mut bench = Bench::with(setup);
-    let asked: Vec<Ears> =
-        [0, 3, 6, 1, 4, 2].map(|number| bench.submit(ask(number, &prompt(number, 40), 100))).into();
-    bench.run();
-    assert!(bench.totals().overhead > DeviceNanos::ZERO, "somebody was preempted");
-    for (ears, number) in asked.iter().zip([0, 3, 6, 1, 4, 2]) {
-        let alone = Bench::new(64).alone(ask(number, &prompt(number, 40), 100));
-        assert_eq!(Heard::of(ears).tokens(0), alone.tokens(0));
-        assert_eq!(Heard::of(ears).usage().reference, alone.usage().reference);
+    const NUMBERS: [u32; 6] = [0, 3, 6, 1, 4, 2];
+    for ahead in [false, true] {
+        let mut setup = Setup { ahead, ..Setup::new(64) };
+        setup.options.max_sequences = 2;
+        setup.options.preemption_guard = Duration::from_millis(1);
+        setup.options.preemption_rest = Duration::ZERO;
+        let mut bench = Bench::with(setup);
+        let asked = NUMBERS.map(|number| bench.submit(ask(number, &prompt(number, 40), 100)));
+        bench.run();
+        assert!(bench.totals().overhead > DeviceNanos::ZERO, "somebody was preempted");
+        assert_eq!(bench.ahead.load(Ordering::Relaxed) > 0, ahead);
+        for (ears, number) in asked.iter().zip(NUMBERS) {
+            let alone = Bench::new(64).alone(ask(number, &prompt(number, 40), 100));
+            assert_eq!(Heard::of(ears).tokens(0), alone.tokens(0));
+            assert_eq!(Heard::of(ears).usage().reference, alone.usage().reference);
+        }
+        bench.check_empty();
     }
-    bench.check_empty();
 }
 
 #[test]

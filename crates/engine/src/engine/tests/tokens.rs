@@ -19,9 +19,9 @@ fn mixed(count: u32) -> Vec<(Submission, Ears)> {
             let sampling = &mut submission.sampling;
             match number % 5 {
                 0 => sampling.temperature = 0.0,
-                4 => sampling.top_k = NonZeroU32::new(3),
                 1 => sampling.top_p = 0.7,
                 2 => sampling.frequency_penalty = 1.5,
+                3 => sampling.top_k = NonZeroU32::new(3),
                 _ => sampling.top_logprobs = Some(2),
             }
             (submission, heard)

@@ -10,9 +10,8 @@ use super::{Begun, Core, Decisions, EngineError, Part};
 use crate::backend::BLOCK_TOKENS;
 
 impl Core {
-    /// Gives the device the next step before this one is finished, where all
-    /// that run decode, each fed with what it draws now, and nobody else is to
-    /// come.
+    /// Gives the device the next step before this one is finished: one more token
+    /// of all who run, if they all decode and nobody is to come or to go.
     pub(super) fn begin_ahead(&mut self, begun: &Begun) -> Result<Option<Begun>, EngineError> {
         let parts = match self.backend.runs_ahead() {
             true => self.parts_ahead(&begun.parts),
@@ -54,6 +53,7 @@ impl Core {
         }
     }
 
+    /// Whether whoever there is has a place, with all its prompts.
     fn nobody_waits(&self) -> bool {
         self.requests.len() == self.started as usize
             && self.requests.values().all(|request| request.waiting == 0)

@@ -259,11 +259,23 @@ DEVICE float exponential_fast(float x) { return std::exp(x); }
 DEVICE float divided_fast(float a, float b) {
     return a * (std::fabs(b) > 0x1p126f ? 0.0f : 1.0f / b);
 }
-DEVICE float times(float a, float b) { return a * b; }
-DEVICE float plus(float a, float b) { return a + b; }
+// What the compiler may not fuse with anything, as it does everything else that
+// it may, like a card's.
+template <class Number> DEVICE Number rounded(Number value) {
+#if defined(__x86_64__)
+    asm("" : "+x"(value));
+#elif defined(__aarch64__)
+    asm("" : "+w"(value));
+#else
+    asm("" : "+m"(value));
+#endif
+    return value;
+}
+DEVICE float times(float a, float b) { return rounded(a * b); }
+DEVICE float plus(float a, float b) { return rounded(a + b); }
 DEVICE float divided(float a, float b) { return a / b; }
-DEVICE double times(double a, double b) { return a * b; }
-DEVICE double plus(double a, double b) { return a + b; }
+DEVICE double times(double a, double b) { return rounded(a * b); }
+DEVICE double plus(double a, double b) { return rounded(a + b); }
 DEVICE double natural_log(double x) { return std::log(x); }
 DEVICE void sine_cosine(double turns, float& sine, float& cosine) {
     double angle = (turns - std::rint(turns)) * 6.283185307179586476925;

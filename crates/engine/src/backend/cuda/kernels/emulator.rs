@@ -204,7 +204,8 @@ pub(crate) fn variable(name: &str) -> Option<std::ffi::OsString> {
 /// Builds the library unless one of the same sources and options is there.
 fn build(options: &[&str]) -> PathBuf {
     let mut hasher = DefaultHasher::new();
-    (UNIT, INCLUDED, EMULATOR, options, OPTIONS).hash(&mut hasher);
+    let fused = fused();
+    (UNIT, INCLUDED, EMULATOR, options, OPTIONS, fused).hash(&mut hasher);
     let folder = folder().join(format!("{:016x}", hasher.finish()));
     let library = folder.join("kernels.so");
     if library.exists() {
@@ -218,6 +219,7 @@ fn build(options: &[&str]) -> PathBuf {
     let made = folder.join(format!("kernels.{}.so", std::process::id()));
     let output = Command::new(COMPILER)
         .args(OPTIONS)
+        .args(fused)
         .args(options)
         .arg("-o")
         .arg(&made)
@@ -227,6 +229,15 @@ fn build(options: &[&str]) -> PathBuf {
     assert!(output.status.success(), "{COMPILER}: {}", String::from_utf8_lossy(&output.stderr));
     std::fs::rename(&made, &library).expect("both are in one folder");
     library
+}
+
+/// A card's compiler fuses products with sums; so does this one where the
+/// machine can.
+fn fused() -> Option<&'static str> {
+    #[cfg(target_arch = "x86_64")]
+    return is_x86_feature_detected!("fma").then_some("-mfma");
+    #[cfg(not(target_arch = "x86_64"))]
+    None
 }
 
 /// Writes a file so that whoever reads it finds it whole.
@@ -254,7 +265,7 @@ const OPTIONS: [&str; 8] = [
     "-Wall",
     "-Wextra",
     "-Wno-unknown-pragmas",
-    "-ffp-contract=off",
+    "-ffp-contract=fast",
 ];
 const EMULATOR: [(&str, &str); 2] =
     [("emulator.h", include_str!("emulator.h")), ("emulator.cpp", include_str!("emulator.cpp"))];

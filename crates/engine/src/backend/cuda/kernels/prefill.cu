@@ -155,7 +155,9 @@ DEVICE void soften_tile(PrefillRows<D>& rows, float (&scores)[PREFILL_KEYS / 8][
         highest = larger_number(highest, shuffle_xor(highest, 2));
         // A row that has seen nothing yet is measured against nothing.
         float base = highest == minus_infinity() ? 0.0f : highest * scale;
-        float correction = exp2_fast(rows.largest[half] * scale - base);
+        // Rounded before it is subtracted, as `base` is: a tile that changes nothing
+        // corrects by 1, or a row would depend on how far its tile reaches.
+        float correction = exp2_fast(plus(times(rows.largest[half], scale), -base));
         rows.largest[half] = highest;
         rows.total[half] *= correction;
 #pragma unroll

@@ -179,9 +179,23 @@ impl Case {
     }
 
     fn check_prefill(&self, emulator: &Emulator, order: u32) -> Result<(), String> {
-        let Shape { heads, kv_heads, head_dim, window } = self.shape;
-        let d = head_dim.elements() as usize;
+        let Shape { heads, kv_heads, head_dim, .. } = self.shape;
         let most = tile_tokens((heads / kv_heads) as u32);
+        let scale = 1.0 / (head_dim.elements() as f32).sqrt();
+        let output = self.prefill(emulator, order, most, scale)?;
+        compare(&widened(&output), &self.expected, ATTENDED)
+            .map_err(|error| format!("{:?}: {error}", self.shape))
+    }
+
+    /// What prefill makes of all rows in tiles of at most so many tokens.
+    fn prefill(
+        &self,
+        emulator: &Emulator,
+        order: u32,
+        most: u32,
+        scale: f32,
+    ) -> Result<Vec<u16>, String> {
+        let Shape { heads, kv_heads, head_dim, window } = self.shape;
         let mut tiles = vec![Span { row: 99, tokens: 0, position: 99, blocks: 99 }];
         for span in &self.spans {
             tiles.extend((0..span.tokens).step_by(most as usize).map(|offset| Span {
@@ -203,14 +217,13 @@ impl Case {
             values: values.at(),
             spans: spans.at(),
             blocks: blocks.at(),
-            scale: 1.0 / (d as f32).sqrt(),
+            scale,
             heads: heads as u32,
             kv_heads: kv_heads as u32,
             window: window as u32,
         };
         emulator.launch(&prefill(args, tiles.len() as u32, head_dim), order)?;
-        compare(&widened(&filled(&output)?), &self.expected, ATTENDED)
-            .map_err(|error| format!("{:?}: {error}", self.shape))
+        filled(&output)
     }
 }
 
@@ -264,6 +277,39 @@ fn chunks_agree() {
             let case = Case::new(Shape { heads, kv_heads, head_dim, window }, &CHUNKS);
             sound(|emulator, order| case.check_prefill(emulator, order));
         }
+    }
+}
+
+/// A row's bits are the same in a tile that reaches far behind it. All keys are
+/// alike and scores are high; of values half are 1 and half the next number, so
+/// that a mean is as near to one as to the other and the last bit shows in it.
+#[test]
+fn a_rows_attention_does_not_depend_on_its_tile() {
+    const HIGH: f32 = 4.0;
+    let [one, next] = [0x3f80, 0x3f81];
+    for (heads, head_dim) in [(2, HeadDim::D32), (7, HeadDim::D64), (4, HeadDim::D128)] {
+        let shape = Shape { heads, kv_heads: 1, head_dim, window: 0 };
+        let mut case = Case::new(shape, &[(40, 90)]);
+        let d = head_dim.elements() as usize;
+        let key = bf16_noise(3, d);
+        let is_token = |bits: &u16| *bits != u16::MAX;
+        for (index, bits) in case.keys.iter_mut().enumerate().filter(|(_, bits)| is_token(bits)) {
+            *bits = key[index % d];
+        }
+        for (index, bits) in case.values.iter_mut().enumerate().filter(|(_, bits)| is_token(bits)) {
+            *bits = if (index / d).is_multiple_of(2) { one } else { next };
+        }
+        sound(|emulator, order| {
+            let alone = case.prefill(emulator, order, 1, HIGH)?;
+            for most in [2, 5, tile_tokens(heads as u32)] {
+                let tiled = case.prefill(emulator, order, most, HIGH)?;
+                let differ = alone.iter().zip(&tiled).filter(|(a, b)| a != b).count();
+                (differ == 0)
+                    .then_some(())
+                    .ok_or_else(|| format!("{shape:?}: {differ} differ in tiles of {most}"))?;
+            }
+            Ok(())
+        });
     }
 }
 
