@@ -8,7 +8,6 @@
 //! secrets, never secrets, so that showing it is always safe.
 
 mod config;
-mod devices;
 mod example;
 mod problem;
 mod read;
@@ -19,12 +18,11 @@ mod source;
 mod tree;
 
 pub use crate::config::{Config, Model, Plan, Pool, Tenant};
-pub use crate::devices::{Health, Sharing, Watchdog};
 pub use crate::problem::{ConfigErrors, Place, Problem};
 pub use crate::sections::{
-    ByteSize, ClientFrom, Connections, Deadlines, DeviceSelector, EngineKind, Gateway, Http2,
-    HttpsUrl, Idempotency, Issuer, JwtAlgorithm, JwtKeys, Penalties, Proxies, RequestLimits,
-    SourceLimits, Synthetic, SyntheticPolicy, Timeouts, Tls, Worker,
+    ByteSize, ClientFrom, Connections, Deadlines, DeviceSelector, EngineKind, Gateway, Health,
+    Http2, HttpsUrl, Idempotency, Issuer, JwtAlgorithm, JwtKeys, Penalties, Proxies, RequestLimits,
+    Sharing, SourceLimits, Synthetic, SyntheticPolicy, Timeouts, Tls, Watchdog, Worker,
 };
 pub use crate::source::{Flags, Loaded, Sources};
 

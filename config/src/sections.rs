@@ -1,6 +1,7 @@
 //! Every section, key, default and bound, declared once. The comments here
 //! are the texts of the example file and of the schema.
 
+mod devices;
 mod gateway;
 mod values;
 
@@ -14,6 +15,7 @@ use tollgate_domain::{
     TenantId, UtcDay,
 };
 
+pub use devices::{Health, Sharing, Watchdog};
 pub use gateway::{
     Connections, Deadlines, Gateway, Http2, Idempotency, Penalties, Proxies, RequestLimits,
     SourceLimits, Timeouts, Tls,
@@ -24,7 +26,6 @@ pub use values::{
     SyntheticPolicy,
 };
 
-use crate::devices::{Health, Sharing, Watchdog};
 use crate::read::{DeviceRate, section};
 
 const fn seconds(seconds: u64) -> Duration {

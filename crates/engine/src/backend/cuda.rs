@@ -18,6 +18,7 @@ mod memory;
 mod operations;
 mod probe;
 mod products;
+mod room;
 mod weights;
 
 use std::fmt;
@@ -39,11 +40,12 @@ use driver::{Blas, Context, Event, Memory, Pinned};
 use forward::{Forward, LayerProducts, head_product};
 use graphs::{Alike, Graphs};
 use kernels::{CopyBlockArgs, HeadDim};
-use layout::{Layout, Places, Room};
+use layout::{Layout, Places};
 use machine::{Machine, SOURCE};
 use memory::{Buffers, Cache, Slot, kv_bytes_per_token};
 use probe::Found;
 use products::{Kind, Product, Products};
+use room::Room;
 use weights::{LoadError, Model, Origin};
 
 pub use code::{CodeError, CodeFolders};

@@ -4,7 +4,7 @@
 use std::num::NonZeroU32;
 
 use super::kernels::{MOST_TOP, NONE, SampleRow};
-use super::layout::{Packer, Room};
+use super::room::{CHOICE_WORDS, Packer, Room};
 use crate::backend::{BackendError, Draw, DrawToken};
 use crate::sample::{Drawn, SamplingParams, TokenLogprobs};
 
@@ -274,7 +274,5 @@ impl DrawnPlaces {
     }
 }
 
-/// Words of a [`SampleRow`].
-pub(super) const CHOICE_WORDS: usize = size_of::<SampleRow>() / 4;
 /// Bytes of one draw's likeliest tokens.
 pub(super) const TOP_BYTES: usize = 4 * MOST_TOP as usize;

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use super::choices::{CHOICE_WORDS, DrawnPlaces, TOP_BYTES};
+use super::choices::{DrawnPlaces, TOP_BYTES};
 use super::driver::{Address, Context, DriverFault, Graph, Memory};
 use super::kernels::{
     self, AnglesArgs, CombineArgs, DecodeArgs, EmbedArgs, FeedArgs, Finish, GateArgs, HeadDim,
@@ -14,6 +14,7 @@ use super::layout::{Layout, Places};
 use super::machine::Machine;
 use super::memory::{Buffers, Cache};
 use super::products::{Product, Products};
+use super::room::CHOICE_WORDS;
 use super::weights::{Layer, Model};
 use crate::model::ModelConfig;
 

@@ -6,10 +6,10 @@
 
 use std::cmp::Reverse;
 
-use super::choices::{CHOICE_WORDS, ChoicePlaces, Choices};
+use super::choices::{ChoicePlaces, Choices};
 use super::kernels::NONE;
+use super::room::{Packer, Room};
 use crate::backend::{BLOCK_TOKENS, BackendError, LogitRows, PlanFault, Span, StepPlan};
-use crate::sample::MAX_LOGIT_BIAS;
 
 /// A step laid out: every list is of whole words, in the order of spans unless
 /// it says otherwise.
@@ -55,53 +55,6 @@ pub(super) struct Places {
     pub(super) choices: ChoicePlaces,
     /// Words in all.
     pub(super) end: usize,
-}
-
-/// The most that a layout must hold.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Room {
-    /// Tokens of a step.
-    pub(super) tokens: usize,
-    /// Rows of logits of a step.
-    pub(super) logit_rows: usize,
-    /// Draws of a step.
-    pub(super) draws: usize,
-    /// Tokens that a row of logits speaks of.
-    pub(super) vocabulary: u32,
-    /// Tokens of a sequence.
-    pub(super) context: u32,
-    /// KV blocks of the pool.
-    pub(super) kv_blocks: u32,
-    /// Tokens of a tile of prefill.
-    pub(super) tile: u32,
-    /// Whether single tokens are attended to by a kernel of their own.
-    pub(super) decodes_apart: bool,
-}
-
-impl Room {
-    /// Entries of all block tables of one step.
-    fn blocks(&self) -> usize {
-        let longest = self.context.div_ceil(BLOCK_TOKENS) as usize;
-        self.tokens.saturating_mul(longest).min(MOST_BLOCKS)
-    }
-
-    /// Words of a packed step.
-    pub(super) fn words(&self) -> usize {
-        let lists = 5 * self.tokens + 2 * 4 * self.tokens;
-        let choices = CHOICE_WORDS * self.draws + 2 * self.biases() + 2 * self.counts();
-        lists + self.blocks() + choices + 13 * ALIGNED_WORDS
-    }
-
-    /// Entries of `logit_bias` of all requests in one step.
-    pub(super) fn biases(&self) -> usize {
-        MAX_LOGIT_BIAS * self.logit_rows
-    }
-
-    /// Tokens generated before, over all choices: those in the cache, and one
-    /// more of each.
-    pub(super) fn counts(&self) -> usize {
-        (self.kv_blocks * BLOCK_TOKENS) as usize + self.draws
-    }
 }
 
 impl Layout {
@@ -240,7 +193,7 @@ impl Layout {
     /// Writes every list into `to`, little endian, each at a place aligned for
     /// wide reads.
     pub(super) fn pack(&self, to: &mut [u8]) -> Places {
-        let mut packer = Packer { to, words: 0 };
+        let mut packer = Packer::new(to);
         let mut places = Places {
             tokens: packer.list(&self.tokens),
             positions: packer.list(&self.positions),
@@ -253,38 +206,15 @@ impl Layout {
             choices: self.choices.pack(&mut packer),
             end: 0,
         };
-        places.end = packer.words;
+        places.end = packer.words();
         places
     }
 }
 
-/// Lists, one behind the other.
-pub(super) struct Packer<'a> {
-    to: &'a mut [u8],
-    words: usize,
-}
-
-impl Packer<'_> {
-    /// Writes a list, and says where it begins.
-    pub(super) fn list(&mut self, list: &[u32]) -> usize {
-        let start = self.words.next_multiple_of(ALIGNED_WORDS);
-        let bytes = &mut self.to[4 * start..4 * (start + list.len())];
-        for (to, word) in bytes.as_chunks_mut::<4>().0.iter_mut().zip(list) {
-            *to = word.to_le_bytes();
-        }
-        self.words = start + list.len();
-        start
-    }
-}
-
-/// 16 bytes: what one thread moves at once.
-const ALIGNED_WORDS: usize = 4;
-/// 64 MiB of block tables in one step.
-const MOST_BLOCKS: usize = 16 << 20;
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::cuda::room::ALIGNED_WORDS;
 
     fn layout() -> Layout {
         Layout::new(ROOM)

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use super::choices::DrawnPlaces;
 use super::driver::{Context, DriverFault, Event, Memory, Pinned};
 use super::kernels::sums_of_sample;
-use super::layout::Room;
 use super::products::bucket;
+use super::room::Room;
 use crate::backend::{BLOCK_TOKENS, StepLimits};
 use crate::model::ModelConfig;
 

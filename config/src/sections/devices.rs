@@ -4,15 +4,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use super::{ByteSize, DAY, seconds};
 use crate::read::section;
-use crate::sections::ByteSize;
-
-const fn seconds(seconds: u64) -> Duration {
-    Duration::from_secs(seconds)
-}
-
-/// No wait is longer.
-const DAY: Duration = seconds(86_400);
 
 section! {
     /// When a worker that does not go on is given up: it is ended and started
