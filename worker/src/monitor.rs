@@ -95,10 +95,10 @@ impl Monitor {
         thread.spawn(move || {
             let Some(nvml) = open(&parts.options) else { return };
             let Some(known) = knows(&nvml, &parts.uuid) else { return };
-            if let Some(engine) = read_until(known, &parts, &engines, &tell_first) {
+            if let Some(engine) = read_until(known.as_ref(), &parts, &engines, &tell_first) {
                 let health = Health::new(parts.options.thresholds.clone());
                 let look = Look { parts, engine, health, steps: 0, concerns: BTreeSet::new() };
-                look.until(&nvml, &engines);
+                look.until(&nvml, known, &engines);
             }
         })?;
         if is_metered {
@@ -131,14 +131,14 @@ fn knows<'nvml>(nvml: &'nvml Nvml, device: &str) -> Option<Option<Watched<'nvml>
 /// Reads the counter alone, while the worker starts; the engine, once there is
 /// one.
 fn read_until(
-    known: Option<Watched<'_>>,
+    known: Option<&Watched<'_>>,
     parts: &MonitorParts,
     engines: &Receiver<EngineHandle>,
     tell_first: &SyncSender<()>,
 ) -> Option<EngineHandle> {
     let metered = parts.meter.as_ref().zip(known);
     loop {
-        if let Some((meter, device)) = &metered {
+        if let Some((meter, device)) = metered {
             tell(meter, device, &*parts.clock);
         }
         let _ = tell_first.try_send(()); // who waited may have gone on
@@ -169,10 +169,14 @@ struct Look {
 }
 
 impl Look {
-    fn until(mut self, nvml: &Nvml, gone: &Receiver<EngineHandle>) {
+    fn until<'nvml>(
+        mut self,
+        nvml: &'nvml Nvml,
+        mut watched: Option<Watched<'nvml>>,
+        gone: &Receiver<EngineHandle>,
+    ) {
         let every = self.parts.options.every;
         let pace = if self.parts.meter.is_some() { every.min(READ_EVERY) } else { every };
-        let mut watched: Option<Watched<'_>> = None;
         let clock = Arc::clone(&self.parts.clock);
         let mut due = clock.now();
         loop {

@@ -2,6 +2,9 @@
 //! what it bills beside the wall clock and beside what NVIDIA's own tool says of
 //! the card meanwhile.
 
+#[path = "../shared/unwritten.rs"]
+mod unwritten;
+
 use std::error::Error;
 use std::io::{self, Read as _};
 use std::process::{Child, Command, Stdio};
@@ -10,18 +13,18 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use tollgate_domain::{Caller, FinishReason, KeyId, MonotonicTime, RequestId, TenantId};
+use tollgate_domain::{Caller, FinishReason, KeyId, RequestId, TenantId};
 use tollgate_engine::backend::cuda::CudaBackend;
 use tollgate_engine::model::ModelConfig;
 use tollgate_engine::random_model::ModelSpec;
 use tollgate_engine::weights::Element;
 use tollgate_engine::{
-    Backend as _, Engine, EngineHandle, EngineOptions, Flow, PromptLogprob, RequestFigures,
-    RequestOutcome, SampledToken, SamplingParams, StepJournal, StepRecord, Submission, SystemClock,
-    Tier, TokenSink, coarse,
+    Backend as _, Engine, EngineHandle, EngineOptions, Flow, PromptLogprob, RequestOutcome,
+    SampledToken, SamplingParams, Submission, SystemClock, Tier, TokenSink, coarse,
 };
 
 use crate::options::{Options, Way};
+use unwritten::Unwritten;
 
 /// Parts of the time in which steps run, one phase each.
 const DUTIES: [f64; 3] = [1.0, 0.5, 0.2];
@@ -48,7 +51,7 @@ pub(crate) fn run(options: &Options) -> Result<Value, Box<dyn Error>> {
     let device = backend.device().clone();
     let clock = Arc::new(SystemClock::new());
     let table = coarse(&mut backend, &*clock)?.table;
-    let journal = Box::new(Forgetful);
+    let journal = Box::new(Unwritten);
     let engine = Engine::start(Box::new(backend), EngineOptions::new(table), clock, journal)?;
     let mut load = Load { engine: engine.handle(), asked: 0 };
     let mut phases = Vec::new();
@@ -148,23 +151,6 @@ impl TokenSink for Ear {
         };
         // Who does not listen any more has given up on the check.
         let _ = self.0.send(said);
-    }
-}
-
-/// The engine's own sums are all that is wanted.
-struct Forgetful;
-
-impl StepJournal for Forgetful {
-    fn step(&mut self, _: &StepRecord<'_>) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn finished(&mut self, _: MonotonicTime, _: &[RequestFigures]) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn idle(&mut self, _: MonotonicTime) -> io::Result<()> {
-        Ok(())
     }
 }
 

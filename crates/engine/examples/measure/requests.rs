@@ -1,25 +1,26 @@
 //! Whole requests through the engine: scheduling, metering and sampling
 //! included, one after the other or all at once.
 
+#[path = "../shared/unwritten.rs"]
+mod unwritten;
+
 use std::error::Error;
-use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use tollgate_domain::{
-    Caller, DeviceNanos, FinishReason, KeyId, MonotonicTime, RequestId, TenantId,
-};
+use tollgate_domain::{Caller, DeviceNanos, FinishReason, KeyId, RequestId, TenantId};
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
 use tollgate_engine::model::ModelFiles;
 use tollgate_engine::{
     Backend, Clock, DeviceInfo, Engine, EngineHandle, EngineOptions, Flow, ModelShape,
-    PromptLogprob, RequestFigures, RequestOutcome, SampledToken, SamplingParams, StepJournal,
-    StepRecord, Submission, SystemClock, Tier, TokenSink, calibrate,
+    PromptLogprob, RequestOutcome, SampledToken, SamplingParams, Submission, SystemClock, Tier,
+    TokenSink, calibrate,
 };
 
 use crate::Obeys;
+use unwritten::Unwritten;
 
 pub(crate) struct Requests {
     handle: EngineHandle,
@@ -134,21 +135,6 @@ impl TokenSink for Sink {
             // Nobody listens any more: the run was broken off.
             self.done.try_send(self.generated).ok();
         }
-    }
-}
-
-/// A journal that keeps nothing: what writing costs is the worker's figure.
-struct Unwritten;
-
-impl StepJournal for Unwritten {
-    fn step(&mut self, _: &StepRecord<'_>) -> io::Result<()> {
-        Ok(())
-    }
-    fn finished(&mut self, _: MonotonicTime, _: &[RequestFigures]) -> io::Result<()> {
-        Ok(())
-    }
-    fn idle(&mut self, _: MonotonicTime) -> io::Result<()> {
-        Ok(())
     }
 }
 

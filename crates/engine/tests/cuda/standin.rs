@@ -2,11 +2,15 @@
 //! loader gives them to runs the engine's own code, from the probe to the last
 //! event; only the card is not there.
 
+#[path = "../../src/backend/cuda/kernels/fused.rs"]
+mod fused;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::ENGINE;
+use fused::fused;
 
 /// A library of the vendor's.
 #[derive(Clone, Copy)]
@@ -44,7 +48,7 @@ pub fn build(part: Part, folder: &Path, macros: &[&str]) -> PathBuf {
     let out = folder.join(part.name());
     let draft = folder.join(format!("{}.{}", part.name(), std::process::id()));
     let output = Command::new("g++")
-        .args(["-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-w", "-ffp-contract=fast"])
+        .args(["-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-w"])
         .args(fused())
         .args(macros.iter().map(|name| format!("-D{name}")))
         .arg(format!("-Wl,-soname,{}", part.name()))
@@ -58,14 +62,6 @@ pub fn build(part: Part, folder: &Path, macros: &[&str]) -> PathBuf {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     fs::rename(draft, &out).unwrap(); // whoever else builds the same
     out
-}
-
-/// As in the emulator's own tests: a card's compiler fuses products with sums.
-fn fused() -> Option<&'static str> {
-    #[cfg(target_arch = "x86_64")]
-    return is_x86_feature_detected!("fma").then_some("-mfma");
-    #[cfg(not(target_arch = "x86_64"))]
-    None
 }
 
 /// A folder for what this test program builds.

@@ -7,6 +7,20 @@ const WITHOUT_ENERGY: &str = "ALTER TABLE entries DROP COLUMN energy_mj; \
                               ALTER TABLE daily DROP COLUMN energy_mj";
 const WITHOUT_ARCHIVES: &str = "DROP TABLE archived_days; DROP TABLE archived_epochs";
 
+/// A ledger of today with fifty blocks, for a test to make old.
+fn filled(path: &Path) {
+    let ledger = Ledger::open_with(options(path, 7)).expect("opens");
+    fill(&ledger, 50);
+    end(ledger);
+}
+
+/// The same once it is old: who only reads it is told so, who writes takes it on.
+fn taken_on(path: &Path) -> LedgerHandle {
+    let error = Ledger::open_read_only(path).err().expect("it is older").to_string();
+    assert!(error.contains("format"), "{error}");
+    Ledger::open_with(options(path, 7)).expect("takes it on")
+}
+
 /// A ledger of the version before is taken on: what stood in it is said by
 /// the first record, and what comes is recorded.
 #[test]
@@ -52,9 +66,7 @@ fn a_ledger_without_a_log_is_taken_on() {
 fn a_ledger_without_counts_is_taken_on() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
-    let ledger = Ledger::open_with(options(&path, 7)).expect("opens");
-    fill(&ledger, 50);
-    end(ledger);
+    filled(&path);
     change_in(
         &path,
         &format!(
@@ -63,9 +75,7 @@ fn a_ledger_without_counts_is_taken_on() {
              {WITHOUT_ENERGY}; {WITHOUT_ARCHIVES}"
         ),
     );
-    let error = Ledger::open_read_only(&path).err().expect("it is older").to_string();
-    assert!(error.contains("format"), "{error}");
-    let ledger = Ledger::open_with(options(&path, 7)).expect("takes it on");
+    let ledger = taken_on(&path);
     let found = ledger.reader().check();
     assert_eq!(found.iter().filter(|it| it.kind != "refused").count(), 0, "{found:?}");
     change_in(&path, "UPDATE daily SET entries = entries - 1");
@@ -92,9 +102,7 @@ fn a_ledger_of_whole_records_is_taken_on() {
              {WITHOUT_ENERGY}; {WITHOUT_ARCHIVES}"
         ),
     );
-    let error = Ledger::open_read_only(&path).err().expect("it is older").to_string();
-    assert!(error.contains("format"), "{error}");
-    let ledger = Ledger::open_with(options(&path, 7)).expect("takes it on");
+    let ledger = taken_on(&path);
     for number in 0..20 {
         record(&ledger, &format!("later-{number}"), "key.revoked").expect("records");
     }
@@ -123,9 +131,7 @@ fn a_ledger_of_whole_records_is_taken_on() {
 fn a_ledger_without_energy_is_read_and_taken_on() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
-    let ledger = Ledger::open_with(options(&path, 7)).expect("opens");
-    fill(&ledger, 50);
-    end(ledger);
+    filled(&path);
     change_in(
         &path,
         &format!(

@@ -11,6 +11,8 @@
 #[cfg(test)]
 mod emulator;
 #[cfg(test)]
+mod fused;
+#[cfg(test)]
 mod tests;
 
 /// The unit that a compiler is given, and the files it includes by name.

@@ -13,6 +13,7 @@ use std::sync::OnceLock;
 
 use libloading::Library;
 
+use super::fused::fused;
 use super::{DevicePointer, INCLUDED, Launch, UNIT};
 
 /// The emulated card. Launches run on the thread that asks, to their end.
@@ -205,7 +206,7 @@ pub(crate) fn variable(name: &str) -> Option<std::ffi::OsString> {
 fn build(options: &[&str]) -> PathBuf {
     let mut hasher = DefaultHasher::new();
     let fused = fused();
-    (UNIT, INCLUDED, EMULATOR, options, OPTIONS, fused).hash(&mut hasher);
+    (UNIT, INCLUDED, EMULATOR, options, OPTIONS, &fused).hash(&mut hasher);
     let folder = folder().join(format!("{:016x}", hasher.finish()));
     let library = folder.join("kernels.so");
     if library.exists() {
@@ -231,15 +232,6 @@ fn build(options: &[&str]) -> PathBuf {
     library
 }
 
-/// A card's compiler fuses products with sums; so does this one where the
-/// machine can.
-fn fused() -> Option<&'static str> {
-    #[cfg(target_arch = "x86_64")]
-    return is_x86_feature_detected!("fma").then_some("-mfma");
-    #[cfg(not(target_arch = "x86_64"))]
-    None
-}
-
 /// Writes a file so that whoever reads it finds it whole.
 fn write(path: &Path, text: &str) {
     let made = path.with_extension(format!("{}.tmp", std::process::id()));
@@ -257,15 +249,7 @@ fn folder() -> PathBuf {
 /// late as they may come and as early.
 pub(crate) const ORDERS: std::ops::Range<u32> = 0..4;
 const COMPILER: &str = "g++";
-const OPTIONS: [&str; 8] = [
-    "-std=c++17",
-    "-O2",
-    "-shared",
-    "-fPIC",
-    "-Wall",
-    "-Wextra",
-    "-Wno-unknown-pragmas",
-    "-ffp-contract=fast",
-];
+const OPTIONS: [&str; 7] =
+    ["-std=c++17", "-O2", "-shared", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas"];
 const EMULATOR: [(&str, &str); 2] =
     [("emulator.h", include_str!("emulator.h")), ("emulator.cpp", include_str!("emulator.cpp"))];

@@ -356,10 +356,10 @@ DEVICE void cut_tail(SampleShared& shared, float* weights, u32 count, Kept kept)
 
 // The sums of 256 weights each, added in eight lanes and then lane by lane.
 DEVICE void sum_chunks(SampleShared& shared, const float* weights, u32 count, double* sums) {
-    constexpr u32 AT_ONCE = SAMPLE_THREADS / SUM_LANES;
+    constexpr u32 CHUNKS_AT_ONCE = SAMPLE_THREADS / SUM_LANES;
     u32 lane = thread_index() % SUM_LANES;
     u32 chunks = steps_of(count, SUM_CHUNK);
-    for (u32 start = 0; start < chunks; start += AT_ONCE) {
+    for (u32 start = 0; start < chunks; start += CHUNKS_AT_ONCE) {
         u32 chunk = start + thread_index() / SUM_LANES;
         u32 first = chunk * SUM_CHUNK;
         u32 length = chunk < chunks ? least_of(SUM_CHUNK, count - first) : 0;

@@ -1,0 +1,23 @@
+//! A journal for programs that measure: what writing costs is the worker's figure.
+
+use std::io;
+
+use tollgate_domain::MonotonicTime;
+use tollgate_engine::{RequestFigures, StepJournal, StepRecord};
+
+/// Keeps nothing.
+pub(crate) struct Unwritten;
+
+impl StepJournal for Unwritten {
+    fn step(&mut self, _: &StepRecord<'_>) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn finished(&mut self, _: MonotonicTime, _: &[RequestFigures]) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn idle(&mut self, _: MonotonicTime) -> io::Result<()> {
+        Ok(())
+    }
+}
