@@ -67,7 +67,7 @@ pub struct Arguments {
     max_chunk_tokens: u32,
     /// How long one step should take at most.
     #[arg(long, value_name = "SPAN", value_parser = span, default_value = "80ms")]
-    step_box: Duration,
+    step_time_budget: Duration,
     /// Requests that wait for the batch; more are refused.
     #[arg(long, value_name = "N", default_value_t = 256)]
     queue_capacity: u32,
@@ -82,7 +82,7 @@ pub struct Arguments {
     health: Health,
     /// How long any step may take before the device is given up.
     #[arg(long, value_name = "SPAN", value_parser = span, default_value = "8s")]
-    step_patience: Duration,
+    step_timeout: Duration,
     /// So many times as long as predicted a step may take, where that is more.
     #[arg(long, value_name = "N", default_value_t = 20,
         value_parser = clap::value_parser!(u32).range(1..=10_000))]
@@ -236,12 +236,12 @@ fn options(arguments: Arguments) -> Result<WorkerOptions> {
     options.deterministic = arguments.deterministic;
     options.step_tokens = arguments.max_chunk_tokens;
     options.max_sequences = arguments.max_sequences;
-    options.step_box = arguments.step_box;
+    options.step_time_budget = arguments.step_time_budget;
     options.queue_capacity = arguments.queue_capacity as usize;
     options.health = health(arguments.health);
     options.card = CardOptions { locks: arguments.card_locks, turn: arguments.card_turn };
-    options.step_patience = StepPatience {
-        least: arguments.step_patience,
+    options.step_timeout = StepPatience {
+        least: arguments.step_timeout,
         times_predicted: arguments.step_times_predicted,
     };
     options.faults = arguments.synthetic.synthetic_faults;

@@ -21,7 +21,7 @@ use tollgate_engine::backend::synthetic::{
     Pace, StepCost, SyntheticBackend, SyntheticOptions, SyntheticText,
 };
 use tollgate_engine::{
-    CancelReason, Clock, DrivenEngine, EngineOptions, Flow, Owner, PromptLogprob, RequestFigures,
+    CancelReason, Clock, EngineOptions, Flow, ManualEngine, Owner, PromptLogprob, RequestFigures,
     RequestOutcome, SampledToken, SamplingParams, StepJournal, StepRecord, Submission, Tier,
     TokenSink, Turn, VirtualClock,
 };
@@ -201,7 +201,7 @@ struct Life {
     clock: VirtualClock,
     rig: Arc<Mutex<JournalRig<OsDisk>>>,
     steps: Arc<Mutex<Vec<Step>>>,
-    engine: DrivenEngine,
+    engine: ManualEngine,
 }
 
 impl Life {
@@ -237,7 +237,7 @@ impl Life {
         let steps = Arc::<Mutex<Vec<Step>>>::default();
         let journal = Heard { rig: Arc::clone(&rig), steps: Arc::clone(&steps) };
         let began = clock.now().0;
-        let engine = DrivenEngine::new(
+        let engine = ManualEngine::new(
             Box::new(backend),
             EngineOptions::new(cost.table().expect("a table")),
             Arc::new(clock.clone()),
@@ -393,7 +393,7 @@ impl Load {
         Self { random, number: 0, cancelled: 0, next: 0, leaving: Vec::new() }
     }
 
-    fn play(&mut self, engine: &DrivenEngine, now: u64) {
+    fn play(&mut self, engine: &ManualEngine, now: u64) {
         while self.next <= now {
             let request = RequestId::new(&format!("req-{}", self.number)).expect("a name");
             let submission = self.submission(request.clone());

@@ -93,7 +93,7 @@ section! {
         max_sequences: u32 = 64, 1..=4_096;
         /// How long one step should take at most; where the model is fast, less:
         /// sixteen of its shortest steps, but at least 1 ms.
-        step_box: Duration = Duration::from_millis(80), MILLISECOND..=seconds(10);
+        step_time_budget: Duration = Duration::from_millis(80), MILLISECOND..=seconds(10);
         /// Prompt tokens that one sequence brings into one step.
         max_chunk_tokens: u32 = 512, 1..=65_536;
         /// Requests that wait for the batch; more are refused.
@@ -129,7 +129,7 @@ section! {
         /// Each token of a prompt.
         prefill_token: Duration = Duration::from_micros(210), Duration::from_nanos(1)..=seconds(1);
         /// How much faster than all that. What the scheduler counts in device
-        /// time is divided by it too: worker.step_box and its guards.
+        /// time is divided by it too: worker.step_time_budget and its guards.
         speed: f64 = 1.0, 0.001..=1_000.0;
         /// Who runs next: "fair", as on every other device, or, to compare with
         /// it, "first_come", "token_counters" or "key_counters".

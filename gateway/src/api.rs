@@ -221,7 +221,7 @@ impl Api {
     /// Says no if one of `scopes` has no place left to run or to wait, before
     /// anything is done for the request.
     fn has_place(&self, scopes: &[ScopeLimits]) -> Result<(), ApiError> {
-        match self.serving.admission.look_for_place(scopes) {
+        match self.serving.admission.check_concurrency(scopes) {
             Some(refusal) => Err(ApiError::Limit(refusal)),
             None => Ok(()),
         }

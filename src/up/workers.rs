@@ -94,7 +94,7 @@ fn arguments(
     flag("--gpu-memory", worker.gpu_memory.to_string().into());
     flag("--max-sequences", worker.max_sequences.to_string().into());
     flag("--max-chunk-tokens", worker.max_chunk_tokens.to_string().into());
-    flag("--step-box", nanos(worker.step_box));
+    flag("--step-time-budget", nanos(worker.step_time_budget));
     flag("--queue-capacity", worker.queue_capacity.to_string().into());
     if let Some(locks) = &worker.sharing.locks {
         flag("--card-locks", std::path::absolute(locks).unwrap_or_else(|_| locks.clone()).into());
@@ -102,7 +102,7 @@ fn arguments(
     if is_shared(config, device) {
         flag("--card-turn", nanos(worker.sharing.turn));
     }
-    flag("--step-patience", nanos(worker.watchdog.step));
+    flag("--step-timeout", nanos(worker.watchdog.step));
     flag("--step-times-predicted", worker.watchdog.times_predicted.to_string().into());
     let Health { every, hot, cooled, well_for, busy, busy_for, memory, leak, nvml } =
         &worker.health;

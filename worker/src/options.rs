@@ -43,7 +43,7 @@ pub struct WorkerOptions {
     /// Sequences in the batch at once.
     pub max_sequences: u32,
     /// How long a step should take at most.
-    pub step_box: Duration,
+    pub step_time_budget: Duration,
     /// Requests that may wait.
     pub queue_capacity: usize,
     /// How its card is locked, where the device has an identity.
@@ -51,7 +51,7 @@ pub struct WorkerOptions {
     /// When its device is not well.
     pub health: HealthOptions,
     /// How long a step may take before the device is given up.
-    pub step_patience: StepPatience,
+    pub step_timeout: StepPatience,
     /// A file by which a test makes a synthetic device fail.
     pub faults: Option<PathBuf>,
     /// What the journal may occupy on disk before its gateway has taken it.
@@ -120,11 +120,11 @@ impl WorkerOptions {
             deterministic: false,
             step_tokens: 512,
             max_sequences: 64,
-            step_box: Duration::from_millis(80),
+            step_time_budget: Duration::from_millis(80),
             queue_capacity: 256,
             card: CardOptions::default(),
             health: HealthOptions::default(),
-            step_patience: StepPatience::default(),
+            step_timeout: StepPatience::default(),
             faults: None,
             journal_bytes: 1 << 30,
             parent: None,

@@ -40,7 +40,7 @@ use crate::{EngineChoice, Hung, WorkerError, WorkerOptions};
 /// [`WorkerError`]: what stopped the start, or broke afterwards.
 pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
     let mut told = Told::listen(options.parent.take()).map_err(WorkerError::Signals)?;
-    let step_patience = options.step_patience;
+    let step_timeout = options.step_timeout;
     let Socket { listener, file: socket_file } = socket::listen(&options.socket).await?;
     let starting = tokio::task::spawn_blocking(move || Started::new(&options));
     let Started { service, engine, journal, journal_folder, monitor } = tokio::select! {
@@ -57,7 +57,7 @@ pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
         "worker serves"
     );
     let mut watchdog =
-        Watchdog::start(handle.clone(), step_patience).map_err(WorkerError::Thread)?;
+        Watchdog::start(handle.clone(), step_timeout).map_err(WorkerError::Thread)?;
     let mut server = tasks.spawn(serve_socket(listener, service, ended.clone()));
     let mut engine = watch(engine)?;
 
@@ -192,9 +192,9 @@ fn measured(
 
 fn engine_options(options: &WorkerOptions, device: &DeviceInfo, table: CostTable) -> EngineOptions {
     // Others wait for the end of a step on a card that we share.
-    let step_box = match options.card.turn {
-        Some(turn) if !device.uuid.is_empty() => options.step_box.min(turn),
-        _ => options.step_box,
+    let step_time_budget = match options.card.turn {
+        Some(turn) if !device.uuid.is_empty() => options.step_time_budget.min(turn),
+        _ => options.step_time_budget,
     };
     let defaults = EngineOptions::new(table);
     let (policy, speed) = match options.engine {
@@ -206,7 +206,10 @@ fn engine_options(options: &WorkerOptions, device: &DeviceInfo, table: CostTable
         queue_capacity: options.queue_capacity,
         policy,
         // What is counted in device time goes as fast as the device.
-        step_box: tollgate_engine::step_box(&defaults.table, step_box.div_f64(speed)),
+        step_time_budget: tollgate_engine::step_time_budget(
+            &defaults.table,
+            step_time_budget.div_f64(speed),
+        ),
         preemption_guard: defaults.preemption_guard.div_f64(speed),
         preemption_rest: defaults.preemption_rest.div_f64(speed),
         ..defaults

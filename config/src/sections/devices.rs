@@ -31,7 +31,7 @@ section! {
     /// time is its own.
     pub struct Sharing {
         /// For how long one of them may run steps while others wait. A step is
-        /// never cut short; worker.step_box is no longer than this there.
+        /// never cut short; worker.step_time_budget is no longer than this there.
         turn: Duration = Duration::from_millis(20), Duration::from_millis(1)..=Duration::from_millis(20);
         /// The folder of the locks that say whose a card is; all processes of
         /// the host that use its cards must name the same. Unless given,

@@ -63,14 +63,18 @@ impl Admission {
     /// Whether the rate of requests of one of `scopes` is spent already, so
     /// that no request of theirs can pass now, whatever it costs. Takes
     /// nothing: who is not refused here may still be by [`Self::reserve`].
-    pub fn look_ahead(&self, now: MonotonicTime, scopes: &[ScopeLimits]) -> Option<Box<Refusal>> {
-        self.lock().core.look_ahead(now, scopes)
+    pub fn check_request_rate(
+        &self,
+        now: MonotonicTime,
+        scopes: &[ScopeLimits],
+    ) -> Option<Box<Refusal>> {
+        self.lock().core.check_request_rate(now, scopes)
     }
 
     /// Whether one of `scopes` has no place for a request to run and none to
-    /// wait, whatever it costs. Takes nothing, as [`Self::look_ahead`].
-    pub fn look_for_place(&self, scopes: &[ScopeLimits]) -> Option<Box<Refusal>> {
-        self.lock().core.look_for_place(scopes)
+    /// wait, whatever it costs. Takes nothing, as [`Self::check_request_rate`].
+    pub fn check_concurrency(&self, scopes: &[ScopeLimits]) -> Option<Box<Refusal>> {
+        self.lock().core.check_concurrency(scopes)
     }
 
     /// Posts the true cost of a hold by its id, also where the hold has

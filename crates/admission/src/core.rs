@@ -96,7 +96,7 @@ impl Core {
 
     /// Whether the rate of requests of one of `scopes` allows none now. Takes
     /// nothing, and knows nothing of what a request would cost.
-    pub(crate) fn look_ahead(
+    pub(crate) fn check_request_rate(
         &mut self,
         now: MonotonicTime,
         scopes: &[ScopeLimits],
@@ -118,7 +118,7 @@ impl Core {
 
     /// Whether one of `scopes` has no place to run and none to wait. Takes
     /// nothing, and knows nothing of what a request would cost.
-    pub(crate) fn look_for_place(&self, scopes: &[ScopeLimits]) -> Option<Box<Refusal>> {
+    pub(crate) fn check_concurrency(&self, scopes: &[ScopeLimits]) -> Option<Box<Refusal>> {
         let full = scopes.iter().find_map(|ScopeLimits { scope, limits: _ }| {
             // One that nobody has asked for yet has room.
             self.scopes.get(scope)?.is_full(scope)

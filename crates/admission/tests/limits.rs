@@ -454,7 +454,7 @@ fn a_look_ahead_sees_what_is_spent() {
     );
     let scopes = vec![open, own, pool];
     let gate = Gate::new(scopes.clone());
-    let look = |now| gate.admission.look_ahead(at(now), &scopes);
+    let look = |now| gate.admission.check_request_rate(at(now), &scopes);
     assert_eq!(look(0), None, "nobody has asked yet");
     let _first = gate.reserve(0, estimate(0, 1, 1)).expect("the first");
     assert_eq!(look(0), None);
@@ -494,7 +494,7 @@ fn a_look_for_a_place_sees_what_is_full() {
     let pool = Scope::Pool(PoolName::new("trial").expect("a name"));
     let scopes = vec![scoped(tenant("acme"), places(1, 1)), scoped(pool, places(8, 0))];
     let gate = Gate::new(scopes.clone());
-    let look = || gate.admission.look_for_place(&scopes);
+    let look = || gate.admission.check_concurrency(&scopes);
     assert_eq!(look(), None, "nobody has asked yet");
     let running = gate.reserve(0, estimate(0, 1, 1)).expect("it runs");
     assert_eq!(look(), None, "one may wait");
@@ -513,5 +513,5 @@ fn a_look_for_a_place_sees_what_is_full() {
     assert_eq!(look(), None);
     // Limits of others are not looked at; without the limit nothing is full.
     let open = vec![scoped(tenant("other"), PlanLimits::default())];
-    assert_eq!(gate.admission.look_for_place(&open), None);
+    assert_eq!(gate.admission.check_concurrency(&open), None);
 }

@@ -97,7 +97,7 @@ fn decisions(
 ) -> Result<Duration, Box<dyn Error>> {
     let bounds = Bounds {
         table: table()?,
-        step_box: Duration::from_millis(80),
+        step_time_budget: Duration::from_millis(80),
         max_sequences: 256,
         limits: StepLimits { tokens: 512, logit_rows: 256 },
         total_blocks: 10_000,

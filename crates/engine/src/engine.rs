@@ -71,7 +71,7 @@ pub struct EngineOptions {
     /// Sequences in the batch at once.
     pub max_sequences: u32,
     /// How long a step should take at most: prefill chunks are cut to it.
-    pub step_box: Duration,
+    pub step_time_budget: Duration,
     /// Requests that may wait.
     pub queue_capacity: usize,
     /// Prompt tokens that may wait, over all requests.
@@ -93,7 +93,7 @@ impl EngineOptions {
         Self {
             table,
             max_sequences: 64,
-            step_box: Duration::from_millis(80),
+            step_time_budget: Duration::from_millis(80),
             queue_capacity: 256,
             queue_tokens: 4 << 20,
             max_prompts: 128,
@@ -159,7 +159,7 @@ fn assemble(
     let EngineOptions {
         table,
         max_sequences,
-        step_box,
+        step_time_budget,
         queue_capacity,
         queue_tokens,
         max_prompts,
@@ -191,7 +191,7 @@ fn assemble(
     let mailbox = Arc::new(Mailbox::new(intake, policy, Arc::clone(&clock), status));
     let bounds = Bounds {
         table,
-        step_box,
+        step_time_budget,
         max_sequences,
         limits,
         total_blocks: backend.kv_blocks(),

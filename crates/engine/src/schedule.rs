@@ -54,7 +54,7 @@ pub struct Bounds {
     /// Predicts how long a step takes.
     pub table: CostTable,
     /// How long it should take at most.
-    pub step_box: Duration,
+    pub step_time_budget: Duration,
     /// Sequences in the batch.
     pub max_sequences: u32,
     /// What the backend takes in one step.
@@ -174,7 +174,7 @@ pub struct Chunk {
 /// what others can make him wait; and a prompt that is read in more chunks than
 /// that costs little more, since reading the weights once more is what a
 /// shortest step takes.
-pub fn step_box(table: &CostTable, most: Duration) -> Duration {
+pub fn step_time_budget(table: &CostTable, most: Duration) -> Duration {
     let mut shortest = table.step_cost();
     let token = SequenceWork { sequence: SequenceId(0), new_tokens: 1, logit_rows: 1, context: 0 };
     shortest.add(&token);

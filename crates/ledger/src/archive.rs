@@ -18,7 +18,7 @@ use crate::audit::note::hex;
 use crate::audit::record::Before;
 use crate::audit::tree::{Frontier, Hash};
 use crate::schema::{FORMAT, account};
-use crate::{AdminAction, Ledger, LedgerError, LedgerReader, LogRewriter, plans, post, schema};
+use crate::{AdminAction, Ledger, LedgerError, LedgerReader, WalRewriter, plans, post, schema};
 
 /// Which records can leave the database.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,7 +95,7 @@ impl Ledger {
     /// # Errors
     /// [`LedgerError`]; nothing has changed then.
     pub fn compact(path: &Path, to: u64, mut action: AdminAction) -> Result<(), LedgerError> {
-        let mut connection = schema::open_writer(path, None, &LogRewriter::default())?;
+        let mut connection = schema::open_writer(path, None, &WalRewriter::default())?;
         let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
         let mut chain = Chain::load(&transaction, false)?;
         let last = hash_before(&transaction, to)?;

@@ -15,7 +15,7 @@ use tollgate_domain::UtcTime;
 
 use crate::audit::chain::Chain;
 use crate::check::{Checked, wal};
-use crate::{AdminAction, Ledger, LedgerError, LedgerReader, LogRewriter, post, schema};
+use crate::{AdminAction, Ledger, LedgerError, LedgerReader, WalRewriter, post, schema};
 
 /// Why there is no copy.
 #[derive(Debug, thiserror::Error)]
@@ -148,7 +148,7 @@ fn sound(path: &Path) -> Result<Checked, BackupError> {
 /// Notes in a restored ledger that it is one.
 fn mark(path: &Path, action: &AdminAction) -> Result<(), BackupError> {
     let marked = || -> Result<(), LedgerError> {
-        let mut connection = schema::open_writer(path, None, &LogRewriter::default())?;
+        let mut connection = schema::open_writer(path, None, &WalRewriter::default())?;
         let mut chain = Chain::load(&connection, false)?;
         let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
         post::record_action(&transaction, &mut chain, action)?;

@@ -41,11 +41,12 @@ pub use query::{
     Spending, UsageQuery, UsageRow,
 };
 pub use reader::LedgerReader;
-pub use relog::LogRewriter;
+pub use relog::WalRewriter;
 pub use statement::{
     PlanSpan, PricedAs, Record, Statement, StatementDay, StatementError, StatementFigures,
     StatementLine, StatementQuery,
 };
 pub use writer::{
-    Completion, DrivenLedger, Health, LeaveOut, Ledger, LedgerHandle, LedgerOptions, Struck,
+    Completion, Health, LeaveOut, Ledger, LedgerHandle, LedgerOptions, ManualLedger,
+    PartiallyRejectedBlock,
 };

@@ -20,11 +20,11 @@ use crate::check::wal;
 /// Writes the log of a database once more: of the real file system, unless
 /// somebody plays one. Nobody else may write the database meanwhile.
 #[derive(Clone)]
-pub struct LogRewriter(Arc<Rewrite>);
+pub struct WalRewriter(Arc<Rewrite>);
 
 type Rewrite = dyn Fn(&Path) -> io::Result<()> + Send + Sync;
 
-impl LogRewriter {
+impl WalRewriter {
     /// One that does it by `rewrite`, which is given the database's path.
     pub fn new(rewrite: impl Fn(&Path) -> io::Result<()> + Send + Sync + 'static) -> Self {
         Self(Arc::new(rewrite))
@@ -39,15 +39,15 @@ impl LogRewriter {
     }
 }
 
-impl Default for LogRewriter {
+impl Default for WalRewriter {
     fn default() -> Self {
         Self::new(rewrite_file)
     }
 }
 
-impl fmt::Debug for LogRewriter {
+impl fmt::Debug for WalRewriter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("LogRewriter")
+        f.write_str("WalRewriter")
     }
 }
 

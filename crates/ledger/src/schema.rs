@@ -10,7 +10,7 @@ use rusqlite::{Connection, OpenFlags, OptionalExtension};
 
 use crate::audit::chain::Chain;
 use crate::audit::record::Before;
-use crate::{LedgerError, LogRewriter};
+use crate::{LedgerError, WalRewriter};
 
 /// What this version reads and writes.
 pub(crate) const FORMAT: u32 = 5;
@@ -63,7 +63,7 @@ const LONGEST_LOG_PAGES: u32 = 4_096;
 pub(crate) fn open_writer(
     path: &Path,
     max_pages: Option<u32>,
-    log: &LogRewriter,
+    log: &WalRewriter,
 ) -> Result<Connection, LedgerError> {
     log.rewrite(path)
         .map_err(|source| LedgerError::Log { path: path.to_owned(), source: Arc::new(source) })?;

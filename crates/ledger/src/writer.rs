@@ -21,7 +21,7 @@ use crate::error::is_about_content;
 use crate::fault::FaultCap;
 use crate::plans::{self, PlansInForce};
 use crate::post::{Posted, RefusedBlock};
-use crate::{BlockRefusal, LedgerError, LedgerReader, LogRewriter, fault, post, schema};
+use crate::{BlockRefusal, LedgerError, LedgerReader, WalRewriter, fault, post, schema};
 
 /// How a ledger is kept.
 #[derive(Clone, Debug)]
@@ -37,7 +37,7 @@ pub struct LedgerOptions {
     /// Largest size of the database in pages of 4 KiB, where it is bounded.
     pub max_pages: Option<u32>,
     /// Writes the log once more before the file is opened.
-    pub log: LogRewriter,
+    pub log: WalRewriter,
     /// Signs the audit log; without it records are written and not signed.
     pub key: Option<Arc<AuditKey>>,
     /// The longest that a record waits for a checkpoint that covers it.
@@ -126,7 +126,7 @@ struct Command {
 
 enum Act {
     Post(Box<Block>),
-    PostStruck(Box<Struck>),
+    PostStruck(Box<PartiallyRejectedBlock>),
     Cap(Box<FaultCap>),
     PassOver(RefusedBlock),
     Record(Box<AdminAction>),
@@ -137,7 +137,7 @@ enum Act {
 
 /// A block of which not all is believed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Struck {
+pub struct PartiallyRejectedBlock {
     /// As the worker says it.
     pub said: Block,
     /// What is posted of it: the same span of time, what is not believed in
@@ -155,7 +155,7 @@ impl Act {
         let result = match self {
             Self::Post(block) => post::post_block(connection, chain, block),
             Self::PostStruck(struck) => {
-                let Struck { said, believed, reason } = &**struck;
+                let PartiallyRejectedBlock { said, believed, reason } = &**struck;
                 post::post_struck(connection, chain, said, believed, reason)
             }
             Self::Cap(cap) => fault::post(connection, chain, cap),
@@ -198,7 +198,7 @@ impl LedgerOptions {
             group: 256,
             retry: Duration::from_secs(1),
             max_pages: None,
-            log: LogRewriter::default(),
+            log: WalRewriter::default(),
             key: None,
             checkpoint_every: Duration::from_secs(10),
             checkpoint_records: 10_000,
@@ -223,7 +223,7 @@ impl Ledger {
     /// [`LedgerError::Open`], [`LedgerError::Log`], [`LedgerError::Format`] and
     /// [`LedgerError::Damaged`].
     pub fn open_with(options: LedgerOptions) -> Result<LedgerHandle, LedgerError> {
-        let (handle, DrivenLedger { writer }) = Self::open_driven(options)?;
+        let (handle, ManualLedger { writer }) = Self::open_manual(options)?;
         std::thread::Builder::new()
             .name("ledger".to_owned())
             .spawn(move || writer.run())
@@ -235,9 +235,9 @@ impl Ledger {
     ///
     /// # Errors
     /// As [`Ledger::open_with`].
-    pub fn open_driven(
+    pub fn open_manual(
         options: LedgerOptions,
-    ) -> Result<(LedgerHandle, DrivenLedger), LedgerError> {
+    ) -> Result<(LedgerHandle, ManualLedger), LedgerError> {
         let store = Store::open(&options)?;
         let reader = LedgerReader::open(&options.path)?;
         let (commands, inbox) = sync_channel(options.queue.max(1));
@@ -251,7 +251,7 @@ impl Ledger {
             // What an earlier life left unsigned is signed at once.
             due: Some(Instant::now()),
         };
-        Ok((LedgerHandle { commands, health, reader, key }, DrivenLedger { writer }))
+        Ok((LedgerHandle { commands, health, reader, key }, ManualLedger { writer }))
     }
 
     /// Opens a ledger for reading, beside a process that writes it.
@@ -280,7 +280,11 @@ impl LedgerHandle {
     ///
     /// # Errors
     /// As [`LedgerHandle::post_block`].
-    pub fn post_struck(&self, struck: Struck, done: Completion) -> Result<(), LedgerError> {
+    pub fn post_struck(
+        &self,
+        struck: PartiallyRejectedBlock,
+        done: Completion,
+    ) -> Result<(), LedgerError> {
         self.send(Act::PostStruck(Box::new(struck)), done)
     }
 
@@ -383,11 +387,11 @@ impl Store {
 }
 
 /// A ledger without its thread.
-pub struct DrivenLedger {
+pub struct ManualLedger {
     writer: Writer,
 }
 
-impl DrivenLedger {
+impl ManualLedger {
     /// What the thread does when it wakes: it commits what waits, as one
     /// group, or looks whether an unwell disk is well again.
     pub fn turn(&mut self) {

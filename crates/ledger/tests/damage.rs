@@ -47,7 +47,8 @@ fn filled(folder: &Path, first: u64, last: u64) -> LedgerHandle {
         if number % 7 == 0 {
             let said = block(number, shares.clone(), ends.clone());
             let believed = said.without(|owner, _| *owner == caller("beta"));
-            let struck = tollgate_ledger::Struck { said, believed, reason: "a lie".into() };
+            let struck =
+                tollgate_ledger::PartiallyRejectedBlock { said, believed, reason: "a lie".into() };
             post_struck(&ledger, struck).expect("posts");
         } else {
             post(&ledger, block(number, shares, ends)).expect("posts");

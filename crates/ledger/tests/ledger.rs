@@ -13,7 +13,7 @@ use tollgate_domain::{
 };
 use tollgate_ledger::{
     Balance, BlockRefusal, EnergyBalance, GroupBy, Health, Ledger, LedgerError, LedgerHandle,
-    LedgerOptions, Posted, RequestState, Struck, UsageQuery,
+    LedgerOptions, PartiallyRejectedBlock, Posted, RequestState, UsageQuery,
 };
 
 fn ledger() -> (tempfile::TempDir, LedgerHandle) {
@@ -156,7 +156,11 @@ fn what_is_struck_is_loss_and_comes_only_once() {
         vec![finished("acme", 1, usage(100, 90)), finished("beta", 2, usage(50, 40))],
     );
     let believed = said.without(|owner, _| *owner == caller("beta"));
-    let struck = Struck { said: said.clone(), believed: believed.clone(), reason: "a lie".into() };
+    let struck = PartiallyRejectedBlock {
+        said: said.clone(),
+        believed: believed.clone(),
+        reason: "a lie".into(),
+    };
     assert_eq!(post_struck(&ledger, struck.clone()).expect("posts"), Posted::New);
     let expected =
         Balance { wall_ns: 185, tenants_ns: 100, overhead_ns: 10, idle_ns: 20, loss_ns: 55 };

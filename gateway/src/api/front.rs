@@ -79,7 +79,7 @@ impl Api {
         let penalties = &self.serving.penalties;
         let scopes = penalties.check(now, caller.tenant()).and_then(|()| {
             let scopes = limits::of_caller(&self.config, &caller, tenant)?;
-            match self.serving.admission.look_ahead(now, &scopes) {
+            match self.serving.admission.check_request_rate(now, &scopes) {
                 Some(refusal) => Err(ApiError::Limit(refusal)),
                 None => Ok(scopes),
             }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use rusqlite::{Connection, OptionalExtension, params};
 use tollgate_domain::{RequestId, TenantId, UtcTime};
-use tollgate_ledger::LogRewriter;
+use tollgate_ledger::WalRewriter;
 
 use super::Scope;
 
@@ -70,7 +70,7 @@ impl Intents {
     ) -> Result<Self, IntentsError> {
         let path = data.join("idempotency.db");
         // As the ledger's: nobody else opens this one.
-        LogRewriter::default()
+        WalRewriter::default()
             .rewrite(&path)
             .map_err(|source| IntentsError::Log { path: path.clone(), source })?;
         let opened = || -> rusqlite::Result<(Rows, i64)> {

@@ -18,8 +18,8 @@ use tokio_util::sync::CancellationToken;
 use tollgate_domain::block::FinishedAttempt;
 use tollgate_domain::{Block, BlockParts, FinishReason, Usage, UtcTime, WorkerEpoch, WorkerName};
 use tollgate_ledger::{
-    BlockRefusal, FaultCap, Health, LedgerError, LedgerHandle, LedgerReader, Posted, RefusedBlock,
-    SpendRow, Struck,
+    BlockRefusal, FaultCap, Health, LedgerError, LedgerHandle, LedgerReader,
+    PartiallyRejectedBlock, Posted, RefusedBlock, SpendRow,
 };
 use tollgate_wire::v1::worker_client::WorkerClient;
 use tollgate_wire::v1::{JournalAck, JournalBlock};
@@ -102,7 +102,7 @@ enum Looked {
     /// Nothing is wrong with it, or it is there already.
     Sound(Block),
     /// Not all of it is believed.
-    Struck(Block, Vec<Untruth>),
+    PartiallyRejectedBlock(Block, Vec<Untruth>),
     /// It is no block of this worker's.
     Refused(WorkerEpoch, String),
 }
@@ -289,7 +289,11 @@ impl Books {
             Origin::Ours
         };
         let untruths = self.orders.judge(parts, &origin);
-        Ok(if untruths.is_empty() { Looked::Sound(block) } else { Looked::Struck(block, untruths) })
+        Ok(if untruths.is_empty() {
+            Looked::Sound(block)
+        } else {
+            Looked::PartiallyRejectedBlock(block, untruths)
+        })
     }
 
     /// Enters one block; the answer acknowledges it.
@@ -301,7 +305,7 @@ impl Books {
     ) -> Result<JournalAck, UpstreamError> {
         let (said, mut untruths) = match looked {
             Looked::Sound(block) => (block, Vec::new()),
-            Looked::Struck(block, untruths) => (block, untruths),
+            Looked::PartiallyRejectedBlock(block, untruths) => (block, untruths),
             Looked::Refused(epoch, reason) => {
                 return self.pass_over(online, epoch, ack, reason).await;
             }
@@ -419,7 +423,7 @@ impl Books {
                 None => self.ledger.post_block(believed.clone(), completion),
                 Some(reason) => {
                     let (said, believed) = (said.clone(), believed.clone());
-                    let struck = Struck { said, believed, reason: reason.clone() };
+                    let struck = PartiallyRejectedBlock { said, believed, reason: reason.clone() };
                     self.ledger.post_struck(struck, completion)
                 }
             };

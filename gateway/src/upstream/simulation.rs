@@ -18,7 +18,7 @@ mod worker;
 mod world;
 
 use tollgate_domain::UtcTime;
-use tollgate_ledger::{AdminAction, DrivenLedger, Ledger, LedgerError, LedgerHandle, Posted};
+use tollgate_ledger::{AdminAction, Ledger, LedgerError, LedgerHandle, ManualLedger, Posted};
 
 use self::chance::Chance;
 use self::disk::SimDisk;
@@ -110,9 +110,9 @@ fn nothing_stands_behind_what_was_not_synced() {
         let mounted = Mounted::new(&disk, chance.fork());
         let start = |process| {
             mounted.remount(disk.of(process));
-            Ledger::open_driven(mounted.ledger("/ledger.db")).expect("opens")
+            Ledger::open_manual(mounted.ledger("/ledger.db")).expect("opens")
         };
-        let kill = |process, life: (LedgerHandle, DrivenLedger)| {
+        let kill = |process, life: (LedgerHandle, ManualLedger)| {
             disk.kill(process);
             disk.forget_shared();
             drop(life);
@@ -142,7 +142,7 @@ fn nothing_stands_behind_what_was_not_synced() {
 
 /// Records an action of this name.
 fn record(
-    (handle, ledger): &mut (LedgerHandle, DrivenLedger),
+    (handle, ledger): &mut (LedgerHandle, ManualLedger),
     name: &str,
 ) -> Result<Posted, LedgerError> {
     let action = AdminAction {

@@ -16,13 +16,13 @@ use crate::meter::Totals;
 
 pub use super::turn::Turn;
 
-/// An engine that does nothing between two calls of [`DrivenEngine::turn`].
-pub struct DrivenEngine {
+/// An engine that does nothing between two calls of [`ManualEngine::turn`].
+pub struct ManualEngine {
     core: Core,
     mailbox: Arc<Mailbox>,
 }
 
-impl DrivenEngine {
+impl ManualEngine {
     /// An engine whose meter runs from now on.
     pub fn new(
         backend: Box<dyn Backend>,

@@ -460,11 +460,11 @@ impl<'a> Plan<'a> {
         let chunk = Chunk { sequence: SequenceId(0), tokens, blocks: 0, rows };
         let mut cost = self.cost;
         cost.add(&work(&chunk, cached));
-        cost.predicted() <= self.step_box()
+        cost.predicted() <= self.step_time_budget()
     }
 
-    fn step_box(&self) -> DeviceNanos {
-        DeviceNanos(self.bounds.step_box.as_nanos().min(u128::from(u64::MAX)) as u64)
+    fn step_time_budget(&self) -> DeviceNanos {
+        DeviceNanos(self.bounds.step_time_budget.as_nanos().min(u128::from(u64::MAX)) as u64)
     }
 
     fn count(&mut self, chunk: Chunk, cached: u32) {

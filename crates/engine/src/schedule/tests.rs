@@ -12,7 +12,7 @@ use crate::testing::table;
 fn bounds() -> Bounds {
     Bounds {
         table: table(),
-        step_box: Duration::from_millis(80),
+        step_time_budget: Duration::from_millis(80),
         max_sequences: 8,
         limits: StepLimits { tokens: 512, logit_rows: 64 },
         total_blocks: 100,
@@ -144,7 +144,7 @@ fn the_box_follows_the_model() {
         (1_000.0, 0, 0..=0),
     ] {
         let table = StepCost { speed, ..StepCost::default() }.table().expect("valid");
-        let found = step_box(&table, Duration::from_millis(most_ms)).as_micros();
+        let found = step_time_budget(&table, Duration::from_millis(most_ms)).as_micros();
         assert!(expected_us.contains(&found), "{speed} {most_ms}: {found}");
     }
 }
@@ -263,15 +263,15 @@ fn who_decodes_comes_first_and_prompts_fill_the_box() {
     for running in [reading(1, 0, 400), decoding(2, 50), decoding(3, 60)] {
         scene.runs(&seat("a"), running);
     }
-    for (step_box, expected) in [
+    for (step_time_budget, expected) in [
         (Duration::from_secs(1), vec![(2, 1), (3, 1), (1, 400)]),
         (Duration::from_millis(1), vec![(2, 1), (3, 1), (1, 144)]),
         // However small the box, a prompt is read a little further.
         (Duration::ZERO, vec![(2, 1), (3, 1), (1, 16)]),
     ] {
-        let bounds = Bounds { step_box, ..bounds() };
+        let bounds = Bounds { step_time_budget, ..bounds() };
         let decisions = scene.decide(100, &bounds);
-        assert_eq!(chunks(&decisions), expected, "{step_box:?}");
+        assert_eq!(chunks(&decisions), expected, "{step_time_budget:?}");
         let cached = |id| scene.running.iter().find(|it| it.sequence == id).map(|it| it.cached);
         let works: Vec<SequenceWork> = decisions
             .chunks
@@ -279,7 +279,7 @@ fn who_decodes_comes_first_and_prompts_fill_the_box() {
             .map(|chunk| work(chunk, cached(chunk.sequence).unwrap_or(0)))
             .collect();
         let predicted = bounds.table.predict_step(&works).nanos();
-        assert!(step_box.is_zero() || u128::from(predicted) <= step_box.as_nanos());
+        assert!(step_time_budget.is_zero() || u128::from(predicted) <= step_time_budget.as_nanos());
     }
 }
 
@@ -292,7 +292,7 @@ fn prompts_are_read_in_the_order_of_the_counters() {
     scene.charge(&seat("ahead"), millis(20));
     scene.charge(&seat("between"), millis(10));
     // What the box has left is for who is ahead.
-    let bounds = Bounds { step_box: Duration::from_millis(2), ..bounds() };
+    let bounds = Bounds { step_time_budget: Duration::from_millis(2), ..bounds() };
     let mut read = chunks(&scene.decide(100, &bounds));
     read.sort_unstable();
     assert_eq!(read, [(1, 112), (2, 100), (3, 100)]);
@@ -615,7 +615,7 @@ proptest! {
         let running = scene.running.clone();
         let waiting: Vec<Waiting> = waiting.into_iter().map(|(_, waits)| waits).collect();
         let spare = Spare { places: free % 3, blocks: free % 5 };
-        let bounds = Bounds { step_box: Duration::from_micros(box_us), spare, ..bounds() };
+        let bounds = Bounds { step_time_budget: Duration::from_micros(box_us), spare, ..bounds() };
         let decisions = scene.decide(free, &bounds);
         prop_assert_eq!(&scene.decide(free, &bounds), &decisions);
         let Decisions { refuse, preempt, chunks, .. } = &decisions;

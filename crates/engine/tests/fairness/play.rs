@@ -17,7 +17,7 @@ use tollgate_engine::backend::synthetic::{
     Pace, StepCost, SyntheticBackend, SyntheticOptions, SyntheticText,
 };
 use tollgate_engine::{
-    Clock, DrivenEngine, EngineOptions, Flow, Owner, PromptLogprob, RequestFigures, RequestOutcome,
+    Clock, EngineOptions, Flow, ManualEngine, Owner, PromptLogprob, RequestFigures, RequestOutcome,
     SampledToken, SamplingParams, SchedulePolicy, StepJournal, StepRecord, Submission, Tier,
     TokenSink, Totals, Turn, VirtualClock,
 };
@@ -108,7 +108,7 @@ pub(crate) fn play_written(workload: &Workload, policy: SchedulePolicy, until: U
 struct Player<'a> {
     workload: &'a Workload,
     clock: VirtualClock,
-    engine: DrivenEngine,
+    engine: ManualEngine,
     ears: Vec<Arc<Ears>>,
     tenants: Vec<TenantId>,
     account: Arc<Mutex<Account>>,
@@ -150,7 +150,7 @@ impl<'a> Player<'a> {
             index: tenants.iter().cloned().zip(0..).collect(),
             so_far: vec![0; tenants.len()],
         };
-        let engine = DrivenEngine::new(
+        let engine = ManualEngine::new(
             Box::new(backend),
             options,
             Arc::new(clock.clone()),

@@ -9,7 +9,8 @@ use tollgate_domain::{
     Usage, UtcTime, WorkerEpoch, WorkerName,
 };
 use tollgate_ledger::{
-    AdminAction, FaultCap, LedgerError, LedgerHandle, PlansInForce, Posted, RefusedBlock, Struck,
+    AdminAction, FaultCap, LedgerError, LedgerHandle, PartiallyRejectedBlock, PlansInForce, Posted,
+    RefusedBlock,
 };
 
 pub const EPOCH: WorkerEpoch = WorkerEpoch(7);
@@ -118,7 +119,10 @@ pub fn pass_over_as(
     wait(|done| ledger.pass_over(refused, done))
 }
 
-pub fn post_struck(ledger: &LedgerHandle, struck: Struck) -> Result<Posted, LedgerError> {
+pub fn post_struck(
+    ledger: &LedgerHandle,
+    struck: PartiallyRejectedBlock,
+) -> Result<Posted, LedgerError> {
     wait(|done| ledger.post_struck(struck, done))
 }
 

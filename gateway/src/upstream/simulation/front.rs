@@ -22,7 +22,7 @@ use tollgate_domain::{
     Block, Caller, DeviceNanos, KeyId, RequestId, TenantId, Usage, UtcTime, WorkerEpoch,
 };
 use tollgate_ledger::{
-    DrivenLedger, FaultCap, Health, Ledger, LedgerHandle, LedgerOptions, LedgerReader, Posted,
+    FaultCap, Health, Ledger, LedgerHandle, LedgerOptions, LedgerReader, ManualLedger, Posted,
 };
 use tollgate_text::Tokenizer;
 use tollgate_wire::v1::{self, JournalAck, JournalBlock};
@@ -81,7 +81,7 @@ pub(super) struct Front {
     in_flight: InFlight,
     trust: Trust,
     handle: LedgerHandle,
-    ledger: DrivenLedger,
+    ledger: ManualLedger,
     following: JoinSet<TaskEnd>,
     faults: JoinSet<()>,
     requests: Vec<Request>,
@@ -168,7 +168,7 @@ impl Fronts {
         now: u64,
     ) -> Result<Front, tollgate_ledger::LedgerError> {
         let options = LedgerOptions { queue: 256, group: 64, ..ledger };
-        let (handle, ledger) = Ledger::open_driven(options)?;
+        let (handle, ledger) = Ledger::open_manual(options)?;
         let clock = Clock::played(Instant::now(), UtcTime(DAWN.0 + now * MS));
         let today = clock.utc().day();
         let spending = handle.reader().spending(today)?;

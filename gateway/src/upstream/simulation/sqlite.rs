@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rusqlite::ffi;
-use tollgate_ledger::{LedgerOptions, LogRewriter};
+use tollgate_ledger::{LedgerOptions, WalRewriter};
 use tollgate_worker::rig::{Disk as _, DiskFile as _};
 
 use super::chance::Chance;
@@ -129,7 +129,7 @@ impl Mounted {
     pub(super) fn ledger(&self, path: &str) -> LedgerOptions {
         let file = format!("file:{path}?vfs={}", self.name.to_str().expect("ASCII"));
         let (disk, log) = (lock(&self.app().disk).clone(), PathBuf::from(format!("{path}-wal")));
-        let log = LogRewriter::new(move |_| disk.rewrite(&log));
+        let log = WalRewriter::new(move |_| disk.rewrite(&log));
         LedgerOptions { log, ..LedgerOptions::new(Path::new(&file)) }
     }
 }

@@ -39,7 +39,7 @@ proptest! {
         box_us in 200u64..4_000,
     ) {
         let mut setup = Setup::new(blocks);
-        setup.options.step_box = Duration::from_micros(box_us);
+        setup.options.step_time_budget = Duration::from_micros(box_us);
         setup.options.preemption_guard = Duration::from_millis(1);
         setup.options.preemption_rest = Duration::from_millis(20);
         let mut bench = Bench::with(setup);

@@ -35,14 +35,14 @@ fn alone(asked: (Submission, Ears)) -> Vec<u32> {
 
 #[test]
 fn neighbours_and_chunks_change_nothing() {
-    for step_box in [Duration::ZERO, Duration::from_millis(1), Duration::from_millis(80)] {
+    for step_time_budget in [Duration::ZERO, Duration::from_millis(1), Duration::from_millis(80)] {
         let mut setup = Setup::new(1_024);
-        setup.options.step_box = step_box;
+        setup.options.step_time_budget = step_time_budget;
         let mut bench = Bench::with(setup);
         let together: Vec<Ears> = mixed(20).into_iter().map(|asked| bench.submit(asked)).collect();
         bench.run();
         for (heard, asked) in together.iter().zip(mixed(20)) {
-            assert_eq!(Heard::of(heard).tokens(0), alone(asked), "{step_box:?}");
+            assert_eq!(Heard::of(heard).tokens(0), alone(asked), "{step_time_budget:?}");
         }
         let widest = bench.seen.lock().expect("unpoisoned").iter().map(Vec::len).max();
         assert!(widest > Some(4), "they did run together: {widest:?}");
