@@ -22,7 +22,7 @@ use tollgate_domain::block::Attempt as AttemptId;
 use tollgate_domain::{DeviceNanos, Usage, WorkerEpoch};
 use tollgate_ledger::FaultCap;
 
-pub(crate) use self::event::{Delta, Ending, Event, Failure, Receipt, TokenLogprob};
+pub(crate) use self::event::{Event, Failure, Receipt};
 pub(crate) use self::in_flight::{InFlight, Stage};
 
 use self::attempt::Attempted;

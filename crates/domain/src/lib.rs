@@ -7,6 +7,7 @@
 pub mod block;
 pub mod cost;
 pub mod energy;
+pub mod generation;
 pub mod ids;
 pub mod limits;
 pub mod network;
@@ -20,6 +21,7 @@ pub use cost::{
     AttentionShape, CostTable, CostTableError, Curve, PromptWork, SequenceWork, StepCost,
 };
 pub use energy::Millijoules;
+pub use generation::{Sampling, StopReason, TextDelta, TokenLogprob};
 pub use ids::{
     Caller, DeviceClass, InvalidName, KeyId, ModelName, PlanName, PoolName, PriceListName,
     RequestId, SequenceId, TenantId, WorkerEpoch, WorkerName,

@@ -10,6 +10,7 @@ mod chat;
 mod control;
 mod error;
 mod pieces;
+mod prompt;
 mod stop;
 mod stream;
 mod template;
@@ -17,6 +18,7 @@ mod tokenizer;
 
 pub use chat::{ChatMessage, Role, UnknownRole, encode_chat};
 pub use error::TextError;
+pub use prompt::Prompt;
 pub use stop::{Released, StopMatcher};
 pub use stream::TextStream;
 pub use template::{ChatTemplate, TokenizerConfig};

@@ -6,7 +6,8 @@ use std::collections::BTreeMap;
 
 use serde_json::value::RawValue;
 use tollgate_config::RequestLimits;
-use tollgate_text::ChatMessage;
+use tollgate_domain::Sampling;
+use tollgate_text::Prompt;
 
 use super::fields::{Field, Neutral, Violation, known_fields, object};
 
@@ -23,7 +24,7 @@ pub(crate) struct Asked {
     pub(crate) dialect: Dialect,
     /// The model's name as the client wrote it.
     pub(crate) model: String,
-    pub(crate) prompt: AskedPrompt,
+    pub(crate) prompt: Prompt,
     /// n: choices for each prompt.
     pub(crate) choices: u32,
     /// Tokens to generate for each choice at most, with the field that said
@@ -54,34 +55,11 @@ impl Dialect {
     }
 }
 
-/// The prompt in the form it came.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum AskedPrompt {
-    Messages(Vec<ChatMessage>),
-    Texts(Vec<String>),
-    Tokens(Vec<Vec<u32>>),
-}
-
 /// A limit on generated tokens and the field that set it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MaxTokens {
     pub(crate) tokens: u32,
     pub(crate) param: &'static str,
-}
-
-/// How tokens are drawn.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Sampling {
-    pub(crate) temperature: f32,
-    /// Of so many likeliest tokens; 0: of all.
-    pub(crate) top_k: u32,
-    pub(crate) top_p: f32,
-    pub(crate) presence_penalty: f32,
-    pub(crate) frequency_penalty: f32,
-    pub(crate) logit_bias: BTreeMap<u32, f32>,
-    pub(crate) seed: Option<u64>,
-    /// Alternatives to report for each token; none for no log-probabilities.
-    pub(crate) top_logprobs: Option<u32>,
 }
 
 /// How a stream is told.

@@ -6,10 +6,10 @@ use std::borrow::Cow;
 
 use serde_json::value::RawValue;
 use tollgate_config::RequestLimits;
-use tollgate_text::{ChatMessage, Role};
+use tollgate_text::{ChatMessage, Prompt, Role};
 
 use super::asked::{
-    Asked, AskedPrompt, Dialect, MaxTokens, Shared, check_metadata, check_service_tier, max_tokens,
+    Asked, Dialect, MaxTokens, Shared, check_metadata, check_service_tier, max_tokens,
 };
 use super::fields::{Field, Neutral, Violation, known_fields, object};
 
@@ -54,7 +54,7 @@ pub(crate) fn parse(body: &str, limits: &RequestLimits) -> Result<Asked, Violati
     Ok(Asked {
         dialect: Dialect::Chat,
         model: shared.model,
-        prompt: AskedPrompt::Messages(messages),
+        prompt: Prompt::Messages(messages),
         choices: shared.choices,
         max_tokens: limit(&fields)?,
         sampling: shared.sampling,

@@ -6,8 +6,10 @@ use serde::Serialize;
 
 use super::asked::Dialect;
 use super::logprobs::{ChatLogprobs, CompletionLogprobs};
-use super::telling::{Telling, UsageBody};
-use crate::pump::{Delta, Ending, Receipt, TokenLogprob};
+use super::telling::{Telling, UsageBody, finish_reason};
+use tollgate_domain::{StopReason, TextDelta, TokenLogprob};
+
+use crate::pump::Receipt;
 use crate::reply::ApiError;
 
 /// What says that the connection lives while nothing is to be told.
@@ -37,7 +39,7 @@ impl Chunks {
 
     /// Writes text and tokens of a choice. Tokens that are not whole
     /// characters yet are told when they are.
-    pub(crate) fn delta(&mut self, delta: &Delta, out: &mut Vec<u8>) {
+    pub(crate) fn delta(&mut self, delta: &TextDelta, out: &mut Vec<u8>) {
         let choice = delta.choice;
         if !self.begin(choice, out) || delta.text.is_empty() && delta.logprobs.is_empty() {
             return;
@@ -92,11 +94,11 @@ impl Chunks {
     }
 
     /// Writes that a choice ended.
-    pub(crate) fn finished(&mut self, choice: u32, ending: Ending, out: &mut Vec<u8>) {
+    pub(crate) fn finished(&mut self, choice: u32, ending: StopReason, out: &mut Vec<u8>) {
         if !self.begin(choice, out) {
             return;
         }
-        let finish_reason = Some(ending.as_str());
+        let finish_reason = Some(finish_reason(ending));
         let part = match self.telling.dialect {
             Dialect::Chat => Part::Chat {
                 index: choice,

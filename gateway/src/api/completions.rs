@@ -3,10 +3,9 @@
 
 use serde_json::value::RawValue;
 use tollgate_config::RequestLimits;
+use tollgate_text::Prompt;
 
-use super::asked::{
-    Asked, AskedPrompt, Dialect, Shared, check_metadata, check_service_tier, max_tokens,
-};
+use super::asked::{Asked, Dialect, Shared, check_metadata, check_service_tier, max_tokens};
 use super::fields::{Field, Neutral, Violation, known_fields, object};
 
 /// Tokens in one prompt given as tokens; the context bounds it further.
@@ -75,7 +74,7 @@ fn check_best_of(field: &Field<'_>, most: u32, choices: u32) -> Result<(), Viola
     field.only_neutral(&[Neutral::Number(f64::from(choices))])
 }
 
-fn prompt(field: &Field<'_>, most: u32) -> Result<AskedPrompt, Violation> {
+fn prompt(field: &Field<'_>, most: u32) -> Result<Prompt, Violation> {
     let expected = format!(
         "a string, an array of token ids, or an array of at most {most} of either, none empty"
     );
@@ -84,18 +83,16 @@ fn prompt(field: &Field<'_>, most: u32) -> Result<AskedPrompt, Violation> {
     let form: &RawValue = field.required(&expected)?;
     let mut starts = form.get().chars().filter(|c| !c.is_ascii_whitespace());
     let prompt = match (starts.next(), starts.next()) {
-        (Some('"'), _) => AskedPrompt::Texts(vec![field.required(&expected)?]),
-        (Some('['), Some('"')) => {
-            AskedPrompt::Texts(field.list(most, &expected)?.unwrap_or_default())
+        (Some('"'), _) => Prompt::Texts(vec![field.required(&expected)?]),
+        (Some('['), Some('"')) => Prompt::Texts(field.list(most, &expected)?.unwrap_or_default()),
+        (Some('['), Some('0'..='9')) => {
+            Prompt::Tokens(vec![field.list(MOST_PROMPT_TOKENS, &expected)?.unwrap_or_default()])
         }
-        (Some('['), Some('0'..='9')) => AskedPrompt::Tokens(vec![
-            field.list(MOST_PROMPT_TOKENS, &expected)?.unwrap_or_default(),
-        ]),
         (Some('['), Some('[')) => {
             let prompts: Vec<&RawValue> = field.list(most, &expected)?.unwrap_or_default();
             let tokens =
                 |raw| Field::new(field.name(), Some(raw)).list(MOST_PROMPT_TOKENS, &expected);
-            AskedPrompt::Tokens(
+            Prompt::Tokens(
                 prompts
                     .into_iter()
                     .map(|raw| Ok(tokens(raw)?.unwrap_or_default()))
@@ -105,9 +102,9 @@ fn prompt(field: &Field<'_>, most: u32) -> Result<AskedPrompt, Violation> {
         _ => return Err(Violation::of(field.name(), format!("'prompt' must be {expected}."))),
     };
     let empty = match &prompt {
-        AskedPrompt::Texts(texts) => texts.iter().any(String::is_empty),
-        AskedPrompt::Tokens(tokens) => tokens.iter().any(Vec::is_empty),
-        AskedPrompt::Messages(_) => false,
+        Prompt::Texts(texts) => texts.iter().any(String::is_empty),
+        Prompt::Tokens(tokens) => tokens.iter().any(Vec::is_empty),
+        Prompt::Messages(_) => false,
     };
     if empty {
         return Err(Violation::of(

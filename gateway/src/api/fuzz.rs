@@ -2,8 +2,9 @@
 //! not is told in a few printable words.
 
 use tollgate_config::RequestLimits;
+use tollgate_text::Prompt;
 
-use super::asked::{Asked, AskedPrompt};
+use super::asked::Asked;
 use super::fields::Violation;
 use super::{body, chat, completions};
 
@@ -44,15 +45,15 @@ fn keeps_bounds(asked: &Asked, size: usize) {
     assert!(stop.len() <= 4 && stop.iter().all(|stop| (1..=256).contains(&stop.len())));
     // An escape is longer than what it stands for, so nothing grows.
     let bytes: usize = match prompt {
-        AskedPrompt::Messages(messages) => {
+        Prompt::Messages(messages) => {
             assert!((1..=2_048).contains(&messages.len()));
             messages.iter().map(|message| message.content.len()).sum()
         }
-        AskedPrompt::Texts(texts) => {
+        Prompt::Texts(texts) => {
             assert!((1..=16).contains(&texts.len()));
             texts.iter().map(String::len).sum()
         }
-        AskedPrompt::Tokens(prompts) => {
+        Prompt::Tokens(prompts) => {
             assert!((1..=16).contains(&prompts.len()));
             prompts.iter().map(Vec::len).sum()
         }

@@ -5,10 +5,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tollgate_domain::{DeviceNanos, PromptWork, RequestId, UtcTime};
-use tollgate_text::{ChatMessage, TextError, encode_chat};
+use tollgate_domain::{DeviceNanos, PromptWork, RequestId, Sampling, UtcTime};
+use tollgate_text::{ChatMessage, Prompt, TextError, encode_chat};
 
-use super::asked::{Asked, AskedPrompt, Dialect, Sampling};
+use super::asked::{Asked, Dialect};
 use super::telling::{Echo, Telling};
 use super::turns::Turns;
 use crate::path::InFront;
@@ -161,13 +161,13 @@ fn count(
 }
 
 fn encode(
-    prompt: &AskedPrompt,
+    prompt: &Prompt,
     dialect: Dialect,
     model: &ServedModel,
     now: UtcTime,
 ) -> Result<Vec<Vec<u32>>, ApiError> {
     match prompt {
-        AskedPrompt::Messages(messages) => {
+        Prompt::Messages(messages) => {
             check_bytes(
                 messages.iter().map(|message| message.content.len()).sum(),
                 dialect,
@@ -175,7 +175,7 @@ fn encode(
             )?;
             encode_messages(messages, model, now).map(|prompt| vec![prompt])
         }
-        AskedPrompt::Texts(texts) => texts
+        Prompt::Texts(texts) => texts
             .iter()
             .map(|text| {
                 check_bytes(text.len(), dialect, model)?;
@@ -183,7 +183,7 @@ fn encode(
                 tokens.map_err(|error| refused(dialect, error))
             })
             .collect(),
-        AskedPrompt::Tokens(prompts) => {
+        Prompt::Tokens(prompts) => {
             if prompts.iter().flatten().any(|&token| token >= model.vocabulary) {
                 return Err(ApiError::invalid(
                     "prompt",
@@ -248,14 +248,14 @@ fn refused(dialect: Dialect, error: TextError) -> ApiError {
     }
 }
 
-fn echoes(asked: &AskedPrompt, prompts: &[Vec<u32>], model: &ServedModel) -> Vec<Echo> {
+fn echoes(asked: &Prompt, prompts: &[Vec<u32>], model: &ServedModel) -> Vec<Echo> {
     let tokenizer = &model.text.tokenizer;
     prompts
         .iter()
         .enumerate()
         .map(|(index, tokens)| Echo {
             text: match asked {
-                AskedPrompt::Texts(texts) => texts[index].clone(),
+                Prompt::Texts(texts) => texts[index].clone(),
                 _ => tokenizer.decode(tokens),
             },
             first: match tokens.first() {

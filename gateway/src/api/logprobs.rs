@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use crate::pump::TokenLogprob;
+use tollgate_domain::TokenLogprob;
 
 /// What stands for a logarithm of zero: JSON has no infinity.
 const IMPOSSIBLE: f32 = -9_999.0;

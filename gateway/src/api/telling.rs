@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use serde::Serialize;
-use tollgate_domain::RequestId;
+use tollgate_domain::{RequestId, StopReason};
 
 use super::asked::Dialect;
 use crate::path::{InFront, InWorker, Path};
-use crate::pump::{Ending, Receipt};
+use crate::pump::Receipt;
 
 /// The frame of one answer: what each chunk, or the whole, repeats.
 #[derive(Clone, Debug)]
@@ -70,13 +70,11 @@ impl Telling {
     }
 }
 
-impl Ending {
-    /// As `finish_reason` says it.
-    pub(super) fn as_str(self) -> &'static str {
-        match self {
-            Self::Stop => "stop",
-            Self::Length => "length",
-        }
+/// Returns the value of `finish_reason`.
+pub(super) fn finish_reason(reason: StopReason) -> &'static str {
+    match reason {
+        StopReason::Stop => "stop",
+        StopReason::Length => "length",
     }
 }
 

@@ -4,8 +4,10 @@ use serde::Serialize;
 
 use super::asked::Dialect;
 use super::logprobs::{ChatLogprobs, CompletionLogprobs};
-use super::telling::{Telling, UsageBody};
-use crate::pump::{Delta, Ending, Receipt, TokenLogprob};
+use super::telling::{Telling, UsageBody, finish_reason};
+use tollgate_domain::{StopReason, TextDelta, TokenLogprob};
+
+use crate::pump::Receipt;
 
 /// Collects an answer choice by choice.
 #[derive(Debug)]
@@ -21,7 +23,7 @@ struct Choice {
     logprobs: CompletionLogprobs,
     /// Characters told so far, echo included.
     offset: u64,
-    ending: Option<Ending>,
+    ending: Option<StopReason>,
 }
 
 impl Whole {
@@ -40,7 +42,7 @@ impl Whole {
     }
 
     /// Text and tokens of a choice.
-    pub(crate) fn delta(&mut self, delta: &Delta) {
+    pub(crate) fn delta(&mut self, delta: &TextDelta) {
         let Some(choice) = self.choices.get_mut(delta.choice as usize) else { return };
         choice.text.push_str(&delta.text);
         match self.telling.dialect {
@@ -60,7 +62,7 @@ impl Whole {
     }
 
     /// A choice ended.
-    pub(crate) fn finished(&mut self, choice: u32, ending: Ending) {
+    pub(crate) fn finished(&mut self, choice: u32, ending: StopReason) {
         if let Some(choice) = self.choices.get_mut(choice as usize) {
             choice.ending = Some(ending);
         }
@@ -101,7 +103,7 @@ impl Choice {
     fn into_body(self, telling: &Telling, index: usize) -> ChoiceBody {
         // A worker that ends a request ends its choices; one that did not
         // finish was cut short.
-        let finish_reason = self.ending.unwrap_or(Ending::Length).as_str();
+        let finish_reason = finish_reason(self.ending.unwrap_or(StopReason::Length));
         match telling.dialect {
             Dialect::Chat => ChoiceBody::Chat {
                 index,

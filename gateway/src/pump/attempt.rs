@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::Instant;
-use tollgate_domain::{FinishReason, Usage};
+use tollgate_domain::{FinishReason, StopReason, Usage};
 use tollgate_wire::v1::{CancelReason, RefusedReason};
 
-use super::{Ended, Ending, Event, Pump};
+use super::{Ended, Event, Pump};
 use crate::admit::Admitted;
 use crate::path::InWorker;
 use crate::reply::ApiError;
@@ -158,8 +158,8 @@ impl Pump {
                 }
                 Ok(Said::ChoiceFinished { choice, reason }) => {
                     let ending = match reason {
-                        FinishReason::Stop => Ending::Stop,
-                        FinishReason::Length => Ending::Length,
+                        FinishReason::Stop => StopReason::Stop,
+                        FinishReason::Length => StopReason::Length,
                         // As it was told; what that means is said at the end.
                         FinishReason::Cancelled | FinishReason::Deadline
                             if state.leaving.is_some() =>

@@ -1,7 +1,7 @@
 //! What a running request tells whoever waits for it, in our own words: the
 //! wire's messages are checked once, where they arrive.
 
-use tollgate_domain::{DeviceClass, DeviceNanos, Usage};
+use tollgate_domain::{DeviceClass, DeviceNanos, StopReason, TextDelta, TokenLogprob, Usage};
 
 use crate::path::Path;
 use crate::reply::ApiError;
@@ -11,11 +11,11 @@ use crate::reply::ApiError;
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Event {
     /// Text and tokens of one choice.
-    Delta(Delta),
+    Delta(TextDelta),
     /// Log-probabilities of a prompt's tokens after its first.
     PromptLogprobs { prompt: u32, tokens: Vec<TokenLogprob> },
     /// A choice has all its text.
-    ChoiceFinished { choice: u32, reason: Ending },
+    ChoiceFinished { choice: u32, reason: StopReason },
     /// It was placed on another worker: forget what was told so far.
     Restarted,
     /// All is told and measured.
@@ -42,31 +42,6 @@ impl From<Failure> for ApiError {
     fn from(failure: Failure) -> Self {
         failure.error
     }
-}
-
-/// Text and tokens of one choice since its last delta. Whole characters only.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Delta {
-    pub(crate) choice: u32,
-    pub(crate) text: String,
-    /// One for each token, where they were asked for.
-    pub(crate) logprobs: Vec<TokenLogprob>,
-}
-
-/// A token and how likely it was.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct TokenLogprob {
-    pub(crate) bytes: Vec<u8>,
-    pub(crate) logprob: f32,
-    /// The likeliest in its place, likeliest first.
-    pub(crate) top: Vec<(Vec<u8>, f32)>,
-}
-
-/// Why a choice ended well.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Ending {
-    Stop,
-    Length,
 }
 
 /// What a finished request cost.

@@ -8,7 +8,9 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 use tollgate_domain::block::{Attempt, Stages};
-use tollgate_domain::{Caller, DeviceNanos, FinishReason, RequestId, Transfers, Usage};
+use tollgate_domain::{
+    Caller, DeviceNanos, FinishReason, RequestId, TextDelta, TokenLogprob, Transfers, Usage,
+};
 use tollgate_wire::v1::run_event::Event as WireEvent;
 use tollgate_wire::v1::run_request::Message;
 use tollgate_wire::v1::{self, CancelReason, RunRequest};
@@ -18,7 +20,6 @@ use super::orders::Placement;
 use super::terms::{Terms, at_most_since};
 use super::{Online, ServedModel};
 use crate::path::InWorker;
-use crate::pump::{Delta, TokenLogprob};
 
 /// What a worker is asked to do. The assignment says the same in the wire's
 /// words.
@@ -42,7 +43,7 @@ pub(crate) struct Running {
 /// One thing that a worker said, checked.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Said {
-    Delta(Delta, Progress),
+    Delta(TextDelta, Progress),
     PromptLogprobs { prompt: u32, tokens: Vec<TokenLogprob> },
     ChoiceFinished { choice: u32, reason: FinishReason },
     Finished { usage: Usage, in_worker: InWorker },
@@ -223,7 +224,7 @@ impl Check {
             return Err("more reference cost than its tokens can cause");
         }
         let logprobs = logprobs.into_iter().map(token).collect();
-        Ok(Said::Delta(Delta { choice, text, logprobs }, progress))
+        Ok(Said::Delta(TextDelta { choice, text, logprobs }, progress))
     }
 
     fn choice_finished(&mut self, finished: v1::ChoiceFinished) -> Result<Said, &'static str> {

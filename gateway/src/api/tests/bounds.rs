@@ -2,8 +2,9 @@
 //! passes, and what is neutral changes nothing.
 
 use tollgate_config::RequestLimits;
+use tollgate_text::Prompt;
 
-use crate::api::asked::{Asked, AskedPrompt};
+use crate::api::asked::Asked;
 use crate::api::body;
 use crate::api::fields::Violation;
 use crate::api::{chat, completions};
@@ -192,7 +193,7 @@ fn messages_keep_their_shape() {
     let body = r#"{"model":"m","messages":[{"role":"user","content":[
         {"type":"text","text":"a"},{"type":"text","text":"b"}]}]}"#;
     let asked = chat::parse(body, &limits()).expect("text parts");
-    let AskedPrompt::Messages(messages) = asked.prompt else { panic!("messages") };
+    let Prompt::Messages(messages) = asked.prompt else { panic!("messages") };
     assert_eq!(messages[0].content, "ab");
 }
 

@@ -3,14 +3,14 @@
 use std::time::Duration;
 
 use tollgate_domain::block::Stages;
-use tollgate_domain::{DeviceClass, DeviceNanos, Usage};
+use tollgate_domain::{DeviceClass, DeviceNanos, StopReason, TextDelta, TokenLogprob, Usage};
 
 use crate::api::asked::Dialect;
 use crate::api::chunks::Chunks;
 use crate::api::telling::{Echo, Telling};
 use crate::api::whole::Whole;
 use crate::path::{InFront, InWorker, Path};
-use crate::pump::{Delta, Ending, Receipt, TokenLogprob};
+use crate::pump::Receipt;
 use crate::reply::ApiError;
 
 fn telling(dialect: Dialect) -> Telling {
@@ -53,8 +53,8 @@ fn receipt() -> Receipt {
     }
 }
 
-fn text(choice: u32, text: &str) -> Delta {
-    Delta { choice, text: text.into(), logprobs: Vec::new() }
+fn text(choice: u32, text: &str) -> TextDelta {
+    TextDelta { choice, text: text.into(), logprobs: Vec::new() }
 }
 
 fn logprob(bytes: &[u8], logprob: f32) -> TokenLogprob {
@@ -76,8 +76,8 @@ fn a_chat_stream_with_usage() {
     chunks.delta(&text(1, ""), &mut out);
     chunks.delta(&text(0, " \"you\""), &mut out);
     chunks.delta(&text(9, "nobody's"), &mut out);
-    chunks.finished(0, Ending::Stop, &mut out);
-    chunks.finished(1, Ending::Length, &mut out);
+    chunks.finished(0, StopReason::Stop, &mut out);
+    chunks.finished(1, StopReason::Length, &mut out);
     chunks.end(&receipt(), &mut out);
     insta::assert_snapshot!(utf8(out));
 }
@@ -99,9 +99,9 @@ fn a_completion_stream_with_echo_and_logprobs() {
     let mut chunks = Chunks::new(telling);
     let mut out = Vec::new();
     chunks.prompt_logprobs(0, &[logprob(b" b", -0.5)], &mut out);
-    let delta = Delta { choice: 0, text: " c".into(), logprobs: vec![logprob(b" c", -0.25)] };
+    let delta = TextDelta { choice: 0, text: " c".into(), logprobs: vec![logprob(b" c", -0.25)] };
     chunks.delta(&delta, &mut out);
-    chunks.finished(0, Ending::Length, &mut out);
+    chunks.finished(0, StopReason::Length, &mut out);
     chunks.end(&receipt(), &mut out);
     insta::assert_snapshot!(utf8(out));
 }
@@ -113,13 +113,13 @@ fn a_chat_answer_in_one_piece() {
     let mut whole = Whole::new(telling);
     whole.delta(&text(0, "forgotten"));
     whole.restart();
-    let delta = Delta {
+    let delta = TextDelta {
         choice: 0,
         text: "é".into(),
         logprobs: vec![logprob(b"\xc3", f32::NEG_INFINITY), logprob(b"\xa9", -0.5)],
     };
     whole.delta(&delta);
-    whole.finished(0, Ending::Stop);
+    whole.finished(0, StopReason::Stop);
     insta::assert_snapshot!(utf8(whole.into_json(&receipt())));
 }
 
@@ -131,7 +131,7 @@ fn completions_in_one_piece() {
     let mut whole = Whole::new(telling);
     whole.delta(&text(1, " two"));
     whole.delta(&text(0, " one"));
-    whole.finished(0, Ending::Stop);
-    whole.finished(1, Ending::Length);
+    whole.finished(0, StopReason::Stop);
+    whole.finished(1, StopReason::Length);
     insta::assert_snapshot!(utf8(whole.into_json(&receipt())));
 }

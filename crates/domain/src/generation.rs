@@ -1,0 +1,58 @@
+//! Values that describe one generation: the sampling parameters that go in, the
+//! pieces of text that come out. The serving core and the API's formats share
+//! these types, so that neither has to know the other.
+
+use std::collections::BTreeMap;
+
+/// The parameters that decide how the next token is sampled.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sampling {
+    /// The divisor of the logits; 0 always takes the likeliest token.
+    pub temperature: f32,
+    /// The number of likeliest tokens to sample from; 0 means all tokens.
+    pub top_k: u32,
+    /// The probability mass to sample from, from 0 to 1.
+    pub top_p: f32,
+    /// The amount subtracted from the logit of each token that has occurred.
+    pub presence_penalty: f32,
+    /// The amount subtracted for each time that the token has occurred.
+    pub frequency_penalty: f32,
+    /// The amount added to the logit of a token, by token id.
+    pub logit_bias: BTreeMap<u32, f32>,
+    /// The seed of the random numbers; `None` lets the worker draw one.
+    pub seed: Option<u64>,
+    /// The number of alternatives to report for each token; `None` reports no
+    /// log-probabilities at all.
+    pub top_logprobs: Option<u32>,
+}
+
+/// The text and tokens that one choice gained since its previous delta.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct TextDelta {
+    /// The index of the choice, over all prompts of the request.
+    pub choice: u32,
+    /// Whole characters only; the bytes of an incomplete one come later.
+    pub text: String,
+    /// One entry for each token if the request asked for log-probabilities.
+    pub logprobs: Vec<TokenLogprob>,
+}
+
+/// A token and its log-probability.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TokenLogprob {
+    /// The bytes of the token, which need not be valid UTF-8.
+    pub bytes: Vec<u8>,
+    /// The natural logarithm of the token's probability.
+    pub logprob: f32,
+    /// The likeliest tokens at this position, likeliest first.
+    pub top: Vec<(Vec<u8>, f32)>,
+}
+
+/// The reason why a choice ended without an error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StopReason {
+    /// The model ended its text, or a stop string occurred.
+    Stop,
+    /// The limit on tokens, the context or the budget was reached.
+    Length,
+}
