@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tollgate_domain::{FinishReason, Transfers};
 use tollgate_engine::{
-    Flow, PromptLogprob, Refusal, RefusedReason, RequestOutcome, SampledToken, Stages,
+    Flow, GeneratedToken, PromptLogprob, Refusal, RefusedReason, RequestOutcome, Stages,
     TokenLogprobs, TokenSink,
 };
 use tollgate_text::{Released, StopMatcher, TextStream, Tokenizer};
@@ -66,8 +66,8 @@ impl TokenSink for Sink {
         self.outbox.push(Event::PromptLogprobs(v1::PromptLogprobs { prompt, logprobs }));
     }
 
-    fn token(&mut self, choice: u32, token: SampledToken) -> Flow {
-        let SampledToken { token: id, end, logprobs, attributed, reference } = token;
+    fn token(&mut self, choice: u32, token: GeneratedToken) -> Flow {
+        let GeneratedToken { token: id, end, logprobs, attributed, reference } = token;
         let state = &mut self.choices[choice as usize];
         let released = if end {
             Released { text: String::new(), stopped: false }

@@ -17,11 +17,11 @@ use tollgate_domain::{
 use tollgate_engine::backend::Backend;
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
 use tollgate_engine::model::ModelFiles;
-use tollgate_engine::sample::{Place, Sampler, TokenCounts};
+use tollgate_engine::sample::{Sampler, SamplingPoint, TokenCounts};
 use tollgate_engine::{
-    Clock, Engine, EngineHandle, EngineOptions, Flow, ModelShape, PromptLogprob, RequestFigures,
-    RequestOutcome, SampledToken, SamplingParams, StepJournal, StepRecord, Submission, SystemClock,
-    Tier, TokenSink, calibrate, coarse,
+    Clock, Engine, EngineHandle, EngineOptions, Flow, GeneratedToken, ModelShape, PromptLogprob,
+    RequestFigures, RequestOutcome, SamplingParams, StepJournal, StepRecord, Submission,
+    SystemClock, Tier, TokenSink, calibrate, coarse,
 };
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -82,8 +82,8 @@ fn sampling_speed(vocabulary: u32) {
         let best = (0..30)
             .map(|position| {
                 timed(|| {
-                    let place = Place { seed: 1, position, counts: &counts };
-                    std::hint::black_box(sampler.draw(&row, &params, place));
+                    let point = SamplingPoint { seed: 1, position, counts: &counts };
+                    std::hint::black_box(sampler.sample(&row, &params, point));
                 })
             })
             .min();
@@ -143,7 +143,7 @@ struct Sink(SyncSender<()>);
 
 impl TokenSink for Sink {
     fn prompt_logprobs(&mut self, _: u32, _: Vec<PromptLogprob>) {}
-    fn token(&mut self, _: u32, _: SampledToken) -> Flow {
+    fn token(&mut self, _: u32, _: GeneratedToken) -> Flow {
         Flow::Continue
     }
     fn finished(&mut self, _: u32, _: FinishReason, _: u32) {}

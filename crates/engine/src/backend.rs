@@ -15,7 +15,9 @@ use std::time::Duration;
 pub use tollgate_domain::Transfers;
 use tollgate_domain::{AttentionShape, DeviceClass, DeviceNanos};
 
-use crate::sample::{Drawn, Place, Sampler, SamplingParams, TokenCounts, token_logprobs};
+use crate::sample::{
+    SampledToken, Sampler, SamplingParams, SamplingPoint, TokenCounts, token_logprobs,
+};
 
 /// Tokens that one KV block holds.
 pub const BLOCK_TOKENS: u32 = 16;
@@ -45,8 +47,8 @@ pub trait Backend: Send {
     /// latest when the step is [finished](Self::finish).
     ///
     /// # Errors
-    /// [`BackendError::Plan`] or [`BackendError::Draw`] when the plan breaks a
-    /// rule of [`Span`], [`Draw`] or [`StepLimits`], before anything ran;
+    /// [`BackendError::Plan`] or [`BackendError::Sample`] when the plan breaks a
+    /// rule of [`Span`], [`SampleRequest`] or [`StepLimits`], before anything ran;
     /// [`BackendError::Device`] when the device failed, after which the
     /// backend is not to be used again.
     fn begin(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError>;
@@ -71,7 +73,7 @@ pub trait Backend: Send {
     }
 
     /// Whether one more step may begin before the last is finished, and may be
-    /// [fed](StepPlan::feeds) with what that one draws.
+    /// [fed](StepPlan::token_feedback) with what that one draws.
     fn runs_ahead(&self) -> bool {
         false
     }
@@ -108,7 +110,7 @@ pub struct StepPlan<'a> {
     pub results: Results<'a>,
     /// Empty; or for each span, which has one token then, the draw of the step
     /// before that this token is: what the span says of it is not read.
-    pub feeds: &'a [u32],
+    pub token_feedback: &'a [u32],
 }
 
 /// What a step's rows of logits are wanted for.
@@ -116,30 +118,30 @@ pub struct StepPlan<'a> {
 pub enum Results<'a> {
     /// Themselves.
     Logits,
-    /// Tokens, drawn where the rows are: at most [`StepLimits::draws`].
-    Draws(&'a [Draw<'a>]),
+    /// Tokens, drawn where the rows are: at most [`StepLimits::samples`].
+    Samples(&'a [SampleRequest<'a>]),
 }
 
 /// A token that is wanted of a row of logits.
 #[derive(Clone, Copy, Debug)]
-pub struct Draw<'a> {
+pub struct SampleRequest<'a> {
     /// The row, in the order of the spans and, within one, of tokens.
     pub row: u32,
     /// How it is drawn and what is told of it.
     pub params: &'a SamplingParams,
     /// Which it is.
-    pub token: DrawToken<'a>,
+    pub token: SampleTarget<'a>,
 }
 
 /// Which token is wanted of a row.
 #[derive(Clone, Copy, Debug)]
-pub enum DrawToken<'a> {
+pub enum SampleTarget<'a> {
     /// The one that stands there: its log-probabilities are wanted.
     Given(u32),
     /// The next one of a choice.
     Next {
         /// Where in the choice.
-        place: Place<'a>,
+        point: SamplingPoint<'a>,
         /// The draw of the step before that belongs to the choice and that its
         /// counts do not know yet.
         pending: Option<u32>,
@@ -179,7 +181,7 @@ pub struct StepOutput {
     logits: Vec<f32>,
     rows: usize,
     vocabulary: usize,
-    drawn: Vec<Option<Drawn>>,
+    sampled: Vec<Option<SampledToken>>,
     sampler: Sampler,
     device_time: Option<DeviceNanos>,
     transfers: Option<Transfers>,
@@ -243,12 +245,12 @@ pub enum BackendError {
         reason: PlanFault,
     },
     /// A draw is malformed: a mistake of the scheduler. Nothing ran.
-    #[error("draw {draw}: {reason}")]
-    Draw {
-        /// Index of the offending draw.
-        draw: usize,
+    #[error("sample {sample}: {reason}")]
+    Sample {
+        /// Index of the offending sample.
+        sample: usize,
         /// What is wrong with it.
-        reason: DrawFault,
+        reason: SampleFault,
     },
     /// The device failed in the middle of a step.
     #[error("{0}")]
@@ -270,7 +272,7 @@ pub enum PlanFault {
         vocabulary: u32,
     },
     /// The span ends behind the model's context.
-    #[error("it ends at {end}, behind the context of {context}")]
+    #[error("it ends at token {end}, past the context of {context} tokens")]
     Context {
         /// Tokens in the KV cache after the span.
         end: u64,
@@ -307,8 +309,8 @@ pub enum PlanFault {
     },
     /// A span that is fed by the step before, and has not just one token; or
     /// not every span is.
-    #[error("it is not one token, or one of other spans is not fed")]
-    Fed,
+    #[error("token feedback needs one entry for each span, and one token in each span")]
+    Feedback,
     /// More rows than [`StepLimits::logit_rows`] up to and with this span.
     #[error("more than {limit} rows of logits in one step")]
     TooManyRows {
@@ -319,26 +321,26 @@ pub enum PlanFault {
 
 /// What is wrong with a draw.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum DrawFault {
+pub enum SampleFault {
     /// A row that the step does not have.
-    #[error("row {row} is not below the step's {rows}")]
+    #[error("row {row} is not below the step's {rows} rows")]
     Row {
         /// The row.
         row: u32,
         /// Rows of the step.
         rows: usize,
     },
-    /// More than [`StepLimits::draws`].
-    #[error("more than {limit} draws in one step")]
+    /// More than [`StepLimits::samples`].
+    #[error("more than {limit} samples in one step")]
     TooMany {
         /// The bound.
         limit: u32,
     },
     /// A draw of the step before that there was not.
-    #[error("the step before had {draws} draws")]
-    Before {
+    #[error("the previous step had only {samples} samples")]
+    Previous {
         /// How many it had.
-        draws: usize,
+        samples: usize,
     },
 }
 
@@ -360,7 +362,7 @@ impl Span<'_> {
 
 impl StepLimits {
     /// Draws over all rows: one of each, and one more for every sequence.
-    pub fn draws(&self) -> u32 {
+    pub fn samples(&self) -> u32 {
         2 * self.logit_rows
     }
 }
@@ -368,12 +370,12 @@ impl StepLimits {
 impl<'a> StepPlan<'a> {
     /// A plan whose rows of logits are wanted themselves.
     pub fn logits(spans: &'a [Span<'a>]) -> Self {
-        Self { spans, results: Results::Logits, feeds: &[] }
+        Self { spans, results: Results::Logits, token_feedback: &[] }
     }
 
     /// A plan of which tokens are wanted.
-    pub fn draws(spans: &'a [Span<'a>], draws: &'a [Draw<'a>]) -> Self {
-        Self { spans, results: Results::Draws(draws), feeds: &[] }
+    pub fn samples(spans: &'a [Span<'a>], samples: &'a [SampleRequest<'a>]) -> Self {
+        Self { spans, results: Results::Samples(samples), token_feedback: &[] }
     }
 
     /// Checks the plan against every rule that [`Span`] and [`StepLimits`]
@@ -400,29 +402,29 @@ impl<'a> StepPlan<'a> {
                 })
                 .map_err(|reason| BackendError::Plan { span: index, reason })?;
         }
-        self.check_draws(rows as usize, limits)?;
-        let is_fed = |span: &Span<'_>| span.tokens.len() == 1;
-        let unfed = match self.feeds.len() {
+        self.check_samples(rows as usize, limits)?;
+        let can_be_fed = |span: &Span<'_>| span.tokens.len() == 1;
+        let unfed = match self.token_feedback.len() {
             0 => None,
-            fed if fed == self.spans.len() => self.spans.iter().position(|span| !is_fed(span)),
+            fed if fed == self.spans.len() => self.spans.iter().position(|span| !can_be_fed(span)),
             fed => Some(fed.min(self.spans.len())),
         };
         match unfed {
-            Some(span) => Err(BackendError::Plan { span, reason: PlanFault::Fed }),
+            Some(span) => Err(BackendError::Plan { span, reason: PlanFault::Feedback }),
             None => Ok(()),
         }
     }
 
-    fn check_draws(&self, rows: usize, limits: StepLimits) -> Result<(), BackendError> {
-        let Results::Draws(draws) = self.results else { return Ok(()) };
-        let most = limits.draws();
-        if draws.len() > most as usize {
-            let reason = DrawFault::TooMany { limit: most };
-            return Err(BackendError::Draw { draw: most as usize, reason });
+    fn check_samples(&self, rows: usize, limits: StepLimits) -> Result<(), BackendError> {
+        let Results::Samples(samples) = self.results else { return Ok(()) };
+        let most = limits.samples();
+        if samples.len() > most as usize {
+            let reason = SampleFault::TooMany { limit: most };
+            return Err(BackendError::Sample { sample: most as usize, reason });
         }
-        match (0..).zip(draws).find(|(_, draw)| draw.row as usize >= rows) {
-            Some((draw, &Draw { row, .. })) => {
-                Err(BackendError::Draw { draw, reason: DrawFault::Row { row, rows } })
+        match (0..).zip(samples).find(|(_, sample)| sample.row as usize >= rows) {
+            Some((sample, &SampleRequest { row, .. })) => {
+                Err(BackendError::Sample { sample, reason: SampleFault::Row { row, rows } })
             }
             None => Ok(()),
         }
@@ -432,41 +434,44 @@ impl<'a> StepPlan<'a> {
     /// one of its `before`.
     ///
     /// # Errors
-    /// [`BackendError::Draw`] otherwise.
-    pub fn check_before(&self, before: usize) -> Result<(), BackendError> {
-        let pending = self.results.draws().iter().map(Draw::pending);
-        let fed = self.feeds.iter().copied().map(Some);
-        let wrong = pending.chain(fed).flatten().find(|&draw| draw as usize >= before);
-        wrong.map_or(Ok(()), |draw| {
-            let reason = DrawFault::Before { draws: before };
-            Err(BackendError::Draw { draw: draw as usize, reason })
+    /// [`BackendError::Sample`] otherwise.
+    pub fn check_feedback(&self, previous: usize) -> Result<(), BackendError> {
+        let pending = self.results.samples().iter().map(SampleRequest::pending);
+        let fed = self.token_feedback.iter().copied().map(Some);
+        let wrong = pending.chain(fed).flatten().find(|&sample| sample as usize >= previous);
+        wrong.map_or(Ok(()), |sample| {
+            let reason = SampleFault::Previous { samples: previous };
+            Err(BackendError::Sample { sample: sample as usize, reason })
         })
     }
 }
 
 impl<'a> Results<'a> {
     /// The draws that are wanted.
-    pub fn draws(self) -> &'a [Draw<'a>] {
+    pub fn samples(self) -> &'a [SampleRequest<'a>] {
         match self {
             Self::Logits => &[],
-            Self::Draws(draws) => draws,
+            Self::Samples(samples) => samples,
         }
     }
 }
 
-impl DrawToken<'_> {
+impl SampleTarget<'_> {
     /// The first token of a choice, of any seed: for who measures.
     pub fn first() -> Self {
-        Self::Next { place: Place { seed: 0, position: 0, counts: &NO_COUNTS }, pending: None }
+        Self::Next {
+            point: SamplingPoint { seed: 0, position: 0, counts: &NO_COUNTS },
+            pending: None,
+        }
     }
 }
 
-impl Draw<'_> {
+impl SampleRequest<'_> {
     /// The draw of the step before whose token its counts do not know.
     pub fn pending(&self) -> Option<u32> {
         match self.token {
-            DrawToken::Given(_) => None,
-            DrawToken::Next { pending, .. } => pending,
+            SampleTarget::Given(_) => None,
+            SampleTarget::Next { pending, .. } => pending,
         }
     }
 }
@@ -511,19 +516,19 @@ impl StepOutput {
 
     /// What was drawn, in the order of the plan's draws; `None` where a row
     /// had nothing to draw from.
-    pub fn drawn(&self) -> &[Option<Drawn>] {
-        &self.drawn
+    pub fn sampled(&self) -> &[Option<SampledToken>] {
+        &self.sampled
     }
 
     /// As [`Self::drawn`], taken away.
-    pub fn take_drawn(&mut self) -> impl Iterator<Item = Option<Drawn>> + '_ {
-        self.drawn.drain(..)
+    pub fn take_sampled(&mut self) -> impl Iterator<Item = Option<SampledToken>> + '_ {
+        self.sampled.drain(..)
     }
 
     /// Says what was drawn: for a backend that draws by itself.
-    pub fn set_drawn(&mut self, drawn: impl IntoIterator<Item = Option<Drawn>>) {
-        self.drawn.clear();
-        self.drawn.extend(drawn);
+    pub fn set_sampled(&mut self, sampled: impl IntoIterator<Item = Option<SampledToken>>) {
+        self.sampled.clear();
+        self.sampled.extend(sampled);
     }
 
     /// Draws from the rows what the plan wants: for a backend whose rows are
@@ -531,20 +536,28 @@ impl StepOutput {
     ///
     /// # Panics
     /// If the plan is fed by a step before, which no such backend can have.
-    pub fn draw(&mut self, plan: &StepPlan<'_>) {
-        assert!(plan.feeds.is_empty(), "nothing is fed to a backend that does not run ahead");
-        let Self { logits, vocabulary, drawn, sampler, .. } = self;
-        drawn.clear();
-        drawn.extend(plan.results.draws().iter().map(|&Draw { row, params, token }| {
-            let row = &logits[row as usize * *vocabulary..][..*vocabulary];
-            match token {
-                DrawToken::Next { place, .. } => sampler.draw(row, params, place),
-                DrawToken::Given(token) => {
-                    let top = params.top_logprobs.unwrap_or(0) as usize;
-                    Some(Drawn { token, logprobs: Some(token_logprobs(row, token, top)) })
+    pub fn sample(&mut self, plan: &StepPlan<'_>) {
+        assert!(
+            plan.token_feedback.is_empty(),
+            "a backend that does not run ahead takes no token feedback"
+        );
+        let Self { logits, vocabulary, sampled, sampler, .. } = self;
+        sampled.clear();
+        sampled.extend(plan.results.samples().iter().map(
+            |&SampleRequest { row, params, token }| {
+                let row = &logits[row as usize * *vocabulary..][..*vocabulary];
+                match token {
+                    SampleTarget::Next { point, .. } => sampler.sample(row, params, point),
+                    SampleTarget::Given(token) => {
+                        let top = params.top_logprobs.unwrap_or(0) as usize;
+                        Some(SampledToken {
+                            token,
+                            logprobs: Some(token_logprobs(row, token, top)),
+                        })
+                    }
                 }
-            }
-        }));
+            },
+        ));
     }
 
     /// How long the device worked on the step, by its own clock; `None` where
@@ -573,7 +586,7 @@ impl StepOutput {
     /// a backend to overwrite. What it holds before that is unspecified.
     pub fn reset(&mut self, rows: usize, vocabulary: usize) -> &mut [f32] {
         self.device_time = None;
-        self.drawn.clear();
+        self.sampled.clear();
         self.transfers = None;
         let elements = rows * vocabulary;
         self.vocabulary = vocabulary;

@@ -17,7 +17,8 @@ use tollgate_domain::cost::CostTableParts;
 use tollgate_domain::{CostTable, CostTableError, Curve, DeviceNanos, SequenceId, SequenceWork};
 
 use crate::backend::{
-    BLOCK_TOKENS, Backend, BackendError, Draw, DrawToken, LogitRows, Span, StepOutput, StepPlan,
+    BLOCK_TOKENS, Backend, BackendError, LogitRows, SampleRequest, SampleTarget, Span, StepOutput,
+    StepPlan,
 };
 use crate::engine::clock::Clock;
 use crate::sample::SamplingParams;
@@ -312,10 +313,11 @@ impl<'a> Probe<'a> {
         // Drawing is a part of the step, and the likeliest token the least of it.
         let params = SamplingParams::greedy(0);
         let rows = spans.iter().map(|span| span.rows() as u32).sum();
-        let draws: Vec<Draw<'_>> =
-            (0..rows).map(|row| Draw { row, params: &params, token: DrawToken::first() }).collect();
+        let draws: Vec<SampleRequest<'_>> = (0..rows)
+            .map(|row| SampleRequest { row, params: &params, token: SampleTarget::first() })
+            .collect();
         let started = self.clock.now();
-        self.backend.step(&StepPlan::draws(&spans, &draws), &mut self.output)?;
+        self.backend.step(&StepPlan::samples(&spans, &draws), &mut self.output)?;
         let ns = match self.output.device_time() {
             Some(busy) => busy.nanos(),
             None => self.clock.now().0.saturating_sub(started.0),

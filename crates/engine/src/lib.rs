@@ -29,7 +29,7 @@ pub use engine::journal::{Owner, RequestFigures, StepJournal, StepRecord, StepSh
 pub use engine::mailbox::EngineHandle;
 pub use engine::pulse::Work;
 pub use engine::submission::{
-    CancelReason, Flow, PromptLogprob, Refusal, RefusedReason, RequestOutcome, SampledToken,
+    CancelReason, Flow, GeneratedToken, PromptLogprob, Refusal, RefusedReason, RequestOutcome,
     Stages, Submission, SubmitError, TokenSink,
 };
 pub use engine::{Engine, EngineError, EngineOptions, EngineStatus};

@@ -93,7 +93,7 @@ impl TokenCounts {
 
 /// Where in a choice a token is drawn.
 #[derive(Clone, Copy, Debug)]
-pub struct Place<'a> {
+pub struct SamplingPoint<'a> {
     /// The choice's own seed; see [`choice_seed`].
     pub seed: u64,
     /// Tokens that the choice has generated before.
@@ -104,7 +104,7 @@ pub struct Place<'a> {
 
 /// A drawn token.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Drawn {
+pub struct SampledToken {
     /// Its id.
     pub token: u32,
     /// Log-probabilities, when the parameters ask for them.
@@ -125,21 +125,21 @@ impl Sampler {
     ///
     /// A logit that is not a number counts as minus infinity, ties go to the
     /// smaller id.
-    pub fn draw(
+    pub fn sample(
         &mut self,
         row: &[f32],
         params: &SamplingParams,
-        place: Place<'_>,
-    ) -> Option<Drawn> {
+        point: SamplingPoint<'_>,
+    ) -> Option<SampledToken> {
         let token = if params.leaves_logits() && params.is_greedy() {
             likeliest::argmax(row)?
         } else {
-            self.adjust(row, params, place.counts);
+            self.adjust(row, params, point.counts);
             let best = likeliest::argmax(&self.weights)?;
-            if params.is_greedy() { best } else { self.draw_by_weight(best, params, place) }
+            if params.is_greedy() { best } else { self.sample_by_weight(best, params, point) }
         };
         let logprobs = params.top_logprobs.map(|top| token_logprobs(row, token, top as usize));
-        Some(Drawn { token, logprobs })
+        Some(SampledToken { token, logprobs })
     }
 
     /// Copies the row with biases added and penalties taken off.
@@ -163,7 +163,12 @@ impl Sampler {
 
     /// Turns the adjusted logits into weights and picks one, `best` being the
     /// likeliest.
-    fn draw_by_weight(&mut self, best: u32, params: &SamplingParams, place: Place<'_>) -> u32 {
+    fn sample_by_weight(
+        &mut self,
+        best: u32,
+        params: &SamplingParams,
+        point: SamplingPoint<'_>,
+    ) -> u32 {
         let highest = self.weights[best as usize];
         exponentials(&mut self.weights, highest, params.temperature.recip());
         if let Some(most) = params.top_k {
@@ -175,7 +180,7 @@ impl Sampler {
         self.sums.clear();
         self.sums.extend(self.weights.chunks(SUM_CHUNK).map(exponential::sum));
         let total: f64 = self.sums.iter().sum();
-        let mut left = uniform(place.seed, place.position) * total;
+        let mut left = uniform(point.seed, point.position) * total;
         for (chunk, &sum) in self.sums.iter().enumerate() {
             if left >= sum {
                 left -= sum;

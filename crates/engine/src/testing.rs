@@ -15,11 +15,11 @@ use tollgate_domain::{
 };
 
 use crate::backend::{
-    BLOCK_TOKENS, Backend, BackendError, DeviceInfo, Draw, DrawToken, LogitRows, ModelShape,
-    Results, Span, StepLimits, StepOutput, StepPlan, Transfers,
+    BLOCK_TOKENS, Backend, BackendError, DeviceInfo, LogitRows, ModelShape, Results, SampleRequest,
+    SampleTarget, Span, StepLimits, StepOutput, StepPlan, Transfers,
 };
 use crate::engine::clock::Clock;
-use crate::sample::{Place, TokenCounts};
+use crate::sample::{SamplingPoint, TokenCounts};
 
 /// A clock that stands still until told.
 #[derive(Clone, Default)]
@@ -102,20 +102,20 @@ impl FakeBackend {
     /// Writes the span's marks and returns the context's hash after each of
     /// its tokens.
     fn feed(&mut self, tokens: &[u32], start: u32, blocks: &[u32]) -> Vec<u64> {
-        let place = |position: u32| {
+        let cell = |position: u32| {
             (
                 blocks[(position / BLOCK_TOKENS) as usize] as usize,
                 (position % BLOCK_TOKENS) as usize,
             )
         };
         for (position, &token) in (start..).zip(tokens) {
-            let (block, slot) = place(position);
+            let (block, slot) = cell(position);
             self.marks[block][slot] = mix(u64::from(token) << 32 | u64::from(position));
         }
         let mut hashes = Vec::with_capacity(tokens.len());
         let mut hash = 0;
         for position in 0..start + tokens.len() as u32 {
-            let (block, slot) = place(position);
+            let (block, slot) = cell(position);
             hash = mix(hash ^ self.marks[block][slot]);
             if position >= start {
                 hashes.push(hash);
@@ -190,7 +190,7 @@ impl Backend for FakeBackend {
                 };
             }
         }
-        output.draw(plan);
+        output.sample(plan);
         if self.keeps_time {
             output.set_device_time(DeviceNanos(whole.nanos() / 2));
             let (to_device, to_host) = (DeviceNanos(self.steps), DeviceNanos(1_000));
@@ -258,24 +258,26 @@ impl Backend for AheadBackend {
     fn begin(&mut self, plan: &StepPlan<'_>, _: &mut StepOutput) -> Result<(), BackendError> {
         assert!(self.begun.len() < 2, "one step ahead, and no more");
         plan.check(self.shape(), self.limits(), self.kv_blocks())?;
-        plan.check_before(self.drawn.len())?;
+        plan.check_feedback(self.drawn.len())?;
         self.ahead.fetch_add(self.begun.len() as u64, Ordering::Relaxed);
-        let tokens: Vec<[u32; 1]> = plan.feeds.iter().map(|&draw| [self.fed(draw)]).collect();
+        let tokens: Vec<[u32; 1]> =
+            plan.token_feedback.iter().map(|&draw| [self.fed(draw)]).collect();
         let fed = plan.spans.iter().zip(&tokens).map(|(span, tokens)| Span { tokens, ..*span });
         let spans: Vec<Span<'_>> = match tokens.is_empty() {
             true => plan.spans.to_vec(),
             false => fed.collect(),
         };
         let counts: Vec<TokenCounts> =
-            plan.results.draws().iter().map(|draw| self.counts(draw)).collect();
+            plan.results.samples().iter().map(|draw| self.counts(draw)).collect();
         let whole = |(draw, counts)| with_counts(draw, counts);
-        let draws: Vec<Draw<'_>> =
-            plan.results.draws().iter().copied().zip(&counts).map(whole).collect();
+        let draws: Vec<SampleRequest<'_>> =
+            plan.results.samples().iter().copied().zip(&counts).map(whole).collect();
         let mut output = StepOutput::default();
-        let plan = StepPlan { spans: &spans, results: Results::Draws(&draws), feeds: &[] };
+        let plan =
+            StepPlan { spans: &spans, results: Results::Samples(&draws), token_feedback: &[] };
         self.inner.begin(&plan, &mut output)?;
         self.drawn.clear();
-        let tokens = output.drawn().iter().map(|drawn| drawn.as_ref().map(|drawn| drawn.token));
+        let tokens = output.sampled().iter().map(|drawn| drawn.as_ref().map(|drawn| drawn.token));
         self.drawn.extend(tokens);
         // Giving it away takes the host a little, and the device a little more
         // before it begins.
@@ -304,10 +306,10 @@ impl Backend for AheadBackend {
 
 impl AheadBackend {
     /// The counts of a draw, what is pending among them.
-    fn counts(&self, draw: &Draw<'_>) -> TokenCounts {
+    fn counts(&self, draw: &SampleRequest<'_>) -> TokenCounts {
         let mut counts = match draw.token {
-            DrawToken::Given(_) => TokenCounts::new(),
-            DrawToken::Next { place, .. } => place.counts.clone(),
+            SampleTarget::Given(_) => TokenCounts::new(),
+            SampleTarget::Next { point, .. } => point.counts.clone(),
         };
         if let Some(pending) = draw.pending() {
             counts.add(self.fed(pending));
@@ -316,14 +318,14 @@ impl AheadBackend {
     }
 }
 
-fn with_counts<'a>(draw: Draw<'a>, counts: &'a TokenCounts) -> Draw<'a> {
+fn with_counts<'a>(draw: SampleRequest<'a>, counts: &'a TokenCounts) -> SampleRequest<'a> {
     let token = match draw.token {
-        DrawToken::Given(token) => DrawToken::Given(token),
-        DrawToken::Next { place, .. } => {
-            DrawToken::Next { place: Place { counts, ..place }, pending: None }
+        SampleTarget::Given(token) => SampleTarget::Given(token),
+        SampleTarget::Next { point, .. } => {
+            SampleTarget::Next { point: SamplingPoint { counts, ..point }, pending: None }
         }
     };
-    Draw { token, ..draw }
+    SampleRequest { token, ..draw }
 }
 
 /// A table with every term in it, and steps of 100 us and more.

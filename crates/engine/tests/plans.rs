@@ -3,8 +3,8 @@
 use tollgate_engine::SamplingParams;
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
 use tollgate_engine::backend::{
-    Backend, BackendError, Draw, DrawToken, LogitRows, ModelShape, PlanFault, Results, Span,
-    StepLimits, StepOutput, StepPlan,
+    Backend, BackendError, LogitRows, ModelShape, PlanFault, Results, SampleRequest, SampleTarget,
+    Span, StepLimits, StepOutput, StepPlan,
 };
 use tollgate_engine::model::ModelFiles;
 use tollgate_engine::random_model::{ModelSpec, RandomModel};
@@ -66,7 +66,7 @@ fn a_broken_plan_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn a_broken_draw_is_refused() {
+fn invalid_sample_requests_are_refused() {
     let shape = ModelShape {
         context: 64,
         vocabulary: 512,
@@ -82,27 +82,36 @@ fn a_broken_draw_is_refused() {
     let span = |block| Span { tokens: &[5], start: 0, blocks: block, logits: LogitRows::Last };
     let spans = [span(&[0]), span(&[1])];
     let params = SamplingParams::greedy(1);
-    let draw = |row| Draw { row, params: &params, token: DrawToken::first() };
-    let check = |spans: &[Span<'_>], draws: &[Draw<'_>], feeds: &[u32]| {
-        let plan = StepPlan { spans, results: Results::Draws(draws), feeds };
-        let checked = plan.check(&shape, limits, 4).and_then(|()| plan.check_before(2));
+    let draw = |row| SampleRequest { row, params: &params, token: SampleTarget::first() };
+    let check = |spans: &[Span<'_>], draws: &[SampleRequest<'_>], feeds: &[u32]| {
+        let plan = StepPlan { spans, results: Results::Samples(draws), token_feedback: feeds };
+        let checked = plan.check(&shape, limits, 4).and_then(|()| plan.check_feedback(2));
         checked.map_err(|error| error.to_string())
     };
     check(&spans, &[draw(0), draw(1), draw(1)], &[1, 0]).unwrap();
     for (draws, feeds, expected) in [
-        (vec![draw(2)], &[][..], "draw 0: row 2 is not below the step's 2"),
-        (vec![draw(0); 7], &[], "draw 6: more than 6 draws in one step"),
-        (vec![draw(0)], &[1, 2], "draw 2: the step before had 2 draws"),
-        (vec![draw(0)], &[1], "span 1: it is not one token, or one of other spans is not fed"),
+        (vec![draw(2)], &[][..], "sample 0: row 2 is not below the step's 2 rows"),
+        (vec![draw(0); 7], &[], "sample 6: more than 6 samples in one step"),
+        (vec![draw(0)], &[1, 2], "sample 2: the previous step had only 2 samples"),
+        (
+            vec![draw(0)],
+            &[1],
+            "span 1: token feedback needs one entry for each span, and one token in each span",
+        ),
     ] {
         assert_eq!(check(&spans, &draws, feeds).unwrap_err(), expected);
     }
     let long = [Span { tokens: &[5, 6], ..spans[0] }];
-    let expected = "span 0: it is not one token, or one of other spans is not fed";
+    let expected =
+        "span 0: token feedback needs one entry for each span, and one token in each span";
     assert_eq!(check(&long, &[draw(0)], &[0]).unwrap_err(), expected);
-    let place =
-        tollgate_engine::sample::Place { seed: 0, position: 1, counts: &Default::default() };
-    let pending = Draw { token: DrawToken::Next { place, pending: Some(7) }, ..draw(0) };
-    let expected = "draw 7: the step before had 2 draws";
+    let point = tollgate_engine::sample::SamplingPoint {
+        seed: 0,
+        position: 1,
+        counts: &Default::default(),
+    };
+    let pending =
+        SampleRequest { token: SampleTarget::Next { point, pending: Some(7) }, ..draw(0) };
+    let expected = "sample 7: the previous step had only 2 samples";
     assert_eq!(check(&spans, &[pending], &[]).unwrap_err(), expected);
 }

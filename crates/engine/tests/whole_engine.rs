@@ -13,9 +13,9 @@ use tollgate_domain::{
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
 use tollgate_engine::model::ModelFiles;
 use tollgate_engine::{
-    CancelReason, Clock, Engine, EngineOptions, Flow, Owner, PromptLogprob, RequestFigures,
-    RequestOutcome, SampledToken, SamplingParams, StepJournal, StepRecord, Submission, SystemClock,
-    Tier, TokenSink, Totals, coarse,
+    CancelReason, Clock, Engine, EngineOptions, Flow, GeneratedToken, Owner, PromptLogprob,
+    RequestFigures, RequestOutcome, SamplingParams, StepJournal, StepRecord, Submission,
+    SystemClock, Tier, TokenSink, Totals, coarse,
 };
 
 #[test]
@@ -207,7 +207,7 @@ struct Sink(SyncSender<Heard>);
 impl TokenSink for Sink {
     fn prompt_logprobs(&mut self, _: u32, _: Vec<PromptLogprob>) {}
 
-    fn token(&mut self, _: u32, token: SampledToken) -> Flow {
+    fn token(&mut self, _: u32, token: GeneratedToken) -> Flow {
         self.0.try_send(Heard::Token(token.token)).expect("the test keeps up");
         Flow::Continue
     }

@@ -19,8 +19,8 @@ use tollgate_engine::model::ModelConfig;
 use tollgate_engine::random_model::ModelSpec;
 use tollgate_engine::weights::Element;
 use tollgate_engine::{
-    Backend as _, Engine, EngineHandle, EngineOptions, Flow, PromptLogprob, RequestOutcome,
-    SampledToken, SamplingParams, Submission, SystemClock, Tier, TokenSink, coarse,
+    Backend as _, Engine, EngineHandle, EngineOptions, Flow, GeneratedToken, PromptLogprob,
+    RequestOutcome, SamplingParams, Submission, SystemClock, Tier, TokenSink, coarse,
 };
 
 use crate::options::{Options, Way};
@@ -138,7 +138,7 @@ struct Ear(SyncSender<Result<(), String>>);
 impl TokenSink for Ear {
     fn prompt_logprobs(&mut self, _: u32, _: Vec<PromptLogprob>) {}
 
-    fn token(&mut self, _: u32, _: SampledToken) -> Flow {
+    fn token(&mut self, _: u32, _: GeneratedToken) -> Flow {
         Flow::Continue
     }
 

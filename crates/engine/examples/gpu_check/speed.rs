@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use tollgate_engine::SamplingParams;
 use tollgate_engine::backend::cuda::{CudaBackend, CudaOptions, Operation};
 use tollgate_engine::backend::{
-    Backend, Draw, DrawToken, LogitRows, Results, Span, StepOutput, StepPlan,
+    Backend, LogitRows, Results, SampleRequest, SampleTarget, Span, StepOutput, StepPlan,
 };
 use tollgate_engine::model::ModelConfig;
 use tollgate_engine::random_model::ModelSpec;
@@ -158,7 +158,7 @@ fn operations(
 ) -> Result<Value, Box<dyn Error>> {
     let params = SamplingParams { temperature: 1.0, top_p: 0.9, ..SamplingParams::greedy(0) };
     let draws = draws(&params, spans.len());
-    let timed = backend.time_operations(&StepPlan::draws(spans, &draws))?;
+    let timed = backend.time_operations(&StepPlan::samples(spans, &draws))?;
     let told = timed.into_iter().map(|Operation { name, time, bytes, flop }| {
         let seconds = time.nanos().max(1) as f64 / 1e9;
         json!({
@@ -202,7 +202,7 @@ fn median(
     let (mut device, mut wall) = (Vec::new(), Vec::new());
     for step in 0..steps + 2 {
         let began = Instant::now();
-        backend.step(&StepPlan::draws(spans, &draws), &mut output)?;
+        backend.step(&StepPlan::samples(spans, &draws), &mut output)?;
         let took = began.elapsed().as_nanos() as f64;
         if step >= 2 {
             wall.push(took);
@@ -222,9 +222,9 @@ fn ahead(
     let params = SamplingParams::greedy(0);
     let draws = draws(&params, spans.len());
     let feeds: Vec<u32> = (0..spans.len() as u32).collect();
-    let plan = StepPlan { spans, results: Results::Draws(&draws), feeds: &feeds };
+    let plan = StepPlan { spans, results: Results::Samples(&draws), token_feedback: &feeds };
     let mut output = StepOutput::default();
-    backend.begin(&StepPlan { feeds: &[], ..plan }, &mut output)?;
+    backend.begin(&StepPlan { token_feedback: &[], ..plan }, &mut output)?;
     let began = Instant::now();
     for _ in 0..steps {
         backend.begin(&plan, &mut output)?;
@@ -236,8 +236,10 @@ fn ahead(
 }
 
 /// The likeliest token of each row.
-fn draws(params: &SamplingParams, rows: usize) -> Vec<Draw<'_>> {
-    (0..rows as u32).map(|row| Draw { row, params, token: DrawToken::first() }).collect()
+fn draws(params: &SamplingParams, rows: usize) -> Vec<SampleRequest<'_>> {
+    (0..rows as u32)
+        .map(|row| SampleRequest { row, params, token: SampleTarget::first() })
+        .collect()
 }
 
 fn middle(mut of: Vec<f64>) -> f64 {

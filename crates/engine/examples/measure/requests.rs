@@ -14,8 +14,8 @@ use tollgate_domain::{Caller, DeviceNanos, FinishReason, KeyId, RequestId, Tenan
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
 use tollgate_engine::model::ModelFiles;
 use tollgate_engine::{
-    Backend, Clock, DeviceInfo, Engine, EngineHandle, EngineOptions, Flow, ModelShape,
-    PromptLogprob, RequestOutcome, SampledToken, SamplingParams, Submission, SystemClock, Tier,
+    Backend, Clock, DeviceInfo, Engine, EngineHandle, EngineOptions, Flow, GeneratedToken,
+    ModelShape, PromptLogprob, RequestOutcome, SamplingParams, Submission, SystemClock, Tier,
     TokenSink, calibrate,
 };
 
@@ -125,7 +125,7 @@ struct Sink {
 
 impl TokenSink for Sink {
     fn prompt_logprobs(&mut self, _: u32, _: Vec<PromptLogprob>) {}
-    fn token(&mut self, _: u32, _: SampledToken) -> Flow {
+    fn token(&mut self, _: u32, _: GeneratedToken) -> Flow {
         self.generated += 1;
         Flow::Continue
     }

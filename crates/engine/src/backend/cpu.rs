@@ -176,7 +176,7 @@ impl Backend for CpuBackend {
             forward.layer(layer, self.cache.layer(index));
         }
         forward.head(logits);
-        output.draw(plan);
+        output.sample(plan);
         Ok(())
     }
 }

@@ -171,7 +171,7 @@ impl CudaBackend {
         let room = Room {
             tokens: tokens as usize,
             logit_rows: limits.logit_rows as usize,
-            draws: limits.draws() as usize,
+            draws: limits.samples() as usize,
             vocabulary: config.vocabulary,
             context: config.context,
             kv_blocks: 0,
@@ -297,7 +297,7 @@ impl CudaBackend {
         slot.rows = 0;
         slot.told.clear();
         match results {
-            Results::Draws(_) => {
+            Results::Samples(_) => {
                 forward.draw(&slot.drawn, &before.drawn)?;
                 context.record(&slot.computed)?;
                 slot.told.extend_from_slice(forward.layout.choices.told());
@@ -374,7 +374,7 @@ impl CudaBackend {
             }
         }
         let places = DrawnPlaces::of(slot.told.len());
-        output.set_drawn(places.read(slot.host_drawn.as_slice(), &slot.told));
+        output.set_sampled(places.read(slot.host_drawn.as_slice(), &slot.told));
         let between = |from: &Event, to: &Event| from.nanos_until(to).map(DeviceNanos);
         output.set_device_time(between(&slot.began, &slot.ended)?);
         output.set_transfers(Transfers {
@@ -431,10 +431,10 @@ impl Backend for CudaBackend {
 
     fn begin(&mut self, plan: &StepPlan<'_>, _: &mut StepOutput) -> Result<(), BackendError> {
         assert!(self.open < self.slots.len(), "one step more than the one that runs");
-        let draws = matches!(plan.results, Results::Draws(_));
+        let draws = matches!(plan.results, Results::Samples(_));
         assert!(draws || self.open == 0, "rows of logits have one place on the host");
         plan.check(&self.shape, self.limits, self.cache.blocks)?;
-        plan.check_before(self.slots[1].told.len())?;
+        plan.check_feedback(self.slots[1].told.len())?;
         self.layout.lay_out(plan)?;
         self.put(plan.results).map_err(|fault| BackendError::Device(fault.to_string()))
     }

@@ -226,7 +226,7 @@ impl Backend for SyntheticBackend {
                 row[next as usize] = 0.0;
             }
         }
-        output.draw(plan);
+        output.sample(plan);
         let length = self.cost.of(tokens, rows as u64, context);
         match &self.pace {
             Pace::Real => wait_until(begun + length),

@@ -16,7 +16,7 @@ use super::mailbox::{Arrival, RequestKey};
 use super::step::{Event, Outcome};
 use super::submission::{PromptLogprob, Stages, TokenSink};
 use crate::kv::{BlockPool, BlockTable};
-use crate::sample::{Drawn, SamplingParams, TokenCounts};
+use crate::sample::{SampledToken, SamplingParams, TokenCounts};
 use crate::schedule::{NodeId, Rank, Rows, Running, SchedulePolicy, Seat, Shares, Waiting};
 
 /// An attempt at a request.
@@ -443,7 +443,7 @@ impl Sequence {
     /// Takes the next token of its choice.
     pub(super) fn take(
         &mut self,
-        drawn: Option<Drawn>,
+        drawn: Option<SampledToken>,
         request: &mut Request,
         end_tokens: &[u32],
     ) -> Outcome {

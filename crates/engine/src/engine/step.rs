@@ -13,9 +13,9 @@ use super::batch::{Request, Sequence};
 use super::journal::Owner;
 use super::submission::PromptLogprob;
 use super::turn::Core;
-use crate::backend::{Draw, DrawToken, LogitRows, Results, Span, StepOutput, StepPlan};
+use crate::backend::{LogitRows, Results, SampleRequest, SampleTarget, Span, StepOutput, StepPlan};
 use crate::meter::Payer;
-use crate::sample::{Drawn, Place, choice_seed};
+use crate::sample::{SampledToken, SamplingPoint, choice_seed};
 use crate::schedule::{Chunk, Rows};
 
 /// A sequence's part in a step.
@@ -123,22 +123,22 @@ impl Part {
         row: u32,
         sequence: &'a Sequence,
         request: &'a Request,
-    ) -> impl Iterator<Item = Draw<'a>> {
+    ) -> impl Iterator<Item = SampleRequest<'a>> {
         let (params, start) = (&request.sampling, self.work.context as usize);
         let there = sequence.tokens.iter().skip(start + 1).take(self.given as usize);
-        let given = (row..).zip(there).map(|(row, &token)| Draw {
+        let given = (row..).zip(there).map(|(row, &token)| SampleRequest {
             row,
             params,
-            token: DrawToken::Given(token),
+            token: SampleTarget::Given(token),
         });
         let (last, pending) = (row + self.work.logit_rows.saturating_sub(1), self.fed);
         let next = (0..self.drawn).map(move |number| {
-            let place = Place {
+            let point = SamplingPoint {
                 seed: choice_seed(params.seed, sequence.choice + number),
                 position: sequence.generated() + u32::from(pending.is_some()),
                 counts: &sequence.counts,
             };
-            Draw { row: last, params, token: DrawToken::Next { place, pending } }
+            SampleRequest { row: last, params, token: SampleTarget::Next { point, pending } }
         });
         given.chain(next)
     }
@@ -156,7 +156,7 @@ pub(super) struct Drawing {
     pub(super) sequence: SequenceId,
     /// The next token of each choice: several when a prompt has just been
     /// read. `None` where the row had nothing to draw from.
-    pub(super) draws: Vec<Option<Drawn>>,
+    pub(super) draws: Vec<Option<SampledToken>>,
     /// Of the prompt's tokens that these rows speak of.
     pub(super) prompt_logprobs: Vec<PromptLogprob>,
 }
@@ -173,7 +173,7 @@ pub(super) enum Event {
     /// The prompt's own log-probabilities are complete.
     PromptRead(usize),
     /// A token, and whether it is an end token.
-    Token(Drawn, bool),
+    Token(SampledToken, bool),
     /// The prompt is read and no token was asked for.
     NothingWanted,
     /// The model gave nothing to draw from.
@@ -200,7 +200,8 @@ impl Core {
             feeds.extend(part.fed);
             row += part.work.logit_rows;
         }
-        let plan = StepPlan { spans: &spans, results: Results::Draws(&draws), feeds: &feeds };
+        let plan =
+            StepPlan { spans: &spans, results: Results::Samples(&draws), token_feedback: &feeds };
         Ok(self.backend.begin(&plan, output)?)
     }
 
@@ -208,12 +209,12 @@ impl Core {
     /// there yet.
     pub(super) fn finish(&mut self, begun: &mut Begun) -> Result<Vec<Drawing>, EngineError> {
         unless_it_panics(|| Ok(self.backend.finish(&mut begun.output)?))?;
-        let mut drawn = begun.output.take_drawn();
+        let mut drawn = begun.output.take_sampled();
         let mut drawings = Vec::with_capacity(begun.parts.len());
         for part in &begun.parts {
             let given = drawn.by_ref().take(part.given as usize).flatten();
             let prompt_logprobs: Vec<PromptLogprob> = given
-                .filter_map(|Drawn { token, logprobs }| {
+                .filter_map(|SampledToken { token, logprobs }| {
                     logprobs.map(|logprobs| PromptLogprob { token, logprobs })
                 })
                 .collect();

@@ -55,7 +55,7 @@ pub trait TokenSink: Send {
 
     /// One token of a choice. [`Flow::Stop`] ends that choice with
     /// [`FinishReason::Stop`].
-    fn token(&mut self, choice: u32, token: SampledToken) -> Flow;
+    fn token(&mut self, choice: u32, token: GeneratedToken) -> Flow;
 
     /// A choice ended; no more tokens of it come.
     fn finished(&mut self, choice: u32, reason: FinishReason, completion_tokens: u32);
@@ -66,7 +66,7 @@ pub trait TokenSink: Send {
 
 /// A token as it was drawn.
 #[derive(Clone, Debug, PartialEq)]
-pub struct SampledToken {
+pub struct GeneratedToken {
     /// Its id.
     pub token: u32,
     /// Whether it is an end token: counted, but no text.

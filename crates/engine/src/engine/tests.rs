@@ -15,7 +15,7 @@ use tollgate_domain::FinishReason;
 
 use self::bench::{Bench, Heard, HeardSink, JournalLog, RecordingJournal, ask};
 use super::clock::SystemClock;
-use super::submission::{Flow, PromptLogprob, RequestOutcome, SampledToken, TokenSink};
+use super::submission::{Flow, GeneratedToken, PromptLogprob, RequestOutcome, TokenSink};
 use super::{Engine, EngineOptions};
 use crate::testing::{FakeBackend, FakeClock, table};
 
@@ -26,7 +26,7 @@ fn a_thread_serves_drains_and_ends() {
         fn prompt_logprobs(&mut self, prompt: u32, logprobs: Vec<PromptLogprob>) {
             self.0.prompt_logprobs(prompt, logprobs);
         }
-        fn token(&mut self, choice: u32, token: SampledToken) -> Flow {
+        fn token(&mut self, choice: u32, token: GeneratedToken) -> Flow {
             self.0.token(choice, token)
         }
         fn finished(&mut self, choice: u32, reason: FinishReason, completion_tokens: u32) {

@@ -16,8 +16,8 @@ fn plain() -> SamplingParams {
 }
 
 fn draw(row: &[f32], params: &SamplingParams, seed: u64, counts: &TokenCounts) -> Option<u32> {
-    let place = Place { seed, position: 0, counts };
-    Sampler::default().draw(row, params, place).map(|drawn| drawn.token)
+    let point = SamplingPoint { seed, position: 0, counts };
+    Sampler::default().sample(row, params, point).map(|drawn| drawn.token)
 }
 
 /// How often each token is drawn, over many seeds.
@@ -26,8 +26,8 @@ fn shares(row: &[f32], params: &SamplingParams) -> Vec<f64> {
     let (mut sampler, counts) = (Sampler::default(), TokenCounts::default());
     let mut seen = vec![0u64; row.len()];
     for seed in 0..DRAWS {
-        let place = Place { seed, position: 9, counts: &counts };
-        let drawn = sampler.draw(row, params, place).expect("there is something to draw");
+        let point = SamplingPoint { seed, position: 9, counts: &counts };
+        let drawn = sampler.sample(row, params, point).expect("there is something to draw");
         seen[drawn.token as usize] += 1;
     }
     seen.into_iter().map(|count| count as f64 / DRAWS as f64).collect()
@@ -140,8 +140,8 @@ fn logprobs_are_the_models_own() {
         ..plain()
     };
     let counts = TokenCounts::default();
-    let place = Place { seed: 0, position: 0, counts: &counts };
-    let drawn = Sampler::default().draw(&row, &params, place).expect("a token");
+    let point = SamplingPoint { seed: 0, position: 0, counts: &counts };
+    let drawn = Sampler::default().sample(&row, &params, point).expect("a token");
     let logprobs = drawn.logprobs.expect("they were asked for");
     assert_eq!(drawn.token, 2);
     let expected = softmax(&row, 1.0);
@@ -160,10 +160,10 @@ fn a_seed_and_a_place_fix_the_draw() {
     let mut warm = Sampler::default();
     let mut different = 0;
     for position in 0..50 {
-        let place = |seed| Place { seed, position, counts: &counts };
-        let fresh = Sampler::default().draw(&row, &plain(), place(1));
-        assert_eq!(warm.draw(&row, &plain(), place(1)), fresh);
-        different += u32::from(warm.draw(&row, &plain(), place(2)) != fresh);
+        let point = |seed| SamplingPoint { seed, position, counts: &counts };
+        let fresh = Sampler::default().sample(&row, &plain(), point(1));
+        assert_eq!(warm.sample(&row, &plain(), point(1)), fresh);
+        different += u32::from(warm.sample(&row, &plain(), point(2)) != fresh);
     }
     assert!(different > 40);
 }

@@ -4,9 +4,11 @@
 use std::num::NonZeroU32;
 
 use tollgate_engine::backend::{
-    Backend, Draw, DrawToken, LogitRows, Results, Span, StepOutput, StepPlan,
+    Backend, LogitRows, Results, SampleRequest, SampleTarget, Span, StepOutput, StepPlan,
 };
-use tollgate_engine::sample::{Place, Sampler, SamplingParams, TokenCounts, token_logprobs};
+use tollgate_engine::sample::{
+    Sampler, SamplingParams, SamplingPoint, TokenCounts, token_logprobs,
+};
 
 use crate::agree::{scattered, span, text};
 
@@ -68,24 +70,24 @@ fn the_same_as_the_hosts(backend: &mut dyn Backend, vocabulary: u32) -> usize {
     for (row, params) in (0..rows.len() as u32).map(|row| (row, &ways[row as usize / 20])) {
         // More than one choice may come of a row, and more draws than rows.
         for seed in [3, u64::MAX - u64::from(row)] {
-            let place = Place { seed, position: row, counts: &counts };
-            let token = DrawToken::Next { place, pending: None };
-            draws.push(Draw { row, params, token });
+            let point = SamplingPoint { seed, position: row, counts: &counts };
+            let token = SampleTarget::Next { point, pending: None };
+            draws.push(SampleRequest { row, params, token });
         }
-        draws.push(Draw { row, params, token: DrawToken::Given(row % vocabulary) });
+        draws.push(SampleRequest { row, params, token: SampleTarget::Given(row % vocabulary) });
     }
-    let most = backend.limits().draws() as usize;
+    let most = backend.limits().samples() as usize;
     let mut sampler = Sampler::default();
     let mut compared = 0;
     for draws in draws.chunks(most) {
-        backend.step(&StepPlan::draws(&spans, draws), &mut output).unwrap();
-        assert_eq!(output.drawn().len(), draws.len());
-        for (draw, drawn) in draws.iter().zip(output.drawn()) {
+        backend.step(&StepPlan::samples(&spans, draws), &mut output).unwrap();
+        assert_eq!(output.sampled().len(), draws.len());
+        for (draw, drawn) in draws.iter().zip(output.sampled()) {
             let (row, drawn) = (&rows[draw.row as usize], drawn.as_ref().expect("a token"));
             let (token, is_told) = match draw.token {
-                DrawToken::Given(token) => (token, true),
-                DrawToken::Next { place, .. } => {
-                    let expected = sampler.draw(row, draw.params, place).expect("a token");
+                SampleTarget::Given(token) => (token, true),
+                SampleTarget::Next { point, .. } => {
+                    let expected = sampler.sample(row, draw.params, point).expect("a token");
                     (expected.token, expected.logprobs.is_some())
                 }
             };
@@ -117,9 +119,9 @@ struct Choice {
 }
 
 impl Choice {
-    fn place(&self, ahead: u32) -> Place<'_> {
+    fn point(&self, ahead: u32) -> SamplingPoint<'_> {
         let position = (self.tokens.len() - self.prompt) as u32 + ahead;
-        Place { seed: 99, position, counts: &self.counts }
+        SamplingPoint { seed: 99, position, counts: &self.counts }
     }
 
     fn take(&mut self, token: u32) {
@@ -147,25 +149,25 @@ fn read_prompts(backend: &mut dyn Backend, choices: &mut [Choice]) {
         choices.iter().map(|it| span(&it.tokens, 0, &it.blocks, LogitRows::Last)).collect();
     let draws = draws(choices, None);
     let mut output = StepOutput::default();
-    backend.step(&StepPlan::draws(&spans, &draws), &mut output).unwrap();
+    backend.step(&StepPlan::samples(&spans, &draws), &mut output).unwrap();
     take(choices, &mut output);
 }
 
 /// One draw of each, or of those that come after draws which are under way.
-fn draws<'a>(choices: &'a [Choice], pending: Option<&[u32]>) -> Vec<Draw<'a>> {
+fn draws<'a>(choices: &'a [Choice], pending: Option<&[u32]>) -> Vec<SampleRequest<'a>> {
     (0..)
         .zip(choices)
         .map(|(row, choice)| {
             let pending = pending.map(|before| before[row as usize]);
-            let place = choice.place(u32::from(pending.is_some()));
-            let token = DrawToken::Next { place, pending };
-            Draw { row, params: &choice.params, token }
+            let point = choice.point(u32::from(pending.is_some()));
+            let token = SampleTarget::Next { point, pending };
+            SampleRequest { row, params: &choice.params, token }
         })
         .collect()
 }
 
 fn take(choices: &mut [Choice], output: &mut StepOutput) {
-    for (choice, drawn) in choices.iter_mut().zip(output.take_drawn()) {
+    for (choice, drawn) in choices.iter_mut().zip(output.take_sampled()) {
         choice.take(drawn.expect("a token").token);
     }
 }
@@ -185,7 +187,7 @@ fn ahead_as_in_turn(backend: &mut dyn Backend, vocabulary: u32) -> usize {
             })
             .collect();
         let draws = draws(&in_turn, None);
-        backend.step(&StepPlan::draws(&spans, &draws), &mut output).unwrap();
+        backend.step(&StepPlan::samples(&spans, &draws), &mut output).unwrap();
         take(&mut in_turn, &mut output);
     }
     let mut ahead = choices(backend, vocabulary, 60);
@@ -206,7 +208,11 @@ fn ahead_as_in_turn(backend: &mut dyn Backend, vocabulary: u32) -> usize {
                 .collect();
             let draws = draws(&ahead, fed.then_some(&feeds));
             let feeds: &[u32] = if fed { &feeds } else { &[] };
-            let plan = StepPlan { spans: &spans, results: Results::Draws(&draws), feeds };
+            let plan = StepPlan {
+                spans: &spans,
+                results: Results::Samples(&draws),
+                token_feedback: feeds,
+            };
             backend.begin(&plan, &mut outputs[step % 2]).unwrap();
         }
         if step > 0 {

@@ -17,8 +17,8 @@ use tollgate_engine::backend::synthetic::{
     Pace, StepCost, SyntheticBackend, SyntheticOptions, SyntheticText,
 };
 use tollgate_engine::{
-    Clock, EngineOptions, Flow, ManualEngine, Owner, PromptLogprob, RequestFigures, RequestOutcome,
-    SampledToken, SamplingParams, SchedulePolicy, StepJournal, StepRecord, Submission, Tier,
+    Clock, EngineOptions, Flow, GeneratedToken, ManualEngine, Owner, PromptLogprob, RequestFigures,
+    RequestOutcome, SamplingParams, SchedulePolicy, StepJournal, StepRecord, Submission, Tier,
     TokenSink, Totals, Turn, VirtualClock,
 };
 
@@ -279,7 +279,7 @@ impl Ears {
 impl TokenSink for Sink {
     fn prompt_logprobs(&mut self, _: u32, _: Vec<PromptLogprob>) {}
 
-    fn token(&mut self, _: u32, _: SampledToken) -> Flow {
+    fn token(&mut self, _: u32, _: GeneratedToken) -> Flow {
         let Ears { clock, first_token, tokens, .. } = &*self.0;
         if tokens.fetch_add(1, Ordering::Relaxed) == 0 {
             first_token.store(clock.now().0, Ordering::Relaxed);

@@ -5,8 +5,8 @@ use std::num::NonZeroU32;
 
 use super::kernels::{MOST_TOP, NONE, SampleRow};
 use super::room::{CHOICE_WORDS, Packer, Room};
-use crate::backend::{BackendError, Draw, DrawToken};
-use crate::sample::{Drawn, SamplingParams, TokenLogprobs};
+use crate::backend::{BackendError, SampleRequest, SampleTarget};
+use crate::sample::{SampledToken, SamplingParams, TokenLogprobs};
 
 /// The draws of a step: lists of whole words.
 pub(super) struct Choices {
@@ -64,7 +64,7 @@ impl Choices {
     /// # Errors
     /// [`BackendError::Device`] when there are more biases than one list for
     /// each row, or more counts than the cache has tokens.
-    pub(super) fn lay_out(&mut self, draws: &[Draw<'_>]) -> Result<(), BackendError> {
+    pub(super) fn lay_out(&mut self, draws: &[SampleRequest<'_>]) -> Result<(), BackendError> {
         self.clear();
         let mut last: Option<(*const SamplingParams, u32)> = None;
         for draw in draws {
@@ -106,8 +106,8 @@ impl Choices {
         first
     }
 
-    fn add(&mut self, draw: &Draw<'_>, biases: u32) {
-        let &Draw { row, params, token } = draw;
+    fn add(&mut self, draw: &SampleRequest<'_>, biases: u32) {
+        let &SampleRequest { row, params, token } = draw;
         let counts = self.counts.len() as u32;
         let mut sample = SampleRow {
             seed: 0,
@@ -127,16 +127,16 @@ impl Choices {
             top_k: params.top_k.map_or(0, NonZeroU32::get),
         };
         let told = match token {
-            DrawToken::Given(token) => {
+            SampleTarget::Given(token) => {
                 sample.given = token;
                 Some(params.top_logprobs.unwrap_or(0))
             }
-            DrawToken::Next { place, pending } => {
-                sample.seed = place.seed;
-                sample.position = place.position;
+            SampleTarget::Next { point, pending } => {
+                sample.seed = point.seed;
+                sample.position = point.position;
                 sample.pending = pending.unwrap_or(NONE);
                 if params.penalises() {
-                    for (token, count) in place.counts.iter() {
+                    for (token, count) in point.counts.iter() {
                         self.count_tokens.push(token);
                         self.counts.push(count);
                     }
@@ -252,14 +252,14 @@ impl DrawnPlaces {
         self,
         bytes: &[u8],
         told: &[Option<u32>],
-    ) -> impl Iterator<Item = Option<Drawn>> {
+    ) -> impl Iterator<Item = Option<SampledToken>> {
         let word = |at: usize| {
             let word = bytes[at..].first_chunk::<4>().expect("four bytes a word");
             u32::from_le_bytes(*word)
         };
         told.iter().enumerate().map(move |(draw, told)| {
             let token = word(self.tokens() + 4 * draw);
-            (token != NONE).then(|| Drawn {
+            (token != NONE).then(|| SampledToken {
                 token,
                 logprobs: told.map(|top| TokenLogprobs {
                     logprob: f32::from_bits(word(self.logprobs() + 4 * draw)),

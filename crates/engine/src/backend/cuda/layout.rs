@@ -95,8 +95,8 @@ impl Layout {
         }
         self.order_prefills();
         self.rows_wanted = self.logit_rows.len();
-        self.sources.extend_from_slice(plan.feeds);
-        self.choices.lay_out(plan.results.draws())
+        self.sources.extend_from_slice(plan.token_feedback);
+        self.choices.lay_out(plan.results.samples())
     }
 
     /// Whether it is one token of each sequence, and a row of logits of each or

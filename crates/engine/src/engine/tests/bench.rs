@@ -15,7 +15,7 @@ use crate::engine::clock::Clock;
 use crate::engine::journal::{RequestFigures, StepJournal, StepRecord, StepShare};
 use crate::engine::mailbox::{EngineHandle, Mailbox};
 use crate::engine::submission::{
-    Flow, PromptLogprob, Refusal, RequestOutcome, SampledToken, Submission, TokenSink,
+    Flow, GeneratedToken, PromptLogprob, Refusal, RequestOutcome, Submission, TokenSink,
 };
 use crate::engine::turn::{Core, Turn};
 use crate::engine::{EngineError, EngineOptions, assemble};
@@ -210,7 +210,7 @@ pub(super) type Ears = Arc<Mutex<Heard>>;
 /// All that a sink was told.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Heard {
-    pub(super) choices: Vec<Vec<SampledToken>>,
+    pub(super) choices: Vec<Vec<GeneratedToken>>,
     pub(super) reasons: Vec<Option<FinishReason>>,
     pub(super) prompt_logprobs: Vec<(u32, Vec<PromptLogprob>)>,
     pub(super) outcome: Option<RequestOutcome>,
@@ -257,7 +257,7 @@ impl TokenSink for HeardSink {
         self.heard.lock().expect("unpoisoned").prompt_logprobs.push((prompt, logprobs));
     }
 
-    fn token(&mut self, choice: u32, token: SampledToken) -> Flow {
+    fn token(&mut self, choice: u32, token: GeneratedToken) -> Flow {
         let mut heard = self.heard.lock().expect("unpoisoned");
         assert!(heard.outcome.is_none(), "a token after the end");
         let choice = choice as usize;

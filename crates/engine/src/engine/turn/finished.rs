@@ -9,7 +9,7 @@ use super::{Core, Drawing, EngineError, Event, Outcome, Part};
 use crate::backend::Transfers;
 use crate::engine::charge::Tokens;
 use crate::engine::journal::{StepRecord, StepShare};
-use crate::engine::submission::{Flow, SampledToken};
+use crate::engine::submission::{Flow, GeneratedToken};
 use crate::kv::{BlockCopy, Fork};
 use crate::meter::BookedStep;
 
@@ -160,7 +160,7 @@ impl Core {
                 }
                 Event::Token(drawn, end) => {
                     request.times.first_token.get_or_insert(now);
-                    let token = SampledToken {
+                    let token = GeneratedToken {
                         token: drawn.token,
                         end,
                         logprobs: drawn.logprobs,

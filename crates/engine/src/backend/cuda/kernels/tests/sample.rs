@@ -6,7 +6,8 @@ use std::num::NonZeroU32;
 use super::*;
 use crate::backend::cuda::kernels::*;
 use crate::sample::{
-    Drawn, Place, Sampler, SamplingParams, TokenCounts, TokenLogprobs, token_logprobs,
+    SampledToken, Sampler, SamplingParams, SamplingPoint, TokenCounts, TokenLogprobs,
+    token_logprobs,
 };
 
 /// One token to draw.
@@ -47,19 +48,20 @@ impl Ask {
         self
     }
 
-    fn on_cpu(&self, row: &[f32], sampler: &mut Sampler) -> Option<Drawn> {
+    fn on_cpu(&self, row: &[f32], sampler: &mut Sampler) -> Option<SampledToken> {
         if let Some(token) = self.given {
             let top = self.params.top_logprobs;
             let logprobs = top.map(|top| token_logprobs(row, token, top as usize));
-            return Some(Drawn { token, logprobs });
+            return Some(SampledToken { token, logprobs });
         }
         let mut counts = TokenCounts::default();
         for &(token, count) in &self.history {
             (0..count).for_each(|_| counts.add(token));
         }
         self.pending.into_iter().for_each(|token| counts.add(token));
-        let place = Place { seed: self.params.seed, position: self.position, counts: &counts };
-        sampler.draw(row, &self.params, place)
+        let point =
+            SamplingPoint { seed: self.params.seed, position: self.position, counts: &counts };
+        sampler.sample(row, &self.params, point)
     }
 }
 
@@ -112,7 +114,7 @@ fn draw(
     order: u32,
     row: &[f32],
     asks: &[Ask],
-) -> Result<Vec<Option<Drawn>>, String> {
+) -> Result<Vec<Option<SampledToken>>, String> {
     let (mut bias_tokens, mut biases) = (Vec::new(), Vec::new());
     let (mut count_tokens, mut counts) = (Vec::new(), Vec::new());
     let mut previous = vec![5_u32];
@@ -187,7 +189,7 @@ fn draw(
                 top: tokens.zip(top_logprobs[listed].iter().copied()).collect(),
             }
         });
-        Some(Drawn { token, logprobs })
+        Some(SampledToken { token, logprobs })
     });
     Ok(drawn.collect())
 }
@@ -205,7 +207,7 @@ fn check(emulator: &Emulator, order: u32, row: &[f32], asks: &[Ask]) -> Result<(
 }
 
 /// The same tokens, log-probabilities to about what f32 can tell.
-fn is_same(found: Option<&Drawn>, expected: Option<&Drawn>) -> bool {
+fn is_same(found: Option<&SampledToken>, expected: Option<&SampledToken>) -> bool {
     let (Some(found), Some(expected)) = (found, expected) else {
         return found.is_none() && expected.is_none();
     };
