@@ -20,7 +20,7 @@ use crate::backend::{
     BLOCK_TOKENS, Backend, BackendError, LogitRows, SampleRequest, SampleTarget, Span, StepOutput,
     StepPlan,
 };
-use crate::engine::clock::Clock;
+use crate::clock::Clock;
 use crate::sample::SamplingParams;
 use fit::{Sample, attention_rates};
 

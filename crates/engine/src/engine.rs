@@ -7,7 +7,6 @@
 
 mod batch;
 mod charge;
-pub mod clock;
 pub mod driven;
 mod intake;
 pub mod journal;
@@ -26,7 +25,6 @@ use std::time::Duration;
 
 use tollgate_domain::{CostTable, DeviceNanos};
 
-use self::clock::Clock;
 use self::intake::Intake;
 use self::journal::StepJournal;
 use self::mailbox::{EngineHandle, Mailbox, Phase};
@@ -34,6 +32,7 @@ use self::step::panic_message;
 use self::submission::{RequestOutcome, SubmitError};
 use self::turn::{Core, Turn};
 use crate::backend::{BLOCK_TOKENS, Backend, BackendError, StepLimits};
+use crate::clock::Clock;
 use crate::meter::Totals;
 use crate::schedule::{Bounds, SchedulePolicy, Spare};
 

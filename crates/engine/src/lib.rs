@@ -9,6 +9,7 @@
 
 pub mod backend;
 pub mod calibrate;
+pub mod clock;
 pub mod engine;
 mod kernels;
 pub mod kv;
@@ -23,7 +24,7 @@ pub mod weights;
 
 pub use backend::{Backend, BackendError, DeviceInfo, ModelShape};
 pub use calibrate::{Calibration, CalibrationError, calibrate, calibration_key, coarse};
-pub use engine::clock::{Clock, SystemClock, VirtualClock};
+pub use clock::{Clock, SystemClock, VirtualClock};
 pub use engine::driven::{ManualEngine, Turn};
 pub use engine::journal::{Owner, RequestFigures, StepJournal, StepRecord, StepShare};
 pub use engine::mailbox::EngineHandle;

@@ -18,7 +18,7 @@ use crate::backend::{
     BLOCK_TOKENS, Backend, BackendError, DeviceInfo, LogitRows, ModelShape, Results, SampleRequest,
     SampleTarget, Span, StepLimits, StepOutput, StepPlan, Transfers,
 };
-use crate::engine::clock::Clock;
+use crate::clock::Clock;
 use crate::sample::{SamplingPoint, TokenCounts};
 
 /// A clock that stands still until told.

@@ -23,7 +23,7 @@ use super::{
     BLOCK_TOKENS, Backend, BackendError, DeviceInfo, LogitRows, ModelShape, StepLimits, StepOutput,
     StepPlan,
 };
-use crate::engine::clock::VirtualClock;
+use crate::clock::VirtualClock;
 
 /// A backend that only passes time.
 pub struct SyntheticBackend {
@@ -431,7 +431,7 @@ mod tests {
 
     use super::*;
     use crate::backend::Span;
-    use crate::engine::clock::Clock;
+    use crate::clock::Clock;
 
     fn backend(clock: &VirtualClock, cost: StepCost) -> SyntheticBackend {
         let options = SyntheticOptions {

@@ -6,12 +6,12 @@
 
 use std::sync::Arc;
 
-use super::clock::Clock;
 use super::journal::StepJournal;
 use super::mailbox::{EngineHandle, Mailbox};
 use super::turn::Core;
 use super::{EngineError, EngineOptions, assemble};
 use crate::backend::Backend;
+use crate::clock::Clock;
 use crate::meter::Totals;
 
 pub use super::turn::Turn;

@@ -12,11 +12,11 @@ use std::time::Duration;
 use tollgate_domain::{DeviceNanos, MonotonicTime, RequestId};
 
 use super::EngineStatus;
-use super::clock::Clock;
 use super::intake::Intake;
 use super::lines::{Lines, Queued, Size, Ticket};
 use super::pulse::{Pulse, Work};
 use super::submission::{CancelReason, Submission, SubmitError};
+use crate::clock::Clock;
 use crate::schedule::{SchedulePolicy, Seat};
 
 /// What other threads hold of a running engine. Cloning is cheap.

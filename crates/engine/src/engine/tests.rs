@@ -14,9 +14,9 @@ use std::time::Duration;
 use tollgate_domain::FinishReason;
 
 use self::bench::{Bench, Heard, HeardSink, JournalLog, RecordingJournal, ask};
-use super::clock::SystemClock;
 use super::submission::{Flow, GeneratedToken, PromptLogprob, RequestOutcome, TokenSink};
 use super::{Engine, EngineOptions};
+use crate::clock::SystemClock;
 use crate::testing::{FakeBackend, FakeClock, table};
 
 #[test]

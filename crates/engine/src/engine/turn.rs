@@ -14,13 +14,13 @@ use std::time::Duration;
 use tollgate_domain::{DeviceNanos, FinishReason, MonotonicTime, SequenceId};
 
 use super::batch::{Request, Requests, Sequence, Sequences};
-use super::clock::Clock;
 use super::journal::{RequestFigures, StepJournal};
 use super::mailbox::{Arrival, FIRST_GUESS_TOKENS, Mail, Mailbox, Phase, RequestKey};
 use super::step::{Begun, Drawing, Event, Outcome, Part};
 use super::submission::{CancelReason, Refusal, RefusedReason, RequestOutcome};
 use super::{EngineError, EngineStatus};
 use crate::backend::{Backend, StepOutput};
+use crate::clock::Clock;
 use crate::kv::BlockPool;
 use crate::meter::{Meter, Totals};
 use crate::schedule::{

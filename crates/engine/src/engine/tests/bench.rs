@@ -10,8 +10,8 @@ use tollgate_domain::{
 };
 
 use crate::backend::Backend;
+use crate::clock::Clock;
 use crate::engine::batch::Sequence;
-use crate::engine::clock::Clock;
 use crate::engine::journal::{RequestFigures, StepJournal, StepRecord, StepShare};
 use crate::engine::mailbox::{EngineHandle, Mailbox};
 use crate::engine::submission::{
