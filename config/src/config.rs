@@ -12,7 +12,7 @@ use crate::read::{Reader, Section};
 use crate::sections::{DeviceSelector, Gateway, Issuer, RawPlan, RawTenant, Root, Worker};
 use crate::source::{Loaded, Sources};
 use crate::tree::{Node, Table, Value};
-use crate::{example, schema, show};
+use crate::{example, reference, schema, show};
 
 mod check;
 mod prices;
@@ -226,6 +226,11 @@ impl Config {
     /// A commented file with every key at its default.
     pub fn example() -> String {
         example::whole()
+    }
+
+    /// Returns the reference page of every key, in Markdown.
+    pub fn reference() -> String {
+        reference::whole()
     }
 }
 

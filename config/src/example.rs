@@ -27,8 +27,7 @@ pub(crate) fn whole() -> String {
     // What has no default is shown as an example: one entry of each kind.
     let root = Root::default();
     root.visit("", &mut |visited| write(&mut text, visited, Standing::Default));
-    let samples = Root { auth: sample_auth(), ..sample_names() };
-    samples.visit("", &mut |visited| {
+    samples().visit("", &mut |visited| {
         let (Visited::Table { key, .. } | Visited::Field { key, .. }) = &visited;
         let named = ["plans.", "pools.", "tenants.", "models.", "prices.", "auth.jwt."];
         if named.iter().any(|table| key.starts_with(table)) {
@@ -36,6 +35,11 @@ pub(crate) fn whole() -> String {
         }
     });
     text
+}
+
+/// Returns a config with one entry in each table of named entries.
+pub(crate) fn samples() -> Root {
+    Root { auth: sample_auth(), ..sample_names() }
 }
 
 /// Whether a key stands at its default or is to be uncommented.

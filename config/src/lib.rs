@@ -11,6 +11,7 @@ mod config;
 mod example;
 mod problem;
 mod read;
+mod reference;
 mod schema;
 mod sections;
 mod show;

@@ -339,4 +339,6 @@ const STAGE_SECONDS: [f64; 14] = [
 const FIRST_TOKEN_SECONDS: [f64; 10] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0];
 
 #[cfg(test)]
+mod reference_tests;
+#[cfg(test)]
 mod tests;
