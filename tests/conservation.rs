@@ -5,11 +5,11 @@
 //! accounts received is the time that passed, to the nanosecond, and each
 //! tenant's part is what the engine said step by step.
 
+use futures_executor::block_on;
 use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ use tollgate_engine::{
     RequestOutcome, SampledToken, SamplingParams, StepJournal, StepRecord, Submission, Tier,
     TokenSink, Turn, VirtualClock,
 };
-use tollgate_ledger::{Completion, FaultCap, Ledger, LedgerError, LedgerHandle, Posted};
+use tollgate_ledger::{FaultCap, Ledger, LedgerHandle, Posted, Submitted};
 use tollgate_worker::rig::{JournalRig, OsDisk, RigOptions};
 
 const SECOND: u64 = 1_000_000_000;
@@ -286,9 +286,9 @@ impl Life {
             if answers.len() == 200 {
                 heard(&mut answers);
             }
-            answers.push((expected, send(|done| ledger.post_block(block.clone(), done))));
+            answers.push((expected, ledger.submit(block.clone())));
             if known.len() == 1 {
-                let again = send(|done| ledger.post_block(block, done));
+                let again = ledger.submit(block);
                 answers.push((Posted::Already, again));
             }
         }
@@ -306,7 +306,7 @@ impl Life {
                     payable: Usage::default(),
                     at: utc(),
                 };
-                let mut answer = vec![(Posted::New, send(|done| ledger.fault_cap(cap, done)))];
+                let mut answer = vec![(Posted::New, ledger.submit(cap))];
                 heard(&mut answer);
             }
         }
@@ -467,21 +467,9 @@ impl Random {
     }
 }
 
-/// What the ledger will say.
-type Answer = Receiver<Result<Posted, LedgerError>>;
-
-fn send(send: impl FnOnce(Completion) -> Result<(), LedgerError>) -> Answer {
-    let (sender, receiver) = sync_channel(1);
-    let done = Box::new(move |result| {
-        let _ = sender.send(result);
-    });
-    send(done).expect("the ledger lives and has room");
-    receiver
-}
-
-fn heard(answers: &mut Vec<(Posted, Answer)>) {
+fn heard(answers: &mut Vec<(Posted, Submitted)>) {
     for (expected, answer) in answers.drain(..) {
-        assert_eq!(answer.recv().expect("an answer").expect("posts"), expected);
+        assert_eq!(block_on(answer).expect("posts"), expected);
     }
 }
 

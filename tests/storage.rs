@@ -12,7 +12,7 @@ use tollgate_domain::{
     Block, BlockParts, Device, DeviceClass, DeviceNanos, ModelName, UtcMonth, UtcTime, WorkerEpoch,
     WorkerName,
 };
-use tollgate_ledger::{AuditKey, Ledger, LedgerOptions};
+use tollgate_ledger::{Act, AuditKey, Ledger, LedgerOptions};
 use tollgate_loadtest::client::Connection;
 
 mod support;
@@ -132,15 +132,10 @@ async fn old_months_are_archived_and_are_one_log_with_the_rest() {
     };
     let ledger = Ledger::open_with(options).expect("opens");
     for number in 1..=3 {
-        let (done, posted) = std::sync::mpsc::sync_channel(1);
         let block = idle_block(number, UtcTime(now - 100 * DAY_NS + number));
-        let told = Box::new(move |result| drop(done.send(result)));
-        ledger.post_block(block, told).expect("is taken");
-        posted.recv().expect("an answer").expect("posts");
+        ledger.submit(block).await.expect("posts");
     }
-    let (done, signed) = std::sync::mpsc::sync_channel(1);
-    ledger.sign(Box::new(move |result| drop(done.send(result)))).expect("is taken");
-    signed.recv().expect("an answer").expect("signs");
+    ledger.submit(Act::Sign).await.expect("signs");
     drop(ledger);
 
     let (shown, out) = (data.display().to_string(), folder.path().join("archive"));

@@ -4,20 +4,20 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 use tollgate_config::{Config, Loaded, Tenant};
 use tollgate_domain::{TenantId, UtcTime};
-use tollgate_ledger::{AdminAction, Completion, LedgerError, LedgerHandle, PlansInForce, Posted};
+use tollgate_ledger::{Act, AdminAction, LedgerError, LedgerHandle, PlansInForce};
 
 use crate::auth::{KeyStore, KeyStoreError};
+use crate::submit::submit;
 
 /// Records `action` and returns once it is on the disk.
 ///
 /// # Errors
 /// It is not recorded: the disk refuses, or the ledger is closed.
 pub async fn record(ledger: &LedgerHandle, action: AdminAction) -> Result<(), LedgerError> {
-    told(|done| ledger.record(action.clone(), done)).await
+    submit_while_busy(ledger, action).await
 }
 
 /// Tells the ledger which plan each tenant of `config` has from `at` on, and
@@ -42,7 +42,7 @@ pub async fn plans_in_force(
     let priced = |tenant: &Tenant| Some((tenant.name.clone(), tenant.priced_as()?.name.clone()));
     let plans = config.tenants().filter_map(priced).collect();
     let in_force = PlansInForce { action, plans };
-    told(|done| ledger.plans(in_force.clone(), done)).await
+    submit_while_busy(ledger, in_force).await
 }
 
 /// Signs what is recorded and returns once that is on the disk: the last thing
@@ -51,25 +51,14 @@ pub async fn plans_in_force(
 /// # Errors
 /// As [`record`].
 pub async fn sign(ledger: &LedgerHandle) -> Result<(), LedgerError> {
-    told(|done| ledger.sign(done)).await
+    submit_while_busy(ledger, Act::Sign).await
 }
 
-/// Tells the ledger, again while it is busy, and waits for the answer.
-async fn told(tell: impl Fn(Completion) -> Result<(), LedgerError>) -> Result<(), LedgerError> {
-    loop {
-        let (done, answer) = oneshot::channel();
-        let completion = Box::new(move |result| {
-            let _ = done.send(result); // nobody waits: it is told again
-        });
-        let result = match tell(completion) {
-            Ok(()) => answer.await.unwrap_or(Err(LedgerError::Closed)),
-            Err(error) => Err(error),
-        };
-        match result {
-            Err(LedgerError::Busy) => tokio::time::sleep(BUSY_WAIT).await,
-            result => return result.map(|_| ()),
-        }
-    }
+/// Submits `act`, again while the ledger is busy. An error of the disk is
+/// returned at once: the caller reports it to an admin.
+async fn submit_while_busy(ledger: &LedgerHandle, act: impl Into<Act>) -> Result<(), LedgerError> {
+    let is_busy = |error: &LedgerError| matches!(error, LedgerError::Busy).then_some(BUSY_WAIT);
+    submit(ledger, act, is_busy).await.map(|_| ())
 }
 
 /// That `config` is in force from `at` on; `key` is the log's public key.
@@ -158,18 +147,13 @@ async fn hand_over(keys: &KeyStore, ledger: &LedgerHandle) -> Result<(), HandOve
         }
         // All are sent, in their order, before the first answer is waited for:
         // they share a commit.
-        let (mut answers, mut numbers) = (Vec::new(), Vec::new());
+        let (mut submitted, mut numbers) = (Vec::new(), Vec::new());
         for (number, action) in waiting {
-            let (done, answer) = oneshot::channel();
-            let completion = Box::new(move |result: Result<Posted, LedgerError>| {
-                let _ = done.send(result);
-            });
-            ledger.record(action, completion)?;
+            submitted.push(ledger.submit(action));
             numbers.push(number);
-            answers.push(answer);
         }
-        for answer in answers {
-            answer.await.unwrap_or(Err(LedgerError::Closed))?;
+        for recorded in submitted {
+            recorded.await?;
         }
         let store = keys.clone();
         let forgotten = tokio::task::spawn_blocking(move || store.forget_actions(&numbers)).await;

@@ -20,6 +20,7 @@ mod route;
 mod serving;
 pub mod source;
 mod stack;
+mod submit;
 pub mod tls;
 pub mod upstream;
 mod usage;

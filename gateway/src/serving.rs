@@ -121,7 +121,7 @@ impl Serving {
 
     /// Whether usage can be recorded; where it cannot, nothing is served.
     pub(crate) fn can_record(&self) -> bool {
-        self.books.ledger.health() == Health::Well
+        self.books.ledger.health() == Health::Healthy
     }
 
     /// Waits for the requests' tasks, then a moment for their records, then

@@ -5,12 +5,14 @@
 //! size of a group, posts to one after the other, and prints a line of JSON for
 //! each.
 
+use std::collections::VecDeque;
 use std::error::Error;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::mpsc::sync_channel;
+
 use std::time::Instant;
 
+use futures_executor::block_on;
 use serde_json::json;
 use tollgate_domain::{
     Attempt, Block, BlockParts, Caller, Device, DeviceClass, DeviceNanos, FinishReason,
@@ -64,20 +66,18 @@ fn post_all(path: &Path, leave_out: LeaveOut, group: usize, blocks: u64) -> Fall
     let options = LedgerOptions { key, leave_out, group, queue, ..LedgerOptions::new(path) };
     let ledger = Ledger::open_with(options)?;
     let made: Vec<Block> = (1..=blocks).map(block).collect::<Fallible<_>>()?;
-    let (answers, heard) = sync_channel(queue);
+    let mut posting = VecDeque::with_capacity(queue);
     let began = Instant::now();
-    for (sent, block) in made.into_iter().enumerate() {
-        if sent >= queue {
-            heard.recv()??;
+    for block in made {
+        if posting.len() == queue
+            && let Some(oldest) = posting.pop_front()
+        {
+            block_on(oldest)?;
         }
-        let answers = answers.clone();
-        let done = Box::new(move |result| {
-            let _ = answers.try_send(result);
-        });
-        ledger.post_block(block, done)?;
+        posting.push_back(ledger.submit(block));
     }
-    for _ in 0..blocks.min(queue as u64) {
-        heard.recv()??;
+    for posted in posting {
+        block_on(posted)?;
     }
     Ok(began.elapsed().as_secs_f64())
 }

@@ -7,7 +7,7 @@
 //! request in ten. Another tenant has a ninth of it beside it.
 #![allow(clippy::print_stdout, reason = "a program that prints its figures")]
 
-use std::sync::mpsc;
+use futures_executor::block_on;
 use std::time::Instant;
 
 use tollgate_domain::{
@@ -99,17 +99,12 @@ fn book() -> Result<PriceBook, Failure> {
 }
 
 fn post(ledger: &LedgerHandle, numbers: std::ops::Range<u64>, blocks: u64) -> Result<(), Failure> {
-    let (sender, receiver) = mpsc::sync_channel(256);
-    let sent = numbers.end - numbers.start;
+    let mut posting = Vec::new();
     for number in numbers {
-        let sender = sender.clone();
-        let done = Box::new(move |result| {
-            let _ = sender.send(result); // who counts has failed already
-        });
-        ledger.post_block(block(number, blocks)?, done)?;
+        posting.push(ledger.submit(block(number, blocks)?));
     }
-    for _ in 0..sent {
-        receiver.recv()??;
+    for posted in posting {
+        block_on(posted)?;
     }
     Ok(())
 }

@@ -114,9 +114,9 @@ pub enum BlockRefusal {
     /// It is in an archive: it was posted long ago.
     #[error("it was posted, and is archived")]
     Archived,
-    /// It was refused by hand and passed over.
+    /// The block was refused before and skipped.
     #[error("it was refused before")]
-    PassedOver,
+    Skipped,
 }
 
 /// Whether SQLite refuses what it was given, rather than that the disk fails:

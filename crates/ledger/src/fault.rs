@@ -3,37 +3,18 @@
 //! corrects what is there and governs what comes later.
 
 use rusqlite::{Connection, OptionalExtension, params};
-use tollgate_domain::{
-    Attempt, Caller, DeviceClass, FinishReason, FinishedAttempt, ModelName, Stages, Usage, UtcTime,
-};
+use tollgate_domain::{Attempt, FinishReason, FinishedAttempt, Stages, Usage};
 
+use crate::act::{FaultCap, Posted};
 use crate::audit::chain::Chain;
 use crate::audit::record::Body;
 use crate::charge::{
     Charge, DailyChange, DailyKey, Payable, add_to_day, charge_statement, insert_charge,
     reason_name,
 };
-use crate::post::{Amounts, BlockKey, Posted, caller_id, move_to_loss};
+use crate::post::{Amounts, BlockKey, caller_id, move_to_loss};
 use crate::schema::{METERED, account};
 use crate::{LedgerError, archive};
-
-/// The most that a tenant pays for an attempt that ended by our fault.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FaultCap {
-    /// Who would pay.
-    pub caller: Caller,
-    /// Which attempt failed.
-    pub attempt: Attempt,
-    /// The model that it was placed on.
-    pub model: ModelName,
-    /// The class of that device.
-    pub class: DeviceClass,
-    /// What reached the client: figures up to the last token sent, both
-    /// meters. All zero where nothing did, and where the attempt is retried.
-    pub payable: Usage,
-    /// When the attempt failed; it says which day is charged.
-    pub at: UtcTime,
-}
 
 /// Posts a cap and its record; the caller rolls back on an error.
 ///

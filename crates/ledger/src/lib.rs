@@ -1,6 +1,6 @@
 //! The double-entry ledger of device time, embedded.
 //!
-//! Workers' blocks come in ([`LedgerHandle::post_block`]), each in full or not
+//! Workers' blocks come in ([`LedgerHandle::submit`]), each in full or not
 //! at all; one thread writes, commits many at once and answers after the
 //! commit. Every transaction sums to zero: what a device did (credit) is what
 //! tenants, overhead, idle and loss received (debit). Nothing is ever changed:
@@ -10,6 +10,7 @@
 //! No async runtime, no clock, no network; readers have their own connections
 //! and may be another process ([`Ledger::open_read_only`]).
 
+mod act;
 mod archive;
 mod audit;
 mod backup;
@@ -26,16 +27,16 @@ mod schema;
 mod statement;
 mod writer;
 
+pub use act::{
+    Act, AdminAction, FaultCap, PartiallyRejectedBlock, PlansInForce, Posted, RefusedBlock,
+    Submitted,
+};
 pub use archive::{Archivable, ArchiveError};
 pub use audit::export::{ExportError, Exported, Proof, ProvedRecord, Range, Start};
 pub use audit::note::{AuditKey, AuditKeyError};
-pub use audit::record::AdminAction;
 pub use backup::BackupError;
 pub use check::{Checked, Finding};
 pub use error::{BlockRefusal, LedgerError};
-pub use fault::FaultCap;
-pub use plans::PlansInForce;
-pub use post::{Posted, RefusedBlock};
 pub use query::{
     Balance, EnergyBalance, EntryRow, GroupBy, OpenAttempt, RequestRow, RequestState, SpendRow,
     Spending, UsageQuery, UsageRow,
@@ -46,7 +47,4 @@ pub use statement::{
     PlanSpan, PricedAs, Record, Statement, StatementDay, StatementError, StatementFigures,
     StatementLine, StatementQuery,
 };
-pub use writer::{
-    Completion, Health, LeaveOut, Ledger, LedgerHandle, LedgerOptions, ManualLedger,
-    PartiallyRejectedBlock,
-};
+pub use writer::{Health, LeaveOut, Ledger, LedgerHandle, LedgerOptions, ManualLedger};

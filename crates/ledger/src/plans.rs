@@ -8,22 +8,13 @@ use serde_json::Value;
 use tollgate_domain::{PlanName, TenantId, UtcDay};
 
 use crate::LedgerError;
+use crate::act::{AdminAction, PlansInForce, Posted};
 use crate::audit::chain::{self, Chain};
 use crate::audit::check::records_of;
-use crate::audit::record::{AdminAction, LONGEST_DETAIL};
-use crate::post::{self, Posted};
+use crate::audit::record::LONGEST_DETAIL;
+use crate::post;
 use crate::query::name;
 use crate::statement::{PlanSpan, PricedAs, StatementError, StatementQuery};
-
-/// What is in force from a start on.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PlansInForce {
-    /// The record that is written where one of them is news; its detail is
-    /// made of what is.
-    pub action: AdminAction,
-    /// The plan of each tenant that has one.
-    pub plans: Vec<(TenantId, PlanName)>,
-}
 
 /// Keeps what is news, and records it; the caller rolls back on an error.
 pub(crate) fn post(

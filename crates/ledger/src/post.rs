@@ -6,12 +6,11 @@ use std::io::BufWriter;
 use rusqlite::{CachedStatement, Connection, OptionalExtension, Statement, params};
 use sha2::{Digest, Sha256};
 use tollgate_domain::block::EnergyParts;
-use tollgate_domain::{
-    Block, BlockParts, Caller, DeviceNanos, Millijoules, UtcTime, WorkerEpoch, WorkerName,
-};
+use tollgate_domain::{Block, BlockParts, Caller, DeviceNanos, Millijoules, UtcTime, WorkerEpoch};
 
+use crate::act::{AdminAction, PartiallyRejectedBlock, Posted, RefusedBlock};
 use crate::audit::chain::{self, Chain};
-use crate::audit::record::{AdminAction, Body, Said};
+use crate::audit::record::{Body, Said};
 use crate::charge::{DailyChange, DailyKey, add_to_day};
 use crate::schema::{CORRECTION, FIRST_SHARE, METERED, account};
 use crate::{BlockRefusal, LedgerError, archive, backup};
@@ -19,15 +18,6 @@ use crate::{BlockRefusal, LedgerError, archive, backup};
 mod posting;
 
 use posting::{FinishedAt, Posting};
-
-/// What became of something that may come more than once.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Posted {
-    /// It is in the ledger now.
-    New,
-    /// It was there before, the same in every field.
-    Already,
-}
 
 /// The row of a known epoch.
 struct EpochRow {
@@ -99,10 +89,9 @@ pub(crate) fn post_block(
 pub(crate) fn post_struck(
     connection: &Connection,
     chain: &mut Chain,
-    said: &Block,
-    struck: &Block,
-    reason: &str,
+    partly: &PartiallyRejectedBlock,
 ) -> Result<Posted, LedgerError> {
+    let PartiallyRejectedBlock { reported: said, accepted: struck, reason } = partly;
     let digest = digest_of(said.parts())?;
     let reason = shortened(reason);
     let said = Said { digest: &digest, struck: Some(&reason) };
@@ -161,21 +150,6 @@ fn post(
     posting.days.write(connection)?;
     refuse_unless_balanced(connection, key)?;
     Ok(Posted::New)
-}
-
-/// A block that cannot be posted.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RefusedBlock {
-    /// Whose journal it stands in.
-    pub worker: WorkerName,
-    /// The epoch it names.
-    pub epoch: WorkerEpoch,
-    /// Its number.
-    pub number: u64,
-    /// Why; the first 500 characters are kept.
-    pub reason: String,
-    /// When it was refused.
-    pub at: UtcTime,
 }
 
 /// Passes over a block that cannot be posted, so that those after it can be.
@@ -329,7 +303,7 @@ fn already_posted(
         None if archive::has_block(connection, epoch.id, parts.number)? => {
             Err(refused(parts, BlockRefusal::Archived))
         }
-        None => Err(refused(parts, BlockRefusal::PassedOver)),
+        None => Err(refused(parts, BlockRefusal::Skipped)),
     }
 }
 

@@ -53,7 +53,7 @@ pub enum PricedAs<'a> {
     /// Those of this plan, the whole month.
     Plan(&'a PlanName),
     /// Those of the plan that it had on each day, as the ledger was told
-    /// ([`crate::LedgerHandle::plans`]); of this one where it never was.
+    /// ([`crate::Act::PutPlansInForce`]); of this one where it never was.
     Told(Option<&'a PlanName>),
 }
 

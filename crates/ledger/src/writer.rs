@@ -11,17 +11,15 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use futures_channel::oneshot;
 use rusqlite::{Connection, TransactionBehavior};
 use tollgate_domain::{Block, BlockParts};
 
+use crate::act::{Act, Posted, Submitted};
 use crate::audit::chain::Chain;
 use crate::audit::note::AuditKey;
-use crate::audit::record::AdminAction;
 use crate::error::is_about_content;
-use crate::fault::FaultCap;
-use crate::plans::{self, PlansInForce};
-use crate::post::{Posted, RefusedBlock};
-use crate::{BlockRefusal, LedgerError, LedgerReader, WalRewriter, fault, post, schema};
+use crate::{BlockRefusal, LedgerError, LedgerReader, WalRewriter, fault, plans, post, schema};
 
 /// How a ledger is kept.
 #[derive(Clone, Debug)]
@@ -79,9 +77,9 @@ pub struct LedgerHandle {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Health {
     /// The last write went through.
-    Well,
+    Healthy,
     /// It did not; work that must be billed is refused until one does.
-    Unwell {
+    Degraded {
         /// What the disk said, for the log.
         reason: String,
     },
@@ -115,36 +113,9 @@ fn run_apart(
     }
 }
 
-/// Called once, on the writer's thread, after the commit or its failure. It
-/// must not block.
-pub type Completion = Box<dyn FnOnce(Result<Posted, LedgerError>) + Send>;
-
 struct Command {
     act: Act,
-    done: Completion,
-}
-
-enum Act {
-    Post(Box<Block>),
-    PostStruck(Box<PartiallyRejectedBlock>),
-    Cap(Box<FaultCap>),
-    PassOver(RefusedBlock),
-    Record(Box<AdminAction>),
-    Plans(Box<PlansInForce>),
-    /// Sign, before it is time.
-    Sign,
-}
-
-/// A block of which not all is believed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PartiallyRejectedBlock {
-    /// As the worker says it.
-    pub said: Block,
-    /// What is posted of it: the same span of time, what is not believed in
-    /// `platform.loss`.
-    pub believed: Block,
-    /// What was not believed, for people.
-    pub reason: String,
+    answer: oneshot::Sender<Result<Posted, LedgerError>>,
 }
 
 impl Act {
@@ -154,14 +125,11 @@ impl Act {
     fn run(&self, connection: &Connection, chain: &mut Chain) -> Result<Posted, LedgerError> {
         let result = match self {
             Self::Post(block) => post::post_block(connection, chain, block),
-            Self::PostStruck(struck) => {
-                let PartiallyRejectedBlock { said, believed, reason } = &**struck;
-                post::post_struck(connection, chain, said, believed, reason)
-            }
-            Self::Cap(cap) => fault::post(connection, chain, cap),
-            Self::PassOver(refused) => post::pass_over(connection, chain, refused),
+            Self::PostPartly(partly) => post::post_struck(connection, chain, partly),
+            Self::CapFault(cap) => fault::post(connection, chain, cap),
+            Self::Skip(refused) => post::pass_over(connection, chain, refused),
             Self::Record(action) => post::record_action(connection, chain, action),
-            Self::Plans(told) => plans::post(connection, chain, told),
+            Self::PutPlansInForce(told) => plans::post(connection, chain, told),
             Self::Sign => Ok(Posted::New), // the commit does it, after all others
         };
         match (result, self) {
@@ -169,11 +137,11 @@ impl Act {
                 let reason = source.to_string();
                 let block = match act {
                     Self::Post(block) => Some(&**block),
-                    Self::PostStruck(struck) => Some(&struck.believed),
-                    Self::Cap(_)
-                    | Self::PassOver(_)
+                    Self::PostPartly(partly) => Some(&partly.accepted),
+                    Self::CapFault(_)
+                    | Self::Skip(_)
                     | Self::Record(_)
-                    | Self::Plans(_)
+                    | Self::PutPlansInForce(_)
                     | Self::Sign => None,
                 };
                 Err(match block.map(Block::parts) {
@@ -241,7 +209,7 @@ impl Ledger {
         let store = Store::open(&options)?;
         let reader = LedgerReader::open(&options.path)?;
         let (commands, inbox) = sync_channel(options.queue.max(1));
-        let health = Arc::new(Mutex::new(Health::Well));
+        let health = Arc::new(Mutex::new(Health::Healthy));
         let key = options.key.clone();
         let writer = Writer {
             options,
@@ -264,74 +232,25 @@ impl Ledger {
 }
 
 impl LedgerHandle {
-    /// Posts a block. `done` hears [`Posted::New`] or [`Posted::Already`]
-    /// once it is on the disk, [`LedgerError::Refused`] where it contradicts
-    /// the ledger, one [of the disk](LedgerError::is_of_the_disk) where nothing
-    /// was written.
+    /// Hands `act` to the writer. The returned future ends once the act is on
+    /// the disk, or with the reason why the act is not. The act is done even if
+    /// the future is dropped.
     ///
-    /// # Errors
-    /// [`LedgerError::Busy`] and [`LedgerError::Closed`]: `done` is dropped.
-    pub fn post_block(&self, block: Block, done: Completion) -> Result<(), LedgerError> {
-        self.send(Act::Post(Box::new(block)), done)
-    }
-
-    /// Posts what is believed of a block. It answers as [`Self::post_block`];
-    /// a block that comes again is known by what the worker said.
-    ///
-    /// # Errors
-    /// As [`LedgerHandle::post_block`].
-    pub fn post_struck(
-        &self,
-        struck: PartiallyRejectedBlock,
-        done: Completion,
-    ) -> Result<(), LedgerError> {
-        self.send(Act::PostStruck(Box::new(struck)), done)
-    }
-
-    /// Caps what a tenant pays for an attempt that ended by our fault; the
-    /// rest, also of blocks yet to come, goes to `platform.loss`.
-    ///
-    /// # Errors
-    /// As [`LedgerHandle::post_block`]; `done` may hear
-    /// [`LedgerError::AlreadySettled`].
-    pub fn fault_cap(&self, cap: FaultCap, done: Completion) -> Result<(), LedgerError> {
-        self.send(Act::Cap(Box::new(cap)), done)
-    }
-
-    /// Records that a block of `worker`'s `epoch` is refused for good, so that
-    /// those after it can be posted. The alarm is the caller's to raise. `done`
-    /// hears [`BlockRefusal::Identity`] where the epoch is another worker's.
-    ///
-    /// # Errors
-    /// As [`LedgerHandle::post_block`].
-    pub fn pass_over(&self, refused: RefusedBlock, done: Completion) -> Result<(), LedgerError> {
-        self.send(Act::PassOver(refused), done)
-    }
-
-    /// Records what an admin did: once, however often it is told.
-    ///
-    /// # Errors
-    /// As [`LedgerHandle::post_block`].
-    pub fn record(&self, action: AdminAction, done: Completion) -> Result<(), LedgerError> {
-        self.send(Act::Record(Box::new(action)), done)
-    }
-
-    /// Tells which plan each tenant has from now on: what is news is kept, and
-    /// recorded. Statements go by it.
-    ///
-    /// # Errors
-    /// As [`LedgerHandle::post_block`].
-    pub fn plans(&self, told: PlansInForce, done: Completion) -> Result<(), LedgerError> {
-        self.send(Act::Plans(Box::new(told)), done)
-    }
-
-    /// Signs what is posted so far and copies the log into the file, as at a stop:
-    /// what `done` hears is that of a posting.
-    ///
-    /// # Errors
-    /// As [`LedgerHandle::post_block`].
-    pub fn sign(&self, done: Completion) -> Result<(), LedgerError> {
-        self.send(Act::Sign, done)
+    /// The future fails with [`LedgerError::Busy`] where the queue is full, with
+    /// [`LedgerError::Closed`] where the writer has stopped, and with an error
+    /// [of the disk](LedgerError::is_of_the_disk) where nothing was written.
+    /// [`Act`] lists the errors of each act.
+    pub fn submit(&self, act: impl Into<Act>) -> Submitted {
+        let (answer, receiver) = oneshot::channel();
+        if let Err(refused) = self.commands.try_send(Command { act: act.into(), answer }) {
+            let (command, error) = match refused {
+                TrySendError::Full(command) => (command, LedgerError::Busy),
+                TrySendError::Disconnected(command) => (command, LedgerError::Closed),
+            };
+            // The receiver is alive: it is returned below.
+            let _ = command.answer.send(Err(error));
+        }
+        Submitted::new(receiver)
     }
 
     /// Whether the last write went through.
@@ -347,13 +266,6 @@ impl LedgerHandle {
     /// The reading side.
     pub fn reader(&self) -> &LedgerReader {
         &self.reader
-    }
-
-    fn send(&self, act: Act, done: Completion) -> Result<(), LedgerError> {
-        self.commands.try_send(Command { act, done }).map_err(|error| match error {
-            TrySendError::Full(_) => LedgerError::Busy,
-            TrySendError::Disconnected(_) => LedgerError::Closed,
-        })
     }
 }
 
@@ -394,10 +306,10 @@ pub struct ManualLedger {
 impl ManualLedger {
     /// What the thread does when it wakes: it commits what waits, as one
     /// group, or looks whether an unwell disk is well again.
-    pub fn turn(&mut self) {
+    pub fn tick(&mut self) {
         match self.writer.inbox.try_recv() {
             Ok(first) => self.writer.serve_group(first),
-            Err(_) if !self.writer.is_well() => self.writer.try_to_recover(),
+            Err(_) if !self.writer.is_healthy() => self.writer.try_to_recover(),
             Err(_) if self.writer.due.is_some_and(|due| due <= Instant::now()) => {
                 self.writer.sign();
             }
@@ -422,12 +334,12 @@ impl Writer {
         loop {
             match self.next() {
                 Ok(first) => self.serve_group(first),
-                Err(RecvTimeoutError::Timeout) if self.is_well() => self.sign(),
+                Err(RecvTimeoutError::Timeout) if self.is_healthy() => self.sign(),
                 Err(RecvTimeoutError::Timeout) => self.try_to_recover(),
                 Err(RecvTimeoutError::Disconnected) => break,
             }
         }
-        if self.is_well() {
+        if self.is_healthy() {
             self.sign();
             self.copy_log();
         }
@@ -436,13 +348,13 @@ impl Writer {
     /// At an end, so that the file alone is the whole of it, for who takes it and
     /// leaves the log; that stays as it is, and so nothing is lost if this fails.
     fn copy_log(&self) {
-        let Some(store) = self.store.as_ref().filter(|_| self.is_well()) else { return };
+        let Some(store) = self.store.as_ref().filter(|_| self.is_healthy()) else { return };
         let _ = store.connection.query_row("PRAGMA wal_checkpoint", [], |_| Ok(()));
     }
 
     /// The next command, or that it is time for something else.
     fn next(&self) -> Result<Command, RecvTimeoutError> {
-        let patience = if self.is_well() {
+        let patience = if self.is_healthy() {
             self.due.map(|due| due.saturating_duration_since(Instant::now()))
         } else {
             Some(self.options.retry)
@@ -468,20 +380,21 @@ impl Writer {
             Ok(results) => {
                 // Where all were refused or known, the disk was asked nothing.
                 let wrote = results.iter().any(|result| matches!(result, Ok(Posted::New)));
-                if wrote || self.is_well() {
+                if wrote || self.is_healthy() {
                     self.written();
                 }
                 if group.iter().any(|command| matches!(command.act, Act::Sign)) {
                     self.copy_log();
                 }
                 for (command, result) in group.into_iter().zip(results) {
-                    (command.done)(result);
+                    // The caller may have stopped waiting; the act is done all the same.
+                    let _ = command.answer.send(result);
                 }
             }
             Err(error) => {
-                self.fall_ill(&error);
+                self.mark_degraded(&error);
                 for command in group {
-                    (command.done)(Err(error.clone()));
+                    let _ = command.answer.send(Err(error.clone()));
                 }
             }
         }
@@ -541,14 +454,14 @@ impl Writer {
         });
         match signed {
             Ok(()) => self.written(),
-            Err(error) => self.fall_ill(&error),
+            Err(error) => self.mark_degraded(&error),
         }
     }
 
     /// After a commit: well, and waiting for the next checkpoint where there
     /// is something to sign.
     fn written(&mut self) {
-        self.set_health(Health::Well);
+        self.set_health(Health::Healthy);
         let unsigned = self.store.as_ref().is_some_and(|store| store.chain.unsigned() > 0);
         let later = || Instant::now() + self.options.checkpoint_every;
         self.due = (unsigned && self.options.key.is_some()).then(|| self.due.unwrap_or_else(later));
@@ -572,31 +485,31 @@ impl Writer {
         let result = self.store().and_then(|store| Ok(probe(store)?));
         match result {
             Ok(()) => self.written(),
-            Err(error) => self.fall_ill(&error),
+            Err(error) => self.mark_degraded(&error),
         }
     }
 
-    fn is_well(&self) -> bool {
-        *self.health.lock().unwrap_or_else(PoisonError::into_inner) == Health::Well
+    fn is_healthy(&self) -> bool {
+        *self.health.lock().unwrap_or_else(PoisonError::into_inner) == Health::Healthy
     }
 
-    fn fall_ill(&mut self, error: &LedgerError) {
+    fn mark_degraded(&mut self, error: &LedgerError) {
         self.store = None;
         let reason = match error {
             LedgerError::Storage(source) | LedgerError::Open { source, .. } => source.to_string(),
             LedgerError::Log { source, .. } => source.to_string(),
             other => other.to_string(),
         };
-        self.set_health(Health::Unwell { reason });
+        self.set_health(Health::Degraded { reason });
     }
 
     fn set_health(&self, new: Health) {
         let mut health = self.health.lock().unwrap_or_else(PoisonError::into_inner);
         match (&*health, &new) {
-            (Health::Well, Health::Unwell { reason }) => {
+            (Health::Healthy, Health::Degraded { reason }) => {
                 tracing::error!(reason, "the ledger cannot be written");
             }
-            (Health::Unwell { .. }, Health::Well) => {
+            (Health::Degraded { .. }, Health::Healthy) => {
                 tracing::info!("the ledger can be written again");
             }
             _ => (),

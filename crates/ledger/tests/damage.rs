@@ -47,9 +47,12 @@ fn filled(folder: &Path, first: u64, last: u64) -> LedgerHandle {
         if number % 7 == 0 {
             let said = block(number, shares.clone(), ends.clone());
             let believed = said.without(|owner, _| *owner == caller("beta"));
-            let struck =
-                tollgate_ledger::PartiallyRejectedBlock { said, believed, reason: "a lie".into() };
-            post_struck(&ledger, struck).expect("posts");
+            let struck = tollgate_ledger::PartiallyRejectedBlock {
+                reported: said,
+                accepted: believed,
+                reason: "a lie".into(),
+            };
+            post_partly(&ledger, struck).expect("posts");
         } else {
             post(&ledger, block(number, shares, ends)).expect("posts");
         }
@@ -58,7 +61,7 @@ fn filled(folder: &Path, first: u64, last: u64) -> LedgerHandle {
             record(&ledger, &format!("action-{number}"), "key.revoked").expect("records");
         }
     }
-    pass_over(&ledger, last + 1).expect("passes");
+    skip(&ledger, last + 1).expect("passes");
     ledger
 }
 

@@ -6,6 +6,7 @@ mod common;
 use std::time::Duration;
 
 use common::*;
+use futures_executor::block_on;
 use tollgate_domain::block::LONGEST_ATTEMPT;
 use tollgate_domain::{
     Block, Caller, DeviceClass, DeviceNanos, FinishReason, KeyId, Millijoules, RequestId, TenantId,
@@ -74,10 +75,10 @@ fn what_contradicts_the_ledger_is_refused_and_leaves_no_trace() {
     assert_eq!(ledger.reader().check(), vec![]);
 
     // Passed over, the ones after it can be posted, and the check says so.
-    assert_eq!(pass_over(&ledger, 2).expect("passes"), Posted::New);
-    assert_eq!(pass_over(&ledger, 2).expect("passes"), Posted::Already);
+    assert_eq!(skip(&ledger, 2).expect("passes"), Posted::New);
+    assert_eq!(skip(&ledger, 2).expect("passes"), Posted::Already);
     let late = block(2, vec![], vec![]);
-    assert_eq!(refusal(post(&ledger, late)), Some(BlockRefusal::PassedOver));
+    assert_eq!(refusal(post(&ledger, late)), Some(BlockRefusal::Skipped));
     post(&ledger, block(3, vec![], vec![])).expect("posts");
     let findings: Vec<_> = ledger.reader().check().into_iter().map(|it| it.kind).collect();
     assert_eq!(findings, ["refused"]);
@@ -93,13 +94,13 @@ fn what_contradicts_the_ledger_is_refused_and_leaves_no_trace() {
 fn an_epoch_is_its_workers_alone() {
     let (_folder, ledger) = ledger();
     post(&ledger, block(1, vec![share("acme", 1, 100)], vec![])).expect("posts");
-    assert_eq!(refusal(pass_over_as(&ledger, "1", 2)), Some(BlockRefusal::Identity));
+    assert_eq!(refusal(skip_as(&ledger, "1", 2)), Some(BlockRefusal::Identity));
     post(&ledger, block(2, vec![], vec![])).expect("its own worker's is posted");
     assert_eq!(ledger.reader().check(), vec![]);
 
     // Also where it began with a block that was passed over.
     let (_folder, ledger) = self::ledger();
-    assert_eq!(pass_over_as(&ledger, "1", 1).expect("passes"), Posted::New);
+    assert_eq!(skip_as(&ledger, "1", 1).expect("passes"), Posted::New);
     assert_eq!(refusal(post(&ledger, block(2, vec![], vec![]))), Some(BlockRefusal::Identity));
     let mut own = parts(2, vec![], vec![]);
     own.worker = WorkerName::new("1").expect("a name");
@@ -157,17 +158,17 @@ fn what_is_struck_is_loss_and_comes_only_once() {
     );
     let believed = said.without(|owner, _| *owner == caller("beta"));
     let struck = PartiallyRejectedBlock {
-        said: said.clone(),
-        believed: believed.clone(),
+        reported: said.clone(),
+        accepted: believed.clone(),
         reason: "a lie".into(),
     };
-    assert_eq!(post_struck(&ledger, struck.clone()).expect("posts"), Posted::New);
+    assert_eq!(post_partly(&ledger, struck.clone()).expect("posts"), Posted::New);
     let expected =
         Balance { wall_ns: 185, tenants_ns: 100, overhead_ns: 10, idle_ns: 20, loss_ns: 55 };
     assert_eq!(ledger.reader().balance(EPOCH).expect("reads"), expected);
     // Again, judged or not, before and after a restart.
     for ledger in [&ledger, &Ledger::open(&folder.path().join("ledger.db")).expect("opens")] {
-        assert_eq!(post_struck(ledger, struck.clone()).expect("posts"), Posted::Already);
+        assert_eq!(post_partly(ledger, struck.clone()).expect("posts"), Posted::Already);
         assert_eq!(post(ledger, said.clone()).expect("posts"), Posted::Already);
         assert_eq!(refusal(post(ledger, believed.clone())), Some(BlockRefusal::Conflict));
         assert_eq!(ledger.reader().balance(EPOCH).expect("reads"), expected);
@@ -372,25 +373,20 @@ fn a_sum_that_does_not_fit_refuses_its_block_alone() {
     let absurd = (0..enough).map(|request| finished("acme", request, usage(1, most))).collect();
     let result = post(&ledger, block(1, vec![], absurd));
     assert!(matches!(refusal(result), Some(BlockRefusal::Unfit { .. })));
-    assert_eq!(ledger.health(), Health::Well);
-    assert_eq!(pass_over(&ledger, 1).expect("passes"), Posted::New);
+    assert_eq!(ledger.health(), Health::Healthy);
+    assert_eq!(skip(&ledger, 1).expect("passes"), Posted::New);
 
     // Of one group, only the one that does not fit is refused.
-    let (answers, heard) = std::sync::mpsc::sync_channel(3);
     let nearly = (0..enough - 1).map(|request| finished("acme", request, usage(1, most)));
     let beyond = finished("acme", enough, usage(1, most));
-    for block in [block(2, vec![], nearly.collect()), block(3, vec![], vec![beyond])] {
-        let answers = answers.clone();
-        let done = Box::new(move |result| answers.send(result).expect("it is heard"));
-        ledger.post_block(block, done).expect("there is room");
-    }
-    assert_eq!(heard.recv().expect("an answer").expect("posts"), Posted::New);
-    let last = heard.recv().expect("an answer");
+    let blocks = [block(2, vec![], nearly.collect()), block(3, vec![], vec![beyond])];
+    let [first, last] = blocks.map(|block| ledger.submit(block)).map(block_on);
+    assert_eq!(first.expect("posts"), Posted::New);
     assert!(matches!(refusal(last), Some(BlockRefusal::Unfit { .. })));
-    assert_eq!(ledger.health(), Health::Well);
+    assert_eq!(ledger.health(), Health::Healthy);
     let faulted = post_cap(&ledger, cap("acme", enough + 1, usage(0, i64::MAX as u64)));
     assert!(matches!(faulted, Err(LedgerError::Damaged(_))));
-    assert_eq!(ledger.health(), Health::Well);
+    assert_eq!(ledger.health(), Health::Healthy);
 }
 
 /// C05: no acknowledgement without the disk; nothing is lost once it has room.
@@ -416,7 +412,7 @@ fn a_full_disk_refuses_and_recovers() {
         }
     };
     assert!(matches!(error, LedgerError::Storage(_)), "{error}");
-    assert!(matches!(ledger.health(), Health::Unwell { .. }));
+    assert!(matches!(ledger.health(), Health::Degraded { .. }));
     let balance = ledger.reader().balance(EPOCH).expect("reads");
     assert_eq!(balance.tenants_ns, posted as i64 * 40, "nothing of the failed block");
     assert_eq!(ledger.reader().check(), vec![]);
@@ -425,7 +421,7 @@ fn a_full_disk_refuses_and_recovers() {
     let options = LedgerOptions { max_pages: Some(4_096), ..options };
     let ledger = Ledger::open_with(options).expect("opens");
     assert_eq!(post(&ledger, fat(posted + 1)).expect("posts"), Posted::New);
-    assert_eq!(ledger.health(), Health::Well);
+    assert_eq!(ledger.health(), Health::Healthy);
     assert_eq!(ledger.reader().balance(EPOCH).expect("reads").tenants_ns, (posted as i64 + 1) * 40);
 }
 
@@ -460,10 +456,7 @@ fn signed_for_a_stop_the_file_alone_is_whole() {
     let (path, copy) = (folder.path().join("ledger.db"), folder.path().join("alone.db"));
     let ledger = Ledger::open(&path).expect("opens");
     post(&ledger, block(1, vec![share("acme", 1, 100)], vec![])).expect("posts");
-    let (sender, receiver) = std::sync::mpsc::sync_channel(1);
-    let done = Box::new(move |result| sender.send(result).expect("it is heard"));
-    ledger.sign(done).expect("there is room");
-    receiver.recv().expect("an answer").expect("signs");
+    sign(&ledger);
     std::fs::copy(&path, &copy).expect("copies");
     let reader = Ledger::open_read_only(&copy).expect("opens");
     assert_eq!(reader.last_block(EPOCH).expect("reads"), 1);
@@ -482,10 +475,10 @@ fn an_unwell_ledger_gets_well_by_itself() {
     blocker.execute_batch("BEGIN IMMEDIATE").expect("locks");
     let error = post(&ledger, block(2, vec![], vec![])).expect_err("it is locked");
     assert!(matches!(error, LedgerError::Storage(_)), "{error}");
-    assert!(matches!(ledger.health(), Health::Unwell { .. }));
+    assert!(matches!(ledger.health(), Health::Degraded { .. }));
     blocker.execute_batch("ROLLBACK").expect("unlocks");
     drop(blocker);
-    while ledger.health() != Health::Well {
+    while ledger.health() != Health::Healthy {
         std::thread::yield_now();
     }
     assert_eq!(post(&ledger, block(2, vec![], vec![])).expect("posts"), Posted::New);

@@ -11,14 +11,14 @@ use std::time::Duration;
 
 use futures_util::stream::FuturesOrdered;
 use futures_util::{Stream, StreamExt, TryStreamExt};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tollgate_domain::block::FinishedAttempt;
 use tollgate_domain::{Block, BlockParts, FinishReason, Usage, UtcTime, WorkerEpoch, WorkerName};
 use tollgate_ledger::{
-    BlockRefusal, FaultCap, Health, LedgerError, LedgerHandle, LedgerReader,
+    Act, BlockRefusal, FaultCap, Health, LedgerError, LedgerHandle, LedgerReader,
     PartiallyRejectedBlock, Posted, RefusedBlock, SpendRow,
 };
 use tollgate_wire::v1::worker_client::WorkerClient;
@@ -30,17 +30,14 @@ use super::{CALL_TIMEOUT, Online, UpstreamError};
 use crate::Clock;
 use crate::limits::LateSpend;
 use crate::pump::{InFlight, Stage};
+use crate::submit;
 
 /// Blocks posted and not yet committed, so that they share commits.
 const UNCOMMITTED: usize = 128;
-/// While the ledger is busy.
-const BUSY_WAIT: Duration = Duration::from_millis(20);
-/// While the disk refuses.
-const STORAGE_WAIT: Duration = Duration::from_millis(500);
 /// How often a block is posted again that seems to come too early: the one
 /// before it may just be being passed over, or wait for the disk. Together
-/// longer than [`STORAGE_WAIT`].
-const GAP_TRIES: u32 = 200;
+/// longer than [`submit::STORAGE_WAIT`].
+const MAX_GAP_RETRIES: u32 = 200;
 /// A journal that says nothing for so long has been taken.
 const QUIET: Duration = Duration::from_millis(200);
 /// How long the ledger is asked to take a cap while the gateway ends.
@@ -333,7 +330,7 @@ impl Books {
             };
             match refusal {
                 // Already known: nothing to pass over, nothing to bill.
-                BlockRefusal::PassedOver | BlockRefusal::Archived => return Ok(ack),
+                BlockRefusal::Skipped | BlockRefusal::Archived => return Ok(ack),
                 BlockRefusal::Conflict | BlockRefusal::Ended => {
                     online.distrust();
                     let (worker, block) = (&online.name, ack.block);
@@ -413,37 +410,25 @@ impl Books {
             let (tenant, request) = (&untruth.caller.tenant, &untruth.attempt.request);
             format!("{} ({request} of {tenant}), {} in all", untruth.what, untruths.len())
         });
-        let mut gaps = 0;
-        loop {
-            let (done, posted) = oneshot::channel();
-            let completion = Box::new(move |result| {
-                let _ = done.send(result); // nobody waits: it is sent again
-            });
-            let sent = match &reason {
-                None => self.ledger.post_block(believed.clone(), completion),
-                Some(reason) => {
-                    let (said, believed) = (said.clone(), believed.clone());
-                    let struck = PartiallyRejectedBlock { said, believed, reason: reason.clone() };
-                    self.ledger.post_struck(struck, completion)
-                }
-            };
-            let result = match sent {
-                Ok(()) => posted.await.unwrap_or(Err(LedgerError::Closed)),
-                Err(error) => Err(error),
-            };
-            match result {
-                Err(LedgerError::Busy) => tokio::time::sleep(BUSY_WAIT).await,
-                Err(error) if error.is_of_the_disk() => tokio::time::sleep(STORAGE_WAIT).await,
-                Err(LedgerError::Refused { refusal: BlockRefusal::Gap { .. }, .. })
-                    if gaps < GAP_TRIES =>
-                {
-                    // While the disk refuses, the one before it comes again later.
-                    gaps += u32::from(self.ledger.health() == Health::Well);
-                    tokio::time::sleep(BUSY_WAIT).await;
-                }
-                result => return result,
+        let act = match reason {
+            None => Act::from(believed.clone()),
+            Some(reason) => {
+                let (reported, accepted) = (said.clone(), believed.clone());
+                Act::from(PartiallyRejectedBlock { reported, accepted, reason })
             }
-        }
+        };
+        let mut gaps = 0;
+        submit::submit(&self.ledger, act, |error| match error {
+            LedgerError::Refused { refusal: BlockRefusal::Gap { .. }, .. }
+                if gaps < MAX_GAP_RETRIES =>
+            {
+                // While the disk refuses, the block before this one is itself retried later.
+                gaps += u32::from(self.ledger.health() == Health::Healthy);
+                Some(submit::BUSY_WAIT)
+            }
+            error => submit::while_unavailable(error),
+        })
+        .await
     }
 
     /// Records that a block is refused for good, and acknowledges it.
@@ -457,26 +442,17 @@ impl Books {
         let worker = &online.name;
         tracing::error!(%worker, %epoch, block = ack.block, reason, "block refused and passed over");
         online.distrust();
-        loop {
-            let (done, passed) = oneshot::channel();
-            let completion = Box::new(move |result| {
-                let _ = done.send(result);
-            });
-            let (worker, reason, at) = (worker.clone(), reason.clone(), self.clock.utc());
-            let refused = RefusedBlock { worker, epoch, number: ack.block, reason, at };
-            let result = match self.ledger.pass_over(refused, completion) {
-                Ok(()) => passed.await.unwrap_or(Err(LedgerError::Closed)),
-                Err(error) => Err(error),
-            };
-            match result {
-                Ok(_) => return Ok(ack),
-                Err(LedgerError::Busy) => tokio::time::sleep(BUSY_WAIT).await,
-                Err(error) if error.is_of_the_disk() => tokio::time::sleep(STORAGE_WAIT).await,
-                Err(_) => {
-                    return Err(UpstreamError::Lied(
-                        "a block that can be neither posted nor passed over",
-                    ));
-                }
+        let refused = RefusedBlock {
+            worker: worker.clone(),
+            epoch,
+            number: ack.block,
+            reason,
+            at: self.clock.utc(),
+        };
+        match submit::submit(&self.ledger, refused, submit::while_unavailable).await {
+            Ok(_) => Ok(ack),
+            Err(_) => {
+                Err(UpstreamError::Lied("a block that can be neither posted nor passed over"))
             }
         }
     }
@@ -573,33 +549,22 @@ impl Books {
     /// must not keep the process.
     pub(crate) async fn fault(&self, cap: FaultCap) {
         let mut until = None;
-        loop {
-            let (done, capped) = oneshot::channel();
-            let completion = Box::new(move |result| {
-                let _ = done.send(result);
-            });
-            let result = match self.ledger.fault_cap(cap.clone(), completion) {
-                Ok(()) => capped.await.unwrap_or(Err(LedgerError::Closed)),
-                Err(error) => Err(error),
-            };
-            match result {
-                Ok(_) => return self.in_flight.recorded(&cap.attempt),
-                // Who knew more has said what is paid.
-                Err(LedgerError::AlreadySettled) if cap.payable == Usage::default() => return,
-                Err(error)
-                    if (error.is_of_the_disk() || matches!(error, LedgerError::Busy))
-                        && self.stopping.is_cancelled()
-                        && Instant::now() >= *until.get_or_insert(Instant::now() + LAST_CAPS) =>
-                {
-                    tracing::error!(request = %cap.attempt.request, %error, "a fault is not entered before the end");
-                    return;
-                }
-                Err(LedgerError::Busy) => tokio::time::sleep(BUSY_WAIT).await,
-                Err(error) if error.is_of_the_disk() => tokio::time::sleep(STORAGE_WAIT).await,
-                Err(error) => {
-                    tracing::error!(request = %cap.attempt.request, %error, "a fault is not entered");
-                    return;
-                }
+        let mut is_final = || {
+            // The time runs from the first error after this gateway began to stop.
+            self.stopping.is_cancelled()
+                && Instant::now() >= *until.get_or_insert(Instant::now() + LAST_CAPS)
+        };
+        let capped = submit::submit(&self.ledger, cap.clone(), |error| {
+            submit::while_unavailable(error).filter(|_| !is_final())
+        })
+        .await;
+        match capped {
+            Ok(_) => self.in_flight.recorded(&cap.attempt),
+            // The task that knew more has already said what is paid.
+            Err(LedgerError::AlreadySettled) if cap.payable == Usage::default() => {}
+            Err(error) => {
+                let request = &cap.attempt.request;
+                tracing::error!(%request, %error, "ledger did not take a fault cap; the attempt stays charged as its worker reported it");
             }
         }
     }

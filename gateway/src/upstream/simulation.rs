@@ -17,6 +17,7 @@ mod sqlite;
 mod worker;
 mod world;
 
+use futures_util::FutureExt as _;
 use tollgate_domain::UtcTime;
 use tollgate_ledger::{AdminAction, Ledger, LedgerError, LedgerHandle, ManualLedger, Posted};
 
@@ -153,11 +154,9 @@ fn record(
         user: None,
         detail: serde_json::Value::Null,
     };
-    let (done, heard) = std::sync::mpsc::sync_channel(1);
-    let completion = Box::new(move |result| done.send(result).expect("it is heard"));
-    handle.record(action, completion).expect("there is room");
-    ledger.turn();
-    heard.recv().expect("an answer")
+    let recorded = handle.submit(action);
+    ledger.tick();
+    recorded.now_or_never().expect("an answer")
 }
 
 mod long {

@@ -17,8 +17,7 @@ use tollgate_domain::{
 use super::note::{hex, is_signed};
 use super::record::{Before, Body, body_of, rest_of, text_of};
 use super::tree::{Frontier, Hash, is_kept, leaf};
-use crate::fault::FaultCap;
-use crate::post::RefusedBlock;
+use crate::act::{FaultCap, RefusedBlock};
 use crate::query::{caller, name};
 use crate::{LedgerError, archive, plans};
 

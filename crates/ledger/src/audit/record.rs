@@ -14,29 +14,11 @@ use tollgate_domain::{
 use super::note::hex;
 use super::tree::Hash;
 use crate::LedgerError;
+use crate::act::{AdminAction, FaultCap, RefusedBlock};
 use crate::charge::reason_name;
-use crate::fault::FaultCap;
-use crate::post::RefusedBlock;
 
 /// The most bytes of an admin action's detail; of a longer one the hash is kept.
 pub(crate) const LONGEST_DETAIL: usize = 16 * 1024;
-
-/// An act of an admin, or of the gateway on an admin's behalf.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct AdminAction {
-    /// Names it for ever: told twice, it is recorded once.
-    pub id: String,
-    /// When it was done.
-    pub at: UtcTime,
-    /// What was done: `key.created`, `config.loaded`, ...
-    pub operation: String,
-    /// Who did it, as far as it is known: `uid 0`, `admin key`.
-    pub actor: String,
-    /// Whose it concerns, where it concerns a tenant: the tenant, and the key.
-    pub user: Option<(String, Option<String>)>,
-    /// What else there is to say, as JSON.
-    pub detail: serde_json::Value,
-}
 
 /// What a record says beside its number and the hash before it.
 #[derive(Serialize)]

@@ -1,16 +1,15 @@
 //! Blocks to post, and posting that waits for its answer.
 #![allow(dead_code, unreachable_pub, reason = "each test file uses its part")]
 
-use std::sync::mpsc;
-
+use futures_executor::block_on;
 use tollgate_domain::{
     Attempt, Block, BlockParts, Caller, Device, DeviceClass, DeviceNanos, FinishReason,
     FinishedAttempt, KeyId, ModelName, PlanName, RequestId, SequenceId, Share, Stages, TenantId,
     Usage, UtcTime, WorkerEpoch, WorkerName,
 };
 use tollgate_ledger::{
-    AdminAction, FaultCap, LedgerError, LedgerHandle, PartiallyRejectedBlock, PlansInForce, Posted,
-    RefusedBlock,
+    Act, AdminAction, FaultCap, LedgerError, LedgerHandle, PartiallyRejectedBlock, PlansInForce,
+    Posted, RefusedBlock,
 };
 
 pub const EPOCH: WorkerEpoch = WorkerEpoch(7);
@@ -98,36 +97,32 @@ pub fn cap(tenant: &str, request: u128, payable: Usage) -> FaultCap {
 }
 
 pub fn post(ledger: &LedgerHandle, block: Block) -> Result<Posted, LedgerError> {
-    wait(|done| ledger.post_block(block, done))
+    block_on(ledger.submit(block))
 }
 
 pub fn post_cap(ledger: &LedgerHandle, cap: FaultCap) -> Result<Posted, LedgerError> {
-    wait(|done| ledger.fault_cap(cap, done))
+    block_on(ledger.submit(cap))
 }
 
-pub fn pass_over(ledger: &LedgerHandle, number: u64) -> Result<Posted, LedgerError> {
-    pass_over_as(ledger, "0", number)
+pub fn skip(ledger: &LedgerHandle, number: u64) -> Result<Posted, LedgerError> {
+    skip_as(ledger, "0", number)
 }
 
-pub fn pass_over_as(
-    ledger: &LedgerHandle,
-    worker: &str,
-    number: u64,
-) -> Result<Posted, LedgerError> {
+pub fn skip_as(ledger: &LedgerHandle, worker: &str, number: u64) -> Result<Posted, LedgerError> {
     let worker = WorkerName::new(worker).expect("a name");
     let refused = RefusedBlock { worker, epoch: EPOCH, number, reason: "a lie".into(), at: NOON };
-    wait(|done| ledger.pass_over(refused, done))
+    block_on(ledger.submit(refused))
 }
 
-pub fn post_struck(
+pub fn post_partly(
     ledger: &LedgerHandle,
-    struck: PartiallyRejectedBlock,
+    partly: PartiallyRejectedBlock,
 ) -> Result<Posted, LedgerError> {
-    wait(|done| ledger.post_struck(struck, done))
+    block_on(ledger.submit(partly))
 }
 
 pub fn record(ledger: &LedgerHandle, id: &str, operation: &str) -> Result<Posted, LedgerError> {
-    wait(|done| ledger.record(action(id, operation), done))
+    block_on(ledger.submit(action(id, operation)))
 }
 
 pub fn action(id: &str, operation: &str) -> AdminAction {
@@ -142,7 +137,7 @@ pub fn action(id: &str, operation: &str) -> AdminAction {
 }
 
 pub fn record_action(ledger: &LedgerHandle, action: AdminAction) -> Result<Posted, LedgerError> {
-    wait(|done| ledger.record(action, done))
+    block_on(ledger.submit(action))
 }
 
 /// Tells the plan of acme from `at` on.
@@ -154,15 +149,9 @@ pub fn tell_plan(ledger: &LedgerHandle, at: UtcTime, plan: &str) -> Posted {
 }
 
 pub fn post_plans(ledger: &LedgerHandle, told: PlansInForce) -> Result<Posted, LedgerError> {
-    wait(|done| ledger.plans(told, done))
+    block_on(ledger.submit(told))
 }
 
-fn wait(
-    send: impl FnOnce(tollgate_ledger::Completion) -> Result<(), LedgerError>,
-) -> Result<Posted, LedgerError> {
-    let (sender, receiver) = mpsc::sync_channel(1);
-    send(Box::new(move |result| {
-        let _ = sender.send(result);
-    }))?;
-    receiver.recv().expect("an answer")
+pub fn sign(ledger: &LedgerHandle) {
+    block_on(ledger.submit(Act::Sign)).expect("signs");
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{mpsc, watch};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
@@ -273,8 +273,8 @@ impl Front {
 
     /// The ledger's thread wakes; how long it sleeps then, ms.
     pub(super) fn commit(&mut self) -> u64 {
-        self.ledger.turn();
-        if self.handle.health() == Health::Well { 1 } else { 90 }
+        self.ledger.tick();
+        if self.handle.health() == Health::Healthy { 1 } else { 90 }
     }
 
     pub(super) fn reader(&self) -> LedgerReader {
@@ -282,11 +282,9 @@ impl Front {
     }
 
     pub(super) fn post_again(&mut self, block: Block) -> Result<Posted, String> {
-        let (done, mut posted) = oneshot::channel();
-        let completion = Box::new(move |result| _ = done.send(result));
-        self.handle.post_block(block, completion).map_err(|error| error.to_string())?;
-        self.ledger.turn();
-        let posted = posted.try_recv().map_err(|error| error.to_string())?;
+        let posted = self.handle.submit(block);
+        self.ledger.tick();
+        let posted = posted.now_or_never().ok_or("the ledger did not answer")?;
         posted.map_err(|error| error.to_string())
     }
 
