@@ -51,7 +51,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
     let config = arguments.place.load()?;
     let tenant = TenantId::new(&arguments.tenant)?;
     let wanted = arguments.plan.as_deref().map(PlanName::new).transpose()?;
-    let now_has = config.tenant(&tenant).and_then(tollgate_config::Tenant::priced_as);
+    let now_has = config.tenant(&tenant).and_then(|tenant| tenant.priced_as());
     let now_has = now_has.map(|plan| plan.name.clone());
     let priced_as = match &wanted {
         Some(plan) => PricedAs::Plan(plan),

@@ -31,7 +31,7 @@ pub struct Config {
     plans: BTreeMap<PlanName, Arc<Plan>>,
     pools: BTreeMap<PoolName, Pool>,
     /// By name.
-    tenants: Vec<Tenant>,
+    tenants: Vec<Arc<Tenant>>,
     /// Where each stands: every request asks, and there may be a hundred
     /// thousand.
     tenant_places: HashMap<TenantId, usize>,
@@ -185,11 +185,11 @@ impl Config {
 
     /// All tenants, by name; at least one.
     pub fn tenants(&self) -> impl Iterator<Item = &Tenant> {
-        self.tenants.iter()
+        self.tenants.iter().map(Arc::as_ref)
     }
 
     /// One tenant.
-    pub fn tenant(&self, name: &TenantId) -> Option<&Tenant> {
+    pub fn tenant(&self, name: &TenantId) -> Option<&Arc<Tenant>> {
         self.tenant_places.get(name).map(|&place| &self.tenants[place])
     }
 
@@ -259,7 +259,7 @@ fn resolve(tree: Table, problems: Vec<Problem>) -> Result<(Config, Written), Con
     ConfigErrors::check(reader.problems)?;
     let check::Resolved { plans, pools, tenants, models, issuers, prices } = resolved;
     let (data, gateway, worker) = (root.data.clone(), root.gateway.clone(), root.worker.clone());
-    let tenants: Vec<Tenant> = tenants.into_values().collect();
+    let tenants: Vec<Arc<Tenant>> = tenants.into_values().map(Arc::new).collect();
     let tenant_places =
         tenants.iter().enumerate().map(|(place, tenant)| (tenant.name.clone(), place)).collect();
     let config = Config {

@@ -1,6 +1,6 @@
-//! The second listener: health and metrics for machines, the rest for whoever
-//! holds the admin key. Deny by default: a route is open only if it is in the
-//! short list of `routes`.
+//! The admin listener's routes: health and metrics for machines, everything
+//! else for holders of the admin key. A route is closed unless it stands in
+//! the short open list of [`router`].
 
 mod checkpoint;
 mod health;
@@ -20,35 +20,42 @@ use axum::{Json, Router};
 use http::{HeaderMap, StatusCode, header};
 use serde::Serialize;
 use subtle::ConstantTimeEq as _;
+use tokio_util::sync::CancellationToken;
+use tollgate_domain::{MonotonicTime, RequestId};
+use tower::ServiceExt as _;
 
 use self::health::Health;
-pub(crate) use self::health::concerns;
-use crate::gateway::Gateway;
+use crate::listener::Peer;
 use crate::reply::ApiError;
-use crate::stack::{method_not_allowed, unknown_route};
+use crate::serving::Serving;
+use crate::stack::{Routes, method_not_allowed, unknown_route};
+use crate::telemetry::{Metrics, Readings};
+use crate::upstream::WorkerReport;
 
-/// The admin key cannot be read or made.
+/// An error for an admin key that cannot be read or made.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot use the admin key in {path}")]
 pub struct AdminKeyError {
-    /// Its file.
+    /// The file of the key.
     pub path: PathBuf,
-    /// Why.
+    /// The cause.
     #[source]
     pub source: io::Error,
 }
 
-/// The secret that opens the admin listener. Never shown, never logged.
+/// The secret that opens the admin listener. It is never shown and never
+/// logged.
 pub(crate) struct AdminKey(String);
 
 impl AdminKey {
-    /// The key in `data/admin.key`, made on first use, readable by the owner
-    /// alone.
+    /// Reads the key in `data/admin.key`. Makes the key on first use, in a file
+    /// that only the owner can read.
     pub(crate) fn load(data: &Path) -> Result<Self, AdminKeyError> {
         let path = data.join(ADMIN_KEY_FILE);
         read_or_make(&path).map(Self).map_err(|source| AdminKeyError { path, source })
     }
 
+    /// Returns true if `headers` carry this key, and no other credential.
     fn opens(&self, headers: &HeaderMap) -> bool {
         let mut shown = headers.get_all(header::AUTHORIZATION).iter();
         let (Some(shown), None) = (shown.next(), shown.next()) else { return false };
@@ -64,7 +71,7 @@ fn read_or_make(path: &Path) -> io::Result<String> {
         Ok(text) => {
             let key = text.trim();
             if key.len() < LEAST_KEY_CHARS {
-                let words = format!("it must have at least {LEAST_KEY_CHARS} characters");
+                let words = format!("the key must have at least {LEAST_KEY_CHARS} characters");
                 return Err(io::Error::new(io::ErrorKind::InvalidData, words));
             }
             Ok(key.to_owned())
@@ -84,70 +91,141 @@ fn read_or_make(path: &Path) -> io::Result<String> {
     }
 }
 
-/// All admin routes.
-pub(crate) fn routes(gateway: Arc<Gateway>) -> Router {
+/// The state that admin handlers read.
+pub(crate) struct AdminState {
+    pub(crate) key: AdminKey,
+    pub(crate) serving: Arc<Serving>,
+    pub(crate) metrics: Arc<Metrics>,
+    /// Cancelled once the gateway takes no new work.
+    pub(crate) draining: CancellationToken,
+}
+
+impl AdminState {
+    /// Returns true for each condition that requests need to succeed.
+    pub(crate) fn readiness(&self) -> Readiness {
+        Readiness {
+            worker: self.serving.workers.is_ready(),
+            ledger: self.serving.can_record(),
+            draining: self.draining.is_cancelled(),
+        }
+    }
+
+    /// Returns a report on each worker.
+    pub(crate) fn worker_reports(&self) -> Vec<WorkerReport> {
+        self.serving.workers.report()
+    }
+
+    /// Returns the metrics in Prometheus's text format.
+    fn scrape(&self) -> String {
+        let workers = &self.serving.workers;
+        self.metrics.scrape(Readings {
+            ready: self.readiness().is_ready(),
+            ledger_writable: self.serving.can_record(),
+            workers: workers.report(),
+            worker_lies: workers.lies(),
+            worker_losses: workers.losses(),
+            holds: {
+                let status = self.serving.admission.status();
+                status.running + status.queued
+            },
+        })
+    }
+}
+
+/// The routes of the admin listener, for its stack.
+pub(crate) struct AdminRoutes(Router);
+
+impl AdminRoutes {
+    pub(crate) fn new(state: Arc<AdminState>) -> Self {
+        Self(router(state))
+    }
+}
+
+impl Routes for AdminRoutes {
+    type Target = ();
+
+    fn label(&self, path: &str) -> &'static str {
+        label(path)
+    }
+
+    fn check_head<B>(
+        &self,
+        _request: &http::Request<B>,
+        _peer: Option<&Peer>,
+        _now: MonotonicTime,
+    ) -> Result<(), ApiError> {
+        // The guard of the router checks the key.
+        Ok(())
+    }
+
+    async fn answer(&self, (): (), request: Request, _id: RequestId) -> Response {
+        self.0.clone().oneshot(request).await.unwrap_or_else(|never| match never {})
+    }
+}
+
+/// Builds the router of all admin routes.
+fn router(state: Arc<AdminState>) -> Router {
     let guarded = Router::new()
         .route("/v1/status", get(status))
         .route("/audit/checkpoint", get(checkpoint::newest))
         .route("/audit/key", get(checkpoint::key))
         .merge(penalties::routes())
-        // For what is added here, and for what is not there: who has no key
-        // does not learn which.
         .fallback(unknown_route)
         .method_not_allowed_fallback(method_not_allowed)
-        .layer(from_fn_with_state(Arc::clone(&gateway), require_key));
+        // The guard also covers unknown paths: a client without the key must
+        // not learn which paths exist.
+        .layer(from_fn_with_state(Arc::clone(&state), require_key));
     Router::new()
         .route("/healthz", get(healthz))
         .route("/readyz", get(readyz))
         .route("/metrics", get(metrics))
         .method_not_allowed_fallback(method_not_allowed)
-        .fallback_service(guarded.with_state(Arc::clone(&gateway)))
-        .with_state(gateway)
+        .fallback_service(guarded.with_state(Arc::clone(&state)))
+        .with_state(state)
 }
 
 async fn require_key(
-    State(gateway): State<Arc<Gateway>>,
+    State(state): State<Arc<AdminState>>,
     request: Request,
     next: Next,
 ) -> Response {
-    if gateway.admin_key.opens(request.headers()) {
+    if state.key.opens(request.headers()) {
         next.run(request).await
     } else {
         ApiError::InvalidCredential.into_response()
     }
 }
 
-/// The process lives and its runtime turns.
+/// Answers as long as the process lives and its runtime makes progress.
 async fn healthz() -> &'static str {
     "ok\n"
 }
 
-/// Requests will succeed; else 503 and why not.
-async fn readyz(State(gateway): State<Arc<Gateway>>) -> Response {
-    let readiness = gateway.readiness();
+/// Answers 200 if requests will succeed; otherwise 503 and the obstacles.
+async fn readyz(State(state): State<Arc<AdminState>>) -> Response {
+    let readiness = state.readiness();
     let status =
         if readiness.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     (status, Json(readiness)).into_response()
 }
 
-async fn metrics(State(gateway): State<Arc<Gateway>>) -> Response {
-    let text = gateway.scrape();
-    ([(header::CONTENT_TYPE, OPENMETRICS)], text).into_response()
+async fn metrics(State(state): State<Arc<AdminState>>) -> Response {
+    ([(header::CONTENT_TYPE, OPENMETRICS)], state.scrape()).into_response()
 }
 
-/// Whether requests will succeed, and what stands in the way.
+/// The conditions under which requests succeed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Readiness {
-    /// A worker takes requests.
+    /// True if a worker takes requests.
     pub worker: bool,
-    /// Usage can be recorded.
+    /// True if usage can be recorded.
     pub ledger: bool,
-    /// It is about to stop.
+    /// True if the gateway is about to stop.
     pub draining: bool,
 }
 
 impl Readiness {
-    /// All of it together.
+    /// Returns true if every condition holds.
     pub fn is_ready(self) -> bool {
         let Self { worker, ledger, draining } = self;
         worker && ledger && !draining
@@ -164,20 +242,21 @@ struct Status {
 struct WorkerStatus {
     name: String,
     ready: bool,
-    /// It lied and gets nothing until it is started anew.
+    /// True if the worker sent an invalid report. The gateway places nothing on
+    /// it until the worker is restarted.
     distrusted: bool,
     device_class: Option<String>,
     models: Vec<String>,
     queued: u32,
     running: u32,
     backlog_ns: u64,
-    /// What its driver tells of the device; null where it is not watched.
+    /// The figures of the device's driver; null if the device is not watched.
     health: Option<Health>,
 }
 
-/// The workers as they stand.
-async fn status(State(gateway): State<Arc<Gateway>>) -> Response {
-    let workers = gateway
+/// Answers with the state of each worker.
+async fn status(State(state): State<Arc<AdminState>>) -> Response {
+    let workers = state
         .worker_reports()
         .into_iter()
         .map(|report| WorkerStatus {
@@ -192,11 +271,11 @@ async fn status(State(gateway): State<Arc<Gateway>>) -> Response {
             health: report.health.map(Health::from),
         })
         .collect();
-    Json(Status { ready: gateway.readiness().is_ready(), workers }).into_response()
+    Json(Status { ready: state.readiness().is_ready(), workers }).into_response()
 }
 
-/// Admin routes, for metrics.
-pub(crate) fn endpoint(path: &str) -> &'static str {
+/// Returns the label of an admin route in metrics.
+fn label(path: &str) -> &'static str {
     match path {
         "/healthz" => "healthz",
         "/readyz" => "readyz",
@@ -210,6 +289,7 @@ pub(crate) fn endpoint(path: &str) -> &'static str {
 }
 
 const ADMIN_KEY_FILE: &str = "admin.key";
+/// Characters of the shortest key that is accepted.
 const LEAST_KEY_CHARS: usize = 32;
 const BEARER: &[u8] = b"bearer ";
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";

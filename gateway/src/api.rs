@@ -8,11 +8,12 @@ mod chat;
 mod chunks;
 mod completions;
 mod fields;
-mod front;
 pub(crate) mod fuzz;
 mod job;
 mod keyed;
 mod logprobs;
+mod outgoing;
+mod preflight;
 mod sse;
 mod telling;
 mod turns;
@@ -21,11 +22,8 @@ mod whole;
 use std::sync::Arc;
 use std::time::Instant;
 
-use axum::Router;
 use axum::body::{Body, Bytes};
-use axum::extract::{FromRef, Request, State};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -38,20 +36,19 @@ pub(crate) use self::job::{Counting, Job};
 use self::asked::Asked;
 use self::body::BodyLimits;
 use self::fields::Violation;
-pub(crate) use self::front::Asking;
 use self::job::CountContext;
+use self::outgoing::{Outgoing, TimedBody};
+pub(crate) use self::preflight::{Call, CallerContext, RouteKind};
 use self::telling::Telling;
 use self::whole::Whole;
 use crate::auth::{AuthenticatedCaller, Authenticator, Endpoint};
 use crate::idempotency::{Ask, Claimed, IdempotencyKey, fingerprint};
-use crate::path::{Outgoing, TimedBody};
-use crate::penalties::Penalties;
 use crate::pump::{self, Event, Failure, Receipt};
 use crate::reply::{ApiError, write_figures};
 use crate::serving::Serving;
 use crate::telemetry::Metrics;
 use crate::upstream::ServedModel;
-use crate::{Clock, admit, limits, models, route, usage};
+use crate::{admit, limits, route};
 
 /// What the API's handlers share.
 #[derive(Clone)]
@@ -63,47 +60,15 @@ pub(crate) struct Api {
     pub(crate) draining: CancellationToken,
 }
 
-impl FromRef<Api> for Authenticator {
-    fn from_ref(api: &Api) -> Self {
-        api.authenticator.clone()
-    }
+/// `POST /v1/chat/completions`
+pub(crate) async fn chat_completions(api: Api, call: Call) -> Result<Response, ApiError> {
+    answer(api, call, Interface { endpoint: Endpoint::Chat, parse: chat::parse }).await
 }
 
-impl FromRef<Api> for Penalties {
-    fn from_ref(api: &Api) -> Self {
-        api.serving.penalties.clone()
-    }
-}
-
-impl FromRef<Api> for Clock {
-    fn from_ref(api: &Api) -> Self {
-        api.serving.clock.clone()
-    }
-}
-
-/// The routes under `/v1`.
-pub(crate) fn routes(api: Api) -> Router {
-    Router::new()
-        .route(CHAT_COMPLETIONS, post(chat_completions))
-        .route(COMPLETIONS, post(completions))
-        .route("/v1/models", get(models::list))
-        .route("/v1/models/{*model}", get(models::show))
-        .route("/v1/usage", get(usage::list))
-        .route("/v1/usage/{request}", get(usage::show))
-        .with_state(api)
-}
-
-const CHAT_COMPLETIONS: &str = "/v1/chat/completions";
-const COMPLETIONS: &str = "/v1/completions";
-
-async fn chat_completions(State(api): State<Api>, request: Request) -> Result<Response, ApiError> {
-    let interface = Interface { endpoint: Endpoint::Chat, parse: chat::parse };
-    Box::pin(answer(api, request, interface)).await
-}
-
-async fn completions(State(api): State<Api>, request: Request) -> Result<Response, ApiError> {
-    let interface = Interface { endpoint: Endpoint::Completions, parse: completions::parse };
-    Box::pin(answer(api, request, interface)).await
+/// `POST /v1/completions`
+pub(crate) async fn completions(api: Api, call: Call) -> Result<Response, ApiError> {
+    answer(api, call, Interface { endpoint: Endpoint::Completions, parse: completions::parse })
+        .await
 }
 
 /// What tells one interface from the other.
@@ -114,37 +79,25 @@ struct Interface {
 
 type Parse = fn(&str, &RequestLimits) -> Result<Asked, Violation>;
 
-/// Answers, and remembers who is refused: for ever coming back all the same
-/// there is a penalty.
-async fn answer(
-    api: Api,
-    mut request: Request,
-    interface: Interface,
-) -> Result<Response, ApiError> {
-    let Asking { caller, scopes } = api.asking(&mut request, interface.endpoint)?;
-    let tenant = api.tenant(&caller, interface.endpoint)?;
-    let answered = Box::pin(serve(&api, (&caller, tenant), scopes, request, &interface)).await;
+/// Answers a request for work. Counts a refusal against the tenant, because
+/// clients that ignore `retry-after` accumulate a penalty.
+async fn answer(api: Api, call: Call, interface: Interface) -> Result<Response, ApiError> {
+    let tenant = call.caller.tenant.name.clone();
+    let answered = serve(&api, call, &interface).await;
     if let Err(error) = &answered {
-        api.serving.penalties.answered(api.serving.clock.now(), &tenant.name, error);
+        api.serving.penalties.answered(api.serving.clock.now(), &tenant, error);
     }
     answered
 }
 
-async fn serve(
-    api: &Api,
-    (caller, tenant): (&AuthenticatedCaller, &Tenant),
-    scopes: Vec<ScopeLimits>,
-    request: Request,
-    interface: &Interface,
-) -> Result<Response, ApiError> {
+async fn serve(api: &Api, call: Call, interface: &Interface) -> Result<Response, ApiError> {
+    let Call { request, id, caller: CallerContext { caller, tenant, scopes }, parameter: _ } = call;
     if !api.serving.can_record() {
         return Err(ApiError::LedgerUnavailable);
     }
-    // Given before all else, and no client is believed about it.
-    let id: RequestId = request.extensions().get().cloned().ok_or(ApiError::Internal)?;
     let key = IdempotencyKey::of(request.headers())?;
-    // Likewise; but who asks again for an answer that is being made needs no
-    // place of its own, and whether it does is known by its body.
+    // A request with a key skips this check: a duplicate needs no place of its
+    // own, and only the body shows whether the request is a duplicate.
     if key.is_none() {
         api.has_place(&scopes)?;
     }
@@ -153,26 +106,26 @@ async fn serve(
     let read = began.elapsed();
     let first = match key {
         None => None,
-        Some(key) => match api.claim(caller, interface.endpoint, key, (&id, &body)).await? {
+        Some(key) => match api.claim(&caller, interface.endpoint, key, (&id, &body)).await? {
             Claimed::First(first) => Some(first),
             Claimed::Repeat(answer) => return answer,
         },
     };
-    // It may have taken its time to come.
+    // Asked again, because the body may have taken a while to arrive.
     api.has_place(&scopes)?;
     let parsed = Instant::now();
     let asked = api.parse(&body, interface.parse)?;
-    let model = api.model(caller, tenant, &asked.model)?;
+    let model = api.model(&caller, &tenant, &asked.model)?;
     let context = CountContext {
         now: api.serving.clock.utc(),
         default_max_tokens: api.config.gateway().requests.default_max_tokens,
         read,
         parsed,
     };
-    let bound = limits::bind(&api.config, scopes, tenant, &model.name);
+    let bound = limits::bind(&api.config, scopes, &tenant, &model.name);
     let holder = bound.pool.as_ref().map_or(tenant.name.as_str(), PoolName::as_str);
     let job = api.serving.counting.count(holder, id, asked, model, context).await?;
-    let admitted = admit::admit(&api.serving, caller, bound, job)?;
+    let admitted = admit::admit(&api.serving, &caller, bound, job)?;
     let head = Head {
         telling: admitted.job.telling.clone(),
         streamed: admitted.job.streamed,
@@ -192,22 +145,6 @@ async fn serve(
 }
 
 impl Api {
-    /// The caller's tenant, if the caller may use `endpoint`.
-    pub(crate) fn tenant(
-        &self,
-        caller: &AuthenticatedCaller,
-        endpoint: Endpoint,
-    ) -> Result<&Tenant, ApiError> {
-        if !caller.may_use_endpoint(endpoint) {
-            return Err(ApiError::Permission {
-                message: format!("This key may not use '{}'.", endpoint.as_str()).into(),
-            });
-        }
-        self.config.tenant(caller.tenant()).ok_or(ApiError::Permission {
-            message: "The tenant of this credential is not served here.".into(),
-        })
-    }
-
     async fn read(&self, body: Body) -> Result<Bytes, ApiError> {
         let gateway = self.config.gateway();
         let limits = BodyLimits {

@@ -8,7 +8,6 @@
 
 mod bearer;
 mod claims;
-mod extract;
 mod fetch;
 pub(crate) mod fuzz;
 mod issuer;
@@ -33,7 +32,6 @@ use tokio_util::sync::CancellationToken;
 use tollgate_domain::{Caller, KeyId, ModelName, PlanName, TenantId, UtcTime};
 
 pub(crate) use self::bearer::shows_token;
-pub(crate) use self::extract::identify;
 pub use self::fetch::FetchError;
 pub use self::issuer::{IssuerError, IssuerKeys, IssuerOptions};
 pub use self::key_store::{KeyOptions, KeyRecord, KeyStore, KeyStoreError, NewKey, UnderWay};

@@ -1,5 +1,5 @@
-//! The composition root: what the gateway is made of, built once, in order,
-//! and the service that runs it.
+//! The composition root: it builds every part of the gateway once, in order,
+//! and runs the service until shutdown.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -13,85 +13,83 @@ use tollgate_admission::{Admission, AdmissionOptions};
 use tollgate_config::Config;
 use tollgate_ledger::{LedgerError, LedgerHandle};
 
-use crate::admin::{self, AdminKey, AdminKeyError, Readiness};
-use crate::api::{self, Api};
+use crate::admin::{AdminKey, AdminKeyError, AdminRoutes, AdminState, Readiness};
+use crate::api::Api;
 use crate::auth::{Authenticator, IssuerError, IssuerOptions, KeyStore};
 use crate::idempotency::{Idempotency, IntentsError};
 use crate::listener::{GateOptions, Listener, ListenerOptions};
+use crate::routes::PublicRoutes;
 use crate::serving::{Serving, ServingOptions};
 use crate::source::{Proxies, SourceOptions, SourceRing};
-use crate::stack::{self, Stack, StackOptions, public_endpoint};
-use crate::telemetry::{Metrics, Readings};
+use crate::stack::{Stack, StackOptions};
+use crate::telemetry::Metrics;
 use crate::tls::{TlsError, TlsIdentity, TlsSource};
 use crate::upstream::{WorkerEndpoint, WorkerReport};
 use crate::{Clock, audit, limits};
 
-/// What a gateway is made of.
+/// The inputs of a gateway.
 pub struct GatewayOptions {
-    /// Everything that admins write; also where it listens.
+    /// The checked config; it also names the addresses to listen on.
     pub config: Arc<Config>,
-    /// The data folder, which the caller has locked.
+    /// The data folder. The caller holds its lock.
     pub data: PathBuf,
-    /// Where the workers listen.
+    /// The sockets of the workers.
     pub workers: Vec<WorkerEndpoint>,
-    /// Where usage is recorded.
+    /// The ledger that records usage.
     pub ledger: LedgerHandle,
-    /// The API keys.
+    /// The store of API keys.
     pub keys: KeyStore,
-    /// What one network source may ask.
+    /// The rate of requests of one network source.
     pub sources: SourceOptions,
-    /// The clock of limits and records.
+    /// The clock for limits and records.
     pub clock: Clock,
 }
 
-/// Why a gateway could not start.
+/// An error that keeps a gateway from starting.
 #[derive(Debug, thiserror::Error)]
 pub enum GatewayError {
-    /// No usable certificate.
+    /// No certificate is usable.
     #[error("cannot use the certificate")]
     Tls(#[from] TlsError),
-    /// No usable admin key.
+    /// No admin key is usable.
     #[error(transparent)]
     AdminKey(#[from] AdminKeyError),
     /// A token issuer cannot be used.
     #[error("cannot use a token issuer")]
     Issuer(#[from] IssuerError),
-    /// What has been spent cannot be read.
-    #[error("cannot read from the ledger what has been spent")]
+    /// The ledger does not give the spending of this day and month.
+    #[error("cannot read from the ledger what tenants have spent")]
     Spending(#[source] LedgerError),
-    /// What idempotency keys stand for cannot be read.
+    /// The records of idempotency keys cannot be read.
     #[error(transparent)]
     Idempotency(#[from] IntentsError),
     /// An address cannot be bound.
     #[error("cannot listen on {address}")]
     Listen {
-        /// Which.
+        /// The address of the config.
         address: SocketAddr,
-        /// Why: in use, or not ours.
+        /// The cause: the address is in use, or belongs to another machine.
         #[source]
         source: std::io::Error,
     },
 }
 
-/// What the gateway's rooms share.
+/// A handle for reading the state of a running gateway.
+#[derive(Clone)]
 pub struct Gateway {
-    pub(crate) serving: Arc<Serving>,
-    pub(crate) admin_key: AdminKey,
-    metrics: Arc<Metrics>,
-    /// Cancelled when no new work is taken: running work ends by itself.
-    draining: CancellationToken,
+    state: Arc<AdminState>,
 }
 
-/// A gateway whose sockets are bound and that serves once it runs.
+/// A gateway with bound sockets; [`Self::run`] serves on them.
 pub struct GatewayService {
-    gateway: Arc<Gateway>,
+    state: Arc<AdminState>,
     authenticator: Authenticator,
     sources: SourceRing,
     config: Arc<Config>,
     tls: TlsIdentity,
     public: Bound,
     admin: Bound,
-    /// Cancelled when running work must end now.
+    /// Cancelled when running requests must end at once.
     stopping: CancellationToken,
 }
 
@@ -106,8 +104,8 @@ impl GatewayService {
     /// kernel until [`Self::run`].
     ///
     /// # Errors
-    /// When a part cannot be had: certificate, admin key, issuers, the ledger's
-    /// figures, an address.
+    /// A part cannot be built: certificate, admin key, token issuers, the
+    /// spending in the ledger, a listening address.
     pub async fn bind(options: GatewayOptions) -> Result<Self, GatewayError> {
         let GatewayOptions { config, data, workers, ledger, keys, sources, clock } = options;
         let metrics = Metrics::new();
@@ -123,7 +121,8 @@ impl GatewayService {
         let kept = config.gateway().idempotency.clone();
         let idempotency = Idempotency::open(&data, kept, ledger.reader().clone(), clock.clone())?;
 
-        // Addresses before workers: a port in use is found before work begins.
+        // Bound before workers are connected, so that a port in use is found
+        // before any work begins.
         let listen = config.gateway();
         let public = bind(listen.listen, listen.into(), &tls, &metrics)?;
         let admin = bind(listen.admin_listen, admin_listener(listen.into()), &tls, &metrics)?;
@@ -142,76 +141,49 @@ impl GatewayService {
             stopping: stopping.clone(),
         });
         let draining = CancellationToken::new();
-        let gateway = Arc::new(Gateway { serving, admin_key, metrics, draining });
+        let state = Arc::new(AdminState { key: admin_key, serving, metrics, draining });
         let sources = SourceRing::new(&sources);
-        Ok(Self { gateway, authenticator, sources, config, tls, public, admin, stopping })
+        Ok(Self { state, authenticator, sources, config, tls, public, admin, stopping })
     }
 
-    /// Where the API is served.
+    /// Returns the address of the API.
     pub fn local_addr(&self) -> SocketAddr {
         self.public.address
     }
 
-    /// Where health, metrics and administration are served.
+    /// Returns the address of health, metrics and administration.
     pub fn admin_addr(&self) -> SocketAddr {
         self.admin.address
     }
 
-    /// What is shared, to ask it how things stand.
+    /// Returns a handle for reading the gateway's state.
     pub fn gateway(&self) -> Arc<Gateway> {
-        Arc::clone(&self.gateway)
+        Arc::new(Gateway { state: Arc::clone(&self.state) })
     }
 
-    /// The certificate, to read it again while the gateway runs.
+    /// Returns the certificate, which can be reloaded while the gateway runs.
     pub fn tls(&self) -> TlsIdentity {
         self.tls.clone()
     }
 
-    /// Serves until `shutdown`, then drains: no new connections or requests,
-    /// running ones end by themselves within the drain's bound, then are cut;
-    /// every request is settled before it returns.
+    /// Serves until `shutdown` is cancelled, then drains: no new connections or
+    /// requests start, running requests end by themselves within the drain's
+    /// bound and are cut after that bound. Returns when every request is
+    /// settled.
     ///
-    /// `end_workers` runs between the last request and the last look at the
+    /// `end_workers` runs between the last request and the last read of the
     /// workers' journals: workers that it ends hand over their last blocks.
     pub async fn run(self, shutdown: CancellationToken, end_workers: impl Future<Output = ()>) {
-        let Self { gateway, authenticator, sources, config, tls: _, public, admin, stopping } =
-            self;
-        let drain = config.gateway().timeouts.drain;
-        let api = Api {
-            serving: Arc::clone(&gateway.serving),
-            config,
-            authenticator: authenticator.clone(),
-            draining: gateway.draining.clone(),
-        };
-        let largest_body = api.config.gateway().requests.body.0;
-        let public_stack = Stack::new(
-            stack::public(api::routes(api.clone())),
-            StackOptions {
-                metrics: Arc::clone(&gateway.metrics),
-                sources: Some(sources.clone()),
-                largest_body,
-                front: Some(api),
-                endpoint: public_endpoint,
-            },
-            gateway.serving.clock.clone(),
-        );
-        let admin_stack = Stack::new(
-            admin::routes(Arc::clone(&gateway)),
-            StackOptions {
-                metrics: Arc::clone(&gateway.metrics),
-                sources: None,
-                largest_body: ADMIN_BODY,
-                front: None,
-                endpoint: admin::endpoint,
-            },
-            gateway.serving.clock.clone(),
-        );
-        // The admin listener outlasts the public one, so that probes see the
-        // drain; both have ended when `listeners` is empty.
+        let drain = self.config.gateway().timeouts.drain;
+        let public_stack = self.public_stack();
+        let admin_stack = self.admin_stack();
+        let Self { state, authenticator, sources, public, admin, stopping, .. } = self;
+        // Two tokens, because the admin listener outlasts the public one:
+        // probes must see the drain.
         let listeners = TaskTracker::new();
         let close_admin = CancellationToken::new();
         let public_done =
-            listeners.spawn(public.listener.serve(public_stack, gateway.draining.clone()));
+            listeners.spawn(public.listener.serve(public_stack, state.draining.clone()));
         listeners.spawn(admin.listener.serve(admin_stack, close_admin.clone()));
         let upkeep = TaskTracker::new();
         let end_upkeep = CancellationToken::new();
@@ -219,27 +191,35 @@ impl GatewayService {
         upkeep.spawn(end_upkeep.clone().run_until_cancelled_owned(sweep(sources)));
         upkeep.spawn(audit::follow_keys(
             authenticator.keys().clone(),
-            gateway.serving.books.ledger.clone(),
+            state.serving.books.ledger.clone(),
             end_upkeep.clone(),
         ));
 
         shutdown.cancelled().await;
-        tracing::info!("draining");
-        gateway.draining.cancel();
-        // Requests end, or at the drain's bound are told to; the listener cuts
-        // its connections at the same bound.
-        let pumps = &gateway.serving.pumps;
+        tracing::info!("draining; new requests are refused");
+        // First of all, so that no request starts behind the waits below.
+        state.draining.cancel();
+        let pumps = &state.serving.pumps;
         pumps.close();
+        // The listener cuts its connections at the same bound.
         if timeout(drain, pumps.wait()).await.is_err() {
-            tracing::warn!(requests = pumps.len(), "cutting requests that outlast the drain");
+            tracing::warn!(
+                requests = pumps.len(),
+                "requests outlast the drain; they are cut and charged for what they used"
+            );
             stopping.cancel();
         }
+        // Before the workers end, since a handler may still write a response.
         if public_done.await.is_err() {
-            tracing::error!("the listener panicked");
+            tracing::error!("the public listener panicked; the gateway stops without it");
         }
+        // Requests that were cut still wait for their final usage.
         pumps.wait().await;
+        // After the last request, so that no worker stops under one.
         end_workers.await;
-        gateway.serving.stop().await;
+        // After the workers, whose last blocks arrive while they end.
+        state.serving.stop().await;
+        // Last, so that probes and scrapes see every step above.
         close_admin.cancel();
         end_upkeep.cancel();
         listeners.close();
@@ -247,40 +227,48 @@ impl GatewayService {
         listeners.wait().await;
         upkeep.wait().await;
     }
+
+    /// Builds the service behind the public listener.
+    fn public_stack(&self) -> Arc<Stack<PublicRoutes>> {
+        let routes = PublicRoutes::new(Api {
+            serving: Arc::clone(&self.state.serving),
+            config: Arc::clone(&self.config),
+            authenticator: self.authenticator.clone(),
+            draining: self.state.draining.clone(),
+        });
+        let options = StackOptions {
+            metrics: Arc::clone(&self.state.metrics),
+            sources: Some(self.sources.clone()),
+            largest_body: self.config.gateway().requests.body.0,
+        };
+        Stack::new(routes, options, self.state.serving.clock.clone())
+    }
+
+    /// Builds the service behind the admin listener.
+    fn admin_stack(&self) -> Arc<Stack<AdminRoutes>> {
+        let routes = AdminRoutes::new(Arc::clone(&self.state));
+        let options = StackOptions {
+            metrics: Arc::clone(&self.state.metrics),
+            sources: None,
+            largest_body: ADMIN_BODY,
+        };
+        Stack::new(routes, options, self.state.serving.clock.clone())
+    }
 }
 
 impl Gateway {
-    /// Whether requests will succeed, and what stands in the way.
+    /// Returns the conditions under which requests succeed.
     pub fn readiness(&self) -> Readiness {
-        Readiness {
-            worker: self.serving.workers.is_ready(),
-            ledger: self.serving.can_record(),
-            draining: self.draining.is_cancelled(),
-        }
+        self.state.readiness()
     }
 
-    /// Each worker as it stands.
+    /// Returns a report on each worker.
     pub fn worker_reports(&self) -> Vec<WorkerReport> {
-        self.serving.workers.report()
-    }
-
-    /// The metrics in Prometheus's text format.
-    pub(crate) fn scrape(&self) -> String {
-        let workers = &self.serving.workers;
-        self.metrics.scrape(Readings {
-            ready: self.readiness().is_ready(),
-            ledger_writable: self.serving.can_record(),
-            workers: workers.report(),
-            worker_lies: workers.lies(),
-            worker_losses: workers.losses(),
-            holds: {
-                let status = self.serving.admission.status();
-                status.running + status.queued
-            },
-        })
+        self.state.worker_reports()
     }
 }
 
+/// Binds `address`.
 fn bind(
     address: SocketAddr,
     options: ListenerOptions,
@@ -294,10 +282,11 @@ fn bind(
     Ok(Bound { listener, address })
 }
 
-/// Few come here, and none of them stays long.
+/// Returns the options of the admin listener: few connections, short drain.
 fn admin_listener(options: ListenerOptions) -> ListenerOptions {
     let gate = GateOptions { connections: ADMIN_CONNECTIONS, ..options.gate };
-    // No proxy stands before it: probes and admins come themselves.
+    // No proxy stands in front of this listener: probes and admins connect
+    // directly.
     let proxies = Proxies::default();
     ListenerOptions { gate, proxies, drain: ADMIN_DRAIN, ..options }
 }
@@ -308,7 +297,7 @@ fn tls_source(config: &Config, data: &std::path::Path) -> TlsSource {
         (Some(certificate), Some(key)) => {
             TlsSource::Files { certificate: certificate.clone(), key: key.clone() }
         }
-        // Config refuses one without the other.
+        // The config was checked: both are set, or neither is.
         _ => TlsSource::Development { folder: data.join("tls") },
     }
 }
@@ -317,7 +306,7 @@ fn issuers(config: &Config) -> Vec<IssuerOptions> {
     config.issuers().iter().map(IssuerOptions::from).collect()
 }
 
-/// Keeps the source ring small.
+/// Sweeps the source ring once a second, which bounds its memory.
 async fn sweep(sources: SourceRing) {
     let mut ticks = interval(Duration::from_secs(1));
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -327,13 +316,13 @@ async fn sweep(sources: SourceRing) {
     }
 }
 
-/// Connections of the admin listener.
+/// Most connections of the admin listener.
 const ADMIN_CONNECTIONS: usize = 256;
 
-/// How long an admin's requests may go on.
+/// Time in which admin requests must end when the gateway stops.
 const ADMIN_DRAIN: Duration = Duration::from_secs(1);
 
-/// Bytes of an admin request.
+/// Bytes of the largest body of an admin request.
 const ADMIN_BODY: u64 = 64 * 1024;
 
 #[cfg(test)]

@@ -17,6 +17,7 @@ mod penalties;
 mod pump;
 pub mod reply;
 mod route;
+mod routes;
 mod serving;
 pub mod source;
 mod stack;

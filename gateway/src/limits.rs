@@ -105,7 +105,7 @@ fn restore_row(
 ) {
     let SpendRow { caller, model, class, reference } = row;
     let key = keys.plan_of(&caller.key).and_then(|plan| of_key(config, &caller.key, &plan));
-    let tenant = config.tenant(&caller.tenant).into_iter().flat_map(of_tenant);
+    let tenant = config.tenant(&caller.tenant).into_iter().flat_map(|tenant| of_tenant(tenant));
     for ScopeLimits { scope, limits } in
         key.into_iter().chain(tenant).chain(of_model(config, model))
     {

@@ -6,7 +6,9 @@
 //! connection outlives the listener's `Listener::serve`.
 
 mod activity;
+mod bad_head;
 mod connection;
+mod drain_body;
 mod frames;
 pub(crate) mod fuzz;
 mod gate;
@@ -15,6 +17,8 @@ mod opening;
 mod pass;
 mod plain;
 mod proxy;
+mod request_ids;
+mod service;
 mod turns;
 mod watched;
 
@@ -34,10 +38,13 @@ use self::gate::{Gate, Permit};
 use self::opening::Openings;
 use self::turns::Turns;
 use crate::source::Proxies;
-use crate::stack::Stack;
 use crate::telemetry::Metrics;
 
+pub use self::bad_head::BadHead;
+pub use self::drain_body::{Leftover, LentBody, RequestBody, UnreadBody, UnwantedBody, lend};
 pub use self::gate::{GateOptions, Peer};
+pub use self::request_ids::RequestIds;
+pub use self::service::{Answer, BoxError, HeadVerdict, RefusedHead, RequestRefusal, Service};
 
 /// Bounds and deadlines of a listener and its connections. Each deadline
 /// counts from the start of its own phase.
@@ -195,7 +202,7 @@ impl Listener {
 
     /// Serves until `draining`, then lets running requests end within the
     /// drain's bound. Returns when the last connection is closed.
-    pub(crate) async fn serve(self, stack: Arc<Stack>, draining: CancellationToken) {
+    pub async fn serve<S: Service>(self, service: Arc<S>, draining: CancellationToken) {
         let Self { socket, shared } = self;
         let connections = TaskTracker::new();
         let mut sweeps = interval(SWEEP);
@@ -210,7 +217,7 @@ impl Listener {
                 }
                 accepted = socket.accept() => match accepted {
                     Ok((stream, address)) => {
-                        let door = Door { shared: &shared, stack: &stack, draining: &draining };
+                        let door = Door { shared: &shared, service: &service, draining: &draining };
                         door.admit(&connections, stream, address);
                     }
                     Err(error) => {
@@ -233,13 +240,13 @@ impl Listener {
 }
 
 /// What a connection finds when it is accepted.
-struct Door<'a> {
+struct Door<'a, S> {
     shared: &'a Arc<Shared>,
-    stack: &'a Arc<Stack>,
+    service: &'a Arc<S>,
     draining: &'a CancellationToken,
 }
 
-impl Door<'_> {
+impl<S: Service> Door<'_, S> {
     /// Past the gate a connection is a task; before it, it is dropped.
     fn admit(&self, connections: &TaskTracker, stream: TcpStream, address: SocketAddr) {
         let permit = match self.pass(address) {
@@ -247,11 +254,11 @@ impl Door<'_> {
             Err(refused) => return self.shared.metrics.connection_refused(refused),
         };
         shape(&stream);
-        let (shared, stack) = (Arc::clone(self.shared), Arc::clone(self.stack));
+        let (shared, service) = (Arc::clone(self.shared), Arc::clone(self.service));
         let draining = self.draining.clone();
         let accepted = connection::Accepted { stream, address, permit };
         connections.spawn(async move {
-            connection::serve(&shared, accepted, stack, draining).await;
+            connection::serve(&shared, accepted, service, draining).await;
         });
     }
 

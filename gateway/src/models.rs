@@ -2,14 +2,11 @@
 //! worker announced, and that tenant and key may use.
 
 use axum::Json;
-use axum::extract::rejection::PathRejection;
-use axum::extract::{Path, State};
+use axum::response::{IntoResponse as _, Response};
 use serde::Serialize;
-use tollgate_config::Tenant;
 use tollgate_domain::ModelName;
 
-use crate::api::Api;
-use crate::auth::{AuthenticatedCaller, Endpoint};
+use crate::api::{Api, Call, CallerContext};
 use crate::reply::ApiError;
 use crate::route;
 
@@ -30,35 +27,22 @@ pub(crate) struct ModelList {
 }
 
 /// `GET /v1/models`
-pub(crate) async fn list(
-    State(api): State<Api>,
-    caller: AuthenticatedCaller,
-) -> Result<Json<ModelList>, ApiError> {
-    let tenant = api.tenant(&caller, Endpoint::Models)?;
-    let data = usable(&api, &caller, tenant).map(|name| body(&api, &name)).collect();
-    Ok(Json(ModelList { object: "list", data }))
+pub(crate) async fn list(api: Api, call: Call) -> Result<Response, ApiError> {
+    let data = usable(&api, &call.caller).map(|name| body(&api, &name)).collect();
+    Ok(Json(ModelList { object: "list", data }).into_response())
 }
 
 /// `GET /v1/models/{model}`
-pub(crate) async fn show(
-    State(api): State<Api>,
-    caller: AuthenticatedCaller,
-    model: Result<Path<String>, PathRejection>,
-) -> Result<Json<ModelBody>, ApiError> {
-    // What is not even text names no model.
-    let model = model.map(|Path(model)| model).unwrap_or_default();
-    let tenant = api.tenant(&caller, Endpoint::Models)?;
-    match usable(&api, &caller, tenant).find(|name| name.as_str() == model) {
-        Some(name) => Ok(Json(body(&api, &name))),
+pub(crate) async fn show(api: Api, call: Call) -> Result<Response, ApiError> {
+    let Call { parameter: model, caller, .. } = call;
+    match usable(&api, &caller).find(|name| name.as_str() == model) {
+        Some(name) => Ok(Json(body(&api, &name)).into_response()),
         None => Err(ApiError::ModelNotFound { model }),
     }
 }
 
-fn usable<'a>(
-    api: &Api,
-    caller: &'a AuthenticatedCaller,
-    tenant: &'a Tenant,
-) -> impl Iterator<Item = ModelName> + use<'a> {
+fn usable<'a>(api: &Api, caller: &'a CallerContext) -> impl Iterator<Item = ModelName> + use<'a> {
+    let CallerContext { caller, tenant, scopes: _ } = caller;
     let mut names = route::offered(&api.serving.workers);
     names.extend(api.config.models().map(|model| model.name.clone()));
     names.sort_unstable();

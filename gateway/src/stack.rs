@@ -1,219 +1,240 @@
-//! What every request passes, in one list, and the routes it can reach.
-
-mod ids;
-mod unread;
+//! The steps that every request passes on either listener, in one list, and
+//! the seam to the routes that answer it.
 
 use std::any::Any;
-use std::convert::Infallible;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use axum::body::{Body, Bytes};
 use axum::extract::Request;
 use axum::response::{IntoResponse, Response};
-use axum::{BoxError, Router};
 use futures_util::FutureExt as _;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, Version, header};
+use hyper::body::Incoming;
 use tollgate_domain::{MonotonicTime, RequestId};
-use tower::Service as _;
 
-use self::ids::Ids;
-use self::unread::Unread;
-
-pub(crate) use self::unread::{Leftover, Unwanted};
 use crate::Clock;
-use crate::api::{Api, Asking};
-use crate::listener::Peer;
+use crate::auth::shows_token;
+use crate::listener::{
+    Answer, BadHead, HeadVerdict, Peer, RefusedHead, RequestBody, RequestIds, RequestRefusal,
+    Service, UnreadBody, UnwantedBody, lend,
+};
 use crate::reply::{ApiError, ErrorKind};
 use crate::source::SourceRing;
 use crate::telemetry::Metrics;
 
-/// What the stack is made of.
-#[derive(Clone)]
-pub(crate) struct StackOptions {
-    pub(crate) metrics: Arc<Metrics>,
-    /// `None`: no ring, as on the admin listener, whose clients are few.
-    pub(crate) sources: Option<SourceRing>,
-    /// Bytes of the largest body of any route.
-    pub(crate) largest_body: u64,
-    /// Looks at the heads of requests for work; `None` where there are none.
-    pub(crate) front: Option<Api>,
-    /// Names a route for metrics: one of a closed set.
-    pub(crate) endpoint: fn(&str) -> &'static str,
-}
+/// The routes behind a stack.
+pub(crate) trait Routes: Send + Sync + 'static {
+    /// The facts that the head check found and that the handler needs.
+    type Target: Send + 'static;
 
-/// What answers requests: routes, and what comes before and after all of
-/// them. One function and no layers, because most of a refusal's cost would be
-/// the layers'.
-pub(crate) struct Stack {
-    routes: Router,
-    options: StackOptions,
-    clock: Clock,
-    ids: Ids,
-}
+    /// Returns the label of `path` in metrics, one of a closed set.
+    fn label(&self, path: &str) -> &'static str;
 
-/// What a request's head came to.
-pub(crate) enum Looked<B> {
-    /// It is refused.
-    Refused(Refused<B>),
-    /// Nothing in it stands against the request.
-    Passed(Passed),
-}
-
-/// A refusal, and what is left of its request.
-pub(crate) struct Refused<B> {
-    pub(crate) response: http::Response<Bytes>,
-    /// `None`: there is no body.
-    pub(crate) unwanted: Option<Unwanted<B>>,
-}
-
-/// A request on its way to the routes.
-pub(crate) struct Passed {
-    request: Request,
-    endpoint: &'static str,
-    began: MonotonicTime,
-    id: HeaderValue,
-}
-
-/// A response, and what is left of its request.
-pub(crate) struct Answer {
-    pub(crate) response: Response,
-    /// To be read and dropped while the response goes out.
-    pub(crate) leftover: Option<Leftover>,
-}
-
-impl Stack {
-    pub(crate) fn new(routes: Router, options: StackOptions, clock: Clock) -> Arc<Self> {
-        Arc::new(Self { routes, options, ids: Ids::new(clock.clone()), clock })
-    }
-
-    /// Looks at a request's head: the list from top to bottom, of which nothing
-    /// waits. Most of what attackers send ends here, so that no more is made of
-    /// it than a response. `refused`: why the listener does not take it. Where a
-    /// [token is shown](crate::auth::shows_token), it may take a signature's
-    /// verification, and is not for the connection's own task.
-    pub(crate) fn look<B>(
-        &self,
-        request: http::Request<B>,
-        peer: Option<&Peer>,
-        refused: Option<ApiError>,
-    ) -> Looked<B>
-    where
-        B: http_body::Body<Data = Bytes> + Send + 'static,
-        B::Error: Into<BoxError>,
-    {
-        let StackOptions { metrics, largest_body, endpoint, .. } = &self.options;
-        let began = self.clock.now();
-        // Every response has an id, of ours: what a client sends under that
-        // name is not believed, because ids name entries of the ledger.
-        let (id_bits, id) = self.ids.draw();
-        let endpoint = endpoint(request.uri().path());
-        let judged = match refused {
-            Some(error) => Err(error),
-            // A bug costs one request, not the connection's others.
-            None => guarded(|| self.judge(&request, peer, began)),
-        };
-        match judged {
-            Err(error) => {
-                let mut response = error.to_response();
-                metrics.error(error.kind().0);
-                metrics.request_counted(endpoint, response.status());
-                response.headers_mut().insert(REQUEST_ID, id);
-                let unwanted = Unwanted::of(request, *largest_body);
-                Looked::Refused(Refused { response, unwanted })
-            }
-            Ok(asking) => {
-                let is_empty = request.body().is_end_stream();
-                let mut request =
-                    request.map(|body| if is_empty { Body::empty() } else { Body::new(body) });
-                request.headers_mut().remove(REQUEST_ID);
-                // Secrets are marked before a handler could log a header; what
-                // judges logs none.
-                hide_secrets(request.headers_mut());
-                let extensions = request.extensions_mut();
-                extensions.insert(RequestId::from_random(id_bits));
-                peer.map(|peer| extensions.insert(peer.clone()));
-                asking.map(|asking| extensions.insert(asking));
-                Looked::Passed(Passed { request, endpoint, began, id })
-            }
-        }
-    }
-
-    /// Whether the head allows the request; what it says of who asks for work.
-    fn judge<B: http_body::Body>(
+    /// Decides what the head of a request alone decides, without waiting.
+    fn check_head<B>(
         &self,
         request: &http::Request<B>,
         peer: Option<&Peer>,
         now: MonotonicTime,
-    ) -> Result<Option<Asking>, ApiError> {
-        let StackOptions { sources, largest_body, front, .. } = &self.options;
-        // Nothing dearer than a lookup may come before the source ring.
-        in_ring(sources.as_ref(), request.headers(), peer)?;
-        of_head(request, *largest_body)?;
-        let Some(front) = front else { return Ok(None) };
-        let (method, path) = (request.method(), request.uri().path());
-        front.look_at_head(method, path, request.headers(), peer, now)
+    ) -> Result<Self::Target, ApiError>;
+
+    /// Answers a request that passed the head check.
+    fn answer(
+        &self,
+        target: Self::Target,
+        request: Request,
+        id: RequestId,
+    ) -> impl Future<Output = Response> + Send;
+}
+
+/// The parts of a stack that differ between the listeners.
+#[derive(Clone)]
+pub(crate) struct StackOptions {
+    pub(crate) metrics: Arc<Metrics>,
+    /// `None` on the admin listener, whose clients are few.
+    pub(crate) sources: Option<SourceRing>,
+    /// Bytes of the largest body of any route.
+    pub(crate) largest_body: u64,
+}
+
+/// The service behind a listener: its routes, and the steps before and after
+/// every one of them. The steps are one function and no tower layers, because
+/// layers would be most of the cost of a refusal.
+pub(crate) struct Stack<R> {
+    routes: R,
+    options: StackOptions,
+    clock: Clock,
+    ids: RequestIds,
+}
+
+/// A request that passed the head check, on its way to the routes.
+pub(crate) struct Passed<T> {
+    request: Request,
+    target: T,
+    label: &'static str,
+    began: MonotonicTime,
+    id: RequestId,
+    id_header: HeaderValue,
+}
+
+impl<R: Routes> Stack<R> {
+    pub(crate) fn new(routes: R, options: StackOptions, clock: Clock) -> Arc<Self> {
+        Arc::new(Self { routes, options, ids: RequestIds::default(), clock })
     }
 
-    /// Asks the routes, and deals with what is left of the request.
-    pub(crate) async fn finish<B>(&self, looked: Looked<B>) -> Answer
-    where
-        B: http_body::Body<Data = Bytes> + Send + 'static,
-        B::Error: Into<BoxError>,
-    {
+    /// Checks the head of a request, from the top of the list to the bottom,
+    /// without waiting. Most requests of attackers end here, so the gateway
+    /// builds nothing for them but a response. `refusal` is the listener's
+    /// reason to refuse the request.
+    pub(crate) fn check_head<B: RequestBody>(
+        &self,
+        request: http::Request<B>,
+        peer: Option<&Peer>,
+        refusal: Option<ApiError>,
+    ) -> HeadVerdict<Passed<R::Target>, B> {
         let StackOptions { metrics, largest_body, .. } = &self.options;
-        let passed = match looked {
-            Looked::Passed(passed) => passed,
-            Looked::Refused(Refused { response, unwanted }) => {
+        let began = self.clock.now();
+        // Every response has an id of ours. A client's own `x-request-id` is
+        // ignored, because ids name entries of the ledger.
+        let (id_bits, id_header) = self.ids.draw(|| self.clock.utc());
+        let label = self.routes.label(request.uri().path());
+        let verdict = match refusal {
+            Some(error) => Err(error),
+            None => guarded(|| self.verdict(&request, peer, began)),
+        };
+        match verdict {
+            Err(error) => {
+                let mut response = error.to_response();
+                metrics.error(error.kind().0);
+                metrics.request_counted(label, response.status());
+                response.headers_mut().insert(REQUEST_ID, id_header);
+                let unwanted = UnwantedBody::of(request, *largest_body);
+                HeadVerdict::Refused(RefusedHead { response, unwanted })
+            }
+            Ok(target) => {
+                let is_empty = request.body().is_end_stream();
+                let mut request =
+                    request.map(|body| if is_empty { Body::empty() } else { Body::new(body) });
+                // A handler must not mistake the client's id for ours.
+                request.headers_mut().remove(REQUEST_ID);
+                // Marked before a handler could log a header; the head check
+                // logs none.
+                hide_secrets(request.headers_mut());
+                let id = RequestId::from_random(id_bits);
+                HeadVerdict::Passed(Passed { request, target, label, began, id, id_header })
+            }
+        }
+    }
+
+    /// Decides whether the head allows the request.
+    fn verdict<B: http_body::Body>(
+        &self,
+        request: &http::Request<B>,
+        peer: Option<&Peer>,
+        now: MonotonicTime,
+    ) -> Result<R::Target, ApiError> {
+        let StackOptions { sources, largest_body, .. } = &self.options;
+        // Nothing dearer than a lookup may come before the source ring.
+        in_ring(sources.as_ref(), request.headers(), peer)?;
+        check_body_and_host(request, *largest_body)?;
+        self.routes.check_head(request, peer, now)
+    }
+
+    /// Asks the routes for the response, and settles what is left of the
+    /// request's body.
+    pub(crate) async fn finish<B: RequestBody>(
+        &self,
+        verdict: HeadVerdict<Passed<R::Target>, B>,
+    ) -> Answer<Body> {
+        let StackOptions { metrics, largest_body, .. } = &self.options;
+        let passed = match verdict {
+            HeadVerdict::Passed(passed) => passed,
+            HeadVerdict::Refused(RefusedHead { response, unwanted }) => {
                 let mut response = response.map(Body::from);
                 let leftover = match unwanted {
-                    Some(unwanted) => Unread::from(unwanted).end(&mut response).await,
+                    Some(unwanted) => UnreadBody::from(unwanted).settle(&mut response).await,
                     None => None,
                 };
                 return Answer { response, leftover };
             }
         };
-        let Passed { request, endpoint, began, id } = passed;
-        // Outside of what refuses or panics, so that these count, too.
+        let Passed { request, target, label, began, id, id_header } = passed;
+        // Created before the handler runs, so refusals and panics are counted.
         let in_flight = InFlight::begin(metrics);
-        let (request, unread) = Unread::lend(request, *largest_body);
-        let mut response = self.route(request).await;
-        // What nobody has read must not be read as the next request.
+        let (request, unread) = lend(request, *largest_body);
+        let request = request.map(|body| body.map_or_else(Body::empty, Body::new));
+        let mut response = self.route(target, request, id).await;
+        // Bytes that no handler has read must not be read as the next request.
         let leftover = match unread {
-            Some(unread) => Box::pin(unread.end(&mut response)).await,
+            Some(unread) => Box::pin(unread.settle(&mut response)).await,
             None => None,
         };
         drop(in_flight);
         let elapsed = self.clock.now().since(began);
-        metrics.request_answered(endpoint, response.status(), elapsed);
+        metrics.request_answered(label, response.status(), elapsed);
         if let Some(ErrorKind(kind)) = response.extensions().get() {
             metrics.error(kind);
         }
-        response.headers_mut().insert(REQUEST_ID, id);
+        response.headers_mut().insert(REQUEST_ID, id_header);
         Answer { response, leftover }
     }
 
-    /// A bug costs one request, not the connection's others.
-    async fn route(&self, request: Request) -> Response {
-        let mut routes = self.routes.clone();
-        match AssertUnwindSafe(routes.call(request)).catch_unwind().await {
-            Ok(answered) => {
-                let answered: Result<Response, Infallible> = answered;
-                answered.unwrap_or_else(|never| match never {})
-            }
-            Err(panic) => answer_panic(panic),
+    /// Calls the routes. A panic costs this request and no other request of
+    /// the connection.
+    async fn route(&self, target: R::Target, request: Request, id: RequestId) -> Response {
+        let answering = self.routes.answer(target, request, id);
+        AssertUnwindSafe(answering).catch_unwind().await.unwrap_or_else(|panic| {
+            log_panic(panic);
+            ApiError::Internal.into_response()
+        })
+    }
+}
+
+impl<R: Routes> Service for Stack<R> {
+    type Passed = Passed<R::Target>;
+    type Body = Body;
+
+    fn is_costly(&self, headers: &HeaderMap) -> bool {
+        // Verifying the signature of a token takes a fraction of a millisecond.
+        shows_token(headers)
+    }
+
+    fn check_head(
+        &self,
+        request: http::Request<Incoming>,
+        peer: &Peer,
+        refusal: Option<RequestRefusal>,
+    ) -> HeadVerdict<Self::Passed, Incoming> {
+        self.check_head(request, Some(peer), refusal.map(ApiError::from))
+    }
+
+    async fn answer(&self, verdict: HeadVerdict<Self::Passed, Incoming>) -> Answer<Body> {
+        self.finish(verdict).await
+    }
+
+    fn plain_http_body(&self) -> Bytes {
+        let error = ApiError::malformed(
+            "This port speaks HTTPS only. Use https:// instead of http:// in the URL.",
+        );
+        error.envelope().to_json().into()
+    }
+}
+
+impl From<RequestRefusal> for ApiError {
+    fn from(refusal: RequestRefusal) -> Self {
+        match refusal {
+            RequestRefusal::BadHead(BadHead::TooLarge) => Self::HeadTooLarge,
+            RequestRefusal::BadHead(BadHead::Malformed(message)) => Self::malformed(message),
+            RequestRefusal::Closing => Self::Draining,
         }
     }
 }
 
-/// The public routes, and JSON for what is none of them.
-pub(crate) fn public(routes: Router) -> Router {
-    routes.fallback(unknown_route).method_not_allowed_fallback(method_not_allowed)
-}
-
+/// Marks the headers that carry secrets, so that no log shows their values.
 fn hide_secrets(headers: &mut HeaderMap) {
     for name in [header::AUTHORIZATION, header::PROXY_AUTHORIZATION, header::COOKIE] {
-        // `entry` alone would make room for each that is not there.
+        // `entry` alone would reserve room for each header that is absent.
         if headers.contains_key(&name)
             && let header::Entry::Occupied(mut values) = headers.entry(name)
         {
@@ -222,6 +243,7 @@ fn hide_secrets(headers: &mut HeaderMap) {
     }
 }
 
+/// Counts the request against its network source.
 fn in_ring(
     ring: Option<&SourceRing>,
     headers: &HeaderMap,
@@ -233,8 +255,8 @@ fn in_ring(
     ring.check(peer.client(headers))
 }
 
-/// What the head alone decides.
-fn of_head<B: http_body::Body>(
+/// Checks the host, the encoding and the declared size of the body.
+fn check_body_and_host<B: http_body::Body>(
     request: &http::Request<B>,
     largest_body: u64,
 ) -> Result<(), ApiError> {
@@ -247,15 +269,15 @@ fn of_head<B: http_body::Body>(
         let encoding = String::from_utf8_lossy(encoding.as_bytes()).into_owned();
         return Err(ApiError::UnsupportedEncoding { encoding });
     }
-    // A declared size is refused unread; an undeclared one at the limit.
+    // A declared size is refused unread; an undeclared size at the limit.
     if request.body().size_hint().lower() > largest_body {
         return Err(ApiError::BodyTooLarge { limit: largest_body });
     }
     Ok(())
 }
 
-/// Over HTTP/2 a request names its host once, or twice the same; HTTP/1's
-/// heads have been looked at by the listener.
+/// Checks that a request over HTTP/2 names its host once, or twice the same.
+/// The listener has checked the heads of HTTP/1.
 fn one_host<B>(request: &http::Request<B>) -> Result<(), ApiError> {
     if request.version() != Version::HTTP_2 {
         return Ok(());
@@ -271,7 +293,8 @@ fn one_host<B>(request: &http::Request<B>) -> Result<(), ApiError> {
     }
 }
 
-/// Counted down also when the client leaves and the handler is dropped.
+/// A count of the requests in a handler. The drop counts down, also when the
+/// client leaves and the handler's future is dropped.
 struct InFlight<'a>(&'a Metrics);
 
 impl<'a> InFlight<'a> {
@@ -287,23 +310,19 @@ impl Drop for InFlight<'_> {
     }
 }
 
-/// As [`Stack::route`].
-fn guarded<T>(look: impl FnOnce() -> Result<T, ApiError>) -> Result<T, ApiError> {
-    catch_unwind(AssertUnwindSafe(look)).unwrap_or_else(|panic| {
-        tell_panic(panic);
+/// Runs a head check. A panic costs this request and no other request of the
+/// connection.
+fn guarded<T>(check: impl FnOnce() -> Result<T, ApiError>) -> Result<T, ApiError> {
+    catch_unwind(AssertUnwindSafe(check)).unwrap_or_else(|panic| {
+        log_panic(panic);
         Err(ApiError::Internal)
     })
 }
 
-fn answer_panic(panic: Box<dyn Any + Send + 'static>) -> Response {
-    tell_panic(panic);
-    ApiError::Internal.into_response()
-}
-
-fn tell_panic(panic: Box<dyn Any + Send + 'static>) {
-    // The panic hook has said where; what it said may hold a client's words.
+fn log_panic(panic: Box<dyn Any + Send + 'static>) {
+    // The panic hook has logged the place; the payload may quote a client.
     drop(panic);
-    tracing::error!("a handler panicked");
+    tracing::error!("a handler panicked; its request was answered with 500");
 }
 
 pub(crate) async fn unknown_route(method: Method, uri: Uri) -> ApiError {
@@ -314,21 +333,8 @@ pub(crate) async fn method_not_allowed(method: Method, uri: Uri) -> ApiError {
     ApiError::MethodNotAllowed { method, path: uri.path().to_owned() }
 }
 
-/// The public routes, for metrics.
-pub(crate) fn public_endpoint(path: &str) -> &'static str {
-    match path {
-        "/v1/chat/completions" => "chat_completions",
-        "/v1/completions" => "completions",
-        "/v1/models" => "models",
-        "/v1/usage" => "usage",
-        _ if path.starts_with("/v1/models/") => "model",
-        _ if path.starts_with("/v1/usage/") => "request_usage",
-        _ => "other",
-    }
-}
-
-/// The id of a request, in every response.
+/// The header of every response that names its request.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

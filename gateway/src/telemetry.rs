@@ -22,6 +22,7 @@ use prometheus_client::registry::{Registry, Unit};
 use tollgate_domain::{DeviceClass, ModelName, Usage};
 
 use self::devices::DeviceMetrics;
+pub(crate) use self::devices::concerns;
 pub use self::log::{LogFormat, LogOptions, log_subscriber};
 use self::process::ProcessMetrics;
 use crate::path::Path;

@@ -4,9 +4,8 @@
 use std::time::Duration;
 
 use axum::Json;
-use axum::extract::rejection::PathRejection;
-use axum::extract::rejection::QueryRejection;
-use axum::extract::{Path, Query, State};
+use axum::extract::Query;
+use axum::response::{IntoResponse as _, Response};
 use serde::Serialize;
 use tokio::time::timeout;
 use tollgate_domain::{FinishReason, KeyId, ModelName, RequestId, TenantId, UtcDay};
@@ -14,8 +13,7 @@ use tollgate_ledger::{
     EntryRow, GroupBy, LedgerError, RequestRow, RequestState, UsageQuery, UsageRow,
 };
 
-use crate::api::Api;
-use crate::auth::{AuthenticatedCaller, Endpoint};
+use crate::api::{Api, Call};
 use crate::pump::Stage;
 use crate::reply::ApiError;
 
@@ -46,24 +44,21 @@ pub(crate) struct Statement {
 }
 
 /// `GET /v1/usage`
-pub(crate) async fn list(
-    State(api): State<Api>,
-    caller: AuthenticatedCaller,
-    filters: Result<Query<Vec<(String, String)>>, QueryRejection>,
-) -> Result<Json<Statement>, ApiError> {
-    api.tenant(&caller, Endpoint::Usage)?;
-    let Query(filters) =
-        filters.map_err(|_| ApiError::malformed("The query string cannot be read."))?;
-    let query = query(&Filters::of(filters)?, caller.tenant())?;
+pub(crate) async fn list(api: Api, call: Call) -> Result<Response, ApiError> {
+    let tenant = &call.caller.tenant.name;
+    let Query(filters) = Query::<Vec<(String, String)>>::try_from_uri(call.request.uri())
+        .map_err(|_| ApiError::malformed("The query string cannot be read."))?;
+    let query = query(&Filters::of(filters)?, tenant)?;
     let (start, end) = (query.from, query.to);
     let data = read(&api, move |reader| reader.usage(&query)).await?;
     Ok(Json(Statement {
         object: "list",
-        tenant: caller.tenant().as_str().to_owned(),
+        tenant: tenant.as_str().to_owned(),
         start: start.map(|day| day.to_string()),
         end: end.map(|day| day.to_string()),
         data,
-    }))
+    })
+    .into_response())
 }
 
 impl Filters {
@@ -182,17 +177,11 @@ struct Figures {
 }
 
 /// `GET /v1/usage/{request_id}`
-pub(crate) async fn show(
-    State(api): State<Api>,
-    caller: AuthenticatedCaller,
-    id: Result<Path<String>, PathRejection>,
-) -> Result<Json<RequestUsage>, ApiError> {
-    // What is not even text is nobody's id.
-    let id = id.map(|Path(id)| id).unwrap_or_default();
-    api.tenant(&caller, Endpoint::Usage)?;
+pub(crate) async fn show(api: Api, call: Call) -> Result<Response, ApiError> {
+    let Call { parameter: id, caller, .. } = call;
+    let tenant = caller.tenant.name.clone();
     let request = request_id(&id).ok_or_else(|| not_found(&id))?;
-    let stage = stage(&api, caller.tenant(), &request).await;
-    let tenant = caller.tenant().clone();
+    let stage = stage(&api, &tenant, &request).await;
     let wanted = request.clone();
     let row = read(&api, move |reader| reader.request(&tenant, &wanted)).await?;
     let state = match (&row, stage) {
@@ -207,7 +196,8 @@ pub(crate) async fn show(
         object: "usage.request",
         state,
         figures: row.map(Figures::from),
-    }))
+    })
+    .into_response())
 }
 
 /// Where the request is; of one that has just ended, after its record came or

@@ -1,6 +1,6 @@
-//! The newest signed checkpoint of the audit log, and the key that signs it:
-//! for a watcher elsewhere, who keeps what it is told and shows later that the
-//! log was rewritten, if it was.
+//! The newest signed checkpoint of the audit log, and the key that verifies
+//! its signature. A monitor on another machine keeps the checkpoints that it
+//! fetches, and proves with them later that the log was not rewritten.
 
 use std::sync::Arc;
 
@@ -8,26 +8,27 @@ use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use http::header;
 
-use crate::gateway::Gateway;
+use super::AdminState;
 use crate::reply::ApiError;
 
-/// The signed note as it stands, byte for byte.
-pub(super) async fn newest(State(gateway): State<Arc<Gateway>>) -> Result<Response, ApiError> {
-    let reader = gateway.serving.books.ledger.reader().clone();
+/// Answers with the signed note, byte for byte.
+pub(super) async fn newest(State(state): State<Arc<AdminState>>) -> Result<Response, ApiError> {
+    let reader = state.serving.books.ledger.reader().clone();
     match tokio::task::spawn_blocking(move || reader.checkpoint()).await {
         Ok(Ok(Some(note))) => Ok(plain(note)),
         Ok(Ok(None)) => Err(none("checkpoint")),
         failed => {
-            tracing::error!(?failed, "the newest checkpoint cannot be read");
+            tracing::error!(?failed, "cannot read the newest checkpoint; the request was refused");
             Err(ApiError::LedgerUnavailable)
         }
     }
 }
 
-/// The public key, as `tollgate audit verify --key` takes it. A watcher learns
-/// it once, from whom it trusts, not each time from here.
-pub(super) async fn key(State(gateway): State<Arc<Gateway>>) -> Result<Response, ApiError> {
-    let key = gateway.serving.books.ledger.verifier().ok_or_else(|| none("key"))?;
+/// Answers with the public key, as `tollgate audit verify --key` takes it. A
+/// monitor must get the key once from a source that it trusts, and not fetch
+/// it here each time.
+pub(super) async fn key(State(state): State<Arc<AdminState>>) -> Result<Response, ApiError> {
+    let key = state.serving.books.ledger.verifier().ok_or_else(|| none("key"))?;
     Ok(plain(format!("{key}\n")))
 }
 

@@ -1,20 +1,22 @@
-//! How a device is, as an admin reads it. Figures that its driver does not tell
-//! are null.
+//! The health of a device as JSON for admins. Figures that the driver does not
+//! report are null.
 
 use serde::Serialize;
 use tollgate_wire::v1;
 
-/// A device's health as JSON.
+use crate::telemetry::concerns;
+
+/// The health of one device.
 #[derive(Debug, Serialize)]
 pub(super) struct Health {
-    /// Nothing new is placed there until it is well again.
+    /// True while the gateway places nothing new on the device.
     rests: bool,
-    /// What is not as it should be.
+    /// The names of the concerns that hold.
     concerns: Vec<&'static str>,
     utilisation_percent: Option<u32>,
     memory_used_bytes: Option<u64>,
     memory_total_bytes: Option<u64>,
-    /// What the worker's process has of it.
+    /// Device memory of the worker's own process.
     memory_ours_bytes: Option<u64>,
     temperature_celsius: Option<u32>,
     power_mw: Option<u64>,
@@ -53,18 +55,4 @@ impl From<v1::DeviceHealth> for Health {
             mig: health.mig,
         }
     }
-}
-
-/// Every concern there is by name, and whether it holds.
-pub(crate) fn concerns(health: &v1::DeviceHealth) -> [(&'static str, bool); 8] {
-    [
-        ("hot", health.hot),
-        ("ill", health.ill),
-        ("gone", health.gone),
-        ("busy", health.busy),
-        ("memory_full", health.memory_full),
-        ("leak", health.leak),
-        ("slowed", health.slowed),
-        ("busy_without_work", health.busy_without_work),
-    ]
 }

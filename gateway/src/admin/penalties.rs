@@ -1,4 +1,4 @@
-//! Whom penalties hold, and taking them away before they have decayed.
+//! The list of penalties that hold, and their early removal.
 
 use std::sync::Arc;
 
@@ -8,8 +8,8 @@ use serde::Serialize;
 use tollgate_admission::ListedPenalty;
 use tollgate_domain::{TenantId, UtcTime};
 
+use super::AdminState;
 use crate::audit::{self, penalty_lifted};
-use crate::gateway::Gateway;
 use crate::reply::ApiError;
 use crate::source::Source;
 
@@ -20,10 +20,10 @@ struct PenaltyRow {
     kind: &'static str,
     name: String,
     offence: &'static str,
-    /// Offences since the first, which was at `since_ns` (Unix, UTC).
+    /// Number of offences since the first one at `since_ns` (Unix, UTC).
     offences: u64,
     since_ns: UtcTime,
-    /// Until it is over, if nothing is added to it.
+    /// Milliseconds until the penalty ends, if no offence is added.
     left_ms: u64,
 }
 
@@ -37,30 +37,29 @@ struct Lifted {
     lifted: usize,
 }
 
-pub(super) fn routes() -> Router<Arc<Gateway>> {
+pub(super) fn routes() -> Router<Arc<AdminState>> {
     Router::new()
         .route("/v1/penalties", routing::get(list))
         .route("/v1/penalties/tenant/{*name}", routing::delete(lift_tenant))
         .route("/v1/penalties/source/{*name}", routing::delete(lift_source))
 }
 
-async fn list(State(gateway): State<Arc<Gateway>>) -> Json<Penalties> {
-    let penalties = &gateway.serving.penalties;
-    let now = gateway.serving.clock.now();
-    let mut rows: Vec<PenaltyRow> = penalties
-        .of_tenants(now)
-        .into_iter()
-        .map(|listed| row(&gateway, "tenant", listed))
-        .collect();
-    rows.extend(
-        penalties.of_sources(now).into_iter().map(|listed| row(&gateway, "source", listed)),
-    );
+async fn list(State(state): State<Arc<AdminState>>) -> Json<Penalties> {
+    let penalties = &state.serving.penalties;
+    let now = state.serving.clock.now();
+    let mut rows: Vec<PenaltyRow> =
+        penalties.of_tenants(now).into_iter().map(|listed| row(&state, "tenant", listed)).collect();
+    rows.extend(penalties.of_sources(now).into_iter().map(|listed| row(&state, "source", listed)));
     Json(Penalties { penalties: rows })
 }
 
-fn row<K: ToString>(gateway: &Gateway, kind: &'static str, listed: ListedPenalty<K>) -> PenaltyRow {
+fn row<K: ToString>(
+    state: &AdminState,
+    kind: &'static str,
+    listed: ListedPenalty<K>,
+) -> PenaltyRow {
     let ListedPenalty { offender, penalty, offences, since } = listed;
-    let clock = &gateway.serving.clock;
+    let clock = &state.serving.clock;
     let ago = clock.now().since(since).as_nanos();
     let since = clock.utc().0.saturating_sub(u64::try_from(ago).unwrap_or(u64::MAX));
     PenaltyRow {
@@ -74,40 +73,44 @@ fn row<K: ToString>(gateway: &Gateway, kind: &'static str, listed: ListedPenalty
 }
 
 async fn lift_tenant(
-    State(gateway): State<Arc<Gateway>>,
+    State(state): State<Arc<AdminState>>,
     Path(name): Path<String>,
 ) -> Result<Json<Lifted>, ApiError> {
     let tenant = TenantId::new(&name).map_err(|_| none_held(&name))?;
-    let penalties = &gateway.serving.penalties;
-    let now = gateway.serving.clock.now();
+    let penalties = &state.serving.penalties;
+    let now = state.serving.clock.now();
     if penalties.of_tenants(now).iter().any(|listed| listed.offender == tenant) {
-        record(&gateway, Some(&tenant), &name).await?;
+        record(&state, Some(&tenant), &name).await?;
     }
     lifted(&name, penalties.lift_tenant(now, &tenant))
 }
 
 async fn lift_source(
-    State(gateway): State<Arc<Gateway>>,
+    State(state): State<Arc<AdminState>>,
     Path(name): Path<String>,
 ) -> Result<Json<Lifted>, ApiError> {
     let source: Source = name.parse().map_err(|_| none_held(&name))?;
-    let penalties = &gateway.serving.penalties;
-    let now = gateway.serving.clock.now();
+    let penalties = &state.serving.penalties;
+    let now = state.serving.clock.now();
     if penalties.of_sources(now).iter().any(|listed| listed.offender == source) {
-        record(&gateway, None, &name).await?;
+        record(&state, None, &name).await?;
     }
     lifted(&name, penalties.lift_source(now, source))
 }
 
-/// Records what is about to be lifted: nothing is lifted without a record.
+/// Records the removal in the audit log, before the removal happens: no
+/// penalty is lifted without a record.
 async fn record(
-    gateway: &Gateway,
+    state: &AdminState,
     tenant: Option<&TenantId>,
     offender: &str,
 ) -> Result<(), ApiError> {
-    let action = penalty_lifted(tenant, offender, gateway.serving.clock.utc());
-    audit::record(&gateway.serving.books.ledger, action).await.map_err(|error| {
-        tracing::error!(error = &error as &dyn std::error::Error, "no penalty is lifted");
+    let action = penalty_lifted(tenant, offender, state.serving.clock.utc());
+    audit::record(&state.serving.books.ledger, action).await.map_err(|error| {
+        tracing::error!(
+            error = &error as &dyn std::error::Error,
+            "cannot record the removal of a penalty; the penalty stays"
+        );
         ApiError::LedgerUnavailable
     })
 }
@@ -116,8 +119,8 @@ fn lifted(name: &str, lifted: usize) -> Result<Json<Lifted>, ApiError> {
     if lifted == 0 {
         return Err(none_held(name));
     }
-    // What an admin does is told, and happens seldom.
-    tracing::info!(offender = name, lifted, "penalties were lifted");
+    // Logged, because admins act seldom.
+    tracing::info!(offender = name, lifted, "an admin lifted penalties");
     Ok(Json(Lifted { lifted }))
 }
 

@@ -11,8 +11,8 @@ use tokio::sync::mpsc;
 use tokio::time::timeout;
 
 use super::chunks::{Chunks, KEEP_ALIVE};
+use super::outgoing::Outgoing;
 use super::telling::Telling;
-use crate::path::Outgoing;
 use crate::pump::{Event, Failure};
 
 /// How long a stream is silent before it says that it lives.

@@ -7,7 +7,6 @@ use tollgate_admission::{AdmissionOptions, CapFigures, Estimate, Figures, Reserv
 use tollgate_domain::{
     Caller, DeviceClass, DeviceNanos, MonotonicTime, RequestId, TenantId, UtcTime,
 };
-use tower::ServiceExt as _;
 
 use super::*;
 use crate::api::tests::room::{Room, header as header_of, json};
@@ -137,13 +136,11 @@ async fn what_the_pool_refuses_the_tenant_keeps() {
     let keys = room.api.authenticator.keys();
     let now = room.api.serving.clock.utc();
     let key = keys.create(&tenant("acme"), with_plan(Some("key")), now).expect("a key");
-    let mut request = Request::post("/v1/completions")
+    let request = Request::post("/v1/completions")
         .header(header::AUTHORIZATION, format!("Bearer {}", key.secret.expose()))
         .body(Body::from(body))
         .expect("a request");
-    request.extensions_mut().insert(RequestId::from_random(1 << 64));
-    let router = crate::api::routes(room.api.clone());
-    let response = router.oneshot(request).await.expect("routes do not fail");
+    let response = room.answer(request, RequestId::from_random(1 << 64)).await;
     assert_eq!(header_of(&response, "x-ratelimit-limit-requests"), "60", "the tightest");
     assert_eq!(header_of(&response, "x-ratelimit-remaining-requests"), "0");
     let (status, body) = json(response).await;

@@ -12,7 +12,8 @@ use futures_util::task::AtomicWaker;
 use tokio::time::Instant;
 
 use super::ListenerOptions;
-use super::heads::BadHead;
+use super::bad_head::BadHead;
+use super::service::RequestRefusal;
 
 /// The state of one connection. Shared by its bytes, its requests and the
 /// task that closes it.
@@ -85,15 +86,6 @@ pub(super) enum Abuse {
     Cancels,
     /// Frames that ask for nothing.
     Frames,
-}
-
-/// Why a request is not taken, whatever it asks for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Unwelcome {
-    /// Its head is wrong, and what follows it cannot be told.
-    Bad(BadHead),
-    /// The connection winds down.
-    Closing,
 }
 
 impl Abuse {
@@ -177,14 +169,14 @@ impl Activity {
     }
 
     /// A request begins; what stands against it, if anything.
-    pub(super) fn request_began(&self) -> Option<Unwelcome> {
+    pub(super) fn request_began(&self) -> Option<RequestRefusal> {
         let mut state = self.state();
         let bad = state.refused.filter(|(before, _)| *before == state.requests);
-        let closing = state.closing.then_some(Unwelcome::Closing);
+        let closing = state.closing.then_some(RequestRefusal::Closing);
         state.requests += 1;
         state.in_flight += 1;
         state.head_since = None;
-        bad.map(|(_, bad)| Unwelcome::Bad(bad)).or(closing)
+        bad.map(|(_, bad)| RequestRefusal::BadHead(bad)).or(closing)
     }
 
     /// No request that begins from now on is taken.

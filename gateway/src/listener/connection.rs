@@ -7,11 +7,10 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use axum::body::{Body, Bytes};
 use http::{HeaderValue, Method, Request, Response, header};
 use http_body::Body as _;
 use http_body_util::{Either, Full};
-use hyper::body::Incoming;
+use hyper::body::{Bytes, Incoming};
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -22,18 +21,17 @@ use tokio_rustls::server::TlsStream;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::activity::{Activity, Late, Protocol, Unwelcome};
+use super::activity::{Activity, Late, Protocol};
+use super::drain_body::UnwantedBody;
 use super::frames::Frames;
 use super::gate::{Peer, Permit};
-use super::heads::{BadHead, Heads};
+use super::heads::Heads;
 use super::opening::Opening;
 use super::proxy::{self, Named};
+use super::service::{Answer, BoxError, HeadVerdict, RefusedHead, RequestRefusal, Service};
 use super::watched::{Lingering, RequestInFlight, Socket, WatchedBody, WatchedReads};
 use super::{ListenerOptions, MOST_HEADERS, Shared, plain};
-use crate::auth::shows_token;
-use crate::reply::ApiError;
 use crate::source::Source;
-use crate::stack::{Answer, Looked, Refused, Stack, Unwanted};
 
 type Wire = TlsStream<Socket>;
 
@@ -45,22 +43,22 @@ pub(super) struct Accepted {
 }
 
 /// Serves a connection until it ends, of itself or by a deadline.
-pub(super) async fn serve(
+pub(super) async fn serve<S: Service>(
     shared: &Arc<Shared>,
     accepted: Accepted,
-    stack: Arc<Stack>,
+    service: Arc<S>,
     draining: CancellationToken,
 ) {
     let opening = shared.openings.begin(Source::of(accepted.address.ip()));
     let opened = tokio::select! {
         () = draining.cancelled() => return,
         () = opening.displaced() => Err("displaced"),
-        opened = open(shared, accepted, &opening) => opened,
+        opened = open(shared, &*service, accepted, &opening) => opened,
     };
     drop(opening);
     match opened {
         Ok((wire, peer)) => {
-            let ended = speak(shared, wire, peer, stack, &draining).await;
+            let ended = speak(shared, wire, peer, service, &draining).await;
             shared.metrics.connection_ended(ended);
         }
         Err(failed) => shared.metrics.handshake_failed(failed),
@@ -71,6 +69,7 @@ pub(super) async fn serve(
 /// to talk over.
 async fn open(
     shared: &Shared,
+    service: &impl Service,
     accepted: Accepted,
     opening: &Opening,
 ) -> Result<(Wire, Peer), &'static str> {
@@ -93,13 +92,14 @@ async fn open(
         }
     }
     let peer = Peer::new(client, Arc::clone(proxies), permit);
-    let wire = shake_hands(shared, stream, &peer).await?;
+    let wire = shake_hands(shared, service, stream, &peer).await?;
     Ok((wire, peer))
 }
 
 /// TLS, within its deadline.
 async fn shake_hands(
     shared: &Shared,
+    service: &impl Service,
     stream: TcpStream,
     peer: &Peer,
 ) -> Result<Wire, &'static str> {
@@ -115,7 +115,7 @@ async fn shake_hands(
             // Whoever it is, config does not trust it to say who it is.
             return Err("proxy_header");
         }
-        plain::refuse(stream).await;
+        plain::refuse(stream, service.plain_http_body()).await;
         return Err("plain");
     }
     let lingering = Lingering { tasks: shared.streams.clone(), peer: peer.clone() };
@@ -130,11 +130,11 @@ async fn shake_hands(
 
 /// HTTP/1 or HTTP/2, as ALPN chose; a client that offered nothing gets
 /// HTTP/1. Returns how it ended, as a metric's label.
-async fn speak(
+async fn speak<S: Service>(
     shared: &Arc<Shared>,
     mut wire: Wire,
     peer: Peer,
-    stack: Arc<Stack>,
+    service: Arc<S>,
     draining: &CancellationToken,
 ) -> &'static str {
     let options = &shared.options;
@@ -145,7 +145,7 @@ async fn speak(
     let bytes = WatchedReads::new(wire, Arc::clone(&activity));
     let answers = service_fn({
         let (tasks, activity) = (shared.streams.clone(), Arc::clone(&activity));
-        let answers = Answers { stack, tasks, peer, activity };
+        let answers = Answers { service, tasks, peer, activity };
         move |request| answers.answer(request)
     });
     let watch = Watch { activity: &activity, options, draining };
@@ -196,54 +196,63 @@ fn http2_builder(options: &ListenerOptions, tasks: Streams) -> http2::Builder<St
     builder
 }
 
-/// What answers the requests of a connection.
-struct Answers {
-    stack: Arc<Stack>,
+/// The part of a connection that answers its requests.
+struct Answers<S> {
+    service: Arc<S>,
     tasks: TaskTracker,
     peer: Peer,
     activity: Arc<Activity>,
 }
 
-impl Answers {
-    /// One request, watched from its head to the end of its response.
+/// A request whose head was checked, or one whose check needs its own task.
+enum Checked<P> {
+    Verdict(HeadVerdict<P, Incoming>),
+    Unchecked(Request<Incoming>, Option<RequestRefusal>),
+}
+
+impl<S: Service> Answers<S> {
+    /// Answers one request and watches it from its head to the end of its
+    /// response.
     fn answer(
         &self,
         request: Request<Incoming>,
-    ) -> Answering<impl Future<Output = Answered> + use<>> {
-        let (in_flight, unwelcome) = RequestInFlight::begin(&self.activity);
+    ) -> Answering<S::Body, impl Future<Output = Answered<S::Body>> + use<S>> {
+        let (in_flight, refusal) = RequestInFlight::begin(&self.activity);
         let end = Ending {
             in_flight,
             bodiless: request.method() == Method::HEAD,
             has_body: !request.body().is_end_stream(),
-            is_bad: matches!(unwelcome, Some(Unwelcome::Bad(_))),
+            is_bad: matches!(refusal, Some(RequestRefusal::BadHead(_))),
         };
-        let refused = unwelcome.map(ApiError::from);
-        if shows_token(request.headers()) {
-            return self.route(end, Err((request, refused)));
+        if self.service.is_costly(request.headers()) {
+            return self.run(end, Checked::Unchecked(request, refusal));
         }
-        match self.stack.look(request, Some(&self.peer), refused) {
-            Looked::Refused(Refused { response, unwanted })
-                if unwanted.as_ref().is_none_or(Unwanted::need_not_come) =>
+        match self.service.check_head(request, &self.peer, refusal) {
+            HeadVerdict::Refused(RefusedHead { response, unwanted })
+                if unwanted.as_ref().is_none_or(UnwantedBody::may_answer_first) =>
             {
                 let rest = unwanted.map(|unwanted| (unwanted, self.tasks.clone()));
                 Answering::Refused(Some(Box::new((end.of(response.map(whole)), rest))))
             }
-            looked => self.route(end, Ok(looked)),
+            verdict => self.run(end, Checked::Verdict(verdict)),
         }
     }
 
-    /// What takes a task of its own, looked at or still to be.
-    fn route(
+    /// Answers a request that waits: for its check, its handler or its body.
+    fn run(
         &self,
         end: Ending,
-        request: Result<Looked<Incoming>, (Request<Incoming>, Option<ApiError>)>,
-    ) -> Answering<impl Future<Output = Answered> + use<>> {
-        let (stack, tasks, peer) = (Arc::clone(&self.stack), self.tasks.clone(), self.peer.clone());
+        checked: Checked<S::Passed>,
+    ) -> Answering<S::Body, impl Future<Output = Answered<S::Body>> + use<S>> {
+        let service = Arc::clone(&self.service);
+        let (tasks, peer) = (self.tasks.clone(), self.peer.clone());
         // Boxed, because hyper moves this future several times before it runs.
         Answering::Running(Box::pin(async move {
-            let looked = request
-                .unwrap_or_else(|(request, refused)| stack.look(request, Some(&peer), refused));
-            let Answer { response, leftover } = stack.finish(looked).await;
+            let verdict = match checked {
+                Checked::Verdict(verdict) => verdict,
+                Checked::Unchecked(request, refusal) => service.check_head(request, &peer, refusal),
+            };
+            let Answer { response, leftover } = service.answer(verdict).await;
             if let Some(leftover) = leftover {
                 tasks.spawn(leftover.drop_slowly());
             }
@@ -252,35 +261,36 @@ impl Answers {
     }
 }
 
-type Answered = Result<Response<Content>, std::convert::Infallible>;
+type Answered<B> = Result<Response<Content<B>>, std::convert::Infallible>;
 
-/// What a refusal says is there as a whole; whatever else answers may be.
-type Content = WatchedBody<Either<Full<Bytes>, Body>>;
+/// The body of a response: in one piece for a refusal, the service's otherwise.
+type Content<B> = WatchedBody<Either<Full<Bytes>, B>>;
 
 /// An answer under way.
-enum Answering<F> {
-    /// It is there, but for what is still to be dropped of its request; `None`
-    /// once it was given.
-    Refused(Option<Box<(Response<Content>, Option<Rest>)>>),
+enum Answering<B, F> {
+    /// The response is complete; a part of its request may still have to be
+    /// dropped. `None` once the response was given.
+    Refused(Option<Box<(Response<Content<B>>, Option<Rest>)>>),
     Running(Pin<Box<F>>),
 }
 
-/// What is left of a request, and where to drop it.
-type Rest = (Unwanted<Incoming>, TaskTracker);
+/// The rest of a request, and the tasks that drop it.
+type Rest = (UnwantedBody<Incoming>, TaskTracker);
 
-impl<F: Future<Output = Answered>> Future for Answering<F> {
-    type Output = Answered;
+impl<B: Unpin, F: Future<Output = Answered<B>>> Future for Answering<B, F> {
+    type Output = Answered<B>;
 
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Answered> {
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Answered<B>> {
         match &mut *self {
             Self::Running(running) => running.as_mut().poll(cx),
             Self::Refused(refused) => {
-                let (response, rest) = *refused.take().expect("nobody asks again");
-                // What came with the head is here by now.
+                let (response, rest) =
+                    *refused.take().expect("a future is not polled after it is ready");
+                // Bytes that came together with the head are here by now.
                 if let Some((mut unwanted, tasks)) = rest
-                    && !unwanted.has_come(cx)
+                    && !unwanted.drop_arrived(cx)
                 {
-                    tasks.spawn(unwanted.leave().drop_slowly());
+                    tasks.spawn(unwanted.into_leftover().drop_slowly());
                 }
                 Poll::Ready(Ok(response))
             }
@@ -288,16 +298,20 @@ impl<F: Future<Output = Answered>> Future for Answering<F> {
     }
 }
 
-/// What a response is to its connection.
+/// The facts about a request that its response needs on this connection.
 struct Ending {
     in_flight: RequestInFlight,
+    /// The response to HEAD has no body.
     bodiless: bool,
     has_body: bool,
     is_bad: bool,
 }
 
 impl Ending {
-    fn of(self, mut response: Response<Either<Full<Bytes>, Body>>) -> Response<Content> {
+    fn of<B>(self, mut response: Response<Either<Full<Bytes>, B>>) -> Response<Content<B>>
+    where
+        B: http_body::Body<Data = Bytes, Error: Into<BoxError>>,
+    {
         if self.is_bad {
             response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
@@ -308,22 +322,12 @@ impl Ending {
     }
 }
 
-fn whole(body: Bytes) -> Either<Full<Bytes>, Body> {
+fn whole<B>(body: Bytes) -> Either<Full<Bytes>, B> {
     Either::Left(Full::new(body))
 }
 
 fn ends_connection<B>(response: &Response<B>) -> bool {
     response.headers().get(header::CONNECTION).is_some_and(|value| value == "close")
-}
-
-impl From<Unwelcome> for ApiError {
-    fn from(unwelcome: Unwelcome) -> Self {
-        match unwelcome {
-            Unwelcome::Bad(BadHead::TooLarge) => Self::HeadTooLarge,
-            Unwelcome::Bad(BadHead::Malformed(message)) => Self::malformed(message),
-            Unwelcome::Closing => Self::Draining,
-        }
-    }
 }
 
 /// What watches over a connection.

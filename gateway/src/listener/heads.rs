@@ -14,16 +14,8 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, ReadBuf};
 
 use super::activity::Activity;
+use super::bad_head::BadHead;
 use super::pass::writes_pass_on;
-
-/// What is wrong with a head.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum BadHead {
-    /// More bytes or more headers than we take.
-    TooLarge,
-    /// Anything else, as a sentence.
-    Malformed(&'static str),
-}
 
 /// Bytes of HTTP/1, which pass head by head and body by body.
 pub(super) struct Heads<I> {

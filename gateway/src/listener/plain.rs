@@ -2,21 +2,16 @@
 
 use std::time::Duration;
 
+use hyper::body::Bytes;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
-
-use crate::reply::ApiError;
 
 /// The first byte of a TLS record that carries a handshake.
 pub(super) const TLS_HANDSHAKE: u8 = 0x16;
 
 /// Answers 400 and closes, whatever else was sent.
-pub(super) async fn refuse(mut stream: TcpStream) {
-    let error = ApiError::malformed(
-        "This port speaks HTTPS only. Use https:// instead of http:// in the URL.",
-    );
-    let body = error.envelope().to_json();
+pub(super) async fn refuse(mut stream: TcpStream, body: Bytes) {
     let head = format!(
         "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\
          connection: close\r\n\r\n",

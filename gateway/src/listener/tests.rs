@@ -30,7 +30,8 @@ use tokio_util::task::TaskTracker;
 
 use super::*;
 use crate::source::{SourceOptions, SourceRing};
-use crate::stack::{Stack, StackOptions, public_endpoint};
+use crate::stack::tests::TestRoutes;
+use crate::stack::{Stack, StackOptions};
 use crate::tls::{TlsIdentity, TlsSource};
 
 /// A bound on every wait of a test: far beyond all deadlines under test.
@@ -95,13 +96,11 @@ impl Door {
         let address = listener.local_addr().unwrap();
         let (gate, reached) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
         let service = Stack::new(
-            routes(&gate, &reached),
+            TestRoutes::new(routes(&gate, &reached)),
             StackOptions {
                 metrics: Arc::clone(&metrics),
                 sources: sources.as_ref().map(SourceRing::new),
                 largest_body: 2 << 20,
-                front: None,
-                endpoint: public_endpoint,
             },
             crate::Clock::system(),
         );

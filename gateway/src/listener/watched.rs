@@ -12,9 +12,10 @@ use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
 use tokio_util::task::TaskTracker;
 
-use super::activity::{Activity, Unwelcome};
+use super::activity::Activity;
 use super::gate::Peer;
 use super::pass::writes_pass_on;
+use super::service::RequestRefusal;
 
 /// A connection's socket, below TLS: reports when it takes no more, and is
 /// read on after the connection's end where that must not reset the peer.
@@ -175,7 +176,7 @@ pub(super) struct RequestInFlight {
 
 impl RequestInFlight {
     /// And what stands against the request, if anything.
-    pub(super) fn begin(activity: &Arc<Activity>) -> (Self, Option<Unwelcome>) {
+    pub(super) fn begin(activity: &Arc<Activity>) -> (Self, Option<RequestRefusal>) {
         let unwelcome = activity.request_began();
         (Self { activity: Arc::clone(activity), whole: false, unread: false }, unwelcome)
     }

@@ -1,12 +1,45 @@
-//! What the layers answer by themselves.
+//! The responses that the stack makes without a handler.
 
-use axum::Extension;
 use axum::routing::{get, post};
+use axum::{Extension, Router};
 use http::StatusCode;
 use http_body_util::BodyExt as _;
 use serde_json::Value;
+use tower::ServiceExt as _;
 
 use super::*;
+
+/// Routes of a test: an axum router without a head check of its own.
+pub(crate) struct TestRoutes(pub(crate) Router);
+
+impl TestRoutes {
+    pub(crate) fn new(router: Router) -> Self {
+        let router = router.fallback(unknown_route).method_not_allowed_fallback(method_not_allowed);
+        Self(router)
+    }
+}
+
+impl Routes for TestRoutes {
+    type Target = ();
+
+    fn label(&self, _path: &str) -> &'static str {
+        "other"
+    }
+
+    fn check_head<B>(
+        &self,
+        _request: &http::Request<B>,
+        _peer: Option<&Peer>,
+        _now: MonotonicTime,
+    ) -> Result<(), ApiError> {
+        Ok(())
+    }
+
+    async fn answer(&self, (): (), mut request: Request, id: RequestId) -> Response {
+        request.extensions_mut().insert(id);
+        self.0.clone().oneshot(request).await.unwrap_or_else(|never| match never {})
+    }
+}
 
 const LIMIT: u64 = 1_000;
 
@@ -18,7 +51,7 @@ async fn bug() -> &'static str {
     panic!("a secret of the client's")
 }
 
-fn service(metrics: &Arc<Metrics>) -> Arc<Stack> {
+fn service(metrics: &Arc<Metrics>) -> Arc<Stack<TestRoutes>> {
     let routes = Router::new()
         .route("/v1/models", get(|| async { "models" }))
         .route("/v1/read", post(read))
@@ -26,32 +59,26 @@ fn service(metrics: &Arc<Metrics>) -> Arc<Stack> {
         .route("/v1/id", get(|Extension(id): Extension<RequestId>| async move { id.to_string() }));
     let metrics = Arc::clone(metrics);
     Stack::new(
-        public(routes),
-        StackOptions {
-            metrics,
-            sources: None,
-            largest_body: LIMIT,
-            front: None,
-            endpoint: public_endpoint,
-        },
+        TestRoutes::new(routes),
+        StackOptions { metrics, sources: None, largest_body: LIMIT },
         Clock::system(),
     )
 }
 
-async fn ask(service: &Stack, request: http::request::Builder, body: Body) -> Said {
-    let looked = service.look(request.body(body).unwrap(), None, None);
-    let response = service.finish(looked).await.response;
+async fn ask(service: &Stack<TestRoutes>, request: http::request::Builder, body: Body) -> Received {
+    let verdict = service.check_head(request.body(body).unwrap(), None, None);
+    let response = service.finish(verdict).await.response;
     let (parts, body) = response.into_parts();
     let body = body.collect().await.unwrap().to_bytes();
-    Said { parts, body: String::from_utf8(body.to_vec()).unwrap() }
+    Received { parts, body: String::from_utf8(body.to_vec()).unwrap() }
 }
 
-struct Said {
+struct Received {
     parts: http::response::Parts,
     body: String,
 }
 
-impl Said {
+impl Received {
     fn code(&self) -> String {
         let body: Value = serde_json::from_str(&self.body).unwrap();
         body["error"]["code"].as_str().unwrap_or_default().to_owned()
@@ -59,7 +86,7 @@ impl Said {
 }
 
 #[tokio::test]
-async fn refuses_in_json() {
+async fn stack_refusals_are_json() {
     let service = service(&Metrics::new());
     let encoded =
         |coding: &str| Request::post("/v1/read").header("content-encoding", coding.to_owned());
@@ -83,7 +110,7 @@ async fn refuses_in_json() {
 }
 
 #[tokio::test]
-async fn passes_what_is_within_bounds() {
+async fn stack_passes_bodies_within_bounds() {
     let service = service(&Metrics::new());
     let identity = Request::post("/v1/read").header("content-encoding", "identity");
     let answer = ask(&service, identity, Body::from(vec![0; 1_000])).await;
@@ -91,7 +118,7 @@ async fn passes_what_is_within_bounds() {
 }
 
 #[tokio::test]
-async fn names_each_request_itself() {
+async fn stack_draws_request_ids() {
     let service = service(&Metrics::new());
     let mut seen = std::collections::HashSet::new();
     for _ in 0..100 {
@@ -104,7 +131,7 @@ async fn names_each_request_itself() {
 }
 
 #[tokio::test]
-async fn a_body_without_a_length_is_cut_at_the_limit() {
+async fn stack_cuts_unsized_bodies_at_limit() {
     let service = service(&Metrics::new());
     let pieces =
         futures_util::stream::iter((0..100).map(|_| Ok::<_, std::io::Error>(vec![0; 100])));
@@ -113,7 +140,7 @@ async fn a_body_without_a_length_is_cut_at_the_limit() {
 }
 
 #[tokio::test]
-async fn a_chunked_request_is_the_last_on_its_connection() {
+async fn stack_closes_connection_after_chunked_request() {
     // T11
     let service = service(&Metrics::new());
     let request = || Request::post("/v1/read").header("transfer-encoding", "chunked");
@@ -124,7 +151,7 @@ async fn a_chunked_request_is_the_last_on_its_connection() {
 }
 
 #[tokio::test]
-async fn clients_make_no_metric_series() {
+async fn metrics_gain_no_series_from_clients() {
     // T50
     let metrics = Metrics::new();
     let service = service(&metrics);
@@ -135,7 +162,7 @@ async fn clients_make_no_metric_series() {
     }
     let text = metrics.scrape(Default::default());
     assert!(
-        text.contains(r#"tollgate_requests_total{endpoint="other",status="4xx"} 500"#),
+        text.contains(r#"tollgate_requests_total{endpoint="other",status="4xx"} 1000"#),
         "{text}"
     );
     assert!(text.contains(r#"tollgate_errors_total{kind="unknown_route"} 1000"#), "{text}");

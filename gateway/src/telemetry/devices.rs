@@ -1,6 +1,7 @@
-//! How devices are, read off the workers when metrics are scraped. Labels are
-//! workers' names, which are config's, and a closed set of concerns; a worker
-//! whose device is not watched, or that is away, has no series.
+//! The health of devices, read from the workers when metrics are scraped.
+//! Labels are the names of workers, which config gives, and a closed set of
+//! concerns. A worker that is not connected, or whose device is not watched,
+//! has no series.
 
 use std::sync::atomic::AtomicU64;
 
@@ -8,8 +9,8 @@ use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
+use tollgate_wire::v1;
 
-use crate::admin::concerns;
 use crate::upstream::WorkerReport;
 
 type Figures = Family<WorkerLabel, Gauge<f64, AtomicU64>>;
@@ -41,17 +42,18 @@ impl DeviceMetrics {
             registry.register(*name, *help, figure.clone());
         }
         let concerns = Family::default();
-        registry.register("concern", "What is not as it should be", concerns.clone());
+        registry.register("concern", "1 while the concern holds", concerns.clone());
         Self { registry, figures: figures.map(|(name, _, figure)| (name, figure)), concerns }
     }
 
-    /// The registry with figures of now.
+    /// Sets the figures from `workers` and returns the registry.
     pub(super) fn read(&self, workers: &[WorkerReport]) -> &Registry {
         for (_, figure) in &self.figures {
             figure.clear();
         }
         self.concerns.clear();
         for report in workers {
+            // A worker without health figures keeps no series of earlier scrapes.
             let Some(health) = report.health else { continue };
             let worker = report.name.to_string();
             let values: [Option<f64>; 13] = [
@@ -83,19 +85,34 @@ impl DeviceMetrics {
     }
 }
 
-/// In the order in which they are filled.
+/// Returns every concern by name, with true if the concern holds.
+pub(crate) fn concerns(health: &v1::DeviceHealth) -> [(&'static str, bool); 8] {
+    [
+        ("hot", health.hot),
+        ("ill", health.ill),
+        ("gone", health.gone),
+        ("busy", health.busy),
+        ("memory_full", health.memory_full),
+        ("leak", health.leak),
+        ("slowed", health.slowed),
+        ("busy_without_work", health.busy_without_work),
+    ]
+}
+
+/// The names and help texts of the figures, in the order in which `read` fills
+/// them.
 const NAMES: [(&str, &str); 13] = [
-    ("rests", "Whether nothing new is placed there until it is well"),
-    ("utilisation_ratio", "Part of the time in which kernels ran"),
-    ("memory_used_bytes", "Memory in use"),
-    ("memory_total_bytes", "Memory"),
-    ("memory_worker_bytes", "Memory of the worker's process"),
-    ("temperature_celsius", "Temperature"),
-    ("power_watts", "Power"),
-    ("power_limit_watts", "The limit of power"),
-    ("energy_joules", "Energy since the driver was loaded"),
-    ("clock_hertz", "Clock of its processors"),
-    ("ecc_corrected", "Memory errors that were corrected since the driver was loaded"),
-    ("ecc_uncorrected", "Memory errors that were not"),
-    ("processes", "Processes that compute on it"),
+    ("rests", "1 while the gateway places nothing new on the device"),
+    ("utilisation_ratio", "Share of the time in which kernels ran"),
+    ("memory_used_bytes", "Device memory in use"),
+    ("memory_total_bytes", "Device memory in total"),
+    ("memory_worker_bytes", "Device memory of the worker's process"),
+    ("temperature_celsius", "Temperature of the device"),
+    ("power_watts", "Power that the device draws"),
+    ("power_limit_watts", "Power limit of the device"),
+    ("energy_joules", "Energy used since the driver was loaded"),
+    ("clock_hertz", "Clock of the device's processors"),
+    ("ecc_corrected", "Memory errors corrected since the driver was loaded"),
+    ("ecc_uncorrected", "Memory errors not corrected since the driver was loaded"),
+    ("processes", "Processes that compute on the device"),
 ];

@@ -4,8 +4,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use axum::Router;
 use axum::body::Body;
+use axum::response::IntoResponse as _;
 use http::{Request, Response, StatusCode, header};
 use http_body_util::BodyExt;
 use serde_json::Value;
@@ -15,13 +15,15 @@ use tollgate_admission::{Admission, AdmissionOptions};
 use tollgate_config::Config;
 use tollgate_domain::{RequestId, TenantId};
 use tollgate_ledger::{Ledger, LedgerHandle};
-use tower::ServiceExt;
 
 use crate::Clock;
-use crate::api::{Api, routes};
+use crate::api::Api;
 use crate::auth::{Authenticator, KeyOptions, KeyStore};
 use crate::idempotency::Idempotency;
+use crate::reply::ApiError;
+use crate::routes::PublicRoutes;
 use crate::serving::{Serving, ServingOptions};
+use crate::stack::Routes as _;
 use crate::telemetry::Metrics;
 use crate::upstream::fake::FakeWorker;
 
@@ -38,7 +40,7 @@ pub(crate) struct Room {
     pub(crate) api: Api,
     pub(crate) ledger: LedgerHandle,
     _folder: TempDir,
-    router: Router,
+    routes: PublicRoutes,
     keys: Vec<(&'static str, String)>,
     drawn: std::sync::atomic::AtomicU64,
 }
@@ -90,7 +92,7 @@ impl Room {
         let authenticator = Authenticator::new(store, Vec::new()).expect("no issuers");
         let api = Api { serving, config, authenticator, draining: CancellationToken::new() };
         Self {
-            router: routes(api.clone()),
+            routes: PublicRoutes::new(api.clone()),
             api,
             ledger,
             _folder: folder,
@@ -138,8 +140,16 @@ impl Room {
             let again = again.parse().expect("a header's value");
             request.headers_mut().insert("idempotency-key", again);
         }
-        request.extensions_mut().insert(RequestId::from_random(u128::from(number)));
-        self.router.clone().oneshot(request).await.expect("routes do not fail")
+        self.answer(request, RequestId::from_random(u128::from(number))).await
+    }
+
+    /// Answers `request`, whose credential is in its headers.
+    pub(crate) async fn answer(&self, request: Request<Body>, id: RequestId) -> Response<Body> {
+        let now = self.api.serving.clock.now();
+        match self.routes.check_head(&request, None, now) {
+            Ok(target) => self.routes.answer(target, request, id).await,
+            Err(error) => ApiError::into_response(error),
+        }
     }
 
     /// The public id of `tenant`'s key.

@@ -1,6 +1,6 @@
 //! Heads in pieces, heads in a row, and heads that must not pass.
 
-use crate::listener::activity::Unwelcome;
+use crate::listener::service::RequestRefusal;
 use proptest::prelude::*;
 use tokio::io::AsyncReadExt as _;
 use tokio::time::Instant;
@@ -31,8 +31,8 @@ fn pass(pieces: &[&[u8]]) -> (Vec<u8>, Option<BadHead>) {
         }
         let refused = (0..=heads.passed).find_map(|_| activity.request_began());
         let bad = refused.map(|unwelcome| match unwelcome {
-            Unwelcome::Bad(bad) => bad,
-            Unwelcome::Closing => panic!("nobody closes it"),
+            RequestRefusal::BadHead(bad) => bad,
+            RequestRefusal::Closing => panic!("nobody closes it"),
         });
         (passed, bad)
     })

@@ -1,0 +1,261 @@
+//! The route table of the public API, and the dispatch by that table. A path
+//! stands in [`ROUTES`] and nowhere else: the router, the head check, the
+//! scopes of keys and the labels of metrics read it there.
+
+use std::pin::Pin;
+
+use axum::body::Body;
+use axum::extract::Request;
+use axum::response::{IntoResponse, Response};
+use http::{HeaderValue, Method, header};
+use http_body::Body as _;
+use percent_encoding::percent_decode_str;
+use tollgate_domain::{MonotonicTime, RequestId};
+
+use crate::api::{self, Api, Call, CallerContext, RouteKind};
+use crate::auth::Endpoint;
+use crate::listener::Peer;
+use crate::reply::ApiError;
+use crate::stack::Routes;
+use crate::{models, usage};
+
+/// One route of the public API.
+pub(crate) struct Route {
+    path: Pattern,
+    method: RouteMethod,
+    /// The part of the API that a key's scopes name.
+    endpoint: Endpoint,
+    /// The route's label in metrics.
+    label: &'static str,
+    kind: RouteKind,
+    handler: Handler,
+}
+
+/// The paths that a route takes.
+enum Pattern {
+    /// This path alone.
+    Exact(&'static str),
+    /// This prefix and one more segment, which is the parameter.
+    Segment(&'static str),
+    /// This prefix and all that follows, slashes included.
+    Rest(&'static str),
+}
+
+/// The method of a route.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum RouteMethod {
+    /// GET, and HEAD, which is answered without the body.
+    Get,
+    Post,
+}
+
+type Handler = fn(Api, Call) -> HandlerFuture;
+type HandlerFuture = Pin<Box<dyn Future<Output = Result<Response, ApiError>> + Send>>;
+
+/// All routes of the public API.
+static ROUTES: [Route; 6] = [
+    Route {
+        path: Pattern::Exact("/v1/chat/completions"),
+        method: RouteMethod::Post,
+        endpoint: Endpoint::Chat,
+        label: "chat_completions",
+        kind: RouteKind::Work,
+        handler: |api, call| Box::pin(api::chat_completions(api, call)),
+    },
+    Route {
+        path: Pattern::Exact("/v1/completions"),
+        method: RouteMethod::Post,
+        endpoint: Endpoint::Completions,
+        label: "completions",
+        kind: RouteKind::Work,
+        handler: |api, call| Box::pin(api::completions(api, call)),
+    },
+    Route {
+        path: Pattern::Exact("/v1/models"),
+        method: RouteMethod::Get,
+        endpoint: Endpoint::Models,
+        label: "models",
+        kind: RouteKind::ReadOnly,
+        handler: |api, call| Box::pin(models::list(api, call)),
+    },
+    Route {
+        path: Pattern::Rest("/v1/models/"),
+        method: RouteMethod::Get,
+        endpoint: Endpoint::Models,
+        label: "model",
+        kind: RouteKind::ReadOnly,
+        handler: |api, call| Box::pin(models::show(api, call)),
+    },
+    Route {
+        path: Pattern::Exact("/v1/usage"),
+        method: RouteMethod::Get,
+        endpoint: Endpoint::Usage,
+        label: "usage",
+        kind: RouteKind::ReadOnly,
+        handler: |api, call| Box::pin(usage::list(api, call)),
+    },
+    Route {
+        path: Pattern::Segment("/v1/usage/"),
+        method: RouteMethod::Get,
+        endpoint: Endpoint::Usage,
+        label: "request_usage",
+        kind: RouteKind::ReadOnly,
+        handler: |api, call| Box::pin(usage::show(api, call)),
+    },
+];
+
+impl Pattern {
+    /// Returns the still encoded parameter if the pattern takes `path`.
+    fn parameter<'p>(&self, path: &'p str) -> Option<&'p str> {
+        let rest = match self {
+            Self::Exact(exact) => return (path == *exact).then_some(""),
+            Self::Segment(prefix) => {
+                path.strip_prefix(prefix).filter(|segment| !segment.contains('/'))
+            }
+            Self::Rest(prefix) => path.strip_prefix(prefix),
+        };
+        rest.filter(|parameter| !parameter.is_empty())
+    }
+}
+
+impl RouteMethod {
+    fn takes(self, method: &Method) -> bool {
+        match self {
+            Self::Get => method == Method::GET || method == Method::HEAD,
+            Self::Post => method == Method::POST,
+        }
+    }
+
+    /// Returns the methods as the `allow` header lists them.
+    fn allow(self) -> HeaderValue {
+        HeaderValue::from_static(match self {
+            Self::Get => "GET,HEAD",
+            Self::Post => "POST",
+        })
+    }
+}
+
+/// The public API: it answers requests by [`ROUTES`].
+pub(crate) struct PublicRoutes {
+    api: Api,
+}
+
+/// The outcome of the head check: the route and the caller, or no route.
+pub(crate) enum Target {
+    /// A handler answers.
+    Handler { route: &'static Route, caller: Box<CallerContext> },
+    /// The path is no route.
+    UnknownRoute,
+    /// The path is a route, for other methods.
+    WrongMethod(&'static Route),
+}
+
+impl PublicRoutes {
+    pub(crate) fn new(api: Api) -> Self {
+        Self { api }
+    }
+}
+
+fn find(path: &str) -> Option<&'static Route> {
+    ROUTES.iter().find(|route| route.path.parameter(path).is_some())
+}
+
+impl Routes for PublicRoutes {
+    type Target = Target;
+
+    fn label(&self, path: &str) -> &'static str {
+        find(path).map_or("other", |route| route.label)
+    }
+
+    fn check_head<B>(
+        &self,
+        request: &http::Request<B>,
+        peer: Option<&Peer>,
+        now: MonotonicTime,
+    ) -> Result<Target, ApiError> {
+        let Some(route) = find(request.uri().path()) else { return Ok(Target::UnknownRoute) };
+        if !route.method.takes(request.method()) {
+            return Ok(Target::WrongMethod(route));
+        }
+        let headers = request.headers();
+        let caller = self.api.caller_context(route.kind, route.endpoint, headers, peer, now)?;
+        Ok(Target::Handler { route, caller: Box::new(caller) })
+    }
+
+    async fn answer(&self, target: Target, request: Request, id: RequestId) -> Response {
+        let is_head = request.method() == Method::HEAD;
+        let mut response = match target {
+            Target::Handler { route, caller } => {
+                let parameter = decoded(route.path.parameter(request.uri().path()));
+                let call = Call { request, id, caller: *caller, parameter };
+                (route.handler)(self.api.clone(), call).await.into_response()
+            }
+            Target::UnknownRoute => ApiError::UnknownRoute {
+                method: request.method().clone(),
+                path: request.uri().path().to_owned(),
+            }
+            .into_response(),
+            Target::WrongMethod(route) => {
+                let error = ApiError::MethodNotAllowed {
+                    method: request.method().clone(),
+                    path: request.uri().path().to_owned(),
+                };
+                let mut response = error.into_response();
+                response.headers_mut().insert(header::ALLOW, route.method.allow());
+                response
+            }
+        };
+        if let Some(length) = response.size_hint().exact() {
+            response.headers_mut().entry(header::CONTENT_LENGTH).or_insert_with(|| length.into());
+        }
+        if is_head {
+            // The length above is that of the body which GET would send.
+            *response.body_mut() = Body::empty();
+        }
+        response
+    }
+}
+
+/// Decodes a parameter of a path. Bytes that are no text name nothing, so the
+/// handler gets an empty name and answers 404.
+fn decoded(parameter: Option<&str>) -> String {
+    let bytes = percent_decode_str(parameter.unwrap_or_default());
+    bytes.decode_utf8().map(Into::into).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn route_table_takes_its_paths() {
+        for (path, label, parameter) in [
+            ("/v1/models", "models", ""),
+            ("/v1/models/", "other", ""),
+            ("/v1/models/demo", "model", "demo"),
+            ("/v1/models/org/demo", "model", "org/demo"),
+            ("/v1/models/org%2Fdemo", "model", "org/demo"),
+            ("/v1/models/%ff", "model", ""),
+            ("/v1/usage", "usage", ""),
+            ("/v1/usage/req-1", "request_usage", "req-1"),
+            ("/v1/usage/req-1/more", "other", ""),
+            ("/v1/usage/", "other", ""),
+            ("/v1/chat/completions", "chat_completions", ""),
+            ("/v1/completions", "completions", ""),
+            ("/v1/completions/", "other", ""),
+            ("*", "other", ""),
+            ("", "other", ""),
+        ] {
+            let route = find(path);
+            assert_eq!(route.map_or("other", |route| route.label), label, "{path}");
+            let found = route.and_then(|route| route.path.parameter(path));
+            assert_eq!(decoded(found), parameter, "{path}");
+        }
+    }
+
+    #[test]
+    fn route_labels_and_paths_are_unique() {
+        let labels: std::collections::HashSet<_> = ROUTES.iter().map(|route| route.label).collect();
+        assert_eq!(labels.len(), ROUTES.len());
+    }
+}
