@@ -17,7 +17,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use tollgate_admission::{ResolveError, Resolved, Settlement, Spent, TurnLost};
+use tollgate_admission::{QueueTicketLost, ResolveError, Resolved, Settlement, Spent};
 use tollgate_domain::block::Attempt as AttemptId;
 use tollgate_domain::{DeviceNanos, Usage, WorkerEpoch};
 use tollgate_ledger::FaultCap;
@@ -153,7 +153,7 @@ impl Pump {
     /// Waits for a place within the caller's limits.
     async fn turn(&self, admitted: &Admitted) -> Result<(), ApiError> {
         tokio::select! {
-            turn = admitted.hold.turn() => turn.map_err(|TurnLost| ApiError::Overloaded {
+            turn = admitted.hold.queue_ticket() => turn.map_err(|QueueTicketLost| ApiError::Overloaded {
                 retry_after: Some(Duration::from_secs(1)),
             }),
             () = self.events.closed() => {

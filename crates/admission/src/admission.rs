@@ -15,7 +15,7 @@ use crate::figures::Figures;
 use crate::refusal::Refusal;
 use crate::scope::{Period, Scope, ScopeLimits};
 use crate::terms::{
-    AdmissionOptions, AdmissionStatus, Place, Reserve, ReserveError, ResolveError, Settlement,
+    AdmissionOptions, AdmissionStatus, HoldState, Reserve, ReserveError, ResolveError, Settlement,
     Spent, Swept,
 };
 
@@ -53,7 +53,7 @@ impl Admission {
         Ok(Hold {
             admission: self.clone(),
             id,
-            place: reserved.place,
+            hold_state: reserved.hold_state,
             budget: reserved.budget,
             figures: reserved.figures,
             open: true,
@@ -176,7 +176,7 @@ impl fmt::Debug for Admission {
 pub struct Hold {
     admission: Admission,
     id: RequestId,
-    place: Place,
+    hold_state: HoldState,
     budget: Option<DeviceNanos>,
     figures: Figures,
     open: bool,
@@ -189,8 +189,8 @@ impl Hold {
     }
 
     /// Whether it could run at once when it was made.
-    pub fn place(&self) -> Place {
-        self.place
+    pub fn state(&self) -> HoldState {
+        self.hold_state
     }
 
     /// The most reference cost that it may spend, where a cap applies.
@@ -204,8 +204,8 @@ impl Hold {
     }
 
     /// Waits for a place to run; ready at once where it has one.
-    pub fn turn(&self) -> Turn<'_> {
-        Turn { hold: self }
+    pub fn queue_ticket(&self) -> QueueTicket<'_> {
+        QueueTicket { hold: self }
     }
 
     /// Posts the true cost.
@@ -237,7 +237,7 @@ impl Drop for Hold {
         // none is needed: at time zero buckets do not refill.
         let mut guarded = self.admission.lock();
         guarded.wakers.remove(&self.id);
-        if guarded.core.place(&self.id) == Some(Place::Queued) {
+        if guarded.core.state(&self.id) == Some(HoldState::Queued) {
             // It is queued, so there is a hold to void and nobody to promote.
             let _ = guarded.core.void(MonotonicTime::default(), &self.id);
         }
@@ -247,7 +247,7 @@ impl Drop for Hold {
 /// The wait of a [`Hold`] for a place to run.
 #[derive(Debug)]
 #[must_use = "a turn does nothing unless awaited"]
-pub struct Turn<'a> {
+pub struct QueueTicket<'a> {
     hold: &'a Hold,
 }
 
@@ -255,18 +255,18 @@ pub struct Turn<'a> {
 /// resolved by its id. Nothing is held any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the hold ended while it waited for a place")]
-pub struct TurnLost;
+pub struct QueueTicketLost;
 
-impl Future for Turn<'_> {
-    type Output = Result<(), TurnLost>;
+impl Future for QueueTicket<'_> {
+    type Output = Result<(), QueueTicketLost>;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let hold = self.hold;
         let mut guarded = hold.admission.lock();
-        match guarded.core.place(&hold.id) {
-            Some(Place::Running) => Poll::Ready(Ok(())),
-            None => Poll::Ready(Err(TurnLost)),
-            Some(Place::Queued) => {
+        match guarded.core.state(&hold.id) {
+            Some(HoldState::Running) => Poll::Ready(Ok(())),
+            None => Poll::Ready(Err(QueueTicketLost)),
+            Some(HoldState::Queued) => {
                 guarded.wakers.insert(hold.id.clone(), context.waker().clone());
                 Poll::Pending
             }

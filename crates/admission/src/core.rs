@@ -14,7 +14,7 @@ use crate::figures::{Figures, RateFigures, tighten};
 use crate::refusal::Refusal;
 use crate::scope::{Period, Scope, ScopeLimits, ScopeState};
 use crate::terms::{
-    AdmissionOptions, AdmissionStatus, Place, Reserve, ReserveError, ResolveError, Settlement,
+    AdmissionOptions, AdmissionStatus, HoldState, Reserve, ReserveError, ResolveError, Settlement,
     Spent, Swept,
 };
 
@@ -26,7 +26,7 @@ mod holds;
 /// A reservation as the core makes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Reserved {
-    pub(crate) place: Place,
+    pub(crate) hold_state: HoldState,
     pub(crate) budget: Option<DeviceNanos>,
     pub(crate) figures: Figures,
 }
@@ -171,8 +171,8 @@ impl Core {
 
     fn take(&mut self, request: Reserve, decision: check::Decision, utc: UtcTime) -> Reserved {
         let Reserve { id, scopes, class, estimate, queue_deadline, expires } = request;
-        let check::Decision { place, capped } = decision;
-        let ticket = (place == Place::Queued).then(|| {
+        let check::Decision { hold_state, capped } = decision;
+        let ticket = (hold_state == HoldState::Queued).then(|| {
             self.next_ticket += 1;
             self.tickets.insert(self.next_ticket, id.clone());
             self.next_ticket
@@ -215,7 +215,7 @@ impl Core {
             expires,
         };
         self.holds.hold(id, record);
-        Reserved { place, budget: capped, figures }
+        Reserved { hold_state, budget: capped, figures }
     }
 
     /// Posts the true cost of a hold, also of one that expired before.
@@ -276,7 +276,7 @@ impl Core {
         while let Some((due, id)) = self.due.first().cloned()
             && due <= now
         {
-            if self.place(&id) == Some(Place::Queued)
+            if self.state(&id) == Some(HoldState::Queued)
                 && let Ok(record) = self.holds.void(&id)
             {
                 swept.promoted.extend(self.void_record(now, &id, &record).promoted);
@@ -322,9 +322,9 @@ impl Core {
     }
 
     /// Whether a hold is open, and where it stands.
-    pub(crate) fn place(&self, id: &RequestId) -> Option<Place> {
+    pub(crate) fn state(&self, id: &RequestId) -> Option<HoldState> {
         let record = self.holds.get(id)?;
-        Some(if record.ticket.is_some() { Place::Queued } else { Place::Running })
+        Some(if record.ticket.is_some() { HoldState::Queued } else { HoldState::Running })
     }
 
     pub(crate) fn status(&self) -> AdmissionStatus {

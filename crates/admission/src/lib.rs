@@ -24,13 +24,13 @@ mod refusal;
 mod scope;
 mod terms;
 
-pub use crate::admission::{Admission, Hold, Turn, TurnLost};
+pub use crate::admission::{Admission, Hold, QueueTicket, QueueTicketLost};
 pub use crate::expect::ExpectedOutput;
 pub use crate::figures::{CapFigures, Figures, RateFigures};
 pub use crate::penalty::{Counted, ListedPenalty, Offence, Penalty, PenaltyBook, PenaltyTerms};
 pub use crate::refusal::{Limit, Refusal};
 pub use crate::scope::{Period, Scope, ScopeLimits};
 pub use crate::terms::{
-    AdmissionOptions, AdmissionStatus, Estimate, Place, Reserve, ReserveError, ResolveError,
+    AdmissionOptions, AdmissionStatus, Estimate, HoldState, Reserve, ReserveError, ResolveError,
     Resolved, Settlement, Spent, Swept,
 };

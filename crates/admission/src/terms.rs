@@ -58,7 +58,7 @@ pub struct Estimate {
 
 /// Whether a request may run or waits for another to end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum HoldState {
     /// It holds a place in every scope.
     Running,
     /// It waits, first come first served within its scopes.

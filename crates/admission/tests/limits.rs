@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use common::*;
 use tollgate_admission::{
-    Admission, AdmissionOptions, Limit, Period, Place, Refusal, ReserveError, Scope,
+    Admission, AdmissionOptions, HoldState, Limit, Period, Refusal, ReserveError, Scope,
 };
 use tollgate_domain::{ByClass, DeviceClass, DeviceNanos, PlanLimits, PoolName, Rate};
 
@@ -211,7 +211,7 @@ fn lifting_a_limit_on_places_lets_those_run_that_waited_for_it() {
     let gate = Gate::of(one);
     let first = gate.reserve(0, small()).expect("room");
     let second = gate.reserve(0, small()).expect("room to wait");
-    assert_eq!((first.place(), second.place()), (Place::Running, Place::Queued));
+    assert_eq!((first.state(), second.state()), (HoldState::Running, HoldState::Queued));
     let open = [scoped(tenant("acme"), PlanLimits::default())];
     let third = gate.admission.reserve(at(0), utc(0), request(99, 0, &open, small()));
     let end = third.expect("no limit").settle(at(0), spent(1, 1)).expect("open");
@@ -311,8 +311,11 @@ fn places_are_given_in_order_and_never_twice() {
     let limits = PlanLimits { concurrent: Some(2), queued: Some(2), ..PlanLimits::default() };
     let gate = Gate::of(limits);
     let [first, second, third, fourth] = [(); 4].map(|()| gate.reserve(0, small()).expect("room"));
-    let places = [&first, &second, &third, &fourth].map(tollgate_admission::Hold::place);
-    assert_eq!(places, [Place::Running, Place::Running, Place::Queued, Place::Queued]);
+    let places = [&first, &second, &third, &fourth].map(tollgate_admission::Hold::state);
+    assert_eq!(
+        places,
+        [HoldState::Running, HoldState::Running, HoldState::Queued, HoldState::Queued]
+    );
     let refusal = gate.reserve(0, small()).expect_err("the queue is full");
     assert_eq!((refusal.limit, refusal.value, refusal.permanent), (Limit::Queued, 2, false));
     assert_eq!(refusal.retry_after, None);
@@ -367,8 +370,8 @@ fn a_scope_with_a_place_is_not_asked_for_its_queue() {
     let b1 = ask(3, "b").expect("a place");
     let c1 = ask(4, "c").expect("a place to wait");
     assert_eq!(
-        [&a1, &b1, &c1].map(tollgate_admission::Hold::place),
-        [Place::Running, Place::Running, Place::Queued]
+        [&a1, &b1, &c1].map(tollgate_admission::Hold::state),
+        [HoldState::Running, HoldState::Running, HoldState::Queued]
     );
     assert_eq!(refused(5, "d"), (Limit::Queued, tenant("acme")));
     assert_eq!(a1.void(at(0)).expect("open").promoted, [c1.id().clone()]);
@@ -396,8 +399,8 @@ fn a_waiting_request_blocks_only_its_own_scopes() {
     let b1 = ask(3, "b");
     let c1 = ask(4, "c");
     assert_eq!(
-        [&a1, &a2, &b1, &c1].map(tollgate_admission::Hold::place),
-        [Place::Running, Place::Queued, Place::Running, Place::Queued]
+        [&a1, &a2, &b1, &c1].map(tollgate_admission::Hold::state),
+        [HoldState::Running, HoldState::Queued, HoldState::Running, HoldState::Queued]
     );
     // b's place goes to c: a2 came first, but its key's only place is taken.
     assert_eq!(b1.void(at(0)).expect("open").promoted, [c1.id().clone()]);
@@ -425,8 +428,9 @@ fn a_queue_deadline_voids_and_wakes() {
     let running = gate.reserve(0, small()).expect("room");
     let soon = gate.reserve(10 * SECOND, small()).expect("waits");
     let late = gate.reserve(0, small()).expect("waits");
-    let mut poll =
-        |hold: &tollgate_admission::Hold| std::pin::pin!(hold.turn()).as_mut().poll(&mut context);
+    let mut poll = |hold: &tollgate_admission::Hold| {
+        std::pin::pin!(hold.queue_ticket()).as_mut().poll(&mut context)
+    };
     assert_eq!(poll(&running), Poll::Ready(Ok(())));
     assert_eq!((poll(&soon), poll(&late)), (Poll::Pending, Poll::Pending));
     let swept = gate.admission.expire(at(30 * SECOND));

@@ -10,7 +10,7 @@ use std::time::Duration;
 use common::*;
 use proptest::prelude::*;
 use tollgate_admission::{
-    Admission, AdmissionOptions, Limit, Period, Place, ReserveError, ResolveError, Resolved,
+    Admission, AdmissionOptions, HoldState, Limit, Period, ReserveError, ResolveError, Resolved,
     ScopeLimits,
 };
 use tollgate_domain::{ByClass, DeviceClass, DeviceNanos, PlanLimits, Rate};
@@ -59,7 +59,7 @@ fn limits() -> PlanLimits {
 /// A hold as the model sees it.
 #[derive(Clone, Debug, PartialEq)]
 enum Phase {
-    Held { place: Place, reserved_at: u64, budget: u64 },
+    Held { place: HoldState, reserved_at: u64, budget: u64 },
     Posted,
     Voided,
     Expired { budget: u64 },
@@ -92,8 +92,8 @@ impl Model {
         for number in 0..24 {
             if promoted.contains(&id(number)) {
                 match self.holds.get_mut(&number) {
-                    Some(Phase::Held { place, .. }) if *place == Place::Queued => {
-                        *place = Place::Running;
+                    Some(Phase::Held { place, .. }) if *place == HoldState::Queued => {
+                        *place = HoldState::Running;
                     }
                     other => panic!("promoted {number}, which is {other:?}"),
                 }
@@ -101,7 +101,7 @@ impl Model {
         }
     }
 
-    fn count(&self, wanted: Place) -> usize {
+    fn count(&self, wanted: HoldState) -> usize {
         let at_it = |phase: &&Phase| matches!(phase, Phase::Held { place, .. } if *place == wanted);
         self.holds.values().filter(at_it).count()
     }
@@ -119,8 +119,8 @@ impl Model {
             assert!(settled + held <= cap, "{settled} + {held} > {cap} in {period:?}");
         }
         let status = admission.status();
-        assert_eq!(status.running, self.count(Place::Running));
-        assert_eq!(status.queued, self.count(Place::Queued));
+        assert_eq!(status.running, self.count(HoldState::Running));
+        assert_eq!(status.queued, self.count(HoldState::Queued));
         assert!(status.running <= 3 && status.queued <= 2);
         assert!(status.queued == 0 || status.running == 3, "a place is free and someone waits");
     }
@@ -151,7 +151,7 @@ fn run(acts: Vec<Act>) {
                         assert!(!known);
                         let budget = hold.budget().expect("a cap applies").nanos();
                         assert!(budget <= worst && budget > 0 || worst == 0);
-                        let (place, reserved_at) = (hold.place(), model.now);
+                        let (place, reserved_at) = (hold.state(), model.now);
                         let held = Phase::Held { place, reserved_at, budget };
                         model.holds.insert(number, held);
                         kept.push(hold); // dropped at the end only
@@ -219,14 +219,14 @@ fn sweep(admission: &Admission, model: &mut Model) {
         // One that was promoted in this very sweep has left the queue in time.
         let left_queue = expired || swept.promoted.contains(&id(number));
         if timed_out {
-            assert!(place == Place::Queued && age >= 30 * SECOND);
+            assert!(place == HoldState::Queued && age >= 30 * SECOND);
             model.holds.insert(number, Phase::Voided);
         } else if expired {
             assert!(age >= 630 * SECOND);
             model.holds.insert(number, Phase::Expired { budget });
         } else {
             assert!(age < 630 * SECOND, "overdue");
-            assert!(place == Place::Running || left_queue || age < 30 * SECOND, "overdue");
+            assert!(place == HoldState::Running || left_queue || age < 30 * SECOND, "overdue");
         }
     }
     model.promote(&swept.promoted);

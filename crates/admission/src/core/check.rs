@@ -14,12 +14,12 @@ use crate::cap::Spend;
 use crate::figures::{CapFigures, Figures, RateFigures, tighten};
 use crate::refusal::{Limit, Refusal};
 use crate::scope::{Scope, ScopeState};
-use crate::terms::{Place, Reserve};
+use crate::terms::{HoldState, Reserve};
 
 /// What will be taken: a place, and where caps apply the amount that is held
 /// against all of them.
 pub(super) struct Decision {
-    pub(super) place: Place,
+    pub(super) hold_state: HoldState,
     pub(super) capped: Option<DeviceNanos>,
 }
 
@@ -48,17 +48,17 @@ impl Core {
             .iter()
             .filter_map(|limited| self.scopes.get_key_value(&limited.scope))
             .collect();
-        let place = if states.iter().all(|(_, state)| state.has_place()) {
-            Place::Running
+        let hold_state = if states.iter().all(|(_, state)| state.has_place()) {
+            HoldState::Running
         } else {
-            Place::Queued
+            HoldState::Queued
         };
         let mut worst: Option<Refusal> = None;
         let mut longest: Option<Duration> = None;
         for (scope, state) in &states {
             let look = Look { state, request, day: self.day, month: self.month, utc };
             let mut found = Vec::new();
-            look.places(place, &mut found);
+            look.places(hold_state, &mut found);
             look.rates(&mut found);
             look.amounts(&mut found);
             for found in found {
@@ -80,7 +80,7 @@ impl Core {
             .flat_map(|(_, state)| caps(state, &request.class, self.day, self.month))
             .map(|cap| cap.remaining)
             .min();
-        Ok(Decision { place, capped: left.map(|left| left.min(request.estimate.worst)) })
+        Ok(Decision { hold_state, capped: left.map(|left| left.min(request.estimate.worst)) })
     }
 
     /// Where the limits stand, of several scopes the tightest.
@@ -124,8 +124,8 @@ struct Look<'a> {
 impl Look<'_> {
     /// A place to run, or one to wait in every scope that has none to run. One
     /// that has a place keeps nobody waiting, so its queue is not asked.
-    fn places(&self, place: Place, found: &mut Vec<Found>) {
-        if place == Place::Queued {
+    fn places(&self, hold_state: HoldState, found: &mut Vec<Found>) {
+        if hold_state == HoldState::Queued {
             found.extend(self.state.has_no_room());
         }
     }

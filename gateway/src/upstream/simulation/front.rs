@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tollgate_admission::{
-    Admission, AdmissionOptions, Estimate, Hold, Place, Reserve, ResolveError, Resolved, Scope,
+    Admission, AdmissionOptions, Estimate, Hold, HoldState, Reserve, ResolveError, Resolved, Scope,
     ScopeLimits, Spent,
 };
 use tollgate_config::Config;
@@ -341,7 +341,7 @@ impl Front {
         );
         let hold = hold.ok()?;
         let order = Wanted { budget: hold.budget().map(DeviceNanos::nanos), ..order };
-        let is_forgotten = is_forgotten && hold.place() == Place::Running;
+        let is_forgotten = is_forgotten && hold.state() == HoldState::Running;
         let (hold, open, state) = if is_forgotten {
             drop(hold);
             (None, None, State::Forgotten)
@@ -379,7 +379,7 @@ impl Front {
         if request.state != State::Waiting {
             return Next::Nothing;
         }
-        let turn = request.hold.as_ref().and_then(|hold| hold.turn().now_or_never());
+        let turn = request.hold.as_ref().and_then(|hold| hold.queue_ticket().now_or_never());
         match (turn, place) {
             (None, _) if request.hold.is_some() => Next::Wait,
             (Some(Ok(())), None) if request.waits.elapsed() < QUEUE => Next::Wait,
