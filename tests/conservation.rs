@@ -21,9 +21,9 @@ use tollgate_engine::backend::synthetic::{
     Pace, StepCost, SyntheticBackend, SyntheticOptions, SyntheticText,
 };
 use tollgate_engine::{
-    CancelReason, Clock, EngineOptions, Flow, ManualEngine, Owner, PromptLogprob, RequestFigures,
-    RequestOutcome, SampledToken, SamplingParams, StepJournal, StepRecord, Submission, Tier,
-    TokenSink, Turn, VirtualClock,
+    CancelReason, Clock, EngineOptions, Flow, GeneratedToken, ManualEngine, Owner, PromptLogprob,
+    RequestFigures, RequestOutcome, SamplingParams, StepJournal, StepRecord, Submission, Tick,
+    Tier, TokenSink, VirtualClock,
 };
 use tollgate_ledger::{FaultCap, Ledger, LedgerHandle, Posted, Submitted};
 use tollgate_worker::rig::{JournalRig, OsDisk, RigOptions};
@@ -257,7 +257,7 @@ impl Life {
                 taken = now;
                 self.take(ledger);
             }
-            if self.engine.turn().expect("no fault") == Turn::Idle {
+            if self.engine.tick().expect("no fault") == Tick::Idle {
                 let next = load.next.min(taken + TAKEN_EVERY).max(now + 1);
                 self.clock.advance_to(MonotonicTime(next));
             }
@@ -445,7 +445,7 @@ struct Nobody;
 impl TokenSink for Nobody {
     fn prompt_logprobs(&mut self, _: u32, _: Vec<PromptLogprob>) {}
 
-    fn token(&mut self, _: u32, _: SampledToken) -> Flow {
+    fn token(&mut self, _: u32, _: GeneratedToken) -> Flow {
         Flow::Continue
     }
 

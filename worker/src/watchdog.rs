@@ -59,7 +59,7 @@ impl Watch {
 
     /// Looks again, `since` the last time.
     fn look(&mut self, since: Duration, work: Option<Work>) -> Result<(), Hung> {
-        let turn = work.map(|work| work.turn);
+        let turn = work.map(|work| work.tick);
         if turn != self.turn {
             (self.turn, self.waited) = (turn, Duration::ZERO);
             return Ok(());
@@ -115,7 +115,7 @@ mod tests {
         StepPatience { least: Duration::from_secs(1), times_predicted: 20 };
 
     fn work(turn: u64, predicted_ms: u64) -> Option<Work> {
-        Some(Work { turn, predicted: Duration::from_millis(predicted_ms) })
+        Some(Work { tick: turn, predicted: Duration::from_millis(predicted_ms) })
     }
 
     /// Looks every `every` ms at the same turn; after how many it is hung.

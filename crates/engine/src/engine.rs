@@ -1,21 +1,21 @@
 //! The engine: one thread that owns a device, its KV cache and the batch.
 //!
-//! [`Engine::start`] takes a backend and makes that thread; an
-//! [`EngineHandle`] is what the rest of the process holds. Any fault inside a
-//! step ends the engine: there is no recovery in the process, whoever started
-//! it starts another.
+//! [`Engine::start`] takes a backend and starts the thread. The rest of the process uses an
+//! [`EngineHandle`]. Any fault inside a step ends the engine, because a device is not
+//! reliable after a fault. The supervisor starts a new process.
 
 mod batch;
 mod charge;
-pub mod driven;
+pub mod inbox;
 mod intake;
 pub mod journal;
-mod lines;
-pub mod mailbox;
+pub mod manual;
+mod outcome;
 pub mod pulse;
+mod queues;
 mod step;
 pub mod submission;
-mod turn;
+mod tick;
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -25,69 +25,68 @@ use std::time::Duration;
 
 use tollgate_domain::{CostTable, DeviceNanos};
 
+use self::inbox::{EngineHandle, Inbox, Phase};
 use self::intake::Intake;
 use self::journal::StepJournal;
-use self::mailbox::{EngineHandle, Mailbox, Phase};
-use self::step::panic_message;
 use self::submission::{RequestOutcome, SubmitError};
-use self::turn::{Core, Turn};
+use self::tick::{Core, Tick, panic_message};
 use crate::backend::{BLOCK_TOKENS, Backend, BackendError, StepLimits};
 use crate::clock::Clock;
 use crate::meter::Totals;
 use crate::schedule::{Bounds, SchedulePolicy, Spare};
 
-/// A running engine: its thread, and the way to it. Dropping this leaves the
-/// thread to itself; it is ended through its handle.
+/// A running engine: the thread and a handle to it. Dropping this value does not stop the
+/// thread; use [`EngineHandle::drain`] or [`EngineHandle::stop`].
 pub struct Engine {
     handle: EngineHandle,
     thread: JoinHandle<Result<Totals, EngineError>>,
 }
 
-/// Why an engine ended before it was asked to. Whatever ran has ended with
-/// [`FinishReason::Fault`](tollgate_domain::FinishReason::Fault), or, if the
-/// journal failed, its sinks were dropped without a last word.
+/// The reason for which an engine ended by itself. Running requests have ended with
+/// [`FinishReason::Fault`](tollgate_domain::FinishReason::Fault). If the journal failed,
+/// their sinks were dropped without a final call.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
     /// The backend failed in a step.
     #[error("the device failed")]
     Backend(#[from] BackendError),
-    /// Something panicked on the engine's thread.
+    /// A panic on the engine's thread. The text is the panic's message.
     #[error("the engine panicked: {0}")]
     Panic(String),
-    /// The account could not be kept.
+    /// The journal could not be written.
     #[error("the journal failed")]
     Journal(#[source] io::Error),
-    /// There was work and the scheduler found nothing to do.
+    /// Work was present and the scheduler decided nothing. This is a bug.
     #[error("the scheduler stalled")]
     Stalled,
 }
 
-/// How an engine is run.
+/// Options of an engine.
 #[derive(Clone, Debug)]
 pub struct EngineOptions {
-    /// The price of steps on this device, for this model.
+    /// Calibrated cost of steps on this device for this model.
     pub table: CostTable,
-    /// Sequences in the batch at once.
+    /// Largest number of sequences in the batch.
     pub max_sequences: u32,
-    /// How long a step should take at most: prefill chunks are cut to it.
+    /// Time budget of a step. Prompts are read in chunks that fit it.
     pub step_time_budget: Duration,
-    /// Requests that may wait.
+    /// Largest number of waiting requests.
     pub queue_capacity: usize,
-    /// Prompt tokens that may wait, over all requests.
+    /// Largest number of waiting prompt tokens, over all requests.
     pub queue_tokens: usize,
-    /// Prompts in one request.
+    /// Largest number of prompts in one request.
     pub max_prompts: usize,
-    /// How it is decided who runs next.
+    /// Rule that decides which request runs next.
     pub policy: SchedulePolicy,
-    /// Device time by which another tenant must be ahead before a request that
-    /// waits takes the place of one of its requests.
+    /// Device time by which another tenant must be ahead before a waiting request may
+    /// preempt one of its requests.
     pub preemption_guard: Duration,
-    /// How long a request that lost its place so is spared from losing it again.
+    /// Time during which a preempted request cannot be preempted again.
     pub preemption_rest: Duration,
 }
 
 impl EngineOptions {
-    /// The defaults around a calibrated table.
+    /// Creates the default options around a calibrated table.
     pub fn new(table: CostTable) -> Self {
         Self {
             table,
@@ -104,43 +103,47 @@ impl EngineOptions {
 }
 
 impl Engine {
-    /// Starts the engine's thread. From here on the meter runs: the time until
-    /// the first step is idle.
+    /// Starts the engine's thread. The meter starts here: the time until the first step is
+    /// idle time.
     ///
     /// # Errors
-    /// When the system gives no thread.
+    ///
+    /// The system's error if no thread can be created.
     pub fn start(
         backend: Box<dyn Backend>,
         options: EngineOptions,
         clock: Arc<dyn Clock>,
         journal: Box<dyn StepJournal>,
     ) -> io::Result<Self> {
-        let (mut core, mailbox) = assemble(backend, options, clock, journal);
-        let handle = EngineHandle::new(Arc::clone(&mailbox));
+        let (mut core, inbox) = assemble(backend, options, clock, journal);
+        let handle = EngineHandle::new(Arc::clone(&inbox));
         let thread = thread::Builder::new().name("engine".into()).spawn(move || {
-            let result = catch_unwind(AssertUnwindSafe(|| serve(&mut core, &mailbox)))
+            let result = catch_unwind(AssertUnwindSafe(|| serve(&mut core, &inbox)))
                 .unwrap_or_else(|panic| Err(EngineError::Panic(panic_message(panic.as_ref()))));
-            close(&mailbox);
+            // The inbox is closed on every path, so that no request waits for an engine
+            // that has ended.
+            close(&inbox);
             result.map(|()| core.totals())
         })?;
         Ok(Self { handle, thread })
     }
 
-    /// The way to it.
+    /// Returns a handle to the engine.
     pub fn handle(&self) -> EngineHandle {
         self.handle.clone()
     }
 
-    /// Whether its thread has ended; then `join` does not wait.
+    /// Returns true if the thread has ended. Then [`Engine::join`] does not block.
     pub fn is_finished(&self) -> bool {
         self.thread.is_finished()
     }
 
-    /// Waits until it ends: after [`EngineHandle::drain`], after
-    /// [`EngineHandle::stop`], or by a fault.
+    /// Waits until the engine ends by [`EngineHandle::drain`], by [`EngineHandle::stop`] or
+    /// by a fault. Returns the totals of the meter.
     ///
     /// # Errors
-    /// The fault.
+    ///
+    /// The fault that ended the engine.
     pub fn join(self) -> Result<Totals, EngineError> {
         self.thread
             .join()
@@ -148,13 +151,13 @@ impl Engine {
     }
 }
 
-/// The engine without its thread.
+/// Builds the engine without its thread.
 fn assemble(
     backend: Box<dyn Backend>,
     options: EngineOptions,
     clock: Arc<dyn Clock>,
     journal: Box<dyn StepJournal>,
-) -> (Core, Arc<Mailbox>) {
+) -> (Core, Arc<Inbox>) {
     let EngineOptions {
         table,
         max_sequences,
@@ -169,7 +172,7 @@ fn assemble(
     let shape = backend.shape();
     let limits = backend.limits();
     let StepLimits { tokens, logit_rows } = limits;
-    // Half of a step's tokens at least are left for reading prompts.
+    // At least half of the tokens of a step stay free for reading prompts.
     let max_sequences = max_sequences.min(logit_rows).min(tokens.div_ceil(2)).max(1);
     let pool_tokens = u64::from(backend.kv_blocks()) * u64::from(BLOCK_TOKENS);
     let intake = Intake {
@@ -187,7 +190,7 @@ fn assemble(
         kv_blocks_free: backend.kv_blocks(),
         ..EngineStatus::default()
     };
-    let mailbox = Arc::new(Mailbox::new(intake, policy, Arc::clone(&clock), status));
+    let inbox = Arc::new(Inbox::new(intake, policy, Arc::clone(&clock), status));
     let bounds = Bounds {
         table,
         step_time_budget,
@@ -198,65 +201,70 @@ fn assemble(
         rest: preemption_rest,
         spare: match policy {
             SchedulePolicy::FirstComeFirstServed => Spare::default(),
+            // The control policy models engines without fairness, so it keeps nothing free.
             _ => Spare {
                 places: max_sequences / SPARE_PARTS,
                 blocks: backend.kv_blocks() / SPARE_PARTS,
             },
         },
     };
-    (Core::new(backend, bounds, policy, clock, journal, Arc::clone(&mailbox)), mailbox)
+    (Core::new(backend, bounds, policy, clock, journal, Arc::clone(&inbox)), inbox)
 }
 
-/// The thread's loop.
-fn serve(core: &mut Core, mailbox: &Mailbox) -> Result<(), EngineError> {
+/// Runs ticks until the engine ends.
+fn serve(core: &mut Core, inbox: &Inbox) -> Result<(), EngineError> {
+    // The backend must bind its context to the thread that uses it.
     core.enter();
-    let mut mail = mailbox.collect();
+    let mut commands = inbox.collect();
     loop {
-        mailbox.pulse.begin();
-        mail = match core.turn(mail)? {
-            Turn::Worked => mailbox.collect(),
-            Turn::Idle => {
+        inbox.pulse.begin();
+        commands = match core.tick(commands)? {
+            Tick::Worked => inbox.collect(),
+            Tick::Idle => {
                 core.idle()?;
-                mailbox.pulse.rest();
-                mailbox.wait(IDLE_BEAT)
+                // An idle engine must not look hung to the watchdog.
+                inbox.pulse.rest();
+                inbox.wait(IDLE_BEAT)
             }
-            Turn::Ended => return Ok(()),
+            Tick::Ended => return Ok(()),
         };
     }
 }
 
-/// Shuts the door, and answers those who came through it as it closed.
-fn close(mailbox: &Mailbox) {
-    mailbox.pulse.rest();
-    mailbox.turn_to(Phase::Ended);
-    for mut arrival in mailbox.collect().arrivals {
+/// Closes the inbox and refuses the requests that arrived in the meantime.
+fn close(inbox: &Inbox) {
+    inbox.pulse.rest();
+    // The phase changes first: a submission after this call is refused at the door.
+    inbox.advance_to_phase(Phase::Ended);
+    for mut arrival in inbox.collect().arrivals {
         arrival.submission.sink.done(RequestOutcome::Refused(SubmitError::Stopped.into()));
     }
 }
 
-/// One part in so many of places and cache is kept free by whoever has half.
+/// Divisor of places and KV blocks: one part in this many is kept free for share owners
+/// that hold little.
 const SPARE_PARTS: u32 = 32;
-/// How often an idle engine tells its journal so.
+/// Interval at which an idle engine calls [`StepJournal::idle`].
 const IDLE_BEAT: Duration = Duration::from_secs(1);
 
-/// Load and figures of an engine.
+/// Load and totals of an engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EngineStatus {
-    /// Requests that wait.
+    /// Number of waiting requests.
     pub queued: u32,
-    /// Requests that have started and not ended.
+    /// Number of requests that have started and not ended.
     pub running: u32,
     /// KV blocks in the pool.
     pub kv_blocks_total: u32,
-    /// Those that hold nothing.
+    /// KV blocks that no sequence holds.
     pub kv_blocks_free: u32,
-    /// Predicted device time of all that waits and runs, reference cost.
+    /// Predicted device time of all waiting and running requests, as reference cost.
     pub backlog: DeviceNanos,
-    /// Whether new requests are refused.
+    /// True if new requests are refused.
     pub draining: bool,
-    /// Steps since the start.
+    /// Number of steps since the start.
     pub steps: u64,
-    /// Device time of those steps.
+    /// Device time of all steps.
     pub busy: DeviceNanos,
 }
 

@@ -1,11 +1,11 @@
 //! Continuous batching of decoder-only transformers, metered to the nanosecond.
 //!
-//! One thread owns the device and the batch ([`engine`]); others send it
-//! [`Submission`]s and are answered through their [`TokenSink`]s. Each turn it
-//! decides as data what to run ([`schedule`]), reserves cache ([`kv`]), runs
-//! one step, draws tokens ([`sample`]), splits the step's time over those in it
-//! ([`meter`]) and journals that before any token leaves. Nothing here knows
-//! text, a protocol or a limit.
+//! One thread owns the device and the batch ([`engine`]). Other threads send
+//! [`Submission`]s and receive results through their [`TokenSink`]s. In each tick the
+//! thread decides what to run ([`schedule`]), reserves KV cache ([`kv`]), runs one step,
+//! samples tokens ([`sample`]), splits the time of the step over its sequences ([`meter`]),
+//! and writes the split to the journal before any token leaves. Nothing in this crate knows
+//! text, a network protocol or a limit.
 
 pub mod backend;
 pub mod calibrate;
@@ -25,9 +25,9 @@ pub mod weights;
 pub use backend::{Backend, BackendError, DeviceInfo, ModelShape};
 pub use calibrate::{Calibration, CalibrationError, calibrate, calibration_key, coarse};
 pub use clock::{Clock, SystemClock, VirtualClock};
-pub use engine::driven::{ManualEngine, Turn};
+pub use engine::inbox::EngineHandle;
 pub use engine::journal::{Owner, RequestFigures, StepJournal, StepRecord, StepShare};
-pub use engine::mailbox::EngineHandle;
+pub use engine::manual::{ManualEngine, Tick};
 pub use engine::pulse::Work;
 pub use engine::submission::{
     CancelReason, Flow, GeneratedToken, PromptLogprob, Refusal, RefusedReason, RequestOutcome,

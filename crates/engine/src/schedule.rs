@@ -1,198 +1,208 @@
-//! Who runs next, decided as data.
+//! The scheduler: decides, as plain data, which sequences run in the next step.
 //!
-//! [`decide`] looks at what runs, what waits and what is free, and says what
-//! the engine should do; it changes nothing and reads no clock. The rule:
-//! sequences that decode come first, then prompts are read in chunks that keep
-//! the predicted step within its box. Everything goes by the counters of
-//! [`Shares`]: the smallest is served next or nobody is, however small another
-//! request may be. Where there is no place for it, a request of whoever is
-//! ahead by more than a guard gives its place back and is computed again later.
-//! `docs/scheduling.md` tells it to those who run a worker.
+//! [`decide`] reads the running sequences, the waiting ones and the free capacity, and
+//! returns [`Decisions`]. [`decide`] changes nothing and reads no clock. Sequences that
+//! decode come first. Prompts are then read in chunks that keep the predicted step within
+//! its time budget.
+//!
+//! The order follows the virtual times of [`Shares`]. The queue head with the smallest
+//! virtual time is admitted next. A smaller request of another tenant never overtakes a
+//! head that does not fit. If a head does not fit, the scheduler may preempt a request of a
+//! tenant that is ahead by more than a guard. A preempted request is computed again later.
+//! `docs/scheduling.md` explains the rules for admins.
 
-mod heads;
 mod plan;
+mod queue_heads;
 mod shares;
 
 use std::time::Duration;
 
 use tollgate_domain::{CostTable, DeviceNanos, MonotonicTime, SequenceId, SequenceWork};
 
-use self::plan::Plan;
+use self::plan::Planner;
 use crate::backend::StepLimits;
 
 pub(crate) use shares::Name;
 pub use shares::{NodeId, Rank, Seat, Shares, Waiting};
 
-/// The class that a request runs in.
+/// The class of service of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Tier {
-    /// Someone waits for the answer.
+    /// A person or a program waits for the answer.
     #[default]
     Interactive,
-    /// Runs on what interactive work leaves.
+    /// The request runs on the capacity that interactive work leaves.
     Batch,
 }
 
-/// How it is decided who runs next. All but the first are controls for
-/// benchmarks, to show what the first is worth; an admin cannot choose them.
+/// The rule that decides which request runs next. Only the first is for production. The
+/// others are controls that show in benchmarks what the first rule is worth; config cannot
+/// select them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SchedulePolicy {
-    /// Device time over weight, by holder of a share, tenant and key.
+    /// Device time over weight, by share owner, then tenant, then key.
     #[default]
     Fair,
-    /// In order of arrival, whosever it is.
+    /// Order of arrival, for all tenants alike.
     FirstComeFirstServed,
-    /// As `Fair`, but tokens are counted in place of device time.
+    /// Like `Fair`, but tokens are counted instead of device time.
     TokenCounters,
-    /// As `Fair`, but each key has a share of its own.
+    /// Like `Fair`, but each key has a share of its own.
     KeyCounters,
 }
 
-/// What a decision may not exceed.
+/// Limits that a decision must not exceed.
 #[derive(Clone, Debug)]
 pub struct Bounds {
-    /// Predicts how long a step takes.
+    /// Cost table that predicts the time of a step.
     pub table: CostTable,
-    /// How long it should take at most.
+    /// Longest predicted time of a step.
     pub step_time_budget: Duration,
-    /// Sequences in the batch.
+    /// Largest number of sequences in the batch.
     pub max_sequences: u32,
-    /// What the backend takes in one step.
+    /// Limits of the backend for one step.
     pub limits: StepLimits,
     /// KV blocks in the pool.
     pub total_blocks: u32,
-    /// Device time that another must be ahead before it loses a place, and
-    /// within which of the smallest counter the last of the pool may be used.
+    /// Device time by which another share owner or tenant must be ahead before it can be
+    /// preempted. The same distance from the smallest virtual time gives access to the
+    /// headroom.
     pub guard: DeviceNanos,
-    /// How long a sequence that lost its place keeps the next one.
+    /// Time during which a preempted sequence cannot be preempted again.
     pub rest: Duration,
-    /// What whoever has as much already leaves to those who come.
+    /// Capacity that is kept free for share owners that hold little.
     pub spare: Spare,
 }
 
 impl Bounds {
-    /// KV blocks that are only for who is near the smallest counter.
+    /// Returns the number of KV blocks that are reserved for tenants near the smallest
+    /// virtual time.
     pub fn headroom(&self) -> u32 {
         self.total_blocks / HEADROOM_PARTS
     }
 }
 
-/// One part in so many of the KV cache is for who is near the smallest counter.
+/// Divisor of the pool: one part in this many is headroom for tenants near the smallest
+/// virtual time.
 const HEADROOM_PARTS: u32 = 10;
 
-/// A part of the batch that is kept free.
+/// Capacity of the batch that is kept free.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Spare {
-    /// Places.
+    /// Sequences in the batch.
     pub places: u32,
-    /// KV blocks.
+    /// Blocks of the KV cache.
     pub blocks: u32,
 }
 
-/// All that a decision depends on.
+/// The input of a decision.
 #[derive(Clone, Copy, Debug)]
 pub struct View<'a> {
-    /// The time.
+    /// Time of the decision.
     pub now: MonotonicTime,
-    /// Sequences that hold KV, in order of arrival.
+    /// Sequences that hold KV blocks, in order of arrival.
     pub running: &'a [Running],
-    /// What waits, and what each has had.
+    /// Queues and virtual times of all share owners.
     pub shares: &'a Shares,
-    /// Free KV blocks.
+    /// KV blocks that no sequence holds.
     pub free_blocks: u32,
 }
 
 /// A sequence in the batch.
 #[derive(Clone, Copy, Debug)]
 pub struct Running {
-    /// Which.
+    /// Id of the sequence.
     pub sequence: SequenceId,
-    /// Whose.
+    /// Node of the key that the sequence belongs to.
     pub key: NodeId,
-    /// Tokens in the KV cache.
+    /// Tokens in the KV cache now.
     pub cached: u32,
-    /// Tokens that were in the KV cache at any time: what was computed for it.
+    /// Largest number of tokens that the KV cache has held for the sequence. These tokens
+    /// have been computed at least once.
     pub computed: u32,
-    /// Tokens known and not in the cache: 1 when it decodes. While it computes
-    /// again after a preemption, only those that it had before.
+    /// Known tokens that are not in the cache: 1 while the sequence decodes. During
+    /// recomputation, only the tokens that were in the cache before the preemption.
     pub pending: u32,
-    /// Which rows of logits the pending tokens want.
+    /// Logit rows to compute for the pending tokens.
     pub rows: Rows,
-    /// Tokens it may come to at most.
+    /// Largest number of tokens that the sequence can reach.
     pub most: u32,
-    /// KV blocks that it holds, shared ones too.
+    /// KV blocks that the sequence holds, shared ones included.
     pub blocks: u32,
-    /// Those that become free if it alone lets go.
+    /// KV blocks that become free if this sequence alone releases its blocks.
     pub exclusive: u32,
-    /// Choices that will fork from it when its prompt is read.
+    /// Choices that fork from the sequence after its prompt is read.
     pub followers: u32,
-    /// When it last lost its place.
+    /// Time of the last preemption.
     pub preempted_at: Option<MonotonicTime>,
 }
 
-/// Rows of logits that a sequence's pending tokens want.
+/// Logit rows to compute for the pending tokens of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rows {
-    /// None, not even after the last.
+    /// No rows, not even after the last token.
     None,
-    /// One, after the last.
+    /// One row, after the last token.
     Last,
-    /// One after each.
+    /// One row after each token.
     All,
 }
 
-/// What to do, to be applied in this order.
+/// The result of a decision. The fields are applied in this order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Decisions {
-    /// Requests, by their first sequence, that waited past their deadline.
+    /// Requests that waited past their deadline, by the id of their first sequence.
     pub refuse: Vec<SequenceId>,
-    /// Sequences that give their KV back.
+    /// Sequences that lose their KV blocks.
     pub preempt: Vec<SequenceId>,
-    /// What leaves its line for a place in the batch, as key and rank: prompts
-    /// that start, sequences that come back.
+    /// Entries that leave their queue for the batch, as key and rank: prompts that start
+    /// and preempted sequences that resume.
     pub admit: Vec<(NodeId, Rank)>,
-    /// The step.
+    /// The work of the step, in order.
     pub chunks: Vec<Chunk>,
 }
 
-/// A sequence's part in the step.
+/// The work of one sequence in the step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chunk {
-    /// Which.
+    /// Id of the sequence.
     pub sequence: SequenceId,
-    /// Tokens to feed.
+    /// Number of tokens to feed.
     pub tokens: u32,
-    /// KV blocks that it should hold from here on.
+    /// Number of KV blocks that the sequence must hold for this step.
     pub blocks: u32,
-    /// Which rows of logits to compute.
+    /// Logit rows to compute.
     pub rows: Rows,
 }
 
-/// How long a step should take at most on a device that `table` prices: `most`,
-/// and where the model is fast as long as `BOX_STEPS` of its shortest steps.
-/// Whoever comes waits for the step that runs and for his own, so the box is
-/// what others can make him wait; and a prompt that is read in more chunks than
-/// that costs little more, since reading the weights once more is what a
-/// shortest step takes.
+/// Returns the time budget of a step on a device with this cost table: `BUDGET_STEPS` times
+/// the shortest possible step, at least `LEAST_BUDGET` and at most `most`.
+///
+/// A new request waits for the running step and then for its own, so the budget bounds the
+/// delay that other tenants cause. Reading a prompt in more chunks costs little: each extra
+/// chunk reads the weights once more, and that is the time of a shortest step.
 pub fn step_time_budget(table: &CostTable, most: Duration) -> Duration {
     let mut shortest = table.step_cost();
     let token = SequenceWork { sequence: SequenceId(0), new_tokens: 1, logit_rows: 1, context: 0 };
     shortest.add(&token);
     let shortest = Duration::from_nanos(shortest.predicted().nanos());
-    shortest.saturating_mul(BOX_STEPS).max(LEAST_BOX).min(most)
+    // `min` comes last so that the admin's limit also wins over `LEAST_BUDGET`.
+    shortest.saturating_mul(BUDGET_STEPS).max(LEAST_BUDGET).min(most)
 }
 
-/// With so many shortest steps in a box, reading the weights is at most so
-/// small a part of it.
-const BOX_STEPS: u32 = 16;
-/// Beside each step there is its account and its telling, some tens of
-/// microseconds: less than this is not worth it.
-const LEAST_BOX: Duration = Duration::from_millis(1);
+/// Shortest steps in a time budget. Reading the weights then takes at most this fraction of
+/// the budget.
+const BUDGET_STEPS: u32 = 16;
+/// Smallest time budget. Accounting and delivery take some tens of microseconds for each
+/// step, so a smaller budget would waste the device.
+const LEAST_BUDGET: Duration = Duration::from_millis(1);
 
-/// Decides the next step. Unless nothing runs or waits, what it returns always
-/// gets somewhere: there is a chunk, or a sequence is preempted or refused.
+/// Decides the next step. Unless nothing runs and nothing waits, the result makes progress:
+/// the result contains a chunk, a preemption or a refusal.
 pub fn decide(view: &View<'_>, bounds: &Bounds) -> Decisions {
-    let mut plan = Plan::new(view, bounds);
+    let mut plan = Planner::new(view, bounds);
+    // Order matters: expired requests must not be admitted, and decoding takes blocks
+    // before new prompts do.
     plan.refuse();
     plan.decode();
     plan.read();

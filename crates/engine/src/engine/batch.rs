@@ -10,18 +10,18 @@ use tollgate_domain::{
     Usage,
 };
 
+use super::inbox::Arrival;
 use super::journal::{Owner, RequestFigures};
-use super::lines::Ticket;
-use super::mailbox::{Arrival, RequestKey};
-use super::step::{Event, Outcome};
-use super::submission::{PromptLogprob, Stages, TokenSink};
+use super::outcome::{ChoiceEvent, Outcome};
+use super::queues::Ticket;
+use super::submission::{PromptLogprob, RequestKey, Stages, TokenSink};
 use crate::kv::{BlockPool, BlockTable};
 use crate::sample::{SampledToken, SamplingParams, TokenCounts};
 use crate::schedule::{NodeId, Rank, Rows, Running, SchedulePolicy, Seat, Shares, Waiting};
 
 /// An attempt at a request.
 pub(super) struct Request {
-    pub(super) first: SequenceId,
+    pub(super) id: SequenceId,
     pub(super) key: RequestKey,
     pub(super) caller: Caller,
     pub(super) seat: Seat,
@@ -42,7 +42,7 @@ pub(super) struct Request {
     pub(super) open: usize,
     /// Prompts that have not started.
     pub(super) waiting: usize,
-    /// Its name in the mailbox's count of what waits.
+    /// Its name in the inbox's count of what waits.
     pub(super) ticket: Ticket,
     pub(super) attributed: DeviceNanos,
     pub(super) transfers: Option<Transfers>,
@@ -116,7 +116,7 @@ pub(super) struct Recompute {
 impl Request {
     /// The request of an arrival, which has a place among the shares from here
     /// on until it is forgotten.
-    pub(super) fn new(first: SequenceId, arrival: Arrival, shares: &mut Shares) -> Self {
+    pub(super) fn new(id: SequenceId, arrival: Arrival, shares: &mut Shares) -> Self {
         let Arrival { submission, at, seat, ticket } = arrival;
         let node = shares.enter(&seat);
         let prompts: Vec<Prompt> = submission
@@ -131,7 +131,7 @@ impl Request {
             .collect();
         let choices = prompts.len() * submission.choices as usize;
         Self {
-            first,
+            id,
             key: (submission.request, submission.attempt),
             caller: submission.caller,
             node,
@@ -169,7 +169,7 @@ impl Request {
             let length = self.prompts[prompt].length;
             Waiting {
                 sequence: self.leader(prompt),
-                request: self.first,
+                request: self.id,
                 rank: self.rank(policy, prompt),
                 deadline: self.deadline,
                 tokens: length,
@@ -197,7 +197,7 @@ impl Request {
 
     /// The sequence of a prompt's first choice; the others follow it.
     fn leader(&self, prompt: usize) -> SequenceId {
-        SequenceId(self.first.0 + prompt as u64 * u64::from(self.choices_each))
+        SequenceId(self.id.0 + prompt as u64 * u64::from(self.choices_each))
     }
 
     fn prompt_rows(&self) -> Rows {
@@ -210,14 +210,14 @@ impl Request {
 
     /// Starts the prompt whose first sequence is `leader`.
     pub(super) fn start(&mut self, leader: SequenceId, now: MonotonicTime) -> Sequence {
-        let choice = (leader.0 - self.first.0) as u32;
+        let choice = (leader.0 - self.id.0) as u32;
         let prompt = (choice / self.choices_each) as usize;
         self.waiting -= 1;
         self.times.started.get_or_insert(now);
         let Prompt { tokens, length, .. } = &mut self.prompts[prompt];
         Sequence {
             id: leader,
-            request: self.first,
+            request: self.id,
             node: self.node,
             choice,
             prompt,
@@ -403,7 +403,7 @@ impl Sequence {
         self.most.saturating_sub(self.tokens.len() as u32)
     }
 
-    /// Whether its next step is one that draws a token it did not have.
+    /// Whether its next step is one that samples a token it did not have.
     pub(super) fn decodes(&self) -> bool {
         !self.preempted && self.generated() > 0 && self.recomputing().is_none()
     }
@@ -443,18 +443,18 @@ impl Sequence {
     /// Takes the next token of its choice.
     pub(super) fn take(
         &mut self,
-        drawn: Option<SampledToken>,
+        sampled: Option<SampledToken>,
         request: &mut Request,
         end_tokens: &[u32],
     ) -> Outcome {
-        let Some(drawn) = drawn else { return self.outcome(Event::Broken) };
-        self.tokens.push(drawn.token);
+        let Some(sampled) = sampled else { return self.outcome(ChoiceEvent::Broken) };
+        self.tokens.push(sampled.token);
         if request.sampling.penalises() {
-            self.counts.add(drawn.token);
+            self.counts.add(sampled.token);
         }
         request.choices[self.choice as usize].generated += 1;
-        let end = end_tokens.contains(&drawn.token);
-        self.outcome(Event::Token(drawn, end))
+        let end = end_tokens.contains(&sampled.token);
+        self.outcome(ChoiceEvent::Token(sampled, end))
     }
 
     /// Whether its choice wants more, as far as the engine knows.
@@ -465,7 +465,7 @@ impl Sequence {
             .is_some_and(|last| self.generated() < request.max_tokens && !end_tokens.contains(last))
     }
 
-    pub(super) fn outcome(&self, event: Event) -> Outcome {
+    pub(super) fn outcome(&self, event: ChoiceEvent) -> Outcome {
         let &Self { request, id: sequence, choice, .. } = self;
         Outcome { request, sequence, choice, event }
     }

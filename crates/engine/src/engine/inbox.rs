@@ -1,6 +1,6 @@
 //! Where other threads leave word for the engine's thread.
 //!
-//! A bounded mailbox: submissions up to the queue's capacity, cancels of what
+//! A bounded inbox: submissions up to the queue's capacity, cancels of what
 //! is alive only, and the wish to drain or stop. Nobody waits in here: a full
 //! queue is an answer, to the newcomer or to the newest of the longest line,
 //! and each lock is held for a few operations.
@@ -13,21 +13,21 @@ use tollgate_domain::{DeviceNanos, MonotonicTime, RequestId};
 
 use super::EngineStatus;
 use super::intake::Intake;
-use super::lines::{Lines, Queued, Size, Ticket};
 use super::pulse::{Pulse, Work};
-use super::submission::{CancelReason, Submission, SubmitError};
+use super::queues::{Queued, Queues, Size, Ticket};
+use super::submission::{CancelReason, RequestKey, Submission, SubmitError};
 use crate::clock::Clock;
 use crate::schedule::{SchedulePolicy, Seat};
 
 /// What other threads hold of a running engine. Cloning is cheap.
 #[derive(Clone)]
 pub struct EngineHandle {
-    mailbox: Arc<Mailbox>,
+    inbox: Arc<Inbox>,
 }
 
 impl EngineHandle {
-    pub(super) fn new(mailbox: Arc<Mailbox>) -> Self {
-        Self { mailbox }
+    pub(super) fn new(inbox: Arc<Inbox>) -> Self {
+        Self { inbox }
     }
 
     /// Hands a request to the engine. From `Ok` on its sink is answered.
@@ -35,40 +35,37 @@ impl EngineHandle {
     /// # Errors
     /// [`SubmitError`] when it can never run, or not now; nothing was kept.
     pub fn submit(&self, submission: Submission) -> Result<(), SubmitError> {
-        self.mailbox.submit(submission)
+        self.inbox.submit(submission)
     }
 
     /// Ends a request at the next step, with what it has. One that is not (or
     /// no longer) known is left alone.
     pub fn cancel(&self, request: &RequestId, attempt: u32, reason: CancelReason) {
-        self.mailbox.cancel((request.clone(), attempt), reason);
+        self.inbox.cancel((request.clone(), attempt), reason);
     }
 
     /// Load and figures as of the last step.
     pub fn status(&self) -> EngineStatus {
-        self.mailbox.status()
+        self.inbox.status()
     }
 
     /// What its thread is at; `None` while it waits for something to do. Read
     /// without a lock, so that it can be asked while the thread is stuck.
     pub fn work(&self) -> Option<Work> {
-        self.mailbox.pulse.work()
+        self.inbox.pulse.work()
     }
 
     /// Takes nothing new; the engine ends when all it has is done.
     pub fn drain(&self) {
-        self.mailbox.turn_to(Phase::Draining);
+        self.inbox.advance_to_phase(Phase::Draining);
     }
 
     /// Ends the engine after the current step: what runs ends as a fault, what
     /// waits is refused.
     pub fn stop(&self) {
-        self.mailbox.turn_to(Phase::Stopping);
+        self.inbox.advance_to_phase(Phase::Stopping);
     }
 }
-
-/// An attempt at a request, as the engine knows it.
-pub(super) type RequestKey = (RequestId, u32);
 
 /// How far the engine's life has come. It only ever moves on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -90,7 +87,7 @@ pub(super) struct Arrival {
 }
 
 /// What had come in since the engine last looked.
-pub(super) struct Mail {
+pub(super) struct Commands {
     pub(super) arrivals: Vec<Arrival>,
     /// Requests that have to go for others, if they have not started by now.
     pub(super) displaced: Vec<RequestKey>,
@@ -98,7 +95,7 @@ pub(super) struct Mail {
     pub(super) phase: Phase,
 }
 
-pub(super) struct Mailbox {
+pub(super) struct Inbox {
     intake: Intake,
     policy: SchedulePolicy,
     clock: Arc<dyn Clock>,
@@ -118,13 +115,13 @@ struct State {
     /// capacity and what runs.
     live: HashSet<RequestKey>,
     /// What waits, here and in the engine's lines.
-    lines: Lines,
+    queues: Queues,
     /// Tokens that a choice is expected to generate.
     expected_tokens: u64,
     phase: Phase,
 }
 
-impl Mailbox {
+impl Inbox {
     pub(super) fn new(
         intake: Intake,
         policy: SchedulePolicy,
@@ -140,7 +137,7 @@ impl Mailbox {
                 displaced: Vec::new(),
                 cancels: BTreeMap::new(),
                 live: HashSet::new(),
-                lines: Lines::default(),
+                queues: Queues::default(),
                 expected_tokens: FIRST_GUESS_TOKENS,
                 phase: Phase::Serving,
             }),
@@ -167,7 +164,7 @@ impl Mailbox {
             )));
         }
         let seat = Seat::new(self.policy, *tier, pool.as_ref(), caller, *weight);
-        let predicted = state.lines.predicted_wait(&seat);
+        let predicted = state.queues.predicted_wait(&seat);
         if predicted > submission.queue_deadline {
             return Err(SubmitError::Deadline { predicted });
         }
@@ -178,7 +175,7 @@ impl Mailbox {
         };
         state.displaced.extend(displaced);
         state.live.insert(key.clone());
-        let ticket = state.lines.push(Queued { key, seat: seat.clone(), size });
+        let ticket = state.queues.push(Queued { key, seat: seat.clone(), size });
         state.arrivals.push(Arrival { submission, at, seat, ticket });
         self.wake.notify_one();
         Ok(())
@@ -192,7 +189,7 @@ impl Mailbox {
         }
     }
 
-    pub(super) fn turn_to(&self, phase: Phase) {
+    pub(super) fn advance_to_phase(&self, phase: Phase) {
         let mut state = self.state();
         state.phase = state.phase.max(phase);
         self.wake.notify_one();
@@ -201,7 +198,7 @@ impl Mailbox {
     fn status(&self) -> EngineStatus {
         let (waiting, phase) = {
             let state = self.state();
-            (state.lines.size(), state.phase)
+            (state.queues.size(), state.phase)
         };
         let mut status = *self.status.lock().unwrap_or_else(PoisonError::into_inner);
         status.queued = waiting.requests as u32;
@@ -212,12 +209,12 @@ impl Mailbox {
     }
 
     /// Takes what has come in, at once.
-    pub(super) fn collect(&self) -> Mail {
+    pub(super) fn collect(&self) -> Commands {
         Self::empty(&mut self.state())
     }
 
     /// Takes what has come in; waits for something up to `at_most`.
-    pub(super) fn wait(&self, at_most: Duration) -> Mail {
+    pub(super) fn wait(&self, at_most: Duration) -> Commands {
         let (mut state, _) = self
             .wake
             .wait_timeout_while(self.state(), at_most, |state| {
@@ -229,8 +226,8 @@ impl Mailbox {
         Self::empty(&mut state)
     }
 
-    fn empty(state: &mut State) -> Mail {
-        Mail {
+    fn empty(state: &mut State) -> Commands {
+        Commands {
             arrivals: std::mem::take(&mut state.arrivals),
             displaced: std::mem::take(&mut state.displaced),
             cancels: std::mem::take(&mut state.cancels),
@@ -240,17 +237,17 @@ impl Mailbox {
 
     /// How long a newcomer in `seat` would wait now.
     pub(super) fn predicted_wait(&self, seat: &Seat) -> Duration {
-        self.state().lines.predicted_wait(seat)
+        self.state().queues.predicted_wait(seat)
     }
 
     /// A request has begun to start.
     pub(super) fn began(&self, ticket: Ticket) {
-        self.state().lines.begin(ticket);
+        self.state().queues.begin(ticket);
     }
 
     /// A request left its line, whatever became of it.
-    pub(super) fn left_line(&self, ticket: Ticket) {
-        self.state().lines.remove(ticket);
+    pub(super) fn dequeued(&self, ticket: Ticket) {
+        self.state().queues.remove(ticket);
     }
 
     /// A request ended; its id may come again.
@@ -283,7 +280,7 @@ impl State {
         if self.displaced.len() >= intake.queue_capacity {
             return None;
         }
-        self.lines.make_room(seat, size, &most)
+        self.queues.make_room(seat, size, &most)
     }
 }
 

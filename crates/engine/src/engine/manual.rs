@@ -6,20 +6,20 @@
 
 use std::sync::Arc;
 
+use super::inbox::{EngineHandle, Inbox};
 use super::journal::StepJournal;
-use super::mailbox::{EngineHandle, Mailbox};
-use super::turn::Core;
+use super::tick::Core;
 use super::{EngineError, EngineOptions, assemble};
 use crate::backend::Backend;
 use crate::clock::Clock;
 use crate::meter::Totals;
 
-pub use super::turn::Turn;
+pub use super::tick::Tick;
 
 /// An engine that does nothing between two calls of [`ManualEngine::turn`].
 pub struct ManualEngine {
     core: Core,
-    mailbox: Arc<Mailbox>,
+    inbox: Arc<Inbox>,
 }
 
 impl ManualEngine {
@@ -30,13 +30,13 @@ impl ManualEngine {
         clock: Arc<dyn Clock>,
         journal: Box<dyn StepJournal>,
     ) -> Self {
-        let (core, mailbox) = assemble(backend, options, clock, journal);
-        Self { core, mailbox }
+        let (core, inbox) = assemble(backend, options, clock, journal);
+        Self { core, inbox }
     }
 
     /// The way to it, as to any engine.
     pub fn handle(&self) -> EngineHandle {
-        EngineHandle::new(Arc::clone(&self.mailbox))
+        EngineHandle::new(Arc::clone(&self.inbox))
     }
 
     /// Takes what was handed in and runs one step, if there is anything to
@@ -45,12 +45,12 @@ impl ManualEngine {
     /// # Errors
     /// The fault that would have ended the engine's thread; it is not to be
     /// turned again.
-    pub fn turn(&mut self) -> Result<Turn, EngineError> {
-        let turn = self.core.turn(self.mailbox.collect())?;
-        if turn == Turn::Idle {
+    pub fn tick(&mut self) -> Result<Tick, EngineError> {
+        let tick = self.core.tick(self.inbox.collect())?;
+        if tick == Tick::Idle {
             self.core.idle()?;
         }
-        Ok(turn)
+        Ok(tick)
     }
 
     /// The sums of the meter, up to the end of the last step.

@@ -19,7 +19,7 @@ pub(super) struct Pulse {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Work {
     /// Which one. The same number twice is the same turn.
-    pub turn: u64,
+    pub tick: u64,
     /// How long its step should take; 0 before it has been decided.
     pub predicted: Duration,
 }
@@ -36,17 +36,17 @@ impl Pulse {
         self.predicted_ns.store(predicted.nanos(), Ordering::Relaxed);
     }
 
-    /// The thread waits, for mail or for the device.
+    /// The thread waits, for commands or for the device.
     pub(super) fn rest(&self) {
         self.resting.store(self.begun.load(Ordering::Relaxed), Ordering::Release);
     }
 
     pub(super) fn work(&self) -> Option<Work> {
         let resting = self.resting.load(Ordering::Acquire);
-        let turn = self.begun.load(Ordering::Acquire);
+        let tick = self.begun.load(Ordering::Acquire);
         // A prediction of another turn would be of one that did end.
         let predicted = Duration::from_nanos(self.predicted_ns.load(Ordering::Relaxed));
-        (turn != resting).then_some(Work { turn, predicted })
+        (tick != resting).then_some(Work { tick, predicted })
     }
 }
 
@@ -59,12 +59,12 @@ mod tests {
         let pulse = Pulse::default();
         assert_eq!(pulse.work(), None);
         pulse.begin();
-        assert_eq!(pulse.work(), Some(Work { turn: 1, predicted: Duration::ZERO }));
+        assert_eq!(pulse.work(), Some(Work { tick: 1, predicted: Duration::ZERO }));
         pulse.expect(DeviceNanos(7));
-        assert_eq!(pulse.work(), Some(Work { turn: 1, predicted: Duration::from_nanos(7) }));
+        assert_eq!(pulse.work(), Some(Work { tick: 1, predicted: Duration::from_nanos(7) }));
         pulse.rest();
         assert_eq!(pulse.work(), None);
         pulse.begin();
-        assert_eq!(pulse.work(), Some(Work { turn: 2, predicted: Duration::ZERO }));
+        assert_eq!(pulse.work(), Some(Work { tick: 2, predicted: Duration::ZERO }));
     }
 }

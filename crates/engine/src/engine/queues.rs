@@ -2,7 +2,7 @@
 //! the longest, and how long a newcomer would wait.
 //!
 //! When all is full it is the longest line that gives way, newest first: in a
-//! tier below the newcomer's, else of another holder of a share, else of
+//! tier below the newcomer's, else of another share_owner of a share, else of
 //! another tenant of the same. Whose own line is the longest is refused.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use tollgate_domain::DeviceNanos;
 
-use super::mailbox::RequestKey;
+use super::submission::RequestKey;
 use crate::schedule::{Name, Seat, Tier};
 
 /// Names what waits; newer ones are larger.
@@ -18,11 +18,11 @@ pub(super) type Ticket = u64;
 
 /// Every request that waits. Bounded by who puts them here.
 #[derive(Default)]
-pub(super) struct Lines {
+pub(super) struct Queues {
     last: Ticket,
     all: BTreeMap<Ticket, Queued>,
     size: Size,
-    tiers: BTreeMap<Tier, Line<Line<BTreeSet<Ticket>>>>,
+    tiers: BTreeMap<Tier, Queue<Queue<BTreeSet<Ticket>>>>,
 }
 
 /// A request that waits.
@@ -43,8 +43,8 @@ pub(super) struct Size {
 
 /// A line that is made of others, each under a name. One without a request is
 /// forgotten.
-struct Line<T> {
-    parts: HashMap<Name, Part<T>>,
+struct Queue<T> {
+    parts: HashMap<Name, SubQueue<T>>,
     by_requests: BTreeSet<(usize, Name)>,
     by_tokens: BTreeSet<(usize, Name)>,
     /// Of all parts.
@@ -53,20 +53,20 @@ struct Line<T> {
 }
 
 #[derive(Default)]
-struct Part<T> {
+struct SubQueue<T> {
     size: Size,
     weight: u64,
     inner: T,
 }
 
-/// A way to measure a line.
+/// A way to measure a queue.
 #[derive(Clone, Copy)]
 enum Measure {
     Requests,
     Tokens,
 }
 
-impl Lines {
+impl Queues {
     /// How much waits.
     pub(super) fn size(&self) -> Size {
         self.size
@@ -76,7 +76,7 @@ impl Lines {
     /// is in its tier, nor than its own line takes on its share. Batch work
     /// waits for everything.
     pub(super) fn predicted_wait(&self, seat: &Seat) -> Duration {
-        let all = self.tiers.get(&seat.tier).map_or(DeviceNanos::ZERO, |line| line.size.expected);
+        let all = self.tiers.get(&seat.tier).map_or(DeviceNanos::ZERO, |queue| queue.size.expected);
         let wait = match seat.tier {
             Tier::Interactive => all.min(self.wait_on_share(seat)),
             Tier::Batch => self.size.expected,
@@ -84,7 +84,7 @@ impl Lines {
         Duration::from_nanos(wait.nanos())
     }
 
-    /// Puts a request at the end of its line.
+    /// Puts a request at the end of its queue.
     pub(super) fn push(&mut self, queued: Queued) -> Ticket {
         self.last += 1;
         self.insert(self.last, queued);
@@ -106,11 +106,11 @@ impl Lines {
         let queued = self.all.remove(&ticket)?;
         let Queued { seat, size, .. } = &queued;
         self.size.subtract(size);
-        if let Some(holders) = self.tiers.get_mut(&seat.tier) {
-            let tenants = &mut holders.part(&seat.holder).inner;
+        if let Some(share_owners) = self.tiers.get_mut(&seat.tier) {
+            let tenants = &mut share_owners.part(&seat.share_owner).inner;
             tenants.part(&seat.tenant).inner.remove(&ticket);
             tenants.shrink(&seat.tenant, size);
-            holders.shrink(&seat.holder, size);
+            share_owners.shrink(&seat.share_owner, size);
         }
         Some(queued)
     }
@@ -142,11 +142,11 @@ impl Lines {
 
     fn insert(&mut self, ticket: Ticket, queued: Queued) {
         let Queued { seat, size, .. } = &queued;
-        let Seat { tier, holder, tenant, weight, .. } = seat;
+        let Seat { tier, share_owner, tenant, weight, .. } = seat;
         self.size.add(size);
-        let holders = self.tiers.entry(*tier).or_default();
-        holders.grow(holder, size, weight.parts());
-        let tenants = &mut holders.part(holder).inner;
+        let share_owners = self.tiers.entry(*tier).or_default();
+        share_owners.grow(share_owner, size, weight.parts());
+        let tenants = &mut share_owners.part(share_owner).inner;
         tenants.grow(tenant, size, 1);
         tenants.part(tenant).inner.insert(ticket);
         self.all.insert(ticket, queued);
@@ -162,39 +162,45 @@ impl Lines {
     /// The newest of the longest line, if that is longer than the newcomer's
     /// own would be.
     fn longest(&self, seat: &Seat, size: &Size, measure: Measure) -> Option<Ticket> {
-        let below = self.tiers.iter().rev().find(|(_, line)| line.size.requests > 0);
-        let (tier, holders) = below.filter(|(tier, _)| **tier >= seat.tier)?;
+        let below = self.tiers.iter().rev().find(|(_, queue)| queue.size.requests > 0);
+        let (tier, share_owners) = below.filter(|(tier, _)| **tier >= seat.tier)?;
         let same_tier = *tier == seat.tier;
         let own = |name, same| if same { Some((name, measure.of(size))) } else { None };
-        let (holder, other) = holders.longest(own(&seat.holder, same_tier), measure)?;
-        let same_holder = same_tier && !other;
-        let (tenant, other) = holder.inner.longest(own(&seat.tenant, same_holder), measure)?;
-        if same_holder && !other { None } else { tenant.inner.last().copied() }
+        let (share_owner, other) =
+            share_owners.longest(own(&seat.share_owner, same_tier), measure)?;
+        let same_share_owner = same_tier && !other;
+        let (tenant, other) =
+            share_owner.inner.longest(own(&seat.tenant, same_share_owner), measure)?;
+        if same_share_owner && !other { None } else { tenant.inner.last().copied() }
     }
 
-    /// How long a newcomer's own line takes on its part of its holder's share,
+    /// How long a newcomer's own line takes on its part of its share_owner's share,
     /// while all who wait now go on waiting.
     fn wait_on_share(&self, seat: &Seat) -> DeviceNanos {
-        let Some(holders) = self.tiers.get(&seat.tier) else { return DeviceNanos::ZERO };
-        let Some(holder) = holders.parts.get(&seat.holder) else { return DeviceNanos::ZERO };
-        let Some(tenant) = holder.inner.parts.get(&seat.tenant) else { return DeviceNanos::ZERO };
-        let own = u128::from(tenant.size.expected.nanos()) * holder.inner.weight;
-        let of_holder = own.min(u128::from(holder.size.expected.nanos()));
-        let wait = of_holder * holders.weight / u128::from(holder.weight.max(1));
+        let Some(share_owners) = self.tiers.get(&seat.tier) else { return DeviceNanos::ZERO };
+        let Some(share_owner) = share_owners.parts.get(&seat.share_owner) else {
+            return DeviceNanos::ZERO;
+        };
+        let Some(tenant) = share_owner.inner.parts.get(&seat.tenant) else {
+            return DeviceNanos::ZERO;
+        };
+        let own = u128::from(tenant.size.expected.nanos()) * share_owner.inner.weight;
+        let of_share_owner = own.min(u128::from(share_owner.size.expected.nanos()));
+        let wait = of_share_owner * share_owners.weight / u128::from(share_owner.weight.max(1));
         DeviceNanos(wait.min(u128::from(u64::MAX)) as u64)
     }
 }
 
 fn tickets_of<'a>(
-    tiers: &'a mut BTreeMap<Tier, Line<Line<BTreeSet<Ticket>>>>,
+    tiers: &'a mut BTreeMap<Tier, Queue<Queue<BTreeSet<Ticket>>>>,
     seat: &Seat,
 ) -> Option<&'a mut BTreeSet<Ticket>> {
-    let holder = tiers.get_mut(&seat.tier)?.parts.get_mut(&seat.holder)?;
-    Some(&mut holder.inner.parts.get_mut(&seat.tenant)?.inner)
+    let share_owner = tiers.get_mut(&seat.tier)?.parts.get_mut(&seat.share_owner)?;
+    Some(&mut share_owner.inner.parts.get_mut(&seat.tenant)?.inner)
 }
 
-impl<T: Default> Line<T> {
-    fn part(&mut self, name: &Name) -> &mut Part<T> {
+impl<T: Default> Queue<T> {
+    fn part(&mut self, name: &Name) -> &mut SubQueue<T> {
         self.parts.get_mut(name).expect("a part that was grown and not yet shrunk to nothing")
     }
 
@@ -237,7 +243,11 @@ impl<T: Default> Line<T> {
 
     /// The longest part, and whether it is another than that of a newcomer
     /// who would make its `own` longer by so much.
-    fn longest(&self, own: Option<(&Name, usize)>, measure: Measure) -> Option<(&Part<T>, bool)> {
+    fn longest(
+        &self,
+        own: Option<(&Name, usize)>,
+        measure: Measure,
+    ) -> Option<(&SubQueue<T>, bool)> {
         let set = match measure {
             Measure::Requests => &self.by_requests,
             Measure::Tokens => &self.by_tokens,
@@ -254,7 +264,7 @@ impl<T: Default> Line<T> {
     }
 }
 
-impl<T> Default for Line<T> {
+impl<T> Default for Queue<T> {
     fn default() -> Self {
         Self {
             parts: HashMap::new(),
@@ -317,7 +327,7 @@ mod tests {
         (RequestId::new(&format!("req-{number}")).expect("a name"), 0)
     }
 
-    /// What waits of each, as [`Lines`] should know it.
+    /// What waits of each, as [`Queues`] should know it.
     struct Known {
         ticket: Ticket,
         tokens: usize,
@@ -331,23 +341,23 @@ mod tests {
             acts in prop::collection::vec((0u32..7, 1usize..40, 0u32..6, any::<prop::sample::Index>()), 1..80),
         ) {
             let most = Size { requests: 12, prompt_tokens: 200, expected: DeviceNanos::ZERO };
-            let mut lines = Lines::default();
+            let mut queues = Queues::default();
             let mut known: Vec<Known> = Vec::new();
             for (number, (who, tokens, what, which)) in acts.into_iter().enumerate() {
                 match what {
                     0 if !known.is_empty() => {
                         let gone = known.swap_remove(which.index(known.len()));
-                        prop_assert!(lines.remove(gone.ticket).is_some());
-                        prop_assert!(lines.remove(gone.ticket).is_none());
+                        prop_assert!(queues.remove(gone.ticket).is_some());
+                        prop_assert!(queues.remove(gone.ticket).is_none());
                     }
                     1 if !known.is_empty() => {
                         let at = which.index(known.len());
                         known[at].begun = true;
-                        lines.begin(known[at].ticket);
+                        queues.begin(known[at].ticket);
                     }
                     _ => {
                         let (seat, size) = (seat(who), size(tokens));
-                        match lines.make_room(&seat, &size, &most) {
+                        match queues.make_room(&seat, &size, &most) {
                             Some(gone) => {
                                 for key in gone {
                                     let at = known.iter().position(|it| it.key == key);
@@ -356,35 +366,35 @@ mod tests {
                                 }
                                 let key = key(number);
                                 let queued = Queued { key: key.clone(), seat, size };
-                                let ticket = lines.push(queued);
+                                let ticket = queues.push(queued);
                                 known.push(Known { ticket, tokens, key, begun: false });
                             }
                             None => prop_assert!(
                                 known.len() == most.requests
-                                    || lines.size().prompt_tokens + tokens > most.prompt_tokens
+                                    || queues.size().prompt_tokens + tokens > most.prompt_tokens
                             ),
                         }
                     }
                 }
-                let size = lines.size();
+                let size = queues.size();
                 prop_assert_eq!(size.requests, known.len());
                 prop_assert_eq!(size.prompt_tokens, known.iter().map(|it| it.tokens).sum::<usize>());
                 prop_assert!(size.requests <= most.requests);
                 prop_assert!(size.prompt_tokens <= most.prompt_tokens);
-                prop_assert_eq!(lines.all.len(), known.len());
+                prop_assert_eq!(queues.all.len(), known.len());
             }
             for Known { ticket, .. } in known {
-                lines.remove(ticket);
+                queues.remove(ticket);
             }
-            prop_assert_eq!(lines.size(), Size::default());
-            prop_assert!(lines.tiers.values().all(|line| line.parts.is_empty() && line.weight == 0));
+            prop_assert_eq!(queues.size(), Size::default());
+            prop_assert!(queues.tiers.values().all(|queue| queue.parts.is_empty() && queue.weight == 0));
         }
     }
 
-    fn filled(lines: &mut Lines, who: u32, count: usize) -> Vec<RequestKey> {
+    fn filled(queues: &mut Queues, who: u32, count: usize) -> Vec<RequestKey> {
         let keys: Vec<RequestKey> = (0..count).map(|i| key(100 * who as usize + i)).collect();
         for key in keys.clone() {
-            lines.push(Queued { key, seat: seat(who), size: size(1) });
+            queues.push(Queued { key, seat: seat(who), size: size(1) });
         }
         keys
     }
@@ -404,31 +414,31 @@ mod tests {
             ("within a pool, its own", [(4, 6), (5, 2), (0, 2)], 4, None),
         ];
         for (name, lengths, newcomer, expected) in cases {
-            let mut lines = Lines::default();
+            let mut queues = Queues::default();
             let mut newest = BTreeMap::new();
             for &(who, count) in lengths {
-                newest.insert(who, filled(&mut lines, who, count).pop());
+                newest.insert(who, filled(&mut queues, who, count).pop());
             }
             let most = Size { requests: 10, prompt_tokens: 1_000, expected: DeviceNanos::ZERO };
-            let gone = lines.make_room(&seat(*newcomer), &size(1), &most);
+            let gone = queues.make_room(&seat(*newcomer), &size(1), &most);
             let expected = expected.map(|who| newest[&who].iter().cloned().collect());
             assert_eq!(gone, expected, "{name}");
-            assert_eq!(lines.size().requests, 10 - gone.map_or(0, |gone| gone.len()), "{name}");
+            assert_eq!(queues.size().requests, 10 - gone.map_or(0, |gone| gone.len()), "{name}");
         }
     }
 
     #[test]
     fn a_wait_is_that_of_ones_own_line_on_its_share() {
-        let mut lines = Lines::default();
-        filled(&mut lines, 0, 90); // weight 1
-        filled(&mut lines, 1, 2); // weight 2
+        let mut queues = Queues::default();
+        filled(&mut queues, 0, 90); // weight 1
+        filled(&mut queues, 1, 2); // weight 2
         for (who, expected_us) in [
             (3, 0),  // nothing of its own
             (1, 3),  // two of its own on two thirds
             (0, 92), // all there is
             (6, 92), // batch work waits for everything
         ] {
-            assert_eq!(lines.predicted_wait(&seat(who)).as_micros(), expected_us, "{who}");
+            assert_eq!(queues.predicted_wait(&seat(who)).as_micros(), expected_us, "{who}");
         }
     }
 }

@@ -1,36 +1,31 @@
-//! One step on the device: spans in, drawn tokens out. It changes nothing but
-//! the device's own state, so a step that fails leaves the batch as it was.
-//! Where the device takes one more step before the last is finished, its parts
-//! are fed with what that one draws.
-
-use std::any::Any;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+//! The parts of a step. A part says which tokens of a sequence are fed, which logit rows
+//! are computed, which tokens are sampled from the rows, and which account pays. If a step
+//! starts before the previous one is finished, its parts use the tokens that the previous
+//! step samples.
 
 use tollgate_domain::{MonotonicTime, SequenceId, SequenceWork};
 
-use super::EngineError;
 use super::batch::{Request, Sequence};
 use super::journal::Owner;
 use super::submission::PromptLogprob;
-use super::turn::Core;
-use crate::backend::{LogitRows, Results, SampleRequest, SampleTarget, Span, StepOutput, StepPlan};
+use crate::backend::{LogitRows, SampleRequest, SampleTarget, Span, StepOutput};
 use crate::meter::Payer;
 use crate::sample::{SampledToken, SamplingPoint, choice_seed};
 use crate::schedule::{Chunk, Rows};
 
-/// A sequence's part in a step.
+/// The part of one sequence in a step.
 pub(super) struct Part {
     pub(super) sequence: SequenceId,
     pub(super) request: SequenceId,
     pub(super) tokens: u32,
     pub(super) rows: Rows,
-    /// The draw of the step before that its one token is.
-    fed: Option<u32>,
-    /// Log-probabilities of tokens that stand there, and tokens that are
-    /// drawn: as many draws of the step, in this order.
-    given: u32,
-    drawn: u32,
-    /// As it is booked: recompute stands there under a number of its own.
+    /// Index of the sample of the previous step that is the input token of this part.
+    pub(super) feedback: Option<u32>,
+    /// Number of log-probabilities of known prompt tokens, and number of tokens to sample.
+    /// The sample requests of a part come in this order.
+    pub(super) given: u32,
+    pub(super) sampled: u32,
+    /// Work as it is booked. Recomputation is booked under a sequence id of its own.
     pub(super) work: SequenceWork,
     pub(super) payer: Payer,
 }
@@ -40,16 +35,19 @@ impl Part {
         let Chunk { tokens, rows, .. } = chunk;
         let recomputing = sequence.recomputing();
         let (all, end) = (sequence.tokens.len() as u32, sequence.cached + tokens);
-        let draws = rows != Rows::None && end == all && sequence.most_to_come() > 0;
+        // A chunk samples only if it reaches the newest token and the choice may still
+        // generate.
+        let samples = rows != Rows::None && end == all && sequence.most_to_come() > 0;
         Self {
             sequence: sequence.id,
             request: sequence.request,
             tokens,
             rows,
-            fed: None,
-            // A row speaks of the token after its own.
+            feedback: None,
+            // A row predicts the token after its own, so the last row of the sequence has
+            // no known token.
             given: if rows == Rows::All { tokens - u32::from(end == all) } else { 0 },
-            drawn: if draws { sequence.followers + 1 } else { 0 },
+            sampled: if samples { sequence.followers + 1 } else { 0 },
             work: SequenceWork {
                 sequence: recomputing.unwrap_or(sequence.id),
                 new_tokens: tokens,
@@ -64,15 +62,16 @@ impl Part {
         }
     }
 
-    /// The part after this one, which drew the step's token `fed`.
-    pub(super) fn next(&self, fed: u32) -> Self {
+    /// Creates the part that follows this one in the step ahead. `feedback` is the index of
+    /// this part's sample.
+    pub(super) fn next(&self, feedback: u32) -> Self {
         let (tokens, rows, context) = (1, Rows::Last, self.work.context + self.tokens);
         Self {
             tokens,
             rows,
-            fed: Some(fed),
+            feedback: Some(feedback),
             given: 0,
-            drawn: 1,
+            sampled: 1,
             work: SequenceWork {
                 sequence: self.sequence,
                 new_tokens: tokens,
@@ -83,9 +82,9 @@ impl Part {
         }
     }
 
-    /// Whether it comes to one token, of one choice, and to nothing else.
-    pub(super) fn draws_one(&self) -> bool {
-        self.is_billed() && self.given == 0 && self.drawn == 1
+    /// Returns true if the part samples one token of one choice and nothing else.
+    pub(super) fn samples_one(&self) -> bool {
+        self.is_billed() && self.given == 0 && self.sampled == 1
     }
 
     pub(super) fn is_billed(&self) -> bool {
@@ -99,10 +98,11 @@ impl Part {
         }
     }
 
-    fn span<'a>(&self, sequence: &'a Sequence) -> Span<'a> {
+    pub(super) fn span<'a>(&self, sequence: &'a Sequence) -> Span<'a> {
         let start = self.work.context;
-        let tokens = match self.fed {
+        let tokens = match self.feedback {
             None => &sequence.tokens[start as usize..][..self.tokens as usize],
+            // The backend replaces this token by the sample of the previous step.
             Some(_) => &[0],
         };
         Span {
@@ -117,8 +117,9 @@ impl Part {
         }
     }
 
-    /// What it wants of its rows, the first of which is `row`.
-    fn draws<'a>(
+    /// Returns the sample requests of the part. `row` is the index of the part's first
+    /// logit row.
+    pub(super) fn samples<'a>(
         &self,
         row: u32,
         sequence: &'a Sequence,
@@ -131,10 +132,12 @@ impl Part {
             params,
             token: SampleTarget::Given(token),
         });
-        let (last, pending) = (row + self.work.logit_rows.saturating_sub(1), self.fed);
-        let next = (0..self.drawn).map(move |number| {
+        let (last, pending) = (row + self.work.logit_rows.saturating_sub(1), self.feedback);
+        let next = (0..self.sampled).map(move |number| {
             let point = SamplingPoint {
                 seed: choice_seed(params.seed, sequence.choice + number),
+                // The token of the running step is not in `tokens` yet, but it has a
+                // position.
                 position: sequence.generated() + u32::from(pending.is_some()),
                 counts: &sequence.counts,
             };
@@ -144,100 +147,19 @@ impl Part {
     }
 }
 
-/// A step that the device was given and that is not finished.
+/// A step that the device has received and not finished.
 pub(super) struct Begun {
     pub(super) parts: Vec<Part>,
     pub(super) started: MonotonicTime,
     pub(super) output: StepOutput,
 }
 
-/// What was read from one part's rows.
-pub(super) struct Drawing {
+/// Results of one part.
+pub(super) struct SampledPart {
     pub(super) sequence: SequenceId,
-    /// The next token of each choice: several when a prompt has just been
-    /// read. `None` where the row had nothing to draw from.
-    pub(super) draws: Vec<Option<SampledToken>>,
-    /// Of the prompt's tokens that these rows speak of.
+    /// Next token of each choice: several after a prompt was read. `None` if no logit in
+    /// the row was above minus infinity.
+    pub(super) samples: Vec<Option<SampledToken>>,
+    /// Log-probabilities of the prompt tokens that these rows predict.
     pub(super) prompt_logprobs: Vec<PromptLogprob>,
-}
-
-/// What came out for one choice.
-pub(super) struct Outcome {
-    pub(super) request: SequenceId,
-    pub(super) sequence: SequenceId,
-    pub(super) choice: u32,
-    pub(super) event: Event,
-}
-
-pub(super) enum Event {
-    /// The prompt's own log-probabilities are complete.
-    PromptRead(usize),
-    /// A token, and whether it is an end token.
-    Token(SampledToken, bool),
-    /// The prompt is read and no token was asked for.
-    NothingWanted,
-    /// The model gave nothing to draw from.
-    Broken,
-}
-
-impl Core {
-    /// Gives the device a step of these parts. A panic below is an answer like
-    /// any other fault.
-    pub(super) fn begin(&mut self, parts: &[Part]) -> Result<StepOutput, EngineError> {
-        let mut output = self.outputs.pop().unwrap_or_default();
-        unless_it_panics(|| self.begin_parts(parts, &mut output))?;
-        Ok(output)
-    }
-
-    fn begin_parts(&mut self, parts: &[Part], output: &mut StepOutput) -> Result<(), EngineError> {
-        let Self { sequences, requests, .. } = self;
-        let (mut spans, mut draws) = (Vec::with_capacity(parts.len()), Vec::new());
-        let (mut feeds, mut row) = (Vec::new(), 0);
-        for part in parts {
-            let sequence = &sequences[&part.sequence];
-            spans.push(part.span(sequence));
-            draws.extend(part.draws(row, sequence, &requests[&part.request]));
-            feeds.extend(part.fed);
-            row += part.work.logit_rows;
-        }
-        let plan =
-            StepPlan { spans: &spans, results: Results::Samples(&draws), token_feedback: &feeds };
-        Ok(self.backend.begin(&plan, output)?)
-    }
-
-    /// Waits for a step and reads what it came to, for the sequences that are
-    /// there yet.
-    pub(super) fn finish(&mut self, begun: &mut Begun) -> Result<Vec<Drawing>, EngineError> {
-        unless_it_panics(|| Ok(self.backend.finish(&mut begun.output)?))?;
-        let mut drawn = begun.output.take_sampled();
-        let mut drawings = Vec::with_capacity(begun.parts.len());
-        for part in &begun.parts {
-            let given = drawn.by_ref().take(part.given as usize).flatten();
-            let prompt_logprobs: Vec<PromptLogprob> = given
-                .filter_map(|SampledToken { token, logprobs }| {
-                    logprobs.map(|logprobs| PromptLogprob { token, logprobs })
-                })
-                .collect();
-            let draws = drawn.by_ref().take(part.drawn as usize).collect();
-            if self.sequences.contains_key(&part.sequence) {
-                drawings.push(Drawing { sequence: part.sequence, draws, prompt_logprobs });
-            }
-        }
-        Ok(drawings)
-    }
-}
-
-/// The answer, or what a panic said.
-fn unless_it_panics(work: impl FnOnce() -> Result<(), EngineError>) -> Result<(), EngineError> {
-    catch_unwind(AssertUnwindSafe(work))
-        .unwrap_or_else(|panic| Err(EngineError::Panic(panic_message(panic.as_ref()))))
-}
-
-/// What a panic said.
-pub(super) fn panic_message(panic: &(dyn Any + Send)) -> String {
-    panic
-        .downcast_ref::<&str>()
-        .map(|text| (*text).to_owned())
-        .or_else(|| panic.downcast_ref::<String>().cloned())
-        .unwrap_or_else(|| "a panic without words".to_owned())
 }

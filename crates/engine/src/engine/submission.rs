@@ -41,6 +41,9 @@ pub struct Submission {
     pub sink: Box<dyn TokenSink>,
 }
 
+/// A client's request id and the number of the attempt.
+pub(super) type RequestKey = (RequestId, u32);
+
 /// Hears what becomes of one submission: for each choice its tokens in order,
 /// then `finished`; `done` once at the very end, or `done` alone with a refusal.
 ///

@@ -1,74 +1,77 @@
-//! A step in the making: who is in it, with what, and who makes room.
+//! Planner of one step: chooses the sequences, their tokens and their KV blocks, and
+//! preempts sequences where the capacity is short.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 use tollgate_domain::{DeviceNanos, SequenceId, SequenceWork, StepCost};
 
-use super::heads::{Head, Heads};
-use super::shares::{Counter, NodeId, Shares, Standing, Waiting};
+use super::queue_heads::{QueueHead, QueueHeads};
+use super::shares::{NodeId, Priority, Shares, VirtualTime, Waiting};
 use super::{Bounds, Chunk, Decisions, Rows, Running, Spare, Tier, View};
 use crate::kv::blocks_for;
 
-pub(super) struct Plan<'a> {
+pub(super) struct Planner<'a> {
     view: &'a View<'a>,
     bounds: &'a Bounds,
     decisions: Decisions,
-    /// What runs, in order of arrival.
+    /// Running sequences, in order of arrival.
     batch: Vec<Member<'a>>,
-    /// Chunks of what was admitted in this step.
+    /// Chunks of the sequences that this step admits.
     admitted: Vec<Chunk>,
     cost: StepCost<'a>,
-    room: Room,
-    /// KV blocks that are only for who is near the smallest counter.
+    room: FreeCapacity,
+    /// KV blocks that only tenants near the smallest virtual time may use.
     headroom: u32,
     tokens_left: u32,
     rows_left: u32,
-    /// No prompt is read in the step yet, so the next gets at least a little.
+    /// True until the step contains a chunk of a prompt. The first such chunk gets a
+    /// minimum size.
     first_read: bool,
 }
 
-/// A running sequence and what becomes of it.
+/// A running sequence and the decision about it.
 struct Member<'a> {
     running: &'a Running,
     chunk: Option<Chunk>,
     preempted: bool,
 }
 
-/// What is left for those who come.
+/// Capacity that is left for new sequences.
 #[derive(Clone, Copy)]
-struct Room {
+struct FreeCapacity {
     free: u32,
-    /// Sequences in the batch, those that will fork too.
+    /// Sequences in the batch, including the choices that will fork.
     sequences: u32,
-    /// Blocks that those who are there will want soon.
+    /// KV blocks that the sequences in the batch will need soon.
     promised: u32,
 }
 
-/// What there is too little of.
+/// The capacity that is short.
 #[derive(Clone, Copy)]
 enum Scarce {
     Places,
     Blocks,
 }
 
-/// A head, and whether it may use the last of the pool.
-struct Newcomer<'a> {
-    head: Head<'a>,
+/// A queue head that could enter the batch. The flag is true if the head may use the
+/// headroom of the pool.
+struct Candidate<'a> {
+    head: QueueHead<'a>,
     near_smallest: bool,
 }
 
-/// Who gives way first is less: of whoever is furthest ahead what was computed
-/// least, and of equals who came last.
-type Yielding = (Reverse<TenantStanding>, u32, Reverse<SequenceId>);
+/// Preemption order, smallest first: the tenant furthest over its share, then the sequence
+/// with the least computed, then the newest sequence.
+type PreemptionOrder = (Reverse<TenantPriority>, u32, Reverse<SequenceId>);
 
-/// Where a tenant stands: lower ones come first.
-type TenantStanding = (Tier, (Counter, NodeId), (Counter, NodeId));
+/// Priority of a tenant: smaller values run first.
+type TenantPriority = (Tier, (VirtualTime, NodeId), (VirtualTime, NodeId));
 
-impl<'a> Plan<'a> {
+impl<'a> Planner<'a> {
     pub(super) fn new(view: &'a View<'a>, bounds: &'a Bounds) -> Self {
         let running = view.running;
-        let room = Room {
+        let room = FreeCapacity {
             free: view.free_blocks,
             sequences: running.iter().map(|running| 1 + running.followers).sum(),
             promised: running.iter().map(|running| running.soon(running.blocks)).sum(),
@@ -89,7 +92,7 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// What was decided.
+    /// Returns the decisions. Chunks that decode come before chunks of prompts.
     pub(super) fn decisions(mut self) -> Decisions {
         let chunks = &mut self.decisions.chunks;
         chunks.reserve(self.batch.len() + self.admitted.len());
@@ -101,20 +104,23 @@ impl<'a> Plan<'a> {
         self.decisions
     }
 
-    /// Who waited too long.
+    /// Refuses every request that has waited past its deadline.
     pub(super) fn refuse(&mut self) {
         self.decisions.refuse = self.view.shares.expired(self.view.now).collect();
     }
 
-    /// One token of every sequence that decodes; whoever needs a block that is
-    /// not there takes it from whoever is furthest ahead.
+    /// Plans one token for every sequence that decodes. If a sequence needs a block and
+    /// none is free, the sequence that is first in [`PreemptionOrder`] is preempted.
     pub(super) fn decode(&mut self) {
         let decoding = |member: &Member<'_>| member.decodes();
-        // Whose turn it is matters only where blocks are asked for.
+        // Sorting is only needed if a sequence needs a block. Otherwise no sequence can be
+        // preempted, and the order has no effect.
         let grows = self.batch.iter().any(|member| member.decodes() && member.grows());
         let order = if grows { self.in_order(decoding) } else { (0..self.batch.len()).collect() };
         for at in order {
             let Member { running, preempted, .. } = self.batch[at];
+            // The sequences left over decode in the next step; none of them loses its
+            // blocks.
             let full = self.tokens_left == 0 || self.rows_left == 0;
             if !self.batch[at].decodes() || preempted || full {
                 continue;
@@ -128,27 +134,32 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// Reads prompts while the box has room, smallest counter first: those
-    /// that are in the batch, and those that come into it now.
+    /// Reads prompts while the time budget lasts, smallest virtual time first. Prompts in
+    /// the batch and heads of the queues compete in one order.
     pub(super) fn read(&mut self) {
         let readers = self.in_order(|member| !member.decodes());
         let mut readers = readers.into_iter().peekable();
-        let mut heads = Heads::new(self.view.shares, self.view.now);
+        let mut queue_heads = QueueHeads::new(self.view.shares, self.view.now);
         let mut blocked = false;
         loop {
+            // A prompt may have been preempted for a head that was admitted in this loop.
             while readers.next_if(|&at| self.batch[at].preempted).is_some() {}
             let reader = readers.peek().copied();
-            let head = if blocked { None } else { heads.first() };
+            // A head that does not fit blocks all later heads: serving a smaller request
+            // first would starve the blocked one.
+            let head = if blocked { None } else { queue_heads.first() };
             let goes_on = match (reader, head) {
-                (Some(at), head) if head.is_none_or(|head| self.standing(at) <= head.standing) => {
+                (Some(at), head) if head.is_none_or(|head| self.priority(at) <= head.priority) => {
                     readers.next();
                     self.read_on(at)
                 }
                 (_, Some(head)) => {
                     let goes_on = self.has_room_to_read(head.waiting);
-                    blocked = goes_on && !self.welcome(head);
+                    blocked = goes_on && !self.try_admit(head);
                     if goes_on && !blocked {
-                        heads.take(head.key);
+                        // The head is taken only once it is admitted, so a blocked head
+                        // keeps its position.
+                        queue_heads.take(head.key);
                     }
                     goes_on
                 }
@@ -160,20 +171,20 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// The members that `are` so, smallest counter first.
+    /// Returns the members that satisfy `are`, smallest virtual time first.
     fn in_order(&self, are: impl Fn(&Member<'_>) -> bool) -> Vec<usize> {
         let those = (0..self.batch.len()).filter(|&at| are(&self.batch[at]));
-        let mut those: Vec<(Standing, usize)> = those.map(|at| (self.standing(at), at)).collect();
+        let mut those: Vec<(Priority, usize)> = those.map(|at| (self.priority(at), at)).collect();
         those.sort_unstable();
         those.into_iter().map(|(_, at)| at).collect()
     }
 
-    fn standing(&self, at: usize) -> Standing {
-        self.view.shares.standing(self.batch[at].running.key)
+    fn priority(&self, at: usize) -> Priority {
+        self.view.shares.priority(self.batch[at].running.key)
     }
 
-    /// Gives a sequence that is being read its next chunk; false if the step
-    /// has no room for it, and so for nobody behind it.
+    /// Plans the next chunk of a prompt in the batch. Returns false if the step is full;
+    /// then no later prompt fits either.
     fn read_on(&mut self, at: usize) -> bool {
         let running = self.batch[at].running;
         let &Running { sequence, cached, pending, rows, .. } = running;
@@ -190,23 +201,25 @@ impl<'a> Plan<'a> {
         true
     }
 
-    /// Brings a head into the batch if there is room for it, or if it can be
-    /// made; says whether it came in.
-    fn welcome(&mut self, head: Head<'_>) -> bool {
-        let near_smallest = self.is_near_smallest(&head.standing);
-        let newcomer = Newcomer { head, near_smallest };
-        let comes = self.make_room(&newcomer);
-        if comes {
-            self.admit(&newcomer);
+    /// Admits a queue head if there is room, or if preemption can make room. Returns true
+    /// if the head was admitted.
+    fn try_admit(&mut self, head: QueueHead<'_>) -> bool {
+        let near_smallest = self.is_near_smallest(&head.priority);
+        let candidate = Candidate { head, near_smallest };
+        let admitted = self.make_room(&candidate);
+        if admitted {
+            self.admit(&candidate);
         }
-        comes
+        admitted
     }
 
-    fn admit(&mut self, newcomer: &Newcomer<'_>) {
-        let Head { key, waiting, .. } = newcomer.head;
+    fn admit(&mut self, candidate: &Candidate<'_>) {
+        let QueueHead { key, waiting, .. } = candidate.head;
         let &Waiting { sequence, rank, rows, tokens, pending, most, followers, .. } = waiting;
         let needed = needed(waiting);
-        let usable = self.usable(self.room, newcomer).saturating_sub(self.bounds.spare.blocks);
+        let usable = self.usable(self.room, candidate).saturating_sub(self.bounds.spare.blocks);
+        // The reservation may shrink to the usable blocks, but never below what the
+        // sequence needs to run.
         let blocks = reserved(needed, most).min(usable).max(needed);
         self.room.free -= blocks;
         self.room.sequences += 1 + followers;
@@ -219,19 +232,20 @@ impl<'a> Plan<'a> {
         self.admitted.push(chunk);
     }
 
-    /// Sees to it that a newcomer has room, if need be by taking the places of
-    /// others; false, and nothing is taken, if that would not do.
-    fn make_room(&mut self, newcomer: &Newcomer<'_>) -> bool {
-        if self.fits(self.room, newcomer) {
+    /// Makes room for a candidate, if needed by preemption. Returns false and preempts
+    /// nothing if preemption would not free enough.
+    fn make_room(&mut self, candidate: &Candidate<'_>) -> bool {
+        if self.fits(self.room, candidate) {
             return true;
         }
-        let mut yielding = self.may_lose_place(&newcomer.head);
-        yielding.sort_unstable();
+        let mut preemptible = self.preemptible(&candidate.head);
+        preemptible.sort_unstable();
         let mut room = self.room;
-        for (index, &(_, at)) in yielding.iter().enumerate() {
+        for (index, &(_, at)) in preemptible.iter().enumerate() {
+            // `room` is a copy. The plan changes only after enough sequences were found.
             self.batch[at].leave(&mut room);
-            if self.fits(room, newcomer) {
-                for &(_, at) in &yielding[..=index] {
+            if self.fits(room, candidate) {
+                for &(_, at) in &preemptible[..=index] {
                     self.preempt(at);
                 }
                 return true;
@@ -240,29 +254,32 @@ impl<'a> Plan<'a> {
         false
     }
 
-    /// Who may lose a place to a head: another tenant's, who is ahead of it by
-    /// more than the guard, holds more of what is scarce and had its place for
-    /// long enough.
-    fn may_lose_place(&self, head: &Head<'_>) -> Vec<(Yielding, usize)> {
-        let limit = Limit::new(self, &head.standing);
+    /// Returns the sequences that may be preempted for a queue head. Such a sequence
+    /// belongs to another tenant that is ahead by more than the guard and holds more of the
+    /// scarce capacity. The sequence must also have rested since its last preemption.
+    fn preemptible(&self, head: &QueueHead<'_>) -> Vec<(PreemptionOrder, usize)> {
+        let limit = Limit::new(self, &head.priority);
         let rested = |running: &Running| {
             running.preempted_at.is_none_or(|at| self.view.now.since(at) >= self.bounds.rest)
         };
-        let mut ahead: Vec<(Standing, usize)> = (0..self.batch.len())
+        let mut ahead: Vec<(Priority, usize)> = (0..self.batch.len())
             .filter(|&at| !self.batch[at].preempted && rested(self.batch[at].running))
-            .map(|at| (self.standing(at), at))
-            .filter(|(standing, _)| limit.is_passed_by(standing))
+            .map(|at| (self.priority(at), at))
+            .filter(|(priority, _)| limit.is_passed_by(priority))
             .collect();
+        // Counting the held capacity walks the whole batch, so it is skipped where no
+        // sequence qualifies.
         if !ahead.is_empty() {
             let held = self.held(head);
-            ahead.retain(|(standing, _)| self.holds_more(standing, &head.standing, &held));
+            ahead.retain(|(priority, _)| self.holds_more(priority, &head.priority, &held));
         }
-        ahead.into_iter().map(|(standing, at)| (self.yielding(at, &standing), at)).collect()
+        ahead.into_iter().map(|(priority, at)| (self.preemption_order(at, &priority), at)).collect()
     }
 
-    /// What every holder and tenant in the batch holds of what a head that does
-    /// not fit is short of.
-    fn held(&self, head: &Head<'_>) -> BTreeMap<NodeId, u32> {
+    /// Returns the amount of the scarce capacity that each share owner and each tenant in
+    /// the batch holds. Slots in the batch are scarce if the head would exceed them,
+    /// otherwise KV blocks.
+    fn held(&self, head: &QueueHead<'_>) -> BTreeMap<NodeId, u32> {
         let places = self.room.sequences + 1 + head.waiting.followers;
         let scarce = match places > self.bounds.max_sequences {
             true => Scarce::Places,
@@ -270,8 +287,8 @@ impl<'a> Plan<'a> {
         };
         let mut held = BTreeMap::new();
         for (at, member) in self.batch.iter().enumerate().filter(|(_, member)| !member.preempted) {
-            let Standing { holder, tenant, .. } = self.standing(at);
-            for id in [holder.1, tenant.1] {
+            let Priority { share_owner, tenant, .. } = self.priority(at);
+            for id in [share_owner.1, tenant.1] {
                 *held.entry(id).or_default() += match scarce {
                     Scarce::Places => 1 + member.running.followers,
                     Scarce::Blocks => member.running.blocks,
@@ -281,72 +298,84 @@ impl<'a> Plan<'a> {
         held
     }
 
-    /// Whether `one` holds more than `other` does, over their weights. Counters
-    /// follow with a delay what is held: without this, who is behind would take
-    /// place after place until it is as far ahead.
-    fn holds_more(&self, one: &Standing, other: &Standing, held: &BTreeMap<NodeId, u32>) -> bool {
+    /// Returns true if `one` holds more of the scarce capacity than `other`, each divided
+    /// by its weight. Virtual times follow the held capacity with a delay. Without this
+    /// check a tenant that is behind would preempt again and again until it is as far
+    /// ahead.
+    fn holds_more(&self, one: &Priority, other: &Priority, held: &BTreeMap<NodeId, u32>) -> bool {
         let over_weight = |id: NodeId| {
             let held = held.get(&id).copied().unwrap_or(0);
-            Counter::of(DeviceNanos(held.into()), self.view.shares.weight(id))
+            VirtualTime::of(DeviceNanos(held.into()), self.view.shares.weight(id))
         };
-        let (one_id, other_id) = match one.holder.1 == other.holder.1 {
+        let (one_id, other_id) = match one.share_owner.1 == other.share_owner.1 {
             true => (one.tenant.1, other.tenant.1),
-            false => (one.holder.1, other.holder.1),
+            false => (one.share_owner.1, other.share_owner.1),
         };
         one.tier != other.tier || over_weight(one_id) > over_weight(other_id)
     }
 
-    fn guarded(&self, (counter, id): (Counter, NodeId)) -> Counter {
-        counter.plus(Counter::of(self.bounds.guard, self.view.shares.weight(id)))
+    fn guarded(&self, (virtual_time, id): (VirtualTime, NodeId)) -> VirtualTime {
+        virtual_time.plus(VirtualTime::of(self.bounds.guard, self.view.shares.weight(id)))
     }
 
-    /// Whether someone stands within the guard of the smallest counter, as
-    /// holder and as tenant: who has requests at all counts.
-    fn is_near_smallest(&self, standing: &Standing) -> bool {
+    /// Returns true if the share owner and the tenant are both within the guard of the
+    /// smallest virtual time. Every sibling with requests counts.
+    fn is_near_smallest(&self, priority: &Priority) -> bool {
         let shares: &Shares = self.view.shares;
-        let near = |own: (Counter, NodeId)| {
+        let near = |own: (VirtualTime, NodeId)| {
             shares
                 .smallest_beside(own.1)
                 .is_none_or(|smallest| own.1 == smallest.1 || own.0 <= self.guarded(smallest))
         };
-        let below = standing.tier == Tier::Batch && shares.has_requests(Tier::Interactive);
-        !below && near(standing.holder) && near(standing.tenant)
+        // Batch work never uses the headroom while interactive requests exist.
+        let below = priority.tier == Tier::Batch && shares.has_requests(Tier::Interactive);
+        !below && near(priority.share_owner) && near(priority.tenant)
     }
 
-    /// Of `free` blocks those that may be used by who is or is not near the
-    /// smallest counter.
+    /// Returns the part of `free` blocks that a sequence may use. Only sequences near the
+    /// smallest virtual time may use the headroom.
     fn allowed(&self, free: u32, near_smallest: bool) -> u32 {
         free.saturating_sub(if near_smallest { 0 } else { self.headroom })
     }
 
-    /// Blocks for a newcomer: those who are there keep what they will want
-    /// soon, and each follower will want one for its own tail.
-    fn usable(&self, room: Room, newcomer: &Newcomer<'_>) -> u32 {
+    /// Returns the number of blocks that a candidate may use. Running sequences keep the
+    /// blocks that they will need soon, and each follower of the candidate will need one
+    /// block for its own tail.
+    fn usable(&self, room: FreeCapacity, candidate: &Candidate<'_>) -> u32 {
+        // An empty batch has no sequence to protect. Without this case a request as large
+        // as the pool would never start.
         if room.sequences == 0 {
             return room.free;
         }
-        let kept = room.promised + newcomer.head.waiting.followers;
-        self.allowed(room.free, newcomer.near_smallest).saturating_sub(kept)
+        let kept = room.promised + candidate.head.waiting.followers;
+        self.allowed(room.free, candidate.near_smallest).saturating_sub(kept)
     }
 
-    fn fits(&self, room: Room, newcomer: &Newcomer<'_>) -> bool {
-        self.leaves(room, newcomer, self.bounds.spare)
-            || (self.leaves(room, newcomer, Spare::default())
+    /// Returns true if the candidate fits. A share owner that holds little may use the
+    /// spare capacity.
+    fn fits(&self, room: FreeCapacity, candidate: &Candidate<'_>) -> bool {
+        self.leaves(room, candidate, self.bounds.spare)
+            || (self.leaves(room, candidate, Spare::default())
+                // In an empty batch the spare capacity is ignored, so that a request as
+                // large as the pool can start.
                 && (room.sequences == 0
-                    || !self.has_as_much_as_is_spare(newcomer.head.standing.holder.1)))
+                    || !self.holds_as_much_as_spare(candidate.head.priority.share_owner.1)))
     }
 
-    /// Whether there is room for a newcomer and for `spare`.
-    fn leaves(&self, room: Room, newcomer: &Newcomer<'_>, spare: Spare) -> bool {
-        let waiting = newcomer.head.waiting;
+    /// Returns true if the capacity suffices for the candidate and for `spare`.
+    fn leaves(&self, room: FreeCapacity, candidate: &Candidate<'_>, spare: Spare) -> bool {
+        let waiting = candidate.head.waiting;
         let places = room.sequences + 1 + waiting.followers + spare.places;
         let blocks = needed(waiting) + spare.blocks;
-        places <= self.bounds.max_sequences && blocks <= self.usable(room, newcomer)
+        places <= self.bounds.max_sequences && blocks <= self.usable(room, candidate)
     }
 
-    /// Whether a holder has as many places or blocks already as are spare.
-    fn has_as_much_as_is_spare(&self, holder: NodeId) -> bool {
+    /// Returns true if the share owner already holds as much as the spare capacity, in
+    /// slots or in blocks.
+    fn holds_as_much_as_spare(&self, share_owner: NodeId) -> bool {
         let (mut places, mut blocks) = (0, 0);
+        // Sequences admitted earlier in this step count too. Otherwise one owner could fill
+        // the spare capacity within one step.
         let stays = self.batch.iter().filter(|member| !member.preempted);
         let stays = stays.map(|member| {
             let Running { key, blocks, followers, .. } = *member.running;
@@ -355,7 +384,7 @@ impl<'a> Plan<'a> {
         let comes = self.decisions.admit.iter().zip(&self.admitted);
         let comes = comes.map(|(&(key, _), chunk)| (key, 1, chunk.blocks));
         for (key, more_places, more_blocks) in stays.chain(comes) {
-            if self.view.shares.standing(key).holder.1 == holder {
+            if self.view.shares.priority(key).share_owner.1 == share_owner {
                 places += more_places;
                 blocks += more_blocks;
             }
@@ -364,23 +393,27 @@ impl<'a> Plan<'a> {
         places >= spare_places.max(1) || blocks >= spare_blocks.max(1)
     }
 
-    /// Blocks that a running sequence should hold for its next tokens, grown
-    /// ahead where the pool allows it. `None` if it had to be preempted itself.
+    /// Returns the number of blocks that a running sequence must hold for its next tokens.
+    /// Blocks are reserved in advance where the pool allows it. Returns `None` if the
+    /// sequence itself was preempted.
     fn blocks_to_grow(&mut self, at: usize) -> Option<u32> {
         let Member { running, .. } = self.batch[at];
         if !self.batch[at].grows() {
             return Some(running.blocks);
         }
         let needed = blocks_for(running.cached + running.pending);
-        let near_smallest = self.is_near_smallest(&self.standing(at));
+        let near_smallest = self.is_near_smallest(&self.priority(at));
         let mut usable = self.allowed(self.room.free, near_smallest);
         while usable < needed - running.blocks {
             let furthest = self.furthest_ahead(at);
             let before = self.room.free;
             self.preempt(furthest);
+            // No sequence further ahead is left, so the asking sequence itself was
+            // preempted.
             if furthest == at {
                 return None;
             }
+            // Blocks freed by preemption are usable even if the free ones are headroom.
             usable += self.room.free - before;
         }
         let ahead = usable.saturating_sub(self.bounds.spare.blocks);
@@ -389,26 +422,29 @@ impl<'a> Plan<'a> {
             .max(needed - running.blocks);
         let blocks = running.blocks + more;
         self.room.free -= more;
+        // The new blocks are no longer promised: the sequence holds them now.
         self.room.promised -= running.soon(running.blocks) - running.soon(blocks);
         Some(blocks)
     }
 
-    /// Who gives way to a sequence that needs a block: of its own tenant and
-    /// those ahead of it the furthest, itself at last.
+    /// Returns the sequence to preempt for a sequence that needs a block. Candidates are
+    /// the sequences of the same tenant and of tenants further ahead. The asking sequence
+    /// is preempted only if it comes first itself.
     fn furthest_ahead(&self, at: usize) -> usize {
-        let own = self.standing(at).tenant();
+        let own = self.priority(at).tenant();
         (0..self.batch.len())
             .filter(|&other| !self.batch[other].preempted)
-            .map(|other| (self.standing(other), other))
-            .filter(|(standing, _)| standing.tenant() >= own)
-            .min_by_key(|(standing, other)| self.yielding(*other, standing))
+            .map(|other| (self.priority(other), other))
+            .filter(|(priority, _)| priority.tenant() >= own)
+            // The asking sequence is in the list, so the minimum always exists.
+            .min_by_key(|(priority, other)| self.preemption_order(*other, priority))
             .map(|(_, other)| other)
-            .expect("whoever asks for blocks is itself still there")
+            .expect("the sequence that asks for blocks is not preempted yet")
     }
 
-    fn yielding(&self, at: usize, standing: &Standing) -> Yielding {
+    fn preemption_order(&self, at: usize, priority: &Priority) -> PreemptionOrder {
         let Running { computed, sequence, .. } = *self.batch[at].running;
-        (Reverse(standing.tenant()), computed, Reverse(sequence))
+        (Reverse(priority.tenant()), computed, Reverse(sequence))
     }
 
     fn preempt(&mut self, at: usize) {
@@ -416,7 +452,8 @@ impl<'a> Plan<'a> {
         let member = &mut self.batch[at];
         member.preempted = true;
         self.decisions.preempt.push(member.running.sequence);
-        // It may have been given a place in this very step.
+        // The sequence may already have a chunk in this step; then its cost is taken out
+        // again.
         if let Some(chunk) = member.chunk.take() {
             let work = work(&chunk, member.running.cached);
             self.tokens_left += work.new_tokens;
@@ -425,19 +462,21 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// Whether any token of something that waits fits the step.
+    /// Returns true if at least one token of the waiting entry fits into the step.
     fn has_room_to_read(&self, waiting: &Waiting) -> bool {
         let &Waiting { pending, rows, .. } = waiting;
         let most = self.most_to_read(pending, rows);
-        most > 0 && (self.first_read || self.fits_box(0, 1, pending, rows))
+        most > 0 && (self.first_read || self.fits_time_budget(0, 1, pending, rows))
     }
 
-    /// Tokens of `pending` that fit the step; 0 if it is full.
+    /// Returns the number of `pending` tokens that fit into the step, or 0 if the step is
+    /// full.
     fn chunk(&self, cached: u32, pending: u32, rows: Rows) -> u32 {
         let most = self.most_to_read(pending, rows);
         let least = if self.first_read { LEAST_CHUNK.min(most) } else { 0 };
-        let tokens = largest(least, most, |tokens| self.fits_box(cached, tokens, pending, rows));
-        // Whole blocks suit every kernel better than odd ends.
+        let tokens =
+            largest(least, most, |tokens| self.fits_time_budget(cached, tokens, pending, rows));
+        // Kernels run faster on whole blocks than on odd ends.
         if tokens < pending && tokens > LEAST_CHUNK {
             tokens - tokens % LEAST_CHUNK
         } else {
@@ -445,7 +484,8 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// Tokens of `pending` that the device takes beside what is in the step.
+    /// Returns the number of `pending` tokens that the device accepts beside the tokens
+    /// already in the step.
     fn most_to_read(&self, pending: u32, rows: Rows) -> u32 {
         match rows {
             Rows::None => pending.min(self.tokens_left),
@@ -455,8 +495,9 @@ impl<'a> Plan<'a> {
         }
     }
 
-    fn fits_box(&self, cached: u32, tokens: u32, pending: u32, rows: Rows) -> bool {
+    fn fits_time_budget(&self, cached: u32, tokens: u32, pending: u32, rows: Rows) -> bool {
         let rows = chunk_rows(rows, tokens, pending);
+        // Only the amount of work matters for the prediction, so the id is arbitrary.
         let chunk = Chunk { sequence: SequenceId(0), tokens, blocks: 0, rows };
         let mut cost = self.cost;
         cost.add(&work(&chunk, cached));
@@ -476,18 +517,18 @@ impl<'a> Plan<'a> {
 }
 
 impl Member<'_> {
-    /// Whether all that it feeds is its next token.
+    /// Returns true if the sequence feeds only its newest token.
     fn decodes(&self) -> bool {
         self.running.pending == 1
     }
 
-    /// Whether its next tokens want more blocks than it has.
+    /// Returns true if the next tokens need more blocks than the sequence holds.
     fn grows(&self) -> bool {
         blocks_for(self.running.cached + self.running.pending) > self.running.blocks
     }
 
-    /// Gives back all that it has.
-    fn leave(&self, room: &mut Room) {
+    /// Adds the capacity that the sequence would release to `room`.
+    fn leave(&self, room: &mut FreeCapacity) {
         let Running { blocks, exclusive, followers, .. } = *self.running;
         let held = self.chunk.map_or(blocks, |chunk| chunk.blocks);
         room.free += exclusive + (held - blocks);
@@ -497,74 +538,82 @@ impl Member<'_> {
 }
 
 impl Running {
-    /// Blocks that it will want soon, if it holds `blocks`.
+    /// Returns the number of further blocks that the sequence will need soon if it holds
+    /// `blocks`.
     fn soon(&self, blocks: u32) -> u32 {
         soon(self.cached + self.pending, self.most, self.followers, blocks)
     }
 }
 
-impl Standing {
-    fn tenant(&self) -> TenantStanding {
-        (self.tier, self.holder, self.tenant)
+impl Priority {
+    fn tenant(&self) -> TenantPriority {
+        (self.tier, self.share_owner, self.tenant)
     }
 }
 
-/// How far others may be ahead of a head.
+/// Virtual times that others must exceed before they may be preempted for a queue head.
 struct Limit {
     tier: Tier,
-    holder: (Counter, NodeId),
-    tenant: (Counter, NodeId),
+    share_owner: (VirtualTime, NodeId),
+    tenant: (VirtualTime, NodeId),
 }
 
 impl Limit {
-    fn new(plan: &Plan<'_>, head: &Standing) -> Self {
-        let guarded = |own: (Counter, NodeId)| (plan.guarded(own), own.1);
-        Self { tier: head.tier, holder: guarded(head.holder), tenant: guarded(head.tenant) }
+    fn new(plan: &Planner<'_>, head: &Priority) -> Self {
+        let guarded = |own: (VirtualTime, NodeId)| (plan.guarded(own), own.1);
+        Self {
+            tier: head.tier,
+            share_owner: guarded(head.share_owner),
+            tenant: guarded(head.tenant),
+        }
     }
 
-    /// Whether `standing` is beyond it: batch work beside interactive work
-    /// always, one holder beside another, or one tenant beside another of the
-    /// same holder; never within a tenant.
-    fn is_passed_by(&self, standing: &Standing) -> bool {
-        if standing.tier != self.tier {
-            return standing.tier > self.tier;
+    /// Returns true if `priority` exceeds the limit. Batch work always exceeds the limit of
+    /// interactive work. Otherwise share owners are compared, or the tenants of one share
+    /// owner. A sequence of the same tenant never exceeds the limit.
+    fn is_passed_by(&self, priority: &Priority) -> bool {
+        if priority.tier != self.tier {
+            return priority.tier > self.tier;
         }
-        let (one, limit) = match standing.holder.1 == self.holder.1 {
-            true => (standing.tenant, self.tenant),
-            false => (standing.holder, self.holder),
+        let (one, limit) = match priority.share_owner.1 == self.share_owner.1 {
+            true => (priority.tenant, self.tenant),
+            false => (priority.share_owner, self.share_owner),
         };
         one.1 != limit.1 && one.0 > limit.0
     }
 }
 
-/// The largest value in `low..=high` that fits, where everything below one
-/// that fits does too; `low` itself is never asked.
+/// Returns the largest value in `low..=high` that fits. If a value fits, all smaller values
+/// must fit. `low` is assumed to fit and is never tested.
 fn largest(mut low: u32, mut high: u32, fits: impl Fn(u32) -> bool) -> u32 {
     while low < high {
+        // Rounding up keeps `middle` above `low`, so the loop ends.
         let middle = low + (high - low).div_ceil(2);
         if fits(middle) { low = middle } else { high = middle - 1 }
     }
     low
 }
 
-/// Blocks without which something that waits cannot go on: all its tokens and
-/// the first one to come.
+/// Returns the number of blocks that a waiting entry needs to run: all its tokens and the
+/// first token to come.
 fn needed(waiting: &Waiting) -> u32 {
     blocks_for((waiting.tokens + 1).min(waiting.most).max(waiting.tokens))
 }
 
-/// `needed` blocks and those reserved ahead, up to what is ever needed.
+/// Returns `needed` plus the blocks reserved in advance, up to the most that the sequence
+/// can use.
 fn reserved(needed: u32, most: u32) -> u32 {
     needed.next_multiple_of(RESERVE_BLOCKS).min(blocks_for(most)).max(needed)
 }
 
-/// Blocks that a sequence of `tokens` tokens will want soon beside the
-/// `blocks` that it holds: for its own next tokens, and one for each follower.
+/// Returns the number of blocks that a sequence of `tokens` tokens will need soon beyond
+/// the `blocks` that it holds: for its next tokens, and one for each follower.
 fn soon(tokens: u32, most: u32, followers: u32, blocks: u32) -> u32 {
     blocks_for((tokens + SOON_TOKENS).min(most)).saturating_sub(blocks) + followers
 }
 
-/// The rows of a chunk of `tokens` of `pending` tokens.
+/// Returns the logit rows of a chunk of `tokens` tokens. A chunk that does not reach the
+/// end of the prompt has no last row.
 fn chunk_rows(rows: Rows, tokens: u32, pending: u32) -> Rows {
     match rows {
         Rows::Last if tokens < pending => Rows::None,
@@ -590,11 +639,12 @@ pub(super) fn work(chunk: &Chunk, cached: u32) -> SequenceWork {
     }
 }
 
-/// KV blocks are reserved in steps of this many: 256 tokens.
+/// Granularity of block reservation: 16 blocks hold 256 tokens.
 const RESERVE_BLOCKS: u32 = 16;
-/// Nobody comes in on blocks that who is there wants for so many tokens more:
-/// one of them would soon have to go.
+/// Look-ahead for admission. New sequences may not use KV blocks that running sequences
+/// will need within this many tokens. Otherwise one of the sequences would soon be
+/// preempted.
 const SOON_TOKENS: u32 = 64;
-/// The first prompt in a step is read by this many tokens even if the box is
-/// full, so that prompts get read beside any number of decoders.
+/// Smallest first chunk of a step. This chunk is read even if the time budget is used up,
+/// so that prompts make progress beside any number of decoding sequences.
 const LEAST_CHUNK: u32 = 16;

@@ -1,6 +1,6 @@
-//! What waits, in the order in which its turn comes, as far as one decision
-//! follows it. What is taken counts at once, so a tenant's second request
-//! stands behind the first of others. Nothing in the tree changes.
+//! Walk over the heads of all queues, in scheduling order, for the length of one decision.
+//! An entry that is taken counts at once, so a second request of a tenant comes after the
+//! first requests of other tenants. The tree itself does not change.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::iter::Peekable;
@@ -8,72 +8,74 @@ use std::iter::Peekable;
 use tollgate_domain::{DeviceNanos, MonotonicTime};
 
 use super::Tier;
-use super::shares::{ChildrenInLine, Counter, Line, NodeId, Shares, Standing, Waiting};
+use super::shares::{KeyQueue, NodeId, Priority, QueuedChildren, Shares, VirtualTime, Waiting};
 
-/// A walk along the heads of the lines.
-pub(super) struct Heads<'a> {
+/// Iterator state over the heads of all queues.
+pub(super) struct QueueHeads<'a> {
     shares: &'a Shares,
     now: MonotonicTime,
     levels: BTreeMap<NodeId, Level<'a>>,
-    lines: BTreeMap<NodeId, Peekable<Line<'a>>>,
-    /// What was taken so far counts, by node.
+    queues: BTreeMap<NodeId, Peekable<KeyQueue<'a>>>,
+    /// Predicted device time of the entries taken so far, by node.
     taken: BTreeMap<NodeId, DeviceNanos>,
 }
 
-/// Children of one node that may have something in a line.
+/// Children of one node that may have entries in a queue.
 struct Level<'a> {
-    untouched: Peekable<ChildrenInLine<'a>>,
-    /// Those that something was taken of, by their counters since.
-    touched: BTreeSet<(Counter, NodeId)>,
+    untouched: Peekable<QueuedChildren<'a>>,
+    /// Children from which an entry was taken, with their virtual times after that.
+    touched: BTreeSet<(VirtualTime, NodeId)>,
 }
 
-/// Whose turn it is.
+/// The first entry of the queue that is served next.
 #[derive(Clone, Copy)]
-pub(super) struct Head<'a> {
+pub(super) struct QueueHead<'a> {
     pub(super) key: NodeId,
     pub(super) waiting: &'a Waiting,
-    pub(super) standing: Standing,
+    pub(super) priority: Priority,
 }
 
-impl<'a> Heads<'a> {
+impl<'a> QueueHeads<'a> {
     pub(super) fn new(shares: &'a Shares, now: MonotonicTime) -> Self {
         Self {
             shares,
             now,
             levels: BTreeMap::new(),
-            lines: BTreeMap::new(),
+            queues: BTreeMap::new(),
             taken: BTreeMap::new(),
         }
     }
 
-    /// Whose turn it is, if anyone waits.
-    pub(super) fn first(&mut self) -> Option<Head<'a>> {
+    /// Returns the entry that is served next, or `None` if nothing waits.
+    pub(super) fn first(&mut self) -> Option<QueueHead<'a>> {
         [Tier::Interactive, Tier::Batch].into_iter().find_map(|tier| {
-            let (holder, (tenant, (key, waiting))) =
-                self.first_below(tier.root(), |heads, holder| {
-                    heads.first_below(holder, |heads, tenant| {
-                        heads.first_below(tenant, |heads, key| heads.first_in_line(key))
+            let (share_owner, (tenant, (key, waiting))) =
+                self.first_below(tier.root(), |queue_heads, share_owner| {
+                    queue_heads.first_below(share_owner, |queue_heads, tenant| {
+                        queue_heads
+                            .first_below(tenant, |queue_heads, key| queue_heads.first_queued(key))
                     })
                 })?;
-            let standing = Standing {
+            let priority = Priority {
                 tier,
-                holder: (self.counter(holder), holder),
-                tenant: (self.counter(tenant), tenant),
-                key: (self.counter(key), key),
+                share_owner: (self.virtual_time(share_owner), share_owner),
+                tenant: (self.virtual_time(tenant), tenant),
+                key: (self.virtual_time(key), key),
             };
-            Some(Head { key, waiting, standing })
+            Some(QueueHead { key, waiting, priority })
         })
     }
 
-    /// Takes the first in the line of `key`.
+    /// Takes the first entry of the queue of `key`.
     pub(super) fn take(&mut self, key: NodeId) {
-        let Some(waiting) = self.lines.get_mut(&key).and_then(Iterator::next) else { return };
+        let Some(waiting) = self.queues.get_mut(&key).and_then(Iterator::next) else { return };
         let mut at = key;
+        // Every node on the path moves back, so the order is right on all levels.
         while !self.shares.is_root(at) {
             let parent = self.shares.parent(at);
-            let before = self.counter(at);
+            let before = self.virtual_time(at);
             *self.taken.entry(at).or_default() += waiting.predicted;
-            let after = self.counter(at);
+            let after = self.virtual_time(at);
             if let Some(level) = self.levels.get_mut(&parent) {
                 level.drop((before, at));
                 level.touched.insert((after, at));
@@ -82,13 +84,15 @@ impl<'a> Heads<'a> {
         }
     }
 
-    /// The first child of `node` in which `find` finds something.
+    /// Returns the first child of `node` for which `find` returns a value. Children without
+    /// one are dropped from the level.
     fn first_below<T>(
         &mut self,
         node: NodeId,
         find: impl Fn(&mut Self, NodeId) -> Option<T>,
     ) -> Option<(NodeId, T)> {
         loop {
+            // Each round drops one child, so the loop ends.
             let child = self.level(node).first()?;
             if let Some(found) = find(self, child.1) {
                 return Some((child.1, found));
@@ -97,39 +101,41 @@ impl<'a> Heads<'a> {
         }
     }
 
-    fn first_in_line(&mut self, key: NodeId) -> Option<&'a Waiting> {
+    fn first_queued(&mut self, key: NodeId) -> Option<&'a Waiting> {
         let (shares, now) = (self.shares, self.now);
-        let line = self.lines.entry(key).or_insert_with(|| shares.line(key).peekable());
-        while line.next_if(|waiting| shares.is_expired(waiting, now)).is_some() {}
-        line.peek().copied()
+        let queue = self.queues.entry(key).or_insert_with(|| shares.queue(key).peekable());
+        // Expired entries are still in the tree: the decision that refuses them is not
+        // applied yet.
+        while queue.next_if(|waiting| shares.is_expired(waiting, now)).is_some() {}
+        queue.peek().copied()
     }
 
     fn level(&mut self, node: NodeId) -> &mut Level<'a> {
         let shares = self.shares;
         self.levels.entry(node).or_insert_with(|| Level {
-            untouched: shares.in_line(node).peekable(),
+            untouched: shares.queued(node).peekable(),
             touched: BTreeSet::new(),
         })
     }
 
-    fn counter(&self, id: NodeId) -> Counter {
+    fn virtual_time(&self, id: NodeId) -> VirtualTime {
         match self.taken.get(&id) {
-            Some(&more) => self.shares.counter_with(id, more),
-            None => self.shares.counter(id),
+            Some(&more) => self.shares.virtual_time_with(id, more),
+            None => self.shares.virtual_time(id),
         }
     }
 }
 
 impl Level<'_> {
-    fn first(&mut self) -> Option<(Counter, NodeId)> {
+    fn first(&mut self) -> Option<(VirtualTime, NodeId)> {
         match (self.untouched.peek().copied(), self.touched.first().copied()) {
             (Some(one), Some(other)) => Some(one.min(other)),
             (one, other) => one.or(other),
         }
     }
 
-    /// Takes out a child that is first.
-    fn drop(&mut self, child: (Counter, NodeId)) {
+    /// Removes a child that [`Level::first`] returned.
+    fn drop(&mut self, child: (VirtualTime, NodeId)) {
         if self.untouched.next_if_eq(&child).is_none() {
             self.touched.remove(&child);
         }

@@ -1,10 +1,9 @@
-//! What each has had of the device, and what of each waits: a tree of tier,
-//! holder of a share, tenant and key.
+//! Virtual times and queues, as a tree of tier, share owner, tenant and key.
 //!
-//! A counter is device time over weight, in whole units, so that the same
-//! events always give the same order. It holds what was attributed and what is
-//! predicted of prompts that have started, nothing else. Whoever has nothing
-//! here is kept only while forgetting would be a gift.
+//! A virtual time is device time over weight. Virtual times are integers, so the same
+//! events always give the same order. A virtual time contains the attributed time and the
+//! predicted time of prompts that have started, and nothing else. A node without requests
+//! is kept only while forgetting the node would give it an advantage.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, btree_map, btree_set};
 use std::iter::Copied;
@@ -13,17 +12,18 @@ use tollgate_domain::{Caller, DeviceNanos, KeyId, MonotonicTime, PoolName, Seque
 
 use super::{Rows, SchedulePolicy, Tier};
 
-/// Whose share a request runs on, and whose within it.
+/// The position of a request in the tree: tier, share owner, tenant, key, and the weight of
+/// the share.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Seat {
     pub(crate) tier: Tier,
-    pub(crate) holder: Name,
+    pub(crate) share_owner: Name,
     pub(crate) tenant: Name,
     pub(crate) key: Name,
     pub(crate) weight: Weight,
 }
 
-/// A name at any level of the tree.
+/// The name of a node at any level of the tree.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Name {
     Everyone,
@@ -33,8 +33,8 @@ pub(crate) enum Name {
 }
 
 impl Seat {
-    /// The seat of a caller's requests under `policy`. `weight` is of the
-    /// share's holder and above 0.
+    /// Creates the seat of a caller's requests under `policy`. `weight` belongs to the
+    /// share owner and is above 0.
     pub fn new(
         policy: SchedulePolicy,
         tier: Tier,
@@ -47,13 +47,16 @@ impl Seat {
         let key = Name::Key(caller.key.clone());
         match policy {
             SchedulePolicy::Fair | SchedulePolicy::TokenCounters => {
-                let holder = pool.map_or_else(|| tenant.clone(), |pool| Name::Pool(pool.clone()));
-                Self { tier, holder, tenant, key, weight }
+                let share_owner =
+                    pool.map_or_else(|| tenant.clone(), |pool| Name::Pool(pool.clone()));
+                Self { tier, share_owner, tenant, key, weight }
             }
-            SchedulePolicy::KeyCounters => Self { tier, holder: key.clone(), tenant, key, weight },
+            SchedulePolicy::KeyCounters => {
+                Self { tier, share_owner: key.clone(), tenant, key, weight }
+            }
             SchedulePolicy::FirstComeFirstServed => Self {
                 tier,
-                holder: Name::Everyone,
+                share_owner: Name::Everyone,
                 tenant: Name::Everyone,
                 key: Name::Everyone,
                 weight: Weight::ONE,
@@ -62,15 +65,15 @@ impl Seat {
     }
 }
 
-/// How much of the device a holder is worth, in parts of 2^32.
+/// The weight of a share owner, in parts of 2^32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Weight(u64);
 
 impl Weight {
     pub(crate) const ONE: Self = Self(1 << 32);
 
-    /// Weights are config's, from 0.001 to 1,000; what a stranger sends is
-    /// brought within reach of the arithmetic.
+    /// Converts a weight. Weights from config are 0.001 to 1,000; weights from other
+    /// sources are clamped so that the arithmetic cannot overflow.
     fn new(weight: f64) -> Self {
         Self((weight.clamp(LEAST_WEIGHT, MOST_WEIGHT) * Self::ONE.0 as f64) as u64)
     }
@@ -83,14 +86,14 @@ impl Weight {
 const LEAST_WEIGHT: f64 = 1.0 / (1 << 20) as f64;
 const MOST_WEIGHT: f64 = (1 << 20) as f64;
 
-/// Device time over weight, in parts of 2^24 of a nanosecond.
+/// Device time over weight, in units of 2^-24 nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Counter(u128);
+pub(crate) struct VirtualTime(u128);
 
-impl Counter {
-    /// What `time` counts for someone of this weight.
+impl VirtualTime {
+    /// Returns the virtual time of `time` for a node of this weight.
     pub(crate) fn of(time: DeviceNanos, weight: Weight) -> Self {
-        // 2^64 ns over the least weight are 2^108 parts.
+        // 2^64 ns over the smallest weight are 2^108 units, which fit a u128.
         Self((u128::from(time.nanos()) << 56) / u128::from(weight.0))
     }
 
@@ -103,49 +106,48 @@ impl Counter {
     }
 }
 
-/// A place in the tree. Good while something of it is here.
+/// The index of a node in the tree. Valid while the node has requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct NodeId(u32);
 
-/// What waits for a place in the batch: a prompt that has not started, or a
-/// sequence that lost its place.
+/// An entry of a queue: a prompt that has not started, or a preempted sequence.
 #[derive(Clone, Debug)]
 pub struct Waiting {
-    /// The sequence of its first choice.
+    /// Sequence of the first choice.
     pub sequence: SequenceId,
-    /// Its request, by that one's first sequence.
+    /// The request, by the id of its first sequence.
     pub request: SequenceId,
-    /// Where it stands in its key's line.
+    /// Position in the queue of the key.
     pub rank: Rank,
-    /// When its request is refused if it has not started.
+    /// Time at which the request is refused if it has not started.
     pub deadline: MonotonicTime,
-    /// Tokens that its cache will hold before it goes on.
+    /// Tokens that the cache must hold before the sequence continues.
     pub tokens: u32,
-    /// Tokens that its first steps feed on one account.
+    /// Tokens that the first steps feed on one account.
     pub pending: u32,
-    /// Tokens a sequence of it may come to.
+    /// Largest number of tokens that one sequence can reach.
     pub most: u32,
-    /// Which rows of logits its pending tokens want.
+    /// Logit rows to compute for the pending tokens.
     pub rows: Rows,
-    /// Choices beside the first.
+    /// Choices besides the first.
     pub followers: u32,
-    /// What reading the rest of its prompt should cost its tenant.
+    /// Predicted cost of reading the unread part of the prompt.
     pub predicted: DeviceNanos,
 }
 
-/// A place in the line of one key.
+/// The position of an entry in the queue of one key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Rank {
-    /// Who had started is first.
+    /// False for a preempted sequence: such sequences come first.
     fresh: bool,
-    /// Then whose time is nearest its end.
+    /// Then the earliest deadline comes first.
     deadline: MonotonicTime,
-    /// Then who came first.
+    /// Then the earliest arrival comes first.
     sequence: SequenceId,
 }
 
 impl Rank {
-    /// Of a prompt that has to start by `deadline`.
+    /// Creates the rank of a prompt that must start by `deadline`.
     pub fn fresh(policy: SchedulePolicy, deadline: MonotonicTime, sequence: SequenceId) -> Self {
         let deadline = match policy {
             SchedulePolicy::FirstComeFirstServed => MonotonicTime(0),
@@ -154,72 +156,72 @@ impl Rank {
         Self { fresh: true, deadline, sequence }
     }
 
-    /// Of a sequence that lost its place.
+    /// Creates the rank of a preempted sequence.
     pub fn again(sequence: SequenceId) -> Self {
         Self { fresh: false, deadline: MonotonicTime(0), sequence }
     }
 
-    /// The sequence whose place in the line it is.
+    /// Returns the sequence that has this rank.
     pub fn sequence(self) -> SequenceId {
         self.sequence
     }
 
-    /// Whether it had started before.
+    /// Returns true if the sequence had started before.
     pub fn is_again(self) -> bool {
         !self.fresh
     }
 }
 
-/// The tree.
+/// The tree of shares.
 #[derive(Clone, Debug)]
 pub struct Shares {
-    /// The tiers' roots first.
+    /// All nodes. The roots of the tiers come first.
     nodes: Vec<Node>,
     unused: Vec<NodeId>,
-    /// Requests that have not started, by when they are refused.
+    /// Requests that have not started, by the time at which they are refused.
     deadlines: BTreeSet<(MonotonicTime, SequenceId)>,
 }
 
 #[derive(Clone, Debug)]
 struct Node {
-    /// The roots are their own.
+    /// Parent of the node. A root is its own parent.
     parent: NodeId,
     name: Name,
     weight: Weight,
-    /// The counter without what follows.
-    base: Counter,
+    /// Virtual time before the times in the next two fields were added.
+    base: VirtualTime,
     attributed: DeviceNanos,
     predicted: DeviceNanos,
-    counter: Counter,
-    /// Requests that wait or run.
+    virtual_time: VirtualTime,
+    /// Number of requests that wait or run.
     requests: u32,
-    /// Of a key.
-    line: BTreeMap<Rank, Waiting>,
-    /// Entries in the lines below, its own too.
+    /// Queue of the entries. Only nodes of keys have entries.
+    queue: BTreeMap<Rank, Waiting>,
+    /// Number of entries in all queues below the node, its own included.
     waiting: u32,
     children: HashMap<Name, NodeId>,
-    /// Children with requests.
-    present: BTreeSet<(Counter, NodeId)>,
-    /// The same by what they have had, without what is predicted.
-    served: BTreeSet<(Counter, NodeId)>,
-    /// Those of them with something in a line.
-    in_line: BTreeSet<(Counter, NodeId)>,
-    /// Children without requests whose counter is worth remembering.
-    gone: BTreeSet<(Counter, NodeId)>,
-    /// The counter of the child that went last.
-    last_gone: Counter,
+    /// Children with requests, by virtual time.
+    present: BTreeSet<(VirtualTime, NodeId)>,
+    /// The same children by virtual time without predicted time.
+    served: BTreeSet<(VirtualTime, NodeId)>,
+    /// The children of `present` that have entries in a queue.
+    queued: BTreeSet<(VirtualTime, NodeId)>,
+    /// Children without requests that must be remembered, by virtual time.
+    gone: BTreeSet<(VirtualTime, NodeId)>,
+    /// Virtual time of the child that left last.
+    last_gone: VirtualTime,
 }
 
-pub(super) type ChildrenInLine<'a> = Copied<btree_set::Iter<'a, (Counter, NodeId)>>;
-pub(super) type Line<'a> = btree_map::Values<'a, Rank, Waiting>;
+pub(super) type QueuedChildren<'a> = Copied<btree_set::Iter<'a, (VirtualTime, NodeId)>>;
+pub(super) type KeyQueue<'a> = btree_map::Values<'a, Rank, Waiting>;
 
-/// Where a request stands: lower ones come first.
+/// Scheduling priority of a request: smaller values run first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Standing {
+pub(crate) struct Priority {
     pub(crate) tier: Tier,
-    pub(crate) holder: (Counter, NodeId),
-    pub(crate) tenant: (Counter, NodeId),
-    pub(crate) key: (Counter, NodeId),
+    pub(crate) share_owner: (VirtualTime, NodeId),
+    pub(crate) tenant: (VirtualTime, NodeId),
+    pub(crate) key: (VirtualTime, NodeId),
 }
 
 impl Default for Shares {
@@ -240,15 +242,18 @@ impl Tier {
 }
 
 impl Shares {
-    /// A request comes: the key it waits under. Whoever had nothing here is
-    /// lifted to where the others are, because idling saves no credit.
+    /// Adds a request and returns the node of its key. A node without other requests is
+    /// lifted to the virtual time of its siblings, because idle time earns no credit.
     pub fn enter(&mut self, seat: &Seat) -> NodeId {
-        let Seat { tier, holder, tenant, key, weight } = seat;
+        let Seat { tier, share_owner, tenant, key, weight } = seat;
         let mut at = tier.root();
         self.node_mut(at).requests += 1;
-        for (name, weight) in [(holder, *weight), (tenant, Weight::ONE), (key, Weight::ONE)] {
+        for (name, weight) in [(share_owner, *weight), (tenant, Weight::ONE), (key, Weight::ONE)] {
             let child = self.child(at, name, weight);
+            // The weight may have changed in config since the last request.
             self.weigh(child, weight);
+            // Only the first request lifts: later ones must not erase the lead of a busy
+            // node.
             if self.node(child).requests == 0 {
                 self.lift(at, child);
             }
@@ -258,7 +263,7 @@ impl Shares {
         at
     }
 
-    /// A request is over.
+    /// Removes a request that has ended.
     pub fn leave(&mut self, key: NodeId) {
         let mut at = key;
         while !self.is_root(at) {
@@ -266,7 +271,13 @@ impl Shares {
             let node = self.node_mut(at);
             node.requests -= 1;
             if node.requests == 0 {
-                assert_eq!((node.waiting, node.predicted), (0, DeviceNanos::ZERO), "it left whole");
+                // A leak here would distort every later decision, so it must stop the
+                // engine.
+                assert_eq!(
+                    (node.waiting, node.predicted),
+                    (0, DeviceNanos::ZERO),
+                    "a node without requests has no entries and no predicted time"
+                );
                 self.depart(parent, at);
             }
             at = parent;
@@ -274,32 +285,32 @@ impl Shares {
         self.node_mut(at).requests -= 1;
     }
 
-    /// Puts something into the line of a key.
+    /// Adds an entry to the queue of a key.
     pub fn push(&mut self, key: NodeId, waiting: Waiting) {
-        let replaced = self.node_mut(key).line.insert(waiting.rank, waiting);
-        assert!(replaced.is_none(), "nothing waits twice");
+        let replaced = self.node_mut(key).queue.insert(waiting.rank, waiting);
+        assert!(replaced.is_none(), "an entry is queued only once");
         self.on_path(key, |parent, child, id| {
             if child.waiting == 0 {
-                parent.in_line.insert((child.counter, id));
+                parent.queued.insert((child.virtual_time, id));
             }
             child.waiting += 1;
         });
     }
 
-    /// Takes something out of the line of a key, if it is there.
+    /// Removes an entry from the queue of a key and returns it, if present.
     pub fn take(&mut self, key: NodeId, rank: Rank) -> Option<Waiting> {
-        let waiting = self.node_mut(key).line.remove(&rank)?;
+        let waiting = self.node_mut(key).queue.remove(&rank)?;
         self.on_path(key, |parent, child, id| {
             child.waiting -= 1;
             if child.waiting == 0 {
-                parent.in_line.remove(&(child.counter, id));
+                parent.queued.remove(&(child.virtual_time, id));
             }
         });
         Some(waiting)
     }
 
-    /// Books time on a key and on those above it: what was `attributed`, and
-    /// what is still predicted where `from` was before.
+    /// Books device time on a key and its ancestors: adds `attributed`, and replaces the
+    /// predicted time `from` by `to`.
     pub fn charge(
         &mut self,
         key: NodeId,
@@ -314,34 +325,36 @@ impl Shares {
             let served = child.served();
             child.attributed += attributed;
             child.predicted = child.predicted + to - from;
+            // The sets are ordered by virtual time, so an entry must be removed before its
+            // key changes.
             if parent.served.remove(&(served, id)) {
                 parent.served.insert((child.served(), id));
             }
-            let counter = child.reckon();
-            let before = std::mem::replace(&mut child.counter, counter);
-            if before == counter {
+            let virtual_time = child.reckon();
+            let before = std::mem::replace(&mut child.virtual_time, virtual_time);
+            if before == virtual_time {
                 return;
             }
             if parent.present.remove(&(before, id)) {
-                parent.present.insert((counter, id));
+                parent.present.insert((virtual_time, id));
             }
-            if parent.in_line.remove(&(before, id)) {
-                parent.in_line.insert((counter, id));
+            if parent.queued.remove(&(before, id)) {
+                parent.queued.insert((virtual_time, id));
             }
         });
     }
 
-    /// A request has to start by `deadline`.
+    /// Records that a request must start by `deadline`.
     pub fn expect_start(&mut self, request: SequenceId, deadline: MonotonicTime) {
         self.deadlines.insert((deadline, request));
     }
 
-    /// A request has started, or is gone.
+    /// Removes the deadline of a request that has started or ended.
     pub fn forget_deadline(&mut self, request: SequenceId, deadline: MonotonicTime) {
         self.deadlines.remove(&(deadline, request));
     }
 
-    /// Requests, by their first sequence, that waited past their deadline.
+    /// Returns the requests that waited past their deadline, by their first sequence.
     pub fn expired(&self, now: MonotonicTime) -> impl Iterator<Item = SequenceId> {
         self.deadlines
             .iter()
@@ -354,17 +367,17 @@ impl Shares {
         deadline < now && self.deadlines.contains(&(deadline, request))
     }
 
-    /// Where a key stands.
-    pub(super) fn standing(&self, key: NodeId) -> Standing {
+    /// Returns the priority of a key.
+    pub(super) fn priority(&self, key: NodeId) -> Priority {
         let tenant = self.node(key).parent;
-        let holder = self.node(tenant).parent;
-        let root = self.node(holder).parent;
-        let counter = |id: NodeId| (self.node(id).counter, id);
-        Standing {
+        let share_owner = self.node(tenant).parent;
+        let root = self.node(share_owner).parent;
+        let virtual_time = |id: NodeId| (self.node(id).virtual_time, id);
+        Priority {
             tier: if root == Tier::Batch.root() { Tier::Batch } else { Tier::Interactive },
-            holder: counter(holder),
-            tenant: counter(tenant),
-            key: counter(key),
+            share_owner: virtual_time(share_owner),
+            tenant: virtual_time(tenant),
+            key: virtual_time(key),
         }
     }
 
@@ -380,48 +393,49 @@ impl Shares {
         id.0 <= Tier::Batch.root().0
     }
 
-    pub(super) fn counter(&self, id: NodeId) -> Counter {
-        self.node(id).counter
+    pub(super) fn virtual_time(&self, id: NodeId) -> VirtualTime {
+        self.node(id).virtual_time
     }
 
-    /// What a node's counter would be with `more` on it.
-    pub(super) fn counter_with(&self, id: NodeId, more: DeviceNanos) -> Counter {
+    /// Returns the virtual time that a node would have with `more` added.
+    pub(super) fn virtual_time_with(&self, id: NodeId, more: DeviceNanos) -> VirtualTime {
         let node = self.node(id);
         let time = node.attributed + node.predicted + more;
-        node.base.plus(Counter::of(time, node.weight))
+        node.base.plus(VirtualTime::of(time, node.weight))
     }
 
-    /// The smallest counter among those with requests, beside or at `id`, and
-    /// whose it is.
-    pub(super) fn smallest_beside(&self, id: NodeId) -> Option<(Counter, NodeId)> {
+    /// Returns the smallest virtual time among the siblings of `id` that have requests,
+    /// `id` included, and the node that has it.
+    pub(super) fn smallest_beside(&self, id: NodeId) -> Option<(VirtualTime, NodeId)> {
         self.node(self.node(id).parent).present.first().copied()
     }
 
-    /// Whether anyone has requests in a tier.
+    /// Returns true if the tier has requests.
     pub(super) fn has_requests(&self, tier: Tier) -> bool {
         self.node(tier.root()).requests > 0
     }
 
-    /// Children with something in a line, smallest counter first.
-    pub(super) fn in_line(&self, id: NodeId) -> ChildrenInLine<'_> {
-        self.node(id).in_line.iter().copied()
+    /// Returns the children that have queue entries, smallest virtual time first.
+    pub(super) fn queued(&self, id: NodeId) -> QueuedChildren<'_> {
+        self.node(id).queued.iter().copied()
     }
 
-    /// The line of a key, whose turn it is first.
-    pub(super) fn line(&self, key: NodeId) -> Line<'_> {
-        self.node(key).line.values()
+    /// Returns the queue of a key, next entry first.
+    pub(super) fn queue(&self, key: NodeId) -> KeyQueue<'_> {
+        self.node(key).queue.values()
     }
 
-    /// Device time attributed to a holder since it was made, and predicted now.
+    /// Returns the device time attributed to a share owner since its node was made, and the
+    /// time predicted now.
     #[cfg(test)]
     pub(crate) fn account(&self, seat: &Seat) -> Option<(DeviceNanos, DeviceNanos)> {
-        let holder = *self.node(seat.tier.root()).children.get(&seat.holder)?;
-        let node = self.node(holder);
-        assert_eq!(node.counter, node.reckon());
+        let share_owner = *self.node(seat.tier.root()).children.get(&seat.share_owner)?;
+        let node = self.node(share_owner);
+        assert_eq!(node.virtual_time, node.reckon());
         Some((node.attributed, node.predicted))
     }
 
-    /// Nodes that are kept, the roots left out.
+    /// Returns the number of nodes in use, without the roots.
     #[cfg(test)]
     pub(crate) fn kept(&self) -> usize {
         self.nodes.len() - self.unused.len() - 2
@@ -435,7 +449,7 @@ impl Shares {
         &mut self.nodes[id.0 as usize]
     }
 
-    /// Does something to each node from `key` up to its holder, with its parent.
+    /// Calls `act` with (parent, child, id) for each node from `key` up to its share owner.
     fn on_path(&mut self, key: NodeId, mut act: impl FnMut(&mut Node, &mut Node, NodeId)) {
         let mut at = key;
         while !self.is_root(at) {
@@ -443,13 +457,14 @@ impl Shares {
             let [child, parent] = self
                 .nodes
                 .get_disjoint_mut([at.0 as usize, above.0 as usize])
-                .expect("a node is not its own parent, but for the roots");
+                .expect("only a root is its own parent");
             act(parent, child, at);
             at = above;
         }
     }
 
-    /// The child of `parent` that has this name, made if it is new.
+    /// Returns the child of `parent` with this name. Creates the child if it does not
+    /// exist.
     fn child(&mut self, parent: NodeId, name: &Name, weight: Weight) -> NodeId {
         if let Some(&child) = self.node(parent).children.get(name) {
             return child;
@@ -469,62 +484,66 @@ impl Shares {
         id
     }
 
-    /// Another weight counts from now on; the counter stays as it was.
+    /// Changes the weight of a node from now on. The virtual time stays the same.
     fn weigh(&mut self, id: NodeId, weight: Weight) {
         let node = self.node_mut(id);
         if node.weight == weight {
             return;
         }
-        let predicted = Counter::of(node.predicted, weight);
+        // `base` absorbs the attributed time, so that past use keeps its old weight.
+        let predicted = VirtualTime::of(node.predicted, weight);
         let served = node.served();
-        node.base = node.counter.minus(predicted);
+        node.base = node.virtual_time.minus(predicted);
         node.attributed = DeviceNanos::ZERO;
         node.weight = weight;
-        let (before, after) = (node.counter, node.reckon());
-        node.counter = after;
+        let (before, after) = (node.virtual_time, node.reckon());
+        node.virtual_time = after;
         let (parent, now_served) = (node.parent, node.served());
         let parent = self.node_mut(parent);
         if parent.served.remove(&(served, id)) {
             parent.served.insert((now_served, id));
         }
-        for set in [&mut parent.present, &mut parent.in_line, &mut parent.gone] {
+        for set in [&mut parent.present, &mut parent.queued, &mut parent.gone] {
             if set.remove(&(before, id)) {
                 set.insert((after, id));
             }
         }
     }
 
-    /// Brings a child that had no requests to where the others are.
+    /// Lifts a child that had no requests to the virtual time of its siblings.
     fn lift(&mut self, parent: NodeId, child: NodeId) {
-        let counter = self.node(child).counter;
+        let virtual_time = self.node(child).virtual_time;
         let above = self.node_mut(parent);
-        above.gone.remove(&(counter, child));
+        above.gone.remove(&(virtual_time, child));
         let floor = above.floor();
         let node = self.node_mut(child);
-        if node.counter < floor {
-            node.base = node.base.plus(floor.minus(node.counter));
-            node.counter = node.reckon();
+        // A node that is ahead keeps its debt: leaving and coming back erases nothing.
+        if node.virtual_time < floor {
+            node.base = node.base.plus(floor.minus(node.virtual_time));
+            node.virtual_time = node.reckon();
         }
-        let (counter, served) = (node.counter, node.served());
+        let (virtual_time, served) = (node.virtual_time, node.served());
         let above = self.node_mut(parent);
-        above.present.insert((counter, child));
+        above.present.insert((virtual_time, child));
         above.served.insert((served, child));
     }
 
-    /// A child has no requests any more. It is forgotten unless coming back
-    /// would then give it what others have not had.
+    /// Handles a child that has no more requests. The child is forgotten, unless a fresh
+    /// start would later put it ahead of where it is now.
     fn depart(&mut self, parent: NodeId, child: NodeId) {
-        let (counter, served) = (self.node(child).counter, self.node(child).served());
+        let (virtual_time, served) = (self.node(child).virtual_time, self.node(child).served());
         let above = self.node_mut(parent);
-        above.present.remove(&(counter, child));
+        above.present.remove(&(virtual_time, child));
         above.served.remove(&(served, child));
-        above.last_gone = counter;
-        above.gone.insert((counter, child));
+        above.last_gone = virtual_time;
+        above.gone.insert((virtual_time, child));
         let floor = above.floor();
-        while let Some(&(counter, id)) = self.node(parent).gone.first()
-            && (counter <= floor || self.node(parent).gone.len() > MOST_REMEMBERED)
+        while let Some(&(virtual_time, id)) = self.node(parent).gone.first()
+            // A node at or below the floor would be lifted to the floor anyway, so
+            // forgetting it changes nothing.
+            && (virtual_time <= floor || self.node(parent).gone.len() > MOST_REMEMBERED)
         {
-            self.node_mut(parent).gone.remove(&(counter, id));
+            self.node_mut(parent).gone.remove(&(virtual_time, id));
             self.drop_child(parent, id);
         }
     }
@@ -532,11 +551,12 @@ impl Shares {
     fn drop_child(&mut self, parent: NodeId, child: NodeId) {
         let name = self.node(child).name.clone();
         self.node_mut(parent).children.remove(&name);
+        // The remembered children of the child go too; nothing else could reach them.
         let below: Vec<NodeId> = self.node(child).gone.iter().map(|&(_, id)| id).collect();
         for id in below {
             self.drop_child(child, id);
         }
-        // What it held goes now, not when its place is taken again.
+        // The names and maps of the node are freed now, not when its slot is used again.
         *self.node_mut(child) = Node::new(parent, Name::Everyone, Weight::ONE);
         self.unused.push(child);
     }
@@ -548,40 +568,40 @@ impl Node {
             parent,
             name,
             weight,
-            base: Counter::default(),
+            base: VirtualTime::default(),
             attributed: DeviceNanos::ZERO,
             predicted: DeviceNanos::ZERO,
-            counter: Counter::default(),
+            virtual_time: VirtualTime::default(),
             requests: 0,
-            line: BTreeMap::new(),
+            queue: BTreeMap::new(),
             waiting: 0,
             children: HashMap::new(),
             present: BTreeSet::new(),
             served: BTreeSet::new(),
-            in_line: BTreeSet::new(),
+            queued: BTreeSet::new(),
             gone: BTreeSet::new(),
-            last_gone: Counter::default(),
+            last_gone: VirtualTime::default(),
         }
     }
 
-    fn reckon(&self) -> Counter {
-        self.base.plus(Counter::of(self.attributed + self.predicted, self.weight))
+    fn reckon(&self) -> VirtualTime {
+        self.base.plus(VirtualTime::of(self.attributed + self.predicted, self.weight))
     }
 
-    /// The counter without what is predicted.
-    fn served(&self) -> Counter {
-        self.base.plus(Counter::of(self.attributed, self.weight))
+    /// Returns the virtual time without predicted time.
+    fn served(&self) -> VirtualTime {
+        self.base.plus(VirtualTime::of(self.attributed, self.weight))
     }
 
-    /// Where a child begins that comes now: beside whoever has had least. What
-    /// is only predicted of others' prompts is no time that they have had, and
-    /// a newcomer would stand behind it.
-    fn floor(&self) -> Counter {
-        self.served.first().map_or(self.last_gone, |&(counter, _)| counter)
+    /// Returns the virtual time at which a new child starts: the smallest one among the
+    /// served children. Predicted time is excluded, because it is not used yet. A new child
+    /// would otherwise start behind siblings that have used less.
+    fn floor(&self) -> VirtualTime {
+        self.served.first().map_or(self.last_gone, |&(virtual_time, _)| virtual_time)
     }
 }
 
-/// Children that a node remembers though they have nothing here.
+/// Largest number of children without requests that one node remembers.
 const MOST_REMEMBERED: usize = 10_000;
 
 #[cfg(test)]

@@ -18,8 +18,8 @@ use tollgate_engine::backend::synthetic::{
 };
 use tollgate_engine::{
     Clock, EngineOptions, Flow, GeneratedToken, ManualEngine, Owner, PromptLogprob, RequestFigures,
-    RequestOutcome, SamplingParams, SchedulePolicy, StepJournal, StepRecord, Submission, Tier,
-    TokenSink, Totals, Turn, VirtualClock,
+    RequestOutcome, SamplingParams, SchedulePolicy, StepJournal, StepRecord, Submission, Tick,
+    Tier, TokenSink, Totals, VirtualClock,
 };
 
 use crate::workload::{Ask, Size, Workload};
@@ -164,12 +164,12 @@ impl<'a> Player<'a> {
         while !self.is_over(until, end) {
             self.submit_what_is_due();
             let next = self.workload.asks.get(self.ears.len()).map(|ask| ask.at);
-            match (self.engine.turn().expect("no fault"), next) {
-                (Turn::Worked, _) => {}
-                (Turn::Idle, Some(next)) => self.clock.advance_to(time(next)),
-                (Turn::Idle, None) if until == Until::Done => break,
-                (Turn::Idle, None) => self.clock.advance_to(time(end + PATIENCE)),
-                (Turn::Ended, _) => unreachable!("nobody asked it to end"),
+            match (self.engine.tick().expect("no fault"), next) {
+                (Tick::Worked, _) => {}
+                (Tick::Idle, Some(next)) => self.clock.advance_to(time(next)),
+                (Tick::Idle, None) if until == Until::Done => break,
+                (Tick::Idle, None) => self.clock.advance_to(time(end + PATIENCE)),
+                (Tick::Ended, _) => unreachable!("nobody asked it to end"),
             }
         }
         let ended = now(&self.clock);

@@ -56,7 +56,7 @@ pub(super) fn play(bench: &mut Bench, acts: &[Act]) -> BTreeMap<u32, Ears> {
             }
             Act::Turns(count) => {
                 for _ in 0..count {
-                    bench.turn().expect("no fault");
+                    bench.tick().expect("no fault");
                 }
             }
             Act::Wait(nanos) => bench.clock.advance(DeviceNanos(nanos)),
@@ -321,9 +321,9 @@ fn a_device_with_a_clock_is_busy_for_as_long_as_it_says() {
     let run = |keeps_time, fails_at| {
         let mut bench = Bench::with(Setup { keeps_time, fails_at, ..Setup::new(64) });
         let heard = bench.submit(ask(1, &prompt(1, 40), 20));
-        let mut turns = 0;
-        while bench.turn().is_ok() && turns < 40 {
-            turns += 1;
+        let mut ticks = 0;
+        while bench.tick().is_ok() && ticks < 40 {
+            ticks += 1;
         }
         drop(heard);
         let log = bench.log.lock();

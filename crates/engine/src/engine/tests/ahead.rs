@@ -10,7 +10,7 @@ use super::account::{Act, any_act, play};
 use super::bench::{Bench, Ears, Heard, HeardSink, Setup, ask, ask_all, prompt};
 use crate::engine::journal::Owner;
 use crate::engine::submission::CancelReason;
-use crate::engine::turn::Turn;
+use crate::engine::tick::Tick;
 use crate::testing::Failure;
 
 fn bench(blocks: u32) -> Bench {
@@ -133,7 +133,7 @@ fn who_stops_pays_for_the_step_that_it_was_in() {
 fn the_last_to_stop_is_closed_by_the_step_behind_it() {
     let mut bench = bench(64);
     let heard = stops_at_three(&bench);
-    assert_eq!(bench.run(), Turn::Idle);
+    assert_eq!(bench.run(), Tick::Idle);
     assert_eq!(billed(&bench, 1), (vec![1, 2, 3, 4], Heard::of(&heard).usage().attributed));
     assert_eq!(bench.totals().billed, Heard::of(&heard).usage().attributed);
     bench.check_empty();
@@ -205,7 +205,7 @@ fn a_step_that_fails_ahead_ends_the_engine_with_what_was_done() {
     bench.run_steps(2);
     // The fourth is begun before the third is finished, of which nothing is
     // known then.
-    assert_eq!(bench.turn().expect_err("it failed").to_string(), "the device failed");
+    assert_eq!(bench.tick().expect_err("it failed").to_string(), "the device failed");
     let heard = Heard::of(&heard);
     assert_eq!(heard.reasons, [Some(FinishReason::Fault)]);
     assert_eq!(heard.usage().completion_tokens, 2);
@@ -232,7 +232,7 @@ fn stopping_finishes_the_step_that_the_device_has() {
     let heard = bench.submit(ask(1, &[1, 2], 10));
     bench.run_steps(2);
     bench.handle.stop();
-    assert_eq!(bench.run(), Turn::Ended);
+    assert_eq!(bench.run(), Tick::Ended);
     assert_eq!(Heard::of(&heard).usage().completion_tokens, 3);
     assert_eq!(bench.totals().steps, 3);
     assert_eq!(bench.totals().billed, Heard::of(&heard).usage().attributed);

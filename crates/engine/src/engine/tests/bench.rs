@@ -12,12 +12,12 @@ use tollgate_domain::{
 use crate::backend::Backend;
 use crate::clock::Clock;
 use crate::engine::batch::Sequence;
+use crate::engine::inbox::{EngineHandle, Inbox};
 use crate::engine::journal::{RequestFigures, StepJournal, StepRecord, StepShare};
-use crate::engine::mailbox::{EngineHandle, Mailbox};
 use crate::engine::submission::{
     Flow, GeneratedToken, PromptLogprob, Refusal, RequestOutcome, Submission, TokenSink,
 };
-use crate::engine::turn::{Core, Turn};
+use crate::engine::tick::{Core, Tick};
 use crate::engine::{EngineError, EngineOptions, assemble};
 use crate::meter::Totals;
 use crate::sample::SamplingParams;
@@ -33,7 +33,7 @@ pub(super) struct Bench {
     pub(super) ahead: Arc<AtomicU64>,
     /// Where it does so: how long it worked by its own clock, ns.
     pub(super) device_busy: Arc<AtomicU64>,
-    mailbox: Arc<Mailbox>,
+    inbox: Arc<Inbox>,
     core: Core,
 }
 
@@ -88,10 +88,10 @@ impl Bench {
             fails_at: setup.journal_fails_at,
             ..RecordingJournal::new(log.clone())
         };
-        let (core, mailbox) =
+        let (core, inbox) =
             assemble(backend, setup.options, Arc::new(clock.clone()), Box::new(journal));
-        let handle = EngineHandle::new(Arc::clone(&mailbox));
-        Self { handle, clock, log, seen, ahead, device_busy, mailbox, core }
+        let handle = EngineHandle::new(Arc::clone(&inbox));
+        Self { handle, clock, log, seen, ahead, device_busy, inbox, core }
     }
 
     pub(super) fn submit(&self, (submission, heard): (Submission, Ears)) -> Ears {
@@ -99,17 +99,17 @@ impl Bench {
         heard
     }
 
-    pub(super) fn turn(&mut self) -> Result<Turn, EngineError> {
-        let mail = self.mailbox.collect();
-        self.core.turn(mail)
+    pub(super) fn tick(&mut self) -> Result<Tick, EngineError> {
+        let commands = self.inbox.collect();
+        self.core.tick(commands)
     }
 
     /// Turns until there is nothing left to do; says how that ended.
-    pub(super) fn run(&mut self) -> Turn {
+    pub(super) fn run(&mut self) -> Tick {
         for _ in 0..100_000 {
-            match self.turn().expect("no fault") {
-                Turn::Worked => {}
-                turn => return turn,
+            match self.tick().expect("no fault") {
+                Tick::Worked => {}
+                tick => return tick,
             }
         }
         panic!("it never ends");
@@ -119,7 +119,7 @@ impl Bench {
     pub(super) fn run_steps(&mut self, steps: usize) {
         let goal = self.log.lock().steps.len() + steps;
         while self.log.lock().steps.len() < goal {
-            assert_eq!(self.turn().expect("no fault"), Turn::Worked);
+            assert_eq!(self.tick().expect("no fault"), Tick::Worked);
         }
     }
 
@@ -153,7 +153,7 @@ impl Bench {
 
     /// Nothing is held when nothing runs.
     pub(super) fn check_empty(&mut self) {
-        assert_ne!(self.run(), Turn::Worked);
+        assert_ne!(self.run(), Tick::Worked);
         let status = self.handle.status();
         assert_eq!(status.kv_blocks_free, status.kv_blocks_total);
         assert_eq!((status.queued, status.running), (0, 0));

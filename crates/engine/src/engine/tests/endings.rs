@@ -7,7 +7,7 @@ use tollgate_domain::{DeviceNanos, FinishReason};
 use super::bench::{Bench, Heard, HeardSink, Setup, ask, ask_all, prompt};
 use crate::engine::EngineError;
 use crate::engine::submission::{CancelReason, RefusedReason, SubmitError};
-use crate::engine::turn::Turn;
+use crate::engine::tick::Tick;
 use crate::testing::Failure;
 
 #[test]
@@ -233,7 +233,7 @@ fn draining_finishes_what_is_there() {
     assert!(bench.handle.status().draining);
     let refused = bench.handle.submit(ask(3, &[1], 1).0).expect_err("it drains");
     assert_eq!(refused, SubmitError::Draining);
-    assert_eq!(bench.run(), Turn::Ended);
+    assert_eq!(bench.run(), Tick::Ended);
     for heard in [running, queued] {
         assert_eq!(Heard::of(&heard).usage().completion_tokens, 10);
     }
@@ -248,7 +248,7 @@ fn stopping_breaks_off_what_runs_and_refuses_what_waits() {
     let queued = bench.submit(ask(2, &[1, 2], 10));
     bench.run_steps(2);
     bench.handle.stop();
-    assert_eq!(bench.run(), Turn::Ended);
+    assert_eq!(bench.run(), Tick::Ended);
     assert_eq!(Heard::of(&running).reasons, [Some(FinishReason::Fault)]);
     assert_eq!(Heard::of(&running).usage().completion_tokens, 2);
     assert_eq!(Heard::of(&queued).refusal().reason, RefusedReason::Draining);
@@ -264,7 +264,7 @@ fn a_fault_in_a_step_is_journalled_and_ends_the_engine() {
         let mut bench = Bench::with(Setup { fails_at: Some((3, failure)), ..Setup::new(64) });
         let heard = bench.submit(ask_all(1, &[&[1, 2]], 2, 10));
         bench.run_steps(2);
-        let error = bench.turn().expect_err("it failed");
+        let error = bench.tick().expect_err("it failed");
         assert_eq!(error.to_string(), expected);
         let heard = Heard::of(&heard);
         assert_eq!(heard.reasons, [Some(FinishReason::Fault); 2]);
@@ -297,7 +297,7 @@ fn what_is_not_journalled_reaches_nobody() {
     let mut bench = Bench::with(Setup { journal_fails_at: Some(3), ..Setup::new(64) });
     let heard = bench.submit(ask(1, &[1, 2], 10));
     bench.run_steps(2);
-    assert!(matches!(bench.turn(), Err(EngineError::Journal(_))));
+    assert!(matches!(bench.tick(), Err(EngineError::Journal(_))));
     assert_eq!(Heard::of(&heard).tokens(0).len(), 2);
     assert_eq!(Heard::of(&heard).outcome, None);
 }

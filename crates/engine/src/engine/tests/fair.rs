@@ -44,7 +44,7 @@ proptest! {
         setup.options.preemption_rest = Duration::from_millis(20);
         let mut bench = Bench::with(setup);
         let mut number = 0;
-        for (length, prompts, choices, max_tokens, turns, cancel) in asks {
+        for (length, prompts, choices, max_tokens, ticks, cancel) in asks {
             let texts: Vec<Vec<u32>> = (0..prompts).map(|i| prompt(number + i, length)).collect();
             let texts: Vec<&[u32]> = texts.iter().map(Vec::as_slice).collect();
             match bench.handle.submit(ask_all(number, &texts, choices, max_tokens).0) {
@@ -55,10 +55,10 @@ proptest! {
                 let (id, _) = ask(number / 2, &[1], 1);
                 bench.handle.cancel(&id.request, 0, CancelReason::Client);
             }
-            for _ in 0..turns {
+            for _ in 0..ticks {
                 let before = tenants().map(|tenant| bench.counted(&tenant));
                 let first = bench.log.lock().steps.len();
-                bench.turn().expect("no fault");
+                bench.tick().expect("no fault");
                 let billed = billed(&bench, first);
                 for (tenant, before) in tenants().iter().zip(before) {
                     // One that is done and gone has no counter to look at.

@@ -1,11 +1,11 @@
-//! What becomes of a step that is finished: it is taken over, booked, and told,
-//! in this order.
+//! Handling of a finished step, in this order: commit its results, book its time, deliver
+//! its tokens.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use tollgate_domain::{DeviceNanos, FinishReason, MonotonicTime, SequenceId};
 
-use super::{Core, Drawing, EngineError, Event, Outcome, Part};
+use super::{ChoiceEvent, Core, EngineError, Outcome, Part, SampledPart};
 use crate::backend::Transfers;
 use crate::engine::charge::Tokens;
 use crate::engine::journal::{StepRecord, StepShare};
@@ -14,57 +14,67 @@ use crate::kv::{BlockCopy, Fork};
 use crate::meter::BookedStep;
 
 impl Core {
-    /// Takes over what a step computed: caches, counts, tokens, forks.
+    /// Commits the results of a step: cache positions, counts, tokens and forks.
     pub(super) fn commit(
         &mut self,
         parts: &[Part],
-        drawings: Vec<Drawing>,
+        sampled_parts: Vec<SampledPart>,
         now: MonotonicTime,
     ) -> Vec<Outcome> {
         for part in parts {
-            // Who left meanwhile has no use for it.
+            // The sequence left while the step ran; its results are not needed.
             let Some(sequence) = self.sequences.get_mut(&part.sequence) else { continue };
             sequence.cached += part.tokens;
-            let request = self.requests.get_mut(&sequence.request).expect("it is alive");
+            let request = self
+                .requests
+                .get_mut(&sequence.request)
+                .expect("a sequence belongs to a live request");
             let prompt = &mut request.prompts[sequence.prompt];
             prompt.read = prompt.read.max(sequence.cached.min(prompt.length));
         }
-        let mut outcomes = Vec::with_capacity(drawings.len());
-        for drawing in drawings {
-            self.commit_drawing(drawing, now, &mut outcomes);
+        let mut outcomes = Vec::with_capacity(sampled_parts.len());
+        for sampled_part in sampled_parts {
+            self.commit_part(sampled_part, now, &mut outcomes);
         }
         outcomes
     }
 
-    fn commit_drawing(
+    fn commit_part(
         &mut self,
-        drawing: Drawing,
+        sampled_part: SampledPart,
         now: MonotonicTime,
         outcomes: &mut Vec<Outcome>,
     ) {
-        let Drawing { sequence, draws, prompt_logprobs } = drawing;
-        let leader = self.sequences.get_mut(&sequence).expect("it ran");
-        let request = self.requests.get_mut(&leader.request).expect("it is alive");
+        let SampledPart { sequence, samples, prompt_logprobs } = sampled_part;
+        let leader = self
+            .sequences
+            .get_mut(&sequence)
+            .expect("a sampled part belongs to a running sequence");
+        let request =
+            self.requests.get_mut(&leader.request).expect("a sequence belongs to a live request");
         request.prompts[leader.prompt].logprobs.extend(prompt_logprobs);
         if leader.cached < leader.tokens.len() as u32 {
-            return; // more is to be read before anything is drawn
+            return; // the prompt is not read to its end, so nothing was sampled
         }
         if leader.generated() == 0 && request.echo_logprobs {
-            outcomes.push(leader.outcome(Event::PromptRead(leader.prompt)));
+            outcomes.push(leader.outcome(ChoiceEvent::PromptRead(leader.prompt)));
         }
+        // The followers fork here, exactly once.
         let followers = std::mem::take(&mut leader.followers);
-        if draws.is_empty() {
-            outcomes.push(leader.outcome(Event::NothingWanted));
+        if samples.is_empty() {
+            outcomes.push(leader.outcome(ChoiceEvent::NothingWanted));
             let others = (1..=followers).map(|number| leader.follower(number));
-            outcomes.extend(others.map(|follower| follower.outcome(Event::NothingWanted)));
+            outcomes.extend(others.map(|follower| follower.outcome(ChoiceEvent::NothingWanted)));
             return;
         }
-        let mut draws = draws.into_iter();
-        outcomes.extend(draws.next().map(|drawn| leader.take(drawn, request, &self.end_tokens)));
+        let mut samples = samples.into_iter();
+        outcomes
+            .extend(samples.next().map(|sampled| leader.take(sampled, request, &self.end_tokens)));
         let mut forked = Vec::new();
-        for (number, drawn) in (1..).zip(draws) {
+        for (number, sampled) in (1..).zip(samples) {
             let mut follower = leader.follower(number);
-            outcomes.push(follower.take(drawn, request, &self.end_tokens));
+            outcomes.push(follower.take(sampled, request, &self.end_tokens));
+            // A choice that ends with its first token needs no KV blocks.
             if !follower.goes_on(request, &self.end_tokens) {
                 continue;
             }
@@ -75,6 +85,8 @@ impl Core {
                         self.backend.copy_block(from, to);
                     }
                 }
+                // Without a free block the follower starts preempted. It recomputes the
+                // prompt when it is admitted.
                 None => {
                     follower.preempt(SequenceId(self.next_sequence), now, &mut self.pool);
                     self.next_sequence += 1;
@@ -87,7 +99,7 @@ impl Core {
         self.sequences.extend(forked);
     }
 
-    /// Books the step and journals it; after this its tokens may leave.
+    /// Books the step and writes it to the journal. Its tokens may leave after this call.
     pub(super) fn account(
         &mut self,
         parts: &[Part],
@@ -100,12 +112,14 @@ impl Core {
             self.meter.book(started, ended, &works, &payers);
         let mut booked = Vec::with_capacity(parts.len());
         for (part, attributed) in parts.iter().zip(shares) {
-            let request = self.requests.get_mut(&part.request).expect("it is alive");
+            let request =
+                self.requests.get_mut(&part.request).expect("a sequence belongs to a live request");
             booked.push(StepShare {
                 sequence: part.work.sequence,
                 owner: part.owner(request),
                 attributed,
             });
+            // Recomputation is the platform's cost: the tenant pays for each token once.
             if part.is_billed() {
                 request.attributed += attributed;
                 self.charge(part, attributed);
@@ -115,21 +129,22 @@ impl Core {
         self.journal.step(&record).map_err(EngineError::Journal)
     }
 
-    /// Every request in a step waits for all that is moved for it, once.
+    /// Adds the transfer times of the step once to every request in it: each request waited
+    /// for all of them.
     pub(super) fn add_transfers(&mut self, parts: &[Part], transfers: Transfers) {
         let requests: BTreeSet<SequenceId> = parts.iter().map(|part| part.request).collect();
-        for first in requests {
-            let request = self.requests.get_mut(&first).expect("it is alive");
+        for id in requests {
+            let request = self.requests.get_mut(&id).expect("a sequence belongs to a live request");
             *request.transfers.get_or_insert_default() += transfers;
         }
     }
 
-    /// Counts a share of a step towards who is next, in place of what was
-    /// predicted of it.
+    /// Charges a share of a step to its share owner and replaces the prediction for the
+    /// prompt.
     fn charge(&mut self, part: &Part, attributed: DeviceNanos) {
         let Some(sequence) = self.sequences.get_mut(&part.sequence) else {
-            // It ended while it ran ahead: for one token, of which nothing was
-            // predicted.
+            // The sequence ended while the step ahead ran. Its part was one generated
+            // token, without any prediction.
             let counted = self.policy.counted(attributed, Tokens { read: 0, generated: 1 });
             let node = self.requests[&part.request].node;
             self.shares.charge(node, counted, DeviceNanos::ZERO, DeviceNanos::ZERO);
@@ -143,27 +158,30 @@ impl Core {
         self.shares.charge(sequence.node, counted, before, predicted);
     }
 
-    /// Hands tokens to their sinks and ends the choices that are over.
+    /// Delivers tokens to their sinks and ends the choices that are complete.
     pub(super) fn deliver(&mut self, outcomes: Vec<Outcome>, now: MonotonicTime) {
         let mut references: BTreeMap<SequenceId, DeviceNanos> = BTreeMap::new();
         let mut ended = Vec::new();
         for Outcome { request, sequence, choice, event } in outcomes {
-            let request = self.requests.get_mut(&request).expect("it is alive");
+            let request =
+                self.requests.get_mut(&request).expect("a sequence belongs to a live request");
+            // All tokens of one step show the same cost, so it is computed once for each
+            // request.
             let reference = *references
-                .entry(request.first)
+                .entry(request.id)
                 .or_insert_with(|| request.reference(self.meter.table()));
             let reason = match event {
-                Event::PromptRead(prompt) => {
+                ChoiceEvent::PromptRead(prompt) => {
                     let logprobs = std::mem::take(&mut request.prompts[prompt].logprobs);
                     request.sink.prompt_logprobs(prompt as u32, logprobs);
                     continue;
                 }
-                Event::Token(drawn, end) => {
+                ChoiceEvent::Token(sampled, end) => {
                     request.times.first_token.get_or_insert(now);
                     let token = GeneratedToken {
-                        token: drawn.token,
+                        token: sampled.token,
                         end,
-                        logprobs: drawn.logprobs,
+                        logprobs: sampled.logprobs,
                         attributed: request.attributed,
                         reference,
                     };
@@ -176,21 +194,25 @@ impl Core {
                         continue;
                     }
                 }
-                Event::NothingWanted => FinishReason::Length,
-                Event::Broken => FinishReason::Fault,
+                ChoiceEvent::NothingWanted => FinishReason::Length,
+                ChoiceEvent::Broken => FinishReason::Fault,
             };
             let generated = request.choices[choice as usize].generated;
             self.expected_tokens += (f64::from(generated) - self.expected_tokens) / LENGTH_MEMORY;
             request.end(choice, reason);
+            // The journal closes the request later, but its decode stage ends with this
+            // token.
             if request.open == 0 {
                 request.times.ended = Some(now);
             }
-            self.ending.insert(request.first);
+            self.ending.insert(request.id);
             ended.push(sequence);
         }
+        // The sequences are dropped after the loop, because several outcomes may belong to
+        // one request.
         self.drop_sequences(|sequence| ended.contains(&sequence.id));
     }
 }
 
-/// The expected length of a completion follows the last this many or so.
+/// Number of recent choices over which the expected length is averaged, roughly.
 const LENGTH_MEMORY: f64 = 32.0;

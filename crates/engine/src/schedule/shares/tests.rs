@@ -1,8 +1,8 @@
-//! Counters and lines, by hand and at random.
+//! Counters and queues, by hand and at random.
 
 use proptest::prelude::*;
 
-use super::super::heads::Heads;
+use super::super::queue_heads::QueueHeads;
 use super::*;
 
 fn seat(tier: Tier, pool: Option<u8>, tenant: u8, key: u8, weight: f64) -> Seat {
@@ -28,13 +28,13 @@ impl Shares {
         self.charge(key, time, DeviceNanos::ZERO, DeviceNanos::ZERO);
     }
 
-    fn holder_counter(&self, key: NodeId) -> Counter {
-        self.standing(key).holder.0
+    fn holder_counter(&self, key: NodeId) -> VirtualTime {
+        self.priority(key).share_owner.0
     }
 }
 
-fn counted(time: DeviceNanos) -> Counter {
-    Counter::of(time, Weight::ONE)
+fn counted(time: DeviceNanos) -> VirtualTime {
+    VirtualTime::of(time, Weight::ONE)
 }
 
 #[test]
@@ -84,8 +84,8 @@ fn a_counter_is_time_over_weight() {
         let key = shares.enter(&seat(Tier::Interactive, None, 0, 0, weight));
         shares.book(key, millis(time));
         assert_eq!(shares.holder_counter(key), counted(millis(expected)), "{weight}");
-        // Keys and tenants within a holder have no weights.
-        assert_eq!(shares.standing(key).key.0, counted(millis(time)), "{weight}");
+        // Keys and tenants within a share_owner have no weights.
+        assert_eq!(shares.priority(key).key.0, counted(millis(time)), "{weight}");
     }
 }
 
@@ -107,7 +107,7 @@ fn weights_out_of_reach_count_as_the_nearest_within() {
         let mut shares = Shares::default();
         let key = shares.enter(&seat(Tier::Interactive, None, 0, 0, weight));
         shares.book(key, DeviceNanos(u64::MAX / 2));
-        assert!(shares.holder_counter(key) > Counter::default(), "{weight}");
+        assert!(shares.holder_counter(key) > VirtualTime::default(), "{weight}");
     }
 }
 
@@ -168,7 +168,7 @@ fn seats() -> Vec<Seat> {
 /// A request that is here.
 struct Here {
     key: NodeId,
-    lines: Vec<Rank>,
+    queues: Vec<Rank>,
     predicted: DeviceNanos,
 }
 
@@ -180,11 +180,11 @@ fn play(acts: &[Act]) -> Shares {
         match *act {
             Act::Enter { seat } => {
                 let key = shares.enter(&seats[seat]);
-                here.push(Here { key, lines: Vec::new(), predicted: DeviceNanos::ZERO });
+                here.push(Here { key, queues: Vec::new(), predicted: DeviceNanos::ZERO });
             }
             Act::Leave { at } if at < here.len() => {
-                let Here { key, lines, predicted } = here.swap_remove(at);
-                for rank in lines {
+                let Here { key, queues, predicted } = here.swap_remove(at);
+                for rank in queues {
                     assert!(shares.take(key, rank).is_some());
                 }
                 shares.charge(key, DeviceNanos::ZERO, predicted, DeviceNanos::ZERO);
@@ -211,11 +211,11 @@ fn play(acts: &[Act]) -> Shares {
                     predicted: DeviceNanos(predicted),
                 };
                 shares.push(here[at].key, waiting);
-                here[at].lines.push(rank);
+                here[at].queues.push(rank);
             }
             Act::Take { at } => {
-                if let Some(Here { key, lines, .. }) = here.get_mut(at)
-                    && let Some(rank) = lines.pop()
+                if let Some(Here { key, queues, .. }) = here.get_mut(at)
+                    && let Some(rank) = queues.pop()
                 {
                     assert!(shares.take(*key, rank).is_some());
                     assert!(shares.take(*key, rank).is_none());
@@ -242,7 +242,7 @@ fn check_invariants(shares: &Shares) {
         if shares.unused.contains(&id) {
             continue;
         }
-        assert_eq!(node.counter, node.reckon());
+        assert_eq!(node.virtual_time, node.reckon());
         let children: Vec<(NodeId, &Node)> =
             node.children.values().map(|&child| (child, shares.node(child))).collect();
         if !children.is_empty() {
@@ -251,15 +251,15 @@ fn check_invariants(shares: &Shares) {
             assert_eq!(node.requests, requests);
             assert!(shares.is_root(id) || node.waiting == waiting);
         }
-        let those = |is: fn(&Node) -> bool| -> BTreeSet<(Counter, NodeId)> {
+        let those = |is: fn(&Node) -> bool| -> BTreeSet<(VirtualTime, NodeId)> {
             let those = children.iter().filter(|(_, child)| is(child));
-            those.map(|&(id, child)| (child.counter, id)).collect()
+            those.map(|&(id, child)| (child.virtual_time, id)).collect()
         };
         assert_eq!(node.present, those(|child| child.requests > 0));
         let served = children.iter().filter(|(_, child)| child.requests > 0);
         let served: BTreeSet<_> = served.map(|&(id, child)| (child.served(), id)).collect();
         assert_eq!(node.served, served);
-        assert_eq!(node.in_line, those(|child| child.waiting > 0));
+        assert_eq!(node.queued, those(|child| child.waiting > 0));
         assert_eq!(node.gone, those(|child| child.requests == 0));
     }
 }
@@ -274,19 +274,19 @@ proptest! {
     #[test]
     fn heads_come_as_if_each_were_taken(acts in prop::collection::vec(any_act(), 0..120)) {
         let shares = play(&acts);
-        let mut heads = Heads::new(&shares, MonotonicTime(0));
+        let mut queue_heads = QueueHeads::new(&shares, MonotonicTime(0));
         let mut taken = shares.clone();
         loop {
-            let head = heads.first();
-            let first = Heads::new(&taken, MonotonicTime(0)).first();
+            let head = queue_heads.first();
+            let first = QueueHeads::new(&taken, MonotonicTime(0)).first();
             let (Some(head), Some(first)) = (head, first) else {
                 prop_assert!(head.is_none() && first.is_none());
                 break;
             };
             prop_assert_eq!(head.waiting.rank, first.waiting.rank);
-            prop_assert_eq!(head.standing, first.standing);
+            prop_assert_eq!(head.priority, first.priority);
             let (key, rank) = (head.key, head.waiting.rank);
-            heads.take(key);
+            queue_heads.take(key);
             let waiting = taken.take(key, rank).expect("it waits");
             taken.charge(key, DeviceNanos::ZERO, DeviceNanos::ZERO, waiting.predicted);
         }
@@ -300,8 +300,8 @@ proptest! {
         let seat = &seats()[who];
         let root = shares.node(seat.tier.root());
         let floor = root.floor();
-        let before = root.children.get(&seat.holder).map(|&id| shares.node(id));
-        let (here, left) = before.map_or((false, floor), |it| (it.requests > 0, it.counter));
+        let before = root.children.get(&seat.share_owner).map(|&id| shares.node(id));
+        let (here, left) = before.map_or((false, floor), |it| (it.requests > 0, it.virtual_time));
         let key = shares.enter(seat);
         let after = shares.holder_counter(key);
         prop_assert_eq!(after, if here { left } else { left.max(floor) });
