@@ -1,32 +1,31 @@
-//! Who holds which block of the KV pool.
+//! Bookkeeping of the KV pool: which sequence holds which block.
 //!
-//! Blocks are counted references: choices that grew from one prompt share its
-//! full blocks. A block that is shared is full and never written again; the
-//! last, partly filled one is copied when a sequence forks. Tables never drop
-//! blocks silently: they are released to the pool they came from.
+//! Blocks have reference counts. Choices of one prompt share its full blocks. A shared
+//! block is full and is never written again. The last, partly filled block is copied when a
+//! sequence forks. A table must be released to its pool; dropping it would lose its blocks.
 
 use crate::backend::BLOCK_TOKENS;
 
-/// The pool's bookkeeping: ids and reference counts, no memory.
+/// The block ids and reference counts of a pool. The pool owns no memory.
 #[derive(Debug)]
 pub struct BlockPool {
     references: Vec<u32>,
-    /// Blocks without a reference; the last released is the first reused.
+    /// Blocks without a reference. The block released last is used first.
     free: Vec<u32>,
 }
 
 impl BlockPool {
-    /// A pool of free blocks `0..blocks`.
+    /// Creates a pool of free blocks `0..blocks`.
     pub fn new(blocks: u32) -> Self {
         Self { references: vec![0; blocks as usize], free: (0..blocks).rev().collect() }
     }
 
-    /// Blocks in all.
+    /// Returns the number of blocks in the pool.
     pub fn total(&self) -> u32 {
         self.references.len() as u32
     }
 
-    /// Blocks that nobody holds.
+    /// Returns the number of free blocks.
     pub fn free(&self) -> u32 {
         self.free.len() as u32
     }
@@ -55,34 +54,36 @@ impl BlockPool {
 #[derive(Debug, Default)]
 pub struct BlockTable {
     blocks: Vec<u32>,
-    /// The blocks before this one may be shared; none from here on is.
+    /// Number of leading blocks that may be shared. Blocks from here on are not shared.
     shared: usize,
 }
 
 impl BlockTable {
-    /// Block ids, [`BLOCK_TOKENS`] tokens each.
+    /// Returns the block ids, for [`BLOCK_TOKENS`] tokens each.
     pub fn blocks(&self) -> &[u32] {
         &self.blocks
     }
 
-    /// How many blocks it has.
+    /// Returns the number of blocks.
     pub fn len(&self) -> u32 {
         self.blocks.len() as u32
     }
 
-    /// Whether it has none.
+    /// Returns true if the table has no blocks.
     pub fn is_empty(&self) -> bool {
         self.blocks.is_empty()
     }
 
-    /// Blocks that would become free if it alone let go.
+    /// Returns the number of blocks that become free if this table alone is released.
     pub fn exclusive(&self, pool: &BlockPool) -> u32 {
         let own = |&&block: &&u32| pool.references[block as usize] == 1;
+        // Only shared blocks need a look at their count: later ones have one reference.
         let of_shared = self.blocks[..self.shared].iter().filter(own).count();
         (of_shared + self.blocks.len() - self.shared) as u32
     }
 
-    /// Grows to `blocks` blocks, or not at all; says which.
+    /// Grows to `blocks` blocks, or not at all. Returns true if the table has that many
+    /// blocks now.
     #[must_use]
     pub fn grow_to(&mut self, blocks: u32, pool: &mut BlockPool) -> bool {
         let more = blocks.saturating_sub(self.len());
@@ -93,14 +94,15 @@ impl BlockTable {
         true
     }
 
-    /// A table for another sequence that starts with the same `tokens` tokens:
-    /// it shares the full blocks and gets a fresh one for the rest, if any.
-    /// `None`, with nothing taken, when the pool has none left.
+    /// Creates the table of another sequence that starts with the same `tokens` tokens. The
+    /// new table shares the full blocks and gets a fresh block for the rest, if there is
+    /// one. Returns `None` and takes nothing if the pool is empty.
     pub fn fork(&mut self, tokens: u32, pool: &mut BlockPool) -> Option<Fork> {
         let full = (tokens / BLOCK_TOKENS) as usize;
         let mut blocks = self.blocks[..full].to_vec();
         let mut copy = None;
         if !tokens.is_multiple_of(BLOCK_TOKENS) {
+            // Taken before the full blocks are shared, so that a failure changes nothing.
             let fresh = pool.take()?;
             copy = Some(BlockCopy { from: self.blocks[full], to: fresh });
             blocks.push(fresh);
@@ -112,9 +114,9 @@ impl BlockTable {
         Some(Fork { table: Self { blocks, shared: full }, copy })
     }
 
-    /// Gives all blocks back.
+    /// Releases all blocks to the pool.
     pub fn release(&mut self, pool: &mut BlockPool) {
-        // From the end, so that a table built again gets its blocks in order.
+        // Released from the end, so that a table built again gets its blocks in order.
         for block in self.blocks.drain(..).rev() {
             pool.release(block);
         }
@@ -122,25 +124,25 @@ impl BlockTable {
     }
 }
 
-/// A forked table.
+/// The result of a fork.
 #[derive(Debug)]
 pub struct Fork {
-    /// The new sequence's blocks.
+    /// Blocks of the new sequence.
     pub table: BlockTable,
-    /// What the device has to copy before the next step.
+    /// Copy that the device must do before the next step.
     pub copy: Option<BlockCopy>,
 }
 
-/// A block whose content is wanted in another.
+/// A copy of one block's content to another block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockCopy {
-    /// The block to read.
+    /// Block to read.
     pub from: u32,
-    /// The block to write.
+    /// Block to write.
     pub to: u32,
 }
 
-/// Blocks that hold `tokens` tokens.
+/// Returns the number of blocks that hold `tokens` tokens.
 pub fn blocks_for(tokens: u32) -> u32 {
     tokens.div_ceil(BLOCK_TOKENS)
 }
@@ -166,8 +168,8 @@ mod tests {
         ]
     }
 
-    /// Free and held blocks are the whole pool, each held one as often as it
-    /// is counted, and nobody holds a block twice.
+    /// Checks that free and held blocks make up the whole pool, that the reference counts
+    /// are exact, and that no table holds a block twice.
     fn check_invariants(pool: &BlockPool, tables: &[BlockTable]) {
         let mut counted = vec![0; pool.references.len()];
         for table in tables {

@@ -1,24 +1,24 @@
 //! The account of device time.
 //!
-//! Every step is booked once, with its exact length, split over the sequences
-//! in it; what lies between two steps is idle. So billed, overhead and idle
-//! always add up to the time since the meter began, to the nanosecond.
+//! Every step is booked once with its exact length, split over its sequences. Time between
+//! two steps is idle. Billed, overhead and idle time therefore sum to the time since the
+//! meter started, to the nanosecond.
 
 use tollgate_domain::{CostTable, DeviceNanos, MonotonicTime, SequenceWork};
 
-/// Books steps.
+/// Meter of one engine: splits and sums the time of its steps.
 #[derive(Debug)]
 pub struct Meter {
     table: CostTable,
-    /// Up to where time is booked.
+    /// Time up to which everything is booked.
     booked: MonotonicTime,
     totals: Totals,
 }
 
-/// Sums since the meter began.
+/// Totals since the meter started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Totals {
-    /// Steps booked.
+    /// Number of booked steps.
     pub steps: u64,
     /// Device time of requests.
     pub billed: DeviceNanos,
@@ -29,57 +29,57 @@ pub struct Totals {
 }
 
 impl Totals {
-    /// Device time of all steps.
+    /// Returns the device time of all steps.
     pub fn busy(&self) -> DeviceNanos {
         self.billed + self.overhead
     }
 }
 
-/// Who pays for a piece of work.
+/// The account that pays for a piece of work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Payer {
-    /// A request.
+    /// The request that the work belongs to.
     Request,
-    /// The platform.
+    /// The platform: the work was done before and was lost by a preemption.
     Overhead,
 }
 
-/// A step as it was booked.
+/// A booked step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BookedStep {
-    /// Counted from 1 without gaps.
+    /// Number of the step, from 1 without gaps.
     pub step: u64,
-    /// When it began; never before the last one ended.
+    /// Start of the step; never before the end of the step before.
     pub started: MonotonicTime,
-    /// How long it took.
+    /// Duration of the step.
     pub busy: DeviceNanos,
-    /// That time split over the works, in their order.
+    /// The duration split over the works, in their order.
     pub shares: Vec<DeviceNanos>,
 }
 
 impl Meter {
-    /// A meter that begins at `start`.
+    /// Creates a meter that starts at `start`.
     pub fn new(table: CostTable, start: MonotonicTime) -> Self {
         Self { table, booked: start, totals: Totals::default() }
     }
 
-    /// The price of steps.
+    /// Returns the cost table.
     pub fn table(&self) -> &CostTable {
         &self.table
     }
 
-    /// Up to where time is booked: no step begins before.
+    /// Returns the time up to which everything is booked. No step starts before it.
     pub fn booked(&self) -> MonotonicTime {
         self.booked
     }
 
-    /// The sums so far.
+    /// Returns the totals so far.
     pub fn totals(&self) -> Totals {
         self.totals
     }
 
-    /// Books the step that ran from `started` to `ended` over `works`, at
-    /// least one, each with who pays for it.
+    /// Books the step that ran `works` from `started` to `ended`. Each work has a payer at
+    /// the same index. At least one work is required.
     pub fn book(
         &mut self,
         started: MonotonicTime,
@@ -89,11 +89,13 @@ impl Meter {
     ) -> BookedStep {
         assert!(!works.is_empty(), "a step has work");
         assert_eq!(works.len(), payers.len(), "every work has a payer");
-        // Steps never overlap, whatever the clock says.
+        // Steps never overlap, even if the clock is inconsistent.
         let started = started.max(self.booked);
         let ended = ended.max(started);
         let busy = DeviceNanos(ended.0 - started.0);
         let shares = self.table.attribute(busy, works);
+        // Idle is derived from the same two numbers as busy, so no nanosecond is lost
+        // between them.
         self.totals.idle += DeviceNanos(started.0 - self.booked.0);
         self.totals.steps += 1;
         self.booked = ended;
@@ -119,7 +121,8 @@ mod tests {
         #[test]
         fn what_is_booked_is_the_time_that_passed(
             steps in prop::collection::vec(
-                // A gap that may be negative, a length, works and payers.
+                // A gap that may be negative, a length, a number of works, and their payers
+                // as bits.
                 (-50i64..1_000, -10i64..1_000_000, 1usize..20, any::<u32>()),
                 0..60,
             ),

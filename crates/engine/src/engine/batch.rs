@@ -1,7 +1,8 @@
-//! What the engine knows of the requests that it has, and of their sequences.
+//! Requests in the engine and their sequences.
 //!
-//! A request is named by its first sequence. Its prompts wait and start one by
-//! one; a prompt that is read forks into its choices, each a sequence.
+//! The id of a request is the id of its first sequence. The prompts of a request wait and
+//! start one by one. After its prompt is read, a sequence forks into the choices of the
+//! prompt, and each choice is a sequence.
 
 use std::collections::BTreeMap;
 
@@ -19,15 +20,16 @@ use crate::kv::{BlockPool, BlockTable};
 use crate::sample::{SampledToken, SamplingParams, TokenCounts};
 use crate::schedule::{NodeId, Rank, Rows, Running, SchedulePolicy, Seat, Shares, Waiting};
 
-/// An attempt at a request.
+/// One attempt at a request.
 pub(super) struct Request {
     pub(super) id: SequenceId,
     pub(super) key: RequestKey,
     pub(super) caller: Caller,
     pub(super) seat: Seat,
-    /// Where it waits and what it is charged to.
+    /// Node of the request's key in the tree of shares: its queue, and the account for its
+    /// device time.
     pub(super) node: NodeId,
-    /// When it is refused if it has not started.
+    /// Time at which the request is refused if it has not started.
     pub(super) deadline: MonotonicTime,
     pub(super) sampling: SamplingParams,
     pub(super) max_tokens: u32,
@@ -38,28 +40,29 @@ pub(super) struct Request {
     pub(super) choices: Vec<Choice>,
     /// Choices for each prompt.
     pub(super) choices_each: u32,
-    /// Choices without an end.
+    /// Number of choices that have not ended.
     pub(super) open: usize,
-    /// Prompts that have not started.
+    /// Number of prompts that have not started.
     pub(super) waiting: usize,
-    /// Its name in the inbox's count of what waits.
+    /// Ticket of the request in the inbox's queues.
     pub(super) ticket: Ticket,
     pub(super) attributed: DeviceNanos,
     pub(super) transfers: Option<Transfers>,
     pub(super) times: Times,
 }
 
+/// One prompt of a request.
 pub(super) struct Prompt {
-    /// Taken by its first sequence when it starts.
+    /// Token ids. The first sequence takes them when the prompt starts.
     tokens: Vec<u32>,
     pub(super) length: u32,
-    /// Tokens read so far; a preemption does not unread them.
+    /// Number of tokens read so far. Preemption does not reduce it.
     pub(super) read: u32,
-    /// Of its tokens but the first, as far as it was read.
+    /// Log-probabilities of the tokens read so far, without the first token.
     pub(super) logprobs: Vec<PromptLogprob>,
 }
 
-/// One choice, as its client counts it.
+/// One choice of the response.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Choice {
     pub(super) generated: u32,
@@ -67,55 +70,57 @@ pub(super) struct Choice {
 }
 
 #[derive(Clone, Copy)]
+/// Times of a request's stages, on the engine's clock.
 pub(super) struct Times {
     pub(super) arrived: MonotonicTime,
     pub(super) started: Option<MonotonicTime>,
     pub(super) first_token: Option<MonotonicTime>,
-    /// When its last token came, which may be a step before it is closed.
+    /// Time of the last token. The request may be closed one step later.
     pub(super) ended: Option<MonotonicTime>,
 }
 
-/// A sequence that runs or was preempted.
+/// A sequence in the batch, or a preempted one.
 pub(super) struct Sequence {
     pub(super) id: SequenceId,
     pub(super) request: SequenceId,
     pub(super) node: NodeId,
-    /// Its choice, counted over all prompts.
+    /// Index of the choice, counted over all prompts.
     pub(super) choice: u32,
     pub(super) prompt: usize,
     pub(super) prompt_length: u32,
     pub(super) most: u32,
-    /// What its prompt's rows are wanted for.
+    /// Logit rows that the prompt's tokens need.
     pub(super) prompt_rows: Rows,
-    /// The prompt and what was generated.
+    /// Tokens of the prompt and generated tokens.
     pub(super) tokens: Vec<u32>,
-    /// How often each token was generated; kept only where a penalty asks.
+    /// Number of times each token was generated. Empty unless a penalty needs the counts.
     pub(super) counts: TokenCounts,
     /// Tokens in the KV cache.
     pub(super) cached: u32,
-    /// After a preemption: who computes what was there before.
+    /// Recomputation after a preemption.
     pub(super) recompute: Option<Recompute>,
     pub(super) table: BlockTable,
-    /// Choices that fork from it when its prompt is read.
+    /// Choices that fork from this sequence after its prompt is read.
     pub(super) followers: u32,
-    /// Whether it waits to get its place back.
+    /// True while the sequence waits for a place in the batch after a preemption.
     pub(super) preempted: bool,
     pub(super) preempted_at: Option<MonotonicTime>,
-    /// What is predicted of its prompt and stands on its tenant's counter.
+    /// Predicted cost of the unread prompt, which counts in the virtual time.
     pub(super) predicted: DeviceNanos,
 }
 
-/// Work done a second time, by a sequence of its own on the platform's account.
+/// Work that is done a second time, under a sequence id of its own and on the platform's
+/// account.
 #[derive(Clone, Copy)]
 pub(super) struct Recompute {
     pub(super) sequence: SequenceId,
-    /// Tokens that had been in the cache.
+    /// Number of tokens that had been in the cache before the preemption.
     pub(super) until: u32,
 }
 
 impl Request {
-    /// The request of an arrival, which has a place among the shares from here
-    /// on until it is forgotten.
+    /// Creates the request of an arrival. The request counts in the tree of shares until it
+    /// is removed.
     pub(super) fn new(id: SequenceId, arrival: Arrival, shares: &mut Shares) -> Self {
         let Arrival { submission, at, seat, ticket } = arrival;
         let node = shares.enter(&seat);
@@ -154,12 +159,13 @@ impl Request {
         }
     }
 
-    /// Whether any of its prompts has had a place in the batch.
+    /// Returns true if any prompt of the request has started.
     pub(super) fn has_started(&self) -> bool {
         self.times.started.is_some()
     }
 
-    /// Its prompts that have not started: they start in their order.
+    /// Returns the queue entries of the prompts that have not started, in the order in
+    /// which they start.
     pub(super) fn waiting(
         &self,
         policy: SchedulePolicy,
@@ -182,7 +188,7 @@ impl Request {
         })
     }
 
-    /// Where its prompts that have not started stand in the line.
+    /// Returns the ranks of the prompts that have not started.
     pub(super) fn ranks(&self, policy: SchedulePolicy) -> impl Iterator<Item = Rank> {
         self.unstarted().map(move |prompt| self.rank(policy, prompt))
     }
@@ -195,7 +201,8 @@ impl Request {
         Rank::fresh(policy, self.deadline, self.leader(prompt))
     }
 
-    /// The sequence of a prompt's first choice; the others follow it.
+    /// Returns the sequence of a prompt's first choice. The other choices have the ids
+    /// after it.
     fn leader(&self, prompt: usize) -> SequenceId {
         SequenceId(self.id.0 + prompt as u64 * u64::from(self.choices_each))
     }
@@ -236,7 +243,7 @@ impl Request {
         }
     }
 
-    /// What it has cost at the reference batch.
+    /// Returns the reference cost so far.
     pub(super) fn reference(&self, table: &CostTable) -> DeviceNanos {
         table.request(
             self.prompts.iter().map(|prompt| self.prompt_work(prompt.read)),
@@ -244,9 +251,9 @@ impl Request {
         )
     }
 
-    /// Of the choices that come next, in order, those whose next token does not
-    /// fit the budget beside the others'. The figure compared is made as the
-    /// final bill is, so not even rounding can exceed it.
+    /// Returns those of the `next` choices whose next token does not fit the budget
+    /// together with the tokens of the choices before. The cost is computed like the final
+    /// bill, so rounding cannot exceed the budget.
     pub(super) fn unaffordable(
         &self,
         next: &[(u32, SequenceId)],
@@ -256,6 +263,8 @@ impl Request {
         if next.is_empty() || self.affords(&granted, 1, table) {
             return Vec::new();
         }
+        // Not all fit: grant tokens one choice at a time, in order, so that the result is
+        // deterministic.
         granted.clear();
         let mut refused = Vec::new();
         for &(choice, sequence) in next {
@@ -268,9 +277,8 @@ impl Request {
         refused
     }
 
-    /// Whether its budget holds when every prompt is read, every choice has
-    /// had its first token and each of `next` so many more, at the reference
-    /// batch.
+    /// Returns true if the budget covers all prompts, the first token of every choice, and
+    /// `more` tokens for each choice in `next`. Costs are reference costs.
     pub(super) fn affords(&self, next: &[u32], more: u32, table: &CostTable) -> bool {
         let Some(budget) = self.budget else { return true };
         let least = self.max_tokens.min(1);
@@ -284,12 +292,12 @@ impl Request {
         committed <= budget
     }
 
-    /// A prompt of which `read` tokens count, as the table prices it.
+    /// Returns the work of reading the first `read` tokens of a prompt.
     fn prompt_work(&self, read: u32) -> PromptWork {
         PromptWork::of(u64::from(read), self.echo_logprobs)
     }
 
-    /// Each choice as (context, generated).
+    /// Returns (context, generated) for each choice.
     fn by_choice(
         &self,
         generated: impl Fn(u32, &Choice) -> u32,
@@ -303,7 +311,7 @@ impl Request {
     pub(super) fn usage(&self, table: &CostTable) -> Usage {
         Usage {
             prompt_tokens: self.prompts.iter().map(|prompt| u64::from(prompt.read)).sum(),
-            cached_tokens: 0, // no prefix is kept between requests
+            cached_tokens: 0, // the engine keeps no prefix between requests
             completion_tokens: self.choices.iter().map(|choice| u64::from(choice.generated)).sum(),
             attributed: self.attributed,
             reference: self.reference(table),
@@ -323,7 +331,7 @@ impl Request {
         }
     }
 
-    /// Its final figures.
+    /// Returns the final figures of the request.
     pub(super) fn figures(&self, table: &CostTable, now: MonotonicTime) -> RequestFigures {
         RequestFigures {
             request: self.key.0.clone(),
@@ -336,13 +344,15 @@ impl Request {
                 .iter()
                 .filter_map(|choice| choice.ended)
                 .max_by_key(|reason| gravity(*reason))
+                // A request without an ended choice was broken off.
                 .unwrap_or(FinishReason::Fault),
         }
     }
 
-    /// Ends a choice, once, and tells the sink.
+    /// Ends a choice once and reports the end to the sink.
     pub(super) fn end(&mut self, choice: u32, reason: FinishReason) {
         let state = &mut self.choices[choice as usize];
+        // A cancel and the last token may both end the choice; the first one wins.
         if state.ended.is_none() {
             state.ended = Some(reason);
             self.open -= 1;
@@ -350,7 +360,7 @@ impl Request {
         }
     }
 
-    /// Ends every choice that is open.
+    /// Ends every open choice.
     pub(super) fn end_all(&mut self, reason: FinishReason) {
         for choice in 0..self.choices.len() as u32 {
             self.end(choice, reason);
@@ -364,7 +374,8 @@ impl Request {
 }
 
 impl Sequence {
-    /// Tokens that its next steps feed on one account, and the rows they want.
+    /// Returns the number of tokens that the next steps feed on one account, and the logit
+    /// rows they need.
     pub(super) fn pending(&self) -> (u32, Rows) {
         match self.recompute {
             Some(Recompute { until, .. }) if until > self.cached => {
@@ -374,17 +385,18 @@ impl Sequence {
         }
     }
 
-    /// A prompt's rows are its request's wish; a generated token always wants
-    /// the next.
+    /// Returns the logit rows of the next tokens: those of the prompt, or one row after a
+    /// generated token.
     fn rows(&self) -> Rows {
         if self.cached < self.prompt_length { self.prompt_rows } else { Rows::Last }
     }
 
-    /// What is left to read of its tokens, as the table prices it.
+    /// Returns the work of reading the tokens that are not in the cache.
     pub(super) fn reading(&self) -> PromptWork {
         let (cached, all) = (u64::from(self.cached), self.tokens.len() as u64);
         let scored = match self.prompt_rows {
             Rows::All => {
+                // Rows that were reported before a preemption are not computed again.
                 let told = self.recompute.map_or(0, |recompute| recompute.until).max(self.cached);
                 u64::from(self.prompt_length.saturating_sub(told))
             }
@@ -393,30 +405,30 @@ impl Sequence {
         PromptWork { uncached: all.saturating_sub(cached), cached, scored }
     }
 
-    /// Tokens that it has generated.
+    /// Returns the number of generated tokens.
     pub(super) fn generated(&self) -> u32 {
         self.tokens.len() as u32 - self.prompt_length
     }
 
-    /// Tokens that it may generate yet.
+    /// Returns the number of tokens that the sequence may still generate.
     pub(super) fn most_to_come(&self) -> u32 {
         self.most.saturating_sub(self.tokens.len() as u32)
     }
 
-    /// Whether its next step is one that samples a token it did not have.
+    /// Returns true if the next step samples a new token.
     pub(super) fn decodes(&self) -> bool {
         !self.preempted && self.generated() > 0 && self.recomputing().is_none()
     }
 
-    /// The sequence on whose account its next tokens are computed again, if
-    /// they are.
+    /// Returns the sequence id under which the next tokens are computed again, or `None` if
+    /// they are computed for the first time.
     pub(super) fn recomputing(&self) -> Option<SequenceId> {
         self.recompute
             .filter(|recompute| recompute.until > self.cached)
             .map(|recompute| recompute.sequence)
     }
 
-    /// What of its prompt was never read, as the table prices it.
+    /// Returns the work of reading the part of the prompt that was never read.
     pub(super) fn unread(&self) -> PromptWork {
         let read = self.computed().min(self.prompt_length);
         let unread = u64::from(self.prompt_length - read);
@@ -424,29 +436,31 @@ impl Sequence {
         PromptWork { uncached: unread, cached: u64::from(read), scored }
     }
 
-    /// Tokens that were in its cache at any time.
+    /// Returns the largest number of tokens that the cache has held.
     fn computed(&self) -> u32 {
         self.recompute.map_or(0, |recompute| recompute.until).max(self.cached)
     }
 
-    /// Gives its blocks back; what they held is to be computed again, as the
-    /// sequence `again`.
+    /// Releases the KV blocks. The tokens in them must be computed again, under the
+    /// sequence id `again`.
     pub(super) fn preempt(&mut self, again: SequenceId, now: MonotonicTime, pool: &mut BlockPool) {
         self.table.release(pool);
         let until = self.computed();
+        // A sequence without computed tokens has nothing to recompute.
         self.recompute = (until > 0).then_some(Recompute { sequence: again, until });
         self.cached = 0;
         self.preempted = true;
         self.preempted_at = Some(now);
     }
 
-    /// Takes the next token of its choice.
+    /// Appends the sampled token to the choice.
     pub(super) fn take(
         &mut self,
         sampled: Option<SampledToken>,
         request: &mut Request,
         end_tokens: &[u32],
     ) -> Outcome {
+        // No logit above minus infinity: the model is broken, not the request.
         let Some(sampled) = sampled else { return self.outcome(ChoiceEvent::Broken) };
         self.tokens.push(sampled.token);
         if request.sampling.penalises() {
@@ -457,7 +471,8 @@ impl Sequence {
         self.outcome(ChoiceEvent::Token(sampled, end))
     }
 
-    /// Whether its choice wants more, as far as the engine knows.
+    /// Returns true if the choice needs more tokens, as far as the engine knows. A stop
+    /// string is found by the sink.
     pub(super) fn goes_on(&self, request: &Request, end_tokens: &[u32]) -> bool {
         let generated = &self.tokens[self.prompt_length as usize..];
         generated
@@ -470,7 +485,7 @@ impl Sequence {
         Outcome { request, sequence, choice, event }
     }
 
-    /// Another choice that starts with the same prompt.
+    /// Returns the sequence of another choice of the same prompt.
     pub(super) fn follower(&self, number: u32) -> Self {
         Self {
             id: SequenceId(self.id.0 + u64::from(number)),
@@ -510,7 +525,7 @@ impl Sequence {
         }
     }
 
-    /// As it waits for its place after a preemption.
+    /// Returns the queue entry of the preempted sequence.
     pub(super) fn as_waiting(&self, policy: SchedulePolicy, table: &CostTable) -> Waiting {
         let (pending, rows) = self.pending();
         Waiting {
@@ -528,12 +543,12 @@ impl Sequence {
     }
 }
 
-/// The sequences in order of arrival.
+/// Sequences in order of arrival.
 pub(super) type Sequences = BTreeMap<SequenceId, Sequence>;
-/// The requests by their first sequence.
+/// Requests by their id.
 pub(super) type Requests = BTreeMap<SequenceId, Request>;
 
-/// Of several reasons the gravest stands for the request.
+/// Returns the rank of a reason. The request reports the reason with the highest rank.
 fn gravity(reason: FinishReason) -> u8 {
     match reason {
         FinishReason::Stop => 0,

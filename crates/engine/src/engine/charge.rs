@@ -1,11 +1,11 @@
-//! What counts towards who is next: device time, but for the controls that a
-//! benchmark runs beside it.
+//! Amounts that count in virtual times. Production counts device time; the control policies
+//! of benchmarks count other amounts.
 
 use tollgate_domain::{CostTable, DeviceNanos, PromptWork};
 
 use crate::schedule::SchedulePolicy;
 
-/// Tokens of one sequence in one step, or in several.
+/// Tokens of one sequence in one or more steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Tokens {
     pub(super) read: u32,
@@ -13,7 +13,7 @@ pub(super) struct Tokens {
 }
 
 impl SchedulePolicy {
-    /// What reading `work` of a prompt should come to.
+    /// Returns the predicted amount for reading `work` of a prompt.
     pub(super) fn predicted(self, table: &CostTable, work: PromptWork) -> DeviceNanos {
         match self {
             Self::Fair | Self::KeyCounters => table.request([work], []),
@@ -22,7 +22,7 @@ impl SchedulePolicy {
         }
     }
 
-    /// What a share of a step comes to.
+    /// Returns the amount for a share of a step.
     pub(super) fn counted(self, attributed: DeviceNanos, tokens: Tokens) -> DeviceNanos {
         match self {
             Self::Fair | Self::KeyCounters => attributed,
@@ -36,7 +36,8 @@ impl SchedulePolicy {
     }
 }
 
-/// Where tokens are counted a token of a prompt counts as one and a generated
-/// one as two; a millisecond for each, so that guards still mean something.
+/// Amounts of the token-counting control policy: one unit for a prompt token, two for a
+/// generated token. A unit is a millisecond, so that guards in device time keep their
+/// meaning.
 const READ_TOKEN: DeviceNanos = DeviceNanos(1_000_000);
 const GENERATED_TOKEN: DeviceNanos = DeviceNanos(2_000_000);

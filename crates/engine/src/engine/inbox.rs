@@ -1,9 +1,9 @@
-//! Where other threads leave word for the engine's thread.
+//! The inbox of the engine's thread, written by other threads.
 //!
-//! A bounded inbox: submissions up to the queue's capacity, cancels of what
-//! is alive only, and the wish to drain or stop. Nobody waits in here: a full
-//! queue is an answer, to the newcomer or to the newest of the longest line,
-//! and each lock is held for a few operations.
+//! The inbox is bounded: it holds submissions up to the capacity of the queue, cancels of
+//! live requests, and the wish to drain or stop. No call blocks on a full queue. Either the
+//! new request is refused, or the newest request of the longest queue is displaced. Each
+//! lock is held for a few operations only.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -19,7 +19,7 @@ use super::submission::{CancelReason, RequestKey, Submission, SubmitError};
 use crate::clock::Clock;
 use crate::schedule::{SchedulePolicy, Seat};
 
-/// What other threads hold of a running engine. Cloning is cheap.
+/// A handle to a running engine. Cloning is cheap.
 #[derive(Clone)]
 pub struct EngineHandle {
     inbox: Arc<Inbox>,
@@ -30,44 +30,46 @@ impl EngineHandle {
         Self { inbox }
     }
 
-    /// Hands a request to the engine. From `Ok` on its sink is answered.
+    /// Submits a request to the engine. After `Ok` the sink gets all results.
     ///
     /// # Errors
-    /// [`SubmitError`] when it can never run, or not now; nothing was kept.
+    ///
+    /// [`SubmitError`] if the request can never run, or cannot run now. The engine then
+    /// keeps nothing of the request.
     pub fn submit(&self, submission: Submission) -> Result<(), SubmitError> {
         self.inbox.submit(submission)
     }
 
-    /// Ends a request at the next step, with what it has. One that is not (or
-    /// no longer) known is left alone.
+    /// Ends a request at the next step, with the tokens generated so far. A request that is
+    /// unknown or has ended is ignored.
     pub fn cancel(&self, request: &RequestId, attempt: u32, reason: CancelReason) {
         self.inbox.cancel((request.clone(), attempt), reason);
     }
 
-    /// Load and figures as of the last step.
+    /// Returns load and totals as of the last step.
     pub fn status(&self) -> EngineStatus {
         self.inbox.status()
     }
 
-    /// What its thread is at; `None` while it waits for something to do. Read
-    /// without a lock, so that it can be asked while the thread is stuck.
+    /// Returns the current tick of the engine's thread, or `None` while the thread waits.
+    /// The call takes no lock, so it also works while the thread is stuck.
     pub fn work(&self) -> Option<Work> {
         self.inbox.pulse.work()
     }
 
-    /// Takes nothing new; the engine ends when all it has is done.
+    /// Stops accepting requests. The engine ends when its work is done.
     pub fn drain(&self) {
         self.inbox.advance_to_phase(Phase::Draining);
     }
 
-    /// Ends the engine after the current step: what runs ends as a fault, what
-    /// waits is refused.
+    /// Ends the engine after the current step. Running requests end with a fault, waiting
+    /// ones are refused.
     pub fn stop(&self) {
         self.inbox.advance_to_phase(Phase::Stopping);
     }
 }
 
-/// How far the engine's life has come. It only ever moves on.
+/// The phase of the engine's life. A phase is never left for an earlier one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Phase {
     Serving,
@@ -76,25 +78,26 @@ pub(super) enum Phase {
     Ended,
 }
 
-/// A submission that was taken, with what was found out about it at the door.
+/// An accepted submission with the values computed at the door.
 pub(super) struct Arrival {
     pub(super) submission: Submission,
     pub(super) at: MonotonicTime,
-    /// Where it stands in the order of who runs next.
+    /// Position in the tree of shares.
     pub(super) seat: Seat,
-    /// Names it in the door's count of what waits.
+    /// Ticket in the queues of the inbox.
     pub(super) ticket: Ticket,
 }
 
-/// What had come in since the engine last looked.
+/// Everything that arrived since the last tick.
 pub(super) struct Commands {
     pub(super) arrivals: Vec<Arrival>,
-    /// Requests that have to go for others, if they have not started by now.
+    /// Requests that were displaced, unless they have started by now.
     pub(super) displaced: Vec<RequestKey>,
     pub(super) cancels: BTreeMap<RequestKey, CancelReason>,
     pub(super) phase: Phase,
 }
 
+/// Shared state between the engine's thread and its handles.
 pub(super) struct Inbox {
     intake: Intake,
     policy: SchedulePolicy,
@@ -107,16 +110,16 @@ pub(super) struct Inbox {
 
 struct State {
     arrivals: Vec<Arrival>,
-    /// At most as many as may wait.
+    /// Displaced requests; at most as many as may wait.
     displaced: Vec<RequestKey>,
-    /// Only of requests in `live`, which bounds it.
+    /// Cancels. Only requests in `live` may be here, which bounds the map.
     cancels: BTreeMap<RequestKey, CancelReason>,
-    /// Every attempt that was taken and has not ended: at most the queue's
-    /// capacity and what runs.
+    /// Attempts that were accepted and have not ended. Bounded by the queue's capacity plus
+    /// the running requests.
     live: HashSet<RequestKey>,
-    /// What waits, here and in the engine's lines.
+    /// Requests that wait here or in the engine.
     queues: Queues,
-    /// Tokens that a choice is expected to generate.
+    /// Number of tokens that one choice is expected to generate.
     expected_tokens: u64,
     phase: Phase,
 }
@@ -148,6 +151,7 @@ impl Inbox {
     }
 
     fn submit(&self, submission: Submission) -> Result<(), SubmitError> {
+        // Checked before the lock is taken: the check of a long prompt takes time.
         let prompt_tokens = self.intake.check(&submission)?;
         let at = self.clock.now();
         let mut state = self.state();
@@ -158,13 +162,16 @@ impl Inbox {
         }
         let Submission { request, attempt, tier, pool, caller, weight, .. } = &submission;
         let key = (request.clone(), *attempt);
+        // A second run of the same attempt would be billed twice.
         if state.live.contains(&key) {
             return Err(SubmitError::Invalid(format!(
-                "request {request} attempt {attempt} is already here"
+                "request {request} attempt {attempt} is already in the engine"
             )));
         }
         let seat = Seat::new(self.policy, *tier, pool.as_ref(), caller, *weight);
         let predicted = state.queues.predicted_wait(&seat);
+        // Refusing now is better than refusing after the deadline: the client can go
+        // elsewhere.
         if predicted > submission.queue_deadline {
             return Err(SubmitError::Deadline { predicted });
         }
@@ -184,6 +191,7 @@ impl Inbox {
     fn cancel(&self, key: RequestKey, reason: CancelReason) {
         let mut state = self.state();
         if state.live.contains(&key) {
+            // The first reason counts.
             state.cancels.entry(key).or_insert(reason);
             self.wake.notify_one();
         }
@@ -191,6 +199,7 @@ impl Inbox {
 
     pub(super) fn advance_to_phase(&self, phase: Phase) {
         let mut state = self.state();
+        // `max` keeps a late drain from undoing a stop.
         state.phase = state.phase.max(phase);
         self.wake.notify_one();
     }
@@ -200,6 +209,7 @@ impl Inbox {
             let state = self.state();
             (state.queues.size(), state.phase)
         };
+        // The two locks are never held together, so their order cannot deadlock.
         let mut status = *self.status.lock().unwrap_or_else(PoisonError::into_inner);
         status.queued = waiting.requests as u32;
         status.backlog =
@@ -208,12 +218,12 @@ impl Inbox {
         status
     }
 
-    /// Takes what has come in, at once.
+    /// Takes all commands without waiting.
     pub(super) fn collect(&self) -> Commands {
         Self::empty(&mut self.state())
     }
 
-    /// Takes what has come in; waits for something up to `at_most`.
+    /// Takes all commands. Waits up to `at_most` for the first one.
     pub(super) fn wait(&self, at_most: Duration) -> Commands {
         let (mut state, _) = self
             .wake
@@ -235,22 +245,22 @@ impl Inbox {
         }
     }
 
-    /// How long a newcomer in `seat` would wait now.
+    /// Returns the predicted wait of a new request in `seat`.
     pub(super) fn predicted_wait(&self, seat: &Seat) -> Duration {
         self.state().queues.predicted_wait(seat)
     }
 
-    /// A request has begun to start.
+    /// Records that a request is starting.
     pub(super) fn began(&self, ticket: Ticket) {
         self.state().queues.begin(ticket);
     }
 
-    /// A request left its line, whatever became of it.
+    /// Records that a request left its queue for any reason.
     pub(super) fn dequeued(&self, ticket: Ticket) {
         self.state().queues.remove(ticket);
     }
 
-    /// A request ended; its id may come again.
+    /// Records that a request ended. Its key may be used again.
     pub(super) fn ended(&self, key: &RequestKey) {
         let mut state = self.state();
         state.live.remove(key);
@@ -263,20 +273,23 @@ impl Inbox {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // Each change under the lock is whole, so a panic elsewhere leaves it sound.
+        // Every change under the lock is complete before the lock is released, so the state
+        // is valid even after a panic elsewhere.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl State {
-    /// Makes room for a newcomer; says who has to go. `None` if it is refused.
+    /// Makes room for a new request and returns the displaced requests, or `None` if the
+    /// new request is refused.
     fn make_room(&mut self, seat: &Seat, size: &Size, intake: &Intake) -> Option<Vec<RequestKey>> {
         let most = Size {
             requests: intake.queue_capacity,
             prompt_tokens: intake.queue_tokens,
             expected: DeviceNanos::ZERO,
         };
-        // Whoever has to go is here until the engine has looked.
+        // Displaced requests stay in the engine until its next tick, so their number needs
+        // a bound of its own.
         if self.displaced.len() >= intake.queue_capacity {
             return None;
         }
@@ -284,5 +297,5 @@ impl State {
     }
 }
 
-/// Generated tokens expected of a choice before any was seen to end.
+/// Expected tokens of a choice before any choice has ended.
 pub(super) const FIRST_GUESS_TOKENS: u64 = 128;

@@ -1,28 +1,28 @@
-//! The engine's door: what may be submitted at all. Checked on the caller's
-//! thread, so that the engine's own sees only what it can run.
+//! Checks of submissions. They run on the caller's thread, so that the engine's thread only
+//! gets requests that it can run.
 
 use tollgate_domain::{CostTable, DeviceNanos, PromptWork};
 
 use super::submission::{Submission, SubmitError};
 use crate::sample::SamplingParams;
 
-/// The bounds of one engine on one model.
+/// Bounds of one engine with one model.
 pub(super) struct Intake {
     pub(super) table: CostTable,
     pub(super) vocabulary: u32,
     pub(super) context: u32,
-    /// Tokens that the whole KV pool holds.
+    /// Tokens that the whole KV pool can hold.
     pub(super) pool_tokens: u64,
     pub(super) max_sequences: u32,
     pub(super) max_prompts: usize,
-    /// Requests that may wait.
+    /// Largest number of waiting requests.
     pub(super) queue_capacity: usize,
-    /// Prompt tokens that may wait, over all requests.
+    /// Largest number of waiting prompt tokens, over all requests.
     pub(super) queue_tokens: usize,
 }
 
 impl Intake {
-    /// The tokens of all prompts, if the submission can run here.
+    /// Checks a submission and returns the number of tokens in its prompts.
     pub(super) fn check(&self, submission: &Submission) -> Result<usize, SubmitError> {
         let Submission { prompts, choices, max_tokens, sampling, weight, .. } = submission;
         let invalid = |message: String| Err(SubmitError::Invalid(message));
@@ -39,11 +39,12 @@ impl Intake {
             self.check_prompt(prompt, *max_tokens)?;
         }
         self.check_sampling(sampling)?;
+        // Last, because the cost of the prompts is only meaningful if they fit the model.
         self.check_budget(submission)?;
         Ok(prompts.iter().map(Vec::len).sum())
     }
 
-    /// The expected reference cost, if a choice generates `tokens`.
+    /// Returns the expected reference cost if each choice generates `tokens` tokens.
     pub(super) fn expected(&self, submission: &Submission, tokens: u64) -> DeviceNanos {
         cost(&self.table, submission, tokens.min(u64::from(submission.max_tokens)))
     }
@@ -60,6 +61,7 @@ impl Intake {
                 self.context
             )));
         }
+        // Such a request would wait for blocks forever.
         if total > self.pool_tokens {
             return Err(SubmitError::Invalid(format!(
                 "a prompt of {} tokens and max_tokens {max_tokens} exceed the {} that the KV cache holds",
@@ -80,8 +82,8 @@ impl Intake {
         sampling.check(self.vocabulary).map_err(|error| SubmitError::Invalid(error.to_string()))
     }
 
-    /// With a first token of each choice covered, reading prompts never needs
-    /// to ask again.
+    /// Checks that the budget covers the prompts and the first token of each choice. The
+    /// engine relies on this: it checks the budget again only from the second token on.
     fn check_budget(&self, submission: &Submission) -> Result<(), SubmitError> {
         let Some(budget) = submission.budget else { return Ok(()) };
         let needed = cost(&self.table, submission, u64::from(submission.max_tokens.min(1)));
@@ -89,7 +91,7 @@ impl Intake {
     }
 }
 
-/// Reference cost of a submission whose choices generate `tokens` each.
+/// Returns the reference cost of a submission whose choices generate `tokens` tokens each.
 fn cost(table: &CostTable, submission: &Submission, tokens: u64) -> DeviceNanos {
     let lengths = || submission.prompts.iter().map(|prompt| prompt.len() as u64);
     table.request(

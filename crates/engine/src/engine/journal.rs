@@ -1,8 +1,8 @@
-//! What the engine tells its journal, always before anyone else hears of it.
+//! Records that the engine writes to its journal before it reports them anywhere else.
 //!
-//! Steps never overlap and come in order, so what lies between the end of one
-//! (`started + busy`) and the start of the next is idle, and busy and idle add
-//! up to wall time exactly.
+//! Steps are in order and never overlap. The time from the end of one step (`started +
+//! busy`) to the start of the next is idle time, so busy and idle time sum to wall time
+//! exactly.
 
 use std::io;
 
@@ -12,97 +12,101 @@ use tollgate_domain::{
 
 use super::submission::Stages;
 
-/// Keeps the account. Called on the engine's thread: it may write a file but
-/// must never wait for another party. An error ends the engine, because a
-/// token that is not journalled must not leave.
+/// Keeper of the engine's account. All methods run on the engine's thread: they may write a
+/// file but must not wait for another process. An error ends the engine, because a token
+/// that is not journalled must not leave.
 pub trait StepJournal: Send {
-    /// A step begins at `at`. Nothing is booked yet: it says whose the time is
-    /// from here on, should the process not live to book it. It is never before
-    /// the end of what is booked.
+    /// Records that a step starts at `at`, before its time is known. If the process dies
+    /// during the step, the record tells where the unbooked time started. `at` is never
+    /// before the end of the booked time.
     ///
     /// # Errors
-    /// When the account can no longer be kept.
+    ///
+    /// An I/O error if the record cannot be kept.
     fn began(&mut self, at: MonotonicTime) -> io::Result<()> {
         let _ = at;
         Ok(())
     }
 
-    /// One step ran. Called before tokens of it reach any sink.
+    /// Records a finished step. Called before any token of the step reaches a sink.
     ///
     /// # Errors
-    /// When the record cannot be kept.
+    ///
+    /// An I/O error if the record cannot be kept.
     fn step(&mut self, record: &StepRecord<'_>) -> io::Result<()>;
 
-    /// Request attempts ended, with their final figures. Called before their
-    /// sinks hear [`done`](super::submission::TokenSink::done); all their
-    /// shares were in earlier steps. Refused requests never appear.
+    /// Records the final figures of attempts that ended. Called before their sinks get
+    /// [`done`](super::submission::TokenSink::done). All their shares were recorded with
+    /// earlier steps. Refused requests are never recorded.
     ///
     /// # Errors
-    /// When the record cannot be kept.
+    ///
+    /// An I/O error if the record cannot be kept.
     fn finished(&mut self, at: MonotonicTime, requests: &[RequestFigures]) -> io::Result<()>;
 
-    /// There is nothing to run: called when that begins, then about once a
-    /// second while it lasts.
+    /// Records that nothing runs. Called when the engine becomes idle, and about once a
+    /// second while it stays idle.
     ///
     /// # Errors
-    /// When what was kept so far cannot be closed.
+    ///
+    /// An I/O error if the records so far cannot be closed.
     fn idle(&mut self, now: MonotonicTime) -> io::Result<()>;
 }
 
-/// One step of the device and whose it was.
+/// One step of the device and its shares.
 #[derive(Debug)]
 pub struct StepRecord<'a> {
-    /// Counted from 1 without gaps.
+    /// Number of the step, from 1 without gaps.
     pub step: u64,
-    /// When it began, on the engine's clock.
+    /// Start of the step, on the engine's clock.
     pub started: MonotonicTime,
-    /// T: how long it took.
+    /// T: duration of the step.
     pub busy: DeviceNanos,
-    /// T split over the sequences in the step: sums to `busy` exactly.
+    /// T split over the sequences in the step. The shares sum to `busy` exactly.
     pub shares: &'a [StepShare],
 }
 
-/// The part of one sequence in one step.
+/// The share of one sequence in one step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StepShare {
-    /// The sequence. One choice of a request has one; recompute after a
-    /// preemption has its own each time.
+    /// Id of the sequence. Each choice of a request has one, and each recomputation after a
+    /// preemption has one of its own.
     pub sequence: SequenceId,
-    /// Who answers for it.
+    /// Account that pays.
     pub owner: Owner,
-    /// Its part of the step's time.
+    /// Device time of the share.
     pub attributed: DeviceNanos,
 }
 
-/// Who answers for a share of device time.
+/// The account that pays for a share of device time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Owner {
-    /// An attempt of a caller's request.
+    /// An attempt at a caller's request.
     Request {
-        /// The tenant and key that pay.
+        /// Tenant and key that pay.
         caller: Caller,
-        /// The request.
+        /// Id of the request.
         request: RequestId,
-        /// Which placement of it.
+        /// Number of the attempt.
         attempt: u32,
     },
-    /// The platform: what it computed again after a preemption.
+    /// The platform: recomputation after a preemption.
     Overhead,
 }
 
-/// A request attempt that ended, with its final figures.
+/// The final figures of an attempt that ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RequestFigures {
-    /// The request.
+    /// Id of the request.
     pub request: RequestId,
-    /// Which placement of it.
+    /// Number of the attempt.
     pub attempt: u32,
-    /// Who pays.
+    /// Tenant and key that pay.
     pub caller: Caller,
-    /// What the device did for it; `attributed` is the sum of its shares.
+    /// Work that the device did for the attempt. `attributed` is the sum of its shares.
     pub usage: Usage,
-    /// Where its time went.
+    /// Time spent in each stage.
     pub stages: Stages,
-    /// Why it ended: of its choices' reasons the gravest.
+    /// Finish reason: the gravest of its choices.
     pub reason: FinishReason,
 }

@@ -1,6 +1,6 @@
-//! An engine without a thread: its owner turns it, under a clock of the
-//! owner's. What it decides, books and says is what a running [`Engine`]
-//! would, so hours of load can be played in seconds and twice alike.
+//! An engine without a thread. Its owner calls [`ManualEngine::tick`] and moves the clock.
+//! The engine decides, books and delivers exactly like a running [`Engine`], so hours of
+//! load can be simulated in seconds, with the same result each time.
 //!
 //! [`Engine`]: super::Engine
 
@@ -16,14 +16,14 @@ use crate::meter::Totals;
 
 pub use super::tick::Tick;
 
-/// An engine that does nothing between two calls of [`ManualEngine::turn`].
+/// An engine that does nothing between two calls of [`ManualEngine::tick`].
 pub struct ManualEngine {
     core: Core,
     inbox: Arc<Inbox>,
 }
 
 impl ManualEngine {
-    /// An engine whose meter runs from now on.
+    /// Creates an engine. Its meter starts now.
     pub fn new(
         backend: Box<dyn Backend>,
         options: EngineOptions,
@@ -34,17 +34,18 @@ impl ManualEngine {
         Self { core, inbox }
     }
 
-    /// The way to it, as to any engine.
+    /// Returns a handle to the engine.
     pub fn handle(&self) -> EngineHandle {
         EngineHandle::new(Arc::clone(&self.inbox))
     }
 
-    /// Takes what was handed in and runs one step, if there is anything to
-    /// run. Time passes only as the backend and the owner move the clock.
+    /// Applies the commands and runs one step if there is work. Time passes only when the
+    /// backend or the owner moves the clock.
     ///
     /// # Errors
-    /// The fault that would have ended the engine's thread; it is not to be
-    /// turned again.
+    ///
+    /// The fault that would have ended the engine's thread. The engine must not be used
+    /// after it.
     pub fn tick(&mut self) -> Result<Tick, EngineError> {
         let tick = self.core.tick(self.inbox.collect())?;
         if tick == Tick::Idle {
@@ -53,7 +54,7 @@ impl ManualEngine {
         Ok(tick)
     }
 
-    /// The sums of the meter, up to the end of the last step.
+    /// Returns the totals of the meter up to the end of the last step.
     pub fn totals(&self) -> Totals {
         self.core.totals()
     }

@@ -1,50 +1,55 @@
-//! What the engine's thread is at, for whoever watches over it. Atomics alone:
-//! a thread that is stuck may hold any lock, so nothing here takes one.
+//! The current tick of the engine's thread, for a watchdog. Only atomics are used, because
+//! a stuck thread may hold any lock.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tollgate_domain::DeviceNanos;
 
-/// Written by the engine's thread, read by any other.
+/// State that the engine's thread writes and other threads read.
 #[derive(Debug, Default)]
 pub(super) struct Pulse {
-    /// Turns begun; none is under way where `resting` has the same number.
+    /// Number of ticks started. No tick is running if `resting` is equal.
     begun: AtomicU64,
     resting: AtomicU64,
     predicted_ns: AtomicU64,
 }
 
-/// A turn of the engine that is under way.
+/// A running tick of the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Work {
-    /// Which one. The same number twice is the same turn.
+    /// Number of the tick. Two equal numbers mean the same tick.
     pub tick: u64,
-    /// How long its step should take; 0 before it has been decided.
+    /// Predicted time of the step; 0 before the step is decided.
     pub predicted: Duration,
 }
 
 impl Pulse {
-    /// A turn begins.
+    /// Marks the start of a tick.
     pub(super) fn begin(&self) {
         self.predicted_ns.store(0, Ordering::Relaxed);
+        // The old prediction is cleared before the new tick becomes visible.
         self.begun.fetch_add(1, Ordering::Release);
     }
 
-    /// The turn's step should take so long.
+    /// Sets the predicted time of the step.
     pub(super) fn expect(&self, predicted: DeviceNanos) {
         self.predicted_ns.store(predicted.nanos(), Ordering::Relaxed);
     }
 
-    /// The thread waits, for commands or for the device.
+    /// Marks that the thread waits for commands or for the device.
     pub(super) fn rest(&self) {
         self.resting.store(self.begun.load(Ordering::Relaxed), Ordering::Release);
     }
 
+    /// Returns the running tick, or `None` while the thread waits.
     pub(super) fn work(&self) -> Option<Work> {
+        // `resting` is read first. In the other order a tick that ends in between would
+        // look like a running one.
         let resting = self.resting.load(Ordering::Acquire);
         let tick = self.begun.load(Ordering::Acquire);
-        // A prediction of another turn would be of one that did end.
+        // The prediction may already belong to the next tick. Then the tick read here has
+        // ended, which is harmless.
         let predicted = Duration::from_nanos(self.predicted_ns.load(Ordering::Relaxed));
         (tick != resting).then_some(Work { tick, predicted })
     }

@@ -1,9 +1,10 @@
-//! What waits, as the engine's door counts it: how much there is, whose line is
-//! the longest, and how long a newcomer would wait.
+//! Accounting of waiting requests at the engine's door: the amount that waits, the longest
+//! queue, and the predicted wait of a new request.
 //!
-//! When all is full it is the longest line that gives way, newest first: in a
-//! tier below the newcomer's, else of another share_owner of a share, else of
-//! another tenant of the same. Whose own line is the longest is refused.
+//! If the queues are full, the longest queue gives up its newest request. Queues in a lower
+//! tier go first, then queues of other share owners, then queues of other tenants of the
+//! same share owner. If the own queue of the new request is the longest, the new request is
+//! refused.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
@@ -13,10 +14,10 @@ use tollgate_domain::DeviceNanos;
 use super::submission::RequestKey;
 use crate::schedule::{Name, Seat, Tier};
 
-/// Names what waits; newer ones are larger.
+/// The ticket of a waiting request. Newer tickets are larger.
 pub(super) type Ticket = u64;
 
-/// Every request that waits. Bounded by who puts them here.
+/// All waiting requests. The caller bounds their number through [`Queues::make_room`].
 #[derive(Default)]
 pub(super) struct Queues {
     last: Ticket,
@@ -25,29 +26,28 @@ pub(super) struct Queues {
     tiers: BTreeMap<Tier, Queue<Queue<BTreeSet<Ticket>>>>,
 }
 
-/// A request that waits.
+/// A waiting request.
 pub(super) struct Queued {
     pub(super) key: RequestKey,
     pub(super) seat: Seat,
     pub(super) size: Size,
 }
 
-/// How much waits.
+/// An amount of waiting work.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Size {
     pub(super) requests: usize,
     pub(super) prompt_tokens: usize,
-    /// Expected reference cost.
+    /// Expected reference cost of the work.
     pub(super) expected: DeviceNanos,
 }
 
-/// A line that is made of others, each under a name. One without a request is
-/// forgotten.
+/// A queue made of named sub-queues. A sub-queue without requests is removed.
 struct Queue<T> {
     parts: HashMap<Name, SubQueue<T>>,
     by_requests: BTreeSet<(usize, Name)>,
     by_tokens: BTreeSet<(usize, Name)>,
-    /// Of all parts.
+    /// Sum over all sub-queues.
     size: Size,
     weight: u128,
 }
@@ -59,7 +59,7 @@ struct SubQueue<T> {
     inner: T,
 }
 
-/// A way to measure a queue.
+/// The measure by which queues are compared.
 #[derive(Clone, Copy)]
 enum Measure {
     Requests,
@@ -67,14 +67,14 @@ enum Measure {
 }
 
 impl Queues {
-    /// How much waits.
+    /// Returns the amount of all waiting work.
     pub(super) fn size(&self) -> Size {
         self.size
     }
 
-    /// How long a newcomer in `seat` would wait: no longer than for all that
-    /// is in its tier, nor than its own line takes on its share. Batch work
-    /// waits for everything.
+    /// Returns the predicted wait of a new request in `seat`. The wait is at most the work
+    /// of the whole tier, and at most the time that the own queue takes at the share of its
+    /// owner. Batch work waits for everything.
     pub(super) fn predicted_wait(&self, seat: &Seat) -> Duration {
         let all = self.tiers.get(&seat.tier).map_or(DeviceNanos::ZERO, |queue| queue.size.expected);
         let wait = match seat.tier {
@@ -84,15 +84,15 @@ impl Queues {
         Duration::from_nanos(wait.nanos())
     }
 
-    /// Puts a request at the end of its queue.
+    /// Adds a request at the end of its queue.
     pub(super) fn push(&mut self, queued: Queued) -> Ticket {
         self.last += 1;
         self.insert(self.last, queued);
         self.last
     }
 
-    /// A request has begun to start: it stays in the count and gives way to
-    /// nobody any more.
+    /// Marks a request as starting. The request still counts but can no longer be
+    /// displaced.
     pub(super) fn begin(&mut self, ticket: Ticket) {
         if let Some(Queued { seat, .. }) = self.all.get(&ticket)
             && let Some(tickets) = tickets_of(&mut self.tiers, seat)
@@ -101,7 +101,8 @@ impl Queues {
         }
     }
 
-    /// A request waits no more; one that had to give way is gone already.
+    /// Removes a request and returns it. Returns `None` if the request was displaced
+    /// before.
     pub(super) fn remove(&mut self, ticket: Ticket) -> Option<Queued> {
         let queued = self.all.remove(&ticket)?;
         let Queued { seat, size, .. } = &queued;
@@ -115,9 +116,9 @@ impl Queues {
         Some(queued)
     }
 
-    /// Makes room for a request of `size` in `seat` where no more than `most`
-    /// may wait; says whose requests went for it. `None`, and nobody goes, if
-    /// its own line is the longest.
+    /// Makes room for a request of `size` in `seat` under the bound `most`. Returns the
+    /// displaced requests. Returns `None` and displaces nothing if the own queue is the
+    /// longest.
     pub(super) fn make_room(
         &mut self,
         seat: &Seat,
@@ -127,6 +128,7 @@ impl Queues {
         let mut gone = Vec::new();
         while let Some(measure) = self.lacking(size, most) {
             let longest = self.longest(seat, size, measure);
+            // All or nothing: a request that is refused must displace no other.
             let Some((ticket, queued)) =
                 longest.and_then(|ticket| Some((ticket, self.remove(ticket)?)))
             else {
@@ -152,16 +154,17 @@ impl Queues {
         self.all.insert(ticket, queued);
     }
 
-    /// What there is too little room of.
+    /// Returns the measure that would exceed `most`.
     fn lacking(&self, size: &Size, most: &Size) -> Option<Measure> {
         [Measure::Requests, Measure::Tokens].into_iter().find(|measure| {
             measure.of(&self.size).saturating_add(measure.of(size)) > measure.of(most)
         })
     }
 
-    /// The newest of the longest line, if that is longer than the newcomer's
-    /// own would be.
+    /// Returns the newest request of the longest queue, if that queue would be longer than
+    /// the own queue of the new request.
     fn longest(&self, seat: &Seat, size: &Size, measure: Measure) -> Option<Ticket> {
+        // Lower tiers come last in the order, so the search starts there.
         let below = self.tiers.iter().rev().find(|(_, queue)| queue.size.requests > 0);
         let (tier, share_owners) = below.filter(|(tier, _)| **tier >= seat.tier)?;
         let same_tier = *tier == seat.tier;
@@ -174,8 +177,8 @@ impl Queues {
         if same_share_owner && !other { None } else { tenant.inner.last().copied() }
     }
 
-    /// How long a newcomer's own line takes on its part of its share_owner's share,
-    /// while all who wait now go on waiting.
+    /// Returns the time that the own queue of a new request takes at its share, assuming
+    /// that all other waiting requests stay.
     fn wait_on_share(&self, seat: &Seat) -> DeviceNanos {
         let Some(share_owners) = self.tiers.get(&seat.tier) else { return DeviceNanos::ZERO };
         let Some(share_owner) = share_owners.parts.get(&seat.share_owner) else {
@@ -185,6 +188,7 @@ impl Queues {
             return DeviceNanos::ZERO;
         };
         let own = u128::from(tenant.size.expected.nanos()) * share_owner.inner.weight;
+        // A tenant cannot wait longer than the whole queue of its share owner.
         let of_share_owner = own.min(u128::from(share_owner.size.expected.nanos()));
         let wait = of_share_owner * share_owners.weight / u128::from(share_owner.weight.max(1));
         DeviceNanos(wait.min(u128::from(u64::MAX)) as u64)
@@ -222,6 +226,7 @@ impl<T: Default> Queue<T> {
         let (after, weight) = (part.size, part.weight);
         self.size.subtract(size);
         self.measured(name, before, after);
+        // Empty sub-queues are dropped: the number of tenants has no bound.
         if after.requests == 0 {
             self.weight -= u128::from(weight);
             self.parts.remove(name);
@@ -234,6 +239,8 @@ impl<T: Default> Queue<T> {
                 Measure::Requests => &mut self.by_requests,
                 Measure::Tokens => &mut self.by_tokens,
             };
+            // The sets are ordered by length, so the old entry is removed before the new
+            // one is added.
             set.remove(&(measure.of(&before), name.clone()));
             if after.requests > 0 {
                 set.insert((measure.of(&after), name.clone()));
@@ -241,8 +248,8 @@ impl<T: Default> Queue<T> {
         }
     }
 
-    /// The longest part, and whether it is another than that of a newcomer
-    /// who would make its `own` longer by so much.
+    /// Returns the longest sub-queue, and true if it is not the one that the new request
+    /// would join. `own` is the name of that one and the amount to add.
     fn longest(
         &self,
         own: Option<(&Name, usize)>,
@@ -307,7 +314,8 @@ mod tests {
     use super::*;
     use crate::schedule::SchedulePolicy;
 
-    /// Four tenants with shares of their own, two of one pool, one in batch.
+    /// Four tenants with shares of their own, two tenants of one pool, and one tenant in
+    /// the batch tier.
     fn seat(number: u32) -> Seat {
         let caller = Caller {
             tenant: TenantId::new(&format!("tenant-{number}")).expect("a name"),
@@ -327,7 +335,7 @@ mod tests {
         (RequestId::new(&format!("req-{number}")).expect("a name"), 0)
     }
 
-    /// What waits of each, as [`Queues`] should know it.
+    /// An entry that [`Queues`] must hold.
     struct Known {
         ticket: Ticket,
         tokens: usize,

@@ -1,4 +1,4 @@
-//! What is submitted to the engine and how it answers.
+//! Submissions to the engine, and the results that a sink receives.
 
 use std::time::Duration;
 
@@ -9,145 +9,145 @@ use crate::schedule::Tier;
 
 /// One attempt at one request.
 pub struct Submission {
-    /// The request.
+    /// Id of the request.
     pub request: RequestId,
-    /// Which placement of it; with the id it names what is cancelled and billed.
+    /// Number of the attempt. Together with the request's id it names the run that is
+    /// cancelled and billed.
     pub attempt: u32,
-    /// Who pays.
+    /// Tenant and key that pay.
     pub caller: Caller,
-    /// The pool on whose share of the device it runs; without one, it is the
-    /// tenant's own.
+    /// Pool that owns the share of the device. Without a pool the tenant owns it.
     pub pool: Option<PoolName>,
-    /// The class it runs in.
+    /// Class of service.
     pub tier: Tier,
-    /// The weight of that share, above 0: the pool's or the tenant's.
+    /// Weight of the share, above 0: that of the pool or of the tenant.
     pub weight: f64,
-    /// Token ids of each prompt, none of them empty.
+    /// Token ids of each prompt. No prompt is empty.
     pub prompts: Vec<Vec<u32>>,
-    /// n: choices for each prompt; choice index = prompt * n + i.
+    /// n: choices for each prompt. Choice i of a prompt has the index prompt * n + i.
     pub choices: u32,
-    /// Tokens generated at most, for each choice. 0 reads the prompt only.
+    /// Largest number of tokens to generate for each choice. 0 only reads the prompt.
     pub max_tokens: u32,
-    /// How tokens are drawn.
+    /// Parameters of sampling.
     pub sampling: SamplingParams,
-    /// Reference cost that the request may never exceed; it ends with
-    /// [`FinishReason::Length`] before the step that would.
+    /// Largest reference cost of the request. The request ends with
+    /// [`FinishReason::Length`] before the step that would exceed it.
     pub budget: Option<DeviceNanos>,
-    /// How long it may wait before it starts; refused after that.
+    /// Longest wait before the request starts. After that the request is refused.
     pub queue_deadline: Duration,
-    /// Log-probabilities of the prompts' tokens too.
+    /// True if log-probabilities of the prompts' tokens are wanted.
     pub echo_logprobs: bool,
-    /// Who hears of it.
+    /// Receiver of the results.
     pub sink: Box<dyn TokenSink>,
 }
 
-/// A client's request id and the number of the attempt.
+/// The id of a request and the number of the attempt.
 pub(super) type RequestKey = (RequestId, u32);
 
-/// Hears what becomes of one submission: for each choice its tokens in order,
-/// then `finished`; `done` once at the very end, or `done` alone with a refusal.
+/// Receiver of the results of one submission. Each choice gets its tokens in order and then
+/// `finished`. `done` comes once at the very end, or alone with a refusal.
 ///
-/// Called on the engine's thread, between steps: it must never block. After
-/// `done` it is dropped. If it is dropped without `done`, the engine itself
-/// broke down.
+/// The engine's thread calls the sink between steps, so no method may block. The engine
+/// drops the sink after `done`. A sink that is dropped without `done` means that the engine
+/// itself failed.
 pub trait TokenSink: Send {
-    /// The prompt's own log-probabilities, once for each prompt before its
-    /// first token, when they were asked for. The first token of a prompt has
-    /// nothing before it and so no entry: entry 0 is the prompt's token 1.
+    /// Receives the log-probabilities of a prompt, once before its first token, if they
+    /// were requested. The first token of a prompt has no entry, because no token comes
+    /// before it: entry 0 belongs to token 1 of the prompt.
     fn prompt_logprobs(&mut self, prompt: u32, logprobs: Vec<PromptLogprob>);
 
-    /// One token of a choice. [`Flow::Stop`] ends that choice with
+    /// Receives one token of a choice. Returning [`Flow::Stop`] ends the choice with
     /// [`FinishReason::Stop`].
     fn token(&mut self, choice: u32, token: GeneratedToken) -> Flow;
 
-    /// A choice ended; no more tokens of it come.
+    /// Receives the end of a choice. No more tokens of the choice follow.
     fn finished(&mut self, choice: u32, reason: FinishReason, completion_tokens: u32);
 
-    /// The request ended; nothing more comes.
+    /// Receives the end of the request. Nothing follows.
     fn done(&mut self, outcome: RequestOutcome);
 }
 
-/// A token as it was drawn.
+/// A generated token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GeneratedToken {
-    /// Its id.
+    /// Id of the token.
     pub token: u32,
-    /// Whether it is an end token: counted, but no text.
+    /// True for an end token, which is counted but has no text.
     pub end: bool,
-    /// Log-probabilities, when they were asked for.
+    /// Log-probabilities, if they were requested.
     pub logprobs: Option<TokenLogprobs>,
-    /// Attributed device time of the whole request up to and with this step.
+    /// Attributed device time of the whole request up to this step, this step included.
     pub attributed: DeviceNanos,
-    /// Reference cost of the whole request up to and with this step.
+    /// Reference cost of the whole request up to this step, this step included.
     pub reference: DeviceNanos,
 }
 
-/// How likely a token of the prompt was after those before it.
+/// The probability of a token of the prompt, given the tokens before it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PromptLogprob {
-    /// The prompt's token.
+    /// Id of the token.
     pub token: u32,
-    /// Its log-probability and the likeliest in its place.
+    /// Log-probability of the token, and the most likely tokens at its position.
     pub logprobs: TokenLogprobs,
 }
 
-/// Whether a choice goes on.
+/// The sink's answer to a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flow {
-    /// More, please.
+    /// The choice continues.
     Continue,
-    /// A stop string was met.
+    /// The text contains a stop string; the choice ends.
     Stop,
 }
 
-/// How a request ended.
+/// The outcome of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RequestOutcome {
-    /// It ran, and every choice has its reason.
+    /// The request ran, and every choice has a finish reason.
     Finished {
-        /// What the device did for it.
+        /// Work that the device did for the request.
         usage: Usage,
-        /// Where its time went.
+        /// Time spent in each stage.
         stages: Stages,
     },
-    /// Nothing was computed and nothing is charged.
+    /// The request did not run. Nothing is charged.
     Refused(Refusal),
 }
 
-/// Why a request was not run.
+/// The refusal of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// The kind of reason.
+    /// Kind of the refusal.
     pub reason: RefusedReason,
-    /// When it may be worth trying again, if known.
+    /// Time after which a retry may succeed, if known.
     pub retry_after: Option<Duration>,
-    /// A sentence for the client.
+    /// Sentence for the client.
     pub message: String,
 }
 
 /// The kinds of refusal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RefusedReason {
-    /// The queue is full, and the longest line in it was its own.
+    /// The queue is full, and the request's own queue is the longest.
     Overloaded,
-    /// It waited, or would wait, past its deadline.
+    /// The request waited past its deadline, or would have to.
     Deadline,
-    /// The worker takes nothing new.
+    /// The worker accepts no new requests.
     Draining,
-    /// It does not fit the model.
+    /// The request does not fit the model.
     Invalid,
-    /// Its budget does not cover the prompt and a first token of each choice.
+    /// The budget does not cover the prompt and the first token of each choice.
     Budget,
 }
 
-/// Why a request is cancelled.
+/// The reason for a cancellation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CancelReason {
-    /// The client left or cancelled.
+    /// The client disconnected or cancelled the request.
     Client,
     /// The deadline of the whole request passed.
     Deadline,
-    /// Who asked for it is gone without a word: no fault of the tenant's.
+    /// The gateway disappeared. The tenant is not at fault.
     Fault,
 }
 
@@ -161,54 +161,54 @@ impl From<CancelReason> for FinishReason {
     }
 }
 
-/// Device-side stages of a request, host time in nanoseconds: until it was
-/// first scheduled, until its first token, until its end.
+/// Time in each stage of a request, in nanoseconds of host time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stages {
-    /// From arrival at the engine to its first place in the batch.
+    /// From arrival at the engine to the first place in the batch.
     pub queue_ns: u64,
-    /// From there to the first token (or the end, if none came).
+    /// From there to the first token, or to the end if no token came.
     pub prefill_ns: u64,
     /// From the first token to the end.
     pub decode_ns: u64,
-    /// What data took to the device and back in the steps that it was in, all
-    /// of each: within prefill and decode. `None` where the device is the host.
+    /// Transfer times between host and device, summed over the steps that the request was
+    /// in, each step in full. The time is part of prefill and decode. `None` if the device
+    /// is the host itself.
     pub transfers: Option<Transfers>,
 }
 
-/// Why [`EngineHandle::submit`](crate::EngineHandle::submit) took nothing. The
-/// sink is dropped unused.
+/// The reason for which [`EngineHandle::submit`](crate::EngineHandle::submit) refused a
+/// submission. The sink is dropped without a call.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SubmitError {
     /// A bounded queue is full.
     #[error("the worker's queue is full")]
     Full {
-        /// How long what waits of its own should take.
+        /// Predicted time until the requester's own waiting work is done.
         predicted: Duration,
     },
-    /// The engine finishes what it has and takes nothing new.
+    /// The engine is finishing its work and accepts no new requests.
     #[error("the worker is draining")]
     Draining,
     /// The engine has ended.
     #[error("the worker's engine has stopped")]
     Stopped,
-    /// The queue is so long that it would wait past its deadline.
+    /// The predicted wait exceeds the deadline.
     #[error("the predicted wait of {} ms exceeds the deadline", predicted.as_millis())]
     Deadline {
-        /// The predicted wait.
+        /// Predicted wait.
         predicted: Duration,
     },
-    /// The budget does not cover the prompt and a first token of each choice.
+    /// The budget does not cover the prompt and the first token of each choice.
     #[error(
         "the budget of {budget} does not cover the {needed} that the prompt and a first token cost"
     )]
     Budget {
-        /// What may be spent, reference cost.
+        /// Budget, as reference cost.
         budget: DeviceNanos,
-        /// What is needed at least, reference cost.
+        /// Least reference cost of the request.
         needed: DeviceNanos,
     },
-    /// It can never run here.
+    /// The request can never run on this engine. The text says why.
     #[error("{0}")]
     Invalid(String),
 }

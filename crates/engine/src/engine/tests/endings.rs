@@ -220,7 +220,7 @@ fn what_can_never_run_is_refused_at_the_door() {
     }
     bench.submit(ask(1, &[1], 1));
     let twice = bench.handle.submit(ask(1, &[1], 1).0).expect_err("it is here already");
-    assert_eq!(twice.to_string(), "request req-1 attempt 0 is already here");
+    assert_eq!(twice.to_string(), "request req-1 attempt 0 is already in the engine");
 }
 
 #[test]
