@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 use tollgate_domain::CostTable;
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
 use tollgate_engine::backend::cuda::{
-    self, CodeFolders, CudaBackend, CudaError, CudaOptions, KernelChoice, Launches, Wanted,
+    self, CodeFolders, CudaBackend, CudaError, CudaOptions, DeviceSelector, KernelChoice, Launches,
 };
 use tollgate_engine::backend::synthetic::{
     Pace, SyntheticBackend, SyntheticOptions, SyntheticText,
@@ -115,8 +115,8 @@ pub(crate) fn load(options: &WorkerOptions) -> Result<Loaded, WorkerError> {
 fn on_device(files: &ModelFiles, options: &WorkerOptions) -> Result<Claimed, WorkerError> {
     let (wanted, or_cpu) = match &options.device {
         DeviceChoice::Cpu => return cpu(files, options),
-        DeviceChoice::Auto => (Wanted::First, true),
-        DeviceChoice::Cuda(None) => (Wanted::First, false),
+        DeviceChoice::Auto => (DeviceSelector::First, true),
+        DeviceChoice::Cuda(None) => (DeviceSelector::First, false),
         DeviceChoice::Cuda(Some(name)) => (name.parse().map_err(WorkerError::Device)?, false),
     };
     match cuda(files, options, &wanted) {
@@ -134,14 +134,14 @@ fn on_device(files: &ModelFiles, options: &WorkerOptions) -> Result<Claimed, Wor
 fn cuda(
     files: &ModelFiles,
     options: &WorkerOptions,
-    wanted: &Wanted,
+    wanted: &DeviceSelector,
 ) -> Result<Claimed, WorkerError> {
-    let uuid = cuda::find(wanted).map_err(CudaError::Absent)?;
+    let uuid = cuda::find_device(wanted).map_err(CudaError::NoDevice)?;
     let card = Some(claim(&uuid, options)?);
     let program = std::env::current_exe().ok();
     let beside = program.as_deref().and_then(Path::parent).map(|folder| folder.join("kernels"));
     let cuda = CudaOptions {
-        wanted: Wanted::Uuid(uuid),
+        device: DeviceSelector::Uuid(uuid),
         memory_share: f64::from(options.gpu_memory_percent) / 100.0,
         step_tokens: options.step_tokens,
         folders: CodeFolders {

@@ -1,10 +1,10 @@
-//! The seam between the scheduler and a device: one ragged step of a model's
+//! The interface between the scheduler and a device: one ragged step of a model's
 //! forward pass over a paged KV cache.
 //!
-//! The engine's thread owns a backend and calls it step by step. A backend
-//! knows tokens, positions and KV blocks; it knows no request and no tenant.
-//! It never allocates on the path of a step once it is warm, and a step that
-//! it refuses has changed nothing.
+//! The engine's thread owns a backend and runs it step by step. A backend knows tokens,
+//! positions and KV blocks; it knows no requests and no tenants. After the first steps
+//! a backend allocates no memory during a step. A step that a backend refuses changes
+//! nothing.
 
 pub mod cpu;
 pub mod cuda;
@@ -19,154 +19,160 @@ use crate::sample::{
     SampledToken, Sampler, SamplingParams, SamplingPoint, TokenCounts, token_logprobs,
 };
 
-/// Tokens that one KV block holds.
+/// The number of tokens that one KV block holds.
 pub const BLOCK_TOKENS: u32 = 16;
 
 /// A model on a device.
 pub trait Backend: Send {
-    /// What the model looks like from outside.
+    /// Returns the model's dimensions, as far as callers need them.
     fn shape(&self) -> &ModelShape;
 
-    /// What it runs on.
+    /// Returns a description of the device.
     fn device(&self) -> &DeviceInfo;
 
-    /// KV blocks in the pool: ids are `0..kv_blocks()`. Fixed for life.
+    /// Returns the number of KV blocks in the pool. Block ids are `0..kv_blocks()`. The
+    /// number never changes.
     fn kv_blocks(&self) -> u32;
 
-    /// The most that one step may ask for. Fixed for life.
+    /// Returns the most that one step may ask for. The limits never change.
     fn limits(&self) -> StepLimits;
 
-    /// Copies the keys and values of every layer of block `from` into `to`.
+    /// Copies the keys and values of every layer of block `from` into block `to`.
     ///
     /// # Panics
-    /// If either is not below [`Backend::kv_blocks`].
+    /// If either id is not below [`Backend::kv_blocks`].
     fn copy_block(&mut self, from: u32, to: u32);
 
-    /// Begins one step: feeds every span's tokens, writes their keys and
-    /// values, and fills `output` with what the plan wants, here or at the
-    /// latest when the step is [finished](Self::finish).
+    /// Begins one step: feeds every span's tokens to the model and writes their keys
+    /// and values. The backend fills `output` with the results of the plan before the
+    /// step is [finished](Self::finish).
     ///
     /// # Errors
-    /// [`BackendError::Plan`] or [`BackendError::Sample`] when the plan breaks a
-    /// rule of [`Span`], [`SampleRequest`] or [`StepLimits`], before anything ran;
-    /// [`BackendError::Device`] when the device failed, after which the
-    /// backend is not to be used again.
+    /// [`BackendError::Plan`] or [`BackendError::Sample`] if the plan breaks a rule of
+    /// [`Span`], [`SampleRequest`] or [`StepLimits`]; nothing ran in this case.
+    /// [`BackendError::Device`] if the device failed; the backend must not be used
+    /// again.
     fn begin(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError>;
 
-    /// Waits for the first step that was begun and not finished; `output` is
-    /// the one that it was begun with.
+    /// Waits for the oldest step that was begun and not finished. `output` must be the
+    /// one that was passed to [`Self::begin`] for this step.
     ///
     /// # Errors
-    /// [`BackendError::Device`], as there.
+    /// [`BackendError::Device`] if the device failed; the backend must not be used
+    /// again.
     fn finish(&mut self, output: &mut StepOutput) -> Result<(), BackendError> {
-        let _ = output; // it was whole when the step had begun
+        let _ = output; // `begin` has filled it already
         Ok(())
     }
 
-    /// Runs one step to its end.
+    /// Runs one step from begin to end.
     ///
     /// # Errors
-    /// As [`Self::begin`].
+    /// The same errors as [`Self::begin`].
     fn step(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError> {
         self.begin(plan, output)?;
         self.finish(output)
     }
 
-    /// Whether one more step may begin before the last is finished, and may be
-    /// [fed](StepPlan::token_feedback) with what that one draws.
+    /// Returns true if one more step may begin before the previous step is finished.
+    /// That step may take samples of the previous step as its
+    /// [input](StepPlan::token_feedback).
     fn runs_ahead(&self) -> bool {
         false
     }
 
-    /// The calling thread is the one that runs every step from here on.
+    /// Tells the backend that the calling thread will run every further step.
     fn enter(&mut self) {}
 
-    /// Waits until the device is this backend's to use. Called before a step,
-    /// outside its time: where nobody else uses the device there is nothing to
-    /// do.
+    /// Waits until this backend may use the device. The engine calls it before a step,
+    /// outside the step's time. A backend that shares its device with no other process
+    /// has nothing to do.
     ///
     /// # Errors
-    /// [`BackendError::Device`] when it cannot be had any more.
+    /// [`BackendError::Device`] if the device is no longer available.
     fn acquire(&mut self) -> Result<(), BackendError> {
         Ok(())
     }
 
-    /// A step took `busy`, from the decision to the last token; another may
-    /// follow at once.
+    /// Tells the backend that a step took `busy`, from the scheduling decision to the
+    /// last token, and that another step may follow at once.
     fn stepped(&mut self, busy: Duration) {
         let _ = busy;
     }
 
-    /// No step follows until there is work again: others may use the device.
+    /// Tells the backend that no step follows until there is new work. Other processes
+    /// may use the device in the meantime.
     fn release(&mut self) {}
 }
 
-/// One step: the new tokens of each sequence in it.
+/// The plan of one step: the new tokens of each sequence in the step.
 #[derive(Clone, Copy, Debug)]
 pub struct StepPlan<'a> {
-    /// In any order. No two spans may write to the same KV block.
+    /// The spans, in any order. No two spans may write to the same KV block.
     pub spans: &'a [Span<'a>],
-    /// What its rows of logits are wanted for.
+    /// The results that the step must produce from its rows of logits.
     pub results: Results<'a>,
-    /// Empty; or for each span, which has one token then, the draw of the step
-    /// before that this token is: what the span says of it is not read.
+    /// Empty, or one entry for each span: the index of a sample of the previous step.
+    /// That sample's token becomes the span's single input token, and the backend
+    /// ignores the token in [`Span::tokens`].
     pub token_feedback: &'a [u32],
 }
 
-/// What a step's rows of logits are wanted for.
+/// The results that a step produces from its rows of logits.
 #[derive(Clone, Copy, Debug)]
 pub enum Results<'a> {
-    /// Themselves.
+    /// The rows of logits themselves.
     Logits,
-    /// Tokens, drawn where the rows are: at most [`StepLimits::samples`].
+    /// Tokens that the device samples from the rows, at most [`StepLimits::samples`].
     Samples(&'a [SampleRequest<'a>]),
 }
 
-/// A token that is wanted of a row of logits.
+/// A request for one token from a row of logits.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleRequest<'a> {
-    /// The row, in the order of the spans and, within one, of tokens.
+    /// Index of the row. Rows are counted in the order of the spans and, within a span,
+    /// of its tokens.
     pub row: u32,
-    /// How it is drawn and what is told of it.
+    /// The sampling parameters, which also say whether log-probabilities are reported.
     pub params: &'a SamplingParams,
-    /// Which it is.
+    /// The token to take from the row.
     pub token: SampleTarget<'a>,
 }
 
-/// Which token is wanted of a row.
+/// The token to take from a row of logits.
 #[derive(Clone, Copy, Debug)]
 pub enum SampleTarget<'a> {
-    /// The one that stands there: its log-probabilities are wanted.
+    /// A token that is already known. Only its log-probability is computed.
     Given(u32),
-    /// The next one of a choice.
+    /// The next token of a choice, which is sampled.
     Next {
-        /// Where in the choice.
+        /// The state of the choice at this token.
         point: SamplingPoint<'a>,
-        /// The draw of the step before that belongs to the choice and that its
-        /// counts do not know yet.
+        /// Index of the previous step's sample that belongs to this choice and is not
+        /// yet part of the counts in `point`.
         pending: Option<u32>,
     },
 }
 
-/// New tokens of one sequence.
+/// The new tokens of one sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct Span<'a> {
-    /// The tokens, at least one, each below [`ModelShape::vocabulary`].
+    /// The tokens: at least one, each below [`ModelShape::vocabulary`].
     pub tokens: &'a [u32],
-    /// Position of `tokens[0]`: how many tokens are in the KV cache already.
-    /// `start + tokens.len()` is at most [`ModelShape::context`].
+    /// Position of `tokens[0]`, which is also the number of tokens already in the KV
+    /// cache. `start + tokens.len()` is at most [`ModelShape::context`].
     pub start: u32,
-    /// The sequence's KV blocks in order of position, [`BLOCK_TOKENS`] each;
-    /// they cover at least `start + tokens.len()` tokens.
+    /// The sequence's KV blocks in order of position, [`BLOCK_TOKENS`] tokens each. The
+    /// blocks cover at least `start + tokens.len()` tokens.
     pub blocks: &'a [u32],
-    /// Which of its tokens want logits.
+    /// The tokens that produce a row of logits.
     pub logits: LogitRows,
 }
 
-/// Which tokens of a span want logits.
+/// The tokens of a span that produce a row of logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogitRows {
-    /// None: a chunk of prefill that is not the last.
+    /// No token, as in every chunk of a prefill but the last.
     None,
     /// The last token only: one row.
     Last,
@@ -174,10 +180,12 @@ pub enum LogitRows {
     All,
 }
 
-/// What a step computed. Keep it between steps: its memory is reused.
+/// The results of a step. Callers keep one and pass it again, so that its memory is
+/// reused.
 #[derive(Debug, Default)]
 pub struct StepOutput {
-    /// Only ever grows; what lies behind the rows is left over.
+    /// Rows of logits. The vector only grows; elements after the last row are left over
+    /// from earlier steps.
     logits: Vec<f32>,
     rows: usize,
     vocabulary: usize,
@@ -196,60 +204,60 @@ pub struct StepLimits {
     pub logit_rows: u32,
 }
 
-/// What a model looks like from outside.
+/// The dimensions and the identity of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelShape {
     /// Tokens that one sequence may hold, prompt and completion together.
     pub context: u32,
-    /// Width of a row of logits: token ids are below it.
+    /// Elements of a row of logits. Every token id is below this number.
     pub vocabulary: u32,
-    /// Transformer layers.
+    /// Number of transformer layers.
     pub layers: u32,
-    /// Attention heads of the queries.
+    /// Number of query heads.
     pub heads: u32,
-    /// Attention heads of keys and values.
+    /// Number of key and value heads.
     pub kv_heads: u32,
     /// Elements of one head.
     pub head_dim: u32,
-    /// Bytes of K and V over all layers for one token of context, as this
+    /// Bytes of keys and values over all layers for one token of context, as this
     /// backend stores them.
     pub kv_bytes_per_token: u64,
     /// Tokens that end a completion, in the order of the model's own files.
     pub end_tokens: Vec<u32>,
-    /// Hex SHA-256 over config and weights.
+    /// SHA-256 over the configuration and the weights, in hex.
     pub hash: String,
 }
 
-/// What a backend runs on.
+/// A description of a backend's device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// Devices of one class have comparable time.
+    /// The device's class. Times of devices of one class are comparable.
     pub class: DeviceClass,
-    /// For people.
+    /// The device's name, for people.
     pub name: String,
-    /// The device's own identity; empty on a CPU.
+    /// The device's UUID; empty on a CPU.
     pub uuid: String,
-    /// Threads that compute; 0 where the word means nothing.
+    /// Threads that compute; 0 for devices without host threads.
     pub threads: u32,
 }
 
-/// Why a step did not run.
+/// The reasons why a step did not run.
 #[derive(Debug, thiserror::Error)]
 pub enum BackendError {
-    /// The plan is malformed: a mistake of the scheduler. Nothing ran.
+    /// The plan is malformed, which is a mistake of the scheduler. Nothing ran.
     #[error("span {span}: {reason}")]
     Plan {
         /// Index of the offending span.
         span: usize,
-        /// What is wrong with it.
+        /// The broken rule.
         reason: PlanFault,
     },
-    /// A draw is malformed: a mistake of the scheduler. Nothing ran.
+    /// A sample request is malformed, which is a mistake of the scheduler. Nothing ran.
     #[error("sample {sample}: {reason}")]
     Sample {
         /// Index of the offending sample.
         sample: usize,
-        /// What is wrong with it.
+        /// The broken rule.
         reason: SampleFault,
     },
     /// The device failed in the middle of a step.
@@ -257,100 +265,100 @@ pub enum BackendError {
     Device(String),
 }
 
-/// What is wrong with a plan.
+/// The rules that a plan can break.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlanFault {
     /// A span without tokens.
     #[error("no tokens")]
     Empty,
-    /// A token id that the model has no row for.
+    /// A token id outside the model's vocabulary.
     #[error("token {token} is not below the vocabulary of {vocabulary}")]
     Token {
-        /// The token.
+        /// The token id.
         token: u32,
-        /// Its bound.
+        /// The size of the vocabulary.
         vocabulary: u32,
     },
-    /// The span ends behind the model's context.
+    /// A span that ends past the model's context.
     #[error("it ends at token {end}, past the context of {context} tokens")]
     Context {
         /// Tokens in the KV cache after the span.
         end: u64,
-        /// The bound.
+        /// Tokens that the context holds.
         context: u32,
     },
-    /// The block table does not cover the span.
+    /// A block table that does not cover its span.
     #[error("{blocks} KV blocks do not cover {end} tokens")]
     BlocksShort {
-        /// Blocks given.
+        /// Number of blocks in the table.
         blocks: usize,
-        /// Tokens to cover.
+        /// Tokens that the table must cover.
         end: u64,
     },
     /// A block id outside the pool.
     #[error("KV block {block} is not below the pool of {pool}")]
     Block {
-        /// The block.
+        /// The block id.
         block: u32,
-        /// The pool's size.
+        /// Number of blocks in the pool.
         pool: u32,
     },
-    /// Two spans, or one twice, write to the same KV block.
+    /// A KV block that two spans write to, or that one span writes to twice.
     #[error("KV block {block} is written twice in one step")]
     BlockShared {
-        /// The block.
+        /// The block id.
         block: u32,
     },
-    /// More tokens than [`StepLimits::tokens`] up to and with this span.
+    /// More tokens than [`StepLimits::tokens`], counted up to this span.
     #[error("more than {limit} tokens in one step")]
     TooManyTokens {
-        /// The bound.
+        /// The limit that was exceeded.
         limit: u32,
     },
-    /// A span that is fed by the step before, and has not just one token; or
-    /// not every span is.
+    /// Token feedback for a span with more than one token, or not exactly one entry for
+    /// each span.
     #[error("token feedback needs one entry for each span, and one token in each span")]
     Feedback,
-    /// More rows than [`StepLimits::logit_rows`] up to and with this span.
+    /// More rows than [`StepLimits::logit_rows`], counted up to this span.
     #[error("more than {limit} rows of logits in one step")]
     TooManyRows {
-        /// The bound.
+        /// The limit that was exceeded.
         limit: u32,
     },
 }
 
-/// What is wrong with a draw.
+/// The rules that a sample request can break.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SampleFault {
     /// A row that the step does not have.
     #[error("row {row} is not below the step's {rows} rows")]
     Row {
-        /// The row.
+        /// Index of the row.
         row: u32,
-        /// Rows of the step.
+        /// Number of rows in the step.
         rows: usize,
     },
-    /// More than [`StepLimits::samples`].
+    /// More samples than [`StepLimits::samples`].
     #[error("more than {limit} samples in one step")]
     TooMany {
-        /// The bound.
+        /// The limit that was exceeded.
         limit: u32,
     },
-    /// A draw of the step before that there was not.
+    /// A reference to a sample that the previous step did not have.
     #[error("the previous step had only {samples} samples")]
     Previous {
-        /// How many it had.
+        /// Number of samples in the previous step.
         samples: usize,
     },
 }
 
 impl Span<'_> {
-    /// Tokens in the KV cache once the span has run.
+    /// Returns the number of tokens in the KV cache after the span has run.
     pub fn end(&self) -> u64 {
         u64::from(self.start) + self.tokens.len() as u64
     }
 
-    /// Rows of logits that it asks for.
+    /// Returns the number of rows of logits that the span produces.
     pub fn rows(&self) -> usize {
         match self.logits {
             LogitRows::None => 0,
@@ -361,28 +369,29 @@ impl Span<'_> {
 }
 
 impl StepLimits {
-    /// Draws over all rows: one of each, and one more for every sequence.
+    /// Returns the most samples of one step: one for each row, and one more for each
+    /// sequence.
     pub fn samples(&self) -> u32 {
         2 * self.logit_rows
     }
 }
 
 impl<'a> StepPlan<'a> {
-    /// A plan whose rows of logits are wanted themselves.
+    /// Builds a plan that returns its rows of logits.
     pub fn logits(spans: &'a [Span<'a>]) -> Self {
         Self { spans, results: Results::Logits, token_feedback: &[] }
     }
 
-    /// A plan of which tokens are wanted.
+    /// Builds a plan that samples tokens.
     pub fn samples(spans: &'a [Span<'a>], samples: &'a [SampleRequest<'a>]) -> Self {
         Self { spans, results: Results::Samples(samples), token_feedback: &[] }
     }
 
-    /// Checks the plan against every rule that [`Span`] and [`StepLimits`]
-    /// state and that can be seen from one span at a time.
+    /// Checks every rule of [`Span`] and [`StepLimits`] that concerns a single span.
     ///
     /// # Errors
-    /// [`BackendError::Plan`] with the first offending span.
+    /// [`BackendError::Plan`] with the first offending span, or
+    /// [`BackendError::Sample`].
     pub fn check(
         &self,
         shape: &ModelShape,
@@ -402,11 +411,16 @@ impl<'a> StepPlan<'a> {
                 })
                 .map_err(|reason| BackendError::Plan { span: index, reason })?;
         }
+        // The limits are u32, so the sums that passed fit into usize.
         self.check_samples(rows as usize, limits)?;
+        // Feedback replaces a span's token. A span with more tokens would need an entry
+        // for each.
         let can_be_fed = |span: &Span<'_>| span.tokens.len() == 1;
         let unfed = match self.token_feedback.len() {
             0 => None,
             fed if fed == self.spans.len() => self.spans.iter().position(|span| !can_be_fed(span)),
+            // A wrong number of entries is reported at the first span without a
+            // partner.
             fed => Some(fed.min(self.spans.len())),
         };
         match unfed {
@@ -422,6 +436,7 @@ impl<'a> StepPlan<'a> {
             let reason = SampleFault::TooMany { limit: most };
             return Err(BackendError::Sample { sample: most as usize, reason });
         }
+        // Backends index rows with this number, on a GPU without a bounds check.
         match (0..).zip(samples).find(|(_, sample)| sample.row as usize >= rows) {
             Some((sample, &SampleRequest { row, .. })) => {
                 Err(BackendError::Sample { sample, reason: SampleFault::Row { row, rows } })
@@ -430,8 +445,8 @@ impl<'a> StepPlan<'a> {
         }
     }
 
-    /// Checks that every draw of the step before that this one speaks of is
-    /// one of its `before`.
+    /// Checks that every reference to a sample of the previous step is below
+    /// `previous`, the number of samples of that step.
     ///
     /// # Errors
     /// [`BackendError::Sample`] otherwise.
@@ -447,7 +462,7 @@ impl<'a> StepPlan<'a> {
 }
 
 impl<'a> Results<'a> {
-    /// The draws that are wanted.
+    /// Returns the requested samples; empty if the rows themselves are the result.
     pub fn samples(self) -> &'a [SampleRequest<'a>] {
         match self {
             Self::Logits => &[],
@@ -457,7 +472,7 @@ impl<'a> Results<'a> {
 }
 
 impl SampleTarget<'_> {
-    /// The first token of a choice, of any seed: for who measures.
+    /// Returns the first token of a choice with seed 0, for measurements.
     pub fn first() -> Self {
         Self::Next {
             point: SamplingPoint { seed: 0, position: 0, counts: &NO_COUNTS },
@@ -467,7 +482,8 @@ impl SampleTarget<'_> {
 }
 
 impl SampleRequest<'_> {
-    /// The draw of the step before whose token its counts do not know.
+    /// Returns the index of the previous step's sample that the counts do not include
+    /// yet.
     pub fn pending(&self) -> Option<u32> {
         match self.token {
             SampleTarget::Given(_) => None,
@@ -500,12 +516,12 @@ impl Span<'_> {
 }
 
 impl StepOutput {
-    /// Rows of logits, in the order of the spans and, within one, of tokens.
+    /// Returns the number of rows of logits.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Logits of row `row`, one for each token of the vocabulary.
+    /// Returns row `row` of the logits, one element for each token of the vocabulary.
     ///
     /// # Panics
     /// If `row` is not below [`StepOutput::rows`].
@@ -514,28 +530,28 @@ impl StepOutput {
         &self.logits[row * self.vocabulary..][..self.vocabulary]
     }
 
-    /// What was drawn, in the order of the plan's draws; `None` where a row
-    /// had nothing to draw from.
+    /// Returns the sampled tokens in the order of the plan's requests. An entry is
+    /// `None` if its row had no finite logit.
     pub fn sampled(&self) -> &[Option<SampledToken>] {
         &self.sampled
     }
 
-    /// As [`Self::drawn`], taken away.
+    /// Removes and returns the sampled tokens, in the order of [`Self::sampled`].
     pub fn take_sampled(&mut self) -> impl Iterator<Item = Option<SampledToken>> + '_ {
         self.sampled.drain(..)
     }
 
-    /// Says what was drawn: for a backend that draws by itself.
+    /// Stores sampled tokens. Backends that sample on the device call this method.
     pub fn set_sampled(&mut self, sampled: impl IntoIterator<Item = Option<SampledToken>>) {
         self.sampled.clear();
         self.sampled.extend(sampled);
     }
 
-    /// Draws from the rows what the plan wants: for a backend whose rows are
-    /// here, once they are whole.
+    /// Samples the plan's tokens from the rows. Backends whose rows are in host memory
+    /// call this method after all rows are written.
     ///
     /// # Panics
-    /// If the plan is fed by a step before, which no such backend can have.
+    /// If the plan has token feedback, which such a backend does not support.
     pub fn sample(&mut self, plan: &StepPlan<'_>) {
         assert!(
             plan.token_feedback.is_empty(),
@@ -560,30 +576,32 @@ impl StepOutput {
         ));
     }
 
-    /// How long the device worked on the step, by its own clock; `None` where
-    /// the device is the thread that called, whose clock the caller has.
+    /// Returns the device's own measurement of the step's time. `None` if the calling
+    /// thread is the device; the caller's clock then measures the step.
     pub fn device_time(&self) -> Option<DeviceNanos> {
         self.device_time
     }
 
-    /// Says how long the device worked: for a backend, after [`StepOutput::reset`].
+    /// Stores the device's time. Backends call this method after [`StepOutput::reset`].
     pub fn set_device_time(&mut self, time: DeviceNanos) {
         self.device_time = Some(time);
     }
 
-    /// How long the step's data took to the device and back, by its own clock;
-    /// `None` where the device is the host. Part of [`StepOutput::device_time`].
+    /// Returns the time of the step's transfers to and from the device, by the device's
+    /// clock. `None` if the device is the host. The time is part of
+    /// [`StepOutput::device_time`].
     pub fn transfers(&self) -> Option<Transfers> {
         self.transfers
     }
 
-    /// Says how long they took: for a backend, after [`StepOutput::reset`].
+    /// Stores the transfer times. Backends call this method after
+    /// [`StepOutput::reset`].
     pub fn set_transfers(&mut self, transfers: Transfers) {
         self.transfers = Some(transfers);
     }
 
-    /// Makes room for `rows` rows of `vocabulary` logits and hands it out for
-    /// a backend to overwrite. What it holds before that is unspecified.
+    /// Makes room for `rows` rows of `vocabulary` logits and returns it for a backend
+    /// to overwrite. The content is unspecified before that.
     pub fn reset(&mut self, rows: usize, vocabulary: usize) -> &mut [f32] {
         self.device_time = None;
         self.sampled.clear();
@@ -591,6 +609,7 @@ impl StepOutput {
         let elements = rows * vocabulary;
         self.vocabulary = vocabulary;
         self.rows = rows;
+        // Shrinking and growing again would clear the memory each time.
         if self.logits.len() < elements {
             self.logits.resize(elements, 0.0);
         }
@@ -599,7 +618,7 @@ impl StepOutput {
 }
 
 impl ModelShape {
-    /// What attention reads and computes for a token.
+    /// Returns the memory and the arithmetic that attention needs for a token.
     pub fn attention(&self) -> AttentionShape {
         AttentionShape {
             kv_bytes_per_token: self.kv_bytes_per_token,
@@ -611,7 +630,7 @@ impl ModelShape {
     }
 }
 
-/// Of a choice that has generated nothing.
+/// The counts of a choice that has generated nothing.
 static NO_COUNTS: TokenCounts = TokenCounts::new();
 
 fn within(sum: u64, limit: u32, fault: impl FnOnce(u32) -> PlanFault) -> Result<(), PlanFault> {

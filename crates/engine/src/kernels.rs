@@ -34,17 +34,17 @@ pub(crate) use attention::{
 pub(crate) use buffer::Buffer;
 pub use instructions::Instructions;
 pub(crate) use instructions::Kernels;
-pub(crate) use linear::{Finish, LinearJob};
+pub(crate) use linear::{LinearEpilogue, LinearJob};
 pub(crate) use norm::NormJob;
 pub(crate) use packed::{Packed, PackedFormat, RowSource, padded_columns, padded_rows};
 pub(crate) use rotate::{HeadNorms, KvSlot, RotateJob, rotate};
-pub(crate) use rows::{Activations, Rows};
+pub(crate) use rows::{Activations, RowView};
 
-/// Rows of a weight matrix in a panel, lanes of a [`vector::Vector`], tokens
+/// RowView of a weight matrix in a panel, lanes of a [`vector::Vector`], tokens
 /// of a KV block.
 pub(crate) const LANES: usize = 16;
 
-/// Rows of activations are padded with zeros to a multiple of this.
+/// RowView of activations are padded with zeros to a multiple of this.
 pub(crate) const COLUMN_STEP: usize = 32;
 
 /// Buffers of activations hold a multiple of this many rows: kernels may read

@@ -91,7 +91,7 @@ fn compare(case: &Case, options: &Options) -> Result<Value, String> {
     };
     Ok(json!({
         "passed": rows > 300 && draws > 300 && as_promised,
-        "device": device, "notes": notes, "vendor_products": cuda.has_vendor_products(),
+        "device": device, "notes": notes, "vendor_products": cuda.has_vendor_gemm(),
         "rows": rows, "rows_with_a_clear_choice": clear,
         "largest_difference": worst, "bound": crate::agree::BOUND,
         "draws": draws, "graphs": graphs, "logits_that_differ_among_others": differing,

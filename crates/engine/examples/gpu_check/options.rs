@@ -4,7 +4,9 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use tollgate_engine::backend::cuda::{CodeFolders, CudaOptions, KernelChoice, Launches, Wanted};
+use tollgate_engine::backend::cuda::{
+    CodeFolders, CudaOptions, DeviceSelector, KernelChoice, Launches,
+};
 
 /// Which kernels run, and how they are given to the card.
 #[derive(Clone, Copy)]
@@ -55,7 +57,7 @@ impl Options {
     /// How a backend is set up.
     pub(crate) fn backend(&self, Way { kernels, launches }: Way, step_tokens: u32) -> CudaOptions {
         CudaOptions {
-            wanted: Wanted::First,
+            device: DeviceSelector::First,
             memory_share: 0.9,
             step_tokens,
             folders: CodeFolders {

@@ -85,7 +85,7 @@ fn shape(spec: &ModelSpec, plan: &Plan, options: &CudaOptions) -> Result<Value, 
     let copy = copy(&mut backend)?;
     let mut told = json!({
         "device": backend.device().name, "uuid": backend.device().uuid,
-        "notes": backend.notes(), "vendor_products": backend.has_vendor_products(),
+        "notes": backend.notes(), "vendor_products": backend.has_vendor_gemm(),
         "context": plan.context, "weight_bytes": backend.weight_bytes(),
         "copy_bytes_per_second": copy, "marks_ns": backend.time_marks()?.nanos(),
     });

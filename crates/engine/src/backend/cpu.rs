@@ -21,9 +21,9 @@ use crate::kernels::{Instructions, Kernels, KvFormat};
 use crate::model::{ModelConfig, ModelFiles};
 use crate::weights::WeightsError;
 
-use cache::Cache;
+use cache::KvCache;
 use forward::Forward;
-use load::Model;
+use load::CpuModel;
 use pool::Pool;
 use scratch::Scratch;
 
@@ -35,8 +35,8 @@ pub struct CpuBackend {
     limits: StepLimits,
     kernels: Kernels,
     pool: Pool,
-    model: Model,
-    cache: Cache,
+    model: CpuModel,
+    cache: KvCache,
     scratch: Scratch,
 }
 
@@ -99,11 +99,11 @@ impl CpuBackend {
         let instructions = options.instructions.unwrap_or_else(Instructions::best);
         let kernels = Kernels::new(instructions).ok_or(CpuError::Instructions(instructions))?;
         let pool = Pool::new(options.threads.clamp(1, MOST_THREADS)).map_err(CpuError::Thread)?;
-        let model = Model::load(files, &pool)?;
+        let model = CpuModel::load(files, &pool)?;
         let is_bf16 = model.head.is_bf16();
         let format = if is_bf16 { KvFormat::Bf16 } else { KvFormat::F32 };
         let blocks = options.kv_tokens.max(1).div_ceil(BLOCK_TOKENS);
-        let cache = Cache::new(&config, format, blocks)?;
+        let cache = KvCache::new(&config, format, blocks)?;
         let tokens = options.step_tokens.clamp(1, MOST_STEP_TOKENS);
         let wants_bf16 = is_bf16 && kernels.wants_bf16();
         let scratch = Scratch::new(&config, tokens as usize, wants_bf16, &cache, pool.threads())?;
@@ -181,10 +181,10 @@ impl Backend for CpuBackend {
     }
 }
 
-fn shape_of(files: &ModelFiles, cache: &Cache) -> ModelShape {
+fn shape_of(files: &ModelFiles, cache: &KvCache) -> ModelShape {
     let config = files.config();
     ModelShape {
-        // A sequence that the whole pool cannot hold could never finish.
+        // A sequence that the whole pool cannot hold could never epilogue.
         context: config.context.min(cache.blocks().saturating_mul(BLOCK_TOKENS)),
         vocabulary: config.vocabulary,
         layers: config.layers,
@@ -197,7 +197,7 @@ fn shape_of(files: &ModelFiles, cache: &Cache) -> ModelShape {
     }
 }
 
-/// Rows of logits that a step may ask for: one for each of 64 sequences at
+/// RowView of logits that a step may ask for: one for each of 64 sequences at
 /// least, more while they take little memory.
 fn most_logit_rows(tokens: u32, vocabulary: u32) -> u32 {
     tokens.min((MOST_LOGITS / vocabulary.max(1)).max(64))

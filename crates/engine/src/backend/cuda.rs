@@ -1,25 +1,27 @@
-//! An NVIDIA GPU as a device, reached through its driver alone.
+//! A model on an NVIDIA GPU, which the backend reaches through the driver alone.
 //!
-//! The `probe` says whether there is one. Memory is taken at the start; a step
-//! is one upload, the kernels, and what was drawn, between two events whose
-//! distance is the step's device time. While one step runs the next can be given
-//! to the device, fed with what that one draws. Whatever fails in between leaves
-//! the device in a state nobody knows, and the backend is not used again.
+//! [`probe`] finds and opens the device; [`setup`] takes all memory before the first
+//! step. A step uploads the plan, runs the kernels and downloads the samples. Two
+//! events around these measure the step's device time. The next step can be given to
+//! the device while one step runs, with the samples of that step as its input. After
+//! any failure the state of the device is unknown, and the backend must not be used
+//! again.
 
-mod choices;
+mod capacity;
 mod code;
 mod driver;
 mod forward;
+mod gemm;
 mod graphs;
+mod kernel_module;
 pub mod kernels;
 mod layout;
-mod machine;
 mod memory;
 mod operations;
 mod options;
 mod probe;
-mod products;
-mod room;
+mod samples;
+mod setup;
 mod weights;
 
 use std::path::{Path, PathBuf};
@@ -28,31 +30,30 @@ use std::sync::Arc;
 use tollgate_domain::DeviceNanos;
 
 use super::{
-    BLOCK_TOKENS, Backend, BackendError, DeviceInfo, ModelShape, Results, StepLimits, StepOutput,
-    StepPlan, Transfers,
+    Backend, BackendError, DeviceInfo, ModelShape, Results, StepLimits, StepOutput, StepPlan,
+    Transfers,
 };
 use crate::model::{ModelConfig, ModelFiles};
 
-use choices::DrawnPlaces;
-use driver::{Blas, Context, Event, Memory, Pinned};
-use forward::{Forward, LayerProducts, head_product};
-use graphs::{Alike, Graphs};
+use driver::{Context, CudaEvent, DeviceMemory, Pinned};
+use forward::CudaForward;
+use gemm::GemmRunner;
+use graphs::{GraphKey, Graphs};
+use kernel_module::{KernelModule, SOURCE};
 use kernels::{CopyBlockArgs, HeadDim};
-use layout::{Layout, Places};
-use machine::{Machine, SOURCE};
-use memory::{Buffers, Cache, Slot, kv_bytes_per_token};
-use probe::Found;
-use products::{Kind, Product, Products};
-use room::Room;
-use weights::{Model, Origin};
+use layout::{PlanLayout, PlanOffsets};
+use memory::{DeviceBuffers, DeviceCache, Slot};
+use samples::SampledLayout;
+use setup::Setup;
+use weights::{DeviceModel, Origin};
 
 pub use code::{CodeError, CodeFolders};
 pub use driver::DriverFault;
 pub use operations::Operation;
 pub use options::{CudaError, CudaOptions, KernelChoice, Launches};
-pub use probe::{Absent, Wanted, device_class};
+pub use probe::{DeviceSelector, NoDevice, device_class};
 
-/// A model on a GPU.
+/// A model on an NVIDIA GPU.
 pub struct CudaBackend {
     config: ModelConfig,
     shape: ModelShape,
@@ -61,48 +62,50 @@ pub struct CudaBackend {
     head_dim: HeadDim,
     multiprocessors: u32,
     context: Arc<Context>,
-    machine: Machine,
-    products: Products,
-    model: Model,
-    cache: Cache,
-    buffers: Buffers,
-    layout: Layout,
-    /// The plan's words on the device.
-    plan: Memory,
-    /// The next step takes the first of them, and they change places.
+    module: KernelModule,
+    gemms: GemmRunner,
+    model: DeviceModel,
+    cache: DeviceCache,
+    buffers: DeviceBuffers,
+    layout: PlanLayout,
+    /// The packed plan of the current step, on the device.
+    plan: DeviceMemory,
+    /// Host and device memory of two steps. The next step takes the first slot, then
+    /// the slots are swapped.
     slots: [Slot; 2],
-    /// Steps that were begun and not finished.
+    /// Number of steps that were begun and not finished.
     open: usize,
-    /// Rows of logits for who wants them here: taken when that is first so.
+    /// Pinned host memory for rows of logits, allocated on first use.
     host_logits: Option<Pinned>,
-    /// None: every step goes launch by launch.
+    /// Captured graphs; `None` if every step launches its kernels one by one.
     graphs: Option<Graphs>,
-    /// What a block's copy came to, told at the next step.
+    /// The failure of a block copy, which the next step returns.
     failed: Option<DriverFault>,
     notes: Vec<String>,
 }
 
-/// The identity of the device that is wanted, of which nothing is taken.
+/// Returns the UUID of the selected device. The device is not opened.
 ///
 /// # Errors
-/// [`Absent`]: one sentence.
-pub fn find(wanted: &Wanted) -> Result<String, Absent> {
-    probe::find(wanted).map(|listed| listed.uuid)
+/// [`NoDevice`], one sentence for people.
+pub fn find_device(selector: &DeviceSelector) -> Result<String, NoDevice> {
+    probe::find(selector).map(|listed| listed.uuid)
 }
 
-/// Opens the device that is wanted, says what it is, and lets it go.
+/// Opens the selected device, returns its description, and closes it.
 ///
 /// # Errors
-/// [`Absent`]: one sentence.
-pub fn look(wanted: &Wanted) -> Result<DeviceInfo, Absent> {
-    probe::open(wanted).map(|found| info(&found))
+/// [`NoDevice`], one sentence for people.
+pub fn describe_device(selector: &DeviceSelector) -> Result<DeviceInfo, NoDevice> {
+    probe::open(selector).map(|opened| setup::info(&opened))
 }
 
-/// Compiles the kernels for every generation of devices into `out`, and
-/// returns the files. It needs the vendor's compiler, and no device.
+/// Compiles the kernels for every supported device generation into the folder `out` and
+/// returns the written files. This needs the vendor's compiler, but no device.
 ///
 /// # Errors
-/// [`CodeError`] when there is no compiler, or it refuses, or `out` does.
+/// [`CodeError`] if there is no compiler, if the compiler fails, or if a file cannot be
+/// written.
 pub fn build_kernels(out: &Path, libraries: &[PathBuf]) -> Result<Vec<PathBuf>, CodeError> {
     code::build(&SOURCE, out, libraries)
 }
@@ -111,19 +114,20 @@ impl CudaBackend {
     /// Opens the device, loads kernels and weights, and takes all memory.
     ///
     /// # Errors
-    /// [`CudaError`], each a sentence.
+    /// [`CudaError`], one sentence for people.
     pub fn new(files: &ModelFiles, options: &CudaOptions) -> Result<Self, CudaError> {
         Self::with(files.config(), files.hash(), &Origin::Files(files.weights()), options)
     }
 
-    /// As [`Self::new`], for a model of this shape whose weights mean nothing:
-    /// what they are does not change how long a step takes.
+    /// Builds a model of this shape with random weights. The time of a step does not
+    /// depend on the values of weights, so such a model serves for measurements.
     ///
     /// # Errors
-    /// As there.
+    /// The same errors as [`Self::new`].
     pub fn with_noise(config: &ModelConfig, options: &CudaOptions) -> Result<Self, CudaError> {
         let backend = Self::with(config, "noise", &Origin::noise(), options)?;
-        // Arithmetic on zeros takes less power, and so less time.
+        // Arithmetic on zeros takes less power and runs faster than arithmetic on real
+        // values.
         for memory in [&backend.cache.keys, &backend.cache.values] {
             backend.context.repeat(memory, &backend.model.layers[0].gate_up)?;
         }
@@ -137,117 +141,53 @@ impl CudaBackend {
         origin: &Origin<'_>,
         options: &CudaOptions,
     ) -> Result<Self, CudaError> {
-        let config = config.clone();
-        let head_dim = head_dim_of(&config).map_err(CudaError::Model)?;
-        let found = probe::open(&options.wanted)?;
-        let is_deterministic = options.kernels == KernelChoice::Deterministic;
-        let mut device = info(&found);
-        let Found { context, listed } = found;
-        let mut notes = vec![format!("{} ({})", listed.name, listed.uuid)];
-        if is_deterministic {
-            // Another speed, so other prices.
-            device.name.push_str(" (deterministic)");
-            notes.push("one kernel for each operation: the same bits in any company".to_owned());
-        }
-        let code = code::obtain(&SOURCE, &code::target_of(listed.capability), &options.folders)?;
-        notes.push(code.origin);
-        let free = context.free_bytes()?;
-        let allowed = (free as f64 * options.memory_share.clamp(0.0, 1.0)) as u64;
-        check_room(&config, allowed)?;
-        let overlaps = options.launches == Launches::Overlapping && listed.capability >= (9, 0);
-        let machine = Machine::load(&context, &code.image, overlaps)?;
-        let mut products = match options.kernels {
-            KernelChoice::Fastest => Products::new(
-                Blas::start(&context, &options.folders.libraries)
-                    .map_err(|reason| notes.push(format!("{reason}: own kernels multiply instead")))
-                    .ok(),
-            ),
-            KernelChoice::Own => Products::new(None),
-            KernelChoice::Deterministic => Products::deterministic(),
-        };
-        let model = Model::load(&config, origin, &context)?;
-        let tokens = options.step_tokens.clamp(1, MOST_STEP_TOKENS);
-        let limits = StepLimits { tokens, logit_rows: most_logit_rows(tokens, config.vocabulary) };
-        let room = Room {
-            tokens: tokens as usize,
-            logit_rows: limits.logit_rows as usize,
-            draws: limits.samples() as usize,
-            vocabulary: config.vocabulary,
-            context: config.context,
-            kv_blocks: 0,
-            tile: kernels::tile_tokens(config.heads / config.kv_heads),
-            decodes_apart: !is_deterministic,
-        };
-        let parts = parts_at_most(&config, listed.multiprocessors, tokens);
-        let buffers = Buffers::new(&context, &config, limits, parts)?;
-        let kinds = kinds(&config, &model, &buffers, limits);
-        let search = DeviceNanos(options.search.as_nanos().min(u128::from(u64::MAX)) as u64);
-        // SAFETY: buffers of rows hold a whole bucket of the most that a step
-        // may ask for, and the weights are those of the model's layers.
-        let searched = unsafe { products.search(&context, &machine, &kinds, search)? };
-        if searched > 0 {
-            notes.push(format!("{searched} products measured"));
-        }
-        context.wait()?;
-        // The library loads code as it is first run, and graphs come later.
-        // Where all is prefill no step only decodes.
-        let has_graphs = options.launches != Launches::Single && !is_deterministic;
-        let graphs = if has_graphs { GRAPH_BYTES.min(allowed / 32) } else { 0 };
-        let taken = free.saturating_sub(context.free_bytes()?) + 4 * room.words() as u64 + graphs;
-        let blocks = blocks_in(&config, allowed.saturating_sub(taken));
-        if u64::from(blocks) * u64::from(BLOCK_TOKENS) < u64::from(least_context(&config)) {
-            let least = u64::from(least_context(&config)) * kv_bytes_per_token(&config);
-            return Err(CudaError::Memory { needed: taken + least, allowed });
-        }
-        let cache = Cache::new(&context, &config, blocks)?;
-        let room = Room { kv_blocks: blocks, ..room };
-        context.wait()?;
-        notes.push(format!(
-            "{} MiB of weights and buffers, {} KV blocks in {} MiB",
-            taken >> 20,
-            blocks,
-            (u64::from(blocks) * block_bytes(&config)) >> 20
-        ));
+        let head_dim = setup::head_dim_of(config).map_err(CudaError::Model)?;
+        let mut setup = Setup::open(config, options)?;
+        let mut loaded = setup.load(origin)?;
+        let step = setup.take_buffers(&mut loaded)?;
+        let (cache, capacity) = setup.take_cache(&step)?;
+        let context = setup.context;
         Ok(Self {
-            shape: shape_of(&config, hash, blocks),
-            layout: Layout::new(room),
-            plan: context.allocate(4 * room.words())?,
-            slots: [Slot::new(&context, &room)?, Slot::new(&context, &room)?],
+            shape: setup::shape_of(config, hash, cache.blocks),
+            layout: PlanLayout::new(capacity),
+            plan: context.allocate(4 * capacity.words())?,
+            slots: [Slot::new(&context, &capacity)?, Slot::new(&context, &capacity)?],
             open: 0,
             host_logits: None,
-            graphs: has_graphs.then(Graphs::default),
-            products,
-            multiprocessors: listed.multiprocessors,
+            graphs: setup.has_graphs.then(Graphs::default),
+            gemms: loaded.gemms,
+            multiprocessors: setup.multiprocessors,
             failed: None,
-            config,
-            device,
-            limits,
+            config: config.clone(),
+            device: setup.device,
+            limits: step.limits,
             head_dim,
             context,
-            machine,
-            model,
+            module: loaded.module,
+            model: loaded.model,
             cache,
-            buffers,
-            notes,
+            buffers: step.buffers,
+            notes: setup.notes,
         })
     }
 
-    /// What was found at the start, for the log: device, kernels, memory.
+    /// Returns lines for the log about the device, the kernels and the memory.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
 
-    /// Bytes of the model's weights on the device.
+    /// Returns the bytes of the model's weights on the device.
     pub fn weight_bytes(&self) -> u64 {
         weights::bytes_of(&self.config)
     }
 
-    /// Copies keys over values, whatever they hold: how many bytes are read and
-    /// as many written, and the device's time. What memory can do, for steps to
-    /// be compared with. The cache is of no use to a sequence afterwards.
+    /// Copies the keys of the whole cache over the values. Returns the number of bytes
+    /// read, which is also the number of bytes written, and the device's time. The
+    /// result is the memory bandwidth to compare steps with. The content of the cache
+    /// is lost.
     ///
     /// # Errors
-    /// [`DriverFault`].
+    /// [`DriverFault`] if the copy fails.
     pub fn time_copy(&mut self) -> Result<(u64, DeviceNanos), DriverFault> {
         self.context.bind()?;
         let Slot { began, ended, .. } = &self.slots[0];
@@ -258,53 +198,58 @@ impl CudaBackend {
         Ok((bytes as u64, DeviceNanos(began.nanos_until(ended)?)))
     }
 
-    /// Whether the vendor's library multiplies.
-    pub fn has_vendor_products(&self) -> bool {
-        self.products.has_vendors()
+    /// Returns true if the vendor's library computes matrix products.
+    pub fn has_vendor_gemm(&self) -> bool {
+        self.gemms.has_vendor_library()
     }
 
-    /// Kinds of steps that are given to the device as one graph so far.
+    /// Returns the number of step shapes that were captured as graphs so far.
     pub fn graphs(&self) -> usize {
         self.graphs.as_ref().map_or(0, Graphs::len)
     }
 
-    /// Gives a plan that was laid out to the device.
-    fn put(&mut self, results: Results<'_>) -> Result<(), DriverFault> {
+    /// Gives the plan that was laid out to the device.
+    fn launch(&mut self, results: Results<'_>) -> Result<(), DriverFault> {
+        // `copy_block` cannot return an error, so its failure is returned here.
         if let Some(fault) = self.failed.take() {
             return Err(fault);
         }
         self.context.bind()?;
-        let alike = self.make_alike();
-        let places = self.layout.pack(self.slots[0].plan.as_mut_slice());
-        let (mut forward, [slot, before], graphs) = self.parts(places);
+        let key = self.pad_to_graph();
+        // The slot's step was finished before, so the device no longer reads this
+        // memory.
+        let offsets = self.layout.pack(self.slots[0].plan.as_mut_slice());
+        let (mut forward, [slot, before], graphs) = self.forward(offsets);
         let context = forward.context;
-        // What is captured runs nothing, and is nobody's time.
-        let graph = match (alike, graphs) {
-            (Some(alike), Some(graphs)) => graphs.of(alike, || forward.capture()),
+        // A capture runs nothing on the device. It happens before the first event, so
+        // that no request pays for its time.
+        let graph = match (key, graphs) {
+            (Some(key), Some(graphs)) => graphs.of(key, || forward.capture()),
             _ => None,
         };
         context.record(&slot.began)?;
-        context.upload(forward.plan.address(), &slot.plan, 4 * places.end)?;
+        context.upload(forward.plan.address(), &slot.plan, 4 * offsets.end)?;
         context.record(&slot.loaded)?;
-        forward.feed(&before.drawn)?;
+        forward.feed(&before.sampled)?;
         match graph {
-            // SAFETY: what was captured points to buffers that live as long as
-            // the graph, and this plan is of the same kind: as many tokens,
-            // parts and rows.
+            // SAFETY: the captured addresses belong to buffers that live as long as the
+            // graph, and this plan has the same key: as many tokens, attention parts
+            // and rows.
             Some(graph) => unsafe { context.replay(graph) }?,
             None => forward.run()?,
         }
+        // Zero unless the plan asks for logits; `collect` reads as many rows.
         slot.rows = 0;
-        slot.told.clear();
+        slot.top_counts.clear();
         match results {
             Results::Samples(_) => {
-                forward.draw(&slot.drawn, &before.drawn)?;
+                forward.sample(&slot.sampled, &before.sampled)?;
                 context.record(&slot.computed)?;
-                slot.told.extend_from_slice(forward.layout.choices.told());
-                let bytes = DrawnPlaces::of(slot.told.len()).wanted(&slot.told);
-                context.download(&mut slot.host_drawn, slot.drawn.address(), bytes)?;
+                slot.top_counts.extend_from_slice(forward.layout.samples.top_counts());
+                let bytes = SampledLayout::of(slot.top_counts.len()).wanted(&slot.top_counts);
+                context.download(&mut slot.host_sampled, slot.sampled.address(), bytes)?;
             }
-            Results::Logits => self.bring_logits()?,
+            Results::Logits => self.copy_logits_to_host()?,
         }
         self.context.record(&self.slots[0].ended)?;
         self.slots.swap(0, 1);
@@ -312,13 +257,16 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// The forward of a plan whose lists lie at `places`, and beside it what a
-    /// step needs of the rest.
-    fn parts(&mut self, places: Places) -> (Forward<'_>, &mut [Slot; 2], &mut Option<Graphs>) {
-        let forward = Forward {
+    /// Returns the forward pass of a plan whose lists begin at `offsets`, and the
+    /// fields that a step needs beside it.
+    fn forward(
+        &mut self,
+        offsets: PlanOffsets,
+    ) -> (CudaForward<'_>, &mut [Slot; 2], &mut Option<Graphs>) {
+        let forward = CudaForward {
             context: &self.context,
-            machine: &self.machine,
-            products: &mut self.products,
+            module: &self.module,
+            gemms: &mut self.gemms,
             config: &self.config,
             head_dim: self.head_dim,
             model: &self.model,
@@ -326,15 +274,15 @@ impl CudaBackend {
             buffers: &self.buffers,
             plan: &self.plan,
             layout: &self.layout,
-            places,
+            offsets,
             splits: splits(&self.config, self.multiprocessors, &self.layout),
-            draws_at_once: self.limits.logit_rows as usize,
+            samples_at_once: self.limits.logit_rows as usize,
         };
         (forward, &mut self.slots, &mut self.graphs)
     }
 
-    /// Puts the copy of the rows of logits to the host behind the step.
-    fn bring_logits(&mut self) -> Result<(), DriverFault> {
+    /// Queues the copy of the rows of logits to the host.
+    fn copy_logits_to_host(&mut self) -> Result<(), DriverFault> {
         let slot = &mut self.slots[0];
         self.context.record(&slot.computed)?;
         slot.rows = self.layout.rows_wanted;
@@ -346,9 +294,9 @@ impl CudaBackend {
         self.context.download(host, self.buffers.logits.address(), row * slot.rows)
     }
 
-    /// Where the step is one of a kind that comes often, rounds it up to that
-    /// kind.
-    fn make_alike(&mut self) -> Option<Alike> {
+    /// Pads a step that only decodes to a size that graphs exist for. Returns the
+    /// graph's key, or `None` if the step must launch its kernels one by one.
+    fn pad_to_graph(&mut self) -> Option<GraphKey> {
         let decodes = self.layout.decodes.len() as u32;
         let tokens = graphs::rounded(decodes);
         let fits = tokens <= self.limits.tokens.min(self.limits.logit_rows);
@@ -356,14 +304,17 @@ impl CudaBackend {
             return None;
         }
         self.layout.pad(tokens as usize);
+        // Padding tokens change the number of thread blocks, so the parts are counted
+        // after padding.
         let splits = splits(&self.config, self.multiprocessors, &self.layout);
-        Some(Alike { tokens, splits, has_rows: !self.layout.logit_rows.is_empty() })
+        Some(GraphKey { tokens, splits, has_rows: !self.layout.logit_rows.is_empty() })
     }
 
-    /// Waits for the step that was begun first, and reads what it came to.
-    fn take(&mut self, output: &mut StepOutput) -> Result<(), DriverFault> {
+    /// Waits for the oldest step that was begun, and reads its results.
+    fn collect(&mut self, output: &mut StepOutput) -> Result<(), DriverFault> {
         assert!(self.open > 0, "a step that was begun");
-        // The last one begun is in the second place.
+        // The slots were swapped after each launch: the newest step is in the second
+        // slot, an older one in the first.
         let slot = &self.slots[2 - self.open];
         self.open -= 1;
         slot.ended.wait()?;
@@ -373,9 +324,9 @@ impl CudaBackend {
                 *to = f32::from_le_bytes(*from);
             }
         }
-        let places = DrawnPlaces::of(slot.told.len());
-        output.set_sampled(places.read(slot.host_drawn.as_slice(), &slot.told));
-        let between = |from: &Event, to: &Event| from.nanos_until(to).map(DeviceNanos);
+        let offsets = SampledLayout::of(slot.top_counts.len());
+        output.set_sampled(offsets.read(slot.host_sampled.as_slice(), &slot.top_counts));
+        let between = |from: &CudaEvent, to: &CudaEvent| from.nanos_until(to).map(DeviceNanos);
         output.set_device_time(between(&slot.began, &slot.ended)?);
         output.set_transfers(Transfers {
             to_device: between(&slot.began, &slot.loaded)?,
@@ -387,7 +338,7 @@ impl CudaBackend {
 
 impl Drop for CudaBackend {
     fn drop(&mut self) {
-        // What a step that was not finished reads and writes is given back next.
+        // The stream may still use memory that the fields are about to free.
         let _ = self.context.bind().and_then(|()| self.context.wait());
     }
 }
@@ -422,25 +373,27 @@ impl Backend for CudaBackend {
         let launch = kernels::copy_block(args, self.config.layers);
         let copied = self.context.bind().and_then(|()| {
             // SAFETY: both blocks are in the pool, in every layer.
-            unsafe { self.machine.launch(&self.context, &launch) }
+            unsafe { self.module.launch(&self.context, &launch) }
         });
         if let Err(fault) = copied {
+            // The first failure is the cause; later ones are its consequences.
             self.failed.get_or_insert(fault);
         }
     }
 
     fn begin(&mut self, plan: &StepPlan<'_>, _: &mut StepOutput) -> Result<(), BackendError> {
         assert!(self.open < self.slots.len(), "one step more than the one that runs");
-        let draws = matches!(plan.results, Results::Samples(_));
-        assert!(draws || self.open == 0, "rows of logits have one place on the host");
+        let samples = matches!(plan.results, Results::Samples(_));
+        // There is one host buffer for logits; a second step would overwrite it.
+        assert!(samples || self.open == 0, "rows of logits have one place on the host");
         plan.check(&self.shape, self.limits, self.cache.blocks)?;
-        plan.check_feedback(self.slots[1].told.len())?;
+        plan.check_feedback(self.slots[1].top_counts.len())?;
         self.layout.lay_out(plan)?;
-        self.put(plan.results).map_err(|fault| BackendError::Device(fault.to_string()))
+        self.launch(plan.results).map_err(|fault| BackendError::Device(fault.to_string()))
     }
 
     fn finish(&mut self, output: &mut StepOutput) -> Result<(), BackendError> {
-        self.take(output).map_err(|fault| BackendError::Device(fault.to_string()))
+        self.collect(output).map_err(|fault| BackendError::Device(fault.to_string()))
     }
 
     fn runs_ahead(&self) -> bool {
@@ -448,138 +401,20 @@ impl Backend for CudaBackend {
     }
 }
 
-fn info(found: &Found) -> DeviceInfo {
-    let listed = &found.listed;
-    DeviceInfo {
-        class: device_class(&listed.name),
-        name: listed.name.clone(),
-        uuid: listed.uuid.clone(),
-        threads: 0,
-    }
-}
-
-/// The kernels' size of head for a model, or why they have none.
-fn head_dim_of(config: &ModelConfig) -> Result<HeadDim, String> {
-    let head_dim = HeadDim::new(config.head_dim).ok_or_else(|| {
-        format!("its head_dim is {}; 32, 64 and 128 are supported", config.head_dim)
-    })?;
-    for (name, width) in
-        [("hidden_size", config.hidden), ("intermediate_size", config.intermediate)]
-    {
-        if !width.is_multiple_of(8) {
-            return Err(format!("its {name} {width} is not a multiple of 8"));
-        }
-    }
-    let group = config.heads / config.kv_heads;
-    if group > kernels::MOST_GROUP {
-        let most = kernels::MOST_GROUP;
-        return Err(format!("{group} heads share one KV head; at most {most} may"));
-    }
-    Ok(head_dim)
-}
-
-/// The linear layers of a step that asks for the most, each in as many layers
-/// as it takes to read from memory.
-fn kinds(config: &ModelConfig, model: &Model, buffers: &Buffers, limits: StepLimits) -> Vec<Kind> {
-    let layers: Vec<[Product; 4]> = model
-        .layers
-        .iter()
-        .map(|layer| LayerProducts::new(config, buffers, layer, limits.tokens).all())
-        .collect();
-    let kind = |index: usize| {
-        let product = layers[0][index];
-        let bytes = 2 * product.columns as usize * product.depth as usize;
-        let weights = layers.iter().map(|products| products[index].weights);
-        Kind { product, weights: weights.take(SEARCHED_BYTES.div_ceil(bytes)).collect() }
-    };
-    let head = head_product(config, buffers, model, limits.logit_rows);
-    let head = Kind { product: head, weights: vec![head.weights] };
-    (0..layers[0].len()).map(kind).chain([head]).collect()
-}
-
-/// Refuses a model that cannot fit before anything is loaded.
-fn check_room(config: &ModelConfig, allowed: u64) -> Result<(), CudaError> {
-    let least = u64::from(least_context(config)) * kv_bytes_per_token(config);
-    let needed = weights::bytes_of(config) + least;
-    if needed > allowed { Err(CudaError::Memory { needed, allowed }) } else { Ok(()) }
-}
-
-/// A cache that holds less than this is of no use.
-fn least_context(config: &ModelConfig) -> u32 {
-    config.context.min(2_048)
-}
-
-fn block_bytes(config: &ModelConfig) -> u64 {
-    kv_bytes_per_token(config) * u64::from(BLOCK_TOKENS)
-}
-
-/// KV blocks that bytes hold, within what a batch can use.
-fn blocks_in(config: &ModelConfig, bytes: u64) -> u32 {
-    // Its tokens may be on the lists of what was generated before, as well.
-    let block = block_bytes(config) + u64::from(BLOCK_TOKENS) * 8;
-    u32::try_from(bytes / block).unwrap_or(u32::MAX).min(most_blocks(config))
-}
-
-/// Enough for [`MOST_SEQUENCES`] of the model's context.
-fn most_blocks(config: &ModelConfig) -> u32 {
-    config.context.div_ceil(BLOCK_TOKENS).saturating_mul(MOST_SEQUENCES).min(MOST_BLOCKS)
-}
-
-fn shape_of(config: &ModelConfig, hash: &str, blocks: u32) -> ModelShape {
-    ModelShape {
-        // A sequence that the whole pool cannot hold could never finish.
-        context: config.context.min(blocks.saturating_mul(BLOCK_TOKENS)),
-        vocabulary: config.vocabulary,
-        layers: config.layers,
-        heads: config.heads,
-        kv_heads: config.kv_heads,
-        head_dim: config.head_dim,
-        kv_bytes_per_token: kv_bytes_per_token(config),
-        end_tokens: config.end_tokens.clone(),
-        hash: hash.to_owned(),
-    }
-}
-
-/// Rows of logits that a step may ask for: one for each of 64 sequences at
-/// least, more while they take little memory.
-fn most_logit_rows(tokens: u32, vocabulary: u32) -> u32 {
-    tokens.min((MOST_LOGITS / vocabulary.max(1)).max(64))
-}
-
-/// Parts that the attention of single tokens is split into, so that the whole
-/// device has something to do; each part is worth its start.
-fn splits(config: &ModelConfig, multiprocessors: u32, layout: &Layout) -> u32 {
+/// Returns the number of parts that the attention of single tokens is split into. More
+/// parts keep the whole device busy; each part must be worth its launch.
+fn splits(config: &ModelConfig, multiprocessors: u32, layout: &PlanLayout) -> u32 {
     let blocks = layout.decodes.len() as u32 * config.kv_heads;
     if blocks == 0 {
         return 1;
     }
     let wanted = (BLOCKS_PER_MULTIPROCESSOR * multiprocessors).div_ceil(blocks);
     let useful = layout.longest_decode.div_ceil(PART_TOKENS).next_power_of_two();
-    // A power of two, so that few kinds of steps are all there are.
+    // A power of two, so that few graph keys occur.
     useful.min(1 << wanted.ilog2())
 }
 
-/// Parts over all heads that a step can have at most.
-fn parts_at_most(config: &ModelConfig, multiprocessors: u32, tokens: u32) -> usize {
-    let group = (config.heads / config.kv_heads) as usize;
-    let device = (BLOCKS_PER_MULTIPROCESSOR * multiprocessors) as usize;
-    // More than one part each only while the blocks are fewer than wanted.
-    let tokens = (tokens * config.kv_heads) as usize;
-    (device + tokens.min(device)) * group
-}
-
-const MOST_STEP_TOKENS: u32 = 8_192;
-/// Of the memory that may be taken, what is left for graphs at most: about a
-/// hundred of a few hundred launches each.
-const GRAPH_BYTES: u64 = 256 << 20;
-/// 160 MiB of f32.
-const MOST_LOGITS: u32 = 40 << 20;
-/// Sequences of the model's whole context that a cache is ever large enough for.
-const MOST_SEQUENCES: u32 = 256;
-/// Of each kind of matrix, some times what a card's cache holds.
-const SEARCHED_BYTES: usize = 256 << 20;
-/// 64 Mi tokens.
-const MOST_BLOCKS: u32 = 4 << 20;
+/// Thread blocks that keep one multiprocessor busy.
 const BLOCKS_PER_MULTIPROCESSOR: u32 = 2;
-/// Tokens of context that a part of attention reads at least.
+/// The fewest tokens of context that one part of attention reads.
 const PART_TOKENS: u32 = 128;

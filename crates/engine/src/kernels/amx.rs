@@ -14,7 +14,7 @@ use super::avx512::Avx512;
 use super::linear::{self, LinearJob};
 use super::packed::PackedData;
 use super::vector::Vector;
-use super::{Activations, LANES, Rows, avx512_bf16};
+use super::{Activations, LANES, RowView, avx512_bf16};
 
 /// Whether the processor has bf16 tiles and the system lets us use them. The
 /// permission is asked for once and holds for every thread.
@@ -65,7 +65,7 @@ pub(super) unsafe fn linear(job: &LinearJob<'_>, pairs: Range<usize>, tokens: Ra
 #[target_feature(enable = "avx512f,avx512bf16,avx2,fma,f16c")]
 unsafe fn multiply_and_finish(
     job: &LinearJob<'_>,
-    input: Rows<u16>,
+    input: RowView<u16>,
     tokens: Range<usize>,
     pair: usize,
     panels: [*const u32; 2],
@@ -102,7 +102,7 @@ unsafe fn multiply_and_finish(
         for token in tokens.clone() {
             let sums = out.cast_const().add((token - tokens.start) * 2 * LANES);
             let sums = [Avx512::load(sums), Avx512::load(sums.add(LANES))];
-            linear::finish(job, token, pair, sums);
+            linear::epilogue(job, token, pair, sums);
         }
     }
 }

@@ -9,12 +9,12 @@
 
 use super::linear::{Bf16Panel, F32Panel, Panel, rows_at_once, tile};
 use super::vector::Vector;
-use super::{Activations, LANES, Rows};
+use super::{Activations, LANES, RowView};
 
 /// What is the same for all attention of one layer in one step.
 pub(crate) struct AttentionJob {
     /// Rotated queries: head `h` of a token begins at column `h * head_dim`.
-    pub(crate) queries: Rows<f32>,
+    pub(crate) queries: RowView<f32>,
     /// Where results go, in the same columns.
     pub(crate) output: Activations,
     /// The layer's keys and values.
@@ -72,7 +72,7 @@ pub(crate) struct AttentionTask<'a> {
     pub(crate) blocks: &'a [u32],
 }
 
-/// What one thread computes in. Rows are (token, head of the group).
+/// What one thread computes in. RowView are (token, head of the group).
 pub(crate) struct AttentionScratch {
     queries: Vec<f32>,
     scores: Vec<f32>,
@@ -480,5 +480,5 @@ impl KvElement for Bf16Kv {
 
 /// Keys that are scored before their values are summed: a multiple of 32.
 const SPAN: usize = 128;
-/// Rows of a task, unless one token alone has more heads.
+/// RowView of a task, unless one token alone has more heads.
 const MOST_ROWS: usize = 32;

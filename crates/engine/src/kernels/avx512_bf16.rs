@@ -36,7 +36,7 @@ pub(super) unsafe fn linear(job: &LinearJob<'_>, pairs: Range<usize>, tokens: Ra
                         let first = input.row(token).cast_const().cast::<i32>();
                         let sums = tile::<$rows>(first, input.pitch() / 2, panels, column_pairs);
                         for (row, sums) in sums.into_iter().enumerate() {
-                            linear::finish(job, token + row, pair, sums.map(Avx512));
+                            linear::epilogue(job, token + row, pair, sums.map(Avx512));
                         }
                     }};
                 }

@@ -5,36 +5,36 @@ use std::ops::Range;
 
 use super::packed::PackedData;
 use super::vector::Vector;
-use super::{Activations, LANES, Packed, Rows};
+use super::{Activations, LANES, Packed, RowView};
 
 /// One linear layer over the tokens of a step.
 pub(crate) struct LinearJob<'a> {
-    /// Rows of [`Packed::padded_columns`] elements, zero behind the columns.
+    /// RowView of [`Packed::padded_columns`] elements, zero behind the columns.
     pub(crate) input: Activations,
     /// What they are multiplied with.
     pub(crate) weights: &'a Packed,
     /// What becomes of the products.
-    pub(crate) finish: Finish<'a>,
+    pub(crate) epilogue: LinearEpilogue<'a>,
 }
 
 /// What becomes of the products.
-pub(crate) enum Finish<'a> {
+pub(crate) enum LinearEpilogue<'a> {
     /// They replace the output. The bias is empty or padded to the panels.
     Store {
         /// A pitch of at least the weights' rows.
-        output: Rows<f32>,
+        output: RowView<f32>,
         /// Added to each row.
         bias: &'a [f32],
     },
     /// They are added to the output: the residual stream.
     Add {
         /// A pitch of at least the weights' rows.
-        output: Rows<f32>,
+        output: RowView<f32>,
     },
     /// The even panels are gates and the odd ones what they gate: the output
     /// is `silu(gate) * up`.
     Gate {
-        /// Rows of the next layer's padded columns.
+        /// RowView of the next layer's padded columns.
         output: Activations,
     },
 }
@@ -71,7 +71,7 @@ pub(super) unsafe fn linear<V: Vector>(
 #[inline(always)]
 unsafe fn sweep<V: Vector, P: Panel>(
     job: &LinearJob<'_>,
-    input: Rows<f32>,
+    input: RowView<f32>,
     data: *const P::Element,
     pairs: Range<usize>,
     tokens: Range<usize>,
@@ -91,7 +91,7 @@ unsafe fn sweep<V: Vector, P: Panel>(
                         let first = input.row(token).cast_const();
                         let sums = tile::<V, P, $rows>(first, input.pitch(), panels, column_pairs);
                         for (row, sums) in sums.into_iter().enumerate() {
-                            finish(job, token + row, pair, sums);
+                            epilogue(job, token + row, pair, sums);
                         }
                     }};
                 }
@@ -155,7 +155,7 @@ pub(super) unsafe fn tile<V: Vector, P: Panel, const M: usize>(
 /// # Safety
 /// As [`linear`].
 #[inline(always)]
-pub(super) unsafe fn finish<V: Vector>(
+pub(super) unsafe fn epilogue<V: Vector>(
     job: &LinearJob<'_>,
     token: usize,
     pair: usize,
@@ -165,8 +165,8 @@ pub(super) unsafe fn finish<V: Vector>(
     // SAFETY: `put` and `add` keep within the pitch; gates are half as wide as
     // their weights, and the next layer's columns are padded.
     unsafe {
-        match &job.finish {
-            Finish::Store { output, bias } => {
+        match &job.epilogue {
+            LinearEpilogue::Store { output, bias } => {
                 let sums = match bias.get(column..column + 2 * LANES) {
                     Some(bias) => [
                         sums[0].add(V::load(bias.as_ptr())),
@@ -176,14 +176,14 @@ pub(super) unsafe fn finish<V: Vector>(
                 };
                 put(*output, token, column, sums, job.weights.rows());
             }
-            Finish::Add { output } => {
+            LinearEpilogue::Add { output } => {
                 assert!(column + 2 * LANES <= output.pitch(), "the residual stream is padded");
                 let place = output.row(token).add(column);
                 sums[0].add(V::load(place)).store(place);
                 let place = place.add(LANES);
                 sums[1].add(V::load(place)).store(place);
             }
-            Finish::Gate { output } => {
+            LinearEpilogue::Gate { output } => {
                 let value = sums[0].silu().mul(sums[1]);
                 match output {
                     Activations::F32(rows) => value.store(rows.row(token).add(LANES * pair)),
@@ -201,7 +201,7 @@ pub(super) unsafe fn finish<V: Vector>(
 /// thread touches these columns.
 #[inline(always)]
 unsafe fn put<V: Vector>(
-    output: Rows<f32>,
+    output: RowView<f32>,
     token: usize,
     column: usize,
     sums: [V; 2],

@@ -1,12 +1,12 @@
 //! RMS norm of rows of the residual stream into activations.
 
 use super::vector::Vector;
-use super::{Activations, LANES, Rows};
+use super::{Activations, LANES, RowView};
 
-/// Rows to normalise.
+/// RowView to normalise.
 pub(crate) struct NormJob<'a> {
     /// What is read; its padding behind `width` is zero.
-    pub(crate) input: Rows<f32>,
+    pub(crate) input: RowView<f32>,
     /// Scale of each element, padded with zeros to the pitch of `input`.
     pub(crate) weight: &'a [f32],
     /// Added to the mean of squares.

@@ -2,7 +2,7 @@
 //!
 //! A panel holds sixteen rows (outputs) of a matrix, column by column: for
 //! F32 and F16 `[column][16]`, for bf16 `[column / 2][16][2]`, the layout
-//! that both the pairwise dot products and the matrix tiles read. Rows and
+//! that both the pairwise dot products and the matrix tiles read. RowView and
 //! columns are padded with zeros, panels to an even number, so that kernels
 //! know no edges. Any one panel is read as one stream.
 

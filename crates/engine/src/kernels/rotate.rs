@@ -3,12 +3,12 @@
 
 use super::attention::KvFormat;
 use super::vector::bf16_bits;
-use super::{KvView, LANES, Rows};
+use super::{KvView, LANES, RowView};
 
 /// What is the same for all tokens of one layer in one step.
 pub(crate) struct RotateJob<'a> {
-    /// Rows of queries, keys and values; queries are changed in place.
-    pub(crate) qkv: Rows<f32>,
+    /// RowView of queries, keys and values; queries are changed in place.
+    pub(crate) qkv: RowView<f32>,
     /// Query heads.
     pub(crate) heads: usize,
     /// Elements of a head.

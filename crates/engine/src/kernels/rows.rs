@@ -4,27 +4,27 @@
 use super::Buffer;
 use super::buffer::Plain;
 
-/// Rows of `pitch` elements each. A view: whoever made it keeps the memory.
+/// RowView of `pitch` elements each. A view: whoever made it keeps the memory.
 #[derive(Debug)]
-pub(crate) struct Rows<T> {
+pub(crate) struct RowView<T> {
     first: *mut T,
     pitch: usize,
 }
 
-impl<T> Clone for Rows<T> {
+impl<T> Clone for RowView<T> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<T> Copy for Rows<T> {}
+impl<T> Copy for RowView<T> {}
 
 // SAFETY: a view is only a place; going there is unsafe and says so.
-unsafe impl<T: Plain> Send for Rows<T> {}
+unsafe impl<T: Plain> Send for RowView<T> {}
 // SAFETY: likewise.
-unsafe impl<T: Plain> Sync for Rows<T> {}
+unsafe impl<T: Plain> Sync for RowView<T> {}
 
-impl<T: Plain> Rows<T> {
+impl<T: Plain> RowView<T> {
     /// A view of a whole buffer.
     pub(crate) fn of(buffer: &mut Buffer<T>, pitch: usize) -> Self {
         Self { first: buffer.as_mut_ptr(), pitch }
@@ -52,11 +52,11 @@ impl<T: Plain> Rows<T> {
     }
 }
 
-/// Rows of activations in the format that the linear layers read.
+/// RowView of activations in the format that the linear layers read.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Activations {
     /// As computed.
-    F32(Rows<f32>),
+    F32(RowView<f32>),
     /// Rounded to bf16, for instructions that multiply bf16 by bf16.
-    Bf16(Rows<u16>),
+    Bf16(RowView<u16>),
 }

@@ -77,9 +77,9 @@ impl Input {
 
     fn view(&mut self) -> Activations {
         if self.is_bf16 {
-            Activations::Bf16(Rows::of(&mut self.bf16, self.pitch))
+            Activations::Bf16(RowView::of(&mut self.bf16, self.pitch))
         } else {
-            Activations::F32(Rows::of(&mut self.f32, self.pitch))
+            Activations::F32(RowView::of(&mut self.f32, self.pitch))
         }
     }
 }
@@ -113,7 +113,10 @@ fn check_linear(kernels: Kernels, element: Element, rows: usize, columns: usize,
     let job = LinearJob {
         input: input.view(),
         weights: &packed,
-        finish: Finish::Store { output: Rows::of_slice(&mut output, rows), bias: &bias },
+        epilogue: LinearEpilogue::Store {
+            output: RowView::of_slice(&mut output, rows),
+            bias: &bias,
+        },
     };
     // SAFETY: the buffers above have the rows and columns of the job.
     unsafe { kernels.linear(&job, 0..packed.pairs(), 0..tokens) };
@@ -153,9 +156,12 @@ fn gates_and_residuals_agree_with_plain_sums() {
 
             let mut stream = Buffer::<f32>::zeroed(tokens * rows).unwrap();
             stream.as_mut_slice().fill(2.0);
-            let output = Rows::of(&mut stream, rows);
-            let job =
-                LinearJob { input: input.view(), weights: &packed, finish: Finish::Add { output } };
+            let output = RowView::of(&mut stream, rows);
+            let job = LinearJob {
+                input: input.view(),
+                weights: &packed,
+                epilogue: LinearEpilogue::Add { output },
+            };
             // SAFETY: the buffers have the rows and columns of the job.
             unsafe { kernels.linear(&job, 0..2, 0..tokens) };
             for (token, products) in products.iter().enumerate() {
@@ -166,8 +172,8 @@ fn gates_and_residuals_agree_with_plain_sums() {
             }
 
             let mut gated = Input::new(tokens, rows / 2, is_bf16);
-            let finish = Finish::Gate { output: gated.view() };
-            let job = LinearJob { input: input.view(), weights: &packed, finish };
+            let epilogue = LinearEpilogue::Gate { output: gated.view() };
+            let job = LinearJob { input: input.view(), weights: &packed, epilogue };
             // SAFETY: likewise.
             unsafe { kernels.linear(&job, 0..2, 0..tokens) };
             for (token, products) in products.iter().enumerate() {
@@ -209,7 +215,7 @@ fn norms_agree_with_plain_sums() {
             for is_bf16 in [false, true] {
                 let mut output = Input::new(1, width, is_bf16);
                 let job = NormJob {
-                    input: Rows::of(&mut input, pitch),
+                    input: RowView::of(&mut input, pitch),
                     weight: &weight,
                     epsilon: 1e-6,
                     width,
@@ -297,7 +303,7 @@ fn check_attention(
     let mut angle = vec![1.0; head_dim];
     angle[head_dim / 2..].fill(0.0);
     let angles = angle.repeat(total);
-    let queries = Rows::of(&mut qkv, width);
+    let queries = RowView::of(&mut qkv, width);
     let rotate_job = RotateJob { qkv: queries, heads, head_dim, angles: &angles, norms: None, kv };
     for token in 0..total {
         let slot = KvSlot { block: blocks[token / 16], slot: (token % 16) as u32 };
@@ -309,7 +315,7 @@ fn check_attention(
     let scale = 1.0 / (head_dim as f32).sqrt();
     let job = AttentionJob {
         queries,
-        output: Activations::F32(Rows::of(&mut output, pitch)),
+        output: Activations::F32(RowView::of(&mut output, pitch)),
         kv,
         group: heads / kv_heads,
         head_dim,

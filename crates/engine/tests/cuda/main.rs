@@ -37,7 +37,8 @@ use standin::Part;
 use tollgate_engine::Instructions;
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
 use tollgate_engine::backend::cuda::{
-    Absent, CodeFolders, CudaBackend, CudaError, CudaOptions, KernelChoice, Launches, Wanted,
+    CodeFolders, CudaBackend, CudaError, CudaOptions, DeviceSelector, KernelChoice, Launches,
+    NoDevice,
 };
 use tollgate_engine::backend::{Backend, BackendError, LogitRows, StepOutput, StepPlan};
 use tollgate_engine::model::ModelFiles;
@@ -88,7 +89,7 @@ impl Card {
 
 fn options(kept: &Path) -> CudaOptions {
     CudaOptions {
-        wanted: Wanted::First,
+        device: DeviceSelector::First,
         memory_share: 0.9,
         step_tokens: 256,
         folders: CodeFolders { kept: kept.to_owned(), ..CodeFolders::default() },
@@ -216,9 +217,9 @@ fn a_device_that_is_not_there_is_refused() {
     let (_alone, _card) = card();
     let kept = tempfile::tempdir().unwrap();
     let (_folder, files) = open(&models()[0].1, None, 1);
-    let options = CudaOptions { wanted: Wanted::Index(4), ..options(kept.path()) };
+    let options = CudaOptions { device: DeviceSelector::Index(4), ..options(kept.path()) };
     let error = CudaBackend::new(&files, &options).err().unwrap();
-    assert!(matches!(error, CudaError::Absent(Absent::NotFound { .. })), "{error}");
+    assert!(matches!(error, CudaError::NoDevice(NoDevice::NotFound { .. })), "{error}");
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 
 use super::standin::{self, Part};
-use tollgate_engine::backend::cuda::{Wanted, build_kernels, look};
+use tollgate_engine::backend::cuda::{DeviceSelector, build_kernels, describe_device};
 
 /// What a child's process says of the device that it finds.
 fn said(libraries: &Path, child: &str) -> String {
@@ -34,7 +34,7 @@ const SAYS: &str = "it says: ";
 #[test]
 #[ignore = "a child of the tests below"]
 fn child_looks() {
-    match look(&Wanted::First) {
+    match describe_device(&DeviceSelector::First) {
         Ok(device) => println!("{SAYS}{} {} {}", device.class, device.name, device.uuid),
         Err(absent) => println!("{SAYS}{absent}"),
     }
@@ -44,14 +44,14 @@ fn child_looks() {
 #[ignore = "a child of the tests below"]
 fn child_looks_for_another() {
     let wanted = "GPU-ffffffff-0000-0000-0000-000000000000".parse().unwrap();
-    println!("{SAYS}{}", look(&wanted).unwrap_err());
+    println!("{SAYS}{}", describe_device(&wanted).unwrap_err());
 }
 
 #[test]
 #[ignore = "a child of the tests below"]
 fn child_looks_for_a_slice() {
     let wanted = "MIG-ffffffff-0000-0000-0000-000000000000".parse().unwrap();
-    println!("{SAYS}{}", look(&wanted).unwrap_err());
+    println!("{SAYS}{}", describe_device(&wanted).unwrap_err());
 }
 
 #[test]

@@ -24,7 +24,7 @@ use standin::Part;
 use tollgate_engine::backend::Backend;
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
 use tollgate_engine::backend::cuda::{
-    CodeFolders, CudaBackend, CudaOptions, KernelChoice, Launches, Wanted,
+    CodeFolders, CudaBackend, CudaOptions, DeviceSelector, KernelChoice, Launches,
 };
 
 /// Where this crate's sources are.
@@ -47,7 +47,7 @@ fn whole_models_agree_with_the_cpu() {
             CpuOptions { threads: 1, kv_tokens: BLOCKS * 16, step_tokens: 256, instructions: None };
         let mut cpu = CpuBackend::new(&files, &cpu).unwrap();
         let options = CudaOptions {
-            wanted: Wanted::First,
+            device: DeviceSelector::First,
             memory_share: 0.9,
             step_tokens: 256,
             folders: CodeFolders {

@@ -11,7 +11,7 @@ use super::CpuError;
 use crate::kernels::{Buffer, KvFormat, KvView, LANES, padded_columns};
 use crate::model::ModelConfig;
 
-pub(super) struct Cache {
+pub(super) struct KvCache {
     storage: Storage,
     layers: usize,
     blocks: u32,
@@ -30,7 +30,7 @@ pub(super) fn bytes_per_token(config: &ModelConfig, format: KvFormat) -> u64 {
     2 * u64::from(config.layers) * u64::from(config.kv_heads) * head as u64
 }
 
-impl Cache {
+impl KvCache {
     pub(super) fn new(
         config: &ModelConfig,
         format: KvFormat,

@@ -2,14 +2,14 @@
 
 use std::sync::Mutex;
 
-use super::layout::{Layout, Token};
-use super::load::{Layer, Model};
+use super::layout::{StepLayout, Token};
+use super::load::{CpuLayer, CpuModel};
 use super::pool::Pool;
 use super::scratch::Views;
 use crate::backend::Span;
 use crate::kernels::{
-    AttentionJob, AttentionScratch, AttentionTask, Finish, HeadNorms, Kernels, KvView, LinearJob,
-    NormJob, ROW_STEP, RotateJob, Rows, rotate,
+    AttentionJob, AttentionScratch, AttentionTask, HeadNorms, Kernels, KvView, LinearEpilogue,
+    LinearJob, NormJob, ROW_STEP, RotateJob, RowView, rotate,
 };
 use crate::model::ModelConfig;
 
@@ -18,9 +18,9 @@ pub(super) struct Forward<'a> {
     pub(super) kernels: Kernels,
     pub(super) pool: &'a Pool,
     pub(super) config: &'a ModelConfig,
-    pub(super) model: &'a Model,
+    pub(super) model: &'a CpuModel,
     pub(super) spans: &'a [Span<'a>],
-    pub(super) layout: &'a Layout,
+    pub(super) layout: &'a StepLayout,
     pub(super) attention: &'a [Mutex<AttentionScratch>],
     pub(super) views: Views,
 }
@@ -40,7 +40,7 @@ impl Forward<'_> {
     }
 
     /// One layer: attention, then the feed-forward, each added to the stream.
-    pub(super) fn layer(&self, layer: &Layer, kv: KvView) {
+    pub(super) fn layer(&self, layer: &CpuLayer, kv: KvView) {
         let Views { residual, normed, qkv, attended, gated } = self.views;
         let heads = self.config.heads as usize;
         let head_dim = self.config.head_dim as usize;
@@ -48,7 +48,7 @@ impl Forward<'_> {
         self.linear(&LinearJob {
             input: normed,
             weights: &layer.qkv,
-            finish: Finish::Store { output: qkv, bias: &layer.qkv_bias },
+            epilogue: LinearEpilogue::Store { output: qkv, bias: &layer.qkv_bias },
         });
         self.rotate(&RotateJob {
             qkv,
@@ -71,26 +71,26 @@ impl Forward<'_> {
             scale: 1.0 / (head_dim as f32).sqrt(),
             window: layer.window.map(|window| window as usize),
         });
-        let finish = || Finish::Add { output: residual };
-        self.linear(&LinearJob { input: attended, weights: &layer.output, finish: finish() });
+        let epilogue = || LinearEpilogue::Add { output: residual };
+        self.linear(&LinearJob { input: attended, weights: &layer.output, epilogue: epilogue() });
         self.normalise(&layer.post_norm);
         self.linear(&LinearJob {
             input: normed,
             weights: &layer.gate_up,
-            finish: Finish::Gate { output: gated },
+            epilogue: LinearEpilogue::Gate { output: gated },
         });
-        self.linear(&LinearJob { input: gated, weights: &layer.down, finish: finish() });
+        self.linear(&LinearJob { input: gated, weights: &layer.down, epilogue: epilogue() });
     }
 
     /// The last norm and the output head, for the rows that want logits.
     pub(super) fn head(&self, logits: &mut [f32]) {
         let wanted = &self.layout.logit_rows;
         self.normalise_rows(&self.model.norm, wanted.len(), |row| wanted[row] as usize);
-        let output = Rows::of_slice(logits, self.config.vocabulary as usize);
+        let output = RowView::of_slice(logits, self.config.vocabulary as usize);
         let job = LinearJob {
             input: self.views.normed,
             weights: &self.model.head,
-            finish: Finish::Store { output, bias: &[] },
+            epilogue: LinearEpilogue::Store { output, bias: &[] },
         };
         self.linear_rows(&job, wanted.len());
     }
@@ -180,7 +180,7 @@ impl Forward<'_> {
     }
 }
 
-/// Rows of activations that stay in a core's second-level cache beside a
+/// RowView of activations that stay in a core's second-level cache beside a
 /// pair of panels.
 const BAND_BYTES: usize = 2 << 20;
 /// A chunk that is worth handing to another thread reads this much.

@@ -5,14 +5,14 @@ use crate::backend::{BLOCK_TOKENS, BackendError, LogitRows, PlanFault, Span};
 use crate::kernels::{KvSlot, tokens_of_task};
 use crate::model::ModelConfig;
 
-pub(super) struct Layout {
+pub(super) struct StepLayout {
     /// Every token of the step, in the order of spans.
     pub(super) tokens: Vec<Token>,
     /// Cosines, then sines, of each token's angles: `head_dim` a token.
     pub(super) angles: Vec<f32>,
     /// Attention, in order of spans and positions.
     pub(super) tasks: Vec<Task>,
-    /// Rows of tokens whose logits are wanted.
+    /// RowView of tokens whose logits are wanted.
     pub(super) logit_rows: Vec<u32>,
     frequencies: Vec<f64>,
     task_tokens: usize,
@@ -40,7 +40,7 @@ pub(super) struct Task {
     pub(super) tokens: u32,
 }
 
-impl Layout {
+impl StepLayout {
     /// Room for steps of `tokens` tokens over a pool of `blocks` KV blocks.
     pub(super) fn new(config: &ModelConfig, tokens: usize, blocks: u32) -> Self {
         Self {

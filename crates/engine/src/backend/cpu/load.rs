@@ -11,16 +11,16 @@ use crate::model::names::*;
 use crate::model::{ModelConfig, ModelFiles};
 use crate::weights::{Element, Tensor, Weights, WeightsError};
 
-pub(super) struct Model {
+pub(super) struct CpuModel {
     /// Absent when the head is the embedding.
-    embedding: Option<Table>,
-    pub(super) layers: Vec<Layer>,
+    embedding: Option<EmbeddingTable>,
+    pub(super) layers: Vec<CpuLayer>,
     /// Scale of the last norm.
     pub(super) norm: Vec<f32>,
     pub(super) head: Packed,
 }
 
-pub(super) struct Layer {
+pub(super) struct CpuLayer {
     pub(super) input_norm: Vec<f32>,
     pub(super) qkv: Packed,
     /// Empty, or as long as the panels' rows.
@@ -36,13 +36,13 @@ pub(super) struct Layer {
 }
 
 /// An embedding row by row, in the type of its file.
-struct Table {
+struct EmbeddingTable {
     bytes: Buffer<u16>,
     element: Element,
     columns: usize,
 }
 
-impl Model {
+impl CpuModel {
     pub(super) fn load(files: &ModelFiles, pool: &Pool) -> Result<Self, CpuError> {
         let loader = Loader {
             config: files.config(),
@@ -62,7 +62,7 @@ impl Model {
     }
 }
 
-impl Table {
+impl EmbeddingTable {
     fn new(tensor: Tensor<'_>, columns: usize) -> io::Result<Self> {
         let mut bytes = Buffer::zeroed(tensor.bytes.len() / 2)?;
         for (to, from) in bytes.as_mut_slice().iter_mut().zip(tensor.bytes.as_chunks::<2>().0) {
@@ -103,26 +103,26 @@ struct Loader<'a> {
 }
 
 impl Loader<'_> {
-    fn model(&self) -> Result<Model, CpuError> {
+    fn model(&self) -> Result<CpuModel, CpuError> {
         let config = self.config;
         let (vocabulary, hidden) = (config.vocabulary as usize, config.hidden as usize);
         let embedding = self.weights.tensor(EMBEDDING, &[vocabulary, hidden])?;
         let layers = (0..config.layers as usize).map(|index| self.layer(index));
-        Ok(Model {
+        Ok(CpuModel {
             layers: layers.collect::<Result<_, _>>()?,
             norm: self.vector(NORM, hidden)?,
             head: self.matrix(if config.tied { EMBEDDING } else { HEAD }, vocabulary, hidden)?,
             embedding: match config.tied {
                 true => None,
                 false => Some(
-                    Table::new(embedding, hidden)
+                    EmbeddingTable::new(embedding, hidden)
                         .map_err(|error| CpuError::Memory("the embedding", error))?,
                 ),
             },
         })
     }
 
-    fn layer(&self, index: usize) -> Result<Layer, CpuError> {
+    fn layer(&self, index: usize) -> Result<CpuLayer, CpuError> {
         let config = self.config;
         let name = |part: &str| layer_tensor(index, part);
         let hidden = config.hidden as usize;
@@ -134,7 +134,7 @@ impl Loader<'_> {
                 self.plain(&name(K_NORM), config.head_dim as usize)?,
             )),
         };
-        Ok(Layer {
+        Ok(CpuLayer {
             input_norm: self.vector(&name(INPUT_NORM), hidden)?,
             qkv: self.qkv(index)?,
             qkv_bias: self.qkv_bias(index)?,

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle, Thread};
 
 /// A pass: called with the thread's index and the chunk's.
-type Work<'a> = dyn Fn(usize, usize) + Sync + 'a;
+type PassFn<'a> = dyn Fn(usize, usize) + Sync + 'a;
 
 /// Threads that live as long as the pool.
 pub(super) struct Pool {
@@ -41,7 +41,7 @@ struct Shared {
 
 #[derive(Clone, Copy)]
 struct PassPointer {
-    work: *const Work<'static>,
+    work: *const PassFn<'static>,
     chunks: u32,
 }
 
@@ -97,7 +97,7 @@ impl Pool {
     ///
     /// # Panics
     /// If `work` does, once no thread runs it any more.
-    pub(super) fn run(&self, chunks: usize, work: &Work<'_>) {
+    pub(super) fn run(&self, chunks: usize, work: &PassFn<'_>) {
         if chunks <= 1 || self.helpers.is_empty() {
             (0..chunks).for_each(|chunk| work(0, chunk));
             return;
@@ -113,13 +113,14 @@ impl Pool {
         }
     }
 
-    fn publish(&self, chunks: u32, work: &Work<'_>) {
+    fn publish(&self, chunks: u32, work: &PassFn<'_>) {
         let shared = &self.shared;
         let number = shared.state.load(Ordering::Relaxed) >> 32;
         let work = std::ptr::from_ref(work);
         // SAFETY: only the lifetime is forgotten. `run` does not return
         // before every chunk is done, and nobody reads the pointer later.
-        let work = unsafe { std::mem::transmute::<*const Work<'_>, *const Work<'static>>(work) };
+        let work =
+            unsafe { std::mem::transmute::<*const PassFn<'_>, *const PassFn<'static>>(work) };
         // SAFETY: the pass before has ended, so no chunk is claimed, and none
         // is claimable until `state` is stored.
         unsafe { *shared.pass.get() = Some(PassPointer { work, chunks }) };

@@ -4,22 +4,23 @@ use std::io;
 use std::sync::Mutex;
 
 use super::CpuError;
-use super::cache::Cache;
-use super::layout::Layout;
+use super::cache::KvCache;
+use super::layout::StepLayout;
 use crate::kernels::{
-    Activations, AttentionScratch, Buffer, COLUMN_STEP, ROW_STEP, Rows, padded_columns, padded_rows,
+    Activations, AttentionScratch, Buffer, COLUMN_STEP, ROW_STEP, RowView, padded_columns,
+    padded_rows,
 };
 use crate::model::ModelConfig;
 
 pub(super) struct Scratch {
-    pub(super) layout: Layout,
-    pub(super) buffers: Buffers,
+    pub(super) layout: StepLayout,
+    pub(super) buffers: ActivationBuffers,
     /// One for each thread; a thread only ever locks its own.
     pub(super) attention: Vec<Mutex<AttentionScratch>>,
 }
 
-/// Rows of tokens between the passes.
-pub(super) struct Buffers {
+/// RowView of tokens between the passes.
+pub(super) struct ActivationBuffers {
     residual: Buffer<f32>,
     normed: ActivationBuffer,
     qkv: Buffer<f32>,
@@ -32,11 +33,11 @@ pub(super) struct Buffers {
 #[derive(Clone, Copy)]
 pub(super) struct Views {
     /// The residual stream.
-    pub(super) residual: Rows<f32>,
+    pub(super) residual: RowView<f32>,
     /// What goes into QKV, gate and up, and the head.
     pub(super) normed: Activations,
     /// Queries, keys and values.
-    pub(super) qkv: Rows<f32>,
+    pub(super) qkv: RowView<f32>,
     /// What goes into the output projection.
     pub(super) attended: Activations,
     /// What goes into down.
@@ -63,21 +64,21 @@ impl Scratch {
         config: &ModelConfig,
         tokens: usize,
         bf16: bool,
-        cache: &Cache,
+        cache: &KvCache,
         threads: usize,
     ) -> Result<Self, CpuError> {
         let group = config.heads as usize / cache.heads();
         let attention = || Mutex::new(AttentionScratch::new(group, cache.head_columns()));
         Ok(Self {
-            layout: Layout::new(config, tokens, cache.blocks()),
-            buffers: Buffers::new(config, tokens, bf16)
+            layout: StepLayout::new(config, tokens, cache.blocks()),
+            buffers: ActivationBuffers::new(config, tokens, bf16)
                 .map_err(|error| CpuError::Memory("activations", error))?,
             attention: (0..threads).map(|_| attention()).collect(),
         })
     }
 }
 
-impl Buffers {
+impl ActivationBuffers {
     fn new(config: &ModelConfig, tokens: usize, bf16: bool) -> io::Result<Self> {
         let rows = tokens.next_multiple_of(ROW_STEP);
         let pitches = Pitches {
@@ -101,9 +102,9 @@ impl Buffers {
     pub(super) fn views(&mut self) -> Views {
         let pitches = self.pitches;
         Views {
-            residual: Rows::of(&mut self.residual, pitches.residual),
+            residual: RowView::of(&mut self.residual, pitches.residual),
             normed: self.normed.view(pitches.normed),
-            qkv: Rows::of(&mut self.qkv, pitches.qkv),
+            qkv: RowView::of(&mut self.qkv, pitches.qkv),
             attended: self.attended.view(pitches.attended),
             gated: self.gated.view(pitches.gated),
         }
@@ -121,8 +122,8 @@ impl ActivationBuffer {
 
     fn view(&mut self, pitch: usize) -> Activations {
         match self {
-            Self::F32(buffer) => Activations::F32(Rows::of(buffer, pitch)),
-            Self::Bf16(buffer) => Activations::Bf16(Rows::of(buffer, pitch)),
+            Self::F32(buffer) => Activations::F32(RowView::of(buffer, pitch)),
+            Self::Bf16(buffer) => Activations::Bf16(RowView::of(buffer, pitch)),
         }
     }
 }

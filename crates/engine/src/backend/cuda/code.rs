@@ -1,9 +1,8 @@
-//! Machine code of the kernels: from a folder that has it, or compiled now and
-//! kept.
+//! Machine code of the kernels, read from a folder or compiled now and kept.
 //!
-//! A file is named by what went into it: a digest of sources and options, the
-//! target, the compiler. It begins with a digest of the rest, so that a torn
-//! one is seen here and not by the driver. A bundle is a folder of such files.
+//! A file's name holds a digest of the sources and options, the target and the
+//! compiler. A file begins with a digest of its content, so that a truncated file is
+//! detected here and not by the driver. A bundle is a folder of such files.
 
 use std::fs;
 use std::io;
@@ -11,61 +10,62 @@ use std::path::{Path, PathBuf};
 
 use aws_lc_rs::digest::{Context as Hasher, SHA256, digest};
 
-use super::driver::{Compiler, Source};
+use super::driver::{Compiler, KernelSource};
 
-/// Where machine code and the vendor's libraries are looked for.
+/// The folders in which machine code and the vendor's libraries are searched.
 #[derive(Clone, Debug, Default)]
 pub struct CodeFolders {
-    /// Where code is kept once it was compiled.
+    /// The folder that keeps compiled code.
     pub kept: PathBuf,
-    /// Bundles that came along, read only.
+    /// Folders of bundles that were shipped, read only.
     pub bundles: Vec<PathBuf>,
-    /// Where the vendor's libraries are looked for first.
+    /// The folders that are searched first for the vendor's libraries.
     pub libraries: Vec<PathBuf>,
 }
 
-/// Machine code, and a sentence on where it came from.
+/// Machine code, and a sentence for the log about its origin.
 pub(super) struct Code {
     pub(super) image: Vec<u8>,
     pub(super) origin: String,
 }
 
-/// Why there is no machine code.
+/// The reasons why there is no machine code.
 #[derive(Debug, thiserror::Error)]
 pub enum CodeError {
-    /// Nowhere is any, and nobody can make it.
+    /// No folder holds the code, and there is no compiler.
     #[error(
         "no kernels for {target}: none in {}, and {reason}; \
          `tollgate worker kernels build` makes them where there is a compiler",
         listing(.looked)
     )]
     Missing {
-        /// The target.
+        /// The target architecture.
         target: String,
-        /// The folders.
+        /// The folders that were searched.
         looked: Vec<PathBuf>,
-        /// Why it cannot be compiled.
+        /// The reason why the code cannot be compiled.
         reason: String,
     },
     /// The compiler refused the sources.
     #[error("no kernels for {target}: {reason}")]
     Compiler {
-        /// The target.
+        /// The target architecture.
         target: String,
-        /// What it said.
+        /// The compiler's message.
         reason: String,
     },
-    /// A bundle cannot be written.
+    /// A bundle's file cannot be written.
     #[error("cannot write kernels to {}", path.display())]
     Write {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
 }
 
-/// What code must be made for so that a device of this capability runs it.
+/// Returns the target architecture whose code runs on a device of this compute
+/// capability.
 pub(super) fn target_of((major, minor): (u32, u32)) -> String {
     match (major, minor) {
         (8, _) => "sm_80".to_owned(), // runs on the whole generation
@@ -74,9 +74,12 @@ pub(super) fn target_of((major, minor): (u32, u32)) -> String {
     }
 }
 
-/// Code for `target`: found, or compiled and kept.
+/// Returns the code for `target` from one of the folders, or compiles and keeps it.
+///
+/// # Errors
+/// [`CodeError::Missing`] or [`CodeError::Compiler`].
 pub(super) fn obtain(
-    source: &Source,
+    source: &KernelSource,
     target: &str,
     folders: &CodeFolders,
 ) -> Result<Code, CodeError> {
@@ -93,6 +96,7 @@ pub(super) fn obtain(
     })?;
     let image = compile(compiler, source, target)?;
     let path = kept.join(format!("{prefix}{}.cubin", compiler.name()));
+    // A full disk must not stop the worker: the next start compiles again.
     let origin = match write(&path, &image) {
         Ok(()) => format!("kernels compiled by {}, kept as {}", compiler.name(), path.display()),
         Err(error) => format!(
@@ -104,9 +108,12 @@ pub(super) fn obtain(
     Ok(Code { image, origin })
 }
 
-/// Compiles for every target of a bundle, and returns what was written.
+/// Compiles the code for every target of a bundle, and returns the written files.
+///
+/// # Errors
+/// [`CodeError::Compiler`] or [`CodeError::Write`].
 pub(super) fn build(
-    source: &Source,
+    source: &KernelSource,
     out: &Path,
     libraries: &[PathBuf],
 ) -> Result<Vec<PathBuf>, CodeError> {
@@ -123,21 +130,23 @@ pub(super) fn build(
     Ok(written)
 }
 
-fn compile(compiler: Compiler, source: &Source, target: &str) -> Result<Vec<u8>, CodeError> {
+fn compile(compiler: Compiler, source: &KernelSource, target: &str) -> Result<Vec<u8>, CodeError> {
     compiler
         .compile(source, &options(source, target))
         .map_err(|reason| CodeError::Compiler { target: target.to_owned(), reason })
 }
 
-fn options(source: &Source, target: &str) -> Vec<String> {
+fn options(source: &KernelSource, target: &str) -> Vec<String> {
     let fixed = source.options.iter().map(|&option| option.to_owned());
     fixed.chain([format!("--gpu-architecture={target}")]).collect()
 }
 
-/// The start of the names of files with code of these sources.
-fn prefix(source: &Source, target: &str) -> String {
+/// Returns the part of a file's name that depends on the sources, the options and the
+/// target.
+fn prefix(source: &KernelSource, target: &str) -> String {
     let mut hasher = Hasher::new(&SHA256);
     let mut feed = |text: &str| {
+        // The length keeps texts apart: "ab" + "c" must not hash like "a" + "bc".
         hasher.update(&(text.len() as u64).to_le_bytes());
         hasher.update(text.as_bytes());
     };
@@ -155,7 +164,7 @@ fn prefix(source: &Source, target: &str) -> String {
     format!("{hash}-{target}-")
 }
 
-/// The whole file of that prefix whose compiler's name comes last.
+/// Returns the intact file with this prefix that was made by the newest compiler.
 fn newest(folder: &Path, prefix: &str) -> Option<(PathBuf, Vec<u8>)> {
     let entries = fs::read_dir(folder).ok()?;
     let mut files: Vec<PathBuf> = entries
@@ -166,6 +175,7 @@ fn newest(folder: &Path, prefix: &str) -> Option<(PathBuf, Vec<u8>)> {
             name.starts_with(prefix) && name.ends_with(".cubin")
         })
         .collect();
+    // The name ends with the compiler's version, so the last file is the newest.
     files.sort_unstable();
     files.into_iter().rev().find_map(|path| {
         let image = read(&path)?;
@@ -173,7 +183,7 @@ fn newest(folder: &Path, prefix: &str) -> Option<(PathBuf, Vec<u8>)> {
     })
 }
 
-/// The code in a file, if it is whole.
+/// Returns the code in a file, or `None` if the file is damaged.
 fn read(path: &Path) -> Option<Vec<u8>> {
     if fs::metadata(path).ok()?.len() > MOST_BYTES {
         return None;
@@ -183,11 +193,12 @@ fn read(path: &Path) -> Option<Vec<u8>> {
     (digest(&SHA256, image).as_ref() == sum).then(|| image.to_vec())
 }
 
-/// Whole or not at all, whoever else writes beside us.
+/// Writes the file atomically: another process reads the whole file or no file.
 fn write(path: &Path, image: &[u8]) -> io::Result<()> {
     if let Some(folder) = path.parent() {
         fs::create_dir_all(folder)?;
     }
+    // The process id keeps two workers that compile at the same time apart.
     let draft = path.with_extension(format!("draft-{}", std::process::id()));
     let mut bytes = digest(&SHA256, image).as_ref().to_vec();
     bytes.extend_from_slice(image);
@@ -200,18 +211,22 @@ fn listing(folders: &[PathBuf]) -> String {
     names.join(" or ")
 }
 
-/// What a bundle is made for: the generations since the A100.
+/// The targets of a bundle: all device generations since the A100.
 const TARGETS: [&str; 2] = ["sm_80", "sm_90a"];
 const SUM_BYTES: usize = 32;
-/// No kernels are as large as this.
+/// The size of a file above which it cannot be a file of kernels.
 const MOST_BYTES: u64 = 64 << 20;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const SOURCE: Source =
-        Source { name: "k.cu", text: "text", headers: &[("h.h", "header")], options: &["-x"] };
+    const SOURCE: KernelSource = KernelSource {
+        name: "k.cu",
+        text: "text",
+        headers: &[("h.h", "header")],
+        options: &["-x"],
+    };
 
     #[test]
     fn devices_have_targets() {
@@ -224,7 +239,7 @@ mod tests {
 
     #[test]
     fn names_tell_sources_and_targets_apart() {
-        let other = Source { headers: &[("h.h", "Header")], ..SOURCE };
+        let other = KernelSource { headers: &[("h.h", "Header")], ..SOURCE };
         assert_ne!(prefix(&SOURCE, "sm_80"), prefix(&other, "sm_80"));
         assert_ne!(prefix(&SOURCE, "sm_80")[..16], prefix(&SOURCE, "sm_90a")[..16]);
     }

@@ -1,51 +1,51 @@
-//! One step's forward: the kernels in their order, written once.
+//! The forward pass of one step: all kernels in their order.
 //!
-//! Everything is put into one stream; nothing here waits.
+//! Everything is queued in one stream. Nothing here waits.
 
 use std::sync::Arc;
 
-use super::choices::{DrawnPlaces, TOP_BYTES};
-use super::driver::{Address, Context, DriverFault, Graph, Memory};
+use super::capacity::SAMPLE_WORDS;
+use super::driver::{Address, Context, DeviceMemory, DriverFault, Graph};
+use super::gemm::{Gemm, GemmRunner};
+use super::kernel_module::KernelModule;
 use super::kernels::{
-    self, AnglesArgs, CombineArgs, DecodeArgs, EmbedArgs, FeedArgs, Finish, GateArgs, HeadDim,
+    self, AnglesArgs, CombineArgs, DecodeArgs, EmbedArgs, Epilogue, FeedArgs, GateArgs, HeadDim,
     Launch, NormArgs, PrefillArgs, RopeArgs, SampleArgs,
 };
-use super::layout::{Layout, Places};
-use super::machine::Machine;
-use super::memory::{Buffers, Cache};
-use super::products::{Product, Products};
-use super::room::CHOICE_WORDS;
-use super::weights::{Layer, Model};
+use super::layout::{PlanLayout, PlanOffsets};
+use super::memory::{DeviceBuffers, DeviceCache};
+use super::samples::{SampledLayout, TOP_BYTES};
+use super::weights::{DeviceLayer, DeviceModel};
 use crate::model::ModelConfig;
 
-/// All that a step reads and writes.
-pub(super) struct Forward<'a> {
+/// Everything that a step reads and writes.
+pub(super) struct CudaForward<'a> {
     pub(super) context: &'a Arc<Context>,
-    pub(super) machine: &'a Machine,
-    pub(super) products: &'a mut Products,
+    pub(super) module: &'a KernelModule,
+    pub(super) gemms: &'a mut GemmRunner,
     pub(super) config: &'a ModelConfig,
     pub(super) head_dim: HeadDim,
-    pub(super) model: &'a Model,
-    pub(super) cache: &'a Cache,
-    pub(super) buffers: &'a Buffers,
-    /// The plan's words on the device.
-    pub(super) plan: &'a Memory,
-    pub(super) layout: &'a Layout,
-    pub(super) places: Places,
-    /// Parts that single tokens' attention is split into.
+    pub(super) model: &'a DeviceModel,
+    pub(super) cache: &'a DeviceCache,
+    pub(super) buffers: &'a DeviceBuffers,
+    /// The packed plan on the device.
+    pub(super) plan: &'a DeviceMemory,
+    pub(super) layout: &'a PlanLayout,
+    pub(super) offsets: PlanOffsets,
+    /// Parts that the attention of single tokens is split into.
     pub(super) splits: u32,
-    /// Tokens that one launch may draw.
-    pub(super) draws_at_once: usize,
+    /// Samples that one launch may take.
+    pub(super) samples_at_once: usize,
 }
 
-impl Forward<'_> {
-    /// [`Self::run`] as a graph, in place of running it.
+impl CudaForward<'_> {
+    /// Captures [`Self::run`] as a graph. Nothing runs.
     pub(super) fn capture(&mut self) -> Result<Graph, DriverFault> {
         let context = self.context;
         context.capture(|| self.run())
     }
 
-    /// From tokens to rows of logits.
+    /// Queues the kernels from tokens to rows of logits.
     pub(super) fn run(&mut self) -> Result<(), DriverFault> {
         self.embed()?;
         let model = self.model;
@@ -55,38 +55,43 @@ impl Forward<'_> {
         self.head()
     }
 
-    /// The tokens that the step before drew take their places.
-    pub(super) fn feed(&self, sampled: &Memory) -> Result<(), DriverFault> {
+    /// Writes tokens that the previous step sampled into this step's tokens.
+    pub(super) fn feed(&self, sampled: &DeviceMemory) -> Result<(), DriverFault> {
         let count = self.layout.sources.len() as u32;
         if count == 0 {
             return Ok(());
         }
         let args = FeedArgs {
-            tokens: self.words(self.places.tokens),
-            sources: self.words(self.places.sources),
+            tokens: self.words(self.offsets.tokens),
+            sources: self.words(self.offsets.sources),
             sampled: sampled.address().raw(),
             count,
         };
         self.launch(&kernels::feed(args))
     }
 
-    /// Draws from the rows of logits into `drawn`, `previous` being what the
-    /// step before drew.
-    pub(super) fn draw(&self, drawn: &Memory, previous: &Memory) -> Result<(), DriverFault> {
-        let draws = self.layout.choices.len();
-        let (out, from) = (DrawnPlaces::of(draws), self.places.choices);
-        let drawn = |place: usize| drawn.address().plus(place).raw();
+    /// Queues sampling from the rows of logits into `sampled`. `previous` holds the
+    /// samples of the previous step.
+    pub(super) fn sample(
+        &self,
+        sampled: &DeviceMemory,
+        previous: &DeviceMemory,
+    ) -> Result<(), DriverFault> {
+        let samples = self.layout.samples.len();
+        let (out, from) = (SampledLayout::of(samples), self.offsets.samples);
+        let sampled = |place: usize| sampled.address().plus(place).raw();
         let vocabulary = self.config.vocabulary;
-        // As many at once as there are rows for what is left of the logits.
-        for first in (0..draws).step_by(self.draws_at_once) {
+        // The buffers of sampling weights have rows for this many samples, so more
+        // samples need several launches.
+        for first in (0..samples).step_by(self.samples_at_once) {
             let args = SampleArgs {
-                tokens: drawn(out.tokens() + 4 * first),
-                logprobs: drawn(out.logprobs() + 4 * first),
-                top_tokens: drawn(out.top_tokens() + TOP_BYTES * first),
-                top_logprobs: drawn(out.top_logprobs() + TOP_BYTES * first),
+                tokens: sampled(out.tokens() + 4 * first),
+                logprobs: sampled(out.logprobs() + 4 * first),
+                top_tokens: sampled(out.top_tokens() + TOP_BYTES * first),
+                top_logprobs: sampled(out.top_logprobs() + TOP_BYTES * first),
                 weights: self.buffers.weights.address().raw(),
                 sums: self.buffers.sums.address().raw(),
-                rows: self.words(from.rows + CHOICE_WORDS * first),
+                rows: self.words(from.rows + SAMPLE_WORDS * first),
                 logits: self.buffers.logits.address().raw(),
                 previous: previous.address().raw(),
                 bias_tokens: self.words(from.bias_tokens),
@@ -95,7 +100,7 @@ impl Forward<'_> {
                 counts: self.words(from.counts),
                 vocabulary,
             };
-            let count = self.draws_at_once.min(draws - first) as u32;
+            let count = self.samples_at_once.min(samples - first) as u32;
             self.launch(&kernels::sample(args, count))?;
         }
         Ok(())
@@ -105,33 +110,36 @@ impl Forward<'_> {
         let args = EmbedArgs {
             residual: self.buffers.residual.address().raw(),
             table: self.model.embedding.address().raw(),
-            tokens: self.words(self.places.tokens),
+            tokens: self.words(self.offsets.tokens),
             hidden: self.config.hidden,
         };
         self.launch(&kernels::embed(args, self.tokens()))?;
         let args = AnglesArgs {
             angles: self.buffers.angles.address().raw(),
             turns: self.model.turns.address().raw(),
-            positions: self.words(self.places.positions),
+            positions: self.words(self.offsets.positions),
             half: self.config.head_dim / 2,
         };
         self.launch(&kernels::angles(args, self.tokens()))
     }
 
-    /// Attention, then the feed-forward, each added to the stream.
-    fn layer(&mut self, layer: &Layer, index: usize) -> Result<(), DriverFault> {
+    /// Queues one layer: attention, then the feed-forward network. Each adds its result
+    /// to the residual stream.
+    fn layer(&mut self, layer: &DeviceLayer, index: usize) -> Result<(), DriverFault> {
         let tokens = self.tokens();
-        let LayerProducts { qkv, output, gate_up, down } =
-            LayerProducts::new(self.config, self.buffers, layer, tokens);
+        let LayerGemms { qkv, output, gate_up, down } =
+            LayerGemms::new(self.config, self.buffers, layer, tokens);
+        // All kernels of a step run in this order in one stream, so none needs a lock
+        // or a wait.
         self.normalise(&layer.input_norm, 0, tokens)?;
-        self.product(qkv)?;
+        self.gemm(qkv)?;
         self.rope(layer, index)?;
         self.attend(layer, index)?;
-        self.product(output)?;
+        self.gemm(output)?;
         self.normalise(&layer.post_norm, 0, tokens)?;
-        self.product(gate_up)?;
+        self.gemm(gate_up)?;
         self.gate()?;
-        self.product(down)
+        self.gemm(down)
     }
 
     pub(super) fn gate(&self) -> Result<(), DriverFault> {
@@ -143,20 +151,21 @@ impl Forward<'_> {
         self.launch(&kernels::swiglu(args, self.tokens()))
     }
 
-    /// The last norm and the output head, for the rows that want logits.
+    /// Queues the last norm and the output head for the rows that produce logits.
     pub(super) fn head(&mut self) -> Result<(), DriverFault> {
         let rows = self.layout.logit_rows.len() as u32;
         if rows == 0 {
             return Ok(());
         }
-        self.normalise(&self.model.norm, self.words(self.places.logit_rows), rows)?;
-        self.product(head_product(self.config, self.buffers, self.model, rows))
+        self.normalise(&self.model.norm, self.words(self.offsets.logit_rows), rows)?;
+        self.gemm(head_gemm(self.config, self.buffers, self.model, rows))
     }
 
-    /// Rows of the stream, normalised: those that `rows` lists, or all.
+    /// Queues the norm of rows of the residual stream: the rows that the list at `rows`
+    /// names, or all if `rows` is 0.
     pub(super) fn normalise(
         &self,
-        weight: &Memory,
+        weight: &DeviceMemory,
         rows: u64,
         count: u32,
     ) -> Result<(), DriverFault> {
@@ -171,9 +180,10 @@ impl Forward<'_> {
         self.launch(&kernels::rms_norm(args, count))
     }
 
-    pub(super) fn rope(&self, layer: &Layer, index: usize) -> Result<(), DriverFault> {
+    pub(super) fn rope(&self, layer: &DeviceLayer, index: usize) -> Result<(), DriverFault> {
         let (keys, values) = self.layer_of_cache(index);
-        let or_null = |memory: Option<&Memory>| memory.map_or(0, |it| it.address().raw());
+        // The kernels skip a null bias and null norms.
+        let or_null = |memory: Option<&DeviceMemory>| memory.map_or(0, |it| it.address().raw());
         let args = RopeArgs {
             queries: self.buffers.queries.address().raw(),
             keys,
@@ -183,7 +193,7 @@ impl Forward<'_> {
             query_norm: or_null(layer.head_norms.as_ref().map(|(query, _)| query)),
             key_norm: or_null(layer.head_norms.as_ref().map(|(_, key)| key)),
             angles: self.buffers.angles.address().raw(),
-            slots: self.words(self.places.slots),
+            slots: self.words(self.offsets.slots),
             epsilon: self.config.norm_epsilon,
             heads: self.config.heads,
             kv_heads: self.config.kv_heads,
@@ -191,18 +201,18 @@ impl Forward<'_> {
         self.launch(&kernels::rope(args, self.tokens(), self.head_dim))
     }
 
-    pub(super) fn attend(&self, layer: &Layer, index: usize) -> Result<(), DriverFault> {
+    pub(super) fn attend(&self, layer: &DeviceLayer, index: usize) -> Result<(), DriverFault> {
         let (keys, values) = self.layer_of_cache(index);
         let ModelConfig { heads, kv_heads, head_dim, .. } = *self.config;
         let buffers = self.buffers;
         let (output, queries) = (buffers.attended.address().raw(), buffers.queries.address().raw());
         let (partial, softmax) = (buffers.partial.address().raw(), buffers.softmax.address().raw());
-        let blocks = self.words(self.places.blocks);
+        let blocks = self.words(self.offsets.blocks);
         let scale = 1.0 / (head_dim as f32).sqrt();
         let (window, splits) = (layer.window, self.splits);
         let decodes = self.layout.decodes.len() as u32;
         if decodes > 0 {
-            let spans = self.words(self.places.decodes);
+            let spans = self.words(self.offsets.decodes);
             let args = DecodeArgs {
                 output,
                 partial,
@@ -219,6 +229,7 @@ impl Forward<'_> {
                 window,
             };
             self.launch(&kernels::decode(args, decodes, self.head_dim))?;
+            // With one part the decode kernel has written the final output itself.
             if splits > 1 {
                 let args = CombineArgs { output, partial, softmax, spans, heads, splits };
                 self.launch(&kernels::combine(args, decodes, self.head_dim))?;
@@ -231,7 +242,7 @@ impl Forward<'_> {
                 queries,
                 keys,
                 values,
-                spans: self.words(self.places.prefills),
+                spans: self.words(self.offsets.prefills),
                 blocks,
                 scale,
                 heads,
@@ -243,84 +254,93 @@ impl Forward<'_> {
         Ok(())
     }
 
-    pub(super) fn product(&mut self, product: Product) -> Result<(), DriverFault> {
-        // SAFETY: as in `launch`; buffers of rows hold a whole bucket of them.
-        unsafe { self.products.run(self.context, self.machine, product) }
+    pub(super) fn gemm(&mut self, gemm: Gemm) -> Result<(), DriverFault> {
+        // SAFETY: the conditions of `launch` hold, and buffers of rows hold a whole
+        // bucket.
+        unsafe { self.gemms.run(self.context, self.module, gemm) }
     }
 
     fn launch<A>(&self, launch: &Launch<A>) -> Result<(), DriverFault> {
-        // SAFETY: every buffer was taken for the most that a step may ask
-        // for, and the plan was checked against that: tokens, rows, blocks of
-        // the pool, and tables that cover their spans.
-        unsafe { self.machine.launch(self.context, launch) }
+        // SAFETY: every buffer was taken for the most that a step may ask for, and the
+        // plan was checked against these limits: tokens, rows, blocks of the pool, and
+        // tables that cover their spans.
+        unsafe { self.module.launch(self.context, launch) }
     }
 
     pub(super) fn tokens(&self) -> u32 {
         self.layout.tokens.len() as u32
     }
 
-    /// A place among the plan's words.
+    /// Returns the address of a word of the plan.
     fn words(&self, place: usize) -> u64 {
         self.plan.address().plus(4 * place).raw()
     }
 
-    /// Keys and values of one layer.
+    /// Returns the addresses of the keys and values of one layer.
     fn layer_of_cache(&self, index: usize) -> (u64, u64) {
         let bytes = 2 * index * self.cache.layer_elements() as usize;
-        let place = |memory: &Memory| -> Address { memory.at(bytes) };
+        let place = |memory: &DeviceMemory| -> Address { memory.at(bytes) };
         (place(&self.cache.keys).raw(), place(&self.cache.values).raw())
     }
 }
 
-/// The linear layers of one layer of the model, for so many tokens.
-pub(super) struct LayerProducts {
-    pub(super) qkv: Product,
-    pub(super) output: Product,
-    pub(super) gate_up: Product,
-    pub(super) down: Product,
+/// The matrix products of one layer for a number of tokens.
+pub(super) struct LayerGemms {
+    pub(super) qkv: Gemm,
+    pub(super) output: Gemm,
+    pub(super) gate_up: Gemm,
+    pub(super) down: Gemm,
 }
 
-impl LayerProducts {
-    pub(super) fn new(config: &ModelConfig, buffers: &Buffers, layer: &Layer, rows: u32) -> Self {
+impl LayerGemms {
+    pub(super) fn new(
+        config: &ModelConfig,
+        buffers: &DeviceBuffers,
+        layer: &DeviceLayer,
+        rows: u32,
+    ) -> Self {
         let ModelConfig { hidden, intermediate, .. } = *config;
         let queries = config.query_width() as u32;
-        let product = |from: &Memory, weights: &Memory, to: &Memory, [columns, depth]: [u32; 2]| {
-            let [input, weights, output] = [from, weights, to].map(Memory::address);
-            Product { input, weights, output, rows, columns, depth, finish: Finish::F32 }
+        let gemm = |from: &DeviceMemory,
+                    weights: &DeviceMemory,
+                    to: &DeviceMemory,
+                    [columns, depth]: [u32; 2]| {
+            let [input, weights, output] = [from, weights, to].map(DeviceMemory::address);
+            Gemm { input, weights, output, rows, columns, depth, epilogue: Epilogue::F32 }
         };
         let b = buffers;
-        let adds = |product| Product { finish: Finish::Add, ..product };
+        let adds = |gemm| Gemm { epilogue: Epilogue::Add, ..gemm };
         let qkv = queries + 2 * config.kv_width() as u32;
-        let gate_up = product(&b.normed, &layer.gate_up, &b.gate_up, [2 * intermediate, hidden]);
+        let gate_up = gemm(&b.normed, &layer.gate_up, &b.gate_up, [2 * intermediate, hidden]);
         Self {
-            qkv: product(&b.normed, &layer.qkv, &b.qkv, [qkv, hidden]),
-            output: adds(product(&b.attended, &layer.output, &b.residual, [hidden, queries])),
-            gate_up: Product { finish: Finish::Bf16, ..gate_up },
-            down: adds(product(&b.gated, &layer.down, &b.residual, [hidden, intermediate])),
+            qkv: gemm(&b.normed, &layer.qkv, &b.qkv, [qkv, hidden]),
+            output: adds(gemm(&b.attended, &layer.output, &b.residual, [hidden, queries])),
+            gate_up: Gemm { epilogue: Epilogue::Bf16, ..gate_up },
+            down: adds(gemm(&b.gated, &layer.down, &b.residual, [hidden, intermediate])),
         }
     }
 
-    /// In the order of a step.
-    pub(super) fn all(self) -> [Product; 4] {
+    /// Returns the products in the order of a step.
+    pub(super) fn all(self) -> [Gemm; 4] {
         let Self { qkv, output, gate_up, down } = self;
         [qkv, output, gate_up, down]
     }
 }
 
-/// The output head, for so many rows of logits.
-pub(super) fn head_product(
+/// Returns the matrix product of the output head for a number of rows.
+pub(super) fn head_gemm(
     config: &ModelConfig,
-    buffers: &Buffers,
-    model: &Model,
+    buffers: &DeviceBuffers,
+    model: &DeviceModel,
     rows: u32,
-) -> Product {
-    Product {
+) -> Gemm {
+    Gemm {
         input: buffers.normed.address(),
         weights: model.head().address(),
         output: buffers.logits.address(),
         rows,
         columns: config.vocabulary,
         depth: config.hidden,
-        finish: Finish::F32,
+        epilogue: Epilogue::F32,
     }
 }

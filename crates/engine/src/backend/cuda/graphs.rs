@@ -1,39 +1,39 @@
-//! Steps that look alike are given to the device as one graph, which takes a
-//! few launches' time in place of some hundred.
+//! CUDA graphs for steps that only decode. One graph launch replaces some hundred
+//! kernel launches.
 //!
-//! Where only decoding is done, a step is rounded up to one of few numbers of
-//! tokens. What differs between two such steps stands in the plan's words, at
-//! the same places, so that what was captured of one runs the other.
+//! Such a step is padded to one of few token counts. Two steps with the same count
+//! differ only in the words of the plan, which lie at the same addresses, so a graph
+//! that was captured from one step runs the other.
 
 use std::collections::BTreeMap;
 
 use super::driver::{DriverFault, Graph};
 
-/// What one graph stands for.
+/// The properties that two steps must share to run the same graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Alike {
-    /// Tokens, those of nobody among them.
+pub(super) struct GraphKey {
+    /// Tokens of the step, padding included.
     pub(super) tokens: u32,
     /// Parts of attention.
     pub(super) splits: u32,
-    /// Whether each token has a row of logits; else none has.
+    /// True if each token has a row of logits; otherwise no token has one.
     pub(super) has_rows: bool,
 }
 
-/// What is known of a kind of step.
-enum Known<G> {
-    /// One ran, launch by launch.
+/// The state of a graph key.
+enum GraphState<G> {
+    /// One step ran launch by launch; the next one is captured.
     Once,
-    /// All run as this.
+    /// All further steps run this graph.
     Graph(G),
-    /// The driver made no graph of it.
+    /// The driver refused to build a graph.
     Refused,
 }
 
-/// The graphs so far. None is given up while the backend lives: a step that is
-/// under way may be one.
+/// The graphs captured so far. No graph is freed while the backend lives, because a
+/// running step may use it.
 pub(super) struct Graphs<G = Graph> {
-    kinds: BTreeMap<Alike, Known<G>>,
+    kinds: BTreeMap<GraphKey, GraphState<G>>,
 }
 
 impl<G> Default for Graphs<G> {
@@ -43,38 +43,39 @@ impl<G> Default for Graphs<G> {
 }
 
 impl<G> Graphs<G> {
-    /// The graph for a step; none where it goes launch by launch. The first of
-    /// its kind does, which also searches the products that it needs; a kind
-    /// that comes again is worth a graph.
+    /// Returns the graph for a step, or `None` if the step must launch its kernels one
+    /// by one. The first step of each key does so, which also searches the matrix
+    /// products that it needs. The second step of a key is captured.
     pub(super) fn of(
         &mut self,
-        alike: Alike,
+        key: GraphKey,
         capture: impl FnOnce() -> Result<G, DriverFault>,
     ) -> Option<&G> {
         let has_room = self.kinds.len() < MOST_GRAPHS;
-        match self.kinds.get_mut(&alike) {
-            None if has_room => drop(self.kinds.insert(alike, Known::Once)),
+        match self.kinds.get_mut(&key) {
+            None if has_room => drop(self.kinds.insert(key, GraphState::Once)),
             None => {}
-            Some(kind @ Known::Once) => {
-                // What else may be wrong shows when it goes launch by launch.
-                *kind = capture().map_or(Known::Refused, Known::Graph);
+            Some(kind @ GraphState::Once) => {
+                // Any other fault will show when the kernels are launched one by one.
+                *kind = capture().map_or(GraphState::Refused, GraphState::Graph);
             }
-            Some(Known::Graph(_) | Known::Refused) => {}
+            Some(GraphState::Graph(_) | GraphState::Refused) => {}
         }
-        match self.kinds.get(&alike) {
-            Some(Known::Graph(graph)) => Some(graph),
+        match self.kinds.get(&key) {
+            Some(GraphState::Graph(graph)) => Some(graph),
             _ => None,
         }
     }
 
-    /// Kinds that run as graphs.
+    /// Returns the number of keys that run as graphs.
     pub(super) fn len(&self) -> usize {
-        self.kinds.values().filter(|kind| matches!(kind, Known::Graph(_))).count()
+        self.kinds.values().filter(|kind| matches!(kind, GraphState::Graph(_))).count()
     }
 }
 
-/// Tokens that a step of `tokens` single ones is rounded up to: few numbers,
-/// each little more, as weights are read whole anyway.
+/// Returns the token count that a step of `tokens` single tokens is padded to. There
+/// are few such counts, and each is little larger: a step reads all weights anyway, so
+/// a few more tokens cost almost nothing.
 pub(super) fn rounded(tokens: u32) -> u32 {
     let step = match tokens {
         0..=2 => 1,
@@ -86,7 +87,8 @@ pub(super) fn rounded(tokens: u32) -> u32 {
     tokens.next_multiple_of(step)
 }
 
-/// More kinds of steps than these run launch by launch.
+/// The most keys that are remembered; steps with further keys launch their kernels one
+/// by one.
 const MOST_GRAPHS: usize = 96;
 
 #[cfg(test)]
@@ -107,17 +109,17 @@ mod tests {
     #[test]
     fn a_kind_that_comes_again_is_captured_once() {
         let mut graphs = Graphs::<u32>::default();
-        let alike = Alike { tokens: 4, splits: 2, has_rows: true };
+        let key = GraphKey { tokens: 4, splits: 2, has_rows: true };
         let never = || panic!("nothing is captured");
-        assert_eq!(graphs.of(alike, never), None);
-        assert_eq!(graphs.of(alike, || Ok(7)), Some(&7));
-        assert_eq!(graphs.of(alike, never), Some(&7));
-        assert_eq!(graphs.of(Alike { has_rows: false, ..alike }, never), None);
+        assert_eq!(graphs.of(key, never), None);
+        assert_eq!(graphs.of(key, || Ok(7)), Some(&7));
+        assert_eq!(graphs.of(key, never), Some(&7));
+        assert_eq!(graphs.of(GraphKey { has_rows: false, ..key }, never), None);
         for tokens in 0..2 * MOST_GRAPHS as u32 {
-            assert_eq!(graphs.of(Alike { tokens, splits: 64, ..alike }, never), None);
+            assert_eq!(graphs.of(GraphKey { tokens, splits: 64, ..key }, never), None);
         }
         assert_eq!(graphs.kinds.len(), MOST_GRAPHS);
-        let late = Alike { tokens: 1_000, ..alike };
+        let late = GraphKey { tokens: 1_000, ..key };
         assert_eq!(graphs.of(late, never), None);
         assert_eq!(graphs.of(late, never), None);
         assert_eq!(graphs.len(), 1);

@@ -99,7 +99,7 @@ pub enum HeadDim {
 
 /// What becomes of a linear layer's products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Finish {
+pub enum Epilogue {
     /// They replace f32.
     F32,
     /// They replace bf16.
@@ -135,7 +135,7 @@ impl HeadDim {
     }
 }
 
-impl Finish {
+impl Epilogue {
     fn pick(self, names: [&'static str; 3]) -> &'static str {
         match self {
             Self::F32 => names[0],
@@ -148,7 +148,7 @@ impl Finish {
 /// Some neighbouring tokens of one sequence.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Span {
+pub struct KernelSpan {
     /// Row of its first token in the step.
     pub row: u32,
     /// 0: none, a place held free.
@@ -431,14 +431,14 @@ pub fn swiglu(args: GateArgs, rows: u32) -> Launch<GateArgs> {
 }
 
 /// A linear layer, by the kernel that fits its rows.
-pub fn linear(args: LinearArgs, finish: Finish) -> Launch<LinearArgs> {
-    if args.rows <= SKINNY_ROWS { skinny(args, finish) } else { tiled(args, finish) }
+pub fn linear(args: LinearArgs, epilogue: Epilogue) -> Launch<LinearArgs> {
+    if args.rows <= SKINNY_ROWS { skinny(args, epilogue) } else { tiled(args, epilogue) }
 }
 
 /// A linear layer of any number of rows, and of 8 million columns at most.
-pub fn tiled(args: LinearArgs, finish: Finish) -> Launch<LinearArgs> {
+pub fn tiled(args: LinearArgs, epilogue: Epilogue) -> Launch<LinearArgs> {
     Launch {
-        kernel: finish.pick(["linear_f32", "linear_bf16", "linear_add"]),
+        kernel: epilogue.pick(["linear_f32", "linear_bf16", "linear_add"]),
         grid: [args.rows.div_ceil(TILE_ROWS), args.columns.div_ceil(TILE_COLUMNS), 1],
         threads: 256,
         args,
@@ -448,14 +448,14 @@ pub fn tiled(args: LinearArgs, finish: Finish) -> Launch<LinearArgs> {
 /// A linear layer by a kernel for few rows, which reads all weights again for
 /// every [`SKINNY_ROWS`]. A row's sums are the same to the bit whatever rows
 /// there are beside it.
-pub fn skinny(args: LinearArgs, finish: Finish) -> Launch<LinearArgs> {
+pub fn skinny(args: LinearArgs, epilogue: Epilogue) -> Launch<LinearArgs> {
     let (rows, names) = match args.rows {
         0..=8 => (8, ["skinny8_f32", "skinny8_bf16", "skinny8_add"]),
         9..=16 => (16, ["skinny16_f32", "skinny16_bf16", "skinny16_add"]),
         _ => (SKINNY_ROWS, ["skinny32_f32", "skinny32_bf16", "skinny32_add"]),
     };
     Launch {
-        kernel: finish.pick(names),
+        kernel: epilogue.pick(names),
         grid: [args.columns.div_ceil(SKINNY_COLUMNS) * args.rows.div_ceil(rows), 1, 1],
         threads: 256,
         args,

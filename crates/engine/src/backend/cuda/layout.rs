@@ -1,49 +1,52 @@
-//! A step's plan as the kernels read it: one piece of words, one copy.
+//! The plan of a step in the layout that the kernels read: one piece of words, uploaded
+//! by one copy.
 //!
-//! Single tokens are decoded, longer spans are cut into tiles of prefill; each
-//! kind is one launch a layer, whatever the mix. Where results may not depend on
-//! it, single tokens are prefill, too.
+//! Spans of one token go to the decode kernel; longer spans are cut into tiles for the
+//! prefill kernel. Each kernel is launched once a layer, whatever the mix. With
+//! deterministic kernels, spans of one token are prefill tiles too.
 
 use std::cmp::Reverse;
 
-use super::choices::{ChoicePlaces, Choices};
+use super::capacity::{Packer, StepCapacity};
 use super::kernels::NONE;
-use super::room::{Packer, Room};
+use super::samples::{SampleList, SampleOffsets};
 use crate::backend::{BLOCK_TOKENS, BackendError, LogitRows, PlanFault, Span, StepPlan};
 
-/// A step laid out: every list is of whole words, in the order of spans unless
-/// it says otherwise.
-pub(super) struct Layout {
-    /// Draws of the step before that become tokens; empty where none does.
+/// A step that was laid out. Every list holds 32-bit words in the order of the spans,
+/// unless its comment names another order.
+pub(super) struct PlanLayout {
+    /// Indexes of the previous step's samples that become tokens; empty without token
+    /// feedback.
     pub(super) sources: Vec<u32>,
-    pub(super) choices: Choices,
+    pub(super) samples: SampleList,
     pub(super) tokens: Vec<u32>,
     pub(super) positions: Vec<u32>,
-    /// Where each token's keys and values go: block * 16 + token of the block.
+    /// The cache slot for each token's keys and values: block * 16 + token of the
+    /// block.
     pub(super) slots: Vec<u32>,
-    /// Rows of tokens whose logits are wanted.
+    /// Rows of tokens that produce logits.
     pub(super) logit_rows: Vec<u32>,
-    /// How many of them the plan wants; the others are nobody's.
+    /// Number of rows that the plan asked for. Rows after these are padding.
     pub(super) rows_wanted: usize,
-    /// Spans of one token: row, tokens, position, place in `blocks`.
+    /// Spans of one token: row, tokens, position, offset in `blocks`.
     pub(super) decodes: Vec<[u32; 4]>,
-    /// Tiles of longer spans, the same, those with the longest context first.
+    /// Tiles of longer spans with the same fields, the longest context first.
     pub(super) prefills: Vec<[u32; 4]>,
-    /// Block tables, one behind the other.
+    /// The block tables of all spans, one after the other.
     pub(super) blocks: Vec<u32>,
     /// The longest context of a single token, tokens.
     pub(super) longest_decode: u32,
     tile: u32,
-    decodes_apart: bool,
+    has_decode_kernel: bool,
     most_blocks: usize,
-    /// For each KV block the last step that wrote to it.
+    /// For each KV block, the last step that wrote to it.
     written: Vec<u64>,
     step: u64,
 }
 
-/// Where each list begins in the packed words.
+/// The offset of each list in the packed words.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Places {
+pub(super) struct PlanOffsets {
     pub(super) tokens: usize,
     pub(super) positions: usize,
     pub(super) slots: usize,
@@ -52,40 +55,40 @@ pub(super) struct Places {
     pub(super) prefills: usize,
     pub(super) blocks: usize,
     pub(super) sources: usize,
-    pub(super) choices: ChoicePlaces,
+    pub(super) samples: SampleOffsets,
     /// Words in all.
     pub(super) end: usize,
 }
 
-impl Layout {
-    pub(super) fn new(room: Room) -> Self {
-        let list = || Vec::with_capacity(room.tokens);
+impl PlanLayout {
+    pub(super) fn new(capacity: StepCapacity) -> Self {
+        let list = || Vec::with_capacity(capacity.tokens);
         Self {
             sources: list(),
-            choices: Choices::new(&room),
+            samples: SampleList::new(&capacity),
             tokens: list(),
             positions: list(),
             slots: list(),
             logit_rows: list(),
             rows_wanted: 0,
-            decodes: Vec::with_capacity(room.tokens),
-            prefills: Vec::with_capacity(room.tokens),
-            blocks: Vec::with_capacity(room.blocks()),
+            decodes: Vec::with_capacity(capacity.tokens),
+            prefills: Vec::with_capacity(capacity.tokens),
+            blocks: Vec::with_capacity(capacity.blocks()),
             longest_decode: 0,
-            tile: room.tile.max(1),
-            decodes_apart: room.decodes_apart,
-            most_blocks: room.blocks(),
-            written: vec![0; room.kv_blocks as usize],
+            tile: capacity.tile.max(1),
+            has_decode_kernel: capacity.has_decode_kernel,
+            most_blocks: capacity.blocks(),
+            written: vec![0; capacity.kv_blocks as usize],
             step: 0,
         }
     }
 
-    /// Lays out a plan whose spans and draws have been checked one by one.
+    /// Lays out a plan that [`StepPlan::check`] accepted.
     ///
     /// # Errors
-    /// [`PlanFault::BlockShared`] when two would write to one place;
-    /// [`BackendError::Device`] when the block tables, or the lists of draws,
-    /// are longer than any batch of this pool could make them.
+    /// [`PlanFault::BlockShared`] if two spans would write to one block.
+    /// [`BackendError::Device`] if the block tables or the sample lists are longer than
+    /// any batch of this pool needs.
     pub(super) fn lay_out(&mut self, plan: &StepPlan<'_>) -> Result<(), BackendError> {
         self.clear();
         self.step += 1;
@@ -96,18 +99,18 @@ impl Layout {
         self.order_prefills();
         self.rows_wanted = self.logit_rows.len();
         self.sources.extend_from_slice(plan.token_feedback);
-        self.choices.lay_out(plan.results.samples())
+        self.samples.lay_out(plan.results.samples())
     }
 
-    /// Whether it is one token of each sequence, and a row of logits of each or
-    /// of none: then steps of as many look alike.
+    /// Returns true if every span has one token and either all or none have a row of
+    /// logits. Steps with as many tokens then have the same shape.
     pub(super) fn only_decodes(&self) -> bool {
         let rows = self.logit_rows.len();
         self.prefills.is_empty() && (rows == self.decodes.len() || rows == 0)
     }
 
-    /// Adds tokens of nobody until there are `tokens`: they are computed,
-    /// written nowhere, and nothing reads them.
+    /// Adds padding tokens until there are `tokens`. The kernels compute them, but do
+    /// not write their keys and values, and nothing reads their results.
     pub(super) fn pad(&mut self, tokens: usize) {
         let has_rows = !self.logit_rows.is_empty();
         for row in self.tokens.len() as u32..tokens as u32 {
@@ -139,6 +142,7 @@ impl Layout {
     fn claim_blocks(&mut self, span: &Span<'_>) -> Result<(), PlanFault> {
         let last = ((span.end() - 1) / u64::from(BLOCK_TOKENS)) as usize;
         for &block in &span.blocks[(span.start / BLOCK_TOKENS) as usize..=last] {
+            // Marking blocks with the step's number needs no clearing between steps.
             let written = std::mem::replace(&mut self.written[block as usize], self.step);
             if written == self.step {
                 return Err(PlanFault::BlockShared { block });
@@ -150,6 +154,7 @@ impl Layout {
     fn lay_out_span(&mut self, span: &Span<'_>) -> Result<(), BackendError> {
         let first = self.tokens.len() as u32;
         let count = span.tokens.len() as u32;
+        // Blocks that the sequence reserved for later are not uploaded.
         let read = span.end().div_ceil(u64::from(BLOCK_TOKENS)) as usize;
         if self.blocks.len() + read > self.most_blocks {
             let most = self.most_blocks;
@@ -165,7 +170,7 @@ impl Layout {
             self.positions.push(position);
             self.slots.push(block * BLOCK_TOKENS + position % BLOCK_TOKENS);
         }
-        if count == 1 && self.decodes_apart {
+        if count == 1 && self.has_decode_kernel {
             self.decodes.push([first, 1, span.start, table]);
             self.longest_decode = self.longest_decode.max(span.start + 1);
         } else {
@@ -182,19 +187,20 @@ impl Layout {
         Ok(())
     }
 
-    /// A device begins tiles in this order and each takes as long as its context:
-    /// with the longest first, little is left to wait for at the end. By rows
-    /// where they are equal, so that a step is laid out the same each time.
+    /// Orders the tiles, longest context first. The device starts tiles in this order,
+    /// and a tile's time grows with its context; starting with the longest leaves
+    /// little to wait for at the end. Ties are ordered by row, so that a step is always
+    /// laid out the same.
     fn order_prefills(&mut self) {
         self.prefills
             .sort_unstable_by_key(|&[row, tokens, position, _]| (Reverse(position + tokens), row));
     }
 
-    /// Writes every list into `to`, little endian, each at a place aligned for
-    /// wide reads.
-    pub(super) fn pack(&self, to: &mut [u8]) -> Places {
+    /// Writes every list into `to`, little endian, each at an offset that is aligned
+    /// for wide loads.
+    pub(super) fn pack(&self, to: &mut [u8]) -> PlanOffsets {
         let mut packer = Packer::new(to);
-        let mut places = Places {
+        let mut offsets = PlanOffsets {
             tokens: packer.list(&self.tokens),
             positions: packer.list(&self.positions),
             slots: packer.list(&self.slots),
@@ -203,32 +209,32 @@ impl Layout {
             prefills: packer.list(self.prefills.as_flattened()),
             blocks: packer.list(&self.blocks),
             sources: packer.list(&self.sources),
-            choices: self.choices.pack(&mut packer),
+            samples: self.samples.pack(&mut packer),
             end: 0,
         };
-        places.end = packer.words();
-        places
+        offsets.end = packer.words();
+        offsets
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::cuda::room::ALIGNED_WORDS;
+    use crate::backend::cuda::capacity::ALIGNED_WORDS;
 
-    fn layout() -> Layout {
-        Layout::new(ROOM)
+    fn layout() -> PlanLayout {
+        PlanLayout::new(ROOM)
     }
 
-    const ROOM: Room = Room {
+    const ROOM: StepCapacity = StepCapacity {
         tokens: 64,
         logit_rows: 64,
-        draws: 128,
+        samples: 128,
         vocabulary: 500,
         context: 256,
         kv_blocks: 40,
         tile: 16,
-        decodes_apart: true,
+        has_decode_kernel: true,
     };
 
     fn span<'a>(tokens: &'a [u32], start: u32, blocks: &'a [u32], logits: LogitRows) -> Span<'a> {
@@ -248,40 +254,41 @@ mod tests {
         layout.lay_out(&StepPlan::logits(&spans)).unwrap();
         assert_eq!(layout.decodes, [[0, 1, 33, 0], [23, 1, 0, 7]]);
         assert_eq!(layout.prefills, [[17, 4, 31, 3], [1, 16, 15, 3], [21, 2, 0, 6]]);
-        // A table holds the blocks that are read, not those taken for later.
+        // A table holds the blocks that are read, not blocks that are reserved for
+        // later.
         assert_eq!(layout.blocks, [5, 6, 9, 1, 2, 3, 4, 20]);
         assert_eq!(layout.logit_rows, [0, 20, 21, 22]);
         assert_eq!(layout.slots[..3], [9 * 16 + 1, 16 + 15, 2 * 16]);
         assert_eq!(layout.positions[20], 34);
         assert_eq!(layout.longest_decode, 34);
         let mut bytes = vec![0; 4 * ROOM.words()];
-        let places = layout.pack(&mut bytes);
+        let offsets = layout.pack(&mut bytes);
         let word = |at: usize| u32::from_le_bytes(bytes[4 * at..4 * at + 4].try_into().unwrap());
-        assert_eq!(word(places.tokens), 7);
-        assert_eq!(word(places.slots + 1), 31);
-        assert_eq!(word(places.prefills + 4), 1);
-        assert_eq!(word(places.blocks + 7), 20);
-        assert_eq!(places.sources, places.blocks + 8);
-        for place in [places.positions, places.slots, places.decodes, places.blocks] {
+        assert_eq!(word(offsets.tokens), 7);
+        assert_eq!(word(offsets.slots + 1), 31);
+        assert_eq!(word(offsets.prefills + 4), 1);
+        assert_eq!(word(offsets.blocks + 7), 20);
+        assert_eq!(offsets.sources, offsets.blocks + 8);
+        for place in [offsets.positions, offsets.slots, offsets.decodes, offsets.blocks] {
             assert!(place.is_multiple_of(ALIGNED_WORDS));
         }
     }
 
     #[test]
     fn the_fullest_step_fits() {
-        let room = Room { kv_blocks: 64 * 16, tile: 2, ..ROOM };
-        let mut layout = Layout::new(room);
+        let capacity = StepCapacity { kv_blocks: 64 * 16, tile: 2, ..ROOM };
+        let mut layout = PlanLayout::new(capacity);
         let tables: Vec<Vec<u32>> = (0..64).map(|i| (i * 16..(i + 1) * 16).collect()).collect();
         let spans: Vec<Span<'_>> =
             tables.iter().map(|blocks| span(&[1], 255, blocks, LogitRows::Last)).collect();
         layout.lay_out(&StepPlan::logits(&spans)).unwrap();
-        let mut bytes = vec![0; 4 * room.words()];
-        assert!(layout.pack(&mut bytes).end <= room.words());
+        let mut bytes = vec![0; 4 * capacity.words()];
+        assert!(layout.pack(&mut bytes).end <= capacity.words());
         let long: Vec<u32> = (0..64).collect();
         let spans = [span(&long, 0, &[0, 1, 2, 3], LogitRows::All)];
         layout.lay_out(&StepPlan::logits(&spans)).unwrap();
         assert_eq!(layout.prefills.len(), 32);
-        assert!(layout.pack(&mut bytes).end <= room.words());
+        assert!(layout.pack(&mut bytes).end <= capacity.words());
     }
 
     #[test]
@@ -294,7 +301,7 @@ mod tests {
             fault,
             BackendError::Plan { span: 1, reason: PlanFault::BlockShared { block: 3 } }
         ));
-        // Reading what another wrote before is sharing, and allowed.
+        // Two sequences may read the same block: it was written before this step.
         let spans =
             [span(&[1], 16, &[3, 4], LogitRows::Last), span(&[1], 16, &[3, 5], LogitRows::Last)];
         layout.lay_out(&StepPlan::logits(&spans)).unwrap();

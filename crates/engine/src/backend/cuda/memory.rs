@@ -1,55 +1,57 @@
-//! What a step needs of the device's memory, all of it taken at the start:
-//! activations between the kernels, the KV cache, and the plan's words.
+//! The device memory of a step: activations between the kernels, the KV cache, and the
+//! packed plan. All of it is taken at the start.
 
 use std::sync::Arc;
 
-use super::choices::DrawnPlaces;
-use super::driver::{Context, DriverFault, Event, Memory, Pinned};
+use super::capacity::StepCapacity;
+use super::driver::{Context, CudaEvent, DeviceMemory, DriverFault, Pinned};
+use super::gemm::bucket;
 use super::kernels::sums_of_sample;
-use super::products::bucket;
-use super::room::Room;
+use super::samples::SampledLayout;
 use crate::backend::{BLOCK_TOKENS, StepLimits};
 use crate::model::ModelConfig;
 
-/// Rows of tokens between the kernels.
-pub(super) struct Buffers {
-    /// f32 `[token][hidden]`.
-    pub(super) residual: Memory,
-    /// bf16 `[token][hidden]`.
-    pub(super) normed: Memory,
-    /// f32 `[token][queries, keys, values]`.
-    pub(super) qkv: Memory,
-    /// bf16 `[token][queries]`.
-    pub(super) queries: Memory,
-    /// bf16 `[token][queries]`.
-    pub(super) attended: Memory,
-    /// bf16 `[token][2 * intermediate]`.
-    pub(super) gate_up: Memory,
-    /// bf16 `[token][intermediate]`.
-    pub(super) gated: Memory,
-    /// f32 `[token][head_dim]`.
-    pub(super) angles: Memory,
-    /// f32 `[part][head_dim]`, for attention in parts.
-    pub(super) partial: Memory,
-    /// Two f32 a part.
-    pub(super) softmax: Memory,
-    /// f32 `[row][vocabulary]`.
-    pub(super) logits: Memory,
-    /// f32 `[row][vocabulary]`, for tokens that are drawn by chance.
-    pub(super) weights: Memory,
-    /// f64 `[row][256 tokens]`, likewise.
-    pub(super) sums: Memory,
+/// Activations between the kernels, one row for each token.
+pub(super) struct DeviceBuffers {
+    /// The residual stream, f32 `[token][hidden]`.
+    pub(super) residual: DeviceMemory,
+    /// Normalised activations, bf16 `[token][hidden]`.
+    pub(super) normed: DeviceMemory,
+    /// The QKV projection's output, f32 `[token][queries, keys, values]`.
+    pub(super) qkv: DeviceMemory,
+    /// Queries after RoPE, bf16 `[token][queries]`.
+    pub(super) queries: DeviceMemory,
+    /// Attention's output, bf16 `[token][queries]`.
+    pub(super) attended: DeviceMemory,
+    /// The gate and up projections' output, bf16 `[token][2 * intermediate]`.
+    pub(super) gate_up: DeviceMemory,
+    /// `silu(gate) * up`, bf16 `[token][intermediate]`.
+    pub(super) gated: DeviceMemory,
+    /// Cosines and sines of the positions, f32 `[token][head_dim]`.
+    pub(super) angles: DeviceMemory,
+    /// Partial sums of split attention, f32 `[part][head_dim]`.
+    pub(super) partial: DeviceMemory,
+    /// The maximum and the sum of each part's softmax: two f32 a part.
+    pub(super) softmax: DeviceMemory,
+    /// Logits, f32 `[row][vocabulary]`.
+    pub(super) logits: DeviceMemory,
+    /// Sampling weights, f32 `[row][vocabulary]`. Greedy samples do not use them.
+    pub(super) weights: DeviceMemory,
+    /// Sums of sampling weights over 256 tokens each, f64 `[row][vocabulary / 256]`.
+    pub(super) sums: DeviceMemory,
 }
 
-impl Buffers {
+impl DeviceBuffers {
     pub(super) fn new(
         context: &Arc<Context>,
         config: &ModelConfig,
         limits: StepLimits,
         parts: usize,
     ) -> Result<Self, DriverFault> {
+        // Matrix products run on whole buckets of rows, so the buffers must hold a
+        // whole bucket.
         let rows = bucket(limits.tokens) as usize;
-        let draws = limits.logit_rows as usize;
+        let samples = limits.logit_rows as usize;
         let logits = bucket(limits.logit_rows) as usize * config.vocabulary as usize;
         let (hidden, head) = (config.hidden as usize, config.head_dim as usize);
         let (queries, keys) = (config.query_width(), config.kv_width());
@@ -68,61 +70,64 @@ impl Buffers {
             partial: floats(parts * head)?,
             softmax: floats(2 * parts)?,
             logits: floats(logits)?,
-            weights: floats(draws * config.vocabulary as usize)?,
-            sums: context.allocate(8 * draws * sums_of_sample(config.vocabulary) as usize)?,
+            weights: floats(samples * config.vocabulary as usize)?,
+            sums: context.allocate(8 * samples * sums_of_sample(config.vocabulary) as usize)?,
         })
     }
 }
 
-/// What goes to the device for a step and what comes back. There are two, so
-/// that one step can be made ready while the other runs.
+/// Memory and events of one step. There are two slots, so that one step can be prepared
+/// while the other runs.
 pub(super) struct Slot {
-    /// The plan's words, before they are copied.
+    /// The packed plan in host memory, before the upload.
     pub(super) plan: Pinned,
-    /// What was drawn: it feeds the next step, too.
-    pub(super) drawn: Memory,
-    pub(super) host_drawn: Pinned,
-    pub(super) began: Event,
-    /// The plan is on the device.
-    pub(super) loaded: Event,
-    /// All that is wanted is computed.
-    pub(super) computed: Event,
-    pub(super) ended: Event,
-    /// What is told of each draw.
-    pub(super) told: Vec<Option<u32>>,
-    /// Rows of logits that are wanted themselves.
+    /// Samples on the device. The next step reads them as its input.
+    pub(super) sampled: DeviceMemory,
+    pub(super) host_sampled: Pinned,
+    pub(super) began: CudaEvent,
+    /// The event after the plan was uploaded.
+    pub(super) loaded: CudaEvent,
+    /// The event after the results were computed.
+    pub(super) computed: CudaEvent,
+    pub(super) ended: CudaEvent,
+    /// For each sample, the number of likeliest tokens to report.
+    pub(super) top_counts: Vec<Option<u32>>,
+    /// Rows of logits that the plan asked for; 0 if it asked for samples.
     pub(super) rows: usize,
 }
 
 impl Slot {
-    pub(super) fn new(context: &Arc<Context>, room: &Room) -> Result<Self, DriverFault> {
-        let drawn = DrawnPlaces::of(room.draws).bytes();
+    pub(super) fn new(
+        context: &Arc<Context>,
+        capacity: &StepCapacity,
+    ) -> Result<Self, DriverFault> {
+        let sampled = SampledLayout::of(capacity.samples).bytes();
         Ok(Self {
-            plan: context.pinned(4 * room.words())?,
-            drawn: context.allocate(drawn)?,
-            host_drawn: context.pinned(drawn)?,
+            plan: context.pinned(4 * capacity.words())?,
+            sampled: context.allocate(sampled)?,
+            host_sampled: context.pinned(sampled)?,
             began: context.event()?,
             loaded: context.event()?,
             computed: context.event()?,
             ended: context.event()?,
-            told: Vec::with_capacity(room.draws),
+            top_counts: Vec::with_capacity(capacity.samples),
             rows: 0,
         })
     }
 }
 
-/// Keys and values of every sequence: `[layer][block][kv_head][16][head_dim]`
-/// in bf16, one array each.
-pub(super) struct Cache {
-    pub(super) keys: Memory,
-    pub(super) values: Memory,
+/// Keys and values of every sequence, bf16 `[layer][block][kv_head][16][head_dim]`, one
+/// array for each.
+pub(super) struct DeviceCache {
+    pub(super) keys: DeviceMemory,
+    pub(super) values: DeviceMemory,
     pub(super) blocks: u32,
     pub(super) block_elements: u32,
 }
 
-impl Cache {
-    /// Takes the memory and makes it zero: what another process left there is
-    /// nobody's business.
+impl DeviceCache {
+    /// Takes the memory and fills it with zeros, so that no data of another process
+    /// remain in it.
     pub(super) fn new(
         context: &Arc<Context>,
         config: &ModelConfig,
@@ -136,13 +141,13 @@ impl Cache {
         Ok(Self { keys, values, blocks, block_elements })
     }
 
-    /// Elements of one layer in each array.
+    /// Returns the elements of one layer in each array.
     pub(super) fn layer_elements(&self) -> u64 {
         u64::from(self.blocks) * u64::from(self.block_elements)
     }
 }
 
-/// Bytes of keys and values over all layers for one token.
+/// Returns the bytes of keys and values over all layers for one token.
 pub(super) fn kv_bytes_per_token(config: &ModelConfig) -> u64 {
     2 * 2 * u64::from(config.layers) * config.kv_width() as u64
 }

@@ -1,58 +1,59 @@
-//! How long each operation of a step takes on its own, and what it cannot do
-//! without: bytes that it must read or write, and arithmetic. For who compares
-//! kernels with what a card can do; no engine calls it.
+//! Times of each operation of a step, and the least memory traffic and arithmetic that
+//! the operation needs. These figures are for comparing kernels with the limits of a
+//! device; the engine does not call this module.
 
 use tollgate_domain::DeviceNanos;
 
 use super::CudaBackend;
-use super::driver::{DriverFault, Event};
-use super::forward::{Forward, LayerProducts, head_product};
-use super::kernels::Finish;
-use super::products::Product;
+use super::driver::{CudaEvent, DriverFault};
+use super::forward::{CudaForward, LayerGemms, head_gemm};
+use super::gemm::Gemm;
+use super::kernels::Epilogue;
 use crate::backend::{BackendError, StepPlan};
 use crate::model::ModelConfig;
 
-/// One operation of a step.
+/// The measurement of one operation of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Operation {
-    /// What a step calls it.
+    /// Name of the operation.
     pub name: &'static str,
-    /// How long it took: the mean over all layers, or over some runs where a
-    /// step has it once.
+    /// Time of one run: the mean over all layers, or over several runs if a step runs
+    /// the operation once.
     pub time: DeviceNanos,
-    /// Bytes that it reads and writes at least.
+    /// Bytes that the operation must read and write at least.
     pub bytes: u64,
-    /// Floating point operations; 0 where they do not count.
+    /// Floating point operations; 0 if they are negligible.
     pub flop: u64,
 }
 
 impl CudaBackend {
-    /// Times the operations of a step by themselves, in the order of a step.
-    /// What the plan's sequences hold in the cache is of no use afterwards.
+    /// Measures each operation of a step by itself, in the order of a step. The cache
+    /// content of the plan's sequences is lost.
     ///
     /// # Errors
-    /// As [`Backend::begin`](crate::Backend::begin).
+    /// The same errors as [`Backend::begin`](crate::Backend::begin).
     pub fn time_operations(&mut self, plan: &StepPlan<'_>) -> Result<Vec<Operation>, BackendError> {
-        assert_eq!(self.open, 0, "no step is under way");
+        assert_eq!(self.open, 0, "no step may be under way");
         plan.check(&self.shape, self.limits, self.cache.blocks)?;
         self.layout.lay_out(plan)?;
-        // Every key of every span's context is read by one of its tokens.
+        // Every key of a span's context is read by at least one of its tokens.
         let read: u64 = plan.spans.iter().map(|span| span.end()).sum();
         let pairs: u64 =
             plan.spans.iter().flat_map(|span| (u64::from(span.start) + 1)..=span.end()).sum();
         self.time_laid_out(read, pairs).map_err(|fault| BackendError::Device(fault.to_string()))
     }
 
-    /// What timing a step costs: the device's time for the four marks in its
+    /// Measures the cost of timing a step: the device's time for the four events in its
     /// stream.
     ///
     /// # Errors
-    /// [`DriverFault`].
+    /// [`DriverFault`] if the device fails.
     pub fn time_marks(&mut self) -> Result<DeviceNanos, DriverFault> {
-        assert_eq!(self.open, 0, "no step is under way");
+        assert_eq!(self.open, 0, "no step may be under way");
         self.context.bind()?;
         let [watch, marks] = &self.slots;
-        // Meanwhile the host sets marks, or it would be what is timed.
+        // The device is kept busy while the host queues the events; otherwise the
+        // host's time would be measured.
         for _ in 0..MARKS {
             self.context.clear(&self.buffers.logits)?;
         }
@@ -69,10 +70,10 @@ impl CudaBackend {
 
     fn time_laid_out(&mut self, read: u64, pairs: u64) -> Result<Vec<Operation>, DriverFault> {
         self.context.bind()?;
-        let places = self.layout.pack(self.slots[0].plan.as_mut_slice());
-        let (forward, [slot, before], _) = self.parts(places);
-        let Forward { config, buffers, model, .. } = forward;
-        forward.context.upload(forward.plan.address(), &slot.plan, 4 * places.end)?;
+        let offsets = self.layout.pack(self.slots[0].plan.as_mut_slice());
+        let (forward, [slot, before], _) = self.forward(offsets);
+        let CudaForward { config, buffers, model, .. } = forward;
+        forward.context.upload(forward.plan.address(), &slot.plan, 4 * offsets.end)?;
         let mut stopwatch =
             Stopwatch { forward, began: &slot.began, ended: &slot.ended, timed: Vec::new() };
         let embedded = 6 * u64::from(stopwatch.forward.tokens()) * u64::from(config.hidden);
@@ -80,40 +81,41 @@ impl CudaBackend {
         stopwatch.layers(read, pairs)?;
         let rows = stopwatch.forward.layout.logit_rows.len() as u64;
         if rows > 0 {
-            let head = head_product(config, buffers, model, rows as u32);
-            stopwatch.once("head", needs(&head), Forward::head)?;
+            let head = head_gemm(config, buffers, model, rows as u32);
+            stopwatch.once("head", needs(&head), CudaForward::head)?;
             let logits = 4 * rows * u64::from(config.vocabulary);
-            stopwatch
-                .once("draw", [logits, 0], |forward| forward.draw(&slot.drawn, &before.drawn))?;
+            stopwatch.once("sample", [logits, 0], |forward| {
+                forward.sample(&slot.sampled, &before.sampled)
+            })?;
         }
         Ok(stopwatch.timed)
     }
 }
 
 struct Stopwatch<'a> {
-    forward: Forward<'a>,
-    began: &'a Event,
-    ended: &'a Event,
+    forward: CudaForward<'a>,
+    began: &'a CudaEvent,
+    ended: &'a CudaEvent,
     timed: Vec<Operation>,
 }
 
 impl<'a> Stopwatch<'a> {
-    /// What every layer does.
+    /// Measures the operations that every layer has.
     fn layers(&mut self, read: u64, pairs: u64) -> Result<(), DriverFault> {
-        let Forward { config, buffers, model, .. } = self.forward;
+        let CudaForward { config, buffers, model, .. } = self.forward;
         let tokens = self.forward.tokens();
         let ModelConfig { hidden, intermediate, heads, head_dim, .. } = *config;
         let [hidden, intermediate] = [hidden, intermediate].map(u64::from);
         let (queries, keys) = (config.query_width() as u64, config.kv_width() as u64);
         let many = u64::from(tokens);
-        let products = LayerProducts::new(config, buffers, &model.layers[0], tokens);
-        let [qkv, output, gate_up, down] = products.all().map(|product| needs(&product));
-        let of = |index: usize| LayerProducts::new(config, buffers, &model.layers[index], tokens);
+        let gemms = LayerGemms::new(config, buffers, &model.layers[0], tokens);
+        let [qkv, output, gate_up, down] = gemms.all().map(|gemm| needs(&gemm));
+        let of = |index: usize| LayerGemms::new(config, buffers, &model.layers[index], tokens);
 
         self.each("norm", [many * hidden * 6, 0], |forward, index| {
             forward.normalise(&model.layers[index].input_norm, 0, tokens)
         })?;
-        self.each("qkv", qkv, |forward, index| forward.product(of(index).qkv))?;
+        self.each("qkv", qkv, |forward, index| forward.gemm(of(index).qkv))?;
         let positions = many * (4 * (queries + 2 * keys) + 2 * queries + 4 * keys);
         self.each("positions", [positions, 0], |forward, index| {
             forward.rope(&model.layers[index], index)
@@ -125,29 +127,29 @@ impl<'a> Stopwatch<'a> {
         self.each("attention", attention, |forward, index| {
             forward.attend(&model.layers[index], index)
         })?;
-        self.each("output", output, |forward, index| forward.product(of(index).output))?;
-        self.each("gate and up", gate_up, |forward, index| forward.product(of(index).gate_up))?;
+        self.each("output", output, |forward, index| forward.gemm(of(index).output))?;
+        self.each("gate and up", gate_up, |forward, index| forward.gemm(of(index).gate_up))?;
         self.each("gate", [many * intermediate * 6, 0], |forward, _| forward.gate())?;
-        self.each("down", down, |forward, index| forward.product(of(index).down))
+        self.each("down", down, |forward, index| forward.gemm(of(index).down))
     }
 
-    /// Runs `work` in each layer, once all of them have run before.
+    /// Measures `work` over all layers, after one warm-up.
     fn each(
         &mut self,
         name: &'static str,
         needs: [u64; 2],
-        mut work: impl FnMut(&mut Forward<'a>, usize) -> Result<(), DriverFault>,
+        mut work: impl FnMut(&mut CudaForward<'a>, usize) -> Result<(), DriverFault>,
     ) -> Result<(), DriverFault> {
         let layers = self.forward.model.layers.len();
         self.time(name, needs, layers, |forward| (0..layers).try_for_each(|at| work(forward, at)))
     }
 
-    /// Runs `work` a few times, once it has run before.
+    /// Measures several runs of `work`, after one warm-up.
     fn once(
         &mut self,
         name: &'static str,
         needs: [u64; 2],
-        mut work: impl FnMut(&mut Forward<'a>) -> Result<(), DriverFault>,
+        mut work: impl FnMut(&mut CudaForward<'a>) -> Result<(), DriverFault>,
     ) -> Result<(), DriverFault> {
         self.time(name, needs, RUNS, |forward| (0..RUNS).try_for_each(|_| work(forward)))
     }
@@ -157,14 +159,14 @@ impl<'a> Stopwatch<'a> {
         name: &'static str,
         [bytes, flop]: [u64; 2],
         runs: usize,
-        mut work: impl FnMut(&mut Forward<'a>) -> Result<(), DriverFault>,
+        mut work: impl FnMut(&mut CudaForward<'a>) -> Result<(), DriverFault>,
     ) -> Result<(), DriverFault> {
         work(&mut self.forward)?;
         let context = self.forward.context;
-        // As one graph, or the host would be what is timed.
+        // The runs are one graph; otherwise the host's launches would be measured.
         let graph = context.capture(|| work(&mut self.forward))?;
         context.record(self.began)?;
-        // SAFETY: it points to the backend's own buffers, which live.
+        // SAFETY: the graph refers to the backend's own buffers, which live.
         unsafe { context.replay(&graph) }?;
         context.record(self.ended)?;
         self.ended.wait()?;
@@ -174,14 +176,14 @@ impl<'a> Stopwatch<'a> {
     }
 }
 
-/// Bytes and arithmetic of a linear layer: weights, input and output once, and
-/// what it adds to.
-fn needs(product: &Product) -> [u64; 2] {
-    let [rows, columns, depth] = [product.rows, product.columns, product.depth].map(u64::from);
-    let output = match product.finish {
-        Finish::Bf16 => 2,
-        Finish::F32 => 4,
-        Finish::Add => 8,
+/// Returns the bytes and the arithmetic of a matrix product: weights, input and output
+/// once, and the old output if the product is added to it.
+fn needs(gemm: &Gemm) -> [u64; 2] {
+    let [rows, columns, depth] = [gemm.rows, gemm.columns, gemm.depth].map(u64::from);
+    let output = match gemm.epilogue {
+        Epilogue::Bf16 => 2,
+        Epilogue::F32 => 4,
+        Epilogue::Add => 8,
     };
     let bytes = 2 * columns * depth + 2 * rows * depth + output * rows * columns;
     [bytes, 2 * rows * columns * depth]

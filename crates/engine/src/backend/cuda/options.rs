@@ -1,44 +1,44 @@
-//! How a backend on a GPU is set up, and why it may not be.
+//! The options of a backend on a GPU, and the errors of its setup.
 
 use std::fmt;
 use std::time::Duration;
 
 use super::code::{CodeError, CodeFolders};
 use super::driver::DriverFault;
-use super::probe::{Absent, Wanted};
+use super::probe::{DeviceSelector, NoDevice};
 use super::weights::LoadError;
 use crate::weights::WeightsError;
 
-/// How a [`CudaBackend`](super::CudaBackend) is set up.
+/// The options of a [`CudaBackend`](super::CudaBackend).
 #[derive(Clone, Debug)]
 pub struct CudaOptions {
-    /// Which device.
-    pub wanted: Wanted,
-    /// The part of the device's free memory that is taken: weights, buffers,
-    /// and for the KV cache what is left of it. Above 0, at most 1.
+    /// The device to open.
+    pub device: DeviceSelector,
+    /// The share of the device's free memory that is taken, above 0 and at most 1.
+    /// Weights and buffers are taken first; the KV cache gets what is left.
     pub memory_share: f64,
-    /// Tokens that one step may feed.
+    /// Tokens that one step may feed to the model.
     pub step_tokens: u32,
-    /// Where kernels and libraries are looked for.
+    /// The folders in which kernels and libraries are searched.
     pub folders: CodeFolders,
-    /// Which kernels run.
+    /// The kernels to run.
     pub kernels: KernelChoice,
-    /// How kernels are given to the device.
+    /// The way in which kernels are launched.
     pub launches: Launches,
-    /// Of the device's time at the start, what may go into measuring the
-    /// vendor's ways to multiply and ours.
+    /// Device time that the start may spend on measuring the vendor's matrix products
+    /// against our own.
     pub search: Duration,
 }
 
-/// Which kernels run.
+/// The kernels that run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KernelChoice {
-    /// The fastest for a step, those of the vendor's library among them.
+    /// The fastest kernels for each step, including those of the vendor's library.
     Fastest,
-    /// The fastest of our own.
+    /// The fastest of our own kernels.
     Own,
-    /// One of our own for each operation, which adds in one order: a token's
-    /// logits are the same to the bit, whatever else is in its step.
+    /// One of our own kernels for each operation, with a fixed order of summation. A
+    /// token's logits are bit-identical in any batch.
     Deterministic,
 }
 
@@ -52,15 +52,15 @@ impl fmt::Display for KernelChoice {
     }
 }
 
-/// How kernels are given to the device.
+/// The way in which kernels are launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Launches {
-    /// One by one.
+    /// One launch for each kernel.
     Single,
-    /// Steps that decode as one graph.
+    /// One graph for each step that only decodes; single launches for other steps.
     Graphs,
-    /// Likewise, and a kernel may take its place on the device while the one
-    /// before it ends: programmatic dependent launch, on Hopper and later.
+    /// Graphs, and each kernel may start while the kernel before it ends. This is
+    /// CUDA's programmatic dependent launch, on Hopper and later.
     Overlapping,
 }
 
@@ -74,16 +74,16 @@ impl fmt::Display for Launches {
     }
 }
 
-/// Why a model could not be set up on a GPU.
+/// The reasons why a model could not be set up on a GPU.
 #[derive(Debug, thiserror::Error)]
 pub enum CudaError {
-    /// There is no device for us.
+    /// No device can be used.
     #[error(transparent)]
-    Absent(#[from] Absent),
-    /// There are no kernels for it.
+    NoDevice(#[from] NoDevice),
+    /// There is no machine code for the device.
     #[error(transparent)]
     Code(#[from] CodeError),
-    /// The kernels do not know models of this kind.
+    /// The kernels do not support this model.
     #[error("the CUDA kernels do not serve this model: {0}")]
     Model(String),
     /// The model is larger than the memory that may be taken.
@@ -92,21 +92,22 @@ pub enum CudaError {
         .needed >> 20, .allowed >> 20
     )]
     Memory {
-        /// Bytes of weights, buffers and the least cache.
+        /// Bytes of weights, buffers and the smallest useful cache.
         needed: u64,
         /// Bytes that may be taken.
         allowed: u64,
     },
-    /// The weights are not what the configuration implies.
+    /// The weights do not match the configuration.
     #[error(transparent)]
     Weights(WeightsError),
-    /// The driver refused something.
+    /// The driver refused a call.
     #[error("the device cannot be set up: {0}")]
     Driver(#[from] DriverFault),
 }
 
 impl CudaError {
-    /// Whether a CPU can serve instead: everything but a broken model.
+    /// Returns true if the CPU can serve the model instead, which is so unless the
+    /// model's files are broken.
     pub fn leaves_the_cpu(&self) -> bool {
         !matches!(self, Self::Weights(_))
     }

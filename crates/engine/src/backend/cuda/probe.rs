@@ -1,9 +1,9 @@
-//! Is there a CUDA device for us, and if not, why not: one sentence.
+//! The search for a CUDA device that this process can use, and a sentence for people if
+//! there is none.
 //!
-//! Cheapest first, and nothing is taken until it is certain: the library and
-//! each of its symbols, the driver and its age, the devices and the one that
-//! was asked for. Only then is a context opened, which fails where another
-//! process has the device for itself.
+//! The checks are ordered by cost: the library and each of its symbols, the driver and
+//! its version, the list of devices and the selected one. Only then is a context
+//! opened, which fails if another process uses the device exclusively.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,33 +11,33 @@ use std::sync::Arc;
 
 use tollgate_domain::DeviceClass;
 
-use super::driver::{self, Context, DriverFault, Library, LibraryFault, Listed};
+use super::driver::{self, Context, DriverFault, Library, LibraryFault, ListedDevice};
 
-/// Which device is wanted.
+/// The selection of a device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum Wanted {
-    /// The first that can be used.
+pub enum DeviceSelector {
+    /// The first device that can be used.
     #[default]
     First,
-    /// By its place in the driver's list.
+    /// The device with this index in the driver's list.
     Index(u32),
-    /// By its identity, with or without `GPU-` or `MIG-`.
+    /// The device with this UUID, with or without `GPU-` or `MIG-`.
     Uuid(String),
 }
 
-/// Why there is no CUDA device for us: each a sentence for people.
+/// The reasons why no CUDA device can be used. Each is a sentence for people.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Absent {
+pub enum NoDevice {
     /// No driver is installed.
     #[error("no NVIDIA driver on this machine: libcuda.so.1 was not found")]
     NoDriver,
-    /// The driver's library lacks something that is called.
+    /// The driver's library lacks a symbol.
     #[error(
         "the NVIDIA driver is too old: its library lacks {0}, \
          driver R570 (CUDA 12.8) or newer is needed"
     )]
     Symbol(&'static str),
-    /// The driver speaks a version of CUDA that is too old.
+    /// The driver's CUDA version is too old.
     #[error(
         "the NVIDIA driver is too old: it speaks CUDA {}.{}, driver R570 (CUDA 12.8) or newer \
          is needed", .0 / 1000, .0 % 1000 / 10
@@ -46,142 +46,147 @@ pub enum Absent {
     /// The driver does not start.
     #[error("the NVIDIA driver does not start: {0}")]
     DriverStart(DriverFault),
-    /// The driver drives nothing.
+    /// The driver lists no devices.
     #[error("the NVIDIA driver finds no device")]
-    NoDevice,
-    /// There are devices, and not the one that was asked for.
+    NoneListed,
+    /// The selected device is not in the list.
     #[error("there is no CUDA device {wanted}; {}", listing(wanted, .listed))]
     NotFound {
-        /// What was asked for.
-        wanted: Wanted,
-        /// Index, identity and name of each that this process may see.
+        /// The selection.
+        wanted: DeviceSelector,
+        /// Index, UUID and name of each device that this process may see.
         listed: Vec<String>,
     },
-    /// The device is of a generation for which there are no kernels.
+    /// The device's generation is older than the kernels support.
     #[error("{name} has compute capability {major}.{minor}; 8.0 or newer is needed")]
     Generation {
-        /// The device.
+        /// Product name.
         name: String,
-        /// Its capability.
+        /// Major number of its compute capability.
         major: u32,
-        /// The rest of it.
+        /// Minor number of its compute capability.
         minor: u32,
     },
-    /// Another process has it for itself, or an administrator has closed it.
-    #[error("{name} ({uuid}) is busy: another process has it for itself, or it is closed")]
+    /// Another process uses the device exclusively, or an administrator has closed it.
+    #[error(
+        "{name} ({uuid}) is busy: another process uses it exclusively, or an administrator closed it"
+    )]
     Busy {
-        /// The device.
+        /// Product name.
         name: String,
-        /// Its identity.
+        /// UUID of the device.
         uuid: String,
     },
     /// The device cannot be opened for another reason.
-    #[error("{name} ({uuid}) cannot be opened: {fault}")]
+    #[error("{name} ({uuid}) cannot be found: {fault}")]
     Unusable {
-        /// The device.
+        /// Product name.
         name: String,
-        /// Its identity.
+        /// UUID of the device.
         uuid: String,
-        /// What the driver said.
+        /// The driver's error.
         fault: DriverFault,
     },
 }
 
 /// A device that was opened.
-pub(super) struct Found {
+pub(super) struct OpenedDevice {
     pub(super) context: Arc<Context>,
-    pub(super) listed: Listed,
+    pub(super) listed: ListedDevice,
 }
 
-/// Opens the device that is wanted.
-pub(super) fn open(wanted: &Wanted) -> Result<Found, Absent> {
+/// Opens the selected device.
+pub(super) fn open(wanted: &DeviceSelector) -> Result<OpenedDevice, NoDevice> {
     let listed = find(wanted)?;
     let (name, uuid) = (listed.name.clone(), listed.uuid.clone());
     match Context::open(listed.ordinal) {
-        Ok(context) => Ok(Found { context, listed }),
-        Err(fault) if fault.is_busy() => Err(Absent::Busy { name, uuid }),
-        Err(fault) => Err(Absent::Unusable { name, uuid, fault }),
+        Ok(context) => Ok(OpenedDevice { context, listed }),
+        Err(fault) if fault.is_busy() => Err(NoDevice::Busy { name, uuid }),
+        Err(fault) => Err(NoDevice::Unusable { name, uuid, fault }),
     }
 }
 
-/// Finds the device that is wanted, and takes nothing of it.
-pub(super) fn find(wanted: &Wanted) -> Result<Listed, Absent> {
+/// Finds the selected device without opening it.
+pub(super) fn find(wanted: &DeviceSelector) -> Result<ListedDevice, NoDevice> {
     driver::check(Library::Driver).map_err(|fault| match fault {
-        LibraryFault::Missing(_) => Absent::NoDriver,
-        LibraryFault::Symbol { symbol, .. } => Absent::Symbol(symbol),
+        LibraryFault::Missing(_) => NoDevice::NoDriver,
+        LibraryFault::Symbol { symbol, .. } => NoDevice::Symbol(symbol),
     })?;
     let does_not_start = |fault: DriverFault| match fault.is_no_device() {
-        true => nothing_is_seen(wanted),
-        false => Absent::DriverStart(fault),
+        true => no_device_listed(wanted),
+        false => NoDevice::DriverStart(fault),
     };
     driver::start().map_err(does_not_start)?;
     let version = driver::version().map_err(does_not_start)?;
     if version < OLDEST_DRIVER {
-        return Err(Absent::Old(version));
+        return Err(NoDevice::Old(version));
     }
     choose(driver::devices().map_err(does_not_start)?, wanted)
 }
 
-fn choose(listed: Vec<Listed>, wanted: &Wanted) -> Result<Listed, Absent> {
+fn choose(listed: Vec<ListedDevice>, wanted: &DeviceSelector) -> Result<ListedDevice, NoDevice> {
     if listed.is_empty() {
-        return Err(nothing_is_seen(wanted));
+        return Err(no_device_listed(wanted));
     }
     let found = listed.iter().find(|device| match wanted {
-        Wanted::First => is_new_enough(device),
-        Wanted::Index(index) => device.ordinal == *index,
-        Wanted::Uuid(uuid) => plain(&device.uuid) == plain(uuid),
+        DeviceSelector::First => is_new_enough(device),
+        DeviceSelector::Index(index) => device.ordinal == *index,
+        DeviceSelector::Uuid(uuid) => plain(&device.uuid) == plain(uuid),
     });
     let device = match (found, wanted) {
         (Some(device), _) => device,
-        // All are too old: any of them says so below.
-        (None, Wanted::First) => &listed[0],
+        // All devices are too old. The first one serves as the example in the error
+        // below.
+        (None, DeviceSelector::First) => &listed[0],
         (None, _) => {
-            let describe = |it: &Listed| format!("{} {} ({})", it.ordinal, it.uuid, it.name);
+            let describe = |it: &ListedDevice| format!("{} {} ({})", it.ordinal, it.uuid, it.name);
             let listed = listed.iter().map(describe).collect();
-            return Err(Absent::NotFound { wanted: wanted.clone(), listed });
+            return Err(NoDevice::NotFound { wanted: wanted.clone(), listed });
         }
     };
     if !is_new_enough(device) {
         let (major, minor) = device.capability;
-        return Err(Absent::Generation { name: device.name.clone(), major, minor });
+        return Err(NoDevice::Generation { name: device.name.clone(), major, minor });
     }
     Ok(device.clone())
 }
 
-/// A device by its identity may be the only one that this process may see.
-fn nothing_is_seen(wanted: &Wanted) -> Absent {
+/// Returns the error for an empty list. A device that was selected by its UUID may
+/// exist but be hidden from this process.
+fn no_device_listed(wanted: &DeviceSelector) -> NoDevice {
     match wanted {
-        Wanted::Uuid(_) => Absent::NotFound { wanted: wanted.clone(), listed: vec![] },
-        Wanted::First | Wanted::Index(_) => Absent::NoDevice,
+        DeviceSelector::Uuid(_) => NoDevice::NotFound { wanted: wanted.clone(), listed: vec![] },
+        DeviceSelector::First | DeviceSelector::Index(_) => NoDevice::NoneListed,
     }
 }
 
-fn is_new_enough(device: &Listed) -> bool {
+fn is_new_enough(device: &ListedDevice) -> bool {
     device.capability >= OLDEST_GENERATION
 }
 
-/// An identity without prefix, dashes and case.
+/// Returns a UUID without its prefix, without dashes and in lower case.
 fn plain(uuid: &str) -> String {
     let digits = uuid.trim_start_matches("GPU-").trim_start_matches("MIG-");
     digits.chars().filter(char::is_ascii_hexdigit).collect::<String>().to_ascii_lowercase()
 }
 
-/// What there is instead, and why there may be more.
-fn listing(wanted: &Wanted, listed: &[String]) -> String {
+/// Returns the end of the sentence about a device that was not found: the devices that
+/// are listed, and why others may be hidden.
+fn listing(wanted: &DeviceSelector, listed: &[String]) -> String {
     if listed.is_empty() {
         return "`nvidia-smi -L` lists those that there are".to_owned();
     }
     let there_are = format!("there are {}", listed.join(", "));
     match wanted {
-        Wanted::Uuid(uuid) if uuid.to_ascii_uppercase().starts_with("MIG-") => {
+        DeviceSelector::Uuid(uuid) if uuid.to_ascii_uppercase().starts_with("MIG-") => {
             format!("{there_are}: of slices a process sees the one in CUDA_VISIBLE_DEVICES alone")
         }
         _ => there_are,
     }
 }
 
-/// The class of a device by its maker's name: devices of one class have
-/// comparable time, and limits are set by class.
+/// Returns the class of a device from its product name. Times of devices of one class
+/// are comparable, and limits are set by class.
 pub fn device_class(name: &str) -> DeviceClass {
     let lower = name.to_ascii_lowercase();
     let words: Vec<&str> = lower.split(|c: char| !c.is_ascii_alphanumeric()).collect();
@@ -194,7 +199,7 @@ pub fn device_class(name: &str) -> DeviceClass {
         .unwrap_or_else(|_| DeviceClass::new("gpu").expect("a short name of letters is a class"))
 }
 
-/// Letters and digits of a name, with single dashes between, makers left out.
+/// Joins the letters and digits of a name with single dashes, without the maker's name.
 fn slug(lower: &str) -> String {
     let words = lower.split(|c: char| !c.is_ascii_alphanumeric());
     let words: Vec<&str> =
@@ -202,7 +207,7 @@ fn slug(lower: &str) -> String {
     words.join("-").chars().take(LONGEST_CLASS).collect()
 }
 
-impl FromStr for Wanted {
+impl FromStr for DeviceSelector {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
@@ -216,7 +221,7 @@ impl FromStr for Wanted {
     }
 }
 
-impl fmt::Display for Wanted {
+impl fmt::Display for DeviceSelector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::First => f.write_str("cuda"),
@@ -226,13 +231,14 @@ impl fmt::Display for Wanted {
     }
 }
 
-/// CUDA 12.8, which came with driver R570: the first whose events are read as
-/// cudarc reads them.
+/// The oldest CUDA version of a driver: 12.8, which came with R570. cudarc reads the
+/// times of events in the way of this version.
 const OLDEST_DRIVER: u32 = 12_080;
-/// The first generation with bf16 in its matrix units and asynchronous copies.
+/// The oldest compute capability: the first with bf16 matrix units and asynchronous
+/// copies.
 const OLDEST_GENERATION: (u32, u32) = (8, 0);
 const LONGEST_CLASS: usize = 32;
-/// A word of a device's name, and its class.
+/// Words of product names, and the class of each.
 const CLASSES: [(&str, &str); 15] = [
     ("gh200", "gh200"),
     ("h200", "h200"),
@@ -255,8 +261,8 @@ const CLASSES: [(&str, &str); 15] = [
 mod tests {
     use super::*;
 
-    fn listed(ordinal: u32, capability: (u32, u32)) -> Listed {
-        Listed {
+    fn listed(ordinal: u32, capability: (u32, u32)) -> ListedDevice {
+        ListedDevice {
             ordinal,
             name: format!("Card {ordinal}"),
             uuid: format!("GPU-0000000{ordinal}-0000-0000-0000-000000000000"),
@@ -266,22 +272,25 @@ mod tests {
     }
 
     #[test]
-    fn chooses_by_place_and_identity() {
+    fn selector_chooses_by_index_and_uuid() {
         let all = || vec![listed(0, (7, 5)), listed(1, (9, 0)), listed(2, (9, 0))];
         let chosen = |wanted| choose(all(), &wanted).map(|device| device.ordinal);
-        assert_eq!(chosen(Wanted::First), Ok(1), "the first that can be used");
-        assert_eq!(chosen(Wanted::Index(2)), Ok(2));
+        assert_eq!(chosen(DeviceSelector::First), Ok(1), "the first that can be used");
+        assert_eq!(chosen(DeviceSelector::Index(2)), Ok(2));
         assert_eq!(chosen("00000002000000000000000000000000".parse().unwrap()), Ok(2));
         assert_eq!(chosen("gpu-00000001-0000-0000-0000-000000000000".parse().unwrap()), Ok(1));
-        assert!(matches!(chosen(Wanted::Index(0)), Err(Absent::Generation { major: 7, .. })));
+        assert!(matches!(
+            chosen(DeviceSelector::Index(0)),
+            Err(NoDevice::Generation { major: 7, .. })
+        ));
         assert_eq!(
-            chosen(Wanted::Index(3)).unwrap_err().to_string(),
+            chosen(DeviceSelector::Index(3)).unwrap_err().to_string(),
             "there is no CUDA device cuda:3; there are \
              0 GPU-00000000-0000-0000-0000-000000000000 (Card 0), \
              1 GPU-00000001-0000-0000-0000-000000000000 (Card 1), \
              2 GPU-00000002-0000-0000-0000-000000000000 (Card 2)"
         );
-        let slice: Wanted = "MIG-00000009-0000-0000-0000-000000000000".parse().unwrap();
+        let slice: DeviceSelector = "MIG-00000009-0000-0000-0000-000000000000".parse().unwrap();
         assert_eq!(
             choose(vec![listed(0, (9, 0))], &slice).unwrap_err().to_string(),
             "there is no CUDA device cuda:MIG-00000009-0000-0000-0000-000000000000; there are \
@@ -293,18 +302,18 @@ mod tests {
             "there is no CUDA device cuda:MIG-00000009-0000-0000-0000-000000000000; \
              `nvidia-smi -L` lists those that there are"
         );
-        assert_eq!(choose(vec![], &Wanted::First), Err(Absent::NoDevice));
+        assert_eq!(choose(vec![], &DeviceSelector::First), Err(NoDevice::NoneListed));
         assert!(matches!(
-            choose(vec![listed(0, (7, 5))], &Wanted::First),
-            Err(Absent::Generation { .. })
+            choose(vec![listed(0, (7, 5))], &DeviceSelector::First),
+            Err(NoDevice::Generation { .. })
         ));
         for nonsense in ["", "h100", "GPU-12", "-1"] {
-            assert!(nonsense.parse::<Wanted>().is_err(), "{nonsense}");
+            assert!(nonsense.parse::<DeviceSelector>().is_err(), "{nonsense}");
         }
     }
 
     #[test]
-    fn names_become_classes() {
+    fn product_names_map_to_classes() {
         for (name, class) in [
             ("NVIDIA H100 80GB HBM3", "h100"),
             ("NVIDIA H100 PCIe", "h100"),

@@ -1,51 +1,51 @@
-//! From the files' tensors to the device: q, k and v in one matrix, gate and
-//! up in one, matrices in bf16, vectors in f32.
+//! The upload of a model's weights: q, k and v as one matrix, gate and up as one,
+//! matrices in bf16, vectors in f32.
 
 use std::sync::Arc;
 
-use super::driver::{Context, DriverFault, Memory};
+use super::driver::{Context, DeviceMemory, DriverFault};
 use crate::model::ModelConfig;
 use crate::model::names::*;
 use crate::weights::{Element, Tensor, Weights, WeightsError};
 
-/// A model in the device's memory.
-pub(super) struct Model {
-    pub(super) embedding: Memory,
-    /// Absent when the head is the embedding.
-    head: Option<Memory>,
-    pub(super) layers: Vec<Layer>,
+/// A model in device memory.
+pub(super) struct DeviceModel {
+    pub(super) embedding: DeviceMemory,
+    /// The output head; `None` if the head is the embedding.
+    head: Option<DeviceMemory>,
+    pub(super) layers: Vec<DeviceLayer>,
     /// Scale of the last norm.
-    pub(super) norm: Memory,
-    /// Whole turns of each pair of a head from one position to the next, f64.
-    pub(super) turns: Memory,
+    pub(super) norm: DeviceMemory,
+    /// Turns of each pair of a head from one position to the next, in whole turns, f64.
+    pub(super) turns: DeviceMemory,
 }
 
-/// One layer of it.
-pub(super) struct Layer {
-    pub(super) input_norm: Memory,
-    pub(super) qkv: Memory,
-    pub(super) qkv_bias: Option<Memory>,
+/// One layer of the model.
+pub(super) struct DeviceLayer {
+    pub(super) input_norm: DeviceMemory,
+    pub(super) qkv: DeviceMemory,
+    pub(super) qkv_bias: Option<DeviceMemory>,
     /// Scales of the norms of query and key heads.
-    pub(super) head_norms: Option<(Memory, Memory)>,
-    pub(super) output: Memory,
-    pub(super) post_norm: Memory,
-    pub(super) gate_up: Memory,
-    pub(super) down: Memory,
-    /// Tokens back that attention sees; 0: all.
+    pub(super) head_norms: Option<(DeviceMemory, DeviceMemory)>,
+    pub(super) output: DeviceMemory,
+    pub(super) post_norm: DeviceMemory,
+    pub(super) gate_up: DeviceMemory,
+    pub(super) down: DeviceMemory,
+    /// Tokens that attention looks back; 0 for no limit.
     pub(super) window: u32,
 }
 
-/// Where weights come from.
+/// The origin of the weights.
 pub(super) enum Origin<'a> {
-    /// A model's files.
+    /// The files of a model.
     Files(&'a Weights),
-    /// Nowhere: scales are 1, biases 0, matrices the same noise over and over.
-    /// For measuring shapes whose files nobody has at hand.
+    /// Random values: scales are 1, biases 0, and matrices repeat the same noise.
+    /// Serves to measure shapes without their files.
     Noise(Vec<u8>),
 }
 
 impl Origin<'_> {
-    /// Noise for [`Origin::Noise`], bf16 between -1/32 and 1/32.
+    /// Returns noise for [`Origin::Noise`], bf16 between -1/32 and 1/32.
     pub(super) fn noise() -> Self {
         let mut state = 1_u64;
         let mut bytes = Vec::with_capacity(2 * NOISE);
@@ -59,7 +59,7 @@ impl Origin<'_> {
     }
 }
 
-/// Why weights did not reach the device.
+/// The reasons why weights were not uploaded.
 pub(super) enum LoadError {
     Weights(WeightsError),
     Driver(DriverFault),
@@ -77,7 +77,7 @@ impl From<DriverFault> for LoadError {
     }
 }
 
-/// Bytes that the model's matrices and vectors take on the device.
+/// Returns the bytes of the model's matrices and vectors on the device.
 pub(super) fn bytes_of(config: &ModelConfig) -> u64 {
     let of = |a: u32, b: u64| u64::from(a) * b;
     let hidden = u64::from(config.hidden);
@@ -90,39 +90,39 @@ pub(super) fn bytes_of(config: &ModelConfig) -> u64 {
     2 * (tables + of(config.layers, layer)) + 4 * of(config.layers, vectors) + 4 * hidden
 }
 
-impl Model {
+impl DeviceModel {
     pub(super) fn load(
         config: &ModelConfig,
         origin: &Origin<'_>,
         context: &Arc<Context>,
     ) -> Result<Self, LoadError> {
         let source = match origin {
-            Origin::Files(weights) => Source::Files(weights),
-            Origin::Noise(noise) => Source::Noise(written(context, noise)?),
+            Origin::Files(weights) => LoadedOrigin::Files(weights),
+            Origin::Noise(noise) => LoadedOrigin::Noise(written(context, noise)?),
         };
-        Loader { config, source, context }.model()
+        DeviceLoader { config, source, context }.model()
     }
 
-    /// The matrix that makes logits.
-    pub(super) fn head(&self) -> &Memory {
+    /// Returns the matrix of the output head.
+    pub(super) fn head(&self) -> &DeviceMemory {
         self.head.as_ref().unwrap_or(&self.embedding)
     }
 }
 
-/// As [`Origin`], noise being on the device already.
-enum Source<'a> {
+/// An [`Origin`] whose noise was already uploaded.
+enum LoadedOrigin<'a> {
     Files(&'a Weights),
-    Noise(Memory),
+    Noise(DeviceMemory),
 }
 
-struct Loader<'a> {
+struct DeviceLoader<'a> {
     config: &'a ModelConfig,
-    source: Source<'a>,
+    source: LoadedOrigin<'a>,
     context: &'a Arc<Context>,
 }
 
-impl Loader<'_> {
-    fn model(&self) -> Result<Model, LoadError> {
+impl DeviceLoader<'_> {
+    fn model(&self) -> Result<DeviceModel, LoadError> {
         let config = self.config;
         let (vocabulary, hidden) = (config.vocabulary as usize, config.hidden as usize);
         let turns: Vec<u8> = config
@@ -131,7 +131,7 @@ impl Loader<'_> {
             .into_iter()
             .flat_map(|radians| (radians / std::f64::consts::TAU).to_le_bytes())
             .collect();
-        Ok(Model {
+        Ok(DeviceModel {
             embedding: self.matrix(&[(EMBEDDING.to_owned(), vocabulary)], hidden)?,
             head: match config.tied {
                 true => None,
@@ -145,7 +145,7 @@ impl Loader<'_> {
         })
     }
 
-    fn layer(&self, index: usize) -> Result<Layer, LoadError> {
+    fn layer(&self, index: usize) -> Result<DeviceLayer, LoadError> {
         let config = self.config;
         let (hidden, head) = (config.hidden as usize, config.head_dim as usize);
         let intermediate = config.intermediate as usize;
@@ -158,7 +158,7 @@ impl Loader<'_> {
             false => None,
             true => Some(self.vector(&qkv_parts(config, index, "bias"))?),
         };
-        Ok(Layer {
+        Ok(DeviceLayer {
             input_norm: self.vector(&[of(INPUT_NORM, hidden)])?,
             qkv: self.matrix(&qkv_parts(config, index, "weight"), hidden)?,
             qkv_bias,
@@ -171,13 +171,13 @@ impl Loader<'_> {
         })
     }
 
-    /// The rows of all parts, one below the other, in bf16.
-    fn matrix(&self, parts: &[(String, usize)], columns: usize) -> Result<Memory, LoadError> {
+    /// Uploads the rows of all parts, one below the other, in bf16.
+    fn matrix(&self, parts: &[(String, usize)], columns: usize) -> Result<DeviceMemory, LoadError> {
         let rows: usize = parts.iter().map(|(_, rows)| rows).sum();
         let memory = self.context.allocate(2 * rows * columns)?;
         let weights = match &self.source {
-            Source::Files(weights) => weights,
-            Source::Noise(noise) => {
+            LoadedOrigin::Files(weights) => weights,
+            LoadedOrigin::Noise(noise) => {
                 self.context.repeat(&memory, noise)?;
                 self.context.wait()?;
                 return Ok(memory);
@@ -195,12 +195,13 @@ impl Loader<'_> {
         Ok(memory)
     }
 
-    /// Hands out a tensor in bf16, piece by piece.
+    /// Converts a tensor to bf16 and passes it on piece by piece.
     fn narrowed(
         &self,
         tensor: Tensor<'_>,
         mut write: impl FnMut(&[u8]) -> Result<(), DriverFault>,
     ) -> Result<(), DriverFault> {
+        // The file's bytes are already in the device's format.
         if tensor.element == Element::Bf16 {
             return write(tensor.bytes);
         }
@@ -217,17 +218,17 @@ impl Loader<'_> {
         Ok(())
     }
 
-    /// All parts, one behind the other, in f32.
-    fn vector(&self, parts: &[(String, usize)]) -> Result<Memory, LoadError> {
+    /// Uploads all parts, one after the other, in f32.
+    fn vector(&self, parts: &[(String, usize)]) -> Result<DeviceMemory, LoadError> {
         let mut all = Vec::new();
         for (name, length) in parts {
             let mut values = vec![0.0_f32; *length];
             match &self.source {
-                Source::Files(weights) => {
+                LoadedOrigin::Files(weights) => {
                     weights.tensor(name, &[*length])?.read(0..*length, &mut values);
                 }
-                Source::Noise(_) if name.ends_with("bias") => {}
-                Source::Noise(_) => values.fill(1.0),
+                LoadedOrigin::Noise(_) if name.ends_with("bias") => {}
+                LoadedOrigin::Noise(_) => values.fill(1.0),
             }
             all.extend(values.into_iter().flat_map(f32::to_le_bytes));
         }
@@ -235,7 +236,7 @@ impl Loader<'_> {
     }
 }
 
-fn written(context: &Arc<Context>, bytes: &[u8]) -> Result<Memory, DriverFault> {
+fn written(context: &Arc<Context>, bytes: &[u8]) -> Result<DeviceMemory, DriverFault> {
     let memory = context.allocate(bytes.len())?;
     context.write(memory.address(), bytes)?;
     Ok(memory)
@@ -244,5 +245,5 @@ fn written(context: &Arc<Context>, bytes: &[u8]) -> Result<Memory, DriverFault> 
 /// Elements that are converted at a time.
 const PIECE: usize = 1 << 20;
 
-/// Elements of noise: odd, so that no two rows of a matrix are the same.
+/// Elements of noise. The number is odd, so that no two rows of a matrix are equal.
 const NOISE: usize = (16 << 20) - 1;

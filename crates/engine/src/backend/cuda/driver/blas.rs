@@ -1,7 +1,7 @@
-//! The vendor's matrix products, by plans that are kept.
+//! Matrix products of the vendor's library, run from plans that are kept.
 //!
-//! A plan is searched once for a shape and then only run: the search takes
-//! longer than many a product.
+//! A plan is searched once for a shape and then only run, because the search takes
+//! longer than most products.
 
 use std::ffi::c_void;
 use std::path::PathBuf;
@@ -11,54 +11,55 @@ use cudarc::cublaslt::result::CublasError;
 use cudarc::cublaslt::{result, sys};
 
 use super::library::{Library, find};
-use super::{Address, Context, DriverFault, Memory};
+use super::{Address, Context, DeviceMemory, DriverFault};
 
-/// `output [rows, outputs] (+)= input [rows, inputs] x weights [outputs, inputs]^T`,
-/// input and weights in bf16.
+/// The shapes and types of a product: `output [rows, outputs] (+)= input [rows, inputs]
+/// x weights [outputs, inputs]^T`, with input and weights in bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) struct Matrices {
-    /// Rows of input and output.
+pub(crate) struct GemmShape {
+    /// Rows of the input and the output.
     pub(crate) rows: u32,
     /// Elements of an output row.
     pub(crate) outputs: u32,
     /// Elements of an input row.
     pub(crate) inputs: u32,
-    /// The output is f32; else bf16.
+    /// True if the output is f32; otherwise it is bf16.
     pub(crate) is_f32: bool,
-    /// The product is added to what is there.
+    /// True if the product is added to the output's content.
     pub(crate) adds: bool,
 }
 
-/// The library's handle, and memory that its products may use.
+/// The library's handle, and the workspace of its products.
 pub(crate) struct Blas {
     context: Arc<Context>,
     handle: sys::cublasLtHandle_t,
-    workspace: Memory,
+    workspace: DeviceMemory,
 }
 
-// SAFETY: a handle that any thread may use, one at a time; `Blas` is not Sync.
+// SAFETY: any thread may use the handle, one thread at a time; `Blas` is not Sync.
 unsafe impl Send for Blas {}
 
-/// How one product is run.
-pub(crate) struct Plan {
-    matrices: Matrices,
+/// The library's description of one product, and the algorithms that can run it.
+pub(crate) struct GemmPlan {
+    shape: GemmShape,
     description: sys::cublasLtMatmulDesc_t,
     weights: sys::cublasLtMatrixLayout_t,
     input: sys::cublasLtMatrixLayout_t,
     output: sys::cublasLtMatrixLayout_t,
-    /// At least one, by the library's own guess the fastest first.
+    /// At least one algorithm, in the library's own order, the fastest by its estimate
+    /// first.
     algorithms: Vec<sys::cublasLtMatmulAlgo_t>,
     chosen: usize,
 }
 
 // SAFETY: descriptions are plain memory of the library.
-unsafe impl Send for Plan {}
+unsafe impl Send for GemmPlan {}
 
 impl Blas {
-    /// Looks for the library, in `folders` first, and starts it.
+    /// Finds the library, in `folders` first, and starts it.
     ///
     /// # Errors
-    /// A sentence that says what is missing.
+    /// A sentence about the missing library or symbol.
     pub(crate) fn start(context: &Arc<Context>, folders: &[PathBuf]) -> Result<Self, String> {
         find(Library::BlasLt, folders).map_err(|fault| fault.to_string())?;
         let workspace = context.allocate(WORKSPACE).map_err(|fault| fault.to_string())?;
@@ -67,19 +68,23 @@ impl Blas {
         Ok(Self { context: Arc::clone(context), handle, workspace })
     }
 
-    /// Asks for the ways to run a product; the first is chosen.
-    pub(crate) fn plan(&self, matrices: Matrices) -> Result<Plan, DriverFault> {
-        let Matrices { rows, outputs, inputs, is_f32, adds: _ } = matrices;
+    /// Asks the library for algorithms that can run a product. The first one is chosen.
+    ///
+    /// # Errors
+    /// [`DriverFault`] if the library has no algorithm for the shape.
+    pub(crate) fn plan(&self, shape: GemmShape) -> Result<GemmPlan, DriverFault> {
+        let GemmShape { rows, outputs, inputs, is_f32, adds: _ } = shape;
         let bf16 = sys::cudaDataType::CUDA_R_16BF;
         let kind = if is_f32 { sys::cudaDataType::CUDA_R_32F } else { bf16 };
         let (rows, outputs, inputs) = (u64::from(rows), u64::from(outputs), u64::from(inputs));
         let description = result::create_matmul_desc(
+            // Sums are f32 even where input and output are bf16.
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
             sys::cudaDataType::CUDA_R_32F,
         )
         .map_err(|error| fault("cublasLtMatmulDescCreate", error))?;
-        let mut plan = Plan {
-            matrices,
+        let mut plan = GemmPlan {
+            shape,
             description,
             weights: std::ptr::null_mut(),
             input: std::ptr::null_mut(),
@@ -87,10 +92,10 @@ impl Blas {
             algorithms: Vec::new(),
             chosen: 0,
         };
-        // The library thinks in columns: rows of ours are columns of its own,
-        // so weights are what it must transpose.
+        // The library is column-major: its columns are our rows, so it must transpose
+        // the weights.
         let transpose: i32 = 1; // CUBLAS_OP_T
-        // SAFETY: the description lives, and the value is of the attribute's type.
+        // SAFETY: the description lives, and the value has the attribute's type.
         unsafe {
             result::set_matmul_desc_attribute(
                 plan.description,
@@ -111,16 +116,17 @@ impl Blas {
         Ok(plan)
     }
 
-    fn ask(&self, plan: &Plan) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, DriverFault> {
+    fn ask(&self, plan: &GemmPlan) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, DriverFault> {
         let preference = result::create_matmul_pref()
             .map_err(|error| fault("cublasLtMatmulPreferenceCreate", error))?;
         let most = self.workspace.bytes();
-        // SAFETY: plain numbers, which the library overwrites.
+        // SAFETY: the structure consists of plain numbers, which the library
+        // overwrites.
         let mut found: [sys::cublasLtMatmulHeuristicResult_t; MOST_WAYS] =
             unsafe { std::mem::zeroed() };
         let mut count = 0;
-        // SAFETY: everything named here lives; the value is of the attribute's
-        // type, and there is room for as many results as are asked for.
+        // SAFETY: everything named here lives; the value has the attribute's type, and
+        // there is room for as many results as are requested.
         let asked = unsafe {
             result::set_matmul_pref_attribute(
                 preference,
@@ -144,7 +150,7 @@ impl Blas {
                 .result()
             })
         };
-        // SAFETY: it was made above.
+        // SAFETY: the preference was made above.
         let _ = unsafe { result::destroy_matmul_pref(preference) };
         asked.map_err(|error| fault("cublasLtMatmulAlgoGetHeuristic", error))?;
         let found = found.iter().take(count.max(0) as usize);
@@ -159,21 +165,22 @@ impl Blas {
         }
     }
 
-    /// Puts a product into the stream.
+    /// Queues a product in the stream.
     ///
     /// # Safety
-    /// The three places hold what the plan's matrices say.
+    /// The three addresses must have room for the shapes of the plan.
     pub(crate) unsafe fn run(
         &self,
-        plan: &Plan,
+        plan: &GemmPlan,
         input: Address,
         weights: Address,
         output: Address,
     ) -> Result<(), DriverFault> {
         let one = 1.0_f32;
-        let beta = if plan.matrices.adds { 1.0_f32 } else { 0.0 };
+        // `beta` scales the output's old content: 1 adds to it, 0 overwrites it.
+        let beta = if plan.shape.adds { 1.0_f32 } else { 0.0 };
         let place = |address: Address| address.0 as *mut c_void;
-        // SAFETY: the caller vouches for the places; the rest lives.
+        // SAFETY: the caller vouches for the addresses; everything else lives.
         unsafe {
             result::matmul(
                 self.handle,
@@ -201,36 +208,36 @@ impl Blas {
 impl Drop for Blas {
     fn drop(&mut self) {
         let _ = self.context.bind();
-        // SAFETY: it was made once.
+        // SAFETY: the handle was made once.
         let _ = unsafe { result::destroy_handle(self.handle) };
     }
 }
 
-impl Plan {
-    /// In how many ways it can be run.
+impl GemmPlan {
+    /// Returns the number of algorithms that can run the product.
     pub(crate) fn ways(&self) -> usize {
         self.algorithms.len()
     }
 
-    /// Runs it in one of its ways from here on.
+    /// Chooses the algorithm that runs the product from now on.
     ///
     /// # Panics
-    /// If there is none of that number.
+    /// If `way` is not below [`Self::ways`].
     pub(crate) fn choose(&mut self, way: usize) {
         assert!(way < self.ways(), "one of the plan's ways");
         self.chosen = way;
     }
 
-    /// The same in the way that is proposed next, where there is one.
+    /// Returns the plan with the next algorithm, or `None` after the last one.
     pub(crate) fn next(mut self) -> Option<Self> {
         self.chosen += 1;
         (self.chosen < self.ways()).then_some(self)
     }
 }
 
-impl Drop for Plan {
+impl Drop for GemmPlan {
     fn drop(&mut self) {
-        // SAFETY: each was made once, or is null and left alone.
+        // SAFETY: each layout was made once, or is null and skipped.
         unsafe {
             for layout in [self.weights, self.input, self.output] {
                 if !layout.is_null() {
@@ -246,15 +253,15 @@ fn fault(call: &'static str, error: CublasError) -> DriverFault {
     DriverFault { call, reason: error.to_string(), code: error.0 as u32 }
 }
 
-/// The call that runs a product.
+/// The name of the call that runs a product.
 pub(super) const RUN: &str = "cublasLtMatmul";
-/// What it says of a product that it does not run so.
+/// The statuses that mean: this algorithm cannot run this product.
 pub(super) const REFUSALS: [sys::cublasStatus_t; 3] = [
     sys::cublasStatus_t::CUBLAS_STATUS_INVALID_VALUE,
     sys::cublasStatus_t::CUBLAS_STATUS_ARCH_MISMATCH,
     sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED,
 ];
-/// Ways of running a product that are asked for.
+/// The most algorithms that are requested for a product.
 const MOST_WAYS: usize = 8;
-/// What the vendor advises for this generation, bytes.
+/// Bytes of workspace, as the vendor advises for this generation.
 const WORKSPACE: usize = 32 << 20;

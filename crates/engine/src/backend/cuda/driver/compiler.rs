@@ -1,4 +1,4 @@
-//! The vendor's compiler, as a function from source to machine code.
+//! The vendor's compiler NVRTC, as a function from source to machine code.
 
 use std::ffi::{CStr, CString, c_char};
 use std::path::PathBuf;
@@ -10,14 +10,14 @@ use super::library::{Library, find};
 
 /// Source text and the headers that it includes.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Source {
-    /// What it is called in messages.
+pub(crate) struct KernelSource {
+    /// The name that the compiler prints in messages.
     pub(crate) name: &'static str,
-    /// The text.
+    /// The source text.
     pub(crate) text: &'static str,
-    /// Each header's name, as it is included, and its text.
+    /// The name and the text of each header.
     pub(crate) headers: &'static [(&'static str, &'static str)],
-    /// Options beside the target.
+    /// Compiler options beside the target.
     pub(crate) options: &'static [&'static str],
 }
 
@@ -28,35 +28,41 @@ pub(crate) struct Compiler {
 }
 
 impl Compiler {
-    /// Looks for it, in `folders` first.
+    /// Finds the compiler's library, in `folders` first.
     ///
     /// # Errors
-    /// A sentence that says what is missing.
+    /// A sentence about the missing library or symbol.
     pub(crate) fn find(folders: &[PathBuf]) -> Result<Self, String> {
         find(Library::Nvrtc, folders).map_err(|fault| fault.to_string())?;
         let (mut major, mut minor) = (0, 0);
-        // SAFETY: the library and the symbol are there; both are integers of ours.
+        // SAFETY: the library and the symbol exist; both pointers are to local
+        // integers.
         unsafe { sys::nvrtcVersion(&mut major, &mut minor) }
             .result()
             .map_err(|error| format!("the CUDA compiler does not answer: {error}"))?;
         Ok(Self { version: (major.max(0) as u32, minor.max(0) as u32) })
     }
 
-    /// How it calls itself: part of the name of what it makes.
+    /// Returns the compiler's name and version, which is part of the names of files
+    /// that it makes.
     pub(crate) fn name(self) -> String {
         format!("nvrtc{}.{}", self.version.0, self.version.1)
     }
 
-    /// Compiles to machine code.
+    /// Compiles the source to machine code.
     ///
     /// # Errors
-    /// What the compiler said.
-    pub(crate) fn compile(self, source: &Source, options: &[String]) -> Result<Vec<u8>, String> {
+    /// The compiler's messages.
+    pub(crate) fn compile(
+        self,
+        source: &KernelSource,
+        options: &[String],
+    ) -> Result<Vec<u8>, String> {
         let program = Program::new(source)?;
         let text = |option: &String| CString::new(option.as_str()).map_err(|e| e.to_string());
         let options = options.iter().map(text).collect::<Result<Vec<_>, _>>()?;
         let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
-        // SAFETY: the program lives, and the pointers are to strings that do.
+        // SAFETY: the program lives, and so do the strings that the pointers refer to.
         let compiled = unsafe {
             sys::nvrtcCompileProgram(program.0, pointers.len() as i32, pointers.as_ptr())
         };
@@ -69,11 +75,11 @@ impl Compiler {
     }
 }
 
-/// A program of the compiler's, ended when dropped.
+/// A program inside the compiler, destroyed when dropped.
 struct Program(sys::nvrtcProgram);
 
 impl Program {
-    fn new(source: &Source) -> Result<Self, String> {
+    fn new(source: &KernelSource) -> Result<Self, String> {
         let text = |text: &str| CString::new(text).map_err(|error| error.to_string());
         let (name, body) = (text(source.name)?, text(source.text)?);
         let headers = source.headers.iter();
@@ -83,8 +89,8 @@ impl Program {
             |strings: &[CString]| strings.iter().map(|it| it.as_ptr()).collect::<Vec<_>>();
         let (name_pointers, text_pointers) = (pointers(&names), pointers(&texts));
         let mut program = std::ptr::null_mut();
-        // SAFETY: every pointer is to a string that lives until the call
-        // returns; the compiler keeps copies.
+        // SAFETY: every pointer is to a string that lives until the call returns; the
+        // compiler keeps copies.
         let made = unsafe {
             sys::nvrtcCreateProgram(
                 &mut program,
@@ -104,12 +110,12 @@ impl Program {
         // SAFETY: the program lives and was compiled.
         unsafe { sys::nvrtcGetCUBINSize(self.0, &mut length) }.result()?;
         let mut code = vec![0_u8; length];
-        // SAFETY: there is room for all of it.
+        // SAFETY: the vector has room for all of the code.
         unsafe { sys::nvrtcGetCUBIN(self.0, code.as_mut_ptr().cast()) }.result()?;
         Ok(code)
     }
 
-    /// The first lines of what the compiler said.
+    /// Returns the first characters of the compiler's messages.
     fn log(&self) -> String {
         // SAFETY: the program lives.
         let Ok(log) = (unsafe { result::get_program_log(self.0) }) else { return String::new() };
@@ -121,10 +127,10 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // SAFETY: it was made once.
+        // SAFETY: the program was created once.
         let _ = unsafe { sys::nvrtcDestroyProgram(&mut self.0) };
     }
 }
 
-/// Characters of the compiler's own words that are passed on.
+/// The most characters of the compiler's messages that are kept.
 const MOST_LOG: usize = 2_000;

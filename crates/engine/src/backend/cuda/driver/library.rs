@@ -1,45 +1,48 @@
-//! Whether the vendor's libraries are there, and whole.
+//! The search for the vendor's libraries and a check of their symbols.
 //!
-//! cudarc looks libraries up by the loader's names and panics over the first
-//! that lacks something. So each is looked for here first, at more places, and
-//! asked for every symbol that is ever called; what is found stays loaded, and
-//! the loader gives cudarc the same one.
+//! cudarc finds libraries by the loader's names and panics over the first missing
+//! symbol. Therefore this module searches more folders first, and looks up every symbol
+//! that the crate calls. A library that is found stays loaded, so that the loader gives
+//! the same one to cudarc.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 
 use cudarc::{cublaslt, driver, nvrtc};
 
-/// A library that is opened at run time.
+/// A library that is loaded at run time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Library {
-    /// The driver's own: comes with the driver, nowhere else.
+    /// The driver's library, which only the driver's package contains.
     Driver,
-    /// The compiler.
+    /// The CUDA compiler.
     Nvrtc,
     /// The vendor's matrix products.
     BlasLt,
 }
 
-/// Why a library cannot be used.
+/// The reasons why a library cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum LibraryFault {
-    /// It is nowhere.
+    /// The library is in none of the folders.
     #[error("{0} was not found")]
     Missing(Library),
-    /// It lacks something that is called.
+    /// The library lacks a symbol that the crate calls.
     #[error("{library} lacks {symbol}")]
     Symbol {
         /// The library.
         library: Library,
-        /// The first symbol that it lacks.
+        /// The first missing symbol.
         symbol: &'static str,
     },
 }
 
 /// Checks that the loader finds the library and every symbol in it.
+///
+/// # Errors
+/// [`LibraryFault`] with the first thing that is missing.
 pub(crate) fn check(library: Library) -> Result<(), LibraryFault> {
-    // SAFETY: the vendor's libraries run nothing of note when they are loaded.
+    // SAFETY: the vendor's libraries run no code of note when they are loaded.
     let is_there = unsafe {
         match library {
             Library::Driver => driver::sys::is_culib_present(),
@@ -50,7 +53,7 @@ pub(crate) fn check(library: Library) -> Result<(), LibraryFault> {
     if !is_there {
         return Err(LibraryFault::Missing(library));
     }
-    // SAFETY: it is there, so none of these panics.
+    // SAFETY: the library is present, so none of these calls panics.
     let loaded = unsafe {
         match library {
             Library::Driver => driver::sys::culib(),
@@ -68,8 +71,11 @@ pub(crate) fn check(library: Library) -> Result<(), LibraryFault> {
     }
 }
 
-/// As [`check`]; a library that the loader does not find by name is looked
-/// for in `folders` first, then where toolkits and Python wheels put it.
+/// Checks a library like [`check`]. If the loader does not find it by name, `folders`
+/// are searched first, then the usual folders of toolkits and Python wheels.
+///
+/// # Errors
+/// [`LibraryFault`] with the first thing that is missing.
 pub(crate) fn find(library: Library, folders: &[PathBuf]) -> Result<(), LibraryFault> {
     let given = folders.iter().any(|folder| load_from(folder, library));
     if !given && check(library) == Err(LibraryFault::Missing(library)) {
@@ -78,14 +84,15 @@ pub(crate) fn find(library: Library, folders: &[PathBuf]) -> Result<(), LibraryF
     check(library)
 }
 
-/// Loads the library from a folder for the rest of the process, with what it
-/// opens by itself: the compiler's own does not look beside itself.
+/// Loads the library from a folder for the rest of the process, and its helper
+/// libraries before it: NVRTC does not search its own folder for them.
 fn load_from(folder: &Path, library: Library) -> bool {
     let mut files: Vec<PathBuf> = entries(folder)
         .into_iter()
         .filter(|path| file_name(path).starts_with(library.file_stem()))
         .collect();
-    // `libnvrtc-builtins.so…` before `libnvrtc.so…`, and newer ones first.
+    // `libnvrtc-builtins.so...` comes before `libnvrtc.so...`, and newer versions
+    // before older ones.
     files.sort_by_key(|path| {
         (!file_name(path).contains("-builtins"), std::cmp::Reverse(path.clone()))
     });
@@ -95,17 +102,18 @@ fn load_from(folder: &Path, library: Library) -> bool {
         if is_loaded && !is_helper {
             break;
         }
-        // SAFETY: it is the vendor's library by its name and place, which an
-        // administrator chose.
+        // SAFETY: the file's name and folder say that it is the vendor's library; an
+        // administrator chose the folder.
         if let Ok(loaded) = unsafe { libloading::Library::new(&file) } {
-            std::mem::forget(loaded); // stays for the process
+            std::mem::forget(loaded); // the library stays loaded for the whole process
             is_loaded |= !is_helper;
         }
     }
     is_loaded
 }
 
-/// Where toolkits and Python's wheels put the vendor's libraries.
+/// Returns the folders in which toolkits and Python wheels install the vendor's
+/// libraries.
 fn usual_folders() -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> = entries(Path::new("/usr/local"))
         .into_iter()
@@ -119,13 +127,14 @@ fn usual_folders() -> Vec<PathBuf> {
     folders
 }
 
-/// The `lib` of every Python below a folder: `conda`, `venv`, `app/.venv`.
+/// Returns the `lib` folder of every Python below a folder: `conda`, `venv`,
+/// `app/.venv`.
 fn pythons_in(folder: &Path) -> Vec<PathBuf> {
     let apart = |path: PathBuf| ["lib", ".venv/lib", "venv/lib"].map(|lib| path.join(lib));
     entries(folder).into_iter().flat_map(apart).collect()
 }
 
-/// Folders of libraries that wheels have put below a Python's `lib`.
+/// Returns the library folders of wheels below a Python's `lib` folder.
 fn wheels_in(base: &Path) -> Vec<PathBuf> {
     let mut folders = Vec::new();
     let pythons = entries(base).into_iter();
@@ -158,7 +167,7 @@ impl Library {
         }
     }
 
-    /// Every symbol that this crate calls.
+    /// Returns every symbol that this crate calls.
     fn symbols(self) -> &'static [&'static str] {
         match self {
             Self::Driver => &DRIVER_SYMBOLS,
@@ -254,7 +263,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_wheels_of_an_applications_python_are_found() {
+    fn wheels_of_a_virtual_environment_are_found() {
         let folder = tempfile::tempdir().expect("a folder");
         let wheel = folder.path().join("app/.venv/lib/python3.12/site-packages/nvidia/cu13/lib");
         fs::create_dir_all(&wheel).expect("a folder");

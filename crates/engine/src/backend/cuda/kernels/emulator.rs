@@ -72,7 +72,7 @@ unsafe impl Plain for u16 {}
 // SAFETY: numbers are.
 unsafe impl Plain for u32 {}
 // SAFETY: four numbers of one size are.
-unsafe impl Plain for super::Span {}
+unsafe impl Plain for super::KernelSpan {}
 // SAFETY: numbers without a gap: 64 bytes, as many as its fields have.
 unsafe impl Plain for super::SampleRow {}
 

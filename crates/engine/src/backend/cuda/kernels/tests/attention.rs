@@ -4,7 +4,7 @@ use super::*;
 use crate::backend::cuda::kernels::*;
 use crate::kernels::{
     Activations, AttentionJob, AttentionScratch, AttentionTask, Buffer, Instructions, Kernels,
-    KvFormat, KvSlot, KvView, LANES, RotateJob, Rows, rotate, tokens_of_task,
+    KvFormat, KvSlot, KvView, LANES, RotateJob, RowView, rotate, tokens_of_task,
 };
 
 /// How the heads are arranged, and how far they see.
@@ -24,7 +24,7 @@ struct Case {
     keys: Vec<u16>,
     values: Vec<u16>,
     queries: Vec<u16>,
-    spans: Vec<Span>,
+    spans: Vec<KernelSpan>,
     blocks: Vec<u32>,
     expected: Vec<f32>,
 }
@@ -52,7 +52,7 @@ impl Case {
         for &(position, tokens) in sequences {
             let needed = (position + tokens).div_ceil(LANES);
             let blocks: Vec<u32> = free.drain(..needed).collect();
-            case.spans.push(Span {
+            case.spans.push(KernelSpan {
                 row: row as u32,
                 tokens: tokens as u32,
                 position: position as u32,
@@ -95,7 +95,7 @@ impl Case {
             head_columns: d,
         };
         let still: Vec<f32> = (0..end * d).map(|i| if i % d < d / 2 { 1.0 } else { 0.0 }).collect();
-        let qkv_rows = Rows::of(&mut qkv, width);
+        let qkv_rows = RowView::of(&mut qkv, width);
         let job = RotateJob { qkv: qkv_rows, heads, head_dim: d, angles: &still, norms: None, kv };
         for token in 0..end {
             let slot = KvSlot { block: blocks[token / LANES], slot: (token % LANES) as u32 };
@@ -105,8 +105,8 @@ impl Case {
         let mut queries = widened(&self.queries);
         let group = heads / kv_heads;
         let job = AttentionJob {
-            queries: Rows::of_slice(&mut queries, heads * d),
-            output: Activations::F32(Rows::of_slice(&mut self.expected, heads * d)),
+            queries: RowView::of_slice(&mut queries, heads * d),
+            output: Activations::F32(RowView::of_slice(&mut self.expected, heads * d)),
             kv,
             group,
             head_dim: d,
@@ -135,7 +135,7 @@ impl Case {
         let d = head_dim.elements() as usize;
         // A place that is held free does no harm.
         let mut spans = self.spans.clone();
-        spans.insert(1, Span { row: 99, tokens: 0, position: 99, blocks: 99 });
+        spans.insert(1, KernelSpan { row: 99, tokens: 0, position: 99, blocks: 99 });
         let output = emulator.memory::<u16>(self.queries.len());
         let parts = spans.len() * heads * splits as usize;
         let partial = emulator.memory::<f32>(parts * d);
@@ -196,9 +196,9 @@ impl Case {
         scale: f32,
     ) -> Result<Vec<u16>, String> {
         let Shape { heads, kv_heads, head_dim, window } = self.shape;
-        let mut tiles = vec![Span { row: 99, tokens: 0, position: 99, blocks: 99 }];
+        let mut tiles = vec![KernelSpan { row: 99, tokens: 0, position: 99, blocks: 99 }];
         for span in &self.spans {
-            tiles.extend((0..span.tokens).step_by(most as usize).map(|offset| Span {
+            tiles.extend((0..span.tokens).step_by(most as usize).map(|offset| KernelSpan {
                 row: span.row + offset,
                 tokens: most.min(span.tokens - offset),
                 position: span.position + offset,

@@ -3,8 +3,8 @@
 use super::*;
 use crate::backend::cuda::kernels::*;
 use crate::kernels::{
-    Activations, Buffer, Finish as CpuFinish, Instructions, Kernels, LinearJob, Packed,
-    PackedFormat, ROW_STEP, RowSource, Rows, padded_columns,
+    Activations, Buffer, Instructions, Kernels, LinearEpilogue, LinearJob, Packed, PackedFormat,
+    ROW_STEP, RowSource, RowView, padded_columns,
 };
 use crate::weights::{Element, Tensor};
 
@@ -46,10 +46,10 @@ impl Layer {
         }
         let mut output = vec![0.0; self.rows * self.columns];
         let job = LinearJob {
-            input: Activations::F32(Rows::of(&mut input, pitch)),
+            input: Activations::F32(RowView::of(&mut input, pitch)),
             weights: &packed,
-            finish: CpuFinish::Store {
-                output: Rows::of_slice(&mut output, self.columns),
+            epilogue: LinearEpilogue::Store {
+                output: RowView::of_slice(&mut output, self.columns),
                 bias: &[],
             },
         };
@@ -63,18 +63,18 @@ impl Layer {
         &self,
         emulator: &Emulator,
         order: u32,
-        kernel: fn(LinearArgs, Finish) -> Launch<LinearArgs>,
-        finish: Finish,
+        kernel: fn(LinearArgs, Epilogue) -> Launch<LinearArgs>,
+        epilogue: Epilogue,
     ) -> Result<(), String> {
         let (input, weights) = (emulator.copy(&self.input), emulator.copy(&self.weights));
         let count = self.rows * self.columns;
         let before = noise(3, count);
         let mut f32_output = emulator.memory::<f32>(count);
         let bf16_output = emulator.memory::<u16>(count);
-        if finish == Finish::Add {
+        if epilogue == Epilogue::Add {
             f32_output.as_mut_slice().copy_from_slice(&before);
         }
-        let is_bf16 = finish == Finish::Bf16;
+        let is_bf16 = epilogue == Epilogue::Bf16;
         let args = LinearArgs {
             output: if is_bf16 { bf16_output.at() } else { f32_output.at() },
             input: input.at(),
@@ -83,12 +83,12 @@ impl Layer {
             columns: self.columns as u32,
             depth: self.depth as u32,
         };
-        let launch = kernel(args, finish);
+        let launch = kernel(args, epilogue);
         emulator.launch(&launch, order)?;
-        let result = match finish {
-            Finish::F32 => compare(&filled(&f32_output)?, &self.expected, SUMMED),
-            Finish::Bf16 => compare(&widened(&filled(&bf16_output)?), &self.expected, ROUNDED),
-            Finish::Add => {
+        let result = match epilogue {
+            Epilogue::F32 => compare(&filled(&f32_output)?, &self.expected, SUMMED),
+            Epilogue::Bf16 => compare(&widened(&filled(&bf16_output)?), &self.expected, ROUNDED),
+            Epilogue::Add => {
                 let sums = self.expected.iter().zip(&before).map(|(a, b)| a + b);
                 compare(&filled(&f32_output)?, &sums.collect::<Vec<f32>>(), SUMMED)
             }
@@ -100,7 +100,7 @@ impl Layer {
     }
 }
 
-const FINISHES: [Finish; 3] = [Finish::F32, Finish::Bf16, Finish::Add];
+const FINISHES: [Epilogue; 3] = [Epilogue::F32, Epilogue::Bf16, Epilogue::Add];
 
 #[test]
 fn tiles_agree() {
@@ -108,8 +108,8 @@ fn tiles_agree() {
         [(1, 1, 8), (9, 130, 40), (17, 128, 128), (128, 128, 96), (130, 67, 264), (33, 257, 64)]
     {
         let layer = Layer::new(rows, columns, depth);
-        for finish in FINISHES {
-            sound(|emulator, order| layer.check(emulator, order, tiled, finish));
+        for epilogue in FINISHES {
+            sound(|emulator, order| layer.check(emulator, order, tiled, epilogue));
         }
     }
 }
@@ -119,8 +119,8 @@ fn skinny_layers_agree() {
     for rows in [1, 7, 8, 9, 16, 17, 32, 33, 71] {
         for (columns, depth) in [(1, 8), (16, 32), (37, 128), (130, 520), (517, 136)] {
             let layer = Layer::new(rows, columns, depth);
-            for finish in FINISHES {
-                sound(|emulator, order| layer.check(emulator, order, skinny, finish));
+            for epilogue in FINISHES {
+                sound(|emulator, order| layer.check(emulator, order, skinny, epilogue));
             }
         }
     }
@@ -133,7 +133,7 @@ fn skinny_layers_agree_at_every_depth_of_chunks() {
     for rows in [1, 8, 9, 17, 33] {
         for depth in [512, 1_032, 2_048, 64 * 8 * 5, 64 * 8 * 7 + 40, 64 * 8 * 11 - 8] {
             let layer = Layer::new(rows, 21, depth);
-            sound(|emulator, order| layer.check(emulator, order, skinny, Finish::F32));
+            sound(|emulator, order| layer.check(emulator, order, skinny, Epilogue::F32));
         }
     }
 }
@@ -156,7 +156,7 @@ fn a_rows_sums_do_not_depend_on_its_neighbours() {
                     columns: layer.columns as u32,
                     depth: layer.depth as u32,
                 };
-                emulator.launch(&skinny(args, Finish::F32), order)?;
+                emulator.launch(&skinny(args, Epilogue::F32), order)?;
                 filled(&output)
             };
             let all = run(0, MANY)?;
@@ -181,7 +181,7 @@ fn few_rows_take_a_skinny_kernel() {
         (32, "skinny32_add"),
         (33, "linear_add"),
     ] {
-        assert_eq!(linear(args(rows), Finish::Add).kernel, kernel, "{rows}");
+        assert_eq!(linear(args(rows), Epilogue::Add).kernel, kernel, "{rows}");
     }
 }
 
@@ -189,7 +189,7 @@ fn few_rows_take_a_skinny_kernel() {
 fn planted_bugs_in_tiles_are_found() {
     let layer = Layer::new(33, 67, 264);
     for bug in [Bug::LinearWithoutWait, Bug::LinearWithoutBarrier, Bug::LinearWithoutBound] {
-        finds(bug, |emulator, order| layer.check(emulator, order, tiled, Finish::F32));
+        finds(bug, |emulator, order| layer.check(emulator, order, tiled, Epilogue::F32));
     }
 }
 
@@ -198,7 +198,7 @@ fn a_skinny_layer_without_its_bound_is_found() {
     for depth in [72, 2_048] {
         let layer = Layer::new(11, 40, depth);
         finds(Bug::SkinnyWithoutBound, |emulator, order| {
-            layer.check(emulator, order, skinny, Finish::Bf16)
+            layer.check(emulator, order, skinny, Epilogue::Bf16)
         });
     }
 }

@@ -4,7 +4,7 @@ use super::*;
 use crate::backend::cuda::kernels::*;
 use crate::kernels::{
     Activations, Buffer, HeadNorms, Instructions, Kernels, KvFormat, KvSlot, KvView, LANES,
-    NormJob, RotateJob, Rows, padded_columns, rotate,
+    NormJob, RotateJob, RowView, padded_columns, rotate,
 };
 use crate::model::{Rope, RopeScaling};
 
@@ -144,11 +144,11 @@ fn cpu_norm(input: &[f32], weight: &[f32], rows: &[u32]) -> Vec<f32> {
     let (mut input, weight) = (padded(input), padded(weight));
     let mut output = Buffer::<f32>::zeroed(rows.len() * pitch).expect("a little memory");
     let job = NormJob {
-        input: Rows::of(&mut input, pitch),
+        input: RowView::of(&mut input, pitch),
         weight: weight.as_slice(),
         epsilon: 1e-6,
         width,
-        output: Activations::F32(Rows::of(&mut output, pitch)),
+        output: Activations::F32(RowView::of(&mut output, pitch)),
     };
     let kernels = Kernels::new(Instructions::Portable).expect("every machine has it");
     for (to, from) in rows.iter().enumerate() {
@@ -304,7 +304,7 @@ fn check_rope(
         head_columns: d,
     };
     let job = RotateJob {
-        qkv: Rows::of(&mut cpu_qkv, width),
+        qkv: RowView::of(&mut cpu_qkv, width),
         heads,
         head_dim: d,
         angles: &turning,

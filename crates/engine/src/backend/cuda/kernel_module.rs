@@ -1,14 +1,14 @@
-//! The kernels on the device, by name.
+//! The loaded kernels, found by name.
 
 use std::collections::BTreeMap;
 use std::ptr;
 use std::sync::Arc;
 
-use super::driver::{Context, DriverFault, Function, Module, Source};
+use super::driver::{Context, DriverFault, Function, KernelSource, Module};
 use super::kernels::{self, Launch};
 
-/// What a compiler is given.
-pub(super) const SOURCE: Source = Source {
+/// The source that the compiler is given.
+pub(super) const SOURCE: KernelSource = KernelSource {
     name: kernels::UNIT.0,
     text: kernels::UNIT.1,
     headers: &kernels::INCLUDED,
@@ -16,16 +16,19 @@ pub(super) const SOURCE: Source = Source {
 };
 
 /// Loaded machine code and every entry point in it.
-pub(super) struct Machine {
+pub(super) struct KernelModule {
     functions: BTreeMap<&'static str, Function>,
-    /// Whether a kernel may begin while the one before it ends.
+    /// True if a kernel may start while the kernel before it ends.
     overlaps: bool,
-    /// Outlives its functions.
+    /// The driver's module. The functions are valid only while it lives.
     _module: Module,
 }
 
-impl Machine {
-    /// Loads machine code; every kernel must be in it.
+impl KernelModule {
+    /// Loads machine code. Every kernel must be in it.
+    ///
+    /// # Errors
+    /// [`DriverFault`] if the driver refuses the code or a kernel is missing.
     pub(super) fn load(
         context: &Arc<Context>,
         image: &[u8],
@@ -39,11 +42,11 @@ impl Machine {
         Ok(Self { functions, overlaps, _module: module })
     }
 
-    /// Puts a kernel into the stream.
+    /// Queues a kernel in the stream.
     ///
     /// # Safety
-    /// Every address in the arguments has room for what the kernel, with that
-    /// grid, reads and writes there.
+    /// Every address in the arguments must have room for the kernel's reads and writes
+    /// with this grid.
     pub(super) unsafe fn launch<A>(
         &self,
         context: &Context,
@@ -51,8 +54,8 @@ impl Machine {
     ) -> Result<(), DriverFault> {
         let &Launch { kernel, grid, threads, ref args } = launch;
         let function = self.functions[kernel];
-        // SAFETY: the arguments are the kernel's own structure, by its maker
-        // in `kernels`; the caller vouches for what they point to.
+        // SAFETY: `kernels` builds the arguments from the kernel's own structure; the
+        // caller vouches for the addresses.
         unsafe {
             context.launch(function, grid, threads, ptr::from_ref(args).cast(), self.overlaps)
         }

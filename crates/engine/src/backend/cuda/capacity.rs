@@ -1,58 +1,58 @@
-//! How much a step's plan may be, and how its lists become words: what is known
-//! of a plan before there is one.
+//! The largest plan of a step, and the packing of its lists into words. Both are known
+//! before the first plan.
 
 use super::kernels::SampleRow;
 use crate::backend::BLOCK_TOKENS;
 use crate::sample::MAX_LOGIT_BIAS;
 
-/// The most that a layout must hold.
+/// The most that a step's plan can hold.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Room {
+pub(super) struct StepCapacity {
     /// Tokens of a step.
     pub(super) tokens: usize,
     /// Rows of logits of a step.
     pub(super) logit_rows: usize,
-    /// Draws of a step.
-    pub(super) draws: usize,
-    /// Tokens that a row of logits speaks of.
+    /// Samples of a step.
+    pub(super) samples: usize,
+    /// Tokens of the vocabulary.
     pub(super) vocabulary: u32,
     /// Tokens of a sequence.
     pub(super) context: u32,
     /// KV blocks of the pool.
     pub(super) kv_blocks: u32,
-    /// Tokens of a tile of prefill.
+    /// Tokens of a prefill tile.
     pub(super) tile: u32,
-    /// Whether single tokens are attended to by a kernel of their own.
-    pub(super) decodes_apart: bool,
+    /// True if single tokens have an attention kernel of their own.
+    pub(super) has_decode_kernel: bool,
 }
 
-impl Room {
-    /// Entries of all block tables of one step.
+impl StepCapacity {
+    /// Returns the entries of all block tables of one step.
     pub(super) fn blocks(&self) -> usize {
         let longest = self.context.div_ceil(BLOCK_TOKENS) as usize;
         self.tokens.saturating_mul(longest).min(MOST_BLOCKS)
     }
 
-    /// Words of a packed step.
+    /// Returns the words of a packed step.
     pub(super) fn words(&self) -> usize {
         let lists = 5 * self.tokens + 2 * 4 * self.tokens;
-        let choices = CHOICE_WORDS * self.draws + 2 * self.biases() + 2 * self.counts();
-        lists + self.blocks() + choices + 13 * ALIGNED_WORDS
+        let samples = SAMPLE_WORDS * self.samples + 2 * self.biases() + 2 * self.counts();
+        lists + self.blocks() + samples + 13 * ALIGNED_WORDS
     }
 
-    /// Entries of `logit_bias` of all requests in one step.
+    /// Returns the entries of `logit_bias` over all requests of a step.
     pub(super) fn biases(&self) -> usize {
         MAX_LOGIT_BIAS * self.logit_rows
     }
 
-    /// Tokens generated before, over all choices: those in the cache, and one
-    /// more of each.
+    /// Returns the counted tokens over all choices: those in the cache, and one more
+    /// for each sample.
     pub(super) fn counts(&self) -> usize {
-        (self.kv_blocks * BLOCK_TOKENS) as usize + self.draws
+        (self.kv_blocks * BLOCK_TOKENS) as usize + self.samples
     }
 }
 
-/// Lists, one behind the other.
+/// A writer of lists of words, one list after the other.
 pub(super) struct Packer<'a> {
     to: &'a mut [u8],
     words: usize,
@@ -63,12 +63,12 @@ impl<'a> Packer<'a> {
         Self { to, words: 0 }
     }
 
-    /// How many there are so far.
+    /// Returns the number of words written so far.
     pub(super) fn words(&self) -> usize {
         self.words
     }
 
-    /// Writes a list, and says where it begins.
+    /// Writes a list and returns its offset, words.
     pub(super) fn list(&mut self, list: &[u32]) -> usize {
         let start = self.words.next_multiple_of(ALIGNED_WORDS);
         let bytes = &mut self.to[4 * start..4 * (start + list.len())];
@@ -80,9 +80,9 @@ impl<'a> Packer<'a> {
     }
 }
 
-/// 16 bytes: what one thread moves at once.
+/// The alignment of a list: 16 bytes, the most that one thread moves at once.
 pub(super) const ALIGNED_WORDS: usize = 4;
-/// 64 MiB of block tables in one step.
+/// The most entries of block tables in one step, which take 64 MiB.
 const MOST_BLOCKS: usize = 16 << 20;
 /// Words of a [`SampleRow`].
-pub(super) const CHOICE_WORDS: usize = size_of::<SampleRow>() / 4;
+pub(super) const SAMPLE_WORDS: usize = size_of::<SampleRow>() / 4;

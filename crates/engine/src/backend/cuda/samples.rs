@@ -1,32 +1,32 @@
-//! What is drawn in a step, as the kernel that draws reads it, and what it
-//! came to.
+//! The sample requests of a step as the sampling kernel reads them, and the results
+//! that it writes.
 
 use std::num::NonZeroU32;
 
+use super::capacity::{Packer, SAMPLE_WORDS, StepCapacity};
 use super::kernels::{MOST_TOP, NONE, SampleRow};
-use super::room::{CHOICE_WORDS, Packer, Room};
 use crate::backend::{BackendError, SampleRequest, SampleTarget};
 use crate::sample::{SampledToken, SamplingParams, TokenLogprobs};
 
-/// The draws of a step: lists of whole words.
-pub(super) struct Choices {
-    rows: Vec<[u32; CHOICE_WORDS]>,
+/// The sample requests of a step, as lists of 32-bit words.
+pub(super) struct SampleList {
+    rows: Vec<[u32; SAMPLE_WORDS]>,
     bias_tokens: Vec<u32>,
     biases: Vec<u32>,
     count_tokens: Vec<u32>,
     counts: Vec<u32>,
-    /// Log-probabilities that each is told with: how many of the likeliest, or
-    /// none at all.
-    told: Vec<Option<u32>>,
+    /// For each request, the number of likeliest tokens to report; `None` if no
+    /// log-probabilities are reported.
+    top_counts: Vec<Option<u32>>,
     most_biases: usize,
     most_counts: usize,
-    /// No row has more tokens than the vocabulary.
+    /// The most tokens that are reported beside a sampled one, at most the vocabulary.
     most_top: u32,
 }
 
-/// Where each list begins in the packed words.
+/// The offset of each list in the packed words.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct ChoicePlaces {
+pub(super) struct SampleOffsets {
     pub(super) rows: usize,
     pub(super) bias_tokens: usize,
     pub(super) biases: usize,
@@ -34,41 +34,43 @@ pub(super) struct ChoicePlaces {
     pub(super) counts: usize,
 }
 
-impl Choices {
-    pub(super) fn new(room: &Room) -> Self {
+impl SampleList {
+    pub(super) fn new(capacity: &StepCapacity) -> Self {
         Self {
-            rows: Vec::with_capacity(room.draws),
-            told: Vec::with_capacity(room.draws),
+            rows: Vec::with_capacity(capacity.samples),
+            top_counts: Vec::with_capacity(capacity.samples),
             bias_tokens: Vec::new(),
             biases: Vec::new(),
             count_tokens: Vec::new(),
             counts: Vec::new(),
-            most_biases: room.biases(),
-            most_counts: room.counts(),
-            most_top: MOST_TOP.min(room.vocabulary),
+            most_biases: capacity.biases(),
+            most_counts: capacity.counts(),
+            most_top: MOST_TOP.min(capacity.vocabulary),
         }
     }
 
-    /// How many are drawn.
+    /// Returns the number of requests.
     pub(super) fn len(&self) -> usize {
         self.rows.len()
     }
 
-    /// What is told with each.
-    pub(super) fn told(&self) -> &[Option<u32>] {
-        &self.told
+    /// Returns the number of likeliest tokens to report with each request.
+    pub(super) fn top_counts(&self) -> &[Option<u32>] {
+        &self.top_counts
     }
 
-    /// Lays out draws that have been checked one by one.
+    /// Lays out requests that [`StepPlan::check`](crate::backend::StepPlan::check)
+    /// accepted.
     ///
     /// # Errors
-    /// [`BackendError::Device`] when there are more biases than one list for
-    /// each row, or more counts than the cache has tokens.
-    pub(super) fn lay_out(&mut self, draws: &[SampleRequest<'_>]) -> Result<(), BackendError> {
+    /// [`BackendError::Device`] if the requests have more biases than one list for each
+    /// row, or more counts than the cache has tokens.
+    pub(super) fn lay_out(&mut self, samples: &[SampleRequest<'_>]) -> Result<(), BackendError> {
         self.clear();
         let mut last: Option<(*const SamplingParams, u32)> = None;
-        for draw in draws {
-            // Draws of one request stand together and have one list.
+        for draw in samples {
+            // Requests that share their parameters follow one another and share one
+            // list of biases.
             let params = std::ptr::from_ref(draw.params);
             let biases = match last {
                 Some((of, biases)) if of == params => biases,
@@ -81,7 +83,7 @@ impl Choices {
         match biases <= self.most_biases && counts <= self.most_counts {
             true => Ok(()),
             false => Err(BackendError::Device(format!(
-                "the draws of one step have {biases} biases and {counts} counts of tokens; \
+                "the samples of one step have {biases} biases and {counts} counts of tokens; \
                  {} and {} is the most",
                 self.most_biases, self.most_counts
             ))),
@@ -90,7 +92,7 @@ impl Choices {
 
     fn clear(&mut self) {
         self.rows.clear();
-        self.told.clear();
+        self.top_counts.clear();
         self.bias_tokens.clear();
         self.biases.clear();
         self.count_tokens.clear();
@@ -126,7 +128,7 @@ impl Choices {
             top: NONE,
             top_k: params.top_k.map_or(0, NonZeroU32::get),
         };
-        let told = match token {
+        let top_counts = match token {
             SampleTarget::Given(token) => {
                 sample.given = token;
                 Some(params.top_logprobs.unwrap_or(0))
@@ -145,14 +147,14 @@ impl Choices {
                 params.top_logprobs
             }
         };
-        let told = told.map(|top| top.min(self.most_top));
-        sample.top = told.unwrap_or(NONE);
-        self.told.push(told);
+        let top_counts = top_counts.map(|top| top.min(self.most_top));
+        sample.top = top_counts.unwrap_or(NONE);
+        self.top_counts.push(top_counts);
         self.rows.push(words_of(&sample));
     }
 
-    pub(super) fn pack(&self, packer: &mut Packer<'_>) -> ChoicePlaces {
-        ChoicePlaces {
+    pub(super) fn pack(&self, packer: &mut Packer<'_>) -> SampleOffsets {
+        SampleOffsets {
             rows: packer.list(self.rows.as_flattened()),
             bias_tokens: packer.list(&self.bias_tokens),
             biases: packer.list(&self.biases),
@@ -162,8 +164,8 @@ impl Choices {
     }
 }
 
-/// As it lies in memory, little endian.
-fn words_of(sample: &SampleRow) -> [u32; CHOICE_WORDS] {
+/// Returns the words of the structure in memory, little endian.
+fn words_of(sample: &SampleRow) -> [u32; SAMPLE_WORDS] {
     let &SampleRow {
         seed,
         temperature,
@@ -201,67 +203,69 @@ fn words_of(sample: &SampleRow) -> [u32; CHOICE_WORDS] {
     ]
 }
 
-/// What is drawn lies in one piece, so that one copy brings it: for `draws`
-/// draws their tokens, the tokens' log-probabilities, then the likeliest of
-/// each and theirs.
+/// The layout of a step's results. They lie in one piece, so that one copy brings them
+/// to the host: the tokens of `samples` requests, the tokens' log-probabilities, the
+/// likeliest tokens of each request, and the log-probabilities of those.
 #[derive(Clone, Copy)]
-pub(super) struct DrawnPlaces {
-    draws: usize,
+pub(super) struct SampledLayout {
+    samples: usize,
 }
 
-impl DrawnPlaces {
-    pub(super) fn of(draws: usize) -> Self {
-        Self { draws }
+impl SampledLayout {
+    pub(super) fn of(samples: usize) -> Self {
+        Self { samples }
     }
 
-    /// Byte at which the tokens begin.
+    /// Returns the offset of the tokens, bytes.
     pub(super) fn tokens(self) -> usize {
         0
     }
 
-    /// Byte at which their log-probabilities begin.
+    /// Returns the offset of the tokens' log-probabilities, bytes.
     pub(super) fn logprobs(self) -> usize {
-        4 * self.draws
+        4 * self.samples
     }
 
-    /// Byte at which the likeliest tokens begin, [`MOST_TOP`] a draw.
+    /// Returns the offset of the likeliest tokens, bytes. Each request has [`MOST_TOP`]
+    /// of them.
     pub(super) fn top_tokens(self) -> usize {
-        8 * self.draws
+        8 * self.samples
     }
 
-    /// Byte at which the likeliest tokens' log-probabilities begin.
+    /// Returns the offset of the likeliest tokens' log-probabilities, bytes.
     pub(super) fn top_logprobs(self) -> usize {
-        self.top_tokens() + TOP_BYTES * self.draws
+        self.top_tokens() + TOP_BYTES * self.samples
     }
 
-    /// Bytes of all.
+    /// Returns the size of all results, bytes.
     pub(super) fn bytes(self) -> usize {
-        self.top_logprobs() + TOP_BYTES * self.draws
+        self.top_logprobs() + TOP_BYTES * self.samples
     }
 
-    /// Bytes that are worth bringing: tokens alone where nobody wants more.
-    pub(super) fn wanted(self, told: &[Option<u32>]) -> usize {
-        match told.iter().any(Option::is_some) {
+    /// Returns the bytes that must be copied to the host: only the tokens if no request
+    /// reports log-probabilities.
+    pub(super) fn wanted(self, top_counts: &[Option<u32>]) -> usize {
+        match top_counts.iter().any(Option::is_some) {
             true => self.bytes(),
             false => self.logprobs(),
         }
     }
 
-    /// Reads what was drawn.
+    /// Reads the results from host memory.
     pub(super) fn read(
         self,
         bytes: &[u8],
-        told: &[Option<u32>],
+        top_counts: &[Option<u32>],
     ) -> impl Iterator<Item = Option<SampledToken>> {
         let word = |at: usize| {
             let word = bytes[at..].first_chunk::<4>().expect("four bytes a word");
             u32::from_le_bytes(*word)
         };
-        told.iter().enumerate().map(move |(draw, told)| {
+        top_counts.iter().enumerate().map(move |(draw, top_counts)| {
             let token = word(self.tokens() + 4 * draw);
             (token != NONE).then(|| SampledToken {
                 token,
-                logprobs: told.map(|top| TokenLogprobs {
+                logprobs: top_counts.map(|top| TokenLogprobs {
                     logprob: f32::from_bits(word(self.logprobs() + 4 * draw)),
                     top: (0..top as usize)
                         .map(|place| TOP_BYTES * draw + 4 * place)
@@ -274,5 +278,5 @@ impl DrawnPlaces {
     }
 }
 
-/// Bytes of one draw's likeliest tokens.
+/// Bytes of one request's likeliest tokens.
 pub(super) const TOP_BYTES: usize = 4 * MOST_TOP as usize;
