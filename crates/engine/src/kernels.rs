@@ -1,10 +1,10 @@
-//! The arithmetic of a transformer on a CPU, written once over sixteen lanes
-//! and compiled for each instruction set; the best one is chosen at run time.
+//! The arithmetic of a transformer on a CPU. The kernels are written once over sixteen
+//! lanes and compiled for each instruction set; the best set is chosen at run time.
 //!
-//! Weights lie in panels of sixteen rows, so that each is read in one stream
-//! and serves every token of the step; accumulation is in f32 throughout.
-//! `unsafe` lives here: each entry states what it asks of its caller, and
-//! [`Kernels`] is only ever made for instructions that this machine has.
+//! Weights lie in panels of sixteen rows, so that a panel is read in one stream and
+//! serves every token of the step. Sums are f32 throughout. The `unsafe` code of the
+//! CPU backend lives here: each function states what its caller must ensure, and a
+//! [`Kernels`] exists only for instructions that this machine has.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -40,13 +40,13 @@ pub(crate) use packed::{Packed, PackedFormat, RowSource, padded_columns, padded_
 pub(crate) use rotate::{HeadNorms, KvSlot, RotateJob, rotate};
 pub(crate) use rows::{Activations, RowView};
 
-/// RowView of a weight matrix in a panel, lanes of a [`vector::Vector`], tokens
-/// of a KV block.
+/// Rows of a weight matrix in a panel; also the lanes of a [`vector::Vector`] and the
+/// tokens of a KV block.
 pub(crate) const LANES: usize = 16;
 
-/// RowView of activations are padded with zeros to a multiple of this.
+/// Multiple that rows of activations are padded to with zeros.
 pub(crate) const COLUMN_STEP: usize = 32;
 
-/// Buffers of activations hold a multiple of this many rows: kernels may read
-/// rows behind the last and write what comes of them nowhere.
+/// Multiple that buffers of activations round their rows up to. Kernels may read rows
+/// behind the last one and discard their results.
 pub(crate) const ROW_STEP: usize = 32;

@@ -1,9 +1,9 @@
-//! The CPU as a device: every core on one step at a time.
+//! A model on the CPU. All cores work on one step at a time.
 //!
-//! A step is a list of passes over the tokens, each split into chunks that
-//! the threads of one pool take; a pass begins when the one before has ended.
-//! All memory is taken at the start. What a pass computes for one sequence
-//! never reads another's rows or blocks.
+//! A step is a list of passes over the tokens. Each pass is split into chunks, which
+//! the threads of a pool take one by one; a pass begins when the previous pass has
+//! ended. All memory is taken at the start. The part of a pass that computes one
+//! sequence never reads rows or blocks of another sequence.
 
 mod cache;
 mod forward;
@@ -40,24 +40,24 @@ pub struct CpuBackend {
     scratch: Scratch,
 }
 
-/// How a [`CpuBackend`] is set up.
+/// The options of a [`CpuBackend`].
 #[derive(Clone, Debug)]
 pub struct CpuOptions {
-    /// Threads that compute, the engine's own among them; at least 1.
+    /// Threads that compute, including the engine's own thread; at least 1.
     pub threads: usize,
-    /// Tokens that the KV cache holds, rounded up to whole blocks. The memory
-    /// is taken when it is first used.
+    /// Tokens that the KV cache holds, rounded up to whole blocks. The system provides
+    /// the memory when it is first used.
     pub kv_tokens: u32,
-    /// Tokens that one step may feed.
+    /// Tokens that one step may feed to the model.
     pub step_tokens: u32,
-    /// The instruction set; absent: the best that the machine has.
+    /// The instruction set; `None` selects the best one of this machine.
     pub instructions: Option<Instructions>,
 }
 
-/// Why a model could not be set up on the CPU.
+/// The reasons why a model could not be set up on the CPU.
 #[derive(Debug, thiserror::Error)]
 pub enum CpuError {
-    /// The weights are not what the configuration implies.
+    /// The weights do not match the configuration.
     #[error(transparent)]
     Weights(#[from] WeightsError),
     /// The system refused memory.
@@ -66,15 +66,16 @@ pub enum CpuError {
     /// The system refused a thread.
     #[error("cannot start a compute thread")]
     Thread(#[source] std::io::Error),
-    /// The machine lacks the instructions that the options ask for.
+    /// The machine lacks the instruction set that the options ask for.
     #[error("this machine has no {0} instructions")]
     Instructions(Instructions),
 }
 
 impl CpuOptions {
-    /// Every core, the best instructions, steps of up to 512 tokens, and a
-    /// KV cache for 64 sequences of 2,048 tokens or the model's context if
-    /// that is less, within `kv_bytes`, but never less than one such sequence.
+    /// Returns options for every core, the best instructions and steps of up to 512
+    /// tokens. The KV cache holds 64 sequences of 2,048 tokens, or of the model's
+    /// context if that is shorter. The cache takes at most `kv_bytes`, but at least the
+    /// bytes of one such sequence.
     pub fn for_model(config: &ModelConfig, kv_bytes: u64) -> Self {
         let token = cache::bytes_per_token(config, KvFormat::F32).max(1);
         let sequence = u64::from(config.context.min(2_048));
@@ -89,11 +90,11 @@ impl CpuOptions {
 }
 
 impl CpuBackend {
-    /// Packs the weights into memory of its own; the files are not needed
-    /// any more afterwards.
+    /// Sets up the backend and packs the weights into memory of its own. The files are
+    /// not needed afterwards.
     ///
     /// # Errors
-    /// [`CpuError`], which names the file and the tensor where it is one.
+    /// [`CpuError`], which names the file and the tensor if one is at fault.
     pub fn new(files: &ModelFiles, options: &CpuOptions) -> Result<Self, CpuError> {
         let config = files.config().clone();
         let instructions = options.instructions.unwrap_or_else(Instructions::best);
@@ -101,6 +102,8 @@ impl CpuBackend {
         let pool = Pool::new(options.threads.clamp(1, MOST_THREADS)).map_err(CpuError::Thread)?;
         let model = CpuModel::load(files, &pool)?;
         let is_bf16 = model.head.is_bf16();
+        // Keys and values have the weights' precision: f32 weights must not lose bits
+        // in the cache.
         let format = if is_bf16 { KvFormat::Bf16 } else { KvFormat::F32 };
         let blocks = options.kv_tokens.max(1).div_ceil(BLOCK_TOKENS);
         let cache = KvCache::new(&config, format, blocks)?;
@@ -125,7 +128,7 @@ impl CpuBackend {
         })
     }
 
-    /// The instruction set that was chosen.
+    /// Returns the instruction set that is used.
     pub fn instructions(&self) -> Instructions {
         self.kernels.instructions()
     }
@@ -149,6 +152,7 @@ impl Backend for CpuBackend {
     }
 
     fn enter(&mut self) {
+        // `enter` runs on the engine's thread, which computes like the pool's threads.
         pool::give_way();
     }
 
@@ -158,6 +162,8 @@ impl Backend for CpuBackend {
 
     fn begin(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError> {
         plan.check(&self.shape, self.limits, self.cache.blocks())?;
+        // Nothing is written before the plan has passed both checks, so a refused step
+        // changes nothing.
         self.scratch.layout.lay_out(plan.spans)?;
         let rows = self.scratch.layout.logit_rows.len();
         let logits = output.reset(rows, self.config.vocabulary as usize);
@@ -184,7 +190,7 @@ impl Backend for CpuBackend {
 fn shape_of(files: &ModelFiles, cache: &KvCache) -> ModelShape {
     let config = files.config();
     ModelShape {
-        // A sequence that the whole pool cannot hold could never epilogue.
+        // A sequence longer than the whole pool could never finish.
         context: config.context.min(cache.blocks().saturating_mul(BLOCK_TOKENS)),
         vocabulary: config.vocabulary,
         layers: config.layers,
@@ -197,13 +203,13 @@ fn shape_of(files: &ModelFiles, cache: &KvCache) -> ModelShape {
     }
 }
 
-/// RowView of logits that a step may ask for: one for each of 64 sequences at
-/// least, more while they take little memory.
+/// Returns the most rows of logits of a step: at least one for each of 64 sequences,
+/// and more while they take little memory.
 fn most_logit_rows(tokens: u32, vocabulary: u32) -> u32 {
     tokens.min((MOST_LOGITS / vocabulary.max(1)).max(64))
 }
 
-/// What the system calls its processor.
+/// Returns the processor's name as the system reports it.
 fn processor_name() -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let name = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
@@ -212,5 +218,5 @@ fn processor_name() -> String {
 
 const MOST_THREADS: usize = 256;
 const MOST_STEP_TOKENS: u32 = 8_192;
-/// 64 MiB of f32.
+/// The most logits of a step, which take 64 MiB of f32.
 const MOST_LOGITS: u32 = 16 << 20;

@@ -1,9 +1,8 @@
-//! Linear layers over bf16 with matrix tiles: sixteen tokens by sixteen rows
-//! of weights by thirty-two columns in one instruction.
+//! Linear layers over bf16 with AMX tiles: one instruction multiplies sixteen tokens by
+//! sixteen rows of weights over thirty-two columns.
 //!
-//! The tile registers are unknown to the compiler, which never uses them, so
-//! everything about them stays within one call: configured, used, released.
-//! Each assembly block that computes is one whole loop over the columns.
+//! The compiler never uses the tile registers, so one call configures, uses and
+//! releases them. Each assembly block that computes is one whole loop over the columns.
 
 use std::arch::asm;
 use std::mem::MaybeUninit;
@@ -16,33 +15,33 @@ use super::packed::PackedData;
 use super::vector::Vector;
 use super::{Activations, LANES, RowView, avx512_bf16};
 
-/// Whether the processor has bf16 tiles and the system lets us use them. The
-/// permission is asked for once and holds for every thread.
+/// Returns true if the processor has bf16 tiles and the system lets this process use
+/// them. The permission is requested once and holds for every thread.
 pub(super) fn is_available() -> bool {
     static AVAILABLE: OnceLock<bool> = OnceLock::new();
     *AVAILABLE.get_or_init(|| has_tiles() && permitted())
 }
 
-/// As [`linear::linear`]; few tokens, and weights that are not bf16, take the
-/// dot products.
+/// Computes a linear layer like [`linear::linear`]. Few tokens, and weights that are
+/// not bf16, are computed with dot products instead.
 ///
 /// # Safety
-/// As there, with AVX-512 BF16 and tiles.
+/// The conditions of [`linear::linear`], with AVX-512 BF16 and tiles.
 #[target_feature(enable = "avx512f,avx512bf16,avx2,fma,f16c")]
 pub(super) unsafe fn linear(job: &LinearJob<'_>, pairs: Range<usize>, tokens: Range<usize>) {
     let (Activations::Bf16(input), PackedData::Bf16(data)) = (job.input, job.weights.data()) else {
-        // SAFETY: the caller vouches for what it asks.
+        // SAFETY: the caller vouches for the conditions.
         return unsafe { avx512_bf16::linear(job, pairs, tokens) };
     };
     if tokens.len() < FEWEST_TOKENS {
-        // SAFETY: likewise.
+        // SAFETY: the caller vouches for the conditions.
         return unsafe { avx512_bf16::linear(job, pairs, tokens) };
     }
     let steps = job.weights.padded_columns() / TILE_COLUMNS;
     let panel = steps * TILE_BYTES / size_of::<u32>();
-    // SAFETY: the weights have these pairs of panels. The input has rows up to
-    // a multiple of 32, so that whole tiles may be read; only rows of `tokens`
-    // are finished.
+    // SAFETY: the weights have these pairs of panels. The input has rows up to a
+    // multiple of 32, so whole tiles may be read; the epilogue runs only for the rows
+    // of `tokens`.
     unsafe {
         configure();
         for pair in pairs {
@@ -57,11 +56,12 @@ pub(super) unsafe fn linear(job: &LinearJob<'_>, pairs: Range<usize>, tokens: Ra
     }
 }
 
-/// Up to [`PRODUCT_ROWS`] tokens times one pair of panels.
+/// Multiplies up to [`PRODUCT_ROWS`] tokens by one pair of panels.
 ///
 /// # Safety
-/// Tiles are configured; the input has the rows up to a multiple of 32; input
-/// and panels have `steps` times 32 columns; as [`linear`] for the outputs.
+/// Tiles must be configured. The input must have its rows up to a multiple of 32; input
+/// and panels must have `steps` times 32 columns. The outputs must meet the conditions
+/// of [`linear`].
 #[target_feature(enable = "avx512f,avx512bf16,avx2,fma,f16c")]
 unsafe fn multiply_and_finish(
     job: &LinearJob<'_>,
@@ -72,17 +72,16 @@ unsafe fn multiply_and_finish(
     steps: usize,
 ) {
     let mut products = Products([MaybeUninit::uninit(); PRODUCT_ROWS * 2 * LANES]);
-    // Parts of narrow panels stay in the first-level cache while the tokens
-    // pass by; with wide ones too much would be carried from part to part.
+    // Parts of narrow panels stay in the first-level cache while the tokens pass by.
+    // With wide panels, carrying sums from part to part would cost more than it saves.
     let parts = if steps > MOST_STEPS_IN_PARTS || tokens.len() <= 2 * LANES {
         1
     } else {
         steps.div_ceil(STEPS_OF_PART)
     };
     let part = steps.div_ceil(parts);
-    // SAFETY: parts are of the columns, and each block's products lie in the
-    // rows of `products` that are its tokens'; all are written before they
-    // are read.
+    // SAFETY: the parts are within the columns, and each block's products lie in the
+    // rows of `products` of its tokens; all are written before they are read.
     unsafe {
         let out = products.0.as_mut_ptr().cast::<f32>();
         for step in (0..steps).step_by(part) {
@@ -113,29 +112,32 @@ struct Products([MaybeUninit<f32>; PRODUCT_ROWS * 2 * LANES]);
 
 /// Sixteen or 32 tokens times two panels, over some of the columns.
 struct Block {
-    /// The first token's activations.
+    /// Activations of the first token.
     rows: *const u16,
     /// Bytes from one token to the next.
     pitch: usize,
     /// Elements from the first token to the seventeenth.
     high: usize,
     panels: [*const u32; 2],
-    /// How many times 32 columns.
+    /// Number of times 32 columns.
     steps: usize,
-    /// 32 products for each token.
+    /// Products: 32 for each token.
     out: *mut f32,
-    /// Whether products begin at zero or go on from `out`.
+    /// True if the products start at zero; otherwise they continue from `out`.
     is_first: bool,
 }
 
 impl Block {
+    /// Multiplies 32 tokens by two panels.
+    ///
     /// # Safety
-    /// Tiles are configured; there are 32 tokens, the columns, and room.
+    /// Tiles must be configured, and there must be 32 tokens, all columns, and room for
+    /// the products.
     #[inline(always)]
     unsafe fn two_by_two(self) {
-        // SAFETY: each pointer advances by one tile in each of `steps` rounds
-        // and so stays within what the caller vouches for; tile registers are
-        // ours alone.
+        // SAFETY: each pointer advances by one tile in each of `steps` rounds and so
+        // stays within the bounds that the caller vouches for; no other code uses the
+        // tile registers.
         unsafe {
             if self.is_first {
                 asm!("tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3");
@@ -184,11 +186,14 @@ impl Block {
         }
     }
 
+    /// Multiplies 16 tokens by two panels.
+    ///
     /// # Safety
-    /// Tiles are configured; there are 16 tokens, the columns, and room.
+    /// Tiles must be configured, and there must be 16 tokens, all columns, and room for
+    /// the products.
     #[inline(always)]
     unsafe fn one_by_two(self) {
-        // SAFETY: as in `two_by_two`.
+        // SAFETY: the same conditions hold as in `two_by_two`.
         unsafe {
             if self.is_first {
                 asm!("tilezero tmm0", "tilezero tmm1");
@@ -229,10 +234,10 @@ impl Block {
     }
 }
 
-/// Makes every tile 16 rows of 64 bytes.
+/// Configures every tile as 16 rows of 64 bytes.
 ///
 /// # Safety
-/// Tiles are there and permitted.
+/// The processor must have tiles, and the system must permit them.
 #[inline(always)]
 unsafe fn configure() {
     #[repr(C, align(64))]
@@ -247,14 +252,14 @@ unsafe fn configure() {
         Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
     config.row_bytes[..8].fill(64);
     config.rows[..8].fill(16);
-    // SAFETY: 64 bytes in the layout that the instruction reads.
+    // SAFETY: the structure has 64 bytes in the layout that the instruction reads.
     unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, readonly)) }
 }
 
-/// Gives the tiles' state back, so that a switch of threads need not save it.
+/// Releases the tiles' state, so that a switch of threads need not save it.
 ///
 /// # Safety
-/// Tiles are there and permitted.
+/// The processor must have tiles, and the system must permit them.
 #[inline(always)]
 unsafe fn release() {
     // SAFETY: nothing in the tiles is needed any more.
@@ -266,15 +271,16 @@ fn has_tiles() -> bool {
     features & AMX_BF16 != 0 && features & AMX_TILE != 0
 }
 
-/// Asks the system for the tiles' state, which it does not save unasked.
+/// Asks the system for permission to use the tiles' state, which Linux saves only on
+/// request.
 #[cfg(target_os = "linux")]
 fn permitted() -> bool {
     const ARCH_PRCTL: i64 = 158;
     const REQUEST_STATE_PERMISSION: u64 = 0x1023;
     const TILE_DATA: u64 = 18;
     let mut result = ARCH_PRCTL;
-    // SAFETY: this call reads and writes no memory of ours; the kernel
-    // clobbers rcx and r11 as declared.
+    // SAFETY: this call reads and writes no memory of this process; the kernel clobbers
+    // rcx and r11 as declared.
     unsafe {
         asm!(
             "syscall",
@@ -299,12 +305,13 @@ const AMX_TILE: u32 = 1 << 24;
 const TILE_COLUMNS: usize = 32;
 const TILE_BYTES: usize = 1024;
 const TILE_LINE: usize = 64;
-/// Bytes from one token's products to the next one's.
+/// Bytes from one token's products to the next token's.
 const PRODUCT_PITCH: usize = 2 * LANES * size_of::<f32>();
-/// Tokens whose products are kept at once, a multiple of 32: 32 KiB.
+/// Tokens whose products are kept at once, a multiple of 32. Their products take 32
+/// KiB.
 const PRODUCT_ROWS: usize = 256;
-/// How many times 32 columns are multiplied before the next tokens.
+/// Number of times 32 columns that are multiplied before the next tokens follow.
 const STEPS_OF_PART: usize = 10;
 const MOST_STEPS_IN_PARTS: usize = 64;
-/// Below this many tokens the dot products are as fast.
+/// The fewest tokens for which tiles are faster than dot products.
 const FEWEST_TOKENS: usize = 4;

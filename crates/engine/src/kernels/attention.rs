@@ -1,88 +1,89 @@
-//! Causal attention of a few tokens of one sequence over its paged keys and
-//! values, for the query heads that share one KV head.
+//! Causal attention of a few tokens of one sequence over its paged keys and values, for
+//! the query heads that share one KV head.
 //!
-//! A block's keys lie as a panel of sixteen (tokens are its rows, elements of
-//! the head its columns), so that scores are products of the same kind as in
-//! linear layers; its values lie token by token. Softmax runs along the keys
-//! in spans, keeping the largest score and the sum so far (as in flash
-//! attention), so that memory does not grow with the context.
+//! A block's keys form a panel of sixteen rows, with tokens as rows and elements of the
+//! head as columns, so scores are the same kind of product as in linear layers. A
+//! block's values lie token by token. The softmax runs along the keys in spans and
+//! keeps the largest score and the sum so far, as flash attention does, so memory does
+//! not grow with the context.
 
 use super::linear::{Bf16Panel, F32Panel, Panel, rows_at_once, tile};
 use super::vector::Vector;
 use super::{Activations, LANES, RowView};
 
-/// What is the same for all attention of one layer in one step.
+/// The parameters that all attention of one layer shares within a step.
 pub(crate) struct AttentionJob {
-    /// Rotated queries: head `h` of a token begins at column `h * head_dim`.
+    /// Rotated queries. Head `h` of a token begins at column `h * head_dim`.
     pub(crate) queries: RowView<f32>,
-    /// Where results go, in the same columns.
+    /// Output rows, with the same columns as the queries.
     pub(crate) output: Activations,
     /// The layer's keys and values.
     pub(crate) kv: KvView,
-    /// Query heads that share a KV head.
+    /// Number of query heads that share a KV head.
     pub(crate) group: usize,
     /// Elements of a head.
     pub(crate) head_dim: usize,
-    /// What scores are multiplied with.
+    /// Factor of the scores.
     pub(crate) scale: f32,
-    /// Tokens that are seen, the last one included.
+    /// Tokens that attention sees, including the last one; `None` for all.
     pub(crate) window: Option<usize>,
 }
 
-/// Keys and values of one layer.
+/// A view of the keys and values of one layer.
 #[derive(Clone, Copy)]
 pub(crate) struct KvView {
-    /// The type of their elements.
+    /// Type of the elements.
     pub(crate) format: KvFormat,
     /// Keys of block 0, head 0.
     pub(crate) keys: *const u8,
     /// Values of block 0, head 0.
     pub(crate) values: *const u8,
-    /// KV heads.
+    /// Number of KV heads.
     pub(crate) heads: usize,
-    /// Elements of a head with their padding, a multiple of 32.
+    /// Elements of a head with its padding, a multiple of 32.
     pub(crate) head_columns: usize,
 }
 
-// SAFETY: a view is only a place; going there is unsafe and says so.
+// SAFETY: a view is only a pointer; every access through it is unsafe and states its
+// conditions.
 unsafe impl Send for KvView {}
-// SAFETY: likewise.
+// SAFETY: the same reason holds for shared views.
 unsafe impl Sync for KvView {}
 
-/// The type of cached keys' and values' elements.
+/// The element type of cached keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum KvFormat {
-    /// 4 bytes.
+    /// Four bytes an element.
     F32,
-    /// 2 bytes.
+    /// Two bytes an element.
     Bf16,
 }
 
-/// Some tokens of one sequence and one KV head.
+/// Some tokens of one sequence, for one KV head.
 pub(crate) struct AttentionTask<'a> {
-    /// The first token's row in queries and output.
+    /// Row of the first token in queries and output.
     pub(crate) row: usize,
-    /// How many tokens.
+    /// Number of tokens.
     pub(crate) tokens: usize,
-    /// The first token's position.
+    /// Position of the first token.
     pub(crate) position: usize,
-    /// The KV head.
+    /// Index of the KV head.
     pub(crate) kv_head: usize,
-    /// The sequence's blocks.
+    /// KV blocks of the sequence.
     pub(crate) blocks: &'a [u32],
 }
 
-/// What one thread computes in. RowView are (token, head of the group).
+/// The working memory of one thread. A row is a pair of token and head of the group.
 pub(crate) struct AttentionScratch {
     queries: Vec<f32>,
     scores: Vec<f32>,
     sums: Vec<f32>,
-    /// For each row: the largest score, and the sum of exponents below it.
+    /// For each row, the largest score so far and the sum of its exponents.
     softmax: Vec<(f32, f32)>,
 }
 
 impl AttentionScratch {
-    /// Room for the rows of any task that [`tokens_of_task`] allows.
+    /// Creates scratch for any task that [`tokens_of_task`] allows.
     pub(crate) fn new(group: usize, head_columns: usize) -> Self {
         let rows = tokens_of_task(group) * group;
         Self {
@@ -95,7 +96,7 @@ impl AttentionScratch {
 }
 
 impl KvFormat {
-    /// Bytes of an element.
+    /// Returns the bytes of an element.
     pub(crate) fn size(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -104,17 +105,17 @@ impl KvFormat {
     }
 }
 
-/// How many tokens a task may have.
+/// Returns the most tokens of a task.
 pub(crate) fn tokens_of_task(group: usize) -> usize {
     (MOST_ROWS / group).max(1)
 }
 
-/// Attends, and writes the task's rows of the output.
+/// Computes attention and writes the task's rows of the output.
 ///
 /// # Safety
-/// Queries and output have the rows; the blocks are in the cache, cover the
-/// tokens, and hold keys and values up to the last one; no other thread
-/// touches these outputs; `V`'s instructions are there.
+/// Queries and output must have the rows. The blocks must be in the cache, cover the
+/// tokens, and hold keys and values up to the last one. No other thread may touch these
+/// outputs. The machine must have `V`'s instructions.
 #[inline(always)]
 pub(super) unsafe fn attend<V: Vector>(
     job: &AttentionJob,
@@ -125,9 +126,10 @@ pub(super) unsafe fn attend<V: Vector>(
     let end = task.position + task.tokens;
     assert!(end <= task.blocks.len() * LANES, "blocks cover the tokens");
     let first_seen = job.window.map_or(0, |window| (task.position + 1).saturating_sub(window));
-    // SAFETY: the caller vouches for what each part asks.
+    // SAFETY: the caller vouches for the conditions of each part.
     unsafe {
         gather(job, task, scratch);
+        // Spans start at a block; keys before the window are masked in `soften`.
         let mut begin = first_seen / LANES * LANES;
         while begin < end {
             let keys = begin..end.min(begin + SPAN);
@@ -141,10 +143,10 @@ pub(super) unsafe fn attend<V: Vector>(
     }
 }
 
-/// Copies the queries, scaled and padded, and clears what is summed.
+/// Copies the queries, scaled and padded, and clears the sums.
 ///
 /// # Safety
-/// As [`attend`].
+/// The conditions of [`attend`].
 #[inline(always)]
 unsafe fn gather(job: &AttentionJob, task: &AttentionTask<'_>, scratch: &mut AttentionScratch) {
     let (width, columns) = (job.head_dim, job.kv.head_columns);
@@ -169,10 +171,10 @@ unsafe fn gather(job: &AttentionJob, task: &AttentionTask<'_>, scratch: &mut Att
     scratch.softmax[..rows].fill((f32::NEG_INFINITY, 0.0));
 }
 
-/// One span of keys: scores, softmax so far, values.
+/// Processes one span of keys: scores, running softmax, weighted values.
 ///
 /// # Safety
-/// As [`attend`], and `keys` begins a block.
+/// The conditions of [`attend`]; `keys` must start at a block.
 #[inline(always)]
 unsafe fn span<V: Vector, E: KvElement>(
     job: &AttentionJob,
@@ -184,11 +186,13 @@ unsafe fn span<V: Vector, E: KvElement>(
     let columns = job.kv.head_columns;
     let blocks = &task.blocks[keys.start / LANES..keys.end.div_ceil(LANES)];
     let place = |block: u32| (block as usize * job.kv.heads + task.kv_head) * LANES * columns;
-    // SAFETY: places are those of blocks of the cache, scratch has the rows,
-    // and `ROWS` rows at most are taken at once.
+    // SAFETY: the offsets are those of blocks of the cache, scratch has the rows, and
+    // at most `ROWS` rows are taken at once.
     unsafe {
         for (index, two) in blocks.chunks(2).enumerate() {
             let first = E::keys(job.kv.keys, place(two[0]));
+            // The last block may have no partner. Scoring it twice is harmless: the
+            // second half is masked.
             let second = two.get(1).map_or(first, |&block| E::keys(job.kv.keys, place(block)));
             score::<V, E>([first, second], index * 2 * LANES, rows, columns, scratch);
         }
@@ -198,7 +202,7 @@ unsafe fn span<V: Vector, E: KvElement>(
             let seen = from.clamp(keys.start, keys.end)..(position + 1).clamp(keys.start, keys.end);
             soften::<V>(row, seen.start - keys.start..seen.end - keys.start, columns, scratch);
         }
-        // A chunk of the head at a time, so that sums stay in registers.
+        // One chunk of the head at a time, so that the sums stay in registers.
         let mut row = 0;
         while row < rows {
             let some = rows_at_once(V::ROWS, rows - row);
@@ -219,11 +223,11 @@ unsafe fn span<V: Vector, E: KvElement>(
     }
 }
 
-/// Scores of all rows against two blocks, into columns `to..to + 32`.
+/// Computes the scores of all rows against two blocks, into columns `to..to + 32`.
 ///
 /// # Safety
-/// Both panels have `columns` columns, scratch has the rows; `V`'s
-/// instructions are there.
+/// Both panels must have `columns` columns, and scratch must have the rows. The machine
+/// must have `V`'s instructions.
 #[inline(always)]
 unsafe fn score<V: Vector, E: KvElement>(
     panels: [*const <E::Keys as Panel>::Element; 2],
@@ -239,8 +243,8 @@ unsafe fn score<V: Vector, E: KvElement>(
         let scores = &mut scratch.scores[row * SPAN..(row + some) * SPAN];
         macro_rules! block {
             ($rows:literal) => {{
-                // SAFETY: slices above have this many rows, and 32 columns
-                // from `to` on are within a span.
+                // SAFETY: the slices above have this many rows, and 32 columns from
+                // `to` on are within a span.
                 unsafe {
                     let sums =
                         tile::<V, E::Keys, $rows>(queries.as_ptr(), columns, panels, columns / 2);
@@ -263,12 +267,11 @@ unsafe fn score<V: Vector, E: KvElement>(
     }
 }
 
-/// Turns a row's scores into exponents against the largest score so far, and
-/// brings what was summed before to the same measure. Keys outside `seen`
-/// count nothing.
+/// Turns a row's scores into exponents relative to the largest score so far, and
+/// rescales the earlier sums to it. Keys outside `seen` get weight 0.
 ///
 /// # Safety
-/// Scratch has the row; `V`'s instructions are there.
+/// Scratch must have the row. The machine must have `V`'s instructions.
 #[inline(always)]
 unsafe fn soften<V: Vector>(
     row: usize,
@@ -285,7 +288,7 @@ unsafe fn soften<V: Vector>(
     scores[..seen.start].fill(f32::NEG_INFINITY);
     scores[seen.end..whole].fill(f32::NEG_INFINITY);
     let (largest_before, sum_before) = scratch.softmax[row];
-    // SAFETY: `whole` is at most a span, a multiple of the lanes; sums are
+    // SAFETY: `whole` is at most a span, a multiple of the lanes; the sums are
     // `columns` long, another multiple.
     unsafe {
         let mut largest = V::splat(largest_before);
@@ -304,6 +307,7 @@ unsafe fn soften<V: Vector>(
         for key in (0..whole).step_by(LANES) {
             sum = sum.add(V::load(scores.as_ptr().add(key)));
         }
+        // 0 for the first span, whose earlier maximum is minus infinity.
         let correction = (largest_before - largest).exp();
         if correction < 1.0 && sum_before > 0.0 {
             let factor = V::splat(correction);
@@ -320,7 +324,7 @@ unsafe fn soften<V: Vector>(
 /// Adds the values of `keys` keys, weighted by the exponents of `M` rows.
 ///
 /// # Safety
-/// As [`attend`]; scratch has rows `row..row + M`.
+/// The conditions of [`attend`]; scratch must have rows `row..row + M`.
 #[inline(always)]
 unsafe fn blend<V: Vector, E: KvElement, const M: usize>(
     job: &AttentionJob,
@@ -334,8 +338,8 @@ unsafe fn blend<V: Vector, E: KvElement, const M: usize>(
     let weights = &scratch.scores[row * SPAN..(row + M) * SPAN];
     let sums = &mut scratch.sums[row * columns..(row + M) * columns];
     for column in (0..columns).step_by(2 * LANES) {
-        // SAFETY: the head's columns are a multiple of 32, the blocks hold
-        // `keys` keys, and the slices above have `M` rows.
+        // SAFETY: the head's columns are a multiple of 32, the blocks hold `keys` keys,
+        // and the slices above have `M` rows.
         unsafe {
             let mut totals = [[V::splat(0.0); 2]; M];
             let mut m = 0;
@@ -371,10 +375,10 @@ unsafe fn blend<V: Vector, E: KvElement, const M: usize>(
     }
 }
 
-/// Divides the sums and writes them as activations.
+/// Divides the sums by the softmax's denominators and writes them as activations.
 ///
 /// # Safety
-/// As [`attend`].
+/// The conditions of [`attend`].
 #[inline(always)]
 unsafe fn scatter<V: Vector>(
     job: &AttentionJob,
@@ -390,8 +394,8 @@ unsafe fn scatter<V: Vector>(
         for sum in sums.iter_mut() {
             *sum *= factor;
         }
-        // SAFETY: the caller vouches for the row of the output, which is as
-        // wide as all heads.
+        // SAFETY: the caller vouches for the row of the output, which is as wide as all
+        // heads.
         unsafe {
             match job.output {
                 Activations::F32(rows) => {
@@ -413,19 +417,24 @@ unsafe fn scatter<V: Vector>(
     }
 }
 
-/// How the cache holds an element.
+/// The representation of cached elements.
 trait KvElement {
     type Keys: Panel;
     type Value: Copy;
+    /// Returns the address of the key element `place`.
+    ///
     /// # Safety
-    /// Element `place` is in the cache.
+    /// The element must be in the cache.
     unsafe fn keys(base: *const u8, place: usize) -> *const <Self::Keys as Panel>::Element;
+    /// Returns the address of the value element `place`.
+    ///
     /// # Safety
-    /// Element `place` is in the cache.
+    /// The element must be in the cache.
     unsafe fn values(base: *const u8, place: usize) -> *const Self::Value;
+    /// Loads sixteen values, starting at `offset`.
+    ///
     /// # Safety
-    /// Sixteen values from `offset` on are in the cache; `V`'s instructions
-    /// are there.
+    /// The values must be in the cache. The machine must have `V`'s instructions.
     unsafe fn load_values<V: Vector>(values: *const Self::Value, offset: usize) -> V;
 }
 
@@ -438,13 +447,13 @@ impl KvElement for F32Kv {
 
     #[inline(always)]
     unsafe fn keys(base: *const u8, place: usize) -> *const f32 {
-        // SAFETY: the caller vouches for the place.
+        // SAFETY: the caller vouches for the element.
         unsafe { base.cast::<f32>().add(place) }
     }
 
     #[inline(always)]
     unsafe fn values(base: *const u8, place: usize) -> *const f32 {
-        // SAFETY: the caller vouches for the place.
+        // SAFETY: the caller vouches for the element.
         unsafe { base.cast::<f32>().add(place) }
     }
 
@@ -461,13 +470,13 @@ impl KvElement for Bf16Kv {
 
     #[inline(always)]
     unsafe fn keys(base: *const u8, place: usize) -> *const u32 {
-        // SAFETY: the caller vouches for the place, which begins a pair.
+        // SAFETY: the caller vouches for the element, which is the first of a pair.
         unsafe { base.cast::<u16>().add(place).cast() }
     }
 
     #[inline(always)]
     unsafe fn values(base: *const u8, place: usize) -> *const u16 {
-        // SAFETY: the caller vouches for the place.
+        // SAFETY: the caller vouches for the element.
         unsafe { base.cast::<u16>().add(place) }
     }
 
@@ -480,5 +489,5 @@ impl KvElement for Bf16Kv {
 
 /// Keys that are scored before their values are summed: a multiple of 32.
 const SPAN: usize = 128;
-/// RowView of a task, unless one token alone has more heads.
+/// Rows of a task, unless the heads of one token alone are more.
 const MOST_ROWS: usize = 32;

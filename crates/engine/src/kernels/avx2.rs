@@ -8,16 +8,17 @@ use super::vector::Vector;
 #[derive(Clone, Copy)]
 pub(super) struct Avx2(__m256, __m256);
 
-/// The same intrinsic on both halves, whose existence proves that it is there.
+/// Applies an intrinsic to both halves. The operands' existence proves that the machine
+/// has it.
 macro_rules! both {
     ($operation:ident, $($operand:expr),+) => {
-        // SAFETY: an `Avx2` only comes to be in entries that are chosen after
-        // AVX2, FMA and F16C were detected.
+        // SAFETY: an `Avx2` is created only in entries that are chosen after AVX2, FMA
+        // and F16C were detected.
         unsafe { Avx2($operation($($operand.0),+), $operation($($operand.1),+)) }
     };
 }
 
-// SAFETY: the only entries that make one are those below.
+// SAFETY: only the entries below create an `Avx2`.
 unsafe impl Vector for Avx2 {
     const ROWS: usize = 2;
 
@@ -123,19 +124,19 @@ unsafe impl Vector for Avx2 {
 
     #[inline(always)]
     fn round(self) -> Self {
-        // SAFETY: `self` is proof that the instructions are there.
+        // SAFETY: the existence of `self` proves that the machine has the instructions.
         unsafe { Self(_mm256_round_ps::<0>(self.0), _mm256_round_ps::<0>(self.1)) }
     }
 
     #[inline(always)]
     fn scale_by_power(self, exponent: Self) -> Self {
-        // SAFETY: `self` is proof that the instructions are there.
+        // SAFETY: the existence of `self` proves that the machine has the instructions.
         unsafe { Self(scale(self.0, exponent.0), scale(self.1, exponent.1)) }
     }
 
     #[inline(always)]
     fn sum(self) -> f32 {
-        // SAFETY: `self` is proof that the instructions are there.
+        // SAFETY: the existence of `self` proves that the machine has the instructions.
         unsafe {
             let eight = _mm256_add_ps(self.0, self.1);
             let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
@@ -146,7 +147,7 @@ unsafe impl Vector for Avx2 {
 
     #[inline(always)]
     fn largest(self) -> f32 {
-        // SAFETY: `self` is proof that the instructions are there.
+        // SAFETY: the existence of `self` proves that the machine has the instructions.
         unsafe {
             let eight = _mm256_max_ps(self.0, self.1);
             let four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
@@ -156,8 +157,10 @@ unsafe impl Vector for Avx2 {
     }
 }
 
+/// Multiplies by a power of two.
+///
 /// # Safety
-/// AVX2 is there.
+/// The machine must have AVX2.
 #[inline(always)]
 unsafe fn scale(value: __m256, exponent: __m256) -> __m256 {
     // SAFETY: the caller vouches for the instructions.

@@ -8,16 +8,16 @@ use super::vector::Vector;
 #[derive(Clone, Copy)]
 pub(super) struct Avx512(pub(super) __m512);
 
-/// An intrinsic on values whose existence proves that it is there.
+/// Applies an intrinsic to values whose existence proves that the machine has it.
 macro_rules! on {
     ($operation:expr) => {
-        // SAFETY: an `Avx512` only comes to be in entries that are chosen
-        // after AVX-512F was detected.
+        // SAFETY: an `Avx512` is created only in entries that are chosen after AVX-512F
+        // was detected.
         unsafe { $operation }
     };
 }
 
-// SAFETY: the only entries that make one are those below.
+// SAFETY: only the entries below create an `Avx512`.
 unsafe impl Vector for Avx512 {
     const ROWS: usize = 8;
 

@@ -1,5 +1,5 @@
-//! Linear layers over bf16 with AVX-512's dot products of pairs: two columns
-//! of sixteen rows in one instruction.
+//! Linear layers over bf16 with the dot products of AVX-512 BF16: one instruction
+//! multiplies two columns of sixteen rows.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -9,22 +9,22 @@ use super::linear::{self, LinearJob};
 use super::packed::PackedData;
 use super::{Activations, LANES};
 
-/// As [`linear::linear`]; weights that are not bf16 are given f32 activations
-/// and go there.
+/// Computes a linear layer like [`linear::linear`]. Weights that are not bf16 come with
+/// f32 activations and are passed to that function.
 ///
 /// # Safety
-/// As there, with AVX-512F and AVX-512 BF16.
+/// The conditions of [`linear::linear`], with AVX-512F and AVX-512 BF16.
 #[target_feature(enable = "avx512f,avx512bf16,avx2,fma,f16c")]
 pub(super) unsafe fn linear(job: &LinearJob<'_>, pairs: Range<usize>, tokens: Range<usize>) {
     let (Activations::Bf16(input), PackedData::Bf16(data)) = (job.input, job.weights.data()) else {
-        // SAFETY: the caller vouches for what it asks.
+        // SAFETY: the caller vouches for the conditions.
         return unsafe { linear::linear::<Avx512>(job, pairs, tokens) };
     };
     let column_pairs = job.weights.padded_columns() / 2;
     let panel = column_pairs * LANES;
     for pair in pairs {
-        // SAFETY: the weights have this pair of panels, and the rows are the
-        // caller's promise; a row of bf16 is a row of half as many pairs.
+        // SAFETY: the weights have this pair of panels, and the caller vouches for the
+        // rows; a row of bf16 is a row of half as many pairs.
         unsafe {
             let first = data.as_ptr().add(2 * pair * panel);
             let panels = [first, first.add(panel)];
@@ -52,11 +52,11 @@ pub(super) unsafe fn linear(job: &LinearJob<'_>, pairs: Range<usize>, tokens: Ra
     }
 }
 
-/// The products of `M` rows with two panels. `pitch` counts pairs.
+/// Multiplies `M` rows by two panels. `pitch` counts pairs.
 ///
 /// # Safety
-/// There are `M` rows of `column_pairs` pairs and as many in both panels;
-/// AVX-512F and AVX-512 BF16 are there.
+/// There must be `M` rows of `column_pairs` pairs, and as many in both panels. The
+/// machine must have AVX-512F and AVX-512 BF16.
 #[target_feature(enable = "avx512f,avx512bf16")]
 #[inline]
 unsafe fn tile<const M: usize>(
@@ -67,7 +67,7 @@ unsafe fn tile<const M: usize>(
 ) -> [[__m512; 2]; M] {
     let mut sums = [[_mm512_setzero_ps(); 2]; M];
     for pair in 0..column_pairs {
-        // SAFETY: every index is below what the caller vouches for, and any
+        // SAFETY: every index is within the bounds that the caller vouches for, and any
         // 512 bits are 32 bf16.
         unsafe {
             let as_bf16 = |bits| std::mem::transmute::<__m512i, __m512bh>(bits);

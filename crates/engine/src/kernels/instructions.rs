@@ -1,4 +1,4 @@
-//! Which instructions this machine has, and the kernels compiled for them.
+//! The instruction sets of this machine, and the kernels compiled for them.
 
 use std::fmt;
 use std::ops::Range;
@@ -7,34 +7,34 @@ use super::{AttentionJob, AttentionScratch, AttentionTask, LinearJob, NormJob, p
 #[cfg(target_arch = "x86_64")]
 use super::{amx, avx2, avx512, avx512_bf16};
 
-/// Instruction sets that kernels are compiled for, from the plainest.
+/// Instruction sets that kernels are compiled for, the smallest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Instructions {
-    /// What the target has anyway: SSE2 on x86-64, NEON on aarch64.
+    /// The target's baseline: SSE2 on x86-64, NEON on aarch64.
     Portable,
     /// AVX2 with FMA and F16C.
     Avx2,
-    /// AVX-512F.
+    /// AVX-512F, without bf16 instructions.
     Avx512,
     /// AVX-512 with dot products of bf16 pairs.
     Avx512Bf16,
-    /// The same, and matrix tiles of bf16.
+    /// AVX-512 BF16 and AMX tiles of bf16.
     Amx,
 }
 
 impl Instructions {
-    /// All of them.
+    /// Every instruction set, the smallest first.
     pub const ALL: [Self; 5] =
         [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx];
 
-    /// The best that this machine has.
+    /// Returns the best set that this machine has.
     pub fn best() -> Self {
         Self::best_of(|_| true)
     }
 
-    /// The best that this machine has of those by which a token's logits are
-    /// the same to the bit, whatever else is in its step: tiles, which only
-    /// many tokens take, add in an order of their own.
+    /// Returns the best set that gives bit-identical logits for a token in any batch.
+    /// AMX tiles are excluded: only large batches use them, and they sum in another
+    /// order.
     pub fn best_deterministic() -> Self {
         Self::best_of(|instructions| instructions != Self::Amx)
     }
@@ -47,7 +47,7 @@ impl Instructions {
             .unwrap_or(Self::Portable)
     }
 
-    /// Whether this machine and its system have them.
+    /// Returns true if this machine and its system support the set.
     pub fn is_available(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         {
@@ -92,8 +92,8 @@ pub(crate) struct Kernels {
     entries: Entries,
 }
 
-/// One instruction set's kernels. Each is unsafe to call where the
-/// instructions are missing, and as the function of its name says.
+/// The kernels of one instruction set. Each is unsafe to call on a machine without the
+/// instructions, and has the conditions of the function with its name.
 #[derive(Clone, Copy)]
 pub(super) struct Entries {
     pub(super) normalise: unsafe fn(&NormJob<'_>, usize, usize),
@@ -101,8 +101,8 @@ pub(super) struct Entries {
     pub(super) attend: unsafe fn(&AttentionJob, &AttentionTask<'_>, &mut AttentionScratch),
 }
 
-/// Compiles the generic kernels for one vector, with the target features that
-/// it needs, into `ENTRIES`.
+/// Compiles the generic kernels for one vector type, with its target features, into
+/// `ENTRIES`.
 macro_rules! entries {
     ($vector:ident $(, $(#[$feature:meta])+)?) => {
         pub(super) const ENTRIES: super::instructions::Entries =
@@ -110,7 +110,7 @@ macro_rules! entries {
 
         $($(#[$feature])+)?
         unsafe fn normalise(job: &super::NormJob<'_>, from: usize, to: usize) {
-            // SAFETY: the caller vouches for what the kernel asks.
+            // SAFETY: the caller vouches for the kernel's conditions.
             unsafe { super::norm::normalise::<$vector>(job, from, to) }
         }
 
@@ -120,7 +120,7 @@ macro_rules! entries {
             pairs: std::ops::Range<usize>,
             tokens: std::ops::Range<usize>,
         ) {
-            // SAFETY: the caller vouches for what the kernel asks.
+            // SAFETY: the caller vouches for the kernel's conditions.
             unsafe { super::linear::linear::<$vector>(job, pairs, tokens) }
         }
 
@@ -130,7 +130,7 @@ macro_rules! entries {
             task: &super::AttentionTask<'_>,
             scratch: &mut super::AttentionScratch,
         ) {
-            // SAFETY: the caller vouches for what the kernel asks.
+            // SAFETY: the caller vouches for the kernel's conditions.
             unsafe { super::attention::attend::<$vector>(job, task, scratch) }
         }
     };
@@ -138,7 +138,7 @@ macro_rules! entries {
 pub(super) use entries;
 
 impl Kernels {
-    /// The kernels for `instructions`, if this machine has them.
+    /// Returns the kernels for `instructions`, or `None` if this machine lacks them.
     pub(crate) fn new(instructions: Instructions) -> Option<Self> {
         let entries = match instructions {
             Instructions::Portable => portable::ENTRIES,
@@ -160,45 +160,45 @@ impl Kernels {
         self.instructions
     }
 
-    /// Whether linear layers over bf16 weights read bf16 activations.
+    /// Returns true if linear layers with bf16 weights read bf16 activations.
     pub(crate) fn wants_bf16(self) -> bool {
         self.instructions >= Instructions::Avx512Bf16
     }
 
-    /// See [`super::norm::normalise`].
+    /// Runs [`super::norm::normalise`].
     ///
     /// # Safety
-    /// As it says there, but for the instructions.
+    /// The conditions of that function, except for the instructions.
     pub(crate) unsafe fn normalise(self, job: &NormJob<'_>, from: usize, to: usize) {
-        // SAFETY: the instructions are there since `new`.
+        // SAFETY: `new` has checked the instructions.
         unsafe { (self.entries.normalise)(job, from, to) }
     }
 
-    /// See [`super::linear::linear`].
+    /// Runs [`super::linear::linear`].
     ///
     /// # Safety
-    /// As it says there, but for the instructions.
+    /// The conditions of that function, except for the instructions.
     pub(crate) unsafe fn linear(
         self,
         job: &LinearJob<'_>,
         pairs: Range<usize>,
         tokens: Range<usize>,
     ) {
-        // SAFETY: the instructions are there since `new`.
+        // SAFETY: `new` has checked the instructions.
         unsafe { (self.entries.linear)(job, pairs, tokens) }
     }
 
-    /// See [`super::attention::attend`].
+    /// Runs [`super::attention::attend`].
     ///
     /// # Safety
-    /// As it says there, but for the instructions.
+    /// The conditions of that function, except for the instructions.
     pub(crate) unsafe fn attend(
         self,
         job: &AttentionJob,
         task: &AttentionTask<'_>,
         scratch: &mut AttentionScratch,
     ) {
-        // SAFETY: the instructions are there since `new`.
+        // SAFETY: `new` has checked the instructions.
         unsafe { (self.entries.attend)(job, task, scratch) }
     }
 }

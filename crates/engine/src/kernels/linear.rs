@@ -1,5 +1,5 @@
-//! Linear layers: rows of activations times packed weights, and what is done
-//! with the products while they are still in registers.
+//! Linear layers: rows of activations times packed weights. The epilogue uses the
+//! products while they are still in registers.
 
 use std::ops::Range;
 
@@ -9,32 +9,32 @@ use super::{Activations, LANES, Packed, RowView};
 
 /// One linear layer over the tokens of a step.
 pub(crate) struct LinearJob<'a> {
-    /// RowView of [`Packed::padded_columns`] elements, zero behind the columns.
+    /// Rows of [`Packed::padded_columns`] elements, zero behind the columns.
     pub(crate) input: Activations,
-    /// What they are multiplied with.
+    /// The packed weights.
     pub(crate) weights: &'a Packed,
-    /// What becomes of the products.
+    /// The use of the products.
     pub(crate) epilogue: LinearEpilogue<'a>,
 }
 
-/// What becomes of the products.
+/// The use of a linear layer's products.
 pub(crate) enum LinearEpilogue<'a> {
-    /// They replace the output. The bias is empty or padded to the panels.
+    /// The products replace the output.
     Store {
-        /// A pitch of at least the weights' rows.
+        /// Output rows, with a pitch of at least the weights' rows.
         output: RowView<f32>,
-        /// Added to each row.
+        /// Added to each row; empty, or padded to the panels.
         bias: &'a [f32],
     },
-    /// They are added to the output: the residual stream.
+    /// The products are added to the output, the residual stream.
     Add {
-        /// A pitch of at least the weights' rows.
+        /// Output rows, with a pitch of at least the weights' rows.
         output: RowView<f32>,
     },
-    /// The even panels are gates and the odd ones what they gate: the output
-    /// is `silu(gate) * up`.
+    /// Even panels are gates and odd panels are the values they gate: the output is
+    /// `silu(gate) * up`.
     Gate {
-        /// RowView of the next layer's padded columns.
+        /// Rows of the next layer's padded columns.
         output: Activations,
     },
 }
@@ -42,9 +42,9 @@ pub(crate) enum LinearEpilogue<'a> {
 /// Computes rows `tokens` of the pairs of panels `pairs`.
 ///
 /// # Safety
-/// Input and output have the rows and columns that the job says, input also
-/// up to the next multiple of [`super::ROW_STEP`]; no other thread touches
-/// these outputs; `V`'s instructions are there.
+/// Input and output must have the rows and columns of the job, and the input must have
+/// rows up to the next multiple of [`super::ROW_STEP`]. No other thread may touch these
+/// outputs. The machine must have `V`'s instructions.
 #[inline(always)]
 pub(super) unsafe fn linear<V: Vector>(
     job: &LinearJob<'_>,
@@ -54,7 +54,7 @@ pub(super) unsafe fn linear<V: Vector>(
     let Activations::F32(input) = job.input else {
         panic!("kernels without bf16 products are given f32 activations");
     };
-    // SAFETY: the caller vouches for what `sweep` asks.
+    // SAFETY: the caller vouches for the conditions of `sweep`.
     unsafe {
         match job.weights.data() {
             PackedData::F32(data) => sweep::<V, F32Panel>(job, input, data.as_ptr(), pairs, tokens),
@@ -66,8 +66,10 @@ pub(super) unsafe fn linear<V: Vector>(
     }
 }
 
+/// Computes the same for one panel format.
+///
 /// # Safety
-/// As [`linear`], and `data` is the job's weights.
+/// The conditions of [`linear`]; `data` must be the job's weights.
 #[inline(always)]
 unsafe fn sweep<V: Vector, P: Panel>(
     job: &LinearJob<'_>,
@@ -79,8 +81,8 @@ unsafe fn sweep<V: Vector, P: Panel>(
     let column_pairs = job.weights.padded_columns() / 2;
     let panel = column_pairs * P::PAIR;
     for pair in pairs {
-        // SAFETY: the weights have this pair of panels, and the rows are the
-        // caller's promise.
+        // SAFETY: the weights have this pair of panels, and the caller vouches for the
+        // rows.
         unsafe {
             let panels = [data.add(2 * pair * panel), data.add((2 * pair + 1) * panel)];
             let mut token = tokens.start;
@@ -108,18 +110,18 @@ unsafe fn sweep<V: Vector, P: Panel>(
     }
 }
 
-/// The largest power of two of rows that is within both: each size is
-/// compiled for itself, and four serve all.
+/// Returns the largest power of two that is at most `most` and `left`. Each number of
+/// rows is compiled separately, and powers of two keep these few.
 #[inline(always)]
 pub(super) fn rows_at_once(most: usize, left: usize) -> usize {
     1 << most.min(left).ilog2()
 }
 
-/// The products of `M` rows of activations with two panels.
+/// Multiplies `M` rows of activations by two panels.
 ///
 /// # Safety
-/// There are `M` rows of `2 * column_pairs` elements, `pitch` apart, and as
-/// many columns in both panels; `V`'s instructions are there.
+/// There must be `M` rows of `2 * column_pairs` elements, `pitch` apart, and as many
+/// columns in both panels. The machine must have `V`'s instructions.
 #[inline(always)]
 pub(super) unsafe fn tile<V: Vector, P: Panel, const M: usize>(
     first: *const f32,
@@ -127,12 +129,14 @@ pub(super) unsafe fn tile<V: Vector, P: Panel, const M: usize>(
     panels: [*const P::Element; 2],
     column_pairs: usize,
 ) -> [[V; 2]; M] {
-    // SAFETY: every index is below what the caller vouches for.
+    // SAFETY: every index is within the bounds that the caller vouches for.
     unsafe {
         let mut sums = [[V::splat(0.0); 2]; M];
         for pair in 0..column_pairs {
             let [even_0, odd_0] = P::load::<V>(panels[0], pair);
             let [even_1, odd_1] = P::load::<V>(panels[1], pair);
+            // A plain loop: iterators over const-sized arrays are not always unrolled
+            // into registers.
             let mut row = 0;
             while row < M {
                 let x = first.add(row * pitch + 2 * pair);
@@ -149,11 +153,10 @@ pub(super) unsafe fn tile<V: Vector, P: Panel, const M: usize>(
     }
 }
 
-/// Does with the products of one token and one pair of panels what the job
-/// says.
+/// Applies the job's epilogue to the products of one token and one pair of panels.
 ///
 /// # Safety
-/// As [`linear`].
+/// The conditions of [`linear`].
 #[inline(always)]
 pub(super) unsafe fn epilogue<V: Vector>(
     job: &LinearJob<'_>,
@@ -162,8 +165,8 @@ pub(super) unsafe fn epilogue<V: Vector>(
     sums: [V; 2],
 ) {
     let column = 2 * LANES * pair;
-    // SAFETY: `put` and `add` keep within the pitch; gates are half as wide as
-    // their weights, and the next layer's columns are padded.
+    // SAFETY: `put` and `add` stay within the pitch; gates are half as wide as their
+    // weights, and the next layer's columns are padded.
     unsafe {
         match &job.epilogue {
             LinearEpilogue::Store { output, bias } => {
@@ -197,8 +200,8 @@ pub(super) unsafe fn epilogue<V: Vector>(
 /// Stores 32 values, or as many as the row has room for.
 ///
 /// # Safety
-/// The output has the row, `width` is not more than its pitch, and no other
-/// thread touches these columns.
+/// The output must have the row, `width` must not exceed its pitch, and no other thread
+/// may touch these columns.
 #[inline(always)]
 unsafe fn put<V: Vector>(
     output: RowView<f32>,
@@ -207,8 +210,8 @@ unsafe fn put<V: Vector>(
     sums: [V; 2],
     width: usize,
 ) {
-    // SAFETY: whole vectors only where the pitch has room for both; else
-    // element by element up to the width.
+    // SAFETY: whole vectors are stored only if the pitch has room for both; otherwise
+    // single elements up to the width.
     unsafe {
         let place = output.row(token).add(column);
         if column + 2 * LANES <= output.pitch() {
@@ -226,15 +229,15 @@ unsafe fn put<V: Vector>(
     }
 }
 
-/// How a panel holds two columns of sixteen rows.
+/// The representation of two columns of sixteen rows in a panel.
 pub(super) trait Panel {
     type Element: Copy;
     /// Elements of two columns.
     const PAIR: usize;
-    /// Columns `2 * pair` and `2 * pair + 1`.
+    /// Loads columns `2 * pair` and `2 * pair + 1`.
     ///
     /// # Safety
-    /// The panel has them; `V`'s instructions are there.
+    /// The panel must have the columns. The machine must have `V`'s instructions.
     unsafe fn load<V: Vector>(panel: *const Self::Element, pair: usize) -> [V; 2];
 }
 

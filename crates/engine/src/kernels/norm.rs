@@ -1,11 +1,11 @@
-//! RMS norm of rows of the residual stream into activations.
+//! The RMS norm of rows of the residual stream, written as activations.
 
 use super::vector::Vector;
 use super::{Activations, LANES, RowView};
 
-/// RowView to normalise.
+/// The parameters of an RMS norm.
 pub(crate) struct NormJob<'a> {
-    /// What is read; its padding behind `width` is zero.
+    /// Input rows. The padding behind `width` must be zero.
     pub(crate) input: RowView<f32>,
     /// Scale of each element, padded with zeros to the pitch of `input`.
     pub(crate) weight: &'a [f32],
@@ -13,15 +13,15 @@ pub(crate) struct NormJob<'a> {
     pub(crate) epsilon: f32,
     /// Elements of a row.
     pub(crate) width: usize,
-    /// What is written.
+    /// Output rows.
     pub(crate) output: Activations,
 }
 
 /// Normalises row `from` of the input into row `to` of the output.
 ///
 /// # Safety
-/// Both rows are there and no other thread touches the output row; `V`'s
-/// instructions are there.
+/// Both rows must exist, and no other thread may touch the output row. The machine must
+/// have `V`'s instructions.
 #[inline(always)]
 pub(super) unsafe fn normalise<V: Vector>(job: &NormJob<'_>, from: usize, to: usize) {
     let columns = job.weight.len();

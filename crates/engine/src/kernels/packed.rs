@@ -1,17 +1,17 @@
 //! Weight matrices in panels.
 //!
-//! A panel holds sixteen rows (outputs) of a matrix, column by column: for
-//! F32 and F16 `[column][16]`, for bf16 `[column / 2][16][2]`, the layout
-//! that both the pairwise dot products and the matrix tiles read. RowView and
-//! columns are padded with zeros, panels to an even number, so that kernels
-//! know no edges. Any one panel is read as one stream.
+//! A panel holds sixteen rows (outputs) of a matrix, column by column: `[column][16]`
+//! for F32 and F16, `[column / 2][16][2]` for bf16. Both the pairwise dot products and
+//! the matrix tiles read this layout. Rows and columns are padded with zeros and panels
+//! to an even number, so that kernels need no code for edges. Each panel is read as one
+//! stream.
 
 use std::io;
 
 use super::{Buffer, COLUMN_STEP, LANES};
 use crate::weights::{Element, Tensor};
 
-/// A weight matrix, packed.
+/// A packed weight matrix.
 #[derive(Debug)]
 pub(crate) struct Packed {
     data: PackedData,
@@ -23,11 +23,11 @@ pub(crate) struct Packed {
 pub(super) enum PackedData {
     F32(Buffer<f32>),
     F16(Buffer<u16>),
-    /// Pairs of columns, the even one in the lower half.
+    /// Pairs of columns, the even column in the lower half.
     Bf16(Buffer<u32>),
 }
 
-/// The type of a packed matrix's elements.
+/// The element type of a packed matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PackedFormat {
     F32,
@@ -35,17 +35,17 @@ pub(crate) enum PackedFormat {
     Bf16,
 }
 
-/// Where a row of a packed matrix comes from.
+/// The source of one row of a packed matrix.
 #[derive(Clone, Copy)]
 pub(crate) struct RowSource<'a> {
-    /// A row-major tensor of the matrix's columns.
+    /// A row-major tensor with the matrix's columns.
     pub(crate) tensor: Tensor<'a>,
-    /// The row in it.
+    /// Index of the row in the tensor.
     pub(crate) row: usize,
 }
 
 impl PackedFormat {
-    /// The format that keeps elements of all these types exactly.
+    /// Returns the format that keeps elements of all these types exactly.
     pub(crate) fn holding(elements: impl IntoIterator<Item = Element>) -> Self {
         let format = |element| match element {
             Element::F32 => Self::F32,
@@ -59,7 +59,10 @@ impl PackedFormat {
 }
 
 impl Packed {
-    /// Room for `rows` (outputs) by `columns` (inputs), all zero.
+    /// Creates a matrix of `rows` outputs by `columns` inputs, all zero.
+    ///
+    /// # Errors
+    /// The system's error if it refuses the memory.
     pub(crate) fn zeroed(format: PackedFormat, rows: usize, columns: usize) -> io::Result<Self> {
         let elements = padded_rows(rows) * padded_columns(columns);
         let data = match format {
@@ -70,22 +73,23 @@ impl Packed {
         Ok(Self { data, rows, columns })
     }
 
-    /// Outputs, without padding.
+    /// Returns the number of outputs, without padding.
     pub(crate) fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Inputs with their padding: elements of a row of activations.
+    /// Returns the number of inputs with padding, which is also the length of a row of
+    /// activations.
     pub(crate) fn padded_columns(&self) -> usize {
         padded_columns(self.columns)
     }
 
-    /// Pairs of panels.
+    /// Returns the number of pairs of panels.
     pub(crate) fn pairs(&self) -> usize {
         padded_rows(self.rows) / (2 * LANES)
     }
 
-    /// Bytes of one pair of panels.
+    /// Returns the bytes of one pair of panels.
     pub(crate) fn pair_bytes(&self) -> usize {
         let element = if matches!(self.data, PackedData::F32(_)) { 4 } else { 2 };
         2 * LANES * self.padded_columns() * element
@@ -95,7 +99,7 @@ impl Packed {
         &self.data
     }
 
-    /// Whether kernels may read it with bf16 activations.
+    /// Returns true if kernels may multiply the matrix with bf16 activations.
     pub(crate) fn is_bf16(&self) -> bool {
         matches!(self.data, PackedData::Bf16(_))
     }
@@ -124,10 +128,10 @@ impl Packed {
         }
     }
 
-    /// Reads row `row` back, as an embedding that is also the output head.
+    /// Reads row `row` back. An output head that is also the embedding needs this.
     ///
     /// # Panics
-    /// If there is no such row or `out` is not as long as the columns.
+    /// If there is no such row, or if `out` is not as long as the columns.
     pub(crate) fn read_row(&self, row: usize, out: &mut [f32]) {
         assert!(row < self.rows && out.len() == self.columns, "a row of the matrix");
         let (panel, lane) = (row / LANES, row % LANES);
@@ -159,7 +163,7 @@ impl Packed {
     }
 }
 
-/// One panel to fill.
+/// One panel that can be filled.
 pub(crate) struct PanelMut<'a> {
     data: PanelData<'a>,
     columns: usize,
@@ -172,7 +176,7 @@ enum PanelData<'a> {
 }
 
 impl PanelMut<'_> {
-    /// Fills row `lane` of the panel. `scratch` is as long as the columns.
+    /// Fills row `lane` of the panel. `scratch` must be as long as the columns.
     pub(crate) fn fill(&mut self, lane: usize, source: RowSource<'_>, scratch: &mut [f32]) {
         let columns = self.columns;
         let range = source.row * columns..(source.row + 1) * columns;
@@ -201,8 +205,8 @@ impl PanelMut<'_> {
     }
 }
 
-/// The raw 16-bit elements: a 16-bit format is only chosen when every tensor
-/// has that very type.
+/// Returns the raw 16-bit elements. A 16-bit format is chosen only if every tensor has
+/// that type.
 fn halves<'a>(tensor: Tensor<'a>, range: std::ops::Range<usize>) -> &'a [[u8; 2]] {
     assert_eq!(tensor.element.size(), 2, "a 16-bit panel of 16-bit elements");
     &tensor.bytes.as_chunks::<2>().0[range]

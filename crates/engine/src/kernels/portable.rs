@@ -1,5 +1,5 @@
-//! Sixteen lanes as an array: right on any machine, and plain enough that
-//! the compiler finds NEON or SSE in it.
+//! Sixteen lanes as an array. The code is correct on any machine, and simple enough for
+//! the compiler to use NEON or SSE.
 
 use super::LANES;
 use super::instructions::entries;
@@ -20,7 +20,7 @@ macro_rules! lanes {
     }};
 }
 
-// SAFETY: it needs no instructions beyond the target's own.
+// SAFETY: the implementation needs no instructions beyond the target's baseline.
 unsafe impl Vector for Portable {
     const ROWS: usize = 2;
 
@@ -67,7 +67,7 @@ unsafe impl Vector for Portable {
 
     #[inline(always)]
     fn mul_add(self, by: Self, plus: Self) -> Self {
-        // A fused multiply-add is a library call where the target lacks it.
+        // Without hardware support, a fused multiply-add is a slow library call.
         if cfg!(any(target_feature = "fma", target_arch = "aarch64")) {
             lanes!(i => self.0[i].mul_add(by.0[i], plus.0[i]))
         } else {
@@ -107,7 +107,8 @@ unsafe impl Vector for Portable {
 
     #[inline(always)]
     fn round(self) -> Self {
-        // Adding 1.5 * 2^23 leaves no room for a fraction; |x| is far below.
+        // Adding 1.5 * 2^23 leaves no bits for a fraction; |x| is far below that
+        // number.
         const SHIFT: f32 = 12_582_912.0;
         lanes!(i => (self.0[i] + SHIFT) - SHIFT)
     }

@@ -1,23 +1,23 @@
-//! Between the QKV projection and attention: norms of heads, rotary
-//! positions, and the new keys' and values' way into the cache.
+//! The work between the QKV projection and attention: norms of heads, rotary position
+//! embedding, and the write of new keys and values to the cache.
 
 use super::attention::KvFormat;
 use super::vector::bf16_bits;
 use super::{KvView, LANES, RowView};
 
-/// What is the same for all tokens of one layer in one step.
+/// The parameters that all tokens of one layer share within a step.
 pub(crate) struct RotateJob<'a> {
-    /// RowView of queries, keys and values; queries are changed in place.
+    /// Rows of queries, keys and values. Queries are changed in place.
     pub(crate) qkv: RowView<f32>,
-    /// Query heads.
+    /// Number of query heads.
     pub(crate) heads: usize,
     /// Elements of a head.
     pub(crate) head_dim: usize,
-    /// Cosines, then sines, of each token's angles: `head_dim` a token.
+    /// Cosines, then sines, of each token's angles: `head_dim` numbers a token.
     pub(crate) angles: &'a [f32],
     /// Scales of the norms of query and key heads, if the model has them.
     pub(crate) norms: Option<HeadNorms<'a>>,
-    /// Where keys and values go.
+    /// The cache that keys and values are written to.
     pub(crate) kv: KvView,
 }
 
@@ -32,26 +32,25 @@ pub(crate) struct HeadNorms<'a> {
     pub(crate) epsilon: f32,
 }
 
-/// Where a token's keys and values lie.
+/// The location of a token's keys and values in the cache.
 #[derive(Clone, Copy)]
 pub(crate) struct KvSlot {
-    /// The block.
+    /// Index of the block.
     pub(crate) block: u32,
-    /// The token in it.
+    /// Index of the token in the block.
     pub(crate) slot: u32,
 }
 
-/// Rotates one token's queries and keys and puts its keys and values into
-/// the cache.
+/// Rotates one token's queries and keys and writes its keys and values to the cache.
 ///
 /// # Safety
-/// `qkv` has the row and its columns, the cache has the slot, and no other
-/// thread touches either.
+/// `qkv` must have the row and its columns, the cache must have the slot, and no other
+/// thread may touch either.
 pub(crate) unsafe fn rotate(job: &RotateJob<'_>, token: usize, to: KvSlot) {
     let (width, kv_heads) = (job.head_dim, job.kv.heads);
     let columns = (job.heads + 2 * kv_heads) * width;
     assert!(columns <= job.qkv.pitch(), "queries, keys and values in a row");
-    // SAFETY: the caller vouches for the row, which is ours alone.
+    // SAFETY: the caller vouches for the row, and no other thread touches it.
     let row = unsafe { std::slice::from_raw_parts_mut(job.qkv.row(token), columns) };
     let (queries, rest) = row.split_at_mut(job.heads * width);
     let (keys, values) = rest.split_at_mut(kv_heads * width);
@@ -72,17 +71,20 @@ pub(crate) unsafe fn rotate(job: &RotateJob<'_>, token: usize, to: KvSlot) {
     for (head, (key, value)) in heads.enumerate() {
         let panel = LANES * job.kv.head_columns;
         let place = (to.block as usize * kv_heads + head) * panel;
-        // SAFETY: the caller vouches for the slot; the head is below the
-        // cache's, and its columns are at least `width`.
+        // SAFETY: the caller vouches for the slot; the head is below the cache's number
+        // of heads, and its columns are at least `width`.
         unsafe { store(&job.kv, place, to.slot as usize, key, value) };
     }
 }
 
+/// Writes one head's key and value to the cache.
+///
 /// # Safety
-/// The cache has the panel at `place` and the slot in it, ours alone.
+/// The cache must have the panel at `place` and the slot in it, and no other thread may
+/// touch them.
 unsafe fn store(kv: &KvView, place: usize, slot: usize, key: &[f32], value: &[f32]) {
-    // SAFETY: a panel holds 16 slots of the head's columns, of which there
-    // are at least as many as elements of the head, an even number.
+    // SAFETY: a panel holds 16 slots of the head's columns, at least as many as the
+    // head has elements, an even number.
     unsafe {
         match kv.format {
             KvFormat::F32 => {

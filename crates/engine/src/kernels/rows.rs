@@ -1,10 +1,10 @@
-//! Views of row-major matrices that several threads fill at once, each its
+//! Views of row-major matrices. Several threads can fill one at the same time, each its
 //! own part.
 
 use super::Buffer;
 use super::buffer::Plain;
 
-/// RowView of `pitch` elements each. A view: whoever made it keeps the memory.
+/// A view of rows of `pitch` elements each. The owner of the memory must keep it alive.
 #[derive(Debug)]
 pub(crate) struct RowView<T> {
     first: *mut T,
@@ -19,32 +19,33 @@ impl<T> Clone for RowView<T> {
 
 impl<T> Copy for RowView<T> {}
 
-// SAFETY: a view is only a place; going there is unsafe and says so.
+// SAFETY: a view is only a pointer; every access through it is unsafe and states its
+// conditions.
 unsafe impl<T: Plain> Send for RowView<T> {}
-// SAFETY: likewise.
+// SAFETY: the same reason holds for shared views.
 unsafe impl<T: Plain> Sync for RowView<T> {}
 
 impl<T: Plain> RowView<T> {
-    /// A view of a whole buffer.
+    /// Returns a view of a whole buffer.
     pub(crate) fn of(buffer: &mut Buffer<T>, pitch: usize) -> Self {
         Self { first: buffer.as_mut_ptr(), pitch }
     }
 
-    /// A view of a slice.
+    /// Returns a view of a slice.
     pub(crate) fn of_slice(slice: &mut [T], pitch: usize) -> Self {
         Self { first: slice.as_mut_ptr(), pitch }
     }
 
-    /// Elements from one row to the next.
+    /// Returns the elements from one row to the next.
     pub(crate) fn pitch(self) -> usize {
         self.pitch
     }
 
-    /// Where row `row` begins.
+    /// Returns the address of row `row`.
     ///
     /// # Safety
-    /// The matrix has that row. What is read through the pointer must not be
-    /// written by another thread at the time, nor the other way round.
+    /// The matrix must have that row. A thread must not read through the pointer what
+    /// another thread writes at the same time.
     #[inline(always)]
     pub(crate) unsafe fn row(self, row: usize) -> *mut T {
         // SAFETY: the caller vouches for the row.
@@ -52,10 +53,10 @@ impl<T: Plain> RowView<T> {
     }
 }
 
-/// RowView of activations in the format that the linear layers read.
+/// Rows of activations in the format that the linear layers read.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Activations {
-    /// As computed.
+    /// f32, as computed.
     F32(RowView<f32>),
     /// Rounded to bf16, for instructions that multiply bf16 by bf16.
     Bf16(RowView<u16>),

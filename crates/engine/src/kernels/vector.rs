@@ -1,43 +1,50 @@
-//! Sixteen f32 lanes, however a machine holds them.
+//! The abstraction of sixteen f32 lanes over the registers of a machine.
 
 use super::LANES;
 
-/// Sixteen lanes of f32. Every method compiles to a few instructions inside
-/// a function that enables the implementation's target features.
+/// Sixteen lanes of f32. Every method compiles to a few instructions inside a function
+/// that enables the implementation's target features.
 ///
 /// # Safety
-/// A value must only come to be where the instructions of the implementation
-/// are there: methods without `unsafe` rely on it.
+/// A value may be created only on machines that have the implementation's instructions:
+/// methods without `unsafe` rely on it.
 pub(crate) unsafe trait Vector: Copy {
-    /// How many rows of tokens a kernel holds in registers with two panels.
+    /// Rows of tokens that a kernel holds in registers beside two panels.
     const ROWS: usize;
 
+    /// Loads sixteen f32 elements.
+    ///
     /// # Safety
-    /// `from` has 16 elements, of any alignment; the instructions are there.
+    /// `from` must have 16 elements, of any alignment. The machine must have the
+    /// instructions.
     unsafe fn load(from: *const f32) -> Self;
-    /// Sixteen IEEE halves.
+    /// Loads sixteen IEEE half-precision elements.
     ///
     /// # Safety
-    /// As [`Vector::load`].
+    /// The conditions of [`Vector::load`].
     unsafe fn load_f16(from: *const u16) -> Self;
-    /// Sixteen bf16.
+    /// Loads sixteen bf16 elements.
     ///
     /// # Safety
-    /// As [`Vector::load`].
+    /// The conditions of [`Vector::load`].
     unsafe fn load_bf16(from: *const u16) -> Self;
-    /// Sixteen pairs of bf16: the lower halves, then the upper halves.
+    /// Loads sixteen pairs of bf16: the lower halves, then the upper halves.
     ///
     /// # Safety
-    /// As [`Vector::load`].
+    /// The conditions of [`Vector::load`].
     unsafe fn load_bf16_pairs(from: *const u32) -> [Self; 2];
+    /// Sets every lane to `value`.
+    ///
     /// # Safety
-    /// The instructions are there.
+    /// The machine must have the instructions.
     unsafe fn splat(value: f32) -> Self;
+    /// Stores the lanes.
+    ///
     /// # Safety
-    /// `to` has room for 16 elements, of any alignment.
+    /// `to` must have room for 16 elements, of any alignment.
     unsafe fn store(self, to: *mut f32);
 
-    /// `self * by + plus`.
+    /// Returns `self * by + plus`.
     fn mul_add(self, by: Self, plus: Self) -> Self;
     fn add(self, other: Self) -> Self;
     fn sub(self, other: Self) -> Self;
@@ -45,19 +52,19 @@ pub(crate) unsafe trait Vector: Copy {
     fn div(self, other: Self) -> Self;
     fn max(self, other: Self) -> Self;
     fn min(self, other: Self) -> Self;
-    /// To the nearest whole number, ties to even.
+    /// Rounds to the nearest whole number, ties to even.
     fn round(self) -> Self;
-    /// `self * 2^exponent` for whole exponents in -126..=127.
+    /// Returns `self * 2^exponent` for whole exponents in -126..=127.
     fn scale_by_power(self, exponent: Self) -> Self;
-    /// Of all lanes.
+    /// Returns the sum of all lanes.
     fn sum(self) -> f32;
-    /// Of all lanes.
+    /// Returns the largest lane.
     fn largest(self) -> f32;
 
-    /// Rounds to the nearest bf16, ties to even.
+    /// Rounds to the nearest bf16, ties to even, and stores the lanes.
     ///
     /// # Safety
-    /// As [`Vector::store`].
+    /// The conditions of [`Vector::store`].
     #[inline(always)]
     unsafe fn store_bf16(self, to: *mut u16) {
         let mut lanes = [0.0_f32; LANES];
@@ -70,14 +77,16 @@ pub(crate) unsafe trait Vector: Copy {
         }
     }
 
-    /// `e^self` to about two units in the last place; 0 or tiny far below 0.
+    /// Returns `e^self`, accurate to about two units in the last place; 0 or tiny for
+    /// inputs far below 0.
     #[inline(always)]
     fn exp(self) -> Self {
-        // SAFETY: `self` is proof that the instructions are there.
+        // SAFETY: the existence of `self` proves that the machine has the instructions.
         unsafe {
+            // The bounds keep 2^n within the normal range of f32.
             let x = self.max(Self::splat(-87.3)).min(Self::splat(88.0));
             let n = x.mul(Self::splat(std::f32::consts::LOG2_E)).round();
-            // ln 2 in two parts, so that the remainder is exact.
+            // ln 2 is split into two parts, so that the remainder is exact.
             let r = n.mul_add(Self::splat(-0.693_359_4), x);
             let r = n.mul_add(Self::splat(2.121_944_4e-4), r);
             let mut p = Self::splat(1.987_569_1e-4);
@@ -89,10 +98,10 @@ pub(crate) unsafe trait Vector: Copy {
         }
     }
 
-    /// `x * sigmoid(x)`.
+    /// Returns `x * sigmoid(x)`.
     #[inline(always)]
     fn silu(self) -> Self {
-        // SAFETY: `self` is proof that the instructions are there.
+        // SAFETY: the existence of `self` proves that the machine has the instructions.
         unsafe {
             let one = Self::splat(1.0);
             let minus = Self::splat(0.0).sub(self);
@@ -101,11 +110,13 @@ pub(crate) unsafe trait Vector: Copy {
     }
 }
 
-/// The bits of the nearest bf16, ties to even; a NaN stays one.
+/// Returns the bits of the nearest bf16, ties to even. A NaN stays a NaN.
 #[inline(always)]
 pub(crate) fn bf16_bits(value: f32) -> u16 {
     let bits = value.to_bits();
     if value.is_nan() {
+        // Cutting bits off a NaN could leave infinity; the set bit keeps it a quiet
+        // NaN.
         return (bits >> 16) as u16 | 0x40;
     }
     (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16

@@ -1,9 +1,9 @@
 //! Keys and values of every sequence, in blocks of sixteen tokens.
 //!
-//! `[layer][block][kv_head][16 x head]`, keys and values apart. Within a
-//! block a head's keys lie as a panel (`[element / 2][token][2]` for bf16,
-//! `[element][token]` for f32), its values token by token. Heads are padded
-//! to 32 elements with zeros that nobody ever writes.
+//! The layout is `[layer][block][kv_head][16 x head]`, with keys and values in separate
+//! arrays. Within a block, a head's keys form a panel (`[element / 2][token][2]` for
+//! bf16, `[element][token]` for f32), and its values lie token by token. Heads are
+//! padded to 32 elements with zeros, which are never written.
 
 use std::io;
 
@@ -24,7 +24,7 @@ enum Storage {
     Bf16 { keys: Buffer<u16>, values: Buffer<u16> },
 }
 
-/// Bytes of keys and values over all layers for one token.
+/// Returns the bytes of keys and values over all layers for one token.
 pub(super) fn bytes_per_token(config: &ModelConfig, format: KvFormat) -> u64 {
     let head = padded_columns(config.head_dim as usize) * format.size();
     2 * u64::from(config.layers) * u64::from(config.kv_heads) * head as u64
@@ -40,6 +40,7 @@ impl KvCache {
         let head_columns = padded_columns(config.head_dim as usize);
         let storage = [layers, heads, LANES, head_columns]
             .into_iter()
+            // Huge options must fail with an error here and not overflow.
             .try_fold(blocks as usize, usize::checked_mul)
             .ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))
             .and_then(|elements| Storage::new(format, elements))
@@ -55,18 +56,18 @@ impl KvCache {
         self.heads
     }
 
-    /// Elements of a head with their padding.
+    /// Returns the elements of a head with its padding.
     pub(super) fn head_columns(&self) -> usize {
         self.head_columns
     }
 
-    /// Bytes of keys and values over all layers for one token.
+    /// Returns the bytes of keys and values over all layers for one token.
     pub(super) fn bytes_per_token(&self) -> u64 {
         let head = self.head_columns * self.storage.format().size();
         (2 * self.layers * self.heads * head) as u64
     }
 
-    /// A view of one layer.
+    /// Returns a view of one layer.
     pub(super) fn layer(&mut self, layer: usize) -> KvView {
         assert!(layer < self.layers, "a layer of the model");
         let place = layer * self.blocks as usize * self.block_elements();

@@ -1,4 +1,5 @@
-//! One step's forward: the passes, and how each is split over the threads.
+//! The forward pass of one step on the CPU: its passes, and the split of each pass over
+//! the threads.
 
 use std::sync::Mutex;
 
@@ -13,7 +14,7 @@ use crate::kernels::{
 };
 use crate::model::ModelConfig;
 
-/// All that a step reads, and views of what it writes.
+/// Everything that a step reads, and views of everything that it writes.
 pub(super) struct Forward<'a> {
     pub(super) kernels: Kernels,
     pub(super) pool: &'a Pool,
@@ -31,15 +32,16 @@ impl Forward<'_> {
         let hidden = self.config.hidden as usize;
         let tokens = &self.layout.tokens;
         self.for_rows(tokens.len(), EMBED_ROWS, |row| {
-            // SAFETY: the stream has a row for each token, and each row is in
-            // one chunk of this pass alone.
+            // SAFETY: the stream has a row for each token, and each row is in exactly
+            // one chunk of this pass.
             let to =
                 unsafe { std::slice::from_raw_parts_mut(self.views.residual.row(row), hidden) };
             self.model.embed(tokens[row].id as usize, to);
         });
     }
 
-    /// One layer: attention, then the feed-forward, each added to the stream.
+    /// Computes one layer: attention, then the feed-forward network. Each adds its
+    /// result to the residual stream.
     pub(super) fn layer(&self, layer: &CpuLayer, kv: KvView) {
         let Views { residual, normed, qkv, attended, gated } = self.views;
         let heads = self.config.heads as usize;
@@ -82,7 +84,7 @@ impl Forward<'_> {
         self.linear(&LinearJob { input: gated, weights: &layer.down, epilogue: epilogue() });
     }
 
-    /// The last norm and the output head, for the rows that want logits.
+    /// Computes the last norm and the output head for the rows that produce logits.
     pub(super) fn head(&self, logits: &mut [f32]) {
         let wanted = &self.layout.logit_rows;
         self.normalise_rows(&self.model.norm, wanted.len(), |row| wanted[row] as usize);
@@ -108,8 +110,8 @@ impl Forward<'_> {
             output: self.views.normed,
         };
         self.for_rows(rows, NORM_ROWS, |row| {
-            // SAFETY: both have a row for each token, and each row is in one
-            // chunk of this pass alone.
+            // SAFETY: both views have a row for each token, and each row is in exactly
+            // one chunk of this pass.
             unsafe { self.kernels.normalise(&job, from(row), row) }
         });
     }
@@ -118,8 +120,8 @@ impl Forward<'_> {
         self.linear_rows(job, self.layout.tokens.len());
     }
 
-    /// Splits a layer into pairs of panels, and its tokens where their rows
-    /// would not stay in a core's cache.
+    /// Computes a linear layer. The work is split by pairs of panels, and by tokens if
+    /// their rows would not fit into a core's cache.
     fn linear_rows(&self, job: &LinearJob<'_>, rows: usize) {
         let row_bytes = job.weights.padded_columns() * size_of::<f32>();
         let band = (BAND_BYTES / row_bytes / ROW_STEP * ROW_STEP).max(ROW_STEP);
@@ -132,9 +134,9 @@ impl Forward<'_> {
             let (band_index, share_index) = (chunk / shares, chunk % shares);
             let pairs = share_index * share..((share_index + 1) * share).min(pairs);
             let rows = band_index * band..((band_index + 1) * band).min(rows);
-            // SAFETY: the buffers have a row for each token, up to a multiple
-            // of `ROW_STEP`, as wide as the model's layers, which the views
-            // were made for; each output is in one chunk of this pass alone.
+            // SAFETY: the buffers have a row for each token, up to a multiple of
+            // `ROW_STEP`, as wide as the model's layers, which the views were made for.
+            // Each output is in exactly one chunk of this pass.
             unsafe { self.kernels.linear(job, pairs, rows) }
         });
     }
@@ -143,9 +145,9 @@ impl Forward<'_> {
         let tokens = &self.layout.tokens;
         self.for_rows(tokens.len(), ROTATE_ROWS, |row| {
             let Token { slot, .. } = tokens[row];
-            // SAFETY: QKV has a row for each token; the layout has made sure
-            // that no block is written by two spans, and each token is in one
-            // chunk of this pass alone.
+            // SAFETY: QKV has a row for each token. The layout has checked that no
+            // block is written by two spans, and each token is in exactly one chunk of
+            // this pass.
             unsafe { rotate(job, row, slot) }
         });
     }
@@ -163,10 +165,11 @@ impl Forward<'_> {
                 blocks: self.spans[task.span as usize].blocks,
             };
             let mut scratch =
+                // A thread only locks its own scratch, so the lock is always free.
                 self.attention[thread].lock().expect("a thread that panicked has stopped the step");
-            // SAFETY: the plan was checked: blocks are in the pool and cover
-            // the tokens; the pass before wrote the last of their keys; each
-            // task's heads of its rows are in one chunk of this pass alone.
+            // SAFETY: the plan was checked, so blocks are in the pool and cover the
+            // tokens. The previous pass wrote the last of their keys. Each task's heads
+            // of its rows are in exactly one chunk of this pass.
             unsafe { self.kernels.attend(job, &task, &mut scratch) }
         });
     }
@@ -180,11 +183,12 @@ impl Forward<'_> {
     }
 }
 
-/// RowView of activations that stay in a core's second-level cache beside a
-/// pair of panels.
+/// Bytes of activation rows that stay in a core's second-level cache beside a pair of
+/// panels.
 const BAND_BYTES: usize = 2 << 20;
-/// A chunk that is worth handing to another thread reads this much.
+/// The least bytes that make a chunk worth handing to another thread.
 const CHUNK_BYTES: usize = 64 << 10;
+// Several chunks for each thread even out cores that other processes slow down.
 const CHUNKS_PER_THREAD: usize = 6;
 const EMBED_ROWS: usize = 8;
 const NORM_ROWS: usize = 16;

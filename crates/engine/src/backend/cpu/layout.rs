@@ -1,22 +1,22 @@
-//! A step's plan, laid out for the passes: where each token lies, what turns
-//! its heads, which parts of attention there are, whose logits are wanted.
+//! The plan of a step, laid out for the passes: the tokens with their cache slots, the
+//! rotation angles, the attention tasks and the rows of logits.
 
 use crate::backend::{BLOCK_TOKENS, BackendError, LogitRows, PlanFault, Span};
 use crate::kernels::{KvSlot, tokens_of_task};
 use crate::model::ModelConfig;
 
 pub(super) struct StepLayout {
-    /// Every token of the step, in the order of spans.
+    /// Every token of the step, in the order of the spans.
     pub(super) tokens: Vec<Token>,
-    /// Cosines, then sines, of each token's angles: `head_dim` a token.
+    /// Cosines, then sines, of each token's angles: `head_dim` numbers a token.
     pub(super) angles: Vec<f32>,
-    /// Attention, in order of spans and positions.
+    /// Attention tasks, in the order of spans and positions.
     pub(super) tasks: Vec<Task>,
-    /// RowView of tokens whose logits are wanted.
+    /// Rows of tokens that produce logits.
     pub(super) logit_rows: Vec<u32>,
     frequencies: Vec<f64>,
     task_tokens: usize,
-    /// For each KV block the last step that wrote to it.
+    /// For each KV block, the last step that wrote to it.
     written: Vec<u64>,
     step: u64,
 }
@@ -28,20 +28,21 @@ pub(super) struct Token {
     pub(super) slot: KvSlot,
 }
 
-/// Attention of some neighbouring tokens of one span, for one KV head at a
-/// time.
+/// Attention of some neighbouring tokens of one span. One task is computed for one KV
+/// head at a time.
 #[derive(Clone, Copy)]
 pub(super) struct Task {
     pub(super) span: u32,
-    /// The first token's row in the step.
+    /// Row of the first token in the step.
     pub(super) row: u32,
-    /// The first token's position in its sequence.
+    /// Position of the first token in its sequence.
     pub(super) position: u32,
     pub(super) tokens: u32,
 }
 
 impl StepLayout {
-    /// Room for steps of `tokens` tokens over a pool of `blocks` KV blocks.
+    /// Creates a layout for steps of up to `tokens` tokens over a pool of `blocks` KV
+    /// blocks.
     pub(super) fn new(config: &ModelConfig, tokens: usize, blocks: u32) -> Self {
         Self {
             tokens: Vec::with_capacity(tokens),
@@ -55,10 +56,11 @@ impl StepLayout {
         }
     }
 
-    /// Lays out spans that have been checked one by one.
+    /// Lays out spans that were already checked one by one.
     ///
     /// # Errors
-    /// [`PlanFault::BlockShared`]: two threads would write to one place.
+    /// [`PlanFault::BlockShared`] if two spans would write to one block, which two
+    /// threads could do at the same time.
     pub(super) fn lay_out(&mut self, spans: &[Span<'_>]) -> Result<(), BackendError> {
         self.tokens.clear();
         self.angles.clear();
@@ -75,6 +77,7 @@ impl StepLayout {
     fn claim_blocks(&mut self, span: &Span<'_>) -> Result<(), PlanFault> {
         let last = ((span.end() - 1) / u64::from(BLOCK_TOKENS)) as usize;
         for &block in &span.blocks[(span.start / BLOCK_TOKENS) as usize..=last] {
+            // Marking blocks with the step's number needs no clearing between steps.
             let written = std::mem::replace(&mut self.written[block as usize], self.step);
             if written == self.step {
                 return Err(PlanFault::BlockShared { block });
@@ -88,6 +91,8 @@ impl StepLayout {
         for (position, &id) in (span.start..).zip(span.tokens) {
             let block = span.blocks[(position / BLOCK_TOKENS) as usize];
             self.tokens.push(Token { id, slot: KvSlot { block, slot: position % BLOCK_TOKENS } });
+            // f64, because an f32 angle loses its fraction at positions of long
+            // contexts.
             let angles = self.frequencies.iter().map(|by| by * f64::from(position));
             self.angles.extend(angles.clone().map(|angle| angle.cos() as f32));
             self.angles.extend(angles.map(|angle| angle.sin() as f32));

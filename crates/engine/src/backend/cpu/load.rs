@@ -1,4 +1,4 @@
-//! From the files' tensors to the matrices that the kernels read: q, k and v
+//! The loading of a model's tensors into the matrices that the kernels read: q, k and v
 //! fused, gate and up interleaved, everything in panels.
 
 use std::io;
@@ -12,7 +12,7 @@ use crate::model::{ModelConfig, ModelFiles};
 use crate::weights::{Element, Tensor, Weights, WeightsError};
 
 pub(super) struct CpuModel {
-    /// Absent when the head is the embedding.
+    /// The embedding; `None` if the output head is the embedding.
     embedding: Option<EmbeddingTable>,
     pub(super) layers: Vec<CpuLayer>,
     /// Scale of the last norm.
@@ -23,19 +23,19 @@ pub(super) struct CpuModel {
 pub(super) struct CpuLayer {
     pub(super) input_norm: Vec<f32>,
     pub(super) qkv: Packed,
-    /// Empty, or as long as the panels' rows.
+    /// Biases, padded to the panels' rows; empty if the model has none.
     pub(super) qkv_bias: Vec<f32>,
     /// Scales of the norms of query and key heads.
     pub(super) head_norms: Option<(Vec<f32>, Vec<f32>)>,
     pub(super) output: Packed,
     pub(super) post_norm: Vec<f32>,
-    /// Even panels are of gate, odd ones of up.
+    /// Gate and up projection: even panels hold gate, odd panels hold up.
     pub(super) gate_up: Packed,
     pub(super) down: Packed,
     pub(super) window: Option<u32>,
 }
 
-/// An embedding row by row, in the type of its file.
+/// An embedding, row by row, in the type of its file.
 struct EmbeddingTable {
     bytes: Buffer<u16>,
     element: Element,
@@ -53,7 +53,7 @@ impl CpuModel {
         loader.model()
     }
 
-    /// Writes the embedding of `token`.
+    /// Writes the embedding of `token` into `to`.
     pub(super) fn embed(&self, token: usize, to: &mut [f32]) {
         match &self.embedding {
             None => self.head.read_row(token, to),
@@ -157,6 +157,8 @@ impl Loader<'_> {
         self.pack(rows, hidden, |mut row| {
             tensors.iter().find_map(|&(tensor, rows)| {
                 let here = (row < rows).then_some(RowSource { tensor, row });
+                // The index within the next tensor. After a hit the wrapped value is
+                // not used.
                 row = row.wrapping_sub(rows);
                 here
             })
@@ -192,8 +194,8 @@ impl Loader<'_> {
         self.pack(rows, columns, |row| (row < rows).then_some(RowSource { tensor, row }))
     }
 
-    /// Packs a matrix of `rows` rows, each from where `source` says; rows
-    /// that come from nowhere, and the padding behind the last, stay zero.
+    /// Packs a matrix of `rows` rows. `source` names the tensor and row of each; rows
+    /// without a source stay zero, as does the padding.
     fn pack<'t>(
         &self,
         rows: usize,
@@ -204,6 +206,7 @@ impl Loader<'_> {
             .map_err(|error| CpuError::Memory("the weights", error))?;
         let panels: Vec<_> = packed.panels_mut().into_iter().map(Mutex::new).collect();
         self.pool.run(panels.len(), &|_, index| {
+            // The lock only proves to the compiler that one thread fills a panel.
             let mut panel = panels[index].lock().expect("each panel is filled once");
             let mut scratch = vec![0.0; columns];
             for lane in 0..LANES {
@@ -216,7 +219,7 @@ impl Loader<'_> {
         Ok(packed)
     }
 
-    /// A vector as f32, padded with zeros to a row of activations.
+    /// Reads a vector as f32, padded with zeros to a row of activations.
     fn vector(&self, name: &str, length: usize) -> Result<Vec<f32>, CpuError> {
         let mut vector = self.plain(name, length)?;
         vector.resize(padded_columns(length), 0.0);
@@ -230,7 +233,7 @@ impl Loader<'_> {
     }
 }
 
-/// The one format that keeps every matrix of the model exactly.
+/// Returns the one format that keeps every matrix of the model exactly.
 fn format_of(config: &ModelConfig, weights: &Weights) -> Result<PackedFormat, WeightsError> {
     let (vocabulary, hidden) = (config.vocabulary as usize, config.hidden as usize);
     let (queries, keys) = (config.query_width(), config.kv_width());

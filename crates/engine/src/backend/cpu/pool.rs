@@ -1,9 +1,9 @@
-//! The threads that compute, and how a pass is shared out among them.
+//! The threads that compute, and the distribution of a pass over them.
 //!
-//! Chunks are claimed one at a time from a counter, by the thread that owns
-//! the pool too, so that a core that is busy elsewhere holds nobody up but
-//! by the chunk it has claimed. Between passes helpers spin a little, because
-//! the next one comes within microseconds, and then park.
+//! Threads claim chunks one at a time from a counter. The pool's owner claims chunks
+//! too. A core that is busy with other work delays only the chunk that it has claimed.
+//! Between passes the helper threads spin for a short time, because the next pass
+//! usually comes within microseconds, and then park.
 
 use std::any::Any;
 use std::cell::UnsafeCell;
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle, Thread};
 
-/// A pass: called with the thread's index and the chunk's.
+/// The function of a pass. It is called with the index of the thread and of the chunk.
 type PassFn<'a> = dyn Fn(usize, usize) + Sync + 'a;
 
 /// Threads that live as long as the pool.
@@ -23,16 +23,16 @@ pub(super) struct Pool {
 }
 
 struct Shared {
-    /// The number of the pass in the upper half, how many of its chunks are
-    /// unclaimed in the lower. Claiming is taking one off, by compare-exchange,
-    /// so that a claim is always of the current pass.
+    /// The number of the pass in the upper half, and the number of its unclaimed chunks
+    /// in the lower half. A compare-exchange takes one chunk off, so that a claim
+    /// always belongs to the current pass.
     state: AtomicU64,
     /// Chunks of the current pass that are done.
     done: AtomicU32,
-    /// The current pass. Written only while no chunk is claimed or claimable,
+    /// The current pass. It is written only while no chunk is claimed or claimable, and
     /// read only between claiming a chunk and counting it done.
     pass: UnsafeCell<Option<PassPointer>>,
-    /// For each helper whether it is parked, or about to be.
+    /// For each helper, true if it is parked or about to park.
     parked: Vec<AtomicBool>,
     /// The first panic of a chunk of the current pass.
     panic: Mutex<Option<Box<dyn Any + Send>>>,
@@ -45,26 +45,31 @@ struct PassPointer {
     chunks: u32,
 }
 
-// SAFETY: `pass` is handed over through `state` as its comment says; the rest
-// is synchronised by itself.
+// SAFETY: `pass` is handed over through `state` as its comment says; the other fields
+// synchronise themselves.
 unsafe impl Sync for Shared {}
-// SAFETY: the pointer is to a `Sync` closure, and used only while it lives.
+// SAFETY: the pointer refers to a `Sync` closure and is used only while the closure
+// lives.
 unsafe impl Send for Shared {}
 
-/// How much nicer than its process a thread that computes is. Where cores are
-/// contested it weighs a third of one that carries requests and answers: those
-/// need little and soon, this one takes all there is.
+/// The nice value that a computing thread adds to that of its process. A thread with
+/// this value gets about a third of the time of a thread that handles requests if both
+/// want the same core. Request threads need little time, but soon; computing threads
+/// take all there is.
 const NICER: i32 = 5;
 
-/// Makes the calling thread give way to the process's other threads. (On Linux
-/// a thread is as nice as it says itself.)
+/// Lowers the priority of the calling thread below the other threads of the process.
+/// Linux keeps a nice value for each thread.
 pub(super) fn give_way() {
-    // Refused only where nobody can be nicer any more.
+    // The call fails only if the nice value is already the highest.
     let _ = rustix::process::nice(NICER);
 }
 
 impl Pool {
-    /// A pool of `threads` threads, the caller's own among them.
+    /// Creates a pool of `threads` threads, including the caller's own thread.
+    ///
+    /// # Errors
+    /// The error of the system that refused a thread.
     pub(super) fn new(threads: usize) -> io::Result<Self> {
         let shared = Arc::new(Shared {
             state: AtomicU64::new(0),
@@ -87,17 +92,18 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Threads, the caller's own among them.
+    /// Returns the number of threads, including the caller's own thread.
     pub(super) fn threads(&self) -> usize {
         self.helpers.len() + 1
     }
 
-    /// Runs `work` for every chunk below `chunks`, in no order, on all
-    /// threads, and returns when all are done. A single chunk runs here.
+    /// Runs `work` for every chunk below `chunks`, in any order on all threads, and
+    /// returns when all are done. A single chunk runs on the calling thread.
     ///
     /// # Panics
-    /// If `work` does, once no thread runs it any more.
+    /// If `work` panics. The panic is passed on after all threads have left `work`.
     pub(super) fn run(&self, chunks: usize, work: &PassFn<'_>) {
+        // Waking a helper costs more than one chunk takes.
         if chunks <= 1 || self.helpers.is_empty() {
             (0..chunks).for_each(|chunk| work(0, chunk));
             return;
@@ -107,6 +113,7 @@ impl Pool {
         self.wake(chunks as usize - 1);
         self.shared.claim_all(0);
         self.await_done(chunks);
+        // The lock's value is valid even after a panic, so poisoning is ignored.
         let panic = self.shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(panic) = panic {
             resume_unwind(panic);
@@ -117,21 +124,23 @@ impl Pool {
         let shared = &self.shared;
         let number = shared.state.load(Ordering::Relaxed) >> 32;
         let work = std::ptr::from_ref(work);
-        // SAFETY: only the lifetime is forgotten. `run` does not return
-        // before every chunk is done, and nobody reads the pointer later.
+        // SAFETY: only the lifetime is erased. `run` does not return before every chunk
+        // is done, and no thread reads the pointer later.
         let work =
             unsafe { std::mem::transmute::<*const PassFn<'_>, *const PassFn<'static>>(work) };
-        // SAFETY: the pass before has ended, so no chunk is claimed, and none
-        // is claimable until `state` is stored.
+        // SAFETY: the previous pass has ended, so no chunk is claimed, and none can be
+        // claimed until `state` is stored.
         unsafe { *shared.pass.get() = Some(PassPointer { work, chunks }) };
         shared.done.store(0, Ordering::Relaxed);
         let number = (number + 1) & 0xffff_ffff;
-        // Sequentially consistent, as is what `help` does before it parks:
-        // either it sees the chunks, or `wake` sees that it is parked.
+        // This store and the accesses of `help` before it parks are sequentially
+        // consistent: either the helper sees the chunks, or `wake` sees that the helper
+        // is parked.
         shared.state.store(number << 32 | u64::from(chunks), Ordering::SeqCst);
     }
 
     fn wake(&self, most: usize) {
+        // No more helpers than chunks are woken, because the caller takes one itself.
         for (parked, helper) in self.shared.parked.iter().zip(&self.helpers).take(most) {
             if parked.load(Ordering::SeqCst) && parked.swap(false, Ordering::SeqCst) {
                 Thread::unpark(helper.thread());
@@ -143,7 +152,8 @@ impl Pool {
         let mut spins = 0_u32;
         while self.shared.done.load(Ordering::Acquire) < chunks {
             spins += 1;
-            // A helper that lost its core in the middle of a chunk needs it.
+            // A helper may have lost its core in the middle of a chunk; yielding gives
+            // it one.
             if spins.is_multiple_of(SPINS) { thread::yield_now() } else { std::hint::spin_loop() }
         }
     }
@@ -154,7 +164,7 @@ impl Drop for Pool {
         self.shared.stop.store(true, Ordering::SeqCst);
         for helper in self.helpers.drain(..) {
             helper.thread().unpark();
-            // A helper catches the panics of chunks and has none of its own.
+            // Helpers catch the panics of chunks and do not panic themselves.
             let _ = helper.join();
         }
     }
@@ -185,15 +195,15 @@ impl Shared {
         (self.state.load(Ordering::SeqCst) & 0xffff_ffff) as u32
     }
 
-    /// Claims and does chunks until none is left; whether there was one.
+    /// Claims and runs chunks until none is left. Returns true if it ran at least one.
     fn claim_all(&self, thread: usize) -> bool {
         let mut any = false;
         while let Some(left) = self.claim() {
             any = true;
-            // SAFETY: we hold a chunk of the current pass, so it is written
-            // and stays until we count the chunk done.
+            // SAFETY: this thread holds a chunk of the current pass, so `pass` is
+            // written and stays until the chunk is counted done.
             let pass = unsafe { *self.pass.get() }.expect("a claim is of a published pass");
-            // SAFETY: likewise, the closure lives until then.
+            // SAFETY: for the same reason the closure lives until then.
             let work = unsafe { &*pass.work };
             let chunk = (pass.chunks - left) as usize;
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| work(thread, chunk))) {
@@ -205,7 +215,8 @@ impl Shared {
         any
     }
 
-    /// Takes one chunk off the current pass and says how many were left.
+    /// Takes one chunk off the current pass and returns the number of chunks that were
+    /// unclaimed before.
     fn claim(&self) -> Option<u32> {
         let one_less = |state: u64| (state & 0xffff_ffff > 0).then(|| state - 1);
         self.state
@@ -215,7 +226,7 @@ impl Shared {
     }
 }
 
-/// Some tens of microseconds.
+/// Rounds of spinning before a helper parks, some tens of microseconds.
 const SPINS: u32 = 1_000;
 
 #[cfg(test)]
@@ -223,7 +234,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_chunk_runs_once() {
+    fn pool_runs_every_chunk_once() {
         for threads in [1, 2, 3, 7] {
             let pool = Pool::new(threads).unwrap();
             for chunks in [0, 1, 2, 3, 10, 1_000] {
@@ -238,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn many_short_passes_see_each_other() {
+    fn pool_runs_many_short_passes_in_order() {
         let pool = Pool::new(3).unwrap();
         let sum = AtomicU64::new(0);
         for pass in 0..20_000_u64 {
@@ -250,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_comes_out_and_the_pool_goes_on() {
+    fn pool_passes_a_panic_on_and_keeps_working() {
         let pool = Pool::new(2).unwrap();
         let run = |bad: usize| {
             catch_unwind(AssertUnwindSafe(|| pool.run(8, &|_, chunk| assert_ne!(chunk, bad))))

@@ -1,4 +1,4 @@
-//! The memory of a step, taken once for the largest step there may be.
+//! The working memory of a step, taken once for the largest step.
 
 use std::io;
 use std::sync::Mutex;
@@ -15,11 +15,11 @@ use crate::model::ModelConfig;
 pub(super) struct Scratch {
     pub(super) layout: StepLayout,
     pub(super) buffers: ActivationBuffers,
-    /// One for each thread; a thread only ever locks its own.
+    /// Scratch for each thread. A thread locks only its own.
     pub(super) attention: Vec<Mutex<AttentionScratch>>,
 }
 
-/// RowView of tokens between the passes.
+/// Activations between the passes, one row for each token.
 pub(super) struct ActivationBuffers {
     residual: Buffer<f32>,
     normed: ActivationBuffer,
@@ -29,18 +29,18 @@ pub(super) struct ActivationBuffers {
     pitches: Pitches,
 }
 
-/// Views of the same, for the passes of one step.
+/// Views of the buffers for the passes of one step.
 #[derive(Clone, Copy)]
 pub(super) struct Views {
     /// The residual stream.
     pub(super) residual: RowView<f32>,
-    /// What goes into QKV, gate and up, and the head.
+    /// Input of the QKV, gate and up projections and of the output head.
     pub(super) normed: Activations,
     /// Queries, keys and values.
     pub(super) qkv: RowView<f32>,
-    /// What goes into the output projection.
+    /// Input of the output projection.
     pub(super) attended: Activations,
-    /// What goes into down.
+    /// Input of the down projection.
     pub(super) gated: Activations,
 }
 
@@ -49,7 +49,7 @@ enum ActivationBuffer {
     Bf16(Buffer<u16>),
 }
 
-/// Elements of a row of each.
+/// Elements of a row in each buffer.
 #[derive(Clone, Copy)]
 struct Pitches {
     residual: usize,
@@ -128,8 +128,8 @@ impl ActivationBuffer {
     }
 }
 
-/// A pitch for rows of `columns` activations: an odd number of steps, so that
-/// neighbouring rows do not compete for the same places in a cache.
+/// Returns the pitch for rows of `columns` activations: an odd number of steps, so that
+/// neighbouring rows do not compete for the same cache sets.
 fn odd_lines(columns: usize) -> usize {
     ((padded_columns(columns) / COLUMN_STEP) | 1) * COLUMN_STEP
 }
