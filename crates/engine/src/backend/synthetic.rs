@@ -1,16 +1,16 @@
-//! A device that is not there: it computes nothing and takes the time that a
-//! cost model says, on a real clock or on a virtual one.
+//! A simulated device. It computes nothing and lets the time pass that a cost model
+//! gives, on a real clock or on a virtual one.
 //!
-//! It stands in for a GPU where scheduling, limits and capacity are looked at
-//! and answers do not matter. Its class is `synthetic` and its name says so
-//! too, so that no figure taken with it is mistaken for a device's. The price
-//! table of its steps is made from the model that they follow: predictions on
-//! it are right to the nanosecond.
+//! The backend stands in for a GPU in tests and benchmarks of scheduling, limits and
+//! capacity, in which the answers do not matter. Its device class is `synthetic` and
+//! its name says so too, so that no figure is mistaken for a measurement of hardware.
+//! The price table is made from the same cost model, so predictions are exact to the
+//! nanosecond.
 //!
-//! Every answer repeats one token until `max_tokens`, whatever the sampling
-//! parameters. A prompt may ask for less: `[8 tokens]` anywhere in it makes
-//! the eighth token the end token. As in a real model that wish is read from
-//! the KV cache, so a lost or foreign block changes the answer.
+//! Every answer repeats one token until `max_tokens`, whatever the sampling parameters.
+//! A prompt may ask for a length: `[8 tokens]` anywhere in it makes the eighth token
+//! the end token. Like a real model, the backend reads this length marker from the KV
+//! cache, so a lost or foreign block changes the answer.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -25,7 +25,7 @@ use super::{
 };
 use crate::clock::VirtualClock;
 
-/// A backend that only passes time.
+/// A backend that lets time pass and computes nothing.
 pub struct SyntheticBackend {
     shape: ModelShape,
     device: DeviceInfo,
@@ -34,83 +34,83 @@ pub struct SyntheticBackend {
     cost: StepCost,
     text: SyntheticText,
     pace: Pace,
-    /// What was read up to and with each place of the KV cache.
-    memory: Vec<Reading>,
+    /// The state of the text after each token in the KV cache.
+    memory: Vec<TextState>,
 }
 
-/// How a [`SyntheticBackend`] is set up.
+/// The options of a [`SyntheticBackend`].
 #[derive(Clone, Debug)]
 pub struct SyntheticOptions {
-    /// How long a step takes.
+    /// The duration of a step.
     pub cost: StepCost,
     /// Tokens that the KV cache holds, rounded up to whole blocks.
     pub kv_tokens: u32,
     /// Tokens that one sequence may hold.
     pub context: u32,
-    /// Tokens that one step may feed.
+    /// Tokens that one step may feed to the model.
     pub step_tokens: u32,
-    /// What its tokens say.
+    /// The text of the tokens.
     pub text: SyntheticText,
 }
 
-/// How long a step takes:
+/// The duration of a step:
 ///
 /// ```text
-/// (step + sequence x tokens drawn + prefill_token x other tokens + kv_token x tokens of context) / speed
+/// (step + sequence x sampled tokens + prefill_token x other tokens + kv_token x tokens of context) / speed
 /// ```
 ///
-/// where a token is drawn for each row of logits, and the context is that of
-/// all sequences in the step, their new tokens included.
+/// A token is sampled for each row of logits. The context is that of all sequences in
+/// the step, including their new tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepCost {
-    /// Of any step.
+    /// Time that any step takes.
     pub step: Duration,
-    /// For each sequence that draws a token; at least `prefill_token`.
+    /// Time for each sequence that samples a token; at least `prefill_token`.
     pub sequence: Duration,
-    /// For each token of context that is read.
+    /// Time for each token of context that is read.
     pub kv_token: Duration,
-    /// For each token of a prompt.
+    /// Time for each token of a prompt.
     pub prefill_token: Duration,
-    /// How much faster than all that; 1 is as written.
+    /// Factor by which the device is faster than these times.
     pub speed: f64,
 }
 
-/// What the tokens of a synthetic model say, and which two it ever draws.
+/// The text of a synthetic model's tokens, and the two tokens that the model samples.
 #[derive(Clone, Debug)]
 pub struct SyntheticText {
     /// The bytes of each token of the vocabulary.
     pub pieces: Vec<Box<[u8]>>,
-    /// The token that answers are made of.
+    /// The token that answers consist of.
     pub answer: u32,
-    /// The token that ends an answer, where a prompt asks for that.
+    /// The token that ends an answer if a prompt asks for a length.
     pub end: u32,
 }
 
-/// On what clock time passes.
+/// The clock on which time passes.
 #[derive(Clone, Debug)]
 pub enum Pace {
-    /// The host's: a step sleeps until it is over.
+    /// The host's clock: a step sleeps until its time is over.
     Real,
-    /// A virtual one, which each step moves on.
+    /// A virtual clock, which each step advances.
     Virtual(VirtualClock),
 }
 
-/// Why a synthetic backend was refused.
+/// The reasons why the options of a synthetic backend are refused.
 #[derive(Debug, thiserror::Error)]
 pub enum SyntheticError {
-    /// A figure out of its bounds.
+    /// A figure is out of its bounds.
     #[error("synthetic engine: {0}")]
     Invalid(&'static str),
-    /// The cost model is no price table.
+    /// The cost model does not give a valid price table.
     #[error("synthetic engine")]
     Table(#[from] CostTableError),
 }
 
 impl SyntheticBackend {
-    /// A backend with an empty KV cache.
+    /// Creates a backend with an empty KV cache.
     ///
     /// # Errors
-    /// [`SyntheticError`] when the options make no model.
+    /// [`SyntheticError`] if the options are out of bounds.
     pub fn new(options: SyntheticOptions, pace: Pace) -> Result<Self, SyntheticError> {
         let SyntheticOptions { cost, kv_tokens, context, step_tokens, text } = options;
         text.check()?;
@@ -144,17 +144,17 @@ impl SyntheticBackend {
             cost,
             text,
             pace,
-            memory: vec![Reading::default(); (kv_blocks * BLOCK_TOKENS) as usize],
+            memory: vec![TextState::default(); (kv_blocks * BLOCK_TOKENS) as usize],
         })
     }
 
-    /// The same with an identity of its own, as made up as the device.
+    /// Sets the UUID of the simulated device.
     pub fn with_uuid(mut self, uuid: String) -> Self {
         self.device.uuid = uuid;
         self
     }
 
-    /// Reads a span into the cache: what is remembered after each token.
+    /// Reads a span into the cache, storing the state after each token.
     fn read(&mut self, tokens: &[u32], start: u32, blocks: &[u32]) {
         let place = |position: u32| {
             let block = blocks[(position / BLOCK_TOKENS) as usize];
@@ -162,7 +162,7 @@ impl SyntheticBackend {
         };
         let mut reading = match start.checked_sub(1) {
             Some(before) => self.memory[place(before)],
-            None => Reading::default(),
+            None => TextState::default(),
         };
         for (position, &token) in (start..).zip(tokens) {
             reading = reading.after(token, &self.text);
@@ -170,8 +170,8 @@ impl SyntheticBackend {
         }
     }
 
-    /// What is remembered at `position` of the sequence in `blocks`.
-    fn remembered(&self, position: u32, blocks: &[u32]) -> Reading {
+    /// Returns the state at `position` of the sequence in `blocks`.
+    fn remembered(&self, position: u32, blocks: &[u32]) -> TextState {
         let block = blocks[(position / BLOCK_TOKENS) as usize];
         self.memory[(block * BLOCK_TOKENS + position % BLOCK_TOKENS) as usize]
     }
@@ -229,6 +229,7 @@ impl Backend for SyntheticBackend {
         output.sample(plan);
         let length = self.cost.of(tokens, rows as u64, context);
         match &self.pace {
+            // The time of the host's own work above is part of the step's duration.
             Pace::Real => wait_until(begun + length),
             Pace::Virtual(clock) => clock.advance(length),
         }
@@ -237,7 +238,7 @@ impl Backend for SyntheticBackend {
 }
 
 impl Default for StepCost {
-    /// What the fairness benchmark is played on.
+    /// Returns the cost model of the fairness benchmark.
     fn default() -> Self {
         Self {
             step: Duration::from_millis(28),
@@ -250,16 +251,18 @@ impl Default for StepCost {
 }
 
 impl StepCost {
-    /// The price of steps that follow this model.
+    /// Returns the price table that follows this cost model.
     ///
     /// # Errors
-    /// [`SyntheticError`] when a figure is out of its bounds.
+    /// [`SyntheticError`] if a figure is out of its bounds.
     pub fn table(&self) -> Result<CostTable, SyntheticError> {
         if !(self.speed.is_finite() && self.speed > 0.0) {
             return Err(SyntheticError::Invalid("the speed must be above 0"));
         }
         if self.sequence < self.prefill_token {
-            return Err(SyntheticError::Invalid("a drawn token takes at least a prompt's token"));
+            return Err(SyntheticError::Invalid(
+                "a sampled token takes at least as long as a prompt's token",
+            ));
         }
         let prefill = self.nanos(self.prefill_token);
         let parts = CostTableParts {
@@ -276,7 +279,7 @@ impl StepCost {
         Ok(CostTable::try_from(parts)?)
     }
 
-    /// How long a step takes that feeds `tokens`, draws `rows` and reads
+    /// Returns the duration of a step that feeds `tokens`, samples `rows` and reads
     /// `context` tokens.
     fn of(&self, tokens: u64, rows: u64, context: u64) -> Duration {
         let Self { step, sequence, kv_token, prefill_token, speed: _ } = *self;
@@ -292,7 +295,7 @@ impl StepCost {
         span.as_nanos() as f64 / self.speed
     }
 
-    /// Names the table; it stands in every record priced by it.
+    /// Returns the name of the price table, which every record priced by it contains.
     fn version(&self) -> String {
         let Self { step, sequence, kv_token, prefill_token, speed } = self;
         let [step, sequence, kv_token, prefill_token] =
@@ -301,7 +304,7 @@ impl StepCost {
     }
 }
 
-/// For people: the figures as they are configured.
+/// Writes the figures as they are configured, for people.
 impl fmt::Display for StepCost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { step, sequence, kv_token, prefill_token, speed } = self;
@@ -309,12 +312,13 @@ impl fmt::Display for StepCost {
             "{step:?} + {sequence:?}/sequence + {kv_token:?}/KV token + \
              {prefill_token:?}/prompt token, speed {speed}"
         );
-        f.write_str(&told.replace('µ', "u")) // it stands in journals and logs
+        f.write_str(&told.replace('µ', "u")) // journals and logs are ASCII
     }
 }
 
 impl SyntheticText {
-    /// Tokens that are single bytes; 256 is the answer's token and 257 the end.
+    /// Returns the vocabulary of single bytes, with 256 as the answer's token and 257
+    /// as the end.
     pub fn bytes() -> Self {
         let bytes = (0..=u8::MAX).map(|byte| vec![byte].into_boxed_slice());
         let own = [b" token".to_vec(), Vec::new()].map(Vec::into_boxed_slice);
@@ -324,51 +328,53 @@ impl SyntheticText {
     fn check(&self) -> Result<(), SyntheticError> {
         let known = |token: u32| (token as usize) < self.pieces.len();
         if u32::try_from(self.pieces.len()).is_err() || !known(self.answer) || !known(self.end) {
-            return Err(SyntheticError::Invalid("its two tokens must be in the vocabulary"));
+            return Err(SyntheticError::Invalid(
+                "the answer's token and the end token must be in the vocabulary",
+            ));
         }
         if self.answer == self.end {
-            return Err(SyntheticError::Invalid("an answer's token cannot be its end"));
+            return Err(SyntheticError::Invalid("the answer's token cannot be the end token"));
         }
         Ok(())
     }
 }
 
-/// What a synthetic model remembers of the text so far: how far into a wish
-/// like `[8 tokens]` it is, and what is left of the last one.
+/// The state of a synthetic model after some text: the progress of its reading of a
+/// length marker like `[8 tokens]`, and the tokens left of the last one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Reading {
-    place: Place,
-    /// The number in the wish that is being read.
+struct TextState {
+    marker: MarkerState,
+    /// The number in the marker that is being read.
     number: u32,
-    /// Tokens still to be drawn; [`NO_END`] without a wish.
+    /// Tokens that are still to be sampled; [`NO_END`] without a marker.
     left: u32,
 }
 
-/// How far into a wish the text is.
+/// The progress within a length marker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
+enum MarkerState {
     Outside,
-    /// Behind the bracket.
+    /// After the opening bracket.
     Bracket,
-    /// In the number.
+    /// Within the number.
     Number,
-    /// So many bytes into what stands behind it.
+    /// After this many bytes of the unit, which follows the number.
     Unit(u8),
 }
 
-impl Default for Reading {
+impl Default for TextState {
     fn default() -> Self {
-        Self { place: Place::Outside, number: 0, left: NO_END }
+        Self { marker: MarkerState::Outside, number: 0, left: NO_END }
     }
 }
 
-impl Reading {
+impl TextState {
     fn after(mut self, token: u32, text: &SyntheticText) -> Self {
         if token == text.answer {
             if self.left != NO_END {
                 self.left = self.left.saturating_sub(1);
             }
-            return Self { place: Place::Outside, ..self };
+            return Self { marker: MarkerState::Outside, ..self };
         }
         for &byte in text.pieces[token as usize].iter() {
             self.read(byte);
@@ -377,36 +383,40 @@ impl Reading {
     }
 
     fn read(&mut self, byte: u8) {
-        self.place = match (self.place, byte) {
+        self.marker = match (self.marker, byte) {
             (_, b'[') => {
                 self.number = 0;
-                Place::Bracket
+                MarkerState::Bracket
             }
-            (Place::Bracket | Place::Number, b'0'..=b'9') => {
+            (MarkerState::Bracket | MarkerState::Number, b'0'..=b'9') => {
+                // A number that is too large must not equal `NO_END`, which means that
+                // there is no marker.
                 let digit = u32::from(byte - b'0');
                 self.number = self.number.saturating_mul(10).saturating_add(digit).min(NO_END - 1);
-                Place::Number
+                MarkerState::Number
             }
-            (Place::Number, _) if byte == UNIT[0] => Place::Unit(1),
-            (Place::Unit(read), _) if byte == UNIT[usize::from(read)] => {
+            (MarkerState::Number, _) if byte == UNIT[0] => MarkerState::Unit(1),
+            (MarkerState::Unit(read), _) if byte == UNIT[usize::from(read)] => {
                 if usize::from(read) + 1 == UNIT.len() {
                     self.left = self.number;
-                    Place::Outside
+                    MarkerState::Outside
                 } else {
-                    Place::Unit(read + 1)
+                    MarkerState::Unit(read + 1)
                 }
             }
-            _ => Place::Outside,
+            _ => MarkerState::Outside,
         };
     }
 
-    /// The token that comes next: of n that were asked for the last is the end.
+    /// Returns the next token. Of n tokens that were asked for, the last one is the end
+    /// token.
     fn next(self, text: &SyntheticText) -> u32 {
         if self.left <= 1 { text.end } else { text.answer }
     }
 }
 
-/// Sleeps, and spins for the last bit: a sleeper wakes up late.
+/// Sleeps until shortly before `end` and spins for the rest, because a sleeping thread
+/// wakes up late.
 fn wait_until(end: Instant) {
     let left = end.saturating_duration_since(Instant::now());
     std::thread::sleep(left.saturating_sub(LATE_WAKE));
@@ -415,13 +425,13 @@ fn wait_until(end: Instant) {
     }
 }
 
-/// What attention reads is counted in tokens of context and nothing else.
+/// An attention shape that counts only tokens of context.
 const SHAPE: AttentionShape = AttentionShape { kv_bytes_per_token: 1, flop_per_pair: 4 };
-/// What stands behind the number in a wish.
+/// The text behind the number in a length marker.
 const UNIT: &[u8] = b" tokens]";
-/// No wish.
+/// The number of tokens left if no marker was read.
 const NO_END: u32 = u32::MAX;
-/// How late a thread that slept wakes up, mostly.
+/// The usual delay of a thread that wakes up.
 const LATE_WAKE: Duration = Duration::from_micros(100);
 
 #[cfg(test)]
@@ -444,7 +454,7 @@ mod tests {
         SyntheticBackend::new(options, Pace::Virtual(clock.clone())).expect("a model")
     }
 
-    /// The next token after `text`, read in the pieces that it comes in.
+    /// Returns the next token after `text`, which is read in the given pieces.
     fn next(text: &[&[u8]], drawn: &[u32]) -> u32 {
         let mut backend = backend(&VirtualClock::default(), StepCost::default());
         let blocks: Vec<u32> = (0..16).rev().collect();
@@ -469,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_ends_only_where_a_prompt_asks_for_it() {
+    fn answer_ends_only_if_a_prompt_asks() {
         let SyntheticText { answer, end, .. } = SyntheticText::bytes();
         let cases: [(&[&[u8]], usize, u32); 9] = [
             (&[b"tell me"], 0, answer),
@@ -488,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copied_block_remembers() {
+    fn copied_block_keeps_the_length_marker() {
         let mut backend = backend(&VirtualClock::default(), StepCost::default());
         let mut output = StepOutput::default();
         let prompt: Vec<u32> = b"[2 tokens]".iter().map(|&byte| u32::from(byte)).collect();
@@ -502,7 +512,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_table_predicts_every_step(
+        fn price_table_predicts_every_step(
             spans in prop::collection::vec((1u32..60, 0u32..200, any::<bool>()), 1..12),
             speed in 0.1f64..40.0,
         ) {
@@ -539,7 +549,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn invalid_options_are_refused() {
         let good = SyntheticOptions {
             cost: StepCost::default(),
             kv_tokens: 100,
@@ -550,10 +560,10 @@ mod tests {
         type Spoil = fn(&mut SyntheticOptions);
         let cases: [(&str, Spoil); 5] = [
             ("speed", |options| options.cost.speed = 0.0),
-            ("drawn token", |options| options.cost.sequence = Duration::ZERO),
+            ("sampled token", |options| options.cost.sequence = Duration::ZERO),
             ("hold tokens", |options| options.kv_tokens = 0),
             ("in the vocabulary", |options| options.text.end = 258),
-            ("cannot be its end", |options| options.text.end = 256),
+            ("cannot be the end", |options| options.text.end = 256),
         ];
         for (named, spoil) in cases {
             let mut options = good.clone();
@@ -564,7 +574,7 @@ mod tests {
     }
 
     #[test]
-    fn a_real_step_takes_its_time() {
+    fn real_step_takes_its_duration() {
         let cost = StepCost { speed: 10.0, ..StepCost::default() };
         let text = SyntheticText::bytes();
         let options = SyntheticOptions { cost, kv_tokens: 64, context: 64, step_tokens: 64, text };

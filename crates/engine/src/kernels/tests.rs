@@ -1,10 +1,10 @@
-//! Every kernel of every instruction set that this machine has, against the
-//! plainest arithmetic in f64, at shapes that fit nothing.
+//! Tests of every kernel of every instruction set that this machine has. The kernels
+//! are compared with plain f64 arithmetic at awkward shapes.
 
 use super::*;
 use crate::weights::{Element, Tensor};
 
-/// An even sequence in -1..1, the same each time.
+/// Returns a fixed sequence of numbers, evenly spread over -1..1.
 fn noise(seed: usize, count: usize) -> Vec<f32> {
     let mut state = seed as u64 * 2 + 1;
     (0..count)
@@ -47,8 +47,8 @@ fn over_kernels(check: impl Fn(Kernels)) {
     }
 }
 
-/// Activations, rounded to bf16 where the kernels want it, and what they then
-/// really are.
+/// Activations, rounded to bf16 if the kernels read bf16, and the values after
+/// rounding.
 struct Input {
     f32: Buffer<f32>,
     bf16: Buffer<u16>,
@@ -108,7 +108,8 @@ fn check_linear(kernels: Kernels, element: Element, rows: usize, columns: usize,
     assert_eq!(row, weights[(rows - 1) * columns..]);
     let mut input = Input::new(tokens, columns, packed.is_bf16() && kernels.wants_bf16());
     let bias = noise(3, padded_rows(rows));
-    // As tight as rows of logits, between guards.
+    // The pitch is as tight as that of rows of logits, and guard values surround the
+    // rows.
     let mut output = vec![f32::NAN; (tokens + 1) * rows];
     let job = LinearJob {
         input: input.view(),
@@ -174,7 +175,7 @@ fn gates_and_residuals_agree_with_plain_sums() {
             let mut gated = Input::new(tokens, rows / 2, is_bf16);
             let epilogue = LinearEpilogue::Gate { output: gated.view() };
             let job = LinearJob { input: input.view(), weights: &packed, epilogue };
-            // SAFETY: likewise.
+            // SAFETY: the buffers have the rows and columns of the job.
             unsafe { kernels.linear(&job, 0..2, 0..tokens) };
             for (token, products) in products.iter().enumerate() {
                 for index in 0..rows / 2 {
@@ -221,7 +222,7 @@ fn norms_agree_with_plain_sums() {
                     width,
                     output: output.view(),
                 };
-                // SAFETY: both have the rows.
+                // SAFETY: both buffers have the rows.
                 unsafe { kernels.normalise(&job, 1, 0) };
                 for (column, expected) in expected.iter().enumerate() {
                     let (found, bound) = if is_bf16 {
@@ -280,7 +281,7 @@ fn check_attention(
     let blocks: Vec<u32> = (0..total.div_ceil(16) as u32).rev().collect();
     let elements = blocks.len() * kv_heads * LANES * columns;
     let mut caches = [(); 2].map(|()| Buffer::<f32>::zeroed(elements).unwrap());
-    // Nothing may come of what was never written.
+    // Slots that were never written must not influence the result.
     caches.iter_mut().for_each(|cache| cache.as_mut_slice().fill(f32::NAN));
     let [keys, values] = &mut caches;
     let kv = KvView {
@@ -299,7 +300,7 @@ fn check_attention(
     let mut qkv = Buffer::zeroed(total * width).unwrap();
     qkv.as_mut_slice().copy_from_slice(&noise(heads, total * width));
     let plain = qkv.as_slice().to_vec();
-    // Angles of zero: cosines of 1, sines of 0.
+    // Angles of zero: cosines of 1 and sines of 0.
     let mut angle = vec![1.0; head_dim];
     angle[head_dim / 2..].fill(0.0);
     let angles = angle.repeat(total);
@@ -307,7 +308,7 @@ fn check_attention(
     let rotate_job = RotateJob { qkv: queries, heads, head_dim, angles: &angles, norms: None, kv };
     for token in 0..total {
         let slot = KvSlot { block: blocks[token / 16], slot: (token % 16) as u32 };
-        // SAFETY: the cache has the blocks, QKV the rows.
+        // SAFETY: the cache has the blocks, and QKV has the rows.
         unsafe { rotate(&rotate_job, token, slot) };
     }
     let pitch = padded_columns(heads * head_dim);

@@ -110,7 +110,8 @@ fn every_way_to_have_no_device_has_its_sentence() {
             "busy",
             &["BUSY"],
             format!(
-                "Emulated H100 ({uuid}) is busy: another process has it for itself, or it is closed"
+                "Emulated H100 ({uuid}) is busy: another process uses it exclusively, or an \
+                 administrator closed it"
             ),
         ),
         (

@@ -1,12 +1,12 @@
-//! The kernels: their source, what each is given, and how it is launched.
+//! The CUDA kernels: their source, their arguments and their launches.
 //!
-//! `kernels/kernels.h` is the other half of this file and says what each field
-//! means; a test compares the sizes. Nothing here touches a device: a
-//! [`Launch`] is data, for a driver or for the emulator that tests run.
+//! `kernels/kernels.h` declares the same structures and explains each field; a test
+//! compares the sizes. Nothing here touches a device: a [`Launch`] is data for a
+//! driver, or for the emulator that tests run.
 //!
-//! Buffers need no padding: rows behind the last are never touched. Each
-//! begins at a multiple of 16 bytes, and rows of bf16 and of the residual
-//! stream are multiples of 8 elements.
+//! Buffers need no padding, because kernels never touch rows behind the last one. Each
+//! buffer begins at a multiple of 16 bytes. Rows of bf16 and of the residual stream are
+//! multiples of 8 elements.
 
 #[cfg(test)]
 mod emulator;
@@ -15,9 +15,9 @@ mod fused;
 #[cfg(test)]
 mod tests;
 
-/// The unit that a compiler is given, and the files it includes by name.
+/// The file that a compiler is given, by name and text.
 pub const UNIT: (&str, &str) = ("kernels.cu", include_str!("kernels/kernels.cu"));
-/// What [`UNIT`] includes: names and texts.
+/// The files that [`UNIT`] includes, by name and text.
 pub const INCLUDED: [(&str, &str); 7] = [
     ("portable.h", include_str!("kernels/portable.h")),
     ("kernels.h", include_str!("kernels/kernels.h")),
@@ -29,7 +29,7 @@ pub const INCLUDED: [(&str, &str); 7] = [
 ];
 /// Options for NVRTC beside the architecture.
 pub const OPTIONS: [&str; 1] = ["--std=c++17"];
-/// Every entry point.
+/// The names of all entry points.
 pub const NAMES: [&str; 32] = [
     "feed",
     "fill",
@@ -68,56 +68,57 @@ pub const NAMES: [&str; 32] = [
 /// An address on a device; 0 is null.
 pub type DevicePointer = u64;
 
-/// In place of a token, a slot or a source: none.
+/// The value that means "none" for a token, a slot or a source.
 pub const NONE: u32 = u32::MAX;
-/// Query heads that one KV head may serve.
+/// The most query heads that one KV head may serve.
 pub const MOST_GROUP: u32 = 16;
 
-/// One launch: no dynamic shared memory, the arguments as the one parameter.
+/// One launch of a kernel, without dynamic shared memory. The arguments are its only
+/// parameter.
 #[derive(Clone, Copy, Debug)]
 pub struct Launch<A> {
-    /// The entry point.
+    /// Name of the entry point.
     pub kernel: &'static str,
-    /// Blocks.
+    /// Blocks in each direction.
     pub grid: [u32; 3],
     /// Threads of a block.
     pub threads: u32,
-    /// The kernel's one parameter.
+    /// The kernel's only parameter.
     pub args: A,
 }
 
-/// Sizes of heads that the kernels are compiled for.
+/// Head sizes that the kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HeadDim {
-    /// 32 elements.
+    /// Heads of 32 elements.
     D32,
-    /// 64 elements.
+    /// Heads of 64 elements.
     D64,
-    /// 128 elements.
+    /// Heads of 128 elements.
     D128,
 }
 
-/// What becomes of a linear layer's products.
+/// The use of a linear layer's products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Epilogue {
-    /// They replace f32.
+    /// The products replace f32 output.
     F32,
-    /// They replace bf16.
+    /// The products replace bf16 output.
     Bf16,
-    /// They are added to f32.
+    /// The products are added to f32 output.
     Add,
 }
 
 impl HeadDim {
-    /// All of them.
+    /// Every head size.
     pub const ALL: [Self; 3] = [Self::D32, Self::D64, Self::D128];
 
-    /// The one with this many elements.
+    /// Returns the variant with this many elements, if there is one.
     pub fn new(elements: u32) -> Option<Self> {
         Self::ALL.into_iter().find(|head_dim| head_dim.elements() == elements)
     }
 
-    /// Elements of a head.
+    /// Returns the elements of a head.
     pub fn elements(self) -> u32 {
         match self {
             Self::D32 => 32,
@@ -149,13 +150,13 @@ impl Epilogue {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KernelSpan {
-    /// Row of its first token in the step.
+    /// Row of the first token in the step.
     pub row: u32,
-    /// 0: none, a place held free.
+    /// Number of tokens; 0 for an unused entry.
     pub tokens: u32,
-    /// Position of its first token in the sequence.
+    /// Position of the first token in the sequence.
     pub position: u32,
-    /// Where its KV blocks begin in the list of all.
+    /// Offset of the sequence's KV blocks in the list of all blocks.
     pub blocks: u32,
 }
 
@@ -197,7 +198,7 @@ pub struct SampleRow {
     pub top_k: u32,
 }
 
-/// Declares the structures of `kernels.h`: the same fields in the same order.
+/// Declares the structures of `kernels.h`, with the same fields in the same order.
 macro_rules! arguments {
     ($($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty,)* })*) => {
         $($(#[$doc])*
@@ -209,20 +210,20 @@ macro_rules! arguments {
 }
 
 arguments! {
-    /// Sampled ids become the next step's tokens.
+    /// Arguments that turn sampled ids into the next step's tokens.
     FeedArgs {
         tokens: DevicePointer,
         sources: DevicePointer,
         sampled: DevicePointer,
         count: u32,
     }
-    /// Words of one value.
+    /// Arguments that fill words with one value.
     FillArgs {
         words: DevicePointer,
         count: u64,
         value: u32,
     }
-    /// A KV block, all layers of it, into another.
+    /// Arguments that copy a KV block, in all layers.
     CopyBlockArgs {
         keys: DevicePointer,
         values: DevicePointer,
@@ -231,21 +232,21 @@ arguments! {
         from: u32,
         to: u32,
     }
-    /// Rows of the embedding.
+    /// Arguments that read rows of the embedding.
     EmbedArgs {
         residual: DevicePointer,
         table: DevicePointer,
         tokens: DevicePointer,
         hidden: u32,
     }
-    /// Cosines and sines of a step's positions.
+    /// Arguments that compute cosines and sines of a step's positions.
     AnglesArgs {
         angles: DevicePointer,
         turns: DevicePointer,
         positions: DevicePointer,
         half: u32,
     }
-    /// RMS norm.
+    /// Arguments of the RMS norm.
     NormArgs {
         output: DevicePointer,
         input: DevicePointer,
@@ -254,7 +255,7 @@ arguments! {
         epsilon: f32,
         width: u32,
     }
-    /// From the QKV projection to queries and cache.
+    /// Arguments that turn the QKV projection into queries and cache entries.
     RopeArgs {
         queries: DevicePointer,
         keys: DevicePointer,
@@ -269,7 +270,7 @@ arguments! {
         heads: u32,
         kv_heads: u32,
     }
-    /// Attention of single tokens.
+    /// Arguments of attention for single tokens.
     DecodeArgs {
         output: DevicePointer,
         partial: DevicePointer,
@@ -285,7 +286,7 @@ arguments! {
         splits: u32,
         window: u32,
     }
-    /// The parts of attention together.
+    /// Arguments that combine the parts of attention.
     CombineArgs {
         output: DevicePointer,
         partial: DevicePointer,
@@ -294,7 +295,7 @@ arguments! {
         heads: u32,
         splits: u32,
     }
-    /// Attention of tiles of new tokens.
+    /// Arguments of attention for tiles of new tokens.
     PrefillArgs {
         output: DevicePointer,
         queries: DevicePointer,
@@ -307,13 +308,13 @@ arguments! {
         kv_heads: u32,
         window: u32,
     }
-    /// `silu(gate) * up`.
+    /// Arguments that compute `silu(gate) * up`.
     GateArgs {
         output: DevicePointer,
         gate_up: DevicePointer,
         width: u32,
     }
-    /// A linear layer.
+    /// Arguments of a linear layer.
     LinearArgs {
         output: DevicePointer,
         input: DevicePointer,
@@ -322,7 +323,7 @@ arguments! {
         columns: u32,
         depth: u32,
     }
-    /// Drawing tokens.
+    /// Arguments that sample tokens.
     SampleArgs {
         tokens: DevicePointer,
         logprobs: DevicePointer,
@@ -341,38 +342,39 @@ arguments! {
     }
 }
 
-/// Sampled ids become the next step's tokens.
+/// Returns the launch that turns sampled ids into the next step's tokens.
 pub fn feed(args: FeedArgs) -> Launch<FeedArgs> {
     Launch { kernel: "feed", grid: [args.count.div_ceil(256), 1, 1], threads: 256, args }
 }
 
-/// Words of one value, 2^40 at most.
+/// Returns the launch that fills at most 2^40 words with one value.
 pub fn fill(args: FillArgs) -> Launch<FillArgs> {
     let blocks = u32::try_from(args.count.div_ceil(256)).expect("no buffer has so many words");
     Launch { kernel: "fill", grid: [blocks, 1, 1], threads: 256, args }
 }
 
-/// A KV block into another, in each of `layers` layers.
+/// Returns the launch that copies a KV block in each of `layers` layers.
 pub fn copy_block(args: CopyBlockArgs, layers: u32) -> Launch<CopyBlockArgs> {
     Launch { kernel: "copy_block", grid: [layers, 2, 1], threads: 256, args }
 }
 
-/// The residual stream of `tokens` tokens.
+/// Returns the launch that fills the residual stream of `tokens` tokens.
 pub fn embed(args: EmbedArgs, tokens: u32) -> Launch<EmbedArgs> {
     Launch { kernel: "embed", grid: [tokens, 1, 1], threads: 256, args }
 }
 
-/// Cosines and sines for `tokens` tokens.
+/// Returns the launch that computes cosines and sines for `tokens` tokens.
 pub fn angles(args: AnglesArgs, tokens: u32) -> Launch<AnglesArgs> {
     Launch { kernel: "angles", grid: [tokens, 1, 1], threads: 64, args }
 }
 
-/// `rows` rows of the output.
+/// Returns the launch that normalises `rows` rows of the output.
 pub fn rms_norm(args: NormArgs, rows: u32) -> Launch<NormArgs> {
     Launch { kernel: "rms_norm", grid: [rows, 1, 1], threads: 256, args }
 }
 
-/// Queries, keys and values of `tokens` tokens.
+/// Returns the launch that rotates queries and keys of `tokens` tokens and writes the
+/// cache.
 pub fn rope(args: RopeArgs, tokens: u32, head_dim: HeadDim) -> Launch<RopeArgs> {
     let heads = args.heads + 2 * args.kv_heads;
     let heads_of_block = 128 / (head_dim.elements() / 4);
@@ -384,8 +386,8 @@ pub fn rope(args: RopeArgs, tokens: u32, head_dim: HeadDim) -> Launch<RopeArgs> 
     }
 }
 
-/// Attention of `spans` spans of one token each. With more than one split,
-/// [`combine`] comes next.
+/// Returns the launch of attention for `spans` spans of one token each. With more than
+/// one split, [`combine`] must follow.
 pub fn decode(args: DecodeArgs, spans: u32, head_dim: HeadDim) -> Launch<DecodeArgs> {
     Launch {
         kernel: head_dim.pick(["decode_32", "decode_64", "decode_128"]),
@@ -395,7 +397,7 @@ pub fn decode(args: DecodeArgs, spans: u32, head_dim: HeadDim) -> Launch<DecodeA
     }
 }
 
-/// What [`decode`] has left in parts.
+/// Returns the launch that combines the parts that [`decode`] has written.
 pub fn combine(args: CombineArgs, spans: u32, head_dim: HeadDim) -> Launch<CombineArgs> {
     Launch {
         kernel: head_dim.pick(["combine_32", "combine_64", "combine_128"]),
@@ -405,11 +407,11 @@ pub fn combine(args: CombineArgs, spans: u32, head_dim: HeadDim) -> Launch<Combi
     }
 }
 
-/// Attention of `spans` spans of at most [`tile_tokens`] tokens each. Heads run
-/// fastest in the grid: a device begins its blocks in that order, so all heads
-/// of the first span come before the second one.
+/// Returns the launch of attention for `spans` spans of at most [`tile_tokens`] tokens
+/// each. Heads run fastest in the grid. A device starts blocks in that order, so all
+/// heads of the first span come before the second span.
 pub fn prefill(args: PrefillArgs, spans: u32, head_dim: HeadDim) -> Launch<PrefillArgs> {
-    // No step has as many tokens, so none has as many spans.
+    // A step has fewer tokens than this limit, and so fewer spans.
     assert!(spans <= MOST_GRID_Y, "{spans} spans");
     Launch {
         kernel: head_dim.pick(["prefill_32", "prefill_64", "prefill_128"]),
@@ -419,23 +421,24 @@ pub fn prefill(args: PrefillArgs, spans: u32, head_dim: HeadDim) -> Launch<Prefi
     }
 }
 
-/// Tokens of one span of [`prefill`] at most, where `group` query heads share
-/// a KV head. Longer ones are cut.
+/// Returns the most tokens of one span of [`prefill`], for `group` query heads that
+/// share a KV head. Longer spans must be cut.
 pub fn tile_tokens(group: u32) -> u32 {
     PREFILL_ROWS / group
 }
 
-/// `rows` rows.
+/// Returns the launch of `silu(gate) * up` for `rows` rows.
 pub fn swiglu(args: GateArgs, rows: u32) -> Launch<GateArgs> {
     Launch { kernel: "swiglu", grid: [rows, args.width.div_ceil(128 * 8), 1], threads: 128, args }
 }
 
-/// A linear layer, by the kernel that fits its rows.
+/// Returns the launch of a linear layer, with the kernel that fits its number of rows.
 pub fn linear(args: LinearArgs, epilogue: Epilogue) -> Launch<LinearArgs> {
     if args.rows <= SKINNY_ROWS { skinny(args, epilogue) } else { tiled(args, epilogue) }
 }
 
-/// A linear layer of any number of rows, and of 8 million columns at most.
+/// Returns the launch of a linear layer of any number of rows and at most 8 million
+/// columns.
 pub fn tiled(args: LinearArgs, epilogue: Epilogue) -> Launch<LinearArgs> {
     Launch {
         kernel: epilogue.pick(["linear_f32", "linear_bf16", "linear_add"]),
@@ -445,9 +448,9 @@ pub fn tiled(args: LinearArgs, epilogue: Epilogue) -> Launch<LinearArgs> {
     }
 }
 
-/// A linear layer by a kernel for few rows, which reads all weights again for
-/// every [`SKINNY_ROWS`]. A row's sums are the same to the bit whatever rows
-/// there are beside it.
+/// Returns the launch of a linear layer with the kernel for few rows, which reads all
+/// weights once for every [`SKINNY_ROWS`]. A row's sums are bit-identical whatever the
+/// other rows are.
 pub fn skinny(args: LinearArgs, epilogue: Epilogue) -> Launch<LinearArgs> {
     let (rows, names) = match args.rows {
         0..=8 => (8, ["skinny8_f32", "skinny8_bf16", "skinny8_add"]),
@@ -462,23 +465,24 @@ pub fn skinny(args: LinearArgs, epilogue: Epilogue) -> Launch<LinearArgs> {
     }
 }
 
-/// Draws `samples` tokens.
+/// Returns the launch that takes `samples` samples.
 pub fn sample(args: SampleArgs, samples: u32) -> Launch<SampleArgs> {
     Launch { kernel: "sample", grid: [samples, 1, 1], threads: 512, args }
 }
 
-/// Elements of [`SampleArgs::sums`] for one sample.
+/// Returns the elements of [`SampleArgs::sums`] for one sample.
 pub fn sums_of_sample(vocabulary: u32) -> u32 {
     vocabulary.div_ceil(256)
 }
 
-/// Likeliest tokens that [`sample`] reports at most; its lists have this pitch.
+/// The most likeliest tokens that [`sample`] reports, which is also the pitch of its
+/// lists.
 pub const MOST_TOP: u32 = 20;
 /// Rows of activations that the kernels for few rows take at once.
 pub const SKINNY_ROWS: u32 = 32;
 const SKINNY_COLUMNS: u32 = 16;
 const PREFILL_ROWS: u32 = 64;
-/// Blocks of a grid in any direction but the first.
+/// The most blocks of a grid in any direction but the first.
 const MOST_GRID_Y: u32 = 65_535;
 const TILE_ROWS: u32 = 128;
 const TILE_COLUMNS: u32 = 128;

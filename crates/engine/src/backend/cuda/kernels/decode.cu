@@ -1,28 +1,28 @@
-// Attention of one new token over its paged context: flash-decoding. A warp
-// takes a KV block at a time straight into registers; the heads that share a
-// KV head are the rows of one matrix product, so that they share its loads.
+// Attention of one new token over its paged context (flash-decoding). A warp loads one
+// KV block at a time into registers. The heads that share a KV head are the rows of one
+// matrix product and share its loads.
 #include "kernels.h"
 
-// What the warps of a block have found, to be put together. Rows are one longer
-// than a head, so that heads lie in different banks.
+// The results of a block's warps, which are combined at the end. Rows are one element
+// longer than a head, so that heads lie in different banks.
 template <u32 D> struct Found {
     float sums[4][MOST_GROUP][D + 1];
     float largest[4][MOST_GROUP];
     float total[4][MOST_GROUP];
 };
 
-// Dimensions are dealt to lanes so that each loads 16 neighbouring bytes (8
-// for values of heads of 32): a product over dimensions does not mind their
+// Dimensions are distributed over lanes so that each lane loads 16 neighbouring bytes
+// (8 for values of heads of 32). A product over dimensions does not depend on their
 // order, as long as queries and keys agree on it.
 template <u32 D> struct Decode {
-    static constexpr u32 CHUNKS = D / 32;  // of a key's row: 16 bytes from each of 4 lanes
+    static constexpr u32 CHUNKS = D / 32;  // chunks of a key's row: 16 bytes from each of 4 lanes
     static constexpr u32 VALUES = D / 8;   // dimensions of a value's row that a lane holds
-    float sums[VALUES][4];                 // rows are heads, columns one dimension of each lane
-    float largest[2], total[2];            // of heads g and g + 8
+    float sums[VALUES][4];                 // rows are heads, columns are one dimension of each lane
+    float largest[2], total[2];            // values of heads g and g + 8
     u32 queries[2 * CHUNKS][4];
 };
 
-// A KV block's rows of the KV head that this block of threads is for.
+// Returns a KV block's rows of the KV head that this thread block computes.
 template <u32 D> DEVICE const bf16* panel_of(const bf16* cache, u32 block, u32 kv_heads) {
     return cache + ((u64)block * kv_heads + block_y()) * BLOCK_TOKENS * D;
 }
@@ -63,8 +63,8 @@ template <u32 D> DEVICE void load_queries(Decode<D>& state, const DecodeArgs& ar
     }
 }
 
-// The values of four keys that a lane holds: dimensions 8 g to 8 g + 7 of each
-// 64, or 4 g to 4 g + 3 of 32.
+// The values of four keys that a lane holds: dimensions 8 g to 8 g + 7 of each 64, or 4
+// g to 4 g + 3 of 32.
 template <u32 D> struct Values {
     u32 words[D / 16][4];
 };
@@ -90,7 +90,7 @@ template <u32 D> DEVICE void load_values(Values<D>& to, const bf16* rows) {
     }
 }
 
-// One KV block, of which keys `from` to `to` are seen.
+// Processes one KV block. Keys `from` to `to` of the block are seen.
 template <u32 D>
 DEVICE void attend_block(Decode<D>& state, const DecodeArgs& args, u32 block, u32 from, u32 to) {
     u32 lane = thread_index() % WARP, g = lane / 4, t = lane % 4;
@@ -105,13 +105,13 @@ DEVICE void attend_block(Decode<D>& state, const DecodeArgs& args, u32 block, u3
     }
     Values<D> values;
     load_values<D>(values, panel_of<D>(args.values, block, args.kv_heads));
-    // Heads of 64 only: ptxas would put their loads of values behind the first
-    // products, which wait for the keys. All lanes have the same blocks.
+    // For heads of 64, ptxas would otherwise move the loads of values behind the first
+    // products, which wait for the keys. All lanes of the warp have the same blocks.
     if constexpr (D == 64) {
         sync_warp();
     }
 
-    // Scores: rows are heads, columns keys 2 t, 2 t + 1 of either half.
+    // Scores: rows are heads, columns are keys 2 t and 2 t + 1 of either half.
     float scores[2][4] = {};
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
@@ -140,7 +140,7 @@ DEVICE void attend_block(Decode<D>& state, const DecodeArgs& args, u32 block, u3
         highest[i] = larger(highest[i], shuffle_xor(highest[i], 2));
         highest[i] = larger(highest[i], state.largest[i]);
     }
-    // At least one key is seen, so the highest is a number.
+    // At least one key is seen, so the highest score is a number.
     float correction[2];
 #pragma unroll
     for (u32 i = 0; i < 2; i++) {
@@ -163,7 +163,8 @@ DEVICE void attend_block(Decode<D>& state, const DecodeArgs& args, u32 block, u3
 #pragma unroll
     for (u32 pair = 0; pair < D / 16; pair++) {
         u32(&rows)[4] = values.words[pair];
-        // What is not seen may be anything, and nothing times it is not nothing.
+        // Unseen values may hold any bits, and 0 times NaN is not 0, so they are
+        // replaced by 0.
 #pragma unroll
         for (u32 i = 0; i < 4; i++) {
             u32 key = 2 * t + i % 2 + i / 2 * 8;
@@ -185,8 +186,8 @@ DEVICE void attend_block(Decode<D>& state, const DecodeArgs& args, u32 block, u3
     }
 }
 
-// Where column n of a lane's product i lies in the head: the order in which
-// load_values has dealt the dimensions out.
+// Returns the dimension of column n of a lane's product i, in the order in which
+// load_values has distributed the dimensions.
 template <u32 D> DEVICE u32 dimension(u32 i, u32 n) {
     return D == 32 ? 4 * n + i : i / 8 * 64 + 8 * n + i % 8;
 }
@@ -250,7 +251,8 @@ template <u32 D> DEVICE void decode(const DecodeArgs& args) {
         }
 #pragma unroll
         for (u32 warp = 0; warp < 4; warp++) {
-            // A warp without keys has minus infinity, and so may all have.
+            // A warp without keys has minus infinity. All warps may have minus
+            // infinity.
             float by = found.largest[warp][head] == minus_infinity()
                            ? 0.0f
                            : exp2_fast(found.largest[warp][head] - largest);

@@ -1,4 +1,4 @@
-// The emulated card's scheduler and memory, and what tests call.
+// The emulated device's scheduler and memory, and the functions that tests call.
 #define TOLLGATE_EMULATED
 #include "kernels.cu"
 
@@ -65,7 +65,7 @@ static void body() {
     machine->kernel(machine->args);
     machine->self->is_done = true;
     machine->alive--;
-    // Those who wait for the block wait for the living only.
+    // A barrier waits only for threads that have not ended.
     if (machine->alive > 0 && machine->arrived == machine->alive) {
         machine->arrived = 0;
         machine->barrier++;
@@ -166,7 +166,7 @@ struct Piece {
 static std::mutex pieces_lock;
 static std::vector<Piece> pieces;
 
-// `bytes` bytes that end, but for their rounding to 16, at a page of nobody.
+// Maps `bytes` bytes that end, up to rounding to 16, at a protected page.
 static Piece map_piece(size_t bytes) {
     size_t rounded = (bytes + 15) / 16 * 16;
     size_t pages = (rounded + PAGE - 1) / PAGE * PAGE;
@@ -213,7 +213,7 @@ static void catch_faults() {
 static void describe_fault() {
     Machine& m = *machine;
     const unsigned char* at = static_cast<const unsigned char*>(m.touched);
-    char where[200] = "memory that is nobody's";
+    char where[200] = "memory outside any piece";
     std::lock_guard<std::mutex> lock(pieces_lock);
     for (const Piece& piece : pieces) {
         if (at >= piece.map && at < piece.map + piece.mapped) {
@@ -245,7 +245,7 @@ static Machine* new_machine() {
     return m;
 }
 
-// One for each thread that launches, for as long as the thread.
+// The emulated device of a launching thread, which lives as long as the thread.
 struct Owner {
     Machine* owned = nullptr;
     ~Owner() {
@@ -269,7 +269,7 @@ static bool run(const Entry& entry, const u32* grid, const void* args, u32 order
     m.args = args;
     m.is_eager = order & 2;
     m.error[0] = 0;
-    // Set last: from here on a fault is the kernel's.
+    // Set last: from here on, a fault belongs to the kernel.
     m.kernel = entry.run;
     int came = sigsetjmp(m.escape, 1);
     if (came == 0) {
@@ -312,7 +312,7 @@ extern "C" void tollgate_free(void* data) {
     }
 }
 
-// Whether nobody wrote between the end of the piece and its guard.
+// Returns true if nothing was written between the end of the piece and its guard page.
 extern "C" bool tollgate_is_whole(void* data) {
     std::lock_guard<std::mutex> lock(pieces_lock);
     for (const Piece& piece : pieces) {
@@ -323,11 +323,11 @@ extern "C" bool tollgate_is_whole(void* data) {
     return false;
 }
 
-// For launches of this thread from now on.
+// Applies to further launches of this thread.
 extern "C" void tollgate_plant(u32 bug) { planted = bug; }
 
-// `order`: 1 runs blocks and threads from the last, 2 copies at once. Null, or
-// what went wrong.
+// `order`: bit 0 runs blocks and threads from the last to the first, bit 1 performs
+// copies at once. Returns null, or a sentence about the failure.
 extern "C" const char* tollgate_launch(const char* name, const u32* grid, u32 threads,
                                        const void* args, size_t bytes, u32 order) {
     static thread_local char said[700];

@@ -1,9 +1,9 @@
-// A card made of fibers: each thread of a block runs until it waits, then the
-// next one does. For tests only; it knows nothing of time.
+// An emulated device made of fibers: each thread of a block runs until it waits, then
+// the next one runs. For tests only; the emulator does not model time.
 //
-// It is made to be unkind: shared memory begins as NaN, asynchronous copies
-// happen as late as they may (or, told so, as early), threads and blocks run
-// in either order, memory ends at a page that nobody may touch.
+// The emulator is deliberately adverse: shared memory starts as NaN, asynchronous
+// copies happen as late as allowed (or, on request, as early), threads and blocks run
+// in either order, and each buffer ends at a protected page.
 #pragma once
 
 #include <cmath>
@@ -20,7 +20,7 @@
 
 namespace emulated {
 
-// In the order of the enumeration in emulator.rs.
+// The bugs that a test can switch on, in the order of the enumeration in emulator.rs.
 enum Bug : u32 {
     None,
     NormWithoutBarrier,
@@ -50,15 +50,15 @@ struct Copy {
 struct Thread {
     u32 index;
     bool is_done;
-    const u64* waits_on; // a generation, and what it must not be any more
+    const u64* waits_on; // a generation; the thread waits until it differs from `while_at`
     u64 while_at;
     void* stack_pointer;
     ucontext_t context;
-    std::vector<std::vector<Copy>> copies; // groups; the last is open
+    std::vector<std::vector<Copy>> copies; // groups; the last is still open
 };
 
-// What the lanes of a warp exchange; two buffers, so that one barrier an
-// exchange is enough.
+// The words that the lanes of a warp exchange. Two buffers, so that one barrier for
+// each exchange is enough.
 struct Warp {
     u32 arrived;
     u32 operation;
@@ -91,7 +91,7 @@ extern thread_local Machine* machine;
 
 [[noreturn]] void fail(const char* what);
 void wait_for(const u64* generation);
-// Leaves words for the warp and returns the buffer that all have filled.
+// Stores words for the warp and returns the buffer that all lanes have filled.
 u32 (*exchange(u32 operation, const u32* words, u32 count))[8];
 unsigned char* shared(size_t bytes);
 void run_copies(std::vector<Copy>& group);
@@ -200,7 +200,7 @@ DEVICE void copy_async(void* to, const void* from, bool is_there) {
 DEVICE void commit_copies() { emulated::machine->self->copies.emplace_back(); }
 template <int groups> DEVICE void wait_copies() {
     auto& copies = emulated::machine->self->copies;
-    // The open group is none of those that count.
+    // The open group does not count.
     while (copies.size() > 1 + groups) {
         emulated::run_copies(copies.front());
         copies.erase(copies.begin());
@@ -259,8 +259,8 @@ DEVICE float exponential_fast(float x) { return std::exp(x); }
 DEVICE float divided_fast(float a, float b) {
     return a * (std::fabs(b) > 0x1p126f ? 0.0f : 1.0f / b);
 }
-// What the compiler may not fuse with anything, as it does everything else that
-// it may, like a card's.
+// Keeps the compiler from fusing the value with another operation. All other operations
+// may be fused, as on a real device.
 template <class Number> DEVICE Number rounded(Number value) {
 #if defined(__x86_64__)
     asm("" : "+x"(value));

@@ -1,8 +1,8 @@
-//! The kernels built with g++ over an emulated card, and that card's memory.
+//! The kernels built with g++ for an emulated device, and the memory of that device.
 //!
-//! Built once for all tests and kept under `target`; what an access outside
-//! its memory, a barrier that not all reach or a wrong argument comes to is an
-//! error that names the kernel, the block and the thread.
+//! The library is built once for all tests and kept under `target`. An access outside
+//! the device's memory, a barrier that some threads never reach, or a wrong argument is
+//! an error that names the kernel, the block and the thread.
 
 use std::collections::hash_map::DefaultHasher;
 use std::ffi::{CStr, CString, c_char, c_void};
@@ -16,7 +16,7 @@ use libloading::Library;
 use super::fused::fused;
 use super::{DevicePointer, INCLUDED, Launch, UNIT};
 
-/// The emulated card. Launches run on the thread that asks, to their end.
+/// The emulated device. A launch runs on the calling thread until the kernel has ended.
 pub(crate) struct Emulator {
     allocate: unsafe extern "C" fn(usize) -> *mut c_void,
     free: unsafe extern "C" fn(*mut c_void),
@@ -35,8 +35,7 @@ type LaunchFn = unsafe extern "C" fn(
     u32,
 ) -> *const c_char;
 
-/// Bugs that a test may ask for, in the order of the enumeration in
-/// `emulator.h`.
+/// Bugs that a test can switch on, in the order of the enumeration in `emulator.h`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(crate) enum Bug {
@@ -58,25 +57,25 @@ pub(crate) enum Bug {
     SkinnyWithoutBound,
 }
 
-/// Elements that may lie in a card's memory.
+/// Elements that device memory can hold.
 ///
 /// # Safety
-/// Every pattern of bits is a value, and there is no padding.
+/// Every bit pattern must be a value, and there must be no padding.
 pub(crate) unsafe trait Plain: Copy {}
-// SAFETY: numbers are.
+// SAFETY: any bits are an f32.
 unsafe impl Plain for f32 {}
-// SAFETY: numbers are.
+// SAFETY: any bits are an f64.
 unsafe impl Plain for f64 {}
-// SAFETY: numbers are.
+// SAFETY: any bits are a u16.
 unsafe impl Plain for u16 {}
-// SAFETY: numbers are.
+// SAFETY: any bits are a u32.
 unsafe impl Plain for u32 {}
-// SAFETY: four numbers of one size are.
+// SAFETY: the structure consists of four u32.
 unsafe impl Plain for super::KernelSpan {}
-// SAFETY: numbers without a gap: 64 bytes, as many as its fields have.
+// SAFETY: the structure consists of numbers without padding.
 unsafe impl Plain for super::SampleRow {}
 
-/// A piece of the card's memory; freed when dropped.
+/// A piece of the device's memory, freed when dropped.
 pub(crate) struct Memory<'e, T> {
     emulator: &'e Emulator,
     data: *mut T,
@@ -84,14 +83,14 @@ pub(crate) struct Memory<'e, T> {
 }
 
 impl Emulator {
-    /// The kernels as they are; `None`, with the reason printed, where no
-    /// compiler is, except in the gate.
+    /// Returns the correct kernels. Without a compiler, prints the reason and returns
+    /// `None`; in the gate a missing compiler is an error.
     pub(crate) fn sound() -> Option<&'static Self> {
         static SOUND: OnceLock<Option<Emulator>> = OnceLock::new();
         SOUND.get_or_init(|| Self::load(&[])).as_ref()
     }
 
-    /// The kernels with bugs that wait to be asked for.
+    /// Returns the kernels with bugs that [`Self::plant`] can switch on.
     pub(crate) fn planted() -> Option<&'static Self> {
         static PLANTED: OnceLock<Option<Emulator>> = OnceLock::new();
         PLANTED.get_or_init(|| Self::load(&["-DTOLLGATE_PLANTS"])).as_ref()
@@ -107,11 +106,11 @@ impl Emulator {
     }
 
     fn open(path: &Path) -> Self {
-        // SAFETY: the library is our own; what runs at its start fills a list.
+        // SAFETY: the library is our own; its initialisation only fills a list.
         let library = unsafe { Library::new(path) }
             .unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-        // SAFETY: the signatures are those of emulator.cpp, and the library
-        // stays for as long as they do.
+        // SAFETY: the signatures are those of emulator.cpp, and the library lives as
+        // long as the functions.
         unsafe {
             Self {
                 allocate: *library.get(b"tollgate_alloc\0").expect("emulator.cpp has it"),
@@ -124,21 +123,21 @@ impl Emulator {
         }
     }
 
-    /// Plants `bug` in what this thread launches from now on.
+    /// Switches `bug` on for further launches of this thread.
     pub(crate) fn plant(&self, bug: Bug) {
-        // SAFETY: it stores a number.
+        // SAFETY: the function stores a number.
         unsafe { (self.plant)(bug as u32) }
     }
 
-    /// Room for `length` elements, all bits set.
+    /// Takes memory for `length` elements, with all bits set.
     pub(crate) fn memory<T: Plain>(&self, length: usize) -> Memory<'_, T> {
-        // SAFETY: it maps pages, or returns null.
+        // SAFETY: the function maps pages or returns null.
         let data: *mut T = unsafe { (self.allocate)(length * size_of::<T>()) }.cast();
         assert!(length == 0 || !data.is_null(), "pages for {length} elements");
         Memory { emulator: self, data, length }
     }
 
-    /// A copy of `elements`.
+    /// Returns device memory with a copy of `elements`.
     pub(crate) fn copy<T: Plain>(&self, elements: &[T]) -> Memory<'_, T> {
         let mut memory = self.memory(elements.len());
         memory.as_mut_slice().copy_from_slice(elements);
@@ -148,61 +147,62 @@ impl Emulator {
     /// Runs a kernel in one of [`ORDERS`].
     ///
     /// # Errors
-    /// What went wrong, in words.
+    /// A sentence about the failure.
     pub(crate) fn launch<A>(&self, launch: &Launch<A>, order: u32) -> Result<(), String> {
         let Launch { kernel, grid, threads, args } = launch;
         let kernel = CString::new(*kernel).expect("names have no NUL");
         let args = std::ptr::from_ref(args).cast();
-        // SAFETY: the emulator checks the arguments' size; what the kernel
-        // touches outside the card's memory is an error.
+        // SAFETY: the emulator checks the arguments' size and reports every access
+        // outside the device's memory as an error.
         let said = unsafe {
             (self.launch)(kernel.as_ptr(), grid.as_ptr(), *threads, args, size_of::<A>(), order)
         };
         if said.is_null() {
             return Ok(());
         }
-        // SAFETY: a string that stays until this thread's next launch.
+        // SAFETY: the string lives until this thread's next launch.
         Err(unsafe { CStr::from_ptr(said) }.to_string_lossy().into_owned())
     }
 }
 
 impl<T: Plain> Memory<'_, T> {
-    /// Its address on the card.
+    /// Returns the address on the device.
     pub(crate) fn at(&self) -> DevicePointer {
         self.data as DevicePointer
     }
 
     pub(crate) fn as_slice(&self) -> &[T] {
-        // SAFETY: the piece has as many elements, and no launch is under way.
+        // SAFETY: the piece has this many elements, and no launch is running.
         unsafe { std::slice::from_raw_parts(self.data, self.length) }
     }
 
     pub(crate) fn as_mut_slice(&mut self) -> &mut [T] {
-        // SAFETY: as above.
+        // SAFETY: the same conditions hold, and `self` is borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.data, self.length) }
     }
 
-    /// Whether nothing was written behind its end.
+    /// Returns true if nothing was written behind the end of the piece.
     pub(crate) fn is_whole(&self) -> bool {
-        // SAFETY: it is a piece of the card's.
+        // SAFETY: the pointer is to a piece of the device.
         unsafe { (self.emulator.is_whole)(self.data.cast()) }
     }
 }
 
 impl<T> Drop for Memory<'_, T> {
     fn drop(&mut self) {
-        // SAFETY: it is a piece of the card's, and nobody has it any more.
+        // SAFETY: the pointer is to a piece of the device, and nothing else refers to
+        // the piece.
         unsafe { (self.emulator.free)(self.data.cast()) }
     }
 }
 
-/// What the gate tells its tests.
+/// Returns an environment variable, which the gate sets for its tests.
 #[allow(clippy::disallowed_methods, reason = "a test is told by its runner what must be there")]
 pub(crate) fn variable(name: &str) -> Option<std::ffi::OsString> {
     std::env::var_os(name)
 }
 
-/// Builds the library unless one of the same sources and options is there.
+/// Builds the library, unless one of the same sources and options exists.
 fn build(options: &[&str]) -> PathBuf {
     let mut hasher = DefaultHasher::new();
     let fused = fused();
@@ -216,7 +216,8 @@ fn build(options: &[&str]) -> PathBuf {
     for (name, text) in [UNIT].into_iter().chain(INCLUDED).chain(EMULATOR) {
         write(&folder.join(name), text);
     }
-    // Under a name of its own first: another process may build the same.
+    // The library gets a temporary name first, because another process may build the
+    // same.
     let made = folder.join(format!("kernels.{}.so", std::process::id()));
     let output = Command::new(COMPILER)
         .args(OPTIONS)
@@ -232,21 +233,21 @@ fn build(options: &[&str]) -> PathBuf {
     library
 }
 
-/// Writes a file so that whoever reads it finds it whole.
+/// Writes a file atomically, so that other processes read the whole file.
 fn write(path: &Path, text: &str) {
     let made = path.with_extension(format!("{}.tmp", std::process::id()));
     std::fs::write(&made, text).expect("the folder is ours to write");
     std::fs::rename(&made, path).expect("both are in one folder");
 }
 
-/// Beside the folder of the test program.
+/// Returns a folder beside that of the test program.
 fn folder() -> PathBuf {
     let program = std::env::current_exe().expect("a program knows where it lies");
     program.ancestors().nth(2).expect("it lies in target/PROFILE/deps").join("emulated-kernels")
 }
 
-/// Orders to run a kernel in: forwards and backwards, asynchronous copies as
-/// late as they may come and as early.
+/// The orders in which a kernel is run: threads forwards or backwards, and asynchronous
+/// copies as late or as early as possible.
 pub(crate) const ORDERS: std::ops::Range<u32> = 0..4;
 const COMPILER: &str = "g++";
 const OPTIONS: [&str; 7] =

@@ -1,8 +1,8 @@
-//! What the compilers of stand-ins for a card are told, in the kernels' own tests
-//! and in those of whole models.
+//! Compiler options of the device emulators, both in the kernels' own tests and in
+//! tests of whole models.
 
-/// A card's compiler fuses products with sums; so does this one where the machine
-/// can.
+/// Returns options that fuse products with sums, as a GPU's compiler does, if the
+/// machine can.
 pub(super) fn fused() -> Vec<&'static str> {
     let mut options = vec!["-ffp-contract=fast"];
     #[cfg(target_arch = "x86_64")]

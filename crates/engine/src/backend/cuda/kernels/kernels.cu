@@ -1,4 +1,4 @@
-// Every kernel, as one unit.
+// All kernels as one compilation unit.
 #include "kernels.h"
 
 #include "decode.cu"

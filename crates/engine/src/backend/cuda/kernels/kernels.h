@@ -1,9 +1,9 @@
-// Every kernel and what it is given: one structure by value. kernels.rs holds
-// the same structures and the rules of grids; a test compares their sizes.
+// Every kernel's arguments: one structure, passed by value. kernels.rs declares the
+// same structures and the rules of grids; a test compares their sizes.
 //
-// Buffers are token-major. Rows of bf16 are whole multiples of 8 elements and
-// begin at 16 bytes. Keys and values of one layer lie as
-// [block][kv_head][16][head_dim], bf16, one array each.
+// Buffers are token-major. Rows of bf16 are multiples of 8 elements and begin at 16
+// bytes. The keys and values of one layer are [block][kv_head][16][head_dim], bf16, one
+// array each.
 #pragma once
 
 #include "portable.h"
@@ -12,13 +12,13 @@ constexpr u32 BLOCK_TOKENS = 16;
 
 // Some neighbouring tokens of one sequence.
 struct Span {
-    u32 row;      // of its first token in the step
-    u32 tokens;   // 0: none, a place held free
-    u32 position; // of its first token in the sequence
-    u32 blocks;   // where its KV blocks begin in the list of all
+    u32 row;      // row of the first token in the step
+    u32 tokens;   // 0: an unused entry
+    u32 position; // position of the first token in the sequence
+    u32 blocks;   // offset of its KV blocks in the list of all blocks
 };
 
-// tokens[i] = sampled[sources[i]] where there is a source. One thread a token.
+// tokens[i] = sampled[sources[i]] if there is a source. One thread a token.
 struct FeedArgs {
     u32* tokens;
     const u32* sources; // NONE: the token stays
@@ -33,7 +33,7 @@ struct FillArgs {
     u32 value;
 };
 
-// All layers of block `from` into `to`. Grid: layers, 2 (keys, values).
+// Copies block `from` into block `to` in all layers. Grid: layers, 2 (keys, values).
 struct CopyBlockArgs {
     bf16* keys;
     bf16* values;
@@ -43,7 +43,7 @@ struct CopyBlockArgs {
     u32 to;
 };
 
-// The residual stream begins as the tokens' rows of the table. Grid: tokens.
+// Fills the residual stream with the tokens' rows of the table. Grid: tokens.
 struct EmbedArgs {
     float* residual;
     const bf16* table;
@@ -51,10 +51,10 @@ struct EmbedArgs {
     u32 hidden;
 };
 
-// Cosines, then sines, of each token's angles. Grid: tokens.
+// Computes cosines, then sines, of each token's angles. Grid: tokens.
 struct AnglesArgs {
     float* angles;       // [token][2 half]
-    const double* turns; // whole turns of each pair from one position to the next
+    const double* turns; // turns of each pair from one position to the next
     const u32* positions;
     u32 half;
 };
@@ -64,12 +64,12 @@ struct NormArgs {
     bf16* output;
     const float* input;
     const float* weight;
-    const u32* rows; // which row of the input; null: the same
+    const u32* rows; // rows of the input; null: the rows of the output
     float epsilon;
     u32 width;
 };
 
-// From the QKV projection to queries and cache: bias, norms of heads, rotary
+// Turns the QKV projection into queries and cache entries: bias, norms of heads, rotary
 // positions. Grid: tokens, steps of heads.
 struct RopeArgs {
     bf16* queries; // [token][heads * d]
@@ -77,7 +77,7 @@ struct RopeArgs {
     bf16* values;
     const float* qkv;        // [token][(heads + 2 kv_heads) * d]
     const float* bias;       // null: none
-    const float* query_norm; // null: none of both
+    const float* query_norm; // null: no norms of query and key heads
     const float* key_norm;
     const float* angles;
     const u32* slots; // block * 16 + token of the block; NONE: not written
@@ -86,11 +86,11 @@ struct RopeArgs {
     u32 kv_heads;
 };
 
-// Attention of single tokens, each in `splits` parts of its context. Grid:
-// spans, kv_heads, splits.
+// Attention of single tokens, each in `splits` parts of its context. Grid: spans,
+// kv_heads, splits.
 struct DecodeArgs {
-    bf16* output;     // [token][heads * d], written when splits is 1
-    float* partial;   // [span][head][split][d], otherwise
+    bf16* output;     // [token][heads * d], written if splits is 1
+    float* partial;   // [span][head][split][d], written otherwise
     Floats2* softmax; // [span][head][split]: largest score, sum
     const bf16* queries;
     const bf16* keys;
@@ -101,10 +101,10 @@ struct DecodeArgs {
     u32 heads;
     u32 kv_heads;
     u32 splits;
-    u32 window; // tokens seen, itself included; 0: all
+    u32 window; // tokens that attention sees, including itself; 0: all
 };
 
-// Puts the parts together. Grid: spans, heads.
+// Combines the parts of attention. Grid: spans, heads.
 struct CombineArgs {
     bf16* output;
     const float* partial;
@@ -114,9 +114,9 @@ struct CombineArgs {
     u32 splits;
 };
 
-// Causal attention of spans of at most PREFILL_ROWS / (heads / kv_heads)
-// tokens. Grid: kv_heads, spans, so that blocks begin in the order of spans;
-// those with the most context should come first.
+// Causal attention of spans of at most PREFILL_ROWS / (heads / kv_heads) tokens. Grid:
+// kv_heads, spans, so that blocks start in the order of spans. Spans with the most
+// context should come first.
 struct PrefillArgs {
     bf16* output;
     const bf16* queries;
@@ -130,17 +130,17 @@ struct PrefillArgs {
     u32 window;
 };
 constexpr u32 PREFILL_ROWS = 64;
-// Query heads that one KV head may serve.
+// The most query heads that one KV head may serve.
 constexpr u32 MOST_GROUP = 16;
 
 // output = silu(gate) * up. Grid: rows, steps of the width.
 struct GateArgs {
     bf16* output;        // [row][width]
-    const bf16* gate_up; // [row][2 width]: gates, then what they gate
+    const bf16* gate_up; // [row][2 width]: gates, then the values they gate
     u32 width;
 };
 
-// output [row][column] = sum over depth of input [row][] weights [column][].
+// output [row][column] = sum over depth of input [row][] * weights [column][].
 struct LinearArgs {
     void* output; // [row][columns]
     const bf16* input;

@@ -1,9 +1,9 @@
-// Linear layers: rows of activations times rows of weights, bf16 with f32
-// sums. One kernel for many rows, in tiles; one for few, which reads the
-// weights straight from memory once.
+// Linear layers: rows of activations times rows of weights, bf16 with f32 sums. One
+// kernel computes many rows in tiles. The other computes few rows and reads the weights
+// once, straight from memory.
 #include "kernels.h"
 
-// What becomes of the products.
+// The epilogues: the use of the products.
 struct StoreF32 {
     typedef float Element;
     DEVICE_MEMBER static void put(float* to, float value) { *to = value; }
@@ -30,8 +30,8 @@ struct AddF32 {
 constexpr u32 TILE_DEPTH = 32;
 constexpr u32 STAGES = 3;
 
-// Rows of 64 bytes, their 16-byte pieces swapped about so that the eight rows
-// of a matrix lie in different banks.
+// Rows of 64 bytes. Their 16-byte pieces are permuted so that the eight rows of a
+// matrix lie in different banks.
 struct Stage {
     bf16 input[TILE_ROWS * TILE_DEPTH];
     bf16 weights[TILE_COLUMNS * TILE_DEPTH];
@@ -43,7 +43,8 @@ DEVICE u32 place_in_tile(u32 row, u32 piece) {
     return row * TILE_DEPTH + ((piece ^ (row / 2 % 4)) * 8);
 }
 
-// 128 rows of a matrix, 32 of their columns from `column` on, zeros outside.
+// Loads 128 rows of a matrix and 32 of their columns, starting at `column`. Elements
+// outside the matrix are zero.
 DEVICE void load_tile(bf16* to, const bf16* from, u32 row, u32 rows, u32 column, u32 columns) {
 #pragma unroll
     for (u32 i = 0; i < 2; i++) {
@@ -63,10 +64,10 @@ DEVICE void load_stage(Stages& stages, const LinearArgs& args, u32 step) {
               args.depth);
 }
 
-// Eight warps, each with 64 rows and 32 columns of the tile. Blocks that run at
-// the same time have the same weights and other rows, so that memory is asked
-// for the weights once.
-template <class Finish> DEVICE void tiled(const LinearArgs& args) {
+// Eight warps, each with 64 rows and 32 columns of the tile. Blocks that run at the
+// same time have the same weights and different rows, so that the weights are read from
+// memory once.
+template <class Epilogue> DEVICE void tiled(const LinearArgs& args) {
     SHARED(Stages, stages);
     u32 warp = thread_index() / WARP, lane = thread_index() % WARP;
     u32 warp_row = warp / 4 * 64, warp_column = warp % 4 * 32;
@@ -83,8 +84,8 @@ template <class Finish> DEVICE void tiled(const LinearArgs& args) {
         if (!PLANTED(LinearWithoutWait)) {
             wait_copies<STAGES - 2>();
         }
-        // What this step reads has come for all threads, and all have left
-        // the stage that is loaded next.
+        // After the barrier, the data of this step have arrived for all threads, and no
+        // thread still reads the stage that is loaded next.
         if (!PLANTED(LinearWithoutBarrier)) {
             sync_block();
         }
@@ -103,7 +104,7 @@ template <class Finish> DEVICE void tiled(const LinearArgs& args) {
             }
 #pragma unroll
             for (u32 j = 0; j < 2; j++) {
-                // Two times eight columns, low and high depth of each.
+                // Two times eight columns, with the low and the high depth of each.
                 u32 column = warp_column + j * 16 + lane / 16 * 8 + lane % 8;
                 load_matrices(b[j], stage.weights + place_in_tile(column, 2 * half + lane / 8 % 2));
             }
@@ -116,7 +117,7 @@ template <class Finish> DEVICE void tiled(const LinearArgs& args) {
             }
         }
     }
-    typename Finish::Element* output = static_cast<typename Finish::Element*>(args.output);
+    typename Epilogue::Element* output = static_cast<typename Epilogue::Element*>(args.output);
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
 #pragma unroll
@@ -128,16 +129,16 @@ template <class Finish> DEVICE void tiled(const LinearArgs& args) {
                 if (row >= args.rows) {
                     continue;
                 }
-                typename Finish::Element* to = output + (u64)row * args.columns + column;
-                // Both at once where every row begins at an even place.
+                typename Epilogue::Element* to = output + (u64)row * args.columns + column;
+                // One store writes both elements if every row begins at an even index.
                 if (column + 1 < args.columns && args.columns % 2 == 0) {
-                    Finish::put_both(to, sums[i][j][2 * half], sums[i][j][2 * half + 1]);
+                    Epilogue::put_both(to, sums[i][j][2 * half], sums[i][j][2 * half + 1]);
                     continue;
                 }
 #pragma unroll
                 for (u32 odd = 0; odd < 2; odd++) {
                     if (column + odd < args.columns || PLANTED(LinearWithoutBound)) {
-                        Finish::put(to + odd, sums[i][j][2 * half + odd]);
+                        Epilogue::put(to + odd, sums[i][j][2 * half + odd]);
                     }
                 }
             }
@@ -153,15 +154,16 @@ template <u32 EIGHTS> struct Parts {
     float at[8][SKINNY_COLUMNS][8 * EIGHTS];
 };
 
-// What a warp takes of the depth at once; its next is behind those of the others.
+// The depth that a warp processes at once. Its next chunk lies behind those of the
+// other warps.
 constexpr u32 CHUNK_DEPTH = 64;
 constexpr u32 TURN_DEPTH = 8 * CHUNK_DEPTH;
 
-// A lane's share of it.
+// A lane's share of a chunk.
 template <u32 EIGHTS> struct Chunk {
     Words4 upper[2], lower[2], input[2][EIGHTS];
 };
-// Where a lane reads.
+// The addresses that a lane reads from.
 template <u32 EIGHTS> struct Sources {
     const bf16* upper;
     const bf16* lower;
@@ -200,9 +202,9 @@ template <u32 EIGHTS> DEVICE void add_chunk(float (&sums)[EIGHTS][4], const Chun
     }
 }
 
-// Adds whole chunks, COUNT at a time, for as long as there are so many. All are
-// on their way before the first is used: what a warp has asked memory for is
-// what makes this fast.
+// Adds whole chunks, COUNT at a time, as long as that many are left. All loads of a
+// group start before the first product uses one: the number of outstanding loads
+// decides the speed of this kernel.
 template <u32 COUNT, u32 EIGHTS>
 DEVICE void add_chunks(float (&sums)[EIGHTS][4], Sources<EIGHTS>& from, u32& start, u32 depth) {
     while (start + (COUNT - 1) * TURN_DEPTH + CHUNK_DEPTH <= depth) {
@@ -212,7 +214,7 @@ DEVICE void add_chunks(float (&sums)[EIGHTS][4], Sources<EIGHTS>& from, u32& sta
             from.load(chunks[k], 0, k * TURN_DEPTH);
             from.load(chunks[k], 1, k * TURN_DEPTH + 32);
         }
-        sync_warp(); // or the compiler puts each load before its product
+        sync_warp(); // keeps the compiler from moving each load next to its product
 #pragma unroll
         for (u32 k = 0; k < COUNT; k++) {
             add_chunk(sums, chunks[k]);
@@ -222,21 +224,21 @@ DEVICE void add_chunks(float (&sums)[EIGHTS][4], Sources<EIGHTS>& from, u32& sta
     }
 }
 
-// Sixteen rows of weights are the rows of a product with eight rows of
-// activations, or twice or four times that, straight from memory: depth is
-// dealt to lanes so that each loads 16 neighbouring bytes, alike for both.
-// Eight warps share the depth; the weights are read once. More rows than that
-// are so many blocks more: a row's sums are added in one order, whatever its
-// neighbours and however many chunks are loaded at a time.
-template <class Finish, u32 EIGHTS> DEVICE void skinny(const LinearArgs& args) {
+// Sixteen rows of weights are multiplied by 8, 16 or 32 rows of activations, straight
+// from memory. The depth is distributed over lanes so that each loads 16 neighbouring
+// bytes of both. Eight warps share the depth, and the weights are read once. More rows
+// take more blocks. The order of a row's sum never depends on the other rows or on the
+// number of chunks that are loaded at once.
+template <class Epilogue, u32 EIGHTS> DEVICE void skinny(const LinearArgs& args) {
     SHARED(Parts<EIGHTS>, parts);
     u32 warp = thread_index() / WARP, lane = thread_index() % WARP, g = lane / 4, t = lane % 4;
     u32 groups = steps_of(args.rows, 8 * EIGHTS);
     u32 first_row = block_x() % groups * 8 * EIGHTS;
     u32 first_column = block_x() / groups * SKINNY_COLUMNS, column = first_column + g;
-    // Alike for the whole warp, which meets in `add_chunks`.
+    // The same for all lanes of the warp, which must meet in `add_chunks`.
     u32 start = warp * CHUNK_DEPTH;
-    // Rows and columns behind the last stand in for none: nobody reads their sums.
+    // Lanes behind the last row or column load row or column 0 instead; their sums are
+    // not used.
     bool has_upper = column < args.columns, has_lower = column + 8 < args.columns;
     Sources<EIGHTS> from;
     from.upper = args.weights + (u64)(has_upper ? column : 0) * args.depth + start + 8 * t;
@@ -248,7 +250,8 @@ template <class Finish, u32 EIGHTS> DEVICE void skinny(const LinearArgs& args) {
         from.input[eight] = args.input + (u64)(has_row ? row : 0) * args.depth + start + 8 * t;
     }
     float sums[EIGHTS][4] = {};
-    // As many as there are registers for; none where 32 rows want them all.
+    // As many chunks at once as registers allow; with 32 rows, the sums need all
+    // registers.
     if constexpr (EIGHTS == 1) {
         add_chunks<4>(sums, from, start, args.depth);
     }
@@ -284,7 +287,7 @@ template <class Finish, u32 EIGHTS> DEVICE void skinny(const LinearArgs& args) {
             sum += parts.at[part][down][across];
         }
         if (row < args.rows && place < args.columns) {
-            Finish::put(static_cast<typename Finish::Element*>(args.output) +
+            Epilogue::put(static_cast<typename Epilogue::Element*>(args.output) +
                             (u64)row * args.columns + place,
                         sum);
         }

@@ -1,8 +1,8 @@
-// What the kernels need of a compiler, and nothing of CUDA's headers: NVRTC
-// builds this as it stands, g++ builds the same names from emulator.h.
+// The compiler's features that the kernels use, without CUDA's headers. NVRTC compiles
+// the definitions below; g++ compiles the same names from emulator.h.
 //
-// Every kernel takes one argument structure by value and static shared memory.
-// Collectives are for whole warps: a lane that has nothing to do still comes.
+// Every kernel takes one argument structure by value and uses static shared memory.
+// Collective operations need all lanes of a warp, so lanes without work take part too.
 #pragma once
 
 typedef unsigned short u16;
@@ -14,7 +14,7 @@ struct bf16 {
     u16 bits;
 };
 
-// What one thread moves at once.
+// The most that one thread moves at once.
 struct alignas(16) Words4 {
     u32 words[4];
 };
@@ -31,11 +31,11 @@ struct alignas(8) Floats2 {
 constexpr u32 NONE = 0xffffffffu;
 constexpr u32 WARP = 32;
 constexpr float LOG2_E = 1.44269504f;
-// Static shared memory that every card has.
+// The static shared memory that every device has.
 constexpr u32 MOST_SHARED = 48 * 1024;
 
-// PLANTED(bug) is true where a test has asked for that bug, to see that it is
-// found; in all that runs on a card it is the constant false.
+// PLANTED(bug) is true if a test has switched that bug on, to check that the tests find
+// it. On a real device PLANTED is always false.
 #ifdef TOLLGATE_EMULATED
 #include "emulator.h"
 #else
@@ -43,9 +43,9 @@ constexpr u32 MOST_SHARED = 48 * 1024;
 #define PLANTED(bug) false
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_MEMBER __device__ __forceinline__
-// Every block waits first until all that was put into the stream before it has
-// ended, and only then may the next kernel's come to wait likewise. Where none
-// was launched to overlap (`Launches::Overlapping`) this is nothing.
+// Every block waits until the previous kernel in the stream has ended, and then lets
+// the next kernel start and wait in the same way. Without overlapping launches
+// (`Launches::Overlapping`) both instructions do nothing.
 DEVICE void follow() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -60,7 +60,7 @@ DEVICE void follow() {
     }                                                                                              \
     DEVICE void follow_##name(const Args& args)
 #define KERNEL(name, threads, Args) FOLLOWING(__launch_bounds__(threads), name, Args)
-// So few registers that `blocks` blocks fit on a multiprocessor.
+// Limits the registers so that `blocks` blocks fit on a multiprocessor.
 #define DENSE_KERNEL(name, threads, blocks, Args)                                                  \
     FOLLOWING(__launch_bounds__(threads, blocks), name, Args)
 #define SHARED(Type, name)                                                                         \
@@ -81,27 +81,27 @@ DEVICE double shuffle_xor(double value, u32 mask) {
     return __shfl_xor_sync(0xffffffffu, value, mask);
 }
 
-// Which lanes say so, a bit each.
+// Returns a bit for each lane whose argument is true.
 DEVICE u32 ballot(bool says) { return __ballot_sync(0xffffffffu, says); }
 DEVICE u32 count_bits(u32 bits) { return __popc(bits); }
 
 DEVICE u32 bits_of(float value) { return __float_as_uint(value); }
 DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
 
-// To the nearest bf16, ties to even.
+// Rounds to the nearest bf16, ties to even.
 DEVICE bf16 narrow(float value) {
     bf16 result;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
     return result;
 }
-// Two of them in a word, `low` in its lower half.
+// Packs two bf16 into a word, `low` in the lower half.
 DEVICE u32 narrow2(float low, float high) {
     u32 result;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
     return result;
 }
 
-// 16 bytes from global to shared memory, or zeros, without waiting.
+// Copies 16 bytes from global to shared memory, or zeros, without waiting.
 DEVICE void copy_async(void* to, const void* from, bool is_there) {
     u32 place = (u32)__cvta_generic_to_shared(to);
     u32 bytes = is_there ? 16 : 0;
@@ -109,13 +109,13 @@ DEVICE void copy_async(void* to, const void* from, bool is_there) {
                  : "memory");
 }
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all but the latest `groups` groups of this thread are there.
+// Waits until all groups of this thread but the latest `groups` have arrived.
 template <int groups> DEVICE void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
 }
 
-// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8
-// of matrix l / 8 and receives elements 2 (l % 4) and the next of row l / 4.
+// Loads four 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of
+// matrix l / 8 and receives elements 2 (l % 4) and the next one of row l / 4.
 DEVICE void load_matrices(u32 (&to)[4], const void* row) {
     u32 place = (u32)__cvta_generic_to_shared(row);
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -123,7 +123,7 @@ DEVICE void load_matrices(u32 (&to)[4], const void* row) {
                  : "r"(place)
                  : "memory");
 }
-// The same, each matrix transposed.
+// Loads the same matrices transposed.
 DEVICE void load_matrices_transposed(u32 (&to)[4], const void* row) {
     u32 place = (u32)__cvta_generic_to_shared(row);
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -132,8 +132,8 @@ DEVICE void load_matrices_transposed(u32 (&to)[4], const void* row) {
                  : "memory");
 }
 
-// sums (16x8) += a (16x16, rows) b (16x8, columns), bf16 with f32 sums. Lane l
-// holds rows l / 4 and l / 4 + 8 of a and sums, column l / 4 of b.
+// sums (16x8) += a (16x16, rows) * b (16x8, columns), bf16 with f32 sums. Lane l holds
+// rows l / 4 and l / 4 + 8 of a and sums, and column l / 4 of b.
 DEVICE void multiply(float (&sums)[4], const u32 (&a)[4], u32 b_low, u32 b_high) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -151,9 +151,9 @@ DEVICE float exp2_fast(float x) {
 }
 DEVICE float inverse_root(float x) { return rsqrtf(x); }
 DEVICE float exponential_fast(float x) { return __expf(x); }
-// Two units in the last place off, and 0 where b is above 2^126.
+// Accurate to two units in the last place; 0 if b is above 2^126.
 DEVICE float divided_fast(float a, float b) { return __fdividef(a, b); }
-// Not fused, whatever the compiler thinks best.
+// Separate multiplications and additions, which the compiler must not fuse.
 DEVICE float times(float a, float b) { return __fmul_rn(a, b); }
 DEVICE float plus(float a, float b) { return __fadd_rn(a, b); }
 DEVICE float divided(float a, float b) { return __fdiv_rn(a, b); }
@@ -174,7 +174,7 @@ DEVICE float low_half(u32 pair) { return float_of(pair << 16); }
 DEVICE float high_half(u32 pair) { return float_of(pair & 0xffff0000u); }
 DEVICE float minus_infinity() { return float_of(0xff800000u); }
 DEVICE float larger(float a, float b) { return a > b ? a : b; }
-// In one instruction; the other one where one is NaN.
+// One instruction. If one argument is NaN, the result is the other.
 DEVICE float larger_number(float a, float b) { return fmaxf(a, b); }
 template <class T> DEVICE T least_of(T a, T b) { return a < b ? a : b; }
 template <class T> DEVICE T most_of(T a, T b) { return a > b ? a : b; }
@@ -187,7 +187,7 @@ template <class T> DEVICE T sum_of_lanes(T value, u32 lanes) {
     return value;
 }
 
-// Whole rows of bf16 from global memory, 8 elements a piece.
+// Whole rows of bf16 from global memory, 8 elements at once.
 DEVICE Words4 load8(const bf16* from) { return *reinterpret_cast<const Words4*>(from); }
 DEVICE void store8(bf16* to, const float (&values)[8]) {
     Words4 packed;

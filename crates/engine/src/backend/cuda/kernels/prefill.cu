@@ -1,8 +1,8 @@
-// Causal attention of many new tokens over their paged context, as
-// FlashAttention-2 does it: a tile of queries stays, keys and values pass by.
-// Rows of a tile are (token, head of the group), so that the heads that share
-// a KV head share its loads. While scores are computed the values come; while
-// values are summed the next keys come.
+// Causal attention of many new tokens over their paged context, by the method of
+// FlashAttention-2: a tile of queries stays while keys and values pass by. Rows of a
+// tile are pairs of token and head of the group, so that the heads that share a KV head
+// share its loads. The values are loaded while scores are computed; the next keys are
+// loaded while values are summed.
 #include "kernels.h"
 
 constexpr u32 PREFILL_KEYS = 64;
@@ -13,10 +13,10 @@ template <u32 D> struct PrefillTiles {
     bf16 values[PREFILL_KEYS * D];
 };
 
-// 16-byte pieces of a row are swapped about so that eight rows of a matrix lie
-// in different banks. The order repeats every eight rows: eight rows on is
-// `place + 8 * D`. A piece's bits are bits of its place: from piece 0 or 1,
-// 2 `step` pieces on is `place ^ step * 16`.
+// The 16-byte pieces of a row are permuted so that eight rows of a matrix lie in
+// different banks. The order repeats every eight rows, so the row eight rows further is
+// at `place + 8 * D`. A piece's bits are bits of its place, so from piece 0 or 1, the
+// piece 2 `step` further is at `place ^ step * 16`.
 template <u32 D> DEVICE u32 place_in_rows(u32 row, u32 piece) {
     u32 by = D == 32 ? row / 2 % 4 : row % 8;
     return row * D + (piece ^ by) * 8;
@@ -37,8 +37,8 @@ DEVICE void load_query_tile(PrefillTiles<D>& tiles, const PrefillArgs& args, con
     }
 }
 
-// What a thread loads of a tile of keys or values: one piece of every ROWS-th
-// row, so that a few KV blocks hold all of it.
+// A thread's share of a tile of keys or values: one piece of every ROWS-th row, so that
+// a few KV blocks contain all of it.
 template <u32 D> struct PrefillShare {
     static constexpr u32 PIECES = D / 8, ROWS = 128 / PIECES;
     static constexpr u32 STEP = ROWS < BLOCK_TOKENS ? BLOCK_TOKENS : ROWS;
@@ -46,8 +46,8 @@ template <u32 D> struct PrefillShare {
     u32 blocks[BLOCKS];
 };
 
-// Finds the blocks of positions `first` to `first + 63`; the table has none
-// behind the end, and nobody reads those.
+// Finds the blocks of positions `first` to `first + 63`. Positions behind the end use
+// the last block, because the table has no blocks for them; their keys are masked.
 template <u32 D>
 DEVICE void look_up(PrefillShare<D>& share, const PrefillArgs& args, const Span& span, u32 first,
                     u32 end) {
@@ -60,8 +60,8 @@ DEVICE void look_up(PrefillShare<D>& share, const PrefillArgs& args, const Span&
     }
 }
 
-// Keys or values of positions `first` to `first + 63`; zeros for those that
-// nobody sees, since nothing times anything must be nothing.
+// Loads the keys or values of positions `first` to `first + 63`. Unseen positions
+// become zeros, because 0 times NaN is not 0.
 template <u32 D>
 DEVICE void load_key_tile(bf16* to, const bf16* cache, const PrefillArgs& args,
                           const PrefillShare<D>& share, u32 first, u32 begin, u32 end) {
@@ -82,7 +82,7 @@ DEVICE void load_key_tile(bf16* to, const bf16* cache, const PrefillArgs& args,
     }
 }
 
-// A warp's sixteen rows; a lane has rows g and g + 8.
+// The sixteen rows of a warp. A lane has rows g and g + 8.
 template <u32 D> struct PrefillRows {
     float sums[D / 8][4];
     float largest[2], total[2];
@@ -100,7 +100,7 @@ DEVICE void score_tile(float (&scores)[PREFILL_KEYS / 8][4], const PrefillTiles<
     }
     u32 query_place = place_in_rows<D>(warp * 16 + lane % 16, lane / 16);
     u32 key_place = place_in_rows<D>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
-    // Two at once: more do not fit in registers.
+    // Two steps at once; more do not fit in registers.
 #pragma unroll 2
     for (u32 step = 0; step < D / 16; step++) {
         u32 query[4];
@@ -115,7 +115,7 @@ DEVICE void score_tile(float (&scores)[PREFILL_KEYS / 8][4], const PrefillTiles<
     }
 }
 
-// Scores outside what their row sees become minus infinity.
+// Sets scores outside a row's visible keys to minus infinity.
 template <u32 D>
 DEVICE void mask_tile(float (&scores)[PREFILL_KEYS / 8][4], const PrefillArgs& args,
                       const Span& span, u32 first) {
@@ -139,8 +139,8 @@ DEVICE void mask_tile(float (&scores)[PREFILL_KEYS / 8][4], const PrefillArgs& a
     }
 }
 
-// Scores become weights against the largest so far, and what was summed is
-// brought to the same measure.
+// Turns scores into weights relative to the largest score so far, and rescales the
+// earlier sums.
 template <u32 D>
 DEVICE void soften_tile(PrefillRows<D>& rows, float (&scores)[PREFILL_KEYS / 8][4], float scale) {
 #pragma unroll
@@ -153,10 +153,11 @@ DEVICE void soften_tile(PrefillRows<D>& rows, float (&scores)[PREFILL_KEYS / 8][
         }
         highest = larger_number(highest, shuffle_xor(highest, 1));
         highest = larger_number(highest, shuffle_xor(highest, 2));
-        // A row that has seen nothing yet is measured against nothing.
+        // A row that has not seen any key yet has no largest score; 0 avoids NaN.
         float base = highest == minus_infinity() ? 0.0f : highest * scale;
-        // Rounded before it is subtracted, as `base` is: a tile that changes nothing
-        // corrects by 1, or a row would depend on how far its tile reaches.
+        // The product is rounded before the subtraction, as `base` is. A tile that does
+        // not change the largest score then corrects by exactly 1; otherwise a row
+        // would depend on the extent of its tile.
         float correction = exp2_fast(plus(times(rows.largest[half], scale), -base));
         rows.largest[half] = highest;
         rows.total[half] *= correction;
@@ -240,7 +241,7 @@ template <u32 D> DEVICE void prefill(const PrefillArgs& args) {
     load_key_tile<D>(tiles.keys, args.keys, args, share, first, begin, end);
     commit_copies();
     for (; first < end; first += PREFILL_KEYS) {
-        // The keys are there, and all have left the values of before.
+        // The keys have arrived, and no thread still reads the previous values.
         wait_copies<0>();
         sync_block();
         load_key_tile<D>(tiles.values, args.values, args, share, first, begin, end);
@@ -252,7 +253,7 @@ template <u32 D> DEVICE void prefill(const PrefillArgs& args) {
         }
         soften_tile<D>(rows, scores, scale);
         look_up<D>(share, args, span, first + PREFILL_KEYS, end);
-        // The values are there, and all have left the keys.
+        // The values have arrived, and no thread still reads the keys.
         if (!PLANTED(PrefillWithoutWait)) {
             wait_copies<0>();
         }

@@ -1,11 +1,12 @@
-// What touches each element of a row once: embedding, norms, positions, gates.
+// Kernels that touch each element of a row once: embedding, norms, positions, gates.
 #include "kernels.h"
 
 KERNEL(feed, 256, FeedArgs) {
     u32 i = block_x() * 256 + thread_index();
     if (i < args.count && args.sources[i] != NONE) {
         u32 token = args.sampled[args.sources[i]];
-        // Of a row without numbers nothing is drawn; its sequence is over.
+        // A row without finite logits gives no token. Its sequence ends, so any valid
+        // token serves here.
         args.tokens[i] = token == NONE ? 0 : token;
     }
 }
@@ -51,7 +52,7 @@ KERNEL(angles, 64, AnglesArgs) {
 struct NormSums {
     float warps[8];
 };
-// Elements that a block takes at once.
+// Elements that a block processes at once.
 constexpr u32 NORM_STEP = 256 * 8;
 
 DEVICE float sum_of_squares(const float (&x)[8], float sum) {
@@ -69,8 +70,8 @@ DEVICE void store_scaled(bf16* to, float (&x)[8], float scale, const float (&wei
     store8(to, x);
 }
 
-// What a thread needs first, and all of a usual row, stays in registers: weights
-// come while squares are added, and neither is waited for afterwards.
+// The first elements of a row, and all of a usual row, stay in registers. The weights
+// are loaded while squares are summed, so that no thread waits for them afterwards.
 KERNEL(rms_norm, 256, NormArgs) {
     SHARED(NormSums, sums);
     constexpr u32 HELD = 2;
@@ -128,15 +129,15 @@ KERNEL(rms_norm, 256, NormArgs) {
     }
 }
 
-// A head of D elements is D / 4 threads; each holds two neighbouring elements
-// of either half, which are what turns together.
+// D / 4 threads process a head of D elements. Each thread holds two neighbouring
+// elements of either half, which are rotated together.
 template <u32 D> DEVICE void rope(const RopeArgs& args) {
     constexpr u32 LANES = D / 4;
     u32 token = block_x();
     u32 all = args.heads + 2 * args.kv_heads;
     u32 head = block_y() * (128 / LANES) + thread_index() / LANES;
     u32 at = thread_index() % LANES * 2;
-    // Lanes behind the last head come along: shuffles are for whole warps.
+    // Lanes behind the last head take part, because shuffles need the whole warp.
     bool is_there = head < all;
     head = least_of(head, all - 1);
     bool is_query = head < args.heads, is_value = head >= args.heads + args.kv_heads;
@@ -145,7 +146,7 @@ template <u32 D> DEVICE void rope(const RopeArgs& args) {
     const float* from = args.qkv + (u64)token * all * D + column;
     Floats2 low = *reinterpret_cast<const Floats2*>(from);
     Floats2 high = *reinterpret_cast<const Floats2*>(from + D / 2);
-    // Asked for here, though wanted later, so that all is waited for once.
+    // Loaded here although it is used later, so that there is only one wait for memory.
     u32 slot = args.slots[token];
     const float* angles = args.angles + (u64)token * D + at;
     Floats2 cosines = *reinterpret_cast<const Floats2*>(angles);

@@ -1,6 +1,5 @@
-//! Every kernel, executed on the emulated card, against the CPU backend's own
-//! arithmetic at shapes that fit nothing; and bugs planted in them, each of
-//! which must be found.
+//! Tests of every kernel. The kernels run on the emulated device and are compared with
+//! the CPU backend at awkward shapes. Planted bugs must be found.
 
 mod attention;
 mod compiled;
@@ -11,7 +10,7 @@ mod sample;
 
 use super::emulator::{Bug, Emulator, Memory, ORDERS, Plain};
 
-/// An even sequence in -1..1, the same each time.
+/// Returns a fixed sequence of numbers, evenly spread over -1..1.
 fn noise(seed: usize, count: usize) -> Vec<f32> {
     let mut state = seed as u64 * 2 + 1;
     (0..count)
@@ -22,7 +21,7 @@ fn noise(seed: usize, count: usize) -> Vec<f32> {
         .collect()
 }
 
-/// The same, as bf16 holds it.
+/// Returns the same sequence in bf16.
 fn bf16_noise(seed: usize, count: usize) -> Vec<u16> {
     noise(seed, count).into_iter().map(|value| half::bf16::from_f32(value).to_bits()).collect()
 }
@@ -31,18 +30,20 @@ fn widened(values: &[u16]) -> Vec<f32> {
     values.iter().map(|bits| half::bf16::from_bits(*bits).to_f32()).collect()
 }
 
-/// How far a value may be off, of itself and of a usual one.
+/// The allowed difference of a value: relative to the value itself, and to a typical
+/// value.
 #[derive(Clone, Copy)]
 struct Tolerance {
     of_itself: f64,
     of_usual: f64,
 }
 
-/// What rounding a result to bf16 may do, 2^-9 of it, and a little.
+/// The difference from rounding a result to bf16, 2^-9 of it, and a little more.
 const ROUNDED: Tolerance = Tolerance { of_itself: 0.0045, of_usual: 1e-5 };
-/// Sums in f32, in another order.
+/// The difference of f32 sums in another order.
 const SUMMED: Tolerance = Tolerance { of_itself: 1e-5, of_usual: 1e-5 };
-/// Weights of keys rounded to bf16 before their sum, and the sum after.
+/// The difference from rounding the weights of keys to bf16 before their sum, and the
+/// sum after it.
 const ATTENDED: Tolerance = Tolerance { of_itself: 0.008, of_usual: 0.01 };
 
 fn compare(found: &[f32], expected: &[f32], tolerance: Tolerance) -> Result<(), String> {
@@ -59,7 +60,8 @@ fn compare(found: &[f32], expected: &[f32], tolerance: Tolerance) -> Result<(), 
     Ok(())
 }
 
-/// A buffer that a kernel is to fill: poisoned, and nothing behind it touched.
+/// Returns the content of a buffer that a kernel had to fill. Every element must be
+/// written and nothing behind the end.
 fn filled<T: Plain>(output: &Memory<'_, T>) -> Result<Vec<T>, String> {
     match output.is_whole() {
         true => Ok(output.as_slice().to_vec()),
@@ -67,7 +69,7 @@ fn filled<T: Plain>(output: &Memory<'_, T>) -> Result<Vec<T>, String> {
     }
 }
 
-/// Runs a check in every order on sound kernels.
+/// Runs a check on correct kernels in every order.
 fn sound(check: impl Fn(&Emulator, u32) -> Result<(), String>) {
     let Some(emulator) = Emulator::sound() else { return };
     for order in ORDERS {
@@ -77,7 +79,7 @@ fn sound(check: impl Fn(&Emulator, u32) -> Result<(), String>) {
     }
 }
 
-/// Makes sure that a check passes without a bug and finds it in some order.
+/// Checks that a test passes without a bug and fails with it in at least one order.
 fn finds(bug: Bug, check: impl Fn(&Emulator, u32) -> Result<(), String>) {
     let Some(emulator) = Emulator::planted() else { return };
     emulator.plant(Bug::None);

@@ -1,4 +1,4 @@
-//! Attention over paged keys and values, at awkward places of a context.
+//! Tests of attention over paged keys and values, at awkward positions of a context.
 
 use super::*;
 use crate::backend::cuda::kernels::*;
@@ -7,7 +7,7 @@ use crate::kernels::{
     KvFormat, KvSlot, KvView, LANES, RotateJob, RowView, rotate, tokens_of_task,
 };
 
-/// How the heads are arranged, and how far they see.
+/// The arrangement of heads, and the window of attention.
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     heads: usize,
@@ -16,11 +16,11 @@ struct Shape {
     window: usize,
 }
 
-/// Some sequences with their keys and values, new tokens' queries, and what
-/// the CPU backend makes of them.
+/// Sequences with their keys and values, queries of new tokens, and the CPU backend's
+/// results.
 struct Case {
     shape: Shape,
-    /// Ours, with poison in every place that holds no token.
+    /// Keys in the device's layout, with poison in every slot that holds no token.
     keys: Vec<u16>,
     values: Vec<u16>,
     queries: Vec<u16>,
@@ -30,7 +30,8 @@ struct Case {
 }
 
 impl Case {
-    /// Sequences of `(position, tokens)`: what is cached, and what is new.
+    /// Creates sequences from pairs `(position, tokens)`: the number of cached tokens
+    /// and of new ones.
     fn new(shape: Shape, sequences: &[(usize, usize)]) -> Self {
         let d = shape.head_dim.elements() as usize;
         let rows = sequences.iter().map(|(_, tokens)| tokens).sum::<usize>();
@@ -65,7 +66,7 @@ impl Case {
         case
     }
 
-    /// Fills one sequence's keys and values and attends on the CPU.
+    /// Fills one sequence's keys and values and computes its attention on the CPU.
     fn sequence(&mut self, row: usize, position: usize, tokens: usize, blocks: &[u32]) {
         let Shape { heads, kv_heads, head_dim, window } = self.shape;
         let d = head_dim.elements() as usize;
@@ -133,7 +134,7 @@ impl Case {
     fn check_decode(&self, emulator: &Emulator, order: u32, splits: u32) -> Result<(), String> {
         let Shape { heads, kv_heads, head_dim, window } = self.shape;
         let d = head_dim.elements() as usize;
-        // A place that is held free does no harm.
+        // An unused entry must do no harm.
         let mut spans = self.spans.clone();
         spans.insert(1, KernelSpan { row: 99, tokens: 0, position: 99, blocks: 99 });
         let output = emulator.memory::<u16>(self.queries.len());
@@ -187,7 +188,7 @@ impl Case {
             .map_err(|error| format!("{:?}: {error}", self.shape))
     }
 
-    /// What prefill makes of all rows in tiles of at most so many tokens.
+    /// Runs prefill over all rows, in tiles of at most `most` tokens.
     fn prefill(
         &self,
         emulator: &Emulator,
@@ -227,11 +228,11 @@ impl Case {
     }
 }
 
-/// One token each, at edges of blocks and far behind them.
+/// Single tokens at the edges of blocks and far behind them.
 const SINGLE: [(usize, usize); 7] = [(0, 1), (15, 1), (16, 1), (17, 1), (37, 1), (130, 1), (63, 1)];
 
 #[test]
-fn single_tokens_agree() {
+fn decode_attention_agrees_with_the_cpu() {
     for head_dim in HeadDim::ALL {
         for (heads, kv_heads, window) in [(1, 1, 0), (4, 2, 0), (14, 2, 0), (16, 1, 20), (9, 1, 5)]
         {
@@ -243,11 +244,11 @@ fn single_tokens_agree() {
     }
 }
 
-/// Groups and heads as models of 7 to 8 billion parameters have them, far into
-/// a context: single tokens in as many parts as a device with nothing else to
-/// do makes of it, the last of which may be empty; and a chunk.
+/// Groups and heads of models with 7 to 8 billion parameters, far into a context:
+/// single tokens in as many parts as an otherwise idle device makes, the last of which
+/// may be empty; and a chunk.
 #[test]
-fn long_contexts_agree() {
+fn attention_over_long_contexts_agrees_with_the_cpu() {
     for (heads, window) in [(4, 0), (7, 0), (7, 1_100)] {
         let shape = Shape { heads, kv_heads: 1, head_dim: HeadDim::D128, window };
         let singles = Case::new(shape, &[(2_100, 1), (2_303, 1)]);
@@ -258,7 +259,7 @@ fn long_contexts_agree() {
 }
 
 #[test]
-fn planted_bugs_in_attention_of_single_tokens_are_found() {
+fn planted_decode_bugs_are_found() {
     let shape = Shape { heads: 4, kv_heads: 2, head_dim: HeadDim::D64, window: 0 };
     let case = Case::new(shape, &SINGLE);
     for bug in [Bug::DecodeWrongHead, Bug::DecodeMask, Bug::DecodeWithoutBarrier] {
@@ -266,11 +267,11 @@ fn planted_bugs_in_attention_of_single_tokens_are_found() {
     }
 }
 
-/// Whole prompts, chunks that go on from what is cached, and single tokens.
+/// Whole prompts, chunks that follow cached tokens, and single tokens.
 const CHUNKS: [(usize, usize); 6] = [(0, 1), (0, 17), (16, 70), (37, 3), (129, 5), (0, 64)];
 
 #[test]
-fn chunks_agree() {
+fn prefill_attention_agrees_with_the_cpu() {
     for head_dim in HeadDim::ALL {
         for (heads, kv_heads, window) in [(1, 1, 0), (4, 2, 0), (14, 2, 0), (16, 1, 20), (9, 1, 5)]
         {
@@ -280,11 +281,11 @@ fn chunks_agree() {
     }
 }
 
-/// A row's bits are the same in a tile that reaches far behind it. All keys are
-/// alike and scores are high; of values half are 1 and half the next number, so
-/// that a mean is as near to one as to the other and the last bit shows in it.
+/// A row has the same bits in a tile that reaches far behind it. All keys are equal and
+/// scores are high. Half of the values are 1 and half are the next number, so a mean is
+/// midway between both and shows its last bit.
 #[test]
-fn a_rows_attention_does_not_depend_on_its_tile() {
+fn attention_does_not_depend_on_the_tile() {
     const HIGH: f32 = 4.0;
     let [one, next] = [0x3f80, 0x3f81];
     for (heads, head_dim) in [(2, HeadDim::D32), (7, HeadDim::D64), (4, HeadDim::D128)] {
@@ -314,7 +315,7 @@ fn a_rows_attention_does_not_depend_on_its_tile() {
 }
 
 #[test]
-fn planted_bugs_in_attention_of_chunks_are_found() {
+fn planted_prefill_bugs_are_found() {
     let shape = Shape { heads: 4, kv_heads: 2, head_dim: HeadDim::D64, window: 0 };
     let case = Case::new(shape, &CHUNKS);
     for bug in [

@@ -1,5 +1,5 @@
-//! The same sources as NVRTC compiles them for real cards: nothing spilled, no
-//! stack, registers and shared memory within bounds. No card is needed.
+//! Tests of the same sources as NVRTC compiles them for real devices: no spills, no
+//! stack, and registers and shared memory within bounds. No device is needed.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -12,13 +12,13 @@ use crate::backend::cuda::kernels::emulator::variable;
 use crate::backend::cuda::kernels::{INCLUDED, NAMES, OPTIONS, UNIT};
 
 const ARCHITECTURES: [&str; 2] = ["sm_80", "sm_90a"];
-/// Registers of a thread. The exceptions hold a head's sums in registers; three
-/// of their blocks of 128 threads still fit on a multiprocessor.
+/// The most registers of a thread. The exceptions hold a head's sums in registers;
+/// three of their blocks of 128 threads still fit on a multiprocessor.
 const MOST_REGISTERS: u32 = 128;
 const EXCEPTIONS: [(&str, u32); 2] = [("decode_128", 168), ("prefill_128", 168)];
 const MOST_SHARED: u32 = 48 << 10;
 
-/// What the assembler says of a kernel.
+/// The assembler's report on a kernel.
 #[derive(Debug, Default)]
 struct Resources {
     registers: u32,
@@ -28,7 +28,7 @@ struct Resources {
 }
 
 #[test]
-fn every_kernel_compiles_within_its_bounds() {
+fn every_kernel_compiles_within_bounds() {
     let Some(folder) = folder() else {
         assert!(variable("TOLLGATE_GATE").is_none(), "the gate installs NVRTC");
         println!("not run: no NVRTC in the environment that `cargo xtask tools` makes");
@@ -53,7 +53,7 @@ fn every_kernel_compiles_within_its_bounds() {
 }
 
 #[test]
-fn reads_what_the_assembler_says() {
+fn assembler_reports_are_parsed() {
     let log = "ptxas info    : Compiling entry function 'a' for 'sm_80'\n\
         ptxas info    : Function properties for a\n\
         ptxas         .     8 bytes stack frame, 4 bytes spill stores, 2 bytes spill loads\n\
@@ -85,7 +85,7 @@ fn resources(log: &str) -> BTreeMap<String, Resources> {
     found
 }
 
-/// Where the tools' Python keeps NVIDIA's libraries.
+/// Returns the folder in which the tools' Python has NVIDIA's libraries.
 fn folder() -> Option<PathBuf> {
     let python = PathBuf::from(variable("TOLLGATE_PYTHON")?);
     let lib = python.parent()?.parent()?.join("lib");
@@ -114,11 +114,11 @@ impl Compiler {
                     path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(prefix))
                 })
                 .unwrap_or_else(|| panic!("no {prefix} in {}", folder.display()));
-            // SAFETY: it is the library that the gate has installed.
+            // SAFETY: this is the library that the gate has installed.
             unsafe { Library::open(Some(&path), flags) }
                 .unwrap_or_else(|error| panic!("{}: {error}", path.display()))
         };
-        // It looks for its builtins by name alone, so they must be there before.
+        // NVRTC finds its builtins by name only, so they must be loaded first.
         let builtins = open("libnvrtc-builtins.so", RTLD_NOW | RTLD_GLOBAL);
         Self { nvrtc: open("libnvrtc.so", RTLD_NOW), _builtins: builtins }
     }
@@ -150,8 +150,8 @@ impl Compiler {
             |texts: &[CString]| texts.iter().map(|text| text.as_ptr()).collect::<Vec<_>>();
         let (unit_name, unit) = (text(UNIT.0), text(UNIT.1));
         let mut program = null_mut();
-        // SAFETY: signatures are those of nvrtc.h, strings outlive the calls,
-        // and the log has the size that it says.
+        // SAFETY: the signatures are those of nvrtc.h, the strings outlive the calls,
+        // and the log has the reported size.
         unsafe {
             let create = self.nvrtc.get::<Create>(b"nvrtcCreateProgram\0").expect("NVRTC has it");
             let compile = self.nvrtc.get::<Compile>(b"nvrtcCompileProgram\0").expect("likewise");

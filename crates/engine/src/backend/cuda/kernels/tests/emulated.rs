@@ -1,5 +1,5 @@
-//! What the emulated card itself refuses: a test that it lets pass must have
-//! meant what it said.
+//! Tests of errors that the emulated device itself must report, so that a passing
+//! kernel test can be trusted.
 
 use super::*;
 use crate::backend::cuda::kernels::{EmbedArgs, FillArgs, Launch, NAMES, embed, fill};
@@ -9,7 +9,7 @@ fn refusal<A>(launch: &Launch<A>) -> Option<String> {
 }
 
 #[test]
-fn arguments_of_another_size_are_refused() {
+fn wrong_argument_size_is_refused() {
     let args = FillArgs { words: 0, count: 0, value: 0 };
     let launch = Launch { kernel: "embed", ..fill(args) };
     let said = refusal(&launch).unwrap_or_else(|| "embed takes".to_owned());
@@ -20,14 +20,14 @@ fn arguments_of_another_size_are_refused() {
 }
 
 #[test]
-fn a_kernel_that_is_not_there_is_refused() {
+fn unknown_kernel_is_refused() {
     let launch = Launch { kernel: "no such", grid: [1; 3], threads: 32, args: 0_u32 };
     let said = refusal(&launch).unwrap_or_else(|| "no such".to_owned());
     assert!(said.contains("no such"), "{said}");
 }
 
 #[test]
-fn an_access_before_a_buffer_or_through_nothing_is_refused() {
+fn access_outside_a_buffer_is_refused() {
     let Some(emulator) = Emulator::sound() else { return };
     let (residual, tokens) = (emulator.memory::<f32>(8), emulator.copy(&[0_u32]));
     let table = emulator.copy(&[0_u16; 8]);

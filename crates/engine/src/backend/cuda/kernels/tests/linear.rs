@@ -1,4 +1,4 @@
-//! Linear layers, in tiles and skinny.
+//! Tests of linear layers, with the tiled and the skinny kernels.
 
 use super::*;
 use crate::backend::cuda::kernels::*;
@@ -8,7 +8,7 @@ use crate::kernels::{
 };
 use crate::weights::{Element, Tensor};
 
-/// A layer's input, weights, and what the CPU backend makes of them.
+/// The input and the weights of a layer, and the CPU backend's result.
 struct Layer {
     rows: usize,
     columns: usize,
@@ -103,7 +103,7 @@ impl Layer {
 const FINISHES: [Epilogue; 3] = [Epilogue::F32, Epilogue::Bf16, Epilogue::Add];
 
 #[test]
-fn tiles_agree() {
+fn tiled_layers_agree_with_the_cpu() {
     for (rows, columns, depth) in
         [(1, 1, 8), (9, 130, 40), (17, 128, 128), (128, 128, 96), (130, 67, 264), (33, 257, 64)]
     {
@@ -115,7 +115,7 @@ fn tiles_agree() {
 }
 
 #[test]
-fn skinny_layers_agree() {
+fn skinny_layers_agree_with_the_cpu() {
     for rows in [1, 7, 8, 9, 16, 17, 32, 33, 71] {
         for (columns, depth) in [(1, 8), (16, 32), (37, 128), (130, 520), (517, 136)] {
             let layer = Layer::new(rows, columns, depth);
@@ -126,10 +126,10 @@ fn skinny_layers_agree() {
     }
 }
 
-/// Depths at which the warps take four chunks at once, two, and one that may
-/// end within, each with all the others and alone.
+/// Depths at which the warps take four chunks at once, two, or one that may end within,
+/// in combination and alone.
 #[test]
-fn skinny_layers_agree_at_every_depth_of_chunks() {
+fn skinny_layers_agree_at_every_depth() {
     for rows in [1, 8, 9, 17, 33] {
         for depth in [512, 1_032, 2_048, 64 * 8 * 5, 64 * 8 * 7 + 40, 64 * 8 * 11 - 8] {
             let layer = Layer::new(rows, 21, depth);
@@ -138,9 +138,9 @@ fn skinny_layers_agree_at_every_depth_of_chunks() {
     }
 }
 
-/// The first rows of many and the same rows alone.
+/// The first rows of many rows, compared with the same rows alone.
 #[test]
-fn a_rows_sums_do_not_depend_on_its_neighbours() {
+fn row_sums_do_not_depend_on_other_rows() {
     const MANY: usize = 70;
     for depth in [520, 64 * 8 * 7 + 40] {
         let layer = Layer::new(MANY, 37, depth);
@@ -186,7 +186,7 @@ fn few_rows_take_a_skinny_kernel() {
 }
 
 #[test]
-fn planted_bugs_in_tiles_are_found() {
+fn planted_tile_bugs_are_found() {
     let layer = Layer::new(33, 67, 264);
     for bug in [Bug::LinearWithoutWait, Bug::LinearWithoutBarrier, Bug::LinearWithoutBound] {
         finds(bug, |emulator, order| layer.check(emulator, order, tiled, Epilogue::F32));
@@ -194,7 +194,7 @@ fn planted_bugs_in_tiles_are_found() {
 }
 
 #[test]
-fn a_skinny_layer_without_its_bound_is_found() {
+fn skinny_layer_without_bound_is_found() {
     for depth in [72, 2_048] {
         let layer = Layer::new(11, 40, depth);
         finds(Bug::SkinnyWithoutBound, |emulator, order| {

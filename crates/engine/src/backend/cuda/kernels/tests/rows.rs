@@ -1,4 +1,4 @@
-//! Embedding, norms, positions, gates, and what moves words about.
+//! Tests of embedding, norms, positions and gates, and of the kernels that copy words.
 
 use super::*;
 use crate::backend::cuda::kernels::*;
@@ -9,7 +9,7 @@ use crate::kernels::{
 use crate::model::{Rope, RopeScaling};
 
 #[test]
-fn sampled_tokens_are_fed() {
+fn feed_writes_sampled_tokens() {
     sound(|emulator, order| {
         let mut tokens = emulator.copy(&[7_u32, 8, 9, 10]);
         let sources = emulator.copy(&[1, NONE, 0, 2]);
@@ -21,14 +21,14 @@ fn sampled_tokens_are_fed() {
             count: 4,
         };
         emulator.launch(&feed(args), order)?;
-        // Where nothing was drawn, a token that the table has.
+        // A sample that found no token becomes token 0, which the embedding has.
         assert_eq!(tokens.as_mut_slice(), [71, 8, 70, 0]);
         Ok(())
     });
 }
 
 #[test]
-fn words_are_filled() {
+fn fill_writes_every_word() {
     sound(|emulator, order| {
         for count in [1_usize, 255, 256, 1_001] {
             let words = emulator.memory::<u32>(count);
@@ -41,7 +41,7 @@ fn words_are_filled() {
 }
 
 #[test]
-fn blocks_are_copied_in_every_layer() {
+fn copy_block_copies_every_layer() {
     sound(|emulator, order| {
         let (layers, blocks, elements) = (3, 4, 2 * 16 * 32);
         let cache = |seed| emulator.copy(&bf16_noise(seed, layers * blocks * elements));
@@ -68,7 +68,7 @@ fn blocks_are_copied_in_every_layer() {
 }
 
 #[test]
-fn embeddings_are_the_tables_rows() {
+fn embed_reads_rows_of_the_table() {
     sound(|emulator, order| {
         for (tokens, hidden) in [(1, 8), (17, 128), (5, 2_056)] {
             let vocabulary = 11;
@@ -91,7 +91,7 @@ fn embeddings_are_the_tables_rows() {
     });
 }
 
-/// Angles as the CPU backend lays them out.
+/// Returns angles in the CPU backend's layout.
 fn cpu_angles(frequencies: &[f64], positions: &[u32]) -> Vec<f32> {
     positions
         .iter()
@@ -104,7 +104,7 @@ fn cpu_angles(frequencies: &[f64], positions: &[u32]) -> Vec<f32> {
 }
 
 #[test]
-fn angles_are_right_for_every_scaling_far_into_a_context() {
+fn angles_agree_for_every_rope_scaling() {
     let llama3 =
         RopeScaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original_context: 8_192.0 };
     for scaling in [RopeScaling::None, RopeScaling::Linear { factor: 4.0 }, llama3] {
@@ -130,7 +130,7 @@ fn angles_are_right_for_every_scaling_far_into_a_context() {
     }
 }
 
-/// The residual stream's rows, normalised by the CPU backend.
+/// Returns rows of the residual stream, normalised by the CPU backend.
 fn cpu_norm(input: &[f32], weight: &[f32], rows: &[u32]) -> Vec<f32> {
     let width = weight.len();
     let pitch = padded_columns(width);
@@ -152,7 +152,7 @@ fn cpu_norm(input: &[f32], weight: &[f32], rows: &[u32]) -> Vec<f32> {
     };
     let kernels = Kernels::new(Instructions::Portable).expect("every machine has it");
     for (to, from) in rows.iter().enumerate() {
-        // SAFETY: both buffers have the rows, and nobody else has them.
+        // SAFETY: both buffers have the rows, and nothing else uses them.
         unsafe { kernels.normalise(&job, *from as usize, to) };
     }
     output.as_slice().chunks(pitch).flat_map(|row| row[..width].to_vec()).collect()
@@ -183,16 +183,16 @@ fn check_norm(emulator: &Emulator, order: u32) -> Result<(), String> {
 }
 
 #[test]
-fn norms_agree() {
+fn norms_agree_with_the_cpu() {
     sound(check_norm);
 }
 
 #[test]
-fn a_norm_without_its_barrier_is_found() {
+fn norm_without_barrier_is_found() {
     finds(Bug::NormWithoutBarrier, check_norm);
 }
 
-/// `silu(x)`, in f32.
+/// Returns `silu(x)` in f32.
 fn silu(x: f32) -> f32 {
     x / (1.0 + (-x).exp())
 }
@@ -217,13 +217,14 @@ fn check_gate(emulator: &Emulator, order: u32) -> Result<(), String> {
 }
 
 #[test]
-fn gates_agree() {
+fn gates_agree_with_plain_arithmetic() {
     sound(check_gate);
 }
 
-/// Far below nothing passes, though the exponential overflows; far above, all.
+/// Far below zero nothing passes, although the exponential overflows; far above zero
+/// everything passes.
 #[test]
-fn gates_far_from_zero_agree() {
+fn gates_agree_far_from_zero() {
     let gates = [100.0, -100.0, 1e4, -1e4, 87.0, -87.5, -88.0, -89.0, 0.0, -0.0, 3e38, -3e38]
         .map(|gate| half::bf16::from_f32(gate).to_f32());
     let infinite = [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 1.0];
@@ -250,11 +251,11 @@ fn gates_far_from_zero_agree() {
 }
 
 #[test]
-fn a_gate_without_its_bound_is_found() {
+fn gate_without_bound_is_found() {
     finds(Bug::GateWithoutBound, check_gate);
 }
 
-/// A token's keys or values as both caches hold them: ours by rows.
+/// Returns a token's keys or values, which both caches hold in different layouts.
 fn cpu_head(kv: &KvView, slot: u32, kv_head: usize, width: usize) -> [Vec<f32>; 2] {
     let (block, slot) = (slot as usize / LANES, slot as usize % LANES);
     let place = (block * kv.heads + kv_head) * LANES * kv.head_columns;
@@ -312,9 +313,9 @@ fn check_rope(
         kv,
     };
     for (token, slot) in slots.iter().enumerate() {
-        // A place that is not used stands in for none.
+        // An unused slot stands in for "none".
         let slot = if *slot == NONE { 50 } else { *slot };
-        // SAFETY: the buffers above have the token, the caches the slot.
+        // SAFETY: the buffers above have the token, and the caches have the slot.
         unsafe { rotate(&job, token, KvSlot { block: slot / 16, slot: slot % 16 }) };
     }
 
@@ -362,7 +363,7 @@ fn check_rope(
     Ok(())
 }
 
-/// Where the card keeps a token's key or value.
+/// Returns a token's key or value in the device's layout.
 fn row_of(cache: &[u16], slot: u32, kv_head: usize, shape: Heads) -> &[u16] {
     let d = shape.head_dim.elements() as usize;
     let (block, slot) = (slot as usize / 16, slot as usize % 16);
@@ -370,7 +371,7 @@ fn row_of(cache: &[u16], slot: u32, kv_head: usize, shape: Heads) -> &[u16] {
 }
 
 #[test]
-fn positions_biases_and_head_norms_agree() {
+fn rope_agrees_with_the_cpu() {
     for head_dim in HeadDim::ALL {
         for (heads, kv_heads) in [(1, 1), (4, 2), (7, 1), (14, 2)] {
             for (has_bias, has_norms) in
