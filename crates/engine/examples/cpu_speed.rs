@@ -1,9 +1,11 @@
-//! How fast the CPU backend is on a shape with random weights: tokens a
-//! second for decode at several batch sizes and for prefill, beside the
-//! memory bandwidth measured in the same run, which bounds decode.
+//! Measures the speed of the CPU backend on a shape with random weights: tokens a
+//! second for decode at several batch sizes and for prefill. The memory bandwidth is
+//! measured in the same run, because it bounds decode.
 //!
 //! `cargo run -p tollgate-engine --example cpu_speed -- --shape qwen2.5-0.5b`
-//! Each figure is the best of several rounds, because machines are shared.
+//!
+//! Each figure is the best of several rounds, because other processes disturb a shared
+//! machine.
 
 use std::error::Error;
 use std::path::PathBuf;
@@ -68,7 +70,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The best time of a step of `batch` sequences with `context` tokens each.
+/// Returns the best time of a step of `batch` sequences with `context` tokens each.
 fn decode(
     backend: &mut CpuBackend,
     batch: usize,
@@ -96,7 +98,7 @@ fn decode(
     Ok(best)
 }
 
-/// The best time of one step that reads a prompt.
+/// Returns the best time of one step that reads a prompt.
 fn prefill(
     backend: &mut CpuBackend,
     tokens: usize,
@@ -114,8 +116,8 @@ fn prefill(
     Ok(best)
 }
 
-/// Generated tokens a second for requests of 32 tokens in and 32 out: one at a
-/// time, and 32 together.
+/// Returns generated tokens a second for requests of 32 tokens in and 32 out: one
+/// request at a time, and 32 together.
 fn concurrency(backend: &mut CpuBackend) -> Result<(f64, f64), Box<dyn Error>> {
     let mut output = StepOutput::default();
     let mut run = |batch: usize| -> Result<f64, Box<dyn Error>> {
@@ -145,7 +147,7 @@ fn concurrency(backend: &mut CpuBackend) -> Result<(f64, f64), Box<dyn Error>> {
     Ok(best)
 }
 
-/// Bytes a second that all threads read together, in GB.
+/// Returns the bandwidth at which all threads read together, in GB a second.
 fn bandwidth(threads: usize, rounds: u32) -> f64 {
     let memory = vec![1_u64; 64 << 20];
     let mut best = Duration::MAX;
@@ -166,7 +168,8 @@ fn bandwidth(threads: usize, rounds: u32) -> f64 {
     (memory.len() * 8) as f64 / best.as_secs_f64() / 1e9
 }
 
-/// Bytes of the files' weights: a decode step of a tied model reads them once.
+/// Returns the bytes of the weights that a decode step reads; a tied model reads its
+/// embedding once.
 fn weight_bytes(files: &ModelFiles) -> usize {
     files.weights().files().iter().map(|(_, bytes)| bytes.len()).sum()
 }
@@ -180,7 +183,7 @@ fn prompt(tokens: usize) -> Vec<u32> {
     (0..tokens as u32).map(|index| index * 7 % 500).collect()
 }
 
-/// Where the random model lies, written at the first run.
+/// Returns the folder of the random model, which the first run writes.
 fn model_folder(arguments: &Arguments) -> Result<PathBuf, Box<dyn Error>> {
     let spec = ModelSpec::named(&arguments.shape)
         .ok_or_else(|| format!("--shape is one of {}", ModelSpec::NAMES.join(", ")))?;

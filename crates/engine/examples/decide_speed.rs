@@ -1,4 +1,4 @@
-//! How long a decision takes with ten thousand tenants in line. Run it
+//! Measures the time of a scheduling decision with ten thousand waiting tenants. Run it
 //! optimised: `cargo run --release -p tollgate-engine --example decide_speed`.
 
 use std::error::Error;
@@ -33,7 +33,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Each tenant has a request in line, the last ones run one instead.
+/// Gives each tenant a waiting request; the last tenants have a running one instead.
 fn crowd(tenants: u32, running: u32) -> Result<(Shares, Vec<Running>), Box<dyn Error>> {
     let mut shares = Shares::default();
     let mut batch = Vec::new();
@@ -44,7 +44,8 @@ fn crowd(tenants: u32, running: u32) -> Result<(Shares, Vec<Running>), Box<dyn E
         };
         let seat = Seat::new(SchedulePolicy::Fair, Tier::Interactive, None, &caller, 1.0);
         let key = shares.enter(&seat);
-        // All about as far, none as far as another: no guard is passed.
+        // All tenants have used about as much, and no two the same, so no guard is
+        // exceeded.
         let had = DeviceNanos(u64::from(number) * 7_919 % 100_000_000);
         shares.charge(key, had, DeviceNanos::ZERO, DeviceNanos::ZERO);
         let sequence = SequenceId(u64::from(number) + 1);
@@ -89,7 +90,7 @@ fn waiting(sequence: SequenceId) -> Waiting {
     }
 }
 
-/// The mean time of a decision, in the round that was disturbed least.
+/// Returns the mean time of a decision, in the round that was disturbed least.
 fn decisions(
     shares: &Shares,
     running: &[Running],
@@ -115,7 +116,7 @@ fn decisions(
     Ok(mean(|| std::hint::black_box(decisions()).chunks.len()))
 }
 
-/// The mean time of booking a share of a step.
+/// Returns the mean time of charging a share of a step.
 fn charges(mut shares: Shares, running: &[Running]) -> Duration {
     let mut who = running.iter().cycle();
     mean(|| {

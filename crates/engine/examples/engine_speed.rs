@@ -1,8 +1,8 @@
-//! What batching is worth: the same requests one at a time and all together,
-//! through the whole engine, on a model folder; and the cost table that was
-//! measured for it.
+//! Measures the gain of batching: the same requests one at a time and all together,
+//! through the whole engine, on a model folder. It also prints the measured cost table.
 //!
-//! `cargo run -p tollgate-engine --example engine_speed -- MODEL_DIR [CLIENTS [IN [OUT]]]`
+//! `cargo run -p tollgate-engine --example engine_speed -- MODEL_DIR [CLIENTS [IN
+//! [OUT]]]`
 
 use std::error::Error;
 use std::io;
@@ -67,7 +67,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// What drawing costs a row, for each way of drawing.
+/// Measures the time of sampling one row, for each kind of sampling.
 fn sampling_speed(vocabulary: u32) {
     let row: Vec<f32> = (0..vocabulary).map(|i| ((i * 7_919) % 1_009) as f32 / 100.0).collect();
     let plain = SamplingParams::greedy(0);
@@ -100,7 +100,7 @@ fn ask(
 ) -> Receiver<()> {
     let (sender, receiver) = sync_channel(1);
     let mut sampling = SamplingParams::greedy(u64::from(number));
-    // Answers of full length, whatever the model would say.
+    // Without end tokens every answer has its full length.
     sampling.logit_bias = shape.end_tokens.iter().map(|&token| (token, -100.0)).collect();
     let submission = Submission {
         request: RequestId::from_random(u128::from(number)),
@@ -148,12 +148,12 @@ impl TokenSink for Sink {
     }
     fn finished(&mut self, _: u32, _: FinishReason, _: u32) {}
     fn done(&mut self, _: RequestOutcome) {
-        // Nobody listens any more: the run was broken off.
+        // The receiver is gone if the run was aborted.
         self.0.try_send(()).ok();
     }
 }
 
-/// Checks that shares are whole; keeps nothing.
+/// A journal that checks that shares add up, and stores nothing.
 #[derive(Default)]
 struct Summing(DeviceNanos);
 

@@ -1,5 +1,5 @@
-//! Plays the fairness benchmark in virtual time and prints its table:
-//! `fairness [--json FILE] [PART...]`. The test suite plays the same.
+//! Runs the fairness benchmark in virtual time and prints its table: `fairness [--json
+//! FILE] [PART...]`. The test suite runs the same benchmark.
 
 use std::process::ExitCode;
 use std::time::Instant;

@@ -1,6 +1,6 @@
-//! Writes a model folder of a named shape with random weights:
-//! `cargo run -p tollgate-engine --example random_model -- qwen2.5-0.5b DIR [SEED]`.
-//! It serves like a real model and says nothing sensible.
+//! Writes a model folder of a named shape with random weights: `cargo run -p
+//! tollgate-engine --example random_model -- qwen2.5-0.5b DIR [SEED]`. The model serves
+//! like a real one, but its answers have no meaning.
 
 use std::error::Error;
 use std::path::Path;

@@ -1,10 +1,11 @@
-//! The forward pass against reference logits of random tiny models of every
-//! family, as transformers computes them (f32 arithmetic over the folder's
-//! own weights), in every way that a scheduler may cut the same tokens up.
+//! Comparison of the forward pass with reference logits of random tiny models of every
+//! family. The references come from transformers, which computed them in f32 over the
+//! folder's own weights. The same tokens are cut up in every way that a scheduler may
+//! choose.
 //!
-//! Bounds: the largest difference over the largest absolute logit is at most
-//! 1e-3 for f32 weights and 2e-2 for bf16, on every instruction set that the
-//! machine has.
+//! The largest difference, relative to the largest absolute logit, must be at most 1e-3
+//! for f32 weights and 2e-2 for bf16 weights, on every instruction set that the machine
+//! has.
 
 #![allow(clippy::unwrap_used, reason = "a panic is how a test reports")]
 
@@ -17,14 +18,14 @@ use tollgate_engine::model::ModelFiles;
 
 struct Golden {
     tokens: Vec<u32>,
-    /// One row a token.
+    /// Rows of logits, one for each token.
     logits: Vec<f32>,
     vocabulary: usize,
     bound: f32,
 }
 
 #[test]
-fn one_plain_run_agrees() {
+fn single_span_agrees_with_the_reference() {
     over_all(|backend, golden| {
         let blocks = scattered(golden.tokens.len(), 0);
         let mut output = StepOutput::default();
@@ -36,7 +37,7 @@ fn one_plain_run_agrees() {
 }
 
 #[test]
-fn token_by_token_agrees() {
+fn single_tokens_agree_with_the_reference() {
     over_all(|backend, golden| {
         let blocks = scattered(golden.tokens.len(), 3);
         let mut output = StepOutput::default();
@@ -49,7 +50,7 @@ fn token_by_token_agrees() {
 }
 
 #[test]
-fn odd_chunks_agree() {
+fn odd_chunks_agree_with_the_reference() {
     over_all(|backend, golden| {
         for size in [2, 5, 7, 15, 16, 17, 33] {
             let blocks = scattered(golden.tokens.len(), size);
@@ -66,10 +67,10 @@ fn odd_chunks_agree() {
 }
 
 #[test]
-fn ragged_batches_agree() {
+fn ragged_batches_agree_with_the_reference() {
     over_all(|backend, golden| {
-        // Sequences of the same tokens, each at another place, some reading
-        // their prompt while others decode; one asks for no logits.
+        // Sequences of the same tokens at different positions: some read their prompt
+        // while others decode, and one asks for no logits.
         let total = golden.tokens.len();
         let strides = [1, 3, 48, 11, 1, 16, 5];
         let tables: Vec<Vec<u32>> = (0..strides.len()).map(|i| scattered(total, 5 * i)).collect();
@@ -106,10 +107,10 @@ fn ragged_batches_agree() {
 }
 
 #[test]
-fn a_fork_goes_its_own_way() {
+fn fork_does_not_change_its_origin() {
     over_all(|backend, golden| {
-        // The fork shares whole blocks and copies the partly filled one, then
-        // both go on, and the fork writes other tokens first.
+        // The fork shares whole blocks and copies the partly filled block. Both
+        // continue, and the fork first writes other tokens.
         let (head, tail) = golden.tokens.split_at(21);
         let mut output = StepOutput::default();
         step(backend, &[span(head, 0, &[9, 4, 2], LogitRows::Last)], &mut output);
@@ -180,10 +181,10 @@ fn step(backend: &mut CpuBackend, spans: &[Span<'_>], output: &mut StepOutput) {
     backend.step(&StepPlan::logits(spans), output).unwrap();
 }
 
-/// Blocks for `tokens` tokens, out of order; `first` tells sequences apart.
+/// Returns blocks for `tokens` tokens, out of order. `first` separates sequences.
 fn scattered(tokens: usize, first: usize) -> Vec<u32> {
     (0..tokens.div_ceil(16)).map(|i| ((first + i) as u32 * 37) % BLOCKS).collect()
 }
 
-/// A prime, so that steps of 37 meet every block.
+/// A prime, so that steps of 37 reach every block.
 const BLOCKS: u32 = 101;

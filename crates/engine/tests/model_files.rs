@@ -1,5 +1,5 @@
-//! What a model folder that is not fit to run gets: an error that names the
-//! file, and the field or tensor in it.
+//! Tests of unusable model folders: each gives an error that names the file and the
+//! field or tensor.
 
 #![allow(clippy::unwrap_used, reason = "a panic is how a test reports")]
 
@@ -15,7 +15,7 @@ use tollgate_engine::random_model::{ModelSpec, RandomModel};
 use tollgate_engine::weights::Element;
 
 #[test]
-fn a_config_that_is_not_understood_is_refused_by_field() {
+fn unsupported_config_is_refused_by_field() {
     let folder = tiny();
     let original = read_json(&folder.path().join("config.json"));
     for (change, expected) in [
@@ -74,7 +74,7 @@ fn a_config_that_is_not_understood_is_refused_by_field() {
 }
 
 #[test]
-fn both_spellings_of_a_config_are_understood() {
+fn config_accepts_old_and_new_spellings() {
     let folder = tiny();
     let path = folder.path().join("config.json");
     let original = read_json(&path);
@@ -126,7 +126,7 @@ fn end_tokens_come_from_both_files() {
 }
 
 #[test]
-fn windows_follow_the_family() {
+fn attention_windows_follow_the_family() {
     let folder = tiny();
     let path = folder.path().join("config.json");
     let original = read_json(&path);
@@ -155,7 +155,7 @@ fn windows_follow_the_family() {
 }
 
 #[test]
-fn torn_and_hostile_weights_are_refused_by_file() {
+fn damaged_weights_are_refused_by_file() {
     let folder = tiny();
     let path = folder.path().join("model.safetensors");
     let whole = fs::read(&path).unwrap();
@@ -215,7 +215,7 @@ fn shards_are_refused_by_file_and_tensor() {
 }
 
 #[test]
-fn a_tensor_of_another_shape_or_type_is_refused_by_name() {
+fn tensor_of_wrong_shape_is_refused_by_name() {
     let folder = tiny();
     let path = folder.path().join("config.json");
     let mut config = read_json(&path);
@@ -241,7 +241,7 @@ fn a_tensor_of_another_shape_or_type_is_refused_by_name() {
 }
 
 #[test]
-fn a_tokenizer_that_is_too_large_is_refused() {
+fn oversized_tokenizer_is_refused() {
     let folder = tiny();
     let files = ModelFiles::open(folder.path()).unwrap();
     assert!(files.check_tokenizer(512).is_ok());
@@ -250,7 +250,7 @@ fn a_tokenizer_that_is_too_large_is_refused() {
 }
 
 #[test]
-fn a_folder_that_is_none_is_refused() {
+fn missing_folder_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     refused(folder.path(), &["cannot read", "config.json"]);
     fs::write(folder.path().join("config.json"), "{\n\"model_type\": }").unwrap();

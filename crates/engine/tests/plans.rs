@@ -1,4 +1,4 @@
-//! A plan that breaks a rule is refused before anything has run.
+//! Tests that an invalid plan is refused before anything runs.
 
 use tollgate_engine::SamplingParams;
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
@@ -11,7 +11,7 @@ use tollgate_engine::random_model::{ModelSpec, RandomModel};
 use tollgate_engine::weights::Element;
 
 #[test]
-fn a_broken_plan_is_refused_and_changes_nothing() {
+fn invalid_plan_is_refused_and_changes_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let model = RandomModel { spec: ModelSpec::tiny(), element: Element::Bf16, seed: 3 };
     model.write(folder.path()).unwrap();

@@ -1,5 +1,6 @@
-//! The engine's thread over the CPU backend and a real, tiny model: answers
-//! do not depend on company, and every nanosecond of the device is someone's.
+//! Tests of the engine's thread over the CPU backend and a tiny real model: answers do
+//! not depend on other requests, and every nanosecond of the device belongs to an
+//! account.
 
 use std::io;
 use std::path::Path;
@@ -19,18 +20,18 @@ use tollgate_engine::{
 };
 
 #[test]
-fn company_changes_no_answer() {
+fn answers_do_not_depend_on_other_requests() {
     let lone: Vec<Vec<u32>> = (0..12).map(|number| run(&[number]).answers.remove(0)).collect();
     let together = run(&(0..12).collect::<Vec<_>>());
     assert_eq!(together.answers, lone);
     assert_eq!(lone[0][0], likeliest_after_the_golden_prompt());
 }
 
-/// T26: in a pool so small that blocks go from tenant to tenant all the time
-/// everybody is answered as on a fresh device. The engine's own tests do the
-/// same with preemptions, on a device that reads marks of every cell.
+/// In a pool so small that blocks change tenants all the time, every request gets the
+/// answer of a fresh device. The engine's own tests check the same with preemptions, on
+/// a device that marks every cell of its cache.
 #[test]
-fn another_tenants_cache_is_never_read() {
+fn reused_blocks_do_not_change_answers() {
     let numbers: Vec<u32> = (1..40).filter(|number| number % 7 != 6).collect();
     let together = run_in(&numbers, SMALL_POOL);
     for (&number, answer) in numbers.iter().zip(&together.answers) {
@@ -39,7 +40,7 @@ fn another_tenants_cache_is_never_read() {
 }
 
 #[test]
-fn every_nanosecond_is_someones() {
+fn device_time_is_attributed_completely() {
     let numbers: Vec<u32> = (0..24).collect();
     let Run { totals, steps, usages, .. } = run(&numbers);
     let busy: DeviceNanos = steps.iter().map(|step| step.busy).sum();
@@ -55,7 +56,7 @@ fn every_nanosecond_is_someones() {
     }
 }
 
-/// What came of a run.
+/// The results of a run.
 struct Run {
     answers: Vec<Vec<u32>>,
     usages: Vec<Usage>,
@@ -70,13 +71,13 @@ struct Step {
     overhead: DeviceNanos,
 }
 
-/// Runs the requests of these numbers together. Every seventh is cancelled
-/// after four tokens.
+/// Runs the requests of these numbers together. Every seventh is cancelled after four
+/// tokens.
 fn run(numbers: &[u32]) -> Run {
     run_in(numbers, POOL)
 }
 
-/// As [`run`], with room in the cache for so many tokens.
+/// Runs requests like [`run`], with a cache of `kv_tokens` tokens.
 fn run_in(numbers: &[u32], kv_tokens: u32) -> Run {
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::new());
     let mut backend = backend(kv_tokens);
@@ -124,7 +125,7 @@ fn run_in(numbers: &[u32], kv_tokens: u32) -> Run {
     Run { answers, usages, steps, totals }
 }
 
-/// Room for a few of the requests at a time, and for hardly more than one.
+/// Tokens of cache that hold a few of the requests, and hardly more than one.
 const POOL: u32 = 1_024;
 const SMALL_POOL: u32 = 96;
 
@@ -142,7 +143,8 @@ fn id(number: u32) -> RequestId {
     RequestId::new(&format!("req-{number}")).expect("a name")
 }
 
-/// Request 0 is the golden prompt, greedily; others are parts of it, drawn.
+/// Builds a request. Request 0 is the golden prompt with greedy sampling; other
+/// requests use parts of it with random sampling.
 fn submission(number: u32, sender: SyncSender<Heard>) -> Submission {
     let golden = golden_tokens();
     let prompt = match number {
@@ -191,7 +193,7 @@ fn likeliest_after_the_golden_prompt() -> u32 {
     best as u32
 }
 
-/// The data behind the header: the file holds one tensor.
+/// Returns the data behind the header of a file that holds one tensor.
 fn safetensors_data(bytes: &[u8]) -> &[u8] {
     let (length, rest) = bytes.split_first_chunk::<8>().expect("a header");
     &rest[u64::from_le_bytes(*length) as usize..]

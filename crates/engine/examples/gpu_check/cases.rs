@@ -1,5 +1,5 @@
-//! Cases one after the other, each in a process of its own: a card that has
-//! failed fails whatever comes behind it in the same one.
+//! Runs cases one after the other, each in a process of its own: after a device
+//! failure, every later case in the same process would fail too.
 
 use std::error::Error;
 use std::process::{Command, Stdio};
@@ -8,8 +8,9 @@ use serde_json::{Value, json};
 
 use crate::options::Options;
 
-/// Runs all `titles` of a check and says what each said; a process that ends
-/// badly or without a word has failed. What was said so far outlives what may yet hang.
+/// Runs all `titles` of a check and returns their results. A process that ends with an
+/// error or without output has failed. Results are written as they come, so that a case
+/// that hangs loses only itself.
 pub(crate) fn apart(
     check: &str,
     titles: &[String],
@@ -30,7 +31,7 @@ pub(crate) fn apart(
     })
 }
 
-/// What `run` says of each case, and whether all passed.
+/// Collects the results of `run` for each case, and whether all passed.
 pub(crate) fn gather(
     check: &str,
     titles: &[String],

@@ -1,4 +1,4 @@
-//! Whole models on the GPU beside the same on the CPU, logit by logit.
+//! Compares whole models on the GPU with the same models on the CPU, logit by logit.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
@@ -11,9 +11,9 @@ use tollgate_engine::random_model::ModelSpec;
 
 use crate::agree::{BLOCKS, LONG_CONTEXT, Pair, everything, far_into_a_context, models, open};
 use crate::options::{Options, Way};
-use crate::{alike, drawing};
+use crate::{determinism, sampling};
 
-/// A model, and how it is computed.
+/// A model, and the way in which it is computed.
 struct Case {
     name: &'static str,
     spec: ModelSpec,
@@ -27,14 +27,15 @@ impl Case {
     }
 }
 
-/// Tiny models in every way that results may differ; one that people run in
-/// those that differ in who multiplies.
+/// Returns tiny models in every way that may change results, and one real-size model in
+/// the ways that change the matrix kernels.
 fn cases(options: &Options) -> Vec<Case> {
     let with = |(name, spec, window): (&'static str, ModelSpec, Option<u32>), ways: &[Way]| {
         let case = |&way| Case { name, spec: spec.clone(), window, way };
         ways.iter().map(case).collect::<Vec<_>>()
     };
-    // What is launched one by one in most steps is so in those that read, anyway.
+    // Most steps of a real-size model read prompts, which are launched one by one in
+    // any case.
     let ways: Vec<Way> =
         Way::ALL.into_iter().filter(|way| way.launches != Launches::Single).collect();
     let mut cases: Vec<Case> = models().into_iter().flat_map(|model| with(model, &ways)).collect();
@@ -46,12 +47,12 @@ fn cases(options: &Options) -> Vec<Case> {
     cases
 }
 
-/// The names of all cases.
+/// Returns the names of all cases.
 pub(crate) fn titles(options: &Options) -> Vec<String> {
     cases(options).iter().map(Case::title).collect()
 }
 
-/// Compares one case, or none of that name.
+/// Compares the case of this name. Returns `None` for an unknown name.
 pub(crate) fn run(options: &Options, title: &str) -> Option<Value> {
     let case = cases(options).into_iter().find(|case| case.title() == title)?;
     let began = Instant::now();
@@ -81,9 +82,10 @@ fn compare(case: &Case, options: &Options) -> Result<Value, String> {
         far_into_a_context(&mut pair, spec.vocabulary);
     }
     let Pair { rows, clear, worst, .. } = pair;
-    let draws = drawing::check(&mut cuda, spec.vocabulary);
-    let differing = alike::differing(&mut cuda, spec.vocabulary);
-    // Whatever else is in a step, or not: then no step is another's graph.
+    let draws = sampling::check(&mut cuda, spec.vocabulary);
+    let differing = determinism::differing(&mut cuda, spec.vocabulary);
+    // The logits must be the same whatever else is in a step, so the steps of this
+    // check share no graph.
     let graphs = cuda.graphs();
     let as_promised = match way {
         Way { kernels: KernelChoice::Deterministic, .. } => differing == 0,
@@ -98,7 +100,7 @@ fn compare(case: &Case, options: &Options) -> Result<Value, String> {
     }))
 }
 
-/// What a panic said.
+/// Returns the text of a panic.
 fn text(panic: &(dyn std::any::Any + Send)) -> String {
     panic
         .downcast_ref::<String>()

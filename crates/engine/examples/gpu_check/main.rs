@@ -1,30 +1,30 @@
-//! What a GPU makes of the engine: whether it computes what the CPU does, and
-//! how fast. `cargo xtask gpu-check` packs it with all that a machine without
-//! Rust and without a network needs.
+//! Checks a GPU: whether the engine computes the same on it as on the CPU, and how
+//! fast. `cargo xtask gpu-check` packs the program with everything that a machine
+//! without Rust and without a network needs.
 //!
-//! `gpu_check agree [--quick]` compares whole models with the CPU backend;
-//! `gpu_check meter [--quick]` compares the time that is metered with what the
-//! card's own tool says; `gpu_check speed [--quick]` measures shapes of known
-//! models. Each prints one JSON document, and what it does meanwhile on standard
-//! error; the exit status is 1 where something differs. `gpu_check table DIR`
-//! prints what is in that folder as tables. `--kernels DIR` is a bundle of
-//! machine code, `--nvidia-smi PATH` the tool, `--out FILE` where results are
-//! written. `agree` and `speed` run each case in a process of its own and write
-//! as these end; `--case NAME` runs that one in this.
+//! `gpu_check agree [--quick]` compares whole models with the CPU backend. `gpu_check
+//! meter [--quick]` compares the metered time with the report of the device's own tool.
+//! `gpu_check speed [--quick]` measures shapes of known models. Each prints one JSON
+//! document, and its progress on standard error; the exit status is 1 if something
+//! differs. `gpu_check table DIR` prints the results in that folder as tables.
+//! `--kernels DIR` is a bundle of machine code, `--nvidia-smi PATH` the tool, `--out
+//! FILE` the file for results. `agree` and `speed` run each case in a process of its
+//! own and write results as cases end; `--case NAME` runs one case in the current
+//! process.
 
 #[path = "../../tests/cuda/agree.rs"]
 #[allow(clippy::unwrap_used, unreachable_pub, dead_code, reason = "it is a test's")]
 mod agree;
-#[path = "../../tests/cuda/alike.rs"]
-#[allow(clippy::unwrap_used, unreachable_pub, reason = "it is a test's")]
-mod alike;
 mod cases;
 mod compare;
-#[path = "../../tests/cuda/drawing.rs"]
-#[allow(clippy::unwrap_used, unreachable_pub, dead_code, reason = "it is a test's")]
-mod drawing;
+#[path = "../../tests/cuda/determinism.rs"]
+#[allow(clippy::unwrap_used, unreachable_pub, reason = "it is a test's")]
+mod determinism;
 mod meter;
 mod options;
+#[path = "../../tests/cuda/sampling.rs"]
+#[allow(clippy::unwrap_used, unreachable_pub, dead_code, reason = "it is a test's")]
+mod sampling;
 mod speed;
 mod table;
 

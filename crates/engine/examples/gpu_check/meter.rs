@@ -1,6 +1,6 @@
-//! Whether the time that an engine books is the time in which the card worked:
-//! what it bills beside the wall clock and beside what NVIDIA's own tool says of
-//! the card meanwhile.
+//! Checks that the time that an engine books is the time in which the device worked.
+//! The booked time is compared with the wall clock and with the report of NVIDIA's own
+//! tool.
 
 #[path = "../shared/unwritten.rs"]
 mod unwritten;
@@ -26,13 +26,13 @@ use tollgate_engine::{
 use crate::options::{Options, Way};
 use unwritten::Unwritten;
 
-/// Parts of the time in which steps run, one phase each.
+/// The shares of time in which steps run, one phase each.
 const DUTIES: [f64; 3] = [1.0, 0.5, 0.2];
-/// How far the two views may be apart. The tool tells whole percent of a period
+/// The allowed difference of the two views. The tool reports whole percent of a period
 /// that it chooses itself, up to a second.
 const BOUND: f64 = 0.1;
-/// How long a round may take.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// The longest time of a round.
+const ROUND_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(crate) fn run(options: &Options) -> Result<Value, Box<dyn Error>> {
     let (spec, phase) = match options.is_quick {
@@ -58,8 +58,8 @@ pub(crate) fn run(options: &Options) -> Result<Value, Box<dyn Error>> {
     for duty in DUTIES {
         eprintln!("{} % of the time for {} ms", duty * 100.0, phase.as_millis());
         let watch = Watch::start(options, &device.uuid);
-        let told = load.measure(duty, phase)?;
-        phases.push(compared(told, watch.and_then(Watch::stop)));
+        let report = load.measure(duty, phase)?;
+        phases.push(compared(report, watch.and_then(Watch::stop)));
     }
     engine.handle().drain();
     let totals = engine.join()?;
@@ -72,14 +72,15 @@ pub(crate) fn run(options: &Options) -> Result<Value, Box<dyn Error>> {
     }))
 }
 
-/// An engine that is given work for a part of the time.
+/// An engine that has work for a share of the time.
 struct Load {
     engine: EngineHandle,
     asked: u32,
 }
 
 impl Load {
-    /// Rounds of requests with pauses between; what the engine booked meanwhile.
+    /// Runs rounds of requests with pauses between them, and returns the engine's
+    /// bookings.
     fn measure(&mut self, duty: f64, phase: Duration) -> Result<Value, Box<dyn Error>> {
         let before = self.engine.status();
         let began = Instant::now();
@@ -97,7 +98,7 @@ impl Load {
         }))
     }
 
-    /// Eight requests, all at once, to their end.
+    /// Runs eight requests at once, to their end.
     fn round(&mut self) -> Result<(), Box<dyn Error>> {
         const REQUESTS: usize = 8;
         let (sender, done) = sync_channel(REQUESTS);
@@ -107,7 +108,7 @@ impl Load {
             self.engine.submit(submission).map_err(|error| error.to_string())?;
         }
         for _ in 0..REQUESTS {
-            done.recv_timeout(PATIENCE)??;
+            done.recv_timeout(ROUND_TIMEOUT)??;
         }
         Ok(())
     }
@@ -126,13 +127,13 @@ fn ask(number: u32, done: SyncSender<Result<(), String>>) -> Result<Submission, 
         max_tokens: 24,
         sampling: SamplingParams { temperature: 1.0, ..SamplingParams::greedy(number.into()) },
         budget: None,
-        queue_deadline: PATIENCE,
+        queue_deadline: ROUND_TIMEOUT,
         echo_logprobs: false,
         sink: Box::new(Ear(done)),
     })
 }
 
-/// Hears how a request ended.
+/// A sink that reports the end of a request.
 struct Ear(SyncSender<Result<(), String>>);
 
 impl TokenSink for Ear {
@@ -149,32 +150,32 @@ impl TokenSink for Ear {
             RequestOutcome::Finished { .. } => Ok(()),
             RequestOutcome::Refused(refusal) => Err(refusal.message),
         };
-        // Who does not listen any more has given up on the check.
+        // The receiver is gone if the check has given up.
         let _ = self.0.send(said);
     }
 }
 
-/// What was metered beside what the tool said, if it did.
-fn compared(mut told: Value, samples: Result<Vec<f64>, String>) -> Value {
-    let metered = told["metered"].as_f64().unwrap_or(f64::NAN);
-    // Never busier than time passes, whatever the tool says.
+/// Combines the metered time with the tool's report, if there is one.
+fn compared(mut report: Value, samples: Result<Vec<f64>, String>) -> Value {
+    let metered = report["metered"].as_f64().unwrap_or(f64::NAN);
+    // The metered time must never exceed the wall clock, whatever the tool reports.
     let within_wall = metered <= 1.0;
     match samples {
         Err(why) => {
-            told["why_no_tool"] = why.into();
-            told["passed"] = within_wall.into();
+            report["why_no_tool"] = why.into();
+            report["passed"] = within_wall.into();
         }
         Ok(samples) => {
             let mean = samples.iter().sum::<f64>() / samples.len() as f64 / 100.0;
-            told["samples"] = samples.len().into();
-            told["tool"] = mean.into();
-            told["passed"] = (within_wall && (mean - metered).abs() <= BOUND).into();
+            report["samples"] = samples.len().into();
+            report["tool"] = mean.into();
+            report["passed"] = (within_wall && (mean - metered).abs() <= BOUND).into();
         }
     }
-    told
+    report
 }
 
-/// The tool, which prints the card's use ten times a second.
+/// The tool, which prints the device's utilisation ten times a second.
 struct Watch(Child);
 
 impl Watch {
@@ -190,10 +191,12 @@ impl Watch {
             .map_err(|error| format!("{} does not run: {error}", tool.display()))
     }
 
-    /// What it said, percent. The first few are of the time before.
+    /// Stops the tool and returns its reports, percent. The first reports concern the
+    /// time before the start and are dropped.
     fn stop(mut self) -> Result<Vec<f64>, String> {
         let failed = |error: io::Error| error.to_string();
-        // It may have ended by itself; then it has said why in place of figures.
+        // The tool may have ended already; it has then printed a reason instead of
+        // figures.
         let _ = self.0.kill();
         let mut text = String::new();
         if let Some(mut out) = self.0.stdout.take() {
@@ -204,7 +207,7 @@ impl Watch {
             text.lines().filter_map(|line| line.trim().parse().ok()).collect();
         samples.drain(..samples.len() / 5);
         match samples.is_empty() {
-            true => Err(format!("it told no figures: {:?}", text.lines().next())),
+            true => Err(format!("it reports no figures: {:?}", text.lines().next())),
             false => Ok(samples),
         }
     }

@@ -1,4 +1,4 @@
-//! What `gpu_check` was asked for.
+//! The options of `gpu_check`.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use tollgate_engine::backend::cuda::{
     CodeFolders, CudaOptions, DeviceSelector, KernelChoice, Launches,
 };
 
-/// Which kernels run, and how they are given to the card.
+/// The kernels to run, and the way in which they are launched.
 #[derive(Clone, Copy)]
 pub(crate) struct Way {
     pub(crate) kernels: KernelChoice,
@@ -16,13 +16,12 @@ pub(crate) struct Way {
 }
 
 impl Way {
-    /// What a worker does.
+    /// The way of a worker.
     pub(crate) const WORKER: Self =
         Self { kernels: KernelChoice::Fastest, launches: Launches::Graphs };
-    /// The same without the vendor's products.
+    /// The same way without the vendor's matrix products.
     pub(crate) const OWN: Self = Self { kernels: KernelChoice::Own, ..Self::WORKER };
-    /// The vendor's products and our own, what a worker may be told to do, and
-    /// what it might do.
+    /// The vendor's products and our own, with each kind of launch.
     pub(crate) const ALL: [Self; 5] = [
         Self::WORKER,
         Self { launches: Launches::Overlapping, ..Self::WORKER },
@@ -38,23 +37,24 @@ impl fmt::Display for Way {
     }
 }
 
-/// What was asked for.
+/// The parsed options.
 #[derive(Default)]
 pub(crate) struct Options {
-    /// Tiny models alone, in seconds even where a card is emulated.
+    /// Tiny models only, which take seconds even on an emulated device.
     pub(crate) is_quick: bool,
     /// Bundles of machine code.
     pub(crate) kernels: Vec<PathBuf>,
-    /// Where results are written as they come, beside being printed at the end.
+    /// The file to which results are written as they come; they are also printed at the
+    /// end.
     pub(crate) out: Option<PathBuf>,
-    /// The one case to run, in this process.
+    /// The only case to run, in the current process.
     pub(crate) case: Option<String>,
-    /// The tool that tells how busy a card is, where it has no usual name.
+    /// The device's own tool, if it has an unusual path.
     pub(crate) nvidia_smi: Option<PathBuf>,
 }
 
 impl Options {
-    /// How a backend is set up.
+    /// Returns the options of a backend.
     pub(crate) fn backend(&self, Way { kernels, launches }: Way, step_tokens: u32) -> CudaOptions {
         CudaOptions {
             device: DeviceSelector::First,

@@ -1,6 +1,6 @@
-//! How fast steps are: decoding at several widths of batch, and a prompt in one
-//! step, for shapes of known models with noise for weights; beside what the
-//! device's memory can do, measured in the same run.
+//! Measures the speed of steps: decoding at several batch sizes and one step with a
+//! prompt, for shapes of known models with random weights. The memory bandwidth of the
+//! device is measured in the same run.
 
 use std::error::Error;
 use std::time::Instant;
@@ -17,16 +17,16 @@ use tollgate_engine::weights::Element;
 
 use crate::options::{Options, Way};
 
-/// What is measured.
+/// The measurements of a shape.
 struct Plan {
     shapes: Vec<(&'static str, ModelSpec)>,
-    /// Sequences of a batch that decodes.
+    /// Sequences of a decoding batch.
     batches: &'static [u32],
-    /// Tokens that each of them has already.
+    /// Tokens that each sequence already has.
     context: u32,
     /// Tokens of a prompt.
     prompt: u32,
-    /// Steps of each kind, of which the median is told.
+    /// Steps of each kind; the median is reported.
     steps: usize,
 }
 
@@ -56,14 +56,14 @@ impl Plan {
     }
 }
 
-/// The names of all cases: what is worth most first.
+/// Returns the names of all cases, the most valuable first.
 pub(crate) fn titles(options: &Options) -> Vec<String> {
     let plan = Plan::of(options);
     let shapes = |way| plan.shapes.iter().map(move |(name, _)| format!("{name}/{way}"));
     Way::ALL.into_iter().flat_map(shapes).collect()
 }
 
-/// Measures one case, or none of that name.
+/// Measures the case of this name. Returns `None` for an unknown name.
 pub(crate) fn run(options: &Options, wanted: &str) -> Option<Value> {
     let plan = Plan::of(options);
     let mut ways = plan.shapes.iter().flat_map(|shape| Way::ALL.map(|way| (shape, way)));
@@ -98,7 +98,8 @@ fn shape(spec: &ModelSpec, plan: &Plan, options: &CudaOptions) -> Result<Value, 
     Ok(told)
 }
 
-/// Bytes a second that are read, and as many written, at best of five.
+/// Returns the bytes a second that a copy reads (and as many that it writes), the best
+/// of five.
 fn copy(backend: &mut CudaBackend) -> Result<f64, Box<dyn Error>> {
     let mut best: f64 = 0.0;
     for _ in 0..5 {
@@ -137,7 +138,7 @@ fn measure_decode(
     let marks = backend.time_marks()?.nanos() as f64;
     let read = backend.weight_bytes() as f64
         + f64::from(batch) * f64::from(plan.context) * backend.shape().kv_bytes_per_token as f64;
-    // A copy reads and writes: what it moves is twice its bytes.
+    // A copy reads and writes, so it moves twice its bytes.
     let share = read / (device / 1e9) / (2.0 * copy);
     Ok(json!({
         "batch": batch, "device_ns": device, "wall_ns": wall,
@@ -149,8 +150,8 @@ fn measure_decode(
     }))
 }
 
-/// Each operation by itself, the tokens drawn by chance: what it moves beside
-/// what a copy moves, and its arithmetic.
+/// Measures each operation by itself, with random sampling: memory traffic relative to
+/// a copy, and arithmetic.
 fn operations(
     backend: &mut CudaBackend,
     spans: &[Span<'_>],
@@ -189,8 +190,8 @@ fn measure_prefill(
     }))
 }
 
-/// Nanoseconds of the device and of the wall, medians of `steps` steps after
-/// two that are not counted.
+/// Returns nanoseconds of the device and of the wall clock: medians of `steps` steps
+/// after two warm-up steps.
 fn median(
     backend: &mut CudaBackend,
     spans: &[Span<'_>],
@@ -212,8 +213,8 @@ fn median(
     Ok((middle(device), middle(wall)))
 }
 
-/// Nanoseconds of the wall for one of `steps` steps, each begun before the
-/// last is finished and fed with what that one drew.
+/// Returns the wall clock's nanoseconds of one step. Each step begins before the last
+/// is finished and takes the last step's samples as its input.
 fn ahead(
     backend: &mut CudaBackend,
     spans: &[Span<'_>],
@@ -235,7 +236,7 @@ fn ahead(
     Ok((took / steps as f64).max(1.0))
 }
 
-/// The likeliest token of each row.
+/// Returns greedy sample requests for each row.
 fn draws(params: &SamplingParams, rows: usize) -> Vec<SampleRequest<'_>> {
     (0..rows as u32)
         .map(|row| SampleRequest { row, params, token: SampleTarget::first() })

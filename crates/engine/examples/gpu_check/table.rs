@@ -1,4 +1,4 @@
-//! What was measured as tables, beside the peer and beside what is aimed at.
+//! Prints measurements as tables, beside a peer's figures and the targets.
 
 use std::error::Error;
 use std::fmt::Write as _;
@@ -7,8 +7,8 @@ use std::path::Path;
 
 use serde_json::Value;
 
-/// Tokens a second on one H200, bf16, 1,024 tokens of context: shape, what,
-/// bound computed from 4.3 TB/s and 790 TFLOP/s, first milestone, target.
+/// Tokens a second on one H200, bf16, 1,024 tokens of context: shape, case, bound
+/// computed from 4.3 TB/s and 790 TFLOP/s (bf16), first milestone, target.
 const AIMS: [(&str, &str, [f64; 3]); 12] = [
     ("llama-3-8b", "1", [284.0, 200.0, 240.0]),
     ("llama-3-8b", "32", [7_128.0, 4_300.0, 6_000.0]),
@@ -24,9 +24,9 @@ const AIMS: [(&str, &str, [f64; 3]); 12] = [
     ("qwen2.5-0.5b", "prompt", [983_000.0, 200_000.0, 400_000.0]),
 ];
 
-/// The tables of a folder that `run` has filled: of whatever is there.
+/// Returns the tables of all results in a folder that `run` has filled.
 pub(crate) fn run(folder: &Path) -> Result<String, Box<dyn Error>> {
-    // What was cut off while it was written is as if it were not there.
+    // A file that was truncated while it was written counts as missing.
     let read = |name: &str| -> Option<Value> {
         serde_json::from_str(&fs::read_to_string(folder.join(name)).ok()?).ok()
     };
@@ -38,7 +38,7 @@ pub(crate) fn run(folder: &Path) -> Result<String, Box<dyn Error>> {
     Ok(tables.join("\n"))
 }
 
-/// Whole models beside the CPU.
+/// Returns the table of whole models compared with the CPU.
 fn agreed(agree: &Value) -> Result<String, Box<dyn Error>> {
     let mut text = String::from(
         "| model, way | passed | rows | largest difference | bound | draws | graphs | s |\n\
@@ -66,7 +66,7 @@ fn agreed(agree: &Value) -> Result<String, Box<dyn Error>> {
     Ok(text)
 }
 
-/// Booked time beside the card's own view.
+/// Returns the table of booked time compared with the device's own view.
 fn metered(meter: &Value) -> Result<String, Box<dyn Error>> {
     let mut text = String::from(
         "| given work for | metered busy | the card's own tool | passed |\n|---|---|---|---|\n",
@@ -82,7 +82,7 @@ fn metered(meter: &Value) -> Result<String, Box<dyn Error>> {
     Ok(text)
 }
 
-/// How fast steps are, beside the peer and the aims.
+/// Returns the table of step speeds, beside the peer's figures and the targets.
 fn measured(speed: &Value, peer: &Value) -> Result<String, Box<dyn Error>> {
     let cases = speed["cases"].as_array().ok_or("speed.json has no cases")?;
     let (measured, failed): (Vec<&Value>, Vec<&Value>) =
@@ -174,12 +174,12 @@ fn way(shape: &Value) -> String {
     format!("{name}{products}{deterministic}{launches}")
 }
 
-/// Sequences of a batch, or that it was a prompt.
+/// Returns the batch size as text, or that the step read a prompt.
 fn batch(measured: &Value) -> String {
     measured["batch"].as_u64().map_or_else(|| "prompt".to_owned(), |batch| batch.to_string())
 }
 
-/// Text of several lines as one cell.
+/// Returns a text of several lines as one cell.
 fn cell(text: &str) -> String {
     text.replace('|', "/").split_whitespace().collect::<Vec<_>>().join(" ")
 }

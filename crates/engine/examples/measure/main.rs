@@ -1,12 +1,12 @@
-//! The engine as one side of a benchmark: it says `ready`, then obeys a line at
-//! a time and answers each with a line of JSON, so that whoever measures can
-//! take turns between it and a peer within one run.
+//! Runs the engine as one side of a benchmark. The program prints `ready`, then
+//! executes one command a line and answers each with a line of JSON. A benchmark can
+//! thus alternate between the engine and a peer within one run.
 //!
-//! `measure MODEL_DIR backend` runs steps of the CPU backend:
-//! `greedy N ID,ID,...`, `decode BATCH CONTEXT STEPS`, `prefill TOKENS`,
-//! `bandwidth`. `measure MODEL_DIR engine` runs whole requests:
-//! `alone COUNT IN OUT`, `together COUNT IN OUT`. The end of its input ends it.
-//! `measure make SHAPE MODEL_DIR` writes the folder, with random weights.
+//! `measure MODEL_DIR backend` runs steps of the CPU backend: `greedy N ID,ID,...`,
+//! `decode BATCH CONTEXT STEPS`, `prefill TOKENS`, `bandwidth`. `measure MODEL_DIR
+//! engine` runs whole requests: `alone COUNT IN OUT`, `together COUNT IN OUT`. The
+//! program ends with its input. `measure make SHAPE MODEL_DIR` writes the folder, with
+//! random weights.
 
 use std::error::Error;
 use std::io::{BufRead, Write};
@@ -20,11 +20,11 @@ use tollgate_engine::weights::Element;
 mod requests;
 mod steps;
 
-/// What obeys.
+/// A target of commands.
 trait Obeys {
-    /// Does what `words` say.
+    /// Executes the command `words`.
     fn obey(&mut self, words: &[&str]) -> Result<Value, Box<dyn Error>>;
-    /// Who it is, for the record.
+    /// Returns a description for the record.
     fn about(&self) -> Value;
 }
 

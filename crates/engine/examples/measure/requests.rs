@@ -1,5 +1,5 @@
-//! Whole requests through the engine: scheduling, metering and sampling
-//! included, one after the other or all at once.
+//! Runs whole requests through the engine, including scheduling, metering and sampling,
+//! one after the other or all at once.
 
 #[path = "../shared/unwritten.rs"]
 mod unwritten;
@@ -24,7 +24,7 @@ use unwritten::Unwritten;
 
 pub(crate) struct Requests {
     handle: EngineHandle,
-    /// Kept so that the engine's thread lives as long as this.
+    /// The engine; dropping it would end its thread.
     _engine: Engine,
     shape: ModelShape,
     device: DeviceInfo,
@@ -61,7 +61,8 @@ impl Requests {
         Ok(json!({ "tokens": generated, "seconds": began.elapsed().as_secs_f64() }))
     }
 
-    /// Submits one greedy request; its generated tokens are told at its end.
+    /// Submits one greedy request. The receiver gets its number of generated tokens at
+    /// its end.
     fn ask(&mut self, prompt: u32, tokens: u32) -> Result<Receiver<u64>, Box<dyn Error>> {
         let (sender, receiver) = sync_channel(1);
         let number = self.asked;
@@ -78,7 +79,7 @@ impl Requests {
             choices: 1,
             max_tokens: tokens,
             sampling: SamplingParams {
-                // Answers of full length, whatever the model would say.
+                // Without end tokens every answer has its full length.
                 logit_bias: self.shape.end_tokens.iter().map(|&token| (token, -100.0)).collect(),
                 ..SamplingParams::greedy(number.into())
             },
@@ -117,7 +118,8 @@ fn answered(receiver: &Receiver<u64>) -> Result<u64, String> {
     receiver.recv().map_err(|_| "a request was not answered".to_owned())
 }
 
-/// Counts tokens. Where the request was refused it is dropped untold.
+/// A sink that counts tokens. A refused request drops the sink, which closes its
+/// channel.
 struct Sink {
     generated: u64,
     done: SyncSender<u64>,
@@ -132,11 +134,11 @@ impl TokenSink for Sink {
     fn finished(&mut self, _: u32, _: FinishReason, _: u32) {}
     fn done(&mut self, outcome: RequestOutcome) {
         if matches!(outcome, RequestOutcome::Finished { .. }) {
-            // Nobody listens any more: the run was broken off.
+            // The receiver is gone if the run was aborted.
             self.done.try_send(self.generated).ok();
         }
     }
 }
 
-/// As a worker has it by default.
+/// The default of a worker.
 const KV_BYTES: u64 = 512 << 20;

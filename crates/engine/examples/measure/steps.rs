@@ -1,5 +1,5 @@
-//! Steps of the CPU backend, timed from outside: what a peer's own decode call
-//! is compared with. No sampling on either side, logits of each last token.
+//! Measures steps of the CPU backend from outside, to compare them with a peer's own
+//! decode call. Neither side samples; each sequence's last token gives logits.
 
 use std::error::Error;
 use std::time::{Duration, Instant};
@@ -28,7 +28,7 @@ impl Steps {
         Ok(Self { backend: CpuBackend::new(files, &options)?, output: StepOutput::default() })
     }
 
-    /// The likeliest next tokens after `prompt`, one at a time.
+    /// Returns the likeliest next tokens after `prompt`, one at a time.
     fn greedy(&mut self, tokens: usize, prompt: &[u32]) -> Result<Value, Box<dyn Error>> {
         let blocks = table(0, prompt.len() + tokens);
         let (mut fed, mut start, mut ids) = (prompt.to_vec(), 0, Vec::new());
@@ -45,7 +45,7 @@ impl Steps {
         Ok(json!({ "tokens": ids }))
     }
 
-    /// `steps` steps of `batch` sequences that hold `context` tokens each.
+    /// Measures `steps` steps of `batch` sequences that hold `context` tokens each.
     fn decode(
         &mut self,
         batch: usize,
@@ -117,8 +117,8 @@ fn told(tokens: usize, began: Instant) -> Value {
     json!({ "tokens": tokens, "seconds": began.elapsed().as_secs_f64() })
 }
 
-/// What all threads read together, at best: decode reads every weight once a
-/// step, so this is its bound.
+/// Returns the best bandwidth at which all threads read together. Decode reads every
+/// weight once a step, so the bandwidth bounds decode.
 fn bandwidth(threads: usize) -> Value {
     let memory = vec![1_u64; 128 << 20];
     let best = (0..PASSES).map(|_| read_once(&memory, threads)).min().unwrap_or_default();
@@ -150,11 +150,11 @@ fn prompt(tokens: usize) -> Vec<u32> {
     (0..tokens as u32).map(|index| index * 7 % 500).collect()
 }
 
-/// Room for the largest thing that is asked: sixteen sequences of 512.
+/// Tokens for the largest command: sixteen sequences of 512.
 const KV_TOKENS: u32 = 8_192;
 
-/// Passes over memory, of which the best counts.
+/// Passes over memory; the best one counts.
 const PASSES: u32 = 8;
 
-/// Tokens of one step, as the peer's batch has them.
+/// Tokens of one step, the same as the peer's batch.
 const STEP_TOKENS: u32 = 512;

@@ -1,11 +1,11 @@
-//! A journal for programs that measure: what writing costs is the worker's figure.
+//! A journal for measurements. The cost of writing belongs to the worker's figures.
 
 use std::io;
 
 use tollgate_domain::MonotonicTime;
 use tollgate_engine::{RequestFigures, StepJournal, StepRecord};
 
-/// Keeps nothing.
+/// A journal that stores nothing.
 pub(crate) struct Unwritten;
 
 impl StepJournal for Unwritten {

@@ -1,28 +1,28 @@
-//! One plan after another through two backends, and how far their logits are
-//! apart.
+//! Runs the same plans on two backends and measures the difference of their logits.
 
 use tollgate_engine::backend::{Backend, LogitRows, Span, StepOutput, StepPlan};
 use tollgate_engine::model::{Family, ModelFiles};
 use tollgate_engine::random_model::{ModelSpec, RandomModel};
 use tollgate_engine::weights::Element;
 
-/// Two backends with the same model, fed the same.
+/// Two backends with the same model and the same input.
 pub struct Pair<'a> {
     pub reference: &'a mut dyn Backend,
     pub tested: &'a mut dyn Backend,
     expected: StepOutput,
     found: StepOutput,
-    /// Rows compared.
+    /// Number of rows compared so far.
     pub rows: usize,
-    /// Of those whose likeliest token stands out: how many.
+    /// Number of those rows whose likeliest token stands out.
     pub clear: usize,
-    /// The largest difference of a row over its largest logit so far.
+    /// The largest relative difference so far: a row's largest difference over its
+    /// largest logit.
     pub worst: f32,
 }
 
-/// Largest difference over the largest logit: activations are rounded to bf16
-/// a dozen times a layer, and what is a bit less or more there strays furthest in
-/// tiny models. The largest of thousands of rows seen was 0.018.
+/// The largest relative difference that is allowed. Activations are rounded to bf16
+/// about a dozen times a layer, and these roundings diverge most in tiny models. The
+/// largest difference over thousands of rows was 0.018.
 pub const BOUND: f32 = 3e-2;
 
 impl<'a> Pair<'a> {
@@ -31,7 +31,7 @@ impl<'a> Pair<'a> {
         Self { reference, tested, expected, found, rows: 0, clear: 0, worst: 0.0 }
     }
 
-    /// Runs a step on both and compares every row.
+    /// Runs a step on both backends and compares every row.
     pub fn step(&mut self, spans: &[Span<'_>], what: &str) {
         let plan = StepPlan::logits(spans);
         self.reference.step(&plan, &mut self.expected).unwrap();
@@ -45,7 +45,7 @@ impl<'a> Pair<'a> {
         }
     }
 
-    /// The likeliest token of the last step's row, by the reference.
+    /// Returns the likeliest token of a row of the last step, by the reference backend.
     pub fn likeliest(&self, row: usize) -> u32 {
         top(self.expected.row(row)).0
     }
@@ -74,7 +74,7 @@ impl<'a> Pair<'a> {
     }
 }
 
-/// The likeliest token, and how far it is above the next.
+/// Returns the likeliest token, and its distance to the second likeliest.
 fn top(row: &[f32]) -> (u32, f32) {
     let (mut best, mut next) = ((0, f32::NEG_INFINITY), f32::NEG_INFINITY);
     for (token, &logit) in (0..).zip(row) {
@@ -87,7 +87,7 @@ fn top(row: &[f32]) -> (u32, f32) {
     (best.0, best.1 - next)
 }
 
-/// Tiny models, one of each kind that the kernels know.
+/// Returns tiny models, one of each kind that the kernels support.
 pub fn models() -> Vec<(&'static str, ModelSpec, Option<u32>)> {
     let tiny = ModelSpec { head_dim: 32, heads: 4, kv_heads: 2, ..ModelSpec::tiny() };
     vec![
@@ -136,7 +136,7 @@ pub fn models() -> Vec<(&'static str, ModelSpec, Option<u32>)> {
     ]
 }
 
-/// Writes a model of random weights and opens it.
+/// Writes a model with random weights and opens it.
 pub fn open(spec: &ModelSpec, window: Option<u32>, seed: u64) -> (tempfile::TempDir, ModelFiles) {
     let folder = tempfile::tempdir().unwrap();
     RandomModel { spec: spec.clone(), element: Element::Bf16, seed }.write(folder.path()).unwrap();
@@ -151,12 +151,12 @@ pub fn open(spec: &ModelSpec, window: Option<u32>, seed: u64) -> (tempfile::Temp
     (folder, files)
 }
 
-/// Tokens of a made-up text.
+/// Returns the tokens of an artificial text.
 pub fn text(length: usize, seed: u32, vocabulary: u32) -> Vec<u32> {
     (0..length as u32).map(|i| (i + 1).wrapping_mul(2_654_435_761 ^ seed) % vocabulary).collect()
 }
 
-/// Blocks for `tokens` tokens, out of order; `first` tells sequences apart.
+/// Returns blocks for `tokens` tokens, out of order. `first` separates sequences.
 pub fn scattered(tokens: usize, first: usize, blocks: u32) -> Vec<u32> {
     (0..tokens.div_ceil(16)).map(|i| ((first + i) as u32 * 37) % blocks).collect()
 }
@@ -165,8 +165,8 @@ pub fn span<'a>(tokens: &'a [u32], start: usize, blocks: &'a [u32], logits: Logi
     Span { tokens, start: start as u32, blocks, logits }
 }
 
-/// Every way in which a scheduler cuts work up: whole prompts, odd chunks,
-/// ragged batches, forks, and long decoding.
+/// Runs every way in which a scheduler cuts work up: whole prompts, odd chunks, ragged
+/// batches, forks, and long decoding.
 pub fn everything(pair: &mut Pair<'_>, vocabulary: u32) {
     let blocks = BLOCKS;
     let prompt = text(75, 1, vocabulary);
@@ -189,8 +189,8 @@ fn chunks(pair: &mut Pair<'_>, vocabulary: u32) {
     }
 }
 
-/// Sequences of different lengths, some reading their prompt while others
-/// decode; one asks for no logits.
+/// Runs sequences of different lengths: some read their prompt while others decode, and
+/// one asks for no logits.
 fn ragged(pair: &mut Pair<'_>, vocabulary: u32) {
     const STRIDES: [usize; 9] = [1, 3, 48, 11, 1, 16, 5, 1, 2];
     let texts: Vec<Vec<u32>> =
@@ -217,8 +217,8 @@ fn ragged(pair: &mut Pair<'_>, vocabulary: u32) {
     }
 }
 
-/// A fork shares whole blocks and copies the partly filled one; then it is
-/// preempted, and computed again in other blocks.
+/// Forks a sequence, which shares whole blocks and copies the partly filled block. The
+/// fork is then preempted and computed again in other blocks.
 fn fork(pair: &mut Pair<'_>, vocabulary: u32) {
     let whole = text(60, 3, vocabulary);
     let (head, tail) = whole.split_at(21);
@@ -234,8 +234,8 @@ fn fork(pair: &mut Pair<'_>, vocabulary: u32) {
     pair.step(&[span(&other, 0, &[31, 30, 29, 28], LogitRows::All)], "computed again");
 }
 
-/// What the reference finds likeliest is fed back to both, in a batch that
-/// grows past what the kernels for few rows take.
+/// Feeds the reference's likeliest tokens to both backends, in a batch that grows past
+/// the limit of the kernels for few rows.
 fn decoding(pair: &mut Pair<'_>, vocabulary: u32) {
     const SEQUENCES: usize = 10;
     let prompts: Vec<Vec<u32>> =
@@ -256,10 +256,9 @@ fn decoding(pair: &mut Pair<'_>, vocabulary: u32) {
     }
 }
 
-/// What a model of [`LONG_CONTEXT`] can do beside everything: a prompt of more
-/// than 2,048 tokens, and single tokens behind it, whose attention is split into
-/// as many parts as the device wants, 32 of them on an H100. Ten seconds where
-/// the device is emulated.
+/// Runs a prompt of more than 2,048 tokens and single tokens behind it. Their attention
+/// is split into as many parts as the device wants, 32 on an H100. Needs a model of
+/// [`LONG_CONTEXT`]; takes ten seconds on an emulated device.
 pub fn far_into_a_context(pair: &mut Pair<'_>, vocabulary: u32) {
     const TOKENS: usize = 2_070;
     let prompt = text(TOKENS, 5, vocabulary);
@@ -274,7 +273,8 @@ pub fn far_into_a_context(pair: &mut Pair<'_>, vocabulary: u32) {
     }
 }
 
-/// The context of the tiny model that is made for long ones.
+/// The context of the tiny model for long contexts.
 pub const LONG_CONTEXT: u32 = 4_096;
-/// A prime above what the plans need, so that steps of 37 meet every block.
+/// A prime above the number of blocks in the plans, so that steps of 37 reach every
+/// block.
 pub const BLOCKS: u32 = 139;

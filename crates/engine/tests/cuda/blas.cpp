@@ -1,6 +1,5 @@
-// Matrix products as the vendor's library takes them: column by column, with
-// layouts and a description that say what is what. Whatever the engine does
-// not use is refused.
+// Matrix products with the interface of the vendor's library: column-major, with
+// layouts and a description. Everything that the engine does not use is refused.
 #include "stream.h"
 #include <cstdint>
 #include <cstring>

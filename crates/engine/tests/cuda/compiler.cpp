@@ -1,4 +1,4 @@
-// A compiler that compiles nothing: its code says what it was asked for.
+// A compiler that compiles nothing. Its output records the requested options.
 #include <cstring>
 #include <string>
 

@@ -1,11 +1,11 @@
-// A driver without a card: the calls that the engine makes, over this
-// process's memory and the emulated kernels. It is made to be unkind: memory
-// comes poisoned, blocks run in any order, nothing runs before it is waited
-// for, and it fails as it is told to.
+// A driver without a GPU. It implements the calls that the engine makes, over this
+// process's memory and the emulated kernels. The driver is deliberately adverse: memory
+// starts poisoned, blocks run in any order, no work runs before it is waited for, and
+// calls fail on request.
 //
-// Built with -DNO_KERNELS it has no kernels, which is enough to be probed;
-// further macros make it old, incomplete, empty or busy, or its devices slices.
-// In a process of its own it fails as files in STANDIN_FAULTS say.
+// Built with -DNO_KERNELS, it has no kernels, which is enough for the probe. Further
+// macros make the driver old, incomplete, empty or busy, or make its devices slices. In
+// a process of its own it fails as the files in STANDIN_FAULTS say.
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -63,7 +63,7 @@ static std::map<uintptr_t, size_t> held;
 static int launches_left = -1;
 static unsigned launches = 0, replays = 0, compiled = 0;
 
-// Work that waits; its places are counted from 1.
+// Queued work. Items are counted from 1.
 typedef std::vector<std::function<Result()>> Work;
 static std::deque<std::function<Result()>> waiting;
 static uint64_t put_so_far = 0, done_so_far = 0;
@@ -94,15 +94,15 @@ static Stream the_stream = {put};
 static int shown = DEVICES, first_shown = 0; // devices that this process may see
 static int in_use = 0;                       // the one that it uses
 
-// What a test tells it.
+// Settings of the running test.
 extern "C" void standin_memory(size_t bytes) { total = bytes; }
 extern "C" void standin_fail_after(int more) { launches_left = more; }
 extern "C" unsigned standin_launches() { return launches; }
 extern "C" unsigned standin_replays() { return replays; }
 extern "C" size_t standin_taken() { return taken; }
 
-// Whether a file asks this call to fail, once: `0.launch` is device 0's, and
-// says `fail` or `hang`.
+// Returns true if a file asks this call to fail, once. The file `0.launch` is for
+// device 0 and contains `fail` or `hang`.
 static bool struck(const char* call) {
     const char* folder = getenv("STANDIN_FAULTS");
     std::string path = std::string(folder ? folder : "") + "/" + std::to_string(in_use) + "." + call;
@@ -130,7 +130,7 @@ static std::string uuid_of(int device) {
     return text;
 }
 
-// A process sees all cards, or one slice; CUDA_VISIBLE_DEVICES names one of either.
+// A process sees all devices or one slice. CUDA_VISIBLE_DEVICES names one of either.
 extern "C" Result cuInit(unsigned) {
 #ifdef SLICES
     shown = 1;
@@ -259,7 +259,7 @@ extern "C" Result cuMemFreeHost(void* at) {
     return OK;
 }
 
-// Whether the bytes lie within one piece.
+// Returns true if the bytes lie within one piece.
 static bool is_ours(uint64_t at, size_t bytes) {
     auto after = held.upper_bound(at);
     if (after == held.begin()) {
@@ -278,7 +278,7 @@ extern "C" Result cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes
     });
     return OK;
 }
-// Within the stream, whatever is where.
+// Queues a copy, whatever memory both sides are in.
 static Result put_copy(uint64_t to, uint64_t from, size_t bytes) {
     put([=] {
         memmove((void*)to, (const void*)from, bytes);
@@ -313,7 +313,7 @@ static Result wait_to(uint64_t place) {
 }
 extern "C" Result cuStreamSynchronize(void*) { return wait_to(put_so_far); }
 
-// A graph is what was put while it was made.
+// A graph is the work that was queued during the capture.
 extern "C" Result cuStreamBeginCapture_v2(void*, int) {
 #ifdef NO_GRAPHS
     return 801; // CUDA_ERROR_NOT_SUPPORTED
@@ -387,7 +387,7 @@ extern "C" Result cuEventDestroy_v2(Event* event) {
     return OK;
 }
 
-// Machine code is whatever begins with what the stand-in compiler writes.
+// Machine code is any image that begins with the stand-in compiler's mark.
 extern "C" Result cuModuleLoadData(void** module, const void* image) {
     if (strncmp((const char*)image, "stand-in code", 13) != 0) {
         return 200; // CUDA_ERROR_INVALID_IMAGE
@@ -407,7 +407,7 @@ extern "C" Result cuModuleGetFunction(const void** function, void*, const char* 
 #endif
     return NOT_FOUND;
 }
-// As much of the driver's structures as is read.
+// The fields of the driver's structures that are read.
 struct Attribute {
     int id;
     char pad[4];

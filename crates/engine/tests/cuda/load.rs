@@ -1,5 +1,5 @@
-//! Loads a stand-in before the engine looks for the real library: the loader
-//! gives who asks for a name the library that already bears it.
+//! Loads a stand-in library before the engine looks for the real one: the loader then
+//! returns the library that already has the name.
 
 use std::path::Path;
 
@@ -7,6 +7,6 @@ use libloading::Library;
 
 /// Loads a library for the rest of the process.
 pub fn load(library: &Path) -> &'static Library {
-    // SAFETY: it is one of ours, and does nothing when it is loaded.
+    // SAFETY: the library is one of the stand-ins, and loading it runs no code of note.
     Box::leak(Box::new(unsafe { Library::new(library) }.unwrap()))
 }

@@ -1,24 +1,24 @@
-//! The CUDA backend without a card: the engine's own code over a stand-in
-//! driver that runs the kernels under emulation. What a GPU makes of them, and
-//! how fast, is not tested here.
+//! Tests of the CUDA backend without a GPU: the engine's own code runs over a stand-in
+//! driver that emulates the kernels. Results and speed of a real GPU are not tested
+//! here.
 
 #![allow(clippy::unwrap_used, reason = "a panic is how a test reports")]
 #![allow(unreachable_pub, reason = "the modules serve two test programs")]
 #![allow(dead_code, reason = "likewise, and neither needs all of them")]
 
 mod agree;
-mod alike;
 #[path = "../../examples/gpu_check/cases.rs"]
 mod cases;
 #[path = "../../examples/gpu_check/compare.rs"]
 mod compare;
-mod drawing;
+mod determinism;
 mod load;
 #[path = "../../examples/gpu_check/meter.rs"]
 mod meter;
 #[path = "../../examples/gpu_check/options.rs"]
 mod options;
 mod probe;
+mod sampling;
 #[path = "../../examples/gpu_check/speed.rs"]
 mod speed;
 mod standin;
@@ -44,11 +44,11 @@ use tollgate_engine::backend::{Backend, BackendError, LogitRows, StepOutput, Ste
 use tollgate_engine::model::ModelFiles;
 use tollgate_engine::random_model::ModelSpec;
 
-/// Where this crate's sources are.
+/// The folder of this crate's sources.
 const ENGINE: &str = env!("CARGO_MANIFEST_DIR");
 
-/// The stand-in driver's own controls. One test at a time has it: memory and
-/// failures are the whole process's.
+/// Control functions of the stand-in driver. One test at a time may use them, because
+/// memory and failures concern the whole process.
 struct Card(&'static libloading::Library);
 
 fn card() -> (MutexGuard<'static, ()>, &'static Card) {
@@ -67,22 +67,22 @@ fn card() -> (MutexGuard<'static, ()>, &'static Card) {
 
 impl Card {
     fn set_memory(&self, bytes: usize) {
-        // SAFETY: the stand-in defines it so.
+        // SAFETY: the stand-in defines the function with this signature.
         unsafe { self.0.get::<unsafe extern "C" fn(usize)>(b"standin_memory").unwrap()(bytes) }
     }
 
     fn fail_after(&self, launches: i32) {
-        // SAFETY: the stand-in defines it so.
+        // SAFETY: the stand-in defines the function with this signature.
         unsafe { self.0.get::<unsafe extern "C" fn(i32)>(b"standin_fail_after").unwrap()(launches) }
     }
 
     fn replays(&self) -> u32 {
-        // SAFETY: the stand-in defines it so.
+        // SAFETY: the stand-in defines the function with this signature.
         unsafe { self.0.get::<unsafe extern "C" fn() -> u32>(b"standin_replays").unwrap()() }
     }
 
     fn taken(&self) -> usize {
-        // SAFETY: the stand-in defines it so.
+        // SAFETY: the stand-in defines the function with this signature.
         unsafe { self.0.get::<unsafe extern "C" fn() -> usize>(b"standin_taken").unwrap()() }
     }
 }
@@ -108,7 +108,7 @@ fn reference(files: &ModelFiles) -> CpuBackend {
 }
 
 #[test]
-fn every_kind_of_model_agrees_with_the_cpu() {
+fn every_model_family_agrees_with_the_cpu() {
     let (_alone, card) = card();
     for (name, spec, window) in models() {
         let (_folder, files) = open(&spec, window, 7);
@@ -126,7 +126,7 @@ fn every_kind_of_model_agrees_with_the_cpu() {
         println!("{name}: {rows} rows, {clear} clear; {worst} of the largest logit");
         assert!(rows > 300 && clear > 30, "{name}");
         let replays = card.replays();
-        let draws = drawing::check(&mut cuda, spec.vocabulary);
+        let draws = sampling::check(&mut cuda, spec.vocabulary);
         println!("{draws} draws, {} kinds of steps as graphs", cuda.graphs());
         assert!(cuda.graphs() > 0 && card.replays() > replays + 10, "{name}");
         drop(cuda);
@@ -135,7 +135,7 @@ fn every_kind_of_model_agrees_with_the_cpu() {
 }
 
 #[test]
-fn deterministic_backends_compute_a_text_alike_whatever_else_they_do() {
+fn deterministic_logits_do_not_depend_on_the_batch() {
     let (_alone, _card) = card();
     for (name, spec, window) in models() {
         let (_folder, files) = open(&spec, window, 7);
@@ -143,14 +143,17 @@ fn deterministic_backends_compute_a_text_alike_whatever_else_they_do() {
             let cpu =
                 CpuOptions { instructions: Some(instructions), threads: 3, ..reference_options() };
             let mut cpu = CpuBackend::new(&files, &cpu).unwrap();
-            let is_alike = alike::differing(&mut cpu, spec.vocabulary) == 0;
+            let is_alike = determinism::differing(&mut cpu, spec.vocabulary) == 0;
             let promised = instructions <= Instructions::best_deterministic();
             assert!(is_alike || !promised, "{name}, {instructions}");
         }
         let kept = tempfile::tempdir().unwrap();
         let differing = |kernels| {
             let options = CudaOptions { kernels, ..options(kept.path()) };
-            alike::differing(&mut CudaBackend::new(&files, &options).unwrap(), spec.vocabulary)
+            determinism::differing(
+                &mut CudaBackend::new(&files, &options).unwrap(),
+                spec.vocabulary,
+            )
         };
         assert_eq!(differing(KernelChoice::Deterministic), 0, "{name}");
         if name == "qwen2" {
@@ -160,7 +163,7 @@ fn deterministic_backends_compute_a_text_alike_whatever_else_they_do() {
 }
 
 #[test]
-fn code_is_compiled_once_and_kept() {
+fn machine_code_is_compiled_once_and_kept() {
     let (_alone, _card) = card();
     let (_folder, files) = open(&models()[0].1, None, 1);
     let kept = tempfile::tempdir().unwrap();
@@ -169,11 +172,11 @@ fn code_is_compiled_once_and_kept() {
     assert!(first.contains("kernels compiled by nvrtc13.0, kept as"), "{first}");
     assert!(first.contains("libcublasLt.so) was not found: own kernels multiply"), "{first}");
     assert!(notes().contains("kernels from"));
-    // A torn file is compiled again.
+    // A truncated file is compiled again.
     let path = std::fs::read_dir(kept.path()).unwrap().next().unwrap().unwrap().path();
     std::fs::write(&path, "torn").unwrap();
     assert!(notes().contains("kernels compiled by"));
-    // Whole, and not machine code: the driver says so.
+    // The file is intact, but no machine code, so the driver refuses it.
     let mut bytes = std::fs::read(&path).unwrap();
     bytes.splice(32.., *b"something else");
     let sum = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, &bytes[32..]);
@@ -184,7 +187,7 @@ fn code_is_compiled_once_and_kept() {
 }
 
 #[test]
-fn a_model_that_does_not_fit_is_refused_before_it_is_loaded() {
+fn oversized_model_is_refused_before_loading() {
     let (_alone, card) = card();
     let kept = tempfile::tempdir().unwrap();
     let (_folder, files) = open(&models()[0].1, None, 1);
@@ -193,7 +196,7 @@ fn a_model_that_does_not_fit_is_refused_before_it_is_loaded() {
     assert!(matches!(error, CudaError::Memory { .. }), "{error}");
     assert!(error.leaves_the_cpu());
     assert_eq!(card.taken(), 0);
-    // Enough for the weights, and for hardly anything else.
+    // Enough memory for the weights, and for hardly anything else.
     card.set_memory(2 << 20);
     let error = CudaBackend::new(&files, &options(kept.path())).err().unwrap();
     assert!(matches!(error, CudaError::Memory { .. } | CudaError::Driver(_)), "{error}");
@@ -201,7 +204,7 @@ fn a_model_that_does_not_fit_is_refused_before_it_is_loaded() {
 }
 
 #[test]
-fn a_kind_of_model_that_the_kernels_lack_is_refused() {
+fn model_without_kernels_is_refused() {
     let (_alone, _card) = card();
     let kept = tempfile::tempdir().unwrap();
     let (_folder, files) = open(&ModelSpec::tiny(), None, 1);
@@ -213,7 +216,7 @@ fn a_kind_of_model_that_the_kernels_lack_is_refused() {
 }
 
 #[test]
-fn a_device_that_is_not_there_is_refused() {
+fn unknown_device_index_is_refused() {
     let (_alone, _card) = card();
     let kept = tempfile::tempdir().unwrap();
     let (_folder, files) = open(&models()[0].1, None, 1);
@@ -223,7 +226,7 @@ fn a_device_that_is_not_there_is_refused() {
 }
 
 #[test]
-fn a_launch_that_fails_is_a_fault_of_the_device() {
+fn failed_launch_is_a_device_error() {
     let (_alone, card) = card();
     let kept = tempfile::tempdir().unwrap();
     let (_folder, files) = open(&models()[0].1, None, 1);
@@ -248,9 +251,9 @@ fn a_launch_that_fails_is_a_fault_of_the_device() {
     assert!(matches!(fault, BackendError::Device(_)), "a copy's fault is told at the next step");
 }
 
-/// The tool's view is a script's, which says what it is told to.
+/// The device's own tool is a script here, which prints a given figure.
 #[test]
-fn a_meter_that_differs_from_the_cards_own_view_does_not_pass() {
+fn meter_check_detects_a_differing_device_tool() {
     let (_alone, _card) = card();
     let folder = tempfile::tempdir().unwrap();
     let tool = folder.path().join("tool");
@@ -274,13 +277,13 @@ fn a_meter_that_differs_from_the_cards_own_view_does_not_pass() {
     assert!(phases(&told("no devices were found"))[0]["why_no_tool"].is_string());
 }
 
-/// What a machine with a card will run: here it proves that it runs, and that
-/// it would say so if the card computed something else.
+/// The check that a machine with a GPU will run. Here it proves that the check runs,
+/// and that it reports a device with wrong results.
 #[test]
-fn the_check_for_a_card_runs() {
+fn gpu_check_runs_and_detects_wrong_results() {
     let (_alone, card) = card();
     let options = options::Options { is_quick: true, ..Default::default() };
-    // Without the vendor's library its products are our own.
+    // Without the vendor's library, its products are computed by our own kernels.
     let mut titles = compare::titles(&options);
     assert_eq!(titles.len(), 4 * models().len());
     let once = ["qwen2/deterministic/graphs", "qwen2/fastest/overlapping"];
@@ -313,8 +316,8 @@ fn the_check_for_a_card_runs() {
     let peer = r#"{"measured":{"tiny":{"decode":[{"batch":3,"tokens_per_second":7777.0}]}}}"#;
     std::fs::write(folder.path().join("peer.json"), peer).unwrap();
     let tables = table::run(folder.path()).unwrap();
-    // Five ways of a shape, each at two widths and with a prompt; and each
-    // operation of the three ways that are graphs and wait for one another.
+    // Five ways of a shape, each at two batch sizes and with a prompt; and each
+    // operation of the three ways that use graphs with overlapping launches.
     let rows = |start: &str| tables.lines().filter(|line| line.starts_with(start)).count();
     assert_eq!(rows("| tiny"), 5 * 3 + 3 * 3 * 11, "{tables}");
     assert_eq!(rows("| qwen2/deterministic/graphs, own products | true |"), 1, "{tables}");

@@ -1,6 +1,5 @@
-//! Each way in which a machine has no GPU for us, and the sentence that says
-//! so. Every case is a process of its own, in which the loader finds just the
-//! stand-ins of that case.
+//! Tests of the sentence for each reason why a machine has no usable GPU. Every case is
+//! a process of its own, in which the loader finds only the stand-ins of that case.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,12 +7,12 @@ use std::process::Command;
 use super::standin::{self, Part};
 use tollgate_engine::backend::cuda::{DeviceSelector, build_kernels, describe_device};
 
-/// What a child's process says of the device that it finds.
+/// Returns the output of a child process about the device that it finds.
 fn said(libraries: &Path, child: &str) -> String {
     said_where(libraries, child, None)
 }
 
-/// What it says where the driver is to show it one device alone.
+/// Returns the same output if the driver may show the child only one device.
 fn said_where(libraries: &Path, child: &str, shown: Option<&str>) -> String {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", &format!("probe::{child}"), "--ignored", "--nocapture"])
@@ -28,12 +27,12 @@ fn said_where(libraries: &Path, child: &str, shown: Option<&str>) -> String {
     said.unwrap_or_else(|| panic!("{text}{errors}")).1.to_owned()
 }
 
-/// Stands between what the test program prints and what the child says.
+/// The mark that separates the child's line from the test program's own output.
 const SAYS: &str = "it says: ";
 
 #[test]
 #[ignore = "a child of the tests below"]
-fn child_looks() {
+fn child_describes_the_device() {
     match describe_device(&DeviceSelector::First) {
         Ok(device) => println!("{SAYS}{} {} {}", device.class, device.name, device.uuid),
         Err(absent) => println!("{SAYS}{absent}"),
@@ -42,21 +41,21 @@ fn child_looks() {
 
 #[test]
 #[ignore = "a child of the tests below"]
-fn child_looks_for_another() {
+fn child_describes_another_device() {
     let wanted = "GPU-ffffffff-0000-0000-0000-000000000000".parse().unwrap();
     println!("{SAYS}{}", describe_device(&wanted).unwrap_err());
 }
 
 #[test]
 #[ignore = "a child of the tests below"]
-fn child_looks_for_a_slice() {
+fn child_describes_a_slice() {
     let wanted = "MIG-ffffffff-0000-0000-0000-000000000000".parse().unwrap();
     println!("{SAYS}{}", describe_device(&wanted).unwrap_err());
 }
 
 #[test]
 #[ignore = "a child of the tests below"]
-fn child_compiles() {
+fn child_compiles_kernels() {
     let out = tempfile::tempdir().unwrap();
     match build_kernels(out.path(), &[]) {
         Ok(files) => println!("{SAYS}{} files", files.len()),
@@ -64,7 +63,7 @@ fn child_compiles() {
     }
 }
 
-/// A folder with a driver of these macros and nothing else.
+/// Builds a folder with a driver of these macros and nothing else.
 fn driver(case: &str, macros: &[&str]) -> std::path::PathBuf {
     let folder = standin::folder(&format!("probe-{case}"));
     let macros: Vec<&str> = macros.iter().copied().chain(["NO_KERNELS"]).collect();
@@ -73,7 +72,7 @@ fn driver(case: &str, macros: &[&str]) -> std::path::PathBuf {
 }
 
 #[test]
-fn every_way_to_have_no_device_has_its_sentence() {
+fn every_missing_device_reason_has_a_sentence() {
     let too_old = "driver R570 (CUDA 12.8) or newer is needed";
     let uuid = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f";
     for (case, macros, expected) in [
@@ -120,22 +119,22 @@ fn every_way_to_have_no_device_has_its_sentence() {
             "Tesla V100 has compute capability 7.0; 8.0 or newer is needed".to_owned(),
         ),
     ] {
-        assert_eq!(said(&driver(case, macros), "child_looks"), expected, "{case}");
+        assert_eq!(said(&driver(case, macros), "child_describes_the_device"), expected, "{case}");
     }
 }
 
 #[test]
-fn a_machine_without_a_driver_says_so() {
+fn missing_driver_is_reported() {
     let nothing = tempfile::tempdir().unwrap();
-    // A machine that tests with a GPU has a driver to find.
-    let said = said(nothing.path(), "child_looks");
+    // A test machine with a GPU has a real driver, which would be found.
+    let said = said(nothing.path(), "child_describes_the_device");
     let absent = "no NVIDIA driver on this machine: libcuda.so.1 was not found";
     assert!(said == absent || Path::new("/dev/nvidiactl").exists(), "{said}");
 }
 
 #[test]
-fn a_device_that_is_not_there_is_told_from_those_that_are() {
-    let said = said(&driver("two", &["DEVICES=2"]), "child_looks_for_another");
+fn unknown_device_error_lists_the_devices() {
+    let said = said(&driver("two", &["DEVICES=2"]), "child_describes_another_device");
     assert_eq!(
         said,
         "there is no CUDA device cuda:GPU-ffffffff-0000-0000-0000-000000000000; there are \
@@ -144,18 +143,17 @@ fn a_device_that_is_not_there_is_told_from_those_that_are() {
     );
 }
 
-/// As the driver has it: of several slices a process sees the first, or the
-/// one that is named to it.
+/// The driver shows a process one slice: the first, or the one that is named to it.
 #[test]
-fn a_process_sees_the_slice_that_is_named_to_it() {
+fn process_sees_the_slice_named_to_it() {
     let folder = driver("slices", &["SLICES", "DEVICES=2"]);
     let [first, second] =
         ["MIG-00010203-0405-0607-0809-0a0b0c0d0e0f", "MIG-10111213-1415-1617-1819-1a1b1c1d1e1f"];
     let found = |uuid| format!("emulated-h100-mig-1g-10gb Emulated H100 MIG 1g.10gb {uuid}");
-    assert_eq!(said(&folder, "child_looks"), found(first));
-    assert_eq!(said_where(&folder, "child_looks", Some(second)), found(second));
+    assert_eq!(said(&folder, "child_describes_the_device"), found(first));
+    assert_eq!(said_where(&folder, "child_describes_the_device", Some(second)), found(second));
     assert_eq!(
-        said(&folder, "child_looks_for_a_slice"),
+        said(&folder, "child_describes_a_slice"),
         format!(
             "there is no CUDA device cuda:MIG-ffffffff-0000-0000-0000-000000000000; there are 0 \
              {first} (Emulated H100 MIG 1g.10gb): of slices a process sees the one in \
@@ -164,7 +162,7 @@ fn a_process_sees_the_slice_that_is_named_to_it() {
     );
     let absent = "MIG-ffffffff-0000-0000-0000-000000000000";
     assert_eq!(
-        said_where(&folder, "child_looks_for_a_slice", Some(absent)),
+        said_where(&folder, "child_describes_a_slice", Some(absent)),
         format!(
             "there is no CUDA device cuda:{absent}; `nvidia-smi -L` lists those that there are"
         )
@@ -172,10 +170,10 @@ fn a_process_sees_the_slice_that_is_named_to_it() {
 }
 
 #[test]
-fn a_compiler_that_fails_is_quoted() {
+fn compiler_errors_are_quoted() {
     let folder = standin::folder("probe-compiler");
     standin::build(Part::Compiler, &folder, &["FAILS=1"]);
-    let said = said(&folder, "child_compiles");
+    let said = said(&folder, "child_compiles_kernels");
     assert_eq!(
         said,
         "no kernels for sm_80: kernels.cu does not compile (NVRTC_ERROR_COMPILATION): \
@@ -183,5 +181,5 @@ fn a_compiler_that_fails_is_quoted() {
     );
     let folder = standin::folder("probe-compiles");
     standin::build(Part::Compiler, &folder, &[]);
-    assert_eq!(self::said(&folder, "child_compiles"), "2 files");
+    assert_eq!(self::said(&folder, "child_compiles_kernels"), "2 files");
 }

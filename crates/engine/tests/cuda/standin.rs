@@ -1,6 +1,6 @@
-//! Builds stand-ins for the vendor's libraries with g++. A process that the
-//! loader gives them to runs the engine's own code, from the probe to the last
-//! event; only the card is not there.
+//! Builds stand-ins for the vendor's libraries with g++. A process that loads them runs
+//! the engine's own code, from the probe to the last event; only the hardware is
+//! missing.
 
 #[path = "../../src/backend/cuda/kernels/fused.rs"]
 mod fused;
@@ -12,14 +12,14 @@ use std::process::Command;
 use super::ENGINE;
 use fused::fused;
 
-/// A library of the vendor's.
+/// A library of the vendor.
 #[derive(Clone, Copy)]
 pub enum Part {
-    /// `driver.cpp`, with the emulated kernels unless told otherwise.
+    /// `driver.cpp`, with the emulated kernels unless a macro excludes them.
     Driver,
-    /// `compiler.cpp`.
+    /// `compiler.cpp`, a compiler that compiles nothing.
     Compiler,
-    /// `blas.cpp`.
+    /// `blas.cpp`, the library of matrix products.
     Blas,
 }
 
@@ -64,7 +64,7 @@ pub fn build(part: Part, folder: &Path, macros: &[&str]) -> PathBuf {
     out
 }
 
-/// A folder for what this test program builds.
+/// Returns a folder for the libraries of this test program.
 pub fn folder(name: &str) -> PathBuf {
     Path::new(env!("CARGO_TARGET_TMPDIR")).join(name)
 }

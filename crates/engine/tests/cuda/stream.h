@@ -1,9 +1,9 @@
-// The stand-ins' stream: work waits in it until somebody waits for the work,
-// so that who reads or writes too early meets the wrong bytes.
+// The stand-ins' stream. Work waits in the stream until a caller waits for it, so that
+// code that reads or writes too early meets wrong bytes.
 #pragma once
 #include <functional>
 
 struct Stream {
-    // Puts work, which returns 0 or a driver's error, behind what waits.
+    // Queues work, which returns 0 or a driver's error.
     void (*put)(std::function<int()> work);
 };

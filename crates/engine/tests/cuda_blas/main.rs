@@ -1,7 +1,6 @@
-//! The CUDA backend with the vendor's library of matrix products, which is a
-//! stand-in too: what it is asked for is what comes of it, and it is asked for
-//! a plan once for each shape. A process of its own, because a library that
-//! was loaded stays.
+//! Tests of the CUDA backend with the vendor's library of matrix products. The library
+//! is a stand-in too; it counts the plans, of which there must be one for each shape.
+//! The tests are a process of their own, because a loaded library stays loaded.
 
 #![allow(clippy::unwrap_used, reason = "a panic is how a test reports")]
 #![allow(unreachable_pub, reason = "the modules serve two test programs")]
@@ -9,10 +8,10 @@
 
 #[path = "../cuda/agree.rs"]
 mod agree;
-#[path = "../cuda/drawing.rs"]
-mod drawing;
 #[path = "../cuda/load.rs"]
 mod load;
+#[path = "../cuda/sampling.rs"]
+mod sampling;
 #[path = "../cuda/standin.rs"]
 mod standin;
 
@@ -27,19 +26,20 @@ use tollgate_engine::backend::cuda::{
     CodeFolders, CudaBackend, CudaOptions, DeviceSelector, KernelChoice, Launches,
 };
 
-/// Where this crate's sources are.
+/// The folder of this crate's sources.
 const ENGINE: &str = env!("CARGO_MANIFEST_DIR");
 
 #[test]
-fn whole_models_agree_with_the_cpu() {
+fn models_with_vendor_gemm_agree_with_the_cpu() {
     let folder = standin::folder("emulated-blas");
     load(&standin::build(Part::Compiler, &folder, &[]));
     load(&standin::build(Part::Driver, &folder, &[]));
-    // Found by its folder, as an administrator may say it.
+    // The library is found by its folder, as an administrator may configure it.
     let libraries = standin::folder("blas");
     let blas = standin::build(Part::Blas, &libraries, &[]);
     let kept = tempfile::tempdir().unwrap();
-    // All is measured, or the library's word is taken, which proposes what it refuses.
+    // All ways are measured, or the library's proposal is used, which includes a way
+    // that it refuses.
     let searches = [Duration::from_millis(200), Duration::ZERO];
     for ((name, spec, window), search) in models().into_iter().zip(searches) {
         let (_folder, files) = open(&spec, window, 9);
@@ -67,12 +67,12 @@ fn whole_models_agree_with_the_cpu() {
         let mut pair = Pair::new(&mut cpu, &mut cuda);
         everything(&mut pair, spec.vocabulary);
         println!("{name}: {} rows", pair.rows);
-        drawing::check(&mut cuda, spec.vocabulary);
+        sampling::check(&mut cuda, spec.vocabulary);
         assert!(cuda.graphs() > 0);
     }
     let blas = load(&blas);
     let count = |symbol: &[u8]| {
-        // SAFETY: the stand-in defines both so.
+        // SAFETY: the stand-in defines both symbols with this signature.
         unsafe { blas.get::<unsafe extern "C" fn() -> u32>(symbol).unwrap()() }
     };
     let (searches, products) = (count(b"standin_searches"), count(b"standin_products"));

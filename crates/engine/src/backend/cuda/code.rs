@@ -229,7 +229,7 @@ mod tests {
     };
 
     #[test]
-    fn devices_have_targets() {
+    fn capabilities_map_to_targets() {
         for (capability, target) in
             [((8, 0), "sm_80"), ((8, 9), "sm_80"), ((9, 0), "sm_90a"), ((10, 3), "sm_103")]
         {
@@ -238,14 +238,14 @@ mod tests {
     }
 
     #[test]
-    fn names_tell_sources_and_targets_apart() {
+    fn file_names_depend_on_sources_and_targets() {
         let other = KernelSource { headers: &[("h.h", "Header")], ..SOURCE };
         assert_ne!(prefix(&SOURCE, "sm_80"), prefix(&other, "sm_80"));
         assert_ne!(prefix(&SOURCE, "sm_80")[..16], prefix(&SOURCE, "sm_90a")[..16]);
     }
 
     #[test]
-    fn what_is_kept_is_found_and_what_is_torn_is_not() {
+    fn intact_files_are_found_and_damaged_ones_skipped() {
         let folder = tempfile::tempdir().unwrap();
         let start = prefix(&SOURCE, "sm_80");
         let path = |compiler: &str| folder.path().join(format!("{start}{compiler}.cubin"));

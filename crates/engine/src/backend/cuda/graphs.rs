@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn few_numbers_stand_for_all() {
+    fn padding_gives_few_token_counts() {
         let mut all = std::collections::BTreeSet::new();
         for tokens in 1..=512 {
             let many = rounded(tokens);
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kind_that_comes_again_is_captured_once() {
+    fn repeated_step_shape_is_captured_once() {
         let mut graphs = Graphs::<u32>::default();
         let key = GraphKey { tokens: 4, splits: 2, has_rows: true };
         let never = || panic!("nothing is captured");

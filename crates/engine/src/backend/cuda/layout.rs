@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn lays_out_a_mixed_step() {
+    fn layout_holds_a_mixed_step() {
         let mut layout = layout();
         let prompt: Vec<u32> = (100..120).collect();
         let spans = [
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fullest_step_fits() {
+    fn layout_holds_the_largest_step() {
         let capacity = StepCapacity { kv_blocks: 64 * 16, tile: 2, ..ROOM };
         let mut layout = PlanLayout::new(capacity);
         let tables: Vec<Vec<u32>> = (0..64).map(|i| (i * 16..(i + 1) * 16).collect()).collect();
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_writes_where_another_does() {
+    fn blocks_written_twice_are_refused() {
         let mut layout = layout();
         let spans =
             [span(&[1], 0, &[3], LogitRows::Last), span(&[1], 16, &[2, 3], LogitRows::Last)];

@@ -229,7 +229,7 @@ fn peaked(vocabulary: usize) -> Vec<f32> {
 }
 
 #[test]
-fn every_control_draws_what_the_cpu_draws() {
+fn every_parameter_samples_as_on_the_cpu() {
     for vocabulary in [1, 2, 7, 255, 257, 2_048, 5_003] {
         let row = peaked(vocabulary);
         let asks = asks(vocabulary);
@@ -240,7 +240,7 @@ fn every_control_draws_what_the_cpu_draws() {
 /// As many tokens as threads look at in a whole turn and a little more, rows
 /// that begin at 16 bytes and rows that do not.
 #[test]
-fn vocabularies_of_more_than_a_turn_are_drawn_as_on_the_cpu() {
+fn large_vocabularies_sample_as_on_the_cpu() {
     for vocabulary in [4_096, 8_192, 8_196, 9_999, 20_004] {
         let row = peaked(vocabulary);
         let asks: Vec<Ask> = [(0.0, 1.0), (1.0, 1.0), (1.0, 0.9)]
@@ -255,7 +255,7 @@ fn vocabularies_of_more_than_a_turn_are_drawn_as_on_the_cpu() {
 /// Equal logits within one load of a thread, in two loads, in two turns and in
 /// two threads: the smaller id is the likelier.
 #[test]
-fn the_first_of_equal_logits_is_the_likeliest() {
+fn equal_logits_prefer_the_smaller_id() {
     let near = [4_000, 4_001, 4_004, 6_048, 12_192, 20_002];
     let pairs = near.into_iter().flat_map(|first| near.map(|second| (first, second)));
     for (first, second) in pairs.filter(|(first, second)| first < second) {
@@ -271,7 +271,7 @@ fn the_first_of_equal_logits_is_the_likeliest() {
 }
 
 #[test]
-fn many_seeds_draw_what_the_cpu_draws() {
+fn many_seeds_sample_as_on_the_cpu() {
     let row = peaked(600);
     let asks: Vec<Ask> = (0..120)
         .map(|seed| Ask::warm(0.8, if seed % 2 == 0 { 1.0 } else { 0.9 }, 1_000 + seed))
@@ -285,7 +285,7 @@ fn many_seeds_draw_what_the_cpu_draws() {
 }
 
 #[test]
-fn broken_and_even_rows_are_drawn_as_on_the_cpu() {
+fn degenerate_rows_sample_as_on_the_cpu() {
     let mut odd = peaked(700);
     for (index, value) in [
         (3, f32::NAN),
@@ -319,7 +319,7 @@ fn broken_and_even_rows_are_drawn_as_on_the_cpu() {
 /// The likeliest are looked for in a list that the likely ones may not fit: in
 /// this row all of some threads' tokens are above all of every other's.
 #[test]
-fn more_likely_tokens_than_have_room_are_told_in_order() {
+fn overflowing_top_lists_are_reported_in_order() {
     for few in [18, 19, 20] {
         let likely = |token: usize| token % 512 < few;
         let logit = |token| if likely(token) { 10.0 + (token % 97) as f32 / 64.0 } else { -3.0 };
@@ -332,7 +332,7 @@ fn more_likely_tokens_than_have_room_are_told_in_order() {
 }
 
 #[test]
-fn planted_bugs_in_drawing_are_found() {
+fn planted_sampling_bugs_are_found() {
     let row = peaked(2_048);
     let asks: Vec<Ask> = (0..8).map(|seed| Ask::warm(1.0, 1.0, seed)).collect();
     finds(Bug::SampleWithoutBarrier, |emulator, order| check(emulator, order, &row, &asks));

@@ -1,13 +1,13 @@
-//! One text in every way that a batch may cut it up, bit by bit: for backends
-//! that promise the same logits whatever else is in a step.
+//! Runs one text in every way that a batch may cut it up and compares the bits of its
+//! logits. Deterministic backends promise the same logits in any batch.
 
 use tollgate_engine::backend::{Backend, LogitRows, Span, StepOutput, StepPlan};
 
 use crate::agree::{scattered, span, text};
 
-/// How many logits of a text differ by any bit from those of the same text
-/// alone and whole, once it is read token by token, in chunks, and among
-/// neighbours that read and decode.
+/// Returns the number of logits of a text that differ in any bit from those of the same
+/// text alone and in one piece. The text is read token by token, in chunks, and beside
+/// other sequences that read and decode.
 pub fn differing(backend: &mut dyn Backend, vocabulary: u32) -> usize {
     let whole = text(LENGTH, 1, vocabulary);
     let table = scattered(LENGTH, 0, backend.kv_blocks().min(127));
@@ -29,7 +29,7 @@ pub fn differing(backend: &mut dyn Backend, vocabulary: u32) -> usize {
     differing
 }
 
-/// The same with so many neighbours, which stand before it and behind it.
+/// Runs the text beside this many other sequences before and after it.
 fn among_others(
     backend: &mut dyn Backend,
     vocabulary: u32,

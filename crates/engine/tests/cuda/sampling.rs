@@ -1,5 +1,5 @@
-//! What a device draws, beside what the host draws from the same rows; and
-//! steps that begin before the last is finished, beside one after the other.
+//! Compares samples of a device with samples of the host from the same rows, and
+//! overlapping steps with steps that run one after the other.
 
 use std::num::NonZeroU32;
 
@@ -12,13 +12,14 @@ use tollgate_engine::sample::{
 
 use crate::agree::{scattered, span, text};
 
-/// Checks both on a model of that vocabulary; how many draws were compared.
+/// Runs both comparisons on a model of that vocabulary, and returns the number of
+/// compared samples.
 pub fn check(backend: &mut dyn Backend, vocabulary: u32) -> usize {
     let drawn = the_same_as_the_hosts(backend, vocabulary);
     drawn + ahead_as_in_turn(backend, vocabulary)
 }
 
-/// Ways to draw: every field that changes a draw or what is told of it.
+/// Returns sampling parameters that together set every field.
 fn ways(vocabulary: u32) -> Vec<SamplingParams> {
     let greedy = SamplingParams::greedy(7);
     let random = SamplingParams { temperature: 1.0, ..greedy.clone() };
@@ -43,7 +44,7 @@ fn ways(vocabulary: u32) -> Vec<SamplingParams> {
     ]
 }
 
-/// What a choice has generated before: some tokens more than once.
+/// Returns counts of generated tokens, some of them above one.
 fn counts(seed: u32, vocabulary: u32) -> TokenCounts {
     let mut counts = TokenCounts::new();
     let before = text(40, seed, vocabulary / 2 + 1);
@@ -68,7 +69,7 @@ fn the_same_as_the_hosts(backend: &mut dyn Backend, vocabulary: u32) -> usize {
     let counts = counts(5, vocabulary);
     let mut draws = Vec::new();
     for (row, params) in (0..rows.len() as u32).map(|row| (row, &ways[row as usize / 20])) {
-        // More than one choice may come of a row, and more draws than rows.
+        // A row may serve several choices, and a step may have more samples than rows.
         for seed in [3, u64::MAX - u64::from(row)] {
             let point = SamplingPoint { seed, position: row, counts: &counts };
             let token = SampleTarget::Next { point, pending: None };
@@ -109,7 +110,7 @@ fn the_same_as_the_hosts(backend: &mut dyn Backend, vocabulary: u32) -> usize {
     compared
 }
 
-/// A choice as an engine keeps it.
+/// The state of a choice, as an engine keeps it.
 struct Choice {
     blocks: Vec<u32>,
     params: SamplingParams,
@@ -153,7 +154,8 @@ fn read_prompts(backend: &mut dyn Backend, choices: &mut [Choice]) {
     take(choices, &mut output);
 }
 
-/// One draw of each, or of those that come after draws which are under way.
+/// Returns one sample request for each choice, or for those whose previous sample is
+/// still running.
 fn draws<'a>(choices: &'a [Choice], pending: Option<&[u32]>) -> Vec<SampleRequest<'a>> {
     (0..)
         .zip(choices)
@@ -196,7 +198,8 @@ fn ahead_as_in_turn(backend: &mut dyn Backend, vocabulary: u32) -> usize {
     let mut outputs = [StepOutput::default(), StepOutput::default()];
     for step in 0..=STEPS {
         if step < STEPS {
-            // The first is fed with what it knows, each other by the one before.
+            // The first step is fed with known tokens, each further step with samples
+            // of the step before.
             let fed = step > 0;
             let spans: Vec<Span<'_>> = ahead
                 .iter()
