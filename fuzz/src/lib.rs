@@ -6,6 +6,7 @@ mod config;
 mod credentials;
 mod model_files;
 pub mod mutate;
+mod requests;
 mod sse;
 mod text;
 mod wire;
@@ -22,8 +23,8 @@ pub type Target = fn(&[u8]);
 pub const TARGETS: [(&str, Target); 18] = [
     ("proxy_header", gateway::proxy_header),
     ("request_head", gateway::request_head),
-    ("chat_body", gateway::chat_body),
-    ("completion_body", gateway::completion_body),
+    ("chat_body", requests::chat_body),
+    ("completion_body", requests::completion_body),
     ("credential", credentials::credential),
     ("claims", gateway::claims),
     ("config", config::config),

@@ -1,97 +1,75 @@
-//! The interface that clients speak: who calls is known before the body is
-//! read; the body becomes a job, the job is admitted, a task runs it, and what
-//! the task tells becomes an answer in one piece or a stream.
+//! The API that clients use. The caller is known before the body is read. The
+//! body becomes a job, the job is admitted, a task runs it, and the task's events
+//! become a response in one piece or a stream.
 
-mod asked;
 mod body;
-mod chat;
-mod chunks;
-mod completions;
-mod fields;
-pub(crate) mod fuzz;
+mod idempotent;
 mod job;
-mod keyed;
-mod logprobs;
+pub(crate) mod models;
 mod outgoing;
 mod preflight;
-mod sse;
-mod telling;
+mod response;
+mod stream_body;
 mod turns;
-mod whole;
+pub(crate) mod usage;
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use axum::body::{Body, Bytes};
-use axum::response::{IntoResponse, Response};
-use http::{HeaderMap, HeaderName, HeaderValue, header};
-use tokio::sync::mpsc;
+use axum::response::Response;
 use tokio_util::sync::CancellationToken;
-use tollgate_admission::{Figures, ScopeLimits};
-use tollgate_config::{Config, RequestLimits, Tenant};
-use tollgate_domain::{DeviceNanos, ModelName, PoolName, RequestId};
+use tollgate_admission::ScopeLimits;
+use tollgate_config::{Config, Tenant};
+use tollgate_domain::{ModelName, PoolName, RequestId};
+use tollgate_openai::{CompletionRequest, Interface, RequestLimits, Violation, json};
 
 pub(crate) use self::job::{Counting, Job};
-
-use self::asked::Asked;
-use self::body::BodyLimits;
-use self::fields::Violation;
-use self::job::CountContext;
-use self::outgoing::{Outgoing, TimedBody};
 pub(crate) use self::preflight::{Call, CallerContext, RouteKind};
-use self::telling::Telling;
-use self::whole::Whole;
+
+use self::body::BodyLimits;
+use self::job::CountContext;
+use self::response::Rendering;
 use crate::auth::{AuthenticatedCaller, Authenticator, Endpoint};
 use crate::idempotency::{Ask, Claimed, IdempotencyKey, fingerprint};
-use crate::pump::{self, Event, Failure, Receipt};
-use crate::reply::{ApiError, write_figures};
+use crate::pump;
+use crate::reply::ApiError;
 use crate::serving::Serving;
-use crate::telemetry::Metrics;
 use crate::upstream::ServedModel;
 use crate::{admit, limits, route};
 
-/// What the API's handlers share.
+/// The components that the API's handlers share.
 #[derive(Clone)]
 pub(crate) struct Api {
     pub(crate) serving: Arc<Serving>,
     pub(crate) config: Arc<Config>,
     pub(crate) authenticator: Authenticator,
-    /// Cancelled when no new work is taken any more.
+    /// Cancelled when the gateway stops accepting work.
     pub(crate) draining: CancellationToken,
 }
 
-/// `POST /v1/chat/completions`
-pub(crate) async fn chat_completions(api: Api, call: Call) -> Result<Response, ApiError> {
-    answer(api, call, Interface { endpoint: Endpoint::Chat, parse: chat::parse }).await
-}
-
-/// `POST /v1/completions`
-pub(crate) async fn completions(api: Api, call: Call) -> Result<Response, ApiError> {
-    answer(api, call, Interface { endpoint: Endpoint::Completions, parse: completions::parse })
-        .await
-}
-
-/// What tells one interface from the other.
-struct Interface {
-    endpoint: Endpoint,
-    parse: Parse,
-}
-
-type Parse = fn(&str, &RequestLimits) -> Result<Asked, Violation>;
-
-/// Answers a request for work. Counts a refusal against the tenant, because
+/// Answers a request for work in the dialect `interface`. Counts a refusal against the tenant, because
 /// clients that ignore `retry-after` accumulate a penalty.
-async fn answer(api: Api, call: Call, interface: Interface) -> Result<Response, ApiError> {
+pub(crate) async fn generate(
+    api: Api,
+    call: Call,
+    interface: &'static dyn Interface,
+) -> Result<Response, ApiError> {
     let tenant = call.caller.tenant.name.clone();
-    let answered = serve(&api, call, &interface).await;
+    let answered = serve(&api, call, interface).await;
     if let Err(error) = &answered {
         api.serving.penalties.answered(api.serving.clock.now(), &tenant, error);
     }
     answered
 }
 
-async fn serve(api: &Api, call: Call, interface: &Interface) -> Result<Response, ApiError> {
-    let Call { request, id, caller: CallerContext { caller, tenant, scopes }, parameter: _ } = call;
+async fn serve(
+    api: &Api,
+    call: Call,
+    interface: &'static dyn Interface,
+) -> Result<Response, ApiError> {
+    let Call { request, id, endpoint, caller, parameter: _ } = call;
+    let CallerContext { caller, tenant, scopes } = caller;
     if !api.serving.can_record() {
         return Err(ApiError::LedgerUnavailable);
     }
@@ -106,42 +84,32 @@ async fn serve(api: &Api, call: Call, interface: &Interface) -> Result<Response,
     let read = began.elapsed();
     let first = match key {
         None => None,
-        Some(key) => match api.claim(&caller, interface.endpoint, key, (&id, &body)).await? {
+        Some(key) => match api.claim(&caller, endpoint, key, (&id, &body)).await? {
             Claimed::First(first) => Some(first),
             Claimed::Repeat(answer) => return answer,
         },
     };
     // Asked again, because the body may have taken a while to arrive.
     api.has_place(&scopes)?;
-    let parsed = Instant::now();
-    let asked = api.parse(&body, interface.parse)?;
+    let parsing_began = Instant::now();
+    let asked = api.parse(&body, interface)?;
     let model = api.model(&caller, &tenant, &asked.model)?;
     let context = CountContext {
+        interface,
         now: api.serving.clock.utc(),
         default_max_tokens: api.config.gateway().requests.default_max_tokens,
         read,
-        parsed,
+        parsed: parsing_began,
     };
     let bound = limits::bind(&api.config, scopes, &tenant, &model.name);
     let holder = bound.pool.as_ref().map_or(tenant.name.as_str(), PoolName::as_str);
     let job = api.serving.counting.count(holder, id, asked, model, context).await?;
     let admitted = admit::admit(&api.serving, &caller, bound, job)?;
-    let head = Head {
-        telling: admitted.job.telling.clone(),
-        streamed: admitted.job.streamed,
-        figures: admitted.figures().clone(),
-        reserved: admitted.expected,
-        class: admitted.job.model.class.as_str().to_owned(),
-        metrics: Arc::clone(&api.serving.metrics),
-    };
+    let rendering = Rendering::new(&api.serving, &admitted);
     if let Some(first) = first {
-        return keyed::answer(&api.serving, first, head, admitted).await;
+        return idempotent::respond(&api.serving, first, rendering, admitted).await;
     }
-    let events = pump::start(&api.serving, admitted);
-    match head.streamed {
-        true => Ok(tell_stream(head, events).await?),
-        false => Ok(tell_whole(head, events).await?),
-    }
+    Ok(rendering.respond(pump::start(&api.serving, admitted)).await?)
 }
 
 impl Api {
@@ -177,10 +145,13 @@ impl Api {
         self.serving.idempotency.claim(Ask { caller, key, fingerprint, request }).await
     }
 
-    fn parse(&self, body: &Bytes, parse: Parse) -> Result<Asked, ApiError> {
+    fn parse(
+        &self,
+        body: &Bytes,
+        interface: &dyn Interface,
+    ) -> Result<CompletionRequest, Violation> {
         let limits = &self.config.gateway().requests;
-        let text = body::text(body, limits.json_depth)?;
-        Ok(parse(text, limits)?)
+        interface.parse(json::text(body, limits.json_depth)?, &request_limits(limits))
     }
 
     /// The model named `name`, if the caller may use it and it is served now.
@@ -209,86 +180,41 @@ impl Api {
     }
 }
 
-/// What an answer needs of the request that a task now owns.
-struct Head {
-    telling: Telling,
-    streamed: bool,
-    figures: Figures,
-    reserved: DeviceNanos,
-    class: String,
-    metrics: Arc<Metrics>,
-}
-
-impl Head {
-    fn write(&self, headers: &mut HeaderMap) {
-        write_figures(&self.figures, headers);
-        headers.insert(RESERVED, self.reserved.nanos().into());
-        if let Ok(class) = HeaderValue::from_str(&self.class) {
-            headers.insert(DEVICE_CLASS, class);
-        }
+/// Returns the bounds that a request's fields must keep.
+fn request_limits(config: &tollgate_config::RequestLimits) -> RequestLimits {
+    let tollgate_config::RequestLimits {
+        body: _,               // bounds reading
+        json_depth: _,         // checked before parsing
+        default_max_tokens: _, // a default, not a bound
+        messages,
+        choices,
+        best_of,
+        prompts,
+        stop,
+        stop_size,
+        top_logprobs,
+        logit_bias,
+    } = config;
+    RequestLimits {
+        choices: *choices,
+        best_of: *best_of,
+        prompts: *prompts,
+        messages: *messages,
+        stop: *stop,
+        stop_bytes: stop_size.0,
+        logit_bias: *logit_bias,
+        top_logprobs: *top_logprobs,
     }
 }
 
-/// Collects the answer and sends it in one piece.
-async fn tell_whole(head: Head, mut events: mpsc::Receiver<Event>) -> Result<Response, Failure> {
-    let mut whole = Whole::new(head.telling.clone());
-    while let Some(event) = events.recv().await {
-        match event {
-            Event::Delta(delta) => whole.delta(&delta),
-            Event::PromptLogprobs { prompt, tokens } => whole.prompt_logprobs(prompt, &tokens),
-            Event::ChoiceFinished { choice, reason } => whole.finished(choice, reason),
-            Event::Restarted => whole.restart(),
-            Event::Failed(failure) => return Err(failure),
-            Event::Finished(receipt) => {
-                let mut out = Outgoing::new(head.metrics.clone());
-                out.begins();
-                let json = Bytes::from(whole.into_json(&receipt));
-                let mut response = Response::new(Body::new(TimedBody::new(json, out)));
-                let headers = response.headers_mut();
-                headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-                head.write(headers);
-                write_receipt(&receipt, headers);
-                return Ok(response);
-            }
-        }
+impl From<Violation> for ApiError {
+    fn from(violation: Violation) -> Self {
+        let Violation { param, code, message } = violation;
+        // A body that is wrong as a whole has no field and no code.
+        let code = code.or(param.is_some().then_some("invalid_value"));
+        Self::Invalid { param: param.map(Into::into), code, message: message.into() }
     }
-    Err(Failure::UNKNOWN)
 }
-
-/// Waits for the first token, up to which a refusal is a plain status; then
-/// answers with a stream.
-async fn tell_stream(head: Head, mut events: mpsc::Receiver<Event>) -> Result<Response, Failure> {
-    let first = loop {
-        match events.recv().await {
-            None => return Err(Failure::UNKNOWN),
-            Some(Event::Failed(failure)) => return Err(failure),
-            Some(Event::Restarted) => {}
-            Some(event) => break event,
-        }
-    };
-    let out = Outgoing::new(head.metrics.clone());
-    let body = Body::from_stream(sse::transcript(head.telling.clone(), (first, events), out));
-    let mut response = body.into_response();
-    let headers = response.headers_mut();
-    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
-    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
-    headers.insert(ACCEL_BUFFERING, HeaderValue::from_static("no"));
-    head.write(headers);
-    Ok(response)
-}
-
-fn write_receipt(receipt: &Receipt, headers: &mut HeaderMap) {
-    headers.insert(ATTRIBUTED, receipt.usage.attributed.nanos().into());
-    headers.insert(REFERENCE, receipt.usage.reference.nanos().into());
-    headers.insert(QUEUE, receipt.path.in_worker.stages.queue_ns.into());
-}
-
-const ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
-const DEVICE_CLASS: HeaderName = HeaderName::from_static("x-tollgate-device-class");
-const RESERVED: HeaderName = HeaderName::from_static("x-tollgate-reserved-ns");
-const REFERENCE: HeaderName = HeaderName::from_static("x-tollgate-reference-ns");
-const ATTRIBUTED: HeaderName = HeaderName::from_static("x-tollgate-attributed-ns");
-const QUEUE: HeaderName = HeaderName::from_static("x-tollgate-queue-ns");
 
 #[cfg(test)]
 pub(crate) mod tests;

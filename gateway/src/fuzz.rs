@@ -1,7 +1,6 @@
 //! What hostile bytes reach in this crate, as functions for the fuzz room that
 //! assert what must hold. Nothing else calls them.
 
-pub use crate::api::fuzz::{chat_body, completion_body};
 pub use crate::auth::fuzz::claims;
 pub use crate::listener::fuzz::{proxy_header, request_head};
 pub use crate::upstream::fuzz::{hear, judge};

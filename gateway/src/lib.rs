@@ -11,7 +11,6 @@ pub mod auth;
 mod idempotency;
 mod limits;
 pub mod listener;
-mod models;
 mod path;
 mod penalties;
 mod pump;
@@ -24,7 +23,6 @@ mod stack;
 mod submit;
 pub mod tls;
 pub mod upstream;
-mod usage;
 
 pub mod admin;
 pub mod audit;

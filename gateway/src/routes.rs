@@ -11,13 +11,13 @@ use http::{HeaderValue, Method, header};
 use http_body::Body as _;
 use percent_encoding::percent_decode_str;
 use tollgate_domain::{MonotonicTime, RequestId};
+use tollgate_openai::{CHAT, COMPLETIONS};
 
-use crate::api::{self, Api, Call, CallerContext, RouteKind};
+use crate::api::{self, Api, Call, CallerContext, RouteKind, models, usage};
 use crate::auth::Endpoint;
 use crate::listener::Peer;
 use crate::reply::ApiError;
 use crate::stack::Routes;
-use crate::{models, usage};
 
 /// One route of the public API.
 pub(crate) struct Route {
@@ -60,7 +60,7 @@ static ROUTES: [Route; 6] = [
         endpoint: Endpoint::Chat,
         label: "chat_completions",
         kind: RouteKind::Work,
-        handler: |api, call| Box::pin(api::chat_completions(api, call)),
+        handler: |api, call| Box::pin(api::generate(api, call, CHAT)),
     },
     Route {
         path: Pattern::Exact("/v1/completions"),
@@ -68,7 +68,7 @@ static ROUTES: [Route; 6] = [
         endpoint: Endpoint::Completions,
         label: "completions",
         kind: RouteKind::Work,
-        handler: |api, call| Box::pin(api::completions(api, call)),
+        handler: |api, call| Box::pin(api::generate(api, call, COMPLETIONS)),
     },
     Route {
         path: Pattern::Exact("/v1/models"),
@@ -187,7 +187,8 @@ impl Routes for PublicRoutes {
         let mut response = match target {
             Target::Handler { route, caller } => {
                 let parameter = decoded(route.path.parameter(request.uri().path()));
-                let call = Call { request, id, caller: *caller, parameter };
+                let endpoint = route.endpoint;
+                let call = Call { request, id, endpoint, caller: *caller, parameter };
                 (route.handler)(self.api.clone(), call).await.into_response()
             }
             Target::UnknownRoute => ApiError::UnknownRoute {

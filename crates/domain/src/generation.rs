@@ -26,6 +26,24 @@ pub struct Sampling {
     pub top_logprobs: Option<u32>,
 }
 
+/// The sampling parameters of a model for requests that name none.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SamplingDefaults {
+    /// See [`Sampling::temperature`].
+    pub temperature: f32,
+    /// See [`Sampling::top_k`].
+    pub top_k: u32,
+    /// See [`Sampling::top_p`].
+    pub top_p: f32,
+}
+
+impl Default for SamplingDefaults {
+    /// Returns the defaults of OpenAI's API.
+    fn default() -> Self {
+        Self { temperature: 1.0, top_k: 0, top_p: 1.0 }
+    }
+}
+
 /// The text and tokens that one choice gained since its previous delta.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TextDelta {

@@ -1,5 +1,5 @@
-//! The body, from the wire to checked text: its size bounded before it is
-//! kept, its progress watched, its depth counted before anything parses it.
+//! Reading a body from the wire. Its size is bounded before it is kept, and its
+//! progress is watched, so that a slow client cannot hold a request for long.
 
 use std::error::Error;
 use std::time::Duration;
@@ -9,7 +9,6 @@ use http_body::Body as _;
 use http_body_util::{BodyExt, LengthLimitError};
 use tokio::time::{Instant, timeout_at};
 
-use super::fields::Violation;
 use crate::reply::ApiError;
 
 /// How large a body may be and how slowly it may come.
@@ -98,46 +97,6 @@ impl Window {
     }
 }
 
-/// The body as text whose nesting is within bounds. What is text but not JSON
-/// is the parser's to refuse.
-pub(crate) fn text(bytes: &[u8], most_depth: u32) -> Result<&str, Violation> {
-    let text = std::str::from_utf8(bytes)
-        .map_err(|_| Violation::body("The body is not valid JSON: it is not UTF-8."))?;
-    if depth(text) > most_depth as usize {
-        return Err(Violation::body(format!(
-            "The body nests deeper than {most_depth} arrays and objects."
-        )));
-    }
-    Ok(text)
-}
-
-/// The deepest nesting of brackets outside strings; exact where `text` is
-/// JSON, harmless where it is not.
-fn depth(text: &str) -> usize {
-    let (mut depth, mut deepest) = (0usize, 0usize);
-    let mut bytes = text.bytes();
-    while let Some(byte) = bytes.next() {
-        match byte {
-            b'"' => {
-                while let Some(byte) = bytes.next() {
-                    match byte {
-                        b'\\' => drop(bytes.next()),
-                        b'"' => break,
-                        _ => {}
-                    }
-                }
-            }
-            b'[' | b'{' => {
-                depth += 1;
-                deepest = deepest.max(depth);
-            }
-            b']' | b'}' => depth = depth.saturating_sub(1),
-            _ => {}
-        }
-    }
-    deepest
-}
-
 #[cfg(test)]
 mod tests {
     use futures_util::stream;
@@ -146,25 +105,6 @@ mod tests {
 
     fn limits(size: u64) -> BodyLimits {
         BodyLimits { size, window: Duration::from_secs(5), progress: 1024 }
-    }
-
-    #[test]
-    fn depth_counts_brackets_outside_strings() {
-        for (text, expected) in [
-            ("1", 0),
-            ("{}", 1),
-            ("[[],[[]]]", 3),
-            (r#"{"a":"[[[["}"#, 1),
-            (r#"{"a":"\"[[","b":[{}]}"#, 3),
-            (r#""\\"[["#, 2),
-            ("]]][", 1),
-            ("\"unclosed [[[", 0),
-        ] {
-            assert_eq!(depth(text), expected, "{text}");
-        }
-        let bomb = "[".repeat(1_000_000);
-        assert_eq!(text(bomb.as_bytes(), 32).expect_err("too deep").param, None);
-        assert!(text(&[b'"', 0xff, b'"'], 32).is_err());
     }
 
     #[tokio::test]

@@ -5,11 +5,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tollgate_domain::{DeviceNanos, PromptWork, RequestId, Sampling, UtcTime};
+use tollgate_domain::{DeviceNanos, PromptWork, RequestId, Sampling, SamplingDefaults, UtcTime};
+use tollgate_openai::{CHAT, CompletionRequest, Echo, Interface, ResponseMeta};
 use tollgate_text::{ChatMessage, Prompt, TextError, encode_chat};
 
-use super::asked::{Asked, Dialect};
-use super::telling::{Echo, Telling};
 use super::turns::Turns;
 use crate::path::InFront;
 use crate::reply::ApiError;
@@ -32,8 +31,10 @@ pub(crate) struct Job {
     pub(crate) stop: Vec<String>,
     /// Whether the answer goes out as it comes.
     pub(crate) streamed: bool,
-    /// How the answer is told.
-    pub(crate) telling: Telling,
+    /// The dialect of the API in which the client asked.
+    pub(crate) interface: &'static dyn Interface,
+    /// The frame of the response.
+    pub(crate) meta: ResponseMeta,
     /// Where its time went so far.
     pub(crate) in_front: InFront,
 }
@@ -51,7 +52,7 @@ impl Job {
 
     /// Whether the answer tells the log-probabilities of the prompts too.
     pub(crate) fn scores_prompts(&self) -> bool {
-        !self.telling.echoes.is_empty() && self.sampling.top_logprobs.is_some()
+        !self.meta.echoes.is_empty() && self.sampling.top_logprobs.is_some()
     }
 
     /// Reference cost if each choice has `tokens` tokens.
@@ -84,14 +85,14 @@ impl Counting {
         &self,
         holder: &str,
         id: RequestId,
-        asked: Asked,
+        request: CompletionRequest,
         model: Arc<ServedModel>,
         context: CountContext,
     ) -> Result<Job, ApiError> {
         let place = self.turns.take(holder).await?;
         let counted = tokio::task::spawn_blocking(move || {
             let _place = place; // held until the work is done, even if nobody waits for it
-            count(id, asked, model, context)
+            count(id, request, model, context)
         });
         counted.await.unwrap_or(Err(ApiError::Internal))
     }
@@ -100,6 +101,8 @@ impl Counting {
 /// What a count depends on beside what was asked.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CountContext {
+    /// The dialect of the API in which the client asked.
+    pub(crate) interface: &'static dyn Interface,
     /// The date that a template may print, and the answer's `created`.
     pub(crate) now: UtcTime,
     /// Tokens of an answer where the request says nothing.
@@ -112,24 +115,25 @@ pub(crate) struct CountContext {
 
 fn count(
     id: RequestId,
-    asked: Asked,
+    request: CompletionRequest,
     model: Arc<ServedModel>,
     context: CountContext,
 ) -> Result<Job, ApiError> {
-    let CountContext { now, default_max_tokens, read, parsed } = context;
-    let Asked { dialect, model: _, prompt, choices, max_tokens, sampling, stop, stream, echo } =
-        asked;
+    let CountContext { interface, now, default_max_tokens, read, parsed } = context;
+    let CompletionRequest { model: _, prompt, choices, max_tokens, sampling, stop, stream, echo } =
+        request;
+    let sampling = sampling.resolve(SamplingDefaults::default());
     if let Some(token) = sampling.logit_bias.keys().find(|&&token| token >= model.vocabulary) {
         return Err(ApiError::invalid(
             "logit_bias",
             format!("'logit_bias' names token {token}; the model has {} tokens.", model.vocabulary),
         ));
     }
-    let prompts = encode(&prompt, dialect, &model, now)?;
+    let prompts = encode(&prompt, interface, &model, now)?;
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0) as u64;
     let context = u64::from(model.context_length);
     let too_long = |completion| ApiError::ContextLength {
-        param: dialect.prompt_param(),
+        param: interface.prompt_field(),
         limit: context,
         prompt: longest,
         completion,
@@ -143,9 +147,8 @@ fn count(
         Some(most) if most.tokens > room => return Err(too_long(Some(u64::from(most.tokens)))),
         Some(most) => most.tokens,
     };
-    let telling = Telling {
-        dialect,
-        id: Telling::id(dialect, &id),
+    let meta = ResponseMeta {
+        id: ResponseMeta::id(interface, &id),
         created: now.unix_seconds(),
         model: model.name.as_str().to_owned(),
         fingerprint: format!("fp_{}", model.hash.get(..10).unwrap_or(&model.hash)),
@@ -157,12 +160,24 @@ fn count(
     };
     let streamed = stream.is_some();
     let in_front = InFront { read, preprocess: parsed.elapsed() };
-    Ok(Job { id, model, prompts, choices, max_tokens, sampling, stop, streamed, telling, in_front })
+    Ok(Job {
+        id,
+        model,
+        prompts,
+        choices,
+        max_tokens,
+        sampling,
+        stop,
+        streamed,
+        interface,
+        meta,
+        in_front,
+    })
 }
 
 fn encode(
     prompt: &Prompt,
-    dialect: Dialect,
+    interface: &dyn Interface,
     model: &ServedModel,
     now: UtcTime,
 ) -> Result<Vec<Vec<u32>>, ApiError> {
@@ -170,7 +185,7 @@ fn encode(
         Prompt::Messages(messages) => {
             check_bytes(
                 messages.iter().map(|message| message.content.len()).sum(),
-                dialect,
+                interface,
                 model,
             )?;
             encode_messages(messages, model, now).map(|prompt| vec![prompt])
@@ -178,9 +193,9 @@ fn encode(
         Prompt::Texts(texts) => texts
             .iter()
             .map(|text| {
-                check_bytes(text.len(), dialect, model)?;
+                check_bytes(text.len(), interface, model)?;
                 let tokens = model.text.tokenizer.encode_prompt(text);
-                tokens.map_err(|error| refused(dialect, error))
+                tokens.map_err(|error| refused(interface, error))
             })
             .collect(),
         Prompt::Tokens(prompts) => {
@@ -210,12 +225,16 @@ fn encode_messages(
         ));
     };
     encode_chat(&model.text.tokenizer, template, messages, now)
-        .map_err(|error| refused(Dialect::Chat, error))
+        .map_err(|error| refused(CHAT, error))
 }
 
 /// Refuses a text that cannot fit whatever its tokens are, before anything is
 /// spent on counting them. A normaliser may shorten a text, by four at most.
-fn check_bytes(bytes: usize, dialect: Dialect, model: &ServedModel) -> Result<(), ApiError> {
+fn check_bytes(
+    bytes: usize,
+    interface: &dyn Interface,
+    model: &ServedModel,
+) -> Result<(), ApiError> {
     let most = (model.context_length as usize)
         .saturating_mul(model.text.longest_token.max(1))
         .saturating_mul(4);
@@ -223,7 +242,7 @@ fn check_bytes(bytes: usize, dialect: Dialect, model: &ServedModel) -> Result<()
         return Ok(());
     }
     Err(ApiError::ContextLength {
-        param: dialect.prompt_param(),
+        param: interface.prompt_field(),
         limit: u64::from(model.context_length),
         prompt: (bytes / model.text.longest_token.max(1)) as u64,
         completion: None,
@@ -232,12 +251,12 @@ fn check_bytes(bytes: usize, dialect: Dialect, model: &ServedModel) -> Result<()
 
 /// What a text's refusal means to the client; what only the model's files can
 /// be blamed for is our fault.
-fn refused(dialect: Dialect, error: TextError) -> ApiError {
+fn refused(interface: &dyn Interface, error: TextError) -> ApiError {
     match error {
         TextError::Refused(_)
         | TextError::NoMark
         | TextError::Allowance(_)
-        | TextError::Encode(_) => ApiError::invalid(dialect.prompt_param(), error.to_string()),
+        | TextError::Encode(_) => ApiError::invalid(interface.prompt_field(), error.to_string()),
         TextError::Tokenizer(_)
         | TextError::Decoder(_)
         | TextError::Config(_)
@@ -258,7 +277,7 @@ fn echoes(asked: &Prompt, prompts: &[Vec<u32>], model: &ServedModel) -> Vec<Echo
                 Prompt::Texts(texts) => texts[index].clone(),
                 _ => tokenizer.decode(tokens),
             },
-            first: match tokens.first() {
+            first_token: match tokens.first() {
                 Some(&token) if !tokenizer.is_control(token) => {
                     tokenizer.token_bytes(token).to_vec()
                 }

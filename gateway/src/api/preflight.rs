@@ -23,6 +23,8 @@ pub(crate) struct Call {
     pub(crate) request: Request,
     /// The id of the request, drawn by the gateway; ids of clients are ignored.
     pub(crate) id: RequestId,
+    /// The part of the API that the route belongs to.
+    pub(crate) endpoint: Endpoint,
     pub(crate) caller: CallerContext,
     /// The decoded part of the path that the route leaves open, such as a
     /// model's name. Empty on routes without such a part.

@@ -1,8 +1,6 @@
 //! The API from its bodies to its bytes: each field's bounds, the shape of
 //! answers, and whole requests through the routes against a fake worker.
 
-mod bounds;
-mod keyed;
+mod idempotent;
 pub(crate) mod room;
-mod shapes;
 mod whole;

@@ -273,7 +273,7 @@ impl Pump {
                 Attempted::Refused(ApiError::Overloaded { retry_after })
             }
             RefusedReason::Invalid => {
-                let param = admitted.job.telling.dialect.prompt_param();
+                let param = admitted.job.interface.prompt_field();
                 free(ApiError::invalid(param, message))
             }
             RefusedReason::Budget => {

@@ -1,38 +1,48 @@
-//! T33: what is beyond a bound is an exact 400 with `param`, what is within
-//! passes, and what is neutral changes nothing.
+//! The bounds of requests: a value beyond a bound is refused with the field that
+//! holds it, a value within passes, and a neutral value changes nothing.
+#![allow(missing_docs)]
 
-use tollgate_config::RequestLimits;
+use tollgate_openai::{CHAT, COMPLETIONS, CompletionRequest, RequestLimits, Violation, json};
 use tollgate_text::Prompt;
 
-use crate::api::asked::Asked;
-use crate::api::body;
-use crate::api::fields::Violation;
-use crate::api::{chat, completions};
+/// The defaults of the gateway's config.
+const LIMITS: RequestLimits = RequestLimits {
+    choices: 8,
+    best_of: 2,
+    prompts: 16,
+    messages: 2_048,
+    stop: 4,
+    stop_bytes: 256,
+    logit_bias: 300,
+    top_logprobs: 20,
+};
+
+/// Bytes of the largest body that the gateway reads by default.
+const BODY_BYTES: usize = 2 << 20;
+
+/// The depth to which JSON may nest by default.
+const JSON_DEPTH: u32 = 32;
 
 const MESSAGES: &str = r#""messages":[{"role":"user","content":"hi"}]"#;
 
-fn limits() -> RequestLimits {
-    RequestLimits::default()
-}
-
-fn chat_with(fields: &str) -> Result<Asked, Violation> {
+fn chat_with(fields: &str) -> Result<CompletionRequest, Violation> {
     let comma = if fields.is_empty() { "" } else { "," };
-    chat::parse(&format!(r#"{{"model":"m",{MESSAGES}{comma}{fields}}}"#), &limits())
+    CHAT.parse(&format!(r#"{{"model":"m",{MESSAGES}{comma}{fields}}}"#), &LIMITS)
 }
 
-fn completion_with(fields: &str) -> Result<Asked, Violation> {
+fn completion_with(fields: &str) -> Result<CompletionRequest, Violation> {
     let comma = if fields.is_empty() { "" } else { "," };
-    completions::parse(&format!(r#"{{"model":"m"{comma}{fields}}}"#), &limits())
+    COMPLETIONS.parse(&format!(r#"{{"model":"m"{comma}{fields}}}"#), &LIMITS)
 }
 
-fn check(found: &Result<Asked, Violation>, expected: Option<&str>, asked: &str) {
+fn check(found: &Result<CompletionRequest, Violation>, expected: Option<&str>, fields: &str) {
     match (found, expected) {
         (Ok(_), None) => {}
         (Err(violation), Some(param)) => {
-            assert_eq!(violation.param.as_deref(), Some(param), "{asked}: {}", violation.message);
+            assert_eq!(violation.param.as_deref(), Some(param), "{fields}: {}", violation.message);
             assert!(!violation.message.is_empty());
         }
-        (found, expected) => panic!("{asked}: expected {expected:?}, found {found:?}"),
+        (found, expected) => panic!("{fields}: expected {expected:?}, found {found:?}"),
     }
 }
 
@@ -150,7 +160,7 @@ fn chat_fields_keep_their_bounds() {
 }
 
 #[test]
-fn messages_keep_their_shape() {
+fn chat_messages_keep_their_shape() {
     let many = |count: usize| {
         let message = r#"{"role":"user","content":"x"}"#;
         format!("[{}]", vec![message; count].join(","))
@@ -158,7 +168,7 @@ fn messages_keep_their_shape() {
     let owned = [(many(2_048), None), (many(2_049), Some("messages"))];
     for (messages, expected) in &owned {
         let body = format!(r#"{{"model":"m","messages":{messages}}}"#);
-        check(&chat::parse(&body, &limits()), *expected, "many messages");
+        check(&CHAT.parse(&body, &LIMITS), *expected, "many messages");
     }
     for (messages, expected) in [
         ("[]", Some("messages")),
@@ -188,12 +198,12 @@ fn messages_keep_their_shape() {
         (r#"[{"role":"user","content":"\ud800"}]"#, Some("messages[0].content")),
     ] {
         let body = format!(r#"{{"model":"m","messages":{messages}}}"#);
-        check(&chat::parse(&body, &limits()), expected, messages);
+        check(&CHAT.parse(&body, &LIMITS), expected, messages);
     }
     let body = r#"{"model":"m","messages":[{"role":"user","content":[
         {"type":"text","text":"a"},{"type":"text","text":"b"}]}]}"#;
-    let asked = chat::parse(body, &limits()).expect("text parts");
-    let Prompt::Messages(messages) = asked.prompt else { panic!("messages") };
+    let request = CHAT.parse(body, &LIMITS).expect("text parts");
+    let Prompt::Messages(messages) = request.prompt else { panic!("messages") };
     assert_eq!(messages[0].content, "ab");
 }
 
@@ -239,21 +249,20 @@ fn completion_fields_keep_their_bounds() {
 }
 
 #[test]
-fn bodies_that_are_no_request_are_refused_whole() {
+fn body_without_object_is_refused_without_param() {
     for body in ["", "nothing", "[]", "1", "null", "{", r#"{"model":"m"} x"#, r#"{"model"}"#] {
-        for found in [chat::parse(body, &limits()), completions::parse(body, &limits())] {
+        for found in [CHAT.parse(body, &LIMITS), COMPLETIONS.parse(body, &LIMITS)] {
             let violation = found.expect_err(body);
             assert_eq!(violation.param, None, "{body}");
         }
     }
-    let violation = chat::parse(r#"{"messages":[]}"#, &limits()).expect_err("no model");
+    let violation = CHAT.parse(r#"{"messages":[]}"#, &LIMITS).expect_err("no model");
     assert_eq!(violation.code, Some("missing_required_parameter"));
 }
 
 #[test]
-fn parse_bombs_stay_small() {
-    let limits = limits();
-    let size = limits.body.0 as usize;
+fn parse_bombs_are_refused() {
+    let size = BODY_BYTES;
     let bombs = [
         "[".repeat(size),
         format!(r#"{{"model":"m","messages":[{}0]}}"#, "0,".repeat(size / 2)),
@@ -273,11 +282,11 @@ fn parse_bombs_stay_small() {
     ];
     for bomb in &bombs {
         let start = &bomb[..60.min(bomb.len())];
-        let text = match body::text(bomb.as_bytes(), limits.json_depth) {
+        let text = match json::text(bomb.as_bytes(), JSON_DEPTH) {
             Ok(text) => text,
             Err(_) => continue,
         };
-        assert!(chat::parse(text, &limits).is_err(), "{start}");
-        assert!(completions::parse(text, &limits).is_err(), "{start}");
+        assert!(CHAT.parse(text, &LIMITS).is_err(), "{start}");
+        assert!(COMPLETIONS.parse(text, &LIMITS).is_err(), "{start}");
     }
 }

@@ -13,7 +13,7 @@ use tollgate_ledger::{
     EntryRow, GroupBy, LedgerError, RequestRow, RequestState, UsageQuery, UsageRow,
 };
 
-use crate::api::{Api, Call};
+use super::{Api, Call};
 use crate::pump::Stage;
 use crate::reply::ApiError;
 

@@ -6,7 +6,7 @@ use axum::response::{IntoResponse as _, Response};
 use serde::Serialize;
 use tollgate_domain::ModelName;
 
-use crate::api::{Api, Call, CallerContext};
+use super::{Api, Call, CallerContext};
 use crate::reply::ApiError;
 use crate::route;
 

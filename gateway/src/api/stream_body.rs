@@ -1,5 +1,5 @@
-//! The body of a stream: events as they come, what has gathered in one write,
-//! and a comment now and then while nothing comes.
+//! The body of a streamed response. Events that are ready together go out in one
+//! write, and a comment goes out from time to time while none comes.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -9,41 +9,42 @@ use futures_util::Stream;
 use futures_util::stream::unfold;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
+use tollgate_openai::{ChunkWriter, sse};
 
-use super::chunks::{Chunks, KEEP_ALIVE};
 use super::outgoing::Outgoing;
-use super::telling::Telling;
+use super::response::usage_report;
 use crate::pump::{Event, Failure};
 
-/// How long a stream is silent before it says that it lives.
+/// The time after which a silent stream sends a comment. Proxies commonly close
+/// connections that are silent for 30 or 60 seconds.
 const SILENCE: Duration = Duration::from_secs(15);
-/// What is gathered for one write, bytes.
+/// Bytes after which a write goes out even if more events are ready.
 const GATHER: usize = 16 * 1024;
 
-/// The stream that begins with `first` and goes on with `events`. Dropping it
-/// tells the request's task that the client has left.
-pub(super) fn transcript(
-    telling: Telling,
+/// Returns the body that begins with `first` and goes on with `events`, written by
+/// `writer`. Dropping the body drops `events`, by which the request's task learns
+/// that the client has left.
+pub(super) fn stream_body(
+    writer: ChunkWriter,
     (first, events): (Event, mpsc::Receiver<Event>),
     out: Outgoing,
 ) -> impl Stream<Item = Result<Bytes, Infallible>> {
-    let chunks = Chunks::new(telling);
-    let transcript = Transcript { chunks, first: Some(first), events, ended: false, out };
-    unfold(transcript, |mut transcript| async move {
-        let bytes = transcript.next().await?;
-        Some((Ok(bytes), transcript))
+    let body = StreamBody { writer, first: Some(first), events, ended: false, out };
+    unfold(body, |mut body| async move {
+        let bytes = body.next().await?;
+        Some((Ok(bytes), body))
     })
 }
 
-struct Transcript {
-    chunks: Chunks,
+struct StreamBody {
+    writer: ChunkWriter,
     first: Option<Event>,
     events: mpsc::Receiver<Event>,
     ended: bool,
     out: Outgoing,
 }
 
-impl Transcript {
+impl StreamBody {
     async fn next(&mut self) -> Option<Bytes> {
         let mut out = Vec::new();
         while !self.ended && out.is_empty() {
@@ -51,7 +52,7 @@ impl Transcript {
                 Some(first) => Some(first),
                 None => match timeout(SILENCE, self.events.recv()).await {
                     Ok(event) => event,
-                    Err(_) => return Some(Bytes::from_static(KEEP_ALIVE)),
+                    Err(_) => return Some(Bytes::from_static(sse::KEEP_ALIVE)),
                 },
             };
             // A task that panicked ends its events without a last one.
@@ -68,20 +69,23 @@ impl Transcript {
 
     fn write(&mut self, event: Event, out: &mut Vec<u8>) {
         match event {
-            Event::Delta(delta) => self.chunks.delta(&delta, out),
+            Event::Delta(delta) => self.writer.delta(&delta, out),
             Event::PromptLogprobs { prompt, tokens } => {
-                self.chunks.prompt_logprobs(prompt, &tokens, out);
+                self.writer.prompt_logprobs(prompt, &tokens, out);
             }
-            Event::ChoiceFinished { choice, reason } => self.chunks.finished(choice, reason, out),
-            // Only what nobody has been told of starts again.
+            Event::ChoiceFinished { choice, reason } => {
+                self.writer.finish_choice(choice, reason, out)
+            }
+            // A request restarts only while no text has gone out, so nothing that
+            // is written has to be taken back.
             Event::Restarted => {}
             Event::Finished(receipt) => {
                 self.out.begins();
-                self.chunks.end(&receipt, out);
+                self.writer.finish(&usage_report(*receipt), out);
                 self.ended = true;
             }
             Event::Failed(failure) => {
-                self.chunks.fail(&failure.error, out);
+                self.writer.fail(&failure.error.envelope().to_json(), out);
                 self.ended = true;
             }
         }

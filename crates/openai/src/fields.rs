@@ -1,51 +1,44 @@
-//! The fields of a request, one by one: each is looked at as raw JSON under
-//! its own name, so that a mistake is answered with the field that holds it,
-//! and nothing is ever built larger than its bound. Null is absent. A known
-//! field that we do not support is refused unless its value changes nothing.
+//! The fields of a request, read one by one. Each field stays raw JSON under its
+//! own name until it is asked for, so a mistake is answered with the field that
+//! holds it. A reader never builds a value that is larger than its bound. Null
+//! counts as absent. A known field that is not supported is refused unless its
+//! value changes nothing.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::marker::PhantomData;
+use std::ops::RangeInclusive;
 
 use serde::Deserialize;
 use serde::de::{self, DeserializeOwned, Deserializer as _, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-use crate::reply::ApiError;
-
-/// A request that breaks a rule: where, and what would be right.
+/// A rule that a request breaks: the field, and the value that would be right.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Violation {
-    /// The field, as `messages[3].content`; none where the body is at fault.
-    pub(crate) param: Option<String>,
-    /// A code that clients know, where there is one.
-    pub(crate) code: Option<&'static str>,
+pub struct Violation {
+    /// The path of the field, such as `messages[3].content`; `None` if the body as
+    /// a whole is wrong.
+    pub param: Option<String>,
+    /// A code that clients know, if one exists for this mistake.
+    pub code: Option<&'static str>,
     /// A sentence for the client.
-    pub(crate) message: String,
+    pub message: String,
 }
 
 impl Violation {
-    /// The field `param` is at fault.
-    pub(crate) fn of(param: impl Into<String>, message: impl Into<String>) -> Self {
+    /// Returns the violation of a rule by field `param`.
+    pub fn field(param: impl Into<String>, message: impl Into<String>) -> Self {
         Self { param: Some(param.into()), code: None, message: message.into() }
     }
 
-    /// The body as a whole is at fault.
-    pub(crate) fn body(message: impl Into<String>) -> Self {
+    /// Returns the violation of a rule by the body as a whole.
+    pub fn body(message: impl Into<String>) -> Self {
         Self { param: None, code: None, message: message.into() }
     }
 }
 
-impl From<Violation> for ApiError {
-    fn from(violation: Violation) -> Self {
-        let Violation { param, code, message } = violation;
-        // A body that is wrong as a whole has no field and no code.
-        let code = code.or(param.is_some().then_some("invalid_value"));
-        Self::Invalid { param: param.map(Into::into), code, message: message.into() }
-    }
-}
-
-/// One field of a request: its name for people, its JSON if it was given.
+/// One field of a request: its path for messages, and its JSON if the client
+/// sent the field.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Field<'a> {
     name: &'a str,
@@ -53,22 +46,23 @@ pub(crate) struct Field<'a> {
 }
 
 impl<'a> Field<'a> {
-    /// The field `name`, whose JSON is `raw`.
+    /// Makes the field `name`, whose JSON is `raw`.
     pub(crate) fn new(name: &'a str, raw: Option<&'a RawValue>) -> Self {
         Self { name, raw: raw.filter(|raw| raw.get() != "null") }
     }
 
-    /// Its name.
+    /// Returns the path of the field.
     pub(crate) fn name(&self) -> &'a str {
         self.name
     }
 
-    /// Whether an array was given.
+    /// True if the client sent an array.
     pub(crate) fn is_array(&self) -> bool {
         self.raw.is_some_and(|raw| raw.get().starts_with('['))
     }
 
-    /// Its value as a `T`, or a violation that says what it must be.
+    /// Returns the value as a `T`, or `None` if the field is absent. `expected`
+    /// describes the right value for the violation.
     pub(crate) fn read<T: Deserialize<'a>>(&self, expected: &str) -> Result<Option<T>, Violation> {
         let Some(raw) = self.raw else { return Ok(None) };
         match serde_json::from_str(raw.get()) {
@@ -77,74 +71,76 @@ impl<'a> Field<'a> {
         }
     }
 
-    /// An array of at most `most` elements.
+    /// Returns an array of at most `max` elements.
     pub(crate) fn list<T: Deserialize<'a>>(
         &self,
-        most: u32,
+        max: u32,
         expected: &str,
     ) -> Result<Option<Vec<T>>, Violation> {
         let Some(raw) = self.raw else { return Ok(None) };
-        read_list(raw.get(), most as usize).map(Some).map_err(|error| self.wrong(expected, &error))
+        read_list(raw.get(), max as usize).map(Some).map_err(|error| self.wrong(expected, &error))
     }
 
-    /// An object of at most `most` entries.
+    /// Returns an object of at most `max` entries.
     pub(crate) fn map<V: Deserialize<'a>>(
         &self,
-        most: u32,
+        max: u32,
         expected: &str,
     ) -> Result<Option<BTreeMap<String, V>>, Violation> {
         let Some(raw) = self.raw else { return Ok(None) };
-        read_map(raw.get(), most as usize).map(Some).map_err(|error| self.wrong(expected, &error))
+        read_map(raw.get(), max as usize).map(Some).map_err(|error| self.wrong(expected, &error))
     }
 
-    /// Its value, or a violation that says that it is required.
+    /// Returns the value, or the violation that the field is required.
     pub(crate) fn required<T: Deserialize<'a>>(&self, expected: &str) -> Result<T, Violation> {
         self.read(expected)?.ok_or_else(|| self.missing(expected))
     }
 
-    /// A finite number within `low..=high`.
-    pub(crate) fn number(&self, low: f64, high: f64) -> Result<Option<f32>, Violation> {
-        let expected = format!("a number from {low} to {high}");
+    /// Returns a finite number within `range`.
+    pub(crate) fn number(&self, range: RangeInclusive<f64>) -> Result<Option<f32>, Violation> {
+        let expected = format!("a number from {} to {}", range.start(), range.end());
         match self.read::<f64>(&expected)? {
             None => Ok(None),
-            Some(value) if (low..=high).contains(&value) => Ok(Some(value as f32)),
+            Some(value) if range.contains(&value) => Ok(Some(value as f32)),
             Some(value) => Err(self.must_be(&expected, &value.to_string())),
         }
     }
 
-    /// A whole number within `low..=high`.
-    pub(crate) fn integer(&self, low: u32, high: u32) -> Result<Option<u32>, Violation> {
-        let expected = format!("a whole number from {low} to {high}");
+    /// Returns a whole number within `range`.
+    pub(crate) fn integer(&self, range: RangeInclusive<u32>) -> Result<Option<u32>, Violation> {
+        let expected = format!("a whole number from {} to {}", range.start(), range.end());
+        // Read with a wider type, so that a number out of range is reported as
+        // such and not as a mistake of form.
         match self.read::<i64>(&expected)? {
             None => Ok(None),
             Some(value) => match u32::try_from(value) {
-                Ok(value) if (low..=high).contains(&value) => Ok(Some(value)),
+                Ok(value) if range.contains(&value) => Ok(Some(value)),
                 _ => Err(self.must_be(&expected, &value.to_string())),
             },
         }
     }
 
-    /// True or false.
+    /// Returns a Boolean.
     pub(crate) fn flag(&self) -> Result<Option<bool>, Violation> {
         self.read("true or false")
     }
 
-    /// Text of at most `most` bytes.
-    pub(crate) fn text(&self, most: usize) -> Result<Option<String>, Violation> {
-        let expected = format!("a string of at most {most} bytes");
+    /// Returns text of at most `max` bytes.
+    pub(crate) fn text(&self, max: usize) -> Result<Option<String>, Violation> {
+        let expected = format!("a string of at most {max} bytes");
         match self.read::<String>(&expected)? {
-            Some(text) if text.len() > most => {
+            Some(text) if text.len() > max => {
                 Err(self.must_be(&expected, &format!("{} bytes", text.len())))
             }
             text => Ok(text),
         }
     }
 
-    /// A field that we do not support: fine where its value is one of
-    /// `neutral`, which change nothing; refused otherwise.
+    /// Refuses a field that is not supported, unless its value is one of `neutral`,
+    /// the values that change nothing.
     pub(crate) fn only_neutral(&self, neutral: &[Neutral]) -> Result<(), Violation> {
         let Some(raw) = self.raw else { return Ok(()) };
-        if neutral.iter().any(|neutral| neutral.is(raw.get())) {
+        if neutral.iter().any(|neutral| neutral.matches(raw.get())) {
             return Ok(());
         }
         Err(Violation {
@@ -154,7 +150,7 @@ impl<'a> Field<'a> {
         })
     }
 
-    /// The violation that it is not there.
+    /// Returns the violation that the field is absent.
     pub(crate) fn missing(&self, expected: &str) -> Violation {
         Violation {
             param: Some(self.name.into()),
@@ -163,38 +159,39 @@ impl<'a> Field<'a> {
         }
     }
 
-    /// The violation that it is not `expected` but `found`.
+    /// Returns the violation that the value is `found` and not `expected`.
     pub(crate) fn must_be(&self, expected: &str, found: &str) -> Violation {
-        Violation::of(self.name, format!("'{}' must be {expected}; it is {found}.", self.name))
+        Violation::field(self.name, format!("'{}' must be {expected}; it is {found}.", self.name))
     }
 
     fn wrong(&self, expected: &str, error: &serde_json::Error) -> Violation {
-        // The position within the field would mislead: it is not the body's.
+        // The parser counts lines and columns from the start of the field; in a
+        // message about the body they would mislead.
         let text = error.to_string();
         let text = text.split(" at line ").next().unwrap_or_default();
-        Violation::of(self.name, format!("'{}' must be {expected}: {text}.", self.name))
+        Violation::field(self.name, format!("'{}' must be {expected}: {text}.", self.name))
     }
 }
 
-/// A value of an unsupported field that asks for nothing.
+/// A value of an unsupported field that changes nothing.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Neutral {
-    /// `[]` or `{}`.
+    /// An empty array or object.
     Empty,
-    /// This word.
+    /// A certain string.
     Word(&'static str),
-    /// This truth value.
+    /// A certain Boolean.
     Flag(bool),
-    /// This number.
+    /// A certain number.
     Number(f64),
-    /// An object whose `type` is this word, whatever else it has.
+    /// An object whose `type` is a certain string, with any other entries.
     Type(&'static str),
-    /// An array with this word alone.
+    /// An array that holds a certain string and nothing else.
     Only(&'static str),
 }
 
 impl Neutral {
-    fn is(self, raw: &str) -> bool {
+    fn matches(self, raw: &str) -> bool {
         #[derive(Deserialize)]
         struct Typed {
             r#type: String,
@@ -220,9 +217,9 @@ impl Neutral {
     }
 }
 
-/// Declares the known fields of an object, each kept as the raw JSON it came
-/// as: nothing is parsed or copied until the field is asked for, a field given
-/// twice is refused, unknown ones are passed over.
+/// Declares the known fields of an object. Each field stays the raw JSON of the
+/// body: nothing is parsed or copied until the field is read. Parsing refuses a
+/// field that comes twice and ignores unknown fields.
 macro_rules! known_fields {
     ($(#[$doc:meta])* $name:ident { $($field:ident),* $(,)? }) => {
         $(#[$doc])*
@@ -237,20 +234,21 @@ macro_rules! known_fields {
 }
 pub(crate) use known_fields;
 
-/// Parses an object's known fields from `text`; `place` names it for people.
+/// Parses the known fields of an object from `text`. `place` is the path of the
+/// object for messages; it is empty for the body.
 pub(crate) fn object<'a, T: Deserialize<'a>>(text: &'a str, place: &str) -> Result<T, Violation> {
     let param = |inner: Option<&str>| match (place, inner) {
         ("", inner) => inner.map(str::to_owned),
         (place, None) => Some(place.to_owned()),
         (place, Some(inner)) => Some(format!("{place}.{inner}")),
     };
-    let whole = if place.is_empty() { "The body" } else { place };
-    // A derived struct would also take an array of its fields' values.
+    let object = if place.is_empty() { "The body" } else { place };
+    // Serde would also accept an array of the fields' values for a struct.
     if !text.trim_start().starts_with('{') {
         return Err(Violation {
             param: param(None),
             code: None,
-            message: format!("{whole} must be a JSON object."),
+            message: format!("{object} must be a JSON object."),
         });
     }
     serde_json::from_str(text).map_err(|error| {
@@ -260,35 +258,33 @@ pub(crate) fn object<'a, T: Deserialize<'a>>(text: &'a str, place: &str) -> Resu
             param: param(twice),
             code: None,
             message: match twice {
-                Some(field) => format!("{whole} holds '{field}' more than once."),
-                None => format!("{whole} is not valid JSON: {text}."),
+                Some(field) => format!("{object} holds '{field}' more than once."),
+                None => format!("{object} is not valid JSON: {text}."),
             },
         }
     })
 }
 
-/// Reads an array of at most `most` elements: the one beyond is an error as
-/// soon as it is met, so that a long array never becomes a large one in memory.
-fn read_list<'a, T: Deserialize<'a>>(text: &'a str, most: usize) -> serde_json::Result<Vec<T>> {
+/// Reads an array of at most `max` elements. Reading stops at the first element
+/// beyond, so a long array never becomes a large value in memory.
+fn read_list<'a, T: Deserialize<'a>>(text: &'a str, max: usize) -> serde_json::Result<Vec<T>> {
     struct Elements<T> {
-        most: usize,
+        max: usize,
         element: PhantomData<T>,
     }
     impl<'de, T: Deserialize<'de>> Visitor<'de> for Elements<T> {
         type Value = Vec<T>;
 
         fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            write!(f, "an array of at most {} elements", self.most)
+            write!(f, "an array of at most {} elements", self.max)
         }
 
         fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
             let mut elements = Vec::new();
             while let Some(element) = seq.next_element()? {
-                if elements.len() == self.most {
-                    let most = self.most;
-                    return Err(de::Error::custom(format_args!(
-                        "it has more than {most} elements"
-                    )));
+                if elements.len() == self.max {
+                    let max = self.max;
+                    return Err(de::Error::custom(format_args!("it has more than {max} elements")));
                 }
                 elements.push(element);
             }
@@ -296,33 +292,33 @@ fn read_list<'a, T: Deserialize<'a>>(text: &'a str, most: usize) -> serde_json::
         }
     }
     let mut deserializer = serde_json::Deserializer::from_str(text);
-    let list = deserializer.deserialize_seq(Elements { most, element: PhantomData })?;
+    let list = deserializer.deserialize_seq(Elements { max, element: PhantomData })?;
     deserializer.end()?;
     Ok(list)
 }
 
-/// Reads an object of at most `most` entries under distinct keys.
+/// Reads an object of at most `max` entries with distinct keys.
 fn read_map<'a, V: Deserialize<'a>>(
     text: &'a str,
-    most: usize,
+    max: usize,
 ) -> serde_json::Result<BTreeMap<String, V>> {
     struct Entries<V> {
-        most: usize,
+        max: usize,
         value: PhantomData<V>,
     }
     impl<'de, V: Deserialize<'de>> Visitor<'de> for Entries<V> {
         type Value = BTreeMap<String, V>;
 
         fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            write!(f, "an object of at most {} entries", self.most)
+            write!(f, "an object of at most {} entries", self.max)
         }
 
         fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
             let mut entries = BTreeMap::new();
             while let Some((key, value)) = map.next_entry::<String, V>()? {
-                if entries.len() == self.most {
-                    let most = self.most;
-                    return Err(de::Error::custom(format_args!("it has more than {most} entries")));
+                if entries.len() == self.max {
+                    let max = self.max;
+                    return Err(de::Error::custom(format_args!("it has more than {max} entries")));
                 }
                 if entries.contains_key(&key) {
                     return Err(de::Error::custom(format_args!("it holds {key:?} twice")));
@@ -333,7 +329,7 @@ fn read_map<'a, V: Deserialize<'a>>(
         }
     }
     let mut deserializer = serde_json::Deserializer::from_str(text);
-    let map = deserializer.deserialize_map(Entries { most, value: PhantomData })?;
+    let map = deserializer.deserialize_map(Entries { max, value: PhantomData })?;
     deserializer.end()?;
     Ok(map)
 }
@@ -393,8 +389,8 @@ mod tests {
         ] {
             let raw = raw(text);
             let field = Field::new("field", Some(&raw));
-            assert_eq!(field.number(0.0, 2.0).is_ok(), number, "number {text}");
-            assert_eq!(field.integer(1, 2).is_ok(), integer, "integer {text}");
+            assert_eq!(field.number(0.0..=2.0).is_ok(), number, "number {text}");
+            assert_eq!(field.integer(1..=2).is_ok(), integer, "integer {text}");
         }
     }
 

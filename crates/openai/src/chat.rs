@@ -1,0 +1,288 @@
+//! The chat dialect, `POST /v1/chat/completions`: messages of text, the sampling
+//! fields, and the many fields that are accepted only at their neutral values.
+
+use std::borrow::Cow;
+
+use serde::Serialize;
+use serde_json::value::RawValue;
+use tollgate_domain::StopReason;
+use tollgate_text::{ChatMessage, Prompt, Role};
+
+use crate::fields::{Field, Neutral, Violation, known_fields, object};
+use crate::logprobs::ChatLogprobs;
+use crate::request::{MAX_IDENTIFIER_BYTES, max_tokens, request_fields};
+use crate::response_builder::render;
+use crate::usage::finish_reason;
+use crate::{
+    ChunkPart, CompletionRequest, Interface, MaxTokens, RequestLimits, ResponseMeta, WholeResponse,
+};
+
+/// The chat dialect.
+pub const CHAT: &dyn Interface = &Chat;
+
+/// Parts of one message's content.
+const MAX_PARTS: u32 = 2_048;
+
+/// Bytes of a speaker's name.
+const MAX_NAME_BYTES: usize = 256;
+
+#[derive(Debug)]
+struct Chat;
+
+impl Interface for Chat {
+    fn prompt_field(&self) -> &'static str {
+        "messages"
+    }
+
+    fn id_prefix(&self) -> &'static str {
+        "chatcmpl-"
+    }
+
+    fn chunk_object(&self) -> &'static str {
+        "chat.completion.chunk"
+    }
+
+    fn parse(&self, body: &str, limits: &RequestLimits) -> Result<CompletionRequest, Violation> {
+        let fields: ChatFields<'_> = object(body, "")?;
+        check_unsupported(&fields)?;
+        let top_logprobs = top_logprobs(&fields, limits.top_logprobs)?;
+        let request = fields.shared().check(limits, top_logprobs)?;
+        let messages = messages(&Field::new("messages", fields.messages), limits.messages)?;
+        Ok(CompletionRequest {
+            prompt: Prompt::Messages(messages),
+            max_tokens: limit(&fields)?,
+            ..request
+        })
+    }
+
+    fn response(&self, response: &WholeResponse<'_>) -> Vec<u8> {
+        let choices = response.choices().map(|choice| ChatChoice {
+            index: choice.index,
+            message: Message { role: "assistant", content: choice.text, refusal: () },
+            logprobs: response.meta.logprobs.then(|| ChatLogprobs::new(choice.logprobs)),
+            finish_reason: finish_reason(choice.end),
+        });
+        render(response, "chat.completion", choices.collect())
+    }
+
+    fn write_chunk(
+        &self,
+        meta: &ResponseMeta,
+        choice: u32,
+        part: ChunkPart<'_>,
+        out: &mut Vec<u8>,
+    ) {
+        let chunk = match part {
+            ChunkPart::Start { .. } => ChatChunk::new(
+                choice,
+                ChatDelta { role: Some("assistant"), content: Some("") },
+                None,
+            ),
+            // No chat repeats its prompt.
+            ChunkPart::ScoredPrompt { .. } => return,
+            ChunkPart::Delta { delta, offset: _ } => ChatChunk {
+                logprobs: meta.logprobs.then(|| ChatLogprobs::new(&delta.logprobs)),
+                ..ChatChunk::new(choice, ChatDelta { role: None, content: Some(&delta.text) }, None)
+            },
+            ChunkPart::End(reason) => ChatChunk::new(choice, ChatDelta::default(), Some(reason)),
+        };
+        meta.write_choice(self.chunk_object(), chunk, out);
+    }
+}
+
+/// One choice of a response in one piece.
+#[derive(Serialize)]
+struct ChatChoice<'a> {
+    index: u32,
+    message: Message<'a>,
+    logprobs: Option<ChatLogprobs>,
+    finish_reason: &'static str,
+}
+
+#[derive(Serialize)]
+struct Message<'a> {
+    role: &'static str,
+    content: &'a str,
+    refusal: (),
+}
+
+/// One choice of a chunk.
+#[derive(Serialize)]
+struct ChatChunk<'a> {
+    index: u32,
+    delta: ChatDelta<'a>,
+    logprobs: Option<ChatLogprobs>,
+    finish_reason: Option<&'static str>,
+}
+
+#[derive(Default, Serialize)]
+struct ChatDelta<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    role: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    content: Option<&'a str>,
+}
+
+impl<'a> ChatChunk<'a> {
+    fn new(index: u32, delta: ChatDelta<'a>, end: Option<StopReason>) -> Self {
+        Self { index, delta, logprobs: None, finish_reason: end.map(finish_reason) }
+    }
+}
+
+request_fields! {
+    /// The fields of a chat request that have a meaning in some implementation of
+    /// the API.
+    ChatFields {
+        messages, max_tokens, max_completion_tokens, logprobs, top_logprobs, safety_identifier,
+        response_format, tools, tool_choice, parallel_tool_calls, functions, function_call, store,
+        modalities, audio, prediction, web_search_options, reasoning_effort, verbosity,
+        prompt_cache_key, prompt_cache_retention, moderation, chat_template, chat_template_kwargs,
+        documents, add_generation_prompt, continue_final_message,
+    }
+}
+
+known_fields! {
+    /// The fields of one message.
+    MessageFields {
+        role, content, name, refusal, audio, annotations, tool_calls, tool_call_id, function_call,
+    }
+}
+
+known_fields! {
+    /// The fields of one part of a message's content.
+    PartFields { r#type, text }
+}
+
+fn check_unsupported(fields: &ChatFields<'_>) -> Result<(), Violation> {
+    let none_or_auto = [Neutral::Word("none"), Neutral::Word("auto")];
+    for (name, raw, neutral) in [
+        ("tools", fields.tools, &[Neutral::Empty][..]),
+        ("tool_choice", fields.tool_choice, &none_or_auto),
+        // Without tools, no call is made, in parallel or in sequence.
+        (
+            "parallel_tool_calls",
+            fields.parallel_tool_calls,
+            &[Neutral::Flag(true), Neutral::Flag(false)],
+        ),
+        ("functions", fields.functions, &[Neutral::Empty]),
+        ("function_call", fields.function_call, &none_or_auto),
+        ("response_format", fields.response_format, &[Neutral::Type("text")]),
+        ("store", fields.store, &[Neutral::Flag(false)]),
+        ("modalities", fields.modalities, &[Neutral::Only("text")]),
+        ("audio", fields.audio, &[]),
+        ("prediction", fields.prediction, &[]),
+        ("web_search_options", fields.web_search_options, &[]),
+        ("reasoning_effort", fields.reasoning_effort, &[Neutral::Word("none")]),
+        ("verbosity", fields.verbosity, &[Neutral::Word("medium")]),
+        ("prompt_cache_retention", fields.prompt_cache_retention, &[Neutral::Word("in_memory")]),
+        ("moderation", fields.moderation, &[]),
+        ("chat_template", fields.chat_template, &[]),
+        ("chat_template_kwargs", fields.chat_template_kwargs, &[Neutral::Empty]),
+        ("documents", fields.documents, &[Neutral::Empty]),
+        ("add_generation_prompt", fields.add_generation_prompt, &[Neutral::Flag(true)]),
+        ("continue_final_message", fields.continue_final_message, &[Neutral::Flag(false)]),
+    ] {
+        Field::new(name, raw).only_neutral(neutral)?;
+    }
+    fields.shared().check_neutral()?;
+    Field::new("safety_identifier", fields.safety_identifier).text(MAX_IDENTIFIER_BYTES)?;
+    // A hint for OpenAI's cache. The prefix cache here is keyed by tenant, so the
+    // hint is checked and not used.
+    Field::new("prompt_cache_key", fields.prompt_cache_key).text(MAX_IDENTIFIER_BYTES)?;
+    Ok(())
+}
+
+fn top_logprobs(fields: &ChatFields<'_>, max: u32) -> Result<Option<u32>, Violation> {
+    let wanted = Field::new("logprobs", fields.logprobs).flag()?.unwrap_or(false);
+    let top = Field::new("top_logprobs", fields.top_logprobs).integer(0..=max)?;
+    match (wanted, top) {
+        (true, top) => Ok(Some(top.unwrap_or(0))),
+        // Some clients always send 0.
+        (false, None | Some(0)) => Ok(None),
+        (false, Some(_)) => Err(Violation::field(
+            "top_logprobs",
+            "'top_logprobs' is only allowed when 'logprobs' is true.",
+        )),
+    }
+}
+
+/// Reads the limit on generated tokens from its two spellings, which must agree.
+/// Otherwise a client could be charged by one limit and served by the other.
+fn limit(fields: &ChatFields<'_>) -> Result<Option<MaxTokens>, Violation> {
+    let old = max_tokens("max_tokens", fields.max_tokens, 1)?;
+    let new = max_tokens("max_completion_tokens", fields.max_completion_tokens, 1)?;
+    match (old, new) {
+        (Some(old), Some(new)) if old.tokens != new.tokens => Err(Violation::field(
+            "max_tokens",
+            "'max_tokens' and 'max_completion_tokens' are the same limit: send one, or the same value in both.",
+        )),
+        (old, new) => Ok(new.or(old)),
+    }
+}
+
+fn messages(field: &Field<'_>, max: u32) -> Result<Vec<ChatMessage>, Violation> {
+    let expected = format!("an array of 1 to {max} messages");
+    let Some(raw) = field.list::<&RawValue>(max, &expected)? else {
+        return Err(field.missing(&expected));
+    };
+    if raw.is_empty() {
+        return Err(Violation::field(
+            "messages",
+            format!("'messages' must be {expected}; it is empty."),
+        ));
+    }
+    raw.iter().enumerate().map(|(index, raw)| message(raw, &format!("messages[{index}]"))).collect()
+}
+
+fn message(raw: &RawValue, place: &str) -> Result<ChatMessage, Violation> {
+    let fields: MessageFields<'_> = object(raw.get(), place)?;
+    for (name, raw, neutral) in [
+        ("refusal", fields.refusal, &[][..]),
+        ("audio", fields.audio, &[]),
+        ("annotations", fields.annotations, &[Neutral::Empty]),
+        ("tool_calls", fields.tool_calls, &[Neutral::Empty]),
+        ("tool_call_id", fields.tool_call_id, &[]),
+        ("function_call", fields.function_call, &[]),
+    ] {
+        Field::new(&format!("{place}.{name}"), raw).only_neutral(neutral)?;
+    }
+    // The name tells speakers apart. Templates of the supported models do not
+    // print names, so the field is checked and not used.
+    Field::new(&format!("{place}.name"), fields.name).text(MAX_NAME_BYTES)?;
+    let param = format!("{place}.role");
+    let role: Cow<'_, str> = Field::new(&param, fields.role).required("a string")?;
+    let role: Role = role.parse().map_err(|_| {
+        Violation::field(
+            param,
+            "A role must be one of 'system', 'developer', 'user' and 'assistant'.",
+        )
+    })?;
+    Ok(ChatMessage { role, content: content(fields.content, &format!("{place}.content"))? })
+}
+
+fn content(raw: Option<&RawValue>, place: &str) -> Result<String, Violation> {
+    const EXPECTED: &str = "a string or an array of text parts";
+    let field = Field::new(place, raw);
+    if !field.is_array() {
+        return field.required(EXPECTED);
+    }
+    let parts = field.list::<&RawValue>(MAX_PARTS, EXPECTED)?.unwrap_or_default();
+    let mut content = String::new();
+    for (index, raw) in parts.iter().enumerate() {
+        let place = format!("{place}[{index}]");
+        let fields: PartFields<'_> = object(raw.get(), &place)?;
+        let param = format!("{place}.type");
+        let kind: Cow<'_, str> = Field::new(&param, fields.r#type).required("a string")?;
+        if kind != "text" {
+            return Err(Violation {
+                param: Some(param),
+                code: Some("unsupported_content"),
+                message: "Only text is supported: a part's type must be 'text'.".into(),
+            });
+        }
+        let text: String =
+            Field::new(&format!("{place}.text"), fields.text).required("a string")?;
+        content.push_str(&text);
+    }
+    Ok(content)
+}

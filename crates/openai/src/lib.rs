@@ -1,0 +1,33 @@
+//! The formats of the OpenAI API: JSON to checked requests, results to JSON.
+//!
+//! Everything here is a pure function of its input: no HTTP, no tenants, no
+//! models. A caller checks a body with [`json::text`], parses it with an
+//! [`Interface`], and renders the results with a [`ResponseBuilder`] or a
+//! [`ChunkWriter`]. Each dialect of the API is one [`Interface`] in one file;
+//! [`CHAT`] and [`COMPLETIONS`] are the two that exist.
+//!
+//! Parsing never builds a value that is larger than its bound, and never
+//! ignores a known field that it does not support.
+
+mod chat;
+mod completions;
+mod fields;
+mod interface;
+pub mod json;
+mod logprobs;
+mod request;
+mod response;
+mod response_builder;
+pub mod sse;
+mod stream;
+mod usage;
+
+pub use chat::CHAT;
+pub use completions::COMPLETIONS;
+pub use fields::Violation;
+pub use interface::{ChunkPart, Interface};
+pub use request::{CompletionRequest, MaxTokens, RequestLimits, SamplingFields, StreamOptions};
+pub use response::{Echo, ResponseMeta};
+pub use response_builder::{ResponseBuilder, ResponseChoice, WholeResponse};
+pub use stream::ChunkWriter;
+pub use usage::UsageReport;

@@ -1,0 +1,331 @@
+//! A checked request, and the fields that every dialect shares. The bounds on
+//! fields that multiply the cost of a request come from [`RequestLimits`].
+
+use std::collections::BTreeMap;
+
+use serde_json::value::RawValue;
+use tollgate_domain::{Sampling, SamplingDefaults};
+use tollgate_text::Prompt;
+
+use crate::Violation;
+use crate::fields::{Field, Neutral, known_fields, object};
+
+/// The largest number of tokens that a client may name. The model's context
+/// bounds the number further.
+const MAX_TOKENS: u32 = i32::MAX as u32;
+/// Bytes of a model's name.
+const MAX_MODEL_BYTES: usize = 128;
+/// Bytes of `user`, `safety_identifier` and `prompt_cache_key`.
+pub(crate) const MAX_IDENTIFIER_BYTES: usize = 512;
+
+/// The bounds on fields that multiply the cost of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RequestLimits {
+    /// The largest `n`.
+    pub choices: u32,
+    /// The largest `best_of`; an equal `n` is always allowed.
+    pub best_of: u32,
+    /// The largest number of prompts in one request.
+    pub prompts: u32,
+    /// The largest number of messages in one chat.
+    pub messages: u32,
+    /// The largest number of stop strings.
+    pub stop: u32,
+    /// Bytes of the longest stop string.
+    pub stop_bytes: u64,
+    /// The largest number of entries of `logit_bias`.
+    pub logit_bias: u32,
+    /// The largest number of alternatives reported for each token.
+    pub top_logprobs: u32,
+}
+
+/// A checked request whose prompt is not tokens yet.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CompletionRequest {
+    /// The model's name as the client wrote it.
+    pub model: String,
+    /// The prompt, or several.
+    pub prompt: Prompt,
+    /// The number of choices for each prompt, at least 1.
+    pub choices: u32,
+    /// The limit on the tokens of each choice, if the client named one.
+    pub max_tokens: Option<MaxTokens>,
+    /// The sampling parameters.
+    pub sampling: SamplingFields,
+    /// The strings that end a choice.
+    pub stop: Vec<String>,
+    /// The options of a stream; `None` asks for a response in one piece.
+    pub stream: Option<StreamOptions>,
+    /// True if the response repeats the prompt before the generated text.
+    pub echo: bool,
+}
+
+/// A limit on generated tokens, and the field that set it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MaxTokens {
+    /// The limit.
+    pub tokens: u32,
+    /// The name of the field.
+    pub param: &'static str,
+}
+
+/// The sampling parameters of a request. For a parameter that is `None` the
+/// model's default applies.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SamplingFields {
+    /// The temperature, 0 to 2.
+    pub temperature: Option<f32>,
+    /// The number of likeliest tokens to sample from; 0 means all tokens.
+    pub top_k: Option<u32>,
+    /// The probability mass to sample from, 0 to 1.
+    pub top_p: Option<f32>,
+    /// The penalty for each token that has occurred, -2 to 2.
+    pub presence_penalty: f32,
+    /// The penalty for each occurrence of a token, -2 to 2.
+    pub frequency_penalty: f32,
+    /// The bias of tokens, by token id, -100 to 100.
+    pub logit_bias: BTreeMap<u32, f32>,
+    /// The seed of the random numbers.
+    pub seed: Option<u64>,
+    /// The number of alternatives to report for each token; `None` reports no
+    /// log-probabilities.
+    pub top_logprobs: Option<u32>,
+}
+
+impl SamplingFields {
+    /// Returns the complete parameters: those of the request, and `defaults` for
+    /// the absent ones.
+    pub fn resolve(self, defaults: SamplingDefaults) -> Sampling {
+        Sampling {
+            temperature: self.temperature.unwrap_or(defaults.temperature),
+            top_k: self.top_k.unwrap_or(defaults.top_k),
+            top_p: self.top_p.unwrap_or(defaults.top_p),
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            logit_bias: self.logit_bias,
+            seed: self.seed,
+            top_logprobs: self.top_logprobs,
+        }
+    }
+}
+
+/// The options of a stream.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StreamOptions {
+    /// True if a last chunk reports the usage.
+    pub include_usage: bool,
+}
+
+/// Declares the known fields of a dialect's request: those that every dialect
+/// shares, and the dialect's own.
+macro_rules! request_fields {
+    ($(#[$doc:meta])* $name:ident { $($field:ident),* $(,)? }) => {
+        request_fields! {
+            @define $(#[$doc])* $name { $($field),* }
+            shared {
+                model, n, temperature, top_k, top_p, presence_penalty, frequency_penalty,
+                logit_bias, seed, stop, stream, stream_options, user, metadata, service_tier
+            }
+        }
+    };
+    (
+        @define $(#[$doc:meta])* $name:ident { $($field:ident),* }
+        shared { $($shared:ident),* }
+    ) => {
+        $crate::fields::known_fields! { $(#[$doc])* $name { $($shared,)* $($field),* } }
+
+        impl<'a> $name<'a> {
+            /// Returns the fields that every dialect shares.
+            fn shared(&self) -> $crate::request::SharedFields<'a> {
+                $crate::request::SharedFields { $($shared: self.$shared),* }
+            }
+        }
+    };
+}
+pub(crate) use request_fields;
+
+known_fields! {
+    /// The fields that every dialect shares, as raw JSON.
+    SharedFields {
+        model, n, temperature, top_k, top_p, presence_penalty, frequency_penalty, logit_bias, seed,
+        stop, stream, stream_options, user, metadata, service_tier,
+    }
+}
+
+impl SharedFields<'_> {
+    /// Checks the shared fields and makes a request of them. The dialect reads
+    /// `prompt` and `top_logprobs` in its own way, and sets what else it knows.
+    ///
+    /// # Errors
+    /// The first field that breaks a rule.
+    pub(crate) fn check(
+        &self,
+        limits: &RequestLimits,
+        top_logprobs: Option<u32>,
+    ) -> Result<CompletionRequest, Violation> {
+        let model: String = Field::new("model", self.model).required("a model's name, a string")?;
+        if model.len() > MAX_MODEL_BYTES {
+            return Err(Violation::field(
+                "model",
+                format!("'model' is longer than {MAX_MODEL_BYTES} bytes."),
+            ));
+        }
+        Field::new("user", self.user).text(MAX_IDENTIFIER_BYTES)?;
+        Ok(CompletionRequest {
+            model,
+            prompt: Prompt::Texts(Vec::new()), // the dialect sets the prompt
+            choices: Field::new("n", self.n).integer(1..=limits.choices)?.unwrap_or(1),
+            max_tokens: None,
+            sampling: self.sampling(limits, top_logprobs)?,
+            stop: stop(&Field::new("stop", self.stop), limits)?,
+            stream: stream(
+                &Field::new("stream", self.stream),
+                &Field::new("stream_options", self.stream_options),
+            )?,
+            echo: false,
+        })
+    }
+
+    /// Checks the fields of every dialect that change nothing at their neutral
+    /// values and are refused at other values.
+    pub(crate) fn check_neutral(&self) -> Result<(), Violation> {
+        Field::new("service_tier", self.service_tier)
+            .only_neutral(&[Neutral::Word("auto"), Neutral::Word("default")])?;
+        check_metadata(&Field::new("metadata", self.metadata))
+    }
+
+    fn sampling(
+        &self,
+        limits: &RequestLimits,
+        top_logprobs: Option<u32>,
+    ) -> Result<SamplingFields, Violation> {
+        let penalty = |name, raw| Ok(Field::new(name, raw).number(-2.0..=2.0)?.unwrap_or_default());
+        Ok(SamplingFields {
+            temperature: Field::new("temperature", self.temperature).number(0.0..=2.0)?,
+            top_k: top_k(&Field::new("top_k", self.top_k))?,
+            top_p: Field::new("top_p", self.top_p).number(0.0..=1.0)?,
+            presence_penalty: penalty("presence_penalty", self.presence_penalty)?,
+            frequency_penalty: penalty("frequency_penalty", self.frequency_penalty)?,
+            logit_bias: logit_bias(&Field::new("logit_bias", self.logit_bias), limits.logit_bias)?,
+            // Clients may send a negative seed. Only its bits matter.
+            seed: Field::new("seed", self.seed)
+                .read::<i64>("a whole number of 64 bits")?
+                .map(|seed| seed as u64),
+            top_logprobs,
+        })
+    }
+}
+
+/// Reads field `param` as a limit on generated tokens, at least `min`.
+pub(crate) fn max_tokens(
+    param: &'static str,
+    raw: Option<&RawValue>,
+    min: u32,
+) -> Result<Option<MaxTokens>, Violation> {
+    let tokens = Field::new(param, raw).integer(min..=MAX_TOKENS)?;
+    Ok(tokens.map(|tokens| MaxTokens { tokens, param }))
+}
+
+/// Reads `top_k`. OpenAI's API does not have this field; vLLM reads 0 and -1 as
+/// all tokens, and so does this function.
+fn top_k(field: &Field<'_>) -> Result<Option<u32>, Violation> {
+    let expected = format!("a whole number from -1 to {MAX_TOKENS}");
+    match field.read::<i64>(&expected)? {
+        None => Ok(None),
+        Some(-1) => Ok(Some(0)),
+        Some(number) => match u32::try_from(number) {
+            Ok(number) if number <= MAX_TOKENS => Ok(Some(number)),
+            _ => Err(field.must_be(&expected, &number.to_string())),
+        },
+    }
+}
+
+/// Checks `metadata`. It is not stored, but it must keep the bounds that clients
+/// know from OpenAI.
+fn check_metadata(field: &Field<'_>) -> Result<(), Violation> {
+    const EXPECTED: &str = "an object of at most 16 strings, keys up to 64 bytes, values up to 512";
+    let Some(metadata) = field.map::<String>(16, EXPECTED)? else { return Ok(()) };
+    match metadata.iter().find(|(key, value)| key.len() > 64 || value.len() > 512) {
+        None => Ok(()),
+        Some(_) => {
+            Err(Violation::field(field.name(), format!("'{}' must be {EXPECTED}.", field.name())))
+        }
+    }
+}
+
+fn logit_bias(field: &Field<'_>, max: u32) -> Result<BTreeMap<u32, f32>, Violation> {
+    const EXPECTED: &str = "an object of token ids with a bias from -100 to 100 each";
+    let Some(entries) = field.map::<f64>(max, EXPECTED)? else {
+        return Ok(BTreeMap::new());
+    };
+    let mut biases = BTreeMap::new();
+    for (token, bias) in entries {
+        // The key goes back to the client, so only its start does.
+        let at = || format!("{}.{}", field.name(), token.chars().take(32).collect::<String>());
+        let id: u32 = token.parse().map_err(|_| {
+            Violation::field(
+                at(),
+                format!("'{}' must be {EXPECTED}: a key is not a token id.", field.name()),
+            )
+        })?;
+        if !(-100.0..=100.0).contains(&bias) {
+            return Err(Violation::field(
+                at(),
+                format!("'{}' must be {EXPECTED}; one is {bias}.", field.name()),
+            ));
+        }
+        // Distinct keys can name one token: "1" and "01" do.
+        if biases.insert(id, bias as f32).is_some() {
+            return Err(Violation::field(
+                at(),
+                format!("'{}' names token {id} twice.", field.name()),
+            ));
+        }
+    }
+    Ok(biases)
+}
+
+fn stop(field: &Field<'_>, limits: &RequestLimits) -> Result<Vec<String>, Violation> {
+    let (max, bytes) = (limits.stop, limits.stop_bytes);
+    let expected =
+        format!("a string or an array of at most {max} strings, each of 1 to {bytes} bytes");
+    let strings = if field.is_array() {
+        field.list::<String>(max, &expected)?.unwrap_or_default()
+    } else {
+        // Some clients send an empty string as a default: it asks for nothing.
+        field.read::<String>(&expected)?.into_iter().filter(|one| !one.is_empty()).collect()
+    };
+    for (index, string) in strings.iter().enumerate() {
+        if string.is_empty() || string.len() as u64 > bytes {
+            let at = if strings.len() == 1 { "stop".to_owned() } else { format!("stop[{index}]") };
+            return Err(Violation::field(
+                at,
+                format!("'stop' must be {expected}; one has {} bytes.", string.len()),
+            ));
+        }
+    }
+    Ok(strings)
+}
+
+known_fields! {
+    /// The fields of `stream_options`.
+    StreamFields { include_usage, include_obfuscation }
+}
+
+fn stream(stream: &Field<'_>, options: &Field<'_>) -> Result<Option<StreamOptions>, Violation> {
+    let streamed = stream.flag()?.unwrap_or(false);
+    let raw = options.read::<&RawValue>("an object")?;
+    let Some(raw) = raw else { return Ok(streamed.then(StreamOptions::default)) };
+    if !streamed {
+        return Err(Violation::field(
+            "stream_options",
+            "'stream_options' is only allowed when 'stream' is true.",
+        ));
+    }
+    let fields: StreamFields<'_> = object(raw.get(), "stream_options")?;
+    // Obfuscation pads chunks. No chunk is padded here, whatever the value is.
+    Field::new("stream_options.include_obfuscation", fields.include_obfuscation).flag()?;
+    let include_usage =
+        Field::new("stream_options.include_usage", fields.include_usage).flag()?.unwrap_or(false);
+    Ok(Some(StreamOptions { include_usage }))
+}

@@ -1,0 +1,160 @@
+//! HTTP responses to requests for work: the headers with the request's figures,
+//! and the body in one piece or as a stream.
+
+use std::sync::Arc;
+
+use axum::body::{Body, Bytes};
+use axum::response::{IntoResponse, Response};
+use http::{HeaderMap, HeaderName, HeaderValue, header};
+use tokio::sync::mpsc;
+use tollgate_admission::Figures;
+use tollgate_domain::DeviceNanos;
+use tollgate_openai::{ChunkWriter, Interface, ResponseBuilder, ResponseMeta, UsageReport};
+
+use super::outgoing::{Outgoing, TimedBody};
+use super::stream_body::stream_body;
+use crate::admit::Admitted;
+use crate::path::{InFront, InWorker, Path};
+use crate::pump::{Event, Failure, Receipt};
+use crate::reply::write_figures;
+use crate::serving::Serving;
+use crate::telemetry::Metrics;
+
+/// The facts that a response needs of its request. The request itself belongs to
+/// its task by then.
+pub(super) struct Rendering {
+    interface: &'static dyn Interface,
+    meta: ResponseMeta,
+    /// True if the response is a stream.
+    pub(super) streamed: bool,
+    headers: ResponseHeaders,
+    metrics: Arc<Metrics>,
+}
+
+/// The headers that are known once a request is admitted.
+struct ResponseHeaders {
+    figures: Figures,
+    reserved: DeviceNanos,
+    class: String,
+}
+
+impl Rendering {
+    /// Returns the facts of `admitted`.
+    pub(super) fn new(serving: &Serving, admitted: &Admitted) -> Self {
+        Self {
+            interface: admitted.job.interface,
+            meta: admitted.job.meta.clone(),
+            streamed: admitted.job.streamed,
+            headers: ResponseHeaders {
+                figures: admitted.figures().clone(),
+                reserved: admitted.expected,
+                class: admitted.job.model.class.as_str().to_owned(),
+            },
+            metrics: Arc::clone(&serving.metrics),
+        }
+    }
+
+    /// Answers with the events of the request, in the form that the client asked
+    /// for.
+    ///
+    /// # Errors
+    /// The request failed before the first byte of the response.
+    pub(super) async fn respond(self, events: mpsc::Receiver<Event>) -> Result<Response, Failure> {
+        match self.streamed {
+            true => self.stream(events).await,
+            false => self.whole(events).await,
+        }
+    }
+
+    /// Collects the response and sends it in one piece.
+    async fn whole(self, mut events: mpsc::Receiver<Event>) -> Result<Response, Failure> {
+        let mut builder = ResponseBuilder::new(self.interface, self.meta);
+        while let Some(event) = events.recv().await {
+            match event {
+                Event::Delta(delta) => builder.delta(delta),
+                Event::PromptLogprobs { prompt, tokens } => {
+                    builder.prompt_logprobs(prompt, tokens);
+                }
+                Event::ChoiceFinished { choice, reason } => builder.finish_choice(choice, reason),
+                Event::Restarted => builder.restart(),
+                Event::Failed(failure) => return Err(failure),
+                Event::Finished(receipt) => {
+                    let mut out = Outgoing::new(self.metrics);
+                    out.begins();
+                    let receipt_headers = receipt_headers(&receipt);
+                    let json = Bytes::from(builder.finish(&usage_report(*receipt)));
+                    let mut response = Response::new(Body::new(TimedBody::new(json, out)));
+                    let headers = response.headers_mut();
+                    headers.insert(header::CONTENT_TYPE, JSON);
+                    self.headers.write(headers);
+                    headers.extend(receipt_headers);
+                    return Ok(response);
+                }
+            }
+        }
+        // The task ended without a last event: it panicked.
+        Err(Failure::UNKNOWN)
+    }
+
+    /// Waits for the first token, before which a refusal is still a plain status,
+    /// and answers with a stream.
+    async fn stream(self, mut events: mpsc::Receiver<Event>) -> Result<Response, Failure> {
+        let first = loop {
+            match events.recv().await {
+                None => return Err(Failure::UNKNOWN),
+                Some(Event::Failed(failure)) => return Err(failure),
+                // Nothing has gone out yet, so there is nothing to take back.
+                Some(Event::Restarted) => {}
+                Some(event) => break event,
+            }
+        };
+        let writer = ChunkWriter::new(self.interface, self.meta);
+        let out = Outgoing::new(self.metrics);
+        let mut response =
+            Body::from_stream(stream_body(writer, (first, events), out)).into_response();
+        let headers = response.headers_mut();
+        headers.insert(header::CONTENT_TYPE, EVENT_STREAM);
+        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+        // nginx would otherwise collect the stream before it passes it on.
+        headers.insert(ACCEL_BUFFERING, HeaderValue::from_static("no"));
+        self.headers.write(headers);
+        Ok(response)
+    }
+}
+
+impl ResponseHeaders {
+    fn write(&self, headers: &mut HeaderMap) {
+        write_figures(&self.figures, headers);
+        headers.insert(RESERVED, self.reserved.nanos().into());
+        if let Ok(class) = HeaderValue::from_str(&self.class) {
+            headers.insert(DEVICE_CLASS, class);
+        }
+    }
+}
+
+/// Returns the headers that only a response in one piece can have, because its
+/// request has ended.
+fn receipt_headers(receipt: &Receipt) -> [(HeaderName, HeaderValue); 3] {
+    [
+        (ATTRIBUTED, receipt.usage.attributed.nanos().into()),
+        (REFERENCE, receipt.usage.reference.nanos().into()),
+        (QUEUE, receipt.path.in_worker.stages.queue_ns.into()),
+    ]
+}
+
+/// Returns the figures of `receipt` for the `usage` object.
+pub(super) fn usage_report(receipt: Receipt) -> UsageReport {
+    let Receipt { usage, path, class, reserved } = receipt;
+    let Path { in_front: InFront { read, preprocess }, place, in_worker } = path;
+    let InWorker { stages, transfers } = in_worker;
+    UsageReport { usage, class, reserved, stages, transfers, read, preprocess, place }
+}
+
+const JSON: HeaderValue = HeaderValue::from_static("application/json");
+const EVENT_STREAM: HeaderValue = HeaderValue::from_static("text/event-stream");
+const ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
+const DEVICE_CLASS: HeaderName = HeaderName::from_static("x-tollgate-device-class");
+const RESERVED: HeaderName = HeaderName::from_static("x-tollgate-reserved-ns");
+const REFERENCE: HeaderName = HeaderName::from_static("x-tollgate-reference-ns");
+const ATTRIBUTED: HeaderName = HeaderName::from_static("x-tollgate-attributed-ns");
+const QUEUE: HeaderName = HeaderName::from_static("x-tollgate-queue-ns");
