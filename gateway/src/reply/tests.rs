@@ -180,6 +180,22 @@ async fn every_body_has_all_four_keys() {
     }
 }
 
+/// Readers of `docs/api.md` look an error up by its status and code.
+#[test]
+fn api_page_lists_every_error() {
+    let page = include_str!("../../../docs/api.md");
+    for error in every_error() {
+        let body: serde_json::Value = serde_json::from_slice(&error.envelope().to_json()).unwrap();
+        let code = body["error"]["code"].as_str().unwrap_or("null");
+        let row = format!("| {} | `{code}` |", error.status().as_u16());
+        let kind = format!("`{}`", error.kind().0);
+        assert!(
+            page.lines().any(|line| line.starts_with(&row) && line.contains(&kind)),
+            "docs/api.md has no row that begins with {row} and names the kind {kind}"
+        );
+    }
+}
+
 #[test]
 fn rejected_credentials_all_look_the_same() {
     // T20: whatever is wrong with a credential, this one value is what there is.
