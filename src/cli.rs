@@ -3,7 +3,6 @@
 
 use std::process::ExitCode;
 
-use anyhow::Result;
 use clap::{FromArgMatches, Parser, Subcommand};
 
 use crate::{
@@ -64,23 +63,4 @@ pub fn parse() -> Result<Command, ExitCode> {
     let matches = command.try_get_matches().map_err(exit)?;
     let line = CommandLine::from_arg_matches(&matches).map_err(exit)?;
     Ok(line.command.unwrap_or(Command::Up(line.up)))
-}
-
-/// Success, or the error with its causes on one line and exit code 1.
-pub fn exit(result: Result<()>) -> ExitCode {
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        // Whoever read our output has had enough of it.
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("tollgate: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
-}
-
-fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    let kind = error.root_cause().downcast_ref::<std::io::Error>().map(std::io::Error::kind);
-    // With a context it has more to say than that nobody listens.
-    error.chain().count() == 1 && kind == Some(std::io::ErrorKind::BrokenPipe)
 }

@@ -3,6 +3,7 @@
 
 use std::io::Write;
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Result, anyhow};
@@ -100,6 +101,26 @@ pub fn say(text: impl AsRef<str>) -> Result<()> {
     let mut output = std::io::stdout().lock();
     output.write_all(text.as_ref().as_bytes())?;
     Ok(output.flush()?)
+}
+
+/// Returns the exit code of `result`. Prints an error and its causes on one
+/// line to standard error.
+pub fn exit(result: Result<()>) -> ExitCode {
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        // The reader of our output closed it early, like `head`: no failure.
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("tollgate: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    let kind = error.root_cause().downcast_ref::<std::io::Error>().map(std::io::Error::kind);
+    // An error with a context came from another pipe than standard output.
+    error.chain().count() == 1 && kind == Some(std::io::ErrorKind::BrokenPipe)
 }
 
 /// Columns of text, each as wide as its widest cell; numbers to the right.

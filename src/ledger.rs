@@ -10,8 +10,8 @@ use serde_json::json;
 use tollgate_domain::UtcMonth;
 use tollgate_ledger::{AdminAction, Archivable, Checked, Finding, Ledger, Range};
 
-use crate::common::{Place, now, say};
-use crate::{audit, cli, data};
+use crate::common::{self, Place, now, say};
+use crate::{audit, data};
 
 /// Check, back up, restore and archive the ledger.
 #[derive(clap::Args)]
@@ -85,13 +85,13 @@ pub fn run(arguments: Arguments) -> ExitCode {
             Ok(true) => ExitCode::SUCCESS,
             Ok(false) => ExitCode::FAILURE,
             Err(error) => {
-                cli::exit(Err(error));
+                common::exit(Err(error));
                 ExitCode::from(2)
             }
         },
-        Action::Backup(arguments) => cli::exit(backup(&arguments)),
-        Action::Restore(arguments) => cli::exit(restore(&arguments)),
-        Action::Archive(arguments) => cli::exit(archive(&arguments)),
+        Action::Backup(arguments) => common::exit(backup(&arguments)),
+        Action::Restore(arguments) => common::exit(restore(&arguments)),
+        Action::Archive(arguments) => common::exit(archive(&arguments)),
     }
 }
 

@@ -15,8 +15,7 @@ use tokio_util::sync::CancellationToken;
 use tollgate_loadtest::client::{Protocol, Target};
 use tollgate_loadtest::{Arrivals, Load, Progress, Tenant};
 
-use crate::cli;
-use crate::common::say;
+use crate::common::{self, say};
 
 mod drill;
 
@@ -118,8 +117,8 @@ impl Arguments {
 /// Does what was asked.
 pub fn run(arguments: Arguments) -> ExitCode {
     match &arguments.scenario {
-        _ if arguments.list => cli::exit(drill::list()),
-        None => cli::exit(send_load(&arguments)),
+        _ if arguments.list => common::exit(drill::list()),
+        None => common::exit(send_load(&arguments)),
         Some(name) => drill::run(name, &arguments).unwrap_or_else(|error| {
             eprintln!("tollgate: {error:#}");
             ExitCode::from(drill::UNCLEAR)

@@ -43,5 +43,5 @@ fn main() -> ExitCode {
         cli::Command::VerifyLimits(arguments) => return verify_limits::run(arguments),
         cli::Command::Chat(arguments) => chat::run(arguments),
     };
-    cli::exit(result)
+    common::exit(result)
 }

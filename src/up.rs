@@ -26,14 +26,14 @@ use crate::common::{load, now};
 use crate::{audit, data, logging};
 
 mod banner;
-mod cards;
 mod demo_model;
+mod gpus;
+mod liveness;
 mod supervisor;
-mod vital;
 mod workers;
 
-use supervisor::{Ended, Ends};
-use vital::Signs;
+use liveness::Heartbeats;
+use supervisor::{Ended, Phases};
 use workers::Planned;
 
 /// Serve: gateway, ledger and one worker process for each device.
@@ -109,29 +109,33 @@ async fn serve(config: Arc<Config>, leave_out: LeaveOut) -> Result<()> {
 
     let gateway = service.gateway();
     let addresses = banner::Addresses { public: service.local_addr(), admin: service.admin_addr() };
-    let kept = Arc::new(Kept::start(planned, &gateway));
+    let processes = Arc::new(WorkerProcesses::start(planned, &gateway));
     let (serving, stop) = (TaskTracker::new(), CancellationToken::new());
-    let workers = Arc::clone(&kept);
+    let workers = Arc::clone(&processes);
     let served = serving.spawn(service.run(stop.clone(), async move {
         if let Err(error) = workers.end().await {
-            tracing::error!(error = format!("{error:#}"), "a worker did not end well");
+            tracing::error!(error = format!("{error:#}"), "a worker process could not be ended");
         }
     }));
     let ended = tokio::select! {
-        ready = kept.until_ready(&gateway) => match ready {
+        ready = processes.until_ready(&gateway) => match ready {
             Ok(()) => {
                 banner::print(&config, addresses, &gateway)?;
-                until_told().await
+                shutdown_signal().await
             }
             Err(error) => Err(error),
         },
-        told = until_told() => told,
+        signalled = shutdown_signal() => signalled,
     };
-    // Requests end first, then the workers, then who takes their journals.
+    // The service ends requests first, then the workers, then the tasks that post
+    // the workers' journals: each stage needs the next one until it has ended.
     stop.cancel();
     let served = served.await.context("the gateway panicked");
     if let Err(error) = sign(&ledger).await {
-        tracing::error!(error = &error as &dyn std::error::Error, "the last records are unsigned");
+        tracing::error!(
+            error = &error as &dyn std::error::Error,
+            "cannot sign the audit log; its last records stay unsigned"
+        );
     }
     drop(lock);
     ended.and(served)
@@ -162,7 +166,7 @@ async fn open_ledger(config: &Config, folder: &Path, leave_out: LeaveOut) -> Res
 }
 
 /// Waits for SIGTERM or SIGINT.
-async fn until_told() -> Result<()> {
+async fn shutdown_signal() -> Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     tokio::select! {
@@ -172,38 +176,37 @@ async fn until_told() -> Result<()> {
     Ok(())
 }
 
-/// The worker processes and what keeps them.
-struct Kept {
-    keepers: tokio::sync::Mutex<tokio::task::JoinSet<Result<Ended>>>,
+/// The worker processes, each with a supervisor task.
+struct WorkerProcesses {
+    supervisors: tokio::sync::Mutex<tokio::task::JoinSet<Result<Ended>>>,
     ready: CancellationToken,
     stop: CancellationToken,
 }
 
-impl Kept {
+impl WorkerProcesses {
     fn start(planned: Vec<Planned>, gateway: &Arc<Gateway>) -> Self {
         let (ready, stop) = (CancellationToken::new(), CancellationToken::new());
-        let ends = Ends { ready: ready.clone(), stop: stop.clone() };
-        let mut keepers = tokio::task::JoinSet::new();
+        let phases = Phases { ready: ready.clone(), stop: stop.clone() };
+        let mut supervisors = tokio::task::JoinSet::new();
         for worker in planned {
             let (name, gateway) = (worker.endpoint().name, Arc::clone(gateway));
-            let signs = move || signs(&gateway, &name);
-            keepers.spawn(worker.into_command().keep(ends.clone(), signs));
+            let heartbeats = move || heartbeats(&gateway, &name);
+            supervisors.spawn(worker.into_command().supervise(phases.clone(), heartbeats));
         }
-        Self { keepers: tokio::sync::Mutex::new(keepers), ready, stop }
+        Self { supervisors: tokio::sync::Mutex::new(supervisors), ready, stop }
     }
 
-    /// Waits until requests will succeed on every worker; an error if one
-    /// ended before.
+    /// Waits until every worker accepts requests. Fails if a worker ends before.
     async fn until_ready(&self, gateway: &Gateway) -> Result<()> {
-        let mut keepers = self.keepers.lock().await;
+        let mut supervisors = self.supervisors.lock().await;
         let mut poll = tokio::time::interval(Duration::from_millis(20));
         loop {
             tokio::select! {
-                Some(ended) = keepers.join_next() => match ended?? {
+                Some(ended) = supervisors.join_next() => match ended?? {
                     Ended::NeverReady(status) => {
-                        bail!("the worker could not start ({status}); its message stands above")
+                        bail!("a worker could not start ({status}); see its message above")
                     }
-                    Ended::Stopped => bail!("a worker was stopped before it was ready"),
+                    Ended::Stopped => bail!("a worker was stopped before every worker was ready"),
                 },
                 _ = poll.tick() => {
                     let all = gateway.worker_reports().iter().all(|report| report.ready);
@@ -216,22 +219,22 @@ impl Kept {
         }
     }
 
-    /// Ends every worker and waits.
+    /// Ends every worker and waits for the processes.
     async fn end(&self) -> Result<()> {
         self.stop.cancel();
-        let mut keepers = self.keepers.lock().await;
-        while let Some(ended) = keepers.join_next().await {
-            ended.map_err(|error| anyhow!(error).context("a worker's keeper"))??;
+        let mut supervisors = self.supervisors.lock().await;
+        while let Some(ended) = supervisors.join_next().await {
+            ended.map_err(|error| anyhow!(error).context("the supervisor of a worker"))??;
         }
         Ok(())
     }
 }
 
-/// What the gateway hears of a worker.
-fn signs(gateway: &Gateway, name: &WorkerName) -> Signs {
+/// Returns the gateway's knowledge of the worker `name`.
+fn heartbeats(gateway: &Gateway, name: &WorkerName) -> Heartbeats {
     let report = gateway.worker_reports().into_iter().find(|report| report.name == *name);
-    report.map_or(Signs::default(), |WorkerReport { heard, distrusted, .. }| Signs {
-        heard,
+    report.map_or(Heartbeats::default(), |WorkerReport { heard, distrusted, .. }| Heartbeats {
+        last: heard,
         distrusted,
     })
 }

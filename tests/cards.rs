@@ -390,7 +390,7 @@ async fn a_card_that_hangs_or_fails_costs_its_own_worker_alone() {
     assert!(loss > 2 * 2_000_000_000, "{loss}");
     let log = machine.log();
     for (words, times) in [
-        ("the device hangs: a step has not ended after 2", 2),
+        ("the device is hung: a step has not ended after 2", 2),
         ("cuLaunchKernelEx failed: the stand-in says no (CUDA_ERROR_LAUNCH_FAILED)", 1),
         ("cuEventSynchronize failed: the stand-in says no (CUDA_ERROR_LAUNCH_FAILED)", 1),
         ("tollgate: the device cannot be set up: cuMemAlloc failed: the stand-in says no", 2),
@@ -446,7 +446,7 @@ async fn what_cannot_start_says_why() {
          (CUDA_ERROR_OUT_OF_MEMORY)",
     );
     let by_identity = format!("cuda:{}", CARDS[0]);
-    said(&["cuda:0", &by_identity], "name it alike in both, so that they take turns");
+    said(&["cuda:0", &by_identity], "the same name, so that the workers take turns");
     let absent = format!("cuda:{}", SLICES[0].replace("00", "ff"));
     said(
         &[&absent],

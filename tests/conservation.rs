@@ -26,7 +26,7 @@ use tollgate_engine::{
     Tier, TokenSink, VirtualClock,
 };
 use tollgate_ledger::{FaultCap, Ledger, LedgerHandle, Posted, Submitted};
-use tollgate_worker::rig::{JournalRig, OsDisk, RigOptions};
+use tollgate_worker::test_harness::{HarnessOptions, JournalHarness, OsDisk};
 
 const SECOND: u64 = 1_000_000_000;
 const HOUR: u64 = 3_600 * SECOND;
@@ -199,7 +199,7 @@ struct Life {
     epoch: WorkerEpoch,
     began: u64,
     clock: VirtualClock,
-    rig: Arc<Mutex<JournalRig<OsDisk>>>,
+    rig: Arc<Mutex<JournalHarness<OsDisk>>>,
     steps: Arc<Mutex<Vec<Step>>>,
     engine: ManualEngine,
 }
@@ -219,9 +219,9 @@ impl Life {
         )
         .expect("a model");
         let class = DeviceClass::new("synthetic").expect("a name");
-        let rig = JournalRig::open(
+        let rig = JournalHarness::open(
             OsDisk,
-            RigOptions {
+            HarnessOptions {
                 folder: folder.join("journal"),
                 epoch,
                 worker: WorkerName::new("0").expect("a name"),
@@ -337,7 +337,7 @@ impl Life {
 
 /// The journal, and what it was told.
 struct Heard {
-    rig: Arc<Mutex<JournalRig<OsDisk>>>,
+    rig: Arc<Mutex<JournalHarness<OsDisk>>>,
     steps: Arc<Mutex<Vec<Step>>>,
 }
 

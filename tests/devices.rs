@@ -107,7 +107,7 @@ fn a_strangers_card_is_refused() {
     let words = [&words[..], &["--config", &path, "--data", &other]].concat();
     let error = support::failing(&words);
     let expected = format!(
-        "the card synthetic-one is in use by tollgate with the data folder {}",
+        "the GPU synthetic-one is in use by tollgate with the data folder {}",
         first.data().display()
     );
     assert!(error.contains(&expected), "{error}");

@@ -126,7 +126,7 @@ async fn a_worker_that_hangs_is_ended_and_the_others_go_on() {
     assert_eq!((after.len(), stayed), (2, 1), "{before:?} {after:?}");
     answered(&connection, 5).await;
     assert_eq!(gateway.stop(), Some(0));
-    let reader = books(&gateway, &log, &["a step has not ended", "a step did not end"]);
+    let reader = books(&gateway, &log, &["a step has not ended", "a step did not end in time"]);
     // The step under way was watched for a second at least, and is nobody's.
     assert!(loss(&reader) >= 1_000_000_000, "{}", loss(&reader));
 }
@@ -150,7 +150,7 @@ async fn a_worker_that_falls_silent_is_killed_and_is_back() {
     assert!(stopped.elapsed() < BACK_WITHIN, "{:?}", stopped.elapsed());
     assert!(!runs(silent) && gateway.workers() != [silent]);
     assert_eq!(gateway.stop(), Some(0));
-    books(&gateway, &log, &["nothing is heard of a worker", "it was killed"]);
+    books(&gateway, &log, &["worker sends no heartbeats", "the worker was killed"]);
 }
 
 /// C13: the device fails in a step, and has no memory for the next start.
@@ -174,7 +174,7 @@ async fn a_worker_whose_device_fails_starts_anew() {
         assert!(!faults.path().join("0.start").exists(), "it was started twice");
     }
     assert_eq!(gateway.stop(), Some(0));
-    let reader = books(&gateway, &log, &["out of memory", "its device failed"]);
+    let reader = books(&gateway, &log, &["out of memory", "the device failed"]);
     assert!(loss(&reader) > 0, "two steps failed");
 }
 

@@ -1,4 +1,5 @@
-//! What a start prints: where things are, and commands that work when pasted.
+//! The message that a start prints: addresses, paths, and commands that work when
+//! pasted.
 
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -9,16 +10,16 @@ use anyhow::Result;
 use tollgate_config::Config;
 use tollgate_gateway::Gateway;
 
-/// Where the gateway listens.
+/// The addresses that the gateway listens on.
 #[derive(Clone, Copy)]
 pub struct Addresses {
-    /// For callers.
+    /// The address for callers.
     pub public: SocketAddr,
-    /// For admins.
+    /// The address for admins, probes and metrics.
     pub admin: SocketAddr,
 }
 
-/// Prints the banner; its last line says `ready`.
+/// Prints the message. The last line begins with `ready`.
 pub fn print(config: &Config, addresses: Addresses, gateway: &Gateway) -> Result<()> {
     let Addresses { public, admin } = addresses;
     let mut text = String::new();
@@ -77,7 +78,8 @@ fn commands(
     )
 }
 
-/// How this program was started: cargo builds into a `target` folder.
+/// Returns the command that started this program. A path below `target` means that
+/// cargo built it.
 fn program() -> String {
     let started = std::env::args().next().unwrap_or_default();
     if started.starts_with("target/") { "cargo run --".to_owned() } else { started }

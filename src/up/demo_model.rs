@@ -1,5 +1,5 @@
-//! The model that comes along, carried in the binary and laid out as a folder
-//! in the data folder, so that a worker loads it like any other.
+//! The demo model. The binary carries its files and writes them to a folder in the
+//! data folder, so that a worker loads the demo model like any other.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,8 +20,8 @@ const FILES: [(&str, &[u8]); 5] = files![
     "tokenizer_config.json",
 ];
 
-/// Makes sure that the folder under `data` holds the model, and returns it.
-/// Files that are there and right are left alone.
+/// Writes the demo model's files below `data` and returns their folder. Leaves
+/// files with the right content untouched.
 pub fn lay_out(data: &Path) -> Result<PathBuf> {
     let folder = data.join("models/tollgate-demo");
     let write = || -> std::io::Result<()> {
@@ -31,13 +31,13 @@ pub fn lay_out(data: &Path) -> Result<PathBuf> {
             if fs::read(&path).is_ok_and(|found| found == bytes) {
                 continue;
             }
-            // Under another name first: a torn write must not be loaded.
+            // The rename is atomic: a worker must never load a partly written file.
             let unfinished = folder.join(format!("{name}.new"));
             fs::write(&unfinished, bytes)?;
             fs::rename(unfinished, path)?;
         }
         Ok(())
     };
-    write().with_context(|| format!("could not lay out the model in {}", folder.display()))?;
+    write().with_context(|| format!("cannot write the demo model to {}", folder.display()))?;
     Ok(folder)
 }

@@ -1,7 +1,10 @@
-//! Keeps one worker process alive: starts it, watches it, starts it again with
-//! backoff when it ends, kills it when nothing is heard of it, and ends it with
-//! us. The worker reads a pipe whose other end we hold and stops when it
-//! closes, so it cannot outlive us even if we are killed.
+//! The supervisor of one worker process. It starts the process, restarts it
+//! with a backoff when it ends, kills it when its heartbeats stop, and ends it
+//! together with this process.
+//!
+//! The worker's standard input is a pipe whose write end the supervisor holds.
+//! The worker stops when the pipe closes, so a worker cannot outlive this
+//! process even if this process is killed.
 
 use std::ffi::OsString;
 use std::process::{ExitStatus, Stdio};
@@ -13,99 +16,106 @@ use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tollgate_worker::{EXIT_DEVICE, EXIT_HUNG};
 
-use super::vital::{LOOK_EVERY, Pardons, Patience, Signs, Verdict, Watch};
+use super::liveness::{CHECK_EVERY, DistrustRestarts, Heartbeats, SilenceTimeouts, Verdict, Watch};
 
-/// The first wait before a restart; it doubles with each further one.
+/// The wait before the first restart. Each further restart doubles the wait.
 const FIRST_BACKOFF: Duration = Duration::from_millis(100);
 /// The longest wait before a restart.
 const LONGEST_BACKOFF: Duration = Duration::from_secs(10);
-/// A worker that lived this long starts again without delay.
+/// The lifetime after which the backoff begins anew.
 const STEADY: Duration = Duration::from_secs(60);
-/// How long a worker may take to finish its step and journal when we end.
+/// Time that a worker has to finish its step and its journal at shutdown.
 const GRACE: Duration = Duration::from_secs(5);
 
 /// The command line of one worker.
-pub struct Worker {
-    /// Its name in config and logs.
+pub struct WorkerCommand {
+    /// The worker's name in the config and in logs.
     pub name: String,
     /// The arguments after the program's own path.
     pub arguments: Vec<OsString>,
-    /// The one card that the driver is to show it; all where none is given.
-    pub shown: Option<String>,
-    /// How long it may be silent.
-    pub patience: Patience,
+    /// The UUID of the only GPU that the worker may see; `None` shows all GPUs.
+    pub visible_gpu: Option<String>,
+    /// The longest silence that is allowed.
+    pub timeouts: SilenceTimeouts,
 }
 
-/// When a worker is not to be started again.
+/// The signals that stop restarts.
 #[derive(Clone)]
-pub struct Ends {
-    /// Once cancelled, an end is no longer final.
+pub struct Phases {
+    /// Cancelled once every worker has been ready. Restarts begin then.
     pub ready: CancellationToken,
-    /// Cancelled when we end.
+    /// Cancelled at shutdown.
     pub stop: CancellationToken,
 }
 
-impl Worker {
-    /// Runs the worker until it is to stop. Before it has been ready an end is
-    /// final, since it would only end again: its exit status is returned.
-    /// `signs` says what the gateway hears of it.
-    pub async fn keep(self, ends: Ends, signs: impl Fn() -> Signs) -> Result<Ended> {
+impl WorkerCommand {
+    /// Runs the worker until shutdown. `heartbeats` returns what the gateway
+    /// knows of the worker.
+    ///
+    /// A worker that ends before every worker was ready is not restarted, since
+    /// the same config would fail again; its exit status is returned.
+    pub async fn supervise(
+        self,
+        phases: Phases,
+        heartbeats: impl Fn() -> Heartbeats,
+    ) -> Result<Ended> {
         let mut backoff = FIRST_BACKOFF;
-        let mut pardons = Pardons::default();
+        let mut restarts = DistrustRestarts::default();
         loop {
             let started = Instant::now();
-            let watch = Watch::new(self.patience, signs(), started);
-            let Some(status) = self.live(&ends, watch, &mut pardons, &signs).await? else {
+            let watch = Watch::new(self.timeouts, heartbeats(), started);
+            let Some(status) = self.run_once(&phases, watch, &mut restarts, &heartbeats).await?
+            else {
                 return Ok(Ended::Stopped);
             };
-            if !ends.ready.is_cancelled() {
+            if !phases.ready.is_cancelled() {
                 return Ok(Ended::NeverReady(status));
             }
             if started.elapsed() >= STEADY {
                 backoff = FIRST_BACKOFF;
             }
-            let why = why(status);
-            tracing::error!(worker = self.name, why, %status, ?backoff, "worker ended; it is started again");
+            let reason = reason(status);
+            tracing::error!(worker = self.name, reason, %status, ?backoff, "worker process ended; restarting it");
             tokio::select! {
                 () = tokio::time::sleep(backoff) => {}
-                () = ends.stop.cancelled() => return Ok(Ended::Stopped),
+                () = phases.stop.cancelled() => return Ok(Ended::Stopped),
             }
             backoff = (backoff * 2).min(LONGEST_BACKOFF);
         }
     }
 
-    /// One process from its start to its end; none where it was us who ended.
-    async fn live(
+    /// Runs one process from its start to its end. Returns `None` at shutdown.
+    async fn run_once(
         &self,
-        ends: &Ends,
+        phases: &Phases,
         mut watch: Watch,
-        pardons: &mut Pardons,
-        signs: &impl Fn() -> Signs,
+        restarts: &mut DistrustRestarts,
+        heartbeats: &impl Fn() -> Heartbeats,
     ) -> Result<Option<ExitStatus>> {
         let mut child = self.start()?;
-        // Waiting closes the pipe, which would end the worker: hold it apart.
+        // `Child::wait` closes the pipe, which would end the worker: keep it apart.
         let pipe = child.stdin.take();
-        let mut looks = interval(LOOK_EVERY);
-        looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut checks = interval(CHECK_EVERY);
+        checks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
                 status = child.wait() => {
-                    return status.map(Some).context("could not wait for a worker");
+                    return status.map(Some).context("cannot wait for a worker process");
                 }
-                () = ends.stop.cancelled() => {
+                () = phases.stop.cancelled() => {
                     end(child, pipe).await?;
                     return Ok(None);
                 }
-                now = looks.tick() => match watch.look(signs(), pardons.are_left(now), now) {
-                    Verdict::Well => {}
+                now = checks.tick() => match watch.check(heartbeats(), restarts.are_left(now), now) {
+                    Verdict::Alive => {}
                     Verdict::Silent(quiet) => {
-                        tracing::error!(worker = self.name, ?quiet, "nothing is heard of a worker: it is killed");
-                        child.start_kill().context("could not kill a worker")?;
-                        return child.wait().await.map(Some).context("could not wait for a worker");
+                        tracing::error!(worker = self.name, ?quiet, "worker sends no heartbeats; killing the process");
+                        child.start_kill().context("cannot kill a worker process")?;
+                        return child.wait().await.map(Some).context("cannot wait for a worker process");
                     }
-                    Verdict::Lied => {
-                        tracing::error!(worker = self.name, "a worker lied: it is ended");
-                        pardons.give(now);
+                    Verdict::Distrusted => {
+                        tracing::error!(worker = self.name, "worker sent an invalid report; restarting the process");
+                        restarts.record(now);
                         return end(child, pipe).await.map(Some);
                     }
                 }
@@ -114,48 +124,49 @@ impl Worker {
     }
 
     fn start(&self) -> Result<Child> {
-        let program = std::env::current_exe().context("where is this program?")?;
+        let program = std::env::current_exe().context("cannot find this program's own path")?;
         Command::new(program)
             .args(&self.arguments)
-            .envs(self.shown.iter().map(|uuid| ("CUDA_VISIBLE_DEVICES", uuid)))
+            .envs(self.visible_gpu.iter().map(|uuid| ("CUDA_VISIBLE_DEVICES", uuid)))
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .kill_on_drop(true)
-            // Its own group: Ctrl-C in a terminal reaches us, and we end it in order.
+            // A group of its own: Ctrl-C in a terminal must reach this process alone,
+            // which then ends the gateway before the workers.
             .process_group(0)
             .spawn()
-            .with_context(|| format!("could not start worker {}", self.name))
+            .with_context(|| format!("cannot start worker {}", self.name))
     }
 }
 
-/// Why a worker is no longer kept.
+/// The reason that supervision ended.
 #[derive(Debug)]
 pub enum Ended {
-    /// We were told to stop.
+    /// This process shuts down.
     Stopped,
-    /// It ended before it had ever been ready.
+    /// The worker ended before every worker was ready.
     NeverReady(ExitStatus),
 }
 
-/// What an exit status says.
-fn why(status: ExitStatus) -> &'static str {
+/// Returns the reason for the log that an exit status stands for.
+fn reason(status: ExitStatus) -> &'static str {
     match status.code() {
-        Some(code) if code == i32::from(EXIT_HUNG) => "a step did not end",
-        Some(code) if code == i32::from(EXIT_DEVICE) => "its device failed",
-        Some(0) => "it was asked to",
-        Some(_) => "it failed",
-        None => "it was killed",
+        Some(code) if code == i32::from(EXIT_HUNG) => "a step did not end in time",
+        Some(code) if code == i32::from(EXIT_DEVICE) => "the device failed",
+        Some(0) => "the worker was told to end",
+        Some(_) => "the worker failed",
+        None => "the worker was killed",
     }
 }
 
-/// Closes a worker's pipe, waits, and kills it if it takes too long.
+/// Closes the worker's pipe and waits. Kills the worker after [`GRACE`].
 async fn end(mut child: Child, pipe: Option<ChildStdin>) -> Result<ExitStatus> {
     drop(pipe);
     match tokio::time::timeout(GRACE, child.wait()).await {
-        Ok(status) => status.context("could not wait for a worker"),
+        Ok(status) => status.context("cannot wait for a worker process"),
         Err(_) => {
-            child.start_kill().context("could not kill a worker")?;
-            child.wait().await.context("could not wait for a worker")
+            child.start_kill().context("cannot kill a worker process")?;
+            child.wait().await.context("cannot wait for a worker process")
         }
     }
 }

@@ -1,10 +1,10 @@
-//! What the gateway adds to a request: the same short greedy chat, once
-//! through TLS and the gateway on a connection that is kept, once over the
-//! worker's own socket with the same tokens, in turn, one at a time.
+//! Measures the latency that the gateway adds to a request. The same short greedy
+//! chat is sent over TLS through the gateway, on a reused connection, and directly
+//! over the worker's socket with the same tokens: in turn, one at a time.
 //!
-//! `direct URL CA KEYFILE SOCKET MODEL_DIR REQUESTS MAX_TOKENS` prints JSON:
-//! the microseconds of each pair. It fails where the two answers differ,
-//! because then they would not have been the same work.
+//! `direct URL CA KEYFILE SOCKET MODEL_DIR REQUESTS MAX_TOKENS` prints JSON: the
+//! microseconds of each pair. Fails if the two answers differ, because then the
+//! work differed, too.
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ use tonic::transport::{Channel, Endpoint};
 
 const QUESTION: &str = "What is a rate limit?";
 
-/// Pairs that are run and not counted.
+/// Pairs that are run first and not counted.
 const WARM_UP: u32 = 20;
 
 struct Arguments {
@@ -38,7 +38,7 @@ struct Arguments {
     max_tokens: u32,
 }
 
-/// What one way of asking said.
+/// The answer by one of the two ways.
 #[derive(PartialEq, Debug)]
 struct Answer {
     text: String,
@@ -114,7 +114,7 @@ async fn ask_worker(
     assignment: Assignment,
 ) -> Result<Answer, Box<dyn Error>> {
     let request = RunRequest { message: Some(Message::Assignment(assignment)) };
-    // The stream of requests stays open, as a gateway's does: its end cancels.
+    // The request stream stays open, because its end would cancel the request.
     let (open, requests) = tokio::sync::mpsc::channel(1);
     open.try_send(request)?;
     let requests = tokio_stream::wrappers::ReceiverStream::new(requests);
@@ -138,7 +138,7 @@ async fn ask_worker(
     Err("the worker's stream ended early".into())
 }
 
-/// The question as the gateway would send it.
+/// Returns the assignment that the gateway would send for the question.
 fn assignment(arguments: &Arguments, model: &str) -> Result<Assignment, Box<dyn Error>> {
     let read = |name: &str| std::fs::read(arguments.model.join(name));
     let config = TokenizerConfig::from_json(&read("tokenizer_config.json")?)?;

@@ -1,5 +1,5 @@
-//! An assignment, checked: what passes here is a [`Submission`] but for its
-//! sink. Whether it fits the model is for the engine's door to say.
+//! The checks of an assignment. A checked assignment becomes a [`Submission`] for
+//! the engine, which checks the limits of its model itself.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
@@ -10,18 +10,19 @@ use tollgate_domain::{
 use tollgate_engine::{Refusal, RefusedReason, SamplingParams, Submission, Tier, TokenSink};
 use tollgate_wire::v1;
 
-/// Stop strings of one request, and the bytes of each.
+/// Stop strings of one request at most.
 const MOST_STOPS: usize = 16;
+/// Bytes of one stop string at most.
 const MOST_STOP_BYTES: usize = 1_024;
-/// Choices over all prompts.
+/// Choices of one request at most, over all its prompts.
 const MOST_CHOICES: usize = 1_024;
 
-/// A request that this worker may be asked to run.
+/// A checked assignment.
 pub(crate) struct Work {
     pub(crate) request: RequestId,
     pub(crate) attempt: u32,
     pub(crate) stops: Vec<String>,
-    /// Over all prompts.
+    /// Choices over all prompts.
     pub(crate) choices: usize,
     caller: Caller,
     pool: Option<PoolName>,
@@ -61,14 +62,14 @@ impl Work {
             return Err(invalid(format!("this worker serves {model}")));
         }
         if stops.len() > MOST_STOPS || stops.iter().any(|stop| stop.len() > MOST_STOP_BYTES) {
-            return Err(invalid("too many or too long stop strings"));
+            return Err(invalid("at most 16 stop strings of at most 1024 bytes are allowed"));
         }
         if !weight.is_finite() || weight <= 0.0 {
-            return Err(invalid("a weight must be above 0"));
+            return Err(invalid("the weight must be above 0"));
         }
         let choices = prompts.len().saturating_mul(choices_each as usize);
         if choices == 0 || choices > MOST_CHOICES {
-            return Err(invalid("no choices, or too many"));
+            return Err(invalid("the number of choices must be from 1 to 1024"));
         }
         Ok(Self {
             request: named_as(RequestId::new(&request_id))?,
@@ -86,20 +87,22 @@ impl Work {
             tier: match v1::Tier::try_from(tier) {
                 Ok(v1::Tier::Interactive) => Tier::Interactive,
                 Ok(v1::Tier::Batch) => Tier::Batch,
-                Err(_) => return Err(invalid("an unknown tier")),
+                Err(_) => return Err(invalid("the tier is unknown")),
             },
             weight,
             prompts: prompts.into_iter().map(|prompt| prompt.tokens).collect(),
             choices_each,
             max_tokens,
-            sampling: params(sampling.ok_or_else(|| invalid("no sampling"))?),
+            sampling: params(
+                sampling.ok_or_else(|| invalid("the sampling parameters are missing"))?,
+            ),
             budget: budget_ns.map(DeviceNanos),
             queue_deadline: Duration::from_millis(queue_deadline_ms),
             echo_logprobs,
         })
     }
 
-    /// The submission, answered to `sink`.
+    /// Returns the submission. The engine sends its results to `sink`.
     pub(crate) fn submission(self, sink: Box<dyn TokenSink>) -> Submission {
         Submission {
             request: self.request,
@@ -174,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn assignments_are_checked() {
+    fn assignment_check_refuses_invalid_fields() {
         type Change = fn(&mut v1::Assignment);
         let cases: &[(&str, Change, bool)] = &[
             ("honest", |_| (), true),

@@ -1,5 +1,6 @@
-//! The price of steps: measured once for an engine, a device and a model, and
-//! kept. A table that was served on never changes by itself.
+//! The calibration: a cost table that is measured once for an engine, a device and
+//! a model, and kept in the data folder. A table that requests were billed with
+//! never changes.
 
 use std::fs;
 use std::io;
@@ -11,14 +12,14 @@ use tollgate_engine::{Backend, Clock};
 
 use crate::WorkerError;
 
-/// The table to serve on, and what measuring it took just now.
+/// A cost table, with the device time that its measurement took in this process.
 pub(crate) struct Calibrated {
     pub(crate) table: CostTable,
     pub(crate) device_time: DeviceNanos,
 }
 
-/// The kept table, or a new one that is kept from now on: two seconds for a
-/// small model, half a minute for a large one.
+/// Returns the kept table, or measures and keeps a new one. A measurement takes two
+/// seconds for a small model and half a minute for a large one.
 pub(crate) fn table(
     data: &Path,
     backend: &mut dyn Backend,
@@ -30,7 +31,7 @@ pub(crate) fn table(
     if let Some(table) = kept(&path, &key) {
         return Ok(Calibrated { table, device_time: DeviceNanos::ZERO });
     }
-    tracing::info!(%key, "calibrating");
+    tracing::info!(%key, "calibrating the device");
     let measured = calibrate(backend, clock)?;
     keep(&folder, &path, &measured.table)
         .map_err(|source| WorkerError::CalibrationFile { path, source })?;
@@ -38,28 +39,30 @@ pub(crate) fn table(
         version = measured.table.version(),
         steps = measured.steps,
         device_time = %measured.device_time,
-        "calibrated"
+        "calibrated the device"
     );
     Ok(Calibrated { table: measured.table, device_time: measured.device_time })
 }
 
-/// What is kept at `path`, unless it cannot be used: then it is measured anew.
+/// Returns the table in the file `path`. Returns `None` if the file is missing or
+/// unusable; the caller then measures a new table.
 fn kept(path: &Path, key: &str) -> Option<CostTable> {
     let bytes = fs::read(path).ok()?;
     match serde_json::from_slice::<CostTable>(&bytes) {
         Ok(table) if table.version().starts_with(key) => Some(table),
         Ok(_) => {
-            tracing::warn!(file = %path.display(), "a kept calibration is of something else");
+            tracing::warn!(file = %path.display(), "calibration file is for another device or model; measuring again");
             None
         }
         Err(error) => {
-            tracing::warn!(file = %path.display(), %error, "a kept calibration is unreadable");
+            tracing::warn!(file = %path.display(), %error, "calibration file is unreadable; measuring again");
             None
         }
     }
 }
 
-/// Whole or not at all, whoever else calibrates beside us.
+/// Writes the table atomically. Other workers may calibrate at the same time, so
+/// the draft's name is unique to this process.
 fn keep(folder: &Path, path: &PathBuf, table: &CostTable) -> io::Result<()> {
     fs::create_dir_all(folder)?;
     let bytes = serde_json::to_vec_pretty(table)?;

@@ -1,5 +1,5 @@
-//! The device as this process may use it: a backend, and around it what
-//! others have a say in. A test may make a synthetic one fail.
+//! The device as this process may use it: a backend together with the lock of
+//! its GPU. A synthetic device can also fail on demand.
 
 use std::fs;
 use std::path::PathBuf;
@@ -8,51 +8,49 @@ use std::time::Duration;
 use tollgate_engine::backend::{StepLimits, StepOutput, StepPlan};
 use tollgate_engine::{Backend, BackendError, DeviceInfo, ModelShape};
 
-use crate::card::Card;
+use crate::gpu_lock::GpuLock;
 
-/// Faults on demand, to test what is done about them: a step that finds the
-/// file takes it away and does what it says.
+/// Faults of a synthetic device, requested by a file. Admins rehearse failures
+/// with them, and tests check the recovery.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Faults {
+pub(crate) struct FaultInjector {
     pub(crate) file: PathBuf,
 }
 
-/// What a device may do to us.
+/// A fault that a file can request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fault {
     /// The step never ends.
     Hang,
-    /// The device fails in it.
+    /// The device fails during the step.
     Fail,
-    /// It has no memory left.
+    /// The device runs out of memory.
     Memory,
 }
 
-impl Faults {
-    /// The fault that is asked for, once.
+impl FaultInjector {
+    /// Takes the requested fault, if there is one, and removes the request.
     fn take(&self) -> Option<Fault> {
         let text = fs::read_to_string(&self.file).ok()?;
-        // Taken away first: the next process on this device must not find it.
+        // Removed before the fault: the restarted process must not find it again.
         fs::remove_file(&self.file).ok()?;
         match text.trim() {
             "hang" => Some(Fault::Hang),
             "fail" => Some(Fault::Fail),
             "memory" => Some(Fault::Memory),
             other => {
-                tracing::warn!(fault = other, "no such fault");
+                tracing::warn!(fault = other, "ignored an unknown fault request");
                 None
             }
         }
     }
 
-    /// Does what is asked for, if anything is.
-    pub(crate) fn strike(&self) -> Result<(), BackendError> {
+    /// Causes the requested fault, if there is one.
+    pub(crate) fn inject(&self) -> Result<(), BackendError> {
         match self.take() {
             None => Ok(()),
-            Some(Fault::Fail) => Err(BackendError::Device("it failed, as a test asked".into())),
-            Some(Fault::Memory) => {
-                Err(BackendError::Device("out of memory, as a test asked".into()))
-            }
+            Some(Fault::Fail) => Err(BackendError::Device("injected device failure".into())),
+            Some(Fault::Memory) => Err(BackendError::Device("injected: out of memory".into())),
             Some(Fault::Hang) => loop {
                 std::thread::sleep(Duration::from_secs(3_600));
             },
@@ -60,16 +58,16 @@ impl Faults {
     }
 }
 
-/// A backend on a device that is shared with others, or fails when a test asks
-/// for it.
-pub(crate) struct Device {
+/// A backend that runs steps only while this process has its GPU.
+pub(crate) struct LockedBackend {
     pub(crate) backend: Box<dyn Backend>,
-    /// None: the device has no identity that others could know it by.
-    pub(crate) card: Option<Card>,
-    pub(crate) faults: Option<Faults>,
+    /// `None` if the device has no identity to lock, like a CPU.
+    pub(crate) gpu: Option<GpuLock>,
+    /// `None` for every device but a synthetic one.
+    pub(crate) faults: Option<FaultInjector>,
 }
 
-impl Backend for Device {
+impl Backend for LockedBackend {
     fn shape(&self) -> &ModelShape {
         self.backend.shape()
     }
@@ -92,7 +90,7 @@ impl Backend for Device {
 
     fn begin(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError> {
         if let Some(faults) = &self.faults {
-            faults.strike()?;
+            faults.inject()?;
         }
         self.backend.begin(plan, output)
     }
@@ -101,9 +99,10 @@ impl Backend for Device {
         self.backend.finish(output)
     }
 
-    /// Not where others may have the device after any step.
     fn runs_ahead(&self) -> bool {
-        self.backend.runs_ahead() && self.card.as_ref().is_none_or(|card| !card.takes_turns())
+        // Another worker may get a shared GPU after any step, so no step may
+        // already be queued on it by then.
+        self.backend.runs_ahead() && self.gpu.as_ref().is_none_or(|gpu| !gpu.takes_turns())
     }
 
     fn enter(&mut self) {
@@ -111,21 +110,21 @@ impl Backend for Device {
     }
 
     fn acquire(&mut self) -> Result<(), BackendError> {
-        let Some(card) = &mut self.card else { return Ok(()) };
-        card.acquire().map_err(|error| {
-            BackendError::Device(format!("its lock cannot be had any more: {error}"))
+        let Some(gpu) = &mut self.gpu else { return Ok(()) };
+        gpu.acquire().map_err(|error| {
+            BackendError::Device(format!("the lock of the GPU cannot be taken: {error}"))
         })
     }
 
     fn stepped(&mut self, busy: Duration) {
-        if let Some(card) = &mut self.card {
-            card.stepped(busy);
+        if let Some(gpu) = &mut self.gpu {
+            gpu.stepped(busy);
         }
     }
 
     fn release(&mut self) {
-        if let Some(card) = &mut self.card {
-            card.release();
+        if let Some(gpu) = &mut self.gpu {
+            gpu.release();
         }
     }
 }

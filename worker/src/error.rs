@@ -1,4 +1,4 @@
-//! Why a worker does not start or does not go on, each in one sentence.
+//! The errors that keep a worker from starting or make it end.
 
 use std::io;
 use std::path::PathBuf;
@@ -11,12 +11,12 @@ use tollgate_engine::model::ModelError;
 use tollgate_engine::{BackendError, EngineError};
 use tollgate_text::TextError;
 
-use crate::{CardError, Hung};
+use crate::{GpuLockError, Hung};
 
-/// What ended a worker before it was asked to end.
+/// An error that ended a worker before it was told to end.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
-    /// The model's folder was refused.
+    /// The model in the folder cannot be served.
     #[error("the model cannot be served")]
     Model(#[from] ModelError),
     /// A file of the model cannot be read.
@@ -24,7 +24,7 @@ pub enum WorkerError {
     ModelFile {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The error of the file system.
         source: io::Error,
     },
     /// The tokenizer or the chat template was refused.
@@ -32,75 +32,75 @@ pub enum WorkerError {
     Text {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The error of the file system.
         source: TextError,
     },
-    /// The device that was asked for cannot be any.
-    #[error("--device cuda: {0}")]
+    /// The name of the CUDA device is invalid.
+    #[error("the CUDA device is invalid: {0}")]
     Device(String),
-    /// The GPU that was asked for is not there, or cannot serve the model.
+    /// The chosen GPU does not exist or cannot serve the model.
     #[error(transparent)]
     Cuda(CudaError),
-    /// The GPU's driver refused something. The engine's sentence holds its
-    /// cause, which a source would say once more.
+    /// A call of the GPU's driver failed. The message contains the cause, so the
+    /// error has no separate source.
     #[error("{}", CudaError::Driver(.0.clone()))]
     Refused(DriverFault),
-    /// The device is another's, or its locks cannot be used.
+    /// The GPU is in use, or its locks cannot be used.
     #[error(transparent)]
-    Card(#[from] CardError),
+    GpuLock(#[from] GpuLockError),
     /// The model does not fit the device.
-    #[error("the model cannot be set up on the processor")]
+    #[error("the model cannot be set up on the CPU")]
     Cpu(#[from] CpuError),
-    /// The synthetic engine's figures make no engine.
+    /// The parameters of the synthetic engine are invalid.
     #[error(transparent)]
     Synthetic(#[from] SyntheticError),
-    /// The first steps, which measure the device, failed.
+    /// The steps that measure the device failed.
     #[error("the device cannot be calibrated")]
     Calibration(#[from] CalibrationError),
-    /// The calibration cannot be kept.
-    #[error("cannot keep the calibration {}", path.display())]
+    /// The calibration cannot be written.
+    #[error("cannot write the calibration {}", path.display())]
     CalibrationFile {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The error of the file system.
         source: io::Error,
     },
     /// Another process serves on the socket.
     #[error("the socket {} is in use by another process", .0.display())]
     SocketInUse(PathBuf),
-    /// The socket cannot be made.
+    /// The socket cannot be created.
     #[error("cannot listen on {}", path.display())]
     Socket {
         /// Its path.
         path: PathBuf,
-        /// Why.
+        /// The error of the file system.
         source: io::Error,
     },
-    /// The journal cannot be opened or kept.
-    #[error("the metering journal {} cannot be kept", path.display())]
+    /// The journal cannot be opened or written.
+    #[error("cannot open or write the metering journal {}", path.display())]
     Journal {
         /// Its folder.
         path: PathBuf,
-        /// Why.
+        /// The error of the file system.
         source: io::Error,
     },
-    /// The engine broke down; whoever started this worker starts another.
-    #[error("the engine broke down")]
+    /// The engine failed. The supervisor restarts the worker.
+    #[error("the engine failed")]
     Engine(#[from] EngineError),
-    /// The device does not come back from a step.
-    #[error("the device hangs")]
+    /// A step did not end in time.
+    #[error("the device is hung")]
     Hung(#[from] Hung),
     /// The device failed before the first step.
     #[error("the device cannot be set up")]
     Setup(#[source] BackendError),
-    /// Signals or the parent's pipe cannot be listened to.
-    #[error("cannot listen for the end")]
+    /// Signals or the parent's pipe cannot be received.
+    #[error("cannot listen for signals or for the parent's end")]
     Signals(#[source] io::Error),
-    /// A thread cannot be had.
+    /// A thread cannot be started, or it panicked.
     #[error("cannot start a thread")]
     Thread(#[source] io::Error),
     /// The gRPC server failed.
-    #[error("the worker's server failed")]
+    #[error("the worker's gRPC server failed")]
     Server(#[source] tonic::transport::Error),
 }
 
@@ -114,7 +114,7 @@ impl From<CudaError> for WorkerError {
 }
 
 impl WorkerError {
-    /// Whether a processor can serve where a GPU was not insisted on.
+    /// Returns true if the CPU can be used instead, where a GPU was not required.
     pub(crate) fn leaves_the_cpu(&self) -> bool {
         match self {
             Self::Refused(_) => true,
@@ -123,7 +123,7 @@ impl WorkerError {
         }
     }
 
-    /// The exit code that tells whoever started the process what happened.
+    /// Returns the exit code that tells the supervisor what happened.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Hung(_) => EXIT_HUNG,
@@ -135,7 +135,7 @@ impl WorkerError {
     }
 }
 
-/// The exit code after a step that did not end.
+/// The exit code after a step that did not end in time.
 pub const EXIT_HUNG: u8 = 3;
 /// The exit code after a fault of the device.
 pub const EXIT_DEVICE: u8 = 4;

@@ -1,66 +1,70 @@
-//! Whether a device is well: what NVML reads of it against the admin's
-//! thresholds. Too hot or ill, and the worker rests: it finishes what it has
-//! and takes nothing new, until the device has been well for a while. Pure: it
-//! is given readings and the time, and says what follows.
+//! The health of a device: NVML's readings compared with the admin's thresholds. A
+//! worker whose device is too hot or faulty rests: it finishes its requests and
+//! accepts nothing new until the device has been healthy for a while. This module
+//! does no I/O; callers pass in the readings and the time.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use tollgate_domain::MonotonicTime;
 
-/// What was read of a device at one moment. What it does not tell is `None`.
+/// The readings of a device at one moment; `None` for a value that the device does
+/// not report.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Readings {
-    /// Kernels ran for so many percent of the last moments.
+    /// Percent of the last sample period in which kernels ran.
     pub(crate) utilisation: Option<u32>,
     pub(crate) memory: Option<Memory>,
-    /// Degrees Celsius.
+    /// The temperature in degrees Celsius.
     pub(crate) temperature: Option<u32>,
     pub(crate) power_mw: Option<u64>,
     pub(crate) power_limit_mw: Option<u64>,
-    /// Since the driver was loaded.
+    /// Energy drawn since the driver was loaded.
     pub(crate) energy_mj: Option<u64>,
     pub(crate) clock_mhz: Option<u32>,
     pub(crate) memory_clock_mhz: Option<u32>,
-    /// Whether its clocks are held down by heat, and by power.
+    /// True while heat lowers the clocks.
     pub(crate) slowed_by_heat: bool,
     pub(crate) slowed_by_power: bool,
-    /// Memory errors since the driver was loaded.
+    /// Corrected memory errors since the driver was loaded.
     pub(crate) ecc_corrected: Option<u64>,
     pub(crate) ecc_uncorrected: Option<u64>,
-    /// Critical errors that the driver reported since the last look.
+    /// Critical errors (Xids) that the driver reported since the last check.
     pub(crate) xids: Vec<u64>,
-    /// Processes that compute on it.
+    /// Processes that compute on the device.
     pub(crate) processes: Option<u32>,
-    /// Whether it is cut into slices, or is one.
+    /// True if the device is partitioned (MIG) or is a slice.
     pub(crate) mig: Option<bool>,
 }
 
-/// A device's memory, bytes.
+/// A device's memory in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Memory {
     pub(crate) used: u64,
     pub(crate) total: u64,
-    /// What this process has of it, where the driver says so.
+    /// Memory that this process uses, if the driver reports it.
     pub(crate) ours: Option<u64>,
 }
 
-/// When a device is not well.
-#[derive(Clone, Debug, PartialEq)]
+/// The thresholds of a healthy device.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Thresholds {
-    /// At so many degrees Celsius it is too hot ...
+    /// Degrees Celsius from which the device is too hot.
     pub hot: u32,
-    /// ... until it has come down to this.
+    /// Degrees Celsius at which a hot device counts as cool again.
     pub cooled: u32,
-    /// For so long it must have been well after an illness.
+    /// Time without a fault after which a faulty device counts as healthy again.
     pub well_for: Duration,
-    /// More than so many percent busy ...
+    /// Percent of utilisation above which the device is busy.
     pub busy: u32,
-    /// ... for so long is worth a word.
+    /// Time of being busy after which the worker reports it.
     pub busy_for: Duration,
-    /// More memory used than so many percent is, too.
+    /// Percent of memory in use above which the worker reports it.
     pub memory: u32,
-    /// And so is memory of ours that grew by so many bytes.
+    /// Bytes of growth of this process's memory above which the worker reports a
+    /// leak.
     pub leak: u64,
 }
 
@@ -78,47 +82,49 @@ impl Default for Thresholds {
     }
 }
 
-/// What is not as it should be.
+/// A deviation from the healthy state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Concern {
-    /// The worker rests: it is too hot.
+    /// The device is too hot. The worker rests.
     Hot,
-    /// The worker rests: memory that cannot be corrected, or a critical error
-    /// that is the device's own.
+    /// The device had an uncorrectable memory error or a critical error of its own.
+    /// The worker rests.
     Ill,
-    /// The worker rests: it does not answer any more.
+    /// The device does not answer. The worker rests.
     Gone,
-    /// Busy for long.
+    /// The device has been busy for a long time.
     Busy,
-    /// Its memory is nearly used up.
+    /// The device's memory is nearly full.
     MemoryFull,
-    /// Our memory on it grows, though the KV pool never does.
+    /// This process's memory on the device grows, although the KV pool has a fixed
+    /// size.
     Leak,
-    /// Its clocks are held down.
+    /// Heat or the power limit lowers the clocks.
     Slowed,
-    /// It is busy though we have had nothing to do.
+    /// The device is busy although this worker had no work.
     BusyWithoutWork,
 }
 
 impl Concern {
-    /// Whether a worker rests for it.
+    /// Returns true if the worker must rest.
     pub(crate) fn is_grave(self) -> bool {
         matches!(self, Self::Hot | Self::Ill | Self::Gone)
     }
 }
 
-/// What is remembered of a device between readings.
+/// The state of a device between readings.
 #[derive(Debug)]
 pub(crate) struct Health {
     thresholds: Thresholds,
     hot: bool,
-    /// When it was last seen ill, and the first time: what is counted since
-    /// the driver was loaded is not all of our days.
+    /// The time of the last fault. The counters of errors may be older than this
+    /// process, so their first values are only a baseline.
     ill: Option<MonotonicTime>,
     uncorrected: Option<u64>,
     busy_since: Option<MonotonicTime>,
     unexplained_since: Option<MonotonicTime>,
-    /// When it was first read, and our memory on it once that had settled.
+    /// The time of the first reading, and the largest memory of this process within
+    /// [`SETTLING`] after it.
     first: Option<MonotonicTime>,
     settled: u64,
 }
@@ -137,9 +143,9 @@ impl Health {
         }
     }
 
-    /// What is not as it should be, now that so much was read; no readings
-    /// where the device does not answer. `worked` says whether a step of ours
-    /// ran since the last look.
+    /// Returns the concerns about these readings; `None` means that the device does
+    /// not answer. `worked` is true if a step of this worker ran since the last
+    /// call.
     pub(crate) fn judge(
         &mut self,
         readings: Option<&Readings>,
@@ -147,7 +153,7 @@ impl Health {
         now: MonotonicTime,
     ) -> BTreeSet<Concern> {
         let Some(readings) = readings else {
-            // What comes back after this must prove itself.
+            // A device that comes back must first stay healthy for a while.
             self.ill = Some(now);
             return BTreeSet::from([Concern::Gone]);
         };
@@ -195,8 +201,8 @@ impl Health {
         })
     }
 
-    /// The pool is allocated once; libraries take what they need in the first
-    /// minute of steps.
+    /// Compares with the memory after settling: the pool is allocated once, and
+    /// libraries allocate in the first minute of steps.
     fn leaks(&mut self, readings: &Readings, now: MonotonicTime) -> bool {
         let Some(ours) = readings.memory.and_then(|memory| memory.ours) else { return false };
         let first = *self.first.get_or_insert(now);
@@ -213,7 +219,8 @@ impl Health {
     }
 }
 
-/// Whether what `is_so` has been for `long`.
+/// Returns true if `is_so` has held for `long`. `since` keeps the time at which it
+/// began.
 fn lasts(
     since: &mut Option<MonotonicTime>,
     is_so: bool,
@@ -227,16 +234,17 @@ fn lasts(
     now.since(*since.get_or_insert(now)) >= long
 }
 
-/// Critical errors that are the device's own, by NVIDIA's list: memory that
-/// cannot be corrected (48, 63, 64, 94, 95), microcontrollers that stopped (61,
-/// 62, 119, 120), links (74), a device that fell off the bus (79). Those that a
-/// program causes (13, 31, 43, 45, ...) end that program and no device.
+/// Critical errors (Xids) of the device itself, by NVIDIA's list: uncorrectable
+/// memory errors (48, 63, 64, 94, 95), stopped microcontrollers (61, 62, 119, 120),
+/// links (74), and a device that fell off the bus (79). Errors that a program
+/// causes (13, 31, 43, 45, ...) end that program only.
 const DEVICE_XIDS: [u64; 11] = [48, 61, 62, 63, 64, 74, 79, 94, 95, 119, 120];
-/// Our memory on a device has settled after so long.
+/// Time after which this process's memory on a device no longer grows.
 const SETTLING: Duration = Duration::from_secs(60);
-/// A device that is busy by so much while we do nothing ...
+/// Percent of utilisation that needs an explanation while this worker has no work.
 const UNEXPLAINED_PERCENT: u32 = 50;
-/// ... for so long works for somebody else, or for nobody.
+/// Time after which unexplained utilisation is reported: another program may use
+/// the device.
 const UNEXPLAINED_FOR: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
@@ -247,8 +255,8 @@ mod tests {
         MonotonicTime(seconds * 1_000_000_000)
     }
 
-    /// Judges one reading after the other, each `every` seconds later; which
-    /// concerns there were at each.
+    /// Judges the readings `every` seconds apart. Returns the concerns at each
+    /// reading.
     fn judged(every: u64, readings: &[(Option<Readings>, bool)]) -> Vec<Vec<Concern>> {
         let mut health = Health::new(Thresholds::default());
         (0..)
@@ -265,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_hot_until_it_has_cooled() {
+    fn health_hot_until_cooled() {
         let temperatures = [60, 84, 85, 84, 76, 75, 84, 90];
         let hot = temperatures
             .map(|temperature| Readings { temperature: Some(temperature), ..Readings::default() });
@@ -276,9 +284,9 @@ mod tests {
     }
 
     #[test]
-    fn it_is_ill_until_it_has_been_well_for_long() {
+    fn health_ill_until_healthy_long_enough() {
         let errors = |count| Readings { ecc_uncorrected: Some(count), ..Readings::default() };
-        // Three old errors are no news; the fourth is, for 300 s.
+        // Three old errors are the baseline; the fourth counts, for 300 s.
         let seen = all(100, [errors(3), errors(3), errors(4), errors(4), errors(4), errors(4)]);
         let ill = vec![Concern::Ill];
         assert_eq!(seen, [vec![], vec![], ill.clone(), ill.clone(), ill.clone(), vec![]]);
@@ -289,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_does_not_answer_rests_and_then_proves_itself() {
+    fn health_ill_after_device_returns() {
         let well = || (Some(Readings::default()), true);
         let seen = judged(200, &[well(), (None, false), well(), well(), well()]);
         let expected = [vec![], vec![Concern::Gone], vec![Concern::Ill], vec![], vec![]];
@@ -297,25 +305,25 @@ mod tests {
     }
 
     #[test]
-    fn being_busy_is_worth_a_word_after_ten_minutes() {
+    fn health_reports_busy_after_ten_minutes() {
         let busy = |percent| Readings { utilisation: Some(percent), ..Readings::default() };
         let seen = all(300, [busy(96), busy(100), busy(96), busy(95), busy(99), busy(99)]);
         let counts: Vec<usize> = seen.iter().map(Vec::len).collect();
         assert_eq!(counts, [0, 0, 1, 0, 0, 0]);
-        // The same without work of ours: somebody else is on it, or nobody.
+        // Busy without work of this worker: another program may use the device.
         let unexplained = judged(30, &vec![(Some(busy(60)), false); 4]);
         assert_eq!(unexplained[1], []);
         assert_eq!(unexplained[2], [Concern::BusyWithoutWork]);
     }
 
     #[test]
-    fn memory_that_grows_while_the_pool_does_not_is_a_leak() {
+    fn health_reports_memory_growth_as_leak() {
         const GIB: u64 = 1 << 30;
         let memory = |ours: u64| Readings {
             memory: Some(Memory { used: ours, total: 80 * GIB, ours: Some(ours) }),
             ..Readings::default()
         };
-        // Loading takes its time, and libraries take a little more.
+        // The model loads for a while, and libraries allocate a little more.
         let grown = 41 * GIB + (256 << 20);
         let seen =
             all(30, [memory(GIB), memory(41 * GIB), memory(grown), memory(grown + 1), memory(GIB)]);

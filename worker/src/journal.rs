@@ -1,14 +1,14 @@
-//! The worker's metering journal: what the device did and for whom, on the
-//! disk before anyone hears of a token.
+//! The metering journal of a worker. It records the device's work and its owners,
+//! on the disk, before a token of that work leaves the worker.
 //!
-//! The engine's thread appends a frame for each step ([`StepJournal`]); a
-//! thread of the journal's own closes blocks and syncs every 100 ms. A block
-//! is handed to the gateway only after its sync: what a power cut could undo
-//! was never posted, so no block number ever means two things. A SIGKILL loses
-//! no frame that was written.
+//! The engine's thread appends a frame for each step ([`StepJournal`]). The
+//! journal's own thread closes blocks and syncs every 100 ms. The gateway gets a
+//! block only after its sync. A power cut can therefore only undo blocks that were
+//! never sent, so a block number never stands for two different blocks. A SIGKILL
+//! loses no frame that was written.
 //!
-//! A write that fails ends the engine. A sync that fails does too, for good:
-//! nobody knows what the disk kept.
+//! A failed write ends the engine. So does a failed sync, permanently: after it,
+//! the state of the disk is unknown.
 
 mod build;
 mod disk;
@@ -35,29 +35,29 @@ use tollgate_engine::{Clock, RequestFigures, StepJournal, StepRecord};
 
 pub use self::disk::{Disk, DiskFile, OsDisk};
 pub(crate) use self::feed::Feed;
-use self::feed::Readable;
-use self::frame::{Frame, Head, Step};
-use self::store::{Place, Segment};
-use self::writer::{LONGEST_OPEN, Open, Writer};
+use self::feed::ReadLimit;
+use self::frame::{Frame, Header, Step};
+use self::store::{Segment, SegmentId};
+use self::writer::{LONGEST_OPEN, OpenBlock, Writer};
 use crate::energy::Meter;
 
-/// What a journal is told at its start.
+/// The parameters of a journal.
 pub(crate) struct JournalOptions {
-    /// Its folder; made if there is none.
+    /// The journal's folder; created if it is missing.
     pub(crate) folder: PathBuf,
     pub(crate) epoch: WorkerEpoch,
     pub(crate) worker: WorkerName,
     pub(crate) device: Device,
     pub(crate) model: ModelName,
-    /// Version of the cost table.
+    /// The version of the cost table.
     pub(crate) calibration: String,
-    /// What the device draws.
+    /// The device's energy counter.
     pub(crate) meter: Meter,
-    /// What it said where the epoch begins.
+    /// The counter's value at the beginning of the epoch.
     pub(crate) counter: Option<Millijoules>,
-    /// Bytes of files that the gateway has not acknowledged.
+    /// Bytes of files that the gateway has not acknowledged at most.
     pub(crate) most_bytes: u64,
-    /// When the epoch begins, on the engine's clock.
+    /// The beginning of the epoch on the engine's clock.
     pub(crate) began: MonotonicTime,
     /// The engine's clock.
     pub(crate) clock: Arc<dyn Clock>,
@@ -65,18 +65,18 @@ pub(crate) struct JournalOptions {
     pub(crate) utc: fn() -> UtcTime,
 }
 
-/// The journal of this process, and what earlier ones left.
+/// The journal of this process, with the files of earlier processes.
 #[derive(Clone)]
 pub(crate) struct Journal<D: Disk = OsDisk> {
     shared: Arc<Shared<D>>,
 }
 
-/// Whose the time after the last step is, when the epoch closes.
+/// The account of the time between the last step and the end of the epoch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Tail {
-    /// The engine had nothing to do.
+    /// Idle time: the engine had nothing to do.
     Idle,
-    /// It broke down in a step.
+    /// Lost time: the engine failed during a step.
     Loss,
 }
 
@@ -88,33 +88,34 @@ struct Shared<D: Disk> {
     folder: PathBuf,
     most_bytes: u64,
     state: Mutex<State<D::File>>,
-    /// Bytes that the gateway has not acknowledged, as the state last said:
-    /// to be read without waiting for a sync.
+    /// Unacknowledged bytes according to the last change of the state. Kept beside
+    /// the lock, so that reading them never waits for a sync.
     held: AtomicU64,
-    /// Wakes the syncing thread to end.
+    /// Wakes the syncing thread when the journal closes.
     wake: Condvar,
-    /// Grows with each sync that made something readable.
+    /// Counts the syncs that made blocks readable.
     synced: watch::Sender<u64>,
-    /// Held as long as this process writes here.
+    /// The lock of the folder, held while this process writes to it.
     _lock: D::Lock,
 }
 
 struct State<F> {
-    /// Oldest first; the last is the one that is written.
+    /// The files, oldest first. The last one is being written.
     segments: Vec<Segment>,
-    /// Blocks in the ledger, by epoch. Pruned with the epoch's last file.
+    /// The last acknowledged block of each epoch. An entry is removed with the
+    /// epoch's last file.
     acknowledged: HashMap<WorkerEpoch, u64>,
-    /// Bytes of the files that nothing more is written to.
+    /// Bytes of the complete files.
     closed_bytes: u64,
-    /// The file before the one that is written, until it is synced.
+    /// The previous file, until it is synced.
     closing: Option<Closing<F>>,
     writer: Writer<F>,
-    /// Why nothing more may be written.
+    /// The error after which nothing may be written.
     failed: Option<String>,
     closed: bool,
 }
 
-/// A file that nothing more is written to and that is not synced yet.
+/// A complete file that is not synced yet.
 struct Closing<F> {
     path: PathBuf,
     file: Arc<F>,
@@ -124,11 +125,11 @@ struct Closing<F> {
 }
 
 impl<D: Disk> Journal<D> {
-    /// Opens the folder, closes what earlier epochs left open and begins a
-    /// new one.
+    /// Opens the folder, closes the epochs that earlier processes left open, and
+    /// begins a new epoch.
     ///
     /// # Errors
-    /// The disk's, and `WouldBlock` where another worker holds the folder.
+    /// The disk reports an error; `WouldBlock` if another worker uses the folder.
     pub(crate) fn open(disk: D, options: JournalOptions) -> io::Result<Self> {
         let JournalOptions {
             folder,
@@ -148,9 +149,10 @@ impl<D: Disk> Journal<D> {
         let lock = lock(&disk, &folder)?;
         let mut segments = store::recover(&disk, &folder)?;
         let closed_bytes = segments.iter().map(|segment| segment.bytes).sum();
+        // The epoch began before this call, so the host's clock is moved back.
         let since = clock.now().0.saturating_sub(began.0);
         let utc_began = UtcTime(utc().0.saturating_sub(since));
-        let head = Head {
+        let header = Header {
             epoch,
             worker,
             device,
@@ -163,8 +165,8 @@ impl<D: Disk> Journal<D> {
         let mut writer = Writer::create(
             &disk,
             &folder,
-            Place { began: utc_began, epoch, number: 1 },
-            head,
+            SegmentId { began: utc_began, epoch, number: 1 },
+            header,
             &mut segments,
         )?;
         (writer.counter, writer.reading) = (counter, counter);
@@ -194,19 +196,19 @@ impl<D: Disk> Journal<D> {
         Ok(Self { shared: Arc::new(shared) })
     }
 
-    /// Starts the thread that closes blocks and syncs. It ends after
+    /// Starts the thread that closes blocks and syncs. The thread ends after
     /// [`Journal::close`].
     pub(crate) fn start(&self) -> io::Result<JoinHandle<()>> {
         let shared = Arc::clone(&self.shared);
         std::thread::Builder::new().name("journal".to_owned()).spawn(move || shared.run())
     }
 
-    /// What the engine writes to.
+    /// Returns the engine's side of the journal.
     pub(crate) fn for_engine(&self) -> Box<dyn StepJournal> {
         Box::new(EngineSide { shared: Arc::clone(&self.shared) })
     }
 
-    /// Books device time that no tenant owns: warm-up and calibration.
+    /// Records device time that belongs to no tenant: warm-up and calibration.
     pub(crate) fn overhead(&self, started: MonotonicTime, busy: DeviceNanos) -> io::Result<()> {
         self.shared.append(|writer| {
             let idle = writer.idle_before(started)?;
@@ -217,7 +219,7 @@ impl<D: Disk> Journal<D> {
         })
     }
 
-    /// Ends the epoch and syncs. Nothing can be written after it.
+    /// Ends the epoch and syncs. Nothing can be written afterwards.
     pub(crate) fn close(&self, tail: Tail) -> io::Result<()> {
         let now = self.shared.clock.now();
         let next = (self.shared.utc)();
@@ -233,7 +235,7 @@ impl<D: Disk> Journal<D> {
                     Tail::Loss => writer.put_gap(DeviceNanos::ZERO, rest),
                 }
                 writer.reading = self.shared.counter();
-                writer.put_cut(next, true);
+                writer.close_block(next, true);
                 Ok(())
             });
             state.closed = true;
@@ -243,47 +245,48 @@ impl<D: Disk> Journal<D> {
         appended.and_then(|()| self.shared.sync())
     }
 
-    /// Blocks of `epoch` up to `block` are in the ledger: files that hold no
-    /// other are deleted. What was never sent cannot be acknowledged.
+    /// Records that the gateway posted the blocks of `epoch` up to `block`, and
+    /// deletes the files that hold no other blocks. A block that was never written
+    /// cannot be acknowledged.
     pub(crate) fn acknowledge(&self, epoch: WorkerEpoch, block: u64) {
         self.shared.acknowledge(epoch, block);
     }
 
-    /// Reads from the oldest block that is not acknowledged.
+    /// Returns a reader that begins at the oldest unacknowledged block.
     pub(crate) fn feed(&self) -> Feed<D> {
         Feed::new(Arc::clone(&self.shared))
     }
 
-    /// Whether so much waits for the gateway that new requests should wait
-    /// too. What runs may go on: the bound that ends the engine is further up.
+    /// Returns true if new requests should wait, because many bytes are
+    /// unacknowledged. Running requests may continue up to `most_bytes`.
     pub(crate) fn is_full(&self) -> bool {
         self.shared.held_bytes() > self.shared.most_bytes / 4 * 3
     }
 
-    /// Whether its epoch has been ended.
+    /// Returns true if the epoch has been closed.
     pub(crate) fn is_closed(&self) -> bool {
         self.shared.state().closed
     }
 
-    /// Whether every block is in the ledger.
+    /// Returns true if every block has been acknowledged.
     pub(crate) fn is_acknowledged(&self) -> bool {
         let state = self.shared.state();
         let last = state.writer.block - 1;
-        let current = state.acknowledged.get(&state.writer.place.epoch).copied().unwrap_or(0);
+        let current = state.acknowledged.get(&state.writer.id.epoch).copied().unwrap_or(0);
         state.segments.len() == 1 && current >= last
     }
 
-    /// One look of the syncing thread, for who has none.
+    /// Does one round of the syncing thread's work, for tests without that thread.
     pub(crate) fn tick(&self, segment_bytes: u64) -> io::Result<()> {
         self.shared.tick(segment_bytes)
     }
 
-    /// Whether anybody takes blocks: who follows holds a [`Self::watch`].
+    /// Returns true while a gateway reads blocks and holds a [`Self::watch`].
     pub(crate) fn is_followed(&self) -> bool {
         self.shared.synced.receiver_count() > 0
     }
 
-    /// Changes whenever a [`Feed`] may find more.
+    /// Returns a receiver that changes whenever a [`Feed`] may find more blocks.
     pub(crate) fn watch(&self) -> watch::Receiver<u64> {
         self.shared.synced.subscribe()
     }
@@ -297,19 +300,19 @@ impl<D: Disk> StepJournal for EngineSide<D> {
     fn began(&mut self, at: MonotonicTime) -> io::Result<()> {
         let mut state = self.shared.state();
         state.writer.in_step = Some(at);
-        // What is drawn at rest is no step's: it is cut off here, before the
-        // step draws anything.
+        // Energy that is drawn while idle must not count for the step. The idle
+        // time becomes a block of its own, before the step draws power.
         let rest = at.since(state.writer.clock);
         let Some(counter) = self.shared.counter().filter(|_| rest >= LONG_REST) else {
             return Ok(());
         };
         self.shared.append_to(&mut state, |writer| {
-            if writer.open != Open::default() {
-                self.shared.put_cut(writer);
+            if writer.open != OpenBlock::default() {
+                self.shared.close_block(writer);
             }
             writer.put_idle_before_step();
             writer.reading = Some(counter);
-            self.shared.put_cut(writer);
+            self.shared.close_block(writer);
             Ok(())
         })
     }
@@ -319,14 +322,14 @@ impl<D: Disk> StepJournal for EngineSide<D> {
         if self.shared.held_bytes() > most {
             return Err(io::Error::new(
                 io::ErrorKind::StorageFull,
-                format!("{most} bytes of journal wait for the gateway"),
+                format!("more than {most} bytes of journal wait for the gateway"),
             ));
         }
         self.shared.append(|writer| {
             writer.step(record)?;
             writer.reading = self.shared.counter();
             if self.shared.clock.now().since(writer.block_began) >= LONGEST_OPEN {
-                self.shared.put_cut(writer);
+                self.shared.close_block(writer);
             }
             Ok(())
         })
@@ -358,36 +361,36 @@ impl<D: Disk> StepJournal for EngineSide<D> {
 
 impl<D: Disk> Shared<D> {
     fn state(&self) -> MutexGuard<'_, State<D::File>> {
-        // Frames are written whole or not at all, so the state is sound
-        // whatever panicked elsewhere.
+        // Ignores poisoning: frames are written whole or not at all, so the state
+        // is sound after any panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Bytes that the gateway has not acknowledged.
+    /// Returns the unacknowledged bytes.
     fn held_bytes(&self) -> u64 {
         self.held.load(Ordering::Relaxed)
     }
 
-    /// Says what `state` holds; its lock is held, so the last word is the
-    /// latest.
-    fn tell_held(&self, state: &State<D::File>) {
+    /// Publishes the bytes that `state` holds. The caller holds the lock, so the
+    /// last stored value is the latest.
+    fn publish_held(&self, state: &State<D::File>) {
         self.held.store(state.held_bytes(), Ordering::Relaxed);
     }
 
-    /// The device's energy counter now. Read with the state's lock held, so that
-    /// what is booked later never says less.
+    /// Returns the device's energy counter. The caller holds the state's lock, so
+    /// that the values in the journal never decrease.
     fn counter(&self) -> Option<Millijoules> {
         self.meter.now(self.clock.now())
     }
 
-    /// Ends the block where the records end.
-    fn put_cut(&self, writer: &mut Writer<D::File>) {
+    /// Closes the open block at the end of the last record.
+    fn close_block(&self, writer: &mut Writer<D::File>) {
         let next = writer.utc_at_end(self.clock.now(), (self.utc)());
-        writer.put_cut(next, false);
+        writer.close_block(next, false);
     }
 
-    /// Lets `put` make frames and writes them: all of them or, on an error,
-    /// none, with everything as it was.
+    /// Writes the frames that `put` creates: all of them or, on an error, none. An
+    /// error leaves the state unchanged.
     fn append(&self, put: impl FnOnce(&mut Writer<D::File>) -> io::Result<()>) -> io::Result<()> {
         self.append_to(&mut self.state(), put)
     }
@@ -398,7 +401,7 @@ impl<D: Disk> Shared<D> {
         put: impl FnOnce(&mut Writer<D::File>) -> io::Result<()>,
     ) -> io::Result<()> {
         if let Some(reason) = &state.failed {
-            return Err(io::Error::other(format!("the journal failed before: {reason}")));
+            return Err(io::Error::other(format!("the journal has failed: {reason}")));
         }
         if state.closed {
             return Err(io::Error::other("the journal is closed"));
@@ -408,15 +411,16 @@ impl<D: Disk> Shared<D> {
         let written = put(&mut state.writer).and_then(|()| state.writer.write());
         if let Err(error) = &written {
             state.writer.restore(before);
+            // A partly written frame must not stay: later frames would follow it.
             if state.writer.file.set_len(state.writer.length).is_err() {
                 state.failed = Some(error.to_string());
             }
         }
-        self.tell_held(state);
+        self.publish_held(state);
         written
     }
 
-    /// The syncing thread.
+    /// Runs the syncing thread until the journal is closed.
     fn run(&self) {
         loop {
             let (state, _) = self
@@ -428,22 +432,22 @@ impl<D: Disk> Shared<D> {
             }
             drop(state);
             if let Err(error) = self.tick(SEGMENT_BYTES) {
-                tracing::error!(%error, "the journal cannot be kept");
+                tracing::error!(%error, "cannot write the journal; the engine stops at its next step");
             }
         }
     }
 
-    /// One look: closes the block if it is time, syncs, starts a new file if
-    /// this one is long.
+    /// Closes the block if it is due, syncs, and begins a new file if the current
+    /// one has `segment_bytes`.
     fn tick(&self, segment_bytes: u64) -> io::Result<()> {
         let now = self.clock.now();
         let due = {
             let state = self.state();
-            state.failed.is_none() && !state.closed && state.writer.is_cut_due(now)
+            state.failed.is_none() && !state.closed && state.writer.is_close_due(now)
         };
         if due {
             self.append(|writer| {
-                self.put_cut(writer);
+                self.close_block(writer);
                 Ok(())
             })?;
         }
@@ -452,13 +456,13 @@ impl<D: Disk> Shared<D> {
         self.rotate_when(segment_bytes)
     }
 
-    /// A step that lasts leaves a mark, so that a crash in it is a loss of
-    /// known length.
+    /// Writes a mark during a long step, so that a crash in the step loses a known
+    /// time.
     fn mark_alive(&self, now: MonotonicTime) -> io::Result<()> {
         let long_step = {
             let mut state = self.state();
-            let stirred = std::mem::take(&mut state.writer.stirred);
-            state.failed.is_none() && !state.closed && state.writer.in_step.is_some() && !stirred
+            let wrote = std::mem::take(&mut state.writer.wrote);
+            state.failed.is_none() && !state.closed && state.writer.in_step.is_some() && !wrote
         };
         if !long_step {
             return Ok(());
@@ -468,12 +472,12 @@ impl<D: Disk> Shared<D> {
             frame::write(&Frame::Alive { at: now }, &mut writer.frames);
             Ok(())
         })?;
-        self.state().writer.stirred = false;
+        self.state().writer.wrote = false;
         Ok(())
     }
 
-    /// Brings to the disk what is written, without holding up the writer: the
-    /// file before this one first, so that what can be read has no gap.
+    /// Syncs the written bytes without blocking the writer. The previous file comes
+    /// first, so that the readable blocks have no gap.
     fn sync(&self) -> io::Result<()> {
         let (closing, file, number, length, is_named) = {
             let State { closing, writer, .. } = &*self.state();
@@ -482,7 +486,7 @@ impl<D: Disk> Shared<D> {
             }
             let closing = closing.as_ref().map(|closing| Arc::clone(&closing.file));
             let file = Arc::clone(&writer.file);
-            (closing, file, writer.place.number, writer.length, writer.synced > 0)
+            (closing, file, writer.id.number, writer.length, writer.synced > 0)
         };
         let result = closing.as_ref().map_or(Ok(()), |before| before.sync()).and_then(|()| {
             file.sync()?;
@@ -500,8 +504,8 @@ impl<D: Disk> Shared<D> {
         {
             (closed.last_block, closed.bytes) = (Some(last_block), length);
         }
-        // Meanwhile the journal may have been closed, and another file begun.
-        if state.writer.place.number == number {
+        // The journal may have been closed and a new file begun during the sync.
+        if state.writer.id.number == number {
             state.writer.synced = state.writer.synced.max(length);
         }
         drop(guard);
@@ -509,11 +513,12 @@ impl<D: Disk> Shared<D> {
         Ok(())
     }
 
-    /// Starts a new file once this one has so many bytes. Files hold whole
-    /// blocks, so the open one is closed first. The engine waits for no sync:
-    /// should the power fail before this one, the next process finds a file
-    /// that does not follow the one before it, and nothing of either was
-    /// handed out.
+    /// Begins a new file once the current one has this many bytes. Files hold whole
+    /// blocks, so the open block is closed first.
+    ///
+    /// The engine does not wait for a sync here. If the power fails before the
+    /// sync, recovery finds a file that does not follow its predecessor and
+    /// discards it; no block of it was sent.
     fn rotate_when(&self, bytes: u64) -> io::Result<()> {
         let mut guard = self.state();
         let state = &mut *guard;
@@ -526,17 +531,19 @@ impl<D: Disk> Shared<D> {
         }
         let now = self.clock.now();
         let next = state.writer.utc_at_end(now, (self.utc)());
-        // Idle time alone makes no block due, and is of this file all the same.
-        if state.writer.open != Open::default() || state.writer.clock != state.writer.block_began {
+        // Idle time alone makes no block due, but it belongs to this file.
+        if state.writer.open != OpenBlock::default()
+            || state.writer.clock != state.writer.block_began
+        {
             self.append_to(state, |writer| {
-                writer.put_cut(next, false);
+                writer.close_block(next, false);
                 Ok(())
             })?;
         }
         let writer = &state.writer;
-        let head =
-            Head { block: writer.block, clock: writer.clock, utc: next, ..writer.head.clone() };
-        let place = Place { number: writer.place.number + 1, ..writer.place };
+        let header =
+            Header { block: writer.block, clock: writer.clock, utc: next, ..writer.header.clone() };
+        let id = SegmentId { number: writer.id.number + 1, ..writer.id };
         let closing = Closing {
             path: state.segments[state.segments.len() - 1].path.clone(),
             file: Arc::clone(&writer.file),
@@ -544,13 +551,14 @@ impl<D: Disk> Shared<D> {
             synced: writer.synced,
             last_block: writer.block - 1,
         };
-        let mut next = Writer::create(&self.disk, &self.folder, place, head, &mut state.segments)?;
+        let mut next = Writer::create(&self.disk, &self.folder, id, header, &mut state.segments)?;
         next.in_step = state.writer.in_step;
+        // The open energy account continues in the new file.
         (next.counter, next.reading) = (state.writer.counter, state.writer.reading);
         state.closed_bytes += closing.length;
         state.closing = Some(closing);
         state.writer = next;
-        self.tell_held(state);
+        self.publish_held(state);
         drop(guard);
         self.sync()
     }
@@ -558,7 +566,7 @@ impl<D: Disk> Shared<D> {
     fn acknowledge(&self, epoch: WorkerEpoch, block: u64) {
         let mut guard = self.state();
         let state = &mut *guard;
-        let current = state.writer.place.epoch;
+        let current = state.writer.id.epoch;
         let written = state
             .segments
             .iter()
@@ -567,7 +575,7 @@ impl<D: Disk> Shared<D> {
             .max();
         let written = if epoch == current { Some(state.writer.block - 1) } else { written };
         let Some(written) = written else {
-            return; // an epoch that is unknown or done with
+            return; // an unknown epoch, or one whose files are deleted
         };
         let known = state.acknowledged.entry(epoch).or_default();
         *known = block.min(written).max(*known);
@@ -577,30 +585,31 @@ impl<D: Disk> Shared<D> {
         };
         let done: Vec<Segment> = state.segments.extract_if(.., done).collect();
         state.closed_bytes -= done.iter().map(|segment| segment.bytes).sum::<u64>();
-        self.tell_held(state);
+        self.publish_held(state);
         if epoch != current && state.segments.iter().all(|segment| segment.epoch != epoch) {
             state.acknowledged.remove(&epoch);
         }
         drop(guard);
-        // The engine need not wait for the disk to forget them. It forgets the
-        // oldest first: a younger one that came back alone after a power cut
-        // would still be whole, an older one would seem to be the end.
+        // The files are deleted without the lock, so that the engine does not wait
+        // for the disk. The oldest file goes first: after a power cut, a younger
+        // file that reappears alone is still valid, while an older one would look
+        // like the end of the epoch.
         for Segment { path, .. } in done {
             let gone = self.disk.remove(&path).and_then(|()| self.disk.sync_folder(&self.folder));
             if let Err(error) = gone {
-                tracing::warn!(%error, file = %path.display(), "a journal file stays");
+                tracing::warn!(%error, file = %path.display(), "cannot delete an acknowledged journal file");
             }
         }
     }
 
-    fn readable(&self, path: &Path) -> Option<Readable> {
+    fn readable(&self, path: &Path) -> Option<ReadLimit> {
         let state = self.state();
         state.segments.iter().find(|segment| segment.path == path).map(|it| state.readable(it))
     }
 
-    fn readable_after(&self, path: Option<&Path>) -> Option<Readable> {
+    fn readable_after(&self, path: Option<&Path>) -> Option<ReadLimit> {
         let state = self.state();
-        // Names sort in the order of writing.
+        // File names sort in the order of writing.
         state
             .segments
             .iter()
@@ -614,8 +623,8 @@ impl<F> State<F> {
         self.closed_bytes + self.writer.length
     }
 
-    fn readable(&self, segment: &Segment) -> Readable {
-        Readable {
+    fn readable(&self, segment: &Segment) -> ReadLimit {
+        ReadLimit {
             path: segment.path.clone(),
             limit: match &self.closing {
                 _ if segment.last_block.is_some() => segment.bytes,
@@ -628,7 +637,7 @@ impl<F> State<F> {
     }
 }
 
-/// Takes the folder for this process.
+/// Locks the folder for this process.
 fn lock<D: Disk>(disk: &D, folder: &Path) -> io::Result<D::Lock> {
     disk.lock(&folder.join("lock")).map_err(|error| match error.kind() {
         io::ErrorKind::WouldBlock => io::Error::new(
@@ -639,12 +648,11 @@ fn lock<D: Disk>(disk: &D, folder: &Path) -> io::Result<D::Lock> {
     })
 }
 
-/// How often written frames are brought to the disk, and blocks closed for
-/// requests that have finished.
+/// Time between two syncs. Blocks of finished requests are closed as often.
 const SYNC_EVERY: Duration = Duration::from_millis(100);
-/// A rest that is a block of its own, where the device tells what it draws.
+/// Idle time that becomes a block of its own if the device reports its energy.
 const LONG_REST: Duration = Duration::from_secs(1);
-/// How often an idle worker reports that it is.
+/// Time between two blocks of an idle worker.
 const IDLE_REPORT: Duration = Duration::from_secs(60);
-/// When a new file begins.
+/// Bytes after which a new file begins.
 const SEGMENT_BYTES: u64 = 8 << 20;

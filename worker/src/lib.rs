@@ -1,15 +1,17 @@
-//! The process around an engine. One worker owns one device and serves one
-//! model over gRPC on a Unix socket; a gateway asks, the engine answers, and
-//! what the device did is in the journal before anyone hears of a token.
+//! A worker process: an engine with a gRPC service, a metering journal and health
+//! checks around it. One worker owns one device and serves one model on a Unix
+//! socket.
 //!
-//! [`serve`] is the whole life of it. No prompt is ever logged here.
+//! [`serve`] runs a worker from its start to its end. A token leaves the worker
+//! only after the journal has recorded the step that produced it. Prompts are never
+//! logged.
 
 mod assignment;
 mod calibration;
-mod card;
 mod device;
 mod energy;
 mod error;
+mod gpu_lock;
 mod health;
 mod journal;
 mod load;
@@ -19,21 +21,21 @@ mod options;
 mod outbox;
 mod run;
 mod service;
+mod shutdown;
 mod sink;
 mod socket;
-mod told;
 mod watchdog;
 
 #[doc(hidden)]
-pub mod rig;
+pub mod test_harness;
 
-pub use card::{CardError, CardOptions};
 pub use error::{EXIT_DEVICE, EXIT_HUNG, WorkerError};
+pub use gpu_lock::{GpuLockError, GpuOptions};
 pub use health::Thresholds;
 pub use monitor::HealthOptions;
-pub use options::{DeviceChoice, EngineChoice, SyntheticDevice, WorkerOptions};
+pub use options::{DeviceChoice, EngineChoice, OptionsError, SyntheticDevice, WorkerOptions};
 pub use run::serve;
 pub use tollgate_engine::SchedulePolicy;
 pub use tollgate_engine::backend::cuda::{CodeError, build_kernels};
 pub use tollgate_engine::backend::synthetic::StepCost;
-pub use watchdog::{Hung, StepPatience};
+pub use watchdog::{Hung, StepTimeout};

@@ -1,5 +1,6 @@
-//! Opens the model: weights onto the device, tokenizer, chat template. All
-//! that a gateway needs of them is kept as assets, by content hash.
+//! Loading of a model: its weights onto the device, its tokenizer and its chat
+//! template. The gateway fetches the tokenizer and the template as assets, named by
+//! the hash of their content.
 
 use std::fs;
 use std::io;
@@ -21,87 +22,89 @@ use tollgate_engine::model::ModelFiles;
 use tollgate_engine::{Backend, Instructions};
 use tollgate_text::{ChatTemplate, TextError, Tokenizer, TokenizerConfig};
 
-use crate::card::Card;
-use crate::device::{Device, Faults};
+use crate::device::{FaultInjector, LockedBackend};
+use crate::gpu_lock::GpuLock;
 use crate::{DeviceChoice, EngineChoice, SyntheticDevice, WorkerError, WorkerOptions};
 
-/// The largest tokenizer or template that is read.
+/// Bytes of the largest tokenizer or template file that is read.
 const MOST_TEXT_BYTES: u64 = 64 << 20;
-/// A start on a GPU may take so much longer for faster steps ever after.
+/// Time that a start on a GPU may spend on the search for faster matrix products.
 const PRODUCT_SEARCH: Duration = Duration::from_secs(3);
 
-/// A model, ready.
+/// A loaded model.
 pub(crate) struct Loaded {
     pub(crate) backend: Box<dyn Backend>,
-    /// The price of its steps, where that needs no measuring.
+    /// The cost table of a synthetic engine. `None`: the table must be measured.
     pub(crate) table: Option<CostTable>,
     pub(crate) tokenizer: Arc<Tokenizer>,
     pub(crate) tokenizer_asset: Asset,
-    /// None: the model has no chat template.
+    /// `None` if the model has no chat template.
     pub(crate) template_asset: Option<Asset>,
-    /// The strings that the template reads, as JSON.
+    /// The strings that the template refers to, as JSON.
     pub(crate) template_context: String,
 }
 
-/// What a backend is made from.
-enum Opened {
+/// The source of a backend.
+enum Source<'a> {
     Model(ModelFiles),
-    Synthetic(SyntheticDevice),
+    Synthetic(&'a SyntheticDevice),
 }
 
-/// A device that is ours.
+/// A backend and the lock of its GPU.
 struct Claimed {
     backend: Box<dyn Backend>,
-    /// None: the device has no identity that others could know it by.
-    card: Option<Card>,
+    /// `None` if the device has no identity to lock, like a CPU.
+    gpu: Option<GpuLock>,
 }
 
-/// A chat template and what belongs to it.
+/// A chat template with its context.
 struct Template {
     asset: Option<Asset>,
-    /// The strings that it reads, as JSON.
+    /// The strings that the template refers to, as JSON.
     context: String,
-    /// The token that ends an answer, as it is written.
+    /// The text of the token that ends an answer.
     end: Option<String>,
 }
 
-/// Bytes named by their content.
+/// A file for the gateway, named by its content.
 #[derive(Clone)]
 pub(crate) struct Asset {
-    /// Hex SHA-256.
+    /// The SHA-256 of the bytes in hexadecimal.
     pub(crate) hash: String,
     pub(crate) bytes: Arc<[u8]>,
 }
 
-/// Reads and checks everything. It blocks, for seconds with a large model.
+/// Loads the model of `options` and checks every file. Blocks, for minutes with a
+/// large model.
 pub(crate) fn load(options: &WorkerOptions) -> Result<Loaded, WorkerError> {
-    let engine = match options.engine {
-        EngineChoice::Model => Opened::Model(ModelFiles::open(&options.model)?),
-        EngineChoice::Synthetic(device) => Opened::Synthetic(device),
+    let engine = match &options.engine {
+        EngineChoice::Model => Source::Model(ModelFiles::open(&options.model)?),
+        EngineChoice::Synthetic(device) => Source::Synthetic(device),
     };
     let path = options.model.join("tokenizer.json");
     let bytes = read(&path)?;
     let tokenizer = Tokenizer::from_json(&bytes).map_err(|source| text(&path, source))?;
-    if let Opened::Model(files) = &engine {
+    if let Source::Model(files) = &engine {
         files.check_tokenizer(u32::try_from(tokenizer.vocabulary_size()).unwrap_or(u32::MAX))?;
     }
     let Template { asset: template_asset, context: template_context, end } =
         template(&options.model)?;
     let (claimed, table) = match engine {
-        Opened::Model(files) => (on_device(&files, options)?, None),
-        Opened::Synthetic(SyntheticDevice { cost, kv_tokens, context, policy: _ }) => {
+        Source::Model(files) => (on_device(&files, options)?, None),
+        Source::Synthetic(device) => {
             let text = synthetic_text(&tokenizer, end.as_deref());
             let step_tokens = options.step_tokens;
+            let SyntheticDevice { cost, kv_tokens, context, policy: _, faults: _ } = *device;
             let synthetic = SyntheticOptions { cost, kv_tokens, context, step_tokens, text };
             let backend = SyntheticBackend::new(synthetic, Pace::Real)?;
             let uuid = synthetic_uuid(options);
-            let card = Some(claim(&uuid, options)?);
+            let gpu = Some(claim(&uuid, options)?);
             let backend = Box::new(backend.with_uuid(uuid));
-            (Claimed { backend, card }, Some(cost.table()?))
+            (Claimed { backend, gpu }, Some(cost.table()?))
         }
     };
     Ok(Loaded {
-        backend: Box::new(device(claimed, options)?),
+        backend: Box::new(locked(claimed, options)?),
         table,
         tokenizer: Arc::new(tokenizer),
         tokenizer_asset: Asset::new(bytes),
@@ -110,8 +113,8 @@ pub(crate) fn load(options: &WorkerOptions) -> Result<Loaded, WorkerError> {
     })
 }
 
-/// The model on the device that was asked for: any that there is, where that
-/// was left open. What was found, or why nothing was, goes to the log.
+/// Loads the model on the chosen device. With `auto` it takes the CPU if no GPU is
+/// usable, and logs the reason.
 fn on_device(files: &ModelFiles, options: &WorkerOptions) -> Result<Claimed, WorkerError> {
     let (wanted, or_cpu) = match &options.device {
         DeviceChoice::Cpu => return cpu(files, options),
@@ -129,15 +132,15 @@ fn on_device(files: &ModelFiles, options: &WorkerOptions) -> Result<Claimed, Wor
     }
 }
 
-/// The card is claimed before anything is put on it: a stranger's is left as
-/// it is, and whose it is comes before what does not fit beside it.
+/// Loads the model on a GPU. The lock comes first, so that a GPU of another process
+/// is not touched, and so that its owner is reported rather than a lack of memory.
 fn cuda(
     files: &ModelFiles,
     options: &WorkerOptions,
     wanted: &DeviceSelector,
 ) -> Result<Claimed, WorkerError> {
     let uuid = cuda::find_device(wanted).map_err(CudaError::NoDevice)?;
-    let card = Some(claim(&uuid, options)?);
+    let gpu = Some(claim(&uuid, options)?);
     let program = std::env::current_exe().ok();
     let beside = program.as_deref().and_then(Path::parent).map(|folder| folder.join("kernels"));
     let cuda = CudaOptions {
@@ -154,14 +157,15 @@ fn cuda(
             false => KernelChoice::Fastest,
         },
         launches: Launches::Graphs,
-        // Beside others' steps it would stretch those, and measure them.
-        search: if options.card.turn.is_none() { PRODUCT_SEARCH } else { Duration::ZERO },
+        // On a shared GPU the search would slow the steps of others and measure
+        // them.
+        search: if options.gpu.turn.is_none() { PRODUCT_SEARCH } else { Duration::ZERO },
     };
     let backend = CudaBackend::new(files, &cuda)?;
     for note in backend.notes() {
         tracing::info!(device = %backend.device().class, note);
     }
-    Ok(Claimed { backend: Box::new(backend), card })
+    Ok(Claimed { backend: Box::new(backend), gpu })
 }
 
 fn cpu(files: &ModelFiles, options: &WorkerOptions) -> Result<Claimed, WorkerError> {
@@ -171,26 +175,30 @@ fn cpu(files: &ModelFiles, options: &WorkerOptions) -> Result<Claimed, WorkerErr
     if let Some(threads) = options.threads {
         cpu.threads = threads as usize;
     }
-    Ok(Claimed { backend: Box::new(CpuBackend::new(files, &cpu)?), card: None })
+    Ok(Claimed { backend: Box::new(CpuBackend::new(files, &cpu)?), gpu: None })
 }
 
-fn claim(uuid: &str, options: &WorkerOptions) -> Result<Card, WorkerError> {
-    Ok(Card::claim(uuid, &options.data, &options.card)?)
+fn claim(uuid: &str, options: &WorkerOptions) -> Result<GpuLock, WorkerError> {
+    Ok(GpuLock::claim(uuid, &options.data, &options.gpu)?)
 }
 
-/// The device as the engine uses it, with the faults that a test asks for.
-fn device(claimed: Claimed, options: &WorkerOptions) -> Result<Device, WorkerError> {
-    let Claimed { backend, card } = claimed;
-    let faults = options.faults.clone().map(|file| Faults { file });
-    if let Some(Faults { file }) = &faults {
-        let starting = Faults { file: file.with_extension("start") };
-        starting.strike().map_err(WorkerError::Setup)?;
+/// Adds the lock and, on a synthetic device, the injected faults to a backend.
+fn locked(claimed: Claimed, options: &WorkerOptions) -> Result<LockedBackend, WorkerError> {
+    let Claimed { backend, gpu } = claimed;
+    let file = match &options.engine {
+        EngineChoice::Synthetic(device) => device.faults.clone(),
+        EngineChoice::Model => None,
+    };
+    let faults = file.map(|file| FaultInjector { file });
+    if let Some(FaultInjector { file }) = &faults {
+        let starting = FaultInjector { file: file.with_extension("start") };
+        starting.inject().map_err(WorkerError::Setup)?;
     }
-    Ok(Device { backend, card, faults })
+    Ok(LockedBackend { backend, gpu, faults })
 }
 
-/// A device that is not there has an identity that nobody takes for a real
-/// one: the name that it was given, or its worker's.
+/// Returns the identity of a synthetic device: its configured name, or one for this
+/// worker. The prefix keeps it apart from a real GPU's UUID.
 fn synthetic_uuid(options: &WorkerOptions) -> String {
     match &options.device {
         DeviceChoice::Cuda(Some(name)) => format!("synthetic-{name}"),
@@ -198,8 +206,8 @@ fn synthetic_uuid(options: &WorkerOptions) -> String {
     }
 }
 
-/// What a synthetic model says: the tokenizer's own tokens, of which it draws
-/// a plain word, and one that ends an answer without a trace in the text.
+/// Chooses the text of a synthetic model: the tokenizer's tokens, one plain word
+/// that answers consist of, and a control token that ends an answer.
 fn synthetic_text(tokenizer: &Tokenizer, end: Option<&str>) -> SyntheticText {
     let tokens = 0..tokenizer.vocabulary_size() as u32;
     let end = end
@@ -209,7 +217,7 @@ fn synthetic_text(tokenizer: &Tokenizer, end: Option<&str>) -> SyntheticText {
         let letters = tokenizer.token_bytes(token).strip_prefix(b" ").unwrap_or_default();
         Some(token) != end && !letters.is_empty() && letters.iter().all(u8::is_ascii_alphabetic)
     };
-    // Whatever is wrong with these two, the backend refuses.
+    // The backend checks both tokens and refuses invalid ones.
     let answer = tokens.clone().find(is_word).unwrap_or(0);
     let mut pieces: Vec<Box<[u8]>> =
         tokens.map(|token| tokenizer.token_bytes(token).into()).collect();
@@ -227,8 +235,9 @@ impl Asset {
     }
 }
 
-/// The chat template and its context, from `chat_template.jinja` or
-/// `tokenizer_config.json`; compiled once so that a bad one stops the start.
+/// Reads the chat template and its context from `chat_template.jinja` or
+/// `tokenizer_config.json`. Compiles the template, so that a faulty one stops the
+/// start.
 fn template(folder: &Path) -> Result<Template, WorkerError> {
     let config_path = folder.join("tokenizer_config.json");
     let config = match read_if_there(&config_path)? {

@@ -1,8 +1,8 @@
-//! Looks at the device every few seconds, on a thread of its own, and says
-//! whether it is well to whoever asks: the door of the service, and the status
-//! that the gateway hears. In between, and before there is an engine, it reads the
-//! energy counter alone. Only this thread asks the driver: one that never answers
-//! holds up nobody else.
+//! The monitor of the device's health, on a thread of its own. The service asks for
+//! the last result before it accepts a request, and the status for the gateway
+//! includes it. Between two checks, and before the engine starts, the monitor reads
+//! the energy counter alone. Only this thread calls the driver, so a driver that
+//! hangs delays nothing else.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -13,21 +13,23 @@ use std::time::Duration;
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
+use serde::{Deserialize, Serialize};
 use tollgate_engine::{Clock, EngineHandle};
 use tollgate_wire::v1;
 
 use crate::energy::{Meter, READ_EVERY};
 use crate::health::{Concern, Health, Readings, Thresholds};
-use crate::nvml::{self, Watched};
+use crate::nvml::{self, MonitoredDevice};
 
-/// How a device is watched.
-#[derive(Clone, Debug, PartialEq)]
+/// The options of the health checks.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct HealthOptions {
-    /// The NVML library, where it has no usual name.
+    /// The path of the NVML library; `None` means the driver's usual name.
     pub nvml: Option<PathBuf>,
-    /// How often the device is looked at.
+    /// Time between two checks.
     pub every: Duration,
-    /// When it is not well.
+    /// The thresholds of a healthy device.
     pub thresholds: Thresholds,
 }
 
@@ -37,19 +39,20 @@ impl Default for HealthOptions {
     }
 }
 
-/// What was seen last; clones are the same. Empty where nothing is watched.
+/// The result of the last check; `None` if the device is not monitored. Clones
+/// share the result.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Seen {
+pub(crate) struct LatestHealth {
     shared: Arc<Mutex<Option<v1::DeviceHealth>>>,
 }
 
-impl Seen {
-    /// Whether the device should be given nothing new.
+impl LatestHealth {
+    /// Returns true if the worker must accept nothing new.
     pub(crate) fn rests(&self) -> bool {
         self.lock().as_ref().is_some_and(|health| health.rests)
     }
 
-    /// As the gateway is told it.
+    /// Returns the result as the gateway receives it.
     pub(crate) fn message(&self) -> Option<v1::DeviceHealth> {
         *self.lock()
     }
@@ -59,89 +62,91 @@ impl Seen {
     }
 }
 
-/// Opens NVML; nothing where it cannot be had, for which the log says why.
+/// Opens NVML. Returns `None` and logs a warning if that fails.
 fn open(options: &HealthOptions) -> Option<Nvml> {
     nvml::open(options.nvml.as_deref())
         .inspect_err(|error| {
-            tracing::warn!(%error, "NVML cannot be opened: the device's health is not watched");
+            tracing::warn!(%error, "cannot open NVML; the device's health is not monitored");
         })
         .ok()
 }
 
-/// What a monitor looks at, and whom it tells.
+/// The parts that a monitor is made of.
 pub(crate) struct MonitorParts {
     pub(crate) options: HealthOptions,
     pub(crate) uuid: String,
     pub(crate) clock: Arc<dyn Clock>,
-    pub(crate) seen: Seen,
-    /// None: what the device draws is not this worker's alone.
+    pub(crate) health: LatestHealth,
+    /// `None` if other workers share the device: the counter counts their energy,
+    /// too.
     pub(crate) meter: Option<Meter>,
 }
 
-/// A monitor that runs; it ends when this is dropped. Nobody waits for its
-/// thread: a driver may hold that for ever.
+/// A running monitor. Dropping it ends its thread, and nothing waits for that: the
+/// driver may hang in a call.
 pub(crate) struct Monitor {
     engine: SyncSender<EngineHandle>,
 }
 
 impl Monitor {
-    /// Begins to read the counter, where there is a meter, and waits for the
-    /// first reading as long as one may take.
+    /// Starts the thread. If the energy is metered, waits for the first reading, at
+    /// most [`FIRST_READING`].
     pub(crate) fn start(parts: MonitorParts) -> io::Result<Self> {
         let (engine, engines) = sync_channel(1);
-        let (tell_first, first) = sync_channel(1);
+        let (send_first, first) = sync_channel(1);
         let is_metered = parts.meter.is_some();
         let thread = std::thread::Builder::new().name("health".to_owned());
         thread.spawn(move || {
             let Some(nvml) = open(&parts.options) else { return };
-            let Some(known) = knows(&nvml, &parts.uuid) else { return };
-            if let Some(engine) = read_until(known.as_ref(), &parts, &engines, &tell_first) {
+            let Some(found) = find_device(&nvml, &parts.uuid) else { return };
+            if let Some(engine) = read_until(found.as_ref(), &parts, &engines, &send_first) {
                 let health = Health::new(parts.options.thresholds.clone());
-                let look = Look { parts, engine, health, steps: 0, concerns: BTreeSet::new() };
-                look.until(&nvml, known, &engines);
+                let checks = Checks { parts, engine, health, steps: 0, concerns: BTreeSet::new() };
+                checks.run(&nvml, found, &engines);
             }
         })?;
         if is_metered {
-            // With none the epoch begins without one.
+            // Without a reading the epoch begins without a found counter.
             let _ = first.recv_timeout(FIRST_READING);
         }
         Ok(Self { engine })
     }
 
-    /// The device has an engine: from here on it is looked at as a whole.
+    /// Starts the full checks, which need the engine.
     pub(crate) fn watch(&self, engine: EngineHandle) {
-        // It ended where there is no NVML.
+        // The thread has ended already if there is no NVML.
         let _ = self.engine.try_send(engine);
     }
 }
 
-/// The device, if it answers; nothing at all where NVML knows none of this name,
-/// for which the log says so: what it never knew is not gone.
-fn knows<'nvml>(nvml: &'nvml Nvml, device: &str) -> Option<Option<Watched<'nvml>>> {
-    match Watched::find(nvml, device) {
+/// Returns the device, or `Some(None)` if the device does not answer. Returns
+/// `None` and logs a warning if NVML does not know the UUID: a device that was
+/// never found cannot be reported as lost.
+fn find_device<'nvml>(nvml: &'nvml Nvml, device: &str) -> Option<Option<MonitoredDevice<'nvml>>> {
+    match MonitoredDevice::find(nvml, device) {
         Ok(found) => Some(Some(found)),
         Err(error @ NvmlError::NotFound) => {
-            tracing::warn!(device, %error, "NVML does not know it: its health is not watched");
+            tracing::warn!(device, %error, "NVML does not know the device; its health is not monitored");
             None
         }
         Err(_) => Some(None),
     }
 }
 
-/// Reads the counter alone, while the worker starts; the engine, once there is
-/// one.
+/// Reads the energy counter until the engine has started. Returns the engine.
 fn read_until(
-    known: Option<&Watched<'_>>,
+    found: Option<&MonitoredDevice<'_>>,
     parts: &MonitorParts,
     engines: &Receiver<EngineHandle>,
-    tell_first: &SyncSender<()>,
+    send_first: &SyncSender<()>,
 ) -> Option<EngineHandle> {
-    let metered = parts.meter.as_ref().zip(known);
+    let metered = parts.meter.as_ref().zip(found);
     loop {
         if let Some((meter, device)) = metered {
-            tell(meter, device, &*parts.clock);
+            store_energy(meter, device, &*parts.clock);
         }
-        let _ = tell_first.try_send(()); // who waited may have gone on
+        // The start may have stopped waiting.
+        let _ = send_first.try_send(());
         match engines.recv_timeout(READ_EVERY) {
             Ok(engine) => return Some(engine),
             Err(RecvTimeoutError::Timeout) => {}
@@ -150,29 +155,29 @@ fn read_until(
     }
 }
 
-/// Reads the counter. It is as old as the question, however long the driver
-/// takes to answer.
-fn tell(meter: &Meter, device: &Watched<'_>, clock: &dyn Clock) {
+/// Reads the counter. The time is taken before the call, because the driver may
+/// take long to answer.
+fn store_energy(meter: &Meter, device: &MonitoredDevice<'_>, clock: &dyn Clock) {
     let at = clock.now();
-    meter.tell(at, device.energy());
+    meter.store(at, device.energy());
 }
 
-/// The monitor's thread.
-struct Look {
+/// The state of the monitor's thread.
+struct Checks {
     parts: MonitorParts,
     engine: EngineHandle,
     health: Health,
-    /// Of the engine, at the last look.
+    /// The engine's count of steps at the last check.
     steps: u64,
-    /// At the last look.
+    /// The concerns at the last check.
     concerns: BTreeSet<Concern>,
 }
 
-impl Look {
-    fn until<'nvml>(
+impl Checks {
+    fn run<'nvml>(
         mut self,
         nvml: &'nvml Nvml,
-        mut watched: Option<Watched<'nvml>>,
+        mut watched: Option<MonitoredDevice<'nvml>>,
         gone: &Receiver<EngineHandle>,
     ) {
         let every = self.parts.options.every;
@@ -182,12 +187,12 @@ impl Look {
         loop {
             let now = clock.now();
             if now >= due {
-                watched = self.look(nvml, watched.take());
+                watched = self.check(nvml, watched.take());
                 due = now.after(every);
             }
             match (&self.parts.meter, &watched) {
-                (Some(meter), Some(device)) => tell(meter, device, &*clock),
-                (Some(meter), None) => meter.tell(now, None),
+                (Some(meter), Some(device)) => store_energy(meter, device, &*clock),
+                (Some(meter), None) => meter.store(now, None),
                 (None, _) => {}
             }
             let pause = due.since(clock.now()).min(pace);
@@ -197,13 +202,13 @@ impl Look {
         }
     }
 
-    /// One whole look. A device that was gone is looked for anew.
-    fn look<'nvml>(
+    /// Makes a full check. Searches a device that was lost again.
+    fn check<'nvml>(
         &mut self,
         nvml: &'nvml Nvml,
-        watched: Option<Watched<'nvml>>,
-    ) -> Option<Watched<'nvml>> {
-        let found = watched.map_or_else(|| Watched::find(nvml, &self.parts.uuid), Ok);
+        watched: Option<MonitoredDevice<'nvml>>,
+    ) -> Option<MonitoredDevice<'nvml>> {
+        let found = watched.map_or_else(|| MonitoredDevice::find(nvml, &self.parts.uuid), Ok);
         let read = found.and_then(|device| Ok((device.read()?, device)));
         let (readings, device, error) = match read {
             Ok((readings, device)) => (Some(readings), Some(device), None),
@@ -217,7 +222,7 @@ impl Look {
                 ?concerns,
                 temperature,
                 error,
-                "the device's health changed"
+                "device health changed"
             );
             self.concerns = concerns;
         }
@@ -230,7 +235,7 @@ impl Look {
             std::mem::replace(&mut self.steps, steps) != steps || self.engine.work().is_some();
         let concerns = self.health.judge(readings, worked, self.parts.clock.now());
         let nothing = Readings::default();
-        *self.parts.seen.lock() = Some(message(readings.unwrap_or(&nothing), &concerns));
+        *self.parts.health.lock() = Some(message(readings.unwrap_or(&nothing), &concerns));
         concerns
     }
 }
@@ -249,7 +254,7 @@ fn message(readings: &Readings, concerns: &BTreeSet<Concern>) -> v1::DeviceHealt
         slowed_by_power,
         ecc_corrected,
         ecc_uncorrected,
-        xids: _, // in the log, and a concern where they are the device's
+        xids: _, // logged, and a concern if they are the device's own
         processes,
         mig,
     } = readings.clone();
@@ -284,5 +289,5 @@ fn message(readings: &Readings, concerns: &BTreeSet<Concern>) -> v1::DeviceHealt
     }
 }
 
-/// How long a start waits for the device's counter.
+/// Time that a start waits for the first reading of the counter.
 const FIRST_READING: Duration = Duration::from_millis(500);

@@ -1,7 +1,7 @@
-//! The one module that touches NVML. The library is opened by name when a
-//! worker starts; a host without it has one sentence in the log and no other
-//! trouble. What a device does not tell (slices tell less, old drivers too) is
-//! left out of its readings.
+//! The only module that calls NVML. The library is opened by name when a worker
+//! starts; a host without it gets one warning in the log and no health checks. A
+//! value that the device does not report (MIG slices and old drivers report less)
+//! is missing from the readings.
 
 use std::ffi::OsStr;
 use std::path::Path;
@@ -18,31 +18,32 @@ use tollgate_domain::Millijoules;
 
 use crate::health::{Memory, Readings};
 
-/// Opens the library at `path`, or by the names that drivers give it.
+/// Opens the library at `path`, or else under the driver's usual names.
 pub(crate) fn open(path: Option<&Path>) -> Result<Nvml, NvmlError> {
     let open = |name: &OsStr| Nvml::builder().lib_path(name).init();
     match path {
         Some(path) => open(path.as_os_str()),
-        // The driver's own name first: the short one comes with developers' files.
+        // The versioned name comes with the driver; the other one with development
+        // files.
         None => open(OsStr::new("libnvidia-ml.so.1"))
             .or_else(|first| open(OsStr::new("libnvidia-ml.so")).map_err(|_| first)),
     }
 }
 
-/// A device that is watched.
-pub(crate) struct Watched<'nvml> {
+/// A monitored device.
+pub(crate) struct MonitoredDevice<'nvml> {
     device: Device<'nvml>,
-    /// Whether it is a slice of a card.
+    /// True if the device is a MIG slice.
     is_slice: bool,
-    /// None where it reports no events.
+    /// `None` if the device reports no events.
     events: Option<EventSet<'nvml>>,
 }
 
-impl<'nvml> Watched<'nvml> {
-    /// The device, or slice of one, with this UUID.
+impl<'nvml> MonitoredDevice<'nvml> {
+    /// Finds the GPU or MIG slice with this UUID.
     pub(crate) fn find(nvml: &'nvml Nvml, uuid: &str) -> Result<Self, NvmlError> {
         let device = nvml.device_by_uuid(uuid)?;
-        // Events are the whole card's, whichever slice is ours.
+        // Events are reported for the whole GPU only, also to its slices.
         let whole = device.mig_parent_device();
         let events = nvml.create_event_set().ok().and_then(|set| {
             whole
@@ -54,8 +55,8 @@ impl<'nvml> Watched<'nvml> {
         Ok(Self { is_slice: whole.is_ok(), device, events })
     }
 
-    /// What it has drawn since its driver was loaded, where it tells. Of a
-    /// slice nobody can: energy is counted for whole cards.
+    /// Returns the energy drawn since the driver was loaded. Returns `None` for a
+    /// slice: the driver counts the energy of whole GPUs only.
     pub(crate) fn energy(&self) -> Option<Millijoules> {
         if self.is_slice {
             return None;
@@ -63,14 +64,14 @@ impl<'nvml> Watched<'nvml> {
         self.device.total_energy_consumption().ok().map(Millijoules)
     }
 
-    /// What it tells now; an error where it is gone.
+    /// Returns the current readings, or an error if the device is lost.
     pub(crate) fn read(&self) -> Result<Readings, NvmlError> {
         let Self { device, .. } = self;
-        let slowed = told(device.current_throttle_reasons())?.unwrap_or(ThrottleReasons::NONE);
+        let slowed = reported(device.current_throttle_reasons())?.unwrap_or(ThrottleReasons::NONE);
         let by_heat = ThrottleReasons::SW_THERMAL_SLOWDOWN | ThrottleReasons::HW_THERMAL_SLOWDOWN;
         let by_power = ThrottleReasons::SW_POWER_CAP | ThrottleReasons::HW_POWER_BRAKE_SLOWDOWN;
-        let ecc = |kind| told(device.total_ecc_errors(kind, EccCounter::Volatile));
-        let processes = told(device.running_compute_processes())?;
+        let ecc = |kind| reported(device.total_ecc_errors(kind, EccCounter::Volatile));
+        let processes = reported(device.running_compute_processes())?;
         let ours = processes.as_ref().and_then(|processes| {
             let us = std::process::id();
             processes.iter().find(|process| process.pid == us).and_then(|process| {
@@ -81,29 +82,29 @@ impl<'nvml> Watched<'nvml> {
             })
         });
         Ok(Readings {
-            utilisation: told(device.utilization_rates())?.map(|rates| rates.gpu),
-            memory: told(device.memory_info())?.map(|memory| Memory {
+            utilisation: reported(device.utilization_rates())?.map(|rates| rates.gpu),
+            memory: reported(device.memory_info())?.map(|memory| Memory {
                 used: memory.used,
                 total: memory.total,
                 ours,
             }),
-            temperature: told(device.temperature(TemperatureSensor::Gpu))?,
-            power_mw: told(device.power_usage())?.map(u64::from),
-            power_limit_mw: told(device.enforced_power_limit())?.map(u64::from),
-            energy_mj: told(device.total_energy_consumption())?,
-            clock_mhz: told(device.clock_info(Clock::SM))?,
-            memory_clock_mhz: told(device.clock_info(Clock::Memory))?,
+            temperature: reported(device.temperature(TemperatureSensor::Gpu))?,
+            power_mw: reported(device.power_usage())?.map(u64::from),
+            power_limit_mw: reported(device.enforced_power_limit())?.map(u64::from),
+            energy_mj: reported(device.total_energy_consumption())?,
+            clock_mhz: reported(device.clock_info(Clock::SM))?,
+            memory_clock_mhz: reported(device.clock_info(Clock::Memory))?,
             slowed_by_heat: slowed.intersects(by_heat),
             slowed_by_power: slowed.intersects(by_power),
             ecc_corrected: ecc(MemoryError::Corrected)?,
             ecc_uncorrected: ecc(MemoryError::Uncorrected)?,
             xids: self.xids()?,
             processes: processes.map(|processes| processes.len() as u32),
-            mig: told(device.mig_mode())?.map(|mode| mode.current != 0),
+            mig: reported(device.mig_mode())?.map(|mode| mode.current != 0),
         })
     }
 
-    /// The critical errors since the last look.
+    /// Returns the critical errors since the last check.
     fn xids(&self) -> Result<Vec<u64>, NvmlError> {
         let mut xids = Vec::new();
         let Some(events) = &self.events else { return Ok(xids) };
@@ -114,16 +115,16 @@ impl<'nvml> Watched<'nvml> {
                     Some(XidError::Unknown) | None => 0,
                 }),
                 Err(NvmlError::Timeout) => break,
-                Err(error) => return told(Err(error)).map(|_: Option<()>| xids),
+                Err(error) => return reported(Err(error)).map(|_: Option<()>| xids),
             }
         }
         Ok(xids)
     }
 }
 
-/// A figure, or none where the device does not tell it. Only a device that is
-/// gone is an error.
-fn told<T>(result: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
+/// Returns the value, or `None` if the device does not report it. Only a lost
+/// device is an error.
+fn reported<T>(result: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
     match result {
         Ok(figure) => Ok(Some(figure)),
         Err(
@@ -136,5 +137,5 @@ fn told<T>(result: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
     }
 }
 
-/// Events that are read at one look; more wait for the next.
+/// Events that one check reads at most; the next check reads the others.
 const MOST_EVENTS: usize = 64;

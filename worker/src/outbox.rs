@@ -1,7 +1,7 @@
-//! What the engine's thread has said and the gateway has not yet taken. The
-//! engine never waits here: when the gateway is slow, deltas of a choice grow
-//! together, so that at most a few events wait for each choice, and no more
-//! text than the request may have.
+//! The queue of a request's events between the engine and the gateway. The engine
+//! never waits here: when the gateway reads slowly, the deltas of a choice are
+//! joined. At most a few events for each choice are queued, and no more text than
+//! the request may produce.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -13,31 +13,31 @@ use tollgate_wire::v1::run_event::Event;
 use tollgate_wire::v1::{Delta, RunEvent};
 use tonic::Status;
 
-/// Events that wait singly before deltas are put together.
+/// Queued events up to which deltas stay separate.
 const SINGLE: usize = 16;
 
-/// The engine's end. Dropped without a last word it says that the engine
-/// broke down.
+/// The engine's end. Dropping it without [`Self::finish`] reports that the engine
+/// failed.
 pub(crate) struct Outbox {
     shared: Arc<Mutex<Shared>>,
 }
 
-/// The gateway's end: a stream of what was said.
+/// The gateway's end: a stream of the events.
 pub(crate) struct Inbox {
     shared: Arc<Mutex<Shared>>,
-    /// Told when the gateway takes no more.
+    /// Called when the gateway drops its end.
     on_drop: Option<Box<dyn FnOnce() + Send>>,
 }
 
 #[derive(Default)]
 struct Shared {
     events: VecDeque<Event>,
-    /// Set once nothing more comes; the error, if it ended so.
+    /// `Some` once the queue is complete, with the error if the engine failed.
     end: Option<Option<Status>>,
     waker: Option<Waker>,
 }
 
-/// A pair of ends. `on_drop` runs when the gateway's end is dropped.
+/// Creates a queue. `on_drop` runs when the gateway's end is dropped.
 pub(crate) fn channel(on_drop: impl FnOnce() + Send + 'static) -> (Outbox, Inbox) {
     let shared = Arc::<Mutex<Shared>>::default();
     let inbox = Inbox { shared: Arc::clone(&shared), on_drop: Some(Box::new(on_drop)) };
@@ -51,8 +51,9 @@ impl Outbox {
         shared.wake();
     }
 
-    /// Text and tokens. Where many events wait it joins the choice's last
-    /// delta; both stand at the end then, because meters only go forward.
+    /// Queues text and tokens. If many events are queued, the delta joins the last
+    /// delta of the same choice. The joined delta moves to the end of the queue,
+    /// because its meter readings must not precede older ones.
     pub(crate) fn push_delta(&self, delta: Delta) {
         let mut shared = lock(&self.shared);
         let earlier = (shared.events.len() >= SINGLE)
@@ -67,7 +68,7 @@ impl Outbox {
         shared.wake();
     }
 
-    /// The last event.
+    /// Queues the last event.
     pub(crate) fn finish(&self, event: Event) {
         let mut shared = lock(&self.shared);
         shared.events.push_back(event);
@@ -79,13 +80,13 @@ impl Outbox {
 impl Drop for Outbox {
     fn drop(&mut self) {
         let mut shared = lock(&self.shared);
-        shared.end.get_or_insert(Some(Status::internal("the worker's engine broke down")));
+        shared.end.get_or_insert(Some(Status::internal("the worker's engine failed")));
         shared.wake();
     }
 }
 
 impl Inbox {
-    /// Drops this end without telling anyone.
+    /// Drops this end without calling `on_drop`.
     pub(crate) fn forget(mut self) {
         self.on_drop = None;
     }
@@ -125,7 +126,7 @@ impl Shared {
     }
 }
 
-/// Each change under the lock is whole.
+/// Ignores poisoning: no panic can leave a change half done.
 fn lock(shared: &Mutex<Shared>) -> MutexGuard<'_, Shared> {
     shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -161,35 +162,35 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_slow_reader_gets_everything_in_few_events() {
+    async fn outbox_joins_deltas_for_slow_readers() {
         let (outbox, mut inbox) = channel(|| ());
-        let mut said = [String::new(), String::new()];
+        let mut sent = [String::new(), String::new()];
         for number in 0..1_000 {
             let delta = delta(number % 2, number);
-            said[(number % 2) as usize].push_str(&delta.text);
+            sent[(number % 2) as usize].push_str(&delta.text);
             outbox.push_delta(delta);
         }
         outbox.finish(Event::Finished(Finished::default()));
         drop(outbox);
-        let (mut heard, mut events, mut meter) = ([String::new(), String::new()], 0, 0);
+        let (mut received, mut events, mut meter) = ([String::new(), String::new()], 0, 0);
         let mut finished = false;
         while let Some(event) = inbox.next().await {
             match event.expect("no error").event.expect("an event") {
                 Event::Delta(delta) => {
                     assert!(delta.attributed_ns >= meter, "the meter went back");
                     meter = delta.attributed_ns;
-                    heard[delta.choice as usize].push_str(&delta.text);
+                    received[delta.choice as usize].push_str(&delta.text);
                 }
                 _ => finished = true,
             }
             events += 1;
         }
         assert!(finished && events <= SINGLE + 3, "{events} events");
-        assert_eq!(heard, said);
+        assert_eq!(received, sent);
     }
 
     #[tokio::test]
-    async fn an_engine_that_breaks_down_is_an_error_after_what_it_said() {
+    async fn outbox_reports_engine_failure_last() {
         let (outbox, mut inbox) = channel(|| ());
         outbox.push_delta(delta(0, 1));
         drop(outbox);

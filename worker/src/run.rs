@@ -1,7 +1,7 @@
-//! A worker's life: load, measure, open the journal, serve, and an
-//! end. SIGTERM drains; the end of the parent's pipe stops after the current
-//! step; a fault of the engine, or a step that does not end, ends it at once. All
-//! close the journal.
+//! The life of a worker: load the model, calibrate, open the journal, serve, end.
+//! SIGTERM drains; the end of the parent's pipe stops the worker after the current
+//! step; an engine failure or a hung step ends the worker at once. The journal is
+//! closed in every case.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -27,26 +27,27 @@ use crate::calibration::{self, Calibrated};
 use crate::energy::Meter;
 use crate::journal::{Journal, JournalOptions, OsDisk, Tail};
 use crate::load::{self, Loaded};
-use crate::monitor::{Monitor, MonitorParts, Seen};
+use crate::monitor::{LatestHealth, Monitor, MonitorParts};
 use crate::service::Service;
+use crate::shutdown::{ShutdownListener, ShutdownRequest};
 use crate::socket::{self, Socket};
-use crate::told::{Told, Word};
 use crate::watchdog::Watchdog;
 use crate::{EngineChoice, Hung, WorkerError, WorkerOptions};
 
-/// Serves until it is told to end, its parent ends, or something breaks.
+/// Serves until the worker is told to end, its parent ends, or an error occurs.
 ///
 /// # Errors
-/// [`WorkerError`]: what stopped the start, or broke afterwards.
+/// [`WorkerError`]: the start failed, or an error ended the worker.
 pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
-    let mut told = Told::listen(options.parent.take()).map_err(WorkerError::Signals)?;
+    let mut shutdown =
+        ShutdownListener::listen(options.parent.take()).map_err(WorkerError::Signals)?;
     let step_timeout = options.step_timeout;
     let Socket { listener, file: socket_file } = socket::listen(&options.socket).await?;
     let starting = tokio::task::spawn_blocking(move || Started::new(&options));
     let Started { service, engine, journal, journal_folder, monitor } = tokio::select! {
         started = starting => started.map_err(|error| WorkerError::Thread(error.into()))??,
-        // Nothing was promised yet.
-        _ = told.next() => return Ok(()),
+        // No request was accepted yet, so there is nothing to finish.
+        _ = shutdown.next() => return Ok(()),
     };
     let (tasks, ended) = (service.tasks.clone(), service.ended.clone());
     let handle = service.engine.clone();
@@ -54,7 +55,7 @@ pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
         worker = service.announcement.worker,
         epoch = %service.epoch,
         model = %service.model,
-        "worker serves"
+        "worker is ready to serve"
     );
     let mut watchdog =
         Watchdog::start(handle.clone(), step_timeout).map_err(WorkerError::Thread)?;
@@ -62,7 +63,7 @@ pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
     let mut engine = watch(engine)?;
 
     let end = tokio::select! {
-        end = life(&mut told, &handle, &mut engine) => end,
+        end = life(&mut shutdown, &handle, &mut engine) => end,
         Ok(hung) = &mut watchdog.hung => End::Hung(hung),
         failed = &mut server => End::ServerFailed(match failed {
             Ok(Err(error)) => WorkerError::Server(error),
@@ -71,13 +72,13 @@ pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
         }),
     };
     let tail = if matches!(end, End::Idle) { Tail::Idle } else { Tail::Loss };
-    // A thread that is stuck in the disk may hold the journal for ever.
+    // A disk that hangs would hold the journal's lock for ever.
     let closed = match tokio::time::timeout(LAST_SYNC, close(&journal, tail)).await {
         Ok(closed) => closed,
         Err(late) => Err(late.into()),
     };
     if matches!(end, End::Idle) {
-        let _ = tokio::time::timeout(LAST_BLOCKS, taken(&journal)).await;
+        let _ = tokio::time::timeout(LAST_BLOCKS, acknowledged(&journal)).await;
     }
     ended.cancel();
     tasks.close();
@@ -93,39 +94,39 @@ pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
     }
 }
 
-/// A worker that is ready to be asked.
+/// A worker that is ready to serve.
 struct Started {
     service: Service,
     engine: Engine,
     journal: Journal,
     journal_folder: PathBuf,
-    /// None: nothing tells how the device is.
+    /// `None` if the device's health is not monitored.
     monitor: Option<Monitor>,
 }
 
 impl Started {
-    /// Everything up to the first question, in order. It blocks.
+    /// Does everything before the first request, in order. Blocks.
     fn new(options: &WorkerOptions) -> Result<Self, WorkerError> {
         let epoch = new_epoch().map_err(WorkerError::Thread)?;
         let clock = Arc::new(SystemClock::new());
         let mut loaded = load::load(options)?;
         let uuid = loaded.backend.device().uuid.clone();
         let is_watched = loaded.backend.device().class.is_gpu() || options.health.nvml.is_some();
-        // A card that others work on, too, cannot say what it drew for whom.
-        let is_ours = options.card.turn.is_none();
-        let (seen, meter) = (Seen::default(), Meter::default());
+        // The energy counter of a shared GPU includes the work of other workers.
+        let is_ours = options.gpu.turn.is_none();
+        let (health, meter) = (LatestHealth::default(), Meter::default());
         let watch = || {
             Monitor::start(MonitorParts {
                 options: options.health.clone(),
                 uuid: uuid.clone(),
                 clock: clock.clone(),
-                seen: seen.clone(),
+                health: health.clone(),
                 meter: is_ours.then(|| meter.clone()),
             })
         };
         let monitor = (is_watched && !uuid.is_empty()).then(watch).transpose();
         let monitor = monitor.map_err(WorkerError::Thread)?;
-        // From here on the device's time is on the account, and what it draws.
+        // The accounts of device time and of energy begin here.
         let began = clock.now();
         let counter = meter.now(began);
         let Calibrated { table, device_time } = match loaded.table.take() {
@@ -163,7 +164,7 @@ impl Started {
             monitor.watch(engine.handle());
         }
         let service = Service {
-            seen,
+            health,
             announcement,
             model: options.model_name.clone(),
             epoch,
@@ -178,7 +179,8 @@ impl Started {
     }
 }
 
-/// The price of steps, measured while nobody else uses the device.
+/// Returns the cost table. Measures it, if necessary, in a turn of the GPU, so that
+/// no other worker's step distorts the measurement.
 fn measured(
     options: &WorkerOptions,
     backend: &mut dyn Backend,
@@ -191,13 +193,14 @@ fn measured(
 }
 
 fn engine_options(options: &WorkerOptions, device: &DeviceInfo, table: CostTable) -> EngineOptions {
-    // Others wait for the end of a step on a card that we share.
-    let step_time_budget = match options.card.turn {
+    // Other workers wait for the end of the current step on a shared GPU, so one
+    // step must not exceed a turn.
+    let step_time_budget = match options.gpu.turn {
         Some(turn) if !device.uuid.is_empty() => options.step_time_budget.min(turn),
         _ => options.step_time_budget,
     };
     let defaults = EngineOptions::new(table);
-    let (policy, speed) = match options.engine {
+    let (policy, speed) = match &options.engine {
         EngineChoice::Model => (defaults.policy, 1.0),
         EngineChoice::Synthetic(device) => (device.policy, device.cost.speed),
     };
@@ -205,7 +208,8 @@ fn engine_options(options: &WorkerOptions, device: &DeviceInfo, table: CostTable
         max_sequences: options.max_sequences,
         queue_capacity: options.queue_capacity,
         policy,
-        // What is counted in device time goes as fast as the device.
+        // These durations are in device time, which a faster synthetic device uses
+        // up in less wall time.
         step_time_budget: tollgate_engine::step_time_budget(
             &defaults.table,
             step_time_budget.div_f64(speed),
@@ -216,35 +220,39 @@ fn engine_options(options: &WorkerOptions, device: &DeviceInfo, table: CostTable
     }
 }
 
-/// How a worker's life ended.
+/// The end of a worker's life.
 enum End {
-    /// The engine had done all it had.
+    /// The engine finished all its work.
     Idle,
-    /// It was in a step and there was no time to wait for it.
+    /// The engine was in a step that did not end within [`LAST_STEP`].
     InStep,
-    /// The engine broke down.
+    /// The engine failed.
     Broken(EngineError),
-    /// It is in a step that does not end.
+    /// A step did not end in time.
     Hung(Hung),
-    /// Nobody could reach it any more.
+    /// The gRPC server failed, so no gateway can reach the worker.
     ServerFailed(WorkerError),
 }
 
 type EngineEnd = oneshot::Receiver<Result<Totals, EngineError>>;
 
-async fn life(told: &mut Told, handle: &EngineHandle, engine: &mut EngineEnd) -> End {
+async fn life(
+    shutdown: &mut ShutdownListener,
+    handle: &EngineHandle,
+    engine: &mut EngineEnd,
+) -> End {
     loop {
-        let word = tokio::select! {
+        let request = tokio::select! {
             ended = &mut *engine => return end_of(ended),
-            word = told.next() => word,
+            request = shutdown.next() => request,
         };
-        match word {
-            Word::Drain => {
-                tracing::info!("draining");
+        match request {
+            ShutdownRequest::Drain => {
+                tracing::info!("draining: finishing the current requests");
                 handle.drain();
             }
-            Word::Stop => {
-                tracing::info!("the parent ended: stopping");
+            ShutdownRequest::Stop => {
+                tracing::info!("the parent process ended; stopping after the current step");
                 handle.stop();
                 return match tokio::time::timeout(LAST_STEP, engine).await {
                     Ok(ended) => end_of(ended),
@@ -258,21 +266,21 @@ async fn life(told: &mut Told, handle: &EngineHandle, engine: &mut EngineEnd) ->
 fn end_of(ended: Result<Result<Totals, EngineError>, oneshot::error::RecvError>) -> End {
     match ended {
         Ok(Ok(totals)) => {
-            tracing::info!(?totals, "the engine ended");
+            tracing::info!(?totals, "engine ended");
             End::Idle
         }
         Ok(Err(error)) => End::Broken(error),
-        Err(_) => End::Broken(EngineError::Panic("its thread was lost".to_owned())),
+        Err(_) => End::Broken(EngineError::Panic("the engine's thread was lost".to_owned())),
     }
 }
 
-/// Waits for the engine on a thread of its own.
+/// Waits for the end of the engine on a thread of its own.
 fn watch(engine: Engine) -> Result<EngineEnd, WorkerError> {
     let (sender, receiver) = oneshot::channel();
     std::thread::Builder::new()
         .name("engine-watch".to_owned())
         .spawn(move || {
-            // Nobody listens once the worker gave up waiting.
+            // The receiver is gone once the worker has stopped waiting.
             let _ = sender.send(engine.join());
         })
         .map_err(WorkerError::Thread)?;
@@ -302,12 +310,12 @@ async fn close(journal: &Journal, tail: Tail) -> io::Result<()> {
     closed.unwrap_or_else(|error| Err(error.into()))
 }
 
-/// Until the gateway has every block, or is gone: the next start on this
-/// folder reports the rest.
-async fn taken(journal: &Journal) {
-    let mut looks = tokio::time::interval(Duration::from_millis(10));
+/// Waits until the gateway has acknowledged every block or has disconnected. The
+/// next start with this data folder reports the remaining blocks.
+async fn acknowledged(journal: &Journal) {
+    let mut checks = tokio::time::interval(Duration::from_millis(10));
     while journal.is_followed() && !journal.is_acknowledged() {
-        looks.tick().await;
+        checks.tick().await;
     }
 }
 
@@ -353,7 +361,8 @@ fn device(info: &DeviceInfo) -> Device {
     Device { class: class.clone(), name: name.chars().take(200).collect(), uuid: uuid.clone() }
 }
 
-/// `<data>/workers/<name>/journal`; a name's separators are made harmless.
+/// Returns `<data>/workers/<name>/journal`, with the separators in the name
+/// replaced.
 fn journal_folder(data: &Path, name: &str) -> PathBuf {
     data.join("workers").join(name.replace(['/', ':'], "_")).join("journal")
 }
@@ -367,20 +376,20 @@ fn new_epoch() -> io::Result<WorkerEpoch> {
     Ok(WorkerEpoch(u128::from_le_bytes(bits)))
 }
 
-/// The host's clock, for the journal's dates.
+/// Returns the host's clock, for the dates in the journal.
 fn utc() -> UtcTime {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    UtcTime(since.as_nanos() as u64) // enough until the year 2554
+    UtcTime(since.as_nanos() as u64) // fits until the year 2554
 }
 
-/// How long the current step may take once the parent has ended.
+/// Time that the current step has once the parent has ended.
 const LAST_STEP: Duration = Duration::from_millis(700);
-/// How long the journal's last sync may take.
+/// Time that the journal's last sync has.
 const LAST_SYNC: Duration = Duration::from_secs(2);
-/// How long a drained worker waits for the gateway to take its last blocks.
+/// Time that a drained worker waits for the gateway to acknowledge its last blocks.
 const LAST_BLOCKS: Duration = Duration::from_secs(2);
-/// How long streams may take to hear their end.
+/// Time that open streams have to end.
 const LAST_ANSWERS: Duration = Duration::from_millis(200);
-/// The largest message: an assignment of long prompts, or their
-/// log-probabilities.
+/// Bytes of the largest message: an assignment of long prompts, or their log
+/// probabilities.
 const LARGEST_MESSAGE: usize = 16 << 20;

@@ -1,5 +1,5 @@
-//! What a worker answers over gRPC. Each call's work is on a tracked task, and
-//! each task ends with its caller or with the worker.
+//! The gRPC service of a worker. Each call runs on a tracked task, and each task
+//! ends with its caller or with the worker.
 
 use std::io;
 use std::pin::Pin;
@@ -24,11 +24,11 @@ use tonic::{Request, Response, Status, Streaming};
 use crate::assignment::Work;
 use crate::journal::{Feed, Journal};
 use crate::load::Asset;
-use crate::monitor::Seen;
+use crate::monitor::LatestHealth;
 use crate::outbox::{self, Outbox};
 use crate::sink::{Sink, refused};
 
-/// Everything that the calls need.
+/// The state that all calls share.
 pub(crate) struct Service {
     pub(crate) announcement: v1::Announcement,
     pub(crate) model: ModelName,
@@ -37,10 +37,11 @@ pub(crate) struct Service {
     pub(crate) tokenizer: Arc<Tokenizer>,
     pub(crate) engine: EngineHandle,
     pub(crate) journal: Journal,
-    /// How the device is.
-    pub(crate) seen: Seen,
+    /// The device's health.
+    pub(crate) health: LatestHealth,
     pub(crate) tasks: TaskTracker,
-    /// Cancelled when the worker ends: streams without an end of their own end.
+    /// Cancelled when the worker ends, which ends the streams that have no end of
+    /// their own.
     pub(crate) ended: CancellationToken,
 }
 
@@ -81,21 +82,21 @@ impl Worker for Service {
         let mut requests = request.into_inner();
         let first = tokio::time::timeout(FIRST_MESSAGE, requests.message())
             .await
-            .map_err(|_| Status::deadline_exceeded("no assignment came"))??;
+            .map_err(|_| Status::deadline_exceeded("no assignment arrived in time"))??;
         let Some(v1::RunRequest { message: Some(Message::Assignment(assignment)) }) = first else {
             return Err(Status::invalid_argument("the first message must be an assignment"));
         };
         let answers: Self::RunStream = match self.start(assignment) {
             Ok((request, attempt, events)) => {
-                let hearing = CancellationToken::new();
-                let listening = Listening { hearing: hearing.clone().drop_guard(), events };
-                self.tasks.spawn(hear_cancel(
+                let listening = CancellationToken::new();
+                let stream = EventStream { listening: listening.clone().drop_guard(), events };
+                self.tasks.spawn(receive_cancel(
                     requests,
                     self.engine.clone(),
                     (request, attempt),
-                    hearing,
+                    listening,
                 ));
-                Box::pin(listening)
+                Box::pin(stream)
             }
             Err(refusal) => Box::pin(tokio_stream::once(Ok(v1::RunEvent {
                 event: Some(Event::Refused(refusal)),
@@ -111,12 +112,12 @@ impl Worker for Service {
         _: Request<v1::StatusRequest>,
     ) -> Result<Response<Self::StatusStream>, Status> {
         let (sender, receiver) = mpsc::channel(1);
-        let (engine, epoch, seen) = (self.engine.clone(), self.epoch, self.seen.clone());
+        let (engine, epoch, health) = (self.engine.clone(), self.epoch, self.health.clone());
         let ended = self.ended.clone();
         self.tasks.spawn(async move {
             tokio::select! {
                 () = ended.cancelled() => (),
-                () = tell_status(engine, seen, epoch, sender) => (),
+                () = send_status(engine, health, epoch, sender) => (),
             }
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
@@ -130,13 +131,13 @@ impl Worker for Service {
     ) -> Result<Response<Self::JournalStream>, Status> {
         let (sender, receiver) = mpsc::channel(JOURNAL_WINDOW);
         let acks = request.into_inner();
-        let (hearing, telling) = (self.journal.clone(), self.journal.clone());
+        let (listening, sending) = (self.journal.clone(), self.journal.clone());
         let ended = self.ended.clone();
         self.tasks.spawn(async move {
             tokio::select! {
                 () = ended.cancelled() => (),
-                () = hear_acks(acks, hearing) => (),
-                () = tell_blocks(telling, sender) => (),
+                () = receive_acks(acks, listening) => (),
+                () = send_blocks(sending, sender) => (),
             }
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
@@ -144,13 +145,13 @@ impl Worker for Service {
 }
 
 impl Service {
-    /// Hands an assignment to the engine; the stream of what becomes of it.
+    /// Submits an assignment to the engine. Returns the stream of its events.
     fn start(
         &self,
         assignment: v1::Assignment,
     ) -> Result<(RequestId, u32, outbox::Inbox), v1::Refused> {
         let work = Work::check(assignment, &self.model).map_err(refused)?;
-        if self.seen.rests() {
+        if self.health.rests() {
             return Err(refused(Refusal {
                 reason: RefusedReason::Draining,
                 retry_after: Some(REST),
@@ -170,30 +171,32 @@ impl Service {
         match self.engine.submit(work.submission(Box::new(sink))) {
             Ok(()) => Ok((request, attempt, events)),
             Err(error) => {
-                // The stream was never the gateway's: dropping it cancels
-                // nothing that is not there, unless its id is another's.
+                // The gateway never had this stream. Dropping it must not cancel
+                // anything: the refused request may have the id of a running one.
                 events.forget();
                 Err(refused(error.into()))
             }
         }
     }
 
-    /// Where the engine answers. When the gateway drops its stream without a
-    /// cancel the request ends too, by our fault: nobody is left to read it.
+    /// Creates the queue of the request's events. A gateway that drops the stream
+    /// without a cancel has failed, so the request ends as a fault and not by the
+    /// client.
     fn channel(&self, request: &RequestId, attempt: u32) -> (Outbox, outbox::Inbox) {
         let (engine, request) = (self.engine.clone(), request.clone());
         outbox::channel(move || engine.cancel(&request, attempt, CancelReason::Fault))
     }
 }
 
-/// The events of a request; dropped, it ends the task that hears its cancel.
-struct Listening {
+/// The event stream of a request. Dropping it ends the task that waits for the
+/// cancel.
+struct EventStream {
     events: outbox::Inbox,
     #[expect(dead_code, reason = "it acts when it is dropped")]
-    hearing: tokio_util::sync::DropGuard,
+    listening: tokio_util::sync::DropGuard,
 }
 
-impl Stream for Listening {
+impl Stream for EventStream {
     type Item = Result<v1::RunEvent, Status>;
 
     fn poll_next(
@@ -204,16 +207,16 @@ impl Stream for Listening {
     }
 }
 
-/// Waits for the gateway's cancel. A gateway that means one says so: where its
-/// messages merely end, it has died, and that is no client's doing.
-async fn hear_cancel(
+/// Waits for the gateway's cancel message. If the messages end without one, the
+/// gateway has died, which is a fault and not the client's doing.
+async fn receive_cancel(
     mut requests: Streaming<v1::RunRequest>,
     engine: EngineHandle,
     (request, attempt): (RequestId, u32),
-    hearing: CancellationToken,
+    listening: CancellationToken,
 ) {
     let message = tokio::select! {
-        () = hearing.cancelled() => return,
+        () = listening.cancelled() => return,
         message = requests.message() => message,
     };
     let reason = match message {
@@ -228,37 +231,39 @@ async fn hear_cancel(
     engine.cancel(&request, attempt, reason);
 }
 
-/// Says at once how things are, then each change, at most ten a second, and at
-/// least one: who hears nothing knows that nobody is there.
-async fn tell_status(
+/// Sends the status at once and after each change, at most every [`STATUS_EVERY`]
+/// and at least every [`STATUS_AT_LEAST_EVERY`]. The gateway takes silence for a
+/// dead worker.
+async fn send_status(
     engine: EngineHandle,
-    seen: Seen,
+    health: LatestHealth,
     epoch: WorkerEpoch,
     sender: mpsc::Sender<Result<v1::WorkerStatus, Status>>,
 ) {
     let mut ticks = tokio::time::interval(STATUS_EVERY);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    let mut told: Option<(v1::WorkerStatus, Instant)> = None;
+    let mut last_sent: Option<(v1::WorkerStatus, Instant)> = None;
     loop {
         tokio::select! {
             () = sender.closed() => return,
             _ = ticks.tick() => (),
         }
-        let status = status_message(epoch, &engine.status(), seen.message());
-        let is_news = told
+        let status = status_message(epoch, &engine.status(), health.message());
+        let is_due = last_sent
             .as_ref()
-            .is_none_or(|(said, at)| *said != status || at.elapsed() >= STATUS_AT_LEAST_EVERY);
-        if !is_news {
+            .is_none_or(|(sent, at)| *sent != status || at.elapsed() >= STATUS_AT_LEAST_EVERY);
+        if !is_due {
             continue;
         }
         if sender.send(Ok(status.clone())).await.is_err() {
             return;
         }
-        told = Some((status, Instant::now()));
+        last_sent = Some((status, Instant::now()));
     }
 }
 
-/// A worker whose device rests takes nothing new, as one that drains.
+/// Builds the status message. A worker whose device is unhealthy reports that it
+/// drains, so that the gateway sends it no requests.
 fn status_message(
     epoch: WorkerEpoch,
     status: &EngineStatus,
@@ -290,14 +295,14 @@ fn status_message(
     }
 }
 
-async fn hear_acks(mut acks: Streaming<v1::JournalAck>, journal: Journal) {
+async fn receive_acks(mut acks: Streaming<v1::JournalAck>, journal: Journal) {
     while let Ok(Some(v1::JournalAck { epoch, block })) = acks.message().await {
         let Ok(epoch) = WorkerEpoch::try_from(epoch) else {
-            tracing::warn!("a gateway acknowledged a block of no epoch");
+            tracing::warn!("acknowledgement with an invalid epoch ignored");
             continue;
         };
         let journal = journal.clone();
-        // It deletes files.
+        // Acknowledging deletes files, which blocks.
         let done = tokio::task::spawn_blocking(move || journal.acknowledge(epoch, block)).await;
         if done.is_err() {
             return;
@@ -305,8 +310,8 @@ async fn hear_acks(mut acks: Streaming<v1::JournalAck>, journal: Journal) {
     }
 }
 
-/// Sends every block that is on the disk, then waits for more.
-async fn tell_blocks(journal: Journal, sender: mpsc::Sender<Result<v1::JournalBlock, Status>>) {
+/// Sends every synced block, then waits for more.
+async fn send_blocks(journal: Journal, sender: mpsc::Sender<Result<v1::JournalBlock, Status>>) {
     let mut synced = journal.watch();
     let mut feed = journal.feed();
     loop {
@@ -316,7 +321,7 @@ async fn tell_blocks(journal: Journal, sender: mpsc::Sender<Result<v1::JournalBl
                 Ok(Some(next)) => next,
                 Ok(None) => return,
                 Err(error) => {
-                    tracing::error!(%error, "the journal cannot be read");
+                    tracing::error!(%error, "cannot read the journal; closing the gateway's stream");
                     let _ = sender.send(Err(Status::data_loss("the journal is damaged"))).await;
                     return;
                 }
@@ -336,7 +341,8 @@ async fn tell_blocks(journal: Journal, sender: mpsc::Sender<Result<v1::JournalBl
 
 type Next = (Feed, Option<v1::JournalBlock>);
 
-/// Reads a file, so not on this thread. `None`: the runtime is ending.
+/// Reads the next block on a blocking thread. Returns `None` while the runtime
+/// shuts down.
 async fn next_block(mut feed: Feed) -> io::Result<Option<Next>> {
     let read = tokio::task::spawn_blocking(move || {
         let block = feed.next()?;
@@ -345,17 +351,17 @@ async fn next_block(mut feed: Feed) -> io::Result<Option<Next>> {
     read.await.ok().transpose()
 }
 
-/// Bytes of an asset in one message.
+/// Bytes of an asset in one message at most.
 const ASSET_CHUNK: usize = 256 * 1024;
-/// How long a stream may stay without its assignment.
+/// Time that a caller has to send its assignment.
 const FIRST_MESSAGE: Duration = Duration::from_secs(10);
-/// How often the status is looked at.
+/// Time between two checks of the status.
 const STATUS_EVERY: Duration = Duration::from_millis(100);
-/// How long nothing is said where nothing changes.
+/// Time between two status messages if nothing changes.
 const STATUS_AT_LEAST_EVERY: Duration = Duration::from_millis(500);
-/// When to ask again a worker whose device is not well.
+/// Time after which a worker with an unhealthy device may be asked again.
 const REST: Duration = Duration::from_secs(10);
-/// When to ask again a worker whose journal is full.
+/// Time after which a worker with a full journal may be asked again.
 const JOURNAL_WAIT: Duration = Duration::from_secs(1);
-/// Blocks on their way to the gateway.
+/// Blocks that are sent ahead of the gateway's reads.
 const JOURNAL_WINDOW: usize = 64;

@@ -1,5 +1,5 @@
-//! From tokens to what the gateway sends on: decodes text, matches stop
-//! strings, fills events. Runs on the engine's thread and never waits.
+//! The step from sampled tokens to events for the gateway: decodes text, matches
+//! stop strings, fills in events. Runs on the engine's thread and never waits.
 
 use std::sync::Arc;
 
@@ -14,12 +14,12 @@ use tollgate_wire::v1::run_event::Event;
 
 use crate::outbox::Outbox;
 
-/// Turns one request's tokens into events.
+/// The sink of one request's tokens.
 pub(crate) struct Sink {
     tokenizer: Arc<Tokenizer>,
     choices: Vec<Choice>,
     outbox: Outbox,
-    /// Figures of the whole request as of its last token.
+    /// The request's device time as of its last token, in nanoseconds.
     attributed_ns: u64,
     reference_ns: u64,
 }
@@ -30,7 +30,8 @@ struct Choice {
 }
 
 impl Sink {
-    /// For a request of `choices` choices over all its prompts.
+    /// Creates the sink of a request with `choices` choices, counted over all its
+    /// prompts.
     pub(crate) fn new(
         tokenizer: Arc<Tokenizer>,
         choices: usize,
@@ -90,7 +91,8 @@ impl TokenSink for Sink {
     fn finished(&mut self, choice: u32, reason: FinishReason, completion_tokens: u32) {
         let state = &mut self.choices[choice as usize];
         if !state.stops.is_stopped() {
-            // A broken last character, and what might have become a stop string.
+            // The decoder and the matcher may still hold text: an incomplete
+            // character, or the beginning of a stop string.
             let rest = state.text.finish();
             let mut text = state.stops.push(&rest).text;
             text.push_str(&state.stops.finish());
@@ -130,7 +132,7 @@ impl TokenSink for Sink {
     }
 }
 
-/// A refusal as its message.
+/// Converts a refusal to its message.
 pub(crate) fn refused(refusal: Refusal) -> v1::Refused {
     let Refusal { reason, retry_after, message } = refusal;
     let reason = match reason {

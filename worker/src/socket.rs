@@ -1,5 +1,6 @@
-//! The Unix socket: its folder is for our user alone, and a socket that a
-//! dead process left is taken over, a living one's is not.
+//! The worker's Unix socket. Only the worker's own user may enter its folder. A
+//! socket that a dead process left is replaced; a socket of a living process is
+//! not.
 
 use std::fs;
 use std::io;
@@ -12,16 +13,16 @@ use tokio::time::Instant;
 
 use crate::WorkerError;
 
-/// A listening socket whose file goes with it.
+/// A listening socket and its file.
 pub(crate) struct Socket {
     pub(crate) listener: UnixListener,
     pub(crate) file: SocketFile,
 }
 
-/// Removes the socket's file at the end.
+/// A guard that removes the socket's file when it is dropped.
 pub(crate) struct SocketFile(PathBuf);
 
-/// Listens on `path`.
+/// Listens on `path`. Waits a few seconds for a predecessor that is ending.
 pub(crate) async fn listen(path: &Path) -> Result<Socket, WorkerError> {
     let failed = |source| WorkerError::Socket { path: path.to_owned(), source };
     if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
@@ -29,17 +30,17 @@ pub(crate) async fn listen(path: &Path) -> Result<Socket, WorkerError> {
     }
     match fs::symlink_metadata(path) {
         Ok(found) if found.file_type().is_socket() => {
-            if !falls_silent(path).await {
+            if !becomes_free(path).await {
                 return Err(WorkerError::SocketInUse(path.to_owned()));
             }
             match fs::remove_file(path) {
-                // Its owner removed it on its way out.
+                // The predecessor removed the file at its end.
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
                 _ => (),
             }
         }
         Ok(_) => {
-            let what = "something that is not a socket is there";
+            let what = "the path exists and is not a socket";
             return Err(failed(io::Error::new(io::ErrorKind::AlreadyExists, what)));
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => (),
@@ -49,9 +50,10 @@ pub(crate) async fn listen(path: &Path) -> Result<Socket, WorkerError> {
     Ok(Socket { listener, file: SocketFile(path.to_owned()) })
 }
 
-/// Whether nobody answers, or whoever does ends soon: a worker whose parent was
-/// killed still finishes its step and its journal.
-async fn falls_silent(path: &Path) -> bool {
+/// Returns true once no process accepts connections on `path`. Waits for a
+/// predecessor: a worker whose parent was killed still finishes its step and its
+/// journal.
+async fn becomes_free(path: &Path) -> bool {
     let until = Instant::now() + PREDECESSOR;
     while UnixStream::connect(path).await.is_ok() {
         if Instant::now() >= until {
@@ -62,10 +64,10 @@ async fn falls_silent(path: &Path) -> bool {
     true
 }
 
-/// How long a predecessor may take to end.
+/// Time that a predecessor has to end.
 const PREDECESSOR: Duration = Duration::from_secs(3);
 
-/// Makes the folder, 0700, or checks that nobody else may enter it.
+/// Creates the folder with mode 0700, or checks that no other user may enter it.
 fn own_folder(folder: &Path) -> io::Result<()> {
     match fs::DirBuilder::new().recursive(true).mode(0o700).create(folder) {
         Ok(()) => (),
@@ -78,7 +80,7 @@ fn own_folder(folder: &Path) -> io::Result<()> {
     }
     Err(io::Error::new(
         io::ErrorKind::PermissionDenied,
-        format!("others may enter {}: it must have mode 0700", folder.display()),
+        format!("other users may enter {}; its mode must be 0700", folder.display()),
     ))
 }
 

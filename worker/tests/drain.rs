@@ -1,5 +1,6 @@
-//! SIGTERM: what runs is finished, nothing new is taken, the journal is
-//! closed. A process of its own, because the signal is the process's.
+//! Test of SIGTERM: the worker finishes its requests, accepts nothing new and
+//! closes the journal. A test program of its own, because the signal reaches the
+//! whole process.
 #![allow(missing_docs)]
 
 mod support;
@@ -8,9 +9,9 @@ use support::*;
 use tollgate_wire::v1;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_drained_worker_finishes_what_it_has() {
+async fn drained_worker_finishes_running_requests() {
     let data = tempfile::tempdir().expect("a folder");
-    // Without a parent's pipe, as under a service manager.
+    // No parent's pipe, like under a service manager.
     let bench = start(data.path(), |options| options.parent = None).await;
     let mut reader = bench.blocks().await;
     let mut statuses =

@@ -1,4 +1,4 @@
-//! A whole worker over its socket: what it answers, what it bills, how it ends.
+//! Tests of a whole worker over its socket: its answers, its metering and its end.
 #![allow(missing_docs)]
 
 mod support;
@@ -17,7 +17,7 @@ use tollgate_worker::{
 type Reasons = v1::FinishReason;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn it_says_who_it_is_and_hands_out_its_assets() {
+async fn worker_announces_itself_and_serves_assets() {
     let data = tempfile::tempdir().expect("a folder");
     let bench = start(data.path(), |_| ()).await;
     let v1::Announcement { worker, epoch, device, models, .. } = bench.announcement.clone();
@@ -36,14 +36,19 @@ async fn it_says_who_it_is_and_hands_out_its_assets() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_synthetic_engine_says_so_and_takes_its_time() {
+async fn synthetic_engine_announces_itself_and_takes_time() {
     let data = tempfile::tempdir().expect("a folder");
     let cost = StepCost { speed: 10.0, ..StepCost::default() };
-    let device =
-        SyntheticDevice { cost, kv_tokens: 1_024, context: 512, policy: SchedulePolicy::Fair };
+    let device = SyntheticDevice {
+        cost,
+        kv_tokens: 1_024,
+        context: 512,
+        policy: SchedulePolicy::Fair,
+        faults: None,
+    };
     let bench = start(data.path(), |options| {
         options.engine = EngineChoice::Synthetic(device);
-        options.device = DeviceChoice::Cuda(None); // it stands in for any
+        options.device = DeviceChoice::Cuda(None); // a synthetic device replaces any other
     })
     .await;
     let v1::Announcement { device, models, .. } = bench.announcement.clone();
@@ -57,7 +62,7 @@ async fn a_synthetic_engine_says_so_and_takes_its_time() {
     let outcome = bench.run(assignment("req-1", "acme", vec![9; 300])).await.outcome().await;
     let usage = outcome.usage.expect("figures");
     assert_eq!((outcome.tokens, outcome.reasons), (24, vec![Reasons::Length]));
-    // Read in two steps at least, then 23 more, each of 2.8 ms and more.
+    // At least two steps for the prompt, then 23 more, each of 2.8 ms or more.
     assert!(usage.attributed_ns >= 25 * 2_800_000, "{usage:?}");
     assert!(usage.attributed_ns >= usage.reference_ns, "it had no company to share steps with");
     bench.end().await.expect("ends");
@@ -74,7 +79,7 @@ async fn asset(bench: &Bench, hash: &str) -> Result<Vec<u8>, tonic::Code> {
     Ok(bytes)
 }
 
-/// What the journal says of a life, by request.
+/// The journal of one epoch, summed by request.
 #[derive(Default)]
 struct Account {
     wall: DeviceNanos,
@@ -103,10 +108,11 @@ impl Account {
     }
 }
 
-/// The sum of what is billed is the time of the steps, to the nanosecond, over
-/// a mixed run with aborts; and what is billed is what was reported.
+/// The sum of the billed time is the time of the steps, to the nanosecond, over a
+/// mixed run with cancelled requests. The billed time of a request is the reported
+/// one.
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_billed_is_what_was_done() {
+async fn billed_time_equals_step_time() {
     let data = tempfile::tempdir().expect("a folder");
     let bench = start(data.path(), |_| ()).await;
     let mut reader = bench.blocks().await;
@@ -122,9 +128,9 @@ async fn what_is_billed_is_what_was_done() {
     let mut reported = BTreeMap::new();
     for (index, mut request) in running.into_iter().enumerate() {
         match index % 4 {
-            // Leaves after the first event.
+            // The client leaves after the first event.
             1 => drop((request.events.message().await, request)),
-            // Cancels after the first event, and hears the figures.
+            // The client cancels after the first event and waits for the usage.
             2 => {
                 let _ = request.events.message().await;
                 let cancel = v1::Cancel { reason: v1::CancelReason::Deadline.into() };
@@ -166,7 +172,8 @@ async fn what_is_billed_is_what_was_done() {
     assert!(account.ended || next_life_ends_it(data.path(), &mut account).await);
 }
 
-/// The gateway was not quick enough for the last block: the next process has it.
+/// Reads the last block from the next process: the reader may have been too slow
+/// for it.
 async fn next_life_ends_it(data: &std::path::Path, account: &mut Account) -> bool {
     let bench = start(data, |_| ()).await;
     let mut reader = bench.blocks().await;
@@ -181,18 +188,18 @@ async fn next_life_ends_it(data: &std::path::Path, account: &mut Account) -> boo
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn requests_are_answered_as_they_ask() {
+async fn requests_get_the_options_they_ask_for() {
     let data = tempfile::tempdir().expect("a folder");
     let bench = start(data.path(), |_| ()).await;
     let prompt: Vec<u32> = (10..30).collect();
-    // Each by a name of its own: a stream that is given up cancels what it had,
-    // and may be slower than the next request.
+    // Each request has its own id: a dropped stream cancels its request, and the
+    // cancel may come after the next request.
     let asked = std::cell::Cell::new(0);
     let plain = || {
         asked.set(asked.get() + 1);
         let name = format!("req-{}", asked.get());
         let mut assignment = assignment(&name, "acme", prompt.clone());
-        // Its own end tokens would cut the text short.
+        // An end token would shorten the text.
         let ends = bench.announcement.models[0].end_tokens.iter();
         let sampling = assignment.sampling.as_mut().expect("it is there");
         sampling.logit_bias = ends.map(|&token| (token, -100.0)).collect();
@@ -203,7 +210,7 @@ async fn requests_are_answered_as_they_ask() {
     assert_eq!((whole.tokens, whole.logprobs), (24, 0));
     let text = whole.texts[0].clone();
 
-    // Stopped at a string: the text before it, the same tokens up to it.
+    // A stop string ends the text before the string, after the same tokens.
     let (at, stop) = text.char_indices().nth(text.chars().count() / 2).expect("text");
     let stop = stop.to_string();
     let mut stopping = plain();
@@ -213,7 +220,7 @@ async fn requests_are_answered_as_they_ask() {
     assert_eq!(stopped.texts[0], text[..text.find(&stop).unwrap_or(at)]);
     assert!(stopped.tokens <= whole.tokens);
 
-    // Log-probabilities of prompt and completion, for each of two choices.
+    // Log probabilities of prompt and completion, for each of two choices.
     let mut telling = plain();
     telling.choices = 2;
     telling.echo_logprobs = true;
@@ -223,7 +230,7 @@ async fn requests_are_answered_as_they_ask() {
     assert_eq!(told.logprobs, 48 + prompt.len() - 1);
     assert_eq!(told.texts, [text.clone(), text], "greedy choices are alike");
 
-    // What cannot be run is refused with its reason, and charged nothing.
+    // An invalid request is refused with a reason and costs nothing.
     type Change = fn(&mut v1::Assignment);
     let cases: &[(Change, v1::RefusedReason)] = &[
         (|it| it.model = "other".into(), v1::RefusedReason::Invalid),
@@ -245,7 +252,7 @@ async fn requests_are_answered_as_they_ask() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_full_queue_refuses_and_a_cancel_makes_room() {
+async fn full_queue_refuses_until_a_cancel() {
     let data = tempfile::tempdir().expect("a folder");
     let bench = start(data.path(), |options| {
         options.max_sequences = 1;
@@ -273,7 +280,7 @@ async fn a_full_queue_refuses_and_a_cancel_makes_room() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_parents_end_is_the_workers_and_nothing_is_lost() {
+async fn parents_end_stops_worker_without_loss() {
     let data = tempfile::tempdir().expect("a folder");
     let bench = start(data.path(), |_| ()).await;
     let old = bench.announcement.epoch.clone();
@@ -282,7 +289,7 @@ async fn the_parents_end_is_the_workers_and_nothing_is_lost() {
     let mut request = bench.run(endless).await;
     request.events.message().await.expect("no error").expect("it runs");
     bench.end().await.expect("ends");
-    // In a step of its own process it would be gone; the journal is not.
+    // The step was lost with the process, but the journal was not.
     let next = start(data.path(), |_| ()).await;
     assert_ne!(next.announcement.epoch, old);
     let mut reader = next.blocks().await;
@@ -297,10 +304,10 @@ async fn the_parents_end_is_the_workers_and_nothing_is_lost() {
     next.end().await.expect("ends");
 }
 
-/// C05: a journal that nobody takes stops billable work, not the worker; once
-/// it is taken, work goes on.
+/// A full journal stops billable work but not the worker. Work continues once the
+/// journal is acknowledged.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_full_journal_refuses_until_it_is_taken() {
+async fn full_journal_refuses_until_acknowledged() {
     let data = tempfile::tempdir().expect("a folder");
     let fill = async |bench: &Bench, id: &str| {
         let mut assignment = assignment(id, "acme", (10..40).collect());
@@ -315,7 +322,7 @@ async fn a_full_journal_refuses_until_it_is_taken() {
         assert!(fill(&bench, &format!("req-{index}")).await.usage.is_some());
     }
     bench.end().await.expect("ends");
-    // What the first life left is most of what the second may hold.
+    // The files of the first process are most of what the second may hold.
     let held: u64 = std::fs::read_dir(data.path().join("workers/0/journal"))
         .expect("lists")
         .map(|entry| entry.expect("an entry").metadata().expect("a file").len())
@@ -325,7 +332,7 @@ async fn a_full_journal_refuses_until_it_is_taken() {
     assert_eq!(refused.reason(), v1::RefusedReason::Overloaded, "{}", refused.message);
     let mut reader = bench.blocks().await;
     while !reader.next().await.expect("a block").parts().last_of_epoch {}
-    // The acknowledgement is on its way.
+    // The acknowledgement may still be on its way.
     let outcome = loop {
         let outcome = fill(&bench, "req-6").await;
         if outcome.refused.is_none() {
@@ -337,7 +344,7 @@ async fn a_full_journal_refuses_until_it_is_taken() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn status_is_told_at_once_and_when_it_changes() {
+async fn status_arrives_at_once_and_on_change() {
     let data = tempfile::tempdir().expect("a folder");
     let bench = start(data.path(), |_| ()).await;
     let mut statuses =
@@ -356,7 +363,7 @@ async fn status_is_told_at_once_and_when_it_changes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_bad_start_says_why() {
+async fn invalid_start_returns_an_error() {
     let data = tempfile::tempdir().expect("a folder");
     type Change = fn(&mut WorkerOptions);
     let cases: &[(&str, Change)] = &[

@@ -38,7 +38,8 @@ pub enum Tier {
 /// The rule that decides which request runs next. Only the first is for production. The
 /// others are controls that show in benchmarks what the first rule is worth; config cannot
 /// select them.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum SchedulePolicy {
     /// Device time over weight, by share owner, then tenant, then key.
     #[default]

@@ -1,5 +1,5 @@
-//! From frames to blocks. The same code reads what was written a second ago
-//! and what a crash left behind, so a block is the same both times.
+//! The conversion of frames to blocks. The same code reads recent frames and
+//! recovers a crashed journal, so both give the same blocks.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -8,39 +8,39 @@ use tollgate_domain::{
     MonotonicTime, SequenceId, Share, UtcTime,
 };
 
-use super::frame::{Frame, Head, Step};
+use super::frame::{Frame, Header, Step};
 
-/// Why frames make no block: the file is damaged, or the writer is.
+/// An error in a sequence of frames: the file or its writer is faulty.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum BuildError {
-    /// A share of a sequence that nobody introduced.
+    /// A share of a sequence without an owner frame.
     #[error("sequence {0} has no owner")]
     NoOwner(SequenceId),
-    /// A sum that does not fit.
+    /// A sum that overflows.
     #[error("times overflow")]
     Overflow,
-    /// A second head, or none at the beginning.
-    #[error("a head out of place")]
-    Head,
-    /// The block that was made does not hold.
+    /// A header that is not the first frame, or a first frame that is no header.
+    #[error("a header is out of place")]
+    Header,
+    /// The block violates an invariant.
     #[error(transparent)]
     Block(#[from] BlockError),
 }
 
-/// Puts together the blocks of one file.
+/// A builder of the blocks of one file.
 pub(super) struct Builder {
-    head: Head,
+    header: Header,
     owners: HashMap<SequenceId, (Caller, Attempt)>,
     number: u64,
     started: UtcTime,
-    /// Where the block began on the monotonic clock.
+    /// The beginning of the block on the monotonic clock.
     origin: MonotonicTime,
     span: Span,
     ended: bool,
     alive: MonotonicTime,
 }
 
-/// What the open block holds so far.
+/// The sums of the open block.
 #[derive(Default)]
 struct Span {
     first_step: u64,
@@ -54,29 +54,29 @@ struct Span {
 }
 
 impl Builder {
-    /// For the file that begins with `head`.
-    pub(super) fn new(head: Head) -> Self {
+    /// Creates the builder of the file with this header.
+    pub(super) fn new(header: Header) -> Self {
         Self {
             owners: HashMap::new(),
-            number: head.block,
-            started: head.utc,
-            origin: head.clock,
+            number: header.block,
+            started: header.utc,
+            origin: header.clock,
             span: Span::default(),
             ended: false,
             alive: MonotonicTime(0),
-            head,
+            header,
         }
     }
 
-    /// What holds for the file.
-    pub(super) fn head(&self) -> &Head {
-        &self.head
+    /// Returns the file's header.
+    pub(super) fn header(&self) -> &Header {
+        &self.header
     }
 
-    /// Takes the next frame; a block when it ends one.
+    /// Adds the next frame. Returns a block if the frame closes one.
     pub(super) fn apply(&mut self, frame: Frame) -> Result<Option<Block>, BuildError> {
         match frame {
-            Frame::Head(_) => return Err(BuildError::Head),
+            Frame::Header(_) => return Err(BuildError::Header),
             Frame::Owner { sequence, caller, attempt } => {
                 self.owners.insert(sequence, (caller, attempt));
             }
@@ -87,45 +87,47 @@ impl Builder {
                 let finished = FinishedAttempt { finished: self.utc_of(at), ..finished };
                 self.span.finished.push(finished);
             }
-            Frame::Cut { next, last, energy } => return self.cut(next, last, energy).map(Some),
+            Frame::CloseBlock { next, last, energy } => {
+                return self.close_block(next, last, energy).map(Some);
+            }
             Frame::Alive { at } => self.alive = at,
         }
         Ok(None)
     }
 
-    /// Whether the epoch was closed in this file.
+    /// Returns true if the epoch was closed in this file.
     pub(super) fn ended(&self) -> bool {
         self.ended
     }
 
-    /// Number of the next block that a cut will end.
+    /// Returns the number of the open block.
     pub(super) fn number(&self) -> u64 {
         self.number
     }
 
-    /// Whether nothing was said since the last cut.
+    /// Returns true if the open block has no records.
     pub(super) fn is_between_blocks(&self) -> bool {
         let Span { first_step, last_step: _, wall, finished, .. } = &self.span;
         *first_step == 0 && *wall == DeviceNanos::ZERO && finished.is_empty()
     }
 
-    /// How far the records reach on the monotonic clock.
+    /// Returns the end of the last record on the monotonic clock.
     pub(super) fn clock(&self) -> MonotonicTime {
         MonotonicTime(self.origin.0.saturating_add(self.span.wall.nanos()))
     }
 
-    /// How long the process is known to have lived in a step after the last
-    /// record: what that step did is lost.
+    /// Returns the time for which the process is known to have been in a step after
+    /// the last record. The work of that step is lost.
     pub(super) fn lost(&self) -> DeviceNanos {
         DeviceNanos(self.alive.0.saturating_sub(self.clock().0))
     }
 
-    /// The host's clock at `at`.
+    /// Returns the host's time at `at`.
     pub(super) fn utc_of(&self, at: MonotonicTime) -> UtcTime {
         UtcTime(self.started.0.saturating_add(at.0.saturating_sub(self.origin.0)))
     }
 
-    fn cut(
+    fn close_block(
         &mut self,
         next: UtcTime,
         last: bool,
@@ -140,12 +142,12 @@ impl Builder {
             shares.push(Share { sequence, caller, attempt, attributed });
         }
         let block = Block::try_from(BlockParts {
-            epoch: self.head.epoch,
+            epoch: self.header.epoch,
             number: self.number,
-            worker: self.head.worker.clone(),
-            device: self.head.device.clone(),
-            model: self.head.model.clone(),
-            calibration: self.head.calibration.clone(),
+            worker: self.header.worker.clone(),
+            device: self.header.device.clone(),
+            model: self.header.model.clone(),
+            calibration: self.header.calibration.clone(),
             first_step: span.first_step,
             last_step: span.last_step,
             started: self.started,

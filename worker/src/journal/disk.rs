@@ -1,39 +1,38 @@
-//! The few things that the journal asks of a file system. The real one is
-//! [`OsDisk`]; the simulation plays another, on which power cuts, torn and
-//! reordered writes and failing syncs are one seed each. The disk is a type
-//! parameter, so that the real one costs nothing.
+//! The file system operations that the journal needs. [`OsDisk`] is the real file
+//! system; a simulation implements another one, on which a seed decides power cuts,
+//! torn and reordered writes and failing syncs. The disk is a type parameter, so
+//! the real one has no overhead.
 //!
-//! Nothing is durable before a `sync`: of a file its bytes, of a folder its
-//! names.
+//! Nothing is durable before a `sync`: the bytes of a file by its own sync, names
+//! by the sync of their folder.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// A file system, as far as the journal uses one.
+/// The operations of a file system that the journal uses.
 pub trait Disk: Clone + Send + Sync + 'static {
     /// An open file.
     type File: DiskFile;
-    /// Held as long as this process writes in a folder.
+    /// The lock of a folder, held while this process writes to it.
     type Lock: Send + Sync + 'static;
 
-    /// Makes `folder` and those above it where they are missing; they outlast
-    /// a power cut.
+    /// Creates `folder` and its parents if they are missing, durably.
     fn make_folder(&self, folder: &Path) -> io::Result<()>;
-    /// Takes the lock file at `path` for this process.
+    /// Locks the file at `path` for this process.
     fn lock(&self, path: &Path) -> io::Result<Self::Lock>;
-    /// The files in `folder`, in any order.
+    /// Returns the files in `folder`, in any order.
     fn list(&self, folder: &Path) -> io::Result<Vec<PathBuf>>;
-    /// All bytes of a file.
+    /// Returns all bytes of a file.
     fn read(&self, path: &Path) -> io::Result<Vec<u8>>;
-    /// Makes a file that is not there yet, for reading and writing.
+    /// Creates a new file for reading and writing. Fails if the file exists.
     fn create(&self, path: &Path) -> io::Result<Self::File>;
-    /// Opens a file that is there, for reading and writing.
+    /// Opens an existing file for reading and writing.
     fn open(&self, path: &Path) -> io::Result<Self::File>;
-    /// Takes the name of a file away.
+    /// Removes a file.
     fn remove(&self, path: &Path) -> io::Result<()>;
-    /// Brings the names in `folder` to the disk.
+    /// Makes the names in `folder` durable.
     fn sync_folder(&self, folder: &Path) -> io::Result<()>;
 }
 
@@ -43,9 +42,9 @@ pub trait DiskFile: Send + Sync + 'static {
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
     /// Fills `bytes` from `offset` on.
     fn read_exact_at(&self, bytes: &mut [u8], offset: u64) -> io::Result<()>;
-    /// Cuts the file, or makes it longer with zeros.
+    /// Cuts the file, or extends it with zeros.
     fn set_len(&self, length: u64) -> io::Result<()>;
-    /// Brings its bytes and its length to the disk.
+    /// Makes the file's bytes and length durable.
     fn sync(&self) -> io::Result<()>;
 }
 

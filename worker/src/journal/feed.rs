@@ -1,6 +1,6 @@
-//! Reads blocks back for the gateway: from the oldest file that it has not
-//! acknowledged up to what has been synced, and on from there. The files are
-//! the only memory: however far the gateway is behind, this holds one file.
+//! The reader of blocks for the gateway: from the oldest unacknowledged file up to
+//! the last synced byte, and on as more is synced. The files are the only buffer:
+//! however late the gateway is, a reader holds one file in memory.
 
 use std::io;
 use std::path::PathBuf;
@@ -11,34 +11,34 @@ use tollgate_domain::Block;
 use super::Shared;
 use super::build::Builder;
 use super::disk::{Disk, DiskFile, OsDisk};
-use super::frame::{self, Found, Frame, MAGIC};
+use super::frame::{self, Frame, FrameRead, MAGIC};
 use super::store::damaged;
 
-/// One reader's place in the journal.
+/// A reader's position in the journal.
 pub(crate) struct Feed<D: Disk = OsDisk> {
     shared: Arc<Shared<D>>,
-    reading: Option<Reading<D::File>>,
-    /// The file that was read to its end last.
+    reading: Option<OpenSegment<D::File>>,
+    /// The last file that was read to its end.
     done: Option<PathBuf>,
 }
 
-struct Reading<F> {
+struct OpenSegment<F> {
     path: PathBuf,
     file: F,
     builder: Option<Builder>,
-    /// Bytes of it that were read from the disk.
+    /// Bytes that were read from the file.
     offset: u64,
-    /// Read and not yet parsed, from `parsed` on.
+    /// The bytes that were read; those from `parsed` on are not parsed yet.
     buffer: Vec<u8>,
     parsed: usize,
 }
 
-/// A file and how far it may be read.
-pub(super) struct Readable {
+/// A file and the limit up to which it may be read.
+pub(super) struct ReadLimit {
     pub(super) path: PathBuf,
     pub(super) limit: u64,
     pub(super) is_closed: bool,
-    /// Of its epoch, blocks up to here are in the ledger.
+    /// The last acknowledged block of the file's epoch.
     pub(super) acknowledged: u64,
 }
 
@@ -47,8 +47,8 @@ impl<D: Disk> Feed<D> {
         Self { shared, reading: None, done: None }
     }
 
-    /// The next block that is not acknowledged, if it is on the disk already.
-    /// Blocks on file reads.
+    /// Returns the next unacknowledged block that is synced, or `None` if there is
+    /// none yet. Blocks on file reads.
     pub(crate) fn next(&mut self) -> io::Result<Option<Block>> {
         loop {
             let path = self.reading.as_ref().map(|reading| &reading.path);
@@ -58,7 +58,7 @@ impl<D: Disk> Feed<D> {
             };
             let Some(readable) = readable else {
                 match self.reading.take() {
-                    // Acknowledged and deleted while it was read.
+                    // The file was acknowledged and deleted while it was read.
                     Some(reading) => self.done = Some(reading.path),
                     None => return Ok(None),
                 }
@@ -66,7 +66,9 @@ impl<D: Disk> Feed<D> {
             };
             let mut reading = match self.reading.take() {
                 Some(reading) => reading,
-                None => Reading::new(readable.path.clone(), self.shared.disk.open(&readable.path)?),
+                None => {
+                    OpenSegment::new(readable.path.clone(), self.shared.disk.open(&readable.path)?)
+                }
             };
             let block = reading.next(&readable)?;
             let at_end = readable.is_closed && block.is_none();
@@ -80,7 +82,7 @@ impl<D: Disk> Feed<D> {
     }
 }
 
-impl<F: DiskFile> Reading<F> {
+impl<F: DiskFile> OpenSegment<F> {
     fn new(path: PathBuf, file: F) -> Self {
         Self {
             file,
@@ -92,13 +94,14 @@ impl<F: DiskFile> Reading<F> {
         }
     }
 
-    fn next(&mut self, readable: &Readable) -> io::Result<Option<Block>> {
+    fn next(&mut self, readable: &ReadLimit) -> io::Result<Option<Block>> {
         self.fill(readable.limit)?;
         loop {
-            let Found::Frame(frame, taken) = frame::read(&self.buffer[self.parsed..]) else {
+            let FrameRead::Frame(frame, taken) = frame::read(&self.buffer[self.parsed..]) else {
                 if self.parsed < self.buffer.len() {
-                    // Synced bytes end with a whole frame.
-                    return Err(damaged(&self.path, "is damaged in what was synced"));
+                    // Synced bytes end with a whole frame, so this is no torn
+                    // write.
+                    return Err(damaged(&self.path, "is damaged in its synced part"));
                 }
                 return Ok(None);
             };
@@ -116,15 +119,15 @@ impl<F: DiskFile> Reading<F> {
             (Some(builder), frame) => {
                 builder.apply(frame).map_err(|error| damaged(&self.path, &error.to_string()))
             }
-            (None, Frame::Head(head)) => {
-                self.builder = Some(Builder::new(head));
+            (None, Frame::Header(header)) => {
+                self.builder = Some(Builder::new(header));
                 Ok(None)
             }
-            (None, _) => Err(damaged(&self.path, "does not begin with a head")),
+            (None, _) => Err(damaged(&self.path, "does not begin with a header")),
         }
     }
 
-    /// Reads what may be read and is not yet.
+    /// Reads the bytes up to `limit`.
     fn fill(&mut self, limit: u64) -> io::Result<()> {
         if limit <= self.offset {
             return Ok(());

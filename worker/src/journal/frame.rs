@@ -1,8 +1,9 @@
-//! The journal's frames and their bytes: length, CRC-32, payload. A payload
-//! is a kind and LEB128 numbers; a sequence's owner is written once in a file
-//! and named by number after that, so that a step costs a few bytes a share.
+//! The encoding of the journal's frames: length, CRC-32, payload. A payload is a
+//! kind and LEB128 numbers. A sequence's owner is written once in a file and
+//! referred to by number afterwards, so that a step needs a few bytes for each
+//! share.
 //!
-//! Whatever bytes are read, the answer is a frame, the torn end or an error.
+//! Reading accepts any bytes and returns a frame or the end of the whole frames.
 
 use tollgate_domain::{
     Attempt, Caller, Device, DeviceClass, DeviceNanos, FinishReason, FinishedAttempt, KeyId,
@@ -10,54 +11,56 @@ use tollgate_domain::{
     WorkerEpoch, WorkerName,
 };
 
-/// How a journal file begins: what it is, and the version of its format.
+/// The first bytes of a journal file: the file type and the version of its format.
 pub(super) const MAGIC: &[u8; 8] = b"tgjrnl\x00\x02";
-/// Of the version before, which is read as well: its cuts know no energy.
+/// The first bytes of the previous version, which is still read. Its blocks carry
+/// no energy.
 const MAGIC_WITHOUT_ENERGY: &[u8; 8] = b"tgjrnl\x00\x01";
-/// Length and checksum.
+/// Bytes of the length and the checksum.
 const FRAME_HEAD: usize = 8;
-/// More is not one frame of ours.
+/// Bytes of the largest payload. A longer one is damage.
 const LARGEST_PAYLOAD: usize = 16 << 20;
-/// How far behind damage a whole frame is looked for, and how long a one.
+/// Bytes after damage in which a whole frame is searched.
 const SEARCHED: usize = 256 << 10;
 const SEARCHED_PAYLOAD: usize = 4 << 10;
 
 /// One record of the journal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Frame {
-    /// The first of each file.
-    Head(Head),
-    /// Whose a sequence is; before its first share in the file.
+    /// The header, the first frame of each file.
+    Header(Header),
+    /// The owner of a sequence, before its first share in the file.
     Owner { sequence: SequenceId, caller: Caller, attempt: Attempt },
-    /// A step of the engine, or, with number 0, other work of the device.
+    /// A step of the engine; number 0 stands for other work of the device.
     Step(Step),
     /// Time without a step.
     Gap { idle: DeviceNanos, loss: DeviceNanos },
-    /// An attempt ended. Its `finished` time is on the monotonic clock here.
+    /// The end of an attempt. Its `finished` time is on the monotonic clock here.
     Finished(FinishedAttempt),
-    /// A block ends, in which so much was drawn, where that is known. The next
-    /// begins at `next` by the host's clock.
-    Cut { next: UtcTime, last: bool, energy: Option<Millijoules> },
-    /// The process lived, in a step that had not ended.
+    /// The end of a block, with the energy drawn in it if that is known. The next
+    /// block begins at `next` on the host's clock.
+    CloseBlock { next: UtcTime, last: bool, energy: Option<Millijoules> },
+    /// A sign that the process was alive during a long step.
     Alive { at: MonotonicTime },
 }
 
-/// What holds for a whole file.
+/// The facts that hold for a whole file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Head {
+pub(super) struct Header {
     pub(super) epoch: WorkerEpoch,
     pub(super) worker: WorkerName,
     pub(super) device: Device,
     pub(super) model: ModelName,
     pub(super) calibration: String,
-    /// Number of the first block in the file.
+    /// The number of the first block in the file.
     pub(super) block: u64,
-    /// Where it begins, by both clocks.
+    /// The beginning of the file on the monotonic clock.
     pub(super) clock: MonotonicTime,
     pub(super) utc: UtcTime,
 }
 
-/// A step with the time before it: they follow the record before without a gap.
+/// A step with the idle time before it. Both follow the previous record without a
+/// gap.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Step {
     pub(super) step: u64,
@@ -66,27 +69,28 @@ pub(super) struct Step {
     pub(super) shares: Vec<(SequenceId, DeviceNanos)>,
 }
 
-/// What stands at a place in a file.
+/// The result of reading at a position in a file.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Found {
-    /// A whole frame and how many bytes it took.
+pub(super) enum FrameRead {
+    /// A whole frame and its length in bytes.
     Frame(Box<Frame>, usize),
-    /// Nothing whole: the end, a torn write or damage.
+    /// No whole frame: the end, a torn write or damage.
     End,
 }
 
-/// The frames of a file, where it is a journal of a version that is read.
+/// Returns the bytes after the first ones, if the file's version is known.
 pub(super) fn after_magic(bytes: &[u8]) -> Option<&[u8]> {
     [MAGIC, MAGIC_WITHOUT_ENERGY].into_iter().find_map(|magic| bytes.strip_prefix(&magic[..]))
 }
 
-/// Reads the frame that `bytes` begin with.
-pub(super) fn read(bytes: &[u8]) -> Found {
-    read_frame(bytes).map_or(Found::End, |(frame, length)| Found::Frame(Box::new(frame), length))
+/// Reads the frame at the beginning of `bytes`.
+pub(super) fn read(bytes: &[u8]) -> FrameRead {
+    read_frame(bytes)
+        .map_or(FrameRead::End, |(frame, length)| FrameRead::Frame(Box::new(frame), length))
 }
 
-/// The place of a whole frame after the one at `at` that cannot be read, if
-/// there is one near it.
+/// Returns the offset of a whole frame after the unreadable one at `at`, if there
+/// is one nearby.
 pub(super) fn next_after(bytes: &[u8], at: usize) -> Option<usize> {
     let end = bytes.len().min(at.saturating_add(SEARCHED));
     (at + 1..end).find(|&place| {
@@ -96,8 +100,8 @@ pub(super) fn next_after(bytes: &[u8], at: usize) -> Option<usize> {
 }
 
 fn read_frame(bytes: &[u8]) -> Option<(Frame, usize)> {
-    let (head, rest) = bytes.split_at_checked(FRAME_HEAD)?;
-    let (length, sum) = head.split_at(4);
+    let (header, rest) = bytes.split_at_checked(FRAME_HEAD)?;
+    let (length, sum) = header.split_at(4);
     let size = u32::from_le_bytes(length.try_into().ok()?) as usize;
     if size > LARGEST_PAYLOAD {
         return None;
@@ -111,7 +115,7 @@ fn read_frame(bytes: &[u8]) -> Option<(Frame, usize)> {
     input.0.is_empty().then_some((frame, FRAME_HEAD + size))
 }
 
-/// Appends `frame` to `out`.
+/// Appends the bytes of `frame` to `out`.
 pub(super) fn write(frame: &Frame, out: &mut Vec<u8>) {
     let start = out.len();
     out.extend_from_slice(&[0; FRAME_HEAD]);
@@ -132,8 +136,8 @@ fn checksum(length: &[u8], payload: &[u8]) -> u32 {
 
 fn put_frame(frame: &Frame, out: &mut Vec<u8>) {
     match frame {
-        Frame::Head(head) => {
-            let Head { epoch, worker, device, model, calibration, block, clock, utc } = head;
+        Frame::Header(header) => {
+            let Header { epoch, worker, device, model, calibration, block, clock, utc } = header;
             out.push(1);
             out.extend_from_slice(&epoch.0.to_le_bytes());
             for text in [
@@ -176,7 +180,7 @@ fn put_frame(frame: &Frame, out: &mut Vec<u8>) {
             put(&[*queue_ns, *prefill_ns, *decode_ns], out);
             put(&[reason_number(*reason), finished.0], out);
         }
-        Frame::Cut { next, last, energy } => {
+        Frame::CloseBlock { next, last, energy } => {
             out.push(6);
             put(&[next.0, u64::from(*last)], out);
             if let Some(energy) = energy {
@@ -202,7 +206,7 @@ fn put_text(text: &str, out: &mut Vec<u8>) {
     out.extend_from_slice(text.as_bytes());
 }
 
-/// Numbers as LEB128.
+/// Appends the numbers as LEB128.
 fn put(numbers: &[u64], out: &mut Vec<u8>) {
     for &number in numbers {
         let mut rest = number;
@@ -229,7 +233,7 @@ struct Input<'a>(&'a [u8]);
 impl Input<'_> {
     fn frame(&mut self) -> Option<Frame> {
         Some(match self.byte()? {
-            1 => Frame::Head(Head {
+            1 => Frame::Header(Header {
                 epoch: WorkerEpoch(u128::from_le_bytes(self.bytes(16)?.try_into().ok()?)),
                 worker: WorkerName::new(self.text()?).ok()?,
                 device: Device {
@@ -253,7 +257,8 @@ impl Input<'_> {
                 idle: self.nanos()?,
                 overhead: self.nanos()?,
                 shares: {
-                    // Read, not reserved: the count is only a claim.
+                    // The vector grows while reading: a damaged count must not
+                    // reserve memory.
                     let count = self.number()?;
                     (0..count)
                         .map(|_| Some((SequenceId(self.number()?), self.nanos()?)))
@@ -282,7 +287,7 @@ impl Input<'_> {
                     finished: UtcTime(self.number()?),
                 })
             }
-            6 => Frame::Cut {
+            6 => Frame::CloseBlock {
                 next: UtcTime(self.number()?),
                 last: self.number()? == 1,
                 energy: match self.0 {
@@ -363,7 +368,7 @@ mod tests {
         };
         let attempt = Attempt { request: RequestId::from_random(9), attempt: 3 };
         vec![
-            Frame::Head(Head {
+            Frame::Header(Header {
                 epoch: WorkerEpoch(u128::MAX - 5),
                 worker: WorkerName::new("0").expect("a name"),
                 device: Device { class: DeviceClass::cpu(), name: "cpu".into(), uuid: "".into() },
@@ -396,32 +401,36 @@ mod tests {
                 reason: FinishReason::Deadline,
                 finished: UtcTime(77),
             }),
-            Frame::Cut { next: UtcTime(3), last: true, energy: None },
-            Frame::Cut { next: UtcTime(3), last: false, energy: Some(Millijoules(u64::MAX)) },
+            Frame::CloseBlock { next: UtcTime(3), last: true, energy: None },
+            Frame::CloseBlock {
+                next: UtcTime(3),
+                last: false,
+                energy: Some(Millijoules(u64::MAX)),
+            },
             Frame::Alive { at: MonotonicTime(1 << 63) },
         ]
     }
 
     #[test]
-    fn frames_survive_their_bytes_and_no_prefix_is_a_frame() {
+    fn frame_round_trips_and_has_no_valid_prefix() {
         for frame in samples() {
             let mut bytes = Vec::new();
             write(&frame, &mut bytes);
-            assert_eq!(read(&bytes), Found::Frame(Box::new(frame), bytes.len()));
+            assert_eq!(read(&bytes), FrameRead::Frame(Box::new(frame), bytes.len()));
             for length in 0..bytes.len() {
-                assert_eq!(read(&bytes[..length]), Found::End);
+                assert_eq!(read(&bytes[..length]), FrameRead::End);
             }
         }
     }
 
     #[test]
-    fn a_flipped_bit_is_found() {
+    fn frame_read_detects_flipped_bits() {
         for frame in samples() {
             let mut bytes = Vec::new();
             write(&frame, &mut bytes);
             for bit in 0..bytes.len() * 8 {
                 bytes[bit / 8] ^= 1 << (bit % 8);
-                assert_eq!(read(&bytes), Found::End, "bit {bit} of {frame:?}");
+                assert_eq!(read(&bytes), FrameRead::End, "bit {bit} of {frame:?}");
                 bytes[bit / 8] ^= 1 << (bit % 8);
             }
         }
@@ -429,9 +438,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_read_without_harm(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn frame_read_accepts_any_bytes(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             let _ = read(&bytes);
-            // Past the checksum too.
+            // The decoder behind the checksum must accept any bytes, too.
             let _ = Input(&bytes).frame();
         }
     }

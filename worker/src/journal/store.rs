@@ -1,5 +1,6 @@
-//! Journal files on the disk: their names, what a crash left in them, and
-//! their end. A name sorts by when its epoch began, then by its place in it.
+//! The journal's files on the disk: their names, their recovery after a crash, and
+//! the end of their epochs. A name sorts by the beginning of its epoch, then by its
+//! number in the epoch.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -8,88 +9,89 @@ use tollgate_domain::{DeviceNanos, UtcTime, WorkerEpoch};
 
 use super::build::Builder;
 use super::disk::{Disk, DiskFile};
-use super::frame::{self, Found, Frame, Head, MAGIC};
+use super::frame::{self, Frame, FrameRead, Header, MAGIC};
 
 /// A file of the journal.
 #[derive(Clone, Debug)]
 pub(super) struct Segment {
     pub(super) path: PathBuf,
     pub(super) epoch: WorkerEpoch,
-    /// Its last block, once no more are written to it.
+    /// The last block of a complete file; `None` while the file is being written.
     pub(super) last_block: Option<u64>,
-    /// Its valid bytes, once no more are written to it.
+    /// The bytes of a complete file.
     pub(super) bytes: u64,
 }
 
-/// Which file of which epoch.
+/// The identity of a file: its epoch and its number in the epoch.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place {
-    /// When the epoch began, by the host's clock.
+pub(super) struct SegmentId {
+    /// The beginning of the epoch on the host's clock.
     pub(super) began: UtcTime,
     pub(super) epoch: WorkerEpoch,
     pub(super) number: u32,
 }
 
-impl Place {
+impl SegmentId {
     fn file_name(&self) -> String {
         format!("{:020}-{}-{:06}.journal", self.began.0, self.epoch, self.number)
     }
 }
 
-/// Makes the file at `place` with its head. Neither its name nor its bytes are
-/// on the disk before the file and the folder are synced.
+/// Creates the file `id` with its header. Neither its name nor its bytes are
+/// durable before the file and the folder are synced.
 pub(super) fn create<D: Disk>(
     disk: &D,
     folder: &Path,
-    place: Place,
-    head: &Head,
+    id: SegmentId,
+    header: &Header,
 ) -> io::Result<(Segment, D::File, u64)> {
-    let path = folder.join(place.file_name());
+    let path = folder.join(id.file_name());
     let mut bytes = MAGIC.to_vec();
-    frame::write(&Frame::Head(head.clone()), &mut bytes);
+    frame::write(&Frame::Header(header.clone()), &mut bytes);
     let made = disk.create(&path).and_then(|file| {
         file.write_all_at(&bytes, 0)?;
         Ok(file)
     });
     let file = made.inspect_err(|error| {
-        // A file without a head holds nothing and would only be in the way.
+        // A file without a header is useless, and its name would block the next
+        // attempt.
         if error.kind() != io::ErrorKind::AlreadyExists {
             let _ = disk.remove(&path);
         }
     })?;
-    let segment = Segment { path, epoch: place.epoch, last_block: None, bytes: 0 };
+    let segment = Segment { path, epoch: id.epoch, last_block: None, bytes: 0 };
     Ok((segment, file, bytes.len() as u64))
 }
 
-/// Finds what earlier epochs left, oldest first, cuts torn tails and closes
-/// every epoch; what it answers is on the disk. Calling it again changes
-/// nothing.
+/// Recovers the files of earlier epochs, oldest first: cuts torn ends and closes
+/// every epoch. The result is synced. Recovery is idempotent.
 pub(super) fn recover<D: Disk>(disk: &D, folder: &Path) -> io::Result<Vec<Segment>> {
     let mut paths = disk.list(folder)?;
     paths.retain(|path| path.extension().is_some_and(|end| end == "journal"));
     paths.sort();
-    let mut scanned: Vec<(PathBuf, Scanned)> = Vec::with_capacity(paths.len());
+    let mut scanned: Vec<(PathBuf, ScannedSegment)> = Vec::with_capacity(paths.len());
     for path in paths {
         match scan(disk, &path)? {
             Some(file) if scanned.last().is_some_and(|(_, before)| !before.leads_to(&file)) => {
-                // What was handed out stood in synced files, so this was not.
-                let kept = set_aside(disk, &path, &file.bytes)?;
-                tracing::warn!(file = %path.display(), kept = %kept.display(), "a journal file lost the one before it");
+                // Blocks are sent only from synced files, and every file before a
+                // synced file is synced, so no block of this file was sent.
+                let kept = keep_copy(disk, &path, &file.bytes)?;
+                tracing::warn!(file = %path.display(), kept = %kept.display(), "journal file does not follow its predecessor; copied and removed it");
                 disk.remove(&path)?;
             }
             Some(file) => scanned.push((path, file)),
             None => {
-                // Torn at its birth: not even its head reached the disk.
-                tracing::warn!(file = %path.display(), "removed a journal file without a head");
+                // The crash came before the header reached the disk.
+                tracing::warn!(file = %path.display(), "removed a journal file without a header");
                 disk.remove(&path)?;
             }
         }
     }
     let mut segments = Vec::with_capacity(scanned.len());
     for index in 0..scanned.len() {
-        let epoch = scanned[index].1.builder.head().epoch;
+        let epoch = scanned[index].1.builder.header().epoch;
         let is_last =
-            scanned.get(index + 1).is_none_or(|(_, next)| next.builder.head().epoch != epoch);
+            scanned.get(index + 1).is_none_or(|(_, next)| next.builder.header().epoch != epoch);
         let (path, file) = &mut scanned[index];
         settle_tail(disk, path, file, is_last)?;
         segments.push(Segment {
@@ -104,61 +106,61 @@ pub(super) fn recover<D: Disk>(disk: &D, folder: &Path) -> io::Result<Vec<Segmen
     Ok(segments)
 }
 
-/// A file as it was found.
-struct Scanned {
+/// A file as recovery found it.
+struct ScannedSegment {
     builder: Builder,
-    /// Up to the end of its last whole frame.
+    /// The bytes up to the end of the last whole frame.
     bytes: Vec<u8>,
-    /// Bytes behind that.
+    /// Bytes after the last whole frame.
     torn: usize,
 }
 
-impl Scanned {
-    /// Whether `next` begins where this ends, or is another epoch's.
+impl ScannedSegment {
+    /// Returns true if `next` continues this file or belongs to another epoch.
     fn leads_to(&self, next: &Self) -> bool {
-        let (head, next) = (self.builder.head(), next.builder.head());
-        head.epoch != next.epoch
+        let (header, next) = (self.builder.header(), next.builder.header());
+        header.epoch != next.epoch
             || (self.builder.is_between_blocks() && self.builder.number() == next.block)
     }
 }
 
-fn scan<D: Disk>(disk: &D, path: &Path) -> io::Result<Option<Scanned>> {
+fn scan<D: Disk>(disk: &D, path: &Path) -> io::Result<Option<ScannedSegment>> {
     let mut bytes = disk.read(path)?;
     let Some(rest) = frame::after_magic(&bytes) else {
-        // A power cut can leave the length of a file without its first bytes.
+        // A power cut can leave a file with its length but without its first bytes.
         if bytes.iter().take(MAGIC.len()).any(|&byte| byte != 0) && bytes.len() >= MAGIC.len() {
             return Err(damaged(path, "is not a journal of this version"));
         }
         return Ok(None);
     };
-    let Found::Frame(head, taken) = frame::read(rest) else {
+    let FrameRead::Frame(header, taken) = frame::read(rest) else {
         return Ok(None);
     };
-    let Frame::Head(head) = *head else {
-        return Err(damaged(path, "does not begin with a head"));
+    let Frame::Header(header) = *header else {
+        return Err(damaged(path, "does not begin with a header"));
     };
-    let mut builder = Builder::new(head);
+    let mut builder = Builder::new(header);
     let mut at = MAGIC.len() + taken;
-    while let Found::Frame(frame, taken) = frame::read(&bytes[at..]) {
+    while let FrameRead::Frame(frame, taken) = frame::read(&bytes[at..]) {
         builder.apply(*frame).map_err(|error| damaged(path, &error.to_string()))?;
         at += taken;
     }
     if let Some(next) = frame::next_after(&bytes, at) {
-        // A torn write is the last one, but pages reach the disk in any order:
-        // whether whole frames behind it were ever synced, nobody can tell.
-        let kept = set_aside(disk, path, &bytes)?;
+        // A whole frame follows the unreadable one. Pages reach the disk in any
+        // order, so it is unknown if the later frames were ever synced.
+        let kept = keep_copy(disk, path, &bytes)?;
         tracing::error!(
             file = %path.display(), offset = at, next_frame = next, kept = %kept.display(),
-            "a journal is damaged: what it says after this place is not billed"
+            "journal is damaged; the records after this offset are not billed"
         );
     }
     let torn = bytes.len() - at;
     bytes.truncate(at);
-    Ok(Some(Scanned { builder, bytes, torn }))
+    Ok(Some(ScannedSegment { builder, bytes, torn }))
 }
 
-/// What cannot be told any more is kept for people.
-fn set_aside<D: Disk>(disk: &D, path: &Path, bytes: &[u8]) -> io::Result<PathBuf> {
+/// Copies a damaged file, so that an admin can examine it.
+fn keep_copy<D: Disk>(disk: &D, path: &Path, bytes: &[u8]) -> io::Result<PathBuf> {
     let aside = path.with_extension("damaged");
     match disk.remove(&aside) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -170,21 +172,22 @@ fn set_aside<D: Disk>(disk: &D, path: &Path, bytes: &[u8]) -> io::Result<PathBuf
     Ok(aside)
 }
 
-/// Cuts what is torn, and closes the epoch where nobody did: its shares stay
-/// shares, the step that was under way is loss, what came after is nobody's.
+/// Cuts the torn end, and closes the epoch if its process did not. Recorded shares
+/// stay with their owners, the step that was running is lost, and the time after it
+/// belongs to nobody.
 ///
-/// All of it is written anew and synced. What a file seems to hold need not be
-/// on the disk: its writer may have been killed before a sync, and after one
-/// that failed the kernel no longer knows what is missing.
+/// All bytes are written again and synced. The bytes that a read returns need not
+/// be on the disk: the process may have been killed before a sync, and after a
+/// failed sync the kernel no longer knows which pages are missing.
 fn settle_tail<D: Disk>(
     disk: &D,
     path: &Path,
-    file: &mut Scanned,
+    file: &mut ScannedSegment,
     is_last: bool,
 ) -> io::Result<()> {
     let handle = disk.open(path)?;
     if file.torn > 0 {
-        tracing::warn!(file = %path.display(), bytes = file.torn, "cut the torn end of a journal");
+        tracing::warn!(file = %path.display(), bytes = file.torn, "cut the torn end of a journal file");
         handle.set_len(file.bytes.len() as u64)?;
     }
     if is_last && !file.builder.ended() {
@@ -194,8 +197,8 @@ fn settle_tail<D: Disk>(
             frames.push(Frame::Gap { idle: DeviceNanos::ZERO, loss });
         }
         let next = file.builder.utc_of(file.builder.clock());
-        // What was drawn since the last cut, nobody knows any more.
-        frames.push(Frame::Cut { next, last: true, energy: None });
+        // The energy since the last closed block is unknown.
+        frames.push(Frame::CloseBlock { next, last: true, energy: None });
         for frame in frames {
             frame::write(&frame, &mut file.bytes);
             file.builder.apply(frame).map_err(|error| damaged(path, &error.to_string()))?;

@@ -1,4 +1,5 @@
-//! The journal against crashes, full disks and itself.
+//! Tests of the journal: crashes, full disks, damaged files, and arbitrary
+//! operations.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -31,17 +32,17 @@ const EPOCH: WorkerEpoch = WorkerEpoch(1);
 const NEXT_EPOCH: WorkerEpoch = WorkerEpoch(2);
 const MS: u64 = 1_000_000;
 
-/// A journal whose time and whose syncing thread the test is.
+/// A journal whose clock and whose syncing thread the test controls.
 struct Bench {
     folder: TempDir,
     clock: FakeClock,
     journal: Journal,
     engine: Box<dyn StepJournal>,
     meter: Meter,
-    /// The device's energy counter, where it tells it.
+    /// The device's energy counter; `None` if the device reports none.
     counter: Option<u64>,
     steps: u64,
-    /// Figures of the requests that run, by number.
+    /// WriterSnapshot of the requests that run, by number.
     attributed: BTreeMap<u64, u64>,
 }
 
@@ -70,12 +71,12 @@ impl Bench {
         Self::with(folder, clock, options)
     }
 
-    /// One whose device tells its energy from the start.
+    /// Creates a journal whose device reports its energy from the start.
     fn metered(counter: u64) -> Self {
         let (folder, clock) = (tempfile::tempdir().expect("a folder"), FakeClock::default());
         let counter_there = Some(Millijoules(counter));
         let options = JournalOptions { counter: counter_there, ..options(&folder, EPOCH, &clock) };
-        options.meter.tell(clock.now(), counter_there);
+        options.meter.store(clock.now(), counter_there);
         Self { counter: Some(counter), ..Self::with(folder, clock, options) }
     }
 
@@ -86,24 +87,24 @@ impl Bench {
         Self { folder, clock, journal, engine, meter, counter: None, steps: 0, attributed }
     }
 
-    /// The counter is read.
-    fn tell(&self) {
-        self.meter.tell(self.clock.now(), self.counter.map(Millijoules));
+    /// Stores a reading of the counter.
+    fn read_counter(&self) {
+        self.meter.store(self.clock.now(), self.counter.map(Millijoules));
     }
 
-    /// A step after `gap`, in which each request has its time.
+    /// Runs a step after `gap`, with the device time of each request.
     fn step(&mut self, gap: u64, shares: &[(u64, u64)], overhead: u64) -> io::Result<()> {
         self.wait(gap);
-        self.tell();
+        self.read_counter();
         let started = self.clock.now();
         self.engine.began(started)?;
         let busy = shares.iter().map(|&(_, ns)| ns).sum::<u64>() + overhead;
         self.wait(busy);
-        self.tell();
+        self.read_counter();
         self.record(started, shares, overhead)
     }
 
-    /// The step that began at `started` is booked.
+    /// Records the step that began at `started`.
     fn record(
         &mut self,
         started: MonotonicTime,
@@ -124,7 +125,7 @@ impl Bench {
         self.engine.step(&StepRecord { step: self.steps, started, busy, shares: &all })
     }
 
-    /// A step begins now.
+    /// Begins a step now.
     fn began(&mut self) {
         self.engine.began(self.clock.now()).expect("the journal is open");
     }
@@ -147,7 +148,7 @@ impl Bench {
     }
 
     fn tick(&self) {
-        self.tell();
+        self.read_counter();
         self.journal.tick(SEGMENT_BYTES).expect("syncs");
     }
 
@@ -155,7 +156,7 @@ impl Bench {
         read_all(&self.journal)
     }
 
-    /// A crash, then a new process.
+    /// Simulates a crash and opens the journal in a new process.
     fn restart(self) -> (TempDir, Journal) {
         let Self { folder, clock, journal, engine, .. } = self;
         drop((engine, journal));
@@ -185,7 +186,7 @@ fn share(id: u64, ns: u64) -> StepShare {
     }
 }
 
-/// Numbered from 1, balanced by construction, and their time on end.
+/// Asserts that the blocks are numbered from 1 and cover `wall` without gaps.
 fn assert_tiles(blocks: &[Block], epoch: WorkerEpoch, wall: u64) {
     let mut step = 0;
     for (index, block) in blocks.iter().enumerate() {
@@ -201,7 +202,7 @@ fn assert_tiles(blocks: &[Block], epoch: WorkerEpoch, wall: u64) {
 }
 
 #[test]
-fn a_block_closes_when_a_request_ends_and_is_read_once_synced() {
+fn block_closes_at_request_end_after_sync() {
     let mut bench = Bench::new();
     bench.step(5, &[(1, 100), (2, 50)], 7).expect("writes");
     bench.tick();
@@ -221,21 +222,21 @@ fn a_block_closes_when_a_request_ends_and_is_read_once_synced() {
     assert!(!parts.last_of_epoch);
 }
 
-/// What each block says was drawn.
+/// Returns the energy of each block.
 fn drawn(blocks: &[Block]) -> Vec<Option<u64>> {
     blocks.iter().map(|block| block.parts().energy.map(Millijoules::millijoules)).collect()
 }
 
 #[test]
-fn a_block_has_the_energy_that_the_counter_moved_from_its_begin_to_its_end() {
+fn block_energy_is_the_counters_change() {
     let mut bench = Bench::metered(1_000);
     let counters = [
         (Some(1_300), Some(300)),
         (Some(1_300), Some(0)),
-        (None, None),            // the device tells nothing any more
-        (Some(2_000), None),     // what it drew meanwhile, nobody knows
-        (Some(2_050), Some(50)), // and so on from there
-        (Some(40), None),        // its driver was loaded anew
+        (None, None),            // the device stops reporting
+        (Some(2_000), None),     // the energy in between is unknown
+        (Some(2_050), Some(50)), // known again from there
+        (Some(40), None),        // the driver was reloaded
         (Some(45), Some(5)),
         (Some(u64::MAX), None), // no device draws that
         (Some(90), None),
@@ -250,7 +251,7 @@ fn a_block_has_the_energy_that_the_counter_moved_from_its_begin_to_its_end() {
         expected.push(energy);
     }
     assert_eq!(drawn(&bench.blocks()), expected);
-    // A block of no time has none; the next one has it.
+    // A block without duration has no energy; the next block has it.
     bench.counter = Some(107);
     bench.finish(99);
     bench.tick();
@@ -263,7 +264,7 @@ fn a_block_has_the_energy_that_the_counter_moved_from_its_begin_to_its_end() {
     bench.tick();
     expected.extend([None, Some(11), Some(9)]);
     assert_eq!(drawn(&bench.blocks()), expected);
-    // Of the end of one that was killed, nobody can tell.
+    // The energy of a block that recovery closed is unknown.
     bench.counter = Some(500);
     bench.step(0, &[(51, MS)], 0).expect("writes");
     let (_folder, next) = bench.restart();
@@ -272,7 +273,7 @@ fn a_block_has_the_energy_that_the_counter_moved_from_its_begin_to_its_end() {
 }
 
 #[test]
-fn a_counter_that_nobody_reads_any_more_tells_nothing() {
+fn stale_counter_gives_no_energy() {
     let mut bench = Bench::metered(10);
     bench.counter = Some(20);
     bench.step(0, &[(1, MS)], 0).expect("writes");
@@ -282,19 +283,19 @@ fn a_counter_that_nobody_reads_any_more_tells_nothing() {
     assert_eq!(drawn(&bench.blocks()), [None]);
 }
 
-/// Where energy is told, a long rest is a block of its own: what is drawn in
-/// it is not shared with the steps around it, however long these last.
+/// If the device reports its energy, long idle time is a block of its own: its
+/// energy is not shared with the steps around it.
 #[test]
-fn a_long_rest_keeps_its_energy() {
+fn long_idle_time_keeps_its_energy() {
     let mut bench = Bench::metered(0);
     bench.counter = Some(30);
     bench.step(0, &[(1, 40 * MS)], 0).expect("writes");
     bench.wait(2_000 * MS);
     bench.counter = Some(190);
-    bench.tell();
+    bench.read_counter();
     bench.began();
     let started = bench.clock.now();
-    // The syncing thread looks while the step draws.
+    // The syncing thread runs during the step.
     for counter in [220, 250, 265] {
         bench.wait(120 * MS);
         bench.counter = Some(counter);
@@ -311,16 +312,16 @@ fn a_long_rest_keeps_its_energy() {
     assert_tiles(&blocks, EPOCH, 2_400 * MS);
 }
 
-/// A step that the device had before the last one was booked began before that
-/// one ended; what a look finds meanwhile is no rest.
+/// A step that was queued on the device before the last one was recorded began
+/// before that one ended. The time between is not idle.
 #[test]
-fn a_step_ahead_begins_where_the_last_one_ended() {
+fn queued_step_begins_at_previous_end() {
     let mut bench = Bench::metered(0);
     let ahead = bench.clock.now();
     bench.step(0, &[(1, 5 * MS)], 0).expect("writes");
     bench.wait(1_500 * MS); // the process is held up, not the device
     bench.counter = Some(500);
-    bench.tell();
+    bench.read_counter();
     bench.engine.began(ahead).expect("the journal is open");
     bench.tick();
     bench.wait(200 * MS);
@@ -334,7 +335,7 @@ fn a_step_ahead_begins_where_the_last_one_ended() {
 }
 
 #[test]
-fn a_journal_of_the_version_before_is_read() {
+fn journal_reads_previous_version() {
     let mut bench = Bench::new();
     bench.step(5, &[(1, 100)], 7).expect("writes");
     bench.finish(1);
@@ -354,7 +355,7 @@ fn a_journal_of_the_version_before_is_read() {
 }
 
 #[test]
-fn a_block_closes_within_a_second_of_steps_and_at_rest() {
+fn block_closes_after_one_second_and_when_idle() {
     let mut bench = Bench::new();
     bench.step(0, &[(1, 600 * MS)], 0).expect("writes");
     bench.tick();
@@ -367,7 +368,7 @@ fn a_block_closes_within_a_second_of_steps_and_at_rest() {
     bench.engine.idle(bench.clock.now()).expect("writes");
     bench.tick();
     assert_eq!(bench.blocks().len(), 2);
-    // Idle alone is worth a block once a minute.
+    // Idle time alone closes a block once a minute.
     for second in 1..=120 {
         bench.wait(1_000 * MS);
         bench.engine.idle(bench.clock.now()).expect("writes");
@@ -378,7 +379,7 @@ fn a_block_closes_within_a_second_of_steps_and_at_rest() {
 }
 
 #[test]
-fn a_clean_end_closes_the_epoch() {
+fn journal_close_ends_the_epoch() {
     let mut bench = Bench::new();
     bench.journal.overhead(MonotonicTime(0), DeviceNanos(40)).expect("writes");
     bench.wait(40);
@@ -392,19 +393,19 @@ fn a_clean_end_closes_the_epoch() {
     assert_eq!((last.overhead.nanos(), last.idle.nanos(), last.loss.nanos()), (40, 52, 0));
     assert!(bench.step(0, &[(1, 1)], 0).is_err(), "nothing after the end");
     let (_folder, next) = bench.restart();
-    assert_eq!(read_all(&next), blocks, "the next process tells the same");
+    assert_eq!(read_all(&next), blocks, "the next process reads the same blocks");
 }
 
-/// C02: a SIGKILL loses the step under way, and that to `loss`.
+/// A SIGKILL loses only the current step, as `loss`.
 #[test]
-fn a_crash_is_closed_by_the_next_process() {
+fn recovery_closes_crashed_epoch() {
     let mut bench = Bench::new();
     bench.step(0, &[(1, 100 * MS)], 0).expect("writes");
     bench.tick();
     bench.began();
     bench.wait(250 * MS); // a long step is under way
     bench.tick();
-    bench.wait(30 * MS); // and is never heard of again
+    bench.wait(30 * MS); // the process dies in the step
     let (_folder, next) = bench.restart();
     let blocks = read_all(&next);
     assert_tiles(&blocks, EPOCH, 350 * MS);
@@ -415,10 +416,10 @@ fn a_crash_is_closed_by_the_next_process() {
     assert_eq!(parts.finished, vec![]);
 }
 
-/// C02, C12: the first step after a pause is lost as any other, and the pause
-/// is no part of it.
+/// The first step after idle time can be lost like any other. The idle time stays
+/// idle.
 #[test]
-fn what_is_lost_is_the_step_alone() {
+fn crash_loses_only_the_current_step() {
     for ended_by_itself in [false, true] {
         let mut bench = Bench::new();
         bench.step(0, &[(1, 100 * MS)], 0).expect("writes");
@@ -430,7 +431,7 @@ fn what_is_lost_is_the_step_alone() {
         bench.wait(250 * MS);
         bench.tick();
         if ended_by_itself {
-            // The watchdog's way: the step is closed as lost, then the process ends.
+            // The watchdog closes the step as lost, then the process ends.
             bench.journal.close(Tail::Loss).expect("closes");
         }
         let (_folder, next) = bench.restart();
@@ -445,9 +446,9 @@ fn what_is_lost_is_the_step_alone() {
     }
 }
 
-/// A file that ends while a step lasts takes the idle time before it along.
+/// A file that ends during a step includes the idle time before the step.
 #[test]
-fn idle_time_before_a_long_step_is_not_lost_where_a_file_ends() {
+fn rotation_keeps_idle_time_before_long_step() {
     let mut bench = Bench::new();
     bench.step(0, &[(1, 100)], 0).expect("writes");
     bench.finish(1);
@@ -457,24 +458,24 @@ fn idle_time_before_a_long_step_is_not_lost_where_a_file_ends() {
     bench.wait(250 * MS);
     bench.tick();
     bench.journal.shared.rotate_when(0).expect("rotates");
-    let handed_out = bench.blocks();
+    let sent = bench.blocks();
     bench.journal.close(Tail::Loss).expect("closes");
     assert_tiles(&bench.blocks(), EPOCH, 1_550 * MS + 100);
     let (_folder, next) = bench.restart();
     let blocks = read_all(&next);
-    assert_eq!(blocks[..handed_out.len()], handed_out[..]);
+    assert_eq!(blocks[..sent.len()], sent[..]);
     assert_tiles(&blocks, EPOCH, 1_550 * MS + 100);
 }
 
-/// C03: wherever a write was torn, what is whole before it is kept, what was
-/// handed out is the same, and the epoch balances and ends.
+/// Wherever a write is torn, the whole frames before it are kept, blocks that were
+/// sent stay the same, and the epoch balances and ends.
 #[test]
-fn a_torn_tail_is_cut_at_the_last_whole_record() {
+fn recovery_cuts_torn_tail_at_last_frame() {
     let mut bench = Bench::new();
     bench.step(1, &[(1, 100)], 0).expect("writes");
     bench.finish(1);
     bench.tick();
-    let handed_out = bench.blocks();
+    let sent = bench.blocks();
     let synced = bench.journal.shared.state().writer.synced as usize;
     bench.step(2, &[(2, 30), (3, 4)], 5).expect("writes");
     bench.finish(2);
@@ -491,7 +492,7 @@ fn a_torn_tail_is_cut_at_the_last_whole_record() {
         let clock = FakeClock::default();
         let journal = Journal::open(OsDisk, options(&folder, NEXT_EPOCH, &clock)).expect("opens");
         let blocks = read_all(&journal);
-        assert_eq!(blocks[..handed_out.len()], handed_out[..], "at {length}");
+        assert_eq!(blocks[..sent.len()], sent[..], "at {length}");
         assert!(blocks.last().expect("a block").parts().last_of_epoch);
         let wall = blocks.iter().map(|block| block.parts().wall.nanos()).sum();
         assert_tiles(&blocks, EPOCH, wall);
@@ -504,9 +505,9 @@ fn a_torn_tail_is_cut_at_the_last_whole_record() {
     }
 }
 
-/// C04: what was whole once and is damaged is not taken for a torn end.
+/// Damage before whole frames is not taken for a torn end.
 #[test]
-fn damage_is_not_cut_in_silence() {
+fn recovery_keeps_copy_of_damaged_file() {
     let mut bench = Bench::new();
     for step in 1..=20 {
         bench.step(step, &[(step, 100)], 0).expect("writes");
@@ -537,7 +538,7 @@ fn damage_is_not_cut_in_silence() {
 }
 
 #[test]
-fn a_file_without_a_head_is_removed() {
+fn recovery_removes_file_without_header() {
     for length in 0..40 {
         let bench = Bench::new();
         let path = bench.journal.shared.state().segments[0].path.clone();
@@ -554,7 +555,7 @@ fn a_file_without_a_head_is_removed() {
 }
 
 #[test]
-fn acknowledged_files_are_deleted_and_only_they() {
+fn acknowledge_deletes_only_acknowledged_files() {
     let mut bench = Bench::new();
     bench.step(0, &[(1, 10)], 0).expect("writes");
     bench.finish(1);
@@ -567,7 +568,7 @@ fn acknowledged_files_are_deleted_and_only_they() {
     next.acknowledge(EPOCH, 1);
     let left: Vec<u64> = read_all(&next).iter().map(|block| block.parts().number).collect();
     assert_eq!((files(), left), (3, vec![2]));
-    // Beyond what exists; of an epoch that does not.
+    // Acknowledgements of blocks and of an epoch that do not exist.
     next.acknowledge(NEXT_EPOCH, 99);
     next.acknowledge(WorkerEpoch(77), 1);
     assert_eq!(files(), 3);
@@ -580,21 +581,21 @@ fn acknowledged_files_are_deleted_and_only_they() {
 }
 
 #[test]
-fn a_journal_that_nobody_takes_is_bounded_and_refuses() {
+fn journal_bounds_unacknowledged_bytes() {
     let folder = tempfile::tempdir().expect("a folder");
     let clock = FakeClock::default();
     let options = JournalOptions { most_bytes: 2_000, ..options(&folder, EPOCH, &clock) };
     let mut bench = Bench::with(folder, clock, options);
     let error = (0..1_000).find_map(|id| bench.step(0, &[(id, 1)], 0).err()).expect("it fills");
     assert_eq!(error.kind(), io::ErrorKind::StorageFull);
-    // What was written is whole all the same.
+    // The frames that were written are whole nevertheless.
     let written = bench.journal.shared.state().writer.clock.0;
     let (_folder, next) = bench.restart();
     assert_tiles(&read_all(&next), EPOCH, written);
 }
 
 #[test]
-fn a_step_that_does_not_add_up_is_refused_whole() {
+fn journal_refuses_unbalanced_steps() {
     let mut bench = Bench::new();
     let shares = [share(1, 100)];
     let mut record =
@@ -602,7 +603,7 @@ fn a_step_that_does_not_add_up_is_refused_whole() {
     assert!(bench.engine.step(&record).is_err());
     record.busy = DeviceNanos(100);
     bench.engine.step(&record).expect("writes");
-    // The one before had not ended, by more than two clocks may disagree.
+    // Two clock readings may overlap by less than the grain, but not by more.
     bench.engine.step(&StepRecord { step: 2, ..record }).expect("within the grain");
     let long = [share(1, 5 * MS)];
     let record = StepRecord { busy: DeviceNanos(5 * MS), shares: &long, step: 3, ..record };
@@ -612,7 +613,7 @@ fn a_step_that_does_not_add_up_is_refused_whole() {
 }
 
 #[test]
-fn a_folder_has_one_writer() {
+fn journal_folder_has_one_writer() {
     let bench = Bench::new();
     let error = Journal::open(OsDisk, options(&bench.folder, NEXT_EPOCH, &bench.clock))
         .err()
@@ -629,7 +630,7 @@ enum Act {
     },
     Finish(u8),
     Idle(u32),
-    /// So many millijoules are drawn.
+    /// The device draws this many millijoules.
     Draw(u32),
     Tick,
     Rotate,
@@ -651,21 +652,21 @@ fn any_act() -> impl Strategy<Value = Act> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// Whatever happens, blocks tile the epoch exactly, every share and every
-    /// millijoule arrives once, and a reader that follows, one that comes late and the next
-    /// process see the same.
+    /// After any operations, blocks cover the epoch exactly, and every share and
+    /// every millijoule arrives once. A reader that follows, a late reader and the
+    /// next process see the same blocks.
     #[test]
-    fn blocks_tile_and_balance(acts in proptest::collection::vec(any_act(), 1..60)) {
+    fn blocks_cover_epoch_and_balance(acts in proptest::collection::vec(any_act(), 1..60)) {
         let mut bench = Bench::metered(77);
         let mut follower = bench.journal.feed();
         let mut followed = Vec::new();
         let mut given = 0_u64;
-        // Nothing is done for a request that has finished: another follows it.
+        // A finished request gets no further shares: another request follows it.
         let mut living: [u64; 8] = std::array::from_fn(|id| id as u64);
         for act in acts {
             match act {
                 Act::Step { gap, shares, overhead } => {
-                    // A sequence stands in a step once.
+                    // A sequence is in a step once at most.
                     let shares: BTreeMap<u64, u64> = shares
                         .iter()
                         .map(|&(id, ns)| (living[usize::from(id)], ns.into()))
@@ -680,13 +681,13 @@ proptest! {
                 }
                 Act::Idle(ns) => {
                     bench.wait(ns.into());
-                    bench.tell();
+                    bench.read_counter();
                     bench.engine.idle(bench.clock.now()).expect("writes");
                 }
                 Act::Draw(energy) => bench.counter = bench.counter.map(|it| it + u64::from(energy)),
                 Act::Tick => bench.tick(),
                 Act::Rotate => {
-                    bench.tell();
+                    bench.read_counter();
                     bench.journal.shared.sync().expect("syncs");
                     bench.journal.shared.rotate_when(0).expect("rotates");
                 }
@@ -696,7 +697,7 @@ proptest! {
             }
         }
         bench.wait(1); // in no time nothing is drawn
-        bench.tell();
+        bench.read_counter();
         let wall = bench.clock.now().0;
         bench.journal.close(Tail::Idle).expect("closes");
         while let Some(block) = follower.next().expect("reads") {

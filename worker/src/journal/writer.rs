@@ -1,6 +1,6 @@
-//! Writing frames: the open file, the open block, and how far the records
-//! reach. Nothing here locks or syncs; frames gather in memory until
-//! [`Writer::write`], and what fails is taken back with [`Writer::restore`].
+//! The writer of frames: the open file, the open block, and the end of the records.
+//! Nothing here locks or syncs. Frames collect in memory until [`Writer::write`];
+//! after an error [`Writer::restore`] takes them back.
 
 use std::collections::HashMap;
 use std::io;
@@ -14,83 +14,84 @@ use tollgate_domain::{
 use tollgate_engine::{Owner, RequestFigures, StepRecord};
 
 use super::disk::{Disk, DiskFile};
-use super::frame::{self, Frame, Head, Step};
-use super::store::{self, Place, Segment};
+use super::frame::{self, Frame, Header, Step};
+use super::store::{self, Segment, SegmentId};
 
-/// The file that is written.
+/// The state of the file that is being written.
 pub(super) struct Writer<F> {
-    pub(super) head: Head,
-    pub(super) place: Place,
+    pub(super) header: Header,
+    pub(super) id: SegmentId,
     pub(super) file: Arc<F>,
     /// Bytes written, all of them whole frames.
     pub(super) length: u64,
-    /// Bytes that are on the disk; 0 while its name is not.
+    /// Bytes that are synced; 0 while the file's name is not synced.
     pub(super) synced: u64,
-    /// How far the records reach.
+    /// The end of the last record.
     pub(super) clock: MonotonicTime,
-    /// Where the open block began.
+    /// The beginning of the open block.
     pub(super) block_began: MonotonicTime,
-    /// The device's energy counter there; `None` where it did not tell.
+    /// The device's energy counter at the beginning of the block; `None` if it was
+    /// not known.
     pub(super) counter: Option<Millijoules>,
-    /// The counter where the records end, as it was when they came to reach there.
+    /// The device's energy counter at the end of the last record.
     pub(super) reading: Option<Millijoules>,
-    /// The open block's number.
+    /// The number of the open block.
     pub(super) block: u64,
-    pub(super) open: Open,
-    /// Sequences whose owner stands in this file.
+    pub(super) open: OpenBlock,
+    /// Sequences whose owner frame is in this file.
     pub(super) introduced: HashMap<SequenceId, Attempt>,
-    /// When the step began that the engine is in: what passes from there until
-    /// it is recorded is the step's.
+    /// The beginning of the step that the engine is in. The time from there until
+    /// the step is recorded belongs to the step.
     pub(super) in_step: Option<MonotonicTime>,
-    /// Something was written since the last look of the syncing thread.
-    pub(super) stirred: bool,
+    /// True if something was written since the syncing thread's last round.
+    pub(super) wrote: bool,
     pub(super) frames: Vec<u8>,
 }
 
-/// What the open block holds.
+/// The kinds of records in the open block.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Open {
+pub(super) struct OpenBlock {
     pub(super) steps: bool,
     pub(super) finished: usize,
     pub(super) idled: bool,
 }
 
-/// What an append changes besides the file.
-pub(super) struct Figures {
+/// The state that an append changes besides the file.
+pub(super) struct WriterSnapshot {
     pub(super) clock: MonotonicTime,
     pub(super) block_began: MonotonicTime,
     pub(super) counter: Option<Millijoules>,
     pub(super) reading: Option<Millijoules>,
     pub(super) block: u64,
-    pub(super) open: Open,
+    pub(super) open: OpenBlock,
 }
 
 impl<F: DiskFile> Writer<F> {
-    /// A new file, not synced yet.
+    /// Creates a new file, which is not synced yet.
     pub(super) fn create<D: Disk<File = F>>(
         disk: &D,
         folder: &Path,
-        place: Place,
-        head: Head,
+        id: SegmentId,
+        header: Header,
         segments: &mut Vec<Segment>,
     ) -> io::Result<Self> {
-        let (segment, file, length) = store::create(disk, folder, place, &head)?;
+        let (segment, file, length) = store::create(disk, folder, id, &header)?;
         segments.push(segment);
         Ok(Self {
-            place,
+            id,
             file: Arc::new(file),
             length,
             synced: 0,
-            clock: head.clock,
-            block_began: head.clock,
+            clock: header.clock,
+            block_began: header.clock,
             counter: None,
             reading: None,
-            block: head.block,
-            head,
-            open: Open::default(),
+            block: header.block,
+            header,
+            open: OpenBlock::default(),
             introduced: HashMap::new(),
             in_step: None,
-            stirred: false,
+            wrote: false,
             frames: Vec::new(),
         })
     }
@@ -123,7 +124,7 @@ impl<F: DiskFile> Writer<F> {
         if sum != busy {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidData,
-                format!("shares of step {step} sum to {sum}, it took {busy}"),
+                format!("the shares of step {step} sum to {sum}, but the step took {busy}"),
             ));
         }
         let idle = self.idle_before(started)?;
@@ -132,8 +133,8 @@ impl<F: DiskFile> Writer<F> {
         Ok(())
     }
 
-    /// The time between the last record and `started`. Steps may seem to
-    /// overlap by the grain of two clocks, not by more.
+    /// Returns the time between the last record and `started`. Two clock readings
+    /// may disagree by [`CLOCK_GRAIN`]; a larger overlap is an error.
     pub(super) fn idle_before(&self, started: MonotonicTime) -> io::Result<DeviceNanos> {
         let overlap = self.clock.since(started);
         if overlap > CLOCK_GRAIN {
@@ -158,8 +159,8 @@ impl<F: DiskFile> Writer<F> {
         }
     }
 
-    /// Books the time up to the step that is under way as idle, so that what is
-    /// lost with the step is the step alone.
+    /// Records the time before the current step as idle, so that a crash loses the
+    /// step alone.
     pub(super) fn put_idle_before_step(&mut self) {
         if let Some(began) = self.in_step {
             let idle = began.0.saturating_sub(self.clock.0);
@@ -167,17 +168,18 @@ impl<F: DiskFile> Writer<F> {
         }
     }
 
-    /// Ends the block where the records end.
-    pub(super) fn put_cut(&mut self, next: UtcTime, last: bool) {
+    /// Closes the block at the end of the last record.
+    pub(super) fn close_block(&mut self, next: UtcTime, last: bool) {
         let energy = self.energy();
-        frame::write(&Frame::Cut { next, last, energy }, &mut self.frames);
+        frame::write(&Frame::CloseBlock { next, last, energy }, &mut self.frames);
         self.block += 1;
         self.block_began = self.clock;
-        self.open = Open::default();
+        self.open = OpenBlock::default();
     }
 
-    /// What was drawn in the open block. In no time nobody draws anything: what
-    /// the counter moved meanwhile is the next block's. One that leaps tells nothing.
+    /// Returns the energy drawn in the open block. A block without duration has
+    /// none; the counter's change then belongs to the next block. An implausible
+    /// change counts as unknown.
     fn energy(&mut self) -> Option<Millijoules> {
         if self.clock == self.block_began && self.counter.is_some() {
             return None;
@@ -191,7 +193,7 @@ impl<F: DiskFile> Writer<F> {
         let RequestFigures { request, attempt, caller, usage, stages, reason } = request;
         let attempt = Attempt { request: request.clone(), attempt: *attempt };
         self.introduced.retain(|_, owner| *owner != attempt);
-        // Transfers are within the others, and said in the answer alone.
+        // Transfers are part of the other stages and only reported in the answer.
         let tollgate_engine::Stages { queue_ns, prefill_ns, decode_ns, transfers: _ } = *stages;
         let finished = FinishedAttempt {
             caller: caller.clone(),
@@ -205,13 +207,14 @@ impl<F: DiskFile> Writer<F> {
         self.open.finished += 1;
     }
 
-    /// The host's clock where the records end, given both clocks now.
+    /// Returns the host's time at the end of the last record, given both clocks
+    /// now.
     pub(super) fn utc_at_end(&self, now: MonotonicTime, utc: UtcTime) -> UtcTime {
         UtcTime(utc.0.saturating_sub(now.0.saturating_sub(self.clock.0)))
     }
 
-    pub(super) fn is_cut_due(&self, now: MonotonicTime) -> bool {
-        let Open { steps, finished, idled } = self.open;
+    pub(super) fn is_close_due(&self, now: MonotonicTime) -> bool {
+        let OpenBlock { steps, finished, idled } = self.open;
         finished > 0 || idled || (steps && now.since(self.block_began) >= LONGEST_OPEN)
     }
 
@@ -221,12 +224,12 @@ impl<F: DiskFile> Writer<F> {
         }
         self.file.write_all_at(&self.frames, self.length)?;
         self.length += self.frames.len() as u64;
-        self.stirred = true;
+        self.wrote = true;
         Ok(())
     }
 
-    pub(super) fn figures(&self) -> Figures {
-        Figures {
+    pub(super) fn figures(&self) -> WriterSnapshot {
+        WriterSnapshot {
             clock: self.clock,
             block_began: self.block_began,
             counter: self.counter,
@@ -236,16 +239,16 @@ impl<F: DiskFile> Writer<F> {
         }
     }
 
-    pub(super) fn restore(&mut self, before: Figures) {
-        let Figures { clock, block_began, counter, reading, block, open } = before;
+    pub(super) fn restore(&mut self, before: WriterSnapshot) {
+        let WriterSnapshot { clock, block_began, counter, reading, block, open } = before;
         (self.clock, self.block_began, self.block, self.open) = (clock, block_began, block, open);
         (self.counter, self.reading) = (counter, reading);
-        // Owners may stand in the frames that were not written: say them again.
+        // The discarded frames may have held owner frames: write all owners again.
         self.introduced.clear();
     }
 }
 
-/// How long a block with steps stays open while nothing finishes.
+/// Time that a block with steps stays open at most while no request finishes.
 pub(super) const LONGEST_OPEN: Duration = Duration::from_secs(1);
-/// By how much two readings of the engine's clocks may disagree.
+/// Difference that two readings of the engine's clocks may have.
 const CLOCK_GRAIN: Duration = Duration::from_millis(1);

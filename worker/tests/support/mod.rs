@@ -1,5 +1,5 @@
-//! A whole worker in this process, on the model that comes along, and a
-//! gateway's end of its socket.
+//! A whole worker in this process, on the demo model, and the gateway's end of its
+//! socket.
 #![allow(dead_code, unreachable_pub, reason = "each test file uses its part")]
 
 use std::io::PipeWriter;
@@ -22,12 +22,12 @@ use tonic::transport::{Channel, Endpoint};
 
 pub const MODEL: &str = "tollgate-demo";
 
-/// A worker that serves.
+/// A running worker.
 pub struct Bench {
     pub client: WorkerClient<Channel>,
     pub announcement: v1::Announcement,
     pub serving: JoinHandle<Result<(), WorkerError>>,
-    /// Dropped, it is the parent's end.
+    /// The write end of the parent's pipe. Dropping it stops the worker.
     pub parent: Option<PipeWriter>,
 }
 
@@ -97,13 +97,13 @@ pub fn assignment(request: &str, tenant: &str, tokens: Vec<u32>) -> v1::Assignme
     }
 }
 
-/// A request that runs: where to say more, and what comes back.
+/// A running request: a sender for further messages and the stream of events.
 pub struct Running {
     pub messages: mpsc::Sender<v1::RunRequest>,
     pub events: Streaming<v1::RunEvent>,
 }
 
-/// What became of a request.
+/// The outcome of a request.
 #[derive(Debug, Default)]
 pub struct Outcome {
     pub texts: Vec<String>,
@@ -131,7 +131,7 @@ impl Bench {
         Running { messages, events }
     }
 
-    /// Every block up to the last of the epoch, acknowledged one by one.
+    /// Returns a reader of all blocks, which acknowledges each one.
     pub async fn blocks(&self) -> BlockReader {
         let (acks, receiver) = mpsc::channel(8);
         let blocks = self
@@ -144,7 +144,7 @@ impl Bench {
         BlockReader { acks, blocks }
     }
 
-    /// Ends the parent and waits for the worker.
+    /// Closes the parent's pipe and waits for the worker.
     pub async fn end(mut self) -> Result<(), WorkerError> {
         drop(self.parent.take());
         self.serving.await.expect("does not panic")
@@ -157,7 +157,7 @@ pub struct BlockReader {
 }
 
 impl BlockReader {
-    /// The next block, checked as a gateway does, and acknowledged.
+    /// Returns the next block. Checks it like a gateway and acknowledges it.
     pub async fn next(&mut self) -> Option<Block> {
         let block = self.blocks.message().await.ok()??;
         let ack = v1::JournalAck { epoch: block.epoch.clone(), block: block.block };

@@ -61,7 +61,8 @@ pub struct SyntheticOptions {
 ///
 /// A token is sampled for each row of logits. The context is that of all sequences in
 /// the step, including their new tokens.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct StepCost {
     /// Time that any step takes.
     pub step: Duration,

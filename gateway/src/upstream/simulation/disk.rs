@@ -15,7 +15,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tollgate_worker::rig;
+use tollgate_worker::test_harness;
 
 use super::chance::Chance;
 use super::sqlite::Shared;
@@ -229,9 +229,9 @@ impl SimDisk {
             opened => opened?,
         };
         let mut bytes = vec![0; file.length()? as usize];
-        rig::DiskFile::read_exact_at(&file, &mut bytes, 0)?;
-        rig::DiskFile::write_all_at(&file, &bytes, 0)?;
-        rig::DiskFile::sync(&file)
+        test_harness::DiskFile::read_exact_at(&file, &mut bytes, 0)?;
+        test_harness::DiskFile::write_all_at(&file, &bytes, 0)?;
+        test_harness::DiskFile::sync(&file)
     }
 
     pub(super) fn exists(&self, path: &Path) -> bool {
@@ -239,7 +239,7 @@ impl SimDisk {
     }
 }
 
-impl rig::Disk for SimDisk {
+impl test_harness::Disk for SimDisk {
     type File = SimFile;
     type Lock = ();
 
@@ -302,7 +302,7 @@ impl rig::Disk for SimDisk {
     }
 }
 
-impl rig::DiskFile for SimFile {
+impl test_harness::DiskFile for SimFile {
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
         let mut guard = self.disk.changing()?;
         let inner = &mut *guard;
@@ -390,7 +390,7 @@ impl SimFile {
 
     /// The names in the folder of the file, when it is synced first.
     pub(super) fn sync_names(&self, path: &Path) -> io::Result<()> {
-        rig::Disk::sync_folder(&self.disk, path.parent().unwrap_or(Path::new("")))
+        test_harness::Disk::sync_folder(&self.disk, path.parent().unwrap_or(Path::new("")))
     }
 
     pub(super) fn shared(&self) -> Arc<Shared> {

@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rusqlite::ffi;
 use tollgate_ledger::{LedgerOptions, WalRewriter};
-use tollgate_worker::rig::{Disk as _, DiskFile as _};
+use tollgate_worker::test_harness::{Disk as _, DiskFile as _};
 
 use super::chance::Chance;
 use super::disk::{SimDisk, SimFile};

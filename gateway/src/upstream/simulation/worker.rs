@@ -11,8 +11,8 @@ use tollgate_domain::{
     Caller, CostTable, Device, DeviceClass, DeviceNanos, FinishReason, ModelName, MonotonicTime,
     PromptWork, SequenceId, Usage, UtcTime, WorkerEpoch, WorkerName,
 };
-use tollgate_worker::rig::{
-    Clock, JournalRig, Owner, RequestFigures, RigOptions, Stages, StepRecord, StepShare,
+use tollgate_worker::test_harness::{
+    Clock, HarnessOptions, JournalHarness, Owner, RequestFigures, Stages, StepRecord, StepShare,
 };
 
 use super::chance::Chance;
@@ -51,7 +51,7 @@ fn utc() -> UtcTime {
 pub(super) struct Working {
     pub(super) process: u64,
     pub(super) epoch: WorkerEpoch,
-    pub(super) rig: JournalRig<SimDisk>,
+    pub(super) rig: JournalHarness<SimDisk>,
     pub(super) runs: Vec<Run>,
     steps: u64,
     sequences: u64,
@@ -96,9 +96,9 @@ impl Working {
         epoch: WorkerEpoch,
         clock: &Played,
     ) -> io::Result<Self> {
-        let rig = JournalRig::open(
+        let rig = JournalHarness::open(
             disk,
-            RigOptions {
+            HarnessOptions {
                 folder: "/journal".into(),
                 epoch,
                 worker: worker_name(),

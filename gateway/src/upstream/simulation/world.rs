@@ -18,7 +18,7 @@ use tollgate_domain::block::Attempt;
 use tollgate_domain::{Usage, WorkerEpoch};
 use tollgate_ledger::Posted;
 use tollgate_wire::v1::{JournalAck, JournalBlock};
-use tollgate_worker::rig::BlockReader;
+use tollgate_worker::test_harness::BlockReader;
 
 use super::chance::Chance;
 use super::disk::{Counted, SimDisk};

@@ -1,6 +1,6 @@
-//! The journal without its process, for who plays power cuts and failing disks
-//! against it: the engine's side, the syncing thread's look and the gateway's
-//! side are calls of the owner's, on a [`Disk`] of the owner's.
+//! The journal without a worker process, for tests that simulate power cuts and
+//! failing disks. The test makes the engine's calls, the syncing thread's checks
+//! and the gateway's acknowledgements itself, on a [`Disk`] of its own.
 
 use std::io;
 use std::path::PathBuf;
@@ -15,19 +15,19 @@ use crate::energy::Meter;
 pub use crate::journal::{Disk, DiskFile, OsDisk};
 use crate::journal::{Feed, Journal, JournalOptions, Tail};
 
-/// What a journal is told at its start; its epoch begins now.
-pub struct RigOptions {
-    /// Its folder.
+/// The parameters of a journal, whose epoch begins when it is opened.
+pub struct HarnessOptions {
+    /// The journal's folder.
     pub folder: PathBuf,
-    /// This life of the worker.
+    /// The epoch of the simulated worker process.
     pub epoch: WorkerEpoch,
-    /// Whose it is.
+    /// The worker's name.
     pub worker: WorkerName,
-    /// What it works on.
+    /// The worker's device.
     pub device: Device,
-    /// What it serves.
+    /// The model that the worker serves.
     pub model: ModelName,
-    /// Version of the cost table.
+    /// The version of the cost table.
     pub calibration: String,
     /// The engine's clock.
     pub clock: Arc<dyn Clock>,
@@ -35,19 +35,20 @@ pub struct RigOptions {
     pub utc: fn() -> UtcTime,
 }
 
-/// One life of a worker's journal.
-pub struct JournalRig<D: Disk> {
+/// The journal of one simulated worker process.
+pub struct JournalHarness<D: Disk> {
     journal: Journal<D>,
     engine: Box<dyn StepJournal>,
 }
 
-impl<D: Disk> JournalRig<D> {
-    /// Recovers what earlier lives left and begins this one.
+impl<D: Disk> JournalHarness<D> {
+    /// Recovers the epochs of earlier processes and begins a new one.
     ///
     /// # Errors
-    /// The disk's.
-    pub fn open(disk: D, options: RigOptions) -> io::Result<Self> {
-        let RigOptions { folder, epoch, worker, device, model, calibration, clock, utc } = options;
+    /// The disk reports an error.
+    pub fn open(disk: D, options: HarnessOptions) -> io::Result<Self> {
+        let HarnessOptions { folder, epoch, worker, device, model, calibration, clock, utc } =
+            options;
         let began = clock.now();
         let options = JournalOptions {
             folder,
@@ -68,59 +69,59 @@ impl<D: Disk> JournalRig<D> {
         Ok(Self { journal, engine })
     }
 
-    /// What the engine writes to.
+    /// Returns the engine's side of the journal.
     pub fn engine(&mut self) -> &mut dyn StepJournal {
         &mut *self.engine
     }
 
-    /// What the syncing thread does every 100 ms; a file of `segment_bytes` is
-    /// long.
+    /// Does the syncing thread's work, which is normally due every 100 ms. Begins a
+    /// new file after `segment_bytes`.
     ///
     /// # Errors
-    /// The disk's.
+    /// The disk reports an error.
     pub fn tick(&self, segment_bytes: u64) -> io::Result<()> {
         self.journal.tick(segment_bytes)
     }
 
-    /// Ends the epoch in peace.
+    /// Ends the epoch in order.
     ///
     /// # Errors
-    /// The disk's.
+    /// The disk reports an error.
     pub fn close(&self) -> io::Result<()> {
         self.journal.close(Tail::Idle)
     }
 
-    /// A connection's reader.
+    /// Returns a reader of blocks, as a gateway's connection has one.
     pub fn reader(&self) -> BlockReader<D> {
         BlockReader { feed: self.journal.feed() }
     }
 
-    /// The gateway says that blocks up to this one are in its ledger.
+    /// Acknowledges the blocks of `epoch` up to `block`, as the gateway does.
     pub fn acknowledge(&self, epoch: WorkerEpoch, block: u64) {
         self.journal.acknowledge(epoch, block);
     }
 
-    /// Whether the epoch was ended in peace.
+    /// Returns true if the epoch has been ended in order.
     pub fn is_closed(&self) -> bool {
         self.journal.is_closed()
     }
 
-    /// Whether every block is in the ledger.
+    /// Returns true if every block has been acknowledged.
     pub fn is_acknowledged(&self) -> bool {
         self.journal.is_acknowledged()
     }
 }
 
-/// Reads blocks as a connection does.
+/// A reader of blocks, as a gateway's connection has one.
 pub struct BlockReader<D: Disk> {
     feed: Feed<D>,
 }
 
 impl<D: Disk> BlockReader<D> {
-    /// The next block that may be told.
+    /// Returns the next block that is synced to the disk.
     ///
     /// # Errors
-    /// The disk's, and damage.
+    /// The disk reports an error, or a journal file is damaged.
     pub fn next_block(&mut self) -> io::Result<Option<Block>> {
         self.feed.next()
     }

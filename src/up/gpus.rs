@@ -1,17 +1,17 @@
-//! What the name of a device says about its card. No driver is asked here: a
-//! fault in one is a worker's, and `up` outlives it.
+//! The identity of a GPU, from its name in the config. No driver is asked here: a
+//! faulty driver must fail the worker and not `up`.
 
 use tollgate_config::DeviceSelector;
 
-/// Whether both names mean the same card, as far as names tell. Which of them
-/// has which place in the driver's list is not known.
-pub fn are_one(one: &DeviceSelector, other: &DeviceSelector) -> bool {
+/// Returns true if both names mean the same GPU as far as names tell. An index and
+/// a UUID never match, because only the driver knows the index of a UUID.
+pub fn are_same(one: &DeviceSelector, other: &DeviceSelector) -> bool {
     one == other || digits(one).is_some_and(|digits| Some(digits) == self::digits(other))
 }
 
-/// The identity in a name, as the driver writes it. A worker on such a device
-/// is shown that one alone: of slices a process sees only the one that is
-/// named to it, and where there are slices it sees no whole card.
+/// Returns the UUID in a name, in the driver's spelling. The worker's process gets
+/// it in `CUDA_VISIBLE_DEVICES`: a process sees a MIG slice only if the slice is
+/// named there, and sees no whole GPU that has slices.
 pub fn identity(device: &DeviceSelector) -> Option<String> {
     let (kind, _) = name(device)?.split_once('-')?;
     let kind = KINDS.into_iter().find(|known| known.eq_ignore_ascii_case(kind))?;
@@ -25,7 +25,7 @@ pub fn identity(device: &DeviceSelector) -> Option<String> {
     Some(written)
 }
 
-/// The digits of an identity, with or without what kind of device it is of.
+/// Returns the 32 hexadecimal digits of the UUID in a name, in lower case.
 fn digits(device: &DeviceSelector) -> Option<String> {
     let lower = name(device)?.to_ascii_lowercase();
     let rest = lower.strip_prefix("gpu-").or(lower.strip_prefix("mig-")).unwrap_or(&lower);
@@ -41,9 +41,9 @@ fn name(device: &DeviceSelector) -> Option<&str> {
     }
 }
 
-/// A whole card, and a slice of one.
+/// The prefixes of the UUIDs of whole GPUs and of MIG slices.
 const KINDS: [&str; 2] = ["GPU", "MIG"];
-/// Hexadecimal, of an identity's sixteen bytes.
+/// Hexadecimal digits of a UUID.
 const DIGITS: usize = 32;
 
 #[cfg(test)]
@@ -57,7 +57,7 @@ mod tests {
     }
 
     #[test]
-    fn an_identity_is_written_as_the_driver_writes_it() {
+    fn gpu_identity_has_drivers_spelling() {
         for (text, expected) in [
             (SLICE, Some("MIG-00010203-0405-0607-0809-0a0b0c0d0e0f")),
             ("cuda:mig-000102030405060708090A0B0C0D0E0F", Some(&SLICE[5..])),
@@ -65,7 +65,7 @@ mod tests {
                 "cuda:GPU-00010203-0405-0607-0809-0a0b0c0d0e0f",
                 Some("GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"),
             ),
-            // Of a card or of a slice: the driver's list says which.
+            // Without a prefix only the driver can tell a GPU from a slice.
             ("cuda:00010203-0405-0607-0809-0a0b0c0d0e0f", None),
             ("cuda:GPU-0001", None),
             ("cuda:0", None),
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn one_card_has_several_names() {
+    fn same_gpu_matches_by_any_spelling() {
         for (one, other, expected) in [
             (SLICE, SLICE, true),
             (SLICE, "cuda:000102030405060708090A0B0C0D0E0F", true),
@@ -89,7 +89,7 @@ mod tests {
             ("cuda:1", SLICE, false),
             ("auto", "auto", true),
         ] {
-            assert_eq!(are_one(&device(one), &device(other)), expected, "{one} {other}");
+            assert_eq!(are_same(&device(one), &device(other)), expected, "{one} {other}");
         }
     }
 }

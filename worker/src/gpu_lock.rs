@@ -1,13 +1,15 @@
-//! A card is one worker's, or several take turns on it. Locks say so, for the
-//! whole host: files named by the card's UUID, in a folder that all share. The
-//! kernel gives them up with the process that held them, however it ended.
+//! The lock of a GPU. One worker has a GPU alone, or several workers of one data
+//! folder take turns on it. Locks are files named by the GPU's UUID in a folder
+//! that all processes of the host share. The kernel releases the locks of a process
+//! that ends, however it ended.
 //!
-//! - `UUID.owner` is held for life: exclusively by who has the card alone,
-//!   together by those of one data folder who share it. Whoever else comes is
-//!   refused.
-//! - `UUID.turn` is held while steps run, so that they never overlap and each
-//!   step's time is its own. `UUID.next` is held by who waits for it longest:
-//!   who has just had a turn has to queue behind.
+//! - `UUID.owner` is locked for the worker's lifetime: exclusively by a worker that
+//!   has the GPU alone, shared by the workers of one data folder. Any other worker
+//!   is refused.
+//! - `UUID.turn` is locked while steps run, so that steps of different workers
+//!   never overlap and the time of a step is exact. `UUID.next` is locked by the
+//!   worker that waits longest, so that a worker that has just had a turn queues
+//!   behind it.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions, TryLockError};
 use std::io::{self, Read as _, Seek as _, Write as _};
@@ -15,19 +17,23 @@ use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// How a worker uses its card.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct CardOptions {
-    /// The folder of the locks; the host's own where none is given.
+use serde::{Deserialize, Serialize};
+
+/// The lock folder and the turns of a GPU.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GpuOptions {
+    /// The folder of the lock files; `None` means the host's default folder.
     pub locks: Option<PathBuf>,
-    /// Where several workers of this data folder use the card: for how long
-    /// one of them may run steps while others wait. A step is never cut short.
+    /// The length of one turn if several workers of this data folder share the GPU;
+    /// `None` if the worker has the GPU alone. A step is never interrupted, so a
+    /// turn may last longer by one step.
     pub turn: Option<Duration>,
 }
 
-/// A card that this process may use, as long as this lives.
+/// A GPU that this process may use. Dropping the value releases the GPU.
 #[derive(Debug)]
-pub(crate) struct Card {
+pub(crate) struct GpuLock {
     _owner: File,
     turns: Option<Turns>,
 }
@@ -37,58 +43,62 @@ struct Turns {
     next: File,
     turn: File,
     longest: Duration,
-    /// Steps of the turn that is ours now.
+    /// The time of steps in the current turn; `None` between turns.
     used: Option<Duration>,
 }
 
-/// Why a card cannot be had.
+/// An error that keeps a worker from its GPU.
 #[derive(Debug, thiserror::Error)]
-pub enum CardError {
-    /// It is another's.
-    #[error("the card {uuid} is in use by {holder}")]
+pub enum GpuLockError {
+    /// The GPU is in use by another data folder.
+    #[error("the GPU {uuid} is in use by {holder}")]
     InUse {
-        /// The card.
+        /// The gpu.
         uuid: String,
-        /// Who says to have it.
+        /// The owner, in words.
         holder: String,
     },
-    /// It is ours, and was claimed as if it were another card.
+    /// The GPU is in use by another worker of the same data folder.
     #[error(
-        "the card {uuid} is in use by another worker of ours ({holder}): where two devices of the \
-         config are one card, name it alike in both, so that they take turns; or a worker of an \
-         earlier start still ends"
+        "the GPU {uuid} is in use by another worker of this data folder ({holder}); if two devices \
+         of the config are the same GPU, give both the same name, so that the workers take turns; \
+         a worker of an earlier start may also still be ending"
     )]
     NamedTwice {
-        /// The card.
+        /// The gpu.
         uuid: String,
-        /// Who says to have it.
+        /// The owner, in words.
         holder: String,
     },
-    /// Its locks cannot be used.
-    #[error("the lock {} of a card cannot be used", path.display())]
+    /// A lock file cannot be used.
+    #[error("the GPU lock {} cannot be used", path.display())]
     Lock {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The error of the file system.
         source: io::Error,
     },
 }
 
-impl Card {
-    /// Whether others of this data folder use it, too.
+impl GpuLock {
+    /// Returns true if other workers of this data folder share the GPU.
     pub(crate) fn takes_turns(&self) -> bool {
         self.turns.is_some()
     }
 
-    /// Claims the card `uuid` for the data folder `data`.
-    pub(crate) fn claim(uuid: &str, data: &Path, options: &CardOptions) -> Result<Self, CardError> {
+    /// Locks the GPU `uuid` for the data folder `data`.
+    pub(crate) fn claim(
+        uuid: &str,
+        data: &Path,
+        options: &GpuOptions,
+    ) -> Result<Self, GpuLockError> {
         let folder = options.locks.clone().unwrap_or_else(host_folder);
         let open = |kind: &str| {
             let path = folder.join(format!("{}.{kind}", file_name(uuid)));
-            open(&folder, &path).map_err(|source| CardError::Lock { path, source })
+            open(&folder, &path).map_err(|source| GpuLockError::Lock { path, source })
         };
         let mut owner = open("owner")?;
-        let failed = |source| CardError::Lock { path: folder.join(file_name(uuid)), source };
+        let failed = |source| GpuLockError::Lock { path: folder.join(file_name(uuid)), source };
         let us = format!("tollgate with the data folder {}", data.display());
         let got = match options.turn {
             None => alone(&mut owner, &us),
@@ -98,8 +108,8 @@ impl Card {
             let (uuid, holder) = (uuid.to_owned(), holder(&mut owner).map_err(failed)?);
             let is_ours = holder == us || holder.starts_with(&format!("{us}, process "));
             return Err(match is_ours {
-                true => CardError::NamedTwice { uuid, holder },
-                false => CardError::InUse { uuid, holder },
+                true => GpuLockError::NamedTwice { uuid, holder },
+                false => GpuLockError::InUse { uuid, holder },
             });
         }
         let turns = match options.turn {
@@ -112,7 +122,8 @@ impl Card {
         Ok(Self { _owner: owner, turns })
     }
 
-    /// Waits until steps may run.
+    /// Waits for a turn. Returns at once if the worker has a turn or does not share
+    /// the GPU.
     pub(crate) fn acquire(&mut self) -> io::Result<()> {
         match &mut self.turns {
             Some(turns) if turns.used.is_none() => {
@@ -126,7 +137,7 @@ impl Card {
         }
     }
 
-    /// A step took `busy`: ends the turn where it has lasted long enough.
+    /// Adds a step of `busy` to the turn. Ends the turn after its full length.
     pub(crate) fn stepped(&mut self, busy: Duration) {
         if let Some(turns) = &mut self.turns
             && let Some(used) = &mut turns.used
@@ -138,45 +149,47 @@ impl Card {
         }
     }
 
-    /// Leaves the card to others.
+    /// Ends the turn.
     pub(crate) fn release(&mut self) {
         if let Some(turns) = &mut self.turns
             && turns.used.take().is_some()
         {
-            // Unlocking a file that we hold does not fail; the process's end
-            // would do it, too.
+            // Unlocking a lock that is held does not fail, and the kernel unlocks
+            // it at the end of the process anyway.
             let _ = turns.turn.unlock();
         }
     }
 }
 
-/// Takes the card for us and nobody else; whether we got it.
+/// Takes the GPU for this process alone. Returns false if it is in use.
 fn alone(owner: &mut File, us: &str) -> io::Result<bool> {
-    let got = with_patience(|| try_lock(owner.try_lock()))?;
+    let got = with_retries(|| try_lock(owner.try_lock()))?;
     if got {
-        say(owner, &format!("{us}, process {}", std::process::id()))?;
+        write_owner(owner, &format!("{us}, process {}", std::process::id()))?;
     }
     Ok(got)
 }
 
-/// Takes the card together with others of our data folder.
+/// Takes the GPU together with other workers of the same data folder. Returns false
+/// if another data folder uses it.
 fn together(owner: &mut File, us: &str) -> io::Result<bool> {
-    with_patience(|| {
+    with_retries(|| {
         if try_lock(owner.try_lock())? {
-            say(owner, us)?;
+            write_owner(owner, us)?;
         }
-        // For a moment nobody holds it here, so whose it is must be read again.
+        // The switch from the exclusive to the shared lock is not atomic: another
+        // data folder may have come first, so the owner's text is read again.
         Ok(try_lock(owner.try_lock_shared())? && holder(owner)? == us)
     })
 }
 
-/// A process that ends may need a moment for it.
-fn with_patience(mut attempt: impl FnMut() -> io::Result<bool>) -> io::Result<bool> {
-    for _ in 0..CLAIMS {
+/// Tries for a second: a process that is ending may still hold the lock.
+fn with_retries(mut attempt: impl FnMut() -> io::Result<bool>) -> io::Result<bool> {
+    for _ in 0..ATTEMPTS {
         if attempt()? {
             return Ok(true);
         }
-        std::thread::sleep(BETWEEN_CLAIMS);
+        std::thread::sleep(BETWEEN_ATTEMPTS);
     }
     attempt()
 }
@@ -189,10 +202,10 @@ fn try_lock(result: Result<(), TryLockError>) -> io::Result<bool> {
     }
 }
 
-fn say(owner: &mut File, who: &str) -> io::Result<()> {
+fn write_owner(owner: &mut File, text: &str) -> io::Result<()> {
     owner.set_len(0)?;
     owner.rewind()?;
-    owner.write_all(who.as_bytes())
+    owner.write_all(text.as_bytes())
 }
 
 fn holder(owner: &mut File) -> io::Result<String> {
@@ -202,11 +215,11 @@ fn holder(owner: &mut File) -> io::Result<String> {
     Ok(if text.is_empty() { "another process".to_owned() } else { text })
 }
 
-/// Opens a lock's file for whoever uses this host's cards.
+/// Opens a lock file that every user of this host may lock.
 fn open(folder: &Path, path: &Path) -> io::Result<File> {
     match DirBuilder::new().mode(0o1777).create(folder) {
-        // What the process's mask took away; anyone may add locks, nobody may
-        // remove another's.
+        // The umask reduced the mode. The sticky bit lets anyone add locks and
+        // no user remove the locks of others.
         Ok(()) => fs::set_permissions(folder, Permissions::from_mode(0o1777))?,
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         Err(error) => return Err(error),
@@ -223,25 +236,27 @@ fn open(folder: &Path, path: &Path) -> io::Result<File> {
     }
 }
 
-/// Where every process of this host finds the same locks.
+/// Returns the default lock folder, the same for every process of this host.
 fn host_folder() -> PathBuf {
     let runtime = Path::new("/run/lock");
     let folder = if runtime.is_dir() { runtime } else { Path::new("/tmp") };
-    folder.join("tollgate-cards")
+    folder.join("tollgate-gpus")
 }
 
-/// A UUID is the vendor's; a file's name is made of harmless characters only.
+/// Returns a safe file name for a UUID, whose text the driver chooses.
 fn file_name(uuid: &str) -> String {
     let harmless = |c: char| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' };
     uuid.chars().take(128).map(harmless).collect()
 }
 
-/// How often a card is tried to be had, and what lies between.
-const CLAIMS: u32 = 20;
-const BETWEEN_CLAIMS: Duration = Duration::from_millis(50);
-/// The longest word about who has a card.
+/// Attempts to lock a GPU before the worker gives up.
+const ATTEMPTS: u32 = 20;
+/// Time between two attempts.
+const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(50);
+/// Bytes of the owner's text that are read at most.
 const MOST_HOLDER_BYTES: u64 = 4_096;
-/// A link in a folder that anyone may write to is nobody's lock.
+/// Any user may write to the lock folder, so a symbolic link in it could lead to a
+/// file of someone else.
 const NO_FOLLOW: i32 = rustix::fs::OFlags::NOFOLLOW.bits() as i32;
 
 #[cfg(test)]
@@ -252,64 +267,70 @@ mod tests {
 
     const TURN: Duration = Duration::from_millis(20);
 
-    fn options(folder: &Path, turn: Option<Duration>) -> CardOptions {
-        CardOptions { locks: Some(folder.join("locks")), turn }
+    fn options(folder: &Path, turn: Option<Duration>) -> GpuOptions {
+        GpuOptions { locks: Some(folder.join("locks")), turn }
     }
 
     #[test]
-    fn a_card_is_one_data_folders() {
+    fn gpu_lock_refuses_other_data_folders() {
         let folder = tempfile::tempdir().expect("a folder");
         let alone = options(folder.path(), None);
         let shared = options(folder.path(), Some(TURN));
         let (ours, theirs) = (Path::new("/data/a"), Path::new("/data/b"));
-        let refused =
-            |result: Result<Card, CardError>| result.expect_err("it is another's").to_string();
-        let held = Card::claim("GPU-1", ours, &alone).expect("it is free");
-        let words = refused(Card::claim("GPU-1", theirs, &alone));
+        let refused = |result: Result<GpuLock, GpuLockError>| {
+            result.expect_err("it is another's").to_string()
+        };
+        let held = GpuLock::claim("GPU-1", ours, &alone).expect("it is free");
+        let words = refused(GpuLock::claim("GPU-1", theirs, &alone));
         let holder = "tollgate with the data folder /data/a, process";
-        assert!(words.starts_with(&format!("the card GPU-1 is in use by {holder}")), "{words}");
+        assert!(words.starts_with(&format!("the GPU GPU-1 is in use by {holder}")), "{words}");
         // By another name it may be claimed twice by one config.
         for options in [&alone, &shared] {
-            let words = refused(Card::claim("GPU-1", ours, options));
-            let ours = format!("the card GPU-1 is in use by another worker of ours ({holder} ");
-            assert!(words.starts_with(&ours) && words.contains("name it alike"), "{words}");
+            let words = refused(GpuLock::claim("GPU-1", ours, options));
+            let ours =
+                format!("the GPU GPU-1 is in use by another worker of this data folder ({holder} ");
+            assert!(words.starts_with(&ours) && words.contains("the same name"), "{words}");
         }
-        Card::claim("GPU-2", theirs, &alone).expect("another card is free");
+        GpuLock::claim("GPU-2", theirs, &alone).expect("another GPU is free");
         drop(held);
-        let one = Card::claim("GPU-1", theirs, &shared).expect("it is free again");
-        let other = Card::claim("GPU-1", theirs, &shared).expect("it is shared");
-        let words = refused(Card::claim("GPU-1", ours, &shared));
-        assert_eq!(words, "the card GPU-1 is in use by tollgate with the data folder /data/b");
-        refused(Card::claim("GPU-1", theirs, &alone));
+        let one = GpuLock::claim("GPU-1", theirs, &shared).expect("it is free again");
+        let other = GpuLock::claim("GPU-1", theirs, &shared).expect("it is shared");
+        let words = refused(GpuLock::claim("GPU-1", ours, &shared));
+        assert_eq!(words, "the GPU GPU-1 is in use by tollgate with the data folder /data/b");
+        refused(GpuLock::claim("GPU-1", theirs, &alone));
         drop(one);
-        refused(Card::claim("GPU-1", ours, &alone));
+        refused(GpuLock::claim("GPU-1", ours, &alone));
         drop(other);
-        Card::claim("GPU-1", ours, &alone).expect("it is free again");
+        GpuLock::claim("GPU-1", ours, &alone).expect("it is free again");
     }
 
-    /// Three that never pause: no two at once, and nobody is left out.
+    /// Three workers that never pause: no two steps overlap, and each worker gets
+    /// turns.
     #[test]
-    fn turns_never_overlap_and_come_to_everyone() {
+    fn gpu_turns_never_overlap_and_reach_everyone() {
         let folder = tempfile::tempdir().expect("a folder");
         let inside = AtomicBool::new(false);
         let finished = AtomicU32::new(0);
         let turns: Vec<u32> = std::thread::scope(|scope| {
             let works: Vec<_> = (0..3)
                 .map(|_| {
-                    let mut card =
-                        Card::claim("GPU-1", Path::new("/a"), &options(folder.path(), Some(TURN)))
-                            .expect("it is shared");
+                    let mut gpu = GpuLock::claim(
+                        "GPU-1",
+                        Path::new("/a"),
+                        &options(folder.path(), Some(TURN)),
+                    )
+                    .expect("it is shared");
                     let (inside, finished) = (&inside, &finished);
                     scope.spawn(move || {
                         let mut turns = 0;
-                        // Everyone goes on until everyone has had its turns.
+                        // Each worker continues until all have had their turns.
                         while finished.load(Ordering::SeqCst) < 3 {
-                            card.acquire().expect("a turn");
+                            gpu.acquire().expect("a turn");
                             assert!(!inside.swap(true, Ordering::SeqCst), "two at once");
-                            card.stepped(TURN / 2);
+                            gpu.stepped(TURN / 2);
                             std::thread::yield_now();
                             inside.store(false, Ordering::SeqCst);
-                            card.stepped(TURN / 2); // which ends the turn
+                            gpu.stepped(TURN / 2); // which ends the turn
                             turns += 1;
                             if turns == 20 {
                                 finished.fetch_add(1, Ordering::SeqCst);
@@ -325,15 +346,15 @@ mod tests {
     }
 
     #[test]
-    fn a_name_leads_nowhere_else() {
+    fn gpu_lock_file_name_is_safe() {
         assert_eq!(file_name("GPU-8a-9/../x y"), "GPU-8a-9____x_y");
         let folder = tempfile::tempdir().expect("a folder");
         let all = options(folder.path(), None);
-        drop(Card::claim("GPU-1", Path::new("/a"), &all).expect("it is free"));
+        drop(GpuLock::claim("GPU-1", Path::new("/a"), &all).expect("it is free"));
         let locks = folder.path().join("locks");
         std::os::unix::fs::symlink(folder.path().join("target"), locks.join("GPU-2.owner"))
             .expect("links");
-        let error = Card::claim("GPU-2", Path::new("/a"), &all).expect_err("it is a link");
-        assert!(matches!(error, CardError::Lock { .. }), "{error}");
+        let error = GpuLock::claim("GPU-2", Path::new("/a"), &all).expect_err("it is a link");
+        assert!(matches!(error, GpuLockError::Lock { .. }), "{error}");
     }
 }
