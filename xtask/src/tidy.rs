@@ -95,18 +95,41 @@ fn module_header(path: &str, text: &str, wrong: &mut Vec<String>) {
     }
 }
 
-/// Relative links must lead to a file or folder of the checkout.
+/// Checks that relative links lead to a file or folder of the checkout, and
+/// that the part after `#` is a heading of a document.
 fn links(file: &Path, text: &str, wrong: &mut Vec<String>) {
     let folder = root().join(file.parent().unwrap_or(Path::new("")));
     for (number, line) in text.lines().enumerate() {
         for target in line.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
-            let path = target.split('#').next().unwrap_or_default();
-            let elsewhere = path.is_empty() || path.contains("://") || path.starts_with("mailto:");
-            if !elsewhere && !folder.join(path).exists() {
+            let (path, anchor) = target.split_once('#').unwrap_or((target, ""));
+            if path.contains("://") || path.starts_with("mailto:") {
+                continue;
+            }
+            // A link without a path stays within its own document.
+            let linked = if path.is_empty() { root().join(file) } else { folder.join(path) };
+            let found = match fs::read_to_string(&linked) {
+                Ok(text) if !anchor.is_empty() && path_is_document(&linked) => {
+                    text.lines().any(|line| heading_anchor(line).as_deref() == Some(anchor))
+                }
+                _ => linked.exists(),
+            };
+            if !found {
                 wrong.push(format!("{}:{}: link to {target}", file.display(), number + 1));
             }
         }
     }
+}
+
+fn path_is_document(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "md")
+}
+
+/// Returns the anchor that code hosts make of a heading: lower case, spaces as
+/// hyphens, punctuation dropped.
+fn heading_anchor(line: &str) -> Option<String> {
+    let title = line.trim_start_matches('#').strip_prefix(' ').filter(|_| line.starts_with('#'))?;
+    let kept = title.trim().chars().filter(|&c| c.is_alphanumeric() || " -_".contains(c));
+    Some(kept.flat_map(char::to_lowercase).map(|c| if c == ' ' { '-' } else { c }).collect())
 }
 
 fn tracked_files() -> Result<Vec<PathBuf>> {
