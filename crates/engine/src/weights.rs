@@ -1,9 +1,9 @@
-//! Safetensors files of one model, mapped into memory and checked.
+//! The safetensors files of one model, mapped into memory and checked.
 //!
-//! One file or many with an index. A header is read within bounds; a file
-//! that is shorter or longer than its header says, a shard that is missing
-//! and a tensor that is not where the index says are refused here, so that
-//! what is asked for later either has its exact shape or names its file.
+//! A model has one file, or several with an index. Headers are read within bounds. A
+//! file whose length differs from its header, a missing shard, or a tensor that is not
+//! where the index says is refused here. A tensor that is requested later either has
+//! its exact shape or gives an error that names its file.
 
 mod shard;
 
@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
+use crate::json_file::{self, JsonFileError};
 use shard::Shard;
 
 /// The safetensors files of one model.
@@ -19,31 +20,31 @@ use shard::Shard;
 pub struct Weights {
     folder: PathBuf,
     shards: Vec<Shard>,
-    /// Tensor name to shard.
+    /// Index of the shard of each tensor.
     places: BTreeMap<String, usize>,
 }
 
-/// One tensor, as it lies in its file: little endian, row-major.
+/// One tensor with the bytes of its file: little endian, row-major.
 #[derive(Clone, Copy, Debug)]
 pub struct Tensor<'a> {
-    /// The type of its elements.
+    /// Type of the elements.
     pub element: Element,
-    /// Exactly as many bytes as its shape and type say.
+    /// Exactly the bytes of the tensor's shape and type.
     pub bytes: &'a [u8],
 }
 
-/// The types of elements that the engine reads.
+/// The element types that the engine reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Element {
-    /// 32 bits.
+    /// IEEE single precision, 32 bits.
     F32,
-    /// 16 bits, IEEE half.
+    /// IEEE half precision, 16 bits.
     F16,
-    /// 16 bits, the upper half of an F32.
+    /// The upper 16 bits of an F32.
     Bf16,
 }
 
-/// Why weights were refused.
+/// The reasons why weights are refused.
 #[derive(Debug, thiserror::Error)]
 pub enum WeightsError {
     /// A file could not be read or mapped.
@@ -51,15 +52,15 @@ pub enum WeightsError {
     Read {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
-    /// The shards' index is not the JSON that it should be.
+    /// The shards' index is not valid JSON of the expected structure.
     #[error("{} is malformed", path.display())]
     Index {
         /// The index.
         path: PathBuf,
-        /// Where and why.
+        /// The position and the cause.
         source: serde_json::Error,
     },
     /// The index is too large, empty, or names a shard outside the folder.
@@ -67,39 +68,38 @@ pub enum WeightsError {
     IndexContent {
         /// The index.
         path: PathBuf,
-        /// What is wrong.
+        /// A sentence about the fault.
         reason: String,
     },
-    /// A file's header is torn, hostile or not safetensors.
+    /// A file's header is truncated, malicious, or not safetensors.
     #[error("{}: not a whole safetensors file: {reason}", path.display())]
     Header {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// A sentence about the fault.
         reason: String,
     },
-    /// A tensor that the model needs is in no file, or not in the one that
-    /// the index names.
+    /// A tensor of the model is in no file, or not in the file that the index names.
     #[error("{}: tensor {tensor} is missing", path.display())]
     Missing {
-        /// The file, or the folder when no file claims to have it.
+        /// The file, or the folder if no file has the tensor.
         path: PathBuf,
         /// The tensor.
         tensor: String,
     },
-    /// A tensor's shape is not the one that `config.json` implies.
+    /// A tensor's shape differs from the shape that `config.json` implies.
     #[error("{}: tensor {tensor} has shape {found:?}, config.json implies {expected:?}", path.display())]
     Shape {
         /// The file.
         path: PathBuf,
         /// The tensor.
         tensor: String,
-        /// Its shape.
+        /// The tensor's shape.
         found: Vec<usize>,
-        /// The shape that was wanted.
+        /// The required shape.
         expected: Vec<usize>,
     },
-    /// A tensor's elements are of a type that the engine does not read.
+    /// A tensor has an element type that the engine does not read.
     #[error("{}: tensor {tensor} is {found}: only F32, F16 and BF16 are supported", path.display())]
     Type {
         /// The file.
@@ -112,8 +112,8 @@ pub enum WeightsError {
 }
 
 impl Weights {
-    /// Maps `model.safetensors`, or the shards that
-    /// `model.safetensors.index.json` names, and checks every header.
+    /// Maps `model.safetensors`, or the shards that `model.safetensors.index.json`
+    /// names, and checks every header.
     ///
     /// # Errors
     /// [`WeightsError`], which names the file and the tensor.
@@ -153,11 +153,10 @@ impl Weights {
         Ok(Self { folder: folder.to_owned(), shards, places })
     }
 
-    /// A tensor that must be there with this shape.
+    /// Returns a tensor, which must have this shape.
     ///
     /// # Errors
-    /// [`WeightsError::Missing`], [`WeightsError::Shape`],
-    /// [`WeightsError::Type`].
+    /// [`WeightsError::Missing`], [`WeightsError::Shape`] or [`WeightsError::Type`].
     pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor<'_>, WeightsError> {
         match self.places.get(name) {
             Some(&place) => self.shards[place].tensor(name, shape),
@@ -167,19 +166,19 @@ impl Weights {
         }
     }
 
-    /// Whether there is a tensor of this name.
+    /// Returns true if there is a tensor of this name.
     pub fn has(&self, name: &str) -> bool {
         self.places.contains_key(name)
     }
 
-    /// Every file by name, in order of name, whole.
+    /// Returns the name and the content of every file, in order of name.
     pub fn files(&self) -> Vec<(&str, &[u8])> {
         self.shards.iter().map(|shard| (shard.name(), shard.bytes())).collect()
     }
 }
 
 impl Element {
-    /// Bytes of one element.
+    /// Returns the bytes of one element.
     pub fn size(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -189,10 +188,10 @@ impl Element {
 }
 
 impl Tensor<'_> {
-    /// The elements `range` as f32, exactly.
+    /// Converts the elements in `range` to f32, without rounding.
     ///
     /// # Panics
-    /// If `range` reaches behind the tensor or `out` is not as long as it.
+    /// If `range` reaches behind the tensor, or `out` has another length.
     pub fn read(&self, range: std::ops::Range<usize>, out: &mut [f32]) {
         assert_eq!(range.len(), out.len(), "as many places as elements");
         let size = self.element.size();
@@ -223,10 +222,9 @@ struct RawIndex {
 }
 
 fn read_index(path: &Path) -> Result<BTreeMap<String, String>, WeightsError> {
-    use crate::model::{ModelError, read_json_bytes};
-    let bytes = read_json_bytes(path).map_err(|error| match error {
-        ModelError::Read { path, source } => WeightsError::Read { path, source },
-        other => index_content(path, other.to_string()),
+    let bytes = json_file::read(path).map_err(|error| match error {
+        JsonFileError::Read { path, source } => WeightsError::Read { path, source },
+        too_large @ JsonFileError::TooLarge { .. } => index_content(path, too_large.to_string()),
     })?;
     let raw: RawIndex = serde_json::from_slice(&bytes)
         .map_err(|source| WeightsError::Index { path: path.to_owned(), source })?;
@@ -240,7 +238,8 @@ fn index_content(path: &Path, reason: String) -> WeightsError {
     WeightsError::IndexContent { path: path.to_owned(), reason }
 }
 
-/// A name in the same folder: an index must not reach out of it.
+/// Returns true for a file name in the same folder. An index must not name files
+/// outside its folder.
 fn is_plain_file_name(name: &str) -> bool {
     name.ends_with(".safetensors") && !name.contains(['/', '\\', '\0']) && !name.starts_with('.')
 }

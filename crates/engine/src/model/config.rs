@@ -1,33 +1,33 @@
-//! `config.json`, from the spellings that years of tools have written to the
-//! one that the engine runs. A field that would change the arithmetic and is
-//! not understood refuses the model; a field that cannot is ignored.
+//! The model's configuration: reads `config.json` in the spellings of several years of
+//! tools. A field that would change the arithmetic and is not supported refuses the
+//! model; other unknown fields are ignored.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::Deserialize;
 
-use super::generation::TokenIds;
-use super::rope::{self, Rope};
-use super::{ModelError, rope::RawRope};
+use super::checker::{Checker, TokenIds};
+use super::error::ModelError;
+use super::rope::{self, RawRope, Rope};
 
-/// A decoder-only transformer of the Llama family, checked.
+/// The checked configuration of a decoder-only transformer of the Llama family.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// Which variation of the family.
+    /// The variation of the family.
     pub family: Family,
-    /// Rows of the embedding and of a row of logits.
+    /// Rows of the embedding, and elements of a row of logits.
     pub vocabulary: u32,
     /// Width of the residual stream.
     pub hidden: u32,
     /// Width of the feed-forward layer.
     pub intermediate: u32,
-    /// Transformer layers.
+    /// Number of transformer layers.
     pub layers: u32,
-    /// Heads of the queries.
+    /// Number of query heads.
     pub heads: u32,
-    /// Heads of keys and values; divides `heads`.
+    /// Number of key and value heads; divides `heads`.
     pub kv_heads: u32,
-    /// Elements of a head; even.
+    /// Elements of a head, an even number.
     pub head_dim: u32,
     /// Tokens that a sequence may hold.
     pub context: u32,
@@ -35,33 +35,33 @@ pub struct ModelConfig {
     pub norm_epsilon: f32,
     /// Rotary position embedding.
     pub rope: Rope,
-    /// The output head is the embedding.
+    /// True if the output head is the embedding.
     pub tied: bool,
-    /// For each layer, how many tokens back attention sees, itself included;
-    /// absent: all.
+    /// For each layer, the number of tokens that attention sees, including the current
+    /// one; `None` for all.
     pub windows: Vec<Option<u32>>,
     /// Tokens that end a completion; may be empty.
     pub end_tokens: Vec<u32>,
 }
 
-/// The variations of the family that the engine runs.
+/// The supported variations of the family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     /// Llama 2 and 3.
     Llama,
-    /// Mistral: sliding windows.
+    /// Mistral, with sliding windows.
     Mistral,
-    /// Qwen2 and 2.5: biases on q, k, v.
+    /// Qwen2 and 2.5, with biases on q, k and v.
     Qwen2,
-    /// Qwen3, dense: norms on the heads of q and k.
+    /// Qwen3, dense, with norms on the heads of q and k.
     Qwen3,
 }
 
 impl Family {
-    /// All of them.
+    /// Every supported variation.
     pub const ALL: [Self; 4] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3];
 
-    /// Its `model_type` in `config.json`.
+    /// Returns the variation's `model_type` in `config.json`.
     pub fn model_type(self) -> &'static str {
         match self {
             Self::Llama => "llama",
@@ -71,19 +71,19 @@ impl Family {
         }
     }
 
-    /// Whether q, k and v have biases.
+    /// Returns true if q, k and v have biases.
     pub fn has_qkv_bias(self) -> bool {
         self == Self::Qwen2
     }
 
-    /// Whether the heads of q and k are normalised.
+    /// Returns true if the heads of q and k are normalised.
     pub fn has_qk_norm(self) -> bool {
         self == Self::Qwen3
     }
 }
 
 impl ModelConfig {
-    /// Reads and checks the bytes of a `config.json`; `path` is for errors.
+    /// Parses and checks the bytes of a `config.json`. Errors contain `path`.
     ///
     /// # Errors
     /// [`ModelError::Json`] or [`ModelError::Field`].
@@ -93,18 +93,18 @@ impl ModelConfig {
         Checker { path }.resolve(raw)
     }
 
-    /// Width of the queries: all heads together.
+    /// Returns the width of the queries over all heads.
     pub fn query_width(&self) -> usize {
         self.heads as usize * self.head_dim as usize
     }
 
-    /// Width of the keys, and of the values.
+    /// Returns the width of the keys over all heads, which is also that of the values.
     pub fn kv_width(&self) -> usize {
         self.kv_heads as usize * self.head_dim as usize
     }
 }
 
-/// The fields that matter, as they may be found.
+/// The fields that matter, in every known spelling.
 #[derive(Deserialize)]
 struct RawConfig {
     model_type: Option<String>,
@@ -135,18 +135,15 @@ struct RawConfig {
     eos_token_id: Option<TokenIds>,
 }
 
-/// Names the file in each refusal.
-pub(super) struct Checker<'a> {
-    pub(super) path: &'a Path,
-}
-
 impl Checker<'_> {
     fn resolve(&self, raw: RawConfig) -> Result<ModelConfig, ModelError> {
         let family = self.family(raw.model_type.as_deref())?;
-        self.refuse_what_we_lack(&raw)?;
+        self.refuse_unsupported(&raw)?;
         let layers = self.size("num_hidden_layers", raw.num_hidden_layers, MAX_LAYERS)?;
         let hidden = self.size("hidden_size", raw.hidden_size, MAX_WIDTH)?;
         let heads = self.size("num_attention_heads", raw.num_attention_heads, MAX_HEADS)?;
+        // Files older than grouped-query attention lack the field: every head has its
+        // own keys.
         let kv_heads = raw.num_key_value_heads.or(raw.num_attention_heads);
         let kv_heads = self.size("num_key_value_heads", kv_heads, u64::from(heads))?;
         if !heads.is_multiple_of(kv_heads) {
@@ -170,6 +167,7 @@ impl Checker<'_> {
             norm_epsilon: self.norm_epsilon(raw.rms_norm_eps)?,
             windows: self.windows(family, layers, &raw)?,
             end_tokens: self.end_tokens(raw.eos_token_id, vocabulary)?,
+            // The default of this family in transformers.
             tied: raw.tie_word_embeddings.unwrap_or(false),
             rope: rope::resolve(self, raw.rope_theta, raw.rope_scaling, raw.rope_parameters)?,
         })
@@ -183,30 +181,30 @@ impl Checker<'_> {
         })
     }
 
-    fn refuse_what_we_lack(&self, raw: &RawConfig) -> Result<(), ModelError> {
-        let lacks = |field, reason: &str| Err(self.field(field, reason.to_owned()));
+    fn refuse_unsupported(&self, raw: &RawConfig) -> Result<(), ModelError> {
+        let refuse = |field, reason: &str| Err(self.field(field, reason.to_owned()));
         if raw.quantization_config.as_ref().is_some_and(|value| !value.is_null()) {
-            return lacks("quantization_config", "is set: quantised weights are not supported");
+            return refuse("quantization_config", "is set: quantised weights are not supported");
         }
         if let Some(act) = raw.hidden_act.as_deref().filter(|&act| act != "silu" && act != "swish")
         {
-            return lacks("hidden_act", &format!("{act:?} is not supported: only silu is"));
+            return refuse("hidden_act", &format!("{act:?} is not supported: only silu is"));
         }
         if raw.attention_bias == Some(true) {
-            return lacks("attention_bias", "is true: a bias on o_proj is not supported");
+            return refuse("attention_bias", "is true: a bias on o_proj is not supported");
         }
         if raw.mlp_bias == Some(true) {
-            return lacks("mlp_bias", "is true: it is not supported");
+            return refuse("mlp_bias", "is true: it is not supported");
         }
         if raw.partial_rotary_factor.is_some_and(|factor| factor != 1.0) {
-            return lacks("partial_rotary_factor", "is not 1: it is not supported");
+            return refuse("partial_rotary_factor", "is not 1: it is not supported");
         }
         for (field, dtype) in [("dtype", &raw.dtype), ("torch_dtype", &raw.torch_dtype)] {
             match dtype.as_deref() {
                 None | Some("float32" | "float16" | "bfloat16") => {}
                 Some(other) => {
                     let known = "float32, float16 and bfloat16";
-                    return lacks(field, &format!("{other:?} is not supported: only {known} are"));
+                    return refuse(field, &format!("{other:?} is not supported: only {known} are"));
                 }
             }
         }
@@ -227,6 +225,7 @@ impl Checker<'_> {
     }
 
     fn norm_epsilon(&self, given: Option<f64>) -> Result<f32, ModelError> {
+        // The default of this family in transformers.
         let epsilon = given.unwrap_or(1e-6);
         if !(0.0..1.0).contains(&epsilon) {
             let reason = format!("{epsilon} is not in 0 <= rms_norm_eps < 1");
@@ -235,9 +234,9 @@ impl Checker<'_> {
         Ok(epsilon as f32)
     }
 
-    /// Which layers see a sliding window. Newer files list the layers' types;
-    /// older Qwen files say from which layer on; Mistral means all layers;
-    /// Llama has none.
+    /// Returns the attention window of each layer. Newer files list the layers' types;
+    /// older Qwen files give the first layer with a window; Mistral has windows in all
+    /// layers, and Llama in none.
     fn windows(
         &self,
         family: Family,
@@ -277,42 +276,9 @@ impl Checker<'_> {
             other => Err(self.field("layer_types", format!("{other:?} is not supported"))),
         }
     }
-
-    pub(super) fn end_tokens(
-        &self,
-        ids: Option<TokenIds>,
-        vocabulary: u32,
-    ) -> Result<Vec<u32>, ModelError> {
-        let ids = ids.map(TokenIds::into_vec).unwrap_or_default();
-        match ids.iter().find(|&&id| id >= u64::from(vocabulary)) {
-            Some(id) => {
-                let reason = format!("{id} is not below vocab_size {vocabulary}");
-                Err(self.field("eos_token_id", reason))
-            }
-            None => Ok(ids.into_iter().map(|id| id as u32).collect()),
-        }
-    }
-
-    /// A size that must be there, at least 1 and at most `most`.
-    pub(super) fn size(
-        &self,
-        field: &'static str,
-        value: Option<u64>,
-        most: u64,
-    ) -> Result<u32, ModelError> {
-        let value = value.ok_or_else(|| self.field(field, "is missing".to_owned()))?;
-        match u32::try_from(value) {
-            Ok(size) if size > 0 && value <= most => Ok(size),
-            _ => Err(self.field(field, format!("{value} is not between 1 and {most}"))),
-        }
-    }
-
-    pub(super) fn field(&self, field: &'static str, reason: String) -> ModelError {
-        ModelError::Field { path: PathBuf::from(self.path), field, reason }
-    }
 }
 
-// Far above any model of the family, far below what overflows an index.
+// Far above any model of the family, and far below an overflow of an index.
 const MAX_LAYERS: u64 = 1_024;
 const MAX_WIDTH: u64 = 1 << 18;
 const MAX_HEADS: u64 = 1_024;

@@ -1,40 +1,27 @@
-//! `generation_config.json`: of it only the tokens that end a completion.
+//! The end tokens of `generation_config.json`. Other fields of the file are ignored.
 
 use std::path::Path;
 
 use serde::Deserialize;
 
-use super::config::Checker;
-use super::{ModelConfig, ModelError, read_json_bytes};
-
-/// One token id, or a list of them.
-#[derive(Deserialize)]
-#[serde(untagged)]
-pub(super) enum TokenIds {
-    One(u64),
-    Many(Vec<u64>),
-}
-
-impl TokenIds {
-    pub(super) fn into_vec(self) -> Vec<u64> {
-        match self {
-            Self::One(id) => vec![id],
-            Self::Many(ids) => ids,
-        }
-    }
-}
+use super::checker::{Checker, TokenIds};
+use super::config::ModelConfig;
+use super::error::ModelError;
+use crate::json_file::{self, JsonFileError};
 
 #[derive(Deserialize)]
 struct RawGeneration {
     eos_token_id: Option<TokenIds>,
 }
 
-/// Puts the end tokens of `generation_config.json`, if there is one, before
-/// those of `config.json`: chat models name the end of a turn only there.
+/// Adds the end tokens of `generation_config.json`, if the file exists, before those of
+/// `config.json`. Chat models name the token that ends a turn only in that file.
 pub(super) fn add_end_tokens(folder: &Path, config: &mut ModelConfig) -> Result<(), ModelError> {
     let path = folder.join("generation_config.json");
-    let bytes = match read_json_bytes(&path) {
-        Err(ModelError::Read { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
+    let bytes = match json_file::read(&path) {
+        Err(JsonFileError::Read { source, .. })
+            if source.kind() == std::io::ErrorKind::NotFound =>
+        {
             return Ok(());
         }
         other => other?,

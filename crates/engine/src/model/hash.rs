@@ -1,8 +1,8 @@
-//! A model's identity: SHA-256 over its configuration and the content of its
-//! weight files.
+//! A model's identity: SHA-256 over its configuration and the content of its weight
+//! files.
 //!
-//! The files are hashed in pieces on all cores, and the pieces' hashes are
-//! hashed in order, so that a large model does not wait for one core.
+//! The files are hashed in pieces on all cores, and the pieces' hashes are hashed in
+//! order, so that a large model does not wait for one core.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -10,8 +10,8 @@ use aws_lc_rs::digest::{Context, Digest, SHA256, digest};
 
 use crate::weights::Weights;
 
-/// Hex SHA-256 over: the hash of `config`, then for each weight file in order
-/// of name its name, its length in bytes and the hashes of its pieces.
+/// Returns a SHA-256 in hex over the hash of `config`, and for each weight file in
+/// order of name: its name, its length in bytes, and the hashes of its pieces.
 pub(super) fn of_model(config: &[u8], weights: &Weights) -> String {
     let files = weights.files();
     let pieces: Vec<&[u8]> = files.iter().flat_map(|(_, bytes)| bytes.chunks(PIECE)).collect();
@@ -20,6 +20,7 @@ pub(super) fn of_model(config: &[u8], weights: &Weights) -> String {
     whole.update(digest(&SHA256, config).as_ref());
     for (name, bytes) in files {
         whole.update(name.as_bytes());
+        // A NUL ends the name, so that name and length cannot be confused.
         whole.update(&[0]);
         whole.update(&(bytes.len() as u64).to_le_bytes());
         for hash in hashes.by_ref().take(bytes.len().div_ceil(PIECE)) {
@@ -49,6 +50,7 @@ fn hash_all(pieces: &[&[u8]]) -> Vec<Digest> {
         }
         hashes
     });
+    // Threads finish in any order, and the identity must not depend on it.
     hashes.sort_by_key(|&(index, _)| index);
     hashes.into_iter().map(|(_, hash)| hash).collect()
 }

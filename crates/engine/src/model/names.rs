@@ -1,14 +1,14 @@
-//! What tensors are called in the files of this family.
+//! The names of tensors in the files of this family.
 
-use super::ModelConfig;
+use super::config::ModelConfig;
 
-/// The full name of a layer's tensor.
+/// Returns the full name of a layer's tensor.
 pub(crate) fn layer_tensor(index: usize, part: &str) -> String {
     format!("model.layers.{index}.{part}")
 }
 
-/// Names and rows of what makes queries, keys and values: `kind` is `weight`
-/// or `bias`.
+/// Returns the names and rows of the tensors that make queries, keys and values. `kind`
+/// is `weight` or `bias`.
 pub(crate) fn qkv_parts(config: &ModelConfig, index: usize, kind: &str) -> [(String, usize); 3] {
     let (queries, keys) = (config.query_width(), config.kv_width());
     [("q", queries), ("k", keys), ("v", keys)]

@@ -1,45 +1,46 @@
-//! Rotary position embedding: which frequencies a model turns its heads by.
+//! Rotary position embedding: the frequencies by which a model rotates its heads.
 
 use serde::Deserialize;
 
-use super::ModelError;
-use super::config::Checker;
+use super::checker::Checker;
+use super::error::ModelError;
 
-/// How positions become angles.
+/// The parameters that turn positions into angles.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rope {
-    /// The base of the frequencies.
+    /// Base of the frequencies.
     pub theta: f64,
-    /// How frequencies are stretched for long contexts.
+    /// Scaling of the frequencies for long contexts.
     pub scaling: RopeScaling,
 }
 
-/// How frequencies are stretched for long contexts.
+/// The scaling of frequencies for long contexts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RopeScaling {
-    /// Not at all.
+    /// Unscaled frequencies.
     None,
-    /// All by one factor.
+    /// Every frequency divided by one factor.
     Linear {
-        /// At least 1.
+        /// Divisor of the frequencies, at least 1.
         factor: f64,
     },
-    /// Llama 3.1: low frequencies by the factor, high ones not, a ramp between.
+    /// Llama 3.1: low frequencies are divided by the factor, high frequencies are kept,
+    /// with a ramp between them.
     Llama3 {
-        /// At least 1.
+        /// Divisor of the low frequencies, at least 1.
         factor: f64,
-        /// Wavelengths above `original_context / low` are stretched whole.
+        /// Wavelengths above `original_context / low` are scaled fully.
         low: f64,
-        /// Wavelengths below `original_context / high` are not stretched.
+        /// Wavelengths below `original_context / high` are not scaled.
         high: f64,
-        /// Context length before stretching, tokens.
+        /// Context length of the unscaled frequencies, tokens.
         original_context: f64,
     },
 }
 
 impl Rope {
-    /// Radians by which each pair of a head turns from one position to the
-    /// next: `head_dim / 2` of them.
+    /// Returns the radians by which each pair of a head turns from one position to the
+    /// next: `head_dim / 2` numbers.
     pub fn frequencies(&self, head_dim: u32) -> Vec<f64> {
         (0..head_dim / 2)
             .map(|pair| self.theta.powf(-f64::from(2 * pair) / f64::from(head_dim)))
@@ -62,7 +63,7 @@ impl RopeScaling {
     }
 }
 
-/// `rope_scaling`, or transformers 5's `rope_parameters`.
+/// `rope_scaling`, or `rope_parameters` as transformers 5 writes it.
 #[derive(Deserialize)]
 pub(super) struct RawRope {
     rope_type: Option<String>,
@@ -86,6 +87,7 @@ pub(super) fn resolve(
         (Some(new), _) => ("rope_parameters", Some(new)),
         (None, old) => ("rope_scaling", old),
     };
+    // transformers 5 writes rope_theta inside of rope_parameters.
     let theta = raw.as_ref().and_then(|raw| raw.rope_theta).or(theta).unwrap_or(10_000.0);
     if !(theta.is_finite() && theta > 1.0) {
         return Err(checker.field("rope_theta", format!("{theta} is not a number above 1")));

@@ -1,8 +1,8 @@
-//! One safetensors file: mapped, its header read within bounds.
+//! One safetensors file, mapped into memory, with its header read within bounds.
 //!
-//! Eight bytes of header length, a JSON header that gives each tensor its
-//! type, shape and place, then the bytes. The header is not believed: every
-//! tensor must lie within the file and be as long as its shape says.
+//! A file has eight bytes of header length, a JSON header with the type, shape and
+//! place of each tensor, and the tensors' bytes. The header is not trusted: every
+//! tensor must lie within the file and be as long as its shape implies.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -19,16 +19,16 @@ pub(super) struct Shard {
     name: String,
     map: Mmap,
     tensors: BTreeMap<String, Entry>,
-    /// Where tensors' bytes begin in the file.
+    /// Offset of the tensors' bytes in the file.
     data: usize,
 }
 
-/// What the header says of one tensor, checked.
+/// A tensor's entry in the header, checked.
 #[derive(Debug)]
 struct Entry {
     dtype: String,
     shape: Vec<usize>,
-    /// In bytes, behind the header; within the file.
+    /// Bytes of the tensor behind the header, within the file.
     place: std::ops::Range<usize>,
 }
 
@@ -37,9 +37,9 @@ impl Shard {
         let path = folder.join(name);
         let read = |source| WeightsError::Read { path: path.clone(), source };
         let file = File::open(&path).map_err(read)?;
-        // SAFETY: the map is read-only, and bytes of it are only ever read as
-        // bytes. Whoever cuts the file while the model loads stops this
-        // process by a signal: the worker is a process of its own for that.
+        // SAFETY: the map is read-only, and its bytes are only read as bytes. If
+        // another process truncates the file while the model loads, a signal stops this
+        // process. A worker is a process of its own, so the gateway survives that.
         let map = unsafe { Mmap::map(&file) }.map_err(read)?;
         let (data, tensors) = parse_header(&map)
             .map_err(|reason| WeightsError::Header { path: path.clone(), reason })?;
@@ -79,7 +79,7 @@ impl Shard {
     }
 }
 
-/// Where the data begin, and the tensors by name.
+/// Returns the offset of the data, and the tensors by name.
 fn parse_header(map: &[u8]) -> Result<(usize, BTreeMap<String, Entry>), String> {
     let Some((length, rest)) = map.split_first_chunk::<LENGTH_BYTES>() else {
         return Err(format!("{} bytes hold no header", map.len()));
@@ -102,8 +102,8 @@ fn parse_header(map: &[u8]) -> Result<(usize, BTreeMap<String, Entry>), String> 
     Ok((LENGTH_BYTES + length, tensors))
 }
 
-/// A tensor's entry. `__metadata__` is an object of other fields, hence the
-/// options.
+/// A tensor's entry in the JSON. `__metadata__` has other fields, so all fields are
+/// optional.
 #[derive(Deserialize)]
 struct RawEntry {
     dtype: Option<String>,
@@ -122,9 +122,10 @@ fn check_entry(name: &str, raw: RawEntry, available: usize) -> Result<Entry, Str
     if to > available {
         return Err(format!("tensor {name} ends at byte {to} of {available}: the file is torn"));
     }
-    // A type that the engine does not read may still stand in the file; only
-    // asking for such a tensor is refused.
+    // A file may contain types that the engine does not read; only a request for such a
+    // tensor is refused.
     if let Some(element) = element(&dtype) {
+        // The product of a malicious shape may overflow.
         let bytes = shape.iter().try_fold(element.size(), |sum, &side| sum.checked_mul(side));
         if bytes != Some(to - from) {
             return Err(format!("tensor {name} has {} bytes for shape {shape:?}", to - from));
