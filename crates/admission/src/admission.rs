@@ -1,5 +1,5 @@
-//! The core behind one mutex, and the values that callers hold. A decision
-//! takes microseconds, so a lock is shorter than any message.
+//! The core behind one mutex, and the values that callers hold. A decision takes
+//! microseconds, so a lock costs less than a message to another task.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -19,20 +19,21 @@ use crate::terms::{
     Spent, Swept,
 };
 
-/// Admission for one gateway; clones share the same state.
+/// The admission state of one gateway. Clones share the state.
 #[derive(Clone)]
 pub struct Admission {
     guarded: Arc<Mutex<Guarded>>,
 }
 
+/// The state behind the mutex.
 struct Guarded {
     core: Core,
-    /// Of those that wait for a place; gone when the hold ends or runs.
+    /// Wakers of waiting holds. An entry is removed when the hold may run or ends.
     wakers: HashMap<RequestId, Waker>,
 }
 
 impl Admission {
-    /// An admission that knows no spend yet: see [`Self::restore_spend`].
+    /// Creates an admission without spend; see [`Self::restore_spend`].
     pub fn new(options: AdmissionOptions) -> Self {
         let guarded = Guarded { core: Core::new(options), wakers: HashMap::new() };
         Self { guarded: Arc::new(Mutex::new(guarded)) }
@@ -41,7 +42,9 @@ impl Admission {
     /// Takes every limit of the request, or none.
     ///
     /// # Errors
-    /// The refusal that binds longest, or an id that was used before.
+    ///
+    /// [`ReserveError::Refused`] with the refusal that binds longest, or
+    /// [`ReserveError::AlreadyHeld`] if the id was used before.
     pub fn reserve(
         &self,
         now: MonotonicTime,
@@ -60,9 +63,9 @@ impl Admission {
         })
     }
 
-    /// Whether the rate of requests of one of `scopes` is spent already, so
-    /// that no request of theirs can pass now, whatever it costs. Takes
-    /// nothing: who is not refused here may still be by [`Self::reserve`].
+    /// Returns a refusal if the request rate of one of `scopes` is exhausted, so that no
+    /// request can pass now at any cost. Takes nothing. A request that passes here may
+    /// still be refused by [`Self::reserve`].
     pub fn check_request_rate(
         &self,
         now: MonotonicTime,
@@ -71,17 +74,18 @@ impl Admission {
         self.lock().core.check_request_rate(now, scopes)
     }
 
-    /// Whether one of `scopes` has no place for a request to run and none to
-    /// wait, whatever it costs. Takes nothing, as [`Self::check_request_rate`].
+    /// Returns a refusal if one of `scopes` has no room for a request to run and none to
+    /// wait. Takes nothing, like [`Self::check_request_rate`].
     pub fn check_concurrency(&self, scopes: &[ScopeLimits]) -> Option<Box<Refusal>> {
         self.lock().core.check_concurrency(scopes)
     }
 
-    /// Posts the true cost of a hold by its id, also where the hold has
-    /// expired: late usage is charged, once.
+    /// Posts the true cost of a hold by its id. If the hold has expired, the late usage is
+    /// charged once.
     ///
     /// # Errors
-    /// [`ResolveError`] where it has been resolved before or is not known.
+    ///
+    /// [`ResolveError`] if the hold was resolved before or is unknown.
     pub fn settle(
         &self,
         now: MonotonicTime,
@@ -91,17 +95,18 @@ impl Admission {
         self.resolve(id, |core| core.settle(now, id, spent))
     }
 
-    /// Gives all of a hold back, by its id: it never ran, or its end was our
-    /// fault.
+    /// Returns everything that a hold took, by its id, because the request never ran or
+    /// failed by our fault.
     ///
     /// # Errors
-    /// [`ResolveError`] where it has ended before or is not known.
+    ///
+    /// [`ResolveError`] if the hold has ended before or is unknown.
     pub fn void(&self, now: MonotonicTime, id: &RequestId) -> Result<Settlement, ResolveError> {
         self.resolve(id, |core| core.void(now, id))
     }
 
-    /// Ends what is overdue and forgets what is idle; call it about once a
-    /// second. This alone prunes.
+    /// Ends overdue holds and forgets idle scopes. Call this about once a second; no other
+    /// call removes old state.
     pub fn expire(&self, now: MonotonicTime) -> Swept {
         let mut guarded = self.lock();
         let swept = guarded.core.expire(now);
@@ -117,10 +122,9 @@ impl Admission {
         swept
     }
 
-    /// Adds spend that the ledger knows of this day or month: at start, before
-    /// the first admission, each amount once (they add up). Restore scopes that
-    /// have a cap only, since what is restored is remembered until its period
-    /// is over.
+    /// Adds spend that the ledger knows for the current day or month. Call this at start,
+    /// before the first admission, once for each amount, because amounts add up. Restore
+    /// only scopes that have a cap: restored spend is remembered until its period ends.
     pub fn restore_spend(
         &self,
         scope: Scope,
@@ -131,7 +135,7 @@ impl Admission {
         self.lock().core.restore_spend(scope, class, period, spent);
     }
 
-    /// How much is being kept.
+    /// Returns the number of holds and scopes in memory.
     pub fn status(&self) -> AdmissionStatus {
         self.lock().core.status()
     }
@@ -149,13 +153,13 @@ impl Admission {
             .chain([id])
             .filter_map(|id| guarded.wakers.remove(id))
             .collect();
-        drop(guarded); // a waker may run code that comes back here
+        drop(guarded); // a waker may call into admission again
         woken.into_iter().for_each(Waker::wake);
         Ok(settlement)
     }
 
-    /// A panic elsewhere must not close the gate: the core leaves no decision
-    /// half made where it could panic.
+    /// Locks the state. The lock ignores poisoning: the core leaves no decision half made
+    /// where it could panic, and a panic elsewhere must not refuse all requests.
     fn lock(&self) -> MutexGuard<'_, Guarded> {
         self.guarded.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -167,10 +171,9 @@ impl fmt::Debug for Admission {
     }
 }
 
-/// Every limit, taken. Resolve it by [`Hold::settle`] or [`Hold::void`]. One
-/// that is dropped while it waits is voided, since it never ran; one that may
-/// have run keeps holding until it expires: a lost request is never silently
-/// free.
+/// A hold on every limit of a request. Resolve it with [`Hold::settle`] or [`Hold::void`].
+/// A hold that is dropped while it waits is voided, because the request never ran. A hold
+/// that is dropped after that stays until it expires: a lost request must not be free.
 #[derive(Debug)]
 #[must_use = "a hold that nobody resolves blocks its limits until it expires"]
 pub struct Hold {
@@ -183,27 +186,27 @@ pub struct Hold {
 }
 
 impl Hold {
-    /// Whose hold it is.
+    /// Returns the id of the request.
     pub fn id(&self) -> &RequestId {
         &self.id
     }
 
-    /// Whether it could run at once when it was made.
+    /// Returns the state of the hold when it was made.
     pub fn state(&self) -> HoldState {
         self.hold_state
     }
 
-    /// The most reference cost that it may spend, where a cap applies.
+    /// Returns the largest reference cost that the request may spend, if a cap applies.
     pub fn budget(&self) -> Option<DeviceNanos> {
         self.budget
     }
 
-    /// Where the limits stood after this request was taken.
+    /// Returns the figures of the limits after this request was taken.
     pub fn figures(&self) -> &Figures {
         &self.figures
     }
 
-    /// Waits for a place to run; ready at once where it has one.
+    /// Waits until the request may run. Ready at once if it may run now.
     pub fn queue_ticket(&self) -> QueueTicket<'_> {
         QueueTicket { hold: self }
     }
@@ -211,17 +214,18 @@ impl Hold {
     /// Posts the true cost.
     ///
     /// # Errors
-    /// [`ResolveError`] where the hold was resolved by its id before.
+    ///
+    /// [`ResolveError`] if the hold was resolved by its id before.
     pub fn settle(mut self, now: MonotonicTime, spent: Spent) -> Result<Settlement, ResolveError> {
         self.open = false;
         self.admission.settle(now, &self.id, spent)
     }
 
-    /// Gives all of it back.
+    /// Returns everything that the hold took.
     ///
     /// # Errors
-    /// [`ResolveError`] where the hold was resolved by its id before, or has
-    /// expired.
+    ///
+    /// [`ResolveError`] if the hold was resolved by its id before, or has expired.
     pub fn void(mut self, now: MonotonicTime) -> Result<Settlement, ResolveError> {
         self.open = false;
         self.admission.void(now, &self.id)
@@ -233,25 +237,25 @@ impl Drop for Hold {
         if !self.open {
             return;
         }
-        // Only what never ran is given back here. There is no clock at hand, and
-        // none is needed: at time zero buckets do not refill.
+        // Only holds that never ran are returned here. No clock is at hand and none is
+        // needed: at time zero buckets do not refill.
         let mut guarded = self.admission.lock();
         guarded.wakers.remove(&self.id);
         if guarded.core.state(&self.id) == Some(HoldState::Queued) {
-            // It is queued, so there is a hold to void and nobody to promote.
+            // The hold is queued, so the void succeeds and promotes no other request.
             let _ = guarded.core.void(MonotonicTime::default(), &self.id);
         }
     }
 }
 
-/// The wait of a [`Hold`] for a place to run.
+/// The wait of a [`Hold`] in its queue. The future is ready when the request may run.
 #[derive(Debug)]
 #[must_use = "a turn does nothing unless awaited"]
 pub struct QueueTicket<'a> {
     hold: &'a Hold,
 }
 
-/// Why a waiting hold will never run: its queue deadline passed, or it was
+/// The error of a waiting hold that will never run: its queue deadline passed, or it was
 /// resolved by its id. Nothing is held any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the hold ended while it waited for a place")]
@@ -267,6 +271,8 @@ impl Future for QueueTicket<'_> {
             Some(HoldState::Running) => Poll::Ready(Ok(())),
             None => Poll::Ready(Err(QueueTicketLost)),
             Some(HoldState::Queued) => {
+                // Stored under the same lock that read the state, so no promotion can be
+                // missed.
                 guarded.wakers.insert(hold.id.clone(), context.waker().clone());
                 Poll::Pending
             }

@@ -1,17 +1,17 @@
-//! A token bucket in integers, with debt. The level is kept in sixty-billionths
-//! of a unit, so that a refill of `per_minute` units over any whole number of
-//! nanoseconds is exact and nothing is ever rounded into existence.
+//! A token bucket in integers, with debt. The level is counted in sixty-billionths of a
+//! unit, so a refill of `per_minute` units is exact for any whole number of nanoseconds.
+//! Rounding never creates units.
 
 use std::time::Duration;
 
 use tollgate_domain::{MonotonicTime, Rate};
 
-/// One unit of the limit, in the level's own unit: the nanoseconds of a minute.
+/// One unit of the limit in the unit of the level: the nanoseconds of a minute.
 const UNIT: i128 = 60_000_000_000;
 
-/// A bucket of one rate. From full it gives `burst` units at once; over any
-/// interval t at most `burst + per_minute t / 60 s`, and what was under-held
-/// is a debt that must be refilled before anything else is given.
+/// A token bucket of one rate. A full bucket gives `burst` units at once, and at most
+/// `burst + per_minute t / 60 s` over any interval t. If a settlement exceeds its hold, the
+/// excess is a debt that must be refilled before the bucket gives anything.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Bucket {
     rate: Rate,
@@ -28,57 +28,61 @@ impl Bucket {
         self.rate
     }
 
-    /// Changes the limit. What has been taken stays taken; a smaller bucket
-    /// spills, a larger one fills with time.
+    /// Changes the rate. Taken units stay taken. A smaller bucket loses its excess, a
+    /// larger bucket fills with time.
     pub(crate) fn adopt(&mut self, rate: Rate) {
         self.rate = rate;
         self.level = self.level.min(capacity(rate));
     }
 
-    /// Brings the level up to `now`. A `now` before the last one, as racing
-    /// threads give, changes nothing.
+    /// Refills the bucket up to `now`. A `now` before the last refill changes nothing;
+    /// concurrent threads can cause this.
     pub(crate) fn refill(&mut self, now: MonotonicTime) {
         let elapsed = now.0.saturating_sub(self.refilled.0);
         if elapsed > 0 {
             let grown = i128::from(elapsed).saturating_mul(i128::from(self.rate.per_minute));
             self.level = self.level.saturating_add(grown).min(capacity(self.rate));
+            // `refilled` moves only forward, so an interval is never counted twice.
             self.refilled = now;
         }
     }
 
-    /// Whether even a full bucket could not give `units`.
+    /// Returns true if even a full bucket cannot give `units`.
     pub(crate) fn never_fits(&self, units: u64) -> bool {
         units > self.rate.burst
     }
 
-    /// How long from the last refill until `units` could be taken: zero when
-    /// they can be now, `None` when a bucket that never refills lacks them.
+    /// Returns the wait from the last refill until the bucket can give `units`: zero if it
+    /// can now, `None` if it never refills.
     pub(crate) fn wait_for(&self, units: u64) -> Option<Duration> {
         self.time_to(scaled(units))
     }
 
-    /// Takes `units` that [`Self::wait_for`] said are there.
+    /// Takes `units`. The caller must have checked with [`Self::wait_for`] that they are
+    /// there.
     pub(crate) fn take(&mut self, units: u64) {
         self.level = self.level.saturating_sub(scaled(units));
     }
 
-    /// Replaces `held` units by the `true_cost`: the rest is given back, or the
-    /// excess becomes debt.
+    /// Replaces `held` units by `true_cost`. The rest is returned, or the excess becomes
+    /// debt.
     pub(crate) fn settle(&mut self, held: u64, true_cost: u64) {
         self.level = self
             .level
+            // Capped at the capacity: a rate that was lowered in between must not overflow
+            // its new bucket.
             .saturating_add(scaled(held))
             .saturating_sub(scaled(true_cost))
             .min(capacity(self.rate));
     }
 
-    /// Whole units that could be taken now; zero in debt.
+    /// Returns the whole units that can be taken now; zero in debt.
     pub(crate) fn remaining(&self) -> u64 {
         u64::try_from(self.level.max(0) / UNIT).unwrap_or(u64::MAX)
     }
 
-    /// How long until the bucket is full again if nothing is taken. A bucket
-    /// that never refills says the longest time there is.
+    /// Returns the time until the bucket is full if nothing is taken, or the longest
+    /// duration if it never refills.
     pub(crate) fn reset(&self) -> Duration {
         self.time_to(capacity(self.rate)).unwrap_or(Duration::MAX)
     }
@@ -127,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn sixty_pass_at_once_and_the_next_a_second_later() {
+    fn bucket_gives_burst_then_one_per_refill() {
         let mut bucket = Bucket::full(Rate::per_minute(60), MonotonicTime(7));
         for _ in 0..60 {
             assert!(take_at(&mut bucket, 7, 1));
@@ -141,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn debt_is_paid_back_before_anything_is_given() {
+    fn bucket_repays_debt_before_giving() {
         let mut bucket = Bucket::full(Rate { per_minute: 60, burst: 10 }, MonotonicTime(0));
         bucket.take(10);
         bucket.settle(10, 25); // 15 in debt
@@ -153,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn time_that_goes_back_refills_nothing() {
+    fn bucket_ignores_time_that_goes_back() {
         let mut bucket = Bucket::full(Rate::per_minute(60), MonotonicTime(10 * SECOND));
         bucket.take(60);
         bucket.refill(MonotonicTime(0));
@@ -163,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_changed_limit_keeps_what_was_taken() {
+    fn changed_rate_keeps_taken_units() {
         let mut bucket = Bucket::full(Rate::per_minute(60), MonotonicTime(0));
         bucket.take(50);
         bucket.adopt(Rate::per_minute(5));
@@ -174,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn extremes_neither_wrap_nor_panic() {
+    fn extreme_rates_neither_wrap_nor_panic() {
         let mut bucket =
             Bucket::full(Rate { per_minute: u64::MAX, burst: u64::MAX }, MonotonicTime(0));
         bucket.settle(0, u64::MAX);
@@ -186,10 +190,10 @@ mod tests {
     }
 
     proptest! {
-        /// Over any window of any run, no more than burst + rate t passes, and
-        /// a refusal's wait is exact: then it passes, one nanosecond before not.
+        /// Checks that over any window no more than burst + rate t passes, and that a
+        /// refusal's wait is exact to the nanosecond.
         #[test]
-        fn never_more_than_burst_and_refill(
+        fn bucket_never_gives_more_than_burst_and_refill(
             per_minute in 1_u64..10_000,
             burst in 1_u64..500,
             asks in prop::collection::vec((0_u64..3 * SECOND, 1_u64..20), 1..80),

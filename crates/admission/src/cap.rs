@@ -1,13 +1,13 @@
-//! Spend against a calendar cap. Settled and held together never exceed the
-//! cap, because a hold never exceeds what remains and a settlement never
-//! exceeds its hold: the worker stops before the budget.
+//! Spend against a calendar cap. Settled and held amounts together never exceed the cap: a
+//! hold never exceeds the rest, and a settlement never exceeds its hold, because the worker
+//! stops before the budget.
 //!
-//! Spend belongs to the period in which it ends, as the ledger books it. So a
-//! hold that is open when a period begins counts against that one from then on.
+//! Spend belongs to the period in which the request ends, like in the ledger. An open hold
+//! therefore counts against every period that begins while it is open.
 
 use tollgate_domain::DeviceNanos;
 
-/// What has been spent and promised in one calendar period, by its index.
+/// Settled and held amounts in one calendar period. The period is given by its index.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Spend {
     period: u32,
@@ -16,8 +16,8 @@ pub(crate) struct Spend {
 }
 
 impl Spend {
-    /// Moves on to `period`, in which nothing has been spent yet, with all that
-    /// is held; a calendar that seems to go back changes nothing.
+    /// Advances to `period`, which has no spend yet, and keeps the held amounts. An earlier
+    /// period changes nothing.
     pub(crate) fn roll(&mut self, period: u32) {
         if period > self.period {
             *self = Self { period, settled: DeviceNanos::ZERO, held: self.held };
@@ -32,15 +32,15 @@ impl Spend {
         self.held = plus(self.held, amount);
     }
 
-    /// Ends a hold of `held`, whenever it was made, of which `spent` is charged
-    /// to the period that was last moved on to.
+    /// Ends a hold of `held` and charges `spent` to the current period, whenever the hold
+    /// was made.
     pub(crate) fn settle(&mut self, held: DeviceNanos, spent: DeviceNanos) {
         self.held = self.held.saturating_sub(held);
         self.settled = plus(self.settled, spent);
     }
 
-    /// Adds what was spent in `period` before anything was held here; of an
-    /// earlier period than is known it concerns no cap any more.
+    /// Adds spend of `period` from the ledger. Spend of an earlier period concerns no cap
+    /// and is ignored.
     pub(crate) fn restore(&mut self, period: u32, spent: DeviceNanos) {
         self.roll(period);
         if period == self.period {
@@ -48,14 +48,14 @@ impl Spend {
         }
     }
 
-    /// Whether nothing of it need be remembered once `period` has come.
+    /// Returns true if nothing must be remembered once `period` has begun.
     pub(crate) fn is_over(&self, period: u32) -> bool {
         self.held == DeviceNanos::ZERO
             && (self.period < period || self.settled == DeviceNanos::ZERO)
     }
 }
 
-/// Saturating: a lying report can fill a cap, and not empty it by wrapping.
+/// Adds with saturation: a wrong report can fill a cap but cannot empty it by overflow.
 fn plus(a: DeviceNanos, b: DeviceNanos) -> DeviceNanos {
     DeviceNanos(a.nanos().saturating_add(b.nanos()))
 }
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_period_starts_with_what_is_held_and_bears_what_ends_in_it() {
+    fn new_period_keeps_holds_and_gets_their_spend() {
         let cap = DeviceNanos(100);
         let mut spend = Spend::default();
         spend.roll(5);
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lie_fills_the_cap_and_no_more() {
+    fn wrong_report_fills_cap_without_overflow() {
         let mut spend = Spend::default();
         spend.settle(DeviceNanos::ZERO, DeviceNanos(u64::MAX));
         spend.settle(DeviceNanos::ZERO, DeviceNanos(u64::MAX));

@@ -1,7 +1,7 @@
-//! The decision itself: every limit is looked at, then all are taken or none.
+//! The admission decision: all limits are checked first, then all are taken or none.
 //!
-//! The states of a hold are those of [`holds`]. No clock is read, nothing
-//! blocks, and no amount is anything but an integer.
+//! [`holds`] defines the states of a hold. The core reads no clock, never blocks, and
+//! computes with integers only.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
@@ -23,7 +23,7 @@ use self::holds::{HeldScope, HoldRecord, Holds, Posting};
 mod check;
 mod holds;
 
-/// A reservation as the core makes it.
+/// The result of a reservation in the core.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Reserved {
     pub(crate) hold_state: HoldState,
@@ -31,13 +31,14 @@ pub(crate) struct Reserved {
     pub(crate) figures: Figures,
 }
 
-/// How often idle scopes are looked for: the scan is the only work here that
-/// grows with the number of scopes.
+/// Interval of the scan for idle scopes. The cost of the scan grows with the number of
+/// scopes; no other operation's does.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(60);
-/// The least time between two scans when the map is full.
+/// Shortest time between two scans if the map of scopes is full.
 const PRUNE_PRESSED: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
+/// The state of admission: scopes, holds and the calendar.
 pub(crate) struct Core {
     options: AdmissionOptions,
     scopes: HashMap<Scope, ScopeState>,
@@ -45,11 +46,11 @@ pub(crate) struct Core {
     due: BTreeSet<(MonotonicTime, RequestId)>,
     tickets: BTreeMap<u64, RequestId>,
     next_ticket: u64,
-    /// The latest day and month seen; the calendar never goes back.
+    /// Latest day and month seen. The calendar never goes back.
     day: UtcDay,
     month: UtcMonth,
-    /// One moment by both clocks, the latest that a reservation told, so that
-    /// the day of a settlement is known too.
+    /// Time of the latest reservation on both clocks. Settlements use it to derive the
+    /// calendar day.
     moment: (MonotonicTime, UtcTime),
     pruned: MonotonicTime,
 }
@@ -76,6 +77,7 @@ impl Core {
         utc: UtcTime,
         request: Reserve,
     ) -> Result<Reserved, ReserveError> {
+        // A second hold under the same id would charge the request twice.
         if self.holds.knows(&request.id) {
             return Err(ReserveError::AlreadyHeld);
         }
@@ -90,12 +92,13 @@ impl Core {
                 (self.day, self.month),
             );
         }
+        // From here on nothing can fail: either every limit is taken or none.
         let decision = self.check(utc, &request).map_err(ReserveError::Refused)?;
         Ok(self.take(request, decision, utc))
     }
 
-    /// Whether the rate of requests of one of `scopes` allows none now. Takes
-    /// nothing, and knows nothing of what a request would cost.
+    /// Returns a refusal if the request rate of one of `scopes` is exhausted now. Takes
+    /// nothing and ignores the cost of the request.
     pub(crate) fn check_request_rate(
         &mut self,
         now: MonotonicTime,
@@ -103,8 +106,8 @@ impl Core {
     ) -> Option<Box<Refusal>> {
         let mut worst: Option<Refusal> = None;
         for ScopeLimits { scope, limits } in scopes {
-            // A scope that nobody has asked for yet has taken nothing, and one
-            // without the limit refuses nothing here.
+            // A scope without state has used nothing, and a scope without a request rate
+            // refuses nothing here.
             let (Some(rate), Some(state)) = (limits.requests, self.scopes.get_mut(scope)) else {
                 continue;
             };
@@ -116,17 +119,17 @@ impl Core {
         worst.map(|refusal| self.with_requests_left(refusal, scopes))
     }
 
-    /// Whether one of `scopes` has no place to run and none to wait. Takes
-    /// nothing, and knows nothing of what a request would cost.
+    /// Returns a refusal if one of `scopes` has no room to run and none to wait. Takes
+    /// nothing and ignores the cost of the request.
     pub(crate) fn check_concurrency(&self, scopes: &[ScopeLimits]) -> Option<Box<Refusal>> {
         let full = scopes.iter().find_map(|ScopeLimits { scope, limits: _ }| {
-            // One that nobody has asked for yet has room.
+            // A scope without state has room.
             self.scopes.get(scope)?.is_full(scope)
         });
         full.map(|refusal| self.with_requests_left(refusal, scopes))
     }
 
-    /// With the tightest rate of requests of `scopes`.
+    /// Adds the tightest request rate of `scopes` to the figures of the refusal.
     fn with_requests_left(&self, mut refusal: Refusal, scopes: &[ScopeLimits]) -> Box<Refusal> {
         for state in scopes.iter().filter_map(|scope| self.scopes.get(&scope.scope)) {
             let requests = state.requests.as_ref().map(RateFigures::of);
@@ -135,20 +138,20 @@ impl Core {
         Box::new(refusal)
     }
 
-    /// Moves the calendar on to `utc`.
+    /// Advances the calendar to `utc`.
     fn see(&mut self, utc: UtcTime) {
         self.day = self.day.max(utc.day());
         self.month = self.month.max(self.day.month());
     }
 
-    /// Moves the calendar on to `now`, by what has passed since a reservation.
+    /// Advances the calendar to `now`, counted from the latest reservation.
     fn see_now(&mut self, now: MonotonicTime) {
         let (then, utc) = self.moment;
         let passed = now.0.saturating_sub(then.0);
         self.see(UtcTime(utc.0.saturating_add(passed)));
     }
 
-    /// Looks for room under the gateway's own bounds.
+    /// Checks the gateway's own bounds, and scans for idle scopes if the map is full.
     fn make_room(&mut self, now: MonotonicTime, request: &Reserve) -> Result<(), Box<Refusal>> {
         let new = |core: &Self| {
             request.scopes.iter().filter(|s| !core.scopes.contains_key(&s.scope)).count()
@@ -182,6 +185,8 @@ impl Core {
             let state = self.scopes.get_mut(&scope).expect("reserve has refreshed every scope");
             let scope_capped = check::is_capped(&limits, &class);
             if let Some(bucket) = &mut state.requests {
+                // The buckets were refilled in `reserve`, and the check has proved that
+                // they suffice.
                 bucket.take(1);
             }
             if let Some(bucket) = &mut state.tokens {
@@ -202,7 +207,9 @@ impl Core {
             held_scopes.push(HeldScope { scope, capped: scope_capped });
         }
         let due = if ticket.is_some() { queue_deadline.min(expires) } else { expires };
+        // Every hold has an entry here, so a hold that its owner loses still ends.
         self.due.insert((due, id.clone()));
+        // Read after everything was taken, so that the headers count this request.
         let figures = self.figures(held_scopes.iter().map(|held| &held.scope), &class, utc);
         let record = HoldRecord {
             scopes: held_scopes,
@@ -218,7 +225,7 @@ impl Core {
         Reserved { hold_state, budget: capped, figures }
     }
 
-    /// Posts the true cost of a hold, also of one that expired before.
+    /// Posts the true cost of a hold, also after the hold has expired.
     pub(crate) fn settle(
         &mut self,
         now: MonotonicTime,
@@ -240,7 +247,7 @@ impl Core {
         })
     }
 
-    /// Gives all of a hold back, the request itself included.
+    /// Returns everything that a hold took, including the request itself.
     pub(crate) fn void(
         &mut self,
         now: MonotonicTime,
@@ -250,7 +257,7 @@ impl Core {
         Ok(self.void_record(now, id, &record))
     }
 
-    /// Gives back what a hold that is voided held.
+    /// Returns the amounts of a voided hold to all scopes.
     fn void_record(
         &mut self,
         now: MonotonicTime,
@@ -262,6 +269,7 @@ impl Core {
             if let Some(bucket) =
                 self.scopes.get_mut(&held.scope).and_then(|state| state.requests.as_mut())
             {
+                // A voided request never ran, so the request rate gets its unit back.
                 bucket.settle(1, 0);
             }
         }
@@ -269,8 +277,8 @@ impl Core {
         Settlement { held: record.expected, promoted, ..Settlement::default() }
     }
 
-    /// Ends what is overdue and forgets what is idle. Call it about once a
-    /// second: it is what keeps a lost hold from holding for ever.
+    /// Ends overdue holds and forgets idle scopes. Call this about once a second: without
+    /// it a lost hold would hold its limits forever.
     pub(crate) fn expire(&mut self, now: MonotonicTime) -> Swept {
         let mut swept = Swept::default();
         while let Some((due, id)) = self.due.first().cloned()
@@ -287,19 +295,20 @@ impl Core {
                 swept.promoted.extend(self.release(&id, &record));
                 swept.expired.push(id);
             } else {
-                self.due.pop_first(); // unreachable while both agree; never a loop
+                self.due.pop_first(); // unreachable while both maps agree; prevents an endless loop
             }
         }
         if now.since(self.pruned) >= PRUNE_INTERVAL {
             self.see_now(now);
             swept.scopes_forgotten = self.forget_idle_scopes(now);
         }
-        // One that was promoted early in this sweep may have expired late in it.
+        // A request that was promoted early in this sweep may have expired later in the
+        // sweep.
         swept.promoted.retain(|id| self.holds.get(id).is_some());
         swept
     }
 
-    /// Adds spend that the ledger knows, before the first admission.
+    /// Adds spend from the ledger, before the first admission.
     pub(crate) fn restore_spend(
         &mut self,
         scope: Scope,
@@ -321,7 +330,7 @@ impl Core {
         spend.restore(index, spent);
     }
 
-    /// Whether a hold is open, and where it stands.
+    /// Returns the state of an open hold, or `None` if no such hold is open.
     pub(crate) fn state(&self, id: &RequestId) -> Option<HoldState> {
         let record = self.holds.get(id)?;
         Some(if record.ticket.is_some() { HoldState::Queued } else { HoldState::Running })
@@ -336,9 +345,9 @@ impl Core {
         }
     }
 
-    /// Replaces what is held by what was spent, in every scope of a hold. A
-    /// rate that was forgotten is full again, with nothing left to correct; what
-    /// was spent against a cap counts whether its scope is remembered or not.
+    /// Replaces the held amounts by the spent amounts in every scope of a hold. A rate
+    /// without state is full, so nothing needs correction. Spend against a cap always
+    /// counts, even if its scope was forgotten.
     fn charge(&mut self, now: MonotonicTime, record: &HoldRecord, charge: Charge) {
         let (tokens, expected, capped) = match charge.held {
             Held::Open => (record.tokens, record.expected, record.capped),
@@ -347,12 +356,13 @@ impl Core {
         let Spent { tokens: spent_tokens, reference } = charge.spent;
         self.see_now(now);
         for held in &record.scopes {
-            // Late usage may find that its scope was idle and was forgotten.
+            // Late usage may concern a scope that was idle and was forgotten.
             if held.capped && reference > DeviceNanos::ZERO {
                 self.scopes.entry(held.scope.clone()).or_insert_with(ScopeState::new);
             }
             let Some(state) = self.scopes.get_mut(&held.scope) else { continue };
             if let Some(bucket) = &mut state.tokens {
+                // Refilled before the correction: the excess is a debt as of now.
                 bucket.refill(now);
                 bucket.settle(tokens, spent_tokens);
             }
@@ -370,7 +380,7 @@ impl Core {
         }
     }
 
-    /// Gives up a hold's place, running or waiting, and lets others run.
+    /// Releases the place of a hold, running or waiting, and promotes waiting requests.
     fn release(&mut self, id: &RequestId, record: &HoldRecord) -> Vec<RequestId> {
         self.due.remove(&(record.due, id.clone()));
         if let Some(ticket) = record.ticket {
@@ -380,19 +390,20 @@ impl Core {
             let Some(state) = self.scopes.get_mut(&held.scope) else { continue };
             match record.ticket {
                 Some(ticket) => _ = state.waiting.remove(&ticket),
+                // Saturating: a wrong count must not block the scope forever.
                 None => state.running = state.running.saturating_sub(1),
             }
         }
         match record.ticket {
-            Some(_) => Vec::new(), // it kept nobody from running
+            Some(_) => Vec::new(), // a waiting request occupied no place
             None => self.promote(record),
         }
     }
 
-    /// Lets waiting requests run in the places that `freed` gave up: the
-    /// widest scope first, in order of arrival, passing over those that
-    /// another of their scopes still holds back. Nobody waits for a scope
-    /// that has places without end, so its waiting ones are not looked at.
+    /// Promotes waiting requests into the places that `freed` released. The widest scope
+    /// comes first, then the order of arrival. A request that another of its scopes blocks
+    /// is skipped. Scopes without a limit on concurrency block no request, so their waiting
+    /// requests are not scanned.
     fn promote(&mut self, freed: &HoldRecord) -> Vec<RequestId> {
         let mut promoted = Vec::new();
         for held in freed.scopes.iter().rev() {
@@ -404,6 +415,7 @@ impl Core {
                 && state.has_place()
                 && let Some(&ticket) = state.waiting.range(from..).next()
             {
+                // Each ticket is tried once, so the loop ends.
                 from = ticket + 1;
                 if let Some(id) = self.tickets.get(&ticket).cloned()
                     && self.run(&id, ticket)
@@ -415,7 +427,7 @@ impl Core {
         promoted
     }
 
-    /// Lets one waiting request run if every scope of it has a place.
+    /// Promotes one waiting request if all its scopes have room.
     fn run(&mut self, id: &RequestId, ticket: u64) -> bool {
         let Some(record) = self.holds.get_mut(id) else { return false };
         let free =
@@ -446,20 +458,20 @@ impl Core {
     }
 }
 
-/// What a charge replaces, and by what.
+/// A change from held amounts to spent amounts.
 struct Charge {
     held: Held,
     spent: Spent,
 }
 
-/// Whether the amounts of a hold still stand.
+/// The amounts of a hold: still held, or released before.
 enum Held {
     Open,
     Released,
 }
 
-/// How far the true cost went beyond what the caps held; without a cap there
-/// was nothing to exceed.
+/// Returns the amount by which the true cost exceeded what the caps held; zero without a
+/// cap.
 fn overrun(record: &HoldRecord, spent: Spent) -> DeviceNanos {
     if record.scopes.iter().any(|held| held.capped) {
         spent.reference.saturating_sub(record.capped)

@@ -1,25 +1,24 @@
-//! How long answers really are: the expected output, learned per tenant and
-//! model. It makes estimates close, never safe: rates correct it by debt, and
-//! caps hold the worst case instead.
+//! Expected length of answers, learned by tenant and model. The expectation makes estimates
+//! accurate but not safe: rates correct a wrong estimate by debt, and caps hold the worst
+//! case.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
 use tollgate_domain::{ModelName, TenantId};
 
-/// The mean is kept in 1/256 tokens, so that small answers are learned too.
+/// Resolution of the mean: 1/256 token, so that short answers are learned too.
 const FRACTION: u64 = 256;
-/// Each answer moves the mean by an eighth of its distance: about the last
-/// twenty answers count.
+/// Inverse weight of one answer. An eighth means that about the last twenty answers count.
 const DECAY: i64 = 8;
-/// No answer counts for more than this, whatever a worker says.
+/// Largest length that one answer can count, whatever the worker reports.
 const LONGEST: u64 = 1 << 32;
 
 type Means = HashMap<(TenantId, ModelName), u64>;
 
-/// Decaying means of completion tokens. Bounded: two generations of at most
-/// half the capacity each; when the young one is full the old one is dropped,
-/// so that pairs in use survive and idle ones are forgotten.
+/// Decaying means of completion tokens. Memory is bounded by two generations of half the
+/// capacity each. When the young generation is full, the old one is dropped, so pairs in
+/// use stay and idle pairs are forgotten.
 #[derive(Debug)]
 pub struct ExpectedOutput {
     generation_size: usize,
@@ -34,8 +33,8 @@ struct Generations {
 }
 
 impl ExpectedOutput {
-    /// Remembers up to `capacity` pairs (two at least); of a pair that is not
-    /// known it expects `first_guess` tokens.
+    /// Creates an empty memory of up to `capacity` pairs, at least two. Unknown pairs are
+    /// expected to give `first_guess` tokens.
     pub fn new(capacity: usize, first_guess: u32) -> Self {
         Self {
             generation_size: (capacity / 2).max(1),
@@ -44,8 +43,8 @@ impl ExpectedOutput {
         }
     }
 
-    /// How many tokens one choice will probably have: at least one where any
-    /// is allowed, and never more than `max_tokens`.
+    /// Returns the expected tokens of one choice: at most `max_tokens`, and at least one if
+    /// any are allowed.
     pub fn expect(&self, tenant: &TenantId, model: &ModelName, max_tokens: u32) -> u32 {
         let pair = (tenant.clone(), model.clone());
         let means = self.means.lock().unwrap_or_else(PoisonError::into_inner);
@@ -54,8 +53,8 @@ impl ExpectedOutput {
         u32::try_from(tokens).unwrap_or(u32::MAX).min(max_tokens)
     }
 
-    /// Learns from an answer of one choice that ended by itself or by its
-    /// length; a cancelled one says nothing.
+    /// Learns the length of one choice that ended by itself or by its length limit. Do not
+    /// report cancelled choices, because their length means nothing.
     pub fn learn(&self, tenant: &TenantId, model: &ModelName, completion_tokens: u64) {
         let pair = (tenant.clone(), model.clone());
         let seen = completion_tokens.min(LONGEST) * FRACTION;
@@ -66,6 +65,7 @@ impl ExpectedOutput {
             let step = (seen as i64 - mean as i64) / DECAY; // both below 2^40
             mean.saturating_add_signed(step)
         });
+        // Checked before the insert, so that a generation never exceeds its size.
         if young.len() >= self.generation_size && !young.contains_key(&pair) {
             *old = std::mem::take(young);
         }
@@ -74,7 +74,7 @@ impl ExpectedOutput {
 }
 
 impl Default for ExpectedOutput {
-    /// 16,384 pairs, 128 tokens of one that is not known.
+    /// Creates a memory of 16,384 pairs with a first guess of 128 tokens.
     fn default() -> Self {
         Self::new(16_384, 128)
     }
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn learns_and_stays_within_bounds() {
+    fn expected_output_learns_within_bounds() {
         let expected = ExpectedOutput::new(100, 128);
         let (tenant, model) = names("acme");
         assert_eq!(expected.expect(&tenant, &model, 1_000), 128);
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn forgets_the_idle_and_keeps_the_used() {
+    fn expected_output_forgets_idle_pairs_only() {
         let expected = ExpectedOutput::new(10, 128);
         let (used, model) = names("used");
         for other in 0..1_000 {

@@ -1,5 +1,5 @@
-//! What headers and metrics tell a caller about its limits: of several scopes
-//! that set the same limit, the tightest, by what is left.
+//! Figures for headers and metrics: for each kind of limit the tightest one over all scopes
+//! of a request.
 
 use std::time::Duration;
 
@@ -7,42 +7,41 @@ use tollgate_domain::{DeviceNanos, Rate, UtcTime};
 
 use crate::bucket::Bucket;
 
-/// What is left after this request, for each kind of limit that applies.
-/// `remaining` of zero means that the next of the same size would be refused
-/// now.
+/// The rest of each kind of limit after a request. A `remaining` of zero means that the
+/// next request of the same size would be refused now.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Figures {
-    /// Requests a minute.
+    /// Requests per minute.
     pub requests: Option<RateFigures>,
-    /// Tokens a minute.
+    /// Tokens per minute.
     pub tokens: Option<RateFigures>,
-    /// Device nanoseconds a minute, of the request's class.
+    /// Device nanoseconds per minute, for the request's class.
     pub device_time: Option<RateFigures>,
-    /// Device time this calendar day, of the request's class.
+    /// Device time of this calendar day, for the request's class.
     pub day: Option<CapFigures>,
-    /// Device time this calendar month, of the request's class.
+    /// Device time of this calendar month, for the request's class.
     pub month: Option<CapFigures>,
 }
 
-/// A rate and where its bucket stands.
+/// A rate and the level of its bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RateFigures {
-    /// The rate as configured, in the limit's unit.
+    /// Configured rate, in the unit of the limit.
     pub rate: Rate,
-    /// Whole units that could be taken now.
+    /// Whole units that can be taken now.
     pub remaining: u64,
     /// Time until the bucket is full, if nothing more is taken.
     pub reset: Duration,
 }
 
-/// A cap and what is left of it.
+/// A cap and the rest of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CapFigures {
-    /// The cap.
+    /// Configured cap.
     pub cap: DeviceNanos,
-    /// Neither spent nor held.
+    /// Amount neither spent nor held.
     pub remaining: DeviceNanos,
-    /// When the next calendar period begins.
+    /// Start of the next calendar period.
     pub resets: UtcTime,
 }
 
@@ -52,7 +51,8 @@ impl RateFigures {
     }
 }
 
-/// Keeps the tighter of two; the first, from the narrower scope, on a tie.
+/// Keeps the tighter of two figures. On a tie the first one stays, which comes from the
+/// narrower scope.
 pub(crate) fn tighten<F: Copy, K: Ord>(
     kept: &mut Option<F>,
     found: Option<F>,

@@ -1,17 +1,16 @@
-//! May you: rates, caps, concurrency, quotas and holds.
+//! Admission of requests: rates, caps, concurrency, quotas and holds.
 //!
-//! The core is pure: it takes `now` and the calendar as parameters, keeps
-//! integers only, and does no I/O. [`Admission`] wraps it in one mutex, since
-//! a decision takes microseconds; [`Hold`] is the value that proves that every
-//! limit was taken. Everything in here has a bound, and [`Admission::expire`],
-//! called about once a second, is what prunes.
+//! The core is pure: it takes `now` and the calendar as parameters, keeps integers only,
+//! and does no I/O. [`Admission`] wraps the core in one mutex, because a decision takes
+//! microseconds. A [`Hold`] proves that every limit was taken. All state is bounded.
+//! [`Admission::expire`] removes old state; call it about once a second.
 //!
-//! A *rate* is a token bucket that holds the expected cost, settles to the
-//! true one and may go into debt. A *cap* (a calendar day or month, UTC) is
-//! never exceeded: it holds the worst case, or what remains of the cap, which
-//! is then the request's budget. Spend belongs to the day and month in which
-//! the request ends, as the ledger books it; one that runs across midnight is
-//! held against the new day from its first moment.
+//! A *rate* is a token bucket. A rate holds the expected cost, is corrected to the true
+//! cost, and may go into debt. A *cap* for a calendar day or month (UTC) is never exceeded.
+//! A cap holds the worst-case cost, or the rest of the cap, and the held amount is the
+//! budget of the request. Spend belongs to the day and month in which the request ends,
+//! like in the ledger. A request that runs across midnight is held against the new day from
+//! its first moment.
 
 mod admission;
 mod bucket;

@@ -1,12 +1,12 @@
-//! What repeated offences earn: a wait that decays by itself.
+//! Penalties for repeated offences. A penalty is a wait that decays by itself.
 //!
-//! Each offender has a meter for each offence (a generic cell rate algorithm):
-//! an offence fills it, time drains it at the rate that is free. One minute's
-//! worth of what is free fits in; what is beyond is the penalty, which is over
-//! when it has drained. Who stops, waits it out; who goes on, keeps it.
+//! Each offender has a meter for each kind of offence (a generic cell rate algorithm). An
+//! offence fills the meter, and time drains it at the free rate. One minute of the free
+//! rate fits into the meter. The excess is the penalty, which ends when it has drained. An
+//! offender that stops waits the penalty out; one that continues keeps it.
 //!
-//! Memory is bounded whatever offenders there are: beyond a number of them new
-//! ones share meters, and [`PenaltyBook::sweep`] forgets what has drained.
+//! Memory is bounded for any number of offenders: beyond a limit, new offenders share
+//! meters. [`PenaltyBook::sweep`] forgets drained meters.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -14,25 +14,25 @@ use std::time::Duration;
 
 use tollgate_domain::MonotonicTime;
 
-/// What is free fits into a meter for so long.
+/// Span of the free rate that fits into a meter.
 const SPAN: Duration = Duration::from_secs(60);
 
-/// What a penalty is earned with.
+/// The kinds of offence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Offence {
-    /// Coming back sooner than one was told to, again and again.
+    /// Repeated requests sooner than `retry-after` allowed.
     Refusals,
-    /// Showing credentials that do not authenticate.
+    /// Credentials that do not authenticate.
     FailedAuthentication,
-    /// Cancelling requests that run or wait.
+    /// Cancels of running or waiting requests.
     Cancels,
 }
 
 impl Offence {
-    /// Every offence.
+    /// All kinds of offence.
     pub const ALL: [Self; 3] = [Self::Refusals, Self::FailedAuthentication, Self::Cancels];
 
-    /// A word for metrics and lists.
+    /// Returns the name for metrics and lists.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Refusals => "refusals",
@@ -42,44 +42,44 @@ impl Offence {
     }
 }
 
-/// When offences become a penalty.
+/// The limits from which offences become a penalty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PenaltyTerms {
-    /// How much of each offence is free in a minute, in units of its own (the
-    /// order is that of [`Offence::ALL`]); at least 1.
+    /// Free amount of each offence per minute, at least 1, each in its own unit. The order
+    /// is that of [`Offence::ALL`].
     pub free_per_minute: [u64; Offence::ALL.len()],
-    /// No penalty lasts longer after the last offence.
+    /// Longest penalty, counted from the last offence.
     pub longest: Duration,
 }
 
-/// A penalty that holds.
+/// A penalty in force.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Penalty {
-    /// What it was earned with.
+    /// Offence that caused the penalty.
     pub offence: Offence,
-    /// How long it still holds if nothing is added to it.
+    /// Remaining time, if no offence is added.
     pub left: Duration,
 }
 
-/// A penalty as lists show it.
+/// A penalty in a list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ListedPenalty<K> {
-    /// Whose it is.
+    /// Offender that has the penalty.
     pub offender: K,
-    /// What, and for how long.
+    /// Offence and remaining time.
     pub penalty: Penalty,
-    /// Offences since the meter was last empty.
+    /// Number of offences since the meter was last empty.
     pub offences: u64,
-    /// When the first of them was.
+    /// Time of the first of these offences.
     pub since: MonotonicTime,
 }
 
-/// What one more offence did.
+/// The result of counting one offence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Counted {
-    /// The penalty for it that holds now, if one does.
+    /// Penalty for this kind of offence, if one is in force now.
     pub penalty: Option<Penalty>,
-    /// Whether it holds only since this offence.
+    /// True if the penalty started with this offence.
     pub began: bool,
 }
 
@@ -88,15 +88,16 @@ pub struct Counted {
 pub struct PenaltyBook<K> {
     terms: PenaltyTerms,
     most: usize,
-    /// Whose meters a new offender shares once there are `most`. What it
-    /// returns must be bounded in number.
+    /// Maps an offender to the group whose meters it shares once there are `most`
+    /// offenders. The number of groups must be bounded.
     crowd: fn(&K) -> K,
     meters: HashMap<K, [Option<Meter>; Offence::ALL.len()]>,
 }
 
 #[derive(Clone, Copy, Debug)]
+/// One meter of an offender.
 struct Meter {
-    /// When it will have drained.
+    /// Time at which the meter will be empty.
     drained: MonotonicTime,
     since: MonotonicTime,
     offences: u64,
@@ -109,13 +110,13 @@ impl Meter {
 }
 
 impl<K: Clone + Eq + Hash> PenaltyBook<K> {
-    /// A book without offenders, which tells `most` of them apart and lets
-    /// the others share the meters of their `crowd`.
+    /// Creates an empty book. It tells `most` offenders apart; further ones share the
+    /// meters of their `crowd`.
     pub fn new(terms: PenaltyTerms, most: usize, crowd: fn(&K) -> K) -> Self {
         Self { terms, most, crowd, meters: HashMap::new() }
     }
 
-    /// Enters an offence that weighs `weight` of what is free in a minute.
+    /// Counts an offence of the given weight, in units of the free amount.
     pub fn count(
         &mut self,
         now: MonotonicTime,
@@ -126,6 +127,8 @@ impl<K: Clone + Eq + Hash> PenaltyBook<K> {
         let free = self.terms.free_per_minute[offence as usize].max(1);
         let weight = SPAN.as_nanos().saturating_mul(weight.into()) / u128::from(free);
         let weight = Duration::from_nanos(u64::try_from(weight).unwrap_or(u64::MAX));
+        // The cap on the level bounds the penalty: an attack cannot lock an offender out
+        // for hours.
         let fullest = now.after(SPAN).after(self.terms.longest);
         let place = if self.meters.len() >= self.most && !self.meters.contains_key(offender) {
             (self.crowd)(offender)
@@ -145,16 +148,16 @@ impl<K: Clone + Eq + Hash> PenaltyBook<K> {
         Counted { penalty, began: penalty.is_some() && !held }
     }
 
-    /// The penalty of `offender` that holds longest, if one does.
+    /// Returns the offender's penalty that lasts longest, if any is in force.
     pub fn penalty(&self, now: MonotonicTime, offender: &K) -> Option<Penalty> {
         let meters = self.meters.get(offender).or_else(|| {
-            // Only a full book has put anyone into a crowd.
+            // Only a full book uses shared meters.
             (!self.meters.is_empty()).then(|| self.meters.get(&(self.crowd)(offender))).flatten()
         })?;
         held(meters, now).map(|(penalty, _)| penalty).max_by_key(|penalty| penalty.left)
     }
 
-    /// The penalties that hold, the longest first, `most` at most.
+    /// Returns up to `most` penalties in force, longest first.
     pub fn list(&self, now: MonotonicTime, most: usize) -> Vec<ListedPenalty<K>> {
         let mut listed: Vec<ListedPenalty<K>> = self
             .meters
@@ -173,12 +176,13 @@ impl<K: Clone + Eq + Hash> PenaltyBook<K> {
         listed
     }
 
-    /// Takes away what `offender` has earned; how many penalties held.
+    /// Removes all penalties of `offender`. Returns the number of penalties that were in
+    /// force.
     pub fn lift(&mut self, now: MonotonicTime, offender: &K) -> usize {
         self.meters.remove(offender).map_or(0, |meters| held(&meters, now).count())
     }
 
-    /// Forgets what has drained; call it about once a second.
+    /// Forgets drained meters. Call this about once a second.
     pub fn sweep(&mut self, now: MonotonicTime) {
         self.meters.retain(|_, meters| {
             for meter in meters.iter_mut() {
@@ -186,18 +190,18 @@ impl<K: Clone + Eq + Hash> PenaltyBook<K> {
             }
             meters.iter().any(Option::is_some)
         });
-        // A storm that is over gives its memory back.
+        // After an attack the memory is returned.
         if self.meters.capacity() > 1_024 && self.meters.len() < self.meters.capacity() / 8 {
             self.meters.shrink_to_fit();
         }
     }
 
-    /// How many offenders are remembered.
+    /// Returns the number of remembered offenders.
     pub fn len(&self) -> usize {
         self.meters.len()
     }
 
-    /// Whether nobody has offended of late.
+    /// Returns true if no offender is remembered.
     pub fn is_empty(&self) -> bool {
         self.meters.is_empty()
     }
@@ -231,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rate_is_free_and_what_is_beyond_decays() {
+    fn penalty_starts_above_free_rate_and_decays() {
         let mut book = book(60, 10);
         for _ in 0..60 {
             assert_eq!(book.count(at(0), &1, Offence::Cancels, 1).penalty, None);
@@ -256,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_is_told_and_all_are_listed_and_lifted() {
+    fn penalty_book_reports_longest_lists_and_lifts_all() {
         let mut book = book(1, 10);
         for _ in 0..3 {
             book.count(at(5), &1, Offence::Cancels, 1);
@@ -279,10 +283,10 @@ mod tests {
         assert_eq!(book.lift(at(6), &1), 0);
     }
 
-    /// However many offenders there are, the meters are bounded, and who shares
-    /// one shares its penalty.
+    /// Checks that the number of meters is bounded for any number of offenders, and that
+    /// offenders in one group share its penalty.
     #[test]
-    fn memory_is_bounded() {
+    fn penalty_book_bounds_its_memory() {
         let mut book = book(1, 100);
         for offender in 0..100_000 {
             book.count(at(1), &offender, Offence::FailedAuthentication, 1);
@@ -295,11 +299,11 @@ mod tests {
     }
 
     proptest! {
-        /// Little's law: `clients` that each wait as they are told weigh at most
-        /// `clients` times the time that has passed, and one wait of each before.
-        /// So where that many are free, whoever waits is never penalised.
+        /// Uses Little's law: `clients` that wait as told weigh at most `clients` times the
+        /// elapsed time, plus one wait each. If that much is free, a client that waits is
+        /// never penalised.
         #[test]
-        fn who_waits_as_told_is_never_penalised(
+        fn penalties_ignore_clients_that_wait(
             waits in prop::collection::vec(prop::collection::vec(100u64..60_000, 1..40), 1..20),
         ) {
             let clients = waits.len() as u64;
@@ -320,10 +324,10 @@ mod tests {
             }
         }
 
-        /// Who comes four times as often as told is penalised within the minute
-        /// or soon after.
+        /// Checks that a client that comes four times as often as told is penalised within
+        /// about a minute.
         #[test]
-        fn who_does_not_wait_is_penalised(wait in 100u64..10_000) {
+        fn penalties_hit_clients_that_do_not_wait(wait in 100u64..10_000) {
             let mut book = book(60_000, 10);
             let mut penalised = false;
             for request in 0..(4 * 60_000 / wait) {

@@ -1,5 +1,5 @@
-//! A refusal as a value: which limit, whose, how large, and when to come back.
-//! The words and the status code are made elsewhere, from these facts alone.
+//! A refusal as a value: the limit, its scope, its size and the time of the next try. The
+//! text and the status code for the client are made elsewhere, from these facts alone.
 
 use std::time::Duration;
 
@@ -8,18 +8,18 @@ use tollgate_domain::{DeviceClass, UtcTime};
 use crate::figures::Figures;
 use crate::scope::Scope;
 
-/// Which limit said no. Also the label of the refusal's counter.
+/// The limit that refused. Also the label of the refusals metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Limit {
-    /// Requests a minute.
+    /// Requests per minute.
     Requests,
-    /// Tokens a minute.
+    /// Tokens per minute.
     Tokens,
-    /// Device time a minute.
+    /// Device time per minute.
     DeviceTime,
-    /// Device time a calendar day.
+    /// Device time per calendar day.
     DeviceTimePerDay,
-    /// Device time a calendar month.
+    /// Device time per calendar month.
     DeviceTimePerMonth,
     /// Requests running at once, where none may wait.
     Concurrent,
@@ -27,12 +27,12 @@ pub enum Limit {
     Queued,
     /// The largest single request.
     LargestJob,
-    /// The gateway's own bound on open holds or scopes: nobody's plan.
+    /// The gateway's own bound on open holds or scopes. No plan sets it.
     Capacity,
 }
 
 impl Limit {
-    /// The limit's key in a plan, which is its metric label too.
+    /// Returns the key of the limit in a plan, which is also its metric label.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Requests => "requests_per_minute",
@@ -47,7 +47,7 @@ impl Limit {
         }
     }
 
-    /// Whether its amounts are device nanoseconds.
+    /// Returns true if the amounts are device nanoseconds.
     pub fn is_device_time(self) -> bool {
         matches!(
             self,
@@ -55,47 +55,46 @@ impl Limit {
         )
     }
 
-    /// Whether it is a calendar cap, so that the refusal is an exhausted quota.
+    /// Returns true for a calendar cap. Such a refusal is an exhausted quota.
     pub fn is_cap(self) -> bool {
         matches!(self, Self::DeviceTimePerDay | Self::DeviceTimePerMonth)
     }
 }
 
-/// Why nothing was taken. Where several limits refuse, this is the one that
-/// binds longest, so that `retry_after` is true of all of them; the narrowest
-/// on a tie.
+/// The refusal of a reservation. If several limits refuse, this is the one that binds
+/// longest, and on a tie the narrowest. So `retry_after` holds for all of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// Which limit.
+    /// Limit that refused.
     pub limit: Limit,
-    /// Whose.
+    /// Scope that the limit belongs to.
     pub scope: Scope,
-    /// For limits by device class, which class.
+    /// Device class, for limits by device class.
     pub class: Option<DeviceClass>,
-    /// The limit's value, in its unit: requests, tokens or device nanoseconds.
+    /// Value of the limit, in its unit: requests, tokens or device nanoseconds.
     pub value: u64,
-    /// The most that could ever be taken at once, in the same unit: a rate's
-    /// burst, else `value`.
+    /// Largest amount that can be taken at once, in the same unit: the burst of a rate,
+    /// otherwise `value`.
     pub largest: u64,
-    /// What this request asked for, in the same unit.
+    /// Amount that the request asked for, in the same unit.
     pub asked: u64,
-    /// What is left of the limit now, in the same unit.
+    /// Rest of the limit now, in the same unit.
     pub remaining: u64,
-    /// The same request passes after this time if nothing else is taken, and
-    /// not before; `None` where time alone does not help.
+    /// Time after which the same request passes, if nothing else is taken. `None` if time
+    /// alone does not help.
     pub retry_after: Option<Duration>,
-    /// Where the limit is a cap, when its next period begins.
+    /// Start of the next period, if the limit is a cap.
     pub resets: Option<UtcTime>,
-    /// Whether trying again is of no use: it can never fit, or not before the
-    /// cap's next period.
+    /// True if a retry is useless: the request never fits, or not before the next period of
+    /// the cap.
     pub permanent: bool,
-    /// Where all limits stand; the refused request took nothing.
+    /// Figures of all limits. The refused request took nothing.
     pub figures: Figures,
 }
 
 impl Refusal {
-    /// How strongly it binds: never, then until another calendar period, then
-    /// by the wait.
+    /// Returns the strength of the refusal: permanent first, then a calendar period, then
+    /// the wait.
     pub(crate) fn weight(&self) -> (u8, Duration) {
         let strength = match (self.permanent, self.retry_after) {
             (true, None) => 2,

@@ -1,4 +1,5 @@
-//! Whose limits: a key's, a tenant's, a pool's, ... and where each stands.
+//! Scopes of limits (key, tenant, pool, model, gateway) and the state of the limits in each
+//! scope.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -12,23 +13,23 @@ use tollgate_domain::{
 use crate::bucket::Bucket;
 use crate::cap::Spend;
 
-/// Who owns a set of limits.
+/// The owner of a set of limits.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Scope {
-    /// One credential.
+    /// One key.
     Key(KeyId),
     /// One tenant, over all its keys.
     Tenant(TenantId),
-    /// Tenants that share limits.
+    /// All tenants that share the pool's limits.
     Pool(PoolName),
     /// One model, over all tenants.
     Model(ModelName),
-    /// Everyone.
+    /// The gateway, over all requests.
     Gateway,
 }
 
 impl Scope {
-    /// What kind of owner: `key`, `tenant`, `pool`, `model` or `gateway`.
+    /// Returns the kind of scope: `key`, `tenant`, `pool`, `model` or `gateway`.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Key(_) => "key",
@@ -39,7 +40,7 @@ impl Scope {
         }
     }
 
-    /// The owner's name; empty for the gateway.
+    /// Returns the name of the key, tenant, pool or model; empty for the gateway.
     pub fn name(&self) -> &str {
         match self {
             Self::Key(id) => id.as_str(),
@@ -51,7 +52,7 @@ impl Scope {
     }
 }
 
-/// `tenant acme`.
+/// Formats the scope like `tenant acme`.
 impl fmt::Display for Scope {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.kind())?;
@@ -65,37 +66,37 @@ impl fmt::Display for Scope {
 /// A scope and the limits that it sets.
 #[derive(Clone, Debug)]
 pub struct ScopeLimits {
-    /// Who.
+    /// Scope of the limits.
     pub scope: Scope,
-    /// What; shared with config, so that a request copies nothing.
+    /// Limits, shared with config so that a request copies nothing.
     pub limits: Arc<PlanLimits>,
 }
 
 /// A calendar period of a cap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Period {
-    /// A calendar day, UTC.
+    /// A calendar day in UTC.
     Day(UtcDay),
-    /// A calendar month, UTC.
+    /// A calendar month in UTC.
     Month(UtcMonth),
 }
 
-/// Where a scope's limits stand.
+/// The state of a scope's limits.
 #[derive(Debug)]
 pub(crate) struct ScopeState {
     pub(crate) limits: Arc<PlanLimits>,
     pub(crate) requests: Option<Bucket>,
     pub(crate) tokens: Option<Bucket>,
     pub(crate) classes: BTreeMap<DeviceClass, ClassState>,
-    /// Requests that hold a place to run.
+    /// Number of requests that may run.
     pub(crate) running: u32,
-    /// Tickets of those that wait for one, in order of arrival.
+    /// Tickets of the waiting requests, in order of arrival.
     pub(crate) waiting: BTreeSet<u64>,
-    /// Whether a limit on places was lifted while some waited, perhaps for it.
+    /// True if the limit on concurrency was removed, perhaps while requests waited for it.
     lifted: bool,
 }
 
-/// Where the limits by class stand, for one class.
+/// The state of the limits by device class, for one class.
 #[derive(Debug, Default)]
 pub(crate) struct ClassState {
     pub(crate) device_time: Option<Bucket>,
@@ -116,8 +117,8 @@ impl ScopeState {
         }
     }
 
-    /// Takes on the limits as they are now configured and brings every bucket
-    /// of `class` up to `now` and the calendar to today.
+    /// Applies the limits as configured now, refills the buckets of `class` up to `now`,
+    /// and advances the calendar.
     pub(crate) fn refresh(
         &mut self,
         limits: &Arc<PlanLimits>,
@@ -125,6 +126,7 @@ impl ScopeState {
         now: MonotonicTime,
         (day, month): (UtcDay, UtcMonth),
     ) {
+        // The pointer changes only when config is loaded again, so the comparison is cheap.
         if !Arc::ptr_eq(&self.limits, limits) {
             self.lifted |= self.limits.concurrent.is_some() && limits.concurrent.is_none();
             self.limits = Arc::clone(limits);
@@ -144,19 +146,19 @@ impl ScopeState {
         self.classes.get_mut(class).expect("inserted above if it was absent")
     }
 
-    /// Whether a request could run now.
+    /// Returns true if one more request may run now.
     pub(crate) fn has_place(&self) -> bool {
         self.limits.concurrent.is_none_or(|limit| self.running < limit)
     }
 
-    /// Whether someone may be waiting for a place here; what was lifted counts
-    /// once, since whoever is passed over then waits for another scope.
+    /// Returns true if requests may be waiting for this scope. A removed limit counts once:
+    /// a request that is skipped then waits for another scope.
     pub(crate) fn may_have_blocked(&mut self) -> bool {
         std::mem::take(&mut self.lifted) || self.limits.concurrent.is_some()
     }
 
-    /// Whether forgetting it would change no decision: nobody runs or waits,
-    /// every bucket is full and no spend of the current periods is known.
+    /// Returns true if forgetting the scope changes no decision: no request runs or waits,
+    /// all buckets are full, and the current periods have no spend.
     pub(crate) fn is_idle(&mut self, now: MonotonicTime, (day, month): (UtcDay, UtcMonth)) -> bool {
         let full = |bucket: &mut Option<Bucket>| {
             bucket.as_mut().is_none_or(|bucket| {
@@ -178,6 +180,7 @@ impl ScopeState {
 
 fn refresh(bucket: &mut Option<Bucket>, rate: Option<Rate>, now: MonotonicTime) {
     match (bucket.as_mut(), rate) {
+        // Without a limit the bucket is dropped; a later limit starts with a full one.
         (_, None) => *bucket = None,
         (None, Some(rate)) => *bucket = Some(Bucket::full(rate, now)),
         (Some(bucket), Some(rate)) => {

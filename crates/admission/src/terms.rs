@@ -1,19 +1,19 @@
-//! What goes into a reservation and what comes out of it, as values.
+//! The values that go into a reservation and come out of it.
 
 use tollgate_domain::{DeviceClass, DeviceNanos, MonotonicTime, RequestId};
 
 use crate::refusal::Refusal;
 use crate::scope::ScopeLimits;
 
-/// The bounds of the whole. The defaults serve one gateway.
+/// Bounds of the admission state. The defaults suit one gateway.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AdmissionOptions {
-    /// Holds open at once, running and waiting.
+    /// Largest number of open holds, running and waiting.
     pub max_holds: usize,
-    /// Scopes remembered at once; idle ones are forgotten first.
+    /// Largest number of scopes in memory. Idle ones are forgotten first.
     pub max_scopes: usize,
-    /// Resolved and expired holds remembered, so that a second resolve is
-    /// told so and late usage is posted; the oldest are forgotten first.
+    /// Largest number of ended holds in memory. They detect a second resolve and accept
+    /// late usage. The oldest are forgotten first.
     pub max_resolved: usize,
 }
 
@@ -23,128 +23,126 @@ impl Default for AdmissionOptions {
     }
 }
 
-/// What a request asks to be admitted with.
+/// A request for admission.
 #[derive(Clone, Debug)]
 pub struct Reserve {
-    /// Names the hold; never used twice.
+    /// Id of the hold, never used twice.
     pub id: RequestId,
-    /// Every scope that limits it, narrowest first, none twice.
+    /// Scopes that limit the request, narrowest first, none twice.
     pub scopes: Vec<ScopeLimits>,
-    /// The class of the devices that would serve it.
+    /// Class of the devices that would serve the request.
     pub class: DeviceClass,
-    /// What it will probably cost.
+    /// Predicted cost.
     pub estimate: Estimate,
-    /// How long it may wait for a place to run; then it is voided.
+    /// Time until which the request may wait. Then the hold is voided.
     pub queue_deadline: MonotonicTime,
-    /// The end of the hold's life: the whole request's deadline and a grace.
+    /// End of the hold's life: the deadline of the whole request plus a grace period.
     pub expires: MonotonicTime,
 }
 
 /// The predicted cost of a request. Device time is reference cost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Estimate {
-    /// Prompt and expected output tokens.
+    /// Tokens of the prompt and expected tokens of the output.
     pub tokens: u64,
-    /// The cost with the expected output.
+    /// Cost with the expected output.
     pub expected: DeviceNanos,
-    /// The cost with the longest output that it may have. Where a cap applies
-    /// this is what the worker is told never to exceed, so estimate it with
-    /// whatever margin the cost table needs.
+    /// Cost with the longest allowed output. If a cap applies, this is the budget that the
+    /// worker must not exceed, so include the margin that the cost table needs.
     pub worst: DeviceNanos,
-    /// The cost below which it is of no use: the prompt and a first token. A
-    /// cap with less than that left refuses.
+    /// Cost of the prompt and a first token. A cap with less left refuses the request.
     pub least: DeviceNanos,
 }
 
-/// Whether a request may run or waits for another to end.
+/// The state of an open hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HoldState {
-    /// It holds a place in every scope.
+    /// The request may run; it has a place in every scope.
     Running,
-    /// It waits, first come first served within its scopes.
+    /// The request waits, in order of arrival within its scopes.
     Queued,
 }
 
-/// Why there is no hold.
+/// The reason for which a reservation failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReserveError {
-    /// A limit said no; nothing was taken.
+    /// A limit refused; nothing was taken.
     #[error("refused by {} of {}", .0.limit.as_str(), .0.scope)]
     Refused(Box<Refusal>),
-    /// The id has been used: a second hold would charge twice.
+    /// The id was used before. A second hold would charge twice.
     #[error("a hold of this id exists or has been resolved")]
     AlreadyHeld,
 }
 
-/// What a request really used.
+/// The true usage of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Spent {
     /// Prompt and completion tokens, cached ones included.
     pub tokens: u64,
-    /// Reference cost.
+    /// Reference cost of the request.
     pub reference: DeviceNanos,
 }
 
-/// How a hold ended.
+/// The way in which a hold ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Resolved {
-    /// Its true cost was posted.
+    /// The true cost was posted.
     Posted,
-    /// All of it was given back.
+    /// Everything was returned.
     Voided,
-    /// Nobody resolved it in time; only late usage may still be posted.
+    /// The hold was not resolved in time. Only late usage may still be posted.
     Expired,
 }
 
-/// Why a hold was not resolved; nothing was changed.
+/// The reason for which a hold was not resolved. Nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ResolveError {
-    /// It was resolved before, or has expired and is voided now.
+    /// The hold was resolved before, or it has expired and the call was a void.
     #[error("already settled: {0:?}")]
     AlreadySettled(Resolved),
-    /// There never was such a hold, or it was forgotten long after its end.
+    /// The hold never existed, or it was forgotten long after its end.
     #[error("no such hold")]
     Unknown,
 }
 
-/// What a settlement or void did.
+/// The result of a settlement or a void.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Settlement {
-    /// The expected cost that was held against rates.
+    /// Expected cost that was held against rates.
     pub held: DeviceNanos,
-    /// What is charged now.
+    /// Usage that is charged now.
     pub spent: Spent,
-    /// By how much the true cost exceeded what was held against caps; zero
-    /// while workers keep to their budgets.
+    /// Amount by which the true cost exceeded the amount held against caps; zero while
+    /// workers keep to their budgets.
     pub overrun: DeviceNanos,
-    /// Whether the hold had expired before.
+    /// True if the hold had expired before.
     pub late: bool,
-    /// Waiting requests that run from now on.
+    /// Waiting requests that may run now.
     pub promoted: Vec<RequestId>,
 }
 
-/// What a sweep did.
+/// The result of a sweep.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Swept {
-    /// Running holds that nobody resolved in time: released, charged nothing.
+    /// Running holds that were not resolved in time. They are released and charged nothing.
     pub expired: Vec<RequestId>,
-    /// Waiting holds whose queue deadline passed: voided.
+    /// Waiting holds that passed their queue deadline. They are voided.
     pub timed_out: Vec<RequestId>,
-    /// Waiting requests that run from now on.
+    /// Waiting requests that may run now.
     pub promoted: Vec<RequestId>,
-    /// Idle scopes that were forgotten.
+    /// Number of idle scopes that were forgotten.
     pub scopes_forgotten: usize,
 }
 
-/// How much is being kept; for metrics.
+/// Sizes of the admission state, for metrics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AdmissionStatus {
-    /// Holds that may run.
+    /// Number of holds that may run.
     pub running: usize,
-    /// Holds that wait.
+    /// Number of holds that wait.
     pub queued: usize,
-    /// Scopes remembered.
+    /// Number of scopes in memory.
     pub scopes: usize,
-    /// Ended holds remembered.
+    /// Number of ended holds in memory.
     pub resolved: usize,
 }

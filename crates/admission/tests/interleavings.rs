@@ -1,7 +1,5 @@
-//! C10, without chance: every order of settlements, voids, expiry and crashes
-//! of two requests, each as often as there is room, against a model that fits
-//! on a screen. So duplicates, what comes late and what comes out of order are
-//! all among them.
+//! Exhaustive test of duplicate, late and reordered resolutions (C10): all orders of
+//! settlement, void, expiry and crash of two requests, compared with a small model.
 
 mod common;
 
@@ -12,7 +10,7 @@ use tollgate_admission::{
 use tollgate_domain::{DeviceClass, DeviceNanos};
 
 const CAP: u64 = 100;
-/// What each request may spend at most, and what it does.
+/// Largest spend of each request, and its possible acts.
 const BUDGETS: [u64; 2] = [30, 40];
 const COSTS: [u64; 2] = [20, 35];
 
@@ -21,9 +19,9 @@ enum Act {
     Reserve(usize),
     Settle(usize),
     Void(usize),
-    /// So much time passes that whatever is held expires.
+    /// Enough time for every open hold to expire.
     Delay,
-    /// The gateway dies; the next one knows from the ledger what was posted.
+    /// The gateway crashes. The next one restores the posted spend from the ledger.
     Crash,
 }
 
@@ -37,7 +35,7 @@ const ACTS: [Act; 7] = [
     Act::Crash,
 ];
 
-/// The model: where each hold is, and what has been posted.
+/// A model of the state of each hold and the posted spend.
 struct Model {
     holds: [State; 2],
     posted: u64,
@@ -148,7 +146,7 @@ impl Play {
         }
     }
 
-    /// What is held and posted is what the model says, to the nanosecond.
+    /// Checks that held and posted amounts equal the model's, to the nanosecond.
     fn check(&mut self) {
         let status = self.admission.status();
         let held = (0..2).filter(|&which| self.model.is_held(which)).count();
@@ -165,7 +163,7 @@ impl Play {
     }
 }
 
-/// Every sequence of `length` acts; how many there were.
+/// Runs every sequence of `length` acts. Returns the number of sequences.
 fn all(length: u32) -> u64 {
     let count = (ACTS.len() as u64).pow(length);
     for number in 0..count {
@@ -185,7 +183,7 @@ fn all(length: u32) -> u64 {
 }
 
 #[test]
-fn every_order_of_five_acts_is_as_the_model_says() {
+fn all_orders_of_five_acts_match_model() {
     let played: u64 = (0..=5).map(all).sum();
     assert_eq!(played, 19_608);
 }

@@ -1,4 +1,4 @@
-//! Each limit bites exactly where it says, alone and with others.
+//! Tests of each limit at its exact boundary, alone and with other limits.
 
 mod common;
 
@@ -19,7 +19,7 @@ fn requests(rate: Rate) -> PlanLimits {
 }
 
 #[test]
-fn sixty_a_minute_admit_sixty_at_once_and_not_sixty_one() {
+fn rate_of_sixty_admits_exactly_sixty_at_once() {
     let gate = Gate::of(requests(Rate::per_minute(60)));
     for number in 0..60 {
         let hold = gate.reserve(0, small()).expect("within the burst");
@@ -39,10 +39,10 @@ fn sixty_a_minute_admit_sixty_at_once_and_not_sixty_one() {
     assert!(gate.reserve(SECOND, small()).is_err());
 }
 
-/// A refusal by the wider scope takes nothing from the narrower, and the
-/// other way round.
+/// Checks that a refusal by the wider scope takes nothing from the narrower one, and the
+/// reverse.
 #[test]
-fn all_or_nothing() {
+fn refused_reservation_takes_nothing() {
     let wide = scoped(tenant("acme"), requests(Rate::per_minute(2)));
     let one = Gate::new(vec![scoped(key("one"), requests(Rate::per_minute(10))), wide.clone()]);
     for _ in 0..2 {
@@ -53,7 +53,7 @@ fn all_or_nothing() {
         assert_eq!(refusal.scope, tenant("acme"));
         assert_eq!(refusal.figures.requests.expect("a rate").remaining, 0);
     }
-    // 30 s on the tenant has one more, and the key never lost any.
+    // After 30 s the tenant has one more request, and the key never lost one.
     let hold = one.reserve(30 * SECOND, small()).expect("one more");
     assert_eq!(hold.figures().requests.expect("a rate").rate, Rate::per_minute(2));
 
@@ -68,7 +68,7 @@ fn all_or_nothing() {
 }
 
 #[test]
-fn tokens_hold_the_expected_settle_to_the_true_and_pay_debt_back() {
+fn token_rate_settles_to_true_cost_with_debt() {
     let limits =
         PlanLimits { tokens: Some(Rate { per_minute: 60, burst: 100 }), ..PlanLimits::default() };
     let gate = Gate::of(limits);
@@ -88,7 +88,7 @@ fn tokens_hold_the_expected_settle_to_the_true_and_pay_debt_back() {
 }
 
 #[test]
-fn a_void_gives_all_back() {
+fn void_returns_every_amount() {
     let limits = PlanLimits {
         requests: Some(Rate::per_minute(1)),
         tokens: Some(Rate::per_minute(10)),
@@ -108,7 +108,7 @@ fn a_void_gives_all_back() {
 }
 
 #[test]
-fn limits_by_class_are_never_summed() {
+fn limits_by_class_stay_separate() {
     let h200 = DeviceClass::new("h200").expect("a class");
     let mut per_day = ByClass::all(DeviceNanos(100));
     per_day.classes.insert(h200.clone(), DeviceNanos(5));
@@ -127,7 +127,7 @@ fn limits_by_class_are_never_summed() {
 }
 
 #[test]
-fn a_cap_holds_the_worst_case_or_what_remains() {
+fn cap_holds_worst_case_or_the_rest() {
     let gate = Gate::of(day_cap(100));
     let first = gate.reserve(0, estimate(1, 10, 70)).expect("70 of 100");
     assert_eq!(first.budget(), Some(DeviceNanos(70)));
@@ -153,7 +153,7 @@ fn a_cap_holds_the_worst_case_or_what_remains() {
 }
 
 #[test]
-fn spend_belongs_to_the_day_in_which_it_ends() {
+fn spend_belongs_to_day_of_its_end() {
     let both = PlanLimits { device_time_per_month: ByClass::all(DeviceNanos(150)), ..day_cap(100) };
     let gate = Gate::of(both);
     let late = gate.reserve(DAY - 1, estimate(1, 80, 80)).expect("today's");
@@ -164,7 +164,7 @@ fn spend_belongs_to_the_day_in_which_it_ends() {
     let next = gate.reserve(2 * DAY, estimate(1, 100, 100)).expect("60 of the month");
     assert_eq!(next.budget(), Some(DeviceNanos(60)), "the month goes on");
     assert_eq!(next.figures().day.expect("a cap").remaining, DeviceNanos(40));
-    // 2026-11-20 and ten days more: December.
+    // 2026-11-20 plus ten days is in December.
     let refusal = gate.reserve(2 * DAY, estimate(1, 1, 1)).expect_err("the month is held");
     assert_eq!(refusal.limit, Limit::DeviceTimePerMonth);
     assert_eq!(refusal.resets, Some(utc(11 * DAY)));
@@ -173,10 +173,10 @@ fn spend_belongs_to_the_day_in_which_it_ends() {
     assert_eq!(december.budget(), Some(DeviceNanos(100)));
 }
 
-/// Whether the new day's first reservation comes before or after they end,
-/// what was held across midnight is the new day's, all of it and once.
+/// Checks that a hold across midnight counts fully and once in the new day, whether the
+/// first reservation of that day comes before or after the hold's end.
 #[test]
-fn holds_across_midnight_count_in_the_new_day() {
+fn holds_across_midnight_count_in_new_day() {
     for seen_first in [true, false] {
         let gate = Gate::of(day_cap(100));
         let holds: Vec<_> = (0..4)
@@ -206,7 +206,7 @@ fn holds_across_midnight_count_in_the_new_day() {
 }
 
 #[test]
-fn lifting_a_limit_on_places_lets_those_run_that_waited_for_it() {
+fn removed_concurrency_limit_promotes_waiting_requests() {
     let one = PlanLimits { concurrent: Some(1), queued: Some(5), ..PlanLimits::default() };
     let gate = Gate::of(one);
     let first = gate.reserve(0, small()).expect("room");
@@ -219,7 +219,7 @@ fn lifting_a_limit_on_places_lets_those_run_that_waited_for_it() {
 }
 
 #[test]
-fn restored_spend_counts() {
+fn restored_spend_counts_against_caps() {
     let gate = Gate::of(day_cap(100));
     let (scope, cpu) = (tenant("acme"), DeviceClass::cpu());
     let today = utc(0).day();
@@ -234,7 +234,7 @@ fn restored_spend_counts() {
 }
 
 #[test]
-fn the_largest_job_is_refused_for_good_by_its_worst_case() {
+fn largest_job_refuses_worst_case_permanently() {
     let limits = PlanLimits {
         largest_job: ByClass::all(DeviceNanos(10)),
         requests: Some(Rate::per_minute(1)),
@@ -242,14 +242,14 @@ fn the_largest_job_is_refused_for_good_by_its_worst_case() {
     };
     let gate = Gate::of(limits);
     let _ = gate.reserve(0, estimate(1, 1, 10)).expect("just fits");
-    // The rate is spent too; what never helps is what is told.
+    // The rate is exhausted too, but the permanent refusal wins.
     let refusal = gate.reserve(0, estimate(1, 1, 11)).expect_err("too large");
     assert_eq!((refusal.limit, refusal.permanent), (Limit::LargestJob, true));
     assert_eq!((refusal.value, refusal.asked, refusal.retry_after), (10, 11, None));
 }
 
 #[test]
-fn the_refusal_told_is_the_one_that_binds_longest() {
+fn refusal_is_the_longest_binding_limit() {
     let tight = PlanLimits { tokens: Some(Rate::per_minute(6)), ..PlanLimits::default() };
     let narrow = scoped(key("one"), requests(Rate::per_minute(60)));
     let gate = Gate::new(vec![narrow, scoped(tenant("acme"), tight)]);
@@ -267,18 +267,19 @@ fn clock_jumps_neither_refuse_nor_refill() {
     for _ in 0..60 {
         let _ = gate.reserve(HOUR, small()).expect("within the burst");
     }
-    // The wall clock jumps an hour either way; the monotonic one stands.
+    // The wall clock jumps by an hour in both directions; the monotonic clock does not
+    // move.
     for (number, wall) in [(1_000, 2 * HOUR), (1_001, 0)] {
         let asked = request(number, HOUR, &gate.scopes, small());
         assert!(gate.admission.reserve(at(HOUR), utc(wall), asked).is_err());
     }
     assert!(gate.reserve(HOUR + SECOND, small()).is_ok());
-    // A racing thread's older reading changes nothing.
+    // An older reading from a concurrent thread changes nothing.
     assert!(gate.reserve(0, small()).is_err());
 }
 
 #[test]
-fn what_is_kept_is_bounded() {
+fn admission_bounds_its_state() {
     let options = AdmissionOptions { max_holds: 2, max_scopes: 3, max_resolved: 4 };
     let admission = Admission::new(options);
     let ask = |number: u64, now: u64, name: &str| {
@@ -295,7 +296,7 @@ fn what_is_kept_is_bounded() {
     b.settle(at(0), spent(1, 1)).expect("open");
     ask(4, 0, "c").expect("room").settle(at(0), spent(1, 1)).expect("open");
     assert_eq!(refused_by(ask(5, 0, "d").map(drop)), (Limit::Capacity, "gateway"));
-    // Two minutes on all buckets are full, and the sweep forgets them.
+    // After two minutes all buckets are full, and the sweep forgets the scopes.
     assert_eq!(admission.expire(at(120 * SECOND)).scopes_forgotten, 3);
     for number in 6..30 {
         let hold = ask(number, 120 * SECOND, "d").expect("room");
@@ -307,7 +308,7 @@ fn what_is_kept_is_bounded() {
 }
 
 #[test]
-fn places_are_given_in_order_and_never_twice() {
+fn waiting_requests_run_in_order_and_once() {
     let limits = PlanLimits { concurrent: Some(2), queued: Some(2), ..PlanLimits::default() };
     let gate = Gate::of(limits);
     let [first, second, third, fourth] = [(); 4].map(|()| gate.reserve(0, small()).expect("room"));
@@ -337,7 +338,7 @@ fn places_are_given_in_order_and_never_twice() {
 }
 
 #[test]
-fn without_a_queue_the_next_is_refused_at_once() {
+fn full_scope_without_queue_refuses_at_once() {
     let limits = PlanLimits { concurrent: Some(1), queued: Some(0), ..PlanLimits::default() };
     let gate = Gate::of(limits);
     let hold = gate.reserve(0, small()).expect("room");
@@ -347,10 +348,10 @@ fn without_a_queue_the_next_is_refused_at_once() {
     assert!(gate.reserve(0, small()).is_ok());
 }
 
-/// Who waits for its tenant's place waits in its tenant's queue: that its key
-/// has none is no reason to refuse, nor a thing to say.
+/// Checks that a request waits in the queue of the scope that is full. Another scope
+/// without a queue must not refuse it.
 #[test]
-fn a_scope_with_a_place_is_not_asked_for_its_queue() {
+fn scope_with_room_ignores_its_queue_limit() {
     let limits = |concurrent, queued| PlanLimits {
         concurrent: Some(concurrent),
         queued: Some(queued),
@@ -377,9 +378,9 @@ fn a_scope_with_a_place_is_not_asked_for_its_queue() {
     assert_eq!(a1.void(at(0)).expect("open").promoted, [c1.id().clone()]);
 }
 
-/// A key that is at its own limit does not keep its tenant's other keys back.
+/// Checks that a key at its own limit does not block other keys of its tenant.
 #[test]
-fn a_waiting_request_blocks_only_its_own_scopes() {
+fn waiting_request_blocks_only_its_own_scopes() {
     let of_key = |name| {
         scoped(key(name), PlanLimits { concurrent: Some(1), queued: Some(9), ..Default::default() })
     };
@@ -402,13 +403,13 @@ fn a_waiting_request_blocks_only_its_own_scopes() {
         [&a1, &a2, &b1, &c1].map(tollgate_admission::Hold::state),
         [HoldState::Running, HoldState::Queued, HoldState::Running, HoldState::Queued]
     );
-    // b's place goes to c: a2 came first, but its key's only place is taken.
+    // The place of b goes to c. a2 came first, but the only place of its key is taken.
     assert_eq!(b1.void(at(0)).expect("open").promoted, [c1.id().clone()]);
     assert_eq!(a1.void(at(0)).expect("open").promoted, [a2.id().clone()]);
 }
 
 #[test]
-fn a_queue_deadline_voids_and_wakes() {
+fn queue_deadline_voids_and_wakes() {
     use std::future::Future;
     use std::sync::Arc;
     use std::sync::atomic::{AtomicUsize, Ordering};
@@ -441,14 +442,14 @@ fn a_queue_deadline_voids_and_wakes() {
     running.settle(at(31 * SECOND), spent(1, 1)).expect("open");
     assert_eq!(count.0.load(Ordering::SeqCst), 2);
     assert_eq!(poll(&soon), Poll::Ready(Ok(())));
-    // Once it runs, the queue's deadline is nothing to it.
+    // The queue deadline has no effect on a running request.
     assert_eq!(gate.admission.expire(at(60 * SECOND)), Default::default());
 }
 
-/// What is spent for whatever comes next is known without an estimate, and
-/// asking takes nothing.
+/// Checks that an exhausted rate is visible without an estimate, and that the check takes
+/// nothing.
 #[test]
-fn a_look_ahead_sees_what_is_spent() {
+fn check_request_rate_sees_exhausted_rate() {
     let own = scoped(tenant("acme"), requests(Rate { per_minute: 60, burst: 2 }));
     let pool = Scope::Pool(PoolName::new("trial").expect("a name"));
     let pool = scoped(pool, requests(Rate::per_minute(6)));
@@ -475,7 +476,7 @@ fn a_look_ahead_sees_what_is_spent() {
         assert_eq!(look(SECOND - 1).expect("still").retry_after, Some(Duration::from_nanos(1)));
     }
     assert_eq!(look(SECOND), None);
-    // The wider scope is looked at, too: of its six it has 0.6 left.
+    // The wider scope is checked too: 0.6 of its six requests are left.
     for second in [60, 62, 64] {
         for _ in 0..2 {
             let _hold = gate.reserve(second * SECOND, estimate(0, 1, 1)).expect("within both");
@@ -486,10 +487,10 @@ fn a_look_ahead_sees_what_is_spent() {
     assert_eq!(refusal.retry_after, Some(Duration::from_secs(4)));
 }
 
-/// Who can neither run nor wait is known before its cost is; asking takes
-/// nothing, and a place that is given back is there again.
+/// Checks that a full scope is visible without an estimate, that the check takes nothing,
+/// and that a returned place counts again.
 #[test]
-fn a_look_for_a_place_sees_what_is_full() {
+fn check_concurrency_sees_full_scope() {
     let places = |concurrent, queued| PlanLimits {
         concurrent: Some(concurrent),
         queued: Some(queued),
@@ -515,7 +516,7 @@ fn a_look_for_a_place_sees_what_is_full() {
     assert_eq!(look(), None, "whoever waited runs");
     waiting.void(at(2)).expect("open");
     assert_eq!(look(), None);
-    // Limits of others are not looked at; without the limit nothing is full.
+    // Limits of other scopes do not matter, and a scope without the limit is never full.
     let open = vec![scoped(tenant("other"), PlanLimits::default())];
     assert_eq!(gate.admission.check_concurrency(&open), None);
 }

@@ -1,6 +1,6 @@
-//! C10: duplicate, reordered and late resolutions. Random runs against a
-//! plain model of the state machine, with the sums checked after every act.
-//! T43: many threads against a nearly spent cap.
+//! Random tests of duplicate, reordered and late resolutions (C10) against a model of the
+//! state machine. The sums are checked after every act. One test uses many threads on a
+//! nearly exhausted cap (T43).
 
 mod common;
 
@@ -15,7 +15,7 @@ use tollgate_admission::{
 };
 use tollgate_domain::{ByClass, DeviceClass, DeviceNanos, PlanLimits, Rate};
 
-/// What a client of admission may do, in any order.
+/// An act of a caller of admission.
 #[derive(Clone, Debug)]
 enum Act {
     Reserve { number: u64, tokens: u64, expected: u64, worst: u64 },
@@ -37,7 +37,7 @@ fn act() -> impl Strategy<Value = Act> {
         3 => (number.clone(), 0_u64..=100).prop_map(|(number, part)| Act::Settle { number, part }),
         1 => number.prop_map(|number| Act::Void { number }),
         2 => (0_u64..200).prop_map(|seconds| Act::Pass { seconds }),
-        // Far enough that days begin, and near enough that holds live on in them.
+        // Far enough to start a new day, and near enough that open holds survive it.
         1 => (0_u64..200).prop_map(|seconds| Act::Midnight { seconds }),
         1 => Just(Act::Sweep),
     ]
@@ -56,7 +56,7 @@ fn limits() -> PlanLimits {
     }
 }
 
-/// A hold as the model sees it.
+/// A hold in the model.
 #[derive(Clone, Debug, PartialEq)]
 enum Phase {
     Held { place: HoldState, reserved_at: u64, budget: u64 },
@@ -69,7 +69,7 @@ enum Phase {
 struct Model {
     now: u64,
     holds: HashMap<u64, Phase>,
-    /// By day and by month, what ended in it and was charged.
+    /// Charged spend by the day and the month in which it ended.
     settled: HashMap<Period, u64>,
 }
 
@@ -106,8 +106,8 @@ impl Model {
         self.holds.values().filter(at_it).count()
     }
 
-    /// What ended today and this month and all that is held stay within the
-    /// caps, and the places are as admission counts them.
+    /// Checks that the spend of today and this month plus all open holds stays within the
+    /// caps, and that the counts of admission are right.
     fn check(&self, admission: &Admission) {
         for (period, cap) in self.periods().into_iter().zip([1_000, 1_500]) {
             let held: u64 = self
@@ -130,14 +130,14 @@ fn run(acts: Vec<Act>) {
     let admission = Admission::new(AdmissionOptions::default());
     let scopes = vec![scoped(tenant("acme"), limits())];
     let mut model = Model::default();
-    // The worker never spends more than its budget, late or not.
+    // A worker never spends more than its budget, late or not.
     let mut kept = Vec::new();
     for act in acts {
         match act {
             Act::Pass { seconds } => model.now += seconds * SECOND,
             Act::Midnight { seconds } => {
                 let next = (model.now / DAY + 1) * DAY;
-                // From shortly before it, the rest of the day having been idle.
+                // Starts shortly before midnight, after an idle day.
                 model.now = (next - 100 * SECOND).max(model.now) + seconds * SECOND;
             }
             Act::Reserve { number, tokens, expected, worst } => {
@@ -188,7 +188,7 @@ fn settle(admission: &Admission, model: &mut Model, number: u64, part: u64) {
         _ => 0,
     };
     let late = matches!(model.holds.get(&number), Some(Phase::Expired { .. }));
-    // Late usage is what a cap cannot foresee: here it is nothing.
+    // A cap cannot foresee late usage, so the late usage here is zero.
     let reference = if late { 0 } else { budget * part / 100 };
     let result = admission.settle(at(model.now), &id(number), spent(part, reference));
     match result {
@@ -216,7 +216,7 @@ fn sweep(admission: &Admission, model: &mut Model) {
         let age = model.now - reserved_at;
         let (expired, timed_out) =
             (swept.expired.contains(&id(number)), swept.timed_out.contains(&id(number)));
-        // One that was promoted in this very sweep has left the queue in time.
+        // A request that was promoted in this sweep left the queue in time.
         let left_queue = expired || swept.promoted.contains(&id(number));
         if timed_out {
             assert!(place == HoldState::Queued && age >= 30 * SECOND);
@@ -236,12 +236,12 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 512, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_order_of_acts_agrees_with_the_model(acts in prop::collection::vec(act(), 1..120)) {
+    fn random_acts_agree_with_the_model(acts in prop::collection::vec(act(), 1..120)) {
         run(acts);
     }
 
-    /// A refusal's time to come back is exact: then the same request passes,
-    /// and one nanosecond before it does not.
+    /// Checks that `retry_after` is exact: the same request passes after it, and does not
+    /// pass one nanosecond before.
     #[test]
     fn retry_after_is_exact(
         costs in prop::collection::vec((1_u64..100, 1_u64..200, 0_u64..10 * SECOND), 1..40),
@@ -259,7 +259,8 @@ proptest! {
             let refusal = match gate.reserve(now, asked) {
                 Err(refusal) => refusal,
                 Ok(hold) => {
-                    // What the headers say is true: 0 refuses the next.
+                    // The headers are exact: 0 remaining means that the next request is
+                    // refused.
                     let figures = hold.figures();
                     let rates = [figures.requests, figures.tokens, figures.device_time];
                     let mut left: Vec<u64> =
@@ -284,9 +285,10 @@ proptest! {
         }
     }
 
-    /// Whatever was held, settled, voided or lost, time brings all back.
+    /// Checks that every amount comes back with time, whether it was settled, voided or
+    /// lost.
     #[test]
-    fn nothing_leaks(acts in prop::collection::vec((0_u64..3, 1_u64..40, 1_u64..50), 1..60)) {
+    fn resolved_holds_leave_nothing_behind(acts in prop::collection::vec((0_u64..3, 1_u64..40, 1_u64..50), 1..60)) {
         let gate = Gate::of(limits());
         for (end, tokens, cost) in acts {
             let Ok(hold) = gate.reserve(0, estimate(tokens, cost, cost)) else { continue };
@@ -312,7 +314,7 @@ proptest! {
 }
 
 #[test]
-fn late_usage_is_posted_once() {
+fn late_usage_posts_once() {
     let gate = Gate::of(day_cap(100));
     let hold = gate.reserve(0, estimate(1, 10, 60)).expect("room");
     let lost = hold.id().clone();
@@ -343,10 +345,10 @@ fn late_usage_is_posted_once() {
     assert_eq!(stranger, Err(ResolveError::Unknown));
 }
 
-/// T43: 200 threads, each spending all that it may, against one cap. What is
-/// spent in all is the cap and not a nanosecond more.
+/// Checks that 200 threads that spend all they may use exactly the cap and no nanosecond
+/// more (T43).
 #[test]
-fn two_hundred_threads_never_exceed_a_cap() {
+fn concurrent_threads_never_exceed_a_cap() {
     const CAP: u64 = 10_007;
     let admission = Admission::new(AdmissionOptions::default());
     let scopes: Vec<ScopeLimits> = vec![scoped(tenant("acme"), day_cap(CAP))];
@@ -362,7 +364,7 @@ fn two_hundred_threads_never_exceed_a_cap() {
                 Ok(hold) => {
                     std::thread::yield_now();
                     let budget = hold.budget().expect("a cap applies").nanos();
-                    // Every third gives half back, every seventh all of it.
+                    // Every third thread returns a half, every seventh returns everything.
                     let used = match number {
                         n if n % 7 == 0 => 0,
                         n if n % 3 == 0 => budget / 2,

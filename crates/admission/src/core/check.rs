@@ -1,6 +1,6 @@
-//! Looks at every limit of a request and takes nothing. Every scope is looked
-//! at, narrowest first, so that the refusal returned is the one that binds
-//! longest and its time to come back is true of all.
+//! Checks of all limits for one request, without taking anything. All scopes are checked,
+//! narrowest first. The refusal returned is the one that binds longest, so its
+//! `retry_after` holds for all limits.
 
 use std::time::Duration;
 
@@ -16,19 +16,20 @@ use crate::refusal::{Limit, Refusal};
 use crate::scope::{Scope, ScopeState};
 use crate::terms::{HoldState, Reserve};
 
-/// What will be taken: a place, and where caps apply the amount that is held
-/// against all of them.
+/// The amounts to take: the state of the hold, and the amount to hold against all caps, if
+/// any applies.
 pub(super) struct Decision {
     pub(super) hold_state: HoldState,
     pub(super) capped: Option<DeviceNanos>,
 }
 
+/// Returns true if a cap applies to this class of device.
 pub(super) fn is_capped(limits: &PlanLimits, class: &DeviceClass) -> bool {
     limits.device_time_per_day.limit(class).is_some()
         || limits.device_time_per_month.limit(class).is_some()
 }
 
-/// The refusal by one of the gateway's own bounds.
+/// Returns the refusal for one of the gateway's own bounds.
 pub(super) fn capacity_refusal(bound: usize, used: usize, asked: usize) -> Refusal {
     Found {
         limit: Limit::Capacity,
@@ -63,6 +64,8 @@ impl Core {
             look.amounts(&mut found);
             for found in found {
                 let refusal = found.refusal(scope, Some(&request.class));
+                // A scope that refuses longer may not be the worst one: a permanent refusal
+                // has no time.
                 longest = longest.max(refusal.retry_after);
                 if worst.as_ref().is_none_or(|worst| refusal.weight() > worst.weight()) {
                     worst = Some(refusal);
@@ -70,6 +73,7 @@ impl Core {
             }
         }
         if let Some(mut refusal) = worst {
+            // No time is given if time alone does not help.
             refusal.retry_after = refusal.retry_after.and(longest);
             let scopes = states.iter().map(|(scope, _)| *scope);
             refusal.figures = self.figures(scopes, &request.class, utc);
@@ -78,12 +82,13 @@ impl Core {
         let left = states
             .iter()
             .flat_map(|(_, state)| caps(state, &request.class, self.day, self.month))
+            // The tightest cap is the budget: the worker stops before any cap is exceeded.
             .map(|cap| cap.remaining)
             .min();
         Ok(Decision { hold_state, capped: left.map(|left| left.min(request.estimate.worst)) })
     }
 
-    /// Where the limits stand, of several scopes the tightest.
+    /// Returns the tightest figures over several scopes.
     pub(super) fn figures<'a>(
         &self,
         scopes: impl Iterator<Item = &'a Scope>,
@@ -112,7 +117,7 @@ impl Core {
     }
 }
 
-/// One scope's limits as one request meets them.
+/// The limits of one scope, seen by one request.
 struct Look<'a> {
     state: &'a ScopeState,
     request: &'a Reserve,
@@ -122,8 +127,7 @@ struct Look<'a> {
 }
 
 impl Look<'_> {
-    /// A place to run, or one to wait in every scope that has none to run. One
-    /// that has a place keeps nobody waiting, so its queue is not asked.
+    /// Checks the room to wait. A request that may run needs no room in the queue.
     fn places(&self, hold_state: HoldState, found: &mut Vec<Found>) {
         if hold_state == HoldState::Queued {
             found.extend(self.state.has_no_room());
@@ -146,7 +150,7 @@ impl Look<'_> {
         }
     }
 
-    /// The largest job and the caps.
+    /// Checks the largest job and the caps.
     fn amounts(&self, found: &mut Vec<Found>) {
         let Reserve { class, estimate, .. } = self.request;
         if let Some(largest) = self.state.limits.largest_job.limit(class)
@@ -161,11 +165,13 @@ impl Look<'_> {
                 until: Until::Never,
             });
         }
+        // At least 1 ns, so that an exhausted cap also refuses a request without cost.
         let least = estimate.least.max(DeviceNanos(1));
         for cap in caps(self.state, class, self.day, self.month) {
             if cap.remaining >= least {
                 continue;
             }
+            // A request larger than the whole cap does not fit in any period.
             let until = if least > cap.cap {
                 Until::Never
             } else {
@@ -184,7 +190,7 @@ impl Look<'_> {
 }
 
 impl ScopeState {
-    /// Why nobody can run here now, nor wait for it.
+    /// Returns the limit that leaves no room to run and none to wait, if there is one.
     fn has_no_room(&self) -> Option<Found> {
         let queued = self.limits.queued.map(u64::from)?;
         if self.has_place() || (self.waiting.len() as u64) < queued {
@@ -198,19 +204,20 @@ impl ScopeState {
         Some(Found { limit, value, largest: value, asked: 1, remaining: 0, until })
     }
 
-    /// The refusal for want of a place to run or to wait, if there is none.
+    /// Returns the refusal if there is no room to run and none to wait.
     pub(super) fn is_full(&self, scope: &Scope) -> Option<Refusal> {
         self.has_no_room().map(|found| found.refusal(scope, None))
     }
 
-    /// The refusal by the rate of requests, brought up to `now`, if it allows
-    /// none.
+    /// Returns the refusal if the request rate allows no request at `now`.
     pub(super) fn requests_are_spent(
         &mut self,
         rate: Rate,
         now: MonotonicTime,
         scope: &Scope,
     ) -> Option<Refusal> {
+        // A bucket of another rate is replaced at the next reservation; until then it
+        // proves nothing.
         let bucket = self.requests.as_mut().filter(|bucket| bucket.rate() == rate)?;
         bucket.refill(now);
         let found = refused_by(Limit::Requests, bucket, 1)?;
@@ -218,7 +225,7 @@ impl ScopeState {
     }
 }
 
-/// Why a rate's bucket cannot give what is `asked`, if it cannot.
+/// Returns the reason for which a bucket cannot give `asked` units, or `None` if it can.
 fn refused_by(limit: Limit, bucket: &Bucket, asked: u64) -> Option<Found> {
     let until = if bucket.never_fits(asked) {
         Until::Never
@@ -234,19 +241,19 @@ fn refused_by(limit: Limit, bucket: &Bucket, asked: u64) -> Option<Found> {
     Some(Found { limit, value, largest, asked, remaining, until })
 }
 
-/// What helps against a limit.
+/// The condition under which a refused request can pass.
 enum Until {
-    /// Nothing.
+    /// Never.
     Never,
-    /// Someone else's end.
+    /// Another request must end first.
     Someone,
-    /// Time.
+    /// Enough time must pass.
     Wait(Duration),
-    /// The next calendar period, and the time now.
+    /// The next calendar period must begin. The second value is the time now.
     Reset(UtcTime, UtcTime),
 }
 
-/// A limit that refuses.
+/// A limit that refuses the request.
 struct Found {
     limit: Limit,
     value: u64,
@@ -284,7 +291,7 @@ impl Found {
     }
 }
 
-/// One calendar cap of a scope and what is left of it.
+/// One calendar cap of a scope and the rest of it.
 struct Cap {
     limit: Limit,
     cap: DeviceNanos,
@@ -293,8 +300,7 @@ struct Cap {
 }
 
 impl Cap {
-    /// When the next period begins; never before `utc`, whatever the calendar
-    /// did.
+    /// Returns the start of the next period, but never a time before `utc`.
     fn resets(&self, utc: UtcTime) -> UtcTime {
         self.next.start().max(utc)
     }
@@ -323,10 +329,10 @@ fn caps(
     of_day.into_iter().chain(of_month)
 }
 
-/// The first day of the month after `month`, counted from a `day` in it.
+/// Returns the first day of the month after `month`. `day` is a day in `month`.
 fn first_day_after(day: UtcDay, month: UtcMonth) -> UtcDay {
     let mut next = day;
-    // At most 31 rounds, or none where the calendar was ahead of the day.
+    // At most 31 rounds; none if the calendar is ahead of the day.
     for _ in 0..31 {
         if next.month() > month {
             break;

@@ -1,7 +1,6 @@
-//! The life of a hold: `held -> posted | voided | expired`, and late usage may
-//! still turn `expired` into `posted`, once. A change of state is a method here
-//! that takes the record out of the state it leaves, so there are no others; a
-//! hold that has ended answers how.
+//! The states of a hold: `held -> posted | voided | expired`. Late usage may change
+//! `expired` to `posted`, once. Each change of state is a method that takes the record out
+//! of its old state, so no other change is possible. A hold that has ended remembers how.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -10,92 +9,94 @@ use tollgate_domain::{DeviceClass, DeviceNanos, MonotonicTime, RequestId};
 use crate::scope::Scope;
 use crate::terms::{ResolveError, Resolved};
 
-/// What is held for a request.
+/// The amounts that are held for a request.
 #[derive(Clone, Debug)]
 pub(super) struct HoldRecord {
     pub(super) scopes: Vec<HeldScope>,
     pub(super) class: DeviceClass,
     pub(super) tokens: u64,
     pub(super) expected: DeviceNanos,
-    /// Held against every cap there was.
+    /// Amount held against every cap that applies.
     pub(super) capped: DeviceNanos,
-    /// Its place in the queue; `None` once it may run.
+    /// Ticket in the queue; `None` once the request may run.
     pub(super) ticket: Option<u64>,
-    /// When a sweep ends it, as the index `due` knows it.
+    /// Time at which a sweep ends the hold; also the key in the index `due`.
     pub(super) due: MonotonicTime,
     pub(super) expires: MonotonicTime,
 }
 
 #[derive(Clone, Debug)]
+/// A scope of a hold.
 pub(super) struct HeldScope {
     pub(super) scope: Scope,
-    /// Whether a cap applied, so that its spend is remembered.
+    /// True if a cap applied. Then the spend must be remembered.
     pub(super) capped: bool,
 }
 
-/// Every hold that is held or is remembered, by its id.
+/// All holds by id: the open ones, and those remembered after their end.
 #[derive(Debug)]
 pub(super) struct Holds {
     held: HashMap<RequestId, HoldRecord>,
     ended: HashMap<RequestId, Ended>,
-    /// Of those that have ended, the oldest first.
+    /// Ids of the ended holds, oldest first.
     order: VecDeque<RequestId>,
     most_ended: usize,
 }
 
 #[derive(Debug)]
+/// The way in which a hold ended.
 enum Ended {
     Posted,
     Voided,
-    /// Its amounts were given back; what it was is known for late usage.
+    /// The amounts were returned. The record is kept for late usage.
     Expired(Box<HoldRecord>),
 }
 
-/// A hold whose usage is posted now.
+/// The record of a hold whose usage is posted now.
 pub(super) enum Posting {
-    /// Its amounts stand and are to be replaced.
+    /// The hold was open; its amounts must be replaced.
     InTime(HoldRecord),
-    /// They were given back before.
+    /// The hold had expired; its amounts were returned before.
     Late(Box<HoldRecord>),
 }
 
 impl Holds {
-    /// None; at most `most_ended` of those to come are remembered.
+    /// Creates an empty set that remembers at most `most_ended` ended holds.
     pub(super) fn new(most_ended: usize) -> Self {
         Self { held: HashMap::new(), ended: HashMap::new(), order: VecDeque::new(), most_ended }
     }
 
-    /// Whether the id has been used, as far as is remembered.
+    /// Returns true if the id is open or remembered.
     pub(super) fn knows(&self, id: &RequestId) -> bool {
         self.held.contains_key(id) || self.ended.contains_key(id)
     }
 
-    /// How many are held.
+    /// Returns the number of open holds.
     pub(super) fn held(&self) -> usize {
         self.held.len()
     }
 
-    /// How many have ended and are remembered.
+    /// Returns the number of ended holds that are remembered.
     pub(super) fn ended(&self) -> usize {
         self.ended.len()
     }
 
-    /// What is held by that id.
+    /// Returns the record of an open hold.
     pub(super) fn get(&self, id: &RequestId) -> Option<&HoldRecord> {
         self.held.get(id)
     }
 
-    /// As [`Self::get`], to move it on in its queue.
+    /// Returns the record of an open hold for a change of its place in the queue.
     pub(super) fn get_mut(&mut self, id: &RequestId) -> Option<&mut HoldRecord> {
         self.held.get_mut(id)
     }
 
-    /// Begins a hold whose id is not known.
+    /// Opens a hold. The id must not be known.
     pub(super) fn hold(&mut self, id: RequestId, record: HoldRecord) {
         self.held.insert(id, record);
     }
 
-    /// `held -> posted`, `expired -> posted`.
+    /// Changes `held` or `expired` to `posted`.
     pub(super) fn post(&mut self, id: &RequestId) -> Result<Posting, ResolveError> {
         if let Some(record) = self.held.remove(id) {
             self.remember(id, Ended::Posted);
@@ -103,7 +104,8 @@ impl Holds {
         }
         match self.ended.remove(id) {
             Some(Ended::Expired(record)) => {
-                // In its place among those that are forgotten in their turn.
+                // The id keeps its position in the order in which ended holds are
+                // forgotten.
                 self.ended.insert(id.clone(), Ended::Posted);
                 Ok(Posting::Late(record))
             }
@@ -116,7 +118,7 @@ impl Holds {
         }
     }
 
-    /// `held -> voided`.
+    /// Changes `held` to `voided`.
     pub(super) fn void(&mut self, id: &RequestId) -> Result<HoldRecord, ResolveError> {
         let Some(record) = self.held.remove(id) else {
             let how = self.ended.get(id).map(Ended::how);
@@ -126,7 +128,7 @@ impl Holds {
         Ok(record)
     }
 
-    /// `held -> expired`; what was held is given back by the caller.
+    /// Changes `held` to `expired`. The caller returns the amounts.
     pub(super) fn expire(&mut self, id: &RequestId) -> Option<HoldRecord> {
         let record = self.held.remove(id)?;
         self.remember(id, Ended::Expired(Box::new(record.clone())));
@@ -137,6 +139,8 @@ impl Holds {
         if self.ended.insert(id.clone(), ended).is_none() {
             self.order.push_back(id.clone());
         }
+        // The bound on memory: the oldest end is forgotten, and late usage for it is
+        // refused.
         while self.order.len() > self.most_ended {
             if let Some(oldest) = self.order.pop_front() {
                 self.ended.remove(&oldest);

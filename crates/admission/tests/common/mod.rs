@@ -1,4 +1,4 @@
-//! What the tests of admission share: short ways to name times and limits.
+//! Helpers of the admission tests: short forms for times and limits.
 #![allow(dead_code, unreachable_pub, reason = "each test file uses a part of it")]
 
 use std::sync::Arc;
@@ -15,14 +15,14 @@ use tollgate_domain::{
 pub const SECOND: u64 = 1_000_000_000;
 pub const HOUR: u64 = 3_600 * SECOND;
 pub const DAY: u64 = 24 * HOUR;
-/// 2026-11-20T00:00:00Z.
+/// The instant 2026-11-20T00:00:00Z.
 pub const TODAY: UtcTime = UtcTime(1_795_132_800 * SECOND);
 
 pub fn at(nanos: u64) -> MonotonicTime {
     MonotonicTime(nanos)
 }
 
-/// The wall clock `nanos` after midnight.
+/// Returns the wall clock time `nanos` after midnight.
 pub fn utc(nanos: u64) -> UtcTime {
     UtcTime(TODAY.0 + nanos)
 }
@@ -60,7 +60,7 @@ pub fn spent(tokens: u64, reference: u64) -> Spent {
     Spent { tokens, reference: DeviceNanos(reference) }
 }
 
-/// A request that waits 30 s at most and is forgotten after 630 s.
+/// A request that waits at most 30 s and expires after 630 s.
 pub fn request(number: u64, now: u64, scopes: &[ScopeLimits], estimate: Estimate) -> Reserve {
     Reserve {
         id: id(number),
@@ -72,7 +72,7 @@ pub fn request(number: u64, now: u64, scopes: &[ScopeLimits], estimate: Estimate
     }
 }
 
-/// One gateway whose requests are numbered.
+/// A gateway that numbers its requests.
 pub struct Gate {
     pub admission: Admission,
     pub scopes: Vec<ScopeLimits>,
@@ -89,7 +89,7 @@ impl Gate {
         Self::new(vec![scoped(tenant("acme"), limits)])
     }
 
-    /// Reserves at `now` after the origin, and as long after midnight.
+    /// Reserves at `now` after the origin, which is midnight on the wall clock.
     pub fn reserve(&self, now: u64, estimate: Estimate) -> Result<Hold, Box<Refusal>> {
         self.next.set(self.next.get() + 1);
         let request = request(self.next.get(), now, &self.scopes, estimate);
