@@ -17,7 +17,6 @@ use tollgate_config::{Config, Flags};
 use tollgate_domain::{TenantId, WorkerName};
 use tollgate_gateway::audit::{config_loaded, plans_in_force, record, sign};
 use tollgate_gateway::auth::{KeyOptions, KeyStore, Scopes};
-use tollgate_gateway::source::SourceOptions;
 use tollgate_gateway::upstream::WorkerReport;
 use tollgate_gateway::{Clock, Gateway, GatewayOptions, GatewayService};
 use tollgate_ledger::{LeaveOut, Ledger, LedgerHandle, LedgerOptions};
@@ -102,7 +101,6 @@ async fn serve(config: Arc<Config>, leave_out: LeaveOut) -> Result<()> {
         workers: planned.iter().map(Planned::endpoint).collect(),
         ledger: ledger.clone(),
         keys,
-        sources: SourceOptions::from(&config.gateway().sources),
         clock: Clock::system(),
     })
     .await?;

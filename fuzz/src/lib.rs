@@ -14,6 +14,7 @@ mod wire;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use tollgate_edge::fuzz as edge;
 use tollgate_gateway::fuzz as gateway;
 
 /// A target: it panics where something does not hold.
@@ -21,8 +22,8 @@ pub type Target = fn(&[u8]);
 
 /// Every target, by the name of its corpus.
 pub const TARGETS: [(&str, Target); 18] = [
-    ("proxy_header", gateway::proxy_header),
-    ("request_head", gateway::request_head),
+    ("proxy_header", edge::proxy_header),
+    ("request_head", edge::request_head),
     ("chat_body", requests::chat_body),
     ("completion_body", requests::completion_body),
     ("credential", credentials::credential),

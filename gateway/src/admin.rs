@@ -25,12 +25,12 @@ use tollgate_domain::{MonotonicTime, RequestId};
 use tower::ServiceExt as _;
 
 use self::health::Health;
-use crate::listener::Peer;
 use crate::reply::ApiError;
 use crate::serving::Serving;
 use crate::stack::{Routes, method_not_allowed, unknown_route};
 use crate::telemetry::{Metrics, Readings};
 use crate::upstream::WorkerReport;
+use tollgate_edge::Peer;
 
 /// An error for an admin key that cannot be read or made.
 #[derive(Debug, thiserror::Error)]

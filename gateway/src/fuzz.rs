@@ -2,5 +2,4 @@
 //! assert what must hold. Nothing else calls them.
 
 pub use crate::auth::fuzz::claims;
-pub use crate::listener::fuzz::{proxy_header, request_head};
 pub use crate::upstream::fuzz::{hear, judge};

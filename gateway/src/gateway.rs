@@ -11,21 +11,22 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tollgate_admission::{Admission, AdmissionOptions};
 use tollgate_config::Config;
+use tollgate_edge::listener::{ConnectionLimitOptions, ListenerMetrics};
+use tollgate_edge::source::{Proxies, SourceRing};
+use tollgate_edge::tls::{TlsError, TlsIdentity, TlsSource};
+use tollgate_edge::{Listener, ListenerOptions};
 use tollgate_ledger::{LedgerError, LedgerHandle};
 
 use crate::admin::{AdminKey, AdminKeyError, AdminRoutes, AdminState, Readiness};
 use crate::api::Api;
 use crate::auth::{Authenticator, IssuerError, IssuerOptions, KeyStore};
 use crate::idempotency::{Idempotency, IntentsError};
-use crate::listener::{GateOptions, Listener, ListenerOptions};
 use crate::routes::PublicRoutes;
 use crate::serving::{Serving, ServingOptions};
-use crate::source::{Proxies, SourceOptions, SourceRing};
 use crate::stack::{Stack, StackOptions};
 use crate::telemetry::Metrics;
-use crate::tls::{TlsError, TlsIdentity, TlsSource};
 use crate::upstream::{WorkerEndpoint, WorkerReport};
-use crate::{Clock, audit, limits};
+use crate::{Clock, audit, edge_options, limits};
 
 /// The inputs of a gateway.
 pub struct GatewayOptions {
@@ -39,8 +40,6 @@ pub struct GatewayOptions {
     pub ledger: LedgerHandle,
     /// The store of API keys.
     pub keys: KeyStore,
-    /// The rate of requests of one network source.
-    pub sources: SourceOptions,
     /// The clock for limits and records.
     pub clock: Clock,
 }
@@ -107,7 +106,7 @@ impl GatewayService {
     /// A part cannot be built: certificate, admin key, token issuers, the
     /// spending in the ledger, a listening address.
     pub async fn bind(options: GatewayOptions) -> Result<Self, GatewayError> {
-        let GatewayOptions { config, data, workers, ledger, keys, sources, clock } = options;
+        let GatewayOptions { config, data, workers, ledger, keys, clock } = options;
         let metrics = Metrics::new();
         let tls = TlsIdentity::load(tls_source(&config, &data))?;
         let admin_key = AdminKey::load(&data)?;
@@ -124,8 +123,9 @@ impl GatewayService {
         // Bound before workers are connected, so that a port in use is found
         // before any work begins.
         let listen = config.gateway();
-        let public = bind(listen.listen, listen.into(), &tls, &metrics)?;
-        let admin = bind(listen.admin_listen, admin_listener(listen.into()), &tls, &metrics)?;
+        let options = edge_options::listener(listen);
+        let public = bind(listen.listen, options.clone(), &tls, &metrics)?;
+        let admin = bind(listen.admin_listen, admin_listener(options), &tls, &metrics)?;
 
         let stopping = CancellationToken::new();
         let serving = Serving::start(ServingOptions {
@@ -142,7 +142,7 @@ impl GatewayService {
         });
         let draining = CancellationToken::new();
         let state = Arc::new(AdminState { key: admin_key, serving, metrics, draining });
-        let sources = SourceRing::new(&sources);
+        let sources = SourceRing::new(&edge_options::sources(&config.gateway().sources));
         Ok(Self { state, authenticator, sources, config, tls, public, admin, stopping })
     }
 
@@ -276,19 +276,21 @@ fn bind(
     metrics: &Arc<Metrics>,
 ) -> Result<Bound, GatewayError> {
     let listen = |source| GatewayError::Listen { address, source };
-    let listener = Listener::bind(address, options, tls.server_config()?, Arc::clone(metrics))
-        .map_err(listen)?;
+    let metrics = Arc::clone(metrics) as Arc<dyn ListenerMetrics>;
+    let listener =
+        Listener::bind(address, options, tls.server_config()?, metrics).map_err(listen)?;
     let address = listener.local_addr().map_err(listen)?;
     Ok(Bound { listener, address })
 }
 
 /// Returns the options of the admin listener: few connections, short drain.
 fn admin_listener(options: ListenerOptions) -> ListenerOptions {
-    let gate = GateOptions { connections: ADMIN_CONNECTIONS, ..options.gate };
+    let connection_limits =
+        ConnectionLimitOptions { connections: ADMIN_CONNECTIONS, ..options.connection_limits };
     // No proxy stands in front of this listener: probes and admins connect
     // directly.
     let proxies = Proxies::default();
-    ListenerOptions { gate, proxies, drain: ADMIN_DRAIN, ..options }
+    ListenerOptions { connection_limits, proxies, drain: ADMIN_DRAIN, ..options }
 }
 
 fn tls_source(config: &Config, data: &std::path::Path) -> TlsSource {

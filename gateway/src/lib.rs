@@ -1,16 +1,14 @@
-//! The front door: TLS, callers, admission, placement and replies.
+//! The gateway: callers, admission, placement and replies behind the edge.
 //!
-//! Modules stand in the order in which a request meets them. Each stage takes
-//! the value of the last one and returns the next; nothing about a request
-//! travels beside that chain. What all requests share is [`Gateway`], built
-//! once in [`gateway`].
+//! Each stage of a request takes the value of the stage before and returns the
+//! next value; no fact about a request travels beside that chain. The module
+//! [`gateway`] builds the parts that all requests share, once.
 
 mod admit;
 mod api;
 pub mod auth;
 mod idempotency;
 mod limits;
-pub mod listener;
 mod path;
 mod penalties;
 mod pump;
@@ -18,10 +16,8 @@ pub mod reply;
 mod route;
 mod routes;
 mod serving;
-pub mod source;
 mod stack;
 mod submit;
-pub mod tls;
 pub mod upstream;
 
 pub mod admin;
@@ -29,6 +25,7 @@ pub mod audit;
 pub mod telemetry;
 
 pub mod clock;
+mod edge_options;
 pub mod gateway;
 
 #[doc(hidden)]

@@ -14,8 +14,8 @@ use tollgate_domain::{MonotonicTime, TenantId};
 
 use crate::auth::AuthError;
 use crate::reply::ApiError;
-use crate::source::{MOST_SOURCES, Source};
 use crate::telemetry::Metrics;
+use tollgate_edge::source::{MOST_SOURCES, Source};
 
 /// All penalties of a gateway. Clones share them.
 #[derive(Clone, Debug)]

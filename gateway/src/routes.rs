@@ -11,11 +11,11 @@ use http::{HeaderValue, Method, header};
 use http_body::Body as _;
 use percent_encoding::percent_decode_str;
 use tollgate_domain::{MonotonicTime, RequestId};
+use tollgate_edge::Peer;
 use tollgate_openai::{CHAT, COMPLETIONS};
 
 use crate::api::{self, Api, Call, CallerContext, RouteKind, models, usage};
 use crate::auth::Endpoint;
-use crate::listener::Peer;
 use crate::reply::ApiError;
 use crate::stack::Routes;
 

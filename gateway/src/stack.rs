@@ -12,15 +12,15 @@ use futures_util::FutureExt as _;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, Version, header};
 use hyper::body::Incoming;
 use tollgate_domain::{MonotonicTime, RequestId};
+use tollgate_edge::drain_body::{RequestBody, UnreadBody, UnwantedBody, lend};
+use tollgate_edge::listener::{Answer, BadHead, HeadVerdict, RefusedHead, RequestRefusal};
+use tollgate_edge::request_ids::RequestIds;
+use tollgate_edge::source::{SourceRefusal, SourceRing};
+use tollgate_edge::{Peer, Service};
 
 use crate::Clock;
 use crate::auth::shows_token;
-use crate::listener::{
-    Answer, BadHead, HeadVerdict, Peer, RefusedHead, RequestBody, RequestIds, RequestRefusal,
-    Service, UnreadBody, UnwantedBody, lend,
-};
 use crate::reply::{ApiError, ErrorKind};
-use crate::source::SourceRing;
 use crate::telemetry::Metrics;
 
 /// The routes behind a stack.
@@ -231,6 +231,13 @@ impl From<RequestRefusal> for ApiError {
     }
 }
 
+impl From<SourceRefusal> for ApiError {
+    fn from(refusal: SourceRefusal) -> Self {
+        let SourceRefusal { per_second, retry_after } = refusal;
+        Self::SourceLimit { per_second, retry_after }
+    }
+}
+
 /// Marks the headers that carry secrets, so that no log shows their values.
 fn hide_secrets(headers: &mut HeaderMap) {
     for name in [header::AUTHORIZATION, header::PROXY_AUTHORIZATION, header::COOKIE] {
@@ -252,7 +259,7 @@ fn in_ring(
     let Some(ring) = ring else { return Ok(()) };
     // Only a request that did not come through the listener has no peer.
     let peer = peer.ok_or(ApiError::Internal)?;
-    ring.check(peer.client(headers))
+    Ok(ring.check(peer.client(headers))?)
 }
 
 /// Checks the host, the encoding and the declared size of the body.
@@ -336,5 +343,7 @@ pub(crate) async fn method_not_allowed(method: Method, uri: Uri) -> ApiError {
 /// The header of every response that names its request.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
+#[cfg(test)]
+mod socket_tests;
 #[cfg(test)]
 pub(crate) mod tests;

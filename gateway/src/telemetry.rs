@@ -1,8 +1,9 @@
-//! What operators read: metrics and the log.
+//! Metrics and the log, for operators.
 //!
-//! Metrics are one struct, passed and never global. Every label comes from a
-//! closed set or from config, so that no client can make a series. A refusal
-//! is a counter and no log line; prompts, answers and secrets are in neither.
+//! Metrics are one struct that is passed by value and never global. Every label
+//! comes from a closed set or from config, so that no client can make a series.
+//! A refusal is a counter and no log line. Prompts, answers and secrets appear
+//! in neither.
 
 mod devices;
 mod log;
@@ -20,6 +21,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 use tollgate_domain::{DeviceClass, ModelName, Usage};
+use tollgate_edge::ListenerMetrics;
 
 use self::devices::DeviceMetrics;
 pub(crate) use self::devices::concerns;
@@ -28,7 +30,7 @@ use self::process::ProcessMetrics;
 use crate::path::Path;
 use crate::upstream::WorkerReport;
 
-/// Everything that is counted.
+/// All metrics of a gateway.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
@@ -93,7 +95,7 @@ struct StageLabel {
     stage: &'static str,
 }
 
-/// What is read off the rest of the gateway when metrics are scraped.
+/// Values that a scrape reads from other components.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Readings {
     pub(crate) ready: bool,
@@ -105,7 +107,7 @@ pub(crate) struct Readings {
 }
 
 impl Metrics {
-    /// All at zero.
+    /// Creates the metrics with every figure at zero.
     pub fn new() -> Arc<Self> {
         let mut metrics = Self {
             registry: Registry::with_prefix("tollgate"),
@@ -140,27 +142,31 @@ impl Metrics {
         registry.register("requests", "Requests answered", self.requests.clone());
         registry.register_with_unit(
             "request",
-            "From a request's head to the end of its handler; streams go on after it; what is refused by its head alone is not among these",
+            "Time from a request's head to the end of its handler; a stream goes on after its handler; requests that the head check refuses are not included",
             Unit::Seconds,
             self.request_seconds.clone(),
         );
-        registry.register("requests_in_flight", "Requests in a handler", self.in_flight.clone());
-        registry.register("errors", "Requests not answered as asked", self.refusals.clone());
-        registry.register("penalties", "Penalties that began", self.penalties.clone());
-        registry.register("connections", "Connections open", self.connections.clone());
+        registry.register(
+            "requests_in_flight",
+            "Requests whose handler runs",
+            self.in_flight.clone(),
+        );
+        registry.register("errors", "Requests that ended in an error", self.refusals.clone());
+        registry.register("penalties", "Penalties imposed", self.penalties.clone());
+        registry.register("connections", "Open connections", self.connections.clone());
         registry.register(
             "connections_refused",
-            "Connections closed at the gate",
+            "Connections closed by a connection limit",
             self.connections_refused.clone(),
         );
         registry.register(
             "connections_ended",
-            "Connections ended after their handshake",
+            "Connections closed after their TLS handshake",
             self.connections_ended.clone(),
         );
         registry.register(
             "handshakes_failed",
-            "Connections ended before their handshake",
+            "Connections closed before the end of their TLS handshake",
             self.handshakes_failed.clone(),
         );
         registry.register("tokens", "Tokens metered", self.tokens.clone());
@@ -172,41 +178,49 @@ impl Metrics {
         );
         registry.register_with_unit(
             "first_token",
-            "From a request's head to its first token",
+            "Time from a request's head to its first token",
             Unit::Seconds,
             self.first_token_seconds.clone(),
         );
         registry.register_with_unit(
             "stage",
-            "Time of an answered request in each stage of its path; to_device and to_host are within prefill and decode",
+            "Time of an answered request in each stage; to_device and to_host are parts of prefill and decode",
             Unit::Seconds,
             self.stage_seconds.clone(),
         );
-        registry.register("ready", "Whether requests would succeed", self.ready.clone());
+        registry.register(
+            "ready",
+            "1 if requests succeed: a worker is ready, usage can be recorded, no drain",
+            self.ready.clone(),
+        );
         registry.register(
             "ledger_writable",
-            "Whether the ledger's disk took the last commit; billable work is refused while not",
+            "1 if the last commit of the ledger reached the disk; billable requests are refused while 0",
             self.ledger_writable.clone(),
         );
         registry.register(
             "workers_ready",
-            "Workers that take requests",
+            "Workers that accept requests",
             self.workers_ready.clone(),
         );
         registry.register(
             "worker_lies",
-            "Messages of workers refused as untrue since the start",
+            "Invalid reports of workers since the start",
             self.worker_lies.clone(),
         );
         registry.register(
             "worker_losses",
-            "Workers lost since the start",
+            "Worker connections lost since the start",
             self.worker_losses.clone(),
         );
-        registry.register("holds", "Requests that hold limits", self.holds.clone());
+        registry.register(
+            "holds",
+            "Holds on limits: requests that run or wait",
+            self.holds.clone(),
+        );
     }
 
-    /// The metrics in Prometheus's text format.
+    /// Returns the metrics in Prometheus's text format.
     pub(crate) fn scrape(&self, readings: Readings) -> String {
         let Readings { ready, ledger_writable, workers, worker_lies, worker_losses, holds } =
             readings;
@@ -233,7 +247,7 @@ impl Metrics {
         self.in_flight.dec();
     }
 
-    /// One that was answered without a handler: there is no time to tell.
+    /// Counts a request without its time, as for a refusal by the head check.
     pub(crate) fn request_counted(&self, endpoint: &'static str, status: StatusCode) {
         let status = status_class(status);
         self.requests.get_or_create(&RequestLabels { endpoint, status }).inc();
@@ -255,28 +269,13 @@ impl Metrics {
         self.refusals.get_or_create(&KindLabel { kind }).inc();
     }
 
-    /// `reason` is one of the offences.
+    /// Counts a penalty; `reason` is the name of an offence.
     pub(crate) fn penalty_began(&self, reason: &'static str) {
         self.penalties.get_or_create(&ReasonLabel { reason }).inc();
     }
 
-    pub(crate) fn connections_open(&self, open: usize) {
-        self.connections.set(gauge(open));
-    }
-
-    pub(crate) fn connection_refused(&self, reason: &'static str) {
-        self.connections_refused.get_or_create(&ReasonLabel { reason }).inc();
-    }
-
-    pub(crate) fn connection_ended(&self, reason: &'static str) {
-        self.connections_ended.get_or_create(&ReasonLabel { reason }).inc();
-    }
-
-    pub(crate) fn handshake_failed(&self, reason: &'static str) {
-        self.handshakes_failed.get_or_create(&ReasonLabel { reason }).inc();
-    }
-
-    /// A request's figures, once they are known. `model` is one of config's.
+    /// Counts the usage of a request. `model` comes from config, so it is a
+    /// bounded label.
     pub fn usage(&self, model: &ModelName, class: &DeviceClass, usage: &Usage) {
         for (kind, tokens) in [
             ("prompt", usage.prompt_tokens),
@@ -291,19 +290,19 @@ impl Metrics {
             .inc_by(usage.attributed.as_secs_f64());
     }
 
-    /// A request was answered, and this is where its time went.
+    /// Observes the time of an answered request in each stage.
     pub(crate) fn path(&self, path: &Path) {
         for (stage, time) in path.stages() {
             self.stage(stage, time);
         }
     }
 
-    /// `stage` is one of the path's.
+    /// Observes the time of one stage; `stage` is one of the names in [`Path`].
     pub(crate) fn stage(&self, stage: &'static str, time: Duration) {
         self.stage_seconds.get_or_create(&StageLabel { stage }).observe(time.as_secs_f64());
     }
 
-    /// A request's first token went out `elapsed` after its head came in.
+    /// Observes the time from a request's head to its first token.
     pub fn first_token(&self, model: &ModelName, class: &DeviceClass, elapsed: Duration) {
         self.first_token_seconds
             .get_or_create(&ModelLabels { model: model.to_string(), class: class.to_string() })
@@ -311,7 +310,25 @@ impl Metrics {
     }
 }
 
-/// `2xx`, `4xx`, ...: a closed set of labels.
+impl ListenerMetrics for Metrics {
+    fn connections_open(&self, open: usize) {
+        self.connections.set(gauge(open));
+    }
+
+    fn connection_refused(&self, reason: &'static str) {
+        self.connections_refused.get_or_create(&ReasonLabel { reason }).inc();
+    }
+
+    fn connection_ended(&self, reason: &'static str) {
+        self.connections_ended.get_or_create(&ReasonLabel { reason }).inc();
+    }
+
+    fn handshake_failed(&self, reason: &'static str) {
+        self.handshakes_failed.get_or_create(&ReasonLabel { reason }).inc();
+    }
+}
+
+/// Returns `2xx`, `4xx` and so on: a closed set of labels.
 fn status_class(status: StatusCode) -> &'static str {
     match status.as_u16() {
         100..200 => "1xx",

@@ -11,7 +11,7 @@ use tollgate_domain::{TenantId, UtcTime};
 use super::AdminState;
 use crate::audit::{self, penalty_lifted};
 use crate::reply::ApiError;
-use crate::source::Source;
+use tollgate_edge::source::Source;
 
 /// A penalty as admins read it.
 #[derive(Debug, Serialize)]

@@ -11,7 +11,7 @@ fn shows(value: &str) -> HeaderMap {
 }
 
 #[test]
-fn the_key_is_made_once_and_opens() {
+fn admin_key_is_made_once_and_accepted() {
     let data = tempfile::tempdir().unwrap();
     let key = AdminKey::load(data.path()).unwrap();
     let file = data.path().join(ADMIN_KEY_FILE);
@@ -37,7 +37,7 @@ fn the_key_is_made_once_and_opens() {
 }
 
 #[test]
-fn a_weak_key_is_refused_by_name() {
+fn admin_key_too_short_is_refused() {
     let data = tempfile::tempdir().unwrap();
     let file = data.path().join(ADMIN_KEY_FILE);
     fs::write(&file, "").unwrap();
@@ -46,7 +46,7 @@ fn a_weak_key_is_refused_by_name() {
 }
 
 #[test]
-fn ready_means_all_of_it() {
+fn readiness_needs_every_condition() {
     for (worker, ledger, draining, ready) in [
         (true, true, false, true),
         (false, true, false, false),

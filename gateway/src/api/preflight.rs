@@ -13,9 +13,9 @@ use tollgate_domain::{MonotonicTime, RequestId};
 use super::Api;
 use crate::auth::{AuthenticatedCaller, Endpoint};
 use crate::limits;
-use crate::listener::Peer;
 use crate::reply::ApiError;
-use crate::source::Source;
+use tollgate_edge::Peer;
+use tollgate_edge::source::Source;
 
 /// A request that passed the head check, with every fact that its handler
 /// needs. Facts travel in this value and nowhere else.
@@ -93,7 +93,7 @@ impl Api {
             self.serving.penalties.failed_authentication(now, source, error)
         })?;
         if let Some(peer) = peer {
-            peer.vouch();
+            peer.mark_authenticated();
         }
         Ok(caller)
     }

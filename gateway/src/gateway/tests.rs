@@ -55,7 +55,6 @@ impl House {
             workers: Vec::new(),
             ledger: Ledger::open(&data.path().join("ledger.db")).unwrap(),
             keys,
-            sources: SourceOptions::default(),
             clock,
         })
         .await
@@ -122,7 +121,7 @@ impl Answer {
 /// T54: without the admin key nothing but the probes answers, and nobody
 /// learns what there is.
 #[tokio::test]
-async fn the_admin_listener_denies_by_default() {
+async fn admin_listener_denies_by_default() {
     let house = House::open().await;
     let admin_key = house.admin_key();
     for (path, key, status) in [
@@ -157,7 +156,7 @@ async fn the_admin_listener_denies_by_default() {
 }
 
 #[tokio::test]
-async fn the_public_listener_knows_callers_and_says_what_is_missing() {
+async fn public_listener_authenticates_and_reports_missing_worker() {
     let house = House::open().await;
     let key = house.key.clone();
     for (ask, key, status, code) in [
@@ -179,7 +178,7 @@ async fn the_public_listener_knows_callers_and_says_what_is_missing() {
 /// T20: a source whose credentials fail is throttled for them alone; an admin
 /// sees it and lifts it.
 #[tokio::test]
-async fn a_penalty_is_seen_and_lifted() {
+async fn admin_lists_and_lifts_penalties() {
     let config = "[gateway.penalties]\nfailed_authentications_per_minute = 2\n";
     let house = House::with_config(&format!("{CONFIG}{config}")).await;
     let models = ("GET", "/v1/models");
@@ -230,7 +229,7 @@ async fn a_penalty_is_seen_and_lifted() {
 }
 
 #[tokio::test]
-async fn a_port_in_use_is_named() {
+async fn gateway_names_the_port_in_use() {
     let house = House::open().await;
     let data = tempfile::tempdir().unwrap();
     let config = CONFIG.replacen("127.0.0.1:0", &house.public.to_string(), 1);
@@ -240,7 +239,6 @@ async fn a_port_in_use_is_named() {
         workers: Vec::new(),
         ledger: Ledger::open(&data.path().join("ledger.db")).unwrap(),
         keys: KeyStore::open(data.path()).unwrap(),
-        sources: SourceOptions::default(),
         clock: Clock::system(),
     })
     .await

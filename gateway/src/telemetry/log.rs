@@ -1,5 +1,5 @@
-//! The log: one JSON object a line, or lines for people. Fields, not prose;
-//! control bytes are escaped in both, so that no client writes a line.
+//! The log: one JSON object a line, or lines for people. Both formats escape
+//! control bytes, so that no client can forge a line.
 
 use std::fmt::Write as _;
 use std::io;
@@ -8,31 +8,31 @@ use tracing::Subscriber;
 use tracing_subscriber::filter::{EnvFilter, ParseError};
 use tracing_subscriber::layer::SubscriberExt as _;
 
-/// How lines are written.
+/// The format of log lines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LogFormat {
     /// One JSON object a line.
     Json,
-    /// For people.
+    /// Lines for people to read.
     #[default]
     Pretty,
 }
 
-/// What is logged and how.
+/// The format and the filter of the log.
 #[derive(Clone, Debug, Default)]
 pub struct LogOptions {
-    /// How lines are written.
+    /// The format of lines.
     pub format: LogFormat,
-    /// `info`, or `info,tollgate_gateway=debug`; empty: `info` without what
-    /// libraries say about each peer that misbehaves.
+    /// A filter such as `info` or `info,tollgate_gateway=debug`. An empty filter
+    /// means `info` without the libraries' lines about misbehaving peers.
     pub filter: String,
 }
 
-/// A subscriber that writes to what `writer` makes, as `std::io::stderr`; the binary makes it the default,
-/// once.
+/// Builds a subscriber that writes to the values that `writer` makes, such as
+/// `std::io::stderr`. The binary installs the subscriber once.
 ///
 /// # Errors
-/// When the filter cannot be read.
+/// The filter has a syntax error.
 pub fn log_subscriber<W, F>(
     options: &LogOptions,
     writer: F,
@@ -53,18 +53,20 @@ where
     })
 }
 
-/// h2 warns for each frame that it did not expect: a peer would write the log.
+/// The default filter. h2 warns for each unexpected frame, so with its lines a
+/// peer could fill the log.
 const FILTER: &str = "info,h2=off,hyper=off,rustls=off";
 
-/// Escapes what a formatter lets through: JSON may hold DEL and the C1
-/// controls as they are, and lines for people hold whatever a value displays.
+/// A writer that escapes the control characters that formatters let through:
+/// JSON allows DEL and the C1 controls, and lines for people contain any text
+/// that a value displays.
 struct Escaping<W>(W);
 
 impl<W: io::Write> io::Write for Escaping<W> {
-    /// `bytes` are one event, which ends with the only line feed it may have.
+    /// Writes one event, whose only line feed is its last byte.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let Ok(text) = std::str::from_utf8(bytes) else {
-            // Formatters write strings; whatever this is, it is not an event.
+            // Formatters write strings, so these bytes are no event: dropped.
             return Ok(bytes.len());
         };
         let (line, end) = match text.strip_suffix('\n') {

@@ -1,6 +1,6 @@
-//! What this process holds of the machine, under the names that Prometheus's
-//! own client libraries use. Read off /proc when metrics are scraped; where
-//! that cannot be read, the last figures stay.
+//! The memory and the descriptors of this process, under the names that
+//! Prometheus's own client libraries use. A scrape reads them from /proc; if
+//! /proc cannot be read, the last figures stay.
 
 use std::fs;
 
@@ -9,7 +9,7 @@ use prometheus_client::registry::Registry;
 
 use super::gauge;
 
-/// The figures of this process.
+/// The resources that this process uses.
 #[derive(Debug)]
 pub(super) struct ProcessMetrics {
     registry: Registry,
@@ -34,13 +34,13 @@ impl ProcessMetrics {
         Self { registry, resident_memory, open_descriptors }
     }
 
-    /// The registry with figures of now.
+    /// Reads /proc and returns the registry.
     pub(super) fn read(&self) -> &Registry {
         if let Some(bytes) = resident_memory() {
             self.resident_memory.set(gauge(bytes));
         }
         if let Ok(descriptors) = fs::read_dir("/proc/self/fd") {
-            // One of them is the folder that is being read.
+            // One descriptor is that of the listing itself.
             self.open_descriptors.set(gauge(descriptors.count().saturating_sub(1)));
         }
         &self.registry
@@ -58,9 +58,9 @@ fn resident_memory() -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// Other tests open descriptors meanwhile, so only bounds are sure.
+    /// Other tests open descriptors at the same time, so only bounds are exact.
     #[test]
-    fn a_process_holds_something() {
+    fn process_metrics_report_resources() {
         let metrics = ProcessMetrics::new();
         metrics.read();
         assert!(metrics.resident_memory.get() > 1 << 20);

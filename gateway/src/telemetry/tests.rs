@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use super::*;
 
 #[test]
-fn metrics_have_these_names() {
+fn metrics_keep_their_names() {
     let metrics = Metrics::new();
     let (model, class) = (ModelName::new("m").unwrap(), DeviceClass::cpu());
     metrics.request_answered("models", StatusCode::OK, Duration::from_millis(3));
@@ -39,7 +39,7 @@ impl io::Write for Lines {
 
 /// T05: a client that floods writes no lines, unless an admin asks for them.
 #[test]
-fn a_flood_writes_no_lines() {
+fn log_default_filter_hides_floods() {
     for (filter, expected) in [("", 1), ("info", 2)] {
         let lines = Lines::default();
         let writer = lines.clone();
@@ -56,7 +56,7 @@ fn a_flood_writes_no_lines() {
 
 /// T51: what a client says cannot end a line or colour a terminal.
 #[test]
-fn log_lines_stay_lines() {
+fn log_escapes_control_characters() {
     let hostile = "a\r\n{\"level\":\"ERROR\"}\u{1b}[31m\u{0}\u{7f}\u{9b}\"";
     for format in [LogFormat::Json, LogFormat::Pretty] {
         let lines = Lines::default();

@@ -26,7 +26,7 @@ pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
     tools::h2load()?;
     let nginx = tools::nginx()?;
     let built = build(options, &["-p", "tollgate"])?;
-    build(options, &["-p", "tollgate-gateway", "--example", "hello_tls"])?;
+    build(options, &["-p", "tollgate-edge", "--example", "hello_tls"])?;
     build(options, &["-p", "tollgate-worker", "--example", "direct"])?;
     let bench = Bench::prepare(built, nginx)?;
     {

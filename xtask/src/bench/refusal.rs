@@ -21,7 +21,7 @@ const PROMISED: f64 = 0.6;
 pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
     tools::h2load()?;
     let built = build(options, &["-p", "tollgate"])?;
-    build(options, &["-p", "tollgate-gateway", "--example", "hello_tls"])?;
+    build(options, &["-p", "tollgate-edge", "--example", "hello_tls"])?;
     let bench = Bench::prepare(built)?;
     let keys = bench.keys()?;
     report.fact("seconds_a_turn", options.seconds);

@@ -9,7 +9,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
 
 use super::*;
-use crate::tls::{TlsIdentity, TlsSource, development_authority};
+use tollgate_edge::tls::{TlsIdentity, TlsSource, development_authority};
 
 /// An issuer's web server that says the same to everyone.
 pub(in crate::auth) struct Issuer {

@@ -1,0 +1,293 @@
+//! The listener: the accept loop, and the life of each connection.
+//!
+//! A connection passes the connection limits, finishes its TLS handshake within
+//! a deadline, and then speaks HTTP/1 or HTTP/2 as ALPN chose. From its first
+//! byte to its last byte a connection is always inside some deadline. Nothing
+//! here waits without a bound, and no connection outlives [`Listener::serve`].
+
+mod activity;
+mod bad_head;
+mod connection;
+mod connection_limits;
+mod forward_write;
+mod frames;
+mod handshake_slots;
+pub(crate) mod heads;
+mod instrumented_io;
+mod peer;
+mod pending_handshakes;
+mod plain;
+pub(crate) mod proxy;
+mod service;
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use socket2::{Domain, Protocol, SockRef, Socket, Type};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::{MissedTickBehavior, interval, sleep};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+pub use self::bad_head::BadHead;
+pub use self::connection_limits::ConnectionLimitOptions;
+use self::connection_limits::{ConnectionLimits, ConnectionPermit, LimitReached};
+use self::handshake_slots::HandshakeSlots;
+pub use self::peer::Peer;
+use self::pending_handshakes::PendingHandshakes;
+pub use self::service::{Answer, HeadVerdict, RefusedHead, RequestRefusal, Service};
+use crate::source::Proxies;
+
+/// Bounds and deadlines of a listener and its connections. Each deadline
+/// counts from the start of its own phase.
+#[derive(Clone, Debug)]
+pub struct ListenerOptions {
+    /// Limits on the number and the rate of connections.
+    pub connection_limits: ConnectionLimitOptions,
+    /// The proxies whose word about a client is accepted.
+    pub proxies: Proxies,
+    /// Connections whose TLS handshake has not ended. Beyond this number the
+    /// oldest connection of the busiest source is closed.
+    pub handshakes: usize,
+    /// Time for the TLS handshake, from its first byte.
+    pub handshake: Duration,
+    /// Time from the connection to its first byte, and from the handshake to
+    /// the first byte of the first request.
+    pub first_byte: Duration,
+    /// Time from the first byte of a request to the end of its head.
+    pub head: Duration,
+    /// Time without a request.
+    pub idle: Duration,
+    /// Age at which a connection is drained.
+    pub connection_age: Duration,
+    /// Time in which the requests of an aged connection must end.
+    pub age_grace: Duration,
+    /// Time in which the peer must take at least one byte of a response.
+    pub write_progress: Duration,
+    /// Silence after which an HTTP/2 peer is sent a PING.
+    pub ping_interval: Duration,
+    /// Time in which the peer must answer the PING.
+    pub ping_answer: Duration,
+    /// Time in which requests must end once the listener drains.
+    pub drain: Duration,
+    /// Concurrent HTTP/2 streams of a connection.
+    pub streams: u32,
+    /// HTTP/2 streams that the peer may reset before they are accepted.
+    pub pending_accept_resets: usize,
+    /// HTTP/2 streams that may be reset for errors of the peer.
+    pub local_error_resets: usize,
+    /// Bytes of all headers of a request; a larger head gets 431.
+    pub header_list: u32,
+    /// Responses that the peer may cancel; then the connection is closed.
+    pub cancels: u32,
+    /// HTTP/2 frames a second that carry no request; beyond this rate the
+    /// connection is closed.
+    pub idle_frames: u32,
+}
+
+/// Counters of a listener. Each `reason` is from a closed set, fit for the
+/// label of a metric.
+pub trait ListenerMetrics: Send + Sync + 'static {
+    /// Sets the number of open connections.
+    fn connections_open(&self, open: usize);
+    /// Counts a connection that was closed when it was accepted.
+    fn connection_refused(&self, reason: &'static str);
+    /// Counts a connection that ended after its handshake.
+    fn connection_ended(&self, reason: &'static str);
+    /// Counts a connection that ended before its handshake did.
+    fn handshake_failed(&self, reason: &'static str);
+}
+
+impl Default for ListenerOptions {
+    fn default() -> Self {
+        Self {
+            connection_limits: ConnectionLimitOptions::default(),
+            proxies: Proxies::default(),
+            handshakes: 256,
+            handshake: Duration::from_secs(5),
+            first_byte: Duration::from_secs(5),
+            head: Duration::from_secs(5),
+            idle: Duration::from_secs(60),
+            connection_age: Duration::from_secs(3_600),
+            age_grace: Duration::from_secs(630),
+            write_progress: Duration::from_secs(15),
+            ping_interval: Duration::from_secs(15),
+            ping_answer: Duration::from_secs(10),
+            drain: Duration::from_secs(30),
+            streams: 100,
+            pending_accept_resets: 20,
+            local_error_resets: 64,
+            header_list: 16 * 1024,
+            cancels: 200,
+            idle_frames: 100,
+        }
+    }
+}
+
+/// A bound socket that is ready to serve.
+pub struct Listener {
+    socket: TcpListener,
+    shared: Arc<Shared>,
+}
+
+/// The state that all connections of a listener share.
+struct Shared {
+    options: ListenerOptions,
+    tls: Arc<rustls::ServerConfig>,
+    connection_limits: Arc<ConnectionLimits>,
+    pending_handshakes: Arc<PendingHandshakes>,
+    handshake_slots: HandshakeSlots,
+    proxies: Arc<Proxies>,
+    metrics: Arc<dyn ListenerMetrics>,
+    /// The tasks of HTTP/2 streams and of sockets that linger, so that
+    /// [`Listener::serve`] can wait for them.
+    streams: TaskTracker,
+}
+
+impl Listener {
+    /// Binds `address`.
+    ///
+    /// # Errors
+    /// The address is in use or belongs to another machine.
+    pub fn bind(
+        address: SocketAddr,
+        options: ListenerOptions,
+        tls: Arc<rustls::ServerConfig>,
+        metrics: Arc<dyn ListenerMetrics>,
+    ) -> io::Result<Self> {
+        let shared = Shared {
+            connection_limits: ConnectionLimits::new(options.connection_limits.clone()),
+            pending_handshakes: PendingHandshakes::new(options.handshakes),
+            handshake_slots: HandshakeSlots::for_this_machine(),
+            proxies: Arc::new(options.proxies.clone()),
+            streams: TaskTracker::new(),
+            options,
+            tls,
+            metrics,
+        };
+        Ok(Self { socket: bind(address)?, shared: Arc::new(shared) })
+    }
+
+    /// Returns the address of the socket, with the real port if port 0 was bound.
+    ///
+    /// # Errors
+    /// The system does not give the address.
+    pub fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.socket.local_addr()
+    }
+
+    /// Serves until `draining` is cancelled, then lets running requests end
+    /// within the drain's bound. Returns when the last connection is closed.
+    pub async fn serve<S: Service>(self, service: Arc<S>, draining: CancellationToken) {
+        let Self { socket, shared } = self;
+        let connections = TaskTracker::new();
+        let mut sweeps = interval(SWEEP);
+        sweeps.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                biased;
+                () = draining.cancelled() => break,
+                _ = sweeps.tick() => {
+                    shared.connection_limits.sweep();
+                    shared.metrics.connections_open(shared.connection_limits.open());
+                }
+                accepted = socket.accept() => match accepted {
+                    Ok((stream, address)) => {
+                        let acceptor =
+                            Acceptor { shared: &shared, service: &service, draining: &draining };
+                        acceptor.accept(&connections, stream, address);
+                    }
+                    Err(error) => {
+                        // Most likely out of descriptors: wait for some to close,
+                        // since the next attempt would fail at once, too.
+                        shared.metrics.connection_refused("accept");
+                        tracing::warn!(%error, "cannot accept a connection; trying again shortly");
+                        sleep(ACCEPT_PAUSE).await;
+                    }
+                },
+            }
+        }
+        // Closed at once, so that a load balancer connects elsewhere.
+        drop(socket);
+        connections.close();
+        connections.wait().await;
+        // Streams end with their connections; lingering sockets may end later.
+        shared.streams.close();
+        shared.streams.wait().await;
+        shared.metrics.connections_open(0);
+    }
+}
+
+/// The part of the accept loop that starts connections.
+struct Acceptor<'a, S> {
+    shared: &'a Arc<Shared>,
+    service: &'a Arc<S>,
+    draining: &'a CancellationToken,
+}
+
+impl<S: Service> Acceptor<'_, S> {
+    /// Spawns the task of a connection, or closes a connection that exceeds a
+    /// limit.
+    fn accept(&self, connections: &TaskTracker, stream: TcpStream, address: SocketAddr) {
+        let permit = match self.permit(address) {
+            Ok(permit) => permit,
+            Err(reached) => {
+                // The drop of the stream closes the connection.
+                return self.shared.metrics.connection_refused(reached.as_str());
+            }
+        };
+        set_socket_options(&stream);
+        let (shared, service) = (Arc::clone(self.shared), Arc::clone(self.service));
+        let draining = self.draining.clone();
+        let accepted = connection::Accepted { stream, address, permit };
+        connections.spawn(async move {
+            connection::serve(&shared, accepted, service, draining).await;
+        });
+    }
+
+    /// Takes a permit. The connection of a trusted proxy counts only against
+    /// the total, because the proxy names the source later.
+    fn permit(&self, address: SocketAddr) -> Result<ConnectionPermit, LimitReached> {
+        let permit = self.shared.connection_limits.acquire()?;
+        if !self.shared.proxies.trusts(address.ip()) {
+            permit.count_source(address.ip())?;
+        }
+        Ok(permit)
+    }
+}
+
+fn bind(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    // A restart must not wait for connections in TIME_WAIT.
+    socket.set_reuse_address(true)?;
+    socket.set_nonblocking(true)?;
+    socket.bind(&address.into())?;
+    socket.listen(BACKLOG)?;
+    TcpListener::from_std(socket.into())
+}
+
+/// Sets a small send buffer, so that a reader that stops is noticed early and
+/// costs little memory, and turns off Nagle's algorithm, so that tokens are not
+/// delayed.
+fn set_socket_options(stream: &TcpStream) {
+    // If the peer has left, the call fails here and again at the first read.
+    let _ = stream.set_nodelay(true);
+    let _ = SockRef::from(stream).set_send_buffer_size(SEND_BUFFER);
+}
+
+/// Connections that the kernel queues before they are accepted.
+const BACKLOG: i32 = 1_024;
+
+/// Bytes of the send buffer; Linux doubles the number for its own overhead.
+const SEND_BUFFER: usize = 32 * 1024;
+
+/// Headers of an HTTP/1 request; a request with more gets 431.
+const MOST_HEADERS: usize = 64;
+
+/// Interval at which the connection limits drop idle sources.
+const SWEEP: Duration = Duration::from_secs(1);
+
+/// Pause after a failed accept; without the pause the loop would spin.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);

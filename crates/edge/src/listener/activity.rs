@@ -1,0 +1,387 @@
+//! The activity of one connection, and the deadlines that follow from it.
+//!
+//! hyper's own timers cannot tell an idle connection from a head that arrives
+//! byte by byte, and they have no deadline for a reader that stops reading. So
+//! the streams and the requests of a connection report to this module, which
+//! alone decides when the connection is late.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::task::Waker;
+
+use futures_util::task::AtomicWaker;
+use tokio::time::Instant;
+
+use super::ListenerOptions;
+use super::bad_head::BadHead;
+use super::service::RequestRefusal;
+
+/// The activity of one connection, shared by its streams, its requests and the
+/// task that closes it.
+#[derive(Debug)]
+pub(super) struct Activity {
+    state: Mutex<ActivityState>,
+    waker: AtomicWaker,
+}
+
+#[derive(Clone, Debug)]
+struct ActivityState {
+    opened: Instant,
+    protocol: Protocol,
+    /// Bytes of HTTP read so far.
+    read: u64,
+    /// Bytes written below TLS so far.
+    written: u64,
+    /// Requests begun.
+    requests: u64,
+    /// Requests without a complete response.
+    in_flight: u32,
+    /// Responses that the peer cancelled.
+    cancelled: u32,
+    /// The time of the last response's end, or of the connection's start.
+    idle_since: Instant,
+    /// The arrival of the first byte of the next head. HTTP/1 only.
+    head_since: Option<Instant>,
+    /// The time at which the socket stopped taking bytes.
+    blocked_since: Option<Instant>,
+    /// Responses whose last frame was handed over and whose next frame was not
+    /// polled.
+    unread: u32,
+    /// The last time at which a next frame was polled.
+    wanted_at: Instant,
+    /// True while a part of the next head is held back. HTTP/1 only.
+    head_held: bool,
+    /// The number of the request whose head was refused. HTTP/1 only.
+    refused: Option<(u64, BadHead)>,
+    /// True once the peer sent too many idle frames. HTTP/2 only.
+    flooded: bool,
+    /// True once a response ends the connection before its request was read.
+    lingers: bool,
+    /// True once no new request may begin.
+    closing: bool,
+}
+
+/// The HTTP version of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Protocol {
+    Http1,
+    Http2,
+}
+
+/// The deadline for which the listener closes a connection; a metric's label.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum MissedDeadline {
+    /// The first byte did not arrive, or a head did not end.
+    Head,
+    /// There was no request for too long.
+    Idle,
+    /// The peer does not read its responses.
+    Write,
+    /// The connection is old; running requests may end.
+    Age,
+}
+
+/// The abuse for which the listener closes a connection; a metric's label.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Abuse {
+    /// The peer cancelled too many responses.
+    Cancels,
+    /// The peer sent too many idle frames.
+    Frames,
+}
+
+impl Abuse {
+    pub(super) fn as_str(self) -> &'static str {
+        match self {
+            Self::Cancels => "cancels",
+            Self::Frames => "frames",
+        }
+    }
+}
+
+impl MissedDeadline {
+    pub(super) fn as_str(self) -> &'static str {
+        match self {
+            Self::Head => "head_timeout",
+            Self::Idle => "idle",
+            Self::Write => "write_timeout",
+            Self::Age => "age",
+        }
+    }
+}
+
+impl Activity {
+    pub(super) fn new(protocol: Protocol, now: Instant) -> Self {
+        Self {
+            state: Mutex::new(ActivityState {
+                opened: now,
+                protocol,
+                read: 0,
+                written: 0,
+                requests: 0,
+                in_flight: 0,
+                cancelled: 0,
+                idle_since: now,
+                head_since: None,
+                blocked_since: None,
+                unread: 0,
+                wanted_at: now,
+                head_held: false,
+                refused: None,
+                flooded: false,
+                lingers: false,
+                closing: false,
+            }),
+            waker: AtomicWaker::new(),
+        }
+    }
+
+    /// Sets the task to wake when a request ends, because a request may end in
+    /// another task.
+    pub(super) fn watch(&self, waker: &Waker) {
+        self.waker.register(waker);
+    }
+
+    /// Reports bytes that arrived above TLS.
+    pub(super) fn read(&self, bytes: usize, now: Instant) {
+        let mut state = self.state();
+        state.read += bytes as u64;
+        if state.in_flight == 0 && bytes > 0 {
+            state.head_since.get_or_insert(now);
+        }
+    }
+
+    /// Reports that the socket takes no more bytes.
+    pub(super) fn write_blocked(&self, now: Instant) {
+        self.state().blocked_since.get_or_insert(now);
+    }
+
+    /// Reports bytes that the socket took.
+    pub(super) fn wrote(&self, bytes: usize) {
+        let mut state = self.state();
+        state.written += bytes as u64;
+        state.blocked_since = None;
+    }
+
+    /// Returns the bytes written so far.
+    pub(super) fn written(&self) -> u64 {
+        self.state().written
+    }
+
+    /// Notes that the request after `before` others is answered with the error of
+    /// its head.
+    pub(super) fn refuse_request(&self, before: u64, bad: BadHead) {
+        self.state().refused = Some((before, bad));
+    }
+
+    /// Reports a new request. Returns the reason to refuse the request, if any.
+    pub(super) fn request_began(&self) -> Option<RequestRefusal> {
+        let mut state = self.state();
+        let bad = state.refused.filter(|(before, _)| *before == state.requests);
+        let closing = state.closing.then_some(RequestRefusal::Closing);
+        state.requests += 1;
+        state.in_flight += 1;
+        state.head_since = None;
+        bad.map(|(_, bad)| RequestRefusal::BadHead(bad)).or(closing)
+    }
+
+    /// Makes every request that begins from now on refused.
+    pub(super) fn close(&self) {
+        self.state().closing = true;
+    }
+
+    /// Reports that the peer sent too many idle frames.
+    pub(super) fn flood(&self) {
+        self.state().flooded = true;
+        self.waker.wake();
+    }
+
+    /// Makes the socket linger. The last response was given before its request
+    /// was read, so a reset would make the peer lose the response.
+    pub(super) fn linger(&self) {
+        self.state().lingers = true;
+    }
+
+    /// Returns true if the socket must read and drop what the peer still sends.
+    pub(super) fn lingers(&self) -> bool {
+        self.state().lingers
+    }
+
+    /// Reports the end of a request, complete or cancelled.
+    pub(super) fn request_ended(&self, complete: bool, now: Instant) {
+        let mut state = self.state();
+        state.in_flight -= 1;
+        state.cancelled = state.cancelled.saturating_add(u32::from(!complete));
+        state.idle_since = now;
+        if state.head_held && state.in_flight == 0 {
+            state.head_since.get_or_insert(now);
+        }
+        drop(state);
+        self.waker.wake();
+    }
+
+    /// Sets whether a part of a head is held back until its rest arrives.
+    pub(super) fn head_held(&self, held: bool) {
+        self.state().head_held = held;
+    }
+
+    /// Reports that a frame of a response was handed over.
+    pub(super) fn piece_handed(&self) {
+        self.state().unread += 1;
+        self.waker.wake();
+    }
+
+    /// Reports that the next frame was polled, or that the response ended.
+    pub(super) fn piece_wanted(&self, now: Instant) {
+        let mut state = self.state();
+        state.unread -= 1;
+        state.wanted_at = now;
+    }
+
+    /// Returns the time since when no request runs and no byte waits to be
+    /// written; `None` while there is such a request or byte.
+    pub(super) fn quiet_since(&self) -> Option<Instant> {
+        let state = self.state();
+        (state.in_flight == 0 && state.blocked_since.is_none()).then_some(state.idle_since)
+    }
+
+    /// Returns true if other responses may be ready at the same moment: over
+    /// HTTP/2, with requests in flight.
+    pub(super) fn more_may_come(&self) -> bool {
+        let state = self.state();
+        state.protocol == Protocol::Http2 && state.in_flight > 0
+    }
+
+    /// Returns the abuse for which the connection must be closed, if any.
+    pub(super) fn abuse(&self, options: &ListenerOptions) -> Option<Abuse> {
+        let state = self.state();
+        if state.flooded {
+            Some(Abuse::Frames)
+        } else {
+            (state.cancelled > options.cancels).then_some(Abuse::Cancels)
+        }
+    }
+
+    /// Returns the earliest deadline and its kind.
+    pub(super) fn deadline(&self, options: &ListenerOptions) -> (Instant, MissedDeadline) {
+        let state = self.state();
+        let mut due = (state.opened + options.connection_age, MissedDeadline::Age);
+        let mut sooner = |at: Instant, missed: MissedDeadline| {
+            if at < due.0 {
+                due = (at, missed);
+            }
+        };
+        if let Some(since) = state.blocked_since {
+            sooner(since + options.write_progress, MissedDeadline::Write);
+        }
+        if state.in_flight > 0 {
+            // Over HTTP/2 a peer that grants no window blocks no socket. The
+            // connection is late only if every response waits for the peer: any
+            // other response shows that the peer is alive.
+            if state.unread == state.in_flight {
+                sooner(state.wanted_at + options.write_progress, MissedDeadline::Write);
+            }
+            return due;
+        }
+        match (state.protocol, state.head_since) {
+            (Protocol::Http1, Some(since)) => sooner(since + options.head, MissedDeadline::Head),
+            (Protocol::Http1, None) if state.requests == 0 => {
+                sooner(state.opened + options.first_byte, MissedDeadline::Head);
+            }
+            // Later heads need no deadline: a head that stalls within its frames
+            // also stalls the answer to PING.
+            (Protocol::Http2, _) if state.read < HTTP2_OPENING => {
+                sooner(state.opened + options.head, MissedDeadline::Head);
+            }
+            _ => sooner(state.idle_since + options.idle, MissedDeadline::Idle),
+        }
+        due
+    }
+
+    fn state(&self) -> MutexGuard<'_, ActivityState> {
+        // No code that holds the lock can panic between two updates.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Bytes of the preface and an empty SETTINGS frame, with which every HTTP/2
+/// connection begins.
+const HTTP2_OPENING: u64 = 24 + 9;
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn options() -> ListenerOptions {
+        ListenerOptions {
+            first_byte: Duration::from_secs(4),
+            head: Duration::from_secs(5),
+            idle: Duration::from_secs(60),
+            connection_age: Duration::from_secs(3_600),
+            write_progress: Duration::from_secs(15),
+            ..ListenerOptions::default()
+        }
+    }
+
+    #[test]
+    fn http1_phases_have_their_deadlines() {
+        let start = Instant::now();
+        let at = |seconds: u64| start + Duration::from_secs(seconds);
+        let activity = Activity::new(Protocol::Http1, start);
+        let check = |seconds, late| {
+            assert_eq!(activity.deadline(&options()), (at(seconds), late));
+        };
+        check(4, MissedDeadline::Head); // no byte yet
+        activity.read(1, at(2));
+        check(7, MissedDeadline::Head); // the head began at 2
+        activity.read(1, at(6));
+        check(7, MissedDeadline::Head); // and a further byte does not prolong it
+        assert_eq!(activity.request_began(), None);
+        check(3_600, MissedDeadline::Age); // the handler's own deadlines rule
+        activity.piece_handed();
+        check(15, MissedDeadline::Write);
+        activity.piece_wanted(at(10));
+        activity.piece_handed();
+        check(25, MissedDeadline::Write);
+        activity.write_blocked(at(9));
+        check(24, MissedDeadline::Write); // the socket is full since 9
+        activity.wrote(1);
+        activity.piece_wanted(at(20));
+        activity.request_ended(true, at(20));
+        check(80, MissedDeadline::Idle);
+        // The next head began while the last response was on its way.
+        assert_eq!(activity.request_began(), None);
+        activity.head_held(true);
+        activity.request_ended(true, at(30));
+        check(35, MissedDeadline::Head);
+        assert_eq!(activity.abuse(&ListenerOptions { cancels: 0, ..options() }), None);
+    }
+
+    #[test]
+    fn http2_phases_have_their_deadlines() {
+        let start = Instant::now();
+        let at = |seconds: u64| start + Duration::from_secs(seconds);
+        let activity = Activity::new(Protocol::Http2, start);
+        let check = |seconds, late| {
+            assert_eq!(activity.deadline(&options()), (at(seconds), late));
+        };
+        activity.read(10, at(1));
+        check(5, MissedDeadline::Head);
+        activity.read(23, at(2));
+        check(60, MissedDeadline::Idle);
+        assert!(!activity.more_may_come());
+        // One stream waits for window, another for its handler.
+        activity.request_began();
+        activity.request_began();
+        assert!(activity.more_may_come());
+        activity.piece_handed();
+        check(3_600, MissedDeadline::Age);
+        activity.request_ended(false, at(30));
+        check(15, MissedDeadline::Write);
+        let cancelled = |cancels| activity.abuse(&ListenerOptions { cancels, ..options() });
+        assert_eq!((cancelled(0), cancelled(1)), (Some(Abuse::Cancels), None));
+        activity.flood();
+        assert_eq!(cancelled(1), Some(Abuse::Frames));
+    }
+}

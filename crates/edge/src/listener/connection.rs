@@ -1,0 +1,480 @@
+//! The life of one connection, from its first byte to its last byte.
+
+use std::future::poll_fn;
+use std::net::SocketAddr;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use http::{HeaderValue, Method, Request, Response, header};
+use http_body::Body as _;
+use http_body_util::{Either, Full};
+use hyper::body::{Bytes, Incoming};
+use hyper::server::conn::{http1, http2};
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::net::TcpStream;
+use tokio::time::{Instant, sleep_until, timeout};
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use super::activity::{Activity, MissedDeadline, Protocol};
+use super::connection_limits::ConnectionPermit;
+use super::frames::Frames;
+use super::heads::Heads;
+use super::instrumented_io::{
+    InstrumentedBody, InstrumentedReads, Lingering, RequestInFlight, Socket,
+};
+use super::peer::Peer;
+use super::pending_handshakes::PendingHandshake;
+use super::proxy::{self, ProxyHeader};
+use super::service::{Answer, HeadVerdict, RefusedHead, RequestRefusal, Service};
+use super::{ListenerOptions, MOST_HEADERS, Shared, plain};
+use crate::drain_body::{BoxError, UnwantedBody};
+use crate::source::Source;
+
+type Wire = TlsStream<Socket>;
+
+/// A connection that passed the connection limits.
+pub(super) struct Accepted {
+    pub(super) stream: TcpStream,
+    pub(super) address: SocketAddr,
+    pub(super) permit: ConnectionPermit,
+}
+
+/// Serves a connection until it ends, by itself or by a deadline.
+pub(super) async fn serve<S: Service>(
+    shared: &Arc<Shared>,
+    accepted: Accepted,
+    service: Arc<S>,
+    draining: CancellationToken,
+) {
+    let pending = shared.pending_handshakes.begin(Source::of(accepted.address.ip()));
+    let opened = tokio::select! {
+        () = draining.cancelled() => return,
+        () = pending.displaced() => Err("displaced"),
+        opened = open(shared, &*service, accepted, &pending) => opened,
+    };
+    // The handshake has ended, so its place is free for another connection.
+    drop(pending);
+    match opened {
+        Ok((wire, peer)) => {
+            let ended = speak(shared, wire, peer, service, &draining).await;
+            shared.metrics.connection_ended(ended);
+        }
+        Err(failed) => shared.metrics.handshake_failed(failed),
+    }
+}
+
+/// Runs a connection up to the end of its TLS handshake. Returns the encrypted
+/// stream and the peer, or the reason of the failure as a metric's label.
+async fn open(
+    shared: &Shared,
+    service: &impl Service,
+    accepted: Accepted,
+    pending: &PendingHandshake,
+) -> Result<(Wire, Peer), &'static str> {
+    let Accepted { mut stream, address, permit } = accepted;
+    let proxies = &shared.proxies;
+    let mut client = address;
+    if proxies.proxy_protocol && proxies.trusts(address.ip()) {
+        match timeout(shared.options.first_byte, proxy::read(&mut stream)).await {
+            Err(_) => return Err("silent"),
+            Ok(Err(proxy::InvalidHeader)) => return Err("proxy_header"),
+            Ok(Ok(ProxyHeader::Proxy)) => {}
+            Ok(Ok(ProxyHeader::Client(named))) => {
+                // The source is known only now; so far the connection counts
+                // against the total alone.
+                if let Err(reached) = permit.count_source(named.ip()) {
+                    shared.metrics.connection_refused(reached.as_str());
+                    return Err("refused");
+                }
+                pending.set_source(Source::of(named.ip()));
+                client = named;
+            }
+        }
+    }
+    let peer = Peer::new(client, Arc::clone(proxies), permit);
+    let wire = shake_hands(shared, service, stream, &peer).await?;
+    Ok((wire, peer))
+}
+
+/// Runs the TLS handshake within its deadline.
+async fn shake_hands(
+    shared: &Shared,
+    service: &impl Service,
+    stream: TcpStream,
+    peer: &Peer,
+) -> Result<Wire, &'static str> {
+    let options = &shared.options;
+    let mut first = [0; proxy::SIGNATURE.len()];
+    let seen = match timeout(options.first_byte, stream.peek(&mut first)).await {
+        Err(_) => return Err("silent"),
+        Ok(Ok(0) | Err(_)) => return Err("closed"),
+        Ok(Ok(seen)) => &first[..seen],
+    };
+    if seen[0] != plain::TLS_HANDSHAKE {
+        if proxy::SIGNATURE.starts_with(seen) {
+            // A PROXY header from an address that config does not trust.
+            return Err("proxy_header");
+        }
+        plain::refuse(stream, service.plain_http_body()).await;
+        return Err("plain");
+    }
+    let lingering = Lingering { tasks: shared.streams.clone(), peer: peer.clone() };
+    let acceptor = TlsAcceptor::from(Arc::clone(&shared.tls));
+    let handshake = acceptor.accept(Socket::new(stream, lingering));
+    match timeout(options.handshake, shared.handshake_slots.run(handshake)).await {
+        Err(_) => Err("timeout"),
+        Ok(Err(_)) => Err("tls"),
+        Ok(Ok(wire)) => Ok(wire),
+    }
+}
+
+/// Speaks HTTP/1 or HTTP/2, as ALPN chose; a client that offered no protocol
+/// gets HTTP/1. Returns the reason of the end as a metric's label.
+async fn speak<S: Service>(
+    shared: &Arc<Shared>,
+    mut wire: Wire,
+    peer: Peer,
+    service: Arc<S>,
+    draining: &CancellationToken,
+) -> &'static str {
+    let options = &shared.options;
+    let is_http2 = wire.get_ref().1.alpn_protocol() == Some(b"h2");
+    let protocol = if is_http2 { Protocol::Http2 } else { Protocol::Http1 };
+    let activity = Arc::new(Activity::new(protocol, Instant::now()));
+    wire.get_mut().0.report_to(Arc::clone(&activity));
+    let bytes = InstrumentedReads::new(wire, Arc::clone(&activity));
+    let answers = service_fn({
+        let (tasks, activity) = (shared.streams.clone(), Arc::clone(&activity));
+        let answers = Answers { service, tasks, peer, activity };
+        move |request| answers.answer(request)
+    });
+    let watch = Watch { activity: &activity, options, draining };
+    match protocol {
+        Protocol::Http1 => {
+            let limit = options.header_list as usize;
+            let heads = TokioIo::new(Heads::new(bytes, Arc::clone(&activity), limit));
+            let connection = http1_builder(options).serve_connection(heads, answers);
+            watch.over(connection, |connection| connection.graceful_shutdown()).await
+        }
+        Protocol::Http2 => {
+            let rate = options.idle_frames;
+            let now = Instant::now();
+            let frames = TokioIo::new(Frames::new(bytes, Arc::clone(&activity), rate, now));
+            let tasks = Streams(shared.streams.clone());
+            let connection = http2_builder(options, tasks).serve_connection(frames, answers);
+            watch.over(connection, |connection| connection.graceful_shutdown()).await
+        }
+    }
+}
+
+fn http1_builder(options: &ListenerOptions) -> http1::Builder {
+    let mut builder = http1::Builder::new();
+    builder
+        // The activity has a deadline for heads and needs no timer per request.
+        .header_read_timeout(None)
+        // `Heads` has checked both bounds; 2 bytes for an empty line in front.
+        .max_headers(MOST_HEADERS)
+        .max_header_size(options.header_list as usize + 2)
+        .max_buf_size(HTTP1_BUFFER)
+        .keep_alive(true);
+    builder
+}
+
+fn http2_builder(options: &ListenerOptions, tasks: Streams) -> http2::Builder<Streams> {
+    let mut builder = http2::Builder::new(tasks);
+    builder
+        .timer(TokioTimer::new())
+        .max_concurrent_streams(options.streams)
+        .max_pending_accept_reset_streams(options.pending_accept_resets)
+        .max_local_error_reset_streams(options.local_error_resets)
+        .max_header_list_size(options.header_list)
+        .max_send_buf_size(HTTP2_SEND_BUFFER)
+        .initial_stream_window_size(HTTP2_STREAM_WINDOW)
+        .initial_connection_window_size(HTTP2_CONNECTION_WINDOW)
+        .keep_alive_interval(options.ping_interval)
+        .keep_alive_timeout(options.ping_answer);
+    builder
+}
+
+/// The part of a connection that answers its requests.
+struct Answers<S> {
+    service: Arc<S>,
+    tasks: TaskTracker,
+    peer: Peer,
+    activity: Arc<Activity>,
+}
+
+/// A request whose head was checked, or one whose check needs its own task.
+enum Checked<P> {
+    Verdict(HeadVerdict<P, Incoming>),
+    Unchecked(Request<Incoming>, Option<RequestRefusal>),
+}
+
+impl<S: Service> Answers<S> {
+    /// Answers one request and observes it from its head to the end of its
+    /// response.
+    fn answer(
+        &self,
+        request: Request<Incoming>,
+    ) -> Answering<S::Body, impl Future<Output = Answered<S::Body>> + use<S>> {
+        let (mut in_flight, refusal) = RequestInFlight::begin(&self.activity);
+        if request.method() == Method::HEAD {
+            in_flight.complete_without_body();
+        }
+        let end = ResponseEnd {
+            in_flight,
+            has_body: !request.body().is_end_stream(),
+            is_bad: matches!(refusal, Some(RequestRefusal::BadHead(_))),
+        };
+        if self.service.is_costly(request.headers()) {
+            return self.run(end, Checked::Unchecked(request, refusal));
+        }
+        match self.service.check_head(request, &self.peer, refusal) {
+            HeadVerdict::Refused(RefusedHead { response, unwanted })
+                if unwanted.as_ref().is_none_or(UnwantedBody::may_answer_first) =>
+            {
+                let rest = unwanted.map(|unwanted| (unwanted, self.tasks.clone()));
+                Answering::Refused(Some(Box::new((end.wrap(response.map(whole)), rest))))
+            }
+            verdict => self.run(end, Checked::Verdict(verdict)),
+        }
+    }
+
+    /// Answers a request that waits: for its check, its handler or its body.
+    fn run(
+        &self,
+        end: ResponseEnd,
+        checked: Checked<S::Passed>,
+    ) -> Answering<S::Body, impl Future<Output = Answered<S::Body>> + use<S>> {
+        let service = Arc::clone(&self.service);
+        let (tasks, peer) = (self.tasks.clone(), self.peer.clone());
+        // Boxed, because hyper moves this future several times before it runs.
+        Answering::Running(Box::pin(async move {
+            let verdict = match checked {
+                Checked::Verdict(verdict) => verdict,
+                Checked::Unchecked(request, refusal) => service.check_head(request, &peer, refusal),
+            };
+            let Answer { response, leftover } = service.answer(verdict).await;
+            if let Some(leftover) = leftover {
+                tasks.spawn(leftover.drop_slowly());
+            }
+            Ok(end.wrap(response.map(Either::Right)))
+        }))
+    }
+}
+
+type Answered<B> = Result<Response<Content<B>>, std::convert::Infallible>;
+
+/// The body of a response: in one piece for a refusal, the service's otherwise.
+type Content<B> = InstrumentedBody<Either<Full<Bytes>, B>>;
+
+/// An answer under way.
+enum Answering<B, F> {
+    /// The response is complete; a part of its request may still have to be
+    /// dropped. `None` once the response was given.
+    Refused(Option<Box<(Response<Content<B>>, Option<Rest>)>>),
+    Running(Pin<Box<F>>),
+}
+
+/// The rest of a request, and the tasks that drop it.
+type Rest = (UnwantedBody<Incoming>, TaskTracker);
+
+impl<B: Unpin, F: Future<Output = Answered<B>>> Future for Answering<B, F> {
+    type Output = Answered<B>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Answered<B>> {
+        match &mut *self {
+            Self::Running(running) => running.as_mut().poll(cx),
+            Self::Refused(refused) => {
+                let (response, rest) =
+                    *refused.take().expect("a future is not polled after it is ready");
+                // Bytes that came together with the head are here by now.
+                if let Some((mut unwanted, tasks)) = rest
+                    && !unwanted.drop_arrived(cx)
+                {
+                    tasks.spawn(unwanted.into_leftover().drop_slowly());
+                }
+                Poll::Ready(Ok(response))
+            }
+        }
+    }
+}
+
+/// The facts about a request that its response needs on this connection.
+struct ResponseEnd {
+    in_flight: RequestInFlight,
+    /// True if the request has a body, which may be unread.
+    has_body: bool,
+    /// True if the head was refused, so that the connection cannot go on.
+    is_bad: bool,
+}
+
+impl ResponseEnd {
+    /// Wraps `response` so that its end ends the request.
+    fn wrap<B>(self, mut response: Response<Either<Full<Bytes>, B>>) -> Response<Content<B>>
+    where
+        B: http_body::Body<Data = Bytes, Error: Into<BoxError>>,
+    {
+        if self.is_bad {
+            response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+        }
+        if self.is_bad || self.has_body && ends_connection(&response) {
+            self.in_flight.linger();
+        }
+        response.map(|body| InstrumentedBody::new(body, self.in_flight))
+    }
+}
+
+fn whole<B>(body: Bytes) -> Either<Full<Bytes>, B> {
+    Either::Left(Full::new(body))
+}
+
+fn ends_connection<B>(response: &Response<B>) -> bool {
+    response.headers().get(header::CONNECTION).is_some_and(|value| value == "close")
+}
+
+/// The supervision of a connection: its deadlines, its abuse and the drain.
+struct Watch<'a> {
+    activity: &'a Activity,
+    options: &'a ListenerOptions,
+    draining: &'a CancellationToken,
+}
+
+impl Watch<'_> {
+    /// Runs `connection` to its end. `wind_down` asks the connection to begin
+    /// nothing new. Returns the reason of the end as a metric's label.
+    async fn over<C>(&self, connection: C, wind_down: impl Fn(Pin<&mut C>)) -> &'static str
+    where
+        C: Future<Output = hyper::Result<()>>,
+    {
+        let mut connection = pin!(connection);
+        let mut draining = pin!(self.draining.cancelled());
+        let mut alarm = pin!(sleep_until(Instant::now()));
+        let mut end: Option<End> = None;
+        let mut gathered = false;
+        poll_fn(|cx| {
+            self.activity.watch(cx.waker());
+            gathered = !gathered && self.activity.more_may_come();
+            if gathered {
+                // Gathers the responses of several streams into one write. The
+                // runtime runs this task right after the first stream that wakes
+                // it, so each response would be a write of its own. Waking itself
+                // puts the task at the end of the queue. `yield_now` does not
+                // help: the next stream that ends would wake the task at once.
+                cx.waker().wake_by_ref();
+                return Poll::Pending;
+            }
+            loop {
+                if let Poll::Ready(result) = connection.as_mut().poll(cx) {
+                    let ended = if result.is_ok() { "closed" } else { "broken" };
+                    return Poll::Ready(end.map_or(ended, |end| end.why));
+                }
+                if end.is_none() && draining.as_mut().poll(cx).is_ready() {
+                    end = Some(End::within(self.options.drain, "drained"));
+                } else if end.is_none()
+                    && let Some(abuse) = self.activity.abuse(self.options)
+                {
+                    end = Some(End::within(ABUSE_GRACE, abuse.as_str()));
+                } else {
+                    break;
+                }
+                self.activity.close();
+                wind_down(connection.as_mut());
+            }
+            loop {
+                let (mut due, missed) = self.activity.deadline(self.options);
+                let at = end.map(|end| end.due(self.activity.quiet_since()));
+                if let Some(at) = at
+                    && (missed == MissedDeadline::Age || at < due)
+                {
+                    due = at;
+                }
+                if Instant::now() < due {
+                    // An alarm that is too early only rings once more; moving it
+                    // for each byte would cost more.
+                    if alarm.is_elapsed() || due < alarm.deadline() {
+                        alarm.as_mut().reset(due);
+                    }
+                    match alarm.as_mut().poll(cx) {
+                        Poll::Pending => return Poll::Pending,
+                        Poll::Ready(()) => continue,
+                    }
+                }
+                match end {
+                    Some(end) if at.is_some_and(|at| at <= due) => return Poll::Ready(end.why),
+                    None if missed == MissedDeadline::Age => {
+                        end = Some(End::within(self.options.age_grace, missed.as_str()));
+                        self.activity.close();
+                        wind_down(connection.as_mut());
+                        cx.waker().wake_by_ref();
+                        return Poll::Pending;
+                    }
+                    _ => return Poll::Ready(missed.as_str()),
+                }
+            }
+        })
+        .await
+    }
+}
+
+/// The end of a connection that winds down.
+#[derive(Clone, Copy)]
+struct End {
+    began: Instant,
+    latest: Instant,
+    /// The reason, as a metric's label.
+    why: &'static str,
+}
+
+impl End {
+    fn within(grace: Duration, why: &'static str) -> Self {
+        let began = Instant::now();
+        Self { began, latest: began + grace, why }
+    }
+
+    /// Returns the time at which the connection is closed, whatever the peer
+    /// does: soon after its last response, because a sleeping peer never closes.
+    fn due(self, quiet_since: Option<Instant>) -> Instant {
+        match quiet_since {
+            Some(since) => self.latest.min(since.max(self.began) + GOODBYE),
+            None => self.latest,
+        }
+    }
+}
+
+/// An executor that runs hyper's HTTP/2 streams in a tracker, so that the
+/// listener can wait for them.
+#[derive(Clone)]
+struct Streams(TaskTracker);
+
+impl<F> hyper::rt::Executor<F> for Streams
+where
+    F: Future + Send + 'static,
+    F::Output: Send + 'static,
+{
+    fn execute(&self, future: F) {
+        self.0.spawn(future);
+    }
+}
+
+/// Bytes that HTTP/1 buffers in each direction.
+const HTTP1_BUFFER: usize = 64 * 1024;
+
+/// Bytes of responses that one stream buffers.
+const HTTP2_SEND_BUFFER: usize = 64 * 1024;
+
+/// Bytes of unread bodies that one stream and one connection may send.
+const HTTP2_STREAM_WINDOW: u32 = 64 * 1024;
+const HTTP2_CONNECTION_WINDOW: u32 = 1024 * 1024;
+
+/// Time in which an abusive peer can read its GOAWAY before it is closed.
+const ABUSE_GRACE: Duration = Duration::from_millis(100);
+
+/// Time in which a peer without open requests must close the connection.
+const GOODBYE: Duration = Duration::from_secs(1);

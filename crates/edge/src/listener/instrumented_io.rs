@@ -1,0 +1,276 @@
+//! Streams and bodies that report their progress to the connection's
+//! [`Activity`].
+
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use http_body::{Frame, SizeHint};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadBuf};
+use tokio::net::TcpStream;
+use tokio::time::{Instant, timeout};
+use tokio_util::task::TaskTracker;
+
+use super::activity::Activity;
+use super::forward_write::forward_write;
+use super::peer::Peer;
+use super::service::RequestRefusal;
+
+/// The socket of a connection, below TLS. It reports when it accepts no more
+/// bytes. After the end of the connection it may linger, so that the peer is
+/// not reset.
+pub(super) struct Socket {
+    /// `Some` until the value is dropped.
+    stream: Option<TcpStream>,
+    activity: Option<Arc<Activity>>,
+    lingering: Lingering,
+}
+
+/// The context that a lingering socket needs.
+#[derive(Clone)]
+pub(super) struct Lingering {
+    /// The tasks that read lingering sockets.
+    pub(super) tasks: TaskTracker,
+    /// The peer, which keeps the connection counted until the socket is closed.
+    pub(super) peer: Peer,
+}
+
+impl Socket {
+    /// Wraps `stream`. The socket reports nothing until [`Self::report_to`],
+    /// because the handshake has its own deadline.
+    pub(super) fn new(stream: TcpStream, lingering: Lingering) -> Self {
+        Self { stream: Some(stream), activity: None, lingering }
+    }
+
+    /// Sets the activity to report to.
+    pub(super) fn report_to(&mut self, activity: Arc<Activity>) {
+        self.activity = Some(activity);
+    }
+
+    fn stream(&mut self) -> Pin<&mut TcpStream> {
+        Pin::new(self.stream.as_mut().expect("the stream is there until the drop"))
+    }
+
+    fn report(&self, written: &Poll<io::Result<usize>>) {
+        if let Some(activity) = &self.activity {
+            match written {
+                Poll::Ready(written) => activity.wrote(*written.as_ref().unwrap_or(&0)),
+                Poll::Pending => activity.write_blocked(Instant::now()),
+            }
+        }
+    }
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        let lingers = self.activity.as_ref().is_some_and(|activity| activity.lingers());
+        if lingers
+            && let Some(stream) = self.stream.take()
+            // There is no runtime only while the process ends.
+            && tokio::runtime::Handle::try_current().is_ok()
+        {
+            let Lingering { tasks, peer } = self.lingering.clone();
+            tasks.spawn(async move {
+                // Beyond these bounds the peer is reset: it sends without end,
+                // or nothing.
+                let _ = timeout(LINGER, linger(stream)).await;
+                drop(peer);
+            });
+        }
+    }
+}
+
+/// Reads and drops the bytes that the peer still sends. Closing a socket with
+/// unread bytes resets the connection, and the peer may lose a response that it
+/// has not read yet.
+async fn linger(mut stream: TcpStream) -> io::Result<()> {
+    stream.shutdown().await?;
+    let mut dropped = 0;
+    let mut space = [0; 4 * 1024];
+    while dropped < LINGER_BYTES {
+        match stream.read(&mut space).await? {
+            0 => break,
+            read => dropped += read,
+        }
+    }
+    Ok(())
+}
+
+impl AsyncRead for Socket {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        self.stream().poll_read(cx, buffer)
+    }
+}
+
+impl AsyncWrite for Socket {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let written = self.stream().poll_write(cx, bytes);
+        self.report(&written);
+        written
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = self.stream().poll_write_vectored(cx, slices);
+        self.report(&written);
+        written
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.as_ref().is_some_and(TcpStream::is_write_vectored)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.stream().poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.stream().poll_shutdown(cx)
+    }
+}
+
+/// The stream above TLS; it reports the bytes that arrive.
+pub(super) struct InstrumentedReads<I> {
+    io: I,
+    activity: Arc<Activity>,
+}
+
+impl<I> InstrumentedReads<I> {
+    pub(super) fn new(io: I, activity: Arc<Activity>) -> Self {
+        Self { io, activity }
+    }
+}
+
+impl<I: AsyncRead + Unpin> AsyncRead for InstrumentedReads<I> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut self.io).poll_read(cx, buffer);
+        if read.is_ready() {
+            self.activity.read(buffer.filled().len() - before, Instant::now());
+        }
+        read
+    }
+}
+
+forward_write!(InstrumentedReads);
+
+/// One request in flight, from its head to the end of its response. A drop
+/// before the response is complete counts as a cancel by the peer.
+pub(super) struct RequestInFlight {
+    activity: Arc<Activity>,
+    /// True once the response is complete.
+    complete: bool,
+    /// True while a frame was handed over and the next was not polled.
+    unread: bool,
+}
+
+impl RequestInFlight {
+    /// Reports a new request; returns the reason to refuse it, if any.
+    pub(super) fn begin(activity: &Arc<Activity>) -> (Self, Option<RequestRefusal>) {
+        let refusal = activity.request_began();
+        (Self { activity: Arc::clone(activity), complete: false, unread: false }, refusal)
+    }
+
+    /// Marks the response as complete without a body, as for HEAD.
+    pub(super) fn complete_without_body(&mut self) {
+        self.complete = true;
+    }
+
+    /// Makes the socket linger after the connection, because this response ends
+    /// the connection while the peer may still be sending.
+    pub(super) fn linger(&self) {
+        self.activity.linger();
+    }
+
+    /// Reports that a frame was handed over.
+    fn handed(&mut self) {
+        if !self.unread {
+            self.unread = true;
+            self.activity.piece_handed();
+        }
+    }
+
+    /// Reports that the connection asks for the next frame.
+    fn wanted(&mut self) {
+        if self.unread {
+            self.unread = false;
+            self.activity.piece_wanted(Instant::now());
+        }
+    }
+}
+
+impl Drop for RequestInFlight {
+    fn drop(&mut self) {
+        self.wanted();
+        self.activity.request_ended(self.complete, Instant::now());
+    }
+}
+
+/// The body of a response; its drop ends the request.
+pub(super) struct InstrumentedBody<B> {
+    body: B,
+    request: RequestInFlight,
+}
+
+impl<B: http_body::Body> InstrumentedBody<B> {
+    /// Wraps the body of a response.
+    pub(super) fn new(body: B, mut request: RequestInFlight) -> Self {
+        request.complete |= body.is_end_stream();
+        Self { body, request }
+    }
+}
+
+impl<B: http_body::Body + Unpin> http_body::Body for InstrumentedBody<B> {
+    type Data = B::Data;
+    type Error = B::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
+        self.request.wanted();
+        let frame = Pin::new(&mut self.body).poll_frame(cx);
+        match &frame {
+            Poll::Ready(Some(Ok(_))) => {
+                self.request.complete = self.body.is_end_stream();
+                if !self.request.complete {
+                    self.request.handed();
+                }
+            }
+            // An error of the service is no cancel by the client.
+            Poll::Ready(None | Some(Err(_))) => self.request.complete = true,
+            Poll::Pending => {}
+        }
+        frame
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+/// Time for which a socket lingers, and bytes that it drops at most: more than
+/// any body that is accepted.
+const LINGER: Duration = Duration::from_secs(2);
+const LINGER_BYTES: usize = 4 << 20;
