@@ -1,5 +1,5 @@
-//! The whole config, checked: what a section names exists, no limit
-//! contradicts another, and the demo tenant is there only when nobody else is.
+//! The checked config. Every name that a section refers to exists, no limit
+//! contradicts another, and the demo tenant exists only if no other tenant does.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -9,7 +9,9 @@ use tollgate_domain::{ModelName, PlanLimits, PlanName, PoolName, PriceBook, Rate
 
 use crate::problem::{ConfigErrors, Place, Problem};
 use crate::read::{Reader, Section};
-use crate::sections::{DeviceSelector, Gateway, Issuer, RawPlan, RawTenant, Root, Worker};
+use crate::sections::{
+    DEMO_MODEL, DeviceSelector, Gateway, Issuer, RawPlan, RawTenant, Root, Worker,
+};
 use crate::source::{Loaded, Sources};
 use crate::tree::{Node, Table, Value};
 use crate::{example, reference, schema, show};
@@ -17,12 +19,10 @@ use crate::{example, reference, schema, show};
 mod check;
 mod prices;
 
-/// The model that comes along.
-pub(crate) const DEMO_MODEL: &str = "tollgate-demo";
-/// The tenant and plan of a first start.
+/// The name of the demo tenant and of its plan.
 const DEMO: &str = "demo";
 
-/// A config that is whole. It never changes: share it in an `Arc`.
+/// A checked config. It never changes: share it in an `Arc`.
 #[derive(Clone, Debug)]
 pub struct Config {
     data: PathBuf,
@@ -30,10 +30,10 @@ pub struct Config {
     worker: Worker,
     plans: BTreeMap<PlanName, Arc<Plan>>,
     pools: BTreeMap<PoolName, Pool>,
-    /// By name.
+    /// The tenants, sorted by name.
     tenants: Vec<Arc<Tenant>>,
-    /// Where each stands: every request asks, and there may be a hundred
-    /// thousand.
+    /// The index of each tenant in `tenants`. Every request looks its tenant up,
+    /// and there may be a hundred thousand tenants.
     tenant_places: HashMap<TenantId, usize>,
     models: BTreeMap<ModelName, Model>,
     issuers: Vec<Issuer>,
@@ -47,43 +47,45 @@ pub struct Config {
 pub struct Plan {
     /// Its name.
     pub name: PlanName,
-    /// Its limits. Where `concurrent` is given, so is `queued`.
+    /// The plan's limits. If `concurrent` is given, so is `queued`.
     pub limits: Arc<PlanLimits>,
     /// Its share of a contended device, relative to others; above zero.
     pub weight: f64,
 }
 
-/// Tenants that share limits.
+/// A pool: tenants that share limits.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Pool {
     /// Its name.
     pub name: PoolName,
-    /// The limits that bind them together.
+    /// The plan with the limits for the pool's tenants together.
     pub plan: Arc<Plan>,
 }
 
-/// Who pays. Its own plan, its pool's or both bind it.
+/// A tenant. Its own plan, its pool's plan, or both limit it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tenant {
     /// Its name.
     pub name: TenantId,
-    /// The limits of its own, if any.
+    /// The tenant's own plan, if it has one.
     pub plan: Option<Arc<Plan>>,
-    /// With whom it shares limits, if with anyone.
+    /// The tenant's pool, if it has one.
     pub pool: Option<Pool>,
-    /// Its share of a contended device: its own plan's, else its pool's.
+    /// The share of a contended device: the weight of the tenant's own plan, or
+    /// else of its pool's plan.
     pub weight: f64,
-    /// The models that it may use; all where `None`.
+    /// The models that the tenant may use; `None` means all.
     pub models: Option<BTreeSet<ModelName>>,
 }
 
 impl Tenant {
-    /// The plan whose prices it pays: its own, else its pool's.
+    /// Returns the plan that sets the tenant's prices: its own plan, or else its
+    /// pool's.
     pub fn priced_as(&self) -> Option<&Arc<Plan>> {
         self.plan.as_ref().or(self.pool.as_ref().map(|pool| &pool.plan))
     }
 
-    /// Whether it may use `model`.
+    /// Returns true if the tenant may use `model`.
     pub fn allows(&self, model: &ModelName) -> bool {
         self.models.as_ref().is_none_or(|models| models.contains(model))
     }
@@ -92,13 +94,13 @@ impl Tenant {
 /// A model to serve.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Model {
-    /// Its name in requests.
+    /// The model's name in requests.
     pub name: ModelName,
-    /// Its folder; `None` for the model that comes along.
+    /// The model's folder; `None` for the demo model.
     pub path: Option<PathBuf>,
-    /// Where it runs; not empty.
+    /// The devices that run the model; at least one.
     pub devices: Vec<DeviceSelector>,
-    /// The limits of all its callers together, if any.
+    /// The plan with the limits for all callers of the model together, if any.
     pub plan: Option<Arc<Plan>>,
 }
 
@@ -114,8 +116,8 @@ impl Config {
         Ok(Self { loaded, ..config })
     }
 
-    /// Every key and its value as TOML, each with the place it comes from.
-    /// There are no secrets in it: config holds their paths only.
+    /// Returns every key with its value and place, as TOML. The output has no
+    /// secrets, because a config contains only their paths.
     ///
     /// # Errors
     /// Every mistake in it, with place and key.
@@ -126,7 +128,7 @@ impl Config {
         Ok(show::whole(&root, &tree))
     }
 
-    /// What [`Self::show`] says of text, as if it stood in a file of that name.
+    /// Returns the result of [`Self::show`] for a file of this name and text.
     ///
     /// # Errors
     /// Every mistake in it, with place and key.
@@ -137,7 +139,7 @@ impl Config {
         Ok(show::whole(&root, &tree))
     }
 
-    /// Loads a config from text, as if it stood in a file of that name.
+    /// Loads a config from a text, as if it were in a file of this name.
     ///
     /// # Errors
     /// Every mistake in it, with place and key.
@@ -148,82 +150,82 @@ impl Config {
         Ok(Self { loaded: Loaded::of_text(text), ..config })
     }
 
-    /// What it was made of.
+    /// Returns the record of the config's sources.
     pub fn loaded(&self) -> &Loaded {
         &self.loaded
     }
 
-    /// Where the instance keeps its data.
+    /// Returns the data folder.
     pub fn data(&self) -> &Path {
         &self.data
     }
 
-    /// The front door.
+    /// Returns the section `gateway`.
     pub fn gateway(&self) -> &Gateway {
         &self.gateway
     }
 
-    /// The process around a device.
+    /// Returns the section `worker`.
     pub fn worker(&self) -> &Worker {
         &self.worker
     }
 
-    /// All plans.
+    /// Returns all plans.
     pub fn plans(&self) -> impl Iterator<Item = &Arc<Plan>> {
         self.plans.values()
     }
 
-    /// One plan.
+    /// Returns the plan of this name.
     pub fn plan(&self, name: &PlanName) -> Option<&Arc<Plan>> {
         self.plans.get(name)
     }
 
-    /// All pools.
+    /// Returns all pools.
     pub fn pools(&self) -> impl Iterator<Item = &Pool> {
         self.pools.values()
     }
 
-    /// All tenants, by name; at least one.
+    /// Returns all tenants, sorted by name; at least one.
     pub fn tenants(&self) -> impl Iterator<Item = &Tenant> {
         self.tenants.iter().map(Arc::as_ref)
     }
 
-    /// One tenant.
+    /// Returns the tenant of this name.
     pub fn tenant(&self, name: &TenantId) -> Option<&Arc<Tenant>> {
         self.tenant_places.get(name).map(|&place| &self.tenants[place])
     }
 
-    /// All models; at least one.
+    /// Returns all models; at least one.
     pub fn models(&self) -> impl Iterator<Item = &Model> {
         self.models.values()
     }
 
-    /// One model.
+    /// Returns the model of this name.
     pub fn model(&self, name: &ModelName) -> Option<&Model> {
         self.models.get(name)
     }
 
-    /// The token issuers that are believed.
+    /// Returns the token issuers.
     pub fn issuers(&self) -> &[Issuer] {
         &self.issuers
     }
 
-    /// What usage costs; `None` where no price list is given.
+    /// Returns the price book; `None` if there is no price list.
     pub fn prices(&self) -> Option<&PriceBook> {
         self.prices.as_ref()
     }
 
-    /// Whether no tenant was named, so that the demo tenant is there.
+    /// Returns true if no tenant was configured, so that the demo tenant exists.
     pub fn is_demo(&self) -> bool {
         self.demo
     }
 
-    /// The JSON schema of config files.
+    /// Returns the JSON schema of config files.
     pub fn schema() -> serde_json::Value {
         schema::whole()
     }
 
-    /// A commented file with every key at its default.
+    /// Returns a commented file with every key at its default.
     pub fn example() -> String {
         example::whole()
     }
@@ -234,8 +236,8 @@ impl Config {
     }
 }
 
-/// What was written and where: a config keeps none of it, since there may be a
-/// hundred thousand tenants in it.
+/// The sections with the places of their values. A config does not keep them, since
+/// there may be a hundred thousand tenants.
 struct Written {
     root: Root,
     tree: Table,
@@ -252,7 +254,7 @@ fn resolve(tree: Table, problems: Vec<Problem>) -> Result<(Config, Written), Con
         add_demo_tenant(&mut root);
     }
     if root.models.is_empty() {
-        let name = ModelName::new(DEMO_MODEL).expect("it keeps the rules for names");
+        let name = ModelName::new(DEMO_MODEL).expect("the name follows the rules");
         root.models.insert(name, Default::default());
     }
     let resolved = check::Checker { tree: &tree, root: &root, reader: &mut reader }.resolve(demo);
@@ -279,10 +281,10 @@ fn resolve(tree: Table, problems: Vec<Problem>) -> Result<(Config, Written), Con
     Ok((config, Written { root, tree }))
 }
 
-/// The tenant of a first start, and its plan unless there is one of the name.
+/// Adds the demo tenant, and the demo plan unless a plan has that name already.
 fn add_demo_tenant(root: &mut Root) {
-    let plan = PlanName::new(DEMO).expect("it keeps the rules for names");
-    let tenant = TenantId::new(DEMO).expect("it keeps the rules for names");
+    let plan = PlanName::new(DEMO).expect("the name follows the rules");
+    let tenant = TenantId::new(DEMO).expect("the name follows the rules");
     root.plans.entry(plan.clone()).or_insert_with(|| RawPlan {
         requests_per_minute: Some(Rate::per_minute(600)),
         concurrent: Some(8),

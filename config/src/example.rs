@@ -1,5 +1,5 @@
-//! The example file: every key with its description and default. It stands in
-//! `config/tollgate.toml`, and a test holds the two together.
+//! The example file: every key with its description and default. A test checks that
+//! `config/tollgate.toml` is equal to it.
 
 use std::collections::BTreeMap;
 
@@ -7,24 +7,26 @@ use tollgate_domain::{ModelName, PlanName, PoolName, PriceListName, TenantId};
 
 use crate::read::{Section, Visited};
 use crate::schema::sentence;
-use crate::sections::{IssuerName, RawAuth, Root};
+use crate::sections::{DEMO_MODEL, IssuerName, RawAuth, Root};
 
-/// The width of comments.
+/// Columns of a comment line at most.
 const WIDTH: usize = 79;
 
 const HEAD: &str = "\
-# tollgate's configuration: every key, with its default. Copy what you change.
+# The configuration of tollgate: every key with its default. Copy the keys that
+# you want to change.
 #
-# --config takes a file like this one, or a folder of them. A flag wins over the
-# environment, which wins over the file: gateway.listen is --listen, or
-# TOLLGATE_GATEWAY__LISTEN. Durations are \"250ms\", \"2s\", \"1h\"; sizes \"64KiB\",
-# \"2MiB\". Paths are relative to the file that names them.
-# Lines that begin with # and no space are examples to uncomment.
+# --config takes a file like this one, or a folder of such files. A flag takes
+# precedence over an environment variable, and a variable over a file. The key
+# gateway.listen has the flag --listen and the variable
+# TOLLGATE_GATEWAY__LISTEN. Durations are written \"250ms\", \"2s\" or \"1h\", and
+# sizes \"64KiB\" or \"2MiB\". A relative path is relative to its file.
+# A line that begins with # and no space is an example; uncomment it to use it.
 ";
 
 pub(crate) fn whole() -> String {
     let mut text = HEAD.to_owned();
-    // What has no default is shown as an example: one entry of each kind.
+    // Named entries have no default, so the file shows one example of each.
     let root = Root::default();
     root.visit("", &mut |visited| write(&mut text, visited, Standing::Default));
     samples().visit("", &mut |visited| {
@@ -42,7 +44,7 @@ pub(crate) fn samples() -> Root {
     Root { auth: sample_auth(), ..sample_names() }
 }
 
-/// Whether a key stands at its default or is to be uncommented.
+/// The form of a key in the file.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Standing {
     Default,
@@ -72,7 +74,7 @@ fn write(text: &mut String, visited: Visited<'_>, standing: Standing) {
     }
 }
 
-/// A comment, wrapped.
+/// Appends a comment, wrapped at [`WIDTH`].
 fn comment(text: &mut String, sentence: &str) {
     let mut line = "#".to_owned();
     for word in sentence.split_whitespace() {
@@ -89,21 +91,18 @@ fn comment(text: &mut String, sentence: &str) {
 }
 
 fn sample_names() -> Root {
-    let good = "the name keeps the rules";
+    let good = "the name follows the rules";
     Root {
         plans: BTreeMap::from([(PlanName::new("team").expect(good), Default::default())]),
         pools: BTreeMap::from([(PoolName::new("trial").expect(good), Default::default())]),
         tenants: BTreeMap::from([(TenantId::new("acme").expect(good), Default::default())]),
-        models: BTreeMap::from([(
-            ModelName::new(crate::config::DEMO_MODEL).expect(good),
-            Default::default(),
-        )]),
+        models: BTreeMap::from([(ModelName::new(DEMO_MODEL).expect(good), Default::default())]),
         prices: BTreeMap::from([(PriceListName::new("standard").expect(good), Default::default())]),
         ..Root::default()
     }
 }
 
 fn sample_auth() -> RawAuth {
-    let name = IssuerName::new("corporate").expect("the name keeps the rules");
+    let name = IssuerName::new("corporate").expect("the name follows the rules");
     RawAuth { jwt: BTreeMap::from([(name, Default::default())]) }
 }

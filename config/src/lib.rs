@@ -1,11 +1,12 @@
-//! What admins write: listeners, tenants, plans, pools, models and limits.
+//! The configuration that admins write: listeners, tenants, plans, pools, models
+//! and limits.
 //!
-//! Text from files, the environment and flags becomes one tree in which every
-//! value knows its place; the tree is read once into checked values, and all
-//! mistakes come back together, each with its place and key. A [`Config`] that
-//! exists is whole: what it names is there, and nothing in it contradicts.
-//! This is the only crate that reads the environment. Config holds paths to
-//! secrets, never secrets, so that showing it is always safe.
+//! Text from files, the environment and flags becomes one tree, in which every
+//! value has its place. The tree is read once into checked values. All mistakes are
+//! reported together, each with its place and key. A [`Config`] that exists is
+//! valid: every name that it refers to exists, and no limit contradicts another.
+//! Only this crate reads the environment. A config contains the paths of secrets
+//! and never secrets, so it is always safe to show.
 
 mod config;
 mod example;
@@ -27,13 +28,13 @@ pub use crate::sections::{
 };
 pub use crate::source::{Flags, Loaded, Sources};
 
-/// Reads a span of time as config writes it: `30d`, `2h`, `250ms`.
+/// Parses a duration in the config's syntax: `30d`, `2h`, `250ms`.
 pub fn parse_span(text: &str) -> Option<std::time::Duration> {
     read::parse_duration(text).map(std::time::Duration::from_nanos)
 }
 
-/// What is logged, by `TOLLGATE_LOG`: `info`, or `info,tollgate_gateway=debug`;
-/// empty where it is not set.
+/// Returns the log filter of the variable `TOLLGATE_LOG`, such as `info` or
+/// `info,tollgate_gateway=debug`; empty if it is not set.
 #[expect(clippy::disallowed_methods, reason = "this is the config that reads the environment")]
 pub fn log_filter() -> String {
     std::env::var("TOLLGATE_LOG").unwrap_or_default()

@@ -1,24 +1,24 @@
-//! What is wrong, and where: every mistake of a config, together.
+//! The mistakes of a config, each with its place.
 
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Where a value was written.
+/// The place where a value was written.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Place {
-    /// Nowhere: it is the default.
+    /// The default: the value was not written.
     Default,
-    /// In a file, on a line counted from 1.
+    /// A line of a file.
     File {
-        /// The file as it was named.
+        /// The file's path as it was given.
         path: Arc<PathBuf>,
-        /// The line; 0 speaks of the whole file.
+        /// The line, counted from 1; 0 means the whole file.
         line: usize,
     },
-    /// In an environment variable of this name.
+    /// An environment variable of this name.
     Environment(String),
-    /// In a command-line flag of this name.
+    /// A command-line flag of this name.
     Flag(&'static str),
 }
 
@@ -34,14 +34,14 @@ impl fmt::Display for Place {
     }
 }
 
-/// One mistake.
+/// One mistake in a config.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Problem {
-    /// Where.
+    /// The place of the mistake.
     pub place: Place,
-    /// The dotted key; empty where the file itself is at fault.
+    /// The dotted key; empty if the file itself is wrong.
     pub key: String,
-    /// What, in one sentence.
+    /// The description, in one sentence.
     pub message: String,
 }
 
@@ -56,14 +56,14 @@ impl fmt::Display for Problem {
     }
 }
 
-/// Every mistake of a config, in the order of their places; never empty.
+/// Every mistake of a config, ordered by place; at least one.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub struct ConfigErrors {
     problems: Vec<Problem>,
 }
 
 impl ConfigErrors {
-    /// The mistakes, if there are any.
+    /// Returns an error if there are problems.
     pub(crate) fn check(mut problems: Vec<Problem>) -> Result<(), Self> {
         if problems.is_empty() {
             return Ok(());
@@ -73,7 +73,7 @@ impl ConfigErrors {
         Err(Self { problems })
     }
 
-    /// The mistakes.
+    /// Returns every mistake.
     pub fn problems(&self) -> &[Problem] {
         &self.problems
     }

@@ -1,5 +1,5 @@
-//! Reads the tree into values: every mistake is noted with its place and key,
-//! and reading goes on, so that all come back together.
+//! The reading of a tree into values. Each mistake is recorded with its place and
+//! key, and reading continues, so that all mistakes are reported together.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -13,15 +13,16 @@ mod quantity;
 pub(crate) use fields::{DeviceRate, Named};
 pub(crate) use quantity::{parse_duration, show_duration};
 
-/// A value that a key may hold.
+/// A type of value that a key may have.
 pub(crate) trait Field: Sized {
-    /// What stands in the example where nothing is the default.
+    /// Returns the value that the example shows for a key without a default.
     fn sample() -> String;
-    /// The value, or `None` with a problem noted.
+    /// Reads the value. Returns `None` and records a problem if the value is
+    /// invalid.
     fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self>;
-    /// As TOML; `None` where nothing is set.
+    /// Returns the value as TOML; `None` if it is not set.
     fn show(&self) -> Option<String>;
-    /// As JSON schema.
+    /// Returns the type's JSON schema.
     fn schema() -> serde_json::Value;
 }
 
@@ -34,28 +35,28 @@ pub(crate) trait Section: Default {
     fn schema() -> serde_json::Value;
 }
 
-/// What a walk over a section meets.
+/// An item of a walk over a section.
 pub(crate) enum Visited<'a> {
-    /// A table begins.
+    /// The beginning of a table.
     Table { key: &'a str, doc: &'a [&'a str] },
-    /// A key in it.
+    /// A key of the table.
     Field { key: &'a str, doc: &'a [&'a str], value: Option<String>, sample: String },
 }
 
-/// Collects problems while values are read.
+/// The problems that are found while values are read.
 #[derive(Default)]
 pub(crate) struct Reader {
     pub(crate) problems: Vec<Problem>,
 }
 
 impl Reader {
-    /// Notes a mistake of `key`, which stands at `place`.
+    /// Records a mistake of `key` at `place`.
     pub(crate) fn problem(&mut self, place: &Place, key: &str, message: impl Into<String>) {
         let (place, key) = (place.clone(), key.to_owned());
         self.problems.push(Problem { place, key, message: message.into() });
     }
 
-    /// Notes that a value is of the wrong kind.
+    /// Records that a value has the wrong type. Always returns `None`.
     pub(crate) fn expected<T>(&mut self, node: &Node, key: &str, what: &str) -> Option<T> {
         let message = match &node.value {
             Value::Text(text) | Value::String(text) => {
@@ -68,7 +69,8 @@ impl Reader {
         None
     }
 
-    /// The entries of a table, of which only `known` keys may be there.
+    /// Returns the entries of a table. Records a problem for every key that is not
+    /// `known`.
     pub(crate) fn table<'a>(
         &mut self,
         node: Option<&'a Node>,
@@ -84,15 +86,16 @@ impl Reader {
                 continue;
             }
             let hint = match closest(name, known) {
-                Some(near) => format!("no such key: did you mean {near:?}?"),
-                None => format!("no such key: known are {}", known.join(", ")),
+                Some(near) => format!("unknown key; did you mean {near:?}?"),
+                None => format!("unknown key; the keys are {}", known.join(", ")),
             };
             self.problem(&entry.place, &join(key, name), hint);
         }
         Some(table)
     }
 
-    /// One key of a section, or its default.
+    /// Reads one key of a section. Returns the default if the key is missing or
+    /// invalid.
     pub(crate) fn field<T: Field>(
         &mut self,
         table: Option<&Table>,
@@ -112,7 +115,7 @@ impl Reader {
         }
     }
 
-    /// A table whose keys are names, each with a section of its own.
+    /// Reads a table of named sections.
     pub(crate) fn named<N: Named, S: Section>(
         &mut self,
         node: Option<&Node>,
@@ -136,7 +139,8 @@ impl Reader {
     }
 }
 
-/// `within(1..=8)` as a check: the bounds in the words of the value's type.
+/// Returns a check of bounds. The message shows the bounds like values of the
+/// type.
 pub(crate) fn within<T: Field + PartialOrd>(
     range: std::ops::RangeInclusive<T>,
 ) -> impl FnOnce(&T) -> Option<String> {
@@ -147,15 +151,15 @@ pub(crate) fn within<T: Field + PartialOrd>(
     }
 }
 
-/// A dotted key.
+/// Joins a dotted key.
 pub(crate) fn join(path: &str, key: &str) -> String {
-    // A name with a dot in it is quoted, as TOML wants it.
+    // TOML requires quotes around a name with a dot.
     let plain = key.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_' || b == b'-');
     let key = if plain { key.to_owned() } else { format!("{key:?}") };
     if path.is_empty() { key } else { format!("{path}.{key}") }
 }
 
-/// A path as its file means it: relative to the file's own folder.
+/// Resolves a path relative to the folder of the file that names it.
 pub(crate) fn beside(place: &Place, path: &str) -> PathBuf {
     match place {
         Place::File { path: file, .. } => file.parent().unwrap_or(Path::new("")).join(path),
@@ -163,7 +167,7 @@ pub(crate) fn beside(place: &Place, path: &str) -> PathBuf {
     }
 }
 
-/// The known word that was probably meant.
+/// Returns the known word that is most similar, if one is similar enough.
 fn closest<'a>(word: &str, known: &[&'a str]) -> Option<&'a str> {
     known
         .iter()
@@ -173,7 +177,8 @@ fn closest<'a>(word: &str, known: &[&'a str]) -> Option<&'a str> {
         .map(|(_, candidate)| candidate)
 }
 
-/// Levenshtein's distance over bytes; words beyond 64 bytes are far from all.
+/// Returns the Levenshtein distance in bytes. Words over 64 bytes are far from all
+/// others, which bounds the time.
 fn distance(a: &str, b: &str) -> usize {
     let (a, b) = (a.as_bytes(), b.as_bytes());
     if a.len().max(b.len()) > 64 {
@@ -192,9 +197,9 @@ fn distance(a: &str, b: &str) -> usize {
     row[b.len()]
 }
 
-/// Declares a section once: the struct, its defaults, how it is read, shown
-/// and described. A field is `name: Type = default;`, with `, low..=high`
-/// before the semicolon where its value is bounded.
+/// Declares a section once: the struct, its defaults, and the code that reads,
+/// shows and describes it. A field is `name: Type = default;`, with `, low..=high`
+/// before the semicolon if its value has bounds.
 macro_rules! section {
     (
         $(#[doc = $doc:literal])+

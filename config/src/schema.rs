@@ -1,11 +1,11 @@
-//! The JSON schema of the files, from the same declarations that read them.
+//! The JSON schema of config files, from the same declarations that read them.
 
 use serde_json::{Map, Value, json};
 
 use crate::read::Section;
 use crate::sections::Root;
 
-/// A value's schema with its description.
+/// Adds a description to a value's schema.
 pub(crate) fn described(mut schema: Value, doc: &[&str]) -> Value {
     if let Some(object) = schema.as_object_mut() {
         object.insert("description".to_owned(), Value::String(sentence(doc)));
@@ -13,7 +13,7 @@ pub(crate) fn described(mut schema: Value, doc: &[&str]) -> Value {
     schema
 }
 
-/// A table of exactly these keys.
+/// Returns the schema of a table with exactly these keys.
 pub(crate) fn table(properties: Map<String, Value>, doc: &[&str]) -> Value {
     json!({
         "type": "object",
@@ -23,12 +23,12 @@ pub(crate) fn table(properties: Map<String, Value>, doc: &[&str]) -> Value {
     })
 }
 
-/// A table whose keys are names.
+/// Returns the schema of a table of named entries.
 pub(crate) fn names(entry: Value) -> Value {
     json!({ "type": "object", "additionalProperties": entry })
 }
 
-/// The whole, as `tollgate config schema` prints it.
+/// Returns the schema of the whole config, which `tollgate config schema` prints.
 pub(crate) fn whole() -> Value {
     let mut schema = Root::schema();
     if let Some(object) = schema.as_object_mut() {
@@ -38,7 +38,7 @@ pub(crate) fn whole() -> Value {
     schema
 }
 
-/// Doc lines as one text.
+/// Joins doc lines to one text.
 pub(crate) fn sentence(doc: &[&str]) -> String {
     doc.iter().map(|line| line.trim()).collect::<Vec<_>>().join(" ")
 }

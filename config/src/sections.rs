@@ -1,5 +1,5 @@
-//! Every section, key, default and bound, declared once. The comments here
-//! are the texts of the example file and of the schema.
+//! Every section, key, default and bound, declared once. The doc comments here are
+//! also the texts of the example file, of the schema and of the reference page.
 
 mod devices;
 mod gateway;
@@ -44,33 +44,36 @@ const fn loopback(port: u16) -> SocketAddr {
     SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), port)
 }
 
-/// No wait of a deadline is longer.
+/// The name of the demo model, which is part of the program.
+pub(crate) const DEMO_MODEL: &str = "tollgate-demo";
+/// The longest duration of most keys.
 const DAY: Duration = Duration::from_secs(86_400);
 const MILLISECOND: Duration = Duration::from_millis(1);
 
 section! {
-    /// Everything.
+    /// The configuration of tollgate.
     pub(crate) struct Root {
-        /// Where the ledger, the keys, the journals and the development
-        /// certificates live. Paths in a file are relative to that file.
+        /// The data folder, for the ledger, the keys, the journals and the
+        /// development certificates. A relative path in a file is relative to that
+        /// file.
         data: PathBuf = PathBuf::from("data");
     }
     sections {
-        /// The front door.
+        /// The gateway's listeners and their limits.
         gateway: Gateway;
         /// The process around a device.
         worker: Worker;
-        /// Limits by name.
+        /// Plans: named sets of limits.
         plans: BTreeMap<PlanName, RawPlan>;
-        /// Shared limits by name.
+        /// Pools: tenants that share limits.
         pools: BTreeMap<PoolName, RawPool>;
-        /// Who pays, by name.
+        /// Tenants: the customers that usage is billed to.
         tenants: BTreeMap<TenantId, RawTenant>;
-        /// What is served, by name.
+        /// The models to serve.
         models: BTreeMap<ModelName, RawModel>;
-        /// What usage costs, by name.
+        /// Price lists.
         prices: BTreeMap<PriceListName, RawPriceList>;
-        /// Who callers are.
+        /// Authentication by tokens of other systems.
         auth: RawAuth;
     }
 }
@@ -78,37 +81,41 @@ section! {
 section! {
     /// The process around a device.
     pub struct Worker {
-        /// Threads that compute on a CPU; as many as there are cores unless
-        /// given.
+        /// The number of threads that compute on a CPU. The default is one for each
+        /// core.
         threads: Option<u32> = None, Some(1)..=Some(1_024);
-        /// Memory for the KV cache on a CPU.
+        /// The memory for the KV cache on a CPU. A worker takes more than this if
+        /// one sequence of the model's full context needs more.
         kv_memory: ByteSize = mib(512), mib(1)..=ByteSize(1 << 44);
-        /// Percent of a GPU's free memory that a worker takes: weights,
-        /// buffers, and for the KV cache what is left of it.
+        /// The percentage of a GPU's free memory that a worker takes: for weights
+        /// and buffers first, and for the KV cache with the remainder.
         gpu_memory: u32 = 90, 1..=100;
-        /// Whether a request with a seed is answered the same whatever else is
-        /// in the batch: logits are, to the bit. Steps take longer.
+        /// True if a request with a seed gets the same answer in any batch: logits
+        /// are then bitwise the same. Steps take longer.
         deterministic: bool = false;
-        /// Sequences in one batch.
+        /// The largest number of sequences in a batch.
         max_sequences: u32 = 64, 1..=4_096;
-        /// How long one step should take at most; where the model is fast, less:
-        /// sixteen of its shortest steps, but at least 1 ms.
+        /// The longest time that the scheduler plans for a step. On a fast model
+        /// the limit is lower: sixteen times the model's shortest step, but at
+        /// least 1 ms.
         step_time_budget: Duration = Duration::from_millis(80), MILLISECOND..=seconds(10);
-        /// Prompt tokens that one sequence brings into one step.
+        /// The largest number of prompt tokens of one sequence in one step.
         max_chunk_tokens: u32 = 512, 1..=65_536;
-        /// Requests that wait for the batch; more are refused.
+        /// The largest number of requests that wait for the batch. The worker
+        /// refuses more.
         queue_capacity: u32 = 256, 1..=65_536;
-        /// "model", or "synthetic": a device that is not there, which computes
-        /// nothing and takes the time that worker.synthetic says. Answers are
-        /// without meaning; tokenizer and template are the model's.
+        /// "model", or "synthetic" for a simulated device. A synthetic device
+        /// computes nothing and takes the time that worker.synthetic gives. Its
+        /// answers have no meaning; the tokenizer and the chat template are the
+        /// model's.
         engine: EngineKind = EngineKind::Model;
     }
     sections {
-        /// Workers that do not go on.
+        /// Detection of workers that hang.
         watchdog: Watchdog;
-        /// Devices that are not well.
+        /// Health checks of GPUs.
         health: Health;
-        /// Cards that are shared.
+        /// GPUs that several workers share.
         sharing: Sharing;
         /// The synthetic engine.
         synthetic: Synthetic;
@@ -116,152 +123,169 @@ section! {
 }
 
 section! {
-    /// The synthetic engine, for planning with devices that one does not have.
-    /// A step takes (step + sequence for each drawn token + prefill_token for
-    /// each token of a prompt + kv_token for each token of context) / speed.
+    /// The synthetic engine, a simulated device for capacity planning. A step takes
+    /// (step + sequence for each sampled token + prefill_token for each token of a
+    /// prompt + kv_token for each token of context) / speed.
     pub struct Synthetic {
-        /// Any step.
+        /// The time that any step takes.
         step: Duration = Duration::from_millis(28), Duration::ZERO..=seconds(60);
-        /// Each token that is drawn: one for each sequence that generates.
+        /// The time for each sampled token. Each sequence that generates samples
+        /// one token a step.
         sequence: Duration = Duration::from_micros(300), Duration::ZERO..=seconds(60);
-        /// Each token of context that the step reads.
+        /// The time for each token of context that a step reads.
         kv_token: Duration = Duration::from_nanos(1_200), Duration::ZERO..=seconds(1);
-        /// Each token of a prompt.
+        /// The time for each token of a prompt.
         prefill_token: Duration = Duration::from_micros(210), Duration::from_nanos(1)..=seconds(1);
-        /// How much faster than all that. What the scheduler counts in device
-        /// time is divided by it too: worker.step_time_budget and its guards.
+        /// The factor by which the device is faster than these times. The
+        /// scheduler's durations in device time are divided by the factor, too, for
+        /// example worker.step_time_budget.
         speed: f64 = 1.0, 0.001..=1_000.0;
-        /// Who runs next: "fair", as on every other device, or, to compare with
-        /// it, "first_come", "token_counters" or "key_counters".
+        /// The scheduling policy: "fair", which every other device uses, or one of
+        /// the policies to compare it with: "first_come", "token_counters" or
+        /// "key_counters".
         policy: SyntheticPolicy = SyntheticPolicy::Fair;
-        /// Tokens that its KV cache holds.
+        /// The number of tokens that the KV cache holds.
         kv_tokens: u32 = 10_000, 16..=100_000_000;
-        /// Tokens that one sequence may hold.
+        /// The largest number of tokens of one sequence.
         context: u32 = 8_192, 2..=1_048_576;
-        /// To rehearse what is done about faults: a folder. A file in it with a
-        /// worker's name that says "hang", "fail" or "memory" makes its next
-        /// step do so, once; NAME.start makes its next start fail.
+        /// A folder of fault requests, to rehearse failures. A file with a worker's
+        /// name that contains "hang", "fail" or "memory" makes the worker's next
+        /// step fail in that way, once. A file NAME.start makes the worker's next
+        /// start fail.
         faults: Option<PathBuf> = None;
     }
 }
 
 section! {
-    /// A set of limits. What is not given is not limited; device time is
-    /// reference cost, by device class, with default for those not named.
+    /// A set of limits. A limit that is not given does not exist. Device time means
+    /// reference cost. It is given for all device classes, or as a table of device
+    /// classes in which `default` stands for the other classes.
     pub(crate) struct RawPlan {
-        /// A token bucket: a number, or { limit, burst }.
+        /// Requests a minute (a token bucket): a number, or { limit, burst }.
         requests_per_minute: Option<Rate> = None;
-        /// Prompt and completion tokens: a number, or { limit, burst }.
+        /// Prompt and completion tokens a minute (a token bucket): a number, or {
+        /// limit, burst }.
         tokens_per_minute: Option<Rate> = None;
-        /// Requests that run at once.
+        /// The largest number of requests that run at the same time.
         concurrent: Option<u32> = None, Some(1)..=Some(1_000_000);
-        /// Requests that may wait for one of those places; none unless given.
+        /// The largest number of requests that wait because `concurrent` is
+        /// reached. The default is 0: such requests are refused.
         queued: Option<u32> = None, Some(0)..=Some(65_536);
-        /// The worst case of a single request.
+        /// The largest worst-case device time of a single request.
         largest_job: ByClass<DeviceNanos> = ByClass::default();
-        /// A token bucket, too: a duration, or { limit, burst }.
+        /// Device time a minute (a token bucket): a duration, or { limit, burst }.
         device_time_per_minute: ByClass<DeviceRate> = ByClass::default();
-        /// A cap for a calendar day (UTC), never exceeded.
+        /// The largest device time in a calendar day (UTC). Usage never exceeds it.
         device_time_per_day: ByClass<DeviceNanos> = ByClass::default();
-        /// A cap for a calendar month (UTC), never exceeded.
+        /// The largest device time in a calendar month (UTC). Usage never exceeds
+        /// it.
         device_time_per_month: ByClass<DeviceNanos> = ByClass::default();
-        /// Its share of a contended device, relative to others.
+        /// The share of a contended device, relative to other plans.
         weight: f64 = 1.0, 0.001..=1_000.0;
     }
 }
 
 section! {
-    /// Tenants that share one set of limits, beside those of their own.
+    /// A pool: tenants that share one set of limits, in addition to their own
+    /// limits.
     pub(crate) struct RawPool {
-        /// The limits that bind them together.
+        /// The plan with the limits for all tenants of the pool together.
         plan: Option<PlanName> = None;
     }
 }
 
 section! {
-    /// Who pays. A plan or a pool is needed; where both are given, both bind.
+    /// A tenant. A tenant needs a plan or a pool. If both are given, the limits of
+    /// both apply.
     pub(crate) struct RawTenant {
-        /// Limits of its own. Its weight is this plan's, else its pool's.
+        /// The plan of this tenant alone. The tenant's weight is the weight of this
+        /// plan, or else of the pool's plan.
         plan: Option<PlanName> = None;
-        /// Limits shared with the pool's other tenants.
+        /// The pool that the tenant belongs to.
         pool: Option<PoolName> = None;
-        /// The models it may use; all unless given.
+        /// The models that the tenant may use. The default is all models.
         models: Option<BTreeSet<ModelName>> = None;
     }
 }
 
 section! {
-    /// What usage costs from a day on, for statements. Prices are decimals in
-    /// quotes, with at most nine digits after the point.
+    /// The prices of usage from a day on, for statements. Prices are decimals in
+    /// quotes with at most nine digits after the point.
     pub(crate) struct RawPriceList {
-        /// The first UTC day of these prices; they hold until the next list
-        /// of the same plan begins.
+        /// The first UTC day of these prices. They apply until the next list of the
+        /// same plan begins.
         from: Option<UtcDay> = None;
-        /// For this plan's tenants, before the list that names no plan.
+        /// The plan that the prices are for. A list without a plan applies
+        /// to all other tenants.
         plan: Option<PlanName> = None;
-        /// Three capital letters, the same in every list.
+        /// The currency, as three capital letters. It must be the same in every
+        /// list.
         currency: Option<Currency> = None;
-        /// A second of device time (reference cost), by device class.
+        /// The price of a second of device time (reference cost), by device class.
         per_device_second: ByClass<Price> = ByClass::default();
-        /// A million tokens of prompts.
+        /// The price of a million prompt tokens.
         per_million_prompt_tokens: Price = Price::default();
-        /// A million tokens generated.
+        /// The price of a million completion tokens.
         per_million_completion_tokens: Price = Price::default();
     }
 }
 
 section! {
-    /// A model as callers name it.
+    /// A model, by the name that requests use.
     pub(crate) struct RawModel {
-        /// A folder with config.json, safetensors and tokenizer.json; the
-        /// model that comes along needs none.
+        /// The folder with config.json, safetensors files and tokenizer.json. The
+        /// demo model needs none.
         path: Option<PathBuf> = None;
-        /// Where it runs: "auto", "cpu", "cuda", "cuda:INDEX" or "cuda:UUID".
+        /// The devices that run the model, each with a worker of its own: "auto",
+        /// "cpu", "cuda", "cuda:INDEX" or "cuda:UUID".
         devices: Vec<DeviceSelector> = vec![DeviceSelector::Auto];
-        /// Limits over all who call it together; none unless given.
+        /// The plan with the limits for all callers of the model together. The
+        /// default is no limits.
         plan: Option<PlanName> = None;
     }
 }
 
 section! {
-    /// Who callers are, beside the keys in the database.
+    /// Authentication by tokens of other systems, in addition to API keys.
     pub(crate) struct RawAuth {
     }
     sections {
-        /// Token issuers by name.
+        /// Token issuers.
         jwt: BTreeMap<IssuerName, RawIssuer>;
     }
 }
 
 section! {
-    /// An issuer whose tokens (JWT) are believed. One of keys, jwks and
-    /// jwks_url is needed.
+    /// A trusted issuer of tokens (JWT). The issuer needs one of keys,
+    /// jwks and jwks_url.
     pub(crate) struct RawIssuer {
-        /// The token's iss.
+        /// The value of the token's iss claim.
         issuer: Option<String> = None;
-        /// The token's aud.
+        /// The value of the token's aud claim.
         audience: Option<String> = None;
-        /// The signatures it may bear.
+        /// The signature algorithms that are accepted.
         algorithms: Vec<JwtAlgorithm> = Vec::new();
-        /// Public keys in PEM, one a file.
+        /// Files with a public key each, in PEM.
         keys: Vec<PathBuf> = Vec::new();
         /// A file with a JSON Web Key Set.
         jwks: Option<PathBuf> = None;
-        /// Where such a set is fetched, over https alone. What cannot be
-        /// fetched or used leaves the keys that there are.
+        /// The https address of a JSON Web Key Set. A set that cannot be fetched or
+        /// used leaves the previous keys in place.
         jwks_url: Option<HttpsUrl> = None;
-        /// The authorities that may vouch for jwks_url, in PEM; those of the
-        /// system unless given.
+        /// A PEM file with the certificate authorities for jwks_url. The default is
+        /// the system's authorities.
         jwks_ca: Option<PathBuf> = None;
-        /// How often it is fetched; a token with an unknown key asks for it
-        /// sooner, every 30 seconds at most.
+        /// The time between two fetches of jwks_url. A token with an unknown key
+        /// triggers an earlier fetch, at most every 30 seconds.
         jwks_refresh: Duration = seconds(600), seconds(30)..=DAY;
-        /// The claim that names the tenant.
+        /// The claim that contains the tenant's name.
         tenant_claim: String = "tenant".to_owned();
-        /// The tenants that it may name; all unless given. An issuer that one
-        /// tenant runs must not speak for another.
+        /// The tenants that this issuer may name. The default is all tenants.
+        /// Restrict it for an issuer that one tenant runs, so that it cannot speak
+        /// for another.
         tenants: Option<BTreeSet<TenantId>> = None;
-        /// How far clocks may be apart.
+        /// The tolerated difference between the issuer's clock and this host's
+        /// clock.
         leeway: Duration = seconds(5), Duration::ZERO..=seconds(60);
     }
 }

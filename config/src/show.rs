@@ -1,5 +1,5 @@
-//! The config as it is in force: every key, its value, and its place. What is
-//! shown is itself a config that loads to the same values.
+//! The config in force: every key with its value and its place. The output is
+//! itself a config that loads to the same values.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use crate::read::{Section, Visited, join};
 use crate::sections::Root;
 use crate::tree::Table;
 
-/// The column at which places stand, where the value leaves room.
+/// The column of the places, if the value leaves room.
 const COLUMN: usize = 48;
 
 pub(crate) fn whole(root: &Root, tree: &Table) -> String {
@@ -31,7 +31,7 @@ pub(crate) fn whole(root: &Root, tree: &Table) -> String {
     text
 }
 
-/// The place of every key, by its dotted name.
+/// Collects the place of every key, by its dotted name.
 fn collect(table: &Table, path: &str, places: &mut BTreeMap<String, Place>) {
     for (key, node) in table {
         let dotted = join(path, key);

@@ -1,5 +1,5 @@
-//! Where config comes from: a file or folder, the environment, flags; the
-//! later wins. This is the one place that reads the environment.
+//! The sources of a config: a file or folder, the environment, and flags. A later
+//! source takes precedence. Only this module reads the environment.
 
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
@@ -9,51 +9,55 @@ use sha2::{Digest, Sha256};
 use tollgate_domain::ModelName;
 
 use crate::problem::{Place, Problem};
+use crate::sections::DEMO_MODEL;
 use crate::tree::{self, Node, Table, Value};
 
-/// Variables that begin so and name a section are config.
+/// The prefix of environment variables that belong to the config.
 const PREFIX: &str = "TOLLGATE_";
-/// No honest config is larger than this, in bytes over all files.
+/// Bytes of the largest config, over all files.
 const LARGEST: u64 = 16 << 20;
 
-/// Where a config is loaded from. [`Sources::default`] is defaults alone.
+/// The sources that a config is loaded from. [`Sources::default`] has only
+/// defaults.
 #[derive(Clone, Debug, Default)]
 pub struct Sources {
-    /// A file, or a folder of which every `*.toml` is read.
+    /// A file, or a folder of `*.toml` files.
     pub path: Option<PathBuf>,
-    /// Variables and their values; those that are not config are passed over.
+    /// Environment variables with their values. Variables that are no config are
+    /// ignored.
     pub environment: Vec<(String, String)>,
-    /// What the command line says.
+    /// The flags of the command line.
     pub flags: Flags,
 }
 
-/// Flags that override config, as `up` takes them.
+/// The flags of `up` that take precedence over all other sources.
 #[derive(Clone, Debug, Default)]
 pub struct Flags {
-    /// `--listen`: `gateway.listen`.
+    /// `--listen`, for `gateway.listen`.
     pub listen: Option<String>,
-    /// `--admin-listen`: `gateway.admin_listen`.
+    /// `--admin-listen`, for `gateway.admin_listen`.
     pub admin_listen: Option<String>,
-    /// `--data`: `data`.
+    /// `--data`, for `data`.
     pub data: Option<PathBuf>,
-    /// `--model`: serves this folder alone, under the folder's name.
+    /// `--model`: the only model to serve, under its folder's name.
     pub model: Option<PathBuf>,
-    /// `--device`: the `devices` of every model.
+    /// `--device`, for the `devices` of every model.
     pub device: Option<String>,
 }
 
-/// What a config was made of, for whoever has to show it later.
+/// A record of the sources of a config, for the audit log.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Loaded {
-    /// SHA-256 in hex over the bytes of its files, one after the other in the
-    /// order of their names: what `cat FILES | sha256sum` says.
+    /// The SHA-256 in hexadecimal of the files' bytes, concatenated in the order of
+    /// their names: the result of `cat FILES | sha256sum`.
     pub files_sha256: String,
-    /// What stood above the files: `TOLLGATE_GATEWAY__LISTEN=…`, `--listen=…`.
+    /// The environment variables and flags that took precedence over the files:
+    /// `TOLLGATE_GATEWAY__LISTEN=…`, `--listen=…`.
     pub overrides: Vec<String>,
 }
 
 impl Loaded {
-    /// Of text that is no file's.
+    /// Creates the record of a config from text.
     pub(crate) fn of_text(text: &str) -> Self {
         Self { files_sha256: hex(Sha256::digest(text)), overrides: Vec::new() }
     }
@@ -64,7 +68,8 @@ fn hex(digest: impl AsRef<[u8]>) -> String {
 }
 
 impl Sources {
-    /// A path and flags beside this process's environment.
+    /// Returns the sources of this process: its environment with the given path and
+    /// flags.
     pub fn of_process(path: Option<PathBuf>, flags: Flags) -> Self {
         let text = |text: std::ffi::OsString| text.to_string_lossy().into_owned();
         let environment = std::env::vars_os()
@@ -74,7 +79,7 @@ impl Sources {
         Self { path, environment, flags }
     }
 
-    /// One tree of all sources, and what it was made of.
+    /// Merges all sources to one tree. Also returns the record of the sources.
     pub(crate) fn gather(&self, problems: &mut Vec<Problem>) -> (Table, Loaded) {
         let mut table = Table::new();
         let mut files = Sha256::new();
@@ -101,7 +106,7 @@ impl Sources {
         (table, Loaded { files_sha256: hex(files.finalize()), overrides })
     }
 
-    /// The files to read, in order of their names.
+    /// Returns the files to read, in the order of their names.
     fn files(&self, problems: &mut Vec<Problem>) -> Vec<PathBuf> {
         let Some(path) = &self.path else { return Vec::new() };
         if !path.is_dir() {
@@ -112,7 +117,8 @@ impl Sources {
         match entries {
             Ok(entries) => {
                 files.extend(entries.iter().map(std::fs::DirEntry::path).filter(|path| {
-                    // A mounted folder's hidden copies are not config.
+                    // Mounted folders contain hidden copies of their files, which
+                    // are no config.
                     let hidden = path
                         .file_name()
                         .is_some_and(|name| name.to_string_lossy().starts_with('.'));
@@ -122,7 +128,7 @@ impl Sources {
             Err(error) => problems.push(whole_file(&Arc::new(path.clone()), &error)),
         }
         if files.is_empty() && problems.is_empty() {
-            let error = std::io::Error::other("the folder holds no *.toml");
+            let error = std::io::Error::other("the folder contains no *.toml file");
             problems.push(whole_file(&Arc::new(path.clone()), &error));
         }
         files.sort();
@@ -131,11 +137,11 @@ impl Sources {
 }
 
 fn read(path: &Path) -> std::io::Result<String> {
-    // What it says of its size may be nothing: a device, a pipe.
+    // The size is checked while reading: devices and pipes report none.
     let mut text = String::new();
     std::fs::File::open(path)?.take(LARGEST + 1).read_to_string(&mut text)?;
     if text.len() as u64 > LARGEST {
-        return Err(std::io::Error::other("larger than 16 MiB: not a config"));
+        return Err(std::io::Error::other("larger than 16 MiB"));
     }
     Ok(text)
 }
@@ -145,8 +151,9 @@ fn whole_file(path: &Arc<PathBuf>, error: &std::io::Error) -> Problem {
     Problem { place, key: String::new(), message: format!("cannot be read: {error}") }
 }
 
-/// `TOLLGATE_GATEWAY__LISTEN` is `gateway.listen`, and `TOLLGATE_DATA` is
-/// `data`; any other variable without `__` is somebody else's.
+/// Returns the key of an environment variable: `TOLLGATE_GATEWAY__LISTEN` is
+/// `gateway.listen`, and `TOLLGATE_DATA` is `data`. Any other variable without `__`
+/// is no config.
 fn variable(name: &str) -> Option<Vec<String>> {
     let rest = name.strip_prefix(PREFIX)?;
     if !rest.contains("__") && rest != "DATA" {
@@ -156,7 +163,7 @@ fn variable(name: &str) -> Option<Vec<String>> {
 }
 
 impl Flags {
-    /// Those that were given.
+    /// Returns the flags that were given.
     fn shown(&self) -> Vec<String> {
         let Self { listen, admin_listen, data, model, device } = self;
         let path = |path: &PathBuf| path.display().to_string();
@@ -195,7 +202,7 @@ impl Flags {
     }
 }
 
-/// `--model DIR` serves that folder and nothing else, under the folder's name.
+/// Applies `--model DIR`: serves only that folder, under the folder's name.
 fn lay_model(folder: &Path, table: &mut Table, problems: &mut Vec<Problem>) {
     let place = Place::Flag("--model");
     let name = std::path::absolute(folder)
@@ -215,11 +222,12 @@ fn lay_model(folder: &Path, table: &mut Table, problems: &mut Vec<Problem>) {
     table.insert("models".to_owned(), Node { place, value: Value::Table(only) });
 }
 
+/// Applies `--device` to every model.
 fn lay_device(device: &str, table: &mut Table) {
     let place = Place::Flag("--device");
     let node = |value| Node { place: place.clone(), value };
     let models = table.entry("models".to_owned()).or_insert_with(|| {
-        let demo = (crate::config::DEMO_MODEL.to_owned(), node(Value::Table(Table::new())));
+        let demo = (DEMO_MODEL.to_owned(), node(Value::Table(Table::new())));
         node(Value::Table(Table::from([demo])))
     });
     let Value::Table(models) = &mut models.value else { return };

@@ -1,5 +1,5 @@
-//! Values with their places, before anyone knows what they mean. Files merge
-//! into one tree; the environment and flags are laid over it.
+//! Untyped values with their places. Files are merged into one tree; environment
+//! variables and flags are then laid over the tree.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -13,14 +13,14 @@ use crate::problem::{Place, Problem};
 /// A table of the tree.
 pub(crate) type Table = BTreeMap<String, Node>;
 
-/// The tables whose entries are named by the admin: a name may be given once
-/// only, over all files.
+/// The tables whose entries the admin names. A name may occur only once over all
+/// files.
 const NAMED: [&str; 6] = ["plans", "pools", "tenants", "models", "prices", "auth.jwt"];
 
-/// Deeper tables than any key needs are refused before they cost a stack.
+/// The deepest nesting of tables. The bound protects the stack; no key needs more.
 const DEEPEST: usize = 16;
 
-/// A value and where it was written.
+/// A value and its place.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Node {
     pub(crate) place: Place,
@@ -29,20 +29,20 @@ pub(crate) struct Node {
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Value {
-    /// From the environment or a flag: its type is what the key wants.
+    /// Text of an environment variable or a flag. The key determines its type.
     Text(String),
     String(String),
     Integer(i128),
     Float(f64),
     Boolean(bool),
-    /// As TOML writes it; empty where a value could not be taken.
+    /// A date in TOML's spelling; empty for a value that was refused.
     Datetime(String),
     Array(Vec<Node>),
     Table(Table),
 }
 
 impl Value {
-    /// What it is called in an error.
+    /// Returns the type's name for error messages.
     pub(crate) fn kind(&self) -> &'static str {
         match self {
             Self::Text(_) | Self::String(_) => "text",
@@ -65,14 +65,14 @@ impl Node {
     }
 }
 
-/// The node at a dotted path of keys.
+/// Returns the node at a path of keys.
 pub(crate) fn find<'a>(table: &'a Table, keys: &[&str]) -> Option<&'a Node> {
     let (first, rest) = keys.split_first()?;
     let node = table.get(*first)?;
     if rest.is_empty() { Some(node) } else { find(node.table()?, rest) }
 }
 
-/// Parses one file; its syntax errors join `problems`.
+/// Parses one file. Adds its syntax errors to `problems`.
 pub(crate) fn parse(path: &Arc<PathBuf>, text: &str, problems: &mut Vec<Problem>) -> Table {
     let lines = Lines::of(path, text);
     let (document, errors) = DeTable::parse_recoverable(text);
@@ -85,14 +85,14 @@ pub(crate) fn parse(path: &Arc<PathBuf>, text: &str, problems: &mut Vec<Problem>
         });
     }
     if broken {
-        // What a broken file seems to say would only raise more errors.
+        // The values of a broken file would only cause misleading errors.
         return Table::new();
     }
     lines.table(document.get_ref(), 0, problems)
 }
 
-/// Merges `from` into `into`. Tables join; a key given twice is an error with
-/// both places, and so is a name given twice.
+/// Merges `from` into `into`. Tables are joined. A key or a name that is given
+/// twice is an error that shows both places.
 pub(crate) fn merge(into: &mut Table, from: Table, path: &str, problems: &mut Vec<Problem>) {
     for (key, node) in from {
         let dotted = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
@@ -105,7 +105,7 @@ pub(crate) fn merge(into: &mut Table, from: Table, path: &str, problems: &mut Ve
                 merge(old, new, &dotted, problems);
             }
             _ => problems.push(Problem {
-                message: format!("given twice: also at {}", old.place),
+                message: format!("given twice; also given at {}", old.place),
                 place: node.place,
                 key: dotted,
             }),
@@ -113,8 +113,8 @@ pub(crate) fn merge(into: &mut Table, from: Table, path: &str, problems: &mut Ve
     }
 }
 
-/// Lays one value over the tree, replacing what was there. `keys` is not
-/// empty; a key that stands for a name may be spelt as a variable can.
+/// Sets one value in the tree. `keys` is not empty. A name among the keys may be
+/// spelt like in an environment variable.
 pub(crate) fn overlay(table: &mut Table, keys: &[String], node: Node) {
     let Some((first, rest)) = keys.split_first() else { return };
     let spelt = |key: &str| key.to_lowercase().replace(|c: char| !c.is_ascii_alphanumeric(), "_");
@@ -138,8 +138,8 @@ pub(crate) fn overlay(table: &mut Table, keys: &[String], node: Node) {
     }
 }
 
-/// What the environment or a flag says: a list or inline table in TOML, else
-/// text whose type is what its key wants.
+/// Parses the text of an environment variable or a flag: a TOML list or inline
+/// table, or else untyped text.
 pub(crate) fn untyped(place: Place, text: &str) -> Node {
     if text.starts_with(['[', '{', '"']) {
         let document = format!("v = {text}");
@@ -162,7 +162,7 @@ fn replace_places(node: &mut Node, place: &Place) {
     }
 }
 
-/// Where a file's lines end, to turn offsets into lines.
+/// The line ends of a file, which convert offsets to lines.
 struct Lines<'a> {
     path: &'a Arc<PathBuf>,
     ends: Vec<usize>,

@@ -1,4 +1,5 @@
-//! Every mistake is named with its file, line and key, and all come together.
+//! Each mistake is reported with its file, line and key, and all mistakes are
+//! reported together.
 
 use std::path::{Path, PathBuf};
 
@@ -10,21 +11,21 @@ fn errors(text: &str) -> String {
 
 /// One mistake, one line.
 #[test]
-fn each_mistake_has_a_place_and_a_key() {
+fn mistakes_have_place_and_key() {
     let tenants = "[plans.p]\n[tenants.a]\nplan = \"p\"\n";
     for (text, expected) in [
         // Keys and kinds.
         (
             "[gateway]\nlisten_ = \"\"",
-            "t.toml:2: gateway.listen_: no such key: did you mean \"listen\"?",
+            "t.toml:2: gateway.listen_: unknown key; did you mean \"listen\"?",
         ),
         (
             "[gatway]\nlisten = \"127.0.0.1:1\"",
-            "t.toml:1: gatway: no such key: did you mean \"gateway\"?",
+            "t.toml:1: gatway: unknown key; did you mean \"gateway\"?",
         ),
         (
             "[gateway.tls]\nzzz = 1",
-            "t.toml:2: gateway.tls.zzz: no such key: known are certificate, key",
+            "t.toml:2: gateway.tls.zzz: unknown key; the keys are certificate, key",
         ),
         ("gateway = 3", "t.toml:1: gateway: expected a table, found 3"),
         (
@@ -41,7 +42,7 @@ fn each_mistake_has_a_place_and_a_key() {
         ),
         (
             "[gateway.proxies]\nclient_from = \"proxy-v2\"",
-            "t.toml:2: gateway.proxies.client_from: needs gateway.proxies.trusted beside it: nobody is trusted otherwise",
+            "t.toml:2: gateway.proxies.client_from: also needs gateway.proxies.trusted; otherwise no proxy is trusted",
         ),
         (
             "[gateway.timeouts]\nidle = 5",
@@ -76,45 +77,45 @@ fn each_mistake_has_a_place_and_a_key() {
             "[prices.a]\nfrom = 2026-02-20T10:00:00Z\ncurrency = \"EUR\"",
             "t.toml:2: prices.a.from: expected a day from 1970 to 9999 such as 2026-12-01, found a date",
         ),
-        ("[prices.a]\nfrom = 2026-12-01", "t.toml:1: prices.a.currency: is needed"),
-        ("[prices.a]\ncurrency = \"EUR\"", "t.toml:1: prices.a.from: is needed"),
+        ("[prices.a]\nfrom = 2026-12-01", "t.toml:1: prices.a.currency: is required"),
+        ("[prices.a]\ncurrency = \"EUR\"", "t.toml:1: prices.a.from: is required"),
         (
             "[prices.a]\nfrom = 2026-12-01\ncurrency = \"euro\"",
             "t.toml:3: prices.a.currency: expected a currency of three capital letters such as \"EUR\", found \"euro\"",
         ),
         (
             "[prices.a]\nfrom = 2026-12-01\ncurrency = \"EUR\"\nplan = \"gold\"\n[plans.team]",
-            "t.toml:4: prices.a.plan: there is no plan \"gold\"; known are demo, team",
+            "t.toml:4: prices.a.plan: unknown plan \"gold\"; known: demo, team",
         ),
         (
             "[prices.a]\nfrom = 2026-12-01\ncurrency = \"EUR\"\n[prices.b]\nfrom = \"2026-12-01\"\ncurrency = \"EUR\"",
-            "t.toml:5: prices.b.from: 2026-12-01 is the day on which prices.a.from begins, too (t.toml:2): a day has one price",
+            "t.toml:5: prices.b.from: prices.a.from begins on 2026-12-01, too (t.toml:2); a plan has one price list a day",
         ),
         (
             "[prices.a]\nfrom = 2026-12-01\ncurrency = \"EUR\"\n[prices.b]\nfrom = 2027-01-01\ncurrency = \"USD\"",
-            "t.toml:6: prices.b.currency: USD is not that of prices.a.currency, EUR (t.toml:3): a book has one",
+            "t.toml:6: prices.b.currency: USD differs from prices.a.currency, EUR (t.toml:3); all lists must have the same currency",
         ),
         // Limits.
         (
             "[plans.p]\nrequests_per_minute = 0",
-            "t.toml:2: plans.p.requests_per_minute: must be at least 1: zero would admit nothing, ever",
+            "t.toml:2: plans.p.requests_per_minute: must be at least 1; 0 would refuse every request",
         ),
         (
             "[plans.p]\nrequests_per_minute = { limit = 60, burst = 0 }",
-            "t.toml:2: plans.p.requests_per_minute.burst: must be at least 1: zero would admit nothing, ever",
+            "t.toml:2: plans.p.requests_per_minute.burst: must be at least 1; 0 would refuse every request",
         ),
         (
             "[plans.p]\ntokens_per_minute = { burst = 5 }",
-            "t.toml:2: plans.p.tokens_per_minute: needs limit beside burst",
+            "t.toml:2: plans.p.tokens_per_minute: burst also needs limit",
         ),
         ("[plans.p]\nconcurrent = 0", "t.toml:2: plans.p.concurrent: must be from 1 to 1000000"),
         (
             "[plans.p]\nqueued = 5",
-            "t.toml:2: plans.p.queued: nobody waits where nothing limits: it needs concurrent beside it",
+            "t.toml:2: plans.p.queued: also needs concurrent: without a limit no request waits",
         ),
         (
             "[plans.p]\nlargest_job = \"0s\"",
-            "t.toml:2: plans.p.largest_job: expected more than no time, found \"0s\"",
+            "t.toml:2: plans.p.largest_job: expected a duration above 0, found \"0s\"",
         ),
         (
             "[plans.p]\nlargest_job = { \"no class\" = \"1s\" }",
@@ -124,48 +125,48 @@ fn each_mistake_has_a_place_and_a_key() {
         // Limits that contradict one another.
         (
             "[plans.p]\nlargest_job = \"2h\"\ndevice_time_per_day = \"1h\"",
-            "t.toml:2: plans.p.largest_job: 2h for every class not named is more than plans.p.device_time_per_day could ever give, 1h (t.toml:3)",
+            "t.toml:2: plans.p.largest_job: 2h for every other class is more than plans.p.device_time_per_day allows, 1h (t.toml:3)",
         ),
         (
             "[plans.p]\nlargest_job = { h200 = \"30s\" }\ndevice_time_per_minute = { h200 = \"20s\" }",
-            "t.toml:2: plans.p.largest_job: 30s for class h200 is more than plans.p.device_time_per_minute could ever give, 20s (t.toml:3)",
+            "t.toml:2: plans.p.largest_job: 30s for class h200 is more than plans.p.device_time_per_minute allows, 20s (t.toml:3)",
         ),
         (
             "[plans.p]\ndevice_time_per_day = \"2h\"\ndevice_time_per_month = { h200 = \"1h\" }",
-            "t.toml:2: plans.p.device_time_per_day: 2h for class h200 is more than plans.p.device_time_per_month could ever give, 1h (t.toml:3)",
+            "t.toml:2: plans.p.device_time_per_day: 2h for class h200 is more than plans.p.device_time_per_month allows, 1h (t.toml:3)",
         ),
         (
             "[plans.p]\nlargest_job = \"2h\"\n[plans.s]\ndevice_time_per_day = \"1h\"\n[pools.q]\nplan = \"s\"\n\
              [tenants.a]\nplan = \"p\"\npool = \"q\"\n[tenants.b]\nplan = \"p\"\npool = \"q\"",
-            "t.toml:2: plans.p.largest_job: 2h for every class not named is more than plans.s.device_time_per_day could ever give, 1h (t.toml:4); tenants.a has both",
+            "t.toml:2: plans.p.largest_job: 2h for every other class is more than plans.s.device_time_per_day allows, 1h (t.toml:4); tenants.a has both",
         ),
         (
             "[plans.p]\nlargest_job = \"30s\"\n[plans.s]\ndevice_time_per_minute = { h200 = { limit = \"1m\", burst = \"20s\" } }\n\
              [pools.q]\nplan = \"s\"\n[tenants.a]\nplan = \"p\"\npool = \"q\"",
-            "t.toml:2: plans.p.largest_job: 30s for class h200 is more than plans.s.device_time_per_minute could ever give, 20s (t.toml:4); tenants.a has both",
+            "t.toml:2: plans.p.largest_job: 30s for class h200 is more than plans.s.device_time_per_minute allows, 20s (t.toml:4); tenants.a has both",
         ),
         // Names.
         (
             "[tenants.a]\nplan = \"gold\"",
-            "t.toml:2: tenants.a.plan: there is no plan \"gold\"; known are none",
+            "t.toml:2: tenants.a.plan: unknown plan \"gold\"; known: none",
         ),
         ("[tenants.a]", "t.toml:1: tenants.a: needs plan or pool"),
         (
             "[plans.p]\n[pools.q]\nplan = \"p\"\n[tenants.a]\nplan = \"x\"\npool = \"q\"",
-            "t.toml:5: tenants.a.plan: there is no plan \"x\"; known are p",
+            "t.toml:5: tenants.a.plan: unknown plan \"x\"; known: p",
         ),
         (
             "[models.tollgate-demo]\nplan = \"x\"",
-            "t.toml:2: models.tollgate-demo.plan: there is no plan \"x\"; known are demo",
+            "t.toml:2: models.tollgate-demo.plan: unknown plan \"x\"; known: demo",
         ),
         (
             "[plans.p]\n[pools.q]\nplan = \"p\"\n[tenants.a]\npool = \"r\"",
-            "t.toml:5: tenants.a.pool: there is no pool \"r\"; known are q",
+            "t.toml:5: tenants.a.pool: unknown pool \"r\"; known: q",
         ),
-        ("[pools.q]", "t.toml:1: pools.q.plan: is needed"),
+        ("[pools.q]", "t.toml:1: pools.q.plan: is required"),
         (
             &format!("{tenants}models = [\"gpt\"]"),
-            "t.toml:4: tenants.a.models: there is no model \"gpt\"; known are tollgate-demo",
+            "t.toml:4: tenants.a.models: unknown model \"gpt\"; known: tollgate-demo",
         ),
         (
             &format!("{tenants}models = []"),
@@ -173,7 +174,7 @@ fn each_mistake_has_a_place_and_a_key() {
         ),
         (
             "[models.m]\n",
-            "t.toml:1: models.m.path: is needed: only tollgate-demo comes along and has a folder of its own",
+            "t.toml:1: models.m.path: is required; only tollgate-demo is part of the program and needs no folder",
         ),
         ("[models.m]\npath = \"/nowhere/m\"", "t.toml:2: models.m.path: /nowhere/m does not exist"),
         (
@@ -187,20 +188,20 @@ fn each_mistake_has_a_place_and_a_key() {
         ),
         (
             "[worker.synthetic]\nsequence = \"100us\"",
-            "t.toml:2: worker.synthetic.sequence: 100us is less than worker.synthetic.prefill_token, 210us (default): a token is read before the next is drawn",
+            "t.toml:2: worker.synthetic.sequence: 100us is less than worker.synthetic.prefill_token, 210us (default); a sampled token costs at least as much as a prompt token",
         ),
         // Listeners and deadlines.
         (
             "[gateway]\nlisten = \"127.0.0.1:9000\"\nadmin_listen = \"127.0.0.1:9000\"",
-            "t.toml:3: gateway.admin_listen: 127.0.0.1:9000 is taken by gateway.listen, 127.0.0.1:9000 (t.toml:2)",
+            "t.toml:3: gateway.admin_listen: 127.0.0.1:9000 is already used by gateway.listen, 127.0.0.1:9000 (t.toml:2)",
         ),
         (
             "[gateway]\nlisten = \"0.0.0.0:8443\"",
-            "t.toml:2: gateway.listen: 0.0.0.0:8443 is open to others, and no tenant is configured: the demo tenant serves loopback only, so name tenants or listen on 127.0.0.1",
+            "t.toml:2: gateway.listen: 0.0.0.0:8443 can be reached from other hosts, but no tenant is configured; the demo tenant is for loopback only: configure tenants or listen on 127.0.0.1",
         ),
         (
             "[gateway.tls]\nkey = \"/\"",
-            "t.toml:2: gateway.tls.key: needs gateway.tls.certificate beside it",
+            "t.toml:2: gateway.tls.key: also needs gateway.tls.certificate",
         ),
         (
             "[gateway.deadlines]\nqueue = \"20s\"\nrequest = \"10s\"",
@@ -217,7 +218,7 @@ fn each_mistake_has_a_place_and_a_key() {
         ),
         (
             "[auth.jwt.i]\nissuer = \"i\"\naudience = \"a\"\nalgorithms = [\"RS256\", \"ES256\"]\nkeys = [\"/\"]",
-            "t.toml:4: auth.jwt.i.algorithms: mixes families (EC, RSA) over one set of keys: name one issuer for each",
+            "t.toml:4: auth.jwt.i.algorithms: needs one issuer for each key family (EC, RSA): one set of keys has one family",
         ),
         (
             "[auth.jwt.i]\nissuer = \"i\"\naudience = \"a\"\nalgorithms = [\"RS256\"]",
@@ -229,24 +230,24 @@ fn each_mistake_has_a_place_and_a_key() {
         ),
         (
             "[auth.jwt.i]\nissuer = \"i\"\naudience = \"a\"\nalgorithms = [\"RS256\"]\njwks = \"/\"\njwks_url = \"https://i/\"",
-            "t.toml:5: auth.jwt.i.jwks: contradicts auth.jwt.i.jwks_url (t.toml:6): keys come from one place",
+            "t.toml:5: auth.jwt.i.jwks: conflicts with auth.jwt.i.jwks_url (t.toml:6); an issuer has one source of keys",
         ),
         (
             "[auth.jwt.i]\nissuer = \"i\"\naudience = \"a\"\nalgorithms = [\"RS256\"]\njwks = \"/\"\njwks_ca = \"/\"",
-            "t.toml:6: auth.jwt.i.jwks_ca: needs jwks_url beside it",
+            "t.toml:6: auth.jwt.i.jwks_ca: also needs jwks_url",
         ),
         (
             "[auth.jwt.i]\nissuer = \"i\"\naudience = \"a\"\nalgorithms = [\"RS256\"]\njwks = \"/\"\ntenants = [\"nobody\"]",
-            "t.toml:6: auth.jwt.i.tenants: there is no tenant \"nobody\"; known are demo",
+            "t.toml:6: auth.jwt.i.tenants: unknown tenant \"nobody\"; known: demo",
         ),
         (
             "[auth.jwt.i]\nissuer = \"i\"\nalgorithms = [\"RS256\"]\njwks = \"/\"",
-            "t.toml:1: auth.jwt.i.audience: is needed",
+            "t.toml:1: auth.jwt.i.audience: is required",
         ),
         (
             "[auth.jwt.i]\nissuer = \"i\"\naudience = \"a\"\nalgorithms = [\"RS256\"]\njwks = \"/\"\n\
              [auth.jwt.j]\nissuer = \"i\"\naudience = \"a\"\nalgorithms = [\"RS256\"]\njwks = \"/\"",
-            "t.toml:7: auth.jwt.j.issuer: \"i\" with the same audience is auth.jwt.i.issuer too (t.toml:2)",
+            "t.toml:7: auth.jwt.j.issuer: \"i\" with the same audience is also auth.jwt.i.issuer (t.toml:2)",
         ),
     ] {
         assert_eq!(errors(text), expected, "{text}");
@@ -254,7 +255,7 @@ fn each_mistake_has_a_place_and_a_key() {
 }
 
 #[test]
-fn all_mistakes_come_together_in_order() {
+fn mistakes_are_reported_together_in_order() {
     let text = "\
 [gateway]
 listen = 5
@@ -269,15 +270,15 @@ plan = \"teem\"
 ";
     insta::assert_snapshot!(errors(text), @r#"
     t.toml:2: gateway.listen: expected an address and port such as "127.0.0.1:8443", found 5
-    t.toml:4: gateway.timeouts.idel: no such key: did you mean "idle"?
+    t.toml:4: gateway.timeouts.idel: unknown key; did you mean "idle"?
     t.toml:6: plans.team.concurrent: expected a whole number from 0 to 4294967295, found "many"
-    t.toml:7: plans.team.largest_job: 2h for every class not named is more than plans.team.device_time_per_day could ever give, 1h (t.toml:8)
-    t.toml:10: tenants.acme.plan: there is no plan "teem"; known are team
+    t.toml:7: plans.team.largest_job: 2h for every other class is more than plans.team.device_time_per_day allows, 1h (t.toml:8)
+    t.toml:10: tenants.acme.plan: unknown plan "teem"; known: team
     "#);
 }
 
 #[test]
-fn what_is_not_toml_is_named_by_line() {
+fn syntax_errors_have_lines() {
     let told = errors("[gateway]\nlisten = \n[plans.p]\nweight == 2\n");
     let lines: Vec<&str> = told.lines().collect();
     assert!(lines[0].starts_with("t.toml:2: "), "{told}");
@@ -301,7 +302,7 @@ fn load(path: PathBuf, environment: &[(&str, &str)], flags: Flags) -> Result<Con
 }
 
 #[test]
-fn a_folder_merges_and_a_name_is_given_once() {
+fn folder_files_merge_and_names_are_unique() {
     let good = folder(&[
         ("a.toml", "[gateway]\nlisten = \"127.0.0.1:1\"\n[plans.p]\nconcurrent = 2\n"),
         ("b.toml", "[gateway]\nadmin_listen = \"127.0.0.1:2\"\n[tenants.t]\nplan = \"p\"\n"),
@@ -325,21 +326,21 @@ fn a_folder_merges_and_a_name_is_given_once() {
     assert_eq!(
         told,
         format!(
-            "{path}/b.toml:2: gateway.listen: given twice: also at {path}/a.toml:2\n\
-             {path}/b.toml:3: plans.p: given twice: also at {path}/a.toml:3"
+            "{path}/b.toml:2: gateway.listen: given twice; also given at {path}/a.toml:2\n\
+             {path}/b.toml:3: plans.p: given twice; also given at {path}/a.toml:3"
         )
     );
     assert!(load("/nowhere.toml".into(), &[], Flags::default()).is_err());
     let empty = folder(&[]);
     let told = load(empty.path().into(), &[], Flags::default()).expect_err("nothing there");
-    assert!(told.ends_with("the folder holds no *.toml"), "{told}");
-    // A device without an end is read up to the bound.
+    assert!(told.ends_with("the folder contains no *.toml file"), "{told}");
+    // An endless device is read up to the bound.
     let told = load("/dev/zero".into(), &[], Flags::default()).expect_err("it has no end");
-    assert!(told.ends_with("larger than 16 MiB: not a config"), "{told}");
+    assert!(told.ends_with("larger than 16 MiB"), "{told}");
 }
 
 #[test]
-fn flags_win_over_the_environment_and_that_over_files() {
+fn flags_override_environment_overrides_files() {
     let files = folder(&[(
         "a.toml",
         "data = \"d\"\n[gateway]\nlisten = \"127.0.0.1:1\"\nadmin_listen = \"127.0.0.1:2\"\n\
@@ -387,15 +388,15 @@ fn flags_win_over_the_environment_and_that_over_files() {
     assert_eq!(
         told.expect_err("three mistakes"),
         "environment TOLLGATE_GATEWAY__HTTP2__STREAMS: gateway.http2.streams: expected a whole number from 0 to 4294967295, found \"many\"\n\
-         environment TOLLGATE_GATEWAY__LISTN: gateway.listn: no such key: did you mean \"listen\"?\n\
+         environment TOLLGATE_GATEWAY__LISTN: gateway.listn: unknown key; did you mean \"listen\"?\n\
          --listen: gateway.listen: expected an address and port such as \"127.0.0.1:8443\", found \"here\""
     );
 }
 
-/// A tenant has limits of its own, shared ones, or both; what its pool's plan
-/// allows may be less than its own.
+/// A tenant has limits of its own, shared limits, or both. Its pool's plan may
+/// allow less than its own.
 #[test]
-fn own_limits_and_the_pools_bind_together() {
+fn tenant_has_own_and_pool_limits() {
     let text = "\
         [plans.own]\nweight = 3\ndevice_time_per_day = \"2h\"\n\
         [plans.shared]\nweight = 2\ndevice_time_per_day = \"1h\"\n\
@@ -426,7 +427,7 @@ fn own_limits_and_the_pools_bind_together() {
 }
 
 #[test]
-fn a_model_flag_serves_that_folder_alone() {
+fn model_flag_serves_only_that_folder() {
     let folder = tempfile::tempdir().expect("a folder");
     let model = folder.path().join("Qwen2.5-0.5B");
     std::fs::create_dir(&model).expect("a folder");
@@ -447,7 +448,7 @@ fn a_model_flag_serves_that_folder_alone() {
 }
 
 #[test]
-fn the_demo_tenant_is_there_only_when_no_tenant_is() {
+fn demo_tenant_exists_without_other_tenants() {
     let config = Config::load(&Sources::default()).expect("the defaults are a config");
     assert!(config.is_demo());
     let tenant = config.tenants().next().expect("the demo tenant");
@@ -460,7 +461,7 @@ fn the_demo_tenant_is_there_only_when_no_tenant_is() {
 }
 
 #[test]
-fn the_schema_has_every_key() {
+fn schema_has_every_key() {
     let schema = Config::schema();
     insta::assert_snapshot!("schema", serde_json::to_string_pretty(&schema).expect("JSON"));
 }
@@ -474,8 +475,8 @@ mod garbage {
     const WHOLE: &str = include_str!("team.toml");
 
     proptest! {
-        /// Whatever is cut out of a config or put into it, reading it ends in
-        /// a config or in named mistakes.
+        /// Any change of a config's text gives a config or reported mistakes, and
+        /// never a panic.
         #[test]
         fn never_panics(
             from in 0..WHOLE.len(), length in 0_usize..40, put in "[\\PC\n]{0,12}",

@@ -1,4 +1,4 @@
-//! The example file is the defaults, and what it shows can be uncommented.
+//! The example file contains the defaults, and its examples can be uncommented.
 
 use std::path::Path;
 
@@ -7,16 +7,22 @@ use tollgate_config::{Config, Sources};
 const FILE: &str = include_str!("../tollgate.toml");
 
 #[test]
-fn the_example_file_is_the_one_the_code_describes() {
-    assert_eq!(
-        FILE,
-        Config::example(),
-        "put what `tollgate config example` prints into config/tollgate.toml"
+#[allow(clippy::disallowed_methods, reason = "the switch of a test, not a setting of the product")]
+fn example_file_equals_the_codes_example() {
+    if std::env::var_os("TOLLGATE_REGENERATE").is_some() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tollgate.toml");
+        std::fs::write(path, Config::example()).expect("the file is written");
+        return;
+    }
+    assert!(
+        FILE == Config::example(),
+        "config/tollgate.toml is stale: run \
+         TOLLGATE_REGENERATE=1 cargo test -p tollgate-config --test example"
     );
 }
 
 #[test]
-fn the_example_file_is_the_defaults() {
+fn example_file_contains_the_defaults() {
     let written = Config::from_toml(Path::new("tollgate.toml"), FILE).expect("it is a config");
     let defaults = Config::show(&Sources::default()).expect("the defaults are a config");
     assert_eq!(without_places(&shown(FILE)), without_places(&defaults));
@@ -24,8 +30,8 @@ fn the_example_file_is_the_defaults() {
 }
 
 #[test]
-fn every_example_line_can_be_uncommented() {
-    // An issuer's keys come from one place.
+fn example_lines_can_be_uncommented() {
+    // An issuer has only one source of keys.
     for left_out in [["jwks =", "jwks_url =", "jwks_ca ="], ["keys =", "jwks =", "-"]] {
         let whole: String = FILE
             .lines()
@@ -42,9 +48,9 @@ fn every_example_line_can_be_uncommented() {
     }
 }
 
-/// What is shown is a config of the same values.
+/// The shown config loads to the same values.
 #[test]
-fn what_is_shown_loads() {
+fn shown_config_loads_to_same_values() {
     for text in ["", include_str!("team.toml")] {
         let config = Config::from_toml(Path::new("team.toml"), text).expect("it is a config");
         let first = shown(text);

@@ -1,5 +1,5 @@
-//! What one key cannot see: names that must exist and limits that must agree.
-//! A contradiction names both keys.
+//! The checks across keys: names that must exist and limits that must agree. A
+//! contradiction names both keys.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -11,15 +11,15 @@ use tollgate_domain::{
     TenantId,
 };
 
-use super::{DEMO_MODEL, Model, Plan, Pool, Tenant};
+use super::{Model, Plan, Pool, Tenant};
 use crate::problem::Place;
 use crate::read::{DeviceRate, Reader, join, show_duration};
 use crate::sections::{
-    ClientFrom, Issuer, JwtKeys, RawIssuer, RawModel, RawPlan, RawPool, RawTenant, Root,
+    ClientFrom, DEMO_MODEL, Issuer, JwtKeys, RawIssuer, RawModel, RawPlan, RawPool, RawTenant, Root,
 };
 use crate::tree::{Table, find};
 
-/// What the sections become.
+/// The resolved sections.
 pub(super) struct Resolved {
     pub(super) plans: BTreeMap<PlanName, Arc<Plan>>,
     pub(super) pools: BTreeMap<PoolName, Pool>,
@@ -36,7 +36,8 @@ pub(super) struct Checker<'a> {
 }
 
 impl Checker<'_> {
-    /// Resolves what can be resolved and notes what cannot.
+    /// Resolves the sections. Records a problem for each part that cannot be
+    /// resolved.
     pub(super) fn resolve(mut self, demo: bool) -> Resolved {
         self.listeners(demo);
         self.gateway();
@@ -64,7 +65,7 @@ impl Checker<'_> {
         Resolved { plans, pools, tenants, models, issuers, prices }
     }
 
-    /// Where a key was written.
+    /// Returns the place of a key.
     pub(super) fn place(&self, keys: &[&str]) -> Place {
         find(self.tree, keys).map_or(Place::Default, |node| node.place.clone())
     }
@@ -74,7 +75,7 @@ impl Checker<'_> {
     }
 
     pub(super) fn problem(&mut self, keys: &[&str], message: impl Into<String>) {
-        // A key that is not there is missing from its table.
+        // A missing key is reported at the place of its table.
         let mut place = Place::Default;
         for depth in 1..=keys.len() {
             if let Some(node) = find(self.tree, &keys[..depth]) {
@@ -91,15 +92,15 @@ impl Checker<'_> {
             let place = self.place(&["gateway", "listen"]);
             self.problem(
                 &["gateway", "admin_listen"],
-                format!("{admin} is taken by gateway.listen, {listen} ({place})"),
+                format!("{admin} is already used by gateway.listen, {listen} ({place})"),
             );
         }
         if demo && !listen.ip().is_loopback() {
             self.problem(
                 &["gateway", "listen"],
                 format!(
-                    "{listen} is open to others, and no tenant is configured: the demo tenant \
-                     serves loopback only, so name tenants or listen on 127.0.0.1"
+                    "{listen} can be reached from other hosts, but no tenant is configured; the demo \
+                     tenant is for loopback only: configure tenants or listen on 127.0.0.1"
                 ),
             );
         }
@@ -109,10 +110,10 @@ impl Checker<'_> {
         let gateway = &self.root.gateway;
         match (&gateway.tls.certificate, &gateway.tls.key) {
             (Some(_), None) => {
-                self.problem(&["gateway", "tls", "certificate"], "needs gateway.tls.key beside it");
+                self.problem(&["gateway", "tls", "certificate"], "also needs gateway.tls.key");
             }
             (None, Some(_)) => {
-                self.problem(&["gateway", "tls", "key"], "needs gateway.tls.certificate beside it");
+                self.problem(&["gateway", "tls", "key"], "also needs gateway.tls.certificate");
             }
             _ => {}
         }
@@ -134,7 +135,7 @@ impl Checker<'_> {
         {
             self.problem(
                 &["gateway", "proxies", "client_from"],
-                "needs gateway.proxies.trusted beside it: nobody is trusted otherwise",
+                "also needs gateway.proxies.trusted; otherwise no proxy is trusted",
             );
         }
         let (source, total) = (gateway.connections.per_source, gateway.connections.total);
@@ -155,8 +156,8 @@ impl Checker<'_> {
             self.problem(
                 &["worker", "synthetic", "sequence"],
                 format!(
-                    "{} is less than worker.synthetic.prefill_token, {} ({place}): a token is \
-                     read before the next is drawn",
+                    "{} is less than worker.synthetic.prefill_token, {} ({place}); a sampled \
+                     token costs at least as much as a prompt token",
                     show_duration(sequence.as_nanos() as u64),
                     show_duration(prefill.as_nanos() as u64),
                 ),
@@ -164,7 +165,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Notes each path that is not there.
+    /// Records a problem for each path that does not exist.
     fn exists(&mut self, keys: &[&str], paths: &[PathBuf]) {
         for path in paths {
             if !path.exists() {
@@ -186,7 +187,9 @@ impl Checker<'_> {
             None if name.as_str() == DEMO_MODEL || self.is_given(&keys) => {}
             None => self.problem(
                 &keys,
-                format!("is needed: only {DEMO_MODEL} comes along and has a folder of its own"),
+                format!(
+                    "is required; only {DEMO_MODEL} is part of the program and needs no folder"
+                ),
             ),
         }
         let keys = ["models", name.as_str(), "plan"];
@@ -213,7 +216,7 @@ impl Checker<'_> {
         {
             self.problem(
                 &["plans", name.as_str(), "queued"],
-                "nobody waits where nothing limits: it needs concurrent beside it",
+                "also needs concurrent: without a limit no request waits",
             );
         }
         let bursts = convert(device_time_per_minute, |DeviceRate(rate)| DeviceNanos(rate.burst));
@@ -236,7 +239,8 @@ impl Checker<'_> {
             device_time_per_day: device_time_per_day.clone(),
             device_time_per_month: device_time_per_month.clone(),
             concurrent: *concurrent,
-            // Where places are limited, so is the queue for them.
+            // A limit on running requests without a queue means that no request
+            // waits.
             queued: queued.or(concurrent.map(|_| 0)),
             largest_job: largest_job.clone(),
         };
@@ -244,8 +248,8 @@ impl Checker<'_> {
         (name.clone(), Arc::new(plan))
     }
 
-    /// A job that a tenant's own plan lets through must be one that its pool
-    /// could ever pay for. Each pair of plans is told about once.
+    /// A request that a tenant's own plan admits must be possible under its pool's
+    /// plan. Each pair of plans is reported once.
     fn plans_fit_pools(&mut self, tenants: &BTreeMap<TenantId, Tenant>) {
         let mut seen = BTreeSet::new();
         for tenant in tenants.values() {
@@ -270,17 +274,17 @@ impl Checker<'_> {
         }
     }
 
-    /// For every class, what `small` allows must be possible under `large`.
-    /// `whose` says why both bind, where their plans differ.
+    /// Checks that for every class `small` is at most `large`. `reason` is added to
+    /// the message to say why both limits apply.
     fn at_most(
         &mut self,
         (small_plan, small_key, small): PlanKey<'_>,
         (large_plan, large_key, large): PlanKey<'_>,
-        whose: &str,
+        reason: &str,
     ) {
         let named: BTreeSet<&DeviceClass> =
             small.classes.keys().chain(large.classes.keys()).collect();
-        let mut cases = vec![("every class not named".to_owned(), small.default, large.default)];
+        let mut cases = vec![("every other class".to_owned(), small.default, large.default)];
         for class in named {
             cases.push((format!("class {class}"), small.limit(class), large.limit(class)));
         }
@@ -294,12 +298,12 @@ impl Checker<'_> {
             self.problem(
                 &["plans", small_plan.as_str(), small_key],
                 format!(
-                    "{} for {class} is more than {large_key} could ever give, {} ({place}){whose}",
+                    "{} for {class} is more than {large_key} allows, {} ({place}){reason}",
                     show_duration(small.nanos()),
                     show_duration(large.nanos()),
                 ),
             );
-            return; // one contradiction of two keys is one mistake
+            return; // one contradiction between two keys is one problem
         }
     }
 
@@ -323,7 +327,7 @@ impl Checker<'_> {
     ) -> Option<Arc<Plan>> {
         let Some(plan) = plan else {
             if !self.is_given(keys) {
-                self.problem(keys, "is needed");
+                self.problem(keys, "is required");
             }
             return None;
         };
@@ -341,10 +345,11 @@ impl Checker<'_> {
         name: &str,
         known: impl Iterator<Item = &'n str>,
     ) {
-        // The first few are enough to see a slip; there may be thousands.
+        // The first few are enough to notice a typing error; there may be
+        // thousands.
         let known: Vec<&str> = known.take(8).collect();
         let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
-        self.problem(keys, format!("there is no {kind} {name:?}; known are {known}"));
+        self.problem(keys, format!("unknown {kind} {name:?}; known: {known}"));
     }
 
     fn tenant(
@@ -370,8 +375,8 @@ impl Checker<'_> {
             .as_ref()
             .and_then(|plan| self.named_plan(&["tenants", tenant, "plan"], Some(plan), plans));
         let shared = pool.as_ref().and_then(|pool| self.named_pool(tenant, pool, pools));
-        // What was given and not found has been told of; nothing is bound less
-        // than its config says.
+        // A name that was not found is recorded already. The tenant is dropped, so
+        // that it never gets fewer limits than its config gives.
         if own.is_some() != plan.is_some() || shared.is_some() != pool.is_some() {
             return None;
         }
@@ -387,7 +392,7 @@ impl Checker<'_> {
         pools: &BTreeMap<PoolName, Pool>,
     ) -> Option<Pool> {
         let found = pools.get(pool).cloned();
-        // One that is there and could not be resolved is told of where it is.
+        // A pool that exists but could not be resolved has its own problem.
         if found.is_none() && !self.root.pools.contains_key(pool) {
             let known = self.root.pools.keys().map(PoolName::as_str);
             self.unknown(&["tenants", tenant, "pool"], "pool", pool.as_str(), known);
@@ -403,7 +408,7 @@ impl Checker<'_> {
             ("algorithms", algorithms.is_empty()),
         ] {
             if missing && !self.is_given(&["auth", "jwt", name, key]) {
-                self.problem(&["auth", "jwt", name, key], "is needed");
+                self.problem(&["auth", "jwt", name, key], "is required");
             }
         }
         for tenant in tenants.iter().flatten() {
@@ -421,7 +426,7 @@ impl Checker<'_> {
             self.problem(
                 &["auth", "jwt", name, "algorithms"],
                 format!(
-                    "mixes families ({}) over one set of keys: name one issuer for each",
+                    "needs one issuer for each key family ({}): one set of keys has one family",
                     families.join(", ")
                 ),
             );
@@ -438,7 +443,7 @@ impl Checker<'_> {
         })
     }
 
-    /// Where an issuer's keys are: in exactly one place.
+    /// Returns the source of an issuer's keys. Exactly one source must be given.
     fn issuer_keys(&mut self, name: &str, raw: &RawIssuer) -> Option<JwtKeys> {
         let RawIssuer { keys, jwks, jwks_url, jwks_ca, jwks_refresh, .. } = raw;
         let at = |key| ["auth", "jwt", name, key];
@@ -452,7 +457,7 @@ impl Checker<'_> {
             ("jwks_url", JwtKeys::Url { url, ca, refresh })
         });
         if url.is_none() && jwks_ca.is_some() && !self.is_given(&at("jwks_url")) {
-            self.problem(&at("jwks_ca"), "needs jwks_url beside it");
+            self.problem(&at("jwks_ca"), "also needs jwks_url");
         }
         let mut found = [pem, file, url].into_iter().flatten();
         let Some((key, keys)) = found.next() else {
@@ -466,14 +471,14 @@ impl Checker<'_> {
             let other = dotted(&at(other));
             self.problem(
                 &at(key),
-                format!("contradicts {other} ({place}): keys come from one place"),
+                format!("conflicts with {other} ({place}); an issuer has one source of keys"),
             );
             return None;
         }
         Some(keys)
     }
 
-    /// A token must have one issuer that could have made it.
+    /// Checks that a token can have only one issuer.
     fn issuer_is_new(&mut self, known: &[Issuer], new: &Issuer) {
         let same =
             known.iter().find(|known| known.issuer == new.issuer && known.audience == new.audience);
@@ -482,20 +487,20 @@ impl Checker<'_> {
             let other = dotted(&["auth", "jwt", &same.name, "issuer"]);
             self.problem(
                 &["auth", "jwt", &new.name, "issuer"],
-                format!("{:?} with the same audience is {other} too ({place})", new.issuer),
+                format!("{:?} with the same audience is also {other} ({place})", new.issuer),
             );
         }
     }
 }
 
-/// A limit by class, and where it stands: plan and key.
+/// A limit by class, with its plan and key.
 type PlanKey<'a> = (&'a PlanName, &'a str, &'a ByClass<DeviceNanos>);
 
 pub(super) fn dotted(keys: &[&str]) -> String {
     keys.iter().fold(String::new(), |path, key| join(&path, key))
 }
 
-/// Whether two listeners want the same port of the same address.
+/// Returns true if two listeners need the same port of the same address.
 fn collide(a: SocketAddr, b: SocketAddr) -> bool {
     let same_address = a.ip() == b.ip() || a.ip().is_unspecified() || b.ip().is_unspecified();
     a.port() != 0 && a.port() == b.port() && same_address

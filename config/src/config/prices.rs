@@ -1,5 +1,5 @@
-//! Dated price lists become one book: one currency, and for each day one list
-//! of a plan.
+//! The resolution of price lists to one price book. A book has one currency, and on
+//! each day one list for a plan.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use super::check::{Checker, dotted};
 use crate::sections::RawPriceList;
 
 impl Checker<'_> {
-    /// The book, if any list is given and all of them can be resolved.
+    /// Returns the price book, if there are lists and all of them are valid.
     pub(super) fn prices(&mut self, plans: &BTreeMap<PlanName, Arc<Plan>>) -> Option<PriceBook> {
         let root = self.root;
         let mut lists: Vec<PriceList> = Vec::new();
@@ -20,7 +20,7 @@ impl Checker<'_> {
         }
         let currency = self.currency()?;
         if lists.len() < root.prices.len() {
-            return None; // what is wrong with the others has been told
+            return None; // the problems of the other lists are recorded
         }
         self.no_two_begin_together(&lists);
         Some(PriceBook { currency, lists })
@@ -43,7 +43,7 @@ impl Checker<'_> {
         for (key, missing) in [("from", from.is_none()), ("currency", currency.is_none())] {
             let keys = ["prices", name.as_str(), key];
             if missing && !self.is_given(&keys) {
-                self.problem(&keys, "is needed");
+                self.problem(&keys, "is required");
             }
         }
         if let Some(plan) = plan {
@@ -59,7 +59,7 @@ impl Checker<'_> {
         })
     }
 
-    /// The currency of all lists.
+    /// Returns the currency of all lists.
     fn currency(&mut self) -> Option<Currency> {
         let root = self.root;
         let mut named =
@@ -70,7 +70,7 @@ impl Checker<'_> {
             let first = dotted(&["prices", first, "currency"]);
             self.problem(
                 &["prices", name, "currency"],
-                format!("{other} is not that of {first}, {currency} ({place}): a book has one"),
+                format!("{other} differs from {first}, {currency} ({place}); all lists must have the same currency"),
             );
         }
         Some(currency)
@@ -86,7 +86,7 @@ impl Checker<'_> {
             self.problem(
                 &["prices", name, "from"],
                 format!(
-                    "{} is the day on which {other} begins, too ({place}): a day has one price",
+                    "{other} begins on {}, too ({place}); a plan has one price list a day",
                     list.from
                 ),
             );

@@ -1,5 +1,5 @@
-//! What a key may hold: numbers, names, paths, addresses, rates, limits by
-//! device class, lists, and tables keyed by name.
+//! The types of keys: numbers, names, paths, addresses, rates, limits by device
+//! class, lists, and tables of named entries.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -19,7 +19,7 @@ use crate::sections::{
 };
 use crate::tree::{Node, Table, Value};
 
-/// The longest list that a key takes.
+/// The largest number of entries in a list.
 const LONGEST_LIST: usize = 1_024;
 
 impl<T: Field> Field for Option<T> {
@@ -40,6 +40,7 @@ impl<T: Field> Field for Option<T> {
     }
 }
 
+/// Implements [`Field`] for unsigned integers. A variable may contain `_`.
 macro_rules! whole_number {
     ($type:ty) => {
         impl Field for $type {
@@ -160,31 +161,7 @@ impl Field for PathBuf {
     }
 }
 
-impl Field for SocketAddr {
-    fn sample() -> String {
-        "\"127.0.0.1:8443\"".to_owned()
-    }
-
-    fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
-        let address = match &node.value {
-            Value::String(text) | Value::Text(text) => text.parse().ok(),
-            _ => None,
-        };
-        address.or_else(|| {
-            reader.expected(node, key, "an address and port such as \"127.0.0.1:8443\"")
-        })
-    }
-
-    fn show(&self) -> Option<String> {
-        Some(quoted(&self.to_string()))
-    }
-
-    fn schema() -> serde_json::Value {
-        json!({ "type": "string" })
-    }
-}
-
-/// A name that a table may be keyed by.
+/// A name that may be the key of a table's entry.
 pub(crate) trait Named: Ord {
     fn named(text: &str) -> Result<Self, String>
     where
@@ -192,6 +169,7 @@ pub(crate) trait Named: Ord {
     fn text(&self) -> &str;
 }
 
+/// Implements [`Field`] and [`Named`] for types of names.
 macro_rules! names {
     ($($type:ty, $sample:literal;)*) => {
         $(
@@ -283,7 +261,7 @@ impl<T: Field> Field for Vec<T> {
     fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
         let items = match &node.value {
             Value::Array(items) => items.clone(),
-            // From a variable: separated by commas.
+            // An environment variable separates the entries by commas.
             Value::Text(text) => text
                 .split(',')
                 .map(|item| Node {
@@ -298,7 +276,8 @@ impl<T: Field> Field for Vec<T> {
             reader.problem(&node.place, key, format!("expected {wanted}, found {}", items.len()));
             return None;
         }
-        let read: Vec<Option<T>> = items.iter().map(|item| T::read(item, key, reader)).collect(); // all mistakes, not the first
+        // Collected first, so that every entry's mistake is reported and not only the first.
+        let read: Vec<Option<T>> = items.iter().map(|item| T::read(item, key, reader)).collect();
         read.into_iter().collect()
     }
 
@@ -366,7 +345,7 @@ fn rate(
     let at_least_one = |node: &Node, key: &str, reader: &mut Reader| {
         let found = amount(node, key, reader)?;
         if found == 0 {
-            reader.problem(&node.place, key, "must be at least 1: zero would admit nothing, ever");
+            reader.problem(&node.place, key, "must be at least 1; 0 would refuse every request");
             return None;
         }
         Some(found)
@@ -376,7 +355,7 @@ fn rate(
     }
     let table = reader.table(Some(node), key, &["limit", "burst"])?;
     let Some(limit) = table.get("limit") else {
-        reader.problem(&node.place, key, "needs limit beside burst");
+        reader.problem(&node.place, key, "burst also needs limit");
         return None;
     };
     let per_minute = at_least_one(limit, &join(key, "limit"), reader);
@@ -405,7 +384,7 @@ fn rate_schema(amount: &serde_json::Value) -> serde_json::Value {
     }] })
 }
 
-/// One limit for every class, or a table of classes with `default`.
+/// One limit for every device class, or a table of classes with `default`.
 impl<T: Field> Field for ByClass<T> {
     fn sample() -> String {
         T::sample()
@@ -450,11 +429,12 @@ impl<T: Field> Field for ByClass<T> {
     }
 }
 
-/// Whether a table is one rate rather than limits by class.
+/// Returns true if the table is one rate and not a table of classes.
 fn is_rate(table: &Table) -> bool {
     table.contains_key("limit") || table.contains_key("burst")
 }
 
+/// Implements [`Field`] for types that have one text form, by `FromStr` and `Display`.
 macro_rules! words {
     ($type:ty, $sample:literal, $what:literal) => {
         impl Field for $type {
@@ -480,6 +460,7 @@ macro_rules! words {
         }
     };
 }
+words!(SocketAddr, "\"127.0.0.1:8443\"", "an address and port such as \"127.0.0.1:8443\"");
 words!(EngineKind, "\"model\"", "\"model\" or \"synthetic\"");
 words!(HttpsUrl, "\"https://issuer.example/jwks.json\"", "an address that begins with https://");
 words!(
@@ -525,8 +506,8 @@ impl Field for UtcDay {
     }
 }
 
-/// A decimal in quotes, or a whole number. What TOML calls a float is not
-/// exact, and money is.
+/// A decimal in quotes, or a whole number. A TOML float is refused, because it is
+/// not exact.
 impl Field for Price {
     fn sample() -> String {
         "\"0.0025\"".to_owned()
@@ -560,7 +541,7 @@ impl Field for Price {
     }
 }
 
-/// As a TOML string.
+/// Returns the text as a TOML string.
 pub(crate) fn quoted(text: &str) -> String {
     let mut quoted = String::with_capacity(text.len() + 2);
     quoted.push('"');

@@ -1,5 +1,5 @@
-//! Durations and sizes as people write them: `250ms`, `1h30m`, `2MiB`. Whole
-//! numbers of the smallest unit, so that nothing is rounded.
+//! Durations and sizes in text: `250ms`, `1h30m`, `2MiB`. Numbers are whole
+//! multiples of the smallest unit, so nothing is rounded.
 
 use std::time::Duration;
 
@@ -32,7 +32,8 @@ const SIZE_UNITS: [(&str, u64); 9] = [
     ("B", 1),
 ];
 
-/// Nanoseconds of `1h30m`.
+/// Parses a duration such as `1h30m`. Returns nanoseconds, or `None` if the text is
+/// no duration or overflows.
 pub(crate) fn parse_duration(text: &str) -> Option<u64> {
     let mut rest = text.trim();
     if rest.is_empty() {
@@ -48,14 +49,14 @@ pub(crate) fn parse_duration(text: &str) -> Option<u64> {
     Some(total)
 }
 
-/// Bytes of `2MiB`.
+/// Parses a size such as `2MiB`. Returns bytes.
 pub(crate) fn parse_size(text: &str) -> Option<u64> {
     let (number, unit, rest) = quantity(text.trim())?;
     let (_, bytes) = SIZE_UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit))?;
     if rest.is_empty() { number.checked_mul(*bytes) } else { None }
 }
 
-/// `90m30s` into 90, `m`, `30s`.
+/// Splits the first quantity off: `90m30s` becomes 90, `m` and `30s`.
 fn quantity(text: &str) -> Option<(u64, &str, &str)> {
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '_')?;
     let (number, rest) = text.split_at(digits);
@@ -82,7 +83,7 @@ pub(crate) fn show_size(bytes: u64) -> String {
     format!("{}{name}", bytes / unit)
 }
 
-/// Nanoseconds at a node.
+/// Reads a duration in nanoseconds.
 pub(super) fn read_duration(node: &Node, key: &str, reader: &mut Reader) -> Option<u64> {
     if let Value::String(text) | Value::Text(text) = &node.value
         && let Some(nanos) = parse_duration(text)
@@ -123,7 +124,7 @@ impl Field for DeviceNanos {
     fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
         let nanos = read_duration(node, key, reader)?;
         if nanos == 0 {
-            return reader.expected(node, key, "more than no time");
+            return reader.expected(node, key, "a duration above 0");
         }
         Some(DeviceNanos(nanos))
     }
@@ -173,7 +174,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn durations_are_read() {
+    fn duration_parser_accepts_known_units() {
         for (text, expected) in [
             ("250ms", Some(250_000_000)),
             ("2s", Some(2_000_000_000)),
@@ -196,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_read() {
+    fn size_parser_accepts_known_units() {
         for (text, expected) in [
             ("2MiB", Some(2 << 20)),
             ("64 KiB", Some(64 << 10)),
@@ -214,7 +215,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_shown_is_read_back(amount in any::<u64>()) {
+        fn quantities_round_trip(amount in any::<u64>()) {
             prop_assert_eq!(parse_duration(&show_duration(amount)), Some(amount));
             prop_assert_eq!(parse_size(&show_size(amount)), Some(amount));
         }

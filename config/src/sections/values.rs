@@ -1,5 +1,5 @@
-//! What keys may be, where that is neither a number nor a name. How each is read
-//! and shown stands in `read::fields`.
+//! The types of keys that are neither numbers nor names. The module `read::fields`
+//! reads and shows them.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -9,60 +9,60 @@ use std::time::Duration;
 
 use tollgate_domain::TenantId;
 
-/// A number of bytes.
+/// A size in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ByteSize(pub u64);
 
-/// The name of a token issuer in config.
+/// The name of a token issuer in the config.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct IssuerName(String);
 
-/// A token issuer that is believed.
+/// A trusted token issuer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Issuer {
-    /// Its name in config.
+    /// The issuer's name in the config.
     pub name: String,
-    /// The `iss` that its tokens bear.
+    /// The value of the `iss` claim.
     pub issuer: String,
-    /// The `aud` that they are for.
+    /// The value of the `aud` claim.
     pub audience: String,
-    /// The signatures that they may bear; not empty.
+    /// The accepted signature algorithms; at least one.
     pub algorithms: Vec<JwtAlgorithm>,
-    /// Its public keys.
+    /// The source of the issuer's public keys.
     pub keys: JwtKeys,
-    /// The claim that names the tenant.
+    /// The claim that contains the tenant's name.
     pub tenant_claim: String,
-    /// The tenants that it may name; all where `None`.
+    /// The tenants that the issuer may name; `None` means all.
     pub tenants: Option<BTreeSet<TenantId>>,
-    /// How far clocks may be apart.
+    /// The tolerated difference between the clocks.
     pub leeway: Duration,
 }
 
-/// Where an issuer's public keys are.
+/// The source of an issuer's public keys.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JwtKeys {
-    /// In PEM, one a file; all of the one family that the algorithms name.
+    /// PEM files with one key each, all of the family that the algorithms use.
     Pem(Vec<PathBuf>),
-    /// In a JSON Web Key Set.
+    /// A file with a JSON Web Key Set.
     Jwks(PathBuf),
-    /// In a JSON Web Key Set that is fetched.
+    /// A JSON Web Key Set that is fetched.
     Url {
-        /// Where it is.
+        /// The address of the set.
         url: HttpsUrl,
-        /// Who may vouch for that place; the system's authorities where `None`.
+        /// The certificate authorities for the address; `None` means the system's.
         ca: Option<PathBuf>,
-        /// How often it is fetched.
+        /// The time between two fetches.
         refresh: Duration,
     },
 }
 
-/// An address of the web: `https://`, a host, perhaps a port and a path; no
-/// name, no password, no fragment.
+/// A web address: `https://`, a host, and optionally a port and a path. It contains
+/// no user name, no password and no fragment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HttpsUrl(String);
 
 impl HttpsUrl {
-    /// As it is written.
+    /// The text of the config.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -88,19 +88,19 @@ impl FromStr for HttpsUrl {
     }
 }
 
-/// As it is written.
+/// The text of the config.
 impl fmt::Display for HttpsUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-/// What computes in a worker.
+/// The engine of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EngineKind {
-    /// The model, on its device.
+    /// The model on its device.
     Model,
-    /// Nothing: time passes as if something did.
+    /// A simulated device that computes nothing and takes time.
     Synthetic,
 }
 
@@ -116,7 +116,7 @@ impl FromStr for EngineKind {
     }
 }
 
-/// As it is written.
+/// The text of the config.
 impl fmt::Display for EngineKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -126,17 +126,17 @@ impl fmt::Display for EngineKind {
     }
 }
 
-/// Who runs next on a synthetic device. All but the first are there to be
-/// compared with it, and no other device can be given them.
+/// The scheduling policy of a synthetic device. All but the first exist to be
+/// compared with the first, and no other device can use them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SyntheticPolicy {
-    /// Shares of device time by holder, tenant and key.
+    /// Shares of device time by share owner, tenant and key.
     Fair,
-    /// In order of arrival.
+    /// Order of arrival.
     FirstCome,
-    /// Shares of tokens.
+    /// Shares of tokens instead of device time.
     TokenCounters,
-    /// Each key has a share of its own.
+    /// A share for each key instead of each tenant.
     KeyCounters,
 }
 
@@ -152,7 +152,7 @@ impl FromStr for SyntheticPolicy {
     }
 }
 
-/// As it is written.
+/// The text of the config.
 impl fmt::Display for SyntheticPolicy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -164,15 +164,15 @@ impl fmt::Display for SyntheticPolicy {
     }
 }
 
-/// Where a model runs.
+/// The device that runs a model.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum DeviceSelector {
-    /// On the first GPU that can be used, else on the CPU.
+    /// The first usable GPU, or else the CPU.
     Auto,
-    /// On the CPU.
+    /// The CPU.
     Cpu,
-    /// On the first GPU that can be used, or on the one with this UUID or
-    /// place in the driver's list.
+    /// A GPU: the first usable one, or the one with this UUID or index in the
+    /// driver's list.
     Cuda(Option<String>),
 }
 
@@ -192,7 +192,7 @@ impl FromStr for DeviceSelector {
     }
 }
 
-/// As it is written.
+/// The text of the config.
 impl fmt::Display for DeviceSelector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -204,12 +204,12 @@ impl fmt::Display for DeviceSelector {
     }
 }
 
-/// How a trusted proxy names the client.
+/// The way in which a trusted proxy names the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClientFrom {
-    /// By the header of each request.
+    /// The header `x-forwarded-for` of each request.
     XForwardedFor,
-    /// By the binary PROXY protocol, before a connection's first byte.
+    /// The PROXY protocol version 2, before a connection's first byte.
     ProxyV2,
 }
 
@@ -224,7 +224,7 @@ impl FromStr for ClientFrom {
     }
 }
 
-/// As it is written.
+/// The text of the config.
 impl fmt::Display for ClientFrom {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -234,8 +234,8 @@ impl fmt::Display for ClientFrom {
     }
 }
 
-/// A signature by a private key that only the issuer has; those by a shared
-/// secret are not believed.
+/// A signature algorithm with a private key that only the issuer has. Algorithms
+/// with a shared secret are not accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[allow(missing_docs, reason = "the names are RFC 7518's and RFC 8037's")]
 pub enum JwtAlgorithm {
@@ -263,7 +263,7 @@ impl JwtAlgorithm {
         Self::EdDSA,
     ];
 
-    /// The kind of key that makes it: `RSA`, `EC` or `Ed25519`.
+    /// Returns the kind of key that the algorithm uses: `RSA`, `EC` or `Ed25519`.
     pub fn family(self) -> &'static str {
         match self {
             Self::RS256 | Self::RS384 | Self::RS512 => "RSA",
@@ -282,7 +282,7 @@ impl FromStr for JwtAlgorithm {
     }
 }
 
-/// As the token's `alg` says it.
+/// The value of the token's `alg`.
 impl fmt::Display for JwtAlgorithm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Debug::fmt(self, f)
@@ -291,7 +291,7 @@ impl fmt::Display for JwtAlgorithm {
 
 impl IssuerName {
     pub(crate) fn new(name: &str) -> Result<Self, tollgate_domain::ids::InvalidName> {
-        // An issuer's name follows the rules of every other name.
+        // An issuer's name follows the same rules as every other name.
         TenantId::new(name)
             .map(|name| Self(name.as_str().to_owned()))
             .map_err(|error| tollgate_domain::ids::InvalidName { kind: "issuer", ..error })
