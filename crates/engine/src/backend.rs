@@ -249,7 +249,7 @@ pub enum BackendError {
     Plan {
         /// Index of the offending span.
         span: usize,
-        /// The broken rule.
+        /// The rule that is broken.
         reason: PlanFault,
     },
     /// A sample request is malformed, which is a mistake of the scheduler. Nothing ran.
@@ -257,7 +257,7 @@ pub enum BackendError {
     Sample {
         /// Index of the offending sample.
         sample: usize,
-        /// The broken rule.
+        /// The rule that is broken.
         reason: SampleFault,
     },
     /// The device failed in the middle of a step.
@@ -274,7 +274,7 @@ pub enum PlanFault {
     /// A token id outside the model's vocabulary.
     #[error("token {token} is not below the vocabulary of {vocabulary}")]
     Token {
-        /// The token id.
+        /// The id of the token.
         token: u32,
         /// The size of the vocabulary.
         vocabulary: u32,
@@ -298,7 +298,7 @@ pub enum PlanFault {
     /// A block id outside the pool.
     #[error("KV block {block} is not below the pool of {pool}")]
     Block {
-        /// The block id.
+        /// The id of the block.
         block: u32,
         /// Number of blocks in the pool.
         pool: u32,
@@ -306,7 +306,7 @@ pub enum PlanFault {
     /// A KV block that two spans write to, or that one span writes to twice.
     #[error("KV block {block} is written twice in one step")]
     BlockShared {
-        /// The block id.
+        /// The id of the block.
         block: u32,
     },
     /// More tokens than [`StepLimits::tokens`], counted up to this span.

@@ -14,15 +14,15 @@ pub(crate) enum JsonFileError {
     /// The system could not read the file.
     #[error("cannot read {}", path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The cause.
+        /// The system's error.
         source: io::Error,
     },
     /// The file is larger than [`MAX_JSON_BYTES`].
     #[error("{} is larger than {MAX_JSON_BYTES} bytes", path.display())]
     TooLarge {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
 }

@@ -50,15 +50,15 @@ pub enum WeightsError {
     /// A file could not be read or mapped.
     #[error("cannot read weights {}", path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The cause.
+        /// The system's error.
         source: std::io::Error,
     },
     /// The shards' index is not valid JSON of the expected structure.
     #[error("{} is malformed", path.display())]
     Index {
-        /// The index.
+        /// Path of the index file.
         path: PathBuf,
         /// The position and the cause.
         source: serde_json::Error,
@@ -66,7 +66,7 @@ pub enum WeightsError {
     /// The index is too large, empty, or names a shard outside the folder.
     #[error("{}: {reason}", path.display())]
     IndexContent {
-        /// The index.
+        /// Path of the index file.
         path: PathBuf,
         /// A sentence about the fault.
         reason: String,
@@ -74,7 +74,7 @@ pub enum WeightsError {
     /// A file's header is truncated, malicious, or not safetensors.
     #[error("{}: not a whole safetensors file: {reason}", path.display())]
     Header {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// A sentence about the fault.
         reason: String,
@@ -84,27 +84,27 @@ pub enum WeightsError {
     Missing {
         /// The file, or the folder if no file has the tensor.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
     },
     /// A tensor's shape differs from the shape that `config.json` implies.
     #[error("{}: tensor {tensor} has shape {found:?}, config.json implies {expected:?}", path.display())]
     Shape {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// The tensor's shape.
+        /// The shape in the file.
         found: Vec<usize>,
-        /// The required shape.
+        /// The shape that `config.json` implies.
         expected: Vec<usize>,
     },
     /// A tensor has an element type that the engine does not read.
     #[error("{}: tensor {tensor} is {found}: only F32, F16 and BF16 are supported", path.display())]
     Type {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
         /// The type's name in safetensors.
         found: String,

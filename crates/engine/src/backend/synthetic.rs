@@ -357,7 +357,7 @@ enum MarkerState {
     Outside,
     /// After the opening bracket.
     Bracket,
-    /// Within the number.
+    /// Within the digits of the number.
     Number,
     /// After this many bytes of the unit, which follows the number.
     Unit(u8),

@@ -307,7 +307,7 @@ const TILE_BYTES: usize = 1024;
 const TILE_LINE: usize = 64;
 /// Bytes from one token's products to the next token's.
 const PRODUCT_PITCH: usize = 2 * LANES * size_of::<f32>();
-/// Tokens whose products are kept at once, a multiple of 32. Their products take 32
+/// Tokens with products that are kept at once, a multiple of 32. Their products take 32
 /// KiB.
 const PRODUCT_ROWS: usize = 256;
 /// Number of times 32 columns that are multiplied before the next tokens follow.

@@ -63,7 +63,7 @@ pub(crate) enum KvFormat {
 pub(crate) struct AttentionTask<'a> {
     /// Row of the first token in queries and output.
     pub(crate) row: usize,
-    /// Number of tokens.
+    /// Number of tokens in the task.
     pub(crate) tokens: usize,
     /// Position of the first token.
     pub(crate) position: usize,
@@ -78,7 +78,7 @@ pub(crate) struct AttentionScratch {
     queries: Vec<f32>,
     scores: Vec<f32>,
     sums: Vec<f32>,
-    /// For each row, the largest score so far and the sum of its exponents.
+    /// The largest score so far and the sum of exponents of each row.
     softmax: Vec<(f32, f32)>,
 }
 

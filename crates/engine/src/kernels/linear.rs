@@ -11,7 +11,7 @@ use super::{Activations, LANES, Packed, RowView};
 pub(crate) struct LinearJob<'a> {
     /// Rows of [`Packed::padded_columns`] elements, zero behind the columns.
     pub(crate) input: Activations,
-    /// The packed weights.
+    /// Weights of the layer, packed.
     pub(crate) weights: &'a Packed,
     /// The use of the products.
     pub(crate) epilogue: LinearEpilogue<'a>,

@@ -13,7 +13,7 @@ pub(crate) struct NormJob<'a> {
     pub(crate) epsilon: f32,
     /// Elements of a row.
     pub(crate) width: usize,
-    /// Output rows.
+    /// Output rows, in the format of the next layer.
     pub(crate) output: Activations,
 }
 

@@ -56,7 +56,7 @@ impl<T: Plain> RowView<T> {
 /// Rows of activations in the format that the linear layers read.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Activations {
-    /// f32, as computed.
+    /// Exactly as computed, in f32.
     F32(RowView<f32>),
     /// Rounded to bf16, for instructions that multiply bf16 by bf16.
     Bf16(RowView<u16>),

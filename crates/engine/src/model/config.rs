@@ -33,7 +33,7 @@ pub struct ModelConfig {
     pub context: u32,
     /// Epsilon of every RMS norm.
     pub norm_epsilon: f32,
-    /// Rotary position embedding.
+    /// Parameters of the rotary position embedding.
     pub rope: Rope,
     /// True if the output head is the embedding.
     pub tied: bool,
@@ -58,7 +58,7 @@ pub enum Family {
 }
 
 impl Family {
-    /// Every supported variation.
+    /// All supported variations, for lookups by name.
     pub const ALL: [Self; 4] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3];
 
     /// Returns the variation's `model_type` in `config.json`.

@@ -11,21 +11,21 @@ pub enum ModelError {
     /// A file could not be read.
     #[error("cannot read {}", path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The cause.
+        /// The system's error.
         source: std::io::Error,
     },
     /// A JSON file is larger than [`MAX_JSON_BYTES`].
     #[error("{} is larger than {MAX_JSON_BYTES} bytes", path.display())]
     TooLarge {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
     /// A file is not valid JSON of the expected structure; the cause names the line.
     #[error("{} is malformed", path.display())]
     Json {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// The position and the cause.
         source: serde_json::Error,
@@ -33,7 +33,7 @@ pub enum ModelError {
     /// A field is missing, out of range, or asks for an unsupported feature.
     #[error("{}: {field} {reason}", path.display())]
     Field {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// The field's JSON name.
         field: &'static str,
@@ -46,7 +46,7 @@ pub enum ModelError {
         path.display()
     )]
     Tokenizer {
-        /// The tokenizer's file.
+        /// Path of the tokenizer's file.
         path: PathBuf,
         /// Tokens of the tokenizer.
         tokens: u32,

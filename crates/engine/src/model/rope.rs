@@ -17,7 +17,7 @@ pub struct Rope {
 /// The scaling of frequencies for long contexts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RopeScaling {
-    /// Unscaled frequencies.
+    /// The frequencies are not scaled.
     None,
     /// Every frequency divided by one factor.
     Linear {

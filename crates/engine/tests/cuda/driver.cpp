@@ -68,7 +68,7 @@ typedef std::vector<std::function<Result()>> Work;
 static std::deque<std::function<Result()>> waiting;
 static uint64_t put_so_far = 0, done_so_far = 0;
 static Result broken = OK;       // nothing works after a failure
-static Work* captured = nullptr; // what is put while a graph is made
+static Work* captured = nullptr; // work that is queued during a capture
 static void put(std::function<Result()> work) {
     if (captured) {
         captured->push_back(std::move(work));

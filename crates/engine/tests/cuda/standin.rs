@@ -60,7 +60,7 @@ pub fn build(part: Part, folder: &Path, macros: &[&str]) -> PathBuf {
         .output()
         .expect("g++ runs");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    fs::rename(draft, &out).unwrap(); // whoever else builds the same
+    fs::rename(draft, &out).unwrap(); // another process may build the same
     out
 }
 

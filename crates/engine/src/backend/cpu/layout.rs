@@ -16,7 +16,7 @@ pub(super) struct StepLayout {
     pub(super) logit_rows: Vec<u32>,
     frequencies: Vec<f64>,
     task_tokens: usize,
-    /// For each KV block, the last step that wrote to it.
+    /// The last step that wrote to each KV block.
     written: Vec<u64>,
     step: u64,
 }

@@ -32,7 +32,7 @@ struct Shared {
     /// The current pass. It is written only while no chunk is claimed or claimable, and
     /// read only between claiming a chunk and counting it done.
     pass: UnsafeCell<Option<PassPointer>>,
-    /// For each helper, true if it is parked or about to park.
+    /// One flag for each helper: true if it is parked or about to park.
     parked: Vec<AtomicBool>,
     /// The first panic of a chunk of the current pass.
     panic: Mutex<Option<Box<dyn Any + Send>>>,

@@ -32,7 +32,7 @@ pub(super) struct ActivationBuffers {
 /// Views of the buffers for the passes of one step.
 #[derive(Clone, Copy)]
 pub(super) struct Views {
-    /// The residual stream.
+    /// The residual stream, f32.
     pub(super) residual: RowView<f32>,
     /// Input of the QKV, gate and up projections and of the output head.
     pub(super) normed: Activations,

@@ -39,7 +39,7 @@ pub enum CodeError {
         listing(.looked)
     )]
     Missing {
-        /// The target architecture.
+        /// Name of the target architecture.
         target: String,
         /// The folders that were searched.
         looked: Vec<PathBuf>,
@@ -49,22 +49,22 @@ pub enum CodeError {
     /// The compiler refused the sources.
     #[error("no kernels for {target}: {reason}")]
     Compiler {
-        /// The target architecture.
+        /// Name of the target architecture.
         target: String,
-        /// The compiler's message.
+        /// The messages of the compiler.
         reason: String,
     },
     /// A bundle's file cannot be written.
     #[error("cannot write kernels to {}", path.display())]
     Write {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The cause.
+        /// The system's error.
         source: io::Error,
     },
 }
 
-/// Returns the target architecture whose code runs on a device of this compute
+/// Returns the target architecture for a device of this compute
 /// capability.
 pub(super) fn target_of((major, minor): (u32, u32)) -> String {
     match (major, minor) {

@@ -52,7 +52,7 @@ impl DriverFault {
 pub(super) struct ListedDevice {
     /// Index in the driver's list.
     pub(super) ordinal: u32,
-    /// Product name.
+    /// Product name of the device.
     pub(super) name: String,
     /// UUID with the prefix `GPU-`, or `MIG-` for a slice of a device.
     pub(super) uuid: String,
@@ -279,7 +279,7 @@ impl Context {
             .map_err(|error| fault("cuStreamSynchronize", error))
     }
 
-    /// Loads machine code.
+    /// Loads machine code into the context.
     pub(super) fn load(self: &Arc<Self>, image: &[u8]) -> Result<Module, DriverFault> {
         // SAFETY: the image is a whole cubin; the driver checks its header.
         let module = unsafe { result::module::load_data(image.as_ptr().cast()) }
@@ -411,7 +411,7 @@ impl Address {
     }
 }
 
-/// Owned device memory.
+/// Device memory, freed when dropped.
 pub(super) struct DeviceMemory {
     context: Arc<Context>,
     pointer: sys::CUdeviceptr,
@@ -483,7 +483,7 @@ impl Drop for Pinned {
     }
 }
 
-/// Loaded machine code.
+/// Machine code in the context, unloaded when dropped.
 pub(super) struct Module {
     context: Arc<Context>,
     module: sys::CUmodule,

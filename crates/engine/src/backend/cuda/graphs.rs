@@ -14,7 +14,7 @@ use super::driver::{DriverFault, Graph};
 pub(super) struct GraphKey {
     /// Tokens of the step, padding included.
     pub(super) tokens: u32,
-    /// Parts of attention.
+    /// Parts that attention is split into.
     pub(super) splits: u32,
     /// True if each token has a row of logits; otherwise no token has one.
     pub(super) has_rows: bool,

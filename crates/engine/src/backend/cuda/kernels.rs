@@ -110,7 +110,7 @@ pub enum Epilogue {
 }
 
 impl HeadDim {
-    /// Every head size.
+    /// All head sizes, for lookups by elements.
     pub const ALL: [Self; 3] = [Self::D32, Self::D64, Self::D128];
 
     /// Returns the variant with this many elements, if there is one.
@@ -160,41 +160,42 @@ pub struct KernelSpan {
     pub blocks: u32,
 }
 
-/// How one token is drawn.
+/// The parameters of one sample.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct SampleRow {
-    /// The choice's own seed.
+    /// Seed of the choice.
     pub seed: u64,
-    /// 0 is greedy.
+    /// Temperature; 0 for greedy sampling.
     pub temperature: f32,
-    /// Of the likeliest tokens that together reach this probability.
+    /// Probability that the likeliest tokens must reach together; others are not
+    /// sampled.
     pub top_p: f32,
-    /// Taken off the logit of each token that was generated before.
+    /// Subtracted from the logit of each token that was generated before.
     pub presence: f32,
-    /// Taken off for each time it was.
+    /// Subtracted for each time that a token was generated before.
     pub frequency: f32,
-    /// Tokens that the choice has generated before.
+    /// Tokens that the choice has generated so far.
     pub position: u32,
     /// Row of the logits.
     pub row: u32,
-    /// A token whose log-probability is wanted; [`NONE`]: one is drawn.
+    /// A known token, to report its log-probability; [`NONE`] to sample a token.
     pub given: u32,
-    /// Where in the tokens of the step before there is one more that was
-    /// generated, not among the counts yet; or [`NONE`].
+    /// Index of one more generated token in the previous step's samples, which the
+    /// counts lack; or [`NONE`].
     pub pending: u32,
-    /// Where its biases begin.
+    /// Offset of the request's biases.
     pub biases: u32,
-    /// How many there are.
+    /// Number of the request's biases.
     pub bias_count: u32,
-    /// Where its counts of tokens generated before begin.
+    /// Offset of the request's counts of generated tokens.
     pub counts: u32,
-    /// How many there are.
+    /// Number of the request's counts.
     pub count_count: u32,
-    /// Likeliest tokens reported, [`MOST_TOP`] at most; [`NONE`]: no
+    /// Number of likeliest tokens to report, at most [`MOST_TOP`]; [`NONE`] for no
     /// log-probabilities.
     pub top: u32,
-    /// Only so many of the likeliest are drawn from; 0: all.
+    /// Number of likeliest tokens that may be sampled; 0 for all.
     pub top_k: u32,
 }
 

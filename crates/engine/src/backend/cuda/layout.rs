@@ -39,7 +39,7 @@ pub(super) struct PlanLayout {
     tile: u32,
     has_decode_kernel: bool,
     most_blocks: usize,
-    /// For each KV block, the last step that wrote to it.
+    /// The last step that wrote to each KV block.
     written: Vec<u64>,
     step: u64,
 }
@@ -56,7 +56,7 @@ pub(super) struct PlanOffsets {
     pub(super) blocks: usize,
     pub(super) sources: usize,
     pub(super) samples: SampleOffsets,
-    /// Words in all.
+    /// Total number of words.
     pub(super) end: usize,
 }
 

@@ -90,7 +90,7 @@ pub(super) struct Slot {
     /// The event after the results were computed.
     pub(super) computed: CudaEvent,
     pub(super) ended: CudaEvent,
-    /// For each sample, the number of likeliest tokens to report.
+    /// The number of likeliest tokens to report with each sample.
     pub(super) top_counts: Vec<Option<u32>>,
     /// Rows of logits that the plan asked for; 0 if it asked for samples.
     pub(super) rows: usize,

@@ -52,7 +52,7 @@ pub enum NoDevice {
     /// The selected device is not in the list.
     #[error("there is no CUDA device {wanted}; {}", listing(wanted, .listed))]
     NotFound {
-        /// The selection.
+        /// The device that was selected.
         wanted: DeviceSelector,
         /// Index, UUID and name of each device that this process may see.
         listed: Vec<String>,
@@ -60,7 +60,7 @@ pub enum NoDevice {
     /// The device's generation is older than the kernels support.
     #[error("{name} has compute capability {major}.{minor}; 8.0 or newer is needed")]
     Generation {
-        /// Product name.
+        /// Product name of the device.
         name: String,
         /// Major number of its compute capability.
         major: u32,
@@ -72,7 +72,7 @@ pub enum NoDevice {
         "{name} ({uuid}) is busy: another process uses it exclusively, or an administrator closed it"
     )]
     Busy {
-        /// Product name.
+        /// Product name of the device.
         name: String,
         /// UUID of the device.
         uuid: String,
@@ -80,11 +80,11 @@ pub enum NoDevice {
     /// The device cannot be opened for another reason.
     #[error("{name} ({uuid}) cannot be found: {fault}")]
     Unusable {
-        /// Product name.
+        /// Product name of the device.
         name: String,
         /// UUID of the device.
         uuid: String,
-        /// The driver's error.
+        /// The error of the driver.
         fault: DriverFault,
     },
 }

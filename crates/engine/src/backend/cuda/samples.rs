@@ -15,7 +15,7 @@ pub(super) struct SampleList {
     biases: Vec<u32>,
     count_tokens: Vec<u32>,
     counts: Vec<u32>,
-    /// For each request, the number of likeliest tokens to report; `None` if no
+    /// The number of likeliest tokens to report with each request; `None` if no
     /// log-probabilities are reported.
     top_counts: Vec<Option<u32>>,
     most_biases: usize,

@@ -109,7 +109,7 @@ impl DeviceModel {
     }
 }
 
-/// An [`Origin`] whose noise was already uploaded.
+/// An [`Origin`] with its noise already uploaded.
 enum LoadedOrigin<'a> {
     Files(&'a Weights),
     Noise(DeviceMemory),

@@ -13,7 +13,7 @@ use super::library::{Library, find};
 pub(crate) struct KernelSource {
     /// The name that the compiler prints in messages.
     pub(crate) name: &'static str,
-    /// The source text.
+    /// Text of the source file.
     pub(crate) text: &'static str,
     /// The name and the text of each header.
     pub(crate) headers: &'static [(&'static str, &'static str)],

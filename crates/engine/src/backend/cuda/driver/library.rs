@@ -15,7 +15,7 @@ use cudarc::{cublaslt, driver, nvrtc};
 pub(crate) enum Library {
     /// The driver's library, which only the driver's package contains.
     Driver,
-    /// The CUDA compiler.
+    /// NVRTC, the CUDA compiler.
     Nvrtc,
     /// The vendor's matrix products.
     BlasLt,
@@ -30,7 +30,7 @@ pub(crate) enum LibraryFault {
     /// The library lacks a symbol that the crate calls.
     #[error("{library} lacks {symbol}")]
     Symbol {
-        /// The library.
+        /// The incomplete library.
         library: Library,
         /// The first missing symbol.
         symbol: &'static str,

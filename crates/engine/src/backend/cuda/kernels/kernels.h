@@ -154,38 +154,38 @@ constexpr u32 TILE_COLUMNS = 128;
 // Columns of a block of the skinny kernels, for up to 8, 16 or 32 rows.
 constexpr u32 SKINNY_COLUMNS = 16;
 
-// How one token is drawn; see sample.rs, which this kernel follows to the bit
-// but for the sums of top_p.
+// The parameters of one sample. The kernel follows sample.rs bit for bit, except for
+// the sums of top_p.
 struct SampleRow {
     u64 seed;
     float temperature;
     float top_p;
     float presence;
     float frequency;
-    u32 position;    // tokens that the choice has generated before
-    u32 row;         // of the logits
-    u32 given;       // a token whose log-probability is wanted; NONE: one is drawn
-    u32 pending;     // in `previous`, one more token that was generated; NONE
-    u32 biases;      // where they begin in the lists of biases
+    u32 position;    // tokens that the choice has generated so far
+    u32 row;         // row of the logits
+    u32 given;       // a known token, whose log-probability is reported; NONE: a token is sampled
+    u32 pending;     // index in `previous` of one more generated token, which the counts lack; or NONE
+    u32 biases;      // offset in the lists of biases
     u32 bias_count;
-    u32 counts;      // where they begin in the lists of counts
+    u32 counts;      // offset in the lists of counts
     u32 count_count;
-    u32 top;         // likeliest tokens reported; NONE: no log-probabilities
-    u32 top_k;       // only so many of the likeliest; 0: all
+    u32 top;         // number of likeliest tokens to report; NONE: no log-probabilities
+    u32 top_k;       // number of likeliest tokens that may be sampled; 0: all
 };
 constexpr u32 MOST_TOP = 20;
 
-// Grid: samples.
+// Arguments of the sampling kernel. Grid: samples.
 struct SampleArgs {
-    u32* tokens;           // [sample]: what was drawn; NONE where no logit is above -inf
-    float* logprobs;       // [sample], written where asked for
+    u32* tokens;           // [sample]: the tokens; NONE if no logit is above -inf
+    float* logprobs;       // [sample], written on request
     u32* top_tokens;       // [sample][MOST_TOP]
     float* top_logprobs;   // [sample][MOST_TOP]
     float* weights;        // [sample][vocabulary], scratch
     double* sums;          // [sample][vocabulary / 256, rounded up], scratch
     const SampleRow* rows; // [sample]
     const float* logits;   // [row][vocabulary]
-    const u32* previous;   // the tokens of the step before
+    const u32* previous;   // the tokens of the previous step
     const u32* bias_tokens;
     const float* biases;
     const u32* count_tokens;

@@ -1,7 +1,7 @@
-// Drawing tokens, one block of threads a row: what sample.rs does, in its
-// order of additions, so that a draw is the same on any device. Only the sums
-// of top_p differ: they are whole numbers of 2^-41, so that the order in which
-// threads add them does not matter.
+// Sampling of tokens, one thread block for each row. The kernel follows sample.rs and
+// its order of additions, so that a sample is the same on any device. Only the sums of
+// top_p differ: they are multiples of 2^-41, so the order in which threads add them
+// does not matter.
 #include "kernels.h"
 
 constexpr u32 SAMPLE_THREADS = 512;
@@ -27,12 +27,12 @@ struct SampleShared {
 
 DEVICE bool is_number(float x) { return x == x; }
 DEVICE float largest_number() { return float_of(0x7f7fffffu); }
-// The logit, or the largest number where it is infinite.
+// Returns the logit, or the largest number for infinity.
 DEVICE float bounded(float logit) { return logit > largest_number() ? largest_number() : logit; }
 
-// Orders tokens by logit and then by smaller id, as whole numbers.
+// Returns a key that orders tokens by logit and then by smaller id.
 DEVICE u64 key_of(float logit, u32 token) {
-    float value = is_number(logit) ? plus(logit, 0.0f) : minus_infinity(); // -0 becomes 0
+    float value = is_number(logit) ? plus(logit, 0.0f) : minus_infinity(); // turns -0 into 0
     u32 bits = bits_of(value);
     u32 order = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     return (u64)order << 32 | (NONE - token);
@@ -43,9 +43,8 @@ DEVICE float logit_of(u64 key) {
     return float_of(order & 0x80000000u ? order & 0x7fffffffu : ~order);
 }
 
-// Some of a thread's share of a row, which begins at `start` and may end within
-// unless they are all there. All are on their way before the first is looked at:
-// waiting for memory is most of the work.
+// Shows some of a thread's share of a row, starting at `start`. All loads start before
+// the first value is used, because waiting for memory is most of the work.
 constexpr u32 AT_ONCE = 8;
 template <bool ARE_ALL_THERE, class Look>
 DEVICE void show(const float* row, u32 start, u32 count, Look look) {
@@ -63,7 +62,7 @@ DEVICE void show(const float* row, u32 start, u32 count, Look look) {
         }
     }
 }
-// Shows a thread its share of a row, tokens in order.
+// Shows a thread its share of a row, in order of tokens.
 template <class Look> DEVICE void each(const float* row, u32 count, Look look) {
     u32 start = thread_index();
     for (; start + (AT_ONCE - 1) * SAMPLE_THREADS < count; start += AT_ONCE * SAMPLE_THREADS) {
@@ -72,13 +71,13 @@ template <class Look> DEVICE void each(const float* row, u32 count, Look look) {
     show<false>(row, start, count, look);
 }
 
-// The largest of all threads' keys, for all of them.
+// Returns the largest of all threads' keys, to all threads.
 DEVICE u64 largest_key(SampleShared& shared, u64 key) {
 #pragma unroll
     for (u32 mask = WARP / 2; mask > 0; mask /= 2) {
         key = most_of(key, shuffle_xor(key, mask));
     }
-    sync_block(); // all have read what was there before
+    sync_block(); // all threads have read the previous keys
     if (thread_index() % WARP == 0) {
         shared.keys[thread_index() / WARP] = key;
     }
@@ -89,7 +88,7 @@ DEVICE u64 largest_key(SampleShared& shared, u64 key) {
     return key;
 }
 
-// The first of the largest logits that come behind `before` in order.
+// Returns the largest key below `before`.
 DEVICE u64 likeliest(SampleShared& shared, const float* logits, u32 count, u64 before) {
     u64 best = 0;
     for (u32 i = thread_index(); i < count; i += SAMPLE_THREADS) {
@@ -98,11 +97,12 @@ DEVICE u64 likeliest(SampleShared& shared, const float* logits, u32 count, u64 b
     }
     return largest_key(shared, best);
 }
-// The first of the largest of all; nothing where none is above -inf. A greedy
-// draw is this alone, and it waits for memory: 16 bytes a load, four on their way.
+// Returns the largest key of a row, or nothing if no logit is above -inf. A greedy
+// sample is only this search, and the search waits for memory: each load has 16 bytes,
+// and four are under way.
 DEVICE u64 likeliest(SampleShared& shared, const float* logits, u32 count) {
     constexpr u32 LOADS = 4;
-    if (count % 4 != 0) { // then not every row begins at 16 bytes
+    if (count % 4 != 0) { // not every row begins at 16 bytes
         return likeliest(shared, logits, count, ~0ull);
     }
     float highest = minus_infinity();
@@ -121,7 +121,7 @@ DEVICE u64 likeliest(SampleShared& shared, const float* logits, u32 count) {
         for (u32 k = 0; k < LOADS; k++) {
 #pragma unroll
             for (u32 j = 0; j < 4; j++) {
-                // Of equal ones the first stays, and NaN is above nothing.
+                // The first of equal logits stays, and a comparison with NaN is false.
                 if (values[k].at[j] > highest) {
                     highest = values[k].at[j];
                     token = start + k * 4 * SAMPLE_THREADS + j;
@@ -133,7 +133,7 @@ DEVICE u64 likeliest(SampleShared& shared, const float* logits, u32 count) {
 }
 DEVICE bool is_nothing(u64 key) { return key == 0 || logit_of(key) == minus_infinity(); }
 
-// e^x for x up to 0, as exponential.rs computes it, to the bit.
+// Returns e^x for x up to 0, bit for bit as exponential.rs computes it.
 DEVICE float exponential(float x) {
     const float ROUND = 12582912.0f, LN2_HIGH = 355.0f / 512.0f, LN2_LOW = -2.1219444e-4f;
     float shifted = plus(times(x, 1.44269504f), ROUND);
@@ -146,7 +146,7 @@ DEVICE float exponential(float x) {
     p = plus(times(p, r), 1.6666665e-1f);
     p = plus(times(p, r), 0.5f);
     float power = float_of((bits_of(shifted) + 127) << 23);
-    // Computed in any case: a branch would keep several from overlapping.
+    // Computed in any case: a branch would keep several calls from overlapping.
     float result = times(plus(plus(times(times(p, r), r), r), 1.0f), power);
     return x > -87.3f ? result : 0.0f;
 }
@@ -162,7 +162,7 @@ DEVICE double uniform(u64 seed, u32 position) {
     return times((double)(bits >> 11), 1.0 / 9007199254740992.0);
 }
 
-// Copies the row with biases added and penalties taken off.
+// Copies the row, adds biases and subtracts penalties.
 DEVICE void adjust(SampleShared& shared, const SampleArgs& args, const SampleRow& row,
                    const float* logits, float* weights) {
     if (thread_index() == 0) {
@@ -198,20 +198,20 @@ DEVICE void adjust(SampleShared& shared, const SampleArgs& args, const SampleRow
     }
 }
 
-// How much of a row is kept: `most` tokens where that is not 0, else those that
-// together reach `part` of all weights.
+// The part of a row that is kept: `most` tokens if that is not 0, otherwise the tokens
+// that together reach `part` of all weights.
 struct Kept {
     u32 most;
     float part;
 };
-// What one token adds.
+// Returns the mass that one token adds.
 DEVICE u64 mass_of(float weight, Kept kept) {
     if (kept.most > 0) {
         return weight > 0 ? 1 : 0;
     }
     return (u64)times((double)weight, WHOLE);
 }
-// What those that are kept reach, of all together.
+// Returns the mass that the kept tokens must reach, of the mass `all`.
 DEVICE double wanted_of(u64 all, Kept kept) {
     return kept.most > 0 ? (double)least_of((u64)kept.most, all)
                          : times((double)kept.part, (double)all);
@@ -221,9 +221,9 @@ DEVICE u64 mass_in(const SampleShared& shared, u32 bucket) {
     return (u64)shared.high[bucket] << 32 | shared.low[bucket];
 }
 
-// The highest bucket at which the mass so far reaches what is wanted, by the
-// first thread; `above` is what lies above it. What is wanted is known from the
-// first time on.
+// Finds the highest bucket at which the summed mass reaches the wanted mass. The first
+// thread searches; `above` becomes the mass above that bucket. The first call computes
+// the wanted mass.
 DEVICE void descend(SampleShared& shared, bool is_first, Kept kept) {
     constexpr u32 SHARE = BUCKETS / WARP;
     if (thread_index() < WARP) {
@@ -262,8 +262,9 @@ DEVICE void descend(SampleShared& shared, bool is_first, Kept kept) {
     sync_block();
 }
 
-// Shared memory adds words by itself; for 64 bits a card tries again until nobody
-// came between. So whoever overflows the lower word carries.
+// Adds to a bucket of two words. Shared memory adds 32-bit words in hardware, but a
+// 64-bit addition would be a loop of retries. A thread that overflows the lower word
+// carries into the upper word.
 DEVICE void add_mass(SampleShared& shared, u32 bucket, u64 mass) {
     u32 low = (u32)mass, high = (u32)(mass >> 32);
     if (low > 0 && atomic_add(&shared.low[bucket], low) + low < low) {
@@ -274,7 +275,7 @@ DEVICE void add_mass(SampleShared& shared, u32 bucket, u64 mass) {
     }
 }
 
-// The mass of weights whose bits above `shift` + 10 are `prefix`, by the ten
+// Sums the mass of weights whose bits above `shift` + 10 equal `prefix`, by the ten
 // bits below.
 DEVICE void count_mass(SampleShared& shared, const float* weights, u32 count, Kept kept,
                        u32 prefix, u32 shift) {
@@ -317,22 +318,22 @@ DEVICE void keep_first(SampleShared& shared, float* weights, u32 count, u32 bits
     }
 }
 
-// Sets every weight outside what is kept to 0: the likeliest stay, of equal ones
-// those of smaller ids.
+// Sets every weight outside the kept part to 0. The likeliest tokens stay, and of equal
+// weights those with smaller ids.
 DEVICE void cut_tail(SampleShared& shared, float* weights, u32 count, Kept kept) {
-    sync_block(); // nobody reads any more what the last cut left here
+    sync_block(); // no thread still reads the results of the last cut
     if (thread_index() == 0) {
         shared.above = 0;
         shared.equal = 0;
     }
-    // The highest bits first, then ten and ten more: no bit is left.
+    // The highest bits first, then ten bits and ten more, which are all.
     u32 bits = 0;
     for (u32 level = 0; level < 3; level++) {
         count_mass(shared, weights, count, kept, bits, 20 - 10 * level);
         descend(shared, level == 0, kept);
         bits = bits << 10 | shared.bucket;
     }
-    // How many of that very weight it takes.
+    // The number of tokens with exactly this weight that are needed.
     double mass = (double)mass_of(float_of(bits), kept);
     double missing = shared.wanted - (double)shared.above;
     u64 most = missing > mass ? (u64)(missing / mass) : 1;
@@ -354,7 +355,7 @@ DEVICE void cut_tail(SampleShared& shared, float* weights, u32 count, Kept kept)
     }
 }
 
-// The sums of 256 weights each, added in eight lanes and then lane by lane.
+// Computes the sums of 256 weights each, in eight lanes that are then added in order.
 DEVICE void sum_chunks(SampleShared& shared, const float* weights, u32 count, double* sums) {
     constexpr u32 CHUNKS_AT_ONCE = SAMPLE_THREADS / SUM_LANES;
     u32 lane = thread_index() % SUM_LANES;
@@ -384,10 +385,11 @@ DEVICE void sum_chunks(SampleShared& shared, const float* weights, u32 count, do
     }
 }
 
-// Up to SAMPLE_THREADS numbers where the first thread reads them at once.
+// Copies up to SAMPLE_THREADS numbers to shared memory, where the first thread reads
+// them quickly.
 template <typename Number>
 DEVICE u32 bring(SampleShared& shared, const Number* from, u32 many) {
-    sync_block(); // it has read what was there before
+    sync_block(); // the first thread has read the previous numbers
     if (thread_index() < many) {
         shared.lanes[thread_index()] = (double)from[thread_index()];
     }
@@ -395,9 +397,10 @@ DEVICE u32 bring(SampleShared& shared, const Number* from, u32 many) {
     return many;
 }
 
-// Where `part` of all weights is reached, for all threads; `best` where rounding
-// leaves a crumb behind the last. One thread adds, in order; the others bring it
-// what it adds, because waiting for memory takes a hundred times as long.
+// Returns the token at which `part` of all weights is reached, to all threads; `best`
+// if rounding leaves a remainder behind the last token. One thread adds in order, and
+// the others load its numbers, because waiting for memory takes a hundred times as long
+// as an addition.
 DEVICE u32 pick(SampleShared& shared, const float* weights, u32 count, const double* sums,
                 double part, u32 best) {
     u32 chunks = steps_of(count, SUM_CHUNK);
@@ -444,7 +447,8 @@ DEVICE u32 pick(SampleShared& shared, const float* weights, u32 count, const dou
             }
         }
         sync_block();
-        // Rounding may leave a crumb behind a chunk's last; then it goes on.
+        // Rounding may leave a remainder behind a chunk's last token; the search then
+        // continues.
         token = shared.chunk;
         first++;
     }
@@ -452,8 +456,8 @@ DEVICE u32 pick(SampleShared& shared, const float* weights, u32 count, const dou
     return shared.token;
 }
 
-// The token that is drawn, for all threads; NONE where there is none.
-DEVICE u32 draw(SampleShared& shared, const SampleArgs& args, const SampleRow& row,
+// Samples a token and returns it to all threads; NONE if no logit is finite.
+DEVICE u32 sample_token(SampleShared& shared, const SampleArgs& args, const SampleRow& row,
                 const float* logits) {
     u32 count = args.vocabulary;
     float* weights = args.weights + (u64)block_x() * count;
@@ -473,7 +477,7 @@ DEVICE u32 draw(SampleShared& shared, const SampleArgs& args, const SampleRow& r
         return token_of(key);
     }
     float highest = bounded(from[token_of(key)]), scale = divided(1.0f, row.temperature);
-    sync_block(); // all know the highest before it becomes a weight
+    sync_block(); // all threads have read the highest logit before it becomes a weight
     each(from, count, [&](u32 i, float logit) {
         weights[i] = exponential(times(plus(bounded(logit), -highest), scale));
     });
@@ -490,7 +494,7 @@ DEVICE u32 draw(SampleShared& shared, const SampleArgs& args, const SampleRow& r
     return pick(shared, weights, count, sums, uniform(row.seed, row.position), token_of(key));
 }
 
-// ln of the sum of exp over the row.
+// Returns the logarithm of the sum of exponentials of the row.
 DEVICE double normaliser(SampleShared& shared, const float* logits, u32 count) {
     u64 key = likeliest(shared, logits, count);
     if (is_nothing(key)) {
@@ -515,13 +519,14 @@ DEVICE double normaliser(SampleShared& shared, const float* logits, u32 count) {
 }
 DEVICE float logprob(float logit, double normaliser) {
     float value = (float)((double)bounded(logit) - normaliser);
-    // Written so that what is not a number goes to the floor as well.
+    // Written so that NaN becomes the lower bound too.
     return value > LEAST_LOGPROB ? least_of(value, 0.0f) : LEAST_LOGPROB;
 }
 
-// Lists every key that can be among the `top` largest; whether all had room.
-// Each thread looks for its own largest first. Of those the `top`-th is a bound
-// that as many keys reach, so only their few threads look again.
+// Lists every key that can be among the `top` largest. Returns true if the list had
+// room for all. Each thread first finds its own largest key. The `top`-th largest of
+// these is a bound that at least `top` keys reach, so only the few threads above it
+// search again.
 DEVICE bool list_likeliest(SampleShared& shared, const float* logits, u32 count, u32 top) {
     u64 best = 0;
     for (u32 i = thread_index(); i < count; i += SAMPLE_THREADS) {
@@ -576,7 +581,7 @@ KERNEL(sample, SAMPLE_THREADS, SampleArgs) {
     const float* logits = args.logits + (u64)row.row * args.vocabulary;
     u32 token = row.given;
     if (token == NONE) {
-        token = draw(shared, args, row, logits);
+        token = sample_token(shared, args, row, logits);
     }
     if (thread_index() == 0) {
         args.tokens[block_x()] = token;

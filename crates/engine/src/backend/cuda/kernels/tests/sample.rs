@@ -1,5 +1,5 @@
-//! Drawing tokens: the same token as the CPU's sampler draws, whatever is
-//! asked for.
+//! Tests of sampling. The kernel must sample the same token as the CPU's sampler, for
+//! all parameters.
 
 use std::num::NonZeroU32;
 
@@ -10,14 +10,14 @@ use crate::sample::{
     token_logprobs,
 };
 
-/// One token to draw.
+/// One sample with its parameters.
 #[derive(Clone)]
 struct Ask {
     params: SamplingParams,
     position: u32,
-    /// Tokens generated before, and how often.
+    /// Tokens that were generated before, with their counts.
     history: Vec<(u32, u32)>,
-    /// One more, which the step before has drawn.
+    /// One more token, which the previous step has sampled.
     pending: Option<u32>,
     given: Option<u32>,
 }
@@ -42,7 +42,7 @@ impl Ask {
         ask
     }
 
-    /// The same, of so many likeliest.
+    /// Restricts sampling to the `top_k` likeliest tokens.
     fn among(mut self, top_k: u32) -> Self {
         self.params.top_k = NonZeroU32::new(top_k);
         self
@@ -65,7 +65,7 @@ impl Ask {
     }
 }
 
-/// What every combination of controls asks for.
+/// Returns samples that together set every combination of parameters.
 fn asks(vocabulary: usize) -> Vec<Ask> {
     let last = vocabulary as u32 - 1;
     let mut asks = vec![Ask::greedy()];
@@ -108,7 +108,7 @@ fn asks(vocabulary: usize) -> Vec<Ask> {
     asks
 }
 
-/// What the card has drawn.
+/// Runs the kernel and returns the sampled token.
 fn draw(
     emulator: &Emulator,
     order: u32,
@@ -144,7 +144,7 @@ fn draw(
         counts.extend(ask.history.iter().map(|(_, count)| *count));
     }
     let most = MOST_TOP as usize;
-    // Rows of an odd vocabulary, one behind another.
+    // Rows of an odd vocabulary lie one after the other, so not every row is aligned.
     let logits = emulator.copy(&[vec![f32::NAN; row.len()], row.to_vec()].concat());
     let tokens = emulator.memory::<u32>(asks.len());
     let logprobs = emulator.memory::<f32>(asks.len());
@@ -206,7 +206,7 @@ fn check(emulator: &Emulator, order: u32, row: &[f32], asks: &[Ask]) -> Result<(
     Ok(())
 }
 
-/// The same tokens, log-probabilities to about what f32 can tell.
+/// Compares tokens exactly, and log-probabilities to about the precision of f32.
 fn is_same(found: Option<&SampledToken>, expected: Option<&SampledToken>) -> bool {
     let (Some(found), Some(expected)) = (found, expected) else {
         return found.is_none() && expected.is_none();
@@ -223,7 +223,7 @@ fn is_same(found: Option<&SampledToken>, expected: Option<&SampledToken>) -> boo
     found.token == expected.token && logprobs
 }
 
-/// Logits with a few clear favourites.
+/// Returns logits with a few clear favourites.
 fn peaked(vocabulary: usize) -> Vec<f32> {
     noise(vocabulary, vocabulary).into_iter().map(|x| 9.0 * x * x * x).collect()
 }
@@ -237,8 +237,8 @@ fn every_parameter_samples_as_on_the_cpu() {
     }
 }
 
-/// As many tokens as threads look at in a whole turn and a little more, rows
-/// that begin at 16 bytes and rows that do not.
+/// Vocabularies a little larger than the tokens that the threads read in one turn, with
+/// rows that begin at 16 bytes and rows that do not.
 #[test]
 fn large_vocabularies_sample_as_on_the_cpu() {
     for vocabulary in [4_096, 8_192, 8_196, 9_999, 20_004] {
@@ -252,8 +252,8 @@ fn large_vocabularies_sample_as_on_the_cpu() {
     }
 }
 
-/// Equal logits within one load of a thread, in two loads, in two turns and in
-/// two threads: the smaller id is the likelier.
+/// Equal logits within one load of a thread, in two loads, in two turns and in two
+/// threads: the smaller id must win.
 #[test]
 fn equal_logits_prefer_the_smaller_id() {
     let near = [4_000, 4_001, 4_004, 6_048, 12_192, 20_002];
@@ -316,8 +316,9 @@ fn degenerate_rows_sample_as_on_the_cpu() {
     }
 }
 
-/// The likeliest are looked for in a list that the likely ones may not fit: in
-/// this row all of some threads' tokens are above all of every other's.
+/// The likeliest tokens are searched in a list with limited room. In this row all
+/// tokens of some threads are above all tokens of every other thread, so the list
+/// overflows.
 #[test]
 fn overflowing_top_lists_are_reported_in_order() {
     for few in [18, 19, 20] {
