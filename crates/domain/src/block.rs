@@ -1,9 +1,9 @@
-//! A block of a worker's metering journal: a span of whole steps in which
-//! every nanosecond has an owner. The worker closes it, the wire carries it,
-//! the ledger posts it; all three read this one type.
+//! Blocks of a worker's metering journal. A block is a span of whole steps in which every
+//! nanosecond has an owner. The worker closes the block, the wire carries it and the ledger
+//! posts it, all as this one type.
 //!
-//! A [`Block`] exists only balanced: its maker adds up what it is given, so
-//! whoever holds one need not add again.
+//! A [`Block`] is always balanced: its constructor checks the sums, so no later code has to
+//! check them again.
 
 use std::collections::HashMap;
 
@@ -14,130 +14,131 @@ use crate::{
     Usage, UtcTime, WorkerEpoch, WorkerName,
 };
 
-/// The longest wall time of one block, a day: more is a lie or a broken clock.
+/// Longest wall time of one block: a day. A longer time is a wrong report or a broken
+/// clock.
 pub const LONGEST_BLOCK: DeviceNanos = DeviceNanos::from_secs(86_400);
-/// The most device time of one attempt, by either meter: a day for each of
-/// the 128 choices that a request can have at most. Sums of years of such
-/// figures still fit a signed 64-bit integer.
+/// Largest device time of one attempt on either meter: a day for each of the 128 choices
+/// that a request may have. Sums of years of such figures still fit a signed 64-bit
+/// integer.
 pub const LONGEST_ATTEMPT: DeviceNanos = DeviceNanos::from_secs(128 * 86_400);
-/// The most tokens of one kind of one attempt.
+/// Largest number of tokens of one kind in one attempt.
 pub const MOST_TOKENS: u64 = 1 << 40;
-/// The most shares, and the most finished attempts, in one block.
+/// Largest number of shares, and of finished attempts, in one block.
 pub const LARGEST_BLOCK: usize = 65_536;
 
-/// A device as reports and limits know it.
+/// A device as reports and limits identify it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Device {
-    /// The kind whose time is comparable.
+    /// Class of the device; times within a class are comparable.
     pub class: DeviceClass,
-    /// For people: `NVIDIA H200`, `cpu, 2 threads`.
+    /// Name for display: `NVIDIA H200`, `cpu, 2 threads`.
     pub name: String,
-    /// The vendor's id; empty on a CPU.
+    /// Id from the vendor; empty for a CPU.
     pub uuid: String,
 }
 
-/// One attempt at one request: a request that is placed again is a new attempt.
+/// One attempt at one request. A request that is placed again is a new attempt.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Attempt {
-    /// The request.
+    /// Id of the request.
     pub request: RequestId,
-    /// 0 at first.
+    /// Number of the attempt, from 0.
     pub attempt: u32,
 }
 
-/// Device time of one sequence over the steps of a block.
+/// The device time of one sequence over the steps of a block.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Share {
-    /// The sequence within the worker's epoch.
+    /// Sequence within the worker's epoch.
     pub sequence: SequenceId,
-    /// Who pays, with which key.
+    /// Tenant and key that pay.
     pub caller: Caller,
-    /// For which request.
+    /// Attempt that the sequence belongs to.
     pub attempt: Attempt,
-    /// Its part of the steps' device time.
+    /// Share of the steps' device time.
     pub attributed: DeviceNanos,
 }
 
-/// Where a request's time in a worker went.
+/// Times that a request spent in each stage of a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stages {
-    /// Waiting for a place in the batch, ns.
+    /// Wait for a place in the batch, ns.
     pub queue_ns: u64,
-    /// From the first step to the first token, ns.
+    /// Time from the first step to the first token, ns.
     pub prefill_ns: u64,
-    /// From the first token to the last, ns.
+    /// Time from the first token to the last, ns.
     pub decode_ns: u64,
 }
 
 /// An attempt that ended within the block, with its final figures.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FinishedAttempt {
-    /// Who pays, with which key.
+    /// Tenant and key that pay.
     pub caller: Caller,
-    /// Which attempt of which request.
+    /// Request and number of the attempt.
     pub attempt: Attempt,
-    /// What the device did for it, over all its blocks.
+    /// Work that the device did for the attempt, over all its blocks.
     pub usage: Usage,
-    /// Where its time went.
+    /// Time in each stage.
     pub stages: Stages,
-    /// Why it ended.
+    /// Finish reason of the attempt.
     pub reason: FinishReason,
-    /// When, by the worker host's clock.
+    /// End of the attempt, by the clock of the worker's host.
     pub finished: UtcTime,
 }
 
-/// The fields of a [`Block`], unchecked.
+/// The unchecked fields of a [`Block`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BlockParts {
-    /// The life of the worker that wrote it.
+    /// Epoch of the worker that wrote the block.
     pub epoch: WorkerEpoch,
-    /// Its number in the epoch, from 1 without gaps.
+    /// Number of the block in the epoch, from 1 without gaps.
     pub number: u64,
-    /// The worker's name in config.
+    /// Name of the worker in config.
     pub worker: WorkerName,
-    /// The device whose time it is.
+    /// Device that the time belongs to.
     pub device: Device,
-    /// The model that it served.
+    /// Model that the worker served.
     pub model: ModelName,
     /// Version of the cost table that split the steps.
     pub calibration: String,
-    /// The first step of the span; 0 where it holds no step.
+    /// Number of the first step; 0 if the block contains no step.
     pub first_step: u64,
-    /// The last one; 0 where it holds no step.
+    /// Number of the last step; 0 if the block contains no step.
     pub last_step: u64,
-    /// When the span began, by the worker host's clock.
+    /// Start of the span, by the clock of the worker's host.
     pub started: UtcTime,
-    /// Its length by the monotonic clock.
+    /// Length of the span, by the monotonic clock.
     pub wall: DeviceNanos,
-    /// Device time that no tenant owns: warm-up, calibration, recompute.
+    /// Device time of no tenant: warm-up, calibration, recomputation.
     pub overhead: DeviceNanos,
     /// Time between steps.
     pub idle: DeviceNanos,
-    /// Device time that a fault made worthless.
+    /// Device time that a fault made useless.
     pub loss: DeviceNanos,
-    /// What is the tenants'.
+    /// Shares of the tenants.
     pub shares: Vec<Share>,
-    /// The attempts that ended in it.
+    /// Attempts that ended in the block.
     pub finished: Vec<FinishedAttempt>,
-    /// No block of this epoch follows.
+    /// True if no block of this epoch follows.
     pub last_of_epoch: bool,
-    /// What the device drew from the block's begin to its end, where it told.
-    /// Left out of the words where it did not, as it was before it was known.
+    /// Energy that the device used during the block, if it reports energy. The field is
+    /// left out of the text form if absent, so blocks without energy keep their old bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub energy: Option<Millijoules>,
 }
 
-/// A block's energy by what its time was spent on; it sums to the block's.
+/// The energy of a block, split like its time. The parts sum to the energy of the block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EnergyParts {
-    /// Of [`BlockParts::overhead`].
+    /// Energy of [`BlockParts::overhead`].
     pub overhead: Millijoules,
-    /// Of [`BlockParts::idle`].
+    /// Energy of [`BlockParts::idle`].
     pub idle: Millijoules,
-    /// Of [`BlockParts::loss`].
+    /// Energy of [`BlockParts::loss`].
     pub loss: Millijoules,
-    /// Of each of [`BlockParts::shares`], in their order.
+    /// Energy of each of [`BlockParts::shares`], in their order.
     pub shares: Vec<Millijoules>,
 }
 
@@ -148,47 +149,47 @@ pub struct Block {
     parts: BlockParts,
 }
 
-/// Why a block was refused.
+/// The reason for which a block was rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BlockError {
-    /// The entries do not sum to the wall time, or overflow on the way.
+    /// The entries do not sum to the wall time, or their sum overflows.
     #[error(
         "block {number}: shares, overhead, idle and loss are {entries:?} ns but wall time is {wall} ns"
     )]
     Unbalanced {
-        /// The block's number.
+        /// Number of the block.
         number: u64,
-        /// What the entries sum to; `None` where the sum overflows.
+        /// Sum of the entries; `None` on overflow.
         entries: Option<u64>,
-        /// The wall time stated.
+        /// Reported wall time.
         wall: u64,
     },
-    /// A field holds what no honest worker writes.
+    /// A field has a value that no correct worker writes.
     #[error("block {number}: {field} is out of bounds")]
     OutOfBounds {
-        /// The block's number.
+        /// Number of the block.
         number: u64,
-        /// The field.
+        /// Name of the field.
         field: &'static str,
     },
-    /// An attempt's final figure is less than what it has in this block alone.
+    /// The final figure of an attempt is less than its shares in this block alone.
     #[error("block {number}: an attempt's final figure is less than its shares")]
     Understated {
-        /// The block's number.
+        /// Number of the block.
         number: u64,
     },
 }
 
 impl BlockParts {
-    /// Splits the energy by the nanoseconds that everything took: largest
-    /// remainder, ties to overhead, idle, loss and the shares in this order.
-    /// `None` where the device told none.
+    /// Splits the energy in proportion to time: largest remainder; ties go to overhead,
+    /// idle, loss and the shares, in this order. Returns `None` if the device reported no
+    /// energy.
     pub fn energy_parts(&self) -> Option<EnergyParts> {
         let energy = self.energy?;
         let shares = self.shares.iter().map(|share| share.attributed);
         let times: Vec<_> =
             [self.overhead, self.idle, self.loss].into_iter().chain(shares).collect();
-        // Of no time at all a checked block has no energy.
+        // A checked block without time has no energy.
         let parts = energy.split(&times).unwrap_or_else(|| vec![Millijoules::ZERO; times.len()]);
         let [overhead, idle, loss, ref shares @ ..] = parts[..] else { return None };
         Some(EnergyParts { overhead, idle, loss, shares: shares.to_vec() })
@@ -196,18 +197,18 @@ impl BlockParts {
 }
 
 impl Block {
-    /// The fields.
+    /// Returns the fields.
     pub fn parts(&self) -> &BlockParts {
         &self.parts
     }
 
-    /// The fields, by value.
+    /// Returns the fields by value.
     pub fn into_parts(self) -> BlockParts {
         self.parts
     }
 
-    /// The same span of time without the records of some attempts: their
-    /// device time is loss, with what it drew, and of their ends it says nothing.
+    /// Returns the block without the records of some attempts. Their device time and energy
+    /// become loss, and their final figures are dropped.
     #[must_use]
     pub fn without(&self, untrue: impl Fn(&Caller, &Attempt) -> bool) -> Self {
         let mut parts = self.parts.clone();
@@ -219,6 +220,7 @@ impl Block {
             }
             stays
         });
+        // The time stays in the block as loss, so the block still balances.
         parts.loss = lost;
         parts.finished.retain(|finished| !untrue(&finished.caller, &finished.attempt));
         Self { parts }
@@ -242,6 +244,7 @@ impl TryFrom<BlockParts> for Block {
         let entries = [parts.overhead, parts.idle, parts.loss]
             .into_iter()
             .chain(parts.shares.iter().map(|share| share.attributed))
+            // Checked addition: the amounts come from outside and may overflow.
             .try_fold(DeviceNanos::ZERO, DeviceNanos::checked_add);
         if entries != Some(parts.wall) {
             return Err(BlockError::Unbalanced {
@@ -257,9 +260,10 @@ impl TryFrom<BlockParts> for Block {
     }
 }
 
-/// Whether an attempt that ended in a balanced block says that it had less
-/// than its shares there sum to.
+/// Returns true if an attempt that ended in the block reports less than the sum of its
+/// shares there.
 fn is_understated(parts: &BlockParts) -> bool {
+    // Built once, so that the check is linear in the number of shares.
     let mut stated: HashMap<_, DeviceNanos> = parts
         .finished
         .iter()
@@ -267,7 +271,7 @@ fn is_understated(parts: &BlockParts) -> bool {
         .collect();
     parts.shares.iter().any(|share| {
         let Some(left) = stated.get_mut(&(&share.caller, &share.attempt)) else {
-            return false; // it goes on
+            return false; // the attempt did not end in this block
         };
         match left.nanos().checked_sub(share.attributed.nanos()) {
             Some(less) => *left = DeviceNanos(less),
@@ -277,8 +281,8 @@ fn is_understated(parts: &BlockParts) -> bool {
     })
 }
 
-/// The first field that is out of bounds, if one is. Times and counts must
-/// fit a signed 64-bit integer, which is what a database keeps.
+/// Returns the name of the first field that is out of bounds. Times and counts must fit a
+/// signed 64-bit integer, which is the type of the database.
 fn out_of_bounds(parts: &BlockParts) -> Option<&'static str> {
     const FITS: u64 = i64::MAX as u64;
     let steps = match (parts.first_step, parts.last_step) {
@@ -351,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn an_attempts_figures_are_bounded_and_no_less_than_its_shares() {
+    fn attempt_figures_are_bounded_and_cover_shares() {
         let most = Usage {
             prompt_tokens: MOST_TOKENS,
             cached_tokens: MOST_TOKENS,
@@ -373,7 +377,7 @@ mod tests {
         ];
         for (usage, good) in cases {
             let mut parts = parts();
-            // Two choices of it.
+            // Two choices of the attempt.
             let mut second = parts.shares[0].clone();
             second.sequence = SequenceId(2);
             parts.shares[0].attributed = DeviceNanos(15);
@@ -393,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_taken_out_is_loss() {
+    fn removed_attempts_become_loss() {
         let mut parts = parts();
         let mut second = parts.shares[0].clone();
         second.caller.tenant = TenantId::new("beta").expect("a name");
@@ -408,18 +412,18 @@ mod tests {
     }
 
     #[test]
-    fn energy_goes_with_the_time_to_the_last_millijoule() {
+    fn energy_splits_like_time_without_remainder() {
         let parts = parts();
         let split = parts.energy_parts().expect("it was told");
         let EnergyParts { overhead, idle, loss, shares } = split;
-        // Of 7 mJ by 10, 20, 30 and 40 %: 0.7, 1.4, 2.1 and 2.8.
+        // 7 mJ split by 10, 20, 30 and 40 %: 0.7, 1.4, 2.1 and 2.8.
         assert_eq!([overhead, idle, loss, shares[0]].map(Millijoules::millijoules), [1, 1, 2, 3]);
         assert_eq!(BlockParts { energy: None, ..parts }.energy_parts(), None);
     }
 
-    /// The digests of blocks that were posted before energy was known stay.
+    /// Checks that blocks from before the energy field keep their digests.
     #[test]
-    fn a_block_without_energy_says_what_it_always_said() {
+    fn block_without_energy_keeps_its_bytes() {
         let parts = BlockParts { energy: None, ..parts() };
         let text = serde_json::to_string(&parts).expect("JSON");
         assert!(text.ends_with(r#""finished":[],"last_of_epoch":false}"#), "{text}");
@@ -427,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_balances_or_does_not_exist() {
+    fn unbalanced_blocks_are_rejected() {
         type Change = fn(&mut BlockParts);
         let cases: &[(Change, bool)] = &[
             (|_| (), true),

@@ -1,55 +1,54 @@
-//! What a step costs, whose it is, and what a request costs whatever its
-//! neighbours.
+//! Cost of a step, its split over the sequences in the step, and the cost of a request that
+//! does not depend on its neighbours.
 //!
-//! Two meters over one calibrated table. *Attribution* splits the measured
-//! time of one step over the sequences in it, so that the parts sum to the
-//! whole. *Reference cost* is the same formula at a fixed reference batch:
-//! it depends on the request alone, never on chunking or neighbours, and is
-//! what estimates, limits and prices use.
+//! Two meters use one calibrated table. *Attribution* splits the measured time of one step
+//! over its sequences, and the parts sum to the whole. *Reference cost* is the same formula
+//! at a fixed reference batch. Reference cost depends on the request alone, never on
+//! chunking or neighbours. Estimates, limits and prices use reference cost.
 //!
-//! With n_i new tokens (N in all), l_i rows of logits (L in all) and step
-//! time T over the active sequences S, the weight of a sequence is
+//! A step has n_i new tokens and l_i logit rows for sequence i, N and L in all, and takes
+//! the time T over the set S of active sequences. The weight of a sequence is
 //!
 //! ```text
 //! w_i = (t0 + g(1)) / |S| + (g(N) - g(1)) n_i / N + h(L) l_i / L
 //!       + kappa kv_bytes_i + phi attention_flop_i
 //! ```
 //!
-//! where g and h are the measured time of the linear layers and of the
-//! output head against tokens. Reading the weights (`g(1)`) is shared by all
-//! alike, arithmetic above that floor by tokens, attention goes to its owner.
-//! At the reference batch a prompt whose log-probabilities are wanted costs
-//! `h(C) / C` more for each of its rows; see [`CostTable::prompt_work_ns`].
-//! The rule and its reasons are in `docs/metering.md`.
+//! where g and h are the measured times of the linear layers and of the output head against
+//! tokens. All sequences share the reading of the weights (`g(1)`) equally. Arithmetic
+//! above that floor is shared by tokens. Attention is paid by the sequence that causes it.
+//! At the reference batch, a prompt with log-probabilities costs `h(C) / C` more for each
+//! of its rows; see [`CostTable::prompt_work_ns`]. `docs/metering.md` explains the rule and
+//! its reasons.
 
 use serde::{Deserialize, Serialize};
 
 use crate::{DeviceNanos, SequenceId};
 
-/// The calibrated cost of one model on one device. Times are nanoseconds.
+/// The calibrated cost of one model on one device. Times are in nanoseconds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "CostTableParts", into = "CostTableParts")]
 pub struct CostTable {
     parts: CostTableParts,
 }
 
-/// The fields of a [`CostTable`], unchecked, as they are stored and sent.
+/// The unchecked fields of a [`CostTable`], as they are stored and sent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CostTableParts {
-    /// Names the calibration; it stands in every record priced by it.
+    /// Name of the calibration. Every record priced with the table contains it.
     pub version: String,
     /// Fixed time of a step, ns.
     pub step_ns: f64,
     /// g: time of all linear layers against tokens in the step.
     pub linear: Curve,
-    /// h: time of the output head against rows of logits.
+    /// h: time of the output head against logit rows.
     pub head: Curve,
-    /// kappa: ns for each byte of KV cache read.
+    /// kappa: ns per byte of KV cache read.
     pub ns_per_kv_byte: f64,
-    /// phi: ns for each floating-point operation of attention.
+    /// phi: ns per floating-point operation of attention.
     pub ns_per_attention_flop: f64,
-    /// What attention reads and computes for a token.
+    /// Attention work of one token.
     pub shape: AttentionShape,
     /// B: sequences in the reference batch.
     pub reference_batch: u32,
@@ -57,18 +56,18 @@ pub struct CostTableParts {
     pub reference_chunk: u32,
 }
 
-/// What one token costs in attention, from the model's shape alone.
+/// The attention work of one token, from the shape of the model alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AttentionShape {
     /// Bytes of K and V over all layers for one token of context.
     pub kv_bytes_per_token: u64,
-    /// Floating-point operations over all layers for one query token against
-    /// one token of context: `4 x layers x heads x head_dim`.
+    /// Floating-point operations over all layers for one query token and one token of
+    /// context: `4 x layers x heads x head_dim`.
     pub flop_per_pair: u64,
 }
 
-/// Why a table was refused.
+/// The reason for which a table was rejected.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum CostTableError {
     /// A curve without points, out of order, falling, negative or infinite.
@@ -76,7 +75,7 @@ pub enum CostTableError {
         "cost table: curve {0} must have points of growing tokens and of ns from 0 to an hour that do not fall"
     )]
     Curve(&'static str),
-    /// A coefficient is negative or not finite.
+    /// A coefficient that is negative or not finite.
     #[error("cost table: {0} must be from 0 to an hour in ns")]
     Coefficient(&'static str),
     /// A reference batch or chunk of zero, or an empty version.
@@ -84,14 +83,15 @@ pub enum CostTableError {
     Empty(&'static str),
 }
 
-/// A piecewise linear, monotone curve: time in ns against tokens. At 0 it is
-/// 0; before the first point it is flat, beyond the last the last slope goes on.
+/// A piecewise linear, monotone curve: time in ns against tokens. The value at 0 is 0. The
+/// curve is flat before the first point and continues with the last slope beyond the last
+/// point.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Curve(pub Vec<(u32, f64)>);
 
 impl Curve {
-    /// The time for `tokens`, ns.
+    /// Returns the time for `tokens`, ns.
     pub fn at(&self, tokens: u64) -> f64 {
         let points = &self.0;
         let (Some(&(first_x, first_y)), Some(&(last_x, last_y))) = (points.first(), points.last())
@@ -108,7 +108,7 @@ impl Curve {
         let (upper, beyond) =
             if upper < points.len() { (upper, false) } else { (points.len() - 1, true) };
         let Some(&(x0, y0)) = upper.checked_sub(1).and_then(|below| points.get(below)) else {
-            // A single point: what lies beyond it is in proportion.
+            // With a single point, the time beyond it grows in proportion.
             return last_y * tokens as f64 / f64::from(last_x.max(1));
         };
         let (x1, y1) = if beyond { (last_x, last_y) } else { points[upper] };
@@ -123,37 +123,37 @@ impl Curve {
     }
 }
 
-/// What one sequence did in one step.
+/// The work of one sequence in one step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SequenceWork {
-    /// Whose work it is.
+    /// Id of the sequence.
     pub sequence: SequenceId,
-    /// n: tokens it fed, one when decoding, a chunk when prefilling.
+    /// n: tokens fed: one during decoding, a chunk during prefill.
     pub new_tokens: u32,
-    /// l: rows of logits computed for it.
+    /// l: logit rows computed.
     pub logit_rows: u32,
-    /// Tokens already in its KV cache before the step.
+    /// Tokens in the KV cache before the step.
     pub context: u32,
 }
 
-/// What reading a prompt takes, whoever reads beside it. A pair (uncached,
-/// cached) is one of which no row is scored.
+/// The work of reading a prompt, independent of other sequences. A pair (uncached, cached)
+/// converts to a work without scored rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PromptWork {
     /// Tokens to compute.
     pub uncached: u64,
     /// Tokens before them that are in the cache.
     pub cached: u64,
-    /// Computed tokens whose rows of logits are wanted for their own sake, to
-    /// tell the prompt's log-probabilities. The row that the first generated
-    /// token is drawn from is that token's cost and not counted for it here.
+    /// Computed tokens whose logit rows are needed for the prompt's log-probabilities. The
+    /// row from which the first generated token is sampled belongs to that token's cost and
+    /// is not counted here.
     pub scored: u64,
 }
 
 impl PromptWork {
-    /// Reading `tokens` of a prompt from its start, with every row of logits
-    /// if it is `scored`. Who estimates, who limits and who bills count alike
-    /// by making it here.
+    /// Creates the work of reading `tokens` tokens of a prompt from its start. All logit
+    /// rows are needed if `scored` is true. Estimates, limits and bills all use this
+    /// constructor, so they count alike.
     pub fn of(tokens: u64, scored: bool) -> Self {
         Self { uncached: tokens, cached: 0, scored: if scored { tokens } else { 0 } }
     }
@@ -166,13 +166,13 @@ impl From<(u64, u64)> for PromptWork {
 }
 
 impl AttentionShape {
-    /// Bytes of KV that `work` reads: its whole context, once.
+    /// Returns the bytes of KV that `work` reads: its whole context, once.
     pub fn kv_bytes(&self, work: &SequenceWork) -> f64 {
         self.kv_bytes_per_token as f64 * (f64::from(work.context) + f64::from(work.new_tokens))
     }
 
-    /// Floating-point operations of attention in `work`: each new token sees
-    /// the context, the new ones before it and itself.
+    /// Returns the floating-point operations of attention in `work`: each new token attends
+    /// to the context, to earlier new tokens and to itself.
     pub fn flop(&self, work: &SequenceWork) -> f64 {
         let (n, context) = (f64::from(work.new_tokens), f64::from(work.context));
         self.flop_per_pair as f64 * (n * context + n * (n + 1.0) / 2.0)
@@ -180,34 +180,34 @@ impl AttentionShape {
 }
 
 impl CostTable {
-    /// The calibration's name.
+    /// Returns the name of the calibration.
     pub fn version(&self) -> &str {
         &self.parts.version
     }
 
-    /// The fields, for storing and sending.
+    /// Returns the fields, for storing and sending.
     pub fn parts(&self) -> &CostTableParts {
         &self.parts
     }
 
-    /// Splits the measured time `step` over `works` exactly: the result has
-    /// one share for each work, in their order, and sums to `step`.
+    /// Splits the measured time `step` over `works` exactly. The result has one share per
+    /// work, in the same order, and sums to `step`.
     ///
-    /// Whole nanoseconds by largest remainder, ties by sequence id; the order
-    /// of `works` does not matter. With no work there is nothing to split
-    /// over and the result is empty: the caller books the step as overhead.
+    /// Shares are whole nanoseconds by largest remainder, ties by sequence id. The order of
+    /// `works` does not matter. Without work the result is empty and the caller books the
+    /// step as overhead.
     pub fn attribute(&self, step: DeviceNanos, works: &[SequenceWork]) -> Vec<DeviceNanos> {
         let weights = self.weights(works);
         let ids: Vec<SequenceId> = works.iter().map(|work| work.sequence).collect();
         split(step, &weights, &ids)
     }
 
-    /// What a step of `works` is predicted to take, ns.
+    /// Returns the predicted time of a step of `works`.
     pub fn predict_step(&self, works: &[SequenceWork]) -> DeviceNanos {
         DeviceNanos::from_f64_ceil(self.weights(works).iter().sum())
     }
 
-    /// The prediction of a step that is put together piece by piece.
+    /// Starts the prediction of a step that is built up work by work.
     pub fn step_cost(&self) -> StepCost<'_> {
         StepCost { table: self, sequences: 0, tokens: 0, rows: 0, attention_ns: 0.0 }
     }
@@ -218,6 +218,8 @@ impl CostTable {
         let tokens: u64 = works.iter().map(|work| u64::from(work.new_tokens)).sum();
         let rows: u64 = works.iter().map(|work| u64::from(work.logit_rows)).sum();
         let floor = (step_ns + linear.at(1)) / active;
+        // The floor `g(1)` is paid by all sequences alike, so only the time above it is
+        // split by tokens.
         let arithmetic = over(linear.at(tokens) - linear.at(1), tokens).max(0.0);
         let logits = over(head.at(rows), rows);
         works
@@ -232,16 +234,16 @@ impl CostTable {
             .collect()
     }
 
-    /// Reference cost of reading a prompt, ns: its tokens, and `h(C) / C` for
-    /// each row of logits that is wanted for its own sake.
+    /// Returns the reference cost of reading a prompt, ns: its tokens, plus `h(C) / C` for
+    /// each scored row.
     pub fn prompt_work_ns(&self, work: PromptWork) -> f64 {
         let PromptWork { uncached, cached, scored } = work;
         let chunk = u64::from(self.parts.reference_chunk);
         self.prompt_ns(uncached, cached) + scored as f64 * self.parts.head.at(chunk) / chunk as f64
     }
 
-    /// Reference cost of a prompt's tokens alone, ns: `uncached` ones computed
-    /// in chunks of C after `cached` ones found in the prefix cache.
+    /// Returns the reference cost of a prompt's tokens alone, ns: `uncached` tokens
+    /// computed in chunks of C, after `cached` tokens found in the prefix cache.
     pub fn prompt_ns(&self, uncached: u64, cached: u64) -> f64 {
         let CostTableParts { step_ns, linear, reference_batch, reference_chunk, shape, .. } =
             &self.parts;
@@ -251,7 +253,7 @@ impl CostTable {
         let (batch, chunk) = (f64::from(*reference_batch), u64::from(*reference_chunk));
         let chunks = uncached.div_ceil(chunk);
         let full = (uncached / chunk) as f64;
-        // Each chunk reads what is there by its end: cached + C, cached + 2C, ...
+        // Each chunk reads the context up to its own end: cached + C, cached + 2C, ...
         let full_reads = full * cached as f64 + chunk as f64 * full * (full + 1.0) / 2.0;
         let last_read =
             if uncached.is_multiple_of(chunk) { 0.0 } else { (cached + uncached) as f64 };
@@ -265,14 +267,14 @@ impl CostTable {
             )
     }
 
-    /// Reference cost of generating `tokens` after a context of `context`
-    /// tokens, ns.
+    /// Returns the reference cost of generating `tokens` tokens after a context of
+    /// `context` tokens, ns.
     pub fn generated_ns(&self, context: u64, tokens: u64) -> f64 {
         let CostTableParts { step_ns, linear, head, reference_batch, shape, .. } = &self.parts;
         let batch = u64::from(*reference_batch);
         let each = (step_ns + linear.at(1)) + (linear.at(batch) - linear.at(1)) + head.at(batch);
         let m = tokens as f64;
-        // Token j of m sees context + j tokens, itself included.
+        // Token j of m attends to context + j tokens, itself included.
         let seen = m * context as f64 + m * (m + 1.0) / 2.0;
         m * each / batch as f64
             + self.attention_ns(
@@ -281,9 +283,8 @@ impl CostTable {
             )
     }
 
-    /// Reference cost of a whole request, rounded up to ns once: its prompts
-    /// as [`PromptWork`] or (uncached, cached) tokens, its choices as
-    /// (context, generated).
+    /// Returns the reference cost of a whole request, rounded up to ns once. Prompts are
+    /// [`PromptWork`]s or (uncached, cached) pairs; choices are (context, generated) pairs.
     pub fn request(
         &self,
         prompts: impl IntoIterator<Item = impl Into<PromptWork>>,
@@ -301,8 +302,8 @@ impl CostTable {
     }
 }
 
-/// What a step is predicted to take, kept up as works come and go: asking
-/// costs the same however many there are.
+/// The predicted time of a step, updated as works are added and removed. A prediction takes
+/// constant time for any number of works.
 #[derive(Clone, Copy, Debug)]
 pub struct StepCost<'a> {
     table: &'a CostTable,
@@ -313,7 +314,7 @@ pub struct StepCost<'a> {
 }
 
 impl StepCost<'_> {
-    /// Puts `work` into the step.
+    /// Adds `work` to the step.
     pub fn add(&mut self, work: &SequenceWork) {
         self.sequences += 1;
         self.tokens += u64::from(work.new_tokens);
@@ -321,21 +322,23 @@ impl StepCost<'_> {
         self.attention_ns += self.attention(work);
     }
 
-    /// Takes `work`, which is in the step, out again.
+    /// Removes `work`, which must be in the step.
     pub fn remove(&mut self, work: &SequenceWork) {
         self.sequences -= 1;
         self.tokens -= u64::from(work.new_tokens);
         self.rows -= u64::from(work.logit_rows);
+        // Rounding may leave a value slightly below zero.
         self.attention_ns = (self.attention_ns - self.attention(work)).max(0.0);
     }
 
-    /// As [`CostTable::predict_step`] of all that is in the step, but for the
-    /// order in which it is added up.
+    /// Returns the same value as [`CostTable::predict_step`] for the works in the step,
+    /// except for the rounding of floating-point sums.
     pub fn predicted(&self) -> DeviceNanos {
         let CostTableParts { step_ns, linear, head, .. } = &self.table.parts;
         if self.sequences == 0 {
             return DeviceNanos::ZERO;
         }
+        // A step without new tokens still reads the weights.
         let linear = linear.at(1).max(linear.at(self.tokens));
         DeviceNanos::from_f64_ceil(step_ns + linear + head.at(self.rows) + self.attention_ns)
     }
@@ -365,7 +368,7 @@ impl TryFrom<CostTableParts> for CostTable {
             }
         }
         for (name, empty) in [
-            // A model that costs nothing to run is a table that was never measured.
+            // A model without cost means that the table was never measured.
             ("linear", parts.linear.at(1) == 0.0),
             ("version", parts.version.is_empty()),
             ("reference_batch", parts.reference_batch == 0),
@@ -385,24 +388,25 @@ impl From<CostTable> for CostTableParts {
     }
 }
 
-/// No step, and no coefficient of one, is longer: an hour, in ns. It keeps every
-/// cost of a request that fits a context within the integers of the ledger.
+/// Longest time of a step and largest coefficient: an hour, in ns. The bound keeps every
+/// cost of a request that fits a context within the ledger's integers.
 const LONGEST_NS: f64 = 3.6e12;
 
-/// `value / count`, and 0 where there is nothing to divide among.
+/// Returns `value / count`, or 0 if `count` is 0.
 fn over(value: f64, count: u64) -> f64 {
     if count == 0 { 0.0 } else { value / count as f64 }
 }
 
-/// Splits `total` in proportion to `weights`, exactly, in whole nanoseconds:
-/// largest remainder, ties to the smaller id. A weight that is negative or
-/// not a number counts as 0; if none is above 0, all are equal.
+/// Splits `total` in proportion to `weights`, exactly, in whole nanoseconds: largest
+/// remainder, ties to the smaller id. A negative weight or NaN counts as 0. If no weight is
+/// above 0, all are equal.
 fn split(total: DeviceNanos, weights: &[f64], ids: &[SequenceId]) -> Vec<DeviceNanos> {
     let scaled = integer_weights(weights);
     let sum: u128 = scaled.iter().map(|&weight| u128::from(weight)).sum();
     if sum == 0 {
         return Vec::new();
     }
+    // A product of two 64-bit numbers needs 128 bits.
     let total_wide = u128::from(total.nanos());
     let mut shares: Vec<DeviceNanos> = Vec::with_capacity(scaled.len());
     let mut remainders: Vec<(u128, SequenceId, usize)> = Vec::with_capacity(scaled.len());
@@ -412,7 +416,7 @@ fn split(total: DeviceNanos, weights: &[f64], ids: &[SequenceId]) -> Vec<DeviceN
         remainders.push((product % sum, ids[index], index));
     }
     let given: DeviceNanos = shares.iter().copied().sum();
-    let left = (total - given).nanos() as usize; // fewer than there are shares
+    let left = (total - given).nanos() as usize; // less than the number of shares
     remainders.sort_by(|a, b| b.0.cmp(&a.0).then(a.1.cmp(&b.1)));
     for &(_, _, index) in remainders.iter().take(left) {
         shares[index] += DeviceNanos(1);
@@ -420,8 +424,8 @@ fn split(total: DeviceNanos, weights: &[f64], ids: &[SequenceId]) -> Vec<DeviceN
     shares
 }
 
-/// Weights as whole numbers up to 2^40, so that the split is exact arithmetic
-/// and does not depend on the order of floating-point sums.
+/// Converts weights to integers up to 2^40. The split is then exact and does not depend on
+/// the order of floating-point sums.
 fn integer_weights(weights: &[f64]) -> Vec<u64> {
     const SCALE: f64 = (1u64 << 40) as f64;
     let largest = weights.iter().copied().filter(|w| !w.is_nan()).fold(0.0, f64::max);
@@ -433,6 +437,7 @@ fn integer_weights(weights: &[f64]) -> Vec<u64> {
         .map(|&weight| match weight {
             w if w.is_nan() || w <= 0.0 => 0,
             w if w.is_infinite() => SCALE as u64,
+            // Finite weights beside an infinite one get the smallest positive weight.
             w if largest.is_infinite() => u64::from(w > 0.0),
             w => (w / largest * SCALE).round() as u64,
         })

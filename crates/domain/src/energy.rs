@@ -1,5 +1,6 @@
-//! What a device drew, and whose it was: whole millijoules, split by the same
-//! nanoseconds as its time, so that the parts sum to what was drawn.
+//! Energy that a device used, and its attribution. Energy is counted in whole millijoules
+//! and split by the same nanoseconds as device time, so the parts sum to the measured
+//! energy.
 
 use std::fmt;
 use std::iter::Sum;
@@ -8,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::DeviceNanos;
 
-/// Energy in whole millijoules, as NVML counts it.
+/// Energy in whole millijoules, the unit of NVML's counter.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
@@ -16,23 +17,23 @@ use crate::DeviceNanos;
 pub struct Millijoules(pub u64);
 
 impl Millijoules {
-    /// None at all.
+    /// The zero energy.
     pub const ZERO: Self = Self(0);
 
-    /// The whole millijoules.
+    /// Returns the millijoules.
     pub const fn millijoules(self) -> u64 {
         self.0
     }
 
-    /// How far a counter moved from `before` to here; `None` where it went
-    /// backwards, as it does when a driver is loaded anew.
+    /// Returns the increase of a counter since `before`, or `None` if the counter went
+    /// backwards. A counter restarts when the driver is loaded again.
     pub fn since(self, before: Self) -> Option<Self> {
         self.0.checked_sub(before.0).map(Self)
     }
 
-    /// Whether a device may have drawn so much in `wall`. In no time nothing is
-    /// drawn; and no device draws 100 kW, also where its counter was read
-    /// early: more is a lie or a broken counter.
+    /// Returns true if a device can have used this energy in `wall`: less than 100 kW, with
+    /// a tolerance for a counter that was read early, and nothing in no time. A larger
+    /// value is a wrong report or a broken counter.
     pub fn is_drawn_in(self, wall: DeviceNanos) -> bool {
         if wall == DeviceNanos::ZERO {
             return self == Self::ZERO;
@@ -40,8 +41,8 @@ impl Millijoules {
         self.0 <= (wall.nanos() / NANOS_OF_MILLI + LATE_MS).saturating_mul(MOST_MJ_OF_MILLI)
     }
 
-    /// Split in proportion to `times`, exactly: largest remainder, ties to the
-    /// first. Who had no time gets none. `None` where nobody had any.
+    /// Splits the energy in proportion to `times`, exactly: largest remainder, ties to the
+    /// first. A time of zero gets nothing. Returns `None` if all times are zero.
     pub fn split(self, times: &[DeviceNanos]) -> Option<Vec<Self>> {
         let sum: u128 = times.iter().map(|time| u128::from(time.nanos())).sum();
         if sum == 0 {
@@ -49,11 +50,11 @@ impl Millijoules {
         }
         let product = |time: &DeviceNanos| u128::from(self.0) * u128::from(time.nanos());
         let mut parts: Vec<Self> =
-            times.iter().map(|time| Self((product(time) / sum) as u64)).collect(); // at most all
+            times.iter().map(|time| Self((product(time) / sum) as u64)).collect(); // each part is at most the whole, so the cast is exact
         let given: Self = parts.iter().copied().sum();
-        let left = (self.0 - given.0) as usize; // fewer than have a remainder
+        let left = (self.0 - given.0) as usize; // fewer than the times that have a remainder
         let mut order: Vec<usize> = (0..times.len()).collect();
-        // Stable, so that the first of equals comes first.
+        // The sort is stable, so equal remainders keep their order.
         order.sort_by_key(|&index| std::cmp::Reverse(product(&times[index]) % sum));
         for &index in order.iter().take(left) {
             parts[index].0 += 1;
@@ -61,17 +62,17 @@ impl Millijoules {
         Some(parts)
     }
 
-    /// What `part` of the time `whole` drew of this, rounded down.
+    /// Returns the energy of `part` of the time `whole`, rounded down.
     pub fn of_part(self, part: DeviceNanos, whole: DeviceNanos) -> Self {
         if part >= whole {
             return self;
         }
         let product = u128::from(self.0) * u128::from(part.nanos());
-        Self((product / u128::from(whole.nanos())) as u64) // less than all
+        Self((product / u128::from(whole.nanos())) as u64) // less than the whole, so the cast is exact
     }
 }
 
-/// Panics on overflow: no honest sum comes near it.
+/// Panics on overflow: no correct sum overflows.
 impl Sum for Millijoules {
     fn sum<I: Iterator<Item = Self>>(parts: I) -> Self {
         let add = |sum: u64, part: Self| sum.checked_add(part.0).expect("energy overflowed");
@@ -79,7 +80,7 @@ impl Sum for Millijoules {
     }
 }
 
-/// `1.234J`, `56.700kJ`, for people.
+/// Formats the energy for display, like `1.234J` or `56.700kJ`.
 impl fmt::Display for Millijoules {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let millijoules = self.0 as f64;
@@ -94,9 +95,9 @@ impl fmt::Display for Millijoules {
 }
 
 const NANOS_OF_MILLI: u64 = 1_000_000;
-/// 100 kW, mJ in a millisecond.
+/// Largest power, 100 kW, in mJ per millisecond.
 const MOST_MJ_OF_MILLI: u64 = 100_000;
-/// By how much a counter may have been read too early, ms.
+/// Tolerance for a counter that was read too early, in ms.
 const LATE_MS: u64 = 2_000;
 
 #[cfg(test)]
@@ -106,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_counter_that_goes_backwards_tells_nothing() {
+    fn counter_that_goes_backwards_gives_none() {
         let at = Millijoules;
         for (before, after, moved) in
             [(5, 9, Some(4)), (9, 9, Some(0)), (9, 5, None), (u64::MAX, 0, None)]
@@ -116,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_drawn_in_no_time_and_nothing_absurd_in_any() {
+    fn drawn_energy_is_bounded_by_wall_time() {
         let second = DeviceNanos::from_secs(1);
         for (energy, wall, possible) in [
             (0, DeviceNanos::ZERO, true),
@@ -132,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_remainders_get_what_is_left_and_ties_go_to_the_first() {
+    fn split_uses_largest_remainders_first_on_ties() {
         let split = |energy, times: &[u64]| {
             let times: Vec<_> = times.iter().copied().map(DeviceNanos).collect();
             let parts = Millijoules(energy).split(&times);
@@ -151,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn displays_for_people() {
+    fn display_picks_a_readable_unit() {
         for (energy, expected) in
             [(7, "7mJ"), (1_500, "1.500J"), (2_345_678, "2.346kJ"), (61_000_000_000, "61.000MJ")]
         {
@@ -161,7 +162,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn parts_sum_to_the_whole_and_each_is_within_one_of_its_due(
+        fn split_sums_exactly_within_one_of_proportion(
             energy in prop_oneof![0..1_000_u64, any::<u64>()],
             times in prop::collection::vec(prop_oneof![Just(0), 1..50_u64, 0..1_u64 << 60], 1..40),
         ) {
@@ -180,7 +181,7 @@ mod tests {
         }
 
         #[test]
-        fn a_part_is_no_more_than_the_whole(
+        fn part_is_at_most_the_whole(
             energy: u64, part in 0..1_u64 << 60, whole in 0..1_u64 << 60,
         ) {
             let (part, whole) = (DeviceNanos(part), DeviceNanos(whole));

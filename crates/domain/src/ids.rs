@@ -1,5 +1,5 @@
-//! Names and numbers that say who and what. Each is its own type, so that a
-//! key never stands where a tenant should.
+//! Names and numbers that identify things. Each is a type of its own, so that the compiler
+//! finds a key in the place of a tenant.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,9 +13,9 @@ use serde::{Deserialize, Serialize};
     "{kind} {name:?} is not a name: use 1 to 128 of A-Z a-z 0-9 . _ - : / and start with a letter or digit"
 )]
 pub struct InvalidName {
-    /// What was being named: `tenant`, `model`, ...
+    /// Kind of the name: `tenant`, `model`, ...
     pub kind: &'static str,
-    /// The offending text, cut to 64 characters.
+    /// Invalid text, cut to 64 characters.
     pub name: String,
 }
 
@@ -27,10 +27,11 @@ macro_rules! name {
         pub struct $type(Arc<str>);
 
         impl $type {
-            /// Checks and takes a name.
+            /// Checks a name.
             ///
             /// # Errors
-            /// [`InvalidName`] when it breaks the rules stated there.
+            ///
+            /// [`InvalidName`] if the text breaks the rules stated there.
             pub fn new(name: &str) -> Result<Self, InvalidName> {
                 if is_name(name) {
                     Ok(Self(name.into()))
@@ -39,7 +40,7 @@ macro_rules! name {
                 }
             }
 
-            /// The name as text.
+            /// Returns the name as text.
             pub fn as_str(&self) -> &str {
                 &self.0
             }
@@ -64,7 +65,7 @@ macro_rules! name {
             }
         }
 
-        // Lets a map keyed by the name be asked with plain text.
+        // Lets a map with this key type be searched with a plain `&str`.
         impl std::borrow::Borrow<str> for $type {
             fn borrow(&self) -> &str {
                 &self.0
@@ -74,27 +75,27 @@ macro_rules! name {
 }
 
 name!(
-    /// Who pays.
+    /// A tenant, which pays for its requests.
     TenantId, "tenant"
 );
 name!(
-    /// A credential of a tenant, by its public id (never the secret).
+    /// A key of a tenant, by its public id and never by its secret.
     KeyId, "key"
 );
 name!(
-    /// A named set of limits, in config.
+    /// A named set of limits in config.
     PlanName, "plan"
 );
 name!(
-    /// Tenants that share limits.
+    /// A pool of tenants that share limits.
     PoolName, "pool"
 );
 name!(
-    /// A dated list of prices, in config.
+    /// A dated list of prices in config.
     PriceListName, "price list"
 );
 name!(
-    /// A model as clients name it in a request.
+    /// A model, by the name that clients use in requests.
     ModelName, "model"
 );
 name!(
@@ -102,42 +103,42 @@ name!(
     DeviceClass, "device class"
 );
 name!(
-    /// A worker as config names it.
+    /// A worker, by its name in config.
     WorkerName, "worker"
 );
 name!(
-    /// One request, as `x-request-id` says it: `req-` and 32 hex digits when
-    /// we made it.
+    /// The id of a request, as in the header `x-request-id`. Ids from the gateway are
+    /// `req-` and 32 hex digits.
     RequestId, "request id"
 );
 
 impl DeviceClass {
-    /// The class of the CPU backend.
+    /// Returns the class of the CPU backend.
     pub fn cpu() -> Self {
         Self("cpu".into())
     }
 
-    /// The class of the synthetic backend, which computes nothing.
+    /// Returns the class of the synthetic backend, which computes nothing.
     pub fn synthetic() -> Self {
         Self("synthetic".into())
     }
 
-    /// Whether time of this class is GPU time on a bill.
+    /// Returns true if a bill shows time of this class as GPU time.
     pub fn is_gpu(&self) -> bool {
         !matches!(self.as_str(), "cpu" | "synthetic")
     }
 }
 
 impl RequestId {
-    /// The id made of 128 bits of which the caller drew enough at random that
-    /// they never come again.
+    /// Creates an id from 128 bits. Enough of the bits must be random for the id to be
+    /// unique.
     pub fn from_random(bits: u128) -> Self {
         let text = Self::text_of(bits);
         Self(std::str::from_utf8(&text).expect("letters and digits").into())
     }
 
-    /// How the id made of these bits is written. Every response says one, also
-    /// those that refuse at once.
+    /// Returns the text of the id made of these bits. It needs no allocation, because every
+    /// response has an id, also a response that refuses at once.
     pub fn text_of(bits: u128) -> [u8; 36] {
         let mut text = *b"req-00000000000000000000000000000000";
         for (at, byte) in bits.to_be_bytes().into_iter().enumerate() {
@@ -155,17 +156,17 @@ fn is_name(name: &str) -> bool {
         && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-:/".contains(&b))
 }
 
-/// An authenticated tenant and the key it used. Only authentication makes one.
+/// An authenticated tenant and the key that it used. Only authentication creates one.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Caller {
-    /// Who pays.
+    /// Tenant that pays.
     pub tenant: TenantId,
-    /// The credential that was shown.
+    /// Key that authenticated the request.
     pub key: KeyId,
 }
 
-/// One life of one worker process: 128 random bits drawn at its start, so that
-/// no two lives anywhere share step or sequence numbers.
+/// One run of one worker process: 128 random bits, drawn at its start. Step and sequence
+/// numbers are unique within an epoch.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct WorkerEpoch(pub u128);
@@ -192,14 +193,16 @@ impl TryFrom<String> for WorkerEpoch {
     type Error = InvalidName;
     fn try_from(text: String) -> Result<Self, InvalidName> {
         match u128::from_str_radix(&text, 16) {
+            // The length is checked because `from_str_radix` also accepts a sign and short
+            // numbers.
             Ok(bits) if text.len() == 32 => Ok(Self(bits)),
             _ => Err(InvalidName { kind: "worker epoch", name: text.chars().take(64).collect() }),
         }
     }
 }
 
-/// A sequence (one choice of one request) within a worker's epoch. Numbers
-/// grow in the order of arrival and are never used again in that epoch.
+/// A sequence (one choice of one request) within a worker's epoch. Numbers grow in the
+/// order of arrival and are never used again in the epoch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct SequenceId(pub u64);
@@ -215,13 +218,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_request_id_spells_its_bits() {
+    fn request_id_is_hex_of_its_bits() {
         let id = RequestId::from_random(0x0123_4567_89ab_cdef_0000_0000_0000_00f0);
         assert_eq!(id.as_str(), "req-0123456789abcdef00000000000000f0");
     }
 
     #[test]
-    fn names_are_checked() {
+    fn names_follow_their_rules() {
         for (name, good) in [
             ("acme", true),
             ("Qwen/Qwen2.5-0.5B", true),
@@ -239,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn epochs_survive_text() {
+    fn epoch_survives_json() {
         let epoch = WorkerEpoch(0xfeed);
         let text = serde_json::to_string(&epoch).expect("serialises");
         assert_eq!(text, "\"0000000000000000000000000000feed\"");

@@ -1,8 +1,8 @@
-//! The words every other part of tollgate speaks: ids, units, usage, limits,
-//! time, and the formula that says what a step and a request cost.
+//! Types that all other parts of tollgate share: ids, units, usage, limits, time, and the
+//! formulas for the cost of a step and of a request.
 //!
-//! Nothing here does I/O, reads a clock or knows a protocol. Amounts are
-//! integers with their unit in the type; a formula names its source.
+//! Nothing in this crate does I/O, reads a clock or knows a protocol. Amounts are integers
+//! with their unit in the type. Each formula names its source.
 
 pub mod block;
 pub mod cost;

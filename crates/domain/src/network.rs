@@ -1,5 +1,10 @@
-//! A network of addresses, as admins write it: one address, or a prefix of
-//! addresses. IPv4 is told from IPv6 only where it is shown.
+//! Networks of addresses as admins write them: one address, or all addresses with a common
+//! prefix.
+//!
+//! The module does not use the `ipnet` crate. A [`Network`] stores IPv4 as a mapped IPv6
+//! network, so that `10.0.0.0/8` contains `::ffff:10.0.0.1` and `::/0` contains all
+//! addresses. An `IpNet` keeps the two families apart, and both would have to be mapped
+//! around every call.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr};
@@ -7,14 +12,14 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// One address or all that share a prefix. Bits beyond the prefix are zero, so
-/// that one network has one form.
+/// One address, or all addresses with a common prefix. Bits after the prefix are zero, so
+/// each network has exactly one representation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Network {
-    /// IPv4 stands at the end of the mapped range.
+    /// First address. IPv4 addresses are in their mapped form.
     address: Ipv6Addr,
-    /// Of 128 bits.
+    /// Length of the prefix, of 128 bits.
     prefix: u8,
 }
 
@@ -24,7 +29,7 @@ pub struct Network {
 pub struct InvalidNetwork(pub String);
 
 impl Network {
-    /// Whether `address` is one of its own.
+    /// Returns true if the network contains `address`.
     pub fn contains(&self, address: IpAddr) -> bool {
         masked(mapped(address), self.prefix) == self.address
     }
@@ -42,6 +47,7 @@ impl FromStr for Network {
         let address: IpAddr = address.parse().map_err(|_| invalid())?;
         let bits = if address.is_ipv4() { 32 } else { 128 };
         let prefix: u8 = prefix.map_or(Ok(bits), str::parse).map_err(|_| invalid())?;
+        // Checked against the family as written: 10.0.0.0/33 must not mean an IPv6 prefix.
         if prefix > bits {
             return Err(invalid());
         }
@@ -50,7 +56,7 @@ impl FromStr for Network {
     }
 }
 
-/// As it is written: `10.0.0.0/8`, and one address without its prefix.
+/// Formats the network like `10.0.0.0/8`, and a single address without a prefix.
 impl fmt::Display for Network {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (address, bits) = match self.address.to_ipv4_mapped() {
@@ -84,11 +90,12 @@ fn mapped(address: IpAddr) -> Ipv6Addr {
 }
 
 fn masked(address: Ipv6Addr, prefix: u8) -> Ipv6Addr {
+    // A shift by 128 is not defined, and an empty prefix has an empty mask.
     let mask = u128::MAX.checked_shl(128 - u32::from(prefix)).unwrap_or(0);
     Ipv6Addr::from_bits(address.to_bits() & mask)
 }
 
-/// The bits before an IPv4 address in its mapped form.
+/// Number of bits before the IPv4 address in its mapped form.
 const MAPPED: u8 = 96;
 
 #[cfg(test)]
@@ -100,14 +107,14 @@ mod tests {
     }
 
     #[test]
-    fn networks_are_checked() {
+    fn invalid_networks_are_rejected() {
         for text in ["10.0.0.0/33", "::/129", "10.0.0", "a/8", "10.0.0.0/", "10.0.0.0/-1", ""] {
             assert!(text.parse::<Network>().is_err(), "{text}");
         }
     }
 
     #[test]
-    fn networks_show_as_they_are_written() {
+    fn networks_survive_their_text_form() {
         for (text, shown) in [
             ("10.0.0.0/8", "10.0.0.0/8"),
             ("10.1.2.3/8", "10.0.0.0/8"),
@@ -129,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_network_knows_its_own() {
+    fn network_contains_addresses_with_its_prefix() {
         for (text, address, expected) in [
             ("10.0.0.0/8", "10.255.0.1", true),
             ("10.0.0.0/8", "11.0.0.1", false),

@@ -1,22 +1,23 @@
-//! Money: what device time and tokens cost. Whole nano-units of one currency,
-//! exact sums, and one rounding, here and nowhere else. Nothing in the ledger
-//! is money: prices meet usage when a statement is made.
+//! Money: prices of device time and tokens. Amounts are whole nano-units of one currency.
+//! Sums are exact, and this module is the only place that rounds. The ledger stores no
+//! money: prices meet usage when a statement is made.
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::{ByClass, DeviceClass, PlanName, PriceListName, UtcDay};
 
-/// Nano-units of a currency in one of its units.
+/// Nano-units in one unit of a currency.
 const NANO: u128 = 1_000_000_000;
-/// Nanoseconds of a second, and what makes a million tokens commensurable.
+/// Nanoseconds of a second, and the factor that brings prices per million tokens to the
+/// same denominator.
 const SECOND: u128 = 1_000_000_000;
 const SECOND_PER_MILLION: u128 = 1_000;
-/// Digits after the point.
+/// Digits after the decimal point.
 const DIGITS: usize = 9;
 
-/// A price in nano-units of the currency. Reads and shows as a decimal with at
-/// most nine digits after the point, never as a binary fraction.
+/// A price in nano-units of the currency. The text form is a decimal with at most nine
+/// digits after the point, so it is exact.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Price(u64);
 
@@ -24,7 +25,7 @@ pub struct Price(u64);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Amount(pub u128);
 
-/// A text that is no price.
+/// A text that is not a valid price.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "not a decimal such as 0.0025, from 0 to {} with at most nine digits after the point",
@@ -32,79 +33,79 @@ pub struct Amount(pub u128);
 )]
 pub struct InvalidPrice;
 
-/// Three capital letters, as ISO 4217 has them.
+/// A currency code of three capital letters, as in ISO 4217.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Currency([u8; 3]);
 
-/// A text that is no currency.
+/// A text that is not a valid currency code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not a currency of three capital letters such as EUR")]
 pub struct InvalidCurrency;
 
-/// What a tenant used, as far as it has a price.
+/// The usage of a tenant that has a price.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Priced {
     /// Reference cost, ns.
     pub reference_ns: u64,
     /// Tokens of prompts.
     pub prompt_tokens: u64,
-    /// Tokens generated.
+    /// Generated tokens.
     pub completion_tokens: u64,
 }
 
-/// The price of each thing that has one, on one class of device.
+/// The prices on one class of device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct UnitPrices {
-    /// A second of device time, by reference cost.
+    /// Price of a second of device time, by reference cost.
     pub device_second: Price,
-    /// A million tokens of prompts.
+    /// Price of a million prompt tokens.
     pub million_prompt_tokens: Price,
-    /// A million tokens generated.
+    /// Price of a million generated tokens.
     pub million_completion_tokens: Price,
 }
 
-/// Prices from a day on, until the next list of the same plan begins.
+/// A price list: in force from its first day until the next list of the same plan starts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PriceList {
-    /// Its name.
+    /// Name of the list.
     pub name: PriceListName,
-    /// The tenants of one plan only; of all plans where `None`.
+    /// Plan whose tenants the list applies to; `None` for all plans.
     pub plan: Option<PlanName>,
-    /// The first day.
+    /// First day on which the list is in force.
     pub from: UtcDay,
-    /// A second of device time; nothing where no class has a price.
+    /// Price of a second of device time. Device time is free if no class has a price.
     pub device_second: ByClass<Price>,
-    /// A million tokens of prompts.
+    /// Price of a million prompt tokens.
     pub million_prompt_tokens: Price,
-    /// A million tokens generated.
+    /// Price of a million generated tokens.
     pub million_completion_tokens: Price,
 }
 
-/// All price lists. No two of one plan begin on the same day.
+/// All price lists. No two lists of one plan start on the same day.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PriceBook {
-    /// Of every price.
+    /// Currency of all prices.
     pub currency: Currency,
-    /// In no particular order.
+    /// Price lists, in no particular order.
     pub lists: Vec<PriceList>,
 }
 
-/// Days on which one list is in force.
+/// A span of days on which one list is in force.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PricePeriod<'a> {
-    /// The first.
+    /// First day of the span.
     pub from: UtcDay,
-    /// The last.
+    /// Last day of the span.
     pub to: UtcDay,
-    /// The list.
+    /// List in force.
     pub list: &'a PriceList,
 }
 
 impl Price {
-    /// Whole units of the largest price.
+    /// Largest price, in whole units of the currency.
     pub const LARGEST: u64 = 1_000_000;
 
-    /// Nano-units.
+    /// Returns the price in nano-units.
     pub fn nanos(self) -> u64 {
         self.0
     }
@@ -115,6 +116,7 @@ impl FromStr for Price {
 
     fn from_str(text: &str) -> Result<Self, InvalidPrice> {
         let (whole, fraction) = match text.split_once('.') {
+            // A trailing point is rejected, so that every price has one form to write.
             Some((_, "")) => return Err(InvalidPrice),
             Some(parts) => parts,
             None => (text, ""),
@@ -128,7 +130,7 @@ impl FromStr for Price {
         {
             return Err(InvalidPrice);
         }
-        // At most sixteen digits: they fit.
+        // At most sixteen digits, which fit a u64.
         let number = |text: &str| text.parse::<u64>().map_err(|_| InvalidPrice);
         let nanos = number(&format!("{whole}{fraction:0<DIGITS$}"))?;
         if u128::from(nanos) > u128::from(Self::LARGEST) * NANO {
@@ -138,7 +140,7 @@ impl FromStr for Price {
     }
 }
 
-/// Without zeros at its end.
+/// Formats the price without trailing zeros.
 impl fmt::Display for Price {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = Amount(self.0.into()).to_string();
@@ -146,7 +148,7 @@ impl fmt::Display for Price {
     }
 }
 
-/// With all nine digits after the point, so that columns line up.
+/// Formats the amount with all nine digits after the point, so that columns align.
 impl fmt::Display for Amount {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.{:09}", self.0 / NANO, self.0 % NANO)
@@ -179,20 +181,23 @@ impl fmt::Display for Currency {
 }
 
 impl UnitPrices {
-    /// What `used` costs, exactly, then rounded down to a whole nano-unit: the
-    /// only rounding there is. A part of a nano-unit is nobody's debt.
+    /// Returns the exact cost of `used`, rounded down to a whole nano-unit. No other
+    /// function rounds money.
     pub fn cost(&self, used: Priced) -> Amount {
         let times = |count: u64, price: Price| u128::from(count) * u128::from(price.0);
         let tokens = times(used.prompt_tokens, self.million_prompt_tokens)
             + times(used.completion_tokens, self.million_completion_tokens);
         let time = times(used.reference_ns, self.device_second);
+        // One division at the end: rounding the parts separately would lose up to two
+        // nano-units.
         Amount((time + tokens * SECOND_PER_MILLION) / SECOND)
     }
 }
 
 impl PriceList {
-    /// The prices on devices of `class`; `None` where other classes have a
-    /// price and this one has none, which is a mistake and not a gift.
+    /// Returns the prices on devices of `class`, or `None` if other classes have a price
+    /// for device time and this class has none. Such a gap is a mistake in config; the time
+    /// must not be free by accident.
     pub fn on(&self, class: &DeviceClass) -> Option<UnitPrices> {
         let untimed = self.device_second.default.is_none() && self.device_second.classes.is_empty();
         let device_second = match self.device_second.limit(class) {
@@ -209,8 +214,8 @@ impl PriceList {
 }
 
 impl PriceBook {
-    /// The list that prices a day's usage under `plan`: the plan's own, else
-    /// the one for all.
+    /// Returns the list that prices a day's usage under `plan`: the list of the plan,
+    /// otherwise the list for all plans.
     pub fn in_force(&self, plan: &PlanName, day: UtcDay) -> Option<&PriceList> {
         self.latest(Some(plan), day).or_else(|| self.latest(None, day))
     }
@@ -220,8 +225,8 @@ impl PriceBook {
         begun.filter(|list| list.plan.as_ref() == plan).max_by_key(|list| list.from)
     }
 
-    /// The days from `from` to `to` by the list in force, in order; days
-    /// without one are left out.
+    /// Returns the days from `from` to `to` by the list in force, in order. Days without a
+    /// list are left out.
     pub fn periods(&self, plan: &PlanName, from: UtcDay, to: UtcDay) -> Vec<PricePeriod<'_>> {
         let mut periods: Vec<PricePeriod<'_>> = Vec::new();
         for day in (from.0..=to.0).map(UtcDay) {
@@ -279,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn currencies_are_three_capitals() {
+    fn currency_is_three_capital_letters() {
         assert_eq!("EUR".parse::<Currency>().expect("one").to_string(), "EUR");
         for text in ["", "eur", "EU", "EURO", "E R"] {
             assert_eq!(text.parse::<Currency>(), Err(InvalidCurrency), "{text:?}");
@@ -287,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plans_own_list_wins_and_days_before_any_have_none() {
+    fn price_list_of_plan_wins_over_general_list() {
         let day = |text: &str| text.parse::<UtcDay>().expect(text);
         let plan = |name: &str| PlanName::new(name).expect("a name");
         let list = |name, from, plan| PriceList {
@@ -319,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cost_is_rounded_down_once() {
+    fn cost_rounds_down_once() {
         let prices = UnitPrices {
             device_second: price("0.000000001"),
             million_prompt_tokens: price("0.000000001"),
@@ -332,7 +337,7 @@ mod tests {
         assert_eq!(cost(1_000_000_000, 0, 0), 1);
         assert_eq!(cost(500_000_000, 500_000, 0), 1, "two halves are one: summed, then rounded");
         assert_eq!(cost(0, 0, 3), 1_500);
-        // The largest figures there are do not overflow.
+        // The largest possible figures do not overflow.
         let largest = UnitPrices {
             device_second: price("1000000"),
             million_prompt_tokens: price("1000000"),
@@ -345,7 +350,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_price_survives_being_shown(nanos in 0..=Price::LARGEST * 1_000_000_000) {
+        fn price_survives_its_text_form(nanos in 0..=Price::LARGEST * 1_000_000_000) {
             prop_assert_eq!(Price(nanos).to_string().parse(), Ok(Price(nanos)));
         }
     }

@@ -1,14 +1,15 @@
-//! Time as a parameter. Cores take a [`MonotonicTime`] for intervals and a
-//! [`UtcTime`] for days and months; only the edges read clocks.
+//! Time as a parameter. Cores take a [`MonotonicTime`] for intervals and a [`UtcTime`] for days and
+//! months. Only the outermost code reads clocks.
 
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use time::{Date, Month};
 
-/// Nanoseconds on a clock that never goes back, from an origin that the
-/// process chose. Good for intervals only.
+/// Nanoseconds on a clock that never goes back, counted from an origin that the process chose.
+/// Useful for intervals only.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
@@ -16,18 +17,18 @@ use serde::{Deserialize, Serialize};
 pub struct MonotonicTime(pub u64);
 
 impl MonotonicTime {
-    /// The time since `earlier`; zero if `earlier` is later.
+    /// Returns the time since `earlier`, or zero if `earlier` is later.
     pub fn since(self, earlier: Self) -> Duration {
         Duration::from_nanos(self.0.saturating_sub(earlier.0))
     }
 
-    /// This time and `span` more, saturating.
+    /// Returns the time `span` later, saturating.
     pub fn after(self, span: Duration) -> Self {
         Self(self.0.saturating_add(span.as_nanos().min(u128::from(u64::MAX)) as u64))
     }
 }
 
-/// Nanoseconds since 1970-01-01T00:00:00Z, leap seconds left out as Unix does.
+/// Nanoseconds since 1970-01-01T00:00:00Z, without leap seconds, as on Unix.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
@@ -35,25 +36,26 @@ impl MonotonicTime {
 pub struct UtcTime(pub u64);
 
 impl UtcTime {
-    /// Whole seconds since the epoch.
+    /// Returns the whole seconds since the epoch.
     pub fn unix_seconds(self) -> u64 {
         self.0 / 1_000_000_000
     }
 
-    /// The calendar day it falls on.
+    /// Returns the calendar day of the instant.
     pub fn day(self) -> UtcDay {
+        // 2^64 ns end in the year 2554, so the number of days fits.
         UtcDay((self.unix_seconds() / 86_400) as u32)
     }
 }
 
-/// A calendar day in UTC, counted from 1970-01-01. Displays as `2026-11-20`.
+/// A calendar day in UTC, counted from 1970-01-01. The text form is `2026-11-20`.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
 #[serde(transparent)]
 pub struct UtcDay(pub u32);
 
-/// A calendar month in UTC: `year * 12 + month - 1`. Displays as `2026-11`.
+/// A calendar month in UTC: `year * 12 + month - 1`. The text form is `2026-11`.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
@@ -61,34 +63,37 @@ pub struct UtcDay(pub u32);
 pub struct UtcMonth(pub u32);
 
 impl UtcDay {
-    /// Year, month 1 to 12, day 1 to 31, by the proleptic Gregorian calendar
-    /// (Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms",
-    /// `civil_from_days`).
+    /// Returns the year, the month 1 to 12 and the day 1 to 31 in the Gregorian calendar. Days after
+    /// 9999-12-31 give that day.
     pub fn civil(self) -> (u32, u32, u32) {
-        let shifted = self.0 + 719_468; // days from 0000-03-01
-        let era = shifted / 146_097;
-        let day_of_era = shifted % 146_097;
-        let year_of_era =
-            (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-        let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-        let shifted_month = (5 * day_of_year + 2) / 153;
-        let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
-        let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
-        let year = year_of_era + era * 400 + u32::from(month <= 2);
-        (year, month, day)
+        let date = self.date();
+        (date.year().unsigned_abs(), u8::from(date.month()).into(), date.day().into())
     }
 
-    /// The month it falls in.
+    /// Returns the month of the day.
     pub fn month(self) -> UtcMonth {
         let (year, month, _) = self.civil();
         UtcMonth(year * 12 + month - 1)
     }
 
-    /// The instant at which the day begins.
+    /// Returns the instant at which the day begins.
     pub fn start(self) -> UtcTime {
         UtcTime(u64::from(self.0) * 86_400 * 1_000_000_000)
     }
+
+    fn date(self) -> Date {
+        let julian = i32::try_from(self.0).ok().and_then(|days| days.checked_add(EPOCH_JULIAN_DAY));
+        julian.and_then(|day| Date::from_julian_day(day).ok()).unwrap_or(Date::MAX)
+    }
+
+    /// Returns the day of a date, or `None` for a date before 1970.
+    fn from_date(date: Date) -> Option<Self> {
+        u32::try_from(date.to_julian_day() - EPOCH_JULIAN_DAY).ok().map(Self)
+    }
 }
+
+/// Julian day number of 1970-01-01.
+const EPOCH_JULIAN_DAY: i32 = 2_440_588;
 
 impl fmt::Display for UtcDay {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -97,35 +102,29 @@ impl fmt::Display for UtcDay {
     }
 }
 
-/// A text that is no day of the form `2026-11-20`, from 1970 to 9999.
+/// A text that is not a day of the form `2026-11-20` from 1970 to 9999.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not a day like 2026-11-20")]
 pub struct InvalidDay;
 
-/// The inverse of [`UtcDay::civil`] (Hinnant, `days_from_civil`).
 impl FromStr for UtcDay {
     type Err = InvalidDay;
 
     fn from_str(text: &str) -> Result<Self, InvalidDay> {
-        let part = |range: std::ops::Range<usize>| -> Option<u32> { text.get(range)?.parse().ok() };
-        let (Some(year @ 1970..), Some(month @ 1..=12), Some(day @ 1..=31)) =
-            (part(0..4), part(5..7), part(8..10))
-        else {
-            return Err(InvalidDay);
+        let part = |range: std::ops::Range<usize>| -> Option<u16> { text.get(range)?.parse().ok() };
+        let date = || -> Option<Date> {
+            let month = Month::try_from(u8::try_from(part(5..7)?).ok()?).ok()?;
+            let day = u8::try_from(part(8..10)?).ok()?;
+            Date::from_calendar_date(part(0..4)?.into(), month, day).ok()
         };
-        let shifted_year = year - u32::from(month <= 2);
-        let era = shifted_year / 400;
-        let year_of_era = shifted_year % 400;
-        let shifted_month = (month + 9) % 12; // from March
-        let day_of_year = (153 * shifted_month + 2) / 5 + day - 1;
-        let day_of_era = year_of_era * 365 + year_of_era / 4 - year_of_era / 100 + day_of_year;
-        let found = Self(era * 146_097 + day_of_era - 719_468);
-        // The 30th of February is another day by the time it is shown again.
+        let found = date().and_then(Self::from_date).ok_or(InvalidDay)?;
+        // Numbers are also read from forms such as `+026` or `2026/11/20`. Only the form that
+        // `Display` writes is valid.
         if found.to_string() == text { Ok(found) } else { Err(InvalidDay) }
     }
 }
 
-/// A text that is no month of the form `2026-11`, from 1970 to 9999.
+/// A text that is not a month of the form `2026-11` from 1970 to 9999.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not a month like 2026-11")]
 pub struct InvalidMonth;
@@ -140,15 +139,24 @@ impl FromStr for UtcMonth {
 }
 
 impl UtcMonth {
-    /// Its first day.
+    /// Returns the first day of the month. A month outside 1970 to 9999 gives the first day of all.
     pub fn first_day(self) -> UtcDay {
-        // A month is made of a day or of a text that is one.
-        format!("{self}-01").parse().unwrap_or_default()
+        self.day(|_| 1)
     }
 
-    /// Its last day.
+    /// Returns the last day of the month. A month outside 1970 to 9999 gives the first day of all.
     pub fn last_day(self) -> UtcDay {
-        UtcDay(Self(self.0 + 1).first_day().0.saturating_sub(1))
+        self.day(|(month, year)| month.length(year))
+    }
+
+    fn day(self, day_of: impl Fn((Month, i32)) -> u8) -> UtcDay {
+        let date = || -> Option<Date> {
+            let year = i32::try_from(self.0 / 12).ok()?;
+            let month = Month::try_from((self.0 % 12 + 1) as u8).ok()?; // at most 12
+            Date::from_calendar_date(year, month, day_of((month, year))).ok()
+        };
+        // Months come from days or from checked texts, so the default is never needed there.
+        date().and_then(UtcDay::from_date).unwrap_or_default()
     }
 }
 
@@ -163,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn days_are_civil() {
+    fn instants_fall_on_civil_days() {
         for (seconds, day, month) in [
             (0, "1970-01-01", "1970-01"),
             (951_782_399, "2000-02-28", "2000-02"),
@@ -181,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn days_are_read_as_they_are_shown() {
+    fn days_survive_their_text_form() {
         for day in (0..200_000).step_by(13).map(UtcDay) {
             assert_eq!(day.to_string().parse(), Ok(day));
         }
@@ -194,18 +202,20 @@ mod tests {
             "2026-11-20 ",
             "2026/11/20",
             "+026-11-20",
+            "10000-01-01",
         ] {
             assert_eq!(text.parse::<UtcDay>(), Err(InvalidDay), "{text:?}");
         }
     }
 
     #[test]
-    fn months_are_read_as_shown() {
+    fn months_survive_their_text_form() {
         for (text, first, last) in [
             ("1970-01", "1970-01-01", "1970-01-31"),
             ("2024-02", "2024-02-01", "2024-02-29"),
             ("2026-11", "2026-11-01", "2026-11-30"),
             ("2026-12", "2026-12-01", "2026-12-31"),
+            ("9999-12", "9999-12-01", "9999-12-31"),
         ] {
             let month: UtcMonth = text.parse().expect(text);
             assert_eq!(month.to_string(), text);
@@ -215,5 +225,11 @@ mod tests {
         for text in ["", "2026", "2026-13", "2026-00", "2026-1", "2026-11-01", "1969-12"] {
             assert_eq!(text.parse::<UtcMonth>(), Err(InvalidMonth), "{text:?}");
         }
+    }
+
+    #[test]
+    fn days_beyond_the_calendar_saturate() {
+        assert_eq!(UtcDay(u32::MAX).to_string(), "9999-12-31");
+        assert_eq!(UtcMonth(u32::MAX).first_day(), UtcDay(0));
     }
 }

@@ -1,5 +1,4 @@
-//! Units. Device time is whole nanoseconds everywhere; only a report may
-//! show seconds.
+//! Units. Device time is counted in whole nanoseconds; only reports show seconds.
 
 use std::fmt;
 use std::iter::Sum;
@@ -7,11 +6,11 @@ use std::ops::{Add, AddAssign, Sub, SubAssign};
 
 use serde::{Deserialize, Serialize};
 
-/// A span of time during which a device was occupied, in nanoseconds.
+/// A span of time in which a device was occupied, in nanoseconds.
 ///
-/// Addition and subtraction panic on overflow in every profile: money is
-/// never wrapped. 2^64 ns are 584 years, so no honest sum comes near it; what
-/// arrives from outside is added with [`DeviceNanos::checked_add`].
+/// Addition and subtraction panic on overflow, also in release builds, because an amount
+/// that is billed must never wrap. 2^64 ns are 584 years, so no correct sum overflows.
+/// Amounts from outside are added with [`DeviceNanos::checked_add`].
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
@@ -19,38 +18,38 @@ use serde::{Deserialize, Serialize};
 pub struct DeviceNanos(pub u64);
 
 impl DeviceNanos {
-    /// No time at all.
+    /// The zero span.
     pub const ZERO: Self = Self(0);
 
-    /// The whole nanoseconds.
+    /// Returns the nanoseconds.
     pub const fn nanos(self) -> u64 {
         self.0
     }
 
-    /// `seconds` whole seconds of device time, saturating at the maximum.
+    /// Creates a span of whole seconds, saturating at the maximum.
     pub const fn from_secs(seconds: u64) -> Self {
         Self(seconds.saturating_mul(1_000_000_000))
     }
 
-    /// Seconds, for people; never fed back into a sum.
+    /// Returns the seconds, for display only. Never compute with them.
     pub fn as_secs_f64(self) -> f64 {
         self.0 as f64 / 1e9
     }
 
-    /// The sum, or `None` if it does not fit.
+    /// Returns the sum, or `None` on overflow.
     pub fn checked_add(self, other: Self) -> Option<Self> {
         self.0.checked_add(other.0).map(Self)
     }
 
-    /// The difference, or zero where `other` is the larger.
+    /// Returns the difference, or zero if `other` is larger.
     pub fn saturating_sub(self, other: Self) -> Self {
         Self(self.0.saturating_sub(other.0))
     }
 
-    /// `value` nanoseconds rounded up to whole ones; what is negative or not
-    /// a number is zero, what is too large is the maximum.
+    /// Rounds `value` nanoseconds up. A negative value or NaN gives zero; a value that is
+    /// too large gives the maximum.
     pub fn from_f64_ceil(value: f64) -> Self {
-        // `as` saturates and sends NaN to 0, which is the contract above.
+        // `as` saturates and converts NaN to 0.
         Self(value.ceil() as u64)
     }
 }
@@ -87,7 +86,7 @@ impl Sum for DeviceNanos {
     }
 }
 
-/// `1.234ms`, `56.7s`: three or so significant digits, for people.
+/// Formats the span for display, like `1.234ms` or `56.700s`.
 impl fmt::Display for DeviceNanos {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let nanos = self.0 as f64;
@@ -106,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rounds_up_and_survives_nonsense() {
+    fn from_f64_ceil_rounds_up_and_saturates() {
         for (value, expected) in
             [(0.0, 0), (0.1, 1), (1.0, 1), (-5.0, 0), (f64::NAN, 0), (f64::INFINITY, u64::MAX)]
         {
@@ -115,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn displays_for_people() {
+    fn display_picks_a_readable_unit() {
         for (nanos, expected) in
             [(7, "7ns"), (1_500, "1.500us"), (2_345_678, "2.346ms"), (61_000_000_000, "61.000s")]
         {
@@ -125,7 +124,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "below zero")]
-    fn a_negative_balance_is_a_bug() {
+    fn subtraction_below_zero_panics() {
         let _ = DeviceNanos(1) - DeviceNanos(2);
     }
 }

@@ -1,4 +1,4 @@
-//! What a device really did for a request.
+//! Measured usage of a request.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,31 +7,31 @@ use crate::DeviceNanos;
 /// The measured figures of a request, over all its choices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Usage {
-    /// Tokens of the prompt (of all prompts, where a request has several).
+    /// Tokens of the prompt, or of all prompts of the request.
     pub prompt_tokens: u64,
-    /// Those of the prompt whose KV entries were found in the prefix cache.
+    /// Prompt tokens whose KV entries were found in the prefix cache.
     pub cached_tokens: u64,
-    /// Tokens generated, over all choices; the end token counts.
+    /// Generated tokens over all choices. The end token counts.
     pub completion_tokens: u64,
-    /// Its exact part of the device's busy time; see [`crate::cost`].
+    /// Exact share of the device's busy time; see [`crate::cost`].
     pub attributed: DeviceNanos,
-    /// Its cost at the reference batch; see [`crate::cost`].
+    /// Cost at the reference batch; see [`crate::cost`].
     pub reference: DeviceNanos,
 }
 
 impl Usage {
-    /// Prompt and completion tokens together.
+    /// Returns prompt and completion tokens together.
     pub fn total_tokens(&self) -> u64 {
         self.prompt_tokens + self.completion_tokens
     }
 }
 
-/// How long data took between host and device.
+/// Transfer times between host and device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Transfers {
-    /// Tokens and tables, to the device.
+    /// Time to copy tokens and tables to the device.
     pub to_device: DeviceNanos,
-    /// Logits, or what was drawn from them, to the host.
+    /// Time to copy logits or sampled tokens to the host.
     pub to_host: DeviceNanos,
 }
 
@@ -42,18 +42,18 @@ impl std::ops::AddAssign for Transfers {
     }
 }
 
-/// Why a choice ended.
+/// The reason for which a choice ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FinishReason {
-    /// The model ended it, or a stop string was met.
+    /// The model ended its text, or a stop string occurred.
     Stop,
-    /// max_tokens, the context or the budget was reached.
+    /// The limit on tokens, the context or the budget was reached.
     Length,
-    /// The client left or cancelled.
+    /// The client disconnected or cancelled the request.
     Cancelled,
     /// The deadline of the whole request passed.
     Deadline,
-    /// We broke.
+    /// The server failed.
     Fault,
 }

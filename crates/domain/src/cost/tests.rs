@@ -1,5 +1,5 @@
-//! The formulas beside plain sums, and what must hold of any table: parts sum to
-//! the whole, and more work never costs less.
+//! Tests of the formulas against plain sums, and of the properties of any table: parts sum
+//! to the whole, and more work never costs less.
 
 use proptest::prelude::*;
 
@@ -42,7 +42,7 @@ fn numbered(mut works: Vec<SequenceWork>) -> Vec<SequenceWork> {
 
 proptest! {
     #[test]
-    fn a_step_costs_the_same_put_together_piece_by_piece(
+    fn step_cost_equals_prediction_of_whole_step(
         works in prop::collection::vec(any_work(), 1..30),
         gone in prop::collection::vec(any_work(), 0..10),
     ) {
@@ -73,7 +73,7 @@ proptest! {
     }
 
     #[test]
-    fn any_weights_conserve(
+    fn split_conserves_for_any_weights(
         total in any::<u64>(),
         weights in prop::collection::vec(
             prop_oneof![any::<f64>(), Just(0.0), Just(f64::NAN), Just(f64::INFINITY), Just(1e300)],
@@ -86,7 +86,7 @@ proptest! {
     }
 
     #[test]
-    fn order_does_not_matter(works in prop::collection::vec(any_work(), 2..40)) {
+    fn attribution_ignores_the_order_of_works(works in prop::collection::vec(any_work(), 2..40)) {
         let works = numbered(works);
         let total = DeviceNanos(123_456_789);
         let forward = table().attribute(total, &works);
@@ -147,7 +147,7 @@ proptest! {
     }
 
     #[test]
-    fn scoring_a_prompt_costs_by_the_row_whatever_else_it_does(
+    fn scored_rows_cost_the_same_in_any_prompt(
         cached in 0u64..4_000, first in 1u64..500, second in 1u64..500,
     ) {
         let table = table();
@@ -158,7 +158,7 @@ proptest! {
         let whole = extra(first + second, cached, first + second);
         let parts = extra(first, cached, first) + extra(second, cached + first, second);
         prop_assert!((whole - parts).abs() <= 1e-6 * whole);
-        // h goes on beyond 32 rows with its last slope, 40,000 / 31.
+        // Beyond 32 rows h continues with its last slope, 40,000 / 31.
         let each = (60_000.0 + 224.0 * 40_000.0 / 31.0) / 256.0;
         prop_assert!((whole - (first + second) as f64 * each).abs() <= 1e-6 * whole);
     }
@@ -170,13 +170,13 @@ fn equal_sequences_pay_equally_to_one_nanosecond() {
     let shares = table().attribute(DeviceNanos(1_000_003), &works);
     let (low, high) = (shares.iter().min().unwrap(), shares.iter().max().unwrap());
     assert!(high.nanos() - low.nanos() <= 1);
-    // 1,000,003 = 7 x 142,857 + 4: the extra ns go to the smallest ids.
+    // 1,000,003 = 7 x 142,857 + 4: the remaining ns go to the smallest ids.
     assert_eq!(shares[3].nanos(), 142_858);
     assert_eq!(shares[4].nanos(), 142_857);
 }
 
 #[test]
-fn a_step_without_sequences_has_no_shares() {
+fn step_without_sequences_has_no_shares() {
     assert!(table().attribute(DeviceNanos(5), &[]).is_empty());
 }
 
@@ -193,8 +193,8 @@ fn curves_interpolate_and_extrapolate() {
 }
 
 #[test]
-fn a_prompt_costs_what_its_chunks_read() {
-    // 300 uncached tokens after 10 cached: chunks of 256 and 44.
+fn prompt_cost_is_sum_over_its_chunks() {
+    // 300 uncached tokens after 10 cached ones: chunks of 256 and 44.
     let table = table();
     let reads = (10.0 + 256.0) + (10.0 + 300.0);
     let pairs = 300.0 * 10.0 + 300.0 * 301.0 / 2.0;
@@ -207,7 +207,7 @@ fn a_prompt_costs_what_its_chunks_read() {
 }
 
 #[test]
-fn a_scored_prompt_costs_more_and_a_plain_one_what_it_did() {
+fn scored_prompt_costs_more_than_plain_one() {
     let table = table();
     let cost = |scored| table.request([PromptWork::of(300, scored)], [(300, 5)]);
     assert_eq!(cost(false), table.request([(300, 0)], [(300, 5)]));
@@ -216,7 +216,7 @@ fn a_scored_prompt_costs_more_and_a_plain_one_what_it_did() {
 }
 
 #[test]
-fn nonsense_tables_are_refused() {
+fn invalid_tables_are_rejected() {
     let good = table().parts().clone();
     type Spoil = fn(&mut CostTableParts);
     let cases: [(&str, Spoil); 9] = [
