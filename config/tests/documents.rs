@@ -24,10 +24,11 @@ fn toml_examples_in_documents_load() {
                 Err(errors) => errors.problems().to_vec(),
             };
             // An excerpt may name a file, or a plan of another section.
+            let elsewhere = ["path", "certificate", "key", "plan"];
             let real: Vec<String> = problems
                 .iter()
+                .filter(|problem| !elsewhere.iter().any(|name| problem.key.ends_with(name)))
                 .map(ToString::to_string)
-                .filter(|text| !text.ends_with("does not exist") && !text.contains("no plan"))
                 .collect();
             assert!(real.is_empty(), "{}:\n{}\n{block}", path.display(), real.join("\n"));
             examples += 1;
