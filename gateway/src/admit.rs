@@ -100,6 +100,7 @@ impl Admitted {
                 temperature: sampling.temperature,
                 top_k: sampling.top_k,
                 top_p: sampling.top_p,
+                repetition_penalty: sampling.repetition_penalty,
                 presence_penalty: sampling.presence_penalty,
                 frequency_penalty: sampling.frequency_penalty,
                 logit_bias: sampling

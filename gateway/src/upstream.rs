@@ -25,7 +25,9 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tollgate_domain::{CostTable, DeviceClass, DeviceNanos, ModelName, WorkerEpoch, WorkerName};
+use tollgate_domain::{
+    CostTable, DeviceClass, DeviceNanos, ModelName, SamplingDefaults, WorkerEpoch, WorkerName,
+};
 use tollgate_text::ChatTemplate;
 use tollgate_wire::v1::{self, worker_client::WorkerClient};
 use tonic::transport::Channel;
@@ -161,6 +163,8 @@ pub(crate) struct ServedModel {
     /// Rows of logits.
     pub(crate) vocabulary: u32,
     pub(crate) table: CostTable,
+    /// The sampling parameters of requests that name none.
+    pub(crate) defaults: SamplingDefaults,
 }
 
 /// A worker for the operator: `/readyz`, metrics.

@@ -133,6 +133,7 @@ fn params(sampling: v1::Sampling) -> SamplingParams {
         logit_bias,
         seed,
         top_logprobs,
+        repetition_penalty,
     } = sampling;
     let mut logit_bias: Vec<(u32, f32)> = logit_bias.into_iter().collect();
     logit_bias.sort_unstable_by_key(|&(token, _)| token);
@@ -142,6 +143,8 @@ fn params(sampling: v1::Sampling) -> SamplingParams {
         top_p,
         presence_penalty,
         frequency_penalty,
+        // A gateway that does not know the field leaves it at 0.
+        repetition_penalty: if repetition_penalty == 0.0 { 1.0 } else { repetition_penalty },
         logit_bias,
         seed,
         top_logprobs,

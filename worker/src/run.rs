@@ -15,6 +15,7 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tollgate_domain::{CostTable, Device, DeviceNanos, UtcTime, WorkerEpoch};
+use tollgate_engine::model::SamplingDefaults;
 use tollgate_engine::{
     Backend, Clock, DeviceInfo, Engine, EngineError, EngineHandle, EngineOptions, ModelShape,
     SystemClock, Totals,
@@ -325,7 +326,9 @@ fn announcement(
     loaded: &Loaded,
     table: &CostTable,
 ) -> v1::Announcement {
-    let ModelShape { context, vocabulary, end_tokens, hash, .. } = loaded.backend.shape();
+    let ModelShape { context, vocabulary, end_tokens, sampling_defaults, hash, .. } =
+        loaded.backend.shape();
+    let &SamplingDefaults { temperature, top_k, top_p, repetition_penalty } = sampling_defaults;
     let DeviceInfo { class, name, uuid, threads } = loaded.backend.device();
     v1::Announcement {
         worker: options.name.to_string(),
@@ -352,6 +355,12 @@ fn announcement(
             cost_table_json: serde_json::to_string(table)
                 .expect("a table is numbers and names, which serialise"),
             template_context_json: loaded.template_context.clone(),
+            sampling_defaults: Some(v1::SamplingDefaults {
+                temperature,
+                top_k,
+                top_p,
+                repetition_penalty,
+            }),
         }],
     }
 }

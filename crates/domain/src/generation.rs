@@ -3,6 +3,7 @@
 //! these types, so that neither has to know the other.
 
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 
 /// The parameters that decide how the next token is sampled.
 #[derive(Clone, Debug, PartialEq)]
@@ -13,6 +14,9 @@ pub struct Sampling {
     pub top_k: u32,
     /// The probability mass to sample from, from 0 to 1.
     pub top_p: f32,
+    /// The factor that makes tokens of the prompt and of the answer less likely, as
+    /// vLLM defines it; 1 changes nothing.
+    pub repetition_penalty: f32,
     /// The amount subtracted from the logit of each token that has occurred.
     pub presence_penalty: f32,
     /// The amount subtracted for each time that the token has occurred.
@@ -35,12 +39,17 @@ pub struct SamplingDefaults {
     pub top_k: u32,
     /// See [`Sampling::top_p`].
     pub top_p: f32,
+    /// See [`Sampling::repetition_penalty`].
+    pub repetition_penalty: f32,
 }
+
+/// The values of `repetition_penalty` that are accepted.
+pub const REPETITION_PENALTIES: RangeInclusive<f64> = 0.01..=10.0;
 
 impl Default for SamplingDefaults {
     /// Returns the defaults of OpenAI's API.
     fn default() -> Self {
-        Self { temperature: 1.0, top_k: 0, top_p: 1.0 }
+        Self { temperature: 1.0, top_k: 0, top_p: 1.0, repetition_penalty: 1.0 }
     }
 }
 

@@ -21,7 +21,9 @@ pub use cost::{
     AttentionShape, CostTable, CostTableError, Curve, PromptWork, SequenceWork, StepCost,
 };
 pub use energy::Millijoules;
-pub use generation::{Sampling, SamplingDefaults, StopReason, TextDelta, TokenLogprob};
+pub use generation::{
+    REPETITION_PENALTIES, Sampling, SamplingDefaults, StopReason, TextDelta, TokenLogprob,
+};
 pub use ids::{
     Caller, DeviceClass, InvalidName, KeyId, ModelName, PlanName, PoolName, PriceListName,
     RequestId, SequenceId, TenantId, WorkerEpoch, WorkerName,

@@ -15,6 +15,7 @@ use std::time::Duration;
 pub use tollgate_domain::Transfers;
 use tollgate_domain::{AttentionShape, DeviceClass, DeviceNanos};
 
+use crate::model::SamplingDefaults;
 use crate::sample::{
     SampledToken, Sampler, SamplingParams, SamplingPoint, TokenCounts, token_logprobs,
 };
@@ -205,7 +206,7 @@ pub struct StepLimits {
 }
 
 /// The dimensions and the identity of a model.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct ModelShape {
     /// Tokens that one sequence may hold, prompt and completion together.
     pub context: u32,
@@ -224,6 +225,8 @@ pub struct ModelShape {
     pub kv_bytes_per_token: u64,
     /// Tokens that end a completion, in the order of the model's own files.
     pub end_tokens: Vec<u32>,
+    /// The sampling parameters of requests that name none.
+    pub sampling_defaults: SamplingDefaults,
     /// SHA-256 over the configuration and the weights, in hex.
     pub hash: String,
 }
@@ -475,13 +478,22 @@ impl SampleTarget<'_> {
     /// Returns the first token of a choice with seed 0, for measurements.
     pub fn first() -> Self {
         Self::Next {
-            point: SamplingPoint { seed: 0, position: 0, counts: &NO_COUNTS },
+            point: SamplingPoint { seed: 0, position: 0, counts: &NO_COUNTS, prompt: &[] },
             pending: None,
         }
     }
 }
 
-impl SampleRequest<'_> {
+impl<'a> SampleRequest<'a> {
+    /// Returns the distinct tokens of the prompt if a repetition penalty applies
+    /// to them, else nothing.
+    pub fn penalised_prompt(&self) -> &'a [u32] {
+        match self.token {
+            SampleTarget::Next { point, .. } if self.params.penalises_repetition() => point.prompt,
+            SampleTarget::Next { .. } | SampleTarget::Given(_) => &[],
+        }
+    }
+
     /// Returns the index of the previous step's sample that the counts do not include
     /// yet.
     pub fn pending(&self) -> Option<u32> {

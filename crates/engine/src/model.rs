@@ -20,6 +20,7 @@ use crate::weights::Weights;
 pub use crate::json_file::MAX_JSON_BYTES;
 pub use config::{Family, ModelConfig};
 pub use error::ModelError;
+pub use generation::SamplingDefaults;
 pub use rope::{Rope, RopeScaling};
 
 /// A model's folder in the Hugging Face layout, checked and mapped into memory.
@@ -42,7 +43,7 @@ impl ModelFiles {
         let config_path = folder.join("config.json");
         let config_bytes = json_file::read(&config_path)?;
         let mut config = ModelConfig::parse(&config_path, &config_bytes)?;
-        generation::add_end_tokens(folder, &mut config)?;
+        generation::add_generation(folder, &mut config)?;
         let weights = Weights::open(folder)?;
         let hash = hash::of_model(&config_bytes, &weights);
         Ok(Self { folder: folder.to_owned(), config, weights, hash })

@@ -36,6 +36,11 @@ pub struct SamplingParams {
     pub presence_penalty: f32,
     /// Taken off the logit of a token for each time it was generated before, -2 to 2.
     pub frequency_penalty: f32,
+    /// Divides the positive logit, and multiplies the negative one, of each token
+    /// that the prompt or the choice already has, as Hugging Face's
+    /// `RepetitionPenaltyLogitsProcessor` does; [`MIN_REPETITION_PENALTY`] to
+    /// [`MAX_REPETITION_PENALTY`]; 1 changes nothing.
+    pub repetition_penalty: f32,
     /// Added to logits: token ids, each once, and finite biases.
     pub logit_bias: Vec<(u32, f32)>,
     /// Keys the generator; with it a result can be had again.
@@ -54,6 +59,7 @@ impl SamplingParams {
             top_p: 1.0,
             presence_penalty: 0.0,
             frequency_penalty: 0.0,
+            repetition_penalty: 1.0,
             logit_bias: Vec::new(),
             seed,
             top_logprobs: None,
@@ -98,8 +104,12 @@ pub struct SamplingPoint<'a> {
     pub seed: u64,
     /// Tokens that the choice has generated before.
     pub position: u32,
-    /// Which those were; read only where a penalty asks.
+    /// How often the choice has generated each token; read only where a penalty
+    /// needs it.
     pub counts: &'a TokenCounts,
+    /// The distinct tokens of the prompt in ascending order; read only where
+    /// there is a repetition penalty.
+    pub prompt: &'a [u32],
 }
 
 /// A drawn token.
@@ -134,7 +144,7 @@ impl Sampler {
         let token = if params.leaves_logits() && params.is_greedy() {
             likeliest::argmax(row)?
         } else {
-            self.adjust(row, params, point.counts);
+            self.adjust(row, params, point);
             let best = likeliest::argmax(&self.weights)?;
             if params.is_greedy() { best } else { self.sample_by_weight(best, params, point) }
         };
@@ -143,7 +153,7 @@ impl Sampler {
     }
 
     /// Copies the row with biases added and penalties taken off.
-    fn adjust(&mut self, row: &[f32], params: &SamplingParams, counts: &TokenCounts) {
+    fn adjust(&mut self, row: &[f32], params: &SamplingParams, point: SamplingPoint<'_>) {
         self.weights.clear();
         self.weights.extend(row.iter().map(|&logit| likeliest::bounded(logit)));
         for &(token, bias) in &params.logit_bias {
@@ -154,10 +164,29 @@ impl Sampler {
         if !params.penalises() {
             return;
         }
-        for (&token, &count) in &counts.0 {
+        // The repetition penalty comes first, once for each token: vLLM and the
+        // kernel use the same order, so that a sample is the same everywhere.
+        if params.penalises_repetition() {
+            for &token in point.prompt {
+                self.penalise_repetition(token, params);
+            }
+        }
+        for (&token, &count) in &point.counts.0 {
+            if params.penalises_repetition() && point.prompt.binary_search(&token).is_err() {
+                self.penalise_repetition(token, params);
+            }
             if let Some(logit) = self.weights.get_mut(token as usize) {
                 *logit -= params.presence_penalty + params.frequency_penalty * count as f32;
             }
+        }
+    }
+
+    fn penalise_repetition(&mut self, token: u32, params: &SamplingParams) {
+        if let Some(logit) = self.weights.get_mut(token as usize) {
+            *logit = match *logit > 0.0 {
+                true => *logit / params.repetition_penalty,
+                false => *logit * params.repetition_penalty,
+            };
         }
     }
 
@@ -262,9 +291,14 @@ impl SamplingParams {
         self.temperature < LEAST_TEMPERATURE
     }
 
-    /// Whether any token that was generated before loses by it.
+    /// Returns true if the logits of earlier tokens change.
     pub fn penalises(&self) -> bool {
-        self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
+        self.presence_penalty != 0.0 || self.frequency_penalty != 0.0 || self.penalises_repetition()
+    }
+
+    /// Returns true if the tokens of the prompt matter, too.
+    pub fn penalises_repetition(&self) -> bool {
+        self.repetition_penalty != 1.0
     }
 
     fn leaves_logits(&self) -> bool {
@@ -281,6 +315,12 @@ impl SamplingParams {
             ("top_p", self.top_p, 0.0, 1.0),
             ("presence_penalty", self.presence_penalty, -2.0, 2.0),
             ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            (
+                "repetition_penalty",
+                self.repetition_penalty,
+                MIN_REPETITION_PENALTY,
+                MAX_REPETITION_PENALTY,
+            ),
         ] {
             // Written so that NaN is outside.
             if !(low..=high).contains(&value) {
@@ -306,6 +346,10 @@ impl SamplingParams {
     }
 }
 
+/// The largest repetition penalty.
+pub const MAX_REPETITION_PENALTY: f32 = 10.0;
+/// The smallest repetition penalty: a logit is divided by it.
+pub const MIN_REPETITION_PENALTY: f32 = 0.01;
 /// Entries of `logit_bias` at most.
 pub const MAX_LOGIT_BIAS: usize = 1_024;
 /// Alternatives reported at most.

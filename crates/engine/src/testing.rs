@@ -78,6 +78,7 @@ impl FakeBackend {
                 head_dim: 8,
                 kv_bytes_per_token: 64,
                 end_tokens: vec![END],
+                sampling_defaults: Default::default(),
                 hash: "00".repeat(32),
             },
             device: DeviceInfo {

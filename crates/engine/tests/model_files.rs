@@ -10,7 +10,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
-use tollgate_engine::model::{Family, ModelFiles, RopeScaling};
+use tollgate_engine::model::{Family, ModelFiles, RopeScaling, SamplingDefaults};
 use tollgate_engine::random_model::{ModelSpec, RandomModel};
 use tollgate_engine::weights::Element;
 
@@ -123,6 +123,47 @@ fn end_tokens_come_from_both_files() {
     }
     write_json(&folder.path().join("generation_config.json"), &json!({"eos_token_id": 512}));
     refused(folder.path(), &["generation_config.json", "eos_token_id 512"]);
+}
+
+#[test]
+fn sampling_defaults_come_from_generation_config() {
+    let folder = tiny();
+    let path = folder.path().join("generation_config.json");
+    let none = SamplingDefaults::default();
+    for (generation, expected) in [
+        (json!({}), none),
+        (json!({"do_sample": true}), none),
+        (json!({"do_sample": false}), SamplingDefaults { temperature: Some(0.0), ..none }),
+        (
+            json!({"do_sample": false, "temperature": 0.7, "top_p": 0.9}),
+            SamplingDefaults { temperature: Some(0.0), top_p: Some(0.9), ..none },
+        ),
+        (
+            // As Qwen2.5-0.5B-Instruct has it.
+            json!({"do_sample": true, "repetition_penalty": 1.1, "temperature": 0.7,
+                "top_p": 0.8, "top_k": 20}),
+            SamplingDefaults {
+                temperature: Some(0.7),
+                top_k: Some(20),
+                top_p: Some(0.8),
+                repetition_penalty: Some(1.1),
+            },
+        ),
+        (json!({"temperature": null, "top_k": -1}), SamplingDefaults { top_k: Some(0), ..none }),
+    ] {
+        write_json(&path, &generation);
+        let files = ModelFiles::open(folder.path()).unwrap();
+        assert_eq!(files.config().sampling_defaults, expected, "{generation}");
+    }
+    for (generation, words) in [
+        (json!({"temperature": 2.5}), "temperature 2.5 is not between 0 and 2"),
+        (json!({"top_p": -0.1}), "top_p -0.1 is not between 0 and 1"),
+        (json!({"top_k": -2}), "top_k -2 is not a number of tokens"),
+        (json!({"repetition_penalty": 0}), "repetition_penalty 0 is not between 0.01 and 10"),
+    ] {
+        write_json(&path, &generation);
+        refused(folder.path(), &["generation_config.json", words]);
+    }
 }
 
 #[test]

@@ -76,6 +76,7 @@ fn invalid_sample_requests_are_refused() {
         head_dim: 32,
         kv_bytes_per_token: 1,
         end_tokens: Vec::new(),
+        sampling_defaults: Default::default(),
         hash: String::new(),
     };
     let limits = StepLimits { tokens: 8, logit_rows: 3 };
@@ -109,6 +110,7 @@ fn invalid_sample_requests_are_refused() {
         seed: 0,
         position: 1,
         counts: &Default::default(),
+        prompt: &[],
     };
     let pending =
         SampleRequest { token: SampleTarget::Next { point, pending: Some(7) }, ..draw(0) };

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use serde_json::value::RawValue;
-use tollgate_domain::{Sampling, SamplingDefaults};
+use tollgate_domain::{REPETITION_PENALTIES, Sampling, SamplingDefaults};
 use tollgate_text::Prompt;
 
 use crate::Violation;
@@ -79,6 +79,9 @@ pub struct SamplingFields {
     pub top_k: Option<u32>,
     /// The probability mass to sample from, 0 to 1.
     pub top_p: Option<f32>,
+    /// The factor that makes earlier tokens less likely, in
+    /// [`REPETITION_PENALTIES`].
+    pub repetition_penalty: Option<f32>,
     /// The penalty for each token that has occurred, -2 to 2.
     pub presence_penalty: f32,
     /// The penalty for each occurrence of a token, -2 to 2.
@@ -100,6 +103,7 @@ impl SamplingFields {
             temperature: self.temperature.unwrap_or(defaults.temperature),
             top_k: self.top_k.unwrap_or(defaults.top_k),
             top_p: self.top_p.unwrap_or(defaults.top_p),
+            repetition_penalty: self.repetition_penalty.unwrap_or(defaults.repetition_penalty),
             presence_penalty: self.presence_penalty,
             frequency_penalty: self.frequency_penalty,
             logit_bias: self.logit_bias,
@@ -123,7 +127,7 @@ macro_rules! request_fields {
         request_fields! {
             @define $(#[$doc])* $name { $($field),* }
             shared {
-                model, n, temperature, top_k, top_p, presence_penalty, frequency_penalty,
+                model, n, temperature, top_k, top_p, repetition_penalty, presence_penalty, frequency_penalty,
                 logit_bias, seed, stop, stream, stream_options, user, metadata, service_tier
             }
         }
@@ -147,7 +151,7 @@ pub(crate) use request_fields;
 known_fields! {
     /// The fields that every dialect shares, as raw JSON.
     SharedFields {
-        model, n, temperature, top_k, top_p, presence_penalty, frequency_penalty, logit_bias, seed,
+        model, n, temperature, top_k, top_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, seed,
         stop, stream, stream_options, user, metadata, service_tier,
     }
 }
@@ -204,6 +208,8 @@ impl SharedFields<'_> {
             temperature: Field::new("temperature", self.temperature).number(0.0..=2.0)?,
             top_k: top_k(&Field::new("top_k", self.top_k))?,
             top_p: Field::new("top_p", self.top_p).number(0.0..=1.0)?,
+            repetition_penalty: Field::new("repetition_penalty", self.repetition_penalty)
+                .number(REPETITION_PENALTIES)?,
             presence_penalty: penalty("presence_penalty", self.presence_penalty)?,
             frequency_penalty: penalty("frequency_penalty", self.frequency_penalty)?,
             logit_bias: logit_bias(&Field::new("logit_bias", self.logit_bias), limits.logit_bias)?,

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tollgate_domain::{DeviceNanos, PromptWork, RequestId, Sampling, SamplingDefaults, UtcTime};
+use tollgate_domain::{DeviceNanos, PromptWork, RequestId, Sampling, UtcTime};
 use tollgate_openai::{CHAT, CompletionRequest, Echo, Interface, ResponseMeta};
 use tollgate_text::{ChatMessage, Prompt, TextError, encode_chat};
 
@@ -122,7 +122,7 @@ fn count(
     let CountContext { interface, now, default_max_tokens, read, parsed } = context;
     let CompletionRequest { model: _, prompt, choices, max_tokens, sampling, stop, stream, echo } =
         request;
-    let sampling = sampling.resolve(SamplingDefaults::default());
+    let sampling = sampling.resolve(model.defaults);
     if let Some(token) = sampling.logit_bias.keys().find(|&&token| token >= model.vocabulary) {
         return Err(ApiError::invalid(
             "logit_bias",

@@ -4,7 +4,7 @@
 use axum::Json;
 use axum::response::{IntoResponse as _, Response};
 use serde::Serialize;
-use tollgate_domain::ModelName;
+use tollgate_domain::{ModelName, SamplingDefaults};
 
 use super::{Api, Call, CallerContext};
 use crate::reply::ApiError;
@@ -17,6 +17,26 @@ pub(crate) struct ModelBody {
     object: &'static str,
     created: u64,
     owned_by: &'static str,
+    /// The sampling parameters of requests that name none; absent while no worker
+    /// serves the model.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sampling_defaults: Option<DefaultsBody>,
+}
+
+/// A model's sampling defaults as clients see them.
+#[derive(Debug, PartialEq, Serialize)]
+struct DefaultsBody {
+    temperature: f32,
+    top_k: u32,
+    top_p: f32,
+    repetition_penalty: f32,
+}
+
+impl From<SamplingDefaults> for DefaultsBody {
+    fn from(defaults: SamplingDefaults) -> Self {
+        let SamplingDefaults { temperature, top_k, top_p, repetition_penalty } = defaults;
+        Self { temperature, top_k, top_p, repetition_penalty }
+    }
 }
 
 /// All of them.
@@ -56,5 +76,7 @@ fn body(api: &Api, name: &ModelName) -> ModelBody {
         object: "model",
         created: api.serving.started.unix_seconds(),
         owned_by: "tollgate",
+        sampling_defaults: route::offer(&api.serving.workers, name.as_str())
+            .map(|served| served.defaults.into()),
     }
 }

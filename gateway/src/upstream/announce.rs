@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use tollgate_domain::{CostTable, DeviceClass, ModelName, WorkerEpoch};
+use tollgate_domain::{
+    CostTable, DeviceClass, ModelName, REPETITION_PENALTIES, SamplingDefaults, WorkerEpoch,
+};
 use tollgate_wire::v1;
 use tollgate_wire::v1::worker_client::WorkerClient;
 use tonic::transport::Channel;
@@ -78,6 +80,7 @@ async fn learn_model(
         end_tokens: _, // the worker ends choices; the gateway only counts
         cost_table_json,
         template_context_json,
+        sampling_defaults,
     } = model;
     let name =
         ModelName::new(&name).map_err(|_| UpstreamError::Lied("a model has no good name"))?;
@@ -98,5 +101,37 @@ async fn learn_model(
     }
     let template = assets::template(client, &template_asset, &template_context_json).await?;
     let class = class.clone();
-    Ok(ServedModel { name, hash, class, text, template, context_length, vocabulary, table })
+    let defaults = check_defaults(sampling_defaults.unwrap_or_default())?;
+    Ok(ServedModel {
+        name,
+        hash,
+        class,
+        text,
+        template,
+        context_length,
+        vocabulary,
+        table,
+        defaults,
+    })
+}
+
+/// Checks a model's sampling defaults: the worker would refuse every request that
+/// names no parameters of its own if one were out of range.
+fn check_defaults(announced: v1::SamplingDefaults) -> Result<SamplingDefaults, UpstreamError> {
+    let v1::SamplingDefaults { temperature, top_k, top_p, repetition_penalty } = announced;
+    let openai = SamplingDefaults::default();
+    let defaults = SamplingDefaults {
+        temperature: temperature.unwrap_or(openai.temperature),
+        top_k: top_k.unwrap_or(openai.top_k),
+        top_p: top_p.unwrap_or(openai.top_p),
+        repetition_penalty: repetition_penalty.unwrap_or(openai.repetition_penalty),
+    };
+    let (low, high) = (*REPETITION_PENALTIES.start() as f32, *REPETITION_PENALTIES.end() as f32);
+    let are_in_range = (0.0..=2.0).contains(&defaults.temperature)
+        && (0.0..=1.0).contains(&defaults.top_p)
+        && (low..=high).contains(&defaults.repetition_penalty);
+    match are_in_range {
+        true => Ok(defaults),
+        false => Err(UpstreamError::Lied("a model's sampling defaults are out of range")),
+    }
 }

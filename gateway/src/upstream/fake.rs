@@ -204,6 +204,7 @@ fn announcement(name: &str, epoch: &str, [tokenizer, template]: &[Vec<u8>; 2]) -
         end_tokens: vec![2],
         cost_table_json: table.into(),
         template_context_json: r#"{"eos_token":"<|im_end|>"}"#.into(),
+        sampling_defaults: None,
     };
     Announcement {
         worker: name.into(),

@@ -5,8 +5,8 @@ use std::sync::{Arc, OnceLock};
 
 use tollgate_domain::block::{Attempt, Stages};
 use tollgate_domain::{
-    Block, Caller, DeviceClass, DeviceNanos, KeyId, ModelName, RequestId, TenantId, Transfers,
-    Usage, WorkerEpoch,
+    Block, Caller, DeviceClass, DeviceNanos, KeyId, ModelName, RequestId, SamplingDefaults,
+    TenantId, Transfers, Usage, WorkerEpoch,
 };
 use tollgate_text::Tokenizer;
 use tollgate_wire::v1;
@@ -134,6 +134,7 @@ fn terms() -> Terms {
         let tokenizer = Tokenizer::from_json(TOKENIZER.as_bytes()).expect("a tokenizer");
         let text = BuiltTokenizer { tokenizer: Arc::new(tokenizer), longest_token: 1 };
         Arc::new(ServedModel {
+            defaults: SamplingDefaults::default(),
             name: ModelName::new("m").expect("a name"),
             hash: String::new(),
             class: DeviceClass::cpu(),

@@ -199,6 +199,7 @@ fn shape_of(files: &ModelFiles, cache: &KvCache) -> ModelShape {
         head_dim: config.head_dim,
         kv_bytes_per_token: cache.bytes_per_token(),
         end_tokens: config.end_tokens.clone(),
+        sampling_defaults: config.sampling_defaults,
         hash: files.hash().to_owned(),
     }
 }

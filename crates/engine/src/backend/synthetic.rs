@@ -24,6 +24,7 @@ use super::{
     StepPlan,
 };
 use crate::clock::VirtualClock;
+use crate::model::SamplingDefaults;
 
 /// A backend that lets time pass and computes nothing.
 pub struct SyntheticBackend {
@@ -132,6 +133,7 @@ impl SyntheticBackend {
                 head_dim: 1,
                 kv_bytes_per_token: SHAPE.kv_bytes_per_token,
                 end_tokens: vec![text.end],
+                sampling_defaults: SamplingDefaults::default(),
                 hash: hash.as_ref().iter().map(|byte| format!("{byte:02x}")).collect(),
             },
             device: DeviceInfo {

@@ -140,6 +140,7 @@ impl Part {
                 // position.
                 position: sequence.generated() + u32::from(pending.is_some()),
                 counts: &sequence.counts,
+                prompt: &sequence.prompt_set,
             };
             SampleRequest { row: last, params, token: SampleTarget::Next { point, pending } }
         });

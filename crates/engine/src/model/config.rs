@@ -8,6 +8,7 @@ use serde::Deserialize;
 
 use super::checker::{Checker, TokenIds};
 use super::error::ModelError;
+use super::generation::SamplingDefaults;
 use super::rope::{self, RawRope, Rope};
 
 /// The checked configuration of a decoder-only transformer of the Llama family.
@@ -42,6 +43,8 @@ pub struct ModelConfig {
     pub windows: Vec<Option<u32>>,
     /// Tokens that end a completion; may be empty.
     pub end_tokens: Vec<u32>,
+    /// The sampling parameters of requests that name none.
+    pub sampling_defaults: SamplingDefaults,
 }
 
 /// The supported variations of the family.
@@ -167,6 +170,7 @@ impl Checker<'_> {
             norm_epsilon: self.norm_epsilon(raw.rms_norm_eps)?,
             windows: self.windows(family, layers, &raw)?,
             end_tokens: self.end_tokens(raw.eos_token_id, vocabulary)?,
+            sampling_defaults: SamplingDefaults::default(), // in a file of its own
             // The default of this family in transformers.
             tied: raw.tie_word_embeddings.unwrap_or(false),
             rope: rope::resolve(self, raw.rope_theta, raw.rope_scaling, raw.rope_parameters)?,

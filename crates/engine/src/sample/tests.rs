@@ -9,6 +9,7 @@ fn plain() -> SamplingParams {
         top_p: 1.0,
         presence_penalty: 0.0,
         frequency_penalty: 0.0,
+        repetition_penalty: 1.0,
         logit_bias: Vec::new(),
         seed: 0,
         top_logprobs: None,
@@ -16,7 +17,7 @@ fn plain() -> SamplingParams {
 }
 
 fn draw(row: &[f32], params: &SamplingParams, seed: u64, counts: &TokenCounts) -> Option<u32> {
-    let point = SamplingPoint { seed, position: 0, counts };
+    let point = SamplingPoint { seed, position: 0, counts, prompt: &[] };
     Sampler::default().sample(row, params, point).map(|drawn| drawn.token)
 }
 
@@ -26,7 +27,7 @@ fn shares(row: &[f32], params: &SamplingParams) -> Vec<f64> {
     let (mut sampler, counts) = (Sampler::default(), TokenCounts::default());
     let mut seen = vec![0u64; row.len()];
     for seed in 0..DRAWS {
-        let point = SamplingPoint { seed, position: 9, counts: &counts };
+        let point = SamplingPoint { seed, position: 9, counts: &counts, prompt: &[] };
         let drawn = sampler.sample(row, params, point).expect("there is something to draw");
         seen[drawn.token as usize] += 1;
     }
@@ -110,6 +111,36 @@ fn greedy_takes_the_likeliest_after_penalties_and_biases() {
 }
 
 #[test]
+fn repetition_penalty_applies_once_to_tokens_of_prompt_and_answer() {
+    // Token 1 is likeliest, token 3 has the only negative logit.
+    let row = [2.0, 4.0, 3.0, -1.0];
+    let mut generated = TokenCounts::new();
+    (0..5).for_each(|_| generated.add(1));
+    let none = TokenCounts::new();
+    let by =
+        |repetition_penalty| SamplingParams { repetition_penalty, temperature: 0.0, ..plain() };
+    let negative = SamplingParams { logit_bias: vec![(0, -3.0), (1, -9.0), (2, -9.0)], ..by(2.0) };
+    let both = SamplingParams { presence_penalty: 0.5, ..by(1.25) };
+    let cases: [(&str, SamplingParams, &TokenCounts, &[u32], u32); 9] = [
+        ("no penalty", by(1.0), &generated, &[1], 1),
+        ("neither in prompt nor in answer", by(5.0), &none, &[], 1),
+        ("generated: 4 / 1.3 is above 3, whatever the count", by(1.3), &generated, &[], 1),
+        ("generated: 4 / 1.4 is below 3", by(1.4), &generated, &[], 2),
+        ("in the prompt", by(1.4), &none, &[0, 1], 2),
+        ("in both: once, so 4 / 1.3 stays above 3", by(1.3), &generated, &[1], 1),
+        ("below 1 favours what was there", by(0.5), &none, &[2], 2),
+        ("4 / 1.25 - 0.5 is below 3", both, &generated, &[1], 2),
+        // Biased to -1, -5, -6 and -1: token 0 becomes -2, so token 3 is likeliest.
+        ("a negative logit is multiplied", negative, &none, &[0], 3),
+    ];
+    for (name, params, counts, prompt, expected) in cases {
+        let point = SamplingPoint { seed: 0, position: 0, counts, prompt };
+        let token = Sampler::default().sample(&row, &params, point).map(|drawn| drawn.token);
+        assert_eq!(token, Some(expected), "{name}");
+    }
+}
+
+#[test]
 fn broken_rows_are_no_token_and_no_panic() {
     let none = TokenCounts::default();
     let (nan, low, high) = (f32::NAN, f32::NEG_INFINITY, f32::INFINITY);
@@ -140,7 +171,7 @@ fn logprobs_are_the_models_own() {
         ..plain()
     };
     let counts = TokenCounts::default();
-    let point = SamplingPoint { seed: 0, position: 0, counts: &counts };
+    let point = SamplingPoint { seed: 0, position: 0, counts: &counts, prompt: &[] };
     let drawn = Sampler::default().sample(&row, &params, point).expect("a token");
     let logprobs = drawn.logprobs.expect("they were asked for");
     assert_eq!(drawn.token, 2);
@@ -160,7 +191,7 @@ fn a_seed_and_a_place_fix_the_draw() {
     let mut warm = Sampler::default();
     let mut different = 0;
     for position in 0..50 {
-        let point = |seed| SamplingPoint { seed, position, counts: &counts };
+        let point = |seed| SamplingPoint { seed, position, counts: &counts, prompt: &[] };
         let fresh = Sampler::default().sample(&row, &plain(), point(1));
         assert_eq!(warm.sample(&row, &plain(), point(1)), fresh);
         different += u32::from(warm.sample(&row, &plain(), point(2)) != fresh);
@@ -180,6 +211,14 @@ fn parameters_are_bounded() {
         (
             SamplingParams { top_p: f32::NAN, ..good.clone() },
             Some("top_p is NaN; it lies between 0 and 1"),
+        ),
+        (
+            SamplingParams { repetition_penalty: 0.0, ..good.clone() },
+            Some("repetition_penalty is 0; it lies between 0.01 and 10"),
+        ),
+        (
+            SamplingParams { repetition_penalty: f32::NAN, ..good.clone() },
+            Some("repetition_penalty is NaN; it lies between 0.01 and 10"),
         ),
         (
             SamplingParams { presence_penalty: 2.5, ..good.clone() },

@@ -39,8 +39,10 @@ fn ways(vocabulary: u32) -> Vec<SamplingParams> {
             top_p: 0.9,
             temperature: 1.7,
             top_logprobs: Some(0),
-            ..random
+            ..random.clone()
         },
+        SamplingParams { repetition_penalty: 1.7, ..greedy.clone() },
+        SamplingParams { repetition_penalty: 0.7, frequency_penalty: 0.4, top_p: 0.9, ..random },
     ]
 }
 
@@ -50,6 +52,14 @@ fn counts(seed: u32, vocabulary: u32) -> TokenCounts {
     let before = text(40, seed, vocabulary / 2 + 1);
     before.into_iter().for_each(|token| counts.add(token));
     counts
+}
+
+/// Returns the distinct tokens of a prompt in ascending order.
+fn distinct(tokens: &[u32]) -> Vec<u32> {
+    let mut distinct = tokens.to_vec();
+    distinct.sort_unstable();
+    distinct.dedup();
+    distinct
 }
 
 fn the_same_as_the_hosts(backend: &mut dyn Backend, vocabulary: u32) -> usize {
@@ -67,11 +77,12 @@ fn the_same_as_the_hosts(backend: &mut dyn Backend, vocabulary: u32) -> usize {
     backend.step(&StepPlan::logits(&spans), &mut output).unwrap();
     let rows: Vec<Vec<f32>> = (0..output.rows()).map(|row| output.row(row).to_vec()).collect();
     let counts = counts(5, vocabulary);
+    let prompt = distinct(&text(30, 6, vocabulary));
     let mut draws = Vec::new();
     for (row, params) in (0..rows.len() as u32).map(|row| (row, &ways[row as usize / 20])) {
         // A row may serve several choices, and a step may have more samples than rows.
         for seed in [3, u64::MAX - u64::from(row)] {
-            let point = SamplingPoint { seed, position: row, counts: &counts };
+            let point = SamplingPoint { seed, position: row, counts: &counts, prompt: &prompt };
             let token = SampleTarget::Next { point, pending: None };
             draws.push(SampleRequest { row, params, token });
         }
@@ -117,12 +128,14 @@ struct Choice {
     tokens: Vec<u32>,
     prompt: usize,
     counts: TokenCounts,
+    /// The prompt's distinct tokens in ascending order.
+    prompt_set: Vec<u32>,
 }
 
 impl Choice {
     fn point(&self, ahead: u32) -> SamplingPoint<'_> {
         let position = (self.tokens.len() - self.prompt) as u32 + ahead;
-        SamplingPoint { seed: 99, position, counts: &self.counts }
+        SamplingPoint { seed: 99, position, counts: &self.counts, prompt: &self.prompt_set }
     }
 
     fn take(&mut self, token: u32) {
@@ -138,6 +151,7 @@ fn choices(backend: &dyn Backend, vocabulary: u32, first: usize) -> Vec<Choice> 
         .map(|(i, params)| Choice {
             blocks: scattered(32, first + 2 * i, backend.kv_blocks().min(127)),
             params,
+            prompt_set: distinct(&text(4 + i, 80 + i as u32, vocabulary)),
             tokens: text(4 + i, 80 + i as u32, vocabulary),
             prompt: 4 + i,
             counts: TokenCounts::new(),

@@ -31,7 +31,7 @@ pub struct Device {
     #[prost(uint32, tag = "4")]
     pub threads: u32,
 }
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Model {
     /// as clients say it
     #[prost(string, tag = "1")]
@@ -59,6 +59,24 @@ pub struct Model {
     /// strings the template reads: bos_token, eos_token
     #[prost(string, tag = "9")]
     pub template_context_json: ::prost::alloc::string::String,
+    /// absent: the model recommends nothing
+    #[prost(message, optional, tag = "10")]
+    pub sampling_defaults: ::core::option::Option<SamplingDefaults>,
+}
+/// The sampling parameters of a request that names none, as the model's publisher
+/// recommends them. Absent: no recommendation.
+#[derive(Clone, Copy, PartialEq, ::prost::Message)]
+pub struct SamplingDefaults {
+    /// 0 is greedy
+    #[prost(float, optional, tag = "1")]
+    pub temperature: ::core::option::Option<f32>,
+    /// 0: all tokens
+    #[prost(uint32, optional, tag = "2")]
+    pub top_k: ::core::option::Option<u32>,
+    #[prost(float, optional, tag = "3")]
+    pub top_p: ::core::option::Option<f32>,
+    #[prost(float, optional, tag = "4")]
+    pub repetition_penalty: ::core::option::Option<f32>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct AssetRequest {
@@ -160,6 +178,9 @@ pub struct Sampling {
     /// of so many likeliest tokens; 0: of all
     #[prost(uint32, tag = "8")]
     pub top_k: u32,
+    /// 0: none, the same as 1
+    #[prost(float, tag = "9")]
+    pub repetition_penalty: f32,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct RunEvent {

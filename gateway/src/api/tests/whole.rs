@@ -2,7 +2,7 @@
 
 use http::StatusCode;
 use tokio::join;
-use tollgate_wire::v1::{FinishReason, RefusedReason};
+use tollgate_wire::v1::{FinishReason, RefusedReason, Sampling, SamplingDefaults};
 
 use super::room::{PLAIN, Room, header, json, text};
 use crate::telemetry::Readings;
@@ -229,4 +229,67 @@ async fn a_completion_echoes_its_prompts() {
     let texts: Vec<_> = (0..4).map(|choice| body["choices"][choice]["text"].clone()).collect();
     assert_eq!(texts, ["one 0", "one 1", "two 2", "two 3"]);
     room.settled().await;
+}
+
+#[tokio::test]
+async fn sampling_parameters_left_out_take_the_models_defaults() {
+    let folder = Room::folder();
+    let mut worker = FakeWorker::start_announcing(folder.path(), "w0", |announcement| {
+        announcement.models[0].sampling_defaults = Some(SamplingDefaults {
+            temperature: Some(0.7),
+            top_k: Some(20),
+            top_p: None,
+            repetition_penalty: Some(1.1),
+        });
+    });
+    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    for (fields, expected) in [
+        ("", (0.7, 20, 1.0, 1.1)),
+        (r#","temperature":0"#, (0.0, 20, 1.0, 1.1)),
+        (r#","temperature":null,"top_k":-1,"top_p":0.5"#, (0.7, 0, 0.5, 1.1)),
+        (r#","temperature":2,"top_k":3,"top_p":0,"repetition_penalty":1"#, (2.0, 3, 0.0, 1.0)),
+    ] {
+        for (path, prompt) in [
+            ("/v1/chat/completions", r#""messages":[{"role":"user","content":"Hi"}]"#),
+            ("/v1/completions", r#""prompt":"Hi""#),
+        ] {
+            let body = format!(r#"{{"model":"fake",{prompt}{fields}}}"#);
+            let (response, sampling) = join!(room.ask("acme", "POST", path, &body), async {
+                let run = worker.run().await;
+                let sampling = run.assignment.sampling.clone().expect("sampling");
+                run.answer("Hi.").await;
+                sampling
+            });
+            assert_eq!(response.status(), StatusCode::OK);
+            let Sampling { temperature, top_k, top_p, repetition_penalty, .. } = sampling;
+            assert_eq!((temperature, top_k, top_p, repetition_penalty), expected, "{body}");
+        }
+    }
+    let (_, model) = json(room.ask("acme", "GET", "/v1/models/fake", "").await).await;
+    let told = serde_json::to_string(&model["sampling_defaults"]).expect("JSON");
+    assert_eq!(told, r#"{"repetition_penalty":1.1,"temperature":0.7,"top_k":20,"top_p":1.0}"#);
+}
+
+#[tokio::test]
+async fn worker_with_impossible_sampling_defaults_is_not_connected() {
+    type Change = fn(&mut SamplingDefaults);
+    let cases: [Change; 4] = [
+        |it| it.temperature = Some(2.1),
+        |it| it.top_p = Some(f32::NAN),
+        |it| it.repetition_penalty = Some(0.0),
+        |it| it.repetition_penalty = Some(11.0),
+    ];
+    for change in cases {
+        let folder = Room::folder();
+        let worker = FakeWorker::start_announcing(folder.path(), "w0", |announcement| {
+            let mut defaults = SamplingDefaults::default();
+            change(&mut defaults);
+            announcement.models[0].sampling_defaults = Some(defaults);
+        });
+        let room = Room::open_at_once(folder, PLAIN, &[&worker]);
+        while room.api.serving.workers.lies() == 0 {
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        }
+        assert_eq!(room.api.serving.workers.online().count(), 0);
+    }
 }

@@ -19,7 +19,8 @@ use tollgate_admission::{
 use tollgate_config::Config;
 use tollgate_domain::block::Attempt;
 use tollgate_domain::{
-    Block, Caller, DeviceNanos, KeyId, RequestId, TenantId, Usage, UtcTime, WorkerEpoch,
+    Block, Caller, DeviceNanos, KeyId, RequestId, SamplingDefaults, TenantId, Usage, UtcTime,
+    WorkerEpoch,
 };
 use tollgate_ledger::{
     FaultCap, Health, Ledger, LedgerHandle, LedgerOptions, LedgerReader, ManualLedger, Posted,
@@ -636,6 +637,7 @@ fn served_model() -> Arc<ServedModel> {
     let tokenizer = Tokenizer::from_json(TOKENIZER.as_bytes()).expect("a tokenizer");
     let text = BuiltTokenizer { tokenizer: Arc::new(tokenizer), longest_token: 1 };
     Arc::new(ServedModel {
+        defaults: SamplingDefaults::default(),
         name: model_name(),
         hash: String::new(),
         class: device().class,

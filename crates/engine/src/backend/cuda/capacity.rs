@@ -36,8 +36,11 @@ impl StepCapacity {
     /// Returns the words of a packed step.
     pub(super) fn words(&self) -> usize {
         let lists = 5 * self.tokens + 2 * 4 * self.tokens;
-        let samples = SAMPLE_WORDS * self.samples + 2 * self.biases() + 2 * self.counts();
-        lists + self.blocks() + samples + 13 * ALIGNED_WORDS
+        let samples = SAMPLE_WORDS * self.samples
+            + 2 * self.biases()
+            + 2 * self.counts()
+            + self.prompt_tokens();
+        lists + self.blocks() + samples + 14 * ALIGNED_WORDS
     }
 
     /// Returns the entries of `logit_bias` over all requests of a step.
@@ -49,6 +52,12 @@ impl StepCapacity {
     /// for each sample.
     pub(super) fn counts(&self) -> usize {
         (self.kv_blocks * BLOCK_TOKENS) as usize + self.samples
+    }
+
+    /// Distinct tokens of all prompts, each prompt's counted once for all its
+    /// choices: at most the tokens in the cache.
+    pub(super) fn prompt_tokens(&self) -> usize {
+        (self.kv_blocks * BLOCK_TOKENS) as usize
     }
 }
 

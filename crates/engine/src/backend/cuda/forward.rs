@@ -98,6 +98,7 @@ impl CudaForward<'_> {
                 biases: self.words(from.biases),
                 count_tokens: self.words(from.count_tokens),
                 counts: self.words(from.counts),
+                prompt_tokens: self.words(from.prompt_tokens),
                 vocabulary,
             };
             let count = self.samples_at_once.min(samples - first) as u32;

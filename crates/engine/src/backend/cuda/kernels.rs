@@ -160,6 +160,9 @@ pub struct KernelSpan {
     pub blocks: u32,
 }
 
+/// The bit of a count that marks a token which the prompt contains, too.
+pub const PROMPTED: u32 = 1 << 31;
+
 /// The parameters of one sample.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -197,6 +200,14 @@ pub struct SampleRow {
     pub top: u32,
     /// Number of likeliest tokens that may be sampled; 0 for all.
     pub top_k: u32,
+    /// Factor of the repetition penalty; 1: none.
+    pub repetition: f32,
+    /// Index of the first token of its prompt in the list of prompts.
+    pub prompt: u32,
+    /// Distinct tokens of the prompt; 0 unless there is a repetition penalty.
+    pub prompt_count: u32,
+    /// Padding up to the alignment of `seed`.
+    pub unused: u32,
 }
 
 /// Declares the structures of `kernels.h`, with the same fields in the same order.
@@ -339,6 +350,7 @@ arguments! {
         biases: DevicePointer,
         count_tokens: DevicePointer,
         counts: DevicePointer,
+        prompt_tokens: DevicePointer,
         vocabulary: u32,
     }
 }

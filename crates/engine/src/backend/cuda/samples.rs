@@ -4,7 +4,7 @@
 use std::num::NonZeroU32;
 
 use super::capacity::{Packer, SAMPLE_WORDS, StepCapacity};
-use super::kernels::{MOST_TOP, NONE, SampleRow};
+use super::kernels::{MOST_TOP, NONE, PROMPTED, SampleRow};
 use crate::backend::{BackendError, SampleRequest, SampleTarget};
 use crate::sample::{SampledToken, SamplingParams, TokenLogprobs};
 
@@ -15,11 +15,13 @@ pub(super) struct SampleList {
     biases: Vec<u32>,
     count_tokens: Vec<u32>,
     counts: Vec<u32>,
+    prompt_tokens: Vec<u32>,
     /// The number of likeliest tokens to report with each request; `None` if no
     /// log-probabilities are reported.
     top_counts: Vec<Option<u32>>,
     most_biases: usize,
     most_counts: usize,
+    most_prompt_tokens: usize,
     /// The most tokens that are reported beside a sampled one, at most the vocabulary.
     most_top: u32,
 }
@@ -32,6 +34,7 @@ pub(super) struct SampleOffsets {
     pub(super) biases: usize,
     pub(super) count_tokens: usize,
     pub(super) counts: usize,
+    pub(super) prompt_tokens: usize,
 }
 
 impl SampleList {
@@ -43,8 +46,10 @@ impl SampleList {
             biases: Vec::new(),
             count_tokens: Vec::new(),
             counts: Vec::new(),
+            prompt_tokens: Vec::new(),
             most_biases: capacity.biases(),
             most_counts: capacity.counts(),
+            most_prompt_tokens: capacity.prompt_tokens(),
             most_top: MOST_TOP.min(capacity.vocabulary),
         }
     }
@@ -64,10 +69,11 @@ impl SampleList {
     ///
     /// # Errors
     /// [`BackendError::Device`] if the requests have more biases than one list for each
-    /// row, or more counts than the cache has tokens.
+    /// row, or more counts or tokens of prompts than the cache has tokens.
     pub(super) fn lay_out(&mut self, samples: &[SampleRequest<'_>]) -> Result<(), BackendError> {
         self.clear();
         let mut last: Option<(*const SamplingParams, u32)> = None;
+        let mut last_prompt: Option<(*const [u32], u32)> = None;
         for draw in samples {
             // Requests that share their parameters follow one another and share one
             // list of biases.
@@ -77,15 +83,25 @@ impl SampleList {
                 _ => self.add_biases(draw.params),
             };
             last = Some((params, biases));
-            self.add(draw, biases);
+            // All choices of a prompt refer to one list, so that the lists of a
+            // step are no longer than the prompts in the cache.
+            let prompt = std::ptr::from_ref(draw.penalised_prompt());
+            let prompt_tokens = match last_prompt {
+                Some((of, start)) if std::ptr::eq(of, prompt) => start,
+                _ => self.add_prompt(draw.penalised_prompt()),
+            };
+            last_prompt = Some((prompt, prompt_tokens));
+            self.add(draw, biases, prompt_tokens);
         }
-        let (biases, counts) = (self.biases.len(), self.counts.len());
-        match biases <= self.most_biases && counts <= self.most_counts {
-            true => Ok(()),
-            false => Err(BackendError::Device(format!(
-                "the samples of one step have {biases} biases and {counts} counts of tokens; \
-                 {} and {} is the most",
-                self.most_biases, self.most_counts
+        let lists = [
+            ("biases", self.biases.len(), self.most_biases),
+            ("counts of tokens", self.counts.len(), self.most_counts),
+            ("tokens of prompts", self.prompt_tokens.len(), self.most_prompt_tokens),
+        ];
+        match lists.iter().find(|(_, count, most)| count > most) {
+            None => Ok(()),
+            Some((list, count, most)) => Err(BackendError::Device(format!(
+                "the samples of one step have {count} {list}; {most} is the most"
             ))),
         }
     }
@@ -97,6 +113,13 @@ impl SampleList {
         self.biases.clear();
         self.count_tokens.clear();
         self.counts.clear();
+        self.prompt_tokens.clear();
+    }
+
+    fn add_prompt(&mut self, prompt: &[u32]) -> u32 {
+        let first = self.prompt_tokens.len() as u32;
+        self.prompt_tokens.extend_from_slice(prompt);
+        first
     }
 
     fn add_biases(&mut self, params: &SamplingParams) -> u32 {
@@ -108,7 +131,7 @@ impl SampleList {
         first
     }
 
-    fn add(&mut self, draw: &SampleRequest<'_>, biases: u32) {
+    fn add(&mut self, draw: &SampleRequest<'_>, biases: u32, prompt: u32) {
         let &SampleRequest { row, params, token } = draw;
         let counts = self.counts.len() as u32;
         let mut sample = SampleRow {
@@ -127,6 +150,10 @@ impl SampleList {
             count_count: 0,
             top: NONE,
             top_k: params.top_k.map_or(0, NonZeroU32::get),
+            repetition: params.repetition_penalty,
+            prompt,
+            prompt_count: draw.penalised_prompt().len() as u32,
+            unused: 0,
         };
         let top_counts = match token {
             SampleTarget::Given(token) => {
@@ -138,9 +165,11 @@ impl SampleList {
                 sample.position = point.position;
                 sample.pending = pending.unwrap_or(NONE);
                 if params.penalises() {
+                    let prompt = draw.penalised_prompt();
                     for (token, count) in point.counts.iter() {
+                        let is_prompted = prompt.binary_search(&token).is_ok();
                         self.count_tokens.push(token);
-                        self.counts.push(count);
+                        self.counts.push(if is_prompted { count | PROMPTED } else { count });
                     }
                 }
                 sample.count_count = self.counts.len() as u32 - counts;
@@ -160,6 +189,7 @@ impl SampleList {
             biases: packer.list(&self.biases),
             count_tokens: packer.list(&self.count_tokens),
             counts: packer.list(&self.counts),
+            prompt_tokens: packer.list(&self.prompt_tokens),
         }
     }
 }
@@ -182,6 +212,10 @@ fn words_of(sample: &SampleRow) -> [u32; SAMPLE_WORDS] {
         count_count,
         top,
         top_k,
+        repetition,
+        prompt,
+        prompt_count,
+        unused,
     } = sample;
     [
         seed as u32,
@@ -200,6 +234,10 @@ fn words_of(sample: &SampleRow) -> [u32; SAMPLE_WORDS] {
         count_count,
         top,
         top_k,
+        repetition.to_bits(),
+        prompt,
+        prompt_count,
+        unused,
     ]
 }
 

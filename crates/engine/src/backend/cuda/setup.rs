@@ -290,6 +290,7 @@ pub(super) fn shape_of(config: &ModelConfig, hash: &str, blocks: u32) -> ModelSh
         head_dim: config.head_dim,
         kv_bytes_per_token: kv_bytes_per_token(config),
         end_tokens: config.end_tokens.clone(),
+        sampling_defaults: config.sampling_defaults,
         hash: hash.to_owned(),
     }
 }

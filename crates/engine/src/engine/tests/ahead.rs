@@ -72,6 +72,7 @@ fn penalties_know_the_token_that_is_not_here_yet() {
         let (mut submission, heard) = ask(1, &prompt(1, 20), 60);
         submission.sampling.frequency_penalty = 2.0;
         submission.sampling.presence_penalty = 2.0;
+        submission.sampling.repetition_penalty = 1.5;
         (submission, heard)
     };
     let mut ahead = bench(64);

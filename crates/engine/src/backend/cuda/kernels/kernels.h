@@ -172,7 +172,13 @@ struct SampleRow {
     u32 count_count;
     u32 top;         // number of likeliest tokens to report; NONE: no log-probabilities
     u32 top_k;       // number of likeliest tokens that may be sampled; 0: all
+    float repetition; // divides or multiplies the logits of earlier tokens; 1: no change
+    u32 prompt;       // offset in `prompt_tokens`
+    u32 prompt_count; // 0 without a repetition penalty
+    u32 unused;       // padding, because the size is a multiple of the alignment
 };
+// Marks a count whose token is in the prompt, too.
+constexpr u32 PROMPTED = 0x80000000u;
 constexpr u32 MOST_TOP = 20;
 
 // Arguments of the sampling kernel. Grid: samples.
@@ -189,6 +195,7 @@ struct SampleArgs {
     const u32* bias_tokens;
     const float* biases;
     const u32* count_tokens;
-    const u32* counts;
+    const u32* counts;        // with PROMPTED where the token is in the prompt, too
+    const u32* prompt_tokens; // each token of a prompt once
     u32 vocabulary;
 };

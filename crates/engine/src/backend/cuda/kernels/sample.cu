@@ -22,7 +22,7 @@ struct SampleShared {
     u64 above;
     double wanted;
     u32 warps[SAMPLE_THREADS / WARP];
-    u32 bucket, token, chunk, found, equal, listed;
+    u32 bucket, token, chunk, found, prompted, equal, listed;
 };
 
 DEVICE bool is_number(float x) { return x == x; }
@@ -162,11 +162,17 @@ DEVICE double uniform(u64 seed, u32 position) {
     return times((double)(bits >> 11), 1.0 / 9007199254740992.0);
 }
 
+// Applies the repetition penalty to the logit of an earlier token.
+DEVICE float less_repeated(float logit, float repetition) {
+    return logit > 0 ? divided(logit, repetition) : times(logit, repetition);
+}
+
 // Copies the row, adds biases and subtracts penalties.
 DEVICE void adjust(SampleShared& shared, const SampleArgs& args, const SampleRow& row,
                    const float* logits, float* weights) {
     if (thread_index() == 0) {
         shared.found = 0;
+        shared.prompted = 0;
     }
     each(logits, args.vocabulary, [&](u32 i, float logit) { weights[i] = bounded(logit); });
     sync_block();
@@ -176,25 +182,43 @@ DEVICE void adjust(SampleShared& shared, const SampleArgs& args, const SampleRow
             weights[token] = plus(weights[token], args.biases[row.biases + i]);
         }
     }
-    if (row.presence == 0 && row.frequency == 0) {
+    if (row.presence == 0 && row.frequency == 0 && row.repetition == 1) {
         return;
     }
     sync_block();
     u32 pending = row.pending == NONE ? NONE : args.previous[row.pending];
+    // Empty without a repetition penalty. No token is in it twice, so no two
+    // threads change one weight.
+    for (u32 i = thread_index(); i < row.prompt_count; i += SAMPLE_THREADS) {
+        u32 token = args.prompt_tokens[row.prompt + i];
+        if (token == pending) {
+            shared.prompted = 1;
+        }
+        if (token < args.vocabulary) {
+            weights[token] = less_repeated(weights[token], row.repetition);
+        }
+    }
+    sync_block(); // a token of the prompt may be among the counts, too
     for (u32 i = thread_index(); i < row.count_count; i += SAMPLE_THREADS) {
         u32 token = args.count_tokens[row.counts + i], count = args.counts[row.counts + i];
+        bool is_prompted = count & PROMPTED;
+        count &= ~PROMPTED;
         if (token == pending) {
             count++;
             shared.found = 1;
         }
         if (token < args.vocabulary) {
+            float weight = weights[token];
+            weight = is_prompted ? weight : less_repeated(weight, row.repetition);
             float penalty = plus(row.presence, times(row.frequency, (float)count));
-            weights[token] = plus(weights[token], -penalty);
+            weights[token] = plus(weight, -penalty);
         }
     }
     sync_block();
     if (thread_index() == 0 && shared.found == 0 && pending < args.vocabulary) {
-        weights[pending] = plus(weights[pending], -plus(row.presence, row.frequency));
+        float weight = weights[pending];
+        weight = shared.prompted ? weight : less_repeated(weight, row.repetition);
+        weights[pending] = plus(weight, -plus(row.presence, row.frequency));
     }
 }
 
@@ -463,7 +487,8 @@ DEVICE u32 sample_token(SampleShared& shared, const SampleArgs& args, const Samp
     float* weights = args.weights + (u64)block_x() * count;
     double* sums = args.sums + (u64)block_x() * steps_of(count, SUM_CHUNK);
     bool is_greedy = row.temperature < LEAST_TEMPERATURE;
-    bool is_plain = row.bias_count == 0 && row.presence == 0 && row.frequency == 0;
+    bool is_plain = row.bias_count == 0 && row.presence == 0 && row.frequency == 0 &&
+                    row.repetition == 1;
     if (!is_plain) {
         adjust(shared, args, row, logits, weights);
         sync_block();

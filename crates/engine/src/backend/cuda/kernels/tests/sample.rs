@@ -17,6 +17,8 @@ struct Ask {
     position: u32,
     /// Tokens that were generated before, with their counts.
     history: Vec<(u32, u32)>,
+    /// Distinct tokens of the prompt in ascending order.
+    prompt: Vec<u32>,
     /// One more token, which the previous step has sampled.
     pending: Option<u32>,
     given: Option<u32>,
@@ -28,6 +30,7 @@ impl Ask {
             params: SamplingParams::greedy(7),
             position: 0,
             history: Vec::new(),
+            prompt: Vec::new(),
             pending: None,
             given: None,
         }
@@ -59,8 +62,12 @@ impl Ask {
             (0..count).for_each(|_| counts.add(token));
         }
         self.pending.into_iter().for_each(|token| counts.add(token));
-        let point =
-            SamplingPoint { seed: self.params.seed, position: self.position, counts: &counts };
+        let point = SamplingPoint {
+            seed: self.params.seed,
+            position: self.position,
+            counts: &counts,
+            prompt: &self.prompt,
+        };
         sampler.sample(row, &self.params, point)
     }
 }
@@ -97,6 +104,28 @@ fn asks(vocabulary: usize) -> Vec<Ask> {
         fresh.params.presence_penalty = -2.0;
         fresh.params.frequency_penalty = 0.0;
         fresh.params.logit_bias = vec![(last, 0.5)];
+        // Each token of the history is in the prompt or not, and so is the
+        // pending one; the likeliest token may be either.
+        for (prompt, pending) in [
+            (vec![0, last / 2], None),
+            (vec![0, last / 2], Some(last / 2)),
+            (vec![last], Some(last)),
+            ((0..=last).collect(), Some(1 % last.max(1))),
+            (vec![], Some(last)),
+        ] {
+            let mut repeated = penalised.clone();
+            repeated.params.repetition_penalty = 1.3;
+            repeated.params.presence_penalty = 0.0;
+            repeated.prompt = prompt;
+            repeated.prompt.dedup();
+            repeated.pending = pending;
+            let mut favoured = repeated.clone();
+            favoured.params.repetition_penalty = 0.6;
+            favoured.params.presence_penalty = 0.3;
+            let mut alone = repeated.clone();
+            alone.params.frequency_penalty = 0.0;
+            asks.extend([repeated, favoured, alone]);
+        }
         asks.extend([biased, penalised, again, fresh]);
     }
     for given in [0, last, u32::MAX - 1] {
@@ -117,6 +146,7 @@ fn draw(
 ) -> Result<Vec<Option<SampledToken>>, String> {
     let (mut bias_tokens, mut biases) = (Vec::new(), Vec::new());
     let (mut count_tokens, mut counts) = (Vec::new(), Vec::new());
+    let mut prompt_tokens = Vec::new();
     let mut previous = vec![5_u32];
     let mut rows = Vec::new();
     for ask in asks {
@@ -136,12 +166,19 @@ fn draw(
             count_count: ask.history.len() as u32,
             top: ask.params.top_logprobs.unwrap_or(NONE),
             top_k: ask.params.top_k.map_or(0, NonZeroU32::get),
+            repetition: ask.params.repetition_penalty,
+            prompt: prompt_tokens.len() as u32,
+            prompt_count: ask.prompt.len() as u32,
+            unused: 0,
         });
         previous.extend(ask.pending);
         bias_tokens.extend(ask.params.logit_bias.iter().map(|(token, _)| *token));
         biases.extend(ask.params.logit_bias.iter().map(|(_, bias)| *bias));
         count_tokens.extend(ask.history.iter().map(|(token, _)| *token));
-        counts.extend(ask.history.iter().map(|(_, count)| *count));
+        counts.extend(ask.history.iter().map(|(token, count)| {
+            if ask.prompt.contains(token) { count | PROMPTED } else { *count }
+        }));
+        prompt_tokens.extend(ask.prompt.iter().copied());
     }
     let most = MOST_TOP as usize;
     // Rows of an odd vocabulary lie one after the other, so not every row is aligned.
@@ -154,8 +191,9 @@ fn draw(
     let chunks = sums_of_sample(row.len() as u32) as usize;
     let sums = emulator.memory::<f64>(asks.len() * chunks);
     let rows = emulator.copy(&rows);
-    let [previous, bias_tokens, count_tokens, counts] =
-        [previous, bias_tokens, count_tokens, counts].map(|from| emulator.copy(&from));
+    let [previous, bias_tokens, count_tokens, counts, prompt_tokens] =
+        [previous, bias_tokens, count_tokens, counts, prompt_tokens]
+            .map(|from| emulator.copy(&from));
     let biases = emulator.copy(&biases);
     let args = SampleArgs {
         tokens: tokens.at(),
@@ -171,6 +209,7 @@ fn draw(
         biases: biases.at(),
         count_tokens: count_tokens.at(),
         counts: counts.at(),
+        prompt_tokens: prompt_tokens.at(),
         vocabulary: row.len() as u32,
     };
     emulator.launch(&sample(args, asks.len() as u32), order)?;
