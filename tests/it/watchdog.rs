@@ -14,8 +14,7 @@ use tempfile::TempDir;
 use tollgate_ledger::LedgerReader;
 use tollgate_loadtest::client::Connection;
 
-mod support;
-use support::{Tollgate, errors, post, rest, runs, signal};
+use crate::support::{self, Tollgate, errors, post, rest, runs, signal};
 
 /// What a worker may take to be back: C12 says 30 s, of which it needs few.
 const BACK_WITHIN: Duration = Duration::from_secs(30);

@@ -14,8 +14,7 @@ use serde_json::json;
 use tollgate_ledger::Ledger;
 use tollgate_loadtest::client::{Protocol, Target};
 
-mod support;
-use support::{Tollgate, binary};
+use crate::support::{self, Tollgate, binary};
 
 /// How long anything may take to be seen, on a slow machine.
 const PATIENCE: Duration = Duration::from_secs(90);

@@ -11,8 +11,7 @@ use serde_json::{Value, json};
 use tollgate_ledger::Ledger;
 use tollgate_loadtest::client::Connection;
 
-mod support;
-use support::{Tollgate, post, program};
+use crate::support::{Tollgate, post, program};
 
 const HOUR: Duration = Duration::from_secs(3_600);
 

@@ -15,8 +15,7 @@ use tollgate_loadtest::drill::{Live, Stage, held_by, play};
 use tollgate_loadtest::scenario::Scenario;
 use tollgate_loadtest::verdict::{DrillReport, Verdict};
 
-mod support;
-use support::Tollgate;
+use crate::support::{self, Tollgate};
 
 /// One attack at a time: two at once would measure each other.
 static ONE_AT_A_TIME: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
@@ -503,7 +502,7 @@ fn told_clearly(answers: &[(u16, Value)], asked: usize) -> usize {
 mod long {
     use std::process::Command;
 
-    use super::support::{self, Tollgate};
+    use crate::support::{self, Tollgate};
 
     /// C21, for longer.
     #[tokio::test]

@@ -10,8 +10,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use tollgate_loadtest::client::Connection;
 
-mod support;
-use support::{Tollgate, post, signal};
+use crate::support::{self, Tollgate, post, signal};
 
 fn config(devices: &str, locks: &Path) -> String {
     format!(

@@ -8,8 +8,7 @@ use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use tollgate_loadtest::client::Protocol;
 
-mod support;
-use support::{OPEN, Tollgate, command, failing, get, post};
+use crate::support::{OPEN, Tollgate, command, failing, get, post};
 
 /// Keys that look right to the last letter, each another's secret.
 struct Guesses {

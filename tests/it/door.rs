@@ -13,8 +13,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use tollgate_loadtest::client::Protocol;
 
-mod support;
-use support::{Tollgate, binary, get, post, program};
+use crate::support::{self, Tollgate, binary, get, post, program};
 
 /// One request of a curl that makes many, on one connection where it can.
 #[derive(Clone, Default)]
@@ -328,7 +327,7 @@ async fn admin_routes_want_the_admin_key() {
     let gateway = Tollgate::with_config(support::OPEN);
     let key = gateway.key("acme", &[]);
     // The routes as the code has them, so that a new one is walked, too.
-    let mut routes: Vec<String> = include_str!("../gateway/src/admin.rs")
+    let mut routes: Vec<String> = include_str!("../../gateway/src/admin.rs")
         .split(".route(")
         .skip(1)
         .filter_map(|rest| rest.trim_start().strip_prefix('"')?.split('"').next())

@@ -10,8 +10,7 @@ use serde_json::{Value, json};
 use tollgate_ledger::Ledger;
 use tollgate_loadtest::client::{Connection, Protocol, Target};
 
-mod support;
-use support::{Tollgate, post, posted, signal};
+use crate::support::{self, Tollgate, post, posted, signal};
 
 const LEAVERS: u32 = 1_000;
 const AT_ONCE: u32 = 8;

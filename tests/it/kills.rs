@@ -2,8 +2,6 @@
 //! again, and after each time a checker that shares no code with them counts
 //! the ledger, the journals and what clients saw: nothing lost, nothing twice.
 
-#![allow(unreachable_pub, reason = "a program has no API; pub says what a module offers")]
-
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,12 +16,10 @@ use tollgate_loadtest::client::{Protocol, Target};
 mod checker;
 mod load;
 mod planted;
-#[path = "../support/mod.rs"]
-mod support;
 
-use checker::{Checker, End, Evidence, Finding};
-use load::{Draw, Load, Piece};
-use support::{Tollgate, signal};
+use self::checker::{Checker, End, Evidence, Finding};
+use self::load::{Draw, Load, Piece};
+use crate::support::{self, Tollgate, signal};
 
 /// Who asks: two tenants, one of which comes to the end of its day's cap.
 const CLIENTS: [&str; 8] = ["acme", "acme", "acme", "acme", "acme", "acme", "capped", "capped"];

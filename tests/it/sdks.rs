@@ -3,8 +3,7 @@
 use std::path::PathBuf;
 use std::process::Command;
 
-mod support;
-use support::{Tollgate, program, tool};
+use crate::support::{self, Tollgate, program, tool};
 
 const CONFIG: &str = r#"
 [plans.open]

@@ -6,8 +6,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-mod support;
-use support::{Tollgate, failing, post};
+use crate::support::{self, Tollgate, failing, post};
 
 /// `tollgate up` with this config must fail, naming all of `expected`.
 fn refuses(config: &str, expected: &[&str]) {

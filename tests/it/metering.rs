@@ -7,8 +7,7 @@ use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use tollgate_ledger::Ledger;
 
-mod support;
-use support::{Tollgate, get, post, posted, signal};
+use crate::support::{self, Tollgate, get, post, posted, signal};
 
 fn count(max_tokens: u32, stream: bool) -> Value {
     json!({

@@ -15,8 +15,7 @@ use tollgate_domain::{
 use tollgate_ledger::{Act, AuditKey, Ledger, LedgerOptions};
 use tollgate_loadtest::client::Connection;
 
-mod support;
-use support::{Tollgate, binary, command};
+use crate::support::{self, Tollgate, binary, command};
 
 fn count(max_tokens: u32) -> Value {
     json!({

@@ -19,12 +19,11 @@ use tokio::sync::Mutex;
 use tollgate_ledger::Balance;
 use tollgate_loadtest::client::Connection;
 
-#[path = "../crates/engine/tests/cuda/standin.rs"]
+#[path = "../../crates/engine/tests/cuda/standin.rs"]
 #[allow(clippy::unwrap_used, unreachable_pub, reason = "as it is among the engine's tests")]
 mod standin;
-mod support;
-use standin::Part;
-use support::{Tollgate, errors, get, post, posted, rest, signal};
+use self::standin::Part;
+use crate::support::{self, Tollgate, errors, get, post, posted, rest, signal};
 
 /// Where the engine's sources are.
 const ENGINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/crates/engine");
@@ -62,7 +61,7 @@ fn nvml(folder: &Path, known: [&str; 2]) {
     let status = Command::new("cc")
         .args(["-shared", "-fPIC", "-o"])
         .arg(folder.join("libnvidia-ml.so.1"))
-        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/nvml.c"))
+        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/support/nvml.c"))
         .arg(format!("-DVALUES={:?}", values.display().to_string()))
         .arg(format!("-DKNOWN={:?}", known.join(" ")))
         .status();

@@ -6,8 +6,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-mod support;
-use support::{Tollgate, binary};
+use crate::support::{self, Tollgate, binary};
 
 const CONFIG: &str = r#"
 [gateway.timeouts]

@@ -5,8 +5,7 @@ use serde_json::json;
 use tollgate_engine::random_model::{ModelSpec, RandomModel};
 use tollgate_engine::weights::Element;
 
-mod support;
-use support::{Tollgate, get, post};
+use crate::support::{Tollgate, get, post};
 
 #[tokio::test]
 async fn a_random_qwen2_folder_is_served_under_its_folders_name() {

@@ -13,8 +13,7 @@ use tempfile::TempDir;
 use tollgate_ledger::{EnergyBalance, Ledger};
 use tollgate_loadtest::client::Connection;
 
-mod support;
-use support::{Tollgate, get, post};
+use crate::support::{self, Tollgate, get, post};
 
 /// A card in the best of health.
 const WELL: &str = "utilisation 40\nmemory_used 30000000000\nmemory_total 80000000000\n\
@@ -39,7 +38,7 @@ impl StandIn {
     fn with(folder: &TempDir, macros: &[&str]) -> Self {
         let (library, values) = (folder.path().join("libnvml.so"), folder.path().join("values"));
         fs::write(&values, WELL).expect("writes");
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/support/nvml.c");
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/support/nvml.c");
         let status = Command::new("cc")
             .args(["-shared", "-fPIC", "-Wall", "-Werror", "-o"])
             .args([&library, &source])

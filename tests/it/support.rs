@@ -1,7 +1,5 @@
 //! Starts the real binary on free ports and a fresh data folder, as a person
 //! would, and ends exactly what it started.
-#![allow(dead_code, unreachable_pub, reason = "each test program uses a part of it")]
-
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};

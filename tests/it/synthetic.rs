@@ -3,8 +3,7 @@
 
 use serde_json::{Value, json};
 
-mod support;
-use support::{Tollgate, post};
+use crate::support::{Tollgate, post};
 
 const CONFIG: &str = r#"
 [worker]

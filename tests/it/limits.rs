@@ -6,8 +6,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use tollgate_loadtest::client::Connection;
 
-mod support;
-use support::{Tollgate, post, read};
+use crate::support::{self, Tollgate, post, read};
 
 const LIMITS: &str = r#"
 [plans.rate]

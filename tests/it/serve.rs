@@ -5,12 +5,11 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-mod support;
-use support::{Tollgate, command, get, post, program};
+use crate::support::{self, Tollgate, command, get, post, program};
 
 /// Every question that the shipped model was trained on, with its answer.
 fn trained() -> Vec<(String, String)> {
-    include_str!("../models/tollgate-demo/questions.jsonl")
+    include_str!("../../models/tollgate-demo/questions.jsonl")
         .lines()
         .map(|line| {
             let pair: Value = serde_json::from_str(line).expect("JSON");

@@ -7,8 +7,7 @@ use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
 
-mod support;
-use support::{Tollgate, failing, post};
+use crate::support::{Tollgate, failing, post};
 
 fn sha256(text: &str) -> String {
     let mut sum = Command::new("sha256sum")

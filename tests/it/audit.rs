@@ -12,8 +12,7 @@ use serde_json::{Value, json};
 use tollgate_ledger::Ledger;
 use tollgate_loadtest::client::{Protocol, Target};
 
-mod support;
-use support::{Tollgate, command, failing};
+use crate::support::{self, Tollgate, command, failing};
 
 fn count(max_tokens: u32) -> Value {
     json!({

@@ -9,8 +9,7 @@ use serde_json::{Value, json};
 use tollgate_ledger::Ledger;
 use tollgate_loadtest::client::Connection;
 
-mod support;
-use support::{Tollgate, get, read};
+use crate::support::{self, Tollgate, get, read};
 
 type Answer = http::Response<hyper::body::Incoming>;
 

@@ -1,0 +1,33 @@
+//! Tests of the whole system: the real binary, real TLS, real worker processes.
+//!
+//! One program, so that the product is linked once. `cargo xtask test` runs the
+//! modules one after the other: several of them judge latencies, and would
+//! disturb each other.
+
+#![allow(unreachable_pub, reason = "a program has no API; pub marks what a module offers")]
+
+mod attacks;
+mod audit;
+mod bad_input;
+mod callers;
+mod cards;
+mod clock;
+mod conservation;
+mod devices;
+mod disk;
+mod door;
+mod health;
+mod idempotency;
+mod kills;
+mod leavers;
+mod limits;
+mod metering;
+mod models;
+mod sdks;
+mod serve;
+mod statements;
+mod storage;
+mod support;
+mod synthetic;
+mod verify_limits;
+mod watchdog;
