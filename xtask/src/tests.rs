@@ -4,6 +4,7 @@
 //! reports times only when asked with an unstable flag, which must not reach
 //! the compiler.
 
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -18,7 +19,9 @@ use crate::tools;
 struct TestProgram {
     path: PathBuf,
     folder: PathBuf,
+    /// Package and target.
     name: String,
+    target: String,
 }
 
 /// Builds and runs all tests of `scope`.
@@ -32,12 +35,15 @@ pub fn run(scope: Scope) -> Result<()> {
     let mut times = Vec::new();
     let mut failed = Vec::new();
     for program in &programs {
-        failed.extend(run_program(program, scope, &[], &mut times)?);
+        for (part, arguments) in parts(program)? {
+            let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+            failed.extend(run_program(program, (&part, &arguments), scope, &mut times)?);
+        }
     }
     if scope == Scope::Long {
         for program in &programs {
             if has_long(program)? {
-                failed.extend(run_program(program, scope, &LONG, &mut times)?);
+                failed.extend(run_program(program, ("long", &LONG), scope, &mut times)?);
             }
         }
     }
@@ -76,6 +82,7 @@ fn programs(messages: &str) -> Result<Vec<TestProgram>> {
             path: path.into(),
             folder,
             name: format!("{package}/{target}"),
+            target: target.to_owned(),
         });
     }
     if programs.is_empty() {
@@ -83,6 +90,36 @@ fn programs(messages: &str) -> Result<Vec<TestProgram>> {
     }
     Ok(programs)
 }
+
+/// Returns the parts in which a program's tests run, each with the arguments that
+/// select it: one part for each module of the whole-system tests, one part with
+/// everything for any other program.
+///
+/// Modules of the whole-system tests run one after the other because several of
+/// them judge latencies and keep both cores busy.
+fn parts(program: &TestProgram) -> Result<BTreeMap<String, Vec<String>>> {
+    if program.target != WHOLE_SYSTEM {
+        return Ok(BTreeMap::from([(String::new(), Vec::new())]));
+    }
+    let mut list = command(&program.path.to_string_lossy());
+    list.current_dir(&program.folder).arg("--list");
+    Ok(parts_of(&output(&mut list)?))
+}
+
+/// Groups listed tests by the first segment of their paths.
+fn parts_of(listed: &str) -> BTreeMap<String, Vec<String>> {
+    let mut parts: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for test in listed.lines().filter_map(|line| line.strip_suffix(": test")) {
+        let module = test.split("::").next().unwrap_or(test);
+        // Exact names, because "limits::" would select "verify_limits::", too.
+        let tests = parts.entry(module.to_owned()).or_insert_with(|| vec!["--exact".to_owned()]);
+        tests.push(test.to_owned());
+    }
+    parts
+}
+
+/// The target name of the whole-system tests.
+const WHOLE_SYSTEM: &str = "it";
 
 /// Long tests are ignored ones in a module `long`: an ignored test elsewhere is
 /// part of another one.
@@ -101,20 +138,21 @@ struct Failure {
     said: Vec<String>,
 }
 
-/// Runs one program, its output passed on and the time of each test noted; how
-/// it failed, if it did.
+/// Runs one part of a program, passes its output on and notes the time of each
+/// test. Returns the failure, if there was one.
 fn run_program(
     program: &TestProgram,
+    (part, arguments): (&str, &[&str]),
     scope: Scope,
-    words: &[&str],
     times: &mut Vec<(f64, String)>,
 ) -> Result<Option<Failure>> {
-    eprintln!("-- {}", program.name);
+    let name = [program.name.as_str(), part].join(" ").trim_end().to_owned();
+    eprintln!("-- {name}");
     let mut child: Command = command(&program.path.to_string_lossy());
     child
         .current_dir(&program.folder)
         .args(["-Zunstable-options", "--report-time"])
-        .args(words)
+        .args(arguments)
         .env("RUSTC_BOOTSTRAP", "1")
         .env("CARGO_MANIFEST_DIR", &program.folder)
         .stdout(Stdio::piped());
@@ -139,7 +177,7 @@ fn run_program(
     if said.is_empty() {
         said.push(status.to_string());
     }
-    Ok(Some(Failure { name: [&[program.name.as_str()], words].concat().join(" "), said }))
+    Ok(Some(Failure { name, said }))
 }
 
 /// `test a::b ... ok <0.123s>` as its name and seconds.
@@ -151,12 +189,26 @@ fn timed(line: &str) -> Option<(&str, f64)> {
 
 #[cfg(test)]
 mod unit {
-    use super::timed;
+    use super::{parts_of, timed};
 
     #[test]
     fn reads_the_harness() {
         assert_eq!(timed("test a::b ... ok <0.125s>"), Some(("a::b", 0.125)));
         assert_eq!(timed("test a::b ... ok"), None);
         assert_eq!(timed("running 3 tests"), None);
+    }
+
+    #[test]
+    fn parts_hold_the_tests_of_one_module_each() {
+        let listed = "limits::a: test\nverify_limits::b: test\nlimits::long::c: test\n\n3 tests";
+        let parts: Vec<(String, Vec<String>)> = parts_of(listed).into_iter().collect();
+        let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+        assert_eq!(
+            parts,
+            [
+                ("limits".to_owned(), names(&["--exact", "limits::a", "limits::long::c"])),
+                ("verify_limits".to_owned(), names(&["--exact", "verify_limits::b"])),
+            ]
+        );
     }
 }
