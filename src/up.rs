@@ -17,7 +17,7 @@ use tollgate_config::{Config, Flags};
 use tollgate_domain::{TenantId, WorkerName};
 use tollgate_gateway::audit::{config_loaded, plans_in_force, record, sign};
 use tollgate_gateway::auth::{KeyOptions, KeyStore, Scopes};
-use tollgate_gateway::upstream::WorkerReport;
+use tollgate_gateway::workers::WorkerReport;
 use tollgate_gateway::{Clock, Gateway, GatewayOptions, GatewayService};
 use tollgate_ledger::{LeaveOut, Ledger, LedgerHandle, LedgerOptions};
 
@@ -231,8 +231,8 @@ impl WorkerProcesses {
 /// Returns the gateway's knowledge of the worker `name`.
 fn heartbeats(gateway: &Gateway, name: &WorkerName) -> Heartbeats {
     let report = gateway.worker_reports().into_iter().find(|report| report.name == *name);
-    report.map_or(Heartbeats::default(), |WorkerReport { heard, distrusted, .. }| Heartbeats {
-        last: heard,
+    report.map_or(Heartbeats::default(), |WorkerReport { heartbeat, distrusted, .. }| Heartbeats {
+        last: heartbeat,
         distrusted,
     })
 }

@@ -31,7 +31,7 @@ pub(crate) fn journal_block(data: &[u8]) {
 pub(crate) fn journal_judged(data: &[u8]) {
     let Some((&state, message)) = data.split_last() else { return };
     if let Ok(message) = v1::JournalBlock::decode(message) {
-        gateway::judge(message, state);
+        gateway::check_block(message, state);
     }
 }
 
@@ -42,7 +42,7 @@ pub(crate) fn run_events(mut data: &[u8]) {
         let Ok(event) = v1::RunEvent::decode_length_delimited(&mut data) else { break };
         events.push(event);
     }
-    gateway::hear(events);
+    gateway::check_events(events);
 }
 
 pub(crate) fn cost_table(data: &[u8]) {

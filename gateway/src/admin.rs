@@ -22,15 +22,16 @@ use serde::Serialize;
 use subtle::ConstantTimeEq as _;
 use tokio_util::sync::CancellationToken;
 use tollgate_domain::{MonotonicTime, RequestId};
+use tollgate_edge::Peer;
+use tollgate_serving::Serving;
+use tollgate_serving::workers::WorkerReport;
 use tower::ServiceExt as _;
 
 use self::health::Health;
 use crate::reply::ApiError;
-use crate::serving::Serving;
+use crate::source_penalties::SourcePenalties;
 use crate::stack::{Routes, method_not_allowed, unknown_route};
 use crate::telemetry::{Metrics, Readings};
-use crate::upstream::WorkerReport;
-use tollgate_edge::Peer;
 
 /// An error for an admin key that cannot be read or made.
 #[derive(Debug, thiserror::Error)]
@@ -95,6 +96,8 @@ fn read_or_make(path: &Path) -> io::Result<String> {
 pub(crate) struct AdminState {
     pub(crate) key: AdminKey,
     pub(crate) serving: Arc<Serving>,
+    /// The penalties of network sources.
+    pub(crate) source_penalties: SourcePenalties,
     pub(crate) metrics: Arc<Metrics>,
     /// Cancelled once the gateway takes no new work.
     pub(crate) draining: CancellationToken,
@@ -104,7 +107,7 @@ impl AdminState {
     /// Returns true for each condition that requests need to succeed.
     pub(crate) fn readiness(&self) -> Readiness {
         Readiness {
-            worker: self.serving.workers.is_ready(),
+            worker: self.serving.workers().is_ready(),
             ledger: self.serving.can_record(),
             draining: self.draining.is_cancelled(),
         }
@@ -112,20 +115,20 @@ impl AdminState {
 
     /// Returns a report on each worker.
     pub(crate) fn worker_reports(&self) -> Vec<WorkerReport> {
-        self.serving.workers.report()
+        self.serving.workers().report()
     }
 
     /// Returns the metrics in Prometheus's text format.
     fn scrape(&self) -> String {
-        let workers = &self.serving.workers;
+        let workers = self.serving.workers();
         self.metrics.scrape(Readings {
             ready: self.readiness().is_ready(),
             ledger_writable: self.serving.can_record(),
             workers: workers.report(),
-            worker_lies: workers.lies(),
+            worker_protocol_violations: workers.protocol_violations(),
             worker_losses: workers.losses(),
             holds: {
-                let status = self.serving.admission.status();
+                let status = self.serving.limits().status();
                 status.running + status.queued
             },
         })

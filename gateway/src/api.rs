@@ -10,7 +10,6 @@ mod outgoing;
 mod preflight;
 mod response;
 mod stream_body;
-mod turns;
 pub(crate) mod usage;
 
 use std::sync::Arc;
@@ -19,24 +18,22 @@ use std::time::Instant;
 use axum::body::{Body, Bytes};
 use axum::response::Response;
 use tokio_util::sync::CancellationToken;
-use tollgate_admission::ScopeLimits;
 use tollgate_config::{Config, Tenant};
-use tollgate_domain::{ModelName, PoolName, RequestId};
+use tollgate_domain::{ModelName, RequestId, TenantId};
 use tollgate_openai::{CompletionRequest, Interface, RequestLimits, Violation, json};
+use tollgate_serving::idempotency::{ClaimOutcome, IdempotencyClaim, IdempotencyKey, fingerprint};
+use tollgate_serving::model::ServedModel;
+use tollgate_serving::{Serving, route};
 
-pub(crate) use self::job::{Counting, Job};
-pub(crate) use self::preflight::{Call, CallerContext, RouteKind};
+pub(crate) use self::preflight::{Call, KnownCaller, RouteKind};
 
 use self::body::BodyLimits;
-use self::job::CountContext;
+use self::job::{RequestFacts, ResponseFacts, tokenize_request};
 use self::response::Rendering;
 use crate::auth::{AuthenticatedCaller, Authenticator, Endpoint};
-use crate::idempotency::{Ask, Claimed, IdempotencyKey, fingerprint};
-use crate::pump;
 use crate::reply::ApiError;
-use crate::serving::Serving;
-use crate::upstream::ServedModel;
-use crate::{admit, limits, route};
+use crate::source_penalties::SourcePenalties;
+use crate::telemetry::Metrics;
 
 /// The components that the API's handlers share.
 #[derive(Clone)]
@@ -44,6 +41,9 @@ pub(crate) struct Api {
     pub(crate) serving: Arc<Serving>,
     pub(crate) config: Arc<Config>,
     pub(crate) authenticator: Authenticator,
+    /// The penalties of network sources.
+    pub(crate) source_penalties: SourcePenalties,
+    pub(crate) metrics: Arc<Metrics>,
     /// Cancelled when the gateway stops accepting work.
     pub(crate) draining: CancellationToken,
 }
@@ -58,7 +58,7 @@ pub(crate) async fn generate(
     let tenant = call.caller.tenant.name.clone();
     let answered = serve(&api, call, interface).await;
     if let Err(error) = &answered {
-        api.serving.penalties.answered(api.serving.clock.now(), &tenant, error);
+        api.count_refusal(&tenant, error);
     }
     answered
 }
@@ -69,47 +69,54 @@ async fn serve(
     interface: &'static dyn Interface,
 ) -> Result<Response, ApiError> {
     let Call { request, id, endpoint, caller, parameter: _ } = call;
-    let CallerContext { caller, tenant, scopes } = caller;
+    let KnownCaller { caller, tenant, context } = caller;
+    // The head check finds the limits of every route for work.
+    let context = context.ok_or(ApiError::Internal)?;
     if !api.serving.can_record() {
         return Err(ApiError::LedgerUnavailable);
     }
-    let key = IdempotencyKey::of(request.headers())?;
+    let key = idempotent::key(request.headers())?;
     // A request with a key skips this check: a duplicate needs no place of its
     // own, and only the body shows whether the request is a duplicate.
     if key.is_none() {
-        api.has_place(&scopes)?;
+        api.serving.limits().check_concurrency(&context)?;
     }
     let began = Instant::now();
     let body = api.read(request.into_body()).await?;
     let read = began.elapsed();
-    let first = match key {
+    let guard = match key {
         None => None,
         Some(key) => match api.claim(&caller, endpoint, key, (&id, &body)).await? {
-            Claimed::First(first) => Some(first),
-            Claimed::Repeat(answer) => return answer,
+            ClaimOutcome::First(guard) => Some(guard),
+            ClaimOutcome::Repeat { first, answer } => return idempotent::repeat(&first, answer),
         },
     };
     // Asked again, because the body may have taken a while to arrive.
-    api.has_place(&scopes)?;
+    api.serving.limits().check_concurrency(&context)?;
     let parsing_began = Instant::now();
-    let asked = api.parse(&body, interface)?;
-    let model = api.model(&caller, &tenant, &asked.model)?;
-    let context = CountContext {
+    let parsed = api.parse(&body, interface)?;
+    let model = api.model(&caller, &tenant, &parsed.model)?;
+    let facts = RequestFacts {
         interface,
-        now: api.serving.clock.utc(),
+        now: api.serving.clock().utc(),
         default_max_tokens: api.config.gateway().requests.default_max_tokens,
+        sampling_defaults: model.defaults,
         read,
-        parsed: parsing_began,
+        parsing_began,
     };
-    let bound = limits::bind(&api.config, scopes, &tenant, &model.name);
-    let holder = bound.pool.as_ref().map_or(tenant.name.as_str(), PoolName::as_str);
-    let job = api.serving.counting.count(holder, id, asked, model, context).await?;
-    let admitted = admit::admit(&api.serving, &caller, bound, job)?;
-    let rendering = Rendering::new(&api.serving, &admitted);
-    if let Some(first) = first {
-        return idempotent::respond(&api.serving, first, rendering, admitted).await;
+    let response_facts = ResponseFacts::of(&parsed, &facts);
+    let streamed = parsed.stream.is_some();
+    let request = tokenize_request(id, parsed, facts);
+    let pool = api.serving.tokenize_pool();
+    let tokenized = pool.tokenize(context.share_owner(), request, model).await?;
+    let (job, meta) = response_facts.meta(tokenized);
+    let admitted = api.serving.admit(&context, job)?;
+    let metrics = Arc::clone(&api.metrics);
+    let rendering = Rendering::new(interface, meta, streamed, (&admitted, metrics));
+    if let Some(guard) = guard {
+        return idempotent::respond(&api.serving, guard, rendering, admitted).await;
     }
-    Ok(rendering.respond(pump::start(&api.serving, admitted)).await?)
+    Ok(rendering.respond(api.serving.run(admitted)).await?)
 }
 
 impl Api {
@@ -123,26 +130,27 @@ impl Api {
         Ok(body::read(body, limits).await?)
     }
 
-    /// Says no if one of `scopes` has no place left to run or to wait, before
-    /// anything is done for the request.
-    fn has_place(&self, scopes: &[ScopeLimits]) -> Result<(), ApiError> {
-        match self.serving.admission.check_concurrency(scopes) {
-            Some(refusal) => Err(ApiError::Limit(refusal)),
-            None => Ok(()),
+    /// Counts a refused request against its tenant. A fault or an overload of the
+    /// gateway is not the client's offence.
+    fn count_refusal(&self, tenant: &TenantId, error: &ApiError) {
+        if error.status().is_client_error() {
+            let now = self.serving.clock().now();
+            self.serving.penalties().count_refusal(now, tenant, error.told_wait());
         }
     }
 
-    /// Whether the request is the first with its key; a repeat waits for that.
+    /// Claims the request's idempotency key. A repeat waits for the first request.
     async fn claim(
         &self,
         caller: &AuthenticatedCaller,
         endpoint: Endpoint,
         key: IdempotencyKey,
         (id, body): (&RequestId, &Bytes),
-    ) -> Result<Claimed, ApiError> {
+    ) -> Result<ClaimOutcome, ApiError> {
         let fingerprint = fingerprint(endpoint.as_str(), body);
         let (caller, request) = (caller.caller().clone(), id.clone());
-        self.serving.idempotency.claim(Ask { caller, key, fingerprint, request }).await
+        let claim = IdempotencyClaim { caller, key, fingerprint, request };
+        Ok(self.serving.idempotency().claim(claim).await?)
     }
 
     fn parse(
@@ -166,7 +174,7 @@ impl Api {
         if !tenant.allows(&model) || !caller.may_use_model(&model) {
             return Err(unknown());
         }
-        match route::offer(&self.serving.workers, name) {
+        match route::offer(self.serving.workers(), name) {
             Some(served) => Ok(served),
             // A worker that drains still says that the model exists.
             None if self.knows(&model) => Err(ApiError::NoWorker { model: name.to_owned() }),
@@ -176,7 +184,7 @@ impl Api {
 
     fn knows(&self, model: &ModelName) -> bool {
         self.config.model(model).is_some()
-            || route::offered(&self.serving.workers).binary_search(model).is_ok()
+            || route::offered(self.serving.workers()).binary_search(model).is_ok()
     }
 }
 

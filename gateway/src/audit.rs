@@ -8,9 +8,9 @@ use tokio_util::sync::CancellationToken;
 use tollgate_config::{Config, Loaded, Tenant};
 use tollgate_domain::{TenantId, UtcTime};
 use tollgate_ledger::{Act, AdminAction, LedgerError, LedgerHandle, PlansInForce};
+use tollgate_serving::submit::submit;
 
 use crate::auth::{KeyStore, KeyStoreError};
-use crate::submit::submit;
 
 /// Records `action` and returns once it is on the disk.
 ///

@@ -13,6 +13,7 @@ pub(crate) mod fuzz;
 mod issuer;
 mod jwks;
 mod jwt;
+mod key_directory;
 mod key_store;
 mod pepper;
 mod scopes;

@@ -16,17 +16,19 @@ use tollgate_edge::source::{Proxies, SourceRing};
 use tollgate_edge::tls::{TlsError, TlsIdentity, TlsSource};
 use tollgate_edge::{Listener, ListenerOptions};
 use tollgate_ledger::{LedgerError, LedgerHandle};
+use tollgate_serving::idempotency::{Idempotency, IdempotencyStoreError};
+use tollgate_serving::limits::Limits;
+use tollgate_serving::workers::{WorkerEndpoint, WorkerReport};
+use tollgate_serving::{KeyDirectory, Observer, Serving, ServingOptions};
 
 use crate::admin::{AdminKey, AdminKeyError, AdminRoutes, AdminState, Readiness};
 use crate::api::Api;
 use crate::auth::{Authenticator, IssuerError, IssuerOptions, KeyStore};
-use crate::idempotency::{Idempotency, IntentsError};
 use crate::routes::PublicRoutes;
-use crate::serving::{Serving, ServingOptions};
+use crate::source_penalties::SourcePenalties;
 use crate::stack::{Stack, StackOptions};
 use crate::telemetry::Metrics;
-use crate::upstream::{WorkerEndpoint, WorkerReport};
-use crate::{Clock, audit, edge_options, limits};
+use crate::{Clock, audit, edge_options};
 
 /// The inputs of a gateway.
 pub struct GatewayOptions {
@@ -61,7 +63,7 @@ pub enum GatewayError {
     Spending(#[source] LedgerError),
     /// The records of idempotency keys cannot be read.
     #[error(transparent)]
-    Idempotency(#[from] IntentsError),
+    Idempotency(#[from] IdempotencyStoreError),
     /// An address cannot be bound.
     #[error("cannot listen on {address}")]
     Listen {
@@ -114,8 +116,12 @@ impl GatewayService {
         let admission = Admission::new(AdmissionOptions::default());
         let today = clock.utc().day();
         let spending = ledger.reader().spending(today).map_err(GatewayError::Spending)?;
-        limits::tell_of_missing_plans(&config, authenticator.keys());
-        limits::restore_spend(&admission, &config, authenticator.keys(), spending, today);
+        let key_directory: Arc<dyn KeyDirectory> = Arc::new(authenticator.keys().clone());
+        let limits =
+            Limits::new(admission.clone(), Arc::clone(&config), Arc::clone(&key_directory));
+        limits.log_missing_plans();
+        // Before the first request, so that no cap starts empty.
+        limits.restore_spend(spending, today);
 
         let kept = config.gateway().idempotency.clone();
         let idempotency = Idempotency::open(&data, kept, ledger.reader().clone(), clock.clone())?;
@@ -133,15 +139,17 @@ impl GatewayService {
             ledger,
             admission,
             config: Arc::clone(&config),
-            keys: authenticator.keys().clone(),
+            keys: key_directory,
             clock,
             idempotency,
-            deadlines: config.gateway().deadlines.clone(),
-            metrics: Arc::clone(&metrics),
+            observer: Arc::clone(&metrics) as Arc<dyn Observer>,
             stopping: stopping.clone(),
         });
         let draining = CancellationToken::new();
-        let state = Arc::new(AdminState { key: admin_key, serving, metrics, draining });
+        let source_penalties =
+            SourcePenalties::new(&config.gateway().penalties, Arc::clone(&metrics));
+        let state =
+            Arc::new(AdminState { key: admin_key, serving, source_penalties, metrics, draining });
         let sources = SourceRing::new(&edge_options::sources(&config.gateway().sources));
         Ok(Self { state, authenticator, sources, config, tls, public, admin, stopping })
     }
@@ -188,10 +196,12 @@ impl GatewayService {
         let upkeep = TaskTracker::new();
         let end_upkeep = CancellationToken::new();
         upkeep.spawn(authenticator.clone().follow_changes(end_upkeep.clone()));
-        upkeep.spawn(end_upkeep.clone().run_until_cancelled_owned(sweep(sources)));
+        upkeep.spawn(
+            end_upkeep.clone().run_until_cancelled_owned(sweep(sources, Arc::clone(&state))),
+        );
         upkeep.spawn(audit::follow_keys(
             authenticator.keys().clone(),
-            state.serving.books.ledger.clone(),
+            state.serving.ledger().clone(),
             end_upkeep.clone(),
         ));
 
@@ -199,12 +209,12 @@ impl GatewayService {
         tracing::info!("draining; new requests are refused");
         // First of all, so that no request starts behind the waits below.
         state.draining.cancel();
-        let pumps = &state.serving.pumps;
-        pumps.close();
+        let requests = state.serving.tasks();
+        requests.close();
         // The listener cuts its connections at the same bound.
-        if timeout(drain, pumps.wait()).await.is_err() {
+        if timeout(drain, requests.wait()).await.is_err() {
             tracing::warn!(
-                requests = pumps.len(),
+                requests = requests.len(),
                 "requests outlast the drain; they are cut and charged for what they used"
             );
             stopping.cancel();
@@ -214,7 +224,7 @@ impl GatewayService {
             tracing::error!("the public listener panicked; the gateway stops without it");
         }
         // Requests that were cut still wait for their final usage.
-        pumps.wait().await;
+        requests.wait().await;
         // After the last request, so that no worker stops under one.
         end_workers.await;
         // After the workers, whose last blocks arrive while they end.
@@ -234,6 +244,8 @@ impl GatewayService {
             serving: Arc::clone(&self.state.serving),
             config: Arc::clone(&self.config),
             authenticator: self.authenticator.clone(),
+            source_penalties: self.state.source_penalties.clone(),
+            metrics: Arc::clone(&self.state.metrics),
             draining: self.state.draining.clone(),
         });
         let options = StackOptions {
@@ -241,7 +253,7 @@ impl GatewayService {
             sources: Some(self.sources.clone()),
             largest_body: self.config.gateway().requests.body.0,
         };
-        Stack::new(routes, options, self.state.serving.clock.clone())
+        Stack::new(routes, options, self.state.serving.clock().clone())
     }
 
     /// Builds the service behind the admin listener.
@@ -252,7 +264,7 @@ impl GatewayService {
             sources: None,
             largest_body: ADMIN_BODY,
         };
-        Stack::new(routes, options, self.state.serving.clock.clone())
+        Stack::new(routes, options, self.state.serving.clock().clone())
     }
 }
 
@@ -308,13 +320,15 @@ fn issuers(config: &Config) -> Vec<IssuerOptions> {
     config.issuers().iter().map(IssuerOptions::from).collect()
 }
 
-/// Sweeps the source ring once a second, which bounds its memory.
-async fn sweep(sources: SourceRing) {
+/// Sweeps the source ring and the sources' penalties once a second, which bounds
+/// their memory.
+async fn sweep(sources: SourceRing, state: Arc<AdminState>) {
     let mut ticks = interval(Duration::from_secs(1));
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
         sources.sweep();
+        state.source_penalties.sweep(state.serving.clock().now());
     }
 }
 

@@ -1,10 +1,9 @@
-//! What clients read when the answer is no. The only module that knows
-//! status codes and the JSON of errors.
+//! The errors that clients read. This is the only module that knows status codes
+//! and the JSON of errors.
 //!
-//! Others say *what* happened as an [`ApiError`]; here it becomes a status, an
-//! envelope with its four keys, and headers that tell a client whether and
-//! when to come back. What the log reads is written elsewhere: nothing here
-//! carries a cause, a path or a secret.
+//! Other modules report an [`ApiError`]; [`ApiError::spec`] is the one table that
+//! gives each error its status, its labels and its advice about a retry. An error
+//! carries no cause, no path and no secret: the log has them.
 
 mod envelope;
 mod figures;
@@ -18,42 +17,42 @@ use std::time::Duration;
 use axum::body::{Body, Bytes};
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
-use tollgate_admission::{Limit, Offence, Refusal};
+use tollgate_admission::{Limit, Offence, Refusal as LimitRefusal};
+use tollgate_serving::event::Failure;
+use tollgate_serving::{Fault, IdempotencyRefusal, Refusal, RequestError};
 
 pub use self::envelope::Envelope;
 pub use self::figures::{duration_text, write_figures};
-pub use self::idempotency::IdempotencyRefusal;
-use self::idempotency::UNSETTLED_RETRY;
 use self::limit::Retry;
 
-/// Why a request was not answered with what it asked for.
+/// The reason why a request was not answered as asked.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ApiError {
-    /// 401: no credential was shown.
+    /// 401: the request has no credential.
     MissingCredential,
-    /// 401: the credential does not authenticate. Unknown, revoked, expired
-    /// and malformed look the same.
+    /// 401: the credential does not authenticate. Unknown, revoked, expired and
+    /// malformed credentials look the same.
     InvalidCredential,
-    /// 401: the credential is good, and not from this network address.
+    /// 401: the credential is valid, but not from this network address.
     SourceNotAllowed,
-    /// 401 or a stream's error event: the key was revoked while its request was
-    /// under way, and an admin wanted those to end.
+    /// 401 or a stream's error event: the key was revoked while its request ran,
+    /// and an admin asked for such requests to end.
     KeyRevoked,
     /// 403: the caller is known and may not do this.
     Permission {
-        /// What it may not do, as a sentence.
+        /// A sentence that says what the caller may not do.
         message: Cow<'static, str>,
     },
     /// 404: no such model, or not for this caller; both look the same.
     ModelNotFound {
-        /// As the client named it.
+        /// The name as the client wrote it.
         model: String,
     },
     /// 404: no such thing, or another tenant's; both look the same.
     NotFound {
-        /// What was asked for: `request`, `model`.
+        /// The kind of thing: `request`, `model`.
         what: &'static str,
-        /// As the client named it.
+        /// The name as the client wrote it.
         id: String,
     },
     /// 404: no such route.
@@ -76,7 +75,7 @@ pub enum ApiError {
         param: Option<Cow<'static, str>>,
         /// A code that names the mistake, where one exists.
         code: Option<&'static str>,
-        /// What is wrong, as a sentence.
+        /// A sentence that says what is wrong.
         message: Cow<'static, str>,
     },
     /// 400: prompt and answer do not fit the model.
@@ -87,7 +86,7 @@ pub enum ApiError {
         limit: u64,
         /// Tokens of the prompt.
         prompt: u64,
-        /// Tokens of answer asked for, where that is what does not fit.
+        /// Tokens of answer that were asked for, if they are what does not fit.
         completion: Option<u64>,
     },
     /// 408: the body came too slowly.
@@ -99,38 +98,37 @@ pub enum ApiError {
     },
     /// 431: the headers are too many or too large.
     HeadTooLarge,
-    /// 415: a body in a coding that we do not undo.
+    /// 415: the body has a coding that the gateway does not decode.
     UnsupportedEncoding {
-        /// As the client named it.
+        /// The name as the client wrote it.
         encoding: String,
     },
     /// 429: the network source sends too many requests, before authentication.
     SourceLimit {
         /// Requests a second that a source may send.
         per_second: u32,
-        /// When the next one passes.
+        /// Time until the next request passes.
         retry_after: Duration,
     },
     /// 429: the tenant, or the network source, has offended too often.
     Penalty {
-        /// What it has done.
+        /// The offence that earned the penalty.
         offence: Offence,
-        /// When the penalty is over, if nothing is added to it.
+        /// Time until the penalty is over, if nothing is added to it.
         retry_after: Duration,
     },
     /// 429: one of the caller's limits does not allow it now, or ever.
-    Limit(Box<Refusal>),
-    /// 409, 422 or 429: the request's `Idempotency-Key` stands in its way.
+    Limit(Box<LimitRefusal>),
+    /// 409, 422 or 429: the request's `Idempotency-Key` does not allow it.
     Idempotency(IdempotencyRefusal),
     /// 503: every worker's queue is full, or the wait would be too long.
     Overloaded {
-        /// When a place is expected.
+        /// Time after which a place is expected.
         retry_after: Option<Duration>,
     },
-    /// 503: this gateway is about to stop. Not to be asked again on this
-    /// connection.
+    /// 503: this gateway is about to stop. The connection takes no more requests.
     Draining,
-    /// 503: usage could not be recorded, so nothing billable is done.
+    /// 503: usage could not be recorded, so no billable work is done.
     LedgerUnavailable,
     /// 503: no worker serves the model now.
     NoWorker {
@@ -142,22 +140,23 @@ pub enum ApiError {
         /// The deadline.
         deadline: Duration,
     },
-    /// 500: we broke, and nothing more is said about it.
+    /// 500: the gateway failed. The log has the cause.
     Internal,
-    /// 500 or a stream's error event: the worker was lost in mid-answer.
+    /// 500 or a stream's error event: the worker was lost in the middle of an
+    /// answer.
     WorkerLost {
-        /// Whether part of the answer went out, which is paid.
+        /// True if part of the answer went out, which the tenant pays.
         charged: bool,
     },
 }
 
-/// What kind of error a response is, as a metric's label. It rides in the
-/// response's extensions, so that the layer that counts need not parse JSON.
+/// The kind of an error, as a metric's label. It is in the response's extensions,
+/// so that the code that counts errors need not parse JSON.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ErrorKind(pub &'static str);
 
 impl ApiError {
-    /// An invalid field: 400 with `param`.
+    /// Makes the 400 for an invalid field.
     pub fn invalid(
         param: impl Into<Cow<'static, str>>,
         message: impl Into<Cow<'static, str>>,
@@ -169,7 +168,7 @@ impl ApiError {
         }
     }
 
-    /// A field that must be there and is not: 400 with `param`.
+    /// Makes the 400 for a field that is required and missing.
     pub fn missing(param: &'static str) -> Self {
         Self::Invalid {
             param: Some(param.into()),
@@ -178,7 +177,7 @@ impl ApiError {
         }
     }
 
-    /// A known field with a value that we do not support: 400 with `param`.
+    /// Makes the 400 for a known field with a value that is not supported.
     pub fn unsupported(
         param: impl Into<Cow<'static, str>>,
         message: impl Into<Cow<'static, str>>,
@@ -190,149 +189,117 @@ impl ApiError {
         }
     }
 
-    /// A body that is wrong as a whole: not JSON, too deep.
+    /// Makes the 400 for a body that is wrong as a whole: not JSON, or too deep.
     pub fn malformed(message: impl Into<Cow<'static, str>>) -> Self {
         Self::Invalid { param: None, code: None, message: message.into() }
     }
 
-    /// The status it is answered with before a response has begun.
+    /// Returns the status of a response that has not begun.
     pub fn status(&self) -> StatusCode {
+        self.spec().status
+    }
+
+    /// Returns the kind, for metrics and logs.
+    pub fn kind(&self) -> ErrorKind {
+        self.spec().kind
+    }
+
+    /// Returns all fixed properties of the error.
+    fn spec(&self) -> ErrorSpec {
+        use StatusCode as S;
         match self {
-            Self::MissingCredential
-            | Self::InvalidCredential
-            | Self::SourceNotAllowed
-            | Self::KeyRevoked => StatusCode::UNAUTHORIZED,
-            Self::Permission { .. } => StatusCode::FORBIDDEN,
-            Self::ModelNotFound { .. } | Self::NotFound { .. } | Self::UnknownRoute { .. } => {
-                StatusCode::NOT_FOUND
+            Self::MissingCredential => {
+                ErrorSpec::client(S::UNAUTHORIZED, "missing_credential", "invalid_api_key")
             }
-            Self::MethodNotAllowed { .. } => StatusCode::METHOD_NOT_ALLOWED,
-            Self::Invalid { .. } | Self::ContextLength { .. } => StatusCode::BAD_REQUEST,
-            Self::BodyTooSlow => StatusCode::REQUEST_TIMEOUT,
-            Self::BodyTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::HeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
-            Self::UnsupportedEncoding { .. } => StatusCode::UNSUPPORTED_MEDIA_TYPE,
-            Self::SourceLimit { .. } | Self::Penalty { .. } => StatusCode::TOO_MANY_REQUESTS,
-            Self::Limit(refusal) if refusal.limit == Limit::Capacity => {
-                StatusCode::SERVICE_UNAVAILABLE
+            Self::InvalidCredential => {
+                ErrorSpec::client(S::UNAUTHORIZED, "invalid_credential", "invalid_api_key")
             }
-            Self::Limit(_) => StatusCode::TOO_MANY_REQUESTS,
-            Self::Idempotency(refusal) => match refusal {
-                IdempotencyRefusal::OtherBody => StatusCode::UNPROCESSABLE_ENTITY,
-                IdempotencyRefusal::Charged { .. } | IdempotencyRefusal::Unsettled { .. } => {
-                    StatusCode::CONFLICT
-                }
-                IdempotencyRefusal::TooManyKeys { .. } => StatusCode::TOO_MANY_REQUESTS,
+            Self::SourceNotAllowed => {
+                ErrorSpec::client(S::UNAUTHORIZED, "source_not_allowed", "ip_not_authorized")
+            }
+            Self::KeyRevoked => {
+                ErrorSpec::client(S::UNAUTHORIZED, "key_revoked", "invalid_api_key")
+            }
+            Self::Permission { .. } => {
+                ErrorSpec::client(S::FORBIDDEN, "permission", "permission_denied")
+                    .of_type("permission_error")
+            }
+            Self::ModelNotFound { .. } => {
+                ErrorSpec::client(S::NOT_FOUND, "model_not_found", "model_not_found")
+            }
+            Self::NotFound { .. } => ErrorSpec::client(S::NOT_FOUND, "not_found", "not_found"),
+            Self::UnknownRoute { .. } => {
+                ErrorSpec::client(S::NOT_FOUND, "unknown_route", "unknown_url")
+            }
+            Self::MethodNotAllowed { .. } => {
+                let status = S::METHOD_NOT_ALLOWED;
+                ErrorSpec::client(status, "method_not_allowed", "method_not_allowed")
+            }
+            Self::Invalid { code, .. } => ErrorSpec {
+                code: *code,
+                ..ErrorSpec::client(S::BAD_REQUEST, "invalid_request", "")
             },
-            Self::Overloaded { .. }
-            | Self::Draining
-            | Self::LedgerUnavailable
-            | Self::NoWorker { .. } => StatusCode::SERVICE_UNAVAILABLE,
-            Self::DeadlineExceeded { .. } => StatusCode::GATEWAY_TIMEOUT,
-            Self::Internal | Self::WorkerLost { .. } => StatusCode::INTERNAL_SERVER_ERROR,
+            Self::ContextLength { .. } => {
+                ErrorSpec::client(S::BAD_REQUEST, "context_length", "context_length_exceeded")
+            }
+            Self::BodyTooSlow => {
+                ErrorSpec::client(S::REQUEST_TIMEOUT, "body_too_slow", "request_timeout")
+                    .never_retry()
+                    .closing()
+            }
+            Self::BodyTooLarge { .. } => {
+                ErrorSpec::client(S::PAYLOAD_TOO_LARGE, "body_too_large", "request_too_large")
+                    .closing()
+            }
+            Self::HeadTooLarge => {
+                let status = S::REQUEST_HEADER_FIELDS_TOO_LARGE;
+                ErrorSpec::client(status, "head_too_large", "headers_too_large").closing()
+            }
+            Self::UnsupportedEncoding { .. } => {
+                let code = "unsupported_content_encoding";
+                ErrorSpec::client(S::UNSUPPORTED_MEDIA_TYPE, "unsupported_encoding", code)
+            }
+            Self::SourceLimit { retry_after, .. } => {
+                ErrorSpec::rate("source_requests").retry_after(*retry_after)
+            }
+            Self::Penalty { offence, retry_after } => {
+                ErrorSpec::rate(penalty_kind(*offence)).retry_after(*retry_after)
+            }
+            Self::Limit(refusal) => limit_spec(refusal),
+            Self::Idempotency(refusal) => idempotency::spec(refusal),
+            Self::Overloaded { retry_after } => ErrorSpec::server("overloaded", "overloaded")
+                .retry_after(retry_after.unwrap_or(OVERLOADED_RETRY)),
+            Self::Draining => ErrorSpec::server("draining", "draining").never_retry().closing(),
+            Self::LedgerUnavailable => {
+                ErrorSpec::server("ledger_unavailable", "ledger_unavailable").never_retry()
+            }
+            Self::NoWorker { .. } => {
+                ErrorSpec::server("no_worker", "overloaded").retry_after(OVERLOADED_RETRY)
+            }
+            Self::DeadlineExceeded { .. } => {
+                ErrorSpec::server("deadline_exceeded", "deadline_exceeded")
+                    .with_status(S::GATEWAY_TIMEOUT)
+                    .never_retry()
+            }
+            Self::Internal => {
+                ErrorSpec::server("internal", "server_error").with_status(S::INTERNAL_SERVER_ERROR)
+            }
+            Self::WorkerLost { .. } => ErrorSpec::server("worker_lost", "worker_lost")
+                .with_status(S::INTERNAL_SERVER_ERROR),
         }
     }
 
-    /// Its kind, for metrics and logs.
-    pub fn kind(&self) -> ErrorKind {
-        ErrorKind(match self {
-            Self::MissingCredential => "missing_credential",
-            Self::InvalidCredential => "invalid_credential",
-            Self::SourceNotAllowed => "source_not_allowed",
-            Self::KeyRevoked => "key_revoked",
-            Self::Permission { .. } => "permission",
-            Self::ModelNotFound { .. } => "model_not_found",
-            Self::NotFound { .. } => "not_found",
-            Self::UnknownRoute { .. } => "unknown_route",
-            Self::MethodNotAllowed { .. } => "method_not_allowed",
-            Self::Invalid { .. } => "invalid_request",
-            Self::ContextLength { .. } => "context_length",
-            Self::BodyTooSlow => "body_too_slow",
-            Self::BodyTooLarge { .. } => "body_too_large",
-            Self::HeadTooLarge => "head_too_large",
-            Self::UnsupportedEncoding { .. } => "unsupported_encoding",
-            Self::SourceLimit { .. } => "source_requests",
-            Self::Penalty { offence, .. } => match offence {
-                Offence::Refusals => "penalty_refusals",
-                Offence::FailedAuthentication => "penalty_failed_authentication",
-                Offence::Cancels => "penalty_cancels",
-            },
-            Self::Limit(refusal) => refusal.limit.as_str(),
-            Self::Idempotency(_) => "idempotency",
-            Self::Overloaded { .. } => "overloaded",
-            Self::Draining => "draining",
-            Self::LedgerUnavailable => "ledger_unavailable",
-            Self::NoWorker { .. } => "no_worker",
-            Self::DeadlineExceeded { .. } => "deadline_exceeded",
-            Self::Internal => "internal",
-            Self::WorkerLost { .. } => "worker_lost",
-        })
-    }
-
-    /// The JSON body, which is also the data of a stream's error event.
+    /// Returns the JSON body, which is also the data of a stream's error event.
     pub fn envelope(&self) -> Envelope<'_> {
-        let (kind, code) = self.type_and_code();
-        Envelope::new(self.message(), kind, self.param(), code)
+        let ErrorSpec { error_type, code, .. } = self.spec();
+        Envelope::new(self.message(), error_type, self.param(), code)
     }
 
     fn json(&self) -> Bytes {
         match self {
-            // What those get who guess, and guess on.
+            // Made once: a client that guesses keys causes it again and again.
             Self::InvalidCredential => INVALID_CREDENTIAL.clone(),
             _ => self.envelope().to_json().into(),
-        }
-    }
-
-    fn type_and_code(&self) -> (&'static str, Option<&'static str>) {
-        match self {
-            Self::MissingCredential | Self::InvalidCredential | Self::KeyRevoked => {
-                ("invalid_request_error", Some("invalid_api_key"))
-            }
-            Self::SourceNotAllowed => ("invalid_request_error", Some("ip_not_authorized")),
-            Self::Permission { .. } => ("permission_error", Some("permission_denied")),
-            Self::ModelNotFound { .. } => ("invalid_request_error", Some("model_not_found")),
-            Self::NotFound { .. } => ("invalid_request_error", Some("not_found")),
-            Self::UnknownRoute { .. } => ("invalid_request_error", Some("unknown_url")),
-            Self::MethodNotAllowed { .. } => ("invalid_request_error", Some("method_not_allowed")),
-            Self::Invalid { code, .. } => ("invalid_request_error", *code),
-            Self::ContextLength { .. } => {
-                ("invalid_request_error", Some("context_length_exceeded"))
-            }
-            Self::BodyTooSlow => ("invalid_request_error", Some("request_timeout")),
-            Self::BodyTooLarge { .. } => ("invalid_request_error", Some("request_too_large")),
-            Self::HeadTooLarge => ("invalid_request_error", Some("headers_too_large")),
-            Self::UnsupportedEncoding { .. } => {
-                ("invalid_request_error", Some("unsupported_content_encoding"))
-            }
-            Self::Limit(refusal) if refusal.limit.is_cap() => {
-                ("insufficient_quota", Some("insufficient_quota"))
-            }
-            Self::Limit(refusal) if refusal.limit == Limit::Capacity => {
-                ("server_error", Some("overloaded"))
-            }
-            Self::SourceLimit { .. } | Self::Penalty { .. } | Self::Limit(_) => {
-                ("rate_limit_error", Some("rate_limit_exceeded"))
-            }
-            Self::Idempotency(refusal) => match refusal {
-                IdempotencyRefusal::OtherBody => {
-                    ("idempotency_error", Some("idempotency_key_reused"))
-                }
-                IdempotencyRefusal::Charged { .. } => {
-                    ("idempotency_error", Some("idempotency_answer_gone"))
-                }
-                IdempotencyRefusal::Unsettled { .. } => {
-                    ("idempotency_error", Some("idempotency_unsettled"))
-                }
-                IdempotencyRefusal::TooManyKeys { .. } => {
-                    ("rate_limit_error", Some("rate_limit_exceeded"))
-                }
-            },
-            Self::Overloaded { .. } | Self::NoWorker { .. } => ("server_error", Some("overloaded")),
-            Self::Draining => ("server_error", Some("draining")),
-            Self::LedgerUnavailable => ("server_error", Some("ledger_unavailable")),
-            Self::DeadlineExceeded { .. } => ("server_error", Some("deadline_exceeded")),
-            Self::Internal => ("server_error", Some("server_error")),
-            Self::WorkerLost { .. } => ("server_error", Some("worker_lost")),
         }
     }
 
@@ -418,7 +385,7 @@ impl ApiError {
             )
             .into(),
             Self::Limit(refusal) => limit::message(refusal).into(),
-            Self::Idempotency(refusal) => refusal.message().into(),
+            Self::Idempotency(refusal) => idempotency::message(refusal).into(),
             Self::Overloaded { retry_after: Some(wait) } => {
                 format!("All workers are busy. Try again in {}.", duration_text(*wait)).into()
             }
@@ -452,69 +419,168 @@ impl ApiError {
         }
     }
 
-    /// Whether and when the client should come back, where we have an opinion.
-    fn retry(&self) -> Option<Retry> {
-        match self {
-            Self::SourceLimit { retry_after, .. } | Self::Penalty { retry_after, .. } => {
-                Some(Retry::After(*retry_after))
-            }
-            Self::Limit(refusal) => Some(Retry::of(refusal)),
-            Self::Overloaded { retry_after } => {
-                Some(Retry::After(retry_after.unwrap_or(OVERLOADED_RETRY)))
-            }
-            Self::NoWorker { .. } => Some(Retry::After(OVERLOADED_RETRY)),
-            Self::Idempotency(IdempotencyRefusal::Unsettled { .. }) => {
-                Some(Retry::After(UNSETTLED_RETRY))
-            }
-            Self::Idempotency(_) => Some(Retry::Never),
-            Self::BodyTooSlow
-            | Self::Draining
-            | Self::LedgerUnavailable
-            | Self::DeadlineExceeded { .. } => Some(Retry::Never),
-            _ => None,
-        }
-    }
-
-    /// When the client was told to come back, if it was told a time.
+    /// Returns the wait that the client was told, if it was told one.
     pub(crate) fn told_wait(&self) -> Option<Duration> {
-        match self.retry()? {
+        match self.spec().retry? {
             Retry::After(wait) => Some(wait),
             Retry::Never => None,
         }
     }
+}
 
-    /// Whether the connection must not carry another request.
-    fn closes_connection(&self) -> bool {
-        matches!(
-            self,
-            Self::BodyTooSlow | Self::BodyTooLarge { .. } | Self::HeadTooLarge | Self::Draining
-        )
+/// The fixed properties of one error.
+#[derive(Clone, Copy, Debug)]
+struct ErrorSpec {
+    status: StatusCode,
+    kind: ErrorKind,
+    /// The `type` of the JSON body.
+    error_type: &'static str,
+    /// The `code` of the JSON body.
+    code: Option<&'static str>,
+    /// The advice about a retry; `None` leaves it to the client.
+    retry: Option<Retry>,
+    /// True if the connection must not carry another request.
+    closes_connection: bool,
+}
+
+impl ErrorSpec {
+    /// Makes the spec of an error in the client's request.
+    const fn client(status: StatusCode, kind: &'static str, code: &'static str) -> Self {
+        Self {
+            status,
+            kind: ErrorKind(kind),
+            error_type: "invalid_request_error",
+            code: Some(code),
+            retry: None,
+            closes_connection: false,
+        }
+    }
+
+    /// Makes the spec of a 429 for too many requests.
+    const fn rate(kind: &'static str) -> Self {
+        Self::client(StatusCode::TOO_MANY_REQUESTS, kind, "rate_limit_exceeded")
+            .of_type("rate_limit_error")
+    }
+
+    /// Makes the spec of a 503.
+    const fn server(kind: &'static str, code: &'static str) -> Self {
+        Self::client(StatusCode::SERVICE_UNAVAILABLE, kind, code).of_type("server_error")
+    }
+
+    const fn of_type(self, error_type: &'static str) -> Self {
+        Self { error_type, ..self }
+    }
+
+    const fn with_status(self, status: StatusCode) -> Self {
+        Self { status, ..self }
+    }
+
+    const fn retry_after(self, wait: Duration) -> Self {
+        Self { retry: Some(Retry::After(wait)), ..self }
+    }
+
+    const fn never_retry(self) -> Self {
+        Self { retry: Some(Retry::Never), ..self }
+    }
+
+    const fn closing(self) -> Self {
+        Self { closes_connection: true, ..self }
+    }
+}
+
+const fn penalty_kind(offence: Offence) -> &'static str {
+    match offence {
+        Offence::Refusals => "penalty_refusals",
+        Offence::FailedAuthentication => "penalty_failed_authentication",
+        Offence::Cancels => "penalty_cancels",
+    }
+}
+
+fn limit_spec(refusal: &LimitRefusal) -> ErrorSpec {
+    let kind = refusal.limit.as_str();
+    let spec = match refusal.limit {
+        Limit::Capacity => ErrorSpec::server(kind, "overloaded"),
+        limit if limit.is_cap() => {
+            ErrorSpec::client(StatusCode::TOO_MANY_REQUESTS, kind, "insufficient_quota")
+                .of_type("insufficient_quota")
+        }
+        _ => ErrorSpec::rate(kind),
+    };
+    ErrorSpec { retry: Some(Retry::of(refusal)), ..spec }
+}
+
+impl From<LimitRefusal> for ApiError {
+    fn from(refusal: LimitRefusal) -> Self {
+        Self::Limit(Box::new(refusal))
+    }
+}
+
+impl From<RequestError> for ApiError {
+    fn from(error: RequestError) -> Self {
+        match error {
+            RequestError::Refused(refusal) => refusal.into(),
+            RequestError::Failed(fault) => fault.into(),
+        }
+    }
+}
+
+impl From<Failure> for ApiError {
+    fn from(failure: Failure) -> Self {
+        failure.error.into()
     }
 }
 
 impl From<Refusal> for ApiError {
     fn from(refusal: Refusal) -> Self {
-        Self::Limit(Box::new(refusal))
+        match refusal {
+            Refusal::Limit(refusal) => Self::Limit(refusal),
+            Refusal::Penalty { offence, retry_after } => Self::Penalty { offence, retry_after },
+            Refusal::PlanNotConfigured { plan } => Self::Permission {
+                message: format!("The plan '{plan}' that limits this key is not configured here.")
+                    .into(),
+            },
+            Refusal::InvalidField { field, message } => Self::invalid(field, message),
+            Refusal::ContextLength { field: param, limit, prompt, completion } => {
+                Self::ContextLength { param, limit, prompt, completion }
+            }
+            Refusal::Overloaded { retry_after } => Self::Overloaded { retry_after },
+            Refusal::NoWorker { model } => Self::NoWorker { model },
+            Refusal::DeadlineExceeded { deadline } => Self::DeadlineExceeded { deadline },
+            Refusal::KeyRevoked => Self::KeyRevoked,
+            Refusal::Draining => Self::Draining,
+            Refusal::Idempotency(refusal) => Self::Idempotency(refusal),
+        }
+    }
+}
+
+impl From<Fault> for ApiError {
+    fn from(fault: Fault) -> Self {
+        match fault {
+            Fault::Internal => Self::Internal,
+            Fault::LedgerUnavailable => Self::LedgerUnavailable,
+            Fault::WorkerLost { charged } => Self::WorkerLost { charged },
+        }
     }
 }
 
 impl ApiError {
-    /// The response that says it.
+    /// Makes the error's response.
     pub(crate) fn to_response(&self) -> http::Response<Bytes> {
-        let status = self.status();
+        let spec = self.spec();
+        let status = spec.status;
         let mut response = Response::new(self.json());
         *response.status_mut() = status;
         let headers = response.headers_mut();
         headers.reserve(MOST_HEADERS);
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-        // The other statuses nobody keeps of its own accord (RFC 9110, 15.1), but
-        // some who stand between keep errors of servers.
+        // Caches keep 404 and 405 of their own accord (RFC 9110, 15.1), and some
+        // proxies keep errors of servers.
         if matches!(status, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED)
             || status.is_server_error()
         {
             headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
         }
-        if let Some(retry) = self.retry() {
+        if let Some(retry) = spec.retry {
             retry.write(headers);
         }
         if let Self::Limit(refusal) = self {
@@ -523,8 +589,8 @@ impl ApiError {
         if status == StatusCode::UNAUTHORIZED {
             headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
-        if self.closes_connection() {
-            // Over HTTP/2 hyper drops it, as it must.
+        if spec.closes_connection {
+            // HTTP/2 has no such header, and hyper drops it there.
             headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
         response
@@ -539,7 +605,7 @@ impl IntoResponse for ApiError {
     }
 }
 
-/// What a client sent, fit to be said back: short and without control
+/// Returns a client's text as an error may repeat it: short and without control
 /// characters.
 fn quoted(text: &str) -> String {
     let mut short: String = text.chars().filter(|c| !c.is_control()).take(QUOTED_CHARS).collect();
@@ -552,13 +618,13 @@ fn quoted(text: &str) -> String {
 static INVALID_CREDENTIAL: LazyLock<Bytes> =
     LazyLock::new(|| ApiError::InvalidCredential.envelope().to_json().into());
 
-/// Headers of a refusal with all its figures, and those that come later.
+/// Headers of a refusal with all its figures, and of the layers outside.
 const MOST_HEADERS: usize = 16;
 
-/// How much of a client's own words an error repeats.
+/// Characters of a client's own text that an error repeats.
 const QUOTED_CHARS: usize = 128;
 
-/// When nothing better is known about an overload.
+/// The wait after an overload of unknown length.
 const OVERLOADED_RETRY: Duration = Duration::from_secs(1);
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use tollgate_domain::{MonotonicTime, RequestId};
 use tollgate_edge::Peer;
 use tollgate_openai::{CHAT, COMPLETIONS};
 
-use crate::api::{self, Api, Call, CallerContext, RouteKind, models, usage};
+use crate::api::{self, Api, Call, KnownCaller, RouteKind, models, usage};
 use crate::auth::Endpoint;
 use crate::reply::ApiError;
 use crate::stack::Routes;
@@ -143,7 +143,7 @@ pub(crate) struct PublicRoutes {
 /// The outcome of the head check: the route and the caller, or no route.
 pub(crate) enum Target {
     /// A handler answers.
-    Handler { route: &'static Route, caller: Box<CallerContext> },
+    Handler { route: &'static Route, caller: Box<KnownCaller> },
     /// The path is no route.
     UnknownRoute,
     /// The path is a route, for other methods.
@@ -178,7 +178,7 @@ impl Routes for PublicRoutes {
             return Ok(Target::WrongMethod(route));
         }
         let headers = request.headers();
-        let caller = self.api.caller_context(route.kind, route.endpoint, headers, peer, now)?;
+        let caller = self.api.known_caller(route.kind, route.endpoint, headers, peer, now)?;
         Ok(Target::Handler { route, caller: Box::new(caller) })
     }
 

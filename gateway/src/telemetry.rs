@@ -27,8 +27,10 @@ use self::devices::DeviceMetrics;
 pub(crate) use self::devices::concerns;
 pub use self::log::{LogFormat, LogOptions, log_subscriber};
 use self::process::ProcessMetrics;
-use crate::path::Path;
-use crate::upstream::WorkerReport;
+use tollgate_admission::Offence;
+use tollgate_serving::Observer;
+use tollgate_serving::timings::RequestTimings;
+use tollgate_serving::workers::WorkerReport;
 
 /// All metrics of a gateway.
 #[derive(Debug)]
@@ -52,7 +54,7 @@ pub struct Metrics {
     ready: Gauge,
     ledger_writable: Gauge,
     workers_ready: Gauge,
-    worker_lies: Gauge,
+    worker_protocol_violations: Counter,
     worker_losses: Gauge,
     holds: Gauge,
 }
@@ -101,7 +103,7 @@ pub(crate) struct Readings {
     pub(crate) ready: bool,
     pub(crate) ledger_writable: bool,
     pub(crate) workers: Vec<WorkerReport>,
-    pub(crate) worker_lies: u64,
+    pub(crate) worker_protocol_violations: u64,
     pub(crate) worker_losses: u64,
     pub(crate) holds: usize,
 }
@@ -129,7 +131,7 @@ impl Metrics {
             ready: Gauge::default(),
             ledger_writable: Gauge::default(),
             workers_ready: Gauge::default(),
-            worker_lies: Gauge::default(),
+            worker_protocol_violations: Counter::default(),
             worker_losses: Gauge::default(),
             holds: Gauge::default(),
         };
@@ -204,9 +206,9 @@ impl Metrics {
             self.workers_ready.clone(),
         );
         registry.register(
-            "worker_lies",
-            "Invalid reports of workers since the start",
-            self.worker_lies.clone(),
+            "worker_protocol_violations",
+            "Invalid reports of workers",
+            self.worker_protocol_violations.clone(),
         );
         registry.register(
             "worker_losses",
@@ -222,12 +224,21 @@ impl Metrics {
 
     /// Returns the metrics in Prometheus's text format.
     pub(crate) fn scrape(&self, readings: Readings) -> String {
-        let Readings { ready, ledger_writable, workers, worker_lies, worker_losses, holds } =
-            readings;
+        let Readings {
+            ready,
+            ledger_writable,
+            workers,
+            worker_protocol_violations,
+            worker_losses,
+            holds,
+        } = readings;
         self.ready.set(ready.into());
         self.ledger_writable.set(ledger_writable.into());
         self.workers_ready.set(gauge(workers.iter().filter(|report| report.ready).count()));
-        self.worker_lies.set(gauge(worker_lies));
+        // Serving keeps the count; nothing else writes this counter.
+        self.worker_protocol_violations
+            .inner()
+            .store(worker_protocol_violations, std::sync::atomic::Ordering::Relaxed);
         self.worker_losses.set(gauge(worker_losses));
         self.holds.set(gauge(holds));
         let mut text = String::new();
@@ -274,9 +285,15 @@ impl Metrics {
         self.penalties.get_or_create(&ReasonLabel { reason }).inc();
     }
 
-    /// Counts the usage of a request. `model` comes from config, so it is a
-    /// bounded label.
-    pub fn usage(&self, model: &ModelName, class: &DeviceClass, usage: &Usage) {
+    /// Observes the time of one stage of an answered request. `stage` must be one of
+    /// a closed set.
+    pub(crate) fn stage(&self, stage: &'static str, time: Duration) {
+        self.stage_seconds.get_or_create(&StageLabel { stage }).observe(time.as_secs_f64());
+    }
+}
+
+impl Observer for Metrics {
+    fn usage(&self, model: &ModelName, class: &DeviceClass, usage: &Usage) {
         for (kind, tokens) in [
             ("prompt", usage.prompt_tokens),
             ("cached", usage.cached_tokens),
@@ -290,23 +307,20 @@ impl Metrics {
             .inc_by(usage.attributed.as_secs_f64());
     }
 
-    /// Observes the time of an answered request in each stage.
-    pub(crate) fn path(&self, path: &Path) {
-        for (stage, time) in path.stages() {
+    fn first_token(&self, model: &ModelName, class: &DeviceClass, elapsed: Duration) {
+        self.first_token_seconds
+            .get_or_create(&ModelLabels { model: model.to_string(), class: class.to_string() })
+            .observe(elapsed.as_secs_f64());
+    }
+
+    fn timings(&self, timings: &RequestTimings) {
+        for (stage, time) in timings.stages() {
             self.stage(stage, time);
         }
     }
 
-    /// Observes the time of one stage; `stage` is one of the names in [`Path`].
-    pub(crate) fn stage(&self, stage: &'static str, time: Duration) {
-        self.stage_seconds.get_or_create(&StageLabel { stage }).observe(time.as_secs_f64());
-    }
-
-    /// Observes the time from a request's head to its first token.
-    pub fn first_token(&self, model: &ModelName, class: &DeviceClass, elapsed: Duration) {
-        self.first_token_seconds
-            .get_or_create(&ModelLabels { model: model.to_string(), class: class.to_string() })
-            .observe(elapsed.as_secs_f64());
+    fn penalty_began(&self, offence: Offence) {
+        Self::penalty_began(self, offence.as_str());
     }
 }
 

@@ -9,13 +9,13 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use tokio::time::Instant;
-use tollgate_gateway::upstream::Heard;
+use tollgate_gateway::workers::Heartbeat;
 
 /// The gateway's knowledge of a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Heartbeats {
     /// The worker's last heartbeat.
-    pub last: Option<Heard>,
+    pub last: Option<Heartbeat>,
     /// True if the gateway sends no requests, because a report was invalid.
     pub distrusted: bool,
 }
@@ -45,8 +45,8 @@ pub enum Verdict {
 pub struct Watch {
     timeouts: SilenceTimeouts,
     /// The last heartbeat of the process before this one.
-    before: Option<Heard>,
-    last: Option<Heard>,
+    before: Option<Heartbeat>,
+    last: Option<Heartbeat>,
     quiet: Duration,
     checked: Instant,
 }
@@ -64,7 +64,8 @@ impl Watch {
         let since = now.saturating_duration_since(self.checked).min(LONGEST_CHECK);
         self.checked = now;
         // A late heartbeat of the previous process says nothing about this one.
-        let is_previous = |heard: &Heard| self.before.is_some_and(|old| old.epoch == heard.epoch);
+        let is_previous =
+            |heard: &Heartbeat| self.before.is_some_and(|old| old.epoch == heard.epoch);
         let last = heartbeats.last.filter(|heard| !is_previous(heard));
         if last != self.last {
             (self.last, self.quiet) = (last, Duration::ZERO);
@@ -129,7 +130,7 @@ mod tests {
         SilenceTimeouts { running: Duration::from_secs(3), start: Duration::from_secs(10) };
 
     fn heartbeats(epoch: u128, times: u64) -> Heartbeats {
-        Heartbeats { last: Some(Heard { epoch: WorkerEpoch(epoch), times }), distrusted: false }
+        Heartbeats { last: Some(Heartbeat { epoch: WorkerEpoch(epoch), times }), distrusted: false }
     }
 
     /// Checks every half second. Returns the number of the first check whose

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use tollgate_config::{Config, DeviceSelector, EngineKind, Health, SyntheticPolicy, Watchdog};
 use tollgate_domain::WorkerName;
-use tollgate_gateway::upstream::WorkerEndpoint;
+use tollgate_gateway::workers::WorkerEndpoint;
 use tollgate_worker::{
     DeviceChoice, EngineChoice, GpuOptions, HealthOptions, SchedulePolicy, StepCost, StepTimeout,
     SyntheticDevice, Thresholds, WorkerOptions,

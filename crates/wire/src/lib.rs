@@ -3,8 +3,10 @@
 //! layout: what crosses the wire is checked here, once.
 
 mod block;
+mod connect;
 
 pub use block::{BLOCK_FORMAT, WireError, finish_reason};
+pub use connect::{ConnectError, connect};
 
 /// Generated from `proto/worker.proto`; renewed as `tests/generated.rs` says.
 #[allow(missing_docs, clippy::all, clippy::pedantic, unreachable_pub, unused_qualifications)]

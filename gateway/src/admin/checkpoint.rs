@@ -13,7 +13,7 @@ use crate::reply::ApiError;
 
 /// Answers with the signed note, byte for byte.
 pub(super) async fn newest(State(state): State<Arc<AdminState>>) -> Result<Response, ApiError> {
-    let reader = state.serving.books.ledger.reader().clone();
+    let reader = state.serving.ledger().reader().clone();
     match tokio::task::spawn_blocking(move || reader.checkpoint()).await {
         Ok(Ok(Some(note))) => Ok(plain(note)),
         Ok(Ok(None)) => Err(none("checkpoint")),
@@ -28,7 +28,7 @@ pub(super) async fn newest(State(state): State<Arc<AdminState>>) -> Result<Respo
 /// monitor must get the key once from a source that it trusts, and not fetch
 /// it here each time.
 pub(super) async fn key(State(state): State<Arc<AdminState>>) -> Result<Response, ApiError> {
-    let key = state.serving.books.ledger.verifier().ok_or_else(|| none("key"))?;
+    let key = state.serving.ledger().verifier().ok_or_else(|| none("key"))?;
     Ok(plain(format!("{key}\n")))
 }
 

@@ -45,11 +45,12 @@ pub(super) fn routes() -> Router<Arc<AdminState>> {
 }
 
 async fn list(State(state): State<Arc<AdminState>>) -> Json<Penalties> {
-    let penalties = &state.serving.penalties;
-    let now = state.serving.clock.now();
+    let now = state.serving.clock().now();
+    let tenants = state.serving.penalties().list(now);
     let mut rows: Vec<PenaltyRow> =
-        penalties.of_tenants(now).into_iter().map(|listed| row(&state, "tenant", listed)).collect();
-    rows.extend(penalties.of_sources(now).into_iter().map(|listed| row(&state, "source", listed)));
+        tenants.into_iter().map(|listed| row(&state, "tenant", listed)).collect();
+    let sources = state.source_penalties.list(now);
+    rows.extend(sources.into_iter().map(|listed| row(&state, "source", listed)));
     Json(Penalties { penalties: rows })
 }
 
@@ -59,7 +60,7 @@ fn row<K: ToString>(
     listed: ListedPenalty<K>,
 ) -> PenaltyRow {
     let ListedPenalty { offender, penalty, offences, since } = listed;
-    let clock = &state.serving.clock;
+    let clock = state.serving.clock();
     let ago = clock.now().since(since).as_nanos();
     let since = clock.utc().0.saturating_sub(u64::try_from(ago).unwrap_or(u64::MAX));
     PenaltyRow {
@@ -77,12 +78,12 @@ async fn lift_tenant(
     Path(name): Path<String>,
 ) -> Result<Json<Lifted>, ApiError> {
     let tenant = TenantId::new(&name).map_err(|_| none_held(&name))?;
-    let penalties = &state.serving.penalties;
-    let now = state.serving.clock.now();
-    if penalties.of_tenants(now).iter().any(|listed| listed.offender == tenant) {
+    let penalties = state.serving.penalties();
+    let now = state.serving.clock().now();
+    if penalties.list(now).iter().any(|listed| listed.offender == tenant) {
         record(&state, Some(&tenant), &name).await?;
     }
-    lifted(&name, penalties.lift_tenant(now, &tenant))
+    lifted(&name, penalties.lift(now, &tenant))
 }
 
 async fn lift_source(
@@ -90,12 +91,12 @@ async fn lift_source(
     Path(name): Path<String>,
 ) -> Result<Json<Lifted>, ApiError> {
     let source: Source = name.parse().map_err(|_| none_held(&name))?;
-    let penalties = &state.serving.penalties;
-    let now = state.serving.clock.now();
-    if penalties.of_sources(now).iter().any(|listed| listed.offender == source) {
+    let penalties = &state.source_penalties;
+    let now = state.serving.clock().now();
+    if penalties.list(now).iter().any(|listed| listed.offender == source) {
         record(&state, None, &name).await?;
     }
-    lifted(&name, penalties.lift_source(now, source))
+    lifted(&name, penalties.lift(now, source))
 }
 
 /// Records the removal in the audit log, before the removal happens: no
@@ -105,8 +106,8 @@ async fn record(
     tenant: Option<&TenantId>,
     offender: &str,
 ) -> Result<(), ApiError> {
-    let action = penalty_lifted(tenant, offender, state.serving.clock.utc());
-    audit::record(&state.serving.books.ledger, action).await.map_err(|error| {
+    let action = penalty_lifted(tenant, offender, state.serving.clock().utc());
+    audit::record(state.serving.ledger(), action).await.map_err(|error| {
         tracing::error!(
             error = &error as &dyn std::error::Error,
             "cannot record the removal of a penalty; the penalty stays"

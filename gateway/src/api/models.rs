@@ -5,10 +5,10 @@ use axum::Json;
 use axum::response::{IntoResponse as _, Response};
 use serde::Serialize;
 use tollgate_domain::{ModelName, SamplingDefaults};
+use tollgate_serving::route;
 
-use super::{Api, Call, CallerContext};
+use super::{Api, Call, KnownCaller};
 use crate::reply::ApiError;
-use crate::route;
 
 /// A model as clients list it.
 #[derive(Debug, PartialEq, Serialize)]
@@ -61,9 +61,9 @@ pub(crate) async fn show(api: Api, call: Call) -> Result<Response, ApiError> {
     }
 }
 
-fn usable<'a>(api: &Api, caller: &'a CallerContext) -> impl Iterator<Item = ModelName> + use<'a> {
-    let CallerContext { caller, tenant, scopes: _ } = caller;
-    let mut names = route::offered(&api.serving.workers);
+fn usable<'a>(api: &Api, caller: &'a KnownCaller) -> impl Iterator<Item = ModelName> + use<'a> {
+    let KnownCaller { caller, tenant, context: _ } = caller;
+    let mut names = route::offered(api.serving.workers());
     names.extend(api.config.models().map(|model| model.name.clone()));
     names.sort_unstable();
     names.dedup();
@@ -74,9 +74,9 @@ fn body(api: &Api, name: &ModelName) -> ModelBody {
     ModelBody {
         id: name.as_str().to_owned(),
         object: "model",
-        created: api.serving.started.unix_seconds(),
+        created: api.serving.started().unix_seconds(),
         owned_by: "tollgate",
-        sampling_defaults: route::offer(&api.serving.workers, name.as_str())
+        sampling_defaults: route::offer(api.serving.workers(), name.as_str())
             .map(|served| served.defaults.into()),
     }
 }

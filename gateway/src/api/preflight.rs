@@ -6,13 +6,12 @@ use std::sync::Arc;
 
 use axum::extract::Request;
 use http::HeaderMap;
-use tollgate_admission::ScopeLimits;
 use tollgate_config::Tenant;
 use tollgate_domain::{MonotonicTime, RequestId};
+use tollgate_serving::CallerContext;
 
 use super::Api;
 use crate::auth::{AuthenticatedCaller, Endpoint};
-use crate::limits;
 use crate::reply::ApiError;
 use tollgate_edge::Peer;
 use tollgate_edge::source::Source;
@@ -25,7 +24,7 @@ pub(crate) struct Call {
     pub(crate) id: RequestId,
     /// The part of the API that the route belongs to.
     pub(crate) endpoint: Endpoint,
-    pub(crate) caller: CallerContext,
+    pub(crate) caller: KnownCaller,
     /// The decoded part of the path that the route leaves open, such as a
     /// model's name. Empty on routes without such a part.
     pub(crate) parameter: String,
@@ -33,12 +32,12 @@ pub(crate) struct Call {
 
 /// A caller, its tenant and its limits, looked up once for each request.
 #[derive(Clone)]
-pub(crate) struct CallerContext {
+pub(crate) struct KnownCaller {
     pub(crate) caller: AuthenticatedCaller,
     pub(crate) tenant: Arc<Tenant>,
-    /// The limits of every request of this caller, narrowest first. Empty on
-    /// read-only routes, which no plan limits.
-    pub(crate) scopes: Vec<ScopeLimits>,
+    /// The limits of every request of this caller. `None` on read-only routes,
+    /// which no plan limits.
+    pub(crate) context: Option<CallerContext>,
 }
 
 /// The kinds of routes that the head check treats differently.
@@ -58,24 +57,24 @@ impl Api {
     /// The credential does not authenticate or may not use the endpoint; for
     /// work also: the gateway drains, the tenant has a penalty, or a rate of
     /// requests is spent.
-    pub(crate) fn caller_context(
+    pub(crate) fn known_caller(
         &self,
         kind: RouteKind,
         endpoint: Endpoint,
         headers: &HeaderMap,
         peer: Option<&Peer>,
         now: MonotonicTime,
-    ) -> Result<CallerContext, ApiError> {
+    ) -> Result<KnownCaller, ApiError> {
         let caller = self.identify(headers, peer, now)?;
         if kind == RouteKind::Work && self.draining.is_cancelled() {
             return Err(ApiError::Draining);
         }
         let tenant = Arc::clone(self.tenant(&caller, endpoint)?);
-        let scopes = match kind {
-            RouteKind::ReadOnly => Vec::new(),
-            RouteKind::Work => self.scopes(&caller, &tenant, now)?,
+        let context = match kind {
+            RouteKind::ReadOnly => None,
+            RouteKind::Work => Some(self.limited(&caller, &tenant, now)?),
         };
-        Ok(CallerContext { caller, tenant, scopes })
+        Ok(KnownCaller { caller, tenant, context })
     }
 
     /// Authenticates the credential in `headers`. Counts a failure against the
@@ -86,11 +85,11 @@ impl Api {
         peer: Option<&Peer>,
         now: MonotonicTime,
     ) -> Result<AuthenticatedCaller, ApiError> {
-        let utc = self.serving.clock.utc_at(now);
+        let utc = self.serving.clock().utc_at(now);
         let address = peer.map(|peer| peer.client(headers));
         let caller = self.authenticator.authenticate(headers, address, utc).map_err(|error| {
             let source = address.map(Source::of);
-            self.serving.penalties.failed_authentication(now, source, error)
+            self.source_penalties.failed_authentication(now, source, error)
         })?;
         if let Some(peer) = peer {
             peer.mark_authenticated();
@@ -114,23 +113,22 @@ impl Api {
         })
     }
 
-    /// Returns the limits of every request of the caller, if the tenant has no
+    /// Finds the limits of every request of the caller, if the tenant has no
     /// penalty and no rate of requests is spent.
-    fn scopes(
+    fn limited(
         &self,
         caller: &AuthenticatedCaller,
-        tenant: &Tenant,
+        tenant: &Arc<Tenant>,
         now: MonotonicTime,
-    ) -> Result<Vec<ScopeLimits>, ApiError> {
-        let penalties = &self.serving.penalties;
-        let checked = penalties.check(now, caller.tenant()).and_then(|()| {
-            let scopes = limits::of_caller(&self.config, caller, tenant)?;
-            match self.serving.admission.check_request_rate(now, &scopes) {
-                Some(refusal) => Err(ApiError::Limit(refusal)),
-                None => Ok(scopes),
-            }
+    ) -> Result<CallerContext, ApiError> {
+        let serving = &self.serving;
+        let checked = serving.penalties().check(now, caller.tenant()).and_then(|()| {
+            let (caller, plan) = (caller.caller().clone(), caller.plan());
+            let context = serving.limits().caller_context(caller, plan, Arc::clone(tenant))?;
+            serving.limits().check_request_rate(now, &context)?;
+            Ok(context)
         });
         // Clients that ignore `retry-after` accumulate a penalty.
-        checked.inspect_err(|error| penalties.answered(now, &tenant.name, error))
+        checked.map_err(ApiError::from).inspect_err(|error| self.count_refusal(&tenant.name, error))
     }
 }

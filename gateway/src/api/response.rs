@@ -10,14 +10,13 @@ use tokio::sync::mpsc;
 use tollgate_admission::Figures;
 use tollgate_domain::DeviceNanos;
 use tollgate_openai::{ChunkWriter, Interface, ResponseBuilder, ResponseMeta, UsageReport};
+use tollgate_serving::admit::Admitted;
+use tollgate_serving::event::{Event, Failure, Receipt};
+use tollgate_serving::timings::{FrontTimings, RequestTimings, WorkerTimings};
 
 use super::outgoing::{Outgoing, TimedBody};
 use super::stream_body::stream_body;
-use crate::admit::Admitted;
-use crate::path::{InFront, InWorker, Path};
-use crate::pump::{Event, Failure, Receipt};
 use crate::reply::write_figures;
-use crate::serving::Serving;
 use crate::telemetry::Metrics;
 
 /// The facts that a response needs of its request. The request itself belongs to
@@ -40,17 +39,22 @@ struct ResponseHeaders {
 
 impl Rendering {
     /// Returns the facts of `admitted`.
-    pub(super) fn new(serving: &Serving, admitted: &Admitted) -> Self {
+    pub(super) fn new(
+        interface: &'static dyn Interface,
+        meta: ResponseMeta,
+        streamed: bool,
+        (admitted, metrics): (&Admitted, Arc<Metrics>),
+    ) -> Self {
         Self {
-            interface: admitted.job.interface,
-            meta: admitted.job.meta.clone(),
-            streamed: admitted.job.streamed,
+            interface,
+            meta,
+            streamed,
             headers: ResponseHeaders {
                 figures: admitted.figures().clone(),
-                reserved: admitted.expected,
-                class: admitted.job.model.class.as_str().to_owned(),
+                reserved: admitted.reserved(),
+                class: admitted.job().model().class.as_str().to_owned(),
             },
-            metrics: Arc::clone(&serving.metrics),
+            metrics,
         }
     }
 
@@ -138,15 +142,15 @@ fn receipt_headers(receipt: &Receipt) -> [(HeaderName, HeaderValue); 3] {
     [
         (ATTRIBUTED, receipt.usage.attributed.nanos().into()),
         (REFERENCE, receipt.usage.reference.nanos().into()),
-        (QUEUE, receipt.path.in_worker.stages.queue_ns.into()),
+        (QUEUE, receipt.timings.worker.stages.queue_ns.into()),
     ]
 }
 
 /// Returns the figures of `receipt` for the `usage` object.
 pub(super) fn usage_report(receipt: Receipt) -> UsageReport {
-    let Receipt { usage, path, class, reserved } = receipt;
-    let Path { in_front: InFront { read, preprocess }, place, in_worker } = path;
-    let InWorker { stages, transfers } = in_worker;
+    let Receipt { usage, timings, class, reserved } = receipt;
+    let RequestTimings { front: FrontTimings { read, preprocess }, place, worker } = timings;
+    let WorkerTimings { stages, transfers } = worker;
     UsageReport { usage, class, reserved, stages, transfers, read, preprocess, place }
 }
 

@@ -10,10 +10,11 @@ use futures_util::stream::unfold;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tollgate_openai::{ChunkWriter, sse};
+use tollgate_serving::event::{Event, Failure};
 
 use super::outgoing::Outgoing;
 use super::response::usage_report;
-use crate::pump::{Event, Failure};
+use crate::reply::ApiError;
 
 /// The time after which a silent stream sends a comment. Proxies commonly close
 /// connections that are silent for 30 or 60 seconds.
@@ -85,7 +86,8 @@ impl StreamBody {
                 self.ended = true;
             }
             Event::Failed(failure) => {
-                self.writer.fail(&failure.error.envelope().to_json(), out);
+                let error = ApiError::from(failure);
+                self.writer.fail(&error.envelope().to_json(), out);
                 self.ended = true;
             }
         }

@@ -12,9 +12,9 @@ use tollgate_domain::{FinishReason, KeyId, ModelName, RequestId, TenantId, UtcDa
 use tollgate_ledger::{
     EntryRow, GroupBy, LedgerError, RequestRow, RequestState, UsageQuery, UsageRow,
 };
+use tollgate_serving::in_flight::Stage;
 
 use super::{Api, Call};
-use crate::pump::Stage;
 use crate::reply::ApiError;
 
 /// How long the record of a request that has just ended is waited for.
@@ -203,7 +203,7 @@ pub(crate) async fn show(api: Api, call: Call) -> Result<Response, ApiError> {
 /// Where the request is; of one that has just ended, after its record came or
 /// took too long.
 async fn stage(api: &Api, tenant: &TenantId, request: &RequestId) -> Option<Stage> {
-    let mut stage = api.serving.in_flight.stage(tenant, request)?;
+    let mut stage = api.serving.in_flight().stage(tenant, request)?;
     if *stage.borrow() == Stage::Ended {
         let recorded = stage.wait_for(|stage| *stage == Stage::Recorded);
         // An error says that it was forgotten: the ledger will tell.
@@ -270,7 +270,7 @@ async fn read<T: Send + 'static>(
     api: &Api,
     read: impl FnOnce(&tollgate_ledger::LedgerReader) -> Result<T, LedgerError> + Send + 'static,
 ) -> Result<T, ApiError> {
-    let reader = api.serving.books.ledger.reader().clone();
+    let reader = api.serving.ledger().reader().clone();
     match tokio::task::spawn_blocking(move || read(&reader)).await {
         Ok(Ok(value)) => Ok(value),
         Ok(Err(error)) => {

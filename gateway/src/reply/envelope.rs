@@ -4,14 +4,15 @@ use std::borrow::Cow;
 
 use serde::Serialize;
 
-/// `{"error": {"message", "type", "param", "code"}}`; what is unknown is null.
+/// The JSON object `{"error": {"message", "type", "param", "code"}}`. Unknown
+/// values are null.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Envelope<'a> {
-    error: Error<'a>,
+    error: ErrorBody<'a>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-struct Error<'a> {
+struct ErrorBody<'a> {
     message: Cow<'a, str>,
     r#type: &'static str,
     param: Option<&'a str>,
@@ -25,10 +26,10 @@ impl<'a> Envelope<'a> {
         param: Option<&'a str>,
         code: Option<&'static str>,
     ) -> Self {
-        Self { error: Error { message, r#type: kind, param, code } }
+        Self { error: ErrorBody { message, r#type: kind, param, code } }
     }
 
-    /// The JSON, on one line.
+    /// Returns the JSON, on one line.
     pub fn to_json(&self) -> Vec<u8> {
         let mut json = Vec::with_capacity(FRAME + 2 * self.error.message.len());
         serde_json::to_writer(&mut json, self).expect("strings serialise");
@@ -36,5 +37,5 @@ impl<'a> Envelope<'a> {
     }
 }
 
-/// Bytes around the message.
+/// Bytes of the JSON around the message.
 const FRAME: usize = 160;

@@ -1,6 +1,5 @@
-//! What is left of the limits, as headers: the names that OpenAI's clients
-//! know for requests and tokens, the IETF draft's for device time, ours for
-//! the rest.
+//! The remaining limits as headers: OpenAI's names for requests and tokens, the
+//! names of the IETF draft for device time.
 
 use std::fmt;
 use std::io::Write as _;
@@ -9,10 +8,10 @@ use std::time::Duration;
 use http::{HeaderMap, HeaderName, HeaderValue};
 use tollgate_admission::{Figures, RateFigures};
 
-/// Writes where a caller's limits stand after this request into the headers
-/// of its response, be it an answer or a refusal.
+/// Writes the state of a caller's limits into the headers of a response, which may
+/// be an answer or a refusal.
 pub fn write_figures(figures: &Figures, headers: &mut HeaderMap) {
-    // Caps have no header of their own: a refusal's message names them.
+    // Caps have no header. A refusal's message names them.
     let Figures { requests, tokens, device_time, day: _, month: _ } = figures;
     if let Some(figures) = requests {
         write_rate(figures, REQUESTS, headers);
@@ -35,7 +34,7 @@ fn write_rate(
     headers.insert(reset, passing(text(format_args!("{}", duration_text(figures.reset)))));
 }
 
-/// The draft wants whole units: milliseconds of device time, rounded down,
+/// Writes device time in the whole units of the draft: milliseconds rounded down,
 /// and seconds until the bucket is full, rounded up.
 fn write_device_time(figures: &RateFigures, headers: &mut HeaderMap) {
     let quota = millis(figures.rate.per_minute);
@@ -53,8 +52,8 @@ fn write_device_time(figures: &RateFigures, headers: &mut HeaderMap) {
     );
 }
 
-/// A duration as OpenAI's headers say it: `12ms`, `1.5s`, `6m0s`, `1h0m0s`;
-/// rounded up to milliseconds.
+/// Returns a duration in the form of OpenAI's headers: `12ms`, `1.5s`, `6m0s`,
+/// `1h0m0s`, rounded up to milliseconds.
 pub fn duration_text(duration: Duration) -> impl fmt::Display {
     fmt::from_fn(move |f| {
         let millis = millis_up(duration);
@@ -84,13 +83,13 @@ pub fn duration_text(duration: Duration) -> impl fmt::Display {
     })
 }
 
-/// Whole milliseconds, rounded up: a client that waits as told is not refused
-/// again for having come too early.
+/// Returns whole milliseconds, rounded up: a client that waits as told must not
+/// come too early.
 pub(super) fn millis_up(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
 }
 
-/// Whole seconds, rounded up.
+/// Returns whole seconds, rounded up.
 pub(super) fn seconds_up(duration: Duration) -> u64 {
     millis_up(duration).div_ceil(1_000)
 }
@@ -103,7 +102,8 @@ pub(super) fn number(value: u64) -> HeaderValue {
     text(format_args!("{value}"))
 }
 
-/// Made of digits, names and units, on the stack: a header holds a copy.
+/// Formats a header's value without an allocation of its own: `value` must be made
+/// of digits, names and units.
 fn text(value: fmt::Arguments<'_>) -> HeaderValue {
     let mut space = [0; LONGEST_VALUE];
     let mut rest = &mut space[..];
@@ -112,8 +112,8 @@ fn text(value: fmt::Arguments<'_>) -> HeaderValue {
     HeaderValue::from_bytes(&space[..written]).expect("all of it is visible ASCII")
 }
 
-/// A value that another response hardly has again: HTTP/2 is not to remember
-/// it, which costs more than it saves.
+/// Marks a value that hardly any other response has. HTTP/2 then does not index
+/// the value, which would cost more than it saves.
 pub(super) fn passing(mut value: HeaderValue) -> HeaderValue {
     value.set_sensitive(true);
     value
@@ -130,5 +130,5 @@ const TOKENS: [HeaderName; 3] = [
     HeaderName::from_static("x-ratelimit-reset-tokens"),
 ];
 
-/// Longer than any figure with its units.
+/// Bytes of the longest figure with its units, and more.
 const LONGEST_VALUE: usize = 128;

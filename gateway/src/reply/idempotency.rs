@@ -1,65 +1,58 @@
-//! Why a request with an `Idempotency-Key` is refused.
+//! Errors of requests with an `Idempotency-Key`.
 
 use std::time::Duration;
 
-use tollgate_domain::RequestId;
+use http::StatusCode;
+use tollgate_serving::IdempotencyRefusal;
 
-use super::{ApiError, duration_text};
+use super::{ErrorSpec, duration_text};
 
-/// What is wrong with a request that brings an `Idempotency-Key`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum IdempotencyRefusal {
-    /// 422: the key was used with another body.
-    OtherBody,
-    /// 409: the first request was charged, and its answer is gone.
-    Charged {
-        /// The first request.
-        request: RequestId,
-    },
-    /// 409: the first request is not settled yet.
-    Unsettled {
-        /// The first request.
-        request: RequestId,
-    },
-    /// 429: the tenant has as many keys in use as it may.
-    TooManyKeys {
-        /// How many.
-        limit: u32,
-    },
-}
+/// The kind of all these errors, for metrics.
+const KIND: &str = "idempotency";
 
-impl IdempotencyRefusal {
-    pub(super) fn message(&self) -> String {
-        match self {
-            Self::OtherBody => {
-                "This Idempotency-Key was used with another request. Use a new key for a new \
-                 request."
-                    .to_owned()
-            }
-            Self::Charged { request } => format!(
-                "The first request with this Idempotency-Key was charged, and its answer is no \
-                 longer kept. See GET /v1/usage/{request} for its figures; use a new key to run \
-                 it again."
-            ),
-            Self::Unsettled { request } => format!(
-                "The first request with this Idempotency-Key, {request}, is not settled yet. Try \
-                 again in {}.",
-                duration_text(UNSETTLED_RETRY)
-            ),
-            Self::TooManyKeys { limit } => format!(
-                "Limit reached: {limit} values of Idempotency-Key in use by your tenant. Send the \
-                 request without one, or wait until older ones are forgotten."
-            ),
+/// Returns the fixed properties of the error.
+pub(super) fn spec(refusal: &IdempotencyRefusal) -> ErrorSpec {
+    let client = |status, code| {
+        ErrorSpec::client(status, KIND, code).of_type("idempotency_error").never_retry()
+    };
+    match refusal {
+        IdempotencyRefusal::OtherBody => {
+            client(StatusCode::UNPROCESSABLE_ENTITY, "idempotency_key_reused")
         }
+        IdempotencyRefusal::Charged { .. } => {
+            client(StatusCode::CONFLICT, "idempotency_answer_gone")
+        }
+        IdempotencyRefusal::Unsettled { .. } => {
+            client(StatusCode::CONFLICT, "idempotency_unsettled").retry_after(UNSETTLED_RETRY)
+        }
+        IdempotencyRefusal::TooManyKeys { .. } => ErrorSpec::rate(KIND).never_retry(),
     }
 }
 
-impl From<IdempotencyRefusal> for ApiError {
-    fn from(refusal: IdempotencyRefusal) -> Self {
-        Self::Idempotency(refusal)
+/// Returns the sentence for people.
+pub(super) fn message(refusal: &IdempotencyRefusal) -> String {
+    match refusal {
+        IdempotencyRefusal::OtherBody => {
+            "This Idempotency-Key was used with another request. Use a new key for a new request."
+                .to_owned()
+        }
+        IdempotencyRefusal::Charged { request } => format!(
+            "The first request with this Idempotency-Key was charged, and its answer is no \
+             longer kept. See GET /v1/usage/{request} for its figures; use a new key to run it \
+             again."
+        ),
+        IdempotencyRefusal::Unsettled { request } => format!(
+            "The first request with this Idempotency-Key, {request}, is not settled yet. Try \
+             again in {}.",
+            duration_text(UNSETTLED_RETRY)
+        ),
+        IdempotencyRefusal::TooManyKeys { limit } => format!(
+            "Limit reached: {limit} values of Idempotency-Key in use by your tenant. Send the \
+             request without one, or wait until older ones are forgotten."
+        ),
     }
 }
 
-/// When a request of a gateway that died has been settled is not known: a few
-/// seconds after its worker's journal came.
-pub(super) const UNSETTLED_RETRY: Duration = Duration::from_secs(5);
+/// The wait that an unsettled request's client is told. The true time is not
+/// known: a few seconds after the worker's journal has come.
+const UNSETTLED_RETRY: Duration = Duration::from_secs(5);

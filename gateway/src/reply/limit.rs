@@ -1,5 +1,5 @@
-//! A refusal by a limit, told to the client: which, whose, its value, and
-//! when to come back.
+//! A refusal by a limit, for the client: the limit, its scope and value, and the
+//! time to wait.
 
 use std::fmt::{self, Write as _};
 use std::time::Duration;
@@ -9,27 +9,27 @@ use tollgate_admission::{Limit, Refusal};
 
 use super::figures::{duration_text, millis_up, number, passing, seconds_up};
 
-/// Whether the same request can pass later.
+/// The advice about sending the same request again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Retry {
-    /// After this time.
+    /// The request can pass after this time.
     After(Duration),
-    /// Not at all, or not before someone changes something.
+    /// The request cannot pass, unless an admin or the client changes something.
     Never,
 }
 
 impl Retry {
-    /// What a caller limit's refusal says about coming back.
+    /// Returns the advice for a refusal by a limit.
     pub(super) fn of(refusal: &Refusal) -> Self {
         match refusal.retry_after {
             Some(wait) if !refusal.permanent => Self::After(wait),
-            // Another request must end first; when is not known.
+            // Another request must end first, at an unknown time.
             None if !refusal.permanent => Self::After(UNKNOWN_WAIT),
             _ => Self::Never,
         }
     }
 
-    /// Writes what SDKs act on. Waits beyond [`LONGEST_WAIT`] are said in the
+    /// Writes the headers that SDKs act on. Waits beyond [`LONGEST_WAIT`] are in the
     /// message only: some clients would sleep through them.
     pub(super) fn write(self, headers: &mut HeaderMap) {
         match self {
@@ -44,7 +44,7 @@ impl Retry {
     }
 }
 
-/// The refusal as a sentence for people.
+/// Returns the refusal as a sentence for people.
 pub(super) fn message(refusal: &Refusal) -> String {
     let Refusal { limit, scope, asked, largest, retry_after, permanent, .. } = refusal;
     let mut text = String::with_capacity(USUAL_MESSAGE);
@@ -71,7 +71,7 @@ pub(super) fn message(refusal: &Refusal) -> String {
     text
 }
 
-/// `60 requests a minute`.
+/// Returns the limit with its value, such as `60 requests a minute`.
 fn limit_text(refusal: &Refusal) -> impl fmt::Display {
     let Refusal { limit, value, .. } = refusal;
     let class = class(refusal);
@@ -88,7 +88,7 @@ fn limit_text(refusal: &Refusal) -> impl fmt::Display {
     })
 }
 
-/// `amount` of what the limit counts.
+/// Returns `amount` with the limit's unit.
 fn amount(refusal: &Refusal, amount: u64) -> impl fmt::Display {
     let (limit, class) = (refusal.limit, class(refusal));
     fmt::from_fn(move |f| match limit {
@@ -106,13 +106,13 @@ fn time(nanos: u64) -> impl fmt::Display {
     duration_text(Duration::from_nanos(nanos))
 }
 
-/// Bytes: most messages are shorter.
+/// Bytes of a message; most are shorter.
 const USUAL_MESSAGE: usize = 128;
 
-/// Python's SDK gives up and Node's hangs beyond it.
+/// The longest wait in a header. Beyond it Python's SDK gives up and Node's hangs.
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
-/// When a place becomes free is not known: soon, but not at once.
+/// The wait for a place that becomes free at an unknown time.
 const UNKNOWN_WAIT: Duration = Duration::from_secs(1);
 
 const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");

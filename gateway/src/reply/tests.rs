@@ -22,8 +22,8 @@ fn durations_read_as_clients_expect() {
     assert_eq!(duration_text(Duration::from_nanos(1)).to_string(), "1ms", "rounded up");
 }
 
-fn refusal(limit: Limit, value: u64) -> Refusal {
-    Refusal {
+fn refusal(limit: Limit, value: u64) -> LimitRefusal {
+    LimitRefusal {
         limit,
         scope: Scope::Tenant(TenantId::new("acme").unwrap()),
         class: limit.is_device_time().then(DeviceClass::cpu),
@@ -38,8 +38,8 @@ fn refusal(limit: Limit, value: u64) -> Refusal {
     }
 }
 
-fn never(limit: Limit, value: u64, asked: u64) -> Refusal {
-    Refusal { asked, retry_after: None, permanent: true, ..refusal(limit, value) }
+fn never(limit: Limit, value: u64, asked: u64) -> LimitRefusal {
+    LimitRefusal { asked, retry_after: None, permanent: true, ..refusal(limit, value) }
 }
 
 fn penalty(offence: Offence) -> ApiError {
@@ -48,7 +48,7 @@ fn penalty(offence: Offence) -> ApiError {
 
 fn every_error() -> Vec<ApiError> {
     let seconds = |seconds: u64| seconds * 1_000_000_000;
-    let cap = |limit, wait| Refusal {
+    let cap = |limit, wait| LimitRefusal {
         retry_after: Some(Duration::from_secs(wait)),
         permanent: true,
         ..refusal(limit, seconds(3_600))
@@ -87,10 +87,10 @@ fn every_error() -> Vec<ApiError> {
         ApiError::NotFound { what: "request", id: "req-1".into() },
         ApiError::UnknownRoute { method: http::Method::GET, path: "/v1/nothing".into() },
         ApiError::MethodNotAllowed { method: http::Method::PUT, path: "/v1/models".into() },
-        IdempotencyRefusal::OtherBody.into(),
-        IdempotencyRefusal::Charged { request: RequestId::from_random(7) }.into(),
-        IdempotencyRefusal::Unsettled { request: RequestId::from_random(7) }.into(),
-        IdempotencyRefusal::TooManyKeys { limit: 100_000 }.into(),
+        ApiError::Idempotency(IdempotencyRefusal::OtherBody),
+        ApiError::Idempotency(IdempotencyRefusal::Charged { request: RequestId::from_random(7) }),
+        ApiError::Idempotency(IdempotencyRefusal::Unsettled { request: RequestId::from_random(7) }),
+        ApiError::Idempotency(IdempotencyRefusal::TooManyKeys { limit: 100_000 }),
         ApiError::invalid("messages[2].content", "Must be text."),
         ApiError::missing("messages"),
         ApiError::unsupported("tools", "Tools are not supported."),
@@ -109,18 +109,18 @@ fn every_error() -> Vec<ApiError> {
         penalty(Offence::Refusals),
         penalty(Offence::FailedAuthentication),
         penalty(Offence::Cancels),
-        ApiError::from(Refusal { figures, ..refusal(Limit::Requests, 600) }),
+        ApiError::from(LimitRefusal { figures, ..refusal(Limit::Requests, 600) }),
         ApiError::from(refusal(Limit::Tokens, 200_000)),
-        ApiError::from(Refusal {
+        ApiError::from(LimitRefusal {
             scope: Scope::Pool(PoolName::new("trial").unwrap()),
             ..refusal(Limit::DeviceTime, seconds(60))
         }),
-        ApiError::from(Refusal {
+        ApiError::from(LimitRefusal {
             retry_after: Some(Duration::from_secs(61)),
             ..refusal(Limit::DeviceTime, seconds(60))
         }),
-        ApiError::from(Refusal { retry_after: None, ..refusal(Limit::Concurrent, 8) }),
-        ApiError::from(Refusal { retry_after: None, ..refusal(Limit::Queued, 64) }),
+        ApiError::from(LimitRefusal { retry_after: None, ..refusal(Limit::Concurrent, 8) }),
+        ApiError::from(LimitRefusal { retry_after: None, ..refusal(Limit::Queued, 64) }),
         ApiError::from(never(Limit::LargestJob, seconds(20), seconds(31))),
         ApiError::from(never(Limit::Tokens, 1_000, 1_500)),
         ApiError::from(cap(Limit::DeviceTimePerDay, 14_400)),

@@ -11,7 +11,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use tollgate_wire::v1;
 
-use crate::upstream::WorkerReport;
+use tollgate_serving::workers::WorkerReport;
 
 type Figures = Family<WorkerLabel, Gauge<f64, AtomicU64>>;
 

@@ -41,7 +41,7 @@ fn every_metric() -> String {
     metrics.handshake_failed("silent");
     metrics.usage(&model, &class, &Usage { prompt_tokens: 7, ..Usage::default() });
     metrics.first_token(&model, &class, Duration::from_millis(40));
-    metrics.path(&Path::default());
+    metrics.timings(&RequestTimings::default());
     metrics.scrape(Readings { ready: true, workers: vec![worker()], ..Readings::default() })
 }
 
@@ -74,7 +74,7 @@ fn worker() -> WorkerReport {
         running: 0,
         backlog: Default::default(),
         health: Some(health),
-        heard: None,
+        heartbeat: None,
     }
 }
 

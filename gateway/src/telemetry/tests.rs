@@ -16,7 +16,7 @@ fn metrics_keep_their_names() {
     metrics.handshake_failed("silent");
     metrics.usage(&model, &class, &Usage { prompt_tokens: 7, ..Usage::default() });
     metrics.first_token(&model, &class, Duration::from_millis(40));
-    metrics.path(&Path::default());
+    metrics.timings(&RequestTimings::default());
     let text = metrics.scrape(Readings { ready: true, ..Readings::default() });
     let names: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")).collect();
     insta::assert_snapshot!("metrics", names.join("\n"));

@@ -6,7 +6,7 @@ use tokio::join;
 use tollgate_wire::v1::{FinishReason, RefusedReason};
 
 use super::room::{PLAIN, Room, header, json, text};
-use crate::upstream::fake::FakeWorker;
+use tollgate_serving::test_support::FakeWorker;
 
 const CHAT: &str = r#"{"model":"fake","messages":[{"role":"user","content":"Hello there"}]}"#;
 const STREAM: &str =

@@ -15,17 +15,18 @@ use tollgate_admission::{Admission, AdmissionOptions};
 use tollgate_config::Config;
 use tollgate_domain::{RequestId, TenantId};
 use tollgate_ledger::{Ledger, LedgerHandle};
+use tollgate_serving::idempotency::Idempotency;
+use tollgate_serving::test_support::FakeWorker;
+use tollgate_serving::{Observer, Serving, ServingOptions};
 
 use crate::Clock;
 use crate::api::Api;
 use crate::auth::{Authenticator, KeyOptions, KeyStore};
-use crate::idempotency::Idempotency;
 use crate::reply::ApiError;
 use crate::routes::PublicRoutes;
-use crate::serving::{Serving, ServingOptions};
+use crate::source_penalties::SourcePenalties;
 use crate::stack::Routes as _;
 use crate::telemetry::Metrics;
-use crate::upstream::fake::FakeWorker;
 
 /// Tenants `acme` and `other`, without limits.
 pub(crate) const PLAIN: &str = r#"
@@ -38,6 +39,9 @@ plan = "open"
 
 pub(crate) struct Room {
     pub(crate) api: Api,
+    pub(crate) admission: Admission,
+    /// Cancelled to end running requests at once.
+    pub(crate) stopping: CancellationToken,
     pub(crate) ledger: LedgerHandle,
     _folder: TempDir,
     routes: PublicRoutes,
@@ -54,8 +58,8 @@ impl Room {
     /// A room by `config` with `workers`, once all of them are connected.
     pub(crate) async fn open(folder: TempDir, config: &str, workers: &[&FakeWorker]) -> Self {
         let room = Self::open_at_once(folder, config, workers);
-        while room.api.serving.workers.online().count() < workers.len() {
-            room.api.serving.workers.changed().await;
+        while room.api.serving.workers().connected().count() < workers.len() {
+            room.api.serving.workers().changed().await;
         }
         room
     }
@@ -71,12 +75,14 @@ impl Room {
             (tenant, key.secret.expose().to_owned())
         });
         let ledger = Ledger::open(&folder.path().join("ledger.db")).expect("a ledger");
+        let (metrics, stopping) = (Metrics::new(), CancellationToken::new());
+        let admission = Admission::new(AdmissionOptions::default());
         let serving = Serving::start(ServingOptions {
             workers: workers.iter().map(|worker| worker.endpoint.clone()).collect(),
             ledger: ledger.clone(),
-            admission: Admission::new(AdmissionOptions::default()),
+            admission: admission.clone(),
             config: Arc::clone(&config),
-            keys: store.clone(),
+            keys: Arc::new(store.clone()),
             idempotency: Idempotency::open(
                 folder.path(),
                 config.gateway().idempotency.clone(),
@@ -85,15 +91,19 @@ impl Room {
             )
             .expect("keys of before"),
             clock,
-            deadlines: config.gateway().deadlines.clone(),
-            metrics: Metrics::new(),
-            stopping: CancellationToken::new(),
+            observer: Arc::clone(&metrics) as Arc<dyn Observer>,
+            stopping: stopping.clone(),
         });
         let authenticator = Authenticator::new(store, Vec::new()).expect("no issuers");
-        let api = Api { serving, config, authenticator, draining: CancellationToken::new() };
+        let source_penalties =
+            SourcePenalties::new(&config.gateway().penalties, Arc::clone(&metrics));
+        let draining = CancellationToken::new();
+        let api = Api { serving, config, authenticator, source_penalties, metrics, draining };
         Self {
             routes: PublicRoutes::new(api.clone()),
             api,
+            admission,
+            stopping,
             ledger,
             _folder: folder,
             keys: keys.to_vec(),
@@ -145,7 +155,7 @@ impl Room {
 
     /// Answers `request`, whose credential is in its headers.
     pub(crate) async fn answer(&self, request: Request<Body>, id: RequestId) -> Response<Body> {
-        let now = self.api.serving.clock.now();
+        let now = self.api.serving.clock().now();
         match self.routes.check_head(&request, None, now) {
             Ok(target) => self.routes.answer(target, request, id).await,
             Err(error) => ApiError::into_response(error),
@@ -169,11 +179,11 @@ impl Room {
 
     /// Waits until every request's task has ended.
     pub(crate) async fn settled(&self) {
-        self.api.serving.pumps.close();
-        self.api.serving.pumps.wait().await;
-        self.api.serving.pumps.reopen();
-        assert_eq!(self.api.serving.admission.status().running, 0, "a hold is open");
-        assert_eq!(self.api.serving.admission.status().queued, 0, "a hold waits");
+        self.api.serving.tasks().close();
+        self.api.serving.tasks().wait().await;
+        self.api.serving.tasks().reopen();
+        assert_eq!(self.api.serving.limits().status().running, 0, "a hold is open");
+        assert_eq!(self.api.serving.limits().status().queued, 0, "a hold waits");
     }
 }
 

@@ -6,7 +6,7 @@ use tollgate_wire::v1::{FinishReason, RefusedReason, Sampling, SamplingDefaults}
 
 use super::room::{PLAIN, Room, header, json, text};
 use crate::telemetry::Readings;
-use crate::upstream::fake::{CONTEXT, FakeWorker};
+use tollgate_serving::test_support::{CONTEXT, FakeWorker};
 
 #[tokio::test]
 async fn a_chat_in_one_piece() {
@@ -106,7 +106,7 @@ async fn an_answer_tells_where_its_time_went() {
     });
     assert_eq!(json(response).await.0, StatusCode::SERVICE_UNAVAILABLE);
     room.settled().await;
-    let metrics = room.api.serving.metrics.scrape(Readings::default());
+    let metrics = room.api.metrics.scrape(Readings::default());
     for stage in
         ["read", "preprocess", "place", "queue", "prefill", "decode", "to_device", "to_host", "out"]
     {
@@ -125,7 +125,7 @@ async fn no_stage_lasts_longer_than_its_request() {
         let run = worker.run().await;
         run.token(0, "Hi.", 100).await;
         run.end_choice(0, FinishReason::Stop).await;
-        run.end_saying(1, 100, [u64::MAX; 5]).await;
+        run.end_with_times(1, 100, [u64::MAX; 5]).await;
     });
     let (_, body) = json(response).await;
     let figures = &body["usage"]["tollgate"];
@@ -287,9 +287,9 @@ async fn worker_with_impossible_sampling_defaults_is_not_connected() {
             announcement.models[0].sampling_defaults = Some(defaults);
         });
         let room = Room::open_at_once(folder, PLAIN, &[&worker]);
-        while room.api.serving.workers.lies() == 0 {
+        while room.api.serving.workers().protocol_violations() == 0 {
             tokio::time::sleep(std::time::Duration::from_millis(5)).await;
         }
-        assert_eq!(room.api.serving.workers.online().count(), 0);
+        assert_eq!(room.api.serving.workers().connected().count(), 0);
     }
 }

@@ -1,0 +1,176 @@
+//! Admission of a job: the job's cost is estimated, and every limit of its
+//! caller is taken, or none. The result is the right to occupy a device.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tollgate_admission::{Estimate, ExpectedOutput, Figures, Hold, Reserve, ReserveError};
+use tollgate_config::Deadlines;
+use tollgate_domain::{Caller, DeviceNanos, PoolName};
+use tollgate_wire::v1;
+
+use crate::Clock;
+use crate::error::{Fault, Refusal, RequestError};
+use crate::job::Job;
+use crate::limits::{BindingLimits, CallerContext, Limits};
+use crate::workers::WorkOrder;
+
+/// A job with every limit taken. No other job reaches a worker.
+#[derive(Debug)]
+pub struct Admitted {
+    pub(crate) job: Job,
+    pub(crate) caller: Caller,
+    pub(crate) hold: Hold,
+    /// Reference cost with the expected output, which is held against rates.
+    pub(crate) expected: DeviceNanos,
+    /// The pool that owns the job's share; `None` if the tenant owns it.
+    pool: Option<PoolName>,
+    /// The weight of that share.
+    weight: f64,
+    /// The seed for sampling, drawn once, so that a second placement gives the
+    /// same answer.
+    seed: u64,
+}
+
+/// The component that takes limits for jobs.
+pub(crate) struct Admitter {
+    pub(crate) limits: Limits,
+    pub(crate) expected: Arc<ExpectedOutput>,
+    pub(crate) clock: Clock,
+    pub(crate) deadlines: Deadlines,
+}
+
+impl Admitter {
+    /// Takes every limit that binds `job` of the caller in `context`.
+    ///
+    /// # Errors
+    /// The limit that refused the job. Nothing is held then.
+    pub(crate) fn admit(
+        &self,
+        context: &CallerContext,
+        job: Job,
+    ) -> Result<Admitted, RequestError> {
+        let caller = context.caller().clone();
+        let BindingLimits { scopes, pool, weight } = self.limits.bind(context, &job.model.name);
+        let expected_tokens = self.expected.expect(&caller.tenant, &job.model.name, job.max_tokens);
+        let expected = job.cost(expected_tokens);
+        let estimate = Estimate {
+            tokens: job.prompt_tokens() + u64::from(expected_tokens) * job.all_choices(),
+            expected,
+            worst: with_margin(job.cost(job.max_tokens)),
+            least: with_margin(job.cost(job.max_tokens.min(1))),
+        };
+        // The seed comes before the hold: a failure must not leave a hold open.
+        let seed = match job.sampling.seed {
+            Some(seed) => seed,
+            None => random_seed()?,
+        };
+        let now = self.clock.now();
+        let reserve = Reserve {
+            id: job.id.clone(),
+            scopes,
+            class: job.model.class.clone(),
+            estimate,
+            queue_deadline: now.after(self.deadlines.queue),
+            // The hold outlives the deadline, so that a late figure still settles it.
+            expires: now.after(self.deadlines.request + self.deadlines.hold_grace),
+        };
+        let hold = self.limits.admission().reserve(now, self.clock.utc(), reserve);
+        let hold = hold.map_err(|error| match error {
+            ReserveError::Refused(refusal) => RequestError::from(Refusal::Limit(refusal)),
+            ReserveError::AlreadyHeld => {
+                tracing::error!(request = %job.id, "request id came twice; the second request is refused");
+                Fault::Internal.into()
+            }
+        })?;
+        Ok(Admitted { job, caller, hold, expected, pool, weight, seed })
+    }
+
+    /// Gives every limit of `admitted` back, because the job does not run after
+    /// all.
+    pub(crate) fn give_back(&self, admitted: Admitted) {
+        let Admitted { job, hold, .. } = admitted;
+        if let Err(error) = hold.void(self.clock.now()) {
+            tracing::warn!(request = %job.id, %error, "hold ended before its request; nothing is given back");
+        }
+    }
+}
+
+impl Admitted {
+    /// Returns the admitted job.
+    pub fn job(&self) -> &Job {
+        &self.job
+    }
+
+    /// Returns the reference cost that is held for the job.
+    pub fn reserved(&self) -> DeviceNanos {
+        self.expected
+    }
+
+    /// Returns the state of the caller's limits after this request.
+    pub fn figures(&self) -> &Figures {
+        self.hold.figures()
+    }
+
+    /// Makes the order for a worker, as placement `number`. The worker may let the
+    /// request wait for `queue_left`.
+    pub(crate) fn order(&self, number: u32, queue_left: Duration) -> WorkOrder {
+        let job = &self.job;
+        let sampling = &job.sampling;
+        let assignment = v1::Assignment {
+            request_id: job.id.as_str().to_owned(),
+            attempt: number,
+            tenant: self.caller.tenant.as_str().to_owned(),
+            key: self.caller.key.as_str().to_owned(),
+            model: job.model.name.as_str().to_owned(),
+            weight: self.weight,
+            prompts: job
+                .prompts
+                .iter()
+                .map(|tokens| v1::Prompt { tokens: tokens.clone() })
+                .collect(),
+            choices: job.choices,
+            max_tokens: job.max_tokens,
+            sampling: Some(v1::Sampling {
+                temperature: sampling.temperature,
+                top_k: sampling.top_k,
+                top_p: sampling.top_p,
+                repetition_penalty: sampling.repetition_penalty,
+                presence_penalty: sampling.presence_penalty,
+                frequency_penalty: sampling.frequency_penalty,
+                logit_bias: sampling
+                    .logit_bias
+                    .iter()
+                    .map(|(&token, &bias)| (token, bias))
+                    .collect(),
+                seed: self.seed,
+                top_logprobs: sampling.top_logprobs,
+            }),
+            stop: job.stop.clone(),
+            budget_ns: self.hold.budget().map(DeviceNanos::nanos),
+            // A wait that rounds down to 0 ms would be refused on arrival.
+            queue_deadline_ms: (queue_left.as_millis() as u64).max(1),
+            echo_logprobs: job.scores_prompts,
+            pool: self.pool.as_ref().map_or_else(String::new, |pool| pool.as_str().to_owned()),
+            tier: v1::Tier::Interactive.into(),
+        };
+        WorkOrder {
+            request: job.id.clone(),
+            caller: self.caller.clone(),
+            model: Arc::clone(&job.model),
+            assignment,
+        }
+    }
+}
+
+/// Adds a margin to a cost. Gateway and worker add the same terms in another
+/// order, and a cost that fits here must fit there.
+fn with_margin(cost: DeviceNanos) -> DeviceNanos {
+    DeviceNanos(cost.nanos().saturating_add(cost.nanos() >> 20).saturating_add(1))
+}
+
+fn random_seed() -> Result<u64, Fault> {
+    let mut bytes = [0; 8];
+    aws_lc_rs::rand::fill(&mut bytes).map_err(|_| Fault::Internal)?;
+    Ok(u64::from_ne_bytes(bytes))
+}

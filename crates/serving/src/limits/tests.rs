@@ -1,0 +1,221 @@
+//! The scopes that bind a caller, their order, and their spending after a restart.
+
+use tollgate_admission::{AdmissionOptions, CapFigures, Estimate, Figures, Reserve, ReserveError};
+use tollgate_domain::{DeviceClass, DeviceNanos, RequestId, TenantId, UtcTime};
+
+use super::*;
+use crate::test_support::TestKeys;
+
+const CONFIG: &str = r#"
+[plans.key]
+device_time_per_day = "10s"
+[plans.own]
+requests_per_minute = 5
+device_time_per_day = "20s"
+device_time_per_month = "40s"
+weight = 3
+[plans.shared]
+requests_per_minute = { limit = 60, burst = 1 }
+device_time_per_day = "30s"
+weight = 2
+[plans.model]
+device_time_per_day = "50s"
+
+[pools.trial]
+plan = "shared"
+[tenants.acme]
+plan = "own"
+pool = "trial"
+[tenants.other]
+pool = "trial"
+[models.tollgate-demo]
+plan = "model"
+"#;
+
+fn config() -> Arc<Config> {
+    Arc::new(Config::from_toml(std::path::Path::new("test.toml"), CONFIG).expect("a config"))
+}
+
+fn tenant(name: &str) -> TenantId {
+    TenantId::new(name).expect("a name")
+}
+
+fn model(name: &str) -> ModelName {
+    ModelName::new(name).expect("a name")
+}
+
+fn key(name: &str) -> KeyId {
+    KeyId::new(name).expect("a name")
+}
+
+fn plan(name: &str) -> PlanName {
+    PlanName::new(name).expect("a name")
+}
+
+fn limits(config: &Arc<Config>, keys: TestKeys) -> Limits {
+    let admission = Admission::new(AdmissionOptions::default());
+    Limits::new(admission, Arc::clone(config), Arc::new(keys))
+}
+
+/// The limits of a key of tenant `of` with `key_plan`.
+fn context(limits: &Limits, of: &str, key_plan: Option<&str>) -> Result<CallerContext, Refusal> {
+    let caller = Caller { tenant: tenant(of), key: key("k") };
+    let found = Arc::clone(limits.config.tenant(&caller.tenant).expect("a tenant"));
+    limits.caller_context(caller, key_plan.map(plan).as_ref(), found)
+}
+
+#[test]
+fn scopes_stand_narrowest_first() {
+    let limits = limits(&config(), TestKeys::default());
+    for (of, plan, of_model, kinds, pool, weight) in [
+        ("acme", None, "fake", vec!["tenant", "pool"], None, 3.0),
+        ("acme", Some("key"), "fake", vec!["key", "tenant", "pool"], None, 3.0),
+        ("other", None, "fake", vec!["pool"], Some("trial"), 2.0),
+        ("other", Some("key"), "tollgate-demo", vec!["key", "pool", "model"], Some("trial"), 2.0),
+        ("acme", Some("key"), "tollgate-demo", vec!["key", "tenant", "pool", "model"], None, 3.0),
+    ] {
+        let context = context(&limits, of, plan).expect("limits");
+        let bound = limits.bind(&context, &model(of_model));
+        let found: Vec<_> = bound.scopes.iter().map(|limited| limited.scope.kind()).collect();
+        assert_eq!(found, kinds, "{of} {plan:?} {of_model}");
+        // A tenant with a plan of its own has a share of its own, with that weight.
+        let share = (bound.pool.as_ref().map(PoolName::as_str), bound.weight);
+        assert_eq!(share, (pool, weight), "{of} {plan:?} {of_model}");
+        assert_eq!(context.share_owner(), pool.unwrap_or(of));
+    }
+}
+
+#[test]
+fn key_with_missing_plan_is_refused() {
+    let limits = limits(&config(), TestKeys::default());
+    let refused = context(&limits, "acme", Some("gone")).expect_err("the plan is missing");
+    assert_eq!(refused, Refusal::PlanNotConfigured { plan: plan("gone") });
+}
+
+/// Returns the state of a scope, as a request that takes nothing of it reads it.
+fn state_of(admission: &Admission, number: u128, limited: ScopeLimits, utc: UtcTime) -> Figures {
+    let reserve = Reserve {
+        id: RequestId::from_random(number),
+        scopes: vec![limited],
+        class: DeviceClass::cpu(),
+        estimate: Estimate {
+            tokens: 0,
+            expected: DeviceNanos::ZERO,
+            worst: DeviceNanos::ZERO,
+            least: DeviceNanos::ZERO,
+        },
+        queue_deadline: MonotonicTime(u64::MAX),
+        expires: MonotonicTime(u64::MAX),
+    };
+    match admission.reserve(MonotonicTime::default(), utc, reserve) {
+        Ok(hold) => hold.figures().clone(),
+        Err(ReserveError::Refused(refusal)) => refusal.figures,
+        Err(ReserveError::AlreadyHeld) => panic!("numbers are used once"),
+    }
+}
+
+#[test]
+fn restored_spend_counts_in_every_scope() {
+    let config = config();
+    let ids = ["a", "b", "c"].map(key);
+    let keys =
+        TestKeys { plans: [(ids[0].clone(), plan("key")), (ids[2].clone(), plan("gone"))].into() };
+    let limits = limits(&config, keys);
+    let row = |of, key: usize, of_model, seconds| SpendRow {
+        caller: Caller { tenant: tenant(of), key: ids[key].clone() },
+        model: model(of_model),
+        class: DeviceClass::cpu(),
+        reference: DeviceNanos::from_secs(seconds),
+    };
+    let day = vec![
+        row("acme", 0, "fake", 1),
+        row("acme", 0, "tollgate-demo", 2),
+        row("acme", 1, "fake", 4),
+        row("other", 2, "tollgate-demo", 8),
+        row("nobody", 2, "tollgate-demo", 16),
+    ];
+    let month = vec![row("acme", 0, "fake", 9), row("acme", 1, "fake", 10)];
+    let now = UtcTime(1_795_132_800 * 1_000_000_000);
+    limits.restore_spend(Spending { day, month }, now.day());
+
+    let left = |found: Option<CapFigures>| found.map(|cap| cap.remaining.nanos() / 1_000_000_000);
+    let acme = context(&limits, "acme", None).expect("limits");
+    let scopes = limits.bind(&acme, &model("tollgate-demo")).scopes;
+    let keys = ids.iter().map(|id| key_limits(&config, id, &plan("key")).expect("a plan"));
+    let found: Vec<_> = keys
+        .chain(scopes)
+        .zip(1..)
+        .map(|(limited, number)| {
+            let name = limited.scope.kind();
+            let figures = state_of(limits.admission(), number, limited, now);
+            (name, left(figures.day), left(figures.month))
+        })
+        .collect();
+    assert_eq!(
+        found,
+        [
+            ("key", Some(7), None),
+            ("key", Some(10), None), // the key has no plan, so no spending is kept for it
+            ("key", Some(10), None), // the key's plan is missing: its requests are refused
+            ("tenant", Some(13), Some(21)),
+            ("pool", Some(15), None),
+            ("model", Some(24), None),
+        ]
+    );
+}
+
+/// However many trial tenants there are, together they get the limits of their
+/// pool, on one share of its weight, and admission remembers the pool alone.
+#[test]
+fn pool_limits_thousands_of_tenants_together() {
+    const TENANTS: usize = 3_000;
+    for (plan_limit, admitted, running, later) in [
+        // Forty at once, and one a second from then on.
+        ("requests_per_minute = { limit = 60, burst = 40 }", 40, 40, 10),
+        ("concurrent = 8\nqueued = 16", 24, 8, 0),
+        // Each request may cost 30 ms; the last one gets the remainder.
+        ("device_time_per_day = \"1s\"", 34, 34, 0),
+    ] {
+        let mut text = format!(
+            "[plans.trial]\nweight = 0.5\n{plan_limit}\n[pools.trial]\nplan = \"trial\"\n[models.fake]\npath = \"/\"\n"
+        );
+        let names: Vec<String> = (0..TENANTS).map(|number| format!("trial-{number}")).collect();
+        names.iter().for_each(|name| text += &format!("[tenants.{name}]\npool = \"trial\"\n"));
+        let config = Config::from_toml(std::path::Path::new("test.toml"), &text).expect("a config");
+        let config = Arc::new(config);
+        let limits = limits(&config, TestKeys::default());
+        let admission = limits.admission().clone();
+        let mut holds = Vec::new();
+        let ask = |number: usize, seconds: u64| {
+            let context = context(&limits, &names[number % TENANTS], None).expect("limits");
+            let bound = limits.bind(&context, &model("fake"));
+            let share = (bound.pool.as_ref().map(PoolName::as_str), bound.weight);
+            assert_eq!(share, (Some("trial"), 0.5), "all requests run on one share");
+            let cost = DeviceNanos(30_000_000);
+            let reserve = Reserve {
+                id: RequestId::from_random(number as u128),
+                scopes: bound.scopes,
+                class: DeviceClass::cpu(),
+                estimate: Estimate {
+                    tokens: 1,
+                    expected: cost,
+                    worst: cost,
+                    least: DeviceNanos(1),
+                },
+                queue_deadline: MonotonicTime(u64::MAX),
+                expires: MonotonicTime(u64::MAX),
+            };
+            admission.reserve(MonotonicTime(seconds * 1_000_000_000), UtcTime(1), reserve)
+        };
+        holds.extend((0..TENANTS).filter_map(|number| ask(number, 1).ok()));
+        assert_eq!(holds.len(), admitted, "{plan_limit}");
+        let budget: u64 = holds.iter().filter_map(|h| h.budget()).map(DeviceNanos::nanos).sum();
+        assert!(budget <= 1_000_000_000, "{plan_limit}: {budget} ns held of a second");
+        let status = admission.status();
+        assert_eq!((status.running, status.queued), (running, admitted - running), "{plan_limit}");
+        assert_eq!(status.scopes, 1, "{plan_limit}");
+        let more = (0..TENANTS).filter_map(|number| ask(TENANTS + number, 11).ok());
+        let more: Vec<_> = more.collect();
+        assert_eq!(more.len(), later, "{plan_limit}");
+    }
+}

@@ -1,0 +1,314 @@
+//! One task for each request, from admission to the bill. The task owns the
+//! request's hold and its worker's stream, and outlives the client.
+//!
+//! Whatever happens to the client, the worker or the clock, the task ends by
+//! resolving the hold exactly once. The hold is settled with the true figure,
+//! or with the figure up to the last delivered token before a fault, or voided
+//! if no work was done. When the client leaves, the task cancels the work,
+//! waits for the figure and settles. The last event goes out after the hold is resolved,
+//! so a client's next request finds its place free.
+
+mod attempt;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tollgate_admission::{
+    ExpectedOutput, Hold, QueueTicketLost, ResolveError, Resolved, Settlement as SettledHold, Spent,
+};
+use tollgate_config::Deadlines;
+use tollgate_domain::block::Attempt as AttemptId;
+use tollgate_domain::{DeviceNanos, Usage, WorkerEpoch};
+use tollgate_ledger::FaultCap;
+
+use self::attempt::AttemptOutcome;
+use crate::Clock;
+use crate::admit::Admitted;
+use crate::error::{Fault, Refusal, RequestError};
+use crate::event::{Event, Failure, Receipt};
+use crate::in_flight::{InFlight, InFlightTask};
+use crate::job::Job;
+use crate::observer::Observer;
+use crate::penalties::TenantPenalties;
+use crate::route;
+use crate::settlement::Settlement;
+use crate::timings::{RequestTimings, WorkerTimings};
+use crate::workers::{Progress, Workers};
+
+/// Events of a request that its client has not taken yet.
+const UNREAD_EVENTS: usize = 32;
+/// Placements of one request, over all workers.
+const MOST_ATTEMPTS: u32 = 3;
+/// Time that a request waits for another worker after its worker died.
+const REPLACE_TIMEOUT: Duration = Duration::from_secs(20);
+/// Time after the deadline in which a slow client may take its last event.
+const LAST_EVENT_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The component that runs admitted requests. Clones share its tasks.
+#[derive(Clone)]
+pub(crate) struct RequestTasks {
+    shared: Arc<TaskContext>,
+}
+
+/// The components that every request's task uses.
+pub(crate) struct TaskContext {
+    pub(crate) workers: Workers,
+    pub(crate) settlement: Settlement,
+    pub(crate) in_flight: InFlight,
+    pub(crate) penalties: TenantPenalties,
+    pub(crate) observer: Arc<dyn Observer>,
+    pub(crate) expected: Arc<ExpectedOutput>,
+    pub(crate) clock: Clock,
+    pub(crate) deadlines: Deadlines,
+    /// Holds the tasks of requests, so that a drain can wait for them.
+    pub(crate) tasks: TaskTracker,
+    /// Cancelled when running requests must end now.
+    pub(crate) stopping: CancellationToken,
+}
+
+impl RequestTasks {
+    pub(crate) fn new(context: TaskContext) -> Self {
+        Self { shared: Arc::new(context) }
+    }
+
+    /// Starts the task of an admitted request and returns the request's events.
+    /// The client leaves by dropping the receiver.
+    pub(crate) fn start(&self, admitted: Admitted) -> mpsc::Receiver<Event> {
+        let (events, receiver) = mpsc::channel(UNREAD_EVENTS);
+        let context = Arc::clone(&self.shared);
+        let entry = context.in_flight.begin(admitted.job.id.clone(), admitted.caller.clone());
+        let now = Instant::now();
+        let task = RequestTask {
+            events,
+            started: now,
+            deadline: now + context.deadlines.request,
+            queue_deadline: now + context.deadlines.queue,
+            revoked: entry.revoked(),
+            delivered: Delivered::default(),
+            place: Duration::ZERO,
+            context,
+        };
+        self.shared.tasks.spawn(task.run(admitted, entry));
+        receiver
+    }
+}
+
+/// The task of one request.
+struct RequestTask {
+    context: Arc<TaskContext>,
+    events: mpsc::Sender<Event>,
+    started: Instant,
+    deadline: Instant,
+    queue_deadline: Instant,
+    /// Cancelled when the request's key was revoked and the request must end.
+    revoked: CancellationToken,
+    delivered: Delivered,
+    /// Time from the start to the last placement.
+    place: Duration,
+}
+
+/// The part of the answer that has gone out to the client.
+#[derive(Clone, Copy, Debug, Default)]
+struct Delivered {
+    /// True if any event has gone out.
+    any: bool,
+    /// The figures up to the last token that has gone out.
+    progress: Progress,
+}
+
+/// The end of a request.
+#[derive(Debug)]
+enum RequestEnd {
+    /// No billable work was done: the hold is given back.
+    Free(RequestError),
+    /// The tenant pays the work that was done.
+    Paid { usage: Usage, timings: WorkerTimings, error: Option<RequestError> },
+    /// The platform failed after content went out: the tenant pays up to there.
+    Faulted { error: RequestError },
+}
+
+impl RequestTask {
+    async fn run(mut self, admitted: Admitted, entry: InFlightTask) {
+        let end = self.work(&admitted, &entry).await;
+        let last = self.resolve(admitted, end);
+        entry.end();
+        // The client may have left; then the last event goes nowhere. A client that
+        // does not read must not keep the task for ever.
+        let until = self.deadline.max(Instant::now()) + LAST_EVENT_TIMEOUT;
+        let _ = tokio::time::timeout_at(until, self.events.send(last)).await;
+    }
+
+    /// Waits for a place, then places the request until the request ends.
+    async fn work(&mut self, admitted: &Admitted, entry: &InFlightTask) -> RequestEnd {
+        if let Err(error) = self.wait_for_turn(admitted).await {
+            return RequestEnd::Free(error);
+        }
+        let mut excluded: Vec<WorkerEpoch> = Vec::new();
+        let model = admitted.job.model.name.as_str().to_owned();
+        let mut error: RequestError = Refusal::NoWorker { model }.into();
+        // A disconnected worker may be back within a second, so the request waits for
+        // it as long as it may wait in a queue.
+        let mut timeout = match self.context.workers.all_connected() {
+            true => Duration::ZERO,
+            false => self.queue_deadline.saturating_duration_since(Instant::now()),
+        };
+        for number in 0..MOST_ATTEMPTS {
+            let Some(placed) = self.place(admitted, &excluded, timeout).await else { break };
+            let epoch = placed.worker.identity.epoch;
+            entry.placed(number);
+            self.place = self.started.elapsed();
+            match self.attempt(admitted, placed, number).await {
+                AttemptOutcome::Ended(end) => return end,
+                AttemptOutcome::Refused(refusal) => error = refusal,
+                AttemptOutcome::Lost => {
+                    // No token of the attempt counts for the client, so no tenant pays it.
+                    self.cap(admitted, number, Usage::default());
+                    timeout = REPLACE_TIMEOUT;
+                    error = Fault::WorkerLost { charged: false }.into();
+                    if self.delivered.any && self.events.send(Event::Restarted).await.is_err() {
+                        break;
+                    }
+                    self.delivered = Delivered::default();
+                }
+            }
+            excluded.push(epoch);
+        }
+        // A revoked key also ends the wait for a worker, which looks like no worker.
+        let is_revoked = self.revoked.is_cancelled();
+        RequestEnd::Free(if is_revoked { Refusal::KeyRevoked.into() } else { error })
+    }
+
+    /// Waits for a place within the caller's limits.
+    async fn wait_for_turn(&self, admitted: &Admitted) -> Result<(), RequestError> {
+        let context = &self.context;
+        tokio::select! {
+            ticket = admitted.hold.queue_ticket() => ticket.map_err(|QueueTicketLost| {
+                Refusal::Overloaded { retry_after: Some(Duration::from_secs(1)) }.into()
+            }),
+            () = self.events.closed() => {
+                // A client that leaves its place in a queue takes places from others,
+                // as one that leaves a device does.
+                context.penalties.count_cancel(context.clock.now(), &admitted.caller.tenant);
+                Err(RequestError::INTERNAL) // the client has left, so the error is not read
+            }
+            () = self.revoked.cancelled() => Err(Refusal::KeyRevoked.into()),
+            () = context.stopping.cancelled() => Err(Refusal::Draining.into()),
+        }
+    }
+
+    async fn place(
+        &self,
+        admitted: &Admitted,
+        excluded: &[WorkerEpoch],
+        timeout: Duration,
+    ) -> Option<route::Placed> {
+        let (workers, model) = (&self.context.workers, &admitted.job.model);
+        let placed = route::place_within(workers, model, admitted.expected, excluded, timeout);
+        tokio::select! {
+            placed = placed => placed,
+            () = self.events.closed() => None,
+            () = self.revoked.cancelled() => None,
+            () = tokio::time::sleep_until(self.deadline) => None,
+        }
+    }
+
+    /// Resolves the hold and returns the last event for the client.
+    fn resolve(&self, admitted: Admitted, end: RequestEnd) -> Event {
+        let Admitted { job, caller, hold, expected, .. } = admitted;
+        let budget = hold.budget();
+        let (resolved, event) = match end {
+            RequestEnd::Free(error) => {
+                (self.void(hold), Event::Failed(Failure { error, is_charged: false }))
+            }
+            RequestEnd::Paid { usage, timings, error } => {
+                let resolved = self.settle(&job, hold, &usage);
+                let event = match error {
+                    Some(error) => Event::Failed(Failure { error, is_charged: true }),
+                    None => {
+                        let receipt = self.receipt(&job, usage, timings, expected);
+                        // Only whole answers teach the estimate: others were cut short.
+                        let tokens = usage.completion_tokens.div_ceil(job.all_choices().max(1));
+                        self.context.expected.learn(&caller.tenant, &job.model.name, tokens);
+                        Event::Finished(Box::new(receipt))
+                    }
+                };
+                (resolved, event)
+            }
+            RequestEnd::Faulted { error } => {
+                let resolved = self.settle(&job, hold, &self.delivered_usage(&job));
+                (resolved, Event::Failed(Failure { error, is_charged: true }))
+            }
+        };
+        match resolved {
+            Ok(settled) if settled.overrun > DeviceNanos::ZERO => tracing::error!(
+                request = %job.id, overrun_ns = settled.overrun.nanos(), ?budget,
+                "worker exceeded a budget; the tenant's limits are overdrawn"
+            ),
+            Ok(_) => {}
+            // The hold expired first. Admission has posted the spending late, if any.
+            Err(error) => {
+                tracing::warn!(request = %job.id, %error, "hold ended before its request; the figure came late");
+            }
+        }
+        event
+    }
+
+    fn void(&self, hold: Hold) -> Result<SettledHold, ResolveError> {
+        match hold.void(self.context.clock.now()) {
+            // The request's turn never came, so admission gave the hold back itself.
+            Err(ResolveError::AlreadySettled(Resolved::Voided)) => Ok(SettledHold::default()),
+            voided => voided,
+        }
+    }
+
+    fn settle(&self, job: &Job, hold: Hold, usage: &Usage) -> Result<SettledHold, ResolveError> {
+        self.context.observer.usage(&job.model.name, &job.model.class, usage);
+        let spent = Spent { tokens: usage.total_tokens(), reference: usage.reference };
+        hold.settle(self.context.clock.now(), spent)
+    }
+
+    /// Makes the receipt of an answered request and reports its timings.
+    fn receipt(
+        &self,
+        job: &Job,
+        usage: Usage,
+        worker: WorkerTimings,
+        reserved: DeviceNanos,
+    ) -> Receipt {
+        let timings = RequestTimings { front: job.timings, place: self.place, worker };
+        self.context.observer.timings(&timings);
+        Receipt { usage, timings, class: job.model.class.clone(), reserved }
+    }
+
+    /// Posts in the ledger that placement `number` pays `payable` at most. Costs
+    /// beyond that are the platform's loss.
+    fn cap(&self, admitted: &Admitted, number: u32, payable: Usage) {
+        let cap = FaultCap {
+            caller: admitted.caller.clone(),
+            attempt: AttemptId { request: admitted.job.id.clone(), attempt: number },
+            model: admitted.job.model.name.clone(),
+            class: admitted.job.model.class.clone(),
+            payable,
+            at: self.context.clock.utc(),
+        };
+        let settlement = self.context.settlement.clone();
+        // The ledger may take its time. The client does not wait for it; a drain does.
+        self.context.tasks.spawn(async move { settlement.cap_fault(cap).await });
+    }
+
+    /// Returns the usage up to the last token that went out.
+    fn delivered_usage(&self, job: &Job) -> Usage {
+        let Progress { tokens, attributed, reference } = self.delivered.progress;
+        Usage {
+            prompt_tokens: job.prompt_tokens(),
+            cached_tokens: 0,
+            completion_tokens: tokens,
+            attributed,
+            reference,
+        }
+    }
+}

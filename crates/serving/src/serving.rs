@@ -1,0 +1,301 @@
+//! The components of serving, built once and handed out by the composition root.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tollgate_admission::{Admission, ExpectedOutput};
+use tollgate_config::Config;
+use tollgate_domain::UtcTime;
+use tollgate_ledger::LedgerHandle;
+
+use crate::Clock;
+use crate::admit::{Admitted, Admitter};
+use crate::error::RequestError;
+use crate::event::Event;
+use crate::idempotency::Idempotency;
+use crate::in_flight::InFlight;
+use crate::job::Job;
+use crate::keys::KeyDirectory;
+use crate::limits::{CallerContext, Limits};
+use crate::observer::Observer;
+use crate::penalties::TenantPenalties;
+use crate::pump::{RequestTasks, TaskContext};
+use crate::settlement::{ReadThread, Settlement, SettlementOptions};
+use crate::tokenize::TokenizePool;
+use crate::workers::{WorkerEndpoint, Workers};
+
+/// The parts from which [`Serving`] is built.
+pub struct ServingOptions {
+    /// The addresses of the workers.
+    pub workers: Vec<WorkerEndpoint>,
+    /// The ledger that records usage.
+    pub ledger: LedgerHandle,
+    /// The limits' state. Spending must be restored before.
+    pub admission: Admission,
+    /// The config of tenants, plans and deadlines.
+    pub config: Arc<Config>,
+    /// The API keys.
+    pub keys: Arc<dyn KeyDirectory>,
+    /// The clock of limits and records.
+    pub clock: Clock,
+    /// The idempotency keys.
+    pub idempotency: Idempotency,
+    /// The receiver of figures.
+    pub observer: Arc<dyn Observer>,
+    /// Cancelled when running requests must end now.
+    pub stopping: CancellationToken,
+}
+
+/// The path of a request: [`Self::submit`] takes a known caller and a job and
+/// returns events. Each component can be had by itself.
+pub struct Serving {
+    limits: Limits,
+    admitter: Admitter,
+    requests: RequestTasks,
+    workers: Workers,
+    settlement: Settlement,
+    clock: Clock,
+    idempotency: Idempotency,
+    in_flight: InFlight,
+    tokenize_pool: TokenizePool,
+    penalties: TenantPenalties,
+    /// The requests' tasks. They end by themselves; a drain waits for them.
+    tasks: TaskTracker,
+    started: UtcTime,
+    /// The workers' keepers and the sweeper, which outlast the requests' tasks.
+    keepers: TaskTracker,
+    stop_keepers: CancellationToken,
+}
+
+impl Serving {
+    /// Starts the workers' keepers and the sweeper.
+    pub fn start(options: ServingOptions) -> Arc<Self> {
+        let ServingOptions {
+            workers,
+            ledger,
+            admission,
+            config,
+            keys,
+            clock,
+            idempotency,
+            observer,
+            stopping,
+        } = options;
+        let deadlines = config.gateway().deadlines.clone();
+        let penalties = TenantPenalties::new(&config.gateway().penalties, Arc::clone(&observer));
+        let in_flight = InFlight::default();
+        let limits = Limits::new(admission, config, Arc::clone(&keys));
+        let settlement = Settlement::new(SettlementOptions {
+            ledger,
+            in_flight: in_flight.clone(),
+            clock: clock.clone(),
+            limits: limits.clone(),
+            stopping: stopping.clone(),
+            reads: ReadThread::Blocking,
+        });
+        let (keepers, stop_keepers) = (TaskTracker::new(), CancellationToken::new());
+        let left_open = settlement.clone();
+        keepers.spawn(
+            stop_keepers
+                .clone()
+                .run_until_cancelled_owned(async move { left_open.close_left_open().await }),
+        );
+        let workers = Workers::start(workers, &settlement, &keepers, &stop_keepers);
+        let sweeper = Sweeper {
+            limits: limits.clone(),
+            clock: clock.clone(),
+            in_flight: in_flight.clone(),
+            penalties: penalties.clone(),
+            keys,
+        };
+        keepers.spawn(stop_keepers.clone().run_until_cancelled_owned(sweeper.run()));
+        let expected = Arc::new(ExpectedOutput::default());
+        let tasks = TaskTracker::new();
+        let requests = RequestTasks::new(TaskContext {
+            workers: workers.clone(),
+            settlement: settlement.clone(),
+            in_flight: in_flight.clone(),
+            penalties: penalties.clone(),
+            observer,
+            expected: Arc::clone(&expected),
+            clock: clock.clone(),
+            deadlines: deadlines.clone(),
+            tasks: tasks.clone(),
+            stopping,
+        });
+        let admitter =
+            Admitter { limits: limits.clone(), expected, clock: clock.clone(), deadlines };
+        Arc::new(Self {
+            limits,
+            admitter,
+            requests,
+            workers,
+            settlement,
+            started: clock.utc(),
+            clock,
+            idempotency,
+            in_flight,
+            tokenize_pool: TokenizePool::new(),
+            penalties,
+            tasks,
+            keepers,
+            stop_keepers,
+        })
+    }
+
+    /// Takes the limits of `context`'s caller for `job`, runs the job, and returns
+    /// its events. The client leaves by dropping the receiver; the job's task then
+    /// cancels the work and settles.
+    ///
+    /// # Errors
+    /// The limit that refused the job.
+    pub fn submit(
+        &self,
+        context: &CallerContext,
+        job: Job,
+    ) -> Result<mpsc::Receiver<Event>, RequestError> {
+        Ok(self.run(self.admit(context, job)?))
+    }
+
+    /// Takes the limits of `context`'s caller for `job`. This is the first half of
+    /// [`Self::submit`], for a caller that has work to do before the job runs.
+    ///
+    /// # Errors
+    /// The limit that refused the job.
+    pub fn admit(&self, context: &CallerContext, job: Job) -> Result<Admitted, RequestError> {
+        self.admitter.admit(context, job)
+    }
+
+    /// Runs an admitted job and returns its events: the second half of
+    /// [`Self::submit`].
+    pub fn run(&self, admitted: Admitted) -> mpsc::Receiver<Event> {
+        self.requests.start(admitted)
+    }
+
+    /// Gives the limits of an admitted job back, because the job does not run.
+    pub fn give_back(&self, admitted: Admitted) {
+        self.admitter.give_back(admitted);
+    }
+
+    /// Returns the limits of all tenants.
+    pub fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// Returns the configured workers.
+    pub fn workers(&self) -> &Workers {
+        &self.workers
+    }
+
+    /// Returns the settlement of journals and corrections.
+    pub fn settlement(&self) -> &Settlement {
+        &self.settlement
+    }
+
+    /// Returns the ledger's handle.
+    pub fn ledger(&self) -> &LedgerHandle {
+        self.settlement.ledger()
+    }
+
+    /// Returns the clock of limits and records.
+    pub fn clock(&self) -> &Clock {
+        &self.clock
+    }
+
+    /// Returns the idempotency keys.
+    pub fn idempotency(&self) -> &Idempotency {
+        &self.idempotency
+    }
+
+    /// Returns the requests that run or have just ended.
+    pub fn in_flight(&self) -> &InFlight {
+        &self.in_flight
+    }
+
+    /// Returns the pool that tokenizes prompts.
+    pub fn tokenize_pool(&self) -> &TokenizePool {
+        &self.tokenize_pool
+    }
+
+    /// Returns the tenants' penalties.
+    pub fn penalties(&self) -> &TenantPenalties {
+        &self.penalties
+    }
+
+    /// Returns the tracker of the requests' tasks. A task that keeps a request's
+    /// answer belongs there too, so that a drain waits for it.
+    pub fn tasks(&self) -> &TaskTracker {
+        &self.tasks
+    }
+
+    /// Returns the time at which serving started.
+    pub fn started(&self) -> UtcTime {
+        self.started
+    }
+
+    /// True while usage can be recorded. Billable work is refused while not.
+    pub fn can_record(&self) -> bool {
+        self.settlement.can_record()
+    }
+
+    /// Waits for the requests' tasks, then a moment for their records, then ends
+    /// the keepers. Records that are missing by then stay in the workers' journals
+    /// and come with the next start.
+    pub async fn stop(&self) {
+        self.tasks.close();
+        self.tasks.wait().await;
+        let recorded = async {
+            // Without a worker no record can come.
+            while !self.in_flight.is_empty() && self.workers.connected().next().is_some() {
+                tokio::time::sleep(RECORD_POLL).await;
+            }
+        };
+        let _ = tokio::time::timeout(LAST_RECORDS, recorded).await;
+        self.stop_keepers.cancel();
+        self.keepers.close();
+        self.keepers.wait().await;
+    }
+}
+
+/// The task that ends overdue holds, requests and penalties.
+struct Sweeper {
+    limits: Limits,
+    clock: Clock,
+    in_flight: InFlight,
+    penalties: TenantPenalties,
+    keys: Arc<dyn KeyDirectory>,
+}
+
+impl Sweeper {
+    async fn run(self) {
+        let mut ticks = tokio::time::interval(SWEEP_PERIOD);
+        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            ticks.tick().await;
+            let swept = self.limits.admission().expire(self.clock.now());
+            // A hold outlives its request's deadline, so an expired one is a bug.
+            if !swept.expired.is_empty() {
+                tracing::error!(
+                    holds = swept.expired.len(),
+                    "holds expired before their requests ended; the requests settle late"
+                );
+            }
+            self.in_flight.sweep();
+            self.in_flight.end_revoked(|key| self.keys.ends_requests(key));
+            self.penalties.sweep(self.clock.now());
+        }
+    }
+}
+
+/// Time between two sweeps.
+const SWEEP_PERIOD: Duration = Duration::from_secs(1);
+
+/// Time that the last records may take at shutdown. A worker closes its block
+/// when a request ends, and the ledger commits within milliseconds.
+const LAST_RECORDS: Duration = Duration::from_secs(2);
+
+/// Time between two looks for the last records.
+const RECORD_POLL: Duration = Duration::from_millis(20);

@@ -1,0 +1,145 @@
+//! Settlement: the worker's journals and the gateway's corrections on their way
+//! into the ledger.
+//!
+//! Each block is checked against the orders of this gateway, posted, and
+//! acknowledged only when it is on the disk. A block that the disk does not take
+//! is posted again. Invalid records of a block become loss. A block that
+//! contradicts the ledger as a whole is skipped. Both are reported, cost the
+//! worker the gateway's trust, and are never billed.
+
+mod ingest;
+mod post;
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use tokio_util::sync::CancellationToken;
+use tollgate_domain::{UtcTime, WorkerEpoch, WorkerName};
+use tollgate_ledger::{Health, LedgerError, LedgerHandle, LedgerReader};
+
+pub(crate) use self::ingest::JOURNAL;
+use crate::Clock;
+use crate::in_flight::InFlight;
+use crate::limits::Limits;
+use crate::orders::Orders;
+
+/// The handle with which journals and corrections are posted; clones share one
+/// state.
+#[derive(Clone)]
+pub struct Settlement {
+    ledger: LedgerHandle,
+    orders: Orders,
+    in_flight: InFlight,
+    clock: Clock,
+    /// The start of this gateway. Work that ended before it was ordered by an
+    /// earlier gateway.
+    started: UtcTime,
+    /// The limits that take spending of earlier gateways, and the keys that tell
+    /// their callers.
+    limits: Limits,
+    /// The present incarnation of each worker.
+    incarnations: Arc<Mutex<HashMap<WorkerName, Incarnation>>>,
+    /// Cancelled when this gateway ends, even if writes are still waiting.
+    stopping: CancellationToken,
+    reads: ReadThread,
+}
+
+/// The parts of a [`Settlement`].
+pub struct SettlementOptions {
+    /// The ledger that takes blocks and corrections.
+    pub ledger: LedgerHandle,
+    /// The requests that run or have just ended.
+    pub in_flight: InFlight,
+    /// The clock of records.
+    pub clock: Clock,
+    /// The limits that take spending of earlier gateways.
+    pub limits: Limits,
+    /// Cancelled when this gateway ends.
+    pub stopping: CancellationToken,
+    /// The thread on which the ledger is read.
+    pub reads: ReadThread,
+}
+
+/// The thread on which the ledger is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReadThread {
+    /// A thread of the blocking pool, because a read waits for the disk.
+    Blocking,
+    /// The caller's thread: a simulation has no other.
+    Caller,
+}
+
+/// One process of a worker, as this gateway came to know it.
+#[derive(Clone, Copy)]
+struct Incarnation {
+    epoch: WorkerEpoch,
+    /// True if the ledger had blocks of the epoch before this gateway followed it.
+    /// Some requests of the epoch then belong to an earlier gateway.
+    earlier: bool,
+}
+
+impl Settlement {
+    /// Makes the settlement of one gateway.
+    pub fn new(options: SettlementOptions) -> Self {
+        let SettlementOptions { ledger, in_flight, clock, limits, stopping, reads } = options;
+        Self {
+            ledger,
+            orders: Orders::default(),
+            in_flight,
+            started: clock.utc(),
+            clock,
+            limits,
+            incarnations: Arc::default(),
+            stopping,
+            reads,
+        }
+    }
+
+    /// Returns the ledger's handle.
+    pub fn ledger(&self) -> &LedgerHandle {
+        &self.ledger
+    }
+
+    /// Returns the orders of this gateway.
+    pub fn orders(&self) -> &Orders {
+        &self.orders
+    }
+
+    /// True while the ledger's disk takes records.
+    pub fn can_record(&self) -> bool {
+        self.ledger.health() == Health::Healthy
+    }
+
+    /// Reads the ledger, away from this thread because a read waits for the disk.
+    /// Logs an error and returns `None`.
+    async fn read<T: Send + 'static>(
+        &self,
+        what: &'static str,
+        read: impl FnOnce(&LedgerReader) -> Result<T, LedgerError> + Send + 'static,
+    ) -> Option<T> {
+        let reader = self.ledger.reader().clone();
+        let found = match self.reads {
+            ReadThread::Caller => Ok(read(&reader)),
+            ReadThread::Blocking => tokio::task::spawn_blocking(move || read(&reader)).await,
+        };
+        match found {
+            Ok(Ok(found)) => Some(found),
+            Ok(Err(error)) => {
+                tracing::error!(%error, what, "ledger read failed; the journal waits, or open attempts stay open");
+                None
+            }
+            Err(error) => {
+                tracing::error!(%error, what, "ledger read panicked; the journal waits, or open attempts stay open");
+                None
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for Settlement {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Settlement")
+            .field("in_flight", &self.in_flight.len())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,313 @@
+//! A worker's journal on its way into the ledger: each block is reviewed, posted
+//! and acknowledged.
+
+use std::convert::Infallible;
+use std::sync::PoisonError;
+use std::time::Duration;
+
+use futures_util::stream::FuturesOrdered;
+use futures_util::{Stream, StreamExt, TryStreamExt};
+use tokio::sync::mpsc;
+use tokio::time::timeout;
+use tokio_stream::wrappers::ReceiverStream;
+use tollgate_domain::{Block, WorkerEpoch};
+use tollgate_ledger::{BlockRefusal, LedgerError, LedgerReader, Posted};
+use tollgate_wire::v1::worker_client::WorkerClient;
+use tollgate_wire::v1::{JournalAck, JournalBlock};
+use tonic::transport::Channel;
+
+use super::{Incarnation, Settlement};
+use crate::orders::{InvalidRecord, Origin};
+use crate::worker_identity::{WorkerError, WorkerIdentity};
+
+/// The name of the journal stream in errors.
+pub(crate) const JOURNAL: &str = "journal";
+
+/// Blocks that are posted and not committed yet. Several share one commit.
+const UNCOMMITTED: usize = 128;
+/// A journal without a block for this long has no more blocks from before the
+/// connection.
+const QUIET: Duration = Duration::from_millis(200);
+/// Time that a worker may take to open its journal.
+const CALL_TIMEOUT: Duration = Duration::from_secs(10);
+/// Attempts of one block that the ledger refuses one by one, before the whole
+/// block is skipped.
+const MOST_REPLAYED: usize = 64;
+
+/// The state of one connection's journal. Epochs come one after the other.
+struct IngestState<'a> {
+    worker: &'a WorkerIdentity,
+    incarnation: Incarnation,
+    /// True if blocks of the present epoch are in the ledger. No epoch that the
+    /// ledger does not have can come after them.
+    present: bool,
+    /// The epoch of the last block.
+    epoch: Option<WorkerEpoch>,
+    /// The number of the last block that is known.
+    last: u64,
+    /// True if an earlier gateway can have ordered work in the epoch.
+    shared: bool,
+}
+
+/// A block after its review.
+enum ReviewedBlock {
+    /// A block without invalid records, or one that the ledger has already.
+    Accepted(Block),
+    /// A block with invalid records.
+    PartiallyRejected(Block, Vec<InvalidRecord>),
+    /// A message that is no block of the worker, with the reason.
+    Rejected(WorkerEpoch, String),
+}
+
+impl Settlement {
+    /// Follows the journal of `worker` to the end of the connection. Calls
+    /// `ingested` once the journal's blocks from before the connection are in the
+    /// ledger and count in every cap.
+    pub(crate) async fn follow(
+        &self,
+        worker: &WorkerIdentity,
+        mut client: WorkerClient<Channel>,
+        ingested: impl FnOnce(),
+    ) -> Result<Infallible, WorkerError> {
+        let (acks, receiver) = mpsc::channel(UNCOMMITTED);
+        let blocks = timeout(CALL_TIMEOUT, client.journal(ReceiverStream::new(receiver)))
+            .await
+            .map_err(|_| WorkerError::Timeout("opening its journal"))??
+            .into_inner();
+        self.ingest(worker, blocks, acks, ingested).await
+    }
+
+    /// Posts `blocks` as they come and acknowledges each block once it is in the
+    /// ledger. Calls `ingested` at the first block of the present epoch, or when
+    /// no more blocks come.
+    ///
+    /// # Errors
+    /// The stream ended, the worker broke the protocol, or the ledger failed.
+    pub async fn ingest(
+        &self,
+        worker: &WorkerIdentity,
+        mut blocks: impl Stream<Item = Result<JournalBlock, tonic::Status>> + Unpin,
+        acks: mpsc::Sender<JournalAck>,
+        ingested: impl FnOnce(),
+    ) -> Result<Infallible, WorkerError> {
+        let mut state = self.begin(worker).await?;
+        let mut posting = FuturesOrdered::new();
+        let epoch = worker.epoch.to_string();
+        let mut ingested = Some(ingested);
+        loop {
+            let ack = tokio::select! {
+                // Finished posts come first, so that the worker can free its journal.
+                biased;
+                Some(posted) = posting.next() => posted?,
+                block = blocks.try_next(), if posting.len() < UNCOMMITTED => {
+                    let block = block?.ok_or(WorkerError::StreamEnded(JOURNAL))?;
+                    let ack = JournalAck { epoch: block.epoch.clone(), block: block.block };
+                    let reviewed = self.review(&mut state, block).await?;
+                    posting.push_back(self.post_reviewed(worker, ack, reviewed));
+                    continue;
+                }
+                () = tokio::time::sleep(QUIET), if ingested.is_some() && posting.is_empty() => {
+                    if let Some(ingested) = ingested.take() {
+                        ingested();
+                    }
+                    continue;
+                }
+            };
+            // Epochs come oldest first, so a block of the present epoch shows that
+            // all blocks of earlier epochs are in the ledger.
+            if ack.epoch == epoch
+                && let Some(ingested) = ingested.take()
+            {
+                ingested();
+            }
+            acks.send(ack).await.map_err(|_| WorkerError::StreamEnded(JOURNAL))?;
+        }
+    }
+
+    /// Notes the incarnation of `worker`. No other worker may be in its epoch.
+    async fn begin<'a>(&self, worker: &'a WorkerIdentity) -> Result<IngestState<'a>, WorkerError> {
+        let present = self.last_block(worker.epoch).await? > 0;
+        let mut incarnations = self.incarnations.lock().unwrap_or_else(PoisonError::into_inner);
+        if incarnations.iter().any(|(name, it)| it.epoch == worker.epoch && *name != worker.name) {
+            return Err(WorkerError::InvalidReport("it announces another worker's epoch"));
+        }
+        let incarnation = match incarnations.get(&worker.name) {
+            // A second connection to the same process: this gateway's own blocks are
+            // in the ledger by now, and must not count as an earlier gateway's.
+            Some(known) if known.epoch == worker.epoch => *known,
+            _ => Incarnation { epoch: worker.epoch, earlier: present },
+        };
+        incarnations.insert(worker.name.clone(), incarnation);
+        Ok(IngestState { worker, incarnation, present, epoch: None, last: 0, shared: false })
+    }
+
+    async fn last_block(&self, epoch: WorkerEpoch) -> Result<u64, WorkerError> {
+        let last = self.read("the blocks of an epoch", move |reader| reader.last_block(epoch));
+        last.await.ok_or(WorkerError::StreamEnded("ledger"))
+    }
+
+    /// Returns the last block before `first` that the ledger cannot have, because
+    /// the ledger was restored from an older backup. Such blocks were acknowledged
+    /// before the restore, so no journal needs to have them any more. The ledger
+    /// accepts the gap.
+    async fn lost_before(&self, first: &JournalBlock) -> u64 {
+        let restored = self.read("whether it was restored", LedgerReader::restored).await.flatten();
+        let is_older = restored.is_some_and(|at| first.started_utc_ns < at.0);
+        if is_older { first.block.saturating_sub(1) } else { 0 }
+    }
+
+    /// Reviews a block before the ledger does: checks that the block belongs to
+    /// the worker and finds its invalid records. A block that the ledger has was
+    /// reviewed when it first came.
+    async fn review(
+        &self,
+        state: &mut IngestState<'_>,
+        wire: JournalBlock,
+    ) -> Result<ReviewedBlock, WorkerError> {
+        let epoch = WorkerEpoch::try_from(wire.epoch.clone())
+            .map_err(|_| WorkerError::InvalidReport("a block's epoch is not 32 hex digits"))?;
+        let worker = state.worker;
+        let incarnations = self.incarnations.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if incarnations.iter().any(|(name, it)| it.epoch == epoch && *name != worker.name) {
+            return Err(WorkerError::InvalidReport("a block of another worker's epoch"));
+        }
+        if state.epoch != Some(epoch) {
+            self.begin_epoch(state, epoch, &wire).await?;
+        }
+        let is_known = wire.block <= state.last;
+        // A worker that leaves a block out could send it later, when the gateway
+        // would take it for a known block and not review it.
+        if !is_known && wire.block != state.last + 1 {
+            return Err(WorkerError::InvalidReport(BLOCKS_MISSING));
+        }
+        state.last = state.last.max(wire.block);
+        let block = match Block::try_from(wire) {
+            Ok(block) if block.parts().worker == worker.name => block,
+            Ok(_) => return Ok(ReviewedBlock::Rejected(epoch, "it names another worker".into())),
+            Err(error) => return Ok(ReviewedBlock::Rejected(epoch, error.to_string())),
+        };
+        if is_known {
+            return Ok(ReviewedBlock::Accepted(block));
+        }
+        Ok(self.check_records(state, epoch, block))
+    }
+
+    /// Notes the first block of another epoch than before.
+    async fn begin_epoch(
+        &self,
+        state: &mut IngestState<'_>,
+        epoch: WorkerEpoch,
+        first: &JournalBlock,
+    ) -> Result<(), WorkerError> {
+        let last = self.last_block(epoch).await?;
+        let is_present = epoch == state.incarnation.epoch;
+        // Journals send the oldest epoch first. An unknown epoch before the present
+        // one is therefore older than this gateway, and one after it is not.
+        state.shared =
+            if is_present { state.incarnation.earlier } else { last > 0 || !state.present };
+        state.present |= is_present;
+        let lost = self.lost_before(first).await;
+        (state.epoch, state.last) = (Some(epoch), last.max(lost));
+        Ok(())
+    }
+
+    /// Checks the records of a block that the ledger does not have.
+    fn check_records(
+        &self,
+        state: &IngestState<'_>,
+        epoch: WorkerEpoch,
+        block: Block,
+    ) -> ReviewedBlock {
+        let parts = block.parts();
+        if !self.orders.may_have_drawn(parts, !state.shared) {
+            let reason = "its epoch drew more energy than any device can";
+            return ReviewedBlock::Rejected(epoch, reason.into());
+        }
+        let model = state.worker.models.get(&parts.model).filter(|model| {
+            // Another calibration is another price.
+            model.class == parts.device.class && model.table.version() == parts.calibration
+        });
+        let may_have_asked = |caller: &_| self.limits.may_have_asked(caller);
+        let origin = if state.shared {
+            Origin::Earlier { may_have_asked: &may_have_asked, model: model.map(|model| &**model) }
+        } else {
+            Origin::Ours
+        };
+        let invalid = self.orders.check(parts, &origin);
+        if invalid.is_empty() {
+            ReviewedBlock::Accepted(block)
+        } else {
+            ReviewedBlock::PartiallyRejected(block, invalid)
+        }
+    }
+
+    /// Posts one reviewed block and returns the acknowledgement for it.
+    async fn post_reviewed(
+        &self,
+        worker: &WorkerIdentity,
+        ack: JournalAck,
+        reviewed: ReviewedBlock,
+    ) -> Result<JournalAck, WorkerError> {
+        let (reported, mut invalid) = match reviewed {
+            ReviewedBlock::Accepted(block) => (block, Vec::new()),
+            ReviewedBlock::PartiallyRejected(block, invalid) => (block, invalid),
+            ReviewedBlock::Rejected(epoch, reason) => {
+                return self.skip(worker, epoch, ack, reason).await;
+            }
+        };
+        let epoch = reported.parts().epoch;
+        loop {
+            let accepted = reported.without(|caller, attempt| {
+                invalid.iter().any(|record| record.caller == *caller && record.attempt == *attempt)
+            });
+            let refusal = match self.post_block(&reported, &accepted, &invalid).await {
+                Ok(posted) => {
+                    if posted == Posted::New {
+                        self.report_invalid(worker, &reported, &invalid);
+                        self.void_attempts(&reported, &invalid).await;
+                    }
+                    self.settle_orphans(&accepted, posted).await;
+                    self.committed(&accepted).await;
+                    return Ok(ack);
+                }
+                Err(LedgerError::Refused { refusal, .. }) => refusal,
+                Err(error) => {
+                    tracing::error!(worker = %worker.name, %error, "ledger rejected a block; reconnecting to the worker");
+                    return Err(WorkerError::StreamEnded("ledger"));
+                }
+            };
+            match refusal {
+                // The ledger knows the block, so there is nothing to skip or to bill.
+                BlockRefusal::Skipped | BlockRefusal::Archived => return Ok(ack),
+                BlockRefusal::Conflict | BlockRefusal::Ended => {
+                    worker.distrust();
+                    let block = ack.block;
+                    tracing::error!(worker = %worker.name, %epoch, block, %refusal, "ledger has another block of this number; the new block is dropped");
+                    // Acknowledged all the same: the worker would send it for ever.
+                    return Ok(ack);
+                }
+                BlockRefusal::Gap { .. } => {
+                    return Err(WorkerError::InvalidReport(BLOCKS_MISSING));
+                }
+                BlockRefusal::Replayed { request, attempt } if invalid.len() < MOST_REPLAYED => {
+                    // The ledger has this end from another block. The record is
+                    // rejected, and the rest of the block is posted again.
+                    let ended = reported.parts().finished.iter();
+                    let repeated = ended.filter(|ended| {
+                        ended.attempt.request.as_str() == request
+                            && ended.attempt.attempt == attempt
+                    });
+                    invalid.extend(repeated.map(InvalidRecord::replayed));
+                }
+                BlockRefusal::Identity
+                | BlockRefusal::Steps { .. }
+                | BlockRefusal::Replayed { .. }
+                | BlockRefusal::Unfit { .. } => {
+                    return self.skip(worker, epoch, ack, refusal.to_string()).await;
+                }
+            }
+        }
+    }
+}
+
+const BLOCKS_MISSING: &str = "blocks of its journal are missing";

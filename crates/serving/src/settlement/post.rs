@@ -1,0 +1,246 @@
+//! Writes to the ledger: blocks, skipped blocks, and corrections. Each write is
+//! repeated while the ledger is busy or its disk refuses.
+
+use std::time::Duration;
+
+use tokio::time::{Instant, timeout};
+use tollgate_domain::block::FinishedAttempt;
+use tollgate_domain::{Block, BlockParts, FinishReason, Usage, WorkerEpoch};
+use tollgate_ledger::{
+    Act, BlockRefusal, FaultCap, LedgerError, LedgerReader, PartiallyRejectedBlock, Posted,
+    RefusedBlock, SpendRow,
+};
+use tollgate_wire::v1::JournalAck;
+
+use super::Settlement;
+use crate::in_flight::Stage;
+use crate::limits::BackfilledSpend;
+use crate::orders::InvalidRecord;
+use crate::submit;
+use crate::worker_identity::{WorkerError, WorkerIdentity};
+
+/// Retries of a block that seems to come too early: the block before it may be
+/// on its way, or wait for the disk. Together they are longer than
+/// [`submit::STORAGE_WAIT`].
+const MAX_GAP_RETRIES: u32 = 200;
+/// Time that the ledger is asked to take a cap while the gateway ends.
+const LAST_CAPS: Duration = Duration::from_secs(10);
+/// Time that the cap of a request that has just ended may take to arrive.
+const CAP_TIMEOUT: Duration = Duration::from_secs(2);
+/// Invalid records of one block that are logged one by one.
+const MOST_LOGGED: usize = 8;
+
+impl Settlement {
+    /// Posts the accepted part of a block until it is on the disk or refused.
+    pub(super) async fn post_block(
+        &self,
+        reported: &Block,
+        accepted: &Block,
+        invalid: &[InvalidRecord],
+    ) -> Result<Posted, LedgerError> {
+        let reason = invalid.first().map(|record| {
+            let (tenant, request) = (&record.caller.tenant, &record.attempt.request);
+            format!("{} ({request} of {tenant}), {} in all", record.what, invalid.len())
+        });
+        let act = match reason {
+            None => Act::from(accepted.clone()),
+            Some(reason) => {
+                let (reported, accepted) = (reported.clone(), accepted.clone());
+                Act::from(PartiallyRejectedBlock { reported, accepted, reason })
+            }
+        };
+        let mut gaps = 0;
+        submit::submit(&self.ledger, act, |error| match error {
+            LedgerError::Refused { refusal: BlockRefusal::Gap { .. }, .. }
+                if gaps < MAX_GAP_RETRIES =>
+            {
+                // While the disk refuses, the block before this one is itself retried later.
+                gaps += u32::from(self.can_record());
+                Some(submit::BUSY_WAIT)
+            }
+            error => submit::while_unavailable(error),
+        })
+        .await
+    }
+
+    /// Records that a block is refused for good, and acknowledges the block.
+    pub(super) async fn skip(
+        &self,
+        worker: &WorkerIdentity,
+        epoch: WorkerEpoch,
+        ack: JournalAck,
+        reason: String,
+    ) -> Result<JournalAck, WorkerError> {
+        tracing::error!(worker = %worker.name, %epoch, block = ack.block, reason, "worker sent an invalid block; the block is skipped and its time is loss");
+        worker.distrust();
+        let refused = RefusedBlock {
+            worker: worker.name.clone(),
+            epoch,
+            number: ack.block,
+            reason,
+            at: self.clock.utc(),
+        };
+        match submit::submit(&self.ledger, refused, submit::while_unavailable).await {
+            Ok(_) => Ok(ack),
+            Err(_) => {
+                Err(WorkerError::InvalidReport("a block that can be neither posted nor skipped"))
+            }
+        }
+    }
+
+    /// Logs the invalid records of a block and withdraws the trust in its worker.
+    pub(super) fn report_invalid(
+        &self,
+        worker: &WorkerIdentity,
+        reported: &Block,
+        invalid: &[InvalidRecord],
+    ) {
+        let (name, BlockParts { epoch, number: block, .. }) = (&worker.name, reported.parts());
+        for record in invalid.iter().take(MOST_LOGGED) {
+            let InvalidRecord { caller, attempt, what, excused, voids: _ } = record;
+            let (tenant, request, attempt) = (&caller.tenant, &attempt.request, attempt.attempt);
+            if *excused {
+                tracing::warn!(worker = %name, %epoch, block, %tenant, %request, attempt, what, "record cannot be priced; it is not billed");
+            } else {
+                tracing::error!(worker = %name, %epoch, block, %tenant, %request, attempt, what, "worker journalled an invalid record; it is not billed");
+            }
+        }
+        if invalid.len() > MOST_LOGGED {
+            tracing::error!(worker = %name, %epoch, block, invalid = invalid.len(), "block has more invalid records than are logged");
+        }
+        if invalid.iter().any(|record| !record.excused) {
+            worker.distrust();
+        }
+    }
+
+    /// Caps real attempts with false figures at nothing, whatever was or will be
+    /// accepted of them.
+    pub(super) async fn void_attempts(&self, reported: &Block, invalid: &[InvalidRecord]) {
+        let BlockParts { model, device, .. } = reported.parts();
+        for InvalidRecord { caller, attempt, .. } in invalid.iter().filter(|record| record.voids) {
+            self.cap_fault(FaultCap {
+                caller: caller.clone(),
+                attempt: attempt.clone(),
+                model: model.clone(),
+                class: device.class.clone(),
+                payable: Usage::default(),
+                at: self.clock.utc(),
+            })
+            .await;
+            self.orders.recorded(attempt);
+        }
+    }
+
+    /// Settles orphaned attempts: attempts that ended and that no task of this
+    /// gateway owns, because an earlier gateway placed them. An attempt that its
+    /// gateway lost pays nothing, since it is unknown what reached the client. The
+    /// spending of the others was not in the ledger when the caps were filled at
+    /// the start, and is added now.
+    pub(super) async fn settle_orphans(&self, block: &Block, posted: Posted) {
+        let BlockParts { model, device, finished, .. } = block.parts();
+        let mut backfilled = Vec::new();
+        for ended in finished {
+            let FinishedAttempt { caller, attempt, usage, reason, finished, .. } = ended;
+            if self.in_flight.contains(&attempt.request) {
+                continue;
+            }
+            if *reason == FinishReason::Fault {
+                self.cap_fault(FaultCap {
+                    caller: caller.clone(),
+                    attempt: attempt.clone(),
+                    model: model.clone(),
+                    class: device.class.clone(),
+                    payable: Usage::default(),
+                    at: *finished,
+                })
+                .await;
+            // An attempt of this gateway that is no longer in flight was settled when
+            // its task ended, so only attempts from before the start are added.
+            } else if posted == Posted::New && *finished < self.started {
+                let row = SpendRow {
+                    caller: caller.clone(),
+                    model: model.clone(),
+                    class: device.class.clone(),
+                    reference: usage.reference,
+                };
+                backfilled.push(BackfilledSpend { day: finished.day(), row });
+            }
+        }
+        self.limits.backfill(&backfilled);
+    }
+
+    /// Updates requests and orders after a block is on the disk.
+    pub(super) async fn committed(&self, block: &Block) {
+        for FinishedAttempt { attempt, .. } in &block.parts().finished {
+            self.in_flight.recorded(attempt);
+            self.orders.recorded(attempt);
+        }
+        if block.parts().last_of_epoch {
+            self.orders.epoch_closed(block.parts().epoch);
+            self.close_epoch(block.parts().epoch).await;
+        }
+    }
+
+    /// Voids attempts that ended with their worker and that no running task will
+    /// settle.
+    async fn close_epoch(&self, epoch: WorkerEpoch) {
+        let open = self.read("open attempts", move |reader| reader.open_attempts(epoch)).await;
+        for attempt in open.into_iter().flatten() {
+            let stage = self.in_flight.stage(&attempt.caller.tenant, &attempt.attempt.request);
+            if let Some(mut stage) = stage {
+                // The task settles the attempt itself when it hears of the worker's end.
+                if *stage.borrow() == Stage::Running {
+                    continue;
+                }
+                // The task has just ended and its cap may be on the way. After the
+                // timeout, or if the request is forgotten meanwhile, no cap comes.
+                let _ =
+                    timeout(CAP_TIMEOUT, stage.wait_for(|stage| *stage == Stage::Recorded)).await;
+            }
+            self.cap_fault(FaultCap {
+                caller: attempt.caller,
+                attempt: attempt.attempt,
+                model: attempt.model,
+                class: attempt.class,
+                payable: Usage::default(),
+                at: self.clock.utc(),
+            })
+            .await;
+        }
+    }
+
+    /// Voids the attempts that an earlier gateway left open: it was killed before
+    /// a task of its own could settle them. The composition root calls this once.
+    pub async fn close_left_open(&self) {
+        let ended = self.read("ended epochs", LedgerReader::lately_ended).await;
+        for epoch in ended.into_iter().flatten() {
+            self.close_epoch(epoch).await;
+        }
+    }
+
+    /// Posts the most that a tenant pays for an attempt that ended by a fault of
+    /// the platform. Returns when the ledger has the cap, or, if the ledger does
+    /// not take it, some time after this gateway began to stop: a disk that stays
+    /// full must not keep the process alive.
+    pub async fn cap_fault(&self, cap: FaultCap) {
+        let mut until = None;
+        let mut is_final = || {
+            // The time runs from the first error after this gateway began to stop.
+            self.stopping.is_cancelled()
+                && Instant::now() >= *until.get_or_insert(Instant::now() + LAST_CAPS)
+        };
+        let capped = submit::submit(&self.ledger, cap.clone(), |error| {
+            submit::while_unavailable(error).filter(|_| !is_final())
+        })
+        .await;
+        match capped {
+            Ok(_) => self.in_flight.recorded(&cap.attempt),
+            // The task that knew more has already posted what is paid.
+            Err(LedgerError::AlreadySettled) if cap.payable == Usage::default() => {}
+            Err(error) => {
+                let request = &cap.attempt.request;
+                tracing::error!(%request, %error, "ledger did not take a fault cap; the attempt stays charged as its worker reported it");
+            }
+        }
+    }
+}

@@ -1,0 +1,287 @@
+//! The configured workers: which are connected, what each serves, how busy each
+//! is, and the streams of the requests that run on them.
+//!
+//! One keeper task for each worker connects, learns the announcement, follows
+//! status and journal, and starts again when one of them ends. Every message of
+//! a worker is checked where it arrives. A worker that sends an invalid report
+//! gets no more requests.
+
+mod announce;
+mod assets;
+mod keeper;
+mod stream;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tollgate_domain::{DeviceClass, DeviceNanos, ModelName, WorkerEpoch, WorkerName};
+use tollgate_wire::v1::{self, worker_client::WorkerClient};
+use tonic::transport::Channel;
+
+pub(crate) use self::stream::{Lost, Progress, Running, StreamCheck, WorkOrder, WorkerEvent};
+use crate::orders::Orders;
+use crate::settlement::Settlement;
+use crate::worker_identity::{ProtocolViolations, Trust, WorkerIdentity};
+
+/// The address of a worker.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkerEndpoint {
+    /// The worker's name in config. The worker must announce the same name.
+    pub name: WorkerName,
+    /// The Unix socket at which the worker listens.
+    pub socket: PathBuf,
+}
+
+/// All configured workers; clones share them.
+#[derive(Clone, Debug)]
+pub struct Workers {
+    slots: Arc<[WorkerSlot]>,
+    violations: ProtocolViolations,
+    losses: Arc<AtomicU64>,
+}
+
+#[derive(Debug)]
+struct WorkerSlot {
+    name: WorkerName,
+    connected: watch::Receiver<Option<Arc<ConnectedWorker>>>,
+    heartbeat: watch::Receiver<Option<Heartbeat>>,
+}
+
+/// The latest sign of life of a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Heartbeat {
+    /// The worker's epoch.
+    pub epoch: WorkerEpoch,
+    /// The number of status reports in this epoch. A worker sends two a second.
+    pub times: u64,
+}
+
+/// One connection to one epoch of a worker.
+#[derive(Debug)]
+pub struct ConnectedWorker {
+    /// The worker's checked announcement.
+    pub identity: Arc<WorkerIdentity>,
+    client: WorkerClient<Channel>,
+    load: watch::Receiver<Load>,
+    /// Predicted device time of the requests that this gateway has placed there.
+    placed: Arc<AtomicU64>,
+    /// The orders of this gateway to all workers.
+    orders: Orders,
+}
+
+/// The load of a worker, as the worker reports it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Load {
+    /// Requests that wait at the worker.
+    pub queued: u32,
+    /// Requests that run.
+    pub running: u32,
+    /// Predicted device time of both.
+    pub backlog: DeviceNanos,
+    /// True if the worker takes no new requests.
+    pub draining: bool,
+    /// The state of the device, if the worker watches it.
+    pub health: Option<v1::DeviceHealth>,
+}
+
+/// The state of a worker, for operators.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkerReport {
+    /// The worker's name.
+    pub name: WorkerName,
+    /// True if the worker is connected and takes requests.
+    pub ready: bool,
+    /// True if the worker is connected and gets no requests because it sent an
+    /// invalid report.
+    pub distrusted: bool,
+    /// The class of the device, while connected.
+    pub class: Option<DeviceClass>,
+    /// The device's name for people, while connected.
+    pub device: Option<String>,
+    /// The models that the worker serves, while connected.
+    pub models: Vec<ModelName>,
+    /// Requests that wait at the worker.
+    pub queued: u32,
+    /// Requests that run at the worker.
+    pub running: u32,
+    /// Predicted device time of both.
+    pub backlog: DeviceNanos,
+    /// The state of the device, while connected and if the worker watches it.
+    pub health: Option<v1::DeviceHealth>,
+    /// The latest sign of life, if there ever was one.
+    pub heartbeat: Option<Heartbeat>,
+}
+
+impl Workers {
+    /// Starts a keeper for each of `endpoints` on `tasks`. The keepers write
+    /// journals through `settlement`. They end at `stop`, which comes after the
+    /// last request has been settled.
+    pub(crate) fn start(
+        endpoints: Vec<WorkerEndpoint>,
+        settlement: &Settlement,
+        tasks: &TaskTracker,
+        stop: &CancellationToken,
+    ) -> Self {
+        let assets = Arc::new(assets::Assets::default());
+        let violations = ProtocolViolations::default();
+        let losses = Arc::new(AtomicU64::new(0));
+        let slots = endpoints
+            .into_iter()
+            .map(|endpoint| {
+                let (publish, connected) = watch::channel(None);
+                let (beat, heartbeat) = watch::channel(None);
+                let name = endpoint.name.clone();
+                let keeper = keeper::Keeper {
+                    endpoint,
+                    assets: Arc::clone(&assets),
+                    settlement: settlement.clone(),
+                    trust: Trust::new(violations.clone()),
+                    violations: violations.clone(),
+                    losses: Arc::clone(&losses),
+                    publish,
+                    beat,
+                };
+                tasks.spawn(keeper.keep(stop.clone()));
+                WorkerSlot { name, connected, heartbeat }
+            })
+            .collect();
+        Self { slots, violations, losses }
+    }
+
+    /// Returns the connected workers that take requests for `model`.
+    pub(crate) fn serving(&self, model: &str) -> Vec<Arc<ConnectedWorker>> {
+        self.connected()
+            .filter(|worker| worker.takes_requests() && worker.identity.models.contains_key(model))
+            .collect()
+    }
+
+    /// Returns the connected workers.
+    pub fn connected(&self) -> impl Iterator<Item = Arc<ConnectedWorker>> {
+        self.slots.iter().filter_map(|slot| slot.connected.borrow().clone())
+    }
+
+    /// True while every configured worker is connected. A worker that is not
+    /// connected may come back within a second.
+    pub(crate) fn all_connected(&self) -> bool {
+        self.slots.iter().all(|slot| slot.connected.borrow().is_some())
+    }
+
+    /// Waits until a worker connects or leaves after this call. A change between
+    /// this call and the first poll of the future counts.
+    pub fn changed(&self) -> impl Future<Output = ()> + Send + use<> {
+        let mut waits = Vec::with_capacity(self.slots.len());
+        for slot in self.slots.iter() {
+            let mut connected = slot.connected.clone();
+            connected.mark_unchanged();
+            waits.push(Box::pin(async move {
+                // A keeper that has ended, at shutdown, changes nothing any more.
+                if connected.changed().await.is_err() {
+                    std::future::pending::<()>().await;
+                }
+            }));
+        }
+        async move {
+            // `select_all` panics without a future.
+            if waits.is_empty() {
+                return std::future::pending().await;
+            }
+            futures_util::future::select_all(waits).await;
+        }
+    }
+
+    /// Returns the state of each worker.
+    pub fn report(&self) -> Vec<WorkerReport> {
+        self.slots
+            .iter()
+            .map(|slot| {
+                let worker = slot.connected.borrow().clone();
+                let load = worker.as_ref().map(|worker| worker.load()).unwrap_or_default();
+                let identity = worker.as_ref().map(|worker| &worker.identity);
+                WorkerReport {
+                    name: slot.name.clone(),
+                    ready: worker.as_ref().is_some_and(|worker| worker.takes_requests()),
+                    distrusted: identity.is_some_and(|identity| !identity.is_trusted()),
+                    class: identity.map(|identity| identity.class.clone()),
+                    device: identity.map(|identity| identity.device.clone()),
+                    models: identity
+                        .map_or(Vec::new(), |identity| identity.models.keys().cloned().collect()),
+                    queued: load.queued,
+                    running: load.running,
+                    backlog: load.backlog,
+                    health: load.health,
+                    heartbeat: *slot.heartbeat.borrow(),
+                }
+            })
+            .collect()
+    }
+
+    /// True while any worker takes requests.
+    pub fn is_ready(&self) -> bool {
+        self.connected().any(|worker| worker.takes_requests())
+    }
+
+    /// Returns the number of invalid messages from workers since the start.
+    pub fn protocol_violations(&self) -> u64 {
+        self.violations.count()
+    }
+
+    /// Returns how often a connected worker was lost since the start.
+    pub fn losses(&self) -> u64 {
+        self.losses.load(Ordering::Relaxed)
+    }
+}
+
+impl ConnectedWorker {
+    /// Makes a connection's state. `load` follows the worker's status.
+    pub(crate) fn new(
+        identity: Arc<WorkerIdentity>,
+        client: WorkerClient<Channel>,
+        load: watch::Receiver<Load>,
+        orders: Orders,
+    ) -> Self {
+        Self { identity, client, load, placed: Arc::default(), orders }
+    }
+
+    /// True while the worker may be given more requests.
+    pub fn takes_requests(&self) -> bool {
+        !self.load().draining && self.identity.is_trusted()
+    }
+
+    /// Returns the worker's load.
+    pub(crate) fn load(&self) -> Load {
+        *self.load.borrow()
+    }
+
+    /// Returns the predicted device time before a new request would be done.
+    pub(crate) fn predicted_wait(&self) -> DeviceNanos {
+        // Requests that this gateway has just placed are not in the reported load yet.
+        self.load().backlog.max(DeviceNanos(self.placed.load(Ordering::Relaxed)))
+    }
+
+    /// Counts `cost` as placed at the worker until the guard is dropped.
+    pub(crate) fn place(&self, cost: DeviceNanos) -> PlacedCost {
+        self.placed.fetch_add(cost.nanos(), Ordering::Relaxed);
+        PlacedCost { placed: Arc::clone(&self.placed), cost: cost.nanos() }
+    }
+}
+
+/// A guard that keeps a request's predicted cost in its worker's account.
+#[derive(Debug)]
+pub(crate) struct PlacedCost {
+    placed: Arc<AtomicU64>,
+    cost: u64,
+}
+
+impl Drop for PlacedCost {
+    fn drop(&mut self) {
+        self.placed.fetch_sub(self.cost, Ordering::Relaxed);
+    }
+}
+
+/// Time that a worker may take to answer a call that computes nothing.
+pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(10);

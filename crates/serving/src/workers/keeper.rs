@@ -1,0 +1,172 @@
+//! The task that keeps one worker connected: connect, learn, follow, and again.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+use tollgate_domain::{DeviceNanos, WorkerEpoch};
+use tollgate_wire::v1::{AnnounceRequest, StatusRequest, WorkerStatus};
+use tonic::Streaming;
+
+use super::announce;
+use super::assets::Assets;
+use super::{CALL_TIMEOUT, ConnectedWorker, Heartbeat, Load, WorkerEndpoint};
+use crate::settlement::Settlement;
+use crate::worker_identity::{ProtocolViolations, Trust, WorkerError};
+
+/// The first wait before the worker is connected again. Each failure doubles it.
+const FIRST_WAIT: Duration = Duration::from_millis(50);
+/// The longest wait before the worker is connected again.
+const LONGEST_WAIT: Duration = Duration::from_secs(2);
+/// The wait after a worker sent an invalid report.
+const WAIT_AFTER_VIOLATION: Duration = Duration::from_secs(10);
+
+pub(super) struct Keeper {
+    pub(super) endpoint: WorkerEndpoint,
+    pub(super) assets: Arc<Assets>,
+    pub(super) settlement: Settlement,
+    pub(super) trust: Trust,
+    pub(super) violations: ProtocolViolations,
+    pub(super) losses: Arc<AtomicU64>,
+    pub(super) publish: watch::Sender<Option<Arc<ConnectedWorker>>>,
+    pub(super) beat: watch::Sender<Option<Heartbeat>>,
+}
+
+impl Keeper {
+    /// Keeps the worker connected until `stop`.
+    pub(super) async fn keep(self, stop: CancellationToken) {
+        let mut wait = FIRST_WAIT;
+        while !stop.is_cancelled() {
+            let ended = tokio::select! {
+                () = stop.cancelled() => break,
+                Err(error) = self.follow() => error,
+            };
+            let worker = &self.endpoint.name;
+            if let Some(connected) = self.publish.send_replace(None) {
+                wait = FIRST_WAIT;
+                self.losses.fetch_add(1, Ordering::Relaxed);
+                if connected.load().draining || is_orderly(&ended) {
+                    tracing::info!(%worker, "worker ended; connecting again");
+                } else {
+                    tracing::warn!(%worker, error = %report(&ended), "lost the worker; its requests are placed again or fail");
+                }
+            } else {
+                tracing::debug!(%worker, error = %report(&ended), "cannot reach the worker; connecting again");
+            }
+            if ended.is_violation() {
+                self.violations.add_one();
+                tracing::error!(%worker, error = %report(&ended), "worker broke the protocol; connecting again later");
+                // The same worker will most likely send the same report again.
+                wait = WAIT_AFTER_VIOLATION;
+            }
+            tokio::select! {
+                () = stop.cancelled() => {}
+                () = tokio::time::sleep(wait) => {}
+            }
+            wait = (wait * 2).min(LONGEST_WAIT);
+        }
+        self.publish.send_replace(None);
+    }
+
+    /// Follows one connection from its beginning to its end.
+    async fn follow(&self) -> Result<Infallible, WorkerError> {
+        let connected = tollgate_wire::connect(&self.endpoint.socket).await;
+        let mut client = connected.map_err(WorkerError::Connect)?;
+        let announcement = timeout(CALL_TIMEOUT, client.announce(AnnounceRequest {}))
+            .await
+            .map_err(|_| WorkerError::Timeout("announcing"))??
+            .into_inner();
+        let shared = (&*self.assets, &self.trust);
+        let identity = announce::learn(&self.endpoint, announcement, &client, shared).await?;
+        let epoch = identity.epoch;
+        let mut statuses = timeout(CALL_TIMEOUT, client.status(StatusRequest {}))
+            .await
+            .map_err(|_| WorkerError::Timeout("reporting its status"))??
+            .into_inner();
+        let first = timeout(CALL_TIMEOUT, next_load(&mut statuses, epoch))
+            .await
+            .map_err(|_| WorkerError::Timeout("reporting its status"))??;
+        self.count_heartbeat(epoch);
+        let (load_sender, load) = watch::channel(first);
+        let identity = Arc::new(identity);
+        let orders = self.settlement.orders().clone();
+        let worker =
+            Arc::new(ConnectedWorker::new(Arc::clone(&identity), client.clone(), load, orders));
+        // The worker is published only when the records in its journal count in the
+        // caps. Before that, a tenant could spend more than a cap allows.
+        let ingested = || {
+            tracing::info!(worker = %identity.name, %epoch, class = %identity.class, "worker is ready; requests go to the worker");
+            self.publish.send_replace(Some(Arc::clone(&worker)));
+        };
+        let follow_status = async {
+            loop {
+                load_sender.send_replace(next_load(&mut statuses, epoch).await?);
+                self.count_heartbeat(epoch);
+            }
+        };
+        let follow_journal = self.settlement.follow(&identity, client, ingested);
+        // The end of either stream ends the connection: both come from one process.
+        tokio::select! {
+            ended = follow_status => ended,
+            ended = follow_journal => ended,
+        }
+    }
+
+    fn count_heartbeat(&self, epoch: WorkerEpoch) {
+        self.beat.send_modify(|beat| {
+            // A new epoch is a new process, so its count starts again.
+            let before = beat.filter(|beat| beat.epoch == epoch).map_or(0, |beat| beat.times);
+            *beat = Some(Heartbeat { epoch, times: before + 1 });
+        });
+    }
+}
+
+async fn next_load(
+    statuses: &mut Streaming<WorkerStatus>,
+    expected: WorkerEpoch,
+) -> Result<Load, WorkerError> {
+    let Some(status) = statuses.message().await? else {
+        return Err(WorkerError::StreamEnded(STATUS));
+    };
+    let WorkerStatus {
+        epoch,
+        queued,
+        running,
+        kv_blocks_total: _, // the scheduler of the worker needs it, placement does not
+        kv_blocks_free: _,
+        backlog_ns,
+        draining,
+        steps: _, // the journal has the exact figure
+        busy_ns: _,
+        health,
+    } = status;
+    if WorkerEpoch::try_from(epoch) != Ok(expected) {
+        return Err(WorkerError::InvalidReport("its status is of another epoch than it announced"));
+    }
+    Ok(Load { queued, running, backlog: DeviceNanos(backlog_ns), draining, health })
+}
+
+/// True if the worker closed its streams itself, as a worker does at shutdown. A
+/// worker that dies breaks them off.
+fn is_orderly(ended: &WorkerError) -> bool {
+    matches!(ended, WorkerError::StreamEnded(STATUS | crate::settlement::JOURNAL))
+}
+
+/// Returns an error with its causes, on one line.
+fn report(error: &WorkerError) -> String {
+    let mut text = error.to_string();
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    text
+}
+
+/// The name of the status stream in errors.
+const STATUS: &str = "status";

@@ -1,0 +1,308 @@
+//! One request on one worker: the assignment out, the events in. Each event is
+//! checked against the order before other modules see it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+use tokio_stream::wrappers::ReceiverStream;
+use tollgate_domain::block::{Attempt, Stages};
+use tollgate_domain::{
+    Caller, DeviceNanos, FinishReason, RequestId, TextDelta, TokenLogprob, Transfers, Usage,
+};
+use tollgate_wire::v1::run_event::Event as WireEvent;
+use tollgate_wire::v1::run_request::Message;
+use tollgate_wire::v1::{self, CancelReason, RunRequest};
+use tonic::Streaming;
+
+use super::ConnectedWorker;
+use crate::model::ServedModel;
+use crate::orders::{Placement, Terms, at_most_since};
+use crate::timings::WorkerTimings;
+
+/// The work that a worker is asked to do. The assignment says the same in the
+/// messages of the wire.
+#[derive(Clone, Debug)]
+pub(crate) struct WorkOrder {
+    pub(crate) request: RequestId,
+    pub(crate) caller: Caller,
+    pub(crate) model: Arc<ServedModel>,
+    pub(crate) assignment: v1::Assignment,
+}
+
+/// A request that runs. Dropping it cancels the request: the worker sees the end
+/// of its stream.
+#[derive(Debug)]
+pub(crate) struct Running {
+    requests: mpsc::Sender<RunRequest>,
+    events: Streaming<v1::RunEvent>,
+    check: StreamCheck,
+    placement: Placement,
+}
+
+/// One checked event from a worker.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum WorkerEvent {
+    /// Text and tokens of one choice, and the request's progress after them.
+    Delta(TextDelta, Progress),
+    /// Log-probabilities of a prompt's tokens.
+    PromptLogprobs { prompt: u32, tokens: Vec<TokenLogprob> },
+    /// The end of one choice.
+    ChoiceFinished { choice: u32, reason: FinishReason },
+    /// The end of the request, with its figures.
+    Finished { usage: Usage, timings: WorkerTimings },
+    /// The worker took nothing.
+    Refused { reason: v1::RefusedReason, retry_after: Option<Duration>, message: String },
+}
+
+/// The progress of a request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Progress {
+    /// Tokens generated, over all choices.
+    pub(crate) tokens: u64,
+    pub(crate) attributed: DeviceNanos,
+    pub(crate) reference: DeviceNanos,
+}
+
+/// The reason why a stream gives no more events.
+#[derive(Debug)]
+pub(crate) enum Lost {
+    /// The call failed, or ended without its last message.
+    Broken(Box<tonic::Status>),
+    /// The worker reported something that cannot be true.
+    InvalidReport(&'static str),
+}
+
+impl ConnectedWorker {
+    /// Opens the stream for `order`.
+    pub(crate) async fn run(&self, order: WorkOrder) -> Result<Running, Lost> {
+        let WorkOrder { request, caller, model, assignment } = order;
+        // The worker bills by its own cost table, so its reports are checked by that
+        // table, even if another worker's table chose the estimate.
+        let model = self.identity.models.get(&model.name).cloned().unwrap_or(model);
+        let terms = Terms::of(model, &assignment);
+        let attempt = Attempt { request, attempt: assignment.attempt };
+        // The order is noted before the worker can journal the attempt.
+        let placement = self.orders.open(attempt, self.identity.epoch, caller, terms.clone());
+        let check = StreamCheck::new(&assignment, terms);
+        // Room for the assignment and, at most once, for the cancel.
+        let (requests, receiver) = mpsc::channel(2);
+        let first = RunRequest { message: Some(Message::Assignment(assignment)) };
+        requests.try_send(first).expect("a new channel of two has room for one");
+        let events = self
+            .client
+            .clone()
+            .run(ReceiverStream::new(receiver))
+            .await
+            .map_err(|status| Lost::Broken(Box::new(status)))?
+            .into_inner();
+        Ok(Running { requests, events, check, placement })
+    }
+}
+
+impl Running {
+    /// Waits for the next event.
+    pub(crate) async fn next(&mut self) -> Result<WorkerEvent, Lost> {
+        match self.events.message().await {
+            Ok(Some(event)) => {
+                let event = self.check.check(event).map_err(Lost::InvalidReport)?;
+                match &event {
+                    WorkerEvent::Delta(_, progress) => self.placement.streamed(progress.tokens),
+                    WorkerEvent::Finished { usage, .. } => {
+                        self.placement.finished(*usage).map_err(Lost::InvalidReport)?;
+                    }
+                    WorkerEvent::Refused { .. } => self.placement.refused(),
+                    WorkerEvent::PromptLogprobs { .. } | WorkerEvent::ChoiceFinished { .. } => {}
+                }
+                Ok(event)
+            }
+            Ok(None) => Err(Lost::Broken(Box::new(tonic::Status::unavailable(
+                "the stream ended without a last message",
+            )))),
+            Err(status) => Err(Lost::Broken(Box::new(status))),
+        }
+    }
+
+    /// Asks the worker to stop the request at the next step. Its figures still come.
+    pub(crate) fn cancel(&self, reason: CancelReason) {
+        let cancel = v1::Cancel { reason: reason.into() };
+        // A full channel holds an earlier cancel; a closed one belongs to a stream
+        // that has ended. Neither needs another message.
+        let _ = self.requests.try_send(RunRequest { message: Some(Message::Cancel(cancel)) });
+    }
+}
+
+/// The check of one stream: the events that an honest worker can still send.
+#[derive(Debug)]
+pub(crate) struct StreamCheck {
+    terms: Terms,
+    opened: Instant,
+    choices: Vec<ChoiceProgress>,
+    logprobs: bool,
+    progress: Progress,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct ChoiceProgress {
+    tokens: u32,
+    finished: bool,
+}
+
+impl StreamCheck {
+    pub(crate) fn new(assignment: &v1::Assignment, terms: Terms) -> Self {
+        Self {
+            choices: vec![ChoiceProgress::default(); terms.choices()],
+            terms,
+            opened: Instant::now(),
+            logprobs: assignment
+                .sampling
+                .as_ref()
+                .is_some_and(|sampling| sampling.top_logprobs.is_some()),
+            progress: Progress::default(),
+        }
+    }
+
+    /// Checks the next event of the stream.
+    pub(crate) fn check(&mut self, event: v1::RunEvent) -> Result<WorkerEvent, &'static str> {
+        match event.event.ok_or("an empty event")? {
+            WireEvent::Delta(delta) => self.delta(delta),
+            WireEvent::PromptLogprobs(v1::PromptLogprobs { prompt, logprobs }) => {
+                let tokens = self.terms.prompt_tokens();
+                if prompt as usize >= self.terms.prompts() || logprobs.len() as u64 > tokens {
+                    return Err("log-probabilities of a prompt that was not sent");
+                }
+                Ok(WorkerEvent::PromptLogprobs {
+                    prompt,
+                    tokens: logprobs.into_iter().map(token).collect(),
+                })
+            }
+            WireEvent::ChoiceFinished(finished) => self.choice_finished(finished),
+            WireEvent::Finished(v1::Finished { usage, stages, transfers }) => {
+                let usage = self.usage(usage.ok_or("no usage at the end")?)?;
+                // Bills do not depend on these times, but sums of metrics do: an
+                // impossible time is cut to the largest possible one.
+                let most = at_most_since(self.opened);
+                let v1::Stages { queue_ns, prefill_ns, decode_ns } = stages.unwrap_or_default();
+                let [queue_ns, prefill_ns, decode_ns] =
+                    [queue_ns, prefill_ns, decode_ns].map(|stage| stage.min(most.nanos()));
+                let stages = Stages { queue_ns, prefill_ns, decode_ns };
+                let transfers = transfers.map(|v1::Transfers { to_device_ns, to_host_ns }| {
+                    let [to_device, to_host] =
+                        [to_device_ns, to_host_ns].map(|ns| DeviceNanos(ns).min(most));
+                    Transfers { to_device, to_host }
+                });
+                Ok(WorkerEvent::Finished { usage, timings: WorkerTimings { stages, transfers } })
+            }
+            WireEvent::Refused(refused) => {
+                if self.progress.tokens > 0 {
+                    return Err("a refusal after tokens");
+                }
+                let reason = refused.reason();
+                let retry_after = (refused.retry_after_ms > 0)
+                    .then(|| Duration::from_millis(refused.retry_after_ms));
+                Ok(WorkerEvent::Refused { reason, retry_after, message: refused.message })
+            }
+        }
+    }
+
+    fn delta(&mut self, delta: v1::Delta) -> Result<WorkerEvent, &'static str> {
+        let v1::Delta { choice, text, tokens, logprobs, attributed_ns, reference_ns } = delta;
+        let count = u32::try_from(tokens.len()).map_err(|_| "too many tokens")?;
+        let state = self.choices.get_mut(choice as usize).ok_or("a choice that was not ordered")?;
+        state.tokens = state.tokens.saturating_add(count);
+        if state.finished {
+            return Err("tokens of a choice that had ended");
+        }
+        if state.tokens > self.terms.max_tokens() {
+            return Err("more tokens than ordered");
+        }
+        if !logprobs.is_empty() && (!self.logprobs || logprobs.len() != tokens.len()) {
+            return Err("log-probabilities that were not ordered");
+        }
+        let progress = Progress {
+            tokens: self.progress.tokens + u64::from(count),
+            attributed: DeviceNanos(attributed_ns),
+            reference: DeviceNanos(reference_ns),
+        };
+        self.advance(progress)?;
+        // The worker joins waiting deltas of one choice, so tokens of other choices
+        // from this and earlier steps may still come. They may be in the cost already.
+        let most = self.choices.iter().zip(0..).map(|(state, index)| {
+            u64::from(if index == choice { state.tokens } else { self.terms.max_tokens() })
+        });
+        if progress.reference > self.terms.cost(most) {
+            return Err("more reference cost than its tokens can cause");
+        }
+        let logprobs = logprobs.into_iter().map(token).collect();
+        Ok(WorkerEvent::Delta(TextDelta { choice, text, logprobs }, progress))
+    }
+
+    fn choice_finished(
+        &mut self,
+        finished: v1::ChoiceFinished,
+    ) -> Result<WorkerEvent, &'static str> {
+        let reason = match finished.reason() {
+            v1::FinishReason::Stop => FinishReason::Stop,
+            v1::FinishReason::Length => FinishReason::Length,
+            v1::FinishReason::Cancelled => FinishReason::Cancelled,
+            v1::FinishReason::Deadline => FinishReason::Deadline,
+            v1::FinishReason::Fault => FinishReason::Fault,
+            v1::FinishReason::Unspecified => return Err("a choice that ended without a reason"),
+        };
+        let choice = finished.choice;
+        let state = self.choices.get_mut(choice as usize).ok_or("a choice that was not ordered")?;
+        if std::mem::replace(&mut state.finished, true) {
+            return Err("a choice that ended twice");
+        }
+        Ok(WorkerEvent::ChoiceFinished { choice, reason })
+    }
+
+    fn usage(&mut self, usage: v1::Usage) -> Result<Usage, &'static str> {
+        let v1::Usage {
+            prompt_tokens,
+            cached_tokens,
+            completion_tokens,
+            attributed_ns,
+            reference_ns,
+        } = usage;
+        if completion_tokens != self.progress.tokens {
+            return Err("another count of tokens than was streamed");
+        }
+        let usage = Usage {
+            prompt_tokens,
+            cached_tokens,
+            completion_tokens,
+            attributed: DeviceNanos(attributed_ns),
+            reference: DeviceNanos(reference_ns),
+        };
+        let generated: Vec<u32> = self.choices.iter().map(|choice| choice.tokens).collect();
+        self.terms.check(&usage, Some(&generated))?;
+        self.advance(Progress {
+            tokens: completion_tokens,
+            attributed: usage.attributed,
+            reference: usage.reference,
+        })?;
+        Ok(usage)
+    }
+
+    /// Checks that meters only go forward, and no faster than time.
+    fn advance(&mut self, progress: Progress) -> Result<(), &'static str> {
+        if progress.attributed < self.progress.attributed
+            || progress.reference < self.progress.reference
+        {
+            return Err("a meter that went back");
+        }
+        if progress.attributed > at_most_since(self.opened) {
+            return Err("more device time than has passed");
+        }
+        self.progress = progress;
+        Ok(())
+    }
+}
+
+fn token(wire: v1::TokenLogprob) -> TokenLogprob {
+    let v1::TokenLogprob { token: _, bytes, logprob, top } = wire;
+    let top = top.into_iter().map(|v1::TopLogprob { token: _, bytes, logprob }| (bytes, logprob));
+    TokenLogprob { bytes, logprob, top: top.collect() }
+}

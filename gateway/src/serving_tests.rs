@@ -1,0 +1,7 @@
+//! Tests of the serving crate through the API: real HTTP handlers, limits, keys
+//! and ledger in front of it, fake workers behind it.
+
+mod limits;
+mod request_tasks;
+mod untrusted_workers;
+mod workers;
