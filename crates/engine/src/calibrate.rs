@@ -1,12 +1,11 @@
-//! Measures what steps cost on a device, before it serves.
+//! Measures the cost of steps on a device before the device serves requests.
 //!
-//! The terms of [`tollgate_domain::cost`] come from steps that differ in one
-//! thing: tokens for g, rows of logits for h, context for kappa and phi. A
-//! step's fixed time cannot be told from that of its first token, and every
-//! formula adds the two, so it stands within g(1). Each kind of step is run a
-//! few times and the fastest counts, because on a busy host noise only ever
-//! adds. Within the time allowed, larger steps are tried as long as they fit;
-//! a curve goes on beyond its last point.
+//! The terms of [`tollgate_domain::cost`] come from steps that differ in one thing: in
+//! tokens for g, in logit rows for h, in context for kappa and phi. A measurement cannot
+//! separate the fixed time of a step from the time of its first token, and every formula
+//! adds the two, so the fixed time is part of g(1). Each kind of step runs a few times and
+//! the fastest run counts, because noise on a busy host only adds time. Larger steps are
+//! measured while the time allowed lasts. A curve continues beyond its last point.
 
 mod fit;
 
@@ -24,33 +23,34 @@ use crate::clock::Clock;
 use crate::sample::SamplingParams;
 use fit::{Sample, attention_rates};
 
-/// A measured table and what measuring took.
+/// A measured table and the cost of measuring it.
 #[derive(Clone, Debug)]
 pub struct Calibration {
-    /// The table; its version names engine, device, model and content.
+    /// Measured table. Its version names engine, device, model and content.
     pub table: CostTable,
-    /// Device time of all the steps that were run: the platform's own.
+    /// Device time of all measured steps, on the platform's account.
     pub device_time: DeviceNanos,
-    /// How many those were.
+    /// Number of measured steps.
     pub steps: u64,
 }
 
-/// Why a device could not be measured.
+/// The reason for which a device could not be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum CalibrationError {
     /// A step failed.
     #[error("a step of the calibration failed")]
     Backend(#[from] BackendError),
-    /// What was measured is no table.
-    #[error("the calibration measured nonsense")]
+    /// The measurements do not form a valid table.
+    #[error("the calibration measured an invalid table")]
     Table(#[from] CostTableError),
 }
 
-/// Measures the whole table: about two seconds at most where a step takes
-/// less than two milliseconds, else about thirty.
+/// Measures the whole table. Takes at most about two seconds if a step takes less than two
+/// milliseconds, otherwise about thirty.
 ///
 /// # Errors
-/// [`CalibrationError`] when a step fails.
+///
+/// [`CalibrationError`] if a step fails.
 pub fn calibrate(
     backend: &mut dyn Backend,
     clock: &dyn Clock,
@@ -58,17 +58,20 @@ pub fn calibrate(
     let mut probe = Probe::new(backend, clock);
     let first = probe.fastest(&[Feed::one(1)], LogitRows::None, Duration::from_millis(50))?;
     let allowed = if first < SMALL_STEP_NS { SMALL_LIMIT } else { LARGE_LIMIT };
+    // The shares of the three measurements sum to 0.9; the rest covers overrun of single
+    // steps.
     let linear = probe.linear(&TOKENS, allowed.mul_f64(0.4))?;
     let head = probe.head(&ROWS, allowed.mul_f64(0.2))?;
     let (ns_per_kv_byte, ns_per_attention_flop) = probe.attention(&linear, allowed.mul_f64(0.3))?;
     probe.finish("", linear, head, ns_per_kv_byte, ns_per_attention_flop)
 }
 
-/// A rough table after a handful of steps, so that a first start serves at
-/// once: few points, and attention priced as a slow machine would have it.
+/// Measures a coarse table with a handful of steps, so that a first start can serve at
+/// once. The table has few points, and attention costs what a slow machine would need.
 ///
 /// # Errors
-/// [`CalibrationError`] when a step fails.
+///
+/// [`CalibrationError`] if a step fails.
 pub fn coarse(
     backend: &mut dyn Backend,
     clock: &dyn Clock,
@@ -79,7 +82,7 @@ pub fn coarse(
     probe.finish("-coarse", linear, head, COARSE_NS_PER_KV_BYTE, COARSE_NS_PER_FLOP)
 }
 
-/// Runs steps on a backend that nobody else uses, and times them.
+/// Runner of timed steps on a backend that runs nothing else.
 struct Probe<'a> {
     backend: &'a mut dyn Backend,
     clock: &'a dyn Clock,
@@ -88,7 +91,7 @@ struct Probe<'a> {
     steps: u64,
 }
 
-/// One span of a measured step. Contents do not matter to time; blocks do.
+/// One span of a measured step. The token ids do not affect the time; the blocks do.
 #[derive(Clone, Debug)]
 struct Feed {
     tokens: u32,
@@ -97,13 +100,13 @@ struct Feed {
 }
 
 impl Feed {
-    /// `tokens` tokens at the start of an empty sequence.
+    /// Creates a span of `tokens` tokens at the start of an empty sequence.
     fn one(tokens: u32) -> Self {
         Self { tokens, start: 0, blocks: (0..tokens.div_ceil(BLOCK_TOKENS)).collect() }
     }
 
-    /// `tokens` tokens as sequences of at most `each`, a block at most, so
-    /// that attention hardly counts.
+    /// Creates spans of at most `each` tokens, at most one block each, so that attention
+    /// takes almost no time.
     fn many(tokens: u32, each: u32) -> Vec<Self> {
         (0..tokens.div_ceil(each))
             .map(|block| Self {
@@ -135,7 +138,7 @@ impl<'a> Probe<'a> {
         }
     }
 
-    /// g: time against tokens, without rows of logits.
+    /// Measures g: time against tokens, without logit rows.
     fn linear(&mut self, tokens: &[u32], allowed: Duration) -> Result<Curve, CalibrationError> {
         let most =
             self.backend.limits().tokens.min(self.backend.kv_blocks().saturating_mul(BLOCK_TOKENS));
@@ -144,33 +147,34 @@ impl<'a> Probe<'a> {
         })
     }
 
-    /// h: what rows of logits add to the same tokens.
+    /// Measures h: the time that logit rows add to the same tokens.
     fn head(&mut self, rows: &[u32], allowed: Duration) -> Result<Curve, CalibrationError> {
         let most = self.most_tokens().min(self.backend.limits().logit_rows);
         self.curve(rows, most, allowed, |probe, rows, allowed| {
             let feeds = probe.many(rows);
             let with = probe.fastest(&feeds, LogitRows::All, allowed / 2)?;
             let without = probe.fastest(&feeds, LogitRows::None, allowed / 2)?;
+            // Noise can make the difference negative.
             Ok((with - without).max(0.0))
         })
     }
 
-    /// So many tokens in one step: a token each, as a batch that decodes, as
-    /// long as batches are so wide.
+    /// Returns spans with `tokens` tokens in all: single tokens like a decoding batch, up
+    /// to the widest batch, and full blocks beyond it.
     fn many(&self, tokens: u32) -> Vec<Feed> {
         let each =
             if tokens <= WIDEST_BATCH.min(self.backend.kv_blocks()) { 1 } else { BLOCK_TOKENS };
         Feed::many(tokens, each)
     }
 
-    /// Tokens that one step can feed to sequences of a block each.
+    /// Returns the number of tokens that one step can feed to sequences of one block each.
     fn most_tokens(&self) -> u32 {
         let pool = self.backend.kv_blocks().saturating_mul(BLOCK_TOKENS);
         self.backend.limits().tokens.min(pool)
     }
 
-    /// Measures points of growing size until `most`, or until the next would
-    /// not fit the time left.
+    /// Measures points of growing size up to `most`, or until the next point would not fit
+    /// the time left.
     fn curve(
         &mut self,
         sizes: &[u32],
@@ -183,11 +187,13 @@ impl<'a> Probe<'a> {
         for &size in sizes.iter().filter(|&&size| size <= most.max(1)) {
             let before = self.device_time;
             let left = allowed.saturating_sub(Duration::from_nanos((before - began).nanos()));
+            // Half of the time left: each point may run several times, and larger points
+            // must follow.
             let ns = measure(self, size, left / 2)?;
             // Noise must not make more work cheaper.
             let floor = points.last().map_or(0.0, |&(_, ns)| ns);
             points.push((size, ns.max(floor)));
-            // The next is about twice as large.
+            // The next size takes about twice as long.
             let spent = Duration::from_nanos((self.device_time - before).nanos());
             if spent * 2 > left {
                 break;
@@ -196,7 +202,8 @@ impl<'a> Probe<'a> {
         Ok(Curve(points))
     }
 
-    /// kappa and phi: what context adds to decoding and to chunks of prefill.
+    /// Measures kappa and phi: the time that context adds to decoding and to chunks of
+    /// prefill.
     fn attention(
         &mut self,
         linear: &Curve,
@@ -216,8 +223,8 @@ impl<'a> Probe<'a> {
         Ok(attention_rates(&samples))
     }
 
-    /// Two lengths of context, as long as the model, the pool and the time to
-    /// fill them allow.
+    /// Returns the two largest lengths of context that fit the model, the pool and the time
+    /// to fill them.
     fn contexts(&self, linear: &Curve, allowed: Duration) -> Vec<u32> {
         let step = self.backend.limits().tokens.min(FILL_CHUNK);
         let fill_ns =
@@ -234,8 +241,8 @@ impl<'a> Probe<'a> {
         contexts
     }
 
-    /// Writes `context` tokens into the first blocks, so that what is read
-    /// later is memory that exists.
+    /// Writes `context` tokens into the first blocks, so that later steps read memory that
+    /// was written.
     fn fill(&mut self, context: u32) -> Result<(), CalibrationError> {
         let step = self.backend.limits().tokens.min(FILL_CHUNK);
         let blocks: Vec<u32> = (0..context.div_ceil(BLOCK_TOKENS)).collect();
@@ -249,8 +256,8 @@ impl<'a> Probe<'a> {
         Ok(())
     }
 
-    /// Steps on a filled context: many that decode, which share its blocks and
-    /// write to their own, and one that reads a chunk.
+    /// Returns two steps on a filled context: one of many decoding sequences, which share
+    /// the context's blocks and write to their own, and one that reads a chunk.
     fn attention_steps(&self, context: u32) -> [Vec<Feed>; 2] {
         let filled = context / BLOCK_TOKENS;
         let blocks = |own: std::ops::Range<u32>| (0..filled).chain(own).collect::<Vec<u32>>();
@@ -278,8 +285,8 @@ impl<'a> Probe<'a> {
         }
     }
 
-    /// The fastest of a few runs of one step, ns. Always at least one; more
-    /// as long as they fit the time allowed.
+    /// Returns the fastest of a few runs of one step, ns. The step runs at least once, and
+    /// again while the time allowed lasts.
     fn fastest(
         &mut self,
         feeds: &[Feed],
@@ -301,7 +308,7 @@ impl<'a> Probe<'a> {
 
     fn run(&mut self, feeds: &[Feed], logits: LogitRows) -> Result<u64, CalibrationError> {
         let vocabulary = self.backend.shape().vocabulary;
-        // Different tokens, so that embeddings are read as they will be.
+        // Different tokens, so that embeddings are read as in real steps.
         let token = |position: u32| (position.wrapping_mul(7_919)) % vocabulary;
         let tokens: Vec<Vec<u32>> =
             feeds.iter().map(|feed| (0..feed.tokens).map(token).collect()).collect();
@@ -310,7 +317,7 @@ impl<'a> Probe<'a> {
             .zip(&tokens)
             .map(|(feed, tokens)| Span { tokens, start: feed.start, blocks: &feed.blocks, logits })
             .collect();
-        // Drawing is a part of the step, and the likeliest token the least of it.
+        // Sampling is a part of the step, and greedy sampling is its cheapest form.
         let params = SamplingParams::greedy(0);
         let rows = spans.iter().map(|span| span.rows() as u32).sum();
         let draws: Vec<SampleRequest<'_>> = (0..rows)
@@ -319,6 +326,8 @@ impl<'a> Probe<'a> {
         let started = self.clock.now();
         self.backend.step(&StepPlan::samples(&spans, &draws), &mut self.output)?;
         let ns = match self.output.device_time() {
+            // The device's own timer excludes the host's work, which production does not
+            // bill either.
             Some(busy) => busy.nanos(),
             None => self.clock.now().0.saturating_sub(started.0),
         };
@@ -351,10 +360,10 @@ impl<'a> Probe<'a> {
         Ok(Calibration { table, device_time: self.device_time, steps: self.steps })
     }
 
-    /// `engine/device/model/content`, the last two as the first digits of
-    /// their hashes.
+    /// Returns the version `engine/device/model/content`. The last two parts are the first
+    /// digits of hashes.
     fn version(&self, kind: &str, parts: &CostTableParts) -> String {
-        // A table's parts are numbers and names: they always serialise.
+        // The parts of a table are numbers and names, which always serialise.
         let content = serde_json::to_vec(parts).unwrap_or_default();
         let hash: String = digest(&SHA256, &content).as_ref()[..4]
             .iter()
@@ -364,8 +373,8 @@ impl<'a> Probe<'a> {
     }
 }
 
-/// What a table is good for: this engine, on this device, with this model. A
-/// stored table whose version begins otherwise is to be measured again.
+/// Returns the prefix of versions that are valid for this engine, this device and this
+/// model. A stored table with another prefix must be measured again.
 pub fn calibration_key(backend: &dyn Backend) -> String {
     let device = backend.device();
     let name: String = device
@@ -379,37 +388,37 @@ pub fn calibration_key(backend: &dyn Backend) -> String {
     format!("{}.{METHOD}-{class}-{name}-{threads}-{model}", env!("CARGO_PKG_VERSION"))
 }
 
-/// How tables are measured: a table of another number is measured again.
+/// Number of the measuring method. A table of another method is measured again.
 const METHOD: u32 = 2;
-/// Up to here tokens are measured as a batch that decodes.
+/// Up to this number, tokens are measured as a decoding batch.
 const WIDEST_BATCH: u32 = 64;
 /// B: sequences in the reference batch.
 const REFERENCE_BATCH: u32 = 32;
 /// C: tokens in a reference chunk of prefill.
 const REFERENCE_CHUNK: u32 = 256;
-/// Where g is measured.
+/// Numbers of tokens at which g is measured.
 const TOKENS: [u32; 10] = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512];
-/// Where h is measured.
+/// Numbers of rows at which h is measured.
 const ROWS: [u32; 7] = [1, 2, 4, 8, 16, 32, 64];
-/// Lengths of context to choose two from.
+/// Lengths of context; the two largest possible ones are measured.
 const CONTEXTS: [u32; 6] = [64, 128, 256, 512, 1_024, 2_048];
-/// Sequences that decode beside each other where attention is measured.
+/// Number of decoding sequences in the attention steps.
 const DECODERS: u32 = 8;
-/// Tokens of the chunk that is read there.
+/// Tokens of the chunk in the attention steps.
 const ATTENTION_CHUNK: u32 = 64;
-/// Blocks that those steps write to, at most.
+/// Largest number of blocks that the attention steps write to.
 const SPARE_BLOCKS: u32 = 8;
-/// Tokens of a step that fills a context.
+/// Tokens of a step that fills the context.
 const FILL_CHUNK: u32 = 256;
-/// Runs of one step at most.
+/// Largest number of runs of one step.
 const RUNS: u32 = 7;
-/// A model with shorter steps than this is small.
+/// Step time below which a model counts as small.
 const SMALL_STEP_NS: f64 = 2_000_000.0;
 const SMALL_LIMIT: Duration = Duration::from_secs(2);
 const LARGE_LIMIT: Duration = Duration::from_secs(30);
-/// 5 GB/s, a slow host's memory.
+/// Memory of a slow host, 5 GB/s.
 const COARSE_NS_PER_KV_BYTE: f64 = 0.2;
-/// 10 GFLOP/s, two slow cores.
+/// Two slow cores, 10 GFLOP/s.
 const COARSE_NS_PER_FLOP: f64 = 0.1;
 
 #[cfg(test)]
@@ -439,7 +448,7 @@ mod tests {
             let expected = truth.predict_step(&works).as_secs_f64();
             let predicted = found.table.predict_step(&works).as_secs_f64();
             let error = (predicted / expected - 1.0).abs();
-            // Its curve bends between the points where it was measured.
+            // The curve of the model bends between the measured points.
             assert!(error < 0.03, "{new_tokens} {context} {count}: {predicted} for {expected}");
         }
         let kappa = found.table.parts().ns_per_kv_byte;

@@ -1,5 +1,5 @@
-//! The engine's clock. All that the meter books is read from one of these, so
-//! a test can drive time itself.
+//! The engine's clock. The meter reads all times from one clock, so a test can control
+//! time.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,19 +9,19 @@ use tollgate_domain::MonotonicTime;
 
 /// A clock that never goes back.
 pub trait Clock: Send + Sync {
-    /// Nanoseconds since the clock's origin.
+    /// Returns the nanoseconds since the clock's origin.
     fn now(&self) -> MonotonicTime;
 }
 
-/// The host's monotonic clock, counted from when this was made.
+/// The host's monotonic clock, counted from the creation of this value.
 #[derive(Clone, Copy, Debug)]
 pub struct SystemClock {
     origin: Instant,
 }
 
 impl SystemClock {
-    /// A clock that starts at 0 now. Everything of one worker's epoch reads the
-    /// same one.
+    /// Creates a clock that starts at 0 now. All parts of one worker epoch use the same
+    /// clock.
     pub fn new() -> Self {
         Self { origin: Instant::now() }
     }
@@ -40,19 +40,19 @@ impl Clock for SystemClock {
     }
 }
 
-/// A clock that stands still until it is told. Clones are the same clock: its
-/// owner moves it between steps, a backend without a device during one.
+/// A clock that stands still until it is moved. Clones are the same clock. The owner moves
+/// it between steps, and a backend without a device moves it during a step.
 #[derive(Clone, Debug, Default)]
 pub struct VirtualClock(Arc<AtomicU64>);
 
 impl VirtualClock {
-    /// Moves it on by `span`.
+    /// Advances the clock by `span`.
     pub fn advance(&self, span: Duration) {
         // 2^64 ns are 584 years.
         self.0.fetch_add(span.as_nanos() as u64, Ordering::Relaxed);
     }
 
-    /// Moves it on to `time`, unless it is there or beyond.
+    /// Advances the clock to `time`. A time in the past changes nothing.
     pub fn advance_to(&self, time: MonotonicTime) {
         self.0.fetch_max(time.0, Ordering::Relaxed);
     }

@@ -1,9 +1,9 @@
-//! Model folders of any shape with random weights, for tests and benchmarks:
-//! config, weights, tokenizer and chat template, so that such a folder serves
-//! like a real one, if not as sensibly.
+//! Model folders of any shape with random weights, for tests and benchmarks. A folder
+//! contains config, weights, tokenizer and chat template, so it can be served like a real
+//! model.
 //!
-//! The same specification and seed make the same bytes. Weights are written
-//! as they are drawn: a large model needs the disk's room, not memory's.
+//! The same specification and seed give the same bytes. Weights are written while they are
+//! drawn, so a large model needs disk space but little memory.
 
 mod shape;
 mod tokenizer;
@@ -20,45 +20,46 @@ pub use shape::ModelSpec;
 use crate::model::Family;
 use crate::weights::Element;
 
-/// What to make.
+/// The specification of a random model.
 #[derive(Clone, Debug)]
 pub struct RandomModel {
-    /// Its shape.
+    /// Shape of the model.
     pub spec: ModelSpec,
-    /// The type of its weights.
+    /// Element type of the weights.
     pub element: Element,
-    /// What its weights are drawn from.
+    /// Seed of the weights.
     pub seed: u64,
 }
 
-/// Why a folder could not be made.
+/// The reason for which a folder could not be written.
 #[derive(Debug, thiserror::Error)]
 pub enum RandomModelError {
-    /// The shape cannot be a model's.
+    /// No model can have this shape.
     #[error("the shape's {field} {reason}")]
     Spec {
-        /// The field.
+        /// Name of the field.
         field: &'static str,
-        /// A sentence that goes on after the field's name.
+        /// Rest of the sentence after the field's name.
         reason: &'static str,
     },
     /// A file could not be written.
     #[error("cannot write {}", path.display())]
     Write {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// Error from the system.
         source: io::Error,
     },
 }
 
 impl RandomModel {
     /// Writes `config.json`, `generation_config.json`, `tokenizer.json`,
-    /// `tokenizer_config.json` and `model.safetensors` into `folder`, which
-    /// is made if it is not there.
+    /// `tokenizer_config.json` and `model.safetensors` into `folder`. Creates the folder if
+    /// needed.
     ///
     /// # Errors
-    /// [`RandomModelError`].
+    ///
+    /// [`RandomModelError`] if the shape is invalid or a file cannot be written.
     pub fn write(&self, folder: &Path) -> Result<(), RandomModelError> {
         self.spec.check()?;
         write(folder, |_| fs::create_dir_all(folder))?;
@@ -76,7 +77,7 @@ impl RandomModel {
 }
 
 impl Family {
-    /// The name that transformers gives its causal model.
+    /// Returns the class name of the causal model in transformers.
     fn architecture(self) -> &'static str {
         match self {
             Self::Llama => "LlamaForCausalLM",
@@ -126,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shape_that_is_none_is_refused() {
+    fn invalid_shapes_are_rejected() {
         let folder = tempfile::tempdir().unwrap();
         for (spec, field) in [
             (ModelSpec { vocabulary: 100, ..ModelSpec::tiny() }, "vocabulary"),

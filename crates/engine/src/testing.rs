@@ -1,8 +1,8 @@
-//! A device made of arithmetic, with a clock that only it moves.
+//! A fake device that computes with plain arithmetic and moves its own clock.
 //!
-//! It keeps real KV blocks: each token leaves a mark at its place, and a row
-//! of logits is a function of the marks of the whole context. So a wrong
-//! block, a wrong position or a lost copy changes the tokens that come out.
+//! The device keeps real KV blocks. Each token leaves a mark at its position, and a row of
+//! logits is a function of the marks of the whole context. A wrong block, a wrong position
+//! or a lost copy therefore changes the sampled tokens.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,7 +21,7 @@ use crate::backend::{
 use crate::clock::Clock;
 use crate::sample::{SamplingPoint, TokenCounts};
 
-/// A clock that stands still until told.
+/// A clock that stands still until it is moved.
 #[derive(Clone, Default)]
 pub(crate) struct FakeClock(Arc<AtomicU64>);
 
@@ -37,7 +37,7 @@ impl Clock for FakeClock {
     }
 }
 
-/// What a step looked like to the backend: the tokens and start of each span.
+/// A step as the backend saw it: the tokens and the start of each span.
 pub(crate) type SeenStep = Vec<(u32, u32)>;
 
 pub(crate) struct FakeBackend {
@@ -47,13 +47,14 @@ pub(crate) struct FakeBackend {
     marks: Vec<[u64; BLOCK_TOKENS as usize]>,
     clock: FakeClock,
     table: CostTable,
-    /// The step, counted from 1, that fails, and how.
+    /// Number of the step that fails, from 1, and the kind of failure.
     pub(crate) fails_at: Option<(u64, Failure)>,
-    /// It has a clock of its own, by which half of each step is its work.
+    /// True if the device reports its own time: half of each step.
     pub(crate) keeps_time: bool,
-    /// Time passes while a step runs; not for who plays that otherwise.
+    /// True if time passes while a step runs. False if the owner of the backend moves the
+    /// clock.
     moves_clock: bool,
-    /// The length of the last step.
+    /// Length of the last step.
     took: DeviceNanos,
     steps: u64,
     pub(crate) seen: Arc<Mutex<Vec<SeenStep>>>,
@@ -100,8 +101,7 @@ impl FakeBackend {
         }
     }
 
-    /// Writes the span's marks and returns the context's hash after each of
-    /// its tokens.
+    /// Writes the span's marks. Returns the hash of the context after each of its tokens.
     fn feed(&mut self, tokens: &[u32], start: u32, blocks: &[u32]) -> Vec<u64> {
         let cell = |position: u32| {
             (
@@ -201,18 +201,18 @@ impl Backend for FakeBackend {
     }
 }
 
-/// The same device as one that takes a step before the last is finished, and
-/// keeps what came of it to itself until then. Time passes where somebody waits
-/// for a step, and each step begins where the one before ended.
+/// The same device with support for a step ahead. It keeps results to itself until a step
+/// is finished. Time passes when the host waits for a step, and each step starts when the
+/// previous one ended.
 pub(crate) struct AheadBackend {
     inner: FakeBackend,
-    /// Steps, and when the device is done with each.
+    /// Steps in progress and the times at which the device finishes them.
     begun: VecDeque<(StepOutput, MonotonicTime)>,
     done: MonotonicTime,
-    /// By its own clock, over all steps.
+    /// Busy time over all steps, by the device's own clock.
     pub(crate) busy: Arc<AtomicU64>,
     drawn: Vec<Option<u32>>,
-    /// Steps that began before the last was finished.
+    /// Number of steps that started before the previous one was finished.
     pub(crate) ahead: Arc<AtomicU64>,
 }
 
@@ -229,7 +229,7 @@ impl AheadBackend {
         }
     }
 
-    /// What a draw of the last step came to, as a token that can be fed.
+    /// Returns the result of a sample of the last step as an input token.
     fn fed(&self, draw: u32) -> u32 {
         self.drawn[draw as usize].unwrap_or(0)
     }
@@ -280,8 +280,8 @@ impl Backend for AheadBackend {
         self.drawn.clear();
         let tokens = output.sampled().iter().map(|drawn| drawn.as_ref().map(|drawn| drawn.token));
         self.drawn.extend(tokens);
-        // Giving it away takes the host a little, and the device a little more
-        // before it begins.
+        // The launch takes the host a little, and the device a little more before it
+        // starts.
         self.inner.clock.advance(LAUNCH);
         let began = self.done.max(MonotonicTime(self.inner.clock.now().0 + LAUNCH.nanos()));
         self.done = MonotonicTime(began.0 + self.inner.took.nanos());
@@ -306,7 +306,7 @@ impl Backend for AheadBackend {
 }
 
 impl AheadBackend {
-    /// The counts of a draw, what is pending among them.
+    /// Returns the counts of a sample request, the pending token included.
     fn counts(&self, draw: &SampleRequest<'_>) -> TokenCounts {
         let mut counts = match draw.token {
             SampleTarget::Given(_) => TokenCounts::new(),
@@ -329,7 +329,7 @@ fn with_counts<'a>(draw: SampleRequest<'a>, counts: &'a TokenCounts) -> SampleRe
     SampleRequest { token, ..draw }
 }
 
-/// A table with every term in it, and steps of 100 us and more.
+/// Returns a table with all terms, for steps of 100 us and more.
 pub(crate) fn table() -> CostTable {
     CostTable::try_from(CostTableParts {
         version: "test".into(),
@@ -351,7 +351,7 @@ fn mix(value: u64) -> u64 {
     value ^ (value >> 31)
 }
 
-/// What it takes to give a device a step.
+/// Host time to launch a step.
 const LAUNCH: DeviceNanos = DeviceNanos(5_000);
 pub(crate) const VOCABULARY: u32 = 97;
 pub(crate) const END: u32 = 96;

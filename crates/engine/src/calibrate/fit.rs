@@ -1,20 +1,20 @@
-//! Two rates from a few measured steps, by least squares.
+//! Least-squares fit of two rates to a few measured steps.
 
-/// What attention did in a step, and what that took.
+/// The attention work of a step and its measured time.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sample {
     /// Bytes of KV read.
     pub(super) kv_bytes: f64,
-    /// Floating-point operations.
+    /// Floating-point operations of attention.
     pub(super) flop: f64,
-    /// Time beyond that of the linear layers, ns; noise may make it negative.
+    /// Time beyond that of the linear layers, ns. Noise may make it negative.
     pub(super) ns: f64,
-    /// The whole step, ns: noise is in proportion to it.
+    /// Time of the whole step, ns. The noise is proportional to it.
     pub(super) of: f64,
 }
 
-/// ns for a byte of KV and ns for an operation, neither below 0: the pair that
-/// is least wrong, each sample counting by how exactly it was measured.
+/// Returns ns per byte of KV and ns per operation, both at least 0: the pair with the least
+/// weighted squared error. The weight of a sample is its accuracy.
 pub(super) fn attention_rates(samples: &[Sample]) -> (f64, f64) {
     let weight = |sample: &Sample| 1.0 / sample.of.max(1.0).powi(2);
     let sum = |term: fn(&Sample) -> f64| -> f64 {
@@ -26,6 +26,7 @@ pub(super) fn attention_rates(samples: &[Sample]) -> (f64, f64) {
     let bytes_ns = sum(|s| s.kv_bytes * s.ns);
     let flop_ns = sum(|s| s.flop * s.ns);
     let determinant = bytes_bytes * flop_flop - bytes_flop * bytes_flop;
+    // A determinant near zero means that the samples cannot separate the two rates.
     if determinant > f64::EPSILON * bytes_bytes * flop_flop {
         let by_bytes = (bytes_ns * flop_flop - flop_ns * bytes_flop) / determinant;
         let by_flop = (flop_ns * bytes_bytes - bytes_ns * bytes_flop) / determinant;
@@ -33,7 +34,7 @@ pub(super) fn attention_rates(samples: &[Sample]) -> (f64, f64) {
             return (by_bytes, by_flop);
         }
     }
-    // One alone, whichever leaves less unexplained.
+    // One rate alone: the one that leaves the smaller error.
     let alone = |with_ns: f64, with_itself: f64| {
         if with_itself > 0.0 { (with_ns / with_itself).max(0.0) } else { 0.0 }
     };

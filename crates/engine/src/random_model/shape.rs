@@ -1,4 +1,4 @@
-//! Shapes of models: any, and those of some that people run.
+//! Shapes of models: arbitrary ones and those of some common models.
 
 use serde_json::{Value, json};
 
@@ -10,35 +10,35 @@ use crate::weights::Element;
 /// The shape of a model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelSpec {
-    /// Which variation of the Llama family.
+    /// Variant of the Llama family.
     pub family: Family,
-    /// Rows of the embedding; at least 259, for bytes and control tokens.
+    /// Rows of the embedding, at least 259 for all bytes and control tokens.
     pub vocabulary: u32,
     /// Width of the residual stream.
     pub hidden: u32,
     /// Width of the feed-forward layer.
     pub intermediate: u32,
-    /// Transformer layers.
+    /// Number of transformer layers.
     pub layers: u32,
-    /// Heads of the queries.
+    /// Query heads.
     pub heads: u32,
-    /// Heads of keys and values; divides `heads`.
+    /// Heads of keys and values; a divisor of `heads`.
     pub kv_heads: u32,
-    /// Elements of a head; even.
+    /// Elements of a head, an even number.
     pub head_dim: u32,
-    /// Tokens that a sequence may hold.
+    /// Largest number of tokens in a sequence.
     pub context: u32,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
-    /// The output head is the embedding.
+    /// True if the output head uses the embedding's weights.
     pub tied: bool,
 }
 
 impl ModelSpec {
-    /// Names that [`ModelSpec::named`] knows.
+    /// Names that [`ModelSpec::named`] accepts.
     pub const NAMES: [&'static str; 4] = ["tiny", "qwen2.5-0.5b", "qwen2.5-7b", "llama-3-8b"];
 
-    /// The shape of a known model.
+    /// Returns the shape of a model by name.
     pub fn named(name: &str) -> Option<Self> {
         match name {
             "tiny" => Some(Self::tiny()),
@@ -49,7 +49,7 @@ impl ModelSpec {
         }
     }
 
-    /// A Qwen2 so small that it answers within microseconds.
+    /// Returns a Qwen2 shape that answers within microseconds.
     pub fn tiny() -> Self {
         Self {
             family: Family::Qwen2,
@@ -66,7 +66,7 @@ impl ModelSpec {
         }
     }
 
-    /// Qwen2.5-0.5B.
+    /// Returns the shape of Qwen2.5-0.5B.
     pub fn qwen2_5_half_b() -> Self {
         Self {
             family: Family::Qwen2,
@@ -83,7 +83,7 @@ impl ModelSpec {
         }
     }
 
-    /// Qwen2.5-7B.
+    /// Returns the shape of Qwen2.5-7B.
     pub fn qwen2_5_7b() -> Self {
         Self {
             family: Family::Qwen2,
@@ -100,7 +100,7 @@ impl ModelSpec {
         }
     }
 
-    /// Llama 3, 8B.
+    /// Returns the shape of Llama 3 8B.
     pub fn llama_3_8b() -> Self {
         Self {
             family: Family::Llama,
@@ -144,7 +144,7 @@ impl ModelSpec {
         Ok(())
     }
 
-    /// Its `config.json`.
+    /// Returns the content of `config.json`.
     pub fn config(&self, element: Element) -> Value {
         json!({
             "architectures": [self.family.architecture()],
@@ -175,7 +175,7 @@ impl ModelSpec {
         })
     }
 
-    /// Every tensor with its shape, in the order of the file.
+    /// Returns the name and shape of every tensor, in the order of the file.
     pub(super) fn tensors(&self) -> Vec<(String, Vec<usize>)> {
         let [hidden, intermediate, vocabulary, head] =
             [self.hidden, self.intermediate, self.vocabulary, self.head_dim].map(|n| n as usize);

@@ -1,26 +1,26 @@
-//! A byte-level tokenizer that fits any vocabulary: a token for each byte,
-//! three control tokens, and made-up words for the rest, so that whatever a
-//! random model says is text.
+//! A byte-level tokenizer for any vocabulary size: one token for each byte, three control
+//! tokens, and made-up words for the remaining ids. Every output of a random model is
+//! therefore text.
 
 use serde_json::{Map, Value, json};
 
-/// Ends a text.
+/// Token that ends a text.
 pub(super) const END_OF_TEXT: u32 = 256;
-/// Begins a message.
+/// Token that starts a message.
 const START_OF_TURN: u32 = 257;
-/// Ends a message, and so a completion.
+/// Token that ends a message and so a completion.
 pub(super) const END_OF_TURN: u32 = 258;
-/// The first token behind bytes and control tokens.
+/// First id after bytes and control tokens.
 pub(super) const CONTROL_END: u32 = 259;
 
-/// Its `tokenizer.json`.
+/// Returns the content of `tokenizer.json`.
 pub(super) fn json(vocabulary: u32) -> Value {
     let mut tokens = Map::new();
     for (byte, letter) in byte_letters().into_iter().enumerate() {
         tokens.insert(letter.to_string(), json!(byte));
     }
     for id in CONTROL_END..vocabulary {
-        // G with a dot is how byte-level tokenizers write a space.
+        // Byte-level tokenizers write a space as a G with a dot.
         tokens.insert(format!("\u{120}w{id}"), json!(id));
     }
     let control = |id: u32, content: &str| {
@@ -51,7 +51,7 @@ pub(super) fn json(vocabulary: u32) -> Value {
     })
 }
 
-/// Its `tokenizer_config.json`, with a chat template.
+/// Returns the content of `tokenizer_config.json`, with a chat template.
 pub(super) fn config(context: u32) -> Value {
     json!({
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -70,8 +70,8 @@ fn byte_level() -> Value {
     json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true })
 }
 
-/// The letter that stands for each byte in a byte-level vocabulary: itself if
-/// it prints, else one of those from 256 on, in order.
+/// Returns the letter for each byte in a byte-level vocabulary: the byte itself if it is
+/// printable, otherwise a letter from 256 on, in order.
 fn byte_letters() -> [char; 256] {
     let mut spare = (256..).filter_map(char::from_u32);
     std::array::from_fn(|byte| match byte as u8 {

@@ -1,4 +1,4 @@
-//! Random tensors, streamed into one safetensors file.
+//! Random tensors, written to one safetensors file as a stream.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -22,7 +22,7 @@ pub(super) fn write(model: &RandomModel, path: &Path) -> io::Result<()> {
         header.insert(name.clone(), entry);
     }
     let mut header = serde_json::Value::Object(header).to_string();
-    // Tensors begin at a multiple of 8, as other writers have it.
+    // Tensors start at a multiple of 8, as in files from other writers.
     header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
     let mut file = BufWriter::with_capacity(BUFFER_BYTES, File::create(path)?);
     file.write_all(&(header.len() as u64).to_le_bytes())?;
@@ -35,15 +35,15 @@ pub(super) fn write(model: &RandomModel, path: &Path) -> io::Result<()> {
     file.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()
 }
 
-/// What a tensor's elements are drawn from: `centre +- spread`, evenly.
+/// Uniform distribution of a tensor's elements: `centre +- spread`.
 struct Draw {
     centre: f32,
     spread: f32,
 }
 
 impl Draw {
-    /// So that values neither die out nor explode on their way through the
-    /// layers: norms near 1, matrices by the root of their inputs.
+    /// Returns the distribution for a tensor. Values must neither vanish nor explode across
+    /// the layers: norms are near 1, and matrices are scaled by the root of their inputs.
     fn of(name: &str, shape: &[usize]) -> Self {
         match shape {
             [_] if name.ends_with("norm.weight") => Self { centre: 1.0, spread: 0.1 },
@@ -83,7 +83,7 @@ impl Draw {
     }
 }
 
-/// SplitMix64.
+/// The SplitMix64 generator.
 struct Random(u64);
 
 impl Random {
@@ -95,7 +95,7 @@ impl Random {
         bits ^ (bits >> 31)
     }
 
-    /// Evenly from -1 to 1.
+    /// Returns a uniform number from -1 to 1.
     fn even(&mut self) -> f32 {
         (self.next() >> 40) as f32 / (1_u32 << 23) as f32 - 1.0
     }

@@ -1,17 +1,16 @@
-//! Exponentials and sums over a whole vocabulary, written so that the compiler
-//! makes vectors of them.
+//! Exponentials and sums over a whole vocabulary, written so that the compiler vectorises
+//! them.
 
-/// Replaces each logit by `exp((logit - highest) * scale)`, exact to about
-/// 2e-7 of itself. What is below the least normal number, and what is not a
-/// number, becomes 0.
+/// Replaces each logit by `exp((logit - highest) * scale)`, with a relative error of about
+/// 2e-7. A result below the smallest normal number, or NaN, becomes 0.
 pub(super) fn exponentials(logits: &mut [f32], highest: f32, scale: f32) {
     for logit in logits {
         *logit = exponential((*logit - highest) * scale);
     }
 }
 
-/// Cody and Waite's reduction to |r| <= ln(2)/2 and the polynomial of Cephes'
-/// `expf` (Moshier), without a branch.
+/// Returns exp(x) by Cody and Waite's reduction to |r| <= ln(2)/2 and the polynomial of
+/// Cephes' `expf` (Moshier), without a branch.
 fn exponential(x: f32) -> f32 {
     // Adding 1.5 * 2^23 rounds to a whole number and leaves it in the low bits.
     const ROUND: f32 = 12_582_912.0;
@@ -25,12 +24,12 @@ fn exponential(x: f32) -> f32 {
         p = p * r + coefficient;
     }
     let power = f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
-    // Written so that a number that is none gives 0, too.
+    // The comparison is false for NaN, which then gives 0.
     if x > LOWEST { (p * r * r + r + 1.0) * power } else { 0.0 }
 }
 
-/// The sum of `exp(logit - highest)` over a row, in double precision; what is
-/// not a number adds nothing.
+/// Returns the sum of `exp(logit - highest)` over a row, in double precision. NaN adds
+/// nothing.
 pub(super) fn sum_of_exponentials(row: &[f32], highest: f32) -> f64 {
     let mut weights = [0.0f32; 64];
     let mut total = 0.0;
@@ -45,8 +44,8 @@ pub(super) fn sum_of_exponentials(row: &[f32], highest: f32) -> f64 {
     total
 }
 
-/// The sum, in double precision. The order of additions depends on the length
-/// alone.
+/// Returns the sum in double precision. The order of additions depends on the length alone,
+/// so the result is reproducible.
 pub(super) fn sum(weights: &[f32]) -> f64 {
     let mut lanes = [0.0f64; 8];
     let chunks = weights.chunks_exact(lanes.len());
@@ -59,7 +58,7 @@ pub(super) fn sum(weights: &[f32]) -> f64 {
     lanes.iter().sum::<f64>() + rest
 }
 
-/// exp of this is just above the least normal f32.
+/// Argument whose exponential is just above the smallest normal f32.
 const LOWEST: f32 = -87.3;
 
 #[cfg(test)]
@@ -67,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn agrees_with_the_library() {
+    fn exponential_agrees_with_the_library() {
         for step in 0..87_000 {
             let x = -(step as f32) / 1_000.0;
             let expected = f64::from(x).exp();
@@ -78,14 +77,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_nothing_is_zero() {
+    fn exponential_of_tiny_or_nan_is_zero() {
         for x in [-87.4, -1e30, f32::NEG_INFINITY, f32::NAN] {
             assert_eq!(exponential(x), 0.0, "{x}");
         }
     }
 
     #[test]
-    fn sums_every_element_once() {
+    fn sum_counts_every_element_once() {
         for length in [0usize, 1, 7, 8, 9, 256, 1_001] {
             let weights: Vec<f32> = (0..length).map(|i| i as f32).collect();
             assert_eq!(sum(&weights), (length * length.saturating_sub(1) / 2) as f64, "{length}");

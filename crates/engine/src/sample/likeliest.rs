@@ -1,9 +1,9 @@
-//! The top of a row of logits, and its normaliser. A logit that is not a
-//! number counts as minus infinity; ties go to the smaller id.
+//! Most likely tokens of a row of logits, and the row's normaliser. NaN counts as minus
+//! infinity; ties go to the smaller id.
 
 use super::exponential::sum_of_exponentials;
 
-/// The likeliest token; `None` when no logit is above minus infinity.
+/// Returns the most likely token, or `None` if no logit is above minus infinity.
 pub(super) fn argmax(row: &[f32]) -> Option<u32> {
     let highest = highest(row);
     if highest == f32::NEG_INFINITY {
@@ -12,7 +12,7 @@ pub(super) fn argmax(row: &[f32]) -> Option<u32> {
     row.iter().position(|&logit| logit == highest).map(|token| token as u32)
 }
 
-/// ln of the sum of exp over the row.
+/// Returns the logarithm of the sum of exp over the row.
 pub(super) fn log_sum_exp(row: &[f32]) -> f64 {
     let highest = bounded(highest(row));
     if highest == f32::NEG_INFINITY {
@@ -22,7 +22,7 @@ pub(super) fn log_sum_exp(row: &[f32]) -> f64 {
     f64::from(highest) + sum.ln()
 }
 
-/// The `count` likeliest tokens and their logits, likeliest first.
+/// Returns the `count` most likely tokens and their logits, most likely first.
 pub(super) fn top(row: &[f32], count: usize) -> Vec<(u32, f32)> {
     let count = count.min(row.len());
     let mut best: Vec<(u32, f32)> = Vec::with_capacity(count + 1);
@@ -43,13 +43,13 @@ pub(super) fn top(row: &[f32], count: usize) -> Vec<(u32, f32)> {
     best
 }
 
-/// The logit, or the largest number where it is infinite; what is not a number
-/// stays so.
+/// Returns the logit, or the largest finite number for infinity. NaN stays NaN.
 pub(super) fn bounded(logit: f32) -> f32 {
     if logit > f32::MAX { f32::MAX } else { logit }
 }
 
 fn highest(row: &[f32]) -> f32 {
+    // Independent lanes let the compiler use vector instructions.
     let mut lanes = [f32::NEG_INFINITY; 16];
     let chunks = row.chunks_exact(lanes.len());
     let rest = chunks.remainder();
@@ -69,7 +69,7 @@ mod tests {
     const NONE: f32 = f32::NEG_INFINITY;
 
     #[test]
-    fn finds_the_first_of_the_highest() {
+    fn argmax_finds_first_of_highest() {
         let mut long = vec![0.0; 1_000];
         long[777] = 3.0;
         long[900] = 3.0;
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_the_top_in_order() {
+    fn top_lists_tokens_in_order() {
         let row = [0.5, f32::NAN, 2.0, 0.5, 3.0, NONE];
         for (count, expected) in
             [(0, vec![]), (1, vec![4]), (4, vec![4, 2, 0, 3]), (99, vec![4, 2, 0, 3, 1, 5])]
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn normalises() {
+    fn log_sum_exp_ignores_nan() {
         let row = [1.0f32, 2.0, f32::NAN, 3.0];
         let expected = (1f64.exp() + 2f64.exp() + 3f64.exp()).ln();
         assert!((log_sum_exp(&row) - expected).abs() < 1e-6);

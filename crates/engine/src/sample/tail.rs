@@ -1,21 +1,20 @@
-//! `top_k` and `top_p`: the likeliest tokens, so many of them or the smallest
-//! set whose weights reach a part of the whole.
+//! `top_k` and `top_p`: keep a number of most likely tokens, or the smallest set whose
+//! weights reach a part of the whole.
 //!
-//! Positive floats are ordered as their bits are, so a histogram over the top
-//! bits finds in one pass where the set ends; only the bucket that straddles
-//! the end is sorted.
+//! Positive floats are ordered like their bits. A histogram over the top bits finds in one
+//! pass the bucket in which the set ends, and only this bucket is sorted.
 
-/// How much of a row is kept.
+/// The amount of a row that is kept.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Kept {
-    /// So many tokens, at least 1.
+    /// A number of tokens, at least 1.
     Count(u32),
-    /// Tokens that together reach this part of all weights.
+    /// The tokens that together reach this part of all weights.
     Part(f32),
 }
 
 impl Kept {
-    /// What one token adds.
+    /// Returns the amount that one token adds.
     fn mass(self, weight: f32) -> f64 {
         match self {
             Self::Count(_) => f64::from(u8::from(weight > 0.0)),
@@ -23,7 +22,7 @@ impl Kept {
         }
     }
 
-    /// What those that are kept reach, of all together.
+    /// Returns the amount that the kept tokens must reach, given the amount of all tokens.
     fn wanted(self, all: f64) -> f64 {
         match self {
             Self::Count(most) => f64::from(most).min(all),
@@ -32,12 +31,12 @@ impl Kept {
     }
 }
 
-/// Cuts the tail off weights; keeps its memory between rows.
+/// Cutter of the tail of weights. Keeps its memory between rows.
 #[derive(Debug)]
 pub(super) struct Tail {
-    /// Sum of what the weights in each bucket add.
+    /// Amounts of the weights in each bucket.
     mass: Vec<f64>,
-    /// The weights of the straddling bucket, with their tokens.
+    /// Weights of the bucket in which the set ends, with their tokens.
     edge: Vec<(f32, u32)>,
 }
 
@@ -48,9 +47,9 @@ impl Default for Tail {
 }
 
 impl Tail {
-    /// Sets every weight outside what is kept to 0. Weights are 0 to 1 and
-    /// numbers. A token of the largest weight always stays; of equal ones the
-    /// smaller id goes first.
+    /// Sets every weight outside the kept set to 0. Weights are numbers from 0 to 1. A
+    /// token with the largest weight always stays. Of equal weights the smaller id stays
+    /// first.
     pub(super) fn cut(&mut self, weights: &mut [f32], kept: Kept) {
         self.mass.fill(0.0);
         for &weight in weights.iter() {
@@ -67,8 +66,8 @@ impl Tail {
         }
     }
 
-    /// The highest bucket at which those so far reach `wanted`, and the sum of
-    /// those above it.
+    /// Returns the highest bucket at which the sum from above reaches `wanted`, and the sum
+    /// of the buckets above it.
     fn straddling(&self, wanted: f64) -> Option<(usize, f64)> {
         let mut above = 0.0;
         for bucket in (0..BUCKETS).rev() {
@@ -78,10 +77,10 @@ impl Tail {
             }
             above += mass;
         }
-        None // by rounding: the whole falls short of itself, all stay
+        None // by rounding the sum falls short of the whole; all tokens stay
     }
 
-    /// The least likely token of the bucket that is still within.
+    /// Returns the least likely token of the bucket that is still kept.
     fn last_kept(
         &mut self,
         weights: &[f32],
@@ -113,9 +112,9 @@ fn bucket(weight: f32) -> usize {
     ((weight.to_bits() >> BUCKET_SHIFT) as usize).min(BUCKETS - 1)
 }
 
-/// Eight buckets for each power of two.
+/// Shift that gives eight buckets for each power of two.
 const BUCKET_SHIFT: u32 = 20;
-/// Up to and with the bucket of 1.0.
+/// Number of buckets, up to the bucket of 1.0.
 const BUCKETS: usize = (0x3f80_0000 >> BUCKET_SHIFT) + 1;
 
 #[cfg(test)]
@@ -131,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn keeps_the_smallest_set_that_reaches_the_part() {
+    fn top_p_keeps_smallest_set_that_reaches_part() {
         let weights = [0.25, 1.0, 0.5, 0.25];
         for (part, expected) in [
             (0.0, vec![1]),
@@ -146,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn keeps_so_many_of_the_likeliest() {
+    fn top_k_keeps_most_likely_tokens() {
         let weights = [0.25, 1.0, 0.5, 0.25, 0.0];
         for (count, expected) in [
             (1, vec![1]),
@@ -162,7 +161,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn counts_as_sorting_everything_does(
+        fn top_k_agrees_with_full_sort(
             weights in prop::collection::vec(
                 prop_oneof![0.0f32..1.0, 0.0f32..1e-3, Just(0.5f32), Just(0.0)], 1..200),
             count in 1u32..250,
@@ -177,7 +176,7 @@ mod tests {
         }
 
         #[test]
-        fn agrees_with_sorting_everything(
+        fn top_p_agrees_with_full_sort(
             weights in prop::collection::vec(
                 prop_oneof![0.0f32..1.0, 0.0f32..1e-3, Just(0.5f32), Just(0.0)], 1..200),
             part in 0.01f32..0.99,
@@ -196,7 +195,7 @@ mod tests {
             }
             expected.sort_unstable();
             let found = kept(&weights, Kept::Part(part));
-            // Sums in another order may differ by a crumb at the very edge.
+            // Sums in another order may differ by a rounding error at the edge of the set.
             let difference = found.len().abs_diff(expected.len());
             let close = (sum - wanted).abs() < 1e-9;
             prop_assert!(found == expected || (difference <= 1 && close));
