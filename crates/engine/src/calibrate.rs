@@ -427,7 +427,7 @@ mod tests {
     use crate::testing::{FakeBackend, FakeClock, table};
 
     #[test]
-    fn finds_the_table_that_the_device_obeys() {
+    fn calibration_finds_the_table_of_the_device() {
         let clock = FakeClock::default();
         let mut backend = FakeBackend::new(256, clock.clone());
         let found = calibrate(&mut backend, &clock).expect("it measures");
@@ -456,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn a_small_pool_is_measured_too() {
+    fn calibration_works_with_small_pool() {
         for blocks in [1, 2, 9, 20] {
             let clock = FakeClock::default();
             let mut backend = FakeBackend::new(blocks, clock.clone());
@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn a_coarse_table_takes_a_handful_of_steps() {
+    fn coarse_calibration_takes_few_steps() {
         let clock = FakeClock::default();
         let mut backend = FakeBackend::new(64, clock.clone());
         let found = coarse(&mut backend, &clock).expect("it measures");
@@ -479,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn versions_tell_contents_apart() {
+    fn calibration_versions_differ_by_content() {
         let clock = FakeClock::default();
         let mut backend = FakeBackend::new(256, clock.clone());
         let one = calibrate(&mut backend, &clock).expect("it measures");

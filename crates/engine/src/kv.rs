@@ -193,7 +193,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_block_is_lost_or_held_twice(acts in prop::collection::vec(any_act(), 0..80)) {
+        fn pool_never_loses_or_duplicates_blocks(acts in prop::collection::vec(any_act(), 0..80)) {
             let mut pool = BlockPool::new(24);
             let mut tables: Vec<BlockTable> = (0..3).map(|_| BlockTable::default()).collect();
             for act in acts {
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fork_shares_what_is_full_and_copies_the_rest() {
+    fn fork_shares_full_blocks_and_copies_tail() {
         for (tokens, shared, copies) in [(32, 2, false), (33, 2, true), (5, 0, true), (0, 0, false)]
         {
             let mut pool = BlockPool::new(8);
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fork_that_does_not_fit_takes_nothing() {
+    fn failed_fork_takes_no_block() {
         let mut pool = BlockPool::new(2);
         let mut table = BlockTable::default();
         assert!(table.grow_to(2, &mut pool));

@@ -119,7 +119,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_booked_is_the_time_that_passed(
+        fn booked_time_is_the_elapsed_time(
             steps in prop::collection::vec(
                 // A gap that may be negative, a length, a number of works, and their payers
                 // as bits.

@@ -98,7 +98,7 @@ mod tests {
     use crate::model::{ModelFiles, RopeScaling};
 
     #[test]
-    fn what_is_written_opens_as_its_shape() {
+    fn random_model_opens_with_its_shape() {
         for family in Family::ALL {
             for element in [Element::F32, Element::F16, Element::Bf16] {
                 let spec = ModelSpec { family, ..ModelSpec::tiny() };
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn a_seed_decides_every_byte() {
+    fn random_model_seed_fixes_every_byte() {
         let hash = |seed| {
             let folder = tempfile::tempdir().unwrap();
             let model = RandomModel { spec: ModelSpec::tiny(), element: Element::Bf16, seed };

@@ -51,7 +51,7 @@ mod tests {
     }
 
     #[test]
-    fn finds_both_rates() {
+    fn fit_finds_both_rates() {
         let of = |bytes: f64, flop: f64| sample(bytes, flop, 0.02 * bytes + 0.001 * flop);
         let samples = [of(1e5, 1e5), of(1e6, 1e6), of(1e5, 6e6), of(1e6, 6e7)];
         let (by_bytes, by_flop) = attention_rates(&samples);
@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn no_rate_is_negative() {
+    fn fitted_rates_are_never_negative() {
         for samples in [
             vec![],
             vec![sample(1e5, 1e5, -50.0)],

@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_turn_is_seen_from_its_beginning_to_its_end() {
+    fn pulse_shows_tick_from_start_to_end() {
         let pulse = Pulse::default();
         assert_eq!(pulse.work(), None);
         pulse.begin();

@@ -345,7 +345,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_more_waits_than_may_and_what_has_begun_stays(
+        fn queues_keep_their_bounds_and_starting_requests(
             acts in prop::collection::vec((0u32..7, 1usize..40, 0u32..6, any::<prop::sample::Index>()), 1..80),
         ) {
             let most = Size { requests: 12, prompt_tokens: 200, expected: DeviceNanos::ZERO };
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_to_go() {
+    fn full_queues_displace_newest_of_longest() {
         type Lengths = [(u32, usize); 3];
         let cases: &[(&str, Lengths, u32, Option<u32>)] = &[
             ("the longest", [(0, 5), (1, 3), (2, 2)], 2, Some(0)),
@@ -436,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_is_that_of_ones_own_line_on_its_share() {
+    fn predicted_wait_is_own_queue_on_its_share() {
         let mut queues = Queues::default();
         filled(&mut queues, 0, 90); // weight 1
         filled(&mut queues, 1, 2); // weight 2

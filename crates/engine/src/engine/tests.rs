@@ -1,4 +1,4 @@
-//! The engine on a device made of arithmetic, turned by hand.
+//! Tests of the engine on a fake device, one tick at a time.
 
 mod account;
 mod ahead;
@@ -20,7 +20,7 @@ use crate::clock::SystemClock;
 use crate::testing::{FakeBackend, FakeClock, table};
 
 #[test]
-fn a_thread_serves_drains_and_ends() {
+fn engine_thread_serves_drains_and_ends() {
     struct Last(HeardSink, std::sync::mpsc::SyncSender<()>);
     impl TokenSink for Last {
         fn prompt_logprobs(&mut self, prompt: u32, logprobs: Vec<PromptLogprob>) {
@@ -70,7 +70,7 @@ fn a_thread_serves_drains_and_ends() {
 }
 
 #[test]
-fn a_thread_whose_device_panics_ends_with_the_fault() {
+fn engine_thread_ends_with_fault_on_panic() {
     let mut backend = FakeBackend::new(64, FakeClock::default());
     backend.fails_at = Some((2, crate::testing::Failure::Panic));
     let engine = Engine::start(

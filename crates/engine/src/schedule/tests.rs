@@ -1,4 +1,4 @@
-//! Decisions over views made by hand and at random, without a device.
+//! Tests of decisions over hand-made and random views, without a device.
 
 use proptest::prelude::*;
 use tollgate_domain::{Caller, KeyId, PoolName, SequenceWork, TenantId};
@@ -25,7 +25,7 @@ fn bounds() -> Bounds {
 const GUARD: DeviceNanos = DeviceNanos(250_000_000);
 const NOW: MonotonicTime = MonotonicTime(100_000_000_000);
 
-/// What runs and what waits, put together by hand.
+/// A hand-made view: running sequences and waiting entries.
 #[derive(Default)]
 struct Scene {
     shares: Shares,
@@ -133,10 +133,10 @@ const fn millis(time: u64) -> DeviceNanos {
     DeviceNanos(time * 1_000_000)
 }
 
-/// A fast model has short steps, a slow one those that it is told; an admin who
-/// wants shorter ones gets them.
+/// Checks that a fast model gets short steps, a slow one the configured time, and that a
+/// shorter configured time wins.
 #[test]
-fn the_box_follows_the_model() {
+fn step_time_budget_follows_the_model() {
     for (speed, most_ms, expected_us) in [
         (1.0, 80, 80_000..=80_000),
         (28.0, 80, 16_000..=16_400),
@@ -150,7 +150,7 @@ fn the_box_follows_the_model() {
 }
 
 #[test]
-fn what_is_admitted_counts_before_the_next_is_chosen() {
+fn admitted_prompt_counts_before_next_choice() {
     let mut scene = Scene::default();
     for (id, tenant) in [(1, "a"), (2, "a"), (3, "a"), (4, "b"), (5, "c"), (6, "b")] {
         scene.waits(&seat(tenant), waiting(id, 4));
@@ -159,19 +159,19 @@ fn what_is_admitted_counts_before_the_next_is_chosen() {
 }
 
 #[test]
-fn the_smallest_counter_is_served_by_weight() {
+fn smallest_virtual_time_is_served_by_weight() {
     let mut scene = Scene::default();
     let heavy = Seat::new(SchedulePolicy::Fair, Tier::Interactive, None, &caller("b", "k"), 3.0);
     for id in 0..4 {
         scene.waits(&seat("a"), waiting(10 + id, 30));
         scene.waits(&heavy, waiting(20 + id, 30));
     }
-    // Three of b for one of a, once both have had one.
+    // Three of b for one of a, after each had one.
     assert_eq!(scene.admitted(100), [10, 20, 21, 22, 11, 23, 12, 13]);
 }
 
 #[test]
-fn keys_divide_what_their_tenant_has_and_no_more() {
+fn keys_divide_only_the_share_of_tenant() {
     let mut scene = Scene::default();
     for (id, key) in [(1, "one"), (2, "one"), (3, "two"), (4, "three")] {
         scene.waits(&of_key("a", key), waiting(id, 4));
@@ -182,7 +182,7 @@ fn keys_divide_what_their_tenant_has_and_no_more() {
 }
 
 #[test]
-fn a_pool_is_one_holder() {
+fn pool_is_one_share_owner() {
     let pool = PoolName::new("trial").expect("a name");
     let trial = |tenant| {
         let caller = caller(tenant, "key");
@@ -199,7 +199,7 @@ fn a_pool_is_one_holder() {
 }
 
 #[test]
-fn within_a_key_who_started_comes_first_then_the_deadline_then_arrival() {
+fn key_queue_orders_by_start_deadline_arrival() {
     let mut scene = Scene::default();
     let late = NOW.after(Duration::from_secs(9));
     for waits in [due(1, 4, late), waiting(2, 4), waiting(3, 4), preempted(4, 20)] {
@@ -209,7 +209,7 @@ fn within_a_key_who_started_comes_first_then_the_deadline_then_arrival() {
 }
 
 #[test]
-fn batch_work_comes_after_all_interactive_work() {
+fn batch_work_comes_after_interactive_work() {
     let batch = Seat { tier: Tier::Batch, ..seat("a") };
     let mut scene = Scene::default();
     scene.waits(&batch, waiting(1, 4));
@@ -220,7 +220,7 @@ fn batch_work_comes_after_all_interactive_work() {
 }
 
 #[test]
-fn controls_know_neither_tenants_nor_keys() {
+fn control_policies_ignore_tenants_and_keys() {
     for (policy, expected) in [
         (SchedulePolicy::FirstComeFirstServed, [1, 2, 3, 4, 5]),
         (SchedulePolicy::KeyCounters, [2, 3, 4, 5, 1]),
@@ -240,7 +240,7 @@ fn controls_know_neither_tenants_nor_keys() {
 }
 
 #[test]
-fn whoever_waits_past_the_deadline_is_refused() {
+fn expired_requests_are_refused() {
     for (late, refused, expected) in
         [(0, vec![], vec![1, 3, 2]), (1, vec![1], vec![3, 2]), (9_000, vec![1, 3], vec![2])]
     {
@@ -258,7 +258,7 @@ fn whoever_waits_past_the_deadline_is_refused() {
 }
 
 #[test]
-fn who_decodes_comes_first_and_prompts_fill_the_box() {
+fn decoding_comes_first_and_prompts_fill_budget() {
     let mut scene = Scene::default();
     for running in [reading(1, 0, 400), decoding(2, 50), decoding(3, 60)] {
         scene.runs(&seat("a"), running);
@@ -266,7 +266,7 @@ fn who_decodes_comes_first_and_prompts_fill_the_box() {
     for (step_time_budget, expected) in [
         (Duration::from_secs(1), vec![(2, 1), (3, 1), (1, 400)]),
         (Duration::from_millis(1), vec![(2, 1), (3, 1), (1, 144)]),
-        // However small the box, a prompt is read a little further.
+        // A prompt makes progress under any time budget.
         (Duration::ZERO, vec![(2, 1), (3, 1), (1, 16)]),
     ] {
         let bounds = Bounds { step_time_budget, ..bounds() };
@@ -284,14 +284,14 @@ fn who_decodes_comes_first_and_prompts_fill_the_box() {
 }
 
 #[test]
-fn prompts_are_read_in_the_order_of_the_counters() {
+fn prompts_are_read_by_virtual_time() {
     let mut scene = Scene::default();
     scene.runs(&seat("ahead"), reading(1, 0, 400));
     scene.runs(&seat("behind"), reading(2, 0, 100));
     scene.waits(&seat("between"), waiting(3, 100));
     scene.charge(&seat("ahead"), millis(20));
     scene.charge(&seat("between"), millis(10));
-    // What the box has left is for who is ahead.
+    // The rest of the budget goes to sequences further ahead.
     let bounds = Bounds { step_time_budget: Duration::from_millis(2), ..bounds() };
     let mut read = chunks(&scene.decide(100, &bounds));
     read.sort_unstable();
@@ -299,7 +299,7 @@ fn prompts_are_read_in_the_order_of_the_counters() {
 }
 
 #[test]
-fn only_the_end_of_a_prompt_wants_a_row() {
+fn only_last_chunk_of_prompt_has_row() {
     for (pending, rows, expected) in [
         (100, Rows::Last, Rows::Last),
         (600, Rows::Last, Rows::None),
@@ -310,14 +310,14 @@ fn only_the_end_of_a_prompt_wants_a_row() {
         scene.runs(&seat("a"), Running { rows, ..reading(1, 0, pending) });
         assert_eq!(scene.decide(100, &bounds()).chunks[0].rows, expected, "{pending} {rows:?}");
     }
-    // Rows are bounded, so a prompt that wants them all is read in smaller chunks.
+    // Rows are limited, so a prompt that needs all rows is read in smaller chunks.
     let mut scene = Scene::default();
     scene.runs(&seat("a"), Running { rows: Rows::All, ..reading(1, 0, 300) });
     assert_eq!(chunks(&scene.decide(100, &bounds())), [(1, 64)]);
 }
 
 #[test]
-fn nobody_slips_past_a_head_that_does_not_fit() {
+fn blocked_queue_head_is_never_overtaken() {
     for (followers, expected) in [(0, vec![7, 8]), (1, vec![7]), (2, vec![])] {
         let mut scene = Scene::default();
         for id in 1..=6 {
@@ -331,8 +331,9 @@ fn nobody_slips_past_a_head_that_does_not_fit() {
 }
 
 #[test]
-fn a_prompt_starts_only_when_its_cache_is_free() {
-    // Four blocks for it, and four that who runs will want for 64 tokens.
+fn prompt_starts_only_with_free_blocks() {
+    // Four blocks for the prompt, and four that the running sequence needs for 64 more
+    // tokens.
     for (free, expected) in [(100, vec![2, 3]), (7, vec![]), (8, vec![2])] {
         let mut scene = Scene::default();
         scene.runs(&seat("a"), decoding(1, 10));
@@ -340,14 +341,14 @@ fn a_prompt_starts_only_when_its_cache_is_free() {
         scene.waits(&seat("a"), waiting(3, 4));
         assert_eq!(scene.admitted(free), expected, "{free}");
     }
-    // Alone it always fits: the door has seen to that.
+    // A lone request always fits: submission has checked that.
     let mut scene = Scene::default();
     scene.waits(&seat("a"), waiting(2, 60));
     assert_eq!(scene.admitted(4), [2]);
 }
 
 #[test]
-fn cache_is_reserved_ahead_and_never_beyond_what_can_be_used() {
+fn blocks_are_reserved_ahead_within_the_maximum() {
     for (cached, most, free, expected) in [
         (10, 1_000, 100, 1),  // it has room
         (16, 1_000, 100, 16), // grown by a step
@@ -365,7 +366,7 @@ fn cache_is_reserved_ahead_and_never_beyond_what_can_be_used() {
 }
 
 #[test]
-fn who_runs_out_of_cache_takes_it_from_who_is_furthest_ahead() {
+fn missing_blocks_come_from_tenant_furthest_ahead() {
     let full = |id, cached| Running { blocks: 4, exclusive: 4, ..decoding(id, cached) };
     for (ahead, expected) in [("a", 1), ("b", 3), ("c", 4)] {
         let mut scene = Scene::default();
@@ -382,8 +383,8 @@ fn who_runs_out_of_cache_takes_it_from_who_is_furthest_ahead() {
     }
 }
 
-/// A scene in which `hog` has all places but one of its own, is ahead of
-/// everyone by `lead`, and `polite` wants in.
+/// Returns a view in which `hog` holds all places but one of its own, is ahead of all
+/// others by `lead`, and `polite` waits.
 fn crowded(lead: DeviceNanos, preempted_at: Option<MonotonicTime>) -> Scene {
     let mut scene = Scene::default();
     for (id, cached) in [(1, 90), (2, 30), (3, 60), (4, 120), (5, 90), (6, 90), (7, 90), (8, 90)] {
@@ -395,11 +396,11 @@ fn crowded(lead: DeviceNanos, preempted_at: Option<MonotonicTime>) -> Scene {
 }
 
 #[test]
-fn who_is_ahead_by_more_than_the_guard_loses_its_least_computed() {
+fn tenant_beyond_guard_loses_its_least_computed() {
     for (lead, expected) in
         [(GUARD, vec![]), (DeviceNanos(GUARD.nanos() + 1), vec![2]), (millis(9_000), vec![2])]
     {
-        // Neither cache nor anything else is scarce: only places are.
+        // Only places are scarce, not KV blocks.
         let decisions = crowded(lead, None).decide(100, &bounds());
         assert_eq!(ids(&decisions.preempt), expected, "{lead}");
         assert_eq!(admitted(&decisions).len(), expected.len(), "{lead}");
@@ -407,7 +408,7 @@ fn who_is_ahead_by_more_than_the_guard_loses_its_least_computed() {
 }
 
 #[test]
-fn who_lost_its_place_keeps_the_next_for_a_while() {
+fn preempted_sequence_rests_before_next_preemption() {
     for (seconds, expected) in [(0, 0), (4, 0), (5, 1), (50, 1)] {
         let at = MonotonicTime(NOW.0 - seconds * 1_000_000_000);
         let decisions = crowded(millis(9_000), Some(at)).decide(100, &bounds());
@@ -416,8 +417,8 @@ fn who_lost_its_place_keeps_the_next_for_a_while() {
 }
 
 #[test]
-fn as_many_lose_their_places_as_it_takes_or_none() {
-    // The newcomer wants 13 blocks; the hog's sequences hold 52 in all.
+fn preemption_frees_enough_or_nothing() {
+    // The candidate needs 13 blocks; the sequences of the hog hold 52 in all.
     for (cached, rested, expected) in [(200, 8, 3), (200, 2, 0), (60, 1, 1)] {
         let mut scene = Scene::default();
         for id in 1..=8 {
@@ -431,13 +432,13 @@ fn as_many_lose_their_places_as_it_takes_or_none() {
         let decisions = scene.decide(0, &bounds);
         assert_eq!(decisions.preempt.len(), expected, "{cached} {rested}");
         assert_eq!(decisions.admit.len(), expected.min(1), "{cached} {rested}");
-        // A step without them goes on for the others.
+        // The step continues without the preempted sequences.
         assert_eq!(chunks(&decisions).len(), 8 - expected + expected.min(1));
     }
 }
 
 #[test]
-fn a_tenant_never_preempts_itself_for_a_key_that_is_behind() {
+fn tenant_never_preempts_itself_for_another_key() {
     let mut scene = Scene::default();
     for id in 1..=8 {
         scene.runs(&of_key("a", "greedy"), decoding(id, 20));
@@ -449,7 +450,7 @@ fn a_tenant_never_preempts_itself_for_a_key_that_is_behind() {
 }
 
 #[test]
-fn batch_work_makes_room_for_interactive_work_at_once() {
+fn interactive_work_preempts_batch_work_at_once() {
     let mut scene = Scene::default();
     for id in 1..=8 {
         scene.runs(&Seat { tier: Tier::Batch, ..seat("jobs") }, decoding(id, 20));
@@ -461,15 +462,15 @@ fn batch_work_makes_room_for_interactive_work_at_once() {
 }
 
 #[test]
-fn the_last_tenth_of_the_cache_is_for_who_is_near_the_smallest_counter() {
+fn headroom_is_for_tenants_near_smallest() {
     for (lead, expected) in [(GUARD, vec![20]), (millis(251), vec![])] {
-        // Of 100 blocks 12 are free; the newcomer wants one, who runs four.
+        // 12 of 100 blocks are free. The candidate needs one, the running sequence four.
         let mut scene = Scene::default();
         scene.runs(&seat("behind"), decoding(1, 10));
         scene.waits(&seat("ahead"), waiting(20, 15));
         scene.charge(&seat("ahead"), lead);
         assert_eq!(scene.admitted(12), expected, "{lead}");
-        // Growing is no other thing: it gives up a sequence of its own first.
+        // Growth follows the same rule: the tenant gives up a sequence of its own first.
         let mut scene = Scene::default();
         scene.runs(&seat("behind"), decoding(1, 10));
         scene.runs(&seat("ahead"), Running { blocks: 2, exclusive: 2, ..decoding(2, 32) });
@@ -480,7 +481,7 @@ fn the_last_tenth_of_the_cache_is_for_who_is_near_the_smallest_counter() {
 }
 
 #[test]
-fn what_is_spare_is_for_who_has_less() {
+fn spare_capacity_is_for_smaller_share_owners() {
     let one_place = Spare { places: 1, blocks: 0 };
     let two_blocks = Spare { places: 0, blocks: 2 };
     for (spare, running, free, who, expected) in [
@@ -488,7 +489,7 @@ fn what_is_spare_is_for_who_has_less() {
         (one_place, 6, 100, "hog", 1),
         (one_place, 7, 100, "other", 1),
         (one_place, 8, 100, "other", 0),
-        // The hog's six hold 60 of 100 blocks; a newcomer wants two.
+        // The six sequences of the hog hold 60 of 100 blocks; a candidate needs two.
         (two_blocks, 6, 3, "hog", 0),
         (two_blocks, 6, 4, "hog", 1),
         (two_blocks, 6, 3, "other", 1),
@@ -503,7 +504,7 @@ fn what_is_spare_is_for_who_has_less() {
         let decisions = scene.decide(free, &Bounds { spare, ..bounds() });
         assert_eq!(decisions.admit.len(), expected, "{spare:?} {running} {free} {who}");
     }
-    // However many share the batch: the last place is for who has none.
+    // With any number of owners in the batch, the last place is for an owner without one.
     for (who, expected) in [("tenant-1", 0), ("tenant-8", 1)] {
         let mut scene = Scene::default();
         for id in 1..=7 {
@@ -515,7 +516,7 @@ fn what_is_spare_is_for_who_has_less() {
     }
 }
 
-/// A state that the engine could be in: sequences with the blocks they need.
+/// A possible state of the engine: sequences with the blocks that they need.
 #[derive(Clone, Debug)]
 struct State {
     running: Vec<(u32, Running)>,
@@ -548,7 +549,7 @@ fn any_state() -> impl Strategy<Value = State> {
                 running: running
                     .into_iter()
                     .map(|(cached, pending, rows, followers, of, rested)| {
-                        // A decoder may lack the block of its next token.
+                        // A decoding sequence may lack the block of its next token.
                         let held = if pending == 1 { cached } else { cached + pending };
                         let blocks = blocks_for(held);
                         let running = Running {
@@ -573,7 +574,7 @@ fn any_state() -> impl Strategy<Value = State> {
                         if fresh {
                             return (of, waits);
                         }
-                        // Read again up to somewhere, for nobody's account.
+                        // Recomputed up to a point, on the platform's account.
                         let again =
                             Waiting { pending: tokens.div_ceil(2), ..preempted(id, tokens) };
                         (of, Waiting { rows: Rows::None, followers, ..again })
@@ -585,7 +586,7 @@ fn any_state() -> impl Strategy<Value = State> {
         })
 }
 
-/// Four tenants, the last in the batch tier too, one of them with two keys.
+/// Four tenants. The last one also has a seat in the batch tier, and one has two keys.
 fn seat_of(number: u32) -> Seat {
     match number {
         4 => of_key("tenant-0", "other"),
@@ -621,7 +622,7 @@ proptest! {
         let Decisions { refuse, preempt, chunks, .. } = &decisions;
         let admit = admitted(&decisions);
 
-        // The step is within the device's limits, and nobody is in it twice.
+        // The step is within the limits of the device, and no sequence is in it twice.
         let tokens: u32 = chunks.iter().map(|chunk| chunk.tokens).sum();
         let rows: u32 = chunks.iter().map(|chunk| row_count(chunk.rows, chunk.tokens)).sum();
         prop_assert!(tokens <= bounds.limits.tokens && rows <= bounds.limits.logit_rows);
@@ -630,7 +631,7 @@ proptest! {
         seen.dedup();
         prop_assert_eq!(seen.len(), chunks.len());
 
-        // Blocks come from what is free and what is given back.
+        // Blocks come from the free ones and the released ones.
         let mut available = i64::from(free);
         for running in running.iter().filter(|running| preempt.contains(&running.sequence)) {
             available += i64::from(running.exclusive);
@@ -647,8 +648,8 @@ proptest! {
         }
         prop_assert!(available >= 0);
 
-        // Who comes in is in the step, has all the cache that it had or reads,
-        // and a place; those who are there stay.
+        // An admitted entry is in the step, has its place and all the blocks that it needs,
+        // and the running sequences stay.
         for waits in waiting.iter().filter(|waits| admit.contains(&waits.sequence.0)) {
             let chunk = chunks.iter().find(|chunk| chunk.sequence == waits.sequence);
             prop_assert!(chunk.is_some_and(|chunk| chunk.blocks >= blocks_for(waits.tokens)));
@@ -666,12 +667,12 @@ proptest! {
             .sum();
         prop_assert!(come == 0 || there + come <= bounds.max_sequences);
 
-        // Nobody loses a place twice in a row but for cache that who runs needs.
+        // No sequence is preempted twice in a row unless a running sequence needs blocks.
         let grows = running.iter().any(|r| r.pending == 1 && blocks_for(r.cached + 1) > r.blocks);
         let spared = running.iter().filter(|r| preempt.contains(&r.sequence));
         prop_assert!(grows || spared.into_iter().all(|r| r.preempted_at.is_none()));
 
-        // It gets somewhere: alone, whatever comes first always fits the pool.
+        // The decision makes progress: alone, the first entry always fits the pool.
         let pool = free + running.iter().map(|r| r.blocks).sum::<u32>();
         let fits = waiting.iter().all(|waits| {
             blocks_for(waits.tokens + 1) <= pool && waits.followers < bounds.max_sequences

@@ -1,6 +1,5 @@
-//! Plays a workload through the whole engine on a virtual clock: the real
-//! mailbox, scheduler, cache, meter and journal, and a device that only passes
-//! time.
+//! Runs a workload through the whole engine on a virtual clock: the real inbox, scheduler,
+//! cache, meter and journal, over a device that only passes time.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -29,13 +28,13 @@ const KV_TOKENS: u32 = 10_000;
 const CONTEXT: u32 = 8_192;
 const STEP_TOKENS: u32 = 512;
 
-/// How long after the last request its answer is waited for.
+/// Longest wait for answers after the last request.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// When a play is over.
+/// The condition that ends a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Until {
-    /// The workload's time is up, whatever waits.
+    /// The time of the workload is over; waiting requests are ignored.
     TimeIsUp,
     /// Every victim has its first token, or [`PATIENCE`] has run out.
     VictimsServed,
@@ -43,50 +42,49 @@ pub(crate) enum Until {
     Done,
 }
 
-/// What a play came to.
+/// The results of a run.
 pub(crate) struct Played {
-    /// Of each request, in the workload's order.
+    /// Results of each request, in the order of the workload.
     pub(crate) requests: Vec<Seen>,
     pub(crate) account: Account,
     pub(crate) totals: Totals,
-    /// The clock when it was over.
+    /// Clock at the end of the run.
     pub(crate) ended: Duration,
-    /// The clock at the end of the last step.
+    /// Clock at the end of the last step.
     pub(crate) booked: Duration,
 }
 
-/// What became of a request.
+/// The result of a request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Seen {
     pub(crate) ask: Ask,
-    /// Absent: none yet when the play was over.
+    /// Time of the first token; absent if none came before the end of the run.
     pub(crate) first_token: Option<Duration>,
     pub(crate) tokens: u32,
     pub(crate) refused: bool,
 }
 
-/// What the journal was told.
+/// The records of the journal, summed.
 #[derive(Default)]
 pub(crate) struct Account {
-    /// After each step: when it ended, and each tenant's device time so far.
+    /// End of each step, and each tenant's device time so far.
     pub(crate) steps: Vec<(Duration, Vec<u64>)>,
-    /// What the platform computed again.
+    /// Device time of recomputation.
     pub(crate) overhead: u64,
-    /// Sums over the steps' shares, and over the steps.
+    /// Sum of all shares. The next field is the sum of all steps.
     pub(crate) shares: u128,
     pub(crate) busy: u128,
-    /// Every record as text, where that was asked for.
+    /// Every record as text, if requested.
     pub(crate) written: Option<String>,
 }
 
 impl Played {
-    /// How long a request waited for its first token; at least so long where
-    /// it still did.
+    /// Returns the wait for the first token, or the wait so far if none came.
     pub(crate) fn first_token(&self, seen: &Seen) -> Duration {
         seen.first_token.unwrap_or(self.ended).saturating_sub(seen.ask.at)
     }
 
-    /// Prompt and answer tokens of all requests that were answered, a second.
+    /// Returns prompt and answer tokens of all answered requests, per second.
     pub(crate) fn tokens_per_second(&self) -> f64 {
         let answered = self.requests.iter().filter(|seen| seen.first_token.is_some());
         let tokens: u64 =
@@ -95,12 +93,12 @@ impl Played {
     }
 }
 
-/// Plays `workload`.
+/// Runs `workload`.
 pub(crate) fn play(workload: &Workload, policy: SchedulePolicy, until: Until) -> Played {
     Player::new(workload, policy, false).play(until)
 }
 
-/// Plays `workload` and writes down every record of the journal.
+/// Runs `workload` and writes every record of the journal as text.
 pub(crate) fn play_written(workload: &Workload, policy: SchedulePolicy, until: Until) -> Played {
     Player::new(workload, policy, true).play(until)
 }
@@ -130,7 +128,7 @@ impl<'a> Player<'a> {
         )
         .expect("a model");
         let options = EngineOptions {
-            // A flood waits here; what it does to others is what is looked at.
+            // The flood waits here; the benchmark looks at its effect on others.
             queue_capacity: workload.asks.len().max(1),
             queue_tokens: usize::MAX,
             policy,
@@ -233,8 +231,8 @@ impl<'a> Player<'a> {
     }
 }
 
-/// A prompt of as many bytes as it should have tokens, with a wish in it where
-/// the answer is to end before `max_tokens`.
+/// Returns a prompt with the requested number of tokens. If the answer must end before
+/// `max_tokens`, the prompt contains that length.
 fn prompt(size: Size) -> Vec<u32> {
     let mut text = String::new();
     if size.answer < size.max_tokens {
@@ -244,10 +242,10 @@ fn prompt(size: Size) -> Vec<u32> {
     text.bytes().chain(std::iter::repeat(b'x')).take(size.prompt as usize).map(u32::from).collect()
 }
 
-/// What a request's sink hears.
+/// The sink of a request.
 struct Ears {
     clock: VirtualClock,
-    /// 0: not yet.
+    /// Time of the first token; 0 means none yet.
     first_token: AtomicU64,
     tokens: AtomicU32,
     refused: AtomicU32,

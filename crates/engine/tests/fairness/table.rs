@@ -1,5 +1,5 @@
-//! The rows of the fairness benchmark: what is played, what figure comes of
-//! it, and the bound that it must keep.
+//! The rows of the fairness benchmark: workloads, the figures taken from them, and the
+//! bound of each figure.
 
 use std::fmt;
 use std::time::Duration;
@@ -25,11 +25,11 @@ pub(crate) enum Bound {
     AtMost(f64),
     AtLeast(f64),
     Above(f64),
-    /// Nothing is promised of it.
+    /// The figure has no bound.
     None,
 }
 
-/// A part of the table that is played by itself.
+/// A part of the table that runs by itself.
 pub(crate) struct Part {
     pub(crate) name: &'static str,
     pub(crate) rows: fn() -> Vec<Row>,
@@ -53,15 +53,15 @@ pub(crate) const PARTS: [Part; 14] = [
     Part { name: "alone", rows: alone },
 ];
 
-/// What an attacker sends beside four victims.
+/// The load of an attacker beside four victims.
 struct Attack {
     name: &'static str,
     rate: f64,
     keys: u32,
     size: Size,
-    /// The victims' first token, seconds.
+    /// Bound of the victims' first token, in seconds.
     bound: f64,
-    /// Tokens a second over those of first come, first served.
+    /// Tokens per second, relative to first come, first served.
     throughput: f64,
 }
 
@@ -113,9 +113,9 @@ const VICTIMS: u32 = 4;
 const VICTIM: Size = Size::of(256, 128);
 const VICTIM_RATE: f64 = 0.2;
 const ATTACK_LASTS: Duration = Duration::from_secs(300);
-/// The published workloads'.
+/// Duration of the published workloads.
 const LASTS: Duration = Duration::from_secs(360);
-/// Until queues stand, nobody competes.
+/// Time until queues have built up. Before that no tenant competes.
 const WARM: Duration = Duration::from_secs(30);
 
 fn victims() -> Vec<Sender> {
@@ -163,7 +163,7 @@ fn attacked(attack: &Attack) -> Vec<Row> {
     ]
 }
 
-/// What the benchmark would find without what it tests.
+/// Returns the rows of the control policies, which must break the bounds.
 fn controls() -> Vec<Row> {
     let seed = SEEDS.start;
     let wait = |attack: &Attack, policy| {
@@ -191,7 +191,8 @@ fn controls() -> Vec<Row> {
     ]
 }
 
-/// Two that ask for as many tokens, one mostly to read and one mostly to write.
+/// Returns the rows of two tenants with equal token rates: one mostly reads, one mostly
+/// generates.
 fn equals() -> Vec<Row> {
     let senders = [
         Sender::new("reader", 6.0, Size::of(512, 32)),
@@ -250,8 +251,8 @@ fn weights() -> Vec<Row> {
     )]
 }
 
-/// Trial tenants by the hundred flood on one share, beside paid ones: four that
-/// ask for less than theirs, and one that always asks.
+/// Returns the rows of hundreds of trial tenants that flood one share, beside paid tenants:
+/// four below their share, and one with constant load.
 fn sybils() -> Vec<Row> {
     let mut senders = victims();
     senders.push(Sender::new("paid", 3.0, Size::of(256, 256)));
@@ -291,7 +292,7 @@ fn overload() -> Vec<Row> {
         .map(|seed| {
             let played = play(&Workload::new(&senders, LASTS, seed), Fair, Until::TimeIsUp);
             check_sums(&played);
-            // Before both have something waiting, who asks first is alone.
+            // Before both have a queue, the first tenant has the device to itself.
             largest_difference(&played, WARM, LASTS)
         })
         .collect();
@@ -337,8 +338,8 @@ fn eight() -> Vec<Row> {
     ]
 }
 
-/// One always asks, the other every other minute: its silence saves it nothing
-/// and costs it nothing.
+/// Returns the rows of one tenant with constant load and one that is active every other
+/// minute. Its silence must neither earn nor cost anything.
 fn on_and_off() -> Vec<Row> {
     const SPAN: Duration = Duration::from_secs(60);
     const EDGE: Duration = Duration::from_secs(5);
@@ -349,8 +350,8 @@ fn on_and_off() -> Vec<Row> {
     ];
     let played = play(&Workload::new(&senders, LASTS, SEEDS.start), Fair, Until::TimeIsUp);
     check_sums(&played);
-    // Its queue stands some seconds after it began, and goes on for most of
-    // the minute after.
+    // The queue builds up some seconds after the start and lasts for most of the following
+    // minute.
     let together = [1, 3, 5]
         .map(|minute| largest_difference(&played, SPAN * minute + EDGE, SPAN * (minute + 1)));
     let apart = [3, 5].map(|minute| {
@@ -368,7 +369,7 @@ fn on_and_off() -> Vec<Row> {
     ]
 }
 
-/// One asks for less than its share, the other for ever more.
+/// Returns the rows of one tenant below its share and one with growing load.
 fn increase() -> Vec<Row> {
     let mut senders = victims();
     let rate = Rate::Rising(0.1, 6.0);
@@ -390,7 +391,7 @@ fn increase() -> Vec<Row> {
     )]
 }
 
-/// A tenant without company has all of the device, as if there were no shares.
+/// Returns the rows of a lone tenant, which must get the whole device.
 fn alone() -> Vec<Row> {
     let moderate = [Sender::new("alone", 1.0, Size::of(256, 256))];
     let hungry = [Sender::new("alone", 3.0, Size::of(256, 256))];
@@ -423,7 +424,7 @@ fn alone() -> Vec<Row> {
     ]
 }
 
-/// Two plays of one workload, as their journals tell them.
+/// Returns the journals of two runs of one workload.
 pub(crate) fn written_twice() -> [String; 2] {
     let lasts = Duration::from_secs(60);
     let mut senders = victims();
@@ -435,7 +436,7 @@ pub(crate) fn written_twice() -> [String; 2] {
     })
 }
 
-/// A play to its very end, for its account.
+/// Runs a workload to its very end.
 pub(crate) fn played_out() -> Played {
     let workload = with_attacker(&ATTACKS[4], 3);
     let lasts = Duration::from_secs(40);
@@ -444,7 +445,7 @@ pub(crate) fn played_out() -> Played {
     play(&workload, Fair, Until::Done)
 }
 
-/// What must hold to the nanosecond, whatever is played.
+/// Checks the sums that must hold to the nanosecond for any workload.
 pub(crate) fn check_sums(played: &Played) {
     let Played { account, totals, booked, .. } = played;
     assert_eq!(account.shares, account.busy, "the shares sum to the steps");
@@ -462,14 +463,14 @@ fn row(name: impl Into<String>, figure: f64, unit: &'static str, bound: Bound) -
     Row { name: name.into(), figure, unit, bound }
 }
 
-/// Tokens a second under the fair policy over those of first come, first
-/// served, at the same moment of the same workload.
+/// Returns tokens per second under the fair policy, relative to first come, first served,
+/// at the same moment of the same workload.
 fn over_first_come(workload: &Workload) -> f64 {
     let rate = |policy| play(workload, policy, Until::TimeIsUp).tokens_per_second();
     rate(Fair) / rate(FirstComeFirstServed)
 }
 
-/// The victims' wait for a first token at `quantile`, by nearest rank.
+/// Returns the victims' wait for a first token at `quantile`, by nearest rank.
 fn first_token(workload: &Workload, played: &Played, quantile: f64) -> f64 {
     let victims = played.requests.iter().filter(|seen| {
         assert!(!seen.refused, "nothing was to be refused");
@@ -480,7 +481,7 @@ fn first_token(workload: &Workload, played: &Played, quantile: f64) -> f64 {
     waits[(waits.len() as f64 * quantile).ceil() as usize - 1]
 }
 
-/// Each tenant's device time between two moments, seconds.
+/// Returns each tenant's device time between two moments, in seconds.
 fn served(played: &Played, from: Duration, to: Duration) -> Vec<f64> {
     let steps = &played.account.steps;
     let at = |moment: Duration| {
@@ -492,8 +493,8 @@ fn served(played: &Played, from: Duration, to: Duration) -> Vec<f64> {
     after.iter().zip(before).map(|(after, before)| (after - before) as f64 / 1e9).collect()
 }
 
-/// The most by which any tenant was ahead of any other between two moments,
-/// counted from the first, seconds.
+/// Returns the largest lead of any tenant over any other between two moments, in seconds,
+/// counted from the first moment.
 fn largest_difference(played: &Played, from: Duration, to: Duration) -> f64 {
     let steps = &played.account.steps;
     let first = steps.partition_point(|(ended, _)| *ended <= from);

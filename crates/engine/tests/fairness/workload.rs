@@ -1,5 +1,4 @@
-//! Who asks what and when: tenants, and their requests in order of time, made
-//! from a seed alone.
+//! Workloads: tenants and their requests in order of time, made from a seed alone.
 
 use std::time::Duration;
 
@@ -7,20 +6,20 @@ use std::time::Duration;
 #[derive(Clone, Debug)]
 pub(crate) struct Workload {
     pub(crate) tenants: Vec<Tenant>,
-    /// In order of time.
+    /// Requests in order of time.
     pub(crate) asks: Vec<Ask>,
-    /// How long it goes on.
+    /// Duration of the load.
     pub(crate) lasts: Duration,
 }
 
 #[derive(Clone, Debug)]
 pub(crate) struct Tenant {
     pub(crate) name: String,
-    /// With whom it shares a share, if with anyone.
+    /// Pool that the tenant belongs to, if any.
     pub(crate) pool: Option<&'static str>,
-    /// Its own, or the pool's.
+    /// Weight of the tenant or of its pool.
     pub(crate) weight: f64,
-    /// Whether the others are played against it.
+    /// True for a victim, whose waits are measured.
     pub(crate) is_victim: bool,
 }
 
@@ -34,24 +33,24 @@ pub(crate) struct Ask {
     pub(crate) size: Size,
 }
 
-/// What a request asks for, tokens.
+/// The size of a request, in tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Size {
     pub(crate) prompt: u32,
-    /// What the answer comes to.
+    /// Tokens of the answer.
     pub(crate) answer: u32,
-    /// What it might have come to.
+    /// Value of `max_tokens`.
     pub(crate) max_tokens: u32,
 }
 
 impl Size {
-    /// An answer of as many tokens as are asked for.
+    /// Creates a size whose answer has as many tokens as requested.
     pub(crate) const fn of(prompt: u32, answer: u32) -> Self {
         Self { prompt, answer, max_tokens: answer }
     }
 }
 
-/// What one tenant sends: independent requests at a rate that may change.
+/// The load of one tenant: independent requests at a rate that may change.
 #[derive(Clone, Debug)]
 pub(crate) struct Sender {
     pub(crate) name: String,
@@ -63,13 +62,13 @@ pub(crate) struct Sender {
     pub(crate) rate: Rate,
 }
 
-/// Requests a second over time.
+/// A rate of requests per second over time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Rate {
     Steady(f64),
-    /// At this rate every other span of this length, beginning with silence.
+    /// This rate in every other span of this length; the first span is silent.
     OffOn(f64, Duration),
-    /// From the first to the second, evenly.
+    /// Linear growth from the first rate to the second.
     Rising(f64, f64),
 }
 
@@ -82,11 +81,12 @@ impl Sender {
 }
 
 impl Workload {
-    /// Everyone's requests over `lasts`, drawn with `seed`.
+    /// Creates the requests of all senders over `lasts`, drawn with `seed`.
     pub(crate) fn new(senders: &[Sender], lasts: Duration, seed: u64) -> Self {
         let mut asks = Vec::new();
         for (tenant, sender) in senders.iter().enumerate() {
-            // Each has a generator of its own, so that more of one changes no other.
+            // Each sender has its own generator, so more requests of one sender change no
+            // other.
             let mut random = Random(seed.wrapping_mul(1_000_003).wrapping_add(tenant as u64));
             asks.extend(sender.asks(tenant, lasts, &mut random));
         }
@@ -102,7 +102,7 @@ impl Workload {
 }
 
 impl Sender {
-    /// Poisson arrivals, thinned where the rate is below its highest.
+    /// Poisson arrivals, thinned where the rate is below its maximum.
     fn asks(&self, tenant: usize, lasts: Duration, random: &mut Random) -> Vec<Ask> {
         let mut asks = Vec::new();
         let mut at = 0.0;
@@ -141,9 +141,9 @@ impl Rate {
     }
 }
 
-/// The natural logarithm of a number above 0, by sums and products alone: a
-/// library's may differ from machine to machine in its last bit, and with it
-/// the whole load.
+/// Returns the natural logarithm of a number above 0, with sums and products only. A
+/// library function may differ in its last bit between machines, and the whole load with
+/// it.
 fn ln(x: f64) -> f64 {
     let exponent = i32::try_from(x.to_bits() >> 52).expect("eleven bits") - 1_023;
     let mantissa = f64::from_bits(x.to_bits() & (u64::MAX >> 12) | 1_023 << 52);
@@ -154,8 +154,8 @@ fn ln(x: f64) -> f64 {
     f64::from(exponent) * std::f64::consts::LN_2 + 2.0 * ratio * series
 }
 
-/// SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number
-/// generators", OOPSLA 2014): the same everywhere.
+/// The SplitMix64 generator (Steele, Lea, Flood: "Fast splittable pseudorandom number
+/// generators", OOPSLA 2014): the same on every machine.
 struct Random(u64);
 
 impl Random {
@@ -167,7 +167,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// In [0, 1).
+    /// Returns a number in [0, 1).
     fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }

@@ -1,4 +1,4 @@
-//! Whose time it was, to the nanosecond.
+//! Tests of the account of device time, to the nanosecond.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
@@ -11,7 +11,7 @@ use crate::engine::journal::{Owner, StepShare};
 use crate::engine::submission::{CancelReason, RequestOutcome, SubmitError};
 use crate::testing::{Failure, table};
 
-/// Something that happens during a run.
+/// An event of a simulated run.
 #[derive(Clone, Debug)]
 pub(super) enum Act {
     Submit { length: u32, prompts: u32, choices: u32, max_tokens: u32, budget: Option<u64> },
@@ -32,7 +32,7 @@ pub(super) fn any_act() -> impl Strategy<Value = Act> {
     ]
 }
 
-/// Plays the acts to their end and gives what each request heard.
+/// Applies the acts and runs to the end. Returns the results of each request.
 pub(super) fn play(bench: &mut Bench, acts: &[Act]) -> BTreeMap<u32, Ears> {
     let mut asked = BTreeMap::new();
     for (number, act) in (0u32..).zip(acts) {
@@ -70,7 +70,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn billed_overhead_and_idle_are_the_time_that_passed(
+    fn billed_overhead_and_idle_sum_to_wall_time(
         acts in prop::collection::vec(any_act(), 1..40),
         blocks in 18u32..60,
         ahead in any::<bool>(),
@@ -81,7 +81,7 @@ proptest! {
         let totals = bench.totals();
         let log = bench.log.lock();
 
-        // Steps are in order, whole, and never overlap.
+        // Steps are in order, complete, and never overlap.
         let mut end = 0;
         let (mut billed, mut overhead) = (BTreeMap::new(), DeviceNanos::ZERO);
         let mut owners: BTreeMap<SequenceId, Owner> = BTreeMap::new();
@@ -92,7 +92,7 @@ proptest! {
             let sum: DeviceNanos = step.shares.iter().map(|share| share.attributed).sum();
             prop_assert_eq!(sum, step.busy);
             for share in &step.shares {
-                // A sequence has one owner for life.
+                // A sequence has one owner for its whole life.
                 let owner = owners.entry(share.sequence).or_insert_with(|| share.owner.clone());
                 prop_assert_eq!(&*owner, &share.owner);
                 match &share.owner {
@@ -108,12 +108,12 @@ proptest! {
         prop_assert_eq!(totals.busy() + totals.idle, DeviceNanos(end));
         prop_assert_eq!(totals.steps, log.steps.len() as u64);
         if ahead {
-            // To the nanosecond what the device says of itself.
+            // The sum equals the busy time that the device reports, to the nanosecond.
             let device = bench.device_busy.load(Ordering::Relaxed);
             prop_assert_eq!(totals.busy(), DeviceNanos(device));
         }
 
-        // Each request was told what its shares say, once, at its end.
+        // Each request received the sum of its shares, once, at its end.
         prop_assert_eq!(log.finished.len(), asked.len());
         for (at, figures) in &log.finished {
             let shares = billed.get(&figures.request).copied().unwrap_or_default();
@@ -131,7 +131,7 @@ proptest! {
             if let Some(Act::Submit { budget: Some(budget), .. }) = acts.get(*number as usize) {
                 prop_assert!(figures.usage.reference.nanos() <= *budget);
             }
-            // What it was told on the way only ever grew, up to the end.
+            // The reported amounts only grew during the request.
             let mut last = DeviceNanos::ZERO;
             for token in heard.choices.iter().filter_map(|tokens| tokens.last()) {
                 last = last.max(token.attributed);
@@ -142,7 +142,7 @@ proptest! {
     }
 
     #[test]
-    fn reference_cost_is_the_requests_alone(
+    fn reference_cost_ignores_other_requests(
         lengths in prop::collection::vec((1u32..200, 1u32..40), 1..12),
         blocks in 20u32..80,
     ) {
@@ -163,7 +163,7 @@ proptest! {
 }
 
 #[test]
-fn a_budget_is_spent_to_the_last_token_and_never_exceeded() {
+fn budget_is_used_fully_and_never_exceeded() {
     let cost = |tokens| table().request([(20, 0)], [(20, tokens)]);
     let budgets = [
         (cost(1), 1),
@@ -186,7 +186,7 @@ fn a_budget_is_spent_to_the_last_token_and_never_exceeded() {
 }
 
 #[test]
-fn a_prompts_logprobs_are_billed_as_they_are_estimated() {
+fn prompt_logprobs_are_billed_as_estimated() {
     let (first, second) = (prompt(1, 300), prompt(2, 5));
     let cost = |scored, tokens| {
         table().request(
@@ -207,7 +207,7 @@ fn a_prompts_logprobs_are_billed_as_they_are_estimated() {
     }
     assert!(cost(true, 9) > cost(false, 9));
 
-    // A budget for the plain prompt does not read one whose rows are wanted.
+    // A budget for the plain prompt does not cover a prompt with log-probabilities.
     let (mut submission, _) = ask_all(1, &[&first, &second], 2, 9);
     submission.echo_logprobs = true;
     submission.budget = Some(cost(false, 1));
@@ -216,7 +216,7 @@ fn a_prompts_logprobs_are_billed_as_they_are_estimated() {
 }
 
 #[test]
-fn a_budget_that_does_not_cover_the_prompt_is_refused() {
+fn budget_below_prompt_cost_is_refused() {
     let needed = table().request([(20, 0), (5, 0)], [(20, 1), (20, 1), (5, 1), (5, 1)]);
     for (budget, taken) in [(needed, true), (DeviceNanos(needed.nanos() - 1), false)] {
         let (mut submission, ears) = ask_all(1, &[&prompt(1, 20), &prompt(2, 5)], 2, 30);
@@ -250,7 +250,7 @@ fn choices_share_a_budget() {
 }
 
 #[test]
-fn whoever_is_preempted_pays_for_no_recompute() {
+fn preempted_requests_do_not_pay_for_recomputation() {
     let mut bench = Bench::new(40);
     let asked: Vec<Ears> =
         (0..3).map(|number| bench.submit(ask(number, &prompt(number, 40), 400))).collect();
@@ -266,7 +266,7 @@ fn whoever_is_preempted_pays_for_no_recompute() {
 }
 
 #[test]
-fn stages_tell_where_the_time_went() {
+fn stages_sum_to_the_time_of_request() {
     let mut setup = Setup::new(64);
     setup.options.max_sequences = 1;
     let mut bench = Bench::with(setup);
@@ -283,10 +283,10 @@ fn stages_tell_where_the_time_went() {
     assert_eq!(bench.clock.nanos(), busy.iter().sum::<u64>());
 }
 
-/// Who is in a step waits for all that is moved for it, however many of its
-/// choices are there; a device that is the host moves nothing.
+/// Checks that every request in a step gets all transfer times of the step once, whatever
+/// its number of choices, and that a host device reports none.
 #[test]
-fn transfers_add_up_over_a_requests_steps() {
+fn transfers_sum_over_steps_of_request() {
     let run = |keeps_time| {
         let mut bench = Bench::with(Setup { keeps_time, ..Setup::new(64) });
         let first = bench.submit(ask_all(1, &[&prompt(1, 40)], 3, 5));
@@ -309,7 +309,7 @@ fn transfers_add_up_over_a_requests_steps() {
         let mine = log.steps.iter().filter(|step| step.shares.iter().any(is_its));
         let mine: Vec<u64> = mine.map(|step| step.step).collect();
         assert!(mine.len() > 4, "{mine:?}");
-        // The fake device takes as many ns one way as it has run steps, 1 us back.
+        // The fake device takes as many ns to the device as steps have run, and 1 us back.
         let (to_device, to_host) = (mine.iter().sum(), 1_000 * mine.len() as u64);
         let (to_device, to_host) = (DeviceNanos(to_device), DeviceNanos(to_host));
         assert_eq!(transfers, Some(Transfers { to_device, to_host }));
@@ -317,7 +317,7 @@ fn transfers_add_up_over_a_requests_steps() {
 }
 
 #[test]
-fn a_device_with_a_clock_is_busy_for_as_long_as_it_says() {
+fn device_clock_defines_the_busy_time() {
     let run = |keeps_time, fails_at| {
         let mut bench = Bench::with(Setup { keeps_time, fails_at, ..Setup::new(64) });
         let heard = bench.submit(ask(1, &prompt(1, 40), 20));
@@ -340,7 +340,7 @@ fn a_device_with_a_clock_is_busy_for_as_long_as_it_says() {
     let (host, device) = (run(false, None), run(true, None));
     let halves: Vec<u64> = host.iter().map(|busy| busy / 2).collect();
     assert_eq!(device, halves, "the host's part of a step is idle");
-    // Of a step that failed nobody knows what the device did.
+    // The device time of a failed step is unknown.
     let failed = run(true, Some((3, Failure::Error)));
     assert_eq!(failed, [halves[0], halves[1], host[2]]);
 }

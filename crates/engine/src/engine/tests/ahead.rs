@@ -1,5 +1,5 @@
-//! Steps that begin before the last is finished: what is said and priced is
-//! the same, and who ends meanwhile pays for the one that it was in.
+//! Tests of steps ahead: tokens and prices stay the same, and a request that ends in the
+//! meantime pays for the step that it was in.
 
 use std::sync::atomic::Ordering;
 
@@ -21,7 +21,8 @@ fn went_ahead(bench: &Bench) -> u64 {
     bench.ahead.load(Ordering::Relaxed)
 }
 
-/// Which of several choices has the last of a budget is a matter of time.
+/// Removes budgets that several choices share: the choice that gets the last of the budget
+/// depends on timing.
 fn without_a_shared_budget(mut act: Act) -> Act {
     if let Act::Submit { prompts, choices, budget, .. } = &mut act
         && *prompts * *choices > 1
@@ -35,7 +36,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn what_is_said_is_the_same(
+    fn steps_ahead_give_the_same_tokens(
         acts in prop::collection::vec(any_act(), 1..30),
         blocks in 18u32..60,
     ) {
@@ -51,7 +52,7 @@ proptest! {
             let cancelled = |heard: &Heard| heard.reasons.contains(&Some(FinishReason::Cancelled));
             for choice in 0..choices {
                 let (said, expected) = (heard.tokens(choice), expected.tokens(choice));
-                // When a cancel comes is a matter of time, which differs.
+                // The time at which a cancel takes effect differs.
                 let same = said.len().min(expected.len());
                 prop_assert_eq!(&said[..same], &expected[..same]);
             }
@@ -67,7 +68,7 @@ proptest! {
 }
 
 #[test]
-fn penalties_know_the_token_that_is_not_here_yet() {
+fn penalties_count_the_pending_token() {
     let asked = || {
         let (mut submission, heard) = ask(1, &prompt(1, 20), 60);
         submission.sampling.frequency_penalty = 2.0;
@@ -79,11 +80,11 @@ fn penalties_know_the_token_that_is_not_here_yet() {
     let heard = ahead.alone(asked());
     assert_eq!(heard.tokens(0), Bench::new(64).alone(asked()).tokens(0));
     assert_eq!(heard.tokens(0).len(), 60);
-    // All but the prompt's own step, and none behind the last.
+    // All steps but the first, which reads the prompt; no step follows the last.
     assert_eq!(went_ahead(&ahead), 59);
 }
 
-/// The steps that a request has a share of, and what the shares come to.
+/// Returns the steps in which a request has a share, and the sum of the shares.
 fn billed(bench: &Bench, number: u32) -> (Vec<u64>, DeviceNanos) {
     let (id, _) = ask(number, &[1], 1);
     let log = bench.log.lock();
@@ -97,7 +98,7 @@ fn billed(bench: &Bench, number: u32) -> (Vec<u64>, DeviceNanos) {
     (steps, times.into_iter().sum())
 }
 
-/// Asks for a request that stops at its third token.
+/// Submits a request that stops at its third token.
 fn stops_at_three(bench: &Bench) -> Ears {
     let (mut submission, heard) = ask(1, &prompt(1, 20), 100);
     let mut sink = HeardSink::new(heard.clone());
@@ -108,19 +109,19 @@ fn stops_at_three(bench: &Bench) -> Ears {
 }
 
 #[test]
-fn who_stops_pays_for_the_step_that_it_was_in() {
+fn stopped_request_pays_for_its_step_ahead() {
     let mut bench = bench(64);
     let stops = stops_at_three(&bench);
     let stays = bench.submit(ask(2, &prompt(2, 20), 10));
     bench.run_steps(3);
-    // It has heard its end, and not what it came to.
+    // The choice has ended, but the request is not closed yet.
     assert_eq!(Heard::of(&stops).reasons, [Some(FinishReason::Stop)]);
     assert_eq!(Heard::of(&stops).outcome, None);
     bench.run();
     let (stops, stays) = (Heard::of(&stops), Heard::of(&stays));
     assert_eq!((stops.tokens(0).len(), stays.tokens(0).len()), (3, 10));
     assert_eq!(billed(&bench, 1), (vec![1, 2, 3, 4], stops.usage().attributed));
-    // What it is priced by is what it was given.
+    // The price is that of the delivered tokens.
     let mut plain = Bench::new(64);
     let heard = stops_at_three(&plain);
     plain.run();
@@ -131,7 +132,7 @@ fn who_stops_pays_for_the_step_that_it_was_in() {
 }
 
 #[test]
-fn the_last_to_stop_is_closed_by_the_step_behind_it() {
+fn last_stopped_request_closes_after_step_ahead() {
     let mut bench = bench(64);
     let heard = stops_at_three(&bench);
     assert_eq!(bench.run(), Tick::Idle);
@@ -141,7 +142,7 @@ fn the_last_to_stop_is_closed_by_the_step_behind_it() {
 }
 
 #[test]
-fn who_cancels_pays_for_the_step_that_it_was_in() {
+fn cancelled_request_pays_for_its_step_ahead() {
     let mut bench = bench(64);
     let gone = bench.submit(ask_all(1, &[&prompt(1, 20)], 1, 100));
     let stays = bench.submit(ask(2, &prompt(2, 20), 12));
@@ -157,7 +158,7 @@ fn who_cancels_pays_for_the_step_that_it_was_in() {
 }
 
 #[test]
-fn a_full_batch_runs_ahead_until_someone_may_come() {
+fn full_batch_runs_ahead_until_a_slot_frees() {
     let mut setup = Setup::new(64);
     (setup.ahead, setup.options.max_sequences) = (true, 2);
     let mut bench = Bench::with(setup);
@@ -166,12 +167,13 @@ fn a_full_batch_runs_ahead_until_someone_may_come() {
     let heard: Vec<Ears> = asked
         .map(|(tokens, number)| bench.submit(ask(number, &prompt(number, 5), tokens)))
         .collect();
-    // Both places are taken by the first step, which reads: it is followed by
-    // one that is decided, and then nobody can come before the eighth.
+    // The first step reads prompts into both places. A decided step follows it. No request
+    // can join before the eighth step.
     bench.run_steps(7);
     assert_eq!(went_ahead(&bench), 6);
     assert_eq!(Heard::of(&heard[2]).tokens(0).len(), 0);
-    // The eighth is the first one's last: who waits has its place in the next.
+    // The eighth step is the last of the first request. The waiting request joins the next
+    // one.
     bench.run_steps(2);
     assert_eq!(Heard::of(&heard[0]).reasons, [Some(FinishReason::Length)]);
     assert_eq!(Heard::of(&heard[2]).tokens(0).len(), 1);
@@ -182,9 +184,9 @@ fn a_full_batch_runs_ahead_until_someone_may_come() {
     bench.check_empty();
 }
 
-/// Who comes while the device has a step already is in the one behind it.
+/// Checks that a request that arrives during a step ahead joins the step after it.
 #[test]
-fn who_comes_waits_for_one_step_more() {
+fn arrival_waits_for_the_step_ahead() {
     let mut bench = bench(64);
     let stays = bench.submit(ask(1, &prompt(1, 5), 30));
     bench.run_steps(5);
@@ -199,13 +201,12 @@ fn who_comes_waits_for_one_step_more() {
 }
 
 #[test]
-fn a_step_that_fails_ahead_ends_the_engine_with_what_was_done() {
+fn failed_step_ahead_ends_engine_with_finished_work() {
     let setup = Setup { ahead: true, fails_at: Some((4, Failure::Error)), ..Setup::new(64) };
     let mut bench = Bench::with(setup);
     let heard = bench.submit(ask(1, &[1, 2], 10));
     bench.run_steps(2);
-    // The fourth is begun before the third is finished, of which nothing is
-    // known then.
+    // The fourth step starts before the third is finished, so its failure drops the third.
     assert_eq!(bench.tick().expect_err("it failed").to_string(), "the device failed");
     let heard = Heard::of(&heard);
     assert_eq!(heard.reasons, [Some(FinishReason::Fault)]);
@@ -215,7 +216,7 @@ fn a_step_that_fails_ahead_ends_the_engine_with_what_was_done() {
 }
 
 #[test]
-fn a_row_of_no_numbers_is_a_fault_of_its_requests_alone() {
+fn row_without_numbers_faults_only_its_request() {
     let setup = Setup { ahead: true, fails_at: Some((3, Failure::NoNumbers)), ..Setup::new(64) };
     let mut bench = Bench::with(setup);
     let broken = bench.submit(ask(1, &[1, 2], 10));
@@ -228,7 +229,7 @@ fn a_row_of_no_numbers_is_a_fault_of_its_requests_alone() {
 }
 
 #[test]
-fn stopping_finishes_the_step_that_the_device_has() {
+fn stop_finishes_the_step_ahead() {
     let mut bench = bench(64);
     let heard = bench.submit(ask(1, &[1, 2], 10));
     bench.run_steps(2);

@@ -1,4 +1,5 @@
-//! The engine's core, turned by hand, and ears for all that it says.
+//! Test bench: the engine's core, run tick by tick, with recorders for everything that it
+//! reports.
 
 use std::io;
 use std::sync::atomic::AtomicU64;
@@ -29,20 +30,20 @@ pub(super) struct Bench {
     pub(super) clock: FakeClock,
     pub(super) log: JournalLog,
     pub(super) seen: Arc<Mutex<Vec<SeenStep>>>,
-    /// Steps that began before the last was finished.
+    /// Number of steps that started before the previous one was finished.
     pub(super) ahead: Arc<AtomicU64>,
-    /// Where it does so: how long it worked by its own clock, ns.
+    /// Busy time by the device's own clock, ns, if the device has one.
     pub(super) device_busy: Arc<AtomicU64>,
     inbox: Arc<Inbox>,
     core: Core,
 }
 
-/// How a bench differs from the plain one.
+/// Differences from the default bench.
 pub(super) struct Setup {
     pub(super) blocks: u32,
     pub(super) fails_at: Option<(u64, Failure)>,
     pub(super) keeps_time: bool,
-    /// The device takes a step before the last is finished.
+    /// True if the device supports steps ahead.
     pub(super) ahead: bool,
     pub(super) options: EngineOptions,
     pub(super) journal_fails_at: Option<u64>,
@@ -104,7 +105,7 @@ impl Bench {
         self.core.tick(commands)
     }
 
-    /// Turns until there is nothing left to do; says how that ended.
+    /// Runs ticks until nothing is left to do. Returns the last tick.
     pub(super) fn run(&mut self) -> Tick {
         for _ in 0..100_000 {
             match self.tick().expect("no fault") {
@@ -115,7 +116,7 @@ impl Bench {
         panic!("it never ends");
     }
 
-    /// Turns until the device has run `steps` more steps.
+    /// Runs ticks until the device has run `steps` more steps.
     pub(super) fn run_steps(&mut self, steps: usize) {
         let goal = self.log.lock().steps.len() + steps;
         while self.log.lock().steps.len() < goal {
@@ -127,15 +128,14 @@ impl Bench {
         self.core.totals()
     }
 
-    /// What stands on a tenant's counter, and what of that is predicted.
+    /// Returns the attributed and the predicted time of a tenant.
     pub(super) fn counted(&self, tenant: &TenantId) -> Option<(DeviceNanos, DeviceNanos)> {
         let caller = Caller { tenant: tenant.clone(), key: KeyId::new("key").expect("a name") };
         let seat = Seat::new(SchedulePolicy::Fair, Tier::Interactive, None, &caller, 1.0);
         self.core.shares.account(&seat)
     }
 
-    /// What reading the rest of its prompts should take a tenant, of those that
-    /// are being read.
+    /// Returns the predicted cost of reading the rest of a tenant's started prompts.
     pub(super) fn unread(&self, tenant: &TenantId) -> DeviceNanos {
         let of = |sequence: &&Sequence| {
             !sequence.preempted && self.core.requests[&sequence.request].caller.tenant == *tenant
@@ -144,14 +144,14 @@ impl Bench {
         reading.map(|sequence| table().request([sequence.unread()], [])).sum()
     }
 
-    /// What becomes of a request that has the engine for itself.
+    /// Returns the results of a request that has the engine to itself.
     pub(super) fn alone(&mut self, asked: (Submission, Ears)) -> Heard {
         let heard = self.submit(asked);
         self.run();
         Heard::of(&heard)
     }
 
-    /// Nothing is held when nothing runs.
+    /// Checks that an idle engine holds nothing.
     pub(super) fn check_empty(&mut self) {
         assert_ne!(self.run(), Tick::Worked);
         let status = self.handle.status();
@@ -161,7 +161,7 @@ impl Bench {
     }
 }
 
-/// A request of tenant `tenant-<number mod 3>` and somewhere to hear of it.
+/// Returns a request of tenant `tenant-<number mod 3>` and its recorder.
 pub(super) fn ask(number: u32, prompt: &[u32], max_tokens: u32) -> (Submission, Ears) {
     ask_all(number, &[prompt], 1, max_tokens)
 }
@@ -188,7 +188,7 @@ pub(super) fn ask_all(
         max_tokens,
         sampling: SamplingParams {
             temperature: 1.0,
-            // The end token comes only where a test wants it.
+            // The end token appears only where a test wants it.
             logit_bias: vec![(crate::testing::END, -100.0)],
             ..SamplingParams::greedy(number.into())
         },
@@ -200,14 +200,14 @@ pub(super) fn ask_all(
     (submission, heard)
 }
 
-/// A prompt that is like no other.
+/// Returns a prompt that differs from all others.
 pub(super) fn prompt(number: u32, length: u32) -> Vec<u32> {
     (0..length).map(|i| (number * 31 + i * 7) % 90).collect()
 }
 
 pub(super) type Ears = Arc<Mutex<Heard>>;
 
-/// All that a sink was told.
+/// Everything that a sink received.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Heard {
     pub(super) choices: Vec<Vec<GeneratedToken>>,
@@ -242,7 +242,7 @@ impl Heard {
 
 pub(super) struct HeardSink {
     heard: Ears,
-    /// Stops a choice at this many tokens.
+    /// Number of tokens after which the sink stops a choice.
     pub(super) stop_at: Option<usize>,
 }
 
@@ -285,7 +285,7 @@ impl TokenSink for HeardSink {
     }
 }
 
-/// All that a journal was told.
+/// Everything that a journal received.
 #[derive(Default)]
 pub(super) struct Journalled {
     pub(super) steps: Vec<JournalledStep>,
@@ -311,7 +311,7 @@ impl JournalLog {
 pub(super) struct RecordingJournal {
     log: JournalLog,
     fails_at: Option<u64>,
-    /// When the step began that is under way.
+    /// Start of the step in progress.
     began: MonotonicTime,
 }
 
@@ -329,7 +329,7 @@ impl StepJournal for RecordingJournal {
 
     fn step(&mut self, record: &StepRecord<'_>) -> io::Result<()> {
         let StepRecord { step, started, busy, shares } = *record;
-        // Whose time it is until then was said to be nobody's.
+        // The time until this point was reported as idle.
         assert!(self.began <= started, "step {step} was booked from before it was said to begin");
         if self.fails_at == Some(step) {
             return Err(io::Error::other("the disk is full"));
@@ -349,7 +349,7 @@ impl StepJournal for RecordingJournal {
 }
 
 impl FakeClock {
-    /// Nanoseconds on it.
+    /// Returns the clock's nanoseconds.
     pub(super) fn nanos(&self) -> u64 {
         self.now().0
     }

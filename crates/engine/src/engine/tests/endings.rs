@@ -1,4 +1,4 @@
-//! How requests end before their time, and how the engine does.
+//! Tests of requests and engines that end early.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::engine::tick::Tick;
 use crate::testing::Failure;
 
 #[test]
-fn a_cancel_takes_effect_at_the_next_step() {
+fn cancel_takes_effect_at_next_step() {
     for (reason, expected) in [
         (CancelReason::Client, FinishReason::Cancelled),
         (CancelReason::Deadline, FinishReason::Deadline),
@@ -35,7 +35,7 @@ fn a_cancel_takes_effect_at_the_next_step() {
 }
 
 #[test]
-fn a_request_cancelled_while_it_waits_costs_nothing() {
+fn request_cancelled_while_waiting_costs_nothing() {
     let mut bench = Bench::new(64);
     let (submission, heard) = ask_all(1, &[&[1], &[2]], 2, 10);
     let id = submission.request.clone();
@@ -51,7 +51,7 @@ fn a_request_cancelled_while_it_waits_costs_nothing() {
 }
 
 #[test]
-fn a_sink_stops_its_choice() {
+fn sink_can_stop_its_choice() {
     let (mut submission, heard) = ask_all(1, &[&prompt(1, 20)], 3, 100);
     let mut sink = HeardSink::new(heard.clone());
     sink.stop_at = Some(3);
@@ -67,7 +67,7 @@ fn a_sink_stops_its_choice() {
 }
 
 #[test]
-fn who_waits_past_the_deadline_is_refused() {
+fn request_waiting_past_deadline_is_refused() {
     for ahead in [false, true] {
         let mut setup = Setup { ahead, ..Setup::new(64) };
         setup.options.max_sequences = 1;
@@ -78,7 +78,7 @@ fn who_waits_past_the_deadline_is_refused() {
         submission.queue_deadline = Duration::from_millis(3);
         bench.handle.submit(submission).expect("it is taken");
         assert_eq!(bench.handle.status().queued, 1);
-        // Long before the place is free.
+        // The place is free only much later.
         bench.run_steps(35);
         assert_eq!(Heard::of(&late).refusal().reason, RefusedReason::Deadline, "{ahead}");
         bench.run();
@@ -89,7 +89,7 @@ fn who_waits_past_the_deadline_is_refused() {
 }
 
 #[test]
-fn a_wait_that_is_known_to_be_too_long_is_refused_at_once() {
+fn predicted_wait_beyond_deadline_is_refused_at_once() {
     let bench = Bench::new(64);
     let mut taken = 0;
     let predicted = loop {
@@ -106,7 +106,7 @@ fn a_wait_that_is_known_to_be_too_long_is_refused_at_once() {
 }
 
 #[test]
-fn the_queue_is_bounded() {
+fn queue_capacity_is_bounded() {
     let mut setup = Setup::new(64);
     setup.options.queue_capacity = 3;
     setup.options.queue_tokens = 100;
@@ -127,23 +127,24 @@ fn the_queue_is_bounded() {
 }
 
 #[test]
-fn the_longest_line_gives_way_when_the_queue_is_full() {
+fn full_queue_displaces_from_longest_queue() {
     let mut setup = Setup::new(64);
     setup.options.queue_capacity = 4;
     setup.options.max_sequences = 1;
     let mut bench = Bench::with(setup);
     let running = bench.submit(ask(0, &prompt(1, 20), 5));
     bench.run_steps(1);
-    // Of tenant-0 one runs and three wait, of tenant-1 one.
+    // One request of tenant-0 runs and three wait; one of tenant-1 waits.
     let flood: Vec<_> = [3, 6, 9].map(|number| bench.submit(ask(number, &[1, 2], 3))).into();
     let modest = bench.submit(ask(1, &[1, 2], 3));
-    // Full: its own line is the longest, so its next one is refused.
+    // The queue is full and its own queue is the longest, so the next request is refused.
     let refused = bench.handle.submit(ask(12, &[1, 2], 3).0).expect_err("it is full");
     assert!(matches!(refused, SubmitError::Full { .. }), "{refused}");
-    // Who has less waiting comes in, and the newest of the longest goes.
+    // A tenant with fewer waiting requests is admitted, and the newest of the longest queue
+    // is displaced.
     let second = bench.submit(ask(4, &[1, 2], 3));
     assert_eq!(bench.handle.status().queued, 4);
-    // Now two wait of either.
+    // Now two requests of each tenant wait.
     let refused = bench.handle.submit(ask(7, &[1, 2], 3).0).expect_err("it is full");
     assert!(matches!(refused, SubmitError::Full { .. }), "{refused}");
     let other = bench.submit(ask(2, &[1, 2], 3));
@@ -164,7 +165,7 @@ fn the_longest_line_gives_way_when_the_queue_is_full() {
 }
 
 #[test]
-fn a_flood_does_not_make_others_wait_longer_by_prediction() {
+fn flood_does_not_lengthen_predicted_wait_of_others() {
     let mut setup = Setup::new(64);
     setup.options.queue_capacity = 1_000;
     let mut bench = Bench::with(setup);
@@ -185,7 +186,7 @@ fn a_flood_does_not_make_others_wait_longer_by_prediction() {
 }
 
 #[test]
-fn what_can_never_run_is_refused_at_the_door() {
+fn impossible_requests_are_refused_at_submission() {
     let mut setup = Setup::new(8); // 128 tokens
     setup.options.max_sequences = 4;
     setup.options.max_prompts = 2;
@@ -224,7 +225,7 @@ fn what_can_never_run_is_refused_at_the_door() {
 }
 
 #[test]
-fn draining_finishes_what_is_there() {
+fn drain_finishes_accepted_requests() {
     let mut bench = Bench::new(64);
     let running = bench.submit(ask(1, &[1, 2], 10));
     bench.run_steps(2);
@@ -240,7 +241,7 @@ fn draining_finishes_what_is_there() {
 }
 
 #[test]
-fn stopping_breaks_off_what_runs_and_refuses_what_waits() {
+fn stop_faults_running_and_refuses_waiting_requests() {
     let mut setup = Setup::new(64);
     setup.options.max_sequences = 1;
     let mut bench = Bench::with(setup);
@@ -256,7 +257,7 @@ fn stopping_breaks_off_what_runs_and_refuses_what_waits() {
 }
 
 #[test]
-fn a_fault_in_a_step_is_journalled_and_ends_the_engine() {
+fn step_fault_is_journalled_and_ends_engine() {
     for (failure, expected) in [
         (Failure::Error, "the device failed"),
         (Failure::Panic, "the engine panicked: it panicked"),
@@ -279,7 +280,7 @@ fn a_fault_in_a_step_is_journalled_and_ends_the_engine() {
 }
 
 #[test]
-fn a_row_of_no_numbers_is_a_fault_of_its_requests_alone() {
+fn row_without_numbers_faults_only_its_request() {
     let setup = Setup { fails_at: Some((3, Failure::NoNumbers)), ..Setup::new(64) };
     let mut bench = Bench::with(setup);
     let broken = bench.submit(ask(1, &[1, 2], 10));
@@ -293,7 +294,7 @@ fn a_row_of_no_numbers_is_a_fault_of_its_requests_alone() {
 }
 
 #[test]
-fn what_is_not_journalled_reaches_nobody() {
+fn unjournalled_tokens_reach_no_sink() {
     let mut bench = Bench::with(Setup { journal_fails_at: Some(3), ..Setup::new(64) });
     let heard = bench.submit(ask(1, &[1, 2], 10));
     bench.run_steps(2);

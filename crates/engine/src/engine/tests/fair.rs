@@ -1,4 +1,4 @@
-//! Who is next: what stands on the counters, and what follows from it.
+//! Tests of virtual times in the engine and of the order that follows from them.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
@@ -16,7 +16,7 @@ fn tenants() -> [TenantId; 3] {
     [0, 1, 2].map(|number| TenantId::new(&format!("tenant-{number}")).expect("a name"))
 }
 
-/// Device time by tenant in the steps from `first` on.
+/// Returns device time by tenant in the steps from `first` on.
 fn billed(bench: &Bench, first: usize) -> BTreeMap<TenantId, DeviceNanos> {
     let mut billed = BTreeMap::new();
     for share in bench.log.lock().steps[first..].iter().flat_map(|step| &step.shares) {
@@ -31,7 +31,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn counters_hold_what_was_attributed_and_what_is_predicted(
+    fn virtual_times_hold_attributed_and_predicted_time(
         asks in prop::collection::vec(
             (1u32..200, 1u32..3, 1u32..3, 0u32..200, 0u32..20, any::<bool>()), 1..30,
         ),
@@ -61,7 +61,7 @@ proptest! {
                 bench.tick().expect("no fault");
                 let billed = billed(&bench, first);
                 for (tenant, before) in tenants().iter().zip(before) {
-                    // One that is done and gone has no counter to look at.
+                    // A tenant whose requests are done has no node.
                     let Some((attributed, predicted)) = bench.counted(tenant) else { continue };
                     let (had, _) = before.unwrap_or_default();
                     let more = billed.get(tenant).copied().unwrap_or_default();
@@ -75,7 +75,7 @@ proptest! {
     }
 }
 
-/// What a tenant is told that asks for a little while another floods.
+/// Returns the time to the first token of a small request beside a flood of another tenant.
 fn first_token_beside_a_flood(policy: SchedulePolicy, places: u32) -> Duration {
     let mut setup = Setup::new(64);
     setup.options.policy = policy;
@@ -97,9 +97,9 @@ fn first_token_beside_a_flood(policy: SchedulePolicy, places: u32) -> Duration {
     Duration::from_nanos(stages.queue_ns + stages.prefill_ns)
 }
 
-/// Whichever is scarce, the cache or the places in the batch.
+/// Checks both kinds of scarcity: KV blocks and places in the batch.
 #[test]
-fn a_flood_costs_others_little_more_than_the_guard() {
+fn flood_delays_others_by_about_the_guard() {
     for places in [4, 64] {
         let fair = first_token_beside_a_flood(SchedulePolicy::Fair, places);
         let control = first_token_beside_a_flood(SchedulePolicy::FirstComeFirstServed, places);
@@ -109,7 +109,7 @@ fn a_flood_costs_others_little_more_than_the_guard() {
 }
 
 #[test]
-fn who_is_preempted_for_others_says_the_same_and_pays_the_same() {
+fn preempted_requests_keep_tokens_and_price() {
     const NUMBERS: [u32; 6] = [0, 3, 6, 1, 4, 2];
     for ahead in [false, true] {
         let mut setup = Setup { ahead, ..Setup::new(64) };
@@ -131,7 +131,7 @@ fn who_is_preempted_for_others_says_the_same_and_pays_the_same() {
 }
 
 #[test]
-fn batch_work_runs_on_what_is_left() {
+fn batch_work_runs_on_spare_capacity() {
     let mut setup = Setup::new(64);
     setup.options.max_sequences = 2;
     let mut bench = Bench::with(setup);

@@ -1,4 +1,4 @@
-//! Which tokens come out: never a matter of neighbours, chunks or preemption.
+//! Tests that tokens depend neither on neighbours nor on chunks nor on preemption.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use crate::engine::submission::Submission;
 use crate::sample::choice_seed;
 use crate::testing::END;
 
-/// Requests of many kinds.
+/// Returns requests of many kinds.
 fn mixed(count: u32) -> Vec<(Submission, Ears)> {
     (0..count)
         .map(|number| {
@@ -35,7 +35,7 @@ fn alone(asked: (Submission, Ears)) -> Vec<u32> {
 }
 
 #[test]
-fn neighbours_and_chunks_change_nothing() {
+fn neighbours_and_chunks_change_no_token() {
     for step_time_budget in [Duration::ZERO, Duration::from_millis(1), Duration::from_millis(80)] {
         let mut setup = Setup::new(1_024);
         setup.options.step_time_budget = step_time_budget;
@@ -63,14 +63,14 @@ fn requests_join_and_leave_between_steps() {
     bench.run();
     assert_eq!(Heard::of(&long).tokens(0), alone(ask(1, &prompt(1, 5), 40)));
     assert_eq!(Heard::of(&short).tokens(0), alone(ask(2, &prompt(2, 5), 2)));
-    // 5 tokens, then one a step; the newcomer's prompt shares a step with it.
+    // 5 tokens, then one per step. The prompt of the new request shares a step with it.
     let seen = bench.seen.lock().expect("unpoisoned").clone();
     assert_eq!(seen[..4], [vec![(5, 0)], vec![(1, 5)], vec![(1, 6)], vec![(1, 7), (5, 0)]]);
 }
 
 #[test]
 fn preemption_changes_no_token() {
-    // Each comes to 28 blocks, reserved 16 at a time.
+    // Each request grows to 28 blocks, reserved 16 at a time.
     for blocks in [34, 40, 50, 65] {
         let mut bench = Bench::new(blocks);
         let requests = || (0..6).map(|number| ask(number, &prompt(number, 40), 400));
@@ -85,7 +85,7 @@ fn preemption_changes_no_token() {
 }
 
 #[test]
-fn choices_are_as_if_asked_for_one_by_one() {
+fn choices_equal_separate_requests() {
     for (length, blocks) in [(16, 256), (21, 256), (40, 24)] {
         let mut bench = Bench::new(blocks);
         let heard = bench.alone(ask_all(7, &[&prompt(7, length)], 4, 300));
@@ -97,7 +97,7 @@ fn choices_are_as_if_asked_for_one_by_one() {
         }
         let usage = heard.usage();
         assert_eq!((usage.prompt_tokens, usage.completion_tokens), (u64::from(length), 1_200));
-        // The prompt was read once, whatever had to be computed again.
+        // The prompt was read once; other reads are recomputation.
         let first = bench.seen.lock().expect("unpoisoned")[0].clone();
         assert_eq!(first, [(length, 0)]);
         bench.check_empty();
@@ -105,7 +105,7 @@ fn choices_are_as_if_asked_for_one_by_one() {
 }
 
 #[test]
-fn several_prompts_are_several_choices() {
+fn several_prompts_give_several_choices() {
     let prompts = [prompt(1, 30), prompt(2, 17), prompt(3, 1)];
     let prompts: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();
     let heard = Bench::new(256).alone(ask_all(5, &prompts, 2, 9));
@@ -119,7 +119,7 @@ fn several_prompts_are_several_choices() {
 }
 
 #[test]
-fn an_end_token_ends_its_choice_and_counts() {
+fn end_token_ends_its_choice_and_counts() {
     let (mut submission, ears) = ask_all(1, &[&prompt(1, 20)], 3, 500);
     submission.sampling.logit_bias = vec![(END, 3.0)];
     let mut bench = Bench::new(256);
@@ -134,7 +134,7 @@ fn an_end_token_ends_its_choice_and_counts() {
 }
 
 #[test]
-fn a_prompts_own_logprobs_come_before_its_tokens() {
+fn prompt_logprobs_come_before_its_tokens() {
     let prompt = prompt(3, 200);
     for (max_tokens, blocks) in [(0, 256), (4, 256)] {
         let (mut submission, ears) = ask_all(3, &[&prompt, &prompt[..1]], 2, max_tokens);
@@ -158,7 +158,7 @@ fn a_prompts_own_logprobs_come_before_its_tokens() {
 }
 
 #[test]
-fn logprobs_of_a_prompt_survive_preemption() {
+fn prompt_logprobs_survive_preemption() {
     let echo = |number| {
         let (mut submission, ears) = ask(number, &prompt(number, 150), 400);
         submission.echo_logprobs = true;

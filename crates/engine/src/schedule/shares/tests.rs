@@ -1,4 +1,4 @@
-//! Counters and queues, by hand and at random.
+//! Tests of virtual times and queues, by hand and at random.
 
 use proptest::prelude::*;
 
@@ -38,12 +38,12 @@ fn counted(time: DeviceNanos) -> VirtualTime {
 }
 
 #[test]
-fn idling_saves_no_credit() {
+fn idle_time_earns_no_credit() {
     let mut shares = Shares::default();
     let (busy, slow) = (shares.enter(&of(0)), shares.enter(&of(1)));
     shares.book(busy, millis(900));
     shares.book(slow, millis(300));
-    // A newcomer begins where the smallest is, and so does who was away.
+    // A new tenant starts at the smallest virtual time, and so does one that was away.
     let fresh = shares.enter(&of(2));
     assert_eq!(shares.holder_counter(fresh), counted(millis(300)));
     shares.leave(fresh);
@@ -53,7 +53,7 @@ fn idling_saves_no_credit() {
 }
 
 #[test]
-fn what_is_only_predicted_of_others_lifts_nobody() {
+fn predicted_time_of_others_lifts_no_child() {
     let mut shares = Shares::default();
     let reader = shares.enter(&of(0));
     shares.charge(reader, millis(100), DeviceNanos::ZERO, millis(840));
@@ -63,7 +63,7 @@ fn what_is_only_predicted_of_others_lifts_nobody() {
 }
 
 #[test]
-fn where_nobody_is_the_one_that_went_last_says_where_to_begin() {
+fn empty_node_starts_children_at_last_departure() {
     let mut shares = Shares::default();
     let (one, other) = (shares.enter(&of(0)), shares.enter(&of(1)));
     shares.book(one, millis(900));
@@ -72,25 +72,25 @@ fn where_nobody_is_the_one_that_went_last_says_where_to_begin() {
     shares.leave(other);
     let fresh = shares.enter(&of(2));
     assert_eq!(shares.holder_counter(fresh), counted(millis(300)));
-    // Who had more still has: leaving forgives nothing.
+    // A tenant with more keeps it: leaving erases nothing.
     let back = shares.enter(&of(0));
     assert_eq!(shares.holder_counter(back), counted(millis(900)));
 }
 
 #[test]
-fn a_counter_is_time_over_weight() {
+fn virtual_time_is_time_over_weight() {
     for (weight, time, expected) in [(1.0, 700, 700), (2.0, 700, 350), (0.5, 700, 1_400)] {
         let mut shares = Shares::default();
         let key = shares.enter(&seat(Tier::Interactive, None, 0, 0, weight));
         shares.book(key, millis(time));
         assert_eq!(shares.holder_counter(key), counted(millis(expected)), "{weight}");
-        // Keys and tenants within a share_owner have no weights.
+        // Keys and tenants within a share owner have no weights.
         assert_eq!(shares.priority(key).key.0, counted(millis(time)), "{weight}");
     }
 }
 
 #[test]
-fn another_weight_counts_from_then_on() {
+fn changed_weight_counts_from_then_on() {
     let mut shares = Shares::default();
     let weighing = |weight| seat(Tier::Interactive, None, 0, 0, weight);
     let key = shares.enter(&weighing(1.0));
@@ -102,7 +102,7 @@ fn another_weight_counts_from_then_on() {
 }
 
 #[test]
-fn weights_out_of_reach_count_as_the_nearest_within() {
+fn extreme_weights_are_clamped() {
     for weight in [f64::MIN_POSITIVE, 1e300] {
         let mut shares = Shares::default();
         let key = shares.enter(&seat(Tier::Interactive, None, 0, 0, weight));
@@ -112,7 +112,7 @@ fn weights_out_of_reach_count_as_the_nearest_within() {
 }
 
 #[test]
-fn who_comes_and_goes_leaves_nothing_behind() {
+fn finished_requests_leave_no_nodes() {
     let mut shares = Shares::default();
     for number in 0..40_000u32 {
         let caller = Caller {
@@ -121,7 +121,7 @@ fn who_comes_and_goes_leaves_nothing_behind() {
         };
         let seat = Seat::new(SchedulePolicy::Fair, Tier::Interactive, None, &caller, 1.0);
         let key = shares.enter(&seat);
-        // Each has more than the next, so none of them may be forgotten for free.
+        // Each has more than the next, so none can be forgotten without an advantage.
         shares.book(key, millis(100_000 - u64::from(number)));
         if number % 2 == 0 {
             shares.enter(&of(0));
@@ -131,7 +131,7 @@ fn who_comes_and_goes_leaves_nothing_behind() {
     assert!(shares.kept() <= 2 * MOST_REMEMBERED + 3, "{}", shares.kept());
 }
 
-/// Something that happens to the tree.
+/// An event in the tree.
 #[derive(Clone, Debug)]
 enum Act {
     Enter { seat: usize },
@@ -165,7 +165,7 @@ fn seats() -> Vec<Seat> {
     seats
 }
 
-/// A request that is here.
+/// A request in the tree.
 struct Here {
     key: NodeId,
     queues: Vec<Rank>,
@@ -235,7 +235,8 @@ fn play(acts: &[Act]) -> Shares {
     shares
 }
 
-/// Each node's sums are its children's, each set holds whom it says.
+/// Checks that the sums of each node equal its children's, and that each set holds the
+/// right nodes.
 fn check_invariants(shares: &Shares) {
     for (index, node) in shares.nodes.iter().enumerate() {
         let id = NodeId(index as u32);
@@ -266,13 +267,13 @@ fn check_invariants(shares: &Shares) {
 
 proptest! {
     #[test]
-    fn the_tree_stays_sound(acts in prop::collection::vec(any_act(), 0..120)) {
+    fn tree_invariants_hold_for_random_acts(acts in prop::collection::vec(any_act(), 0..120)) {
         play(&acts);
     }
 
-    /// The walk that changes nothing goes where changing the tree would lead.
+    /// Checks that the read-only walk gives the same order as taking entries from the tree.
     #[test]
-    fn heads_come_as_if_each_were_taken(acts in prop::collection::vec(any_act(), 0..120)) {
+    fn queue_heads_match_taking_from_the_tree(acts in prop::collection::vec(any_act(), 0..120)) {
         let shares = play(&acts);
         let mut queue_heads = QueueHeads::new(&shares, MonotonicTime(0));
         let mut taken = shares.clone();
@@ -292,10 +293,10 @@ proptest! {
         }
     }
 
-    /// Whoever comes begins no lower than anyone who is there, and no lower
+    /// Checks that a new or returning node starts no lower than its siblings and no lower
     /// than it left.
     #[test]
-    fn nobody_gains_by_being_away(acts in prop::collection::vec(any_act(), 0..120), who in 0usize..12) {
+    fn absence_never_lowers_virtual_time(acts in prop::collection::vec(any_act(), 0..120), who in 0usize..12) {
         let mut shares = play(&acts);
         let seat = &seats()[who];
         let root = shares.node(seat.tier.root());
