@@ -5,7 +5,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use tollgate_engine::backend::{StepLimits, StepOutput, StepPlan};
+use tollgate_engine::backend::{BlockCopy, StepLimits, StepOutput, StepPlan};
 use tollgate_engine::{Backend, BackendError, DeviceInfo, ModelShape};
 
 use crate::gpu_lock::GpuLock;
@@ -84,8 +84,8 @@ impl Backend for LockedBackend {
         self.backend.limits()
     }
 
-    fn copy_block(&mut self, from: u32, to: u32) {
-        self.backend.copy_block(from, to);
+    fn copy_block(&mut self, copy: BlockCopy) {
+        self.backend.copy_block(copy);
     }
 
     fn begin(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError> {

@@ -38,11 +38,11 @@ pub trait Backend: Send {
     /// Returns the most that one step may ask for. The limits never change.
     fn limits(&self) -> StepLimits;
 
-    /// Copies the keys and values of every layer of block `from` into block `to`.
+    /// Copies the keys and values of every layer of one block into another.
     ///
     /// # Panics
     /// If either id is not below [`Backend::kv_blocks`].
-    fn copy_block(&mut self, from: u32, to: u32);
+    fn copy_block(&mut self, copy: BlockCopy);
 
     /// Begins one step: feeds every span's tokens to the model and writes their keys
     /// and values. The backend fills `output` with the results of the plan before the
@@ -104,6 +104,15 @@ pub trait Backend: Send {
     /// Tells the backend that no step follows until there is new work. Other processes
     /// may use the device in the meantime.
     fn release(&mut self) {}
+}
+
+/// A copy of one block's content to another block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockCopy {
+    /// Block to read.
+    pub from: u32,
+    /// Block to write.
+    pub to: u32,
 }
 
 /// The plan of one step: the new tokens of each sequence in the step.

@@ -4,7 +4,7 @@
 //! block is full and is never written again. The last, partly filled block is copied when a
 //! sequence forks. A table must be released to its pool; dropping it would lose its blocks.
 
-use crate::backend::BLOCK_TOKENS;
+use crate::backend::{BLOCK_TOKENS, BlockCopy};
 
 /// The block ids and reference counts of a pool. The pool owns no memory.
 #[derive(Debug)]
@@ -131,15 +131,6 @@ pub struct Fork {
     pub table: BlockTable,
     /// Copy that the device must do before the next step.
     pub copy: Option<BlockCopy>,
-}
-
-/// A copy of one block's content to another block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BlockCopy {
-    /// Block to read.
-    pub from: u32,
-    /// Block to write.
-    pub to: u32,
 }
 
 /// Returns the number of blocks that hold `tokens` tokens.

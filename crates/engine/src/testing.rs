@@ -15,8 +15,8 @@ use tollgate_domain::{
 };
 
 use crate::backend::{
-    BLOCK_TOKENS, Backend, BackendError, DeviceInfo, LogitRows, ModelShape, Results, SampleRequest,
-    SampleTarget, Span, StepLimits, StepOutput, StepPlan, Transfers,
+    BLOCK_TOKENS, Backend, BackendError, BlockCopy, DeviceInfo, LogitRows, ModelShape, Results,
+    SampleRequest, SampleTarget, Span, StepLimits, StepOutput, StepPlan, Transfers,
 };
 use crate::clock::Clock;
 use crate::sample::{SamplingPoint, TokenCounts};
@@ -143,7 +143,7 @@ impl Backend for FakeBackend {
         self.limits
     }
 
-    fn copy_block(&mut self, from: u32, to: u32) {
+    fn copy_block(&mut self, BlockCopy { from, to }: BlockCopy) {
         self.marks[to as usize] = self.marks[from as usize];
     }
 
@@ -252,8 +252,8 @@ impl Backend for AheadBackend {
         self.inner.limits()
     }
 
-    fn copy_block(&mut self, from: u32, to: u32) {
-        self.inner.copy_block(from, to);
+    fn copy_block(&mut self, copy: BlockCopy) {
+        self.inner.copy_block(copy);
     }
 
     fn begin(&mut self, plan: &StepPlan<'_>, _: &mut StepOutput) -> Result<(), BackendError> {

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use tollgate_engine::Instructions;
 use tollgate_engine::backend::cpu::{CpuBackend, CpuOptions};
-use tollgate_engine::backend::{Backend, LogitRows, Span, StepOutput, StepPlan};
+use tollgate_engine::backend::{Backend, BlockCopy, LogitRows, Span, StepOutput, StepPlan};
 use tollgate_engine::model::ModelFiles;
 
 struct Golden {
@@ -114,7 +114,7 @@ fn fork_does_not_change_its_origin() {
         let (head, tail) = golden.tokens.split_at(21);
         let mut output = StepOutput::default();
         step(backend, &[span(head, 0, &[9, 4, 2], LogitRows::Last)], &mut output);
-        backend.copy_block(4, 7);
+        backend.copy_block(BlockCopy { from: 4, to: 7 });
         let strangers = vec![1; tail.len()];
         step(backend, &[span(&strangers, 21, &[9, 7, 5], LogitRows::None)], &mut output);
         step(backend, &[span(tail, 21, &[9, 4, 2], LogitRows::All)], &mut output);

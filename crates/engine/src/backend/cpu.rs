@@ -15,7 +15,8 @@ mod scratch;
 use tollgate_domain::DeviceClass;
 
 use super::{
-    BLOCK_TOKENS, Backend, BackendError, DeviceInfo, ModelShape, StepLimits, StepOutput, StepPlan,
+    BLOCK_TOKENS, Backend, BackendError, BlockCopy, DeviceInfo, ModelShape, StepLimits, StepOutput,
+    StepPlan,
 };
 use crate::kernels::{Instructions, Kernels, KvFormat};
 use crate::model::{ModelConfig, ModelFiles};
@@ -156,8 +157,8 @@ impl Backend for CpuBackend {
         pool::give_way();
     }
 
-    fn copy_block(&mut self, from: u32, to: u32) {
-        self.cache.copy_block(from, to);
+    fn copy_block(&mut self, copy: BlockCopy) {
+        self.cache.copy_block(copy);
     }
 
     fn begin(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError> {

@@ -30,8 +30,8 @@ use std::sync::Arc;
 use tollgate_domain::DeviceNanos;
 
 use super::{
-    Backend, BackendError, DeviceInfo, ModelShape, Results, StepLimits, StepOutput, StepPlan,
-    Transfers,
+    Backend, BackendError, BlockCopy, DeviceInfo, ModelShape, Results, StepLimits, StepOutput,
+    StepPlan, Transfers,
 };
 use crate::model::{ModelConfig, ModelFiles};
 
@@ -360,7 +360,7 @@ impl Backend for CudaBackend {
         self.limits
     }
 
-    fn copy_block(&mut self, from: u32, to: u32) {
+    fn copy_block(&mut self, BlockCopy { from, to }: BlockCopy) {
         assert!(from < self.cache.blocks && to < self.cache.blocks, "blocks of the pool");
         let args = CopyBlockArgs {
             keys: self.cache.keys.address().raw(),

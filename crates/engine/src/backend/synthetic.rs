@@ -20,8 +20,8 @@ use tollgate_domain::cost::CostTableParts;
 use tollgate_domain::{AttentionShape, CostTable, CostTableError, Curve, DeviceClass};
 
 use super::{
-    BLOCK_TOKENS, Backend, BackendError, DeviceInfo, LogitRows, ModelShape, StepLimits, StepOutput,
-    StepPlan,
+    BLOCK_TOKENS, Backend, BackendError, BlockCopy, DeviceInfo, LogitRows, ModelShape, StepLimits,
+    StepOutput, StepPlan,
 };
 use crate::clock::VirtualClock;
 use crate::model::SamplingDefaults;
@@ -106,6 +106,17 @@ pub enum SyntheticError {
     /// The cost model does not give a valid price table.
     #[error("synthetic engine")]
     Table(#[from] CostTableError),
+}
+
+/// The figures of a step that its duration depends on.
+#[derive(Clone, Copy, Default)]
+struct StepSize {
+    /// Tokens that the step feeds to the model.
+    tokens: u64,
+    /// Rows of logits, each of which is sampled.
+    rows: u64,
+    /// Tokens of context, over all sequences.
+    context: u64,
 }
 
 impl SyntheticBackend {
@@ -197,7 +208,7 @@ impl Backend for SyntheticBackend {
         self.limits
     }
 
-    fn copy_block(&mut self, from: u32, to: u32) {
+    fn copy_block(&mut self, BlockCopy { from, to }: BlockCopy) {
         let places = |block: u32| (block * BLOCK_TOKENS) as usize;
         let from = places(from)..places(from + 1);
         self.memory.copy_within(from, places(to));
@@ -206,15 +217,15 @@ impl Backend for SyntheticBackend {
     fn begin(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError> {
         let begun = Instant::now();
         plan.check(&self.shape, self.limits, self.kv_blocks)?;
-        let (mut tokens, mut rows, mut context) = (0, 0, 0);
+        let mut size = StepSize::default();
         for span in plan.spans {
             self.read(span.tokens, span.start, span.blocks);
-            tokens += span.tokens.len() as u64;
-            rows += span.rows();
-            context += span.end();
+            size.tokens += span.tokens.len() as u64;
+            size.rows += span.rows() as u64;
+            size.context += span.end();
         }
         let vocabulary = self.text.pieces.len();
-        let logits = output.reset(rows, vocabulary);
+        let logits = output.reset(size.rows as usize, vocabulary);
         logits.fill(f32::NEG_INFINITY);
         let mut row = logits.chunks_exact_mut(vocabulary);
         for span in plan.spans {
@@ -230,7 +241,7 @@ impl Backend for SyntheticBackend {
             }
         }
         output.sample(plan);
-        let length = self.cost.of(tokens, rows as u64, context);
+        let length = self.cost.of(size);
         match &self.pace {
             // The time of the host's own work above is part of the step's duration.
             Pace::Real => wait_until(begun + length),
@@ -282,15 +293,14 @@ impl StepCost {
         Ok(CostTable::try_from(parts)?)
     }
 
-    /// Returns the duration of a step that feeds `tokens`, samples `rows` and reads
-    /// `context` tokens.
-    fn of(&self, tokens: u64, rows: u64, context: u64) -> Duration {
+    /// Returns the duration of a step of this size.
+    fn of(&self, size: StepSize) -> Duration {
         let Self { step, sequence, kv_token, prefill_token, speed: _ } = *self;
         let prefill = self.nanos(prefill_token);
         let nanos = self.nanos(step)
-            + prefill * tokens as f64
-            + (self.nanos(sequence) - prefill) * rows as f64
-            + self.nanos(kv_token) * context as f64;
+            + prefill * size.tokens as f64
+            + (self.nanos(sequence) - prefill) * size.rows as f64
+            + self.nanos(kv_token) * size.context as f64;
         Duration::from_nanos(nanos.ceil() as u64)
     }
 
@@ -507,7 +517,7 @@ mod tests {
         let prompt: Vec<u32> = b"[2 tokens]".iter().map(|&byte| u32::from(byte)).collect();
         let span = Span { tokens: &prompt, start: 0, blocks: &[3], logits: LogitRows::None };
         backend.step(&StepPlan::logits(&[span]), &mut output).expect("it fits");
-        backend.copy_block(3, 7);
+        backend.copy_block(BlockCopy { from: 3, to: 7 });
         let span = Span { tokens: &[256], start: 10, blocks: &[7], logits: LogitRows::Last };
         backend.step(&StepPlan::logits(&[span]), &mut output).expect("it fits");
         assert_eq!(output.row(0)[257], 0.0);
@@ -585,6 +595,6 @@ mod tests {
         let span = Span { tokens: &[1; 10], start: 0, blocks: &[0], logits: LogitRows::Last };
         let begun = Instant::now();
         backend.step(&StepPlan::logits(&[span]), &mut StepOutput::default()).expect("it fits");
-        assert!(begun.elapsed() >= cost.of(10, 1, 10));
+        assert!(begun.elapsed() >= cost.of(StepSize { tokens: 10, rows: 1, context: 10 }));
     }
 }

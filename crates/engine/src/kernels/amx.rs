@@ -49,7 +49,7 @@ pub(super) unsafe fn linear(job: &LinearJob<'_>, pairs: Range<usize>, tokens: Ra
             let panels = [first, first.add(panel)];
             for begin in tokens.clone().step_by(PRODUCT_ROWS) {
                 let rows = begin..tokens.end.min(begin + PRODUCT_ROWS);
-                multiply_and_finish(job, input, rows, pair, panels, steps);
+                multiply_and_finish(job, input, rows, PanelPair { index: pair, panels, steps });
             }
         }
         release();
@@ -67,10 +67,9 @@ unsafe fn multiply_and_finish(
     job: &LinearJob<'_>,
     input: RowView<u16>,
     tokens: Range<usize>,
-    pair: usize,
-    panels: [*const u32; 2],
-    steps: usize,
+    pair: PanelPair,
 ) {
+    let PanelPair { index, panels, steps } = pair;
     let mut products = Products([MaybeUninit::uninit(); PRODUCT_ROWS * 2 * LANES]);
     // Parts of narrow panels stay in the first-level cache while the tokens pass by.
     // With wide panels, carrying sums from part to part would cost more than it saves.
@@ -101,9 +100,19 @@ unsafe fn multiply_and_finish(
         for token in tokens.clone() {
             let sums = out.cast_const().add((token - tokens.start) * 2 * LANES);
             let sums = [Avx512::load(sums), Avx512::load(sums.add(LANES))];
-            linear::epilogue(job, token, pair, sums);
+            linear::epilogue(job, token, index, sums);
         }
     }
+}
+
+/// A pair of panels of the weights.
+#[derive(Clone, Copy)]
+struct PanelPair {
+    /// Index of the pair in the matrix.
+    index: usize,
+    panels: [*const u32; 2],
+    /// Number of times 32 columns.
+    steps: usize,
 }
 
 /// Products of tokens with 32 rows of weights.

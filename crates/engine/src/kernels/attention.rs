@@ -202,13 +202,14 @@ unsafe fn span<V: Vector, E: KvElement>(
             let seen = from.clamp(keys.start, keys.end)..(position + 1).clamp(keys.start, keys.end);
             soften::<V>(row, seen.start - keys.start..seen.end - keys.start, columns, scratch);
         }
+        let values = ValueSpan { blocks, keys: keys.len(), kv_head: task.kv_head };
         // One chunk of the head at a time, so that the sums stay in registers.
         let mut row = 0;
         while row < rows {
             let some = rows_at_once(V::ROWS, rows - row);
             macro_rules! block {
                 ($rows:literal) => {
-                    blend::<V, E, $rows>(job, blocks, keys.len(), row, task.kv_head, scratch)
+                    blend::<V, E, $rows>(job, values, row, scratch)
                 };
             }
             match some {
@@ -321,19 +322,28 @@ unsafe fn soften<V: Vector>(
     }
 }
 
-/// Adds the values of `keys` keys, weighted by the exponents of `M` rows.
+/// The values of a span of keys, for one KV head.
+#[derive(Clone, Copy)]
+struct ValueSpan<'a> {
+    /// Blocks of the span.
+    blocks: &'a [u32],
+    /// Number of keys in the blocks.
+    keys: usize,
+    kv_head: usize,
+}
+
+/// Adds the values of a span of keys, weighted by the exponents of `M` rows.
 ///
 /// # Safety
 /// The conditions of [`attend`]; scratch must have rows `row..row + M`.
 #[inline(always)]
 unsafe fn blend<V: Vector, E: KvElement, const M: usize>(
     job: &AttentionJob,
-    blocks: &[u32],
-    keys: usize,
+    values: ValueSpan<'_>,
     row: usize,
-    kv_head: usize,
     scratch: &mut AttentionScratch,
 ) {
+    let ValueSpan { blocks, keys, kv_head } = values;
     let columns = job.kv.head_columns;
     let weights = &scratch.scores[row * SPAN..(row + M) * SPAN];
     let sums = &mut scratch.sums[row * columns..(row + M) * columns];

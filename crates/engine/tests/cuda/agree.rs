@@ -1,6 +1,6 @@
 //! Runs the same plans on two backends and measures the difference of their logits.
 
-use tollgate_engine::backend::{Backend, LogitRows, Span, StepOutput, StepPlan};
+use tollgate_engine::backend::{Backend, BlockCopy, LogitRows, Span, StepOutput, StepPlan};
 use tollgate_engine::model::{Family, ModelFiles};
 use tollgate_engine::random_model::{ModelSpec, RandomModel};
 use tollgate_engine::weights::Element;
@@ -50,9 +50,9 @@ impl<'a> Pair<'a> {
         top(self.expected.row(row)).0
     }
 
-    pub fn copy_block(&mut self, from: u32, to: u32) {
-        self.reference.copy_block(from, to);
-        self.tested.copy_block(from, to);
+    pub fn copy_block(&mut self, copy: BlockCopy) {
+        self.reference.copy_block(copy);
+        self.tested.copy_block(copy);
     }
 
     fn compare(&mut self, row: usize, what: &str) {
@@ -225,7 +225,7 @@ fn fork(pair: &mut Pair<'_>, vocabulary: u32) {
     let mut other = head.to_vec();
     other.extend(text(39, 4, vocabulary));
     pair.step(&[span(head, 0, &[9, 4], LogitRows::Last)], "before the fork");
-    pair.copy_block(4, 7);
+    pair.copy_block(BlockCopy { from: 4, to: 7 });
     let spans = [
         span(tail, 21, &[9, 4, 2, 12], LogitRows::Last),
         span(&other[21..], 21, &[9, 7, 5, 13], LogitRows::All),

@@ -40,7 +40,7 @@ use tollgate_engine::backend::cuda::{
     CodeFolders, CudaBackend, CudaError, CudaOptions, DeviceSelector, KernelChoice, Launches,
     NoDevice,
 };
-use tollgate_engine::backend::{Backend, BackendError, LogitRows, StepOutput, StepPlan};
+use tollgate_engine::backend::{Backend, BackendError, BlockCopy, LogitRows, StepOutput, StepPlan};
 use tollgate_engine::model::ModelFiles;
 use tollgate_engine::random_model::ModelSpec;
 
@@ -245,7 +245,7 @@ fn failed_launch_is_a_device_error() {
         );
     }
     card.fail_after(0);
-    cuda.copy_block(1, 2);
+    cuda.copy_block(BlockCopy { from: 1, to: 2 });
     card.fail_after(-1);
     let fault = cuda.step(&StepPlan::logits(&spans), &mut output).unwrap_err();
     assert!(matches!(fault, BackendError::Device(_)), "a copy's fault is told at the next step");

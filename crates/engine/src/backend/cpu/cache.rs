@@ -8,6 +8,7 @@
 use std::io;
 
 use super::CpuError;
+use crate::backend::BlockCopy;
 use crate::kernels::{Buffer, KvFormat, KvView, LANES, padded_columns};
 use crate::model::ModelConfig;
 
@@ -85,7 +86,7 @@ impl KvCache {
         KvView { format, keys, values, heads: self.heads, head_columns: self.head_columns }
     }
 
-    pub(super) fn copy_block(&mut self, from: u32, to: u32) {
+    pub(super) fn copy_block(&mut self, BlockCopy { from, to }: BlockCopy) {
         assert!(from < self.blocks && to < self.blocks, "blocks of the pool");
         let elements = self.block_elements();
         for layer in 0..self.layers {

@@ -37,10 +37,11 @@ impl CudaBackend {
         plan.check(&self.shape, self.limits, self.cache.blocks)?;
         self.layout.lay_out(plan)?;
         // Every key of a span's context is read by at least one of its tokens.
-        let read: u64 = plan.spans.iter().map(|span| span.end()).sum();
+        let keys: u64 = plan.spans.iter().map(|span| span.end()).sum();
         let pairs: u64 =
             plan.spans.iter().flat_map(|span| (u64::from(span.start) + 1)..=span.end()).sum();
-        self.time_laid_out(read, pairs).map_err(|fault| BackendError::Device(fault.to_string()))
+        self.time_laid_out(AttentionLoad { keys, pairs })
+            .map_err(|fault| BackendError::Device(fault.to_string()))
     }
 
     /// Measures the cost of timing a step: the device's time for the four events in its
@@ -68,7 +69,7 @@ impl CudaBackend {
         Ok(DeviceNanos(watch.began.nanos_until(&watch.ended)? / MARKS))
     }
 
-    fn time_laid_out(&mut self, read: u64, pairs: u64) -> Result<Vec<Operation>, DriverFault> {
+    fn time_laid_out(&mut self, load: AttentionLoad) -> Result<Vec<Operation>, DriverFault> {
         self.context.bind()?;
         let offsets = self.layout.pack(self.slots[0].plan.as_mut_slice());
         let (forward, [slot, before], _) = self.forward(offsets);
@@ -78,7 +79,7 @@ impl CudaBackend {
             Stopwatch { forward, began: &slot.began, ended: &slot.ended, timed: Vec::new() };
         let embedded = 6 * u64::from(stopwatch.forward.tokens()) * u64::from(config.hidden);
         stopwatch.once("embedding", [embedded, 0], |forward| forward.embed())?;
-        stopwatch.layers(read, pairs)?;
+        stopwatch.layers(load)?;
         let rows = stopwatch.forward.layout.logit_rows.len() as u64;
         if rows > 0 {
             let head = head_gemm(config, buffers, model, rows as u32);
@@ -92,6 +93,15 @@ impl CudaBackend {
     }
 }
 
+/// The work of attention in one layer of a step.
+#[derive(Clone, Copy)]
+struct AttentionLoad {
+    /// Cached tokens that are read.
+    keys: u64,
+    /// Pairs of a new token and a token that it sees.
+    pairs: u64,
+}
+
 struct Stopwatch<'a> {
     forward: CudaForward<'a>,
     began: &'a CudaEvent,
@@ -101,7 +111,7 @@ struct Stopwatch<'a> {
 
 impl<'a> Stopwatch<'a> {
     /// Measures the operations that every layer has.
-    fn layers(&mut self, read: u64, pairs: u64) -> Result<(), DriverFault> {
+    fn layers(&mut self, load: AttentionLoad) -> Result<(), DriverFault> {
         let CudaForward { config, buffers, model, .. } = self.forward;
         let tokens = self.forward.tokens();
         let ModelConfig { hidden, intermediate, heads, head_dim, .. } = *config;
@@ -121,8 +131,8 @@ impl<'a> Stopwatch<'a> {
             forward.rope(&model.layers[index], index)
         })?;
         let attention = [
-            4 * keys * read + 4 * queries * many,
-            4 * u64::from(heads) * u64::from(head_dim) * pairs,
+            4 * keys * load.keys + 4 * queries * many,
+            4 * u64::from(heads) * u64::from(head_dim) * load.pairs,
         ];
         self.each("attention", attention, |forward, index| {
             forward.attend(&model.layers[index], index)

@@ -10,7 +10,7 @@ use crate::backend::Transfers;
 use crate::engine::charge::Tokens;
 use crate::engine::journal::{StepRecord, StepShare};
 use crate::engine::submission::{Flow, GeneratedToken};
-use crate::kv::{BlockCopy, Fork};
+use crate::kv::Fork;
 use crate::meter::BookedStep;
 
 impl Core {
@@ -81,8 +81,8 @@ impl Core {
             match leader.table.fork(follower.cached, &mut self.pool) {
                 Some(Fork { table, copy }) => {
                     follower.table = table;
-                    if let Some(BlockCopy { from, to }) = copy {
-                        self.backend.copy_block(from, to);
+                    if let Some(copy) = copy {
+                        self.backend.copy_block(copy);
                     }
                 }
                 // Without a free block the follower starts preempted. It recomputes the
