@@ -526,6 +526,7 @@ impl Span<'_> {
         if end > u64::from(context) {
             return Err(PlanFault::Context { end, context });
         }
+        // Kernels look blocks up by position without a bounds check.
         if end > self.blocks.len() as u64 * u64::from(BLOCK_TOKENS) {
             return Err(PlanFault::BlocksShort { blocks: self.blocks.len(), end });
         }
@@ -627,6 +628,7 @@ impl StepOutput {
         self.device_time = None;
         self.sampled.clear();
         self.transfers = None;
+        // No multiplication overflow: the limits keep a step's logits far below usize.
         let elements = rows * vocabulary;
         self.vocabulary = vocabulary;
         self.rows = rows;

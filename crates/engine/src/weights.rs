@@ -132,10 +132,12 @@ impl Weights {
         let map = read_index(index)?;
         let mut names: Vec<&String> = map.values().collect();
         names.sort();
+        // The index lists a shard once for each of its tensors.
         names.dedup();
         if names.len() > MAX_SHARDS {
             return Err(index_content(index, format!("names more than {MAX_SHARDS} shards")));
         }
+        // A path like ../../secret must not be opened.
         if let Some(name) = names.iter().find(|name| !is_plain_file_name(name)) {
             return Err(index_content(index, format!("{name:?} is not a plain file name")));
         }
@@ -144,6 +146,8 @@ impl Weights {
         let mut places = BTreeMap::new();
         for (tensor, file) in &map {
             let place = names.binary_search(&file).expect("names holds every value of the map");
+            // Checked now, so that a request for a listed tensor can only fail by its
+            // shape or type.
             if !shards[place].has(tensor) {
                 let path = folder.join(file);
                 return Err(WeightsError::Missing { path, tensor: tensor.clone() });

@@ -130,6 +130,7 @@ impl SyntheticBackend {
         if kv_tokens == 0 || context < 2 || step_tokens == 0 {
             return Err(SyntheticError::Invalid("KV cache, context and step must hold tokens"));
         }
+        // An invalid cost model must fail here and not at the first price.
         cost.table()?;
         let kv_blocks = kv_tokens.div_ceil(BLOCK_TOKENS);
         let about = format!("{cost} kv {kv_tokens} context {context}");
@@ -158,6 +159,8 @@ impl SyntheticBackend {
             cost,
             text,
             pace,
+            // Like a real KV cache, the memory is indexed by block and slot, not by
+            // sequence.
             memory: vec![TextState::default(); (kv_blocks * BLOCK_TOKENS) as usize],
         })
     }
@@ -226,6 +229,8 @@ impl Backend for SyntheticBackend {
         }
         let vocabulary = self.text.pieces.len();
         let logits = output.reset(size.rows as usize, vocabulary);
+        // One finite logit in each row makes every sampling parameter choose the same
+        // token.
         logits.fill(f32::NEG_INFINITY);
         let mut row = logits.chunks_exact_mut(vocabulary);
         for span in plan.spans {
@@ -384,6 +389,7 @@ impl Default for TextState {
 impl TextState {
     fn after(mut self, token: u32, text: &SyntheticText) -> Self {
         if token == text.answer {
+            // Without a marker the answer has no end of its own.
             if self.left != NO_END {
                 self.left = self.left.saturating_sub(1);
             }

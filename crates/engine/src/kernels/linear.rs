@@ -135,8 +135,6 @@ pub(super) unsafe fn tile<V: Vector, P: Panel, const M: usize>(
         for pair in 0..column_pairs {
             let [even_0, odd_0] = P::load::<V>(panels[0], pair);
             let [even_1, odd_1] = P::load::<V>(panels[1], pair);
-            // A plain loop: iterators over const-sized arrays are not always unrolled
-            // into registers.
             let mut row = 0;
             while row < M {
                 let x = first.add(row * pitch + 2 * pair);

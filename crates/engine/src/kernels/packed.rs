@@ -54,6 +54,7 @@ impl PackedFormat {
         };
         let mut formats = elements.into_iter().map(format);
         let first = formats.next().unwrap_or(Self::F32);
+        // A mixed model becomes f32, the only format that holds all types exactly.
         if formats.all(|other| other == first) { first } else { Self::F32 }
     }
 }
@@ -64,6 +65,7 @@ impl Packed {
     /// # Errors
     /// The system's error if it refuses the memory.
     pub(crate) fn zeroed(format: PackedFormat, rows: usize, columns: usize) -> io::Result<Self> {
+        // The padding stays zero, so it adds nothing to any sum.
         let elements = padded_rows(rows) * padded_columns(columns);
         let data = match format {
             PackedFormat::F32 => PackedData::F32(Buffer::zeroed_for_streams(elements)?),
@@ -154,6 +156,7 @@ impl Packed {
                 for (pair, out) in out.chunks_mut(2).enumerate() {
                     let bits = panel[pair * LANES + lane];
                     out[0] = f32::from_bits(bits << 16);
+                    // An odd number of columns leaves half a pair at the end.
                     if let Some(odd) = out.get_mut(1) {
                         *odd = f32::from_bits(bits & 0xffff_0000);
                     }

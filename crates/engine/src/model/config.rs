@@ -248,6 +248,7 @@ impl Checker<'_> {
         raw: &RawConfig,
     ) -> Result<Vec<Option<u32>>, ModelError> {
         let full = vec![None; layers as usize];
+        // Qwen files name a window even if it is off; Mistral files omit it.
         let enabled = match family {
             Family::Llama => false,
             Family::Mistral => raw.sliding_window.is_some(),
@@ -255,6 +256,7 @@ impl Checker<'_> {
                 raw.sliding_window.is_some() && raw.use_sliding_window == Some(true)
             }
         };
+        // A window without a layer that uses it is common in Qwen files.
         if !enabled && !raw.layer_types.iter().flatten().any(|kind| kind != "full_attention") {
             return Ok(full);
         }

@@ -83,6 +83,7 @@ pub(super) fn resolve(
     old: Option<RawRope>,
     new: Option<RawRope>,
 ) -> Result<Rope, ModelError> {
+    // If a file has both spellings, tools read the new one.
     let (field, raw) = match (new, old) {
         (Some(new), _) => ("rope_parameters", Some(new)),
         (None, old) => ("rope_scaling", old),

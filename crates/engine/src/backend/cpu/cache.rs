@@ -71,6 +71,7 @@ impl KvCache {
     /// Returns a view of one layer.
     pub(super) fn layer(&mut self, layer: usize) -> KvView {
         assert!(layer < self.layers, "a layer of the model");
+        // Layer-major, so that one pass touches one contiguous part.
         let place = layer * self.blocks as usize * self.block_elements();
         let (keys, values) = match &mut self.storage {
             Storage::F32 { keys, values } => (

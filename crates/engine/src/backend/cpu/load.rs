@@ -64,6 +64,8 @@ impl CpuModel {
 
 impl EmbeddingTable {
     fn new(tensor: Tensor<'_>, columns: usize) -> io::Result<Self> {
+        // Halves of f32 are stored as two words, so that one buffer type serves all
+        // formats.
         let mut bytes = Buffer::zeroed(tensor.bytes.len() / 2)?;
         for (to, from) in bytes.as_mut_slice().iter_mut().zip(tensor.bytes.as_chunks::<2>().0) {
             *to = u16::from_ne_bytes(*from);
@@ -171,6 +173,8 @@ impl Loader<'_> {
             for (name, rows) in qkv_parts(self.config, index, "bias") {
                 bias.extend(self.plain(&name, rows)?);
             }
+            // The epilogue adds whole vectors, so the bias must be as long as the
+            // panels' rows.
             bias.resize(padded_rows(bias.len()), 0.0);
         }
         Ok(bias)
@@ -180,6 +184,8 @@ impl Loader<'_> {
         let (hidden, rows) = (self.config.hidden as usize, self.config.intermediate as usize);
         let gate = self.weights.tensor(&layer_tensor(index, GATE), &[rows, hidden])?;
         let up = self.weights.tensor(&layer_tensor(index, UP), &[rows, hidden])?;
+        // Gate and up of the same outputs lie in neighbouring panels, so one epilogue
+        // sees both.
         let panels = rows.div_ceil(LANES);
         self.pack(2 * LANES * panels, hidden, |row| {
             let (panel, lane) = (row / LANES, row % LANES);
@@ -238,6 +244,7 @@ fn format_of(config: &ModelConfig, weights: &Weights) -> Result<PackedFormat, We
     let (vocabulary, hidden) = (config.vocabulary as usize, config.hidden as usize);
     let (queries, keys) = (config.query_width(), config.kv_width());
     let intermediate = config.intermediate as usize;
+    // Norms and biases do not count: they are f32 in memory in any case.
     let mut elements = vec![weights.tensor(EMBEDDING, &[vocabulary, hidden])?.element];
     if !config.tied {
         elements.push(weights.tensor(HEAD, &[vocabulary, hidden])?.element);

@@ -67,6 +67,7 @@ impl Scratch {
         cache: &KvCache,
         threads: usize,
     ) -> Result<Self, CpuError> {
+        // The configuration's checks ensure that the division is exact.
         let group = config.heads as usize / cache.heads();
         let attention = || Mutex::new(AttentionScratch::new(group, cache.head_columns()));
         Ok(Self {

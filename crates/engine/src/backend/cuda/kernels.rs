@@ -390,6 +390,7 @@ pub fn rms_norm(args: NormArgs, rows: u32) -> Launch<NormArgs> {
 /// cache.
 pub fn rope(args: RopeArgs, tokens: u32, head_dim: HeadDim) -> Launch<RopeArgs> {
     let heads = args.heads + 2 * args.kv_heads;
+    // Four elements a thread: two neighbours in each half of the head.
     let heads_of_block = 128 / (head_dim.elements() / 4);
     Launch {
         kernel: head_dim.pick(["rope_32", "rope_64", "rope_128"]),
@@ -455,6 +456,7 @@ pub fn linear(args: LinearArgs, epilogue: Epilogue) -> Launch<LinearArgs> {
 pub fn tiled(args: LinearArgs, epilogue: Epilogue) -> Launch<LinearArgs> {
     Launch {
         kernel: epilogue.pick(["linear_f32", "linear_bf16", "linear_add"]),
+        // Rows run fastest, so that blocks with the same weights run at the same time.
         grid: [args.rows.div_ceil(TILE_ROWS), args.columns.div_ceil(TILE_COLUMNS), 1],
         threads: 256,
         args,

@@ -116,6 +116,7 @@ impl PlanLayout {
         for row in self.tokens.len() as u32..tokens as u32 {
             self.tokens.push(0);
             self.positions.push(0);
+            // No slot, so padding never writes to the cache.
             self.slots.push(NONE);
             self.decodes.push([row, 0, 0, 0]);
             if has_rows {
@@ -170,6 +171,7 @@ impl PlanLayout {
             self.positions.push(position);
             self.slots.push(block * BLOCK_TOKENS + position % BLOCK_TOKENS);
         }
+        // Prefill tiles have room for 64 rows; a single token would waste most of them.
         if count == 1 && self.has_decode_kernel {
             self.decodes.push([first, 1, span.start, table]);
             self.longest_decode = self.longest_decode.max(span.start + 1);

@@ -112,6 +112,7 @@ pub(super) fn find(wanted: &DeviceSelector) -> Result<ListedDevice, NoDevice> {
         LibraryFault::Missing(_) => NoDevice::NoDriver,
         LibraryFault::Symbol { symbol, .. } => NoDevice::Symbol(symbol),
     })?;
+    // Without any device some drivers fail to start instead of listing none.
     let does_not_start = |fault: DriverFault| match fault.is_no_device() {
         true => no_device_listed(wanted),
         false => NoDevice::DriverStart(fault),
@@ -193,6 +194,8 @@ pub fn device_class(name: &str) -> DeviceClass {
     let known = CLASSES.iter().find(|(word, _)| words.contains(word)).map(|(_, class)| *class);
     let class = match known {
         Some(class) if !driver::is_slice(name) => class.to_owned(),
+        // A slice has only a part of the device's speed, so it must not share the class
+        // of whole devices.
         _ => slug(&lower),
     };
     DeviceClass::new(&class)

@@ -164,6 +164,7 @@ impl SampleList {
                 sample.seed = point.seed;
                 sample.position = point.position;
                 sample.pending = pending.unwrap_or(NONE);
+                // Without penalties the kernel reads no counts, so none are uploaded.
                 if params.penalises() {
                     let prompt = draw.penalised_prompt();
                     for (token, count) in point.counts.iter() {
@@ -284,6 +285,8 @@ impl SampledLayout {
     /// reports log-probabilities.
     pub(super) fn wanted(self, top_counts: &[Option<u32>]) -> usize {
         match top_counts.iter().any(Option::is_some) {
+            // One copy of everything costs less than one copy for each request that
+            // reports more.
             true => self.bytes(),
             false => self.logprobs(),
         }

@@ -129,12 +129,15 @@ impl DeviceLoader<'_> {
             .rope
             .frequencies(config.head_dim)
             .into_iter()
+            // Whole turns in f64 keep their fraction at large positions; the kernel
+            // subtracts the whole part.
             .flat_map(|radians| (radians / std::f64::consts::TAU).to_le_bytes())
             .collect();
         Ok(DeviceModel {
             embedding: self.matrix(&[(EMBEDDING.to_owned(), vocabulary)], hidden)?,
             head: match config.tied {
                 true => None,
+                // Only untied models have a tensor of this name.
                 false => Some(self.matrix(&[(HEAD.to_owned(), vocabulary)], hidden)?),
             },
             layers: (0..config.layers as usize)
@@ -207,6 +210,7 @@ impl DeviceLoader<'_> {
         }
         let elements = tensor.bytes.len() / tensor.element.size();
         let mut wide = vec![0.0_f32; PIECE.min(elements)];
+        // A whole matrix in f32 would need twice the host memory of the file.
         for start in (0..elements).step_by(PIECE) {
             let end = (start + PIECE).min(elements);
             let wide = &mut wide[..end - start];
