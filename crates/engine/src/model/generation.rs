@@ -1,5 +1,5 @@
-//! `generation_config.json`: the tokens that end a completion and the model's own
-//! sampling defaults.
+//! The facts of `generation_config.json`: the tokens that end a completion and the model's
+//! own sampling defaults.
 
 use std::path::Path;
 
@@ -16,13 +16,13 @@ use crate::sample::{MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY};
 /// the model has no default for it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SamplingDefaults {
-    /// 0 to 2; 0 where `do_sample` is false.
+    /// Temperature from 0 to 2; 0 if `do_sample` is false.
     pub temperature: Option<f32>,
-    /// Number of likeliest tokens to sample from; 0: all.
+    /// Number of likeliest tokens to sample from; 0 for all.
     pub top_k: Option<u32>,
-    /// 0 to 1.
+    /// Probability from 0 to 1 that the likeliest tokens must reach together.
     pub top_p: Option<f32>,
-    /// [`MIN_REPETITION_PENALTY`] to [`MAX_REPETITION_PENALTY`].
+    /// Factor from [`MIN_REPETITION_PENALTY`] to [`MAX_REPETITION_PENALTY`].
     pub repetition_penalty: Option<f32>,
 }
 
@@ -41,7 +41,7 @@ struct RawGeneration {
 /// that ends a turn only in that file.
 ///
 /// # Errors
-/// [`ModelError`] when the file cannot be read, is not JSON, names a token
+/// [`ModelError`] if the file cannot be read, is not JSON, names a token
 /// outside the vocabulary, or has a default outside its range.
 pub(super) fn add_generation(folder: &Path, config: &mut ModelConfig) -> Result<(), ModelError> {
     let path = folder.join("generation_config.json");
