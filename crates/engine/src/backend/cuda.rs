@@ -1,10 +1,10 @@
 //! A model on an NVIDIA GPU, which the backend reaches through the driver alone.
 //!
-//! [`probe`] finds and opens the device; [`setup`] takes all memory before the first
-//! step. A step uploads the plan, runs the kernels and downloads the samples. Two
-//! events around these measure the step's device time. The next step can be given to
-//! the device while one step runs, with the samples of that step as its input. After
-//! any failure the state of the device is unknown, and the backend must not be used
+//! The `probe` module finds and opens the device, and the `setup` module takes all memory
+//! before the first step. A step uploads the plan, runs the kernels and downloads the
+//! samples. Two events around these measure the step's device time. The next step can be
+//! given to the device while one step runs, with the samples of that step as its input.
+//! After any failure the state of the device is unknown, and the backend must not be used
 //! again.
 
 mod capacity;
