@@ -65,6 +65,7 @@ impl Admitter {
             Some(seed) => seed,
             None => random_seed()?,
         };
+        // The worst case bounds the budget; the least decides if a cap has room at all.
         let now = self.clock.now();
         let reserve = Reserve {
             id: job.id.clone(),

@@ -202,6 +202,7 @@ impl Idempotency {
 
     fn claim_in_memory(&self, claim: &IdempotencyClaim) -> Result<MemoryClaim, RequestError> {
         let digest = claim.digest();
+        // Read before the lock, so that the lock is held for less time.
         let began = self.shared.clock.utc();
         let mut keys = self.lock();
         keys.forget_before(UtcTime(began.0.saturating_sub(self.kept_ns())));
@@ -209,6 +210,7 @@ impl Idempotency {
             if entry.fingerprint != claim.fingerprint {
                 return Err(IdempotencyRefusal::OtherBody.into());
             }
+            // Each repeat that waits holds a connection and its body.
             if entry.outcome.receiver_count() >= MOST_WAITING {
                 let request = entry.request.clone();
                 return Err(IdempotencyRefusal::Unsettled { request }.into());
@@ -231,6 +233,7 @@ impl Idempotency {
             let Some(IdempotencyRecord { fingerprint: before, request }) = found else {
                 return Ok(());
             };
+            // The answer to another body would be wrong.
             if before != fingerprint {
                 return Err(IdempotencyRefusal::OtherBody.into());
             }

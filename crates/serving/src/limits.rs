@@ -97,6 +97,8 @@ impl Limits {
         key_plan: Option<&PlanName>,
         tenant: Arc<Tenant>,
     ) -> Result<CallerContext, Refusal> {
+        // Narrowest first: the key's limits, the tenant's, the pool's. A refusal by a
+        // narrow limit must not take from a wide one.
         let of_key = key_plan.map(|plan| {
             key_limits(&self.config, &caller.key, plan).ok_or_else(|| {
                 // The plans known at the start are logged there. This is a key made

@@ -85,6 +85,15 @@ pub struct Placement {
     streamed: u64,
 }
 
+/// The gateways that can have ordered work in an epoch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum EpochOwner {
+    /// This gateway alone, which has followed the epoch from its beginning.
+    ThisGateway,
+    /// An earlier gateway as well.
+    Shared,
+}
+
 /// The source of requests in a block for which this gateway has no order.
 pub(crate) enum Origin<'a> {
     /// No source: this gateway has followed the epoch from its beginning, so
@@ -150,6 +159,7 @@ impl Orders {
         let mut table = self.lock();
         table.orders.insert(attempt.clone(), order);
         table.keep_bounded();
+        // The placement locks the table when it is dropped.
         drop(table);
         Placement { orders: self.clone(), attempt, streamed: 0 }
     }
@@ -178,6 +188,8 @@ impl Orders {
         for finished in &block.finished {
             let FinishedAttempt { caller, attempt, .. } = finished;
             let found = match table.orders.get_mut(attempt) {
+                // A second end in one block cannot be told from the true one, so the
+                // attempt pays nothing.
                 _ if !ended.insert((caller, attempt)) => Err(Rejection::void(END_REPEATED)),
                 Some(order) => order.check_finished(block, finished),
                 None => origin.check_finished(finished),
@@ -196,9 +208,9 @@ impl Orders {
 
     /// True if the device can have drawn all the energy that the epoch of `block`
     /// has reported. Each block has a bound of its own, but a worker could report
-    /// more blocks than time. An epoch that is `ours` began little before its
-    /// first block, so the gateway's clock bounds that epoch as well.
-    pub(crate) fn may_have_drawn(&self, block: &BlockParts, ours: bool) -> bool {
+    /// more blocks than time. An epoch of this gateway alone began little
+    /// before its first block, so the gateway's clock bounds that epoch as well.
+    pub(crate) fn may_have_drawn(&self, block: &BlockParts, owner: EpochOwner) -> bool {
         let mut table = self.lock();
         let now = Instant::now();
         let before = table.epochs.get(&block.epoch).copied().unwrap_or(EnergyTotal {
@@ -217,9 +229,11 @@ impl Orders {
             total.last_block = block.number;
         }
         let age = (now - total.first_heard + BEFORE_FIRST_BLOCK).as_nanos();
+        // The gateway did not see the beginning of a shared epoch.
+        let is_shared = owner == EpochOwner::Shared;
         let age = DeviceNanos(u64::try_from(age).unwrap_or(u64::MAX));
         let is_possible =
-            total.energy.is_drawn_in(total.wall) && (!ours || total.energy.is_drawn_in(age));
+            total.energy.is_drawn_in(total.wall) && (is_shared || total.energy.is_drawn_in(age));
         // A refused block must not count: the worker may send another in its place.
         if is_possible {
             table.epochs.insert(block.epoch, total);
@@ -239,6 +253,7 @@ impl Orders {
     /// Forgets the orders of an epoch of which no more blocks will come.
     pub(crate) fn epoch_closed(&self, epoch: WorkerEpoch) {
         let mut table = self.lock();
+        // An open stream still reports its figures; it forgets its order itself.
         table.orders.retain(|_, order| order.epoch != epoch || !order.ended);
         table.epochs.remove(&epoch);
     }
@@ -321,10 +336,12 @@ impl Order {
         if self.journalled.is_some_and(|(number, _)| number < block.number) {
             return Err(Rejection::foreign(END_REPEATED));
         }
+        // Noted before the checks: the stream's last event is compared with it later.
         self.journalled = Some((block.number, *usage));
         if self.final_usage.is_some_and(|streamed| streamed != *usage) {
             return Err(Rejection::void("another usage than was streamed"));
         }
+        // A stream that broke has no final usage, but the client has these tokens.
         if usage.completion_tokens < self.streamed {
             return Err(Rejection::void("fewer tokens than were streamed"));
         }
@@ -363,6 +380,7 @@ impl Origin<'_> {
     fn check_finished(&self, reported: &FinishedAttempt) -> Result<(), Rejection> {
         self.check_share(&reported.caller)?;
         let Self::Earlier { model, .. } = self else { return Ok(()) };
+        // Without the price the reference cost cannot be checked.
         let Some(model) = model else {
             let what = "an earlier gateway's request at a price that is not known any more";
             return Err(Rejection { what, voids: true, excused: true });
@@ -409,6 +427,7 @@ impl Drop for Placement {
         let Some(order) = table.orders.get_mut(&self.attempt) else { return };
         order.ended = true;
         order.streamed = self.streamed;
+        // Both ends are known, so no report of the attempt is expected any more.
         if order.journalled.is_some() {
             table.orders.remove(&self.attempt);
         } else {

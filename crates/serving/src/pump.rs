@@ -78,6 +78,7 @@ impl RequestTasks {
     /// Starts the task of an admitted request and returns the request's events.
     /// The client leaves by dropping the receiver.
     pub(crate) fn start(&self, admitted: Admitted) -> mpsc::Receiver<Event> {
+        // Bounded: a client that does not read slows its own request down.
         let (events, receiver) = mpsc::channel(UNREAD_EVENTS);
         let context = Arc::clone(&self.shared);
         let entry = context.in_flight.begin(admitted.job.id.clone(), admitted.caller.clone());
@@ -135,6 +136,7 @@ impl RequestTask {
     async fn run(mut self, admitted: Admitted, entry: InFlightTask) {
         let end = self.work(&admitted, &entry).await;
         let last = self.resolve(admitted, end);
+        // After the hold is resolved: a usage query then waits for the record.
         entry.end();
         // The client may have left; then the last event goes nowhere. A client that
         // does not read must not keep the task for ever.
@@ -159,6 +161,7 @@ impl RequestTask {
         for number in 0..MOST_ATTEMPTS {
             let Some(placed) = self.place(admitted, &excluded, timeout).await else { break };
             let epoch = placed.worker.identity.epoch;
+            // Noted before the worker can journal the attempt.
             entry.placed(number);
             self.place = self.started.elapsed();
             match self.attempt(admitted, placed, number).await {
@@ -175,6 +178,7 @@ impl RequestTask {
                     self.delivered = Delivered::default();
                 }
             }
+            // A worker that refused or was lost is not asked again in this epoch.
             excluded.push(epoch);
         }
         // A revoked key also ends the wait for a worker, which looks like no worker.

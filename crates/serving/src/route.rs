@@ -83,6 +83,7 @@ pub(crate) async fn place_within(
 fn soonest(able: Vec<Arc<ConnectedWorker>>) -> Option<Arc<ConnectedWorker>> {
     able.into_iter().min_by_key(|worker| {
         let load = worker.load();
+        // Idle workers predict no wait, so the number of requests decides among them.
         (worker.predicted_wait(), load.queued + load.running)
     })
 }

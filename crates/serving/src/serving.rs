@@ -65,9 +65,28 @@ pub struct Serving {
     /// The requests' tasks. They end by themselves; a drain waits for them.
     tasks: TaskTracker,
     started: UtcTime,
-    /// The workers' keepers and the sweeper, which outlast the requests' tasks.
-    keepers: TaskTracker,
-    stop_keepers: CancellationToken,
+    keepers: Keepers,
+}
+
+/// The background tasks that outlast the requests' tasks: the workers' keepers and
+/// the sweeper.
+#[derive(Default)]
+struct Keepers {
+    tasks: TaskTracker,
+    stop: CancellationToken,
+}
+
+impl Keepers {
+    /// Runs `task` until the keepers stop.
+    fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        self.tasks.spawn(self.stop.clone().run_until_cancelled_owned(task));
+    }
+
+    async fn stop(&self) {
+        self.stop.cancel();
+        self.tasks.close();
+        self.tasks.wait().await;
+    }
 }
 
 impl Serving {
@@ -96,14 +115,11 @@ impl Serving {
             stopping: stopping.clone(),
             reads: ReadThread::Blocking,
         });
-        let (keepers, stop_keepers) = (TaskTracker::new(), CancellationToken::new());
+        let keepers = Keepers::default();
+        // In the background: the ledger may be slow, and requests need not wait for it.
         let left_open = settlement.clone();
-        keepers.spawn(
-            stop_keepers
-                .clone()
-                .run_until_cancelled_owned(async move { left_open.close_left_open().await }),
-        );
-        let workers = Workers::start(workers, &settlement, &keepers, &stop_keepers);
+        keepers.spawn(async move { left_open.close_left_open().await });
+        let workers = Workers::start(workers, &settlement, &keepers.tasks, &keepers.stop);
         let sweeper = Sweeper {
             limits: limits.clone(),
             clock: clock.clone(),
@@ -111,7 +127,8 @@ impl Serving {
             penalties: penalties.clone(),
             keys,
         };
-        keepers.spawn(stop_keepers.clone().run_until_cancelled_owned(sweeper.run()));
+        keepers.spawn(sweeper.run());
+        // Shared: tasks learn from answers, and admission estimates by them.
         let expected = Arc::new(ExpectedOutput::default());
         let tasks = TaskTracker::new();
         let requests = RequestTasks::new(TaskContext {
@@ -142,7 +159,6 @@ impl Serving {
             penalties,
             tasks,
             keepers,
-            stop_keepers,
         })
     }
 
@@ -245,6 +261,7 @@ impl Serving {
     /// the keepers. Records that are missing by then stay in the workers' journals
     /// and come with the next start.
     pub async fn stop(&self) {
+        // A task posts fault caps on the same tracker, so the wait covers them too.
         self.tasks.close();
         self.tasks.wait().await;
         let recorded = async {
@@ -254,9 +271,8 @@ impl Serving {
             }
         };
         let _ = tokio::time::timeout(LAST_RECORDS, recorded).await;
-        self.stop_keepers.cancel();
-        self.keepers.close();
-        self.keepers.wait().await;
+        // Keepers post the last blocks, so they end after all requests.
+        self.keepers.stop().await;
     }
 }
 
@@ -272,6 +288,7 @@ struct Sweeper {
 impl Sweeper {
     async fn run(self) {
         let mut ticks = tokio::time::interval(SWEEP_PERIOD);
+        // After a pause of the process one sweep is enough.
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
@@ -299,3 +316,6 @@ const LAST_RECORDS: Duration = Duration::from_secs(2);
 
 /// Time between two looks for the last records.
 const RECORD_POLL: Duration = Duration::from_millis(20);
+
+#[cfg(test)]
+mod tests;

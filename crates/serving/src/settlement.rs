@@ -117,6 +117,7 @@ impl Settlement {
         what: &'static str,
         read: impl FnOnce(&LedgerReader) -> Result<T, LedgerError> + Send + 'static,
     ) -> Option<T> {
+        // A clone shares the reader's connections and can move to another thread.
         let reader = self.ledger.reader().clone();
         let found = match self.reads {
             ReadThread::Caller => Ok(read(&reader)),

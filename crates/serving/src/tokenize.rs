@@ -109,6 +109,7 @@ impl Default for TokenizePool {
 }
 
 fn tokenize(request: TokenizeRequest, model: Arc<ServedModel>) -> Result<Tokenized, RequestError> {
+    // Checked here, because only the model tells how many tokens there are.
     let TokenizeRequest { sampling, prompt_field, .. } = &request;
     if let Some(token) = sampling.logit_bias.keys().find(|&&token| token >= model.vocabulary) {
         let tokens = model.vocabulary;
@@ -185,6 +186,7 @@ fn encode(
             })
             .collect(),
         Prompt::Tokens(prompts) => {
+            // The engine indexes its embedding by the id.
             if prompts.iter().flatten().any(|&token| token >= model.vocabulary) {
                 let message = format!(
                     "'{field}' holds a token id that the model does not have: it has {}.",

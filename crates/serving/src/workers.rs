@@ -127,6 +127,7 @@ impl Workers {
         tasks: &TaskTracker,
         stop: &CancellationToken,
     ) -> Self {
+        // Shared, so that workers of one model share its tokenizer.
         let assets = Arc::new(assets::Assets::default());
         let violations = ProtocolViolations::default();
         let losses = Arc::new(AtomicU64::new(0));
@@ -177,6 +178,7 @@ impl Workers {
         let mut waits = Vec::with_capacity(self.slots.len());
         for slot in self.slots.iter() {
             let mut connected = slot.connected.clone();
+            // A change before this call must not end the wait.
             connected.mark_unchanged();
             waits.push(Box::pin(async move {
                 // A keeper that has ended, at shutdown, changes nothing any more.
@@ -265,6 +267,7 @@ impl ConnectedWorker {
 
     /// Counts `cost` as placed at the worker until the guard is dropped.
     pub(crate) fn place(&self, cost: DeviceNanos) -> PlacedCost {
+        // An estimate for placement: no other memory depends on its order.
         self.placed.fetch_add(cost.nanos(), Ordering::Relaxed);
         PlacedCost { placed: Arc::clone(&self.placed), cost: cost.nanos() }
     }

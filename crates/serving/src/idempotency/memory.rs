@@ -116,6 +116,7 @@ impl KeyTable {
         }
         entry.outcome.send_replace(outcome);
         self.size += entry.size();
+        // Oldest first. The entry stays, so a repeat hears that the answer is gone.
         for digest in self.order.values() {
             if self.size <= options.answers.0 {
                 return;

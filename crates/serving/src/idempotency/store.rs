@@ -53,13 +53,14 @@ pub(super) struct IdempotencyRecord {
 /// The database of records.
 pub(super) struct IdempotencyStore {
     path: PathBuf,
-    kept_ns: u64,
-    keys_per_tenant: u32,
     rows: Mutex<RecordRows>,
 }
 
 struct RecordRows {
     connection: Connection,
+    /// Nanoseconds for which a record holds.
+    kept_ns: u64,
+    keys_per_tenant: u32,
     /// The number of rows of each tenant.
     counts: HashMap<String, u32>,
 }
@@ -76,6 +77,7 @@ impl IdempotencyStore {
         WalRewriter::default()
             .rewrite(&path)
             .map_err(|source| IdempotencyStoreError::Log { path: path.clone(), source })?;
+        let kept_ns = u64::try_from(kept.as_nanos()).unwrap_or(u64::MAX);
         let opened = || -> rusqlite::Result<(RecordRows, i64)> {
             let connection = Connection::open(&path)?;
             connection.busy_timeout(Duration::from_secs(5))?;
@@ -86,11 +88,14 @@ impl IdempotencyStore {
                 connection.pragma_query_value(None, "user_version", |row| row.get(0))?;
             let tables: i64 =
                 connection.query_row("SELECT count(*) FROM sqlite_schema", [], |row| row.get(0))?;
+            // Only an empty file is made a database: a file of another program must not
+            // be written.
             if (format, tables) == (0, 0) {
                 connection.execute_batch(TABLES)?;
                 format = FORMAT;
             }
-            let mut rows = RecordRows { connection, counts: HashMap::new() };
+            let mut rows =
+                RecordRows { connection, kept_ns, keys_per_tenant, counts: HashMap::new() };
             if format == FORMAT {
                 rows.count()?;
             }
@@ -101,8 +106,7 @@ impl IdempotencyStore {
         if format != FORMAT {
             return Err(IdempotencyStoreError::Format { path });
         }
-        let kept_ns = u64::try_from(kept.as_nanos()).unwrap_or(u64::MAX);
-        Ok(Self { path, kept_ns, keys_per_tenant, rows: Mutex::new(rows) })
+        Ok(Self { path, rows: Mutex::new(rows) })
     }
 
     /// Returns the record of a key, unless it was made too long before `now`.
@@ -111,15 +115,15 @@ impl IdempotencyStore {
         digest: &KeyDigest,
         now: UtcTime,
     ) -> Result<Option<IdempotencyRecord>, IdempotencyStoreError> {
-        let found = self
-            .lock()
+        let rows = self.lock();
+        let found = rows
             .connection
             .prepare_cached(
                 "SELECT fingerprint, request_id FROM intents WHERE scope = ?1 AND began_utc_ns >= ?2",
             )
             .and_then(|mut statement| {
                 statement
-                    .query_row(params![digest, self.oldest(now)], |row| {
+                    .query_row(params![digest, rows.oldest(now)], |row| {
                         Ok((row.get::<_, [u8; 32]>(0)?, row.get::<_, String>(1)?))
                     })
                     .optional()
@@ -141,8 +145,7 @@ impl IdempotencyStore {
         now: UtcTime,
     ) -> Result<bool, IdempotencyStoreError> {
         let mut rows = self.lock();
-        rows.put(digest, tenant, record, (now, self.oldest(now)), self.keys_per_tenant)
-            .map_err(|source| self.failed(source))
+        rows.put(digest, tenant, record, now).map_err(|source| self.failed(source))
     }
 
     /// Deletes the record of a key if the key stands for `request`.
@@ -155,12 +158,6 @@ impl IdempotencyStore {
         rows.remove(digest, request).map_err(|source| self.failed(source))
     }
 
-    /// Returns the start of the oldest record that still holds, in nanoseconds as
-    /// the database keeps them.
-    fn oldest(&self, now: UtcTime) -> i64 {
-        i64::try_from(now.0.saturating_sub(self.kept_ns)).unwrap_or(i64::MAX)
-    }
-
     fn failed(&self, source: rusqlite::Error) -> IdempotencyStoreError {
         IdempotencyStoreError::Database { path: self.path.clone(), source }
     }
@@ -171,6 +168,12 @@ impl IdempotencyStore {
 }
 
 impl RecordRows {
+    /// Returns the start of the oldest record that still holds, in nanoseconds as
+    /// the database keeps them.
+    fn oldest(&self, now: UtcTime) -> i64 {
+        i64::try_from(now.0.saturating_sub(self.kept_ns)).unwrap_or(i64::MAX)
+    }
+
     fn count(&mut self) -> rusqlite::Result<()> {
         let mut statement =
             self.connection.prepare("SELECT tenant, count(*) FROM intents GROUP BY tenant")?;
@@ -184,9 +187,9 @@ impl RecordRows {
         digest: &KeyDigest,
         tenant: &TenantId,
         record: &IdempotencyRecord,
-        (now, oldest): (UtcTime, i64),
-        most: u32,
+        now: UtcTime,
     ) -> rusqlite::Result<bool> {
+        let oldest = self.oldest(now);
         let transaction = self.connection.transaction()?;
         let mut gone = Vec::new();
         {
@@ -206,7 +209,7 @@ impl RecordRows {
         }
         let mine = gone.iter().filter(|gone| *gone == tenant.as_str()).count() as u32;
         let held = self.counts.get(tenant.as_str()).copied().unwrap_or(0).saturating_sub(mine);
-        let fits = held < most;
+        let fits = held < self.keys_per_tenant;
         if fits {
             transaction
                 .prepare_cached(
@@ -222,6 +225,7 @@ impl RecordRows {
                 ])?;
         }
         transaction.commit()?;
+        // After the commit: a failed transaction must not change the counts.
         for tenant in gone {
             self.less(&tenant);
         }
@@ -248,6 +252,7 @@ impl RecordRows {
     fn less(&mut self, tenant: &str) {
         if let Some(count) = self.counts.get_mut(tenant) {
             *count = count.saturating_sub(1);
+            // Bounds the map by the tenants with records.
             if *count == 0 {
                 self.counts.remove(tenant);
             }

@@ -111,6 +111,7 @@ impl RequestTask {
             Ok(running) => self.follow(&mut attempt, running).await,
             Err(outcome) => outcome,
         };
+        // Work that no client waits for is wasted, so mass cancels earn a penalty.
         if attempt.interrupted == Some(Interruption::Client) {
             let context = &self.context;
             context.penalties.count_cancel(context.clock.now(), &admitted.caller.tenant);
@@ -129,6 +130,7 @@ impl RequestTask {
             tokio::select! {
                 opened = &mut opening => return match opened {
                     Ok(running) => {
+                        // The worker had no stream to cancel until now.
                         if let Some(interruption) = attempt.interrupted {
                             running.cancel(interruption.cancel_reason());
                         }
@@ -224,6 +226,7 @@ impl RequestTask {
                         self.delivered.progress = progress;
                     }
                 }
+                // The receiver is gone, so the client has left.
                 Err(_) => attempt.stop(running, Interruption::Client),
             },
             interruption = self.interruption() => attempt.stop(running, interruption),

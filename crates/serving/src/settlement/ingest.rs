@@ -17,7 +17,7 @@ use tollgate_wire::v1::{JournalAck, JournalBlock};
 use tonic::transport::Channel;
 
 use super::{Incarnation, Settlement};
-use crate::orders::{InvalidRecord, Origin};
+use crate::orders::{EpochOwner, InvalidRecord, Origin};
 use crate::worker_identity::{WorkerError, WorkerIdentity};
 
 /// The name of the journal stream in errors.
@@ -45,8 +45,8 @@ struct IngestState<'a> {
     epoch: Option<WorkerEpoch>,
     /// The number of the last block that is known.
     last: u64,
-    /// True if an earlier gateway can have ordered work in the epoch.
-    shared: bool,
+    /// The gateways that can have ordered work in the epoch.
+    owner: EpochOwner,
 }
 
 /// A block after its review.
@@ -69,6 +69,8 @@ impl Settlement {
         mut client: WorkerClient<Channel>,
         ingested: impl FnOnce(),
     ) -> Result<Infallible, WorkerError> {
+        // As large as the posts in flight, so that sending an acknowledgement waits only
+        // for a worker that does not read.
         let (acks, receiver) = mpsc::channel(UNCOMMITTED);
         let blocks = timeout(CALL_TIMEOUT, client.journal(ReceiverStream::new(receiver)))
             .await
@@ -91,6 +93,7 @@ impl Settlement {
         ingested: impl FnOnce(),
     ) -> Result<Infallible, WorkerError> {
         let mut state = self.begin(worker).await?;
+        // Ordered, because acknowledgements must come in the order of the blocks.
         let mut posting = FuturesOrdered::new();
         let epoch = worker.epoch.to_string();
         let mut ingested = Some(ingested);
@@ -138,7 +141,14 @@ impl Settlement {
             _ => Incarnation { epoch: worker.epoch, earlier: present },
         };
         incarnations.insert(worker.name.clone(), incarnation);
-        Ok(IngestState { worker, incarnation, present, epoch: None, last: 0, shared: false })
+        Ok(IngestState {
+            worker,
+            incarnation,
+            present,
+            epoch: None,
+            last: 0,
+            owner: EpochOwner::ThisGateway,
+        })
     }
 
     async fn last_block(&self, epoch: WorkerEpoch) -> Result<u64, WorkerError> {
@@ -167,6 +177,7 @@ impl Settlement {
         let epoch = WorkerEpoch::try_from(wire.epoch.clone())
             .map_err(|_| WorkerError::InvalidReport("a block's epoch is not 32 hex digits"))?;
         let worker = state.worker;
+        // A copy, because the lock must not be held across the waits below.
         let incarnations = self.incarnations.lock().unwrap_or_else(PoisonError::into_inner).clone();
         if incarnations.iter().any(|(name, it)| it.epoch == epoch && *name != worker.name) {
             return Err(WorkerError::InvalidReport("a block of another worker's epoch"));
@@ -203,8 +214,9 @@ impl Settlement {
         let is_present = epoch == state.incarnation.epoch;
         // Journals send the oldest epoch first. An unknown epoch before the present
         // one is therefore older than this gateway, and one after it is not.
-        state.shared =
+        let is_shared =
             if is_present { state.incarnation.earlier } else { last > 0 || !state.present };
+        state.owner = if is_shared { EpochOwner::Shared } else { EpochOwner::ThisGateway };
         state.present |= is_present;
         let lost = self.lost_before(first).await;
         (state.epoch, state.last) = (Some(epoch), last.max(lost));
@@ -219,7 +231,7 @@ impl Settlement {
         block: Block,
     ) -> ReviewedBlock {
         let parts = block.parts();
-        if !self.orders.may_have_drawn(parts, !state.shared) {
+        if !self.orders.may_have_drawn(parts, state.owner) {
             let reason = "its epoch drew more energy than any device can";
             return ReviewedBlock::Rejected(epoch, reason.into());
         }
@@ -228,10 +240,12 @@ impl Settlement {
             model.class == parts.device.class && model.table.version() == parts.calibration
         });
         let may_have_asked = |caller: &_| self.limits.may_have_asked(caller);
-        let origin = if state.shared {
-            Origin::Earlier { may_have_asked: &may_have_asked, model: model.map(|model| &**model) }
-        } else {
-            Origin::Ours
+        let origin = match state.owner {
+            EpochOwner::Shared => Origin::Earlier {
+                may_have_asked: &may_have_asked,
+                model: model.map(|model| &**model),
+            },
+            EpochOwner::ThisGateway => Origin::Ours,
         };
         let invalid = self.orders.check(parts, &origin);
         if invalid.is_empty() {
@@ -262,6 +276,7 @@ impl Settlement {
             });
             let refusal = match self.post_block(&reported, &accepted, &invalid).await {
                 Ok(posted) => {
+                    // A repeated block was reported when it was new.
                     if posted == Posted::New {
                         self.report_invalid(worker, &reported, &invalid);
                         self.void_attempts(&reported, &invalid).await;
@@ -286,6 +301,7 @@ impl Settlement {
                     // Acknowledged all the same: the worker would send it for ever.
                     return Ok(ack);
                 }
+                // Retries did not close the gap, so the journal has lost blocks.
                 BlockRefusal::Gap { .. } => {
                     return Err(WorkerError::InvalidReport(BLOCKS_MISSING));
                 }

@@ -38,6 +38,7 @@ impl Settlement {
         accepted: &Block,
         invalid: &[InvalidRecord],
     ) -> Result<Posted, LedgerError> {
+        // The ledger keeps one reason for a block; the log has all of them.
         let reason = invalid.first().map(|record| {
             let (tenant, request) = (&record.caller.tenant, &record.attempt.request);
             format!("{} ({request} of {tenant}), {} in all", record.what, invalid.len())
@@ -82,6 +83,7 @@ impl Settlement {
         };
         match submit::submit(&self.ledger, refused, submit::while_unavailable).await {
             Ok(_) => Ok(ack),
+            // The disk is retried for ever, so the ledger refuses the block itself.
             Err(_) => {
                 Err(WorkerError::InvalidReport("a block that can be neither posted nor skipped"))
             }
@@ -127,6 +129,7 @@ impl Settlement {
                 at: self.clock.utc(),
             })
             .await;
+            // No later record of the attempt can be billed, so the order is done.
             self.orders.recorded(attempt);
         }
     }
@@ -141,6 +144,7 @@ impl Settlement {
         let mut backfilled = Vec::new();
         for ended in finished {
             let FinishedAttempt { caller, attempt, usage, reason, finished, .. } = ended;
+            // The request's own task settles it.
             if self.in_flight.contains(&attempt.request) {
                 continue;
             }

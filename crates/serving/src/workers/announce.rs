@@ -32,6 +32,7 @@ pub(super) async fn learn(
     (assets, trust): (&Assets, &Trust),
 ) -> Result<WorkerIdentity, WorkerError> {
     let v1::Announcement { worker, epoch, engine_version: _, device, models } = announcement;
+    // Usage is posted under the name, so a worker cannot choose it.
     if worker != endpoint.name.as_str() {
         return Err(WorkerError::InvalidReport("it announces another worker's name"));
     }
@@ -81,9 +82,11 @@ async fn learn_model(
     } = model;
     let name = ModelName::new(&name)
         .map_err(|_| WorkerError::InvalidReport("a model has no valid name"))?;
+    // One token of prompt and one of answer are the least that a request needs.
     if !(2..=MOST_CONTEXT).contains(&context_length) || vocabulary == 0 {
         return Err(WorkerError::InvalidReport("a model has no context or no vocabulary"));
     }
+    // The hash is part of responses, so its form is bounded.
     if hash.len() > 128 || !hash.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return Err(WorkerError::InvalidReport("a model's hash is not hex"));
     }

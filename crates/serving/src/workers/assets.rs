@@ -71,11 +71,13 @@ async fn fetch(mut client: WorkerClient<Channel>, hash: &str) -> Result<Vec<u8>,
     let mut chunks = client.asset(AssetRequest { hash: hash.to_owned() }).await?.into_inner();
     let mut bytes = Vec::new();
     while let Some(chunk) = chunks.message().await? {
+        // Checked before the copy, so that the bound holds for the memory as well.
         if bytes.len() + chunk.data.len() > MOST_ASSET_BYTES {
             return Err(WorkerError::InvalidReport("an asset is larger than 64 MiB"));
         }
         bytes.extend_from_slice(&chunk.data);
     }
+    // Workers of one model share what is built here, so no worker may replace it.
     if hex(digest(&SHA256, &bytes).as_ref()) != hash {
         return Err(WorkerError::InvalidReport("an asset does not have the hash of its name"));
     }

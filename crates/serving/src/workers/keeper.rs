@@ -47,6 +47,7 @@ impl Keeper {
             };
             let worker = &self.endpoint.name;
             if let Some(connected) = self.publish.send_replace(None) {
+                // The worker was reachable, so the back-off starts again.
                 wait = FIRST_WAIT;
                 self.losses.fetch_add(1, Ordering::Relaxed);
                 if connected.load().draining || is_orderly(&ended) {
@@ -69,6 +70,7 @@ impl Keeper {
             }
             wait = (wait * 2).min(LONGEST_WAIT);
         }
+        // No request may be placed on a worker that is no longer followed.
         self.publish.send_replace(None);
     }
 
@@ -87,6 +89,7 @@ impl Keeper {
             .await
             .map_err(|_| WorkerError::Timeout("reporting its status"))??
             .into_inner();
+        // The first load is awaited, so that placement never sees an unknown one.
         let first = timeout(CALL_TIMEOUT, next_load(&mut statuses, epoch))
             .await
             .map_err(|_| WorkerError::Timeout("reporting its status"))??;

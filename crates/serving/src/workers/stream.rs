@@ -168,6 +168,7 @@ impl StreamCheck {
         match event.event.ok_or("an empty event")? {
             WireEvent::Delta(delta) => self.delta(delta),
             WireEvent::PromptLogprobs(v1::PromptLogprobs { prompt, logprobs }) => {
+                // A bound for the size of the answer; the exact number is the engine's.
                 let tokens = self.terms.prompt_tokens();
                 if prompt as usize >= self.terms.prompts() || logprobs.len() as u64 > tokens {
                     return Err("log-probabilities of a prompt that was not sent");
@@ -195,6 +196,7 @@ impl StreamCheck {
                 Ok(WorkerEvent::Finished { usage, timings: WorkerTimings { stages, transfers } })
             }
             WireEvent::Refused(refused) => {
+                // A refused request is free, so none of it may have gone out.
                 if self.progress.tokens > 0 {
                     return Err("a refusal after tokens");
                 }
@@ -214,6 +216,7 @@ impl StreamCheck {
         if state.finished {
             return Err("tokens of a choice that had ended");
         }
+        // The budget and the hold were computed for this many tokens.
         if state.tokens > self.terms.max_tokens() {
             return Err("more tokens than ordered");
         }
@@ -266,6 +269,7 @@ impl StreamCheck {
             attributed_ns,
             reference_ns,
         } = usage;
+        // The client has the streamed tokens, so the bill must have as many.
         if completion_tokens != self.progress.tokens {
             return Err("another count of tokens than was streamed");
         }
