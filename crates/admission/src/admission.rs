@@ -35,6 +35,7 @@ struct Guarded {
 impl Admission {
     /// Creates an admission without spend; see [`Self::restore_spend`].
     pub fn new(options: AdmissionOptions) -> Self {
+        // One mutex for core and wakers: a promotion and its waker must change together.
         let guarded = Guarded { core: Core::new(options), wakers: HashMap::new() };
         Self { guarded: Arc::new(Mutex::new(guarded)) }
     }
@@ -110,6 +111,7 @@ impl Admission {
     pub fn expire(&self, now: MonotonicTime) -> Swept {
         let mut guarded = self.lock();
         let swept = guarded.core.expire(now);
+        // Collected under the lock and woken after it.
         let woken: Vec<Waker> = swept
             .timed_out
             .iter()
@@ -217,6 +219,7 @@ impl Hold {
     ///
     /// [`ResolveError`] if the hold was resolved by its id before.
     pub fn settle(mut self, now: MonotonicTime, spent: Spent) -> Result<Settlement, ResolveError> {
+        // Set first: the drop must not void a hold that is resolved here.
         self.open = false;
         self.admission.settle(now, &self.id, spent)
     }
@@ -269,6 +272,7 @@ impl Future for QueueTicket<'_> {
         let mut guarded = hold.admission.lock();
         match guarded.core.state(&hold.id) {
             Some(HoldState::Running) => Poll::Ready(Ok(())),
+            // The hold ended by its deadline or by its id.
             None => Poll::Ready(Err(QueueTicketLost)),
             Some(HoldState::Queued) => {
                 // Stored under the same lock that read the state, so no promotion can be

@@ -81,10 +81,14 @@ impl Core {
         if self.holds.knows(&request.id) {
             return Err(ReserveError::AlreadyHeld);
         }
+        // Stored even if the request is refused: it is the latest known time.
         self.moment = (now, utc);
         self.see(utc);
+        // Before any state is created for the scopes, so that a flood of new scopes stays
+        // bounded.
         self.make_room(now, &request).map_err(ReserveError::Refused)?;
         for ScopeLimits { scope, limits } in &request.scopes {
+            // Refreshed before the check, so that the check sees the limits of this moment.
             self.scopes.entry(scope.clone()).or_insert_with(ScopeState::new).refresh(
                 limits,
                 &request.class,
@@ -112,6 +116,7 @@ impl Core {
                 continue;
             };
             let Some(refusal) = state.requests_are_spent(rate, now, scope) else { continue };
+            // The strongest refusal tells the client the longest wait.
             if worst.as_ref().is_none_or(|worst| refusal.weight() > worst.weight()) {
                 worst = Some(refusal);
             }
@@ -157,6 +162,8 @@ impl Core {
             request.scopes.iter().filter(|s| !core.scopes.contains_key(&s.scope)).count()
         };
         if self.scopes.len() + new(self) > self.options.max_scopes
+            // A full map is scanned at most once a second, because an attacker can keep it
+            // full.
             && now.since(self.pruned) >= PRUNE_PRESSED
         {
             self.forget_idle_scopes(now);
@@ -177,6 +184,7 @@ impl Core {
         let check::Decision { hold_state, capped } = decision;
         let ticket = (hold_state == HoldState::Queued).then(|| {
             self.next_ticket += 1;
+            // Tickets grow, so their order is the order of arrival in every scope.
             self.tickets.insert(self.next_ticket, id.clone());
             self.next_ticket
         });
@@ -284,6 +292,7 @@ impl Core {
         while let Some((due, id)) = self.due.first().cloned()
             && due <= now
         {
+            // A waiting hold never ran, so it is voided and not expired.
             if self.state(&id) == Some(HoldState::Queued)
                 && let Ok(record) = self.holds.void(&id)
             {
@@ -318,6 +327,8 @@ impl Core {
     ) {
         let state = self.scopes.entry(scope).or_insert_with(ScopeState::new).class(class);
         let (spend, index) = match period {
+            // Restored spend also advances the calendar, so that old spend is never counted
+            // as today's.
             Period::Day(day) => {
                 self.day = self.day.max(day);
                 (&mut state.day, day.0)
@@ -338,6 +349,7 @@ impl Core {
 
     pub(crate) fn status(&self) -> AdmissionStatus {
         AdmissionStatus {
+            // Every waiting hold has exactly one ticket.
             running: self.holds.held() - self.tickets.len(),
             queued: self.tickets.len(),
             scopes: self.scopes.len(),
@@ -406,6 +418,7 @@ impl Core {
     /// requests are not scanned.
     fn promote(&mut self, freed: &HoldRecord) -> Vec<RequestId> {
         let mut promoted = Vec::new();
+        // The widest scope is last; it concerns the most waiting requests.
         for held in freed.scopes.iter().rev() {
             if !self.scopes.get_mut(&held.scope).is_some_and(ScopeState::may_have_blocked) {
                 continue;
@@ -432,6 +445,7 @@ impl Core {
         let Some(record) = self.holds.get_mut(id) else { return false };
         let free =
             |held: &HeldScope| self.scopes.get(&held.scope).is_none_or(ScopeState::has_place);
+        // A place in every scope, or none.
         if !record.scopes.iter().all(free) {
             return false;
         }

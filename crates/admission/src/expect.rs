@@ -48,6 +48,7 @@ impl ExpectedOutput {
     pub fn expect(&self, tenant: &TenantId, model: &ModelName, max_tokens: u32) -> u32 {
         let pair = (tenant.clone(), model.clone());
         let means = self.means.lock().unwrap_or_else(PoisonError::into_inner);
+        // The old generation still counts until it is dropped.
         let known = means.young.get(&pair).or_else(|| means.old.get(&pair));
         let tokens = known.map_or(self.first_guess, |mean| mean.div_ceil(FRACTION)).max(1);
         u32::try_from(tokens).unwrap_or(u32::MAX).min(max_tokens)

@@ -59,6 +59,7 @@ pub(crate) fn tighten<F: Copy, K: Ord>(
     left: impl Fn(&F) -> K,
 ) {
     if let Some(found) = found
+        // Strictly less, so that a tie keeps the first one.
         && kept.as_ref().is_none_or(|kept| left(&found) < left(kept))
     {
         *kept = Some(found);

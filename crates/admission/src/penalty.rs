@@ -105,6 +105,7 @@ struct Meter {
 
 impl Meter {
     fn penalty(&self, now: MonotonicTime) -> Option<Duration> {
+        // The first span of the meter is free.
         self.drained.since(now).checked_sub(SPAN).filter(|left| !left.is_zero())
     }
 }
@@ -124,6 +125,7 @@ impl<K: Clone + Eq + Hash> PenaltyBook<K> {
         offence: Offence,
         weight: u64,
     ) -> Counted {
+        // At least 1, because the weight is divided by it.
         let free = self.terms.free_per_minute[offence as usize].max(1);
         let weight = SPAN.as_nanos().saturating_mul(weight.into()) / u128::from(free);
         let weight = Duration::from_nanos(u64::try_from(weight).unwrap_or(u64::MAX));
@@ -137,6 +139,7 @@ impl<K: Clone + Eq + Hash> PenaltyBook<K> {
         };
         let meter = &mut self.meters.entry(place).or_default()[offence as usize];
         let held = meter.and_then(|meter| meter.penalty(now)).is_some();
+        // A drained meter starts anew, with a new count and start.
         let old = meter.filter(|meter| meter.drained > now);
         let counted = Meter {
             drained: old.map_or(now, |old| old.drained).after(weight).min(fullest),
@@ -145,6 +148,7 @@ impl<K: Clone + Eq + Hash> PenaltyBook<K> {
         };
         *meter = Some(counted);
         let penalty = counted.penalty(now).map(|left| Penalty { offence, left });
+        // `began` is true only once for each penalty, so that callers can log it once.
         Counted { penalty, began: penalty.is_some() && !held }
     }
 

@@ -97,6 +97,7 @@ impl Refusal {
     /// the wait.
     pub(crate) fn weight(&self) -> (u8, Duration) {
         let strength = match (self.permanent, self.retry_after) {
+            // Never: no wait helps.
             (true, None) => 2,
             (true, Some(_)) => 1,
             (false, _) => 0,

@@ -135,6 +135,7 @@ impl ScopeState {
         refresh(&mut self.tokens, limits.tokens, now);
         let state = self.class(class);
         refresh(&mut state.device_time, limits.device_time.limit(class), now);
+        // Rolled here, so that the check sees the new period.
         state.day.roll(day.0);
         state.month.roll(month.0);
     }
@@ -154,6 +155,7 @@ impl ScopeState {
     /// Returns true if requests may be waiting for this scope. A removed limit counts once:
     /// a request that is skipped then waits for another scope.
     pub(crate) fn may_have_blocked(&mut self) -> bool {
+        // One pass after the limit was removed is enough.
         std::mem::take(&mut self.lifted) || self.limits.concurrent.is_some()
     }
 

@@ -191,6 +191,7 @@ impl BlockParts {
             [self.overhead, self.idle, self.loss].into_iter().chain(shares).collect();
         // A checked block without time has no energy.
         let parts = energy.split(&times).unwrap_or_else(|| vec![Millijoules::ZERO; times.len()]);
+        // The split keeps the order of `times`, so the first three parts are known.
         let [overhead, idle, loss, ref shares @ ..] = parts[..] else { return None };
         Some(EnergyParts { overhead, idle, loss, shares: shares.to_vec() })
     }
@@ -222,6 +223,7 @@ impl Block {
         });
         // The time stays in the block as loss, so the block still balances.
         parts.loss = lost;
+        // The final figures of removed attempts go with their shares.
         parts.finished.retain(|finished| !untrue(&finished.caller, &finished.attempt));
         Self { parts }
     }
@@ -237,10 +239,13 @@ impl TryFrom<BlockParts> for Block {
     type Error = BlockError;
 
     fn try_from(parts: BlockParts) -> Result<Self, BlockError> {
+        // Errors name the block, because a worker sends many.
         let number = parts.number;
         if let Some(field) = out_of_bounds(&parts) {
             return Err(BlockError::OutOfBounds { number, field });
         }
+        // Both sides of the wire check the sum: the worker may have a bug, and the bytes
+        // may be damaged.
         let entries = [parts.overhead, parts.idle, parts.loss]
             .into_iter()
             .chain(parts.shares.iter().map(|share| share.attributed))
@@ -253,6 +258,7 @@ impl TryFrom<BlockParts> for Block {
                 wall: parts.wall.nanos(),
             });
         }
+        // Checked last, because it is only meaningful for a balanced block.
         if is_understated(&parts) {
             return Err(BlockError::Understated { number });
         }
@@ -274,6 +280,7 @@ fn is_understated(parts: &BlockParts) -> bool {
             return false; // the attempt did not end in this block
         };
         match left.nanos().checked_sub(share.attributed.nanos()) {
+            // Several choices of one attempt draw on the same figure.
             Some(less) => *left = DeviceNanos(less),
             None => return true,
         }
@@ -286,6 +293,7 @@ fn is_understated(parts: &BlockParts) -> bool {
 fn out_of_bounds(parts: &BlockParts) -> Option<&'static str> {
     const FITS: u64 = i64::MAX as u64;
     let steps = match (parts.first_step, parts.last_step) {
+        // A span without a step has no device time to share.
         (0, 0) => parts.shares.is_empty(),
         (first, last) => first > 0 && first <= last && last <= FITS,
     };
@@ -293,6 +301,7 @@ fn out_of_bounds(parts: &BlockParts) -> Option<&'static str> {
         let Usage { prompt_tokens, cached_tokens, completion_tokens, attributed, reference } =
             finished.usage;
         let Stages { queue_ns, prefill_ns, decode_ns } = finished.stages;
+        // Cached tokens are a part of the prompt's tokens.
         cached_tokens <= prompt_tokens
             && prompt_tokens.max(completion_tokens) <= MOST_TOKENS
             && attributed.max(reference) <= LONGEST_ATTEMPT

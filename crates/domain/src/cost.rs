@@ -101,11 +101,14 @@ impl Curve {
         if tokens == 0 {
             return 0.0;
         }
+        // Below the first point nothing was measured, and a step never costs less than
+        // that.
         if tokens <= u64::from(first_x) {
             return first_y;
         }
         let upper = points.partition_point(|&(x, _)| u64::from(x) < tokens);
         let (upper, beyond) =
+            // Beyond the last point the last slope continues.
             if upper < points.len() { (upper, false) } else { (points.len() - 1, true) };
         let Some(&(x0, y0)) = upper.checked_sub(1).and_then(|below| points.get(below)) else {
             // With a single point, the time beyond it grows in proportion.
@@ -117,6 +120,7 @@ impl Curve {
 
     fn is_valid(&self) -> bool {
         !self.0.is_empty()
+            // A point at 0 tokens would contradict the value 0 there.
             && self.0[0].0 > 0
             && self.0.iter().all(|&(_, ns)| (0.0..=LONGEST_NS).contains(&ns))
             && self.0.windows(2).all(|pair| pair[0].0 < pair[1].0 && pair[0].1 <= pair[1].1)
@@ -214,6 +218,7 @@ impl CostTable {
 
     fn weights(&self, works: &[SequenceWork]) -> Vec<f64> {
         let CostTableParts { step_ns, linear, head, .. } = &self.parts;
+        // The fixed time of the step is shared by all sequences alike.
         let active = works.len() as f64;
         let tokens: u64 = works.iter().map(|work| u64::from(work.new_tokens)).sum();
         let rows: u64 = works.iter().map(|work| u64::from(work.logit_rows)).sum();
@@ -252,6 +257,7 @@ impl CostTable {
         }
         let (batch, chunk) = (f64::from(*reference_batch), u64::from(*reference_chunk));
         let chunks = uncached.div_ceil(chunk);
+        // Floating point is exact here: token counts stay far below 2^53.
         let full = (uncached / chunk) as f64;
         // Each chunk reads the context up to its own end: cached + C, cached + 2C, ...
         let full_reads = full * cached as f64 + chunk as f64 * full * (full + 1.0) / 2.0;
@@ -272,6 +278,8 @@ impl CostTable {
     pub fn generated_ns(&self, context: u64, tokens: u64) -> f64 {
         let CostTableParts { step_ns, linear, head, reference_batch, shape, .. } = &self.parts;
         let batch = u64::from(*reference_batch);
+        // The cost of a whole step at the reference batch, of which one token pays one
+        // part.
         let each = (step_ns + linear.at(1)) + (linear.at(batch) - linear.at(1)) + head.at(batch);
         let m = tokens as f64;
         // Token j of m attends to context + j tokens, itself included.
@@ -335,6 +343,7 @@ impl StepCost<'_> {
     /// except for the rounding of floating-point sums.
     pub fn predicted(&self) -> DeviceNanos {
         let CostTableParts { step_ns, linear, head, .. } = &self.table.parts;
+        // An empty step does not run.
         if self.sequences == 0 {
             return DeviceNanos::ZERO;
         }
@@ -367,6 +376,7 @@ impl TryFrom<CostTableParts> for CostTable {
                 return Err(CostTableError::Coefficient(name));
             }
         }
+        // Checked after the ranges, so that NaN never reaches these comparisons.
         for (name, empty) in [
             // A model without cost means that the table was never measured.
             ("linear", parts.linear.at(1) == 0.0),
@@ -402,6 +412,7 @@ fn over(value: f64, count: u64) -> f64 {
 /// above 0, all are equal.
 fn split(total: DeviceNanos, weights: &[f64], ids: &[SequenceId]) -> Vec<DeviceNanos> {
     let scaled = integer_weights(weights);
+    // 2^40 times the number of sequences fits a u128.
     let sum: u128 = scaled.iter().map(|&weight| u128::from(weight)).sum();
     if sum == 0 {
         return Vec::new();
@@ -417,6 +428,7 @@ fn split(total: DeviceNanos, weights: &[f64], ids: &[SequenceId]) -> Vec<DeviceN
     }
     let given: DeviceNanos = shares.iter().copied().sum();
     let left = (total - given).nanos() as usize; // less than the number of shares
+    // The id breaks ties, so the split does not depend on the order of the works.
     remainders.sort_by(|a, b| b.0.cmp(&a.0).then(a.1.cmp(&b.1)));
     for &(_, _, index) in remainders.iter().take(left) {
         shares[index] += DeviceNanos(1);
@@ -428,6 +440,8 @@ fn split(total: DeviceNanos, weights: &[f64], ids: &[SequenceId]) -> Vec<DeviceN
 /// the order of floating-point sums.
 fn integer_weights(weights: &[f64]) -> Vec<u64> {
     const SCALE: f64 = (1u64 << 40) as f64;
+    // Relative to the largest weight, so that very small and very large tables lose no
+    // precision.
     let largest = weights.iter().copied().filter(|w| !w.is_nan()).fold(0.0, f64::max);
     if largest <= 0.0 {
         return vec![1; weights.len()];

@@ -35,6 +35,7 @@ impl Millijoules {
     /// a tolerance for a counter that was read early, and nothing in no time. A larger
     /// value is a wrong report or a broken counter.
     pub fn is_drawn_in(self, wall: DeviceNanos) -> bool {
+        // The tolerance below would allow energy in no time.
         if wall == DeviceNanos::ZERO {
             return self == Self::ZERO;
         }
@@ -45,6 +46,7 @@ impl Millijoules {
     /// first. A time of zero gets nothing. Returns `None` if all times are zero.
     pub fn split(self, times: &[DeviceNanos]) -> Option<Vec<Self>> {
         let sum: u128 = times.iter().map(|time| u128::from(time.nanos())).sum();
+        // Without time there is no proportion; the caller decides.
         if sum == 0 {
             return None;
         }
@@ -64,6 +66,7 @@ impl Millijoules {
 
     /// Returns the energy of `part` of the time `whole`, rounded down.
     pub fn of_part(self, part: DeviceNanos, whole: DeviceNanos) -> Self {
+        // Also covers a whole of zero, which must not divide.
         if part >= whole {
             return self;
         }

@@ -24,6 +24,7 @@ macro_rules! name {
         $(#[$doc])*
         #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
         #[serde(try_from = "String", into = "String")]
+        // Names are cloned for each request, so a clone must not allocate.
         pub struct $type(Arc<str>);
 
         impl $type {
@@ -36,6 +37,7 @@ macro_rules! name {
                 if is_name(name) {
                     Ok(Self(name.into()))
                 } else {
+                    // Cut, because the text may come from a client and goes to the log.
                     Err(InvalidName { kind: $kind, name: name.chars().take(64).collect() })
                 }
             }
@@ -140,6 +142,7 @@ impl RequestId {
     /// Returns the text of the id made of these bits. It needs no allocation, because every
     /// response has an id, also a response that refuses at once.
     pub fn text_of(bits: u128) -> [u8; 36] {
+        // Formatted by hand into a fixed array: this runs for every request.
         let mut text = *b"req-00000000000000000000000000000000";
         for (at, byte) in bits.to_be_bytes().into_iter().enumerate() {
             for (digit, value) in [(0, byte >> 4), (1, byte & 0xf)] {
@@ -151,6 +154,7 @@ impl RequestId {
 }
 
 fn is_name(name: &str) -> bool {
+    // The characters are safe in headers and metric labels.
     (1..=128).contains(&name.len())
         && name.starts_with(|c: char| c.is_ascii_alphanumeric())
         && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-:/".contains(&b))

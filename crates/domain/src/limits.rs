@@ -46,6 +46,7 @@ impl<T: Copy> ByClass<T> {
 
     /// Returns the limit for `class`, if there is one.
     pub fn limit(&self, class: &DeviceClass) -> Option<T> {
+        // A named class replaces the default; the two are never combined.
         self.classes.get(class).copied().or(self.default)
     }
 }

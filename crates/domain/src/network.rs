@@ -39,6 +39,7 @@ impl FromStr for Network {
     type Err = InvalidNetwork;
 
     fn from_str(text: &str) -> Result<Self, InvalidNetwork> {
+        // Cut, because the text goes to the log.
         let invalid = || InvalidNetwork(text.chars().take(64).collect());
         let (address, prefix) = match text.split_once('/') {
             Some((address, prefix)) => (address, Some(prefix)),
@@ -61,6 +62,7 @@ impl fmt::Display for Network {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (address, bits) = match self.address.to_ipv4_mapped() {
             Some(address) if self.prefix >= MAPPED => (IpAddr::V4(address), 32),
+            // A prefix shorter than the mapped range covers more than IPv4.
             _ => (IpAddr::V6(self.address), 128),
         };
         let prefix = self.prefix - (128 - bits);

@@ -121,8 +121,10 @@ impl FromStr for Price {
             Some(parts) => parts,
             None => (text, ""),
         };
+        // `parse` also accepts a plus sign, which prices must not have.
         let digits = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
         if whole.is_empty()
+            // Bounds the digits before they are parsed, so that parsing cannot overflow.
             || whole.len() > 7
             || fraction.len() > DIGITS
             || !digits(whole)
@@ -217,6 +219,7 @@ impl PriceBook {
     /// Returns the list that prices a day's usage under `plan`: the list of the plan,
     /// otherwise the list for all plans.
     pub fn in_force(&self, plan: &PlanName, day: UtcDay) -> Option<&PriceList> {
+        // A list of the plan's own replaces the general list, even an older one.
         self.latest(Some(plan), day).or_else(|| self.latest(None, day))
     }
 
@@ -232,6 +235,7 @@ impl PriceBook {
         for day in (from.0..=to.0).map(UtcDay) {
             let Some(list) = self.in_force(plan, day) else { continue };
             match periods.last_mut() {
+                // Consecutive days of one list form one period.
                 Some(last) if last.list.name == list.name => last.to = day,
                 _ => periods.push(PricePeriod { from: day, to: day, list }),
             }

@@ -57,6 +57,7 @@ impl DeviceNanos {
 impl Add for DeviceNanos {
     type Output = Self;
     fn add(self, other: Self) -> Self {
+        // Release builds would wrap silently with `+`.
         Self(self.0.checked_add(other.0).expect("device time overflowed 584 years"))
     }
 }
@@ -89,6 +90,7 @@ impl Sum for DeviceNanos {
 /// Formats the span for display, like `1.234ms` or `56.700s`.
 impl fmt::Display for DeviceNanos {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Precision does not matter for display.
         let nanos = self.0 as f64;
         let (value, unit) = match self.0 {
             0..1_000 => return write!(f, "{}ns", self.0),

@@ -47,8 +47,10 @@ impl Core {
         let states: Vec<(&Scope, &ScopeState)> = request
             .scopes
             .iter()
+            // `reserve` has created the state of every scope.
             .filter_map(|limited| self.scopes.get_key_value(&limited.scope))
             .collect();
+        // A request runs only if every scope has a place for it.
         let hold_state = if states.iter().all(|(_, state)| state.has_place()) {
             HoldState::Running
         } else {
@@ -67,6 +69,7 @@ impl Core {
                 // A scope that refuses longer may not be the worst one: a permanent refusal
                 // has no time.
                 longest = longest.max(refusal.retry_after);
+                // Strictly greater, so that the narrower scope wins a tie.
                 if worst.as_ref().is_none_or(|worst| refusal.weight() > worst.weight()) {
                     worst = Some(refusal);
                 }
@@ -272,12 +275,14 @@ impl Found {
             Until::Wait(wait) => (Some(wait), None, false),
             Until::Reset(resets, utc) => {
                 let wait = Duration::from_nanos(resets.0.saturating_sub(utc.0));
+                // Permanent for this period: a retry before the reset is useless.
                 (Some(wait), Some(resets), true)
             }
         };
         Refusal {
             limit,
             scope: scope.clone(),
+            // Only limits of device time belong to a class.
             class: class.filter(|_| limit.is_device_time()).cloned(),
             value,
             largest,

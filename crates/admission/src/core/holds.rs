@@ -114,6 +114,7 @@ impl Holds {
                 self.ended.insert(id.clone(), ended);
                 Err(ResolveError::AlreadySettled(how))
             }
+            // Too old or never seen: the two cannot be told apart.
             None => Err(ResolveError::Unknown),
         }
     }
@@ -130,6 +131,7 @@ impl Holds {
 
     /// Changes `held` to `expired`. The caller returns the amounts.
     pub(super) fn expire(&mut self, id: &RequestId) -> Option<HoldRecord> {
+        // Copied for late usage; the copy is dropped when it is forgotten.
         let record = self.held.remove(id)?;
         self.remember(id, Ended::Expired(Box::new(record.clone())));
         Some(record)
