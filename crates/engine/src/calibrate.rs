@@ -56,6 +56,7 @@ pub fn calibrate(
     clock: &dyn Clock,
 ) -> Result<Calibration, CalibrationError> {
     let mut probe = Probe::new(backend, clock);
+    // One token tells small models from large ones, which need more time.
     let first = probe.fastest(&[Feed::one(1)], LogitRows::None, Duration::from_millis(50))?;
     let allowed = if first < SMALL_STEP_NS { SMALL_LIMIT } else { LARGE_LIMIT };
     // The shares of the three measurements sum to 0.9; the rest covers overrun of single
@@ -214,6 +215,7 @@ impl<'a> Probe<'a> {
         for context in self.contexts(linear, allowed) {
             self.fill(context)?;
             for feeds in self.attention_steps(context) {
+                // The budget is shared by all remaining measurements.
                 let spent = Duration::from_nanos((self.device_time - began).nanos());
                 let left = allowed.saturating_sub(spent);
                 let ns = self.fastest(&feeds, LogitRows::None, left / 8)?;
@@ -237,6 +239,7 @@ impl<'a> Probe<'a> {
                 && fill_ns(context) < allowed.as_nanos() as f64 / 3.0
         };
         let mut contexts: Vec<u32> = CONTEXTS.into_iter().filter(fits).collect();
+        // Long contexts separate attention from noise best.
         contexts.drain(..contexts.len().saturating_sub(2));
         contexts
     }
@@ -296,6 +299,7 @@ impl<'a> Probe<'a> {
         let mut best = self.run(feeds, rows)?;
         let mut spent = best;
         for _ in 1..RUNS {
+            // Stops before a run that would exceed the time, not after it.
             if Duration::from_nanos(spent.saturating_add(best)) > allowed {
                 break;
             }
@@ -355,6 +359,7 @@ impl<'a> Probe<'a> {
             reference_batch: REFERENCE_BATCH,
             reference_chunk: REFERENCE_CHUNK,
         };
+        // The version contains a hash of the content, so it is set last.
         parts.version = self.version(kind, &parts);
         let table = CostTable::try_from(parts)?;
         Ok(Calibration { table, device_time: self.device_time, steps: self.steps })

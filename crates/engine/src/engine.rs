@@ -117,7 +117,11 @@ impl Engine {
     ) -> io::Result<Self> {
         let (mut core, inbox) = assemble(backend, options, clock, journal);
         let handle = EngineHandle::new(Arc::clone(&inbox));
+        // A thread of its own: a step blocks for milliseconds and must not block an async
+        // runtime.
         let thread = thread::Builder::new().name("engine".into()).spawn(move || {
+            // A panic must end the engine with an error, not leave its requests without an
+            // answer.
             let result = catch_unwind(AssertUnwindSafe(|| serve(&mut core, &inbox)))
                 .unwrap_or_else(|panic| Err(EngineError::Panic(panic_message(panic.as_ref()))));
             // The inbox is closed on every path, so that no request waits for an engine
@@ -200,6 +204,7 @@ fn assemble(
         guard: DeviceNanos(preemption_guard.as_nanos().min(u128::from(u64::MAX)) as u64),
         rest: preemption_rest,
         spare: match policy {
+            // First come, first served knows no share owners.
             SchedulePolicy::FirstComeFirstServed => Spare::default(),
             // The control policy models engines without fairness, so it keeps nothing free.
             _ => Spare {

@@ -17,6 +17,7 @@ pub struct BlockPool {
 impl BlockPool {
     /// Creates a pool of free blocks `0..blocks`.
     pub fn new(blocks: u32) -> Self {
+        // Reversed, so that the first blocks are used first.
         Self { references: vec![0; blocks as usize], free: (0..blocks).rev().collect() }
     }
 
@@ -45,6 +46,7 @@ impl BlockPool {
         assert!(*references > 0, "KV block {block} was released twice");
         *references -= 1;
         if *references == 0 {
+            // A stack reuses the block that is most likely still in a cache.
             self.free.push(block);
         }
     }
@@ -87,6 +89,7 @@ impl BlockTable {
     #[must_use]
     pub fn grow_to(&mut self, blocks: u32, pool: &mut BlockPool) -> bool {
         let more = blocks.saturating_sub(self.len());
+        // Checked first, so that a failed growth leaves the table unchanged.
         if more > pool.free() {
             return false;
         }

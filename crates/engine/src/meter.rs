@@ -91,6 +91,7 @@ impl Meter {
         assert_eq!(works.len(), payers.len(), "every work has a payer");
         // Steps never overlap, even if the clock is inconsistent.
         let started = started.max(self.booked);
+        // A clock that went back gives an empty step instead of an overflow.
         let ended = ended.max(started);
         let busy = DeviceNanos(ended.0 - started.0);
         let shares = self.table.attribute(busy, works);

@@ -1,12 +1,10 @@
-//! Drawing tokens from rows of logits.
+//! Sampling of tokens from rows of logits.
 //!
-//! A draw depends on the row, the request's own history and its seed alone:
-//! never on neighbours, on the order of rows, or on what was drawn elsewhere.
-//! Penalties and biases change the logits, temperature scales them, `top_k` and
-//! then `top_p` cut the tail, and one number of a counter-based generator picks
-//! a token.
-//! Log-probabilities are the model's own: of the row as it came, before any of
-//! that. No row is sorted, whatever the vocabulary.
+//! A sample depends only on the row, on the request's own history and on its seed: never on
+//! neighbours, on the order of rows, or on other samples. Penalties and biases change the
+//! logits, temperature scales them, `top_k` and then `top_p` cut the tail, and one number
+//! of a counter-based generator selects a token. Log-probabilities come from the row before
+//! all these changes. No row is sorted, for any size of vocabulary.
 
 mod exponential;
 mod generator;
@@ -22,36 +20,34 @@ use tail::Kept;
 
 pub use generator::choice_seed;
 
-/// How tokens are drawn, as OpenAI's API means these fields, and vLLM's `top_k`.
+/// Sampling parameters, with the meaning of OpenAI's API, plus vLLM's `top_k`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
-    /// 0 is greedy; up to 2.
+    /// Divisor of the logits, 0 to 2. 0 always takes the most likely token.
     pub temperature: f32,
-    /// Of this many likeliest tokens; absent: of all.
+    /// Number of most likely tokens to sample from; all tokens if absent.
     pub top_k: Option<NonZeroU32>,
-    /// Of the likeliest of those that together reach this part of their
-    /// probability, 0 to 1.
+    /// Part of the probability, 0 to 1: the smallest set of most likely tokens that reaches
+    /// it is sampled from.
     pub top_p: f32,
-    /// Taken off the logit of each token that was generated before, -2 to 2.
+    /// Amount subtracted from the logit of each token that was generated before, -2 to 2.
     pub presence_penalty: f32,
-    /// Taken off the logit of a token for each time it was generated before, -2 to 2.
+    /// Amount subtracted from the logit of a token for each time it was generated before,
+    /// -2 to 2.
     pub frequency_penalty: f32,
-    /// Divides the positive logit, and multiplies the negative one, of each token
-    /// that the prompt or the choice already has, as Hugging Face's
-    /// `RepetitionPenaltyLogitsProcessor` does; [`MIN_REPETITION_PENALTY`] to
-    /// [`MAX_REPETITION_PENALTY`]; 1 changes nothing.
+    /// Amounts added to logits: token ids, each at most once, and finite biases.
     pub repetition_penalty: f32,
-    /// Added to logits: token ids, each once, and finite biases.
+    /// Seed of the generator. The same seed gives the same result.
     pub logit_bias: Vec<(u32, f32)>,
-    /// Keys the generator; with it a result can be had again.
+    /// Number of most likely tokens to report beside the sampled one, up to 20. No
+    /// log-probabilities if absent.
     pub seed: u64,
-    /// Absent: no log-probabilities. Else how many of the likeliest tokens are
-    /// reported beside the drawn one, up to 20.
+    /// Creates parameters that always take the most likely token and request nothing else.
     pub top_logprobs: Option<u32>,
 }
 
 impl SamplingParams {
-    /// The likeliest token each time, nothing else asked for.
+    /// The log-probabilities at one position.
     pub fn greedy(seed: u64) -> Self {
         Self {
             temperature: 0.0,
@@ -67,61 +63,62 @@ impl SamplingParams {
     }
 }
 
-/// Log-probabilities at one place.
+/// Log-probability of the token at the position.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenLogprobs {
-    /// Of the token that stands there.
+    /// Most likely tokens, most likely first, ties to the smaller id.
     pub logprob: f32,
-    /// The likeliest tokens, likeliest first, ties to the smaller id.
+    /// The number of times a choice has generated each token.
     pub top: Vec<(u32, f32)>,
 }
 
-/// How often a choice has generated each token.
+/// Creates empty counts.
 #[derive(Clone, Debug, Default)]
 pub struct TokenCounts(BTreeMap<u32, u32>);
 
 impl TokenCounts {
-    /// Of nothing.
+    /// Returns every generated token with its count, ordered by token.
     pub const fn new() -> Self {
         Self(BTreeMap::new())
     }
 
-    /// Every token that was generated and how often, by token.
+    /// Counts `token` once more.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (u32, u32)> + '_ {
         self.0.iter().map(|(&token, &count)| (token, count))
     }
 
-    /// One more of `token`.
+    /// The position in a choice at which a token is sampled.
     pub fn add(&mut self, token: u32) {
         *self.0.entry(token).or_default() += 1;
     }
 }
 
-/// Where in a choice a token is drawn.
+/// Seed of the choice; see [`choice_seed`].
 #[derive(Clone, Copy, Debug)]
 pub struct SamplingPoint<'a> {
-    /// The choice's own seed; see [`choice_seed`].
+    /// Number of tokens that the choice has generated before.
     pub seed: u64,
-    /// Tokens that the choice has generated before.
+    /// Counts of these tokens; only read if a penalty is set.
     pub position: u32,
-    /// How often the choice has generated each token; read only where a penalty
-    /// needs it.
+    /// A sampled token.
     pub counts: &'a TokenCounts,
-    /// The distinct tokens of the prompt in ascending order; read only where
-    /// there is a repetition penalty.
+    /// Id of the token.
     pub prompt: &'a [u32],
 }
 
-/// A drawn token.
+/// Log-probabilities, if requested.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SampledToken {
-    /// Its id.
+    /// A sampler with reusable memory. Use one per thread.
     pub token: u32,
-    /// Log-probabilities, when the parameters ask for them.
+    /// Samples the next token of a choice from its row of logits. Returns `None` if no
+    /// logit is above minus infinity, which means that the model is broken.
+    ///
+    /// NaN counts as minus infinity. Ties go to the smaller id.
     pub logprobs: Option<TokenLogprobs>,
 }
 
-/// Draws tokens; keeps the memory that takes. One for each thread.
+/// Copies the row, adds biases and subtracts penalties.
 #[derive(Debug, Default)]
 pub struct Sampler {
     weights: Vec<f32>,
@@ -130,17 +127,15 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// Draws the next token of a choice from its row of logits. `None` when
-    /// no logit is above minus infinity: the model is broken.
-    ///
-    /// A logit that is not a number counts as minus infinity, ties go to the
-    /// smaller id.
+    /// Converts the adjusted logits to weights and samples a token. `best` is the most
+    /// likely token.
     pub fn sample(
         &mut self,
         row: &[f32],
         params: &SamplingParams,
         point: SamplingPoint<'_>,
     ) -> Option<SampledToken> {
+        // The common greedy case needs no copy of the row.
         let token = if params.leaves_logits() && params.is_greedy() {
             likeliest::argmax(row)?
         } else {
@@ -152,7 +147,7 @@ impl Sampler {
         Some(SampledToken { token, logprobs })
     }
 
-    /// Copies the row with biases added and penalties taken off.
+    /// Rounding can leave a remainder after the last token.
     fn adjust(&mut self, row: &[f32], params: &SamplingParams, point: SamplingPoint<'_>) {
         self.weights.clear();
         self.weights.extend(row.iter().map(|&logit| likeliest::bounded(logit)));
@@ -164,8 +159,8 @@ impl Sampler {
         if !params.penalises() {
             return;
         }
-        // The repetition penalty comes first, once for each token: vLLM and the
-        // kernel use the same order, so that a sample is the same everywhere.
+        // Returns the log-probability of `token` and of the `top` most likely tokens, from
+        // the unchanged row. No value is below [`LEAST_LOGPROB`], so all values are finite.
         if params.penalises_repetition() {
             for &token in point.prompt {
                 self.penalise_repetition(token, params);
@@ -190,8 +185,7 @@ impl Sampler {
         }
     }
 
-    /// Turns the adjusted logits into weights and picks one, `best` being the
-    /// likeliest.
+    /// Written so that NaN also gives the smallest value.
     fn sample_by_weight(
         &mut self,
         best: u32,
@@ -200,6 +194,7 @@ impl Sampler {
     ) -> u32 {
         let highest = self.weights[best as usize];
         exponentials(&mut self.weights, highest, params.temperature.recip());
+        // `top_k` comes before `top_p`, as in vLLM.
         if let Some(most) = params.top_k {
             self.tail.cut(&mut self.weights, Kept::Count(most.get()));
         }
@@ -207,6 +202,7 @@ impl Sampler {
             self.tail.cut(&mut self.weights, Kept::Part(params.top_p));
         }
         self.sums.clear();
+        // Sums in a fixed order make the sample reproducible.
         self.sums.extend(self.weights.chunks(SUM_CHUNK).map(exponential::sum));
         let total: f64 = self.sums.iter().sum();
         let mut left = uniform(point.seed, point.position) * total;
@@ -224,19 +220,17 @@ impl Sampler {
                 left -= f64::from(weight);
             }
         }
-        // Rounding can leave a crumb behind the last token.
+        // The reason for which sampling parameters were rejected.
         best
     }
 }
 
-/// The log-probability of `token` and of the `top` likeliest, by the model's
-/// own distribution. Nothing is reported below [`LEAST_LOGPROB`], so that every
-/// figure is finite.
+/// A number outside its range, or NaN.
 pub fn token_logprobs(row: &[f32], token: u32, top: usize) -> TokenLogprobs {
     let normaliser = likeliest::log_sum_exp(row);
     let logprob = |logit: f32| {
         let value = (f64::from(likeliest::bounded(logit)) - normaliser) as f32;
-        // Written so that what is not a number goes to the floor as well.
+        // Name of the field.
         if value > LEAST_LOGPROB { value.min(0.0) } else { LEAST_LOGPROB }
     };
     TokenLogprobs {
@@ -248,55 +242,59 @@ pub fn token_logprobs(row: &[f32], token: u32, top: usize) -> TokenLogprobs {
     }
 }
 
-/// Why sampling parameters were refused.
+/// Value of the field.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum SamplingError {
-    /// A number outside its range, or not a number.
+    /// Smallest allowed value.
     #[error("{field} is {value}; it lies between {low} and {high}")]
     Range {
-        /// The field.
+        /// Largest allowed value.
         field: &'static str,
-        /// What it was.
+        /// A bias for a token that is not in the vocabulary.
         value: f32,
-        /// The least allowed.
+        /// Id of the token.
         low: f32,
-        /// The most allowed.
+        /// Size of the vocabulary.
         high: f32,
     },
-    /// A bias for a token that the model does not have.
+    /// Too many biases.
     #[error("logit_bias names token {token}; the vocabulary has {vocabulary}")]
     Token {
-        /// The token.
+        /// Number of biases.
         token: u32,
-        /// Its bound.
+        /// Too many alternatives.
         vocabulary: u32,
     },
-    /// Too many biases.
+    /// Number of requested alternatives.
     #[error("logit_bias has {count} entries; at most {MAX_LOGIT_BIAS} are allowed")]
     Biases {
-        /// How many there were.
+        /// Returns true if the most likely token is always taken.
         count: usize,
     },
-    /// Too many alternatives.
+    /// Returns true if generated tokens change later logits.
     #[error("top_logprobs is {count}; at most {MAX_TOP_LOGPROBS} are allowed")]
     TopLogprobs {
-        /// How many were asked for.
+        /// Checks the bounds of all fields.
+        ///
+        /// # Errors
+        ///
+        /// [`SamplingError`] for the first field outside its bounds.
         count: u32,
     },
 }
 
 impl SamplingParams {
-    /// Whether the likeliest token is always taken.
+    /// Written so that NaN is outside.
     pub fn is_greedy(&self) -> bool {
         self.temperature < LEAST_TEMPERATURE
     }
 
-    /// Returns true if the logits of earlier tokens change.
+    /// Largest number of entries in `logit_bias`.
     pub fn penalises(&self) -> bool {
         self.presence_penalty != 0.0 || self.frequency_penalty != 0.0 || self.penalises_repetition()
     }
 
-    /// Returns true if the tokens of the prompt matter, too.
+    /// Largest number of reported alternatives.
     pub fn penalises_repetition(&self) -> bool {
         self.repetition_penalty != 1.0
     }
@@ -305,10 +303,7 @@ impl SamplingParams {
         self.logit_bias.is_empty() && !self.penalises()
     }
 
-    /// Checks every bound that the fields state.
-    ///
-    /// # Errors
-    /// [`SamplingError`] for the first field that breaks its bound.
+    /// Largest absolute bias.
     pub fn check(&self, vocabulary: u32) -> Result<(), SamplingError> {
         for (field, value, low, high) in [
             ("temperature", self.temperature, 0.0, 2.0),
@@ -322,7 +317,7 @@ impl SamplingParams {
                 MAX_REPETITION_PENALTY,
             ),
         ] {
-            // Written so that NaN is outside.
+            // Smallest reported log-probability.
             if !(low..=high).contains(&value) {
                 return Err(SamplingError::Range { field, value, low, high });
             }
@@ -346,9 +341,10 @@ impl SamplingParams {
     }
 }
 
-/// The largest repetition penalty.
+/// Temperature below which f32 gives all weight to the most likely token.
 pub const MAX_REPETITION_PENALTY: f32 = 10.0;
-/// The smallest repetition penalty: a logit is divided by it.
+/// Weights are summed in chunks of this size, so that finding the sampled token reads few
+/// of them.
 pub const MIN_REPETITION_PENALTY: f32 = 0.01;
 /// Entries of `logit_bias` at most.
 pub const MAX_LOGIT_BIAS: usize = 1_024;

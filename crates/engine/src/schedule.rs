@@ -184,6 +184,7 @@ pub struct Chunk {
 /// chunk reads the weights once more, and that is the time of a shortest step.
 pub fn step_time_budget(table: &CostTable, most: Duration) -> Duration {
     let mut shortest = table.step_cost();
+    // The shortest step decodes one token without context.
     let token = SequenceWork { sequence: SequenceId(0), new_tokens: 1, logit_rows: 1, context: 0 };
     shortest.add(&token);
     let shortest = Duration::from_nanos(shortest.predicted().nanos());

@@ -138,6 +138,7 @@ impl Request {
                 logprobs: Vec::new(),
             })
             .collect();
+        // Bounded by the checks at submission, so the product is small.
         let choices = prompts.len() * submission.choices as usize;
         Self {
             id,
@@ -145,6 +146,7 @@ impl Request {
             caller: submission.caller,
             node,
             seat,
+            // Counted from the arrival, so that time in the inbox counts.
             deadline: at.after(submission.queue_deadline),
             sampling: submission.sampling,
             max_tokens: submission.max_tokens,
@@ -226,6 +228,7 @@ impl Request {
         self.waiting -= 1;
         self.times.started.get_or_insert(now);
         let penalises_repetition = self.sampling.penalises_repetition();
+        // The tokens move into the sequence; the request keeps only their number.
         let Prompt { tokens, length, .. } = &mut self.prompts[prompt];
         let prompt_set = if penalises_repetition { distinct(tokens) } else { Arc::default() };
         Sequence {
@@ -329,6 +332,7 @@ impl Request {
         let Times { arrived, started, first_token, ended } = self.times;
         let now = ended.unwrap_or(now);
         let nanos = |from: MonotonicTime, to: MonotonicTime| to.0.saturating_sub(from.0);
+        // A request without tokens spent all its time after the start on prefill.
         let read = started.map(|started| (started, first_token.unwrap_or(now)));
         Stages {
             queue_ns: nanos(arrived, started.unwrap_or(now)),
@@ -385,6 +389,8 @@ impl Sequence {
     /// rows they need.
     pub(super) fn pending(&self) -> (u32, Rows) {
         match self.recompute {
+            // Recomputation is fed apart from new tokens, because another account pays. It
+            // needs no rows.
             Some(Recompute { until, .. }) if until > self.cached => {
                 (until - self.cached, Rows::None)
             }
@@ -503,6 +509,7 @@ impl Sequence {
             prompt_length: self.prompt_length,
             most: self.most,
             prompt_rows: self.prompt_rows,
+            // A follower shares the prompt only; its generated tokens are its own.
             tokens: self.tokens[..self.prompt_length as usize].to_vec(),
             counts: TokenCounts::default(),
             prompt_set: Arc::clone(&self.prompt_set),
@@ -540,6 +547,7 @@ impl Sequence {
             sequence: self.id,
             request: self.request,
             rank: Rank::again(self.id),
+            // A started request has no queue deadline any more.
             deadline: MonotonicTime::default(),
             tokens: self.tokens.len() as u32,
             pending,

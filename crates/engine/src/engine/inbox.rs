@@ -184,6 +184,7 @@ impl Inbox {
         state.live.insert(key.clone());
         let ticket = state.queues.push(Queued { key, seat: seat.clone(), size });
         state.arrivals.push(Arrival { submission, at, seat, ticket });
+        // The thread may be waiting in `wait`.
         self.wake.notify_one();
         Ok(())
     }

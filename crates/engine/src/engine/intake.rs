@@ -32,6 +32,7 @@ impl Intake {
         if !(1..=self.max_sequences).contains(choices) {
             return invalid(format!("a prompt has 1 to {} choices", self.max_sequences));
         }
+        // Virtual time divides by the weight.
         if !weight.is_finite() || *weight <= 0.0 {
             return invalid("a tenant's weight is above 0 and finite".into());
         }
@@ -69,6 +70,7 @@ impl Intake {
                 self.pool_tokens
             )));
         }
+        // An unknown id would read outside the embedding.
         match prompt.iter().find(|&&token| token >= self.vocabulary) {
             Some(token) => Err(SubmitError::Invalid(format!(
                 "token {token} is not in the vocabulary of {}",

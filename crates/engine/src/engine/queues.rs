@@ -77,6 +77,7 @@ impl Queues {
     /// owner. Batch work waits for everything.
     pub(super) fn predicted_wait(&self, seat: &Seat) -> Duration {
         let all = self.tiers.get(&seat.tier).map_or(DeviceNanos::ZERO, |queue| queue.size.expected);
+        // Batch work runs after all interactive work, so it waits for both tiers.
         let wait = match seat.tier {
             Tier::Interactive => all.min(self.wait_on_share(seat)),
             Tier::Batch => self.size.expected,
@@ -110,6 +111,7 @@ impl Queues {
         if let Some(share_owners) = self.tiers.get_mut(&seat.tier) {
             let tenants = &mut share_owners.part(&seat.share_owner).inner;
             tenants.part(&seat.tenant).inner.remove(&ticket);
+            // Inner first: shrinking may remove the outer part.
             tenants.shrink(&seat.tenant, size);
             share_owners.shrink(&seat.share_owner, size);
         }
@@ -139,6 +141,7 @@ impl Queues {
             };
             gone.push((ticket, queued));
         }
+        // The caller refuses these requests; they are no longer in any queue.
         Some(gone.into_iter().map(|(_, queued)| queued.key).collect())
     }
 
@@ -211,6 +214,7 @@ impl<T: Default> Queue<T> {
     fn grow(&mut self, name: &Name, size: &Size, weight: u64) {
         let part = self.parts.entry(name.clone()).or_default();
         let before = part.size;
+        // The weight may change between two requests, so it is replaced and not added.
         self.weight = self.weight - u128::from(part.weight) + u128::from(weight);
         part.weight = weight;
         part.size.add(size);

@@ -73,6 +73,7 @@ fn byte_level() -> Value {
 /// Returns the letter for each byte in a byte-level vocabulary: the byte itself if it is
 /// printable, otherwise a letter from 256 on, in order.
 fn byte_letters() -> [char; 256] {
+    // Byte-level vocabularies avoid control characters and spaces.
     let mut spare = (256..).filter_map(char::from_u32);
     std::array::from_fn(|byte| match byte as u8 {
         b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff => char::from(byte as u8),

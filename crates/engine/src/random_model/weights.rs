@@ -63,6 +63,7 @@ impl Draw {
         element: Element,
         file: &mut impl Write,
     ) -> io::Result<()> {
+        // Written in pieces, so that memory does not grow with the tensor.
         let mut bytes = Vec::with_capacity(PIECE * element.size());
         let mut left = count;
         while left > 0 {

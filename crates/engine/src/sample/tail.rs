@@ -53,6 +53,8 @@ impl Tail {
     pub(super) fn cut(&mut self, weights: &mut [f32], kept: Kept) {
         self.mass.fill(0.0);
         for &weight in weights.iter() {
+            // One pass over the row; sorting a vocabulary of 150,000 tokens would dominate
+            // the step.
             self.mass[bucket(weight)] += kept.mass(weight);
         }
         let wanted = kept.wanted(self.mass.iter().sum());
@@ -96,6 +98,7 @@ impl Tail {
                 .filter(|&(_, &weight)| bucket(weight) == straddling)
                 .map(|(token, &weight)| (weight, token as u32)),
         );
+        // Ties are broken by id, so the result does not depend on the sort.
         self.edge.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
         let mut sum = 0.0;
         for &(weight, token) in &self.edge {

@@ -1,4 +1,4 @@
-//! Draws over rows whose right answer is known.
+//! Samples from rows with a known distribution.
 
 use super::*;
 
@@ -21,7 +21,7 @@ fn draw(row: &[f32], params: &SamplingParams, seed: u64, counts: &TokenCounts) -
     Sampler::default().sample(row, params, point).map(|drawn| drawn.token)
 }
 
-/// How often each token is drawn, over many seeds.
+/// Returns the frequency of each token over many seeds.
 fn shares(row: &[f32], params: &SamplingParams) -> Vec<f64> {
     const DRAWS: u64 = 20_000;
     let (mut sampler, counts) = (Sampler::default(), TokenCounts::default());
@@ -48,7 +48,7 @@ fn draws_follow_the_distribution() {
         let expected = softmax(&row, f64::from(temperature));
         let found = shares(&row, &SamplingParams { temperature, ..plain() });
         for (token, (found, expected)) in found.iter().zip(&expected).enumerate() {
-            // Five standard errors of 20,000 draws.
+            // Five standard errors of 20,000 samples.
             assert!((found - expected).abs() < 0.018, "{temperature} {token}: {found} {expected}");
         }
     }
@@ -72,7 +72,7 @@ fn top_k_cuts_before_top_p_does() {
         (2, 1.0, &[1, 3]),
         (3, 1.0, &[0, 1, 3]),
         (9, 1.0, &[0, 1, 2, 3]),
-        // The first two are 0.8 of all and the first is 0.63 of those.
+        // The first two hold 0.8 of the weight, and the first holds 0.63 of that.
         (2, 0.6, &[1]),
         (4, 0.6, &[1, 3]),
     ];

@@ -48,6 +48,7 @@ impl<'a> QueueHeads<'a> {
 
     /// Returns the entry that is served next, or `None` if nothing waits.
     pub(super) fn first(&mut self) -> Option<QueueHead<'a>> {
+        // Batch work is only considered if no interactive entry waits.
         [Tier::Interactive, Tier::Batch].into_iter().find_map(|tier| {
             let (share_owner, (tenant, (key, waiting))) =
                 self.first_below(tier.root(), |queue_heads, share_owner| {
@@ -77,6 +78,8 @@ impl<'a> QueueHeads<'a> {
             *self.taken.entry(at).or_default() += waiting.predicted;
             let after = self.virtual_time(at);
             if let Some(level) = self.levels.get_mut(&parent) {
+                // The child moves to the touched set, whose order can change during the
+                // walk.
                 level.drop((before, at));
                 level.touched.insert((after, at));
             }

@@ -75,6 +75,7 @@ impl Weight {
     /// Converts a weight. Weights from config are 0.001 to 1,000; weights from other
     /// sources are clamped so that the arithmetic cannot overflow.
     fn new(weight: f64) -> Self {
+        // `clamp` also brings infinity into range.
         Self((weight.clamp(LEAST_WEIGHT, MOST_WEIGHT) * Self::ONE.0 as f64) as u64)
     }
 
@@ -150,6 +151,7 @@ impl Rank {
     /// Creates the rank of a prompt that must start by `deadline`.
     pub fn fresh(policy: SchedulePolicy, deadline: MonotonicTime, sequence: SequenceId) -> Self {
         let deadline = match policy {
+            // Equal deadlines leave the order of arrival.
             SchedulePolicy::FirstComeFirstServed => MonotonicTime(0),
             _ => deadline,
         };
@@ -287,6 +289,7 @@ impl Shares {
 
     /// Adds an entry to the queue of a key.
     pub fn push(&mut self, key: NodeId, waiting: Waiting) {
+        // A replaced entry would be lost, and its request would wait forever.
         let replaced = self.node_mut(key).queue.insert(waiting.rank, waiting);
         assert!(replaced.is_none(), "an entry is queued only once");
         self.on_path(key, |parent, child, id| {
@@ -318,6 +321,7 @@ impl Shares {
         from: DeviceNanos,
         to: DeviceNanos,
     ) {
+        // Most calls change nothing; the walk to the root is skipped.
         if attributed == DeviceNanos::ZERO && from == to {
             return;
         }
@@ -364,6 +368,8 @@ impl Shares {
 
     pub(super) fn is_expired(&self, waiting: &Waiting, now: MonotonicTime) -> bool {
         let &Waiting { deadline, request, .. } = waiting;
+        // A request that has started is not in `deadlines`, even if an entry of it waits
+        // after a preemption.
         deadline < now && self.deadlines.contains(&(deadline, request))
     }
 
@@ -470,6 +476,8 @@ impl Shares {
             return child;
         }
         let node = Node::new(parent, name.clone(), weight);
+        // Freed slots are reused, so the vector does not grow with the number of tenants
+        // ever seen.
         let id = match self.unused.pop() {
             Some(id) => {
                 *self.node_mut(id) = node;
@@ -535,6 +543,7 @@ impl Shares {
         let above = self.node_mut(parent);
         above.present.remove(&(virtual_time, child));
         above.served.remove(&(served, child));
+        // Remembered for the case that no child is left: then the next child starts here.
         above.last_gone = virtual_time;
         above.gone.insert((virtual_time, child));
         let floor = above.floor();

@@ -26,6 +26,7 @@ impl Core {
             spans.push(part.span(sequence));
             samples.extend(part.samples(row, sequence, &requests[&part.request]));
             token_feedback.extend(part.feedback);
+            // Rows of the whole step are numbered through, in the order of the parts.
             row += part.work.logit_rows;
         }
         let plan = StepPlan {
