@@ -3,6 +3,7 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 
 use tollgate_domain::{DeviceNanos, SequenceId, SequenceWork, StepCost};
 
@@ -188,12 +189,13 @@ impl<'a> Planner<'a> {
     fn read_on(&mut self, at: usize) -> bool {
         let running = self.batch[at].running;
         let &Running { sequence, cached, pending, rows, .. } = running;
-        let tokens = self.chunk(cached, pending, rows);
+        let pending = Pending { cached, tokens: pending, rows };
+        let tokens = self.chunk(pending);
         if tokens == 0 {
             return false;
         }
         if let Some(blocks) = self.blocks_to_grow(at) {
-            let chunk = Chunk { sequence, tokens, blocks, rows: chunk_rows(rows, tokens, pending) };
+            let chunk = Chunk { sequence, tokens, blocks, rows: pending.rows_of(tokens) };
             self.first_read = false;
             self.count(chunk, cached);
             self.batch[at].chunk = Some(chunk);
@@ -223,10 +225,11 @@ impl<'a> Planner<'a> {
         let blocks = reserved(needed, most).min(usable).max(needed);
         self.room.free -= blocks;
         self.room.sequences += 1 + followers;
-        self.room.promised += soon(tokens, most, followers, blocks);
+        self.room.promised += Growth { tokens, most, followers }.soon(blocks);
         self.decisions.admit.push((key, rank));
-        let tokens = self.chunk(0, pending, rows);
-        let chunk = Chunk { sequence, tokens, blocks, rows: chunk_rows(rows, tokens, pending) };
+        let pending = Pending { cached: 0, tokens: pending, rows };
+        let tokens = self.chunk(pending);
+        let chunk = Chunk { sequence, tokens, blocks, rows: pending.rows_of(tokens) };
         self.first_read = false;
         self.count(chunk, 0);
         self.admitted.push(chunk);
@@ -465,19 +468,18 @@ impl<'a> Planner<'a> {
     /// Returns true if at least one token of the waiting entry fits into the step.
     fn has_room_to_read(&self, waiting: &Waiting) -> bool {
         let &Waiting { pending, rows, .. } = waiting;
-        let most = self.most_to_read(pending, rows);
-        most > 0 && (self.first_read || self.fits_time_budget(0, 1, pending, rows))
+        let pending = Pending { cached: 0, tokens: pending, rows };
+        self.most_to_read(pending) > 0 && (self.first_read || self.fits_time_budget(pending, 1))
     }
 
     /// Returns the number of `pending` tokens that fit into the step, or 0 if the step is
     /// full.
-    fn chunk(&self, cached: u32, pending: u32, rows: Rows) -> u32 {
-        let most = self.most_to_read(pending, rows);
+    fn chunk(&self, pending: Pending) -> u32 {
+        let most = self.most_to_read(pending);
         let least = if self.first_read { LEAST_CHUNK.min(most) } else { 0 };
-        let tokens =
-            largest(least, most, |tokens| self.fits_time_budget(cached, tokens, pending, rows));
+        let tokens = largest(least..=most, |tokens| self.fits_time_budget(pending, tokens));
         // Kernels run faster on whole blocks than on odd ends.
-        if tokens < pending && tokens > LEAST_CHUNK {
+        if tokens < pending.tokens && tokens > LEAST_CHUNK {
             tokens - tokens % LEAST_CHUNK
         } else {
             tokens
@@ -486,21 +488,22 @@ impl<'a> Planner<'a> {
 
     /// Returns the number of `pending` tokens that the device accepts beside the tokens
     /// already in the step.
-    fn most_to_read(&self, pending: u32, rows: Rows) -> u32 {
+    fn most_to_read(&self, Pending { tokens, rows, .. }: Pending) -> u32 {
         match rows {
-            Rows::None => pending.min(self.tokens_left),
-            Rows::Last if self.rows_left == 0 => pending.saturating_sub(1).min(self.tokens_left),
-            Rows::Last => pending.min(self.tokens_left),
-            Rows::All => pending.min(self.tokens_left).min(self.rows_left),
+            Rows::None => tokens.min(self.tokens_left),
+            // Without a free row the newest token must wait for the next step.
+            Rows::Last if self.rows_left == 0 => tokens.saturating_sub(1).min(self.tokens_left),
+            Rows::Last => tokens.min(self.tokens_left),
+            Rows::All => tokens.min(self.tokens_left).min(self.rows_left),
         }
     }
 
-    fn fits_time_budget(&self, cached: u32, tokens: u32, pending: u32, rows: Rows) -> bool {
-        let rows = chunk_rows(rows, tokens, pending);
+    fn fits_time_budget(&self, pending: Pending, tokens: u32) -> bool {
+        let rows = pending.rows_of(tokens);
         // Only the amount of work matters for the prediction, so the id is arbitrary.
         let chunk = Chunk { sequence: SequenceId(0), tokens, blocks: 0, rows };
         let mut cost = self.cost;
-        cost.add(&work(&chunk, cached));
+        cost.add(&work(&chunk, pending.cached));
         cost.predicted() <= self.step_time_budget()
     }
 
@@ -541,7 +544,8 @@ impl Running {
     /// Returns the number of further blocks that the sequence will need soon if it holds
     /// `blocks`.
     fn soon(&self, blocks: u32) -> u32 {
-        soon(self.cached + self.pending, self.most, self.followers, blocks)
+        let &Self { cached, pending, most, followers, .. } = self;
+        Growth { tokens: cached + pending, most, followers }.soon(blocks)
     }
 }
 
@@ -583,9 +587,10 @@ impl Limit {
     }
 }
 
-/// Returns the largest value in `low..=high` that fits. If a value fits, all smaller values
-/// must fit. `low` is assumed to fit and is never tested.
-fn largest(mut low: u32, mut high: u32, fits: impl Fn(u32) -> bool) -> u32 {
+/// Returns the largest value in `range` that fits. If a value fits, all smaller values must fit. The
+/// first value is assumed to fit and is never tested.
+fn largest(range: RangeInclusive<u32>, fits: impl Fn(u32) -> bool) -> u32 {
+    let (mut low, mut high) = range.into_inner();
     while low < high {
         // Rounding up keeps `middle` above `low`, so the loop ends.
         let middle = low + (high - low).div_ceil(2);
@@ -606,18 +611,39 @@ fn reserved(needed: u32, most: u32) -> u32 {
     needed.next_multiple_of(RESERVE_BLOCKS).min(blocks_for(most)).max(needed)
 }
 
-/// Returns the number of blocks that a sequence of `tokens` tokens will need soon beyond
-/// the `blocks` that it holds: for its next tokens, and one for each follower.
-fn soon(tokens: u32, most: u32, followers: u32, blocks: u32) -> u32 {
-    blocks_for((tokens + SOON_TOKENS).min(most)).saturating_sub(blocks) + followers
+/// The tokens of a sequence that could be fed next.
+#[derive(Clone, Copy)]
+struct Pending {
+    /// Tokens before them in the KV cache.
+    cached: u32,
+    tokens: u32,
+    rows: Rows,
 }
 
-/// Returns the logit rows of a chunk of `tokens` tokens. A chunk that does not reach the
-/// end of the prompt has no last row.
-fn chunk_rows(rows: Rows, tokens: u32, pending: u32) -> Rows {
-    match rows {
-        Rows::Last if tokens < pending => Rows::None,
-        rows => rows,
+impl Pending {
+    /// Returns the logit rows of a chunk of `tokens` tokens. A chunk that does not reach the last
+    /// pending token has no last row.
+    fn rows_of(self, tokens: u32) -> Rows {
+        match self.rows {
+            Rows::Last if tokens < self.tokens => Rows::None,
+            rows => rows,
+        }
+    }
+}
+
+/// The expected growth of a sequence.
+struct Growth {
+    tokens: u32,
+    most: u32,
+    followers: u32,
+}
+
+impl Growth {
+    /// Returns the number of blocks that the sequence will need soon beyond the `blocks` that it
+    /// holds: for its next tokens, and one for each follower.
+    fn soon(self, blocks: u32) -> u32 {
+        let Self { tokens, most, followers } = self;
+        blocks_for((tokens + SOON_TOKENS).min(most)).saturating_sub(blocks) + followers
     }
 }
 
