@@ -19,7 +19,7 @@ use tollgate_gateway::audit::{config_loaded, plans_in_force, record, sign};
 use tollgate_gateway::auth::{KeyOptions, KeyStore, Scopes};
 use tollgate_gateway::workers::WorkerReport;
 use tollgate_gateway::{Clock, Gateway, GatewayOptions, GatewayService};
-use tollgate_ledger::{LeaveOut, Ledger, LedgerHandle, LedgerOptions};
+use tollgate_ledger::{Ledger, LedgerError, LedgerHandle, LedgerOptions};
 
 use crate::common::{load, now};
 use crate::{audit, data, logging};
@@ -76,19 +76,23 @@ pub fn run(arguments: Arguments) -> Result<()> {
         #[cfg(feature = "bench")]
         without_ledger,
     } = arguments;
+    #[cfg(feature = "bench")]
+    let open: OpenLedger = if without_ledger { Ledger::open_null } else { Ledger::open_with };
     #[cfg(not(feature = "bench"))]
-    let without_ledger = false;
-    let leave_out = if without_ledger { LeaveOut::Everything } else { LeaveOut::Nothing };
+    let open: OpenLedger = Ledger::open_with;
     let flags = Flags { listen, admin_listen, data, model, device };
     let config = Arc::new(load(config, flags)?);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(serve(config, leave_out))
+    runtime.block_on(serve(config, open))
 }
 
-async fn serve(config: Arc<Config>, leave_out: LeaveOut) -> Result<()> {
+/// Opens the ledger: the real one, or the control of a benchmark.
+type OpenLedger = fn(LedgerOptions) -> Result<LedgerHandle, LedgerError>;
+
+async fn serve(config: Arc<Config>, open: OpenLedger) -> Result<()> {
     let folder = std::path::absolute(config.data()).context("data folder")?;
     let lock = data::lock(&folder)?;
-    let ledger = open_ledger(&config, &folder, leave_out).await?;
+    let ledger = open_ledger(&config, &folder, open).await?;
     let keys = KeyStore::open(&folder).context("the keys cannot be opened")?;
     if config.is_demo() {
         make_demo_key(&folder, &keys)?;
@@ -141,11 +145,10 @@ async fn serve(config: Arc<Config>, leave_out: LeaveOut) -> Result<()> {
 
 /// Opens the ledger, with an audit log that is signed and says first of all
 /// which config is in force.
-async fn open_ledger(config: &Config, folder: &Path, leave_out: LeaveOut) -> Result<LedgerHandle> {
+async fn open_ledger(config: &Config, folder: &Path, open: OpenLedger) -> Result<LedgerHandle> {
     let key = Arc::new(audit::signing_key(folder)?);
     let mut options = LedgerOptions::new(&folder.join("ledger.db"));
     options.key = Some(Arc::clone(&key));
-    options.leave_out = leave_out;
     let path = options.path.clone();
     let checked = tokio::task::spawn_blocking(move || Ledger::check_start(&path)).await?;
     checked.with_context(|| {
@@ -154,7 +157,7 @@ async fn open_ledger(config: &Config, folder: &Path, leave_out: LeaveOut) -> Res
             folder.join("ledger.db").display()
         )
     })?;
-    let ledger = Ledger::open_with(options).context("the ledger cannot be opened")?;
+    let ledger = open(options).context("the ledger cannot be opened")?;
     let actor = format!("uid {}", rustix::process::getuid().as_raw());
     let action = config_loaded(config, key.verifier(), actor.clone(), now());
     record(&ledger, action).await.context("the audit log cannot be written")?;

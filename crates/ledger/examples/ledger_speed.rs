@@ -1,15 +1,13 @@
-//! What the ledger takes, for benchmarks to compare: blocks posted through the
-//! writer's queue, so many to a commit, with the audit log's records and without.
+//! Speed of the ledger, for benchmarks: posts blocks through the writer's queue, a
+//! given number to a commit.
 //!
-//! `ledger_speed FOLDER BLOCKS GROUP…` makes two new ledgers in FOLDER for each
-//! size of a group, posts to one after the other, and prints a line of JSON for
-//! each.
+//! `ledger_speed FOLDER BLOCKS GROUP…` makes a new ledger in FOLDER for each size of
+//! a group, posts to it, and prints a line of JSON.
 
 use std::collections::VecDeque;
 use std::error::Error;
 use std::path::Path;
 use std::sync::Arc;
-
 use std::time::Instant;
 
 use futures_executor::block_on;
@@ -19,7 +17,7 @@ use tollgate_domain::{
     FinishedAttempt, KeyId, ModelName, RequestId, SequenceId, Share, Stages, TenantId, Usage,
     UtcTime, WorkerEpoch, WorkerName,
 };
-use tollgate_ledger::{AuditKey, LeaveOut, Ledger, LedgerOptions};
+use tollgate_ledger::{AuditKey, Ledger, LedgerOptions};
 
 type Fallible<T> = Result<T, Box<dyn Error>>;
 
@@ -35,35 +33,33 @@ fn main() -> Fallible<()> {
     let (folder, blocks) = (Path::new(folder), blocks.parse()?);
     std::fs::create_dir_all(folder)?;
     for group in groups {
-        for (name, leave_out) in [("records", LeaveOut::Nothing), ("left_out", LeaveOut::Records)] {
-            let path = folder.join(format!("{name}.{group}.db"));
-            let seconds = post_all(&path, leave_out, group.parse()?, blocks)?;
-            // Its log is copied into the file before that is measured.
-            rusqlite::Connection::open(&path)?.query_row(
-                "PRAGMA wal_checkpoint(TRUNCATE)",
-                [],
-                |_| Ok(()),
-            )?;
-            let bytes = std::fs::metadata(&path)?.len();
-            println!(
-                "{}",
-                json!({
-                    "name": name, "group": group, "seconds": seconds, "bytes": bytes,
-                    "requests": blocks * ENDS, "entries": blocks * (ENDS + 2),
-                })
-            );
-        }
+        let path = folder.join(format!("records.{group}.db"));
+        let seconds = post_all(&path, group.parse()?, blocks)?;
+        // The log is copied into the file first, so that the file's size counts all.
+        rusqlite::Connection::open(&path)?.query_row(
+            "PRAGMA wal_checkpoint(TRUNCATE)",
+            [],
+            |_| Ok(()),
+        )?;
+        let bytes = std::fs::metadata(&path)?.len();
+        println!(
+            "{}",
+            json!({
+                "name": "records", "group": group, "seconds": seconds, "bytes": bytes,
+                "requests": blocks * ENDS, "entries": blocks * (ENDS + 2),
+            })
+        );
     }
     Ok(())
 }
 
-/// The time from the first block sent to the last one on the disk. So many
-/// are under way that the next group is always there, and no more.
-fn post_all(path: &Path, leave_out: LeaveOut, group: usize, blocks: u64) -> Fallible<f64> {
+/// Posts all blocks and returns the seconds from the first block sent to the last
+/// one on the disk. Two groups are under way, so that the next group always waits.
+fn post_all(path: &Path, group: usize, blocks: u64) -> Fallible<f64> {
     let key = AuditKey::from_seed("tollgate/benchmark", &[7; 32]).ok_or("a bad name")?;
-    let key = (leave_out == LeaveOut::Nothing).then(|| Arc::new(key));
     let queue = 2 * group;
-    let options = LedgerOptions { key, leave_out, group, queue, ..LedgerOptions::new(path) };
+    let key = Some(Arc::new(key));
+    let options = LedgerOptions { key, group, queue, ..LedgerOptions::new(path) };
     let ledger = Ledger::open_with(options)?;
     let made: Vec<Block> = (1..=blocks).map(block).collect::<Fallible<_>>()?;
     let mut posting = VecDeque::with_capacity(queue);

@@ -1,13 +1,12 @@
-//! What can go wrong with the ledger. Cloneable, because one failed commit
-//! answers every caller of its group.
+//! Errors of the ledger. They can be cloned, because one failed commit answers every
+//! act of its group.
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use rusqlite::ErrorCode;
 use tollgate_domain::WorkerEpoch;
 
-/// Why the ledger did not do what it was asked.
+/// A failure of the ledger.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum LedgerError {
     /// The file cannot be opened or prepared.
@@ -15,71 +14,71 @@ pub enum LedgerError {
     Open {
         /// The database file.
         path: PathBuf,
-        /// What SQLite said.
-        source: Arc<rusqlite::Error>,
+        /// The cause.
+        source: StorageError,
     },
-    /// Its write-ahead log cannot be written once more.
-    #[error("the log of the ledger {} cannot be written", path.display())]
+    /// The write-ahead log cannot be rewritten before the file is opened.
+    #[error("the write-ahead log of the ledger {} cannot be rewritten", path.display())]
     Log {
         /// The database file.
         path: PathBuf,
-        /// What the system said.
+        /// The cause.
         source: Arc<std::io::Error>,
     },
-    /// Written by another version, or not a ledger at all.
-    #[error("the ledger {} has format {found:?}, this version reads format {expected}; `tollgate up` takes an older one on", path.display())]
+    /// The file was written by another version, or is no ledger.
+    #[error("the ledger {} has format {found:?}, this version reads format {expected}; `tollgate up` migrates an older one", path.display())]
     Format {
         /// The database file.
         path: PathBuf,
-        /// What its `meta` table says.
+        /// The format in its `meta` table.
         found: String,
-        /// What this version writes.
+        /// The format that this version writes.
         expected: u32,
     },
-    /// Nothing of the group was written: disk full, input/output error.
-    /// The caller keeps what it has and tries again later.
+    /// The database failed, for instance on a full disk. No act of the group was
+    /// written. The caller keeps its act and submits it again later.
     #[error("the ledger cannot be written or read")]
-    Storage(#[source] Arc<rusqlite::Error>),
-    /// The writer's queue is full: try again when an answer has come back.
+    Storage(#[source] StorageError),
+    /// The writer's queue is full. Submit again when an answer has come back.
     #[error("the ledger's queue is full")]
     Busy,
     /// The writer has stopped.
     #[error("the ledger is closed")]
     Closed,
-    /// The block contradicts what is in the ledger. It will never be posted.
+    /// The block contradicts the ledger and will never be posted.
     #[error("block {number} of epoch {epoch} refused: {refusal}")]
     Refused {
-        /// The epoch it names.
+        /// The epoch that the block names.
         epoch: WorkerEpoch,
-        /// Its number.
+        /// The block's number.
         number: u64,
-        /// Why.
+        /// The reason.
         refusal: BlockRefusal,
     },
     /// The attempt was settled with other figures before.
-    #[error("the attempt is already settled otherwise")]
+    #[error("the attempt is already settled with other figures")]
     AlreadySettled,
-    /// A row holds what this version never writes.
+    /// A row holds a value that no version writes.
     #[error("the ledger is damaged: {0}")]
     Damaged(String),
 }
 
 impl LedgerError {
-    /// Whether the disk is what failed: nothing was written, and the same may
-    /// well go through later. Whoever has something to post keeps it till then.
+    /// Returns true if the disk failed: nothing was written, and the same act may
+    /// succeed later. The caller keeps its act until then.
     pub fn is_of_the_disk(&self) -> bool {
         matches!(self, Self::Storage(_) | Self::Log { .. } | Self::Open { .. })
     }
 }
 
-/// Why a balanced block is refused all the same. Each is an alarm: an honest
-/// worker writes none of them.
+/// The reason why a balanced block is refused. Each is an alarm: a sound worker
+/// writes no such block.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BlockRefusal {
-    /// A block with this id and other content is posted already.
+    /// Another block with this number is posted already.
     #[error("another block with this number is posted already")]
     Conflict,
-    /// Blocks before it are missing.
+    /// Blocks before this one are missing.
     #[error("expected block {expected} next")]
     Gap {
         /// The number that must come next.
@@ -88,16 +87,16 @@ pub enum BlockRefusal {
     /// The epoch has ended.
     #[error("its epoch has ended")]
     Ended,
-    /// It names another worker or device than the epoch's first block.
+    /// The block names another worker or device than the epoch's first block.
     #[error("its worker or device changed within the epoch")]
     Identity,
-    /// Its steps are not after those of the block before.
+    /// The block's steps are not after those of the block before it.
     #[error("its steps begin before step {after} ended")]
     Steps {
         /// The last step of the block before.
         after: u64,
     },
-    /// It finishes an attempt that is finished already.
+    /// The block finishes an attempt that is finished already.
     #[error("attempt {attempt} of {request} is finished already")]
     Replayed {
         /// The request.
@@ -105,13 +104,13 @@ pub enum BlockRefusal {
         /// The attempt.
         attempt: u32,
     },
-    /// The ledger's own constraints refuse it: a sum that does not fit.
+    /// A figure or a sum does not fit the ledger.
     #[error("it does not fit the ledger: {reason}")]
     Unfit {
-        /// What SQLite said.
+        /// The database's reason.
         reason: String,
     },
-    /// It is in an archive: it was posted long ago.
+    /// The block was posted before and is archived.
     #[error("it was posted, and is archived")]
     Archived,
     /// The block was refused before and skipped.
@@ -119,25 +118,38 @@ pub enum BlockRefusal {
     Skipped,
 }
 
-/// Whether SQLite refuses what it was given, rather than that the disk fails:
-/// trying again would change nothing.
-pub(crate) fn is_about_content(error: &rusqlite::Error) -> bool {
-    match error {
-        rusqlite::Error::SqliteFailure(failure, message) => match failure.code {
-            ErrorCode::ConstraintViolation | ErrorCode::TypeMismatch | ErrorCode::TooBig => true,
-            // What `sum` says, under the most general of codes.
-            ErrorCode::Unknown => message.as_deref() == Some("integer overflow"),
-            _ => false,
-        },
-        rusqlite::Error::IntegralValueOutOfRange(..)
-        | rusqlite::Error::InvalidColumnType(..)
-        | rusqlite::Error::FromSqlConversionFailure(..) => true,
-        _ => false,
+/// A failure of the database below the ledger.
+#[derive(Clone, Debug)]
+pub struct StorageError {
+    source: Arc<dyn std::error::Error + Send + Sync>,
+    is_about_content: bool,
+}
+
+impl StorageError {
+    /// Wraps the database's own error. `is_about_content` is true if the database
+    /// refused the values rather than failed.
+    pub(crate) fn new(
+        source: impl std::error::Error + Send + Sync + 'static,
+        is_about_content: bool,
+    ) -> Self {
+        Self { source: Arc::new(source), is_about_content }
+    }
+
+    /// Returns true if the database refused the values: a retry changes nothing.
+    pub(crate) fn is_about_content(&self) -> bool {
+        self.is_about_content
     }
 }
 
-impl From<rusqlite::Error> for LedgerError {
-    fn from(error: rusqlite::Error) -> Self {
-        Self::Storage(Arc::new(error))
+impl std::fmt::Display for StorageError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.source.fmt(f)
+    }
+}
+
+impl std::error::Error for StorageError {
+    // The wrapper displays as its source, so the chain goes on behind the source.
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.source.source()
     }
 }

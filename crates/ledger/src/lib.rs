@@ -1,50 +1,59 @@
 //! The double-entry ledger of device time, embedded.
 //!
-//! Workers' blocks come in ([`LedgerHandle::submit`]), each in full or not
-//! at all; one thread writes, commits many at once and answers after the
-//! commit. Every transaction sums to zero: what a device did (credit) is what
-//! tenants, overhead, idle and loss received (debit). Nothing is ever changed:
-//! "who pays" after a fault is a correction beside the entry it corrects. Each
-//! posting has its record in the [audit](AuditKey) log, in the same commit.
+//! Workers' blocks come in ([`LedgerHandle::submit`]), each in full or not at all.
+//! One thread writes: it commits many acts at once and answers after the commit.
+//! Every transaction sums to zero: the device is credited with its time, and
+//! tenants, overhead, idle and loss are debited. Rows are never changed: a fault cap
+//! adds corrections beside the entries that it corrects. Each posting has its record
+//! in the [audit](AuditKey) log, in the same commit.
 //!
-//! No async runtime, no clock, no network; readers have their own connections
-//! and may be another process ([`Ledger::open_read_only`]).
+//! The crate has no async runtime, no clock and no network. Readers have their own
+//! connections and may be in another process ([`Ledger::open_read_only`]).
+//!
+//! Layers, from the bottom: `rows` (SQL, one file a table), `rules` (pure
+//! decisions), `operations` (both together), and the façade: [`Ledger`],
+//! [`LedgerHandle`], [`LedgerReader`] and the writer. A layer uses only those below.
+
+mod error;
 
 mod act;
-mod archive;
-mod audit;
-mod backup;
-mod charge;
-mod check;
-mod error;
-mod fault;
-mod plans;
-mod post;
-mod query;
+mod rows;
+
+mod rules;
+
+mod audit_key;
+mod operations;
+
+mod handle;
+mod ledger;
+#[cfg(feature = "test-support")]
+mod null;
 mod reader;
-mod relog;
-mod schema;
-mod statement;
 mod writer;
 
 pub use act::{
     Act, AdminAction, FaultCap, PartiallyRejectedBlock, PlansInForce, Posted, RefusedBlock,
     Submitted,
 };
-pub use archive::{Archivable, ArchiveError};
-pub use audit::export::{ExportError, Exported, Proof, ProvedRecord, Range, Start};
-pub use audit::note::{AuditKey, AuditKeyError};
-pub use backup::BackupError;
-pub use check::{Checked, Finding};
-pub use error::{BlockRefusal, LedgerError};
-pub use query::{
-    Balance, EnergyBalance, EntryRow, GroupBy, OpenAttempt, RequestRow, RequestState, SpendRow,
-    Spending, UsageQuery, UsageRow,
-};
+pub use audit_key::{AuditKey, AuditKeyError};
+pub use error::{BlockRefusal, LedgerError, StorageError};
+pub use handle::{Health, LedgerHandle};
+pub use ledger::{Ledger, LedgerOptions};
+pub use operations::archive::{Archivable, ArchiveError};
+pub use operations::backup::BackupError;
+pub use operations::check::{Checked, Finding};
+pub use operations::export::{ExportError, Exported, Proof, ProvedRecord, Range, Start};
+pub use operations::query::{RequestRow, RequestState, Spending};
+pub use operations::wal_rewrite::WalRewriter;
 pub use reader::LedgerReader;
-pub use relog::WalRewriter;
-pub use statement::{
-    PlanSpan, PricedAs, Record, Statement, StatementDay, StatementError, StatementFigures,
-    StatementLine, StatementQuery,
+pub use rows::daily::{GroupBy, SpendRow, UsageQuery, UsageRow};
+pub use rows::requests::{EntryRow, OpenAttempt};
+pub use rules::balance::{Balance, EnergyBalance};
+pub use rules::plans::PlanSpan;
+pub use rules::statement::records::Record;
+pub use rules::statement::{
+    PricedAs, Statement, StatementDay, StatementError, StatementFigures, StatementLine,
+    StatementQuery,
 };
-pub use writer::{Health, LeaveOut, Ledger, LedgerHandle, LedgerOptions, ManualLedger};
+#[cfg(feature = "test-support")]
+pub use writer::ManualLedger;

@@ -1,58 +1,270 @@
-//! Readers: a few connections of their own, so that a statement never waits
-//! for the writer nor the writer for a statement.
+//! The reading side: a few connections of its own, so that a read never waits for
+//! the writer, nor the writer for a read.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use rusqlite::Connection;
+use tollgate_domain::{RequestId, TenantId, UtcDay, UtcMonth, UtcTime, WorkerEpoch};
 
-use crate::{LedgerError, schema};
+use crate::error::LedgerError;
+use crate::operations::archive::{self, Archivable, ArchiveError};
+use crate::operations::check::{self, CHECKS, Checked, Finding, Findings};
+use crate::operations::export::{self, ExportError, Exported, Proof, Range};
+use crate::operations::query::{self, RequestRow, Spending};
+use crate::operations::statement;
+use crate::rows::daily::{self, UsageQuery, UsageRow};
+use crate::rows::database::Database;
+use crate::rows::requests::{self, OpenAttempt};
+use crate::rows::{Tables, archives, checkpoints, epochs, meta};
+use crate::rules::balance::{Balance, EnergyBalance};
+use crate::rules::statement::records::Record;
+use crate::rules::statement::{Statement, StatementError, StatementQuery};
 
-/// Idle connections kept; more readers at once open their own and close them.
+/// Idle connections that are kept. More readers at once open and close their own.
 const KEPT: usize = 4;
 
-/// Reads a ledger, beside its writer in this or another process. Calls block
-/// on the disk: an async caller makes them on a blocking thread.
+/// A reader of a ledger, beside its writer in this or another process. Calls block on
+/// the disk: an async caller makes them on a blocking thread.
 #[derive(Clone)]
 pub struct LedgerReader {
-    shared: Arc<Shared>,
+    pool: Arc<Pool>,
 }
 
-struct Shared {
+struct Pool {
     path: PathBuf,
-    idle: Mutex<Vec<Connection>>,
+    idle: Mutex<Vec<Database>>,
 }
 
 impl LedgerReader {
-    /// Opens for reading only.
+    /// Opens a ledger for reading only.
     ///
     /// # Errors
-    /// [`LedgerError::Open`] where there is no ledger, [`LedgerError::Format`]
-    /// where there is one of another version.
+    /// [`LedgerError::Open`] where there is no ledger, [`LedgerError::Format`] where
+    /// the ledger is of another version.
     pub(crate) fn open(path: &Path) -> Result<Self, LedgerError> {
-        let idle = Mutex::new(vec![schema::open_reader(path)?]);
-        let shared = Shared { path: path.to_owned(), idle };
-        Ok(Self { shared: Arc::new(shared) })
+        let idle = Mutex::new(vec![Database::open_reader(path)?]);
+        Ok(Self { pool: Arc::new(Pool { path: path.to_owned(), idle }) })
     }
 
     /// Runs `read` on one snapshot of the whole ledger.
-    pub(crate) fn read<T>(
+    fn read<T>(
         &self,
-        read: impl FnOnce(&Connection) -> Result<T, LedgerError>,
+        read: impl FnOnce(Tables<'_>) -> Result<T, LedgerError>,
     ) -> Result<T, LedgerError> {
         // A poisoned pool is still a list of connections.
-        let taken = self.shared.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let mut connection = match taken {
-            Some(connection) => connection,
-            None => schema::open_reader(&self.shared.path)?,
+        let taken = self.pool.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let mut database = match taken {
+            Some(database) => database,
+            None => Database::open_reader(&self.pool.path)?,
         };
-        let snapshot = connection.transaction()?;
-        let result = read(&snapshot);
+        let snapshot = database.snapshot()?;
+        let result = read(snapshot.tables());
         drop(snapshot);
-        let mut idle = self.shared.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut idle = self.pool.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        // A connection that failed is closed: the file may have been replaced.
         if result.is_ok() && idle.len() < KEPT {
-            idle.push(connection);
+            idle.push(database);
         }
         result
+    }
+
+    /// Runs a read whose error is not the ledger's own.
+    fn read_as<T, E: From<LedgerError>>(
+        &self,
+        read: impl FnOnce(Tables<'_>) -> Result<T, E>,
+    ) -> Result<T, E> {
+        self.read(|tables| Ok(read(tables)))?
+    }
+
+    /// Returns usage by group, ordered by the columns of the group.
+    ///
+    /// # Errors
+    /// Storage errors.
+    pub fn usage(&self, query: &UsageQuery) -> Result<Vec<UsageRow>, LedgerError> {
+        self.read(|tables| daily::usage(tables, query))
+    }
+
+    /// Returns one request of one tenant; `None` where that tenant has no request of
+    /// that id, even if another tenant has.
+    ///
+    /// # Errors
+    /// Storage errors, and [`LedgerError::Damaged`].
+    pub fn request(
+        &self,
+        tenant: &TenantId,
+        request: &RequestId,
+    ) -> Result<Option<RequestRow>, LedgerError> {
+        self.read(|tables| query::find_request(tables, tenant, request))
+    }
+
+    /// Returns the reference cost spent on `day` and in its month up to it.
+    ///
+    /// # Errors
+    /// Storage errors, and [`LedgerError::Damaged`].
+    pub fn spending(&self, day: UtcDay) -> Result<Spending, LedgerError> {
+        self.read(|tables| query::spending(tables, day))
+    }
+
+    /// Returns the device time of one epoch by account; all zero for an unknown epoch.
+    ///
+    /// # Errors
+    /// Storage errors.
+    pub fn balance(&self, epoch: WorkerEpoch) -> Result<Balance, LedgerError> {
+        self.read(|tables| query::balance(tables, epoch))
+    }
+
+    /// Returns the energy of one epoch by account; `None` where its device reported
+    /// none.
+    ///
+    /// # Errors
+    /// Storage errors.
+    pub fn energy(&self, epoch: WorkerEpoch) -> Result<Option<EnergyBalance>, LedgerError> {
+        self.read(|tables| query::energy(tables, epoch))
+    }
+
+    /// Returns every epoch of every worker, in the order of the first blocks.
+    ///
+    /// # Errors
+    /// Storage errors, and [`LedgerError::Damaged`].
+    pub fn epochs(&self) -> Result<Vec<WorkerEpoch>, LedgerError> {
+        self.read(query::all_epochs)
+    }
+
+    /// Returns the number of the last block of an epoch that was posted or skipped; 0
+    /// for an unknown epoch.
+    ///
+    /// # Errors
+    /// Storage errors.
+    pub fn last_block(&self, epoch: WorkerEpoch) -> Result<u64, LedgerError> {
+        let found = self.read(|tables| epochs::find(tables, epoch))?;
+        Ok(found.map_or(0, |known| known.last_block))
+    }
+
+    /// Returns the attempts of an ended epoch without a recorded end: their worker
+    /// died with them. A caller that does not know them either posts a cap of zero for
+    /// each.
+    ///
+    /// # Errors
+    /// Storage errors, and [`LedgerError::Damaged`].
+    pub fn open_attempts(&self, epoch: WorkerEpoch) -> Result<Vec<OpenAttempt>, LedgerError> {
+        self.read(|tables| requests::open_attempts(tables, epoch))
+    }
+
+    /// Returns the epochs that ended in the last days that the ledger knows. A gateway
+    /// that was killed may have left attempts open in these.
+    ///
+    /// # Errors
+    /// Storage errors, and [`LedgerError::Damaged`].
+    pub fn lately_ended(&self) -> Result<Vec<WorkerEpoch>, LedgerError> {
+        self.read(query::lately_ended)
+    }
+
+    /// Returns the statement, read in one snapshot from the sums by day.
+    ///
+    /// # Errors
+    /// [`StatementError`].
+    pub fn statement(&self, query: StatementQuery<'_>) -> Result<Statement, StatementError> {
+        self.read_as(|tables| statement::statement(tables, query))
+    }
+
+    /// Returns the statement and calls `record` with every record behind it and the id
+    /// of the record's line: the charges before the entries. The call takes as long as
+    /// there are records, and fails where they are not what the sums by day state.
+    ///
+    /// # Errors
+    /// [`StatementError`].
+    pub fn statement_records(
+        &self,
+        query: StatementQuery<'_>,
+        record: &mut dyn FnMut(&str, &Record),
+    ) -> Result<Statement, StatementError> {
+        self.read_as(|tables| statement::statement_records(tables, query, record))
+    }
+
+    /// Returns the records of the months before `before` that can leave the database:
+    /// up to the last checkpoint that covers nothing later, nothing that has not
+    /// ended, and no part of a correction.
+    ///
+    /// # Errors
+    /// [`ArchiveError`].
+    pub fn archivable(&self, before: UtcMonth, now: UtcTime) -> Result<Archivable, ArchiveError> {
+        archive::refuse_unsettled(before, now)?;
+        self.read_as(|tables| archive::archivable(tables, before))
+    }
+
+    /// Returns the number of the first record that is not archived.
+    ///
+    /// # Errors
+    /// Storage errors.
+    pub fn first_record(&self) -> Result<u64, LedgerError> {
+        self.read(archives::first_record)
+    }
+
+    /// Returns the time of the ledger's last restore; `None` if it was never restored.
+    /// Blocks that began before and that no journal has any more are skipped.
+    ///
+    /// # Errors
+    /// Storage errors.
+    pub fn restored(&self) -> Result<Option<UtcTime>, LedgerError> {
+        self.read(meta::restored)
+    }
+
+    /// Writes records and checkpoints of `range`, a line each, from one snapshot. The
+    /// export ends with a record that is the last of a checkpoint.
+    ///
+    /// # Errors
+    /// The ledger cannot be read, the output cannot be written, or no checkpoint covers
+    /// the range.
+    pub fn export(
+        &self,
+        range: Range,
+        records: &mut dyn Write,
+        checkpoints: &mut dyn Write,
+    ) -> Result<Exported, ExportError> {
+        self.read_as(|tables| export::export(tables, range, records, checkpoints))
+    }
+
+    /// Proves that each record of `request` is in the log.
+    ///
+    /// # Errors
+    /// No record tells of the request, or no checkpoint covers one of its records yet.
+    pub fn prove(&self, request: &RequestId) -> Result<Proof, ExportError> {
+        self.read_as(|tables| export::prove(tables, request))
+    }
+
+    /// Returns the newest checkpoint; `None` where none was signed yet.
+    ///
+    /// # Errors
+    /// Storage errors.
+    pub fn checkpoint(&self) -> Result<Option<String>, LedgerError> {
+        Ok(self.read(checkpoints::newest)?.map(|(_, note)| note))
+    }
+
+    /// Checks everything; no finding means a sound ledger. The check reads every row:
+    /// seconds for a million entries. A part that is too torn to be read is a finding.
+    pub fn check(&self) -> Vec<Finding> {
+        self.findings(|_| Ok(CHECKS))
+    }
+
+    /// Runs the checks that `choose` returns.
+    pub(crate) fn findings(
+        &self,
+        choose: impl FnOnce(Tables<'_>) -> Result<&'static [check::Check], LedgerError>,
+    ) -> Vec<Finding> {
+        let mut findings = Findings::default();
+        let checked = self.read(|tables| {
+            check::run(tables, choose(tables)?, &mut findings);
+            Ok(())
+        });
+        if let Err(error) = checked {
+            findings.add("file", check::with_cause(&error));
+        }
+        findings.into_list()
+    }
+
+    /// Counts the rows that a check covers.
+    pub(crate) fn count(&self) -> Result<Checked, LedgerError> {
+        self.read(Checked::count)
     }
 }

@@ -123,7 +123,7 @@ fn a_restored_ledger_goes_on() {
     let findings: Vec<Finding> = ledger.reader().check();
     let lost = |block| {
         format!(
-            "block {block} of {EPOCH} was passed over: lost: the ledger was restored from an older backup"
+            "block {block} of {EPOCH} was skipped: lost: the ledger was restored from an older backup"
         )
     };
     let said: Vec<_> = findings.iter().map(|it| (it.is_remark(), it.message.clone())).collect();

@@ -1,6 +1,6 @@
-//! What the books cost: the same short requests served with the ledger and with
-//! one that forgets; blocks posted with the audit log's records and without,
-//! so many to a commit; and a month of ten million entries, stated.
+//! Cost of the ledger: the same short requests served with the ledger and with a null
+//! ledger; blocks posted, a given number to a commit; and the statement of a month of
+//! ten million entries.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use super::report::Report;
 use super::{INSTANT_DEVICE, Options, build, tools};
 use crate::run::{command, output, root};
 
-/// Blocks of one turn, four requests each.
+/// Blocks of one run, four requests each.
 const BLOCKS: &str = "20000";
 /// Blocks in one commit.
 const GROUPS: [&str; 3] = ["16", "128", "1024"];
@@ -22,7 +22,7 @@ const GROUPS: [&str; 3] = ["16", "128", "1024"];
 const MONTH: &str = "10000000";
 /// Starts of each kind in one round.
 const STARTS: usize = 3;
-/// What the ledger may cost: at least so much of the rate without it is promised.
+/// The promised share of the request rate without a ledger.
 const PROMISED: f64 = 0.95;
 
 pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
@@ -37,27 +37,23 @@ pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
         eprintln!("round {}", round + 1);
         entries(report, &built, &fresh(&folder.join("speed"))?)?;
     }
-    for group in GROUPS {
-        let name = format!("entries, {group} blocks a commit");
-        let (of, to) = (format!("{name}, records"), format!("{name}, left_out"));
-        report.ratio(&format!("{name}: with records over without"), &of, &to)?;
-    }
     month(report, &built, &fresh(&folder.join("month"))?)
 }
 
-/// Requests a second of the whole, its ledger on and off by turns.
+/// Measures requests a second of the whole gateway, with the ledger on and off in
+/// turn.
 fn requests(options: &Options, report: &mut Report, built: &Path, folder: &Path) -> Result<()> {
     fs::write(folder.join("bench.toml"), door(UNBOUNDED, UNBOUNDED) + INSTANT_DEVICE + CONFIG)?;
     let body = folder.join("chat.json");
     fs::write(&body, CHAT)?;
     report.fact("seconds_a_turn", options.seconds);
     report.fact("at_once", "h1: 32 connections; h2: 4 connections of 8 streams");
-    // Two processes of one program differ by a few percent for as long as they
-    // live, by where their memory lies. So each is started anew for each turn.
+    // Two processes of one program differ by a few percent for as long as they live,
+    // because their memory is laid out differently. So each turn starts a new one.
     for round in 0..STARTS * options.rounds {
         eprintln!("start {} of {}", round + 1, STARTS * options.rounds);
         let mut turns = LEDGERS;
-        // Neither is always the one that comes after the other.
+        // Neither always runs second.
         turns.rotate_left(round % 2);
         for ledger in turns {
             let served = Served::start(built, folder, ledger)?;
@@ -71,7 +67,7 @@ fn requests(options: &Options, report: &mut Report, built: &Path, folder: &Path)
                     exceptions: 0,
                     seconds,
                 };
-                // Nobody counts what is made at the first request.
+                // A first second is not counted: caches and connections warm up.
                 load(1).run(&[&served.process])?;
                 let (answered, microseconds) = load(options.seconds).run(&[&served.process])?;
                 let name = series(ledger, protocol);
@@ -87,7 +83,7 @@ fn requests(options: &Options, report: &mut Report, built: &Path, folder: &Path)
         if ratio < PROMISED {
             eprintln!("{name}: {ratio:.3}, less than the {PROMISED} that is promised");
         }
-        // What a neighbour on the machine disturbs less.
+        // Processor time is disturbed less by other processes of the machine.
         report.ratio(
             &format!("{name}: requests a processor second"),
             &format!("{off}: server"),
@@ -97,7 +93,7 @@ fn requests(options: &Options, report: &mut Report, built: &Path, folder: &Path)
     Ok(())
 }
 
-/// What is compared.
+/// The two kinds of run that are compared.
 const LEDGERS: [&str; 2] = ["on", "off"];
 
 fn series(ledger: &str, protocol: Protocol) -> String {
@@ -134,7 +130,7 @@ impl Served {
     }
 }
 
-/// Entries a second, so many blocks to a commit.
+/// Measures entries a second for each number of blocks to a commit.
 fn entries(report: &mut Report, built: &Path, folder: &Path) -> Result<()> {
     let speed = built.join("examples/ledger_speed").display().to_string();
     let told = output(command(&speed).arg(folder).arg(BLOCKS).args(GROUPS))?;
@@ -152,7 +148,7 @@ fn entries(report: &mut Report, built: &Path, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A tenant's month, filled once.
+/// Measures the statement of a tenant's month, which is filled once.
 fn month(report: &mut Report, built: &Path, folder: &Path) -> Result<()> {
     let month = built.join("examples/month").display().to_string();
     let told = output(command(&month).arg(MONTH).arg(folder))?;
@@ -161,7 +157,7 @@ fn month(report: &mut Report, built: &Path, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The folder, with nothing in it.
+/// Empties a folder, or makes it.
 fn fresh(folder: &Path) -> Result<PathBuf> {
     if folder.exists() {
         fs::remove_dir_all(folder)?;
@@ -170,8 +166,8 @@ fn fresh(folder: &Path) -> Result<PathBuf> {
     Ok(folder.to_owned())
 }
 
-/// Limits that no run reaches: with steps that take next to no time, what is left
-/// is what the front door, the journal and the books cost.
+/// Limits that no run reaches. The device's steps take next to no time, so the
+/// request rate shows the cost of the front door, the journal and the ledger.
 const CONFIG: &str = r#"
 [plans.open]
 requests_per_minute = 10_000_000

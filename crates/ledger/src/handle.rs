@@ -1,0 +1,107 @@
+//! The handle on a ledger that is written: submits acts and reads.
+
+use std::sync::mpsc::{SyncSender, TrySendError};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use futures_channel::oneshot;
+
+use crate::act::{Act, Posted, Submitted};
+use crate::audit_key::AuditKey;
+use crate::error::LedgerError;
+use crate::reader::LedgerReader;
+
+/// A handle that submits acts to the ledger and reads it. The writer ends with the
+/// last handle, after all accepted acts.
+#[derive(Clone)]
+pub struct LedgerHandle {
+    commands: SyncSender<Command>,
+    health: HealthCell,
+    reader: LedgerReader,
+    key: Option<Arc<AuditKey>>,
+}
+
+/// The ability of the ledger to take billable work.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Health {
+    /// The last write succeeded.
+    Healthy,
+    /// The last write failed. Work that must be billed is refused until one succeeds.
+    Degraded {
+        /// The disk's error, for the log.
+        reason: String,
+    },
+}
+
+/// The health that writer and handles share.
+#[derive(Clone)]
+pub(crate) struct HealthCell(Arc<Mutex<Health>>);
+
+/// An act on its way to the writer, and the sender of its answer.
+pub(crate) struct Command {
+    pub(crate) act: Act,
+    pub(crate) answer: oneshot::Sender<Result<Posted, LedgerError>>,
+}
+
+impl HealthCell {
+    pub(crate) fn healthy() -> Self {
+        Self(Arc::new(Mutex::new(Health::Healthy)))
+    }
+
+    pub(crate) fn get(&self) -> Health {
+        // A poisoned lock still holds a whole value.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Sets the health and returns the one before.
+    pub(crate) fn replace(&self, new: Health) -> Health {
+        let mut health = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::replace(&mut *health, new)
+    }
+}
+
+impl LedgerHandle {
+    pub(crate) fn new(
+        commands: SyncSender<Command>,
+        health: HealthCell,
+        reader: LedgerReader,
+        key: Option<Arc<AuditKey>>,
+    ) -> Self {
+        Self { commands, health, reader, key }
+    }
+
+    /// Hands `act` to the writer. The returned future ends once the act is on the
+    /// disk, or with the reason why it is not. The act is done even if the future is
+    /// dropped.
+    ///
+    /// The future fails with [`LedgerError::Busy`] where the queue is full, with
+    /// [`LedgerError::Closed`] where the writer has stopped, and with an error
+    /// [of the disk](LedgerError::is_of_the_disk) where nothing was written. [`Act`]
+    /// lists the errors of each act.
+    pub fn submit(&self, act: impl Into<Act>) -> Submitted {
+        let (answer, receiver) = oneshot::channel();
+        if let Err(refused) = self.commands.try_send(Command { act: act.into(), answer }) {
+            let (command, error) = match refused {
+                TrySendError::Full(command) => (command, LedgerError::Busy),
+                TrySendError::Disconnected(command) => (command, LedgerError::Closed),
+            };
+            // Cannot fail: the receiver is returned below.
+            let _ = command.answer.send(Err(error));
+        }
+        Submitted::new(receiver)
+    }
+
+    /// Returns the result of the last write.
+    pub fn health(&self) -> Health {
+        self.health.get()
+    }
+
+    /// Returns the public key of the audit log; `None` for an unsigned log.
+    pub fn verifier(&self) -> Option<&str> {
+        self.key.as_deref().map(AuditKey::verifier)
+    }
+
+    /// Returns the reading side.
+    pub fn reader(&self) -> &LedgerReader {
+        &self.reader
+    }
+}

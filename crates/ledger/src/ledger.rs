@@ -1,0 +1,195 @@
+//! Opening, checking, copying and compacting of ledgers.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::act::AdminAction;
+use crate::audit_key::AuditKey;
+use crate::error::LedgerError;
+use crate::handle::LedgerHandle;
+use crate::operations::backup::{self, BackupError};
+use crate::operations::check::{self, Checked, Finding, Findings};
+use crate::operations::wal_rewrite::WalRewriter;
+use crate::operations::{archive, wal};
+use crate::reader::LedgerReader;
+use crate::writer::Writer;
+
+/// Options of an open ledger.
+#[derive(Clone, Debug)]
+pub struct LedgerOptions {
+    /// The database file. It is made if there is none.
+    pub path: PathBuf,
+    /// Most acts that wait for the writer.
+    pub queue: usize,
+    /// Most acts in one commit.
+    pub group: usize,
+    /// Time between two attempts while the disk refuses.
+    pub retry: Duration,
+    /// Largest size of the database in pages of 4 KiB; unbounded for `None`.
+    pub max_pages: Option<u32>,
+    /// The rewrite of the write-ahead log before the file is opened.
+    pub log: WalRewriter,
+    /// The key that signs the audit log. Without a key records are written and not
+    /// signed.
+    pub key: Option<Arc<AuditKey>>,
+    /// The longest time that a record waits for a checkpoint that covers it.
+    pub checkpoint_every: Duration,
+    /// Number of unsigned records at which a checkpoint is made at once.
+    pub checkpoint_records: u64,
+}
+
+/// The façade that opens, checks and copies ledgers by their path.
+pub struct Ledger;
+
+impl LedgerOptions {
+    /// Returns the defaults for a ledger at `path`.
+    pub fn new(path: &Path) -> Self {
+        Self {
+            path: path.to_owned(),
+            queue: 1_024,
+            group: 256,
+            retry: Duration::from_secs(1),
+            max_pages: None,
+            log: WalRewriter::default(),
+            key: None,
+            checkpoint_every: Duration::from_secs(10),
+            checkpoint_records: 10_000,
+        }
+    }
+}
+
+impl Ledger {
+    /// Opens or makes the ledger at `path` with the defaults.
+    ///
+    /// # Errors
+    /// As [`Ledger::open_with`].
+    pub fn open(path: &Path) -> Result<LedgerHandle, LedgerError> {
+        Self::open_with(LedgerOptions::new(path))
+    }
+
+    /// Opens or makes a ledger and starts its writer. The caller ensures, by a lock on
+    /// the data folder, that no other process writes the ledger.
+    ///
+    /// # Errors
+    /// [`LedgerError::Open`], [`LedgerError::Log`], [`LedgerError::Format`] and
+    /// [`LedgerError::Damaged`].
+    pub fn open_with(options: LedgerOptions) -> Result<LedgerHandle, LedgerError> {
+        let (handle, writer) = Writer::open(options)?;
+        std::thread::Builder::new()
+            .name("ledger".to_owned())
+            .spawn(move || writer.run())
+            .map_err(|error| LedgerError::Damaged(format!("no thread for the ledger: {error}")))?;
+        Ok(handle)
+    }
+
+    /// Opens a ledger whose owner drives the writer, for tests that control time.
+    ///
+    /// # Errors
+    /// As [`Ledger::open_with`].
+    #[cfg(feature = "test-support")]
+    pub fn open_manual(
+        options: LedgerOptions,
+    ) -> Result<(LedgerHandle, crate::ManualLedger), LedgerError> {
+        let (handle, writer) = Writer::open(options)?;
+        Ok((handle, crate::ManualLedger::new(writer)))
+    }
+
+    /// Opens a ledger for reading, beside a process that writes it.
+    ///
+    /// # Errors
+    /// [`LedgerError::Open`] and [`LedgerError::Format`].
+    pub fn open_read_only(path: &Path) -> Result<LedgerReader, LedgerError> {
+        LedgerReader::open(path)
+    }
+
+    /// Checks a ledger before it is written again: everything that
+    /// [`Self::check_file`] checks, or, where that would take minutes, the file, its
+    /// write-ahead log and the chain of records. A torn last commit is what a power
+    /// cut leaves; it was never acknowledged, and is only logged.
+    ///
+    /// # Errors
+    /// [`LedgerError::Damaged`] with the first finding. A missing ledger is no error,
+    /// nor is one that cannot be opened: the caller that opens it gets that error.
+    pub fn check_start(path: &Path) -> Result<(), LedgerError> {
+        let log = wal::beside(path);
+        match check::find_torn_log(path)?.map(|torn| (torn.message(&log), torn)) {
+            Some((found, wal::Torn::AtTheEnd { .. })) => {
+                tracing::warn!(
+                    found,
+                    "incomplete last commit in the write-ahead log; recovering to the commit before it"
+                );
+            }
+            Some((found, _)) => return Err(LedgerError::Damaged(found)),
+            None => {}
+        }
+        let Ok(reader) = Self::open_read_only(path) else {
+            return Ok(());
+        };
+        let findings = reader.findings(check::checks_at_start);
+        match findings.into_iter().find(|finding| !finding.is_remark()) {
+            Some(Finding { message, .. }) => Err(LedgerError::Damaged(message)),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks the ledger at `path`, also beside the process that writes it: first the
+    /// write-ahead log on the disk, then the rows as [`LedgerReader::check`].
+    ///
+    /// # Errors
+    /// There is no ledger, or one of another version.
+    pub fn check_file(path: &Path) -> Result<Checked, LedgerError> {
+        let mut findings = Findings::default();
+        if let Some(torn) = check::find_torn_log(path)? {
+            findings.add("file", torn.message(&wal::beside(path)));
+        }
+        let reader = match Self::open_read_only(path) {
+            Ok(reader) => reader,
+            // A file that cannot even be opened as a database is a finding.
+            Err(LedgerError::Open { source, .. }) if path.exists() => {
+                findings.add("file", source.to_string());
+                return Ok(Checked::nothing(findings.into_list()));
+            }
+            Err(error) => return Err(error),
+        };
+        let mut findings = findings.into_list();
+        findings.extend(reader.check());
+        // A table that cannot be counted is among the findings.
+        let counted = reader.count().unwrap_or_else(|_| Checked::nothing(Vec::new()));
+        Ok(Checked { findings, ..counted })
+    }
+
+    /// Copies the ledger at `from` to `to`, also beside the process that writes it.
+    /// The copy is one snapshot in one file. It is on the disk and sound when this
+    /// returns. An older file at `to` is replaced.
+    ///
+    /// # Errors
+    /// [`BackupError`]; then no file at `to` was made or changed.
+    pub fn backup(from: &Path, to: &Path) -> Result<Checked, BackupError> {
+        backup::backup(from, to, Self::check_file)
+    }
+
+    /// Puts the `backup` in the place of the ledger at `path`, which is moved aside,
+    /// and records `action`. The caller ensures that no process writes there. Returns
+    /// the new place of the ledger that was there, if there was one.
+    ///
+    /// # Errors
+    /// [`BackupError`]; then the ledger at `path` is unchanged.
+    pub fn restore(
+        backup: &Path,
+        path: &Path,
+        action: &AdminAction,
+    ) -> Result<Option<PathBuf>, BackupError> {
+        backup::restore(backup, path, action, Self::check_file)
+    }
+
+    /// Takes the records before `to`, and everything that they tell of, out of the
+    /// ledger at `path`, and records `action` with added detail. The caller has a copy
+    /// and ensures that no other process writes. The file shrinks to its contents.
+    ///
+    /// # Errors
+    /// [`LedgerError`]; then nothing has changed.
+    pub fn compact(path: &Path, to: u64, action: AdminAction) -> Result<(), LedgerError> {
+        archive::compact(path, to, action)
+    }
+}

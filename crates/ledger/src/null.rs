@@ -1,0 +1,34 @@
+//! A ledger that keeps nothing, as the control of a benchmark: it shows what the
+//! real ledger costs.
+
+use std::sync::mpsc::sync_channel;
+
+use crate::act::Posted;
+use crate::error::LedgerError;
+use crate::handle::{Command, HealthCell, LedgerHandle};
+use crate::ledger::{Ledger, LedgerOptions};
+use crate::operations::store::Store;
+use crate::reader::LedgerReader;
+
+impl Ledger {
+    /// Opens a ledger that answers every act as new and writes nothing. The file is
+    /// made, so that readers see an empty ledger.
+    ///
+    /// # Errors
+    /// As [`Ledger::open_with`].
+    pub fn open_null(options: LedgerOptions) -> Result<LedgerHandle, LedgerError> {
+        drop(Store::open(&options.path, options.max_pages, &options.log)?);
+        let reader = LedgerReader::open(&options.path)?;
+        let (commands, inbox) = sync_channel(options.queue.max(1));
+        std::thread::Builder::new()
+            .name("null-ledger".to_owned())
+            .spawn(move || {
+                for Command { answer, .. } in inbox {
+                    // The caller may have stopped waiting.
+                    let _ = answer.send(Ok(Posted::New));
+                }
+            })
+            .map_err(|error| LedgerError::Damaged(format!("no thread for the ledger: {error}")))?;
+        Ok(LedgerHandle::new(commands, HealthCell::healthy(), reader, options.key))
+    }
+}

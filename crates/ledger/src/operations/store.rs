@@ -1,0 +1,62 @@
+//! The writer's open database together with the end of its audit log.
+
+use std::path::Path;
+
+use super::chain::Chain;
+use super::migrate;
+use super::wal_rewrite::WalRewriter;
+use crate::audit_key::AuditKey;
+use crate::error::LedgerError;
+use crate::rows::database::{Database, Transaction};
+
+/// An open ledger file and the end of its chain.
+pub(crate) struct Store {
+    database: Database,
+    chain: Chain,
+}
+
+impl Store {
+    /// Opens the ledger at `path` for writing; makes or migrates it where needed.
+    pub(crate) fn open(
+        path: &Path,
+        max_pages: Option<u32>,
+        log: &WalRewriter,
+    ) -> Result<Self, LedgerError> {
+        let database = migrate::open_writer(path, max_pages, log)?;
+        let chain = Chain::load(database.tables())?;
+        Ok(Self { database, chain })
+    }
+
+    /// Runs `write` in a transaction and commits it. On an error neither the file
+    /// nor the chain has changed.
+    pub(crate) fn transact<T>(
+        &mut self,
+        write: impl FnOnce(&mut Transaction<'_>, &mut Chain) -> Result<T, LedgerError>,
+    ) -> Result<T, LedgerError> {
+        // A copy, because the chain must not move before the commit does.
+        let mut chain = self.chain.clone();
+        let mut transaction = self.database.begin()?;
+        let done = write(&mut transaction, &mut chain)?;
+        transaction.commit()?;
+        self.chain = chain;
+        Ok(done)
+    }
+
+    /// Signs the records that no checkpoint covers yet, in a transaction of its own.
+    pub(crate) fn sign(&mut self, key: &AuditKey) -> Result<(), LedgerError> {
+        if self.chain.unsigned() == 0 {
+            return Ok(());
+        }
+        self.transact(|transaction, chain| chain.sign(transaction.tables(), key))
+    }
+
+    /// Returns the number of records that no checkpoint covers yet.
+    pub(crate) fn unsigned(&self) -> u64 {
+        self.chain.unsigned()
+    }
+
+    /// The database file.
+    pub(crate) fn database(&self) -> &Database {
+        &self.database
+    }
+}

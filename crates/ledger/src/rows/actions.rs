@@ -1,0 +1,44 @@
+//! Table `recorded_actions`: ids of recorded actions.
+
+use rusqlite::{OptionalExtension, params};
+
+use super::Tables;
+use crate::error::LedgerError;
+
+/// Returns true if an action of this id is recorded already.
+pub(crate) fn is_known(tables: Tables<'_>, id: &str) -> Result<bool, LedgerError> {
+    let known: Option<i64> = tables
+        .connection
+        .prepare_cached("SELECT 1 FROM recorded_actions WHERE id = ?1")?
+        .query_row([id], |row| row.get(0))
+        .optional()?;
+    Ok(known.is_some())
+}
+
+/// Inserts an action's id with the number of its record.
+pub(crate) fn insert(tables: Tables<'_>, id: &str, record: u64) -> Result<(), LedgerError> {
+    tables
+        .connection
+        .prepare_cached("INSERT INTO recorded_actions (id, record_seq) VALUES (?1, ?2)")?
+        .execute(params![id, record])?;
+    Ok(())
+}
+
+/// Calls `each` with every action from record `first` on: its id, and its
+/// record's text if there is one.
+pub(crate) fn each_from(
+    tables: Tables<'_>,
+    first: u64,
+    mut each: impl FnMut(&str, Option<&str>),
+) -> Result<(), LedgerError> {
+    let mut statement = tables.connection.prepare(
+        "SELECT id, record FROM recorded_actions LEFT JOIN records ON seq = record_seq
+         WHERE record_seq >= ?1",
+    )?;
+    let mut rows = statement.query([first])?;
+    while let Some(row) = rows.next()? {
+        let (id, record): (String, Option<String>) = (row.get(0)?, row.get(1)?);
+        each(&id, record.as_deref());
+    }
+    Ok(())
+}

@@ -1,0 +1,294 @@
+//! Table `daily`: sums by day, caller, model and device class. The writer keeps
+//! them in the transaction of the records that they sum.
+
+use rusqlite::types::Value;
+use rusqlite::{params, params_from_iter};
+use serde::{Serialize, Serializer};
+use tollgate_domain::{Caller, DeviceClass, DeviceNanos, KeyId, ModelName, TenantId, UtcDay};
+
+use super::{CallerId, Tables, caller_at, name};
+use crate::error::LedgerError;
+
+/// Key of a day's sums.
+pub(crate) struct DailyKey<'a> {
+    pub(crate) day: u32,
+    pub(crate) caller: CallerId,
+    pub(crate) model: &'a str,
+    pub(crate) class: &'a str,
+}
+
+/// A change of a day's sums. Negative figures are taken from the day.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct DailyChange {
+    /// Rows of `requests`; only grows.
+    pub(crate) charges: i64,
+    /// Rows of `entries` that a tenant pays; only grows.
+    pub(crate) entries: i64,
+    pub(crate) requests: i64,
+    pub(crate) prompt_tokens: i64,
+    pub(crate) cached_tokens: i64,
+    pub(crate) completion_tokens: i64,
+    pub(crate) attributed_ns: i64,
+    pub(crate) reference_ns: i64,
+    /// `None` where no device reported energy.
+    pub(crate) energy_mj: Option<i64>,
+}
+
+/// A day's sums of one model and device class.
+pub(crate) struct DailyRow {
+    pub(crate) model: String,
+    pub(crate) class: String,
+    pub(crate) day: UtcDay,
+    pub(crate) sums: DailyChange,
+}
+
+/// A column by which usage can be grouped. Usage is always grouped by device
+/// class too: classes are never summed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GroupBy {
+    /// The payer.
+    Tenant,
+    /// The credential.
+    Key,
+    /// The model.
+    Model,
+    /// The UTC day.
+    Day,
+}
+
+/// A filter of usage and its grouping.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct UsageQuery {
+    /// Only this tenant's usage.
+    pub tenant: Option<TenantId>,
+    /// Only this key's usage.
+    pub key: Option<KeyId>,
+    /// Only this model's usage.
+    pub model: Option<ModelName>,
+    /// Only usage on devices of this class.
+    pub class: Option<DeviceClass>,
+    /// The first day.
+    pub from: Option<UtcDay>,
+    /// The last day.
+    pub to: Option<UtcDay>,
+    /// One row for each combination of these columns; one row for each class if
+    /// empty.
+    pub group: Vec<GroupBy>,
+}
+
+/// A row of usage, in the shape of `usage --json`. Columns by which the rows are
+/// not grouped are left out.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct UsageRow {
+    /// The payer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tenant: Option<String>,
+    /// The credential.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub key: Option<String>,
+    /// The model.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub model: Option<String>,
+    /// The day, as `2026-11-20`.
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "day_as_text")]
+    pub day: Option<UtcDay>,
+    /// The class of the devices.
+    pub device_class: String,
+    /// Requests that ended. Requests that failed without charge are left out.
+    pub requests: u64,
+    /// Tokens of the prompts.
+    pub prompt_tokens: u64,
+    /// Prompt tokens that were found in the prefix cache.
+    pub cached_tokens: u64,
+    /// Tokens generated.
+    pub completion_tokens: u64,
+    /// Attributed device time in ns, by the day of the work.
+    pub attributed_ns: u64,
+    /// Reference cost in ns, by the day on which the request ended.
+    pub reference_ns: u64,
+    /// `attributed_ns` where the class is a GPU, else 0.
+    pub gpu_ns: u64,
+    /// Energy in mJ of the devices that reported it; `None` where none did.
+    pub energy_mj: Option<u64>,
+}
+
+/// Reference cost of a caller on one model and device class.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SpendRow {
+    /// The tenant and the key.
+    pub caller: Caller,
+    /// The model.
+    pub model: ModelName,
+    /// The device class.
+    pub class: DeviceClass,
+    /// The reference cost.
+    pub reference: DeviceNanos,
+}
+
+/// Adds a change to a day.
+pub(crate) fn add(
+    tables: Tables<'_>,
+    key: &DailyKey<'_>,
+    change: &DailyChange,
+) -> Result<(), LedgerError> {
+    let DailyKey { day, caller, model, class } = key;
+    tables.connection.prepare_cached(ADD)?.execute(params![
+        day,
+        caller,
+        model,
+        class,
+        change.requests,
+        change.prompt_tokens,
+        change.cached_tokens,
+        change.completion_tokens,
+        change.attributed_ns,
+        change.reference_ns,
+        change.charges,
+        change.entries,
+        change.energy_mj
+    ])?;
+    Ok(())
+}
+
+const ADD: &str = "
+INSERT INTO daily (day, caller_id, model, device_class, requests, prompt_tokens,
+  cached_tokens, completion_tokens, attributed_ns, reference_ns, charges, entries, energy_mj)
+VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13)
+ON CONFLICT DO UPDATE SET
+  requests = requests + excluded.requests,
+  prompt_tokens = prompt_tokens + excluded.prompt_tokens,
+  cached_tokens = cached_tokens + excluded.cached_tokens,
+  completion_tokens = completion_tokens + excluded.completion_tokens,
+  attributed_ns = attributed_ns + excluded.attributed_ns,
+  reference_ns = reference_ns + excluded.reference_ns,
+  charges = charges + excluded.charges,
+  entries = entries + excluded.entries,
+  energy_mj = coalesce(energy_mj + excluded.energy_mj, energy_mj, excluded.energy_mj)
+";
+
+/// Returns a caller's sums on the days from `first` to `last`, by day.
+pub(crate) fn of_caller(
+    tables: Tables<'_>,
+    caller: CallerId,
+    (first, last): (u32, u32),
+) -> Result<Vec<DailyRow>, LedgerError> {
+    let mut statement = tables.connection.prepare_cached(
+        "SELECT model, device_class, day, charges, entries, requests, prompt_tokens,
+           cached_tokens, completion_tokens, reference_ns, attributed_ns, energy_mj
+         FROM daily WHERE caller_id = ?1 AND day BETWEEN ?2 AND ?3 ORDER BY day",
+    )?;
+    let rows = statement.query_map(params![caller, first, last], |row| {
+        Ok(DailyRow {
+            model: row.get(0)?,
+            class: row.get(1)?,
+            day: UtcDay(row.get(2)?),
+            sums: DailyChange {
+                charges: row.get(3)?,
+                entries: row.get(4)?,
+                requests: row.get(5)?,
+                prompt_tokens: row.get(6)?,
+                cached_tokens: row.get(7)?,
+                completion_tokens: row.get(8)?,
+                reference_ns: row.get(9)?,
+                attributed_ns: row.get(10)?,
+                energy_mj: row.get(11)?,
+            },
+        })
+    })?;
+    Ok(rows.collect::<Result<_, _>>()?)
+}
+
+/// Returns usage by group, ordered by the columns of the group.
+pub(crate) fn usage(tables: Tables<'_>, query: &UsageQuery) -> Result<Vec<UsageRow>, LedgerError> {
+    let (conditions, values) = conditions(query);
+    let column = |by: GroupBy, name: &'static str| {
+        if query.group.contains(&by) { name } else { "NULL" }
+    };
+    let sql = format!(
+        "SELECT {} AS by_tenant, {} AS by_key, {} AS by_model, {} AS by_day, device_class,
+           sum(requests), sum(prompt_tokens), sum(cached_tokens), sum(completion_tokens),
+           sum(attributed_ns), sum(reference_ns), sum(energy_mj)
+         FROM daily JOIN callers ON callers.id = caller_id
+         WHERE {conditions}
+         GROUP BY 1, 2, 3, 4, 5 ORDER BY 4, 1, 2, 3, 5",
+        column(GroupBy::Tenant, "tenant"),
+        column(GroupBy::Key, "key"),
+        column(GroupBy::Model, "model"),
+        column(GroupBy::Day, "day"),
+    );
+    let mut statement = tables.connection.prepare_cached(&sql)?;
+    let rows = statement.query_map(params_from_iter(values), |row| {
+        let device_class: String = row.get(4)?;
+        let attributed_ns: u64 = row.get(9)?;
+        let is_gpu = DeviceClass::new(&device_class).is_ok_and(|class| class.is_gpu());
+        Ok(UsageRow {
+            tenant: row.get(0)?,
+            key: row.get(1)?,
+            model: row.get(2)?,
+            day: row.get::<_, Option<u32>>(3)?.map(UtcDay),
+            requests: row.get(5)?,
+            prompt_tokens: row.get(6)?,
+            cached_tokens: row.get(7)?,
+            completion_tokens: row.get(8)?,
+            attributed_ns,
+            reference_ns: row.get(10)?,
+            gpu_ns: if is_gpu { attributed_ns } else { 0 },
+            energy_mj: row.get(11)?,
+            device_class,
+        })
+    })?;
+    Ok(rows.collect::<Result<_, _>>()?)
+}
+
+/// Returns the conditions of a query with numbered parameters, and their values.
+fn conditions(query: &UsageQuery) -> (String, Vec<Value>) {
+    let UsageQuery { tenant, key, model, class, from, to, group: _ } = query;
+    let mut values: Vec<Value> = Vec::new();
+    let mut conditions = vec!["1".to_owned()];
+    let mut only = |condition: &str, value: Option<Value>| {
+        if let Some(value) = value {
+            values.push(value);
+            conditions.push(format!("{condition} ?{}", values.len()));
+        }
+    };
+    let text = |text: &str| Value::Text(text.to_owned());
+    only("tenant =", tenant.as_ref().map(|tenant| text(tenant.as_str())));
+    only("key =", key.as_ref().map(|key| text(key.as_str())));
+    only("model =", model.as_ref().map(|model| text(model.as_str())));
+    only("device_class =", class.as_ref().map(|class| text(class.as_str())));
+    only("day >=", from.map(|day| Value::Integer(day.0.into())));
+    only("day <=", to.map(|day| Value::Integer(day.0.into())));
+    (conditions.join(" AND "), values)
+}
+
+/// Returns the reference cost of every caller from day `from` to day `to`.
+pub(crate) fn spent(
+    tables: Tables<'_>,
+    from: UtcDay,
+    to: UtcDay,
+) -> Result<Vec<SpendRow>, LedgerError> {
+    let mut statement = tables.connection.prepare_cached(
+        "SELECT tenant, key, model, device_class, sum(reference_ns)
+         FROM daily JOIN callers ON callers.id = caller_id
+         WHERE day BETWEEN ?1 AND ?2
+         GROUP BY 1, 2, 3, 4 HAVING sum(reference_ns) > 0 ORDER BY 1, 2, 3, 4",
+    )?;
+    let mut rows = statement.query([from.0, to.0])?;
+    let mut spent = Vec::new();
+    while let Some(row) = rows.next()? {
+        spent.push(SpendRow {
+            caller: caller_at(row, 0)?,
+            model: name(ModelName::new(&row.get::<_, String>(2)?))?,
+            class: name(DeviceClass::new(&row.get::<_, String>(3)?))?,
+            reference: DeviceNanos(row.get(4)?),
+        });
+    }
+    Ok(spent)
+}
+
+fn day_as_text<S: Serializer>(day: &Option<UtcDay>, serializer: S) -> Result<S::Ok, S::Error> {
+    match day {
+        Some(day) => serializer.collect_str(day),
+        None => serializer.serialize_none(),
+    }
+}

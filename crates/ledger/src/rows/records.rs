@@ -1,0 +1,266 @@
+//! Tables `records` and `record_nodes`: the audit log's records, and the kept
+//! inner nodes of their Merkle tree.
+
+use std::ops::Range;
+
+use rusqlite::{OptionalExtension, params, params_from_iter};
+use tollgate_domain::RequestId;
+
+use super::Tables;
+use crate::error::LedgerError;
+
+/// A SHA-256 hash of a record or of an inner node.
+pub(crate) type Hash = [u8; 32];
+
+/// A kept inner node of the Merkle tree.
+#[derive(Clone, Copy)]
+pub(crate) struct NodeRow {
+    pub(crate) level: u32,
+    pub(crate) position: u64,
+    pub(crate) hash: Hash,
+}
+
+/// A record as it is kept.
+pub(crate) struct RecordRow {
+    /// The record's number, from 0.
+    pub(crate) seq: u64,
+    /// The stored hash; its length is not checked.
+    pub(crate) hash: Vec<u8>,
+    pub(crate) record: String,
+}
+
+/// Rows that are older than the audit log, by table.
+pub(crate) struct UnrecordedCounts {
+    pub(crate) blocks: u64,
+    pub(crate) attempts: u64,
+    pub(crate) fault_caps: u64,
+    pub(crate) refused_blocks: u64,
+}
+
+/// Inserts a record.
+pub(crate) fn insert(
+    tables: Tables<'_>,
+    seq: u64,
+    hash: &Hash,
+    record: &str,
+) -> Result<(), LedgerError> {
+    tables
+        .connection
+        .prepare_cached("INSERT INTO records (seq, hash, record) VALUES (?1, ?2, ?3)")?
+        .execute(params![seq, &hash[..], record])?;
+    Ok(())
+}
+
+/// Inserts an inner node.
+pub(crate) fn insert_node(tables: Tables<'_>, node: &NodeRow) -> Result<(), LedgerError> {
+    let NodeRow { level, position, hash } = node;
+    tables
+        .connection
+        .prepare_cached("INSERT INTO record_nodes (level, position, hash) VALUES (?1, ?2, ?3)")?
+        .execute(params![level, position, &hash[..]])?;
+    Ok(())
+}
+
+/// Returns the number of records, archived ones included, and the last hash.
+pub(crate) fn end(tables: Tables<'_>) -> Result<(u64, Hash), LedgerError> {
+    let (size, hash): (u64, Vec<u8>) = tables.connection.query_row(
+        "SELECT seq + 1, hash FROM records ORDER BY seq DESC LIMIT 1",
+        [],
+        |row| Ok((row.get(0)?, row.get(1)?)),
+    )?;
+    Ok((size, hash_from(hash, "the last record's hash")?))
+}
+
+/// Returns the hash of record `seq`.
+pub(crate) fn hash_of(tables: Tables<'_>, seq: u64) -> Result<Hash, LedgerError> {
+    let query = "SELECT hash FROM records WHERE seq = ?1";
+    let hash = tables.connection.query_row(query, [seq], |row| row.get(0))?;
+    hash_from(hash, &format!("the hash of record {seq}"))
+}
+
+/// Finds the text of record `seq`.
+pub(crate) fn text_of(tables: Tables<'_>, seq: u64) -> Result<Option<String>, LedgerError> {
+    Ok(tables
+        .connection
+        .prepare_cached("SELECT record FROM records WHERE seq = ?1")?
+        .query_row([seq], |row| row.get(0))
+        .optional()?)
+}
+
+/// Finds a kept node. Level 0 are the records themselves, of which an archive may
+/// have left a single hash.
+pub(crate) fn node(
+    tables: Tables<'_>,
+    level: u32,
+    position: u64,
+) -> Result<Option<Hash>, LedgerError> {
+    let query = if level == 0 {
+        "SELECT hash FROM records WHERE ?1 = 0 AND seq = ?2
+         UNION ALL SELECT hash FROM record_nodes WHERE level = ?1 AND position = ?2"
+    } else {
+        "SELECT hash FROM record_nodes WHERE level = ?1 AND position = ?2"
+    };
+    let found: Option<Vec<u8>> = tables
+        .connection
+        .prepare_cached(query)?
+        .query_row(params![level, position], |row| row.get(0))
+        .optional()?;
+    found.map(|found| hash_from(found, "a hash of the audit log")).transpose()
+}
+
+/// Finds a kept inner node as it is stored.
+pub(crate) fn inner_node(
+    tables: Tables<'_>,
+    level: u32,
+    position: u64,
+) -> Result<Option<Vec<u8>>, LedgerError> {
+    Ok(tables
+        .connection
+        .prepare_cached("SELECT hash FROM record_nodes WHERE level = ?1 AND position = ?2")?
+        .query_row((level, position), |row| row.get(0))
+        .optional()?)
+}
+
+/// Calls `each` with the records of `range`, or with all records, in their order,
+/// until `each` returns false.
+pub(crate) fn each<E: From<LedgerError>>(
+    tables: Tables<'_>,
+    range: Option<Range<u64>>,
+    mut each: impl FnMut(RecordRow) -> Result<bool, E>,
+) -> Result<(), E> {
+    let storage = |error: rusqlite::Error| E::from(LedgerError::from(error));
+    // Two queries: a condition that may be absent would keep SQLite from seeking.
+    let (query, bounds) = match range {
+        None => ("SELECT seq, hash, record FROM records ORDER BY seq", Vec::new()),
+        Some(Range { start, end }) => (
+            "SELECT seq, hash, record FROM records WHERE seq >= ?1 AND seq < ?2 ORDER BY seq",
+            vec![start, end],
+        ),
+    };
+    let mut statement = tables.connection.prepare(query).map_err(storage)?;
+    let rows = statement
+        .query_map(params_from_iter(bounds), |row| {
+            Ok(RecordRow { seq: row.get(0)?, hash: row.get(1)?, record: row.get(2)? })
+        })
+        .map_err(storage)?;
+    for row in rows {
+        if !each(row.map_err(storage)?)? {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// Calls `each` with number and text of every record of `operation` and of every
+/// archive, in their order.
+pub(crate) fn each_of_operation(
+    tables: Tables<'_>,
+    operation: &str,
+    mut each: impl FnMut(u64, &str),
+) -> Result<(), LedgerError> {
+    let mut statement = tables.connection.prepare(
+        "SELECT seq, record FROM records
+         WHERE instr(record, '\"operation.type\":\"' || ?1 || '\"') > 0
+           OR instr(record, '\"operation.type\":\"ledger.archived\"') > 0 ORDER BY seq",
+    )?;
+    let mut rows = statement.query([operation])?;
+    while let Some(row) = rows.next()? {
+        each(row.get(0)?, &row.get::<_, String>(1)?);
+    }
+    Ok(())
+}
+
+/// Returns the records of a request's attempts and of their fault caps.
+pub(crate) fn of_request(tables: Tables<'_>, request: &RequestId) -> Result<Vec<u64>, LedgerError> {
+    let mut statement = tables.connection.prepare_cached(
+        "SELECT record_seq FROM attempts WHERE request_id = ?1 AND record_seq IS NOT NULL
+         UNION ALL
+         SELECT record_seq FROM fault_caps WHERE request_id = ?1 AND record_seq IS NOT NULL
+         ORDER BY 1",
+    )?;
+    let rows = statement.query_map([request.as_str()], |row| row.get(0))?;
+    Ok(rows.collect::<Result<_, _>>()?)
+}
+
+/// Returns the number of records, and of distinct records from `first` on that a
+/// row of another table refers to.
+pub(crate) fn count_with_rows(tables: Tables<'_>, first: u64) -> Result<(u64, u64), LedgerError> {
+    Ok(tables.connection.query_row(
+        "SELECT (SELECT count(*) FROM records),
+           (SELECT count(DISTINCT record_seq) FROM (
+             SELECT record_seq FROM blocks
+             UNION ALL SELECT record_seq FROM attempts
+             UNION ALL SELECT record_seq FROM fault_caps
+             UNION ALL SELECT record_seq FROM refused_blocks
+             UNION ALL SELECT record_seq FROM recorded_actions)
+           WHERE record_seq >= ?1)",
+        [first],
+        |row| Ok((row.get(0)?, row.get(1)?)),
+    )?)
+}
+
+/// Returns the number of records after the last, i.e. the size of the log.
+pub(crate) fn size(tables: Tables<'_>) -> Result<u64, LedgerError> {
+    let query = "SELECT max(seq) + 1 FROM records";
+    Ok(tables.connection.query_row(query, [], |row| row.get(0))?)
+}
+
+/// Counts the rows without an audit record.
+pub(crate) fn count_unrecorded(tables: Tables<'_>) -> Result<UnrecordedCounts, LedgerError> {
+    let count = |table: &str| -> Result<u64, LedgerError> {
+        let sql = format!("SELECT count(*) FROM {table} WHERE record_seq IS NULL");
+        Ok(tables.connection.query_row(&sql, [], |row| row.get(0))?)
+    };
+    Ok(UnrecordedCounts {
+        blocks: count("blocks")?,
+        attempts: count("attempts")?,
+        fault_caps: count("fault_caps")?,
+        refused_blocks: count("refused_blocks")?,
+    })
+}
+
+/// Calls `each` with the digest, in hex, of every block without a record.
+pub(crate) fn each_unrecorded_block(
+    tables: Tables<'_>,
+    each: impl FnMut(&str),
+) -> Result<(), LedgerError> {
+    each_text(
+        tables,
+        "SELECT lower(hex(digest)) FROM blocks WHERE record_seq IS NULL ORDER BY epoch_id, block",
+        each,
+    )
+}
+
+/// Calls `each` with a JSON line of every fault cap without a record.
+pub(crate) fn each_unrecorded_cap(
+    tables: Tables<'_>,
+    each: impl FnMut(&str),
+) -> Result<(), LedgerError> {
+    each_text(
+        tables,
+        "SELECT json_array(request_id, tenant, key, attempt, prompt_tokens, cached_tokens,
+           completion_tokens, attributed_ns, reference_ns)
+         FROM fault_caps JOIN callers ON callers.id = caller_id WHERE record_seq IS NULL
+         ORDER BY request_id, caller_id, attempt",
+        each,
+    )
+}
+
+/// Calls `each` with the only column of every row of a query.
+pub(super) fn each_text(
+    tables: Tables<'_>,
+    query: &str,
+    mut each: impl FnMut(&str),
+) -> Result<(), LedgerError> {
+    let mut statement = tables.connection.prepare(query)?;
+    let mut rows = statement.query([])?;
+    while let Some(row) = rows.next()? {
+        each(&row.get::<_, String>(0)?);
+    }
+    Ok(())
+}
+
+/// Converts a stored hash; `what` names it in the error.
+pub(super) fn hash_from(stored: Vec<u8>, what: &str) -> Result<Hash, LedgerError> {
+    Hash::try_from(stored).map_err(|_| LedgerError::Damaged(what.to_owned()))
+}
