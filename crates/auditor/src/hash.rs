@@ -1,4 +1,4 @@
-//! SHA-256 as RFC 6962 uses it, and its text in hex.
+//! SHA-256 as RFC 6962 uses it, and the hash as hex text.
 
 use std::fmt;
 
@@ -9,20 +9,20 @@ use aws_lc_rs::digest::{Context, SHA256, digest};
 pub struct Hash(pub(crate) [u8; 32]);
 
 impl Hash {
-    /// What stands for the record before the first one.
+    /// The hash that stands for the record before the first one.
     pub(crate) const ZERO: Self = Self([0; 32]);
 
-    /// The hash of a leaf: `SHA-256(0x00 || bytes)`.
+    /// Returns the hash of a leaf: `SHA-256(0x00 || bytes)`.
     pub(crate) fn of_leaf(bytes: &[u8]) -> Self {
         Self::of(&[&[0x00], bytes])
     }
 
-    /// The hash of an inner node: `SHA-256(0x01 || left || right)`.
+    /// Returns the hash of an inner node: `SHA-256(0x01 || left || right)`.
     pub(crate) fn of_node(left: &Self, right: &Self) -> Self {
         Self::of(&[&[0x01], &left.0, &right.0])
     }
 
-    /// The root of a tree without leaves.
+    /// Returns the root of a tree without leaves.
     pub(crate) fn of_nothing() -> Self {
         Self(bytes(digest(&SHA256, b"")))
     }
@@ -35,7 +35,7 @@ impl Hash {
         Self(bytes(context.finish()))
     }
 
-    /// Reads 64 lower-case hex digits.
+    /// Parses 64 lower-case hex digits; `None` for any other text.
     pub(crate) fn from_hex(text: &str) -> Option<Self> {
         let digit = |byte: u8| match byte {
             b'0'..=b'9' => Some(byte - b'0'),

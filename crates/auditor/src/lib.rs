@@ -1,9 +1,9 @@
-//! Judges an exported audit log: offline, from plain files and a public key.
+//! A verifier of exported audit logs: offline, from plain files and a public key.
 //!
-//! It shares nothing with what writes the log but the format that
-//! `docs/audit.md` describes, so that a mistake of the writer is no mistake of
-//! the judge. It believes no file: what it reads may be forged, torn or
-//! endless, and the first record that cannot be right is named.
+//! The crate shares only the format that `docs/audit.md` describes with the writer
+//! of the log, so that a mistake of the writer is no mistake of the verifier. It
+//! trusts no file: a file may be forged, torn or endless. It names the first record
+//! that cannot be right.
 
 mod hash;
 mod log;

@@ -1,5 +1,5 @@
-//! An exported log, walked record by record: each must be what its hash says,
-//! follow the one before, and be under a root that was signed.
+//! A walk along an exported log, record by record: each record must fit its hash,
+//! follow the record before it, and be under a root that was signed.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -11,11 +11,11 @@ use serde::Deserialize;
 use crate::tree::Tree;
 use crate::{Checkpoint, Hash, NoteError, VerifierKey};
 
-/// One export: the records of a span of the log, and what was signed of them.
+/// One export: the records of a range of the log, and their checkpoints.
 pub struct Folder<R> {
-    /// How it is called in messages.
+    /// The name of the export in messages.
     pub name: String,
-    /// Where the span begins: the text of `start.json`.
+    /// The text of `start.json`: the state of the log before the first record.
     pub start: String,
     /// The lines of `records.jsonl`.
     pub records: R,
@@ -23,122 +23,123 @@ pub struct Folder<R> {
     pub checkpoints: R,
 }
 
-/// A log that holds.
+/// The extent of a log that was verified.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sound {
-    /// The number of its first record.
+    /// The number of the first record.
     pub first: u64,
-    /// How many checkpoints were compared.
+    /// Number of checkpoints that were compared.
     pub checkpoints: u64,
-    /// The last of them: it signs every record that was read.
+    /// The last checkpoint. It signs every record that was read.
     pub newest: Checkpoint,
 }
 
-/// What is wrong with a record.
+/// A fault of a record.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
-    /// Its line is no record.
+    /// The line is no record.
     #[error("its line is torn or no record")]
     Torn,
-    /// Its bytes or its hash.
+    /// The bytes do not fit the hash.
     #[error("its bytes are not those that its hash was made of")]
     Altered,
-    /// Another record stands where it should.
+    /// Another record stands in this place.
     #[error("record {found} stands in its place")]
     Displaced {
-        /// Which.
+        /// The number of the other record.
         found: u64,
     },
-    /// The log ends before it, although it was signed.
+    /// The log ends before the record, although the record was signed.
     #[error("it is missing: {signed} records were signed")]
     Missing {
-        /// The size that a checkpoint says.
+        /// The size that a checkpoint states.
         signed: u64,
     },
-    /// It names another hash than that of the record before it.
+    /// The record names another hash than that of the record before it.
     #[error(
         "it does not follow the one before it: one of the two was replaced whole, or one was put in or taken out there"
     )]
     Unlinked,
-    /// It stands after the newest checkpoint.
+    /// The record stands after the newest checkpoint.
     #[error("no checkpoint signs it")]
     Unsigned,
 }
 
-/// Why a log does not hold.
+/// The reason why a log is not valid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LogError {
     /// The first record that cannot be right.
     #[error("record {record}: {fault}")]
     Record {
-        /// Its number.
+        /// The record's number.
         record: u64,
-        /// What is wrong with it.
+        /// The fault.
         fault: Fault,
     },
-    /// The chain holds, and is not what was signed: it was made anew.
+    /// The chain is consistent, but not the one that was signed: it was rewritten.
     #[error("records {first} to {last}: at least one is not what was signed")]
     Rewritten {
-        /// The first that may be bad: all before it were signed as they are.
+        /// The first record that may be bad. All records before it were signed as they
+        /// are.
         first: u64,
-        /// The last that must be there for the checkpoint.
+        /// The last record that the checkpoint covers.
         last: u64,
     },
-    /// A checkpoint that somebody kept is of another history.
+    /// A checkpoint that was kept belongs to another history.
     #[error(
         "records {first} to {last}: the checkpoint of {size} records that was kept signs others; the log was rewritten or forked after it"
     )]
     Forked {
-        /// The first that may differ.
+        /// The first record that may differ.
         first: u64,
-        /// The last.
+        /// The last record that may differ.
         last: u64,
-        /// The size that the kept checkpoint says.
+        /// The size of the kept checkpoint.
         size: u64,
     },
-    /// A checkpoint that cannot be believed.
+    /// A checkpoint is not valid.
     #[error("{folder}: checkpoint {line}: {error}")]
     Checkpoint {
-        /// In which export.
+        /// The export.
         folder: String,
-        /// Its line, from 1.
+        /// The line of the checkpoint, from 1.
         line: u64,
-        /// Why.
+        /// The reason.
         error: NoteError,
     },
-    /// Checkpoints must grow.
+    /// A checkpoint does not cover more records than the one before it.
     #[error("{folder}: checkpoint {line} is of no later record than the one before it")]
     Order {
-        /// In which export.
+        /// The export.
         folder: String,
-        /// Its line, from 1.
+        /// The line of the checkpoint, from 1.
         line: u64,
     },
-    /// Nothing is signed.
+    /// The export has no checkpoint.
     #[error("{folder}: there is no checkpoint")]
     NothingSigned {
-        /// In which export.
+        /// The export.
         folder: String,
     },
-    /// What stands before the records cannot be read.
+    /// `start.json` is torn or contradicts itself.
     #[error("{folder}: start.json is torn or says what cannot be")]
     Start {
-        /// In which export.
+        /// The export.
         folder: String,
     },
-    /// One export does not go on where the other ended.
+    /// An export does not continue where the export before it ended.
     #[error("{folder}: does not go on where the export before it ended, after record {after}")]
     Gap {
-        /// Which.
+        /// The export.
         folder: String,
-        /// The last record before it.
+        /// The last record before the export.
         after: u64,
     },
-    /// A checkpoint that was kept is older than these records: nothing can be
-    /// said of it.
+    /// A checkpoint that was kept is older than these records, so it cannot be
+    /// compared.
     #[error("the checkpoint of {size} records is older than the first record here, {first}")]
     NotCovered {
-        /// The size that it says.
+        /// The size of the kept checkpoint.
         size: u64,
         /// The first record that was read.
         first: u64,
@@ -146,14 +147,14 @@ pub enum LogError {
     /// A file cannot be read.
     #[error("{file}: {reason}")]
     File {
-        /// Which.
+        /// The file.
         file: String,
-        /// What the system says.
+        /// The system's error.
         reason: String,
     },
 }
 
-/// What `start.json` says.
+/// The content of `start.json`.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Start {
@@ -163,7 +164,7 @@ struct Start {
 }
 
 impl Folder<BufReader<File>> {
-    /// Opens an export as it lies in a folder.
+    /// Opens an export in a folder.
     ///
     /// # Errors
     /// [`LogError::File`]
@@ -177,7 +178,7 @@ impl Folder<BufReader<File>> {
             File::open(&file).map_err(|error| failed(&file, error))
         };
         let mut start = String::new();
-        // A frontier has 64 hashes at most.
+        // A bound, because the file may be endless; a frontier has 64 hashes at most.
         let read = open("start.json")?.take(64 * 1024).read_to_string(&mut start);
         read.map_err(|error| failed(&path.join("start.json"), error))?;
         Ok(Self {
@@ -189,11 +190,11 @@ impl Folder<BufReader<File>> {
     }
 }
 
-/// Verifies exports that follow one another. `kept` are checkpoints that
-/// somebody put aside earlier: the log must still contain what they signed.
+/// Verifies exports that follow one another. `kept` are checkpoints that were put
+/// aside earlier: the log must still contain the records that they signed.
 ///
 /// # Errors
-/// The first thing that is wrong, in the order of the records.
+/// The first fault, in the order of the records.
 pub fn verify<R: BufRead>(
     folders: impl IntoIterator<Item = Result<Folder<R>, LogError>>,
     keys: &[VerifierKey],
@@ -214,15 +215,15 @@ pub fn verify<R: BufRead>(
     walk.ok_or(LogError::NothingSigned { folder: "nothing".to_owned() })?.end()
 }
 
-/// How far the log was read, and what is known of it.
+/// The state of a walk along a log.
 struct Walk<'a> {
     keys: &'a [VerifierKey],
-    /// Those that are not compared yet, smallest first.
+    /// Kept checkpoints that are not compared yet, smallest first.
     kept: VecDeque<Checkpoint>,
     first: u64,
     tree: Tree,
     last: Hash,
-    /// All records before this one were signed as they are here.
+    /// Number of leading records that a checkpoint has proved.
     proved: u64,
     checkpoints: u64,
     newest: Option<Checkpoint>,
@@ -245,7 +246,7 @@ impl<'a> Walk<'a> {
         Ok(walk)
     }
 
-    /// The next export must begin where the last one ended.
+    /// Continues with the next export, which must begin where the last one ended.
     fn go_on<R>(self, folder: &Folder<R>) -> Result<Self, LogError> {
         if read_start(folder)? == (self.tree.clone(), self.last) {
             Ok(self)
@@ -291,7 +292,7 @@ impl<'a> Walk<'a> {
         Ok(Sound { first, checkpoints, newest })
     }
 
-    /// The next checkpoint of the export, which must be of more records than
+    /// Reads the next checkpoint of the export, which must cover more records than
     /// were read so far.
     fn next_checkpoint<R: BufRead>(
         &self,
@@ -311,6 +312,7 @@ impl<'a> Walk<'a> {
         Ok(Some(checkpoint))
     }
 
+    /// Compares the tree with a checkpoint of the same size.
     fn compare(&mut self, signed: &Checkpoint) -> Result<(), LogError> {
         if signed.root() != self.tree.root() {
             return Err(LogError::Rewritten { first: self.proved, last: self.tree.size() - 1 });
@@ -320,6 +322,7 @@ impl<'a> Walk<'a> {
         Ok(())
     }
 
+    /// Compares the tree with the kept checkpoints of the same size.
     fn compare_kept(&mut self) -> Result<(), LogError> {
         let size = self.tree.size();
         while self.kept.front().is_some_and(|kept| kept.size() == size) {
@@ -348,7 +351,8 @@ fn read_start<R>(folder: &Folder<R>) -> Result<(Tree, Hash), LogError> {
     read().ok_or_else(|| LogError::Start { folder: folder.name.clone() })
 }
 
-/// The hash of the record in a line: `{"hash":"…","record":{"seq":…,"prev":"…",…}}`.
+/// Returns the hash of the record in a line. The line is
+/// `{"hash":"…","record":{"seq":…,"prev":"…",…}}`.
 fn read_record(line: &[u8], expected: u64, last: Hash) -> Result<Hash, Fault> {
     let line = std::str::from_utf8(line).map_err(|_| Fault::Torn)?;
     let parts = || {
@@ -378,7 +382,8 @@ fn read_record(line: &[u8], expected: u64, last: Hash) -> Result<Hash, Fault> {
     Ok(hash)
 }
 
-/// The note in a line: `{"note":"…"}`, written in the one way that there is.
+/// Returns the note in a line `{"note":"…"}`. Only one spelling is accepted, so that
+/// no byte of an export can change unnoticed.
 fn read_note(line: &[u8]) -> Option<String> {
     #[derive(serde::Serialize, Deserialize)]
     #[serde(deny_unknown_fields)]
@@ -390,8 +395,8 @@ fn read_note(line: &[u8]) -> Option<String> {
     (again == line).then_some(read.note)
 }
 
-/// A line without its newline; `None` at the end. One that is too long, or
-/// has no newline, is as good as torn: it is given as an empty one.
+/// Reads a line without its newline; `None` at the end. A line that is too long or
+/// has no newline counts as torn and is returned empty.
 fn read_line(
     reader: &mut impl BufRead,
     folder: &str,
@@ -412,5 +417,6 @@ fn read_line(
     Ok(Some(line))
 }
 
-/// Records are a few hundred bytes; the longest has 16 KiB of detail.
+/// Most bytes of a line. Records have a few hundred bytes, the longest 16 KiB of
+/// detail.
 const LONGEST_LINE: u64 = 1 << 20;

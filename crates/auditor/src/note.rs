@@ -1,5 +1,6 @@
 //! Signed notes and the checkpoints in them: C2SP `signed-note` and
-//! `tlog-checkpoint`. A checkpoint exists only with a good signature.
+//! `tlog-checkpoint`. A [`Checkpoint`] is made only from a note with a good
+//! signature.
 
 use std::fmt;
 use std::str::FromStr;
@@ -19,12 +20,12 @@ pub struct VerifierKey {
     public: [u8; 32],
 }
 
-/// This text is no verifier key.
+/// A text that is no verifier key.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not a public key of the form name+id+base64, with the id of an Ed25519 key")]
 pub struct VerifierKeyError;
 
-/// What a log's key signed: how many records it has, and the root over them.
+/// A signed checkpoint: the number of a log's records and the root over them.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Checkpoint {
     origin: String,
@@ -32,22 +33,22 @@ pub struct Checkpoint {
     root: Hash,
 }
 
-/// Why a note is no checkpoint that can be believed.
+/// The reason why a note is no valid checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoteError {
-    /// It is no signed note.
+    /// The text is no signed note.
     #[error("it is no signed note")]
     Form,
     /// None of the given keys signed it.
     #[error("none of the given keys signed it")]
     UnknownKey,
-    /// A given key is named, and the signature is not of this text.
+    /// The note names a given key, and the signature does not fit the text.
     #[error("the signature of {name} is forged")]
     Forged {
-        /// The key that is named.
+        /// The name of the key.
         name: String,
     },
-    /// It is signed, and no checkpoint.
+    /// The note is signed, but its text is no checkpoint.
     #[error("it is signed and no checkpoint of that key's log")]
     Text,
 }
@@ -72,18 +73,18 @@ impl FromStr for VerifierKey {
 }
 
 impl VerifierKey {
-    /// Whether `signature` is this key's over `text`.
+    /// Returns true if `signature` is this key's signature of `text`.
     fn signed(&self, text: &str, signature: &[u8]) -> bool {
         UnparsedPublicKey::new(&ED25519, &self.public).verify(text.as_bytes(), signature).is_ok()
     }
 }
 
 impl Checkpoint {
-    /// Opens a signed note with one of `keys`. Signatures of others are
-    /// ignored, as the format has it; a bad one of ours is not.
+    /// Opens a signed note with one of `keys`. Signatures by other keys are ignored,
+    /// as the format demands. A bad signature by one of `keys` is an error.
     ///
     /// # Errors
-    /// It is none, nobody of `keys` signed it, or it is forged.
+    /// The text is no note, none of `keys` signed it, or a signature is forged.
     pub fn open(note: &str, keys: &[VerifierKey]) -> Result<Self, NoteError> {
         let (text, signatures) = split(note).ok_or(NoteError::Form)?;
         let mut signer = None;
@@ -103,27 +104,28 @@ impl Checkpoint {
             .ok_or(NoteError::Text)
     }
 
-    /// Origin, size and root, a line each, and nothing else.
+    /// Parses a checkpoint: origin, size and root, a line each, and nothing else.
     fn read(text: &str) -> Option<Self> {
         let mut lines = text.strip_suffix('\n')?.split('\n');
         let (origin, size, root) = (lines.next()?, lines.next()?, lines.next()?);
+        // Only one spelling of a number is accepted: no sign, no leading zero.
         let number = size.parse().ok().filter(|number: &u64| number.to_string() == size)?;
         let root = <[u8; 32]>::try_from(STANDARD.decode(root).ok()?).ok()?;
         let whole = lines.next().is_none() && !origin.is_empty();
         whole.then(|| Self { origin: origin.to_owned(), size: number, root: Hash(root) })
     }
 
-    /// Which log it is of.
+    /// Returns the name of the log.
     pub fn origin(&self) -> &str {
         &self.origin
     }
 
-    /// How many records there were.
+    /// Returns the number of records.
     pub fn size(&self) -> u64 {
         self.size
     }
 
-    /// The root over them.
+    /// Returns the root over the records.
     pub fn root(&self) -> Hash {
         self.root
     }
@@ -135,11 +137,11 @@ impl fmt::Debug for Checkpoint {
     }
 }
 
-/// Whose signature, and its bytes.
+/// A signature: the name of its key, and its bytes.
 type Signature<'a> = (&'a str, Vec<u8>);
 
-/// The text of a note, with its last newline, and its signatures. `None` where
-/// it is no signed note.
+/// Splits a note into its text, with the last newline, and its signatures. `None`
+/// for a text that is no signed note.
 fn split(note: &str) -> Option<(&str, Vec<Signature<'_>>)> {
     if note.len() > LONGEST_NOTE || note.contains(|c: char| c < ' ' && c != '\n') {
         return None;
@@ -187,7 +189,7 @@ mod tests {
         x08go/ZJkuBS9UG/SffcvIAQxVBtiFupLLr8pAcElZInNIuGUgYN1FFYC2pZSNXgKvqfqdngotpRZb6KE6RyyBwJnAM=\n";
 
     #[test]
-    fn notes_of_the_reference_are_opened() {
+    fn notes_equal_reference_vectors() {
         let key: VerifierKey = GO_KEY.parse().expect("a key");
         let (text, signatures) = split(GO_NOTE).expect("a note");
         assert_eq!(signatures.len(), 1);
@@ -200,7 +202,7 @@ mod tests {
 
     /// The example of C2SP `tlog-checkpoint`; its key is not published.
     #[test]
-    fn the_checkpoint_of_the_specification_is_read() {
+    fn checkpoint_of_the_specification_is_read() {
         let note = "example.com/behind-the-sofa\n20852163\n\
             CsUYapGGPo4dkMgIAUqom/Xajj7h2fB2MPA3j2jxq2I=\n\n\
             \u{2014} example.com/behind-the-sofa \
@@ -222,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_and_notes_of_another_form_are_refused() {
+    fn malformed_keys_and_notes_are_refused() {
         for key in [
             "",
             "PeterNeumann",

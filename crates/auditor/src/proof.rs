@@ -1,11 +1,11 @@
-//! The proof that records of one request are in a signed log.
+//! Proofs that the records of one request are in a signed log.
 
 use serde::Deserialize;
 
 use crate::tree::root_of_path;
 use crate::{Checkpoint, Hash, NoteError, VerifierKey};
 
-/// A proof as it is written: a JSON object.
+/// A proof as it is read from a JSON object. Nothing in it is verified yet.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Proof {
@@ -21,37 +21,37 @@ struct ProofOfRecord {
     path: Vec<String>,
 }
 
-/// A record that is in the log.
+/// A record that is proved to be in the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Proved {
-    /// Its number.
+    /// The record's number.
     pub index: u64,
-    /// Its bytes.
+    /// The record's bytes.
     pub record: String,
 }
 
-/// Why a proof proves nothing.
+/// The reason why a proof fails.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ProofError {
-    /// It is no proof.
+    /// The text is no proof.
     #[error("this is no proof: {0}")]
     Form(String),
-    /// Its checkpoint cannot be believed.
+    /// The checkpoint is not valid.
     #[error("the checkpoint: {0}")]
     Checkpoint(NoteError),
     /// A record's path does not lead to the signed root.
     #[error("record {index} is not in the log of that checkpoint as it stands here")]
     Path {
-        /// Its number.
+        /// The record's number.
         index: u64,
     },
-    /// It has no record.
-    #[error("it has no record")]
+    /// The proof holds no record.
+    #[error("the proof holds no record")]
     Empty,
 }
 
 impl Proof {
-    /// Reads a proof.
+    /// Parses a proof.
     ///
     /// # Errors
     /// [`ProofError::Form`]
@@ -59,13 +59,15 @@ impl Proof {
         serde_json::from_str(text).map_err(|error| ProofError::Form(error.to_string()))
     }
 
-    /// The records that it proves, and the checkpoint that signs them.
+    /// Verifies the proof with `keys`. Returns the checkpoint and the records that
+    /// it signs.
     ///
     /// # Errors
-    /// One of them is not proved, or the checkpoint cannot be believed.
+    /// A record is not proved, or the checkpoint is not valid.
     pub fn verify(self, keys: &[VerifierKey]) -> Result<(Checkpoint, Vec<Proved>), ProofError> {
         let Self { checkpoint, records } = self;
         let checkpoint = Checkpoint::open(&checkpoint, keys).map_err(ProofError::Checkpoint)?;
+        // A proof of nothing would otherwise always succeed.
         if records.is_empty() {
             return Err(ProofError::Empty);
         }

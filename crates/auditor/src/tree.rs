@@ -1,10 +1,10 @@
-//! The Merkle tree of RFC 6962 as a verifier needs it: the root of what came
-//! so far, and the root that a path leads to.
+//! The Merkle tree of RFC 6962 as a verifier needs it: the root of the leaves so
+//! far, and the root that a path leads to.
 
 use crate::Hash;
 
-/// The tree of the leaves so far, as the perfect subtrees it is made of,
-/// largest first.
+/// The tree of the leaves so far, as its perfect subtrees, largest first. It needs
+/// one hash for each bit of its size, whatever its size.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Tree {
     size: u64,
@@ -12,20 +12,22 @@ pub(crate) struct Tree {
 }
 
 impl Tree {
-    /// A tree of `size` leaves that are known by their subtrees alone; `None`
-    /// where these are not as many as the size has.
+    /// Returns a tree of `size` leaves that are known by their subtrees only; `None`
+    /// where the number of subtrees does not fit the size.
     pub(crate) fn after(size: u64, subtrees: Vec<Hash>) -> Option<Self> {
         (size.count_ones() as usize == subtrees.len()).then_some(Self { size, subtrees })
     }
 
+    /// Returns the number of leaves.
     pub(crate) fn size(&self) -> u64 {
         self.size
     }
 
+    /// Adds a leaf.
     pub(crate) fn push(&mut self, leaf: Hash) {
         self.subtrees.push(leaf);
         self.size += 1;
-        // Two subtrees of one width become one of twice the width.
+        // Two subtrees of one width become one of twice the width, as a carry does.
         for _ in 0..self.size.trailing_zeros() {
             let (right, left) = (self.subtrees.pop(), self.subtrees.pop());
             let (Some(left), Some(right)) = (left, right) else {
@@ -35,15 +37,17 @@ impl Tree {
         }
     }
 
+    /// Returns the root.
     pub(crate) fn root(&self) -> Hash {
+        // RFC 6962 splits at the largest power of two, so the right side joins first.
         let mut from_the_right = self.subtrees.iter().rev();
         let Some(&last) = from_the_right.next() else { return Hash::of_nothing() };
         from_the_right.fold(last, |right, left| Hash::of_node(left, &right))
     }
 }
 
-/// The root that `path` leads to from leaf `index` of `size`; `None` where the
-/// path is not as long as it must be. RFC 9162, section 2.1.3.2.
+/// Returns the root that `path` leads to from leaf `index` of `size`; `None` where
+/// the path has the wrong length. RFC 9162, section 2.1.3.2.
 pub(crate) fn root_of_path(leaf: Hash, index: u64, size: u64, path: &[Hash]) -> Option<Hash> {
     if index >= size {
         return None;
@@ -52,10 +56,12 @@ pub(crate) fn root_of_path(leaf: Hash, index: u64, size: u64, path: &[Hash]) -> 
     let mut hash = leaf;
     for sibling in path {
         if last == 0 {
+            // The path goes on above the root.
             return None;
         }
         if node & 1 == 1 || node == last {
             hash = Hash::of_node(sibling, &hash);
+            // On the right edge some levels have no sibling; skip them.
             while node & 1 == 0 && node != 0 {
                 node >>= 1;
                 last >>= 1;
@@ -66,6 +72,7 @@ pub(crate) fn root_of_path(leaf: Hash, index: u64, size: u64, path: &[Hash]) -> 
         node >>= 1;
         last >>= 1;
     }
+    // Levels are left over if the path was too short.
     (last == 0).then_some(hash)
 }
 
@@ -79,7 +86,7 @@ mod tests {
         (0..count).map(|index| Hash::of_leaf(format!("leaf {index}").as_bytes())).collect()
     }
 
-    /// RFC 6962, section 2.1, word for word.
+    /// The definition of RFC 6962, section 2.1.
     fn naive_root(leaves: &[Hash]) -> Hash {
         match leaves {
             [] => Hash::of_nothing(),
@@ -91,7 +98,7 @@ mod tests {
         }
     }
 
-    /// RFC 6962, section 2.1.1, word for word.
+    /// The definition of RFC 6962, section 2.1.1.
     fn naive_path(index: usize, leaves: &[Hash]) -> Vec<Hash> {
         if leaves.len() == 1 {
             return Vec::new();
@@ -106,7 +113,7 @@ mod tests {
         path
     }
 
-    /// The largest power of two below `count`.
+    /// Returns the largest power of two below `count`.
     fn half(count: usize) -> usize {
         count.next_power_of_two() / 2
     }
@@ -119,7 +126,7 @@ mod tests {
 
     /// Leaves and roots of the Certificate Transparency reference tests.
     #[test]
-    fn roots_are_those_of_the_reference() {
+    fn roots_equal_reference_vectors() {
         let inputs: [&[u8]; 4] = [&[], &[0x00], &[0x10], &[0x20, 0x21]];
         let roots = [
             "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
@@ -137,7 +144,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn trees_and_paths_are_those_of_the_definition(count in 1_usize..300, at in 0.0..1.0_f64) {
+        fn trees_and_paths_equal_rfc_definition(count in 1_usize..300, at in 0.0..1.0_f64) {
             let leaves = leaves(count);
             prop_assert_eq!(tree(&leaves).root(), naive_root(&leaves));
             let index = (at * count as f64) as usize % count;
@@ -157,7 +164,7 @@ mod tests {
         }
 
         #[test]
-        fn a_tree_goes_on_from_its_subtrees(count in 0_usize..200, more in 0_usize..100) {
+        fn tree_continues_from_its_subtrees(count in 0_usize..200, more in 0_usize..100) {
             let leaves = leaves(count + more);
             let earlier = tree(&leaves[..count]);
             let mut later = Tree::after(count as u64, earlier.subtrees).expect("as many");

@@ -1,63 +1,19 @@
 //! Opening, checking, copying and compacting of ledgers.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::time::Duration;
 
 use crate::act::AdminAction;
-use crate::audit_key::AuditKey;
 use crate::error::LedgerError;
 use crate::handle::LedgerHandle;
 use crate::operations::backup::{self, BackupError};
 use crate::operations::check::{self, Checked, Finding, Findings};
-use crate::operations::wal_rewrite::WalRewriter;
 use crate::operations::{archive, wal};
+use crate::options::LedgerOptions;
 use crate::reader::LedgerReader;
 use crate::writer::Writer;
 
-/// Options of an open ledger.
-#[derive(Clone, Debug)]
-pub struct LedgerOptions {
-    /// The database file. It is made if there is none.
-    pub path: PathBuf,
-    /// Most acts that wait for the writer.
-    pub queue: usize,
-    /// Most acts in one commit.
-    pub group: usize,
-    /// Time between two attempts while the disk refuses.
-    pub retry: Duration,
-    /// Largest size of the database in pages of 4 KiB; unbounded for `None`.
-    pub max_pages: Option<u32>,
-    /// The rewrite of the write-ahead log before the file is opened.
-    pub log: WalRewriter,
-    /// The key that signs the audit log. Without a key records are written and not
-    /// signed.
-    pub key: Option<Arc<AuditKey>>,
-    /// The longest time that a record waits for a checkpoint that covers it.
-    pub checkpoint_every: Duration,
-    /// Number of unsigned records at which a checkpoint is made at once.
-    pub checkpoint_records: u64,
-}
-
 /// The façade that opens, checks and copies ledgers by their path.
 pub struct Ledger;
-
-impl LedgerOptions {
-    /// Returns the defaults for a ledger at `path`.
-    pub fn new(path: &Path) -> Self {
-        Self {
-            path: path.to_owned(),
-            queue: 1_024,
-            group: 256,
-            retry: Duration::from_secs(1),
-            max_pages: None,
-            log: WalRewriter::default(),
-            key: None,
-            checkpoint_every: Duration::from_secs(10),
-            checkpoint_records: 10_000,
-        }
-    }
-}
 
 impl Ledger {
     /// Opens or makes the ledger at `path` with the defaults.

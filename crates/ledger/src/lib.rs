@@ -28,6 +28,7 @@ mod handle;
 mod ledger;
 #[cfg(feature = "test-support")]
 mod null;
+mod options;
 mod reader;
 mod writer;
 
@@ -38,13 +39,14 @@ pub use act::{
 pub use audit_key::{AuditKey, AuditKeyError};
 pub use error::{BlockRefusal, LedgerError, StorageError};
 pub use handle::{Health, LedgerHandle};
-pub use ledger::{Ledger, LedgerOptions};
+pub use ledger::Ledger;
 pub use operations::archive::{Archivable, ArchiveError};
 pub use operations::backup::BackupError;
 pub use operations::check::{Checked, Finding};
 pub use operations::export::{ExportError, Exported, Proof, ProvedRecord, Range, Start};
 pub use operations::query::{RequestRow, RequestState, Spending};
 pub use operations::wal_rewrite::WalRewriter;
+pub use options::LedgerOptions;
 pub use reader::LedgerReader;
 pub use rows::daily::{GroupBy, SpendRow, UsageQuery, UsageRow};
 pub use rows::requests::{EntryRow, OpenAttempt};

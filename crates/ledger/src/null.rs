@@ -6,8 +6,9 @@ use std::sync::mpsc::sync_channel;
 use crate::act::Posted;
 use crate::error::LedgerError;
 use crate::handle::{Command, HealthCell, LedgerHandle};
-use crate::ledger::{Ledger, LedgerOptions};
+use crate::ledger::Ledger;
 use crate::operations::store::Store;
+use crate::options::LedgerOptions;
 use crate::reader::LedgerReader;
 
 impl Ledger {

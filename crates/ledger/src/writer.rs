@@ -13,10 +13,10 @@ use std::time::Instant;
 use crate::act::{Act, Posted};
 use crate::error::LedgerError;
 use crate::handle::{Command, Health, HealthCell, LedgerHandle};
-use crate::ledger::LedgerOptions;
 use crate::operations::acts;
 use crate::operations::chain::Chain;
 use crate::operations::store::Store;
+use crate::options::LedgerOptions;
 use crate::reader::LedgerReader;
 use crate::rows::database::Transaction;
 

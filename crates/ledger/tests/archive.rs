@@ -196,7 +196,7 @@ fn archived() -> (tempfile::TempDir, Export, u64) {
 }
 
 #[test]
-fn what_is_archived_changes_no_sum_and_no_log() {
+fn archive_changes_no_sum_and_no_log() {
     let (folder, archive, size) = archived();
     let (path, copy) = (folder.path().join("ledger.db"), folder.path().join("archive.db"));
     let before = Ledger::open_read_only(&copy).expect("opens");
@@ -266,7 +266,7 @@ fn what_is_archived_changes_no_sum_and_no_log() {
 
 /// More than one record holds: each is as short as any other.
 #[test]
-fn plans_of_thousands_are_told_kept_and_archived() {
+fn plans_of_thousands_are_recorded_and_archived() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
     let ledger = open(&path);
@@ -323,7 +323,7 @@ fn plans_of_thousands_are_told_kept_and_archived() {
 }
 
 #[test]
-fn what_is_archived_is_never_posted_again() {
+fn archived_blocks_are_never_posted_again() {
     let (folder, _, _) = archived();
     let ledger = open(&folder.path().join("ledger.db"));
     let before = usage_of(ledger.reader());

@@ -33,7 +33,7 @@ fn numbered(number: u64) -> tollgate_domain::Block {
 /// Copies of a ledger that is being written are whole commits, each a prefix
 /// of what follows.
 #[test]
-fn a_copy_of_a_ledger_that_is_written_is_sound() {
+fn backup_beside_writer_is_sound() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
     let ledger = Ledger::open(&path).expect("opens");
@@ -67,7 +67,7 @@ fn a_copy_of_a_ledger_that_is_written_is_sound() {
 }
 
 #[test]
-fn a_damaged_ledger_is_not_copied() {
+fn backup_refuses_damaged_ledger() {
     let folder = tempfile::tempdir().expect("a folder");
     let (path, copy) = (folder.path().join("ledger.db"), folder.path().join("copy.db"));
     let ledger = Ledger::open(&path).expect("opens");
@@ -85,7 +85,7 @@ fn a_damaged_ledger_is_not_copied() {
 /// What was acknowledged after the backup comes again from the journal, as
 /// far as that has it; what it no longer has is passed over, and said.
 #[test]
-fn a_restored_ledger_goes_on() {
+fn restored_ledger_continues() {
     let folder = tempfile::tempdir().expect("a folder");
     let (path, copy) = (folder.path().join("ledger.db"), folder.path().join("copy.db"));
     let ledger = Ledger::open(&path).expect("opens");

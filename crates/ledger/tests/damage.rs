@@ -215,13 +215,13 @@ fn damage_the_log(times: u32) {
 }
 
 #[test]
-fn flipped_and_torn_bytes_are_found() {
+fn check_finds_flipped_and_torn_bytes() {
     damage_the_database(160);
     damage_the_log(80);
 }
 
 #[test]
-fn what_a_power_cut_leaves_is_told_from_damage() {
+fn check_tells_power_cut_from_damage() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
     end(filled(folder.path(), 1, 10), &path);

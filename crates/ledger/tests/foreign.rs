@@ -13,7 +13,7 @@ const TENANTS: u64 = 20;
 const REQUESTS: u64 = 1_000;
 
 #[test]
-fn nobody_reads_what_is_anothers() {
+fn tenant_never_reads_other_tenants() {
     ask(20_000);
 }
 
@@ -21,7 +21,7 @@ fn nobody_reads_what_is_anothers() {
 mod long {
     #[test]
     #[ignore = "long: a million questions"]
-    fn nobody_reads_what_is_anothers_in_a_million_questions() {
+    fn tenant_never_reads_other_tenants_in_a_million_questions() {
         super::ask(1_000_000);
     }
 }

@@ -62,7 +62,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_sequence_conserves(acts in proptest::collection::vec(any_act(), 1..40)) {
+    fn ledger_conserves_time_in_any_sequence(acts in proptest::collection::vec(any_act(), 1..40)) {
         let folder = tempfile::tempdir().expect("a folder");
         let ledger = Ledger::open(&folder.path().join("ledger.db")).expect("opens");
         let mut model = Model::default();

@@ -209,7 +209,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 16, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_statement_is_what_a_recount_says(work in proptest::collection::vec(any_work(), 0..24)) {
+    fn statement_equals_recount(work in proptest::collection::vec(any_work(), 0..24)) {
         let folder = tempfile::tempdir().expect("a folder");
         let ledger = Ledger::open(&folder.path().join("ledger.db")).expect("opens");
         post_all(&ledger, &work, false);
@@ -282,7 +282,7 @@ fn one(day: u8) -> Worked {
 }
 
 #[test]
-fn a_change_of_price_splits_a_line() {
+fn price_change_splits_line() {
     let folder = tempfile::tempdir().expect("a folder");
     let ledger = Ledger::open(&folder.path().join("ledger.db")).expect("opens");
     post_all(&ledger, &[one(1), one(15), one(16), one(30), one(31)], false);
@@ -307,7 +307,7 @@ fn a_change_of_price_splits_a_line() {
 /// What was imported once is known again: a figure that changes changes the
 /// digests, not the ids.
 #[test]
-fn ids_stay_and_digests_tell() {
+fn statement_ids_stay_and_digests_change() {
     let folder = tempfile::tempdir().expect("a folder");
     let ledger = Ledger::open(&folder.path().join("ledger.db")).expect("opens");
     let acme = tenant("acme");
@@ -325,7 +325,7 @@ fn ids_stay_and_digests_tell() {
 }
 
 #[test]
-fn what_has_no_price_is_no_gift() {
+fn statement_refuses_usage_without_price() {
     let folder = tempfile::tempdir().expect("a folder");
     let ledger = Ledger::open(&folder.path().join("ledger.db")).expect("opens");
     post_all(&ledger, &[one(3)], false);
@@ -353,7 +353,7 @@ fn what_has_no_price_is_no_gift() {
 
 /// The rows and the sums by day must say the same.
 #[test]
-fn records_that_are_not_their_sums_are_found() {
+fn statement_finds_records_unlike_their_sums() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
     let ledger = Ledger::open(&path).expect("opens");
@@ -367,7 +367,7 @@ fn records_that_are_not_their_sums_are_found() {
 /// A plan that changed in mid-month: each day has the prices of the plan that
 /// the tenant had, the change is recorded once, and told again it is no news.
 #[test]
-fn days_are_priced_by_the_plan_of_the_day() {
+fn statement_prices_days_by_their_plan() {
     let folder = tempfile::tempdir().expect("a folder");
     let ledger = Ledger::open(&folder.path().join("ledger.db")).expect("opens");
     let (acme, mut prices) = (tenant("acme"), book());
@@ -421,7 +421,7 @@ fn days_are_priced_by_the_plan_of_the_day() {
 
 /// The unit prices of a line are in it, so that it can be checked by hand.
 #[test]
-fn a_line_shows_its_prices() {
+fn statement_line_shows_its_prices() {
     let folder = tempfile::tempdir().expect("a folder");
     let ledger = Ledger::open(&folder.path().join("ledger.db")).expect("opens");
     post_all(&ledger, &[one(20)], false);

@@ -135,7 +135,7 @@ fn named(result: Result<Sound, LogError>) -> Option<u64> {
 }
 
 #[test]
-fn an_export_is_sound_and_says_who_did_what() {
+fn export_is_sound_and_names_actors() {
     let export = exported();
     let sound = judge(&[&export], &[]).expect("sound");
     assert_eq!(sound.newest.size(), export.records.len() as u64);
@@ -265,7 +265,7 @@ fn first_difference(export: &Export, changed: &Export) -> Option<u64> {
 /// T53: whatever is changed in the files is found, and the first record that
 /// differs is the one that is named.
 #[test]
-fn a_thousand_mutations_are_found() {
+fn auditor_finds_every_mutation() {
     let export = exported();
     let mut random = TestRng::from_seed(RngAlgorithm::ChaCha, &[53; 32]);
     let mut found = std::collections::BTreeMap::<&str, usize>::new();
@@ -311,7 +311,7 @@ fn leaf_hash(bytes: &[u8]) -> String {
 
 /// A chain made anew holds in itself; what was signed says where it differs.
 #[test]
-fn a_chain_made_anew_is_not_what_was_signed() {
+fn auditor_finds_rewritten_chain() {
     let export = exported();
     let sizes: Vec<u64> = export.checkpoints.iter().map(|line| open(line).size()).collect();
     let dearer = |record: &str| record.replacen("\"attributed_ns\":", "\"attributed_ns\":9", 1);
@@ -333,7 +333,7 @@ fn a_chain_made_anew_is_not_what_was_signed() {
 }
 
 #[test]
-fn what_was_signed_and_kept_finds_a_cut_tail_and_a_fork() {
+fn kept_checkpoint_finds_cut_tail_and_fork() {
     let export = exported();
     // Cut back to an older checkpoint, all in order: only who kept a newer one sees it.
     let older = export.checkpoints.len() - 3;
@@ -372,7 +372,7 @@ fn what_was_signed_and_kept_finds_a_cut_tail_and_a_fork() {
 }
 
 #[test]
-fn exports_of_spans_follow_one_another() {
+fn exports_of_ranges_follow_one_another() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
     let ledger = Ledger::open_with(options(&path, 10)).expect("opens");
@@ -418,7 +418,7 @@ fn exports_of_spans_follow_one_another() {
 }
 
 #[test]
-fn one_request_is_proved() {
+fn proof_covers_one_request() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
     let ledger = Ledger::open_with(options(&path, 1_000)).expect("opens");
@@ -458,7 +458,7 @@ fn one_request_is_proved() {
 }
 
 #[test]
-fn an_action_is_recorded_once_and_a_refusal_leaves_no_record() {
+fn action_is_recorded_once_and_refusal_never() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
     let options = LedgerOptions { group: 256, ..options(&path, 10_000) };
@@ -485,7 +485,7 @@ fn an_action_is_recorded_once_and_a_refusal_leaves_no_record() {
 }
 
 #[test]
-fn what_waits_is_signed_in_time() {
+fn waiting_records_are_signed_in_time() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
     let options =
@@ -511,7 +511,7 @@ fn what_waits_is_signed_in_time() {
 
 /// A long detail is a hash of itself: no record is without a bound.
 #[test]
-fn a_long_detail_is_bounded() {
+fn long_detail_is_bounded() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
     let ledger = Ledger::open_with(options(&path, 1)).expect("opens");
@@ -532,7 +532,7 @@ fn a_long_detail_is_bounded() {
 /// C04: a change of the log's own tables, or of a row alone with all its sums,
 /// is found by the ledger's check.
 #[test]
-fn tampering_with_the_log_is_found() {
+fn check_finds_tampering_with_audit_log() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
     let ledger = Ledger::open_with(options(&path, 7)).expect("opens");

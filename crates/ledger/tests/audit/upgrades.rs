@@ -24,7 +24,7 @@ fn taken_on(path: &Path) -> LedgerHandle {
 /// A ledger of the version before is taken on: what stood in it is said by
 /// the first record, and what comes is recorded.
 #[test]
-fn a_ledger_without_a_log_is_taken_on() {
+fn format_1_is_migrated() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
     rusqlite::Connection::open(&path)
@@ -63,7 +63,7 @@ fn a_ledger_without_a_log_is_taken_on() {
 
 /// So is one that has a log and no counts by day: they are counted then.
 #[test]
-fn a_ledger_without_counts_is_taken_on() {
+fn format_2_is_migrated() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
     filled(&path);
@@ -85,7 +85,7 @@ fn a_ledger_without_counts_is_taken_on() {
 /// So is one whose records were stored whole: they stay so, and those that
 /// come do not.
 #[test]
-fn a_ledger_of_whole_records_is_taken_on() {
+fn format_3_is_migrated() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
     let ledger = Ledger::open_with(options(&path, 7)).expect("opens");
@@ -128,7 +128,7 @@ fn a_ledger_of_whole_records_is_taken_on() {
 /// One of the format before energy is read as it is, as archives are for ever,
 /// and taken on by who writes.
 #[test]
-fn a_ledger_without_energy_is_read_and_taken_on() {
+fn format_4_is_read_and_migrated() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
     filled(&path);

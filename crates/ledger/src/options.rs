@@ -1,0 +1,49 @@
+//! The options of an open ledger.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::audit_key::AuditKey;
+use crate::operations::wal_rewrite::WalRewriter;
+
+/// Options of an open ledger.
+#[derive(Clone, Debug)]
+pub struct LedgerOptions {
+    /// The database file. It is made if there is none.
+    pub path: PathBuf,
+    /// Most acts that wait for the writer.
+    pub queue: usize,
+    /// Most acts in one commit.
+    pub group: usize,
+    /// Time between two attempts while the disk refuses.
+    pub retry: Duration,
+    /// Largest size of the database in pages of 4 KiB; unbounded for `None`.
+    pub max_pages: Option<u32>,
+    /// The rewrite of the write-ahead log before the file is opened.
+    pub log: WalRewriter,
+    /// The key that signs the audit log. Without a key records are written and not
+    /// signed.
+    pub key: Option<Arc<AuditKey>>,
+    /// The longest time that a record waits for a checkpoint that covers it.
+    pub checkpoint_every: Duration,
+    /// Number of unsigned records at which a checkpoint is made at once.
+    pub checkpoint_records: u64,
+}
+
+impl LedgerOptions {
+    /// Returns the defaults for a ledger at `path`.
+    pub fn new(path: &Path) -> Self {
+        Self {
+            path: path.to_owned(),
+            queue: 1_024,
+            group: 256,
+            retry: Duration::from_secs(1),
+            max_pages: None,
+            log: WalRewriter::default(),
+            key: None,
+            checkpoint_every: Duration::from_secs(10),
+            checkpoint_records: 10_000,
+        }
+    }
+}
