@@ -104,7 +104,7 @@ async fn played(text: &str) -> DrillReport {
 
 /// T01: twenty times a share, by a tenant with the same plan.
 #[tokio::test]
-async fn a_flood_waits_behind_the_honest() {
+async fn flood_waits_behind_honest_tenants() {
     let attackers = r#"
 [[attackers]]
 kind = "flood"
@@ -212,7 +212,7 @@ prompts = ["Count from 1 to 400."]
 /// T03, T04, T05 beside honest tenants: what is slow or resets is ended, each
 /// within its deadline, and its descriptors come back.
 #[tokio::test]
-async fn what_is_slow_or_resets_is_ended() {
+async fn slow_and_resetting_connections_are_ended() {
     let attackers = r#"
 [[attackers]]
 kind = "slowloris"
@@ -273,7 +273,7 @@ prompts = ["Count from 1 to 400."]
 
 /// C18: who sends everything five times again gets no more for it.
 #[tokio::test]
-async fn a_retry_storm_gets_no_more() {
+async fn retry_storm_gains_nothing() {
     let attackers = r#"
 [[attackers]]
 kind = "retry_storm"
@@ -294,7 +294,7 @@ max_tokens = 4
 
 /// C21: all of it at once for a minute; memory and descriptors come back.
 #[tokio::test]
-async fn a_minute_of_attacks_leaves_nothing_behind() {
+async fn gateway_after_a_minute_of_attacks_is_unchanged() {
     soak("50s").await;
 }
 
@@ -352,7 +352,7 @@ closed_within = "4s"
 /// The command: what held is exit code 0 and a page, what broke is 1, and what
 /// cannot be played is 2.
 #[tokio::test]
-async fn the_command_says_how_it_went() {
+async fn loadtest_command_reports_its_verdict() {
     let _alone = ONE_AT_A_TIME.lock().await;
     let folder = tempfile::tempdir().expect("a folder");
     let (scenario, page) = (folder.path().join("small.toml"), folder.path().join("small.html"));
@@ -411,7 +411,7 @@ plan = "open"
 /// that does not read: each is one clear refusal or one closed connection,
 /// everybody else is answered, and nothing is left behind.
 #[tokio::test]
-async fn what_is_full_refuses_clearly_and_keeps_nothing() {
+async fn full_queues_refuse_clearly_and_keep_nothing() {
     let _alone = ONE_AT_A_TIME.lock().await;
     let gateway = Tollgate::with_config(FULL);
     let key = gateway.key("acme", &[]);

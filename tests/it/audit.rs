@@ -42,7 +42,7 @@ fn operations<'a>(records: &'a [Value], operation: &str) -> Vec<&'a Value> {
 }
 
 #[tokio::test]
-async fn who_did_what_is_recorded_proved_and_cannot_be_changed() {
+async fn audit_log_records_actors_and_shows_tampering() {
     let mut gateway = Tollgate::with_config(support::OPEN);
     let key = gateway.key("acme", &[]);
     let other = gateway.key("acme", &["--expires", "30d"]);
@@ -145,7 +145,7 @@ async fn watched(gateway: &Tollgate, path: &str) -> String {
 /// C01 for the log: what a kill leaves behind is a whole chain, which goes on
 /// from where it was, and still holds what was signed before.
 #[tokio::test]
-async fn a_killed_gateway_leaves_a_whole_log() {
+async fn audit_log_after_a_kill_is_whole() {
     let mut gateway = Tollgate::with_config(support::OPEN);
     let key = gateway.key("acme", &[]);
     let public = gateway.command(&["audit", "key"]);

@@ -39,7 +39,7 @@ fn config_mistakes_are_named_all_at_once() {
 }
 
 #[test]
-fn a_model_folder_that_is_not_whole_is_refused() {
+fn up_with_incomplete_model_folder_fails() {
     let good = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/tollgate-demo");
     let weights = fs::read(good.join("model.safetensors")).expect("the shipped model");
     type Spoil = Box<dyn Fn(&Path)>;
@@ -97,7 +97,7 @@ fn a_model_folder_that_is_not_whole_is_refused() {
 }
 
 #[test]
-fn a_port_or_a_data_folder_in_use_is_said() {
+fn up_with_port_or_folder_in_use_fails() {
     let gateway = Tollgate::demo();
     let data = gateway.data().display().to_string();
     let error = failing(&[
@@ -119,7 +119,7 @@ fn a_port_or_a_data_folder_in_use_is_said() {
 }
 
 #[tokio::test]
-async fn bodies_are_refused_with_the_field_that_is_wrong() {
+async fn bad_bodies_are_refused_by_field() {
     let gateway = Tollgate::with_config(support::OPEN);
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     let good = json!({

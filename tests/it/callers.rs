@@ -46,7 +46,7 @@ fn crc32(bytes: &[u8]) -> u32 {
 /// T20: 2,000 guesses over TLS hit nothing; their source is throttled for what
 /// fails, and a good key from the same source works all the while.
 #[tokio::test]
-async fn a_source_that_guesses_is_throttled_and_its_good_keys_are_not() {
+async fn guessing_source_is_throttled_but_good_keys_pass() {
     let gateway = Tollgate::with_config(OPEN);
     let good = gateway.key("acme", &[]);
     let connection = gateway.connect(&good).await;
@@ -88,7 +88,7 @@ async fn a_source_that_guesses_is_throttled_and_its_good_keys_are_not() {
 /// T23: what a leaked key has under way ends within 5 s when an admin asks, and
 /// its tenant pays what was done.
 #[tokio::test]
-async fn a_leaked_keys_streams_are_ended_when_asked() {
+async fn revocation_ends_running_streams_on_request() {
     let gateway = Tollgate::with_config(OPEN);
     let key = gateway.key("acme", &[]);
     let connection = gateway.target(&key).connect(Protocol::Http1).await.expect("connects");

@@ -266,7 +266,7 @@ fn lives(gateway: &Tollgate) -> Vec<Balance> {
 
 /// Two cards serve beside each other, and say what the processor says.
 #[tokio::test]
-async fn each_card_has_a_worker_and_its_answers_are_the_processors() {
+async fn each_gpu_gets_a_worker_with_cpu_answers() {
     let (_alone, machine) = (ALONE.lock().await, Machine::of_cards());
     let reference = format!(
         "threads = 1\n[models.reference]\npath = {:?}\ndevices = [\"cpu\"]\n",
@@ -353,7 +353,7 @@ async fn loses_one(gateway: &Tollgate, connection: &Connection, lose: impl FnOnc
 
 /// Either worker is killed.
 #[tokio::test]
-async fn a_worker_that_is_killed_is_made_up_for_and_is_back() {
+async fn killed_worker_on_a_gpu_is_replaced() {
     let (_alone, machine) = (ALONE.lock().await, Machine::of_cards());
     let devices = CARDS.map(|uuid| format!("cuda:{uuid}"));
     let mut gateway = machine.start(&devices.each_ref().map(String::as_str), "");
@@ -368,7 +368,7 @@ async fn a_worker_that_is_killed_is_made_up_for_and_is_back() {
 /// C12 and C13: the driver does not come back, a step fails, and there is no
 /// memory for the next start.
 #[tokio::test]
-async fn a_card_that_hangs_or_fails_costs_its_own_worker_alone() {
+async fn failing_gpu_affects_only_its_worker() {
     let (_alone, machine) = (ALONE.lock().await, Machine::of_cards());
     let mut gateway = machine.start(&["cuda:0", "cuda:1"], "");
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
@@ -431,7 +431,7 @@ async fn two_workers_on_one_card_take_turns() {
 /// What no worker can start on is told in one sentence; where the processor is
 /// allowed, it serves instead.
 #[tokio::test]
-async fn what_cannot_start_says_why() {
+async fn gpu_start_failures_give_a_reason() {
     let (_alone, machine) = (ALONE.lock().await, Machine::of_cards());
     let said = |devices: &[&str], sentence: &str| {
         let log = machine.refused(devices);
@@ -481,7 +481,7 @@ async fn status_where(gateway: &Tollgate, holds: impl Fn(&Value) -> bool) -> Val
 /// Slices of one card: each process is shown its own, bills and locks are the
 /// slice's, and NVML knows it by the same name.
 #[tokio::test]
-async fn each_slice_of_a_card_has_a_worker() {
+async fn each_gpu_slice_gets_a_worker() {
     let (_alone, machine) = (ALONE.lock().await, Machine::of_slices());
     let devices = SLICES.map(|uuid| format!("cuda:{uuid}"));
     let mut gateway = machine.start(&devices.each_ref().map(String::as_str), "");

@@ -59,7 +59,7 @@ fn jump(clock: &Path, seconds: i64) {
 }
 
 #[tokio::test]
-async fn an_hour_that_never_passed_changes_nothing() {
+async fn clock_jump_of_an_hour_changes_no_limit() {
     let Some(faketime) = program("faketime") else { return };
     let shown = Command::new(faketime).args(["-f", "+0s", "env"]).output().expect("it runs");
     let shown = String::from_utf8(shown.stdout).expect("UTF-8");

@@ -44,7 +44,7 @@ fn utc() -> UtcTime {
 }
 
 #[test]
-fn an_hour_is_accounted_for_to_the_nanosecond() {
+fn hour_of_mixed_load_is_booked_exactly() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
     let ledger = Ledger::open(&path).expect("a ledger");

@@ -71,7 +71,7 @@ async fn two_at_once(devices: &str, locks: &Path) -> (Vec<i64>, i64, Tollgate) {
 /// Workers that share a card take turns, so that its time is billed once. On
 /// two cards the same load is twice as busy as time passes: the control.
 #[tokio::test]
-async fn two_workers_on_one_card_are_never_busier_than_time_passes() {
+async fn workers_sharing_a_gpu_never_overlap() {
     let locks = tempfile::tempdir().expect("a folder");
     let shared = r#"["cuda:one", "cuda:one"]"#;
     let (busy, passed, gateway) = two_at_once(shared, locks.path()).await;
@@ -96,7 +96,7 @@ async fn two_workers_on_one_card_are_never_busier_than_time_passes() {
 
 /// A card that another instance has is refused, in one clear sentence.
 #[test]
-fn a_strangers_card_is_refused() {
+fn gpu_locked_by_another_process_is_refused() {
     let locks = tempfile::tempdir().expect("a folder");
     let config = config(r#"["cuda:one"]"#, locks.path());
     let first = Tollgate::with_config(&config);
@@ -114,7 +114,7 @@ fn a_strangers_card_is_refused() {
 
 /// Three devices: requests spread over them, and each in turn is lost.
 #[tokio::test]
-async fn requests_spread_over_devices_and_survive_the_loss_of_any() {
+async fn requests_spread_over_workers_and_survive_losses() {
     let locks = tempfile::tempdir().expect("a folder");
     let devices = r#"["cuda:one", "cuda:two", "cuda:three"]"#;
     let mut gateway = Tollgate::with_config(&config(devices, locks.path()));

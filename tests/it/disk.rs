@@ -172,7 +172,7 @@ impl Drop for SmallDisk {
 }
 
 #[tokio::test]
-async fn a_full_disk_refuses_and_loses_nothing() {
+async fn full_disk_refuses_requests_and_loses_nothing() {
     let Some(disk) = SmallDisk::mount("48m") else { return };
     let data = disk.at.path().join("data");
     let command = Command::new(binary());
@@ -255,7 +255,7 @@ impl FailingSyncs {
 /// The ledger commits nothing that it cannot sync: until it can, nothing is
 /// acknowledged to a worker and nothing billable is begun.
 #[tokio::test]
-async fn a_ledger_that_cannot_sync_acknowledges_nothing() {
+async fn ledger_with_failing_sync_acknowledges_nothing() {
     let Some(syncs) = FailingSyncs::build() else { return };
     let folder = tempfile::tempdir().expect("a folder");
     let data = folder.path().join("data");
@@ -287,7 +287,7 @@ async fn a_ledger_that_cannot_sync_acknowledges_nothing() {
 /// A journal that could not be synced is written no further: its worker ends,
 /// and the next one goes on from what it wrote anew.
 #[tokio::test]
-async fn a_journal_that_cannot_sync_ends_its_worker() {
+async fn journal_with_failing_sync_ends_its_worker() {
     let Some(syncs) = FailingSyncs::build() else { return };
     let folder = tempfile::tempdir().expect("a folder");
     let data = folder.path().join("data");

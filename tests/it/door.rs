@@ -107,7 +107,7 @@ fn chat(max_tokens: u32) -> Value {
 /// Over its rate a tenant is refused before its body is read: what is no JSON
 /// gets 429 and not 400, and whoever sends much gets the answer all the same.
 #[tokio::test]
-async fn a_refusal_comes_before_the_body() {
+async fn refusals_come_before_the_body() {
     if program("curl").is_none() {
         return;
     }

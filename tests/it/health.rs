@@ -114,7 +114,7 @@ async fn ask(connection: &Connection) -> u16 {
 }
 
 #[tokio::test]
-async fn a_device_that_is_not_well_rests_until_it_is() {
+async fn unhealthy_device_gets_no_work_until_healthy() {
     let folder = tempfile::tempdir().expect("a folder");
     let card = StandIn::build(&folder);
     let config = config(r#"["cuda:one"]"#, &card.library, &folder.path().join("locks"));
@@ -236,7 +236,7 @@ fn usage_of(gateway: &Tollgate) -> Vec<(u64, Option<u64>)> {
 /// millijoule; what it says backwards, or not at all, is nobody's, and nothing
 /// else suffers by it.
 #[tokio::test]
-async fn what_a_card_draws_is_split_to_the_last_millijoule() {
+async fn energy_is_split_to_the_last_millijoule() {
     let folder = tempfile::tempdir().expect("a folder");
     let card = StandIn::build(&folder);
     let config = config(r#"["cuda:one"]"#, &card.library, &folder.path().join("locks"));
@@ -306,7 +306,7 @@ async fn what_a_card_draws_is_split_to_the_last_millijoule() {
 /// Of a slice no driver tells what it draws; and what a card draws on which
 /// several workers take turns is no worker's.
 #[tokio::test]
-async fn energy_that_is_not_a_workers_alone_is_not_told() {
+async fn energy_of_a_shared_device_is_not_reported() {
     for (devices, slice) in [(r#"["cuda:one"]"#, true), (r#"["cuda:one", "cuda:one"]"#, false)] {
         let folder = tempfile::tempdir().expect("a folder");
         let card = StandIn::build(&folder);
@@ -333,7 +333,7 @@ async fn energy_that_is_not_a_workers_alone_is_not_told() {
 
 /// A driver that answers nobody keeps nobody from starting, serving and ending.
 #[tokio::test]
-async fn a_driver_that_hangs_holds_up_no_worker() {
+async fn hanging_nvml_delays_no_worker() {
     let folder = tempfile::tempdir().expect("a folder");
     let card = StandIn::build(&folder);
     let config = config(r#"["cuda:one"]"#, &card.library, &folder.path().join("locks"));
@@ -349,7 +349,7 @@ async fn a_driver_that_hangs_holds_up_no_worker() {
 
 /// Without the library there is one sentence in the log, and service.
 #[tokio::test]
-async fn a_device_that_nvml_does_not_know_serves_unwatched() {
+async fn device_unknown_to_nvml_serves_unmonitored() {
     let folder = tempfile::tempdir().expect("a folder");
     let card = StandIn::with(&folder, &["-DKNOWN=\"another\""]);
     let config = config(r#"["cuda:one"]"#, &card.library, &folder.path().join("locks"));
@@ -363,7 +363,7 @@ async fn a_device_that_nvml_does_not_know_serves_unwatched() {
 }
 
 #[tokio::test]
-async fn a_host_without_nvml_serves_all_the_same() {
+async fn host_without_nvml_serves() {
     let folder = tempfile::tempdir().expect("a folder");
     let (missing, log) = (folder.path().join("missing.so"), folder.path().join("log"));
     let config = config(r#"["cuda:one"]"#, &missing, &folder.path().join("locks"));

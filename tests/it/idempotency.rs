@@ -50,7 +50,7 @@ fn requests(gateway: &Tollgate) -> u64 {
 }
 
 #[tokio::test]
-async fn two_hundred_duplicates_are_one_request_on_the_bill() {
+async fn duplicates_with_one_key_are_billed_once() {
     let mut gateway = Tollgate::with_config(support::OPEN);
     let key = gateway.key("acme", &[]);
     let body = count(24, false);
@@ -89,7 +89,7 @@ async fn two_hundred_duplicates_are_one_request_on_the_bill() {
 }
 
 #[tokio::test]
-async fn a_kill_in_between_charges_nobody_twice() {
+async fn kill_between_duplicates_bills_once() {
     let gateway = Tollgate::with_config(support::OPEN);
     let key = gateway.key("acme", &[]);
     let connection = gateway.connect(&key).await;

@@ -350,7 +350,7 @@ fn seed() -> u64 {
 /// gives it up, and comes back to go on with what nobody waits for any more:
 /// each request is settled once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_that_is_cut_off_and_comes_back_settles_once() {
+async fn worker_back_from_a_stop_settles_once() {
     support::stay_within_a_day().await;
     let mut field = Field::start(seed(), 100).await;
     for held in [Some(300), Some(1_500), None, Some(700)] {
@@ -412,7 +412,7 @@ mod long {
     /// C01, C02, on fifty ledgers.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     #[ignore = "long: a thousand kills of the gateway, a thousand of the worker"]
-    async fn a_thousand_kills_of_each_lose_and_double_nothing() {
+    async fn thousand_kills_lose_and_double_nothing() {
         super::fields(50, 20).await;
     }
 }

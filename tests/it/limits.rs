@@ -82,7 +82,7 @@ fn with_status(answers: &[(u16, Value)], status: u16) -> usize {
 }
 
 #[tokio::test]
-async fn sixty_a_minute_are_sixty_at_once_and_not_sixty_one() {
+async fn request_rate_admits_its_burst_and_no_more() {
     let gateway = Tollgate::with_config(LIMITS);
     let key = gateway.key("rated", &[]);
     let started = Instant::now();
@@ -130,7 +130,7 @@ async fn headers_count_down() {
 }
 
 #[tokio::test]
-async fn a_daily_cap_holds_against_200_at_once_and_a_restart() {
+async fn daily_cap_holds_under_load_and_restart() {
     support::stay_within_a_day().await;
     let gateway = Tollgate::with_config(LIMITS);
     let key = gateway.key("capped", &[]);
@@ -147,7 +147,7 @@ async fn a_daily_cap_holds_against_200_at_once_and_a_restart() {
 }
 
 #[tokio::test]
-async fn a_keys_own_cap_binds_it_alone_and_survives_a_restart() {
+async fn key_cap_binds_only_its_key_after_restart() {
     support::stay_within_a_day().await;
     let gateway = Tollgate::with_config(LIMITS);
     let limited = gateway.key("wide", &["--plan", "cap"]);
@@ -196,7 +196,7 @@ async fn spend_out(gateway: &Tollgate, key: &str, count: usize) -> Value {
 
 /// The pool's limits bind its tenants together, whatever their own allow.
 #[tokio::test]
-async fn a_pool_is_shared() {
+async fn pool_limits_are_shared_by_its_tenants() {
     let gateway = Tollgate::with_config(LIMITS);
     let (first, second) = (gateway.key("first", &[]), gateway.key("second", &[]));
     let started = Instant::now();
@@ -214,7 +214,7 @@ async fn a_pool_is_shared() {
 /// A plan that is not there is told when the key is made; one that has gone
 /// from config since then admits nothing.
 #[tokio::test]
-async fn a_key_without_its_plan_is_refused() {
+async fn key_without_its_plan_is_refused() {
     let gateway = Tollgate::with_config(LIMITS);
     let key = gateway.key("wide", &["--plan", "time"]);
     assert_eq!(at_once(&gateway, &key, 1, &ask(1)).await[0].0, 200);
@@ -244,7 +244,7 @@ fn spent(gateway: &Tollgate, tenant: &str) -> u64 {
 }
 
 #[tokio::test]
-async fn one_runs_one_waits_the_third_is_refused() {
+async fn concurrency_limit_runs_one_queues_one_refuses_third() {
     let gateway = Tollgate::with_config(LIMITS);
     let key = gateway.key("single", &[]);
     let answers = at_once(&gateway, &key, 3, &ask(150)).await;
@@ -254,7 +254,7 @@ async fn one_runs_one_waits_the_third_is_refused() {
 }
 
 #[tokio::test]
-async fn a_device_time_rate_is_paid_back() {
+async fn device_time_debt_is_paid_back() {
     let gateway = Tollgate::with_config(LIMITS);
     let key = gateway.key("timed", &[]);
     let connection = gateway.connect(&key).await;

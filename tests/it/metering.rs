@@ -31,7 +31,7 @@ fn assert_exact(gateway: &Tollgate) {
 }
 
 #[tokio::test]
-async fn a_mixed_run_with_aborts_is_billed_to_the_nanosecond() {
+async fn mixed_run_with_aborts_is_billed_exactly() {
     let mut gateway = Tollgate::with_config(support::OPEN);
     let key = gateway.key("acme", &[]);
     let mut ids = Vec::new();
@@ -78,7 +78,7 @@ async fn a_mixed_run_with_aborts_is_billed_to_the_nanosecond() {
 /// T42: whoever leaves when, there is a usage row for each request, and what
 /// is billed is what the device did, to the nanosecond.
 #[tokio::test]
-async fn a_hundred_clients_leave_at_random_and_owe_what_was_done() {
+async fn clients_leaving_at_random_pay_their_usage() {
     // So many cancels would earn a penalty.
     let penalties = "[gateway.penalties]\ncancels_per_minute = 10_000\n";
     let mut gateway = Tollgate::with_config(&format!("{}{penalties}", support::OPEN));
@@ -154,7 +154,7 @@ async fn usage_is_ones_own() {
 }
 
 #[tokio::test]
-async fn a_killed_worker_ends_streams_clearly_and_is_back() {
+async fn killed_worker_ends_streams_and_is_restarted() {
     let mut gateway = Tollgate::with_config(support::OPEN);
     let key = gateway.key("acme", &[]);
     let connection = gateway.connect(&key).await;
@@ -187,7 +187,7 @@ async fn a_killed_worker_ends_streams_clearly_and_is_back() {
 /// Nobody pays for what a killed gateway was answering: it is our fault, and
 /// what reached the client is not known any more.
 #[tokio::test]
-async fn a_killed_gateway_is_the_platforms_loss() {
+async fn killed_gateway_loss_is_booked_to_the_platform() {
     let mut gateway = Tollgate::with_config(support::OPEN);
     let key = gateway.key("acme", &[]);
     let connection = gateway.connect(&key).await;
@@ -234,7 +234,7 @@ async fn a_killed_gateway_is_the_platforms_loss() {
 }
 
 #[tokio::test]
-async fn nothing_is_lost_when_the_gateway_is_killed() {
+async fn killed_gateway_loses_no_usage() {
     let mut gateway = Tollgate::with_config(support::OPEN);
     let key = gateway.key("acme", &[]);
     let mut acknowledged = Vec::new();

@@ -8,7 +8,7 @@ use tollgate_engine::weights::Element;
 use crate::support::{Tollgate, get, post};
 
 #[tokio::test]
-async fn a_random_qwen2_folder_is_served_under_its_folders_name() {
+async fn model_folder_is_served_under_its_name() {
     let parent = tempfile::tempdir().expect("a folder");
     let folder = parent.path().join("random-qwen2");
     let model = RandomModel { spec: ModelSpec::tiny(), element: Element::Bf16, seed: 7 };

@@ -25,7 +25,7 @@ fn answer_to(question: &str) -> String {
 }
 
 #[test]
-fn the_first_start_prints_what_works() {
+fn first_start_prints_commands_that_work() {
     let gateway = Tollgate::demo();
     let banner = gateway.banner.join("\n");
     for expected in ["tollgate ", "worker 0", "cpu", "tollgate-demo", "ca.pem", "demo.key", "chat"]
@@ -119,7 +119,7 @@ fn curl_and_h2load_work_over_h1_and_h2() {
 }
 
 #[tokio::test]
-async fn probes_and_metrics_are_on_the_admin_listener_alone() {
+async fn probes_and_metrics_need_the_admin_listener() {
     let gateway = Tollgate::demo();
     let admin = tollgate_loadtest::client::Target::new(&gateway.admin, &gateway.ca(), "none");
     let admin = admin.expect("a target");
@@ -180,7 +180,7 @@ async fn metrics_tell_where_the_time_of_answers_went() {
 }
 
 #[tokio::test]
-async fn a_revoked_key_is_refused_within_a_second() {
+async fn revoked_key_is_refused_within_a_second() {
     let gateway = Tollgate::demo();
     let listed = gateway.command(&["keys", "list", "--json"]);
     let listed: Value = serde_json::from_str(&listed).expect("JSON");

@@ -38,7 +38,7 @@ per_million_completion_tokens = "0.6"
 "#;
 
 #[tokio::test]
-async fn a_month_is_stated_to_the_last_record() {
+async fn monthly_statement_covers_every_record() {
     let mut gateway = Tollgate::with_config(PRICED);
     let (first, second) = (gateway.key("acme", &[]), gateway.key("acme", &[]));
     let other = gateway.key("other", &[]);
@@ -216,7 +216,7 @@ impl Billing {
 /// An export is taken twice, a late entry comes, the old export is taken once
 /// more, then the new one: nothing is doubled and nothing is missing.
 #[tokio::test]
-async fn a_billing_system_takes_an_export_twice_without_harm() {
+async fn export_imported_twice_is_counted_once() {
     let mut gateway = Tollgate::with_config(PRICED);
     let key = gateway.key("acme", &[]);
     let ask = async |gateway: &Tollgate| {

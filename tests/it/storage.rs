@@ -51,7 +51,7 @@ fn check(data: &Path) -> (Option<i32>, Value) {
 }
 
 #[tokio::test]
-async fn a_ledger_is_checked_copied_and_restored() {
+async fn ledger_is_checked_copied_and_restored() {
     let mut gateway = Tollgate::with_config(support::OPEN);
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     let first = billed(&connection).await;
@@ -119,7 +119,7 @@ async fn a_ledger_is_checked_copied_and_restored() {
 
 /// Blocks of a hundred days ago leave the ledger, which goes on without them.
 #[tokio::test]
-async fn old_months_are_archived_and_are_one_log_with_the_rest() {
+async fn archived_months_stay_one_audit_log() {
     let folder = tempfile::tempdir().expect("a folder");
     let data = folder.path().join("data");
     fs::create_dir(&data).expect("makes");

@@ -21,7 +21,7 @@ plan = "open"
 "#;
 
 #[tokio::test]
-async fn a_synthetic_engine_stands_in_for_a_device() {
+async fn synthetic_engine_replaces_a_device() {
     let mut gateway = Tollgate::with_config(CONFIG);
     let banner = gateway.banner.join("\n");
     for expected in ["worker 0   synthetic: 28ms", "speed 50", "10000 KV tokens", "tollgate-demo"] {

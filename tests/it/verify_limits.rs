@@ -55,7 +55,7 @@ fn finding<'a>(told: &'a Value, limit: &str) -> &'a str {
 }
 
 #[test]
-fn what_is_configured_is_what_bites() {
+fn verify_limits_sees_every_configured_limit() {
     stay_within_a_day();
     let (code, told) = verify(CONFIG, &[]);
     assert_eq!(code, Some(0), "{told:#}");
@@ -79,7 +79,7 @@ fn what_is_configured_is_what_bites() {
 
 /// A gateway that runs with other limits than the config says: the control.
 #[test]
-fn a_limit_that_is_not_the_configured_one_is_found() {
+fn verify_limits_finds_a_wrong_limit() {
     let other = CONFIG.replace("burst = 5", "burst = 50");
     let gateway = Tollgate::with_config(&other);
     let data = gateway.data().display().to_string();

@@ -87,7 +87,7 @@ fn loss(reader: &LedgerReader) -> i64 {
 
 /// C12: a step that never ends.
 #[tokio::test]
-async fn a_worker_that_hangs_is_ended_and_the_others_go_on() {
+async fn hanging_worker_is_ended_while_others_serve() {
     let faults = tempfile::tempdir().expect("a folder");
     let log = faults.path().join("log");
     let limits = "[worker.watchdog]\nstep = \"1s\"\n";
@@ -133,7 +133,7 @@ async fn a_worker_that_hangs_is_ended_and_the_others_go_on() {
 /// C12: a whole process that does nothing any more, so that nothing in it can
 /// notice.
 #[tokio::test]
-async fn a_worker_that_falls_silent_is_killed_and_is_back() {
+async fn silent_worker_is_killed_and_restarted() {
     let faults = tempfile::tempdir().expect("a folder");
     let log = faults.path().join("log");
     let limits = "[worker.watchdog]\nsilence = \"4s\"\n";
@@ -154,7 +154,7 @@ async fn a_worker_that_falls_silent_is_killed_and_is_back() {
 
 /// C13: the device fails in a step, and has no memory for the next start.
 #[tokio::test]
-async fn a_worker_whose_device_fails_starts_anew() {
+async fn worker_with_failing_device_is_restarted() {
     let faults = tempfile::tempdir().expect("a folder");
     let log = faults.path().join("log");
     let mut gateway = Tollgate::logging(&config(1, &faults, ""), "info", &log);
@@ -179,7 +179,7 @@ async fn a_worker_whose_device_fails_starts_anew() {
 
 /// C13: three answers that need twice the KV cache together.
 #[tokio::test]
-async fn a_full_kv_pool_preempts_and_everyone_is_answered() {
+async fn full_kv_pool_preempts_and_answers_all() {
     let faults = tempfile::tempdir().expect("a folder");
     let log = faults.path().join("log");
     let small = "kv_tokens = 1_024\ncontext = 1_024\nspeed = 20.0\n";

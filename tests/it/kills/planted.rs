@@ -79,7 +79,7 @@ const IN_THE_LEDGER: [(&str, &str); 17] = [
 ];
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_planted_is_found() {
+async fn checker_finds_each_planted_fault() {
     let mut field = Field::start(seed(), 30).await;
     field.kill_worker().await;
     let mut field = field.kill_gateway().await.end().await;
