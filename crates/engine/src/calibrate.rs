@@ -395,7 +395,7 @@ pub fn calibration_key(backend: &dyn Backend) -> String {
 
 /// Number of the measuring method. A table of another method is measured again.
 const METHOD: u32 = 2;
-/// Up to this number, tokens are measured as a decoding batch.
+/// Largest number of tokens that is measured as a decoding batch.
 const WIDEST_BATCH: u32 = 64;
 /// B: sequences in the reference batch.
 const REFERENCE_BATCH: u32 = 32;

@@ -46,9 +46,9 @@ pub enum SchedulePolicy {
     Fair,
     /// Order of arrival, for all tenants alike.
     FirstComeFirstServed,
-    /// Like `Fair`, but tokens are counted instead of device time.
+    /// The rule of `Fair` with tokens counted instead of device time.
     TokenCounters,
-    /// Like `Fair`, but each key has a share of its own.
+    /// The rule of `Fair` with a share for each key.
     KeyCounters,
 }
 

@@ -71,8 +71,9 @@ pub(crate) struct Account {
     pub(crate) steps: Vec<(Duration, Vec<u64>)>,
     /// Device time of recomputation.
     pub(crate) overhead: u64,
-    /// Sum of all shares. The next field is the sum of all steps.
+    /// Sum of all shares.
     pub(crate) shares: u128,
+    /// Sum of the times of all steps.
     pub(crate) busy: u128,
     /// Every record as text, if requested.
     pub(crate) written: Option<String>,
