@@ -148,7 +148,7 @@ pub struct PromptWork {
     pub uncached: u64,
     /// Tokens before them that are in the cache.
     pub cached: u64,
-    /// Computed tokens whose logit rows are needed for the prompt's log-probabilities. The
+    /// Computed tokens with logit rows that are needed for the prompt's log-probabilities. The
     /// row from which the first generated token is sampled belongs to that token's cost and
     /// is not counted here.
     pub scored: u64,

@@ -101,7 +101,7 @@ name!(
     ModelName, "model"
 );
 name!(
-    /// A kind of device whose time is comparable: `cpu`, `h200`, ...
+    /// A kind of device with comparable times: `cpu`, `h200`, ...
     DeviceClass, "device class"
 );
 name!(

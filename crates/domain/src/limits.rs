@@ -16,7 +16,7 @@ pub struct Rate {
 }
 
 impl Rate {
-    /// Creates a rate whose burst is the units of one minute.
+    /// Creates a rate with a burst of one minute's units.
     pub const fn per_minute(per_minute: u64) -> Self {
         Self { per_minute, burst: per_minute }
     }

@@ -69,7 +69,7 @@ pub struct UnitPrices {
 pub struct PriceList {
     /// Name of the list.
     pub name: PriceListName,
-    /// Plan whose tenants the list applies to; `None` for all plans.
+    /// Plan that the list applies to; `None` for all plans.
     pub plan: Option<PlanName>,
     /// First day on which the list is in force.
     pub from: UtcDay,

@@ -9,7 +9,7 @@ use crate::DeviceNanos;
 pub struct Usage {
     /// Tokens of the prompt, or of all prompts of the request.
     pub prompt_tokens: u64,
-    /// Prompt tokens whose KV entries were found in the prefix cache.
+    /// Prompt tokens found in the prefix cache.
     pub cached_tokens: u64,
     /// Generated tokens over all choices. The end token counts.
     pub completion_tokens: u64,
