@@ -23,8 +23,9 @@ pub use crate::config::{Config, Model, Plan, Pool, Tenant};
 pub use crate::problem::{ConfigErrors, Place, Problem};
 pub use crate::sections::{
     ByteSize, ClientFrom, Connections, Deadlines, DeviceSelector, EngineKind, Gateway, Health,
-    Http2, HttpsUrl, Idempotency, Issuer, JwtAlgorithm, JwtKeys, Penalties, Proxies, RequestLimits,
-    Sharing, SourceLimits, Synthetic, SyntheticPolicy, Timeouts, Tls, Watchdog, Worker,
+    Http2, HttpsUrl, Idempotency, Issuer, JwtAlgorithm, JwtKeys, Penalties, Proxies, ReadLimits,
+    RequestLimits, Sharing, SourceLimits, Synthetic, SyntheticPolicy, Timeouts, Tls, Watchdog,
+    Worker,
 };
 pub use crate::source::{Flags, Loaded, Sources};
 

@@ -17,8 +17,8 @@ use tollgate_domain::{
 
 pub use devices::{Health, Sharing, Watchdog};
 pub use gateway::{
-    Connections, Deadlines, Gateway, Http2, Idempotency, Penalties, Proxies, RequestLimits,
-    SourceLimits, Timeouts, Tls,
+    Connections, Deadlines, Gateway, Http2, Idempotency, Penalties, Proxies, ReadLimits,
+    RequestLimits, SourceLimits, Timeouts, Tls,
 };
 pub(crate) use values::IssuerName;
 pub use values::{

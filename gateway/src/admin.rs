@@ -26,8 +26,10 @@ use tollgate_edge::Peer;
 use tollgate_serving::Serving;
 use tollgate_serving::workers::WorkerReport;
 use tower::ServiceExt as _;
+use tower_governor::key_extractor::GlobalKeyExtractor;
 
 use self::health::Health;
+use crate::read_limit::ReadLimit;
 use crate::reply::ApiError;
 use crate::source_penalties::SourcePenalties;
 use crate::stack::{Routes, method_not_allowed, unknown_route};
@@ -139,8 +141,8 @@ impl AdminState {
 pub(crate) struct AdminRoutes(Router);
 
 impl AdminRoutes {
-    pub(crate) fn new(state: Arc<AdminState>) -> Self {
-        Self(router(state))
+    pub(crate) fn new(state: Arc<AdminState>, limit: &ReadLimit<GlobalKeyExtractor>) -> Self {
+        Self(router(state, limit))
     }
 }
 
@@ -167,7 +169,7 @@ impl Routes for AdminRoutes {
 }
 
 /// Builds the router of all admin routes.
-fn router(state: Arc<AdminState>) -> Router {
+fn router(state: Arc<AdminState>, limit: &ReadLimit<GlobalKeyExtractor>) -> Router {
     let guarded = Router::new()
         .route("/v1/status", get(status))
         .route("/audit/checkpoint", get(checkpoint::newest))
@@ -175,6 +177,8 @@ fn router(state: Arc<AdminState>) -> Router {
         .merge(penalties::routes())
         .fallback(unknown_route)
         .method_not_allowed_fallback(method_not_allowed)
+        // Inside the guard, so that only holders of the key spend the rate.
+        .layer(limit.layer())
         // The guard also covers unknown paths: a client without the key must
         // not learn which paths exist.
         .layer(from_fn_with_state(Arc::clone(&state), require_key));

@@ -24,6 +24,7 @@ use tollgate_serving::{KeyDirectory, Observer, Serving, ServingOptions};
 use crate::admin::{AdminKey, AdminKeyError, AdminRoutes, AdminState, Readiness};
 use crate::api::Api;
 use crate::auth::{Authenticator, IssuerError, IssuerOptions, KeyStore};
+use crate::read_limit::{ByCaller, ReadLimit};
 use crate::routes::PublicRoutes;
 use crate::source_penalties::SourcePenalties;
 use crate::stack::{Stack, StackOptions};
@@ -86,6 +87,7 @@ pub struct GatewayService {
     state: Arc<AdminState>,
     authenticator: Authenticator,
     sources: SourceRing,
+    reads: ReadLimit<ByCaller>,
     config: Arc<Config>,
     tls: TlsIdentity,
     public: Bound,
@@ -151,7 +153,8 @@ impl GatewayService {
         let state =
             Arc::new(AdminState { key: admin_key, serving, source_penalties, metrics, draining });
         let sources = SourceRing::new(&edge_options::sources(&config.gateway().sources));
-        Ok(Self { state, authenticator, sources, config, tls, public, admin, stopping })
+        let reads = ReadLimit::by_caller(&config.gateway().reads);
+        Ok(Self { state, authenticator, sources, reads, config, tls, public, admin, stopping })
     }
 
     /// Returns the address of the API.
@@ -185,7 +188,7 @@ impl GatewayService {
         let drain = self.config.gateway().timeouts.drain;
         let public_stack = self.public_stack();
         let admin_stack = self.admin_stack();
-        let Self { state, authenticator, sources, public, admin, stopping, .. } = self;
+        let Self { state, authenticator, sources, reads, public, admin, stopping, .. } = self;
         // Two tokens, because the admin listener outlasts the public one:
         // probes must see the drain.
         let listeners = TaskTracker::new();
@@ -196,9 +199,8 @@ impl GatewayService {
         let upkeep = TaskTracker::new();
         let end_upkeep = CancellationToken::new();
         upkeep.spawn(authenticator.clone().follow_changes(end_upkeep.clone()));
-        upkeep.spawn(
-            end_upkeep.clone().run_until_cancelled_owned(sweep(sources, Arc::clone(&state))),
-        );
+        let swept = sweep(sources, reads, Arc::clone(&state));
+        upkeep.spawn(end_upkeep.clone().run_until_cancelled_owned(swept));
         upkeep.spawn(audit::follow_keys(
             authenticator.keys().clone(),
             state.serving.ledger().clone(),
@@ -240,14 +242,15 @@ impl GatewayService {
 
     /// Builds the service behind the public listener.
     fn public_stack(&self) -> Arc<Stack<PublicRoutes>> {
-        let routes = PublicRoutes::new(Api {
+        let api = Api {
             serving: Arc::clone(&self.state.serving),
             config: Arc::clone(&self.config),
             authenticator: self.authenticator.clone(),
             source_penalties: self.state.source_penalties.clone(),
             metrics: Arc::clone(&self.state.metrics),
             draining: self.state.draining.clone(),
-        });
+        };
+        let routes = PublicRoutes::new(api, &self.reads);
         let options = StackOptions {
             metrics: Arc::clone(&self.state.metrics),
             sources: Some(self.sources.clone()),
@@ -258,7 +261,8 @@ impl GatewayService {
 
     /// Builds the service behind the admin listener.
     fn admin_stack(&self) -> Arc<Stack<AdminRoutes>> {
-        let routes = AdminRoutes::new(Arc::clone(&self.state));
+        let limit = ReadLimit::of_admins(&self.config.gateway().reads);
+        let routes = AdminRoutes::new(Arc::clone(&self.state), &limit);
         let options = StackOptions {
             metrics: Arc::clone(&self.state.metrics),
             sources: None,
@@ -320,14 +324,15 @@ fn issuers(config: &Config) -> Vec<IssuerOptions> {
     config.issuers().iter().map(IssuerOptions::from).collect()
 }
 
-/// Sweeps the source ring and the sources' penalties once a second, which bounds
-/// their memory.
-async fn sweep(sources: SourceRing, state: Arc<AdminState>) {
+/// Sweeps the source ring, the read limit and the sources' penalties once a
+/// second, which bounds their memory.
+async fn sweep(sources: SourceRing, reads: ReadLimit<ByCaller>, state: Arc<AdminState>) {
     let mut ticks = interval(Duration::from_secs(1));
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
         sources.sweep();
+        reads.sweep();
         state.source_penalties.sweep(state.serving.clock().now());
     }
 }

@@ -6,6 +6,7 @@
 
 mod api;
 pub mod auth;
+mod read_limit;
 pub mod reply;
 mod routes;
 mod source_penalties;

@@ -110,6 +110,13 @@ pub enum ApiError {
         /// Time until the next request passes.
         retry_after: Duration,
     },
+    /// 429: the caller sends too many requests that no plan limits.
+    ReadLimit {
+        /// Requests a second that a caller may send.
+        per_second: u32,
+        /// Time until the next request passes.
+        retry_after: Duration,
+    },
     /// 429: the tenant, or the network source, has offended too often.
     Penalty {
         /// The offence that earned the penalty.
@@ -262,6 +269,9 @@ impl ApiError {
             Self::SourceLimit { retry_after, .. } => {
                 ErrorSpec::rate("source_requests").retry_after(*retry_after)
             }
+            Self::ReadLimit { retry_after, .. } => {
+                ErrorSpec::rate("read_requests").retry_after(*retry_after)
+            }
             Self::Penalty { offence, retry_after } => {
                 ErrorSpec::rate(penalty_kind(*offence)).retry_after(*retry_after)
             }
@@ -378,6 +388,11 @@ impl ApiError {
                 let wait = duration_text(*retry_after);
                 format!("Penalty: {why} Try again in {wait}.").into()
             }
+            Self::ReadLimit { per_second, retry_after } => format!(
+                "Limit reached: {per_second} read-only requests a second for your key. Try again in {}.",
+                duration_text(*retry_after)
+            )
+            .into(),
             Self::SourceLimit { per_second, retry_after } => format!(
                 "Limit reached: {per_second} requests a second for your network address. Try \
                  again in {}.",

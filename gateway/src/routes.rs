@@ -2,20 +2,26 @@
 //! stands in [`ROUTES`] and nowhere else: the router, the head check, the
 //! scopes of keys and the labels of metrics read it there.
 
+use std::convert::Infallible;
 use std::pin::Pin;
+use std::task::{Context, Poll};
 
 use axum::body::Body;
 use axum::extract::Request;
 use axum::response::{IntoResponse, Response};
+use governor::middleware::NoOpMiddleware;
 use http::{HeaderValue, Method, header};
 use http_body::Body as _;
 use percent_encoding::percent_decode_str;
 use tollgate_domain::{MonotonicTime, RequestId};
 use tollgate_edge::Peer;
 use tollgate_openai::{CHAT, COMPLETIONS};
+use tower::{Layer as _, Service, ServiceExt as _};
+use tower_governor::governor::Governor;
 
 use crate::api::{self, Api, Call, KnownCaller, RouteKind, models, usage};
 use crate::auth::Endpoint;
+use crate::read_limit::{ByCaller, ReadLimit};
 use crate::reply::ApiError;
 use crate::stack::Routes;
 
@@ -138,6 +144,34 @@ impl RouteMethod {
 /// The public API: it answers requests by [`ROUTES`].
 pub(crate) struct PublicRoutes {
     api: Api,
+    /// The dispatch to read-only routes, behind their rate.
+    read_only: Governor<ByCaller, NoOpMiddleware, ReadOnlyDispatch, Body>,
+}
+
+/// A call of a read-only route.
+struct ReadCall {
+    handler: Handler,
+    api: Api,
+    call: Call,
+}
+
+/// The dispatch to read-only routes, as the service that the rate limit wraps.
+#[derive(Clone, Copy)]
+struct ReadOnlyDispatch;
+
+impl Service<http::Request<ReadCall>> for ReadOnlyDispatch {
+    type Response = Response;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Response, Infallible>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: http::Request<ReadCall>) -> Self::Future {
+        let ReadCall { handler, api, call } = request.into_body();
+        Box::pin(async move { Ok(handler(api, call).await.into_response()) })
+    }
 }
 
 /// The outcome of the head check: the route and the caller, or no route.
@@ -151,8 +185,20 @@ pub(crate) enum Target {
 }
 
 impl PublicRoutes {
-    pub(crate) fn new(api: Api) -> Self {
-        Self { api }
+    /// Creates the routes. `reads` limits the read-only routes.
+    pub(crate) fn new(api: Api, reads: &ReadLimit<ByCaller>) -> Self {
+        Self { api, read_only: reads.layer().layer(ReadOnlyDispatch) }
+    }
+
+    /// Calls a read-only route, unless its caller sends too many requests.
+    async fn answer_read(&self, handler: Handler, call: Call) -> Response {
+        let caller = call.caller.caller.caller().clone();
+        let mut request = http::Request::new(ReadCall { handler, api: self.api.clone(), call });
+        // `tower_governor` sees a request's head alone, so the key travels
+        // there. The handler gets the `ReadCall` and no extension.
+        request.extensions_mut().insert(caller);
+        let answered = self.read_only.clone().oneshot(request).await;
+        answered.unwrap_or_else(|never| match never {})
     }
 }
 
@@ -189,7 +235,12 @@ impl Routes for PublicRoutes {
                 let parameter = decoded(route.path.parameter(request.uri().path()));
                 let endpoint = route.endpoint;
                 let call = Call { request, id, endpoint, caller: *caller, parameter };
-                (route.handler)(self.api.clone(), call).await.into_response()
+                match route.kind {
+                    RouteKind::Work => {
+                        (route.handler)(self.api.clone(), call).await.into_response()
+                    }
+                    RouteKind::ReadOnly => self.answer_read(route.handler, call).await,
+                }
             }
             Target::UnknownRoute => ApiError::UnknownRoute {
                 method: request.method().clone(),

@@ -27,6 +27,8 @@ section! {
         connections: Connections;
         /// The limits on requests from one source address.
         sources: SourceLimits;
+        /// The limits on requests that no plan limits.
+        reads: ReadLimits;
         /// Proxies in front of the gateway.
         proxies: Proxies;
         /// The limits within an HTTP/2 connection.
@@ -108,6 +110,17 @@ section! {
         requests_per_second: u32 = 1_000, 1..=1_000_000;
         /// Requests from one source in a burst.
         request_burst: u32 = 2_000, 1..=1_000_000;
+    }
+}
+
+section! {
+    /// The limits on read-only requests from one caller, such as /v1/models and
+    /// /v1/usage, which no plan limits, and on requests of admins.
+    pub struct ReadLimits {
+        /// Requests a second with one API key or token.
+        requests_per_second: u32 = 50, 1..=1_000_000;
+        /// Requests with one API key or token in a burst.
+        request_burst: u32 = 200, 1..=1_000_000;
     }
 }
 

@@ -229,6 +229,33 @@ async fn admin_lists_and_lifts_penalties() {
 }
 
 #[tokio::test]
+async fn admin_listener_limits_holders_of_the_key_only() {
+    let reads = "[gateway.reads]\nrequests_per_second = 1\nrequest_burst = 2\n";
+    let house = House::with_config(&format!("{CONFIG}{reads}")).await;
+    let admin_key = house.admin_key();
+    let status = async |key| house.ask(house.admin, ("GET", "/v1/status"), key).await;
+    // Wrong keys spend nothing of the rate.
+    for _ in 0..4 {
+        assert_eq!(status(Some("wrong")).await.status, StatusCode::UNAUTHORIZED);
+    }
+    let mut refused = None;
+    // Two pass at once; the third follows within the second that a token takes,
+    // unless the machine is slow, and then one of the next ones is refused.
+    for _ in 0..50 {
+        let answer = status(Some(admin_key.as_str())).await;
+        if answer.status == StatusCode::TOO_MANY_REQUESTS {
+            refused = Some(answer);
+            break;
+        }
+    }
+    let refused = refused.expect("fifty requests in a row exceed one a second");
+    assert_eq!(refused.code().as_deref(), Some("rate_limit_exceeded"));
+    let probe = house.ask(house.admin, ("GET", "/healthz"), None).await;
+    assert_eq!(probe.status, StatusCode::OK, "probes are not limited");
+    house.close().await;
+}
+
+#[tokio::test]
 async fn gateway_names_the_port_in_use() {
     let house = House::open().await;
     let data = tempfile::tempdir().unwrap();

@@ -106,6 +106,7 @@ fn every_error() -> Vec<ApiError> {
         ApiError::BodyTooLarge { limit: 2_097_152 },
         ApiError::UnsupportedEncoding { encoding: "zstd".into() },
         ApiError::SourceLimit { per_second: 20, retry_after: Duration::from_millis(50) },
+        ApiError::ReadLimit { per_second: 50, retry_after: Duration::from_secs(1) },
         penalty(Offence::Refusals),
         penalty(Offence::FailedAuthentication),
         penalty(Offence::Cancels),

@@ -22,6 +22,7 @@ use tollgate_serving::{Observer, Serving, ServingOptions};
 use crate::Clock;
 use crate::api::Api;
 use crate::auth::{Authenticator, KeyOptions, KeyStore};
+use crate::read_limit::ReadLimit;
 use crate::reply::ApiError;
 use crate::routes::PublicRoutes;
 use crate::source_penalties::SourcePenalties;
@@ -100,7 +101,10 @@ impl Room {
         let draining = CancellationToken::new();
         let api = Api { serving, config, authenticator, source_penalties, metrics, draining };
         Self {
-            routes: PublicRoutes::new(api.clone()),
+            routes: PublicRoutes::new(
+                api.clone(),
+                &ReadLimit::by_caller(&api.config.gateway().reads),
+            ),
             api,
             admission,
             stopping,

@@ -1,0 +1,122 @@
+//! The rate of requests that no plan limits: read-only routes of the API, keyed
+//! by caller, and the admin API. `tower_governor` enforces the rate; this module
+//! chooses its keys and words its refusals.
+
+use std::num::NonZeroU32;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::Body;
+use axum::response::{IntoResponse, Response};
+use governor::middleware::NoOpMiddleware;
+use tollgate_config::ReadLimits;
+use tollgate_domain::Caller;
+use tower_governor::governor::{GovernorConfig, GovernorConfigBuilder};
+use tower_governor::key_extractor::{GlobalKeyExtractor, KeyExtractor};
+use tower_governor::{GovernorError, GovernorLayer};
+
+use crate::reply::ApiError;
+
+/// The layer that enforces a read limit, with keys of `K`.
+pub(crate) type ReadLimitLayer<K> = GovernorLayer<K, NoOpMiddleware, Body>;
+
+/// The buckets of a read limit. Clones share them.
+#[derive(Clone)]
+pub(crate) struct ReadLimit<K: KeyExtractor> {
+    buckets: Arc<GovernorConfig<K, NoOpMiddleware>>,
+    per_second: u32,
+}
+
+impl ReadLimit<ByCaller> {
+    /// Creates a limit with a bucket for each caller.
+    pub(crate) fn by_caller(limits: &ReadLimits) -> Self {
+        Self::new(ByCaller, limits)
+    }
+}
+
+impl ReadLimit<GlobalKeyExtractor> {
+    /// Creates a limit with one bucket, for the holders of the admin key.
+    pub(crate) fn of_admins(limits: &ReadLimits) -> Self {
+        Self::new(GlobalKeyExtractor, limits)
+    }
+}
+
+impl<K: KeyExtractor> ReadLimit<K> {
+    fn new(keys: K, limits: &ReadLimits) -> Self {
+        let ReadLimits { requests_per_second, request_burst } = *limits;
+        // Config refuses zero, which is the only rate that has no period.
+        let per_second = NonZeroU32::new(requests_per_second).unwrap_or(NonZeroU32::MIN);
+        let buckets = GovernorConfigBuilder::default()
+            .period(Duration::from_secs(1) / per_second.get())
+            .burst_size(request_burst.max(1))
+            .key_extractor(keys)
+            .finish()
+            .expect("neither period nor burst is zero");
+        Self { buckets: Arc::new(buckets), per_second: per_second.get() }
+    }
+
+    /// Returns the layer that enforces the limit.
+    pub(crate) fn layer(&self) -> ReadLimitLayer<K> {
+        let per_second = self.per_second;
+        GovernorLayer::new(Arc::clone(&self.buckets))
+            .error_handler(move |error| refusal(error, per_second))
+    }
+
+    /// Drops the buckets that are full again. Called once a second, so that the
+    /// map holds only callers of the last seconds.
+    pub(crate) fn sweep(&self) {
+        self.buckets.limiter().retain_recent();
+    }
+}
+
+/// Keys by the caller, which the dispatch of routes puts into the request.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ByCaller;
+
+impl KeyExtractor for ByCaller {
+    type Key = Caller;
+
+    fn extract<B>(&self, request: &http::Request<B>) -> Result<Caller, GovernorError> {
+        request.extensions().get().cloned().ok_or(GovernorError::UnableToExtractKey)
+    }
+}
+
+/// Words a refusal in the API's own envelope.
+fn refusal(error: GovernorError, per_second: u32) -> Response {
+    let error = match error {
+        GovernorError::TooManyRequests { wait_time, .. } => {
+            // The crate rounds the wait down to whole seconds.
+            let retry_after = Duration::from_secs(wait_time + 1);
+            ApiError::ReadLimit { per_second, retry_after }
+        }
+        GovernorError::UnableToExtractKey | GovernorError::Other { .. } => ApiError::Internal,
+    };
+    error.into_response()
+}
+
+#[cfg(test)]
+mod tests {
+    use http::StatusCode;
+
+    use crate::api::tests::room::{PLAIN, Room, header, json};
+
+    #[tokio::test]
+    async fn read_limit_refuses_one_caller_beyond_burst() {
+        let config =
+            format!("{PLAIN}[gateway.reads]\nrequests_per_second = 1\nrequest_burst = 2\n");
+        let room = Room::open(Room::folder(), &config, &[]).await;
+        let models = async |tenant| room.ask(tenant, "GET", "/v1/models", "").await;
+        for _ in 0..2 {
+            assert_eq!(models("acme").await.status(), StatusCode::OK);
+        }
+        let refused = models("acme").await;
+        assert!(header(&refused, "retry-after").parse::<u64>().is_ok_and(|wait| wait >= 1));
+        let (status, body) = json(refused).await;
+        assert_eq!(status, StatusCode::TOO_MANY_REQUESTS);
+        assert_eq!(body["error"]["code"], "rate_limit_exceeded");
+        assert_eq!(models("other").await.status(), StatusCode::OK, "a key of its own");
+        // Plans limit work; a spent read limit does not.
+        let chat = room.chat("").await.status();
+        assert_eq!(chat, StatusCode::NOT_FOUND, "no worker serves the model");
+    }
+}
