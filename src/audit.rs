@@ -1,5 +1,4 @@
-//! `tollgate audit`: hands out the audit log, and judges one that was handed
-//! out, offline.
+//! `tollgate audit`: exports the audit log, and verifies exports offline.
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{BufWriter, Write};
@@ -15,25 +14,27 @@ use crate::common::{Place, say};
 
 /// Export, verify and prove the audit log.
 #[derive(clap::Args)]
-pub struct Arguments {
+pub struct AuditArguments {
     #[command(subcommand)]
-    action: Action,
+    action: AuditAction,
 }
 
 #[derive(clap::Subcommand)]
-enum Action {
-    /// Write the signed records as plain files, also beside a running gateway.
+enum AuditAction {
+    /// Write the signed records as plain files. The gateway may be running.
     Export(Export),
-    /// Judge exported files, or a proof, with nothing but a public key.
+    /// Verify exported files or a proof, with nothing but a public key.
     Verify(Verify),
-    /// Print the proof that a request's records are in the log, as JSON.
+    /// Print a proof (JSON) that a request's records are in the log.
     Prove(Prove),
-    /// Print the newest signed checkpoint: whoever keeps it can later show that
-    /// the log was rewritten, if it was.
+    /// Print the newest signed checkpoint.
+    ///
+    /// Keep checkpoints: with an old one anyone can later prove that the log was
+    /// rewritten, if it was.
     Checkpoint(Place),
     /// Print the public key.
     Key(Place),
-    /// Make a new signing key, where the old one was lost or moved away.
+    /// Create a new signing key, if the old one is lost.
     NewKey(Place),
 }
 
@@ -41,29 +42,31 @@ enum Action {
 struct Export {
     #[command(flatten)]
     place: Place,
-    /// The folder to make.
+    /// The folder to create.
     #[arg(long, value_name = "DIR", default_value = "audit-export")]
     out: PathBuf,
-    /// From this record on: the number after the last one of an earlier export.
+    /// The first record to export. Give the number after the last record of an
+    /// earlier export.
     #[arg(long, value_name = "RECORD", default_value_t = 0)]
     from: u64,
-    /// At least up to this record; it ends where a checkpoint does.
+    /// The last record to export at least. An export ends at a checkpoint.
     #[arg(long, value_name = "RECORD")]
     to: Option<u64>,
 }
 
 #[derive(clap::Args)]
 struct Verify {
-    /// Folders of exports, each going on where the one before it ends.
+    /// Folders of exports, in order. Each must continue the one before it.
     #[arg(value_name = "DIR", required_unless_present = "proof", conflicts_with = "proof")]
     folders: Vec<PathBuf>,
-    /// The public key, or a file that holds it; several where it was changed.
+    /// The public key, or a file that contains it. Repeat it if the key was
+    /// changed.
     #[arg(long = "key", value_name = "PUB", required = true)]
     keys: Vec<String>,
-    /// A checkpoint that was kept from earlier; may be given often.
+    /// A checkpoint from an earlier time. Can be repeated.
     #[arg(long = "checkpoint", value_name = "FILE", conflicts_with = "proof")]
     checkpoints: Vec<PathBuf>,
-    /// Judge this proof.
+    /// Verify this proof instead of exports.
     #[arg(long, value_name = "FILE")]
     proof: Option<PathBuf>,
 }
@@ -72,37 +75,40 @@ struct Verify {
 struct Prove {
     #[command(flatten)]
     place: Place,
-    /// The request's id, as `x-request-id` said it.
+    /// The request's id, from the header `x-request-id`.
     request: String,
 }
 
-/// Does what was asked.
-pub fn run(arguments: Arguments) -> Result<()> {
+/// Runs the subcommand.
+pub fn run(arguments: AuditArguments) -> Result<()> {
     match arguments.action {
-        Action::Export(arguments) => export(&arguments),
-        Action::Verify(Verify { folders, keys, checkpoints, proof }) => {
+        AuditAction::Export(arguments) => export(&arguments),
+        AuditAction::Verify(Verify { folders, keys, checkpoints, proof }) => {
             let keys = keys.iter().map(|key| public_key(key)).collect::<Result<Vec<_>>>()?;
             match proof {
                 Some(proof) => verify_proof(&proof, &keys),
                 None => verify_folders(&folders, &keys, &checkpoints),
             }
         }
-        Action::Prove(Prove { place, request }) => {
+        AuditAction::Prove(Prove { place, request }) => {
             let proof = reader(&place)?.prove(&RequestId::new(&request)?)?;
             say(format!("{}\n", serde_json::to_string(&proof)?))
         }
-        Action::Checkpoint(place) => match reader(&place)?.checkpoint()? {
+        AuditAction::Checkpoint(place) => match reader(&place)?.checkpoint()? {
             Some(note) => say(note),
-            None => bail!("nothing was signed yet"),
+            None => bail!("the audit log has no signed checkpoint yet"),
         },
-        Action::Key(place) => {
+        AuditAction::Key(place) => {
             let folder = folder_of(place.load()?.data());
             let Some(key) = AuditKey::load(&folder)? else {
-                bail!("there is no key in {} yet: the first start makes it", folder.display());
+                bail!(
+                    "there is no signing key in {} yet; `tollgate up` creates it at its first start",
+                    folder.display()
+                );
             };
             say(format!("{}\n", key.verifier()))
         }
-        Action::NewKey(place) => {
+        AuditAction::NewKey(place) => {
             let config = place.load()?;
             let data = config.data();
             if !data.is_dir() {
@@ -114,23 +120,23 @@ pub fn run(arguments: Arguments) -> Result<()> {
     }
 }
 
-/// The signing key of the data folder `data`, made at the first start. Where
-/// something was signed and the key is gone, that is for a person to settle.
+/// Returns the signing key of the data folder. The first start creates it. If the
+/// log is signed but the key is gone, only an admin can decide what to do.
 ///
 /// # Errors
-/// It cannot be read or made, or it is gone.
+/// The key cannot be read or created, or it is missing.
 pub fn signing_key(data: &Path) -> Result<AuditKey> {
     let folder = folder_of(data);
     if let Some(key) = AuditKey::load(&folder)? {
         return Ok(key);
     }
-    // A ledger of another format cannot be asked, and has nothing signed.
+    // A ledger in another format cannot be read here and is not signed.
     let signed = Ledger::open_read_only(&data.join("ledger.db"))
         .and_then(|reader| reader.checkpoint())
         .is_ok_and(|checkpoint| checkpoint.is_some());
     if signed {
         bail!(
-            "the key that signed the audit log is missing in {}: put it back, or make another with `tollgate audit new-key`",
+            "the key that signed the audit log is missing in {}; restore it, or create another one with `tollgate audit new-key`",
             folder.display()
         );
     }
@@ -146,7 +152,8 @@ fn reader(place: &Place) -> Result<LedgerReader> {
     Ledger::open_read_only(&path).with_context(|| format!("cannot read {}", path.display()))
 }
 
-/// Writes into a folder of another name first: one that is there is whole.
+/// Exports into a folder of another name and renames it, so that an existing export
+/// is always complete.
 fn export(arguments: &Export) -> Result<()> {
     let Export { place, out, from, to } = arguments;
     if out.exists() {
@@ -160,15 +167,15 @@ fn export(arguments: &Export) -> Result<()> {
     let Exported { start, end, unsigned } = exported;
     let waiting = match unsigned {
         0 => String::new(),
-        some => format!("; {some} newer are not signed yet"),
+        some => format!("; {some} newer records are not signed yet"),
     };
     say(format!("{}: records {} to {}{waiting}\n", out.display(), start.size, end - 1))
 }
 
-/// A fresh folder beside `out`, to be renamed to it once it is whole.
+/// Creates a fresh folder beside `out`, to be renamed to `out` when it is complete.
 ///
 /// # Errors
-/// It cannot be made.
+/// The folder cannot be created.
 pub fn unfinished(out: &Path) -> Result<PathBuf> {
     let mut unfinished = out.as_os_str().to_owned();
     unfinished.push(".unfinished");
@@ -187,7 +194,7 @@ pub fn unfinished(out: &Path) -> Result<PathBuf> {
 /// folder `data`.
 ///
 /// # Errors
-/// The ledger cannot be read, or a file not written.
+/// The ledger cannot be read, or a file cannot be written.
 pub fn write_folder(
     reader: &LedgerReader,
     range: Range,
@@ -240,19 +247,20 @@ fn verify_proof(path: &Path, keys: &[VerifierKey]) -> Result<()> {
     let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
     let (checkpoint, records) = Proof::read(&text)?.verify(keys)?;
     let (origin, size) = (checkpoint.origin(), checkpoint.size());
-    let mut said = format!("proved: in the log {origin} of {size} records stand\n");
+    let mut said = format!("proved: the log {origin} of {size} records contains\n");
     for proved in records {
         said += &format!("{}\n", proved.record);
     }
     say(said)
 }
 
-/// The key itself, or the file that holds it.
+/// Parses a public key, or reads it from the file that `text` names.
 fn public_key(text: &str) -> Result<VerifierKey> {
     if let Ok(key) = text.parse() {
         return Ok(key);
     }
-    let read = fs::read_to_string(text)
-        .with_context(|| format!("{text:?} is neither a public key nor a file that holds one"))?;
+    let read = fs::read_to_string(text).with_context(|| {
+        format!("{text:?} is neither a public key nor a file that contains one")
+    })?;
     read.trim_end().parse().with_context(|| text.to_owned())
 }

@@ -1,5 +1,5 @@
-//! `tollgate chat`: asks a running gateway from the terminal and prints the
-//! answer as it comes. The same request any OpenAI client would send.
+//! `tollgate chat`: sends questions to a running gateway and prints the answers as
+//! they arrive. The requests are the same that any OpenAI client sends.
 
 use std::io::IsTerminal;
 use std::path::PathBuf;
@@ -14,42 +14,43 @@ use crate::common::say;
 
 /// Ask a model from the terminal.
 #[derive(clap::Args)]
-pub struct Arguments {
-    /// What to ask; without it, a conversation is read line by line from the terminal.
+pub struct ChatArguments {
+    /// The question. Without one, questions are read line by line from standard
+    /// input.
     question: Option<String>,
-    /// The gateway.
+    /// The gateway's address.
     #[arg(long, value_name = "URL", default_value = "https://127.0.0.1:8443")]
     url: String,
-    /// The data folder whose CA and demo key are used.
+    /// The data folder with the CA and the demo key.
     #[arg(long, value_name = "DIR", default_value = "data")]
     data: PathBuf,
-    /// The CA to trust [default: DATA/tls/ca.pem].
+    /// The CA certificate to trust [default: DATA/tls/ca.pem].
     #[arg(long, value_name = "FILE")]
     ca: Option<PathBuf>,
     /// A file with the API key [default: DATA/demo.key].
     #[arg(long, value_name = "FILE")]
     key_file: Option<PathBuf>,
-    /// The model [default: the first that the key may use].
+    /// The model [default: the first one that the key may use].
     #[arg(long)]
     model: Option<String>,
     /// A system message.
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
-    /// The most tokens to answer with.
+    /// The largest number of tokens in an answer.
     #[arg(long, value_name = "N")]
     max_tokens: Option<u32>,
-    /// 0 answers the same every time.
+    /// The sampling temperature; 0 gives the same answer every time.
     #[arg(long, default_value_t = 0.0)]
     temperature: f32,
 }
 
-/// Asks once, or in turns until the input ends.
-pub fn run(arguments: Arguments) -> Result<()> {
+/// Sends one question, or a conversation until the input ends.
+pub fn run(arguments: ChatArguments) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(converse(arguments))
 }
 
-async fn converse(arguments: Arguments) -> Result<()> {
+async fn converse(arguments: ChatArguments) -> Result<()> {
     let ca = arguments.ca.clone().unwrap_or_else(|| arguments.data.join("tls/ca.pem"));
     let key_file = arguments.key_file.clone().unwrap_or_else(|| arguments.data.join("demo.key"));
     let key = std::fs::read_to_string(&key_file).with_context(|| {
@@ -77,7 +78,7 @@ async fn converse(arguments: Arguments) -> Result<()> {
     Ok(())
 }
 
-/// The lines of standard input, prompted for when a person types them.
+/// Returns the lines of standard input. Prompts for them on a terminal.
 fn lines() -> impl Iterator<Item = std::io::Result<String>> {
     let prompt = || {
         if std::io::stdin().is_terminal() {
@@ -114,8 +115,9 @@ async fn first_model(target: &Target) -> Result<String> {
     if !status.is_success() {
         bail!("{}", refusal(status, &body));
     }
-    let list: List = serde_json::from_slice(&body).context("the list of models")?;
-    let first = list.data.into_iter().next().context("this key may use no model that is served")?;
+    let list: List = serde_json::from_slice(&body).context("cannot parse the list of models")?;
+    let first =
+        list.data.into_iter().next().context("this key may not use any model that is served")?;
     Ok(first.id)
 }
 
@@ -124,7 +126,7 @@ async fn answer(
     target: &Target,
     model: &str,
     messages: &[serde_json::Value],
-    arguments: &Arguments,
+    arguments: &ChatArguments,
 ) -> Result<String> {
     let mut body = serde_json::json!({
         "model": model,
@@ -144,7 +146,7 @@ async fn answer(
     }
     let (mut events, mut text) = (Events::default(), String::new());
     while let Some(frame) = response.frame().await {
-        let frame = frame.context("the answer broke off")?;
+        let frame = frame.context("the connection ended within the answer")?;
         for event in events.push(frame.data_ref().map_or(&[], |data| data.as_ref()))? {
             if event == "[DONE]" {
                 continue;
@@ -158,7 +160,7 @@ async fn answer(
     Ok(text)
 }
 
-/// The text in one chunk of a stream; an error event is an error.
+/// Returns the text in one chunk of a stream. Fails on an error event.
 fn delta(event: &[u8]) -> Result<String> {
     #[derive(Deserialize)]
     struct Chunk {
@@ -186,7 +188,7 @@ struct Refusal {
     message: String,
 }
 
-/// What the gateway said no with, in its own words where it has some.
+/// Returns the gateway's refusal, with its message if it has one.
 fn refusal(status: impl std::fmt::Display, body: &[u8]) -> String {
     #[derive(Deserialize)]
     struct Envelope {

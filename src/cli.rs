@@ -1,5 +1,4 @@
-//! The command line: what each subcommand is called, and how a result becomes
-//! an exit code.
+//! The command line: the subcommands and their arguments.
 
 use std::process::ExitCode;
 
@@ -10,52 +9,51 @@ use crate::{
     worker,
 };
 
-/// A multi-tenant inference gateway that limits, batches and bills by GPU time.
-///
-/// Without a command it is `tollgate up`: gateway, ledger and one worker for
-/// each device, on embedded defaults.
+/// Without a subcommand, tollgate runs `up`: the gateway, the ledger and one worker
+/// for each device, with built-in defaults.
 #[derive(Parser)]
 #[command(name = "tollgate", version, args_conflicts_with_subcommands = true)]
 struct CommandLine {
     #[command(subcommand)]
     command: Option<Command>,
     #[command(flatten)]
-    up: up::Arguments,
+    up: up::UpArguments,
 }
 
-/// One subcommand and its arguments.
+/// A subcommand with its arguments.
 #[derive(Subcommand)]
 pub enum Command {
-    /// Serve: gateway, ledger and one worker process for each device (the default).
-    Up(up::Arguments),
-    /// One worker process; `up` starts it.
-    Worker(Box<worker::Arguments>),
+    /// Run the gateway, the ledger and one worker for each device (default).
+    Up(up::UpArguments),
+    /// Run one worker process; `up` starts its own workers.
+    Worker(Box<worker::WorkerArguments>),
     /// Create, list, rotate and revoke API keys.
-    Keys(keys::Arguments),
+    Keys(keys::KeysArguments),
     /// List and lift the penalties of a running gateway.
-    Penalties(penalties::Arguments),
-    /// Who used how much device time.
-    Usage(usage::Arguments),
-    /// What a tenant owes for a month, each line traceable to its entries.
-    Statement(statement::Arguments),
+    Penalties(penalties::PenaltiesArguments),
+    /// Show the used device time by tenant, key and model.
+    Usage(usage::UsageArguments),
+    /// Print a tenant's monthly statement.
+    Statement(statement::StatementArguments),
     /// Export, verify and prove the audit log.
-    Audit(audit::Arguments),
+    Audit(audit::AuditArguments),
     /// Check, back up, restore and archive the ledger.
-    Ledger(ledger::Arguments),
+    Ledger(ledger::LedgerArguments),
     /// Check, show and describe the configuration.
-    Config(config::Arguments),
-    /// Send open-loop load to a gateway, or play an attack drill.
-    Loadtest(loadtest::Arguments),
-    /// Probe every configured limit with canary traffic.
-    VerifyLimits(verify_limits::Arguments),
-    /// Ask a model from the terminal.
-    Chat(chat::Arguments),
+    Config(config::ConfigArguments),
+    /// Send open-loop load to a gateway, or run an attack drill.
+    Loadtest(loadtest::LoadtestArguments),
+    /// Test every configured limit with probe requests.
+    VerifyLimits(verify_limits::VerifyLimitsArguments),
+    /// Chat with a model from the terminal.
+    Chat(chat::ChatArguments),
 }
 
-/// Reads the command line; a mistake or `--help` is printed and is an exit.
+/// Parses the command line. Prints a mistake or the help text and returns its exit
+/// code.
 pub fn parse() -> Result<Command, ExitCode> {
     let exit = |error: clap::Error| {
-        // Nothing can be said if even the terminal is gone.
+        // A closed terminal leaves nowhere to report the error.
         let _ = error.print();
         ExitCode::from(error.exit_code().clamp(0, 255) as u8)
     };

@@ -1,5 +1,5 @@
-//! What several subcommands share: where config and data are, and how spans
-//! and days are written on the command line.
+//! Helpers that several subcommands share: paths of config and data, and the text
+//! forms of durations and days.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -10,10 +10,10 @@ use anyhow::{Result, anyhow};
 use tollgate_config::{Config, ConfigErrors, Flags, Sources};
 use tollgate_domain::{UtcDay, UtcTime};
 
-/// Where the config and the data folder are.
+/// The paths of the config and of the data folder.
 #[derive(clap::Args, Clone)]
 pub struct Place {
-    /// A config file, or a folder of which every *.toml is read.
+    /// A config file, or a folder of *.toml files.
     #[arg(long, value_name = "PATH")]
     pub config: Option<PathBuf>,
     /// The data folder [default: data].
@@ -22,7 +22,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// Loads the config as `up` would.
+    /// Loads the config like `up` does.
     ///
     /// # Errors
     /// Every mistake in it.
@@ -30,7 +30,7 @@ impl Place {
         load(self.config.clone(), self.flags())
     }
 
-    /// Every value that [`Self::load`] would give, and where it comes from.
+    /// Returns every value of the config with its source.
     ///
     /// # Errors
     /// Every mistake in it.
@@ -47,7 +47,7 @@ impl Place {
 /// Loads a config from `path`, the environment and `flags`.
 ///
 /// # Errors
-/// Every mistake in it, a line each.
+/// The config is invalid; each mistake has a line.
 pub fn load(path: Option<PathBuf>, flags: Flags) -> Result<Config> {
     Config::load(&Sources::of_process(path, flags)).map_err(|errors| mistakes(&errors))
 }
@@ -59,44 +59,44 @@ fn mistakes(errors: &ConfigErrors) -> anyhow::Error {
     }
 }
 
-/// `30d`, `2h`, `250ms`.
+/// Parses a duration such as `30d`, `2h` or `250ms`.
 ///
 /// # Errors
-/// It is none of these.
+/// The text is no duration.
 pub fn span(text: &str) -> Result<Duration, String> {
     tollgate_config::parse_span(text)
-        .ok_or_else(|| format!("{text:?} is not a span of time such as 30d, 2h or 250ms"))
+        .ok_or_else(|| format!("{text:?} is not a duration such as 30d, 2h or 250ms"))
 }
 
-/// The wall clock.
+/// Returns the wall clock's time.
 pub fn now() -> UtcTime {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     UtcTime(since.as_nanos().min(u128::from(u64::MAX)) as u64)
 }
 
-/// `2026-11-20`, or `-`.
+/// Returns the UTC day such as `2026-11-20`, or `-`.
 pub fn day(time: Option<UtcTime>) -> String {
     time.map_or_else(|| "-".to_owned(), |time| time.day().to_string())
 }
 
-/// Reads a day as it is shown.
+/// Parses a UTC day in the form that [`day`] shows.
 ///
 /// # Errors
-/// It is no calendar day from 1970 on.
+/// The text is no calendar day from 1970 on.
 pub fn parse_day(text: &str) -> Result<UtcDay, String> {
     let wrong = || format!("{text:?} is not a day such as 2026-11-20");
     let year: u32 = text.get(..4).and_then(|year| year.parse().ok()).ok_or_else(wrong)?;
-    // A day's number cannot be further from this than two; the text decides.
+    // The number of a day lies in this range for its year; comparing the text finds
+    // the day.
     let near = (u64::from(year.max(1970)) - 1970) * 365;
     let most = near + 366 + u64::from(year) / 4;
     (near as u32..=most as u32).map(UtcDay).find(|day| day.to_string() == text).ok_or_else(wrong)
 }
 
-/// Prints to standard output, to the end: what was asked for has been said, or
-/// the error says that it was not.
+/// Prints text to standard output and flushes it, so that an error cannot be lost.
 ///
 /// # Errors
-/// The terminal, pipe or file does not take it.
+/// The terminal, pipe or file cannot be written.
 pub fn say(text: impl AsRef<str>) -> Result<()> {
     let mut output = std::io::stdout().lock();
     output.write_all(text.as_ref().as_bytes())?;
@@ -123,7 +123,8 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.chain().count() == 1 && kind == Some(std::io::ErrorKind::BrokenPipe)
 }
 
-/// Columns of text, each as wide as its widest cell; numbers to the right.
+/// Returns a table with aligned columns. Columns of numbers are aligned to the
+/// right.
 pub fn table(head: &[&str], rows: &[Vec<String>]) -> String {
     let width = |column: usize| {
         let cells = rows.iter().map(|row| row[column].chars().count());
@@ -155,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn days_are_read_as_they_are_shown() {
+    fn days_round_trip() {
         for text in ["1970-01-01", "2000-02-29", "2026-11-20", "2026-12-31", "2100-03-01"] {
             assert_eq!(parse_day(text).expect(text).to_string(), text);
         }
@@ -165,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_stand_to_the_right() {
+    fn table_aligns_numbers_right() {
         let rows =
             [vec!["acme".to_owned(), "7".to_owned()], vec!["b".to_owned(), "1200".to_owned()]];
         assert_eq!(

@@ -1,4 +1,4 @@
-//! `tollgate config`: is it right, what is in force, what can be said.
+//! `tollgate config`: checks, shows and describes the configuration.
 
 use anyhow::Result;
 use tollgate_config::Config;
@@ -7,38 +7,38 @@ use crate::common::{Place, say};
 
 /// Check, show and describe the configuration.
 #[derive(clap::Args)]
-pub struct Arguments {
+pub struct ConfigArguments {
     #[command(subcommand)]
-    action: Action,
+    action: ConfigAction,
 }
 
 #[derive(clap::Subcommand)]
-enum Action {
-    /// Say everything that is wrong, with file, line and key.
+enum ConfigAction {
+    /// Report every mistake with its file, line and key.
     Check(Place),
-    /// Print every value in force and where it comes from.
+    /// Print every value in force and its source.
     Show(Place),
-    /// Print the JSON schema of the config.
+    /// Print the JSON schema of config files.
     Schema,
-    /// Print an example with every key at its default.
+    /// Print an example file with every key at its default.
     Example,
 }
 
-/// Does what was asked.
-pub fn run(arguments: Arguments) -> Result<()> {
+/// Runs the subcommand.
+pub fn run(arguments: ConfigArguments) -> Result<()> {
     match arguments.action {
-        Action::Check(place) => {
+        ConfigAction::Check(place) => {
             let config = place.load()?;
             let (tenants, plans) = (config.tenants().count(), config.plans().count());
             say(format!(
-                "the config is right: {}, {}\n",
+                "the config is valid: {}, {}\n",
                 counted(tenants, "tenant"),
                 counted(plans, "plan")
             ))?;
         }
-        Action::Show(place) => say(place.show()?)?,
-        Action::Schema => say(format!("{:#}\n", Config::schema()))?,
-        Action::Example => say(Config::example())?,
+        ConfigAction::Show(place) => say(place.show()?)?,
+        ConfigAction::Schema => say(format!("{:#}\n", Config::schema()))?,
+        ConfigAction::Example => say(Config::example())?,
     }
     Ok(())
 }

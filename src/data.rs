@@ -1,4 +1,4 @@
-//! The data folder: made for its owner only, and locked by one instance.
+//! The data folder: created for its owner only, and locked by one instance.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{Read, Seek, Write};
@@ -9,15 +9,16 @@ use anyhow::{Context, Result, bail};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-/// A data folder that no other instance uses as long as this value lives.
+/// A lock on a data folder, held until the value is dropped.
 pub struct Locked {
     _file: File,
 }
 
-/// Makes `folder` where it is missing, for its owner only (0700).
+/// Creates `folder` if it is missing, for its owner only (0700).
 ///
 /// # Errors
-/// It cannot be made, or is open to others and not ours to close.
+/// The folder cannot be created, or it is open to others and belongs to another
+/// user.
 pub fn make(folder: &Path) -> Result<()> {
     let shown = folder.display();
     DirBuilder::new()
@@ -28,15 +29,15 @@ pub fn make(folder: &Path) -> Result<()> {
     let open = fs::metadata(folder)?.permissions().mode() & 0o077 != 0;
     if open {
         fs::set_permissions(folder, fs::Permissions::from_mode(0o700))
-            .with_context(|| format!("data folder {shown}: others may read it"))?;
+            .with_context(|| format!("cannot close the data folder {shown} to other users"))?;
     }
     Ok(())
 }
 
-/// Makes `folder` where it is missing and takes its lock.
+/// Creates `folder` if it is missing and locks it.
 ///
 /// # Errors
-/// It cannot be made or written, or another instance holds it.
+/// The folder cannot be created or written, or another instance holds it.
 pub fn lock(folder: &Path) -> Result<Locked> {
     make(folder)?;
     let shown = folder.display();
@@ -52,7 +53,7 @@ pub fn lock(folder: &Path) -> Result<Locked> {
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => {}
         Err(Errno::WOULDBLOCK) => bail!("data folder {shown} is in use by {}", holder(&mut file)),
-        Err(error) => return Err(error).with_context(|| format!("could not lock {shown}")),
+        Err(error) => return Err(error).with_context(|| format!("cannot lock {shown}")),
     }
     file.set_len(0)?;
     file.rewind()?;
@@ -60,7 +61,8 @@ pub fn lock(folder: &Path) -> Result<Locked> {
     Ok(Locked { _file: file })
 }
 
-/// The holder wrote its process id into the lock file.
+/// Returns a description of the lock's holder, which wrote its process id into the
+/// file.
 fn holder(file: &mut File) -> String {
     let mut text = String::new();
     match file.read_to_string(&mut text) {
@@ -74,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_instance_a_folder() {
+    fn data_folder_has_one_instance() {
         let parent = tempfile::tempdir().expect("a folder");
         let folder = parent.path().join("deep/data");
         let first = lock(&folder).expect("free");

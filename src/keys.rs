@@ -1,5 +1,5 @@
-//! `tollgate keys`: makes, lists, rotates and revokes API keys, also beside a
-//! running gateway, which acts on it within a second. A secret is shown once.
+//! `tollgate keys`: creates, lists, rotates and revokes API keys. A running gateway
+//! applies a change within a second. A secret is shown only once.
 
 use std::time::Duration;
 
@@ -13,20 +13,20 @@ use crate::data;
 
 /// Create, list, rotate and revoke API keys.
 #[derive(clap::Args)]
-pub struct Arguments {
+pub struct KeysArguments {
     #[command(subcommand)]
-    action: Action,
+    action: KeysAction,
 }
 
 #[derive(clap::Subcommand)]
-enum Action {
-    /// Make a key; it is printed once and cannot be had again.
+enum KeysAction {
+    /// Create a key. Its secret is printed only once.
     Create(Create),
-    /// List keys, never their secrets.
-    List(List),
-    /// Make a key that replaces another, which works on for a while.
+    /// List keys, without their secrets.
+    List(ListKeys),
+    /// Create a key that replaces another one, which stays valid for a while.
     Rotate(Rotate),
-    /// Revoke a key, for good, within a second.
+    /// Revoke a key permanently, within a second.
     Revoke(Revoke),
 }
 
@@ -34,40 +34,42 @@ enum Action {
 struct Create {
     #[command(flatten)]
     place: Place,
-    /// Whose key it is.
+    /// The key's tenant.
     #[arg(long, value_name = "NAME")]
     tenant: String,
-    /// What it is for, for people.
+    /// A description of the key's purpose.
     #[arg(long, value_name = "TEXT", default_value = "")]
     label: String,
-    /// A model it may use; may be given often [default: all of its tenant's].
+    /// A model that the key may use. Can be repeated [default: all of its tenant].
     #[arg(long = "model", value_name = "NAME")]
     models: Vec<String>,
-    /// An endpoint it may use: chat, completions, models, usage; may be given often [default: all].
+    /// An endpoint that the key may use: chat, completions, models or usage. Can be
+    /// repeated [default: all].
     #[arg(long = "endpoint", value_name = "NAME")]
     endpoints: Vec<Endpoint>,
-    /// A network it may be used from, such as 10.0.0.0/8; may be given often [default: any].
+    /// A network that the key may be used from, such as 10.0.0.0/8. Can be repeated
+    /// [default: any].
     #[arg(long = "source", value_name = "NETWORK")]
     sources: Vec<Network>,
-    /// A plan whose limits bind this key alone, beside its tenant's.
+    /// A plan with limits for this key alone, in addition to its tenant's limits.
     #[arg(long, value_name = "NAME")]
     plan: Option<String>,
-    /// For how long it works, such as 30d [default: until it is revoked].
+    /// The time until the key expires, such as 30d [default: never].
     #[arg(long, value_name = "SPAN", value_parser = span)]
     expires: Option<Duration>,
-    /// Print the key and nothing else.
+    /// Print only the key.
     #[arg(long)]
     quiet: bool,
 }
 
 #[derive(clap::Args)]
-struct List {
+struct ListKeys {
     #[command(flatten)]
     place: Place,
     /// Only this tenant's.
     #[arg(long, value_name = "NAME")]
     tenant: Option<String>,
-    /// As JSON.
+    /// Print JSON.
     #[arg(long)]
     json: bool,
 }
@@ -78,10 +80,10 @@ struct Rotate {
     place: Place,
     /// The id of the key that is replaced, as `list` shows it.
     key: String,
-    /// For how long the old key works on.
+    /// The time for which the old key stays valid.
     #[arg(long, value_name = "SPAN", value_parser = span, default_value = "1h")]
     overlap: Duration,
-    /// Print the key and nothing else.
+    /// Print only the key.
     #[arg(long)]
     quiet: bool,
 }
@@ -90,29 +92,29 @@ struct Rotate {
 struct Revoke {
     #[command(flatten)]
     place: Place,
-    /// Its id, as `list` shows it.
+    /// The id of the key, as `list` shows it.
     key: String,
-    /// End the requests that it has under way, too, within seconds; their
-    /// tenant pays what was done. Works for a key that is revoked already.
+    /// Also end the key's running requests within seconds. The tenant pays for the
+    /// work done. Works for a revoked key, too.
     #[arg(long)]
     end_streams: bool,
 }
 
-/// Does what was asked.
-pub fn run(arguments: Arguments) -> Result<()> {
+/// Runs the subcommand.
+pub fn run(arguments: KeysArguments) -> Result<()> {
     match arguments.action {
-        Action::Create(create) => self::create(create),
-        Action::List(list) => self::list(list),
-        Action::Rotate(rotate) => {
+        KeysAction::Create(create) => self::create(create),
+        KeysAction::List(list) => self::list(list),
+        KeysAction::Rotate(rotate) => {
             let (_, store) = open(&rotate.place)?;
             let new = store.rotate(&key_id(&rotate.key)?, rotate.overlap, now())?;
             show(&store, &new, rotate.quiet)
         }
-        Action::Revoke(revoke) => {
+        KeysAction::Revoke(revoke) => {
             let (_, store) = open(&revoke.place)?;
             let under_way = if revoke.end_streams { UnderWay::End } else { UnderWay::Finish };
             let record = store.revoke(&key_id(&revoke.key)?, under_way, now())?;
-            let ended = if record.ends_requests { ", and what it had under way ends" } else { "" };
+            let ended = if record.ends_requests { ", and its running requests end" } else { "" };
             say(format!("key {} of tenant {} is revoked{ended}\n", record.id, record.tenant))
         }
     }
@@ -122,20 +124,27 @@ fn create(create: Create) -> Result<()> {
     let (config, store) = open(&create.place)?;
     let tenant = TenantId::new(&create.tenant)?;
     if config.tenant(&tenant).is_none() {
-        // The first few are enough to see a slip; there may be thousands.
+        // The first few are enough to notice a typing error; there may be
+        // thousands.
         let names: Vec<&str> =
             config.tenants().map(|tenant| tenant.name.as_str()).take(8).collect();
-        bail!("no tenant {tenant} in the config (there: {}); give --config", names.join(", "));
+        bail!(
+            "unknown tenant {tenant}; the config has: {}; use --config for another config",
+            names.join(", ")
+        );
     }
     let models: Vec<ModelName> =
         create.models.iter().map(|name| ModelName::new(name)).collect::<Result<_, _>>()?;
     if let Some(unknown) = models.iter().find(|name| config.model(name).is_none()) {
-        bail!("no model {unknown} in the config");
+        bail!("unknown model {unknown}: it is not in the config");
     }
     let plan = create.plan.as_deref().map(PlanName::new).transpose()?;
     if let Some(unknown) = plan.as_ref().filter(|plan| config.plan(plan).is_none()) {
         let names: Vec<&str> = config.plans().map(|plan| plan.name.as_str()).collect();
-        bail!("no plan {unknown} in the config (there: {}); give --config", names.join(", "));
+        bail!(
+            "unknown plan {unknown}; the config has: {}; use --config for another config",
+            names.join(", ")
+        );
     }
     let some = |is_empty: bool| !is_empty;
     let options = KeyOptions {
@@ -152,7 +161,7 @@ fn create(create: Create) -> Result<()> {
     show(&store, &new, create.quiet)
 }
 
-fn list(list: List) -> Result<()> {
+fn list(list: ListKeys) -> Result<()> {
     let (_, store) = open(&list.place)?;
     let tenant = list.tenant.as_deref().map(TenantId::new).transpose()?;
     let records = store.list(tenant.as_ref())?;
@@ -167,9 +176,10 @@ fn list(list: List) -> Result<()> {
 fn open(place: &Place) -> Result<(Config, KeyStore)> {
     let config = place.load()?;
     let folder = config.data();
-    // A folder that is not there was mistyped: a key in a new one opens nothing.
+    // A missing folder is probably a typing error. A key in a new folder would open
+    // no gateway.
     if !folder.is_dir() {
-        bail!("there is no data folder {}: `tollgate up` makes it", folder.display());
+        bail!("there is no data folder {}; `tollgate up` creates it", folder.display());
     }
     data::make(folder)?;
     let store = KeyStore::open_to_change(folder)
@@ -177,12 +187,14 @@ fn open(place: &Place) -> Result<(Config, KeyStore)> {
     Ok((config, store))
 }
 
-/// Shows a new key, once. Where nobody can have seen it, it is revoked.
+/// Prints a new key, once. A key that could not be printed is revoked.
 fn show(store: &KeyStore, new: &NewKey, quiet: bool) -> Result<()> {
     let NewKey { record, secret } = new;
     if let Err(error) = say(format!("{}\n", secret.expose())) {
         store.revoke(&record.id, UnderWay::End, now())?;
-        return Err(error.context(format!("key {} could not be shown and is revoked", record.id)));
+        return Err(
+            error.context(format!("key {} could not be printed and was revoked", record.id))
+        );
     }
     if !quiet {
         eprintln!("key {} of tenant {}; it is not shown again", record.id, record.tenant);
@@ -211,7 +223,7 @@ fn as_row(record: &KeyRecord) -> Vec<String> {
     ]
 }
 
-/// What a key is limited to: models, endpoints, networks.
+/// Returns the restrictions of a key: models, endpoints, networks.
 fn only(scopes: &Scopes) -> String {
     let Scopes { models, endpoints, sources } = scopes;
     let models = models.iter().flatten().map(ToString::to_string);

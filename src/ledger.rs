@@ -1,5 +1,4 @@
-//! `tollgate ledger`: whether the ledger holds, copies of it, putting one back,
-//! and taking old months out of it.
+//! `tollgate ledger`: checks, backs up, restores and archives the ledger.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -15,23 +14,26 @@ use crate::{audit, data};
 
 /// Check, back up, restore and archive the ledger.
 #[derive(clap::Args)]
-pub struct Arguments {
+pub struct LedgerArguments {
     #[command(subcommand)]
-    action: Action,
+    action: LedgerAction,
 }
 
 #[derive(clap::Subcommand)]
-enum Action {
-    /// Read everything and say whether it holds, also beside a running
-    /// gateway. Exit code 0: it does; 1: it is damaged; 2: it could not be read.
+enum LedgerAction {
+    /// Check the whole ledger for damage. The gateway may be running.
+    ///
+    /// Exit code 0: sound; 1: damaged; 2: it could not be read.
     Check(Check),
-    /// Write a checked copy of one moment, also beside a running gateway.
+    /// Write a consistent, checked copy. The gateway may be running.
     Backup(Backup),
-    /// Put a backup in the ledger's place; the gateway must not run. What was
-    /// there is kept beside it.
+    /// Replace the ledger by a backup. The gateway must not run.
+    ///
+    /// The old ledger is kept beside it.
     Restore(Restore),
-    /// Take the records of old months out of the ledger, into a folder of their
-    /// own; the gateway must not run. Usage, caps and statements do not change.
+    /// Move the records of old months to a folder. The gateway must not run.
+    ///
+    /// Usage, caps and statements do not change.
     Archive(Archive),
 }
 
@@ -39,10 +41,10 @@ enum Action {
 struct Check {
     #[command(flatten)]
     place: Place,
-    /// This file, a backup for example, instead of the data folder's ledger.
+    /// A file to check, such as a backup, instead of the data folder's ledger.
     #[arg(value_name = "FILE")]
     file: Option<PathBuf>,
-    /// As JSON.
+    /// Print JSON.
     #[arg(long)]
     json: bool,
 }
@@ -51,8 +53,8 @@ struct Check {
 struct Backup {
     #[command(flatten)]
     place: Place,
-    /// The file to write, which replaces an older one; or a folder, in which it
-    /// is named by the time.
+    /// The file to write, which replaces an existing one; or a folder, in which the
+    /// file is named by the time.
     #[arg(value_name = "FILE|DIR")]
     to: PathBuf,
 }
@@ -61,7 +63,7 @@ struct Backup {
 struct Restore {
     #[command(flatten)]
     place: Place,
-    /// What `tollgate ledger backup` wrote.
+    /// A file that `tollgate ledger backup` wrote.
     #[arg(value_name = "FILE")]
     from: PathBuf,
 }
@@ -70,18 +72,19 @@ struct Restore {
 struct Archive {
     #[command(flatten)]
     place: Place,
-    /// The months before this one, such as 2026-11.
+    /// Archive the months before this one, such as 2026-11.
     #[arg(long, value_name = "MONTH")]
     before: UtcMonth,
-    /// The folder to make. It is a data folder to read from: `--data DIR`.
+    /// The folder to create. It is a data folder that can be read with `--data
+    /// DIR`.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
 }
 
-/// Does what was asked.
-pub fn run(arguments: Arguments) -> ExitCode {
+/// Runs the subcommand.
+pub fn run(arguments: LedgerArguments) -> ExitCode {
     match arguments.action {
-        Action::Check(arguments) => match check(&arguments) {
+        LedgerAction::Check(arguments) => match check(&arguments) {
             Ok(true) => ExitCode::SUCCESS,
             Ok(false) => ExitCode::FAILURE,
             Err(error) => {
@@ -89,9 +92,9 @@ pub fn run(arguments: Arguments) -> ExitCode {
                 ExitCode::from(2)
             }
         },
-        Action::Backup(arguments) => common::exit(backup(&arguments)),
-        Action::Restore(arguments) => common::exit(restore(&arguments)),
-        Action::Archive(arguments) => common::exit(archive(&arguments)),
+        LedgerAction::Backup(arguments) => common::exit(backup(&arguments)),
+        LedgerAction::Restore(arguments) => common::exit(restore(&arguments)),
+        LedgerAction::Archive(arguments) => common::exit(archive(&arguments)),
     }
 }
 
@@ -161,13 +164,13 @@ fn backup(arguments: &Backup) -> Result<()> {
     if to == from {
         bail!("{} is the ledger itself", to.display());
     }
-    let checked = Ledger::backup(&from, &to)
-        .with_context(|| format!("no backup of {} was written", from.display()))?;
+    let checked =
+        Ledger::backup(&from, &to).with_context(|| format!("cannot back up {}", from.display()))?;
     let Checked { entries, records, .. } = checked;
     say(format!("{}: {entries} entries, {records} records, sound\n", to.display()))
 }
 
-/// `20261120T120000Z`
+/// Returns the current UTC time in the form `20261120T120000Z`.
 fn stamp() -> String {
     let now = now();
     let of_day = now.unix_seconds() % 86_400;
@@ -183,15 +186,16 @@ fn restore(arguments: &Restore) -> Result<()> {
     let from = std::path::absolute(&arguments.from)?;
     let action = done("restored", json!({ "from": from.display().to_string() }));
     let aside = Ledger::restore(&from, &path, &action)
-        .with_context(|| format!("{} is not restored", path.display()))?;
+        .with_context(|| format!("cannot restore {}", path.display()))?;
     let kept = match aside {
-        Some(aside) => format!("; what was there is {}", aside.display()),
+        Some(aside) => format!("; the old ledger is {}", aside.display()),
         None => String::new(),
     };
     say(format!("{} is restored{kept}\n", path.display()))
 }
 
-/// The copy is whole and on the disk before anything leaves the ledger.
+/// Copies the old records, syncs the copy, and only then removes the records from
+/// the ledger.
 fn archive(arguments: &Archive) -> Result<()> {
     let Archive { place, before, out } = arguments;
     let path = ledger_of(place)?;
@@ -208,7 +212,7 @@ fn archive(arguments: &Archive) -> Result<()> {
     let Archivable { from, to } = reader.archivable(*before, now())?;
     let unfinished = audit::unfinished(out)?;
     Ledger::backup(&path, &unfinished.join("ledger.db"))
-        .with_context(|| format!("{} is not copied", path.display()))?;
+        .with_context(|| format!("cannot copy {}", path.display()))?;
     let range = Range { from, to: Some(to - 1) };
     audit::write_folder(&reader, range, folder, &unfinished)?;
     drop(reader);
@@ -220,16 +224,19 @@ fn archive(arguments: &Archive) -> Result<()> {
         "before": before.to_string(), "from": from, "folder": shown.display().to_string(),
     });
     Ledger::compact(&path, to, done("archived", detail)).with_context(|| {
-        format!("{} is a whole archive, and nothing was taken out of the ledger", out.display())
+        format!(
+            "the archive {} is complete, but its records are still in the ledger",
+            out.display()
+        )
     })?;
     let checked = Ledger::check_file(&path)?;
     if !checked.is_sound() {
-        bail!("the ledger does not hold any more:\n{}", text(&path, &checked));
+        bail!("the ledger is damaged:\n{}", text(&path, &checked));
     }
     say(format!("{}: records {from} to {}\n{}", out.display(), to - 1, text(&path, &checked)))
 }
 
-/// What is done now, for the audit log.
+/// Returns the audit record of an operation that is done now.
 fn done(what: &str, detail: serde_json::Value) -> AdminAction {
     let at = now();
     AdminAction {

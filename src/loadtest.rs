@@ -1,6 +1,6 @@
-//! `tollgate loadtest`: puts open-loop load on a gateway, shows how it goes
-//! while it goes, and ends with a table and, if asked, JSON. With `--scenario`
-//! it is an attack drill.
+//! `tollgate loadtest`: sends open-loop load to a gateway, shows the progress, and
+//! prints a report as a table and optionally as JSON. With `--scenario` it runs an
+//! attack drill.
 
 use std::num::NonZeroU32;
 use std::path::PathBuf;
@@ -19,79 +19,80 @@ use crate::common::{self, say};
 
 mod drill;
 
-/// Send open-loop load to a gateway, or play an attack drill.
+/// Send open-loop load to a gateway, or run an attack drill.
 ///
-/// With --scenario it plays honest tenants and attackers together, on a gateway
-/// that it starts for this (or on the one at --url), and says whether what the
-/// scenario asks for held: exit code 0 if so, 1 if something broke, 2 if nothing
-/// can be said.
+/// With --scenario, honest tenants and attackers send requests together to a
+/// gateway that is started for the drill, or to the gateway at --url. Exit code 0:
+/// every expectation of the scenario held; 1: one was broken; 2: no verdict.
 #[derive(clap::Args)]
-pub struct Arguments {
-    /// Play this scenario: a shipped one's name, or a TOML file.
+pub struct LoadtestArguments {
+    /// Run this scenario: the name of a built-in one, or a TOML file.
     #[arg(long, value_name = "NAME|FILE")]
     scenario: Option<String>,
-    /// List the shipped scenarios.
+    /// List the built-in scenarios.
     #[arg(long)]
     list: bool,
-    /// Write the drill's report as a page to FILE, and as JSON beside it.
+    /// Write the drill's report as a web page to FILE, and as JSON beside it.
     #[arg(long, value_name = "FILE.html", requires = "scenario")]
     report: Option<PathBuf>,
-    /// The admin listener of the gateway at --url, to watch its memory.
+    /// The admin listener of the gateway at --url, to monitor its memory.
     #[arg(long, value_name = "URL", requires = "url")]
     admin_url: Option<String>,
-    /// Attack this very host although it is not this machine. It must be yours.
+    /// Allow attacks on this host, although it is not this machine. The host must
+    /// be yours.
     #[arg(long, value_name = "HOST", requires = "url")]
     allow_remote: Option<String>,
-    /// The gateway [default: https://127.0.0.1:8443; with --scenario one is started].
+    /// The gateway [default: https://127.0.0.1:8443; with --scenario, a temporary
+    /// one].
     #[arg(long, value_name = "URL")]
     url: Option<String>,
-    /// The data folder whose CA and demo key are used.
+    /// The data folder with the CA and the demo key.
     #[arg(long, value_name = "DIR", default_value = "data")]
     data: PathBuf,
-    /// The CA to trust [default: DATA/tls/ca.pem].
+    /// The CA certificate to trust [default: DATA/tls/ca.pem].
     #[arg(long, value_name = "FILE")]
     ca: Option<PathBuf>,
-    /// A sender, by name and file with its API key (with --scenario a key a
-    /// line); may be given often [default: demo=DATA/demo.key].
+    /// A sender with a name and a file with its API key (with --scenario, one key a
+    /// line). Can be repeated [default: demo=DATA/demo.key].
     #[arg(long = "tenant", value_name = "NAME=KEYFILE")]
     tenants: Vec<String>,
-    /// The model to ask.
+    /// The model.
     #[arg(long, default_value = "tollgate-demo")]
     model: String,
-    /// Requests a second over all tenants.
+    /// The requests a second, over all tenants.
     #[arg(long, value_name = "N", default_value_t = 5.0)]
     rate: f64,
-    /// For how many seconds requests fall due.
+    /// The number of seconds in which requests are sent.
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     seconds: u64,
-    /// How requests are spaced.
+    /// The distribution of the times between requests.
     #[arg(long, value_enum, default_value_t = Spacing::Poisson)]
     arrivals: Spacing,
-    /// Percent of requests that stream.
+    /// The percentage of requests with a streamed answer.
     #[arg(long, value_name = "PERCENT", default_value_t = 50, value_parser = clap::value_parser!(u8).range(0..=100))]
     stream: u8,
-    /// What to ask; may be given often, asked in turn.
+    /// The prompt. Can be repeated; prompts are used in turn.
     #[arg(long = "prompt", value_name = "TEXT", default_value = "What is a rate limit?")]
     prompts: Vec<String>,
-    /// The most tokens an answer may have.
+    /// The largest number of tokens in an answer.
     #[arg(long, value_name = "N", default_value = "64")]
     max_tokens: NonZeroU32,
-    /// Connections of each tenant.
+    /// The number of connections of each tenant.
     #[arg(long, value_name = "N", default_value = "4")]
     connections: NonZeroU32,
-    /// What they speak.
+    /// The HTTP version.
     #[arg(long, value_enum, default_value_t = Wire::H2)]
     protocol: Wire,
-    /// The most requests under way at once.
+    /// The largest number of requests in flight.
     #[arg(long, value_name = "N", default_value = "4096")]
     in_flight: NonZeroU32,
-    /// Seconds after which an answer counts as lost.
+    /// The seconds after which an answer counts as lost.
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     timeout: u64,
-    /// The same seed sends the same requests at the same times.
+    /// The random seed. The same seed sends the same requests at the same times.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Write the report as JSON, too.
+    /// Also write the report as JSON.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
@@ -108,14 +109,14 @@ enum Wire {
     H2,
 }
 
-impl Arguments {
+impl LoadtestArguments {
     fn ca(&self) -> PathBuf {
         self.ca.clone().unwrap_or_else(|| self.data.join("tls/ca.pem"))
     }
 }
 
-/// Does what was asked.
-pub fn run(arguments: Arguments) -> ExitCode {
+/// Runs the subcommand.
+pub fn run(arguments: LoadtestArguments) -> ExitCode {
     match &arguments.scenario {
         _ if arguments.list => common::exit(drill::list()),
         None => common::exit(send_load(&arguments)),
@@ -127,7 +128,7 @@ pub fn run(arguments: Arguments) -> ExitCode {
 }
 
 /// Sends the load and prints the report.
-fn send_load(arguments: &Arguments) -> Result<()> {
+fn send_load(arguments: &LoadtestArguments) -> Result<()> {
     let load = load(arguments)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let report = runtime.block_on(send(load))?;
@@ -140,7 +141,7 @@ fn send_load(arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-fn load(arguments: &Arguments) -> Result<Load> {
+fn load(arguments: &LoadtestArguments) -> Result<Load> {
     Ok(Load {
         tenants: tenants(arguments)?,
         model: arguments.model.clone(),
@@ -164,7 +165,7 @@ fn load(arguments: &Arguments) -> Result<Load> {
     })
 }
 
-fn tenants(arguments: &Arguments) -> Result<Vec<Tenant>> {
+fn tenants(arguments: &LoadtestArguments) -> Result<Vec<Tenant>> {
     let ca = arguments.ca();
     let url = arguments.url.as_deref().unwrap_or("https://127.0.0.1:8443");
     let default = [format!("demo={}", arguments.data.join("demo.key").display())];
@@ -187,7 +188,7 @@ fn name_and_file(tenant: &str) -> Result<(&str, &str)> {
     }
 }
 
-/// Runs the load with a progress line; Ctrl-C ends it early with a report.
+/// Runs the load with a progress line. Ctrl-C ends the load early, with a report.
 async fn send(load: Load) -> Result<tollgate_loadtest::Report> {
     let progress = Arc::new(Progress::default());
     let stop = CancellationToken::new();

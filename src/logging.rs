@@ -1,21 +1,21 @@
-//! The log goes to standard error: lines for people on a terminal, JSON
-//! elsewhere. `TOLLGATE_LOG` sets the filter (`info` unless given).
+//! The log. It goes to standard error: as lines on a terminal, and as JSON
+//! elsewhere. `TOLLGATE_LOG` sets the filter (default `info`).
 
 use std::io::IsTerminal;
 
 use tollgate_gateway::telemetry::{LogFormat, LogOptions, log_subscriber};
 
-/// Starts the log, once for the process.
+/// Starts the log. Called once in the process.
 pub fn start() {
     let format = if std::io::stderr().is_terminal() { LogFormat::Pretty } else { LogFormat::Json };
     let filter = tollgate_config::log_filter();
     let chosen = log_subscriber(&LogOptions { format, filter }, std::io::stderr);
     let subscriber = chosen.or_else(|error| {
-        eprintln!("tollgate: TOLLGATE_LOG: {error}; `info` is used");
+        eprintln!("tollgate: TOLLGATE_LOG is invalid ({error}); using `info`");
         log_subscriber(&LogOptions { format, filter: String::new() }, std::io::stderr)
     });
     if let Ok(subscriber) = subscriber {
-        // A second start in one process would be a bug without consequence.
+        // A second start would be a mistake without consequences.
         let _ = tracing::subscriber::set_global_default(subscriber);
     }
 }

@@ -1,5 +1,5 @@
-//! The tollgate binary: a table of contents over its subcommands.
-#![allow(unreachable_pub, reason = "a program has no API; pub says what a module offers")]
+//! The program `tollgate`. Each module is one subcommand.
+#![allow(unreachable_pub, reason = "a program has no API; `pub` marks the interface of a module")]
 
 use std::process::ExitCode;
 

@@ -1,5 +1,6 @@
-//! A gateway of one's own: `tollgate up` as a child on loopback, with a fresh
-//! data folder that goes when it goes. What is tried on it harms nobody.
+//! A temporary gateway: `tollgate up` as a child process on loopback, with a fresh
+//! data folder that is removed at the end. Tests of limits and drills use it, so
+//! that they affect no other gateway.
 
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, File};
@@ -18,43 +19,43 @@ use tollgate_gateway::auth::{KeyOptions, KeyStore, NewKey, Scopes};
 use crate::common::{load, now};
 use crate::data;
 
-/// A running gateway; dropping it ends it.
+/// A running temporary gateway. Dropping it ends it.
 pub struct OwnGateway {
     child: Child,
     folder: Folder,
-    /// `https://127.0.0.1:PORT`
+    /// The address for callers: `https://127.0.0.1:PORT`.
     pub url: String,
-    /// The same for admins.
+    /// The address for admins, of the same form.
     pub admin_url: String,
-    /// The secrets of each tenant's keys, in the order in which they were asked for.
+    /// The secrets of each tenant's keys, in the order of the request.
     pub keys: BTreeMap<String, Vec<String>>,
 }
 
-/// Keys that a gateway has from its start.
+/// Keys that a temporary gateway is created with.
 #[derive(Clone, Debug)]
 pub struct WantedKeys {
-    /// Whose.
+    /// The tenant of the keys.
     pub tenant: String,
-    /// How many.
+    /// The number of keys.
     pub count: u32,
 }
 
-/// A model of some size is calibrated at the first start.
+/// Time that the gateway has to start. A large model is calibrated first.
 const LONGEST_START: Duration = Duration::from_secs(300);
 
-/// How long it may take to end by itself.
+/// Time that the gateway has to end after SIGTERM.
 const LONGEST_END: Duration = Duration::from_secs(20);
 
-/// Lines of its log that are shown when it does not start.
+/// Lines of the log that an error at the start shows.
 const SHOWN_LINES: usize = 12;
 
 impl OwnGateway {
-    /// Starts one with `config` (TOML) and these keys, and waits until requests
-    /// will succeed.
+    /// Starts a gateway with `config` (TOML) and keys, and waits until it accepts
+    /// requests.
     ///
     /// # Errors
-    /// The config is wrong, or the gateway does not start; its last words are
-    /// part of the error.
+    /// The config is invalid, or the gateway does not start. The error contains the
+    /// last lines of the log.
     pub fn start(config: &str, wanted: &[WantedKeys]) -> Result<Self> {
         let folder = Folder::make()?;
         let config_path = folder.0.join("tollgate.toml");
@@ -73,9 +74,9 @@ impl OwnGateway {
             .stdout(Stdio::piped())
             .stderr(File::create(&log)?)
             .spawn()
-            .context("a gateway could not be started")?;
+            .context("cannot start a gateway")?;
         let ready = await_ready(&mut child);
-        // From here on dropping it ends the child.
+        // From here on, dropping the value ends the child process.
         let mut gateway =
             Self { child, folder, url: String::new(), admin_url: String::new(), keys };
         match ready {
@@ -88,12 +89,12 @@ impl OwnGateway {
         }
     }
 
-    /// The CA that it made.
+    /// Returns the path of the gateway's CA certificate.
     pub fn ca(&self) -> PathBuf {
         self.folder.0.join("data/tls/ca.pem")
     }
 
-    /// Its worker processes.
+    /// Returns the process ids of the gateway's workers.
     pub fn workers(&self) -> Vec<u32> {
         let Ok(tasks) = fs::read_dir(format!("/proc/{}/task", self.child.id())) else {
             return Vec::new();
@@ -108,10 +109,10 @@ impl OwnGateway {
             .collect()
     }
 
-    /// Asks it to end and waits.
+    /// Ends the gateway and waits for it.
     ///
     /// # Errors
-    /// It did not end in time, or not well.
+    /// The gateway did not end in time, or ended with an error.
     pub fn end(mut self) -> Result<()> {
         let pid = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(pid, rustix::process::Signal::TERM)?;
@@ -131,7 +132,7 @@ impl OwnGateway {
 
 impl Drop for OwnGateway {
     fn drop(&mut self) {
-        // Already gone is as good as killed.
+        // An error means that the process has ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -145,7 +146,7 @@ fn make_keys(
     let flags = Flags { data: Some(data.to_owned()), ..Flags::default() };
     let config = load(Some(config.to_owned()), flags)?;
     data::make(data)?;
-    let store = KeyStore::open(data).context("the keys of a gateway of our own")?;
+    let store = KeyStore::open(data).context("cannot open the keys of the temporary gateway")?;
     let mut keys = BTreeMap::new();
     for WantedKeys { tenant, count } in wanted {
         let name = TenantId::new(tenant)?;
@@ -160,10 +161,10 @@ fn make_keys(
     Ok(keys)
 }
 
-/// Makes a key of `tenant`.
+/// Creates a key of `tenant`.
 ///
 /// # Errors
-/// The store does not take it.
+/// The key cannot be stored.
 pub fn make_key(
     store: &KeyStore,
     tenant: &TenantId,
@@ -180,13 +181,14 @@ pub fn make_key(
     Ok(store.create(tenant, options, now())?)
 }
 
-/// Its addresses, once it says that it is ready.
+/// Waits until the gateway is ready. Returns its addresses.
 fn await_ready(child: &mut Child) -> Result<(String, String)> {
     let output = child.stdout.take().context("its output was piped")?;
     let (sender, lines) = sync_channel(64);
     std::thread::spawn(move || {
         for line in BufReader::new(output).lines().map_while(Result::ok) {
-            // Later lines are read and dropped, so that the child never blocks.
+            // Later lines are read and dropped, so that the child never blocks on a
+            // full pipe.
             let _ = sender.try_send(line);
         }
     });
@@ -214,10 +216,10 @@ fn last_lines(log: &Path) -> String {
     let text = fs::read_to_string(log).unwrap_or_default();
     let lines: Vec<&str> = text.lines().collect();
     let last = &lines[lines.len().saturating_sub(SHOWN_LINES)..];
-    format!("its last words were:\n{}\n", last.join("\n"))
+    format!("the last lines of its log:\n{}\n", last.join("\n"))
 }
 
-/// A fresh folder for its owner only, removed with all that is in it.
+/// A temporary folder for its owner only. Dropping it removes the folder.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -231,13 +233,13 @@ impl Folder {
                 Err(error) => return Err(error).context(format!("folder {}", path.display())),
             }
         }
-        bail!("no folder could be made in {}", within.display())
+        bail!("cannot create a folder in {}", within.display())
     }
 }
 
 impl Drop for Folder {
     fn drop(&mut self) {
-        // Left behind, it holds keys that no gateway knows any more.
+        // A folder that stays behind contains only keys of a gateway that is gone.
         let _ = fs::remove_dir_all(&self.0);
     }
 }

@@ -1,5 +1,5 @@
-//! `tollgate penalties`: whom a running gateway makes wait for repeated
-//! offences, and taking it back. Speaks to the admin listener.
+//! `tollgate penalties`: lists and lifts the penalties for repeated offences. Uses
+//! the admin listener of a running gateway.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::PathBuf;
@@ -15,24 +15,24 @@ use crate::common::{Place, say, table};
 
 /// List and lift penalties.
 #[derive(clap::Args)]
-pub struct Arguments {
+pub struct PenaltiesArguments {
     #[command(subcommand)]
-    action: Action,
+    action: PenaltiesAction,
 }
 
 #[derive(clap::Subcommand)]
-enum Action {
-    /// List the penalties that hold.
-    List(List),
-    /// Take away what a tenant or a network source has earned.
+enum PenaltiesAction {
+    /// List the current penalties.
+    List(ListPenalties),
+    /// Lift the penalties of a tenant or of a source address.
     Lift(Lift),
 }
 
 #[derive(clap::Args)]
-struct List {
+struct ListPenalties {
     #[command(flatten)]
     admin: Admin,
-    /// As JSON.
+    /// Print JSON.
     #[arg(long)]
     json: bool,
 }
@@ -48,39 +48,39 @@ struct Lift {
 #[derive(clap::Args)]
 #[group(required = true, multiple = false)]
 struct Offender {
-    /// This tenant's.
+    /// The tenant.
     #[arg(long, value_name = "NAME")]
     tenant: Option<String>,
-    /// Those of the source of this address, as `list` shows it.
+    /// The source address, as `list` shows it.
     #[arg(long, value_name = "ADDR")]
     source: Option<String>,
 }
 
-/// Where the admin listener is and what opens it.
+/// The address of the admin listener and the files that give access.
 #[derive(clap::Args)]
 struct Admin {
     #[command(flatten)]
     place: Place,
-    /// The admin listener [default: where the config says].
+    /// The admin listener [default: from the config].
     #[arg(long, value_name = "URL")]
     url: Option<String>,
-    /// The CA to trust [default: DATA/tls/ca.pem].
+    /// The CA certificate to trust [default: DATA/tls/ca.pem].
     #[arg(long, value_name = "FILE")]
     ca: Option<PathBuf>,
 }
 
-/// Does what was asked.
-pub fn run(arguments: Arguments) -> Result<()> {
+/// Runs the subcommand.
+pub fn run(arguments: PenaltiesArguments) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         match arguments.action {
-            Action::List(list) => self::list(list).await,
-            Action::Lift(lift) => self::lift(lift).await,
+            PenaltiesAction::List(list) => self::list(list).await,
+            PenaltiesAction::Lift(lift) => self::lift(lift).await,
         }
     })
 }
 
-async fn list(list: List) -> Result<()> {
+async fn list(list: ListPenalties) -> Result<()> {
     #[derive(Deserialize)]
     struct Listed {
         penalties: Vec<Row>,
@@ -99,7 +99,8 @@ async fn list(list: List) -> Result<()> {
         let value: serde_json::Value = serde_json::from_str(&body)?;
         return say(format!("{value:#}\n"));
     }
-    let listed: Listed = serde_json::from_str(&body).context("the gateway's answer")?;
+    let listed: Listed =
+        serde_json::from_str(&body).context("cannot parse the gateway's answer")?;
     let left = |millis| format!("{:.1?}", Duration::from_millis(millis));
     let row = |row: Row| {
         vec![row.kind, row.name, row.offence, row.offences.to_string(), left(row.left_ms)]
@@ -112,16 +113,16 @@ async fn lift(lift: Lift) -> Result<()> {
     let (kind, name) = match (&lift.offender.tenant, &lift.offender.source) {
         (Some(name), _) => ("tenant", name),
         (None, Some(name)) => ("source", name),
-        (None, None) => bail!("name a tenant or a source"),
+        (None, None) => bail!("give --tenant or --source"),
     };
-    // A path that is no path would ask for something else.
+    // Any other character would change the path of the request.
     let plain = |c: char| c.is_ascii_alphanumeric() || "._-:/".contains(c);
     if name.is_empty() || !name.chars().all(plain) {
-        bail!("{name:?} is no {kind}");
+        bail!("{name:?} is not a valid {kind}");
     }
     let connection = lift.admin.connect().await?;
     ask(&connection, Ask::Lift { kind, name }).await?;
-    say(format!("{kind} {name} has no penalty any more\n"))
+    say(format!("{kind} {name} has no penalty now\n"))
 }
 
 impl Admin {
@@ -138,7 +139,7 @@ impl Admin {
     }
 }
 
-/// Where the config's admin listener is reached from this machine.
+/// Returns the address of the config's admin listener, as this host reaches it.
 fn url(config: &Config) -> String {
     let mut address = config.gateway().admin_listen;
     match address.ip() {
@@ -149,13 +150,14 @@ fn url(config: &Config) -> String {
     format!("https://{address}")
 }
 
-/// What is asked of the admin listener.
+/// A request to the admin listener.
 enum Ask<'a> {
     List,
     Lift { kind: &'a str, name: &'a str },
 }
 
-/// The body of a good answer; the words of another as an error.
+/// Returns the body of a successful answer. Any other answer is an error with the
+/// gateway's message.
 async fn ask(connection: &Connection, ask: Ask<'_>) -> Result<String> {
     #[derive(Deserialize)]
     struct Refused {
@@ -173,12 +175,12 @@ async fn ask(connection: &Connection, ask: Ask<'_>) -> Result<String> {
     };
     let status = response.status();
     let body = response.into_body().collect().await?.to_bytes();
-    let body = String::from_utf8(body.to_vec()).context("the gateway's answer")?;
+    let body = String::from_utf8(body.to_vec()).context("cannot parse the gateway's answer")?;
     if status.is_success() {
         return Ok(body);
     }
     match serde_json::from_str::<Refused>(&body) {
-        Ok(Refused { error }) => bail!("the gateway says {status}: {}", error.message),
-        Err(_) => bail!("the gateway says {status}"),
+        Ok(Refused { error }) => bail!("the gateway answered {status}: {}", error.message),
+        Err(_) => bail!("the gateway answered {status}"),
     }
 }

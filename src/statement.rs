@@ -1,5 +1,5 @@
-//! `tollgate statement`: a tenant's month with prices, made from the ledger
-//! when it is asked for, also beside a running gateway.
+//! `tollgate statement`: a tenant's month with prices, computed from the ledger.
+//! The gateway may be running.
 
 use std::io::Write;
 
@@ -14,40 +14,41 @@ use tollgate_ledger::{
 
 use crate::common::{Place, now, say, table};
 
-/// What a tenant owes for a month, by key, model, device class and price list.
+/// Print a tenant's monthly statement: the cost by key, model, device class and
+/// price list.
 #[derive(clap::Args)]
-pub struct Arguments {
+pub struct StatementArguments {
     #[command(flatten)]
     place: Place,
-    /// Whose.
+    /// The tenant.
     #[arg(long, value_name = "NAME")]
     tenant: String,
     /// The UTC month, such as 2026-11.
     #[arg(long, value_name = "MONTH")]
     month: UtcMonth,
-    /// At this plan's prices the whole month [default: those of the plan that
-    /// the tenant had on each day].
+    /// Use this plan's prices for the whole month [default: those of the tenant's
+    /// plan on each day].
     #[arg(long, value_name = "NAME")]
     plan: Option<String>,
-    /// As JSON: times in whole nanoseconds, energy in millijoules, money in
+    /// Print JSON: times in whole nanoseconds, energy in millijoules, money in
     /// decimals.
     #[arg(long, conflicts_with = "csv")]
     json: bool,
-    /// As CSV, likewise.
+    /// Print CSV, in the same units.
     #[arg(long)]
     csv: bool,
-    /// The days behind the lines instead, each after the id of the statement's
-    /// line and a comma: what its digest is made of.
+    /// Print the days behind the lines instead. Each one follows the id of its line
+    /// and a comma. The line's digest covers the days.
     #[arg(long, conflicts_with_all = ["json", "csv", "entries"])]
     days: bool,
-    /// The records behind the days, likewise; they are counted again, and must
-    /// sum to what the days say.
+    /// Print the records behind the days, in the same form. The records are summed
+    /// again and must equal the days.
     #[arg(long, conflicts_with_all = ["json", "csv"])]
     entries: bool,
 }
 
 /// Prints the statement.
-pub fn run(arguments: Arguments) -> Result<()> {
+pub fn run(arguments: StatementArguments) -> Result<()> {
     let config = arguments.place.load()?;
     let tenant = TenantId::new(&arguments.tenant)?;
     let wanted = arguments.plan.as_deref().map(PlanName::new).transpose()?;
@@ -59,7 +60,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
     };
     let prices = config.prices().ok_or_else(|| {
         anyhow!(
-            "the config has no price list: write one under [prices.NAME], or see tollgate usage"
+            "the config has no price list; write one under [prices.NAME], or use `tollgate usage`"
         )
     })?;
     let path = config.data().join("ledger.db");
@@ -99,19 +100,20 @@ pub fn run(arguments: Arguments) -> Result<()> {
 fn explained(error: StatementError, tenant: &TenantId) -> anyhow::Error {
     match error {
         StatementError::NoPlan { .. } => anyhow!(
-            "no plan of tenant {:?} is in the config or was ever in force, and it decides the prices: give --plan",
+            "tenant {:?} never had a plan that the config defines, so its prices are unknown; give --plan",
             tenant.as_str()
         ),
         error => error.into(),
     }
 }
 
-/// A plan's prices are not known once it is gone.
+/// Refuses a statement with a plan that the config no longer defines: the plan's
+/// prices are unknown.
 fn refuse_unknown_plans(config: &Config, statement: &Statement) -> Result<()> {
     for PlanSpan { from, to, plan } in &statement.plans {
         if config.plan(plan).is_none() {
             bail!(
-                "there is no plan {:?} in the config, whose prices hold from {from} to {to}: put it back, or give --plan",
+                "the config does not define plan {:?}, which sets the prices from {from} to {to}; restore the plan, or give --plan",
                 plan.as_str()
             );
         }
@@ -213,8 +215,8 @@ fn figures_json(figures: &StatementFigures) -> Value {
     })
 }
 
-/// RFC 4180; names hold neither commas nor quotes. A line each and no total:
-/// what is imported is summed there.
+/// Returns CSV (RFC 4180). Names contain neither commas nor quotes. There is a row
+/// for each line and no total, because importers sum the rows themselves.
 fn csv(statement: &Statement) -> String {
     let mut text = "statement,status,tenant,month,line,key,model,device_class,from,to,price_list,\
         requests,prompt_tokens,cached_tokens,completion_tokens,attributed_ns,reference_ns,\
@@ -256,8 +258,8 @@ fn csv(statement: &Statement) -> String {
     text
 }
 
-/// For people: prices of a second of device time and of a million tokens in
-/// and out, then what was used of each.
+/// Returns a table for the terminal: the prices of a second of device time and of a
+/// million tokens, then the used amounts.
 fn text(statement: &Statement) -> String {
     let Statement { id, tenant, month, plans, currency, .. } = statement;
     let status = status(statement);

@@ -1,6 +1,6 @@
-//! `tollgate up`: the gateway, the ledger and one worker process for each
-//! device, put together in order, announced when requests will succeed, and
-//! taken down in order.
+//! `tollgate up`: starts the gateway, the ledger and one worker process for each
+//! device, announces when requests will succeed, and shuts everything down in
+//! order.
 
 use std::fs::{DirBuilder, OpenOptions};
 use std::io::Write;
@@ -35,25 +35,26 @@ use liveness::Heartbeats;
 use supervisor::{Ended, Phases};
 use workers::Planned;
 
-/// Serve: gateway, ledger and one worker process for each device.
+/// Run the gateway, the ledger and one worker process for each device.
 #[derive(clap::Args)]
-pub struct Arguments {
-    /// A config file, or a folder of which every *.toml is read.
+pub struct UpArguments {
+    /// A config file, or a folder of *.toml files.
     #[arg(long, value_name = "PATH")]
     config: Option<PathBuf>,
-    /// The folder of ledger, keys, journals and certificates [default: data].
+    /// The data folder, for ledger, keys, journals and certificates [default:
+    /// data].
     #[arg(long, value_name = "DIR")]
     data: Option<PathBuf>,
-    /// Where callers connect; port 0 takes a free one [default: 127.0.0.1:8443].
+    /// The address for callers; port 0 takes a free port [default: 127.0.0.1:8443].
     #[arg(long, value_name = "ADDR")]
     listen: Option<String>,
-    /// Where admins, probes and metrics connect [default: 127.0.0.1:9443].
+    /// The address for admins, probes and metrics [default: 127.0.0.1:9443].
     #[arg(long, value_name = "ADDR")]
     admin_listen: Option<String>,
-    /// Serve the model in this Hugging Face folder, under the folder's name.
+    /// Serve only the model in this Hugging Face folder, under the folder's name.
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
-    /// auto, cpu, cuda, cuda:INDEX or cuda:UUID.
+    /// The device: auto, cpu, cuda, cuda:INDEX or cuda:UUID.
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
     /// The control of a benchmark, in no program but its own: what is posted
@@ -64,9 +65,9 @@ pub struct Arguments {
 }
 
 /// Serves until SIGTERM or SIGINT, then drains.
-pub fn run(arguments: Arguments) -> Result<()> {
+pub fn run(arguments: UpArguments) -> Result<()> {
     logging::start();
-    let Arguments {
+    let UpArguments {
         config,
         data,
         listen,
@@ -93,7 +94,7 @@ async fn serve(config: Arc<Config>, open: OpenLedger) -> Result<()> {
     let folder = std::path::absolute(config.data()).context("data folder")?;
     let lock = data::lock(&folder)?;
     let ledger = open_ledger(&config, &folder, open).await?;
-    let keys = KeyStore::open(&folder).context("the keys cannot be opened")?;
+    let keys = KeyStore::open(&folder).context("cannot open the keys")?;
     if config.is_demo() {
         make_demo_key(&folder, &keys)?;
     }
@@ -143,8 +144,8 @@ async fn serve(config: Arc<Config>, open: OpenLedger) -> Result<()> {
     ended.and(served)
 }
 
-/// Opens the ledger, with an audit log that is signed and says first of all
-/// which config is in force.
+/// Opens the ledger with a signed audit log. The first record of this start is the
+/// config in force.
 async fn open_ledger(config: &Config, folder: &Path, open: OpenLedger) -> Result<LedgerHandle> {
     let key = Arc::new(audit::signing_key(folder)?);
     let mut options = LedgerOptions::new(&folder.join("ledger.db"));
@@ -153,16 +154,16 @@ async fn open_ledger(config: &Config, folder: &Path, open: OpenLedger) -> Result
     let checked = tokio::task::spawn_blocking(move || Ledger::check_start(&path)).await?;
     checked.with_context(|| {
         format!(
-            "{} is damaged and is not written any further; `tollgate ledger check` says all that is wrong, `tollgate ledger restore` puts a backup in its place",
+            "{} is damaged, so the gateway does not start; `tollgate ledger check` lists the damage, and `tollgate ledger restore` replaces the ledger by a backup",
             folder.join("ledger.db").display()
         )
     })?;
-    let ledger = open(options).context("the ledger cannot be opened")?;
+    let ledger = open(options).context("cannot open the ledger")?;
     let actor = format!("uid {}", rustix::process::getuid().as_raw());
     let action = config_loaded(config, key.verifier(), actor.clone(), now());
-    record(&ledger, action).await.context("the audit log cannot be written")?;
-    plans_in_force(&ledger, config, actor, now()).await.context("the ledger cannot be written")?;
-    tracing::info!(key = key.verifier(), "the audit log is signed");
+    record(&ledger, action).await.context("cannot write the audit log")?;
+    plans_in_force(&ledger, config, actor, now()).await.context("cannot write the ledger")?;
+    tracing::info!(key = key.verifier(), "signing the audit log");
     Ok(ledger)
 }
 
@@ -240,7 +241,8 @@ fn heartbeats(gateway: &Gateway, name: &WorkerName) -> Heartbeats {
     })
 }
 
-/// The demo tenant's key, made once. It is the only key ever written in plain.
+/// Creates the demo tenant's key, once. No other secret is ever written as plain
+/// text.
 fn make_demo_key(folder: &Path, keys: &KeyStore) -> Result<()> {
     let path = folder.join("demo.key");
     if path.exists() {
@@ -253,7 +255,7 @@ fn make_demo_key(folder: &Path, keys: &KeyStore) -> Result<()> {
         expires: None,
     };
     let new = keys.create(&TenantId::new("demo")?, options, now())?;
-    // Under another name first: a torn write must not leave half a key.
+    // The rename is atomic, so a crash cannot leave half a key.
     let unfinished = folder.join("demo.key.new");
     let written = OpenOptions::new()
         .write(true)
@@ -263,18 +265,18 @@ fn make_demo_key(folder: &Path, keys: &KeyStore) -> Result<()> {
         .open(&unfinished)
         .and_then(|mut file| writeln!(file, "{}", new.secret.expose()))
         .and_then(|()| std::fs::rename(&unfinished, &path));
-    written.with_context(|| format!("could not write {}", path.display()))
+    written.with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// The folder of the workers' sockets: within the data folder, or, where that
-/// path is too long for a socket, a fresh one under the runtime folder.
+/// The folder of the workers' sockets and options: in the data folder or, if that
+/// path is too long for a socket, a temporary folder.
 struct Sockets {
     folder: PathBuf,
     is_ours: bool,
 }
 
 impl Sockets {
-    /// A socket's whole path may have 107 bytes; a name and some room are left.
+    /// A socket's path may have 107 bytes. The rest is for the worker's name.
     const LONGEST_FOLDER: usize = 70;
 
     fn make(data: &Path) -> Result<Self> {
@@ -301,7 +303,7 @@ impl Sockets {
 impl Drop for Sockets {
     fn drop(&mut self) {
         if self.is_ours {
-            // Left behind, it would be an empty folder and nothing worse.
+            // An error leaves only a small folder behind.
             let _ = std::fs::remove_dir_all(&self.folder);
         }
     }

@@ -1,5 +1,5 @@
-//! `tollgate usage`: who used how much device time, read from the ledger, also
-//! beside a running gateway.
+//! `tollgate usage`: the used device time, from the ledger. The gateway may be
+//! running.
 
 use anyhow::{Context, Result};
 use tollgate_domain::{DeviceClass, DeviceNanos, KeyId, Millijoules, ModelName, TenantId, UtcDay};
@@ -7,36 +7,36 @@ use tollgate_ledger::{GroupBy, Ledger, UsageQuery, UsageRow};
 
 use crate::common::{Place, parse_day, say, table};
 
-/// Who used how much device time.
+/// Show the used device time by tenant, key and model.
 #[derive(clap::Args)]
-pub struct Arguments {
+pub struct UsageArguments {
     #[command(flatten)]
     place: Place,
-    /// Only this tenant's.
+    /// Only this tenant.
     #[arg(long, value_name = "NAME")]
     tenant: Option<String>,
-    /// Only this key's.
+    /// Only this key.
     #[arg(long, value_name = "ID")]
     key: Option<String>,
-    /// Only this model's.
+    /// Only this model.
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
-    /// Only on devices of this class, such as cpu or h200.
+    /// Only devices of this class, such as cpu or h200.
     #[arg(long, value_name = "CLASS")]
     class: Option<String>,
-    /// From this UTC day on, such as 2026-11-20.
+    /// The first UTC day, such as 2026-11-20.
     #[arg(long, value_name = "DAY", value_parser = parse_day)]
     from: Option<UtcDay>,
-    /// Up to this UTC day, itself included.
+    /// The last UTC day, inclusive.
     #[arg(long, value_name = "DAY", value_parser = parse_day)]
     to: Option<UtcDay>,
-    /// What a row is; the device class always is part of it.
+    /// The groups of a row. The device class is always one of them.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "tenant,key,model")]
     by: Vec<By>,
-    /// As JSON, in whole nanoseconds and millijoules.
+    /// Print JSON, in whole nanoseconds and millijoules.
     #[arg(long, conflicts_with = "csv")]
     json: bool,
-    /// As CSV, likewise.
+    /// Print CSV, in the same units.
     #[arg(long)]
     csv: bool,
 }
@@ -50,7 +50,7 @@ enum By {
 }
 
 /// Prints the usage.
-pub fn run(arguments: Arguments) -> Result<()> {
+pub fn run(arguments: UsageArguments) -> Result<()> {
     let config = arguments.place.load()?;
     let path = config.data().join("ledger.db");
     if !path.exists() {
@@ -70,7 +70,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
     }
 }
 
-fn query(arguments: &Arguments) -> Result<UsageQuery> {
+fn query(arguments: &UsageArguments) -> Result<UsageQuery> {
     Ok(UsageQuery {
         tenant: arguments.tenant.as_deref().map(TenantId::new).transpose()?,
         key: arguments.key.as_deref().map(KeyId::new).transpose()?,
@@ -93,14 +93,14 @@ impl By {
     }
 }
 
-/// How times and energy are written.
+/// The text forms of times and energy.
 struct Units {
     time: fn(DeviceNanos) -> String,
     energy: fn(Millijoules) -> String,
 }
 
-/// The columns of a row: those it is grouped by, then the figures. Energy that
-/// no device told is empty.
+/// Returns the columns of a row: its groups, then its figures. Unknown energy is
+/// empty.
 fn columns(row: &UsageRow, units: &Units) -> Vec<(&'static str, String)> {
     let UsageRow { tenant, key, model, day, device_class, .. } = row;
     let day = day.map(|day| day.to_string());
@@ -128,7 +128,8 @@ fn columns(row: &UsageRow, units: &Units) -> Vec<(&'static str, String)> {
     columns
 }
 
-/// For people: times with their unit, and heads without one.
+/// Returns a table for the terminal. Each value has its unit, so the headings have
+/// none.
 fn text(rows: &[UsageRow]) -> String {
     let units = Units { time: |time| time.to_string(), energy: |energy| energy.to_string() };
     let all: Vec<_> = rows.iter().map(|row| columns(row, &units)).collect();
@@ -145,7 +146,8 @@ fn text(rows: &[UsageRow]) -> String {
     table(&head, &cells)
 }
 
-/// RFC 4180; names hold neither commas nor quotes.
+/// Returns CSV (RFC 4180). Names contain neither commas nor quotes, so no cell
+/// needs quoting.
 fn csv(rows: &[UsageRow]) -> String {
     let units = Units {
         time: |time| time.nanos().to_string(),

@@ -1,8 +1,8 @@
-//! `tollgate verify-limits`: fires canary traffic at every configured limit
-//! and shows what it saw: limit, configured, observed, holds or not. By
-//! default on a gateway of its own with the same config, where each limit is
-//! probed alone; with `--url` on a running one, with keys that live for
-//! minutes and are revoked at the end.
+//! `tollgate verify-limits`: tests every configured limit with probe requests
+//! ("canaries") and reports each limit with its configured value and the
+//! observation. By default it uses a temporary gateway with the same config, where
+//! each limit is probed alone. With `--url` it probes a running gateway, with
+//! temporary keys that are revoked at the end.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -23,58 +23,57 @@ mod requests;
 
 use place::Canaries;
 
-/// Probe every configured limit with canary traffic.
+/// Test every configured limit with probe requests.
 ///
-/// Exit code 0: every limit that was probed holds; 1: one does not; 2: nothing
-/// can be said.
+/// Exit code 0: every probed limit holds; 1: a limit does not hold; 2: no verdict.
 #[derive(clap::Args)]
-pub struct Arguments {
+pub struct VerifyLimitsArguments {
     #[command(flatten)]
     place: Place,
-    /// Probe this running gateway (of the same config and data folder) instead
-    /// of one that is started for it.
+    /// Probe this running gateway, which uses the same config and data folder,
+    /// instead of a temporary one.
     #[arg(long, value_name = "URL", requires = "tenant")]
     url: Option<String>,
-    /// With --url: the tenant whose keys are made for it. Best one that nobody
-    /// else uses, with a plan wider than all that are probed.
+    /// With --url: the tenant of the temporary keys. Choose a tenant without other
+    /// traffic, with a plan wider than all plans that are probed.
     #[arg(long, value_name = "NAME")]
     tenant: Option<String>,
-    /// With --url: the CA to trust [default: DATA/tls/ca.pem].
+    /// With --url: the CA certificate to trust [default: DATA/tls/ca.pem].
     #[arg(long, value_name = "FILE")]
     ca: Option<PathBuf>,
-    /// How long one probe may take; what takes longer is not probed.
+    /// The longest time of one probe. Limits that need more time are not probed.
     #[arg(long, value_name = "SPAN", value_parser = span, default_value = "20s")]
     budget: Duration,
-    /// As JSON.
+    /// Print JSON.
     #[arg(long)]
     json: bool,
 }
 
-/// Where nothing can be said.
+/// The exit code without a verdict.
 const UNCLEAR: u8 = 2;
 
-/// What a probe saw.
+/// The result of a probe.
 #[derive(Clone, Debug, Serialize)]
-pub struct Row {
-    /// The limit's key in config.
+pub struct ProbeResult {
+    /// The limit's key in the config.
     pub limit: String,
-    /// Its value.
+    /// The configured value.
     pub configured: String,
-    /// What was seen, or why nothing was.
+    /// The observation, or the reason why the limit was not probed.
     pub observed: String,
-    /// Whether it holds.
+    /// The finding.
     pub finding: Finding,
 }
 
-/// Whether a limit holds.
+/// The finding about a limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Finding {
-    /// It bites, where it should.
+    /// The limit applies where it should.
     Holds,
-    /// It was not probed; the reason stands beside it.
+    /// The limit was not probed, for the reason in the result.
     NotProbed,
-    /// It does not.
+    /// The limit does not apply where it should.
     Broken,
 }
 
@@ -92,7 +91,7 @@ impl Finding {
     }
 }
 
-impl Row {
+impl ProbeResult {
     fn new(limit: impl Into<String>, configured: impl Into<String>) -> Self {
         let (limit, configured) = (limit.into(), configured.into());
         Self { limit, configured, observed: String::new(), finding: Finding::NotProbed }
@@ -107,8 +106,8 @@ impl Row {
     }
 }
 
-/// Probes and prints.
-pub fn run(arguments: Arguments) -> ExitCode {
+/// Runs the subcommand.
+pub fn run(arguments: VerifyLimitsArguments) -> ExitCode {
     match probe(&arguments) {
         Ok(exit) => exit,
         Err(error) => {
@@ -118,17 +117,17 @@ pub fn run(arguments: Arguments) -> ExitCode {
     }
 }
 
-fn probe(arguments: &Arguments) -> Result<ExitCode> {
+fn probe(arguments: &VerifyLimitsArguments) -> Result<ExitCode> {
     let config = arguments.place.load()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let canaries = match (&arguments.url, &arguments.tenant) {
         (Some(url), Some(tenant)) => {
             let ca = arguments.ca.clone().unwrap_or_else(|| config.data().join("tls/ca.pem"));
-            runtime.block_on(Canaries::on_a_running_one(&config, url, tenant, &ca))?
+            runtime.block_on(Canaries::running(&config, url, tenant, &ca))?
         }
         (None, None) => {
-            eprintln!("starting a gateway with these limits");
-            Canaries::on_our_own(&config, &arguments.place.show()?)?
+            eprintln!("starting a temporary gateway with these limits");
+            Canaries::temporary(&config, &arguments.place.show()?)?
         }
         _ => bail!("--url and --tenant go together"),
     };
@@ -147,16 +146,17 @@ fn probe(arguments: &Arguments) -> Result<ExitCode> {
     })
 }
 
-async fn all(config: &Config, canaries: &Canaries, budget: Duration) -> Result<Vec<Row>> {
-    // Plans last: what their probes cancel and are refused may earn a penalty.
+async fn all(config: &Config, canaries: &Canaries, budget: Duration) -> Result<Vec<ProbeResult>> {
+    // Plans come last: their probes are refused and cancel requests, which may earn
+    // a penalty.
     let mut rows = requests::probe(config, canaries.any()).await?;
     rows.extend(Box::pin(connections::probe(config, canaries.any(), budget)).await?);
     rows.extend(plans::probe(config, canaries, budget).await?);
     Ok(rows)
 }
 
-/// Broken where one is; not probed where none was.
-fn worst(rows: &[Row]) -> Finding {
+/// Returns the overall finding: broken if any limit is, and not probed if none was.
+fn worst(rows: &[ProbeResult]) -> Finding {
     let has = |finding: Finding| rows.iter().any(|row| row.finding == finding);
     match (has(Finding::Broken), has(Finding::Holds)) {
         (true, _) => Finding::Broken,
@@ -165,10 +165,10 @@ fn worst(rows: &[Row]) -> Finding {
     }
 }
 
-fn text(rows: &[Row]) -> String {
+fn text(rows: &[ProbeResult]) -> String {
     let cells: Vec<Vec<String>> = rows
         .iter()
-        .map(|Row { limit, configured, observed, finding }| {
+        .map(|ProbeResult { limit, configured, observed, finding }| {
             vec![limit.clone(), configured.clone(), finding.as_str().to_owned(), observed.clone()]
         })
         .collect();
@@ -182,14 +182,14 @@ fn text(rows: &[Row]) -> String {
     )
 }
 
-/// The target of a probe, and the model that it asks.
+/// The target of a probe, and the model for its requests.
 #[derive(Clone)]
 pub struct Canary {
     target: Target,
     model: String,
 }
 
-/// A span of time as config writes it.
+/// Returns a duration in the config's syntax.
 fn shown(span: Duration) -> String {
     match span.as_millis() {
         millis if millis % 1_000 == 0 => format!("{}s", millis / 1_000),
@@ -202,8 +202,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_that_does_not_hold_decides() {
-        let row = |finding| Row::new("a", "1").saw(finding, "x");
+    fn overall_finding_is_the_worst_one() {
+        let row = |finding| ProbeResult::new("a", "1").saw(finding, "x");
         let holds = row(Finding::Holds);
         assert_eq!(worst(&[holds.clone(), row(Finding::NotProbed)]), Finding::Holds);
         assert_eq!(worst(&[holds, row(Finding::Broken)]), Finding::Broken);

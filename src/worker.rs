@@ -16,9 +16,9 @@ use crate::logging;
 /// Run one worker process. `tollgate up` starts its own workers.
 #[derive(clap::Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
-pub struct Arguments {
+pub struct WorkerArguments {
     #[command(subcommand)]
-    command: Option<Command>,
+    command: Option<WorkerTask>,
     /// The worker's options (JSON). `tollgate up` writes one such file for each
     /// worker, beside the worker's socket: DATA/run/NAME.json.
     #[arg(long, value_name = "FILE", required = true)]
@@ -30,7 +30,7 @@ pub struct Arguments {
 
 /// A task other than serving.
 #[derive(clap::Subcommand)]
-enum Command {
+enum WorkerTask {
     /// Manage the compiled kernels of GPUs.
     #[command(subcommand)]
     Kernels(Kernels),
@@ -55,7 +55,7 @@ enum Kernels {
 
 /// Serves until the worker is told to stop. The exit code tells the supervisor
 /// why the worker ended.
-pub fn run(arguments: Arguments) -> ExitCode {
+pub fn run(arguments: WorkerArguments) -> ExitCode {
     let result = serve(arguments);
     let code = result.as_ref().err().and_then(|error| error.downcast_ref::<WorkerError>());
     match code.map(WorkerError::exit_code) {
@@ -67,9 +67,9 @@ pub fn run(arguments: Arguments) -> ExitCode {
     }
 }
 
-fn serve(mut arguments: Arguments) -> Result<()> {
+fn serve(mut arguments: WorkerArguments) -> Result<()> {
     logging::start();
-    if let Some(Command::Kernels(Kernels::Build { out, libraries })) = arguments.command.take() {
+    if let Some(WorkerTask::Kernels(Kernels::Build { out, libraries })) = arguments.command.take() {
         for file in build_kernels(&out, &libraries)? {
             println!("{}", file.display());
         }

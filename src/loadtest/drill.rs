@@ -1,7 +1,6 @@
-//! `tollgate loadtest --scenario`: plays a scenario against a gateway of its
-//! own, or against one that is named, shows how it goes, and ends with a
-//! verdict: exit code 0 where everything held, 1 where something broke, 2
-//! where nothing can be said.
+//! `tollgate loadtest --scenario`: runs a drill against a temporary gateway or
+//! against a given one, shows the progress, and ends with a verdict. Exit code 0:
+//! every expectation held; 1: one was broken; 2: no verdict.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -19,14 +18,14 @@ use tollgate_loadtest::page;
 use tollgate_loadtest::scenario::{SHIPPED, Scenario};
 use tollgate_loadtest::verdict::{DrillReport, Verdict};
 
-use super::Arguments;
+use super::LoadtestArguments;
 use crate::common::{say, table};
 use crate::own_gateway::{OwnGateway, WantedKeys};
 
-/// Where nothing can be said.
+/// The exit code without a verdict.
 pub const UNCLEAR: u8 = 2;
 
-/// Every shipped scenario and what it shows.
+/// Prints every built-in scenario with its description.
 pub fn list() -> Result<()> {
     let rows: Result<Vec<Vec<String>>> = SHIPPED
         .iter()
@@ -39,15 +38,15 @@ pub fn list() -> Result<()> {
     say(table(&["scenario", "takes", "shows"], &rows?))
 }
 
-/// Plays the scenario `name`.
-pub fn run(name: &str, arguments: &Arguments) -> Result<ExitCode> {
+/// Runs the scenario `name`.
+pub fn run(name: &str, arguments: &LoadtestArguments) -> Result<ExitCode> {
     let scenario = Scenario::find(name)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let report = match &arguments.url {
         Some(url) => {
             let stage = named_stage(&scenario, arguments, url)?;
             if let Some(host) = &stage.allowed_host {
-                eprintln!("warning: attackers go to {host}, which is not this machine");
+                eprintln!("warning: the attack goes to {host}, which is not this machine");
             }
             runtime.block_on(watched(&scenario, &stage))?
         }
@@ -62,7 +61,7 @@ pub fn run(name: &str, arguments: &Arguments) -> Result<ExitCode> {
     })
 }
 
-/// Against a gateway that is started for it.
+/// Runs the scenario against a temporary gateway.
 fn on_its_own(runtime: &tokio::runtime::Runtime, scenario: &Scenario) -> Result<DrillReport> {
     eprintln!("starting a gateway for scenario {}", scenario.name);
     let wanted: Vec<WantedKeys> = scenario
@@ -83,8 +82,8 @@ fn on_its_own(runtime: &tokio::runtime::Runtime, scenario: &Scenario) -> Result<
     Ok(report)
 }
 
-/// Against the gateway at `url`, with the keys that were given.
-fn named_stage(scenario: &Scenario, arguments: &Arguments, url: &str) -> Result<Stage> {
+/// Returns the stage at the gateway `url`, with the given keys.
+fn named_stage(scenario: &Scenario, arguments: &LoadtestArguments, url: &str) -> Result<Stage> {
     let ca = arguments.ca();
     let mut keys = BTreeMap::new();
     for given in &arguments.tenants {
@@ -101,8 +100,8 @@ fn named_stage(scenario: &Scenario, arguments: &Arguments, url: &str) -> Result<
         .collect();
     if !missing.is_empty() {
         bail!(
-            "scenario {} wants keys of {}: give each as --tenant NAME=KEYFILE, a key a line; \
-             or leave --url out, and a gateway with such tenants is started for it",
+            "scenario {} needs keys of {}; give each as --tenant NAME=KEYFILE with a key \
+             a line, or omit --url to use a temporary gateway with these tenants",
             scenario.name,
             missing.join(", ")
         );
@@ -131,7 +130,7 @@ fn targets(
     Ok(targets)
 }
 
-/// Plays it with a progress line; Ctrl-C ends it without a verdict.
+/// Runs the drill with a progress line. Ctrl-C ends it without a verdict.
 async fn watched(scenario: &Scenario, stage: &Stage) -> Result<DrillReport> {
     let (live, stop) = (Arc::new(Live::default()), CancellationToken::new());
     let playing = play(scenario, stage, Arc::clone(&live), stop.clone());
@@ -176,8 +175,8 @@ fn line(live: &Live) -> String {
     )
 }
 
-/// The page and the JSON beside it, where they were asked for.
-fn write(report: &DrillReport, arguments: &Arguments) -> Result<()> {
+/// Writes the page and the JSON file that were asked for.
+fn write(report: &DrillReport, arguments: &LoadtestArguments) -> Result<()> {
     let mut files: Vec<(PathBuf, String)> = Vec::new();
     let json = || serde_json::to_string_pretty(report).context("the report as JSON");
     if let Some(path) = &arguments.report {

@@ -1,5 +1,5 @@
-//! What a canary asks and what it is told: answers reduced to what limits
-//! say in them.
+//! The requests of a probe, and their answers reduced to the parts that limits
+//! determine.
 
 use anyhow::{Context, Result};
 use http_body_util::BodyExt;
@@ -17,7 +17,7 @@ pub(super) struct Told {
     pub(super) code: String,
     pub(super) param: String,
     pub(super) message: String,
-    /// Reference cost of an answer, ns.
+    /// Reference cost of the answer, in nanoseconds.
     pub(super) reference: u64,
     pub(super) tokens: u64,
 }
@@ -27,18 +27,18 @@ impl Told {
         self.status == 200
     }
 
-    /// Whether a limit of the caller, or an overload, said no.
+    /// Returns true if another limit or an overload refused the request.
     pub(super) fn is_about_something_else(&self) -> bool {
         self.status == 429 || self.status == 503
     }
 
-    /// That another limit, or something else, said no first.
+    /// Returns the reason for a result that is not about the probed limit.
     pub(super) fn masks(&self) -> String {
         let Self { status, code, message, .. } = self;
-        format!("something else is met first: {status} {code}: {message}")
+        format!("another limit applies first: {status} {code}: {message}")
     }
 
-    /// Whether it is a refusal whose message has `words`.
+    /// Returns true if the answer is a refusal and its message contains `words`.
     pub(super) fn names(&self, words: &str) -> bool {
         self.status == 429 && self.message.contains(words)
     }
@@ -67,7 +67,7 @@ impl Canary {
         Ok(self.target.connect(Protocol::Http2).await?)
     }
 
-    /// A chat of one question.
+    /// Returns the body of a chat with one question.
     pub(super) fn chat(&self, content: &str, max_tokens: u32) -> Value {
         json!({
             "model": self.model, "temperature": 0, "max_tokens": max_tokens,
@@ -76,7 +76,7 @@ impl Canary {
     }
 }
 
-/// POSTs `body` to `path` and reads the answer.
+/// Sends `body` to `path` and reads the answer.
 pub(super) async fn ask(connection: &Connection, path: &str, body: String) -> Result<Told> {
     let response = connection.post(path, body.into()).await?;
     let status = response.status().as_u16();
@@ -87,7 +87,7 @@ pub(super) async fn ask(connection: &Connection, path: &str, body: String) -> Re
     let reference = header("x-tollgate-reference-ns");
     let bytes = response.into_body().collect().await?.to_bytes();
     let body: Body = serde_json::from_slice(&bytes)
-        .with_context(|| format!("an answer of status {status} that is no JSON"))?;
+        .with_context(|| format!("the answer with status {status} is not JSON"))?;
     let tokens = body.usage.map_or(0, |usage| usage.total_tokens);
     let told = Told { status, reference, tokens, ..Told::default() };
     Ok(match body.error {
@@ -101,11 +101,11 @@ pub(super) async fn ask(connection: &Connection, path: &str, body: String) -> Re
     })
 }
 
-/// Sends `request` as it is over HTTP/1.1; the status of the answer, or none
-/// where the connection ends without one.
+/// Sends the raw `request` over HTTP/1.1. Returns the status of the answer, or
+/// `None` if the connection ends without an answer.
 pub(super) async fn status_of(canary: &Canary, request: &[u8]) -> Result<Option<u16>> {
     let mut tls = canary.target.connect_tls(Protocol::Http1).await?;
-    // It may be refused, and the connection closed, before all of it is sent.
+    // The gateway may refuse the request and close before all of it is sent.
     let _ = tls.write_all(request).await;
     let _ = tls.flush().await;
     let mut answer = Vec::new();

@@ -1,6 +1,6 @@
-//! Probes of connections: deadlines of their phases, how many there may be,
-//! what HTTP/2 allows on one. Each comes from a loopback address of its own,
-//! so that no probe spends what another is given.
+//! Probes of connections: the timeouts of their phases, their number, and the
+//! limits of HTTP/2. Each probe uses a loopback address of its own, so that no
+//! probe uses up the limits of another.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::{Duration, Instant};
@@ -14,10 +14,14 @@ use tollgate_config::Config;
 use tollgate_loadtest::client::{Protocol, Target};
 use tollgate_loadtest::frames::{self, Ends, Frame, Kind};
 
-use super::{Canary, Finding, Row, shown};
+use super::{Canary, Finding, ProbeResult, shown};
 
-/// Probes them all.
-pub(super) async fn probe(config: &Config, canary: &Canary, budget: Duration) -> Result<Vec<Row>> {
+/// Probes every limit of a connection.
+pub(super) async fn probe(
+    config: &Config,
+    canary: &Canary,
+    budget: Duration,
+) -> Result<Vec<ProbeResult>> {
     let gateway = config.gateway();
     let addresses = canary.target.addresses().await?;
     let is_here =
@@ -39,11 +43,12 @@ pub(super) async fn probe(config: &Config, canary: &Canary, budget: Duration) ->
     rows.push(streams(&from(6), http2.streams).await?);
     rows.push(cancels(&from(7), http2.cancels, budget).await?);
     let connections = &gateway.connections;
-    let per_source = Row::new("gateway.connections.per_source", connections.per_source.to_string());
+    let per_source =
+        ProbeResult::new("gateway.connections.per_source", connections.per_source.to_string());
     let new = format!("{} a second, {} at once", connections.new_per_second, connections.new_burst);
-    let new = Row::new("gateway.connections.new_per_second", new);
+    let new = ProbeResult::new("gateway.connections.new_per_second", new);
     if !is_here {
-        let why = "only probed on this machine: there every probe has an address of its own";
+        let why = "probed on this machine only, where each probe can use an address of its own";
         rows.extend([per_source.not_probed(why), new.not_probed(why)]);
     } else {
         rows.push(
@@ -56,36 +61,48 @@ pub(super) async fn probe(config: &Config, canary: &Canary, budget: Duration) ->
         );
     }
     for (key, configured, why) in [
-        ("connections.total", connections.total.to_string(), "it would shut everybody else out"),
+        (
+            "connections.total",
+            connections.total.to_string(),
+            "the probe would lock out every other client",
+        ),
         (
             "connections.handshakes",
             connections.handshakes.to_string(),
-            "it would shut everybody else out",
+            "the probe would lock out every other client",
         ),
         (
             "sources.requests_per_second",
             gateway.sources.requests_per_second.to_string(),
-            "it wants more requests a second than a canary should send; see the scenario flood",
+            "the probe needs more requests a second than a canary should send; use the scenario flood",
         ),
         (
             "timeouts.write_progress",
             shown(times.write_progress),
-            "it wants a stream larger than all buffers; see the scenario slow_readers",
+            "the probe needs a stream larger than all buffers; use the scenario slow_readers",
         ),
-        ("timeouts.connection_age", shown(times.connection_age), "it would take as long"),
+        (
+            "timeouts.connection_age",
+            shown(times.connection_age),
+            "the probe would take as long as the limit",
+        ),
         (
             "deadlines.queue",
             shown(gateway.deadlines.queue),
-            "it would want a queue that is full for as long",
+            "the probe needs a queue that is full for as long",
         ),
-        ("deadlines.request", shown(gateway.deadlines.request), "it would take as long"),
+        (
+            "deadlines.request",
+            shown(gateway.deadlines.request),
+            "the probe would take as long as the limit",
+        ),
     ] {
-        rows.push(Row::new(format!("gateway.{key}"), configured).not_probed(why));
+        rows.push(ProbeResult::new(format!("gateway.{key}"), configured).not_probed(why));
     }
     Ok(rows)
 }
 
-/// Where a connection falls silent.
+/// The phase in which a connection stops sending.
 #[derive(Clone, Copy)]
 enum Phase {
     Handshake,
@@ -106,7 +123,7 @@ impl Phase {
         }
     }
 
-    /// What is said before the silence.
+    /// Returns the bytes that are sent before the silence.
     fn words(self, target: &Target) -> Vec<u8> {
         let authorization = String::from_utf8_lossy(target.authorization().as_bytes());
         let authority = target.authority();
@@ -125,44 +142,49 @@ impl Phase {
     }
 }
 
-/// Falls silent and waits for the end of the connection.
-async fn silent(target: Target, deadline: Duration, phase: Phase, budget: Duration) -> Result<Row> {
-    let row = Row::new(format!("gateway.timeouts.{}", phase.key()), shown(deadline));
+/// Stops sending and waits for the end of the connection.
+async fn silent(
+    target: Target,
+    deadline: Duration,
+    phase: Phase,
+    budget: Duration,
+) -> Result<ProbeResult> {
+    let row = ProbeResult::new(format!("gateway.timeouts.{}", phase.key()), shown(deadline));
     if deadline > budget {
-        return Ok(row.not_probed(format!("it would take {}", shown(deadline))));
+        return Ok(row.not_probed(format!("the probe would take {}", shown(deadline))));
     }
-    let patience = deadline + SLACK;
+    let wait = deadline + SLACK;
     let took = if let Phase::Handshake = phase {
         let mut tcp = target.connect_tcp().await?;
-        end_of(&mut tcp, patience).await
+        end_of(&mut tcp, wait).await
     } else {
         let mut tls = target.connect_tls(Protocol::Http1).await?;
         tls.write_all(&phase.words(&target)).await?;
         tls.flush().await?;
-        end_of(&mut tls, patience).await
+        end_of(&mut tls, wait).await
     };
     Ok(match took {
-        None => row.saw(Finding::Broken, format!("open after {}", shown(patience))),
+        None => row.saw(Finding::Broken, format!("open after {}", shown(wait))),
         Some(took) => {
-            // A little early is as good: clocks tick.
+            // Clocks may differ slightly.
             let holds = took + Duration::from_millis(300) >= deadline;
             row.saw(Finding::of(holds), format!("ended after {:.2} s", took.as_secs_f64()))
         }
     })
 }
 
-/// How long after now the peer ends the connection; what it says is read.
-async fn end_of(io: &mut (impl AsyncRead + Unpin), patience: Duration) -> Option<Duration> {
+/// Reads until the peer ends the connection. Returns the time it took.
+async fn end_of(io: &mut (impl AsyncRead + Unpin), wait: Duration) -> Option<Duration> {
     let started = Instant::now();
     let mut buffer = [0; 4_096];
     let ended =
-        timeout(patience, async { while !matches!(io.read(&mut buffer).await, Ok(0) | Err(_)) {} });
+        timeout(wait, async { while !matches!(io.read(&mut buffer).await, Ok(0) | Err(_)) {} });
     ended.await.ok().map(|()| started.elapsed())
 }
 
-/// What the gateway's own settings say about streams.
-async fn streams(target: &Target, most: u32) -> Result<Row> {
-    let row = Row::new("gateway.http2.streams", most.to_string());
+/// Compares the limit with the value in the gateway's SETTINGS frame.
+async fn streams(target: &Target, most: u32) -> Result<ProbeResult> {
+    let row = ProbeResult::new("gateway.http2.streams", most.to_string());
     let mut tls = target.connect_tls(Protocol::Http2).await?;
     tls.write_all(&frames::preface()).await?;
     tls.flush().await?;
@@ -180,14 +202,14 @@ async fn streams(target: &Target, most: u32) -> Result<Row> {
         }
     };
     Ok(match timeout(SLACK, reading).await.ok().flatten() {
-        Some(told) => row.saw(Finding::of(told == most), format!("the settings say {told}")),
-        None => row.saw(Finding::Broken, "the settings say nothing"),
+        Some(told) => row.saw(Finding::of(told == most), format!("the settings contain {told}")),
+        None => row.saw(Finding::Broken, "the settings contain no value"),
     })
 }
 
-/// Opens streams and cancels them one by one until the connection is closed.
-async fn cancels(target: &Target, most: u32, budget: Duration) -> Result<Row> {
-    let row = Row::new("gateway.http2.cancels", most.to_string());
+/// Opens and cancels streams one by one until the connection is closed.
+async fn cancels(target: &Target, most: u32, budget: Duration) -> Result<ProbeResult> {
+    let row = ProbeResult::new("gateway.http2.cancels", most.to_string());
     let tls = target.connect_tls(Protocol::Http2).await?;
     let (mut reading, mut writing) = tokio::io::split(tls);
     writing.write_all(&frames::preface()).await?;
@@ -209,7 +231,8 @@ async fn cancels(target: &Target, most: u32, budget: Duration) -> Result<Row> {
             if opened.is_err() || writing.flush().await.is_err() {
                 return;
             }
-            // Long enough to be accepted: a reset before that is another limit.
+            // The pause lets the gateway accept the stream: resets before that
+            // count against another limit.
             sleep(Duration::from_millis(8)).await;
             let reset = writing.write_all(&frames::cancel(stream)).await;
             if reset.is_err() || writing.flush().await.is_err() {
@@ -235,7 +258,7 @@ async fn cancels(target: &Target, most: u32, budget: Duration) -> Result<Row> {
     Ok(match closed || sent < most {
         _ if !closed && sent <= most => row.not_probed(format!("{sent} in {}", shown(budget))),
         true => {
-            // It is told a moment after it has happened.
+            // The GOAWAY frame arrives a moment after the limit was reached.
             let holds = sent <= most + most / 4 + 16;
             row.saw(Finding::of(holds), format!("closed after {sent}"))
         }
@@ -243,11 +266,16 @@ async fn cancels(target: &Target, most: u32, budget: Duration) -> Result<Row> {
     })
 }
 
-/// More connections than one source may have open.
-async fn open_at_once(target: &Target, row: Row, most: u32, burst: u32) -> Result<Row> {
+/// Opens more connections than one source may have.
+async fn open_at_once(
+    target: &Target,
+    row: ProbeResult,
+    most: u32,
+    burst: u32,
+) -> Result<ProbeResult> {
     let wanted = most.saturating_add(8);
     if wanted > burst || wanted > MOST_CONNECTIONS {
-        return Ok(row.not_probed(format!("it wants {wanted} connections at once")));
+        return Ok(row.not_probed(format!("the probe needs {wanted} connections at once")));
     }
     let mut opening = JoinSet::new();
     for _ in 0..wanted {
@@ -255,20 +283,20 @@ async fn open_at_once(target: &Target, row: Row, most: u32, burst: u32) -> Resul
         opening.spawn(async move { target.connect_tls(Protocol::Http1).await.ok() });
     }
     let open: Vec<_> = opening.join_all().await.into_iter().flatten().collect();
-    let seen = format!("{} of {wanted} were let in", open.len());
+    let seen = format!("{} of {wanted} were accepted", open.len());
     Ok(row.saw(Finding::of(open.len() == most as usize), seen))
 }
 
-/// Connections one after the other, until one is not let in.
+/// Opens connections until one is refused.
 async fn opened(
     target: &Target,
-    row: Row,
+    row: ProbeResult,
     per_second: u32,
     burst: u32,
     budget: Duration,
-) -> Result<Row> {
+) -> Result<ProbeResult> {
     let started = Instant::now();
-    let mut let_in = 0u64;
+    let mut accepted = 0u64;
     while started.elapsed() < budget {
         let mut opening = JoinSet::new();
         for _ in 0..AT_ONCE {
@@ -276,32 +304,32 @@ async fn opened(
             opening.spawn(async move { target.connect_tls(Protocol::Http1).await.is_ok() });
         }
         let came = opening.join_all().await;
-        let_in += came.iter().filter(|came| **came).count() as u64;
+        accepted += came.iter().filter(|came| **came).count() as u64;
         let refilled = (f64::from(per_second) * started.elapsed().as_secs_f64()).ceil();
         let most = u64::from(burst) + refilled as u64;
         let seen = format!(
-            "{let_in} let in within {:.1} s ({most} allowed)",
+            "{accepted} accepted within {:.1} s ({most} allowed)",
             started.elapsed().as_secs_f64()
         );
-        if came.contains(&false) || let_in > most {
-            let holds = let_in <= most && let_in + 1 >= u64::from(burst);
+        if came.contains(&false) || accepted > most {
+            let holds = accepted <= most && accepted + 1 >= u64::from(burst);
             return Ok(row.saw(Finding::of(holds), seen));
         }
     }
     Ok(row.not_probed(format!(
-        "not reached: {let_in} connections in {} were within it",
+        "not reached: {accepted} connections in {} are within the limit",
         shown(budget)
     )))
 }
 
-/// How much later than a deadline its effect may be seen.
+/// Time after a timeout in which its effect must be visible.
 const SLACK: Duration = Duration::from_secs(2);
 
-/// The setting of RFC 9113, 6.5.2.
+/// The identifier of the setting, from RFC 9113, section 6.5.2.
 const MAX_CONCURRENT_STREAMS: u16 = 3;
 
-/// The most connections that a probe opens at once.
+/// Connections that a probe opens at once at most.
 const MOST_CONNECTIONS: u32 = 512;
 
-/// Connections that are opened at once by the probe of their rate.
+/// Connections that the probe of the rate opens at once.
 const AT_ONCE: usize = 16;

@@ -1,7 +1,7 @@
-//! Where limits are probed, and with which keys. On a gateway of our own each
-//! limit of each plan stands in a plan alone, with a tenant of its own, so
-//! that no other limit is met first. On a running one a key is made for each
-//! plan, lives for minutes and is revoked at the end.
+//! The gateway that is probed, and the keys for it. On a temporary gateway each
+//! limit of each plan is in a plan alone, with a tenant of its own, so that no
+//! other limit applies first. On a running gateway a key is created for each plan;
+//! the keys expire after minutes and are revoked at the end.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,30 +17,30 @@ use super::Canary;
 use crate::common::now;
 use crate::own_gateway::{OwnGateway, WantedKeys, make_key};
 
-/// The keys that are probed with.
+/// The keys for the probes.
 pub(super) struct Canaries {
-    place: Place,
+    place: ProbedGateway,
     model: String,
     any: Canary,
-    /// By what they probe; see [`Canaries::of`].
+    /// The targets, by `PLAN.LIMIT`; see [`Canaries::of`].
     keys: BTreeMap<String, Target>,
 }
 
-enum Place {
-    OurOwn(OwnGateway),
+enum ProbedGateway {
+    Temporary(OwnGateway),
     Running { store: KeyStore, made: Vec<KeyId> },
 }
 
-/// How long a key on a running gateway lives, should nobody revoke it.
+/// The lifetime of a key on a running gateway, in case it is not revoked.
 const LIFE: Duration = Duration::from_secs(15 * 60);
 
-/// A gateway hears within a second of a key that another process made.
+/// Time to wait for a new key. A gateway learns of a key within a second.
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
 
-/// The tenant without limits on a gateway of our own.
+/// The tenant without limits on a temporary gateway.
 const FREE: &str = "canary";
 
-/// A plan's limits as config writes them. What is probed alone.
+/// The keys of a plan's limits. Each one is probed alone.
 pub(super) const LIMITS: [&str; 7] = [
     "requests_per_minute",
     "tokens_per_minute",
@@ -52,8 +52,9 @@ pub(super) const LIMITS: [&str; 7] = [
 ];
 
 impl Canaries {
-    /// Starts a gateway with the limits of `config`, which `shown` is as TOML.
-    pub(super) fn on_our_own(config: &Config, shown: &str) -> Result<Self> {
+    /// Starts a temporary gateway with the limits of `config`. `shown` is the
+    /// config as TOML.
+    pub(super) fn temporary(config: &Config, shown: &str) -> Result<Self> {
         let (text, wanted) = derived(config, shown)?;
         let gateway = OwnGateway::start(&text, &wanted)?;
         let model = model(config)?;
@@ -64,17 +65,17 @@ impl Canaries {
         }
         let free = keys.remove(FREE).context("the canary has a key")?;
         let any = Canary { target: free, model: model.clone() };
-        // Tenants are numbered; what each probes is known by its place.
+        // Tenants are numbered in the order of the probes.
         let named = probes(config)
             .into_iter()
             .enumerate()
             .filter_map(|(number, name)| Some((name, keys.remove(&tenant_name(number))?)));
         let named = named.collect();
-        Ok(Self { place: Place::OurOwn(gateway), model, any, keys: named })
+        Ok(Self { place: ProbedGateway::Temporary(gateway), model, any, keys: named })
     }
 
-    /// Makes keys of `tenant` on the gateway at `url`.
-    pub(super) async fn on_a_running_one(
+    /// Creates keys of `tenant` on the gateway at `url`.
+    pub(super) async fn running(
         config: &Config,
         url: &str,
         tenant: &str,
@@ -82,7 +83,9 @@ impl Canaries {
     ) -> Result<Self> {
         let tenant = TenantId::new(tenant)?;
         if config.tenant(&tenant).is_none() {
-            bail!("no tenant {tenant} in the config; give --config");
+            bail!(
+                "unknown tenant {tenant}: it is not in the config; use --config for another config"
+            );
         }
         let store = KeyStore::open(config.data())
             .with_context(|| format!("the keys of data folder {}", config.data().display()))?;
@@ -100,7 +103,7 @@ impl Canaries {
             }
             make(None)
         })();
-        let place = Place::Running { store, made: made_ids };
+        let place = ProbedGateway::Running { store, made: made_ids };
         let model = model(config)?;
         let target = made?;
         let any = Canary { target: target.clone(), model: model.clone() };
@@ -112,31 +115,32 @@ impl Canaries {
         Ok(canaries)
     }
 
-    /// Whoever is bound by `limit` of `plan`.
+    /// Returns a canary that `limit` of `plan` applies to.
     pub(super) fn of(&self, plan: &PlanName, limit: &str) -> Option<Canary> {
         let target = self.keys.get(&format!("{plan}.{limit}"))?.clone();
         Some(Canary { target, model: self.model.clone() })
     }
 
-    /// Whoever is bound by no plan that is probed.
+    /// Returns a canary that no probed plan applies to.
     pub(super) fn any(&self) -> &Canary {
         &self.any
     }
 
-    /// How many long requests a probe may begin and cancel. On a running gateway
-    /// they are all one tenant's, and who cancels too often is made to wait.
+    /// Returns the number of long requests that a probe may start and cancel. On a
+    /// running gateway they belong to one tenant, and too many cancels earn a
+    /// penalty.
     pub(super) fn most_places(&self) -> usize {
         match self.place {
-            Place::OurOwn(_) => 512,
-            Place::Running { .. } => 24,
+            ProbedGateway::Temporary(_) => 512,
+            ProbedGateway::Running { .. } => 24,
         }
     }
 
-    /// Ends the gateway, or revokes the keys.
+    /// Ends the temporary gateway, or revokes the keys.
     pub(super) fn end(self) -> Result<()> {
         match self.place {
-            Place::OurOwn(gateway) => gateway.end(),
-            Place::Running { store, made } => {
+            ProbedGateway::Temporary(gateway) => gateway.end(),
+            ProbedGateway::Running { store, made } => {
                 for id in made {
                     store.revoke(&id, UnderWay::Finish, now())?;
                 }
@@ -151,7 +155,7 @@ fn model(config: &Config) -> Result<String> {
     Ok(model.name.as_str().to_owned())
 }
 
-/// Waits until the gateway knows the keys that were made last.
+/// Waits until the gateway knows the new keys.
 async fn known(target: &Target) -> Result<()> {
     let connection = target.connect(Protocol::Http2).await?;
     let started = Instant::now();
@@ -161,10 +165,10 @@ async fn known(target: &Target) -> Result<()> {
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    bail!("the gateway does not know a key that was just made: is this its data folder?")
+    bail!("the gateway does not know a new key; does it use this data folder?")
 }
 
-/// `PLAN.LIMIT` for every limit of every plan.
+/// Returns `PLAN.LIMIT` for every limit of every plan.
 fn probes(config: &Config) -> Vec<String> {
     let plans = config.plans();
     plans.flat_map(|plan| LIMITS.map(|limit| format!("{}.{limit}", plan.name))).collect()
@@ -174,11 +178,11 @@ fn tenant_name(number: usize) -> String {
     format!("canary-{number}")
 }
 
-/// The config in force with each limit in a plan of its own, without what a
-/// gateway beside the real one must not take: its addresses, certificate,
+/// Returns the config with each limit in a plan of its own. Removes everything that
+/// a temporary gateway must not share with the real one: addresses, certificate,
 /// issuers, tenants and pools.
 fn derived(config: &Config, shown: &str) -> Result<(String, Vec<WantedKeys>)> {
-    let mut tree: toml::Table = shown.parse().context("the config as it is shown")?;
+    let mut tree: toml::Table = shown.parse().context("cannot parse the config")?;
     for section in ["data", "tenants", "pools", "auth"] {
         tree.remove(section);
     }
@@ -191,7 +195,7 @@ fn derived(config: &Config, shown: &str) -> Result<(String, Vec<WantedKeys>)> {
         Some(toml::Value::Table(plans)) => plans,
         _ => toml::Table::new(),
     };
-    // A model's plan would bind the canaries, too.
+    // A model's plan would limit the canaries, too.
     if let Some(models) = tree.get_mut("models").and_then(toml::Value::as_table_mut) {
         for (_, model) in models.iter_mut() {
             model.as_table_mut().and_then(|model| model.remove("plan"));
@@ -232,7 +236,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_limit_stands_alone() {
+    fn derived_config_isolates_each_limit() {
         let config = r#"
             [gateway]
             listen = "127.0.0.1:1"

@@ -1,6 +1,6 @@
-//! Probes of plans: rates, caps, places, the largest job. Each asks until it
-//! is refused by the very limit it probes, and holds what it got against what
-//! the limit allows; where another limit bites first, that is said.
+//! Probes of plans: rates, caps, concurrency and the largest job. Each probe sends
+//! requests until the probed limit refuses one, and compares the admitted amount
+//! with the limit. If another limit refuses first, the result says so.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -15,14 +15,14 @@ use tollgate_loadtest::client::Connection;
 
 use super::caller::{Told, ask};
 use super::place::{Canaries, LIMITS};
-use super::{Canary, Finding, Row, shown};
+use super::{Canary, Finding, ProbeResult, shown};
 
 /// Probes every limit of every plan.
 pub(super) async fn probe(
     config: &Config,
     canaries: &Canaries,
     budget: Duration,
-) -> Result<Vec<Row>> {
+) -> Result<Vec<ProbeResult>> {
     let class = class(canaries.any()).await?;
     let mut rows = Vec::new();
     for plan in config.plans() {
@@ -36,7 +36,7 @@ pub(super) async fn probe(
     Ok(rows)
 }
 
-/// What every probe of a plan is about.
+/// The parameters of a plan's probes.
 struct Probe<'a> {
     canaries: &'a Canaries,
     plan: &'a Plan,
@@ -45,10 +45,10 @@ struct Probe<'a> {
 }
 
 impl Probe<'_> {
-    async fn one(&self, canary: &Canary, name: &str, limit: &str) -> Result<Vec<Row>> {
+    async fn one(&self, canary: &Canary, name: &str, limit: &str) -> Result<Vec<ProbeResult>> {
         let Self { canaries, plan, class, budget } = *self;
         let limits = &plan.limits;
-        let row = |configured: String| Row::new(name, configured);
+        let row = |configured: String| ProbeResult::new(name, configured);
         Ok(match limit {
             "requests_per_minute" => match limits.requests {
                 Some(rate) => {
@@ -94,7 +94,7 @@ impl Probe<'_> {
     }
 }
 
-/// The class of the device that answers.
+/// Returns the class of the device that answers.
 async fn class(canary: &Canary) -> Result<DeviceClass> {
     let connection = canary.connect().await?;
     let body = canary.chat("Say hello.", 1).to_string();
@@ -104,14 +104,14 @@ async fn class(canary: &Canary) -> Result<DeviceClass> {
     Ok(DeviceClass::new(class)?)
 }
 
-/// Requests at once, again and again, until one is refused.
+/// Sends groups of requests until one is refused.
 async fn requests(
     canary: &Canary,
-    row: Row,
+    row: ProbeResult,
     rate: Rate,
     at_once: usize,
     budget: Duration,
-) -> Result<Row> {
+) -> Result<ProbeResult> {
     let connection = canary.connect().await?;
     let body = canary.chat("Say hello.", 1).to_string();
     let started = Instant::now();
@@ -142,12 +142,12 @@ async fn requests(
         }
     }
     Ok(row.not_probed(format!(
-        "not reached: {admitted} requests in {} were within it",
+        "not reached: {admitted} requests in {} are within the limit",
         shown(budget)
     )))
 }
 
-/// What a rate is spent in.
+/// The unit of a rate.
 #[derive(Clone, Copy)]
 enum What {
     Tokens,
@@ -170,7 +170,7 @@ impl What {
     }
 }
 
-/// A rate that is spent by more than one a request.
+/// A rate of which a request uses more than one unit.
 #[derive(Clone, Copy)]
 struct Spends {
     rate: Rate,
@@ -178,9 +178,14 @@ struct Spends {
     said: &'static str,
 }
 
-/// Asks one after another until refused. What is spent may pass the limit by
-/// the last request's error at most: a rate is paid back.
-async fn spend(canary: &Canary, row: Row, spends: Spends, budget: Duration) -> Result<Row> {
+/// Sends requests one after the other until one is refused. The used amount may
+/// exceed the limit by the error of the last estimate: a rate is paid back.
+async fn spend(
+    canary: &Canary,
+    row: ProbeResult,
+    spends: Spends,
+    budget: Duration,
+) -> Result<ProbeResult> {
     let Spends { rate, what, said } = spends;
     let connection = canary.connect().await?;
     let body = match what {
@@ -193,7 +198,8 @@ async fn spend(canary: &Canary, row: Row, spends: Spends, budget: Duration) -> R
         let told = ask(&connection, CHAT, body.clone()).await?;
         let refilled = (rate.per_minute as f64 * started.elapsed().as_secs_f64() / 60.0) as u64;
         if told.names(said) {
-            // The next one must fit whole; an estimate may be twice the truth.
+            // The next request must fit completely, and an estimate may be twice
+            // the true amount.
             let most = rate.burst + refilled + largest;
             let least = rate.burst.saturating_sub(2 * largest);
             let seen = format!(
@@ -203,7 +209,7 @@ async fn spend(canary: &Canary, row: Row, spends: Spends, budget: Duration) -> R
                 what.shown(rate.burst + refilled),
             );
             return Ok(match largest {
-                0 => row.not_probed("a burst is smaller than one request of the probe"),
+                0 => row.not_probed("the burst is smaller than one request of the probe"),
                 _ => row.saw(Finding::of((least..=most).contains(&spent)), seen),
             });
         }
@@ -215,21 +221,21 @@ async fn spend(canary: &Canary, row: Row, spends: Spends, budget: Duration) -> R
         if spent > rate.burst + refilled + 2 * largest {
             return Ok(row.saw(Finding::Broken, format!("{} and not refused", what.shown(spent))));
         }
-        if let Some(why) = too_dear(spent, rate.burst, started, budget) {
+        if let Some(why) = too_slow(spent, rate.burst, started, budget) {
             return Ok(row.not_probed(why));
         }
     }
 }
 
-/// Asks until a cap says no; it is never exceeded.
+/// Sends requests until the cap refuses one. Usage must never exceed a cap.
 async fn cap(
     canary: &Canary,
-    row: impl Fn(String) -> Row,
+    row: impl Fn(String) -> ProbeResult,
     limit: &ByClass<DeviceNanos>,
     class: &DeviceClass,
     budget: Duration,
     said: &str,
-) -> Result<Vec<Row>> {
+) -> Result<Vec<ProbeResult>> {
     let Some(most) = limit.limit(class).map(DeviceNanos::nanos) else { return Ok(Vec::new()) };
     let row = row(format!("{} of {class} time", time(most)));
     let connection = canary.connect().await?;
@@ -248,41 +254,45 @@ async fn cap(
         if spent > most {
             return Ok(vec![row.saw(Finding::Broken, format!("{} spent", time(spent)))]);
         }
-        if let Some(why) = too_dear(spent, most, started, budget) {
+        if let Some(why) = too_slow(spent, most, started, budget) {
             return Ok(vec![row.not_probed(why)]);
         }
     }
 }
 
-/// Why a limit is not probed to its end, once that can be told.
-fn too_dear(spent: u64, limit: u64, started: Instant, budget: Duration) -> Option<String> {
+/// Returns the reason to stop a probe that would take too long.
+fn too_slow(spent: u64, limit: u64, started: Instant, budget: Duration) -> Option<String> {
     let elapsed = started.elapsed();
     let whole = elapsed.mul_f64(limit as f64 / spent.max(1) as f64);
     let known = elapsed > Duration::from_secs(1) && whole > budget;
-    (known || elapsed > budget)
-        .then(|| format!("it would take about {:.0} s to reach it", whole.as_secs_f64()))
+    (known || elapsed > budget).then(|| {
+        format!("the probe would take about {:.0} s to reach the limit", whole.as_secs_f64())
+    })
 }
 
-/// More long requests at once than may run and wait: the rest is refused.
+/// Sends more long requests at once than may run and wait. The surplus must be
+/// refused.
 async fn places(
     canary: &Canary,
     name: &str,
     concurrent: u32,
     queued: u32,
     most: usize,
-) -> Result<Vec<Row>> {
+) -> Result<Vec<ProbeResult>> {
     let waiting = name.replace("concurrent", "queued");
-    let (running_row, waiting_row) =
-        (Row::new(name, concurrent.to_string()), Row::new(waiting, queued.to_string()));
+    let (running_row, waiting_row) = (
+        ProbeResult::new(name, concurrent.to_string()),
+        ProbeResult::new(waiting, queued.to_string()),
+    );
     let places = (concurrent + queued) as usize;
     if places > most {
-        let why = format!("it would begin and cancel {places} long requests at once");
+        let why = format!("the probe would start and cancel {places} long requests at once");
         return Ok(vec![running_row.not_probed(why.clone()), waiting_row.not_probed(why)]);
     }
     let mut body = canary.chat("Count from 1 to 400.", 900);
     body["stream"] = json!(true);
     let body = body.to_string();
-    let gauge = Arc::new(Open::default());
+    let gauge = Arc::new(StreamCounts::default());
     let (mut sent, mut connections) = (JoinSet::new(), Vec::new());
     for number in 0..places + BEYOND {
         if number % STREAMS == 0 {
@@ -292,33 +302,33 @@ async fn places(
         let (body, gauge) = (body.clone(), Arc::clone(&gauge));
         sent.spawn(async move { gauge.follow(&connection, body).await });
     }
-    // Those beyond are refused at once; the others run or wait meanwhile.
+    // The surplus is refused at once, while the others run or wait.
     let started = Instant::now();
-    while started.elapsed() < PLACES_PATIENCE
+    while started.elapsed() < REFUSAL_WAIT
         && gauge.refused.load(Ordering::Relaxed) + gauge.otherwise.load(Ordering::Relaxed) < BEYOND
     {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    // A moment more, for one refusal too many.
+    // A further refusal, which would be a mistake, may still arrive.
     tokio::time::sleep(Duration::from_millis(200)).await;
     let [refused, otherwise, peak, ended] =
         [&gauge.refused, &gauge.otherwise, &gauge.peak, &gauge.ended]
             .map(|count| count.load(Ordering::Relaxed));
     sent.shutdown().await;
     if otherwise > 0 {
-        let why = format!("{otherwise} were told something else: another limit is met first");
+        let why = format!("{otherwise} had another result: another limit applies first");
         return Ok(vec![running_row.not_probed(why.clone()), waiting_row.not_probed(why)]);
     }
     let admitted = places + BEYOND - refused;
     let seen = format!("{admitted} of {} admitted, the rest refused", places + BEYOND);
     let running = match peak {
-        0 => running_row.not_probed("none had begun to answer"),
+        0 => running_row.not_probed("no answer had begun"),
         peak => {
             running_row.saw(Finding::of(peak <= concurrent as usize), format!("{peak} ran at once"))
         }
     };
     let waits = match refused {
-        // Those that ended made place for others.
+        // Requests that ended made room for others.
         _ if ended > 0 && admitted > places && admitted <= places + ended => {
             waiting_row.saw(Finding::Holds, format!("{seen}; {ended} had ended"))
         }
@@ -327,19 +337,20 @@ async fn places(
     Ok(vec![running, waits])
 }
 
-/// Streams that are open now.
+/// Counts of the open streams.
 #[derive(Default)]
-struct Open {
+struct StreamCounts {
     now: AtomicUsize,
     peak: AtomicUsize,
-    /// After the first has ended another may begin before we know.
+    /// True once a stream has ended. After that another one may start before its
+    /// end is noticed, so the peak is no longer exact.
     one_ended: AtomicBool,
     ended: AtomicUsize,
     refused: AtomicUsize,
     otherwise: AtomicUsize,
 }
 
-impl Open {
+impl StreamCounts {
     async fn follow(&self, connection: &Connection, body: String) {
         use http_body_util::BodyExt;
         let Ok(response) = connection.post(CHAT, body.into()).await else {
@@ -350,7 +361,8 @@ impl Open {
             200 => {}
             429 => {
                 let body = response.into_body().collect().await.map(|body| body.to_bytes());
-                // Its own words: so many requests, or so many waiting, at once.
+                // The refusal's text names the number of requests, running or
+                // waiting, "at once".
                 let is_it =
                     body.is_ok_and(|body| String::from_utf8_lossy(&body).contains("at once"));
                 let count = if is_it { &self.refused } else { &self.otherwise };
@@ -366,7 +378,7 @@ impl Open {
         if !self.one_ended.load(Ordering::Relaxed) {
             self.peak.fetch_max(now, Ordering::Relaxed);
         }
-        // How it ends is not what is asked.
+        // The end of the stream does not matter here.
         let _ = response.into_body().collect().await;
         self.one_ended.store(true, Ordering::Relaxed);
         self.now.fetch_sub(1, Ordering::Relaxed);
@@ -374,8 +386,8 @@ impl Open {
     }
 }
 
-/// Ever larger requests until one is refused for its size.
-async fn largest(canary: &Canary, row: Row) -> Result<Row> {
+/// Sends larger and larger requests until one is refused for its size.
+async fn largest(canary: &Canary, row: ProbeResult) -> Result<ProbeResult> {
     let connection = canary.connect().await?;
     let mut passed = None;
     for choices in [1u32, 8] {
@@ -392,14 +404,14 @@ async fn largest(canary: &Canary, row: Row) -> Result<Row> {
             }
             match told.status {
                 200 => passed = Some(size),
-                // The model takes no more tokens.
+                // The model accepts no more tokens.
                 400 => break,
                 _ => return Ok(row.not_probed(told.masks())),
             }
         }
     }
     let largest = passed.unwrap_or_default();
-    Ok(row.not_probed(format!("the largest that the model takes, {largest}, is within it")))
+    Ok(row.not_probed(format!("the model's largest request, {largest}, is within the limit")))
 }
 
 async fn together(connection: &Connection, body: &str, count: usize) -> Result<Vec<Told>> {
@@ -428,14 +440,14 @@ fn time(nanos: u64) -> String {
 
 const CHAT: &str = "/v1/chat/completions";
 
-/// Requests at once of a probe of requests.
+/// Requests that the probe of requests sends at once.
 const AT_ONCE: usize = 8;
 
-/// Beyond all places.
+/// Requests that are sent beyond the limit.
 const BEYOND: usize = 4;
 
 /// Streams on one connection.
 const STREAMS: usize = 50;
 
-/// How long refusals are waited for.
-const PLACES_PATIENCE: Duration = Duration::from_secs(8);
+/// Time to wait for the refusals.
+const REFUSAL_WAIT: Duration = Duration::from_secs(8);

@@ -1,19 +1,19 @@
-//! Probes of `[gateway.requests]`: each bound is asked for exactly and passes,
-//! then once more than that, and is refused by name.
+//! Probes of `[gateway.requests]`: a request exactly at each limit must pass, and a
+//! request beyond it must be refused with the field's name.
 
 use anyhow::Result;
 use serde_json::{Value, json};
 use tollgate_config::Config;
 
 use super::caller::{Told, ask, status_of};
-use super::{Canary, Finding, Row};
+use super::{Canary, Finding, ProbeResult};
 
-/// A bound on a field of a body.
+/// A limit on a field of a body.
 struct Bound {
     key: &'static str,
     most: u32,
     path: &'static str,
-    /// What a refusal names.
+    /// The field that a refusal names.
     param: &'static str,
     body: fn(&Canary, u32) -> Value,
 }
@@ -21,8 +21,8 @@ struct Bound {
 const CHAT: &str = "/v1/chat/completions";
 const COMPLETION: &str = "/v1/completions";
 
-/// Probes them all.
-pub(super) async fn probe(config: &Config, canary: &Canary) -> Result<Vec<Row>> {
+/// Probes every limit of a request.
+pub(super) async fn probe(config: &Config, canary: &Canary) -> Result<Vec<ProbeResult>> {
     let limits = &config.gateway().requests;
     let bound = |key, most, path, param, body| Bound { key, most, path, param, body };
     let bounds = [
@@ -85,12 +85,12 @@ pub(super) async fn probe(config: &Config, canary: &Canary) -> Result<Vec<Row>> 
     Ok(rows)
 }
 
-async fn field(canary: &Canary, bound: &Bound) -> Result<Row> {
+async fn field(canary: &Canary, bound: &Bound) -> Result<ProbeResult> {
     let Bound { key, most, path, param, body } = bound;
-    let row = Row::new(format!("gateway.requests.{key}"), most.to_string());
+    let row = ProbeResult::new(format!("gateway.requests.{key}"), most.to_string());
     let connection = canary.connect().await?;
     let is_refused = |told: &Told| {
-        // Bounds of the model, and what it does not do at all, are another no.
+        // Other refusals come from the model's own limits or unsupported features.
         told.status == 400 && told.param.starts_with(param) && told.code == "invalid_value"
     };
     let within = ask(&connection, path, body(canary, *most).to_string()).await?;
@@ -108,10 +108,10 @@ async fn field(canary: &Canary, bound: &Bound) -> Result<Row> {
     Ok(row.saw(Finding::of(holds), observed))
 }
 
-async fn depth(canary: &Canary, most: u32) -> Result<Row> {
-    let row = Row::new("gateway.requests.json_depth", most.to_string());
+async fn depth(canary: &Canary, most: u32) -> Result<ProbeResult> {
+    let row = ProbeResult::new("gateway.requests.json_depth", most.to_string());
     let connection = canary.connect().await?;
-    // The body itself is the first level.
+    // The body's object is the first level.
     let body = |depth: u32| {
         let (open, close) = ("[".repeat(depth as usize - 1), "]".repeat(depth as usize - 1));
         format!("{{\"x\":{open}{close}}}")
@@ -127,28 +127,29 @@ async fn depth(canary: &Canary, most: u32) -> Result<Row> {
     Ok(row.saw(Finding::of(holds), format!("{}: {} {}", most + 1, beyond.status, beyond.message)))
 }
 
-async fn size(canary: &Canary, most: u64) -> Result<Row> {
-    let row = Row::new("gateway.requests.body", format!("{most} bytes"));
+async fn size(canary: &Canary, most: u64) -> Result<ProbeResult> {
+    let row = ProbeResult::new("gateway.requests.body", format!("{most} bytes"));
     let status = |length: u64| async move {
         let connection = canary.connect().await?;
         let frame = canary.chat("", 1).to_string();
-        // White space between values means nothing.
+        // White space between values has no meaning.
         let filling = " ".repeat((length as usize).saturating_sub(frame.len()));
         let body = format!("{{{filling}{}", &frame[1..]);
         let told = ask(&connection, CHAT, body).await;
-        // Whoever sends on after a refusal may find the connection closed.
+        // A client that still sends after the refusal may find the connection
+        // closed.
         anyhow::Ok(told.map_or(0, |told| told.status))
     };
     let (within, beyond) = (status(most).await?, status(most + 1).await?);
     if [429, 503].contains(&within) {
-        return Ok(row.not_probed(format!("something else is met first: {within}")));
+        return Ok(row.not_probed(format!("another limit applies first: {within}")));
     }
     let holds = within != 413 && within != 0 && (beyond == 413 || beyond == 0);
     Ok(row.saw(Finding::of(holds), format!("{most}: {within}; {}: {beyond}", most + 1)))
 }
 
-async fn headers(canary: &Canary, most: u64) -> Result<Row> {
-    let row = Row::new("gateway.http2.header_size", format!("{most} bytes"));
+async fn headers(canary: &Canary, most: u64) -> Result<ProbeResult> {
+    let row = ProbeResult::new("gateway.http2.header_size", format!("{most} bytes"));
     let status = |length: u64| async move {
         let authorization = String::from_utf8_lossy(canary.target.authorization().as_bytes());
         let mut head = format!(
@@ -159,7 +160,8 @@ async fn headers(canary: &Canary, most: u64) -> Result<Row> {
         head.push_str("\r\n\r\n");
         status_of(canary, head.as_bytes()).await
     };
-    // What the sum of all headers counts differs a little by protocol.
+    // Protocols count the size of headers slightly differently, so the probe stays
+    // clear of the exact limit.
     let (within, beyond) = (status(most / 2).await?, status(most * 2).await?);
     let holds = within == Some(200) && beyond != Some(200);
     let said =

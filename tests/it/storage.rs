@@ -89,7 +89,7 @@ async fn ledger_is_checked_copied_and_restored() {
         .expect("the binary starts");
     let told = String::from_utf8_lossy(&started.stderr).into_owned();
     assert_eq!(started.status.code(), Some(1), "{told}");
-    assert!(told.contains("ledger.db is damaged and is not written any further"), "{told}");
+    assert!(told.contains("ledger.db is damaged, so the gateway does not start"), "{told}");
     let data = gateway.data().display().to_string();
     let broken = Command::new(binary())
         .args(["ledger", "backup", &shown, "--data", &data])
