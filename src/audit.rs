@@ -219,6 +219,7 @@ fn write_files(reader: &LedgerReader, range: Range, folder: &Path) -> Result<Exp
     writeln!(start, "{}", serde_json::to_string(&exported.start)?)?;
     for mut file in [records, checkpoints, start] {
         file.flush()?;
+        // An export may be the only copy later, so it must be durable.
         file.get_ref().sync_all()?;
     }
     Ok(exported)

@@ -137,6 +137,8 @@ async fn answer(
     if let Some(limit) = arguments.max_tokens {
         body["max_completion_tokens"] = limit.into();
     }
+    // A new connection for each answer: an idle one may have been closed while the
+    // user typed.
     let connection = target.connect(Protocol::Either).await?;
     let mut response = connection.post("/v1/chat/completions", body.to_string().into()).await?;
     let status = response.status();

@@ -55,6 +55,7 @@ pub fn lock(folder: &Path) -> Result<Locked> {
         Err(Errno::WOULDBLOCK) => bail!("data folder {shown} is in use by {}", holder(&mut file)),
         Err(error) => return Err(error).with_context(|| format!("cannot lock {shown}")),
     }
+    // The file keeps the text of the last holder until it is overwritten.
     file.set_len(0)?;
     file.rewind()?;
     writeln!(file, "{}", std::process::id())?;

@@ -181,6 +181,8 @@ fn open(place: &Place) -> Result<(Config, KeyStore)> {
     if !folder.is_dir() {
         bail!("there is no data folder {}; `tollgate up` creates it", folder.display());
     }
+    // Closes a folder that others could read before a secret's hash is written to
+    // it.
     data::make(folder)?;
     let store = KeyStore::open_to_change(folder)
         .with_context(|| format!("the keys of data folder {}", folder.display()))?;

@@ -161,6 +161,7 @@ fn backup(arguments: &Backup) -> Result<()> {
     } else {
         arguments.to.clone()
     };
+    // A backup over the ledger itself would destroy it.
     if to == from {
         bail!("{} is the ledger itself", to.display());
     }
@@ -216,6 +217,7 @@ fn archive(arguments: &Archive) -> Result<()> {
     let range = Range { from, to: Some(to - 1) };
     audit::write_folder(&reader, range, folder, &unfinished)?;
     drop(reader);
+    // The copy must be durable before the ledger forgets the records.
     File::open(&unfinished)?.sync_all()?;
     fs::rename(&unfinished, out).with_context(|| out.display().to_string())?;
     let shown = std::path::absolute(out)?;

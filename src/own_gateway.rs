@@ -70,6 +70,7 @@ impl OwnGateway {
             .arg(&config_path)
             .arg("--data")
             .arg(&data)
+            // The child must not read the terminal's input.
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(File::create(&log)?)

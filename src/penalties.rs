@@ -130,6 +130,7 @@ impl Admin {
         let config = self.place.load()?;
         let url = self.url.clone().unwrap_or_else(|| url(&config));
         let ca = self.ca.clone().unwrap_or_else(|| config.data().join("tls/ca.pem"));
+        // The running gateway wrote this key; access to the file is the permission.
         let key_file = config.data().join("admin.key");
         let key = std::fs::read_to_string(&key_file).with_context(|| {
             format!("admin key {} (does `tollgate up` use this data folder?)", key_file.display())

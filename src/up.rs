@@ -92,6 +92,7 @@ type OpenLedger = fn(LedgerOptions) -> Result<LedgerHandle, LedgerError>;
 
 async fn serve(config: Arc<Config>, open: OpenLedger) -> Result<()> {
     let folder = std::path::absolute(config.data()).context("data folder")?;
+    // The lock comes first: two instances on one ledger would damage it.
     let lock = data::lock(&folder)?;
     let ledger = open_ledger(&config, &folder, open).await?;
     let keys = KeyStore::open(&folder).context("cannot open the keys")?;
@@ -140,6 +141,8 @@ async fn serve(config: Arc<Config>, open: OpenLedger) -> Result<()> {
             "cannot sign the audit log; its last records stay unsigned"
         );
     }
+    // Released last: the next instance must find the ledger and the journals at
+    // rest.
     drop(lock);
     ended.and(served)
 }

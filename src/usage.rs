@@ -53,6 +53,7 @@ enum By {
 pub fn run(arguments: UsageArguments) -> Result<()> {
     let config = arguments.place.load()?;
     let path = config.data().join("ledger.db");
+    // A gateway that never ran has no usage, which is no error.
     if !path.exists() {
         return say(format!("no usage in data folder {} yet\n", config.data().display()));
     }

@@ -69,6 +69,7 @@ impl ConfigErrors {
             return Ok(());
         }
         problems.sort();
+        // Two checks may find the same mistake.
         problems.dedup();
         Err(Self { problems })
     }

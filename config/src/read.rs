@@ -105,6 +105,8 @@ impl Reader {
     ) -> T {
         let Some(node) = table.and_then(|table| table.get(path.1)) else { return default() };
         let key = join(path.0, path.1);
+        // The default stands in for an invalid value, so that later checks can
+        // still run.
         let Some(value) = T::read(node, &key, self) else { return default() };
         match check(&value) {
             None => value,

@@ -131,6 +131,7 @@ impl Sources {
             let error = std::io::Error::other("the folder contains no *.toml file");
             problems.push(whole_file(&Arc::new(path.clone()), &error));
         }
+        // The order decides which of two places an error names first.
         files.sort();
         files
     }

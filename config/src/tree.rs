@@ -129,6 +129,7 @@ pub(crate) fn overlay(table: &mut Table, keys: &[String], node: Node) {
     }
     let below = table
         .entry(key)
+        // A variable may set a key in a table that no file has.
         .or_insert_with(|| Node { place: node.place.clone(), value: Value::Table(Table::new()) });
     if below.table().is_none() {
         below.value = Value::Table(Table::new());

@@ -1,9 +1,9 @@
-//! Requests one after the other over a connection, each with some key of
-//! many, for benchmarks to compare what the number of keys does to an answer.
+//! Sends requests one after the other over one connection, each with one of many
+//! keys. Benchmarks compare how the number of keys affects an answer.
 //!
-//! `many_keys URL CA KEYS MODEL` reads the keys, a line each, prints `ready`,
-//! then answers each line of its standard input with one of JSON: `chat N M`
-//! with the times of N chats of one token, each with one of M keys.
+//! `many_keys URL CA KEYS MODEL` reads the keys, one a line, and prints `ready`.
+//! Then it answers each line of its standard input with a line of JSON: `chat N M`
+//! gives the times of N chats of one token, each with one of M keys.
 
 use std::error::Error;
 use std::io::{BufRead, Write as _};
@@ -41,7 +41,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         let callers: Vec<&str> =
             keys.iter().step_by((keys.len() / of).max(1)).take(of.get()).copied().collect();
         let times = runtime.block_on(async {
-            // Anew: one that idles between orders would be closed.
+            // A new connection: the gateway would close one that is idle between
+            // orders.
             let connection = target.connect(Protocol::Http2).await?;
             chat(&connection, &callers, &body, count.get(), &mut random).await
         })?;
@@ -52,7 +53,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Sorted times, from sending to the answer's end.
+/// Returns the sorted times from sending to the end of the answer.
 async fn chat(
     connection: &Connection,
     keys: &[&str],

@@ -1,9 +1,9 @@
-//! Several loads at once against one gateway, each with tenants, sizes and a
-//! rate of its own, and a watch over this machine's own lateness meanwhile.
+//! Sends several loads at once to one gateway, each with its own tenants, sizes and
+//! rate, and measures the lateness of this machine meanwhile.
 //!
-//! `mixed PLAN` reads the plan (JSON), finds prompts of the sizes asked for,
-//! prints a line `begin` when the first request falls due, and at the end one
-//! line of JSON: each awaited group's report, and the watch's.
+//! `mixed PLAN` reads the plan (JSON) and finds prompts of the requested sizes. It
+//! prints a line `begin` when the first request is due, and at the end one line of
+//! JSON: the report of each awaited group, and the machine's lateness.
 
 use std::error::Error;
 use std::num::NonZeroU32;
@@ -25,29 +25,29 @@ struct Plan {
     url: String,
     ca: PathBuf,
     model: String,
-    /// How long requests fall due.
+    /// The time in which requests are due.
     seconds: f64,
     seed: u64,
-    /// How long an answer may take.
+    /// The time that an answer may take.
     timeout_seconds: f64,
     groups: Vec<Group>,
 }
 
-/// Senders alike.
+/// A group of equal senders.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Group {
     name: String,
-    /// Files with a key each; every key sends as much.
+    /// Files with one key each; every key sends the same number of requests.
     keys: Vec<PathBuf>,
-    /// Requests a second, all together.
+    /// Requests a second of all senders together.
     rate: f64,
     prompt_tokens: u32,
-    /// Tokens that an answer comes to.
+    /// Tokens of an answer.
     answer: u32,
     max_tokens: u32,
     connections: u32,
-    /// Whether its answers are waited for; the rest is dropped at the end.
+    /// True if answers are awaited; otherwise they are dropped at the end.
     awaited: bool,
 }
 
@@ -83,7 +83,7 @@ async fn play(plan: &Plan) -> Result<Value, Box<dyn Error>> {
             dropped.spawn(named);
         }
     }
-    // A tenth of a second more than the last request can fall due.
+    // A tenth of a second after the last request can be due.
     let end = tokio::time::sleep(Duration::from_secs_f64(plan.seconds + 0.1));
     let mut reports = serde_json::Map::new();
     while let Some(ended) = awaited.join_next().await {
@@ -95,7 +95,7 @@ async fn play(plan: &Plan) -> Result<Value, Box<dyn Error>> {
     Ok(json!({ "groups": reports, "prompt_tokens": sizes, "jitter_ms": jitter.end()? }))
 }
 
-/// A group as a load, and what its prompts come to.
+/// Returns a group as a load, and the tokens of its prompts.
 async fn load(plan: &Plan, group: &Group, number: u64) -> Result<(Load, u32), Box<dyn Error>> {
     let mut tenants = Vec::new();
     for path in &group.keys {
@@ -125,8 +125,8 @@ async fn load(plan: &Plan, group: &Group, number: u64) -> Result<(Load, u32), Bo
     Ok((load, tokens))
 }
 
-/// A question that comes to the prompt's tokens, template and all, or as near
-/// as its wish for a length allows; and what it comes to.
+/// Finds a prompt with the requested number of tokens, including the template, or
+/// as close as possible. Returns the prompt and its tokens.
 async fn prompt(
     plan: &Plan,
     group: &Group,
@@ -142,7 +142,8 @@ async fn prompt(
         let text = "a ".repeat(words) + &wish;
         let tokens = count(plan, connection, &text).await?;
         let off = i64::from(group.prompt_tokens) - i64::from(tokens);
-        // Wide of it by words of more or less than a token: step on.
+        // The estimate is off, because words have more or less than one token:
+        // correct it.
         let next = words as i64 + off;
         if off == 0 || next <= 0 {
             return Ok((text, tokens));
@@ -152,7 +153,7 @@ async fn prompt(
     Err(format!("no prompt of {} tokens was found", group.prompt_tokens).into())
 }
 
-/// What a question comes to, as the gateway counts it.
+/// Returns the tokens of a prompt, as the gateway counts them.
 async fn count(plan: &Plan, connection: &Connection, text: &str) -> Result<u32, Box<dyn Error>> {
     let body = json!({
         "model": plan.model, "max_completion_tokens": 1,
@@ -167,8 +168,8 @@ async fn count(plan: &Plan, connection: &Connection, text: &str) -> Result<u32, 
     Ok(u32::try_from(tokens)?)
 }
 
-/// How late a thread wakes that has nothing else to do: what this machine does
-/// to every figure.
+/// Measures how late an idle thread wakes up: the machine's own effect on every
+/// figure.
 struct Jitter {
     ended: Arc<AtomicBool>,
     thread: std::thread::JoinHandle<Vec<Duration>>,
@@ -202,5 +203,5 @@ impl Jitter {
     }
 }
 
-/// How long the watch sleeps at a time.
+/// The time that the measuring thread sleeps.
 const NAP: Duration = Duration::from_millis(1);

@@ -1,6 +1,5 @@
-//! One HTTPS connection to a gateway, h1 or h2, with the gateway's own CA and
-//! nothing else trusted. It never retries: what a load test or a person asks
-//! once is sent once.
+//! An HTTPS connection to a gateway, HTTP/1.1 or HTTP/2, that trusts only the
+//! gateway's own CA. It never retries: each request is sent once.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -21,7 +20,7 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-/// Where to send requests and as whom.
+/// A gateway's address with a key.
 #[derive(Clone)]
 pub struct Target {
     authority: String,
@@ -33,19 +32,18 @@ pub struct Target {
     receive_buffer: Option<u32>,
 }
 
-/// What may be spoken after the handshake.
+/// The HTTP versions that are offered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Protocol {
     /// HTTP/1.1 only.
     Http1,
     /// HTTP/2 only.
     Http2,
-    /// What the server prefers.
+    /// The version that the server prefers.
     Either,
 }
 
-/// What can go wrong between a client and a gateway, by the stage it went
-/// wrong in.
+/// An error of a connection to a gateway.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// The base URL is not `https://host[:port]`.
@@ -56,29 +54,29 @@ pub enum ClientError {
     Ca {
         /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The reason.
         reason: String,
     },
-    /// The key has characters that no header can carry.
-    #[error("the key has characters that no header can carry")]
+    /// The key has characters that are not allowed in a header.
+    #[error("the key has characters that are not allowed in a header")]
     Key,
-    /// TCP did not connect.
-    #[error("could not connect to {authority}")]
+    /// The TCP connection failed.
+    #[error("cannot connect to {authority}")]
     Connect {
         /// Host and port.
         authority: String,
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
-    /// TLS did not come about.
+    /// The TLS handshake failed.
     #[error("TLS with {authority} failed")]
     Tls {
         /// Host and port.
         authority: String,
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
-    /// The connection or the request broke.
+    /// The connection or the request failed.
     #[error("HTTP failed")]
     Http(#[from] hyper::Error),
     /// A request could not be built.
@@ -87,7 +85,7 @@ pub enum ClientError {
 }
 
 impl ClientError {
-    /// A word for what went wrong, the same for every cause of its kind.
+    /// Returns a short description, the same for every error of a kind.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Url(_) | Self::Key | Self::Ca { .. } => "misconfigured",
@@ -100,11 +98,11 @@ impl ClientError {
 }
 
 impl Target {
-    /// A gateway at `base` (`https://host:port`), trusted by the CA in `ca`,
-    /// addressed with `key`.
+    /// Creates a target for the gateway at `base` (`https://host:port`), with the
+    /// CA certificate in the file `ca` and the API key `key`.
     ///
     /// # Errors
-    /// A URL, CA file or key that cannot be used.
+    /// The URL, the CA file or the key cannot be used.
     pub fn new(base: &str, ca: &Path, key: &str) -> Result<Self, ClientError> {
         let bad_url = || ClientError::Url(base.to_owned());
         let uri: Uri = base.parse().map_err(|_| bad_url())?;
@@ -122,49 +120,50 @@ impl Target {
         })
     }
 
-    /// The same gateway, another key.
+    /// Returns the same target with another key.
     ///
     /// # Errors
-    /// A key that no header can carry.
+    /// The key has characters that are not allowed in a header.
     pub fn with_key(&self, key: &str) -> Result<Self, ClientError> {
         let authorization = HeaderValue::from_str(&format!("Bearer {}", key.trim()));
         Ok(Self { authorization: authorization.map_err(|_| ClientError::Key)?, ..self.clone() })
     }
 
-    /// The same, from the local address `source`.
+    /// Returns the same target, with connections from the local address `source`.
     pub fn from_source(&self, source: IpAddr) -> Self {
         Self { source: Some(source), ..self.clone() }
     }
 
-    /// The same, with a socket that takes in about `bytes` before it is read.
+    /// Returns the same target, with sockets that buffer about `bytes` of received
+    /// data.
     pub fn with_receive_buffer(&self, bytes: u32) -> Self {
         Self { receive_buffer: Some(bytes), ..self.clone() }
     }
 
-    /// The local address that connections come from, if one was chosen.
+    /// Returns the local address of connections, if one was chosen.
     pub fn source(&self) -> Option<IpAddr> {
         self.source
     }
 
-    /// Host and port as requests name them.
+    /// Returns the host and port for requests.
     pub fn authority(&self) -> &str {
         &self.authority
     }
 
-    /// The host alone.
+    /// Returns the host without the port.
     pub fn host(&self) -> &str {
         &self.host
     }
 
-    /// What requests say in `authorization`.
+    /// Returns the value of the header `authorization`.
     pub fn authorization(&self) -> &HeaderValue {
         &self.authorization
     }
 
-    /// The addresses that the host stands for.
+    /// Looks up the addresses of the host.
     ///
     /// # Errors
-    /// It stands for none.
+    /// The host has no address.
     pub async fn addresses(&self) -> Result<Vec<SocketAddr>, ClientError> {
         let failed = |source| ClientError::Connect { authority: self.authority.clone(), source };
         let found = tokio::net::lookup_host((self.host.as_str(), self.port)).await;
@@ -175,20 +174,20 @@ impl Target {
         }
     }
 
-    /// Opens a connection and shakes hands.
+    /// Opens a connection.
     ///
     /// # Errors
-    /// TCP, TLS or HTTP did not come about.
+    /// The TCP, TLS or HTTP connection failed.
     pub async fn connect(&self, protocol: Protocol) -> Result<Connection, ClientError> {
         let stream = self.connect_tls(protocol).await?;
         let is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
         Connection::open(self.clone(), TokioIo::new(stream), is_http2).await
     }
 
-    /// Opens a connection below TLS.
+    /// Opens a TCP connection without TLS.
     ///
     /// # Errors
-    /// TCP did not come about.
+    /// The TCP connection failed.
     pub async fn connect_tcp(&self) -> Result<TcpStream, ClientError> {
         let failed = |source| ClientError::Connect { authority: self.authority.clone(), source };
         let mut last = std::io::Error::other("the name has no address of the source's family");
@@ -213,14 +212,16 @@ impl Target {
             socket.bind(SocketAddr::new(source, 0))?;
         }
         let tcp = socket.connect(address).await?;
+        // Small writes must leave at once, or the client's own delay would be
+        // measured.
         tcp.set_nodelay(true)?;
         Ok(tcp)
     }
 
-    /// Opens a connection up to TLS; what is said on it is the caller's affair.
+    /// Opens a TLS connection. The caller speaks its own protocol on it.
     ///
     /// # Errors
-    /// TCP or TLS did not come about.
+    /// The TCP or TLS connection failed.
     pub async fn connect_tls(
         &self,
         protocol: Protocol,
@@ -239,12 +240,12 @@ impl Target {
     }
 }
 
-/// An open connection. Requests on it borrow it mutably; an h2 connection can
-/// be cloned to run several at once. Dropping the last clone closes it.
+/// An open connection. Clones share it, and an HTTP/2 connection carries several
+/// requests at once. Dropping the last clone closes the connection.
 #[derive(Clone)]
 pub struct Connection {
     target: Target,
-    sender: Sender,
+    sender: HttpSender,
     _closes: Arc<DropGuard>,
 }
 
@@ -258,29 +259,29 @@ impl Connection {
         let sender = if is_http2 {
             let (sender, driver) = http2::handshake(TokioExecutor::new(), io).await?;
             drive(until, driver);
-            Sender::Http2(sender)
+            HttpSender::Http2(sender)
         } else {
             let (sender, driver) = http1::handshake(io).await?;
             drive(until, driver);
-            Sender::Http1(Arc::new(tokio::sync::Mutex::new(sender)))
+            HttpSender::Http1(Arc::new(tokio::sync::Mutex::new(sender)))
         };
         Ok(Self { target, sender, _closes: Arc::new(closed.drop_guard()) })
     }
 
-    /// Whether h2 was agreed on.
+    /// Returns true if the connection speaks HTTP/2.
     pub fn is_http2(&self) -> bool {
-        matches!(self.sender, Sender::Http2(_))
+        matches!(self.sender, HttpSender::Http2(_))
     }
 
-    /// The same connection, another key.
+    /// Returns the same connection with another key.
     ///
     /// # Errors
-    /// A key that no header can carry.
+    /// The key has characters that are not allowed in a header.
     pub fn with_key(&self, key: &str) -> Result<Self, ClientError> {
         Ok(Self { target: self.target.with_key(key)?, ..self.clone() })
     }
 
-    /// GETs `path`.
+    /// Sends a GET request for `path`.
     ///
     /// # Errors
     /// The connection broke.
@@ -288,7 +289,7 @@ impl Connection {
         self.send(Method::GET, path, Bytes::new(), HeaderMap::new()).await
     }
 
-    /// POSTs `json` to `path`.
+    /// Sends a POST request with `json` to `path`.
     ///
     /// # Errors
     /// The connection broke.
@@ -296,7 +297,7 @@ impl Connection {
         self.send(Method::POST, path, json, HeaderMap::new()).await
     }
 
-    /// POSTs `json` to `path` with further `headers`.
+    /// Sends a POST request with `json` and further `headers` to `path`.
     ///
     /// # Errors
     /// The connection broke.
@@ -309,7 +310,7 @@ impl Connection {
         self.send(Method::POST, path, json, headers).await
     }
 
-    /// DELETEs `path`.
+    /// Sends a DELETE request for `path`.
     ///
     /// # Errors
     /// The connection broke.
@@ -340,12 +341,12 @@ impl Connection {
         let mut request = request.body(Full::new(body))?;
         request.headers_mut().extend(headers);
         match &self.sender {
-            Sender::Http1(sender) => {
+            HttpSender::Http1(sender) => {
                 let mut sender = sender.lock().await;
                 sender.ready().await?;
                 Ok(sender.send_request(request).await?)
             }
-            Sender::Http2(sender) => {
+            HttpSender::Http2(sender) => {
                 let mut sender = sender.clone();
                 sender.ready().await?;
                 Ok(sender.send_request(request).await?)
@@ -355,12 +356,13 @@ impl Connection {
 }
 
 #[derive(Clone)]
-enum Sender {
+enum HttpSender {
     Http1(Arc<tokio::sync::Mutex<http1::SendRequest<Full<Bytes>>>>),
     Http2(http2::SendRequest<Full<Bytes>>),
 }
 
-/// The connection's own work, until it ends or nobody holds it any more.
+/// Runs the connection's own task until the connection ends or its last clone is
+/// dropped.
 #[allow(clippy::disallowed_methods, reason = "its end is tied to the connection by the token")]
 fn drive<D>(until: CancellationToken, driver: D)
 where
@@ -384,7 +386,7 @@ fn client_config(ca: &Path) -> Result<ClientConfig, ClientError> {
             .map_err(|e| wrong(e.to_string()))?;
     }
     if roots.is_empty() {
-        return Err(wrong("no certificate in it".to_owned()));
+        return Err(wrong("the file contains no certificate".to_owned()));
     }
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     Ok(ClientConfig::builder_with_provider(provider)

@@ -1,7 +1,7 @@
-//! Plays a scenario: finds capacity where a rate asks for it, then the honest
-//! alone, with the attackers, and alone again, while memory, descriptors and
-//! shares of device time are watched. What it saw is a [`Drill`]; whether it
-//! is good is [`crate::verdict`]'s to say.
+//! The run of a drill: measures the capacity if a rate needs it, then runs the
+//! honest tenants alone, with the attackers, and alone again, and observes memory,
+//! descriptors and shares of device time. The result is a [`Drill`];
+//! [`crate::verdict`] judges it.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -15,8 +15,9 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::client::{ClientError, Target};
-use crate::scenario::{Kind, Scenario};
+use crate::scenario::{AttackKind, Scenario};
 
+mod attack;
 mod attackers;
 mod capacity;
 mod honest;
@@ -24,111 +25,111 @@ mod tally;
 mod watch;
 mod wire;
 
-pub use attackers::AttackerSeen;
-pub use capacity::Found;
+pub use attack::AttackerResult;
+pub use capacity::MeasuredCapacity;
 pub use honest::HonestSample;
 pub(crate) use tally::outcome as outcome_name;
 pub use tally::{Live, Tally};
 pub use watch::{GATEWAY, ProcessPoint, Shares, held_by};
 
-/// Where a scenario is played.
+/// The gateway of a drill.
 pub struct Stage {
-    /// Each tenant's keys, each as a target of the gateway.
+    /// The keys of each tenant, as targets.
     pub keys: BTreeMap<String, Vec<Target>>,
-    /// The admin listener, whose `/metrics` says what the gateway holds.
+    /// The admin listener with the gateway's metrics, if it is known.
     pub admin: Option<Target>,
-    /// Processes of this machine that are watched beside it, by name.
+    /// Processes of this machine that are observed, by name.
     pub processes: Vec<(String, u32)>,
-    /// A host that is attacked although it is not loopback.
+    /// A host that may be attacked although it is not loopback.
     pub allowed_host: Option<String>,
 }
 
-/// Why a scenario could not be played.
+/// An error that stops a drill.
 #[derive(Debug, thiserror::Error)]
 pub enum DrillError {
-    /// A tenant has no key, or too few.
-    #[error("tenant {tenant} wants {wanted} keys and has {given}")]
+    /// A tenant has too few keys.
+    #[error("tenant {tenant} needs {wanted} keys and has {given}")]
     Keys {
-        /// Whose.
+        /// The tenant.
         tenant: String,
-        /// How many are used.
+        /// The number of keys that the scenario uses.
         wanted: u32,
-        /// How many there are.
+        /// The number of keys that were given.
         given: usize,
     },
-    /// The target is not on this machine, and nobody allowed that.
+    /// The target is not on this machine, and attacks on it were not allowed.
     #[error(
-        "{host} is not this machine: attacks go to loopback only, unless --allow-remote {host} \
-         says that this very host is yours to attack"
+        "{host} is not this machine; attacks go to loopback only, unless \
+         --allow-remote {host} confirms that the host is yours"
     )]
     NotLoopback {
-        /// Whose host.
+        /// The target's host.
         host: String,
     },
-    /// The gateway cannot be reached before the start.
+    /// A connection failed before the drill.
     #[error("tenant {tenant}")]
     Connect {
-        /// Whose connection.
+        /// The tenant of the connection.
         tenant: String,
-        /// Why.
+        /// The cause.
         source: ClientError,
     },
-    /// It answers nothing, so that there is nothing to measure.
-    #[error("the gateway answers nothing: {0}")]
+    /// The gateway answers no request, so there is nothing to measure.
+    #[error("the gateway answers no request: {0}")]
     NothingAnswered(String),
-    /// The system gives no threads to attack with.
-    #[error("no threads for the attackers")]
+    /// The threads of the attackers cannot be started.
+    #[error("cannot start the attackers' threads")]
     Threads(#[source] io::Error),
-    /// It was told to stop.
-    #[error("stopped before its end: nothing can be said")]
+    /// The drill was stopped.
+    #[error("stopped before the end, so there is no verdict")]
     Stopped,
 }
 
 /// A part of a run, in seconds from its start.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub struct Span {
-    /// Its begin.
+    /// The begin.
     pub from: f64,
-    /// Its end.
+    /// The end.
     pub to: f64,
 }
 
 impl Span {
-    /// Whether `at` lies in it.
+    /// Returns true if `at` is within the span.
     pub fn holds(&self, at: f64) -> bool {
         self.from <= at && at < self.to
     }
 
-    /// Its length in seconds.
+    /// Returns the length in seconds.
     pub fn seconds(&self) -> f64 {
         self.to - self.from
     }
 }
 
-/// Everything that a run saw.
+/// The observations of a drill.
 #[derive(Debug)]
 pub struct Drill {
-    /// When it began.
+    /// The time of the start.
     pub started: SystemTime,
-    /// The honest alone.
+    /// The phase of the honest tenants alone.
     pub alone: Span,
-    /// With the attackers.
+    /// The phase of the attack.
     pub attack: Span,
-    /// The honest alone again.
+    /// The phase after the attack.
     pub after: Span,
-    /// What the gateway can do, for each kind of request that was asked for.
-    pub capacity: Vec<Found>,
-    /// Every honest request.
+    /// The capacity of the gateway, for each measured kind of request.
+    pub capacity: Vec<MeasuredCapacity>,
+    /// The honest requests.
     pub honest: Vec<HonestSample>,
-    /// Every attacker, in the scenario's order.
-    pub attackers: Vec<AttackerSeen>,
+    /// The attackers, in the scenario's order.
+    pub attackers: Vec<AttackerResult>,
     /// Memory and descriptors of each process over time.
     pub processes: BTreeMap<String, Vec<ProcessPoint>>,
     /// Device time of each tenant over time.
     pub shares: Shares,
 }
 
-/// What senders share.
+/// The state that all senders share.
 pub(crate) struct Ground {
     pub(crate) scenario: Scenario,
     pub(crate) live: Arc<Live>,
@@ -137,17 +138,17 @@ pub(crate) struct Ground {
 }
 
 impl Ground {
-    /// Seconds since the start.
+    /// Returns the seconds since the start.
     pub(crate) fn at(&self, instant: Instant) -> f64 {
         instant.saturating_duration_since(self.started).as_secs_f64()
     }
 }
 
-/// Plays `scenario` on `stage`; `live` says meanwhile how it goes, `stop` ends
-/// it early, without a result.
+/// Runs `scenario` on `stage`. `live` shows the progress; `stop` ends the drill
+/// early, without a result.
 ///
 /// # Errors
-/// It cannot be played there, or was stopped.
+/// The drill cannot run there, or it was stopped.
 pub async fn play(
     scenario: &Scenario,
     stage: &Stage,
@@ -177,7 +178,7 @@ pub async fn play(
         let rate = group.rate.per_second(found, sharers);
         for tenant in &group.tenants {
             let target = stage.keys[tenant][0].clone();
-            let sender = honest::Sender::new(&ground, number, tenant, target, rate);
+            let sender = honest::HonestSender::new(&ground, number, tenant, target, rate);
             honest.spawn(sender.run(Arc::clone(&ground)));
         }
     }
@@ -196,7 +197,7 @@ pub async fn play(
     if stop.is_cancelled() {
         return Err(DrillError::Stopped);
     }
-    let mut seen: Vec<(usize, AttackerSeen)> = attacked;
+    let mut seen: Vec<(usize, AttackerResult)> = attacked;
     seen.sort_by_key(|(number, _)| *number);
     let mut samples: Vec<HonestSample> = asked.into_iter().flatten().collect();
     samples.sort_by(|a, b| a.due.total_cmp(&b.due));
@@ -215,19 +216,19 @@ pub async fn play(
     })
 }
 
-/// Where attackers run. They stand for other people's machines: on this one
-/// their threads give way to those of the honest, of the gateway and of its
-/// workers, or else it is their own client's work that makes the honest wait.
+/// The threads of the attackers, which stand for other machines. On this machine
+/// they have a lower priority than the honest tenants, the gateway and its workers.
+/// Otherwise the attackers' own client work would delay honest requests.
 struct Crowd(Option<Runtime>);
 
 impl Crowd {
-    /// How much nicer than the process its threads are: at half load they
-    /// still get all that they want.
+    /// The difference in niceness to the process. At half load the threads still
+    /// get all the time that they need.
     const NICER: i32 = 10;
 
     fn gather() -> io::Result<Self> {
         let give_way = || {
-            // Refused only where nobody can be nicer any more.
+            // Fails only if the lowest priority is reached already.
             let _ = rustix::process::nice(Self::NICER);
         };
         let threads = runtime::Builder::new_multi_thread()
@@ -245,14 +246,14 @@ impl Crowd {
 
 impl Drop for Crowd {
     fn drop(&mut self) {
-        // Waiting for its threads is not possible where tasks run.
+        // An asynchronous task must not wait for the threads.
         if let Some(threads) = self.0.take() {
             threads.shutdown_background();
         }
     }
 }
 
-/// Tells whoever watches which phase it is.
+/// Shows the current phase in the progress.
 async fn follow_phases(ground: Arc<Ground>) {
     let phases = ground.scenario.phases;
     let mut end = ground.started;
@@ -280,8 +281,8 @@ fn check_keys(scenario: &Scenario, stage: &Stage) -> Result<(), DrillError> {
     Ok(())
 }
 
-/// Whether the gateway is on this machine by an IPv4 address, so that senders
-/// may come from many addresses. Attackers go nowhere else unless allowed.
+/// Returns true if the gateway is on this machine with an IPv4 address, so that
+/// senders can use many addresses. Refuses any other host unless it is allowed.
 async fn check_target(scenario: &Scenario, stage: &Stage) -> Result<bool, DrillError> {
     let mut all_loopback = true;
     for wanted in scenario.tenants() {
@@ -302,9 +303,9 @@ async fn check_target(scenario: &Scenario, stage: &Stage) -> Result<bool, DrillE
     Ok(all_loopback)
 }
 
-/// Whether the attacker plays before the attack, too.
-pub(crate) fn plays_before(kind: Kind) -> bool {
-    kind == Kind::RetryStorm
+/// Returns true if the attacker also sends before the attack.
+pub(crate) fn plays_before(kind: AttackKind) -> bool {
+    kind == AttackKind::RetryStorm
 }
 
 #[cfg(test)]

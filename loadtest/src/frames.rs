@@ -1,18 +1,18 @@
-//! HTTP/2 frames as bytes (RFC 9113), written and read by hand: what a client
-//! library would never send is what an attacker does. No HPACK state: headers
-//! are literals without indexing (RFC 7541, 6.2.2), which every peer must take.
+//! HTTP/2 frames as bytes (RFC 9113), written and read by hand: attackers send
+//! frames that a client library would never send. Headers use no HPACK state: they
+//! are literals without indexing (RFC 7541, 6.2.2), which every peer must accept.
 
 use bytes::{Buf, BytesMut};
 
-/// What a client begins with: the preface and empty SETTINGS.
+/// Returns the first bytes of a client: the preface and empty SETTINGS.
 pub fn preface() -> Vec<u8> {
     let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
-    bytes.extend(frame(Kind::SETTINGS, 0, 0, &[]));
+    bytes.extend(frame(FrameKind::SETTINGS, 0, 0, &[]));
     bytes
 }
 
-/// A frame of any kind.
-pub fn frame(kind: Kind, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+/// Returns the bytes of a frame.
+pub fn frame(kind: FrameKind, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let length = (payload.len() as u32).to_be_bytes();
     let mut bytes = vec![length[1], length[2], length[3], kind.0, flags];
     bytes.extend((stream & 0x7fff_ffff).to_be_bytes());
@@ -20,7 +20,7 @@ pub fn frame(kind: Kind, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// HEADERS in one frame; `ends` says that no body follows.
+/// Returns HEADERS in one frame. `ends` says if a body follows.
 pub fn headers(stream: u32, fields: &[(&str, &str)], ends: Ends) -> Vec<u8> {
     let mut block = Vec::new();
     for (name, value) in fields {
@@ -28,30 +28,30 @@ pub fn headers(stream: u32, fields: &[(&str, &str)], ends: Ends) -> Vec<u8> {
         literal(&mut block, name.as_bytes());
         literal(&mut block, value.as_bytes());
     }
-    frame(Kind::HEADERS, END_HEADERS | ends.flag(), stream, &block)
+    frame(FrameKind::HEADERS, END_HEADERS | ends.flag(), stream, &block)
 }
 
-/// DATA in one frame.
+/// Returns DATA in one frame.
 pub fn data(stream: u32, payload: &[u8], ends: Ends) -> Vec<u8> {
-    frame(Kind::DATA, ends.flag(), stream, payload)
+    frame(FrameKind::DATA, ends.flag(), stream, payload)
 }
 
-/// RST_STREAM with CANCEL.
+/// Returns RST_STREAM with the code CANCEL.
 pub fn cancel(stream: u32) -> Vec<u8> {
-    frame(Kind::RST_STREAM, 0, stream, &8u32.to_be_bytes())
+    frame(FrameKind::RST_STREAM, 0, stream, &8u32.to_be_bytes())
 }
 
-/// The acknowledgement of the peer's SETTINGS.
+/// Returns the acknowledgement of the peer's SETTINGS.
 pub fn settings_acknowledged() -> Vec<u8> {
-    frame(Kind::SETTINGS, ACK, 0, &[])
+    frame(FrameKind::SETTINGS, ACK, 0, &[])
 }
 
-/// Whether a frame is its stream's last of this side.
+/// The END_STREAM flag of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ends {
-    /// It is.
+    /// The frame is the last one of its stream in this direction.
     Stream,
-    /// More follows.
+    /// More frames follow.
     Nothing,
 }
 
@@ -66,10 +66,10 @@ impl Ends {
 
 /// The type of a frame, by its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Kind(pub u8);
+pub struct FrameKind(pub u8);
 
 #[allow(missing_docs, reason = "the names are RFC 9113's")]
-impl Kind {
+impl FrameKind {
     pub const DATA: Self = Self(0);
     pub const HEADERS: Self = Self(1);
     pub const RST_STREAM: Self = Self(3);
@@ -83,18 +83,18 @@ impl Kind {
 /// A frame that was read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Frame {
-    /// Its type.
-    pub kind: Kind,
-    /// Its flags.
+    /// The frame's type.
+    pub kind: FrameKind,
+    /// The frame's flags.
     pub flags: u8,
-    /// Its stream; 0 is the connection.
+    /// The stream's number; 0 means the connection.
     pub stream: u32,
-    /// The rest.
+    /// The payload.
     pub payload: BytesMut,
 }
 
 impl Frame {
-    /// Takes the first frame off `buffer`, if it is whole.
+    /// Takes the first frame off `buffer`, if it is complete.
     pub fn take(buffer: &mut BytesMut) -> Option<Self> {
         let head = buffer.get(..9)?;
         let length = u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize;
@@ -103,25 +103,26 @@ impl Frame {
         }
         let mut head = buffer.split_to(9);
         head.advance(3);
-        let (kind, flags) = (Kind(head.get_u8()), head.get_u8());
+        let (kind, flags) = (FrameKind(head.get_u8()), head.get_u8());
         let stream = head.get_u32() & 0x7fff_ffff;
         Some(Self { kind, flags, stream, payload: buffer.split_to(length) })
     }
 
-    /// The value of setting `id`, in SETTINGS.
+    /// Returns the value of the setting `id`, if the frame is SETTINGS with it.
     pub fn setting(&self, id: u16) -> Option<u32> {
-        let mut pairs = self.payload.chunks_exact(6).filter(|_| self.kind == Kind::SETTINGS);
+        let mut pairs = self.payload.chunks_exact(6).filter(|_| self.kind == FrameKind::SETTINGS);
         let found = pairs.find(|pair| u16::from_be_bytes([pair[0], pair[1]]) == id)?;
         Some(u32::from_be_bytes([found[2], found[3], found[4], found[5]]))
     }
 
-    /// Whether it is SETTINGS that want an acknowledgement.
+    /// Returns true if the frame is SETTINGS that must be acknowledged.
     pub fn wants_acknowledgement(&self) -> bool {
-        self.kind == Kind::SETTINGS && self.flags & ACK == 0
+        self.kind == FrameKind::SETTINGS && self.flags & ACK == 0
     }
 }
 
-/// A string: its length as an integer with a prefix of seven bits, then itself.
+/// Appends a string: its length as an integer with a prefix of seven bits, then its
+/// bytes.
 fn literal(block: &mut Vec<u8>, text: &[u8]) {
     let mut length = text.len();
     if length < 127 {
@@ -146,25 +147,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read() {
+    fn frames_round_trip() {
         let mut bytes = BytesMut::new();
         bytes.extend(data(3, b"body", Ends::Stream));
         bytes.extend(cancel(5));
         let last = bytes.split_off(bytes.len() - 1);
         let first = Frame::take(&mut bytes).expect("whole");
-        assert_eq!((first.kind, first.flags, first.stream), (Kind::DATA, 1, 3));
+        assert_eq!((first.kind, first.flags, first.stream), (FrameKind::DATA, 1, 3));
         assert_eq!(&first.payload[..], b"body");
         assert_eq!(Frame::take(&mut bytes), None, "a byte is missing");
         bytes.unsplit(last);
         let second = Frame::take(&mut bytes).expect("whole");
-        assert_eq!((second.kind, second.stream), (Kind::RST_STREAM, 5));
+        assert_eq!((second.kind, second.stream), (FrameKind::RST_STREAM, 5));
         assert_eq!(&second.payload[..], [0, 0, 0, 8]);
     }
 
     #[test]
-    fn long_strings_have_long_lengths() {
-        // RFC 7541, 5.1: 1337 with a prefix of five bits is 31, 154, 10; with
-        // one of seven it is 127, then 1210 in groups of seven bits.
+    fn literal_encodes_long_lengths() {
+        // RFC 7541, 5.1: 1337 with a prefix of five bits is 31, 154, 10. With a
+        // prefix of seven bits it is 127, then 1210 in groups of seven bits.
         let mut block = Vec::new();
         literal(&mut block, &[b'x'; 1337]);
         assert_eq!(block[..3], [127, 0xba, 0x09]);
@@ -172,9 +173,9 @@ mod tests {
     }
 
     #[test]
-    fn settings_are_found() {
+    fn frame_finds_settings() {
         let mut bytes = BytesMut::new();
-        bytes.extend(frame(Kind::SETTINGS, 0, 0, &[0, 3, 0, 0, 0, 100, 0, 4, 0, 1, 0, 0]));
+        bytes.extend(frame(FrameKind::SETTINGS, 0, 0, &[0, 3, 0, 0, 0, 100, 0, 4, 0, 1, 0, 0]));
         let settings = Frame::take(&mut bytes).expect("whole");
         assert_eq!(settings.setting(3), Some(100));
         assert_eq!(settings.setting(4), Some(65_536));

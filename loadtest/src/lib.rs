@@ -1,16 +1,15 @@
-//! Open-loop load against a gateway, honest about coordinated omission, and
-//! the small HTTPS client that it and `tollgate chat` use. It speaks HTTP
-//! only: it knows nothing of tollgate's insides and measures what any client
-//! would see.
+//! Open-loop load against a gateway, without coordinated omission, and the small
+//! HTTPS client that the load test and `tollgate chat` use. It speaks HTTP only and
+//! measures what any client would see.
 //!
-//! A run is a [`plan`] (when each request is due and what it asks), a [`mod@run`]
-//! that sends each at its time whether or not earlier ones were answered, and
-//! a [`report`] in which every latency counts from the moment a request was
-//! due, not from when it could be sent.
+//! A run has a [`plan`] (the due time and the content of each request), a
+//! [`mod@run`] that sends each request at its due time whether or not earlier ones
+//! were answered, and a [`report`]. Every latency counts from the due time of a
+//! request and not from the time at which it could be sent.
 //!
-//! A drill is a [`scenario`] of honest tenants and attackers, a [`drill`] that
-//! plays it and watches, a [`verdict`] on what had to hold, and a [`page`] to
-//! look at.
+//! A drill has a [`scenario`] of honest tenants and attackers, a [`drill`] that
+//! runs it and observes the gateway, a [`verdict`] on the expectations, and a
+//! [`page`] with the results.
 
 pub mod client;
 pub mod drill;

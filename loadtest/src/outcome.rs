@@ -1,5 +1,5 @@
-//! Sends one request and says how it went. Times are taken as bytes arrive,
-//! and kept relative to when the request was due.
+//! Sends one request and measures it. Times are taken when bytes arrive and count
+//! from the request's due time.
 
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -15,68 +15,69 @@ use tokio::time::Instant;
 use crate::client::{ClientError, Connection};
 use crate::sse::Events;
 
-/// How a request ended.
+/// The end of a request.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum End {
-    /// Answered whole.
+    /// The answer is complete.
     Done,
-    /// Refused in so many words: status and the error's code.
+    /// The gateway refused the request, with a status and a code.
     Refused {
         /// The HTTP status.
         status: u16,
-        /// `error.code` (or `type`) of the body.
+        /// The body's `error.code`, or else its `type`.
         code: String,
     },
-    /// The stream carried an error event, with its code.
+    /// The stream contained an error event with this code.
     BrokenOff(String),
-    /// The connection, the protocol or the body was wrong.
+    /// The connection, the protocol or the body was faulty.
     Error(&'static str),
-    /// No end within the load's timeout.
+    /// The request did not end within the timeout.
     TimedOut,
-    /// Not sent: too many were under way.
+    /// The request was not sent, because too many were in flight.
     NotSent,
 }
 
-/// What one request saw.
+/// The measurements of one request.
 #[derive(Clone, Debug)]
 pub struct Outcome {
-    /// Index of the tenant.
+    /// The index of the tenant.
     pub tenant: usize,
-    /// How it ended.
+    /// The end of the request.
     pub end: End,
-    /// From due to sent: the generator's own lateness, and waiting for a
+    /// The time from due to sent: the generator's lateness and the wait for a
     /// connection.
     pub late: Duration,
-    /// From due to the first content (streams only).
+    /// The time from due to the first content (streams only).
     pub first_token: Option<Duration>,
-    /// Gaps between pieces of content after the first (streams only).
+    /// The times between pieces of content (streams only).
     pub gaps: Vec<Duration>,
-    /// From due to the end.
+    /// The time from due to the end.
     pub whole: Duration,
-    /// Completion tokens: from `usage` where there is one, else pieces.
+    /// Completion tokens: from `usage` if the answer has it, or else the number of
+    /// pieces.
     pub tokens: u64,
-    /// What of it the answer says was the worker's.
+    /// The time at the worker, if the answer reports it.
     pub at_worker: Option<AtWorker>,
 }
 
-/// Time of a request at the worker, as tollgate's own figures in `usage` say.
+/// The time of a request at the worker, from tollgate's figures in `usage`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AtWorker {
-    /// From its arrival there to its place in the batch.
+    /// The time from the arrival at the worker to the batch.
     pub queued: Duration,
-    /// From there to its prompt's end.
+    /// The time from there to the end of the prompt.
     pub read: Duration,
 }
 
-/// Sends `body` and follows the answer to its end. `begun` is set at the first
-/// content of a stream, for who does not wait for the end.
+/// Sends `body` and reads the answer to its end. Sets `begun` at the first content
+/// of a stream, for callers that do not wait for the end.
 pub async fn follow(
     connection: &Connection,
     body: Bytes,
     streams: bool,
     due: Instant,
     begun: &OnceLock<Duration>,
-) -> Result<Seen, ClientError> {
+) -> Result<FollowedAnswer, ClientError> {
     let response = connection.post("/v1/chat/completions", body).await?;
     let status = response.status();
     if status != StatusCode::OK {
@@ -85,10 +86,10 @@ pub async fn follow(
     if streams { stream(response, due, begun).await } else { whole(response).await }
 }
 
-/// What [`follow`] saw of an answer.
+/// The measurements of [`follow`].
 #[derive(Debug)]
-pub struct Seen {
-    /// How it ended.
+pub struct FollowedAnswer {
+    /// The end of the request.
     pub end: End,
     /// See [`Outcome::first_token`].
     pub first_token: Option<Duration>,
@@ -100,45 +101,48 @@ pub struct Seen {
     pub at_worker: Option<AtWorker>,
 }
 
-impl Seen {
+impl FollowedAnswer {
     fn ended(end: End) -> Self {
         Self { end, first_token: None, gaps: Vec::new(), tokens: 0, at_worker: None }
     }
 }
 
-async fn refused(status: StatusCode, response: Response<Incoming>) -> Result<Seen, ClientError> {
+async fn refused(
+    status: StatusCode,
+    response: Response<Incoming>,
+) -> Result<FollowedAnswer, ClientError> {
     let body = response.into_body().collect().await?.to_bytes();
     let code = match serde_json::from_slice::<Envelope>(&body) {
         Ok(Envelope { error }) => error.name(),
         Err(_) => "not an error body".to_owned(),
     };
-    Ok(Seen::ended(End::Refused { status: status.as_u16(), code }))
+    Ok(FollowedAnswer::ended(End::Refused { status: status.as_u16(), code }))
 }
 
-async fn whole(response: Response<Incoming>) -> Result<Seen, ClientError> {
+async fn whole(response: Response<Incoming>) -> Result<FollowedAnswer, ClientError> {
     let body = response.into_body().collect().await?.to_bytes();
     let Ok(answer) = serde_json::from_slice::<Chunk>(&body) else {
-        return Ok(Seen::ended(End::Error("the answer is not a chat completion")));
+        return Ok(FollowedAnswer::ended(End::Error("the answer is not a chat completion")));
     };
     let finished = answer.choices.iter().all(|choice| choice.finish_reason.is_some());
     let end = if finished { End::Done } else { End::Error("a choice without finish_reason") };
     let (tokens, at_worker) = (answer.tokens().unwrap_or(0), answer.at_worker());
-    Ok(Seen { tokens, at_worker, ..Seen::ended(end) })
+    Ok(FollowedAnswer { tokens, at_worker, ..FollowedAnswer::ended(end) })
 }
 
 async fn stream(
     mut response: Response<Incoming>,
     due: Instant,
     begun: &OnceLock<Duration>,
-) -> Result<Seen, ClientError> {
+) -> Result<FollowedAnswer, ClientError> {
     let mut events = Events::default();
-    let mut seen = Seen::ended(End::Error("the stream ended without [DONE]"));
+    let mut seen = FollowedAnswer::ended(End::Error("the stream ended without [DONE]"));
     let (mut last, mut pieces, mut counted) = (None, 0, None);
     while let Some(frame) = response.frame().await {
         let Ok(data) = frame?.into_data() else { continue };
         let now = Instant::now();
         let Ok(payloads) = events.push(&data) else {
-            return Ok(Seen::ended(End::Error("an event without end")));
+            return Ok(FollowedAnswer::ended(End::Error("an event that does not end")));
         };
         for payload in payloads {
             if payload == "[DONE]" {
@@ -146,7 +150,7 @@ async fn stream(
                 continue;
             }
             let Ok(chunk) = serde_json::from_slice::<Chunk>(&payload) else {
-                return Ok(Seen::ended(End::Error("an event that is not a chunk")));
+                return Ok(FollowedAnswer::ended(End::Error("an event that is not a chunk")));
             };
             if let Some(error) = chunk.error {
                 seen.end = End::BrokenOff(error.name());
@@ -185,7 +189,7 @@ impl ErrorBody {
     }
 }
 
-/// A chat completion or a chunk of one: what both share.
+/// The common fields of a chat completion and of its chunks.
 #[derive(Deserialize)]
 struct Chunk {
     #[serde(default)]
@@ -211,7 +215,7 @@ struct Usage {
     tollgate: Option<OurFigures>,
 }
 
-/// What tollgate says beside what everybody does.
+/// Tollgate's own figures in `usage`.
 #[derive(Deserialize)]
 struct OurFigures {
     queue_ns: u64,

@@ -1,5 +1,5 @@
-//! A run as a page that needs nothing else: no script, no font, no network.
-//! Readable in the light and in the dark; every plot marks the attack.
+//! The report as a self-contained web page: no script, no font, no network. It
+//! supports light and dark mode, and every plot marks the attack.
 
 use std::fmt::Write as _;
 
@@ -10,11 +10,11 @@ mod plots;
 
 const STYLE: &str = include_str!("page/page.css");
 
-/// The page.
+/// Returns the page.
 pub fn html(report: &DrillReport) -> String {
     let mut page = String::new();
     let title = escape(&report.scenario);
-    // Writing into a String cannot fail.
+    // Writing into a `String` cannot fail.
     let _ = write!(
         page,
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
@@ -28,9 +28,9 @@ pub fn html(report: &DrillReport) -> String {
     section(&mut page, "Honest requests: time to first token", &plots::latency(report));
     honest(&mut page, report);
     section(&mut page, "Device time by tenant", &plots::shares(report));
-    section(&mut page, "What became of the attackers' requests", &plots::refusals(report));
+    section(&mut page, "Outcomes of the attackers' requests", &plots::refusals(report));
     attackers(&mut page, report);
-    section(&mut page, "What the gateway held", &plots::resources(report));
+    section(&mut page, "Memory and descriptors of the gateway", &plots::resources(report));
     page.push_str("</main></body></html>\n");
     page
 }
@@ -46,7 +46,7 @@ fn header(page: &mut String, report: &DrillReport) {
         class(report.verdict),
         match report.verdict {
             Verdict::Holds => "Everything held",
-            Verdict::Unclear => "Nothing was seen to break, but not everything could be told",
+            Verdict::Unclear => "Nothing was broken, but some checks are unclear",
             Verdict::Broken => "Something broke",
         },
         utc(report.started),
@@ -56,7 +56,7 @@ fn header(page: &mut String, report: &DrillReport) {
         if report.generator_kept_up {
             ""
         } else {
-            "; <b>the generator was late</b>: this machine was too busy to be exact"
+            "; <b>requests were sent late</b>: this machine was too busy for exact figures"
         },
     );
     for found in &report.capacity {
@@ -73,7 +73,7 @@ fn header(page: &mut String, report: &DrillReport) {
 }
 
 fn checks(page: &mut String, report: &DrillReport) {
-    page.push_str("<section><h2>What had to hold</h2><table><thead><tr><th></th><th>what</th><th>asked</th><th>seen</th></tr></thead><tbody>");
+    page.push_str("<section><h2>Expectations</h2><table><thead><tr><th></th><th>subject</th><th>expected</th><th>observed</th></tr></thead><tbody>");
     for Check { what, bound, observed, verdict } in &report.checks {
         let _ = write!(
             page,
@@ -123,7 +123,7 @@ fn attackers(page: &mut String, report: &DrillReport) {
     if report.attackers.is_empty() {
         return;
     }
-    page.push_str("<section><table><thead><tr><th>attacker</th><th>who</th><th>offered</th><th>first token p50</th><th>what became of it</th><th>connections ended</th></tr></thead><tbody>");
+    page.push_str("<section><table><thead><tr><th>attack</th><th>tenants</th><th>offered</th><th>first token p50</th><th>outcomes</th><th>connections closed</th></tr></thead><tbody>");
     for seen in &report.attackers {
         let rate = seen.offered_rate.map_or("-".to_owned(), |rate| format!("{rate:.1}/s"));
         let outcomes: Vec<String> =
@@ -155,7 +155,7 @@ fn class(verdict: Verdict) -> &'static str {
     }
 }
 
-/// Text as it may stand between tags and in attributes.
+/// Escapes text for use between tags and in attributes.
 fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {
@@ -171,7 +171,7 @@ fn escape(text: &str) -> String {
     escaped
 }
 
-/// Unix seconds as `2026-11-20 21:20` (days to civil date: H. Hinnant,
+/// Formats Unix seconds as `2026-11-20 21:20` (days to civil date: H. Hinnant,
 /// "chrono-compatible low-level date algorithms").
 fn utc(seconds: u64) -> String {
     let (days, of_day) = (seconds / 86_400, seconds % 86_400);
@@ -191,7 +191,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn days_are_civil() {
+    fn utc_formats_civil_dates() {
         for (seconds, text) in [
             (0, "1970-01-01 00:00"),
             (951_782_399, "2000-02-28 23:59"),
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_cannot_become_a_tag() {
+    fn escape_prevents_tags() {
         assert_eq!(escape("<script>'\"&"), "&lt;script&gt;&#39;&quot;&amp;");
     }
 }

@@ -1,57 +1,57 @@
-//! What a load is: who sends, how often, what. The due time of each request is
-//! fixed before the first one is sent, from a seed, so that a slow server
-//! cannot slow the questions down.
+//! The plan of a load: its tenants, rate and prompts. A seed fixes the due time of
+//! each request before the first one is sent, so a slow server cannot slow the load
+//! down.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
 
 use crate::client::{Protocol, Target};
 
-/// A load to put on one gateway.
+/// A load for one gateway.
 #[derive(Clone)]
 pub struct Load {
-    /// Who sends; requests are spread over them at random, alike.
+    /// The sending tenants. Each request is sent by a random one.
     pub tenants: Vec<Tenant>,
-    /// The model to ask.
+    /// The requested model.
     pub model: String,
-    /// Requests a second, over all tenants.
+    /// Requests a second over all tenants.
     pub rate: f64,
-    /// How long requests fall due. Answers are waited for beyond it.
+    /// The time in which requests are due. The run waits for answers beyond it.
     pub duration: Duration,
-    /// How due times are spaced.
+    /// The distribution of the times between requests.
     pub arrivals: Arrivals,
-    /// Percent of requests that stream, 0 to 100.
+    /// Percentage of requests with a streamed answer, 0 to 100.
     pub stream_percent: u8,
-    /// What is asked, in turn.
+    /// The prompts, used in turn.
     pub prompts: Vec<String>,
-    /// The most tokens an answer may have.
+    /// The largest number of tokens in an answer.
     pub max_tokens: NonZeroU32,
     /// Connections of each tenant, opened before the run begins.
     pub connections: NonZeroU32,
-    /// What they speak.
+    /// The HTTP version.
     pub protocol: Protocol,
-    /// The most requests under way at once; one more that falls due is not
-    /// sent and is counted as such.
+    /// The largest number of requests in flight. A request that is due beyond it is
+    /// not sent and counted as such.
     pub in_flight: NonZeroU32,
-    /// How long an answer may take before it counts as an error.
+    /// The time after which a missing answer is an error.
     pub timeout: Duration,
-    /// The same seed gives the same due times and order.
+    /// The random seed. The same seed gives the same due times and order.
     pub seed: u64,
 }
 
-/// One sender.
+/// A sending tenant.
 #[derive(Clone)]
 pub struct Tenant {
-    /// Its name in the report.
+    /// The tenant's name in the report.
     pub name: String,
-    /// The gateway, addressed with its key.
+    /// The gateway, with the tenant's key.
     pub target: Target,
 }
 
 /// The spacing of requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Arrivals {
-    /// Independent callers: exponential gaps.
+    /// Exponential gaps, like independent callers.
     #[default]
     Poisson,
     /// Even gaps.
@@ -59,7 +59,7 @@ pub enum Arrivals {
 }
 
 impl Arrivals {
-    /// Seconds from one request to the next.
+    /// Returns the seconds to the next request.
     pub(crate) fn gap(self, rate: f64, random: &mut Random) -> f64 {
         match self {
             Self::Uniform => 1.0 / rate,
@@ -71,40 +71,40 @@ impl Arrivals {
 /// A load that cannot be sent.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// A figure out of its bounds.
+    /// A number that is out of range.
     #[error("{0}")]
     Invalid(&'static str),
-    /// A connection could not be opened before the run.
+    /// A connection cannot be opened before the run.
     #[error("tenant {tenant}")]
     Connect {
-        /// Whose.
+        /// The tenant of the connection.
         tenant: String,
-        /// Why.
+        /// The cause.
         source: crate::client::ClientError,
     },
 }
 
-/// One request that will fall due.
+/// A planned request.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Due {
-    /// When, from the start of the run.
+    /// The due time, from the start of the run.
     pub at: Duration,
     /// Index of the tenant.
     pub tenant: usize,
     /// Index of the prompt.
     pub prompt: usize,
-    /// Whether it streams.
+    /// True if the answer is streamed.
     pub stream: bool,
 }
 
-/// The most requests that a load may hold.
+/// The largest number of requests in a load.
 const MOST_REQUESTS: usize = 5_000_000;
 
 impl Load {
-    /// Every request of the load in the order in which they fall due.
+    /// Returns every request of the load in the order of due times.
     ///
     /// # Errors
-    /// [`LoadError::Invalid`] when a figure is out of its bounds.
+    /// [`LoadError::Invalid`] if a number is out of range.
     pub fn schedule(&self) -> Result<Vec<Due>, LoadError> {
         self.check()?;
         let mut random = Random(self.seed);
@@ -127,11 +127,11 @@ impl Load {
     fn check(&self) -> Result<(), LoadError> {
         let most = self.rate * self.duration.as_secs_f64();
         for (wrong, why) in [
-            (self.tenants.is_empty(), "a load wants at least one tenant"),
-            (self.prompts.is_empty(), "a load wants at least one prompt"),
+            (self.tenants.is_empty(), "a load needs at least one tenant"),
+            (self.prompts.is_empty(), "a load needs at least one prompt"),
             (!(self.rate.is_finite() && self.rate > 0.0), "the rate must be above 0"),
             (self.duration.is_zero(), "the duration must be above 0"),
-            (self.stream_percent > 100, "the streaming share is 0 to 100 percent"),
+            (self.stream_percent > 100, "the streamed share must be 0 to 100 percent"),
             (most > MOST_REQUESTS as f64, "rate x duration must not exceed 5,000,000 requests"),
         ] {
             if wrong {
@@ -142,8 +142,9 @@ impl Load {
     }
 }
 
-/// SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number
-/// generators", OOPSLA 2014): enough for due times, and the same everywhere.
+/// The random generator SplitMix64 (Steele, Lea, Flood: "Fast splittable
+/// pseudorandom number generators", OOPSLA 2014). It is good enough for due times
+/// and gives the same numbers on every host.
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
@@ -155,7 +156,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// In [0, 1).
+    /// Returns a number in [0, 1).
     pub(crate) fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
@@ -200,11 +201,12 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn due_times_follow_the_rate_and_the_seed() {
+    fn schedule_follows_rate_and_seed() {
         for arrivals in [Arrivals::Poisson, Arrivals::Uniform] {
             let load = load(100.0, 50, arrivals, nowhere());
             let due = load.schedule().expect("valid");
-            // 5,000 expected; a Poisson count strays by its root, 71, at one sigma.
+            // 5,000 are expected; the standard deviation of a Poisson count is its
+            // root, 71.
             assert!((4_700..=5_300).contains(&due.len()), "{}", due.len());
             assert!(due.windows(2).all(|pair| pair[0].at <= pair[1].at));
             let first: usize = due.iter().filter(|d| d.tenant == 0).count();
@@ -214,7 +216,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn schedule_refuses_invalid_loads() {
         let good = load(1.0, 1, Arrivals::Uniform, nowhere());
         type Spoil = fn(&mut Load);
         let cases: [(&str, Spoil); 5] = [

@@ -1,6 +1,6 @@
-//! What a run saw, as a table for people and JSON for programs. Percentiles
-//! come from histograms with three significant digits; every latency counts
-//! from when the request was due.
+//! The report of a run, as a table for the terminal and as JSON. Percentiles come
+//! from histograms with three significant digits. Every latency counts from the due
+//! time.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,62 +12,65 @@ use serde::Serialize;
 use crate::outcome::{End, Outcome};
 use crate::plan::Load;
 
-/// The report of a run: all requests, and each tenant's.
+/// The report of a run: all requests, and the requests of each tenant.
 #[derive(Debug, Serialize)]
 pub struct Report {
-    /// Requests a second that were meant.
+    /// The planned requests a second.
     pub offered_rate: f64,
-    /// From the first due time to the last answer, seconds.
+    /// Seconds from the first due time to the last answer.
     pub seconds: f64,
-    /// Whether the generator itself kept up; if not, the figures are about it.
+    /// True if the generator sent requests in time. Otherwise the figures also
+    /// measure the generator.
     pub generator_kept_up: bool,
-    /// All requests.
+    /// The figures of all requests.
     pub all: Figures,
-    /// By tenant.
+    /// The figures of each tenant.
     pub tenants: BTreeMap<String, Figures>,
 }
 
 /// The figures of a group of requests.
 #[derive(Debug, Serialize)]
 pub struct Figures {
-    /// Requests that fell due.
+    /// Requests that were due.
     pub due: u64,
-    /// Answered whole.
+    /// Requests with a complete answer.
     pub done: u64,
-    /// Refusals by status and code.
+    /// Refusals, by status and code.
     pub refused: BTreeMap<String, u64>,
-    /// Everything else that ended, by what went wrong.
+    /// Requests with another end, by the reason.
     pub failed: BTreeMap<String, u64>,
     /// Answered requests a second.
     pub requests_per_second: f64,
     /// Completion tokens a second.
     pub tokens_per_second: f64,
-    /// To the first content of a stream.
+    /// The time to the first content of a stream.
     pub first_token_ms: Latency,
-    /// Between pieces of content.
+    /// The time between pieces of content.
     pub between_tokens_ms: Latency,
-    /// To the end of an answer.
+    /// The time to the end of an answer.
     pub whole_ms: Latency,
-    /// From due to sent: the generator's lateness and waiting for a connection.
+    /// The time from due to sent: the generator's lateness and the wait for a
+    /// connection.
     pub late_ms: Latency,
 }
 
-/// Percentiles in milliseconds, absent where nothing was measured.
+/// Percentiles in milliseconds; `None` if nothing was measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Latency {
-    /// How many were measured.
+    /// The number of measurements.
     pub count: u64,
-    /// Half were faster.
+    /// The median.
     pub p50: Option<f64>,
-    /// 90 % were faster.
+    /// The 90th percentile.
     pub p90: Option<f64>,
-    /// 99 % were faster.
+    /// The 99th percentile.
     pub p99: Option<f64>,
-    /// The slowest.
+    /// The largest value.
     pub max: Option<f64>,
 }
 
-/// A generator whose p99 lateness on h2 exceeds this was itself the bottleneck.
+/// The 99th percentile of the generator's lateness on HTTP/2 above which the
+/// generator itself was the bottleneck, in milliseconds.
 const TOLERATED_LATENESS_MS: f64 = 50.0;
 
 impl Report {
@@ -97,6 +100,7 @@ impl Figures {
             if outcome.end != End::NotSent {
                 record(&mut late, outcome.late);
             }
+            // A fast refusal must not improve the latency of answers.
             if outcome.end == End::Done {
                 record(&mut whole, outcome.whole);
                 outcome.first_token.iter().for_each(|&span| record(&mut first, span));
@@ -143,7 +147,7 @@ impl Counts {
             End::BrokenOff(code) => format!("broke off: {code}"),
             End::Error(kind) => (*kind).to_owned(),
             End::TimedOut => "timed out".to_owned(),
-            End::NotSent => "not sent: too many under way".to_owned(),
+            End::NotSent => "not sent: too many in flight".to_owned(),
         };
         *self.failed.entry(failed).or_default() += 1;
     }
@@ -158,7 +162,7 @@ impl Latency {
     }
 }
 
-/// Microseconds, up to an hour.
+/// Returns a histogram of microseconds, up to an hour.
 fn histogram() -> Histogram<u64> {
     Histogram::new_with_max(3_600_000_000, 3).expect("the bounds are valid")
 }
@@ -177,7 +181,10 @@ impl fmt::Display for Report {
             self.seconds, self.offered_rate,
         )?;
         if !self.generator_kept_up {
-            writeln!(f, "the generator did not keep up: these figures are about it too")?;
+            writeln!(
+                f,
+                "the generator sent requests late, so these figures also measure the generator"
+            )?;
         }
         writeln!(
             f,
@@ -246,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn only_whole_answers_count_for_latency() {
+    fn latency_counts_only_complete_answers() {
         let refused = End::Refused { status: 429, code: "rate_limit_exceeded".into() };
         let outcomes = [
             outcome(End::Done, 100),
@@ -267,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_measured_is_said() {
+    fn latency_is_empty_without_measurements() {
         let figures = Figures::new([].iter(), 1.0);
         assert_eq!(figures.whole_ms, Latency::default());
     }

@@ -1,6 +1,6 @@
-//! Sends a load: each request at its due time, whether or not earlier ones
-//! were answered. Everything is bounded: requests under way, connections, and
-//! the time until each must end.
+//! The sender of a load. It sends each request at its due time, whether or not
+//! earlier ones were answered. Requests in flight, connections and the time of each
+//! request are bounded.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,21 +16,21 @@ use crate::plan::{Due, Load, LoadError};
 use crate::report::Report;
 use crate::slot::{Slot, send};
 
-/// How far a run is, readable while it goes on.
+/// The progress of a run.
 #[derive(Debug, Default)]
 pub struct Progress {
-    /// Requests that fell due.
+    /// Requests that were due.
     pub due: AtomicU64,
-    /// Requests answered whole.
+    /// Requests with a complete answer.
     pub done: AtomicU64,
-    /// Requests refused.
+    /// Requests that were refused.
     pub refused: AtomicU64,
-    /// Anything else that ended.
+    /// Requests with any other end.
     pub failed: AtomicU64,
 }
 
-/// Sends `load` and reports on it. `stop` ends it early: what is under way is
-/// waited for, what is not yet due is not sent.
+/// Sends `load` and returns a report. `stop` ends the run early: later requests are
+/// not sent, and answers of earlier ones are awaited.
 ///
 /// # Errors
 /// The load is invalid, or a connection could not be opened before the start.
@@ -40,6 +40,8 @@ pub async fn run(
     stop: CancellationToken,
 ) -> Result<Report, LoadError> {
     let schedule = load.schedule()?;
+    // Connections open before the first due time, so handshakes do not count as
+    // latency.
     let pools = open(&load).await?;
     let bodies = Bodies::new(&load);
     let started = Instant::now();
@@ -57,6 +59,7 @@ pub async fn run(
             note(&mut outcomes, ended, &progress);
         }
         progress.due.fetch_add(1, Ordering::Relaxed);
+        // Without a bound a server that hangs would use up this machine's memory.
         if under_way.len() >= load.in_flight.get() as usize {
             let outcome = Outcome::ended(due.tenant, End::NotSent, Duration::ZERO);
             note(&mut outcomes, Ok(outcome), &progress);
@@ -96,7 +99,7 @@ fn note(
     ended: Result<Outcome, tokio::task::JoinError>,
     progress: &Progress,
 ) {
-    // A task of ours that panicked is a bug here, not a figure of the server.
+    // A panic is a bug of the load test and not a result of the server.
     let outcome = ended.expect("a sender panicked");
     let counter = match outcome.end {
         End::Done => &progress.done,
@@ -107,7 +110,7 @@ fn note(
     outcomes.push(outcome);
 }
 
-/// Request bodies, made once for each prompt and manner.
+/// Request bodies, created once for each prompt, whole and streamed.
 struct Bodies {
     whole: Vec<Bytes>,
     streamed: Vec<Bytes>,
@@ -129,7 +132,7 @@ impl Bodies {
     }
 }
 
-/// A chat of one question.
+/// Returns the body of a chat with one question.
 pub(crate) fn chat_body(model: &str, prompt: &str, max_tokens: u32, stream: bool) -> Bytes {
     let mut body = serde_json::json!({
         "model": model,

@@ -1,7 +1,6 @@
-//! A scenario: honest tenants, attackers, three phases, and what must hold. It
-//! is a TOML file; the shipped ones are part of the program. Nothing is read
-//! leniently: an unknown key, a span without unit, a sender without a tenant
-//! is an error that says where.
+//! A scenario: honest tenants, attackers, three phases and expectations, in a TOML
+//! file. The built-in scenarios are part of the program. An unknown key, a duration
+//! without a unit or a sender without a tenant is an error that names its place.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -15,295 +14,299 @@ mod shipped;
 
 pub use shipped::{SHIPPED, Shipped};
 
-/// A scenario that can be played.
+/// A scenario.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Scenario {
-    /// Its name in the report: its file's.
+    /// The name in reports: the name of the file.
     #[serde(skip)]
     pub name: String,
-    /// What it shows, in a sentence or two.
+    /// A description in one or two sentences.
     pub about: String,
-    /// The model that is asked.
+    /// The requested model.
     #[serde(default = "demo_model")]
     pub model: String,
-    /// The same seed sends the same requests at the same times.
+    /// The random seed. The same seed sends the same requests at the same times.
     #[serde(default = "one")]
     pub seed: u64,
-    /// How long each part takes.
+    /// The lengths of the phases.
     pub phases: Phases,
-    /// How it is found out what the gateway can do, where a rate asks for it.
+    /// The measurement of capacity, if a rate needs it.
     pub capacity: Option<Capacity>,
-    /// Who must not be harmed.
+    /// The honest tenants, which must not be harmed.
     pub honest: Vec<Honest>,
-    /// Who tries.
+    /// The attackers.
     #[serde(default)]
     pub attackers: Vec<Attacker>,
-    /// What must hold.
+    /// The expectations.
     #[serde(default)]
     pub hold: Hold,
-    /// The gateway that is started where none is named.
+    /// The temporary gateway, which is started if none is given.
     #[serde(default)]
     pub gateway: OwnGateway,
 }
 
-/// The three parts of a run.
+/// The three phases of a run.
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Phases {
-    /// The honest alone: their own baseline.
+    /// The honest tenants alone, as a baseline.
     #[serde(deserialize_with = "span")]
     pub alone: Duration,
-    /// With the attackers.
+    /// The honest tenants with the attackers.
     #[serde(deserialize_with = "span")]
     pub attack: Duration,
-    /// The honest alone again.
+    /// The honest tenants alone again.
     #[serde(deserialize_with = "span")]
     pub after: Duration,
 }
 
-/// A closed loop before the first phase, which finds how many requests of a
-/// sender's kind are answered a second.
+/// The measurement of capacity: a closed loop before the first phase, which finds
+/// the answered requests a second of a sender's kind.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Capacity {
-    /// Who asks; not one of the others, so that nobody's limits are spent.
+    /// The measuring tenant. It is no other sender's tenant, so that no other
+    /// limits are used up.
     pub tenant: String,
-    /// Its plan on a gateway of our own.
+    /// The plan of the tenants on the temporary gateway.
     pub plan: Option<String>,
-    /// Requests at once.
+    /// Concurrent requests.
     #[serde(default = "sixteen")]
     pub at_once: u32,
-    /// For how long, for each kind of request.
+    /// The length of the measurement of each kind of request.
     #[serde(deserialize_with = "span", default = "three_seconds")]
     pub seconds: Duration,
 }
 
-/// Tenants that ask what they may.
+/// Tenants that stay within their limits.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Honest {
-    /// Their names; `name-{1..8}` stands for eight.
+    /// The names of the tenants; `name-{1..8}` stands for eight.
     #[serde(deserialize_with = "names")]
     pub tenants: Vec<String>,
-    /// Their plan on a gateway of our own.
+    /// The plan of the tenants on the temporary gateway.
     pub plan: Option<String>,
-    /// How much each of them sends.
+    /// The rate of each tenant.
     #[serde(flatten)]
     pub rate: Rate,
-    /// How their requests are spaced.
+    /// The distribution of the times between requests.
     #[serde(default)]
     pub arrivals: Arrivals,
-    /// What they ask.
+    /// The content of the requests.
     #[serde(flatten)]
     pub ask: Ask,
-    /// Percent of requests that stream.
+    /// Percentage of requests with a streamed answer.
     #[serde(default = "hundred")]
     pub stream: u8,
-    /// Connections of each.
+    /// The number of connections of each tenant.
     #[serde(default = "two")]
     pub connections: u32,
 }
 
-/// How many requests a second; exactly one of these is given.
+/// The requests a second. Exactly one of `rate`, `times_capacity` and `times_share`
+/// is given.
 #[derive(Clone, Copy, Debug, Default, Deserialize)]
 pub struct Rate {
-    /// So many.
+    /// Requests a second.
     pub rate: Option<f64>,
-    /// So many times what the gateway can do.
+    /// A multiple of the gateway's capacity.
     pub times_capacity: Option<f64>,
-    /// So many times an equal share of it among all senders' tenants (a group
-    /// of attackers counts as one).
+    /// A multiple of an equal share of the capacity among all senders' tenants. A
+    /// group of attackers counts as one tenant.
     pub times_share: Option<f64>,
-    /// Never more than this, whatever the multiple says.
+    /// An upper limit of the rate that follows from a multiple.
     pub at_most: Option<f64>,
 }
 
-/// What a request asks.
+/// The content of requests.
 #[derive(Clone, Debug, Default, Deserialize)]
 pub struct Ask {
-    /// The questions, in turn.
+    /// The prompts, used in turn.
     #[serde(default)]
     pub prompts: Vec<String>,
-    /// Words of filling in front of the question.
+    /// Filler words before each prompt.
     #[serde(default)]
     pub prompt_words: u32,
-    /// The most tokens an answer may have.
+    /// The largest number of tokens in an answer.
     pub max_tokens: Option<u32>,
 }
 
-/// What an attacker does.
+/// The kind of an attack.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "snake_case")]
-pub enum Kind {
-    /// Far more requests than its share.
+pub enum AttackKind {
+    /// Far more requests than a fair share.
     Flood,
-    /// The same from many addresses.
+    /// A flood from many addresses.
     ManySources,
-    /// The longest prompts that the model takes.
+    /// Prompts as long as the model accepts.
     CostlyPrompts,
-    /// Small answers that reserve the largest.
+    /// Requests that reserve long answers and get short ones.
     Hogs,
-    /// Answers as long as can be.
+    /// Answers as long as possible.
     EndlessOutputs,
-    /// Many keys or many tenants.
+    /// Many keys or many tenants of one attacker.
     Sybils,
-    /// Leaves before the answer ends.
+    /// Clients that leave before the answer ends.
     EarlyLeavers,
-    /// Sends again at once whatever is refused.
+    /// Clients that repeat refused requests at once.
     RetryStorm,
-    /// Asks for a stream and does not read it.
+    /// Clients that request a stream and do not read it.
     SlowReaders,
-    /// Connections that say nothing, or one header or byte at a time.
+    /// Connections that send nothing, or one header or byte at a time.
     Slowloris,
-    /// Opens and resets HTTP/2 streams as fast as it can.
+    /// HTTP/2 streams that are opened and reset as fast as possible.
     RapidReset,
 }
 
-/// One attacker, or several alike.
+/// One attacker, or several equal ones.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Attacker {
-    /// What it does.
-    pub kind: Kind,
-    /// Whose keys it has; `trial-{1..50}` stands for fifty tenants.
+    /// The kind of the attack.
+    pub kind: AttackKind,
+    /// The tenants of the attacker's keys; `trial-{1..50}` stands for fifty.
     #[serde(deserialize_with = "names")]
     pub tenants: Vec<String>,
-    /// Their plan on a gateway of our own.
+    /// The plan of the tenants on the temporary gateway.
     pub plan: Option<String>,
-    /// Their pool on a gateway of our own.
+    /// The pool of the tenants on the temporary gateway.
     pub pool: Option<String>,
-    /// Keys of each tenant.
+    /// The number of keys of each tenant.
     #[serde(default = "one_u32")]
     pub keys: u32,
-    /// How much they send together.
+    /// The rate of all of them together.
     #[serde(flatten)]
     pub rate: Rate,
-    /// What they ask.
+    /// The content of the requests.
     #[serde(flatten)]
     pub ask: Ask,
-    /// Percent of requests that stream.
+    /// Percentage of requests with a streamed answer.
     #[serde(default = "hundred")]
     pub stream: u8,
-    /// Addresses they come from (loopback targets only).
+    /// The number of source addresses (loopback targets only).
     #[serde(default = "one_u32")]
     pub sources: u32,
-    /// Connections; at least one for each key and each address.
+    /// The number of connections; at least one for each key and each address.
     #[serde(default = "four")]
     pub connections: u32,
-    /// Retry storm: how often one request is sent again.
+    /// Retry storm: the number of times that a refused request is repeated.
     #[serde(default = "five")]
     pub retries: u32,
-    /// Early leavers: they leave at a random time up to this.
+    /// Early leavers: the longest time after which a client leaves.
     #[serde(default, deserialize_with = "some_span")]
     pub leave_within: Option<Duration>,
-    /// Slowloris: what is slow.
+    /// Slowloris: the part that is slow.
     #[serde(default)]
     pub slow: Slow,
-    /// Rapid reset: whole requests, reset after this time, instead of at once.
+    /// Rapid reset: the time after which complete requests are reset, instead of at
+    /// once.
     #[serde(default, deserialize_with = "some_span")]
     pub pace: Option<Duration>,
-    /// What must hold: the gateway closes each connection within this time.
+    /// Expectation: the gateway closes each connection within this time.
     #[serde(default, deserialize_with = "some_span")]
     pub closed_within: Option<Duration>,
 }
 
-/// The part of a connection that a slowloris draws out.
+/// The part of a connection that a slowloris attack draws out.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "snake_case")]
 pub enum Slow {
-    /// Not a byte, not even TLS.
+    /// Nothing is sent, not even TLS.
     #[default]
     Silent,
-    /// A header a second.
+    /// One header a second.
     Headers,
-    /// A byte of body a second.
+    /// One byte of body a second.
     Body,
 }
 
-/// What must hold; what is not given is not asked.
+/// The expectations. An expectation that is not given is not checked.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Hold {
-    /// The part of honest requests, in and after the attack, answered whole.
+    /// The least part of honest requests, in and after the attack, with complete
+    /// answers.
     pub success: Option<f64>,
-    /// Time to the first token in the attack, against alone.
+    /// The time to the first token in the attack, compared with the phase before.
     pub first_token: Option<Times>,
-    /// Time between tokens in the attack, against alone.
+    /// The time between tokens in the attack, compared with the phase before.
     pub between_tokens: Option<Times>,
-    /// How many times as long as the honest the attackers must wait for their
-    /// first token (medians, in the attack): whoever asks too much waits, not
-    /// whoever comes after him.
+    /// The least ratio between the attackers' and the honest tenants' wait for the
+    /// first token (medians, in the attack): the cost of too many requests must
+    /// fall on their sender.
     pub ahead_of_attackers: Option<f64>,
-    /// How soon after the attack the honest are as they were.
+    /// The longest time after the attack until honest requests are as fast as
+    /// before.
     #[serde(default, deserialize_with = "some_span")]
     pub recovery: Option<Duration>,
-    /// By how much the gateway's memory may grow at most.
+    /// The largest growth of the gateway's memory.
     #[serde(default, deserialize_with = "some_size")]
     pub memory_growth: Option<u64>,
-    /// How many descriptors more than before may be open at the end.
+    /// The largest number of additional descriptors at the end.
     pub descriptors_growth: Option<u64>,
-    /// Attackers' answered requests a second in the attack, as a multiple of
-    /// those in the first phase, in which a retry storm plays without retries.
+    /// The largest ratio between attackers' answered requests in the attack and in
+    /// the first phase, in which a retry storm sends no retries.
     pub accepted: Option<f64>,
-    /// Answered tokens a second in the attack, as a part of capacity.
+    /// The least answered tokens a second in the attack, as a part of the capacity.
     pub goodput: Option<f64>,
-    /// The largest part of device time in the attack that all attackers
-    /// together may have had.
+    /// The largest part of device time in the attack for all attackers together.
     pub attackers_share: Option<f64>,
 }
 
-/// Bounds on a latency, as multiples of the same alone.
+/// Limits of a latency, as multiples of its value before the attack.
 #[derive(Clone, Copy, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Times {
-    /// Half of them.
+    /// The limit of the median.
     pub p50: Option<f64>,
-    /// The slowest hundredth.
+    /// The limit of the 99th percentile.
     pub p99: Option<f64>,
-    /// A growth up to this is fine whatever the multiple.
+    /// A growth that is always accepted, whatever the multiple.
     #[serde(default, deserialize_with = "some_span")]
     pub or_added: Option<Duration>,
 }
 
-/// A gateway of our own for a scenario.
+/// The temporary gateway of a scenario.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OwnGateway {
-    /// Its config without the tenants, which follow from the senders.
+    /// The config without its tenants, which follow from the senders.
     #[serde(default)]
     pub config: String,
 }
 
-/// A scenario that cannot be played.
+/// An error in a scenario.
 #[derive(Debug, thiserror::Error)]
 pub enum ScenarioError {
-    /// No such file, nor a shipped one of the name.
-    #[error("no scenario {0:?}; shipped are: {names}", names = shipped::names())]
+    /// No built-in scenario has the name.
+    #[error("unknown scenario {0:?}; the built-in scenarios are: {names}", names = shipped::names())]
     Unknown(String),
     /// The file cannot be read.
     #[error("scenario {name}")]
     Read {
-        /// Which.
+        /// The scenario.
         name: String,
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
-    /// It is not a scenario.
+    /// The text is not a valid scenario.
     #[error("scenario {name}: {reason}")]
     Invalid {
-        /// Which.
+        /// The scenario.
         name: String,
-        /// What is wrong, and where.
+        /// The mistake and its place.
         reason: String,
     },
 }
 
 impl Scenario {
-    /// The shipped scenario of that name, or the file at that path.
+    /// Returns the built-in scenario of this name, or reads the file at this path.
     ///
     /// # Errors
-    /// There is none, or it is not a scenario.
+    /// There is no such scenario, or it is invalid.
     pub fn find(name: &str) -> Result<Self, ScenarioError> {
         if let Some(shipped) = SHIPPED.iter().find(|shipped| shipped.name == name) {
             return Self::parse(name, shipped.text);
@@ -317,10 +320,10 @@ impl Scenario {
         Self::parse(&stem.unwrap_or_else(|| name.to_owned()), &text)
     }
 
-    /// Reads a scenario.
+    /// Parses a scenario.
     ///
     /// # Errors
-    /// The first thing that is wrong.
+    /// The scenario is invalid; the first mistake is reported.
     pub fn parse(name: &str, text: &str) -> Result<Self, ScenarioError> {
         let invalid = |reason: String| ScenarioError::Invalid { name: name.to_owned(), reason };
         let mut scenario: Self =
@@ -332,18 +335,18 @@ impl Scenario {
 
     fn check(&self) -> Result<(), String> {
         if self.honest.is_empty() {
-            return Err("no [[honest]]: without them nothing can be harmed".to_owned());
+            return Err("at least one [[honest]] is required".to_owned());
         }
         if self.phases.alone.is_zero() || self.whole() > Duration::from_secs(86_400) {
             return Err("phases: alone must be above 0, and all of them at most a day".to_owned());
         }
         if !self.attackers.is_empty() && self.phases.attack.is_zero() {
-            return Err("phases: attackers want an attack that is longer than 0".to_owned());
+            return Err("phases: attack must be above 0 if there are attackers".to_owned());
         }
         for honest in &self.honest {
             honest.rate.check(self.capacity.is_some()).map_err(|e| format!("[[honest]]: {e}"))?;
             if honest.stream > 100 {
-                return Err("[[honest]]: stream is 0 to 100 percent".to_owned());
+                return Err("[[honest]]: stream must be 0 to 100 percent".to_owned());
             }
         }
         for attacker in &self.attackers {
@@ -352,23 +355,23 @@ impl Scenario {
         let rates = self.honest.iter().map(|one| one.rate);
         let mut rates = rates.chain(self.attackers.iter().map(|one| one.rate));
         if self.hold.goodput.is_some() && !rates.any(Rate::wants_capacity) {
-            let why = "no rate is a multiple of it, so that it is not measured";
+            let why = "it is measured only if a rate is a multiple of it";
             return Err(format!("[hold]: goodput is a part of capacity; {why}"));
         }
         let mut seen = BTreeSet::new();
         match self.tenants().into_iter().find(|tenant| !seen.insert(tenant.name.to_owned())) {
-            Some(twice) => Err(format!("tenant {} stands in two places", twice.name)),
+            Some(twice) => Err(format!("tenant {} is in two places", twice.name)),
             None => Ok(()),
         }
     }
 
-    /// All phases together.
+    /// Returns the length of all phases together.
     pub fn whole(&self) -> Duration {
         let Phases { alone, attack, after } = self.phases;
         alone + attack + after
     }
 
-    /// Every tenant that a key is wanted of.
+    /// Returns every tenant that needs keys.
     pub fn tenants(&self) -> Vec<Wanted<'_>> {
         let plan = |plan: &Option<String>| plan.clone();
         let mut wanted = Vec::new();
@@ -397,7 +400,7 @@ impl Scenario {
         wanted
     }
 
-    /// The config of a gateway of our own, its tenants among it.
+    /// Returns the config of the temporary gateway with its tenants.
     pub fn own_config(&self) -> String {
         let mut config = self.gateway.config.clone();
         for Wanted { name, plan, pool, keys: _ } in self.tenants() {
@@ -415,27 +418,30 @@ impl Scenario {
 /// A tenant of a scenario.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wanted<'a> {
-    /// Its name.
+    /// The tenant's name.
     pub name: &'a str,
-    /// Its plan on a gateway of our own.
+    /// The plan of the tenants on the temporary gateway.
     pub plan: Option<String>,
-    /// Its pool there.
+    /// The pool on the temporary gateway.
     pub pool: Option<String>,
-    /// How many keys of it are used.
+    /// The number of keys.
     pub keys: u32,
 }
 
 impl Attacker {
     fn check(&self, has_capacity: bool) -> Result<(), String> {
         let kind = self.kind;
-        let by_rate = !matches!(kind, Kind::SlowReaders | Kind::Slowloris | Kind::RapidReset);
+        let by_rate = !matches!(
+            kind,
+            AttackKind::SlowReaders | AttackKind::Slowloris | AttackKind::RapidReset
+        );
         if by_rate {
             self.rate.check(has_capacity)?;
         } else if self.rate.is_given() {
             return Err(format!("{kind:?} has connections, not a rate"));
         }
         for (wrong, why) in [
-            (self.stream > 100, "stream is 0 to 100 percent"),
+            (self.stream > 100, "stream must be 0 to 100 percent"),
             (self.keys == 0 || self.sources == 0, "keys and sources must be above 0"),
             (self.connections == 0, "connections must be above 0"),
             (
@@ -444,8 +450,8 @@ impl Attacker {
             ),
             (self.sources > 65_000, "at most 65,000 sources"),
             (
-                kind == Kind::EarlyLeavers && self.leave_within.is_none(),
-                "early leavers want leave_within",
+                kind == AttackKind::EarlyLeavers && self.leave_within.is_none(),
+                "early leavers need leave_within",
             ),
         ] {
             if wrong {
@@ -455,11 +461,11 @@ impl Attacker {
         Ok(())
     }
 
-    /// The questions; each kind has its own where none is given.
+    /// Returns the prompts; each kind of attack has its own default.
     pub fn prompts(&self) -> Vec<String> {
         let usual = match self.kind {
-            Kind::EndlessOutputs | Kind::SlowReaders => "Count from 1 to 400.",
-            Kind::Hogs => "What is 2 plus 2?",
+            AttackKind::EndlessOutputs | AttackKind::SlowReaders => "Count from 1 to 400.",
+            AttackKind::Hogs => "What is 2 plus 2?",
             _ => "Tell me a story.",
         };
         self.ask.texts(usual)
@@ -467,7 +473,7 @@ impl Attacker {
 }
 
 impl Honest {
-    /// The questions.
+    /// Returns the prompts.
     pub fn prompts(&self) -> Vec<String> {
         self.ask.texts("Count from 1 to 20.")
     }
@@ -481,7 +487,7 @@ impl Ask {
         prompts.iter().map(|prompt| format!("{filling}{prompt}")).collect()
     }
 
-    /// The most tokens of an answer.
+    /// Returns the largest number of tokens in an answer.
     pub fn most_tokens(&self) -> u32 {
         self.max_tokens.unwrap_or(64)
     }
@@ -496,24 +502,27 @@ impl Rate {
         let Self { rate, times_capacity, times_share, at_most } = self;
         let given: Vec<f64> = [rate, times_capacity, times_share].into_iter().flatten().collect();
         let [figure] = given[..] else {
-            return Err("one of rate, times_capacity and times_share is wanted".to_owned());
+            return Err(
+                "exactly one of rate, times_capacity and times_share is required".to_owned()
+            );
         };
         let is_rate = |figure: f64| figure.is_finite() && figure > 0.0 && figure <= 100_000.0;
         if !is_rate(figure) || !at_most.is_none_or(is_rate) {
-            return Err("a rate is above 0 and at most 100,000".to_owned());
+            return Err("a rate must be above 0 and at most 100,000".to_owned());
         }
         if rate.is_none() && !has_capacity {
-            return Err("times_capacity and times_share want a [capacity]".to_owned());
+            return Err("times_capacity and times_share need a [capacity]".to_owned());
         }
         Ok(())
     }
 
-    /// Whether capacity must be known for it.
+    /// Returns true if the rate needs the capacity.
     pub fn wants_capacity(self) -> bool {
         self.rate.is_none() && self.is_given()
     }
 
-    /// Requests a second, where `capacity` are answered and `sharers` share.
+    /// Returns the requests a second at this capacity and this number of sharing
+    /// tenants.
     pub fn per_second(self, capacity: f64, sharers: usize) -> f64 {
         let multiple = self.times_capacity.map(|times| times * capacity);
         let share = self.times_share.map(|times| times * capacity / sharers.max(1) as f64);
@@ -522,19 +531,21 @@ impl Rate {
     }
 }
 
-/// A list of names in which `a-{1..3}` stands for three.
+/// Parses a list of names, in which `a-{1..3}` stands for three.
 fn names<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<String>, D::Error> {
     let mut all = Vec::new();
     for name in Vec::<String>::deserialize(deserializer)? {
         match expand(&name) {
             Some(several) => all.extend(several),
             None => {
-                return Err(serde::de::Error::custom(format!("{name:?} is no name nor a range")));
+                return Err(serde::de::Error::custom(format!(
+                    "{name:?} is neither a name nor a range"
+                )));
             }
         }
     }
     if all.is_empty() {
-        return Err(serde::de::Error::custom("at least one tenant is wanted"));
+        return Err(serde::de::Error::custom("at least one tenant is required"));
     }
     Ok(all)
 }
@@ -555,7 +566,8 @@ fn expand(name: &str) -> Option<Vec<String>> {
 
 fn span<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
     let text = String::deserialize(deserializer)?;
-    let wrong = || serde::de::Error::custom(format!("{text:?} is not a span such as 10s or 250ms"));
+    let wrong =
+        || serde::de::Error::custom(format!("{text:?} is not a duration such as 10s or 250ms"));
     let (number, nanos) = unit(
         &text,
         &[("ms", 1_000_000), ("s", 1_000_000_000), ("m", 60_000_000_000), ("h", 3_600_000_000_000)],
@@ -576,7 +588,7 @@ fn some_size<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, 
     number.checked_mul(bytes).map(Some).ok_or_else(wrong)
 }
 
-/// A whole number and what its unit stands for.
+/// Splits a whole number from its unit. Returns the number and the unit's value.
 fn unit(text: &str, units: &[(&str, u64)]) -> Option<(u64, u64)> {
     let end = text.find(|c: char| !c.is_ascii_digit())?;
     let (number, unit) = text.split_at(end);
@@ -589,7 +601,7 @@ impl<'de> Deserialize<'de> for Arrivals {
         match String::deserialize(deserializer)?.as_str() {
             "poisson" => Ok(Self::Poisson),
             "uniform" => Ok(Self::Uniform),
-            _ => Err(serde::de::Error::custom("arrivals are \"poisson\" or \"uniform\"")),
+            _ => Err(serde::de::Error::custom("arrivals must be \"poisson\" or \"uniform\"")),
         }
     }
 }

@@ -1,5 +1,5 @@
-//! A place on the wire: a connection that is opened when it is first needed
-//! and opened again after it broke, and one request sent on it.
+//! A slot for a connection. The connection is opened when it is first needed and
+//! again after it broke. Also sends one request on a slot.
 
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -9,10 +9,10 @@ use tokio::sync::Mutex;
 use tokio::time::Instant;
 
 use crate::client::{ClientError, Connection, Protocol, Target};
-use crate::outcome::{End, Outcome, Seen, follow};
+use crate::outcome::{End, FollowedAnswer, Outcome, follow};
 
-/// One connection. Over h1 it carries one request at a time, so waiting for it
-/// is part of the latency.
+/// A slot for one connection. An HTTP/1.1 connection carries one request at a time,
+/// so waiting for it is part of the latency.
 pub(crate) struct Slot {
     target: Target,
     protocol: Protocol,
@@ -25,7 +25,7 @@ impl Slot {
         Self { target, protocol, open: Mutex::new(None), turn: Mutex::new(()) }
     }
 
-    /// The connection, opened if it is not.
+    /// Returns the connection. Opens it if necessary.
     pub(crate) async fn open(&self) -> Result<Connection, ClientError> {
         let mut open = self.open.lock().await;
         if let Some(connection) = open.as_ref() {
@@ -35,13 +35,13 @@ impl Slot {
         Ok(open.insert(connection).clone())
     }
 
-    /// The next request opens a new one.
+    /// Drops a broken connection, so that the next request opens a new one.
     pub(crate) async fn broke(&self) {
         self.open.lock().await.take();
     }
 }
 
-/// Sends `body` for sender number `tenant`, due at `at`, and follows the answer.
+/// Sends `body` for tenant number `tenant`, due at `at`, and reads the answer.
 pub(crate) async fn send(
     slot: &Slot,
     tenant: usize,
@@ -53,7 +53,7 @@ pub(crate) async fn send(
     send_noting(slot, tenant, body, stream, at, timeout, &OnceLock::new()).await
 }
 
-/// The same; `begun` is set at the first content of a stream.
+/// Does the same as [`send`]. Sets `begun` at the first content of a stream.
 pub(crate) async fn send_noting(
     slot: &Slot,
     tenant: usize,
@@ -66,7 +66,7 @@ pub(crate) async fn send_noting(
     let mut late = Duration::ZERO;
     let sending = async {
         let connection = slot.open().await?;
-        // h1: hold the connection until the answer has been read.
+        // HTTP/1.1 needs the connection until the answer is complete.
         let _turn = if connection.is_http2() { None } else { Some(slot.turn.lock().await) };
         late = at.elapsed();
         follow(&connection, body, stream, at, begun).await
@@ -74,7 +74,7 @@ pub(crate) async fn send_noting(
     let seen = tokio::time::timeout_at(at + timeout, sending).await;
     let whole = at.elapsed();
     let end = match seen {
-        Ok(Ok(Seen { end, first_token, gaps, tokens, at_worker })) => {
+        Ok(Ok(FollowedAnswer { end, first_token, gaps, tokens, at_worker })) => {
             return Outcome { tenant, end, late, first_token, gaps, whole, tokens, at_worker };
         }
         Ok(Err(error)) => End::Error(error.kind()),
@@ -85,7 +85,7 @@ pub(crate) async fn send_noting(
 }
 
 impl Outcome {
-    /// One that saw nothing of an answer.
+    /// Creates the outcome of a request without an answer.
     pub(crate) fn ended(tenant: usize, end: End, whole: Duration) -> Self {
         Self {
             tenant,

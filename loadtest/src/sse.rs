@@ -1,27 +1,27 @@
-//! Server-sent events as the OpenAI API uses them: `data:` lines and comments.
-//! Reads whatever pieces the network delivers; bounded by one event's size.
+//! A parser of server-sent events in the form of the OpenAI API: `data:` lines and
+//! comments. It accepts pieces of any size and buffers one event at most.
 
 use bytes::{Bytes, BytesMut};
 
-/// The longest event that is believed, bytes.
+/// Bytes of the longest event.
 const LONGEST_EVENT: usize = 1 << 20;
 
-/// Takes bytes and gives the payloads of `data:` lines.
+/// A parser that returns the payloads of `data:` lines.
 #[derive(Debug, Default)]
 pub struct Events {
     buffer: BytesMut,
 }
 
-/// A line that is longer than any honest event.
+/// An error for a line that is too long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a server-sent event is longer than {LONGEST_EVENT} bytes")]
 pub struct TooLong;
 
 impl Events {
-    /// Takes the next piece of the stream; returns the payloads that are whole.
+    /// Adds the next piece of the stream. Returns the payloads that are complete.
     ///
     /// # Errors
-    /// [`TooLong`] when a line does not end.
+    /// [`TooLong`] if a line does not end.
     pub fn push(&mut self, piece: &[u8]) -> Result<Vec<Bytes>, TooLong> {
         self.buffer.extend_from_slice(piece);
         let mut payloads = Vec::new();
@@ -32,6 +32,7 @@ impl Events {
                 payloads.push(Bytes::copy_from_slice(payload.trim_ascii_start()));
             }
         }
+        // A server that never ends a line must not fill the memory.
         if self.buffer.len() > LONGEST_EVENT { Err(TooLong) } else { Ok(payloads) }
     }
 }
@@ -41,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn any_split_gives_the_same_events() {
+    fn events_parse_the_same_at_any_split() {
         let stream = b"data: {\"a\":1}\n\n: keep-alive\n\ndata:{}\r\n\r\ndata: [DONE]\n\n";
         for split in 0..stream.len() {
             let mut events = Events::default();
@@ -52,7 +53,7 @@ mod tests {
     }
 
     #[test]
-    fn an_endless_line_is_refused() {
+    fn events_refuse_endless_lines() {
         let mut events = Events::default();
         assert_eq!(events.push(&vec![b'x'; LONGEST_EVENT + 1]), Err(TooLong));
     }

@@ -1,43 +1,43 @@
-//! Says whether what a scenario asks for held. A figure that stands on too few
-//! samples, or that a late generator may have spoiled, is said to be unclear,
-//! never to hold and never to be broken.
+//! The verdict on a scenario's expectations. A figure with too few samples, or one
+//! that a late generator may have distorted, is unclear: it neither holds nor is
+//! broken.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::drill::{AttackerSeen, Drill, HonestSample, ProcessPoint, Span};
+use crate::drill::{AttackerResult, Drill, HonestSample, ProcessPoint, Span};
 use crate::outcome::End;
-use crate::scenario::{Hold, Kind, Scenario, Times};
+use crate::scenario::{AttackKind, Hold, Scenario, Times};
 
 mod figures;
 mod terminal;
 
 pub use figures::{Gathered, Latencies, PhaseFigures, Quantile};
 
-/// One thing that must hold.
+/// An expectation with its result.
 #[derive(Clone, Debug, Serialize)]
 pub struct Check {
-    /// What it is about.
+    /// The subject.
     pub what: String,
-    /// What was asked.
+    /// The expected bound.
     pub bound: String,
-    /// What was seen.
+    /// The observed value.
     pub observed: String,
-    /// Whether it held.
+    /// The verdict.
     pub verdict: Verdict,
 }
 
-/// Whether something held.
+/// A verdict.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// It held.
+    /// The expectation held.
     Holds,
-    /// Nothing can be said.
+    /// The observations allow no verdict.
     Unclear,
-    /// It did not.
+    /// The expectation was broken.
     Broken,
 }
 
@@ -46,7 +46,7 @@ impl Verdict {
         if holds { Self::Holds } else { Self::Broken }
     }
 
-    /// In a word.
+    /// Returns the verdict as a word.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Holds => "holds",
@@ -56,93 +56,92 @@ impl Verdict {
     }
 }
 
-/// Everything about a run that people and programs want to know.
+/// The report of a drill, for people and for programs.
 #[derive(Debug, Serialize)]
 pub struct DrillReport {
-    /// The scenario.
+    /// The scenario's name.
     pub scenario: String,
-    /// What it shows.
+    /// The scenario's description.
     pub about: String,
-    /// Unix seconds of the start.
+    /// The start in Unix seconds.
     pub started: u64,
-    /// The three phases.
+    /// The phase before the attack.
     pub alone: Span,
     /// See [`DrillReport::alone`].
     pub attack: Span,
     /// See [`DrillReport::alone`].
     pub after: Span,
-    /// The worst of the checks.
+    /// The worst verdict of the checks.
     pub verdict: Verdict,
-    /// What had to hold.
+    /// The expectations with their results.
     pub checks: Vec<Check>,
-    /// Whether the generator kept to its own times.
+    /// True if the generator sent requests in time.
     pub generator_kept_up: bool,
-    /// What the gateway could do, where it was asked.
-    pub capacity: Vec<crate::drill::Found>,
-    /// The honest, by phase.
+    /// The measured capacity of the gateway.
+    pub capacity: Vec<crate::drill::MeasuredCapacity>,
+    /// The honest requests by phase.
     pub honest: Phased<PhaseFigures>,
-    /// The honest by tenant and phase.
+    /// The honest requests by tenant and phase.
     pub tenants: BTreeMap<String, Phased<PhaseFigures>>,
     /// The attackers.
     pub attackers: Vec<AttackerFigures>,
-    /// Refusals and other ends of attackers' requests by second.
+    /// The outcomes of the attackers' requests, by second.
     pub refusals: Vec<BTreeMap<String, u64>>,
-    /// Device time by tenant within the attack, nanoseconds.
+    /// The device time of each tenant in the attack, in nanoseconds.
     pub device_time_in_attack: BTreeMap<String, u64>,
-    /// Memory and descriptors over time.
+    /// Memory and descriptors of each process over time.
     pub processes: BTreeMap<String, Vec<ProcessPoint>>,
-    /// Device time by tenant over time, nanoseconds.
+    /// The device time of each tenant over time, in nanoseconds.
     pub shares: crate::drill::Shares,
-    /// Each honest request: when it was due, its first token in milliseconds,
-    /// and whether it was answered.
+    /// The honest requests: due time, time to the first token, and success.
     pub points: Vec<Point>,
 }
 
-/// The same for each phase.
+/// A value for each phase.
 #[derive(Clone, Debug, Serialize)]
 pub struct Phased<T> {
-    /// Before the attack.
+    /// The value before the attack.
     pub alone: T,
-    /// In it.
+    /// The value in the attack.
     pub attack: T,
-    /// After it.
+    /// The value after the attack.
     pub after: T,
 }
 
-/// An honest request, to be drawn.
+/// An honest request, as a point of a plot.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Point {
-    /// When it was due, seconds.
+    /// The due time in seconds.
     pub at: f64,
-    /// Milliseconds to its first token.
+    /// Milliseconds to the first token.
     pub first_token_ms: Option<f64>,
-    /// Whether it was answered whole.
+    /// True if the answer was complete.
     pub answered: bool,
 }
 
-/// What an attacker did and got.
+/// The figures of an attacker.
 #[derive(Clone, Debug, Serialize)]
 pub struct AttackerFigures {
-    /// What it did.
+    /// The kind of the attack.
     pub kind: String,
-    /// Who it was.
+    /// The attacker's tenants.
     pub who: String,
-    /// Requests a second it meant to send.
+    /// The planned requests a second.
     pub offered_rate: Option<f64>,
-    /// To the first token of its answers.
+    /// The time to the first token of the answers.
     pub first_token: Latencies,
-    /// What became of them.
+    /// The counts of outcomes.
     pub outcomes: BTreeMap<String, u64>,
-    /// Connections that the gateway ended, and the age of the oldest, seconds.
+    /// The number of connections that the gateway closed.
     pub closed: u64,
     /// See [`AttackerFigures::closed`].
     pub oldest_closed: Option<f64>,
-    /// The oldest that was still open at the end, seconds.
+    /// The age in seconds of the oldest connection that was open at the end.
     pub oldest_open: Option<f64>,
 }
 
 impl DrillReport {
-    /// Judges `drill`.
+    /// Compares the drill with the scenario's expectations.
     pub fn new(scenario: &Scenario, drill: &Drill) -> Self {
         let gathered = Gathered::new(drill);
         let checks = Judge { scenario, drill, gathered: &gathered }.checks();
@@ -172,7 +171,7 @@ impl DrillReport {
 }
 
 impl AttackerFigures {
-    fn new(seen: &AttackerSeen) -> Self {
+    fn new(seen: &AttackerResult) -> Self {
         let oldest_closed = seen.closed_after.iter().copied().reduce(f64::max);
         Self {
             kind: kind_name(seen.kind).to_owned(),
@@ -195,7 +194,7 @@ fn point(sample: &HonestSample) -> Point {
     }
 }
 
-fn refusals(attackers: &[AttackerSeen]) -> Vec<BTreeMap<String, u64>> {
+fn refusals(attackers: &[AttackerResult]) -> Vec<BTreeMap<String, u64>> {
     let mut all: Vec<BTreeMap<String, u64>> = Vec::new();
     for seen in attackers {
         for (second, counts) in seen.tally.seconds().iter().enumerate() {
@@ -210,24 +209,24 @@ fn refusals(attackers: &[AttackerSeen]) -> Vec<BTreeMap<String, u64>> {
     all
 }
 
-/// A kind as scenarios write it.
-pub fn kind_name(kind: Kind) -> &'static str {
+/// Returns a kind as scenarios write it.
+pub fn kind_name(kind: AttackKind) -> &'static str {
     match kind {
-        Kind::Flood => "flood",
-        Kind::ManySources => "many_sources",
-        Kind::CostlyPrompts => "costly_prompts",
-        Kind::Hogs => "hogs",
-        Kind::EndlessOutputs => "endless_outputs",
-        Kind::Sybils => "sybils",
-        Kind::EarlyLeavers => "early_leavers",
-        Kind::RetryStorm => "retry_storm",
-        Kind::SlowReaders => "slow_readers",
-        Kind::Slowloris => "slowloris",
-        Kind::RapidReset => "rapid_reset",
+        AttackKind::Flood => "flood",
+        AttackKind::ManySources => "many_sources",
+        AttackKind::CostlyPrompts => "costly_prompts",
+        AttackKind::Hogs => "hogs",
+        AttackKind::EndlessOutputs => "endless_outputs",
+        AttackKind::Sybils => "sybils",
+        AttackKind::EarlyLeavers => "early_leavers",
+        AttackKind::RetryStorm => "retry_storm",
+        AttackKind::SlowReaders => "slow_readers",
+        AttackKind::Slowloris => "slowloris",
+        AttackKind::RapidReset => "rapid_reset",
     }
 }
 
-/// Goes through what a scenario asks.
+/// The comparison of a drill with its expectations.
 struct Judge<'a> {
     scenario: &'a Scenario,
     drill: &'a Drill,
@@ -276,7 +275,7 @@ impl Judge<'_> {
             .map(|(what, count)| format!("{count} x {what}"))
             .collect();
         Check {
-            what: "honest requests answered, in and after the attack".to_owned(),
+            what: "honest requests answered in and after the attack".to_owned(),
             bound: format!("at least {:.1} %", least * 100.0),
             observed: match failures.is_empty() {
                 true => format!("{done} of {due}"),
@@ -297,8 +296,10 @@ impl Judge<'_> {
             let most = most?;
             let (before, then) = (quantile(alone), quantile(attack));
             let bound = match times.or_added {
-                Some(added) => format!("at most {most} x alone, or {} ms more", added.as_millis()),
-                None => format!("at most {most} x alone"),
+                Some(added) => {
+                    format!("at most {most} x the time before, or {} ms more", added.as_millis())
+                }
+                None => format!("at most {most} x the time before"),
             };
             let (observed, verdict) = match (before, then) {
                 (Quantile::Known(before), Quantile::Known(then)) => {
@@ -306,18 +307,19 @@ impl Judge<'_> {
                         then <= before * most || added.is_some_and(|added| then <= before + added);
                     let verdict = match fits {
                         true => Verdict::Holds,
-                        // A late generator makes latencies longer, never shorter.
+                        // A late generator makes latencies longer and never
+                        // shorter, so a limit that holds is certain.
                         false if !self.gathered.generator_kept_up => Verdict::Unclear,
                         false => Verdict::Broken,
                     };
                     let times = then / before.max(1e-3);
                     (
-                        format!("{before:.1} ms alone, {then:.1} ms in the attack: {times:.2} x"),
+                        format!("{before:.1} ms before, {then:.1} ms in the attack: {times:.2} x"),
                         verdict,
                     )
                 }
                 (before, then) => {
-                    (format!("alone {before}, in the attack {then}"), Verdict::Unclear)
+                    (format!("before: {before}, in the attack: {then}"), Verdict::Unclear)
                 }
             };
             Some(Check { what: format!("honest {name}, {label}"), bound, observed, verdict })
@@ -337,10 +339,10 @@ impl Judge<'_> {
                 format!("honest {ours:.1} ms, attackers {theirs:.1} ms: {:.1} x", theirs / ours),
                 Verdict::of(theirs >= ours * least),
             ),
-            (ours, theirs) => (format!("honest {ours}, attackers {theirs}"), Verdict::Unclear),
+            (ours, theirs) => (format!("honest: {ours}, attackers: {theirs}"), Verdict::Unclear),
         };
         Check {
-            what: "attackers' own wait for a first token, against the honest, p50".to_owned(),
+            what: "attackers' wait for the first token, relative to honest tenants, p50".to_owned(),
             bound: format!("at least {least} x"),
             observed,
             verdict,
@@ -361,14 +363,15 @@ impl Judge<'_> {
             }
         };
         Check {
-            what: "honest as before the attack again".to_owned(),
+            what: "honest requests are as before the attack again".to_owned(),
             bound: format!("within {} s", most.as_secs_f64()),
             observed,
             verdict,
         }
     }
 
-    /// Whoever is refused is told so: no other fault, no body that is no error.
+    /// Checks that refusals are clear: no other server errors, and no body that is
+    /// not an error.
     fn clear_refusals(&self) -> Option<Check> {
         let attackers = self.drill.attackers.iter().flat_map(|seen| seen.tally.totals());
         let all: Vec<(String, u64)> = attackers
@@ -379,8 +382,8 @@ impl Judge<'_> {
         let named: Vec<String> =
             all.iter().map(|(what, count)| format!("{count} x {what}")).collect();
         Some(Check {
-            what: "whoever is refused is told so clearly".to_owned(),
-            bound: "no 5xx but 503 and 504, no malformed answer".to_owned(),
+            what: "refusals are clear".to_owned(),
+            bound: "no 5xx except 503 and 504, no malformed answer".to_owned(),
             observed: if faults == 0 { "none".to_owned() } else { named.join(", ") },
             verdict: Verdict::of(faults == 0),
         })
@@ -393,8 +396,8 @@ impl Judge<'_> {
         }
         let unclear = |what: &str| Check {
             what: what.to_owned(),
-            bound: "watched".to_owned(),
-            observed: "not known: give --admin-url".to_owned(),
+            bound: "observed".to_owned(),
+            observed: "unknown; give --admin-url".to_owned(),
             verdict: Verdict::Unclear,
         };
         if self.drill.processes.is_empty() {
@@ -415,7 +418,11 @@ impl Judge<'_> {
                 checks.push(Check {
                     what: format!("memory of the {name}"),
                     bound: format!("grows by at most {} MiB", most >> 20),
-                    observed: format!("{:.1} MiB alone, {:.1} MiB at most", mib(memory), mib(peak)),
+                    observed: format!(
+                        "{:.1} MiB before, {:.1} MiB at most",
+                        mib(memory),
+                        mib(peak)
+                    ),
                     verdict: Verdict::of(grown <= most),
                 });
             }
@@ -424,8 +431,8 @@ impl Judge<'_> {
                 let peak = later.map(|point| point.descriptors).max().unwrap_or(descriptors);
                 checks.push(Check {
                     what: format!("open descriptors of the {name}"),
-                    bound: format!("at the end at most {most} more than alone"),
-                    observed: format!("{descriptors} alone, {peak} at most, {last} at the end"),
+                    bound: format!("at the end at most {most} more than before"),
+                    observed: format!("{descriptors} before, {peak} at most, {last} at the end"),
                     verdict: Verdict::of(last.saturating_sub(descriptors) <= most),
                 });
             }
@@ -443,7 +450,7 @@ impl Judge<'_> {
         };
         let (once, often) = (rate(alone), rate(attack));
         Check {
-            what: "attackers' accepted load with retries, against without".to_owned(),
+            what: "attackers' accepted requests with retries, relative to without".to_owned(),
             bound: format!("at most {most} x"),
             observed: format!(
                 "{once:.2}/s without, {often:.2}/s with: {:.2} x",
@@ -460,7 +467,7 @@ impl Judge<'_> {
         let most = self.drill.capacity.iter().map(|found| found.tokens_per_second);
         let capacity = most.fold(0.0, f64::max);
         Check {
-            what: "tokens answered to all in the attack, against capacity".to_owned(),
+            what: "answered tokens in the attack, relative to the capacity".to_owned(),
             bound: format!("at least {:.0} %", least * 100.0),
             observed: format!(
                 "{rate:.0}/s of {capacity:.0}/s: {:.0} %",
@@ -480,7 +487,7 @@ impl Judge<'_> {
         let theirs: u64 = names.filter_map(|name| times.get(name)).sum();
         let share = theirs as f64 / whole.max(1) as f64;
         Check {
-            what: "attackers' part of device time in the attack".to_owned(),
+            what: "attackers' part of the device time in the attack".to_owned(),
             bound: format!("at most {:.0} %", most * 100.0),
             observed: format!("{:.1} % of {:.2} s", share * 100.0, whole as f64 / 1e9),
             verdict: if whole == 0 { Verdict::Unclear } else { Verdict::of(share <= most) },
@@ -488,27 +495,27 @@ impl Judge<'_> {
     }
 }
 
-fn closed(seen: &AttackerSeen, most: Duration) -> Check {
+fn closed(seen: &AttackerResult, most: Duration) -> Check {
     let most = most.as_secs_f64();
     let oldest = seen.closed_after.iter().copied().fold(seen.oldest_open, f64::max);
-    // The generator looks a moment later than the gateway acts.
+    // The generator notices the end a moment after the gateway acts.
     let verdict = match (seen.closed_after.is_empty(), oldest > most + 1.0) {
         (_, true) => Verdict::Broken,
         (true, false) => Verdict::Unclear,
         (false, false) => Verdict::Holds,
     };
     Check {
-        what: format!("each connection of {} ({}) is ended", kind_name(seen.kind), seen.who),
+        what: format!("each connection of {} ({}) is closed", kind_name(seen.kind), seen.who),
         bound: format!("within {most} s"),
         observed: match seen.closed_after.is_empty() {
-            true => "none was ended".to_owned(),
-            false => format!("{} ended, the oldest after {oldest:.2} s", seen.closed_after.len()),
+            true => "none was closed".to_owned(),
+            false => format!("{} closed, the oldest after {oldest:.2} s", seen.closed_after.len()),
         },
         verdict,
     }
 }
 
-/// Whether an outcome is our fault rather than a plain no.
+/// Returns true if the outcome is a fault of the gateway and not a refusal.
 fn is_fault(what: &str) -> bool {
     let status = what.split(' ').next().and_then(|word| word.parse::<u16>().ok());
     let bad_status = status.is_some_and(|status| status >= 500 && status != 503 && status != 504);

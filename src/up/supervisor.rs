@@ -71,6 +71,8 @@ impl WorkerCommand {
             if !phases.ready.is_cancelled() {
                 return Ok(Ended::NeverReady(status));
             }
+            // A worker that ran for a while has no lasting fault, so its restart
+            // need not wait.
             if started.elapsed() >= STEADY {
                 backoff = FIRST_BACKOFF;
             }
@@ -129,6 +131,7 @@ impl WorkerCommand {
             .args(&self.arguments)
             .envs(self.visible_gpu.iter().map(|uuid| ("CUDA_VISIBLE_DEVICES", uuid)))
             .stdin(Stdio::piped())
+            // Standard output is for the banner of `up` only.
             .stdout(Stdio::null())
             .kill_on_drop(true)
             // A group of its own: Ctrl-C in a terminal must reach this process alone,

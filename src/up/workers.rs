@@ -35,6 +35,8 @@ pub fn plan(config: &Config, data: &Path, sockets: &Path) -> Result<Vec<Planned>
             None => demo_model::lay_out(data)?,
         };
         for device in &model.devices {
+            // Names are stable across restarts with the same config, so each worker
+            // finds its journal again.
             let name = WorkerName::new(&planned.len().to_string())?;
             let socket = sockets.join(format!("{name}.sock"));
             let mut options = WorkerOptions::new(

@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use tollgate_config::Config;
 use tollgate_loadtest::client::{Protocol, Target};
-use tollgate_loadtest::frames::{self, Ends, Frame, Kind};
+use tollgate_loadtest::frames::{self, Ends, Frame, FrameKind};
 
 use super::{Canary, Finding, ProbeResult, shown};
 
@@ -245,7 +245,7 @@ async fn cancels(target: &Target, most: u32, budget: Duration) -> Result<ProbeRe
         let mut buffer = BytesMut::new();
         while matches!(reading.read_buf(&mut buffer).await, Ok(1..)) {
             while let Some(frame) = Frame::take(&mut buffer) {
-                if frame.kind == Kind::GOAWAY {
+                if frame.kind == FrameKind::GOAWAY {
                     return;
                 }
             }

@@ -110,7 +110,7 @@ async fn revocation_ends_running_streams_on_request() {
         serde_json::from_str(&gateway.command(&["keys", "list", "--json"])).expect("JSON");
     let id = listed["keys"][0]["key"].as_str().expect("an id").to_owned();
     let said = gateway.command(&["keys", "revoke", &id, "--end-streams"]);
-    assert!(said.contains("what it had under way ends"), "{said}");
+    assert!(said.contains("its running requests end"), "{said}");
     let revoked = Instant::now();
     tokio::time::sleep(Duration::from_secs(2)).await;
     let rest = stream.collect().await.expect("it ends in order").to_bytes();

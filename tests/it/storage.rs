@@ -100,7 +100,7 @@ async fn ledger_is_checked_copied_and_restored() {
     // The backup in its place: what came after it comes from the worker's
     // journal, whose file is still there.
     let told = gateway.command(&["ledger", "restore", &shown]);
-    assert!(told.contains("is restored; what was there is"), "{told}");
+    assert!(told.contains("is restored; the old ledger is"), "{told}");
     let mut gateway = gateway.restart();
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     billed(&connection).await;

@@ -67,6 +67,7 @@ impl Work {
         if !weight.is_finite() || weight <= 0.0 {
             return Err(invalid("the weight must be above 0"));
         }
+        // A gateway with a fault could send numbers that overflow.
         let choices = prompts.len().saturating_mul(choices_each as usize);
         if choices == 0 || choices > MOST_CHOICES {
             return Err(invalid("the number of choices must be from 1 to 1024"));
@@ -136,6 +137,7 @@ fn params(sampling: v1::Sampling) -> SamplingParams {
         repetition_penalty,
     } = sampling;
     let mut logit_bias: Vec<(u32, f32)> = logit_bias.into_iter().collect();
+    // A map has no order, and the same request must be sampled in the same way.
     logit_bias.sort_unstable_by_key(|&(token, _)| token);
     SamplingParams {
         temperature,

@@ -66,6 +66,7 @@ fn kept(path: &Path, key: &str) -> Option<CostTable> {
 fn keep(folder: &Path, path: &PathBuf, table: &CostTable) -> io::Result<()> {
     fs::create_dir_all(folder)?;
     let bytes = serde_json::to_vec_pretty(table)?;
+    // A crash while writing must not leave half a table under the final name.
     let draft = path.with_extension(format!("draft-{}", std::process::id()));
     let file = fs::File::create(&draft)?;
     io::Write::write_all(&mut &file, &bytes)?;

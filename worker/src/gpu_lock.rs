@@ -243,7 +243,7 @@ fn host_folder() -> PathBuf {
     folder.join("tollgate-gpus")
 }
 
-/// Returns a safe file name for a UUID, whose text the driver chooses.
+/// Returns a safe file name for a UUID. The driver chooses the text of the UUID.
 fn file_name(uuid: &str) -> String {
     let harmless = |c: char| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' };
     uuid.chars().take(128).map(harmless).collect()

@@ -85,6 +85,8 @@ pub(crate) fn load(options: &WorkerOptions) -> Result<Loaded, WorkerError> {
     let bytes = read(&path)?;
     let tokenizer = Tokenizer::from_json(&bytes).map_err(|source| text(&path, source))?;
     if let Source::Model(files) = &engine {
+        // A tokenizer with more tokens than the model would produce tokens without
+        // weights.
         files.check_tokenizer(u32::try_from(tokenizer.vocabulary_size()).unwrap_or(u32::MAX))?;
     }
     let Template { asset: template_asset, context: template_context, end } =
@@ -92,6 +94,8 @@ pub(crate) fn load(options: &WorkerOptions) -> Result<Loaded, WorkerError> {
     let (claimed, table) = match engine {
         Source::Model(files) => (on_device(&files, options)?, None),
         Source::Synthetic(device) => {
+            // The synthetic engine needs no weights, so only the tokenizer's texts
+            // are used.
             let text = synthetic_text(&tokenizer, end.as_deref());
             let step_tokens = options.step_tokens;
             let SyntheticDevice { cost, kv_tokens, context, policy: _, faults: _ } = *device;
@@ -289,6 +293,7 @@ fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>, WorkerError> {
 
 fn read(path: &Path) -> Result<Vec<u8>, WorkerError> {
     let read = || {
+        // The bound protects the memory of the worker from a wrong file.
         if fs::metadata(path)?.len() > MOST_TEXT_BYTES {
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, "it is larger than 64 MiB"));
         }

@@ -181,6 +181,7 @@ impl Checks {
         gone: &Receiver<EngineHandle>,
     ) {
         let every = self.parts.options.every;
+        // The energy counter must be read much more often than the health.
         let pace = if self.parts.meter.is_some() { every.min(READ_EVERY) } else { every };
         let clock = Arc::clone(&self.parts.clock);
         let mut due = clock.now();

@@ -72,6 +72,7 @@ impl<'nvml> MonitoredDevice<'nvml> {
         let by_power = ThrottleReasons::SW_POWER_CAP | ThrottleReasons::HW_POWER_BRAKE_SLOWDOWN;
         let ecc = |kind| reported(device.total_ecc_errors(kind, EccCounter::Volatile));
         let processes = reported(device.running_compute_processes())?;
+        // NVML lists the processes of the host; this one is found by its id.
         let ours = processes.as_ref().and_then(|processes| {
             let us = std::process::id();
             processes.iter().find(|process| process.pid == us).and_then(|process| {
@@ -108,6 +109,7 @@ impl<'nvml> MonitoredDevice<'nvml> {
     fn xids(&self) -> Result<Vec<u64>, NvmlError> {
         let mut xids = Vec::new();
         let Some(events) = &self.events else { return Ok(xids) };
+        // A faulty device may report events without end.
         while xids.len() < MOST_EVENTS {
             match events.wait(0) {
                 Ok(event) => xids.push(match event.event_data {

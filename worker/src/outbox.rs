@@ -80,6 +80,8 @@ impl Outbox {
 impl Drop for Outbox {
     fn drop(&mut self) {
         let mut shared = lock(&self.shared);
+        // `finish` has set the end already if the engine ended the request in
+        // order.
         shared.end.get_or_insert(Some(Status::internal("the worker's engine failed")));
         shared.wake();
     }

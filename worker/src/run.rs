@@ -43,6 +43,8 @@ pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
     let mut shutdown =
         ShutdownListener::listen(options.parent.take()).map_err(WorkerError::Signals)?;
     let step_timeout = options.step_timeout;
+    // The socket comes first: a second worker with the same socket must fail before
+    // it takes a device.
     let Socket { listener, file: socket_file } = socket::listen(&options.socket).await?;
     let starting = tokio::task::spawn_blocking(move || Started::new(&options));
     let Started { service, engine, journal, journal_folder, monitor } = tokio::select! {
@@ -72,6 +74,8 @@ pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
             Err(error) => WorkerError::Thread(error.into()),
         }),
     };
+    // Time after an engine failure counts as lost, since the device may still have
+    // been busy.
     let tail = if matches!(end, End::Idle) { Tail::Idle } else { Tail::Loss };
     // A disk that hangs would hold the journal's lock for ever.
     let closed = match tokio::time::timeout(LAST_SYNC, close(&journal, tail)).await {
@@ -84,6 +88,8 @@ pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
     ended.cancel();
     tasks.close();
     let _ = tokio::time::timeout(LAST_ANSWERS, tasks.wait()).await;
+    // The socket's file goes last, so that a successor waits until the journal is
+    // closed.
     drop((socket_file, monitor));
     match end {
         End::Broken(error) => Err(error.into()),
@@ -154,6 +160,7 @@ impl Started {
             },
         )
         .map_err(failed)?;
+        // Calibration used the device, so its time is on the platform's account.
         journal.overhead(began, device_time).map_err(failed)?;
         journal.start().map_err(WorkerError::Thread)?;
         let announcement = announcement(options, epoch, &loaded, &table);
@@ -380,6 +387,7 @@ fn new_epoch() -> io::Result<WorkerEpoch> {
     let mut bits = [0; 16];
     let mut filled = 0;
     while filled < bits.len() {
+        // The system call may return fewer bytes than requested.
         filled += getrandom(&mut bits[filled..], GetRandomFlags::empty())?;
     }
     Ok(WorkerEpoch(u128::from_le_bytes(bits)))

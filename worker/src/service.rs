@@ -65,6 +65,7 @@ impl Worker for Service {
         let hash = request.into_inner().hash;
         let asset = self.assets.iter().find(|asset| asset.hash == hash);
         let bytes = asset.ok_or_else(|| Status::not_found("no such asset"))?.bytes.clone();
+        // Chunks keep each message below the limit of gRPC messages.
         let chunks = bytes.len().div_ceil(ASSET_CHUNK);
         let chunk = move |index: usize| {
             let end = bytes.len().min((index + 1) * ASSET_CHUNK);
@@ -88,6 +89,7 @@ impl Worker for Service {
         };
         let answers: Self::RunStream = match self.start(assignment) {
             Ok((request, attempt, events)) => {
+                // Ends the task that waits for a cancel as soon as the answer ends.
                 let listening = CancellationToken::new();
                 let stream = EventStream { listening: listening.clone().drop_guard(), events };
                 self.tasks.spawn(receive_cancel(
@@ -158,6 +160,7 @@ impl Service {
                 message: "the worker's device is not well".to_owned(),
             }));
         }
+        // Work that cannot be journalled cannot be billed, so it must not begin.
         if self.journal.is_full() {
             return Err(refused(Refusal {
                 reason: RefusedReason::Overloaded,
@@ -241,6 +244,7 @@ async fn send_status(
     sender: mpsc::Sender<Result<v1::WorkerStatus, Status>>,
 ) {
     let mut ticks = tokio::time::interval(STATUS_EVERY);
+    // After a stall one status is enough; a burst of old ones has no use.
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut last_sent: Option<(v1::WorkerStatus, Instant)> = None;
     loop {
@@ -262,7 +266,7 @@ async fn send_status(
     }
 }
 
-/// Builds the status message. A worker whose device is unhealthy reports that it
+/// Builds the status message. A worker with an unhealthy device reports that it
 /// drains, so that the gateway sends it no requests.
 fn status_message(
     epoch: WorkerEpoch,
@@ -315,6 +319,8 @@ async fn send_blocks(journal: Journal, sender: mpsc::Sender<Result<v1::JournalBl
     let mut synced = journal.watch();
     let mut feed = journal.feed();
     loop {
+        // Marked before reading: a sync that comes while reading must wake the task
+        // again.
         synced.mark_unchanged();
         loop {
             let (next, block) = match next_block(feed).await {

@@ -70,6 +70,7 @@ impl TokenSink for Sink {
     fn token(&mut self, choice: u32, token: GeneratedToken) -> Flow {
         let GeneratedToken { token: id, end, logprobs, attributed, reference } = token;
         let state = &mut self.choices[choice as usize];
+        // An end token has no text for the client.
         let released = if end {
             Released { text: String::new(), stopped: false }
         } else {

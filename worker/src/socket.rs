@@ -51,7 +51,7 @@ pub(crate) async fn listen(path: &Path) -> Result<Socket, WorkerError> {
 }
 
 /// Returns true once no process accepts connections on `path`. Waits for a
-/// predecessor: a worker whose parent was killed still finishes its step and its
+/// predecessor: a worker that lost its parent still finishes its step and its
 /// journal.
 async fn becomes_free(path: &Path) -> bool {
     let until = Instant::now() + PREDECESSOR;

@@ -15,7 +15,7 @@ use crate::energy::Meter;
 pub use crate::journal::{Disk, DiskFile, OsDisk};
 use crate::journal::{Feed, Journal, JournalOptions, Tail};
 
-/// The parameters of a journal, whose epoch begins when it is opened.
+/// The parameters of a journal. Its epoch begins when it is opened.
 pub struct HarnessOptions {
     /// The journal's folder.
     pub folder: PathBuf,

@@ -53,6 +53,8 @@ impl Checker<'_> {
             .iter()
             .filter_map(|(name, raw)| self.tenant(name, raw, &plans, &pools))
             .collect();
+        // Runs after tenants are resolved, because only a tenant connects a plan
+        // with a pool.
         self.plans_fit_pools(&tenants);
         let mut issuers = Vec::new();
         for (name, raw) in &root.auth.jwt {

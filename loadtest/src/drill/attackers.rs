@@ -1,7 +1,7 @@
-//! Attackers that speak proper HTTP and ask too much of it: floods, costly
-//! prompts, hogs, endless outputs, sybils, early leavers, retry storms. Each
-//! sends at its own rate whatever the answers say, and is gone, with all that
-//! it had under way, when the attack ends.
+//! Attackers that speak correct HTTP and ask for too much: floods, costly prompts,
+//! hogs, endless outputs, sybils, early leavers, retry storms. Each one sends at
+//! its own rate whatever the answers are. It stops at the end of the attack and
+//! cancels its requests.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -11,47 +11,24 @@ use bytes::Bytes;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use super::tally::{self, ANSWERED, Live, Tally};
+use super::attack::{Attack, AttackerResult};
+use super::tally::{self, ANSWERED, Tally};
 use super::{Ground, Stage, plays_before, wire};
 use crate::client::{Protocol, Target};
 use crate::outcome::End;
 use crate::plan::Random;
 use crate::run::chat_body;
-use crate::scenario::{Attacker, Kind};
+use crate::scenario::{AttackKind, Attacker};
 use crate::slot::{Slot, send_noting};
 
-/// What one attacker saw.
-#[derive(Clone, Debug)]
-pub struct AttackerSeen {
-    /// What it did.
-    pub kind: Kind,
-    /// Its tenants, as the scenario names them, shortened.
-    pub who: String,
-    /// Requests a second that it meant to send; none where it has connections.
-    pub rate: Option<f64>,
-    /// What became of what it sent.
-    pub tally: Tally,
-    /// Tokens of its answers.
-    pub tokens: u64,
-    /// Milliseconds to the first token of each of its answers; of those that
-    /// still waited at the end, how long they had.
-    pub first_tokens: Vec<f64>,
-    /// How long the gateway let each of its connections live, in seconds.
-    pub closed_after: Vec<f64>,
-    /// The oldest connection that was still open at the end, in seconds.
-    pub oldest_open: f64,
-}
-
-/// The most requests of one attacker under way at once.
+/// Requests of one attacker in flight at most.
 const MOST_UNDER_WAY: usize = 4_096;
 
-/// How long an attacker waits for an answer.
+/// Time that an attacker waits for an answer.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// The most ages of connections, and first tokens, that are kept.
-const MOST_KEPT: usize = 100_000;
-
-/// The connections of an attacker: each key and each address at least once.
+/// Returns the targets of an attacker's connections: each key and each address is
+/// used at least once.
 pub(super) fn targets(
     attacker: &Attacker,
     number: usize,
@@ -69,8 +46,8 @@ pub(super) fn targets(
         if !may_choose_source {
             return target.clone();
         }
-        // 127.1.0.1 and on for the first attacker, 127.2.0.1 for the second:
-        // not the address of the honest.
+        // Attackers use 127.1.0.1 and following, 127.2.0.1 and following, and so
+        // on. Honest tenants use other addresses.
         let host = 1 + (index as u32 % attacker.sources);
         let [high, low] = (host as u16).to_be_bytes();
         let network = 1 + (number as u8 % 250);
@@ -79,15 +56,15 @@ pub(super) fn targets(
     (0..connections).map(one).collect()
 }
 
-/// Plays attacker `number` until the attack ends.
+/// Runs attacker `number` until the attack ends.
 pub(super) async fn run(
     ground: Arc<Ground>,
     number: usize,
     targets: Vec<Target>,
     rate: f64,
-) -> (usize, AttackerSeen) {
+) -> (usize, AttackerResult) {
     let attacker = ground.scenario.attackers[number].clone();
-    let seen = Arc::new(Mutex::new(AttackerSeen {
+    let seen = Arc::new(Mutex::new(AttackerResult {
         kind: attacker.kind,
         who: who(&attacker),
         rate: None,
@@ -103,12 +80,12 @@ pub(super) async fn run(
     let attack = Attack { ground: Arc::clone(&ground), attacker, seen: Arc::clone(&seen), end };
     let attacking = async {
         match attack.attacker.kind {
-            Kind::SlowReaders | Kind::Slowloris | Kind::RapidReset => {
+            AttackKind::SlowReaders | AttackKind::Slowloris | AttackKind::RapidReset => {
                 tokio::time::sleep_until(begin).await;
                 wire::run(attack, targets).await;
             }
             kind => {
-                seen.lock().expect("nobody panics under it").rate = Some(rate);
+                seen.lock().expect("no panic under the lock").rate = Some(rate);
                 if plays_before(kind) {
                     requests(attack.until(begin), &targets, rate, Tries::Once).await;
                 }
@@ -121,64 +98,18 @@ pub(super) async fn run(
         () = attacking => {}
         () = ground.stop.cancelled() => {}
     }
-    let seen = seen.lock().expect("nobody panics under it").clone();
+    let seen = seen.lock().expect("no panic under the lock").clone();
     (number, seen)
 }
 
-/// An attacker at work.
-#[derive(Clone)]
-pub(super) struct Attack {
-    pub(super) ground: Arc<Ground>,
-    pub(super) attacker: Attacker,
-    pub(super) seen: Arc<Mutex<AttackerSeen>>,
-    pub(super) end: Instant,
-}
-
-/// Whether a request is sent again as often as the scenario says.
+/// The retries of a refused request.
 #[derive(Clone, Copy)]
 enum Tries {
     Once,
     AsOften,
 }
 
-impl Attack {
-    fn until(&self, end: Instant) -> Self {
-        Self { end, ..self.clone() }
-    }
-
-    /// Counts what became of something sent now.
-    pub(super) fn count(&self, what: &str) {
-        let at = self.ground.at(Instant::now());
-        Live::count(&self.ground.live.attacks);
-        if what == ANSWERED {
-            Live::count(&self.ground.live.attacks_answered);
-        }
-        self.seen.lock().expect("nobody panics under it").tally.add(at, what);
-    }
-
-    fn waited(&self, span: Duration) {
-        let mut seen = self.seen.lock().expect("nobody panics under it");
-        if seen.first_tokens.len() < MOST_KEPT {
-            seen.first_tokens.push(span.as_secs_f64() * 1e3);
-        }
-    }
-
-    /// The gateway ended a connection that had lived since `opened`.
-    pub(super) fn closed(&self, opened: Instant) {
-        let mut seen = self.seen.lock().expect("nobody panics under it");
-        if seen.closed_after.len() < MOST_KEPT {
-            seen.closed_after.push(opened.elapsed().as_secs_f64());
-        }
-    }
-
-    /// A connection opened then is open still, at the end.
-    pub(super) fn still_open(&self, opened: Instant) {
-        let mut seen = self.seen.lock().expect("nobody panics under it");
-        seen.oldest_open = seen.oldest_open.max(opened.elapsed().as_secs_f64());
-    }
-}
-
-/// Requests at `rate` until the end; then nothing of them is left.
+/// Sends requests at `rate` until the end, then cancels all that are in flight.
 async fn requests(attack: Attack, targets: &[Target], rate: f64, tries: Tries) {
     let Attack { attacker, ground, end, .. } = &attack;
     let slots: Vec<Arc<Slot>> =
@@ -209,7 +140,9 @@ async fn requests(attack: Attack, targets: &[Target], rate: f64, tries: Tries) {
                 stream,
                 leaves: attacker.leave_within.map(|within| within.mul_f64(random.unit())),
                 tries: match tries {
-                    Tries::AsOften if attacker.kind == Kind::RetryStorm => 1 + attacker.retries,
+                    Tries::AsOften if attacker.kind == AttackKind::RetryStorm => {
+                        1 + attacker.retries
+                    }
                     _ => 1,
                 },
             };
@@ -218,11 +151,12 @@ async fn requests(attack: Attack, targets: &[Target], rate: f64, tries: Tries) {
         due += Duration::from_secs_f64(1.0 / rate);
     }
     tokio::time::sleep_until(*end).await;
-    // Dropping them resets their streams, and the slots close their connections.
+    // Dropping the tasks resets their streams, and dropping the slots closes the
+    // connections.
     under_way.shutdown().await;
 }
 
-/// One request of an attacker.
+/// A request of an attacker.
 struct One {
     attack: Attack,
     slot: Arc<Slot>,
@@ -258,7 +192,7 @@ impl One {
             wait.counts &= wait.begun.get().is_some();
             drop(wait);
             attack.count(&tally::outcome(&outcome.end));
-            attack.seen.lock().expect("nobody panics under it").tokens += outcome.tokens;
+            attack.seen.lock().expect("no panic under the lock").tokens += outcome.tokens;
             if outcome.end == End::Done {
                 return;
             }
@@ -266,9 +200,8 @@ impl One {
     }
 }
 
-/// A stream that waits for its first token. Dropped, by its end or by that of
-/// the attack, it says how long it did: leaving out those that still wait
-/// would leave out the longest.
+/// A stream that waits for its first token. Dropping it records the wait. Leaving
+/// out streams that still wait at the end would leave out the longest waits.
 struct Wait<'a> {
     attack: &'a Attack,
     since: Instant,

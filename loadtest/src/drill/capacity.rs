@@ -1,6 +1,6 @@
-//! What the gateway can do: a closed loop of one kind of request, for a few
-//! seconds, by a tenant that plays no other part. Rates given as multiples are
-//! multiples of this, so that a scenario means the same on any machine.
+//! The measurement of capacity: a closed loop of one kind of request for a few
+//! seconds, by a tenant with no other part in the drill. Rates that are given as
+//! multiples refer to it, so that a scenario has the same meaning on any machine.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,32 +15,35 @@ use crate::run::chat_body;
 use crate::scenario::{Capacity, Rate, Scenario};
 use crate::slot::{Slot, send};
 
-/// What was found for one kind of request.
+/// The capacity for one kind of request.
 #[derive(Clone, Debug, serde::Serialize)]
-pub struct Found {
-    /// The first of its questions, shortened.
+pub struct MeasuredCapacity {
+    /// The first prompt, shortened.
     pub asks: String,
-    /// The most tokens of an answer.
+    /// The largest number of tokens in an answer.
     pub max_tokens: u32,
-    /// Requests answered a second.
+    /// Answered requests a second.
     pub requests_per_second: f64,
-    /// Tokens answered a second.
+    /// Answered tokens a second.
     pub tokens_per_second: f64,
     #[serde(skip)]
     prompts: Vec<String>,
 }
 
-/// How long one answer may take.
+/// Time that one answer may take.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Streams of one connection.
+/// Streams on one connection.
 const STREAMS: u32 = 64;
 
-/// Finds what every rate of `scenario` asks for; nothing where none does.
-pub(super) async fn find(scenario: &Scenario, stage: &Stage) -> Result<Vec<Found>, DrillError> {
+/// Measures the capacity for every rate of `scenario` that needs it.
+pub(super) async fn find(
+    scenario: &Scenario,
+    stage: &Stage,
+) -> Result<Vec<MeasuredCapacity>, DrillError> {
     let Some(capacity) = &scenario.capacity else { return Ok(Vec::new()) };
     let target = &stage.keys[&capacity.tenant][0];
-    let mut found: Vec<Found> = Vec::new();
+    let mut found: Vec<MeasuredCapacity> = Vec::new();
     for (prompts, max_tokens, rate) in kinds(scenario) {
         let is_known = found.iter().any(|one| one.is_of(&prompts, max_tokens));
         if rate.wants_capacity() && !is_known {
@@ -50,13 +53,13 @@ pub(super) async fn find(scenario: &Scenario, stage: &Stage) -> Result<Vec<Found
     Ok(found)
 }
 
-/// Requests a second of this kind, where it was measured.
-pub(super) fn of(found: &[Found], prompts: &[String], max_tokens: u32) -> f64 {
+/// Returns the requests a second of this kind, or 0 if it was not measured.
+pub(super) fn of(found: &[MeasuredCapacity], prompts: &[String], max_tokens: u32) -> f64 {
     let one = found.iter().find(|one| one.is_of(prompts, max_tokens));
     one.map_or(0.0, |one| one.requests_per_second)
 }
 
-impl Found {
+impl MeasuredCapacity {
     fn is_of(&self, prompts: &[String], max_tokens: u32) -> bool {
         self.prompts == prompts && self.max_tokens == max_tokens
     }
@@ -75,7 +78,7 @@ async fn measure(
     target: &Target,
     prompts: Vec<String>,
     max_tokens: u32,
-) -> Result<Found, DrillError> {
+) -> Result<MeasuredCapacity, DrillError> {
     let connections = capacity.at_once.div_ceil(STREAMS);
     let slots: Vec<_> =
         (0..connections).map(|_| Arc::new(Slot::new(target.clone(), Protocol::Http2))).collect();
@@ -110,9 +113,9 @@ async fn measure(
     if answered == 0 {
         return Err(DrillError::NothingAnswered(failure.unwrap_or_default()));
     }
-    // What was under way at the end was answered, too, and took its time.
+    // Requests in flight at the end were answered, too, so their time counts.
     let seconds = started.elapsed().as_secs_f64();
-    Ok(Found {
+    Ok(MeasuredCapacity {
         asks: prompts[0].chars().rev().take(48).collect::<Vec<_>>().into_iter().rev().collect(),
         max_tokens,
         requests_per_second: answered as f64 / seconds,

@@ -1,6 +1,6 @@
-//! One honest tenant: its requests fall due at times that were fixed before the
-//! first was sent, in all three phases alike, and every latency counts from
-//! then.
+//! An honest tenant. The due times of its requests are fixed before the first is
+//! sent, with the same rate in all three phases. Every latency counts from the due
+//! time.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -16,32 +16,32 @@ use crate::plan::Random;
 use crate::run::chat_body;
 use crate::slot::{Slot, send};
 
-/// An honest request.
+/// A request of an honest tenant.
 #[derive(Clone, Debug)]
 pub struct HonestSample {
-    /// Whose it is.
+    /// The tenant.
     pub tenant: Arc<str>,
-    /// When it fell due, in seconds from the start.
+    /// The due time in seconds from the start.
     pub due: f64,
-    /// What it saw.
+    /// The measurements.
     pub outcome: Outcome,
 }
 
-/// How long an answer may take.
+/// Time that an answer may take.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The most requests of one tenant under way at once.
+/// Requests of one tenant in flight at most.
 const MOST_UNDER_WAY: usize = 1_024;
 
-/// One tenant.
-pub(super) struct Sender {
+/// The sender of one honest tenant.
+pub(super) struct HonestSender {
     tenant: Arc<str>,
     slots: Vec<Arc<Slot>>,
     due: Vec<(Duration, usize, bool)>,
     bodies: Vec<[Bytes; 2]>,
 }
 
-impl Sender {
+impl HonestSender {
     pub(super) fn new(
         ground: &Ground,
         group: usize,
@@ -51,7 +51,7 @@ impl Sender {
     ) -> Self {
         let scenario = &ground.scenario;
         let honest = &scenario.honest[group];
-        // Each tenant its own times, the same in every run of the seed.
+        // Each tenant has its own due times, the same in every run with the seed.
         let mut random = Random(scenario.seed ^ tenant_seed(tenant));
         let prompts = honest.prompts();
         let (mut at, mut due) = (0.0, Vec::new());
@@ -75,7 +75,7 @@ impl Sender {
         }
     }
 
-    /// Sends everything and waits for the answers.
+    /// Sends every request and waits for the answers.
     pub(super) async fn run(self, ground: Arc<Ground>) -> Vec<HonestSample> {
         let Self { tenant, slots, due, bodies } = self;
         let mut under_way: JoinSet<HonestSample> = JoinSet::new();
@@ -121,7 +121,7 @@ fn note(live: &Live, outcome: &Outcome) {
     }
 }
 
-/// FNV-1a of a name: enough to give each tenant another seed.
+/// Returns the FNV-1a hash of the name, which gives each tenant another seed.
 fn tenant_seed(tenant: &str) -> u64 {
     let step = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
     tenant.bytes().fold(0xcbf2_9ce4_8422_2325, step)

@@ -1,5 +1,5 @@
-//! Counts by second and by what became of a request: small whatever an
-//! attacker sends, and readable while it goes on.
+//! Counts of outcomes by second. Their memory is bounded whatever an attacker
+//! sends, and they can be read during the run.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -10,20 +10,20 @@ use tokio::time::Instant;
 
 use crate::outcome::End;
 
-/// Counts for each second of a run, by outcome.
+/// Counts of each second of a run, by outcome.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Tally {
     seconds: Vec<BTreeMap<String, u64>>,
 }
 
-/// The most seconds that are told apart; later ones count as the last.
+/// Seconds that are counted separately; later ones count as the last.
 const MOST_SECONDS: usize = 86_400;
 
-/// The most outcomes of a second that are told apart.
+/// Outcomes that are counted separately in a second.
 const MOST_OUTCOMES: usize = 64;
 
 impl Tally {
-    /// Counts one `what`, `at` seconds after the start.
+    /// Counts the outcome `what`, `at` seconds after the start.
     pub fn add(&mut self, at: f64, what: &str) {
         let second = (at.max(0.0) as usize).min(MOST_SECONDS);
         if self.seconds.len() <= second {
@@ -39,12 +39,12 @@ impl Tally {
         }
     }
 
-    /// Each second's counts.
+    /// Returns the counts of each second.
     pub fn seconds(&self) -> &[BTreeMap<String, u64>] {
         &self.seconds
     }
 
-    /// All of them.
+    /// Returns the counts over all seconds.
     pub fn totals(&self) -> BTreeMap<String, u64> {
         let mut totals = BTreeMap::new();
         for (what, count) in self.seconds.iter().flatten() {
@@ -53,12 +53,12 @@ impl Tally {
         totals
     }
 
-    /// How often `what` came.
+    /// Returns the count of `what`.
     pub fn total(&self, what: &str) -> u64 {
         self.seconds.iter().filter_map(|counts| counts.get(what)).sum()
     }
 
-    /// How often `what` came in the seconds from `from` up to `to`.
+    /// Returns the count of `what` in the seconds from `from` up to `to`.
     pub fn between(&self, what: &str, from: f64, to: f64) -> u64 {
         let seconds = self.seconds.iter().enumerate();
         seconds
@@ -68,7 +68,7 @@ impl Tally {
     }
 }
 
-/// What becomes of a request, in words that are alike for all of a kind.
+/// Returns a short name of an outcome.
 pub(crate) fn outcome(end: &End) -> String {
     match end {
         End::Done => ANSWERED.to_owned(),
@@ -76,30 +76,30 @@ pub(crate) fn outcome(end: &End) -> String {
         End::BrokenOff(code) => format!("broke off: {code}"),
         End::Error(kind) => (*kind).to_owned(),
         End::TimedOut => "timed out".to_owned(),
-        End::NotSent => "not sent: too many under way".to_owned(),
+        End::NotSent => "not sent: too many in flight".to_owned(),
     }
 }
 
-/// Answered whole.
+/// The name of the outcome of a complete answer.
 pub(crate) const ANSWERED: &str = "answered";
 
-/// How a run goes, readable while it does.
+/// The progress of a drill.
 #[derive(Debug)]
 pub struct Live {
     phase: Mutex<(&'static str, Instant, Duration)>,
-    /// Honest requests due.
+    /// Honest requests that were due.
     pub honest_due: AtomicU64,
-    /// Honest requests answered whole.
+    /// Honest requests with a complete answer.
     pub honest_answered: AtomicU64,
-    /// The first token of the last honest answer, in microseconds.
+    /// The time to the first token of the last honest answer, in microseconds.
     pub last_first_token: AtomicU64,
-    /// What attackers sent.
+    /// Requests that attackers sent.
     pub attacks: AtomicU64,
-    /// What of it was answered.
+    /// Attackers' requests with an answer.
     pub attacks_answered: AtomicU64,
-    /// The gateway's memory, bytes; 0 where it is not known.
+    /// The gateway's memory in bytes; 0 if unknown.
     pub memory: AtomicU64,
-    /// The gateway's open descriptors; 0 where they are not known.
+    /// The gateway's open descriptors; 0 if unknown.
     pub descriptors: AtomicU64,
 }
 
@@ -121,16 +121,16 @@ impl Default for Live {
 
 impl Live {
     pub(crate) fn enter(&self, name: &'static str, span: Duration) {
-        *self.phase.lock().expect("nobody panics under it") = (name, Instant::now(), span);
+        *self.phase.lock().expect("no panic under the lock") = (name, Instant::now(), span);
     }
 
     pub(crate) fn count(counter: &AtomicU64) {
         counter.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The phase, how long it has gone on, and how long it will.
+    /// Returns the phase, the time since its beginning, and its length.
     pub fn phase(&self) -> (&'static str, Duration, Duration) {
-        let (name, since, span) = *self.phase.lock().expect("nobody panics under it");
+        let (name, since, span) = *self.phase.lock().expect("no panic under the lock");
         (name, since.elapsed(), span)
     }
 }
@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counts_by_second_and_outcome() {
+    fn tally_counts_by_second_and_outcome() {
         let mut tally = Tally::default();
         for (at, what) in [(0.1, "a"), (0.9, "a"), (1.0, "b"), (3.5, "a"), (-1.0, "b")] {
             tally.add(at, what);
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_liar_cannot_fill_memory() {
+    fn tally_bounds_distinct_outcomes() {
         let mut tally = Tally::default();
         for number in 0..10_000 {
             tally.add(0.0, &format!("invented {number}"));

@@ -1,4 +1,4 @@
-//! What is refused before anything is sent.
+//! Tests of the checks before a drill.
 
 use super::*;
 
@@ -52,7 +52,7 @@ async fn a_missing_key_is_named() {
     let (scenario, mut stage) = stage("https://127.0.0.1:1", None);
     stage.keys.remove("mallory");
     let error = refused(&scenario, &stage).await;
-    assert_eq!(error.to_string(), "tenant mallory wants 1 keys and has 0");
+    assert_eq!(error.to_string(), "tenant mallory needs 1 keys and has 0");
 }
 
 #[test]

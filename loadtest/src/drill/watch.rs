@@ -1,6 +1,6 @@
-//! Watches while others play: memory and descriptors of the gateway, from its
-//! metrics, and of named processes of this machine, from /proc; and what device
-//! time each tenant has been charged, as its own usage says.
+//! The observer of a drill: memory and descriptors of the gateway, from its
+//! metrics; memory and descriptors of processes on this machine, from /proc; and
+//! the device time that each tenant was charged, from its usage.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
@@ -22,48 +22,49 @@ use crate::client::{Connection, Protocol, Target};
 pub struct ProcessPoint {
     /// Seconds from the start.
     pub at: f64,
-    /// Resident bytes.
+    /// Resident memory in bytes.
     pub memory: u64,
-    /// Open descriptors.
+    /// The number of open descriptors.
     pub descriptors: u64,
 }
 
-/// Device time by tenant: nanoseconds since the first look, over time.
+/// Device time by tenant over time, in nanoseconds since the first observation.
 pub type Shares = BTreeMap<String, Vec<(f64, u64)>>;
 
-/// The name of what the admin listener speaks for.
+/// The process name of the gateway.
 pub const GATEWAY: &str = "gateway";
 
-/// Between two looks at memory, and at shares.
+/// Time between two observations of memory, and of shares.
 const LOOKS: Duration = Duration::from_millis(500);
 const SHARE_LOOKS: Duration = Duration::from_secs(1);
 
-/// How long a look may take; a busy gateway misses one.
+/// Time that an observation may take. A busy gateway misses one.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// The most tenants whose share is watched.
+/// Tenants with an observed share at most.
 const MOST_TENANTS: usize = 64;
 
-/// How long after the last answer usage is looked at once more: records come
-/// to the ledger in groups.
+/// Time from the last answer to the last observation of usage: records reach the
+/// ledger in groups.
 const LAST_RECORDS: Duration = Duration::from_millis(1_500);
 
-/// Those who watch.
+/// The tasks that observe.
 pub(super) struct Watch {
     watching: JoinSet<Option<()>>,
-    seen: Arc<Mutex<Seen>>,
+    seen: Arc<Mutex<Observations>>,
     stop: CancellationToken,
 }
 
 #[derive(Default)]
-struct Seen {
+struct Observations {
     processes: BTreeMap<String, Vec<ProcessPoint>>,
     shares: Shares,
 }
 
 impl Watch {
     pub(super) fn start(ground: &Arc<Ground>, stage: &Stage) -> Self {
-        let (seen, stop) = (Arc::new(Mutex::new(Seen::default())), CancellationToken::new());
+        let (seen, stop) =
+            (Arc::new(Mutex::new(Observations::default())), CancellationToken::new());
         let mut watching = JoinSet::new();
         if let Some(admin) = stage.admin.clone() {
             let (ground, seen) = (Arc::clone(ground), Arc::clone(&seen));
@@ -74,7 +75,7 @@ impl Watch {
         let (also, beside) = (Arc::clone(ground), Arc::clone(&seen));
         let watched = procs(processes, also, beside);
         watching.spawn(stop.clone().run_until_cancelled_owned(watched));
-        // The capacity's tenant sends nothing while this goes on.
+        // The capacity's tenant sends no requests during the phases.
         let scenario = &ground.scenario;
         let senders = scenario.honest.iter().map(|group| &group.tenants);
         let senders = senders.chain(scenario.attackers.iter().map(|attacker| &attacker.tenants));
@@ -95,13 +96,13 @@ impl Watch {
         let Self { watching, seen, stop } = self;
         stop.cancel();
         watching.join_all().await;
-        let mut seen = seen.lock().expect("nobody panics under it");
-        let Seen { processes, shares } = std::mem::take(&mut *seen);
+        let mut seen = seen.lock().expect("no panic under the lock");
+        let Observations { processes, shares } = std::mem::take(&mut *seen);
         (processes, shares)
     }
 }
 
-async fn metrics(admin: Target, ground: Arc<Ground>, seen: Arc<Mutex<Seen>>) {
+async fn metrics(admin: Target, ground: Arc<Ground>, seen: Arc<Mutex<Observations>>) {
     let mut ticks = interval(LOOKS);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut reader = Reader { target: admin, open: None };
@@ -120,14 +121,14 @@ async fn metrics(admin: Target, ground: Arc<Ground>, seen: Arc<Mutex<Seen>>) {
     }
 }
 
-/// The value of a metric without labels.
+/// Returns the value of a metric without labels.
 fn metric(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
     let value: f64 = line.split_whitespace().next()?.parse().ok()?;
     (value.is_finite() && value >= 0.0).then_some(value as u64)
 }
 
-async fn procs(processes: Vec<(String, u32)>, ground: Arc<Ground>, seen: Arc<Mutex<Seen>>) {
+async fn procs(processes: Vec<(String, u32)>, ground: Arc<Ground>, seen: Arc<Mutex<Observations>>) {
     let mut ticks = interval(LOOKS);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
@@ -141,8 +142,8 @@ async fn procs(processes: Vec<(String, u32)>, ground: Arc<Ground>, seen: Arc<Mut
     }
 }
 
-/// Resident bytes and open descriptors of a process of this machine, where it
-/// runs and may be looked at.
+/// Returns the resident bytes and open descriptors of a process on this machine, if
+/// it can be read.
 pub fn held_by(pid: u32) -> Option<(u64, u64)> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
@@ -151,16 +152,16 @@ pub fn held_by(pid: u32) -> Option<(u64, u64)> {
     Some((kib * 1024, descriptors as u64))
 }
 
-fn note(seen: &Mutex<Seen>, name: &str, point: ProcessPoint) {
-    let mut seen = seen.lock().expect("nobody panics under it");
+fn note(seen: &Mutex<Observations>, name: &str, point: ProcessPoint) {
+    let mut seen = seen.lock().expect("no panic under the lock");
     seen.processes.entry(name.to_owned()).or_default().push(point);
 }
 
-/// Asks each tenant's usage again and again, and once more after the end.
+/// Reads the usage of each tenant repeatedly, and once more after the end.
 async fn shares(
     tenants: Vec<(String, Target)>,
     ground: Arc<Ground>,
-    seen: Arc<Mutex<Seen>>,
+    seen: Arc<Mutex<Observations>>,
     stop: CancellationToken,
 ) {
     let mut readers: Vec<(String, Reader, Option<u64>)> = tenants
@@ -183,7 +184,7 @@ async fn shares(
             };
             let since = used.saturating_sub(*first.get_or_insert(used));
             let at = ground.at(Instant::now());
-            let mut seen = seen.lock().expect("nobody panics under it");
+            let mut seen = seen.lock().expect("no panic under the lock");
             seen.shares.entry(tenant.clone()).or_default().push((at, since));
         }
         if is_last {
@@ -192,7 +193,7 @@ async fn shares(
     }
 }
 
-/// Attributed nanoseconds over all rows of a statement.
+/// Returns the attributed nanoseconds over all rows of a usage answer.
 fn used(statement: &[u8]) -> Option<u64> {
     #[derive(Deserialize)]
     struct Statement {
@@ -206,14 +207,15 @@ fn used(statement: &[u8]) -> Option<u64> {
     Some(statement.data.iter().map(|row| row.attributed_ns).sum())
 }
 
-/// A connection that is kept as long as it works.
+/// A connection that is reused as long as it works.
 struct Reader {
     target: Target,
     open: Option<Connection>,
 }
 
 impl Reader {
-    /// The body of a 200; nothing where there is none in time.
+    /// Returns the body of an answer with status 200, or `None` if there is none in
+    /// time.
     async fn get(&mut self, path: &str) -> Option<Bytes> {
         let answer = timeout(PATIENCE, self.ask(path)).await.ok().flatten();
         if answer.is_none() {
@@ -238,7 +240,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn metrics_are_read_by_their_whole_name() {
+    fn metric_matches_complete_name() {
         let text =
             "# HELP process_open_fds x\nprocess_open_fds_max 9\nprocess_open_fds 41\nb 1e3 5\n";
         assert_eq!(metric(text, "process_open_fds"), Some(41));
@@ -247,14 +249,14 @@ mod tests {
     }
 
     #[test]
-    fn this_very_process_holds_something() {
+    fn held_by_reads_own_process() {
         let (memory, descriptors) = held_by(std::process::id()).expect("it runs");
         assert!(memory > 1 << 20 && descriptors >= 3, "{memory} {descriptors}");
         assert_eq!(held_by(u32::MAX), None);
     }
 
     #[test]
-    fn a_statement_is_summed() {
+    fn usage_rows_are_summed() {
         let text = br#"{"object":"list","data":[{"attributed_ns":3,"x":1},{"attributed_ns":4}]}"#;
         assert_eq!(used(text), Some(7));
         assert_eq!(used(b"{}"), None);

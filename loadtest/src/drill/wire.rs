@@ -1,6 +1,6 @@
-//! Attackers below proper HTTP: connections that say nothing or a little at a
-//! time, readers that do not read, streams opened only to be reset. What
-//! counts is how soon the gateway ends each connection.
+//! Attackers below the level of HTTP requests: connections that are silent or send
+//! little, readers that do not read, streams that are opened only to be reset. The
+//! result is the time after which the gateway closes each connection.
 
 use std::time::Duration;
 
@@ -9,31 +9,31 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 
-use super::attackers::Attack;
+use super::attack::Attack;
 use crate::client::{Protocol, Target};
-use crate::frames::{self, Ends, Frame, Kind as FrameKind};
+use crate::frames::{self, Ends, Frame, FrameKind};
 use crate::run::chat_body;
-use crate::scenario::{Kind, Slow};
+use crate::scenario::{AttackKind, Slow};
 
-/// The socket of a reader that does not read takes in no more than this.
+/// Bytes that the socket of a slow reader buffers.
 const SMALL_BUFFER: u32 = 4_096;
 
-/// The most of an answer that is kept.
+/// Bytes of an answer that are kept.
 const MOST_ANSWER: u64 = 16 << 20;
 
 /// Bytes of `HTTP/1.1 200`.
 const STATUS_LINE: usize = 12;
 
-/// Between a connection's end and the next.
+/// Time between the end of a connection and the next one.
 const PAUSE: Duration = Duration::from_millis(200);
 
 /// Streams that are opened and reset in one write.
 const BATCH: usize = 64;
 
-/// The longest that a read may give at once.
+/// Bytes of one read.
 const READ_AT_ONCE: usize = 64 * 1024;
 
-/// Keeps a connection at work on every target until the attack ends.
+/// Keeps one connection open to every target until the attack ends.
 pub(super) async fn run(attack: Attack, targets: Vec<Target>) {
     let mut connections = JoinSet::new();
     for target in targets {
@@ -48,7 +48,7 @@ pub(super) async fn run(attack: Attack, targets: Vec<Target>) {
     while connections.join_next().await.is_some() {}
 }
 
-/// How a connection ended.
+/// The end of a connection.
 enum Ended {
     ByGateway,
     NotAtAll,
@@ -57,8 +57,8 @@ enum Ended {
 async fn once(attack: &Attack, target: &Target) {
     let opened = Instant::now();
     let ended = match attack.attacker.kind {
-        Kind::SlowReaders => read_slowly(attack, target).await,
-        Kind::RapidReset => reset(attack, target).await.map(|ended| (opened, ended)),
+        AttackKind::SlowReaders => read_slowly(attack, target).await,
+        AttackKind::RapidReset => reset(attack, target).await.map(|ended| (opened, ended)),
         _ => say_slowly(attack, target).await.map(|ended| (opened, ended)),
     };
     match ended {
@@ -74,7 +74,7 @@ async fn once(attack: &Attack, target: &Target) {
     }
 }
 
-/// Silence, or a header or a byte of body a second.
+/// Sends nothing, or one header or one byte of body a second.
 async fn say_slowly(attack: &Attack, target: &Target) -> Result<Ended, &'static str> {
     if attack.attacker.slow == Slow::Silent {
         let tcp = target.connect_tcp().await.map_err(|error| error.kind())?;
@@ -101,7 +101,7 @@ async fn say_slowly(attack: &Attack, target: &Target) -> Result<Ended, &'static 
     Ok(drip(tls, attack.end, drop).await)
 }
 
-/// Says a drop each second and reads until the gateway ends the connection.
+/// Sends `drop` every second and reads until the gateway closes the connection.
 async fn drip(mut io: impl AsyncRead + AsyncWrite + Unpin, end: Instant, drop: &[u8]) -> Ended {
     let mut buffer = vec![0; 4096];
     let mut next = Instant::now() + Duration::from_secs(1);
@@ -110,9 +110,9 @@ async fn drip(mut io: impl AsyncRead + AsyncWrite + Unpin, end: Instant, drop: &
             return Ended::NotAtAll;
         }
         match timeout_at(next.min(end), io.read(&mut buffer)).await {
-            // Its end, or an error that says the same.
+            // The end of the connection, or an error with the same meaning.
             Ok(Ok(0) | Err(_)) => return Ended::ByGateway,
-            // A refusal in so many words; its end follows.
+            // A refusal; the end of the connection follows.
             Ok(Ok(_)) => {}
             Err(_) => {
                 next += Duration::from_secs(1);
@@ -126,9 +126,10 @@ async fn drip(mut io: impl AsyncRead + AsyncWrite + Unpin, end: Instant, drop: &
     }
 }
 
-/// Asks for a long stream, reads no more once it has begun, for as long as the
-/// gateway should bear it, then looks whether the stream was cut off. The time
-/// is counted from its beginning: before, the request may wait for a place.
+/// Requests a long stream and stops reading once the stream has begun, for as long
+/// as the gateway should tolerate that. Then checks if the stream was cut off. The
+/// time counts from the stream's beginning, since the request may wait in a queue
+/// before.
 async fn read_slowly(attack: &Attack, target: &Target) -> Result<(Instant, Ended), &'static str> {
     let target = target.with_receive_buffer(SMALL_BUFFER);
     let mut tls = target.connect_tls(Protocol::Http1).await.map_err(|error| error.kind())?;
@@ -151,7 +152,7 @@ async fn read_slowly(attack: &Attack, target: &Target) -> Result<(Instant, Ended
     }
     let mut answer = vec![0; STATUS_LINE];
     match timeout_at(attack.end, tls.read_exact(&mut answer)).await {
-        Err(_) => return Err("waited for a place to the end"),
+        Err(_) => return Err("waited in the queue to the end"),
         Ok(Err(_)) => return Err("closed without an answer"),
         Ok(Ok(_)) if !answer.ends_with(b" 200") => return Err(refused(&answer)),
         Ok(Ok(_)) => {}
@@ -162,11 +163,11 @@ async fn read_slowly(attack: &Attack, target: &Target) -> Result<(Instant, Ended
     if until > attack.end {
         return Ok((began, Ended::NotAtAll));
     }
-    // A stream that was not cut off is whole within a moment.
+    // A stream that was not cut off is complete within a moment.
     let mut bounded = tls.take(MOST_ANSWER);
     let read = timeout(Duration::from_secs(2), bounded.read_to_end(&mut answer)).await;
     match (read, contains(&answer, b"[DONE]")) {
-        (_, true) => Err("answered whole: it fitted into the buffers"),
+        (_, true) => Err("answered completely: the answer fitted into the buffers"),
         (Ok(_), false) => Ok((began, Ended::ByGateway)),
         (Err(_), false) => Ok((began, Ended::NotAtAll)),
     }
@@ -185,7 +186,7 @@ fn contains(text: &[u8], what: &[u8]) -> bool {
     text.windows(what.len()).any(|window| window == what)
 }
 
-/// Opens and resets streams until the gateway ends the connection.
+/// Opens and resets streams until the gateway closes the connection.
 async fn reset(attack: &Attack, target: &Target) -> Result<Ended, &'static str> {
     let tls = target.connect_tls(Protocol::Http2).await.map_err(|error| error.kind())?;
     let (mut reading, mut writing) = tokio::io::split(tls);
@@ -204,7 +205,7 @@ async fn reset(attack: &Attack, target: &Target) -> Result<Ended, &'static str> 
             }
         }
     };
-    // What the gateway says is read, so that it is never the one that waits.
+    // The gateway's frames are read, so that the gateway never waits for this side.
     let reader = async {
         let (mut buffer, mut goes) = (BytesMut::with_capacity(READ_AT_ONCE), false);
         loop {
@@ -232,7 +233,7 @@ async fn reset(attack: &Attack, target: &Target) -> Result<Ended, &'static str> 
     })
 }
 
-/// Headers and their reset, many in one write.
+/// Sends headers and their resets, many in one write.
 async fn burst(
     attack: &Attack,
     target: &Target,
@@ -251,7 +252,7 @@ async fn burst(
     Ok(())
 }
 
-/// Whole requests, reset once they have been at work for a while.
+/// Sends complete requests and resets them after a while.
 async fn paced(
     attack: &Attack,
     target: &Target,

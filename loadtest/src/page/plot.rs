@@ -1,6 +1,6 @@
-//! A plot over time as SVG: axes, the attack as a band, and marks that the
-//! caller puts into it. Colours come from the page's style, so that a plot
-//! follows it into the dark.
+//! A plot over time as SVG: axes, the attack as a band, and the caller's marks. The
+//! colours come from the page's style, so that a plot follows its light or dark
+//! mode.
 
 use std::fmt::Write as _;
 
@@ -11,17 +11,17 @@ const RIGHT: f64 = 12.0;
 const TOP: f64 = 20.0;
 const BOTTOM: f64 = 26.0;
 
-/// How values become heights.
+/// The scale of the vertical axis.
 #[derive(Clone, Copy)]
 pub(super) enum Scale {
-    /// From zero.
+    /// A linear scale from zero.
     Linear { top: f64 },
-    /// By powers of ten.
+    /// A logarithmic scale in powers of ten.
     Logarithmic { bottom: f64, top: f64 },
 }
 
 impl Scale {
-    /// One that shows everything up to `most`, with room above.
+    /// Returns a linear scale up to `most`, with some space above.
     pub(super) fn linear(most: f64) -> Self {
         let most = if most > 0.0 { most * 1.08 } else { 1.0 };
         Self::Linear { top: most }
@@ -51,14 +51,14 @@ impl Scale {
     }
 }
 
-/// The next of 1, 2 and 5 times a power of ten.
+/// Returns the next of 1, 2 and 5 times a power of ten.
 fn nice(step: f64) -> f64 {
     let power = 10f64.powf(step.max(1e-9).log10().floor());
     let factor = [1.0, 2.0, 5.0, 10.0].into_iter().find(|factor| factor * power >= step * 0.999);
     factor.unwrap_or(10.0) * power
 }
 
-/// A plot being drawn.
+/// A plot under construction.
 pub(super) struct Plot {
     svg: String,
     width: f64,
@@ -68,7 +68,7 @@ pub(super) struct Plot {
 }
 
 impl Plot {
-    /// Axes and the attack. `label` writes a value of the scale.
+    /// Draws the axes and the attack. `label` formats a value of the scale.
     pub(super) fn new(
         report: &DrillReport,
         (width, height): (f64, f64),
@@ -139,7 +139,7 @@ impl Plot {
         bottom - self.scale.part(value) * (bottom - TOP)
     }
 
-    /// A line through points, in colour number `colour`.
+    /// Draws a line through points, in colour number `colour`.
     pub(super) fn line(&mut self, colour: usize, points: impl Iterator<Item = (f64, f64)>) {
         let points: Vec<String> =
             points.map(|(at, value)| format!("{:.1},{:.1}", self.x(at), self.y(value))).collect();
@@ -150,7 +150,7 @@ impl Plot {
         );
     }
 
-    /// A point.
+    /// Draws a point.
     pub(super) fn dot(&mut self, colour: usize, at: f64, value: f64) {
         let (x, y) = (self.x(at), self.y(value));
         let _ = write!(
@@ -159,7 +159,7 @@ impl Plot {
         );
     }
 
-    /// A cross at the top: there should have been a point.
+    /// Draws a cross at the top, for a request without an answer.
     pub(super) fn miss(&mut self, at: f64) {
         let (x, y) = (self.x(at), TOP + 6.0);
         let _ = write!(
@@ -170,7 +170,7 @@ impl Plot {
         );
     }
 
-    /// A band between two heights over time.
+    /// Draws a band between two heights over time.
     pub(super) fn band(&mut self, colour: usize, points: &[(f64, f64, f64)]) {
         let above = points.iter().map(|&(at, _, to)| (at, to));
         let below = points.iter().rev().map(|&(at, from, _)| (at, from));
@@ -185,7 +185,7 @@ impl Plot {
         );
     }
 
-    /// A bar over one second, from one height to another.
+    /// Draws a bar over one second, from one height to another.
     pub(super) fn bar(&mut self, colour: usize, second: usize, from: f64, to: f64) {
         let (left, right) = (self.x(second as f64), self.x(second as f64 + 1.0));
         let (low, high) = (self.y(from), self.y(to));
@@ -198,14 +198,14 @@ impl Plot {
         );
     }
 
-    /// The whole plot.
+    /// Returns the complete plot.
     pub(super) fn finish(mut self) -> String {
         self.svg.push_str("</svg>");
         self.svg
     }
 }
 
-/// Which colour is what.
+/// Returns the legend of the colours.
 pub(super) fn legend<'a>(entries: impl Iterator<Item = (usize, &'a str)>) -> String {
     let entries: String = entries
         .map(|(colour, what)| {
@@ -220,7 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ticks_are_round() {
+    fn scale_ticks_are_round_numbers() {
         assert_eq!(Scale::Linear { top: 100.0 }.ticks(), [0.0, 50.0, 100.0]);
         assert_eq!(Scale::Linear { top: 81.0 }.ticks(), [0.0, 50.0]);
         let scale = Scale::Logarithmic { bottom: 1.0, top: 1_000.0 };

@@ -1,5 +1,5 @@
-//! The plots of a report: latency, shares of device time, what became of
-//! requests, memory and descriptors.
+//! The plots of a report: latency, shares of device time, outcomes, memory and
+//! descriptors.
 
 use std::collections::BTreeMap;
 
@@ -9,18 +9,18 @@ use crate::verdict::{DrillReport, Point};
 const WIDE: (f64, f64) = (1000.0, 280.0);
 const HALF: (f64, f64) = (480.0, 200.0);
 
-/// The most dots; more say nothing more and make a page slow.
+/// Dots of a plot at most. More would only make the page slow.
 const MOST_DOTS: usize = 4_000;
 
-/// Colours, of which the last stands for the rest.
+/// The number of colours. The last one stands for all others.
 const COLOURS: usize = 8;
 
 /// The colour of the attack.
 const FIRST_WARM: usize = 3;
 
-const NOTHING: &str = "<p class=\"none\">Nothing was seen of this.</p>";
+const NOTHING: &str = "<p class=\"none\">There are no data for this plot.</p>";
 
-/// Each honest request as a dot, the median of each second as a line.
+/// Draws each honest request as a dot, and the median of each second as a line.
 pub(super) fn latency(report: &DrillReport) -> String {
     let known: Vec<(f64, f64)> =
         report.points.iter().filter_map(|point| Some((point.at, point.first_token_ms?))).collect();
@@ -53,7 +53,7 @@ pub(super) fn latency(report: &DrillReport) -> String {
         )
 }
 
-/// Values of each second, sorted; seconds without any are left out.
+/// Returns the sorted values of each second, without seconds that have none.
 fn by_second(points: &[(f64, f64)]) -> Vec<(f64, Vec<f64>)> {
     let mut seconds: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
     for (at, value) in points {
@@ -66,7 +66,7 @@ fn by_second(points: &[(f64, f64)]) -> Vec<(f64, Vec<f64>)> {
     seconds.into_iter().map(sorted).collect()
 }
 
-/// Each tenant's part of the device time of each second.
+/// Draws each tenant's part of the device time in each second.
 pub(super) fn shares(report: &DrillReport) -> String {
     let totals = report.shares.iter().filter_map(|(name, points)| Some((name, points.last()?.1)));
     let totals: BTreeMap<String, u64> =
@@ -74,8 +74,8 @@ pub(super) fn shares(report: &DrillReport) -> String {
     if totals.is_empty() {
         return NOTHING.to_owned();
     }
-    // The honest at the bottom, in cool colours, then attackers by what they
-    // took, in the warm ones that begin with the attack's own.
+    // Honest tenants are at the bottom, in cool colours. Attackers follow, sorted
+    // by their device time, in warm colours that begin with the attack's colour.
     let named = ranked(&totals, |name| report.tenants.contains_key(name));
     let honest = named.iter().filter(|name| report.tenants.contains_key(*name)).count();
     let colour = |place: usize| match place < honest {
@@ -108,11 +108,11 @@ pub(super) fn shares(report: &DrillReport) -> String {
     plot.finish()
         + &legend(entries.map(|(place, name)| (colour(place), name.as_str())))
         + "<p class=\"note\">Parts of the device time that these tenants were charged in each second, \
-           from their own usage.</p>"
+           from their usage.</p>"
 }
 
-/// Names by their figures, those that come first in front, the smallest of
-/// what no colour is left for as `others`.
+/// Returns the names sorted by their figures, with the preferred ones first. The
+/// smallest names without a colour of their own become `others`.
 fn ranked(totals: &BTreeMap<String, u64>, comes_first: impl Fn(&str) -> bool) -> Vec<String> {
     let mut names: Vec<(&String, &u64)> = totals.iter().collect();
     names.sort_by(|a, b| {
@@ -133,7 +133,8 @@ fn place(named: &[String], name: &str) -> Option<usize> {
     named.iter().position(|named| named == name).or_else(other)
 }
 
-/// What a growing count gained in each second, evenly between two looks.
+/// Returns the growth of a count in each second, spread evenly between two
+/// observations.
 fn spread(points: &[(f64, u64)], seconds: usize) -> Vec<f64> {
     let mut gained = vec![0.0; seconds];
     for pair in points.windows(2) {
@@ -147,7 +148,7 @@ fn spread(points: &[(f64, u64)], seconds: usize) -> Vec<f64> {
     gained
 }
 
-/// Attackers' outcomes of each second, one above the other.
+/// Draws the outcomes of attackers' requests in each second as stacked bars.
 pub(super) fn refusals(report: &DrillReport) -> String {
     let mut totals: BTreeMap<String, u64> = BTreeMap::new();
     for (what, count) in report.refusals.iter().flatten() {
@@ -188,7 +189,7 @@ pub(super) fn refusals(report: &DrillReport) -> String {
         + &legend(entries.iter().enumerate().map(|(colour, what)| (colour, what.as_str())))
 }
 
-/// Memory and descriptors of each process.
+/// Draws the memory and descriptors of each process.
 pub(super) fn resources(report: &DrillReport) -> String {
     if report.processes.is_empty() {
         return NOTHING.to_owned();

@@ -1,17 +1,17 @@
-//! The scenarios that come along: one for each attack, and one with all.
+//! The built-in scenarios: one for each attack, and one with all attacks.
 
-/// A scenario in the program.
+/// A built-in scenario.
 #[derive(Clone, Copy, Debug)]
 pub struct Shipped {
-    /// What it is called.
+    /// The scenario's name.
     pub name: &'static str,
-    /// Its TOML.
+    /// The scenario as TOML.
     pub text: &'static str,
 }
 
 macro_rules! shipped {
     ($($name:literal),* $(,)?) => {
-        /// Every scenario that comes along.
+        /// Every built-in scenario.
         pub const SHIPPED: &[Shipped] = &[$(Shipped {
             name: $name,
             text: include_str!(concat!("../../scenarios/", $name, ".toml")),
@@ -36,7 +36,7 @@ shipped![
     "all",
 ];
 
-/// Their names, for a message.
+/// Returns the names of the built-in scenarios, for a message.
 pub(super) fn names() -> String {
     SHIPPED.iter().map(|shipped| shipped.name).collect::<Vec<_>>().join(", ")
 }

@@ -1,4 +1,4 @@
-//! Scenarios as text: the shipped ones are whole, and mistakes are named.
+//! Tests of scenario files: the built-in ones are valid, and mistakes are reported.
 
 use super::*;
 
@@ -20,7 +20,7 @@ rate = 5.0
 "#;
 
 #[test]
-fn every_shipped_scenario_can_be_played() {
+fn built_in_scenarios_are_valid() {
     for shipped in SHIPPED {
         let scenario = Scenario::find(shipped.name).unwrap_or_else(|error| panic!("{error}"));
         assert_eq!(scenario.name, shipped.name);
@@ -30,7 +30,7 @@ fn every_shipped_scenario_can_be_played() {
 }
 
 #[test]
-fn ranges_of_names_are_tenants_of_a_gateway_of_our_own() {
+fn name_ranges_become_tenants() {
     let scenario = Scenario::parse("small", SMALL).expect("valid");
     assert_eq!(scenario.attackers[0].tenants, ["t-1", "t-2", "t-3"]);
     assert_eq!(scenario.phases.attack, Duration::from_millis(500));
@@ -40,7 +40,7 @@ fn ranges_of_names_are_tenants_of_a_gateway_of_our_own() {
 }
 
 #[test]
-fn mistakes_are_named() {
+fn scenario_mistakes_are_reported() {
     let cases = [
         ("rate = 1.0", "rate = 0.0", "above 0"),
         ("rate = 1.0", "", "one of rate"),

@@ -1,5 +1,5 @@
-//! From samples to figures: percentiles that say when they stand on too few,
-//! recovery, and device time within a span.
+//! The figures of samples: percentiles with their number of samples, the recovery,
+//! and the device time within a span.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,12 +11,12 @@ use crate::drill::Tally;
 use crate::drill::{Drill, HonestSample, Span};
 use crate::outcome::End;
 
-/// A percentile, or why there is none.
+/// A percentile, or the reason why it is unknown.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Quantile {
-    /// In milliseconds.
+    /// The value in milliseconds.
     Known(f64),
-    /// There are so many samples, and so many are wanted.
+    /// Too few samples: the number of samples, and the number that is needed.
     TooFew(usize, usize),
 }
 
@@ -24,7 +24,7 @@ impl fmt::Display for Quantile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Known(ms) => write!(f, "{ms:.1} ms"),
-            Self::TooFew(there, wanted) => write!(f, "{there} samples, {wanted} wanted"),
+            Self::TooFew(there, wanted) => write!(f, "{there} samples, {wanted} needed"),
         }
     }
 }
@@ -38,32 +38,32 @@ impl Serialize for Quantile {
     }
 }
 
-/// Latencies of one kind, in milliseconds.
+/// The latencies of one kind, in milliseconds.
 #[derive(Clone, Debug, Serialize)]
 pub struct Latencies {
-    /// How many were measured.
+    /// The number of measurements.
     pub count: usize,
-    /// Half were faster.
+    /// The median.
     pub p50: Quantile,
-    /// All but a hundredth were faster.
+    /// The 99th percentile.
     pub p99: Quantile,
-    /// The slowest.
+    /// The largest value.
     pub max: Option<f64>,
 }
 
-/// Samples below which half of them say nothing.
+/// Samples that a median needs.
 const FOR_P50: usize = 10;
 
-/// Samples below which there is no slowest hundredth.
+/// Samples that a 99th percentile needs.
 const FOR_P99: usize = 100;
 
 impl Latencies {
-    /// Of milliseconds in any order.
+    /// Computes the figures of milliseconds in any order.
     pub fn of(mut all: Vec<f64>) -> Self {
         all.sort_by(f64::total_cmp);
         let at = |quantile: f64, wanted: usize| match all.len() {
             there if there < wanted => Quantile::TooFew(there, wanted),
-            // The smallest value that this part of all does not exceed.
+            // The smallest value that this part of the samples does not exceed.
             there => Quantile::Known(all[(there as f64 * quantile).ceil() as usize - 1]),
         };
         Self {
@@ -75,24 +75,24 @@ impl Latencies {
     }
 }
 
-/// The honest in one phase.
+/// The figures of honest requests in one phase.
 #[derive(Clone, Debug, Serialize)]
 pub struct PhaseFigures {
-    /// Requests that fell due.
+    /// Requests that were due.
     pub due: u64,
-    /// Answered whole.
+    /// Requests with a complete answer.
     pub answered: u64,
-    /// Tokens of those.
+    /// Tokens of those answers.
     pub tokens: u64,
-    /// From due to the first token.
+    /// The time from due to the first token.
     pub first_token: Latencies,
-    /// Between pieces of content.
+    /// The time between pieces of content.
     pub between_tokens: Latencies,
-    /// From due to sent.
+    /// The time from due to sent.
     pub late: Latencies,
-    /// Waiting for a place in the worker's batch.
+    /// The wait for the worker's batch.
     pub queued: Latencies,
-    /// From that place to the prompt's end.
+    /// The time from there to the end of the prompt.
     pub read: Latencies,
 }
 
@@ -120,21 +120,21 @@ impl PhaseFigures {
     }
 }
 
-/// What the honest saw, gathered.
+/// The figures of all honest requests.
 #[derive(Clone, Debug)]
 pub struct Gathered {
-    /// All of them.
+    /// The figures of all tenants.
     pub all: Phased<PhaseFigures>,
-    /// Each tenant's.
+    /// The figures of each tenant.
     pub tenants: BTreeMap<String, Phased<PhaseFigures>>,
-    /// What became of those that were not answered, in and after the attack.
+    /// The outcomes of requests without a complete answer, in and after the attack.
     pub failures: BTreeMap<String, u64>,
-    /// Whether requests went out when they were due.
+    /// True if requests were sent in time.
     pub generator_kept_up: bool,
 }
 
-/// A generator that was later than this for one request in twenty was itself
-/// what was measured.
+/// The lateness for one request in twenty above which the generator itself was the
+/// bottleneck.
 const TOLERATED_LATENESS_MS: f64 = 25.0;
 
 impl Gathered {
@@ -170,9 +170,9 @@ impl Gathered {
     }
 }
 
-/// Seconds from the attack's end until the honest are as they were: the end of
-/// the last second in which most of them failed or took longer than twice the
-/// slowest of before.
+/// Returns the seconds from the end of the attack to the end of the last second in
+/// which most honest requests failed or took more than twice the slowest time
+/// before the attack.
 pub(super) fn recovery(drill: &Drill, alone: &PhaseFigures) -> Option<f64> {
     let usual = alone.first_token.max?;
     let after: Vec<&HonestSample> =
@@ -196,7 +196,7 @@ pub(super) fn recovery(drill: &Drill, alone: &PhaseFigures) -> Option<f64> {
     Some(recovered)
 }
 
-/// Nanoseconds of device time of each tenant within `span`.
+/// Returns the nanoseconds of device time of each tenant within `span`.
 pub(super) fn device_time(drill: &Drill, span: Span) -> BTreeMap<String, u64> {
     let at = |points: &[(f64, u64)], when: f64| {
         points.iter().take_while(|(at, _)| *at <= when).last().map_or(0, |(_, nanos)| *nanos)
@@ -205,7 +205,7 @@ pub(super) fn device_time(drill: &Drill, span: Span) -> BTreeMap<String, u64> {
         .shares
         .iter()
         .map(|(tenant, points)| {
-            // Records come a moment after the work.
+            // Records arrive a moment after the work.
             let within = at(points, span.to + 1.0).saturating_sub(at(points, span.from));
             (tenant.clone(), within)
         })

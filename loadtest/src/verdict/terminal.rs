@@ -1,4 +1,4 @@
-//! The report as people read it in a terminal.
+//! The report as text for the terminal.
 
 use std::fmt;
 
@@ -28,7 +28,7 @@ impl fmt::Display for DrillReport {
             row(f, name, figures)?;
         }
         if !self.generator_kept_up {
-            writeln!(f, "requests went out late: this machine was too busy to be exact")?;
+            writeln!(f, "requests were sent late: this machine was too busy for exact figures")?;
         }
         for attacker in &self.attackers {
             let outcomes: Vec<String> =
@@ -43,7 +43,7 @@ impl fmt::Display for DrillReport {
         }
         let said = match self.verdict {
             Verdict::Holds => "everything held",
-            Verdict::Unclear => "nothing was seen to break, but not everything could be told",
+            Verdict::Unclear => "nothing was broken, but some checks are unclear",
             Verdict::Broken => "something BROKE",
         };
         writeln!(f, "\n{said}")

@@ -1,9 +1,9 @@
-//! Verdicts over made-up runs: each bound is seen to hold and to break.
+//! Tests of verdicts on made-up drills: each bound holds and breaks.
 
 use std::time::SystemTime;
 
 use super::*;
-use crate::drill::{Found, Shares, Tally};
+use crate::drill::{MeasuredCapacity, Shares, Tally};
 use crate::outcome::Outcome;
 
 const PHASES: &str = r#"
@@ -49,10 +49,10 @@ fn drill(slow: impl Fn(f64) -> u64) -> Drill {
         alone: Span { from: 0.0, to: 20.0 },
         attack: Span { from: 20.0, to: 40.0 },
         after: Span { from: 40.0, to: 50.0 },
-        capacity: Vec::<Found>::new(),
+        capacity: Vec::<MeasuredCapacity>::new(),
         honest: due.map(|at| sample(at, slow(at), End::Done)).collect(),
-        attackers: vec![AttackerSeen {
-            kind: Kind::Slowloris,
+        attackers: vec![AttackerResult {
+            kind: AttackKind::Slowloris,
             who: "m".into(),
             rate: None,
             tally: Tally::default(),
@@ -73,7 +73,7 @@ fn verdict(hold: &str, drill: &Drill, named: &str) -> Verdict {
 }
 
 #[test]
-fn latency_is_held_against_ones_own_baseline() {
+fn latency_is_compared_with_own_baseline() {
     let hold = "first_token = { p99 = 2.0 }\n";
     let fine = drill(|at| if (20.0..40.0).contains(&at) { 19 } else { 10 });
     assert_eq!(verdict(hold, &fine, "p99"), Verdict::Holds);
@@ -87,7 +87,7 @@ fn latency_is_held_against_ones_own_baseline() {
 }
 
 #[test]
-fn too_few_samples_are_said_to_be_too_few() {
+fn too_few_samples_are_unclear() {
     let mut few = drill(|_| 10);
     few.honest.retain(|sample| sample.due < 5.0 || sample.due > 20.0);
     let report = DrillReport::new(&scenario("first_token = { p50 = 2.0, p99 = 2.0 }\n"), &few);
@@ -97,12 +97,12 @@ fn too_few_samples_are_said_to_be_too_few() {
     };
     assert_eq!(check("p50").verdict, Verdict::Holds);
     assert_eq!(check("p99").verdict, Verdict::Unclear);
-    assert!(check("p99").observed.contains("50 samples, 100 wanted"), "{}", check("p99").observed);
+    assert!(check("p99").observed.contains("50 samples, 100 needed"), "{}", check("p99").observed);
     assert_eq!(report.verdict, Verdict::Unclear);
 }
 
 #[test]
-fn success_and_recovery_break() {
+fn success_and_recovery_can_break() {
     let mut run = drill(|at| if (40.0..43.0).contains(&at) { 100 } else { 10 });
     assert_eq!(verdict("success = 0.999\n", &run, "answered"), Verdict::Holds);
     assert_eq!(verdict("recovery = \"5s\"\n", &run, "again"), Verdict::Holds);
@@ -113,10 +113,10 @@ fn success_and_recovery_break() {
 }
 
 #[test]
-fn memory_and_descriptors_are_held_against_before() {
+fn memory_and_descriptors_are_compared_with_baseline() {
     let hold = "memory_growth = \"50MiB\"\ndescriptors_growth = 4\n";
     let mut run = drill(|_| 10);
-    assert_eq!(verdict(hold, &run, "memory"), Verdict::Unclear, "nobody watched");
+    assert_eq!(verdict(hold, &run, "memory"), Verdict::Unclear, "nothing was observed");
     let point =
         |at, memory: u64, descriptors| ProcessPoint { at, memory: memory << 20, descriptors };
     let points = vec![point(1.0, 100, 30), point(30.0, 140, 300), point(50.0, 120, 33)];
@@ -131,13 +131,13 @@ fn memory_and_descriptors_are_held_against_before() {
 #[test]
 fn slow_connections_must_be_ended() {
     let mut run = drill(|_| 10);
-    assert_eq!(verdict("", &run, "ended"), Verdict::Holds);
+    assert_eq!(verdict("", &run, "is closed"), Verdict::Holds);
     run.attackers[0].closed_after.push(9.0);
-    assert_eq!(verdict("", &run, "ended"), Verdict::Broken);
+    assert_eq!(verdict("", &run, "is closed"), Verdict::Broken);
     run.attackers[0].closed_after.clear();
-    assert_eq!(verdict("", &run, "ended"), Verdict::Unclear);
+    assert_eq!(verdict("", &run, "is closed"), Verdict::Unclear);
     run.attackers[0].oldest_open = 12.0;
-    assert_eq!(verdict("", &run, "ended"), Verdict::Broken);
+    assert_eq!(verdict("", &run, "is closed"), Verdict::Broken);
 }
 
 #[test]
@@ -152,11 +152,11 @@ fn accepted_load_goodput_and_shares() {
     (0..4).for_each(|_| run.attackers[0].tally.add(30.0, "answered"));
     assert_eq!(verdict("accepted = 1.1\n", &run, "accepted"), Verdict::Broken);
 
-    assert_eq!(verdict("attackers_share = 0.5\n", &run, "part of device"), Verdict::Unclear);
+    assert_eq!(verdict("attackers_share = 0.5\n", &run, "part of the device"), Verdict::Unclear);
     run.shares.insert("a".into(), vec![(19.0, 0), (40.0, 600)]);
     run.shares.insert("m".into(), vec![(19.0, 0), (40.0, 400)]);
-    assert_eq!(verdict("attackers_share = 0.5\n", &run, "part of device"), Verdict::Holds);
-    assert_eq!(verdict("attackers_share = 0.3\n", &run, "part of device"), Verdict::Broken);
+    assert_eq!(verdict("attackers_share = 0.5\n", &run, "part of the device"), Verdict::Holds);
+    assert_eq!(verdict("attackers_share = 0.3\n", &run, "part of the device"), Verdict::Broken);
 
     let text = format!("{PHASES}goodput = 0.9\n").replace("rate = 10.0", "times_share = 1.0");
     let text = text.replace("[[honest]]", "[capacity]\ntenant = \"s\"\n[[honest]]");
@@ -170,11 +170,11 @@ fn accepted_load_goodput_and_shares() {
 fn whoever_asks_too_much_waits() {
     let hold = "ahead_of_attackers = 3.0\n";
     let mut run = drill(|_| 10);
-    assert_eq!(verdict(hold, &run, "own wait"), Verdict::Unclear);
+    assert_eq!(verdict(hold, &run, "wait for the first token"), Verdict::Unclear);
     run.attackers[0].first_tokens = vec![31.0; 20];
-    assert_eq!(verdict(hold, &run, "own wait"), Verdict::Holds);
+    assert_eq!(verdict(hold, &run, "wait for the first token"), Verdict::Holds);
     run.attackers[0].first_tokens = vec![29.0; 20];
-    assert_eq!(verdict(hold, &run, "own wait"), Verdict::Broken);
+    assert_eq!(verdict(hold, &run, "wait for the first token"), Verdict::Broken);
 }
 
 #[test]
@@ -182,7 +182,7 @@ fn a_fault_is_no_refusal() {
     let mut run = drill(|_| 10);
     run.attackers[0].tally.add(25.0, "429 rate_limit_exceeded");
     run.attackers[0].tally.add(25.0, "503 overloaded");
-    assert_eq!(verdict("", &run, "clearly"), Verdict::Holds);
+    assert_eq!(verdict("", &run, "refusals are clear"), Verdict::Holds);
     run.attackers[0].tally.add(25.0, "500 server_error");
-    assert_eq!(verdict("", &run, "clearly"), Verdict::Broken);
+    assert_eq!(verdict("", &run, "refusals are clear"), Verdict::Broken);
 }

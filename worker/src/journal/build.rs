@@ -172,6 +172,7 @@ impl Span {
     fn step(&mut self, step: Step) -> Result<(), BuildError> {
         let Step { step, idle, overhead, shares } = step;
         if step != 0 {
+            // Steps are numbered from 1, so 0 means that the block has no step yet.
             if self.first_step == 0 {
                 self.first_step = step;
             }

@@ -132,6 +132,8 @@ impl<F: DiskFile> OpenSegment<F> {
         if limit <= self.offset {
             return Ok(());
         }
+        // Parsed bytes are dropped first, so that the buffer holds at most one
+        // file.
         self.buffer.drain(..self.parsed);
         self.parsed = 0;
         let start = self.buffer.len();

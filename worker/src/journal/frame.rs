@@ -103,6 +103,7 @@ fn read_frame(bytes: &[u8]) -> Option<(Frame, usize)> {
     let (header, rest) = bytes.split_at_checked(FRAME_HEAD)?;
     let (length, sum) = header.split_at(4);
     let size = u32::from_le_bytes(length.try_into().ok()?) as usize;
+    // Damaged length bytes must not let the reader wait for gigabytes.
     if size > LARGEST_PAYLOAD {
         return None;
     }
@@ -328,6 +329,7 @@ impl Input<'_> {
         for shift in (0..64).step_by(7) {
             let byte = self.byte()?;
             let bits = u64::from(byte & 0x7f);
+            // Bits beyond the 64th would be lost without an error.
             if bits << shift >> shift != bits {
                 return None;
             }

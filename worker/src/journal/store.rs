@@ -174,7 +174,7 @@ fn keep_copy<D: Disk>(disk: &D, path: &Path, bytes: &[u8]) -> io::Result<PathBuf
 
 /// Cuts the torn end, and closes the epoch if its process did not. Recorded shares
 /// stay with their owners, the step that was running is lost, and the time after it
-/// belongs to nobody.
+/// counts for no tenant.
 ///
 /// All bytes are written again and synced. The bytes that a read returns need not
 /// be on the disk: the process may have been killed before a sync, and after a
