@@ -12,7 +12,8 @@ use crate::{
 /// Without a subcommand, tollgate runs `up`: the gateway, the ledger and one worker
 /// for each device, with built-in defaults.
 #[derive(Parser)]
-#[command(name = "tollgate", version, args_conflicts_with_subcommands = true)]
+#[command(name = "tollgate", version, max_term_width = 80)]
+#[command(args_conflicts_with_subcommands = true)]
 struct CommandLine {
     #[command(subcommand)]
     command: Option<Command>,

@@ -40,7 +40,7 @@ struct Create {
     /// A description of the key's purpose.
     #[arg(long, value_name = "TEXT", default_value = "")]
     label: String,
-    /// A model that the key may use. Can be repeated [default: all of its tenant].
+    /// A model that the key may use. Can be repeated [default: all that the tenant may use].
     #[arg(long = "model", value_name = "NAME")]
     models: Vec<String>,
     /// An endpoint that the key may use: chat, completions, models or usage. Can be

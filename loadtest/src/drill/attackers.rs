@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::attack::{Attack, AttackerResult};
-use super::tally::{self, ANSWERED, Tally};
+use super::tally::{self, Tally};
 use super::{Ground, Stage, plays_before, wire};
 use crate::client::{Protocol, Target};
 use crate::outcome::End;
