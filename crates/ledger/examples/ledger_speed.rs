@@ -21,7 +21,7 @@ use tollgate_ledger::{AuditKey, Ledger, LedgerOptions};
 
 type Fallible<T> = Result<T, Box<dyn Error>>;
 
-/// Requests that end in one block: as under load, when several end in a step.
+/// Requests that end in one block. Under load several end in a step.
 const ENDS: u64 = 4;
 
 fn main() -> Fallible<()> {
@@ -84,7 +84,7 @@ fn block(number: u64) -> Fallible<Block> {
     let owner = |request: u64| -> Fallible<(Caller, Attempt)> {
         let tenant = TenantId::new(&format!("tenant-{}", request % 50))?;
         let key = KeyId::new(&format!("key-{}", request % 50))?;
-        // As the gateway's are: the time, the same for some, then what is drawn.
+        // Ids like the gateway's: a time that several share, then random bits.
         let drawn = u128::from(request).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835);
         let request = RequestId::from_random(u128::from(request / 256) << 80 | drawn >> 48);
         Ok((Caller { tenant, key }, Attempt { request, attempt: 0 }))

@@ -1,10 +1,10 @@
-//! How long a tenant's month takes to state: fills a ledger with so many
-//! entries and prints one line of JSON.
+//! Time that the statement of a tenant's month takes: fills a ledger with the given
+//! number of entries and prints one line of JSON.
 //!
 //! `cargo run --release -p tollgate-ledger --example month -- 10000000 FOLDER`
 //!
-//! The month is one tenant's with four keys, a block in a hundred entries, a
-//! request in ten. Another tenant has a ninth of it beside it.
+//! One tenant with four keys has nine tenths of the entries, another tenant the rest. A
+//! block has a hundred entries, a request ten.
 #![allow(clippy::print_stdout, reason = "a program that prints its figures")]
 
 use futures_executor::block_on;
@@ -109,7 +109,7 @@ fn post(ledger: &LedgerHandle, numbers: std::ops::Range<u64>, blocks: u64) -> Re
     Ok(())
 }
 
-/// Block `number` of `blocks`: its requests run over `STEPS` blocks and end in
+/// Returns block `number` of `blocks`. Its requests run over `STEPS` blocks and end in
 /// the last of them.
 fn block(number: u64, blocks: u64) -> Result<Block, Failure> {
     let started = UtcTime(FIRST + MONTH_NS / blocks * number);
@@ -121,7 +121,7 @@ fn block(number: u64, blocks: u64) -> Result<Block, Failure> {
             tenant: TenantId::new(if place % 10 == 9 { "t1" } else { "t0" })?,
             key: KeyId::new(&format!("k{}", place % 4))?,
         };
-        // As the gateway's are: the time, the same for some, then what is drawn.
+        // Ids like the gateway's: a time that several share, then random bits.
         let drawn = u128::from(request).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835);
         let id = RequestId::from_random(u128::from(request / 256) << 80 | drawn >> 48);
         let attempt = Attempt { request: id, attempt: 0 };

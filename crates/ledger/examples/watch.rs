@@ -1,9 +1,9 @@
-//! Reads a ledger beside the gateway that writes it: `watch LEDGER SPAN_MS`
-//! prints a line of JSON every span, each tenant's device time so far and its
-//! tokens, until its standard input ends.
+//! A reader beside the gateway that writes: `watch LEDGER SPAN_MS` prints a line of JSON
+//! every span with each tenant's device time and tokens so far, until its standard
+//! input ends.
 //!
-//! `watch LEDGER check` counts every invariant of the ledger again, once, and
-//! each worker's balance to the nanosecond; it fails where one is broken.
+//! `watch LEDGER check` checks every invariant of the ledger once, and each worker's
+//! balance to the nanosecond. It fails if one is broken.
 
 use std::error::Error;
 use std::io::Read;
@@ -28,7 +28,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let ended = Arc::new(AtomicBool::new(false));
     let seen = Arc::clone(&ended);
     std::thread::spawn(move || {
-        // Whatever ends the input ends this.
+        // The end of the input, or its failure, ends the program.
         let _ = std::io::stdin().read_to_end(&mut Vec::new());
         seen.store(true, Ordering::Relaxed);
     });

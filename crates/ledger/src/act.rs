@@ -104,7 +104,7 @@ pub struct FaultCap {
 /// A block that cannot be posted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RefusedBlock {
-    /// The worker whose journal holds the block.
+    /// The worker with the block in its journal.
     pub worker: WorkerName,
     /// The epoch that the block names.
     pub epoch: WorkerEpoch,
@@ -145,6 +145,7 @@ pub struct PlansInForce {
 
 impl From<Block> for Act {
     fn from(block: Block) -> Self {
+        // Shared, so that a retry does not copy the block.
         Self::Post(Arc::new(block))
     }
 }

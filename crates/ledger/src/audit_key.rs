@@ -68,6 +68,7 @@ impl AuditKey {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(failed(error)),
         };
+        // A secret that others could read may have been copied.
         let mode = fs::metadata(&path).map_err(failed)?.permissions().mode() & 0o777;
         if mode & 0o077 != 0 {
             return Err(AuditKeyError::Readable { path, mode });
@@ -171,6 +172,7 @@ fn write_new(folder: &Path, path: &Path, text: &str, mode: u32) -> io::Result<()
         OpenOptions::new().write(true).create(true).truncate(true).mode(mode).open(&unfinished)?;
     file.write_all(text.as_bytes())?;
     file.sync_all()?;
+    // A link fails where the name exists; a rename would replace it.
     let linked = fs::hard_link(&unfinished, path);
     fs::remove_file(&unfinished)?;
     linked?;

@@ -79,6 +79,7 @@ impl LedgerHandle {
     /// lists the errors of each act.
     pub fn submit(&self, act: impl Into<Act>) -> Submitted {
         let (answer, receiver) = oneshot::channel();
+        // Never wait here: callers are async tasks.
         if let Err(refused) = self.commands.try_send(Command { act: act.into(), answer }) {
             let (command, error) = match refused {
                 TrySendError::Full(command) => (command, LedgerError::Busy),

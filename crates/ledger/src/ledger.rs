@@ -39,7 +39,8 @@ impl Ledger {
         Ok(handle)
     }
 
-    /// Opens a ledger whose owner drives the writer, for tests that control time.
+    /// Opens a ledger without a thread, for tests that control time: the owner of the
+    /// returned value drives the writer.
     ///
     /// # Errors
     /// As [`Ledger::open_with`].
@@ -76,9 +77,11 @@ impl Ledger {
                     "incomplete last commit in the write-ahead log; recovering to the commit before it"
                 );
             }
+            // SQLite would silently drop acknowledged commits here.
             Some((found, _)) => return Err(LedgerError::Damaged(found)),
             None => {}
         }
+        // An older format cannot be read yet; opening it for writing migrates it.
         let Ok(reader) = Self::open_read_only(path) else {
             return Ok(());
         };

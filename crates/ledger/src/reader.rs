@@ -58,8 +58,10 @@ impl LedgerReader {
             Some(database) => database,
             None => Database::open_reader(&self.pool.path)?,
         };
+        // One snapshot: several queries of one read agree with one another.
         let snapshot = database.snapshot()?;
         let result = read(snapshot.tables());
+        // The transaction ends before the connection returns to the pool.
         drop(snapshot);
         let mut idle = self.pool.idle.lock().unwrap_or_else(PoisonError::into_inner);
         // A connection that failed is closed: the file may have been replaced.
@@ -69,7 +71,7 @@ impl LedgerReader {
         result
     }
 
-    /// Runs a read whose error is not the ledger's own.
+    /// Runs a read with an error type of its own.
     fn read_as<T, E: From<LedgerError>>(
         &self,
         read: impl FnOnce(Tables<'_>) -> Result<T, E>,
@@ -253,6 +255,7 @@ impl LedgerReader {
         choose: impl FnOnce(Tables<'_>) -> Result<&'static [check::Check], LedgerError>,
     ) -> Vec<Finding> {
         let mut findings = Findings::default();
+        // Findings collected before a failure are kept.
         let checked = self.read(|tables| {
             check::run(tables, choose(tables)?, &mut findings);
             Ok(())

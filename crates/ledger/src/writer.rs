@@ -41,8 +41,10 @@ pub(crate) struct Writer {
 impl Writer {
     /// Opens the ledger and returns the handle and the writer.
     pub(crate) fn open(options: LedgerOptions) -> Result<(LedgerHandle, Self), LedgerError> {
+        // The writer opens first: it makes or migrates the file that the reader needs.
         let store = Store::open(&options.path, options.max_pages, &options.log)?;
         let reader = LedgerReader::open(&options.path)?;
+        // Bounded: a full queue answers `Busy` instead of growing.
         let (commands, inbox) = sync_channel(options.queue.max(1));
         let health = HealthCell::healthy();
         let key = options.key.as_ref().map(Arc::clone);
@@ -59,6 +61,7 @@ impl Writer {
                 Ok(first) => self.serve_group(first),
                 Err(RecvTimeoutError::Timeout) if self.is_healthy() => self.sign(),
                 Err(RecvTimeoutError::Timeout) => self.try_to_recover(),
+                // Every handle is dropped, and the queue is drained.
                 Err(RecvTimeoutError::Disconnected) => break,
             }
         }
@@ -80,6 +83,7 @@ impl Writer {
         let timeout = if self.is_healthy() {
             self.due.map(|due| due.saturating_duration_since(Instant::now()))
         } else {
+            // Degraded: wake up to try the disk, even if no act comes.
             Some(self.options.retry)
         };
         match timeout {
@@ -89,6 +93,7 @@ impl Writer {
     }
 
     fn serve_group(&mut self, first: Command) {
+        // Acts that came while the last group was committed share one sync.
         let mut group = vec![first];
         // Only what waits already: a group does not wait for more.
         while group.len() < self.options.group
@@ -143,6 +148,7 @@ impl Writer {
         group: &[Command],
         run: impl Fn(&Command, &mut Transaction<'_>, &mut Chain) -> ActResult,
     ) -> Result<Results, LedgerError> {
+        // A checkpoint rides on this commit rather than costing one of its own.
         let overdue = self.due.is_some_and(|due| due <= Instant::now())
             || group.iter().any(|command| matches!(command.act, Act::Sign));
         let key = self.options.key.clone();
@@ -177,6 +183,7 @@ impl Writer {
     fn mark_written(&mut self) {
         self.set_health(Health::Healthy);
         let unsigned = self.store.as_ref().is_some_and(|store| store.unsigned() > 0);
+        // A time that is already set stays, so that steady traffic cannot put it off.
         let later = || Instant::now() + self.options.checkpoint_every;
         self.due = (unsigned && self.options.key.is_some()).then(|| self.due.unwrap_or_else(later));
     }
@@ -203,6 +210,7 @@ impl Writer {
     }
 
     fn mark_degraded(&mut self, error: &LedgerError) {
+        // The next use opens the file anew and rewrites its log.
         self.store = None;
         let reason = match error {
             LedgerError::Storage(source) | LedgerError::Open { source, .. } => source.to_string(),
@@ -243,7 +251,7 @@ fn run_apart(command: &Command, transaction: &mut Transaction<'_>, chain: &mut C
     }
 }
 
-/// A ledger whose owner drives the writer.
+/// A writer without a thread: its owner calls [`ManualLedger::tick`].
 #[cfg(feature = "test-support")]
 pub struct ManualLedger {
     writer: Writer,

@@ -1,5 +1,5 @@
-//! Months that leave the database: usage, caps and balances stay as they were,
-//! archive and rest are one log, and what was posted is never posted again.
+//! Archives: usage, caps and balances stay as they were, archive and remaining
+//! records form one log, and archived blocks are never posted again.
 #![allow(missing_docs)]
 
 mod common;
@@ -39,13 +39,14 @@ fn open(path: &Path) -> LedgerHandle {
     Ledger::open_with(options).expect("opens")
 }
 
-/// When block `number` begins: a quarter of a day each, number 101 at midnight.
+/// Returns the start of block `number`: a block every quarter of a day, block 101 at
+/// midnight.
 fn begins(number: u64) -> UtcTime {
     UtcTime(NOVEMBER - 25 * DAY + (number - 1) * DAY / 4)
 }
 
-/// A block with an attempt that begins in it and ends in the one after, and
-/// one within it; every seventh ends by our fault.
+/// Returns a block with two attempts: one ends in the next block, one in this block.
+/// Every seventh attempt ends by our fault.
 fn numbered(number: u64) -> Block {
     let (own, before) = (u128::from(number), u128::from(number) + 9_999);
     let shares =
@@ -62,7 +63,7 @@ fn numbered(number: u64) -> Block {
     }
     let mut parts = parts(number, shares, ends);
     parts.started = begins(number);
-    // Now and then the device does not tell.
+    // Some blocks have no energy.
     parts.energy = (!number.is_multiple_of(5)).then_some(Millijoules(number * 1_001));
     Block::try_from(parts).expect("it balances")
 }
@@ -92,7 +93,7 @@ fn fill(ledger: &LedgerHandle, first: u64, last: u64) {
     }
 }
 
-/// Ends what runs past the last block, and signs.
+/// Signs the log and closes the ledger.
 fn end(ledger: LedgerHandle) {
     sign(&ledger);
 }
@@ -138,7 +139,7 @@ fn stated(reader: &LedgerReader, tenant: &str, month: &str) -> Statement {
     with_query(tenant, month, |query| reader.statement(query).expect("states"))
 }
 
-/// How many records are behind a month.
+/// Counts the records behind a month.
 fn listed(reader: &LedgerReader, tenant: &str, month: &str) -> Result<u32, StatementError> {
     let mut count = 0;
     with_query(tenant, month, |query| reader.statement_records(query, &mut |_, _| count += 1))?;
@@ -178,7 +179,7 @@ fn judge(exports: &[&Export]) -> Result<Sound, LogError> {
     verify(folders, &[key().verifier().parse().expect("a key")], &[])
 }
 
-/// A ledger of 120 blocks, its last fifth in November, and a copy of it.
+/// Makes a ledger of 120 blocks, the last fifth in November, and a copy of it.
 fn archived() -> (tempfile::TempDir, Export, u64) {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
@@ -223,7 +224,7 @@ fn archive_changes_no_sum_and_no_log() {
     assert!(matches!(asked, Err(StatementError::Archived { .. })), "{asked:?}");
     assert!(listed(&before, "acme", "2026-10").expect("the archive has them") > 90);
 
-    // Only October left it: the request at midnight is here, with all its time.
+    // Only October left: the request at midnight is here, with all its time.
     let acme = TenantId::new("acme").expect("a name");
     let beta = TenantId::new("beta").expect("a name");
     for request in [101_u128, 120] {
@@ -243,7 +244,7 @@ fn archive_changes_no_sum_and_no_log() {
     assert!(before.request(&acme, &old).expect("reads").is_some(), "the archive has it");
     before.prove(&old).expect("and proves it");
 
-    // Both are one log, and the rest goes on.
+    // Archive and database form one log, and the ledger continues.
     fill(&ledger, 121, 140);
     end(ledger.clone());
     assert_eq!(ledger.reader().check(), vec![]);
@@ -264,7 +265,7 @@ fn archive_changes_no_sum_and_no_log() {
     }
 }
 
-/// More than one record holds: each is as short as any other.
+/// Plans that need more than one record: each record keeps its bound.
 #[test]
 fn plans_of_thousands_are_recorded_and_archived() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -287,7 +288,7 @@ fn plans_of_thousands_are_recorded_and_archived() {
     assert_eq!(tell(&ledger, 90, &|_| "team"), Posted::New);
     assert_eq!(tell(&ledger, 110, &gold_for_few), Posted::New);
     assert_eq!(tell(&ledger, 111, &gold_for_few), Posted::Already);
-    // One whose plan changes each day, for longer than one record could tell.
+    // One tenant with a new plan each day, more days than one record holds.
     let long = "a-plan-with-a-name-as-long-as-names-may-be-".repeat(3);
     for day in 0..200 {
         let at = UtcTime(begins(111).0 + day * DAY);
@@ -327,7 +328,7 @@ fn archived_blocks_are_never_posted_again() {
     let (folder, _, _) = archived();
     let ledger = open(&folder.path().join("ledger.db"));
     let before = usage_of(ledger.reader());
-    // The same block, another one of its number, and one that is still here.
+    // An archived block, another block of that number, and a block that is here.
     let mut other = numbered(5).parts().clone();
     other.overhead += DeviceNanos(1);
     other.wall += DeviceNanos(1);
@@ -339,7 +340,7 @@ fn archived_blocks_are_never_posted_again() {
         );
     }
     assert_eq!(post(&ledger, numbered(110)).expect("is known"), Posted::Already);
-    // An attempt that ended ends no more, in whatever block; its cap is set.
+    // An archived attempt cannot end again, in no block; its cap is zero.
     let mut replayed = parts(121, vec![], vec![finished("acme", 5, usage(5, 10))]);
     replayed.started = begins(121);
     let refused = post(&ledger, Block::try_from(replayed).expect("it balances"));
@@ -354,7 +355,7 @@ fn archived_blocks_are_never_posted_again() {
         Posted::Already
     );
     assert_eq!(usage_of(ledger.reader()), before);
-    // Device time that comes for it all the same is nobody's to pay.
+    // Device time that still arrives for the attempt is loss.
     let mut late = parts(121, vec![share("acme", 5, 100)], vec![]);
     late.started = begins(121);
     post(&ledger, Block::try_from(late).expect("it balances")).expect("posts");
@@ -393,7 +394,7 @@ fn archives_follow_one_another_and_are_guarded() {
     let rest = export(ledger.reader(), Range { from: found.to, to: None }).expect("exports");
     judge(&[&first, &second, &rest]).expect("one log");
     drop(ledger);
-    // C04: the sums that stand for what is gone.
+    // C04: the sums that stand for the archived records.
     for change in [
         "UPDATE archived_epochs SET idle_ns = idle_ns + 1, wall_ns = wall_ns + 1",
         "UPDATE archived_days SET reference_ns = reference_ns + 1; UPDATE daily SET reference_ns = reference_ns + 1",

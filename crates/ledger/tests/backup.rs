@@ -1,4 +1,4 @@
-//! Copies of a ledger: taken while it is written, put back, and gone on from.
+//! Copies of a ledger: taken while it is written, restored, and continued.
 #![allow(missing_docs)]
 
 mod common;
@@ -30,8 +30,7 @@ fn numbered(number: u64) -> tollgate_domain::Block {
     block(number, vec![share("acme", request, number)], ends)
 }
 
-/// Copies of a ledger that is being written are whole commits, each a prefix
-/// of what follows.
+/// Copies taken beside a writer hold whole commits, each a prefix of the later ones.
 #[test]
 fn backup_beside_writer_is_sound() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -82,8 +81,8 @@ fn backup_refuses_damaged_ledger() {
     assert!(!names.iter().any(|it| it.file_name().to_string_lossy().contains("unfinished")));
 }
 
-/// What was acknowledged after the backup comes again from the journal, as
-/// far as that has it; what it no longer has is passed over, and said.
+/// The journal sends again what was acknowledged after the backup. Blocks that the
+/// journal no longer has are skipped, and the check reports them.
 #[test]
 fn restored_ledger_continues() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -98,7 +97,7 @@ fn restored_ledger_continues() {
     }
     drop(ledger);
 
-    // Nothing is restored from what is damaged.
+    // A damaged backup is not restored.
     let torn = folder.path().join("torn.db");
     let mut bytes = fs::read(&copy).expect("reads");
     bytes.truncate(bytes.len() / 2);
@@ -128,7 +127,7 @@ fn restored_ledger_continues() {
     };
     let said: Vec<_> = findings.iter().map(|it| (it.is_remark(), it.message.clone())).collect();
     assert_eq!(said, [(true, lost(4)), (true, lost(5))]);
-    // After the restore a gap is one again.
+    // A block that began after the restore finds a gap.
     let mut parts = parts(11, vec![], vec![]);
     parts.started = UtcTime(NOON.0 + 2);
     let gap = post(&ledger, parts.try_into().expect("it balances"));

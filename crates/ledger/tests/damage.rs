@@ -1,7 +1,7 @@
-//! C04: flipped and torn bytes of the ledger's files. Each is found by the
-//! check, or lies where it says nothing: in a free page, in the slack of a
-//! page, in a counter of the file's head, behind the end of the write-ahead
-//! log. Which of the two it is, the content decides: every row of every table.
+//! C04: flipped and torn bytes of the ledger's files. The check finds each damage,
+//! or the damage is in bytes without meaning: in a free page, in the slack of a page,
+//! in a counter of the file's head, behind the end of the write-ahead log. Comparing
+//! every row of every table shows that no content changed.
 #![allow(missing_docs)]
 
 mod common;
@@ -21,7 +21,7 @@ use tollgate_ledger::{
     AdminAction, AuditKey, Finding, Ledger, LedgerError, LedgerHandle, LedgerOptions,
 };
 
-/// A ledger with everything in it that one can hold.
+/// Makes a ledger with every kind of row.
 fn filled(folder: &Path, first: u64, last: u64) -> LedgerHandle {
     let key = Arc::new(AuditKey::from_seed("tollgate/test", &[1; 32]).expect("a good name"));
     let options = LedgerOptions {
@@ -65,10 +65,10 @@ fn filled(folder: &Path, first: u64, last: u64) -> LedgerHandle {
     ledger
 }
 
-/// Waits until no other thread of ours has the file open.
+/// Waits until no thread of the test has the file open.
 fn end(ledger: LedgerHandle, path: &Path) {
     drop(ledger);
-    // The last connection that closes takes the log into the database.
+    // The last connection copies the log into the file when it closes.
     while wal(path).exists() {
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -88,8 +88,8 @@ fn damage(path: &Path) -> Vec<Finding> {
     }
 }
 
-/// Every row of every table, and how each is defined. It reads the database
-/// alone where there is no log beside it.
+/// Returns every row of every table, and every definition. Reads the database file
+/// alone if there is no log beside it.
 fn content(path: &Path) -> rusqlite::Result<Vec<Vec<Value>>> {
     let connection = Connection::open_with_flags(path, OpenFlags::SQLITE_OPEN_READ_WRITE)?;
     let rows = |query: &str| -> rusqlite::Result<Vec<Vec<Value>>> {
@@ -136,7 +136,7 @@ fn put(folder: &Path, database: &[u8], log: Option<&[u8]>) -> PathBuf {
     path
 }
 
-/// Damages a ledger's database `times` times, each in its own way.
+/// Damages a ledger's database `times` times, each time differently.
 fn damage_the_database(times: u32) {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
@@ -167,7 +167,7 @@ fn damage_the_database(times: u32) {
         };
         let damaged = put(folder.path(), &bytes, None);
         if damage(&damaged).is_empty() {
-            // Nothing was found, so nothing that it says may have changed.
+            // The check found nothing, so no content may have changed.
             let now = content(&damaged).unwrap_or_else(|error| panic!("{what}: {error}"));
             assert!(now == expected, "{what}: the content changed and nothing was found");
             harmless += 1;
@@ -179,12 +179,12 @@ fn damage_the_database(times: u32) {
     assert!(found > times / 2, "{found} of {times}");
 }
 
-/// Damages what is in the write-ahead log alone.
+/// Damages commits that are in the write-ahead log only.
 fn damage_the_log(times: u32) {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
     end(filled(folder.path(), 1, 30), &path);
-    // Acknowledged, and in the log alone as long as the ledger is open.
+    // Acknowledged, but only in the log while the ledger is open.
     let ledger = filled(folder.path(), 32, 40);
     let (database, log) = (fs::read(&path).expect("reads"), fs::read(wal(&path)).expect("reads"));
     drop(ledger);
@@ -232,7 +232,7 @@ fn check_tells_power_cut_from_damage() {
     let cut = &log[..log.len() - 100];
     assert_eq!(damage(&put(folder.path(), &database, Some(cut))), vec![]);
     Ledger::check_start(&put(folder.path(), &database, Some(cut))).expect("a cut is no damage");
-    // Its last page did not reach the disk, or it was damaged: told, and gone on from.
+    // The last page did not reach the disk: reported, and the ledger continues.
     let mut torn = log.clone();
     let end = torn.len();
     torn[end - 200..].fill(0);
@@ -240,14 +240,14 @@ fn check_tells_power_cut_from_damage() {
     let findings = damage(&torn);
     assert!(findings[0].message.contains("a power cut"), "{findings:?}");
     Ledger::check_start(&torn).expect("it goes on");
-    // What rows say is looked at, too.
+    // The content of rows is checked too.
     let changed = put(folder.path(), &database, Some(&log));
     let connection = Connection::open(&changed).expect("opens");
     connection.execute("UPDATE daily SET reference_ns = 1", []).expect("changes");
     drop(connection);
     let error = Ledger::check_start(&changed).expect_err("it is damaged").to_string();
     assert!(error.contains("the sums of 2026-11-20"), "{error}");
-    // In the middle, it was acknowledged.
+    // Damage in the middle concerns acknowledged commits.
     let mut within = log.clone();
     within[32 + 24 + 100] ^= 1;
     let within = put(folder.path(), &database, Some(&within));

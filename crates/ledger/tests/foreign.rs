@@ -1,6 +1,6 @@
-//! T27: whose usage is it? Tenants ask for requests of their own and of
-//! others, by every id there is; each sees its own and nothing else, and what
-//! is another's looks like what never was.
+//! T27: tenants ask for their own requests and for those of others, by every id. A
+//! tenant sees its own requests only. A request of another tenant looks like one that
+//! does not exist.
 #![allow(missing_docs)]
 
 mod common;
@@ -17,7 +17,7 @@ fn tenant_never_reads_other_tenants() {
     ask(20_000);
 }
 
-/// What `cargo xtask test --long` runs.
+/// Tests that `cargo xtask test --long` runs.
 mod long {
     #[test]
     #[ignore = "long: a million questions"]
@@ -29,7 +29,7 @@ mod long {
 fn ask(questions: u64) {
     let folder = tempfile::tempdir().expect("a folder");
     let ledger = Ledger::open(&folder.path().join("ledger.db")).expect("opens");
-    // Two tenants may even have an id in common: each has its own of it.
+    // Two tenants may share an id: each has a request of its own.
     for number in 1..=REQUESTS / 50 {
         let (mut shares, mut ends) = (Vec::new(), Vec::new());
         for request in (number - 1) * 50..number * 50 {
@@ -84,7 +84,7 @@ fn owners(request: u64) -> Vec<u64> {
     }
 }
 
-/// Different for every pair, so that a figure says whose it is.
+/// Returns a cost that differs for every pair, so that a figure identifies its owner.
 fn cost(owner: u64, request: u64) -> u64 {
     1 + owner * REQUESTS + request
 }

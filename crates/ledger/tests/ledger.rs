@@ -69,7 +69,7 @@ fn full_disk_refuses_and_recovers() {
     assert_eq!(balance.tenants_ns, posted as i64 * 40, "nothing of the failed block");
     assert_eq!(ledger.reader().check(), vec![]);
     drop(ledger);
-    // Room again: the same block goes in, once.
+    // With room again the same block is posted, once.
     let options = LedgerOptions { max_pages: Some(4_096), ..options };
     let ledger = Ledger::open_with(options).expect("opens");
     assert_eq!(post(&ledger, fat(posted + 1)).expect("posts"), Posted::New);
@@ -77,8 +77,8 @@ fn full_disk_refuses_and_recovers() {
     assert_eq!(ledger.reader().balance(EPOCH).expect("reads").tenants_ns, (posted as i64 + 1) * 40);
 }
 
-/// After a gateway was killed: whoever only reads does not know what of the log
-/// is on the disk, and leaves it as it is; who writes takes it over.
+/// After a gateway was killed: a reader cannot know which part of the log is on the
+/// disk, and leaves the log as it is. A writer rewrites the log.
 #[test]
 fn reader_leaves_write_ahead_log() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -101,7 +101,7 @@ fn reader_leaves_write_ahead_log() {
     assert_eq!(writer.reader().check(), vec![]);
 }
 
-/// As at a stop: whoever then takes the file and leaves its log has all of it.
+/// After a stop a copy of the file alone, without its log, is complete.
 #[test]
 fn sign_act_makes_the_file_whole() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -122,7 +122,7 @@ fn degraded_ledger_recovers_by_itself() {
     let options = LedgerOptions { retry: Duration::from_millis(5), ..LedgerOptions::new(&path) };
     let ledger = Ledger::open_with(options).expect("opens");
     post(&ledger, block(1, vec![share("acme", 1, 100)], vec![])).expect("posts");
-    // Somebody else holds the write lock for longer than the writer waits.
+    // Another connection holds the write lock for longer than the writer waits.
     let blocker = rusqlite::Connection::open(&path).expect("opens");
     blocker.execute_batch("BEGIN IMMEDIATE").expect("locks");
     let error = post(&ledger, block(2, vec![], vec![])).expect_err("it is locked");
@@ -136,7 +136,7 @@ fn degraded_ledger_recovers_by_itself() {
     assert_eq!(post(&ledger, block(2, vec![], vec![])).expect("posts"), Posted::New);
 }
 
-/// C04: a flipped bit in any row of what was posted is found.
+/// C04: the check finds a changed value in any row of a posted block.
 #[test]
 fn check_finds_tampering() {
     for change in [

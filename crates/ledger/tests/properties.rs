@@ -1,5 +1,5 @@
-//! Whatever comes, in whatever order and however often, the ledger conserves
-//! device time and energy and agrees with a model of itself (C10).
+//! For any sequence of acts, in any order and with any repetition, the ledger conserves
+//! device time and energy and agrees with a model (C10).
 #![allow(missing_docs)]
 
 mod common;
@@ -11,19 +11,19 @@ use proptest::prelude::*;
 use tollgate_domain::{Block, DeviceNanos, Millijoules};
 use tollgate_ledger::{Ledger, LedgerError, LedgerReader, Posted, UsageQuery};
 
-/// What happens to the ledger.
+/// An act on the ledger.
 #[derive(Clone, Debug)]
 enum Act {
-    /// The next block: for each share its request and time, which of the
-    /// requests finish, and the energy where it is told.
+    /// The next block: request and time of each share, the requests that finish, and
+    /// the energy if the device reports it.
     Next { shares: Vec<(u8, u32)>, finishes: Vec<u8>, energy: Option<u32> },
-    /// A block that came before comes again.
+    /// An earlier block, again.
     Again { back: u8 },
-    /// One with its number but another content.
+    /// A block with the number of an earlier one and another content.
     Forged { back: u8 },
-    /// One from the future.
+    /// A block with a number that leaves a gap.
     Early,
-    /// The request failed and pays at most this.
+    /// A fault cap on a request.
     Cap { request: u8, payable: u32 },
 }
 

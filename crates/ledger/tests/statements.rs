@@ -1,5 +1,5 @@
-//! A statement is what a naive recount of the posted blocks says, whatever
-//! comes in whatever order, and its lines sum to its total.
+//! A statement equals a naive recount of the posted blocks, in any order of blocks,
+//! and its lines sum to its total.
 #![allow(missing_docs)]
 
 mod common;
@@ -20,7 +20,7 @@ use tollgate_ledger::{
 
 const DAY_NS: u64 = 86_400_000_000_000;
 
-/// Noon on a day of November 2026; 0 and 31 are its neighbours'.
+/// Returns noon on a day of November 2026; days 0 and 31 are in the months beside it.
 fn noon(day: u8) -> UtcTime {
     UtcTime(NOON.0 - 20 * DAY_NS + u64::from(day) * DAY_NS)
 }
@@ -44,7 +44,7 @@ fn list(name: &str, from: &str, second: &str, prompt: &str, completion: &str) ->
     }
 }
 
-/// Prices rise in mid-month, to what divides badly.
+/// Returns prices that rise in mid-month, to values with long fractions.
 fn book() -> PriceBook {
     PriceBook {
         currency: "EUR".parse().expect("one"),
@@ -66,7 +66,7 @@ fn statement_of(
     let counted = ledger.reader().statement_records(query, &mut |line, record| {
         records.push((line.to_owned(), record.clone()));
     })?;
-    // Made of the sums alone it is the same.
+    // The statement from the sums by day is the same.
     assert_eq!(ledger.reader().statement(query)?, counted);
     Ok(counted)
 }
@@ -83,7 +83,7 @@ fn query<'a>(
     StatementQuery { tenant, month: november(), priced_as, prices, now: noon(31) }
 }
 
-/// One block of one share and, perhaps, its end.
+/// One block of one share, possibly with its end.
 #[derive(Clone, Debug)]
 struct Worked {
     epoch: u8,
@@ -94,7 +94,7 @@ struct Worked {
     attributed: u32,
     reference: u32,
     ends: bool,
-    /// Failed by our fault: only so much of it is payable.
+    /// The payable part of an attempt that failed by our fault.
     cap: Option<u32>,
 }
 
@@ -147,7 +147,7 @@ impl Worked {
     }
 }
 
-/// Posts the work; `order` says which epoch's block comes next.
+/// Posts the work; `order` chooses the epoch of each next block.
 fn post_all(ledger: &LedgerHandle, work: &[Worked], reversed: bool) {
     let mut epochs: Vec<u8> = (0..6).collect();
     if reversed {
@@ -170,8 +170,8 @@ fn post_all(ledger: &LedgerHandle, work: &[Worked], reversed: bool) {
     }
 }
 
-/// Requests, tokens in, tokens out, attributed and reference, recounted from
-/// what was done; and the amount in nano-units, by schoolbook arithmetic.
+/// Returns requests, tokens in, tokens out, attributed and reference, recounted from
+/// the work; and the amount in nano-units, computed step by step.
 type Recount = BTreeMap<(String, String, bool), (u64, u64, u64, u64, u64, u128)>;
 
 fn recount(work: &[Worked]) -> Recount {
@@ -181,7 +181,7 @@ fn recount(work: &[Worked]) -> Recount {
         let line = lines.entry(key).or_default();
         let cap = worked.cap.unwrap_or(u32::MAX);
         line.3 += u64::from(worked.attributed.min(cap));
-        // Who failed is charged by the cap, whether or not the worker told.
+        // A failed attempt is charged by its cap, with or without a report.
         if worked.ends || worked.cap.is_some() {
             let reference = if worked.ends { worked.reference.min(cap) } else { cap };
             line.0 += 1;
@@ -191,7 +191,7 @@ fn recount(work: &[Worked]) -> Recount {
         }
     }
     for ((_, _, is_late), line) in &mut lines {
-        // Nano-units a second, a million tokens in, a million out.
+        // Nano-units for a second, for a million tokens in, for a million out.
         let (second, prompt, completion) = if *is_late {
             (3_333_300_u128, 700_000_000, 1_300_000_000)
         } else {
@@ -228,7 +228,7 @@ proptest! {
         let sum: Amount = made.lines.iter().map(|line| line.figures.amount).sum();
         prop_assert_eq!(made.total.amount, sum);
 
-        // Every record is in one line; each line's are those that it counts.
+        // Every record is in one line, and each line counts its records.
         for line in &made.lines {
             let mine: Vec<&Record> =
                 records.iter().filter(|(id, _)| *id == line.id).map(|(_, record)| record).collect();
@@ -252,7 +252,7 @@ proptest! {
             prop_assert_eq!(&line.digest, &sha256(&text));
         }
 
-        // The order in which the ledger heard of it says nothing.
+        // The order of posting makes no difference.
         let folder = tempfile::tempdir().expect("a folder");
         let other = Ledger::open(&folder.path().join("ledger.db")).expect("opens");
         post_all(&other, &work, true);
@@ -304,8 +304,8 @@ fn price_change_splits_line() {
     assert!(made.is_provisional, "the month has ended this noon");
 }
 
-/// What was imported once is known again: a figure that changes changes the
-/// digests, not the ids.
+/// An import recognises a line again: a changed figure changes the digests, not the
+/// ids.
 #[test]
 fn statement_ids_stay_and_digests_change() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -351,7 +351,7 @@ fn statement_refuses_usage_without_price() {
     assert_eq!((nobody.lines.len(), nobody.total.amount), (0, Amount(0)));
 }
 
-/// The rows and the sums by day must say the same.
+/// The rows must agree with the sums by day.
 #[test]
 fn statement_finds_records_unlike_their_sums() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -364,8 +364,8 @@ fn statement_finds_records_unlike_their_sums() {
     assert!(error.to_string().contains("sums by day"), "{error}");
 }
 
-/// A plan that changed in mid-month: each day has the prices of the plan that
-/// the tenant had, the change is recorded once, and told again it is no news.
+/// A plan that changed in mid-month: each day has the prices of its plan, and the
+/// change is recorded once, however often it is submitted.
 #[test]
 fn statement_prices_days_by_their_plan() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -401,7 +401,7 @@ fn statement_prices_days_by_their_plan() {
     let made = ledger.reader().statement(query(&acme, &prices, config)).expect("made");
     assert_eq!(
         spans(&made),
-        // What was told first holds before, too; of one day the last word.
+        // The first known plan also holds for the days before; of one day, the last plan.
         ["2026-11-01 2026-11-09 team", "2026-11-10 2026-11-19 gold", "2026-11-20 2026-11-30 gold"]
     );
     let lines: Vec<String> = made
@@ -419,7 +419,7 @@ fn statement_prices_days_by_their_plan() {
     assert_eq!(ledger.reader().check(), vec![]);
 }
 
-/// The unit prices of a line are in it, so that it can be checked by hand.
+/// A line holds its unit prices, so that it can be checked by hand.
 #[test]
 fn statement_line_shows_its_prices() {
     let folder = tempfile::tempdir().expect("a folder");

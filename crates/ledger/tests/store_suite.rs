@@ -88,7 +88,7 @@ fn refused_block_leaves_no_trace() {
     assert_eq!(ledger.reader().balance(EPOCH).expect("reads"), before);
     assert_eq!(ledger.reader().check(), vec![]);
 
-    // Passed over, the ones after it can be posted, and the check says so.
+    // After a skip the next blocks can be posted, and the check reports the skip.
     assert_eq!(skip(&ledger, 2).expect("passes"), Posted::New);
     assert_eq!(skip(&ledger, 2).expect("passes"), Posted::Already);
     let late = block(2, vec![], vec![]);
@@ -103,7 +103,7 @@ fn refused_block_leaves_no_trace() {
     assert_eq!(refusal(post(&ledger, block(5, vec![], vec![]))), Some(BlockRefusal::Ended));
 }
 
-/// T56: a worker says nothing in another one's name.
+/// T56: a worker cannot post to the epoch of another worker.
 #[test]
 fn epoch_refuses_other_workers() {
     let (_place, ledger) = new_ledger();
@@ -112,7 +112,7 @@ fn epoch_refuses_other_workers() {
     post(&ledger, block(2, vec![], vec![])).expect("its own worker's is posted");
     assert_eq!(ledger.reader().check(), vec![]);
 
-    // Also where it began with a block that was passed over.
+    // Also if the epoch began with a skipped block.
     let (_place, ledger) = new_ledger();
     assert_eq!(skip_as(&ledger, "1", 1).expect("passes"), Posted::New);
     assert_eq!(refusal(post(&ledger, block(2, vec![], vec![]))), Some(BlockRefusal::Identity));
@@ -122,8 +122,8 @@ fn epoch_refuses_other_workers() {
     assert_eq!(post(&ledger, own).expect("posts"), Posted::New);
 }
 
-/// What a tenant need not pay for takes its energy along, to the last
-/// millijoule, whether the cap comes before the block or after it.
+/// Time that moves to loss takes its energy along, to the last millijoule, whether the
+/// cap comes before the block or after it.
 #[test]
 fn energy_follows_its_time() {
     for cap_first in [false, true] {
@@ -160,7 +160,7 @@ fn energy_follows_its_time() {
     }
 }
 
-/// T56: what is not believed is loss, and stays so when the worker says it again.
+/// T56: the rejected part is loss, and stays loss when the worker reports it again.
 #[test]
 fn rejected_part_is_loss_and_posted_once() {
     let place = Place::new();
@@ -180,7 +180,7 @@ fn rejected_part_is_loss_and_posted_once() {
     let expected =
         Balance { wall_ns: 185, tenants_ns: 100, overhead_ns: 10, idle_ns: 20, loss_ns: 55 };
     assert_eq!(ledger.reader().balance(EPOCH).expect("reads"), expected);
-    // Again, judged or not, before and after a restart.
+    // Submitted again, in either form, before and after a restart.
     for ledger in [&ledger, &place.open()] {
         assert_eq!(post_partly(ledger, struck.clone()).expect("posts"), Posted::Already);
         assert_eq!(post(ledger, said.clone()).expect("posts"), Posted::Already);
@@ -350,8 +350,8 @@ fn attempts_of_dead_workers_are_open() {
     assert_eq!(ledger.reader().balance(EPOCH).expect("reads").loss_ns, 105);
 }
 
-/// Each figure is as large as a block may say, and their sum fits no column:
-/// that block is refused, the disk is well and the others are posted.
+/// Each figure is as large as a block may state, and their sum fits no column: that
+/// block is refused, the ledger stays healthy and the others are posted.
 #[test]
 fn overflow_refuses_only_its_block() {
     let (_place, ledger) = new_ledger();
@@ -363,7 +363,7 @@ fn overflow_refuses_only_its_block() {
     assert_eq!(ledger.health(), Health::Healthy);
     assert_eq!(skip(&ledger, 1).expect("passes"), Posted::New);
 
-    // Of one group, only the one that does not fit is refused.
+    // Within one group only the block that does not fit is refused.
     let nearly = (0..enough - 1).map(|request| finished("acme", request, usage(1, most)));
     let beyond = finished("acme", enough, usage(1, most));
     let blocks = [block(2, vec![], nearly.collect()), block(3, vec![], vec![beyond])];

@@ -66,6 +66,7 @@ pub(crate) fn refuse_unsettled(before: UtcMonth, now: UtcTime) -> Result<(), Arc
 
 /// Returns the records of the months before `before` that can leave.
 pub(crate) fn archivable(tables: Tables<'_>, before: UtcMonth) -> Result<Archivable, ArchiveError> {
+    // Rows without a record would stay behind when their neighbours leave.
     if !describe_unrecorded(tables, FORMAT)?.is_nothing() {
         return Err(ArchiveError::OlderThanTheLog);
     }
@@ -104,9 +105,11 @@ pub(crate) fn compact(path: &Path, to: u64, mut action: AdminAction) -> Result<(
     let frontier = frontier(tables, to)?;
     let keys = start_keys(tables)?.keys;
     archive_moves::run(tables, to)?;
+    // Every later root and path needs the peaks at the cut, whatever their level.
     for peak in frontier.nodes() {
         records::insert_node(tables, &peak)?;
     }
+    // The next record is the one that tells of this archive.
     archives::insert(tables, &ArchiveRow { size: to, last, record: chain.size() })?;
     action.detail["to"] = to.into();
     action.detail["audit_keys"] = keys.into();
@@ -114,6 +117,7 @@ pub(crate) fn compact(path: &Path, to: u64, mut action: AdminAction) -> Result<(
     post::record_action(tables, &mut chain, &action)?;
     plans::record_after_archive(tables, &mut chain, &action)?;
     transaction.commit()?;
+    // After the commit: a crash before it leaves a large but sound file.
     database.shrink()
 }
 

@@ -50,6 +50,7 @@ pub(crate) fn backup(
     check: impl Fn(&Path) -> Result<Checked, LedgerError>,
 ) -> Result<Checked, BackupError> {
     let unfinished = with_end(to, ".unfinished");
+    // A reader does not disturb the process that writes.
     let source = Database::open_reader(from)?;
     let checked = copy(&source, &unfinished).and_then(|()| sound(&unfinished, &check));
     let checked = checked.and_then(|checked| {
@@ -74,6 +75,7 @@ pub(crate) fn restore(
     sound(backup, &check)?;
     let unfinished = with_end(path, ".unfinished");
     copy(&Database::open_reader(backup)?, &unfinished)?;
+    // Marked before it gets its name: a restored ledger must know that it is one.
     mark_restored(&unfinished, action)?;
     let aside =
         path.exists().then(|| with_end(path, &format!(".before-{}", action.at.unix_seconds())));
@@ -93,6 +95,7 @@ fn move_aside(path: &Path, aside: &Path) -> Result<(), BackupError> {
             moved => moved.map_err(at(&from))?,
         }
     }
+    // A link, not a rename: until the last step a ledger stands at `path`.
     fs::hard_link(path, aside).map_err(at(aside))
 }
 

@@ -27,6 +27,7 @@ pub(crate) fn post(
     let payable = payable_of_cap(cap)?;
     let key = AttemptKey { caller, attempt: &cap.attempt };
     match find(tables, key)? {
+        // The gateway submits a cap again if it lost the answer.
         Some(known) if known == payable => return Ok(Posted::Already),
         Some(_) => return Err(LedgerError::AlreadySettled),
         None => {
@@ -34,6 +35,7 @@ pub(crate) fn post(
             fault_caps::insert(tables, caller, cap, &payable, record)?;
         }
     }
+    // Entries that come later are corrected when they are posted.
     correct_entries(tables, key, payable.attributed_ns)?;
     if !lower_charge(tables, key, &payable)? {
         charge_cap(tables, key, cap, payable)?;
@@ -83,6 +85,7 @@ fn lower_charge(
 ) -> Result<bool, LedgerError> {
     let Some(charged) = charges::find(tables, key)? else { return Ok(false) };
     let LoweredCharge { payable, is_counted, change } = lower(&charged, cap);
+    // The row and its day change together, or `check` reports the day.
     charges::lower(tables, key, &payable, is_counted)?;
     let (model, class) = (&*charged.model, &*charged.class);
     let daily = DailyKey { day: charged.day, caller: key.caller, model, class };
@@ -101,6 +104,7 @@ fn charge_cap(
     let is_counted = payable.is_counted(finished.reason);
     let (caller, model, class) = (key.caller, cap.model.as_str(), cap.class.as_str());
     let charge = Charge { caller, finished: &finished, payable, is_counted, model, class };
+    // The worker's report, if it still comes, only fills in the stages.
     ChargeWriter::new(tables)?.insert(&charge)?;
     let day = finished.finished.day().0;
     let change = DailyChange::by_charge(&payable, is_counted);

@@ -31,6 +31,7 @@ impl Chain {
     /// Loads the end of the chain.
     pub(crate) fn load(tables: Tables<'_>) -> Result<Self, LedgerError> {
         let (size, last) = records::end(tables)?;
+        // A log without a key has no checkpoint at all.
         let signed = checkpoints::newest_size(tables)?.unwrap_or(0);
         Ok(Self { frontier: frontier(tables, size)?, last, signed })
     }
@@ -52,14 +53,17 @@ impl Chain {
         body: &Body<'_>,
     ) -> Result<u64, LedgerError> {
         let seq = self.frontier.size();
+        // The body alone is stored; number and previous hash are in other columns.
         let body = body_of(body)?;
         let hash = leaf(text_of(seq, &self.last, &body).as_bytes());
+        // The primary key refuses a second record of this number.
         records::insert(tables, seq, &hash, &body)?;
         let mut completed = Vec::new();
         self.frontier.push(hash, |node| completed.push(node));
         for node in completed.iter().filter(|node| is_kept(node.level)) {
             records::insert_node(tables, node)?;
         }
+        // Moves only after the rows are written, so that an error leaves the chain as it was.
         self.last = hash;
         Ok(seq)
     }

@@ -86,6 +86,7 @@ pub(crate) struct Findings(Vec<Finding>);
 
 impl Findings {
     pub(crate) fn add(&mut self, kind: &'static str, message: String) {
+        // A badly damaged file could otherwise fill the memory with findings.
         if self.0.len() < LISTED {
             self.0.push(Finding { kind, message });
         }

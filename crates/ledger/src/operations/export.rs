@@ -49,7 +49,7 @@ pub struct Start {
 /// A proof that the records of one request are in the log.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Proof {
-    /// The signed note whose root the paths lead to.
+    /// The signed note. The paths lead to its root.
     pub checkpoint: String,
     /// Every record of the request.
     pub records: Vec<ProvedRecord>,
@@ -107,6 +107,7 @@ pub(crate) fn export(
         return Err(ExportError::Archived { first });
     }
     let signed = checkpoints::newest(tables)?.map_or(0, |(size, _)| size);
+    // A verifier can judge only records that a checkpoint covers.
     if from >= signed || to.is_some_and(|to| to >= signed) {
         return Err(ExportError::Unsigned { signed });
     }
@@ -120,6 +121,7 @@ pub(crate) fn export(
         let note = serde_json::to_string(note).map_err(io::Error::from)?;
         Ok::<_, ExportError>(writeln!(checkpoints_output, "{{\"note\":{note}}}")?)
     })?;
+    // The snapshot keeps both figures consistent.
     let unsigned = records::size(tables)? - signed;
     Ok(Exported { start: start(tables, from)?, end, unsigned })
 }
@@ -151,6 +153,7 @@ pub(crate) fn prove(tables: Tables<'_>, request: &RequestId) -> Result<Proof, Ex
     let Some(&last) = known.last() else {
         return Err(ExportError::Unknown(request.clone()));
     };
+    // The newest checkpoint covers every older record.
     let (size, checkpoint) = checkpoints::newest(tables)?.unwrap_or_default();
     if last >= size {
         return Err(ExportError::Unsigned { signed: size });

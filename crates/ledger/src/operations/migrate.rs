@@ -39,6 +39,7 @@ pub(crate) fn open_writer(
         }
         FoundFormat::Other(_) => {}
     }
+    // After the migration every accepted file has the current format.
     schema::refuse_other_formats(path, database.tables())?;
     schema::add_unnumbered(database.tables()).map_err(failed)?;
     Ok(database)
@@ -49,6 +50,7 @@ pub(crate) fn open_writer(
 fn migrate(database: &mut Database, found: Option<u32>) -> Result<(), LedgerError> {
     let transaction = database.begin()?;
     let tables = transaction.tables();
+    // Older files have these tables.
     if found.is_none() {
         schema::make_tables(tables)?;
     }
@@ -65,6 +67,7 @@ fn migrate(database: &mut Database, found: Option<u32>) -> Result<(), LedgerErro
         }
         Some(_) => {}
     }
+    // Writes the format number last, in the same transaction.
     schema::bring_up_to_date(tables, found)?;
     transaction.commit()
 }

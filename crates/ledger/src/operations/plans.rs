@@ -18,6 +18,7 @@ pub(crate) fn put_in_force(
     if actions::is_known(tables, &in_force.action.id)? {
         return Ok(Posted::Already);
     }
+    // Few rows: one for each change of a tenant's plan.
     let known = plans::all(tables)?;
     let changes = changes(&known, in_force);
     for (tenant, day, plan) in &changes {
@@ -55,6 +56,7 @@ pub(crate) fn recorded(tables: Tables<'_>) -> Result<Option<PlansByTenant>, Ledg
     let mut plans = Some(PlansByTenant::new());
     records::each_of_operation(tables, "plans.in_force", |_, record| {
         let record = serde_json::from_str(record).ok();
+        // One record that cannot be understood makes the rest meaningless.
         plans = record.zip(plans.take()).and_then(|(record, plans)| after_record(plans, &record));
     })?;
     Ok(plans)

@@ -50,6 +50,7 @@ pub(crate) fn post_partly(
     let PartiallyRejectedBlock { reported, accepted, reason } = partly;
     let accepted = accepted.parts();
     let digest = digest_of(reported.parts())?;
+    // The same text goes into the row and the record, so both agree.
     let reason = block::shorten(reason);
     let said = Reported { digest: &digest, rejection: Some(&reason) };
     let posted = post(tables, chain, accepted, &digest_of(accepted)?, said)?;
@@ -70,7 +71,9 @@ fn post(
     digest: &[u8; 32],
     reported: Reported<'_>,
 ) -> Result<Posted, LedgerError> {
+    // The skipped blocks moved the epoch on, or made it.
     let mut epoch = epochs::find(tables, parts.epoch)?;
+    // A worker sends a block again after each reconnect.
     if let Some(posted) = already_posted(tables, parts, epoch.as_ref(), reported.digest)? {
         return Ok(posted);
     }
@@ -90,6 +93,7 @@ fn post(
     let record = chain.append(tables, &Body::block(parts, digest, reported))?;
     blocks::insert(tables, key, parts, digest, record)?;
     post_entries(tables, chain, key, parts)?;
+    // An error here rolls the whole block back.
     block::refuse_unless_balanced(entries::sums_of_block(tables, key)?)?;
     Ok(Posted::New)
 }
@@ -102,6 +106,7 @@ fn post_entries(
     parts: &BlockParts,
 ) -> Result<(), LedgerError> {
     let energy = parts.energy_parts();
+    // Platform entries first: their ordinals are below every share.
     let mut posting = Posting::new(tables, key, parts)?;
     for (ordinal, entry) in block::platform_entries(parts, energy.as_ref()) {
         posting.entry.insert(key, ordinal, &entry)?;
@@ -111,9 +116,11 @@ fn post_entries(
         posting.share(FIRST_SHARE + index as i64, share, drew)?;
     }
     for (index, finished) in parts.finished.iter().enumerate() {
+        // One record per attempt, so that one request can be proved alone.
         let record = chain.append(tables, &Body::attempt(parts, finished))?;
         posting.finished(FinishedAt { index, record }, finished)?;
     }
+    // Once per day and caller, after all rows of the block.
     for (key, change) in posting.days.into_rows() {
         daily::add(tables, &key, &change)?;
     }
@@ -130,6 +137,7 @@ fn already_posted(
     epoch: Option<&EpochRow>,
     digest: &[u8; 32],
 ) -> Result<Option<Posted>, LedgerError> {
+    // Blocks come in order, so a number above the last is new.
     let Some(epoch) = epoch.filter(|epoch| parts.number <= epoch.last_block) else {
         return Ok(None);
     };
@@ -177,6 +185,7 @@ pub(crate) fn skip(
     let refused = block::as_kept(refused);
     let &RefusedBlock { ref worker, epoch, number, .. } = &refused;
     let known = epochs::find(tables, epoch)?;
+    // A caller that lost its answer submits the skip again.
     if block::check_skip(&refused, known.as_ref())? == Skip::Already {
         return Ok(Posted::Already);
     }
@@ -203,6 +212,7 @@ pub(crate) fn record_action(
     if actions::is_known(tables, &action.id)? {
         return Ok(Posted::Already);
     }
+    // The id is kept beside the record: a look-up by id must be cheap.
     let record = chain.append(tables, &Body::action(action))?;
     actions::insert(tables, &action.id, record)?;
     Ok(Posted::New)
@@ -216,12 +226,14 @@ pub(super) fn move_to_loss(
     owner: EntryOwner<'_>,
     excess: Amounts,
 ) -> Result<(), LedgerError> {
+    // No time moves, so no energy moves either.
     if excess.amount_ns == 0 {
         return Ok(());
     }
     // Above every share of the block, including shares that are not written yet.
     let first = entries::last_ordinal(tables, key)?.max(FIRST_CORRECTION - 1) + 1;
     let mut writer = EntryWriter::new(tables)?;
+    // Tenant first, loss second: the pair stays side by side.
     for (ordinal, entry) in (first..).zip(correction::to_loss(excess, owner)) {
         writer.insert(key, ordinal, &entry)?;
     }
@@ -293,6 +305,7 @@ impl<'a> Posting<'a> {
         let caller = self.caller(&share.caller)?;
         let Self { tables, key, parts, .. } = *self;
         let attempt = AttemptKey { caller, attempt: &share.attempt };
+        // A cap may come before the blocks that it governs.
         let cap = self.cap(attempt)?;
         // The sum of what is paid so far is read before this share is written.
         let paid_ns = match cap {
@@ -327,6 +340,7 @@ impl<'a> Posting<'a> {
         let caller = self.caller(&finished.caller)?;
         let Self { tables, key, parts, .. } = *self;
         let attempt = AttemptKey { caller, attempt: &finished.attempt };
+        // The unique index does not see archived attempts.
         let is_archived = self.may_be_settled(&finished.attempt)
             && archives::attempt_ended(tables, attempt)? == Some(true);
         if is_archived || !self.attempt.insert(key, caller, at, finished)? {
@@ -340,6 +354,7 @@ impl<'a> Posting<'a> {
             return charges::set_stages(tables, caller, finished);
         }
         let payable = Payable::of(&finished.usage);
+        // A worker may itself report a fault without any usage.
         let is_counted = payable.is_counted(finished.reason);
         let (model, class) = (parts.model.as_str(), parts.device.class.as_str());
         let charge = Charge { caller, finished, payable, is_counted, model, class };

@@ -135,6 +135,7 @@ pub(crate) fn find_request(
         },
     };
     let RequestTotals { attempts, attributed, is_open } = requests::totals(tables, key)?;
+    // Device time comes from the entries; a charge does not hold it.
     let mut usage = Usage { attributed, ..Usage::default() };
     for attempt in &ended {
         usage.prompt_tokens += attempt.usage.prompt_tokens;
@@ -148,6 +149,7 @@ pub(crate) fn find_request(
         model: name(ModelName::new(&placement.model))?,
         class: name(DeviceClass::new(&placement.class))?,
         state: if is_open { RequestState::Running } else { RequestState::Posted },
+        // Entries of ended attempts may be archived, and open attempts have no charge.
         attempts: attempts.max(ended.len() as u32),
         usage,
         stages: last.map(|last| last.stages).unwrap_or_default(),

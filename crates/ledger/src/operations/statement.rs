@@ -98,6 +98,7 @@ fn add_entries(
     (caller, key): (CallerId, &str),
     (first, last): (u32, u32),
 ) -> Result<(), StatementError> {
+    // Entries come by block, so each block is looked up once.
     let mut at = CurrentBlock::default();
     let blocks = (epoch.id, epoch.first_block, epoch.last_block);
     entries::each_of_caller(tables, caller, blocks, |entry| {

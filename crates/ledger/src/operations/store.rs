@@ -35,6 +35,7 @@ impl Store {
     ) -> Result<T, LedgerError> {
         // A copy, because the chain must not move before the commit does.
         let mut chain = self.chain.clone();
+        // The lock is taken first; a failure leaves nothing to undo.
         let mut transaction = self.database.begin()?;
         let done = write(&mut transaction, &mut chain)?;
         transaction.commit()?;

@@ -66,6 +66,7 @@ fn rewrite_file(path: &Path) -> io::Result<()> {
             // Only now are the rewritten pages on the disk.
             return log.sync_all();
         }
+        // The same bytes at the same place: only their pages become dirty.
         log.write_all_at(&part[..read], at)?;
         at += read as u64;
     }

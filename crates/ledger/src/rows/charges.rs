@@ -149,7 +149,7 @@ pub(crate) fn lower(
     Ok(())
 }
 
-/// Fills in the stages of an attempt whose charge a fault cap made.
+/// Fills in the stages of an attempt that a fault cap charged before.
 pub(crate) fn set_stages(
     tables: Tables<'_>,
     caller: CallerId,

@@ -20,7 +20,7 @@ pub(crate) struct EpochTiling {
     pub(crate) agrees_on_end: bool,
 }
 
-/// A day whose sums are not those of its rows.
+/// A day with other sums than those of its rows.
 pub(crate) struct WrongDay {
     pub(crate) day: UtcDay,
     pub(crate) caller: CallerId,
@@ -84,14 +84,14 @@ pub(crate) fn tiling(tables: Tables<'_>) -> Result<Vec<EpochTiling>, LedgerError
     Ok(rows.collect::<Result<_, _>>()?)
 }
 
-/// Returns epoch and number of the blocks whose steps overlap an earlier block.
+/// Returns epoch and number of the blocks with steps of an earlier block.
 pub(crate) fn overlapping_blocks(tables: Tables<'_>) -> Result<Vec<(String, i64)>, LedgerError> {
     let mut statement = tables.connection.prepare(OVERLAPPING)?;
     let rows = statement.query_map([], |row| Ok((row.get(0)?, row.get(1)?)))?;
     Ok(rows.collect::<Result<_, _>>()?)
 }
 
-/// Returns the first `limit` days whose sums are wrong.
+/// Returns the first `limit` days with wrong sums.
 pub(crate) fn wrong_days(tables: Tables<'_>, limit: usize) -> Result<Vec<WrongDay>, LedgerError> {
     let mut statement = tables.connection.prepare(WRONG_DAYS)?;
     let rows = statement.query_map([], |row| {

@@ -216,6 +216,7 @@ pub(crate) fn usage(tables: Tables<'_>, query: &UsageQuery) -> Result<Vec<UsageR
         column(GroupBy::Model, "model"),
         column(GroupBy::Day, "day"),
     );
+    // Only names of columns are formatted in; values are parameters.
     let mut statement = tables.connection.prepare_cached(&sql)?;
     let rows = statement.query_map(params_from_iter(values), |row| {
         let device_class: String = row.get(4)?;

@@ -161,6 +161,7 @@ impl Transaction<'_> {
     ) -> Result<Result<T, E>, LedgerError> {
         let part = self.0.savepoint()?;
         let done = run(Tables { connection: &part });
+        // A savepoint that is dropped rolls back.
         if done.is_ok() {
             part.commit()?;
         }

@@ -116,7 +116,7 @@ pub(crate) fn insert(tables: Tables<'_>, parts: &BlockParts) -> Result<EpochId, 
     Ok(EpochId(tables.connection.last_insert_rowid()))
 }
 
-/// Inserts an epoch whose first block is skipped: its worker is known, its
+/// Inserts an epoch that begins with a skipped block: its worker is known, its
 /// device is not.
 pub(crate) fn insert_skipped(
     tables: Tables<'_>,

@@ -105,6 +105,7 @@ pub(crate) fn node(
         .prepare_cached(query)?
         .query_row(params![level, position], |row| row.get(0))
         .optional()?;
+    // A hash of another length means a damaged file.
     found.map(|found| hash_from(found, "a hash of the audit log")).transpose()
 }
 

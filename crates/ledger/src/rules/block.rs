@@ -23,6 +23,7 @@ const LONGEST_REASON: usize = 500;
 /// Returns the SHA-256 of the block's fields. `check` makes the block again from
 /// its rows and compares, so that a flipped bit in any field is found.
 pub(crate) fn digest_of(parts: &BlockParts) -> Result<[u8; 32], LedgerError> {
+    // Buffered: the serialiser writes a few bytes at a time.
     let mut hashed = BufWriter::new(Sha256::new());
     serde_json::to_writer(&mut hashed, parts)
         .map_err(|error| LedgerError::Damaged(error.to_string()))?;
@@ -101,6 +102,7 @@ pub(crate) fn check_skip(
     if known.is_some_and(|known| known.identity.worker != refused.worker.as_str()) {
         return Err(refuse(BlockRefusal::Identity));
     }
+    // Blocks are numbered from 1 in each epoch.
     let expected = known.map_or(1, |known| known.last_block + 1);
     if number < expected {
         Ok(Skip::Already)

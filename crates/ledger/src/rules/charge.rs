@@ -27,6 +27,7 @@ impl<'a> DayChanges<'a> {
 
     /// Adds to a day of a caller; `None` where a sum does not fit.
     pub(crate) fn add(&mut self, day: u32, caller: CallerId, change: &DailyChange) -> Option<()> {
+        // Sorted keys: the same block always writes its days in the same order.
         self.changes.entry((day, caller)).or_default().add(change)
     }
 
@@ -119,6 +120,7 @@ impl Payable {
 pub(crate) fn payable_of_cap(cap: &FaultCap) -> Result<Payable, LedgerError> {
     let Usage { prompt_tokens, cached_tokens, completion_tokens, attributed, reference } =
         cap.payable;
+    // SQLite holds signed 64-bit integers only.
     let fits =
         [prompt_tokens, cached_tokens, completion_tokens, attributed.nanos(), reference.nanos()]
             .into_iter()
@@ -132,7 +134,7 @@ pub(crate) fn payable_of_cap(cap: &FaultCap) -> Result<Payable, LedgerError> {
     Ok(Payable::of(&cap.payable))
 }
 
-/// Returns the end of an attempt whose worker died before it could record it.
+/// Returns the end of an attempt. Its worker died before it could record the end.
 pub(crate) fn end_by_cap(cap: &FaultCap) -> FinishedAttempt {
     FinishedAttempt {
         caller: cap.caller.clone(),

@@ -26,6 +26,7 @@ pub(crate) fn excesses(
 ) -> impl Iterator<Item = (MeteredEntry, Amounts)> {
     let mut room_ns = payable_ns;
     entries.into_iter().map(move |entry| {
+        // The first entries are paid in full, because their tokens went out first.
         let kept_ns = entry.amounts.amount_ns.min(room_ns);
         room_ns -= kept_ns;
         let excess = beyond(entry.amounts, kept_ns);
@@ -36,6 +37,7 @@ pub(crate) fn excesses(
 /// Returns the excess of a new share of an attempt that has a cap, of which
 /// `paid_ns` is paid already.
 pub(crate) fn excess_of_share(share: Amounts, cap_ns: i64, paid_ns: i64) -> Amounts {
+    // Earlier blocks may have used up the cap.
     let room_ns = (cap_ns - paid_ns).max(0);
     beyond(share, share.amount_ns.min(room_ns))
 }

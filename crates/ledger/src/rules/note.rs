@@ -55,6 +55,7 @@ pub(crate) fn check_signature(note: &str, verifiers: &[String]) -> Signature {
         let (name, signature) = signature.strip_suffix('\n')?.split_once(' ')?;
         let origin = text.split('\n').next()?;
         signer = (name == origin).then_some(name);
+        // Keys are found by name; the id below guards against another key of the same name.
         let key = verifiers.iter().find_map(|key| key.strip_prefix(name)?.strip_prefix('+'))?;
         let (id, key) = key.split_once('+')?;
         let (signature, key) = (STANDARD.decode(signature).ok()?, STANDARD.decode(key).ok()?);

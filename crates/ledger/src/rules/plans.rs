@@ -38,6 +38,7 @@ pub(crate) fn changes<'a>(
     let mut changes = Vec::new();
     for (tenant, plan) in &in_force.plans {
         let days = known.get(tenant.as_str());
+        // The last known plan is compared, whatever its day: a plan may return.
         let newest = days.and_then(|days| days.values().next_back());
         if newest.is_none_or(|newest| newest != plan.as_str()) {
             changes.push((tenant, day_of_change(days, today), plan));
@@ -101,6 +102,7 @@ fn split(
     for number in 1.. {
         let (mut part, mut bytes) = (Map::new(), 0);
         while let Some((tenant, plan)) = plans
+            // A tenant may come twice after an archive; its parts go into different records.
             .next_if(|(tenant, _)| bytes < BYTES_OF_A_PART && !part.contains_key(tenant.as_str()))
         {
             bytes += tenant.len() + plan.to_string().len();

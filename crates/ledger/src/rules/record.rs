@@ -225,6 +225,7 @@ impl<'a> Body<'a> {
     /// Returns the body for a posted block. The digest covers the block's every field.
     pub(crate) fn block(parts: &'a BlockParts, digest: &[u8], reported: Reported<'_>) -> Self {
         let tenants: DeviceNanos = parts.shares.iter().map(|share| share.attributed).sum();
+        // Saturating: a block is checked elsewhere, and a record must not panic.
         let end = UtcTime(parts.started.0.saturating_add(parts.wall.nanos()));
         Self {
             gpu: Some(gpu(parts)),
@@ -268,6 +269,7 @@ impl<'a> Body<'a> {
         let AdminAction { id, at, operation, actor, user, detail } = action;
         let mut detail = detail.clone();
         let text = detail.to_string();
+        // Bounds every record, so that a line of an export is bounded too.
         if text.len() > LONGEST_DETAIL {
             let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, text.as_bytes());
             detail = serde_json::json!({ "bytes": text.len(), "sha256": hex(digest.as_ref()) });

@@ -27,7 +27,7 @@ pub struct StatementQuery<'a> {
     pub tenant: &'a TenantId,
     /// The month (UTC).
     pub month: UtcMonth,
-    /// The plan whose prices hold.
+    /// The plan that sets the prices.
     pub priced_as: PricedAs<'a>,
     /// All prices.
     pub prices: &'a PriceBook,
@@ -35,7 +35,7 @@ pub struct StatementQuery<'a> {
     pub now: UtcTime,
 }
 
-/// The plan whose prices a tenant pays.
+/// The plan that sets a tenant's prices.
 #[derive(Clone, Copy, Debug)]
 pub enum PricedAs<'a> {
     /// This plan, for the whole month.
@@ -54,7 +54,7 @@ pub struct Statement {
     pub tenant: TenantId,
     /// The month (UTC).
     pub month: UtcMonth,
-    /// The plans whose prices hold, in the order of their days.
+    /// The plans that set the prices, in the order of their days.
     pub plans: Vec<PlanSpan>,
     /// The currency of every amount.
     pub currency: Currency,

@@ -58,6 +58,7 @@ impl Frontier {
     pub(crate) fn push(&mut self, leaf: Hash, mut complete: impl FnMut(NodeRow)) {
         let mut hash = leaf;
         for level in 1..=self.size.trailing_ones() {
+            // Each trailing one bit is a subtree that the new leaf completes, like a carry.
             let left = self.peaks.pop().expect("a peak for each bit of the size");
             hash = node(&left, &hash);
             complete(NodeRow { level, position: self.size >> level, hash });
@@ -68,6 +69,7 @@ impl Frontier {
 
     /// Returns the root. The right subtrees are joined first, as RFC 6962 splits.
     pub(crate) fn root(&self) -> Hash {
+        // The smallest subtree is the rightmost one.
         let joined = self.peaks.iter().rev().copied().reduce(|right, left| node(&left, &right));
         joined.unwrap_or_else(|| hash_of(digest(&SHA256, b"")))
     }

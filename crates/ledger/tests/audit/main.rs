@@ -1,5 +1,5 @@
-//! The audit log as an auditor meets it: exported by the ledger, judged by a
-//! crate that shares no code with it (T53).
+//! The audit log as an auditor meets it: exported by the ledger, verified by a crate
+//! that shares no code with the ledger (T53).
 #![allow(missing_docs)]
 
 #[path = "../common/mod.rs"]
@@ -37,7 +37,7 @@ fn public(key: &AuditKey) -> VerifierKey {
     key.verifier().parse().expect("a verifier key")
 }
 
-/// Signs whenever `every` records wait, and at its end.
+/// Returns options that sign whenever `every` records wait, and at the end.
 fn options(path: &Path, every: u64) -> LedgerOptions {
     LedgerOptions {
         key: Some(key(1)),
@@ -48,7 +48,7 @@ fn options(path: &Path, every: u64) -> LedgerOptions {
     }
 }
 
-/// Blocks with one attempt each, a cap, admin actions and a refused block.
+/// Posts blocks with one attempt each, a cap, admin actions and a skipped block.
 fn fill(ledger: &LedgerHandle, blocks: u64) {
     let first = ledger.reader().last_block(EPOCH).expect("reads") + 1;
     for number in first..first + blocks {
@@ -72,7 +72,7 @@ fn export(reader: &LedgerReader, range: Range) -> Result<(Export, Exported), Exp
     Ok((Export { start, records: lines(records), checkpoints: lines(checkpoints) }, exported))
 }
 
-/// A whole log of 60 blocks, signed at every tenth record and at its end.
+/// Exports a whole log of 60 blocks, signed at every tenth record and at its end.
 fn exported() -> Export {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
@@ -84,7 +84,7 @@ fn exported() -> Export {
     export(&reader, Range::default()).expect("exports").0
 }
 
-/// Ends the writer and waits until it has signed what there is.
+/// Ends the writer and waits until it has signed every record.
 fn end(ledger: LedgerHandle) {
     let reader = ledger.reader().clone();
     drop(ledger);
@@ -224,7 +224,7 @@ fn mutate(export: &Export, random: &mut TestRng) -> (Export, &'static str) {
             "truncate"
         }
         6 => {
-            // In the middle of a line, as a torn copy would be.
+            // Cut in the middle of a line, like a torn copy.
             changed.records.truncate(at + 1);
             let keep = below(changed.records[at].len());
             changed.records[at].truncate(keep);
@@ -250,20 +250,20 @@ fn mutate(export: &Export, random: &mut TestRng) -> (Export, &'static str) {
     (changed, kind)
 }
 
-/// The first record that is not what it was.
+/// Returns the first record that differs.
 fn first_difference(export: &Export, changed: &Export) -> Option<u64> {
     let (before, after) = (export.records.concat(), changed.records.concat());
     if before == after {
         return None;
     }
     let same = before.iter().zip(&after).take_while(|(a, b)| a == b).count();
-    // An insertion of a line before an equal one is seen behind it.
+    // A line that is inserted before an equal one shows behind it.
     let whole = before[..same].iter().filter(|&&byte| byte == b'\n').count();
     Some(whole as u64)
 }
 
-/// T53: whatever is changed in the files is found, and the first record that
-/// differs is the one that is named.
+/// T53: the auditor finds every change of the files and names the first record that
+/// differs.
 #[test]
 fn auditor_finds_every_mutation() {
     let export = exported();
@@ -284,8 +284,8 @@ fn auditor_finds_every_mutation() {
     assert!(found.len() == 7 && found.values().all(|&count| count > 50), "{found:?}");
 }
 
-/// Makes the records from `first` on anew, hashes and all, as an attacker with
-/// the database but without the key can.
+/// Rewrites the records from `first` on with their hashes, as an attacker with the
+/// database but without the key can.
 fn rehash(export: &Export, first: usize, change: impl Fn(&str) -> String) -> Export {
     let mut changed = export.clone();
     let mut prev = String::from_utf8(export.records[first - 1][9..73].to_vec()).expect("hex");
@@ -309,7 +309,7 @@ fn leaf_hash(bytes: &[u8]) -> String {
     hash.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// A chain made anew holds in itself; what was signed says where it differs.
+/// A rewritten chain is consistent; the checkpoints show where it differs.
 #[test]
 fn auditor_finds_rewritten_chain() {
     let export = exported();
@@ -322,11 +322,11 @@ fn auditor_finds_rewritten_chain() {
             panic!("record {first} was made anew and that was not found");
         };
         assert!((from..=to).contains(&(first as u64)), "{from} to {to}, not {first}");
-        // No wider than from one checkpoint to the next.
+        // The named range is no wider than one checkpoint to the next.
         assert!(sizes.contains(&(to + 1)) && (from == 0 || sizes.contains(&from)));
         assert!(sizes.iter().all(|&size| size <= from || size > to));
     }
-    // Signed with another key, it is nobody's log.
+    // Signed with another key, the log is not accepted.
     let stranger = public(&key(2));
     let result = judge_with(&[&export], &[stranger], &[]);
     assert!(matches!(result, Err(LogError::Checkpoint { line: 1, .. })), "{result:?}");
@@ -335,7 +335,7 @@ fn auditor_finds_rewritten_chain() {
 #[test]
 fn kept_checkpoint_finds_cut_tail_and_fork() {
     let export = exported();
-    // Cut back to an older checkpoint, all in order: only who kept a newer one sees it.
+    // A log cut back to an older checkpoint: only a kept newer checkpoint shows it.
     let older = export.checkpoints.len() - 3;
     let size = open(&export.checkpoints[older]).size();
     let mut cut = export.clone();
@@ -347,7 +347,7 @@ fn kept_checkpoint_finds_cut_tail_and_fork() {
     let expected = LogError::Record { record: size, fault: Fault::Missing { signed } };
     assert_eq!(judge(&[&cut], std::slice::from_ref(&newest)), Err(expected));
 
-    // Two histories signed with one key: the operator's own fork.
+    // Two histories signed with one key: a fork by the operator.
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
     let ledger = Ledger::open_with(options(&path, 10)).expect("opens");
@@ -397,7 +397,7 @@ fn exports_of_ranges_follow_one_another() {
     let (third, _) = part(until.end + 1, None);
     let result = judge(&[&first, &third], &[]);
     assert!(matches!(result, Err(LogError::Gap { .. })), "{result:?}");
-    // Every record of a span can be the first, and a lie about what was before is found.
+    // A range can begin at every record, and a false start is found.
     for from in 0..exported.end {
         let (part, _) = part(from, None);
         judge(&[&part], &[]).expect("sound");
@@ -466,7 +466,7 @@ fn action_is_recorded_once_and_refusal_never() {
     assert_eq!(record(&ledger, "a", "key.created").expect("records"), Posted::New);
     assert_eq!(record(&ledger, "a", "key.created").expect("records"), Posted::Already);
     post(&ledger, block(1, vec![share("acme", 1, 5)], vec![])).expect("posts");
-    // Of one group, what is refused leaves the chain as it was for the next.
+    // A refused act of a group leaves the chain as it was for the next act.
     let done = finished("acme", 2, usage(7, 7));
     let replayed = block(2, vec![share("acme", 2, 7)], vec![done.clone(), done]);
     let blocks = [replayed, block(2, vec![], vec![])];
@@ -493,7 +493,7 @@ fn waiting_records_are_signed_in_time() {
     let ledger = Ledger::open_with(options).expect("opens");
     for number in 1..4 {
         post(&ledger, block(number, vec![], vec![])).expect("posts");
-        // Nobody sends anything, and it is signed all the same.
+        // No act comes, and the records are signed all the same.
         loop {
             let exported = export(ledger.reader(), Range::default());
             if exported.is_ok_and(|(_, exported)| exported.end == number + 1) {
@@ -502,14 +502,14 @@ fn waiting_records_are_signed_in_time() {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
-    // With nothing new, nothing is signed anew.
+    // Without new records there is no new checkpoint.
     std::thread::sleep(Duration::from_millis(100));
     let (whole, _) = export(ledger.reader(), Range::default()).expect("exports");
     assert!(whole.checkpoints.len() <= 4, "{}", whole.checkpoints.len());
     judge(&[&whole], &[]).expect("sound");
 }
 
-/// A long detail is a hash of itself: no record is without a bound.
+/// A long detail is replaced by its hash, so every record is bounded.
 #[test]
 fn long_detail_is_bounded() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -529,8 +529,8 @@ fn long_detail_is_bounded() {
     judge(&[&export], &[]).expect("sound");
 }
 
-/// C04: a change of the log's own tables, or of a row alone with all its sums,
-/// is found by the ledger's check.
+/// C04: the check finds a change of the log's own tables, and of a row with all its
+/// sums.
 #[test]
 fn check_finds_tampering_with_audit_log() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -560,7 +560,7 @@ fn check_finds_tampering_with_audit_log() {
         "DELETE FROM fault_caps WHERE record_seq = 11",
         "UPDATE attempts SET record_seq = NULL WHERE record_seq = 2",
         "UPDATE attempts SET record_seq = record_seq + 2 WHERE record_seq = 2",
-        // What statements are priced by.
+        // The plans, which set the prices of statements.
         "UPDATE tenant_plans SET plan = 'trial' WHERE day = (SELECT min(day) FROM tenant_plans)",
         "UPDATE tenant_plans SET day = day - 9",
         "UPDATE tenant_plans SET tenant = 'other'",
@@ -582,7 +582,7 @@ fn check_finds_tampering_with_audit_log() {
     assert_eq!(sound.iter().filter(|it| it.kind != "refused").count(), 0, "{sound:?}");
 }
 
-/// What the check finds in a copy of the ledger at `path` after `change`.
+/// Returns the findings in a copy of the ledger at `path` after `change`.
 fn found_after(path: &Path, change: &str) -> Vec<Finding> {
     let folder = tempfile::tempdir().expect("a folder");
     let copy = folder.path().join("copy.db");

@@ -2,27 +2,27 @@
 
 use super::*;
 
-/// As entries and days were before energy was told.
+/// Turns entries and days into those of the format without energy.
 const WITHOUT_ENERGY: &str = "ALTER TABLE entries DROP COLUMN energy_mj; \
                               ALTER TABLE daily DROP COLUMN energy_mj";
 const WITHOUT_ARCHIVES: &str = "DROP TABLE archived_days; DROP TABLE archived_epochs";
 
-/// A ledger of today with fifty blocks, for a test to make old.
+/// Makes a ledger of the current format with fifty blocks, for a test to make old.
 fn filled(path: &Path) {
     let ledger = Ledger::open_with(options(path, 7)).expect("opens");
     fill(&ledger, 50);
     end(ledger);
 }
 
-/// The same once it is old: who only reads it is told so, who writes takes it on.
-fn taken_on(path: &Path) -> LedgerHandle {
+/// Opens an old ledger: a reader refuses it, a writer migrates it.
+fn migrated(path: &Path) -> LedgerHandle {
     let error = Ledger::open_read_only(path).err().expect("it is older").to_string();
     assert!(error.contains("format"), "{error}");
-    Ledger::open_with(options(path, 7)).expect("takes it on")
+    Ledger::open_with(options(path, 7)).expect("migrates")
 }
 
-/// A ledger of the version before is taken on: what stood in it is said by
-/// the first record, and what comes is recorded.
+/// Format 1 has no audit log: after the migration the first record describes the old
+/// rows, and new rows are recorded.
 #[test]
 fn format_1_is_migrated() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -32,7 +32,7 @@ fn format_1_is_migrated() {
         .expect("makes the old ledger");
     let error = Ledger::open_read_only(&path).err().expect("it is older").to_string();
     assert!(error.contains("format") && error.contains("tollgate up"), "{error}");
-    let ledger = Ledger::open_with(options(&path, 1)).expect("takes it on");
+    let ledger = Ledger::open_with(options(&path, 1)).expect("migrates");
     let kinds = |reader: &LedgerReader| -> Vec<&str> {
         reader.check().into_iter().map(|it| it.kind).collect()
     };
@@ -61,7 +61,7 @@ fn format_1_is_migrated() {
     drop(again);
 }
 
-/// So is one that has a log and no counts by day: they are counted then.
+/// Format 2 has no counts by day: the migration counts.
 #[test]
 fn format_2_is_migrated() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -75,15 +75,14 @@ fn format_2_is_migrated() {
              {WITHOUT_ENERGY}; {WITHOUT_ARCHIVES}"
         ),
     );
-    let ledger = taken_on(&path);
+    let ledger = migrated(&path);
     let found = ledger.reader().check();
     assert_eq!(found.iter().filter(|it| it.kind != "refused").count(), 0, "{found:?}");
     change_in(&path, "UPDATE daily SET entries = entries - 1");
     assert!(ledger.reader().check().iter().any(|it| it.kind == "daily"), "they are counted");
 }
 
-/// So is one whose records were stored whole: they stay so, and those that
-/// come do not.
+/// Format 3 stored records whole: old records stay whole, new ones do not.
 #[test]
 fn format_3_is_migrated() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -102,7 +101,7 @@ fn format_3_is_migrated() {
              {WITHOUT_ENERGY}; {WITHOUT_ARCHIVES}"
         ),
     );
-    let ledger = taken_on(&path);
+    let ledger = migrated(&path);
     for number in 0..20 {
         record(&ledger, &format!("later-{number}"), "key.revoked").expect("records");
     }
@@ -125,8 +124,8 @@ fn format_3_is_migrated() {
     }
 }
 
-/// One of the format before energy is read as it is, as archives are for ever,
-/// and taken on by who writes.
+/// Format 4 has no energy: a reader reads it as it is, because archives stay forever,
+/// and a writer migrates it.
 #[test]
 fn format_4_is_read_and_migrated() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -154,7 +153,7 @@ fn format_4_is_read_and_migrated() {
     assert!(before[0].attributed_ns > 0 && before[0].energy_mj.is_none() && none.is_none());
     Ledger::check_start(&path).expect("sound");
     Ledger::backup(&path, &folder.path().join("copy.db")).expect("copies");
-    let ledger = Ledger::open_with(options(&path, 7)).expect("takes it on");
+    let ledger = Ledger::open_with(options(&path, 7)).expect("migrates");
     assert_eq!(told(ledger.reader()), (before.clone(), None));
     let mut drew = parts(52, vec![share("acme", 9_999, 65)], vec![]);
     drew.energy = Some(Millijoules(1_000));
@@ -196,7 +195,7 @@ fn format_4_is_read_and_migrated() {
         ),
         ("UPDATE daily SET energy_mj = energy_mj + 1", "daily"),
         ("UPDATE daily SET energy_mj = 0 WHERE energy_mj IS NULL", "daily"),
-        // With all its sums.
+        // The change includes all sums.
         (
             "UPDATE entries SET energy_mj = energy_mj + iif(account = 1, 1, -1) WHERE kind <> 0;
              UPDATE daily SET energy_mj = energy_mj + 1 WHERE energy_mj IS NOT NULL",

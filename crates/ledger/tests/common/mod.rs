@@ -1,4 +1,4 @@
-//! Blocks to post, and posting that waits for its answer.
+//! Blocks to post, and functions that submit an act and wait for its result.
 #![allow(dead_code, unreachable_pub, reason = "each test file uses its part")]
 
 use futures_executor::block_on;
@@ -140,7 +140,7 @@ pub fn record_action(ledger: &LedgerHandle, action: AdminAction) -> Result<Poste
     block_on(ledger.submit(action))
 }
 
-/// Tells the plan of acme from `at` on.
+/// Puts a plan of acme in force from `at` on.
 pub fn tell_plan(ledger: &LedgerHandle, at: UtcTime, plan: &str) -> Posted {
     let action = AdminAction { at, ..action(&format!("plans-{}-{plan}", at.0), "plans.in_force") };
     let plans =

@@ -189,7 +189,7 @@ pub(crate) fn start_keys(tables: Tables<'_>) -> Result<StartKeys, LedgerError> {
 }
 
 /// Checks that each checkpoint is signed by a key that a start has recorded. A log
-/// whose starts recorded no key, as in a test, is not judged.
+/// without any recorded key, as in a test, is not judged.
 fn signatures(tables: Tables<'_>, findings: &mut Findings) -> Result<(), LedgerError> {
     let StartKeys { keys, last_start } = start_keys(tables)?;
     if keys.is_empty() {

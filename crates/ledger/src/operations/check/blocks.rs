@@ -39,6 +39,7 @@ fn rebuild(
 ) -> Result<(), LedgerError> {
     let key = BlockKey { epoch: row.epoch, block: row.block };
     let (number, epoch) = (row.block, row.parts.epoch);
+    // The digest covers shares and finished attempts, so both are read back.
     let records = add_finished(tables, callers, key, &mut row)?;
     let sums = add_entries(tables, callers, key, &mut row)?;
     let BlockRow { parts, digest, day, .. } = &row;
@@ -75,6 +76,7 @@ fn records_agree(
     let reported = <&[u8; 32]>::try_from(reported)
         .map_err(|_| LedgerError::Damaged("a digest of a block".to_owned()))?;
     let reported = Reported { digest: reported, rejection: rejection.as_deref() };
+    // Every record is compared, even after one differs: all share one finding.
     let mut agree = states(tables, *record, &Body::block(parts, digest, reported))?;
     for (finished, record) in parts.finished.iter().zip(records) {
         agree &= states(tables, *record, &Body::attempt(parts, finished))?;

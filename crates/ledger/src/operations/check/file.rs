@@ -18,6 +18,7 @@ pub(super) fn check(
         findings.add("file", line);
     }
     let found = definitions(tables)?;
+    // The same statements made the file, so the texts are equal byte for byte.
     let expected = definitions(Database::in_memory(tables)?.tables())?;
     for (name, text) in &expected {
         match found.get(name) {

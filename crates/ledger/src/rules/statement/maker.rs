@@ -79,6 +79,7 @@ impl<'a> Maker<'a> {
     pub(crate) fn add_day(&mut self, key: &str, row: DailyRow) -> Result<(), StatementError> {
         let DailyRow { model, class, day, sums } = row;
         let period = self.period_of(day)?;
+        // A change of price splits a line, because a line has one price list.
         let topic = Topic { key: key.into(), model, class, period };
         let day = StatementDay::of(day, &sums)?;
         self.lines.entry(topic).or_default().push(day);
@@ -154,6 +155,7 @@ impl<'a> Maker<'a> {
         let mut hash = Sha256::new();
         for day in days {
             let of_day = day.sums().ok_or_else(overflow)?;
+            // A day that is negative cannot be hidden by the other days of its line.
             figures(&of_day).map_err(|NegativeSum| {
                 LedgerError::Damaged(format!("on {} more was taken back than there was", day.day))
             })?;
@@ -161,6 +163,7 @@ impl<'a> Maker<'a> {
             hash.update(format!("{day}\n"));
         }
         let usage = figures(&sums)?;
+        // Once for the line: rounding each day would add up to a difference.
         let amount = prices.cost(Priced {
             reference_ns: usage.reference_ns,
             prompt_tokens: usage.prompt_tokens,

@@ -76,6 +76,7 @@ impl<'m, 'a> Recount<'m, 'a> {
         let period = self.maker.period_of(day)?;
         let topic = Topic { key: key.into(), model: model.into(), class: class.into(), period };
         (self.record)(&self.maker.line_id(&topic), record);
+        // The same sums as in `daily`, made from the records alone.
         let counted = self.days.entry((topic, day)).or_default();
         Ok(record.sums().and_then(|sums| counted.add(&sums)).ok_or_else(overflow)?)
     }
