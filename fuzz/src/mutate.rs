@@ -131,7 +131,7 @@ mod tests {
     use super::Mutator;
 
     #[test]
-    fn a_seed_decides_what_is_drawn() {
+    fn mutator_output_depends_on_seed_only() {
         let corpus = [b"one".to_vec(), b"{\"two\": 2}".to_vec(), Vec::new()];
         let drawn = |seed| {
             let mut mutator = Mutator::new(seed);

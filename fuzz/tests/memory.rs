@@ -36,7 +36,7 @@ static ALLOCATOR: Counting = Counting;
 const SIZE: usize = 2 << 20;
 
 #[test]
-fn no_body_costs_more_than_four_times_its_size() {
+fn body_memory_stays_within_four_times_size() {
     const MESSAGE: &str = r#"{"role":"user","content":"x"}"#;
     let content =
         |text: &str| format!(r#"{{"model":"m","messages":[{{"role":"user","content":{text}}}]}}"#);

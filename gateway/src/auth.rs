@@ -1,10 +1,10 @@
-//! Who is it? The only place where a tenant is found.
+//! Authentication: the only place where a tenant is found.
 //!
-//! A request shows one bearer credential: an API key of ours or a JWT of a
-//! configured issuer. Either becomes an [`AuthenticatedCaller`], which has no
-//! other maker, before a byte of the body is read. To the client every
-//! credential that does not authenticate looks the same, whether it is
-//! unknown, revoked, expired or misspelt.
+//! A request carries one bearer credential: an API key of this gateway, or a JWT
+//! of a configured issuer. Either becomes an [`AuthenticatedCaller`], which
+//! nothing else makes, before the body is read. A client cannot see why its
+//! credential failed: unknown, revoked, expired and misspelt keys get the same
+//! answer.
 
 mod bearer;
 mod claims;
@@ -15,7 +15,7 @@ mod jwks;
 mod jwt;
 mod key_directory;
 mod key_store;
-mod pepper;
+
 mod scopes;
 mod secret;
 
@@ -43,7 +43,7 @@ use self::bearer::Credential;
 use self::jwt::TokenVerifier;
 use crate::ApiError;
 
-/// Finds out who calls. Clones share one set of keys and issuers.
+/// Checks the credentials of requests. Clones share one set of keys and issuers.
 #[derive(Clone, Debug)]
 pub struct Authenticator {
     parts: Arc<Parts>,
@@ -55,48 +55,51 @@ struct Parts {
     tokens: TokenVerifier,
 }
 
-/// A tenant and the credential it showed, checked. Nothing but
-/// [`Authenticator::authenticate`] makes one.
+/// A tenant and its checked credential. [`Authenticator::authenticate`] is the
+/// only maker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AuthenticatedCaller {
     caller: Caller,
-    /// `None`: whatever the tenant may.
+    /// The limits on use; `None` allows everything that the tenant may do.
     scopes: Option<Arc<Scopes>>,
     plan: Option<PlanName>,
 }
 
-/// Why nobody was authenticated; also the metric's label.
+/// The reasons why a credential fails; also the values of a metric's label.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum AuthError {
-    /// No `authorization` header.
-    #[error("no credential was shown")]
+    /// The request has no `authorization` header.
+    #[error("the request has no credential")]
     Missing,
-    /// More than one header, another scheme, or nothing that could be a
-    /// credential; found without looking anything up.
+    /// The request has several headers, another scheme, or text that cannot be a
+    /// credential. No lookup is needed to see this.
     #[error("the credential is malformed")]
     Malformed,
-    /// Well formed, and not good: unknown, revoked, expired, badly signed.
+    /// The credential is well formed and not valid: unknown, revoked, expired or
+    /// badly signed.
     #[error("the credential was rejected")]
     Rejected,
-    /// Good, and shown from a network that it may not be used from.
-    #[error("the credential may not be used from here")]
+    /// The credential is valid, but not from the network of this request.
+    #[error("the credential may not be used from this network")]
     Elsewhere,
 }
 
 impl Authenticator {
-    /// Reads the issuers' keys; `keys` is the store to look API keys up in.
+    /// Makes an authenticator for the API keys in `keys` and the tokens of
+    /// `issuers`. Reads the issuers' key files.
     ///
     /// # Errors
-    /// When an issuer has no usable key: the error names issuer and file.
+    /// An issuer has no usable key. The error names the issuer and the file.
     pub fn new(keys: KeyStore, issuers: Vec<IssuerOptions>) -> Result<Self, IssuerError> {
         let tokens = TokenVerifier::new(issuers)?;
         Ok(Self { parts: Arc::new(Parts { keys, tokens }) })
     }
 
-    /// Who shows these headers at `now`, from the address `from`?
+    /// Returns the caller with the credential in `headers`, at the time `now` and
+    /// from the address `from`.
     ///
     /// # Errors
-    /// When nobody that we know.
+    /// The credential is missing or does not authenticate.
     pub fn authenticate(
         &self,
         headers: &HeaderMap,
@@ -122,15 +125,15 @@ impl Authenticator {
         }
     }
 
-    /// The keys it looks up.
+    /// Returns the store of API keys.
     pub fn keys(&self) -> &KeyStore {
         &self.parts.keys
     }
 
-    /// Follows what other processes do to the keys and to the issuers' files,
-    /// until `stop`: a revoked key is refused within a second. What cannot be
-    /// read changes nothing, and is logged once until it can be read again.
-    /// Key sets that are fetched are fetched meanwhile.
+    /// Follows changes that other processes make to the keys and to the issuers'
+    /// files, and fetches remote key sets, until `stop`. A revoked key is refused
+    /// within a second. A file that cannot be read changes nothing; the failure is
+    /// logged once, and again after the next success.
     pub async fn follow_changes(self, stop: CancellationToken) {
         let urls = stop.run_until_cancelled(self.parts.tokens.follow_urls());
         tokio::join!(urls, self.follow_files(&stop));
@@ -150,7 +153,8 @@ impl Authenticator {
                 tokio::task::spawn_blocking(move || (parts.keys.refresh(), parts.tokens.refresh()))
                     .await
             else {
-                continue; // the runtime is stopping
+                // A blocking task fails only while the runtime stops.
+                continue;
             };
             match (keys, tokens) {
                 (Ok(()), Ok(())) => failing = false,
@@ -159,13 +163,13 @@ impl Authenticator {
                     if let Err(error) = keys {
                         tracing::error!(
                             error = &error as &dyn std::error::Error,
-                            "keys cannot be read"
+                            "the key database cannot be read; the keys in memory stay valid"
                         );
                     }
                     if let Err(error) = tokens {
                         tracing::error!(
                             error = &error as &dyn std::error::Error,
-                            "issuer keys cannot be read"
+                            "an issuer's keys cannot be read; its earlier keys stay valid"
                         );
                     }
                 }
@@ -176,33 +180,33 @@ impl Authenticator {
 }
 
 impl AuthenticatedCaller {
-    /// Tenant and key, as they stand in every record.
+    /// Returns tenant and key, as every record names them.
     pub fn caller(&self) -> &Caller {
         &self.caller
     }
 
-    /// Who pays.
+    /// Returns the tenant that pays.
     pub fn tenant(&self) -> &TenantId {
         &self.caller.tenant
     }
 
-    /// The credential's public id; `jwt:` and the subject for a token.
+    /// Returns the public id of the key; for a token, `jwt:` and its subject.
     pub fn key(&self) -> &KeyId {
         &self.caller.key
     }
 
-    /// The plan that limits this credential alone, if one does; config may no
-    /// longer have it.
+    /// Returns the plan that limits this credential alone, if it has one. The plan
+    /// may be gone from the config.
     pub fn plan(&self) -> Option<&PlanName> {
         self.plan.as_ref()
     }
 
-    /// Whether the credential may ask for `model`.
+    /// True if the credential may use `model`.
     pub fn may_use_model(&self, model: &ModelName) -> bool {
         self.scopes.as_ref().is_none_or(|scopes| scopes.has_model(model))
     }
 
-    /// Whether the credential may call `endpoint`.
+    /// True if the credential may call `endpoint`.
     pub fn may_use_endpoint(&self, endpoint: Endpoint) -> bool {
         self.scopes.as_ref().is_none_or(|scopes| scopes.has_endpoint(endpoint))
     }
@@ -218,6 +222,6 @@ impl From<AuthError> for ApiError {
     }
 }
 
-/// How often changes are looked for: four times within the second that is
-/// promised.
+/// The interval between two looks for changes: four looks within the second in
+/// which a revocation must take effect.
 const POLL: Duration = Duration::from_millis(250);

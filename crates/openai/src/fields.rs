@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn neutral_values_ask_for_nothing() {
+    fn neutral_values_are_accepted() {
         for (neutral, text, expected) in [
             (Neutral::Empty, "[]", true),
             (Neutral::Empty, "[ \n]", true),
@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn an_array_is_cut_off_at_its_bound() {
+    fn list_reading_stops_at_bound() {
         assert_eq!(read_list::<u8>("[1,2]", 2).expect("fits"), [1, 2]);
         let error = read_list::<u8>("[1,2,3]", 2).expect_err("too many");
         assert!(error.to_string().contains("more than 2 elements"), "{error}");

@@ -1,5 +1,5 @@
-//! How encoding time grows with the text, for the kinds of text that slow
-//! tokenizers down: time(4n) / time(n) should stay near 4.
+//! Measures the growth of encoding time with the length of the text, for texts
+//! that slow tokenizers down. The ratio time(4n) / time(n) should stay near 4.
 //!
 //! `cargo run --release -p tollgate-text --example tokenizer_growth -- tokenizer.json`
 

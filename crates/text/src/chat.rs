@@ -1,13 +1,13 @@
-//! Messages into token ids, such that control tokens come from the template
-//! alone (T36), while honest text encodes exactly as the model was trained on.
+//! Encoding of chats. Control tokens come from the template alone, and honest text
+//! encodes exactly as in the model's training.
 //!
-//! The template is rendered twice: with the messages as they are, and with
-//! every character of theirs that could begin a control token followed by a
-//! mark (a private-use character that occurs nowhere in them), and their
-//! first word preceded by one. In the second rendering no control token can
-//! hold a character of theirs, so what is found there is the template's own.
-//! If the first rendering shows the same tokens, it may be encoded; otherwise
-//! some message spells a control token, and the second is, its marks taken out.
+//! The template is rendered twice. The first rendering has the messages as they
+//! are. In the second rendering a mark follows every character of a message that
+//! could begin a control token, and precedes the first word of each message. The
+//! mark is a private-use character that occurs nowhere else, so every control
+//! token of the second rendering comes from the template. If both renderings
+//! have the same control tokens, the first is encoded. Otherwise a message spells
+//! a control token, and the second rendering is encoded without its marks.
 
 use std::collections::HashSet;
 
@@ -16,24 +16,24 @@ use tollgate_domain::UtcTime;
 use crate::control::Found;
 use crate::{ChatTemplate, TextError, Tokenizer};
 
-/// Who speaks in a message.
+/// The speaker of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
-    /// The operator of the application; `developer` is another name for it.
+    /// The operator of the application, also called `developer`.
     System,
-    /// The person.
+    /// The person that asks.
     User,
-    /// The model.
+    /// The model that answers.
     Assistant,
 }
 
-/// A role that no chat template knows.
+/// The name of a role that no chat template knows.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("role must be system, developer, user or assistant")]
 pub struct UnknownRole;
 
 impl Role {
-    /// The role as templates call it.
+    /// Returns the name of the role in templates.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::System => "system",
@@ -58,18 +58,17 @@ impl std::str::FromStr for Role {
 /// One message of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChatMessage {
-    /// Who speaks.
+    /// The speaker.
     pub role: Role,
-    /// What they say, as one text.
+    /// The whole message as one text.
     pub content: String,
 }
 
-/// The prompt that asks the model to answer `messages`. `now` is what a
-/// template that prints the date prints.
+/// Returns the tokens of the prompt that asks the model to answer `messages`.
+/// Templates that print the date print the one of `now`.
 ///
 /// # Errors
-/// When the template refuses the messages or fails, or the text cannot be
-/// encoded.
+/// The template refuses the messages or fails, or the text cannot be encoded.
 pub fn encode_chat(
     tokenizer: &Tokenizer,
     template: &ChatTemplate,
@@ -79,6 +78,7 @@ pub fn encode_chat(
     let control = tokenizer.control();
     let plain = template.render(messages, now)?;
     let found = control.find(&plain);
+    // Without control tokens there is nothing to protect.
     if control.is_empty() {
         return tokenizer.encode_marked(&plain, &found);
     }
@@ -92,8 +92,8 @@ pub fn encode_chat(
         .collect();
     let (guarded, ours) =
         without_marks(&template.render(&marked, now)?, mark, |text| control.find(text));
-    // The renderings differ where a template looks into a message (for
-    // `</think>`, say) and a mark hid what it looks for.
+    // Without marks both renderings are usually equal. They differ if the template
+    // searches a message, for `</think>` as an example, and a mark hides the match.
     if plain != guarded && ids(&found).eq(ids(&ours)) {
         tokenizer.encode_marked(&plain, &found)
     } else {
@@ -105,8 +105,8 @@ fn ids(found: &[Found]) -> impl Iterator<Item = u32> {
     found.iter().map(|found| found.id)
 }
 
-/// A private-use character that neither the messages nor what the template
-/// makes of them holds.
+/// Returns a private-use character that occurs neither in the messages nor in the
+/// rendered text.
 fn unused_mark(messages: &[ChatMessage], rendered: &str) -> Result<char, TextError> {
     let private = '\u{100000}'..='\u{10FFFD}';
     let used: HashSet<char> = messages
@@ -118,7 +118,11 @@ fn unused_mark(messages: &[ChatMessage], rendered: &str) -> Result<char, TextErr
     private.into_iter().find(|c| !used.contains(c)).ok_or(TextError::NoMark)
 }
 
+/// Returns `content` with a mark before its first word and after each character
+/// that may begin a control token.
 fn with_marks(content: &str, mark: char, may_begin: impl Fn(char) -> bool) -> String {
+    // A token that strips the white space on its right would otherwise hide the
+    // border between the template and the message.
     let word = content.len() - content.trim_start().len();
     let mut marked = String::with_capacity(content.len() + content.len() / 8 + 4);
     for (at, c) in content.char_indices() {
@@ -133,8 +137,8 @@ fn with_marks(content: &str, mark: char, may_begin: impl Fn(char) -> bool) -> St
     marked
 }
 
-/// Takes the marks out of `marked`; returns the text and the control tokens
-/// that `find` sees while the marks are in, at their places in the text.
+/// Removes the marks from `marked`. Returns the text, and the control tokens that
+/// `find` sees in the marked text, with their places in the text without marks.
 fn without_marks(
     marked: &str,
     mark: char,
@@ -146,7 +150,7 @@ fn without_marks(
     for token in &mut found {
         text.extend(marked[at..token.span.start].chars().filter(|&c| c != mark));
         let start = text.len();
-        // A token itself holds no mark, nor does the white space it takes.
+        // Neither a token nor the white space around it contains a mark.
         text.push_str(&marked[token.span.clone()]);
         at = token.span.end;
         token.span = start..text.len();

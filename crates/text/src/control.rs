@@ -1,7 +1,7 @@
-//! The control tokens of a tokenizer, and where a text holds one.
+//! The control tokens of a tokenizer, and the search for them in a text.
 //!
-//! Found here and not by the tokenizer, because whether such a text is a
-//! control token depends on who wrote it.
+//! The tokenizer itself does not do this search, because the text of a control
+//! token counts as one only if the template wrote it.
 
 use std::ops::Range;
 
@@ -10,34 +10,34 @@ use std::ops::Range;
 pub(crate) struct ControlToken {
     pub(crate) id: u32,
     pub(crate) text: String,
-    /// Takes the white space before it along.
+    /// True if the token includes the white space before it.
     pub(crate) strip_left: bool,
-    /// Takes the white space after it along.
+    /// True if the token includes the white space after it.
     pub(crate) strip_right: bool,
-    /// Counts only where no letter or digit touches it.
+    /// True if the token is found only where no letter or digit touches it.
     pub(crate) single_word: bool,
 }
 
-/// A control token's place in a text, with the white space it takes along.
+/// The place of a control token in a text, with the white space it includes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Found {
     pub(crate) id: u32,
     pub(crate) span: Range<usize>,
 }
 
-/// All control tokens, as a trie over bytes: finding them is linear in the
-/// text, and the longest at a place wins.
+/// All control tokens as a trie over bytes. The search takes linear time in the
+/// text; the longest token at a place wins.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ControlTokens {
     tokens: Vec<ControlToken>,
     nodes: Vec<Node>,
-    /// The distinct first characters, a handful.
+    /// The distinct first characters of all tokens; there are only a few.
     first: Vec<char>,
 }
 
 #[derive(Clone, Debug, Default)]
 struct Node {
-    /// Sorted by byte.
+    /// The children, sorted by byte.
     next: Vec<(u8, u32)>,
     token: Option<u32>,
 }
@@ -68,7 +68,7 @@ impl ControlTokens {
         Self { tokens, nodes, first }
     }
 
-    /// Every control token in `text`, from left to right, none overlapping.
+    /// Returns every control token in `text` from left to right, without overlaps.
     pub(crate) fn find(&self, text: &str) -> Vec<Found> {
         let mut found: Vec<Found> = Vec::new();
         let (mut at, mut free) = (0, 0);
@@ -82,6 +82,7 @@ impl ControlTokens {
                 at += 1;
                 continue;
             }
+            // The white space before this token may belong to the token before it.
             let start = if token.strip_left { free.max(text[..at].trim_end().len()) } else { at };
             let stop =
                 if token.strip_right { text.len() - text[end..].trim_start().len() } else { end };
@@ -91,7 +92,7 @@ impl ControlTokens {
         found
     }
 
-    /// Whether a control token begins with this character.
+    /// True if a control token begins with this character.
     pub(crate) fn may_begin_with(&self, c: char) -> bool {
         self.first.contains(&c)
     }
@@ -100,7 +101,7 @@ impl ControlTokens {
         self.tokens.is_empty()
     }
 
-    /// The ids of all of them.
+    /// Returns the ids of all control tokens.
     pub(crate) fn ids(&self) -> impl Iterator<Item = u32> {
         self.tokens.iter().map(|token| token.id)
     }
@@ -137,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn finds_the_longest_from_the_left() {
+    fn control_tokens_longest_match_wins() {
         let tokens = ControlTokens::new(vec![
             token(1, "<s>"),
             token(2, "<s>>"),

@@ -1,12 +1,12 @@
-//! What can go wrong with text, and whose fault it is.
+//! The errors of this crate, with the party that caused each.
 
-/// Why a file was refused or a text could not be encoded.
+/// The reasons why a file is refused or a text cannot be encoded.
 #[derive(Debug, thiserror::Error)]
 pub enum TextError {
-    /// `tokenizer.json` is torn, or not a tokenizer.
+    /// `tokenizer.json` is damaged, or is not a tokenizer.
     #[error("tokenizer.json: {0}")]
     Tokenizer(String),
-    /// Its decoder is of a kind that we cannot stream.
+    /// The tokenizer has a decoder that cannot be streamed.
     #[error(
         "tokenizer.json: decoder {0} is not supported: use ByteLevel, Metaspace, or a Sequence of Replace, ByteFallback, Fuse and Strip"
     )]
@@ -17,22 +17,22 @@ pub enum TextError {
     /// The chat template does not compile, or failed while it ran.
     #[error("chat template{}: {message}", .line.map(|line| format!(", line {line}")).unwrap_or_default())]
     Template {
-        /// Where, counted from 1, if known.
+        /// The line, counted from 1, if known.
         line: Option<usize>,
-        /// What was wrong.
+        /// The mistake.
         message: String,
     },
-    /// The template ran out of its allowance of steps or memory.
+    /// The template used up its allowance of steps or memory.
     #[error("chat template: stopped after its allowance of {0}")]
     Allowance(&'static str),
-    /// The template itself refused the messages (`raise_exception`). The
-    /// caller's fault: the text is meant for the client.
+    /// The template refused the messages with `raise_exception`. The client caused
+    /// this error, and the text is meant for the client.
     #[error("the model's chat template refuses these messages: {0}")]
     Refused(String),
     /// The tokenizer could not encode the text.
     #[error("the tokenizer could not encode the text: {0}")]
     Encode(String),
-    /// No private-use character is left to mark a caller's text with.
+    /// The messages use every private-use character, so none is left as a mark.
     #[error("the messages use every private-use character; leave one out")]
     NoMark,
 }

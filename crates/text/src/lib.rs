@@ -1,10 +1,10 @@
-//! Text in, token ids out, and back: tokenizer, chat template, incremental
-//! decoding, stop strings. Used by the gateway (which renders and encodes) and
-//! by the worker (which decodes). No device, no I/O, no clock.
+//! Text and tokens: tokenizer, chat template, incremental decoding and stop
+//! strings. The gateway renders and encodes with this crate; the worker decodes
+//! with it. The crate does no I/O and reads no clock.
 //!
-//! Two things may never happen here: a caller's text becoming a control token
-//! (see [`encode_chat`]), and a template or a text making work that its size
-//! does not bound.
+//! Two rules must always hold. The text of a caller never becomes a control token
+//! (see [`encode_chat`]). The work for a template or a text is bounded by its
+//! size.
 
 mod chat;
 mod control;

@@ -1,6 +1,5 @@
-//! The bytes that each token stands for, worked out once when a tokenizer is
-//! loaded. Decoding is then concatenation, which is what makes it possible to
-//! do token by token without ever decoding anything twice.
+//! The bytes of each token, computed once when a tokenizer is loaded. Decoding is
+//! then a concatenation, so a stream never decodes a token twice.
 
 use std::collections::HashMap;
 
@@ -9,32 +8,34 @@ use tokenizers::Tokenizer as HfTokenizer;
 
 use crate::TextError;
 
-/// Every token's bytes, in one allocation.
+/// The bytes of all tokens in one allocation.
 #[derive(Clone, Debug)]
 pub(crate) struct Pieces {
     bytes: Vec<u8>,
-    /// Where token i ends; it begins where i - 1 ends.
+    /// The end of each token in `bytes`. A token begins where the one before ends.
     ends: Vec<u32>,
-    /// Spaces to drop from the front of a decoded text: sentencepiece writes
-    /// one there that nobody typed.
+    /// The number of spaces to drop from the front of a decoded text. Sentencepiece
+    /// adds one there that is not part of the text.
     pub(crate) strip_spaces: usize,
 }
 
-/// How a tokenizer writes bytes as token text.
+/// The way in which a tokenizer writes bytes as the text of a token.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Alphabet {
-    /// GPT-2's: every byte is a printable character.
+    /// True if every byte is a printable character, as in GPT-2.
     byte_level: bool,
-    /// Sentencepiece's: this character is a space.
+    /// The character that stands for a space, as in sentencepiece.
     space: Option<char>,
-    /// `<0x0A>` is a byte.
+    /// True if a text such as `<0x0A>` stands for a byte.
     byte_fallback: bool,
     strip_spaces: usize,
 }
 
 impl Pieces {
+    /// Computes the bytes of all tokens.
+    ///
     /// # Errors
-    /// When the decoder is none that we know how to stream.
+    /// The decoder is of a kind that cannot be streamed.
     pub(crate) fn new(tokenizer: &HfTokenizer) -> Result<Self, TextError> {
         let decoder = serde_json::to_value(tokenizer.get_decoder())
             .map_err(|error| TextError::Tokenizer(error.to_string()))?;
@@ -61,7 +62,7 @@ impl Pieces {
         Ok(pieces)
     }
 
-    /// The bytes of `id`; none for an id beyond the vocabulary.
+    /// Returns the bytes of `id`; none for an id beyond the vocabulary.
     pub(crate) fn bytes(&self, id: u32) -> &[u8] {
         let id = id as usize;
         let Some(&end) = self.ends.get(id) else { return &[] };
@@ -69,7 +70,7 @@ impl Pieces {
         &self.bytes[start as usize..end as usize]
     }
 
-    /// One more than the largest id.
+    /// Returns the largest id plus one.
     pub(crate) fn len(&self) -> usize {
         self.ends.len()
     }
@@ -124,7 +125,7 @@ impl Alphabet {
             let start = out.len();
             for c in text.chars() {
                 let Some(&byte) = unprintable.get(&c) else {
-                    // An added token that was never written in the alphabet.
+                    // An added token is plain text and not in the alphabet.
                     out.truncate(start);
                     out.extend_from_slice(text.as_bytes());
                     return;
@@ -145,14 +146,14 @@ impl Alphabet {
     }
 }
 
-/// The byte that `<0xNN>` stands for.
+/// Returns the byte that the text `<0xNN>` stands for.
 fn fallback_byte(text: &str) -> Option<u8> {
     let digits = text.strip_prefix("<0x")?.strip_suffix('>')?;
     (digits.len() == 2).then(|| u8::from_str_radix(digits, 16).ok()).flatten()
 }
 
-/// GPT-2's alphabet: bytes that print stand for themselves, the others for
-/// the characters from U+0100 on, in order.
+/// Returns GPT-2's alphabet: a printable byte is its own character, and the other
+/// bytes are the characters from U+0100 on, in order.
 fn byte_level_alphabet() -> HashMap<char, u8> {
     let prints = |byte: u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     let mut next = 0x100;

@@ -1,37 +1,37 @@
-//! Stop strings. What has been released can never turn out to belong to one:
-//! text that might still become a stop string is held back until it cannot.
+//! Stop strings. Text that may still become part of a stop string is held back
+//! until this is decided, so released text never belongs to a stop string.
 //!
-//! The result does not depend on how the text was cut into pieces: the match
-//! that ends first wins, and of several ending together the longest.
+//! The result does not depend on the pieces in which the text arrives. The match
+//! that ends first wins; among several with the same end, the longest wins.
 
-/// Finds the first stop string in a text that arrives in pieces.
+/// A search for the first stop string in a text that arrives in pieces.
 #[derive(Clone, Debug)]
 pub struct StopMatcher {
     stops: Vec<String>,
-    /// The longest end of what came that begins a stop string. Shorter than
-    /// the longest stop string.
+    /// The longest end of the text so far that begins a stop string. It is shorter
+    /// than the longest stop string.
     held: String,
     stopped: bool,
 }
 
-/// What may go out now.
+/// The text that may go out now.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Released {
-    /// Text before any stop string, not released before.
+    /// New text before any stop string.
     pub text: String,
-    /// Whether a stop string was met; nothing is released after it.
+    /// True if a stop string has occurred; nothing is released after it.
     pub stopped: bool,
 }
 
 impl StopMatcher {
-    /// A matcher for `stops`. Empty strings match nothing. How many and how
-    /// long they may be is the caller's business.
+    /// Makes a matcher for `stops`. Empty strings match nothing. The caller must
+    /// bound the number and the length of the strings.
     pub fn new(stops: impl IntoIterator<Item = String>) -> Self {
         let stops = stops.into_iter().filter(|stop| !stop.is_empty()).collect();
         Self { stops, held: String::new(), stopped: false }
     }
 
-    /// Takes the next piece.
+    /// Takes the next piece of text; returns the text that may go out.
     pub fn push(&mut self, piece: &str) -> Released {
         if self.stopped {
             return Released { text: String::new(), stopped: true };
@@ -51,18 +51,19 @@ impl StopMatcher {
         Released { text, stopped: false }
     }
 
-    /// The text has ended: what was held back is no stop string.
+    /// Ends the text; returns the part that was held back.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
 
-    /// Whether a stop string was met.
+    /// True if a stop string has occurred.
     pub fn is_stopped(&self) -> bool {
         self.stopped
     }
 }
 
-/// Where the match that ends first begins; the longest, if several end there.
+/// Returns the start of the match that ends first; the longest match, if several
+/// end there.
 fn first_match(stops: &[String], text: &str) -> Option<usize> {
     stops
         .iter()
@@ -71,8 +72,8 @@ fn first_match(stops: &[String], text: &str) -> Option<usize> {
         .map(|(_, start)| start)
 }
 
-/// Bytes at the end of `text` that begin `stop` without completing it. They
-/// start on a character, because `stop` does.
+/// Returns the number of bytes at the end of `text` that begin `stop` and do not
+/// complete it. These bytes start at a character, because `stop` does.
 fn overlap(text: &str, stop: &str) -> usize {
     let longest = text.len().min(stop.len() - 1);
     (1..=longest)
@@ -101,7 +102,7 @@ mod tests {
         (out, matcher.is_stopped())
     }
 
-    /// Character by character, as plainly as it can be said.
+    /// The same search, character by character, in the simplest form.
     fn naive(list: &[String], text: &str) -> (String, bool) {
         let ends = text.char_indices().map(|(at, c)| at + c.len_utf8());
         for end in ends {
@@ -114,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn releases_what_can_no_longer_stop() {
+    fn stop_matcher_releases_decided_text() {
         let mut matcher = stops(&["END", "\n\n"]);
         for (piece, text, stopped) in [
             ("Hello E", "Hello ", false),
@@ -132,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_at_the_end_is_text() {
+    fn stop_matcher_returns_held_text_at_end() {
         let mut matcher = stops(&["END"]);
         assert_eq!(matcher.push("the EN").text, "the ");
         assert_eq!(matcher.finish(), "EN");
@@ -140,7 +141,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn agrees_with_naive_search(
+        fn stop_matcher_agrees_with_naive_search(
             list in prop::collection::vec("[abé]{0,4}", 0..4),
             pieces in prop::collection::vec("[abcé]{0,5}", 0..12),
         ) {
@@ -148,7 +149,7 @@ mod tests {
         }
 
         #[test]
-        fn never_releases_part_of_a_stop(
+        fn stop_matcher_never_releases_part_of_stop(
             list in prop::collection::vec("[ab]{1,4}", 1..4),
             pieces in prop::collection::vec("[ab]{0,3}", 0..12),
         ) {

@@ -1,32 +1,32 @@
-//! Decoding token by token. Only whole characters go out; a character that
-//! several tokens spell waits for its last byte.
+//! Decoding token by token. Only whole characters go out: a character of several
+//! tokens waits for its last byte.
 
 use std::sync::Arc;
 
 use crate::Tokenizer;
 
-/// The text of one sequence of tokens, as it grows.
+/// A decoder of one growing sequence of tokens.
 ///
-/// What `push` and `finish` return, put together, is what
-/// [`Tokenizer::decode`] says of all the tokens.
+/// The results of `push` and `finish` together are the text that
+/// [`Tokenizer::decode`] returns for all the tokens.
 #[derive(Clone, Debug)]
 pub struct TextStream {
     tokenizer: Arc<Tokenizer>,
-    /// The beginning of a character, at most 3 bytes.
+    /// The first bytes of an incomplete character, at most 3.
     pending: Vec<u8>,
-    /// Leading spaces still to drop; 0 once a character came.
+    /// The number of leading spaces to drop; 0 after the first other character.
     strip_spaces: usize,
 }
 
 impl TextStream {
-    /// A stream at its beginning.
+    /// Makes a stream that has no tokens yet.
     pub fn new(tokenizer: Arc<Tokenizer>) -> Self {
         let strip_spaces = tokenizer.leading_spaces();
         Self { tokenizer, pending: Vec::new(), strip_spaces }
     }
 
-    /// Takes the next token; returns the characters that are whole now. A
-    /// control token adds nothing, nor does an id beyond the vocabulary.
+    /// Takes the next token; returns the characters that are complete now. A
+    /// control token or an id beyond the vocabulary adds nothing.
     pub fn push(&mut self, id: u32) -> String {
         let mut bytes = self.tokenizer.text_bytes(id);
         while let (1.., Some((&first, rest))) = (self.strip_spaces, bytes.split_first()) {
@@ -43,15 +43,15 @@ impl TextStream {
         text
     }
 
-    /// The sequence has ended: what a broken last character leaves.
+    /// Ends the sequence; returns what an incomplete last character leaves.
     pub fn finish(&mut self) -> String {
         let pending = std::mem::take(&mut self.pending);
         String::from_utf8_lossy(&pending).into_owned()
     }
 }
 
-/// The text at the front of `bytes` up to where more bytes could change it,
-/// and how many bytes that is. What can never be UTF-8 becomes U+FFFD.
+/// Returns the text at the front of `bytes` that later bytes cannot change, and its
+/// length in bytes. Bytes that cannot be UTF-8 become U+FFFD.
 fn whole_characters(bytes: &[u8]) -> (String, usize) {
     let (mut text, mut at) = (String::new(), 0);
     while at < bytes.len() {
@@ -64,6 +64,7 @@ fn whole_characters(bytes: &[u8]) -> (String, usize) {
                 let valid = &bytes[at..at + error.valid_up_to()];
                 text.push_str(&String::from_utf8_lossy(valid));
                 at += valid.len();
+                // Without a length, the error is an incomplete character at the end.
                 let Some(broken) = error.error_len() else { break };
                 text.push(char::REPLACEMENT_CHARACTER);
                 at += broken;
@@ -80,7 +81,7 @@ mod tests {
     use super::whole_characters;
 
     #[test]
-    fn waits_for_whole_characters() {
+    fn text_stream_waits_for_whole_characters() {
         for (bytes, text, whole) in [
             (&b""[..], "", 0),
             (b"ab", "ab", 2),
@@ -96,7 +97,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn pieces_say_what_the_whole_says(
+        fn whole_characters_do_not_depend_on_pieces(
             pieces in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..5), 0..20),
         ) {
             let (mut pending, mut out) = (Vec::new(), String::new());

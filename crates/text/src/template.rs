@@ -1,9 +1,9 @@
-//! The model's chat template: Jinja as the field writes it, run within an
-//! allowance of steps (fuel) and of memory.
+//! Chat templates: Jinja programs that come with a model. They run within an
+//! allowance of steps (fuel) and memory.
 //!
-//! Templates come with model files, so they are somebody else's program. They
-//! get the messages, the date and their tokens' texts; no files, no includes,
-//! nothing from clients.
+//! Model files come from outside, so a template is a foreign program. A template
+//! gets the messages, the date and the texts of the begin and end tokens. It
+//! cannot read files or include other templates.
 
 mod allowance;
 mod date;
@@ -20,7 +20,7 @@ use tollgate_domain::UtcTime;
 use crate::template::allowance::{Allowance, checked_environment};
 use crate::{ChatMessage, TextError};
 
-/// What of `tokenizer_config.json` concerns the template.
+/// The parts of `tokenizer_config.json` that concern the template.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TokenizerConfig {
     /// The template's source, if the file holds one.
@@ -40,11 +40,11 @@ pub struct ChatTemplate {
 }
 
 impl TokenizerConfig {
-    /// Reads a `tokenizer_config.json`. Of several templates the one named
-    /// `default` is taken.
+    /// Reads a `tokenizer_config.json`. If the file holds several templates, the one
+    /// named `default` is used.
     ///
     /// # Errors
-    /// When it does not parse, or a field read here is of another shape.
+    /// The file is not JSON, or one of the fields has a wrong type.
     pub fn from_json(bytes: &[u8]) -> Result<Self, TextError> {
         #[derive(Deserialize)]
         struct File {
@@ -96,16 +96,16 @@ impl TokenizerConfig {
 }
 
 impl ChatTemplate {
-    /// Compiles `source` (of `tokenizer_config.json` or
-    /// `chat_template.jinja`); `config` names the begin and end tokens.
+    /// Compiles `source`, the template in `tokenizer_config.json` or in
+    /// `chat_template.jinja`. `config` names the begin and end tokens.
     ///
     /// # Errors
-    /// [`TextError::Template`] with the line when it is not a template.
+    /// [`TextError::Template`] with the line of the mistake.
     pub fn compile(source: &str, config: &TokenizerConfig) -> Result<Self, TextError> {
-        if source.len() > LARGEST_SOURCE {
+        if source.len() > MAX_SOURCE_BYTES {
             return Err(TextError::Template {
                 line: None,
-                message: format!("{} bytes; at most {LARGEST_SOURCE} are read", source.len()),
+                message: format!("{} bytes; at most {MAX_SOURCE_BYTES} are read", source.len()),
             });
         }
         instructions(source).map_err(template_error)?;
@@ -116,13 +116,13 @@ impl ChatTemplate {
         })
     }
 
-    /// The prompt text that asks for an answer to `messages`. What it holds
-    /// of callers' text may look like control tokens: encode it by
-    /// [`encode_chat`](crate::encode_chat) only.
+    /// Returns the prompt text that asks for an answer to `messages`. The text of a
+    /// caller in it may look like a control token, so only
+    /// [`encode_chat`](crate::encode_chat) may encode the result.
     ///
     /// # Errors
-    /// [`TextError::Refused`] when the template raises an exception,
-    /// [`TextError::Allowance`] when it does too much.
+    /// [`TextError::Refused`] if the template raises an exception,
+    /// [`TextError::Allowance`] if it needs too many steps or too much memory.
     pub(crate) fn render(
         &self,
         messages: &[ChatMessage],
@@ -167,8 +167,8 @@ impl ChatTemplate {
     }
 }
 
-/// The program of a template, its concatenations replaced by counted ones.
-#[allow(clippy::type_complexity)] // minijinja's own type for a program
+/// Compiles a template and replaces its concatenations by counted ones.
+#[allow(clippy::type_complexity)] // the type is minijinja's own for a program
 fn instructions(
     source: &str,
 ) -> Result<(Instructions<'_>, BTreeMap<&str, Instructions<'_>>), Error> {
@@ -186,15 +186,15 @@ fn instructions(
 fn count_concatenations(part: &mut Instructions<'_>) -> Result<(), Error> {
     let mut at = 0;
     while let Some(instruction) = part.get_mut(at) {
-        // No template can define these names: they are no identifiers.
+        // A template cannot define these names, because they are not identifiers.
         let counted = match instruction {
             Instruction::StringConcat => Some("~"),
             Instruction::Add => Some("+"),
             Instruction::Mul => Some("*"),
-            Instruction::EmitRaw(text) if text.len() > LARGEST_LITERAL => {
+            Instruction::EmitRaw(text) if text.len() > MAX_LITERAL_BYTES => {
                 return Err(Error::new(
                     ErrorKind::SyntaxError,
-                    format!("a literal of {} bytes; at most {LARGEST_LITERAL}", text.len()),
+                    format!("a literal of {} bytes; at most {MAX_LITERAL_BYTES}", text.len()),
                 ));
             }
             _ => None,
@@ -208,11 +208,12 @@ fn count_concatenations(part: &mut Instructions<'_>) -> Result<(), Error> {
 }
 
 fn raise_exception(message: &str) -> Result<Value, Error> {
+    // The message goes to the client; a template may try to print a whole chat.
     let message = message.chars().take(500).collect::<String>();
     Err(Error::new(ErrorKind::InvalidOperation, RAISED).with_source(Raised(message)))
 }
 
-/// What a template said when it refused.
+/// The message of a template that refused a chat.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Raised(String);
@@ -221,7 +222,7 @@ fn template_error(error: Error) -> TextError {
     if error.kind() == ErrorKind::OutOfFuel {
         return TextError::Allowance("steps");
     }
-    // An error inside a macro or a block comes wrapped in others.
+    // An error inside a macro or a block is wrapped in other errors.
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&error);
     while let Some(current) = cause {
         if let Some(Raised(message)) = current.downcast_ref() {
@@ -234,13 +235,15 @@ fn template_error(error: Error) -> TextError {
 }
 
 const RAISED: &str = "raised by the template";
-/// Real templates are below 20 kB.
-const LARGEST_SOURCE: usize = 256 << 10;
-/// A literal costs one step however long it is.
-const LARGEST_LITERAL: usize = 16 << 10;
-/// Steps: real templates take some hundred, and some hundred a message.
+/// Bytes of the largest template. Published templates have less than 20 kB.
+const MAX_SOURCE_BYTES: usize = 256 << 10;
+/// Bytes of the longest literal. A literal costs one step whatever its length is.
+const MAX_LITERAL_BYTES: usize = 16 << 10;
+/// Steps of a rendering. Published templates take some hundred steps.
 const FUEL: u64 = 20_000;
+/// Further steps for each message, of which some hundred are needed.
 const FUEL_PER_MESSAGE: u64 = 1_000;
-/// Bytes a rendering may make, intermediate texts included.
+/// Bytes that a rendering may allocate, intermediate texts included.
 const MEMORY: usize = 1 << 20;
+/// Further bytes for each byte of the messages.
 const MEMORY_PER_BYTE: usize = 32;

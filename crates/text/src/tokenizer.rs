@@ -1,5 +1,5 @@
-//! A tokenizer behind our own type: encoding in which only text that we wrote
-//! can become a control token, and decoding by bytes.
+//! A tokenizer with two rules of its own: a caller's text never becomes a control
+//! token, and decoding works on bytes.
 
 use std::fmt;
 use std::panic::catch_unwind;
@@ -13,10 +13,11 @@ use crate::TextError;
 use crate::control::{ControlToken, ControlTokens, Found};
 use crate::pieces::Pieces;
 
-/// A model's tokenizer, as its `tokenizer.json` describes it.
+/// The tokenizer that a model's `tokenizer.json` describes.
 pub struct Tokenizer {
     inner: HfTokenizer,
-    /// For text that does not open the input, where that makes a difference.
+    /// The pre-tokenizer of text that is not at the start of the input; `None` if
+    /// the same one applies everywhere.
     inside: Option<PreTokenizerWrapper>,
     control: ControlTokens,
     is_control: Vec<bool>,
@@ -27,15 +28,15 @@ impl Tokenizer {
     /// Reads a `tokenizer.json`.
     ///
     /// # Errors
-    /// When it is torn, is not a tokenizer, or decodes in a way that cannot be
+    /// The file is damaged, is not a tokenizer, or has a decoder that cannot be
     /// streamed.
     pub fn from_json(bytes: &[u8]) -> Result<Self, TextError> {
-        // The library takes some malformed files for a bug of its own and
-        // panics, while reading them or at the first text. It is a stranger's
-        // file: the fault is the file's, and no thread dies of it.
+        // The library panics at some malformed files, either while it reads them or
+        // at the first text. The file comes from outside, so this must be an error
+        // and not the end of a thread.
         let made = catch_unwind(|| {
             let tokenizer = Self::read(bytes)?;
-            // A text that it cannot encode is told to whoever asks.
+            // An ordinary encoding error is fine here; requests report it.
             let _ = tokenizer.encode(PROBE);
             Ok(tokenizer)
         });
@@ -45,12 +46,12 @@ impl Tokenizer {
     fn read(bytes: &[u8]) -> Result<Self, TextError> {
         let mut inner = HfTokenizer::from_bytes(bytes)
             .map_err(|error| TextError::Tokenizer(error.to_string()))?;
-        // A prompt is never cut or padded behind the caller's back.
+        // A prompt must not be cut or padded without the caller's knowledge.
         inner.with_truncation(None).map_err(|error| TextError::Tokenizer(error.to_string()))?;
         inner.with_padding(None);
         inner.set_encode_special_tokens(true);
-        // A cache over callers' words would tell one caller's words to another
-        // by the time it takes.
+        // A word cache shared by all callers would reveal the words of one caller
+        // to another by their timing.
         disable_word_cache(&mut inner);
         let pieces = Pieces::new(&inner)?;
         let control = ControlTokens::new(control_tokens(&inner));
@@ -62,27 +63,29 @@ impl Tokenizer {
         Ok(Self { inner, inside, control, is_control, pieces })
     }
 
-    /// Encodes a caller's text: none of it becomes a control token.
+    /// Encodes a caller's text. No part of the text becomes a control token.
     ///
     /// # Errors
-    /// [`TextError::Encode`] when the tokenizer cannot.
+    /// [`TextError::Encode`] if the tokenizer fails.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, TextError> {
         self.encode_marked(text, &[])
     }
 
-    /// Encodes a caller's text as a whole prompt: as [`encode`](Self::encode),
-    /// with what the tokenizer puts around every input (a begin token, say).
+    /// Encodes a caller's text as a whole prompt: like [`encode`](Self::encode), and
+    /// with the tokens that the tokenizer adds to every input, such as a begin
+    /// token.
     ///
     /// # Errors
-    /// [`TextError::Encode`] when the tokenizer cannot.
+    /// [`TextError::Encode`] if the tokenizer fails.
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>, TextError> {
         let encoding = self.inner.encode_fast(text, true).map_err(encode_error)?;
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// Encodes `text` with control tokens exactly at `marks`, which are in
-    /// order and do not overlap.
+    /// Encodes `text` with control tokens exactly at `marks`. The marks must be in
+    /// order and must not overlap.
     pub(crate) fn encode_marked(&self, text: &str, marks: &[Found]) -> Result<Vec<u32>, TextError> {
+        // Tokens of common text have three to four bytes.
         let mut ids = Vec::with_capacity(text.len() / 3 + marks.len());
         let mut at = 0;
         for mark in marks {
@@ -94,7 +97,7 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// What the tokenizer itself does between two control tokens.
+    /// Encodes the text between two control tokens as the library does it.
     fn encode_piece(
         &self,
         text: &str,
@@ -121,8 +124,8 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// The text of `ids`. Control tokens are left out, bytes that are no
-    /// UTF-8 become U+FFFD. A [`TextStream`](crate::TextStream) says the same
+    /// Returns the text of `ids`. Control tokens are left out; bytes that are not
+    /// UTF-8 become U+FFFD. A [`TextStream`](crate::TextStream) gives the same text
     /// in pieces.
     pub fn decode(&self, ids: &[u32]) -> String {
         let bytes: Vec<u8> = ids.iter().flat_map(|&id| self.text_bytes(id)).copied().collect();
@@ -130,13 +133,13 @@ impl Tokenizer {
         String::from_utf8_lossy(&bytes[spaces.count()..]).into_owned()
     }
 
-    /// The bytes that `id` stands for, control token or not; none for an id
+    /// Returns the bytes of token `id`, also of a control token; none for an id
     /// beyond the vocabulary.
     pub fn token_bytes(&self, id: u32) -> &[u8] {
         self.pieces.bytes(id)
     }
 
-    /// The bytes that `id` adds to a decoded text.
+    /// Returns the bytes that `id` adds to a decoded text.
     pub(crate) fn text_bytes(&self, id: u32) -> &[u8] {
         if self.is_control(id) { &[] } else { self.pieces.bytes(id) }
     }
@@ -145,18 +148,18 @@ impl Tokenizer {
         self.pieces.strip_spaces
     }
 
-    /// Whether `id` is a control token (`special` in the tokenizer's words).
+    /// True if `id` is a control token, which `tokenizer.json` calls `special`.
     pub fn is_control(&self, id: u32) -> bool {
         self.is_control.get(id as usize).copied().unwrap_or(false)
     }
 
-    /// The id of the token written `text`, `<|im_end|>` for example.
+    /// Returns the id of the token with the text `text`, such as `<|im_end|>`.
     pub fn token_id(&self, text: &str) -> Option<u32> {
         self.inner.token_to_id(text)
     }
 
-    /// One more than the largest token id: what a model's embedding must have
-    /// rows for.
+    /// Returns the largest token id plus one: the number of rows that a model's
+    /// embedding needs.
     pub fn vocabulary_size(&self) -> usize {
         self.pieces.len()
     }
@@ -172,7 +175,7 @@ impl fmt::Debug for Tokenizer {
     }
 }
 
-/// Letters, digits, spaces, a character of several bytes.
+/// A text with letters, digits, spaces and characters of several bytes.
 const PROBE: &str = "A probe, 1 of 2: \u{e9}\u{4e2d}\u{1f642}\n\n <s> end";
 
 fn encode_error(error: tokenizers::Error) -> TextError {
@@ -195,9 +198,9 @@ fn control_tokens(tokenizer: &HfTokenizer) -> Vec<ControlToken> {
         .collect()
 }
 
-/// A Metaspace that puts its space before the first word only must not take
-/// the text after a control token for the first: the variant for that text,
-/// or `None` where there is no difference.
+/// Returns the variant of a pre-tokenizer for text after a control token, or
+/// `None` if there is no difference. A Metaspace that adds a space before the first
+/// word alone must not add one there.
 fn inside_variant(pre_tokenizer: &PreTokenizerWrapper) -> Option<PreTokenizerWrapper> {
     match pre_tokenizer {
         PreTokenizerWrapper::Metaspace(metaspace)

@@ -9,7 +9,7 @@ use tollgate_text::{
 };
 
 #[test]
-fn the_demo_model_s_chat_encodes_and_streams() {
+fn demo_model_chat_encodes_and_streams() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tollgate-demo");
     let read = |name: &str| std::fs::read(folder.join(name)).expect(name);
     let tokenizer = Arc::new(Tokenizer::from_json(&read("tokenizer.json")).expect("good"));

@@ -22,7 +22,7 @@ fn render(source: &str, contents: &[&str]) -> Result<String, TextError> {
 }
 
 #[test]
-fn templates_do_what_the_field_s_do() {
+fn templates_render_common_constructs() {
     for (source, expected) in [
         ("{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}", "<s>one</s>"),
         ("{{ messages | length }} {{ messages[-1].content | upper }}", "2 TWO"),
@@ -61,7 +61,7 @@ fn templates_do_what_the_field_s_do() {
 
 /// Each grows or runs without end unless something stops it.
 #[test]
-fn hostile_templates_are_stopped() {
+fn template_allowance_stops_hostile_programs() {
     let doubling = "{% set ns = namespace(s='xxxxxxxx') %}{% for i in range(60) %}";
     for (source, reason) in [
         ("{% for i in range(1000000000) %}x{% endfor %}".to_owned(), "memory"),
@@ -100,7 +100,7 @@ fn hostile_templates_are_stopped() {
 }
 
 #[test]
-fn mistakes_are_told_with_their_line() {
+fn template_mistakes_name_their_line() {
     for (source, expected) in [
         ("a\n{% if %}", "chat template, line 2: "),
         ("{{ messages[0].content.nonsense() }}", "chat template, line 1: "),
@@ -115,7 +115,7 @@ fn mistakes_are_told_with_their_line() {
 }
 
 #[test]
-fn a_long_honest_conversation_is_within_the_allowance() {
+fn template_allowance_fits_long_conversation() {
     let content = "word ".repeat(200);
     let contents = vec![content.as_str(); 2_048];
     let source = include_str!("fixtures/thinking.jinja");
@@ -123,7 +123,7 @@ fn a_long_honest_conversation_is_within_the_allowance() {
 }
 
 #[test]
-fn configs_are_read_in_all_their_shapes() {
+fn tokenizer_config_accepts_known_shapes() {
     for (json, template, bos, eos) in [
         ("{}", None, None, None),
         (

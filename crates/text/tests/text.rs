@@ -79,7 +79,7 @@ fn reference_ids(json: &[u8], rendered: &str) -> Vec<u32> {
 }
 
 #[test]
-fn honest_chats_encode_as_the_reference_does() {
+fn honest_chats_encode_like_reference() {
     for (content, rendered) in [
         ("Hello", "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"),
         ("  \n x ", "<|im_start|>user\n  \n x <|im_end|>\n<|im_start|>assistant\n"),
@@ -106,7 +106,7 @@ fn honest_chats_encode_as_the_reference_does() {
 }
 
 #[test]
-fn templates_may_look_into_honest_messages() {
+fn templates_may_search_honest_messages() {
     let conversation = [
         user(" Why? "),
         ChatMessage { role: Role::Assistant, content: "<think>hm</think>\n\nSo.".into() },
@@ -119,7 +119,7 @@ fn templates_may_look_into_honest_messages() {
 
 /// T36. The control: the reference does make control tokens of such text.
 #[test]
-fn user_text_never_becomes_a_control_token() {
+fn user_text_never_becomes_control_token() {
     let tokenizer = tokenizer(BYTE_LEVEL);
     for content in [
         "<|im_end|>",
@@ -151,7 +151,7 @@ fn user_text_never_becomes_a_control_token() {
 /// Control tokens that only come together across a message's border, or when
 /// a template cuts something out of a message.
 #[test]
-fn control_tokens_cannot_be_pieced_together() {
+fn control_tokens_cannot_be_assembled_from_parts() {
     let borders = "{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>";
     let split = [user("<|im_"), user("start|>")];
     let completes = "<|im_{{ messages[0].content }}";
@@ -170,7 +170,7 @@ fn control_tokens_cannot_be_pieced_together() {
 }
 
 #[test]
-fn whole_prompts_get_their_begin_token() {
+fn whole_prompts_get_begin_token() {
     let tokenizer = tokenizer(SENTENCEPIECE);
     let plain = tokenizer.encode("Hello</s>").expect("encodes");
     let prompt = tokenizer.encode_prompt("Hello</s>").expect("encodes");
@@ -182,7 +182,7 @@ fn whole_prompts_get_their_begin_token() {
 /// "First word" means the first of the input, not the first after a control
 /// token.
 #[test]
-fn a_metaspace_for_the_first_word_is_put_there_only() {
+fn metaspace_prefixes_first_word_only() {
     let json = String::from_utf8(SENTENCEPIECE.to_vec()).expect("UTF-8");
     let normalizer = json.find("\"normalizer\":").expect("has one");
     let end = json.find(",\"pre_tokenizer\":null").expect("has none");
@@ -203,7 +203,7 @@ fn a_metaspace_for_the_first_word_is_put_there_only() {
 
 /// What the library takes for a bug of its own is a stranger's file.
 #[test]
-fn a_file_that_the_library_panics_at_is_an_error() {
+fn malformed_tokenizer_is_error_not_panic() {
     let hostile = r#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],
         "normalizer":null,"pre_tokenizer":null,"post_processor":null,
         "decoder":{"type":"ByteLevel","add_prefix_space":tr,"trim_offsets":true},
@@ -212,7 +212,7 @@ fn a_file_that_the_library_panics_at_is_an_error() {
 }
 
 #[test]
-fn torn_and_foreign_files_are_named() {
+fn damaged_tokenizer_files_are_refused() {
     let text = String::from_utf8(BYTE_LEVEL.to_vec()).expect("UTF-8");
     let decoder = text.replace(
         "\"decoder\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"trim_offsets\":false,\"use_regex\":false}",
@@ -231,7 +231,7 @@ fn torn_and_foreign_files_are_named() {
 }
 
 #[test]
-fn vocabularies_are_counted_by_their_largest_id() {
+fn vocabulary_size_follows_largest_id() {
     let tokenizer = tokenizer(BYTE_LEVEL);
     let last = tokenizer.token_id("</think>").expect("the last");
     assert_eq!(tokenizer.vocabulary_size(), last as usize + 1);
@@ -240,7 +240,7 @@ fn vocabularies_are_counted_by_their_largest_id() {
 }
 
 #[test]
-fn token_bytes_are_what_a_token_stands_for() {
+fn token_bytes_match_vocabulary() {
     let bytes = tokenizer(BYTE_LEVEL);
     let pieces = tokenizer(SENTENCEPIECE);
     for (tokenizer, token, expected) in [
@@ -268,7 +268,7 @@ proptest! {
     /// What streams out, put together, is what decoding at once says, for any
     /// ids at all.
     #[test]
-    fn streams_say_what_decoding_says(
+    fn stream_agrees_with_decode(
         ids in prop::collection::vec(0u32..700, 0..40),
         sentencepiece in any::<bool>(),
     ) {
@@ -278,7 +278,7 @@ proptest! {
 
     /// For text that a tokenizer wrote, decoding is the reference's.
     #[test]
-    fn decoding_is_the_reference_s(text in ".{0,60}", sentencepiece in any::<bool>()) {
+    fn decoding_agrees_with_reference(text in ".{0,60}", sentencepiece in any::<bool>()) {
         let (tokenizer, reference) = &BOTH[usize::from(sentencepiece)];
         let ids = tokenizer.encode(&text).expect("encodes");
         let expected = reference.decode(&ids, true).expect("decodes");
@@ -288,14 +288,14 @@ proptest! {
 
     /// For bytes that may be broken, too, where tokens are bytes.
     #[test]
-    fn broken_bytes_decode_as_the_reference_s(ids in prop::collection::vec(0u32..256, 0..40)) {
+    fn broken_bytes_decode_like_reference(ids in prop::collection::vec(0u32..256, 0..40)) {
         let (tokenizer, reference) = &BOTH[0];
         let expected = reference.decode(&ids, true).expect("decodes");
         prop_assert_eq!(stream_all(tokenizer, &ids), expected);
     }
 
     #[test]
-    fn plain_text_encodes_as_the_reference_s(
+    fn plain_text_encodes_like_reference(
         text in "[a-z<>|_ \\n\u{e9}\u{4e16}0-9'.]{0,60}",
         sentencepiece in any::<bool>(),
     ) {
@@ -309,7 +309,7 @@ proptest! {
 
     /// T36 over arbitrary text made of a template's own pieces.
     #[test]
-    fn no_chat_smuggles_control_tokens(
+    fn arbitrary_chats_never_smuggle_control_tokens(
         contents in prop::collection::vec(
             "(<\\|im_start\\|>|<\\|im_end\\|>|<\\|pad\\|>|<\\||im_|end\\|>|start\\|>|[a-c <\\n]|</think>){0,8}",
             1..4,
@@ -326,7 +326,7 @@ proptest! {
 }
 
 #[test]
-fn templates_refuse_in_their_own_words() {
+fn template_refusal_reaches_client_verbatim() {
     let tokenizer = tokenizer(SENTENCEPIECE);
     let messages = [user("a"), user("b")];
     let error =

@@ -15,7 +15,7 @@ use tollgate_text::Tokenizer;
 /// would take other work than the first. Counted by the allocator, which no
 /// other process disturbs; with its word cache the reference is the control.
 #[test]
-fn what_was_encoded_before_changes_nothing() {
+fn encoding_work_ignores_earlier_texts() {
     let bytes = demo();
     let ours = Tokenizer::from_json(&bytes).expect("the shipped tokenizer");
     let cached = tokenizers::Tokenizer::from_bytes(&bytes).expect("the shipped tokenizer");
@@ -76,7 +76,7 @@ mod long {
     /// to 7 where it leaves the processor's caches; the aim of 6 is not always met.
     #[test]
     #[ignore = "long: a ratio of times wants a quiet machine"]
-    fn no_text_costs_out_of_proportion() {
+    fn encoding_cost_stays_proportional_to_length() {
         let tokenizer = Tokenizer::from_json(&demo()).expect("the shipped tokenizer");
         let kinds: [(&str, &str); 8] = [
             ("one letter", "a"),

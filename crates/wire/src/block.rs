@@ -1,6 +1,6 @@
-//! The journal's blocks to and from their messages. What a worker sends is
-//! believed only as far as it adds up: names are names, sums are exact,
-//! nothing is negative or absurd (see [`tollgate_domain::block`]).
+//! Conversions between blocks of the journal and their messages. A message from a
+//! worker is accepted only if its names are valid, its sums are exact, and its
+//! figures are plausible (see [`tollgate_domain::block`]).
 
 use tollgate_domain::block::LARGEST_BLOCK;
 use tollgate_domain::{
@@ -14,32 +14,32 @@ use crate::v1;
 /// The format that this version writes, in [`v1::JournalBlock::format`].
 pub const BLOCK_FORMAT: u32 = 1;
 
-/// Why a message is not what it claims to be.
+/// The reasons why a message is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WireError {
     /// A name breaks the rules of names.
     #[error("{field}")]
     Name {
-        /// The field.
+        /// The name of the field.
         field: &'static str,
-        /// What is wrong with it.
+        /// The rule that the name breaks.
         source: InvalidName,
     },
-    /// A field that must be there is not.
+    /// A required field is absent.
     #[error("{0} is missing")]
     Missing(&'static str),
-    /// An enum's number that has no meaning.
+    /// A number has no meaning in its enum.
     #[error("{field} {value} is unknown")]
     Unknown {
-        /// The field.
+        /// The name of the field.
         field: &'static str,
-        /// The number.
+        /// The number in the message.
         value: i64,
     },
-    /// More elements than are read.
+    /// A list has more elements than the gateway reads.
     #[error("{0} has too many elements")]
     TooMany(&'static str),
-    /// The block does not balance, or a figure is absurd.
+    /// The block does not balance, or a figure is not plausible.
     #[error(transparent)]
     Block(#[from] BlockError),
 }
@@ -71,7 +71,7 @@ impl TryFrom<v1::JournalBlock> for Block {
         if format != BLOCK_FORMAT {
             return Err(WireError::Unknown { field: "format", value: format.into() });
         }
-        // Checked before anything of that size is made.
+        // Checked first: the conversion below allocates as much as the lists have.
         if shares.len() > LARGEST_BLOCK {
             return Err(WireError::TooMany("shares"));
         }
@@ -134,7 +134,7 @@ impl From<Block> for v1::JournalBlock {
                 class: device.class.to_string(),
                 name: device.name,
                 uuid: device.uuid,
-                threads: 0, // the announcement says it; a bill does not
+                threads: 0, // announced by the worker and not part of a bill
             }),
             model: model.to_string(),
             calibration,
@@ -233,8 +233,8 @@ impl From<FinishedAttempt> for v1::RequestRecord {
     }
 }
 
-/// Every number is representable; whether it is plausible is for who knows
-/// what was ordered.
+/// Converts the figures without a check of their own. The block and the order
+/// decide whether they are plausible.
 impl From<v1::Usage> for Usage {
     fn from(message: v1::Usage) -> Self {
         let v1::Usage {
@@ -282,7 +282,7 @@ impl From<Stages> for v1::Stages {
     }
 }
 
-/// The reason that a message means; `None` where it says none.
+/// Returns the reason that a message names; `None` if it names none.
 pub fn finish_reason(message: v1::FinishReason) -> Option<FinishReason> {
     match message {
         v1::FinishReason::Unspecified => None,
@@ -325,7 +325,7 @@ fn named<T>(field: &'static str, name: Result<T, InvalidName>) -> Result<T, Wire
 mod tests {
     use super::*;
 
-    fn honest() -> v1::JournalBlock {
+    fn valid_block() -> v1::JournalBlock {
         v1::JournalBlock {
             format: 1,
             epoch: "0123456789abcdef0123456789abcdef".into(),
@@ -370,22 +370,22 @@ mod tests {
     }
 
     fn usage_of(block: &mut v1::JournalBlock) -> &mut v1::Usage {
-        block.finished[0].usage.as_mut().expect("an honest block says it")
+        block.finished[0].usage.as_mut().expect("a valid block has usage")
     }
 
     #[test]
-    fn an_honest_block_survives_the_wire() {
-        for energy_mj in [honest().energy_mj, Some(0), None] {
-            let said = v1::JournalBlock { energy_mj, ..honest() };
-            let block = Block::try_from(said.clone()).expect("an honest block");
-            assert_eq!(v1::JournalBlock::from(block), said);
+    fn valid_block_survives_conversion() {
+        for energy_mj in [valid_block().energy_mj, Some(0), None] {
+            let sent = v1::JournalBlock { energy_mj, ..valid_block() };
+            let block = Block::try_from(sent.clone()).expect("a valid block");
+            assert_eq!(v1::JournalBlock::from(block), sent);
         }
     }
 
     #[test]
-    fn a_lying_worker_is_refused() {
-        type Lie = fn(&mut v1::JournalBlock);
-        let lies: &[(&str, Lie)] = &[
+    fn invalid_block_is_refused() {
+        type Change = fn(&mut v1::JournalBlock);
+        let changes: &[(&str, Change)] = &[
             ("unknown format", |block| block.format = 2),
             ("epoch", |block| block.epoch = "7".into()),
             ("no number", |block| block.block = 0),
@@ -420,9 +420,9 @@ mod tests {
             ("centuries of device time", |block| usage_of(block).attributed_ns = 1 << 62),
             ("centuries of reference cost", |block| usage_of(block).reference_ns = 1 << 62),
         ];
-        for (name, lie) in lies {
-            let mut block = honest();
-            lie(&mut block);
+        for (name, change) in changes {
+            let mut block = valid_block();
+            change(&mut block);
             assert!(Block::try_from(block).is_err(), "{name}");
         }
     }

@@ -1,6 +1,6 @@
 //! The protocol between gateway and worker, and the conversions between its
-//! messages and the domain's types. Nothing else touches generated code's
-//! layout: what crosses the wire is checked here, once.
+//! messages and the types of the domain crate. Values from the wire are checked
+//! here, once, so that no other code handles unchecked figures.
 
 mod block;
 mod connect;
@@ -8,7 +8,8 @@ mod connect;
 pub use block::{BLOCK_FORMAT, WireError, finish_reason};
 pub use connect::{ConnectError, connect};
 
-/// Generated from `proto/worker.proto`; renewed as `tests/generated.rs` says.
+/// Code generated from `proto/worker.proto`. `tests/generated.rs` says how to renew
+/// it.
 #[allow(missing_docs, clippy::all, clippy::pedantic, unreachable_pub, unused_qualifications)]
 #[rustfmt::skip]
 pub mod v1 {

@@ -1,5 +1,6 @@
-//! The checked-in code is what the schema generates. To renew it after a
-//! change of `proto/worker.proto`: `TOLLGATE_REGENERATE=1 cargo test -p tollgate-wire`.
+//! Checks that the generated code in the repository matches the schema. To renew
+//! the code after a change of `proto/worker.proto`, run
+//! `TOLLGATE_REGENERATE=1 cargo test -p tollgate-wire`.
 #![allow(missing_docs)]
 
 use std::path::Path;

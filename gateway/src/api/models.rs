@@ -1,5 +1,5 @@
-//! Which models there are, for this caller: those that config names or a
-//! worker announced, and that tenant and key may use.
+//! The models that a caller may use: those that the config names or a worker
+//! announced, and that the tenant and the key allow.
 
 use axum::Json;
 use axum::response::{IntoResponse as _, Response};
@@ -10,7 +10,7 @@ use tollgate_serving::route;
 use super::{Api, Call, KnownCaller};
 use crate::reply::ApiError;
 
-/// A model as clients list it.
+/// One model in a response.
 #[derive(Debug, PartialEq, Serialize)]
 pub(crate) struct ModelBody {
     id: String,
@@ -39,20 +39,20 @@ impl From<SamplingDefaults> for DefaultsBody {
     }
 }
 
-/// All of them.
+/// The body of the response of `GET /v1/models`.
 #[derive(Debug, PartialEq, Serialize)]
 pub(crate) struct ModelList {
     object: &'static str,
     data: Vec<ModelBody>,
 }
 
-/// `GET /v1/models`
+/// Answers `GET /v1/models`.
 pub(crate) async fn list(api: Api, call: Call) -> Result<Response, ApiError> {
     let data = usable(&api, &call.caller).map(|name| body(&api, &name)).collect();
     Ok(Json(ModelList { object: "list", data }).into_response())
 }
 
-/// `GET /v1/models/{model}`
+/// Answers `GET /v1/models/{model}`.
 pub(crate) async fn show(api: Api, call: Call) -> Result<Response, ApiError> {
     let Call { parameter: model, caller, .. } = call;
     match usable(&api, &caller).find(|name| name.as_str() == model) {

@@ -17,25 +17,25 @@ use tollgate_serving::in_flight::Stage;
 use super::{Api, Call};
 use crate::reply::ApiError;
 
-/// How long the record of a request that has just ended is waited for.
-const RECORD_PATIENCE: Duration = Duration::from_secs(3);
+/// The longest wait for the record of a request that has just ended.
+const RECORD_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// The query of `GET /v1/usage`.
+/// The query parameters of `GET /v1/usage`.
 #[derive(Debug, Default)]
 struct Filters {
-    /// The first day, `2026-11-20`.
+    /// The first day, such as `2026-11-20`.
     start: Option<String>,
-    /// The last day, itself included.
+    /// The last day, inclusive.
     end: Option<String>,
     model: Option<String>,
     key: Option<String>,
-    /// Of `model`, `day`, `key`, with commas between.
+    /// The columns to group by, out of `model`, `day` and `key`, separated by commas.
     group_by: Option<String>,
 }
 
-/// A statement.
+/// The body of the response of `GET /v1/usage`.
 #[derive(Debug, Serialize)]
-pub(crate) struct Statement {
+pub(crate) struct UsageList {
     object: &'static str,
     tenant: String,
     start: Option<String>,
@@ -43,7 +43,7 @@ pub(crate) struct Statement {
     data: Vec<UsageRow>,
 }
 
-/// `GET /v1/usage`
+/// Answers `GET /v1/usage`.
 pub(crate) async fn list(api: Api, call: Call) -> Result<Response, ApiError> {
     let tenant = &call.caller.tenant.name;
     let Query(filters) = Query::<Vec<(String, String)>>::try_from_uri(call.request.uri())
@@ -51,7 +51,7 @@ pub(crate) async fn list(api: Api, call: Call) -> Result<Response, ApiError> {
     let query = query(&Filters::of(filters)?, tenant)?;
     let (start, end) = (query.from, query.to);
     let data = read(&api, move |reader| reader.usage(&query)).await?;
-    Ok(Json(Statement {
+    Ok(Json(UsageList {
         object: "list",
         tenant: tenant.as_str().to_owned(),
         start: start.map(|day| day.to_string()),
@@ -62,7 +62,8 @@ pub(crate) async fn list(api: Api, call: Call) -> Result<Response, ApiError> {
 }
 
 impl Filters {
-    /// A parameter that is misspelt would widen the statement in silence.
+    /// Reads the parameters. A misspelt name is refused, because ignoring it would
+    /// silently widen the result.
     fn of(parameters: Vec<(String, String)>) -> Result<Self, ApiError> {
         let mut filters = Self::default();
         for (name, value) in parameters {
@@ -75,7 +76,7 @@ impl Filters {
                 _ => {
                     let message = "There is no such parameter: 'start', 'end', 'model', 'key' and \
                         'group_by' are understood.";
-                    return Err(ApiError::invalid(shown(&name), message));
+                    return Err(ApiError::invalid(printable(&name), message));
                 }
             };
             if field.replace(value).is_some() {
@@ -86,8 +87,8 @@ impl Filters {
     }
 }
 
-/// A parameter's name as it may be said back.
-fn shown(name: &str) -> String {
+/// Returns the name of a parameter in a form that is safe to print.
+fn printable(name: &str) -> String {
     name.chars().filter(|c| !c.is_control()).take(64).collect()
 }
 
@@ -141,20 +142,20 @@ fn day(param: &'static str, text: Option<&str>) -> Result<Option<UtcDay>, ApiErr
     }
 }
 
-/// The figures of one request.
+/// The body of the response of `GET /v1/usage/{request_id}`.
 #[derive(Debug, Serialize)]
 pub(crate) struct RequestUsage {
     id: String,
     object: &'static str,
-    /// `running`: it runs; `pending`: it ended and its record is on the way;
-    /// `posted`: these figures are final.
+    /// `running` while the request runs, `pending` after its end until the ledger has
+    /// its record, `posted` when the figures are final.
     state: &'static str,
     #[serde(flatten)]
-    figures: Option<Figures>,
+    figures: Option<RequestFigures>,
 }
 
 #[derive(Debug, Serialize)]
-struct Figures {
+struct RequestFigures {
     tenant: String,
     key: String,
     model: String,
@@ -171,12 +172,12 @@ struct Figures {
     prefill_ns: u64,
     decode_ns: u64,
     reason: Option<FinishReason>,
-    /// Unix seconds.
+    /// The end of the request, in Unix seconds.
     finished: Option<u64>,
     entries: Vec<EntryRow>,
 }
 
-/// `GET /v1/usage/{request_id}`
+/// Answers `GET /v1/usage/{request_id}`.
 pub(crate) async fn show(api: Api, call: Call) -> Result<Response, ApiError> {
     let Call { parameter: id, caller, .. } = call;
     let tenant = caller.tenant.name.clone();
@@ -195,32 +196,33 @@ pub(crate) async fn show(api: Api, call: Call) -> Result<Response, ApiError> {
         id: request.as_str().to_owned(),
         object: "usage.request",
         state,
-        figures: row.map(Figures::from),
+        figures: row.map(RequestFigures::from),
     })
     .into_response())
 }
 
-/// Where the request is; of one that has just ended, after its record came or
-/// took too long.
+/// Returns the stage of a running request. If the request has just ended, waits
+/// until the ledger has its record, or until the wait takes too long.
 async fn stage(api: &Api, tenant: &TenantId, request: &RequestId) -> Option<Stage> {
     let mut stage = api.serving.in_flight().stage(tenant, request)?;
     if *stage.borrow() == Stage::Ended {
         let recorded = stage.wait_for(|stage| *stage == Stage::Recorded);
-        // An error says that it was forgotten: the ledger will tell.
-        let _ = timeout(RECORD_PATIENCE, recorded).await;
+        // An error means that the request is no longer in memory. Then the ledger
+        // has its record.
+        let _ = timeout(RECORD_TIMEOUT, recorded).await;
     }
     let now = *stage.borrow();
     Some(now)
 }
 
-impl From<RequestRow> for Figures {
+impl From<RequestRow> for RequestFigures {
     fn from(row: RequestRow) -> Self {
         let RequestRow {
-            request: _, // said beside it
+            request: _, // the field `id` beside these figures
             caller,
             model,
             class,
-            state: _, // likewise
+            state: _, // the field `state` beside these figures
             attempts,
             usage,
             stages,
@@ -252,7 +254,7 @@ impl From<RequestRow> for Figures {
     }
 }
 
-/// A request's id as the header says it, or as an answer's body does.
+/// Returns the id of a request from its form in the header or in a response body.
 fn request_id(text: &str) -> Option<RequestId> {
     let bare = text.strip_prefix("chatcmpl-").or_else(|| text.strip_prefix("cmpl-"));
     match bare {
@@ -274,7 +276,10 @@ async fn read<T: Send + 'static>(
     match tokio::task::spawn_blocking(move || read(&reader)).await {
         Ok(Ok(value)) => Ok(value),
         Ok(Err(error)) => {
-            tracing::error!(error = &error as &dyn std::error::Error, "the ledger cannot be read");
+            tracing::error!(
+                error = &error as &dyn std::error::Error,
+                "the ledger cannot be read; answering with 503"
+            );
             Err(ApiError::LedgerUnavailable)
         }
         Err(_) => Err(ApiError::Internal),
@@ -286,7 +291,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn request_ids_are_read_in_either_spelling() {
+    fn request_id_accepts_body_and_header_form() {
         for (text, expected) in [
             ("req-0a", Some("req-0a")),
             ("chatcmpl-0a", Some("req-0a")),
@@ -300,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn parameters_are_known_and_come_once() {
+    fn usage_parameters_are_known_and_unique() {
         let of = |names: &[&str]| {
             let pairs = names.iter().map(|&name| (name.to_owned(), "x".to_owned())).collect();
             match Filters::of(pairs) {
@@ -317,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn filters_are_checked() {
+    fn usage_filters_are_checked() {
         let tenant = TenantId::new("acme").expect("a name");
         let filters = |start: &str, end: &str, group_by: &str| Filters {
             start: Some(start.into()).filter(|start: &String| !start.is_empty()),

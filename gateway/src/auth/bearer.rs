@@ -1,23 +1,25 @@
-//! The `authorization` header: exactly one, a bearer credential, and what kind
-//! it is by its shape alone.
+//! The `authorization` header: exactly one header with one bearer credential. The
+//! shape of the text decides whether it is a key or a token.
 
 use http::{HeaderMap, header};
 
 use super::AuthError;
 use super::secret::{KeySecret, PREFIX};
 
-/// What a request shows.
+/// The credential of a request, not yet looked up.
 pub(super) enum Credential<'a> {
-    /// An API key whose checksum is right.
+    /// An API key with a correct checksum.
     Key(KeySecret<&'a str>),
-    /// Anything else of bounded size; three parts are a JWT.
+    /// Other text of bounded size, possibly a JWT.
     Token(&'a str),
 }
 
+/// Reads the credential of a request.
 pub(super) fn credential(headers: &HeaderMap) -> Result<Credential<'_>, AuthError> {
     let mut values = headers.get_all(header::AUTHORIZATION).iter();
     let value = values.next().ok_or(AuthError::Missing)?;
-    if values.next().is_some() || value.len() > LONGEST {
+    // With two headers, a proxy and this gateway could disagree on the caller.
+    if values.next().is_some() || value.len() > MAX_VALUE_BYTES {
         return Err(AuthError::Malformed);
     }
     let text = value.to_str().map_err(|_| AuthError::Malformed)?;
@@ -26,25 +28,26 @@ pub(super) fn credential(headers: &HeaderMap) -> Result<Credential<'_>, AuthErro
     if !scheme.eq_ignore_ascii_case("bearer") || credential.is_empty() {
         return Err(AuthError::Malformed);
     }
+    // A misspelt key must not be tried as a token, which costs more to check.
     if credential.starts_with(PREFIX) {
         return KeySecret::parse(credential).map(Credential::Key).ok_or(AuthError::Malformed);
     }
     Ok(Credential::Token(credential))
 }
 
-/// Whether something is shown that is not shaped like one of our keys: to find
-/// out who it is may take a signature's verification.
+/// True if the request may carry a token: its check may take the verification of
+/// a signature, which costs much more than the check of a key.
 pub(crate) fn shows_token(headers: &HeaderMap) -> bool {
     headers.get(header::AUTHORIZATION).is_some_and(|value| {
-        let shown = value.as_bytes();
-        shown.get(BEARER..).is_some_and(|shown| !shown.starts_with(PREFIX.as_bytes()))
+        let bytes = value.as_bytes();
+        bytes.get(BEARER..).is_some_and(|bytes| !bytes.starts_with(PREFIX.as_bytes()))
     })
 }
 
 const BEARER: usize = "Bearer ".len();
 
-/// Bytes of a header value: the largest token and its scheme.
-const LONGEST: usize = super::jwt::LONGEST_TOKEN + 16;
+/// Bytes of the longest header value: the longest token and its scheme.
+const MAX_VALUE_BYTES: usize = super::jwt::MAX_TOKEN_BYTES + 16;
 
 #[cfg(test)]
 mod tests {
@@ -53,8 +56,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn takes_one_bearer_credential() {
-        let many = "x".repeat(LONGEST + 1);
+    fn header_holds_one_bearer_credential() {
+        let many = "x".repeat(MAX_VALUE_BYTES + 1);
         for (values, expected) in [
             (vec![], Err(AuthError::Missing)),
             (vec!["Bearer abc"], Ok("abc")),

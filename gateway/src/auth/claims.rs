@@ -1,6 +1,6 @@
-//! The two JSON objects of a token, read strictly: typed, bounded, and no name
-//! twice at any depth (two readers that pick different twins are how forged
-//! claims get past one of them).
+//! The two JSON objects of a token, parsed strictly: typed, bounded, and without
+//! duplicate names at any depth. Parsers differ in which duplicate they take, so
+//! forged claims could pass one parser and not another.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -8,8 +8,8 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
-/// What a token's header says about itself. Fields that point to keys or
-/// change what the signature covers are read in order to be refused.
+/// The header of a token. A field that points to a key, or that changes what the
+/// signature covers, is parsed only so that the token can be refused.
 #[derive(Debug, Deserialize)]
 pub(super) struct TokenHeader {
     pub(super) alg: String,
@@ -36,15 +36,16 @@ pub(super) struct TokenHeader {
 }
 
 impl TokenHeader {
-    /// Whether it asks for anything but "check this signature with your key".
-    pub(super) fn asks_for_more(&self) -> bool {
+    /// True if the header asks for anything beyond the check of the signature with
+    /// a key that the gateway has.
+    pub(super) fn has_refused_field(&self) -> bool {
         let Self { alg: _, typ: _, kid: _, crit, b64, jku, jwk, x5u, x5c, enc, zip, cty } = self;
         *crit || *b64 || *jku || *jwk || *x5u || *x5c || *enc || *zip || *cty
     }
 }
 
-/// The registered claims that every token must carry. Times are whole seconds
-/// since 1970.
+/// The registered claims that every token must carry. Times are in whole Unix
+/// seconds.
 #[derive(Debug, Deserialize)]
 pub(super) struct Claims {
     pub(super) iss: String,
@@ -55,7 +56,7 @@ pub(super) struct Claims {
     pub(super) iat: Option<u64>,
 }
 
-/// One audience or several.
+/// The audience of a token: one name or several.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(super) enum Audience {
@@ -72,24 +73,25 @@ impl Audience {
     }
 }
 
-/// Whether `json` is one object in which no name occurs twice, at any depth.
-pub(super) fn is_object_without_twins(json: &[u8]) -> bool {
+/// True if `json` is one object in which no name occurs twice at any depth.
+pub(super) fn is_object_with_unique_names(json: &[u8]) -> bool {
     let mut deserializer = serde_json::Deserializer::from_slice(json);
     let starts_object = json.trim_ascii_start().first() == Some(&b'{');
     starts_object && Unique.deserialize(&mut deserializer).is_ok() && deserializer.end().is_ok()
 }
 
-/// The text of the claim `name`, if it is there and is text.
+/// Returns the text of the claim `name`; `None` if there is no such claim or its
+/// value is not text.
 pub(super) fn text_claim(json: &[u8], name: &str) -> Option<String> {
     serde_json::Deserializer::from_slice(json).deserialize_map(TextClaim(name)).ok().flatten()
 }
 
-/// A field whose mere presence counts, `null` included.
+/// Reads a field of which only the presence counts. A null counts, too.
 fn present<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
     serde::de::IgnoredAny::deserialize(deserializer).map(|_| true)
 }
 
-/// Walks any JSON value; fails at the second of two twins.
+/// A visitor of any JSON value that fails at a duplicate name.
 #[derive(Clone, Copy)]
 struct Unique;
 
@@ -175,7 +177,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn twins_are_found_at_any_depth() {
+    fn duplicate_names_are_found_at_any_depth() {
         for (json, good) in [
             (r#"{}"#, true),
             (r#" {"a": 1, "b": [{"a": null}, {"a": 2.5}]} "#, true),
@@ -189,14 +191,14 @@ mod tests {
             (r#"{"#, false),
             ("", false),
         ] {
-            assert_eq!(is_object_without_twins(json.as_bytes()), good, "{json}");
+            assert_eq!(is_object_with_unique_names(json.as_bytes()), good, "{json}");
         }
         let deep = format!("{}1{}", r#"{"a":"#.repeat(4_000), "}".repeat(4_000));
-        assert!(!is_object_without_twins(deep.as_bytes()), "depth is bounded");
+        assert!(!is_object_with_unique_names(deep.as_bytes()), "depth is bounded");
     }
 
     #[test]
-    fn claims_are_text_or_nothing() {
+    fn text_claim_ignores_other_types() {
         for (json, expected) in [
             (r#"{"tenant": "acme", "x": [1]}"#, Some("acme")),
             (r#"{"x": {"tenant": "acme"}}"#, None),

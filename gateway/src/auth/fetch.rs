@@ -1,151 +1,140 @@
-//! One GET of one URL that an admin wrote, over TLS: how the key set of an
-//! issuer is had. Nothing that the other side says leads anywhere else: no
-//! redirect is followed, no coding undone, no more read than is asked for, and
-//! all of it ends within a deadline.
+//! Fetches the key set of an issuer from the one URL that an admin configured.
+//!
+//! The other side cannot lead the fetch anywhere else or make it large: no
+//! redirect is followed, no proxy of the environment is used, no coding is
+//! undone, and size and time are bounded.
 
 use std::path::{Path, PathBuf};
-use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
-use http::{Request, StatusCode, Uri, header};
-use http_body_util::{BodyExt as _, Empty, LengthLimitError, Limited};
-use hyper::client::conn::http1;
-use hyper_util::rt::TokioIo;
+use http::{StatusCode, header};
+use reqwest::{Client, Url, redirect};
+use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
-use tokio::net::TcpStream;
-use tokio::time::timeout;
-use tokio_rustls::TlsConnector;
 
-/// Why a URL could not be had.
+/// The reasons why a key set cannot be fetched.
 #[derive(Debug, thiserror::Error)]
 pub enum FetchError {
-    /// Not `https://HOST[:PORT]/PATH`.
+    /// The text is not a URL of the form `https://HOST[:PORT]/PATH`.
     #[error("not a URL such as https://issuer.example/jwks.json")]
     Url,
-    /// The authorities to trust cannot be read.
+    /// The file of trusted certificate authorities cannot be read.
     #[error("{path}: {reason}")]
     Roots {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The mistake in the file.
         reason: String,
     },
-    /// This machine has no authorities to trust.
+    /// This machine trusts no certificate authority.
     #[error("there are no CA certificates on this machine: name a file with some")]
     NoRoots,
+    /// The HTTP client cannot be built.
+    #[error("cannot set up the HTTP client")]
+    Client(#[source] reqwest::Error),
     /// The TLS library refuses its own defaults.
     #[error("cannot set up TLS")]
-    Setup(#[source] rustls::Error),
-    /// TCP or TLS did not come about.
+    Tls(#[source] rustls::Error),
+    /// The TCP connection or the TLS handshake failed.
     #[error("could not connect")]
-    Connect(#[source] std::io::Error),
-    /// The exchange broke.
+    Connect(#[source] reqwest::Error),
+    /// The exchange over HTTP broke.
     #[error("HTTP failed")]
-    Http(#[from] hyper::Error),
-    /// The body broke.
-    #[error("the answer broke off: {0}")]
-    Body(String),
-    /// Another answer than 200.
+    Http(#[source] reqwest::Error),
+    /// The status of the response was not 200.
     #[error("answered {0}")]
     Status(StatusCode),
-    /// More than is read of any answer.
+    /// The response was larger than the limit, in bytes.
     #[error("the answer is larger than {0} bytes")]
     TooLarge(usize),
-    /// It took too long.
+    /// The whole response did not arrive in time.
     #[error("no whole answer within {0:?}")]
     Timeout(Duration),
 }
 
-/// Gets one URL, again and again.
+/// The bounds of one fetch.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct FetchLimits {
+    /// Bytes of the largest response.
+    pub(super) size: usize,
+    /// The longest time from the start of the connection to the last byte.
+    pub(super) deadline: Duration,
+}
+
+/// A client that fetches one URL again and again.
 #[derive(Clone, Debug)]
 pub(super) struct Fetcher {
-    authority: String,
-    host: String,
-    port: u16,
-    path: String,
-    tls: Arc<ClientConfig>,
-    /// Bytes of an answer.
-    most: usize,
-    deadline: Duration,
+    url: Url,
+    client: Client,
+    limits: FetchLimits,
 }
 
 impl Fetcher {
-    /// For `url`, trusting the authorities in the file `ca`, else those of the
-    /// system; answers have `most` bytes, and come within `deadline`.
+    /// Makes a fetcher of `url` that trusts the authorities in the file `ca`, or
+    /// those of the system.
+    ///
+    /// # Errors
+    /// `url` is not an `https://` URL, or the authorities cannot be read.
     pub(super) fn new(
         url: &str,
         ca: Option<&Path>,
-        most: usize,
-        deadline: Duration,
+        limits: FetchLimits,
     ) -> Result<Self, FetchError> {
-        let uri: Uri = url.parse().map_err(|_| FetchError::Url)?;
-        let authority = uri.authority().filter(|_| uri.scheme_str() == Some("https"));
-        let authority = authority.ok_or(FetchError::Url)?;
-        if authority.as_str().contains('@') {
+        let url: Url = url.parse().map_err(|_| FetchError::Url)?;
+        // A user or password in the URL would end up in logs and errors.
+        let has_user = !url.username().is_empty() || url.password().is_some();
+        if url.scheme() != "https" || has_user {
             return Err(FetchError::Url);
         }
-        let path = uri.path_and_query().map_or("/", |path| path.as_str());
-        Ok(Self {
-            authority: authority.to_string(),
-            host: authority.host().trim_matches(['[', ']']).to_owned(),
-            port: authority.port_u16().unwrap_or(443),
-            path: path.to_owned(),
-            tls: Arc::new(client_config(ca)?),
-            most,
-            deadline,
-        })
+        let client = Client::builder()
+            .tls_backend_preconfigured(client_config(ca)?)
+            .https_only(true)
+            .redirect(redirect::Policy::none())
+            .no_proxy()
+            // Fetches are minutes apart: an idle connection would only be closed
+            // by the other side.
+            .pool_max_idle_per_host(0)
+            .timeout(limits.deadline)
+            .build()
+            .map_err(FetchError::Client)?;
+        Ok(Self { url, client, limits })
     }
 
-    /// The bytes that stand there now.
+    /// Returns the bytes that the URL has now.
+    ///
+    /// # Errors
+    /// The exchange failed, or the response was too large or too late.
     pub(super) async fn get(&self) -> Result<Vec<u8>, FetchError> {
-        let got = timeout(self.deadline, self.get_in_time()).await;
-        got.unwrap_or(Err(FetchError::Timeout(self.deadline)))
-    }
-
-    async fn get_in_time(&self) -> Result<Vec<u8>, FetchError> {
-        let name = ServerName::try_from(self.host.clone()).map_err(|_| FetchError::Url)?;
-        let tcp = TcpStream::connect((self.host.as_str(), self.port))
-            .await
-            .map_err(FetchError::Connect)?;
-        let connector = TlsConnector::from(Arc::clone(&self.tls));
-        let stream = connector.connect(name, tcp).await.map_err(FetchError::Connect)?;
-        let (sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
-        let (mut exchange, mut connection) = (pin!(self.exchange(sender)), pin!(connection));
-        tokio::select! {
-            biased;
-            answer = &mut exchange => return answer,
-            // What it had read by its end is still to be taken.
-            _ = &mut connection => {}
-        }
-        exchange.await
-    }
-
-    async fn exchange(
-        &self,
-        mut sender: http1::SendRequest<Empty<Bytes>>,
-    ) -> Result<Vec<u8>, FetchError> {
-        let request = Request::get(&self.path)
-            .header(header::HOST, &self.authority)
-            .header(header::ACCEPT, "application/json")
-            .body(Empty::new())
-            .map_err(|_| FetchError::Url)?;
-        let response = sender.send_request(request).await?;
+        let request = self.client.get(self.url.clone()).header(header::ACCEPT, "application/json");
+        let mut response = request.send().await.map_err(|error| self.failure(error))?;
         if response.status() != StatusCode::OK {
             return Err(FetchError::Status(response.status()));
         }
-        let body = Limited::new(response.into_body(), self.most).collect().await;
-        let body = body.map_err(|error| match error.downcast_ref::<LengthLimitError>() {
-            Some(_) => FetchError::TooLarge(self.most),
-            None => FetchError::Body(error.to_string()),
-        })?;
-        Ok(body.to_bytes().to_vec())
+        let mut body = Vec::new();
+        while let Some(chunk) = response.chunk().await.map_err(|error| self.failure(error))? {
+            // Checked before the chunk is kept: the stated length may be wrong.
+            if body.len() + chunk.len() > self.limits.size {
+                return Err(FetchError::TooLarge(self.limits.size));
+            }
+            body.extend_from_slice(&chunk);
+        }
+        Ok(body)
+    }
+
+    fn failure(&self, error: reqwest::Error) -> FetchError {
+        if error.is_timeout() {
+            FetchError::Timeout(self.limits.deadline)
+        } else if error.is_connect() {
+            FetchError::Connect(error)
+        } else {
+            FetchError::Http(error)
+        }
     }
 }
 
+/// Returns a TLS configuration with the provider of the rest of the gateway.
 fn client_config(ca: Option<&Path>) -> Result<ClientConfig, FetchError> {
     let mut roots = RootCertStore::empty();
     match ca {
@@ -155,14 +144,14 @@ fn client_config(ca: Option<&Path>) -> Result<ClientConfig, FetchError> {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let mut config = ClientConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()
-        .map_err(FetchError::Setup)?
+        .map_err(FetchError::Tls)?
         .with_root_certificates(roots)
         .with_no_client_auth();
     config.alpn_protocols = vec![b"http/1.1".to_vec()];
     Ok(config)
 }
 
-/// Those of a file that an admin named, all of them good.
+/// Adds the authorities of a file that an admin named. All of them must be valid.
 fn named_roots(roots: &mut RootCertStore, path: &Path) -> Result<(), FetchError> {
     let wrong = |reason: String| FetchError::Roots { path: path.to_owned(), reason };
     for certificate in CertificateDer::pem_file_iter(path).map_err(|e| wrong(e.to_string()))? {
@@ -175,7 +164,8 @@ fn named_roots(roots: &mut RootCertStore, path: &Path) -> Result<(), FetchError>
     Ok(())
 }
 
-/// Those that the system trusts, as far as they can be read.
+/// Adds the authorities that the system trusts. Certificates that cannot be read
+/// are skipped, because the admin did not choose them.
 fn system_roots(roots: &mut RootCertStore) -> Result<(), FetchError> {
     for path in SYSTEM_ROOTS {
         let Ok(found) = CertificateDer::pem_file_iter(path) else { continue };
@@ -187,7 +177,7 @@ fn system_roots(roots: &mut RootCertStore) -> Result<(), FetchError> {
     Err(FetchError::NoRoots)
 }
 
-/// Where systems keep the authorities that they trust, in one file: Debian and
+/// The files in which systems keep their trusted authorities: Debian and
 /// distroless images, Fedora, SUSE, Alpine.
 const SYSTEM_ROOTS: [&str; 4] = [
     "/etc/ssl/certs/ca-certificates.crt",

@@ -1,6 +1,6 @@
-//! Hostile tokens and issuers (T21, T22).
+//! Tests with hostile tokens and issuers (threats T21 and T22).
 
-mod believed;
+mod accepted;
 mod key_sets;
 mod refused;
 mod tokens;

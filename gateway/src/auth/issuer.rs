@@ -1,4 +1,5 @@
-//! An issuer of tokens: whose signatures we believe, made with which keys.
+//! The issuers of tokens: their names, their keys, and the algorithms that they
+//! may use.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -9,95 +10,95 @@ use tollgate_config::JwtKeys;
 
 use super::fetch::FetchError;
 
-/// An issuer as config names it.
+/// One issuer of the config.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IssuerOptions {
-    /// What config calls it, for errors.
+    /// The issuer's name in the config, for errors.
     pub name: String,
-    /// The `iss` claim of its tokens, exactly.
+    /// The exact `iss` claim of the issuer's tokens.
     pub issuer: String,
-    /// The `aud` values that mean us; at least one.
+    /// The values of `aud` that this gateway accepts; at least one.
     pub audiences: Vec<String>,
-    /// The algorithms it signs with, of RS256, RS384, RS512, PS256, PS384,
-    /// PS512, ES256, ES384 and EdDSA.
+    /// The allowed algorithms, out of RS256, RS384, RS512, PS256, PS384, PS512,
+    /// ES256, ES384 and EdDSA.
     pub algorithms: Vec<String>,
     /// The claim that names the tenant.
     pub tenant_claim: String,
-    /// The tenants it may name; any, if not given. An issuer that one tenant
-    /// runs must not speak for another.
+    /// The tenants that the issuer may name; `None` allows all. The issuer of one
+    /// tenant must not sign tokens of another tenant.
     pub tenants: Option<Vec<tollgate_domain::TenantId>>,
-    /// Where its public keys are.
+    /// The source of the issuer's public keys.
     pub keys: IssuerKeys,
-    /// How far its clock and ours may be apart.
+    /// The largest difference between the issuer's clock and the gateway's.
     pub leeway: Duration,
 }
 
-/// Where an issuer's public keys are.
+/// The source of an issuer's public keys.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum IssuerKeys {
-    /// PEM files, each with the key id that tokens name it by (none where the
-    /// issuer has one key and names none).
+    /// PEM files, each with the key id that tokens use for it. The only key of an
+    /// issuer needs no id.
     Pem(Vec<(Option<String>, PathBuf)>),
-    /// A JWK set, read again when the file changes.
+    /// A file with a JWK set. The gateway reads the file again after a change.
     JwksFile(PathBuf),
-    /// A JWK set, fetched over TLS.
+    /// A JWK set that the gateway fetches over TLS.
     JwksUrl {
-        /// Where it is: `https://`.
+        /// The address, an `https://` URL.
         url: String,
-        /// The authorities to trust; the system's where `None`.
+        /// The file of trusted certificate authorities; `None` trusts the system's.
         ca: Option<PathBuf>,
-        /// How often it is fetched.
+        /// The interval between two fetches.
         refresh: Duration,
     },
 }
 
-/// Why an issuer cannot be used.
+/// The reasons why an issuer cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum IssuerError {
-    /// A field of its config is wrong.
+    /// A field of the issuer's config is wrong.
     #[error("issuer {issuer}: {field}: {message}")]
     Option {
-        /// The issuer, as config calls it.
+        /// The issuer's name in the config.
         issuer: String,
-        /// The field.
+        /// The name of the field.
         field: &'static str,
-        /// What is wrong with it.
+        /// The mistake, as a sentence.
         message: String,
     },
     /// A key file cannot be read.
     #[error("issuer {issuer}: {path}: cannot be read")]
     File {
-        /// The issuer.
+        /// The issuer's name in the config.
         issuer: String,
-        /// The file.
+        /// The path of the key file.
         path: PathBuf,
-        /// Why.
+        /// The error of the system.
         source: std::io::Error,
     },
     /// A key set cannot be fetched.
-    #[error("issuer {issuer}: {url}")]
+    #[error("issuer {issuer}: {url}: the key set cannot be fetched")]
     Fetch {
-        /// The issuer.
+        /// The issuer's name in the config.
         issuer: String,
-        /// Where from.
+        /// The address of the key set.
         url: String,
-        /// Why not.
+        /// The reason of the failure.
         source: FetchError,
     },
-    /// A key file or set holds no usable key, or one that must not be used.
+    /// A file or set holds no usable key, or a key that must not be used.
     #[error("issuer {issuer}: {place}: {message}")]
     Keys {
-        /// The issuer.
+        /// The issuer's name in the config.
         issuer: String,
-        /// The file or URL.
+        /// The file or URL of the keys.
         place: String,
-        /// What is wrong.
+        /// The mistake, as a sentence.
         message: String,
     },
 }
 
-/// A public key and the algorithms it may check: those of its family that the
-/// issuer's config allows, so that no token can choose another use for it.
+/// A public key and the algorithms that it may check: those of its family that
+/// the issuer's config allows. A token cannot choose another use for the key.
 #[derive(Clone, Debug)]
 pub(super) struct VerifyingKey {
     pub(super) id: Option<String>,
@@ -105,8 +106,8 @@ pub(super) struct VerifyingKey {
     pub(super) algorithms: Vec<Algorithm>,
 }
 
-/// Of several PEM files, each file's name without its ending is the key id
-/// that tokens name it by; a single file's key needs none.
+/// Reads the issuer's section of the config. If there are several PEM files, the
+/// name of each file without its extension is the id of its key.
 impl From<&tollgate_config::Issuer> for IssuerOptions {
     fn from(issuer: &tollgate_config::Issuer) -> Self {
         let tollgate_config::Issuer {
@@ -148,7 +149,7 @@ impl From<&tollgate_config::Issuer> for IssuerOptions {
 }
 
 impl IssuerOptions {
-    /// Checks what can be checked without files; returns the algorithms.
+    /// Checks every option that needs no file; returns the algorithms.
     pub(super) fn check(&self) -> Result<Vec<Algorithm>, IssuerError> {
         let wrong = |field, message: &str| IssuerError::Option {
             issuer: self.name.clone(),
@@ -159,7 +160,7 @@ impl IssuerOptions {
             return Err(wrong("issuer", "must not be empty"));
         }
         if self.audiences.is_empty() || self.audiences.iter().any(String::is_empty) {
-            return Err(wrong("audiences", "name at least one, and none empty"));
+            return Err(wrong("audiences", "name at least one; none may be empty"));
         }
         if self.tenant_claim.is_empty() {
             return Err(wrong("tenant_claim", "must not be empty"));
@@ -190,9 +191,9 @@ impl IssuerOptions {
     }
 }
 
-/// The algorithms among `allowed` that `key` can check. An EC key's curve
-/// decides, so its length does.
+/// Returns the algorithms among `allowed` that `key` can check.
 pub(super) fn usable(key: &DecodingKey, allowed: &[Algorithm]) -> Vec<Algorithm> {
+    // The length of an EC key's point tells its curve, which decides the algorithm.
     let point = key.try_get_as_bytes().map_or(0, <[u8]>::len);
     let fits = |algorithm: &&Algorithm| match algorithm {
         Algorithm::ES256 => point == 65,

@@ -1,5 +1,5 @@
-//! An issuer's keys, read. A JWK set is read strictly: public signature keys
-//! only, each with its id; a bad set never replaces a good one.
+//! Reading an issuer's keys. A JWK set is read strictly: it must hold public
+//! signature keys with distinct ids. A bad set never replaces a good one.
 
 use std::fmt;
 use std::fs::File;
@@ -12,8 +12,9 @@ use serde::Deserialize;
 
 use super::issuer::{IssuerError, IssuerKeys, IssuerOptions, VerifyingKey, usable};
 
-/// Reads all keys of an issuer, and the content of its key set if that is what
-/// it has; `algorithms` are those it may use. What is fetched is not there yet.
+/// Reads all keys of an issuer that may use `algorithms`. Returns the content of
+/// the key set, too, if the issuer has one in a file. A set that is fetched comes
+/// later, so it has no keys yet.
 pub(super) fn load(
     options: &IssuerOptions,
     algorithms: &[Algorithm],
@@ -28,8 +29,9 @@ pub(super) fn load(
                 })?;
                 keys.push(checked(options, &place, id.clone(), key, algorithms)?);
             }
+            // Errors name one file; the first stands for all.
             let first = files.first().map_or(Path::new(""), |(_, path)| path);
-            Ok((told_apart(options, &first.display(), keys)?, Vec::new()))
+            Ok((with_distinct_ids(options, &first.display(), keys)?, Vec::new()))
         }
         IssuerKeys::JwksFile(path) => {
             let content = read(options, path)?;
@@ -39,18 +41,18 @@ pub(super) fn load(
     }
 }
 
-/// The keys of a JWK set that stood at `place`; at least one.
+/// Returns the keys of the JWK set from `place`; at least one.
 pub(super) fn from_set(
     options: &IssuerOptions,
     place: &dyn fmt::Display,
     content: &[u8],
     algorithms: &[Algorithm],
 ) -> Result<Vec<VerifyingKey>, IssuerError> {
-    told_apart(options, place, from_jwks(options, place, content, algorithms)?)
+    with_distinct_ids(options, place, from_jwks(options, place, content, algorithms)?)
 }
 
-/// Some keys, each with an id of its own.
-fn told_apart(
+/// Returns `keys` if there are any and each has an id of its own.
+fn with_distinct_ids(
     options: &IssuerOptions,
     place: &dyn fmt::Display,
     keys: Vec<VerifyingKey>,
@@ -58,29 +60,30 @@ fn told_apart(
     if keys.is_empty() {
         return Err(options.key_error(place, "holds no key that the configured algorithms can use"));
     }
-    let named_twice = |at: usize| keys[..at].iter().any(|key| key.id == keys[at].id);
-    if (0..keys.len()).any(named_twice) {
+    let is_duplicate = |at: usize| keys[..at].iter().any(|key| key.id == keys[at].id);
+    if (0..keys.len()).any(is_duplicate) {
         return Err(options.key_error(place, "two keys have the same id, or none"));
     }
     Ok(keys)
 }
 
-/// The bytes of a key file, bounded.
+/// Returns the content of a key file, which has a largest size.
 pub(super) fn read(options: &IssuerOptions, path: &Path) -> Result<Vec<u8>, IssuerError> {
     let fault =
         |source| IssuerError::File { issuer: options.name.clone(), path: path.to_owned(), source };
     let mut bytes = Vec::new();
     let file = File::open(path).map_err(fault)?;
-    file.take(LARGEST_FILE + 1).read_to_end(&mut bytes).map_err(fault)?;
-    if bytes.len() as u64 > LARGEST_FILE {
-        let message = format!("larger than {LARGEST_FILE} bytes");
+    // One byte more than allowed is read, so that a larger file is noticed.
+    file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes).map_err(fault)?;
+    if bytes.len() as u64 > MAX_FILE_BYTES {
+        let message = format!("larger than {MAX_FILE_BYTES} bytes");
         return Err(options.key_error(path.display(), message));
     }
     Ok(bytes)
 }
 
 fn from_pem(pem: &[u8]) -> Option<DecodingKey> {
-    // A private key here is a mistake to be told, not used.
+    // A private key here is a mistake of the admin: it must be reported, not used.
     if pem.windows(11).any(|part| part == b"PRIVATE KEY") {
         return None;
     }
@@ -101,12 +104,13 @@ fn from_jwks(
         keys: Vec<Jwk>,
     }
     let set: Set = serde_json::from_slice(content)
-        .map_err(|error| options.key_error(place, format!("no JWK set: {error}")))?;
-    if set.keys.len() > MOST_KEYS {
-        return Err(options.key_error(place, format!("more than {MOST_KEYS} keys")));
+        .map_err(|error| options.key_error(place, format!("not a JWK set: {error}")))?;
+    if set.keys.len() > MAX_KEYS {
+        return Err(options.key_error(place, format!("more than {MAX_KEYS} keys")));
     }
     let mut keys = Vec::new();
     for jwk in &set.keys {
+        // A set may hold keys for other purposes: they are skipped, not refused.
         let Some(allowed) = allowed_for(jwk, algorithms) else { continue };
         let key = DecodingKey::from_jwk(jwk)
             .map_err(|error| options.key_error(place, format!("a damaged key: {error}")))?;
@@ -120,8 +124,8 @@ fn from_jwks(
     Ok(keys)
 }
 
-/// The algorithms that a JWK may be used with; `None` if it is no public
-/// signature key at all. Sets hold keys for other purposes, too.
+/// Returns the algorithms that a JWK may be used with; `None` if the JWK is not a
+/// public signature key.
 fn allowed_for(jwk: &Jwk, algorithms: &[Algorithm]) -> Option<Vec<Algorithm>> {
     let common = &jwk.common;
     let for_signing = common.public_key_use.as_ref().is_none_or(|u| *u == PublicKeyUse::Signature)
@@ -149,11 +153,14 @@ fn checked(
 ) -> Result<VerifyingKey, IssuerError> {
     let algorithms = usable(&key, algorithms);
     if algorithms.is_empty() {
-        return Err(options.key_error(place, "the key is of no kind that the algorithms name"));
+        return Err(
+            options.key_error(place, "the configured algorithms cannot use this kind of key")
+        );
     }
     Ok(VerifyingKey { id, key, algorithms })
 }
 
-/// Bytes of a key file or set.
-pub(super) const LARGEST_FILE: u64 = 1 << 20;
-const MOST_KEYS: usize = 64;
+/// Bytes of the largest key file or set.
+pub(super) const MAX_FILE_BYTES: u64 = 1 << 20;
+/// Keys of the largest set.
+const MAX_KEYS: usize = 64;

@@ -1,6 +1,6 @@
-//! Tokens of configured issuers, strictly: what is not required here is
-//! refused, not ignored. Nothing in a token chooses a key's use, a key's
-//! place, or how its signature is read.
+//! Checks of tokens from configured issuers. The checks are strict: a header field
+//! that is not expected is refused, not ignored. A token never decides where its
+//! key comes from, or how its signature is checked.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -13,11 +13,11 @@ use tokio::sync::Notify;
 use tollgate_domain::{Caller, KeyId, TenantId, UtcTime};
 
 use super::claims::{self, Claims, TokenHeader};
-use super::fetch::{FetchError, Fetcher};
+use super::fetch::{FetchError, FetchLimits, Fetcher};
 use super::issuer::{IssuerError, IssuerKeys, IssuerOptions, VerifyingKey};
 use super::jwks;
 
-/// Checks tokens of all issuers.
+/// The verifier of the tokens of all issuers.
 #[derive(Debug)]
 pub(super) struct TokenVerifier {
     issuers: Vec<Issuer>,
@@ -28,15 +28,15 @@ struct Issuer {
     options: IssuerOptions,
     algorithms: Vec<Algorithm>,
     keys: ArcSwap<Vec<VerifyingKey>>,
-    /// What the key set held when it was last good.
+    /// The bytes of the last good key set.
     content: Mutex<Vec<u8>>,
-    /// Where the set is fetched, if it is.
+    /// The fetcher of a remote key set.
     fetcher: Option<Fetcher>,
-    /// Told when a token names a key that is not there.
+    /// Notified when a token names an unknown key.
     wanted: Notify,
 }
 
-/// Why a token is refused. For counting and tests; clients never see it.
+/// The reasons why a token is refused. Clients never see them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Refused {
     TooLong,
@@ -81,16 +81,18 @@ impl TokenVerifier {
         Ok(Self { issuers })
     }
 
-    /// Reads JWKS files that changed.
+    /// Reads the JWKS files that have changed.
     ///
     /// # Errors
-    /// The first file that cannot be used; its issuer keeps its old keys.
+    /// The first file that cannot be used. Its issuer keeps its earlier keys.
     pub(super) fn refresh(&self) -> Result<(), IssuerError> {
+        // All issuers are read before the first error is returned: one bad file
+        // must not stop the key rotation of the others.
         let results: Vec<_> = self.issuers.iter().map(Issuer::refresh).collect();
         results.into_iter().collect()
     }
 
-    /// Fetches the key sets that are fetched, for ever.
+    /// Fetches the remote key sets again and again; never returns if there are any.
     pub(super) async fn follow_urls(&self) {
         let followed = self.issuers.iter().filter_map(|issuer| {
             let fetcher = issuer.fetcher.as_ref()?;
@@ -99,7 +101,8 @@ impl TokenVerifier {
         futures_util::future::join_all(followed).await;
     }
 
-    /// As [`Self::follow_urls`], for the only issuer, with sets from `get`.
+    /// Does the same as [`Self::follow_urls`] for the only issuer, with sets from
+    /// `get`.
     #[cfg(test)]
     pub(super) async fn follow_only<F>(&self, get: impl Fn() -> F)
     where
@@ -109,9 +112,12 @@ impl TokenVerifier {
         issuer.follow(get).await;
     }
 
-    /// Whose token it is, if it is good at `now`.
+    /// Returns the caller of a token that is valid at `now`.
+    ///
+    /// # Errors
+    /// The first check that the token fails.
     pub(super) fn verify(&self, token: &str, now: UtcTime) -> Result<Caller, Refused> {
-        if token.len() > LONGEST_TOKEN {
+        if token.len() > MAX_TOKEN_BYTES {
             return Err(Refused::TooLong);
         }
         let parts: Vec<&str> = token.splitn(4, '.').collect();
@@ -121,10 +127,11 @@ impl TokenVerifier {
 
         let header = checked_header(&header)?;
         let algorithm: Algorithm = header.alg.parse().map_err(|_| Refused::Algorithm)?;
-        if !claims::is_object_without_twins(&payload) {
+        if !claims::is_object_with_unique_names(&payload) {
             return Err(Refused::Claims);
         }
-        // Not believed yet: it only says whose keys must have signed it.
+        // The payload is not trusted yet: it only names the issuer whose key must
+        // have signed it.
         let named: Claims = serde_json::from_slice(&payload).map_err(|_| Refused::Claims)?;
         let issuer = self.issuer_of(&named)?;
         if !issuer.algorithms.contains(&algorithm) {
@@ -132,12 +139,13 @@ impl TokenVerifier {
         }
         let keys = issuer.keys.load();
         let key = choose_key(&keys, header.kid.as_deref(), algorithm).ok_or_else(|| {
-            // It may be a new one: worth a look, as often as looks are taken.
+            // The issuer may have a new key. The next fetch is bounded in rate, so
+            // a client cannot cause many fetches.
             issuer.wanted.notify_one();
             Refused::Key
         })?;
         let claims = signed_claims(token, key, algorithm, &issuer.options)?;
-        issuer.judge(&claims, now)?;
+        issuer.check_claims(&claims, now)?;
         issuer.caller(&claims, &payload)
     }
 
@@ -172,9 +180,9 @@ impl Issuer {
         Ok(())
     }
 
-    /// Fetches the key set by `get` at once, then whenever it is old or a token
-    /// names a key that is not in it; and never twice within
-    /// [`BETWEEN_FETCHES`], whatever tokens or the issuer do.
+    /// Fetches the key set with `get` at once, and later when the set is old or a
+    /// token names a key that the set lacks. Two fetches are never closer than
+    /// [`BETWEEN_FETCHES`], so neither tokens nor the issuer can cause more load.
     async fn follow<F>(&self, get: impl Fn() -> F)
     where
         F: Future<Output = Result<Vec<u8>, FetchError>>,
@@ -191,10 +199,14 @@ impl Issuer {
             };
             if let (Err(error), false) = (&taken, failing) {
                 let error = error as &dyn std::error::Error;
-                tracing::warn!(error, "an issuer's keys cannot be fetched: the old ones stay");
+                tracing::warn!(
+                    error,
+                    "an issuer's keys cannot be fetched; its earlier keys stay valid"
+                );
             }
             failing = taken.is_err();
             tokio::time::sleep(BETWEEN_FETCHES).await;
+            // A failed fetch is repeated without waiting for the refresh interval.
             if failing {
                 continue;
             }
@@ -205,7 +217,7 @@ impl Issuer {
         }
     }
 
-    /// Takes a key set that was fetched, if it is a good one.
+    /// Replaces the keys by those of a fetched set, if the set is good.
     fn take_set(&self, url: &str, content: Vec<u8>) -> Result<(), IssuerError> {
         let mut known = self.content.lock().unwrap_or_else(PoisonError::into_inner);
         if *known != content {
@@ -216,8 +228,8 @@ impl Issuer {
         Ok(())
     }
 
-    /// The claims that a signature does not prove.
-    fn judge(&self, claims: &Claims, now: UtcTime) -> Result<(), Refused> {
+    /// Checks the claims that a signature does not prove.
+    fn check_claims(&self, claims: &Claims, now: UtcTime) -> Result<(), Refused> {
         let now = now.unix_seconds();
         let leeway = self.options.leeway.as_secs();
         if claims.iss != self.options.issuer {
@@ -253,8 +265,8 @@ impl Issuer {
 
 fn fetcher(options: &IssuerOptions) -> Result<Option<Fetcher>, IssuerError> {
     let IssuerKeys::JwksUrl { url, ca, .. } = &options.keys else { return Ok(None) };
-    let fetcher = Fetcher::new(url, ca.as_deref(), jwks::LARGEST_FILE as usize, FETCH_DEADLINE);
-    fetcher.map(Some).map_err(|source| {
+    let limits = FetchLimits { size: jwks::MAX_FILE_BYTES as usize, deadline: FETCH_DEADLINE };
+    Fetcher::new(url, ca.as_deref(), limits).map(Some).map_err(|source| {
         let (issuer, url) = (options.name.clone(), url.clone());
         IssuerError::Fetch { issuer, url, source }
     })
@@ -264,19 +276,20 @@ fn decode_part(part: &str) -> Result<Vec<u8>, Refused> {
     if part.is_empty() {
         return Err(Refused::Shape);
     }
-    // Without padding, other alphabets or stray bits: each token has one form.
+    // No padding, no other alphabet, no stray bits: each token has only one form.
     URL_SAFE_NO_PAD.decode(part).map_err(|_| Refused::Shape)
 }
 
 fn checked_header(json: &[u8]) -> Result<TokenHeader, Refused> {
-    if !claims::is_object_without_twins(json) {
+    if !claims::is_object_with_unique_names(json) {
         return Err(Refused::Header);
     }
     let header: TokenHeader = serde_json::from_slice(json).map_err(|_| Refused::Header)?;
-    if header.asks_for_more() {
+    if header.has_refused_field() {
         return Err(Refused::Header);
     }
-    // A token made for something else (an ID token, a logout) says so here.
+    // A token for another purpose, such as an ID token or a logout, has another
+    // type.
     let typ = header.typ.as_deref().ok_or(Refused::Type)?;
     let typ = typ.strip_prefix("application/").unwrap_or(typ);
     if !["JWT", "at+jwt"].iter().any(|good| typ.eq_ignore_ascii_case(good)) {
@@ -285,8 +298,8 @@ fn checked_header(json: &[u8]) -> Result<TokenHeader, Refused> {
     Ok(header)
 }
 
-/// The key that the token names. A token that names none is checked with the
-/// only key there is, never with each in turn.
+/// Returns the key that the token names. A token that names none is checked with
+/// the issuer's only key, never with several keys in turn.
 fn choose_key<'a>(
     keys: &'a [VerifyingKey],
     id: Option<&str>,
@@ -294,7 +307,7 @@ fn choose_key<'a>(
 ) -> Option<&'a DecodingKey> {
     let key = match (id, keys) {
         (None, [only]) => only,
-        // Config gives the only key no id to be named by.
+        // A single PEM file has no id, so a token's name for it cannot be compared.
         (Some(_), [only]) if only.id.is_none() => only,
         (Some(id), _) => keys.iter().find(|key| key.id.as_deref() == Some(id))?,
         (None, _) => return None,
@@ -302,7 +315,7 @@ fn choose_key<'a>(
     key.algorithms.contains(&algorithm).then_some(&key.key)
 }
 
-/// The claims, once the signature has been found good.
+/// Returns the claims of a token with a valid signature.
 fn signed_claims(
     token: &str,
     key: &DecodingKey,
@@ -315,7 +328,7 @@ fn signed_claims(
     validation.set_required_spec_claims(&["exp", "nbf", "iss", "aud", "sub"]);
     validation.set_audience(&options.audiences);
     validation.set_issuer(std::slice::from_ref(&options.issuer));
-    // Times are judged against the gateway's clock, by `Issuer::judge`.
+    // `Issuer::check_claims` checks the times against the gateway's own clock.
     validation.validate_exp = false;
     validation.validate_nbf = false;
     let data = jsonwebtoken::decode::<Claims>(token, key, &validation);
@@ -328,20 +341,22 @@ fn signed_claims(
     })
 }
 
-/// Whether a key id stands for a token's subject.
+/// True if a key id stands for the subject of a token.
 pub(super) fn is_token_key(key: &KeyId) -> bool {
     key.as_str().starts_with(TOKEN_KEY)
 }
 
-/// `jwt:` and the subject. A subject that is no name as it stands (a mail
-/// address, say) has its other characters replaced and a digest of the whole
-/// behind it, so that two subjects never share a key id.
+/// Returns the key id of a token's subject: `jwt:` and the subject. In a subject
+/// that is not a valid name, such as a mail address, other characters are
+/// replaced and a digest of the subject is added, so that two subjects never
+/// share a key id.
 fn token_key(subject: &str) -> Option<KeyId> {
-    if subject.is_empty() || subject.len() > LONGEST_SUBJECT {
+    if subject.is_empty() || subject.len() > MAX_SUBJECT_BYTES {
         return None;
     }
     let plain = KeyId::new(&format!("{TOKEN_KEY}{subject}")).ok();
-    // A subject that looks like a replaced one is replaced itself.
+    // A subject that contains the mark of a replaced one is replaced, too;
+    // otherwise it could take the key id of another subject.
     if let Some(key) = plain.filter(|_| !subject.contains(REPLACED)) {
         return Some(key);
     }
@@ -355,13 +370,13 @@ fn token_key(subject: &str) -> Option<KeyId> {
     KeyId::new(&format!("{TOKEN_KEY}{replaced}{REPLACED}{digest}")).ok()
 }
 
-/// Between two fetches of one key set.
+/// The shortest time between two fetches of one key set.
 pub(super) const BETWEEN_FETCHES: Duration = Duration::from_secs(30);
-/// No fetch takes longer.
+/// The longest time that one fetch may take.
 const FETCH_DEADLINE: Duration = Duration::from_secs(5);
-/// Bytes of a token; longer ones are refused unread.
-pub(super) const LONGEST_TOKEN: usize = 8 << 10;
-const LONGEST_SUBJECT: usize = 1_024;
+/// Bytes of the longest token; a longer token is refused unread.
+pub(super) const MAX_TOKEN_BYTES: usize = 8 << 10;
+const MAX_SUBJECT_BYTES: usize = 1_024;
 const TOKEN_KEY: &str = "jwt:";
-/// Between a replaced subject and its digest.
+/// The mark between a replaced subject and its digest.
 const REPLACED: &str = ":sha256:";

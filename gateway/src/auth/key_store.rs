@@ -1,11 +1,13 @@
-//! API keys: rows in an embedded database of their own, so that a key check
-//! never waits for a ledger commit, and in memory the snapshot that requests
-//! are checked against.
+//! The store of API keys. The keys have an embedded database of their own, so
+//! that a key check never waits for a commit of the ledger. Requests are checked
+//! against a snapshot in memory.
 //!
-//! Only an HMAC of a key is stored. Several processes may open the store at
-//! once: the one that serves follows the others by polling.
+//! The store holds an HMAC of each key and never the key. Several processes may
+//! open the store at the same time; the one that serves polls for the changes of
+//! the others.
 
 mod actions;
+mod pepper;
 mod rows;
 mod snapshot;
 
@@ -23,219 +25,226 @@ use tollgate_ledger::AdminAction;
 use self::snapshot::{Entries, Names};
 use super::AuthenticatedCaller;
 use super::jwt::is_token_key;
-use super::pepper;
+
 use super::scopes::Scopes;
 use super::secret::{KeySecret, NoRandomness, number_of};
 
-/// The keys of all tenants. Clones share one connection and snapshot.
+/// The keys of all tenants. Clones share one connection and one snapshot.
 #[derive(Clone)]
 pub struct KeyStore {
-    shared: Arc<Shared>,
+    shared: Arc<SharedStore>,
 }
 
-struct Shared {
+struct SharedStore {
     pepper: hmac::Key,
     database: Mutex<Database>,
-    /// Written with the database's lock held, a few entries at a time.
+    /// The snapshot. A writer holds the lock of the database, too.
     entries: RwLock<Entries>,
 }
 
 struct Database {
     connection: Connection,
-    used_for: Use,
-    /// `PRAGMA data_version` as of the last look.
+    purpose: Purpose,
+    /// `PRAGMA data_version` at the last refresh.
     version: i64,
-    /// The number of the last change that is among the entries.
+    /// The number of the last change that the snapshot contains.
     changed: i64,
     names: Names,
 }
 
-/// What a store is opened for.
+/// The purpose for which a store is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Use {
+enum Purpose {
+    /// Checks of requests, which need the snapshot.
     Checking,
+    /// Changes and lists, which need no snapshot.
     Changing,
 }
 
-/// What becomes of the requests that a revoked key has under way.
+/// The fate of the running requests of a revoked key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UnderWay {
-    /// They end by themselves.
+    /// The requests run to their end.
     Finish,
-    /// They are ended; their tenant pays what was done.
+    /// The requests are ended; their tenant pays for the work that was done.
     End,
 }
 
-/// What a new key is for.
+/// The options of a new key.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KeyOptions {
-    /// What people call it; at most 200 characters.
+    /// A name for people; at most 200 characters.
     pub label: String,
-    /// What it may be used for.
+    /// The limits on the key's use.
     pub scopes: Scopes,
-    /// When it stops working by itself.
+    /// The time when the key expires, if it does.
     pub expires: Option<UtcTime>,
-    /// The plan whose limits bind this key alone, beside its tenant's.
+    /// The plan that limits this key alone, in addition to its tenant's plan.
     pub plan: Option<PlanName>,
 }
 
-/// A key as lists show it. No secret, no hash.
+/// A key as lists show it, without secret and hash.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyRecord {
-    /// Its public id.
+    /// The public id of the key.
     pub id: KeyId,
-    /// Whose it is.
+    /// The tenant that the key belongs to.
     pub tenant: TenantId,
-    /// What people call it.
+    /// A name for people.
     pub label: String,
-    /// What it may be used for.
+    /// The limits on the key's use.
     pub scopes: Scopes,
-    /// When it was made.
+    /// The time when the key was created.
     pub created: UtcTime,
-    /// When it stops working, if ever.
+    /// The time when the key expires, if it does.
     pub expires: Option<UtcTime>,
-    /// When it was revoked, if it was.
+    /// The time when the key was revoked, if it was.
     pub revoked: Option<UtcTime>,
-    /// Whether revoking it ended what it had under way.
+    /// True if the revocation ended the running requests of the key.
     pub ends_requests: bool,
-    /// The key that this one replaced.
+    /// The key that this key replaced.
     pub rotated_from: Option<KeyId>,
-    /// The plan whose limits bind this key alone, beside its tenant's.
+    /// The plan that limits this key alone, in addition to its tenant's plan.
     pub plan: Option<PlanName>,
 }
 
-/// A key that was just made: the only time its secret is seen.
+/// A new key. Its secret cannot be read again later.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewKey {
-    /// As it is listed from now on.
+    /// The key as lists will show it.
     pub record: KeyRecord,
     /// The whole key, for the client.
     pub secret: KeySecret,
 }
 
-/// Why the store could not do it.
+/// The failures of the key store.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyStoreError {
-    /// The database does not answer or refuses.
+    /// The database failed.
     #[error("{path}: the key database failed")]
     Database {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: rusqlite::Error,
     },
-    /// The database file cannot be made or its mode set.
+    /// The database file cannot be created or its mode cannot be set.
     #[error("{path}: cannot be opened")]
     File {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
-    /// Written by a version that we do not know.
-    #[error("{path}: key database format {found} is not {expected}, the one this version reads")]
+    /// The database was written by another version of the program.
+    #[error("{path}: the key database has format {found}; this version reads format {expected}")]
     Format {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// The format in the file.
+        /// The format of the file.
         found: i64,
-        /// Ours.
+        /// The format that this version reads.
         expected: i64,
     },
-    /// A row holds what no version writes.
+    /// A row holds a value that no version writes.
     #[error("key {id}: column {column} is damaged")]
     Row {
-        /// The row.
+        /// The id in the row.
         id: String,
-        /// The column.
+        /// The name of the column.
         column: &'static str,
     },
-    /// The pepper file cannot be read or made.
-    #[error("{path}: the pepper cannot be read or made")]
+    /// The pepper file cannot be read or created.
+    #[error("{path}: the pepper cannot be read or created")]
     Pepper {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
-    /// Others may read the pepper.
-    #[error("{path}: mode {mode:o} lets others read the pepper; use 600")]
+    /// Other users may read the pepper.
+    #[error("{path}: mode {mode:o} lets other users read the pepper; set mode 600")]
     PepperReadable {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// Its mode.
+        /// The mode of the file.
         mode: u32,
     },
-    /// The pepper file has another length.
-    #[error("{path}: the pepper is torn; without it no stored key can be checked")]
+    /// The pepper file has a wrong length.
+    #[error(
+        "{path}: the pepper is damaged; no stored key can be checked without it: restore it from a backup"
+    )]
     PepperTorn {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
     },
-    /// There are keys, but not the pepper that they were stored with.
-    #[error("{path}: the pepper is missing; without it no stored key can be checked: restore it")]
+    /// The database holds keys, but the pepper of their hashes is gone.
+    #[error(
+        "{path}: the pepper is missing; no stored key can be checked without it: restore it from a backup"
+    )]
     PepperMissing {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
     },
-    /// No such key.
+    /// The database has no key with this id.
     #[error("there is no key {0}")]
     Unknown(KeyId),
-    /// A key that no longer works cannot be rotated.
+    /// A revoked or expired key cannot be rotated.
     #[error("key {0} is revoked or expired and cannot be rotated: create a new one")]
     NotActive(KeyId),
-    /// The label is too long, or not for people.
+    /// The label is too long or contains control characters.
     #[error("a label has at most 200 characters, none of them a control character")]
     Label,
-    /// It would not work for a moment.
-    #[error("a key that expires at once is of no use")]
+    /// The expiry of a new key is in the past.
+    #[error("the key would expire at once: choose a later expiry")]
     Expired,
-    /// A time beyond the year 2262.
-    #[error("a time beyond the year 2262")]
+    /// A time is after the year 2262, the last that the database can hold.
+    #[error("the time is after the year 2262")]
     Time,
-    /// The system has no random numbers.
+    /// The system's random numbers failed.
     #[error(transparent)]
     Random(#[from] NoRandomness),
 }
 
 impl KeyStore {
-    /// Opens `keys.db` and `pepper` in the folder `data`, making both on the
-    /// first start. Works beside other processes that have them open.
+    /// Opens `keys.db` and `pepper` in the folder `data`, and creates both on the
+    /// first start. Other processes may have the files open.
     ///
     /// # Errors
-    /// When a file cannot be made or read, or is of another format.
+    /// A file cannot be created or read, or has another format.
     pub fn open(data: &Path) -> Result<Self, KeyStoreError> {
-        Self::open_for(data, Use::Checking)
+        Self::open_for(data, Purpose::Checking)
     }
 
-    /// As [`Self::open`], for changing and listing keys only: none is read into
-    /// memory, so this is as quick with a million, and nobody is authenticated.
+    /// Opens the store for changes and lists alone. No key is read into memory, so
+    /// opening is quick even with a million keys; no key authenticates.
     ///
     /// # Errors
-    /// As for [`Self::open`].
+    /// The same as of [`Self::open`].
     pub fn open_to_change(data: &Path) -> Result<Self, KeyStoreError> {
-        Self::open_for(data, Use::Changing)
+        Self::open_for(data, Purpose::Changing)
     }
 
-    fn open_for(data: &Path, used_for: Use) -> Result<Self, KeyStoreError> {
+    fn open_for(data: &Path, purpose: Purpose) -> Result<Self, KeyStoreError> {
         let path = data.join("pepper");
         let is_new = !path.exists();
         let mut connection = rows::open(&data.join("keys.db"))?;
         actions::open(&mut connection)?;
-        // A new one would turn every stored key away, for good.
+        // A new pepper would make every stored key invalid for ever. The file is
+        // looked for again, because another process may have created it meanwhile.
         if is_new && rows::count(&connection)? > 0 && !path.exists() {
             return Err(KeyStoreError::PepperMissing { path });
         }
         let pepper = pepper::load_or_create(&path)?;
         let version = rows::data_version(&connection)?;
         let mut names = Names::default();
-        let (entries, changed) = match used_for {
-            Use::Checking => load(&mut connection, &mut names)?,
-            Use::Changing => (Entries::new(), 0),
+        let (entries, changed) = match purpose {
+            Purpose::Checking => load(&mut connection, &mut names)?,
+            Purpose::Changing => (Entries::new(), 0),
         };
-        let database = Database { connection, used_for, version, changed, names };
+        let database = Database { connection, purpose, version, changed, names };
         Ok(Self {
-            shared: Arc::new(Shared {
+            shared: Arc::new(SharedStore {
                 pepper,
                 database: Mutex::new(database),
                 entries: RwLock::new(entries),
@@ -243,11 +252,11 @@ impl KeyStore {
         })
     }
 
-    /// Makes a key for `tenant`; whether there is such a tenant, and such a
-    /// plan, is the caller's to know.
+    /// Creates a key for `tenant`. The caller must know that the tenant and the
+    /// plan exist.
     ///
     /// # Errors
-    /// When the store cannot be written, or an option is out of bounds.
+    /// The store cannot be written, or an option is out of bounds.
     pub fn create(
         &self,
         tenant: &TenantId,
@@ -255,13 +264,13 @@ impl KeyStore {
         now: UtcTime,
     ) -> Result<NewKey, KeyStoreError> {
         let mut new = self.create_all([(tenant.clone(), options)], now)?;
-        Ok(new.pop().expect("one was asked for"))
+        Ok(new.pop().expect("one key was asked for"))
     }
 
-    /// Makes many keys, all or none.
+    /// Creates several keys, or none if one of them fails.
     ///
     /// # Errors
-    /// When the store cannot be written, or an option is out of bounds.
+    /// The store cannot be written, or an option is out of bounds.
     pub fn create_all(
         &self,
         wanted: impl IntoIterator<Item = (TenantId, KeyOptions)>,
@@ -278,15 +287,16 @@ impl KeyStore {
         })
     }
 
-    /// All keys, by tenant and age; of one tenant where one is named.
+    /// Returns the keys of `tenant`, or of all tenants, ordered by tenant and age.
     ///
     /// # Errors
-    /// When the store cannot be read.
+    /// The store cannot be read.
     pub fn list(&self, tenant: Option<&TenantId>) -> Result<Vec<KeyRecord>, KeyStoreError> {
         rows::list(&self.database().connection, tenant)
     }
 
-    /// The plans that bind keys which are not revoked, and how many each.
+    /// Returns the plans of keys that are not revoked, with the number of keys of
+    /// each plan.
     pub fn plans(&self) -> BTreeMap<PlanName, usize> {
         let mut plans = BTreeMap::new();
         for entry in self.entries().values().filter(|entry| !entry.is_revoked) {
@@ -297,16 +307,16 @@ impl KeyStore {
         plans
     }
 
-    /// The plan that binds the key alone, if one does.
+    /// Returns the plan that limits the key alone, if there is one.
     pub fn plan_of(&self, id: &KeyId) -> Option<PlanName> {
         self.entries().get(&number_of(id.as_str())?)?.plan.clone()
     }
 
-    /// Revokes a key, for good. Revoking again changes nothing but what becomes
-    /// of the requests under way, which can still be ended.
+    /// Revokes a key for ever. A second call can still end the running requests,
+    /// and changes nothing else.
     ///
     /// # Errors
-    /// [`KeyStoreError::Unknown`], or when the store cannot be written.
+    /// [`KeyStoreError::Unknown`], or the store cannot be written.
     pub fn revoke(
         &self,
         id: &KeyId,
@@ -327,14 +337,12 @@ impl KeyStore {
         })
     }
 
-    /// Makes a key that replaces `id`, with the same tenant, label, scopes,
-    /// expiry and plan; the old one works for `overlap` more, at most. What was
-    /// counted against the old one's limits is not counted against the new
-    /// one's.
+    /// Creates a key that replaces `id`, with the same tenant, label, scopes,
+    /// expiry and plan. The old key works for at most `overlap` longer. The limits
+    /// of the new key start at zero usage.
     ///
     /// # Errors
-    /// When there is no such key or it no longer works, or the store cannot
-    /// be written.
+    /// The key does not exist or is not active, or the store cannot be written.
     pub fn rotate(
         &self,
         id: &KeyId,
@@ -354,6 +362,7 @@ impl KeyStore {
             };
             let new = draw(&old.tenant, options, now, Some(id.clone()))?;
             rows::insert(connection, &new.record, &mac(pepper, &new.secret), change)?;
+            // Rotation never extends the life of the old key.
             let overlap = u64::try_from(overlap.as_nanos()).unwrap_or(u64::MAX);
             let end = UtcTime(now.0.saturating_add(overlap));
             old.expires = Some(old.expires.map_or(end, |expires| expires.min(end)));
@@ -362,45 +371,46 @@ impl KeyStore {
         })
     }
 
-    /// Takes in what other processes changed. Cheap when nothing did.
+    /// Brings the snapshot up to date with the changes of other processes. A call
+    /// without changes costs one query.
     ///
     /// # Errors
-    /// When the store cannot be read; the snapshot stays as it was.
+    /// The store cannot be read; the snapshot does not change.
     pub fn refresh(&self) -> Result<(), KeyStoreError> {
         let mut database = self.database();
         let found = rows::data_version(&database.connection)?;
         if database.version != found {
-            self.take_in(&mut database)?;
+            self.update_snapshot(&mut database)?;
             database.version = found;
         }
         Ok(())
     }
 
-    /// The oldest `most` things that were done to keys and that the audit log
-    /// may not have yet, each with its number.
+    /// Returns up to `max` of the oldest changes of keys that the audit log may
+    /// not have yet, each with its number.
     ///
     /// # Errors
-    /// When the store cannot be read.
-    pub fn actions(&self, most: usize) -> Result<Vec<(i64, AdminAction)>, KeyStoreError> {
-        actions::oldest(&self.database().connection, most)
+    /// The store cannot be read.
+    pub fn actions(&self, max: usize) -> Result<Vec<(i64, AdminAction)>, KeyStoreError> {
+        actions::oldest(&self.database().connection, max)
     }
 
-    /// Forgets the actions of these numbers: the audit log has them.
+    /// Deletes the actions with these numbers, because the audit log has them.
     ///
     /// # Errors
-    /// When the store cannot be written.
+    /// The store cannot be written.
     pub fn forget_actions(&self, numbers: &[i64]) -> Result<(), KeyStoreError> {
         actions::forget(&mut self.database().connection, numbers)
     }
 
-    /// Whether `id` is a key whose requests have to end.
+    /// True if `id` is a revoked key whose running requests must end.
     pub fn ends_requests(&self, id: &KeyId) -> bool {
         let Some(number) = number_of(id.as_str()) else { return false };
         self.entries().get(&number).is_some_and(|entry| entry.ends_requests)
     }
 
-    /// Whether `caller` can have asked, now or before: its tenant has or had
-    /// such a key, or the id stands for the subject of a token.
+    /// True if `caller` may have sent a request, now or earlier: its tenant has or
+    /// had such a key, or the id stands for the subject of a token.
     pub(crate) fn may_be(&self, caller: &Caller) -> bool {
         let entries = self.entries();
         match number_of(caller.key.as_str()).and_then(|number| entries.get(&number)) {
@@ -409,13 +419,14 @@ impl KeyStore {
         }
     }
 
-    /// Whose key it is, if it is one and works at `now`. An unknown id takes
-    /// as long as a wrong secret.
+    /// Returns the caller of `key` if the key is active at `now`. The check of an
+    /// unknown id takes as long as the check of a wrong secret.
     pub(super) fn verify(&self, key: KeySecret<&str>, now: UtcTime) -> Option<AuthenticatedCaller> {
         let entries = self.entries();
         let entry = entries.get(&key.number());
         let expected = entry.map_or(&[0; 32], |entry| &entry.mac);
-        // Compares in constant time.
+        // The comparison takes constant time. It runs for an unknown id, too, so
+        // that the time does not tell which ids exist.
         let matches = hmac::verify(&self.shared.pepper, key.expose().as_bytes(), expected);
         let entry = entry?;
         if matches.is_err() || !entry.is_active(now) {
@@ -426,8 +437,8 @@ impl KeyStore {
         Some(AuthenticatedCaller { caller, scopes, plan })
     }
 
-    /// Runs `change` in a transaction of its own, whole or not at all, under a
-    /// change number of its own, and takes the result in.
+    /// Runs `change` in one transaction with a new change number, then brings the
+    /// snapshot up to date.
     fn change<T>(
         &self,
         change: impl FnOnce(&Connection, &hmac::Key, i64) -> Result<T, KeyStoreError>,
@@ -439,18 +450,20 @@ impl KeyStore {
             .transaction_with_behavior(TransactionBehavior::Immediate)
             .map_err(&fault)?;
         let number = rows::next_change(&transaction)?;
+        // Triggers of the database write the actions. Those that this change causes
+        // come after `latest`, and they alone get this process as their actor.
         let latest = actions::latest(&transaction)?;
         let done = change(&transaction, &self.shared.pepper, number)?;
         actions::sign(&transaction, latest)?;
         transaction.commit().map_err(&fault)?;
-        self.take_in(&mut database)?;
+        self.update_snapshot(&mut database)?;
         Ok(done)
     }
 
-    /// Reads what changed since the last time into the entries: all of it, or
-    /// nothing where it cannot be read.
-    fn take_in(&self, database: &mut Database) -> Result<(), KeyStoreError> {
-        if database.used_for == Use::Changing {
+    /// Reads the changes since the last update into the snapshot: all of them, or
+    /// none if one cannot be read.
+    fn update_snapshot(&self, database: &mut Database) -> Result<(), KeyStoreError> {
+        if database.purpose == Purpose::Changing {
             return Ok(());
         }
         let Database { connection, changed, names, .. } = database;
@@ -470,7 +483,8 @@ impl KeyStore {
         let is_whole = entries.len() == count;
         drop(entries);
         if !is_whole {
-            // Rows were taken out by hand: what is gone works no more.
+            // Rows were deleted by hand. Their keys must stop working, so the
+            // whole snapshot is read anew.
             let (all, latest) = load(connection, names)?;
             *self.shared.entries.write().unwrap_or_else(PoisonError::into_inner) = all;
             *changed = latest;
@@ -487,7 +501,7 @@ impl KeyStore {
     }
 }
 
-/// All keys, and the number of the last change among them.
+/// Reads all keys; returns them with the number of the last change.
 fn load(connection: &mut Connection, names: &mut Names) -> Result<(Entries, i64), KeyStoreError> {
     let fault = rows::fault_at(connection);
     let transaction = connection.transaction().map_err(&fault)?;
@@ -514,7 +528,7 @@ impl KeyOptions {
 }
 
 impl KeyRecord {
-    /// Whether it works at `now`.
+    /// True if the key works at `now`.
     pub fn is_active(&self, now: UtcTime) -> bool {
         self.revoked.is_none() && self.expires.is_none_or(|expires| now < expires)
     }

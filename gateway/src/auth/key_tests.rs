@@ -1,5 +1,5 @@
-//! API keys under guessing, revocation by another process, and rotation
-//! (T20, T23).
+//! Tests of API keys: guesses, revocation by another process, rotation (threats T20
+//! and T23).
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -31,7 +31,7 @@ fn created(keys: &KeyStore, options: KeyOptions) -> NewKey {
 }
 
 #[test]
-fn a_good_key_names_its_tenant() {
+fn valid_key_names_tenant() {
     let data = tempfile::tempdir().expect("a folder");
     let (door, keys) = door(data.path());
     let scopes = Scopes {
@@ -49,9 +49,10 @@ fn a_good_key_names_its_tenant() {
     assert!(!caller.may_use_endpoint(Endpoint::Usage));
 }
 
-/// Unknown, revoked and expired are one error, and so one answer.
+/// Unknown, revoked and expired keys cause the same error, so clients get the same
+/// answer.
 #[test]
-fn keys_that_do_not_work_look_the_same() {
+fn inactive_keys_get_equal_errors() {
     let data = tempfile::tempdir().expect("a folder");
     let (door, keys) = door(data.path());
     let revoked = created(&keys, KeyOptions::default());
@@ -71,9 +72,9 @@ fn keys_that_do_not_work_look_the_same() {
     assert_eq!(ApiError::from(error), ApiError::InvalidCredential);
 }
 
-/// T20: half the guesses are well formed, a quarter name a key that exists.
+/// T20, with 200 000 guesses: half are well formed, a quarter name an existing key.
 #[test]
-fn guessing_200_000_keys_hits_nothing() {
+fn guessed_keys_never_authenticate() {
     let data = tempfile::tempdir().expect("a folder");
     let (door, keys) = door(data.path());
     let new = created(&keys, KeyOptions::default());
@@ -94,10 +95,10 @@ fn guessing_200_000_keys_hits_nothing() {
     assert!(door.authenticate(&show(new.secret.expose()), None, at(101)).is_ok(), "the control");
 }
 
-/// T23, without the waiting: what another process does is seen by the next
-/// refresh, which `follow_changes` makes four times a second.
+/// T23 without waiting: the next refresh sees a change of another process, and
+/// `follow_changes` refreshes four times a second.
 #[test]
-fn another_process_s_changes_are_seen() {
+fn refresh_sees_changes_of_other_process() {
     let data = tempfile::tempdir().expect("a folder");
     let (door, keys) = door(data.path());
     let other = KeyStore::open(data.path()).expect("opens beside it");
@@ -112,7 +113,7 @@ fn another_process_s_changes_are_seen() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn revocation_is_followed_within_a_second() {
+async fn revocation_takes_effect_within_one_second() {
     let data = tempfile::tempdir().expect("a folder");
     let (door, _) = door(data.path());
     let other = KeyStore::open(data.path()).expect("opens beside it");
@@ -130,7 +131,7 @@ async fn revocation_is_followed_within_a_second() {
 }
 
 #[test]
-fn rotation_overlaps_and_revocation_is_for_good() {
+fn rotation_overlaps_and_revocation_is_final() {
     let data = tempfile::tempdir().expect("a folder");
     let (door, keys) = door(data.path());
     let old = created(&keys, KeyOptions { label: "ci".into(), ..KeyOptions::default() });
@@ -159,7 +160,7 @@ fn rotation_overlaps_and_revocation_is_for_good() {
 }
 
 #[test]
-fn stores_survive_a_restart_and_keep_no_secret() {
+fn key_store_reopens_without_secrets_on_disk() {
     let data = tempfile::tempdir().expect("a folder");
     let new = created(&KeyStore::open(data.path()).expect("opens"), KeyOptions::default());
     let (door, keys) = door(data.path());
@@ -180,7 +181,7 @@ fn stores_survive_a_restart_and_keep_no_secret() {
 }
 
 #[test]
-fn damage_is_named() {
+fn damaged_key_store_names_damage() {
     let data = tempfile::tempdir().expect("a folder");
     let new = created(&KeyStore::open(data.path()).expect("opens"), KeyOptions::default());
     let database = data.path().join("keys.db");
@@ -195,14 +196,14 @@ fn damage_is_named() {
     sql("UPDATE keys SET scopes = '{}', mac = x'00'");
     assert_eq!(open(), format!("key {}: column mac is damaged", new.record.id));
     sql("DELETE FROM keys; PRAGMA user_version = 7;");
-    assert!(open().contains("format 7 is not 2"), "{}", open());
+    assert!(open().contains("format 7; this version reads format 2"), "{}", open());
     sql("PRAGMA user_version = 2;");
     let mode = |bits| std::fs::Permissions::from_mode(bits);
     std::fs::set_permissions(&pepper, mode(0o644)).expect("changes");
-    assert!(open().contains("mode 644 lets others read"), "{}", open());
+    assert!(open().contains("mode 644 lets other users read"), "{}", open());
     std::fs::set_permissions(&pepper, mode(0o600)).expect("changes");
     std::fs::write(&pepper, b"short").expect("writes");
-    assert!(open().contains("pepper is torn"), "{}", open());
+    assert!(open().contains("pepper is damaged"), "{}", open());
     std::fs::remove_file(&pepper).expect("removes");
     created(&KeyStore::open(data.path()).expect("no key needs the old one"), KeyOptions::default());
     std::fs::remove_file(&pepper).expect("removes");
@@ -210,7 +211,7 @@ fn damage_is_named() {
 }
 
 #[test]
-fn starts_at_once_share_one_pepper() {
+fn concurrent_starts_share_one_pepper() {
     let data = tempfile::tempdir().expect("a folder");
     let news: Vec<NewKey> = std::thread::scope(|scope| {
         let start = |_| {
@@ -231,9 +232,9 @@ fn starts_at_once_share_one_pepper() {
     assert_eq!(left.count(), 0, "nothing half made is left");
 }
 
-/// A key's plan is stored, carried by its caller and kept by its successor.
+/// The plan of a key is stored, is part of the caller, and passes to the rotated key.
 #[test]
-fn a_keys_plan_goes_where_it_goes() {
+fn key_plan_survives_rotation() {
     let data = tempfile::tempdir().expect("a folder");
     let plan = PlanName::new("small").expect("a name");
     let old = {
@@ -254,9 +255,9 @@ fn a_keys_plan_goes_where_it_goes() {
     assert_eq!(caller.plan(), None);
 }
 
-/// A key with an allow-list works from there and nowhere else.
+/// A key with a list of networks works from these networks only.
 #[test]
-fn a_key_is_bound_to_its_networks() {
+fn key_works_from_allowed_networks_only() {
     let data = tempfile::tempdir().expect("a folder");
     let (door, keys) = door(data.path());
     let networks = ["10.0.0.0/8", "2001:db8::/32"].map(|text| text.parse().expect("a network"));
@@ -282,7 +283,7 @@ fn a_key_is_bound_to_its_networks() {
 }
 
 #[test]
-fn ending_requests_can_be_asked_for_later() {
+fn second_revocation_can_end_requests() {
     let data = tempfile::tempdir().expect("a folder");
     let (_, keys) = door(data.path());
     let other = KeyStore::open(data.path()).expect("opens beside it");
@@ -318,10 +319,10 @@ fn options_are_checked() {
     created(&keys, label(&"ä".repeat(200)));
 }
 
-/// Followers read what changed and no more, and miss nothing: not even what
-/// somebody took out of the table by hand.
+/// An update of the snapshot reads only the changed rows and misses none, not even
+/// a row that was deleted by hand.
 #[test]
-fn followers_agree_with_the_table() {
+fn snapshot_agrees_with_key_table() {
     let data = tempfile::tempdir().expect("a folder");
     let (door, keys) = door(data.path());
     let other = KeyStore::open_to_change(data.path()).expect("opens beside it");
@@ -346,9 +347,9 @@ fn followers_agree_with_the_table() {
     assert!(works(&news[10]));
 }
 
-/// A database of the first format is brought up to date, and its keys work.
+/// A database of format 1 is migrated, and its keys work.
 #[test]
-fn the_first_format_is_read() {
+fn key_database_format_1_is_migrated() {
     let data = tempfile::tempdir().expect("a folder");
     let new = created(&KeyStore::open(data.path()).expect("opens"), KeyOptions::default());
     let database = rusqlite::Connection::open(data.path().join("keys.db")).expect("opens");
@@ -377,10 +378,10 @@ fn the_first_format_is_read() {
     }
 }
 
-/// Whatever is done to a key, by whomever, waits for the audit log; what is
-/// handed over is forgotten, and its number is never used again.
+/// Every change of a key waits for the audit log, also one made with SQL. Changes
+/// that were handed over are deleted, and their numbers are never used again.
 #[test]
-fn what_is_done_to_keys_is_written_down() {
+fn key_changes_are_queued_for_audit_log() {
     let data = tempfile::tempdir().expect("a folder");
     let keys = KeyStore::open(data.path()).expect("opens");
     let first =
@@ -391,9 +392,9 @@ fn what_is_done_to_keys_is_written_down() {
     by_hand.execute("UPDATE keys SET tenant = 'beta' WHERE id = ?1", [id]).expect("runs");
     by_hand.execute("DELETE FROM keys WHERE id = ?1", [id]).expect("runs");
     let revoked = keys.revoke(&first.record.id, UnderWay::End, at(300)).expect("revokes");
-    // Again, it changes nothing, and there is nothing to tell.
+    // A second revocation changes nothing, so it is no action.
     assert_eq!(keys.revoke(&revoked.id, UnderWay::End, at(301)).expect("revokes"), revoked);
-    // Refused, nothing was done.
+    // A refused change is no action.
     assert!(keys.rotate(&revoked.id, Duration::ZERO, at(302)).is_err());
 
     let waiting = keys.actions(100).expect("reads");

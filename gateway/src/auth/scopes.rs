@@ -1,4 +1,4 @@
-//! What a credential may be used for. It can only narrow what its tenant may.
+//! The scopes of a credential. Scopes can only narrow what the tenant may do.
 
 use std::net::IpAddr;
 
@@ -20,10 +20,10 @@ pub enum Endpoint {
 }
 
 impl Endpoint {
-    /// All of them.
+    /// Every endpoint.
     pub const ALL: [Self; 4] = [Self::Chat, Self::Completions, Self::Models, Self::Usage];
 
-    /// As the command line and the store write it.
+    /// Returns the name that the command line and the key database use.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Chat => "chat",
@@ -34,9 +34,9 @@ impl Endpoint {
     }
 }
 
-/// An endpoint's name that is none.
+/// A name that no endpoint has.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no endpoint: use chat, completions, models or usage")]
+#[error("{0:?} is not an endpoint: use chat, completions, models or usage")]
 pub struct UnknownEndpoint(String);
 
 impl std::str::FromStr for Endpoint {
@@ -49,24 +49,24 @@ impl std::str::FromStr for Endpoint {
     }
 }
 
-/// The models and endpoints that a credential may use, and from where; all,
-/// where not said.
+/// The models, endpoints and networks to which a credential is limited. A list
+/// that is `None` sets no limit.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Scopes {
-    /// Only these models.
+    /// The models that the credential may use.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub models: Option<Vec<ModelName>>,
-    /// Only these endpoints.
+    /// The endpoints that the credential may call.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub endpoints: Option<Vec<Endpoint>>,
-    /// Only from these networks.
+    /// The networks from which the credential may be used.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sources: Option<Vec<Network>>,
 }
 
 impl Scopes {
-    /// Whatever the tenant may.
+    /// Returns scopes without any limit.
     pub fn everything() -> Self {
         Self::default()
     }
@@ -75,8 +75,8 @@ impl Scopes {
         self.models.as_ref().is_none_or(|models| models.contains(model))
     }
 
-    /// Whether it may be used from `address`. Where that is not known it may
-    /// not, if any network is named.
+    /// True if the credential may be used from `address`. An unknown address is in
+    /// no network.
     pub(super) fn has_source(&self, address: Option<IpAddr>) -> bool {
         self.sources.as_ref().is_none_or(|networks| {
             address.is_some_and(|address| networks.iter().any(|n| n.contains(address)))

@@ -1,29 +1,29 @@
-//! An API key as a client holds it: `tg-` id `.` secret and checksum.
+//! The text of an API key: `tg-`, id, `.`, secret, checksum.
 //!
-//! `tg-` 10 characters `.` 32 characters 7 characters: the public id (50
-//! bits), the secret (160 random bits), and the CRC-32 of all before it, so
-//! that a typing mistake is refused without any lookup. The alphabet has 32
-//! characters, none of which is taken for another.
+//! The public id has 10 characters (50 bits), the secret 32 characters (160
+//! random bits), the checksum 7 characters. The checksum is the CRC-32 of the
+//! text before it, so a mistyped key is refused without a lookup. The alphabet
+//! has 32 characters that are hard to confuse with each other.
 
 use std::fmt;
 
 use aws_lc_rs::rand::{SecureRandom, SystemRandom};
 use tollgate_domain::KeyId;
 
-/// A whole key, checksum right, owned or as a client shows it. Never printed:
-/// `Debug` shows the id only.
+/// A whole key with a correct checksum, owned or borrowed from a request. `Debug`
+/// prints the id alone, so that no key reaches a log.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct KeySecret<T = String> {
     text: T,
 }
 
-/// The system's random numbers failed.
+/// A failure of the system's random numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the system has no random numbers")]
 pub struct NoRandomness;
 
 impl KeySecret {
-    /// A new key, drawn from the system's random numbers.
+    /// Makes a key from the system's random numbers.
     pub(super) fn draw() -> Result<Self, NoRandomness> {
         let mut random = [0; ID + SECRET];
         SystemRandom::new().fill(&mut random).map_err(|_| NoRandomness)?;
@@ -36,7 +36,8 @@ impl KeySecret {
         Ok(Self { text })
     }
 
-    /// This secret under another id, its checksum made right: a good guess.
+    /// Returns this secret with another id and a correct checksum: the text of an
+    /// attacker that guesses.
     #[cfg(test)]
     pub(super) fn with_id(&self, id: &str) -> Self {
         let secret = &self.text[PREFIX.len() + ID..LENGTH - CHECKSUM];
@@ -47,7 +48,8 @@ impl KeySecret {
 }
 
 impl<'a> KeySecret<&'a str> {
-    /// A key as a client shows it; `None` if its shape or checksum is wrong.
+    /// Returns the key that `text` spells, or `None` if its shape or its checksum
+    /// is wrong.
     pub fn parse(text: &'a str) -> Option<Self> {
         let bytes = text.as_bytes();
         let shaped = bytes.len() == LENGTH
@@ -67,7 +69,7 @@ impl<'a> KeySecret<&'a str> {
 }
 
 impl<T: AsRef<str>> KeySecret<T> {
-    /// The public id, which stands in records and lists.
+    /// Returns the public id, which records and lists show.
     pub fn id(&self) -> KeyId {
         KeyId::new(self.id_text()).expect("letters and digits are a name")
     }
@@ -76,12 +78,12 @@ impl<T: AsRef<str>> KeySecret<T> {
         &self.expose()[PREFIX.len()..PREFIX.len() + ID]
     }
 
-    /// The number that the id spells.
+    /// Returns the number that the id spells.
     pub(super) fn number(&self) -> u64 {
         number_of(self.id_text()).expect("an id spells a number")
     }
 
-    /// The whole key in plain: for showing it once, and for computing its MAC.
+    /// Returns the whole key in plain text, to show it once or to compute its MAC.
     pub fn expose(&self) -> &str {
         self.text.as_ref()
     }
@@ -93,8 +95,8 @@ impl<T: AsRef<str>> fmt::Debug for KeySecret<T> {
     }
 }
 
-/// The number that a key's id spells, five bits a character; `None` if it is
-/// no such id.
+/// Returns the number that the id of a key spells, with five bits for each
+/// character; `None` if the text is not such an id.
 pub(super) fn number_of(id: &str) -> Option<u64> {
     if id.len() != ID {
         return None;
@@ -106,7 +108,7 @@ fn letter(bits: u32) -> char {
     char::from(ALPHABET[bits as usize % ALPHABET.len()])
 }
 
-/// The five bits that a character of the alphabet spells.
+/// Returns the five bits that a character of the alphabet spells.
 fn value_of(character: u8) -> Option<u8> {
     match VALUES[usize::from(character)] {
         NO_VALUE => None,
@@ -125,7 +127,7 @@ fn checksum_of(text: &str) -> impl Iterator<Item = u8> + use<> {
         .map(move |place| ALPHABET[checksum.unbounded_shr(5 * place) as usize % ALPHABET.len()])
 }
 
-/// The alphabet, the other way round.
+/// The value of each byte as a character of the alphabet.
 static VALUES: [u8; 256] = {
     let mut values = [NO_VALUE; 256];
     let mut value = 0;
@@ -137,7 +139,7 @@ static VALUES: [u8; 256] = {
 };
 const NO_VALUE: u8 = u8::MAX;
 
-/// What every key begins with.
+/// The first characters of every key.
 pub(super) const PREFIX: &str = "tg-";
 const ALPHABET: &[u8; 32] = b"0123456789abcdefghjkmnpqrstvwxyz";
 const ID: usize = 10;
@@ -149,9 +151,9 @@ const LENGTH: usize = PREFIX.len() + ID + 1 + SECRET + CHECKSUM;
 mod tests {
     use super::*;
 
-    /// Another checksum would be another kind of key.
+    /// Keys that clients hold carry this checksum, so the polynomial must not change.
     #[test]
-    fn the_checksum_is_crc32() {
+    fn checksum_is_crc32() {
         let spelt = 0xCBF4_3926_u32;
         let expected: Vec<u8> =
             (0..7).map(|place| ALPHABET[(u64::from(spelt) >> (5 * place)) as usize % 32]).collect();
@@ -159,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_survive_text_and_mistakes_do_not() {
+    fn mistyped_key_is_refused() {
         let key = KeySecret::draw().expect("random numbers");
         let read = KeySecret::parse(key.expose());
         assert_eq!(read.map(|read| read.expose().to_owned()), Some(key.expose().to_owned()));
@@ -185,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_spell_numbers() {
+    fn key_id_spells_number() {
         for (id, number) in [
             ("0000000000", Some(0)),
             ("000000000z", Some(31)),
@@ -202,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn debug_hides_the_secret() {
+    fn key_debug_hides_secret() {
         let key = KeySecret::draw().expect("random numbers");
         let shown = format!("{key:?}");
         assert!(shown.contains(key.id_text()));

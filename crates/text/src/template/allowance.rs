@@ -1,5 +1,5 @@
-//! What a template may allocate, and the operations that are counted against
-//! it: everything by which a few steps could make much text out of little.
+//! The memory allowance of a template. Every operation that can make a long text or
+//! list in a few steps is counted against the allowance before it allocates.
 
 use std::fmt::{self, Write};
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, State, UndefinedBehavior, Value};
 
-/// Bytes left to one rendering.
+/// The bytes that one rendering may still allocate.
 #[derive(Debug)]
 pub(super) struct Allowance {
     left: AtomicUsize,
@@ -20,7 +20,7 @@ impl Allowance {
         Self { left: AtomicUsize::new(bytes), spent: AtomicBool::new(false) }
     }
 
-    /// Whether something was refused for want of it.
+    /// True if an operation was refused because too few bytes were left.
     pub(super) fn is_spent(&self) -> bool {
         self.spent.load(Ordering::Relaxed)
     }
@@ -36,7 +36,7 @@ impl Allowance {
         Ok(())
     }
 
-    /// `values` written one after the other.
+    /// Returns the concatenation of `values`.
     fn text(&self, values: &[&dyn fmt::Display]) -> Result<Value, Error> {
         let mut counted = Counted { text: String::new(), allowance: self };
         for value in values {
@@ -55,7 +55,7 @@ impl Allowance {
     }
 }
 
-/// A text whose growth is counted.
+/// A text that counts its growth against the allowance.
 struct Counted<'a> {
     text: String,
     allowance: &'a Allowance,
@@ -75,13 +75,14 @@ impl Write for Counted<'_> {
     }
 }
 
-/// An environment in which whatever makes text or lists counts.
+/// Returns an environment in which every operation that makes text or lists is
+/// counted.
 pub(super) fn checked_environment(allowance: &Arc<Allowance>) -> Environment<'static> {
     let mut environment = Environment::new();
     environment.set_undefined_behavior(UndefinedBehavior::Lenient);
     environment.set_recursion_limit(100);
-    // They pad or repeat by a number, or make lists of lists; no chat
-    // template needs them.
+    // These filters pad or repeat by a number, or make lists of lists, so counting
+    // their output would be complex. No chat template needs them.
     for filter in ["batch", "slice", "format", "indent", "center", "pprint", "urlencode", "debug"] {
         environment.remove_filter(filter);
     }
@@ -105,7 +106,7 @@ pub(super) fn checked_environment(allowance: &Arc<Allowance>) -> Environment<'st
     environment
 }
 
-/// A value as Python's Jinja prints it.
+/// A wrapper that prints a value as Python's Jinja does.
 struct Shown<'a>(&'a Value);
 
 impl fmt::Display for Shown<'_> {
@@ -174,6 +175,7 @@ fn multiply(allowance: &Allowance, a: &Value, b: &Value) -> Result<Value, Error>
     let (Some(text), Some(times)) = (text.as_str(), times.as_usize()) else {
         return Err(cannot("*", a, b));
     };
+    // Counted first: the repetition itself would allocate at once.
     allowance.take(text.len().saturating_mul(times))?;
     Ok(Value::from(text.repeat(times)))
 }
@@ -237,8 +239,8 @@ fn replace(allowance: &Allowance, text: &str, from: &str, to: &str) -> Result<Va
     Ok(Value::from(text.replace(from, to)))
 }
 
-/// As the field's templates expect: not escaped for HTML, and with spaces
-/// after `,` and `:` as Python writes them.
+/// Renders JSON in the form that published templates expect: not escaped for HTML,
+/// and with a space after `,` and `:` as in Python.
 fn to_json(allowance: &Allowance, value: &Value, options: &Kwargs) -> Result<Value, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let _: Option<bool> = options.get("ensure_ascii")?;
@@ -308,7 +310,7 @@ impl serde_json::ser::Formatter for PythonFormatter {
     }
 }
 
-/// Python's methods on strings and maps.
+/// Calls a Python method of a string or a map.
 fn method_call(
     allowance: &Allowance,
     state: &mut State<'_, '_>,
@@ -323,9 +325,9 @@ fn method_call(
                 return replace(allowance, text, from, to);
             }
         }
-        // Pads by a number.
+        // This method can pad by any number.
         (Some(_), "format", _) => return Err(Error::from(ErrorKind::UnknownMethod)),
-        // A list of parts costs more than the text does.
+        // Many short parts cost more memory than the text itself.
         (Some(text), "split" | "splitlines", _) => {
             let parts = text.bytes().filter(u8::is_ascii_whitespace).count() + 1;
             let separator = arguments.first().and_then(Value::as_str).unwrap_or_default();
@@ -334,6 +336,7 @@ fn method_call(
             allowance
                 .take(text.len().saturating_add(parts.saturating_mul(2 * size_of::<Value>())))?;
         }
+        // The other methods return at most one text of this length.
         (Some(text), _, _) => allowance.take(text.len())?,
         (None, ..) => {}
     }

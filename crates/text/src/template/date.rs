@@ -1,9 +1,9 @@
-//! `strftime_now`: templates that tell the model what day it is.
+//! The function `strftime_now`, by which a template prints the date.
 
 use minijinja::{Error, ErrorKind};
 use tollgate_domain::UtcTime;
 
-/// `format` filled in for `now`, in UTC and English.
+/// Returns `format` filled in for `now`, in UTC and English.
 pub(super) fn strftime(format: &str, now: UtcTime) -> Result<String, Error> {
     if format.len() > 256 {
         return Err(Error::new(
@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tells_the_day() {
+    fn strftime_prints_utc_date() {
         let now = UtcTime(1_795_203_723 * 1_000_000_000); // 2026-11-20T19:42:03Z, a Friday
         for (format, expected) in [
             ("%d %b %Y", "20 Nov 2026"),

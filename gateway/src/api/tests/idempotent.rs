@@ -1,4 +1,4 @@
-//! Requests that are sent again with their `Idempotency-Key`.
+//! Requests that clients send again with their `Idempotency-Key`.
 
 use futures_util::future::join_all;
 use http::{Response, StatusCode};
@@ -17,7 +17,7 @@ async fn send(room: &Room, body: &str, key: &str) -> Response<axum::body::Body> 
     room.ask_again("acme", "POST", "/v1/chat/completions", body, Some(key)).await
 }
 
-/// Status, code and what a repeat may do.
+/// Returns the status, the code and the value of `x-should-retry`.
 async fn refusal(response: Response<axum::body::Body>) -> (StatusCode, String, String) {
     let retry = header(&response, "x-should-retry").to_owned();
     let (status, body) = json(response).await;
@@ -25,7 +25,7 @@ async fn refusal(response: Response<axum::body::Body>) -> (StatusCode, String, S
 }
 
 #[tokio::test]
-async fn two_hundred_at_once_run_once() {
+async fn idempotent_requests_run_once_in_parallel() {
     let folder = Room::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
     let room = Room::open(folder, PLAIN, &[&worker]).await;
@@ -42,7 +42,7 @@ async fn two_hundred_at_once_run_once() {
     }
     bodies.dedup();
     assert_eq!((bodies.len(), repeats), (1, 199), "one answer for all: {bodies:?}");
-    // A second run would never be answered.
+    // The fake worker would never answer a second run.
     let late = send(&room, CHAT, "once").await;
     assert!(header(&late, "x-tollgate-replay-of").starts_with("req-"));
     assert_eq!(text(late).await.1, bodies[0]);
@@ -50,7 +50,7 @@ async fn two_hundred_at_once_run_once() {
 }
 
 #[tokio::test]
-async fn another_body_another_key_another_tenant() {
+async fn idempotency_key_binds_body_and_tenant() {
     let folder = Room::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
     let room = Room::open(folder, PLAIN, &[&worker]).await;
@@ -60,7 +60,7 @@ async fn another_body_another_key_another_tenant() {
     let (status, code, retry) = refusal(send(&room, OTHER, "a").await).await;
     assert_eq!(status, StatusCode::UNPROCESSABLE_ENTITY);
     assert_eq!((code.as_str(), retry.as_str()), ("idempotency_key_reused", "false"));
-    // Other keys, and the same one of others, are other requests.
+    // Another key, or the same key of another tenant, is another request.
     let path = "/v1/chat/completions";
     let (mine, ()) =
         join!(send(&room, OTHER, "b"), async { worker.run().await.answer("Ho.").await });
@@ -75,7 +75,7 @@ async fn another_body_another_key_another_tenant() {
 }
 
 #[tokio::test]
-async fn a_key_is_a_short_visible_word() {
+async fn idempotency_key_has_bounded_visible_characters() {
     let folder = Room::folder();
     let room = Room::open(folder, PLAIN, &[]).await;
     for key in [String::new(), "a key".to_owned(), "x".repeat(256)] {
@@ -83,13 +83,13 @@ async fn a_key_is_a_short_visible_word() {
         assert_eq!(status, StatusCode::BAD_REQUEST, "{key:?}");
         assert_eq!(body["error"]["param"], "Idempotency-Key");
     }
-    // The longest is taken; there is just nobody to run it.
+    // The longest key is accepted; the request fails because no worker runs.
     let response = send(&room, CHAT, &"x".repeat(255)).await;
     assert_ne!(response.status(), StatusCode::BAD_REQUEST);
 }
 
 #[tokio::test]
-async fn who_leaves_finds_the_answer_later() {
+async fn idempotent_request_survives_client_disconnect() {
     let folder = Room::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
     let room = Room::open(folder, PLAIN, &[&worker]).await;
@@ -100,7 +100,7 @@ async fn who_leaves_finds_the_answer_later() {
                 run = worker.run() => run,
                 _ = &mut asked => panic!("nobody has answered"),
             }
-            // The client is gone.
+            // The client has left by now.
         };
         run.token(0, "Hi", 10).await;
         tokio::task::yield_now().await;
@@ -117,7 +117,7 @@ async fn who_leaves_finds_the_answer_later() {
 }
 
 #[tokio::test]
-async fn a_stream_is_told_again_to_the_byte() {
+async fn idempotent_stream_replays_same_bytes() {
     let folder = Room::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
     let room = Room::open(folder, PLAIN, &[&worker]).await;
@@ -132,7 +132,7 @@ async fn a_stream_is_told_again_to_the_byte() {
 }
 
 #[tokio::test]
-async fn what_cost_nothing_may_be_tried_again() {
+async fn uncharged_failure_frees_idempotency_key() {
     let folder = Room::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
     let room = Room::open(folder, PLAIN, &[&worker]).await;
@@ -149,9 +149,9 @@ async fn what_cost_nothing_may_be_tried_again() {
     room.settled().await;
 }
 
-/// Where answers do not fit, nothing runs again all the same.
+/// A response that is too large to keep is not run again either.
 #[tokio::test]
-async fn an_answer_that_is_not_kept_is_not_run_again() {
+async fn unkept_response_is_not_run_again() {
     for limits in ["largest_answer = \"10B\"", "answers = \"10B\""] {
         let folder = Room::folder();
         let mut worker = FakeWorker::start(folder.path(), "w0");
@@ -170,7 +170,7 @@ async fn an_answer_that_is_not_kept_is_not_run_again() {
 }
 
 #[tokio::test]
-async fn a_tenant_has_so_many_keys_and_others_theirs() {
+async fn idempotency_keys_are_limited_per_tenant() {
     let folder = Room::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
     let config = format!("[gateway.idempotency]\nkeys_per_tenant = 2\n{PLAIN}");

@@ -1,4 +1,4 @@
-//! Whole requests through the routes.
+//! Whole requests through the routes, against a fake worker.
 
 use http::StatusCode;
 use tokio::join;
@@ -9,7 +9,7 @@ use crate::telemetry::Readings;
 use tollgate_serving::test_support::{CONTEXT, FakeWorker};
 
 #[tokio::test]
-async fn a_chat_in_one_piece() {
+async fn chat_answers_in_one_piece() {
     let folder = Room::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
     let room = Room::open(folder, PLAIN, &[&worker]).await;
@@ -37,7 +37,7 @@ async fn a_chat_in_one_piece() {
 }
 
 #[tokio::test]
-async fn a_stream_waits_for_the_first_token() {
+async fn stream_headers_wait_for_first_token() {
     let folder = Room::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
     let room = Room::open(folder, PLAIN, &[&worker]).await;
@@ -70,10 +70,10 @@ async fn a_stream_waits_for_the_first_token() {
     room.settled().await;
 }
 
-/// Each stage of an answered request's path is told with its usage, but for the
-/// last, which comes after it; all of them are counted once.
+/// The usage reports each stage of a request except the last, which ends after the
+/// usage is written. The metrics count every stage once.
 #[tokio::test]
-async fn an_answer_tells_where_its_time_went() {
+async fn response_reports_time_of_each_stage() {
     let folder = Room::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
     let room = Room::open(folder, PLAIN, &[&worker]).await;
@@ -100,7 +100,7 @@ async fn an_answer_tells_where_its_time_went() {
         worker.run().await.answer("Hi.").await;
     });
     text(response).await;
-    // Nobody answered it, so it has no path.
+    // A refused request has no stages.
     let (response, ()) = join!(room.chat(r#""n":1"#), async {
         worker.run().await.refuse(RefusedReason::Overloaded).await;
     });
@@ -115,9 +115,9 @@ async fn an_answer_tells_where_its_time_went() {
     }
 }
 
-/// A worker's word on its stages counts for the time that it had.
+/// Reported stage times count only up to the time that the worker had the request.
 #[tokio::test]
-async fn no_stage_lasts_longer_than_its_request() {
+async fn stage_times_are_capped_by_request_time() {
     let folder = Room::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
     let room = Room::open(folder, PLAIN, &[&worker]).await;
@@ -137,7 +137,7 @@ async fn no_stage_lasts_longer_than_its_request() {
 }
 
 #[tokio::test]
-async fn what_no_worker_may_see_is_refused() {
+async fn invalid_requests_never_reach_worker() {
     let folder = Room::folder();
     let worker = FakeWorker::start(folder.path(), "w0");
     let room = Room::open(folder, PLAIN, &[&worker]).await;
@@ -182,7 +182,7 @@ async fn what_no_worker_may_see_is_refused() {
 }
 
 #[tokio::test]
-async fn models_are_those_that_the_tenant_may_use() {
+async fn models_list_follows_tenant_permissions() {
     let folder = Room::folder();
     let worker = FakeWorker::start(folder.path(), "w0");
     let config = "[plans.open]\n[tenants.acme]\nplan = \"open\"\n[tenants.other]\nplan = \"open\"\nmodels = [\"tollgate-demo\"]\n";
@@ -211,7 +211,7 @@ async fn models_are_those_that_the_tenant_may_use() {
 }
 
 #[tokio::test]
-async fn a_completion_echoes_its_prompts() {
+async fn completion_echoes_prompts() {
     let folder = Room::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
     let room = Room::open(folder, PLAIN, &[&worker]).await;

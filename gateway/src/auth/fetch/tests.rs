@@ -1,4 +1,5 @@
-//! Issuers that answer with anything but a key set (T22), over real TLS.
+//! Fetches from issuers that answer with something other than a key set (threat
+//! T22), over real TLS.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -11,7 +12,7 @@ use tokio_util::task::TaskTracker;
 use super::*;
 use tollgate_edge::tls::{TlsIdentity, TlsSource, development_authority};
 
-/// An issuer's web server that says the same to everyone.
+/// The web server of an issuer, with the same answer for every request.
 pub(in crate::auth) struct Issuer {
     pub(in crate::auth) url: String,
     pub(in crate::auth) ca: PathBuf,
@@ -21,8 +22,8 @@ pub(in crate::auth) struct Issuer {
 }
 
 impl Issuer {
-    /// One that answers with these bytes, then hangs on.
-    pub(in crate::auth) async fn that_says(answer: impl Into<Vec<u8>>) -> Self {
+    /// Starts a server that sends `answer` and then keeps the connection open.
+    pub(in crate::auth) async fn answering(answer: impl Into<Vec<u8>>) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let source = TlsSource::Development { folder: folder.path().into() };
         let identity = TlsIdentity::load(source).expect("a certificate");
@@ -35,7 +36,7 @@ impl Issuer {
         let serving = stop.clone().run_until_cancelled_owned(async move {
             loop {
                 let Ok((stream, _)) = listener.accept().await else { continue };
-                // A client that does not trust us goes away.
+                // A client that does not trust the certificate closes the connection.
                 let Ok(mut stream) = acceptor.accept(stream).await else { continue };
                 let mut head = Vec::new();
                 while !head.ends_with(b"\r\n\r\n") {
@@ -48,7 +49,8 @@ impl Issuer {
                 counted.fetch_add(1, Ordering::Relaxed);
                 let _ = stream.write_all(&answer).await;
                 let _ = stream.flush().await;
-                let _ = stream.read(&mut [0]).await; // until it goes away
+                // The server waits until the client closes the connection.
+                let _ = stream.read(&mut [0]).await;
             }
         });
         TaskTracker::new().spawn(serving);
@@ -62,30 +64,34 @@ impl Issuer {
     }
 
     fn fetcher(&self, deadline: Duration) -> Fetcher {
-        Fetcher::new(&self.url, Some(&self.ca), 1_000, deadline).expect("a URL")
+        Fetcher::new(&self.url, Some(&self.ca), limits(deadline)).expect("a URL")
     }
 }
 
 const LONG: Duration = Duration::from_secs(60);
+
+fn limits(deadline: Duration) -> FetchLimits {
+    FetchLimits { size: 1_000, deadline }
+}
 
 fn answer(body: &str) -> String {
     format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n{body}", body.len())
 }
 
 #[tokio::test]
-async fn what_stands_there_is_had() {
-    let issuer = Issuer::that_says(answer("{\"keys\": []}")).await;
+async fn fetch_returns_body() {
+    let issuer = Issuer::answering(answer("{\"keys\": []}")).await;
     for _ in 0..2 {
         assert_eq!(issuer.fetcher(LONG).get().await.expect("there"), b"{\"keys\": []}");
     }
     let whole = answer(&"x".repeat(1_000));
-    let whole = Issuer::that_says(whole).await.fetcher(LONG).get().await.expect("there");
+    let whole = Issuer::answering(whole).await.fetcher(LONG).get().await.expect("there");
     assert_eq!(whole.len(), 1_000);
 }
 
 #[tokio::test]
-async fn what_is_no_answer_is_an_error_in_time() {
-    let elsewhere = Issuer::that_says(answer("stolen")).await;
+async fn fetch_refuses_other_answers() {
+    let elsewhere = Issuer::answering(answer("stolen")).await;
     let redirect =
         format!("HTTP/1.1 302 Found\r\nlocation: {}\r\ncontent-length: 0\r\n\r\n", elsewhere.url);
     let endless = format!(
@@ -93,7 +99,7 @@ async fn what_is_no_answer_is_an_error_in_time() {
         "3e8\r\n".to_owned() + &"x".repeat(1_000) + "\r\n1\r\nx\r\n"
     );
     let short = Duration::from_millis(300);
-    for (says, deadline, why) in [
+    for (response, deadline, expected) in [
         (redirect, LONG, "answered 302"),
         ("HTTP/1.1 500 Oh\r\ncontent-length: 0\r\n\r\n".into(), LONG, "answered 500"),
         ("HTTP/1.1 204 None\r\n\r\n".into(), LONG, "answered 204"),
@@ -107,30 +113,29 @@ async fn what_is_no_answer_is_an_error_in_time() {
             "no whole answer within",
         ),
     ] {
-        let issuer = Issuer::that_says(says.clone()).await;
-        let error = issuer.fetcher(deadline).get().await.expect_err(why).to_string();
-        assert!(error.contains(why), "{says:?}: {error}");
+        let issuer = Issuer::answering(response.clone()).await;
+        let error = issuer.fetcher(deadline).get().await.expect_err(expected).to_string();
+        assert!(error.contains(expected), "{response:?}: {error}");
     }
     assert_eq!(elsewhere.requests.load(Ordering::Relaxed), 0, "no redirect is followed");
 }
 
-/// Neither a stranger's certificate nor a place where nobody is will do.
 #[tokio::test]
-async fn only_who_is_trusted_is_asked() {
-    let issuer = Issuer::that_says(answer("{}")).await;
-    let other = Issuer::that_says(answer("{}")).await;
-    let fetcher = Fetcher::new(&issuer.url, Some(&other.ca), 1_000, LONG).expect("a URL");
+async fn fetch_trusts_configured_authority_only() {
+    let issuer = Issuer::answering(answer("{}")).await;
+    let other = Issuer::answering(answer("{}")).await;
+    let fetcher = Fetcher::new(&issuer.url, Some(&other.ca), limits(LONG)).expect("a URL");
     let error = fetcher.get().await.expect_err("another's authority");
     assert!(matches!(error, FetchError::Connect(_)), "{error:?}");
     assert_eq!(issuer.requests.load(Ordering::Relaxed), 0);
 
     let empty = issuer.ca.with_file_name("empty.pem");
     std::fs::write(&empty, "").expect("writes");
-    let error = Fetcher::new(&issuer.url, Some(&empty), 1_000, LONG).expect_err("no authority");
+    let error = Fetcher::new(&issuer.url, Some(&empty), limits(LONG)).expect_err("no authority");
     assert!(error.to_string().contains("no certificate in it"), "{error}");
     for url in ["http://localhost/", "https://", "jwks.json", "https://a@b/", "file:///etc/passwd"]
     {
-        let error = Fetcher::new(url, Some(&issuer.ca), 1_000, LONG).expect_err(url);
+        let error = Fetcher::new(url, Some(&issuer.ca), limits(LONG)).expect_err(url);
         assert!(matches!(error, FetchError::Url), "{url}: {error:?}");
     }
 }

@@ -1,4 +1,5 @@
-//! Key sets that go bad under way (T22), in files and by URL.
+//! Key sets that become invalid while the gateway runs (threat T22), in files and
+//! behind URLs.
 
 use std::cell::{Cell, RefCell};
 use std::future::ready;
@@ -16,9 +17,9 @@ use crate::auth::issuer::{IssuerError, IssuerKeys, IssuerOptions};
 use crate::auth::jwt::{BETWEEN_FETCHES, Refused, TokenVerifier};
 use crate::auth::{Authenticator, KeyStore};
 
-/// T22, for files: a set that goes bad changes nothing until it is good again.
+/// T22, for files: an invalid set changes nothing until the file is valid again.
 #[test]
-fn key_sets_follow_their_file_and_never_go_bad() {
+fn key_set_file_change_keeps_good_keys() {
     let folder = tempfile::tempdir().expect("a folder");
     let verifier = verifier(folder.path());
     let old = partner_token("d1", "partner", &KEYS.ed);
@@ -46,19 +47,19 @@ fn key_sets_follow_their_file_and_never_go_bad() {
     assert!(judge(&verifier, &named_anew).is_ok());
 }
 
-/// The partner, whose set stands at `url` and is fetched every ten minutes.
+/// Returns the partner's options with a key set at `url`, fetched every ten minutes.
 fn by_url(folder: &std::path::Path, url: &str, ca: &std::path::Path) -> IssuerOptions {
     let refresh = Duration::from_secs(600);
     let keys = IssuerKeys::JwksUrl { url: url.to_owned(), ca: Some(ca.to_owned()), refresh };
     IssuerOptions { keys, ..partner(folder) }
 }
 
-/// T22: whatever tokens name and whatever the issuer does, it is asked once in
-/// 30 s at most, old keys stay, and good tokens work all the while.
+/// T22: neither tokens nor failures of the issuer cause more than one fetch in 30
+/// seconds. Earlier keys stay, and valid tokens work all the time.
 #[tokio::test(start_paused = true)]
-async fn a_fetched_set_never_goes_bad_and_is_seldom_asked_for() {
+async fn fetched_key_set_survives_failures_and_floods() {
     let folder = tempfile::tempdir().expect("a folder");
-    let issuer = Issuer::that_says("").await;
+    let issuer = Issuer::answering("").await;
     let options = by_url(folder.path(), &issuer.url, &issuer.ca);
     let verifier = TokenVerifier::new(vec![options]).expect("a good issuer");
     let (old, new) =
@@ -81,7 +82,7 @@ async fn a_fetched_set_never_goes_bad_and_is_seldom_asked_for() {
     assert_eq!(fetches.get(), 1);
     assert!(judge(&verifier, &old).is_ok());
 
-    // A flood of unknown keys, second after second for ten minutes.
+    // A flood of tokens with unknown keys, one each second for ten minutes.
     let began = fetches.get();
     for _ in 0..600 {
         for _ in 0..20 {
@@ -92,7 +93,7 @@ async fn a_fetched_set_never_goes_bad_and_is_seldom_asked_for() {
     let most = 600 / BETWEEN_FETCHES.as_secs() + 1;
     assert!((2..=most).contains(&(fetches.get() - began)), "{} fetches", fetches.get() - began);
 
-    // The issuer fails in every way: it is asked on, and nothing is forgotten.
+    // The issuer fails in every way: fetches go on, and no key is lost.
     let bad = ["", "{", "{}", r#"{"keys": []}"#, r#"{"keys": [{"kty": "oct", "k": "AA"}]}"#];
     for said in bad.map(|said| Ok(said.to_owned())).into_iter().chain([
         Err(FetchError::Timeout(Duration::from_secs(5))),
@@ -107,7 +108,7 @@ async fn a_fetched_set_never_goes_bad_and_is_seldom_asked_for() {
         assert!(judge(&verifier, &old).is_ok());
     }
 
-    // A new key is found soon after a token names it; the old one goes with it.
+    // A new key is found soon after a token names it, and the old key is dropped.
     pass(BETWEEN_FETCHES * 4).await;
     answers.borrow_mut().push(Ok(jwks(&[("d2", &KEYS.ed)])));
     assert_eq!(judge(&verifier, &new), Err(Refused::Key));
@@ -119,13 +120,13 @@ async fn a_fetched_set_never_goes_bad_and_is_seldom_asked_for() {
     assert_eq!(fetches.get() - began, 6, "unasked, as often as config says");
 }
 
-/// The whole way: a set fetched over TLS, trusted by its authority, believed.
+/// A key set fetched over real TLS from a trusted server verifies tokens.
 #[tokio::test]
-async fn a_fetched_set_is_believed() {
+async fn fetched_key_set_verifies_tokens() {
     let folder = tempfile::tempdir().expect("a folder");
     let set = jwks(&[("d1", &KEYS.ed)]);
     let answer = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n{set}", set.len());
-    let issuer = Issuer::that_says(answer).await;
+    let issuer = Issuer::answering(answer).await;
     let options = by_url(folder.path(), &issuer.url, &issuer.ca);
     let keys = KeyStore::open(folder.path()).expect("opens");
     let door = Authenticator::new(keys, vec![options]).expect("a good issuer");

@@ -1,15 +1,15 @@
-//! The corpus of forged, confused and broken tokens (T21), each refused for its
-//! own reason.
+//! The corpus of forged, confused and broken tokens (threat T21). Each is refused
+//! for its own reason.
 
 use base64::Engine;
 use base64::engine::general_purpose::{STANDARD, URL_SAFE};
 use serde_json::json;
 
 use super::tokens::*;
-use crate::auth::jwt::{LONGEST_TOKEN, Refused};
+use crate::auth::jwt::{MAX_TOKEN_BYTES, Refused};
 
 #[test]
-fn hostile_tokens_are_refused() {
+fn hostile_tokens_are_refused_with_reason() {
     let folder = tempfile::tempdir().expect("a folder");
     let verifier = verifier(folder.path());
     let mut cases = Vec::new();
@@ -204,7 +204,7 @@ fn broken_texts() -> Vec<Case> {
     };
     let head = good_header().to_string();
     let deep = format!("{}1{}", "[".repeat(2_000), "]".repeat(2_000));
-    // The last letter of 64 bytes in base64 carries four bits that say nothing.
+    // The last character of 64 bytes in base64 carries four unused bits.
     let (stem, last) = signature.split_at(signature.len() - 1);
     let stray = match last.as_bytes()[0] {
         b'Z' => 'a',
@@ -216,10 +216,10 @@ fn broken_texts() -> Vec<Case> {
     vec![
         ("a megabyte", "x".repeat(1 << 20), Refused::TooLong),
         ("a megabyte of claims", with_claims(json!({"x": "x".repeat(1 << 20)})), Refused::TooLong),
-        ("a byte too long", "x".repeat(LONGEST_TOKEN + 1), Refused::TooLong),
+        ("a byte too long", "x".repeat(MAX_TOKEN_BYTES + 1), Refused::TooLong),
         ("nothing", String::new(), Refused::Shape),
         ("dots", "..".into(), Refused::Shape),
-        ("many dots", ".".repeat(LONGEST_TOKEN), Refused::Shape),
+        ("many dots", ".".repeat(MAX_TOKEN_BYTES), Refused::Shape),
         ("two parts", format!("{header}.{payload}"), Refused::Shape),
         ("four parts", format!("{good}.{signature}"), Refused::Shape),
         ("five parts, as encrypted", format!("{good}.a.b"), Refused::Shape),

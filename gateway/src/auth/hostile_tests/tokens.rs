@@ -1,5 +1,4 @@
-//! Issuers and tokens to test with: good ones, and what it takes to make bad
-//! ones.
+//! Issuers and tokens for tests: valid ones, and helpers that make invalid ones.
 
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
@@ -18,7 +17,7 @@ use crate::auth::jwt::{Refused, TokenVerifier};
 
 pub(super) const NOW: u64 = 1_800_000_000;
 
-/// Key pairs: ours by issuer, and an enemy's of the same kinds.
+/// The key pairs of the issuers, and an attacker's pairs of the same kinds.
 pub(super) struct Keys {
     pub(super) rsa: KeyPair,
     pub(super) ec: KeyPair,
@@ -102,7 +101,7 @@ pub(super) fn good_claims() -> Value {
     })
 }
 
-/// `base` with the fields of `changes` put in; `null` takes a field out.
+/// Returns `base` with the fields of `changes`; `null` removes a field.
 pub(super) fn changed(mut base: Value, changes: Value) -> String {
     let fields = base.as_object_mut().expect("an object");
     for (name, value) in changes.as_object().expect("an object") {

@@ -1,8 +1,10 @@
-//! What was done to the keys, on its way to the audit log. The key database
-//! itself writes it down, by triggers, in the transaction that does it: no
-//! program, and nobody with a SQL prompt, changes a key without a row here.
-//! The gateway hands the rows to the ledger, which takes each id once, and
-//! then forgets them here; what dies in between is handed over again.
+//! The queue of key changes for the audit log.
+//!
+//! Triggers of the key database write a row for each change, in the transaction
+//! of the change. So no program, and no person at a SQL prompt, changes a key
+//! without a row. The gateway hands the rows to the ledger, which accepts each id
+//! once, and then deletes them here. After a crash in between, the rows are
+//! handed over again.
 
 use rusqlite::{Connection, TransactionBehavior, params};
 use tollgate_domain::UtcTime;
@@ -11,8 +13,8 @@ use tollgate_ledger::AdminAction;
 use super::KeyStoreError;
 use super::rows::fault_at;
 
-/// Makes the table and its triggers where there are none. The keys that are
-/// there then are told of as found.
+/// Creates the table and its triggers if there are none. Keys that exist at that
+/// time get an action `key.found`.
 pub(super) fn open(connection: &mut Connection) -> Result<(), KeyStoreError> {
     let fault = fault_at(connection);
     let known = |connection: &Connection| -> rusqlite::Result<i64> {
@@ -25,7 +27,7 @@ pub(super) fn open(connection: &mut Connection) -> Result<(), KeyStoreError> {
     if known(connection).map_err(&fault)? > 0 {
         return Ok(());
     }
-    // Several processes may come here at once: the first does it.
+    // Several processes may be here at the same time; the first creates the table.
     let transaction =
         connection.transaction_with_behavior(TransactionBehavior::Immediate).map_err(&fault)?;
     if known(&transaction).map_err(&fault)? == 0 {
@@ -34,7 +36,7 @@ pub(super) fn open(connection: &mut Connection) -> Result<(), KeyStoreError> {
     transaction.commit().map_err(&fault)
 }
 
-/// The number of the latest action, also where it is forgotten.
+/// Returns the number of the latest action, also if that action is deleted.
 pub(super) fn latest(connection: &Connection) -> Result<i64, KeyStoreError> {
     connection
         .prepare_cached("SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'actions'")
@@ -42,8 +44,8 @@ pub(super) fn latest(connection: &Connection) -> Result<i64, KeyStoreError> {
         .map_err(fault_at(connection))
 }
 
-/// Says that we did what this transaction did after action `latest`. Rows that
-/// nobody signs were made without this program.
+/// Names this process as the actor of the actions after `latest`. A row without an
+/// actor was caused by another program.
 pub(super) fn sign(connection: &Connection, latest: i64) -> Result<(), KeyStoreError> {
     let actor = format!("uid {}", rustix::process::getuid().as_raw());
     connection
@@ -53,10 +55,10 @@ pub(super) fn sign(connection: &Connection, latest: i64) -> Result<(), KeyStoreE
     Ok(())
 }
 
-/// The oldest `most` actions, each with its number here.
+/// Returns up to `max` of the oldest actions, each with its number.
 pub(super) fn oldest(
     connection: &Connection,
-    most: usize,
+    max: usize,
 ) -> Result<Vec<(i64, AdminAction)>, KeyStoreError> {
     let fault = fault_at(connection);
     let mut statement = connection
@@ -65,7 +67,7 @@ pub(super) fn oldest(
              FROM actions ORDER BY number LIMIT ?1",
         )
         .map_err(&fault)?;
-    let rows = statement.query_map([i64::try_from(most).unwrap_or(i64::MAX)], |row| {
+    let rows = statement.query_map([i64::try_from(max).unwrap_or(i64::MAX)], |row| {
         let at: i64 = row.get(2)?;
         let detail: String = row.get(7)?;
         let actor: Option<String> = row.get(6)?;
@@ -82,7 +84,7 @@ pub(super) fn oldest(
     rows.and_then(Iterator::collect).map_err(&fault)
 }
 
-/// Forgets those that are in the ledger.
+/// Deletes the actions with these numbers.
 pub(super) fn forget(connection: &mut Connection, numbers: &[i64]) -> Result<(), KeyStoreError> {
     let fault = fault_at(connection);
     let transaction =
@@ -96,9 +98,9 @@ pub(super) fn forget(connection: &mut Connection, numbers: &[i64]) -> Result<(),
     transaction.commit().map_err(&fault)
 }
 
-/// Ids are random, so that a key database that was put back from a copy tells
-/// nothing twice and leaves nothing out. A label is a person's free text and
-/// stays out of a log that nobody can take anything out of.
+/// The table of actions and its triggers. Ids are random, so that a key database
+/// that was restored from a copy neither repeats nor loses an action. A label is
+/// free text of a person, so it stays out of the log, which cannot be redacted.
 const TABLES: &str = "
 CREATE TABLE actions (
     number    INTEGER PRIMARY KEY AUTOINCREMENT,

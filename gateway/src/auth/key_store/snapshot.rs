@@ -1,5 +1,5 @@
-//! The keys in memory: of each no more than checking a request takes, since
-//! there may be a million. Names that keys have in common are kept once.
+//! The snapshot of the keys in memory. There may be a million keys, so each entry
+//! holds only the facts that a check needs, and equal names are stored once.
 
 use std::collections::{HashMap, HashSet};
 use std::hash::Hash;
@@ -12,20 +12,20 @@ use super::KeyStoreError;
 use super::rows::{Checked, Stored, damaged};
 use crate::auth::secret::number_of;
 
-/// What requests are checked against, by the number that a key's id spells.
+/// The entries of all keys, by the number that the id of a key spells.
 pub(super) type Entries = HashMap<u64, Box<Entry>>;
 
-/// One key.
+/// The facts of one key that a check needs.
 #[derive(Debug)]
 pub(super) struct Entry {
     pub(super) mac: [u8; 32],
     pub(super) tenant: TenantId,
-    /// `None`: whatever the tenant may.
+    /// The limits on use; `None` allows everything that the tenant may do.
     pub(super) scopes: Option<Arc<Scopes>>,
     pub(super) plan: Option<PlanName>,
     pub(super) expires: Option<UtcTime>,
     pub(super) is_revoked: bool,
-    /// Whether what runs by it has to end.
+    /// True if the running requests of the key must end.
     pub(super) ends_requests: bool,
 }
 
@@ -35,18 +35,18 @@ impl Entry {
     }
 }
 
-/// The names and scopes that keys share. It only grows, with what is in the
-/// database.
+/// The names and scopes that several keys share. The maps only grow, but not
+/// beyond the distinct values in the database.
 #[derive(Debug, Default)]
 pub(super) struct Names {
     tenants: HashSet<TenantId>,
     plans: HashSet<PlanName>,
-    /// By their JSON.
+    /// The scopes by their JSON; `None` for scopes without any limit.
     scopes: HashMap<String, Option<Arc<Scopes>>>,
 }
 
 impl Names {
-    /// A row as it is kept.
+    /// Returns the entry of a row, with the number of its key.
     pub(super) fn entry(&mut self, stored: Stored) -> Result<(u64, Box<Entry>), KeyStoreError> {
         let number = number_of(&stored.id).ok_or_else(|| damaged(&stored.id, "id"))?;
         let scopes = match self.scopes.get(&stored.scopes) {
@@ -62,19 +62,21 @@ impl Names {
         let Checked { tenant, mac, expires, revoked, ends_requests, plan } = stored.check()?;
         let entry = Entry {
             mac,
-            tenant: once(&mut self.tenants, tenant),
+            tenant: intern(&mut self.tenants, tenant),
             scopes,
-            plan: plan.map(|plan| once(&mut self.plans, plan)),
+            plan: plan.map(|plan| intern(&mut self.plans, plan)),
             expires,
             is_revoked: revoked.is_some(),
             ends_requests,
         };
+        // Boxed, because a hash map keeps spare slots: an empty slot then costs a
+        // pointer and not a whole entry.
         Ok((number, Box::new(entry)))
     }
 }
 
-/// The one that is kept and equals `name`.
-fn once<N: Clone + Eq + Hash>(kept: &mut HashSet<N>, name: N) -> N {
+/// Returns the kept name that equals `name`, and keeps `name` if there is none.
+fn intern<N: Clone + Eq + Hash>(kept: &mut HashSet<N>, name: N) -> N {
     match kept.get(&name) {
         Some(kept) => kept.clone(),
         None => {

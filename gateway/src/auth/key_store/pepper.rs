@@ -1,5 +1,5 @@
-//! The server's own secret, mixed into every stored key hash: a stolen
-//! database alone tells nothing about any key.
+//! The pepper: a secret of this server that goes into every stored key hash. A
+//! stolen database without the pepper tells nothing about any key.
 
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read, Write};
@@ -9,10 +9,10 @@ use std::path::Path;
 use aws_lc_rs::hmac;
 use aws_lc_rs::rand::{SecureRandom, SystemRandom};
 
-use super::key_store::KeyStoreError;
+use super::KeyStoreError;
 
-/// Reads the pepper file, making it on the first start. Two processes that
-/// start at once end with the same one.
+/// Reads the pepper file, or creates it on the first start. Two processes that
+/// start at the same time end with the same pepper.
 pub(super) fn load_or_create(path: &Path) -> Result<hmac::Key, KeyStoreError> {
     match read(path) {
         Err(KeyStoreError::Pepper { source, .. }) if source.kind() == ErrorKind::NotFound => {
@@ -27,9 +27,11 @@ fn read(path: &Path) -> Result<hmac::Key, KeyStoreError> {
     let fault = |source| KeyStoreError::Pepper { path: path.to_owned(), source };
     let file = File::open(path).map_err(fault)?;
     let mode = file.metadata().map_err(fault)?.permissions().mode();
+    // A pepper that others can read protects nothing.
     if mode & 0o077 != 0 {
         return Err(KeyStoreError::PepperReadable { path: path.to_owned(), mode: mode & 0o777 });
     }
+    // One byte more than expected is read, so that a longer file is noticed.
     let mut bytes = Vec::with_capacity(LENGTH + 1);
     file.take(LENGTH as u64 + 1).read_to_end(&mut bytes).map_err(fault)?;
     if bytes.len() != LENGTH {
@@ -38,8 +40,9 @@ fn read(path: &Path) -> Result<hmac::Key, KeyStoreError> {
     Ok(hmac::Key::new(hmac::HMAC_SHA256, &bytes))
 }
 
-/// Written whole beside it and linked into place, which fails if another
-/// process was first.
+/// Creates the pepper file. The bytes are written to a temporary file, which is
+/// then linked to its name: a link fails if another process was first, and no
+/// reader ever sees half a file.
 fn create(path: &Path) -> Result<(), KeyStoreError> {
     let fault = |source| KeyStoreError::Pepper { path: path.to_owned(), source };
     let mut random = [0; LENGTH + 8];
@@ -57,6 +60,7 @@ fn create(path: &Path) -> Result<(), KeyStoreError> {
             },
         );
     let linked = written.and_then(|()| match std::fs::hard_link(&beside, path) {
+        // Another process was first: its pepper counts.
         Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
         other => other,
     });
@@ -64,4 +68,5 @@ fn create(path: &Path) -> Result<(), KeyStoreError> {
     linked.and(removed).map_err(fault)
 }
 
+/// Bytes of the pepper.
 const LENGTH: usize = 32;
