@@ -3,10 +3,10 @@
 pub struct AnnounceRequest {}
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Announcement {
-    /// its name in config
+    /// the worker's name in the config
     #[prost(string, tag = "1")]
     pub worker: ::prost::alloc::string::String,
-    /// 32 hex digits, new in each process
+    /// 32 hex digits, new for each process
     #[prost(string, tag = "2")]
     pub epoch: ::prost::alloc::string::String,
     #[prost(string, tag = "3")]
@@ -21,42 +21,42 @@ pub struct Device {
     /// cpu, h200, ...
     #[prost(string, tag = "1")]
     pub class: ::prost::alloc::string::String,
-    /// for people
+    /// the device's name for people
     #[prost(string, tag = "2")]
     pub name: ::prost::alloc::string::String,
-    /// empty on a CPU
+    /// empty for a CPU
     #[prost(string, tag = "3")]
     pub uuid: ::prost::alloc::string::String,
-    /// CPU only
+    /// set for a CPU alone
     #[prost(uint32, tag = "4")]
     pub threads: u32,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Model {
-    /// as clients say it
+    /// the name that clients use
     #[prost(string, tag = "1")]
     pub name: ::prost::alloc::string::String,
-    /// of the weights and config, hex SHA-256
+    /// hex SHA-256 of the weights and the config
     #[prost(string, tag = "2")]
     pub hash: ::prost::alloc::string::String,
     /// hex SHA-256 of tokenizer.json
     #[prost(string, tag = "3")]
     pub tokenizer_asset: ::prost::alloc::string::String,
-    /// of the chat template; empty: completions only
+    /// hex SHA-256 of the chat template; empty if the model has none
     #[prost(string, tag = "4")]
     pub template_asset: ::prost::alloc::string::String,
-    /// tokens, prompt and completion together
+    /// tokens of prompt and completion together
     #[prost(uint32, tag = "5")]
     pub context_length: u32,
-    /// rows of logits
+    /// rows of the logits
     #[prost(uint32, tag = "6")]
     pub vocabulary: u32,
     #[prost(uint32, repeated, tag = "7")]
     pub end_tokens: ::prost::alloc::vec::Vec<u32>,
-    /// a domain CostTable
+    /// a CostTable of the domain crate
     #[prost(string, tag = "8")]
     pub cost_table_json: ::prost::alloc::string::String,
-    /// strings the template reads: bos_token, eos_token
+    /// strings that the template reads: bos_token, eos_token
     #[prost(string, tag = "9")]
     pub template_context_json: ::prost::alloc::string::String,
     /// absent: the model recommends nothing
@@ -112,7 +112,7 @@ pub struct Cancel {
 pub struct Assignment {
     #[prost(string, tag = "1")]
     pub request_id: ::prost::alloc::string::String,
-    /// 0 at first, grows when it is placed again
+    /// 0 for the first placement, plus 1 for each further one
     #[prost(uint32, tag = "2")]
     pub attempt: u32,
     #[prost(string, tag = "3")]
@@ -121,31 +121,31 @@ pub struct Assignment {
     pub key: ::prost::alloc::string::String,
     #[prost(string, tag = "5")]
     pub model: ::prost::alloc::string::String,
-    /// of who holds the share: the pool, else the tenant
+    /// weight of the share's owner: the pool, or else the tenant
     #[prost(double, tag = "6")]
     pub weight: f64,
     #[prost(message, repeated, tag = "7")]
     pub prompts: ::prost::alloc::vec::Vec<Prompt>,
-    /// n, for each prompt; choice index = prompt * n + i
+    /// n, the choices of each prompt; choice index = prompt * n + i
     #[prost(uint32, tag = "8")]
     pub choices: u32,
-    /// generated, for each choice
+    /// limit on generated tokens of each choice
     #[prost(uint32, tag = "9")]
     pub max_tokens: u32,
     #[prost(message, optional, tag = "10")]
     pub sampling: ::core::option::Option<Sampling>,
     #[prost(string, repeated, tag = "11")]
     pub stop: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
-    /// reference cost that it may not exceed
+    /// reference cost that the request may not exceed
     #[prost(uint64, optional, tag = "12")]
     pub budget_ns: ::core::option::Option<u64>,
-    /// from arrival at the worker; refused after it
+    /// longest wait in the worker's queue, from arrival
     #[prost(uint64, tag = "13")]
     pub queue_deadline_ms: u64,
-    /// log-probabilities of the prompt's tokens too
+    /// true if the prompt's tokens need log-probabilities, too
     #[prost(bool, tag = "14")]
     pub echo_logprobs: bool,
-    /// whose share of the device it uses; empty: the tenant's own
+    /// owner of the device share; empty for the tenant itself
     #[prost(string, tag = "15")]
     pub pool: ::prost::alloc::string::String,
     #[prost(enumeration = "Tier", tag = "16")]
@@ -158,7 +158,7 @@ pub struct Prompt {
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Sampling {
-    /// 0 is greedy
+    /// 0 takes the likeliest token
     #[prost(float, tag = "1")]
     pub temperature: f32,
     #[prost(float, tag = "2")]
@@ -169,13 +169,13 @@ pub struct Sampling {
     pub frequency_penalty: f32,
     #[prost(map = "uint32, float", tag = "5")]
     pub logit_bias: ::std::collections::HashMap<u32, f32>,
-    /// always set: drawn by the gateway if the client gave none
+    /// always set; the gateway draws one if the client named none
     #[prost(uint64, tag = "6")]
     pub seed: u64,
-    /// absent: no log-probabilities at all
+    /// absent if no log-probabilities are needed
     #[prost(uint32, optional, tag = "7")]
     pub top_logprobs: ::core::option::Option<u32>,
-    /// of so many likeliest tokens; 0: of all
+    /// number of likeliest tokens to sample from; 0 for all
     #[prost(uint32, tag = "8")]
     pub top_k: u32,
     /// 0: none, the same as 1
@@ -203,7 +203,7 @@ pub mod run_event {
         PromptLogprobs(super::PromptLogprobs),
     }
 }
-/// Text and tokens of one choice since its last delta. Text holds only whole
+/// Text and tokens of one choice since its previous delta. The text has only whole
 /// characters and never a part of a stop string.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Delta {
@@ -213,13 +213,13 @@ pub struct Delta {
     pub text: ::prost::alloc::string::String,
     #[prost(uint32, repeated, tag = "3")]
     pub tokens: ::prost::alloc::vec::Vec<u32>,
-    /// one for each token when asked for
+    /// one for each token if the request needs them
     #[prost(message, repeated, tag = "4")]
     pub logprobs: ::prost::alloc::vec::Vec<TokenLogprob>,
-    /// of the whole request up to here
+    /// device time of the whole request so far
     #[prost(uint64, tag = "5")]
     pub attributed_ns: u64,
-    /// likewise
+    /// reference cost of the whole request so far
     #[prost(uint64, tag = "6")]
     pub reference_ns: u64,
 }
@@ -265,7 +265,7 @@ pub struct Finished {
     pub usage: ::core::option::Option<Usage>,
     #[prost(message, optional, tag = "2")]
     pub stages: ::core::option::Option<Stages>,
-    /// absent: the device is the host
+    /// absent if the device shares the host's memory
     #[prost(message, optional, tag = "3")]
     pub transfers: ::core::option::Option<Transfers>,
 }
@@ -291,8 +291,8 @@ pub struct Stages {
     #[prost(uint64, tag = "3")]
     pub decode_ns: u64,
 }
-/// Between host and device, summed over the request's steps: each waits for all
-/// of a step's. Within prefill and decode, not beside them.
+/// Time of copies between host and device, summed over the request's steps. Each
+/// request waits for all copies of a step. The time is part of prefill and decode.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Transfers {
     #[prost(uint64, tag = "1")]
@@ -300,12 +300,12 @@ pub struct Transfers {
     #[prost(uint64, tag = "2")]
     pub to_host_ns: u64,
 }
-/// Nothing was computed and nothing is charged.
+/// A refusal: nothing was computed and nothing is charged.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Refused {
     #[prost(enumeration = "RefusedReason", tag = "1")]
     pub reason: i32,
-    /// 0: unknown
+    /// 0 if unknown
     #[prost(uint64, tag = "2")]
     pub retry_after_ms: u64,
     #[prost(string, tag = "3")]
@@ -325,45 +325,45 @@ pub struct WorkerStatus {
     pub kv_blocks_total: u32,
     #[prost(uint32, tag = "5")]
     pub kv_blocks_free: u32,
-    /// predicted device time of all that waits and runs
+    /// predicted device time of all waiting and running requests
     #[prost(uint64, tag = "6")]
     pub backlog_ns: u64,
     #[prost(bool, tag = "7")]
     pub draining: bool,
     #[prost(uint64, tag = "8")]
     pub steps: u64,
-    /// in this epoch
+    /// device time of steps in this epoch
     #[prost(uint64, tag = "9")]
     pub busy_ns: u64,
-    /// absent: the device is not watched
+    /// absent if the device is not watched
     #[prost(message, optional, tag = "10")]
     pub health: ::core::option::Option<DeviceHealth>,
 }
-/// What the device's driver tells. Absent: it does not tell.
+/// Readings of the device's driver. A reading that the driver does not give is absent.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct DeviceHealth {
-    /// nothing new is taken: hot, ill or gone
+    /// the worker accepts nothing new: the device is hot, ill or gone
     #[prost(bool, tag = "1")]
     pub rests: bool,
     #[prost(bool, tag = "2")]
     pub hot: bool,
     #[prost(bool, tag = "3")]
     pub ill: bool,
-    /// it does not answer
+    /// the driver does not answer
     #[prost(bool, tag = "4")]
     pub gone: bool,
-    /// for long
+    /// busy for a long time
     #[prost(bool, tag = "5")]
     pub busy: bool,
     #[prost(bool, tag = "6")]
     pub memory_full: bool,
-    /// our memory grows, the pool does not
+    /// the worker's memory grows and its pool does not
     #[prost(bool, tag = "7")]
     pub leak: bool,
-    /// its clocks are held down
+    /// the device holds its clocks down
     #[prost(bool, tag = "8")]
     pub slowed: bool,
-    /// of ours
+    /// busy while this worker has no work
     #[prost(bool, tag = "9")]
     pub busy_without_work: bool,
     #[prost(uint32, optional, tag = "10")]
@@ -403,19 +403,19 @@ pub struct DeviceHealth {
 pub struct JournalAck {
     #[prost(string, tag = "1")]
     pub epoch: ::prost::alloc::string::String,
-    /// it and all before it are in the ledger
+    /// this block and all before it are in the ledger
     #[prost(uint64, tag = "2")]
     pub block: u64,
 }
-/// A span of whole steps, closed: its entries and wall time balance exactly.
+/// A closed span of whole steps, whose entries sum exactly to its wall time.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct JournalBlock {
-    /// 1
+    /// always 1
     #[prost(uint32, tag = "1")]
     pub format: u32,
     #[prost(string, tag = "2")]
     pub epoch: ::prost::alloc::string::String,
-    /// from 1 without gaps
+    /// counts from 1 without gaps
     #[prost(uint64, tag = "3")]
     pub block: u64,
     #[prost(string, tag = "4")]
@@ -427,15 +427,15 @@ pub struct JournalBlock {
     /// version of the cost table
     #[prost(string, tag = "7")]
     pub calibration: ::prost::alloc::string::String,
-    /// 0 with last_step 0: no step, idle only
+    /// 0, with last_step 0, if the span has no step
     #[prost(uint64, tag = "8")]
     pub first_step: u64,
     #[prost(uint64, tag = "9")]
     pub last_step: u64,
-    /// when the span began, by the host's clock
+    /// start of the span by the host's clock
     #[prost(uint64, tag = "10")]
     pub started_utc_ns: u64,
-    /// its length by the monotonic clock
+    /// length of the span by the monotonic clock
     #[prost(uint64, tag = "11")]
     pub wall_ns: u64,
     #[prost(uint64, tag = "12")]
@@ -450,7 +450,7 @@ pub struct JournalBlock {
     pub finished: ::prost::alloc::vec::Vec<RequestRecord>,
     #[prost(bool, tag = "17")]
     pub last_of_epoch: bool,
-    /// drawn by the device meanwhile; absent: it does not tell
+    /// energy that the device used in the span; absent if unknown
     #[prost(uint64, optional, tag = "18")]
     pub energy_mj: ::core::option::Option<u64>,
 }
@@ -470,7 +470,7 @@ pub struct Share {
     #[prost(uint64, tag = "6")]
     pub attributed_ns: u64,
 }
-/// A request attempt that ended within the block, with its final figures.
+/// An attempt that ended within the block, with its final figures.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct RequestRecord {
     #[prost(string, tag = "1")]
@@ -516,7 +516,7 @@ impl CancelReason {
         }
     }
 }
-/// Interactive work comes first; batch work takes what it leaves.
+/// Interactive work runs first; batch work gets the capacity that is left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
 pub enum Tier {
@@ -586,12 +586,12 @@ impl FinishReason {
 pub enum RefusedReason {
     /// the queue is full
     Overloaded = 0,
-    /// it waited, or would wait, past its deadline
+    /// the wait was or would be longer than its deadline
     Deadline = 1,
     Draining = 2,
-    /// it does not fit the model
+    /// the request does not fit the model
     Invalid = 3,
-    /// its budget does not cover the prompt
+    /// the budget does not cover the prompt
     Budget = 4,
 }
 impl RefusedReason {
@@ -711,8 +711,8 @@ pub mod worker_client {
             self.inner = self.inner.max_encoding_message_size(limit);
             self
         }
-        /// Who the worker is, what it serves, what it costs. Large parts are named
-        /// by content hash and fetched once with Asset.
+        /// Returns the worker's identity, its models and their costs. Large parts are
+        /// named by the hash of their content; the gateway fetches them once with Asset.
         pub async fn announce(
             &mut self,
             request: impl tonic::IntoRequest<super::AnnounceRequest>,
@@ -734,7 +734,7 @@ pub mod worker_client {
                 .insert(GrpcMethod::new("tollgate.worker.v1.Worker", "Announce"));
             self.inner.unary(req, path, codec).await
         }
-        /// The bytes of an asset, in chunks of at most 256 KiB.
+        /// Returns the bytes of an asset in chunks of at most 256 KiB.
         pub async fn asset(
             &mut self,
             request: impl tonic::IntoRequest<super::AssetRequest>,
@@ -759,8 +759,9 @@ pub mod worker_client {
                 .insert(GrpcMethod::new("tollgate.worker.v1.Worker", "Asset"));
             self.inner.server_streaming(req, path, codec).await
         }
-        /// One request. The first message is its assignment; later ones may cancel
-        /// it. The answers end with exactly one Finished or Refused, or a gRPC error.
+        /// Runs one request. The first message is its assignment; a later message may
+        /// cancel it. The events end with exactly one Finished or Refused, or with a gRPC
+        /// error.
         pub async fn run(
             &mut self,
             request: impl tonic::IntoStreamingRequest<Message = super::RunRequest>,
@@ -785,8 +786,8 @@ pub mod worker_client {
                 .insert(GrpcMethod::new("tollgate.worker.v1.Worker", "Run"));
             self.inner.streaming(req, path, codec).await
         }
-        /// Load and health: at once, then at each change, at most ten a second and at
-        /// least one.
+        /// Reports load and health: at once, then after each change, at most ten times and
+        /// at least once a second.
         pub async fn status(
             &mut self,
             request: impl tonic::IntoRequest<super::StatusRequest>,
@@ -811,8 +812,9 @@ pub mod worker_client {
                 .insert(GrpcMethod::new("tollgate.worker.v1.Worker", "Status"));
             self.inner.server_streaming(req, path, codec).await
         }
-        /// The metering journal: every block not yet acknowledged, of earlier epochs
-        /// too, oldest first, then new ones as they are written.
+        /// Returns the blocks of the metering journal. Blocks that were not acknowledged
+        /// come first, also those of earlier epochs, oldest first; new blocks follow when
+        /// they are written.
         pub async fn journal(
             &mut self,
             request: impl tonic::IntoStreamingRequest<Message = super::JournalAck>,
@@ -852,8 +854,8 @@ pub mod worker_server {
     /// Generated trait containing gRPC methods that should be implemented for use with WorkerServer.
     #[async_trait]
     pub trait Worker: std::marker::Send + std::marker::Sync + 'static {
-        /// Who the worker is, what it serves, what it costs. Large parts are named
-        /// by content hash and fetched once with Asset.
+        /// Returns the worker's identity, its models and their costs. Large parts are
+        /// named by the hash of their content; the gateway fetches them once with Asset.
         async fn announce(
             &self,
             request: tonic::Request<super::AnnounceRequest>,
@@ -864,7 +866,7 @@ pub mod worker_server {
             >
             + std::marker::Send
             + 'static;
-        /// The bytes of an asset, in chunks of at most 256 KiB.
+        /// Returns the bytes of an asset in chunks of at most 256 KiB.
         async fn asset(
             &self,
             request: tonic::Request<super::AssetRequest>,
@@ -875,8 +877,9 @@ pub mod worker_server {
             >
             + std::marker::Send
             + 'static;
-        /// One request. The first message is its assignment; later ones may cancel
-        /// it. The answers end with exactly one Finished or Refused, or a gRPC error.
+        /// Runs one request. The first message is its assignment; a later message may
+        /// cancel it. The events end with exactly one Finished or Refused, or with a gRPC
+        /// error.
         async fn run(
             &self,
             request: tonic::Request<tonic::Streaming<super::RunRequest>>,
@@ -887,8 +890,8 @@ pub mod worker_server {
             >
             + std::marker::Send
             + 'static;
-        /// Load and health: at once, then at each change, at most ten a second and at
-        /// least one.
+        /// Reports load and health: at once, then after each change, at most ten times and
+        /// at least once a second.
         async fn status(
             &self,
             request: tonic::Request<super::StatusRequest>,
@@ -899,8 +902,9 @@ pub mod worker_server {
             >
             + std::marker::Send
             + 'static;
-        /// The metering journal: every block not yet acknowledged, of earlier epochs
-        /// too, oldest first, then new ones as they are written.
+        /// Returns the blocks of the metering journal. Blocks that were not acknowledged
+        /// come first, also those of earlier epochs, oldest first; new blocks follow when
+        /// they are written.
         async fn journal(
             &self,
             request: tonic::Request<tonic::Streaming<super::JournalAck>>,
