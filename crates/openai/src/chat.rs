@@ -44,6 +44,7 @@ impl Interface for Chat {
 
     fn parse(&self, body: &str, limits: &RequestLimits) -> Result<CompletionRequest, Violation> {
         let fields: ChatFields<'_> = object(body, "")?;
+        // First, because this check copies nothing: the messages may be megabytes.
         check_unsupported(&fields)?;
         let top_logprobs = top_logprobs(&fields, limits.top_logprobs)?;
         let request = fields.shared().check(limits, top_logprobs)?;
@@ -196,6 +197,7 @@ fn top_logprobs(fields: &ChatFields<'_>, max: u32) -> Result<Option<u32>, Violat
     let wanted = Field::new("logprobs", fields.logprobs).flag()?.unwrap_or(false);
     let top = Field::new("top_logprobs", fields.top_logprobs).integer(0..=max)?;
     match (wanted, top) {
+        // With 0 alternatives, the response still has the token's own probability.
         (true, top) => Ok(Some(top.unwrap_or(0))),
         // Some clients always send 0.
         (false, None | Some(0)) => Ok(None),
@@ -266,6 +268,7 @@ fn content(raw: Option<&RawValue>, place: &str) -> Result<String, Violation> {
     if !field.is_array() {
         return field.required(EXPECTED);
     }
+    // The parts stay raw, so that a mistake names the index of its part.
     let parts = field.list::<&RawValue>(MAX_PARTS, EXPECTED)?.unwrap_or_default();
     let mut content = String::new();
     for (index, raw) in parts.iter().enumerate() {

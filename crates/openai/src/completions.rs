@@ -135,6 +135,7 @@ request_fields! {
 /// Checks `best_of`, which is supported only if it equals `n`: then every choice
 /// that is generated is also returned.
 fn check_best_of(field: &Field<'_>, max: u32, choices: u32) -> Result<(), Violation> {
+    // `best_of` may always equal `n`, even above the configured bound.
     field.integer(1..=max.max(choices))?;
     field.only_neutral(&[Neutral::Number(f64::from(choices))])
 }
@@ -166,6 +167,7 @@ fn prompt(field: &Field<'_>, max: u32) -> Result<Prompt, Violation> {
         }
         _ => return Err(Violation::field(field.name(), format!("'prompt' must be {expected}."))),
     };
+    // A model needs at least one token to continue.
     let has_empty = match &prompt {
         Prompt::Texts(texts) => texts.iter().any(String::is_empty),
         Prompt::Tokens(tokens) => tokens.iter().any(Vec::is_empty),

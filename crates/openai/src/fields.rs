@@ -46,7 +46,7 @@ pub(crate) struct Field<'a> {
 }
 
 impl<'a> Field<'a> {
-    /// Makes the field `name`, whose JSON is `raw`.
+    /// Makes the field `name` with the JSON `raw`.
     pub(crate) fn new(name: &'a str, raw: Option<&'a RawValue>) -> Self {
         Self { name, raw: raw.filter(|raw| raw.get() != "null") }
     }
@@ -139,6 +139,8 @@ impl<'a> Field<'a> {
     /// Refuses a field that is not supported, unless its value is one of `neutral`,
     /// the values that change nothing.
     pub(crate) fn only_neutral(&self, neutral: &[Neutral]) -> Result<(), Violation> {
+        // Silently ignoring a field would give the client another result than
+        // the one it asked for.
         let Some(raw) = self.raw else { return Ok(()) };
         if neutral.iter().any(|neutral| neutral.matches(raw.get())) {
             return Ok(());
@@ -184,7 +186,7 @@ pub(crate) enum Neutral {
     Flag(bool),
     /// A certain number.
     Number(f64),
-    /// An object whose `type` is a certain string, with any other entries.
+    /// An object with a certain string as its `type`, and with any other entries.
     Type(&'static str),
     /// An array that holds a certain string and nothing else.
     Only(&'static str),
@@ -201,10 +203,12 @@ impl Neutral {
         }
         match self {
             Self::Empty => {
+                // The JSON is valid already, so the brackets match.
                 let inner =
                     raw.strip_prefix(['[', '{']).and_then(|raw| raw.strip_suffix([']', '}']));
                 inner.is_some_and(|inner| inner.trim().is_empty())
             }
+            // Parsed, not compared as text: a string may be written with escapes.
             Self::Word(word) => parsed::<String>(raw).is_some_and(|found| found == word),
             Self::Flag(flag) => parsed(raw) == Some(flag),
             Self::Number(number) => parsed(raw) == Some(number),
@@ -251,6 +255,8 @@ pub(crate) fn object<'a, T: Deserialize<'a>>(text: &'a str, place: &str) -> Resu
             message: format!("{object} must be a JSON object."),
         });
     }
+    // Serde reports a duplicate field by its message alone, so the name of the
+    // field is taken from there.
     serde_json::from_str(text).map_err(|error| {
         let text = error.to_string();
         let twice = text.strip_prefix("duplicate field `").and_then(|rest| rest.split('`').next());
@@ -282,6 +288,7 @@ fn read_list<'a, T: Deserialize<'a>>(text: &'a str, max: usize) -> serde_json::R
         fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
             let mut elements = Vec::new();
             while let Some(element) = seq.next_element()? {
+                // Tested before the push, so no more than `max` are ever held.
                 if elements.len() == self.max {
                     let max = self.max;
                     return Err(de::Error::custom(format_args!("it has more than {max} elements")));
@@ -293,6 +300,7 @@ fn read_list<'a, T: Deserialize<'a>>(text: &'a str, max: usize) -> serde_json::R
     }
     let mut deserializer = serde_json::Deserializer::from_str(text);
     let list = deserializer.deserialize_seq(Elements { max, element: PhantomData })?;
+    // Text after the array would otherwise go unnoticed.
     deserializer.end()?;
     Ok(list)
 }
@@ -320,6 +328,7 @@ fn read_map<'a, V: Deserialize<'a>>(
                     let max = self.max;
                     return Err(de::Error::custom(format_args!("it has more than {max} entries")));
                 }
+                // Two values for one key could pass a check of the first alone.
                 if entries.contains_key(&key) {
                     return Err(de::Error::custom(format_args!("it holds {key:?} twice")));
                 }
@@ -330,6 +339,7 @@ fn read_map<'a, V: Deserialize<'a>>(
     }
     let mut deserializer = serde_json::Deserializer::from_str(text);
     let map = deserializer.deserialize_map(Entries { max, value: PhantomData })?;
+    // Text after the object would otherwise go unnoticed.
     deserializer.end()?;
     Ok(map)
 }

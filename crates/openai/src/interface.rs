@@ -43,7 +43,7 @@ pub enum ChunkPart<'a> {
         /// The prompt, if the response repeats it.
         echo: Option<&'a Echo>,
     },
-    /// The start of a choice whose repeated prompt has log-probabilities.
+    /// The start of a choice that repeats its prompt with log-probabilities.
     ScoredPrompt {
         /// The prompt.
         echo: &'a Echo,

@@ -10,6 +10,7 @@ use crate::Violation;
 pub fn text(bytes: &[u8], max_depth: u32) -> Result<&str, Violation> {
     let text = std::str::from_utf8(bytes)
         .map_err(|_| Violation::body("The body is not valid JSON: it is not UTF-8."))?;
+    // The parser recurses once for each level; a bomb of brackets must not reach it.
     if depth(text) > max_depth as usize {
         return Err(Violation::body(format!(
             "The body nests deeper than {max_depth} arrays and objects."

@@ -41,6 +41,7 @@ impl ChatLogprobs {
                 .map(|(bytes, logprob)| ChatTop::new(bytes, *logprob))
                 .collect(),
         };
+        // `refusal` is null: the API reserves it for refusals by the model.
         Self { content: tokens.iter().map(token).collect(), refusal: () }
     }
 }
@@ -61,11 +62,12 @@ pub(crate) struct CompletionLogprobs {
 }
 
 impl CompletionLogprobs {
-    /// Appends `tokens`, whose text begins at character `offset` of the choice;
+    /// Appends `tokens`, with their text at character `offset` of the choice;
     /// returns the offset at which their text ends.
     pub(crate) fn push(&mut self, tokens: &[TokenLogprob], mut offset: u64) -> u64 {
         for token in tokens {
             let text = text(&token.bytes);
+            // Offsets count characters, as Python strings do, and not bytes.
             let length = text.chars().count() as u64;
             let top = token
                 .top
@@ -117,6 +119,8 @@ fn text(bytes: &[u8]) -> Cow<'_, str> {
     String::from_utf8_lossy(bytes)
 }
 
+/// Returns a log-probability that JSON can hold.
 fn finite(logprob: f32) -> f32 {
+    // Rounding can make the logarithm of a probability slightly positive.
     if logprob.is_nan() { IMPOSSIBLE } else { logprob.clamp(IMPOSSIBLE, 0.0) }
 }

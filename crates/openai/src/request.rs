@@ -39,7 +39,7 @@ pub struct RequestLimits {
     pub top_logprobs: u32,
 }
 
-/// A checked request whose prompt is not tokens yet.
+/// A checked request. Its prompt is not tokens yet.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CompletionRequest {
     /// The model's name as the client wrote it.
@@ -168,12 +168,14 @@ impl SharedFields<'_> {
         top_logprobs: Option<u32>,
     ) -> Result<CompletionRequest, Violation> {
         let model: String = Field::new("model", self.model).required("a model's name, a string")?;
+        // The name goes back to the client in errors and responses.
         if model.len() > MAX_MODEL_BYTES {
             return Err(Violation::field(
                 "model",
                 format!("'model' is longer than {MAX_MODEL_BYTES} bytes."),
             ));
         }
+        // The end user's name is checked and dropped: usage is counted by API key.
         Field::new("user", self.user).text(MAX_IDENTIFIER_BYTES)?;
         Ok(CompletionRequest {
             model,
@@ -213,7 +215,7 @@ impl SharedFields<'_> {
             presence_penalty: penalty("presence_penalty", self.presence_penalty)?,
             frequency_penalty: penalty("frequency_penalty", self.frequency_penalty)?,
             logit_bias: logit_bias(&Field::new("logit_bias", self.logit_bias), limits.logit_bias)?,
-            // Clients may send a negative seed. Only its bits matter.
+            // Clients may send a negative seed: its bits are as good as others.
             seed: Field::new("seed", self.seed)
                 .read::<i64>("a whole number of 64 bits")?
                 .map(|seed| seed as u64),
@@ -322,6 +324,7 @@ fn stream(stream: &Field<'_>, options: &Field<'_>) -> Result<Option<StreamOption
     let streamed = stream.flag()?.unwrap_or(false);
     let raw = options.read::<&RawValue>("an object")?;
     let Some(raw) = raw else { return Ok(streamed.then(StreamOptions::default)) };
+    // OpenAI refuses this, too: the options would have no effect.
     if !streamed {
         return Err(Violation::field(
             "stream_options",

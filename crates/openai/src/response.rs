@@ -59,6 +59,7 @@ impl ResponseMeta {
         if prompt >= self.prompts {
             return 0..0;
         }
+        // A choice's index is `prompt * n + i`, in the worker's protocol, too.
         prompt * self.choices..(prompt + 1) * self.choices
     }
 

@@ -69,6 +69,7 @@ impl ResponseBuilder {
 
     /// Adds text and tokens to a choice. An unknown choice is ignored.
     pub fn delta(&mut self, delta: TextDelta) {
+        // The index comes from a worker, so it may be out of range.
         let Some(choice) = self.choices.get_mut(delta.choice as usize) else { return };
         choice.text.push_str(&delta.text);
         choice.logprobs.extend(delta.logprobs);

@@ -9,14 +9,14 @@ pub const KEEP_ALIVE: &[u8] = b": keep-alive\n\n";
 /// The last event of every stream.
 const DONE: &[u8] = b"data: [DONE]\n\n";
 
-/// Appends an event whose data is `json`, one line of JSON.
+/// Appends an event with the data `json`, one line of JSON.
 pub(crate) fn write_json(json: &[u8], out: &mut Vec<u8>) {
     out.extend_from_slice(b"data: ");
     out.extend_from_slice(json);
     out.extend_from_slice(b"\n\n");
 }
 
-/// Appends an event whose data is `value` as JSON.
+/// Appends an event with `value` as JSON.
 pub(crate) fn write_event(value: &impl Serialize, out: &mut Vec<u8>) {
     out.extend_from_slice(b"data: ");
     // The values are structs of strings and finite numbers, and writing to a

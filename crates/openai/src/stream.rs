@@ -47,6 +47,7 @@ impl ChunkWriter {
     /// Appends a repeated prompt with its log-probabilities to `out`, once for
     /// each choice of the prompt.
     pub fn prompt_logprobs(&mut self, prompt: u32, tokens: &[TokenLogprob], out: &mut Vec<u8>) {
+        // A client sees `n` independent choices, and each repeats the prompt.
         for choice in self.meta.choices_of(prompt) {
             let (Some(echo), Some(progress)) =
                 (self.meta.echo(choice), self.choices.get_mut(choice as usize))
@@ -86,6 +87,7 @@ impl ChunkWriter {
     /// Starts a choice unless it has started; returns its offset, or `None` if
     /// there is no such choice.
     fn start(&mut self, choice: u32, out: &mut Vec<u8>) -> Option<u64> {
+        // The index comes from a worker, so it may be out of range.
         let progress = self.choices.get_mut(choice as usize)?;
         if progress.started {
             return Some(progress.offset);

@@ -83,6 +83,8 @@ pub fn encode_chat(
         return tokenizer.encode_marked(&plain, &found);
     }
     let mark = unused_mark(messages, &plain)?;
+    // The template's own text does not contain the mark either; otherwise removing
+    // the marks would change that text.
     let marked: Vec<ChatMessage> = messages
         .iter()
         .map(|message| ChatMessage {
@@ -94,6 +96,8 @@ pub fn encode_chat(
         without_marks(&template.render(&marked, now)?, mark, |text| control.find(text));
     // Without marks both renderings are usually equal. They differ if the template
     // searches a message, for `</think>` as an example, and a mark hides the match.
+    // Equal control tokens prove that the messages spell none, so the first
+    // rendering is safe and closer to the training text.
     if plain != guarded && ids(&found).eq(ids(&ours)) {
         tokenizer.encode_marked(&plain, &found)
     } else {

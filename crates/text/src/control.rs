@@ -58,6 +58,7 @@ impl ControlTokens {
                     }
                 };
             }
+            // An empty text would match everywhere.
             if at != 0 {
                 nodes[at].token = Some(index as u32);
             }
@@ -78,6 +79,7 @@ impl ControlTokens {
                 continue;
             };
             let end = at + token.text.len();
+
             if token.single_word && touches_word(text, at, end) {
                 at += 1;
                 continue;

@@ -43,6 +43,7 @@ impl Pieces {
         alphabet.read(&decoder)?;
         let unprintable = byte_level_alphabet();
         let vocabulary = tokenizer.get_vocab(true);
+        // Ids may have gaps; a missing id stands for no bytes.
         let size = vocabulary.values().max().map_or(0, |&id| id as usize + 1);
         let mut texts: Vec<&str> = vec![""; size];
         for (text, &id) in &vocabulary {
@@ -83,6 +84,7 @@ impl Alphabet {
             "ByteLevel" => self.byte_level = true,
             "Metaspace" => {
                 let replacement = decoder.get("replacement").and_then(Value::as_str);
+                // U+2581 is the replacement that sentencepiece uses.
                 self.space = Some(replacement.and_then(|r| r.chars().next()).unwrap_or('\u{2581}'));
                 if decoder.get("prepend_scheme").and_then(Value::as_str) != Some("never") {
                     self.strip_spaces = 1;
@@ -101,12 +103,15 @@ impl Alphabet {
                 }
             }
             "ByteFallback" => self.byte_fallback = true,
+            // Fuse joins pieces, which concatenation of bytes does anyway.
             "Fuse" => {}
             "Strip" => {
                 let number = |name| decoder.get(name).and_then(Value::as_u64).unwrap_or(0);
+                // A stream cannot strip the end of a text that it does not know yet.
                 if decoder.get("content").is_none_or(|c| c != " ") || number("stop") != 0 {
                     return Err(TextError::Decoder("Strip of anything but leading spaces".into()));
                 }
+                // Bounded, because the file comes from outside.
                 self.strip_spaces = number("start").min(64) as usize;
             }
             "Sequence" => {

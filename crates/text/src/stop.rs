@@ -46,6 +46,7 @@ impl StopMatcher {
             self.stopped = true;
             return Released { text, stopped: true };
         }
+        // Only the longest such end is held: a shorter one is part of it.
         let keep = self.stops.iter().map(|stop| overlap(&text, stop)).max().unwrap_or(0);
         self.held = text.split_off(text.len() - keep);
         Released { text, stopped: false }
@@ -75,6 +76,7 @@ fn first_match(stops: &[String], text: &str) -> Option<usize> {
 /// Returns the number of bytes at the end of `text` that begin `stop` and do not
 /// complete it. These bytes start at a character, because `stop` does.
 fn overlap(text: &str, stop: &str) -> usize {
+    // One byte less than the whole: a complete match is found elsewhere.
     let longest = text.len().min(stop.len() - 1);
     (1..=longest)
         .rev()

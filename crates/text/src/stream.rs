@@ -30,6 +30,7 @@ impl TextStream {
     pub fn push(&mut self, id: u32) -> String {
         let mut bytes = self.tokenizer.text_bytes(id);
         while let (1.., Some((&first, rest))) = (self.strip_spaces, bytes.split_first()) {
+            // After the first other character, spaces belong to the text.
             if first != b' ' {
                 self.strip_spaces = 0;
                 break;

@@ -108,6 +108,8 @@ impl ChatTemplate {
                 message: format!("{} bytes; at most {MAX_SOURCE_BYTES} are read", source.len()),
             });
         }
+        // Compiled here only to find mistakes early. The program borrows its source,
+        // so each rendering compiles it again.
         instructions(source).map_err(template_error)?;
         Ok(Self {
             source: source.to_owned(),
@@ -129,6 +131,8 @@ impl ChatTemplate {
         now: UtcTime,
     ) -> Result<String, TextError> {
         let content: usize = messages.iter().map(|message| message.content.len()).sum();
+        // Honest templates copy each message a few times, so the allowance grows
+        // with the content.
         let allowance = Arc::new(Allowance::new(MEMORY + MEMORY_PER_BYTE * content));
         let mut environment = checked_environment(&allowance);
         environment.set_fuel(Some(FUEL + FUEL_PER_MESSAGE * messages.len() as u64));
@@ -144,6 +148,8 @@ impl ChatTemplate {
         );
         match rendered {
             Ok(_) => Ok(text),
+            // A failed write reports only that formatting failed, so the allowance
+            // itself tells why the rendering stopped.
             Err(_) if allowance.is_spent() => Err(TextError::Allowance("memory")),
             Err(error) => Err(template_error(error)),
         }
@@ -172,6 +178,7 @@ impl ChatTemplate {
 fn instructions(
     source: &str,
 ) -> Result<(Instructions<'_>, BTreeMap<&str, Instructions<'_>>), Error> {
+    // The same options as in the Python library that templates are written for.
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?;
     let parsed = machinery::parse(source, "chat template", syntax)?;
     let mut generator = CodeGenerator::new("chat template", source);

@@ -49,6 +49,7 @@ impl Tokenizer {
         // A prompt must not be cut or padded without the caller's knowledge.
         inner.with_truncation(None).map_err(|error| TextError::Tokenizer(error.to_string()))?;
         inner.with_padding(None);
+        // From here on the library treats the text of a control token as plain text.
         inner.set_encode_special_tokens(true);
         // A word cache shared by all callers would reveal the words of one caller
         // to another by their timing.
@@ -129,6 +130,7 @@ impl Tokenizer {
     /// in pieces.
     pub fn decode(&self, ids: &[u32]) -> String {
         let bytes: Vec<u8> = ids.iter().flat_map(|&id| self.text_bytes(id)).copied().collect();
+        // Sentencepiece adds leading spaces that are not part of the text.
         let spaces = bytes.iter().take(self.pieces.strip_spaces).take_while(|&&b| b == b' ');
         String::from_utf8_lossy(&bytes[spaces.count()..]).into_owned()
     }

@@ -79,7 +79,9 @@ impl Write for Counted<'_> {
 /// counted.
 pub(super) fn checked_environment(allowance: &Arc<Allowance>) -> Environment<'static> {
     let mut environment = Environment::new();
+    // Templates test optional fields of messages, which are undefined here.
     environment.set_undefined_behavior(UndefinedBehavior::Lenient);
+    // Deep macro calls would use up the thread's stack.
     environment.set_recursion_limit(100);
     // These filters pad or repeat by a number, or make lists of lists, so counting
     // their output would be complex. No chat template needs them.
@@ -169,6 +171,7 @@ fn add(allowance: &Allowance, a: &Value, b: &Value) -> Result<Value, Error> {
 
 fn multiply(allowance: &Allowance, a: &Value, b: &Value) -> Result<Value, Error> {
     if a.is_number() && b.is_number() {
+        // Numbers cannot grow into long texts, so they are not counted.
         return number(a, b, i128::checked_mul, |a, b| a * b);
     }
     let (text, times) = if a.as_str().is_some() { (a, b) } else { (b, a) };
@@ -234,6 +237,7 @@ fn join(allowance: &Allowance, list: &Value, between: &str) -> Result<Value, Err
 }
 
 fn replace(allowance: &Allowance, text: &str, from: &str, to: &str) -> Result<Value, Error> {
+    // An empty pattern matches before each character and at the end.
     let found = if from.is_empty() { text.len() + 1 } else { text.matches(from).count() };
     allowance.take(text.len().saturating_add(found.saturating_mul(to.len())))?;
     Ok(Value::from(text.replace(from, to)))
@@ -243,11 +247,13 @@ fn replace(allowance: &Allowance, text: &str, from: &str, to: &str) -> Result<Va
 /// and with a space after `,` and `:` as in Python.
 fn to_json(allowance: &Allowance, value: &Value, options: &Kwargs) -> Result<Value, Error> {
     let indent: Option<usize> = options.get("indent")?;
+    // Accepted and not used: non-ASCII text stays readable either way.
     let _: Option<bool> = options.get("ensure_ascii")?;
     options.assert_all_used()?;
     let mut writer = JsonWriter { bytes: Vec::new(), allowance };
     let written = match indent {
         Some(width) => {
+            // Bounded: the width is a number of the template's choice.
             let spaces = " ".repeat(width.min(16));
             let format = serde_json::ser::PrettyFormatter::with_indent(spaces.as_bytes());
             write_json(value, &mut writer, format)

@@ -1,4 +1,4 @@
-//! The key table: statements and conversions, nothing else.
+//! The rows of the key table: SQL statements and conversions.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::OpenOptionsExt;
@@ -10,8 +10,8 @@ use tollgate_domain::{KeyId, PlanName, TenantId, UtcTime};
 
 use super::{KeyRecord, KeyStoreError};
 
-/// Opens the database, making it with mode 0600 if there is none and bringing
-/// an older one up to date.
+/// Opens the database. Creates it with mode 0600 if there is none, and migrates an
+/// older format.
 pub(super) fn open(path: &Path) -> Result<Connection, KeyStoreError> {
     OpenOptions::new()
         .append(true)
@@ -24,7 +24,7 @@ pub(super) fn open(path: &Path) -> Result<Connection, KeyStoreError> {
     connection.busy_timeout(Duration::from_secs(5)).map_err(fault)?;
     connection.execute_batch(SETTINGS).map_err(fault)?;
     if format(&connection).map_err(fault)? != FORMAT {
-        // Several processes may come here at once: the first does it.
+        // Several processes may be here at the same time; the first migrates.
         let transaction =
             connection.transaction_with_behavior(TransactionBehavior::Immediate).map_err(fault)?;
         match format(&transaction).map_err(fault)? {
@@ -45,19 +45,19 @@ fn format(connection: &Connection) -> rusqlite::Result<i64> {
     connection.query_row("PRAGMA user_version", [], |row| row.get(0))
 }
 
-/// A number that changes when another connection changes the database.
+/// Returns a number that changes when another connection changes the database.
 pub(super) fn data_version(connection: &Connection) -> Result<i64, KeyStoreError> {
     connection.query_row("PRAGMA data_version", [], |row| row.get(0)).map_err(fault_at(connection))
 }
 
-/// The number of the next change, later than all there are.
+/// Returns the number of the next change, which is above all existing numbers.
 pub(super) fn next_change(connection: &Connection) -> Result<i64, KeyStoreError> {
     connection
         .query_row("SELECT COALESCE(MAX(changed), 0) + 1 FROM keys", [], |row| row.get(0))
         .map_err(fault_at(connection))
 }
 
-/// How many keys there are.
+/// Returns the number of keys.
 pub(super) fn count(connection: &Connection) -> Result<usize, KeyStoreError> {
     let count: i64 = connection
         .query_row("SELECT COUNT(*) FROM keys", [], |row| row.get(0))
@@ -72,7 +72,7 @@ pub(super) fn changed_since(
     mut take: impl FnMut(Stored) -> Result<(), KeyStoreError>,
 ) -> Result<(), KeyStoreError> {
     let fault = fault_at(connection);
-    // All of them are read in the table's own order, a row at a time.
+    // For all rows, a scan of the table is faster than the index.
     let way = if since == 0 { "NOT INDEXED" } else { "" };
     let sql = format!("SELECT {COLUMNS} FROM keys {way} WHERE changed > ?1");
     let mut statement = connection.prepare_cached(&sql).map_err(&fault)?;
@@ -83,8 +83,7 @@ pub(super) fn changed_since(
     Ok(())
 }
 
-/// All keys as lists show them, by tenant and age; of one tenant where one is
-/// named.
+/// Returns the keys of `tenant`, or of all tenants, ordered by tenant and age.
 pub(super) fn list(
     connection: &Connection,
     tenant: Option<&TenantId>,
@@ -102,6 +101,7 @@ pub(super) fn list(
     Ok(records)
 }
 
+/// Returns the key with the id `id`.
 pub(super) fn find(connection: &Connection, id: &KeyId) -> Result<KeyRecord, KeyStoreError> {
     let stored = connection
         .query_row(
@@ -114,6 +114,7 @@ pub(super) fn find(connection: &Connection, id: &KeyId) -> Result<KeyRecord, Key
     stored.ok_or_else(|| KeyStoreError::Unknown(id.clone()))?.record()
 }
 
+/// Inserts a new key with the HMAC `mac`, under the change number `change`.
 pub(super) fn insert(
     connection: &Connection,
     record: &KeyRecord,
@@ -156,7 +157,7 @@ pub(super) fn insert(
     Ok(())
 }
 
-/// Writes what may change in a key: its end.
+/// Updates the columns of a key that may change: those about its end.
 pub(super) fn update(
     connection: &Connection,
     record: &KeyRecord,
@@ -175,7 +176,7 @@ pub(super) fn update(
     Ok(())
 }
 
-/// Names the file in an error.
+/// Returns a function that adds the path of the database to an error.
 pub(super) fn fault_at(
     connection: &Connection,
 ) -> impl Fn(rusqlite::Error) -> KeyStoreError + use<> {
@@ -183,12 +184,12 @@ pub(super) fn fault_at(
     move |source| KeyStoreError::Database { path: path.clone(), source }
 }
 
-/// A row holds in `column` what no version writes.
+/// Returns the error that `column` of a row holds a value that no version writes.
 pub(super) fn damaged(id: &str, column: &'static str) -> KeyStoreError {
     KeyStoreError::Row { id: id.to_owned(), column }
 }
 
-/// A row as the database gives it.
+/// A row of the database, not checked yet.
 pub(super) struct Stored {
     pub(super) id: String,
     tenant: String,
@@ -203,7 +204,7 @@ pub(super) struct Stored {
     plan: Option<String>,
 }
 
-/// What a request is checked against, checked itself.
+/// The checked values of a row that the check of a request needs.
 pub(super) struct Checked {
     pub(super) tenant: TenantId,
     pub(super) mac: [u8; 32],
@@ -214,7 +215,7 @@ pub(super) struct Checked {
 }
 
 impl Stored {
-    /// In the order of [`COLUMNS`].
+    /// Reads a row with the columns in the order of [`COLUMNS`].
     fn read(row: &Row<'_>) -> rusqlite::Result<Self> {
         Ok(Self {
             id: row.get(0)?,
@@ -281,8 +282,9 @@ const FORMAT: i64 = 2;
 const COLUMNS: &str = "id, tenant, mac, label, scopes, created_at, expires_at, revoked_at, \
                        ends_requests, rotated_from, plan";
 const SETTINGS: &str = "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;";
-/// Times are nanoseconds since 1970 in UTC. `changed` is the number of the
-/// row's latest change: whoever follows reads those beyond what it has seen.
+/// The table of keys. Times are Unix nanoseconds. `changed` is the number of the
+/// row's latest change; a process that follows reads the rows with higher numbers
+/// than it has seen.
 const SCHEMA: &str = "
 CREATE TABLE keys (
     id            TEXT PRIMARY KEY,
