@@ -59,18 +59,18 @@ pub struct Model {
     /// strings that the template reads: bos_token, eos_token
     #[prost(string, tag = "9")]
     pub template_context_json: ::prost::alloc::string::String,
-    /// absent: the model recommends nothing
+    /// absent if the publisher recommends none
     #[prost(message, optional, tag = "10")]
     pub sampling_defaults: ::core::option::Option<SamplingDefaults>,
 }
-/// The sampling parameters of a request that names none, as the model's publisher
-/// recommends them. Absent: no recommendation.
+/// The sampling parameters that the model's publisher recommends for requests that
+/// name none. A parameter without a recommendation is absent.
 #[derive(Clone, Copy, PartialEq, ::prost::Message)]
 pub struct SamplingDefaults {
-    /// 0 is greedy
+    /// 0 takes the likeliest token
     #[prost(float, optional, tag = "1")]
     pub temperature: ::core::option::Option<f32>,
-    /// 0: all tokens
+    /// 0 for all tokens
     #[prost(uint32, optional, tag = "2")]
     pub top_k: ::core::option::Option<u32>,
     #[prost(float, optional, tag = "3")]
@@ -178,7 +178,7 @@ pub struct Sampling {
     /// number of likeliest tokens to sample from; 0 for all
     #[prost(uint32, tag = "8")]
     pub top_k: u32,
-    /// 0: none, the same as 1
+    /// 0 and 1 change nothing
     #[prost(float, tag = "9")]
     pub repetition_penalty: f32,
 }
