@@ -10,7 +10,7 @@ use bytes::BytesMut;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
-use tollgate_config::Config;
+use tollgate_config::{Config, Gateway};
 use tollgate_loadtest::client::{Protocol, Target};
 use tollgate_loadtest::frames::{self, Ends, Frame, FrameKind};
 
@@ -60,7 +60,14 @@ pub(super) async fn probe(
                 .await?,
         );
     }
-    for (key, configured, why) in [
+    rows.extend(not_probed(gateway));
+    Ok(rows)
+}
+
+/// Returns the limits that a probe cannot test, each with the reason.
+fn not_probed(gateway: &Gateway) -> Vec<ProbeResult> {
+    let (connections, times) = (&gateway.connections, &gateway.timeouts);
+    [
         (
             "connections.total",
             connections.total.to_string(),
@@ -96,10 +103,12 @@ pub(super) async fn probe(
             shown(gateway.deadlines.request),
             "the probe would take as long as the limit",
         ),
-    ] {
-        rows.push(ProbeResult::new(format!("gateway.{key}"), configured).not_probed(why));
-    }
-    Ok(rows)
+    ]
+    .into_iter()
+    .map(|(key, configured, why)| {
+        ProbeResult::new(format!("gateway.{key}"), configured).not_probed(why)
+    })
+    .collect()
 }
 
 /// The phase in which a connection stops sending.

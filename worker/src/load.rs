@@ -46,7 +46,7 @@ pub(crate) struct Loaded {
 
 /// The source of a backend.
 enum Source<'a> {
-    Model(ModelFiles),
+    Model(Box<ModelFiles>),
     Synthetic(&'a SyntheticDevice),
 }
 
@@ -78,7 +78,7 @@ pub(crate) struct Asset {
 /// large model.
 pub(crate) fn load(options: &WorkerOptions) -> Result<Loaded, WorkerError> {
     let engine = match &options.engine {
-        EngineChoice::Model => Source::Model(ModelFiles::open(&options.model)?),
+        EngineChoice::Model => Source::Model(Box::new(ModelFiles::open(&options.model)?)),
         EngineChoice::Synthetic(device) => Source::Synthetic(device),
     };
     let path = options.model.join("tokenizer.json");

@@ -19,18 +19,18 @@ const SINGLE: usize = 16;
 /// The engine's end. Dropping it without [`Self::finish`] reports that the engine
 /// failed.
 pub(crate) struct Outbox {
-    shared: Arc<Mutex<Shared>>,
+    queue: Arc<Mutex<Queue>>,
 }
 
 /// The gateway's end: a stream of the events.
 pub(crate) struct Inbox {
-    shared: Arc<Mutex<Shared>>,
+    queue: Arc<Mutex<Queue>>,
     /// Called when the gateway drops its end.
     on_drop: Option<Box<dyn FnOnce() + Send>>,
 }
 
 #[derive(Default)]
-struct Shared {
+struct Queue {
     events: VecDeque<Event>,
     /// `Some` once the queue is complete, with the error if the engine failed.
     end: Option<Option<Status>>,
@@ -39,51 +39,51 @@ struct Shared {
 
 /// Creates a queue. `on_drop` runs when the gateway's end is dropped.
 pub(crate) fn channel(on_drop: impl FnOnce() + Send + 'static) -> (Outbox, Inbox) {
-    let shared = Arc::<Mutex<Shared>>::default();
-    let inbox = Inbox { shared: Arc::clone(&shared), on_drop: Some(Box::new(on_drop)) };
-    (Outbox { shared }, inbox)
+    let queue = Arc::<Mutex<Queue>>::default();
+    let inbox = Inbox { queue: Arc::clone(&queue), on_drop: Some(Box::new(on_drop)) };
+    (Outbox { queue }, inbox)
 }
 
 impl Outbox {
     pub(crate) fn push(&self, event: Event) {
-        let mut shared = lock(&self.shared);
-        shared.events.push_back(event);
-        shared.wake();
+        let mut queue = lock(&self.queue);
+        queue.events.push_back(event);
+        queue.wake();
     }
 
     /// Queues text and tokens. If many events are queued, the delta joins the last
     /// delta of the same choice. The joined delta moves to the end of the queue,
     /// because its meter readings must not precede older ones.
     pub(crate) fn push_delta(&self, delta: Delta) {
-        let mut shared = lock(&self.shared);
-        let earlier = (shared.events.len() >= SINGLE)
-            .then(|| shared.events.iter().rposition(|event| is_delta_of(event, delta.choice)))
+        let mut queue = lock(&self.queue);
+        let earlier = (queue.events.len() >= SINGLE)
+            .then(|| queue.events.iter().rposition(|event| is_delta_of(event, delta.choice)))
             .flatten()
-            .and_then(|place| shared.events.remove(place));
+            .and_then(|place| queue.events.remove(place));
         let delta = match earlier {
             Some(Event::Delta(earlier)) => joined(earlier, delta),
             _ => delta,
         };
-        shared.events.push_back(Event::Delta(delta));
-        shared.wake();
+        queue.events.push_back(Event::Delta(delta));
+        queue.wake();
     }
 
     /// Queues the last event.
     pub(crate) fn finish(&self, event: Event) {
-        let mut shared = lock(&self.shared);
-        shared.events.push_back(event);
-        shared.end.get_or_insert(None);
-        shared.wake();
+        let mut queue = lock(&self.queue);
+        queue.events.push_back(event);
+        queue.end.get_or_insert(None);
+        queue.wake();
     }
 }
 
 impl Drop for Outbox {
     fn drop(&mut self) {
-        let mut shared = lock(&self.shared);
+        let mut queue = lock(&self.queue);
         // `finish` has set the end already if the engine ended the request in
         // order.
-        shared.end.get_or_insert(Some(Status::internal("the worker's engine failed")));
-        shared.wake();
+        queue.end.get_or_insert(Some(Status::internal("the worker's engine failed")));
+        queue.wake();
     }
 }
 
@@ -98,14 +98,14 @@ impl Stream for Inbox {
     type Item = Result<RunEvent, Status>;
 
     fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        let mut shared = lock(&self.shared);
-        if let Some(event) = shared.events.pop_front() {
+        let mut queue = lock(&self.queue);
+        if let Some(event) = queue.events.pop_front() {
             return Poll::Ready(Some(Ok(RunEvent { event: Some(event) })));
         }
-        match &mut shared.end {
+        match &mut queue.end {
             Some(error) => Poll::Ready(error.take().map(Err)),
             None => {
-                shared.waker = Some(context.waker().clone());
+                queue.waker = Some(context.waker().clone());
                 Poll::Pending
             }
         }
@@ -120,7 +120,7 @@ impl Drop for Inbox {
     }
 }
 
-impl Shared {
+impl Queue {
     fn wake(&mut self) {
         if let Some(waker) = self.waker.take() {
             waker.wake();
@@ -129,8 +129,8 @@ impl Shared {
 }
 
 /// Ignores poisoning: no panic can leave a change half done.
-fn lock(shared: &Mutex<Shared>) -> MutexGuard<'_, Shared> {
-    shared.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock(queue: &Mutex<Queue>) -> MutexGuard<'_, Queue> {
+    queue.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn is_delta_of(event: &Event, choice: u32) -> bool {

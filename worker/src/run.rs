@@ -117,22 +117,9 @@ impl Started {
         let epoch = new_epoch().map_err(WorkerError::Thread)?;
         let clock = Arc::new(SystemClock::new());
         let mut loaded = load::load(options)?;
-        let uuid = loaded.backend.device().uuid.clone();
-        let is_watched = loaded.backend.device().class.is_gpu() || options.health.nvml.is_some();
-        // The energy counter of a shared GPU includes the work of other workers.
-        let is_ours = options.gpu.turn.is_none();
         let (health, meter) = (LatestHealth::default(), Meter::default());
-        let watch = || {
-            Monitor::start(MonitorParts {
-                options: options.health.clone(),
-                uuid: uuid.clone(),
-                clock: clock.clone(),
-                health: health.clone(),
-                meter: is_ours.then(|| meter.clone()),
-            })
-        };
-        let monitor = (is_watched && !uuid.is_empty()).then(watch).transpose();
-        let monitor = monitor.map_err(WorkerError::Thread)?;
+        let monitor =
+            start_monitor(options, loaded.backend.device(), clock.clone(), &health, &meter)?;
         // The accounts of device time and of energy begin here.
         let began = clock.now();
         let counter = meter.now(began);
@@ -185,6 +172,31 @@ impl Started {
         };
         Ok(Self { service, engine, journal, journal_folder, monitor })
     }
+}
+
+/// Starts the health monitor of a GPU. Returns `None` for a device that has no
+/// driver to ask.
+fn start_monitor(
+    options: &WorkerOptions,
+    device: &DeviceInfo,
+    clock: Arc<dyn Clock>,
+    health: &LatestHealth,
+    meter: &Meter,
+) -> Result<Option<Monitor>, WorkerError> {
+    let is_monitored = device.class.is_gpu() || options.health.nvml.is_some();
+    if !is_monitored || device.uuid.is_empty() {
+        return Ok(None);
+    }
+    // The energy counter of a shared GPU includes the work of other workers.
+    let is_ours = options.gpu.turn.is_none();
+    let parts = MonitorParts {
+        options: options.health.clone(),
+        uuid: device.uuid.clone(),
+        clock,
+        health: health.clone(),
+        meter: is_ours.then(|| meter.clone()),
+    };
+    Monitor::start(parts).map(Some).map_err(WorkerError::Thread)
 }
 
 /// Returns the cost table. Measures it, if necessary, in a turn of the GPU, so that
