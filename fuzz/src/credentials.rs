@@ -1,6 +1,5 @@
-//! Keys and tokens: whatever a client shows, nobody is let in who has not been
-//! given a key or a signature. The keys here are drawn at the start and told
-//! to no corpus.
+//! Keys and tokens: no hostile credential authenticates. The keys of this target
+//! are random and in no corpus.
 
 use std::path::Path;
 use std::sync::OnceLock;
@@ -12,22 +11,22 @@ use tollgate_domain::{TenantId, UtcTime};
 use tollgate_gateway::Authenticator;
 use tollgate_gateway::auth::{IssuerKeys, IssuerOptions, KeyOptions, KeySecret, KeyStore};
 
-/// Within the lifetime of the corpus's tokens.
+/// A time within the lifetime of the tokens in the corpus.
 const NOW: UtcTime = UtcTime(1_800_000_000_000_000_000);
 
 pub(crate) fn credential(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
     if let Some(key) = KeySecret::parse(&text) {
-        assert_eq!(key.expose(), text, "a key is read as it was written");
+        assert_eq!(key.expose(), text, "the parsed key differs from its text");
         let secret = text.rsplit_once('.').map_or("", |(_, secret)| secret);
-        assert!(!format!("{key:?}").contains(secret), "what is printed is no secret");
+        assert!(!format!("{key:?}").contains(secret), "the debug form shows the secret");
     }
     let Ok(value) = HeaderValue::from_bytes(data) else { return };
     let bearer = HeaderValue::from_bytes(&[b"Bearer ", data].concat());
     for value in [Some(value), bearer.ok()].into_iter().flatten() {
         let headers = HeaderMap::from_iter([(header::AUTHORIZATION, value)]);
         let found = authenticator().authenticate(&headers, None, NOW);
-        assert!(found.is_err(), "let in: {found:?}");
+        assert!(found.is_err(), "a hostile credential authenticated: {found:?}");
     }
 }
 

@@ -1,6 +1,6 @@
-//! What reads hostile bytes, as functions of bytes that assert what must hold.
-//! The gate replays the corpora and mutates them; cargo-fuzz runs the same
-//! functions on demand.
+//! Fuzz targets: functions of bytes that call every reader of hostile input and
+//! assert what must hold. The gate replays and mutates the corpora; cargo-fuzz runs
+//! the same functions on demand.
 
 mod config;
 mod credentials;
@@ -17,10 +17,10 @@ use std::path::{Path, PathBuf};
 use tollgate_edge::fuzz as edge;
 use tollgate_gateway::fuzz as gateway;
 
-/// A target: it panics where something does not hold.
+/// A target. The function panics if a property does not hold.
 pub type Target = fn(&[u8]);
 
-/// Every target, by the name of its corpus.
+/// All targets, by the names of their corpora.
 pub const TARGETS: [(&str, Target); 18] = [
     ("proxy_header", edge::proxy_header),
     ("request_head", edge::request_head),
@@ -42,20 +42,21 @@ pub const TARGETS: [(&str, Target); 18] = [
     ("sse", sse::events),
 ];
 
-/// The target of that name.
+/// Returns the target with that name.
 pub fn target(name: &str) -> Option<Target> {
     TARGETS.iter().find(|(known, _)| *known == name).map(|&(_, target)| target)
 }
 
-/// The folder of a target's corpus.
+/// Returns the folder of a target's corpus.
 pub fn corpus_folder(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(name)
 }
 
-/// A target's corpus, in order of its names, and an empty input.
+/// Returns the inputs of a target's corpus, ordered by file name, after an empty
+/// input.
 ///
 /// # Errors
-/// When it cannot be read.
+/// The corpus cannot be read.
 pub fn corpus(name: &str) -> std::io::Result<Vec<Vec<u8>>> {
     let mut paths: Vec<PathBuf> = fs::read_dir(corpus_folder(name))?
         .map(|entry| entry.map(|entry| entry.path()))

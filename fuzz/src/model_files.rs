@@ -1,6 +1,5 @@
-//! A model folder from a stranger: its config and the header of its weights
-//! are understood within bounds or refused, and no tensor reaches out of its
-//! file.
+//! Hostile model files: the config and the header of the weights are either read
+//! within bounds or refused, and no tensor reaches beyond its file.
 
 use std::fs;
 use std::path::Path;
@@ -16,7 +15,7 @@ pub(crate) fn config(data: &[u8]) {
     assert!(config.end_tokens.iter().all(|&token| token < config.vocabulary));
     assert!(config.windows.len() == config.layers as usize);
     assert!(config.norm_epsilon.is_finite());
-    // What is multiplied from it fits.
+    // Products of these figures must fit their types.
     let width = config.query_width().max(config.kv_width());
     assert!(width < 1 << 32 && width > 0);
 }

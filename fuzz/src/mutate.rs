@@ -1,43 +1,43 @@
-//! Mutations of known inputs, drawn from a seed: the same seed gives the same
-//! inputs on every machine.
+//! Mutations of known inputs by a seed. The same seed gives the same inputs on
+//! every machine.
 
-/// An input no longer than this is what a mutation gives.
-const LONGEST: usize = 64 * 1024;
+/// Bytes of the longest mutation.
+const MAX_BYTES: usize = 64 * 1024;
 
-/// Draws inputs.
+/// A generator of mutated inputs.
 #[derive(Debug)]
 pub struct Mutator {
     state: u64,
 }
 
 impl Mutator {
-    /// One that draws by `seed`.
+    /// Makes a generator with the seed `seed`.
     pub fn new(seed: u64) -> Self {
         Self { state: seed }
     }
 
-    /// A mutation of one of `corpus`, which holds at least one input.
+    /// Returns a mutation of one of the inputs in `corpus`, which must not be empty.
     pub fn draw(&mut self, corpus: &[Vec<u8>]) -> Vec<u8> {
         let mut input = self.pick(corpus).clone();
         for _ in 0..=self.below(4) {
             self.change(&mut input, corpus);
         }
-        input.truncate(LONGEST);
+        input.truncate(MAX_BYTES);
         input
     }
 
     fn change(&mut self, input: &mut Vec<u8>, corpus: &[Vec<u8>]) {
         let at = self.below(input.len() + 1);
         match self.below(9) {
-            // A bit or a byte.
+            // Change a bit or a byte.
             0 => self.at(input, |byte, random| *byte ^= 1 << (random % 8)),
             1 => self.at(input, |byte, random| *byte = random as u8),
-            // A byte with a meaning to somebody.
+            // Write a byte that has a meaning in some format.
             2 => {
-                let telling = *self.pick(b"\0\x01\x7f\x80\xff\"\\{}[]<|>.,:=-09eE \n\t");
-                self.at(input, |byte, _| *byte = telling);
+                let special = *self.pick(b"\0\x01\x7f\x80\xff\"\\{}[]<|>.,:=-09eE \n\t");
+                self.at(input, |byte, _| *byte = special);
             }
-            // A number at its edges, in the width that fits.
+            // Write a number at the edge of a type, in some width.
             3 => {
                 let number =
                     *self.pick(&[0, 1, 0x7f, 0x80, 0xffff, u32::MAX as u64, 1 << 40, u64::MAX]);
@@ -45,26 +45,26 @@ impl Mutator {
                 let bytes = number.to_le_bytes();
                 splice(input, at, width, &bytes[..width]);
             }
-            // Less of it.
+            // Remove bytes.
             4 => {
                 let less = self.below(16);
                 splice(input, at, less, &[]);
             }
             5 => input.truncate(at),
-            // More of the same.
+            // Repeat a part.
             6 => {
                 let end = (at + self.below(64)).min(input.len());
                 let again = input[at..end].repeat(self.below(8));
                 splice(input, at, 0, &again);
             }
-            // A part of another.
+            // Insert a part of another input.
             7 => {
                 let other = self.pick(corpus).clone();
                 let from = self.below(other.len() + 1);
                 let to = (from + self.below(128)).min(other.len());
                 splice(input, at, 0, &other[from..to]);
             }
-            // Words that are read in many places.
+            // Insert a word that many formats use.
             _ => {
                 let word = *self.pick(&WORDS);
                 splice(input, at, 0, word.as_bytes());
@@ -87,7 +87,7 @@ impl Mutator {
         (self.next() % end.max(1) as u64) as usize
     }
 
-    /// SplitMix64.
+    /// Returns the next number of the SplitMix64 generator.
     fn next(&mut self) -> u64 {
         self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.state;
@@ -97,7 +97,7 @@ impl Mutator {
     }
 }
 
-/// Puts `piece` in the place of up to `width` bytes at `at`.
+/// Replaces up to `width` bytes at `at` by `piece`.
 fn splice(input: &mut Vec<u8>, at: usize, width: usize, piece: &[u8]) {
     let end = (at + width).min(input.len());
     input.splice(at..end, piece.iter().copied());

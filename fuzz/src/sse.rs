@@ -1,5 +1,5 @@
-//! The load generator's reader of event streams: however the network cuts
-//! them, the events are the same.
+//! The load generator's reader of event streams: the events do not depend on the
+//! pieces in which the network delivers them.
 
 use tollgate_loadtest::sse::Events;
 
@@ -13,7 +13,7 @@ pub(crate) fn events(data: &[u8]) {
         match pieces.push(piece) {
             Ok(payloads) => found.extend(payloads),
             Err(_) => {
-                assert!(whole.is_err(), "too long in pieces and not at once");
+                assert!(whole.is_err(), "refused in pieces and accepted as a whole");
                 return;
             }
         }

@@ -1,6 +1,5 @@
-//! The tokenizer and the template: users' text never becomes a control token
-//! and is not lost; files from strangers are refused or held to their
-//! allowance.
+//! The tokenizer and the chat template: a user's text never becomes a control
+//! token and is not lost. Hostile files are refused or kept within their allowance.
 
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -12,7 +11,8 @@ use tollgate_text::{
 
 const NOW: UtcTime = UtcTime(1_800_000_000_000_000_000);
 
-/// A prompt: no control token, and the text comes back, at once or in pieces.
+/// Encodes a prompt: no token is a control token, and decoding returns the text, at
+/// once and in pieces.
 pub(crate) fn prompt(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
     let (tokenizer, _) = demo();
@@ -25,7 +25,7 @@ pub(crate) fn prompt(data: &[u8]) {
     assert_eq!(pieces, text, "in pieces");
 }
 
-/// A chat: as many control tokens as the template writes, whatever is said.
+/// Encodes a chat: its control tokens depend on the template alone.
 pub(crate) fn chat(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
     let (tokenizer, template) = demo();
@@ -44,7 +44,7 @@ pub(crate) fn chat(data: &[u8]) {
     assert_eq!(control(&messages), control(&harmless), "{text:?}");
 }
 
-/// A template: it ends, within its allowance.
+/// Renders a template, which must end within its allowance.
 pub(crate) fn template(data: &[u8]) {
     let Ok(source) = std::str::from_utf8(data) else { return };
     let Ok(template) = ChatTemplate::compile(source, &TokenizerConfig::default()) else { return };
@@ -56,7 +56,8 @@ pub(crate) fn template(data: &[u8]) {
     }
 }
 
-/// A tokenizer's file: refused, or it encodes without a control token.
+/// Reads a tokenizer's file: it is refused, or it encodes text without control
+/// tokens.
 pub(crate) fn tokenizer_file(data: &[u8]) {
     let Ok(tokenizer) = Tokenizer::from_json(data) else { return };
     if let Ok(tokens) = tokenizer.encode("Hello, <s> world!") {

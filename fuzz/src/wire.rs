@@ -1,5 +1,5 @@
-//! What a worker says, before it is compared with anything: blocks balance or
-//! do not exist, and tables price everything.
+//! Messages of a worker: a block balances or is rejected, and a cost table prices
+//! every request.
 
 use prost::Message as _;
 use tollgate_domain::{Block, CostTable, DeviceNanos, PromptWork};
@@ -21,13 +21,14 @@ pub(crate) fn journal_block(data: &[u8]) {
     assert_eq!(drew, parts.energy.map(|energy| energy.0));
     assert!(parts.finished.iter().all(|it| it.usage.cached_tokens <= it.usage.prompt_tokens));
     let again = Block::try_from(v1::JournalBlock::from(block.clone()));
-    assert_eq!(again, Ok(block.clone()), "it survives the wire");
-    // Nothing is lost of what is not believed.
+    assert_eq!(again, Ok(block.clone()), "the block changed on the wire");
+    // A block stays balanced when some of its shares are rejected.
     let without = block.without(|_, attempt| attempt.attempt % 2 == 0);
     assert_eq!(Block::try_from(without.clone().into_parts()), Ok(without));
 }
 
-/// The last byte says what was heard before.
+/// Checks a block against the orders of the gateway. The last byte chooses the state
+/// before the block.
 pub(crate) fn journal_judged(data: &[u8]) {
     let Some((&state, message)) = data.split_last() else { return };
     if let Ok(message) = v1::JournalBlock::decode(message) {
@@ -35,7 +36,7 @@ pub(crate) fn journal_judged(data: &[u8]) {
     }
 }
 
-/// Events one after the other, each with its length before it.
+/// Checks a sequence of events, each with its length before it.
 pub(crate) fn run_events(mut data: &[u8]) {
     let mut events = Vec::new();
     while !data.is_empty() && events.len() < 1_000 {

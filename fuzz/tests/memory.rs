@@ -1,5 +1,5 @@
-//! T38: what a body costs in memory while it is read, counted by the
-//! allocator: at most four times its size, whatever it is made of.
+//! Memory for parsing a body (threat T38), counted by the allocator: at most four
+//! times the size of the body.
 #![allow(missing_docs)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -12,8 +12,8 @@ struct Counting;
 static NOW: AtomicUsize = AtomicUsize::new(0);
 static MOST: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: every call goes to the system's allocator as it came; counting
-// beside it touches no memory of its own.
+// SAFETY: every call goes unchanged to the system's allocator; counting allocates
+// nothing.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
@@ -32,7 +32,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// The largest body that is taken.
+/// Bytes of the largest body that the gateway reads.
 const SIZE: usize = 2 << 20;
 
 #[test]
@@ -77,7 +77,7 @@ fn body_memory_stays_within_four_times_size() {
             assert!(cost <= 4 * bomb.len(), "{name}, {what}: {cost} bytes for {}", bomb.len());
             assert!(
                 NOW.load(Ordering::Relaxed) <= before + 4_096,
-                "{name}, {what}: something stays"
+                "{name}, {what}: memory was not freed"
             );
         }
     }

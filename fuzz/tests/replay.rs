@@ -1,6 +1,5 @@
-//! Every corpus as it is, then mutated a fixed number of times from a fixed
-//! seed: bounded by counts, so that a slow machine finds the same as a fast
-//! one, later.
+//! Replays every corpus, then mutates it a fixed number of times from a fixed seed.
+//! Counts bound the run, so a slow machine finds the same failures as a fast one.
 #![allow(missing_docs)]
 
 use std::fs;
@@ -10,7 +9,7 @@ use std::path::Path;
 use tollgate_fuzz::mutate::Mutator;
 use tollgate_fuzz::{TARGETS, Target, corpus, corpus_folder};
 
-/// Mutations of each target in the gate; the slow ones less.
+/// Returns the number of mutations of a target in the gate; slow targets get fewer.
 fn mutations(name: &str) -> usize {
     match name {
         "safetensors" | "chat" => 300,
@@ -39,7 +38,7 @@ fn mutations_of_every_corpus_hold() {
     }
 }
 
-/// As much as one likes: `FUZZ_TARGET`, `FUZZ_SEED` and `FUZZ_COUNT` say what.
+/// Runs the target, seed and count in `FUZZ_TARGET`, `FUZZ_SEED` and `FUZZ_COUNT`.
 #[test]
 #[ignore = "cargo xtask fuzz --own runs it"]
 #[allow(clippy::disallowed_methods, reason = "a test is told by its runner what to run")]
@@ -55,7 +54,7 @@ fn on_demand() {
 }
 
 fn run(name: &str, target: Target, seed: u64, count: usize) {
-    let corpus = corpus(name).expect("it was read before");
+    let corpus = corpus(name).expect("a readable corpus");
     let mut mutator = Mutator::new(seed);
     for number in 0..count {
         let input = mutator.draw(&corpus);

@@ -48,8 +48,8 @@ pub(crate) struct Api {
     pub(crate) draining: CancellationToken,
 }
 
-/// Answers a request for work in the dialect `interface`. Counts a refusal against the tenant, because
-/// clients that ignore `retry-after` accumulate a penalty.
+/// Answers a request for work in the dialect `interface`. Counts a refusal against
+/// the tenant, because clients that ignore `retry-after` accumulate a penalty.
 pub(crate) async fn generate(
     api: Api,
     call: Call,
@@ -162,7 +162,7 @@ impl Api {
         interface.parse(json::text(body, limits.json_depth)?, &request_limits(limits))
     }
 
-    /// The model named `name`, if the caller may use it and it is served now.
+    /// Returns the model `name`, if the caller may use it and a worker serves it now.
     fn model(
         &self,
         caller: &AuthenticatedCaller,
@@ -176,7 +176,7 @@ impl Api {
         }
         match route::offer(self.serving.workers(), name) {
             Some(served) => Ok(served),
-            // A worker that drains still says that the model exists.
+            // A model that exists but has no free worker is worth a retry.
             None if self.knows(&model) => Err(ApiError::NoWorker { model: name.to_owned() }),
             None => Err(unknown()),
         }

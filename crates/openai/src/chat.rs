@@ -11,7 +11,7 @@ use tollgate_text::{ChatMessage, Prompt, Role};
 use crate::fields::{Field, Neutral, Violation, known_fields, object};
 use crate::logprobs::ChatLogprobs;
 use crate::request::{MAX_IDENTIFIER_BYTES, max_tokens, request_fields};
-use crate::response_builder::render;
+use crate::response::render;
 use crate::usage::finish_reason;
 use crate::{
     ChunkPart, CompletionRequest, Interface, MaxTokens, RequestLimits, ResponseMeta, WholeResponse,

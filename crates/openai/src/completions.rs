@@ -8,7 +8,7 @@ use tollgate_text::Prompt;
 use crate::fields::{Field, Neutral, Violation, object};
 use crate::logprobs::CompletionLogprobs;
 use crate::request::{max_tokens, request_fields};
-use crate::response_builder::render;
+use crate::response::render;
 use crate::usage::finish_reason;
 use crate::{
     ChunkPart, CompletionRequest, Interface, RequestLimits, ResponseChoice, ResponseMeta,

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use tollgate_domain::{StopReason, TextDelta, TokenLogprob};
+use tollgate_domain::{RequestId, StopReason, TextDelta, TokenLogprob};
 
 use crate::{CompletionRequest, Echo, RequestLimits, ResponseMeta, Violation, WholeResponse};
 
@@ -17,6 +17,13 @@ pub trait Interface: fmt::Debug + Send + Sync {
 
     /// Returns the prefix of response ids, such as `chatcmpl-`.
     fn id_prefix(&self) -> &'static str;
+
+    /// Returns the id of the response to `request`. It differs from the id in the
+    /// header by its prefix alone, so that either id leads to the other.
+    fn response_id(&self, request: &RequestId) -> String {
+        let bare = request.as_str().strip_prefix("req-").unwrap_or(request.as_str());
+        format!("{}{bare}", self.id_prefix())
+    }
 
     /// Returns the value of `object` in the chunks of a stream.
     fn chunk_object(&self) -> &'static str;

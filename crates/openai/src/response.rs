@@ -1,16 +1,17 @@
-//! The facts that every part of one response repeats.
+//! The facts that every part of one response repeats, and the complete response
+//! for a dialect to render.
 
 use serde::Serialize;
-use tollgate_domain::RequestId;
+use tollgate_domain::{StopReason, TokenLogprob};
 
 use crate::usage::UsageBody;
-use crate::{Interface, sse};
+use crate::{UsageReport, sse};
 
 /// The frame of one response: the values that each chunk, or the whole
 /// response, repeats.
 #[derive(Clone, Debug)]
 pub struct ResponseMeta {
-    /// The response's id, from [`ResponseMeta::id`].
+    /// The response's id, from [`crate::Interface::response_id`].
     pub id: String,
     /// The time when the request arrived, in Unix seconds.
     pub created: u64,
@@ -41,13 +42,6 @@ pub struct Echo {
 }
 
 impl ResponseMeta {
-    /// Returns the id of a response in its body. It differs from the request's id
-    /// in the header by its prefix alone, so that either leads to the other.
-    pub fn id(interface: &dyn Interface, request: &RequestId) -> String {
-        let bare = request.as_str().strip_prefix("req-").unwrap_or(request.as_str());
-        format!("{}{bare}", interface.id_prefix())
-    }
-
     /// Returns the number of choices over all prompts.
     pub(crate) fn all_choices(&self) -> u32 {
         self.prompts * self.choices
@@ -122,4 +116,94 @@ struct ChunkBody<'a, C> {
     /// Absent, null, or the usage.
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<Option<UsageBody<'a>>>,
+}
+
+/// The parts of one choice that have come so far.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct CollectedChoice {
+    pub(crate) text: String,
+    pub(crate) logprobs: Vec<TokenLogprob>,
+    pub(crate) end: Option<StopReason>,
+}
+
+/// A complete response, for a dialect to render.
+#[derive(Clone, Copy, Debug)]
+pub struct WholeResponse<'a> {
+    /// The frame of the response.
+    pub meta: &'a ResponseMeta,
+    /// The measured figures.
+    pub usage: &'a UsageReport,
+    /// The log-probabilities of each prompt's tokens after the first one.
+    pub(crate) prompts: &'a [Vec<TokenLogprob>],
+    pub(crate) choices: &'a [CollectedChoice],
+}
+
+/// One choice of a complete response.
+#[derive(Clone, Copy, Debug)]
+pub struct ResponseChoice<'a> {
+    /// The index of the choice over all prompts.
+    pub index: u32,
+    /// The repeated prompt; empty if the response repeats none.
+    pub echo: &'a str,
+    /// The bytes of the repeated prompt's first token.
+    pub first_token: Option<&'a [u8]>,
+    /// The log-probabilities of the repeated prompt after its first token.
+    pub prompt_logprobs: &'a [TokenLogprob],
+    /// The generated text.
+    pub text: &'a str,
+    /// The log-probabilities of the generated tokens.
+    pub logprobs: &'a [TokenLogprob],
+    /// The reason why the choice ended.
+    pub end: StopReason,
+}
+
+impl<'a> WholeResponse<'a> {
+    /// Returns all choices in the order of their indices.
+    pub fn choices(&self) -> impl Iterator<Item = ResponseChoice<'a>> {
+        let Self { meta, prompts, choices, usage: _ } = *self;
+        choices.iter().zip(0..).map(move |(choice, index)| {
+            let echo = meta.echo(index);
+            ResponseChoice {
+                index,
+                echo: echo.map_or("", |echo| &echo.text),
+                first_token: echo.map(|echo| echo.first_token.as_slice()),
+                prompt_logprobs: &prompts[(index / meta.choices) as usize],
+                text: &choice.text,
+                logprobs: &choice.logprobs,
+                // A worker ends each choice before it ends a request. A choice
+                // without an end was cut short, so its text is incomplete.
+                end: choice.end.unwrap_or(StopReason::Length),
+            }
+        })
+    }
+}
+
+/// Renders `response` with `choices` in the shape of a dialect.
+pub(crate) fn render<C: Serialize>(
+    response: &WholeResponse<'_>,
+    object: &'static str,
+    choices: Vec<C>,
+) -> Vec<u8> {
+    let body = ResponseBody {
+        id: &response.meta.id,
+        object,
+        created: response.meta.created,
+        model: &response.meta.model,
+        choices,
+        usage: UsageBody::from(response.usage),
+        system_fingerprint: &response.meta.fingerprint,
+    };
+    serde_json::to_vec(&body).expect("strings and finite numbers serialise")
+}
+
+/// A response in one piece as JSON, with the choices in the shape of a dialect.
+#[derive(Serialize)]
+struct ResponseBody<'a, C> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    choices: Vec<C>,
+    usage: UsageBody<'a>,
+    system_fingerprint: &'a str,
 }

@@ -16,9 +16,9 @@ mod stream;
 mod template;
 mod tokenizer;
 
-pub use chat::{ChatMessage, Role, UnknownRole, encode_chat};
+pub use chat::encode_chat;
 pub use error::TextError;
-pub use prompt::Prompt;
+pub use prompt::{ChatMessage, Prompt, Role, UnknownRole};
 pub use stop::{Released, StopMatcher};
 pub use stream::TextStream;
 pub use template::{ChatTemplate, TokenizerConfig};

@@ -1,4 +1,4 @@
-//! The model that comes along, as the gateway and the worker see its text.
+//! The text of the shipped model, as the gateway and the worker handle it.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Chat templates as the field writes them, and as an enemy would (T37).
+//! Published forms of chat templates, and hostile ones (threat T37).
 
 use tollgate_domain::UtcTime;
 use tollgate_text::{
@@ -59,7 +59,7 @@ fn templates_render_common_constructs() {
     }
 }
 
-/// Each grows or runs without end unless something stops it.
+/// Each of these templates would grow or run without end.
 #[test]
 fn template_allowance_stops_hostile_programs() {
     let doubling = "{% set ns = namespace(s='xxxxxxxx') %}{% for i in range(60) %}";

@@ -17,7 +17,7 @@ const CHATML: &str = "{% for message in messages %}{{ '<|im_start|>' + message['
      message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}\
      {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 
-/// In the manner of Qwen 3: thoughts are left out of earlier answers.
+/// A template like that of Qwen 3, which drops the thoughts of earlier answers.
 const THINKING: &str = r"
 {%- for message in messages %}
     {%- set content = message.content %}
@@ -28,7 +28,7 @@ const THINKING: &str = r"
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}";
 
-/// In the manner of Llama 2.
+/// A template like that of Llama 2.
 const INST: &str = "{% if messages[0]['role'] == 'system' %}{% set system = '<<SYS>>\\n' + \
      messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}{% set messages = messages[1:] %}{% else %}\
      {% set system = '' %}{% endif %}{% for message in messages %}\
@@ -38,7 +38,7 @@ const INST: &str = "{% if messages[0]['role'] == 'system' %}{% set system = '<<S
      + message['content'].strip() + ' [/INST]' }}{% else %}{{ ' ' + message['content'].strip() \
      + ' ' + eos_token }}{% endif %}{% endfor %}";
 
-/// A tokenizer, and what the reference makes of the same file.
+/// A tokenizer, and the reference tokenizer of the same file.
 type Both = (Arc<Tokenizer>, Reference);
 
 static BOTH: LazyLock<[Both; 2]> = LazyLock::new(|| [both(BYTE_LEVEL), both(SENTENCEPIECE)]);
@@ -73,7 +73,7 @@ fn chat(json: &[u8], source: &str, messages: &[ChatMessage]) -> Vec<u32> {
     encode_chat(&tokenizer(json), &template(source), messages, UtcTime(0)).expect("encodes")
 }
 
-/// What the reference makes of a whole rendering, control tokens and all.
+/// Returns the reference's tokens of a whole rendering, control tokens included.
 fn reference_ids(json: &[u8], rendered: &str) -> Vec<u32> {
     reference(json).encode(rendered, false).expect("encodes").get_ids().to_vec()
 }
@@ -117,7 +117,7 @@ fn templates_may_search_honest_messages() {
     assert_eq!(chat(BYTE_LEVEL, THINKING, &conversation), reference_ids(BYTE_LEVEL, rendered));
 }
 
-/// T36. The control: the reference does make control tokens of such text.
+/// T36. As the control, the reference does make control tokens of such text.
 #[test]
 fn user_text_never_becomes_control_token() {
     let tokenizer = tokenizer(BYTE_LEVEL);
@@ -148,8 +148,8 @@ fn user_text_never_becomes_control_token() {
     }
 }
 
-/// Control tokens that only come together across a message's border, or when
-/// a template cuts something out of a message.
+/// Control tokens that would form across the border of a message, or when a
+/// template removes a part of a message.
 #[test]
 fn control_tokens_cannot_be_assembled_from_parts() {
     let borders = "{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>";
@@ -179,7 +179,7 @@ fn whole_prompts_get_begin_token() {
     assert!(!plain.contains(&tokenizer.token_id("</s>").expect("is there")));
 }
 
-/// "First word" means the first of the input, not the first after a control
+/// The first word is the first of the input, and not the first after a control
 /// token.
 #[test]
 fn metaspace_prefixes_first_word_only() {
@@ -201,7 +201,7 @@ fn metaspace_prefixes_first_word_only() {
     }
 }
 
-/// What the library takes for a bug of its own is a stranger's file.
+/// The library panics at this file, which must become an ordinary error.
 #[test]
 fn malformed_tokenizer_is_error_not_panic() {
     let hostile = r#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],
@@ -265,8 +265,7 @@ fn stream_all(tokenizer: &Arc<Tokenizer>, ids: &[u32]) -> String {
 }
 
 proptest! {
-    /// What streams out, put together, is what decoding at once says, for any
-    /// ids at all.
+    /// For any ids, the pieces of a stream together are the text of a whole decoding.
     #[test]
     fn stream_agrees_with_decode(
         ids in prop::collection::vec(0u32..700, 0..40),
@@ -276,7 +275,7 @@ proptest! {
         prop_assert_eq!(stream_all(tokenizer, &ids), tokenizer.decode(&ids));
     }
 
-    /// For text that a tokenizer wrote, decoding is the reference's.
+    /// For tokens of a real text, decoding agrees with the reference.
     #[test]
     fn decoding_agrees_with_reference(text in ".{0,60}", sentencepiece in any::<bool>()) {
         let (tokenizer, reference) = &BOTH[usize::from(sentencepiece)];
@@ -286,7 +285,7 @@ proptest! {
         prop_assert_eq!(stream_all(tokenizer, &ids), expected);
     }
 
-    /// For bytes that may be broken, too, where tokens are bytes.
+    /// If tokens are bytes, this holds for broken bytes, too.
     #[test]
     fn broken_bytes_decode_like_reference(ids in prop::collection::vec(0u32..256, 0..40)) {
         let (tokenizer, reference) = &BOTH[0];
@@ -299,7 +298,7 @@ proptest! {
         text in "[a-z<>|_ \\n\u{e9}\u{4e16}0-9'.]{0,60}",
         sentencepiece in any::<bool>(),
     ) {
-        // No text here can spell a whole control token but `<s>`.
+        // The only control token that such a text can spell is `<s>`.
         prop_assume!(!text.contains("<s>"));
         let (tokenizer, reference) = &BOTH[usize::from(sentencepiece)];
         let expected = reference.encode(text.as_str(), false).expect("encodes");
@@ -307,7 +306,7 @@ proptest! {
         prop_assert_eq!(&ids[..], expected.get_ids());
     }
 
-    /// T36 over arbitrary text made of a template's own pieces.
+    /// T36 with arbitrary text made of the template's own pieces.
     #[test]
     fn arbitrary_chats_never_smuggle_control_tokens(
         contents in prop::collection::vec(

@@ -1,5 +1,5 @@
-//! What a tokenizer could tell or cost: T25, that what one caller has encoded
-//! changes nothing for the next, and T35, that no text costs out of proportion
+//! Limits on what a tokenizer reveals and costs. Threat T25: the texts of one caller
+//! change nothing for the next. Threat T35: the cost of a text grows in proportion
 //! to its length.
 #![allow(missing_docs)]
 
@@ -11,9 +11,9 @@ use std::time::Instant;
 
 use tollgate_text::Tokenizer;
 
-/// What is kept of a text would be found again the next time: the second time
-/// would take other work than the first. Counted by the allocator, which no
-/// other process disturbs; with its word cache the reference is the control.
+/// A cache would make the second encoding of a text do other work than the first.
+/// The work is counted by the allocator, which no other process disturbs. The
+/// reference tokenizer has a word cache and is the control.
 #[test]
 fn encoding_work_ignores_earlier_texts() {
     let bytes = demo();
@@ -28,7 +28,7 @@ fn encoding_work_ignores_earlier_texts() {
     };
     let by_us = |text: &str| drop(black_box(ours.encode(text)));
     let by_reference = |text: &str| drop(black_box(cached.encode_fast(text, false)));
-    // What is made once for all texts is made now.
+    // One-time initialisation happens here, before anything is counted.
     by_us("a first text");
     by_reference("a first text");
     for _ in 0..50 {
@@ -45,11 +45,11 @@ thread_local! {
 
 struct Counting;
 
-// SAFETY: every call goes to the system's allocator as it came; counting
-// beside it allocates nothing.
+// SAFETY: every call goes unchanged to the system's allocator; counting allocates
+// nothing.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // A thread that is ending has nothing to count.
+        // The counter is gone while its thread ends.
         let _ = TAKEN.try_with(|taken| {
             let (times, bytes) = taken.get();
             taken.set((times + 1, bytes + layout.size()));
@@ -67,13 +67,13 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// What `cargo xtask test --long` runs.
+/// Tests that `cargo xtask test --long` runs.
 mod long {
     use super::*;
 
-    /// T35, on the texts that tokenizers like least. In proportion would be 4, a
-    /// square 16. One long run of a letter, of which all is one word, grows by 4.5
-    /// to 7 where it leaves the processor's caches; the aim of 6 is not always met.
+    /// T35 with the texts that slow tokenizers down. Linear growth gives a ratio of
+    /// 4, quadratic growth 16. A long run of one letter is one word; its ratio is 4.5
+    /// to 7 when it no longer fits the processor's caches, so the limit is 9.
     #[test]
     #[ignore = "long: a ratio of times wants a quiet machine"]
     fn encoding_cost_stays_proportional_to_length() {
@@ -110,7 +110,7 @@ fn demo() -> Vec<u8> {
     std::fs::read(path.join("tokenizer.json")).expect("the shipped model")
 }
 
-/// Texts of long words that nobody has ever used.
+/// A generator of texts with long words that occur nowhere else.
 struct Words(u64);
 
 impl Words {

@@ -52,7 +52,7 @@ impl ResponseFacts {
         let Self { interface, choices, created, logprobs, include_usage } = self;
         let Tokenized { job, echoes } = tokenized;
         let meta = ResponseMeta {
-            id: ResponseMeta::id(interface, job.id()),
+            id: interface.response_id(job.id()),
             created: created.unix_seconds(),
             model: job.model().name.as_str().to_owned(),
             fingerprint: weights_fingerprint(&job),

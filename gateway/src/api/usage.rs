@@ -1,5 +1,5 @@
-//! What a tenant has used: its statement, and the exact figures of one of its
-//! requests. Another tenant's request looks like one that never was.
+//! The usage of a tenant: its statement, and the exact figures of one of its
+//! requests. A request of another tenant looks like one that does not exist.
 
 use std::time::Duration;
 

@@ -403,7 +403,7 @@ impl KeyStore {
         actions::forget(&mut self.database().connection, numbers)
     }
 
-    /// True if `id` is a revoked key whose running requests must end.
+    /// True if the running requests of the key `id` must end.
     pub fn ends_requests(&self, id: &KeyId) -> bool {
         let Some(number) = number_of(id.as_str()) else { return false };
         self.entries().get(&number).is_some_and(|entry| entry.ends_requests)
