@@ -1,5 +1,5 @@
-//! Many tenants and keys on one gateway: what starting costs, what a key takes
-//! in memory, and what finding out who calls takes, for benchmarks to compare.
+//! A gateway with many tenants and keys, for benchmarks: the time of a start, the
+//! memory of a key, and the time of an authentication.
 //!
 //! `many_tenants make FOLDER TENANTS KEYS` writes a config and a key database.
 //! `many_tenants measure FOLDER` loads both, prints `ready {…}`, then answers
@@ -108,7 +108,7 @@ fn measure(folder: &Path) -> Fallible<()> {
     Ok(())
 }
 
-/// Who calls, and which tenant that is, for keys in no order; sorted times.
+/// Authenticates with keys in random order; returns the sorted times.
 fn authenticate(
     config: &Config,
     door: &Authenticator,

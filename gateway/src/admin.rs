@@ -61,10 +61,12 @@ impl AdminKey {
     /// Returns true if `headers` carry this key, and no other credential.
     fn opens(&self, headers: &HeaderMap) -> bool {
         let mut shown = headers.get_all(header::AUTHORIZATION).iter();
+        // Two credentials are ambiguous, so neither counts.
         let (Some(shown), None) = (shown.next(), shown.next()) else { return false };
         let Some((scheme, key)) = shown.as_bytes().split_at_checked(BEARER.len()) else {
             return false;
         };
+        // In constant time, so that timing tells nothing about the key.
         scheme.eq_ignore_ascii_case(BEARER) && key.ct_eq(self.0.as_bytes()).into()
     }
 }
@@ -87,6 +89,7 @@ fn read_or_make(path: &Path) -> io::Result<String> {
             let mut file =
                 OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
             writeln!(file, "{key}")?;
+            // Synced, because an admin may use the key before the next sync.
             file.sync_all()?;
             Ok(key)
         }

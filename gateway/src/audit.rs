@@ -1,5 +1,5 @@
-//! What admins do, on its way into the audit log: told by whoever does it,
-//! recorded by the ledger's writer, once for each id.
+//! Admin actions on their way into the audit log. The ledger's writer records
+//! each action once, however often it is submitted, because actions have ids.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -15,16 +15,17 @@ use crate::auth::{KeyStore, KeyStoreError};
 /// Records `action` and returns once it is on the disk.
 ///
 /// # Errors
-/// It is not recorded: the disk refuses, or the ledger is closed.
+/// The action is not recorded: the disk refuses the commit, or the ledger is
+/// closed.
 pub async fn record(ledger: &LedgerHandle, action: AdminAction) -> Result<(), LedgerError> {
     submit_while_busy(ledger, action).await
 }
 
-/// Tells the ledger which plan each tenant of `config` has from `at` on, and
-/// returns once that is on the disk: statements go by it.
+/// Records the plan of each tenant of `config` from `at` on, and returns once the
+/// record is on the disk. Statements take their prices from these records.
 ///
 /// # Errors
-/// As [`record`].
+/// The errors of [`record`].
 pub async fn plans_in_force(
     ledger: &LedgerHandle,
     config: &Config,
@@ -45,11 +46,11 @@ pub async fn plans_in_force(
     submit_while_busy(ledger, in_force).await
 }
 
-/// Signs what is recorded and returns once that is on the disk: the last thing
-/// that a stop does.
+/// Signs the log and returns once the signature is on the disk. A stop calls
+/// this last, so that the checkpoint covers every record.
 ///
 /// # Errors
-/// As [`record`].
+/// The errors of [`record`].
 pub async fn sign(ledger: &LedgerHandle) -> Result<(), LedgerError> {
     submit_while_busy(ledger, Act::Sign).await
 }
@@ -61,7 +62,8 @@ async fn submit_while_busy(ledger: &LedgerHandle, act: impl Into<Act>) -> Result
     submit(ledger, act, is_busy).await.map(|_| ())
 }
 
-/// That `config` is in force from `at` on; `key` is the log's public key.
+/// Builds the action that `config` is in force from `at` on. `key` is the log's
+/// public key.
 pub fn config_loaded(config: &Config, key: &str, actor: String, at: UtcTime) -> AdminAction {
     let Loaded { files_sha256, overrides } = config.loaded();
     AdminAction {
@@ -79,7 +81,8 @@ pub fn config_loaded(config: &Config, key: &str, actor: String, at: UtcTime) -> 
     }
 }
 
-/// That an admin takes away what `offender` has earned, a tenant or a source.
+/// Builds the action that an admin lifts the penalties of `offender`, a tenant or
+/// a source.
 pub(crate) fn penalty_lifted(
     tenant: Option<&TenantId>,
     offender: &str,
@@ -97,8 +100,9 @@ pub(crate) fn penalty_lifted(
     }
 }
 
-/// Hands what was done to the keys to the ledger, until `stop` and once more.
-/// What cannot be handed over stays where it is, and is logged once.
+/// Moves actions on keys from the key database to the ledger, until `stop` and
+/// once after it. Actions that cannot be moved stay in the key database; the
+/// failure is logged once.
 pub(crate) async fn follow_keys(keys: KeyStore, ledger: LedgerHandle, stop: CancellationToken) {
     let mut ticks = tokio::time::interval(POLL);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -115,7 +119,7 @@ pub(crate) async fn follow_keys(keys: KeyStore, ledger: LedgerHandle, stop: Canc
                 failing = true;
                 tracing::error!(
                     error = &error as &dyn std::error::Error,
-                    "what was done to the keys is not recorded yet"
+                    "cannot record changes of API keys in the audit log; trying again"
                 );
             }
             Err(_) => {}
@@ -126,17 +130,18 @@ pub(crate) async fn follow_keys(keys: KeyStore, ledger: LedgerHandle, stop: Canc
     }
 }
 
-/// Why actions wait.
+/// An error that keeps actions in the key database.
 #[derive(Debug, thiserror::Error)]
 enum HandOverError {
-    #[error("the key database")]
+    #[error("cannot read or update the key database")]
     Keys(#[from] KeyStoreError),
-    #[error("the ledger")]
+    #[error("the ledger did not record an action")]
     Ledger(#[from] LedgerError),
     #[error("the runtime is stopping")]
     Stopping,
 }
 
+/// Moves all waiting actions, in batches.
 async fn hand_over(keys: &KeyStore, ledger: &LedgerHandle) -> Result<(), HandOverError> {
     loop {
         let store = keys.clone();
@@ -145,8 +150,8 @@ async fn hand_over(keys: &KeyStore, ledger: &LedgerHandle) -> Result<(), HandOve
         if waiting.is_empty() {
             return Ok(());
         }
-        // All are sent, in their order, before the first answer is waited for:
-        // they share a commit.
+        // Submits all actions in order before it awaits the first, so that they
+        // share a commit.
         let (mut submitted, mut numbers) = (Vec::new(), Vec::new());
         for (number, action) in waiting {
             submitted.push(ledger.submit(action));
@@ -155,16 +160,19 @@ async fn hand_over(keys: &KeyStore, ledger: &LedgerHandle) -> Result<(), HandOve
         for recorded in submitted {
             recorded.await?;
         }
+        // Deleted only now: after a crash in between, the ledger ignores the
+        // repeated ids.
         let store = keys.clone();
         let forgotten = tokio::task::spawn_blocking(move || store.forget_actions(&numbers)).await;
         forgotten.map_err(|_| HandOverError::Stopping)??;
     }
 }
 
-/// How often the keys' actions are looked for.
+/// Interval between two looks for waiting actions.
 const POLL: Duration = Duration::from_millis(250);
 
-/// How many are handed over at once: fewer than the ledger's queue holds.
+/// Actions in one batch: fewer than the ledger's queue holds.
 const AT_ONCE: usize = 100;
 
+/// Wait before an action is submitted again to a busy ledger.
 const BUSY_WAIT: Duration = Duration::from_millis(5);

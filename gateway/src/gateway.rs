@@ -113,6 +113,7 @@ impl GatewayService {
         let GatewayOptions { config, data, workers, ledger, keys, clock } = options;
         let metrics = Metrics::new();
         let tls = TlsIdentity::load(tls_source(&config, &data))?;
+        // Before the workers, so that a start without a key does no work.
         let admin_key = AdminKey::load(&data)?;
         let authenticator = Authenticator::new(keys, issuers(&config))?;
         let admission = Admission::new(AdmissionOptions::default());

@@ -39,7 +39,7 @@ pub(crate) struct Route {
 
 /// The paths that a route takes.
 enum Pattern {
-    /// This path alone.
+    /// Exactly this path.
     Exact(&'static str),
     /// This prefix and one more segment, which is the parameter.
     Segment(&'static str),
@@ -176,7 +176,7 @@ impl Service<http::Request<ReadCall>> for ReadOnlyDispatch {
 
 /// The outcome of the head check: the route and the caller, or no route.
 pub(crate) enum Target {
-    /// A handler answers.
+    /// The handler of a route answers.
     Handler { route: &'static Route, caller: Box<KnownCaller> },
     /// The path is no route.
     UnknownRoute,
@@ -225,6 +225,7 @@ impl Routes for PublicRoutes {
         }
         let headers = request.headers();
         let caller = self.api.known_caller(route.kind, route.endpoint, headers, peer, now)?;
+        // Boxed, so that a refusal does not move a large value.
         Ok(Target::Handler { route, caller: Box::new(caller) })
     }
 
@@ -232,6 +233,7 @@ impl Routes for PublicRoutes {
         let is_head = request.method() == Method::HEAD;
         let mut response = match target {
             Target::Handler { route, caller } => {
+                // Decoded after the match: an encoded slash is part of a name.
                 let parameter = decoded(route.path.parameter(request.uri().path()));
                 let endpoint = route.endpoint;
                 let call = Call { request, id, endpoint, caller: *caller, parameter };

@@ -166,6 +166,8 @@ impl<R: Routes> Stack<R> {
         let request = request.map(|body| body.map_or_else(Body::empty, Body::new));
         let mut response = self.route(target, request, id).await;
         // Bytes that no handler has read must not be read as the next request.
+        // Boxed, because few requests leave a rest and the future would grow
+        // for all of them.
         let leftover = match unread {
             Some(unread) => Box::pin(unread.settle(&mut response)).await,
             None => None,

@@ -39,7 +39,7 @@ async fn serve(acceptor: TlsAcceptor) -> Result<(), Box<dyn Error>> {
     println!("ready tls {} plain {}", tls.local_addr()?, plain.local_addr()?);
     let connections = TaskTracker::new();
     let mut parent = tokio::task::spawn_blocking(|| {
-        // Whatever ends it: nobody is there any more.
+        // The end of the input or an error both mean that the parent has ended.
         let _ = std::io::stdin().read_to_end(&mut Vec::new());
     });
     loop {
@@ -86,8 +86,8 @@ async fn hello(request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infa
     Ok(response)
 }
 
-/// As long as what the gateway tells a tenant that is over its rate, and in as
-/// many headers.
+/// Builds a response as long as the gateway's refusal of a tenant over its rate,
+/// with as many headers.
 fn refusal() -> Response<Full<Bytes>> {
     let mut response = Response::new(Full::new(Bytes::from_static(SAID)));
     *response.status_mut() = StatusCode::TOO_MANY_REQUESTS;
@@ -115,7 +115,7 @@ const TOLD: [(HeaderName, &str); 4] = [
     (HeaderName::from_static("x-ratelimit-remaining-requests"), "0"),
 ];
 
-/// What hardly comes again, so that HTTP/2 need not remember it.
+/// Headers whose values hardly repeat, so that HTTP/2 need not index them.
 const TOLD_ONCE: [(HeaderName, &str); 3] = [
     (HeaderName::from_static("retry-after-ms"), "59123"),
     (HeaderName::from_static("x-ratelimit-reset-requests"), "59.123s"),

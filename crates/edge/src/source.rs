@@ -35,6 +35,7 @@ pub enum Source {
 impl Source {
     /// Returns the source that an address belongs to.
     pub fn of(address: IpAddr) -> Self {
+        // An IPv4 client of a dual-stack socket must not count as an IPv6 one.
         match address.to_canonical() {
             IpAddr::V4(address) => Self::V4(address),
             IpAddr::V6(address) => {
@@ -117,6 +118,7 @@ impl Proxies {
                 let Ok(hop) = hop.trim().parse() else { return client };
                 client = hop;
                 hops += 1;
+                // Bounded, because a client chooses the length of the list.
                 if hops == MOST_HOPS || !self.trusts(hop) {
                     return client;
                 }
@@ -194,6 +196,7 @@ impl SourceRing {
     /// Drops sources whose bucket is full again. Called once a second.
     pub fn sweep(&self) {
         let Buckets { limiter, crowded } = &*self.buckets;
+        // A full bucket says nothing more than no bucket.
         limiter.retain_recent();
         let sources = limiter.len();
         crowded.store(sources > MOST_SOURCES, Ordering::Relaxed);

@@ -29,7 +29,7 @@ pub enum TlsSource {
     /// An authority and a certificate for this machine. Both are made in this
     /// folder on first use and renewed before they expire.
     Development {
-        /// The folder: `data/tls`.
+        /// The folder, `data/tls` of a gateway.
         folder: PathBuf,
     },
 }
@@ -42,7 +42,7 @@ pub enum TlsError {
     Read {
         /// The file or folder.
         path: PathBuf,
-        /// The cause.
+        /// The error of the file system.
         #[source]
         source: std::io::Error,
     },
@@ -51,14 +51,14 @@ pub enum TlsError {
     Write {
         /// The file or folder.
         path: PathBuf,
-        /// The cause.
+        /// The error of the file system.
         #[source]
         source: std::io::Error,
     },
     /// A file has no PEM block of the wanted kind.
     #[error("{path} has no {wanted} in PEM")]
     NoPem {
-        /// The file.
+        /// The file with the problem.
         path: PathBuf,
         /// The wanted kind: `certificate` or `private key`.
         wanted: &'static str,
@@ -66,7 +66,7 @@ pub enum TlsError {
     /// The content of a PEM block does not match its label.
     #[error("{path} has a {wanted} that cannot be read")]
     Damaged {
-        /// The file.
+        /// The file with the problem.
         path: PathBuf,
         /// The wanted kind: `certificate` or `private key`.
         wanted: &'static str,
@@ -74,21 +74,21 @@ pub enum TlsError {
     /// The private key is of an unsupported kind.
     #[error("{path} has a private key of a kind that is not supported")]
     UnsupportedKey {
-        /// The file.
+        /// The file with the problem.
         path: PathBuf,
     },
     /// Certificate and key do not belong together.
     #[error("the private key in {key} does not match the certificate in {certificate}")]
     Mismatch {
-        /// The certificate's file.
+        /// The file of the certificate.
         certificate: PathBuf,
-        /// The key's file.
+        /// The file of the private key.
         key: PathBuf,
     },
     /// The certificate has expired.
     #[error("the certificate in {path} expired on {day}")]
     Expired {
-        /// The file.
+        /// The file with the problem.
         path: PathBuf,
         /// The UTC day of the expiry.
         day: tollgate_domain::UtcDay,
@@ -96,7 +96,7 @@ pub enum TlsError {
     /// The certificate is not valid yet.
     #[error("the certificate in {path} is not valid before {day}")]
     NotYetValid {
-        /// The file.
+        /// The file with the problem.
         path: PathBuf,
         /// The first UTC day on which the certificate is valid.
         day: tollgate_domain::UtcDay,
@@ -109,7 +109,7 @@ pub enum TlsError {
     AuthorityKey {
         /// The missing key file.
         path: PathBuf,
-        /// The authority's certificate.
+        /// The file of the authority's certificate.
         certificate: PathBuf,
     },
     /// A development certificate could not be made.
@@ -133,6 +133,7 @@ impl TlsIdentity {
     /// # Errors
     /// The certificate cannot be read or used; the error names the file.
     pub fn load(source: TlsSource) -> Result<Self, TlsError> {
+        // Read at the start, so that a bad file fails the start and no handshake.
         let certified = read(&source, SystemTime::now())?;
         let current = Arc::new(Current(ArcSwap::from_pointee(certified)));
         Ok(Self { source, current })

@@ -11,23 +11,23 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::reply::ApiError;
 
-/// How large a body may be and how slowly it may come.
+/// Bounds on the size and the slowness of a body.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BodyLimits {
-    /// All of it, bytes.
+    /// Bytes of the largest body.
     pub(crate) size: u64,
-    /// Within each window of this length ...
+    /// Length of a window of time.
     pub(crate) window: Duration,
-    /// ... at least so many bytes must arrive, or the rest of it.
+    /// Bytes that must arrive in each window, unless the body ends.
     pub(crate) progress: u64,
 }
 
-/// Why a body did not arrive.
+/// The reason for which a body was not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BodyRefusal {
-    /// It is larger than the limit, bytes.
+    /// The body is larger than this limit in bytes.
     TooLarge(u64),
-    /// It came too slowly.
+    /// The body arrived too slowly.
     TooSlow,
     /// The connection failed or the client left.
     Broken,
@@ -43,13 +43,14 @@ impl From<BodyRefusal> for ApiError {
     }
 }
 
-/// Reads the whole body.
+/// Reads the whole body within `limits`.
 pub(crate) async fn read(mut body: Body, limits: BodyLimits) -> Result<Bytes, BodyRefusal> {
     let limit = limits.size;
     let expected = body.size_hint();
     if expected.lower() > limit {
         return Err(BodyRefusal::TooLarge(limit));
     }
+    // A declared length is only a claim, so little is reserved ahead.
     let mut bytes = Vec::with_capacity((expected.lower() as usize).min(64 * 1024));
     let mut window = Window::open(0, limits);
     loop {
@@ -73,7 +74,8 @@ pub(crate) async fn read(mut body: Body, limits: BodyLimits) -> Result<Bytes, Bo
     }
 }
 
-/// Whether the stack's own limit, of the same size, cut the body off.
+/// Returns true if the limit of the stack, which has the same size, cut the body
+/// off.
 fn is_over_limit(error: &axum::Error) -> bool {
     let mut cause: Option<&(dyn Error + 'static)> = Some(error);
     while let Some(error) = cause {
@@ -85,7 +87,7 @@ fn is_over_limit(error: &axum::Error) -> bool {
     false
 }
 
-/// A span of time and how much had arrived when it began.
+/// A window of time, and the bytes that had arrived at its start.
 struct Window {
     from: usize,
     end: Instant,
@@ -108,7 +110,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_body_is_cut_off_at_its_limit() {
+    async fn body_is_refused_above_its_limit() {
         for (chunks, expected) in [
             (vec!["ab", "cd"], Ok(Bytes::from("abcd"))),
             (vec!["ab", "cde"], Err(BodyRefusal::TooLarge(4))),
@@ -128,7 +130,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_body_that_trickles_is_refused_and_a_slow_one_is_not() {
+    async fn body_that_trickles_is_refused() {
         let trickle = stream::unfold((), |()| async {
             tokio::time::sleep(Duration::from_millis(900)).await;
             Some((Ok::<_, std::io::Error>(vec![b' '; 100]), ()))

@@ -28,7 +28,7 @@ plan = "open"
 "#;
 
 /// A running gateway.
-struct House {
+struct RunningGateway {
     public: SocketAddr,
     admin: SocketAddr,
     data: tempfile::TempDir,
@@ -37,7 +37,7 @@ struct House {
     tasks: TaskTracker,
 }
 
-impl House {
+impl RunningGateway {
     async fn open() -> Self {
         Self::with_config(CONFIG).await
     }
@@ -118,47 +118,47 @@ impl Answer {
     }
 }
 
-/// T54: without the admin key nothing but the probes answers, and nobody
-/// learns what there is.
+/// T54: without the admin key only the probes answer, and unknown paths look like
+/// closed ones.
 #[tokio::test]
 async fn admin_listener_denies_by_default() {
-    let house = House::open().await;
-    let admin_key = house.admin_key();
+    let gateway = RunningGateway::open().await;
+    let admin_key = gateway.admin_key();
     for (path, key, status) in [
         ("/healthz", None, 200),
         ("/metrics", None, 200),
         ("/readyz", None, 503), // there is no worker
         ("/v1/status", None, 401),
         ("/v1/status", Some("wrong"), 401),
-        ("/v1/status", Some(house.key.as_str()), 401), // a tenant is no admin
+        ("/v1/status", Some(gateway.key.as_str()), 401), // a tenant is no admin
         ("/v1/status", Some(admin_key.as_str()), 200),
         ("/v1/penalties", None, 401),
-        ("/v1/penalties", Some(house.key.as_str()), 401),
+        ("/v1/penalties", Some(gateway.key.as_str()), 401),
         ("/v1/penalties", Some(admin_key.as_str()), 200),
         ("/audit/checkpoint", None, 401),
-        ("/audit/checkpoint", Some(house.key.as_str()), 401),
+        ("/audit/checkpoint", Some(gateway.key.as_str()), 401),
         ("/audit/checkpoint", Some(admin_key.as_str()), 404), // this ledger is not signed
         ("/audit/key", None, 401),
         ("/audit/key", Some(admin_key.as_str()), 404),
         ("/nothing", None, 401),
         ("/", None, 401),
         ("/nothing", Some(admin_key.as_str()), 404),
-        ("/v1/chat/completions", Some(house.key.as_str()), 401),
+        ("/v1/chat/completions", Some(gateway.key.as_str()), 401),
     ] {
-        let answer = house.ask(house.admin, ("GET", path), key).await;
+        let answer = gateway.ask(gateway.admin, ("GET", path), key).await;
         assert_eq!(answer.status.as_u16(), status, "{path} {}", answer.body);
     }
     for path in ["/healthz", "/readyz", "/metrics", "/v1/status"] {
-        let answer = house.ask(house.public, ("GET", path), Some(&admin_key)).await;
+        let answer = gateway.ask(gateway.public, ("GET", path), Some(&admin_key)).await;
         assert_eq!(answer.status, StatusCode::NOT_FOUND, "{path} is not public");
     }
-    house.close().await;
+    gateway.close().await;
 }
 
 #[tokio::test]
 async fn public_listener_authenticates_and_reports_missing_worker() {
-    let house = House::open().await;
-    let key = house.key.clone();
+    let gateway = RunningGateway::open().await;
+    let key = gateway.key.clone();
     for (ask, key, status, code) in [
         (("GET", "/v1/models"), None, 401, Some("invalid_api_key")),
         (("GET", "/v1/models"), Some("wrong"), 401, Some("invalid_api_key")),
@@ -168,28 +168,29 @@ async fn public_listener_authenticates_and_reports_missing_worker() {
         (("GET", "/v1/chat/completions"), Some(key.as_str()), 405, Some("method_not_allowed")),
         (("GET", "/"), Some(key.as_str()), 404, Some("unknown_url")),
     ] {
-        let answer = house.ask(house.public, ask, key).await;
+        let answer = gateway.ask(gateway.public, ask, key).await;
         assert_eq!(answer.status.as_u16(), status, "{ask:?} {}", answer.body);
         assert_eq!(answer.code().as_deref(), code, "{ask:?} {}", answer.body);
     }
-    house.close().await;
+    gateway.close().await;
 }
 
-/// T20: a source whose credentials fail is throttled for them alone; an admin
-/// sees it and lifts it.
+/// T20: failing credentials throttle failing requests of their source alone. An
+/// admin sees and lifts the penalty.
 #[tokio::test]
 async fn admin_lists_and_lifts_penalties() {
     let config = "[gateway.penalties]\nfailed_authentications_per_minute = 2\n";
-    let house = House::with_config(&format!("{CONFIG}{config}")).await;
+    let gateway = RunningGateway::with_config(&format!("{CONFIG}{config}")).await;
     let models = ("GET", "/v1/models");
-    let fail = async || house.ask(house.public, models, Some("wrong")).await.status.as_u16();
+    let fail = async || gateway.ask(gateway.public, models, Some("wrong")).await.status.as_u16();
     for expected in [401, 401, 429, 429] {
         assert_eq!(fail().await, expected);
     }
-    let good = house.ask(house.public, models, Some(&house.key)).await;
+    let good = gateway.ask(gateway.public, models, Some(&gateway.key)).await;
     assert_eq!(good.status, StatusCode::OK, "a good key of the same source");
-    let admin_key = house.admin_key();
-    let admin = async |method, path| house.ask(house.admin, (method, path), Some(&admin_key)).await;
+    let admin_key = gateway.admin_key();
+    let admin =
+        async |method, path| gateway.ask(gateway.admin, (method, path), Some(&admin_key)).await;
     let listed: Value = serde_json::from_str(&admin("GET", "/v1/penalties").await.body).unwrap();
     let [row] = &listed["penalties"].as_array().unwrap()[..] else { panic!("{listed}") };
     assert_eq!(
@@ -207,11 +208,11 @@ async fn admin_lists_and_lifts_penalties() {
         assert_eq!(answer.status.as_u16(), status, "{path} {}", answer.body);
     }
     assert_eq!(fail().await, 401, "it was lifted");
-    let metrics = house.ask(house.admin, ("GET", "/metrics"), None).await.body;
+    let metrics = gateway.ask(gateway.admin, ("GET", "/metrics"), None).await.body;
     let counted = r#"tollgate_penalties_total{reason="failed_authentication"} 1"#;
     assert!(metrics.contains(counted), "{metrics}");
-    // It is recorded, once; what was not there to lift is not.
-    let recorded: Vec<String> = rusqlite::Connection::open(house.data.path().join("ledger.db"))
+    // The removal is recorded once; removals of nothing are not recorded.
+    let recorded: Vec<String> = rusqlite::Connection::open(gateway.data.path().join("ledger.db"))
         .unwrap()
         .prepare("SELECT record FROM records WHERE record LIKE '%penalty.lifted%'")
         .unwrap()
@@ -225,15 +226,15 @@ async fn admin_lists_and_lifts_penalties() {
         recorded.len() == 1 && recorded[0].contains(said) && recorded[0].contains(of),
         "{recorded:?}"
     );
-    house.close().await;
+    gateway.close().await;
 }
 
 #[tokio::test]
 async fn admin_listener_limits_holders_of_the_key_only() {
     let reads = "[gateway.reads]\nrequests_per_second = 1\nrequest_burst = 2\n";
-    let house = House::with_config(&format!("{CONFIG}{reads}")).await;
-    let admin_key = house.admin_key();
-    let status = async |key| house.ask(house.admin, ("GET", "/v1/status"), key).await;
+    let gateway = RunningGateway::with_config(&format!("{CONFIG}{reads}")).await;
+    let admin_key = gateway.admin_key();
+    let status = async |key| gateway.ask(gateway.admin, ("GET", "/v1/status"), key).await;
     // Wrong keys spend nothing of the rate.
     for _ in 0..4 {
         assert_eq!(status(Some("wrong")).await.status, StatusCode::UNAUTHORIZED);
@@ -250,16 +251,16 @@ async fn admin_listener_limits_holders_of_the_key_only() {
     }
     let refused = refused.expect("fifty requests in a row exceed one a second");
     assert_eq!(refused.code().as_deref(), Some("rate_limit_exceeded"));
-    let probe = house.ask(house.admin, ("GET", "/healthz"), None).await;
+    let probe = gateway.ask(gateway.admin, ("GET", "/healthz"), None).await;
     assert_eq!(probe.status, StatusCode::OK, "probes are not limited");
-    house.close().await;
+    gateway.close().await;
 }
 
 #[tokio::test]
 async fn gateway_names_the_port_in_use() {
-    let house = House::open().await;
+    let gateway = RunningGateway::open().await;
     let data = tempfile::tempdir().unwrap();
-    let config = CONFIG.replacen("127.0.0.1:0", &house.public.to_string(), 1);
+    let config = CONFIG.replacen("127.0.0.1:0", &gateway.public.to_string(), 1);
     let error = GatewayService::bind(GatewayOptions {
         config: Arc::new(Config::from_toml(Path::new("test.toml"), &config).unwrap()),
         data: data.path().to_owned(),
@@ -271,8 +272,8 @@ async fn gateway_names_the_port_in_use() {
     .await
     .err()
     .expect("the port is in use");
-    assert_eq!(error.to_string(), format!("cannot listen on {}", house.public));
-    house.close().await;
+    assert_eq!(error.to_string(), format!("cannot listen on {}", gateway.public));
+    gateway.close().await;
 }
 
 const CHAT: &str = r#"{"model":"tollgate-demo","messages":[{"role":"user","content":"Hi"}]}"#;

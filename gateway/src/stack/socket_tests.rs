@@ -37,10 +37,10 @@ use super::tests::TestRoutes;
 use super::{Stack, StackOptions};
 use crate::telemetry::Metrics;
 
-/// A bound on every wait of a test: far beyond all deadlines under test.
+/// A bound on every wait of a test, far beyond all deadlines under test.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A listener that serves, and what tests ask of it.
+/// A listener with a stack of test routes, and its observations.
 struct TestListener {
     address: SocketAddr,
     metrics: Arc<Metrics>,
@@ -70,7 +70,7 @@ fn quick() -> ListenerOptions {
     }
 }
 
-/// The real deadlines, which no test lives to see.
+/// The real deadlines, which no test reaches.
 fn patient() -> ListenerOptions {
     ListenerOptions { connection_limits: generous(), ..ListenerOptions::default() }
 }
@@ -123,7 +123,7 @@ impl TestListener {
         TcpStream::connect(self.address).await.unwrap()
     }
 
-    /// A connection after its handshake, offering `protocols`.
+    /// Opens a connection that offers `protocols`, up to the end of the handshake.
     async fn tls(&self, protocols: &[&str]) -> TlsStream<TcpStream> {
         self.try_tls(protocols).await.unwrap()
     }

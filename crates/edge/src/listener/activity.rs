@@ -31,7 +31,7 @@ struct ActivityState {
     read: u64,
     /// Bytes written below TLS so far.
     written: u64,
-    /// Requests begun.
+    /// Requests that began so far.
     requests: u64,
     /// Requests without a complete response.
     in_flight: u32,
@@ -145,6 +145,7 @@ impl Activity {
     pub(super) fn read(&self, bytes: usize, now: Instant) {
         let mut state = self.state();
         state.read += bytes as u64;
+        // While a request runs, bytes belong to its body and not to a head.
         if state.in_flight == 0 && bytes > 0 {
             state.head_since.get_or_insert(now);
         }
@@ -180,6 +181,7 @@ impl Activity {
         let closing = state.closing.then_some(RequestRefusal::Closing);
         state.requests += 1;
         state.in_flight += 1;
+        // The head is complete; the next one has its own deadline.
         state.head_since = None;
         bad.map(|(_, bad)| RequestRefusal::BadHead(bad)).or(closing)
     }
@@ -212,9 +214,12 @@ impl Activity {
         state.in_flight -= 1;
         state.cancelled = state.cancelled.saturating_add(u32::from(!complete));
         state.idle_since = now;
+        // A pipelined head gets its time only now, because it could not pass
+        // before the response ended.
         if state.head_held && state.in_flight == 0 {
             state.head_since.get_or_insert(now);
         }
+        // Released first: the woken task takes the same lock.
         drop(state);
         self.waker.wake();
     }

@@ -110,6 +110,7 @@ async fn shake_hands(
     peer: &Peer,
 ) -> Result<Wire, &'static str> {
     let options = &shared.options;
+    // Peeked, not read: the TLS library must see these bytes.
     let mut first = [0; proxy::SIGNATURE.len()];
     let seen = match timeout(options.first_byte, stream.peek(&mut first)).await {
         Err(_) => return Err("silent"),
@@ -124,6 +125,7 @@ async fn shake_hands(
         plain::refuse(stream, service.plain_http_body()).await;
         return Err("plain");
     }
+    // The peer travels with the socket, so that a lingering socket stays counted.
     let lingering = Lingering { tasks: shared.streams.clone(), peer: peer.clone() };
     let acceptor = TlsAcceptor::from(Arc::clone(&shared.tls));
     let handshake = acceptor.accept(Socket::new(stream, lingering));
@@ -147,6 +149,7 @@ async fn speak<S: Service>(
     let is_http2 = wire.get_ref().1.alpn_protocol() == Some(b"h2");
     let protocol = if is_http2 { Protocol::Http2 } else { Protocol::Http1 };
     let activity = Arc::new(Activity::new(protocol, Instant::now()));
+    // From here on the activity's deadlines replace that of the handshake.
     wire.get_mut().0.report_to(Arc::clone(&activity));
     let bytes = InstrumentedReads::new(wire, Arc::clone(&activity));
     let answers = service_fn({
@@ -278,9 +281,13 @@ type Content<B> = InstrumentedBody<Either<Full<Bytes>, B>>;
 enum Answering<B, F> {
     /// The response is complete; a part of its request may still have to be
     /// dropped. `None` once the response was given.
-    Refused(Option<Box<(Response<Content<B>>, Option<Rest>)>>),
+    Refused(Option<BoxedRefusal<B>>),
     Running(Pin<Box<F>>),
 }
+
+/// A complete refusal, boxed because the enum would be as large as its largest
+/// variant.
+type BoxedRefusal<B> = Box<(Response<Content<B>>, Option<Rest>)>;
 
 /// The rest of a request, and the tasks that drop it.
 type Rest = (UnwantedBody<Incoming>, TaskTracker);
@@ -359,6 +366,7 @@ impl Watch<'_> {
         let mut end: Option<End> = None;
         let mut gathered = false;
         poll_fn(|cx| {
+            // Registered before the state is read, so that no report is lost.
             self.activity.watch(cx.waker());
             gathered = !gathered && self.activity.more_may_come();
             if gathered {

@@ -13,7 +13,7 @@ use governor::{Quota, RateLimiter};
 
 use crate::source::{MOST_SOURCES, Source};
 
-/// Bounds on connections.
+/// The bounds that connections must keep.
 #[derive(Clone, Debug)]
 pub struct ConnectionLimitOptions {
     /// Connections of all sources together.
@@ -86,6 +86,7 @@ impl ConnectionLimits {
 
     /// Counts a connection against the total.
     pub(super) fn acquire(self: &Arc<Self>) -> Result<ConnectionPermit, LimitReached> {
+        // Relaxed: the counter guards no other memory.
         if self.open.fetch_add(1, Ordering::Relaxed) >= self.options.connections {
             self.open.fetch_sub(1, Ordering::Relaxed);
             return Err(LimitReached::Connections);
@@ -107,6 +108,7 @@ impl ConnectionLimits {
     }
 
     fn sources(&self) -> MutexGuard<'_, HashMap<Source, u32>> {
+        // Counts change in single steps, so a panic leaves them usable.
         self.sources.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -132,6 +134,7 @@ impl ConnectionPermit {
         if limits.crowded.load(Ordering::Relaxed) {
             source = source.in_crowd();
         }
+        // The first source stays, so that the release finds the same entry.
         let source = *self.source.get_or_init(|| source);
         {
             let mut sources = limits.sources();

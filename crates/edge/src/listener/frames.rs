@@ -63,7 +63,7 @@ enum FrameKind {
     Useful,
     /// A grant of window for responses.
     Grant,
-    /// Any other frame.
+    /// Any frame of another purpose.
     Idle,
 }
 
@@ -103,6 +103,7 @@ impl FrameCounter {
             if self.have == HEADER {
                 self.have = 0;
                 let [a, b, c, kind, flags, ..] = self.header;
+                // h2 accepts other first frames, so the check is here.
                 if !self.opened && kind != SETTINGS {
                     return Err(FrameError::Opening);
                 }
@@ -126,6 +127,7 @@ impl FrameCounter {
 
 impl Budget {
     fn take(&mut self, now: Instant) -> bool {
+        // An empty bucket fills from now on; the past earns no extra credit.
         self.filled = self.filled.max(now) + self.each;
         self.filled <= now + BURST
     }

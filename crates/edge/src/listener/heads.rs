@@ -189,6 +189,7 @@ pub(crate) fn head(bytes: &[u8], limit: usize) -> Result<Option<(usize, Framing)
     let mut from = 0;
     for (at, _) in within.iter().enumerate().filter(|(_, byte)| **byte == b'\n') {
         if at >= limit {
+            // A line feed beyond the limit cannot end an acceptable head.
             break;
         }
         let line = within[from..at].strip_suffix(b"\r").ok_or(BadHead::Malformed(LINE_END))?;
@@ -250,6 +251,7 @@ impl<'a> HeadParser<'a> {
     }
 
     fn header(&mut self, line: &'a [u8]) -> Result<(), BadHead> {
+        // One more line, which is the request line.
         if self.lines > super::MOST_HEADERS + 1 {
             return Err(BadHead::TooLarge);
         }
@@ -305,6 +307,7 @@ impl<'a> HeadParser<'a> {
     fn end(self) -> Result<Framing, BadHead> {
         let Self { lines: _, authority, is_http10, host, length, is_chunked } = self;
         match (authority, host) {
+            // RFC 9112, 3.2: HTTP/1.1 needs a host, HTTP/1.0 does not.
             (_, None) if !is_http10 => {
                 return Err(BadHead::Malformed("There must be one valid host header."));
             }

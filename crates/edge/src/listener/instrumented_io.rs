@@ -86,6 +86,7 @@ impl Drop for Socket {
 /// unread bytes resets the connection, and the peer may lose a response that it
 /// has not read yet.
 async fn linger(mut stream: TcpStream) -> io::Result<()> {
+    // Our side is closed first, so that the peer sees the end of the response.
     stream.shutdown().await?;
     let mut dropped = 0;
     let mut space = [0; 4 * 1024];
@@ -162,6 +163,7 @@ impl<I: AsyncRead + Unpin> AsyncRead for InstrumentedReads<I> {
     ) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.io).poll_read(cx, buffer);
+        // Also for an error or the end, which arrive as zero bytes.
         if read.is_ready() {
             self.activity.read(buffer.filled().len() - before, Instant::now());
         }

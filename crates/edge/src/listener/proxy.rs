@@ -2,10 +2,10 @@
 //! TLS. The reader takes the header to its last byte and no further byte, and
 //! skips extensions.
 //!
-//! The crates `ppp` and `proxy-header` parse a buffer and leave the exact read,
-//! the bound on the length and the checks of addresses to their user, and they
-//! reject a LOCAL header of an unknown family, which the protocol tells a
-//! receiver to accept. Only the twenty lines of `parse` would become shorter.
+//! A crate such as `ppp` parses a complete buffer. The exact read, the bound on
+//! the length and the checks of addresses would stay here, and `ppp` rejects a
+//! LOCAL header of an unknown family, which the protocol tells a receiver to
+//! accept. Only the twenty lines of `parse` would become shorter.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -31,6 +31,7 @@ pub(crate) async fn read(
     let mut fixed = [0; FIXED];
     stream.read_exact(&mut fixed).await.map_err(|_| InvalidHeader)?;
     let length = length(&fixed)?;
+    // On the stack: nothing is allocated for a peer that is not known yet.
     let mut rest = [0; LONGEST];
     let rest = &mut rest[..length];
     stream.read_exact(rest).await.map_err(|_| InvalidHeader)?;

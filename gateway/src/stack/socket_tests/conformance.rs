@@ -5,7 +5,7 @@ use tokio::io::AsyncWriteExt as _;
 
 use super::*;
 
-/// How the listener took what it was sent.
+/// The listener's reaction to a sequence of frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Outcome {
     /// GOAWAY with this error, or the end without one (255).
@@ -16,7 +16,7 @@ enum Outcome {
     Answered(u8),
 }
 
-/// What the RFC wants.
+/// The reaction that the RFC asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wanted {
     /// An error of the connection.
@@ -127,7 +127,7 @@ fn never(stream: u32, flags: u8) -> Vec<u8> {
 }
 
 impl TestListener {
-    /// What comes of `sent`, to the connection or to stream `watched`.
+    /// Sends frames; returns the outcome for the connection or for stream `watched`.
     async fn outcome(&self, sent: &[u8], watched: u32) -> Outcome {
         let mut stream = self.tls(&["h2"]).await;
         // It may be closed before all is sent.
@@ -266,7 +266,7 @@ fn stream_errors() -> Vec<(&'static str, Vec<u8>)> {
     ]
 }
 
-/// What is allowed, on stream 1, and is easily taken for an error.
+/// Frames on stream 1 that are allowed and look like errors.
 fn allowed() -> Vec<(&'static str, Vec<u8>)> {
     let fields = block(&[METHOD, SCHEME, PATH, AUTHORITY]);
     let (start, end) = fields.split_at(7);

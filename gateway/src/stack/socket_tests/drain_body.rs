@@ -12,8 +12,8 @@ use tokio::io::AsyncWriteExt as _;
 
 use super::*;
 
-/// What answers to one request on a connection of its own; `body` is written
-/// after `pause`, and `more` behind it.
+/// Sends one request on a connection of its own, with `body` and then `more`
+/// behind its head; returns all answers.
 async fn answers(door: &TestListener, head: &str, body: &[u8], more: &str) -> String {
     let mut stream = door.tls(&["http/1.1"]).await;
     stream.write_all(head.as_bytes()).await.unwrap();
@@ -60,7 +60,7 @@ async fn refusal_of_large_body_arrives_then_closes() {
     // Too large to be taken at all, and refused by its declared length alone.
     let answer = answers(&door, &head("/echo", 3 << 20), &vec![b'x'; 3 << 20], "").await;
     assert!(answer.starts_with("HTTP/1.1 413 "), "{answer}");
-    // Who waits to be told does not send it.
+    // A client that expects `100 Continue` does not send the body.
     let head = "POST /nothing HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\
                 expect: 100-continue\r\n\r\n";
     let answer = answers(&door, head, b"", "").await;

@@ -1,4 +1,4 @@
-//! Those who do not.
+//! Misbehaving clients are closed.
 
 use http_body_util::Empty;
 use hyper::body::Bytes;

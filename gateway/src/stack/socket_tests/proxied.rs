@@ -1,4 +1,4 @@
-//! Behind proxies: whose word is taken, and who is limited then.
+//! Connections behind proxies: the sources that the limits count.
 
 use tokio::io::AsyncWriteExt as _;
 
@@ -47,12 +47,12 @@ async fn proxy_header_sets_the_source() {
     let options = ListenerOptions { proxies: trusting_loopback(true), ..patient() };
     let door = TestListener::with_sources(options, one_a_source());
     for (client, expected) in [(1, "200"), (2, "200"), (1, "429"), (3, "200")] {
-        // What headers say counts for nothing here.
+        // Headers count for nothing behind the PROXY protocol.
         let forged = format!("x-forwarded-for: 203.0.113.{client}\r\n");
         let answer = door.ask_after(&proxy_v2([198, 51, 100, client]), &forged).await.unwrap();
         assert_eq!(status(&answer), expected, "{client}: {answer}");
     }
-    // The proxy itself, looking whether we are well.
+    // A health check by the proxy itself.
     let local = b"\r\n\r\n\0\r\nQUIT\n\x20\x00\x00\x00";
     assert_eq!(status(&door.ask_after(local, "").await.unwrap()), "200");
 }

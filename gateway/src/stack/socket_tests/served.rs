@@ -1,4 +1,4 @@
-//! Those who behave.
+//! Well-behaved clients are served.
 
 use http::StatusCode;
 use http_body_util::{BodyExt as _, Empty, Full};
@@ -28,7 +28,7 @@ impl TestListener {
     }
 }
 
-/// Of either protocol: HTTP/1's client adds no host of its own.
+/// Builds a request for either protocol; the client of HTTP/1 adds no host.
 fn request<B: Default>(path: &str) -> Request<B> {
     let request = Request::get(format!("https://localhost{path}")).header("host", "localhost");
     request.body(B::default()).unwrap()
@@ -129,7 +129,7 @@ async fn drain_does_not_wait_for_sleeping_peers() {
     let door = TestListener::open(patient());
     let mut asleep = door.tls(&["h2"]).await;
     asleep.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await.unwrap();
-    asleep.read_u8().await.unwrap(); // it is served, and from here on says nothing
+    asleep.read_u8().await.unwrap(); // it is served, and then sends nothing more
     door.draining.cancel();
     door.ended().await;
 }
@@ -146,7 +146,7 @@ async fn listener_drains_aged_connections() {
         door.gate.notify_one();
     };
     let (answer, ()) = tokio::join!(asking, aging);
-    assert_eq!(text(answer.unwrap()).await.1, "let through", "what began may end");
+    assert_eq!(text(answer.unwrap()).await.1, "let through", "a request that began may end");
     door.counted(r#"tollgate_connections_ended_total{reason="age"}"#, 1).await;
 }
 

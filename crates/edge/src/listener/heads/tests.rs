@@ -10,8 +10,8 @@ use super::*;
 
 const LIMIT: usize = 16 * 1024;
 
-/// What passes of `pieces`, each read by itself, until the end or the first
-/// refusal; and the refusals by the number of their request.
+/// Returns the bytes of `pieces` that pass until the end or the first refusal, and
+/// that refusal. Each piece is read by itself.
 fn pass(pieces: &[&[u8]]) -> (Vec<u8>, Option<BadHead>) {
     let mut io = Pieces::of(pieces);
     let activity = Arc::new(Activity::new(Protocol::Http1, Instant::now()));
@@ -22,7 +22,7 @@ fn pass(pieces: &[&[u8]]) -> (Vec<u8>, Option<BadHead>) {
         loop {
             let mut space = [0; 1_000];
             let read = heads.read(&mut space);
-            // After a refusal nothing comes, and nothing ends it either.
+            // After a refusal the stream stays open and silent.
             match tokio::time::timeout(std::time::Duration::from_millis(5), read).await {
                 Ok(Ok(0)) | Err(_) => break,
                 Ok(Ok(read)) => passed.extend_from_slice(&space[..read]),
@@ -32,7 +32,7 @@ fn pass(pieces: &[&[u8]]) -> (Vec<u8>, Option<BadHead>) {
         let refused = (0..=heads.passed).find_map(|_| activity.request_began());
         let bad = refused.map(|unwelcome| match unwelcome {
             RequestRefusal::BadHead(bad) => bad,
-            RequestRefusal::Closing => panic!("nobody closes it"),
+            RequestRefusal::Closing => panic!("the connection is open"),
         });
         (passed, bad)
     })
