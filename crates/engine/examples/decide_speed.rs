@@ -29,7 +29,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             );
         }
     }
-    println!("full: nobody comes in; admits: one prompt does; charge: booking one share");
+    println!("full: no prompt is admitted; admits: one prompt is; charge: booking one share");
     Ok(())
 }
 

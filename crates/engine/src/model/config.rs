@@ -38,8 +38,8 @@ pub struct ModelConfig {
     pub rope: Rope,
     /// True if the output head is the embedding.
     pub tied: bool,
-    /// For each layer, the number of tokens that attention sees, including the current
-    /// one; `None` for all.
+    /// The number of tokens that attention sees in each layer, including the current one;
+    /// `None` for all.
     pub windows: Vec<Option<u32>>,
     /// Tokens that end a completion; may be empty.
     pub end_tokens: Vec<u32>,

@@ -4,7 +4,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a panic is how a test reports")]
 #![allow(unreachable_pub, reason = "the modules serve two test programs")]
-#![allow(dead_code, reason = "likewise, and neither needs all of them")]
+#![allow(dead_code, reason = "neither of the two test programs uses every item")]
 
 #[path = "../cuda/agree.rs"]
 mod agree;

@@ -154,11 +154,13 @@ impl Compiler {
         // and the log has the reported size.
         unsafe {
             let create = self.nvrtc.get::<Create>(b"nvrtcCreateProgram\0").expect("NVRTC has it");
-            let compile = self.nvrtc.get::<Compile>(b"nvrtcCompileProgram\0").expect("likewise");
+            let compile =
+                self.nvrtc.get::<Compile>(b"nvrtcCompileProgram\0").expect("NVRTC has it");
             let log_size =
-                self.nvrtc.get::<LogSize>(b"nvrtcGetProgramLogSize\0").expect("likewise");
-            let log = self.nvrtc.get::<Log>(b"nvrtcGetProgramLog\0").expect("likewise");
-            let destroy = self.nvrtc.get::<Destroy>(b"nvrtcDestroyProgram\0").expect("likewise");
+                self.nvrtc.get::<LogSize>(b"nvrtcGetProgramLogSize\0").expect("NVRTC has it");
+            let log = self.nvrtc.get::<Log>(b"nvrtcGetProgramLog\0").expect("NVRTC has it");
+            let destroy =
+                self.nvrtc.get::<Destroy>(b"nvrtcDestroyProgram\0").expect("NVRTC has it");
             let created = create(
                 &mut program,
                 unit.as_ptr(),
