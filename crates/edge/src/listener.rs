@@ -46,9 +46,9 @@ use crate::source::Proxies;
 pub struct ListenerOptions {
     /// Limits on the number and the rate of connections.
     pub connection_limits: ConnectionLimitOptions,
-    /// The proxies whose word about a client is accepted.
+    /// The proxies that may name a client.
     pub proxies: Proxies,
-    /// Connections whose TLS handshake has not ended. Beyond this number the
+    /// Connections with an unfinished TLS handshake. Beyond this number the
     /// oldest connection of the busiest source is closed.
     pub handshakes: usize,
     /// Time for the TLS handshake, from its first byte.

@@ -63,7 +63,7 @@ impl RequestIds {
 const RANDOM_BYTES: usize = 10;
 const RANDOM_BITS: usize = 8 * RANDOM_BYTES;
 
-/// Ids whose entropy is drawn together.
+/// Ids that share one draw of entropy.
 const IDS_AT_ONCE: usize = 256;
 
 #[cfg(test)]

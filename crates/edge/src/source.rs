@@ -86,7 +86,7 @@ impl std::str::FromStr for Source {
     }
 }
 
-/// The proxies whose word about a client is accepted.
+/// The proxies that may name a client.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Proxies {
     /// The networks of trusted proxies; none by default.
@@ -193,7 +193,7 @@ impl SourceRing {
         })
     }
 
-    /// Drops sources whose bucket is full again. Called once a second.
+    /// Drops sources with a full bucket. Called once a second.
     pub fn sweep(&self) {
         let Buckets { limiter, crowded } = &*self.buckets;
         // A full bucket says nothing more than no bucket.

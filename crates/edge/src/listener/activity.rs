@@ -43,14 +43,13 @@ struct ActivityState {
     head_since: Option<Instant>,
     /// The time at which the socket stopped taking bytes.
     blocked_since: Option<Instant>,
-    /// Responses whose last frame was handed over and whose next frame was not
-    /// polled.
+    /// Responses with a frame handed over and the next frame not polled.
     unread: u32,
     /// The last time at which a next frame was polled.
     wanted_at: Instant,
     /// True while a part of the next head is held back. HTTP/1 only.
     head_held: bool,
-    /// The number of the request whose head was refused. HTTP/1 only.
+    /// The number of the request with a refused head. HTTP/1 only.
     refused: Option<(u64, BadHead)>,
     /// True once the peer sent too many idle frames. HTTP/2 only.
     flooded: bool,

@@ -213,7 +213,8 @@ struct Answers<S> {
     activity: Arc<Activity>,
 }
 
-/// A request whose head was checked, or one whose check needs its own task.
+/// A request with a checked head, or a request with a check that needs its own
+/// task.
 enum Checked<P> {
     Verdict(HeadVerdict<P, Incoming>),
     Unchecked(Request<Incoming>, Option<RequestRefusal>),
@@ -370,11 +371,9 @@ impl Watch<'_> {
             self.activity.watch(cx.waker());
             gathered = !gathered && self.activity.more_may_come();
             if gathered {
-                // Gathers the responses of several streams into one write. The
-                // runtime runs this task right after the first stream that wakes
-                // it, so each response would be a write of its own. Waking itself
-                // puts the task at the end of the queue. `yield_now` does not
-                // help: the next stream that ends would wake the task at once.
+                // Gathers the responses of several streams into one write: waking
+                // itself puts this task behind the other ready streams. With
+                // `yield_now` the next stream that ends would wake it at once.
                 cx.waker().wake_by_ref();
                 return Poll::Pending;
             }
@@ -404,8 +403,7 @@ impl Watch<'_> {
                     due = at;
                 }
                 if Instant::now() < due {
-                    // An alarm that is too early only rings once more; moving it
-                    // for each byte would cost more.
+                    // An early alarm rings once more; moving it always costs more.
                     if alarm.is_elapsed() || due < alarm.deadline() {
                         alarm.as_mut().reset(due);
                     }

@@ -15,7 +15,7 @@ use tokio::time::Instant;
 use super::activity::Activity;
 use super::forward_write::forward_write;
 
-/// A stream of HTTP/2 whose frames are counted as they pass.
+/// A stream of HTTP/2 that counts the frames which pass.
 pub(super) struct Frames<I> {
     io: I,
     activity: Arc<Activity>,
@@ -184,7 +184,7 @@ const SETTINGS: u8 = 4;
 /// Bytes of the header of a frame.
 const HEADER: usize = 9;
 
-/// Time whose worth of idle frames may arrive at once.
+/// Time that is worth the idle frames which may arrive at once.
 const BURST: Duration = Duration::from_secs(10);
 
 /// Grants of window that a peer may send before it was sent any byte.

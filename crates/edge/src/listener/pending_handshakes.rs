@@ -1,4 +1,4 @@
-//! Connections whose TLS handshake has not ended. Their number is bounded, and
+//! Connections with an unfinished TLS handshake. Their number is bounded, and
 //! silent connections cannot keep new ones out: at the bound, the oldest
 //! connection of the source with the most pending handshakes is closed. An
 //! honest handshake takes milliseconds and is rarely the oldest.

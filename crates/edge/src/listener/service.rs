@@ -12,7 +12,7 @@ use crate::drain_body::{BoxError, Leftover, UnwantedBody};
 
 /// An HTTP service that a listener serves.
 pub trait Service: Send + Sync + 'static {
-    /// A request whose head passed the check.
+    /// A request that passed the head check.
     type Passed: Send + 'static;
     /// The body of a response.
     type Body: Body<Data = Bytes, Error: Into<BoxError>> + Send + Unpin + 'static;
@@ -30,7 +30,7 @@ pub trait Service: Send + Sync + 'static {
         refusal: Option<RequestRefusal>,
     ) -> HeadVerdict<Self::Passed, Incoming>;
 
-    /// Answers a request whose head was checked, and settles what is left of
+    /// Answers a request after its head check, and settles what is left of
     /// its body.
     fn answer(
         &self,
