@@ -186,7 +186,7 @@ fn decode_header(line: &[u8]) -> Option<(HeaderName, HeaderValue)> {
 
 const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
 
-/// The header that names the request whose answer a repeat gets.
+/// The header of a repeated response; it names the request that ran first.
 const REPLAY_OF: HeaderName = HeaderName::from_static("x-tollgate-replay-of");
 
 /// The flag of a header with an ordinary value.
