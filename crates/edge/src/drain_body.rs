@@ -29,7 +29,7 @@ pub fn lend<B: RequestBody>(
     request: Request<B>,
     largest: u64,
 ) -> (Request<Option<LentBody<B>>>, Option<UnreadBody<B>>) {
-    let Some(framing) = Framing::of(&request) else { return (request.map(|_| None), None) };
+    let Some(framing) = BodyFraming::of(&request) else { return (request.map(|_| None), None) };
     let left = Left::default();
     let rest = Rest::Lent(Arc::clone(&left));
     let request = request.map(|body| Some(LentBody { body: Some(limit(body, largest)), left }));
@@ -37,7 +37,7 @@ pub fn lend<B: RequestBody>(
 }
 
 /// The properties of a request that decide how its body is drained.
-struct Framing {
+struct BodyFraming {
     is_http1: bool,
     /// Over HTTP/1 a chunked request is the last on its connection, because
     /// request smuggling hides in what follows the chunks.
@@ -46,7 +46,7 @@ struct Framing {
     is_expecting: bool,
 }
 
-impl Framing {
+impl BodyFraming {
     /// Returns `None` if the request has no body.
     fn of<B: Body>(request: &Request<B>) -> Option<Self> {
         let headers = request.headers();
@@ -61,7 +61,7 @@ impl Framing {
 
 /// The body of a request that no handler will read.
 pub struct UnwantedBody<B> {
-    framing: Framing,
+    framing: BodyFraming,
     body: B,
     largest: u64,
 }
@@ -70,7 +70,7 @@ impl<B: RequestBody> UnwantedBody<B> {
     /// Takes the body out of `request`; `None` if it has no body. `largest`
     /// bounds the bytes that are read of it.
     pub fn of(request: Request<B>, largest: u64) -> Option<Self> {
-        let framing = Framing::of(&request)?;
+        let framing = BodyFraming::of(&request)?;
         Some(Self { framing, body: request.into_body(), largest })
     }
 
@@ -108,7 +108,7 @@ impl<B: RequestBody> From<UnwantedBody<B>> for UnreadBody<B> {
 
 /// The part of a body that is still unread when the response is known.
 pub struct UnreadBody<B> {
-    framing: Framing,
+    framing: BodyFraming,
     rest: Rest<B>,
 }
 

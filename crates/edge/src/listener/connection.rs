@@ -288,10 +288,10 @@ enum Answering<B, F> {
 
 /// A complete refusal, boxed because the enum would be as large as its largest
 /// variant.
-type BoxedRefusal<B> = Box<(Response<Content<B>>, Option<Rest>)>;
+type BoxedRefusal<B> = Box<(Response<Content<B>>, Option<UndrainedBody>)>;
 
 /// The rest of a request, and the tasks that drop it.
-type Rest = (UnwantedBody<Incoming>, TaskTracker);
+type UndrainedBody = (UnwantedBody<Incoming>, TaskTracker);
 
 impl<B: Unpin, F: Future<Output = Answered<B>>> Future for Answering<B, F> {
     type Output = Answered<B>;

@@ -65,7 +65,7 @@ impl Room {
         room
     }
 
-    /// As [`Self::open`], without waiting for anyone.
+    /// Opens a room and does not wait for its workers.
     pub(crate) fn open_at_once(folder: TempDir, config: &str, workers: &[&FakeWorker]) -> Self {
         let config = Arc::new(Config::from_toml(Path::new("test.toml"), config).expect("a config"));
         let clock = Clock::system();
