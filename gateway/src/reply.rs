@@ -1,7 +1,7 @@
 //! The errors that clients read. This is the only module that knows status codes
 //! and the JSON of errors.
 //!
-//! Other modules report an [`ApiError`]; [`ApiError::spec`] is the one table that
+//! Other modules report an [`ApiError`]; `reply/spec.rs` is the one table that
 //! gives each error its status, its labels and its advice about a retry. An error
 //! carries no cause, no path and no secret: the log has them.
 
@@ -9,6 +9,8 @@ mod envelope;
 mod figures;
 mod idempotency;
 mod limit;
+mod message;
+mod spec;
 
 use std::borrow::Cow;
 use std::sync::LazyLock;
@@ -17,13 +19,14 @@ use std::time::Duration;
 use axum::body::{Body, Bytes};
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
-use tollgate_admission::{Limit, Offence, Refusal as LimitRefusal};
+use tollgate_admission::{Offence, Refusal as LimitRefusal};
 use tollgate_serving::event::Failure;
 use tollgate_serving::{Fault, IdempotencyRefusal, Refusal, RequestError};
 
 pub use self::envelope::Envelope;
 pub use self::figures::{duration_text, write_figures};
 use self::limit::Retry;
+use self::spec::ErrorSpec;
 
 /// The reason why a request was not answered as asked.
 #[derive(Clone, Debug, PartialEq)]
@@ -211,94 +214,6 @@ impl ApiError {
         self.spec().kind
     }
 
-    /// Returns all fixed properties of the error.
-    fn spec(&self) -> ErrorSpec {
-        use StatusCode as S;
-        match self {
-            Self::MissingCredential => {
-                ErrorSpec::client(S::UNAUTHORIZED, "missing_credential", "invalid_api_key")
-            }
-            Self::InvalidCredential => {
-                ErrorSpec::client(S::UNAUTHORIZED, "invalid_credential", "invalid_api_key")
-            }
-            Self::SourceNotAllowed => {
-                ErrorSpec::client(S::UNAUTHORIZED, "source_not_allowed", "ip_not_authorized")
-            }
-            Self::KeyRevoked => {
-                ErrorSpec::client(S::UNAUTHORIZED, "key_revoked", "invalid_api_key")
-            }
-            Self::Permission { .. } => {
-                ErrorSpec::client(S::FORBIDDEN, "permission", "permission_denied")
-                    .of_type("permission_error")
-            }
-            Self::ModelNotFound { .. } => {
-                ErrorSpec::client(S::NOT_FOUND, "model_not_found", "model_not_found")
-            }
-            Self::NotFound { .. } => ErrorSpec::client(S::NOT_FOUND, "not_found", "not_found"),
-            Self::UnknownRoute { .. } => {
-                ErrorSpec::client(S::NOT_FOUND, "unknown_route", "unknown_url")
-            }
-            Self::MethodNotAllowed { .. } => {
-                let status = S::METHOD_NOT_ALLOWED;
-                ErrorSpec::client(status, "method_not_allowed", "method_not_allowed")
-            }
-            Self::Invalid { code, .. } => ErrorSpec {
-                code: *code,
-                ..ErrorSpec::client(S::BAD_REQUEST, "invalid_request", "")
-            },
-            Self::ContextLength { .. } => {
-                ErrorSpec::client(S::BAD_REQUEST, "context_length", "context_length_exceeded")
-            }
-            Self::BodyTooSlow => {
-                ErrorSpec::client(S::REQUEST_TIMEOUT, "body_too_slow", "request_timeout")
-                    .never_retry()
-                    .closing()
-            }
-            Self::BodyTooLarge { .. } => {
-                ErrorSpec::client(S::PAYLOAD_TOO_LARGE, "body_too_large", "request_too_large")
-                    .closing()
-            }
-            Self::HeadTooLarge => {
-                let status = S::REQUEST_HEADER_FIELDS_TOO_LARGE;
-                ErrorSpec::client(status, "head_too_large", "headers_too_large").closing()
-            }
-            Self::UnsupportedEncoding { .. } => {
-                let code = "unsupported_content_encoding";
-                ErrorSpec::client(S::UNSUPPORTED_MEDIA_TYPE, "unsupported_encoding", code)
-            }
-            Self::SourceLimit { retry_after, .. } => {
-                ErrorSpec::rate("source_requests").retry_after(*retry_after)
-            }
-            Self::ReadLimit { retry_after, .. } => {
-                ErrorSpec::rate("read_requests").retry_after(*retry_after)
-            }
-            Self::Penalty { offence, retry_after } => {
-                ErrorSpec::rate(penalty_kind(*offence)).retry_after(*retry_after)
-            }
-            Self::Limit(refusal) => limit_spec(refusal),
-            Self::Idempotency(refusal) => idempotency::spec(refusal),
-            Self::Overloaded { retry_after } => ErrorSpec::server("overloaded", "overloaded")
-                .retry_after(retry_after.unwrap_or(OVERLOADED_RETRY)),
-            Self::Draining => ErrorSpec::server("draining", "draining").never_retry().closing(),
-            Self::LedgerUnavailable => {
-                ErrorSpec::server("ledger_unavailable", "ledger_unavailable").never_retry()
-            }
-            Self::NoWorker { .. } => {
-                ErrorSpec::server("no_worker", "overloaded").retry_after(OVERLOADED_RETRY)
-            }
-            Self::DeadlineExceeded { .. } => {
-                ErrorSpec::server("deadline_exceeded", "deadline_exceeded")
-                    .with_status(S::GATEWAY_TIMEOUT)
-                    .never_retry()
-            }
-            Self::Internal => {
-                ErrorSpec::server("internal", "server_error").with_status(S::INTERNAL_SERVER_ERROR)
-            }
-            Self::WorkerLost { .. } => ErrorSpec::server("worker_lost", "worker_lost")
-                .with_status(S::INTERNAL_SERVER_ERROR),
-        }
-    }
-
     /// Returns the JSON body, which is also the data of a stream's error event.
     pub fn envelope(&self) -> Envelope<'_> {
         let ErrorSpec { error_type, code, .. } = self.spec();
@@ -322,118 +237,6 @@ impl ApiError {
         }
     }
 
-    fn message(&self) -> Cow<'_, str> {
-        match self {
-            Self::MissingCredential => {
-                "No API key was provided. Send it as 'Authorization: Bearer YOUR_KEY'.".into()
-            }
-            Self::InvalidCredential => "Incorrect API key provided.".into(),
-            Self::KeyRevoked => {
-                "This API key was revoked while the request was under way. You are charged for what \
-                 was done."
-                    .into()
-            }
-            Self::SourceNotAllowed => {
-                "This API key may not be used from your network address.".into()
-            }
-            Self::Permission { message } | Self::Invalid { message, .. } => message.as_ref().into(),
-            Self::ModelNotFound { model } => format!(
-                "The model '{}' does not exist or you do not have access to it.",
-                quoted(model)
-            )
-            .into(),
-            Self::NotFound { what, id } => format!("No such {what}: '{}'.", quoted(id)).into(),
-            Self::UnknownRoute { method, path } => {
-                format!("Unknown request URL: {method} {}.", quoted(path)).into()
-            }
-            Self::MethodNotAllowed { method, path } => {
-                format!("Not allowed to {method} on {}.", quoted(path)).into()
-            }
-            Self::ContextLength { limit, prompt, completion, .. } => match completion {
-                Some(completion) => format!(
-                    "This model's maximum context length is {limit} tokens. You requested {} \
-                     tokens: {prompt} in the prompt and {completion} for the answer. Shorten the \
-                     prompt or ask for fewer tokens.",
-                    prompt.saturating_add(*completion)
-                ),
-                None => format!(
-                    "This model's maximum context length is {limit} tokens. Your prompt has \
-                     {prompt} tokens and leaves no room for an answer."
-                ),
-            }
-            .into(),
-            Self::BodyTooSlow => "The request body arrived too slowly.".into(),
-            Self::BodyTooLarge { limit } => {
-                format!("The request body is larger than the {limit} bytes that this route takes.")
-                    .into()
-            }
-            Self::HeadTooLarge => "The headers of the request are too many or too large.".into(),
-            Self::UnsupportedEncoding { encoding } => format!(
-                "Request bodies with content-encoding '{}' are not taken: send it plain.",
-                quoted(encoding)
-            )
-            .into(),
-            Self::Penalty { offence, retry_after } => {
-                let why = match offence {
-                    Offence::Refusals => {
-                        "your tenant keeps coming back sooner than it is told to. Wait as \
-                         'retry-after' says."
-                    }
-                    Offence::FailedAuthentication => {
-                        "too many wrong API keys came from your network address. A valid key is \
-                         served at once."
-                    }
-                    Offence::Cancels => "your tenant cancels too many requests that are under way.",
-                };
-                let wait = duration_text(*retry_after);
-                format!("Penalty: {why} Try again in {wait}.").into()
-            }
-            Self::ReadLimit { per_second, retry_after } => format!(
-                "Limit reached: {per_second} read-only requests a second for your key. Try again in {}.",
-                duration_text(*retry_after)
-            )
-            .into(),
-            Self::SourceLimit { per_second, retry_after } => format!(
-                "Limit reached: {per_second} requests a second for your network address. Try \
-                 again in {}.",
-                duration_text(*retry_after)
-            )
-            .into(),
-            Self::Limit(refusal) => limit::message(refusal).into(),
-            Self::Idempotency(refusal) => idempotency::message(refusal).into(),
-            Self::Overloaded { retry_after: Some(wait) } => {
-                format!("All workers are busy. Try again in {}.", duration_text(*wait)).into()
-            }
-            Self::Overloaded { retry_after: None } => {
-                "All workers are busy. Try again shortly.".into()
-            }
-            Self::Draining => "This server is about to stop. Connect again.".into(),
-            Self::LedgerUnavailable => {
-                "Usage cannot be recorded at the moment, so requests are not served.".into()
-            }
-            Self::NoWorker { model } => {
-                format!("No worker serves the model '{}' at the moment.", quoted(model)).into()
-            }
-            Self::DeadlineExceeded { deadline } => format!(
-                "The request did not finish within its deadline of {}.",
-                duration_text(*deadline)
-            )
-            .into(),
-            Self::Internal => {
-                "The server had an error while processing your request. Quote the x-request-id \
-                 when you report it."
-                    .into()
-            }
-            Self::WorkerLost { charged: true } => {
-                "The worker that was answering stopped. You are charged for what you received."
-                    .into()
-            }
-            Self::WorkerLost { charged: false } => {
-                "The worker that was answering stopped. You are not charged.".into()
-            }
-        }
-    }
-
     /// Returns the wait that the client was told, if it was told one.
     pub(crate) fn told_wait(&self) -> Option<Duration> {
         match self.spec().retry? {
@@ -441,87 +244,6 @@ impl ApiError {
             Retry::Never => None,
         }
     }
-}
-
-/// The fixed properties of one error.
-#[derive(Clone, Copy, Debug)]
-struct ErrorSpec {
-    status: StatusCode,
-    kind: ErrorKind,
-    /// The `type` of the JSON body.
-    error_type: &'static str,
-    /// The `code` of the JSON body.
-    code: Option<&'static str>,
-    /// The advice about a retry; `None` leaves it to the client.
-    retry: Option<Retry>,
-    /// True if the connection must not carry another request.
-    closes_connection: bool,
-}
-
-impl ErrorSpec {
-    /// Makes the spec of an error in the client's request.
-    const fn client(status: StatusCode, kind: &'static str, code: &'static str) -> Self {
-        Self {
-            status,
-            kind: ErrorKind(kind),
-            error_type: "invalid_request_error",
-            code: Some(code),
-            retry: None,
-            closes_connection: false,
-        }
-    }
-
-    /// Makes the spec of a 429 for too many requests.
-    const fn rate(kind: &'static str) -> Self {
-        Self::client(StatusCode::TOO_MANY_REQUESTS, kind, "rate_limit_exceeded")
-            .of_type("rate_limit_error")
-    }
-
-    /// Makes the spec of a 503.
-    const fn server(kind: &'static str, code: &'static str) -> Self {
-        Self::client(StatusCode::SERVICE_UNAVAILABLE, kind, code).of_type("server_error")
-    }
-
-    const fn of_type(self, error_type: &'static str) -> Self {
-        Self { error_type, ..self }
-    }
-
-    const fn with_status(self, status: StatusCode) -> Self {
-        Self { status, ..self }
-    }
-
-    const fn retry_after(self, wait: Duration) -> Self {
-        Self { retry: Some(Retry::After(wait)), ..self }
-    }
-
-    const fn never_retry(self) -> Self {
-        Self { retry: Some(Retry::Never), ..self }
-    }
-
-    const fn closing(self) -> Self {
-        Self { closes_connection: true, ..self }
-    }
-}
-
-const fn penalty_kind(offence: Offence) -> &'static str {
-    match offence {
-        Offence::Refusals => "penalty_refusals",
-        Offence::FailedAuthentication => "penalty_failed_authentication",
-        Offence::Cancels => "penalty_cancels",
-    }
-}
-
-fn limit_spec(refusal: &LimitRefusal) -> ErrorSpec {
-    let kind = refusal.limit.as_str();
-    let spec = match refusal.limit {
-        Limit::Capacity => ErrorSpec::server(kind, "overloaded"),
-        limit if limit.is_cap() => {
-            ErrorSpec::client(StatusCode::TOO_MANY_REQUESTS, kind, "insufficient_quota")
-                .of_type("insufficient_quota")
-        }
-        _ => ErrorSpec::rate(kind),
-    };
-    ErrorSpec { retry: Some(Retry::of(refusal)), ..spec }
 }
 
 impl From<LimitRefusal> for ApiError {
@@ -620,27 +342,11 @@ impl IntoResponse for ApiError {
     }
 }
 
-/// Returns a client's text as an error may repeat it: short and without control
-/// characters.
-fn quoted(text: &str) -> String {
-    let mut short: String = text.chars().filter(|c| !c.is_control()).take(QUOTED_CHARS).collect();
-    if text.chars().count() > QUOTED_CHARS {
-        short.push('…');
-    }
-    short
-}
-
 static INVALID_CREDENTIAL: LazyLock<Bytes> =
     LazyLock::new(|| ApiError::InvalidCredential.envelope().to_json().into());
 
 /// Headers of a refusal with all its figures, and of the layers outside.
 const MOST_HEADERS: usize = 16;
-
-/// Characters of a client's own text that an error repeats.
-const QUOTED_CHARS: usize = 128;
-
-/// The wait after an overload of unknown length.
-const OVERLOADED_RETRY: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 mod tests;

@@ -63,7 +63,7 @@ pub struct StoredAnswer {
 /// The claim of a request to its key.
 #[derive(Clone, Debug)]
 pub struct IdempotencyClaim {
-    /// The caller, to whom the key belongs.
+    /// The caller that owns the key.
     pub caller: Caller,
     /// The key.
     pub key: IdempotencyKey,

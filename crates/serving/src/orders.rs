@@ -3,7 +3,7 @@
 //! that does not fit an order is billed to no tenant; its time is loss.
 //!
 //! Orders are in memory only. For requests that an earlier gateway ordered, this
-//! gateway has the ledger, the keys and the price: see [`Origin::Earlier`].
+//! gateway has the ledger, the keys and the price: see `Origin::Earlier`.
 
 mod terms;
 
@@ -23,7 +23,7 @@ use crate::model::ServedModel;
 /// Orders that wait for their record. Admission bounds the running orders; ended
 /// orders of a worker that never reports their end are forgotten beyond this.
 const MOST_ORDERS: usize = 65_536;
-/// Epochs whose energy is added up. Beyond this number the epoch that was heard
+/// Epochs with an energy total. Beyond this number the epoch that was heard
 /// of first is forgotten. An epoch that ends is forgotten with its last block.
 const MOST_EPOCHS: usize = 1_024;
 /// An allowance for the energy that a device drew before this gateway heard of
@@ -437,4 +437,4 @@ impl Drop for Placement {
     }
 }
 
-const END_REPEATED: &str = "an end told twice";
+const END_REPEATED: &str = "an end reported twice";

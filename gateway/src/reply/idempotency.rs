@@ -5,16 +5,16 @@ use std::time::Duration;
 use http::StatusCode;
 use tollgate_serving::IdempotencyRefusal;
 
-use super::{ErrorSpec, duration_text};
+use super::duration_text;
+use super::spec::{self, ErrorSpec};
 
 /// The kind of all these errors, for metrics.
 const KIND: &str = "idempotency";
 
 /// Returns the fixed properties of the error.
 pub(super) fn spec(refusal: &IdempotencyRefusal) -> ErrorSpec {
-    let client = |status, code| {
-        ErrorSpec::client(status, KIND, code).of_type("idempotency_error").never_retry()
-    };
+    let client =
+        |status, code| spec::client(status, KIND, code).of_type("idempotency_error").never_retry();
     match refusal {
         IdempotencyRefusal::OtherBody => {
             client(StatusCode::UNPROCESSABLE_ENTITY, "idempotency_key_reused")
@@ -25,7 +25,7 @@ pub(super) fn spec(refusal: &IdempotencyRefusal) -> ErrorSpec {
         IdempotencyRefusal::Unsettled { .. } => {
             client(StatusCode::CONFLICT, "idempotency_unsettled").retry_after(UNSETTLED_RETRY)
         }
-        IdempotencyRefusal::TooManyKeys { .. } => ErrorSpec::rate(KIND).never_retry(),
+        IdempotencyRefusal::TooManyKeys { .. } => spec::rate(KIND).never_retry(),
     }
 }
 

@@ -1,13 +1,13 @@
-//! Every body and header that a client may read when the answer is no.
+//! Bodies and headers of every error.
 
 use http_body_util::BodyExt as _;
-use tollgate_admission::{CapFigures, Figures, RateFigures, Scope};
+use tollgate_admission::{CapFigures, Figures, Limit, RateFigures, Scope};
 use tollgate_domain::{DeviceClass, DeviceNanos, PoolName, Rate, RequestId, TenantId, UtcTime};
 
 use super::*;
 
 #[test]
-fn durations_read_as_clients_expect() {
+fn durations_have_the_form_of_openai() {
     for (millis, expected) in [
         (0, "0s"),
         (12, "12ms"),
@@ -139,7 +139,7 @@ fn every_error() -> Vec<ApiError> {
     ]
 }
 
-async fn told(error: ApiError) -> String {
+async fn rendered(error: ApiError) -> String {
     let response = error.clone().into_response();
     let (parts, body) = response.into_parts();
     let body = body.collect().await.unwrap().to_bytes();
@@ -160,16 +160,16 @@ async fn told(error: ApiError) -> String {
 }
 
 #[tokio::test]
-async fn every_refusal_is_told_like_this() {
+async fn errors_match_their_snapshot() {
     let mut all = String::new();
     for error in every_error() {
-        all.push_str(&told(error).await);
+        all.push_str(&rendered(error).await);
     }
     insta::assert_snapshot!("refusals", all);
 }
 
 #[tokio::test]
-async fn every_body_has_all_four_keys() {
+async fn error_bodies_have_four_keys() {
     for error in every_error() {
         let body: serde_json::Value = serde_json::from_slice(&error.envelope().to_json()).unwrap();
         let keys: Vec<_> = body["error"].as_object().unwrap().keys().collect();
@@ -198,8 +198,8 @@ fn api_page_lists_every_error() {
 }
 
 #[test]
-fn rejected_credentials_all_look_the_same() {
-    // T20: whatever is wrong with a credential, this one value is what there is.
+fn rejected_credentials_share_one_body() {
+    // The body must not tell what is wrong with a credential.
     let body = ApiError::InvalidCredential.envelope().to_json();
     assert_eq!(
         String::from_utf8(body).unwrap(),

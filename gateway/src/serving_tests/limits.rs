@@ -116,7 +116,7 @@ async fn refusal_by_pool_takes_nothing_from_tenant() {
     assert_eq!(figures.day.map(|day| day.remaining), Some(DeviceNanos::from_secs(10)));
 }
 
-/// A tenant whose clients do not wait is refused before a body is read, and is
+/// A tenant with clients that do not wait is refused before a body is read, and is
 /// told why. Other tenants are not refused, and an admin can lift the penalty.
 #[tokio::test]
 async fn penalty_refuses_tenant_that_does_not_wait() {
@@ -134,15 +134,16 @@ async fn penalty_refuses_tenant_that_does_not_wait() {
         assert_eq!(response.status(), StatusCode::OK);
     }
     // Each is told to come back in a minute, which is all that one client may be.
-    let mut told = Vec::new();
+    let mut are_penalties = Vec::new();
     for _ in 0..4 {
         let response = room.ask("acme", "POST", "/v1/completions", "no JSON").await;
         assert!(!header_of(&response, "retry-after-ms").is_empty());
         let (status, body) = json(response).await;
         assert_eq!(status, StatusCode::TOO_MANY_REQUESTS, "{body}");
-        told.push(body["error"]["message"].as_str().expect("a message").starts_with("Penalty"));
+        are_penalties
+            .push(body["error"]["message"].as_str().expect("a message").starts_with("Penalty"));
     }
-    assert!(!told[0] && told[3], "the first has done nothing wrong: {told:?}");
+    assert!(!are_penalties[0] && are_penalties[3], "{are_penalties:?}");
     let (penalties, now) = (room.api.serving.penalties(), room.api.serving.clock().now());
     assert!(penalties.check(now, &tenant("other")).is_ok());
     let listed = penalties.list(now);

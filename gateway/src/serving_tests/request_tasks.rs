@@ -89,7 +89,7 @@ async fn client_that_leaves_pays_work_done() {
 
 #[tokio::test]
 async fn request_without_delivered_content_is_replaced() {
-    for said_before in [false, true] {
+    for sent_before in [false, true] {
         let folder = Room::folder();
         let mut first = FakeWorker::start(folder.path(), "a");
         let mut second = FakeWorker::start(folder.path(), "b");
@@ -101,7 +101,7 @@ async fn request_without_delivered_content_is_replaced() {
                 run = second.run() => (run, &mut first),
             };
             let seed = run.assignment.sampling.clone().map(|sampling| sampling.seed);
-            if said_before {
+            if sent_before {
                 run.token(0, "half an ans", 100).await;
             }
             drop(run);
@@ -114,7 +114,7 @@ async fn request_without_delivered_content_is_replaced() {
         assert_eq!(status, StatusCode::OK);
         assert_eq!(
             body["choices"][0]["message"]["content"], "Hi.",
-            "token sent before: {said_before}"
+            "token sent before: {sent_before}"
         );
         room.settled().await;
         let row = row(&room, 0).expect("the fault cap is in the ledger");
@@ -171,7 +171,7 @@ async fn invalid_events_are_rejected_and_counted() {
 #[tokio::test]
 async fn deadline_is_status_before_first_token_event_after() {
     let deadline = format!("[gateway.deadlines]\nqueue = \"100ms\"\nrequest = \"100ms\"\n{PLAIN}");
-    for said in [false, true] {
+    for sent in [false, true] {
         let folder = Room::folder();
         let mut worker = FakeWorker::start(folder.path(), "w0");
         let room = Room::open(folder, &deadline, &[&worker]).await;
@@ -184,16 +184,16 @@ async fn deadline_is_status_before_first_token_event_after() {
             },
             async {
                 let mut run = worker.run().await;
-                if said {
+                if sent {
                     run.token(0, "Hi", 100).await;
                 }
                 assert_eq!(run.cancels.recv().await, Some(CancelReason::Deadline));
                 run.end_choice(0, FinishReason::Deadline).await;
-                run.end(u64::from(said), 100).await;
+                run.end(u64::from(sent), 100).await;
             }
         );
         assert!(body.contains(r#""code":"deadline_exceeded""#), "{body}");
-        if said {
+        if sent {
             assert_eq!(status, StatusCode::OK);
             assert!(body.ends_with("data: [DONE]\n\n"), "{body}");
         } else {

@@ -110,7 +110,7 @@ async fn answered(room: &Room, worker: &mut FakeWorker) -> Assignment {
 }
 
 fn usage_of(block: &mut JournalBlock) -> &mut Usage {
-    block.finished[0].usage.as_mut().expect("an honest block says it")
+    block.finished[0].usage.as_mut().expect("an honest block has a usage")
 }
 
 /// Adds device time to the block's share and keeps the block balanced.
@@ -188,7 +188,9 @@ async fn records_without_order_or_stream_are_never_billed() {
             block.finished.clear();
             more_time(block, 3_600_000_000_000);
         }),
-        ("an end told twice at once", |block, _| block.finished.push(block.finished[0].clone())),
+        ("an end reported twice at once", |block, _| {
+            block.finished.push(block.finished[0].clone())
+        }),
     ];
     for (what, change) in changes {
         let folder = Room::folder();

@@ -14,7 +14,7 @@
 mod chance;
 mod disk;
 mod facts;
-mod front;
+mod gateway;
 mod sqlite;
 mod worker;
 mod world;
@@ -26,27 +26,27 @@ use tollgate_ledger::{AdminAction, Ledger, LedgerError, LedgerHandle, ManualLedg
 use self::chance::Chance;
 use self::disk::SimDisk;
 use self::sqlite::Mounted;
-use self::world::{Outcome, Plant, Seen, World};
+use self::world::{Outcome, PlantedBug, Seen, World};
 
 /// Runs one seed.
-fn play(seed: u64, plant: Plant) -> Outcome {
+fn run(seed: u64, plant: PlantedBug) -> Outcome {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_time()
         .start_paused(true)
         .build()
         .expect("a runtime");
-    runtime.block_on(async { World::new(seed, plant).play().await })
+    runtime.block_on(async { World::new(seed, plant).run().await })
 }
 
 /// Runs `seeds` and fails if a check fails in any of them.
-fn play_all(seeds: std::ops::Range<u64>) {
+fn run_all(seeds: std::ops::Range<u64>) {
     let began = std::time::Instant::now();
     let (mut sum, mut cuts, mut lost, mut failed) = (Seen::default(), 0, 0, 0);
     let mut trace = 0_u64;
     let mut bad = Vec::new();
     let count = seeds.end - seeds.start;
     for seed in seeds {
-        let Outcome { trace: one, wrong, seen, disk, diary } = play(seed, Plant::None);
+        let Outcome { trace: one, wrong, seen, disk, diary } = run(seed, PlantedBug::None);
         if !wrong.is_empty() {
             bad.push(seed);
             if bad.len() <= MOST_TOLD {
@@ -60,7 +60,7 @@ fn play_all(seeds: std::ops::Range<u64>) {
         failed += disk.failed_syncs + disk.refused;
     }
     println!(
-        "{count} plays in {:?}, trace {trace:016x}: {sum:?}, {cuts} power cuts that took {lost} \
+        "{count} runs in {:?}, trace {trace:016x}: {sum:?}, {cuts} power cuts that took {lost} \
          sectors back, {failed} refusals of the disk",
         began.elapsed()
     );
@@ -76,26 +76,29 @@ const MOST_TOLD: usize = 8;
 
 #[test]
 fn thousand_runs_lose_and_double_nothing() {
-    play_all(0..1_000);
+    run_all(0..1_000);
 }
 
 #[test]
 fn same_seed_gives_same_run() {
     for seed in 0..10 {
-        let (first, second) = (play(seed, Plant::None), play(seed, Plant::None));
+        let (first, second) = (run(seed, PlantedBug::None), run(seed, PlantedBug::None));
         assert_eq!((first.trace, first.seen), (second.trace, second.seen), "seed {seed}");
-        assert_ne!(first.trace, play(seed + 1, Plant::None).trace);
+        assert_ne!(first.trace, run(seed + 1, PlantedBug::None).trace);
     }
 }
 
 /// A simulation that misses these bugs would miss real ones too.
 #[test]
 fn planted_bugs_are_found() {
-    for plant in
-        [Plant::NoSync, Plant::AcknowledgedTooEarly, Plant::PostedTwice, Plant::CutTooEarly]
-    {
+    for plant in [
+        PlantedBug::NoSync,
+        PlantedBug::AcknowledgedTooEarly,
+        PlantedBug::PostedTwice,
+        PlantedBug::CutTooEarly,
+    ] {
         let found = (0..1_000).find_map(|seed| {
-            let wrong = play(seed, plant).wrong;
+            let wrong = run(seed, plant).wrong;
             wrong.first().map(|wrong| (seed, wrong.clone()))
         });
         let (seed, wrong) = found.unwrap_or_else(|| panic!("{plant:?} is not found"));
@@ -167,6 +170,6 @@ mod long {
     #[test]
     #[ignore = "long: ten thousand plays"]
     fn ten_thousand_runs() {
-        play_all(1_000..11_000);
+        run_all(1_000..11_000);
     }
 }

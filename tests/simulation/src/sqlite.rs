@@ -82,7 +82,7 @@ impl Mounted {
     pub(super) fn new(disk: &SimDisk, chance: Chance) -> Self {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let name = CString::new(format!("played-{number}")).expect("no zero in it");
+        let name = CString::new(format!("simulated-{number}")).expect("no zero in it");
         let app = App { disk: Mutex::new(disk.clone()), chance: Mutex::new(chance) };
         let vfs = Box::into_raw(Box::new(ffi::sqlite3_vfs {
             iVersion: 2,
@@ -193,7 +193,7 @@ unsafe extern "C" fn open(
     let handle = file.cast::<Handle>();
     // SAFETY: SQLite gives `szOsFile` bytes; without methods it never closes.
     unsafe { (*handle).head.pMethods = ptr::null() };
-    // SAFETY: SQLite calls with the file system that it was told.
+    // SAFETY: SQLite calls with the registered file system.
     let disk = lock(&unsafe { app(vfs) }.disk).clone();
     let creates = flags & ffi::SQLITE_OPEN_CREATE != 0;
     // SAFETY: a name of SQLite's where it is not null.
@@ -439,7 +439,7 @@ unsafe extern "C" fn delete(
     name: *const c_char,
     syncs: c_int,
 ) -> c_int {
-    // SAFETY: SQLite calls with the file system that it was told, and a name.
+    // SAFETY: SQLite calls with the registered file system, and a name.
     let (app, path) = unsafe { (app(vfs), path(name)) };
     let disk = lock(&app.disk).clone();
     if !disk.exists(path) {
@@ -458,7 +458,7 @@ unsafe extern "C" fn access(
     _flags: c_int,
     found: *mut c_int,
 ) -> c_int {
-    // SAFETY: SQLite calls with the file system that it was told, a name, and
+    // SAFETY: SQLite calls with the registered file system, a name, and
     // a place for the answer.
     unsafe {
         let there = lock(&app(vfs).disk).exists(path(name));
@@ -488,7 +488,7 @@ unsafe extern "C" fn randomness(
     length: c_int,
     to: *mut c_char,
 ) -> c_int {
-    // SAFETY: SQLite calls with the file system that it was told, and `length`
+    // SAFETY: SQLite calls with the registered file system, and `length`
     // bytes.
     let (app, to) =
         unsafe { (app(vfs), std::slice::from_raw_parts_mut(to.cast::<u8>(), length as usize)) };

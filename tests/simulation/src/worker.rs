@@ -24,16 +24,16 @@ pub(super) const DAWN: UtcTime = UtcTime(1_795_176_000_000_000_000);
 
 /// The host's clocks, which the simulation advances.
 #[derive(Clone, Default)]
-pub(super) struct Played(Arc<AtomicU64>);
+pub(super) struct SimulatedClock(Arc<AtomicU64>);
 
-impl Played {
+impl SimulatedClock {
     pub(super) fn turn(&self, ms: u64) {
         self.0.store(ms * MS, Ordering::Relaxed);
         UTC.with(|utc| utc.set(DAWN.0 + ms * MS));
     }
 }
 
-impl Clock for Played {
+impl Clock for SimulatedClock {
     fn now(&self) -> MonotonicTime {
         MonotonicTime(self.0.load(Ordering::Relaxed))
     }
@@ -84,7 +84,7 @@ pub(super) struct Wanted {
 /// The result of a step.
 pub(super) struct Stepped {
     /// Tokens and figures of the attempts in the step.
-    pub(super) told: Vec<(Attempt, u64, Usage)>,
+    pub(super) reported: Vec<(Attempt, u64, Usage)>,
     /// The attempts that have ended.
     pub(super) ended: Vec<(u64, RequestFigures)>,
 }
@@ -94,7 +94,7 @@ impl Working {
         disk: SimDisk,
         process: u64,
         epoch: WorkerEpoch,
-        clock: &Played,
+        clock: &SimulatedClock,
     ) -> io::Result<Self> {
         let rig = JournalHarness::open(
             disk,
@@ -175,14 +175,14 @@ impl Working {
             busy: DeviceNanos(busy),
             shares: &shares,
         })?;
-        let mut stepped = Stepped { told: Vec::new(), ended: Vec::new() };
+        let mut stepped = Stepped { reported: Vec::new(), ended: Vec::new() };
         let mut going = Vec::with_capacity(self.runs.len());
         for mut run in std::mem::take(&mut self.runs) {
             let share = shares.iter().find(|share| share.sequence == run.sequence);
             if let Some(share) = share {
                 run.tokens += 1;
                 run.attributed += share.attributed.nanos();
-                stepped.told.push((run.attempt.clone(), run.connection, run.usage(table)));
+                stepped.reported.push((run.attempt.clone(), run.connection, run.usage(table)));
             }
             match run.reason(table) {
                 Some(reason) => stepped.ended.push((run.connection, run.figures(table, reason))),
@@ -262,5 +262,5 @@ pub(super) fn model_name() -> ModelName {
 }
 
 pub(super) fn device() -> Device {
-    Device { class: DeviceClass::cpu(), name: "played".to_owned(), uuid: String::new() }
+    Device { class: DeviceClass::cpu(), name: "simulated".to_owned(), uuid: String::new() }
 }

@@ -23,15 +23,15 @@ use tollgate_worker::test_harness::BlockReader;
 use super::chance::Chance;
 use super::disk::{Counted, SimDisk};
 use super::facts::Facts;
-use super::front::{CAP_NS, Front, Fronts, TaskEnd, tenants};
+use super::gateway::{CAP_NS, Gateway, Gateways, TaskEnd, tenants};
 use super::sqlite::Mounted;
-use super::worker::{MS, Played, Wanted, Working};
+use super::worker::{MS, SimulatedClock, Wanted, Working};
 use tollgate_serving::worker_identity::WorkerError;
 use tollgate_serving::workers::ConnectedWorker;
 
 /// A planted bug, which the checks must find.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Plant {
+pub(super) enum PlantedBug {
     None,
     /// Syncs are skipped.
     NoSync,
@@ -118,11 +118,11 @@ enum Event {
     Connect,
     ToGateway {
         connection: u64,
-        told: Box<Told>,
+        message: Box<WorkerMessage>,
     },
     ToWorker {
         connection: u64,
-        said: Box<Said>,
+        message: Box<GatewayMessage>,
     },
     LostAtGateway(u64),
     LostAtWorker(u64),
@@ -130,7 +130,7 @@ enum Event {
 
 /// A message from a worker to a gateway.
 #[derive(Debug)]
-enum Told {
+enum WorkerMessage {
     Block(Box<JournalBlock>),
     Progress(Attempt, Usage),
     Finished(Attempt, Usage),
@@ -138,7 +138,7 @@ enum Told {
 
 /// A message from a gateway to a worker.
 #[derive(Debug)]
-pub(super) enum Said {
+pub(super) enum GatewayMessage {
     Order(usize, Attempt, Wanted),
     Cancel(Attempt),
     Ack(JournalAck),
@@ -162,16 +162,16 @@ struct Connection {
 /// The state of a run.
 pub(super) struct World {
     chance: Chance,
-    plant: Plant,
+    plant: PlantedBug,
     queue: BTreeMap<(u64, u64), Event>,
     counter: u64,
     now: u64,
     origin: Instant,
-    clock: Played,
+    clock: SimulatedClock,
     disk: SimDisk,
-    fronts: Fronts,
+    gateways: Gateways,
     working: Option<Working>,
-    front: Option<Front>,
+    gateway: Option<Gateway>,
     wire: Option<Connection>,
     wires: u64,
     processes: u64,
@@ -194,12 +194,12 @@ const LONGEST_DIARY: usize = 300;
 const PATIENCE: u64 = 40_000;
 
 impl World {
-    pub(super) fn new(seed: u64, plant: Plant) -> Self {
+    pub(super) fn new(seed: u64, plant: PlantedBug) -> Self {
         let mut chance = Chance::new(seed);
         let disk = SimDisk::new(chance.fork());
         disk.faults(|faults| {
-            faults.lying = plant == Plant::NoSync;
-            faults.cuts_too_much = plant == Plant::CutTooEarly;
+            faults.lying = plant == PlantedBug::NoSync;
+            faults.cuts_too_much = plant == PlantedBug::CutTooEarly;
         });
         let mounted = Mounted::new(&disk, chance.fork());
         let mut world = Self {
@@ -209,11 +209,11 @@ impl World {
             counter: 0,
             now: 0,
             origin: Instant::now(),
-            clock: Played::default(),
+            clock: SimulatedClock::default(),
             disk,
-            fronts: Fronts::new(),
+            gateways: Gateways::new(),
             working: None,
-            front: None,
+            gateway: None,
             wire: None,
             wires: 0,
             processes: 0,
@@ -263,7 +263,7 @@ impl World {
     }
 
     /// Runs to the end and checks the result.
-    pub(super) async fn play(mut self) -> Outcome {
+    pub(super) async fn run(mut self) -> Outcome {
         let mut rested = None;
         while let Some(((when, _), event)) = self.queue.pop_first() {
             self.pass(when).await;
@@ -293,9 +293,9 @@ impl World {
         self.kill_gateway();
         self.settle_down().await;
         let (seen, disk) = (self.seen, self.disk.counted());
-        let lies = self.fronts.violations();
-        if lies > 0 && !self.shuffled {
-            self.facts.wrong(format!("an honest worker was called a liar {lies} times"));
+        let violations = self.gateways.violations();
+        if violations > 0 && !self.shuffled {
+            self.facts.wrong(format!("an honest worker was distrusted {violations} times"));
         }
         let trace = self.trace;
         let Self { facts, diary, .. } = self;
@@ -314,11 +314,11 @@ impl World {
             tokio::task::yield_now().await;
             self.hear_acks();
         }
-        while let Some(ended) = self.front.as_mut().and_then(Front::ended_task) {
+        while let Some(ended) = self.gateway.as_mut().and_then(Gateway::ended_task) {
             match ended {
                 TaskEnd::Followed(number, error) => {
                     if matches!(error, WorkerError::InvalidReport(_)) && !self.shuffled {
-                        self.facts.wrong(format!("an honest worker is said to lie: {error}"));
+                        self.facts.wrong(format!("an honest worker was rejected: {error}"));
                     }
                     self.mark(&[70, number]);
                     self.write_down(|| format!("wire {number}: {error}"));
@@ -337,11 +337,11 @@ impl World {
         }
         let number = wire.number;
         for ack in acks {
-            let epoch = WorkerEpoch::try_from(ack.epoch.clone()).expect("it was said so");
+            let epoch = WorkerEpoch::try_from(ack.epoch.clone()).expect("an epoch");
             self.mark(&[71, epoch.0 as u64, ack.block]);
             self.write_down(|| format!("acknowledged {:x}/{}", epoch.0, ack.block));
             self.facts.acknowledged(epoch, ack.block);
-            self.say(number, Said::Ack(ack));
+            self.send_to_worker(number, GatewayMessage::Ack(ack));
         }
     }
 
@@ -362,13 +362,15 @@ impl World {
             Event::Follow { life, request } => self.follow(life, request),
             Event::Leave { life, request } => self.leave(life, request),
             Event::Impatient { life, request, attempt } => {
-                if let Some(front) = living(&mut self.front, life) {
-                    front.impatient(request, attempt, &mut self.facts);
+                if let Some(gateway) = living(&mut self.gateway, life) {
+                    gateway.impatient(request, attempt, &mut self.facts);
                 }
             }
             Event::Connect => self.connect(),
-            Event::ToGateway { connection, told } => self.told(connection, *told),
-            Event::ToWorker { connection, said } => self.said(connection, *said),
+            Event::ToGateway { connection, message } => {
+                self.receive_at_gateway(connection, *message)
+            }
+            Event::ToWorker { connection, message } => self.receive_at_worker(connection, *message),
             Event::LostAtGateway(connection) => self.lose_at_gateway(connection),
             Event::LostAtWorker(connection) => self.lose_at_worker(connection),
         }
@@ -376,9 +378,9 @@ impl World {
 
     /// True once every request has ended and every block is in the ledger.
     fn rest(&mut self) -> Option<()> {
-        let front = self.front.as_mut()?;
+        let gateway = self.gateway.as_mut()?;
         let working = self.working.as_ref()?;
-        if !front.is_at_rest() || !working.runs.is_empty() {
+        if !gateway.is_at_rest() || !working.runs.is_empty() {
             return None;
         }
         if !working.rig.is_closed() {
@@ -394,7 +396,7 @@ impl World {
             self.facts.stepped(epoch, now);
             self.facts.synced(epoch);
             self.facts.died(epoch, now);
-            self.tell_blocks();
+            self.send_blocks();
             return None;
         }
         working.rig.is_acknowledged().then_some(())
@@ -405,21 +407,21 @@ impl World {
         for _ in 0..3 {
             let when = self.now + 2_500;
             self.pass(when).await;
-            if let Some(front) = &mut self.front {
-                front.commit();
+            if let Some(gateway) = &mut self.gateway {
+                gateway.commit();
             }
             self.settle_down().await;
         }
-        let Some(front) = &mut self.front else { return };
-        let reader = front.reader();
+        let Some(gateway) = &mut self.gateway else { return };
+        let reader = gateway.reader();
         self.facts.judge(&reader, &tenants(), CAP_NS);
-        for (tenant, id) in self.fronts.asked() {
+        for (tenant, id) in self.gateways.asked() {
             self.facts.judge_sum(&reader, tenant, id);
         }
         // Each acknowledged block is in the ledger, unchanged.
         for block in self.facts.all_acknowledged() {
             let (epoch, number) = (block.parts().epoch, block.parts().number);
-            let posted = front.post_again(block);
+            let posted = gateway.post_again(block);
             if posted != Ok(Posted::Already) {
                 self.facts.wrong(format!("block {number} of {epoch} was acknowledged: {posted:?}"));
             }
@@ -427,8 +429,8 @@ impl World {
         // No hold outlives its deadline.
         let when = self.now + 70_000;
         self.pass(when).await;
-        if let Some(front) = &mut self.front {
-            front.end_of_holds(&mut self.facts);
+        if let Some(gateway) = &mut self.gateway {
+            gateway.end_of_holds(&mut self.facts);
         }
         let print = self.disk.fingerprint();
         self.mark(&[print]);
@@ -457,15 +459,15 @@ impl World {
             Event::Leave { life, request } => (12, *life, *request as u64),
             Event::Impatient { life, request, .. } => (13, *life, *request as u64),
             Event::Connect => (14, 0, 0),
-            Event::ToGateway { connection, told } => match &**told {
-                Told::Block(block) => (15, *connection, block.block),
-                Told::Progress(_, usage) => (16, *connection, usage.completion_tokens),
-                Told::Finished(_, usage) => (17, *connection, usage.attributed.nanos()),
+            Event::ToGateway { connection, message } => match &**message {
+                WorkerMessage::Block(block) => (15, *connection, block.block),
+                WorkerMessage::Progress(_, usage) => (16, *connection, usage.completion_tokens),
+                WorkerMessage::Finished(_, usage) => (17, *connection, usage.attributed.nanos()),
             },
-            Event::ToWorker { connection, said } => match &**said {
-                Said::Order(tenant, ..) => (18, *connection, *tenant as u64),
-                Said::Cancel(attempt) => (19, *connection, attempt.attempt.into()),
-                Said::Ack(ack) => (20, *connection, ack.block),
+            Event::ToWorker { connection, message } => match &**message {
+                GatewayMessage::Order(tenant, ..) => (18, *connection, *tenant as u64),
+                GatewayMessage::Cancel(attempt) => (19, *connection, attempt.attempt.into()),
+                GatewayMessage::Ack(ack) => (20, *connection, ack.block),
             },
             Event::LostAtGateway(connection) => (21, *connection, 0),
             Event::LostAtWorker(connection) => (22, *connection, 0),
@@ -476,6 +478,6 @@ impl World {
 }
 
 /// Returns the gateway, if it still is incarnation `life`.
-fn living(front: &mut Option<Front>, life: u64) -> Option<&mut Front> {
-    front.as_mut().filter(|front| front.life == life)
+fn living(gateway: &mut Option<Gateway>, life: u64) -> Option<&mut Gateway> {
+    gateway.as_mut().filter(|gateway| gateway.life == life)
 }

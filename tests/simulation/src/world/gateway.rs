@@ -6,23 +6,23 @@ use std::sync::atomic::Ordering;
 use tollgate_domain::RequestId;
 use tollgate_ledger::LedgerError;
 
-use super::{Event, Said, World, living};
-use crate::front::Next;
+use super::{Event, GatewayMessage, World, living};
+use crate::gateway::Next;
 use crate::worker::Wanted;
 
 impl World {
     pub(super) fn start_gateway(&mut self) {
-        if self.front.is_some() {
+        if self.gateway.is_some() {
             return;
         }
         self.processes += 1;
         let disk = self.disk.of(self.processes);
         self.mounted.remount(disk);
         let ledger = self.mounted.ledger("/ledger.db");
-        match self.fronts.start(self.processes, ledger, self.now) {
-            Ok(front) => {
-                let life = front.life;
-                self.front = Some(front);
+        match self.gateways.start(self.processes, ledger, self.now) {
+            Ok(gateway) => {
+                let life = gateway.life;
+                self.gateway = Some(gateway);
                 self.write_down(|| format!("gateway {life} starts"));
                 self.soon(1, 10, Event::Commit(life));
                 self.soon(900, 1_100, Event::Sweep(life));
@@ -40,14 +40,14 @@ impl World {
     }
 
     pub(super) fn commit(&mut self, life: u64) {
-        let Some(front) = living(&mut self.front, life) else { return };
-        let wait = front.commit();
+        let Some(gateway) = living(&mut self.gateway, life) else { return };
+        let wait = gateway.commit();
         self.soon(wait, wait + 8, Event::Commit(life));
     }
 
     pub(super) fn sweep(&mut self, life: u64) {
-        let Some(front) = living(&mut self.front, life) else { return };
-        front.sweep(&mut self.facts);
+        let Some(gateway) = living(&mut self.gateway, life) else { return };
+        gateway.sweep(&mut self.facts);
         self.soon(900, 1_100, Event::Sweep(life));
     }
 
@@ -63,18 +63,18 @@ impl World {
         let is_left = self.chance.percent(20);
         let is_forgotten = self.chance.percent(4);
         let leaves = self.chance.between(20, 800);
-        let Some(front) = &mut self.front else { return };
+        let Some(gateway) = &mut self.gateway else { return };
         // Without a worker no model is known, so clients cannot ask for one.
         let wire = self.wire.as_ref().filter(|wire| wire.taken.load(Ordering::Relaxed));
-        front.has_model |= wire.is_some_and(|wire| wire.gateway_holds);
-        if !front.has_model {
+        gateway.has_model |= wire.is_some_and(|wire| wire.gateway_holds);
+        if !gateway.has_model {
             return;
         }
         self.seen.asked += 1;
         let id = RequestId::from_random(number.into());
-        let asked = front.ask(id.clone(), tenant, order, (is_streamed, is_forgotten));
-        let life = front.life;
-        self.fronts.remember(tenant, id);
+        let asked = gateway.ask(id.clone(), tenant, order, (is_streamed, is_forgotten));
+        let life = gateway.life;
+        self.gateways.remember(tenant, id);
         let Some(request) = asked else { return };
         self.soon(0, 5, Event::Follow { life, request });
         if is_left {
@@ -84,27 +84,27 @@ impl World {
 
     /// Moves a waiting request on.
     pub(super) fn follow(&mut self, life: u64, request: usize) {
-        let Some(front) = living(&mut self.front, life) else { return };
+        let Some(gateway) = living(&mut self.gateway, life) else { return };
         let wire = self.wire.as_ref().filter(|wire| {
             wire.gateway_holds && wire.taken.load(Ordering::Relaxed) && wire.online.takes_requests()
         });
         let place = wire.map(|wire| (wire.number, Arc::clone(&wire.online)));
         let number = place.as_ref().map_or(0, |place| place.0);
-        match front.follow(request, place, &mut self.facts) {
+        match gateway.follow(request, place, &mut self.facts) {
             Next::Wait => self.soon(20, 50, Event::Follow { life, request }),
-            Next::Say(said) => {
-                self.write_down(|| format!("wire {number}: {said:?}"));
-                self.say(number, said);
+            Next::Send(message) => {
+                self.write_down(|| format!("wire {number}: {message:?}"));
+                self.send_to_worker(number, message);
             }
             Next::Nothing => {}
         }
     }
 
     pub(super) fn leave(&mut self, life: u64, request: usize) {
-        let Some(front) = living(&mut self.front, life) else { return };
-        if let Some((connection, attempt)) = front.leave(request) {
+        let Some(gateway) = living(&mut self.gateway, life) else { return };
+        if let Some((connection, attempt)) = gateway.leave(request) {
             let number = attempt.attempt;
-            self.say(connection, Said::Cancel(attempt));
+            self.send_to_worker(connection, GatewayMessage::Cancel(attempt));
             let when = self.now + 10_000;
             self.at(when, Event::Impatient { life, request, attempt: number });
         }

@@ -70,17 +70,17 @@ impl World {
         if working.rig.close().is_ok() {
             self.facts.synced(epoch);
         }
-        self.tell_blocks();
+        self.send_blocks();
         self.kill_worker();
     }
 
     pub(super) fn kill_gateway(&mut self) {
-        let Some(front) = self.front.take() else { return };
+        let Some(gateway) = self.gateway.take() else { return };
         self.seen.gateway_deaths += 1;
         self.write_down(|| "gateway dies".to_owned());
-        self.disk.kill(front.process);
+        self.disk.kill(gateway.process);
         self.disk.forget_shared();
-        drop(front);
+        drop(gateway);
         if let Some(number) = self.wire.as_ref().map(|wire| wire.number) {
             self.lose_at_gateway(number);
         }

@@ -8,8 +8,8 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tollgate_domain::{FinishReason, WorkerEpoch};
 
-use super::{Connection, Event, Plant, Said, Told, World};
-use crate::front::caller;
+use super::{Connection, Event, GatewayMessage, PlantedBug, WorkerMessage, World};
+use crate::gateway::caller;
 
 impl World {
     pub(super) fn cut_wire(&mut self) {
@@ -24,9 +24,9 @@ impl World {
         if std::mem::take(&mut wire.gateway_holds) {
             wire.task.abort();
             self.soon(0, 40, Event::LostAtWorker(number));
-            let again = self.front.as_mut().map(|front| front.lost(number, &mut self.facts));
+            let again = self.gateway.as_mut().map(|gateway| gateway.lost(number, &mut self.facts));
             for request in again.into_iter().flatten() {
-                let life = self.front.as_ref().map_or(0, |front| front.life);
+                let life = self.gateway.as_ref().map_or(0, |gateway| gateway.life);
                 self.soon(1, 30, Event::Follow { life, request });
             }
         }
@@ -54,17 +54,17 @@ impl World {
     }
 
     pub(super) fn connect(&mut self) {
-        let (Some(front), Some(working), None) = (&mut self.front, &self.working, &self.wire)
+        let (Some(gateway), Some(working), None) = (&mut self.gateway, &self.working, &self.wire)
         else {
             return;
         };
         self.wires += 1;
-        let online = self.fronts.online(working.epoch, front);
+        let online = self.gateways.online(working.epoch, gateway);
         let (blocks, receiver) = mpsc::channel(1_024);
         let (ack_sender, acks) = mpsc::channel(1_024);
         let taken = Arc::new(AtomicBool::new(false));
         let number = self.wires;
-        let task = front.follow_journal(
+        let task = gateway.follow_journal(
             number,
             Arc::clone(&online),
             ReceiverStream::new(receiver),
@@ -83,17 +83,17 @@ impl World {
             gateway_holds: true,
             arrivals: [self.now; 2],
         });
-        self.tell_blocks();
+        self.send_blocks();
     }
 
-    pub(super) fn tell(&mut self, number: u64, told: Told) {
+    pub(super) fn send_to_gateway(&mut self, number: u64, message: WorkerMessage) {
         let delay = self.chance.between(0, 15);
         let wire = self.wire.as_mut();
         let Some(wire) = wire.filter(|wire| wire.number == number && wire.worker_holds) else {
             return;
         };
         let mut when = (self.now + delay).max(wire.arrivals[0]);
-        if let Told::Block(block) = &told {
+        if let WorkerMessage::Block(block) = &message {
             if self.chance.percent(1) {
                 // The block arrives after its successor.
                 self.shuffled = true;
@@ -104,23 +104,23 @@ impl World {
             if self.chance.percent(8) {
                 self.seen.repeated += 1;
                 let mut block = block.clone();
-                if self.plant == Plant::PostedTwice {
+                if self.plant == PlantedBug::PostedTwice {
                     block.block += 1;
                     if block.first_step > 0 {
                         (block.first_step, block.last_step) =
                             (block.last_step + 1, block.last_step + 1);
                     }
                 }
-                let told = Box::new(Told::Block(block));
-                self.at(when, Event::ToGateway { connection: number, told });
+                let message = Box::new(WorkerMessage::Block(block));
+                self.at(when, Event::ToGateway { connection: number, message });
             }
         } else {
             wire.arrivals[0] = when;
         }
-        self.at(when, Event::ToGateway { connection: number, told: Box::new(told) });
+        self.at(when, Event::ToGateway { connection: number, message: Box::new(message) });
     }
 
-    pub(super) fn say(&mut self, number: u64, said: Said) {
+    pub(super) fn send_to_worker(&mut self, number: u64, message: GatewayMessage) {
         let delay = self.chance.between(0, 15);
         let wire = self.wire.as_mut();
         let Some(wire) = wire.filter(|wire| wire.number == number && wire.gateway_holds) else {
@@ -128,50 +128,50 @@ impl World {
         };
         let when = (self.now + delay).max(wire.arrivals[1]);
         wire.arrivals[1] = when;
-        self.at(when, Event::ToWorker { connection: number, said: Box::new(said) });
+        self.at(when, Event::ToWorker { connection: number, message: Box::new(message) });
     }
 
-    pub(super) fn told(&mut self, connection: u64, told: Told) {
+    pub(super) fn receive_at_gateway(&mut self, connection: u64, message: WorkerMessage) {
         let Some(wire) = self.wire.as_ref().filter(|wire| wire.number == connection) else {
             return;
         };
-        let (true, Some(front)) = (wire.gateway_holds, &mut self.front) else { return };
-        match told {
-            Told::Block(block) => {
+        let (true, Some(gateway)) = (wire.gateway_holds, &mut self.gateway) else { return };
+        match message {
+            WorkerMessage::Block(block) => {
                 if wire.blocks.try_send(Ok(*block)).is_err() {
                     self.lose_at_gateway(connection);
                 }
             }
-            Told::Progress(attempt, usage) => front.progress(&attempt, usage),
-            Told::Finished(attempt, usage) => {
+            WorkerMessage::Progress(attempt, usage) => gateway.progress(&attempt, usage),
+            WorkerMessage::Finished(attempt, usage) => {
                 self.seen.answered += 1;
                 self.diary.push(format!("{:>6} heard the end of {attempt:?}", self.now));
-                front.finished(&attempt, usage, &mut self.facts);
+                gateway.finished(&attempt, usage, &mut self.facts);
             }
         }
     }
 
-    pub(super) fn said(&mut self, connection: u64, said: Said) {
+    pub(super) fn receive_at_worker(&mut self, connection: u64, message: GatewayMessage) {
         let holds =
             self.wire.as_ref().is_some_and(|wire| wire.number == connection && wire.worker_holds);
         let (true, Some(working)) = (holds, &mut self.working) else { return };
-        match said {
-            Said::Order(tenant, attempt, order) => {
+        match message {
+            GatewayMessage::Order(tenant, attempt, order) => {
                 working.order((caller(tenant), attempt, connection), order, self.now);
             }
-            Said::Cancel(attempt) => {
+            GatewayMessage::Cancel(attempt) => {
                 for run in working.runs.iter_mut().filter(|run| run.attempt == attempt) {
                     run.cancelled.get_or_insert(FinishReason::Cancelled);
                 }
             }
-            Said::Ack(ack) => {
-                let epoch = WorkerEpoch::try_from(ack.epoch).expect("it was said so");
+            GatewayMessage::Ack(ack) => {
+                let epoch = WorkerEpoch::try_from(ack.epoch).expect("an epoch");
                 working.rig.acknowledge(epoch, ack.block);
             }
         }
     }
 
-    pub(super) fn tell_blocks(&mut self) {
+    pub(super) fn send_blocks(&mut self) {
         let mut blocks = Vec::new();
         let Some(wire) = self.wire.as_mut().filter(|wire| wire.worker_holds) else { return };
         let number = wire.number;
@@ -194,14 +194,14 @@ impl World {
             self.write_down(|| {
                 let ended = parts.finished.iter().map(|it| (&it.attempt.request, it.reason));
                 let ended: Vec<_> = ended.collect();
-                format!("told {:x}/{}: {ended:?}", parts.epoch.0, parts.number)
+                format!("sent {:x}/{}: {ended:?}", parts.epoch.0, parts.number)
             });
-            if self.plant == Plant::AcknowledgedTooEarly
+            if self.plant == PlantedBug::AcknowledgedTooEarly
                 && let Some(working) = &self.working
             {
                 working.rig.acknowledge(parts.epoch, parts.number);
             }
-            self.tell(number, Told::Block(Box::new(block.into())));
+            self.send_to_gateway(number, WorkerMessage::Block(Box::new(block.into())));
         }
     }
 }

@@ -3,7 +3,7 @@
 use tollgate_domain::block::Attempt;
 use tollgate_domain::{FinishReason, MonotonicTime, WorkerEpoch};
 
-use super::{Event, Told, World};
+use super::{Event, WorkerMessage, World};
 use crate::facts::End;
 use crate::worker::{MS, Working};
 
@@ -12,7 +12,7 @@ impl World {
         if self.working.is_some() {
             return;
         }
-        if self.front.is_none() {
+        if self.gateway.is_none() {
             return self.soon(20, 100, Event::StartWorker);
         }
         self.processes += 1;
@@ -63,14 +63,14 @@ impl World {
 
     pub(super) fn stepped(&mut self, life: u64, started: u64) {
         let (true, Some(working)) = (self.is_life(life), &mut self.working) else { return };
-        let table = &self.fronts.model().table;
+        let table = &self.gateways.model().table;
         let Ok(stepped) = working.step(&mut self.chance, table, started, self.now) else {
             return self.kill_worker();
         };
         let epoch = working.epoch;
         self.facts.stepped(epoch, self.now * MS);
-        for (attempt, connection, usage) in stepped.told {
-            self.tell(connection, Told::Progress(attempt, usage));
+        for (attempt, connection, usage) in stepped.reported {
+            self.send_to_gateway(connection, WorkerMessage::Progress(attempt, usage));
         }
         for (connection, figures) in stepped.ended {
             let attempt = Attempt { request: figures.request, attempt: figures.attempt };
@@ -82,7 +82,7 @@ impl World {
                 is_paid,
             };
             self.facts.ended(epoch, end);
-            self.tell(connection, Told::Finished(attempt, figures.usage));
+            self.send_to_gateway(connection, WorkerMessage::Finished(attempt, figures.usage));
         }
         self.at(self.now, Event::Turn(life));
     }
@@ -97,7 +97,7 @@ impl World {
             // The engine ends at its next event.
             Err(_) => return self.kill_worker(),
         }
-        self.tell_blocks();
+        self.send_blocks();
         self.at(self.now + 100, Event::Tick(life));
     }
 }

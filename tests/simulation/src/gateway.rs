@@ -30,7 +30,7 @@ use tollgate_wire::v1::{self, JournalAck, JournalBlock};
 
 use super::facts::Facts;
 use super::worker::{DAWN, MS, Wanted, cost, device, model_name, worker_name};
-use super::world::Said;
+use super::world::GatewayMessage;
 use tollgate_serving::in_flight::{InFlight, InFlightTask};
 use tollgate_serving::limits::Limits;
 use tollgate_serving::model::{BuiltTokenizer, ServedModel};
@@ -59,7 +59,7 @@ const LIFE: Duration = Duration::from_secs(60);
 const QUEUE: Duration = Duration::from_secs(20);
 
 /// The state that outlives gateways.
-pub(super) struct Fronts {
+pub(super) struct Gateways {
     model: Arc<ServedModel>,
     config: Arc<Config>,
     keys: Arc<dyn KeyDirectory>,
@@ -69,7 +69,7 @@ pub(super) struct Fronts {
 }
 
 /// A running gateway.
-pub(super) struct Front {
+pub(super) struct Gateway {
     pub(super) life: u64,
     pub(super) process: u64,
     clock: Clock,
@@ -97,7 +97,7 @@ pub(super) enum TaskEnd {
 /// The next step of a request.
 pub(super) enum Next {
     Wait,
-    Say(Said),
+    Send(GatewayMessage),
     Nothing,
 }
 
@@ -120,7 +120,7 @@ struct Request {
     placement: Option<Placement>,
     number: u32,
     connection: u64,
-    told: Usage,
+    reported: Usage,
     is_streamed: bool,
     leaving: bool,
     expired: bool,
@@ -129,11 +129,11 @@ struct Request {
     state: State,
 }
 
-impl Fronts {
+impl Gateways {
     pub(super) fn new() -> Self {
         static SHARED: OnceLock<(Arc<ServedModel>, Arc<Config>)> = OnceLock::new();
         let (model, config) = SHARED.get_or_init(|| {
-            let config = Config::from_toml(Path::new("play.toml"), PLANS).expect("a config");
+            let config = Config::from_toml(Path::new("simulation.toml"), PLANS).expect("a config");
             (served_model(), Arc::new(config))
         });
         Self {
@@ -160,7 +160,7 @@ impl Fronts {
         process: u64,
         ledger: LedgerOptions,
         now: u64,
-    ) -> Result<Front, tollgate_ledger::LedgerError> {
+    ) -> Result<Gateway, tollgate_ledger::LedgerError> {
         let options = LedgerOptions { queue: 256, group: 64, ..ledger };
         let (handle, ledger) = Ledger::open_manual(options)?;
         let clock = Clock::simulated(Instant::now(), UtcTime(DAWN.0 + now * MS));
@@ -186,7 +186,7 @@ impl Fronts {
             TaskEnd::Done
         });
         self.lives += 1;
-        Ok(Front {
+        Ok(Gateway {
             life: self.lives,
             process,
             clock,
@@ -214,20 +214,20 @@ impl Fronts {
         &self.asked
     }
 
-    pub(super) fn online(&self, epoch: WorkerEpoch, front: &Front) -> Arc<ConnectedWorker> {
+    pub(super) fn online(&self, epoch: WorkerEpoch, gateway: &Gateway) -> Arc<ConnectedWorker> {
         let identity = WorkerIdentity {
             name: worker_name(),
             epoch,
             class: device().class,
             device: "simulated".to_owned(),
             models: [(model_name(), Arc::clone(&self.model))].into(),
-            trust: front.trust.clone(),
+            trust: gateway.trust.clone(),
         };
-        connected_worker(Arc::new(identity), front.settlement.orders())
+        connected_worker(Arc::new(identity), gateway.settlement.orders())
     }
 }
 
-impl Front {
+impl Gateway {
     pub(super) fn follow_journal(
         &mut self,
         number: u64,
@@ -342,7 +342,7 @@ impl Front {
             placement: None,
             number: 0,
             connection: 0,
-            told: Usage::default(),
+            reported: Usage::default(),
             is_streamed,
             leaving: false,
             expired: false,
@@ -382,12 +382,12 @@ impl Front {
                 );
                 request.placement = Some(placement);
                 request.connection = connection;
-                request.told = Usage::default();
+                request.reported = Usage::default();
                 request.state = State::Running;
                 if let Some(open) = &request.open {
                     open.placed(request.number);
                 }
-                Next::Say(Said::Order(request.tenant, attempt, request.order))
+                Next::Send(GatewayMessage::Order(request.tenant, attempt, request.order))
             }
             _ => {
                 request.end();
@@ -409,7 +409,7 @@ impl Front {
             placement.streamed(usage.completion_tokens);
         }
         if !request.leaving {
-            request.told = usage;
+            request.reported = usage;
         }
     }
 
@@ -450,8 +450,10 @@ impl Front {
         }
         request.placement = None;
         let held = request.order.budget.unwrap_or(request.expected);
-        let usage =
-            Usage { reference: request.told.reference.max(DeviceNanos(held)), ..request.told };
+        let usage = Usage {
+            reference: request.reported.reference.max(DeviceNanos(held)),
+            ..request.reported
+        };
         self.settle(index, &usage, facts);
     }
 
@@ -464,10 +466,10 @@ impl Front {
                 continue;
             }
             request.placement = None;
-            let content = request.is_streamed && request.told.completion_tokens > 0;
+            let content = request.is_streamed && request.reported.completion_tokens > 0;
             let is_over = request.leaving || content;
-            let told = if content { request.told } else { Usage::default() };
-            self.fault(index, told, facts);
+            let reported = if content { request.reported } else { Usage::default() };
+            self.fault(index, reported, facts);
             let request = &mut self.requests[index];
             if !is_over && request.number + 1 < MOST_ATTEMPTS {
                 request.number += 1;
@@ -475,7 +477,7 @@ impl Front {
                 request.waits = Instant::now();
                 again.push(index);
             } else if content {
-                self.settle(index, &told, facts);
+                self.settle(index, &reported, facts);
             } else {
                 self.void(index, facts);
             }

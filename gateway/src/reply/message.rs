@@ -1,0 +1,133 @@
+//! The sentences of errors, for people.
+
+use std::borrow::Cow;
+use std::time::Duration;
+
+use tollgate_admission::Offence;
+
+use super::{ApiError, duration_text, idempotency, limit};
+
+impl ApiError {
+    /// Returns the sentence for people.
+    pub(super) fn message(&self) -> Cow<'_, str> {
+        match self {
+            Self::MissingCredential => MISSING_CREDENTIAL.into(),
+            Self::InvalidCredential => "Incorrect API key provided.".into(),
+            Self::KeyRevoked => KEY_REVOKED.into(),
+            Self::SourceNotAllowed => SOURCE_NOT_ALLOWED.into(),
+            Self::Permission { message } | Self::Invalid { message, .. } => message.as_ref().into(),
+            Self::ModelNotFound { model } => {
+                let model = quoted(model);
+                format!("The model '{model}' does not exist or you do not have access to it.")
+                    .into()
+            }
+            Self::NotFound { what, id } => format!("No such {what}: '{}'.", quoted(id)).into(),
+            Self::UnknownRoute { method, path } => {
+                format!("Unknown request URL: {method} {}.", quoted(path)).into()
+            }
+            Self::MethodNotAllowed { method, path } => {
+                format!("Not allowed to {method} on {}.", quoted(path)).into()
+            }
+            Self::ContextLength { limit, prompt, completion, .. } => {
+                context_length(*limit, *prompt, *completion).into()
+            }
+            Self::BodyTooSlow => "The request body arrived too slowly.".into(),
+            Self::BodyTooLarge { limit } => {
+                format!("The request body is larger than the {limit} bytes that this route takes.")
+                    .into()
+            }
+            Self::HeadTooLarge => "The headers of the request are too many or too large.".into(),
+            Self::UnsupportedEncoding { encoding } => format!(
+                "Request bodies with content-encoding '{}' are not taken: send it plain.",
+                quoted(encoding)
+            )
+            .into(),
+            Self::Penalty { offence, retry_after } => penalty(*offence, *retry_after).into(),
+            Self::SourceLimit { per_second, retry_after } => format!(
+                "Limit reached: {per_second} requests a second for your network address. Try \
+                 again in {}.",
+                duration_text(*retry_after)
+            )
+            .into(),
+            Self::ReadLimit { per_second, retry_after } => format!(
+                "Limit reached: {per_second} read-only requests a second for your key. Try again \
+                 in {}.",
+                duration_text(*retry_after)
+            )
+            .into(),
+            Self::Limit(refusal) => limit::message(refusal).into(),
+            Self::Idempotency(refusal) => idempotency::message(refusal).into(),
+            Self::Overloaded { retry_after: Some(wait) } => {
+                format!("All workers are busy. Try again in {}.", duration_text(*wait)).into()
+            }
+            Self::Overloaded { retry_after: None } => OVERLOADED.into(),
+            Self::Draining => "This server is about to stop. Connect again.".into(),
+            Self::LedgerUnavailable => LEDGER_UNAVAILABLE.into(),
+            Self::NoWorker { model } => {
+                format!("No worker serves the model '{}' at the moment.", quoted(model)).into()
+            }
+            Self::DeadlineExceeded { deadline } => {
+                let deadline = duration_text(*deadline);
+                format!("The request did not finish within its deadline of {deadline}.").into()
+            }
+            Self::Internal => INTERNAL.into(),
+            Self::WorkerLost { charged: true } => WORKER_LOST_CHARGED.into(),
+            Self::WorkerLost { charged: false } => WORKER_LOST.into(),
+        }
+    }
+}
+
+fn context_length(limit: u64, prompt: u64, completion: Option<u64>) -> String {
+    match completion {
+        Some(completion) => format!(
+            "This model's maximum context length is {limit} tokens. You requested {} tokens: \
+             {prompt} in the prompt and {completion} for the answer. Shorten the prompt or ask \
+             for fewer tokens.",
+            prompt.saturating_add(completion)
+        ),
+        None => format!(
+            "This model's maximum context length is {limit} tokens. Your prompt has {prompt} \
+             tokens and leaves no room for an answer."
+        ),
+    }
+}
+
+fn penalty(offence: Offence, retry_after: Duration) -> String {
+    let why = match offence {
+        Offence::Refusals => {
+            "your tenant keeps coming back sooner than it is told to. Wait as 'retry-after' says."
+        }
+        Offence::FailedAuthentication => {
+            "too many wrong API keys came from your network address. A valid key is served at once."
+        }
+        Offence::Cancels => "your tenant cancels too many requests that are under way.",
+    };
+    format!("Penalty: {why} Try again in {}.", duration_text(retry_after))
+}
+
+/// Returns a client's text as an error may repeat it: short and without control
+/// characters.
+fn quoted(text: &str) -> String {
+    let mut short: String = text.chars().filter(|c| !c.is_control()).take(QUOTED_CHARS).collect();
+    if text.chars().count() > QUOTED_CHARS {
+        short.push('…');
+    }
+    short
+}
+
+/// Characters of a client's own text that an error repeats.
+const QUOTED_CHARS: usize = 128;
+
+const MISSING_CREDENTIAL: &str =
+    "No API key was provided. Send it as 'Authorization: Bearer YOUR_KEY'.";
+const KEY_REVOKED: &str = "This API key was revoked while the request was under way. You are \
+                           charged for what was done.";
+const SOURCE_NOT_ALLOWED: &str = "This API key may not be used from your network address.";
+const OVERLOADED: &str = "All workers are busy. Try again shortly.";
+const LEDGER_UNAVAILABLE: &str =
+    "Usage cannot be recorded at the moment, so requests are not served.";
+const INTERNAL: &str = "The server had an error while processing your request. Quote the \
+                        x-request-id when you report it.";
+const WORKER_LOST_CHARGED: &str =
+    "The worker that was answering stopped. You are charged for what you received.";
+const WORKER_LOST: &str = "The worker that was answering stopped. You are not charged.";
