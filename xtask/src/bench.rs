@@ -1,7 +1,7 @@
-//! Benchmarks: programs that print ratios against a peer or a physical limit
-//! measured in the same run. What is compared takes turns, round by round, so
-//! that whatever else the machine does falls on both; raw figures go beside
-//! the text that reads them, into `docs/benchmarks`.
+//! Benchmarks: programs that print ratios to a peer or to a physical limit measured in
+//! the same run. The programs under comparison take turns, round by round, so that
+//! other work on the machine disturbs both. The raw figures go into `docs/benchmarks`,
+//! beside the text about them.
 
 use std::path::PathBuf;
 
@@ -25,8 +25,8 @@ mod tools;
 
 use report::Report;
 
-/// The part of a config with a device that takes next to no time, so that only
-/// the gateway's is measured.
+/// The part of a config with a device that takes almost no time, so that a benchmark
+/// measures the gateway alone.
 const INSTANT_DEVICE: &str = r#"
 [worker]
 engine = "synthetic"
@@ -40,20 +40,27 @@ kv_tokens = 100_000
 context = 4_096
 "#;
 
-/// How long a benchmark measures.
+/// The extent of a measurement.
 struct Options {
-    /// Turns of each thing that is compared.
+    /// The number of turns of each program that is compared.
     rounds: usize,
-    /// Seconds of load in one turn, where a turn is a time.
+    /// The seconds of load in one turn, if a turn is measured by time.
     seconds: u32,
-    /// Where the raw figures go.
+    /// The file for the raw figures.
     output: PathBuf,
-    /// Measure what was built before, whatever has changed since.
+    /// True if the benchmark measures the programs that were built before, even if the
+    /// sources have changed.
     as_built: bool,
 }
 
-/// Runs the benchmark `name`.
+/// Runs the benchmark `name` and writes its figures.
+///
+/// # Errors
+///
+/// An argument is wrong, a program failed, or a promised figure was missed where the
+/// benchmark treats that as an error.
 pub fn run(name: &str, rest: &[&str]) -> Result<()> {
+    // These two have options of their own and write a page besides the figures.
     if name == "fairness" {
         return fairness::run(rest);
     }
@@ -73,7 +80,7 @@ pub fn run(name: &str, rest: &[&str]) -> Result<()> {
         "refusal" => refusal::run(&options, &mut report)?,
         "tenants" => tenants::run(&options, &mut report)?,
         _ => bail!(
-            "no such benchmark: {name} (there: gateway, refusal, engine, ledger, peers, tenants, fairness, drills)"
+            "no such benchmark: {name} (choose one of gateway, refusal, engine, ledger, peers, tenants, fairness, drills)"
         ),
     }
     report.end()?;
@@ -84,7 +91,8 @@ pub fn run(name: &str, rest: &[&str]) -> Result<()> {
 }
 
 impl Options {
-    /// `--rounds N`, `--seconds N`, `--output FILE`, `--as-built`, in any order.
+    /// Parses `--rounds N`, `--seconds N`, `--output FILE` and `--as-built`, in any
+    /// order.
     fn read(name: &str, rest: &[&str]) -> Result<Self> {
         let mut options = Self {
             rounds: 5,
@@ -94,7 +102,7 @@ impl Options {
         };
         let mut words = rest.iter();
         while let Some(flag) = words.next() {
-            let mut value = || words.next().with_context(|| format!("{flag} wants a value"));
+            let mut value = || words.next().with_context(|| format!("{flag} needs a value"));
             match *flag {
                 "--rounds" => options.rounds = value()?.parse().context("--rounds")?,
                 "--seconds" => options.seconds = value()?.parse().context("--seconds")?,
@@ -104,15 +112,16 @@ impl Options {
             }
         }
         if !(1..=100).contains(&options.rounds) || !(1..=60).contains(&options.seconds) {
-            bail!("1 to 100 rounds of 1 to 60 seconds");
+            bail!("--rounds must be 1 to 100 and --seconds 1 to 60");
         }
         Ok(options)
     }
 }
 
-const OPTIONS: &str = "there: --rounds, --seconds, --output, --as-built";
+const OPTIONS: &str = "options: --rounds, --seconds, --output, --as-built";
 
-/// Builds with the release profile and gives the folder of what was built.
+/// Builds with the release profile, unless the options forbid it, and returns the
+/// folder of the programs.
 fn build(options: &Options, what: &[&str]) -> Result<PathBuf> {
     if !options.as_built {
         check(cargo().args(["build", "--release", "--locked"]).args(what))?;
@@ -120,11 +129,13 @@ fn build(options: &Options, what: &[&str]) -> Result<PathBuf> {
     Ok(root().join("target/release"))
 }
 
-/// The folder of the shape that is measured, made when it is not there.
+/// Returns the folder of the model that is measured and makes the folder if it is
+/// missing.
 fn model_folder(measure: &std::path::Path) -> Result<PathBuf> {
     let folder = root().join("target/random-models/qwen2.5-0.5b-bf16");
     if !folder.join("model.safetensors").exists() {
-        // Under another name first: a torn folder must not be measured.
+        // The folder gets its name last, so that an interrupted run leaves no half-made
+        // model to measure.
         let unfinished = PathBuf::from(format!("{}.unfinished", folder.display()));
         let mut make = crate::run::command(&measure.to_string_lossy());
         check(make.args(["make", "qwen2.5-0.5b"]).arg(&unfinished))?;

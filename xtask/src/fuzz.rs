@@ -1,5 +1,5 @@
-//! Fuzzing for as long as one likes: with our own mutations on the stable
-//! toolchain, or with cargo-fuzz, which sees what code an input reaches.
+//! Fuzzing for a given time, either with the project's own mutations on the stable
+//! toolchain, or with cargo-fuzz, which follows the code that an input reaches.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -8,10 +8,14 @@ use anyhow::{Context, Result, bail};
 use crate::run::{cargo, check, command, exists, root};
 
 const CARGO_FUZZ: &str = "0.13.2";
-/// Mutations of a target in one turn of our own.
-const TURN: &str = "20000";
+/// The mutations of each target in one run of the project's own fuzzer.
+const MUTATIONS: &str = "20000";
 
-/// `fuzz [TARGET] [--seconds N] [--own]`
+/// Runs `fuzz [TARGET] [--seconds N] [--own]`.
+///
+/// # Errors
+///
+/// An argument is wrong, or the fuzzer found a failure.
 pub fn run(words: &[&str]) -> Result<()> {
     let (mut target, mut seconds, mut own) = (None, 60, false);
     let mut words = words.iter();
@@ -19,21 +23,21 @@ pub fn run(words: &[&str]) -> Result<()> {
         match word {
             "--own" => own = true,
             "--seconds" => {
-                let count = words.next().context("--seconds wants a number")?;
-                seconds = count.parse().context("--seconds wants a number")?;
+                let count = words.next().context("--seconds needs a whole number")?;
+                seconds = count.parse().context("--seconds needs a whole number")?;
             }
             name if !name.starts_with('-') && target.is_none() => target = Some(name),
-            other => bail!("fuzz does not understand {other:?}"),
+            other => bail!("fuzz has no argument {other:?}; use [TARGET] [--seconds N] [--own]"),
         }
     }
     match (own, target) {
         (true, target) => run_own(target.unwrap_or_default(), Duration::from_secs(seconds)),
         (false, Some(target)) => run_cargo_fuzz(target, seconds),
-        (false, None) => bail!("cargo-fuzz runs one target: name it, or say --own"),
+        (false, None) => bail!("cargo-fuzz runs one target: name a target, or use --own"),
     }
 }
 
-/// Turns with a new seed each until the time is over.
+/// Repeats runs, each with a new seed, until the time is over.
 fn run_own(target: &str, time: Duration) -> Result<()> {
     let began = Instant::now();
     let clock = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -44,7 +48,7 @@ fn run_own(target: &str, time: Duration) -> Result<()> {
                 .args(["--ignored", "on_demand"])
                 .env("FUZZ_TARGET", target)
                 .env("FUZZ_SEED", seed.to_string())
-                .env("FUZZ_COUNT", TURN),
+                .env("FUZZ_COUNT", MUTATIONS),
         )?;
         if began.elapsed() >= time {
             break;
@@ -53,7 +57,7 @@ fn run_own(target: &str, time: Duration) -> Result<()> {
     Ok(())
 }
 
-/// libFuzzer needs flags that the stable compiler takes only when told so.
+/// Runs cargo-fuzz on one target and installs cargo-fuzz if it is missing.
 fn run_cargo_fuzz(target: &str, seconds: u64) -> Result<()> {
     if !exists("cargo-fuzz") {
         check(command("cargo").args([
@@ -65,7 +69,7 @@ fn run_cargo_fuzz(target: &str, seconds: u64) -> Result<()> {
         ]))?;
     }
     let folder = root().join("fuzz/libfuzzer");
-    // The same versions as everything else; libFuzzer's own are added.
+    // The dependencies get the versions of the product; cargo adds those of libFuzzer.
     std::fs::copy(root().join("Cargo.lock"), folder.join("Cargo.lock"))?;
     check(
         command("cargo")

@@ -1,25 +1,31 @@
-//! The gate: cheap checks before dear ones, each a stage with its time.
+//! The gate: a list of stages, cheap checks before expensive ones. Each stage prints
+//! its time.
 
 use anyhow::Result;
 
 use crate::run::{cargo, check, root, stage};
 use crate::{bench, tests, tidy, tools};
 
-/// How much of the gate runs.
+/// The amount of the gate that runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Scope {
-    /// Everything that needs no GPU, tools installed first.
+    /// All stages that need no GPU, with the installation of tools.
     Whole,
-    /// The same, and then the tests that take too long for every day.
+    /// All stages of `Whole`, then the tests that take too long for every day.
     Long,
-    /// What a clean machine can run at once, in a few minutes.
+    /// The stages that a clean machine can run at once, in a few minutes.
     Quick,
 }
 
-/// Runs the gate.
+/// Runs the stages of `scope` in order and stops at the first that fails.
+///
+/// # Errors
+///
+/// The stage that failed, with its cause.
 pub fn test(scope: Scope) -> Result<()> {
     let whole = scope != Scope::Quick;
     stage("format", || check(cargo().args(["fmt", "--all", "--check"])))?;
+    // Tidy needs no build, so a broken rule shows within seconds.
     stage("tidy", tidy::check)?;
     if whole {
         stage("tools", tools::install)?;
@@ -49,11 +55,12 @@ pub fn test(scope: Scope) -> Result<()> {
         stage("dependency policy", tools::deny)?;
     }
     if scope == Scope::Long {
-        // Its figures of this machine go where they replace no others.
+        // The file lies under `target/`, so the committed figures of another machine
+        // stay.
         let output = root().join("target/fairness.json");
         let output = output.to_string_lossy().into_owned();
         stage("fairness on a real clock", || bench::run("fairness", &["--output", &output]))?;
     }
-    eprintln!("the gate is passed");
+    eprintln!("the gate passed");
     Ok(())
 }

@@ -1,6 +1,6 @@
-//! Packs what is needed to see what a GPU makes of tollgate, for a machine with
-//! neither Rust nor a network: the programs, the kernels' machine code, and one
-//! script that runs everything and writes raw results.
+//! Packs a folder that tests tollgate on a GPU machine without Rust and without a
+//! network: the programs, the kernels' machine code, and one script that runs all
+//! checks and writes raw results.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -11,16 +11,21 @@ use anyhow::{Context, Result, bail};
 use crate::run::{cargo, check, command, root};
 use crate::tools;
 
-/// Bytes that a pack has at most, so that it travels.
+/// The largest pack in bytes, so that it can be copied to another machine.
 const MOST_BYTES: u64 = 60 << 20;
 
-/// Makes `target/gpu-check`.
+/// Builds the folder `target/gpu-check`.
+///
+/// # Errors
+///
+/// A build or a copy failed, or the pack is larger than [`MOST_BYTES`].
 pub fn pack() -> Result<()> {
     let built = root().join("target/release");
     check(cargo().args(["build", "--release", "--locked", "-p", "tollgate"]))?;
     let example = ["-p", "tollgate-engine", "--example", "gpu_check"];
     check(cargo().args(["build", "--release", "--locked"]).args(example))?;
 
+    // A file of an earlier pack must not travel with this one.
     let folder = root().join("target/gpu-check");
     if folder.exists() {
         fs::remove_dir_all(&folder)?;
@@ -29,6 +34,7 @@ pub fn pack() -> Result<()> {
     for (from, name) in [("tollgate", "tollgate"), ("examples/gpu_check", "gpu_check")] {
         let to = folder.join(name);
         fs::copy(built.join(from), &to).with_context(|| format!("copying {from}"))?;
+        // Debug symbols are most of a program's bytes.
         check(command("strip").arg(&to))?;
     }
     let mut kernels = command(&folder.join("tollgate").to_string_lossy());
@@ -41,10 +47,10 @@ pub fn pack() -> Result<()> {
 
     let bytes = size(&folder)?;
     if bytes > MOST_BYTES {
-        bail!("the pack has {} MiB, more than {}", bytes >> 20, MOST_BYTES >> 20);
+        bail!("the pack has {} MiB, more than the {} MiB allowed", bytes >> 20, MOST_BYTES >> 20);
     }
     println!(
-        "{}: {} MiB; `run --out DIR` there, on a machine with a GPU",
+        "{}: {} MiB; copy it to a machine with a GPU and run `run --out DIR` there",
         folder.display(),
         bytes >> 20
     );

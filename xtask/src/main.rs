@@ -1,6 +1,6 @@
-//! The project's own commands: `cargo xtask test` is the gate, the same on a
-//! laptop and in CI. Nothing here is part of the product.
-#![allow(unreachable_pub, reason = "a program has no API; pub says what a module offers")]
+//! The project's own commands. `cargo xtask test` is the gate, which is the same on a
+//! laptop and in CI. No part of this crate belongs to the product.
+#![allow(unreachable_pub, reason = "a program has no API; pub marks what a module offers")]
 
 use std::process::ExitCode;
 
@@ -22,20 +22,21 @@ cargo xtask COMMAND
   test [--quick|--long]
                     the gate: installs what it needs, then format, tidy, lints,
                     tests, documentation, dependency policy
-                    (--quick: no installs, no whole-system tests; --long: then
-                    the tests that take too long for every day, about an hour)
-  ci                the gate as CI runs it: every tool must be there
-  tools             install what the gate needs, and nothing else
-  tidy              import directions, module headers, links in documents
-  bench NAME        a benchmark: gateway, refusal, engine, ledger, peers,
+                    (--quick: no installs and no whole-system tests;
+                    --long: also the tests that take about an hour)
+  ci                the gate as CI runs it: a missing tool is an error
+  tools             install the tools that the gate needs
+  tidy              check import directions, module headers, names, links
+  bench NAME        run a benchmark: gateway, refusal, engine, ledger, peers,
                     tenants, fairness, drills
                     (release build; writes docs/benchmarks/)
   fuzz TARGET [--seconds N]
-                    cargo-fuzz on one target, 60 seconds unless told
-                    (--own: our own mutations, of all targets if none is named)
-  gpu-check         pack target/gpu-check, whose `run --out DIR` sees what a GPU
-                    makes of all this, where there is no Rust and no network
-  goldens           reference logits, written anew with transformers
+                    run cargo-fuzz on one target for N seconds (60)
+                    (--own: the project's own mutations; without TARGET,
+                    of all targets)
+  gpu-check         pack target/gpu-check; its `run --out DIR` tests the
+                    product on a GPU machine without Rust or network
+  goldens           write the reference logits again with transformers
 ";
 
 fn main() -> ExitCode {

@@ -1,4 +1,4 @@
-//! Runs commands in the repository's root and says what it ran.
+//! Runs commands in the repository's root and prints each command.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -6,24 +6,31 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 
-/// The repository's root.
+/// Returns the repository's root.
 pub fn root() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the root").to_owned()
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .expect("the crate's folder has the root as its parent")
+        .to_owned()
 }
 
-/// `cargo` as it was called.
+/// Returns a command for the `cargo` that started this program.
 pub fn cargo() -> Command {
     command(env!("CARGO"))
 }
 
-/// A command that runs in the root.
+/// Returns a command that runs in the root with an empty standard input.
 pub fn command(program: &str) -> Command {
     let mut command = Command::new(program);
     command.current_dir(root()).stdin(Stdio::null());
     command
 }
 
-/// Runs to the end; anything but success is an error that shows the command.
+/// Runs a command to its end.
+///
+/// # Errors
+///
+/// The command did not start or did not succeed; the text shows the command.
 pub fn check(command: &mut Command) -> Result<()> {
     let shown = show(command);
     eprintln!("$ {shown}");
@@ -34,7 +41,11 @@ pub fn check(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// Runs to the end and returns its standard output.
+/// Runs a command to its end and returns its standard output.
+///
+/// # Errors
+///
+/// The command did not start, did not succeed, or wrote bytes that are not UTF-8.
 pub fn output(command: &mut Command) -> Result<String> {
     let shown = show(command);
     let output = command
@@ -47,15 +58,21 @@ pub fn output(command: &mut Command) -> Result<String> {
     String::from_utf8(output.stdout).with_context(|| format!("{shown}: output is not UTF-8"))
 }
 
-/// Whether `program` can be started at all.
+/// Returns true if the shell finds `program` on the PATH.
 pub fn exists(program: &str) -> bool {
     Command::new("sh")
+        // The name is an argument and not part of the script, so the shell does not
+        // interpret it.
         .args(["-c", "command -v \"$0\" >/dev/null 2>&1", program])
         .status()
         .is_ok_and(|status| status.success())
 }
 
-/// Runs a named part of the gate and prints how long it took.
+/// Runs a named stage and prints its time.
+///
+/// # Errors
+///
+/// The error of the stage, with the stage's name.
 pub fn stage(name: &str, part: impl FnOnce() -> Result<()>) -> Result<()> {
     eprintln!("== {name}");
     let started = Instant::now();

@@ -1,8 +1,9 @@
-//! Builds every test once, runs each test program and prints the slowest
-//! twenty tests, and what the failed ones said once more, so that the end of
-//! a log tells why. It starts the programs itself, because the standard harness
-//! reports times only when asked with an unstable flag, which must not reach
-//! the compiler.
+//! Builds every test once, runs each test program, and prints the slowest twenty tests.
+//! The output of failed tests is printed once more at the end, where a reader of a log
+//! looks first.
+//!
+//! This module starts the programs itself: the standard harness reports times only with
+//! an unstable flag, which must not reach the compiler.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
@@ -15,16 +16,20 @@ use crate::gate::Scope;
 use crate::run::{cargo, check, command, output};
 use crate::tools;
 
-/// A compiled test program and the package folder it runs in.
+/// A compiled test program and the package folder in which it runs.
 struct TestProgram {
     path: PathBuf,
     folder: PathBuf,
-    /// Package and target.
+    /// The package and the target, as `package/target`.
     name: String,
     target: String,
 }
 
 /// Builds and runs all tests of `scope`.
+///
+/// # Errors
+///
+/// The build failed, or tests failed; the text names the programs.
 pub fn run(scope: Scope) -> Result<()> {
     let mut build = cargo();
     build.args(["test", "--locked", "--workspace", "--no-run", "--message-format=json"]);
@@ -41,6 +46,7 @@ pub fn run(scope: Scope) -> Result<()> {
         }
     }
     if scope == Scope::Long {
+        // Long tests run last, so that a failure of a short test shows early.
         for program in &programs {
             if has_long(program)? {
                 failed.extend(run_program(program, ("long", &LONG), scope, &mut times)?);
@@ -51,6 +57,7 @@ pub fn run(scope: Scope) -> Result<()> {
         check(cargo().args(["test", "--locked", "--workspace", "--doc"]))?;
     }
     times.sort_by(|a, b| b.0.total_cmp(&a.0));
+    // Doc tests are compiled again by rustdoc; they run only if all other tests passed.
     eprintln!("the slowest twenty of {} tests:", times.len());
     for (seconds, name) in times.iter().take(20) {
         eprintln!("  {seconds:8.3} s  {name}");
@@ -60,22 +67,23 @@ pub fn run(scope: Scope) -> Result<()> {
     }
     for failure in &failed {
         eprintln!("-- {} failed", failure.name);
-        failure.said.iter().for_each(|line| eprintln!("{line}"));
+        failure.lines.iter().for_each(|line| eprintln!("{line}"));
     }
     let names: Vec<&str> = failed.iter().map(|failure| failure.name.as_str()).collect();
     bail!("failed: {}", names.join(", "))
 }
 
+/// Reads the test programs out of cargo's JSON messages.
 fn programs(messages: &str) -> Result<Vec<TestProgram>> {
     let mut programs = Vec::new();
     for line in messages.lines() {
         let message: serde_json::Value =
-            serde_json::from_str(line).context("cargo printed something that is not JSON")?;
+            serde_json::from_str(line).context("cargo printed a line that is not JSON")?;
         let is_test =
             message["reason"] == "compiler-artifact" && message["profile"]["test"] == true;
         let (true, Some(path)) = (is_test, message["executable"].as_str()) else { continue };
         let manifest = PathBuf::from(message["manifest_path"].as_str().unwrap_or_default());
-        let folder = manifest.parent().context("a manifest lies in a folder")?.to_owned();
+        let folder = manifest.parent().context("a manifest's path has a parent")?.to_owned();
         let package = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let target = message["target"]["name"].as_str().unwrap_or("?");
         programs.push(TestProgram {
@@ -121,10 +129,11 @@ fn parts_of(listed: &str) -> BTreeMap<String, Vec<String>> {
 /// The target name of the whole-system tests.
 const WHOLE_SYSTEM: &str = "it";
 
-/// Long tests are ignored ones in a module `long`: an ignored test elsewhere is
-/// part of another one.
+/// The arguments that select long tests: ignored tests in a module `long`. An ignored
+/// test elsewhere is a helper that another test starts.
 const LONG: [&str; 3] = ["--ignored", "long::", "--test-threads=1"];
 
+/// Returns true if the program has at least one long test.
 fn has_long(program: &TestProgram) -> Result<bool> {
     let mut list = command(&program.path.to_string_lossy());
     list.current_dir(&program.folder).args(["--list", "--ignored", "long::"]);
@@ -134,12 +143,12 @@ fn has_long(program: &TestProgram) -> Result<bool> {
 /// A test program that did not pass.
 struct Failure {
     name: String,
-    /// The end of its output that tells about failed tests.
-    said: Vec<String>,
+    /// The lines of its output that describe the failed tests.
+    lines: Vec<String>,
 }
 
-/// Runs one part of a program, passes its output on and notes the time of each
-/// test. Returns the failure, if there was one.
+/// Runs one part of a program, prints its output and adds the time of each test to
+/// `times`. Returns the failure, if there was one.
 fn run_program(
     program: &TestProgram,
     (part, arguments): (&str, &[&str]),
@@ -153,18 +162,19 @@ fn run_program(
         .current_dir(&program.folder)
         .args(["-Zunstable-options", "--report-time"])
         .args(arguments)
+        // The stable harness accepts an unstable flag only with this variable.
         .env("RUSTC_BOOTSTRAP", "1")
         .env("CARGO_MANIFEST_DIR", &program.folder)
         .stdout(Stdio::piped());
     tools::environment(&mut child, scope != Scope::Quick);
     let mut child = child.spawn().with_context(|| format!("could not start {}", program.name))?;
-    let stdout = child.stdout.take().expect("it was piped");
-    let mut said = Vec::new();
+    let stdout = child.stdout.take().expect("stdout was piped above");
+    let mut failure_lines = Vec::new();
     for line in BufReader::new(stdout).lines() {
         let line = line.context("a test program's output")?;
         println!("{line}");
-        if !said.is_empty() || line == "failures:" {
-            said.push(line.clone());
+        if !failure_lines.is_empty() || line == "failures:" {
+            failure_lines.push(line.clone());
         }
         if let Some((name, seconds)) = timed(&line) {
             times.push((seconds, format!("{}::{name}", program.name)));
@@ -174,13 +184,13 @@ fn run_program(
     if status.success() {
         return Ok(None);
     }
-    if said.is_empty() {
-        said.push(status.to_string());
+    if failure_lines.is_empty() {
+        failure_lines.push(status.to_string());
     }
-    Ok(Some(Failure { name, said }))
+    Ok(Some(Failure { name, lines: failure_lines }))
 }
 
-/// `test a::b ... ok <0.123s>` as its name and seconds.
+/// Parses `test a::b ... ok <0.123s>` into the name and the seconds.
 fn timed(line: &str) -> Option<(&str, f64)> {
     let (name, rest) = line.strip_prefix("test ")?.split_once(" ... ")?;
     let seconds = rest.split_once('<')?.1.strip_suffix("s>")?;
@@ -192,7 +202,7 @@ mod unit {
     use super::{parts_of, timed};
 
     #[test]
-    fn reads_the_harness() {
+    fn harness_lines_give_names_and_seconds() {
         assert_eq!(timed("test a::b ... ok <0.125s>"), Some(("a::b", 0.125)));
         assert_eq!(timed("test a::b ... ok"), None);
         assert_eq!(timed("running 3 tests"), None);

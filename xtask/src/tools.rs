@@ -1,6 +1,6 @@
-//! What the gate needs beside Rust and gcc: Debian packages, the OpenAI SDKs
-//! and the compiler of GPU kernels in folders of their own under
-//! `target/tools`, and cargo-deny.
+//! Tools that the gate needs besides Rust and gcc: Debian packages, the OpenAI SDKs,
+//! the compiler of GPU kernels, and cargo-deny. The Python and Node packages lie in
+//! folders of their own under `target/tools`.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 
 use crate::run::{check, command, exists, root};
 
-/// Debian packages by the program that shows they are there.
+/// Pairs of a program and the Debian package that installs the program.
 const DEBIAN: [(&str, &str); 9] = [
     ("curl", "curl"),
     ("faketime", "faketime"),
@@ -22,20 +22,24 @@ const DEBIAN: [(&str, &str); 9] = [
     ("slowhttptest", "slowhttptest"),
 ];
 
-/// Those that only the long tests need.
+/// Pairs of a program and its Debian package that only the long tests need.
 const DEBIAN_FOR_LONG: [(&str, &str); 2] =
     [("testssl", "testssl.sh"), ("hexdump", "bsdextrautils")];
 
-/// The SDKs that are tested, pinned: the API promises to work with them
+/// The Python SDK under test, pinned, because the API promises to work with this SDK
 /// unmodified.
 const PYTHON_SDK: &str = "openai==3.52.0";
-/// Compiles kernels for GPUs on machines that have none. The first of CUDA 13:
-/// what it accepts, those after it do.
+/// The compiler of GPU kernels, which needs no GPU. The version is the first of CUDA
+/// 13, because later versions accept every kernel that this version accepts.
 const NVRTC: &str = "nvidia-cuda-nvrtc==13.0.88";
 const NODE_SDK: &str = "openai@6.49.0";
 const CARGO_DENY: &str = "0.20.2";
 
-/// Installs what is missing; what is there is left alone.
+/// Installs the tools that are missing and leaves the others unchanged.
+///
+/// # Errors
+///
+/// A package manager failed.
 pub fn install() -> Result<()> {
     debian()?;
     python()?;
@@ -52,8 +56,8 @@ pub fn install() -> Result<()> {
     Ok(())
 }
 
-/// Tells a test program where the tools are. In the gate a missing tool is a
-/// failure; elsewhere a test that needs one says why it did not run.
+/// Sets the variables by which a test program finds the tools. In the gate a missing
+/// tool is a failure; elsewhere a test prints why it did not run.
 pub fn environment(child: &mut Command, in_gate: bool) {
     child.env("TOLLGATE_PYTHON", python_folder().join("bin/python"));
     child.env("TOLLGATE_NODE_MODULES", node_folder().join("node_modules"));
@@ -62,29 +66,38 @@ pub fn environment(child: &mut Command, in_gate: bool) {
     }
 }
 
-/// Checks licences, bans and sources; and advisories where their database
-/// can be fetched, which is said when it cannot.
+/// Checks licences, bans and sources. Checks advisories, too, if their database can be
+/// fetched; otherwise prints that they were not checked.
+///
+/// # Errors
+///
+/// A dependency breaks the policy.
 pub fn deny() -> Result<()> {
     check(command("cargo").args(["deny", "--locked", "check", "bans", "licenses", "sources"]))?;
     let advisories = command("cargo").args(["deny", "--locked", "check", "advisories"]).output()?;
-    let said = String::from_utf8_lossy(&advisories.stderr);
+    let errors = String::from_utf8_lossy(&advisories.stderr);
     if advisories.status.success() {
         return Ok(());
     }
-    if said.contains("failed to fetch advisory database") {
-        eprintln!("advisories not checked: their database cannot be fetched from here");
+    if errors.contains("failed to fetch advisory database") {
+        eprintln!("advisories were not checked: their database cannot be fetched");
         return Ok(());
     }
-    eprintln!("{said}");
+    eprintln!("{errors}");
     anyhow::bail!("cargo deny check advisories: {}", advisories.status)
 }
 
-/// Installs what only the long tests need.
+/// Installs the tools that only the long tests need.
+///
+/// # Errors
+///
+/// The package manager failed.
 pub fn install_for_long() -> Result<()> {
     packages(&missing(&DEBIAN_FOR_LONG))
 }
 
 fn debian() -> Result<()> {
+    // Debian's python3 has these modules only with a further package.
     let venv = Command::new("python3").args(["-c", "import ensurepip, venv"]).output();
     let mut wanted = missing(&DEBIAN);
     if !venv.is_ok_and(|output| output.status.success()) {
@@ -113,17 +126,22 @@ fn packages(missing: &[&str]) -> Result<()> {
 fn python() -> Result<()> {
     let folder = python_folder();
     let wanted = format!("{PYTHON_SDK} {NVRTC}");
-    if !holds(&folder, &wanted) {
+    if !is_installed(&folder, &wanted) {
         check(command("python3").args(["-m", "venv"]).arg(&folder))?;
         let python = folder.join("bin/python");
         let pip = ["-m", "pip", "install", "-q"];
         check(command(&python.to_string_lossy()).args(pip).args([PYTHON_SDK, NVRTC]))?;
-        mark(&folder, &wanted)?;
+        mark_installed(&folder, &wanted)?;
     }
     Ok(())
 }
 
-/// The folder of the compiler for GPUs' kernels, installed if it is missing.
+/// Returns the folder of the compiler for GPU kernels and installs the compiler if it
+/// is missing.
+///
+/// # Errors
+///
+/// The installation failed or has no such folder.
 pub fn nvrtc() -> Result<PathBuf> {
     python()?;
     let versions = std::fs::read_dir(python_folder().join("lib"))?;
@@ -136,7 +154,7 @@ pub fn nvrtc() -> Result<PathBuf> {
 
 fn node() -> Result<()> {
     let folder = node_folder();
-    if !holds(&folder, NODE_SDK) {
+    if !is_installed(&folder, NODE_SDK) {
         std::fs::create_dir_all(&folder)?;
         check(
             command("npm")
@@ -144,7 +162,7 @@ fn node() -> Result<()> {
                 .arg(&folder)
                 .arg(NODE_SDK),
         )?;
-        mark(&folder, NODE_SDK)?;
+        mark_installed(&folder, NODE_SDK)?;
     }
     Ok(())
 }
@@ -157,12 +175,13 @@ fn node_folder() -> PathBuf {
     root().join("target/tools/node")
 }
 
-/// A finished install says what it holds, so that a torn one is made again.
-fn holds(folder: &std::path::Path, what: &str) -> bool {
+/// Returns true if `folder` has a finished installation of `what`. An installation
+/// writes this mark last, so an interrupted one is repeated.
+fn is_installed(folder: &std::path::Path, what: &str) -> bool {
     std::fs::read_to_string(folder.join("installed")).is_ok_and(|text| text == what)
 }
 
-fn mark(folder: &std::path::Path, what: &str) -> Result<()> {
+fn mark_installed(folder: &std::path::Path, what: &str) -> Result<()> {
     std::fs::write(folder.join("installed"), what)
         .with_context(|| format!("could not mark {}", folder.display()))
 }

@@ -1,6 +1,6 @@
-//! Attack drills end to end: every scenario that comes along is played against
-//! a gateway of its own, with the real engine and the shipped model, and one
-//! table says what the attack did to the honest.
+//! Attack drills end to end. Each shipped scenario runs against a gateway of its own,
+//! with the real engine and the shipped model. One table shows the effect of each
+//! attack on the honest tenants.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,24 +13,24 @@ use super::report::Report;
 use super::{Options, build};
 use crate::run::{command, output, root};
 
-/// Takes ten minutes: played only where it is named.
+/// The scenario that takes ten minutes and runs only if it is named.
 const SOAK: &str = "soak";
 
-/// What is drawn in pages and told by nothing here.
+/// The keys of series that the HTML page draws and the figures leave out.
 const SERIES: [&str; 4] = ["points", "shares", "processes", "refusals"];
 
-/// What is played.
-struct Wanted {
-    /// None named: all that come along but [`SOAK`].
+/// The options of a run.
+struct DrillOptions {
+    /// The scenarios to run. If empty, all shipped scenarios but [`SOAK`].
     scenarios: Vec<String>,
     output: PathBuf,
     as_built: bool,
 }
 
-/// Plays them one after the other, prints the table and writes it as text, and
-/// all figures as JSON.
+/// Runs the scenarios one after the other, prints the table, and writes the table as
+/// text and all figures as JSON.
 pub(super) fn run(rest: &[&str]) -> Result<()> {
-    let wanted = Wanted::read(rest)?;
+    let wanted = DrillOptions::read(rest)?;
     let options =
         Options { rounds: 1, seconds: 1, output: wanted.output, as_built: wanted.as_built };
     let mut report = Report::begin("drills")?;
@@ -45,7 +45,7 @@ pub(super) fn run(rest: &[&str]) -> Result<()> {
         let found = play(&built, &name)?;
         drills.insert(name, found);
     }
-    let table = Table { rows: drills.iter().map(Row::of).collect() };
+    let table = DrillTable { rows: drills.iter().map(DrillRow::of).collect() };
     report.fact("drills", drills);
     report.end()?;
     println!("{}\n{table}", report.head());
@@ -55,30 +55,31 @@ pub(super) fn run(rest: &[&str]) -> Result<()> {
     std::fs::write(&text, page).with_context(|| text.display().to_string())?;
     eprintln!("wrote {} and {}", options.output.display(), text.display());
     match table.rows.iter().find(|row| row.verdict == "broken") {
-        Some(row) => bail!("{} broke", row.name),
+        Some(row) => bail!("the scenario {} broke a bound", row.name),
         None => Ok(()),
     }
 }
 
-/// What the program says comes along, but [`SOAK`].
+/// Lists the shipped scenarios but [`SOAK`].
 fn shipped(built: &Path) -> Result<Vec<String>> {
     let mut list = command(&built.join("tollgate").to_string_lossy());
     let listed = output(list.args(["loadtest", "--list"]))?;
-    // Below the header each line begins with a name.
+    // The first line is a header; each further line begins with a name.
     let names = listed.lines().skip(1).filter_map(|line| line.split_whitespace().next());
     Ok(names.filter(|name| *name != SOAK).map(str::to_owned).collect())
 }
 
-/// One scenario; what it found, without what is only drawn.
+/// Runs one scenario and returns its figures without [`SERIES`].
 fn play(built: &Path, name: &str) -> Result<Value> {
     let folder = root().join("target/bench");
     std::fs::create_dir_all(&folder)?;
     let page = folder.join(format!("drill-{name}.html"));
     let json = page.with_extension("json");
-    // What an earlier run left must not be taken for this one's.
+    // A figure file of an earlier run must not be taken for the file of this run.
     let _ = std::fs::remove_file(&json);
     let mut play = command(&built.join("tollgate").to_string_lossy());
-    // A bound that broke is in the table; it ends the program ill.
+    // A broken bound gives a non-zero status; the table shows the bound, so the status
+    // is no error.
     let status = play.args(["loadtest", "--scenario", name, "--report"]).arg(&page).status()?;
     let text = std::fs::read_to_string(&json).with_context(|| format!("{name}: {status}"))?;
     let mut found: Map<String, Value> = serde_json::from_str(&text)?;
@@ -86,37 +87,36 @@ fn play(built: &Path, name: &str) -> Result<Value> {
     Ok(found.into())
 }
 
-/// What became of everybody.
-struct Table {
-    rows: Vec<Row>,
+/// The table of all scenarios.
+struct DrillTable {
+    rows: Vec<DrillRow>,
 }
 
-/// One scenario.
-struct Row {
+/// One row of the table: a scenario.
+struct DrillRow {
     name: String,
     verdict: String,
-    /// Requests a second that attackers meant to send, and as a multiple of
-    /// what this machine answers of them.
+    /// The requests a second that attackers tried to send.
     offered: String,
     answered: String,
-    /// The honest: first token, alone and in the attack.
+    /// The milliseconds to the first token of honest requests, alone and in the attack.
     p50: String,
     p99: String,
-    /// Between tokens.
+    /// The milliseconds between two tokens of honest requests, p99.
     gap: String,
     refused: String,
     memory: String,
     descriptors: String,
 }
 
-impl Row {
+impl DrillRow {
     fn of((name, found): (&String, &Value)) -> Self {
         let honest = &found["honest"];
         let checks = found["checks"].as_array().map_or(&[][..], Vec::as_slice);
         let attackers = found["attackers"].as_array().map_or(&[][..], Vec::as_slice);
         let observed = |what: &str| {
-            let said = checks.iter().find(|check| check["what"].as_str() == Some(what));
-            said.and_then(|check| check["observed"].as_str()).unwrap_or("-").to_owned()
+            let check = checks.iter().find(|check| check["what"].as_str() == Some(what));
+            check.and_then(|check| check["observed"].as_str()).unwrap_or("-").to_owned()
         };
         Self {
             name: name.clone(),
@@ -133,7 +133,7 @@ impl Row {
     }
 }
 
-/// A percentile alone, then in the attack, and how many times as long.
+/// Formats a percentile alone, then in the attack, then their ratio.
 fn both(honest: &Value, kind: &str, quantile: &str) -> String {
     let of = |phase: &str| honest[phase][kind][quantile].as_f64();
     match (of("alone"), of("attack")) {
@@ -145,6 +145,7 @@ fn both(honest: &Value, kind: &str, quantile: &str) -> String {
     }
 }
 
+/// Formats the rate that attackers offered; an attack by connections has no rate.
 fn offered(attackers: &[Value]) -> String {
     let rates: f64 = attackers.iter().filter_map(|one| one["offered_rate"].as_f64()).sum();
     let without = attackers.iter().filter(|one| one["offered_rate"].is_null()).count();
@@ -155,7 +156,7 @@ fn offered(attackers: &[Value]) -> String {
     }
 }
 
-/// What attackers were told, the most frequent first.
+/// Formats the four most frequent outcomes of attackers' requests.
 fn refused(attackers: &[Value]) -> String {
     let mut all: BTreeMap<&str, u64> = BTreeMap::new();
     for (what, count) in attackers.iter().filter_map(|one| one["outcomes"].as_object()).flatten() {
@@ -163,11 +164,11 @@ fn refused(attackers: &[Value]) -> String {
     }
     let mut all: Vec<(&str, u64)> = all.into_iter().collect();
     all.sort_by_key(|(what, count)| (std::cmp::Reverse(*count), *what));
-    let told = all.iter().take(4).map(|(what, count)| format!("{count} {what}"));
-    told.collect::<Vec<_>>().join(", ")
+    let shown = all.iter().take(4).map(|(what, count)| format!("{count} {what}"));
+    shown.collect::<Vec<_>>().join(", ")
 }
 
-impl fmt::Display for Table {
+impl fmt::Display for DrillTable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
@@ -176,8 +177,8 @@ impl fmt::Display for Table {
              | descriptors |\n|---|---|---|---|---|---|---|---|---|---|"
         )?;
         self.rows.iter().try_for_each(|row| {
-            let Row { name, verdict, offered, answered, p50, p99, gap, .. } = row;
-            let Row { refused, memory, descriptors, .. } = row;
+            let DrillRow { name, verdict, offered, answered, p50, p99, gap, .. } = row;
+            let DrillRow { refused, memory, descriptors, .. } = row;
             writeln!(
                 f,
                 "| {name} | {verdict} | {offered} | {answered} | {p50} | {p99} | {gap} | {refused} \
@@ -187,19 +188,20 @@ impl fmt::Display for Table {
     }
 }
 
-impl Wanted {
-    /// `--scenario NAME` (often), `--output FILE`, `--as-built`, in any order.
+impl DrillOptions {
+    /// Parses `--scenario NAME` (repeatable), `--output FILE` and `--as-built`, in any
+    /// order.
     fn read(rest: &[&str]) -> Result<Self> {
         let output = root().join("docs/benchmarks/drills.json");
         let mut wanted = Self { scenarios: Vec::new(), output, as_built: false };
         let mut words = rest.iter();
         while let Some(flag) = words.next() {
-            let mut value = || words.next().with_context(|| format!("{flag} wants a value"));
+            let mut value = || words.next().with_context(|| format!("{flag} needs a value"));
             match *flag {
                 "--scenario" => wanted.scenarios.push((*value()?).to_owned()),
                 "--output" => wanted.output = PathBuf::from(value()?),
                 "--as-built" => wanted.as_built = true,
-                _ => bail!("no such option: {flag} (there: --scenario, --output, --as-built)"),
+                _ => bail!("no such option: {flag} (options: --scenario, --output, --as-built)"),
             }
         }
         Ok(wanted)
@@ -220,7 +222,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_drill_becomes_a_row() {
+    fn drill_figures_become_a_table_row() {
         let found = json!({
             "verdict": "holds",
             "honest": {
@@ -234,7 +236,7 @@ mod tests {
                 {"offered_rate": null, "outcomes": {"answered": 2}},
             ],
         });
-        let table = Table { rows: vec![Row::of((&"flood".to_owned(), &found))] };
+        let table = DrillTable { rows: vec![DrillRow::of((&"flood".to_owned(), &found))] };
         let expected = "| flood | holds | 10/s and connections | - | 4.0, then 5.0 (1.25x) \
                         | too few | 0.0, then 3.0 | 7 answered, 3 429 full | 1 MiB | - |\n";
         assert!(table.to_string().ends_with(expected), "{table}");

@@ -1,5 +1,5 @@
-//! What batching is worth: the same requests one at a time and all at once,
-//! through the whole engine, on the Qwen2.5-0.5B shape with random weights.
+//! The gain of batching: the same requests one at a time and all at once, through the
+//! whole engine, on the Qwen2.5-0.5B shape with random weights.
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
@@ -9,14 +9,15 @@ use super::report::Report;
 use super::{Options, build, model_folder};
 use crate::run::command;
 
-/// Requests at once, and tokens in and out of each.
+/// The number of simultaneous requests, and the tokens in and out of each request.
 const TOGETHER: u64 = 32;
 const TOKENS: u64 = 32;
 
-/// One at a time is asked less often: it takes longer.
+/// The number of requests one at a time. It is lower than [`TOGETHER`], because each
+/// round takes longer.
 const ALONE: u64 = 4;
 
-/// What is promised.
+/// The smallest ratio that the project promises.
 const LEAST_RATIO: f64 = 3.0;
 
 pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
@@ -25,7 +26,7 @@ pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
     let model = model_folder(&measure)?;
     let mut start = command(&measure.to_string_lossy());
     let mut engine = Process::start("the engine", start.arg(&model).arg("engine"))?;
-    let about: Value = serde_json::from_str(&engine.ready()?).context("the engine's words")?;
+    let about: Value = serde_json::from_str(&engine.ready()?).context("the engine's ready line")?;
     report.fact("model", "Qwen2.5-0.5B shape, random weights, bf16");
     report.fact("engine", about);
     report.fact("requests", format!("{TOKENS} tokens in, {TOKENS} out, greedy"));
@@ -41,17 +42,17 @@ pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
     }
     let ratio = report.ratio("32 together over one at a time", "32 together", "one at a time")?;
     if ratio < LEAST_RATIO {
-        eprintln!("batching is worth {ratio:.2}, less than the {LEAST_RATIO} that is promised");
+        eprintln!("the gain of batching is {ratio:.2}, less than the promised {LEAST_RATIO}");
     }
     Ok(())
 }
 
-/// Generated tokens a second.
+/// Returns the generated tokens a second of one turn.
 fn measured(engine: &mut Process, how: &str, count: u64) -> Result<f64> {
-    let told = engine.ask(&format!("{how} {count} {TOKENS} {TOKENS}"))?;
-    let tokens = told["tokens"].as_u64().context("no tokens")?;
+    let reply = engine.ask(&format!("{how} {count} {TOKENS} {TOKENS}"))?;
+    let tokens = reply["tokens"].as_u64().context("no tokens")?;
     if tokens != count * TOKENS {
-        bail!("{tokens} tokens of {}", count * TOKENS);
+        bail!("the engine made {tokens} tokens instead of {}", count * TOKENS);
     }
-    Ok(tokens as f64 / told["seconds"].as_f64().context("no seconds")?)
+    Ok(tokens as f64 / reply["seconds"].as_f64().context("no seconds")?)
 }

@@ -1,9 +1,9 @@
-//! Fair shares of a device under attack: in virtual time, as the test suite
-//! plays it, and on a real clock, from a client over TLS through the gateway to
-//! a worker whose engine is synthetic. Both fill one table.
+//! Fair shares of a device under attack, in virtual time like the test suite, and on a
+//! real clock, from a client over TLS through the gateway to a worker with a synthetic
+//! engine. Both modes fill one table.
 //!
-//! Seconds of a figure are the model's: at five times its speed, five for each
-//! that passes.
+//! The seconds of a figure are the cost model's: at a speed of five, five of them pass
+//! in one real second.
 
 use std::path::PathBuf;
 
@@ -18,66 +18,72 @@ mod play;
 mod table;
 mod wall;
 
-use table::Table;
+use table::FairnessTable;
 
-/// How much is played.
-struct Wanted {
-    /// Nothing on a real clock.
+/// The options of a run.
+struct FairnessOptions {
+    /// True if no play runs on a real clock.
     only_virtual: bool,
-    /// What all plays on a real clock may take together, about.
+    /// The approximate time of all plays on a real clock together, in minutes.
     minutes: f64,
-    /// Plays of each attack on a real clock.
+    /// The number of plays of each attack on a real clock.
     seeds: u64,
-    /// How much faster than the model the synthetic device is.
+    /// The factor by which the synthetic device is faster than the cost model.
     speed: f64,
     output: PathBuf,
     as_built: bool,
 }
 
-/// Plays all, prints the table, and writes it as JSON and as text.
+/// Runs all plays, prints the table, and writes the table as JSON and as text.
+///
+/// # Errors
+///
+/// A play failed, or a figure is out of its bound.
 pub(super) fn run(rest: &[&str]) -> Result<()> {
-    let wanted = Wanted::read(rest)?;
+    let options = FairnessOptions::read(rest)?;
     let mut report = Report::begin("fairness")?;
     report.fact("device", "synthetic: computes nothing, takes the time of a cost model");
-    let mut table = Table::default();
-    in_virtual_time(&wanted, &mut table)?;
-    if wanted.only_virtual {
+    let mut table = FairnessTable::default();
+    in_virtual_time(&options, &mut table)?;
+    if options.only_virtual {
         report.fact("real_clock", "not played");
     } else {
-        wall::run(&wanted, &mut report, &mut table)?;
+        wall::run(&options, &mut report, &mut table)?;
     }
     report.fact("rows", serde_json::to_value(&table)?);
     report.end()?;
     println!("{}\n{table}", report.head());
-    report.write(&wanted.output)?;
-    let text = wanted.output.with_extension("md");
+    report.write(&options.output)?;
+    let text = options.output.with_extension("md");
     std::fs::write(&text, table.page(&report)?).with_context(|| text.display().to_string())?;
-    eprintln!("wrote {} and {}", wanted.output.display(), text.display());
+    eprintln!("wrote {} and {}", options.output.display(), text.display());
     if !table.holds() {
         bail!("a figure is out of its bound");
     }
     Ok(())
 }
 
-/// The same as `cargo test -p tollgate-engine --test fairness`, for its figures.
-fn in_virtual_time(wanted: &Wanted, table: &mut Table) -> Result<()> {
+/// Runs the plays of `cargo test -p tollgate-engine --test fairness` and adds their
+/// figures to the table.
+fn in_virtual_time(options: &FairnessOptions, table: &mut FairnessTable) -> Result<()> {
     let what = ["-p", "tollgate-engine", "--example", "fairness"];
-    let built = build(&wanted.options(), &what)?;
-    let told = root().join("target/bench/fairness-virtual.json");
-    std::fs::create_dir_all(told.parent().expect("it has one"))?;
+    let built = build(&options.build_options(), &what)?;
+    let figures = root().join("target/bench/fairness-virtual.json");
+    std::fs::create_dir_all(figures.parent().expect("the path has a parent"))?;
     let mut play = command(&built.join("examples/fairness").to_string_lossy());
-    // A row out of its bound is in the table; it ends the program ill.
-    let status = play.arg("--json").arg(&told).status()?;
-    let text = std::fs::read_to_string(&told).with_context(|| format!("fairness: {status}"))?;
+    // A row out of its bound gives a non-zero status; the table shows the row, so the
+    // status is no error.
+    let status = play.arg("--json").arg(&figures).status()?;
+    let text = std::fs::read_to_string(&figures).with_context(|| format!("fairness: {status}"))?;
     let rows: Vec<Value> = serde_json::from_str(&text)?;
     rows.iter().try_for_each(|row| table.add_virtual(row))
 }
 
-impl Wanted {
-    /// `--virtual`, `--minutes N`, `--seeds N`, `--speed N`, `--output FILE`,
+impl FairnessOptions {
+    /// Parses `--virtual`, `--minutes N`, `--seeds N`, `--speed N`, `--output FILE` and
     /// `--as-built`, in any order.
     fn read(rest: &[&str]) -> Result<Self> {
-        let mut wanted = Self {
+        let mut options = Self {
             only_virtual: false,
             minutes: 20.0,
             seeds: 1,
@@ -87,29 +93,29 @@ impl Wanted {
         };
         let mut words = rest.iter();
         while let Some(flag) = words.next() {
-            let mut value = || words.next().with_context(|| format!("{flag} wants a value"));
+            let mut value = || words.next().with_context(|| format!("{flag} needs a value"));
             match *flag {
-                "--virtual" => wanted.only_virtual = true,
-                "--minutes" => wanted.minutes = value()?.parse().context("--minutes")?,
-                "--seeds" => wanted.seeds = value()?.parse().context("--seeds")?,
-                "--speed" => wanted.speed = value()?.parse().context("--speed")?,
-                "--output" => wanted.output = PathBuf::from(value()?),
-                "--as-built" => wanted.as_built = true,
+                "--virtual" => options.only_virtual = true,
+                "--minutes" => options.minutes = value()?.parse().context("--minutes")?,
+                "--seeds" => options.seeds = value()?.parse().context("--seeds")?,
+                "--speed" => options.speed = value()?.parse().context("--speed")?,
+                "--output" => options.output = PathBuf::from(value()?),
+                "--as-built" => options.as_built = true,
                 _ => bail!("no such option: {flag} ({OPTIONS})"),
             }
         }
-        let within = (0.5..=600.0).contains(&wanted.minutes)
-            && (1..=10).contains(&wanted.seeds)
-            && (0.1..=100.0).contains(&wanted.speed);
+        let within = (0.5..=600.0).contains(&options.minutes)
+            && (1..=10).contains(&options.seeds)
+            && (0.1..=100.0).contains(&options.speed);
         if !within {
-            bail!("0.5 to 600 minutes, 1 to 10 seeds, a speed of 0.1 to 100");
+            bail!("--minutes must be 0.5 to 600, --seeds 1 to 10, --speed 0.1 to 100");
         }
-        Ok(wanted)
+        Ok(options)
     }
 
-    fn options(&self) -> Options {
+    fn build_options(&self) -> Options {
         Options { rounds: 1, seconds: 1, output: self.output.clone(), as_built: self.as_built }
     }
 }
 
-const OPTIONS: &str = "there: --virtual, --minutes, --seeds, --speed, --output, --as-built";
+const OPTIONS: &str = "options: --virtual, --minutes, --seeds, --speed, --output, --as-built";

@@ -1,6 +1,7 @@
-//! What the front door costs: requests and refusals a second beside a bare
-//! TLS "hello" and nginx as a TLS proxy, all on one core while the load
-//! comes from the other; then what it adds to a request that is answered.
+//! The cost of the gateway. First, requests and refusals a second beside a bare TLS
+//! "hello" server and nginx as a TLS proxy; all servers share one core and the load
+//! comes from the other core. Then, the time that the gateway adds to an answered
+//! request.
 
 use std::fs;
 use std::net::TcpListener;
@@ -9,17 +10,18 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-use super::h2load::{Load, Protocol, SERVER_CORE, UNBOUNDED, door, pinned};
+use super::h2load::{Load, Protocol, SERVER_CORE, UNBOUNDED, listener_config, pinned};
 use super::process::Process;
 use super::report::{Report, median};
 use super::{Options, build, tools};
 use crate::run::{check, command, output, root};
 
-/// Requests of each way in one round of the overhead, and tokens of an answer.
+/// The requests over each path in one round of the overhead, and the tokens of an
+/// answer.
 const PAIRS: &str = "100";
 const ANSWER_TOKENS: &str = "16";
 
-/// The load of the last check: requests a second, seconds.
+/// The load of the last check: requests a second, then seconds.
 const SANITY: (&str, &str) = ("20", "10");
 
 pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
@@ -28,27 +30,27 @@ pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
     let built = build(options, &["-p", "tollgate"])?;
     build(options, &["-p", "tollgate-edge", "--example", "hello_tls"])?;
     build(options, &["-p", "tollgate-worker", "--example", "direct"])?;
-    let bench = Bench::prepare(built, nginx)?;
+    let bench = GatewayBench::prepare(built, nginx)?;
     {
-        let servers = Servers::start(&bench)?;
+        let servers = GatewayServers::start(&bench)?;
         requests(&bench, &servers, options, report)?;
     }
     overhead(&bench, options, report)
 }
 
-/// Where things are.
-struct Bench {
+/// The folders and programs of a run.
+struct GatewayBench {
     built: PathBuf,
     nginx: PathBuf,
     folder: PathBuf,
 }
 
-/// Everything that answers, on one core.
-struct Servers {
+/// The servers under comparison, all on one core.
+struct GatewayServers {
     tollgate: Tollgate,
     hello: Process,
     nginx: Process,
-    /// Host and port of each that speaks TLS.
+    /// The host and port of each server that speaks TLS.
     hello_address: String,
     nginx_address: String,
 }
@@ -59,21 +61,21 @@ struct Tollgate {
     url: String,
 }
 
-/// One thing that is measured.
+/// A server and a request that are measured.
 struct Target<'a> {
     name: &'static str,
     url: String,
     headers: Vec<String>,
     body: Option<PathBuf>,
     status: u16,
-    /// Answers that may have another status.
+    /// The number of answers that may have another status.
     exceptions: u64,
     servers: Vec<&'a Process>,
 }
 
 fn requests(
-    bench: &Bench,
-    servers: &Servers,
+    bench: &GatewayBench,
+    servers: &GatewayServers,
     options: &Options,
     report: &mut Report,
 ) -> Result<()> {
@@ -107,8 +109,8 @@ fn requests(
     Ok(())
 }
 
-/// Requests a second over hello's and nginx's; and because the machine may
-/// have been busy otherwise, what a request cost the servers, the other way up.
+/// Adds the ratios to "hello" and nginx, once of requests a second and once of
+/// processor time. Other work on the machine disturbs processor time less.
 fn ratios(protocol: &str, report: &mut Report) -> Result<()> {
     for name in ["models", "wrong key", "over its rate"] {
         for peer in ["hello", "nginx"] {
@@ -124,7 +126,7 @@ fn ratios(protocol: &str, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-fn targets<'a>(bench: &Bench, servers: &'a Servers) -> Result<Vec<Target<'a>>> {
+fn targets<'a>(bench: &GatewayBench, servers: &'a GatewayServers) -> Result<Vec<Target<'a>>> {
     let bearer = |key: &str| vec![format!("authorization: Bearer {key}")];
     let chat = bench.folder.join("chat.json");
     let body = r#"{"model":"tollgate-demo","messages":[{"role":"user","content":"What is a rate limit?"}],"max_tokens":1}"#;
@@ -164,19 +166,21 @@ fn targets<'a>(bench: &Bench, servers: &'a Servers) -> Result<Vec<Target<'a>>> {
     };
     let models = "/v1/models";
     let open = bearer(&bench.key("open", "data")?);
-    // Well formed, checksum right, made by another installation.
-    let strange = bearer(&bench.key("open", "elsewhere")?);
+    // The key is well formed with a valid checksum, but another installation made it.
+    let unknown = bearer(&bench.key("open", "elsewhere")?);
     targets.push(ours("models", models, open, None, 200, 0));
-    // Its source is penalised after the first sixty, and told so instead.
-    targets.push(ours("wrong key", models, strange, None, 429, 200));
-    // One a minute is answered.
+    // The source gets a penalty after the first sixty attempts; then its answer is 429
+    // and not 401.
+    targets.push(ours("wrong key", models, unknown, None, 429, 200));
+    // The plan admits one request a minute.
     targets.push(ours("over its rate", "/v1/chat/completions", limited, Some(chat), 429, 2));
     Ok(targets)
 }
 
-/// The same chat through the gateway and straight to the worker, in turn.
-fn overhead(bench: &Bench, options: &Options, report: &mut Report) -> Result<()> {
-    // Before the start: a running gateway hears of a key within a second only.
+/// Sends the same chat through the gateway and straight to the worker, in turn.
+fn overhead(bench: &GatewayBench, options: &Options, report: &mut Report) -> Result<()> {
+    // The key is made before the start: a running gateway learns of a new key only
+    // within a second.
     let key = bench.folder.join("open.key");
     fs::write(&key, bench.key("open", "data")?)?;
     let tollgate = Tollgate::start(bench, None)?;
@@ -186,9 +190,9 @@ fn overhead(bench: &Bench, options: &Options, report: &mut Report) -> Result<()>
         let mut direct = command(&bench.built.join("examples/direct").to_string_lossy());
         direct.arg(&tollgate.url).arg(data.join("tls/ca.pem")).arg(&key);
         direct.arg(data.join("run/0.sock")).arg(data.join("models/tollgate-demo"));
-        let told: Value = serde_json::from_str(&output(direct.args([PAIRS, ANSWER_TOKENS]))?)?;
-        let through = milliseconds(&told["gateway_us"])?;
-        let straight = milliseconds(&told["direct_us"])?;
+        let result: Value = serde_json::from_str(&output(direct.args([PAIRS, ANSWER_TOKENS]))?)?;
+        let through = milliseconds(&result["gateway_us"])?;
+        let straight = milliseconds(&result["direct_us"])?;
         let differences: Vec<f64> = through.iter().zip(&straight).map(|(a, b)| a - b).collect();
         report.add("chat through the gateway", "ms, median", median(&through));
         report.add("chat straight to the worker", "ms, median", median(&straight));
@@ -196,7 +200,7 @@ fn overhead(bench: &Bench, options: &Options, report: &mut Report) -> Result<()>
         if round == 0 {
             let shown = ["prompt_tokens", "completion_tokens", "answer"];
             let chat: serde_json::Map<String, Value> =
-                shown.iter().map(|&name| (name.to_owned(), told[name].clone())).collect();
+                shown.iter().map(|&name| (name.to_owned(), result[name].clone())).collect();
             report.fact("chat", chat);
         }
     }
@@ -208,35 +212,41 @@ fn overhead(bench: &Bench, options: &Options, report: &mut Report) -> Result<()>
     sanity(bench, &tollgate, &key, report)
 }
 
-/// A moderate load by our own generator: nothing is refused, nothing fails.
-fn sanity(bench: &Bench, tollgate: &Tollgate, key: &Path, report: &mut Report) -> Result<()> {
-    let result = bench.folder.join("loadtest.json");
+/// Applies a moderate load with the project's own generator; no request may be refused
+/// or fail.
+fn sanity(
+    bench: &GatewayBench,
+    tollgate: &Tollgate,
+    key: &Path,
+    report: &mut Report,
+) -> Result<()> {
+    let path = bench.folder.join("loadtest.json");
     let (rate, seconds) = SANITY;
     let mut loadtest = bench.tollgate();
     loadtest.args(["loadtest", "--url", &tollgate.url, "--rate", rate, "--seconds", seconds]);
     loadtest.args(["--max-tokens", ANSWER_TOKENS, "--tenant"]);
     loadtest.arg(format!("open={}", key.display()));
     loadtest.arg("--ca").arg(bench.folder.join("data/tls/ca.pem"));
-    check(loadtest.arg("--json").arg(&result))?;
-    let told: Value = serde_json::from_str(&fs::read_to_string(&result)?)?;
-    report.fact("loadtest", told);
+    check(loadtest.arg("--json").arg(&path))?;
+    let result: Value = serde_json::from_str(&fs::read_to_string(&path)?)?;
+    report.fact("loadtest", result);
     Ok(())
 }
 
-fn milliseconds(told: &Value) -> Result<Vec<f64>> {
-    let list = told.as_array().context("no times")?;
+fn milliseconds(result: &Value) -> Result<Vec<f64>> {
+    let list = result.as_array().context("no times")?;
     list.iter().map(|time| Ok(time.as_f64().context("a time is a number")? / 1e3)).collect()
 }
 
-impl Bench {
-    /// A fresh folder with a config under `target/bench`.
+impl GatewayBench {
+    /// Makes an empty folder with a config under `target/bench`.
     fn prepare(built: PathBuf, nginx: PathBuf) -> Result<Self> {
         let folder = root().join("target/bench/gateway");
         if folder.exists() {
             fs::remove_dir_all(&folder)?;
         }
         fs::create_dir_all(&folder)?;
-        fs::write(folder.join("tollgate.toml"), door(UNBOUNDED, UNBOUNDED) + CONFIG)?;
+        fs::write(folder.join("tollgate.toml"), listener_config(UNBOUNDED, UNBOUNDED) + CONFIG)?;
         Ok(Self { built, nginx, folder })
     }
 
@@ -244,7 +254,7 @@ impl Bench {
         command(&self.built.join("tollgate").to_string_lossy())
     }
 
-    /// A new key of `tenant` in one of the data folders.
+    /// Creates a key of `tenant` in one of the data folders.
     fn key(&self, tenant: &str, data: &str) -> Result<String> {
         fs::create_dir_all(self.folder.join(data))?;
         let mut create = self.tollgate();
@@ -255,8 +265,8 @@ impl Bench {
 }
 
 impl Tollgate {
-    /// Starts it, on `core` alone if one is given.
-    fn start(bench: &Bench, core: Option<&str>) -> Result<Self> {
+    /// Starts `tollgate up`, on `core` alone if one is given.
+    fn start(bench: &GatewayBench, core: Option<&str>) -> Result<Self> {
         let program = bench.built.join("tollgate");
         let mut up = match core {
             Some(core) => pinned(core, &program.to_string_lossy()),
@@ -266,13 +276,13 @@ impl Tollgate {
         up.arg("--data").arg(bench.folder.join("data"));
         let process = Process::start("tollgate", &mut up)?;
         let ready = process.ready()?;
-        let url = ready.split_whitespace().next().context("no URL behind ready")?.to_owned();
+        let url = ready.split_whitespace().next().context("the ready line has no URL")?.to_owned();
         Ok(Self { process, url })
     }
 }
 
-impl Servers {
-    fn start(bench: &Bench) -> Result<Self> {
+impl GatewayServers {
+    fn start(bench: &GatewayBench) -> Result<Self> {
         let tollgate = Tollgate::start(bench, Some(SERVER_CORE))?;
         let tls = bench.folder.join("data/tls");
         let (certificate, key) = (tls.join("server.pem"), tls.join("server.key"));
@@ -283,7 +293,7 @@ impl Servers {
         let ["tls", hello_address, "plain", plain] =
             addresses.split_whitespace().collect::<Vec<_>>()[..]
         else {
-            bail!("hello_tls is ready {addresses}");
+            bail!("hello_tls printed an unexpected ready line: {addresses}");
         };
         let nginx_address = free_address()?;
         let folder = bench.folder.join("nginx");
@@ -299,7 +309,8 @@ impl Servers {
     }
 }
 
-/// Limits that no run reaches, except one that every run does.
+/// Limits that no run reaches, except the rate of the plan `limited`, which every run
+/// reaches.
 const CONFIG: &str = r#"
 [plans.open]
 concurrent = 256
@@ -314,7 +325,8 @@ plan = "open"
 plan = "limited"
 "#;
 
-/// One worker process, connections kept on both sides, no logs.
+/// Returns a config of nginx: one worker process, kept connections on both sides, no
+/// logs.
 fn nginx_config(folder: &Path, tls: &Path, address: &str, origin: &str) -> String {
     let (folder, tls) = (folder.display(), tls.display());
     format!(
@@ -352,11 +364,12 @@ http {{
     )
 }
 
-/// A port that was free a moment ago.
+/// Returns a port that was free a moment ago; nginx cannot choose one itself.
 fn free_address() -> Result<String> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string())
 }
 
+/// Waits up to five seconds until a program listens on `address`.
 fn await_listener(address: &str) -> Result<()> {
     for _ in 0..100 {
         if std::net::TcpStream::connect(address).is_ok() {
@@ -364,5 +377,5 @@ fn await_listener(address: &str) -> Result<()> {
         }
         std::thread::sleep(std::time::Duration::from_millis(50));
     }
-    bail!("nothing listens on {address}")
+    bail!("no program listens on {address} after 5 s")
 }

@@ -1,4 +1,4 @@
-//! Load by h2load, a generator that is not ours, on a core of its own.
+//! Load by h2load, a generator of another project, on a core of its own.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,14 +8,14 @@ use anyhow::{Context, Result, bail};
 use super::process::Process;
 use crate::run::command;
 
-/// What is asked, how often at once.
+/// A request and the way to repeat it.
 pub(super) struct Load<'a> {
     pub(super) url: String,
     pub(super) protocol: Protocol,
     pub(super) headers: &'a [String],
-    /// POSTed; without one it is a GET.
+    /// The body of a POST; without one the request is a GET.
     pub(super) body: Option<&'a Path>,
-    /// The status that every answer must have, or all but `exceptions`.
+    /// The expected status of every answer, except of at most `exceptions` answers.
     pub(super) status: u16,
     pub(super) exceptions: u64,
     pub(super) seconds: u32,
@@ -27,12 +27,12 @@ pub(super) enum Protocol {
     H2,
 }
 
-/// What came of it.
+/// The result of a load.
 #[derive(Debug, PartialEq)]
-pub(super) struct Answered {
+pub(super) struct LoadResult {
     pub(super) per_second: f64,
     pub(super) requests: u64,
-    /// Answers by the first digit of their status, 2 to 5.
+    /// The number of answers by the first digit of their status, 2 to 5.
     by_class: [u64; 4],
     failed: u64,
 }
@@ -47,7 +47,7 @@ impl Protocol {
         }
     }
 
-    /// 32 requests at once, as connections or as streams.
+    /// Returns the flags for 32 simultaneous requests, as connections or as streams.
     fn arguments(self) -> &'static [&'static str] {
         match self {
             Self::H1 => &["--h1", "-c", "32"],
@@ -57,18 +57,18 @@ impl Protocol {
 }
 
 impl Load<'_> {
-    /// Loads `servers` and gives the answers and the processor seconds that
-    /// the servers took for each thousand of them.
-    pub(super) fn run(&self, servers: &[&Process]) -> Result<(Answered, f64)> {
+    /// Loads `servers`. Returns the answers, and the microseconds of processor time
+    /// that the servers took for each request.
+    pub(super) fn run(&self, servers: &[&Process]) -> Result<(LoadResult, f64)> {
         let seconds =
             || -> Result<f64> { servers.iter().map(|server| server.processor_seconds()).sum() };
         let before = seconds()?;
         let answered = self.send()?;
-        let used = seconds()? - before;
-        Ok((Answered { ..answered }, used * 1e6 / answered.requests as f64))
+        let microseconds = (seconds()? - before) * 1e6 / answered.requests as f64;
+        Ok((answered, microseconds))
     }
 
-    fn send(&self) -> Result<Answered> {
+    fn send(&self) -> Result<LoadResult> {
         let mut load = pinned(LOAD_CORE, "h2load");
         load.args(["-t", "1", "-D", &self.seconds.to_string()]);
         load.args(self.protocol.arguments());
@@ -80,29 +80,35 @@ impl Load<'_> {
         }
         let ran = load.arg(&self.url).output().context("h2load")?;
         let text = String::from_utf8_lossy(&ran.stdout);
-        let answered = read(&text).with_context(|| format!("h2load said: {text}"))?;
-        self.judge(&answered).with_context(|| format!("{}: {text}", self.url))?;
+        let answered =
+            read(&text).with_context(|| format!("cannot read the summary of h2load: {text}"))?;
+        self.check_statuses(&answered).with_context(|| format!("{}: {text}", self.url))?;
         Ok(answered)
     }
 
-    fn judge(&self, answered: &Answered) -> Result<()> {
+    /// Checks that at most `exceptions` answers have another status than expected.
+    fn check_statuses(&self, answered: &LoadResult) -> Result<()> {
         let right = answered.by_class[usize::from(self.status / 100) - 2];
         let all: u64 = answered.by_class.iter().sum();
         if answered.failed > 0 || all - right > self.exceptions {
-            bail!("not all answers were {}", self.status);
+            bail!(
+                "more than {} answers failed or had another status than {}",
+                self.exceptions,
+                self.status
+            );
         }
         Ok(())
     }
 }
 
-/// The core of all that serves.
+/// The core of all servers.
 pub(super) const SERVER_CORE: &str = "0";
-/// The core of all that asks.
+/// The core of the load generator.
 const LOAD_CORE: &str = "1";
 
-/// The part of a config that lets this load in: as many connections as it
-/// likes, and of requests what its one source may send.
-pub(super) fn door(requests_per_second: u32, request_burst: u32) -> String {
+/// Returns the part of a config that admits this load: enough connections, and the
+/// given limits on the requests of its one source.
+pub(super) fn listener_config(requests_per_second: u32, request_burst: u32) -> String {
     format!(
         r#"
 [gateway]
@@ -121,18 +127,18 @@ request_burst = {request_burst}
     )
 }
 
-/// Requests a second that no load reaches.
+/// The requests a second that no load reaches.
 pub(super) const UNBOUNDED: u32 = 1_000_000;
 
-/// A program that may run on one core only.
+/// Returns a command for a program that may run on one core only.
 pub(super) fn pinned(core: &str, program: &str) -> Command {
     let mut taskset = command("taskset");
     taskset.args(["-c", core, program]);
     taskset
 }
 
-/// h2load's summary.
-fn read(text: &str) -> Option<Answered> {
+/// Parses the summary of h2load.
+fn read(text: &str) -> Option<LoadResult> {
     let after = |mark: &str| text.lines().find_map(|line| line.trim().strip_prefix(mark));
     let number = |words: &str, unit: &str| -> Option<u64> {
         words.split(", ").find_map(|part| part.trim().strip_suffix(unit)?.trim().parse().ok())
@@ -142,7 +148,7 @@ fn read(text: &str) -> Option<Answered> {
     let requests = after("requests: ")?;
     let classes = after("status codes: ")?;
     let of = |class: &str| number(classes, class);
-    Some(Answered {
+    Some(LoadResult {
         per_second,
         requests: number(requests, "succeeded")? + number(requests, "failed")?,
         by_class: [of("2xx")?, of("3xx")?, of("4xx")?, of("5xx")?],
@@ -155,11 +161,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_a_summary() {
+    fn summary_gives_requests_and_statuses() {
         let text = "finished in 3.00s, 12345.67 req/s, 1.20MB/s\n\
             requests: 37037 total, 37069 started, 37037 done, 37036 succeeded, 1 failed, 0 errored, 0 timeout\n\
             status codes: 37036 2xx, 0 3xx, 1 4xx, 0 5xx\n";
-        let expected = Answered {
+        let expected = LoadResult {
             per_second: 12_345.67,
             requests: 37_037,
             by_class: [37_036, 0, 1, 0],

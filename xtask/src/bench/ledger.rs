@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use serde_json::Value;
 
-use super::h2load::{Load, Protocol, SERVER_CORE, UNBOUNDED, door, pinned};
+use super::h2load::{Load, Protocol, SERVER_CORE, UNBOUNDED, listener_config, pinned};
 use super::process::Process;
 use super::report::Report;
 use super::{INSTANT_DEVICE, Options, build, tools};
@@ -43,7 +43,10 @@ pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
 /// Measures requests a second of the whole gateway, with the ledger on and off in
 /// turn.
 fn requests(options: &Options, report: &mut Report, built: &Path, folder: &Path) -> Result<()> {
-    fs::write(folder.join("bench.toml"), door(UNBOUNDED, UNBOUNDED) + INSTANT_DEVICE + CONFIG)?;
+    fs::write(
+        folder.join("bench.toml"),
+        listener_config(UNBOUNDED, UNBOUNDED) + INSTANT_DEVICE + CONFIG,
+    )?;
     let body = folder.join("chat.json");
     fs::write(&body, CHAT)?;
     report.fact("seconds_a_turn", options.seconds);
@@ -56,7 +59,7 @@ fn requests(options: &Options, report: &mut Report, built: &Path, folder: &Path)
         // Neither always runs second.
         turns.rotate_left(round % 2);
         for ledger in turns {
-            let served = Served::start(built, folder, ledger)?;
+            let served = LedgerGateway::start(built, folder, ledger)?;
             for protocol in Protocol::ALL {
                 let load = |seconds| Load {
                     url: format!("{}/v1/chat/completions", served.url),
@@ -81,7 +84,7 @@ fn requests(options: &Options, report: &mut Report, built: &Path, folder: &Path)
         let name = format!("ledger on over off, {}", protocol.name());
         let ratio = report.ratio(&format!("{name}: requests/s"), &on, &off)?;
         if ratio < PROMISED {
-            eprintln!("{name}: {ratio:.3}, less than the {PROMISED} that is promised");
+            eprintln!("{name}: {ratio:.3}, less than the promised {PROMISED}");
         }
         // Processor time is disturbed less by other processes of the machine.
         report.ratio(
@@ -101,13 +104,13 @@ fn series(ledger: &str, protocol: Protocol) -> String {
 }
 
 /// A `tollgate up` with a synthetic worker, on one core.
-struct Served {
+struct LedgerGateway {
     process: Process,
     url: String,
     headers: Vec<String>,
 }
 
-impl Served {
+impl LedgerGateway {
     fn start(built: &Path, folder: &Path, ledger: &str) -> Result<Self> {
         let (config, data) = (folder.join("bench.toml"), fresh(&folder.join(ledger))?);
         let tollgate = built.join("tollgate").display().to_string();
@@ -121,7 +124,7 @@ impl Served {
         }
         let process = Process::start("tollgate", &mut up)?;
         let ready = process.ready()?;
-        let url = ready.split_whitespace().next().context("no URL behind ready")?.to_owned();
+        let url = ready.split_whitespace().next().context("the ready line has no URL")?.to_owned();
         let headers = vec![
             format!("authorization: Bearer {}", key.trim()),
             "content-type: application/json".to_owned(),
@@ -135,7 +138,7 @@ fn entries(report: &mut Report, built: &Path, folder: &Path) -> Result<()> {
     let speed = built.join("examples/ledger_speed").display().to_string();
     let told = output(command(&speed).arg(folder).arg(BLOCKS).args(GROUPS))?;
     for line in told.lines() {
-        let told: Value = serde_json::from_str(line).context("its words")?;
+        let told: Value = serde_json::from_str(line).context("the program's output line")?;
         let figure = |key: &str| told[key].as_f64().with_context(|| format!("no {key}"));
         let text = |key: &str| told[key].as_str().with_context(|| format!("no {key}"));
         let (seconds, name) = (figure("seconds")?, text("name")?);
@@ -152,7 +155,7 @@ fn entries(report: &mut Report, built: &Path, folder: &Path) -> Result<()> {
 fn month(report: &mut Report, built: &Path, folder: &Path) -> Result<()> {
     let month = built.join("examples/month").display().to_string();
     let told = output(command(&month).arg(MONTH).arg(folder))?;
-    let told: Value = serde_json::from_str(told.trim()).context("its words")?;
+    let told: Value = serde_json::from_str(told.trim()).context("the program's output line")?;
     report.fact("month", told);
     Ok(())
 }
@@ -167,7 +170,7 @@ fn fresh(folder: &Path) -> Result<PathBuf> {
 }
 
 /// Limits that no run reaches. The device's steps take next to no time, so the
-/// request rate shows the cost of the front door, the journal and the ledger.
+/// request rate shows the cost of the HTTP layer, the journal and the ledger.
 const CONFIG: &str = r#"
 [plans.open]
 requests_per_minute = 10_000_000

@@ -1,4 +1,4 @@
-//! What a benchmark ran on, in public facts, and how busy it was.
+//! The machine of a benchmark, in public facts, and its load.
 
 use std::fs;
 
@@ -7,12 +7,12 @@ use serde::Serialize;
 
 use crate::run::{command, output};
 
-/// The machine.
+/// The facts about the machine.
 #[derive(Serialize)]
 pub(super) struct Machine {
     processor: String,
     cores: usize,
-    /// Of the processor's, those that the benchmarks' programs may use.
+    /// The instruction sets of the processor that decide which kernels run.
     instructions: Vec<&'static str>,
     memory_gib: u64,
     system: String,
@@ -20,12 +20,13 @@ pub(super) struct Machine {
     compiler: String,
 }
 
-/// Instructions that decide which kernels run.
-const TELLING: [&str; 6] =
+/// The instruction sets that decide which kernels run.
+const KERNEL_INSTRUCTIONS: [&str; 6] =
     ["avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"];
 
 impl Machine {
-    pub(super) fn look() -> Result<Self> {
+    /// Reads the facts from the files of the system.
+    pub(super) fn read() -> Result<Self> {
         let processors = fs::read_to_string("/proc/cpuinfo")?;
         let flags = field(&processors, "flags").unwrap_or_default();
         let has = |name: &&str| flags.split_whitespace().any(|flag| flag == *name);
@@ -37,7 +38,7 @@ impl Machine {
         Ok(Self {
             processor: field(&processors, "model name").unwrap_or("unknown").to_owned(),
             cores: std::thread::available_parallelism()?.get(),
-            instructions: TELLING.into_iter().filter(has).collect(),
+            instructions: KERNEL_INSTRUCTIONS.into_iter().filter(has).collect(),
             memory_gib: (kib + (1 << 19)) >> 20,
             system: system.unwrap_or("unknown").trim_matches('"').to_owned(),
             kernel: output(command("uname").arg("-r"))?.trim().to_owned(),
@@ -45,7 +46,7 @@ impl Machine {
         })
     }
 
-    /// The machine in one line.
+    /// Formats the machine in one line.
     pub(super) fn line(&self) -> String {
         let Self { processor, cores, instructions, memory_gib, system, .. } = self;
         let instructions = instructions.join(" ");
@@ -53,13 +54,13 @@ impl Machine {
     }
 }
 
-/// Programs that ran or wanted to, on average over the last minute.
+/// Returns the number of running or runnable programs, on average over the last minute.
 pub(super) fn load() -> f64 {
     let text = fs::read_to_string("/proc/loadavg").unwrap_or_default();
     text.split_whitespace().next().and_then(|first| first.parse().ok()).unwrap_or_default()
 }
 
-/// The first value of `name` in lines of `name : value`.
+/// Finds the first value of `name` in lines of `name : value`.
 fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     text.lines().find_map(|line| {
         let (key, value) = line.split_once(':')?;
@@ -72,7 +73,7 @@ mod tests {
     use super::field;
 
     #[test]
-    fn reads_fields() {
+    fn field_finds_exact_names_only() {
         let text = "model\t\t: 143\nmodel name\t: A processor\nMemTotal:  24 kB\n";
         assert_eq!(field(text, "model name"), Some("A processor"));
         assert_eq!(field(text, "MemTotal"), Some("24 kB"));

@@ -1,6 +1,6 @@
-//! The CPU engine beside llama.cpp on the same weights, bf16: prefill, decode
-//! alone, decode of eight, in turns within one run. Before anything is timed
-//! both must say the same greedy tokens.
+//! The CPU engine beside llama.cpp on the same bf16 weights: prefill, decode of one
+//! sequence, decode of eight, in turns within one run. Before any measurement both
+//! engines must choose the same greedy tokens.
 
 use std::path::{Path, PathBuf};
 
@@ -12,14 +12,15 @@ use super::report::{Report, median};
 use super::{Options, build, model_folder, tools};
 use crate::run::{check, command, root};
 
-/// What is measured: a name, an order that both understand, its unit.
+/// The measurements: a name, and an order that both programs understand.
 const MEASURED: [(&str, &str); 3] = [
     ("decode 1", "decode 1 128 16"),
     ("decode 8", "decode 8 128 12"),
     ("prefill 512", "prefill 512"),
 ];
 
-/// Prompts whose greedy continuations are compared, and tokens of each.
+/// The number of prompts with compared greedy continuations, and the tokens of each
+/// prompt.
 const PROMPTS: u32 = 8;
 const PROMPT_TOKENS: u32 = 24;
 const CONTINUED: usize = 8;
@@ -41,7 +42,7 @@ pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
     agree(&mut sides, report)?;
     for (name, order) in MEASURED {
         report.fact(name, order);
-        // Untimed: pages come in and threads wake up.
+        // This turn is not timed: it loads pages and wakes threads.
         sides.ours.ask(order)?;
         sides.theirs.ask(order)?;
     }
@@ -69,25 +70,27 @@ pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// One round of everything; who begins changes from round to round.
+/// Runs one round of all measurements. The program that begins changes from round to
+/// round.
 fn take_turns(sides: &mut Sides, round: usize, report: &mut Report) -> Result<()> {
     for (name, order) in MEASURED {
         for turn in 0..2 {
             let is_ours = (turn + round).is_multiple_of(2);
-            let (side, who) = if is_ours {
+            let (side, engine_name) = if is_ours {
                 (&mut sides.ours, "tollgate")
             } else {
                 (&mut sides.theirs, "llama.cpp")
             };
-            let told = side.ask(order)?;
-            let tokens = told["tokens"].as_f64().context("no tokens")?;
-            let seconds = told["seconds"].as_f64().context("no seconds")?;
-            report.add(&format!("{name}, {who}"), "tokens/s", tokens / seconds);
+            let reply = side.ask(order)?;
+            let tokens = reply["tokens"].as_f64().context("no tokens")?;
+            let seconds = reply["seconds"].as_f64().context("no seconds")?;
+            report.add(&format!("{name}, {engine_name}"), "tokens/s", tokens / seconds);
         }
     }
     Ok(())
 }
 
+/// Starts both programs and converts the model for llama.cpp if that is not done yet.
 fn start(measure: &Path, python: &Path, model: &Path, report: &mut Report) -> Result<Sides> {
     let here = root().join("xtask/src/bench/peers");
     let converted = PathBuf::from(format!("{}.gguf", model.display()));
@@ -99,7 +102,8 @@ fn start(measure: &Path, python: &Path, model: &Path, report: &mut Report) -> Re
         "the engine",
         command(&measure.to_string_lossy()).arg(model).arg("backend"),
     )?;
-    let ours_about: Value = serde_json::from_str(&ours.ready()?).context("the engine's words")?;
+    let ours_about: Value =
+        serde_json::from_str(&ours.ready()?).context("the engine's ready line")?;
     let threads = ours_about["threads"].as_u64().context("no threads")?;
     let theirs = Process::start(
         "llama.cpp",
@@ -109,15 +113,15 @@ fn start(measure: &Path, python: &Path, model: &Path, report: &mut Report) -> Re
             .arg(threads.to_string()),
     )?;
     let theirs_about: Value =
-        serde_json::from_str(&theirs.ready()?).context("llama.cpp's words")?;
+        serde_json::from_str(&theirs.ready()?).context("llama.cpp's ready line")?;
     report.fact("tollgate", ours_about);
     report.fact("llama.cpp", theirs_about);
     Ok(Sides { ours, theirs })
 }
 
-/// The first greedy token of every prompt must be the same; how much further
-/// they agree is told. Weights are random, so that the best two logits may lie
-/// closer together than two orders of summation in bf16.
+/// Checks that the first greedy token of every prompt is the same, and reports the
+/// number of further equal tokens. Weights are random, so two best logits may be closer
+/// together than the difference between two orders of summation in bf16.
 fn agree(sides: &mut Sides, report: &mut Report) -> Result<()> {
     let mut agreed = Vec::new();
     for number in 0..PROMPTS {
@@ -129,7 +133,7 @@ fn agree(sides: &mut Sides, report: &mut Report) -> Result<()> {
         let same = ours.iter().zip(&theirs).take_while(|(a, b)| a == b).count();
         eprintln!("  prompt {number}: {same} of {CONTINUED} greedy tokens agree");
         if same == 0 {
-            bail!("prompt {number}: {ours:?} here, {theirs:?} by llama.cpp");
+            bail!("prompt {number}: tollgate chose {ours:?} and llama.cpp {theirs:?}");
         }
         agreed.push(same as f64);
     }
@@ -143,7 +147,7 @@ fn agree(sides: &mut Sides, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-fn ids(told: Value) -> Result<Vec<u64>> {
-    let ids = told["tokens"].as_array().context("no tokens")?;
+fn ids(reply: Value) -> Result<Vec<u64>> {
+    let ids = reply["tokens"].as_array().context("no tokens")?;
     ids.iter().map(|id| id.as_u64().context("an id is a number")).collect()
 }

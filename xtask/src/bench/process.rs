@@ -1,5 +1,5 @@
-//! Processes that a benchmark starts: what they say, what processor time they
-//! take, and that they end with it.
+//! Processes that a benchmark starts: their output, their processor time, and their
+//! end.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -10,10 +10,10 @@ use anyhow::{Context, Result, bail};
 
 use crate::run::{command, output};
 
-/// The longest that a started program may take to be ready, or to obey.
-const PATIENCE: Duration = Duration::from_secs(300);
+/// The longest wait for a started program to be ready or to answer an order.
+const TIMEOUT: Duration = Duration::from_secs(300);
 
-/// A program that runs until this is dropped.
+/// A program that runs until this value is dropped.
 pub(super) struct Process {
     child: Child,
     input: Option<ChildStdin>,
@@ -22,18 +22,19 @@ pub(super) struct Process {
 }
 
 impl Process {
-    /// Starts `command`; its standard input stays open, its output is read.
+    /// Starts `command` with an open standard input and reads its output in a thread.
     pub(super) fn start(name: &str, command: &mut Command) -> Result<Self> {
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .with_context(|| format!("could not start {name}"))?;
-        let stdout = BufReader::new(child.stdout.take().expect("it was piped"));
+        let stdout = BufReader::new(child.stdout.take().expect("stdout was piped above"));
         let (sender, lines) = sync_channel(4_096);
         std::thread::spawn(move || {
             for line in stdout.lines().map_while(Result::ok) {
-                // Lines that nobody reads are dropped, so that it never blocks.
+                // The channel is bounded: if it is full, lines are dropped, so that the
+                // program never blocks.
                 let _ = sender.try_send(line);
             }
         });
@@ -41,16 +42,20 @@ impl Process {
         Ok(Self { child, input, lines, name: name.to_owned() })
     }
 
-    /// The next line, at most [`PATIENCE`] from now.
+    /// Returns the next line of output, at most [`TIMEOUT`] from now.
     pub(super) fn line(&self) -> Result<String> {
-        match self.lines.recv_timeout(PATIENCE) {
+        match self.lines.recv_timeout(TIMEOUT) {
             Ok(line) => Ok(line),
-            Err(RecvTimeoutError::Timeout) => bail!("{} said nothing", self.name),
-            Err(RecvTimeoutError::Disconnected) => bail!("{} ended", self.name),
+            Err(RecvTimeoutError::Timeout) => {
+                bail!("{} printed no line within {} s", self.name, TIMEOUT.as_secs())
+            }
+            Err(RecvTimeoutError::Disconnected) => {
+                bail!("{} ended before it printed the expected line", self.name)
+            }
         }
     }
 
-    /// Waits for the line that begins with `ready` and gives the rest of it.
+    /// Waits for the line that begins with `ready` and returns the rest of the line.
     pub(super) fn ready(&self) -> Result<String> {
         loop {
             if let Some(rest) = self.line()?.strip_prefix("ready ") {
@@ -59,28 +64,28 @@ impl Process {
         }
     }
 
-    /// Ends its input and gives every line that it has said or says until it ends.
+    /// Closes the program's input and returns all lines until the program ends.
     pub(super) fn end(&mut self) -> Vec<String> {
         drop(self.input.take());
         self.lines.iter().collect()
     }
 
-    /// Sends a line and reads the line of JSON that answers it.
+    /// Sends a line and parses the answer, one line of JSON.
     pub(super) fn ask(&mut self, order: &str) -> Result<serde_json::Value> {
-        let input = self.input.as_mut().expect("it is open until the end");
+        let input = self.input.as_mut().expect("the input is open until `end`");
         writeln!(input, "{order}").with_context(|| format!("{}: {order}", self.name))?;
         let line = self.line()?;
         serde_json::from_str(&line).with_context(|| format!("{}: {order}: {line}", self.name))
     }
 
-    /// Memory that it holds, without its children.
+    /// Returns the memory of the process without its children, in MiB.
     pub(super) fn resident_mib(&self) -> Result<f64> {
         let statm = std::fs::read_to_string(format!("/proc/{}/statm", self.child.id()))?;
         let pages: f64 = statm.split_whitespace().nth(1).context("no second field")?.parse()?;
         Ok(pages * 4_096.0 / f64::from(1 << 20))
     }
 
-    /// Processor seconds that it and its children have taken so far.
+    /// Returns the processor seconds of the process and its children so far.
     pub(super) fn processor_seconds(&self) -> Result<f64> {
         let ticks: u64 = family(self.child.id()).into_iter().map(ticks).sum();
         Ok(ticks as f64 / ticks_per_second()?)
@@ -89,8 +94,8 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // The end of its input ends some, a signal the others; what does not
-        // heed either within five seconds is killed.
+        // Some programs end with their input, others on a signal. A program that still
+        // runs after five seconds is killed.
         drop(self.input.take());
         let _ = command("kill").args(["-TERM", &self.child.id().to_string()]).status();
         for _ in 0..50 {
@@ -104,7 +109,7 @@ impl Drop for Process {
     }
 }
 
-/// A process and all that descend from it.
+/// Returns a process and all its descendants.
 fn family(root: u32) -> Vec<u32> {
     let mut found = vec![root];
     let mut at = 0;
@@ -124,13 +129,14 @@ fn family(root: u32) -> Vec<u32> {
     found
 }
 
-/// Clock ticks in user and kernel mode; none once it has ended.
+/// Returns the clock ticks in user and kernel mode, or 0 for a process that has ended.
 fn ticks(process: u32) -> u64 {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
     used(&stat).unwrap_or(0)
 }
 
-/// Fields 14 and 15; the second one, a name in brackets, may hold anything.
+/// Sums fields 14 and 15. Field 2 is a name in brackets that may contain brackets and
+/// spaces, so the text is split behind the last bracket.
 fn used(stat: &str) -> Option<u64> {
     let (_, after) = stat.rsplit_once(')')?;
     let mut fields = after.split_whitespace().skip(11);
@@ -148,7 +154,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_processor_time() {
+    fn processor_time_is_read_past_brackets() {
         let stat = "42 (a) b) S 1 42 42 0 -1 4194560 1 2 3 4 700 55 9 9 20 0 1 0 5 6 7";
         assert_eq!(used(stat), Some(755));
         assert_eq!(used(""), None);

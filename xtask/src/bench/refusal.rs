@@ -1,7 +1,7 @@
-//! What a refusal costs: refusals a second beside what a bare hyper server
-//! answers to the very same requests, over TLS and kept connections, both on
-//! one core while the load comes from the other. The server says hello in six
-//! bytes; to a tenant's requests also as much as the refusal says.
+//! The cost of a refusal: refusals a second beside the answers of a bare hyper server
+//! to the same requests, over TLS and kept connections. Both servers share one core and
+//! the load comes from the other core. The bare server answers with six bytes; to a
+//! tenant's requests also with as many bytes as the refusal has.
 
 use std::fs;
 use std::iter;
@@ -9,28 +9,29 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
-use super::h2load::{Load, Protocol, SERVER_CORE, UNBOUNDED, door, pinned};
+use super::h2load::{Load, Protocol, SERVER_CORE, UNBOUNDED, listener_config, pinned};
 use super::process::Process;
 use super::report::Report;
 use super::{Options, build, tools};
 use crate::run::{command, output, root};
 
-/// What a refusal may cost: at least so much of the peer's rate is promised.
+/// The smallest promised ratio of refusals a second to the peer's answers a second.
 const PROMISED: f64 = 0.6;
 
 pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
     tools::h2load()?;
     let built = build(options, &["-p", "tollgate"])?;
     build(options, &["-p", "tollgate-edge", "--example", "hello_tls"])?;
-    let bench = Bench::prepare(built)?;
+    let bench = RefusalBench::prepare(built)?;
     let keys = bench.keys()?;
     report.fact("seconds_a_turn", options.seconds);
     report.fact("at_once", "h1: 32 connections; h2: 4 connections of 8 streams");
     report.fact("promised", PROMISED);
     for round in 0..options.rounds {
         eprintln!("round {}", round + 1);
-        // Anew: two processes of one program differ by some hundredths for life.
-        let servers = Servers::start(&bench)?;
+        // Each round starts new servers: two processes of one program differ by some
+        // hundredths for as long as they run.
+        let servers = RefusalServers::start(&bench)?;
         let requests = bench.requests(&servers, &keys)?;
         for protocol in Protocol::ALL {
             for request in &requests {
@@ -48,50 +49,50 @@ pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// An answer of the peer's, which a refusal is compared with.
+/// An answer of the peer, with which a refusal is compared.
 struct Answer {
-    /// In the names of series, and of ratios.
-    who: &'static str,
+    /// The words for this answer in the names of series and of ratios.
+    label: &'static str,
     beside: &'static str,
-    /// `None`: where the refused request went.
+    /// The path of the request, or `None` for the path of the refused request.
     path: Option<&'static str>,
     status: u16,
 }
 
-const HELLO: Answer = Answer { who: "answered", beside: "", path: None, status: 200 };
+const HELLO: Answer = Answer { label: "answered", beside: "", path: None, status: 200 };
 const AT_LENGTH: Answer = Answer {
-    who: "answered at length",
+    label: "answered at length",
     beside: ", over as long an answer",
     path: Some("/refusal"),
     status: 429,
 };
 
-/// Where things are.
-struct Bench {
+/// The folders and programs of a run.
+struct RefusalBench {
     built: PathBuf,
     folder: PathBuf,
 }
 
-/// Everything that answers, on one core.
-struct Servers {
-    /// Whose limits are those of callers.
+/// The servers under comparison, all on one core.
+struct RefusalServers {
+    /// The gateway with the limits of callers.
     tollgate: Process,
     tollgate_url: String,
-    /// Whose source ring lets nobody through.
-    ringed: Process,
-    ringed_url: String,
+    /// The gateway with a source limit that refuses almost all requests.
+    source_limited: Process,
+    source_limited_url: String,
     hello: Process,
     hello_url: String,
 }
 
-/// A request that is refused, and that the peer answers.
+/// A request that the gateway refuses and the peer answers.
 struct Request<'a> {
     name: &'static str,
     path: &'static str,
     headers: Vec<String>,
     body: Option<PathBuf>,
     status: u16,
-    /// Answers of another kind that a turn may have.
+    /// The number of answers with another status that a turn may have.
     exceptions: u64,
     answers: &'static [Answer],
     server: &'a Process,
@@ -101,14 +102,14 @@ struct Request<'a> {
 }
 
 impl Request<'_> {
-    /// Refused, then answered by the peer.
+    /// Measures the refusals of the gateway, then the answers of the peer.
     fn turn(&self, protocol: Protocol, seconds: u32, report: &mut Report) -> Result<()> {
         let answers = self.answers.iter().map(|answer| {
             let path = answer.path.unwrap_or(self.path);
-            (answer.who, self.hello, self.hello_url, path, answer.status, 0)
+            (answer.label, self.hello, self.hello_url, path, answer.status, 0)
         });
         let refused = ("refused", self.server, self.url, self.path, self.status, self.exceptions);
-        for (who, server, url, path, status, exceptions) in iter::once(refused).chain(answers) {
+        for (label, server, url, path, status, exceptions) in iter::once(refused).chain(answers) {
             let load = Load {
                 url: format!("{url}{path}"),
                 protocol,
@@ -119,7 +120,7 @@ impl Request<'_> {
                 seconds,
             };
             let (answered, microseconds) = load.run(&[server])?;
-            let name = self.series(who, protocol);
+            let name = self.series(label, protocol);
             report.add(&name, "requests/s", answered.per_second);
             report.add(&format!("{name}: server"), "us of processor a request", microseconds);
         }
@@ -127,11 +128,11 @@ impl Request<'_> {
     }
 
     fn ratios(&self, protocol: Protocol, report: &mut Report) -> Result<()> {
-        for Answer { who, beside, .. } in self.answers {
-            let (of, to) = (self.series("refused", protocol), self.series(who, protocol));
+        for Answer { label, beside, .. } in self.answers {
+            let (of, to) = (self.series("refused", protocol), self.series(label, protocol));
             let name = format!("{}, {}{beside}", self.name, protocol.name());
             report.ratio(&format!("{name}: requests/s"), &of, &to)?;
-            // What a neighbour on the machine disturbs less.
+            // Other work on the machine disturbs processor time less than the rate.
             report.ratio(
                 &format!("{name}: requests a processor second"),
                 &format!("{to}: server"),
@@ -141,39 +142,40 @@ impl Request<'_> {
         Ok(())
     }
 
-    fn series(&self, who: &str, protocol: Protocol) -> String {
-        format!("{} {who}, {}", self.name, protocol.name())
+    fn series(&self, label: &str, protocol: Protocol) -> String {
+        format!("{} {label}, {}", self.name, protocol.name())
     }
 }
 
-impl Bench {
-    /// A fresh folder with both configs under `target/bench`.
+impl RefusalBench {
+    /// Makes an empty folder with both configs under `target/bench`.
     fn prepare(built: PathBuf) -> Result<Self> {
         let folder = root().join("target/bench/refusal");
         if folder.exists() {
             fs::remove_dir_all(&folder)?;
         }
         fs::create_dir_all(&folder)?;
-        fs::write(folder.join("open.toml"), door(UNBOUNDED, UNBOUNDED) + LIMITS)?;
-        fs::write(folder.join("ringed.toml"), door(1, 1) + LIMITS)?;
+        fs::write(folder.join("open.toml"), listener_config(UNBOUNDED, UNBOUNDED) + LIMITS)?;
+        fs::write(folder.join("source_limited.toml"), listener_config(1, 1) + LIMITS)?;
         Ok(Self { built, folder })
     }
 
-    /// A key made by another installation, and one of the tenant.
+    /// Creates a key of another installation and a key of the tenant.
     fn keys(&self) -> Result<[String; 2]> {
         Ok([self.key("elsewhere")?, self.key("open")?])
     }
 
     fn requests<'a>(
         &self,
-        servers: &'a Servers,
+        servers: &'a RefusalServers,
         [elsewhere, limited]: &[String; 2],
     ) -> Result<Vec<Request<'a>>> {
         let body = self.folder.join("chat.json");
         fs::write(&body, CHAT)?;
         let bearer = |key: &str| vec![format!("authorization: Bearer {key}")];
-        // Well formed, its checksum right, made by another installation.
-        let strange = bearer(elsewhere);
+        // The key is well formed with a valid checksum, but another installation made
+        // it.
+        let unknown = bearer(elsewhere);
         let mut limited = bearer(limited);
         limited.push("content-type: application/json".to_owned());
         let (hello, hello_url) = (&servers.hello, servers.hello_url.as_str());
@@ -182,7 +184,7 @@ impl Bench {
             Request {
                 name: "an unknown key",
                 path: "/v1/models",
-                headers: strange.clone(),
+                headers: unknown.clone(),
                 body: None,
                 status: 401,
                 exceptions: 0,
@@ -195,14 +197,14 @@ impl Bench {
             Request {
                 name: "a source over its rate",
                 path: "/v1/models",
-                headers: strange,
+                headers: unknown,
                 body: None,
                 status: 429,
-                // One a second passes.
+                // One request a second is admitted.
                 exceptions: 64,
                 answers: &[HELLO],
-                server: &servers.ringed,
-                url: &servers.ringed_url,
+                server: &servers.source_limited,
+                url: &servers.source_limited_url,
                 hello,
                 hello_url,
             },
@@ -212,7 +214,7 @@ impl Bench {
                 headers: limited,
                 body: Some(body),
                 status: 429,
-                // One a minute passes.
+                // One request a minute is admitted.
                 exceptions: 2,
                 answers: &[HELLO, AT_LENGTH],
                 server,
@@ -223,7 +225,7 @@ impl Bench {
         ])
     }
 
-    /// A new key of the tenant in one of the data folders.
+    /// Creates a key of the tenant in one of the data folders.
     fn key(&self, data: &str) -> Result<String> {
         let data = self.folder.join(data);
         fs::create_dir_all(&data)?;
@@ -239,7 +241,7 @@ impl Bench {
         up.arg("up").arg("--config").arg(self.folder.join(format!("{name}.toml")));
         let process = Process::start("tollgate", up.arg("--data").arg(self.folder.join(name)))?;
         let ready = process.ready()?;
-        let url = ready.split_whitespace().next().context("no URL behind ready")?.to_owned();
+        let url = ready.split_whitespace().next().context("the ready line has no URL")?.to_owned();
         Ok((process, url))
     }
 
@@ -250,7 +252,7 @@ impl Bench {
         let process = Process::start("hello_tls", &mut start)?;
         let addresses = process.ready()?;
         let Some(("tls", rest)) = addresses.split_once(' ') else {
-            bail!("hello_tls is ready {addresses}");
+            bail!("hello_tls printed an unexpected ready line: {addresses}");
         };
         let address = rest.split_whitespace().next().context("no address")?;
         let url = format!("https://{address}");
@@ -258,17 +260,17 @@ impl Bench {
     }
 }
 
-impl Servers {
-    fn start(bench: &Bench) -> Result<Self> {
+impl RefusalServers {
+    fn start(bench: &RefusalBench) -> Result<Self> {
         let (tollgate, tollgate_url) = bench.up("open")?;
-        let (ringed, ringed_url) = bench.up("ringed")?;
+        let (source_limited, source_limited_url) = bench.up("source_limited")?;
         let (hello, hello_url) = bench.hello(&bench.folder.join("open/tls"))?;
-        Ok(Self { tollgate, tollgate_url, ringed, ringed_url, hello, hello_url })
+        Ok(Self { tollgate, tollgate_url, source_limited, source_limited_url, hello, hello_url })
     }
 }
 
-/// Behind the door: limits that no run reaches, but for the one that is
-/// measured. Penalties would change what is refused in the middle of a turn.
+/// Limits that no run reaches, except the one that is measured. Penalties are off,
+/// because they would change the refusal in the middle of a turn.
 const LIMITS: &str = r#"
 [gateway.penalties]
 refused_clients = 1_000_000

@@ -1,5 +1,5 @@
-//! What a benchmark found: every round of every figure, and ratios of figures
-//! round by round. Text for people, JSON for programs.
+//! The results of a benchmark: every round of every figure, and ratios of figures round
+//! by round. The report is text for people and JSON for programs.
 
 use std::fmt;
 use std::path::Path;
@@ -11,19 +11,20 @@ use serde_json::{Map, Value};
 use super::machine::{self, Machine};
 use crate::run::{command, output};
 
-/// The whole of one run.
+/// The results of one run.
 #[derive(Serialize)]
 pub(super) struct Report {
     benchmark: String,
-    /// UTC.
+    /// The start, UTC.
     began: String,
-    /// The commit, with `+` where the checkout differed from it.
+    /// The commit, with `+` if the checkout differed from the commit.
     revision: String,
     machine: Machine,
-    /// Averages over a minute, before and after: what else the machine did is in them.
+    /// The average load of the machine over a minute, before and after. Other work on
+    /// the machine shows here.
     load_before: f64,
     load_after: f64,
-    /// How it was run, and what is no series.
+    /// The settings of the run and the results that are no series.
     facts: Map<String, Value>,
     series: Vec<Series>,
     ratios: Vec<Ratio>,
@@ -47,8 +48,8 @@ struct Ratio {
     median: f64,
     lowest: f64,
     highest: f64,
-    /// The best round of one over the best round of the other: what other
-    /// programs took from either is least in it.
+    /// The best round of one figure over the best round of the other. Other work on the
+    /// machine disturbs this ratio least.
     best_to_best: f64,
 }
 
@@ -61,7 +62,7 @@ impl Report {
             benchmark: benchmark.to_owned(),
             began: output(command("date").args(["-u", "+%Y-%m-%dT%H:%M:%SZ"]))?.trim().to_owned(),
             revision: format!("{}{mark}", commit.trim()),
-            machine: Machine::look()?,
+            machine: Machine::read()?,
             load_before: machine::load(),
             load_after: 0.0,
             facts: Map::new(),
@@ -70,7 +71,7 @@ impl Report {
         })
     }
 
-    /// Notes something that is no figure of rounds.
+    /// Adds a result that is no figure of rounds.
     pub(super) fn fact(&mut self, name: &str, value: impl Into<Value>) {
         self.facts.insert(name.to_owned(), value.into());
     }
@@ -89,11 +90,15 @@ impl Report {
         }
     }
 
-    /// The ratio `name` of two figures that took turns.
+    /// Adds the ratio `name` of two figures that took turns and returns its median.
+    ///
+    /// # Errors
+    ///
+    /// A figure is missing, or the figures have different numbers of rounds.
     pub(super) fn ratio(&mut self, name: &str, of: &str, to: &str) -> Result<f64> {
         let (upper, lower) = (self.rounds(of)?, self.rounds(to)?);
         if upper.len() != lower.len() {
-            bail!("{of} and {to} had not as many rounds");
+            bail!("{of} and {to} have different numbers of rounds");
         }
         let each: Vec<f64> = upper.iter().zip(lower).map(|(of, to)| of / to).collect();
         let median = median(&each);
@@ -118,7 +123,7 @@ impl Report {
         Ok(())
     }
 
-    /// When, which revision, where, and how busy it was.
+    /// Formats the time, the revision, the machine and its load.
     pub(super) fn head(&self) -> String {
         let Self { benchmark, began, revision, machine, load_before, load_after, .. } = self;
         format!(
@@ -128,7 +133,7 @@ impl Report {
         )
     }
 
-    /// Writes all of it as JSON.
+    /// Writes the report as JSON.
     pub(super) fn write(&self, path: &Path) -> Result<()> {
         let mut text = serde_json::to_string_pretty(self)?;
         text.push('\n');
@@ -168,7 +173,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// More is better of what is counted a second, less of everything else.
+/// Returns the best round: the highest of a rate, the lowest of any other figure.
 fn best(values: &[f64], unit: &str) -> f64 {
     if unit.ends_with("/s") { highest(values) } else { lowest(values) }
 }
@@ -181,7 +186,7 @@ fn highest(values: &[f64]) -> f64 {
     values.iter().copied().fold(0.0, f64::max)
 }
 
-/// The middle one, or the mean of the middle two.
+/// Returns the middle value, or the mean of the two middle values.
 pub(super) fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -197,7 +202,7 @@ mod tests {
     use super::{best, median};
 
     #[test]
-    fn medians() {
+    fn median_and_best_follow_the_unit() {
         for (values, expected) in
             [(&[3.0][..], 3.0), (&[9.0, 1.0, 2.0], 2.0), (&[4.0, 1.0, 3.0, 2.0], 2.5)]
         {

@@ -1,6 +1,6 @@
-//! What benchmarks compare with: nginx as Debian builds it, llama.cpp built
-//! here for this processor. Both lie under `target/tools/bench` and nowhere
-//! else; nothing is started or installed for the machine.
+//! The peers of benchmarks: nginx as Debian builds it, and llama.cpp built for this
+//! processor. Both lie under `target/tools/bench`; the system itself gets no package
+//! and no service.
 
 use std::path::PathBuf;
 
@@ -8,10 +8,10 @@ use anyhow::{Context, Result, bail};
 
 use crate::run::{check, command, exists, root};
 
-/// Pinned: figures name the peer they are of.
+/// The pinned version, because published figures name the version of the peer.
 const LLAMA_CPP: &str = "llama-cpp-python==0.3.36";
 
-/// The program, unpacked from its package without installing it.
+/// Returns the program nginx, unpacked from its package without an installation.
 pub(super) fn nginx() -> Result<PathBuf> {
     let folder = folder()?.join("nginx");
     let program = folder.join("usr/sbin/nginx");
@@ -23,7 +23,11 @@ pub(super) fn nginx() -> Result<PathBuf> {
     Ok(program)
 }
 
-/// h2load must be there; the gate installs it.
+/// Checks that h2load is installed.
+///
+/// # Errors
+///
+/// h2load is missing.
 pub(super) fn h2load() -> Result<()> {
     if !exists("h2load") {
         bail!("h2load is missing: apt-get install nghttp2-client");
@@ -31,8 +35,8 @@ pub(super) fn h2load() -> Result<()> {
     Ok(())
 }
 
-/// A Python that has llama.cpp, built from source with every instruction that
-/// this processor has, and the writer of its file format.
+/// Returns a Python with llama.cpp, built from source with every instruction of this
+/// processor, and with the writer of its file format.
 pub(super) fn llama_cpp() -> Result<PathBuf> {
     let folder = folder()?.join("python");
     let python = folder.join("bin/python");

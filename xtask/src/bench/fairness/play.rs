@@ -1,5 +1,5 @@
-//! One play on a real clock: a gateway of its own with a synthetic worker, its
-//! tenants' keys, the load, and the ledger beside it.
+//! One play on a real clock: a gateway of its own with a synthetic worker, the tenants'
+//! keys, the load, and a reader of the ledger.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,59 +11,63 @@ use serde_json::{Value, json};
 use crate::bench::process::Process;
 use crate::run::{command, output, root};
 
-/// What a tenant sends. Times and rates are the model's.
+/// The load of a tenant. Times and rates are the cost model's.
 #[derive(Clone)]
 pub(super) struct Sender {
-    /// Tenants of one group send alike and are reported together.
+    /// The group. Tenants of one group send the same load and are reported together.
     pub(super) group: &'static str,
     pub(super) tenant: String,
     pub(super) weight: u32,
     pub(super) keys: u32,
-    /// Requests a second.
+    /// The requests a second.
     pub(super) rate: f64,
     pub(super) prompt: u32,
     pub(super) answer: u32,
     pub(super) max_tokens: u32,
-    /// Whether its answers are waited for.
+    /// True if the play waits for its answers.
     pub(super) awaited: bool,
 }
 
-/// A play.
+/// A play: senders against a gateway for some time.
 pub(super) struct Play<'a> {
-    /// Where the programs lie.
+    /// The folder of the programs.
     pub(super) built: &'a Path,
     pub(super) policy: &'static str,
     pub(super) senders: Vec<Sender>,
-    /// Seconds of the model.
-    pub(super) lasts: f64,
+    /// The duration in seconds of the cost model.
+    pub(super) duration: f64,
     pub(super) speed: f64,
     pub(super) seed: u64,
 }
 
-/// What came of it. Times are the model's, seconds.
-pub(super) struct Played {
-    /// Each tenant's device time and tokens, from when the load began.
-    pub(super) series: Vec<Moment>,
-    /// The awaited group's report.
+/// The results of a play. Times are seconds of the cost model.
+pub(super) struct PlayResult {
+    /// The device time and tokens of each tenant since the start of the load.
+    pub(super) series: Vec<LedgerSample>,
+    /// The report of the awaited group.
     pub(super) report: Value,
-    /// The p99 by which an idle thread woke late meanwhile.
+    /// The p99 of the delay with which an idle thread woke during the play.
     pub(super) jitter: f64,
-    /// What prompts came to, by group.
+    /// The tokens of the prompts, by group.
     pub(super) prompt_tokens: Value,
-    /// Where all device time went, to the nanosecond.
+    /// The accounts of all device time, to the nanosecond.
     pub(super) account: Value,
 }
 
-/// What stood in the ledger at a moment.
-pub(super) struct Moment {
+/// The sums in the ledger at a moment.
+pub(super) struct LedgerSample {
     pub(super) at: f64,
-    /// Device seconds and tokens so far.
+    /// The device seconds and tokens so far, by tenant.
     pub(super) tenants: BTreeMap<String, (f64, f64)>,
 }
 
 impl Play<'_> {
-    /// Plays it.
-    pub(super) fn run(&self) -> Result<Played> {
+    /// Runs the play in a fresh folder.
+    ///
+    /// # Errors
+    ///
+    /// A program failed or printed an unexpected line.
+    pub(super) fn run(&self) -> Result<PlayResult> {
         let folder = root().join("target/bench/fairness");
         if folder.exists() {
             fs::remove_dir_all(&folder)?;
@@ -78,48 +82,50 @@ impl Play<'_> {
         up.arg("up").arg("--config").arg(folder.join("tollgate.toml"));
         let gateway = Process::start("tollgate", up.arg("--data").arg(folder.join("data")))?;
         let url = gateway.ready()?;
-        let url = url.split_whitespace().next().context("no URL behind ready")?.to_owned();
+        let url = url.split_whitespace().next().context("the ready line has no URL")?.to_owned();
         let played = self.load(&folder, &url, &keys)?;
         drop(gateway);
+        // The check runs after the gateway has stopped, when all device time is in the
+        // ledger.
         let mut check = command(&self.built.join("examples/watch").to_string_lossy());
         let account = output(check.arg(folder.join("data/ledger.db")).arg("check"))?;
-        Ok(Played { account: serde_json::from_str(&account)?, ..played })
+        Ok(PlayResult { account: serde_json::from_str(&account)?, ..played })
     }
 
-    fn load(&self, folder: &Path, url: &str, keys: &Keys) -> Result<Played> {
+    fn load(&self, folder: &Path, url: &str, keys: &Keys) -> Result<PlayResult> {
         let plan = folder.join("load.json");
         fs::write(&plan, self.plan(folder, url, keys).to_string())?;
         let mut mixed = command(&self.built.join("examples/mixed").to_string_lossy());
         let mixed = Process::start("the load", mixed.arg(&plan))?;
         if mixed.line()? != "begin" {
-            bail!("the load did not begin");
+            bail!("the load generator did not print `begin`");
         }
         let mut watch = command(&self.built.join("examples/watch").to_string_lossy());
         let watch = watch.arg(folder.join("data/ledger.db")).arg(WATCH_MS);
         let mut watch = Process::start("the watch", watch)?;
-        let told: Value = serde_json::from_str(&mixed.line()?)?;
+        let reply: Value = serde_json::from_str(&mixed.line()?)?;
         let series = self.series(&watch.end())?;
-        let jitter = told["jitter_ms"]["p99"].as_f64().context("no jitter")?;
+        let jitter = reply["jitter_ms"]["p99"].as_f64().context("no jitter")?;
         let awaited = self.senders.iter().find(|sender| sender.awaited);
         let group = awaited.map_or("", |sender| sender.group);
-        Ok(Played {
+        Ok(PlayResult {
             series,
-            report: told["groups"][group].clone(),
+            report: reply["groups"][group].clone(),
             jitter: jitter / 1e3 * self.speed,
-            prompt_tokens: told["prompt_tokens"].clone(),
+            prompt_tokens: reply["prompt_tokens"].clone(),
             account: Value::Null,
         })
     }
 
-    /// The watch's lines, counted from its first.
-    fn series(&self, lines: &[String]) -> Result<Vec<Moment>> {
-        let mut series: Vec<Moment> = Vec::new();
+    /// Parses the lines of the ledger's reader; sums count from the first line.
+    fn series(&self, lines: &[String]) -> Result<Vec<LedgerSample>> {
+        let mut series: Vec<LedgerSample> = Vec::new();
         let mut before = BTreeMap::new();
         for line in lines {
-            let told: Value = serde_json::from_str(line)?;
+            let reply: Value = serde_json::from_str(line)?;
             let mut tenants = BTreeMap::new();
             for Sender { tenant, .. } in &self.senders {
-                let of = &told["tenants"][tenant];
+                let of = &reply["tenants"][tenant];
                 let seconds = of["ns"].as_f64().unwrap_or(0.0) / 1e9 * self.speed;
                 let tokens = of["tokens"].as_f64().unwrap_or(0.0);
                 tenants.insert(tenant.clone(), (seconds, tokens));
@@ -131,8 +137,8 @@ impl Play<'_> {
                 let (seconds, tokens) = before[tenant];
                 *so_far = (so_far.0 - seconds, so_far.1 - tokens);
             }
-            let at = told["at_s"].as_f64().context("no time")? * self.speed;
-            series.push(Moment { at, tenants });
+            let at = reply["at_s"].as_f64().context("no time")? * self.speed;
+            series.push(LedgerSample { at, tenants });
         }
         Ok(series)
     }
@@ -168,7 +174,7 @@ impl Play<'_> {
         for sender in &self.senders {
             groups.entry(sender.group).or_default().push(sender);
         }
-        let seconds = self.lasts / self.speed;
+        let seconds = self.duration / self.speed;
         let groups: Vec<Value> = groups
             .into_iter()
             .map(|(name, senders)| {
@@ -183,7 +189,7 @@ impl Play<'_> {
                     "prompt_tokens": first.prompt,
                     "answer": first.answer,
                     "max_tokens": first.max_tokens,
-                    // Of each key.
+                    // The number for each key.
                     "connections": if first.keys > 1 { 1 } else { 2 },
                     "awaited": first.awaited,
                 })
@@ -195,7 +201,7 @@ impl Play<'_> {
             "model": "tollgate-demo",
             "seconds": seconds,
             "seed": self.seed,
-            "timeout_seconds": PATIENCE / self.speed,
+            "timeout_seconds": ANSWER_TIMEOUT / self.speed,
             "groups": groups,
         })
     }
@@ -203,13 +209,14 @@ impl Play<'_> {
 
 type Keys = BTreeMap<String, Vec<PathBuf>>;
 
-/// How often the ledger is looked at.
+/// The milliseconds between two readings of the ledger.
 const WATCH_MS: &str = "250";
 
-/// How long an awaited answer may take, seconds of the model.
-pub(super) const PATIENCE: f64 = 300.0;
+/// The longest wait for an awaited answer, in seconds of the cost model.
+pub(super) const ANSWER_TIMEOUT: f64 = 300.0;
 
-/// Nothing but the device is to be the limit; a flood may wait.
+/// A config in which only the device limits the load, and a flood may wait in the
+/// queue.
 const CONFIG: &str = r#"
 [gateway.connections]
 per_source = 4096

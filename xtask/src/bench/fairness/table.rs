@@ -1,4 +1,4 @@
-//! The table of both modes: figure beside bound, in order of first mention.
+//! The table of both modes: each figure beside its bound, in order of first mention.
 
 use std::fmt;
 
@@ -8,24 +8,24 @@ use serde_json::Value;
 
 use crate::bench::report::Report;
 
-/// All rows.
+/// All rows of the table.
 #[derive(Default, Serialize)]
 #[serde(transparent)]
-pub(super) struct Table(Vec<Row>);
+pub(super) struct FairnessTable(Vec<FairnessRow>);
 
-/// One row. A mode in which it was not played is absent.
+/// One row. A mode without a play of this figure is absent.
 #[derive(Serialize)]
-struct Row {
+struct FairnessRow {
     name: String,
     unit: String,
     #[serde(rename = "virtual")]
-    in_virtual: Option<Virtual>,
-    wall: Option<Wall>,
+    in_virtual: Option<VirtualFigure>,
+    wall: Option<WallFigure>,
 }
 
-/// A figure in virtual time, and its bound as the benchmark says it.
+/// A figure in virtual time, with its bound as the benchmark printed it.
 #[derive(Serialize)]
-struct Virtual {
+struct VirtualFigure {
     figure: f64,
     bound: String,
     holds: bool,
@@ -33,16 +33,16 @@ struct Virtual {
 
 /// A figure on a real clock.
 #[derive(Serialize)]
-pub(super) struct Wall {
+pub(super) struct WallFigure {
     pub(super) figure: f64,
     bound: String,
     #[serde(skip)]
     limit: Bound,
-    /// Why it says nothing.
+    /// The reason for which the figure proves nothing, if there is one.
     pub(super) void: Option<String>,
 }
 
-/// What a figure must keep.
+/// The bound of a figure.
 #[derive(Clone, Copy)]
 pub(super) enum Bound {
     AtMost(f64),
@@ -50,7 +50,7 @@ pub(super) enum Bound {
     Above(f64),
 }
 
-impl Wall {
+impl WallFigure {
     pub(super) fn new(figure: f64, limit: Bound) -> Self {
         let bound = match limit {
             Bound::AtMost(bound) => format!("<= {bound}"),
@@ -60,12 +60,12 @@ impl Wall {
         Self { figure, bound, limit, void: None }
     }
 
-    /// A machine that wakes late, or sends late, by more than a fifth of a bound
-    /// cannot say whether the bound holds.
+    /// Marks the figure void if threads woke late, or requests were sent late, by more
+    /// than a fifth of the bound: such a machine cannot prove whether the bound holds.
     pub(super) fn check_lateness(&mut self, jitter: f64, sent_late: f64, bound: f64) {
-        for (late, who) in [(jitter, "an idle thread woke"), (sent_late, "requests were sent")] {
+        for (late, event) in [(jitter, "an idle thread woke"), (sent_late, "requests were sent")] {
             if late > bound / 5.0 {
-                self.void = Some(format!("{who} {late:.2} s late (p99)"));
+                self.void = Some(format!("{event} {late:.2} s late (p99)"));
                 return;
             }
         }
@@ -82,47 +82,47 @@ impl Wall {
 
     fn verdict(&self) -> String {
         match (&self.void, self.holds()) {
-            (Some(why), _) => format!("void: {why}"),
+            (Some(reason), _) => format!("void: {reason}"),
             (None, true) => "holds".to_owned(),
             (None, false) => "BROKEN".to_owned(),
         }
     }
 }
 
-impl Table {
-    /// Adds a row of the virtual table as its program tells it.
-    pub(super) fn add_virtual(&mut self, told: &Value) -> Result<()> {
-        let text = |name: &str| told[name].as_str().with_context(|| format!("no {name}"));
-        let figure = told["figure"].as_f64().context("no figure")?;
-        let holds = told["holds"].as_bool().context("no verdict")?;
+impl FairnessTable {
+    /// Adds a row of the virtual table from the JSON of its program.
+    pub(super) fn add_virtual(&mut self, virtual_row: &Value) -> Result<()> {
+        let text = |name: &str| virtual_row[name].as_str().with_context(|| format!("no {name}"));
+        let figure = virtual_row["figure"].as_f64().context("no figure")?;
+        let holds = virtual_row["holds"].as_bool().context("no verdict")?;
         let (name, unit, bound) = (text("name")?, text("unit")?, text("bound")?.to_owned());
-        self.row(name, unit).in_virtual = Some(Virtual { figure, bound, holds });
+        self.row(name, unit).in_virtual = Some(VirtualFigure { figure, bound, holds });
         Ok(())
     }
 
-    pub(super) fn add_wall(&mut self, name: &str, unit: &str, wall: Wall) {
+    pub(super) fn add_wall(&mut self, name: &str, unit: &str, wall: WallFigure) {
         eprintln!("  {name}: {:.3} {unit} ({}): {}", wall.figure, wall.bound, wall.verdict());
         self.row(name, unit).wall = Some(wall);
     }
 
-    fn row(&mut self, name: &str, unit: &str) -> &mut Row {
+    fn row(&mut self, name: &str, unit: &str) -> &mut FairnessRow {
         let at = self.0.iter().position(|row| row.name == name).unwrap_or_else(|| {
             let (name, unit) = (name.to_owned(), unit.to_owned());
-            self.0.push(Row { name, unit, in_virtual: None, wall: None });
+            self.0.push(FairnessRow { name, unit, in_virtual: None, wall: None });
             self.0.len() - 1
         });
         &mut self.0[at]
     }
 
-    /// Whether every figure that says something keeps its bound.
+    /// Returns true if every figure that is not void keeps its bound.
     pub(super) fn holds(&self) -> bool {
         self.0.iter().all(|row| {
             row.in_virtual.as_ref().is_none_or(|figure| figure.holds)
-                && row.wall.as_ref().is_none_or(Wall::holds)
+                && row.wall.as_ref().is_none_or(WallFigure::holds)
         })
     }
 
-    /// The table as a page beside its raw figures.
+    /// Formats the table as a page that lies beside its raw figures.
     pub(super) fn page(&self, report: &Report) -> Result<String> {
         use fmt::Write as _;
         let mut page = String::from(
@@ -133,10 +133,10 @@ impl Table {
         );
         writeln!(page, "{}```\n", report.head())?;
         page += "| figure | virtual time | bound | real clock | bound |\n|---|---|---|---|---|\n";
-        for Row { name, unit, in_virtual, wall } in &self.0 {
+        for FairnessRow { name, unit, in_virtual, wall } in &self.0 {
             write!(page, "| {name} | ")?;
             match in_virtual {
-                Some(Virtual { figure, bound, holds }) => {
+                Some(VirtualFigure { figure, bound, holds }) => {
                     let broken = if *holds { "" } else { " **broken**" };
                     write!(page, "{} {unit}{broken} | {bound} | ", shown(*figure))?;
                 }
@@ -157,17 +157,17 @@ impl Table {
     }
 }
 
-/// Enough digits to compare with a bound.
+/// Formats a figure with enough digits for a comparison with its bound.
 fn shown(figure: f64) -> String {
     if figure.abs() >= 100.0 { format!("{figure:.0}") } else { format!("{figure:.4}") }
 }
 
-impl fmt::Display for Table {
+impl fmt::Display for FairnessTable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{:<64}{:>22}{:>22}", "figure", "virtual (bound)", "wall (bound)")?;
-        for Row { name, unit, in_virtual, wall } in &self.0 {
-            let in_virtual = in_virtual.as_ref().map_or(String::new(), |told| {
-                let Virtual { figure, bound, holds } = told;
+        for FairnessRow { name, unit, in_virtual, wall } in &self.0 {
+            let in_virtual = in_virtual.as_ref().map_or(String::new(), |virtual_row| {
+                let VirtualFigure { figure, bound, holds } = virtual_row;
                 let broken = if *holds { "" } else { " BROKEN" };
                 format!("{} {unit} ({bound}){broken}", shown(*figure))
             });
@@ -191,21 +191,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn modes_meet_in_a_row_and_bounds_are_kept() {
-        let mut table = Table::default();
-        let told =
+    fn table_joins_modes_and_checks_bounds() {
+        let mut table = FairnessTable::default();
+        let virtual_row =
             json!({ "name": "x", "unit": "s", "figure": 0.4, "bound": "<= 0.6", "holds": true });
-        table.add_virtual(&told).expect("a row");
-        table.add_wall("x", "s", Wall::new(1.1, Bound::AtMost(1.2)));
+        table.add_virtual(&virtual_row).expect("a row");
+        table.add_wall("x", "s", WallFigure::new(1.1, Bound::AtMost(1.2)));
         assert_eq!(table.0.len(), 1);
         assert!(table.holds());
-        table.add_wall("y", "", Wall::new(0.9, Bound::AtLeast(0.93)));
+        table.add_wall("y", "", WallFigure::new(0.9, Bound::AtLeast(0.93)));
         assert!(!table.holds());
-        let mut void = Wall::new(9.0, Bound::AtMost(1.2));
+        let mut void = WallFigure::new(9.0, Bound::AtMost(1.2));
         void.check_lateness(0.25, 0.0, 1.2);
         table.add_wall("y", "", void);
         assert!(table.holds(), "what is void is not broken");
-        let mut quiet = Wall::new(9.0, Bound::AtMost(1.2));
+        let mut quiet = WallFigure::new(9.0, Bound::AtMost(1.2));
         quiet.check_lateness(0.23, 0.23, 1.2);
         assert!(!quiet.holds());
         quiet.check_lateness(0.0, 0.25, 1.2);
