@@ -25,6 +25,7 @@ mod audit_key;
 mod operations;
 
 mod handle;
+pub mod idempotency;
 mod ledger;
 #[cfg(feature = "test-support")]
 mod null;

@@ -16,6 +16,7 @@ pub(crate) mod database;
 pub(crate) mod entries;
 pub(crate) mod epochs;
 pub(crate) mod fault_caps;
+pub(crate) mod idempotency;
 pub(crate) mod meta;
 pub(crate) mod partly_rejected_blocks;
 pub(crate) mod plans;
@@ -105,6 +106,12 @@ impl FromSql for CallerId {
 impl From<rusqlite::Error> for LedgerError {
     fn from(error: rusqlite::Error) -> Self {
         Self::Storage(storage_error(error))
+    }
+}
+
+impl From<rusqlite::Error> for StorageError {
+    fn from(error: rusqlite::Error) -> Self {
+        storage_error(error)
     }
 }
 

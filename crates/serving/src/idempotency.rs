@@ -9,7 +9,6 @@
 //! Answers are bounded by bytes, keys by tenant and age, waiting repeats by key.
 
 mod memory;
-mod store;
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,13 +22,10 @@ use tollgate_domain::{Caller, RequestId, Usage, UtcTime};
 use tollgate_ledger::{LedgerReader, RequestState};
 
 use self::memory::{KeyTable, Outcome};
-pub use self::store::IdempotencyStoreError;
-use self::store::{IdempotencyRecord, IdempotencyStore};
 use crate::Clock;
 use crate::error::{Fault, IdempotencyRefusal, RequestError};
-
-/// A digest of tenant, credential and key. It names one use of one key.
-type KeyDigest = [u8; 32];
+pub use tollgate_ledger::idempotency::IdempotencyStoreError;
+use tollgate_ledger::idempotency::{IdempotencyRecord, IdempotencyStore, KeyDigest};
 
 /// The text of an idempotency key.
 #[derive(Clone, Debug, PartialEq, Eq)]
