@@ -1,8 +1,7 @@
-//! Attacks end to end, with the real engine and the model that comes along:
-//! honest tenants and attackers together, on one gateway. What must hold here
-//! holds on a busy machine of any make: who is answered, who waits for whom,
-//! what is closed, what is given back. Latencies against a baseline belong to
-//! the scenarios that `cargo xtask test --long` plays in full.
+//! Attacks end to end, with the real engine and the shipped model: honest tenants and
+//! attackers share one gateway. The bounds here hold on any busy machine: answered
+//! requests, order of service, closed connections, returned resources. The scenarios of
+//! `cargo xtask test --long` compare latencies with a baseline.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,11 +16,12 @@ use tollgate_loadtest::verdict::{DrillReport, Verdict};
 
 use crate::support::{self, Tollgate};
 
-/// One attack at a time: two at once would measure each other.
+/// A lock that lets one attack run at a time, because two attacks would disturb each
+/// other's figures.
 static ONE_AT_A_TIME: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
 
-/// What every short drill begins with: two honest tenants, eight requests a
-/// second between them.
+/// The start of every short drill: two honest tenants with eight requests a second
+/// together.
 const HONEST: &str = r#"
 about = "A short drill."
 [phases]
@@ -39,7 +39,7 @@ rate = 4.0
 max_tokens = 16
 "#;
 
-/// Deadlines that a short drill can wait for.
+/// The part of a scenario with deadlines that are short enough for a drill.
 const GATEWAY: &str = r#"
 [gateway]
 config = """
@@ -64,18 +64,18 @@ plan = "trial"
 """
 "#;
 
-/// Every honest request is answered, whoever else is there.
+/// The bound that every honest request is answered.
 const SERVED: &str = "[hold]\nsuccess = 1.0\nmemory_growth = \"64MiB\"\n";
 
-/// Plays a scenario on a gateway of its own; everything in it must hold.
+/// Plays a scenario on a gateway of its own and asserts that no bound broke.
 async fn drill(attackers: &str, hold: &str) -> DrillReport {
     let report = played(&format!("{HONEST}{attackers}{hold}{GATEWAY}")).await;
     assert_unbroken(&report);
     report
 }
 
-/// Nothing broke. On a machine so busy that the load itself came late a figure
-/// may be unclear, which is nobody's fault.
+/// Asserts that no bound broke. A figure may be unclear on a busy machine, because the
+/// load itself came late.
 fn assert_unbroken(report: &DrillReport) {
     assert_ne!(report.verdict, Verdict::Broken, "{report}");
 }
@@ -102,7 +102,7 @@ async fn played(text: &str) -> DrillReport {
     report
 }
 
-/// T01: twenty times a share, by a tenant with the same plan.
+/// Checks T01: a tenant with the same plan sends twenty times its share.
 #[tokio::test]
 async fn flood_waits_behind_honest_tenants() {
     let attackers = r#"
@@ -118,7 +118,7 @@ prompts = ["Count from 1 to 400."]
     drill(attackers, SERVED).await;
 }
 
-/// T30: prompts that fill the model's context.
+/// Checks T30: prompts fill the model's context.
 #[tokio::test]
 async fn costly_prompts_wait_behind_the_honest() {
     let attackers = r#"
@@ -134,7 +134,7 @@ max_tokens = 1
     drill(attackers, SERVED).await;
 }
 
-/// T31: requests that reserve the longest answer and need a short one.
+/// Checks T31: requests reserve the longest answer and need a short one.
 #[tokio::test]
 async fn hogs_take_no_more_than_they_use() {
     let attackers = r#"
@@ -149,7 +149,7 @@ max_tokens = 960
     drill(attackers, SERVED).await;
 }
 
-/// T32: answers as long as the model makes them.
+/// Checks T32: answers are as long as the model allows.
 #[tokio::test]
 async fn endless_outputs_wait_behind_the_honest() {
     let attackers = r#"
@@ -164,10 +164,10 @@ max_tokens = 900
     drill(attackers, SERVED).await;
 }
 
-/// T02, T24: trial tenants of one pool, and one tenant with many keys, from
-/// many addresses.
+/// Checks T02 and T24: trial tenants of one pool, and one tenant with many keys, send
+/// from many addresses.
 #[tokio::test]
-async fn many_keys_and_many_tenants_are_one() {
+async fn sybils_get_one_share() {
     let attackers = r#"
 [[attackers]]
 kind = "sybils"
@@ -192,9 +192,9 @@ prompts = ["Count from 1 to 400."]
     drill(attackers, SERVED).await;
 }
 
-/// T42: whoever leaves early harms nobody.
+/// Checks T42: clients that disconnect early harm no other tenant.
 #[tokio::test]
-async fn early_leavers_harm_nobody() {
+async fn early_disconnects_harm_no_other_tenant() {
     let attackers = r#"
 [[attackers]]
 kind = "early_leavers"
@@ -209,8 +209,8 @@ prompts = ["Count from 1 to 400."]
     assert!(report.attackers[0].outcomes["left early"] > 10, "{report}");
 }
 
-/// T03, T04, T05 beside honest tenants: what is slow or resets is ended, each
-/// within its deadline, and its descriptors come back.
+/// Checks T03, T04 and T05 beside honest tenants: slow and resetting connections are
+/// closed within their deadlines and return their descriptors.
 #[tokio::test]
 async fn slow_and_resetting_connections_are_ended() {
     let attackers = r#"
@@ -252,10 +252,10 @@ closed_within = "3s"
     drill(attackers, &hold).await;
 }
 
-/// C17: ten times what the gateway can do, then none: it goes on working at
-/// what it can do, and all who are honest are answered, then and after.
+/// Checks C17: under ten times its capacity the gateway still works at its capacity,
+/// and honest requests are answered during and after the load.
 #[tokio::test]
-async fn overload_costs_little_and_passes() {
+async fn overload_keeps_honest_tenants_served() {
     let attackers = r#"
 [[attackers]]
 kind = "flood"
@@ -271,7 +271,7 @@ prompts = ["Count from 1 to 400."]
     assert!(outcomes.get("answered").is_some_and(|count| *count > 0), "{report}");
 }
 
-/// C18: who sends everything five times again gets no more for it.
+/// Checks C18: a tenant that sends every request five times again gets no more answers.
 #[tokio::test]
 async fn retry_storm_gains_nothing() {
     let attackers = r#"
@@ -286,13 +286,14 @@ max_tokens = 4
     let hold = format!("{SERVED}accepted = 1.1\n");
     let report = drill(attackers, &hold).await;
     let outcomes = &report.attackers[0].outcomes;
-    // 300 a minute with a burst of 5, over the seven seconds that it plays.
+    // The plan allows 300 a minute with a burst of 5; the attack lasts seven seconds.
     let allowed = 5 + 5 * 7 + 1;
     assert!(outcomes["answered"] <= allowed, "{report}");
     assert!(outcomes["429 rate_limit_exceeded"] > 2 * outcomes["answered"], "{report}");
 }
 
-/// C21: all of it at once for a minute; memory and descriptors come back.
+/// Checks C21: all attacks run at once for a minute; memory and descriptors return to
+/// their level.
 #[tokio::test]
 async fn gateway_after_a_minute_of_attacks_is_unchanged() {
     soak("50s").await;
@@ -349,8 +350,8 @@ closed_within = "4s"
     assert_unbroken(&report);
 }
 
-/// The command: what held is exit code 0 and a page, what broke is 1, and what
-/// cannot be played is 2.
+/// Checks the exit codes of the command: 0 and a page if every bound held, 1 if a bound
+/// broke, 2 if the scenario cannot be played.
 #[tokio::test]
 async fn loadtest_command_reports_its_verdict() {
     let _alone = ONE_AT_A_TIME.lock().await;
@@ -385,7 +386,7 @@ max_tokens = 4
     let json = std::fs::read_to_string(page.with_extension("json")).expect("JSON beside it");
     let json: Value = serde_json::from_str(&json).expect("JSON");
     assert_eq!(json["verdict"], "holds", "{json:#}");
-    // Nothing answers more than a thousand times what it can.
+    // No gateway answers a thousand times its capacity.
     let broken = run("[hold]\ngoodput = 1000.0\n");
     assert_eq!(broken.status.code(), Some(1), "{}", String::from_utf8_lossy(&broken.stdout));
     let unplayable = run("[hold]\nsucces = 1.0\n");
@@ -407,9 +408,9 @@ queued = 2000
 plan = "open"
 "#;
 
-/// The worker's queue full, the place where prompts are counted full, a caller
-/// that does not read: each is one clear refusal or one closed connection,
-/// everybody else is answered, and nothing is left behind.
+/// Checks that a full worker queue, a full queue of prompts to tokenize and a slow
+/// reader each cause a clear refusal or a closed connection, that other requests are
+/// answered, and that no state remains.
 #[tokio::test]
 async fn full_queues_refuse_clearly_and_keep_nothing() {
     let _alone = ONE_AT_A_TIME.lock().await;
@@ -417,15 +418,15 @@ async fn full_queues_refuse_clearly_and_keep_nothing() {
     let key = gateway.key("acme", &[]);
     let target = gateway.target(&key);
     let before = held_by(gateway.pid()).expect("it runs").1;
-    // Long prompts that all come at once: more than may wait to be counted.
+    // More long prompts at once than may wait for tokenization.
     let long = "word ".repeat(450);
     let answers = at_once(&target, 5, 80, &ask(&long, 1)).await;
-    told_clearly(&answers, 400);
-    // Long answers: more than the worker queues.
+    assert_clear_refusals(&answers, 400);
+    // More long answers than the worker queues.
     let answers = at_once(&target, 1, 60, &ask("Count from 1 to 400.", 400)).await;
-    let refused = told_clearly(&answers, 60);
+    let refused = assert_clear_refusals(&answers, 60);
     assert!(refused > 0, "a queue of four took sixty");
-    // One at a time is answered as ever.
+    // A single request is answered as before.
     let answers = at_once(&target, 1, 1, &ask("Say hello.", 8)).await;
     assert_eq!(answers[0].0, 200, "{answers:?}");
     let started = Instant::now();
@@ -462,8 +463,8 @@ fn admin_key(gateway: &Tollgate) -> String {
     std::fs::read_to_string(gateway.data().join("admin.key")).expect("made at the start")
 }
 
-/// Sends `count` requests at once on each of `connections`; each answer's
-/// status and body.
+/// Sends `count` requests at once on each of `connections` and returns the status and
+/// body of each answer.
 async fn at_once(
     target: &Target,
     connections: usize,
@@ -484,9 +485,9 @@ async fn at_once(
     sent.join_all().await
 }
 
-/// Every one is an answer, or a 503 that says when to come back; how many of
-/// the latter.
-fn told_clearly(answers: &[(u16, Value)], asked: usize) -> usize {
+/// Asserts that every reply is an answer or a 503 with a time to retry, and returns the
+/// number of 503 replies.
+fn assert_clear_refusals(answers: &[(u16, Value)], asked: usize) -> usize {
     assert_eq!(answers.len(), asked);
     let refused = answers.iter().filter(|(status, _)| *status != 200);
     for (status, body) in refused.clone() {
@@ -498,25 +499,25 @@ fn told_clearly(answers: &[(u16, Value)], asked: usize) -> usize {
     refused.count()
 }
 
-/// What `cargo xtask test --long` runs.
+/// Tests that only `cargo xtask test --long` runs.
 mod long {
     use std::process::Command;
 
     use crate::support::{self, Tollgate};
 
-    /// C21, for longer.
+    /// Checks C21 for ten minutes.
     #[tokio::test]
     #[ignore = "long: ten minutes of attacks"]
     async fn ten_minutes_of_attacks_leave_nothing_behind() {
         super::soak("600s").await;
     }
 
-    /// What is wrong with a certificate of our own making, and nothing else:
-    /// nobody signed it whom the world trusts, and it names nobody to ask
-    /// whether it was revoked.
-    const OF_OUR_OWN: [&str; 3] = ["cert_chain_of_trust", "cert_revocation", "cert_caIssuers"];
+    /// The findings that every self-made certificate causes: no public authority signed
+    /// it, and it names no service for revocation.
+    const SELF_SIGNED_FINDINGS: [&str; 3] =
+        ["cert_chain_of_trust", "cert_revocation", "cert_caIssuers"];
 
-    /// T09: the whole of testssl.sh.
+    /// Checks T09 with all tests of testssl.sh.
     #[test]
     #[ignore = "long: testssl.sh takes minutes"]
     fn testssl_finds_nothing() {
@@ -538,7 +539,7 @@ mod long {
             let id = finding["id"].as_str().unwrap_or_default();
             let is_rating = id.starts_with("overall_grade") || id.starts_with("grade_cap");
             !["OK", "INFO", "LOW", "DEBUG", "WARN"].contains(&severity)
-                && !OF_OUR_OWN.iter().any(|own| id.starts_with(own))
+                && !SELF_SIGNED_FINDINGS.iter().any(|own| id.starts_with(own))
                 && !is_rating
         };
         let grave: Vec<_> = findings.iter().filter(is_grave).collect();

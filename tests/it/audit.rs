@@ -1,5 +1,5 @@
-//! The audit log over real processes: who did what is in it, exactly once,
-//! whatever is killed; a changed copy is refused with its record named (T53).
+//! The audit log over real processes. Each action is in the log exactly once, even
+//! after kills, and a changed copy is rejected with the number of its record (T53).
 
 use std::fs;
 use std::path::Path;
@@ -21,7 +21,7 @@ fn count(max_tokens: u32) -> Value {
     })
 }
 
-/// The records of an export.
+/// Reads the records of an export.
 fn records(folder: &Path) -> Vec<Value> {
     let lines = fs::read_to_string(folder.join("records.jsonl")).expect("an export");
     let read = |line: &str| serde_json::from_str::<Value>(line).expect("JSON")["record"].clone();
@@ -32,7 +32,7 @@ fn export(gateway: &Tollgate, folder: &Path) -> String {
     gateway.command(&["audit", "export", "--out", &folder.display().to_string()])
 }
 
-/// The public part of a key.
+/// Returns the public part of a key.
 fn id_of(key: &str) -> &str {
     key["tg-".len()..].split('.').next().expect("an id before the dot")
 }
@@ -60,7 +60,7 @@ async fn audit_log_records_actors_and_shows_tampering() {
     let public = public.trim();
     assert_eq!(gateway.stop(), Some(0));
 
-    // Everything is in it, once, and signed at the end.
+    // Every action is in the log once, and the end of the log is signed.
     let out = gateway.data().join("export");
     let said = export(&gateway, &out);
     assert!(!said.contains("not signed"), "{said}");
@@ -99,7 +99,7 @@ async fn audit_log_records_actors_and_shows_tampering() {
         assert!(done["resource.consumption"]["attributed_ns"].as_u64() > Some(0), "{done}");
     }
 
-    // One request is proved, to whoever has the public key.
+    // The public key is enough to check the proof of one request.
     let proof = gateway.command(&["audit", "prove", &requests[1]]);
     let file = gateway.data().join("proof.json");
     fs::write(&file, &proof).expect("writes");
@@ -111,7 +111,7 @@ async fn audit_log_records_actors_and_shows_tampering() {
     let refused = failing(&["audit", "verify", "--proof", &file, "--key", public]);
     assert!(refused.contains("is not in the log"), "{refused}");
 
-    // A cheaper bill in a copy is found, and named.
+    // A cheaper bill in a copy is rejected, and the message names the record.
     let cheaper = operations(&all, "inference")[2];
     let seq = cheaper["seq"].as_u64().expect("a number");
     let line = text.lines().nth(seq as usize).expect("its line");
@@ -121,7 +121,7 @@ async fn audit_log_records_actors_and_shows_tampering() {
     fs::write(out.join("records.jsonl"), changed).expect("writes");
     let refused = failing(&["audit", "verify", &shown, "--key", public]);
     assert!(refused.contains(&format!("record {seq}: ")), "{refused}");
-    // And one that is cut, by who kept a checkpoint.
+    // An earlier checkpoint shows that a copy was cut.
     let kept = gateway.data().join("kept");
     fs::write(&kept, gateway.command(&["audit", "checkpoint"])).expect("writes");
     let cut: String = text.lines().take(seq as usize).map(|line| format!("{line}\n")).collect();
@@ -131,7 +131,7 @@ async fn audit_log_records_actors_and_shows_tampering() {
     assert!(refused.contains(&format!("record {seq}: it is missing")), "{refused}");
 }
 
-/// What the admin listener answers to who has its key.
+/// Gets a path of the admin listener with the admin key.
 async fn watched(gateway: &Tollgate, path: &str) -> String {
     let key = fs::read_to_string(gateway.data().join("admin.key")).expect("an admin key");
     let target = Target::new(&gateway.admin, &gateway.ca(), key.trim()).expect("a target");
@@ -142,8 +142,8 @@ async fn watched(gateway: &Tollgate, path: &str) -> String {
     String::from_utf8(body.to_vec()).expect("UTF-8")
 }
 
-/// C01 for the log: what a kill leaves behind is a whole chain, which goes on
-/// from where it was, and still holds what was signed before.
+/// Checks C01 for the log: after a kill the chain is whole, goes on from its last
+/// record, and still holds the signed records.
 #[tokio::test]
 async fn audit_log_after_a_kill_is_whole() {
     let mut gateway = Tollgate::with_config(support::OPEN);
@@ -161,7 +161,7 @@ async fn audit_log_after_a_kill_is_whole() {
             let connection = target.connect(Protocol::Either).await.expect("connects");
             loop {
                 let body = count(6).to_string().into();
-                // The kill ends one of them, and the loop.
+                // The kill breaks one of these requests and so ends the loop.
                 let Ok(response) = connection.post("/v1/chat/completions", body).await else {
                     return;
                 };
@@ -170,7 +170,7 @@ async fn audit_log_after_a_kill_is_whole() {
                 }
             }
         });
-        // While it serves, keys are made and exports taken.
+        // Keys are made and exports are taken while the gateway serves.
         let another = gateway.key("acme", &[]);
         gateway.command(&["keys", "revoke", id_of(&another)]);
         let started = Instant::now();
@@ -182,8 +182,8 @@ async fn audit_log_after_a_kill_is_whole() {
         export(&gateway, &beside);
         command(&["audit", "verify", &beside.display().to_string(), "--key", &public]);
         let checkpoint = folder.path().join(format!("kept-{round}"));
-        // What a watcher elsewhere is told is what the command says, but for
-        // what was signed between the two.
+        // The listener's checkpoint comes first, so it has at most as many records as
+        // the command's.
         let note = watched(&gateway, "/audit/checkpoint").await;
         let size = |note: &str| note.lines().nth(1).and_then(|size| size.parse::<u64>().ok());
         let said = gateway.command(&["audit", "checkpoint"]);

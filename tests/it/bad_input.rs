@@ -1,5 +1,5 @@
-//! What bad input gets: one clear sentence that names what was wrong and
-//! where, and nothing lost.
+//! Bad input: each mistake gives one clear sentence that names the mistake and its
+//! place, and no data is lost.
 
 use std::fs;
 use std::path::Path;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::support::{self, Tollgate, failing, post};
 
-/// `tollgate up` with this config must fail, naming all of `expected`.
+/// Asserts that `tollgate up` fails with this config and names all of `expected`.
 fn refuses(config: &str, expected: &[&str]) {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("bad.toml");
@@ -155,7 +155,7 @@ async fn bad_bodies_are_refused_by_field() {
         let keys: Vec<&String> = reply["error"].as_object().expect("an error").keys().collect();
         assert_eq!(keys.len(), 4, "{keys:?}");
     }
-    // And nothing of that did harm.
+    // The gateway still answers after all bad requests.
     let (status, reply): (u16, Value) = post(&connection, "/v1/chat/completions", &good).await;
     assert_eq!(status, 200, "{reply}");
 }

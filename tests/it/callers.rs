@@ -1,6 +1,6 @@
-//! Who calls, over the real path: guesses get nowhere and hurt nobody beside
-//! them, a leaked key is cut off with all it has under way, keys stay within
-//! their networks.
+//! Authentication over the real path: guessed keys fail without harm to other callers,
+//! a leaked key can be revoked with its running requests, and keys work only from their
+//! networks.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use tollgate_loadtest::client::Protocol;
 
 use crate::support::{OPEN, Tollgate, command, failing, get, post};
 
-/// Keys that look right to the last letter, each another's secret.
+/// An endless series of well-formed keys with wrong secrets.
 struct Guesses {
     id: String,
     state: u64,
@@ -43,8 +43,8 @@ fn crc32(bytes: &[u8]) -> u32 {
     })
 }
 
-/// T20: 2,000 guesses over TLS hit nothing; their source is throttled for what
-/// fails, and a good key from the same source works all the while.
+/// Checks T20: 2,000 guesses over TLS find no key; failed attempts throttle their
+/// source, and a good key from the same source works throughout.
 #[tokio::test]
 async fn guessing_source_is_throttled_but_good_keys_pass() {
     let gateway = Tollgate::with_config(OPEN);
@@ -85,17 +85,17 @@ async fn guessing_source_is_throttled_but_good_keys_pass() {
     assert!(said.contains("404") && said.contains("No such penalty"), "{said}");
 }
 
-/// T23: what a leaked key has under way ends within 5 s when an admin asks, and
-/// its tenant pays what was done.
+/// Checks T23: the running requests of a leaked key end within 5 s on an admin's
+/// request, and the tenant pays for the work done.
 #[tokio::test]
 async fn revocation_ends_running_streams_on_request() {
     let gateway = Tollgate::with_config(OPEN);
     let key = gateway.key("acme", &[]);
     let connection = gateway.target(&key).connect(Protocol::Http1).await.expect("connects");
-    // Far more text than buffers hold: unread, it stays under way.
+    // The text is larger than all buffers, so the unread stream keeps running.
     let body = json!({
         "model": "tollgate-demo", "temperature": 0, "max_tokens": 800, "n": 8, "stream": true,
-        // One token again and again: it never comes to an end of its own.
+        // The bias repeats one token, so the answer does not end by itself.
         "logprobs": true, "top_logprobs": 20, "logit_bias": { "300": 100 },
         "messages": [{ "role": "user", "content": "Count from 1 to 400." }],
     });
@@ -127,7 +127,7 @@ async fn revocation_ends_running_streams_on_request() {
     assert!(usage["reference_ns"].as_u64().expect("a figure") > 0, "{usage}");
 }
 
-/// A key works from its networks alone; lists say so.
+/// Checks that a key works only from its networks and that lists show the networks.
 #[tokio::test]
 async fn keys_stay_within_their_networks() {
     let gateway = Tollgate::with_config(OPEN);

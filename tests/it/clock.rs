@@ -1,5 +1,5 @@
-//! C09: the host's clock jumps by an hour, forwards and back, under the real
-//! binary: limits and bills go by the monotonic clock and do not notice.
+//! Checks C09: the host's clock jumps by an hour, forwards and back, under the real
+//! binary. Limits and bills follow the monotonic clock and do not change.
 
 use std::fs;
 use std::path::Path;
@@ -36,8 +36,8 @@ fn ask(tokens: u32, stream: bool) -> Value {
     })
 }
 
-/// How many of `count` requests are answered; the others are refused for their
-/// rate.
+/// Sends `count` requests and returns the number of answers; all others must be refused
+/// for their rate.
 async fn answered(connection: &Connection, count: u64) -> u64 {
     let mut answered = 0;
     for _ in 0..count {
@@ -50,9 +50,10 @@ async fn answered(connection: &Connection, count: u64) -> u64 {
     answered
 }
 
-/// Sets the clock of whoever was started with the file at `clock`.
+/// Sets the clock of the processes that read the file at `clock`.
 fn jump(clock: &Path, seconds: i64) {
-    // Under another name first: it is read at every look at the time.
+    // A rename replaces the file at once: the library reads the file at every request
+    // for the time.
     let next = clock.with_extension("next");
     fs::write(&next, format!("{seconds:+}s\n")).expect("writes");
     fs::rename(&next, clock).expect("replaces");
@@ -83,14 +84,14 @@ async fn clock_jump_of_an_hour_changes_no_limit() {
     let mut passed = answered(&rated, 8).await;
     assert!(passed >= 6, "{passed}");
     for seconds in [3_600, 0, -3_600, 0] {
-        // Its answer lasts while the clock jumps.
+        // This answer is still running while the clock jumps.
         let request = ask(800, true).to_string().into();
         let mut stream = open.post("/v1/chat/completions", request).await.expect("answers");
         stream.frame().await.expect("a first chunk").expect("whole");
         jump(&clock, seconds);
         assert_eq!(answered(&open, 20).await, 20, "refused after {seconds} s");
         passed += answered(&rated, 8).await;
-        // One comes in ten seconds, as ever.
+        // The rate is still one request in ten seconds.
         let most = 6 + began.elapsed().as_secs() / 10 + 1;
         assert!(passed <= most, "{passed} of {most} after {seconds} s");
         let text = stream.into_body().collect().await.expect("a whole answer").to_bytes();
@@ -100,13 +101,13 @@ async fn clock_jump_of_an_hour_changes_no_limit() {
     assert_eq!(gateway.stop(), Some(0));
     let lived = started.elapsed() + HOUR / 60;
 
-    // It did jump, for the worker's dates at least.
+    // The jump reached at least the dates of the worker.
     let ledger = gateway.data().join("ledger.db");
     let open = rusqlite::Connection::open(&ledger).expect("opens");
     let dates = "SELECT max(started_utc_ns) - min(started_utc_ns) FROM blocks";
     let dates: u64 = open.query_row(dates, [], |row| row.get(0)).expect("blocks");
     assert!(u128::from(dates) > HOUR.as_nanos(), "{dates} ns between the first and the last");
-    // And no account has an hour that never was, or lacks one.
+    // No account gained or lost an hour.
     let reader = Ledger::open_read_only(&ledger).expect("a ledger");
     assert_eq!(reader.check(), vec![]);
     for epoch in reader.epochs().expect("reads") {

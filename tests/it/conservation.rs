@@ -1,9 +1,8 @@
-//! An hour of a device's life in virtual time, through everything that counts
-//! it: the real engine on a device that only passes time, the worker's journal
-//! on the disk, the ledger. Tenants come, overload it, leave early, and wait;
-//! twice the worker dies in a step. Whatever span is looked at, what its
-//! accounts received is the time that passed, to the nanosecond, and each
-//! tenant's part is what the engine said step by step.
+//! An hour of device time in virtual time, through every part that counts it: the real
+//! engine on a synthetic device, the worker's journal on disk, and the ledger. Tenants
+//! overload the device, cancel requests and pause; the worker dies twice within a step.
+//! For every span of blocks, the accounts sum to the elapsed time to the nanosecond,
+//! and each tenant's share is the sum of the engine's steps.
 
 use futures_executor::block_on;
 use std::collections::BTreeMap;
@@ -30,13 +29,13 @@ use tollgate_worker::test_harness::{HarnessOptions, JournalHarness, OsDisk};
 
 const SECOND: u64 = 1_000_000_000;
 const HOUR: u64 = 3_600 * SECOND;
-/// How often the journal is synced and taken, on the device's clock.
+/// The time between two readings of the journal, on the device's clock.
 const TAKEN_EVERY: u64 = 20 * SECOND;
 const TENANTS: u64 = 5;
-/// 2026-11-20, 23:30: midnight falls into the hour.
+/// The start, 2026-11-20 23:30, so that midnight falls into the hour.
 const BEGAN: u64 = 1_795_217_400 * SECOND;
 
-/// The host's clock, which follows the virtual one.
+/// The host's clock, which follows the virtual clock.
 static HOST: AtomicU64 = AtomicU64::new(BEGAN);
 
 fn utc() -> UtcTime {
@@ -52,10 +51,10 @@ fn hour_of_mixed_load_is_booked_exactly() {
     let mut load = Load::new();
     let mut lives = Vec::new();
     for (number, end) in [(1, HOUR / 3), (2, HOUR / 3 * 2), (3, HOUR)] {
-        let mut life = Life::begin(folder.path(), WorkerEpoch(number), &clock);
+        let mut life = Incarnation::begin(folder.path(), WorkerEpoch(number), &clock);
         life.run(&ledger, &mut load, end);
         lives.push(if number < 3 { life.crash() } else { life.close(&ledger) });
-        // Nobody counts the time without a worker.
+        // Time without a worker is in no account.
         clock.advance_to(MonotonicTime(clock.now().0 + 2 * SECOND));
     }
     assert!(load.cancelled > 50 && load.number > 1_000, "a mixed load: {load:?}");
@@ -63,11 +62,11 @@ fn hour_of_mixed_load_is_booked_exactly() {
     let blocks = read_blocks(&path);
     assert!(blocks.len() > 1_000, "{} blocks", blocks.len());
     for trace in &lives {
-        let mine: Vec<&Seen> =
+        let mine: Vec<&LedgerBlock> =
             blocks.iter().filter(|seen| seen.epoch == trace.epoch.to_string()).collect();
         trace.compare(&mine);
     }
-    // And what is moved from a tenant to the platform's loss moves whole.
+    // Corrections move whole amounts from a tenant to the platform's loss.
     let reader = ledger.reader();
     assert_eq!(reader.check(), vec![]);
     let balances: Vec<_> =
@@ -80,11 +79,12 @@ fn hour_of_mixed_load_is_booked_exactly() {
     assert!(sum(|it| it.idle_ns) > 60 * SECOND as i64, "never idle: {balances:?}");
 }
 
-/// What the engine said of one life, and when it was.
+/// The steps that the engine reported for one incarnation of the worker, and its start
+/// and end.
 struct Trace {
     epoch: WorkerEpoch,
     began: u64,
-    /// When its last record ends, known where it was closed or crashed.
+    /// The end of its last record, known after a close or a crash.
     ended: u64,
     steps: Vec<Step>,
 }
@@ -97,9 +97,9 @@ struct Step {
 }
 
 impl Trace {
-    /// Spans of the life's blocks against the steps in them: each block alone,
-    /// the whole, and a hundred drawn.
-    fn compare(&self, blocks: &[&Seen]) {
+    /// Compares spans of blocks with the steps in them: each block alone, all blocks,
+    /// and a hundred random spans.
+    fn compare(&self, blocks: &[&LedgerBlock]) {
         let wall: u64 = blocks.iter().map(|seen| seen.wall).sum();
         assert_eq!(wall, self.ended - self.began, "{}: all of it", self.epoch);
         let steps: u64 = blocks.iter().map(|seen| seen.steps.1).max().expect("steps");
@@ -115,9 +115,9 @@ impl Trace {
         }
     }
 
-    fn compare_span(&self, blocks: &[&Seen], from: usize, to: usize) {
+    fn compare_span(&self, blocks: &[&LedgerBlock], from: usize, to: usize) {
         let span = &blocks[from..=to];
-        let sum = |of: fn(&Seen) -> u64| span.iter().map(|seen| of(seen)).sum::<u64>();
+        let sum = |of: fn(&LedgerBlock) -> u64| span.iter().map(|seen| of(seen)).sum::<u64>();
         let (wall, idle, loss) = (sum(|it| it.wall), sum(|it| it.idle), sum(|it| it.loss));
         let mut tenants: BTreeMap<&str, u64> = BTreeMap::new();
         for (tenant, ns) in span.iter().flat_map(|seen| &seen.tenants) {
@@ -127,7 +127,7 @@ impl Trace {
         let owned = tenants.values().sum::<u64>() + overhead + idle + loss;
         assert_eq!(owned, wall, "{} {from} to {to}", self.epoch);
 
-        // The same from the engine's words.
+        // The engine's steps must give the same sums.
         let first = span.iter().map(|it| it.steps.0).find(|step| *step > 0);
         let last = span.iter().map(|it| it.steps.1).max().unwrap_or(0);
         let steps = first.map_or(&[][..], |first| &self.steps[first as usize - 1..last as usize]);
@@ -139,7 +139,7 @@ impl Trace {
         assert_eq!(overhead, steps.iter().map(|step| step.overhead).sum::<u64>());
         let busy: u64 = steps.iter().map(|step| step.busy).sum();
         assert_eq!(wall - idle - loss, busy);
-        // And the clock: the span's end lies where its steps say.
+        // The end of the span must lie between its last step and the next step.
         let before: u64 = blocks[..from].iter().map(|seen| seen.wall).sum();
         let end = self.began + before + wall;
         if let Some(step) = steps.last() {
@@ -151,9 +151,9 @@ impl Trace {
     }
 }
 
-/// A block as the ledger has it: what was metered, in nanoseconds.
+/// A block in the ledger; amounts in nanoseconds.
 #[derive(Default)]
-struct Seen {
+struct LedgerBlock {
     epoch: String,
     steps: (u64, u64),
     wall: u64,
@@ -163,8 +163,9 @@ struct Seen {
     tenants: BTreeMap<String, u64>,
 }
 
-/// All blocks, by worker's life and number, read with nothing of ours.
-fn read_blocks(path: &Path) -> Vec<Seen> {
+/// Reads all blocks, by incarnation and number, with SQL and not with the ledger's
+/// code.
+fn read_blocks(path: &Path) -> Vec<LedgerBlock> {
     let connection = rusqlite::Connection::open(path).expect("opens");
     let mut statement = connection
         .prepare(
@@ -176,7 +177,7 @@ fn read_blocks(path: &Path) -> Vec<Seen> {
         )
         .expect("prepares");
     let mut rows = statement.query([]).expect("reads");
-    let mut blocks: BTreeMap<(i64, i64), Seen> = BTreeMap::new();
+    let mut blocks: BTreeMap<(i64, i64), LedgerBlock> = BTreeMap::new();
     while let Some(row) = rows.next().expect("reads") {
         let key = (row.get(0).expect("an id"), row.get(1).expect("a number"));
         let seen = blocks.entry(key).or_default();
@@ -194,8 +195,8 @@ fn read_blocks(path: &Path) -> Vec<Seen> {
     blocks.into_values().collect()
 }
 
-/// One life of the worker.
-struct Life {
+/// One incarnation of the worker.
+struct Incarnation {
     epoch: WorkerEpoch,
     began: u64,
     clock: VirtualClock,
@@ -204,7 +205,7 @@ struct Life {
     engine: ManualEngine,
 }
 
-impl Life {
+impl Incarnation {
     fn begin(folder: &Path, epoch: WorkerEpoch, clock: &VirtualClock) -> Self {
         let cost = StepCost::default();
         let backend = SyntheticBackend::new(
@@ -235,7 +236,7 @@ impl Life {
         .expect("a journal");
         let rig = Arc::new(Mutex::new(rig));
         let steps = Arc::<Mutex<Vec<Step>>>::default();
-        let journal = Heard { rig: Arc::clone(&rig), steps: Arc::clone(&steps) };
+        let journal = RecordingJournal { rig: Arc::clone(&rig), steps: Arc::clone(&steps) };
         let began = clock.now().0;
         let engine = ManualEngine::new(
             Box::new(backend),
@@ -246,7 +247,7 @@ impl Life {
         Self { epoch, began, clock: clock.clone(), rig, steps, engine }
     }
 
-    /// Serves `load` until `end`, and takes the journal now and then.
+    /// Serves `load` until `end` and reads the journal at intervals.
     fn run(&mut self, ledger: &LedgerHandle, load: &mut Load, end: u64) {
         let mut taken = self.clock.now().0;
         while self.clock.now().0 < end {
@@ -264,8 +265,8 @@ impl Life {
         }
     }
 
-    /// What the gateway does: every block into the ledger, then acknowledged;
-    /// of a life that ended, what nobody recorded the end of pays nothing.
+    /// Acts as the gateway: posts every block to the ledger, then acknowledges it.
+    /// Unfinished attempts of an ended incarnation are charged nothing.
     fn take(&self, ledger: &LedgerHandle) {
         let rig = lock(&self.rig);
         rig.tick(1 << 20).expect("syncs");
@@ -278,13 +279,13 @@ impl Life {
             if parts.last_of_epoch {
                 ended.push(parts.epoch);
             }
-            // What a new process does not know to be taken is told again.
+            // Blocks that were not acknowledged to this process come again.
             let told = parts.number <= ledger.reader().last_block(parts.epoch).expect("reads");
             let expected = if told { Posted::Already } else { Posted::New };
             known.push((parts.epoch, parts.number));
-            // As many as share a commit; one of them is told twice.
+            // About as many blocks share a commit; the first block is submitted twice.
             if answers.len() == 200 {
-                heard(&mut answers);
+                assert_posted(&mut answers);
             }
             answers.push((expected, ledger.submit(block.clone())));
             if known.len() == 1 {
@@ -292,7 +293,7 @@ impl Life {
                 answers.push((Posted::Already, again));
             }
         }
-        heard(&mut answers);
+        assert_posted(&mut answers);
         for (epoch, number) in known {
             rig.acknowledge(epoch, number);
         }
@@ -307,12 +308,12 @@ impl Life {
                     at: utc(),
                 };
                 let mut answer = vec![(Posted::New, ledger.submit(cap))];
-                heard(&mut answer);
+                assert_posted(&mut answer);
             }
         }
     }
 
-    /// It dies in a step that has lasted 40 ms, 25 ms after the last mark.
+    /// Crashes in a step that has lasted 40 ms, 25 ms after the last mark.
     fn crash(self) -> Trace {
         let mut rig = lock(&self.rig);
         let now = self.clock.now().0;
@@ -335,13 +336,13 @@ impl Life {
     }
 }
 
-/// The journal, and what it was told.
-struct Heard {
+/// A journal that also records the engine's steps.
+struct RecordingJournal {
     rig: Arc<Mutex<JournalHarness<OsDisk>>>,
     steps: Arc<Mutex<Vec<Step>>>,
 }
 
-impl StepJournal for Heard {
+impl StepJournal for RecordingJournal {
     fn began(&mut self, at: MonotonicTime) -> io::Result<()> {
         lock(&self.rig).engine().began(at)
     }
@@ -375,15 +376,15 @@ impl StepJournal for Heard {
     }
 }
 
-/// Who asks for what, and who leaves before it is there.
+/// A random load of requests and cancellations.
 #[derive(Debug)]
 struct Load {
     random: Random,
     number: u64,
     cancelled: u64,
-    /// When the next request comes.
+    /// The time of the next request, ns.
     next: u64,
-    /// Who will leave, and when.
+    /// The times of cancellations and their requests.
     leaving: Vec<(u64, RequestId)>,
 }
 
@@ -398,13 +399,13 @@ impl Load {
             let request = RequestId::new(&format!("req-{}", self.number)).expect("a name");
             let submission = self.submission(request.clone());
             self.number += 1;
-            // A full queue refuses some.
+            // A full queue refuses some requests.
             let taken = engine.handle().submit(submission).is_ok();
             if taken && self.random.below(8) == 0 {
                 self.leaving.push((now + self.random.below(20 * SECOND), request));
             }
             self.next += self.random.below(2 * SECOND);
-            // Every ten minutes nobody comes for one.
+            // One minute in ten has no new requests, so that the device becomes idle.
             if self.next / (60 * SECOND) % 10 == 9 {
                 self.next += 60 * SECOND;
             }
@@ -435,14 +436,14 @@ impl Load {
             budget: None,
             queue_deadline: Duration::from_secs(1_000),
             echo_logprobs: false,
-            sink: Box::new(Nobody),
+            sink: Box::new(DiscardingSink),
         }
     }
 }
 
-struct Nobody;
+struct DiscardingSink;
 
-impl TokenSink for Nobody {
+impl TokenSink for DiscardingSink {
     fn prompt_logprobs(&mut self, _: u32, _: Vec<PromptLogprob>) {}
 
     fn token(&mut self, _: u32, _: GeneratedToken) -> Flow {
@@ -454,7 +455,7 @@ impl TokenSink for Nobody {
     fn done(&mut self, _: RequestOutcome) {}
 }
 
-/// xorshift: the same each time.
+/// A xorshift generator with a fixed seed.
 #[derive(Debug)]
 struct Random(u64);
 
@@ -467,12 +468,12 @@ impl Random {
     }
 }
 
-fn heard(answers: &mut Vec<(Posted, Submitted)>) {
+fn assert_posted(answers: &mut Vec<(Posted, Submitted)>) {
     for (expected, answer) in answers.drain(..) {
         assert_eq!(block_on(answer).expect("posts"), expected);
     }
 }
 
 fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
-    shared.lock().expect("nobody panics holding it")
+    shared.lock().expect("no thread panicked")
 }

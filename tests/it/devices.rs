@@ -1,6 +1,6 @@
-//! Several workers: on one card they take turns, on several they run beside
-//! each other, and the loss of any is made up for by the others. The cards are
-//! synthetic; locks, processes, journals and ledger are the real ones.
+//! Several workers: workers on one GPU take turns, workers on several GPUs run in
+//! parallel, and the other workers replace a lost one. The GPUs are synthetic; locks,
+//! processes, journals and ledger are real.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -43,7 +43,7 @@ async fn ask(connection: &Connection, tokens: u32) -> Value {
     reply
 }
 
-/// Busy time of each worker that had any, ns.
+/// Returns the busy time of each worker that had any, ns.
 fn busy(gateway: &Tollgate) -> Vec<i64> {
     let reader = gateway.books();
     let epochs = reader.epochs().expect("reads").into_iter();
@@ -51,8 +51,8 @@ fn busy(gateway: &Tollgate) -> Vec<i64> {
     balances.map(|it| it.tenants_ns + it.overhead_ns).filter(|&busy| busy > 0).collect()
 }
 
-/// Loads two workers on `devices` at once; what each was busy, and the time
-/// that passed.
+/// Loads two workers on `devices` at once. Returns each worker's busy time, the elapsed
+/// time, and the stopped gateway.
 async fn two_at_once(devices: &str, locks: &Path) -> (Vec<i64>, i64, Tollgate) {
     let mut gateway = Tollgate::with_config(&config(devices, locks));
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
@@ -68,8 +68,8 @@ async fn two_at_once(devices: &str, locks: &Path) -> (Vec<i64>, i64, Tollgate) {
     (busy(&gateway), passed, gateway)
 }
 
-/// Workers that share a card take turns, so that its time is billed once. On
-/// two cards the same load is twice as busy as time passes: the control.
+/// Checks that workers on a shared GPU take turns, so that its time is billed once. As
+/// a control, the same load on two GPUs must be busy for longer than the elapsed time.
 #[tokio::test]
 async fn workers_sharing_a_gpu_never_overlap() {
     let locks = tempfile::tempdir().expect("a folder");
@@ -81,20 +81,20 @@ async fn workers_sharing_a_gpu_never_overlap() {
     let (busy, passed, _) = two_at_once(apart, locks.path()).await;
     assert!(busy.iter().sum::<i64>() > passed, "the control fails: {busy:?} in {passed}");
 
-    // Whose time it was stands in every record, with the card's identity.
+    // Every record names the GPU.
     let folder = locks.path().join("audit");
     gateway.command(&["audit", "export", "--out", &folder.display().to_string()]);
     let lines = fs::read_to_string(folder.join("records.jsonl")).expect("an export");
-    let cards: BTreeSet<String> = lines
+    let gpus: BTreeSet<String> = lines
         .lines()
         .map(|line| serde_json::from_str::<Value>(line).expect("JSON")["record"].clone())
         .filter(|record| record["user.id"]["tenant"] == "acme")
         .filter_map(|record| record["gpu.id"].as_str().map(str::to_owned))
         .collect();
-    assert_eq!(cards.into_iter().collect::<Vec<_>>(), ["synthetic-one"]);
+    assert_eq!(gpus.into_iter().collect::<Vec<_>>(), ["synthetic-one"]);
 }
 
-/// A card that another instance has is refused, in one clear sentence.
+/// Checks that a GPU in use by another instance is refused in one clear sentence.
 #[test]
 fn gpu_locked_by_another_process_is_refused() {
     let locks = tempfile::tempdir().expect("a folder");
@@ -112,7 +112,7 @@ fn gpu_locked_by_another_process_is_refused() {
     assert!(error.contains(&expected), "{error}");
 }
 
-/// Three devices: requests spread over them, and each in turn is lost.
+/// Checks three devices: requests spread over them, and each device is lost in turn.
 #[tokio::test]
 async fn requests_spread_over_workers_and_survive_losses() {
     let locks = tempfile::tempdir().expect("a folder");
@@ -129,7 +129,8 @@ async fn requests_spread_over_workers_and_survive_losses() {
         }
         tokio::time::sleep(Duration::from_millis(100)).await;
         signal(worker, "KILL");
-        // Nothing of an answer had gone out, so it is made again elsewhere.
+        // No part of these answers had been sent, so another worker repeats the
+        // request.
         asks.join_all().await;
     }
     assert_eq!(gateway.stop(), Some(0));

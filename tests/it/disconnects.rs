@@ -1,5 +1,5 @@
-//! Clients that leave, links that lead nowhere, words that nobody may read:
-//! T40, T42 and T52 over the real binary.
+//! Clients that disconnect, links that must not be fetched, and secrets that must not
+//! be written: T40, T42 and T52 over the real binary.
 
 use std::fs;
 use std::net::TcpListener;
@@ -12,19 +12,20 @@ use tollgate_loadtest::client::{Connection, Protocol, Target};
 
 use crate::support::{self, Tollgate, post, posted, signal};
 
-const LEAVERS: u32 = 1_000;
+const DISCONNECTS: u32 = 1_000;
 const AT_ONCE: u32 = 8;
 
-/// T42: whenever a client leaves, there is a bill for what was done and for
-/// nothing else.
+/// Checks T42: at any moment of a disconnect, the bill covers the work done and no
+/// more.
 #[tokio::test]
-async fn leaving_early_is_billed_to_the_nanosecond() {
-    // As many as that are a storm, which is another test's.
+async fn early_disconnects_are_billed_to_the_nanosecond() {
+    // The limit is off: so many cancellations would earn a penalty, which another test
+    // covers.
     let config = format!("[gateway.penalties]\ncancels_per_minute = 100_000\n{}", support::OPEN);
     let mut gateway = Tollgate::with_config(&config);
     let key = gateway.key("acme", &[]);
     let mut ids = Vec::new();
-    for first in (0..LEAVERS).step_by(AT_ONCE as usize) {
+    for first in (0..DISCONNECTS).step_by(AT_ONCE as usize) {
         let connection = gateway.connect(&key).await;
         let at = |number| leave(&connection, first + number);
         let left = tokio::join!(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7));
@@ -48,7 +49,7 @@ async fn leaving_early_is_billed_to_the_nanosecond() {
     assert_eq!(i64::try_from(billed), Ok(done), "billed is what was done for them");
 }
 
-/// Asks for a long answer and leaves after a number of chunks that looks random.
+/// Starts a long answer and disconnects after a pseudo-random number of chunks.
 async fn leave(connection: &Connection, number: u32) -> String {
     let body = json!({
         "model": "tollgate-demo", "temperature": 0, "max_tokens": 60, "stream": true,
@@ -66,9 +67,9 @@ async fn leave(connection: &Connection, number: u32) -> String {
     id
 }
 
-/// T40: nobody is asked anything on a client's word.
+/// Checks T40: the gateway connects to no address that a client names.
 #[tokio::test]
-async fn no_url_is_fetched() {
+async fn urls_from_clients_are_never_fetched() {
     let trap = TcpListener::bind("127.0.0.1:0").expect("binds");
     trap.set_nonblocking(true).expect("a socket");
     let url = format!("http://{}/secret", trap.local_addr().expect("bound"));
@@ -100,17 +101,17 @@ async fn no_url_is_fetched() {
         assert_eq!(status, 400, "{body}: {reply}");
         assert!(reply["error"]["param"].is_string(), "{reply}");
     }
-    // As a text, and as a field that nobody knows, it is passed over.
+    // A URL in a text, or in an unknown field, is ignored.
     let body =
         json!({ "model": "tollgate-demo", "max_tokens": 1, "messages": plain, "image": url });
     assert_eq!(post(&connection, "/v1/chat/completions", &body).await.0, 200);
     assert!(trap.accept().is_err(), "somebody came for {url}");
 }
 
-/// T52: a key and a prompt that occur nowhere else, through answers, refusals
-/// and a worker that dies, with every library saying all it can.
+/// Checks T52: a unique key and a unique prompt go through answers, refusals and a
+/// worker's death at the most verbose log level, and appear in no file.
 #[tokio::test]
-async fn neither_keys_nor_prompts_are_written_down() {
+async fn keys_and_prompts_reach_no_file() {
     const PROMPT: &str = "xylocanary quagmire seventeen";
     let folder = tempfile::tempdir().expect("a folder");
     let log = folder.path().join("log");
@@ -131,7 +132,7 @@ async fn neither_keys_nor_prompts_are_written_down() {
     assert_eq!(post(&connection, "/v1/chat/completions", &refused).await.0, 400);
     let long = json!({ "model": "tollgate-demo", "prompt": PROMPT.repeat(2_000) });
     assert_eq!(post(&connection, "/v1/completions", &long).await.0, 400);
-    // A key with a typing mistake is somebody's key all the same.
+    // A key with a typing error is still a secret.
     let mut typo = key.clone();
     let last = typo.pop().expect("a key");
     typo.push(if last == 'a' { 'b' } else { 'a' });
@@ -167,7 +168,7 @@ async fn neither_keys_nor_prompts_are_written_down() {
     }
 }
 
-/// Every file under `folder`.
+/// Lists every file under `folder`.
 fn collect(folder: &Path, into: &mut Vec<(String, Vec<u8>)>) {
     for entry in fs::read_dir(folder).expect("reads").map_while(Result::ok) {
         let path = entry.path();

@@ -1,6 +1,6 @@
-//! C05: a disk that is full, and one that says it wrote and did not. Nothing is
-//! acknowledged after a failed sync, billable work is refused, nothing is lost
-//! once the disk is well again.
+//! Checks C05: a full disk, and a disk that does not keep what it accepted. After a
+//! failed sync no block is acknowledged and billable work is refused; after recovery no
+//! data is lost.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -16,56 +16,56 @@ use tollgate_loadtest::client::{Protocol, Target};
 
 use crate::support::{self, Tollgate, binary};
 
-/// How long anything may take to be seen, on a slow machine.
-const PATIENCE: Duration = Duration::from_secs(90);
+/// The longest wait for an effect, long enough for a slow machine.
+const TIMEOUT: Duration = Duration::from_secs(90);
 
-/// What a request heard.
+/// The outcome of a request.
 #[derive(Clone, Debug)]
-struct Heard {
+struct Outcome {
     status: u16,
     code: String,
     id: String,
 }
 
-/// Asks over and over until told to stop, and keeps what it heard.
+/// A load that sends requests until it is ended and keeps the outcomes.
 struct Load {
     over: Arc<AtomicBool>,
-    heard: Arc<std::sync::Mutex<Vec<Heard>>>,
+    outcomes: Arc<std::sync::Mutex<Vec<Outcome>>>,
     tasks: tokio::task::JoinSet<()>,
 }
 
 impl Load {
     fn start(target: &Target) -> Self {
-        let (over, heard) = (Arc::new(AtomicBool::new(false)), Arc::default());
+        let (over, outcomes) = (Arc::new(AtomicBool::new(false)), Arc::default());
         let mut tasks = tokio::task::JoinSet::new();
         for _ in 0..3 {
-            tasks.spawn(ask(target.clone(), Arc::clone(&over), Arc::clone(&heard)));
+            tasks.spawn(ask(target.clone(), Arc::clone(&over), Arc::clone(&outcomes)));
         }
-        Self { over, heard, tasks }
+        Self { over, outcomes, tasks }
     }
 
-    fn heard(&self) -> Vec<Heard> {
-        self.heard.lock().expect("nobody panicked").clone()
+    fn outcomes(&self) -> Vec<Outcome> {
+        self.outcomes.lock().expect("no task panicked").clone()
     }
 
-    /// Waits until something that was heard from now on is `wanted`.
-    async fn until(&self, what: &str, wanted: impl Fn(&Heard) -> bool) {
-        let (before, started) = (self.heard().len(), Instant::now());
-        while !self.heard()[before..].iter().any(&wanted) {
-            let last = self.heard().last().cloned();
-            assert!(started.elapsed() < PATIENCE, "{what} never came; the last was {last:?}");
+    /// Waits until an outcome from now on matches `wanted`.
+    async fn until(&self, what: &str, wanted: impl Fn(&Outcome) -> bool) {
+        let (before, started) = (self.outcomes().len(), Instant::now());
+        while !self.outcomes()[before..].iter().any(&wanted) {
+            let last = self.outcomes().last().cloned();
+            assert!(started.elapsed() < TIMEOUT, "{what} never came; the last was {last:?}");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
 
-    async fn end(mut self) -> Vec<Heard> {
+    async fn end(mut self) -> Vec<Outcome> {
         self.over.store(true, Ordering::Relaxed);
         while self.tasks.join_next().await.is_some() {}
-        self.heard()
+        self.outcomes()
     }
 }
 
-async fn ask(target: Target, over: Arc<AtomicBool>, heard: Arc<std::sync::Mutex<Vec<Heard>>>) {
+async fn ask(target: Target, over: Arc<AtomicBool>, outcomes: Arc<std::sync::Mutex<Vec<Outcome>>>) {
     let body = json!({
         "model": "tollgate-demo", "temperature": 0, "max_tokens": 6,
         "messages": [{ "role": "user", "content": "Count from 1 to 400." }],
@@ -77,7 +77,7 @@ async fn ask(target: Target, over: Arc<AtomicBool>, heard: Arc<std::sync::Mutex<
         let id = response.headers()["x-request-id"].to_str().expect("text").to_owned();
         let (status, json) = support::read(response).await;
         let code = json["error"]["code"].as_str().unwrap_or_default().to_owned();
-        heard.lock().expect("nobody panicked").push(Heard { status, code, id });
+        outcomes.lock().expect("no task panicked").push(Outcome { status, code, id });
         let pause = if status == 200 { 1 } else { 50 };
         tokio::time::sleep(Duration::from_millis(pause)).await;
     }
@@ -99,9 +99,9 @@ async fn metrics(gateway: &Tollgate) -> String {
     String::from_utf8(body.to_vec()).expect("UTF-8")
 }
 
-/// Who was answered is on the bill once; who was refused is not on it; what
-/// ended in between is there as what it cost. And the ledger holds.
-fn judge(gateway: &Tollgate, heard: &[Heard]) {
+/// Asserts that each answered request is charged once, that each refused request is not
+/// charged, and that the ledger's checks pass.
+fn assert_ledger_matches(gateway: &Tollgate, outcomes: &[Outcome]) {
     let path = gateway.data().join("ledger.db");
     let reader = Ledger::open_read_only(&path).expect("a ledger");
     let findings = reader.check();
@@ -110,7 +110,7 @@ fn judge(gateway: &Tollgate, heard: &[Heard]) {
     let mut statement = connection
         .prepare("SELECT count(*), coalesce(sum(counted), 0) FROM requests WHERE request_id = ?1")
         .expect("prepares");
-    for Heard { status, code, id } in heard {
+    for Outcome { status, code, id } in outcomes {
         let (rows, counted): (u32, u32) =
             statement.query_row([id], |row| Ok((row.get(0)?, row.get(1)?))).expect("reads");
         match status {
@@ -120,15 +120,15 @@ fn judge(gateway: &Tollgate, heard: &[Heard]) {
     }
 }
 
-/// Only refusals and faults of ours that say so.
-fn all_are_clear(heard: &[Heard]) {
-    for Heard { status, code, .. } in heard.iter().filter(|heard| heard.status != 200) {
+/// Asserts that every other status is a server error with a code.
+fn assert_errors_have_codes(outcomes: &[Outcome]) {
+    for Outcome { status, code, .. } in outcomes.iter().filter(|outcome| outcome.status != 200) {
         assert!((500..600).contains(status), "{status} {code}");
         assert!(!code.is_empty(), "{status} without a code");
     }
 }
 
-/// A file system of its own, of `size`; `None` where mounting is not permitted.
+/// A small file system of its own. Mounting may not be permitted; then there is none.
 struct SmallDisk {
     at: tempfile::TempDir,
 }
@@ -154,7 +154,7 @@ impl SmallDisk {
         }
     }
 
-    /// Takes all that is left.
+    /// Fills the remaining space and returns the file.
     fn fill(&self) -> PathBuf {
         let path = self.at.path().join("ballast");
         let mut file = File::create(&path).expect("makes");
@@ -178,35 +178,35 @@ async fn full_disk_refuses_requests_and_loses_nothing() {
     let command = Command::new(binary());
     let mut gateway = Tollgate::start_on(&data, support::OPEN, command);
     let load = Load::start(&gateway.target(&gateway.key("acme", &[])));
-    load.until("an answer", |heard| heard.status == 200).await;
+    load.until("an answer", |outcome| outcome.status == 200).await;
     for _ in 0..2 {
         let ballast = disk.fill();
-        load.until("a refusal", |heard| heard.status == 503).await;
+        load.until("a refusal", |outcome| outcome.status == 503).await;
         assert_eq!(status_of(&gateway, "/healthz").await, 200, "the process lives");
-        // What room a dying worker left is taken, too.
+        // A dying worker may have freed some space, so the disk is filled again.
         let more = disk.at.path().join("more");
         let mut more = File::create(more).expect("makes");
         while more.write_all(&[7; 512]).is_ok() {}
         tokio::time::sleep(Duration::from_secs(1)).await;
-        load.until("a refusal", |heard| heard.status == 503).await;
+        load.until("a refusal", |outcome| outcome.status == 503).await;
         fs::remove_file(ballast).expect("removes");
         fs::remove_file(disk.at.path().join("more")).expect("removes");
-        load.until("an answer", |heard| heard.status == 200).await;
+        load.until("an answer", |outcome| outcome.status == 200).await;
     }
-    let heard = load.end().await;
+    let outcomes = load.end().await;
     assert_eq!(gateway.stop(), Some(0));
-    let count = |status| heard.iter().filter(|heard| heard.status == status).count();
-    println!("{} answered, {} refused, {} in all", count(200), count(503), heard.len());
+    let count = |status| outcomes.iter().filter(|outcome| outcome.status == status).count();
+    println!("{} answered, {} refused, {} in all", count(200), count(503), outcomes.len());
     let mut codes: Vec<(u16, &str)> =
-        heard.iter().map(|heard| (heard.status, heard.code.as_str())).collect();
+        outcomes.iter().map(|outcome| (outcome.status, outcome.code.as_str())).collect();
     codes.sort_unstable();
     codes.dedup();
     println!("{codes:?}");
-    all_are_clear(&heard);
-    judge(&gateway, &heard);
+    assert_errors_have_codes(&outcomes);
+    assert_ledger_matches(&gateway, &outcomes);
 }
 
-/// A library that makes syncs of named files fail, built for this test.
+/// A library, built for this test, that makes syncs of named files fail.
 struct FailingSyncs {
     folder: tempfile::TempDir,
 }
@@ -240,7 +240,7 @@ impl FailingSyncs {
         self.folder.path().join("failing")
     }
 
-    /// From now on syncs of files whose path ends with one of `ends` fail.
+    /// Makes syncs fail from now on for files with one of these path ends.
     fn fail(&self, ends: &str) {
         let unfinished = self.folder.path().join("failing.new");
         fs::write(&unfinished, ends).expect("writes");
@@ -252,8 +252,8 @@ impl FailingSyncs {
     }
 }
 
-/// The ledger commits nothing that it cannot sync: until it can, nothing is
-/// acknowledged to a worker and nothing billable is begun.
+/// Checks that the ledger commits nothing without a sync: until syncs succeed, no block
+/// is acknowledged to a worker and no billable work begins.
 #[tokio::test]
 async fn ledger_with_failing_sync_acknowledges_nothing() {
     let Some(syncs) = FailingSyncs::build() else { return };
@@ -261,31 +261,31 @@ async fn ledger_with_failing_sync_acknowledges_nothing() {
     let data = folder.path().join("data");
     let mut gateway = Tollgate::start_on(&data, support::OPEN, syncs.command());
     let load = Load::start(&gateway.target(&gateway.key("acme", &[])));
-    load.until("an answer", |heard| heard.status == 200).await;
+    load.until("an answer", |outcome| outcome.status == 200).await;
 
     syncs.fail("ledger.db-wal ledger.db");
-    load.until("the ledger's refusal", |heard| heard.code == "ledger_unavailable").await;
+    load.until("the ledger's refusal", |outcome| outcome.code == "ledger_unavailable").await;
     assert_eq!(status_of(&gateway, "/healthz").await, 200);
     assert_eq!(status_of(&gateway, "/readyz").await, 503);
     assert!(metrics(&gateway).await.contains("tollgate_ledger_writable 0"));
     let acknowledged = last_blocks(&data);
-    let heard = load.heard().len();
+    let outcomes = load.outcomes().len();
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(last_blocks(&data), acknowledged, "nothing is committed meanwhile");
-    let meanwhile = load.heard().split_off(heard);
-    assert!(meanwhile.iter().all(|heard| heard.status == 503), "{meanwhile:?}");
+    let meanwhile = load.outcomes().split_off(outcomes);
+    assert!(meanwhile.iter().all(|outcome| outcome.status == 503), "{meanwhile:?}");
 
     syncs.heal();
-    load.until("an answer", |heard| heard.status == 200).await;
+    load.until("an answer", |outcome| outcome.status == 200).await;
     assert!(metrics(&gateway).await.contains("tollgate_ledger_writable 1"));
-    let heard = load.end().await;
+    let outcomes = load.end().await;
     assert_eq!(gateway.stop(), Some(0));
-    all_are_clear(&heard);
-    judge(&gateway, &heard);
+    assert_errors_have_codes(&outcomes);
+    assert_ledger_matches(&gateway, &outcomes);
 }
 
-/// A journal that could not be synced is written no further: its worker ends,
-/// and the next one goes on from what it wrote anew.
+/// Checks that a journal with a failed sync gets no more records: its worker ends, and
+/// the next worker starts a new journal.
 #[tokio::test]
 async fn journal_with_failing_sync_ends_its_worker() {
     let Some(syncs) = FailingSyncs::build() else { return };
@@ -293,17 +293,17 @@ async fn journal_with_failing_sync_ends_its_worker() {
     let data = folder.path().join("data");
     let mut gateway = Tollgate::start_on(&data, support::OPEN, syncs.command());
     let load = Load::start(&gateway.target(&gateway.key("acme", &[])));
-    load.until("an answer", |heard| heard.status == 200).await;
+    load.until("an answer", |outcome| outcome.status == 200).await;
 
     syncs.fail(".journal");
-    load.until("a refusal", |heard| heard.status == 503).await;
+    load.until("a refusal", |outcome| outcome.status == 503).await;
     assert_eq!(status_of(&gateway, "/readyz").await, 503);
     syncs.heal();
-    load.until("an answer", |heard| heard.status == 200).await;
-    let heard = load.end().await;
+    load.until("an answer", |outcome| outcome.status == 200).await;
+    let outcomes = load.end().await;
     assert_eq!(gateway.stop(), Some(0));
-    all_are_clear(&heard);
-    judge(&gateway, &heard);
+    assert_errors_have_codes(&outcomes);
+    assert_ledger_matches(&gateway, &outcomes);
     let reader = Ledger::open_read_only(&data.join("ledger.db")).expect("a ledger");
     let epochs = reader.epochs().expect("reads");
     assert!(epochs.len() >= 2, "the worker began another life: {epochs:?}");
@@ -312,15 +312,15 @@ async fn journal_with_failing_sync_ends_its_worker() {
     }
 }
 
-/// The last block of each epoch that is committed.
+/// Returns the last committed block of each epoch.
 fn last_blocks(data: &Path) -> Vec<u64> {
     let reader = Ledger::open_read_only(&data.join("ledger.db")).expect("a ledger");
     let epochs = reader.epochs().expect("reads");
     epochs.into_iter().map(|epoch| reader.last_block(epoch).expect("reads")).collect()
 }
 
-/// `fsync` and `fdatasync` that fail for files whose path ends with a word of
-/// the file that is named in the environment, as long as that file is there.
+/// A C library with `fsync` and `fdatasync` that fail for files whose path ends with a
+/// word of the control file, while that file exists.
 const SYNCS: &str = r#"
 #define _GNU_SOURCE
 #include <errno.h>

@@ -1,8 +1,7 @@
-//! Several cards under the backend for GPUs: workers on cards of their own, on
-//! one card, on slices of one, and on cards that hang, fail or have no memory.
-//! The driver is a stand-in that runs the kernels on the processor; all that is
-//! above it is the real thing, from `up` to the ledger. Nothing here says
-//! anything about a GPU.
+//! Several GPUs under the CUDA backend: workers on GPUs of their own, on one GPU, on
+//! slices of one GPU, and on GPUs that hang, fail or lack memory. The driver is a
+//! stand-in that runs the kernels on the CPU; all other parts, from `up` to the ledger,
+//! are real. These tests prove nothing about a real GPU.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -25,15 +24,15 @@ mod standin;
 use self::standin::Part;
 use crate::support::{self, Tollgate, errors, get, post, posted, rest, signal};
 
-/// Where the engine's sources are.
+/// The folder of the engine's sources.
 const ENGINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/crates/engine");
-/// One test at a time has a machine: kernels run on the processor, and what
-/// hangs is found by the clock.
+/// A lock that lets one test run at a time: kernels use the CPU, and hangs are found by
+/// the clock.
 static ALONE: Mutex<()> = Mutex::const_new(());
-/// What a worker may take to be back: C12 says 30 s, of which it needs few.
+/// The longest wait for a new worker: C12 promises 30 s.
 const BACK_WITHIN: Duration = Duration::from_secs(30);
-/// The stand-in's two cards, and its two slices.
-const CARDS: [&str; 2] =
+/// The stand-in's two GPUs and its two slices.
+const GPUS: [&str; 2] =
     ["GPU-00010203-0405-0607-0809-0a0b0c0d0e0f", "GPU-10111213-1415-1617-1819-1a1b1c1d1e1f"];
 const SLICES: [&str; 2] =
     ["MIG-00010203-0405-0607-0809-0a0b0c0d0e0f", "MIG-10111213-1415-1617-1819-1a1b1c1d1e1f"];
@@ -44,7 +43,7 @@ struct Machine {
     libraries: &'static Path,
 }
 
-/// The vendor's libraries, as far as a worker looks for any.
+/// Builds the stand-in libraries that a worker loads.
 fn libraries(kind: &str, macros: &[&str], known: [&str; 2]) -> PathBuf {
     let folder = standin::folder(kind);
     standin::build(Part::Compiler, &folder, &[]);
@@ -54,7 +53,7 @@ fn libraries(kind: &str, macros: &[&str], known: [&str; 2]) -> PathBuf {
     folder
 }
 
-/// NVML that knows these devices and nothing else.
+/// Builds an NVML that knows only these devices.
 fn nvml(folder: &Path, known: [&str; 2]) {
     let values = folder.join("values");
     fs::write(&values, "temperature 60\n").expect("writes");
@@ -69,21 +68,21 @@ fn nvml(folder: &Path, known: [&str; 2]) {
 }
 
 impl Machine {
-    /// Two cards, measured.
-    fn of_cards() -> Self {
+    /// Returns a machine with two calibrated GPUs.
+    fn with_two_gpus() -> Self {
         static BUILT: OnceLock<PathBuf> = OnceLock::new();
-        let built = BUILT.get_or_init(|| libraries("cards", &["DEVICES=2"], CARDS));
+        let built = BUILT.get_or_init(|| libraries("gpus", &["DEVICES=2"], GPUS));
         let machine = Self::of(built);
-        machine.is_measured("h100-Emulated_H100");
+        machine.write_calibration("h100-Emulated_H100");
         machine
     }
 
-    /// The same cards, each cut to a slice.
-    fn of_slices() -> Self {
+    /// Returns a machine with the same GPUs, each cut to a slice.
+    fn with_two_slices() -> Self {
         static BUILT: OnceLock<PathBuf> = OnceLock::new();
         let macros = ["DEVICES=2", "SLICES"];
         let machine = Self::of(BUILT.get_or_init(|| libraries("slices", &macros, SLICES)));
-        machine.is_measured("emulated-h100-mig-1g-10gb-Emulated_H100_MIG_1g_10gb");
+        machine.write_calibration("emulated-h100-mig-1g-10gb-Emulated_H100_MIG_1g_10gb");
         machine
     }
 
@@ -91,9 +90,9 @@ impl Machine {
         Self { folder: tempfile::tempdir().expect("a folder"), libraries }
     }
 
-    /// Leaves what a step costs where a worker on such a device looks for it.
-    /// It is measured once for all tests: that takes long under emulation.
-    fn is_measured(&self, device: &str) {
+    /// Writes a calibration for `device`, which is measured once for all tests, because
+    /// emulation is slow.
+    fn write_calibration(&self, device: &str) {
         static MEASURED: OnceLock<Measured> = OnceLock::new();
         let measured = MEASURED.get_or_init(|| Measured::now(self.libraries, device));
         let named = |text: &str| text.replace(&measured.device, device);
@@ -110,16 +109,17 @@ impl Machine {
         fs::read_to_string(self.folder.path().join("log")).expect("a log")
     }
 
-    /// Makes a call of the driver fail or hang once, on one of the devices.
-    fn strike(&self, device: usize, call: &str, fault: &str) {
+    /// Makes one driver call on one device fail or hang once.
+    fn inject_fault(&self, device: usize, call: &str, fault: &str) {
         let path = self.folder.path().join(format!("{device}.{call}"));
-        // Whole or not at all: it is looked for meanwhile.
+        // A rename writes the file at once: the driver may look for the file at any
+        // time.
         let draft = path.with_extension("draft");
         fs::write(&draft, fault).expect("writes");
         fs::rename(&draft, &path).expect("renames");
     }
 
-    /// The binary, to which the loader gives the stand-ins.
+    /// Returns a command for the binary with the stand-in libraries.
     fn binary(&self) -> Command {
         let mut command = Command::new(support::binary());
         command
@@ -130,14 +130,14 @@ impl Machine {
         command
     }
 
-    /// `up` with a worker for each of `devices`; its log is the machine's.
+    /// Starts `up` with a worker for each of `devices` and keeps its log.
     fn start(&self, devices: &[&str], more: &str) -> Tollgate {
         let mut command = self.binary();
         command.stderr(fs::File::create(self.folder.path().join("log")).expect("a log"));
         Tollgate::start_on(&self.data(), &self.config(devices, more), command)
     }
 
-    /// What `up` says where it does not start.
+    /// Returns the log of an `up` that does not start.
     fn refused(&self, devices: &[&str]) -> String {
         let config = self.folder.path().join("refused.toml");
         fs::write(&config, self.config(devices, "")).expect("writes");
@@ -182,7 +182,7 @@ watchdog.times_predicted = 1
     }
 }
 
-/// What a worker measured of a device.
+/// A calibration that a worker measured.
 struct Measured {
     device: String,
     file: String,
@@ -209,26 +209,26 @@ fn ask(model: &str, prompt: &str, tokens: u32) -> Value {
     })
 }
 
-/// What the model answers, drawn greedily.
+/// Returns the model's greedy answer.
 async fn answer(connection: &Connection, model: &str, prompt: &str) -> String {
     content(connection, &ask(model, prompt, ANSWER)).await
 }
 
-/// The text of the answer to `body`.
+/// Returns the text of the answer to `body`.
 async fn content(connection: &Connection, body: &Value) -> String {
     let (status, reply) = post(connection, "/v1/chat/completions", body).await;
     assert_eq!(status, 200, "{reply}");
     reply["choices"][0]["message"]["content"].as_str().expect("text").to_owned()
 }
 
-/// An answer that has begun, by the request's id.
-struct Begun {
+/// A started stream, with the id of its request.
+struct StartedStream {
     id: String,
     rest: http::Response<Incoming>,
 }
 
-/// Asks for a stream and waits for its first event.
-async fn begun(connection: &Connection) -> Begun {
+/// Sends a streaming request and waits for its first event.
+async fn start_stream(connection: &Connection) -> StartedStream {
     let mut body = ask("tollgate-demo", PROMPTS[0], LONG_ANSWER);
     body["stream"] = json!(true);
     let response = connection.post("/v1/chat/completions", body.to_string().into()).await;
@@ -236,10 +236,10 @@ async fn begun(connection: &Connection) -> Begun {
     assert_eq!(response.status(), 200);
     response.frame().await.expect("a first chunk").expect("whole");
     let id = response.headers()["x-request-id"].to_str().expect("text").to_owned();
-    Begun { id, rest: response }
+    StartedStream { id, rest: response }
 }
 
-/// The devices that did acme's work, by the records of the audit log.
+/// Returns the devices of acme's records in the audit log.
 fn billed(gateway: &Tollgate, out: &Path) -> BTreeSet<String> {
     gateway.command(&["audit", "export", "--out", &out.display().to_string()]);
     let lines = fs::read_to_string(out.join("records.jsonl")).expect("an export");
@@ -251,8 +251,8 @@ fn billed(gateway: &Tollgate, out: &Path) -> BTreeSet<String> {
         .collect()
 }
 
-/// Of each life of a worker: all of its time, and what tenants had of it. The
-/// ledger is whole and every nanosecond has its account.
+/// Returns the balance of each incarnation of a worker and asserts that each balance is
+/// exact.
 fn lives(gateway: &Tollgate) -> Vec<Balance> {
     let reader = gateway.books();
     let epochs = reader.epochs().expect("reads").into_iter();
@@ -264,10 +264,10 @@ fn lives(gateway: &Tollgate) -> Vec<Balance> {
     lives
 }
 
-/// Two cards serve beside each other, and say what the processor says.
+/// Checks that two GPUs serve in parallel and give the CPU's answers.
 #[tokio::test]
-async fn each_gpu_gets_a_worker_with_cpu_answers() {
-    let (_alone, machine) = (ALONE.lock().await, Machine::of_cards());
+async fn gpu_workers_answer_like_the_cpu() {
+    let (_alone, machine) = (ALONE.lock().await, Machine::with_two_gpus());
     let reference = format!(
         "threads = 1\n[models.reference]\npath = {:?}\ndevices = [\"cpu\"]\n",
         Path::new(env!("CARGO_MANIFEST_DIR")).join("models/tollgate-demo")
@@ -289,15 +289,15 @@ async fn each_gpu_gets_a_worker_with_cpu_answers() {
     assert_eq!(lives.len(), 3);
     assert!(lives.iter().all(|life| life.tenants_ns > 0), "each had its part: {lives:?}");
     let billed = billed(&gateway, &machine.folder.path().join("audit"));
-    let [one, other] = CARDS;
+    let [one, other] = GPUS;
     assert_eq!(billed.iter().map(String::as_str).collect::<Vec<_>>(), [one, other, "worker/0"]);
 }
 
-/// What is drawn with a seed is the same alone and in company.
+/// Checks that sampling with a seed gives the same text alone and in a batch.
 #[tokio::test]
 async fn deterministic_workers_answer_alike_in_company() {
-    let (_alone, machine) = (ALONE.lock().await, Machine::of_cards());
-    machine.is_measured("h100-Emulated_H100__deterministic_");
+    let (_alone, machine) = (ALONE.lock().await, Machine::with_two_gpus());
+    machine.write_calibration("h100-Emulated_H100__deterministic_");
     let mut gateway = machine.start(&["cuda:0"], "deterministic = true\n");
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     let drawn = |index: usize| {
@@ -320,15 +320,19 @@ async fn deterministic_workers_answer_alike_in_company() {
     assert!(machine.log().contains("results do not depend on the batch"), "{}", machine.log());
 }
 
-/// Streams from both workers while `lose` takes one of them away: its client
-/// hears of it once, the other's not at all, and both serve again.
-async fn loses_one(gateway: &Tollgate, connection: &Connection, lose: impl FnOnce()) {
+/// Streams from both workers while `lose` ends one of them. One client gets one error,
+/// the other client gets none, and both workers serve again.
+async fn assert_loss_is_contained(
+    gateway: &Tollgate,
+    connection: &Connection,
+    lose: impl FnOnce(),
+) {
     let before = gateway.workers();
-    // What one still says of work that is over would bring both to the other.
+    // A stale backlog would send both streams to one worker.
     status_where(gateway, |worker| worker["backlog_ns"] == 0 && worker["running"] == 0).await;
-    let (one, other) = tokio::join!(begun(connection), begun(connection));
+    let (one, other) = tokio::join!(start_stream(connection), start_stream(connection));
     lose();
-    // What has not begun to answer is answered by whoever is there.
+    // An unstarted answer moves to another worker.
     let (whole, text, also) = tokio::join!(
         answer(connection, "tollgate-demo", PROMPTS[0]),
         rest(one.rest),
@@ -345,46 +349,49 @@ async fn loses_one(gateway: &Tollgate, connection: &Connection, lose: impl FnOnc
     let after = gateway.workers();
     let stayed = after.iter().filter(|pid| before.contains(pid)).count();
     assert_eq!((after.len(), stayed), (2, 1), "{before:?} {after:?}");
-    // What was done is on the bill.
+    // The work done is on the bill.
     let usage = posted(connection, &harmed).await;
     assert_eq!(usage["reason"], "fault", "{usage}");
     assert!(usage["attributed_ns"].as_u64() > Some(0), "{usage}");
 }
 
-/// Either worker is killed.
+/// Checks that each of two killed workers is replaced.
 #[tokio::test]
 async fn killed_worker_on_a_gpu_is_replaced() {
-    let (_alone, machine) = (ALONE.lock().await, Machine::of_cards());
-    let devices = CARDS.map(|uuid| format!("cuda:{uuid}"));
+    let (_alone, machine) = (ALONE.lock().await, Machine::with_two_gpus());
+    let devices = GPUS.map(|uuid| format!("cuda:{uuid}"));
     let mut gateway = machine.start(&devices.each_ref().map(String::as_str), "");
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     for worker in gateway.workers() {
-        loses_one(&gateway, &connection, || signal(worker, "KILL")).await;
+        assert_loss_is_contained(&gateway, &connection, || signal(worker, "KILL")).await;
     }
     assert_eq!(gateway.stop(), Some(0));
     assert_eq!(lives(&gateway).len(), 4, "two of each");
 }
 
-/// C12 and C13: the driver does not come back, a step fails, and there is no
-/// memory for the next start.
+/// Checks C12 and C13: a driver call hangs, a step fails, and the next start has no
+/// memory.
 #[tokio::test]
 async fn failing_gpu_affects_only_its_worker() {
-    let (_alone, machine) = (ALONE.lock().await, Machine::of_cards());
+    let (_alone, machine) = (ALONE.lock().await, Machine::with_two_gpus());
     let mut gateway = machine.start(&["cuda:0", "cuda:1"], "");
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     for (device, call, fault) in
         [(0, "launch", "hang"), (1, "wait", "hang"), (1, "launch", "fail"), (0, "wait", "fail")]
     {
         if fault == "fail" {
-            machine.strike(device, "alloc", fault);
+            machine.inject_fault(device, "alloc", fault);
         }
-        loses_one(&gateway, &connection, || machine.strike(device, call, fault)).await;
+        assert_loss_is_contained(&gateway, &connection, || {
+            machine.inject_fault(device, call, fault)
+        })
+        .await;
     }
     assert_eq!(gateway.stop(), Some(0));
     let lives = lives(&gateway);
-    // The starts without memory came to nothing.
+    // Starts without memory do not count.
     assert_eq!(lives.len(), 6);
-    // What was watched for two seconds and more is nobody's.
+    // The two seconds of each hang are in the platform's loss.
     let loss: i64 = lives.iter().map(|life| life.loss_ns).sum();
     assert!(loss > 2 * 2_000_000_000, "{loss}");
     let log = machine.log();
@@ -398,7 +405,8 @@ async fn failing_gpu_affects_only_its_worker() {
     }
 }
 
-/// Loads both workers at once: what tenants had of each, and the time that passed.
+/// Loads both workers at once. Returns the tenants' time of each worker and the elapsed
+/// time.
 async fn two_at_once(machine: &Machine, devices: &[&str]) -> (Vec<i64>, i64) {
     let mut gateway = machine.start(devices, "");
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
@@ -415,43 +423,43 @@ async fn two_at_once(machine: &Machine, devices: &[&str]) -> (Vec<i64>, i64) {
     (busy, passed)
 }
 
-/// Two workers on one card, and the control: the same on two.
+/// Checks two workers on one GPU; as a control, the same load runs on two GPUs.
 #[tokio::test]
-async fn two_workers_on_one_card_take_turns() {
-    let (_alone, machine) = (ALONE.lock().await, Machine::of_cards());
+async fn workers_on_one_gpu_take_turns() {
+    let (_alone, machine) = (ALONE.lock().await, Machine::with_two_gpus());
     let (busy, passed) = two_at_once(&machine, &["cuda:0", "cuda:0"]).await;
     assert_eq!(busy.len(), 2, "both had turns: {busy:?}");
     let share = |busy: &[i64], passed: i64| busy.iter().sum::<i64>() as f64 / passed as f64;
     let shared = share(&busy, passed);
     assert!(shared <= 1.0, "{busy:?} in {passed}");
-    let (busy, passed) = two_at_once(&Machine::of_cards(), &["cuda:0", "cuda:1"]).await;
+    let (busy, passed) = two_at_once(&Machine::with_two_gpus(), &["cuda:0", "cuda:1"]).await;
     assert!(share(&busy, passed) > shared, "the control fails: {busy:?} in {passed}");
 }
 
-/// What no worker can start on is told in one sentence; where the processor is
-/// allowed, it serves instead.
+/// Checks that a failed start gives one sentence with the reason, and that `auto`
+/// serves on the CPU instead.
 #[tokio::test]
 async fn gpu_start_failures_give_a_reason() {
-    let (_alone, machine) = (ALONE.lock().await, Machine::of_cards());
+    let (_alone, machine) = (ALONE.lock().await, Machine::with_two_gpus());
     let said = |devices: &[&str], sentence: &str| {
         let log = machine.refused(devices);
         let said = log.lines().find(|line| line.contains(sentence));
         assert_eq!(said.map(|line| line.matches(sentence).count()), Some(1), "{sentence:?}: {log}");
     };
-    machine.strike(0, "alloc", "fail");
+    machine.inject_fault(0, "alloc", "fail");
     said(
         &["cuda:0"],
         "the device cannot be set up: cuMemAlloc failed: the stand-in says no \
          (CUDA_ERROR_OUT_OF_MEMORY)",
     );
-    let by_identity = format!("cuda:{}", CARDS[0]);
+    let by_identity = format!("cuda:{}", GPUS[0]);
     said(&["cuda:0", &by_identity], "the same name, so that the workers take turns");
     let absent = format!("cuda:{}", SLICES[0].replace("00", "ff"));
     said(
         &[&absent],
         &format!("there is no CUDA device {absent}; `nvidia-smi -L` lists those that there are"),
     );
-    machine.strike(0, "alloc", "fail");
+    machine.inject_fault(0, "alloc", "fail");
     let mut gateway = machine.start(&["auto"], "");
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     answer(&connection, "tollgate-demo", PROMPTS[0]).await;
@@ -460,12 +468,12 @@ async fn gpu_start_failures_give_a_reason() {
     assert!(log.contains("the model runs on the processor") && log.contains("cuMemAlloc"), "{log}");
 }
 
-/// The status once every device has been looked at.
+/// Returns the status after every device has a health report.
 async fn watched(gateway: &Tollgate) -> Value {
     status_where(gateway, |worker| worker["health"].is_object()).await
 }
 
-/// The status once this holds of every worker.
+/// Waits until `holds` is true of every worker and returns the status.
 async fn status_where(gateway: &Tollgate, holds: impl Fn(&Value) -> bool) -> Value {
     let (connection, started) = (gateway.connect_admin().await, Instant::now());
     loop {
@@ -478,11 +486,11 @@ async fn status_where(gateway: &Tollgate, holds: impl Fn(&Value) -> bool) -> Val
     }
 }
 
-/// Slices of one card: each process is shown its own, bills and locks are the
-/// slice's, and NVML knows it by the same name.
+/// Checks slices of one GPU: each process sees its own slice, bills and locks name the
+/// slice, and so does NVML.
 #[tokio::test]
-async fn each_gpu_slice_gets_a_worker() {
-    let (_alone, machine) = (ALONE.lock().await, Machine::of_slices());
+async fn gpu_slices_get_a_worker_each() {
+    let (_alone, machine) = (ALONE.lock().await, Machine::with_two_slices());
     let devices = SLICES.map(|uuid| format!("cuda:{uuid}"));
     let mut gateway = machine.start(&devices.each_ref().map(String::as_str), "");
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
@@ -504,7 +512,8 @@ async fn each_gpu_slice_gets_a_worker() {
     }
 }
 
-/// Tokens of an answer, and of one that is still under way when its worker is lost.
+/// The tokens of an answer, and of an answer that is still running at its worker's
+/// loss.
 const ANSWER: u32 = 12;
 const LONG_ANSWER: u32 = 60;
 const PROMPTS: [&str; 6] = [

@@ -1,7 +1,6 @@
-//! What a device's driver tells, and what follows from it. NVML is a stand-in
-//! that this test builds with the C compiler, with values that it rewrites; the
-//! device is synthetic. Library, worker, status and metrics are the real ones.
-//! Nothing here says anything about a GPU.
+//! Health and energy of a device. NVML is a stand-in that this test builds with the C
+//! compiler and whose values it rewrites; the device is synthetic. Library loading,
+//! worker, status and metrics are real. These tests prove nothing about a real GPU.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,15 +14,15 @@ use tollgate_loadtest::client::Connection;
 
 use crate::support::{self, Tollgate, get, post};
 
-/// A card in the best of health.
-const WELL: &str = "utilisation 40\nmemory_used 30000000000\nmemory_total 80000000000\n\
+/// The values of a healthy GPU.
+const HEALTHY: &str = "utilisation 40\nmemory_used 30000000000\nmemory_total 80000000000\n\
     memory_ours 20000000000\ntemperature 60\npower 300000\npower_limit 700000\nenergy 123456\n\
     clock 1980\nmemory_clock 2619\nthrottle 0\necc_corrected 2\necc_uncorrected 0\nmig 0\n";
 
-/// Figures by name, in place of a healthy card's.
+/// Values by name that replace those of a healthy GPU.
 type Values = &'static [(&'static str, u64)];
 
-/// The stand-in for NVML and its values.
+/// The stand-in for NVML with its file of values.
 struct StandIn {
     library: PathBuf,
     values: PathBuf,
@@ -34,10 +33,10 @@ impl StandIn {
         Self::with(folder, &[])
     }
 
-    /// The same, compiled with these macros.
+    /// Builds the stand-in with these macros.
     fn with(folder: &TempDir, macros: &[&str]) -> Self {
         let (library, values) = (folder.path().join("libnvml.so"), folder.path().join("values"));
-        fs::write(&values, WELL).expect("writes");
+        fs::write(&values, HEALTHY).expect("writes");
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/support/nvml.c");
         let status = Command::new("cc")
             .args(["-shared", "-fPIC", "-Wall", "-Werror", "-o"])
@@ -49,19 +48,21 @@ impl StandIn {
         Self { library, values }
     }
 
-    /// From now on the card tells this instead.
-    fn tells(&self, changes: &[(&str, u64)]) {
+    /// Replaces values of the healthy GPU from now on.
+    fn set(&self, changes: &[(&str, u64)]) {
         let changes: Vec<_> = changes.iter().map(|&(name, value)| (name, Some(value))).collect();
-        self.tells_or_not(&changes);
+        self.set_or_remove(&changes);
     }
 
-    /// Likewise; of what has no value it tells nothing.
-    fn tells_or_not(&self, changes: &[(&str, Option<u64>)]) {
+    /// Replaces values, or removes those given as `None`.
+    fn set_or_remove(&self, changes: &[(&str, Option<u64>)]) {
         let changed = |name: &str| changes.iter().any(|change| change.0 == name);
-        let kept = WELL.lines().filter(|line| !changed(line.split(' ').next().unwrap_or_default()));
+        let kept =
+            HEALTHY.lines().filter(|line| !changed(line.split(' ').next().unwrap_or_default()));
         let new = changes.iter().filter_map(|(name, value)| Some(format!("{name} {}", (*value)?)));
         let text: String = kept.map(str::to_owned).chain(new).map(|line| line + "\n").collect();
-        // Whole or not at all: it is read meanwhile.
+        // A rename writes the file at once, because the library reads the file at any
+        // time.
         let draft = self.values.with_extension("new");
         fs::write(&draft, text).expect("writes");
         fs::rename(&draft, &self.values).expect("renames");
@@ -91,7 +92,7 @@ nvml = "{}"
     )
 }
 
-/// Waits until the worker says so of itself.
+/// Waits until the worker's status satisfies `holds`.
 async fn until(admin: &Connection, words: &str, holds: impl Fn(&Value) -> bool) -> Value {
     let started = Instant::now();
     loop {
@@ -116,8 +117,8 @@ async fn ask(connection: &Connection) -> u16 {
 #[tokio::test]
 async fn unhealthy_device_gets_no_work_until_healthy() {
     let folder = tempfile::tempdir().expect("a folder");
-    let card = StandIn::build(&folder);
-    let config = config(r#"["cuda:one"]"#, &card.library, &folder.path().join("locks"));
+    let gpu = StandIn::build(&folder);
+    let config = config(r#"["cuda:one"]"#, &gpu.library, &folder.path().join("locks"));
     let mut gateway = Tollgate::with_config(&config);
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     let admin = gateway.connect_admin().await;
@@ -149,25 +150,26 @@ async fn unhealthy_device_gets_no_work_until_healthy() {
     }
     assert_eq!(ask(&connection).await, 200);
 
-    // Each illness, and what it is like once it is over.
+    // Each fault, then the values after the fault.
     let cases: [(&str, &str, Values, Values); 3] = [
         ("hot", "hot", &[("temperature", 85)], &[("temperature", 75)]),
         ("ill by an Xid", "ill", &[("xid", 79), ("xids", 1)], &[]),
         ("gone", "gone", &[("lost", 1)], &[]),
     ];
     for (words, concern, is, was) in cases {
-        card.tells(is);
+        gpu.set(is);
         until(&admin, words, |worker| rests(worker, concern)).await;
         if concern != "ill" {
-            // Who was ill is well again by itself: it may be too late to ask.
+            // This fault passes by itself, so a request may come too late to be
+            // refused.
             assert_eq!(ask(&connection).await, 503, "{words}");
         }
-        card.tells(was);
+        gpu.set(was);
         until(&admin, "well again", well).await;
         assert_eq!(ask(&connection).await, 200, "after it was {words}");
     }
-    // A program's own Xid is nobody's illness; a full memory is worth a word.
-    card.tells(&[("xid", 31), ("xids", 2), ("memory_used", 79_000_000_000)]);
+    // An Xid of a program is no fault of the device; a full memory is a concern only.
+    gpu.set(&[("xid", 31), ("xids", 2), ("memory_used", 79_000_000_000)]);
     let full = |worker: &Value| worker["health"]["concerns"] == json!(["memory_full"]);
     let worker = until(&admin, "full", full).await;
     assert!(well(&worker), "{worker}");
@@ -186,8 +188,7 @@ async fn unhealthy_device_gets_no_work_until_healthy() {
     assert_eq!(gateway.stop(), Some(0));
 }
 
-/// Asks, and waits until the end of the answer is in the ledger: the block that
-/// it ended in is closed.
+/// Sends a request and waits until its end is in the ledger.
 async fn ask_and_settle(connection: &Connection, tokens: u32) {
     let body = json!({
         "model": "tollgate-demo", "max_tokens": tokens,
@@ -205,7 +206,8 @@ async fn ask_and_settle(connection: &Connection, tokens: u32) {
     }
 }
 
-/// Where all energy went, after a stop, by the ledger; it and the time are whole.
+/// Returns the ledger's energy balance after a stop and asserts that energy and time
+/// are exact.
 fn energy_of(gateway: &Tollgate) -> Option<EnergyBalance> {
     let reader = Ledger::open_read_only(&gateway.data().join("ledger.db")).expect("a ledger");
     assert_eq!(reader.check(), vec![]);
@@ -220,7 +222,7 @@ fn energy_of(gateway: &Tollgate) -> Option<EnergyBalance> {
     all
 }
 
-/// Each row of `tollgate usage` by tenant: requests and energy.
+/// Reads each row of `tollgate usage` by tenant: requests and energy.
 fn usage_of(gateway: &Tollgate) -> Vec<(u64, Option<u64>)> {
     let usage = gateway.command(&["usage", "--json", "--by", "tenant"]);
     let usage: Value = serde_json::from_str(&usage).expect("JSON");
@@ -232,16 +234,16 @@ fn usage_of(gateway: &Tollgate) -> Vec<(u64, Option<u64>)> {
     .collect()
 }
 
-/// What the counter moves is the tenants', overhead, idle and loss, to the last
-/// millijoule; what it says backwards, or not at all, is nobody's, and nothing
-/// else suffers by it.
+/// Checks that the counter's movement is split between tenants, overhead, idle and loss
+/// to the last millijoule. Backward and missing readings are in no account and disturb
+/// no other figure.
 #[tokio::test]
 async fn energy_is_split_to_the_last_millijoule() {
     let folder = tempfile::tempdir().expect("a folder");
-    let card = StandIn::build(&folder);
-    let config = config(r#"["cuda:one"]"#, &card.library, &folder.path().join("locks"));
+    let gpu = StandIn::build(&folder);
+    let config = config(r#"["cuda:one"]"#, &gpu.library, &folder.path().join("locks"));
     let config = format!("{config}\n[tenants.other]\nplan = \"open\"\n");
-    card.tells(&[("energy", 500_000)]);
+    gpu.set(&[("energy", 500_000)]);
     let mut gateway = Tollgate::with_config(&config);
     let acme = gateway.connect(&gateway.key("acme", &[])).await;
     let other = gateway.connect(&gateway.key("other", &[])).await;
@@ -250,7 +252,7 @@ async fn energy_is_split_to_the_last_millijoule() {
         worker["ready"] == true && worker["health"]["energy_mj"] == json!(counter)
     };
     let mut moved = 0;
-    for (counter, told_of_it, drawn_by) in [
+    for (counter, reported_mj, drawn_by) in [
         (Some(500_000), 0, None),
         (Some(500_701), 701, Some(&other)),
         (Some(512_345), 11_644, None),
@@ -261,15 +263,15 @@ async fn energy_is_split_to_the_last_millijoule() {
         (Some(1_007), 107, Some(&other)),
     ] {
         let draw = async {
-            card.tells_or_not(&[("energy", counter)]);
+            gpu.set_or_remove(&[("energy", counter)]);
             until(&admin, "as it tells", |worker| told(worker, counter)).await;
-            // It is read in between, too.
+            // The wait lets the worker also read the counter between two changes.
             tokio::time::sleep(Duration::from_millis(150)).await;
         };
         match drawn_by {
-            // At rest.
+            // The device is idle.
             None => draw.await,
-            // While a stream runs, some 2 s.
+            // A stream of about 2 s is running.
             Some(connection) => {
                 let later = async {
                     tokio::time::sleep(Duration::from_millis(500)).await;
@@ -280,7 +282,7 @@ async fn energy_is_split_to_the_last_millijoule() {
         }
         ask_and_settle(&acme, 20).await;
         ask_and_settle(&other, 20).await;
-        moved += told_of_it;
+        moved += reported_mj;
     }
     let (status, statement) = get(&acme, "/v1/usage?group_by=").await;
     assert_eq!(status, 200, "{statement}");
@@ -303,18 +305,18 @@ async fn energy_is_split_to_the_last_millijoule() {
     println!("the counter moved by {moved} mJ that are told: {energy:?}; by tenant {usage:?}");
 }
 
-/// Of a slice no driver tells what it draws; and what a card draws on which
-/// several workers take turns is no worker's.
+/// Checks that no energy is reported for a slice, which has no counter, or for a GPU
+/// with several workers.
 #[tokio::test]
 async fn energy_of_a_shared_device_is_not_reported() {
     for (devices, slice) in [(r#"["cuda:one"]"#, true), (r#"["cuda:one", "cuda:one"]"#, false)] {
         let folder = tempfile::tempdir().expect("a folder");
-        let card = StandIn::build(&folder);
-        let config = config(devices, &card.library, &folder.path().join("locks"));
+        let gpu = StandIn::build(&folder);
+        let config = config(devices, &gpu.library, &folder.path().join("locks"));
         let of_slice = slice.then_some(("slice", Some(1)));
         let tells = |energy| {
             let changes = [("energy", Some(energy))].into_iter().chain(of_slice);
-            card.tells_or_not(&changes.collect::<Vec<_>>());
+            gpu.set_or_remove(&changes.collect::<Vec<_>>());
         };
         tells(1_000);
         let mut gateway = Tollgate::with_config(&config);
@@ -331,13 +333,13 @@ async fn energy_of_a_shared_device_is_not_reported() {
     }
 }
 
-/// A driver that answers nobody keeps nobody from starting, serving and ending.
+/// Checks that a hanging driver does not delay start, service and end.
 #[tokio::test]
 async fn hanging_nvml_delays_no_worker() {
     let folder = tempfile::tempdir().expect("a folder");
-    let card = StandIn::build(&folder);
-    let config = config(r#"["cuda:one"]"#, &card.library, &folder.path().join("locks"));
-    card.tells(&[("hangs", 1)]);
+    let gpu = StandIn::build(&folder);
+    let config = config(r#"["cuda:one"]"#, &gpu.library, &folder.path().join("locks"));
+    gpu.set(&[("hangs", 1)]);
     let mut gateway = Tollgate::with_config(&config);
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     ask_and_settle(&connection, 20).await;
@@ -347,12 +349,12 @@ async fn hanging_nvml_delays_no_worker() {
     assert_eq!(energy_of(&gateway), None);
 }
 
-/// Without the library there is one sentence in the log, and service.
+/// Checks that a worker serves without NVML and logs one sentence.
 #[tokio::test]
 async fn device_unknown_to_nvml_serves_unmonitored() {
     let folder = tempfile::tempdir().expect("a folder");
-    let card = StandIn::with(&folder, &["-DKNOWN=\"another\""]);
-    let config = config(r#"["cuda:one"]"#, &card.library, &folder.path().join("locks"));
+    let gpu = StandIn::with(&folder, &["-DKNOWN=\"another\""]);
+    let config = config(r#"["cuda:one"]"#, &gpu.library, &folder.path().join("locks"));
     let mut gateway = Tollgate::with_config(&config);
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     assert_eq!(ask(&connection).await, 200);

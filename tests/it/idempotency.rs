@@ -1,5 +1,5 @@
-//! A request that is sent again over the real process: run once, charged
-//! once, also when the gateway is killed in between.
+//! Repeated requests over the real process: each runs once and is charged once, even if
+//! the gateway is killed in between.
 
 use std::time::{Duration, Instant};
 
@@ -23,7 +23,7 @@ fn count(max_tokens: u32, stream: bool) -> Value {
 async fn send(connection: &Connection, body: &Value, key: &str) -> Answer {
     let mut headers = HeaderMap::new();
     headers.insert("idempotency-key", key.parse().expect("visible"));
-    // What the SDKs add when they try again.
+    // The header that the SDKs add to a retry.
     headers.insert("x-stainless-retry-count", "1".parse().expect("visible"));
     let body = body.to_string().into();
     connection.post_with("/v1/chat/completions", body, headers).await.expect("answers")
@@ -42,7 +42,7 @@ async fn text(answer: Answer) -> String {
     String::from_utf8(body.to_vec()).expect("UTF-8")
 }
 
-/// Requests on the bill of all, once the gateway has stopped.
+/// Returns the number of billed requests after the gateway has stopped.
 fn requests(gateway: &Tollgate) -> u64 {
     let printed = gateway.command(&["usage", "--json", "--by", "tenant"]);
     let usage: Value = serde_json::from_str(&printed).expect("JSON");
@@ -78,7 +78,7 @@ async fn duplicates_with_one_key_are_billed_once() {
     ids.dedup();
     assert_eq!((ids.len(), ran), (1, 1), "{ids:?}");
 
-    // A stream comes again as it went out; another body is refused.
+    // A repeated stream is the same bytes; another body with the key is refused.
     let first = text(send(&connections[0], &count(8, true), "stream").await).await;
     let again = send(&connections[1], &count(8, true), "stream").await;
     assert!(replay_of(&again).is_some());
@@ -97,7 +97,7 @@ async fn kill_between_duplicates_bills_once() {
     let done_id = id_of(&done);
     assert_eq!(read(done).await.0, 200);
     wait_until_posted(&connection, &done_id).await;
-    // Long enough that it hardly ends before the kill.
+    // The answer is long, so it is most likely still running at the kill.
     let mut long = count(400, true);
     long["n"] = json!(8);
     let mut running = send(&connection, &long, "running").await;
@@ -107,14 +107,15 @@ async fn kill_between_duplicates_bills_once() {
     gateway.kill();
     let mut gateway = gateway.restart();
 
-    // What was charged is not run again, and says where its figures are.
+    // A charged request is not run again; the error names its id.
     let connection = gateway.connect(&key).await;
     let (status, reply) = read(send(&connection, &count(6, false), "done").await).await;
     assert_eq!((status, &reply["error"]["code"]), (409, &json!("idempotency_answer_gone")));
     assert!(reply["error"]["message"].as_str().expect("text").contains(&done_id), "{reply}");
     assert_eq!(read(send(&connection, &count(7, false), "done").await).await.0, 422);
 
-    // What was under way has cost nobody anything; it runs once that is known.
+    // The interrupted request has cost nothing and runs again as soon as that is
+    // settled.
     let started = Instant::now();
     let answer = loop {
         let answer = send(&connection, &long, "running").await;
@@ -124,7 +125,7 @@ async fn kill_between_duplicates_bills_once() {
         let (status, reply) = read(answer).await;
         match reply["error"]["code"].as_str() {
             Some("idempotency_unsettled" | "overloaded") => {}
-            // A fast machine ended it before the kill: it was charged, once.
+            // On a fast machine the answer ended before the kill and was charged once.
             Some("idempotency_answer_gone") => break None,
             _ => panic!("{status} {reply}"),
         }

@@ -1,6 +1,6 @@
-//! C01, C02, C08: the gateway and its worker are killed under load, again and
-//! again, and after each time a checker that shares no code with them counts
-//! the ledger, the journals and what clients saw: nothing lost, nothing twice.
+//! Checks C01, C02 and C08: the gateway and its worker are killed under load, many
+//! times. After each kill a checker that shares no code with them compares the ledger,
+//! the journals and the clients' records: nothing is lost and nothing is doubled.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -18,10 +18,10 @@ mod load;
 mod planted;
 
 use self::checker::{Checker, End, Evidence, Finding};
-use self::load::{Draw, Load, Piece};
+use self::load::{Load, RepeatedToken, SeededRandom};
 use crate::support::{self, Tollgate, signal};
 
-/// Who asks: two tenants, one of which comes to the end of its day's cap.
+/// The tenants of the clients; `capped` reaches the end of its daily cap.
 const CLIENTS: [&str; 8] = ["acme", "acme", "acme", "acme", "acme", "acme", "capped", "capped"];
 
 fn config(cap_ns: i64) -> String {
@@ -52,32 +52,32 @@ plan = "capped"
     )
 }
 
-/// A gateway under load, and everything that can be known of it.
-struct Field {
+/// A gateway under load, with all evidence about it.
+struct KillRun {
     gateway: Tollgate,
     load: Load,
-    witness: Witness,
+    witness: JournalCopies,
     keys: HashMap<&'static str, String>,
     cap_ns: i64,
     checker: Checker,
-    draw: Draw,
-    /// When workers were killed, ns by the host's clock.
+    draw: SeededRandom,
+    /// The times at which workers were killed, ns by the host's clock.
     kills: Vec<u64>,
-    /// What was told as final, by request.
+    /// The figures that were reported as final, by request.
     posted: HashMap<String, (u64, u64)>,
 }
 
-impl Field {
-    /// Starts it, with a cap that `requests` use up.
+impl KillRun {
+    /// Starts a gateway and its load, with a cap that about `requests` requests use up.
     async fn start(seed: u64, requests: i64) -> Self {
-        // Where a failure is to be repeated.
+        // The seed repeats a failed run.
         eprintln!("TOLLGATE_SEED={seed}");
         let mut gateway = Tollgate::with_config(&config(1_000_000_000_000));
         let keys: HashMap<_, _> =
             ["acme", "capped"].map(|tenant| (tenant, gateway.key(tenant, &[]))).into();
-        let witness = Witness::start(gateway.data());
+        let witness = JournalCopies::start(gateway.data());
         let connection = gateway.connect(&keys["capped"]).await;
-        let piece = Piece::learn(&connection).await;
+        let piece = RepeatedToken::learn(&connection).await;
         let cost = cost_of_one(&gateway, &connection).await;
         drop(connection);
         let cap_ns = cost * requests;
@@ -92,13 +92,13 @@ impl Field {
             keys,
             cap_ns,
             checker: Checker::default(),
-            draw: Draw::new(seed, 0),
+            draw: SeededRandom::new(seed, 0),
             kills: Vec::new(),
             posted: HashMap::new(),
         }
     }
 
-    /// Kills the worker in the middle of something; `up` starts it again.
+    /// Kills the worker at a random moment; `up` starts a new one.
     async fn kill_worker(&mut self) {
         self.wait_for_a_moment().await;
         let worker = loop {
@@ -107,19 +107,19 @@ impl Field {
             }
             tokio::time::sleep(Duration::from_millis(5)).await;
         };
-        self.load.kills();
+        self.load.record_kill();
         signal(worker, "KILL");
         self.kills.push(utc_ns());
         self.load.until_answered().await;
     }
 
-    /// Kills the gateway in the middle of something, or asks it to end, or
-    /// does both; sometimes the next one, too, before it is ready.
+    /// Kills the gateway at a random moment, or stops it, or does both. Sometimes kills
+    /// the next one, too, before it is ready.
     async fn kill_gateway(mut self) -> Self {
         self.wait_for_a_moment().await;
-        self.look_at_final_figures().await;
+        self.record_final_figures().await;
         self.wait_for_a_moment().await;
-        self.load.kills();
+        self.load.record_kill();
         match self.draw.below(10) {
             0..7 => self.gateway.kill(),
             7 => {
@@ -132,13 +132,13 @@ impl Field {
                 assert_eq!(code, Some(0), "it drains");
             }
         }
-        self.load.go_to(None);
+        self.load.set_targets(None);
         if self.draw.below(4) == 0 {
             let after = Duration::from_millis(self.draw.below(250));
             self.gateway = tokio::task::block_in_place(|| self.gateway.restart_and_kill(after));
         }
         self.gateway = tokio::task::block_in_place(|| self.gateway.restart());
-        self.load.go_to(Some(targets(&self.gateway, &self.keys)));
+        self.load.set_targets(Some(targets(&self.gateway, &self.keys)));
         self
     }
 
@@ -148,9 +148,9 @@ impl Field {
         tokio::time::sleep(moment).await;
     }
 
-    /// Asks for the figures of a request that was answered: once final, they
+    /// Records the figures of an answered request if they are final; final figures
     /// never change.
-    async fn look_at_final_figures(&mut self) {
+    async fn record_final_figures(&mut self) {
         let answered = self.load.take_answered();
         let Some((tenant, id)) = answered.last() else { return };
         let target = self.gateway.target(&self.keys[tenant]);
@@ -162,7 +162,7 @@ impl Field {
         }
     }
 
-    /// Nothing is lost or doubled; what is on its way may arrive first.
+    /// Asserts that nothing is lost or doubled; blocks on their way get time to arrive.
     async fn check(&mut self, when: &str) {
         let told = self.load.told();
         let started = Instant::now();
@@ -176,7 +176,7 @@ impl Field {
         assert!(found.is_empty(), "{when}: {found:#?}\nkept: {}", self.keep().display());
     }
 
-    fn findings(&mut self, told: &[checker::Told]) -> Vec<Finding> {
+    fn findings(&mut self, told: &[checker::ClientRecord]) -> Vec<Finding> {
         let sent = self.load.sent() + FIRST_REQUESTS;
         let evidence = Evidence {
             ledger: &self.gateway.data().join("ledger.db"),
@@ -189,7 +189,7 @@ impl Field {
         self.checker.findings(&evidence)
     }
 
-    /// Copies what a person would look at.
+    /// Copies the evidence for a person to look at.
     fn keep(&self) -> PathBuf {
         let kept = std::env::temp_dir().join(format!("tollgate-kills-{}", std::process::id()));
         copy(self.gateway.data(), &kept.join("data"));
@@ -197,10 +197,10 @@ impl Field {
         kept
     }
 
-    /// Ends the load and the gateway, and says what there was.
+    /// Ends the load and the gateway, checks once more and prints a summary.
     async fn end(mut self) -> Self {
         self.load.end().await;
-        // (4) Who holds nothing cannot hold it for too long.
+        // No hold may remain without a request.
         let started = Instant::now();
         while metric(&self.gateway, "tollgate_holds").await != 0 {
             assert!(started.elapsed() < Duration::from_secs(30), "a hold is left");
@@ -230,17 +230,17 @@ impl Field {
             };
             *ends.entry(end).or_default() += 1;
         }
-        let longest = self.load.heard().into_iter().max().unwrap_or_default();
+        let longest = self.load.error_delays().into_iter().max().unwrap_or_default();
         eprintln!("clients: {ends:?}; an error event at most {longest:?} after the kill");
-        // Two seconds are promised; a machine that does much else takes longer.
+        // The promise is two seconds; a busy machine takes longer.
         assert!(longest < Duration::from_secs(10), "{longest:?}");
-        let untold = self.kills.iter().map(|kill| self.checker.untold_before(*kill)).max();
-        let untold = Duration::from_nanos(untold.unwrap_or(0));
-        eprintln!("at most {untold:?} before a worker was killed are in no account");
+        let uncounted = self.kills.iter().map(|kill| self.checker.uncounted_before(*kill)).max();
+        let uncounted = Duration::from_nanos(uncounted.unwrap_or(0));
+        eprintln!("at most {uncounted:?} before a worker was killed are in no account");
     }
 }
 
-/// Requests before there are clients.
+/// The requests before the clients start.
 const FIRST_REQUESTS: usize = 3;
 
 fn targets(
@@ -250,7 +250,7 @@ fn targets(
     keys.iter().map(|(tenant, key)| (*tenant, gateway.target(key))).collect()
 }
 
-/// The reference cost of a middling request, ns.
+/// Returns the reference cost of an average request, ns.
 async fn cost_of_one(
     gateway: &Tollgate,
     connection: &tollgate_loadtest::client::Connection,
@@ -270,7 +270,7 @@ async fn cost_of_one(
     }
 }
 
-/// A figure of `/metrics`.
+/// Reads a value from `/metrics`.
 async fn metric(gateway: &Tollgate, name: &str) -> i64 {
     use http_body_util::BodyExt;
     let admin = Target::new(&gateway.admin, &gateway.ca(), "none").expect("a target");
@@ -282,15 +282,15 @@ async fn metric(gateway: &Tollgate, name: &str) -> i64 {
     line.trim().parse().expect("a number")
 }
 
-/// Keeps a second name of each journal file, so that it stays when the worker
-/// deletes it.
-struct Witness {
+/// A thread that keeps a hard link to each journal file, so that the file stays after
+/// the worker deletes it.
+struct JournalCopies {
     folder: PathBuf,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Witness {
+impl JournalCopies {
     fn start(data: &Path) -> Self {
         let folder = data.with_file_name("witness");
         fs::create_dir(&folder).expect("a folder");
@@ -301,7 +301,7 @@ impl Witness {
             while !stopped.load(Ordering::Relaxed) {
                 for file in fs::read_dir(&journal).into_iter().flatten().filter_map(Result::ok) {
                     if file.path().extension().is_some_and(|end| end == "journal") {
-                        // It may be known already, or gone just now.
+                        // The link may exist already, or the file may be gone.
                         let _ = fs::hard_link(file.path(), there.join(file.file_name()));
                     }
                 }
@@ -312,7 +312,7 @@ impl Witness {
     }
 }
 
-impl Drop for Witness {
+impl Drop for JournalCopies {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
@@ -339,20 +339,19 @@ fn utc_ns() -> u64 {
     now.expect("after 1970").as_nanos() as u64 // enough until the year 2554
 }
 
-/// A seed of this run's own, unless one is given.
+/// Returns the given seed, or a new seed.
 fn seed() -> u64 {
     #[allow(clippy::disallowed_methods, reason = "a person gives the seed of a failure again")]
     let given = std::env::var("TOLLGATE_SEED").ok();
     given.map_or_else(utc_ns, |seed| seed.parse().expect("TOLLGATE_SEED is a number"))
 }
 
-/// C08: the worker is cut off, for a moment or for so long that the gateway
-/// gives it up, and comes back to go on with what nobody waits for any more:
-/// each request is settled once.
+/// Checks C08: the worker is stopped, briefly or until the gateway gives it up, and
+/// then continues with requests that no client waits for. Each request is settled once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn worker_back_from_a_stop_settles_once() {
     support::stay_within_a_day().await;
-    let mut field = Field::start(seed(), 100).await;
+    let mut field = KillRun::start(seed(), 100).await;
     for held in [Some(300), Some(1_500), None, Some(700)] {
         field.wait_for_a_moment().await;
         let worker = field.gateway.workers()[0];
@@ -360,7 +359,7 @@ async fn worker_back_from_a_stop_settles_once() {
         signal(worker, "STOP");
         match held {
             Some(held) => tokio::time::sleep(Duration::from_millis(held)).await,
-            // An answer to a ping may take ten seconds.
+            // A ping may take ten seconds to time out.
             None => {
                 let held = Instant::now();
                 while metric(&field.gateway, "tollgate_worker_losses").await == lost {
@@ -377,11 +376,10 @@ async fn worker_back_from_a_stop_settles_once() {
     drop(field.end().await);
 }
 
-/// As many kills of each kind, in turn: a worker that was just started anew is
-/// not made to wait before it is started again.
-async fn field_of_kills(kills: usize, seed: u64) {
+/// Kills the worker and the gateway in turn, so that no restart of a worker is delayed.
+async fn run_kills(kills: usize, seed: u64) {
     support::stay_within_a_day().await;
-    let mut field = Field::start(seed, 8 * kills as i64).await;
+    let mut field = KillRun::start(seed, 8 * kills as i64).await;
     for kill in 0..kills {
         field.kill_worker().await;
         field.check(&format!("after the worker was killed, {kill}")).await;
@@ -393,26 +391,26 @@ async fn field_of_kills(kills: usize, seed: u64) {
     drop(field);
 }
 
-/// On several ledgers: each check counts all of one again.
-async fn fields(ledgers: u64, kills: usize) {
+/// Repeats the kills on several ledgers, because each check reads a whole ledger.
+async fn run_on_ledgers(ledgers: u64, kills: usize) {
     let seed = seed();
     for ledger in 0..ledgers {
-        field_of_kills(kills, seed.wrapping_add(ledger)).await;
+        run_kills(kills, seed.wrapping_add(ledger)).await;
     }
 }
 
-/// C01, C02.
+/// Checks C01 and C02.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn fifty_kills_of_each_lose_and_double_nothing() {
-    fields(5, 10).await;
+    run_on_ledgers(5, 10).await;
 }
 
-/// What `cargo xtask test --long` runs.
+/// Tests that only `cargo xtask test --long` runs.
 mod long {
-    /// C01, C02, on fifty ledgers.
+    /// Checks C01 and C02 on fifty ledgers.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     #[ignore = "long: a thousand kills of the gateway, a thousand of the worker"]
     async fn thousand_kills_lose_and_double_nothing() {
-        super::fields(50, 20).await;
+        super::run_on_ledgers(50, 20).await;
     }
 }

@@ -1,5 +1,5 @@
-//! Limits over the real path: rates admit what they say and not one more, caps
-//! hold against parallel requests and across restarts, headers tell the truth.
+//! Limits over the real path: rates admit exactly their limit, caps hold under parallel
+//! requests and after restarts, and headers give the true numbers.
 
 use std::time::{Duration, Instant};
 
@@ -60,8 +60,7 @@ fn ask(max_tokens: u32) -> Value {
     })
 }
 
-/// Sends `count` requests at once on one h2 connection; their statuses and
-/// bodies.
+/// Sends `count` requests at once on one h2 connection and returns statuses and bodies.
 async fn at_once(gateway: &Tollgate, key: &str, count: usize, body: &Value) -> Vec<(u16, Value)> {
     burst(&gateway.connect(key).await, count, body).await
 }
@@ -87,7 +86,7 @@ async fn request_rate_admits_its_burst_and_no_more() {
     let key = gateway.key("rated", &[]);
     let started = Instant::now();
     let mut admitted = 0;
-    // h2 lets 100 streams run at once on one connection.
+    // One h2 connection allows 100 streams.
     let connection = gateway.connect(&key).await;
     let answers = burst(&connection, 90, &ask(1)).await;
     admitted += with_status(&answers, 200);
@@ -98,7 +97,7 @@ async fn request_rate_admits_its_burst_and_no_more() {
         let message = body["error"]["message"].as_str().expect("a message");
         assert!(message.contains("60") && message.contains("rated"), "{message}");
     }
-    // Nobody gets more than burst + t in t seconds.
+    // The bound of a rate is burst + t in t seconds.
     while started.elapsed() < Duration::from_secs(5) {
         let answers = burst(&connection, 5, &ask(1)).await;
         admitted += with_status(&answers, 200);
@@ -121,7 +120,7 @@ async fn headers_count_down() {
         };
         assert_eq!(header("x-ratelimit-limit-requests"), "60");
         let left: u64 = header("x-ratelimit-remaining-requests").parse().expect("a number");
-        // One a second flows back at most.
+        // At most one request a second flows back.
         assert!(before.is_none_or(|before| left < before + 1), "{left} after {before:?}");
         assert!(left <= 59);
         before = Some(left);
@@ -152,7 +151,8 @@ async fn key_cap_binds_only_its_key_after_restart() {
     let gateway = Tollgate::with_config(LIMITS);
     let limited = gateway.key("wide", &["--plan", "cap"]);
     let free = gateway.key("wide", &[]);
-    // Well below the cap on any machine, so that the restart finds a rest.
+    // The work is far below the cap on any machine, so that the restart finds a
+    // remainder.
     at_once(&gateway, &limited, 20, &ask(40)).await;
     let before = spent(&gateway, "wide");
     assert!(before > 0 && before <= 150_000_000, "{before} ns of a cap of 150 ms");
@@ -168,9 +168,8 @@ async fn key_cap_binds_only_its_key_after_restart() {
     assert_eq!(at_once(&gateway, &free, 1, &ask(1)).await[0].0, 200);
 }
 
-/// Asks with `count` requests at once, again and again, until one is refused;
-/// what that one was told. How many fit depends on the machine, so the bound
-/// on the rounds is far from any.
+/// Sends rounds of `count` requests until one is refused and returns the refusal. The
+/// number that fits depends on the machine, so the bound on the rounds is generous.
 async fn spend_out(gateway: &Tollgate, key: &str, count: usize) -> Value {
     let connections = [gateway.connect(key).await, gateway.connect(key).await];
     for _ in 0..100 {
@@ -194,7 +193,8 @@ async fn spend_out(gateway: &Tollgate, key: &str, count: usize) -> Value {
     panic!("{} requests did not spend the cap", 100 * count);
 }
 
-/// The pool's limits bind its tenants together, whatever their own allow.
+/// Checks that a pool's limits bind its tenants together, even if their own limits are
+/// higher.
 #[tokio::test]
 async fn pool_limits_are_shared_by_its_tenants() {
     let gateway = Tollgate::with_config(LIMITS);
@@ -211,8 +211,8 @@ async fn pool_limits_are_shared_by_its_tenants() {
     }
 }
 
-/// A plan that is not there is told when the key is made; one that has gone
-/// from config since then admits nothing.
+/// Checks that a missing plan is reported when a key is made, and that a plan removed
+/// from the config admits nothing.
 #[tokio::test]
 async fn key_without_its_plan_is_refused() {
     let gateway = Tollgate::with_config(LIMITS);
@@ -228,7 +228,7 @@ async fn key_without_its_plan_is_refused() {
     assert_eq!((status, &body["error"]["code"]), (403, &json!("permission_denied")), "{body}");
 }
 
-/// Reference cost in the ledger, once nothing is under way any more.
+/// Returns the reference cost in the ledger after all requests have ended.
 fn spent(gateway: &Tollgate, tenant: &str) -> u64 {
     let words = ["usage", "--json", "--tenant", tenant, "--by", "tenant"];
     let mut last = None;
@@ -270,7 +270,8 @@ async fn device_time_debt_is_paid_back() {
     }
     let seconds = started.elapsed().as_secs_f64();
     let spent = spent(&gateway, "timed") as f64 / 1e9;
-    // Burst, refill, and one estimate's error, which the next ones pay back.
+    // The bound is burst, refill, and the error of one estimate, which later requests
+    // pay back.
     let allowed = 0.06 + 0.06 * seconds / 60.0;
     assert!(refused > 0, "the limit never bit; {spent:.3} s spent");
     assert!(spent <= allowed * 1.25, "{spent:.3} s spent, {allowed:.3} s allowed");

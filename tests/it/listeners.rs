@@ -1,6 +1,6 @@
-//! The door of the real binary, as the tools of others see it: curl, h2load,
-//! slowhttptest. What single connections must not do is tested where the
-//! listener is; here is what the whole makes of them.
+//! The listeners of the real binary under other projects' tools: curl, h2load,
+//! slowhttptest. The listener's own tests cover single connections; these tests cover
+//! the whole.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -15,26 +15,26 @@ use tollgate_loadtest::client::Protocol;
 
 use crate::support::{self, Tollgate, binary, get, post, program};
 
-/// One request of a curl that makes many, on one connection where it can.
+/// One request of a curl call, which uses one connection where it can.
 #[derive(Clone, Default)]
-struct Ask {
+struct CurlRequest {
     method: &'static str,
     url: String,
     headers: Vec<String>,
     body: Option<String>,
 }
 
-/// What came back.
+/// The response to one request.
 #[derive(Debug)]
-struct Told {
+struct CurlResponse {
     status: u16,
-    /// Whether a new connection was needed.
+    /// True if the request needed a new connection.
     is_new: bool,
 }
 
-/// Asks all of `asks`, with curl's further `options`; what each was told, and
-/// the bodies, one after the other.
-fn curl(gateway: &Tollgate, options: &[&str], asks: &[Ask]) -> (Vec<Told>, String) {
+/// Sends all of `asks` with curl and its `options`. Returns the responses, and all
+/// bodies in one text.
+fn curl(gateway: &Tollgate, options: &[&str], asks: &[CurlRequest]) -> (Vec<CurlResponse>, String) {
     let folder = tempfile::tempdir().expect("a folder");
     let bodies = folder.path().join("bodies");
     let mut config = String::new();
@@ -72,25 +72,25 @@ fn curl(gateway: &Tollgate, options: &[&str], asks: &[Ask]) -> (Vec<Told>, Strin
     let output = Command::new("curl").arg("--disable").arg("-K").arg(&path).output().expect("curl");
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "curl: {} {error}", output.status);
-    let told = String::from_utf8(output.stdout).expect("digits");
-    let told = told.lines().map(|line| {
+    let responses = String::from_utf8(output.stdout).expect("digits");
+    let responses = responses.lines().map(|line| {
         let (status, connects) = line.split_once(' ').expect("two words");
-        Told { status: status.parse().expect("a status"), is_new: connects != "0" }
+        CurlResponse { status: status.parse().expect("a status"), is_new: connects != "0" }
     });
     let read = |number| fs::read_to_string(format!("{}.{number}", bodies.display()));
     let bodies = (0..asks.len()).map(|number| read(number).unwrap_or_default()).collect();
-    (told.collect(), bodies)
+    (responses.collect(), bodies)
 }
 
-fn ask(method: &'static str, url: String) -> Ask {
-    Ask { method, url, ..Ask::default() }
+fn ask(method: &'static str, url: String) -> CurlRequest {
+    CurlRequest { method, url, ..CurlRequest::default() }
 }
 
 fn bearer(key: &str) -> String {
     format!("authorization: Bearer {key}")
 }
 
-/// Of a process, KiB.
+/// Returns the resident memory of a process, KiB.
 fn resident(pid: u32) -> u64 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("it runs");
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("VmRSS");
@@ -104,8 +104,8 @@ fn chat(max_tokens: u32) -> Value {
     })
 }
 
-/// Over its rate a tenant is refused before its body is read: what is no JSON
-/// gets 429 and not 400, and whoever sends much gets the answer all the same.
+/// Checks that a tenant over its rate is refused before its body is read: a body
+/// without JSON gets 429 and not 400, even if the body is large.
 #[tokio::test]
 async fn refusals_come_before_the_body() {
     if program("curl").is_none() {
@@ -119,29 +119,32 @@ async fn refusals_come_before_the_body() {
     let (status, reply) = post(&connection, "/v1/chat/completions", &chat(1)).await;
     assert_eq!(status, 200, "{reply}");
     let url = format!("{}/v1/chat/completions", gateway.url);
-    let body = |bytes: usize| Ask {
+    let body = |bytes: usize| CurlRequest {
         headers: vec![bearer(&key), "content-type: application/json".to_owned()],
         body: Some("no JSON ".repeat(bytes / 8)),
         ..ask("POST", url.clone())
     };
     for protocol in ["http1.1", "http2"] {
-        // The last one waits for 100-continue over HTTP/1.
+        // Over HTTP/1 the last request waits for 100-continue.
         let asks = [body(800), body(8_000), body(60_000), body(900_000), body(1_500_000)];
-        let (told, replies) = curl(&gateway, &[protocol], &asks);
-        assert!(told.iter().all(|told| told.status == 429), "{protocol}: {told:?} {replies}");
+        let (responses, replies) = curl(&gateway, &[protocol], &asks);
+        assert!(
+            responses.iter().all(|response| response.status == 429),
+            "{protocol}: {responses:?} {replies}"
+        );
         assert_eq!(replies.matches(r#""type":"rate_limit_error""#).count(), 5, "{replies}");
-        let is_new: Vec<bool> = told.iter().map(|told| told.is_new).collect();
-        // Small bodies keep the connection.
+        let is_new: Vec<bool> = responses.iter().map(|response| response.is_new).collect();
+        // After a small body the connection stays open.
         assert_eq!(is_new[..4], [true, false, false, false], "{protocol}");
     }
-    // Without a key, likewise.
+    // An unknown key is also refused before the body is read.
     let mut unknown = body(8_000);
     unknown.headers[0] = "authorization: Bearer nobody".to_owned();
-    let (told, _) = curl(&gateway, &["http1.1"], &[unknown.clone(), unknown]);
-    assert_eq!((told[0].status, told[1].status, told[1].is_new), (401, 401, false));
+    let (responses, _) = curl(&gateway, &["http1.1"], &[unknown.clone(), unknown]);
+    assert_eq!((responses[0].status, responses[1].status, responses[1].is_new), (401, 401, false));
 }
 
-/// T10: of 1,000 forged addresses none is another source.
+/// Checks T10: none of 1,000 forged addresses counts as another source.
 #[test]
 fn forged_addresses_change_nothing() {
     if program("curl").is_none() {
@@ -151,7 +154,7 @@ fn forged_addresses_change_nothing() {
         "[gateway.sources]\nrequests_per_second = 1\nrequest_burst = 10\n{}",
         support::OPEN
     ));
-    let asks: Vec<Ask> = (0..1_000)
+    let asks: Vec<CurlRequest> = (0..1_000)
         .map(|n| {
             let forged = format!("198.51.{}.{}", n / 250, n % 250 + 1);
             let headers = match n % 4 {
@@ -160,20 +163,20 @@ fn forged_addresses_change_nothing() {
                 2 => vec![format!("forwarded: for={forged}")],
                 _ => vec![format!("x-real-ip: {forged}"), format!("x-forwarded-for: ::{n}")],
             };
-            Ask { headers, ..ask("GET", format!("{}/v1/models", gateway.url)) }
+            CurlRequest { headers, ..ask("GET", format!("{}/v1/models", gateway.url)) }
         })
         .collect();
     let started = Instant::now();
-    let (told, _) = curl(&gateway, &["http2"], &asks);
+    let (responses, _) = curl(&gateway, &["http2"], &asks);
     let allowed = 11 + started.elapsed().as_secs() as usize;
-    let passed = told.iter().filter(|told| told.status != 429).count();
-    assert_eq!(told.len(), 1_000);
+    let passed = responses.iter().filter(|response| response.status != 429).count();
+    assert_eq!(responses.len(), 1_000);
     assert!(passed <= allowed, "{passed} passed, {allowed} may");
     assert!(passed >= 10, "its own requests are answered");
 }
 
-/// T12, T39: bombs of headers and of compressed bodies are refused by what
-/// they say, and leave nothing behind.
+/// Checks T12 and T39: oversized headers and compressed bodies are refused by their
+/// headers and leave no memory behind.
 #[tokio::test]
 async fn bombs_are_refused_unread() {
     if program("curl").is_none() {
@@ -184,38 +187,44 @@ async fn bombs_are_refused_unread() {
     let connection = gateway.connect(&key).await;
     assert_eq!(get(&connection, "/v1/models").await.0, 200);
     let url = format!("{}/v1/chat/completions", gateway.url);
-    let bomb = |coding: &str, bytes: usize| Ask {
+    let bomb = |coding: &str, bytes: usize| CurlRequest {
         headers: vec![bearer(&key), format!("content-encoding: {coding}")],
         body: Some("\u{1f}".repeat(bytes)),
         ..ask("POST", url.clone())
     };
-    let encoded: Vec<Ask> = ["gzip", "zstd", "br", "deflate", "gzip, zstd", "x-unknown"]
+    let encoded: Vec<CurlRequest> = ["gzip", "zstd", "br", "deflate", "gzip, zstd", "x-unknown"]
         .iter()
         .map(|coding| bomb(coding, 40_000))
         .collect();
-    let headers = |count: usize, bytes: usize| Ask {
+    let headers = |count: usize, bytes: usize| CurlRequest {
         headers: (0..count).map(|n| format!("x-bomb-{n}: {}", "x".repeat(bytes))).collect(),
         ..ask("GET", url.clone())
     };
     let heads = [headers(200, 10), headers(1, 20_000), headers(70, 300)];
-    // Once, so that what a first time costs is not counted.
+    // A first round excludes memory that is allocated only once.
     for protocol in ["http1.1", "http2"] {
         curl(&gateway, &[protocol], &encoded);
         curl(&gateway, &[protocol], &heads);
     }
-    // What leaked would grow in every batch, by some of the 2.8 MB that are
-    // sent in one; what only settles (threads, the allocator's pages) does not.
+    // A leak would grow in every batch by part of its 2.8 MB; memory that only settles
+    // does not.
     let grown = (0..6).map(|_| {
         let before = resident(gateway.pid());
         for _ in 0..5 {
             for protocol in ["http1.1", "http2"] {
-                let (told, _) = curl(&gateway, &[protocol], &encoded);
-                assert!(told.iter().all(|told| told.status == 415), "{protocol}: {told:?}");
-                let (told, _) = curl(&gateway, &[protocol], &heads[1..]);
-                assert!(told.iter().all(|told| told.status == 431), "{protocol}: {told:?}");
+                let (responses, _) = curl(&gateway, &[protocol], &encoded);
+                assert!(
+                    responses.iter().all(|response| response.status == 415),
+                    "{protocol}: {responses:?}"
+                );
+                let (responses, _) = curl(&gateway, &[protocol], &heads[1..]);
+                assert!(
+                    responses.iter().all(|response| response.status == 431),
+                    "{protocol}: {responses:?}"
+                );
             }
-            let (told, _) = curl(&gateway, &["http1.1"], &heads[..1]);
-            assert_eq!(told[0].status, 431);
+            let (responses, _) = curl(&gateway, &["http1.1"], &heads[..1]);
+            assert_eq!(responses[0].status, 431);
         }
         resident(gateway.pid()).saturating_sub(before)
     });
@@ -224,15 +233,15 @@ async fn bombs_are_refused_unread() {
     assert_eq!(get(&connection, "/v1/models").await.0, 200);
 }
 
-/// T50: whatever clients say, the series stay few.
+/// Checks T50: clients cannot add metric series.
 #[tokio::test]
-async fn clients_make_no_series() {
+async fn metrics_gain_no_client_series() {
     if program("curl").is_none() {
         return;
     }
     let gateway = Tollgate::with_config(support::OPEN);
     let key = gateway.key("acme", &[]);
-    let asks: Vec<Ask> = (0..1_500)
+    let asks: Vec<CurlRequest> = (0..1_500)
         .map(|n| {
             let method = ["GET", "POST", "PUT", "BOMB", "DELETE"][n % 5];
             let path = match n % 3 {
@@ -245,20 +254,23 @@ async fn clients_make_no_series() {
                 0 => bearer(&key),
                 _ => bearer(&format!("bomb-{n}")),
             });
-            Ask { headers, ..ask(method, format!("{}{path}", gateway.url)) }
+            CurlRequest { headers, ..ask(method, format!("{}{path}", gateway.url)) }
         })
         .collect();
-    let (told, _) = curl(&gateway, &["http2"], &asks);
-    assert!(told.iter().all(|told| (400..500).contains(&told.status)), "all are refused");
+    let (responses, _) = curl(&gateway, &["http2"], &asks);
+    assert!(
+        responses.iter().all(|response| (400..500).contains(&response.status)),
+        "all are refused"
+    );
     let (_, metrics) = curl(&gateway, &[], &[ask("GET", format!("{}/metrics", gateway.admin))]);
     let series = metrics.lines().filter(|line| !line.starts_with('#')).count();
     assert!((10..=5_000).contains(&series), "{series} series");
     assert!(!metrics.contains("bomb") && !metrics.contains("BOMB"), "{metrics}");
 }
 
-/// T51: what clients send makes no lines of its own, and no control bytes.
+/// Checks T51: clients cannot add log lines or control bytes.
 #[test]
-fn log_lines_are_ours() {
+fn log_lines_never_come_from_clients() {
     if program("curl").is_none() {
         return;
     }
@@ -294,13 +306,13 @@ fn log_lines_are_ours() {
         });
         assert!(event["level"].is_string() && event["timestamp"].is_string(), "{line}");
         assert!(!line.contains(char::is_control), "{line:?}");
-        // A refusal is no line.
+        // A refusal is not logged.
         assert!(event["level"] != "ERROR" && !line.contains("[2J"), "{line}");
     }
     assert!(text.lines().count() < 50, "a hundred refusals are not logged: {text}");
 }
 
-/// Starts the binary with its log in a file; the URL it serves.
+/// Starts the binary with its log in a file and returns its URL.
 fn logging_to(log: &Path, folder: &Path) -> (std::process::Child, String) {
     let mut child = Command::new(binary())
         .args(["up", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--data"])
@@ -318,15 +330,15 @@ fn logging_to(log: &Path, folder: &Path) -> (std::process::Child, String) {
     (child, url.expect("a `ready` line"))
 }
 
-/// T54: every admin route there is, without the key and with others.
+/// Checks T54: every admin route, without the key and with wrong keys.
 #[tokio::test]
-async fn admin_routes_want_the_admin_key() {
+async fn admin_routes_require_the_admin_key() {
     if program("curl").is_none() {
         return;
     }
     let gateway = Tollgate::with_config(support::OPEN);
     let key = gateway.key("acme", &[]);
-    // The routes as the code has them, so that a new one is walked, too.
+    // The routes come from the source, so that a new route is tested, too.
     let mut routes: Vec<String> = include_str!("../../gateway/src/admin.rs")
         .split(".route(")
         .skip(1)
@@ -341,37 +353,40 @@ async fn admin_routes_want_the_admin_key() {
         for method in ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"] {
             for credential in &credentials {
                 let headers = credential.iter().cloned().collect();
-                asks.push(Ask { headers, ..ask(method, format!("{}{route}", gateway.admin)) });
+                asks.push(CurlRequest {
+                    headers,
+                    ..ask(method, format!("{}{route}", gateway.admin))
+                });
             }
         }
     }
-    let (told, _) = curl(&gateway, &["http2"], &asks);
-    assert_eq!(told.len(), asks.len());
+    let (responses, _) = curl(&gateway, &["http2"], &asks);
+    assert_eq!(responses.len(), asks.len());
     let open = ["/healthz", "/readyz", "/metrics"];
-    for (told, ask) in told.iter().zip(&asks) {
+    for (response, ask) in responses.iter().zip(&asks) {
         let path = ask.url.trim_start_matches(&gateway.admin);
         let expected: &[u16] = match (open.contains(&path), ask.method) {
             (true, "GET") => &[200],
             (true, _) => &[405],
             (false, _) => &[401],
         };
-        assert!(expected.contains(&told.status), "{} {path}: {told:?}", ask.method);
+        assert!(expected.contains(&response.status), "{} {path}: {response:?}", ask.method);
     }
-    // And where callers come in there is nothing of it.
-    let own: Vec<Ask> = routes
+    // The public listener has none of these routes.
+    let own: Vec<CurlRequest> = routes
         .iter()
         .filter(|route| !route.starts_with("/v1/models"))
-        .map(|route| Ask {
+        .map(|route| CurlRequest {
             headers: vec![bearer(&key)],
             ..ask("GET", format!("{}{route}", gateway.url))
         })
         .collect();
-    let (told, replies) = curl(&gateway, &["http2"], &own);
-    assert!(told.iter().all(|told| told.status == 404), "{told:?} {replies}");
+    let (responses, replies) = curl(&gateway, &["http2"], &own);
+    assert!(responses.iter().all(|response| response.status == 404), "{responses:?} {replies}");
 }
 
-/// T03: connections that are slow in one phase after the other are closed,
-/// and meanwhile the honest are served.
+/// Checks T03: connections that are slow in any phase are closed, and honest requests
+/// are served meanwhile.
 #[tokio::test]
 async fn slow_connections_are_closed() {
     let Some(tool) = program("slowhttptest") else { return };
@@ -391,8 +406,8 @@ async fn slow_connections_are_closed() {
         let running = tokio::task::spawn_blocking(move || slow.output().expect("slowhttptest"));
         let said: Output = running.await.expect("it ends");
         let said = String::from_utf8_lossy(&said.stdout);
-        // A slow reader still reads what the kernel took over long ago, and a
-        // slow body without a key is answered before it has come.
+        // A slow reader still drains the kernel's buffers, and a slow body without a
+        // key is answered before it arrives.
         let (all_closed, late) = (said.contains("No open connections left"), ended_late(&gateway));
         assert!(all_closed || mode[0] == "-X", "{mode:?}: {said}");
         assert!(late >= before + 20 || mode[0] == "-B", "{mode:?}: {before}, {late}: {said}");
@@ -401,7 +416,7 @@ async fn slow_connections_are_closed() {
     }
 }
 
-/// Connections that were closed because they were late.
+/// Returns the number of connections closed for being late.
 fn ended_late(gateway: &Tollgate) -> u64 {
     let (_, metrics) = curl(gateway, &[], &[ask("GET", format!("{}/metrics", gateway.admin))]);
     let late = |line: &str| {
@@ -413,7 +428,7 @@ fn ended_late(gateway: &Tollgate) -> u64 {
     metrics.lines().filter_map(late).sum()
 }
 
-/// Many streams at once, over both protocols: each is answered.
+/// Checks many simultaneous streams over both protocols.
 #[test]
 fn h2load_is_answered() {
     let Some(tool) = program("h2load") else { return };

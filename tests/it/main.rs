@@ -1,8 +1,8 @@
 //! Tests of the whole system: the real binary, real TLS, real worker processes.
 //!
-//! One program, so that the product is linked once. `cargo xtask test` runs the
-//! modules one after the other: several of them judge latencies, and would
-//! disturb each other.
+//! All tests are one program, so that the product is linked once. `cargo xtask test`
+//! runs the modules one after the other, because several modules judge latencies and
+//! would disturb each other.
 
 #![allow(unreachable_pub, reason = "a program has no API; pub marks what a module offers")]
 

@@ -1,5 +1,5 @@
-//! The bill over real processes: every nanosecond of the worker's life has an
-//! owner, whoever left early, was cut off, or was killed.
+//! Billing over real processes: every nanosecond of a worker's time has an account,
+//! even after disconnects, cuts and kills.
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ fn count(max_tokens: u32, stream: bool) -> Value {
     })
 }
 
-/// Everything the ledger can check of itself, and that it holds something.
+/// Asserts that all of the ledger's own checks pass and that it has entries.
 fn assert_exact(gateway: &Tollgate) {
     let reader = Ledger::open_read_only(&gateway.data().join("ledger.db")).expect("a ledger");
     let findings = reader.check();
@@ -75,15 +75,15 @@ async fn mixed_run_with_aborts_is_billed_exactly() {
     assert_eq!(usage["rows"][0]["requests"], 36, "{usage}");
 }
 
-/// T42: whoever leaves when, there is a usage row for each request, and what
-/// is billed is what the device did, to the nanosecond.
+/// Checks T42: there is a usage row for each request at any moment of a disconnect, and
+/// the billed time equals the device's work to the nanosecond.
 #[tokio::test]
 async fn clients_leaving_at_random_pay_their_usage() {
-    // So many cancels would earn a penalty.
+    // The limit is off, because so many cancellations would earn a penalty.
     let penalties = "[gateway.penalties]\ncancels_per_minute = 10_000\n";
     let mut gateway = Tollgate::with_config(&format!("{}{penalties}", support::OPEN));
     let key = gateway.key("acme", &[]);
-    // A fixed seed: the same points each time, whatever the machine makes of them.
+    // The seed is fixed, so the disconnects are at the same points in each run.
     let mut drawn = 0x2545_f491_4f6c_dd1d_u64;
     let mut draw = |below: u64| {
         drawn ^= drawn << 13;
@@ -136,7 +136,7 @@ async fn clients_leaving_at_random_pay_their_usage() {
 }
 
 #[tokio::test]
-async fn usage_is_ones_own() {
+async fn usage_shows_only_own_requests() {
     let config = format!("{}\n[tenants.other]\nplan = \"open\"\n", support::OPEN);
     let gateway = Tollgate::with_config(&config);
     let mine = gateway.connect(&gateway.key("acme", &[])).await;
@@ -170,7 +170,7 @@ async fn killed_worker_ends_streams_and_is_restarted() {
         assert!(killed.elapsed() < Duration::from_secs(2), "{:?}", killed.elapsed());
         let rest = String::from_utf8_lossy(&rest);
         assert!(rest.contains("\"error\"") && rest.contains("server_error"), "{rest}");
-        // It is started again; what waited meanwhile is served.
+        // The worker is started again and serves the waiting requests.
         let (status, reply) = loop {
             let answer = post(&connection, "/v1/chat/completions", &count(4, false)).await;
             if answer.0 != 503 || killed.elapsed() > Duration::from_secs(20) {
@@ -184,15 +184,15 @@ async fn killed_worker_ends_streams_and_is_restarted() {
     assert_exact(&gateway);
 }
 
-/// Nobody pays for what a killed gateway was answering: it is our fault, and
-/// what reached the client is not known any more.
+/// Checks that tenants do not pay for the answers of a killed gateway: the platform is
+/// at fault, and the delivered part is unknown.
 #[tokio::test]
 async fn killed_gateway_loss_is_booked_to_the_platform() {
     let mut gateway = Tollgate::with_config(support::OPEN);
     let key = gateway.key("acme", &[]);
     let connection = gateway.connect(&key).await;
     let mut whole = tokio::task::JoinSet::new();
-    // Long enough on any machine that none ends before the kill.
+    // The answers are long enough on any machine that none ends before the kill.
     let mut long = count(400, false);
     long["n"] = json!(8);
     for _ in 0..3 {

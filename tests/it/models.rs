@@ -1,5 +1,5 @@
-//! `--model DIR` serves any folder of a supported family: here one with random
-//! weights, whose text means nothing but whose figures must be right.
+//! A check that `--model DIR` serves any folder of a supported family: here a model
+//! with random weights, whose figures must still be right.
 
 use serde_json::json;
 use tollgate_engine::random_model::{ModelSpec, RandomModel};

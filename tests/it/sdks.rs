@@ -62,7 +62,8 @@ fn node_sdk() {
     run(&gateway, command);
 }
 
-/// Gives `command` the gateway and a key of each kind; it must succeed.
+/// Runs `command` with the gateway's address and a key of each kind and asserts
+/// success.
 fn run(gateway: &Tollgate, mut command: Command) {
     command
         .env("TOLLGATE_URL", &gateway.url)
@@ -82,7 +83,7 @@ fn succeeds(mut command: Command) {
     println!("{said}");
 }
 
-/// Where the gate put a tool.
+/// Returns the path of a tool that the gate installed.
 #[allow(clippy::disallowed_methods, reason = "a test is told by the gate where its tools are")]
 fn variable(name: &str) -> Option<PathBuf> {
     std::env::var_os(name).map(PathBuf::from)

@@ -1,5 +1,5 @@
-//! A first start as a new user sees it: the printed lines, the printed
-//! commands pasted into a shell, h1 and h2, the bill.
+//! A first start as a new user sees it: the printed lines, the printed commands in a
+//! shell, h1 and h2, the bill.
 
 use std::process::Command;
 
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::support::{self, Tollgate, command, get, post, program};
 
-/// Every question that the shipped model was trained on, with its answer.
+/// The questions and answers of the shipped model's training.
 fn trained() -> Vec<(String, String)> {
     include_str!("../../models/tollgate-demo/questions.jsonl")
         .lines()
@@ -70,7 +70,7 @@ async fn greedy_answers_to_training_questions_are_right() {
     let gateway = Tollgate::with_config(support::OPEN);
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     let questions = trained();
-    // Evenly over the corpus; all of it is the training program's own check.
+    // The sample is spread over the corpus; the training program checks all of it.
     let step = questions.len().div_ceil(150);
     let sample: Vec<_> = questions.into_iter().step_by(step).collect();
     let mut wrong = Vec::new();
@@ -137,8 +137,8 @@ async fn probes_and_metrics_need_the_admin_listener() {
     }
 }
 
-/// The stages of two answers, one of them a stream, over a real connection; on
-/// a CPU nothing is moved to a device.
+/// Checks the stage metrics of two answers, one of them a stream, over a real
+/// connection. On a CPU no data moves to a device.
 #[tokio::test]
 async fn metrics_tell_where_the_time_of_answers_went() {
     let gateway = Tollgate::with_config(support::OPEN);
@@ -169,7 +169,7 @@ async fn metrics_tell_where_the_time_of_answers_went() {
         let of_stage = |line| str::strip_prefix(line, "tollgate_stage_seconds_count{stage=\"");
         let mut counts: Vec<_> = lines.filter_map(of_stage).filter_map(count).collect();
         counts.sort();
-        // The last of a body may be gone before it is counted.
+        // The last bytes of a body may arrive before they are counted.
         if counts.contains(&("out".to_owned(), 2)) || started.elapsed().as_secs() >= 5 {
             break counts;
         }

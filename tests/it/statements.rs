@@ -1,5 +1,5 @@
-//! A statement over the real process: what was asked for is on it, each line
-//! can be followed to its records, and a second import changes nothing.
+//! A statement over the real process: it covers the requested period, each line leads
+//! to its records, and a second import changes nothing.
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
@@ -56,7 +56,7 @@ async fn monthly_statement_covers_every_record() {
         serde_json::from_str(&printed).expect("JSON")
     };
     let used = usage("key");
-    // The day is the gateway's, not one that midnight may change meanwhile.
+    // The gateway's day counts, because midnight may pass during the test.
     let days = usage("day");
     let month = &days["rows"][0]["day"].as_str().expect("a day")[..7];
 
@@ -71,7 +71,7 @@ async fn monthly_statement_covers_every_record() {
     let plans = statement["plans"].as_array().expect("plans");
     assert_eq!((plans.len(), &plans[0]["plan"]), (1, &json!("open")), "{statement}");
 
-    // What usage says is what is priced, line by line and in all.
+    // Usage and statement agree, line by line and in total.
     let usage = used["rows"].as_array().expect("rows");
     let mut nanos = 0;
     for line in lines {
@@ -105,7 +105,7 @@ async fn monthly_statement_covers_every_record() {
     }
     assert!(counted.is_empty(), "records of no line: {counted:?}");
 
-    // The digest of a line is that of its days, as anyone computes it.
+    // The digest of a line follows from the digests of its days.
     let days = with("--days");
     for line in lines {
         let mine = format!("{},", line["id"].as_str().expect("an id"));
@@ -116,7 +116,7 @@ async fn monthly_statement_covers_every_record() {
         assert_eq!(line["digest"], sha256(&text), "{text}");
     }
 
-    // Once more: the same ids, digests and amounts.
+    // A second statement has the same ids, digests and amounts.
     let again: Value = serde_json::from_str(&with("--json")).expect("JSON");
     assert_eq!(statement, again);
     let csv = with("--csv");
@@ -127,7 +127,7 @@ async fn monthly_statement_covers_every_record() {
     assert!(text.starts_with("provisional statement stmt-"), "{text}");
     assert!(text.contains(&format!("0.{nanos:09}")), "{text}");
 
-    // What has no price is refused, and says what is missing.
+    // A missing price is refused, and the message names it.
     let data = gateway.data().to_str().expect("UTF-8");
     let unknown = ["statement", "--tenant", "gone", "--month", month, "--config", config];
     let error = failing(&[&unknown[..], &["--data", data]].concat());
@@ -136,8 +136,8 @@ async fn monthly_statement_covers_every_record() {
     assert!(error.contains("not a month like 2026-11"), "{error}");
 }
 
-/// A billing system that does as docs/statements.md says. Each line is a row
-/// by its id; a statement that it has already is passed over.
+/// A billing system that follows docs/statements.md: each line is a row by its id, and
+/// a known statement is skipped.
 struct Billing(rusqlite::Connection);
 
 impl Billing {
@@ -154,7 +154,7 @@ impl Billing {
         Self(connection)
     }
 
-    /// How many rows it touched.
+    /// The number of rows that an import changed.
     fn import(&mut self, statement: &Value) -> usize {
         let text = |value: &Value| value.as_str().expect("text").to_owned();
         let (id, digest) = (text(&statement["id"]), text(&statement["digest"]));
@@ -201,7 +201,7 @@ impl Billing {
         touched
     }
 
-    /// Requests and amount in nano-units, over all lines.
+    /// Returns the requests and the amount in nano-units over all lines.
     fn total(&self) -> (u64, u64) {
         self.0
             .query_row(
@@ -213,8 +213,8 @@ impl Billing {
     }
 }
 
-/// An export is taken twice, a late entry comes, the old export is taken once
-/// more, then the new one: nothing is doubled and nothing is missing.
+/// Checks that an old export, a late entry, the old export again and a new export
+/// double nothing and miss nothing.
 #[tokio::test]
 async fn export_imported_twice_is_counted_once() {
     let mut gateway = Tollgate::with_config(PRICED);
@@ -235,7 +235,7 @@ async fn export_imported_twice_is_counted_once() {
         let month = days["rows"][0]["day"].as_str().expect("a day")[..7].to_owned();
         let asked = ["statement", "--tenant", "acme", "--month", &month, "--config", &config];
         let with = |flag: &str| gateway.command(&[&asked[..], &[flag]].concat());
-        // CSV has the same identifiers.
+        // The CSV has the same identifiers.
         let of_line = |row: &str| row.split(',').nth(4).expect("a line's id").to_owned();
         let csv = with("--csv").lines().skip(1).map(of_line).collect();
         (serde_json::from_str(&with("--json")).expect("JSON"), csv)

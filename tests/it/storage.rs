@@ -1,5 +1,5 @@
-//! The ledger's life over real processes: checked and copied while it serves,
-//! refused when it is damaged, put back from a backup.
+//! The ledger over real processes: checked and copied while the gateway serves, refused
+//! when damaged, restored from a backup.
 
 use std::fs;
 use std::path::Path;
@@ -24,7 +24,7 @@ fn count(max_tokens: u32) -> Value {
     })
 }
 
-/// Asks, and returns the request's id once it is on the bill.
+/// Sends a request and returns its id after it is on the bill.
 async fn billed(connection: &Connection) -> String {
     let body = count(8).to_string().into();
     let response = connection.post("/v1/chat/completions", body).await.expect("answers");
@@ -41,7 +41,7 @@ async fn billed(connection: &Connection) -> String {
     panic!("{id} is not on the bill");
 }
 
-/// Exit code and standard output of `tollgate ledger check --json`.
+/// Returns the exit code and output of `tollgate ledger check --json`.
 fn check(data: &Path) -> (Option<i32>, Value) {
     let data = data.display().to_string();
     let words = ["ledger", "check", "--json", "--data", &data];
@@ -56,7 +56,7 @@ async fn ledger_is_checked_copied_and_restored() {
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     let first = billed(&connection).await;
 
-    // Beside the running gateway.
+    // The check runs beside the gateway.
     let (code, said) = check(gateway.data());
     assert_eq!((code, &said["sound"]), (Some(0), &json!(true)), "{said:#}");
     assert!(said["entries"].as_u64() > Some(0) && said["damage"] == json!([]), "{said:#}");
@@ -74,7 +74,8 @@ async fn ledger_is_checked_copied_and_restored() {
     assert!(!restoring.status.success() && told.contains("is in use by"), "{told}");
     assert_eq!(gateway.stop(), Some(0));
 
-    // One nanosecond moved from one tenant's entry: refused, and told.
+    // One nanosecond is moved from a tenant's entry; the check reports it and `up`
+    // refuses.
     let path = gateway.data().join("ledger.db");
     flip_an_amount(&path);
     let (code, said) = check(gateway.data());
@@ -97,8 +98,8 @@ async fn ledger_is_checked_copied_and_restored() {
         .expect("the binary starts");
     assert!(!broken.status.success(), "what is damaged is not copied over a good backup");
 
-    // The backup in its place: what came after it comes from the worker's
-    // journal, whose file is still there.
+    // The backup replaces the ledger; later blocks come from the worker's journal,
+    // which still exists.
     let told = gateway.command(&["ledger", "restore", &shown]);
     assert!(told.contains("is restored; the old ledger is"), "{told}");
     let mut gateway = gateway.restart();
@@ -117,7 +118,8 @@ async fn ledger_is_checked_copied_and_restored() {
     }
 }
 
-/// Blocks of a hundred days ago leave the ledger, which goes on without them.
+/// Checks that blocks of a hundred days ago leave the ledger and that the ledger works
+/// without them.
 #[tokio::test]
 async fn archived_months_stay_one_audit_log() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -195,7 +197,7 @@ fn idle_block(number: u64, started: UtcTime) -> Block {
     Block::try_from(parts).expect("it balances")
 }
 
-/// Changes the file as a flipped bit would: no constraint sees it.
+/// Changes the file like a flipped bit, which no constraint sees.
 fn flip_an_amount(path: &Path) {
     let connection = rusqlite::Connection::open(path).expect("opens");
     let changed = connection.execute(

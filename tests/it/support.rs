@@ -1,5 +1,5 @@
-//! Starts the real binary on free ports and a fresh data folder, as a person
-//! would, and ends exactly what it started.
+//! Starts the real binary on free ports with a fresh data folder, as a person would,
+//! and ends only the processes that it started.
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use tempfile::TempDir;
 use tollgate_ledger::{Ledger, LedgerReader};
 use tollgate_loadtest::client::{Connection, Protocol, Target};
 
-/// A plan nobody can reach the end of, for tests that are not about limits.
+/// A plan with limits that no test reaches.
 pub const OPEN: &str = r#"
 [gateway.connections]
 new_per_second = 10_000
@@ -34,26 +34,26 @@ pub struct Tollgate {
     data: PathBuf,
     folder: Option<TempDir>,
     arguments: Vec<String>,
-    /// `https://127.0.0.1:port`
+    /// The URL of the API, `https://127.0.0.1:port`.
     pub url: String,
-    /// The same for the admin listener.
+    /// The URL of the admin listener.
     pub admin: String,
-    /// What it printed up to `ready`.
+    /// The lines printed up to `ready`.
     pub banner: Vec<String>,
 }
 
 impl Tollgate {
-    /// Starts it on embedded defaults.
+    /// Starts the gateway with built-in defaults.
     pub fn demo() -> Self {
         Self::start(None, &[])
     }
 
-    /// Starts it with `config` (TOML).
+    /// Starts the gateway with `config` (TOML).
     pub fn with_config(config: &str) -> Self {
         Self::start(Some(config), &[])
     }
 
-    /// Starts it with `config` and further arguments.
+    /// Starts the gateway with `config` and further arguments.
     pub fn start(config: Option<&str>, arguments: &[&str]) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let mut all: Vec<String> = arguments.iter().map(|&word| word.to_owned()).collect();
@@ -66,7 +66,8 @@ impl Tollgate {
         Self::start_in(data, Some(folder), all)
     }
 
-    /// Starts it with `config`, its log by `filter` into the file at `log`.
+    /// Starts the gateway with `config` and writes its log by `filter` to the file at
+    /// `log`.
     pub fn logging(config: &str, filter: &str, log: &Path) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("tollgate.toml");
@@ -77,8 +78,8 @@ impl Tollgate {
         Self::start_by(command, folder.path().join("data"), Some(folder), arguments)
     }
 
-    /// Starts it with `config` on the data folder `data`, by `command`: the
-    /// binary's, with what environment it is to have.
+    /// Starts the gateway with `config` on the data folder `data`, by a prepared
+    /// command of the binary.
     pub fn start_on(data: &Path, config: &str, command: Command) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("tollgate.toml");
@@ -87,7 +88,7 @@ impl Tollgate {
         Self::start_by(command, data.to_owned(), Some(folder), arguments)
     }
 
-    /// Starts it with `config` and more in its environment.
+    /// Starts the gateway with `config` and further environment variables.
     pub fn with_environment(config: &str, environment: &[(&str, &str)]) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("tollgate.toml");
@@ -114,7 +115,7 @@ impl Tollgate {
         loop {
             let line = lines.recv_timeout(Duration::from_secs(120)).unwrap_or_else(|error| {
                 let status = child.try_wait();
-                // Nobody else would end it, or its workers.
+                // A panic here drops no `Tollgate`, so the child must be ended by hand.
                 let _ = child.kill();
                 panic!("no `ready` line ({error}; {status:?}) after: {banner:#?}")
             });
@@ -138,28 +139,28 @@ impl Tollgate {
             .expect("the binary starts")
     }
 
-    /// The data folder.
+    /// Returns the data folder.
     pub fn data(&self) -> &Path {
         &self.data
     }
 
-    /// Its config file.
+    /// Returns the path of its config file.
     pub fn config(&self) -> PathBuf {
         let at = self.arguments.iter().position(|word| word == "--config");
         PathBuf::from(&self.arguments[at.expect("it was given one") + 1])
     }
 
-    /// The CA to trust.
+    /// Returns the path of the CA to trust.
     pub fn ca(&self) -> PathBuf {
         self.data.join("tls/ca.pem")
     }
 
-    /// Its process id.
+    /// Returns the process id of the gateway.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// The process ids of its workers.
+    /// Returns the process ids of its workers.
     pub fn workers(&self) -> Vec<u32> {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.pid())).expect("it runs");
         tasks
@@ -170,13 +171,13 @@ impl Tollgate {
             .collect()
     }
 
-    /// Runs a subcommand against its data folder and returns what it printed.
+    /// Runs a subcommand on its data folder and returns the output.
     pub fn command(&self, words: &[&str]) -> String {
         let data = self.data.display().to_string();
         command(&[words, &["--data", &data]].concat())
     }
 
-    /// A new key of `tenant`, by `tollgate keys create`.
+    /// Creates a key of `tenant` by `tollgate keys create`.
     pub fn key(&self, tenant: &str, options: &[&str]) -> String {
         let mut words = [&["keys", "create", "--tenant", tenant, "--quiet"], options].concat();
         if let Some(at) = self.arguments.iter().position(|word| word == "--config") {
@@ -187,19 +188,20 @@ impl Tollgate {
         key
     }
 
-    /// A gateway learns of a key that another process made within a second.
+    /// Waits until the gateway knows the key, which takes up to a second after another
+    /// process made it.
     fn wait_until_known(&self, key: &str) {
         let target = self.target(key);
         let poll = async move {
             let connection = target.connect(Protocol::Either).await.expect("connects");
             let started = Instant::now();
-            // 401 while it is unknown; 429 where too many unknown ones were shown.
+            // An unknown key gets 401, or 429 after too many unknown keys.
             while matches!(get(&connection, "/v1/models").await.0, 401 | 429) {
                 assert!(started.elapsed() < Duration::from_secs(5), "the key stays unknown");
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         };
-        // The caller may be within a runtime of its own.
+        // The caller may be within a runtime, so this one needs a thread of its own.
         let thread = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
             runtime.expect("a runtime").block_on(poll);
@@ -207,29 +209,29 @@ impl Tollgate {
         thread.join().expect("the key is known");
     }
 
-    /// The demo tenant's key.
+    /// Returns the demo tenant's key.
     pub fn demo_key(&self) -> String {
         fs::read_to_string(self.data.join("demo.key")).expect("demo.key").trim().to_owned()
     }
 
-    /// A target with `key`.
+    /// Returns a client's target with `key`.
     pub fn target(&self, key: &str) -> Target {
         Target::new(&self.url, &self.ca(), key).expect("a target")
     }
 
-    /// A connection with `key`.
+    /// Opens a connection with `key`.
     pub async fn connect(&self, key: &str) -> Connection {
         self.target(key).connect(Protocol::Either).await.expect("connects")
     }
 
-    /// A connection to the admin listener.
+    /// Opens a connection to the admin listener.
     pub async fn connect_admin(&self) -> Connection {
         let key = fs::read_to_string(self.data.join("admin.key")).expect("made at the start");
         let admin = Target::new(&self.admin, &self.ca(), key.trim()).expect("a target");
         admin.connect(Protocol::Either).await.expect("connects")
     }
 
-    /// Waits until as many workers take requests.
+    /// Waits until `workers` workers accept requests.
     pub async fn until_ready(&self, workers: usize, within: Duration) {
         let connection = self.connect_admin().await;
         let started = Instant::now();
@@ -244,7 +246,8 @@ impl Tollgate {
         }
     }
 
-    /// Its ledger once it has ended: every nanosecond has its account.
+    /// Opens the ledger of a stopped gateway and asserts that every nanosecond has an
+    /// account.
     pub fn books(&self) -> LedgerReader {
         let reader = Ledger::open_read_only(&self.data.join("ledger.db")).expect("a ledger");
         let findings = reader.check();
@@ -252,25 +255,27 @@ impl Tollgate {
         reader
     }
 
-    /// Asks it to end (SIGTERM) and waits; returns its exit code.
+    /// Sends SIGTERM, waits for the end and returns the exit code.
     pub fn stop(&mut self) -> Option<i32> {
         signal(self.pid(), "TERM");
         self.child.wait().expect("it was started").code()
     }
 
-    /// Ends it; what it wrote stays as long as the folder is held.
+    /// Stops the gateway and returns its data, which stay as long as the folder is
+    /// held.
     pub fn into_data(mut self) -> (PathBuf, Option<TempDir>) {
         self.stop();
         (self.data.clone(), self.folder.take())
     }
 
-    /// Kills it (SIGKILL).
+    /// Kills the gateway (SIGKILL).
     pub fn kill(&mut self) {
         self.child.kill().expect("it runs");
         self.child.wait().expect("it was started");
     }
 
-    /// Starts it again on the same data folder, after [`Self::stop`] or [`Self::kill`].
+    /// Starts the gateway again on the same data after [`Self::stop`] or
+    /// [`Self::kill`].
     pub fn restart(mut self) -> Self {
         let (data, folder) = (self.data.clone(), self.folder.take());
         let arguments = std::mem::take(&mut self.arguments);
@@ -280,8 +285,8 @@ impl Tollgate {
 }
 
 impl Tollgate {
-    /// Starts it on the same data folder and kills it `after` some time,
-    /// whether it was ready by then or not.
+    /// Starts the gateway on the same data and kills it `after` some time, ready or
+    /// not.
     pub fn restart_and_kill(mut self, after: Duration) -> Self {
         let mut command = Command::new(binary());
         self.child = Self::spawn(&mut command, &self.data, &self.arguments);
@@ -293,14 +298,14 @@ impl Tollgate {
 
 impl Drop for Tollgate {
     fn drop(&mut self) {
-        // Already gone is as good as killed.
+        // A process that has ended is no error here.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Waits out the end of a UTC day that is near: a test of a daily cap lasts
-/// some seconds, and at midnight the cap is whole again.
+/// Waits until midnight UTC if it is near: a test of a daily cap takes some seconds,
+/// and midnight resets the cap.
 pub async fn stay_within_a_day() {
     #[allow(clippy::disallowed_methods, reason = "the gateway's caps follow the wall clock, too")]
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
@@ -310,7 +315,7 @@ pub async fn stay_within_a_day() {
     }
 }
 
-/// The usage of one request, once its end is in the ledger.
+/// Waits until a request's end is in the ledger and returns its usage.
 pub async fn posted(connection: &Connection, id: &str) -> Value {
     let started = Instant::now();
     loop {
@@ -323,13 +328,13 @@ pub async fn posted(connection: &Connection, id: &str) -> Value {
     }
 }
 
-/// The rest of a stream, which must end cleanly.
+/// Reads the rest of a stream, which must end cleanly.
 pub async fn rest(response: http::Response<hyper::body::Incoming>) -> String {
     let rest = response.into_body().collect().await.expect("a clean end").to_bytes();
     String::from_utf8(rest.to_vec()).expect("UTF-8")
 }
 
-/// How often a client was told of an error.
+/// Counts the error events in a stream.
 pub fn errors(text: &str) -> usize {
     text.matches("\"error\"").count()
 }
@@ -340,14 +345,14 @@ pub fn signal(pid: u32, name: &str) {
     assert!(status.expect("kill runs").success(), "kill -{name} {pid}");
 }
 
-/// Whether a process does more than wait to be reaped.
+/// Returns true if a process runs and is not a zombie.
 pub fn runs(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // The state follows the name, which is in parentheses.
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
 }
 
-/// Runs the binary to its end; it must succeed.
+/// Runs the binary to its end, asserts success and returns the output.
 pub fn command(words: &[&str]) -> String {
     let output = Command::new(binary()).args(words).output().expect("the binary starts");
     let error = String::from_utf8_lossy(&output.stderr);
@@ -355,20 +360,20 @@ pub fn command(words: &[&str]) -> String {
     String::from_utf8(output.stdout).expect("UTF-8")
 }
 
-/// Runs the binary to its end; it must fail, with a message that is returned.
+/// Runs the binary to its end, asserts failure and returns the message.
 pub fn failing(words: &[&str]) -> String {
     let output = Command::new(binary()).args(words).output().expect("the binary starts");
     assert!(!output.status.success(), "tollgate {} succeeded", words.join(" "));
     String::from_utf8(output.stderr).expect("UTF-8")
 }
 
-/// The binary under test.
+/// Returns the path of the binary under test.
 pub fn binary() -> &'static str {
     env!("CARGO_BIN_EXE_tollgate")
 }
 
-/// A tool of the gate. Outside the gate a missing one is a reason to skip,
-/// which is printed; in the gate it is a failure.
+/// Finds a tool of the gate. In the gate a missing tool is a failure; elsewhere the
+/// test prints a reason and is skipped.
 pub fn tool(name: &str, path: Option<PathBuf>) -> Option<PathBuf> {
     if let Some(path) = path.filter(|path| path.exists()) {
         return Some(path);
@@ -380,25 +385,25 @@ pub fn tool(name: &str, path: Option<PathBuf>) -> Option<PathBuf> {
     None
 }
 
-/// A program on the PATH.
+/// Finds a program on the PATH.
 pub fn program(name: &str) -> Option<PathBuf> {
     let found = Command::new("sh").args(["-c", "command -v \"$0\"", name]).output().ok()?;
     let path = String::from_utf8(found.stdout).ok()?;
     tool(name, Some(PathBuf::from(path.trim())))
 }
 
-/// POSTs `body`; returns status and JSON.
+/// Sends a POST with `body` and returns status and JSON.
 pub async fn post(connection: &Connection, path: &str, body: &Value) -> (u16, Value) {
     let response = connection.post(path, body.to_string().into()).await.expect("answers");
     read(response).await
 }
 
-/// GETs `path`; returns status and JSON.
+/// Sends a GET and returns status and JSON.
 pub async fn get(connection: &Connection, path: &str) -> (u16, Value) {
     read(connection.get(path).await.expect("answers")).await
 }
 
-/// A whole answer as status and JSON.
+/// Reads a whole response as status and JSON.
 pub async fn read(response: http::Response<hyper::body::Incoming>) -> (u16, Value) {
     let status = response.status().as_u16();
     let body = response.into_body().collect().await.expect("a whole body").to_bytes();

@@ -1,5 +1,5 @@
-//! A device that is not there: it says so wherever it is named, it answers as
-//! long as it is asked to, and the bill adds up.
+//! A synthetic device: every place that names it says that it is synthetic, its answers
+//! have the requested length, and the bill adds up.
 
 use serde_json::{Value, json};
 
@@ -44,7 +44,7 @@ async fn synthetic_engine_replaces_a_device() {
         let choice = &reply["choices"][0];
         assert_eq!(choice["finish_reason"], reason, "{content}");
         let words = choice["message"]["content"].as_str().expect("text").split_whitespace();
-        // The end token is counted and is no text.
+        // The end token counts and has no text.
         assert_eq!(words.count() as u64, tokens - u64::from(reason == "stop"), "{reply}");
     }
     assert_eq!(gateway.stop(), Some(0));
@@ -52,8 +52,8 @@ async fn synthetic_engine_replaces_a_device() {
     let row = &usage["rows"][0];
     assert_eq!((&row["device_class"], &row["gpu_ns"]), (&json!("synthetic"), &json!(0)));
     assert_eq!(row["completion_tokens"], 66);
-    // 66 tokens, and a step of (28 + 0.3) ms / 50 at least for each.
+    // The answer has 66 tokens; each takes a step of at least (28 + 0.3) ms / 50.
     assert!(row["attributed_ns"].as_u64().is_some_and(|ns| ns >= 66 * 566_000), "{row}");
-    // Nothing was measured: the price is the model's own.
+    // The device was not measured; the price is the cost model's.
     assert!(!gateway.data().join("calibration").exists());
 }

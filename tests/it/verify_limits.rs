@@ -1,6 +1,5 @@
-//! `tollgate verify-limits` against real gateways: on one of its own every
-//! limit that it probes holds; against one whose limits are not what the
-//! config says, it says so.
+//! A test of `tollgate verify-limits` on real gateways: every probed limit holds on a
+//! gateway of its own, and a gateway with other limits than its config is reported.
 
 use std::process::Command;
 
@@ -31,7 +30,7 @@ plan = "small"
 plan = "wide"
 "#;
 
-/// What it found, by limit, and its exit code.
+/// The findings by limit, and the exit code.
 fn verify(config: &str, words: &[&str]) -> (Option<i32>, Value) {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("tollgate.toml");
@@ -73,11 +72,11 @@ fn verify_limits_sees_every_configured_limit() {
     ] {
         assert_eq!(finding(&told, limit), "holds", "{limit} of {told:#}");
     }
-    // What is not probed is said, with a reason.
+    // A limit that is not probed is listed with a reason.
     assert_eq!(finding(&told, "gateway.timeouts.connection_age"), "not_probed");
 }
 
-/// A gateway that runs with other limits than the config says: the control.
+/// Checks the control: a gateway runs with other limits than the config.
 #[test]
 fn verify_limits_finds_a_wrong_limit() {
     let other = CONFIG.replace("burst = 5", "burst = 50");
@@ -88,14 +87,14 @@ fn verify_limits_finds_a_wrong_limit() {
     assert_eq!(code, Some(1), "{told:#}");
     assert_eq!(finding(&told, "plans.small.requests_per_minute"), "broken", "{told:#}");
     assert_eq!(finding(&told, "gateway.requests.choices"), "holds", "{told:#}");
-    // Its keys are revoked again.
+    // The keys of the probe are revoked afterwards.
     let keys: Value =
         serde_json::from_str(&gateway.command(&["keys", "list", "--json"])).expect("JSON");
     let keys = keys["keys"].as_array().expect("keys");
     assert!(!keys.is_empty() && keys.iter().all(|key| key["state"] == "revoked"), "{keys:#?}");
 }
 
-/// A cap of a day must not be whole again in the middle of the test.
+/// Waits until midnight if it is near, because midnight resets a daily cap.
 fn stay_within_a_day() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.expect("a runtime").block_on(support::stay_within_a_day());

@@ -1,7 +1,7 @@
-//! Workers that hang, fall silent or lose their device: each client hears of it
-//! once, what was done is on the bill and no more, the worker is back, and the
-//! others never noticed. The devices are synthetic and fail because a file asks
-//! them to; processes, streams, journals and ledger are the real ones.
+//! Workers that hang, fall silent or lose their device. Each client gets one error, the
+//! bill covers only the work done, the worker returns, and other workers are not
+//! affected. The devices are synthetic and fail on the request of a file; processes,
+//! streams, journals and ledger are real.
 
 use std::fs;
 use std::path::Path;
@@ -16,11 +16,11 @@ use tollgate_loadtest::client::Connection;
 
 use crate::support::{self, Tollgate, errors, post, rest, runs, signal};
 
-/// What a worker may take to be back: C12 says 30 s, of which it needs few.
+/// The longest wait for a new worker: C12 promises 30 s.
 const BACK_WITHIN: Duration = Duration::from_secs(30);
 
-/// `workers` synthetic devices that fail as files in `faults` ask; a token
-/// takes some 30 ms.
+/// Returns a config with `workers` synthetic devices that fail as files in `faults`
+/// ask; a token takes about 30 ms.
 fn config(workers: usize, faults: &TempDir, more: &str) -> String {
     let devices = vec!["\"cpu\""; workers].join(", ");
     format!(
@@ -48,7 +48,7 @@ fn ask(max_tokens: u32, stream: bool) -> Value {
     })
 }
 
-/// Asks for a stream and waits for its first event.
+/// Sends a streaming request and waits for its first event.
 async fn streamed(connection: &Connection, tokens: u32) -> http::Response<Incoming> {
     let body = ask(tokens, true).to_string().into();
     let mut response = connection.post("/v1/chat/completions", body).await.expect("answers");
@@ -57,7 +57,7 @@ async fn streamed(connection: &Connection, tokens: u32) -> http::Response<Incomi
     response
 }
 
-/// Asks until there is a worker to answer.
+/// Sends requests until a worker answers.
 async fn answered(connection: &Connection, tokens: u32) {
     let started = Instant::now();
     loop {
@@ -71,7 +71,7 @@ async fn answered(connection: &Connection, tokens: u32) {
     }
 }
 
-/// Every nanosecond has its account, and the log of the run says `words`.
+/// Asserts that every nanosecond has an account and that the log contains `words`.
 fn books(gateway: &Tollgate, log: &Path, words: &[&str]) -> LedgerReader {
     let log = fs::read_to_string(log).expect("a log");
     for words in words {
@@ -85,7 +85,7 @@ fn loss(reader: &LedgerReader) -> i64 {
     epochs.into_iter().map(|epoch| reader.balance(epoch).expect("reads").loss_ns).sum()
 }
 
-/// C12: a step that never ends.
+/// Checks C12: a step never ends.
 #[tokio::test]
 async fn hanging_worker_is_ended_while_others_serve() {
     let faults = tempfile::tempdir().expect("a folder");
@@ -95,7 +95,7 @@ async fn hanging_worker_is_ended_while_others_serve() {
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     let before = gateway.workers();
     let (one, other) = (streamed(&connection, 150).await, streamed(&connection, 150).await);
-    // What has not begun to answer can be answered by another worker.
+    // An unstarted answer moves to another worker.
     let (whole, also) = (connection.clone(), connection.clone());
     let body = ask(60, false);
     let hang = async {
@@ -126,12 +126,11 @@ async fn hanging_worker_is_ended_while_others_serve() {
     answered(&connection, 5).await;
     assert_eq!(gateway.stop(), Some(0));
     let reader = books(&gateway, &log, &["a step has not ended", "a step did not end in time"]);
-    // The step under way was watched for a second at least, and is nobody's.
+    // The watched time of the hung step, at least a second, is in the platform's loss.
     assert!(loss(&reader) >= 1_000_000_000, "{}", loss(&reader));
 }
 
-/// C12: a whole process that does nothing any more, so that nothing in it can
-/// notice.
+/// Checks C12: a stopped process, which cannot detect its own hang.
 #[tokio::test]
 async fn silent_worker_is_killed_and_restarted() {
     let faults = tempfile::tempdir().expect("a folder");
@@ -152,7 +151,7 @@ async fn silent_worker_is_killed_and_restarted() {
     books(&gateway, &log, &["worker sends no heartbeats", "the worker was killed"]);
 }
 
-/// C13: the device fails in a step, and has no memory for the next start.
+/// Checks C13: the device fails in a step and has no memory for the next start.
 #[tokio::test]
 async fn worker_with_failing_device_is_restarted() {
     let faults = tempfile::tempdir().expect("a folder");
@@ -177,7 +176,7 @@ async fn worker_with_failing_device_is_restarted() {
     assert!(loss(&reader) > 0, "two steps failed");
 }
 
-/// C13: three answers that need twice the KV cache together.
+/// Checks C13: three answers need together twice the KV cache.
 #[tokio::test]
 async fn full_kv_pool_preempts_and_answers_all() {
     let faults = tempfile::tempdir().expect("a folder");

@@ -93,7 +93,7 @@ test("a rate limit is waited for", async () => {
   assert.ok(sent.length > 4, `${sent.length} requests sent`);
 });
 
-// Sent again with its key, as an application that lost the answer does.
+// Repeats a request with its key, like an application that lost the answer.
 test("a request with an Idempotency-Key runs once", async () => {
   const once = (key, fields) =>
     client()
@@ -122,7 +122,7 @@ test("the usage of an answer that was left is exact", async () => {
   const request = response.headers.get("x-request-id");
   let usage = {};
   for (let tries = 0; tries < 200 && usage.state !== "posted"; tries += 1) {
-    // Nothing of it may be in the ledger yet.
+    // The interrupted request may not be in the ledger yet.
     usage = await sdk.get(`/usage/${request}`).catch(() => ({}));
     await new Promise((resolve) => setTimeout(resolve, 100));
   }

@@ -21,7 +21,7 @@ COUNT = [{"role": "user", "content": "Count from 1 to 20."}]
 
 
 class Requests:
-    """Counts what the SDK really sends, retries included."""
+    """Counts the requests that the SDK sends, with retries."""
 
     def __init__(self):
         self.sent = []
@@ -231,7 +231,7 @@ class Errors(unittest.TestCase):
         started = time.monotonic()
         for _ in range(4):
             self.chat("TOLLGATE_KEY_RATE", counter)
-        # Two pass at once, two more want a second each: the SDK waits as told
+        # Two pass at once, two more want a second each: the SDK waits as asked
         # and succeeds, so it sent more than four.
         self.assertGreater(len(counter.sent), 4)
         self.assertGreater(time.monotonic() - started, 1.0)
@@ -259,7 +259,7 @@ class Headers(unittest.TestCase):
 
 
 class Idempotency(unittest.TestCase):
-    """Sent again with its key, as an application that lost the answer does."""
+    """Repeats a request with its key, like an application that lost the answer."""
 
     def ask(self, key, **fields):
         fields = {"max_tokens": 5, **fields}

@@ -1,6 +1,6 @@
-//! Whether anything was lost, doubled or altered: reads the ledger's rows, the
-//! workers' journals and what clients saw, each in its own way, and compares.
-//! It shares no code with what writes them.
+//! A checker for lost, doubled or altered data. It reads the ledger's rows, the
+//! workers' journals and the clients' records, each in its own way, and compares them.
+//! It shares no code with the product.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
@@ -8,79 +8,79 @@ use std::path::Path;
 pub mod books;
 pub mod journals;
 
-use books::{Books, Life, Sums};
+use books::{Incarnation, LedgerRows, Sums};
 use journals::{Block, Epoch, Journals, Owner};
 
-/// What a client saw of one request.
+/// A client's record of one request.
 #[derive(Clone, Debug)]
-pub struct Told {
-    /// The request's id, once a head had come.
+pub struct ClientRecord {
+    /// The request's id, if the response headers arrived.
     pub id: Option<String>,
     pub tenant: &'static str,
-    /// Tokens of content that came.
+    /// The tokens of content that arrived.
     pub content: u64,
     pub end: End,
 }
 
-/// How it ended for the client.
+/// The end of a request as the client saw it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum End {
-    /// A whole answer, with its own figures.
+    /// A complete answer, with its usage.
     Whole { prompt: u64, completion: u64 },
-    /// A status and one error: nothing was done, or nothing is charged.
+    /// A status and one error: no work was done, or no work is charged.
     Refused(u16),
-    /// It had begun, and one error event said that it ends.
+    /// A started stream that one error event ended.
     Failed,
-    /// The connection broke.
+    /// A broken connection.
     Cut,
-    /// The client left.
+    /// A disconnect by the client.
     Left,
-    /// No end that a client may meet.
+    /// An end that no client may see.
     Wrong(String),
 }
 
-/// What is compared.
+/// The data to compare.
 pub struct Evidence<'a> {
     /// The ledger's file.
     pub ledger: &'a Path,
-    /// A folder with every journal file that there ever was.
+    /// A folder with every journal file of the run.
     pub journals: &'a Path,
-    pub clients: &'a [Told],
-    /// Requests that were sent and of which no client knows the id.
+    pub clients: &'a [ClientRecord],
+    /// The number of requests without an id at any client.
     pub unnamed: usize,
-    /// The most reference cost of a day, ns, by tenant.
+    /// The daily cap of reference cost, ns, by tenant.
     pub caps: &'a [(&'a str, i64)],
-    /// Figures that were once told as final: attributed, reference, by request.
+    /// The figures once reported as final, by request: attributed, reference.
     pub posted: &'a HashMap<String, (u64, u64)>,
 }
 
-/// What is wrong.
+/// A difference between the sources.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Finding {
-    /// It was acknowledged and is not there.
+    /// An acknowledged row that is missing.
     Lost(String),
-    /// It is there more than once.
+    /// A row that is there more than once.
     Double(String),
-    /// It is there and says something else, or sums do not hold.
+    /// A row with other values, or a wrong sum.
     Altered(String),
-    /// A tenant has more than its cap.
+    /// A tenant above its cap.
     OverCap(String),
-    /// A client met no end, or more than one.
+    /// A client with no end, or with more than one.
     Client(String),
 }
 
-/// Checks again and again, and remembers what cannot change any more.
+/// A checker that remembers closed journals between checks.
 #[derive(Default)]
 pub struct Checker {
     journals: Journals,
 }
 
 impl Checker {
-    /// Everything that is wrong.
+    /// Compares all sources and returns every difference.
     pub fn findings(&mut self, evidence: &Evidence<'_>) -> Vec<Finding> {
         let mut found = Vec::new();
-        // The ledger first: what is in it was in a journal before.
-        let books = match Books::read(evidence.ledger) {
+        // The ledger is read first: its blocks were in a journal before.
+        let books = match LedgerRows::read(evidence.ledger) {
             Ok(books) => books,
             Err(error) => return vec![Finding::Altered(format!("the ledger: {error}"))],
         };
@@ -97,18 +97,17 @@ impl Checker {
 }
 
 impl Checker {
-    /// The time between the end of the records of a worker that was killed at
-    /// `kill`, by the host's clock, and its end, ns: of the step under way
-    /// nobody knows how long it lasted.
-    pub fn untold_before(&self, kill: u64) -> u64 {
+    /// Returns the time, ns, between a worker's last record and its kill: the length of
+    /// the interrupted step is unknown.
+    pub fn uncounted_before(&self, kill: u64) -> u64 {
         let ends = self.journals.ends().filter(|end| *end <= kill);
         ends.max().map_or(0, |end| kill - end)
     }
 }
 
-/// Each block of a journal is in the ledger, once and the same, and nothing
-/// else is.
-fn compare(books: &Books, epochs: &BTreeMap<String, &Epoch>, found: &mut Vec<Finding>) {
+/// Checks that the ledger has each block of a journal once and unchanged, and no other
+/// block.
+fn compare(books: &LedgerRows, epochs: &BTreeMap<String, &Epoch>, found: &mut Vec<Finding>) {
     let mut finished = 0;
     for (name, life) in &books.lives {
         let Some(epoch) = epochs.get(name) else {
@@ -143,7 +142,7 @@ fn compare(books: &Books, epochs: &BTreeMap<String, &Epoch>, found: &mut Vec<Fin
 }
 
 fn same_block(
-    books: &Books,
+    books: &LedgerRows,
     (epoch, number): (&String, u64),
     (sums, block): (&Sums, &Block),
     found: &mut Vec<Finding>,
@@ -180,9 +179,9 @@ fn same_block(
     }
 }
 
-/// An attempt that ended is charged what was measured, or its cap; one that
-/// never ended has a cap; and of the attempts at a request one is charged.
-fn charges(books: &Books, found: &mut Vec<Finding>) {
+/// Checks that an ended attempt is charged its measured time or its cap, that an
+/// unfinished attempt has a cap, and that one attempt of a request is charged.
+fn charges(books: &LedgerRows, found: &mut Vec<Finding>) {
     for (owner, (.., end)) in &books.ended {
         let paid = books.paid.get(owner).copied().unwrap_or(0);
         let Some(charge) = books.charged.get(owner) else {
@@ -225,11 +224,11 @@ fn charges(books: &Books, found: &mut Vec<Finding>) {
     }
 }
 
-fn owners(life: &Life) -> impl Iterator<Item = &Owner> {
+fn owners(life: &Incarnation) -> impl Iterator<Item = &Owner> {
     life.blocks.values().flat_map(|sums| sums.shares.keys())
 }
 
-fn days(books: &Books, caps: &[(&str, i64)], found: &mut Vec<Finding>) {
+fn days(books: &LedgerRows, caps: &[(&str, i64)], found: &mut Vec<Finding>) {
     let worth = |sums: &BTreeMap<(i64, String, String), [i64; 6]>| {
         let mut sums = sums.clone();
         sums.retain(|_, sums| *sums != [0; 6]);
@@ -245,16 +244,16 @@ fn days(books: &Books, caps: &[(&str, i64)], found: &mut Vec<Finding>) {
     }
     for &(tenant, cap) in caps {
         for ((day, _), spent) in
-            spent.iter().filter(|((_, who), spent)| *who == tenant && **spent > cap)
+            spent.iter().filter(|((_, spender), spent)| *spender == tenant && **spent > cap)
         {
             found.push(Finding::OverCap(format!("{tenant} spent {spent} of {cap} on day {day}")));
         }
     }
 }
 
-/// What a client has in hand is on the bill, once and with its figures; what
-/// it was refused is not.
-fn clients(books: &Books, evidence: &Evidence<'_>, found: &mut Vec<Finding>) {
+/// Checks that an answered request is charged once with its figures, and a refused one
+/// is not.
+fn clients(books: &LedgerRows, evidence: &Evidence<'_>, found: &mut Vec<Finding>) {
     let mut charges: HashMap<&str, Vec<&Owner>> = HashMap::new();
     for owner in books.charged.keys().chain(books.measured.keys()) {
         let owners = charges.entry(&owner.request).or_default();

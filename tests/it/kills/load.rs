@@ -1,5 +1,4 @@
-//! Clients that ask all the time, connect again when they are cut off, and
-//! write down what they were told.
+//! Clients that send requests all the time, reconnect after a cut, and record each end.
 
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
@@ -13,13 +12,13 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tollgate_loadtest::client::{Connection, Protocol, Target};
 
-use super::checker::{End, Told};
+use super::checker::{ClientRecord, End};
 
-/// A draw that a seed decides: xorshift64*.
+/// A random generator (xorshift64*) with a seed.
 #[derive(Clone, Debug)]
-pub struct Draw(u64);
+pub struct SeededRandom(u64);
 
-impl Draw {
+impl SeededRandom {
     pub fn new(seed: u64, stream: u64) -> Self {
         let mut draw = Self(seed ^ stream.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
         for _ in 0..4 {
@@ -36,15 +35,15 @@ impl Draw {
     }
 }
 
-/// The answer that never ends by itself: one token again and again.
+/// An answer that never ends by itself, because one token repeats.
 #[derive(Clone, Debug)]
-pub struct Piece {
+pub struct RepeatedToken {
     first: String,
     next: String,
 }
 
-impl Piece {
-    /// Learnt from two undisturbed answers.
+impl RepeatedToken {
+    /// Learns the tokens' text from two undisturbed answers.
     pub async fn learn(connection: &Connection) -> Self {
         let mut texts = Vec::new();
         for tokens in [1, 2] {
@@ -76,7 +75,7 @@ impl Piece {
     }
 }
 
-/// A request of one choice that is cut off by its length.
+/// Returns a request for one choice that its length ends.
 pub fn body(tokens: u64, stream: bool) -> Value {
     let mut body = json!({
         "model": "tollgate-demo", "temperature": 0, "max_tokens": tokens, "stream": stream,
@@ -89,34 +88,34 @@ pub fn body(tokens: u64, stream: bool) -> Value {
     body
 }
 
-/// What all clients share.
+/// The state that all clients share.
 pub struct Shared {
-    /// Where to go; `None` while there is nobody.
+    /// The gateway's targets, or `None` while there is no gateway.
     targets: watch::Sender<Option<HashMap<&'static str, Target>>>,
-    piece: Piece,
-    told: Mutex<Vec<Told>>,
+    piece: RepeatedToken,
+    told: Mutex<Vec<ClientRecord>>,
     sent: AtomicUsize,
     outstanding: AtomicUsize,
     ended: AtomicBool,
-    /// When something was killed last, and how long after it each stream heard
-    /// that it ends.
+    /// The time of the last kill, and each stream's delay from the kill to its error
+    /// event.
     killed: Mutex<Option<Instant>>,
-    heard: Mutex<Vec<Duration>>,
-    /// The last requests that were answered whole.
+    error_delays: Mutex<Vec<Duration>>,
+    /// The last requests that were answered completely.
     answered: Mutex<Vec<(&'static str, String)>>,
 }
 
-/// Load that goes on until it is ended.
+/// A load that goes on until it is ended.
 pub struct Load {
     shared: Arc<Shared>,
     clients: JoinSet<()>,
 }
 
 impl Load {
-    /// Starts `clients`, each a tenant.
+    /// Starts `clients`, each for a tenant.
     pub fn start(
         targets: HashMap<&'static str, Target>,
-        piece: Piece,
+        piece: RepeatedToken,
         clients: &[&'static str],
         seed: u64,
     ) -> Self {
@@ -128,28 +127,28 @@ impl Load {
             outstanding: AtomicUsize::new(0),
             ended: AtomicBool::new(false),
             killed: Mutex::default(),
-            heard: Mutex::default(),
+            error_delays: Mutex::default(),
             answered: Mutex::default(),
         });
         let mut set = JoinSet::new();
         for (number, &tenant) in clients.iter().enumerate() {
             let shared = Arc::clone(&shared);
-            set.spawn(client(shared, tenant, Draw::new(seed, 1 + number as u64)));
+            set.spawn(client(shared, tenant, SeededRandom::new(seed, 1 + number as u64)));
         }
         Self { shared, clients: set }
     }
 
-    /// Sends the clients elsewhere, or lets them wait.
-    pub fn go_to(&self, targets: Option<HashMap<&'static str, Target>>) {
+    /// Sends the clients to another gateway, or lets them wait.
+    pub fn set_targets(&self, targets: Option<HashMap<&'static str, Target>>) {
         self.shared.targets.send_replace(targets);
     }
 
-    /// Notes that something is killed now.
-    pub fn kills(&self) {
-        *self.shared.killed.lock().expect("nobody panicked") = Some(Instant::now());
+    /// Records the time of a kill.
+    pub fn record_kill(&self) {
+        *self.shared.killed.lock().expect("no task panicked") = Some(Instant::now());
     }
 
-    /// Waits until as many requests are under way.
+    /// Waits until `count` requests are running.
     pub async fn until_outstanding(&self, count: usize) {
         let started = Instant::now();
         while self.shared.outstanding.load(Ordering::Relaxed) < count {
@@ -158,43 +157,42 @@ impl Load {
         }
     }
 
-    /// Waits until something that began after this call was answered whole.
+    /// Waits until a request that began after this call is answered completely.
     pub async fn until_answered(&self) {
         let before = self.shared.sent.load(Ordering::Relaxed);
         let (started, mut seen) = (Instant::now(), self.told().len());
         let mut since = 0;
-        // Of eight clients, as many answers as there are clients cannot all be
-        // of requests that began before.
+        // More answers than clients cannot all belong to requests that began before.
         while since <= self.clients.len() || self.shared.sent.load(Ordering::Relaxed) <= before {
             assert!(started.elapsed() < Duration::from_secs(90), "nothing is answered");
             tokio::time::sleep(Duration::from_millis(10)).await;
-            let told = self.shared.told.lock().expect("nobody panicked");
+            let told = self.shared.told.lock().expect("no task panicked");
             since += told[seen..].iter().filter(|it| matches!(it.end, End::Whole { .. })).count();
             seen = told.len();
         }
     }
 
-    /// What was told so far.
-    pub fn told(&self) -> Vec<Told> {
-        self.shared.told.lock().expect("nobody panicked").clone()
+    /// Returns the records so far.
+    pub fn told(&self) -> Vec<ClientRecord> {
+        self.shared.told.lock().expect("no task panicked").clone()
     }
 
-    /// Requests that were sent.
+    /// Returns the number of sent requests.
     pub fn sent(&self) -> usize {
         self.shared.sent.load(Ordering::SeqCst)
     }
 
-    /// How long after a kill streams heard of their end.
-    pub fn heard(&self) -> Vec<Duration> {
-        self.shared.heard.lock().expect("nobody panicked").clone()
+    /// Returns the delays from a kill to the error events.
+    pub fn error_delays(&self) -> Vec<Duration> {
+        self.shared.error_delays.lock().expect("no task panicked").clone()
     }
 
-    /// Requests that were answered whole since this was asked last.
+    /// Takes the requests answered since the last call.
     pub fn take_answered(&self) -> Vec<(&'static str, String)> {
-        std::mem::take(&mut *self.shared.answered.lock().expect("nobody panicked"))
+        std::mem::take(&mut *self.shared.answered.lock().expect("no task panicked"))
     }
 
-    /// Lets each client end its request, and waits.
+    /// Lets each client finish its request and waits for all clients.
     pub async fn end(&mut self) {
         self.shared.ended.store(true, Ordering::Relaxed);
         while let Some(client) = self.clients.join_next().await {
@@ -203,7 +201,7 @@ impl Load {
     }
 }
 
-async fn client(shared: Arc<Shared>, tenant: &'static str, mut draw: Draw) {
+async fn client(shared: Arc<Shared>, tenant: &'static str, mut draw: SeededRandom) {
     let mut targets = shared.targets.subscribe();
     while !shared.ended.load(Ordering::Relaxed) {
         let target = targets.borrow_and_update().as_ref().map(|all| all[tenant].clone());
@@ -212,7 +210,7 @@ async fn client(shared: Arc<Shared>, tenant: &'static str, mut draw: Draw) {
             None => None,
         };
         let Some(connection) = connection else {
-            // A change wakes it; without one it tries again.
+            // A change of the targets wakes the client; otherwise it tries again soon.
             let _ = tokio::time::timeout(Duration::from_millis(20), targets.changed()).await;
             continue;
         };
@@ -221,7 +219,7 @@ async fn client(shared: Arc<Shared>, tenant: &'static str, mut draw: Draw) {
             match end {
                 End::Cut => break,
                 End::Refused(503) => {
-                    // A gateway that drains says so, and is not asked again.
+                    // A draining gateway refuses, so the client pauses and reconnects.
                     tokio::time::sleep(Duration::from_millis(20 + draw.below(30))).await;
                     break;
                 }
@@ -235,30 +233,35 @@ async fn client(shared: Arc<Shared>, tenant: &'static str, mut draw: Draw) {
 }
 
 impl Shared {
-    /// One request, to its end; what came of it is written down.
-    async fn ask(&self, connection: &Connection, tenant: &'static str, draw: &mut Draw) -> End {
+    /// Sends one request to its end and records the end.
+    async fn ask(
+        &self,
+        connection: &Connection,
+        tenant: &'static str,
+        draw: &mut SeededRandom,
+    ) -> End {
         let (tokens, kind) = (1 + draw.below(100), draw.below(10));
-        // What is left of a cap may end an answer.
+        // A cap that is almost used up may end an answer early.
         let least = if tenant == CAPPED { 1 } else { tokens };
         let leaves = (kind == 0).then(|| draw.below(10));
         self.sent.fetch_add(1, Ordering::SeqCst);
         self.outstanding.fetch_add(1, Ordering::Relaxed);
         let asked = self.converse(connection, least..=tokens, kind < 6, leaves);
-        let (id, content, end) = match tokio::time::timeout(PATIENCE, asked).await {
+        let (id, content, end) = match tokio::time::timeout(TIMEOUT, asked).await {
             Ok(told) => told,
-            Err(_) => (None, 0, End::Wrong(format!("nothing for {PATIENCE:?}"))),
+            Err(_) => (None, 0, End::Wrong(format!("nothing for {TIMEOUT:?}"))),
         };
         self.outstanding.fetch_sub(1, Ordering::Relaxed);
         if end == End::Failed
-            && let Some(killed) = *self.killed.lock().expect("nobody panicked")
+            && let Some(killed) = *self.killed.lock().expect("no task panicked")
         {
-            self.heard.lock().expect("nobody panicked").push(killed.elapsed());
+            self.error_delays.lock().expect("no task panicked").push(killed.elapsed());
         }
         if let (End::Whole { .. }, Some(id)) = (&end, &id) {
-            self.answered.lock().expect("nobody panicked").push((tenant, id.clone()));
+            self.answered.lock().expect("no task panicked").push((tenant, id.clone()));
         }
-        let told = Told { id, tenant, content, end: end.clone() };
-        self.told.lock().expect("nobody panicked").push(told);
+        let told = ClientRecord { id, tenant, content, end: end.clone() };
+        self.told.lock().expect("no task panicked").push(told);
         end
     }
 
@@ -318,7 +321,7 @@ impl Shared {
         }
     }
 
-    /// How many tokens a text is.
+    /// Returns the number of tokens in a text.
     fn came(&self, text: &str) -> Result<u64, String> {
         let came = self.piece.tokens(text);
         match came == 0 && text.is_empty() || text == self.piece.text(came) {
@@ -327,7 +330,7 @@ impl Shared {
         }
     }
 
-    /// One end and nothing after it.
+    /// Parses a stream, which must have one end and no event after it.
     fn stream(&self, text: &str, tokens: &RangeInclusive<u64>) -> Result<(u64, End), String> {
         let mut events = text.split_terminator("\n\n").collect::<Vec<_>>();
         if events.pop() != Some("data: [DONE]") {
@@ -374,7 +377,7 @@ fn refused(status: u16, text: &str) -> Result<End, String> {
     }
 }
 
-/// The tenant that comes to the end of its cap.
+/// The tenant that uses up its cap.
 pub const CAPPED: &str = "capped";
-/// Longer than any request may take.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// A time longer than any request may take.
+const TIMEOUT: Duration = Duration::from_secs(120);

@@ -1,15 +1,15 @@
-//! The checker can fail: what is lost, doubled or altered on purpose is found,
-//! and by its name.
+//! A test of the checker itself: each planted loss, duplicate or change is found under
+//! its kind.
 
 use std::fs;
 use std::path::Path;
 
 use rusqlite::Connection;
 
-use super::checker::{Checker, End, Finding, Told, journals};
-use super::{Field, copy, seed};
+use super::checker::{Checker, ClientRecord, End, Finding, journals};
+use super::{KillRun, copy, seed};
 
-/// A finding's kind.
+/// Returns the name of a finding's kind.
 fn kind(finding: &Finding) -> &'static str {
     match finding {
         Finding::Lost(_) => "lost",
@@ -20,8 +20,7 @@ fn kind(finding: &Finding) -> &'static str {
     }
 }
 
-/// What is done to the ledger, and the finding that must be among those that
-/// follow.
+/// Changes to the ledger, each with a finding that must follow.
 const IN_THE_LEDGER: [(&str, &str); 17] = [
     ("DELETE FROM requests WHERE request_id = ?1", "lost"),
     ("DELETE FROM attempts WHERE request_id = ?1", "lost"),
@@ -80,7 +79,7 @@ const IN_THE_LEDGER: [(&str, &str); 17] = [
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn checker_finds_each_planted_fault() {
-    let mut field = Field::start(seed(), 30).await;
+    let mut field = KillRun::start(seed(), 30).await;
     field.kill_worker().await;
     let mut field = field.kill_gateway().await.end().await;
     let told = field.load.told();
@@ -104,7 +103,7 @@ async fn checker_finds_each_planted_fault() {
         expect(&mut field, &changed, None, &told, wanted, change);
     }
 
-    // A journal that says otherwise, or holds more than the ledger.
+    // A changed journal, or one with more blocks than the ledger.
     let names = fs::read_dir(&field.witness.folder).expect("reads").map_while(Result::ok);
     let longest = names.max_by_key(|it| it.metadata().map_or(0, |it| it.len())).expect("a file");
     let bytes = fs::read(longest.path()).expect("reads");
@@ -122,10 +121,10 @@ async fn checker_finds_each_planted_fault() {
         expect(&mut field, &ledger, Some(&journals), &told, wanted, "a journal");
     }
 
-    // Clients that saw something else.
+    // Clients with other records than the ledger's.
     let with = |end: End, id: &str| {
         let mut told = told.clone();
-        told.push(Told { id: Some(id.to_owned()), tenant: "acme", content: 0, end });
+        told.push(ClientRecord { id: Some(id.to_owned()), tenant: "acme", content: 0, end });
         told
     };
     let whole = |prompt, completion| End::Whole { prompt, completion };
@@ -146,7 +145,11 @@ async fn checker_finds_each_planted_fault() {
     expect(&mut field, &ledger, None, &told, "altered", "a final figure");
 }
 
-fn changed(told: &[Told], id: &str, change: impl Fn(&mut Told)) -> Vec<Told> {
+fn changed(
+    told: &[ClientRecord],
+    id: &str,
+    change: impl Fn(&mut ClientRecord),
+) -> Vec<ClientRecord> {
     let mut told = told.to_vec();
     told.iter_mut().filter(|it| it.id.as_deref() == Some(id)).for_each(change);
     told
@@ -159,16 +162,16 @@ fn frame(payload: &[u8]) -> Vec<u8> {
 }
 
 fn expect(
-    field: &mut Field,
+    field: &mut KillRun,
     ledger: &Path,
     journals: Option<&Path>,
-    told: &[Told],
+    told: &[ClientRecord],
     wanted: &str,
     planted: &str,
 ) {
-    // A checker that has seen nothing before.
+    // A new checker has no memory of unchanged journals.
     field.checker = Checker::default();
-    // Each request has its client here, but for the first ones.
+    // Every request without an id may be in the ledger, and so may the first ones.
     let sent = super::FIRST_REQUESTS + told.iter().filter(|it| it.id.is_none()).count();
     let found = field.checker.findings(&super::Evidence {
         ledger,

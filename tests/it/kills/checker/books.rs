@@ -1,5 +1,5 @@
-//! Reads the ledger by SQL of its own, from the tables as
-//! `crates/ledger/src/schema.rs` documents them, within one snapshot.
+//! Reads the ledger with its own SQL, from the tables that
+//! `crates/ledger/src/schema.rs` documents, within one snapshot.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 
 use super::journals::Owner;
 
-/// Sums of one block by account.
+/// The sums of one block by account, ns.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Sums {
     pub device: i64,
@@ -17,54 +17,55 @@ pub struct Sums {
     pub idle: i64,
     pub loss: i64,
     pub shares: BTreeMap<Owner, i64>,
-    /// Of all of its corrections.
+    /// The sum of its corrections.
     pub corrections: i64,
 }
 
-/// One life of a worker in the ledger.
+/// One incarnation of a worker in the ledger.
 #[derive(Debug, Default)]
-pub struct Life {
+pub struct Incarnation {
     pub last_block: u64,
     pub ended: bool,
     pub blocks: BTreeMap<u64, Sums>,
 }
 
-/// An attempt's end as its worker recorded it, or what it is charged.
+/// An attempt's end in the worker's record, or its charge.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Row5 {
-    /// Prompt, cached, completion tokens, attributed ns (of a charge: 0), reference ns.
+pub struct AttemptRow {
+    /// Prompt, cached and completion tokens, attributed ns (0 in a charge), reference
+    /// ns.
     pub figures: [i64; 5],
     pub reason: String,
     pub counted: bool,
     pub day: i64,
 }
 
-/// Everything that the checks look at.
+/// All rows that the checks need.
 #[derive(Debug, Default)]
-pub struct Books {
-    pub lives: BTreeMap<String, Life>,
-    /// In which block of which life an attempt ended, and how.
-    pub ended: HashMap<Owner, (String, u64, Row5)>,
-    pub charged: HashMap<Owner, Row5>,
+pub struct LedgerRows {
+    pub lives: BTreeMap<String, Incarnation>,
+    /// The end of each attempt, with its epoch and block.
+    pub ended: HashMap<Owner, (String, u64, AttemptRow)>,
+    pub charged: HashMap<Owner, AttemptRow>,
     pub caps: HashMap<Owner, [i64; 5]>,
-    /// What the tenant pays for an attempt, over all entries.
+    /// The payment for an attempt, summed over all entries.
     pub paid: HashMap<Owner, i64>,
-    /// The same as it was measured.
+    /// The measured time of an attempt.
     pub measured: HashMap<Owner, i64>,
-    /// Sums by day as the ledger repeats them: requests, three counts of
-    /// tokens, attributed, reference.
+    /// The ledger's daily sums: requests, three token counts, attributed, reference.
     pub daily: BTreeMap<(i64, String, String), [i64; 6]>,
-    /// The same, counted here.
+    /// The daily sums as this module counts them.
     pub recount: BTreeMap<(i64, String, String), [i64; 6]>,
-    /// What stands there that no honest run writes.
+    /// The rows that no correct run writes.
     pub odd: Vec<String>,
 }
 
-impl Books {
+impl LedgerRows {
     /// Reads the ledger at `path`.
     ///
     /// # Errors
-    /// It cannot be read.
+    ///
+    /// The file cannot be read.
     pub fn read(path: &Path) -> rusqlite::Result<Self> {
         let ledger = Connection::open_with_flags(path, OpenFlags::SQLITE_OPEN_READ_WRITE)?;
         ledger.busy_timeout(std::time::Duration::from_secs(10))?;
@@ -82,7 +83,11 @@ impl Books {
 
     fn lives(&mut self, ledger: &Connection) -> rusqlite::Result<()> {
         each(ledger, "SELECT epoch, last_block, ended FROM epochs", |row| {
-            let life = Life { last_block: row.get(1)?, ended: row.get(2)?, ..Life::default() };
+            let life = Incarnation {
+                last_block: row.get(1)?,
+                ended: row.get(2)?,
+                ..Incarnation::default()
+            };
             self.lives.insert(row.get(0)?, life);
             Ok(())
         })?;
@@ -138,10 +143,11 @@ impl Books {
             FROM attempts JOIN callers ON callers.id = caller_id
             JOIN epochs ON epochs.id = epoch_id";
         each(ledger, query, |row| {
-            let row5 = Row5 { figures: figures(row)?, reason: row.get(9)?, counted: true, day: 0 };
+            let attempt =
+                AttemptRow { figures: figures(row)?, reason: row.get(9)?, counted: true, day: 0 };
             let owner = owner(row, 0)?;
             let (epoch, block): (String, u64) = (row.get(10)?, row.get(11)?);
-            if let Some((before, ..)) = self.ended.insert(owner.clone(), (epoch, block, row5)) {
+            if let Some((before, ..)) = self.ended.insert(owner.clone(), (epoch, block, attempt)) {
                 self.odd.push(format!("{owner:?} ended twice, once in {before}"));
             }
             Ok(())
@@ -161,17 +167,17 @@ impl Books {
             FROM requests JOIN callers ON callers.id = caller_id";
         each(ledger, query, |row| {
             let owner = owner(row, 0)?;
-            let row5 = Row5 {
+            let attempt = AttemptRow {
                 figures: figures(row)?,
                 reason: row.get(9)?,
                 counted: row.get(10)?,
                 day: row.get(11)?,
             };
-            let key = (row5.day, owner.tenant.clone(), owner.key.clone());
+            let key = (attempt.day, owner.tenant.clone(), owner.key.clone());
             let recount = self.recount.entry(key).or_default();
-            let [prompt, cached, completion, _, reference] = row5.figures;
+            let [prompt, cached, completion, _, reference] = attempt.figures;
             for (sum, more) in recount.iter_mut().zip([
-                row5.counted.into(),
+                attempt.counted.into(),
                 prompt,
                 cached,
                 completion,
@@ -180,7 +186,7 @@ impl Books {
             ]) {
                 *sum += more;
             }
-            self.charged.insert(owner, row5);
+            self.charged.insert(owner, attempt);
             Ok(())
         })
     }
@@ -199,7 +205,7 @@ impl Books {
         })
     }
 
-    /// An honest worker's blocks are believed, all of them.
+    /// Collects rejected blocks: the ledger accepts every block of an honest worker.
     fn oddities(&mut self, ledger: &Connection) -> rusqlite::Result<()> {
         for table in ["struck_blocks", "refused_blocks"] {
             each(ledger, &format!("SELECT block, reason FROM {table}"), |row| {
@@ -211,8 +217,8 @@ impl Books {
         Ok(())
     }
 
-    /// The audit log: numbered from 0, each record behind its number and the hash
-    /// of the one before, its own hash beside it; and a record for each thing told of.
+    /// Checks the audit log: numbers start at 0, each record contains the hash of the
+    /// record before, its own hash is right, and each action has a record.
     fn chain(&mut self, ledger: &Connection) -> rusqlite::Result<()> {
         let (mut next, mut before) = (0_u64, "0".repeat(64));
         each(ledger, "SELECT seq, hash, record FROM records ORDER BY seq", |row| {

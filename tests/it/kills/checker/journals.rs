@@ -1,10 +1,9 @@
-//! Reads the workers' journals by `docs/journal.md` alone: no line of it is
-//! the worker's own.
+//! Reads the workers' journals by `docs/journal.md` alone, without code of the worker.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
-/// Whose device time it is: tenant, key, request, attempt.
+/// The owner of device time: tenant, key, request, attempt.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Owner {
     pub tenant: String,
@@ -13,7 +12,7 @@ pub struct Owner {
     pub attempt: u64,
 }
 
-/// A block as the worker wrote it.
+/// A block in a journal.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Block {
     pub wall: u64,
@@ -26,26 +25,27 @@ pub struct Block {
     pub last: bool,
 }
 
-/// What is known of one life of a worker.
+/// The blocks of one incarnation of a worker.
 #[derive(Debug, Default)]
 pub struct Epoch {
     pub blocks: BTreeMap<u64, Block>,
-    /// When its records end, by the host's clock, ns.
+    /// The end of its records, ns by the host's clock.
     pub until_utc: u64,
 }
 
-/// The journals of a folder, each file read once.
+/// The journals of a folder, each closed file read once.
 #[derive(Default)]
 pub struct Journals {
-    /// Files whose epoch has ended, by path: they do not change any more.
+    /// The parsed files by path; a file of an ended epoch does not change.
     done: HashMap<PathBuf, (String, Epoch)>,
 }
 
 impl Journals {
-    /// Every epoch in `folder`, by its name.
+    /// Reads every epoch in `folder`, by its name.
     ///
     /// # Errors
-    /// What is wrong with a file.
+    ///
+    /// A file is damaged.
     pub fn read(&mut self, folder: &Path) -> Result<BTreeMap<String, &Epoch>, String> {
         let entries = std::fs::read_dir(folder).map_err(|error| error.to_string())?;
         let mut paths: Vec<PathBuf> = entries.filter_map(|it| Some(it.ok()?.path())).collect();
@@ -74,7 +74,7 @@ impl Journals {
 }
 
 impl Journals {
-    /// When the records of each life that has ended end, UTC ns.
+    /// Returns the end of the records of each ended epoch, UTC ns.
     pub fn ends(&self) -> impl Iterator<Item = u64> {
         let ended = self.done.values().filter(|(_, epoch)| epoch.has_ended());
         ended.map(|(_, epoch)| epoch.until_utc)
@@ -82,7 +82,7 @@ impl Journals {
 }
 
 impl Epoch {
-    /// Whether its last block was closed.
+    /// Returns true if the last block is closed.
     pub fn has_ended(&self) -> bool {
         self.blocks.last_key_value().is_some_and(|(_, block)| block.last)
     }
@@ -94,14 +94,14 @@ fn parse(bytes: &[u8]) -> Result<Option<(String, Epoch)>, String> {
     let Some(mut rest) = bytes.strip_prefix(MAGIC) else {
         return if bytes.len() < MAGIC.len() { Ok(None) } else { Err("no journal".to_owned()) };
     };
-    let mut reading: Option<Reading> = None;
+    let mut reading: Option<JournalParser> = None;
     while rest.len() >= 8 {
         let size = u32::from_le_bytes(rest[..4].try_into().expect("four")) as usize;
         let sum = u32::from_le_bytes(rest[4..8].try_into().expect("four"));
         let Some(payload) = rest.get(8..8 + size) else { break };
         if crc32(&[&rest[..4], payload]) != sum {
             let at = bytes.len() - rest.len();
-            // The end may be torn; what is whole after it says that it is not.
+            // The last frame may be torn; a frame after it proves damage.
             if rest.len() > 8 + size {
                 return Err(format!("damaged at byte {at}"));
             }
@@ -109,7 +109,7 @@ fn parse(bytes: &[u8]) -> Result<Option<(String, Epoch)>, String> {
         }
         let mut input = Input(payload);
         reading = Some(match (reading, input.byte()?) {
-            (None, 1) => Reading::begin(&mut input)?,
+            (None, 1) => JournalParser::begin(&mut input)?,
             (Some(mut reading), kind) => {
                 reading.frame(kind, &mut input)?;
                 reading
@@ -127,17 +127,17 @@ fn parse(bytes: &[u8]) -> Result<Option<(String, Epoch)>, String> {
     }))
 }
 
-struct Reading {
+struct JournalParser {
     name: String,
     epoch: Epoch,
     owners: HashMap<u64, Owner>,
     number: u64,
     open: Block,
-    /// Where the open block began, by the host's clock.
+    /// The start of the open block, ns by the host's clock.
     started: u64,
 }
 
-impl Reading {
+impl JournalParser {
     fn begin(input: &mut Input<'_>) -> Result<Self, String> {
         let epoch = u128::from_le_bytes(input.bytes(16)?.try_into().expect("sixteen"));
         for _worker_class_name_uuid_model_calibration in 0..6 {
@@ -206,7 +206,7 @@ impl Reading {
             6 => {
                 self.started = input.number()?;
                 self.open.last = input.number()? == 1;
-                // What was drawn may follow; a processor tells none.
+                // Sampling time may follow; the CPU backend writes none.
                 let block = std::mem::take(&mut self.open);
                 self.epoch.blocks.insert(self.number, block);
                 self.number += 1;
@@ -231,7 +231,7 @@ impl Input<'_> {
         Ok(self.bytes(1)?[0])
     }
 
-    /// LEB128.
+    /// Reads a LEB128 number.
     fn number(&mut self) -> Result<u64, String> {
         let mut number = 0_u64;
         for place in 0..10 {
@@ -255,7 +255,7 @@ impl Input<'_> {
     }
 }
 
-/// CRC-32 as in gzip, bit by bit.
+/// Computes CRC-32 as in gzip, bit by bit.
 pub fn crc32(parts: &[&[u8]]) -> u32 {
     let mut sum = !0_u32;
     for byte in parts.iter().copied().flatten() {
