@@ -191,7 +191,7 @@ fn all_orders_of_five_acts_match_model() {
 mod long {
     #[test]
     #[ignore = "long: every order of seven acts"]
-    fn every_order_of_seven_acts_is_as_the_model_says() {
+    fn interleavings_of_seven_acts_agree_with_the_model() {
         assert_eq!(super::all(7), 823_543);
     }
 }

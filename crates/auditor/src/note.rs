@@ -174,7 +174,7 @@ fn key_id(name: &str, public: &[u8; 32]) -> [u8; 4] {
 
 /// The signature type of Ed25519.
 const TYPE_ED25519: u8 = 0x01;
-/// What cosigners may add is bounded.
+/// Bytes of the longest accepted note. Cosigners may add lines, so notes need a bound.
 const LONGEST_NOTE: usize = 1 << 16;
 const MOST_SIGNATURES: usize = 64;
 

@@ -48,7 +48,7 @@ async fn attacks_stay_on_this_machine() {
 }
 
 #[tokio::test]
-async fn a_missing_key_is_named() {
+async fn missing_key_is_named_in_the_error() {
     let (scenario, mut stage) = stage("https://127.0.0.1:1", None);
     stage.keys.remove("mallory");
     let error = refused(&scenario, &stage).await;

@@ -167,7 +167,7 @@ fn accepted_load_goodput_and_shares() {
 }
 
 #[test]
-fn whoever_asks_too_much_waits() {
+fn attackers_must_wait_longer_than_honest_tenants() {
     let hold = "ahead_of_attackers = 3.0\n";
     let mut run = drill(|_| 10);
     assert_eq!(verdict(hold, &run, "wait for the first token"), Verdict::Unclear);
@@ -178,7 +178,7 @@ fn whoever_asks_too_much_waits() {
 }
 
 #[test]
-fn a_fault_is_no_refusal() {
+fn faults_are_not_counted_as_refusals() {
     let mut run = drill(|_| 10);
     run.attackers[0].tally.add(25.0, "429 rate_limit_exceeded");
     run.attackers[0].tally.add(25.0, "503 overloaded");

@@ -111,7 +111,7 @@ fn greedy_takes_the_likeliest_after_penalties_and_biases() {
 }
 
 #[test]
-fn repetition_penalty_applies_once_to_tokens_of_prompt_and_answer() {
+fn repetition_penalty_applies_once_to_each_earlier_token() {
     // Token 1 is likeliest, token 3 has the only negative logit.
     let row = [2.0, 4.0, 3.0, -1.0];
     let mut generated = TokenCounts::new();
@@ -185,7 +185,7 @@ fn logprobs_are_the_models_own() {
 }
 
 #[test]
-fn a_seed_and_a_place_fix_the_draw() {
+fn seed_and_position_fix_the_sample() {
     let row: Vec<f32> = (0..1_000).map(|i| (i % 17) as f32 / 8.0).collect();
     let counts = TokenCounts::default();
     let mut warm = Sampler::default();

@@ -47,7 +47,7 @@ parts! {
 }
 
 #[test]
-fn one_seed_gives_one_trace() {
+fn play_with_the_same_seed_gives_one_trace() {
     let [once, again] = written_twice();
     assert!(once.lines().count() > 500, "it was a long one");
     // Not `assert_eq`: two traces are too long to print.
