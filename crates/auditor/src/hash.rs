@@ -14,6 +14,8 @@ impl Hash {
 
     /// Returns the hash of a leaf: `SHA-256(0x00 || bytes)`.
     pub(crate) fn of_leaf(bytes: &[u8]) -> Self {
+        // The prefix differs from that of inner nodes. Otherwise the bytes of an inner node could
+        // be presented as a record.
         Self::of(&[&[0x00], bytes])
     }
 
@@ -40,8 +42,11 @@ impl Hash {
         let digit = |byte: u8| match byte {
             b'0'..=b'9' => Some(byte - b'0'),
             b'a'..=b'f' => Some(byte - b'a' + 10),
+            // Upper case is refused: a second spelling would let bytes of an export change
+            // unnoticed.
             _ => None,
         };
+        // The fixed length makes the pairs below exact: no digit and no byte is left over.
         let digits = <&[u8; 64]>::try_from(text.as_bytes()).ok()?;
         let mut hash = [0; 32];
         for (byte, pair) in hash.iter_mut().zip(digits.chunks_exact(2)) {
@@ -53,6 +58,7 @@ impl Hash {
 
 fn bytes(digest: aws_lc_rs::digest::Digest) -> [u8; 32] {
     let mut bytes = [0; 32];
+    // The lengths are equal: a SHA-256 digest has 32 bytes.
     bytes.copy_from_slice(digest.as_ref());
     bytes
 }

@@ -201,6 +201,7 @@ pub fn verify<R: BufRead>(
     kept: &[Checkpoint],
 ) -> Result<Sound, LogError> {
     let mut kept: Vec<Checkpoint> = kept.to_vec();
+    // The walk compares kept checkpoints from the front while the tree grows.
     kept.sort_by_key(Checkpoint::size);
     let mut kept = VecDeque::from(kept);
     let mut walk: Option<Walk<'_>> = None;
@@ -208,6 +209,7 @@ pub fn verify<R: BufRead>(
         let mut folder = folder?;
         let begun = match walk.take() {
             Some(walk) => walk.go_on(&folder)?,
+            // This arm runs for the first export only, so it takes all kept checkpoints.
             None => Walk::begin(&folder, keys, std::mem::take(&mut kept))?,
         };
         walk = Some(begun.walk(&mut folder)?);
@@ -240,14 +242,17 @@ impl<'a> Walk<'a> {
         if let Some(older) = kept.front().filter(|kept| kept.size() < first) {
             return Err(LogError::NotCovered { size: older.size(), first });
         }
+        // Error ranges begin at `first`, because the exports do not hold earlier records.
         let (proved, checkpoints, newest) = (first, 0, None);
         let mut walk = Self { keys, kept, first, tree, last, proved, checkpoints, newest };
+        // A kept checkpoint may end exactly where the export begins.
         walk.compare_kept()?;
         Ok(walk)
     }
 
     /// Continues with the next export, which must begin where the last one ended.
     fn go_on<R>(self, folder: &Folder<R>) -> Result<Self, LogError> {
+        // The subtrees need not show the hash of the last record, so the hash is compared as well.
         if read_start(folder)? == (self.tree.clone(), self.last) {
             Ok(self)
         } else {
@@ -259,6 +264,7 @@ impl<'a> Walk<'a> {
     fn walk<R: BufRead>(mut self, folder: &mut Folder<R>) -> Result<Self, LogError> {
         let mut line = 0;
         let mut next = self.next_checkpoint(folder, &mut line)?;
+        // An export without a checkpoint proves nothing, even if it holds no record.
         if next.is_none() {
             return Err(LogError::NothingSigned { folder: folder.name.clone() });
         }
@@ -266,9 +272,13 @@ impl<'a> Walk<'a> {
             let record = self.tree.size();
             let wrong = |fault| LogError::Record { record, fault };
             let hash = read_record(&bytes, record, self.last).map_err(wrong)?;
+            // The record is judged before this test: an altered record is reported as altered,
+            // wherever it stands.
             let Some(signed) = &next else { return Err(wrong(Fault::Unsigned)) };
             self.tree.push(hash);
             self.last = hash;
+            // A thief of the signing key can sign a rewritten log, but cannot change a kept
+            // checkpoint.
             self.compare_kept()?;
             if signed.size() == self.tree.size() {
                 self.compare(signed)?;
@@ -278,11 +288,13 @@ impl<'a> Walk<'a> {
         }
         match next {
             None => Ok(self),
+            // A signed size beyond the last record shows that records were cut off.
             Some(signed) => Err(self.missing(&signed)),
         }
     }
 
     fn end(self) -> Result<Sound, LogError> {
+        // A kept checkpoint of more records shows that the end of the log is missing.
         if let Some(kept) = self.kept.front() {
             return Err(self.missing(kept));
         }
@@ -306,6 +318,7 @@ impl<'a> Walk<'a> {
             |error| LogError::Checkpoint { folder: folder.name.clone(), line: *line, error };
         let note = read_note(&bytes).ok_or_else(|| failed(NoteError::Form))?;
         let checkpoint = Checkpoint::open(&note, self.keys).map_err(failed)?;
+        // The walk would never compare a checkpoint of records that are already behind it.
         if checkpoint.size() <= self.tree.size() {
             return Err(LogError::Order { folder: folder.name.clone(), line: *line });
         }
@@ -315,6 +328,7 @@ impl<'a> Walk<'a> {
     /// Compares the tree with a checkpoint of the same size.
     fn compare(&mut self, signed: &Checkpoint) -> Result<(), LogError> {
         if signed.root() != self.tree.root() {
+            // The subtraction is safe: each checkpoint here covers at least one record.
             return Err(LogError::Rewritten { first: self.proved, last: self.tree.size() - 1 });
         }
         self.proved = signed.size();
@@ -325,9 +339,12 @@ impl<'a> Walk<'a> {
     /// Compares the tree with the kept checkpoints of the same size.
     fn compare_kept(&mut self) -> Result<(), LogError> {
         let size = self.tree.size();
+        // Several kept checkpoints may have the same size.
         while self.kept.front().is_some_and(|kept| kept.size() == size) {
             if self.kept.pop_front().is_some_and(|kept| kept.root() != self.tree.root()) {
                 let last = size.saturating_sub(1);
+                // At the start of an export `proved` equals `size`; the range must not run
+                // backwards.
                 return Err(LogError::Forked { first: self.proved.min(last), last, size });
             }
         }
@@ -346,6 +363,7 @@ fn read_start<R>(folder: &Folder<R>) -> Result<(Tree, Hash), LogError> {
         let prev = Hash::from_hex(&prev)?;
         let peaks: Option<Vec<Hash>> = peaks.iter().map(|peak| Hash::from_hex(peak)).collect();
         let tree = Tree::after(size, peaks?)?;
+        // A log without records has no last hash, so any hash but zeros contradicts the size.
         (size > 0 || prev == Hash::ZERO).then_some((tree, prev))
     };
     read().ok_or_else(|| LogError::Start { folder: folder.name.clone() })
@@ -361,7 +379,9 @@ fn read_record(line: &[u8], expected: u64, last: Hash) -> Result<Hash, Fault> {
         Some((Hash::from_hex(stated)?, record))
     };
     let (stated, record) = parts().ok_or(Fault::Torn)?;
+    // The bytes are hashed as they stand: parsed and written again they could differ.
     let hash = Hash::of_leaf(record.as_bytes());
+    // The hash comes first: the number and the link of an altered record mean nothing.
     if hash != stated {
         return Err(Fault::Altered);
     }
@@ -369,10 +389,12 @@ fn read_record(line: &[u8], expected: u64, last: Hash) -> Result<Hash, Fault> {
         let (seq, rest) = record.strip_prefix("{\"seq\":")?.split_once(",\"prev\":\"")?;
         let (prev, rest) = rest.split_at_checked(64)?;
         let number: u64 = seq.parse().ok()?;
+        // `parse` also accepts `+7` and `07`, which the ledger never writes.
         let whole = number.to_string() == seq && rest.starts_with("\",\"") && record.ends_with('}');
         whole.then_some((number, Hash::from_hex(prev)?))
     };
     let (found, prev) = named().ok_or(Fault::Torn)?;
+    // The number comes before the link: a missing record breaks both, and the number tells more.
     if found != expected {
         return Err(Fault::Displaced { found });
     }
@@ -407,11 +429,13 @@ fn read_line(
         file: format!("{folder}/{file}"),
         reason: error.to_string(),
     };
+    // A file without a newline may be endless.
     let read = reader.take(LONGEST_LINE).read_until(b'\n', &mut line).map_err(failed)?;
     if read == 0 {
         return Ok(None);
     }
     if line.pop() != Some(b'\n') {
+        // An empty line is no record and no note, so the caller reports the line as torn.
         line.clear();
     }
     Ok(Some(line))

@@ -57,6 +57,7 @@ impl FromStr for VerifierKey {
     type Err = VerifierKeyError;
 
     fn from_str(text: &str) -> Result<Self, VerifierKeyError> {
+        // Base64 may hold a `+`, so only the first two are separators.
         let mut parts = text.splitn(3, '+');
         let (Some(name), Some(id), Some(key)) = (parts.next(), parts.next(), parts.next()) else {
             return Err(VerifierKeyError);
@@ -67,6 +68,7 @@ impl FromStr for VerifierKey {
         };
         let public = <[u8; 32]>::try_from(public).map_err(|_| VerifierKeyError)?;
         let key = Self { id: key_id(name, &public), name: name.to_owned(), public };
+        // The id is computed again: it shows that name and key belong together.
         let stated = key.id.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
         if is_name(name) && stated == id { Ok(key) } else { Err(VerifierKeyError) }
     }
@@ -91,15 +93,18 @@ impl Checkpoint {
         for (name, signature) in signatures {
             let (id, signature) = signature.split_at_checked(4).ok_or(NoteError::Form)?;
             let Some(key) = keys.iter().find(|key| key.name == name && key.id == id) else {
+                // Other parties, such as witnesses, may sign the same note.
                 continue;
             };
             if !key.signed(text, signature) {
+                // A forgery is reported even if another signature of the note is good.
                 return Err(NoteError::Forged { name: name.to_owned() });
             }
             signer = Some(key);
         }
         let signer = signer.ok_or(NoteError::UnknownKey)?;
         Self::read(text)
+            // The origin of a log is the name of its key: a note of another log must not pass.
             .filter(|checkpoint| checkpoint.origin == signer.name)
             .ok_or(NoteError::Text)
     }
@@ -143,15 +148,18 @@ type Signature<'a> = (&'a str, Vec<u8>);
 /// Splits a note into its text, with the last newline, and its signatures. `None`
 /// for a text that is no signed note.
 fn split(note: &str) -> Option<(&str, Vec<Signature<'_>>)> {
+    // The signed-note format forbids control characters. They could also hide text in a terminal.
     if note.len() > LONGEST_NOTE || note.contains(|c: char| c < ' ' && c != '\n') {
         return None;
     }
+    // The last blank line separates: the text itself may hold blank lines.
     let end = note.rfind("\n\n")?;
     let (text, signatures) = (&note[..=end], note[end + 2..].strip_suffix('\n')?);
     let mut read = Vec::new();
     for line in signatures.split('\n') {
         let (name, signature) = line.strip_prefix("\u{2014} ")?.split_once(' ')?;
         let signature = STANDARD.decode(signature).ok()?;
+        // The bound limits the work that a hostile note can cause.
         if !is_name(name) || read.len() >= MOST_SIGNATURES {
             return None;
         }

@@ -66,6 +66,7 @@ impl Proof {
     /// A record is not proved, or the checkpoint is not valid.
     pub fn verify(self, keys: &[VerifierKey]) -> Result<(Checkpoint, Vec<Proved>), ProofError> {
         let Self { checkpoint, records } = self;
+        // The signature comes first: size and root are trusted below.
         let checkpoint = Checkpoint::open(&checkpoint, keys).map_err(ProofError::Checkpoint)?;
         // A proof of nothing would otherwise always succeed.
         if records.is_empty() {

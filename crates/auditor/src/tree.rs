@@ -15,6 +15,7 @@ impl Tree {
     /// Returns a tree of `size` leaves that are known by their subtrees only; `None`
     /// where the number of subtrees does not fit the size.
     pub(crate) fn after(size: u64, subtrees: Vec<Hash>) -> Option<Self> {
+        // Each one bit of the size stands for one perfect subtree.
         (size.count_ones() as usize == subtrees.len()).then_some(Self { size, subtrees })
     }
 
@@ -49,6 +50,7 @@ impl Tree {
 /// Returns the root that `path` leads to from leaf `index` of `size`; `None` where
 /// the path has the wrong length. RFC 9162, section 2.1.3.2.
 pub(crate) fn root_of_path(leaf: Hash, index: u64, size: u64, path: &[Hash]) -> Option<Hash> {
+    // This also refuses an empty tree, so `size - 1` below does not underflow.
     if index >= size {
         return None;
     }

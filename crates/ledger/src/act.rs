@@ -158,6 +158,7 @@ impl From<PartiallyRejectedBlock> for Act {
 
 impl From<FaultCap> for Act {
     fn from(cap: FaultCap) -> Self {
+        // Boxed, as the other rare and large acts, so that each place in the queue stays small.
         Self::CapFault(Box::new(cap))
     }
 }

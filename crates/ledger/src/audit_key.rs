@@ -65,6 +65,7 @@ impl AuditKey {
         let failed = |source| AuditKeyError::File { path: path.clone(), source };
         let text = match fs::read_to_string(&path) {
             Ok(text) => text,
+            // A missing key is no error: the caller decides if one is made.
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(failed(error)),
         };
@@ -87,6 +88,7 @@ impl AuditKey {
         let path = folder.join(SECRET);
         let failed = |source| AuditKeyError::File { path: path.clone(), source };
         DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(failed)?;
+        // 8 bytes make a name that no other log has; 32 bytes are the seed.
         let mut random = [0; 40];
         rand::fill(&mut random).map_err(|_| failed(io::Error::other("no random bytes")))?;
         let (tag, seed) = random.split_at(8);
@@ -99,6 +101,7 @@ impl AuditKey {
             hex(&key_id(&name, key.public())),
             STANDARD.encode([&[ED25519], &seed[..]].concat())
         );
+        // The secret comes first: the public half can be derived from it.
         match write_new(folder, &path, &secret, 0o600) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 return Err(AuditKeyError::Exists { path });
@@ -115,6 +118,7 @@ impl AuditKey {
 
     /// Derives the key of `name` from its secret `seed`; `None` for a bad name.
     pub fn from_seed(name: &str, seed: &[u8; 32]) -> Option<Self> {
+        // `+` and whitespace separate the parts of keys and of signature lines.
         let good = !name.is_empty() && !name.contains(|c: char| c.is_whitespace() || c == '+');
         let pair = Ed25519KeyPair::from_seed_unchecked(seed).ok().filter(|_| good)?;
         let public = pair.public_key().as_ref();
@@ -155,12 +159,14 @@ impl fmt::Debug for AuditKey {
 
 /// Parses name and seed of `PRIVATE+KEY+name+id+base64`.
 fn parse_secret(text: &str) -> Option<(&str, [u8; 32])> {
+    // Base64 may hold a `+`, so only the first two are separators.
     let mut parts = text.strip_prefix("PRIVATE+KEY+")?.splitn(3, '+');
     let (name, id, key) = (parts.next()?, parts.next()?, parts.next()?);
     let bytes = STANDARD.decode(key).ok()?;
     let (&ED25519, seed) = bytes.split_first()? else { return None };
     let seed = <[u8; 32]>::try_from(seed).ok()?;
     let pair = Ed25519KeyPair::from_seed_unchecked(&seed).ok()?;
+    // The id is computed again, so that a damaged seed is found before it signs anything.
     (hex(&key_id(name, pair.public_key().as_ref())) == id).then_some((name, seed))
 }
 
@@ -171,11 +177,15 @@ fn write_new(folder: &Path, path: &Path, text: &str, mode: u32) -> io::Result<()
     let mut file =
         OpenOptions::new().write(true).create(true).truncate(true).mode(mode).open(&unfinished)?;
     file.write_all(text.as_bytes())?;
+    // Synced before the link: a power cut could otherwise leave an empty file under the final
+    // name.
     file.sync_all()?;
     // A link fails where the name exists; a rename would replace it.
     let linked = fs::hard_link(&unfinished, path);
+    // Removed even if the link failed, because the file may hold a secret.
     fs::remove_file(&unfinished)?;
     linked?;
+    // The new name is an entry of the folder, so the folder is synced too.
     fs::File::open(folder)?.sync_all()
 }
 

@@ -132,6 +132,7 @@ impl StorageError {
         source: impl std::error::Error + Send + Sync + 'static,
         is_about_content: bool,
     ) -> Self {
+        // Shared, because one failed commit answers each act of its group with this error.
         Self { source: Arc::new(source), is_about_content }
     }
 

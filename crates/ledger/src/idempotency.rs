@@ -63,6 +63,7 @@ impl IdempotencyStore {
         WalRewriter::default()
             .rewrite(&path)
             .map_err(|source| IdempotencyStoreError::Log { path: path.clone(), source })?;
+        // A duration beyond `u64` nanoseconds, 584 years, is as good as forever.
         let kept_ns = u64::try_from(kept.as_nanos()).unwrap_or(u64::MAX);
         let opened =
             IdempotencyRows::open(&path, IdempotencyLimits { kept_ns, keys_per_tenant })
@@ -84,6 +85,7 @@ impl IdempotencyStore {
     ) -> Result<Option<IdempotencyRecord>, IdempotencyStoreError> {
         let found = self.lock().find(digest, now).map_err(|source| self.failed(source))?;
         let Some((fingerprint, request)) = found else { return Ok(None) };
+        // Ids are checked before they are written, so an invalid id means a damaged file.
         let request = RequestId::new(&request)
             .map_err(|_| IdempotencyStoreError::Format { path: self.path.clone() })?;
         Ok(Some(IdempotencyRecord { fingerprint, request }))
@@ -123,6 +125,7 @@ impl IdempotencyStore {
     }
 
     fn lock(&self) -> MutexGuard<'_, IdempotencyRows> {
+        // SQLite keeps the rows whole even if a holder of the lock panicked.
         self.rows.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -86,6 +86,7 @@ impl Ledger {
             return Ok(());
         };
         let findings = reader.findings(check::checks_at_start);
+        // A remark, such as a skipped block, must not prevent a start.
         match findings.into_iter().find(|finding| !finding.is_remark()) {
             Some(Finding { message, .. }) => Err(LedgerError::Damaged(message)),
             None => Ok(()),
@@ -99,6 +100,7 @@ impl Ledger {
     /// There is no ledger, or one of another version.
     pub fn check_file(path: &Path) -> Result<Checked, LedgerError> {
         let mut findings = Findings::default();
+        // SQLite drops torn frames without an error, so the log is read without SQLite first.
         if let Some(torn) = check::find_torn_log(path)? {
             findings.add("file", torn.message(&wal::beside(path)));
         }

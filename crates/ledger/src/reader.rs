@@ -43,6 +43,7 @@ impl LedgerReader {
     /// [`LedgerError::Open`] where there is no ledger, [`LedgerError::Format`] where
     /// the ledger is of another version.
     pub(crate) fn open(path: &Path) -> Result<Self, LedgerError> {
+        // Opened at once: a missing or foreign file must fail here, not at the first read.
         let idle = Mutex::new(vec![Database::open_reader(path)?]);
         Ok(Self { pool: Arc::new(Pool { path: path.to_owned(), idle }) })
     }

@@ -129,6 +129,7 @@ fn is_about_content(error: &rusqlite::Error) -> bool {
             ErrorCode::ConstraintViolation | ErrorCode::TypeMismatch | ErrorCode::TooBig => true,
             // SQLite's `sum` reports an overflow under its most general code.
             ErrorCode::Unknown => message.as_deref() == Some("integer overflow"),
+            // Any other failure may be the disk's, and then the act must be kept.
             _ => false,
         },
         rusqlite::Error::IntegralValueOutOfRange(..)

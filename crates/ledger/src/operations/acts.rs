@@ -23,6 +23,7 @@ pub(crate) fn run(act: &Act, tables: Tables<'_>, chain: &mut Chain) -> Result<Po
         Act::Sign => Ok(Posted::New),
     };
     result.map_err(|error| match error {
+        // As a disk error these values would fail the whole group and degrade the ledger.
         LedgerError::Storage(source) if source.is_about_content() => {
             refuse_content(act, source.to_string())
         }

@@ -57,6 +57,7 @@ pub enum ArchiveError {
 /// Refuses months that are not settled at `now`.
 pub(crate) fn refuse_unsettled(before: UtcMonth, now: UtcTime) -> Result<(), ArchiveError> {
     let first = before.first_day();
+    // Blocks of a month's last hours arrive after the month's end.
     if now.0 < first.start().0.saturating_add(SETTLING_NS) {
         let last = UtcDay(first.0.saturating_sub(1));
         return Err(ArchiveError::Unsettled { month: last.month() });
@@ -71,6 +72,7 @@ pub(crate) fn archivable(tables: Tables<'_>, before: UtcMonth) -> Result<Archiva
         return Err(ArchiveError::OlderThanTheLog);
     }
     let from = archives::first_record(tables)?;
+    // A checkpoint at `from` would make an archive without records.
     let to = last_checkpoint(tables, before.first_day())?.filter(|to| *to > from);
     to.map(|to| Archivable { from, to }).ok_or(ArchiveError::Nothing)
 }
@@ -85,6 +87,7 @@ fn last_checkpoint(tables: Tables<'_>, day: UtcDay) -> Result<Option<u64>, Ledge
         // that it lowers.
         match archives::first_split_by(tables, size)? {
             None => return Ok(Some(size)),
+            // The bound falls each time, so the loop ends.
             Some(first) => bound = first,
         }
     }

@@ -52,6 +52,7 @@ pub(crate) fn backup(
     let unfinished = with_end(to, ".unfinished");
     // A reader does not disturb the process that writes.
     let source = Database::open_reader(from)?;
+    // Checked under the other name: a bad copy must not replace an earlier good backup.
     let checked = copy(&source, &unfinished).and_then(|()| sound(&unfinished, &check));
     let checked = checked.and_then(|checked| {
         put_in_place(&unfinished, to)?;
@@ -72,6 +73,7 @@ pub(crate) fn restore(
     action: &AdminAction,
     check: impl Fn(&Path) -> Result<Checked, LedgerError>,
 ) -> Result<Option<PathBuf>, BackupError> {
+    // Checked while nothing has changed: a damaged backup must not displace the ledger.
     sound(backup, &check)?;
     let unfinished = with_end(path, ".unfinished");
     copy(&Database::open_reader(backup)?, &unfinished)?;
@@ -100,11 +102,13 @@ fn move_aside(path: &Path, aside: &Path) -> Result<(), BackupError> {
 }
 
 fn copy(source: &Database, to: &Path) -> Result<(), BackupError> {
+    // A killed backup may have left its unfinished file.
     match fs::remove_file(to) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         removed => removed.map_err(at(to))?,
     }
     source.copy_to(to)?;
+    // Synced before the rename: the final name must not stand for bytes that a power cut can take.
     File::open(to).and_then(|file| file.sync_all()).map_err(at(to))
 }
 
@@ -131,6 +135,7 @@ fn mark_restored(path: &Path, action: &AdminAction) -> Result<(), BackupError> {
         post::record_action(transaction.tables(), &mut chain, action)?;
         meta::set_restored(transaction.tables(), action.at)?;
         transaction.commit()?;
+        // The rename moves one file, so no commit may stay in a write-ahead log beside it.
         database.leave_one_file()
     };
     mark()?;
@@ -141,6 +146,7 @@ fn mark_restored(path: &Path, action: &AdminAction) -> Result<(), BackupError> {
 /// cut.
 fn put_in_place(unfinished: &Path, path: &Path) -> Result<(), BackupError> {
     fs::rename(unfinished, path).map_err(at(path))?;
+    // The parent of a bare file name is the empty path, which cannot be opened.
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     let folder = folder.unwrap_or(Path::new("."));
     File::open(folder).and_then(|file| file.sync_all()).map_err(at(folder))

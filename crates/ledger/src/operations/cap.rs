@@ -29,6 +29,7 @@ pub(crate) fn post(
     match find(tables, key)? {
         // The gateway submits a cap again if it lost the answer.
         Some(known) if known == payable => return Ok(Posted::Already),
+        // A second cap would correct the same entries twice.
         Some(_) => return Err(LedgerError::AlreadySettled),
         None => {
             let record = chain.append(tables, &Body::cap(cap))?;

@@ -146,6 +146,7 @@ pub(crate) fn checks_at_start(tables: Tables<'_>) -> Result<&'static [Check], Le
 /// Reads the write-ahead log beside the database at `path` and returns its damage.
 /// The look is repeated, because a writer in the middle of a commit looks torn too.
 pub(crate) fn find_torn_log(path: &Path) -> Result<Option<wal::Torn>, LedgerError> {
+    // A log that cannot be read may hold acknowledged commits, so it counts as damage.
     let look = || wal::look(path).map_err(|error| LedgerError::Damaged(error.to_string()));
     let mut seen = look()?;
     for _ in 0..LOOKS {

@@ -155,6 +155,7 @@ pub(crate) fn prove(tables: Tables<'_>, request: &RequestId) -> Result<Proof, Ex
     };
     // The newest checkpoint covers every older record.
     let (size, checkpoint) = checkpoints::newest(tables)?.unwrap_or_default();
+    // Without a checkpoint the size is 0, so every record counts as unsigned.
     if last >= size {
         return Err(ExportError::Unsigned { signed: size });
     }

@@ -15,6 +15,7 @@ pub(crate) fn put_in_force(
     chain: &mut Chain,
     in_force: &PlansInForce,
 ) -> Result<Posted, LedgerError> {
+    // A caller that lost its answer submits the plans again.
     if actions::is_known(tables, &in_force.action.id)? {
         return Ok(Posted::Already);
     }

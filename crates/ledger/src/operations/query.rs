@@ -66,6 +66,7 @@ pub struct RequestRow {
 /// Returns the reference cost spent on `day` and in its month up to it.
 pub(crate) fn spending(tables: Tables<'_>, day: UtcDay) -> Result<Spending, LedgerError> {
     let (_, _, of_month) = day.civil();
+    // Days of a month count from 1.
     let first = UtcDay(day.0.saturating_sub(of_month - 1));
     Ok(Spending { day: daily::spent(tables, day, day)?, month: daily::spent(tables, first, day)? })
 }
@@ -131,6 +132,7 @@ pub(crate) fn find_request(
         // No end yet: the entries name the model and the device.
         None => match requests::placement_of_running(tables, key)? {
             Some(placement) => placement,
+            // Neither an end nor an entry: the request is unknown, or another tenant's.
             None => return Ok(None),
         },
     };

@@ -49,6 +49,7 @@ fn recount(
     record: &mut dyn FnMut(&str, &Record),
 ) -> Result<(), StatementError> {
     let (callers, days) = (callers::of_tenant(tables, query.tenant)?, maker.days());
+    // The sums by day still hold archived usage, so a recount without it would never agree.
     for (caller, _) in &callers {
         if archives::has_days(tables, *caller, days)? {
             let (tenant, month) = (query.tenant.to_string(), query.month);

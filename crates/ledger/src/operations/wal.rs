@@ -86,7 +86,10 @@ fn scan(mut file: impl Read) -> io::Result<Option<Torn>> {
         let fits = log.sum_of(&frame, before) == stated;
         // A frame of the log's earlier use has other salts.
         let ours = frame[8..16] == log.salts;
+        // A frame that commits states the size of the database; other frames state 0.
         let commits = ours && frame[4..8] != [0; 4];
+        // The stated sum goes on, not the computed one. Frames after a damaged one can still be
+        // judged.
         before = stated;
         match &mut bad {
             None if fits && ours => {}
@@ -95,6 +98,7 @@ fn scan(mut file: impl Read) -> io::Result<Option<Torn>> {
                 if bad.over {
                     return Ok(Some(Torn::Within { at: bad.at }));
                 }
+                // A good frame follows, so the bad one is no remainder of an earlier use.
                 (bad.over, bad.looks_old) = (commits, false);
             }
             Some(bad) => bad.over |= commits,
@@ -127,6 +131,7 @@ impl Log {
         let magic = number(&head[..4]);
         let page = number(&head[8..12]) as usize;
         let known = magic & !1 == MAGIC && number(&head[4..8]) == VERSION;
+        // SQLite's own bounds of a page. They also bound the buffer for a frame.
         if !known || !page.is_power_of_two() || !(512..=65_536).contains(&page) {
             return None;
         }
@@ -139,6 +144,7 @@ impl Log {
 
     /// Returns the checksum of a frame, which continues from the frame before it.
     fn sum_of(&self, frame: &[u8], before: (u32, u32)) -> (u32, u32) {
+        // The sum covers neither the salts nor itself.
         self.add(self.add(before, &frame[..8]), &frame[FRAME..])
     }
 
@@ -167,6 +173,7 @@ fn number(bytes: &[u8]) -> u32 {
 fn read_whole(file: &mut impl Read, frame: &mut [u8]) -> io::Result<bool> {
     match file.read_exact(frame) {
         Ok(()) => Ok(true),
+        // SQLite ignores an incomplete last frame too.
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
         Err(error) => Err(error),
     }

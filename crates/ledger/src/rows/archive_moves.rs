@@ -7,6 +7,7 @@ use crate::error::LedgerError;
 /// Adds everything that the records before `to` stand for to the archive's sums,
 /// and deletes it.
 pub(crate) fn run(tables: Tables<'_>, to: u64) -> Result<(), LedgerError> {
+    // The last statements delete the rows that the others read.
     for statements in [FIND_GONE, SUM_DAYS, SUM_EPOCHS, KEEP_ATTEMPTS_AND_DELETE] {
         // The bound is an integer, and a batch takes no parameters.
         tables.connection.execute_batch(&statements.replace("{to}", &to.to_string()))?;

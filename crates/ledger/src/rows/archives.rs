@@ -94,6 +94,7 @@ pub(crate) fn has_block(
         .prepare_cached("SELECT last_block FROM archived_epochs WHERE epoch_id = ?1")?
         .query_row([epoch], |row| row.get(0))
         .optional()?;
+    // An archive takes a prefix of the log, so every block up to the last is archived.
     Ok(last.is_some_and(|last| number <= last))
 }
 
@@ -199,6 +200,7 @@ pub(crate) fn first_record_that_stays(
     day: u32,
     start_ns: u64,
 ) -> Result<u64, LedgerError> {
+    // A table without such rows counts as `i64::MAX`, so the other terms decide.
     Ok(tables.connection.query_row(
         "SELECT min(
            (SELECT coalesce(max(size), 0) FROM checkpoints),

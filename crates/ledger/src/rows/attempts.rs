@@ -71,6 +71,7 @@ impl<'c> AttemptWriter<'c> {
             ended.0 as i64,
             at.record
         ])?;
+        // `DO NOTHING` inserts no row where the attempt is there already.
         Ok(inserted == 1)
     }
 }

@@ -65,6 +65,7 @@ pub(crate) fn reported_digest(
     tables: Tables<'_>,
     key: BlockKey,
 ) -> Result<Option<Vec<u8>>, LedgerError> {
+    // A worker repeats a block as it reported it, so that form's digest comes first.
     Ok(tables
         .connection
         .prepare_cached(
@@ -122,6 +123,7 @@ fn read(row: &rusqlite::Row<'_>) -> Result<BlockRow, LedgerError> {
         first_step: row.get(9)?,
         last_step: row.get(10)?,
         started: UtcTime(row.get(11)?),
+        // The entries hold times and energy; the caller adds them.
         wall: DeviceNanos::ZERO,
         overhead: DeviceNanos::ZERO,
         idle: DeviceNanos::ZERO,

@@ -24,6 +24,7 @@ pub(crate) fn find_or_insert(tables: Tables<'_>, caller: &Caller) -> Result<Call
         .connection
         .prepare_cached("INSERT INTO callers (tenant, key) VALUES (?1, ?2)")?
         .execute([tenant, key])?;
+    // Only the writer's thread inserts on this connection, so the id is that of this insert.
     Ok(CallerId(tables.connection.last_insert_rowid()))
 }
 

@@ -113,6 +113,7 @@ pub(crate) fn find(
                     prompt_tokens: row.get(4)?,
                     cached_tokens: row.get(5)?,
                     completion_tokens: row.get(6)?,
+                    // The table does not keep the device time: the entries sum to it.
                     attributed_ns: 0,
                     reference_ns: row.get(7)?,
                 },
@@ -144,6 +145,7 @@ pub(crate) fn lower(
             payable.cached_tokens,
             payable.completion_tokens,
             payable.reference_ns,
+            // A cap exists only for an attempt that ended by our fault.
             reason_name(FinishReason::Fault)
         ])?;
     Ok(())

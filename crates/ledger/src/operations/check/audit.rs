@@ -50,6 +50,7 @@ pub(super) fn states(
 pub(super) fn chain(tables: Tables<'_>, findings: &mut Findings) -> Result<(), LedgerError> {
     let mut walk = Walk::begin(tables, findings)?;
     records::each(tables, None, |row| walk.record(row, findings))?;
+    // After a missing record this finding would only repeat the first one.
     if let Some((size, _)) = walk.next.filter(|_| !walk.is_cut_short) {
         let found = walk.frontier.size();
         findings.add("audit", format!("{size} records were signed, there are {found}"));
@@ -174,6 +175,7 @@ pub(crate) struct StartKeys {
 pub(crate) fn start_keys(tables: Tables<'_>) -> Result<StartKeys, LedgerError> {
     let mut found = StartKeys::default();
     records::each_of_operation(tables, "config.loaded", |seq, record| {
+        // The walk along the chain reports a record that is not what was written.
         let Ok(record) = serde_json::from_str::<Value>(record) else { return };
         if let Some(key) = record.pointer("/detail/audit_key").and_then(Value::as_str) {
             found.keys.push(key.to_owned());
@@ -260,6 +262,7 @@ fn tenant_plans(tables: Tables<'_>, findings: &mut Findings) -> Result<(), Ledge
         findings.add("audit", message.to_owned());
         return Ok(());
     };
+    // Both sides are walked, because a tenant may be missing on either side.
     for tenant in kept.keys().chain(recorded.keys().filter(|it| !kept.contains_key(*it))) {
         if kept.get(tenant) != recorded.get(tenant) {
             let message = format!("the plans of tenant {tenant} are not what their records state");
@@ -286,6 +289,7 @@ fn rows_before_the_log(tables: Tables<'_>, findings: &mut Findings) -> Result<()
         return Ok(());
     };
     let format = stated["format"].as_u64().unwrap_or_default();
+    // A number that the cast shortens differs from the stated one below and is found.
     let found = describe_unrecorded(tables, format as u32)?;
     let holds = match stated {
         Value::Null => found.is_nothing(),

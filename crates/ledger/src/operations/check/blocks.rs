@@ -21,9 +21,11 @@ type Callers = HashMap<CallerId, Caller>;
 
 /// Rebuilds every block: it must balance and be the posted one.
 pub(super) fn rebuild_all(tables: Tables<'_>, findings: &mut Findings) -> Result<(), LedgerError> {
+    // Read once, because every share of every block names a caller.
     let callers = callers::all(tables)?;
     blocks::each(tables, |epoch, number, row| {
         let checked = row.and_then(|row| rebuild(tables, &callers, row, findings));
+        // One unreadable block must not hide the findings of the others.
         if let Err(error) = checked {
             let cause = with_cause(&error);
             findings.add("block", format!("block {number} of epoch no. {epoch}: {cause}"));
@@ -72,6 +74,7 @@ fn records_agree(
     records: &[Option<u64>],
 ) -> Result<bool, LedgerError> {
     let BlockRow { parts, digest, record, reported_digest, rejection, .. } = row;
+    // A block without a kept reported form was accepted as it was reported.
     let reported = reported_digest.as_deref().unwrap_or(digest);
     let reported = <&[u8; 32]>::try_from(reported)
         .map_err(|_| LedgerError::Damaged("a digest of a block".to_owned()))?;
@@ -121,6 +124,7 @@ fn add_entries(
         }
         sums.metered = sums.metered.wrapping_add(amount);
         sums.energy.push(energy);
+        // The device's entry is a credit, hence negative; blocks state times without a sign.
         let nanos = DeviceNanos(amount.unsigned_abs());
         match (account, owner) {
             (account::DEVICE, _) => {

@@ -87,6 +87,7 @@ fn corrections(tables: Tables<'_>, findings: &mut Findings) -> Result<(), Ledger
         };
         let key = (epoch, block, ordinal);
         match judged.last_mut().filter(|last| last.0 == key) {
+            // One entry that fits clears the finding.
             Some(last) => last.1 = last.1.and(wrong),
             None => {
                 // Only wrong ones are kept, so the list stays short.
@@ -94,6 +95,7 @@ fn corrections(tables: Tables<'_>, findings: &mut Findings) -> Result<(), Ledger
                 judged.push((key, wrong));
             }
         }
+        // False ends the reading once the list is full.
         judged.len() <= LISTED
     })?;
     for ((epoch, block, ordinal), wrong) in judged {
