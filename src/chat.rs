@@ -46,6 +46,7 @@ pub struct ChatArguments {
 
 /// Sends one question, or a conversation until the input ends.
 pub fn run(arguments: ChatArguments) -> Result<()> {
+    // One request runs at a time, so one thread is enough.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(converse(arguments))
 }
@@ -73,6 +74,8 @@ async fn converse(arguments: ChatArguments) -> Result<()> {
     for question in lines() {
         messages.push(message("user", &question?));
         let text = answer(&target, &model, &messages, &arguments).await?;
+        // The gateway keeps no conversation, so all of it is sent again with each
+        // question.
         messages.push(message("assistant", &text));
     }
     Ok(())
@@ -82,6 +85,8 @@ async fn converse(arguments: ChatArguments) -> Result<()> {
 fn lines() -> impl Iterator<Item = std::io::Result<String>> {
     let prompt = || {
         if std::io::stdin().is_terminal() {
+            // The prompt goes to standard error, so that standard output holds the
+            // answers alone.
             eprint!("> ");
         }
     };
@@ -150,6 +155,7 @@ async fn answer(
     while let Some(frame) = response.frame().await {
         let frame = frame.context("the connection ended within the answer")?;
         for event in events.push(frame.data_ref().map_or(&[], |data| data.as_ref()))? {
+            // The OpenAI protocol ends a stream with this word, which is no JSON.
             if event == "[DONE]" {
                 continue;
             }

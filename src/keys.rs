@@ -146,6 +146,8 @@ fn create(create: Create) -> Result<()> {
             names.join(", ")
         );
     }
+    // The key store writes the absence of a restriction as `None`, not as an empty
+    // list.
     let some = |is_empty: bool| !is_empty;
     let options = KeyOptions {
         label: create.label,
@@ -199,6 +201,7 @@ fn show(store: &KeyStore, new: &NewKey, quiet: bool) -> Result<()> {
         );
     }
     if !quiet {
+        // The note goes to standard error, so that a script reads the key alone.
         eprintln!("key {} of tenant {}; it is not shown again", record.id, record.tenant);
     }
     Ok(())

@@ -88,6 +88,8 @@ pub fn run(arguments: LedgerArguments) -> ExitCode {
             Ok(true) => ExitCode::SUCCESS,
             Ok(false) => ExitCode::FAILURE,
             Err(error) => {
+                // Exit code 1 means damage, so a failure of the check itself has
+                // another code.
                 common::exit(Err(error));
                 ExitCode::from(2)
             }
@@ -183,7 +185,9 @@ fn stamp() -> String {
 fn restore(arguments: &Restore) -> Result<()> {
     let path = ledger_of(&arguments.place)?;
     let folder = path.parent().context("a data folder")?;
+    // A running gateway would write to the file that is replaced.
     let _lock = data::lock(folder)?;
+    // The audit record is read later, from other working folders.
     let from = std::path::absolute(&arguments.from)?;
     let action = done("restored", json!({ "from": from.display().to_string() }));
     let aside = Ledger::restore(&from, &path, &action)
@@ -207,20 +211,24 @@ fn archive(arguments: &Archive) -> Result<()> {
     if out.exists() {
         bail!("{} exists already", out.display());
     }
+    // No record may be added between the copy and the removal.
     let _lock = data::lock(folder)?;
     let reader = Ledger::open_read_only(&path)
         .with_context(|| format!("cannot read the ledger {}", path.display()))?;
     let Archivable { from, to } = reader.archivable(*before, now())?;
+    // Only a complete archive gets the final name.
     let unfinished = audit::unfinished(out)?;
     Ledger::backup(&path, &unfinished.join("ledger.db"))
         .with_context(|| format!("cannot copy {}", path.display()))?;
     let range = Range { from, to: Some(to - 1) };
     audit::write_folder(&reader, range, folder, &unfinished)?;
+    // The ledger is rewritten below, so no reader may be open.
     drop(reader);
     // The copy must be durable before the ledger forgets the records.
     File::open(&unfinished)?.sync_all()?;
     fs::rename(&unfinished, out).with_context(|| out.display().to_string())?;
     let shown = std::path::absolute(out)?;
+    // The rename is durable only after a sync of the parent folder.
     File::open(shown.parent().unwrap_or(&shown))?.sync_all()?;
     let detail = json!({
         "before": before.to_string(), "from": from, "folder": shown.display().to_string(),
@@ -231,6 +239,7 @@ fn archive(arguments: &Archive) -> Result<()> {
             out.display()
         )
     })?;
+    // The ledger was rewritten, so it is checked before the success is reported.
     let checked = Ledger::check_file(&path)?;
     if !checked.is_sound() {
         bail!("the ledger is damaged:\n{}", text(&path, &checked));

@@ -65,6 +65,8 @@ impl OwnGateway {
         let log = folder.0.join("log");
         let program = std::env::current_exe().context("this program's own path")?;
         let mut child = Command::new(program)
+            // Port 0 takes a free port, so that several of these gateways can run at
+            // once.
             .args(["up", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"])
             .arg("--config")
             .arg(&config_path)
@@ -100,6 +102,7 @@ impl OwnGateway {
         let Ok(tasks) = fs::read_dir(format!("/proc/{}/task", self.child.id())) else {
             return Vec::new();
         };
+        // The kernel lists children by thread, so all threads are asked.
         let children = tasks
             .filter_map(Result::ok)
             .filter_map(|task| fs::read_to_string(task.path().join("children")).ok());
@@ -214,6 +217,7 @@ fn await_ready(child: &mut Child) -> Result<(String, String)> {
 }
 
 fn last_lines(log: &Path) -> String {
+    // An unreadable log must not hide the error that it would explain.
     let text = fs::read_to_string(log).unwrap_or_default();
     let lines: Vec<&str> = text.lines().collect();
     let last = &lines[lines.len().saturating_sub(SHOWN_LINES)..];
@@ -226,6 +230,7 @@ struct Folder(PathBuf);
 impl Folder {
     fn make() -> Result<Self> {
         let within = std::env::temp_dir();
+        // Process ids are reused, so an older folder may have the first names.
         for number in 0..1_000 {
             let path = within.join(format!("tollgate-own-{}-{number}", std::process::id()));
             match DirBuilder::new().mode(0o700).create(&path) {

@@ -71,6 +71,7 @@ struct Admin {
 
 /// Runs the subcommand.
 pub fn run(arguments: PenaltiesArguments) -> Result<()> {
+    // One request is sent, so one thread is enough.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         match arguments.action {
@@ -144,6 +145,8 @@ impl Admin {
 fn url(config: &Config) -> String {
     let mut address = config.gateway().admin_listen;
     match address.ip() {
+        // An unspecified address is no target, but a listener on it also listens on
+        // loopback.
         IpAddr::V4(ip) if ip.is_unspecified() => address.set_ip(Ipv4Addr::LOCALHOST.into()),
         IpAddr::V6(ip) if ip.is_unspecified() => address.set_ip(Ipv6Addr::LOCALHOST.into()),
         _ => {}

@@ -75,6 +75,8 @@ pub fn run(arguments: StatementArguments) -> Result<()> {
         let mut output = std::io::BufWriter::new(std::io::stdout().lock());
         let mut written = Ok(());
         let made = reader.statement_records(query, &mut |line, record: &Record| {
+            // The callback returns nothing, so the first error of the output is kept
+            // for later.
             if written.is_ok() {
                 written = writeln!(output, "{line},{record}");
             }
@@ -186,6 +188,7 @@ fn line_json(line: &StatementLine) -> Value {
         "entries": entries,
         "digest": digest,
     });
+    // Both values come from object literals, so this branch always runs.
     if let (Some(value), Value::Object(about)) = (value.as_object_mut(), about) {
         value.extend(about);
     }
@@ -292,6 +295,7 @@ fn text(statement: &Statement) -> String {
     ];
     let mut rows: Vec<Vec<String>> = statement.lines.iter().map(row).collect();
     let mut total = vec!["total".to_owned()];
+    // The first eight columns have no sum.
     total.resize(8, String::new());
     total.extend(figure_cells(&statement.total));
     rows.push(total);

@@ -113,6 +113,8 @@ async fn serve(config: Arc<Config>, open: OpenLedger) -> Result<()> {
 
     let gateway = service.gateway();
     let addresses = banner::Addresses { public: service.local_addr(), admin: service.admin_addr() };
+    // The ports are bound by now: a port in use must fail before the models are
+    // loaded.
     let processes = Arc::new(WorkerProcesses::start(planned, &gateway));
     let (serving, stop) = (TaskTracker::new(), CancellationToken::new());
     let workers = Arc::clone(&processes);
@@ -124,6 +126,8 @@ async fn serve(config: Arc<Config>, open: OpenLedger) -> Result<()> {
     let ended = tokio::select! {
         ready = processes.until_ready(&gateway) => match ready {
             Ok(()) => {
+                // Scripts wait for the banner, so it appears only when requests
+                // succeed.
                 banner::print(&config, addresses, &gateway)?;
                 shutdown_signal().await
             }
@@ -134,6 +138,7 @@ async fn serve(config: Arc<Config>, open: OpenLedger) -> Result<()> {
     // The service ends requests first, then the workers, then the tasks that post
     // the workers' journals: each stage needs the next one until it has ended.
     stop.cancel();
+    // An error waits until the audit log is signed and the lock is released.
     let served = served.await.context("the gateway panicked");
     if let Err(error) = sign(&ledger).await {
         tracing::error!(
@@ -144,6 +149,8 @@ async fn serve(config: Arc<Config>, open: OpenLedger) -> Result<()> {
     // Released last: the next instance must find the ledger and the journals at
     // rest.
     drop(lock);
+    // An error before the shutdown is the cause of later ones, so it is reported
+    // first.
     ended.and(served)
 }
 
@@ -154,6 +161,7 @@ async fn open_ledger(config: &Config, folder: &Path, open: OpenLedger) -> Result
     let mut options = LedgerOptions::new(&folder.join("ledger.db"));
     options.key = Some(Arc::clone(&key));
     let path = options.path.clone();
+    // The check reads the whole start of the ledger, which blocks.
     let checked = tokio::task::spawn_blocking(move || Ledger::check_start(&path)).await?;
     checked.with_context(|| {
         format!(
@@ -263,7 +271,9 @@ fn make_demo_key(folder: &Path, keys: &KeyStore) -> Result<()> {
     let written = OpenOptions::new()
         .write(true)
         .create(true)
+        // A crash may have left a draft.
         .truncate(true)
+        // Only the owner may read the key.
         .mode(0o600)
         .open(&unfinished)
         .and_then(|mut file| writeln!(file, "{}", new.secret.expose()))
@@ -286,12 +296,17 @@ impl Sockets {
         let within = data.join("run");
         let is_ours = within.as_os_str().len() > Self::LONGEST_FOLDER;
         let folder = if is_ours {
+            // The process id keeps two instances apart.
             std::env::temp_dir().join(format!("tollgate-{}", std::process::id()))
         } else {
             within
         };
+        // Access to a socket is access to its worker, so only this user may enter the
+        // folder.
         let made = DirBuilder::new().mode(0o700).create(&folder);
         match made {
+            // In the shared temporary folder, an existing folder may belong to
+            // another user.
             Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && !is_ours => {}
             made => made.with_context(|| format!("socket folder {}", folder.display()))?,
         }

@@ -132,6 +132,7 @@ fn probe(arguments: &VerifyLimitsArguments) -> Result<ExitCode> {
         _ => bail!("--url and --tenant go together"),
     };
     let probed = runtime.block_on(all(&config, &canaries, arguments.budget));
+    // The keys are revoked before an error of the probes is returned.
     canaries.end()?;
     let rows = probed?;
     if arguments.json {

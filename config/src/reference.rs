@@ -92,6 +92,8 @@ fn kind(schema: &Value, key: &str) -> &'static str {
     }
     let pattern = node["pattern"].as_str().unwrap_or_default();
     match &node["type"] {
+        // The schema has no types for durations and sizes, so their patterns tell
+        // them apart.
         _ if pattern.contains("us|ms") => "duration",
         _ if pattern.contains("kKMGT") => "size",
         Value::String(name) => match name.as_str() {

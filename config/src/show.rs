@@ -23,6 +23,7 @@ pub(crate) fn whole(root: &Root, tree: &Table) -> String {
             let place = places.get(key).unwrap_or(&Place::Default);
             let line = match value {
                 Some(value) => format!("{name} = {value}"),
+                // A comment keeps the output loadable.
                 None => format!("# {name} is not set"),
             };
             text.push_str(&format!("{line:COLUMN$}  # {place}\n"));

@@ -72,6 +72,7 @@ impl Sources {
     /// flags.
     pub fn of_process(path: Option<PathBuf>, flags: Flags) -> Self {
         let text = |text: std::ffi::OsString| text.to_string_lossy().into_owned();
+        // `vars` would panic at a variable of another program that is not Unicode.
         let environment = std::env::vars_os()
             .map(|(name, value)| (text(name), text(value)))
             .filter(|(name, _)| name.starts_with(PREFIX))
@@ -88,6 +89,8 @@ impl Sources {
             let path = Arc::new(file);
             match read(&path) {
                 Ok(text) => {
+                    // The bytes are hashed before they are parsed, so that `cat FILES
+                    // | sha256sum` gives the same.
                     files.update(&text);
                     let parsed = tree::parse(&path, &text, problems);
                     tree::merge(&mut table, parsed, "", problems);
@@ -95,6 +98,8 @@ impl Sources {
                 Err(error) => problems.push(whole_file(&path, &error)),
             }
         }
+        // Each layer takes precedence over the layers before it, so the order
+        // matters.
         for (name, value) in &self.environment {
             if let Some(keys) = variable(name) {
                 let node = tree::untyped(Place::Environment(name.clone()), value);
@@ -140,6 +145,7 @@ impl Sources {
 fn read(path: &Path) -> std::io::Result<String> {
     // The size is checked while reading: devices and pipes report none.
     let mut text = String::new();
+    // One byte above the limit is enough to see that the file is too large.
     std::fs::File::open(path)?.take(LARGEST + 1).read_to_string(&mut text)?;
     if text.len() as u64 > LARGEST {
         return Err(std::io::Error::other("larger than 16 MiB"));
@@ -157,6 +163,7 @@ fn whole_file(path: &Arc<PathBuf>, error: &std::io::Error) -> Problem {
 /// is no config.
 fn variable(name: &str) -> Option<Vec<String>> {
     let rest = name.strip_prefix(PREFIX)?;
+    // Other tools may use variables with this prefix.
     if !rest.contains("__") && rest != "DATA" {
         return None;
     }
@@ -206,6 +213,7 @@ impl Flags {
 /// Applies `--model DIR`: serves only that folder, under the folder's name.
 fn lay_model(folder: &Path, table: &mut Table, problems: &mut Vec<Problem>) {
     let place = Place::Flag("--model");
+    // `absolute` gives `.` the name of the working folder.
     let name = std::path::absolute(folder)
         .ok()
         .and_then(|path| path.file_name().map(|name| name.to_string_lossy().into_owned()))
@@ -214,6 +222,7 @@ fn lay_model(folder: &Path, table: &mut Table, problems: &mut Vec<Problem>) {
         problems.push(Problem { place, key: String::new(), message: error.to_string() });
         return;
     }
+    // The model's other settings, such as its plan, stay in force.
     let known = tree::find(table, &["models", &name]).and_then(Node::table).cloned();
     let mut settings = known.unwrap_or_default();
     let path = Value::Text(folder.to_string_lossy().into_owned());
@@ -227,6 +236,7 @@ fn lay_model(folder: &Path, table: &mut Table, problems: &mut Vec<Problem>) {
 fn lay_device(device: &str, table: &mut Table) {
     let place = Place::Flag("--device");
     let node = |value| Node { place: place.clone(), value };
+    // Without this section, the demo model would be served, so it gets the device.
     let models = table.entry("models".to_owned()).or_insert_with(|| {
         let demo = (DEMO_MODEL.to_owned(), node(Value::Table(Table::new())));
         node(Value::Table(Table::from([demo])))

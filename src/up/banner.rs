@@ -47,6 +47,8 @@ pub fn print(config: &Config, addresses: Addresses, gateway: &Gateway) -> Result
         writeln!(text)?;
     }
     writeln!(text, "ready https://{public} admin https://{admin}")?;
+    // One write keeps the message together, and the flush shows it to a waiting
+    // script.
     let mut output = std::io::stdout().lock();
     output.write_all(text.as_bytes())?;
     Ok(output.flush()?)

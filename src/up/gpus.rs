@@ -17,6 +17,7 @@ pub fn identity(device: &DeviceSelector) -> Option<String> {
     let kind = KINDS.into_iter().find(|known| known.eq_ignore_ascii_case(kind))?;
     let mut written = kind.to_owned();
     for (index, digit) in digits(device)?.chars().enumerate() {
+        // The driver groups the digits as 8-4-4-4-12.
         if matches!(index, 0 | 8 | 12 | 16 | 20) {
             written.push('-');
         }

@@ -76,6 +76,8 @@ impl Watch {
             Some(_) => self.timeouts.running,
             None => self.timeouts.start,
         };
+        // Before the first heartbeat of this process, the distrust is about the
+        // previous one.
         if self.quiet >= timeout {
             Verdict::Silent(self.quiet)
         } else if last.is_some() && heartbeats.distrusted && may_restart {

@@ -98,6 +98,7 @@ impl WorkerCommand {
         // `Child::wait` closes the pipe, which would end the worker: keep it apart.
         let pipe = child.stdin.take();
         let mut checks = interval(CHECK_EVERY);
+        // Missed checks must not follow in a burst.
         checks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
@@ -112,6 +113,8 @@ impl WorkerCommand {
                     Verdict::Alive => {}
                     Verdict::Silent(quiet) => {
                         tracing::error!(worker = self.name, ?quiet, "worker sends no heartbeats; killing the process");
+                        // A silent worker may not react to a request to end, so it is
+                        // killed.
                         child.start_kill().context("cannot kill a worker process")?;
                         return child.wait().await.map(Some).context("cannot wait for a worker process");
                     }
@@ -133,6 +136,7 @@ impl WorkerCommand {
             .stdin(Stdio::piped())
             // Standard output is for the banner of `up` only.
             .stdout(Stdio::null())
+            // A supervisor that is dropped must not leave a worker behind.
             .kill_on_drop(true)
             // A group of its own: Ctrl-C in a terminal must reach this process alone,
             // which then ends the gateway before the workers.

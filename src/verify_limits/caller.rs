@@ -82,6 +82,7 @@ pub(super) async fn ask(connection: &Connection, path: &str, body: String) -> Re
     let status = response.status().as_u16();
     let header = |name: &str| {
         let value = response.headers().get(name).and_then(|value| value.to_str().ok());
+        // A refusal has no such header and costs nothing.
         value.and_then(|value| value.parse().ok()).unwrap_or(0)
     };
     let reference = header("x-tollgate-reference-ns");
@@ -110,6 +111,7 @@ pub(super) async fn status_of(canary: &Canary, request: &[u8]) -> Result<Option<
     let _ = tls.flush().await;
     let mut answer = Vec::new();
     let mut piece = [0; 1_024];
+    // The status line is enough, and the answer may never end.
     while !answer.contains(&b'\n') {
         match tls.read(&mut piece).await {
             Ok(0) | Err(_) => break,

@@ -26,11 +26,13 @@ pub(super) async fn probe(
     let addresses = canary.target.addresses().await?;
     let is_here =
         addresses.iter().any(|address| address.ip().is_ipv4() && address.ip().is_loopback());
+    // Linux serves all of 127.0.0.0/8, so each probe can have an address of its own.
     let from = |last: u8| match is_here {
         true => canary.target.from_source(IpAddr::V4(Ipv4Addr::new(127, 99, 0, last))),
         false => canary.target.clone(),
     };
     let times = &gateway.timeouts;
+    // The probes mostly wait, so they wait at the same time.
     let (handshake, first, headers, body, idle) = tokio::join!(
         silent(from(1), times.handshake, Phase::Handshake, budget),
         silent(from(2), times.first_byte, Phase::FirstByte, budget),
@@ -228,6 +230,7 @@ async fn cancels(target: &Target, most: u32, budget: Duration) -> Result<ProbeRe
     let mut sent = 0u32;
     let writer = async {
         while started.elapsed() < budget {
+            // Streams that a client opens have odd numbers (RFC 9113, section 5.1.1).
             let stream = sent * 2 + 1;
             let fields = [
                 (":method", "POST"),
@@ -282,7 +285,9 @@ async fn open_at_once(
     most: u32,
     burst: u32,
 ) -> Result<ProbeResult> {
+    // A few more connections than allowed show that the limit refuses them.
     let wanted = most.saturating_add(8);
+    // With a smaller burst, the limit of new connections would refuse them first.
     if wanted > burst || wanted > MOST_CONNECTIONS {
         return Ok(row.not_probed(format!("the probe needs {wanted} connections at once")));
     }
@@ -314,6 +319,7 @@ async fn opened(
         }
         let came = opening.join_all().await;
         accepted += came.iter().filter(|came| **came).count() as u64;
+        // The allowance grows while the probe runs.
         let refilled = (f64::from(per_second) * started.elapsed().as_secs_f64()).ceil();
         let most = u64::from(burst) + refilled as u64;
         let seen = format!(

@@ -108,6 +108,7 @@ impl Canaries {
         let target = made?;
         let any = Canary { target: target.clone(), model: model.clone() };
         let canaries = Self { place, model, any, keys };
+        // The keys must not stay valid after a failed start.
         if let Err(error) = known(&target).await {
             canaries.end()?;
             return Err(error);

@@ -64,6 +64,8 @@ impl Work {
         if stops.len() > MOST_STOPS || stops.iter().any(|stop| stop.len() > MOST_STOP_BYTES) {
             return Err(invalid("at most 16 stop strings of at most 1024 bytes are allowed"));
         }
+        // The scheduler divides by the weight, so 0 or NaN would distort the shares
+        // of all tenants.
         if !weight.is_finite() || weight <= 0.0 {
             return Err(invalid("the weight must be above 0"));
         }
@@ -75,12 +77,14 @@ impl Work {
         Ok(Self {
             request: named_as(RequestId::new(&request_id))?,
             attempt,
+            // An empty stop string would match before the first token.
             stops: stops.into_iter().filter(|stop| !stop.is_empty()).collect(),
             choices,
             caller: Caller {
                 tenant: named_as(TenantId::new(&tenant))?,
                 key: named_as(KeyId::new(&key))?,
             },
+            // proto3 sends an empty string for an absent one.
             pool: match pool.as_str() {
                 "" => None,
                 name => Some(named_as(PoolName::new(name))?),
@@ -141,6 +145,7 @@ fn params(sampling: v1::Sampling) -> SamplingParams {
     logit_bias.sort_unstable_by_key(|&(token, _)| token);
     SamplingParams {
         temperature,
+        // proto3 sends 0 for an absent number, which means that there is no limit.
         top_k: NonZeroU32::new(top_k),
         top_p,
         presence_penalty,

@@ -33,6 +33,8 @@ pub(crate) fn table(
     }
     tracing::info!(%key, "calibrating the device");
     let measured = calibrate(backend, clock)?;
+    // A table that is not kept would be measured again, and costs would change with
+    // each start.
     keep(&folder, &path, &measured.table)
         .map_err(|source| WorkerError::CalibrationFile { path, source })?;
     tracing::info!(
@@ -49,6 +51,7 @@ pub(crate) fn table(
 fn kept(path: &Path, key: &str) -> Option<CostTable> {
     let bytes = fs::read(path).ok()?;
     match serde_json::from_slice::<CostTable>(&bytes) {
+        // A copied file may have the right name and the wrong content.
         Ok(table) if table.version().starts_with(key) => Some(table),
         Ok(_) => {
             tracing::warn!(file = %path.display(), "calibration file is for another device or model; measuring again");
@@ -70,6 +73,7 @@ fn keep(folder: &Path, path: &PathBuf, table: &CostTable) -> io::Result<()> {
     let draft = path.with_extension(format!("draft-{}", std::process::id()));
     let file = fs::File::create(&draft)?;
     io::Write::write_all(&mut &file, &bytes)?;
+    // The sync comes before the rename, or a power cut could leave an empty file.
     file.sync_all()?;
     fs::rename(&draft, path)
 }

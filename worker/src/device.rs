@@ -51,6 +51,7 @@ impl FaultInjector {
             None => Ok(()),
             Some(Fault::Fail) => Err(BackendError::Device("injected device failure".into())),
             Some(Fault::Memory) => Err(BackendError::Device("injected: out of memory".into())),
+            // The watchdog must see a hang, so the thread never returns.
             Some(Fault::Hang) => loop {
                 std::thread::sleep(Duration::from_secs(3_600));
             },

@@ -25,6 +25,7 @@ impl Meter {
     /// one.
     pub(crate) fn store(&self, at: MonotonicTime, counter: Option<Millijoules>) {
         let reading = counter.map(|counter| CounterReading { at, counter });
+        // A panic cannot leave half a reading, so poisoning is ignored.
         *self.shared.lock().unwrap_or_else(PoisonError::into_inner) = reading;
     }
 
@@ -33,6 +34,7 @@ impl Meter {
     /// health check, or a busy host, delays the next one.
     pub(crate) fn now(&self, now: MonotonicTime) -> Option<Millijoules> {
         let reading = *self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        // An old reading would move the energy of one block to the next block.
         reading.filter(|it| now.since(it.at) <= LONGEST_VALID).map(|it| it.counter)
     }
 }

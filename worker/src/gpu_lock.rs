@@ -106,6 +106,7 @@ impl GpuLock {
         };
         if !got.map_err(failed)? {
             let (uuid, holder) = (uuid.to_owned(), holder(&mut owner).map_err(failed)?);
+            // A worker that has the GPU alone appends its process to the text.
             let is_ours = holder == us || holder.starts_with(&format!("{us}, process "));
             return Err(match is_ours {
                 true => GpuLockError::NamedTwice { uuid, holder },
@@ -127,6 +128,8 @@ impl GpuLock {
     pub(crate) fn acquire(&mut self) -> io::Result<()> {
         match &mut self.turns {
             Some(turns) if turns.used.is_none() => {
+                // Without `next`, a worker that has just ended its turn could win the
+                // lock again and again.
                 turns.next.lock()?;
                 turns.turn.lock()?;
                 turns.next.unlock()?;
@@ -203,6 +206,7 @@ fn try_lock(result: Result<(), TryLockError>) -> io::Result<bool> {
 }
 
 fn write_owner(owner: &mut File, text: &str) -> io::Result<()> {
+    // A shorter text must not keep the end of the longer text before it.
     owner.set_len(0)?;
     owner.rewind()?;
     owner.write_all(text.as_bytes())
@@ -211,6 +215,7 @@ fn write_owner(owner: &mut File, text: &str) -> io::Result<()> {
 fn holder(owner: &mut File) -> io::Result<String> {
     let mut text = String::new();
     owner.rewind()?;
+    // Any user may write to the file, so its text may have any length.
     owner.take(MOST_HOLDER_BYTES).read_to_string(&mut text)?;
     Ok(if text.is_empty() { "another process".to_owned() } else { text })
 }
@@ -226,8 +231,10 @@ fn open(folder: &Path, path: &Path) -> io::Result<File> {
     }
     let mut options = OpenOptions::new();
     options.read(true).write(true).mode(0o666).custom_flags(NO_FOLLOW);
+    // Only the creator may set the mode, so creating is tried before opening.
     match options.clone().create_new(true).open(path) {
         Ok(file) => {
+            // The umask reduced this mode, too.
             file.set_permissions(Permissions::from_mode(0o666))?;
             Ok(file)
         }
@@ -239,6 +246,7 @@ fn open(folder: &Path, path: &Path) -> io::Result<File> {
 /// Returns the default lock folder, the same for every process of this host.
 fn host_folder() -> PathBuf {
     let runtime = Path::new("/run/lock");
+    // Some containers have no /run/lock.
     let folder = if runtime.is_dir() { runtime } else { Path::new("/tmp") };
     folder.join("tollgate-gpus")
 }
@@ -246,6 +254,7 @@ fn host_folder() -> PathBuf {
 /// Returns a safe file name for a UUID. The driver chooses the text of the UUID.
 fn file_name(uuid: &str) -> String {
     let harmless = |c: char| if c.is_ascii_alphanumeric() || c == '-' { c } else { '_' };
+    // File systems allow 255 bytes in a name, and a suffix follows.
     uuid.chars().take(128).map(harmless).collect()
 }
 

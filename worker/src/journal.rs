@@ -146,6 +146,8 @@ impl<D: Disk> Journal<D> {
             utc,
         } = options;
         disk.make_folder(&folder)?;
+        // Recovery cuts files, so no other worker may be writing them: the lock comes
+        // first.
         let lock = lock(&disk, &folder)?;
         let mut segments = store::recover(&disk, &folder)?;
         let closed_bytes = segments.iter().map(|segment| segment.bytes).sum();
@@ -192,6 +194,7 @@ impl<D: Disk> Journal<D> {
             synced: watch::Sender::new(0),
             _lock: lock,
         };
+        // A disk that cannot sync must stop the start, not the first request.
         shared.sync()?;
         Ok(Self { shared: Arc::new(shared) })
     }
@@ -212,6 +215,8 @@ impl<D: Disk> Journal<D> {
     pub(crate) fn overhead(&self, started: MonotonicTime, busy: DeviceNanos) -> io::Result<()> {
         self.shared.append(|writer| {
             let idle = writer.idle_before(started)?;
+            // The engine's steps are numbered from 1, so 0 marks other work of the
+            // device.
             let step = Step { step: 0, idle, overhead: busy, shares: Vec::new() };
             writer.put_step(step, busy);
             writer.reading = self.shared.counter();
@@ -226,6 +231,8 @@ impl<D: Disk> Journal<D> {
         let appended = {
             let mut state = self.shared.state();
             let appended = self.shared.append_to(&mut state, |writer| {
+                // The time before the running step was idle. Only the time since then
+                // is lost.
                 if tail == Tail::Loss {
                     writer.put_idle_before_step();
                 }
@@ -238,6 +245,7 @@ impl<D: Disk> Journal<D> {
                 writer.close_block(next, true);
                 Ok(())
             });
+            // This is set even if the append failed, so that the syncing thread ends.
             state.closed = true;
             appended
         };
@@ -260,6 +268,8 @@ impl<D: Disk> Journal<D> {
     /// Returns true if new requests should wait, because many bytes are
     /// unacknowledged. Running requests may continue up to `most_bytes`.
     pub(crate) fn is_full(&self) -> bool {
+        // The last quarter is kept for requests that already run. Dividing first
+        // cannot overflow.
         self.shared.held_bytes() > self.shared.most_bytes / 4 * 3
     }
 
@@ -273,6 +283,8 @@ impl<D: Disk> Journal<D> {
         let state = self.shared.state();
         let last = state.writer.block - 1;
         let current = state.acknowledged.get(&state.writer.id.epoch).copied().unwrap_or(0);
+        // Older files are removed once they are acknowledged, so only the open file
+        // may be left.
         state.segments.len() == 1 && current >= last
     }
 
@@ -319,6 +331,7 @@ impl<D: Disk> StepJournal for EngineSide<D> {
 
     fn step(&mut self, record: &StepRecord<'_>) -> io::Result<()> {
         let most = self.shared.most_bytes;
+        // The error ends the engine: work that cannot be recorded cannot be billed.
         if self.shared.held_bytes() > most {
             return Err(io::Error::new(
                 io::ErrorKind::StorageFull,
@@ -348,6 +361,8 @@ impl<D: Disk> StepJournal for EngineSide<D> {
         self.shared.append(|writer| {
             writer.in_step = None;
             let waited = now.since(writer.clock);
+            // Work is reported at once. Idle time alone is written rarely, so that an
+            // idle worker does not fill its disk.
             let reports = writer.open.steps || writer.open.finished > 0;
             if reports || waited >= IDLE_REPORT {
                 writer.put_gap(DeviceNanos(waited.as_nanos() as u64), DeviceNanos::ZERO);
@@ -368,6 +383,7 @@ impl<D: Disk> Shared<D> {
 
     /// Returns the unacknowledged bytes.
     fn held_bytes(&self) -> u64 {
+        // The value guards no other memory, so relaxed ordering is enough.
         self.held.load(Ordering::Relaxed)
     }
 
@@ -423,6 +439,8 @@ impl<D: Disk> Shared<D> {
     /// Runs the syncing thread until the journal is closed.
     fn run(&self) {
         loop {
+            // A wait on the condition, unlike a sleep, lets `close` end the thread at
+            // once.
             let (state, _) = self
                 .wake
                 .wait_timeout_while(self.state(), SYNC_EVERY, |state| !state.closed)
@@ -430,6 +448,7 @@ impl<D: Disk> Shared<D> {
             if state.closed {
                 return;
             }
+            // `tick` takes the lock again, and the engine must not wait for a sync.
             drop(state);
             if let Err(error) = self.tick(SEGMENT_BYTES) {
                 tracing::error!(%error, "cannot write the journal; the engine stops at its next step");
@@ -451,6 +470,8 @@ impl<D: Disk> Shared<D> {
                 Ok(())
             })?;
         }
+        // The mark comes before the sync, so that the same sync makes the mark
+        // durable.
         self.mark_alive(now)?;
         self.sync()?;
         self.rotate_when(segment_bytes)
@@ -461,6 +482,7 @@ impl<D: Disk> Shared<D> {
     fn mark_alive(&self, now: MonotonicTime) -> io::Result<()> {
         let long_step = {
             let mut state = self.state();
+            // A recent record already proves that the process was alive.
             let wrote = std::mem::take(&mut state.writer.wrote);
             state.failed.is_none() && !state.closed && state.writer.in_step.is_some() && !wrote
         };
@@ -472,6 +494,8 @@ impl<D: Disk> Shared<D> {
             frame::write(&Frame::Alive { at: now }, &mut writer.frames);
             Ok(())
         })?;
+        // The mark must not count as a record, or only every second round would write
+        // one.
         self.state().writer.wrote = false;
         Ok(())
     }
@@ -479,6 +503,8 @@ impl<D: Disk> Shared<D> {
     /// Syncs the written bytes without blocking the writer. The previous file comes
     /// first, so that the readable blocks have no gap.
     fn sync(&self) -> io::Result<()> {
+        // The lock is released before the sync, so that the engine does not wait for
+        // the disk.
         let (closing, file, number, length, is_named) = {
             let State { closing, writer, .. } = &*self.state();
             if closing.is_none() && writer.synced == writer.length {
@@ -495,6 +521,8 @@ impl<D: Disk> Shared<D> {
         let mut guard = self.state();
         let state = &mut *guard;
         if let Err(error) = result {
+            // After a failed sync the kernel may have dropped the unwritten pages. A
+            // second sync could succeed without them, so the failure is permanent.
             state.failed = Some(error.to_string());
             return Err(error);
         }
@@ -506,9 +534,12 @@ impl<D: Disk> Shared<D> {
         }
         // The journal may have been closed and a new file begun during the sync.
         if state.writer.id.number == number {
+            // `close` syncs on another thread, so two syncs can overlap and end in
+            // any order.
             state.writer.synced = state.writer.synced.max(length);
         }
         drop(guard);
+        // Readers take the lock when they wake, so the lock is released by now.
         self.synced.send_modify(|version| *version += 1);
         Ok(())
     }
@@ -522,6 +553,8 @@ impl<D: Disk> Shared<D> {
     fn rotate_when(&self, bytes: u64) -> io::Result<()> {
         let mut guard = self.state();
         let state = &mut *guard;
+        // `state.closing` has one place, so a second file waits for the sync of the
+        // first.
         if state.writer.length < bytes
             || state.closed
             || state.failed.is_some()
@@ -551,7 +584,9 @@ impl<D: Disk> Shared<D> {
             synced: writer.synced,
             last_block: writer.block - 1,
         };
+        // Each file names its owners again, so that a reader can start at any file.
         let mut next = Writer::create(&self.disk, &self.folder, id, header, &mut state.segments)?;
+        // The running step will be recorded in the new file.
         next.in_step = state.writer.in_step;
         // The open energy account continues in the new file.
         (next.counter, next.reading) = (state.writer.counter, state.writer.reading);
@@ -578,6 +613,8 @@ impl<D: Disk> Shared<D> {
             return; // an unknown epoch, or one whose files are deleted
         };
         let known = state.acknowledged.entry(epoch).or_default();
+        // A gateway must not acknowledge unwritten blocks, or they would be deleted
+        // unseen later. A late, smaller number must not undo a larger one.
         *known = block.min(written).max(*known);
         let acknowledged = *known;
         let done = |segment: &mut Segment| {
@@ -586,6 +623,7 @@ impl<D: Disk> Shared<D> {
         let done: Vec<Segment> = state.segments.extract_if(.., done).collect();
         state.closed_bytes -= done.iter().map(|segment| segment.bytes).sum::<u64>();
         self.publish_held(state);
+        // Without the removal, the map would grow with every restart of the worker.
         if epoch != current && state.segments.iter().all(|segment| segment.epoch != epoch) {
             state.acknowledged.remove(&epoch);
         }
@@ -627,6 +665,7 @@ impl<F> State<F> {
         ReadLimit {
             path: segment.path.clone(),
             limit: match &self.closing {
+                // A file is complete only after its sync, so all of it may be read.
                 _ if segment.last_block.is_some() => segment.bytes,
                 Some(closing) if closing.path == segment.path => closing.synced,
                 _ => self.writer.synced,

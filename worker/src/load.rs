@@ -87,6 +87,7 @@ pub(crate) fn load(options: &WorkerOptions) -> Result<Loaded, WorkerError> {
     if let Source::Model(files) = &engine {
         // A tokenizer with more tokens than the model would produce tokens without
         // weights.
+        // A count beyond `u32` exceeds every model, so the check refuses it as well.
         files.check_tokenizer(u32::try_from(tokenizer.vocabulary_size()).unwrap_or(u32::MAX))?;
     }
     let Template { asset: template_asset, context: template_context, end } =
@@ -102,6 +103,8 @@ pub(crate) fn load(options: &WorkerOptions) -> Result<Loaded, WorkerError> {
             let synthetic = SyntheticOptions { cost, kv_tokens, context, step_tokens, text };
             let backend = SyntheticBackend::new(synthetic, Pace::Real)?;
             let uuid = synthetic_uuid(options);
+            // A synthetic device is locked like a GPU, so that turns can be tested
+            // without one.
             let gpu = Some(claim(&uuid, options)?);
             let backend = Box::new(backend.with_uuid(uuid));
             (Claimed { backend, gpu }, Some(cost.table()?))
@@ -145,9 +148,12 @@ fn cuda(
 ) -> Result<Claimed, WorkerError> {
     let uuid = cuda::find_device(wanted).map_err(CudaError::NoDevice)?;
     let gpu = Some(claim(&uuid, options)?);
+    // If the program's path is unknown, only the kernels that are shipped beside it
+    // are missing.
     let program = std::env::current_exe().ok();
     let beside = program.as_deref().and_then(Path::parent).map(|folder| folder.join("kernels"));
     let cuda = CudaOptions {
+        // The UUID replaces `wanted`, so that the loaded device is the locked one.
         device: DeviceSelector::Uuid(uuid),
         memory_share: f64::from(options.gpu_memory_percent) / 100.0,
         step_tokens: options.step_tokens,
@@ -195,6 +201,7 @@ fn locked(claimed: Claimed, options: &WorkerOptions) -> Result<LockedBackend, Wo
     };
     let faults = file.map(|file| FaultInjector { file });
     if let Some(FaultInjector { file }) = &faults {
+        // The start has its own file, so that a test can fail the start and no step.
         let starting = FaultInjector { file: file.with_extension("start") };
         starting.inject().map_err(WorkerError::Setup)?;
     }
@@ -206,6 +213,7 @@ fn locked(claimed: Claimed, options: &WorkerOptions) -> Result<LockedBackend, Wo
 fn synthetic_uuid(options: &WorkerOptions) -> String {
     match &options.device {
         DeviceChoice::Cuda(Some(name)) => format!("synthetic-{name}"),
+        // A device without a configured name is shared with no other worker.
         _ => format!("synthetic-{}-{}", std::process::id(), options.name),
     }
 }
@@ -226,6 +234,8 @@ fn synthetic_text(tokenizer: &Tokenizer, end: Option<&str>) -> SyntheticText {
     let mut pieces: Vec<Box<[u8]>> =
         tokens.map(|token| tokenizer.token_bytes(token).into()).collect();
     let end = end.unwrap_or_else(|| {
+        // Each answer needs an end, so a tokenizer without control tokens gets one
+        // more token.
         pieces.push(Box::default());
         pieces.len() as u32 - 1
     });
@@ -261,6 +271,8 @@ fn template(folder: &Path) -> Result<Template, WorkerError> {
         Context { bos_token: config.bos_token.as_deref(), eos_token: config.eos_token.as_deref() };
     let context = serde_json::to_string(&context).expect("two optional strings serialise");
     let own_path = folder.join("chat_template.jinja");
+    // Newer model folders keep the template in a file of its own, so this file comes
+    // first.
     let (path, source) = match read_if_there(&own_path)? {
         Some(bytes) => {
             let source = String::from_utf8(bytes).map_err(|error| WorkerError::ModelFile {

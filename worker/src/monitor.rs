@@ -193,9 +193,11 @@ impl Checks {
             }
             match (&self.parts.meter, &watched) {
                 (Some(meter), Some(device)) => store_energy(meter, device, &*clock),
+                // An old value would count as a reading of the lost device.
                 (Some(meter), None) => meter.store(now, None),
                 (None, _) => {}
             }
+            // A wait on the channel ends at once when the monitor is dropped.
             let pause = due.since(clock.now()).min(pace);
             if !matches!(gone.recv_timeout(pause), Err(RecvTimeoutError::Timeout)) {
                 return;
@@ -210,12 +212,14 @@ impl Checks {
         watched: Option<MonitoredDevice<'nvml>>,
     ) -> Option<MonitoredDevice<'nvml>> {
         let found = watched.map_or_else(|| MonitoredDevice::find(nvml, &self.parts.uuid), Ok);
+        // An error drops the handle, so the next check searches the device again.
         let read = found.and_then(|device| Ok((device.read()?, device)));
         let (readings, device, error) = match read {
             Ok((readings, device)) => (Some(readings), Some(device), None),
             Err(error) => (None, None, Some(error.to_string())),
         };
         let concerns = self.judge(readings.as_ref());
+        // A device that stays hot must not fill the log, so only changes are logged.
         if concerns != self.concerns {
             let temperature = readings.and_then(|it| it.temperature);
             tracing::warn!(
@@ -232,6 +236,8 @@ impl Checks {
 
     fn judge(&mut self, readings: Option<&Readings>) -> BTreeSet<Concern> {
         let steps = self.engine.status().steps;
+        // A step between two checks counts as work, and so does a step that still
+        // runs.
         let worked =
             std::mem::replace(&mut self.steps, steps) != steps || self.engine.work().is_some();
         let concerns = self.health.judge(readings, worked, self.parts.clock.now());

@@ -25,6 +25,8 @@ pub(crate) fn open(path: Option<&Path>) -> Result<Nvml, NvmlError> {
         Some(path) => open(path.as_os_str()),
         // The versioned name comes with the driver; the other one with development
         // files.
+        // If both fail, the first error is reported, because the driver should bring
+        // that library.
         None => open(OsStr::new("libnvidia-ml.so.1"))
             .or_else(|first| open(OsStr::new("libnvidia-ml.so")).map_err(|_| first)),
     }
@@ -45,6 +47,7 @@ impl<'nvml> MonitoredDevice<'nvml> {
         let device = nvml.device_by_uuid(uuid)?;
         // Events are reported for the whole GPU only, also to its slices.
         let whole = device.mig_parent_device();
+        // A device without events still has readings, so failures here are no errors.
         let events = nvml.create_event_set().ok().and_then(|set| {
             whole
                 .as_ref()

@@ -56,6 +56,8 @@ impl Outbox {
     /// because its meter readings must not precede older ones.
     pub(crate) fn push_delta(&self, delta: Delta) {
         let mut queue = lock(&self.queue);
+        // A short queue is not joined, so that a client that keeps up gets each token
+        // by itself.
         let earlier = (queue.events.len() >= SINGLE)
             .then(|| queue.events.iter().rposition(|event| is_delta_of(event, delta.choice)))
             .flatten()
@@ -90,6 +92,7 @@ impl Drop for Outbox {
 impl Inbox {
     /// Drops this end without calling `on_drop`.
     pub(crate) fn forget(mut self) {
+        // `drop` runs at the end of this function and finds nothing to call.
         self.on_drop = None;
     }
 }
@@ -99,12 +102,17 @@ impl Stream for Inbox {
 
     fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         let mut queue = lock(&self.queue);
+        // Queued events come before the end, so that a failure of the engine loses no
+        // text.
         if let Some(event) = queue.events.pop_front() {
             return Poll::Ready(Some(Ok(RunEvent { event: Some(event) })));
         }
         match &mut queue.end {
+            // The error is delivered once. The next poll ends the stream.
             Some(error) => Poll::Ready(error.take().map(Err)),
             None => {
+                // The lock is held since the check, so no event can come between the
+                // check and the wait.
                 queue.waker = Some(context.waker().clone());
                 Poll::Pending
             }
@@ -142,6 +150,8 @@ fn joined(mut earlier: Delta, later: Delta) -> Delta {
     earlier.text.push_str(&text);
     earlier.tokens.extend(tokens);
     earlier.logprobs.extend(logprobs);
+    // The figures are totals of the request, so the later ones replace the earlier
+    // ones.
     (earlier.attributed_ns, earlier.reference_ns) = (attributed_ns, reference_ns);
     earlier
 }

@@ -40,12 +40,15 @@ use crate::{EngineChoice, Hung, WorkerError, WorkerOptions};
 /// # Errors
 /// [`WorkerError`]: the start failed, or an error ended the worker.
 pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
+    // Signals are caught before the slow start, so that a signal during the start is
+    // not lost.
     let mut shutdown =
         ShutdownListener::listen(options.parent.take()).map_err(WorkerError::Signals)?;
     let step_timeout = options.step_timeout;
     // The socket comes first: a second worker with the same socket must fail before
     // it takes a device.
     let Socket { listener, file: socket_file } = socket::listen(&options.socket).await?;
+    // Loading blocks for minutes. On a thread of its own it does not delay signals.
     let starting = tokio::task::spawn_blocking(move || Started::new(&options));
     let Started { service, engine, journal, journal_folder, monitor } = tokio::select! {
         started = starting => started.map_err(|error| WorkerError::Thread(error.into()))??,
@@ -67,6 +70,8 @@ pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
 
     let end = tokio::select! {
         end = life(&mut shutdown, &handle, &mut engine) => end,
+        // If the watchdog's thread ends without a report, this branch is off and the
+        // others go on.
         Ok(hung) = &mut watchdog.hung => End::Hung(hung),
         failed = &mut server => End::ServerFailed(match failed {
             Ok(Err(error)) => WorkerError::Server(error),
@@ -82,16 +87,22 @@ pub async fn serve(mut options: WorkerOptions) -> Result<(), WorkerError> {
         Ok(closed) => closed,
         Err(late) => Err(late.into()),
     };
+    // After a failure the worker does not wait: the next start sends the remaining
+    // blocks.
     if matches!(end, End::Idle) {
         let _ = tokio::time::timeout(LAST_BLOCKS, acknowledged(&journal)).await;
     }
+    // The cancel ends the journal's stream, too, so it comes after the last blocks.
     ended.cancel();
     tasks.close();
+    // A gateway that does not read must not keep the process alive.
     let _ = tokio::time::timeout(LAST_ANSWERS, tasks.wait()).await;
     // The socket's file goes last, so that a successor waits until the journal is
     // closed.
     drop((socket_file, monitor));
     match end {
+        // The cause of the end is reported, not a failure to close that followed from
+        // it.
         End::Broken(error) => Err(error.into()),
         End::Hung(hung) => Err(hung.into()),
         End::ServerFailed(error) => Err(error),
@@ -118,6 +129,8 @@ impl Started {
         let clock = Arc::new(SystemClock::new());
         let mut loaded = load::load(options)?;
         let (health, meter) = (LatestHealth::default(), Meter::default());
+        // The monitor starts before the calibration, so that the energy of the
+        // calibration counts.
         let monitor =
             start_monitor(options, loaded.backend.device(), clock.clone(), &health, &meter)?;
         // The accounts of device time and of energy begin here.
@@ -184,6 +197,7 @@ fn start_monitor(
     meter: &Meter,
 ) -> Result<Option<Monitor>, WorkerError> {
     let is_monitored = device.class.is_gpu() || options.health.nvml.is_some();
+    // NVML finds a device by its UUID only.
     if !is_monitored || device.uuid.is_empty() {
         return Ok(None);
     }
@@ -208,6 +222,7 @@ fn measured(
 ) -> Result<Calibrated, WorkerError> {
     backend.acquire().map_err(WorkerError::Setup)?;
     let calibrated = calibration::table(&options.data, backend, clock);
+    // Other workers wait for the turn, so it ends after an error, too.
     backend.release();
     calibrated
 }
@@ -274,6 +289,7 @@ async fn life(
             ShutdownRequest::Stop => {
                 tracing::info!("the parent process ended; stopping after the current step");
                 handle.stop();
+                // A hung device must not keep the process alive after its parent.
                 return match tokio::time::timeout(LAST_STEP, engine).await {
                     Ok(ended) => end_of(ended),
                     Err(_) => End::InStep,
@@ -297,6 +313,8 @@ fn end_of(ended: Result<Result<Totals, EngineError>, oneshot::error::RecvError>)
 /// Waits for the end of the engine on a thread of its own.
 fn watch(engine: Engine) -> Result<EngineEnd, WorkerError> {
     let (sender, receiver) = oneshot::channel();
+    // `join` blocks as long as the worker lives, so it must not hold a thread of the
+    // runtime's pool.
     std::thread::Builder::new()
         .name("engine-watch".to_owned())
         .spawn(move || {
@@ -313,6 +331,7 @@ async fn serve_socket(
     ended: CancellationToken,
 ) -> Result<(), tonic::transport::Error> {
     let (health_reporter, health) = tonic_health::server::health_reporter();
+    // tonic's limit for received messages, 4 MiB, is too small for long prompts.
     let worker = WorkerServer::new(service)
         .max_decoding_message_size(LARGEST_MESSAGE)
         .max_encoding_message_size(LARGEST_MESSAGE);
@@ -326,6 +345,7 @@ async fn serve_socket(
 
 async fn close(journal: &Journal, tail: Tail) -> io::Result<()> {
     let journal = journal.clone();
+    // A sync blocks, so it must not run on a thread of the runtime.
     let closed = tokio::task::spawn_blocking(move || journal.close(tail)).await;
     closed.unwrap_or_else(|error| Err(error.into()))
 }
@@ -386,16 +406,21 @@ fn announcement(
 
 fn device(info: &DeviceInfo) -> Device {
     let DeviceInfo { class, name, uuid, threads: _ } = info;
+    // The driver chooses the name, and every block repeats it, so its length is
+    // bounded.
     Device { class: class.clone(), name: name.chars().take(200).collect(), uuid: uuid.clone() }
 }
 
 /// Returns `<data>/workers/<name>/journal`, with the separators in the name
 /// replaced.
 fn journal_folder(data: &Path, name: &str) -> PathBuf {
+    // A separator in the name must not lead to another folder.
     data.join("workers").join(name.replace(['/', ':'], "_")).join("journal")
 }
 
 fn new_epoch() -> io::Result<WorkerEpoch> {
+    // The epoch is random and not a time, so that a clock that is set back cannot
+    // repeat it.
     let mut bits = [0; 16];
     let mut filled = 0;
     while filled < bits.len() {
@@ -407,6 +432,7 @@ fn new_epoch() -> io::Result<WorkerEpoch> {
 
 /// Returns the host's clock, for the dates in the journal.
 fn utc() -> UtcTime {
+    // A clock before 1970 is wrong. A wrong date must not stop the worker.
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     UtcTime(since.as_nanos() as u64) // fits until the year 2554
 }

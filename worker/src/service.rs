@@ -81,6 +81,7 @@ impl Worker for Service {
         request: Request<Streaming<v1::RunRequest>>,
     ) -> Result<Response<Self::RunStream>, Status> {
         let mut requests = request.into_inner();
+        // A caller that sends nothing must not hold a task for ever.
         let first = tokio::time::timeout(FIRST_MESSAGE, requests.message())
             .await
             .map_err(|_| Status::deadline_exceeded("no assignment arrived in time"))??;
@@ -100,6 +101,8 @@ impl Worker for Service {
                 ));
                 Box::pin(stream)
             }
+            // A refusal is an event and not a gRPC error, so that all its fields
+            // reach the gateway.
             Err(refusal) => Box::pin(tokio_stream::once(Ok(v1::RunEvent {
                 event: Some(Event::Refused(refusal)),
             }))),
@@ -113,6 +116,7 @@ impl Worker for Service {
         &self,
         _: Request<v1::StatusRequest>,
     ) -> Result<Response<Self::StatusStream>, Status> {
+        // A slow gateway must not collect old statuses, so the channel has one place.
         let (sender, receiver) = mpsc::channel(1);
         let (engine, epoch, health) = (self.engine.clone(), self.epoch, self.health.clone());
         let ended = self.ended.clone();
@@ -136,6 +140,8 @@ impl Worker for Service {
         let (listening, sending) = (self.journal.clone(), self.journal.clone());
         let ended = self.ended.clone();
         self.tasks.spawn(async move {
+            // A stream without one of its directions has no use, so the first end
+            // ends both.
             tokio::select! {
                 () = ended.cancelled() => (),
                 () = receive_acks(acks, listening) => (),
@@ -249,6 +255,7 @@ async fn send_status(
     let mut last_sent: Option<(v1::WorkerStatus, Instant)> = None;
     loop {
         tokio::select! {
+            // A gateway that leaves is noticed even if the status never changes.
             () = sender.closed() => return,
             _ = ticks.tick() => (),
         }
@@ -303,6 +310,8 @@ async fn receive_acks(mut acks: Streaming<v1::JournalAck>, journal: Journal) {
     while let Ok(Some(v1::JournalAck { epoch, block })) = acks.message().await {
         let Ok(epoch) = WorkerEpoch::try_from(epoch) else {
             tracing::warn!("acknowledgement with an invalid epoch ignored");
+            // One invalid message must not stop the acknowledgements, which free the
+            // disk.
             continue;
         };
         let journal = journal.clone();
@@ -339,6 +348,7 @@ async fn send_blocks(journal: Journal, sender: mpsc::Sender<Result<v1::JournalBl
             }
         }
         tokio::select! {
+            // The gateway may leave while nothing new is synced.
             () = sender.closed() => return,
             changed = synced.changed() => if changed.is_err() { return },
         }
@@ -350,6 +360,7 @@ type Next = (Feed, Option<v1::JournalBlock>);
 /// Reads the next block on a blocking thread. Returns `None` while the runtime
 /// shuts down.
 async fn next_block(mut feed: Feed) -> io::Result<Option<Next>> {
+    // A blocking task must own the feed, so the feed moves in and back out.
     let read = tokio::task::spawn_blocking(move || {
         let block = feed.next()?;
         Ok((feed, block.map(v1::JournalBlock::from)))

@@ -54,6 +54,8 @@ async fn end_of_pipe(pipe: &mut Option<pipe::Receiver>) {
     };
     let mut ignored = [0; 64];
     // A read error counts as the end: the worker could not notice it later.
+    // Bytes in the pipe have no meaning. Only the end of the pipe has one.
     while matches!(open.read(&mut ignored).await, Ok(1..)) {}
+    // The next call must not report the same end again.
     *pipe = None;
 }

@@ -69,6 +69,8 @@ impl TokenSink for Sink {
 
     fn token(&mut self, choice: u32, token: GeneratedToken) -> Flow {
         let GeneratedToken { token: id, end, logprobs, attributed, reference } = token;
+        // The engine numbers the choices of the same assignment, so the index is in
+        // range.
         let state = &mut self.choices[choice as usize];
         // An end token has no text for the client.
         let released = if end {
@@ -91,6 +93,7 @@ impl TokenSink for Sink {
 
     fn finished(&mut self, choice: u32, reason: FinishReason, completion_tokens: u32) {
         let state = &mut self.choices[choice as usize];
+        // After a stop string, no further text may reach the client.
         if !state.stops.is_stopped() {
             // The decoder and the matcher may still hold text: an incomplete
             // character, or the beginning of a stop string.

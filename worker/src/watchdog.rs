@@ -62,6 +62,8 @@ impl Watch {
     /// Checks the engine's current tick, `since` after the last check.
     fn check(&mut self, since: Duration, work: Option<Work>) -> Result<(), Hung> {
         let tick = work.map(|work| work.tick);
+        // A new tick, or no tick, proves that the engine moves, so the waiting starts
+        // again.
         if tick != self.tick {
             (self.tick, self.waited) = (tick, Duration::ZERO);
             return Ok(());
@@ -97,6 +99,7 @@ impl Watchdog {
                 if let Err(hung) = watch.check(now - checked, engine.work()) {
                     // The receiver is gone if the worker is ending anyway.
                     let _ = sender.send(hung);
+                    // One report is enough, because the process ends after it.
                     return;
                 }
                 checked = now;

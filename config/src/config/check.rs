@@ -43,6 +43,7 @@ impl Checker<'_> {
         self.gateway();
         self.worker();
         let root = self.root;
+        // Plans come first, because models, pools and tenants refer to them.
         let plans: BTreeMap<_, _> =
             root.plans.iter().map(|(name, raw)| self.plan(name, raw)).collect();
         let models = root.models.iter().map(|(name, raw)| self.model(name, raw, &plans)).collect();
@@ -124,6 +125,8 @@ impl Checker<'_> {
             self.exists(&["gateway", "tls", key], path.as_slice());
         }
         let (queue, request) = (gateway.deadlines.queue, gateway.deadlines.request);
+        // A request that may wait longer than its deadline would always end in the
+        // queue.
         if queue > request {
             let place = self.place(&["gateway", "deadlines", "request"]);
             self.problem(
@@ -141,6 +144,7 @@ impl Checker<'_> {
             );
         }
         let (source, total) = (gateway.connections.per_source, gateway.connections.total);
+        // A limit of one source above the total would never apply.
         if source > total {
             let place = self.place(&["gateway", "connections", "total"]);
             self.problem(
@@ -170,6 +174,7 @@ impl Checker<'_> {
     /// Records a problem for each path that does not exist.
     fn exists(&mut self, keys: &[&str], paths: &[PathBuf]) {
         for path in paths {
+            // A wrong path must fail the start, not the first request.
             if !path.exists() {
                 self.problem(keys, format!("{} does not exist", path.display()));
             }
@@ -212,6 +217,8 @@ impl Checker<'_> {
             device_time_per_month,
             weight,
         } = raw;
+        // An invalid `concurrent` is reported already, so only a missing one counts
+        // here.
         if concurrent.is_none()
             && queued.is_some()
             && !self.is_given(&["plans", name.as_str(), "concurrent"])
@@ -224,6 +231,7 @@ impl Checker<'_> {
         let bursts = convert(device_time_per_minute, |DeviceRate(rate)| DeviceNanos(rate.burst));
         let (largest, day) = ("largest_job", "device_time_per_day");
         let (minute, month) = ("device_time_per_minute", "device_time_per_month");
+        // A request above such a limit would never be admitted.
         for (small, large) in [
             ((largest, largest_job), (day, device_time_per_day)),
             ((largest, largest_job), (month, device_time_per_month)),
@@ -328,6 +336,7 @@ impl Checker<'_> {
         plans: &BTreeMap<PlanName, Arc<Plan>>,
     ) -> Option<Arc<Plan>> {
         let Some(plan) = plan else {
+            // A value that is given but invalid is reported already.
             if !self.is_given(keys) {
                 self.problem(keys, "is required");
             }
@@ -409,6 +418,7 @@ impl Checker<'_> {
             ("audience", audience.is_none()),
             ("algorithms", algorithms.is_empty()),
         ] {
+            // A value that is given but invalid is reported already.
             if missing && !self.is_given(&["auth", "jwt", name, key]) {
                 self.problem(&["auth", "jwt", name, key], "is required");
             }
@@ -463,6 +473,7 @@ impl Checker<'_> {
         }
         let mut found = [pem, file, url].into_iter().flatten();
         let Some((key, keys)) = found.next() else {
+            // A source that is given but invalid is reported already.
             if !["keys", "jwks", "jwks_url"].iter().any(|key| self.is_given(&at(key))) {
                 self.problem(&["auth", "jwt", name], "needs keys, jwks or jwks_url");
             }
@@ -504,7 +515,9 @@ pub(super) fn dotted(keys: &[&str]) -> String {
 
 /// Returns true if two listeners need the same port of the same address.
 fn collide(a: SocketAddr, b: SocketAddr) -> bool {
+    // An unspecified address includes every address of the host.
     let same_address = a.ip() == b.ip() || a.ip().is_unspecified() || b.ip().is_unspecified();
+    // Port 0 takes a free port, so it never collides.
     a.port() != 0 && a.port() == b.port() && same_address
 }
 

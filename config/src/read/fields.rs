@@ -84,6 +84,7 @@ impl Field for f64 {
             Value::Text(text) => text.parse().ok(),
             _ => None,
         };
+        // TOML has `nan` and `inf`, and no key can mean them.
         number
             .filter(|number| number.is_finite())
             .or_else(|| reader.expected(node, key, "a number"))
@@ -149,6 +150,8 @@ impl Field for PathBuf {
 
     fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
         let text = String::read(node, key, reader)?;
+        // A path in a file is relative to that file, so that it does not depend on
+        // the working folder.
         Some(beside(&node.place, &text))
     }
 
@@ -363,6 +366,7 @@ fn rate(
         Some(burst) => at_least_one(burst, &join(key, "burst"), reader),
         None => per_minute,
     };
+    // Both values are read before the first `?`, so that both mistakes are reported.
     Some(Rate { per_minute: per_minute?, burst: burst? })
 }
 
@@ -391,6 +395,7 @@ impl<T: Field> Field for ByClass<T> {
     }
 
     fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
+        // A rate is a table, too, so the keys of the table decide.
         let Some(table) = node.table().filter(|table| !is_rate(table)) else {
             let default = Some(T::read(node, key, reader)?);
             return Some(Self { default, classes: BTreeMap::new() });
@@ -549,6 +554,7 @@ pub(crate) fn quoted(text: &str) -> String {
         match character {
             '"' => quoted.push_str("\\\""),
             '\\' => quoted.push_str("\\\\"),
+            // TOML allows no such character in a string without an escape.
             c if c.is_control() => quoted.push_str(&format!("\\u{:04X}", u32::from(c))),
             c => quoted.push(c),
         }

@@ -83,6 +83,8 @@ impl Builder {
             Frame::Step(step) => self.span.step(step)?,
             Frame::Gap { idle, loss } => self.span.gap(idle, loss)?,
             Frame::Finished(finished) => {
+                // The frame holds monotonic time, because the host's clock may jump
+                // while a block is open.
                 let at = MonotonicTime(finished.finished.0);
                 let finished = FinishedAttempt { finished: self.utc_of(at), ..finished };
                 self.span.finished.push(finished);
@@ -133,6 +135,7 @@ impl Builder {
         last: bool,
         energy: Option<Millijoules>,
     ) -> Result<Block, BuildError> {
+        // The end depends on the sums, so it is computed before the sums are reset.
         let end = self.clock();
         let span = std::mem::take(&mut self.span);
         let mut shares = Vec::with_capacity(span.shares.len());
@@ -141,6 +144,8 @@ impl Builder {
                 self.owners.get(&sequence).cloned().ok_or(BuildError::NoOwner(sequence))?;
             shares.push(Share { sequence, caller, attempt, attributed });
         }
+        // The conversion checks that the parts sum to the wall time, so a faulty file
+        // cannot reach the ledger.
         let block = Block::try_from(BlockParts {
             epoch: self.header.epoch,
             number: self.number,
@@ -162,6 +167,8 @@ impl Builder {
         })?;
         self.number += 1;
         self.started = next;
+        // The next block starts where this one ends, so that no time falls between
+        // two blocks.
         self.origin = end;
         self.ended = last;
         Ok(block)
@@ -197,6 +204,7 @@ impl Span {
 }
 
 fn add(sum: &mut DeviceNanos, more: DeviceNanos) -> Result<(), BuildError> {
+    // A wrapped sum would bill a wrong time, so an overflow makes the file invalid.
     *sum = sum.checked_add(more).ok_or(BuildError::Overflow)?;
     Ok(())
 }

@@ -61,18 +61,24 @@ impl Disk for OsDisk {
             return Ok(());
         }
         let above = folder.parent().filter(|above| !above.as_os_str().is_empty());
+        // A folder survives a power cut only if every folder above it does, so the
+        // parents come first.
         if let Some(above) = above {
             self.make_folder(above)?;
         }
         match fs::create_dir(folder) {
+            // Another process may create the folder after the check above. That does
+            // no harm.
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
             _ => {}
         }
+        // The new name is an entry of the parent, so the parent must be synced.
         self.sync_folder(above.unwrap_or(Path::new(".")))
     }
 
     fn lock(&self, path: &Path) -> io::Result<File> {
         let file = File::create(path)?;
+        // `lock` would wait. A second worker must fail at once, with a message.
         file.try_lock().map_err(|error| match error {
             TryLockError::WouldBlock => io::ErrorKind::WouldBlock.into(),
             TryLockError::Error(error) => error,
@@ -89,6 +95,8 @@ impl Disk for OsDisk {
     }
 
     fn create(&self, path: &Path) -> io::Result<File> {
+        // `create_new` refuses an existing file, so a new file never overwrites
+        // recorded usage.
         OpenOptions::new().read(true).write(true).create_new(true).open(path)
     }
 
@@ -119,6 +127,7 @@ impl DiskFile for File {
     }
 
     fn sync(&self) -> io::Result<()> {
+        // `fdatasync` leaves out the times of the file, which no reader needs.
         self.sync_data()
     }
 }

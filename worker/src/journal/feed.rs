@@ -71,6 +71,7 @@ impl<D: Disk> Feed<D> {
                 }
             };
             let block = reading.next(&readable)?;
+            // An open file may still grow, so only a closed file is left behind.
             let at_end = readable.is_closed && block.is_none();
             if at_end {
                 self.done = Some(reading.path);
@@ -88,6 +89,7 @@ impl<F: DiskFile> OpenSegment<F> {
             file,
             path,
             builder: None,
+            // The first bytes name the format and are no frame.
             offset: MAGIC.len() as u64,
             buffer: Vec::new(),
             parsed: 0,
@@ -106,6 +108,7 @@ impl<F: DiskFile> OpenSegment<F> {
                 return Ok(None);
             };
             self.parsed += taken;
+            // A gateway that reconnects has already posted the acknowledged blocks.
             if let Some(block) = self.apply(*frame)?
                 && block.parts().number > readable.acknowledged
             {
@@ -129,6 +132,8 @@ impl<F: DiskFile> OpenSegment<F> {
 
     /// Reads the bytes up to `limit`.
     fn fill(&mut self, limit: u64) -> io::Result<()> {
+        // The limit is 0 until the file's name is synced, and the subtraction below
+        // must not underflow.
         if limit <= self.offset {
             return Ok(());
         }

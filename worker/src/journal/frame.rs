@@ -94,6 +94,8 @@ pub(super) fn read(bytes: &[u8]) -> FrameRead {
 pub(super) fn next_after(bytes: &[u8], at: usize) -> Option<usize> {
     let end = bytes.len().min(at.saturating_add(SEARCHED));
     (at + 1..end).find(|&place| {
+        // Any four bytes can look like a length. The bound keeps the checksums of the
+        // search cheap.
         let near = bytes.len().min(place + FRAME_HEAD + SEARCHED_PAYLOAD);
         read_frame(&bytes[place..near]).is_some()
     })
@@ -113,12 +115,14 @@ fn read_frame(bytes: &[u8]) -> Option<(Frame, usize)> {
     }
     let mut input = Input(payload);
     let frame = input.frame()?;
+    // A payload with bytes left over has another format, so it is not accepted.
     input.0.is_empty().then_some((frame, FRAME_HEAD + size))
 }
 
 /// Appends the bytes of `frame` to `out`.
 pub(super) fn write(frame: &Frame, out: &mut Vec<u8>) {
     let start = out.len();
+    // The length is known only after the payload, so the head is filled in below.
     out.extend_from_slice(&[0; FRAME_HEAD]);
     put_frame(frame, out);
     let payload = &out[start + FRAME_HEAD..];
@@ -130,12 +134,16 @@ pub(super) fn write(frame: &Frame, out: &mut Vec<u8>) {
 
 fn checksum(length: &[u8], payload: &[u8]) -> u32 {
     let mut hasher = crc32fast::Hasher::new();
+    // Without the length, eight zero bytes would be a valid head: the CRC of nothing
+    // is 0.
     hasher.update(length);
     hasher.update(payload);
     hasher.finalize()
 }
 
 fn put_frame(frame: &Frame, out: &mut Vec<u8>) {
+    // The numbers of the kinds are part of the format. A number never gets a new
+    // meaning.
     match frame {
         Frame::Header(header) => {
             let Header { epoch, worker, device, model, calibration, block, clock, utc } = header;
@@ -184,6 +192,8 @@ fn put_frame(frame: &Frame, out: &mut Vec<u8>) {
         Frame::CloseBlock { next, last, energy } => {
             out.push(6);
             put(&[next.0, u64::from(*last)], out);
+            // Without energy the frame equals that of the previous version of the
+            // format.
             if let Some(energy) = energy {
                 put(&[energy.millijoules()], out);
             }
@@ -212,6 +222,7 @@ fn put(numbers: &[u64], out: &mut Vec<u8>) {
     for &number in numbers {
         let mut rest = number;
         while rest >= 0x80 {
+            // The cast keeps the low byte. The high bit says that more bytes follow.
             out.push(rest as u8 | 0x80);
             rest >>= 7;
         }
@@ -220,6 +231,7 @@ fn put(numbers: &[u64], out: &mut Vec<u8>) {
 }
 
 fn reason_number(reason: FinishReason) -> u64 {
+    // The numbers are part of the format and do not depend on the order of the enum.
     match reason {
         FinishReason::Stop => 1,
         FinishReason::Length => 2,
@@ -291,6 +303,8 @@ impl Input<'_> {
             6 => Frame::CloseBlock {
                 next: UtcTime(self.number()?),
                 last: self.number()? == 1,
+                // Frames of the previous version end here, and so do blocks of
+                // unknown energy.
                 energy: match self.0 {
                     [] => None,
                     _ => Some(Millijoules(self.number()?)),
@@ -338,6 +352,7 @@ impl Input<'_> {
                 return Some(number);
             }
         }
+        // Ten bytes hold 64 bits, so a longer number is damage.
         None
     }
 

@@ -68,6 +68,7 @@ pub(super) fn create<D: Disk>(
 pub(super) fn recover<D: Disk>(disk: &D, folder: &Path) -> io::Result<Vec<Segment>> {
     let mut paths = disk.list(folder)?;
     paths.retain(|path| path.extension().is_some_and(|end| end == "journal"));
+    // Names sort by epoch and number, so the files come in the order of writing.
     paths.sort();
     let mut scanned: Vec<(PathBuf, ScannedSegment)> = Vec::with_capacity(paths.len());
     for path in paths {
@@ -97,11 +98,16 @@ pub(super) fn recover<D: Disk>(disk: &D, folder: &Path) -> io::Result<Vec<Segmen
         segments.push(Segment {
             path: path.clone(),
             epoch,
+            // The builder's number belongs to the next block, which has no records
+            // here.
             last_block: Some(file.builder.number() - 1),
             bytes: file.bytes.len() as u64,
         });
+        // The bytes are on the disk again. Many files may follow, so the memory is
+        // freed now.
         file.bytes = Vec::new();
     }
+    // Without this sync, removed files could return after a power cut.
     disk.sync_folder(folder)?;
     Ok(segments)
 }
@@ -162,6 +168,7 @@ fn scan<D: Disk>(disk: &D, path: &Path) -> io::Result<Option<ScannedSegment>> {
 /// Copies a damaged file, so that an admin can examine it.
 fn keep_copy<D: Disk>(disk: &D, path: &Path, bytes: &[u8]) -> io::Result<PathBuf> {
     let aside = path.with_extension("damaged");
+    // `create` fails if a copy of earlier damage exists.
     match disk.remove(&aside) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
@@ -188,8 +195,11 @@ fn settle_tail<D: Disk>(
     let handle = disk.open(path)?;
     if file.torn > 0 {
         tracing::warn!(file = %path.display(), bytes = file.torn, "cut the torn end of a journal file");
+        // New frames may be shorter than the torn end, so the end is cut first.
         handle.set_len(file.bytes.len() as u64)?;
     }
+    // Only the last file of an epoch can be open: every earlier file ends with a
+    // whole block.
     if is_last && !file.builder.ended() {
         let mut frames = Vec::new();
         let loss = file.builder.lost();

@@ -121,6 +121,8 @@ impl<F: DiskFile> Writer<F> {
         }
         let sum: DeviceNanos =
             tenants.iter().map(|&(_, share)| share).sum::<DeviceNanos>() + overhead;
+        // The split must be exact. A wrong sum would bill time that the device did
+        // not spend.
         if sum != busy {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidData,
@@ -143,6 +145,7 @@ impl<F: DiskFile> Writer<F> {
                 format!("a step began {overlap:?} before the one before it ended"),
             ));
         }
+        // An overlap within the grain of the clock counts as no idle time.
         Ok(DeviceNanos(started.0.saturating_sub(self.clock.0)))
     }
 
@@ -184,6 +187,8 @@ impl<F: DiskFile> Writer<F> {
         if self.clock == self.block_began && self.counter.is_some() {
             return None;
         }
+        // The counter moves on even if the change is unknown, so that one bad reading
+        // spoils one block only.
         let before = std::mem::replace(&mut self.counter, self.reading)?;
         let wall = DeviceNanos(self.clock.0 - self.block_began.0);
         self.reading?.since(before).filter(|energy| energy.is_drawn_in(wall))
@@ -192,6 +197,8 @@ impl<F: DiskFile> Writer<F> {
     pub(super) fn finished(&mut self, at: MonotonicTime, request: &RequestFigures) {
         let RequestFigures { request, attempt, caller, usage, stages, reason } = request;
         let attempt = Attempt { request: request.clone(), attempt: *attempt };
+        // An ended attempt needs no owner frame again, so the map holds running
+        // sequences only.
         self.introduced.retain(|_, owner| *owner != attempt);
         // Transfers are part of the other stages and only reported in the answer.
         let tollgate_engine::Stages { queue_ns, prefill_ns, decode_ns, transfers: _ } = *stages;
@@ -222,6 +229,7 @@ impl<F: DiskFile> Writer<F> {
         if self.frames.is_empty() {
             return Ok(());
         }
+        // One write at a known offset can be undone by cutting the file.
         self.file.write_all_at(&self.frames, self.length)?;
         self.length += self.frames.len() as u64;
         self.wrote = true;
