@@ -111,6 +111,7 @@ pub fn run(arguments: AuditArguments) -> Result<()> {
         AuditAction::NewKey(place) => {
             let config = place.load()?;
             let data = config.data();
+            // A missing folder is probably a typing error.
             if !data.is_dir() {
                 bail!("there is no data folder {}: `tollgate up` makes it", data.display());
             }
@@ -156,6 +157,8 @@ fn reader(place: &Place) -> Result<LedgerReader> {
 /// is always complete.
 fn export(arguments: &Export) -> Result<()> {
     let Export { place, out, from, to } = arguments;
+    // An existing folder may hold the only copy of an export, so it is never
+    // replaced.
     if out.exists() {
         bail!("{} exists already", out.display());
     }
@@ -180,9 +183,11 @@ pub fn unfinished(out: &Path) -> Result<PathBuf> {
     let mut unfinished = out.as_os_str().to_owned();
     unfinished.push(".unfinished");
     let unfinished = PathBuf::from(unfinished);
+    // An interrupted export may have left the folder.
     if unfinished.exists() {
         fs::remove_dir_all(&unfinished).with_context(|| unfinished.display().to_string())?;
     }
+    // The log names tenants and admins, so only this user may read it.
     DirBuilder::new()
         .mode(0o700)
         .create(&unfinished)
@@ -202,6 +207,7 @@ pub fn write_folder(
     folder: &Path,
 ) -> Result<Exported> {
     let exported = write_files(reader, range, folder)?;
+    // With the key, the export can be verified on any host.
     if let Some(key) = AuditKey::load(&folder_of(data))? {
         fs::write(folder.join("public.key"), format!("{}\n", key.verifier()))?;
     }

@@ -70,6 +70,7 @@ pub fn span(text: &str) -> Result<Duration, String> {
 
 /// Returns the wall clock's time.
 pub fn now() -> UtcTime {
+    // A clock before 1970 is wrong, but no subcommand should fail for that.
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     UtcTime(since.as_nanos().min(u128::from(u64::MAX)) as u64)
 }
@@ -127,10 +128,12 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 /// right.
 pub fn table(head: &[&str], rows: &[Vec<String>]) -> String {
     let width = |column: usize| {
+        // A character of several bytes takes one column.
         let cells = rows.iter().map(|row| row[column].chars().count());
         cells.chain([head[column].chars().count()]).max().unwrap_or(0)
     };
     let widths: Vec<usize> = (0..head.len()).map(width).collect();
+    // A day such as 2026-11-20 begins with a digit and is no number.
     let is_number =
         |cell: &str| cell.starts_with(|c: char| c.is_ascii_digit()) && !cell.contains('-');
     let line = |cells: &mut dyn Iterator<Item = (&str, bool)>| {

@@ -26,6 +26,7 @@ pub fn make(folder: &Path) -> Result<()> {
         .mode(0o700)
         .create(folder)
         .with_context(|| format!("data folder {shown}"))?;
+    // The folder may exist already, with wider permissions.
     let open = fs::metadata(folder)?.permissions().mode() & 0o077 != 0;
     if open {
         fs::set_permissions(folder, fs::Permissions::from_mode(0o700))
@@ -46,6 +47,7 @@ pub fn lock(folder: &Path) -> Result<Locked> {
         .read(true)
         .write(true)
         .create(true)
+        // The text of the holder must survive until the lock is taken.
         .truncate(false)
         .mode(0o600)
         .open(&path)

@@ -161,7 +161,7 @@ async fn open_ledger(config: &Config, folder: &Path, open: OpenLedger) -> Result
     let mut options = LedgerOptions::new(&folder.join("ledger.db"));
     options.key = Some(Arc::clone(&key));
     let path = options.path.clone();
-    // The check reads the whole start of the ledger, which blocks.
+    // The check reads the file, which blocks.
     let checked = tokio::task::spawn_blocking(move || Ledger::check_start(&path)).await?;
     checked.with_context(|| {
         format!(

@@ -249,15 +249,20 @@ fn resolve(tree: Table, problems: Vec<Problem>) -> Result<(Config, Written), Con
     let mut root = Root::read(Some(&node), "", &mut reader);
     let Value::Table(tree) = node.value else { unreachable!("it was made a table") };
     let named = tree.get("tenants");
+    // A section of tenants with mistakes must not open the gateway to the demo
+    // tenant.
     let demo = named.is_none_or(|node| node.table().is_some_and(Table::is_empty));
     if demo {
         add_demo_tenant(&mut root);
     }
+    // A first start needs no files, because the demo model is part of the program.
     if root.models.is_empty() {
         let name = ModelName::new(DEMO_MODEL).expect("the name follows the rules");
         root.models.insert(name, Default::default());
     }
     let resolved = check::Checker { tree: &tree, root: &root, reader: &mut reader }.resolve(demo);
+    // All checks run before the first error is returned, so that all mistakes are
+    // reported.
     ConfigErrors::check(reader.problems)?;
     let check::Resolved { plans, pools, tenants, models, issuers, prices } = resolved;
     let (data, gateway, worker) = (root.data.clone(), root.gateway.clone(), root.worker.clone());

@@ -68,6 +68,7 @@ impl ConfigErrors {
         if problems.is_empty() {
             return Ok(());
         }
+        // `dedup` removes neighbours only, so equal problems must stand together.
         problems.sort();
         // Two checks may find the same mistake.
         problems.dedup();

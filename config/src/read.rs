@@ -60,6 +60,7 @@ impl Reader {
     pub(crate) fn expected<T>(&mut self, node: &Node, key: &str, what: &str) -> Option<T> {
         let message = match &node.value {
             Value::Text(text) | Value::String(text) => {
+                // A long text must not fill the message.
                 format!("expected {what}, found {:?}", text.chars().take(64).collect::<String>())
             }
             Value::Integer(number) => format!("expected {what}, found {number}"),
@@ -131,6 +132,8 @@ impl Reader {
         };
         for (name, entry) in table {
             let dotted = join(key, name);
+            // The section is read even if its name is invalid, so that its mistakes
+            // are reported, too.
             let section = S::read(Some(entry), &dotted, self);
             match N::named(name) {
                 Ok(name) => _ = entries.insert(name, section),
@@ -165,6 +168,7 @@ pub(crate) fn join(path: &str, key: &str) -> String {
 pub(crate) fn beside(place: &Place, path: &str) -> PathBuf {
     match place {
         Place::File { path: file, .. } => file.parent().unwrap_or(Path::new("")).join(path),
+        // A flag or variable has no file, so its path starts at the working folder.
         _ => PathBuf::from(path),
     }
 }
@@ -174,6 +178,7 @@ fn closest<'a>(word: &str, known: &[&'a str]) -> Option<&'a str> {
     known
         .iter()
         .map(|candidate| (distance(word, candidate), *candidate))
+        // A larger distance would give misleading hints.
         .filter(|(distance, candidate)| *distance <= (candidate.len() / 2).min(2))
         .min()
         .map(|(_, candidate)| candidate)

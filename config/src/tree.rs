@@ -101,6 +101,8 @@ pub(crate) fn merge(into: &mut Table, from: Table, path: &str, problems: &mut Ve
             continue;
         };
         match (&mut old.value, node.value) {
+            // An entry with a name must stand in one file, so that no tenant is
+            // defined in parts.
             (Value::Table(old), Value::Table(new)) if !NAMED.contains(&path) => {
                 merge(old, new, &dotted, problems);
             }
@@ -131,6 +133,7 @@ pub(crate) fn overlay(table: &mut Table, keys: &[String], node: Node) {
         .entry(key)
         // A variable may set a key in a table that no file has.
         .or_insert_with(|| Node { place: node.place.clone(), value: Value::Table(Table::new()) });
+    // A later source takes precedence even over a value of another type.
     if below.table().is_none() {
         below.value = Value::Table(Table::new());
     }
@@ -142,6 +145,8 @@ pub(crate) fn overlay(table: &mut Table, keys: &[String], node: Node) {
 /// Parses the text of an environment variable or a flag: a TOML list or inline
 /// table, or else untyped text.
 pub(crate) fn untyped(place: Place, text: &str) -> Node {
+    // Most text, such as a path, is no TOML. Only text that looks like TOML is
+    // parsed.
     if text.starts_with(['[', '{', '"']) {
         let document = format!("v = {text}");
         let mut problems = Vec::new();

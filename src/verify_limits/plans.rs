@@ -52,6 +52,8 @@ impl Probe<'_> {
         Ok(match limit {
             "requests_per_minute" => match limits.requests {
                 Some(rate) => {
+                    // With more requests at once, `concurrent` would refuse them
+                    // first.
                     let at_once =
                         limits.concurrent.map_or(AT_ONCE, |most| AT_ONCE.min(most as usize));
                     vec![requests(canary, row(of_rate(rate)), rate, at_once, budget).await?]
@@ -117,6 +119,7 @@ async fn requests(
     let started = Instant::now();
     let mut admitted = 0u64;
     let allowed = |started: Instant| {
+        // The rate refills while the probe runs.
         let refilled = rate.per_minute as f64 * started.elapsed().as_secs_f64() / 60.0;
         rate.burst + refilled.ceil() as u64
     };
@@ -188,6 +191,7 @@ async fn spend(
 ) -> Result<ProbeResult> {
     let Spends { rate, what, said } = spends;
     let connection = canary.connect().await?;
+    // Long prompts use up tokens fast, and long answers use up device time fast.
     let body = match what {
         What::Tokens => canary.chat(&"word ".repeat(100), 1).to_string(),
         What::DeviceTime => canary.chat("Count from 1 to 400.", 100).to_string(),
@@ -251,6 +255,7 @@ async fn cap(
             return Ok(vec![row.not_probed(told.masks())]);
         }
         spent += told.reference;
+        // A cap, unlike a rate, may never be exceeded.
         if spent > most {
             return Ok(vec![row.saw(Finding::Broken, format!("{} spent", time(spent)))]);
         }
@@ -263,7 +268,9 @@ async fn cap(
 /// Returns the reason to stop a probe that would take too long.
 fn too_slow(spent: u64, limit: u64, started: Instant, budget: Duration) -> Option<String> {
     let elapsed = started.elapsed();
+    // `spent` is 0 before the first answer, and a division by it would panic here.
     let whole = elapsed.mul_f64(limit as f64 / spent.max(1) as f64);
+    // The first second is too short for an estimate.
     let known = elapsed > Duration::from_secs(1) && whole > budget;
     (known || elapsed > budget).then(|| {
         format!("the probe would take about {:.0} s to reach the limit", whole.as_secs_f64())
@@ -290,11 +297,14 @@ async fn places(
         return Ok(vec![running_row.not_probed(why.clone()), waiting_row.not_probed(why)]);
     }
     let mut body = canary.chat("Count from 1 to 400.", 900);
+    // A stream shows when an answer begins, so running and waiting requests can be
+    // told apart.
     body["stream"] = json!(true);
     let body = body.to_string();
     let gauge = Arc::new(StreamCounts::default());
     let (mut sent, mut connections) = (JoinSet::new(), Vec::new());
     for number in 0..places + BEYOND {
+        // The gateway limits the streams of one connection.
         if number % STREAMS == 0 {
             connections.push(canary.connect().await?);
         }
@@ -314,6 +324,8 @@ async fn places(
     let [refused, otherwise, peak, ended] =
         [&gauge.refused, &gauge.otherwise, &gauge.peak, &gauge.ended]
             .map(|count| count.load(Ordering::Relaxed));
+    // The long answers have no further use, so the requests are cancelled to free the
+    // device.
     sent.shutdown().await;
     if otherwise > 0 {
         let why = format!("{otherwise} had another result: another limit applies first");
@@ -390,6 +402,7 @@ impl StreamCounts {
 async fn largest(canary: &Canary, row: ProbeResult) -> Result<ProbeResult> {
     let connection = canary.connect().await?;
     let mut passed = None;
+    // If the model's context is short, several answers make a larger request.
     for choices in [1u32, 8] {
         for tokens in (0..16).map(|power| 1u32 << power) {
             let mut body = canary.chat("Say hello.", tokens);

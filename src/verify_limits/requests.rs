@@ -95,6 +95,7 @@ async fn field(canary: &Canary, bound: &Bound) -> Result<ProbeResult> {
     };
     let within = ask(&connection, path, body(canary, *most).to_string()).await?;
     let beyond = ask(&connection, path, body(canary, most + 1).to_string()).await?;
+    // An answer from another limit shows nothing about this one.
     if let Some(other) = [&within, &beyond].into_iter().find(|told| told.is_about_something_else())
     {
         return Ok(row.not_probed(other.masks()));
@@ -156,6 +157,7 @@ async fn headers(canary: &Canary, most: u64) -> Result<ProbeResult> {
             "GET /v1/models HTTP/1.1\r\nhost: {}\r\nauthorization: {authorization}\r\nx-filling: ",
             canary.target.authority(),
         );
+        // The empty line at the end takes four bytes.
         head.push_str(&"x".repeat((length as usize).saturating_sub(head.len() + 4)));
         head.push_str("\r\n\r\n");
         status_of(canary, head.as_bytes()).await

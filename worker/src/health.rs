@@ -157,6 +157,7 @@ impl Health {
             self.ill = Some(now);
             return BTreeSet::from([Concern::Gone]);
         };
+        // Each check keeps state, so all of them run at every reading.
         let found = [
             (Concern::Hot, self.is_hot(readings)),
             (Concern::Ill, self.is_ill(readings, now)),
@@ -171,6 +172,8 @@ impl Health {
 
     fn is_hot(&mut self, readings: &Readings) -> bool {
         let Thresholds { hot, cooled, .. } = self.thresholds;
+        // Without a reading the state stays: a hot device is hot until a reading
+        // shows otherwise.
         if let Some(temperature) = readings.temperature {
             self.hot = temperature >= hot || (self.hot && temperature > cooled);
         }
@@ -182,6 +185,7 @@ impl Health {
             (Some(before), Some(errors)) => errors > before,
             _ => false,
         };
+        // A missing count must not reset the baseline.
         self.uncorrected = readings.ecc_uncorrected.or(self.uncorrected);
         if grew || readings.xids.iter().any(|xid| DEVICE_XIDS.contains(xid)) {
             self.ill = Some(now);
@@ -195,6 +199,7 @@ impl Health {
     }
 
     fn is_full(&self, readings: &Readings) -> bool {
+        // In `u128` the products below cannot overflow.
         let share = u128::from(self.thresholds.memory);
         readings.memory.is_some_and(|Memory { used, total, .. }| {
             u128::from(used) * 100 > u128::from(total) * share

@@ -28,6 +28,7 @@ pub(crate) async fn listen(path: &Path) -> Result<Socket, WorkerError> {
     if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
         own_folder(folder).map_err(failed)?;
     }
+    // A symbolic link must not lead to a file in another place.
     match fs::symlink_metadata(path) {
         Ok(found) if found.file_type().is_socket() => {
             if !becomes_free(path).await {
@@ -40,6 +41,7 @@ pub(crate) async fn listen(path: &Path) -> Result<Socket, WorkerError> {
             }
         }
         Ok(_) => {
+            // The file may hold data, so it is not removed.
             let what = "the path exists and is not a socket";
             return Err(failed(io::Error::new(io::ErrorKind::AlreadyExists, what)));
         }
@@ -74,6 +76,7 @@ fn own_folder(folder: &Path) -> io::Result<()> {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => (),
         Err(error) => return Err(error),
     }
+    // A folder that existed may have wider permissions.
     let mode = fs::metadata(folder)?.permissions().mode();
     if mode & 0o077 == 0 {
         return Ok(());
@@ -86,6 +89,7 @@ fn own_folder(folder: &Path) -> io::Result<()> {
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
+        // A file that stays behind is replaced by the next start.
         let _ = fs::remove_file(&self.0);
     }
 }

@@ -43,6 +43,7 @@ pub(crate) fn parse_duration(text: &str) -> Option<u64> {
     while !rest.is_empty() {
         let (number, unit, after) = quantity(rest)?;
         let (_, nanos) = TIME_UNITS.iter().find(|(name, _)| *name == unit)?;
+        // An overflow must not become a short duration.
         total = total.checked_add(number.checked_mul(*nanos)?)?;
         rest = after;
     }
@@ -60,6 +61,7 @@ pub(crate) fn parse_size(text: &str) -> Option<u64> {
 fn quantity(text: &str) -> Option<(u64, &str, &str)> {
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '_')?;
     let (number, rest) = text.split_at(digits);
+    // A space may stand between the number and the unit.
     let unit_end = rest.find(|c: char| !c.is_ascii_alphabetic() && c != ' ').unwrap_or(rest.len());
     let (unit, rest) = rest.split_at(unit_end);
     Some((number.replace('_', "").parse().ok()?, unit.trim(), rest))
@@ -107,6 +109,7 @@ impl Field for Duration {
     }
 
     fn show(&self) -> Option<String> {
+        // A `u64` holds 584 years, and the bounds of every key are far below.
         let nanos = u64::try_from(self.as_nanos()).unwrap_or(u64::MAX);
         Some(format!("{:?}", show_duration(nanos)))
     }
@@ -123,6 +126,7 @@ impl Field for DeviceNanos {
 
     fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
         let nanos = read_duration(node, key, reader)?;
+        // A limit of 0 would refuse every request.
         if nanos == 0 {
             return reader.expected(node, key, "a duration above 0");
         }
@@ -146,6 +150,8 @@ impl Field for ByteSize {
     fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
         let bytes = match &node.value {
             Value::String(text) | Value::Text(text) => {
+                // An environment variable has no types, so a plain number is text,
+                // too.
                 parse_size(text).or_else(|| text.parse().ok())
             }
             Value::Integer(bytes) => u64::try_from(*bytes).ok(),

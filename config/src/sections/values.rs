@@ -74,8 +74,12 @@ impl FromStr for HttpsUrl {
     fn from_str(text: &str) -> Result<Self, ()> {
         let rest = text.strip_prefix("https://").ok_or(())?;
         let authority = rest.split(['/', '?']).next().unwrap_or_default();
+        // An IPv6 address has colons, too, so only a number after the last colon is a
+        // port.
         let host = authority.rsplit_once(':').filter(|(_, port)| port.parse::<u16>().is_ok());
         let host = host.map_or(authority, |(host, _)| host);
+        // `#` begins a fragment, `@` ends a user name, and parsers disagree on the
+        // other two.
         let is_plain =
             text.bytes().all(|byte| byte.is_ascii_graphic() && !b"#@\\\"".contains(&byte));
         let is_host = host.starts_with('[') && host.ends_with(']')
