@@ -75,6 +75,7 @@ fn read_or_make(path: &Path) -> io::Result<String> {
     match fs::read_to_string(path) {
         Ok(text) => {
             let key = text.trim();
+            // An admin may have written the file; a short key could be guessed over the network.
             if key.len() < LEAST_KEY_CHARS {
                 let words = format!("the key must have at least {LEAST_KEY_CHARS} characters");
                 return Err(io::Error::new(io::ErrorKind::InvalidData, words));
@@ -87,6 +88,7 @@ fn read_or_make(path: &Path) -> io::Result<String> {
             let key =
                 bits.iter().fold(String::from("tga-"), |text, byte| format!("{text}{byte:02x}"));
             let mut file =
+                // `create_new` fails if another process has made the key in between.
                 OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
             writeln!(file, "{key}")?;
             // Synced, because an admin may use the key before the next sync.

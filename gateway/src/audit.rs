@@ -88,6 +88,8 @@ pub(crate) fn penalty_lifted(
     offender: &str,
     at: UtcTime,
 ) -> AdminAction {
+    // Two removals at the same instant need different ids, or the ledger would ignore the second as
+    // a repeat.
     static LIFTED: AtomicU64 = AtomicU64::new(0);
     let count = LIFTED.fetch_add(1, Ordering::Relaxed);
     AdminAction {
@@ -110,6 +112,8 @@ pub(crate) async fn follow_keys(keys: KeyStore, ledger: LedgerHandle, stop: Canc
     loop {
         let last = tokio::select! {
             biased;
+            // First, so that a stop is seen even if a tick is due. Then one more round moves the
+            // rest.
             () = stop.cancelled() => true,
             _ = ticks.tick() => false,
         };
@@ -122,6 +126,7 @@ pub(crate) async fn follow_keys(keys: KeyStore, ledger: LedgerHandle, stop: Canc
                     "cannot record changes of API keys in the audit log; trying again"
                 );
             }
+            // The failure is in the log already; four lines a second would fill the log.
             Err(_) => {}
         }
         if last {

@@ -111,6 +111,8 @@ impl Authenticator {
             Credential::Key(key) => {
                 let caller = self.parts.keys.verify(key, now).ok_or(AuthError::Rejected)?;
                 let scopes = caller.scopes.as_ref();
+                // After the secret is verified, so that only a holder of the key learns of this
+                // limit.
                 if scopes.is_none_or(|scopes| scopes.has_source(from)) {
                     Ok(caller)
                 } else {
@@ -120,6 +122,7 @@ impl Authenticator {
             Credential::Token(token) => {
                 let caller =
                     self.parts.tokens.verify(token, now).map_err(|_| AuthError::Rejected)?;
+                // Scopes and plans belong to API keys. The limits of the tenant bind a token.
                 Ok(AuthenticatedCaller { caller, scopes: None, plan: None })
             }
         }
@@ -136,11 +139,13 @@ impl Authenticator {
     /// logged once, and again after the next success.
     pub async fn follow_changes(self, stop: CancellationToken) {
         let urls = stop.run_until_cancelled(self.parts.tokens.follow_urls());
+        // Side by side, so that a slow issuer does not delay the look for revoked keys.
         tokio::join!(urls, self.follow_files(&stop));
     }
 
     async fn follow_files(&self, stop: &CancellationToken) {
         let mut ticks = tokio::time::interval(POLL);
+        // After a stall one look finds every change, so missed looks are not made up for.
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut failing = false;
         loop {
@@ -150,6 +155,7 @@ impl Authenticator {
             }
             let parts = Arc::clone(&self.parts);
             let Ok((keys, tokens)) =
+                // The database and the files block their thread, which must not be one that serves.
                 tokio::task::spawn_blocking(move || (parts.keys.refresh(), parts.tokens.refresh()))
                     .await
             else {
@@ -173,6 +179,7 @@ impl Authenticator {
                         );
                     }
                 }
+                // The failure is in the log already; four lines a second would fill the log.
                 _ => {}
             }
         }

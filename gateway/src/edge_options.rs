@@ -33,6 +33,7 @@ pub(crate) fn listener(config: &Gateway) -> ListenerOptions {
         streams: http2.streams,
         pending_accept_resets: http2.pending_accept_resets as usize,
         local_error_resets: http2.local_error_resets as usize,
+        // HTTP/2 announces the size in 32 bits, so a larger one becomes the largest.
         header_list: u32::try_from(http2.header_size.0).unwrap_or(u32::MAX),
         cancels: http2.cancels,
         idle_frames: http2.idle_frames_per_second,

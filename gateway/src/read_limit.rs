@@ -59,6 +59,7 @@ impl<K: KeyExtractor> ReadLimit<K> {
     pub(crate) fn layer(&self) -> ReadLimitLayer<K> {
         let per_second = self.per_second;
         GovernorLayer::new(Arc::clone(&self.buckets))
+            // The crate's own answer is plain text, and clients expect the API's JSON.
             .error_handler(move |error| refusal(error, per_second))
     }
 
@@ -89,6 +90,7 @@ fn refusal(error: GovernorError, per_second: u32) -> Response {
             let retry_after = Duration::from_secs(wait_time + 1);
             ApiError::ReadLimit { per_second, retry_after }
         }
+        // The dispatch inserts every caller, so a missing one is a mistake of the gateway.
         GovernorError::UnableToExtractKey | GovernorError::Other { .. } => ApiError::Internal,
     };
     error.into_response()

@@ -248,6 +248,7 @@ impl ApiError {
 
 impl From<LimitRefusal> for ApiError {
     fn from(refusal: LimitRefusal) -> Self {
+        // Boxed, because a refusal holds many figures and would enlarge every `ApiError`.
         Self::Limit(Box::new(refusal))
     }
 }
@@ -308,6 +309,7 @@ impl ApiError {
         let mut response = Response::new(self.json());
         *response.status_mut() = status;
         let headers = response.headers_mut();
+        // One allocation for all headers, because refusals come in floods.
         headers.reserve(MOST_HEADERS);
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
         // Caches keep 404 and 405 of their own accord (RFC 9110, 15.1), and some
@@ -324,6 +326,7 @@ impl ApiError {
             write_figures(&refusal.figures, headers);
         }
         if status == StatusCode::UNAUTHORIZED {
+            // RFC 9110, 15.5.2 requires a challenge with every 401.
             headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         if spec.closes_connection {
@@ -337,6 +340,7 @@ impl ApiError {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = self.to_response().map(Body::from);
+        // The stack counts errors by this value, so it need not parse the JSON.
         response.extensions_mut().insert(self.kind());
         response
     }

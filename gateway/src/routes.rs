@@ -116,6 +116,7 @@ impl Pattern {
         let rest = match self {
             Self::Exact(exact) => return (path == *exact).then_some(""),
             Self::Segment(prefix) => {
+                // An id has no slash, so a longer path belongs to no route.
                 path.strip_prefix(prefix).filter(|segment| !segment.contains('/'))
             }
             Self::Rest(prefix) => path.strip_prefix(prefix),
@@ -197,6 +198,7 @@ impl PublicRoutes {
         // `tower_governor` sees a request's head alone, so the key travels
         // there. The handler gets the `ReadCall` and no extension.
         request.extensions_mut().insert(caller);
+        // `oneshot` consumes its service. The clone shares the buckets.
         let answered = self.read_only.clone().oneshot(request).await;
         answered.unwrap_or_else(|never| match never {})
     }
@@ -219,6 +221,7 @@ impl Routes for PublicRoutes {
         peer: Option<&Peer>,
         now: MonotonicTime,
     ) -> Result<Target, ApiError> {
+        // An unknown path needs no caller, so no credential is checked for it.
         let Some(route) = find(request.uri().path()) else { return Ok(Target::UnknownRoute) };
         if !route.method.takes(request.method()) {
             return Ok(Target::WrongMethod(route));
@@ -255,6 +258,7 @@ impl Routes for PublicRoutes {
                     path: request.uri().path().to_owned(),
                 };
                 let mut response = error.into_response();
+                // RFC 9110, 15.5.6 requires the header with a 405.
                 response.headers_mut().insert(header::ALLOW, route.method.allow());
                 response
             }

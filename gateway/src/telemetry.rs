@@ -112,6 +112,7 @@ impl Metrics {
     /// Creates the metrics with every figure at zero.
     pub fn new() -> Arc<Self> {
         let mut metrics = Self {
+            // The prefix keeps these names apart from those of other programs in the same database.
             registry: Registry::with_prefix("tollgate"),
             process: ProcessMetrics::new(),
             devices: DeviceMetrics::new(),
@@ -140,6 +141,7 @@ impl Metrics {
     }
 
     fn register(&mut self) {
+        // A clone shares its figures with the original, so later updates reach the registry.
         let Self { registry, .. } = self;
         registry.register("requests", "Requests answered", self.requests.clone());
         registry.register_with_unit(
@@ -232,6 +234,7 @@ impl Metrics {
             worker_losses,
             holds,
         } = readings;
+        // These gauges are set at the scrape, so that all of them show the same moment.
         self.ready.set(ready.into());
         self.ledger_writable.set(ledger_writable.into());
         self.workers_ready.set(gauge(workers.iter().filter(|report| report.ready).count()));
@@ -245,6 +248,7 @@ impl Metrics {
         encode_registry(&mut text, &self.registry)
             .and_then(|()| encode_registry(&mut text, self.process.read()))
             .and_then(|()| encode_registry(&mut text, self.devices.read(&workers)))
+            // OpenMetrics requires an end mark, by which a scraper notices a text that was cut off.
             .and_then(|()| encode_eof(&mut text))
             .expect("writing into a String cannot fail");
         text
@@ -270,6 +274,7 @@ impl Metrics {
         status: StatusCode,
         elapsed: Duration,
     ) {
+        // Both figures are kept, because the histogram has no label for the status.
         self.request_counted(endpoint, status);
         self.request_seconds
             .get_or_create(&EndpointLabel { endpoint })
@@ -294,6 +299,8 @@ impl Metrics {
 
 impl Observer for Metrics {
     fn usage(&self, model: &ModelName, class: &DeviceClass, usage: &Usage) {
+        // The label `model` is safe: only models that a worker serves are metered, so a client
+        // cannot make up names.
         for (kind, tokens) in [
             ("prompt", usage.prompt_tokens),
             ("cached", usage.cached_tokens),
@@ -344,6 +351,7 @@ impl ListenerMetrics for Metrics {
 
 /// Returns `2xx`, `4xx` and so on: a closed set of labels.
 fn status_class(status: StatusCode) -> &'static str {
+    // Classes keep the number of series small; the counter of errors has the exact kinds.
     match status.as_u16() {
         100..200 => "1xx",
         200..300 => "2xx",
@@ -358,6 +366,7 @@ fn seconds(bounds: &[f64]) -> Histogram {
 }
 
 fn gauge(value: impl TryInto<i64>) -> i64 {
+    // A figure beyond the range must not make a scrape panic.
     value.try_into().unwrap_or(i64::MAX)
 }
 

@@ -83,9 +83,11 @@ impl<B: RequestBody> UnwantedBody<B> {
     /// Drops the bytes that have arrived, within bounds. Returns true if the
     /// body has ended.
     pub(crate) fn drop_arrived(&mut self, cx: &mut Context<'_>) -> bool {
+        // Bounded, so that a flood of frames cannot keep the task from its other work.
         for _ in 0..FRAMES_AT_ONCE {
             match Pin::new(&mut self.body).poll_frame(cx) {
                 Poll::Ready(Some(Ok(_))) if !self.body.is_end_stream() => {}
+                // After an error nothing more arrives, so the body has ended as well.
                 Poll::Ready(_) => return true,
                 Poll::Pending => return false,
             }
@@ -93,7 +95,7 @@ impl<B: RequestBody> UnwantedBody<B> {
         false
     }
 
-    /// HandshakeSlots the rest into bytes to drop while the response goes out.
+    /// Turns the rest into bytes to drop while the response goes out.
     pub(crate) fn into_leftover(self) -> Leftover {
         Leftover::new(limit(self.body, self.largest))
     }
@@ -141,6 +143,7 @@ impl<B: RequestBody> UnreadBody<B> {
             }
             Some(mut rest) => (drain(&mut rest).await, Some(rest)),
         };
+        // A stream of HTTP/2 carries one request, so its rest cannot be read as another.
         if !framing.is_http1 {
             return rest.filter(|_| !is_read).map(Leftover::new);
         }
@@ -188,6 +191,7 @@ fn limit<B: RequestBody>(body: B, largest: u64) -> Limited<B> {
 
 /// Reads and drops a small rest. Returns true if the body ended.
 async fn drain<B: RequestBody>(rest: &mut Limited<B>) -> bool {
+    // A body of unknown length may be endless.
     if rest.size_hint().upper().is_none_or(|left| left > SMALL_BODY) {
         return false;
     }
@@ -199,6 +203,7 @@ async fn drain<B: RequestBody>(rest: &mut Limited<B>) -> bool {
         }
         true
     };
+    // A slow rest ends the connection, which costs less than the wait.
     timeout(DRAIN_TIMEOUT, draining).await.unwrap_or(false)
 }
 

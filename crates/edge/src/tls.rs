@@ -145,6 +145,7 @@ impl TlsIdentity {
     /// # Errors
     /// The errors of [`Self::load`].
     pub fn reload(&self) -> Result<(), TlsError> {
+        // Stored only after the pair was read and checked, so that a bad file replaces nothing.
         self.current.0.store(Arc::new(read(&self.source, SystemTime::now())?));
         Ok(())
     }
@@ -161,6 +162,7 @@ impl TlsIdentity {
             .with_no_client_auth()
             .with_cert_resolver(Arc::clone(&self.current) as Arc<dyn ResolvesServerCert>);
         config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+        // An attacker can replay early data (RFC 8446, 8), and a repeated request costs money.
         config.max_early_data_size = 0;
         // The strongest suite that both sides know, not the client's favourite.
         config.ignore_client_order = true;
@@ -197,6 +199,7 @@ fn read(source: &TlsSource, now: SystemTime) -> Result<CertifiedKey, TlsError> {
 /// valid at `now`.
 fn read_pair(certificate: &Path, key: &Path, now: SystemTime) -> Result<CertifiedKey, TlsError> {
     let chain = read_chain(certificate)?;
+    // TLS puts the server's own certificate first (RFC 8446, 4.4.2).
     let leaf = chain.first().ok_or_else(|| no_certificate(certificate))?;
     let validity = Validity::of(leaf, certificate)?;
     let now = unix_seconds(now);
@@ -259,6 +262,7 @@ impl Validity {
 }
 
 fn unix_seconds(time: SystemTime) -> i64 {
+    // With a clock before 1970, every certificate is not valid yet, which is reported.
     let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
 }

@@ -90,6 +90,7 @@ impl<'a> From<&'a UsageReport> for UsageBody<'a> {
             total_tokens: usage.total_tokens(),
             prompt_tokens_details: PromptDetails {
                 cached_tokens: usage.cached_tokens,
+                // Typed clients expect these keys, although the gateway has no such tokens.
                 audio_tokens: 0,
             },
             completion_tokens_details: CompletionDetails {

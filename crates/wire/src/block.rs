@@ -48,6 +48,7 @@ impl TryFrom<v1::JournalBlock> for Block {
     type Error = WireError;
 
     fn try_from(message: v1::JournalBlock) -> Result<Self, WireError> {
+        // Exhaustive, so that a new field of the message fails to compile until it is handled.
         let v1::JournalBlock {
             format,
             epoch,
@@ -68,6 +69,7 @@ impl TryFrom<v1::JournalBlock> for Block {
             last_of_epoch,
             energy_mj,
         } = message;
+        // Checked before any field, because another format may give a field another meaning.
         if format != BLOCK_FORMAT {
             return Err(WireError::Unknown { field: "format", value: format.into() });
         }
@@ -100,6 +102,7 @@ impl TryFrom<v1::JournalBlock> for Block {
             last_of_epoch,
             energy: energy_mj.map(Millijoules),
         };
+        // The domain checks the sums, so that no maker of a block can leave the check out.
         Ok(Self::try_from(parts)?)
     }
 }
@@ -194,6 +197,7 @@ impl TryFrom<v1::RequestRecord> for FinishedAttempt {
     type Error = WireError;
 
     fn try_from(message: v1::RequestRecord) -> Result<Self, WireError> {
+        // Read before the fields are moved. An unknown number becomes `Unspecified`.
         let reason = message.reason();
         let v1::RequestRecord {
             request_id,
@@ -208,6 +212,7 @@ impl TryFrom<v1::RequestRecord> for FinishedAttempt {
         Ok(Self {
             caller: caller(&tenant, &key)?,
             attempt: Attempt { request: request(&request_id)?, attempt },
+            // Protobuf cannot require a message, so its absence is checked here.
             usage: usage.ok_or(WireError::Missing("finished.usage"))?.into(),
             stages: stages.ok_or(WireError::Missing("finished.stages"))?.into(),
             reason: finish_reason(reason)
@@ -285,6 +290,7 @@ impl From<Stages> for v1::Stages {
 /// Returns the reason that a message names; `None` if it names none.
 pub fn finish_reason(message: v1::FinishReason) -> Option<FinishReason> {
     match message {
+        // Zero is also the value of an absent field, so it cannot name a reason.
         v1::FinishReason::Unspecified => None,
         v1::FinishReason::Stop => Some(FinishReason::Stop),
         v1::FinishReason::Length => Some(FinishReason::Length),

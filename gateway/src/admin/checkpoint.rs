@@ -14,6 +14,7 @@ use crate::reply::ApiError;
 /// Answers with the signed note, byte for byte.
 pub(super) async fn newest(State(state): State<Arc<AdminState>>) -> Result<Response, ApiError> {
     let reader = state.serving.ledger().reader().clone();
+    // A query blocks its thread, which must not be one that serves.
     match tokio::task::spawn_blocking(move || reader.checkpoint()).await {
         Ok(Ok(Some(note))) => Ok(plain(note)),
         Ok(Ok(None)) => Err(none("checkpoint")),

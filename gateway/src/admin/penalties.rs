@@ -61,6 +61,7 @@ fn row<K: ToString>(
 ) -> PenaltyRow {
     let ListedPenalty { offender, penalty, offences, since } = listed;
     let clock = state.serving.clock();
+    // The book keeps monotonic times, because a step of the wall clock must not end a penalty.
     let ago = clock.now().since(since).as_nanos();
     let since = clock.utc().0.saturating_sub(u64::try_from(ago).unwrap_or(u64::MAX));
     PenaltyRow {
@@ -77,9 +78,11 @@ async fn lift_tenant(
     State(state): State<Arc<AdminState>>,
     Path(name): Path<String>,
 ) -> Result<Json<Lifted>, ApiError> {
+    // Text that is no name has no penalty, so the answer is that of any unknown name.
     let tenant = TenantId::new(&name).map_err(|_| none_held(&name))?;
     let penalties = state.serving.penalties();
     let now = state.serving.clock().now();
+    // A removal that removes nothing leaves no record in the audit log.
     if penalties.list(now).iter().any(|listed| listed.offender == tenant) {
         record(&state, Some(&tenant), &name).await?;
     }

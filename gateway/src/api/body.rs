@@ -47,6 +47,7 @@ impl From<BodyRefusal> for ApiError {
 pub(crate) async fn read(mut body: Body, limits: BodyLimits) -> Result<Bytes, BodyRefusal> {
     let limit = limits.size;
     let expected = body.size_hint();
+    // A declared length beyond the limit is refused before a byte is read.
     if expected.lower() > limit {
         return Err(BodyRefusal::TooLarge(limit));
     }
@@ -54,6 +55,7 @@ pub(crate) async fn read(mut body: Body, limits: BodyLimits) -> Result<Bytes, Bo
     let mut bytes = Vec::with_capacity((expected.lower() as usize).min(64 * 1024));
     let mut window = Window::open(0, limits);
     loop {
+        // The deadline is that of the window, so that many tiny frames cannot prolong it.
         let frame = match timeout_at(window.end, body.frame()).await {
             Err(_) => return Err(BodyRefusal::TooSlow),
             Ok(None) => return Ok(bytes.into()),
@@ -63,7 +65,9 @@ pub(crate) async fn read(mut body: Body, limits: BodyLimits) -> Result<Bytes, Bo
             Ok(Some(Err(_))) => return Err(BodyRefusal::Broken),
             Ok(Some(Ok(frame))) => frame,
         };
+        // Trailers hold nothing that the gateway reads.
         let Ok(data) = frame.into_data() else { continue };
+        // Checked before the copy, so that the buffer never exceeds the limit.
         if (bytes.len() + data.len()) as u64 > limit {
             return Err(BodyRefusal::TooLarge(limit));
         }

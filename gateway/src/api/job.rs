@@ -72,6 +72,7 @@ pub(super) fn tokenize_request(
     request: CompletionRequest,
     facts: RequestFacts,
 ) -> TokenizeRequest {
+    // Exhaustive, so that a new field of the request cannot be lost on the way to the worker.
     let CompletionRequest { model: _, prompt, choices, max_tokens, sampling, stop, stream, echo } =
         request;
     let RequestFacts { interface, now, default_max_tokens, sampling_defaults, read, parsing_began } =
@@ -96,6 +97,7 @@ pub(super) fn tokenize_request(
 /// Returns the value of `system_fingerprint`, which names the weights.
 fn weights_fingerprint(job: &Job) -> String {
     let hash = &job.model().hash;
+    // The worker announces the hash, so it may be shorter than ten bytes.
     format!("fp_{}", hash.get(..10).unwrap_or(hash))
 }
 

@@ -55,6 +55,7 @@ pub(crate) async fn list(api: Api, call: Call) -> Result<Response, ApiError> {
 /// Answers `GET /v1/models/{model}`.
 pub(crate) async fn show(api: Api, call: Call) -> Result<Response, ApiError> {
     let Call { parameter: model, caller, .. } = call;
+    // Only usable models are searched, so that a forbidden model looks like a missing one.
     match usable(&api, &caller).find(|name| name.as_str() == model) {
         Some(name) => Ok(Json(body(&api, &name)).into_response()),
         None => Err(ApiError::ModelNotFound { model }),
@@ -65,6 +66,7 @@ fn usable<'a>(api: &Api, caller: &'a KnownCaller) -> impl Iterator<Item = ModelN
     let KnownCaller { caller, tenant, context: _ } = caller;
     let mut names = route::offered(api.serving.workers());
     names.extend(api.config.models().map(|model| model.name.clone()));
+    // The config and the workers may name the same model; `dedup` finds only neighbours.
     names.sort_unstable();
     names.dedup();
     names.into_iter().filter(|name| tenant.allows(name) && caller.may_use_model(name))

@@ -67,6 +67,7 @@ impl http_body::Body for TimedBody {
 
 impl Drop for Outgoing {
     fn drop(&mut self) {
+        // A response that failed before the worker's last event has no such stage.
         if let Some(since) = self.since {
             self.metrics.stage("out", since.elapsed());
         }

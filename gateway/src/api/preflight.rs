@@ -65,6 +65,7 @@ impl Api {
         peer: Option<&Peer>,
         now: MonotonicTime,
     ) -> Result<KnownCaller, ApiError> {
+        // First, so that a client without a valid credential learns nothing about a drain.
         let caller = self.identify(headers, peer, now)?;
         if kind == RouteKind::Work && self.draining.is_cancelled() {
             return Err(ApiError::Draining);
@@ -92,6 +93,8 @@ impl Api {
             self.source_penalties.failed_authentication(now, source, error)
         })?;
         if let Some(peer) = peer {
+            // The connection then leaves the places of its source to clients that are not known
+            // yet.
             peer.mark_authenticated();
         }
         Ok(caller)
@@ -122,6 +125,7 @@ impl Api {
         now: MonotonicTime,
     ) -> Result<CallerContext, ApiError> {
         let serving = &self.serving;
+        // The penalty is checked first, so that a penalised tenant spends none of its rate.
         let checked = serving.penalties().check(now, caller.tenant()).and_then(|()| {
             let (caller, plan) = (caller.caller().clone(), caller.plan());
             let context = serving.limits().caller_context(caller, plan, Arc::clone(tenant))?;

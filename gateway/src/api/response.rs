@@ -85,6 +85,7 @@ impl Rendering {
                 Event::Finished(receipt) => {
                     let mut out = Outgoing::new(self.metrics);
                     out.begins();
+                    // Made first, because the next line moves the receipt.
                     let receipt_headers = receipt_headers(&receipt);
                     let json = Bytes::from(builder.finish(&usage_report(*receipt)));
                     let mut response = Response::new(Body::new(TimedBody::new(json, out)));
@@ -105,6 +106,7 @@ impl Rendering {
     async fn stream(self, mut events: mpsc::Receiver<Event>) -> Result<Response, Failure> {
         let first = loop {
             match events.recv().await {
+                // The task ended without a last event: it panicked.
                 None => return Err(Failure::UNKNOWN),
                 Some(Event::Failed(failure)) => return Err(failure),
                 // Nothing has gone out yet, so there is nothing to take back.

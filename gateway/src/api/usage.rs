@@ -76,6 +76,7 @@ impl Filters {
                 _ => {
                     let message = "There is no such parameter: 'start', 'end', 'model', 'key' and \
                         'group_by' are understood.";
+                    // The name is the client's own text and goes back in the error.
                     return Err(ApiError::invalid(printable(&name), message));
                 }
             };
@@ -122,6 +123,7 @@ fn query(filters: &Filters, tenant: &TenantId) -> Result<UsageQuery, ApiError> {
         }
     }
     Ok(UsageQuery {
+        // The tenant comes from the credential, and never from a parameter.
         tenant: Some(tenant.clone()),
         key: key.map_err(|error| ApiError::invalid("key", error.to_string()))?,
         model: model.map_err(|error| ApiError::invalid("model", error.to_string()))?,
@@ -182,6 +184,8 @@ pub(crate) async fn show(api: Api, call: Call) -> Result<Response, ApiError> {
     let Call { parameter: id, caller, .. } = call;
     let tenant = caller.tenant.name.clone();
     let request = request_id(&id).ok_or_else(|| not_found(&id))?;
+    // Before the row is read: in the other order, a request that is recorded in between would be
+    // found in neither place.
     let stage = stage(&api, &tenant, &request).await;
     let wanted = request.clone();
     let row = read(&api, move |reader| reader.request(&tenant, &wanted)).await?;
@@ -235,6 +239,7 @@ impl From<RequestRow> for RequestFigures {
             tenant: caller.tenant.into(),
             key: caller.key.into(),
             model: model.into(),
+            // A client that adds up `gpu_ns` must not count the time of CPUs.
             gpu_ns: if class.is_gpu() { attributed_ns } else { 0 },
             device_class: class.into(),
             attempts,
@@ -273,6 +278,7 @@ async fn read<T: Send + 'static>(
     read: impl FnOnce(&tollgate_ledger::LedgerReader) -> Result<T, LedgerError> + Send + 'static,
 ) -> Result<T, ApiError> {
     let reader = api.serving.ledger().reader().clone();
+    // A query blocks its thread, which must not be one that serves.
     match tokio::task::spawn_blocking(move || read(&reader)).await {
         Ok(Ok(value)) => Ok(value),
         Ok(Err(error)) => {
@@ -282,6 +288,7 @@ async fn read<T: Send + 'static>(
             );
             Err(ApiError::LedgerUnavailable)
         }
+        // The query panicked, or the runtime is stopping.
         Err(_) => Err(ApiError::Internal),
     }
 }

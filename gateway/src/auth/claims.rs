@@ -39,6 +39,7 @@ impl TokenHeader {
     /// True if the header asks for anything beyond the check of the signature with
     /// a key that the gateway has.
     pub(super) fn has_refused_field(&self) -> bool {
+        // Exhaustive, so that a field cannot be parsed and then be forgotten here.
         let Self { alg: _, typ: _, kid: _, crit, b64, jku, jwk, x5u, x5c, enc, zip, cty } = self;
         *crit || *b64 || *jku || *jwk || *x5u || *x5c || *enc || *zip || *cty
     }
@@ -77,6 +78,7 @@ impl Audience {
 pub(super) fn is_object_with_unique_names(json: &[u8]) -> bool {
     let mut deserializer = serde_json::Deserializer::from_slice(json);
     let starts_object = json.trim_ascii_start().first() == Some(&b'{');
+    // Bytes after the object are refused, because another parser might read them.
     starts_object && Unique.deserialize(&mut deserializer).is_ok() && deserializer.end().is_ok()
 }
 
@@ -141,6 +143,8 @@ impl<'de> Visitor<'de> for Unique {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
         let mut names = HashSet::new();
         while let Some(name) = map.next_key::<String>()? {
+            // The value is visited as well, so that duplicates are found at any depth. The parser
+            // bounds the depth, and with it this recursion.
             map.next_value_seed(self)?;
             if !names.insert(name) {
                 return Err(A::Error::custom("a duplicate name"));
@@ -163,6 +167,7 @@ impl<'de> Visitor<'de> for TextClaim<'_> {
         let mut found = None;
         while let Some(name) = map.next_key::<String>()? {
             if name == self.0 {
+                // A value of another type is an error, which the caller reads as no claim.
                 found = Some(map.next_value()?);
             } else {
                 map.next_value::<serde::de::IgnoredAny>()?;

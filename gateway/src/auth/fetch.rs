@@ -109,6 +109,7 @@ impl Fetcher {
     pub(super) async fn get(&self) -> Result<Vec<u8>, FetchError> {
         let request = self.client.get(self.url.clone()).header(header::ACCEPT, "application/json");
         let mut response = request.send().await.map_err(|error| self.failure(error))?;
+        // A redirect ends here as well, because none is followed.
         if response.status() != StatusCode::OK {
             return Err(FetchError::Status(response.status()));
         }
@@ -124,6 +125,7 @@ impl Fetcher {
     }
 
     fn failure(&self, error: reqwest::Error) -> FetchError {
+        // Asked first, because a connection that times out is an error of connecting, too.
         if error.is_timeout() {
             FetchError::Timeout(self.limits.deadline)
         } else if error.is_connect() {

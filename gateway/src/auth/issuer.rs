@@ -159,6 +159,7 @@ impl IssuerOptions {
         if self.issuer.is_empty() {
             return Err(wrong("issuer", "must not be empty"));
         }
+        // Without an audience, a token that was issued for another service would pass.
         if self.audiences.is_empty() || self.audiences.iter().any(String::is_empty) {
             return Err(wrong("audiences", "name at least one; none may be empty"));
         }
@@ -169,6 +170,8 @@ impl IssuerOptions {
             return Err(wrong("algorithms", "name at least one"));
         }
         let parse = |name: &String| match name.parse::<Algorithm>() {
+            // HMAC is never allowed: an attacker could sign a token with a public key as its
+            // secret.
             Ok(algorithm) if algorithm.family() != AlgorithmFamily::Hmac => Ok(algorithm),
             Ok(_) => {
                 Err(wrong("algorithms", "HS* need a shared secret; use RS*, PS*, ES* or EdDSA"))
@@ -196,12 +199,14 @@ pub(super) fn usable(key: &DecodingKey, allowed: &[Algorithm]) -> Vec<Algorithm>
     // The length of an EC key's point tells its curve, which decides the algorithm.
     let point = key.try_get_as_bytes().map_or(0, <[u8]>::len);
     let fits = |algorithm: &&Algorithm| match algorithm {
+        // An uncompressed point is one byte and two coordinates, of 32 or of 48 bytes each.
         Algorithm::ES256 => point == 65,
         Algorithm::ES384 => point == 97,
         _ => true,
     };
     allowed
         .iter()
+        // A key of another family would let a token choose how its signature is read.
         .filter(|algorithm| algorithm.family() == key.family())
         .filter(fits)
         .copied()

@@ -87,6 +87,7 @@ fn from_pem(pem: &[u8]) -> Option<DecodingKey> {
     if pem.windows(11).any(|part| part == b"PRIVATE KEY") {
         return None;
     }
+    // The label `PUBLIC KEY` does not name the kind of the key, so each kind is tried.
     DecodingKey::from_rsa_pem(pem)
         .or_else(|_| DecodingKey::from_ec_pem(pem))
         .or_else(|_| DecodingKey::from_ed_pem(pem))
@@ -131,6 +132,7 @@ fn allowed_for(jwk: &Jwk, algorithms: &[Algorithm]) -> Option<Vec<Algorithm>> {
     let for_signing = common.public_key_use.as_ref().is_none_or(|u| *u == PublicKeyUse::Signature)
         && common.key_operations.as_ref().is_none_or(|ops| ops.contains(&KeyOperations::Verify));
     let public =
+        // An octet key is a shared secret: every reader of the set could forge tokens with it.
         !matches!(jwk.algorithm, AlgorithmParameters::OctetKey(_) | AlgorithmParameters::Other(_));
     if !for_signing || !public {
         return None;

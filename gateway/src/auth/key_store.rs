@@ -236,6 +236,7 @@ impl KeyStore {
             return Err(KeyStoreError::PepperMissing { path });
         }
         let pepper = pepper::load_or_create(&path)?;
+        // Read before the keys, so that the next refresh notices a change in between.
         let version = rows::data_version(&connection)?;
         let mut names = Names::default();
         let (entries, changed) = match purpose {
@@ -326,10 +327,12 @@ impl KeyStore {
         self.change(|connection, _, change| {
             let old = rows::find(connection, id)?;
             let record = KeyRecord {
+                // A second revocation must not move the time of the first.
                 revoked: old.revoked.or(Some(now)),
                 ends_requests: old.ends_requests || under_way == UnderWay::End,
                 ..old.clone()
             };
+            // An unchanged row needs no change number, and the audit log no second action.
             if record != old {
                 rows::update(connection, &record, change)?;
             }
@@ -351,6 +354,7 @@ impl KeyStore {
     ) -> Result<NewKey, KeyStoreError> {
         self.change(|connection, pepper, change| {
             let mut old = rows::find(connection, id)?;
+            // Rotation must not bring a revoked key back to life under a new secret.
             if !old.is_active(now) {
                 return Err(KeyStoreError::NotActive(id.clone()));
             }
@@ -381,6 +385,7 @@ impl KeyStore {
         let found = rows::data_version(&database.connection)?;
         if database.version != found {
             self.update_snapshot(&mut database)?;
+            // Set last: after an error the next call tries again.
             database.version = found;
         }
         Ok(())
@@ -447,6 +452,8 @@ impl KeyStore {
         let fault = rows::fault_at(&database.connection);
         let transaction = database
             .connection
+            // Immediate takes the write lock at once, so that two processes cannot draw the same
+            // change number.
             .transaction_with_behavior(TransactionBehavior::Immediate)
             .map_err(&fault)?;
         let number = rows::next_change(&transaction)?;
@@ -456,6 +463,7 @@ impl KeyStore {
         let done = change(&transaction, &self.shared.pepper, number)?;
         actions::sign(&transaction, latest)?;
         transaction.commit().map_err(&fault)?;
+        // After the commit, so that the snapshot never holds a change that was rolled back.
         self.update_snapshot(&mut database)?;
         Ok(done)
     }
@@ -469,6 +477,7 @@ impl KeyStore {
         let Database { connection, changed, names, .. } = database;
         let fault = rows::fault_at(connection);
         let transaction = connection.transaction().map_err(&fault)?;
+        // Read in the transaction of the rows below, so that no change falls in between.
         let latest = rows::next_change(&transaction)? - 1;
         let mut found = Vec::new();
         rows::changed_since(&transaction, *changed, |stored| {
@@ -476,6 +485,7 @@ impl KeyStore {
             Ok(())
         })?;
         let count = rows::count(&transaction)?;
+        // The read ends before the lock is taken, so requests wait for no query.
         drop(transaction);
         let mut entries = self.shared.entries.write().unwrap_or_else(PoisonError::into_inner);
         entries.extend(found);
@@ -493,10 +503,12 @@ impl KeyStore {
     }
 
     fn database(&self) -> MutexGuard<'_, Database> {
+        // A panic rolls its transaction back, so the connection behind the lock stays usable.
         self.shared.database.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn entries(&self) -> RwLockReadGuard<'_, Entries> {
+        // An update replaces whole entries, so a panic leaves none half written.
         self.shared.entries.read().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -517,6 +529,7 @@ fn load(connection: &mut Connection, names: &mut Names) -> Result<(Entries, i64)
 
 impl KeyOptions {
     fn check(&self, now: UtcTime) -> Result<(), KeyStoreError> {
+        // Terminals print labels in lists, where control characters could forge lines.
         if self.label.chars().count() > 200 || self.label.contains(char::is_control) {
             return Err(KeyStoreError::Label);
         }

@@ -45,6 +45,7 @@ impl std::str::FromStr for Endpoint {
         Self::ALL
             .into_iter()
             .find(|endpoint| endpoint.as_str() == text)
+            // Cut, so that the error stays short whatever the admin wrote.
             .ok_or_else(|| UnknownEndpoint(text.chars().take(64).collect()))
     }
 }
@@ -52,6 +53,8 @@ impl std::str::FromStr for Endpoint {
 /// The models, endpoints and networks to which a credential is limited. A list
 /// that is `None` sets no limit.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+// A limit that this version does not know must not be ignored: the key would allow
+// more.
 #[serde(deny_unknown_fields)]
 pub struct Scopes {
     /// The models that the credential may use.

@@ -29,6 +29,7 @@ impl KeySecret {
         SystemRandom::new().fill(&mut random).map_err(|_| NoRandomness)?;
         let (id, secret) = random.split_at(ID);
         let mut text = PREFIX.to_owned();
+        // A byte has 256 values, a multiple of 32, so every letter is equally likely.
         text.extend(id.iter().map(|&byte| letter(u32::from(byte))));
         text.push('.');
         text.extend(secret.iter().map(|&byte| letter(u32::from(byte))));
@@ -62,7 +63,9 @@ impl<'a> KeySecret<&'a str> {
         if !shaped {
             return None;
         }
+        // Every byte is ASCII by now, so the split cannot fall inside a character.
         let (checked, checksum) = text.split_at(LENGTH - CHECKSUM);
+        // The checksum is no secret, so the comparison need not take constant time.
         let is_right = checksum_of(checked).eq(checksum.bytes());
         is_right.then_some(Self { text })
     }
@@ -101,6 +104,7 @@ pub(super) fn number_of(id: &str) -> Option<u64> {
     if id.len() != ID {
         return None;
     }
+    // Ten characters of five bits are 50 bits, which 64 bits hold.
     id.bytes().try_fold(0, |number, byte| Some(number << 5 | u64::from(value_of(byte)?)))
 }
 

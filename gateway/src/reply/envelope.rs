@@ -31,6 +31,7 @@ impl<'a> Envelope<'a> {
 
     /// Returns the JSON, on one line.
     pub fn to_json(&self) -> Vec<u8> {
+        // Twice the message leaves room for escapes, so one allocation is usually enough.
         let mut json = Vec::with_capacity(FRAME + 2 * self.error.message.len());
         serde_json::to_writer(&mut json, self).expect("strings serialise");
         json

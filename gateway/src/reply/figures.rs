@@ -40,6 +40,7 @@ fn write_device_time(figures: &RateFigures, headers: &mut HeaderMap) {
     let quota = millis(figures.rate.per_minute);
     headers.insert(
         HeaderName::from_static("ratelimit-policy"),
+        // The draft uses structured fields, in which the name of a policy is a quoted string.
         text(format_args!("\"device-time\";q={quota};qu=\"device-milliseconds\";w=60")),
     );
     headers.insert(
@@ -68,11 +69,13 @@ pub fn duration_text(duration: Duration) -> impl fmt::Display {
         if hours > 0 {
             write!(f, "{hours}h")?;
         }
+        // After hours, zero minutes are written, too: `1h0m5s`.
         if hours > 0 || minutes > 0 {
             write!(f, "{minutes}m")?;
         }
         write!(f, "{seconds}")?;
         if fraction > 0 {
+            // OpenAI's headers have no trailing zeros: `1.5s` and not `1.500s`.
             let mut digits = 3;
             while fraction % 10 == 0 {
                 (fraction, digits) = (fraction / 10, digits - 1);
@@ -86,6 +89,7 @@ pub fn duration_text(duration: Duration) -> impl fmt::Display {
 /// Returns whole milliseconds, rounded up: a client that waits as told must not
 /// come too early.
 pub(super) fn millis_up(duration: Duration) -> u64 {
+    // The longest duration has more milliseconds than 64 bits hold, and must not panic.
     u64::try_from(duration.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
 }
 

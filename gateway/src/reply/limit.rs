@@ -34,10 +34,13 @@ impl Retry {
     pub(super) fn write(self, headers: &mut HeaderMap) {
         match self {
             Self::After(wait) if wait <= LONGEST_WAIT => {
+                // At least 1: a client that is told 0 comes back at once, only to be refused again.
                 headers.insert(header::RETRY_AFTER, number(seconds_up(wait).max(1)));
                 headers.insert(RETRY_AFTER_MS, passing(number(millis_up(wait).max(1))));
             }
             Self::After(_) | Self::Never => {
+                // OpenAI's SDKs retry every 429 and 503 by themselves unless this header forbids
+                // it.
                 headers.insert(SHOULD_RETRY, HeaderValue::from_static("false"));
             }
         }

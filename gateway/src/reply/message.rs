@@ -17,6 +17,8 @@ impl ApiError {
             Self::SourceNotAllowed => SOURCE_NOT_ALLOWED.into(),
             Self::Permission { message } | Self::Invalid { message, .. } => message.as_ref().into(),
             Self::ModelNotFound { model } => {
+                // One sentence for unknown and for forbidden models, so that a caller cannot learn
+                // the names of other tenants' models.
                 let model = quoted(model);
                 format!("The model '{model}' does not exist or you do not have access to it.")
                     .into()
@@ -83,6 +85,7 @@ fn context_length(limit: u64, prompt: u64, completion: Option<u64>) -> String {
             "This model's maximum context length is {limit} tokens. You requested {} tokens: \
              {prompt} in the prompt and {completion} for the answer. Shorten the prompt or ask \
              for fewer tokens.",
+            // The client chose `completion`, so the sum must not overflow.
             prompt.saturating_add(completion)
         ),
         None => format!(
@@ -108,6 +111,8 @@ fn penalty(offence: Offence, retry_after: Duration) -> String {
 /// Returns a client's text as an error may repeat it: short and without control
 /// characters.
 fn quoted(text: &str) -> String {
+    // Control characters could forge lines where the error is printed. Characters are counted,
+    // because a cut at a byte could split one.
     let mut short: String = text.chars().filter(|c| !c.is_control()).take(QUOTED_CHARS).collect();
     if text.chars().count() > QUOTED_CHARS {
         short.push('…');

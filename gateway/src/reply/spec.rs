@@ -47,6 +47,8 @@ impl ApiError {
             Self::ContextLength { .. } => {
                 client(S::BAD_REQUEST, "context_length", "context_length_exceeded")
             }
+            // Closing, because the rest of the body may still come and must not be read as a
+            // request.
             Self::BodyTooSlow => client(S::REQUEST_TIMEOUT, "body_too_slow", "request_timeout")
                 .never_retry()
                 .closing(),
@@ -124,6 +126,7 @@ fn limit(refusal: &Refusal) -> ErrorSpec {
     let spec = match refusal.limit {
         // The gateway's own bound, not a limit of the caller.
         Limit::Capacity => server(kind, "overloaded"),
+        // OpenAI uses this code for a spent budget, so clients can tell it from a rate.
         limit if limit.is_cap() => {
             client(S::TOO_MANY_REQUESTS, kind, "insufficient_quota").of_type("insufficient_quota")
         }

@@ -49,6 +49,7 @@ impl DeviceMetrics {
     /// Sets the figures from `workers` and returns the registry.
     pub(super) fn read(&self, workers: &[WorkerReport]) -> &Registry {
         for (_, figure) in &self.figures {
+            // A worker that is gone must not keep its last figures, which would look current.
             figure.clear();
         }
         self.concerns.clear();
@@ -56,6 +57,8 @@ impl DeviceMetrics {
             // A worker without health figures keeps no series of earlier scrapes.
             let Some(health) = report.health else { continue };
             let worker = report.name.to_string();
+            // Prometheus asks for base units, and holds each value as a float: whole numbers stay
+            // exact up to 2^53.
             let values: [Option<f64>; 13] = [
                 Some(f64::from(u8::from(health.rests))),
                 health.utilisation_percent.map(|percent| f64::from(percent) / 100.0),
@@ -72,6 +75,8 @@ impl DeviceMetrics {
                 health.processes.map(f64::from),
             ];
             for ((_, figure), value) in self.figures.iter().zip(values) {
+                // A figure that the driver does not report has no series, because 0 would look
+                // measured.
                 if let Some(value) = value {
                     figure.get_or_create(&WorkerLabel { worker: worker.clone() }).set(value);
                 }

@@ -44,6 +44,7 @@ where
     let filter = if options.filter.is_empty() { FILTER } else { &options.filter };
     let registry = tracing_subscriber::registry().with(EnvFilter::try_new(filter)?);
     let lines =
+        // Without colours: `Escaping` would turn their control bytes into visible text.
         tracing_subscriber::fmt::layer().with_ansi(false).with_writer(move || Escaping(writer()));
     Ok(match options.format {
         LogFormat::Json => {
@@ -87,6 +88,8 @@ impl<W: io::Write> io::Write for Escaping<W> {
             }
         }
         escaped.push_str(end);
+        // The result below counts the bytes of the caller, as `write` must, and not the escaped
+        // ones.
         self.0.write_all(escaped.as_bytes())?;
         Ok(bytes.len())
     }

@@ -19,6 +19,7 @@ pub(super) struct ProcessMetrics {
 
 impl ProcessMetrics {
     pub(super) fn new() -> Self {
+        // A registry without a prefix: dashboards expect these names exactly as they are.
         let mut registry = Registry::default();
         let (resident_memory, open_descriptors) = (Gauge::default(), Gauge::default());
         registry.register(
@@ -51,6 +52,7 @@ fn resident_memory() -> Option<u64> {
     let status = fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    // The kernel prints `kB` and means 1024 bytes.
     Some(kib * 1024)
 }
 

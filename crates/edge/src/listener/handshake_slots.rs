@@ -19,6 +19,7 @@ pub(super) struct HandshakeSlots(Semaphore);
 impl HandshakeSlots {
     /// Creates slots for half of the cores, at least one.
     pub(super) fn for_this_machine() -> Self {
+        // The other half of the cores stays free for requests on open connections.
         Self::with_slots((available_parallelism().map_or(1, NonZeroUsize::get) / 2).max(1))
     }
 
@@ -35,6 +36,7 @@ impl HandshakeSlots {
             // Yields until every ready task has run and the network was polled.
             yield_now().await;
             let polled = poll_fn(|context| Poll::Ready(work.as_mut().poll(context))).await;
+            // Released before the wait, so that a silent peer holds no slot.
             drop(slot);
             if let Poll::Ready(done) = polled {
                 return done;

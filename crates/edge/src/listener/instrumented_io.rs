@@ -56,6 +56,7 @@ impl Socket {
     fn report(&self, written: &Poll<io::Result<usize>>) {
         if let Some(activity) = &self.activity {
             match written {
+                // After a failed write the connection ends by its error and not by a deadline.
                 Poll::Ready(written) => activity.wrote(*written.as_ref().unwrap_or(&0)),
                 Poll::Pending => activity.write_blocked(Instant::now()),
             }
@@ -234,6 +235,7 @@ pub(super) struct InstrumentedBody<B> {
 impl<B: http_body::Body> InstrumentedBody<B> {
     /// Wraps the body of a response.
     pub(super) fn new(body: B, mut request: RequestInFlight) -> Self {
+        // hyper does not poll an empty body, so its end is noted here.
         request.complete |= body.is_end_stream();
         Self { body, request }
     }
@@ -251,6 +253,7 @@ impl<B: http_body::Body + Unpin> http_body::Body for InstrumentedBody<B> {
         let frame = Pin::new(&mut self.body).poll_frame(cx);
         match &frame {
             Poll::Ready(Some(Ok(_))) => {
+                // hyper may not ask again after the last frame, and that is no cancel.
                 self.request.complete = self.body.is_end_stream();
                 if !self.request.complete {
                     self.request.handed();

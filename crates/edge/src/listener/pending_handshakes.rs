@@ -33,6 +33,7 @@ pub(super) struct PendingHandshake {
 
 impl PendingHandshakes {
     pub(super) fn new(most: usize) -> Arc<Self> {
+        // Without any place, no handshake could ever run.
         Arc::new(Self { most: most.max(1), table: Mutex::default() })
     }
 

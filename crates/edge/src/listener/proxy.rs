@@ -50,6 +50,7 @@ fn length(fixed: &[u8; FIXED]) -> Result<usize, InvalidHeader> {
 fn parse(fixed: &[u8; FIXED], rest: &[u8]) -> Result<ProxyHeader, InvalidHeader> {
     let (command, family) = (fixed[12], fixed[13]);
     match (command, family) {
+        // The protocol requires that a LOCAL header of any family is accepted.
         (LOCAL, _) => Ok(ProxyHeader::Proxy),
         // The proxy does not know the client, either.
         (PROXY, UNSPECIFIED) => Ok(ProxyHeader::Proxy),

@@ -73,6 +73,8 @@ pub(super) fn oldest(
         let actor: Option<String> = row.get(6)?;
         let action = AdminAction {
             id: row.get(1)?,
+            // A damaged time or detail gets a default: a row that fails here would hold back every
+            // later action.
             at: UtcTime(u64::try_from(at).unwrap_or(0).saturating_mul(1_000_000)),
             operation: row.get(3)?,
             actor: actor.unwrap_or_else(|| "unknown".to_owned()),
@@ -87,6 +89,7 @@ pub(super) fn oldest(
 /// Deletes the actions with these numbers.
 pub(super) fn forget(connection: &mut Connection, numbers: &[i64]) -> Result<(), KeyStoreError> {
     let fault = fault_at(connection);
+    // One transaction, so that a batch costs one sync of the disk.
     let transaction =
         connection.transaction_with_behavior(TransactionBehavior::Immediate).map_err(&fault)?;
     for number in numbers {

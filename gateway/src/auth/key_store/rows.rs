@@ -13,6 +13,8 @@ use super::{KeyRecord, KeyStoreError};
 /// Opens the database. Creates it with mode 0600 if there is none, and migrates an
 /// older format.
 pub(super) fn open(path: &Path) -> Result<Connection, KeyStoreError> {
+    // SQLite would give a new file the mode of the umask, which may let other users read it.
+    // `append` leaves an existing file as it is.
     OpenOptions::new()
         .append(true)
         .create(true)
@@ -21,8 +23,10 @@ pub(super) fn open(path: &Path) -> Result<Connection, KeyStoreError> {
         .map_err(|source| KeyStoreError::File { path: path.to_owned(), source })?;
     let fault = |source| KeyStoreError::Database { path: path.to_owned(), source };
     let mut connection = Connection::open(path).map_err(fault)?;
+    // Another process may be in a commit, which takes far less than this time.
     connection.busy_timeout(Duration::from_secs(5)).map_err(fault)?;
     connection.execute_batch(SETTINGS).map_err(fault)?;
+    // Asked without a lock first, because nearly every start finds the right format.
     if format(&connection).map_err(fault)? != FORMAT {
         // Several processes may be here at the same time; the first migrates.
         let transaction =
@@ -62,6 +66,7 @@ pub(super) fn count(connection: &Connection) -> Result<usize, KeyStoreError> {
     let count: i64 = connection
         .query_row("SELECT COUNT(*) FROM keys", [], |row| row.get(0))
         .map_err(fault_at(connection))?;
+    // A count is never negative, so the default is never used.
     Ok(usize::try_from(count).unwrap_or(0))
 }
 
@@ -180,6 +185,7 @@ pub(super) fn update(
 pub(super) fn fault_at(
     connection: &Connection,
 ) -> impl Fn(rusqlite::Error) -> KeyStoreError + use<> {
+    // The path is copied, because a transaction borrows the connection meanwhile.
     let path = PathBuf::from(connection.path().unwrap_or_default());
     move |source| KeyStoreError::Database { path: path.clone(), source }
 }
@@ -255,6 +261,7 @@ impl Stored {
             tenant,
             label: self.label.clone(),
             scopes: serde_json::from_str(&self.scopes).map_err(|_| damaged("scopes"))?,
+            // The column is never NULL, so the default is never used.
             created: created.unwrap_or_default(),
             expires,
             revoked,
@@ -270,17 +277,21 @@ impl Stored {
         stored: Option<i64>,
     ) -> Result<Option<UtcTime>, KeyStoreError> {
         let time = stored.map(|stored| u64::try_from(stored).map(UtcTime)).transpose();
+        // No version writes a negative time, so such a row is damaged.
         time.map_err(|_| damaged(&self.id, column))
     }
 }
 
 fn stored_time(time: UtcTime) -> Result<i64, KeyStoreError> {
+    // SQLite's integers are signed.
     i64::try_from(time.0).map_err(|_| KeyStoreError::Time)
 }
 
 const FORMAT: i64 = 2;
 const COLUMNS: &str = "id, tenant, mac, label, scopes, created_at, expires_at, revoked_at, \
                        ends_requests, rotated_from, plan";
+// WAL lets other processes read during a commit. FULL keeps a revocation over a power
+// cut.
 const SETTINGS: &str = "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;";
 /// The table of keys. Times are Unix nanoseconds. `changed` is the number of the
 /// row's latest change; a process that follows reads the rows with higher numbers
