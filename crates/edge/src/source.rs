@@ -184,6 +184,7 @@ impl SourceRing {
     pub fn check(&self, client: IpAddr) -> Result<(), SourceRefusal> {
         let Buckets { limiter, crowded } = &*self.buckets;
         let mut source = Source::of(client);
+        // Relaxed is enough: a request that sees the change late costs one bucket more.
         if crowded.load(Ordering::Relaxed) {
             source = source.in_crowd();
         }

@@ -109,6 +109,7 @@ impl TryFrom<v1::JournalBlock> for Block {
 
 impl From<Block> for v1::JournalBlock {
     fn from(block: Block) -> Self {
+        // Exhaustive, so that a new part of a block cannot be lost on its way to the disk.
         let BlockParts {
             epoch,
             number,
@@ -160,6 +161,7 @@ impl TryFrom<v1::Device> for Device {
     type Error = WireError;
 
     fn try_from(message: v1::Device) -> Result<Self, WireError> {
+        // The number of threads is announced by the worker and is not part of a bill.
         let v1::Device { class, name, uuid, threads: _ } = message;
         Ok(Self { class: named("device.class", DeviceClass::new(&class))?, name, uuid })
     }
@@ -169,6 +171,7 @@ impl TryFrom<v1::Share> for Share {
     type Error = WireError;
 
     fn try_from(message: v1::Share) -> Result<Self, WireError> {
+        // Exhaustive, so that a figure of a bill cannot be dropped by mistake.
         let v1::Share { sequence, request_id, attempt, tenant, key, attributed_ns } = message;
         Ok(Self {
             sequence: SequenceId(sequence),
@@ -215,6 +218,7 @@ impl TryFrom<v1::RequestRecord> for FinishedAttempt {
             // Protobuf cannot require a message, so its absence is checked here.
             usage: usage.ok_or(WireError::Missing("finished.usage"))?.into(),
             stages: stages.ok_or(WireError::Missing("finished.stages"))?.into(),
+            // A request without a reason cannot be settled, so the whole block is rejected.
             reason: finish_reason(reason)
                 .ok_or(WireError::Unknown { field: "finished.reason", value: number.into() })?,
             finished: UtcTime(finished_utc_ns),

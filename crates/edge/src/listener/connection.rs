@@ -117,6 +117,7 @@ async fn shake_hands(
         Ok(Ok(0) | Err(_)) => return Err("closed"),
         Ok(Ok(seen)) => &first[..seen],
     };
+    // At least one byte was seen, because a peek of none means that the peer has closed.
     if seen[0] != plain::TLS_HANDSHAKE {
         if proxy::SIGNATURE.starts_with(seen) {
             // A PROXY header from an address that config does not trust.
@@ -265,6 +266,7 @@ impl<S: Service> Answers<S> {
                 Checked::Unchecked(request, refusal) => service.check_head(request, &peer, refusal),
             };
             let Answer { response, leftover } = service.answer(verdict).await;
+            // A tracked task, so that the listener can wait for it when it stops.
             if let Some(leftover) = leftover {
                 tasks.spawn(leftover.drop_slowly());
             }
@@ -332,6 +334,7 @@ impl ResponseEnd {
         if self.is_bad {
             response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
+        // The peer may still be sending; a close with unread bytes would cost it the response.
         if self.is_bad || self.has_body && ends_connection(&response) {
             self.in_flight.linger();
         }

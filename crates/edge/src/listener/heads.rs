@@ -65,9 +65,12 @@ impl<I> Heads<I> {
         while at < bytes.len() {
             let rest = &bytes[at..];
             match self.next {
+                // No head may follow the chunks on this connection, so they need no scan.
                 Next::Chunks => return bytes.len(),
                 Next::Nothing => return at,
                 Next::Body(left) => {
+                    // A length of 64 bits may exceed the address space; more than `rest` is never
+                    // taken.
                     let take = usize::try_from(left).unwrap_or(usize::MAX).min(rest.len());
                     at += take;
                     let left = left - take as u64;
@@ -86,6 +89,7 @@ impl<I> Heads<I> {
                     }
                     Err(bad) => {
                         self.activity.refuse_request(self.passed, bad);
+                        // Bytes behind a refused head have no certain start, so none of them pass.
                         self.next = Next::Nothing;
                         return at;
                     }
@@ -228,6 +232,7 @@ impl<'a> HeadParser<'a> {
         else {
             return Err(malformed);
         };
+        // Each parser trims other bytes of a bad method, so only plain tokens pass.
         if !is_token(method) || method.len() > LONGEST_METHOD {
             return Err(malformed);
         }
@@ -317,6 +322,7 @@ impl<'a> HeadParser<'a> {
             _ => {}
         }
         match (is_chunked, length) {
+            // RFC 9112, 6.1: a request with both may be an attempt at request smuggling.
             (true, Some(_)) => Err(BadHead::Malformed(
                 "There must not be both content-length and transfer-encoding.",
             )),

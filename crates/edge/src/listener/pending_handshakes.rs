@@ -81,6 +81,7 @@ impl HandshakeTable {
 impl PendingHandshake {
     /// Changes the source to the client that a proxy has named.
     pub(super) fn set_source(&self, source: Source) {
+        // A displaced connection is no longer in the table.
         if let Some((known, _)) = self.all.table().connections.get_mut(&self.number) {
             *known = source;
         }
