@@ -59,6 +59,7 @@ impl Writer {
         loop {
             match self.next() {
                 Ok(first) => self.serve_group(first),
+                // A timeout of a healthy writer means that a checkpoint is due.
                 Err(RecvTimeoutError::Timeout) if self.is_healthy() => self.sign(),
                 Err(RecvTimeoutError::Timeout) => self.try_to_recover(),
                 // Every handle is dropped, and the queue is drained.
@@ -66,6 +67,7 @@ impl Writer {
             }
         }
         if self.is_healthy() {
+            // The last records must be signed, or an export of them waits for the next start.
             self.sign();
             self.checkpoint_log();
         }
@@ -75,6 +77,7 @@ impl Writer {
     /// ledger. Best effort: the log stays valid.
     fn checkpoint_log(&self) {
         let Some(store) = self.store.as_ref().filter(|_| self.is_healthy()) else { return };
+        // A failure loses nothing: the commits stay in the log, and the next start reads them.
         let _ = store.database().checkpoint();
     }
 
@@ -137,6 +140,7 @@ impl Writer {
             acts::run(&command.act, transaction.tables(), chain).map(Ok)
         });
         match &together {
+            // The rollback of the first run undid the whole group, so all acts run once more.
             Err(error) if !error.is_of_the_disk() => self.commit_by(group, run_apart),
             _ => together,
         }
@@ -154,6 +158,7 @@ impl Writer {
         let key = self.options.key.clone();
         let most = self.options.checkpoint_records;
         self.store()?.transact(|transaction, chain| {
+            // The first error that ends the closure rolls everything back, the chain included.
             let results: Results = group
                 .iter()
                 .map(|command| run(command, transaction, chain))
@@ -169,6 +174,7 @@ impl Writer {
     /// Signs the records that are not signed yet.
     fn sign(&mut self) {
         let Some(key) = self.options.key.clone() else {
+            // Without a key nothing is ever signed, so the writer must not wake up for it.
             self.due = None;
             return;
         };
@@ -191,6 +197,7 @@ impl Writer {
     /// Returns the store, and opens it first if the disk failed before.
     fn store(&mut self) -> Result<&mut Store, LedgerError> {
         let LedgerOptions { path, max_pages, log, .. } = &self.options;
+        // Taken out first: if the opening fails, the next use tries again.
         let store = match self.store.take() {
             Some(store) => store,
             None => Store::open(path, *max_pages, log)?,
@@ -217,10 +224,12 @@ impl Writer {
             LedgerError::Log { source, .. } => source.to_string(),
             other => other.to_string(),
         };
+        // The gateway refuses billable work while the ledger is degraded.
         self.set_health(Health::Degraded { reason });
     }
 
     fn set_health(&self, new: Health) {
+        // Only a change is logged; a disk that stays full would flood the log.
         let before = self.health.replace(new.clone());
         match (before, new) {
             (Health::Healthy, Health::Degraded { reason }) => {
@@ -242,6 +251,7 @@ fn run_apart(command: &Command, transaction: &mut Transaction<'_>, chain: &mut C
     // The chain lives in memory, so a rollback must restore it too.
     let before = chain.clone();
     match transaction.run_apart(|tables| acts::run(&command.act, tables, chain))? {
+        // A disk error fails the group; there is no point in running the other acts.
         Err(error @ LedgerError::Storage(_)) => Err(error),
         Err(refused) => {
             *chain = before;

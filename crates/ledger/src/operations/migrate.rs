@@ -37,6 +37,7 @@ pub(crate) fn open_writer(
             );
             migrate(&mut database, Some(found)).map_err(failed)?;
         }
+        // The test below refuses every format but the current one.
         FoundFormat::Other(_) => {}
     }
     // After the migration every accepted file has the current format.

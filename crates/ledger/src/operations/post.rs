@@ -54,6 +54,7 @@ pub(crate) fn post_partly(
     let reason = block::shorten(reason);
     let said = Reported { digest: &digest, rejection: Some(&reason) };
     let posted = post(tables, chain, accepted, &digest_of(accepted)?, said)?;
+    // A block that was there already has its row from the first time.
     if posted == Posted::New {
         let epoch = epochs::find(tables, accepted.epoch)?
             .ok_or_else(|| LedgerError::Damaged("an epoch was posted and is not there".into()))?;
@@ -112,6 +113,7 @@ fn post_entries(
         posting.entry.insert(key, ordinal, &entry)?;
     }
     for (index, share) in parts.shares.iter().enumerate() {
+        // The energy is split over these same shares, so the index is within bounds.
         let drew = energy.as_ref().map(|energy| energy.shares[index]);
         posting.share(FIRST_SHARE + index as i64, share, drew)?;
     }
@@ -312,6 +314,7 @@ impl<'a> Posting<'a> {
             Some(_) => entries::paid_ns(tables, attempt)?,
             None => 0,
         };
+        // The casts are safe: a block's time and energy have bounds far below `i64::MAX`.
         let amounts = Amounts {
             amount_ns: share.attributed.nanos() as i64,
             energy_mj: drew.map(|energy| energy.millijoules() as i64),

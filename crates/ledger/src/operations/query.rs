@@ -113,6 +113,7 @@ pub(crate) fn lately_ended(tables: Tables<'_>) -> Result<Vec<WorkerEpoch>, Ledge
 }
 
 fn parse_epoch(text: String) -> Result<WorkerEpoch, LedgerError> {
+    // Epochs are checked before they are written, so another text means a damaged file.
     let damaged =
         |_: InvalidName| LedgerError::Damaged("epochs.epoch is not 32 hex digits".to_owned());
     WorkerEpoch::try_from(text).map_err(damaged)

@@ -45,6 +45,7 @@ impl Store {
 
     /// Signs the records that no checkpoint covers yet, in a transaction of its own.
     pub(crate) fn sign(&mut self, key: &AuditKey) -> Result<(), LedgerError> {
+        // The size is a primary key: a second checkpoint of the same size would fail.
         if self.chain.unsigned() == 0 {
             return Ok(());
         }

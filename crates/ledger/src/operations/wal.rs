@@ -154,6 +154,7 @@ impl Log {
             if self.is_big_endian { u32::from_be_bytes(word) } else { u32::from_le_bytes(word) }
         };
         for words in bytes.chunks_exact(8) {
+            // SQLite's sums wrap at 32 bits.
             first = first.wrapping_add(word(&words[..4])).wrapping_add(second);
             second = second.wrapping_add(word(&words[4..])).wrapping_add(first);
         }

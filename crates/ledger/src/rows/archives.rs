@@ -163,12 +163,14 @@ pub(crate) fn stated_sums(tables: Tables<'_>, seq: u64) -> Result<Option<String>
     let query = "SELECT record ->> '$.detail.sums_sha256' FROM records WHERE seq = ?1";
     let stated: Option<Option<String>> =
         tables.connection.query_row(query, [seq], |row| row.get(0)).optional()?;
+    // A missing record and a record without the field both state nothing.
     Ok(stated.flatten())
 }
 
 /// Calls `each` with one line for each row of the archives' tables. A row without
 /// energy has the line that it had before energy was known.
 pub(crate) fn each_sum(tables: Tables<'_>, mut each: impl FnMut(&str)) -> Result<(), LedgerError> {
+    // The hash over these lines is in the audit log, so their order and form never change.
     SUMS.into_iter().try_for_each(|query| each_text(tables, query, &mut each))
 }
 

@@ -55,6 +55,7 @@ impl<'c> AttemptWriter<'c> {
         let inserted = self.0.execute(params![
             key.epoch,
             key.block,
+            // The casts change no figure: a `Block` exists only with figures that fit `i64`.
             at.index as i64,
             caller,
             attempt.request.as_str(),
@@ -87,6 +88,7 @@ pub(crate) fn of_block(
            record_seq
          FROM attempts WHERE epoch_id = ?1 AND block = ?2 ORDER BY ordinal",
     )?;
+    // The digest covers the attempts in their order, so they are read by ordinal.
     let mut rows = statement.query(params![key.epoch, key.block])?;
     let mut attempts = Vec::new();
     while let Some(row) = rows.next()? {
@@ -119,6 +121,7 @@ pub(crate) fn of_block(
 /// Returns the text under which a reason is kept.
 pub(crate) fn reason_name(reason: FinishReason) -> &'static str {
     match reason {
+        // These texts stand in the file and in audit records, so they never change.
         FinishReason::Stop => "stop",
         FinishReason::Length => "length",
         FinishReason::Cancelled => "cancelled",

@@ -48,9 +48,11 @@ pub(crate) fn insert(
             key.block,
             parts.model.as_str(),
             parts.calibration,
+            // The casts change no figure: a `Block` exists only with figures that fit `i64`.
             parts.first_step as i64,
             parts.last_step as i64,
             parts.started.0 as i64,
+            // The day is kept beside the time, so that an index finds the blocks of a month.
             parts.started.day().0,
             parts.last_of_epoch,
             &digest[..],
@@ -102,6 +104,7 @@ pub(crate) fn each(
     )?;
     let mut rows = statement.query([])?;
     while let Some(row) = rows.next()? {
+        // An unreadable row is passed on as an error, so that the check goes on to the next row.
         each(row.get(0)?, row.get(1)?, read(row));
     }
     Ok(())
@@ -111,6 +114,7 @@ fn read(row: &rusqlite::Row<'_>) -> Result<BlockRow, LedgerError> {
     let block: i64 = row.get(1)?;
     let parts = BlockParts {
         epoch: name(WorkerEpoch::try_from(row.get::<_, String>(2)?))?,
+        // A negative number of a damaged file becomes a large one, and the digest shows it.
         number: block as u64,
         worker: name(WorkerName::new(&row.get::<_, String>(3)?))?,
         device: Device {

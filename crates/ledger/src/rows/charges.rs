@@ -82,6 +82,7 @@ impl<'c> ChargeWriter<'c> {
             payable.cached_tokens,
             payable.completion_tokens,
             payable.reference_ns,
+            // The casts change no figure: a checked block or a checked cap states each of them.
             finished.stages.queue_ns as i64,
             finished.stages.prefill_ns as i64,
             finished.stages.decode_ns as i64,
@@ -182,6 +183,7 @@ pub(crate) fn each_of_caller<E: From<LedgerError>>(
     (first, last): (u32, u32),
     mut each: impl FnMut(CallerCharge) -> Result<(), E>,
 ) -> Result<(), E> {
+    // The error type is the caller's, so `?` alone cannot convert the database's error.
     let storage = |error: rusqlite::Error| E::from(LedgerError::from(error));
     let mut statement = tables
         .connection

@@ -37,6 +37,7 @@ pub(crate) fn next_after(
 ) -> Result<Option<(u64, String)>, LedgerError> {
     let read = |row: &rusqlite::Row<'_>| Ok((row.get(0)?, row.get(1)?));
     let row = match size {
+        // Two queries, because a condition that may be absent would keep SQLite from seeking.
         None => tables.connection.query_row(
             "SELECT size, note FROM checkpoints ORDER BY size LIMIT 1",
             [],

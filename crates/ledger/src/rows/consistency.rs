@@ -64,6 +64,7 @@ pub(crate) fn count_rows(tables: Tables<'_>) -> Result<RowCounts, LedgerError> {
         entries: count("SELECT count(*) FROM entries")?,
         charges: count("SELECT count(*) FROM requests")?,
         records: count("SELECT count(*) FROM records")?,
+        // A checkpoint signs a prefix of the log, so the largest size counts the signed records.
         signed: count("SELECT coalesce(max(size), 0) FROM checkpoints")?,
     })
 }
@@ -102,6 +103,7 @@ pub(crate) fn wrong_days(tables: Tables<'_>, limit: usize) -> Result<Vec<WrongDa
             class: row.get(3)?,
         })
     })?;
+    // The limit also bounds the memory, because a damaged file may have any number of wrong days.
     Ok(rows.take(limit).collect::<Result<_, _>>()?)
 }
 
@@ -132,6 +134,7 @@ pub(crate) fn each_correction(
     let mut rows = statement.query([])?;
     while let Some(row) = rows.next()? {
         let energy_mj = row.get(7)?;
+        // The columns are NULL where the join found no metered entry.
         let metered: Option<i64> = row.get(6)?;
         let correction = Correction {
             epoch: row.get(0)?,
@@ -141,6 +144,7 @@ pub(crate) fn each_correction(
             moved: Amounts { amount_ns: row.get(4)?, energy_mj: row.get(5)? },
             metered: metered.map(|amount_ns| Amounts { amount_ns, energy_mj }),
         };
+        // The caller's list is full, so the other rows need not be read.
         if !each(correction) {
             break;
         }

@@ -201,6 +201,7 @@ pub(crate) fn of_caller(
 /// Returns usage by group, ordered by the columns of the group.
 pub(crate) fn usage(tables: Tables<'_>, query: &UsageQuery) -> Result<Vec<UsageRow>, LedgerError> {
     let (conditions, values) = conditions(query);
+    // A column that is not asked for is the same NULL in each row, so it groups nothing.
     let column = |by: GroupBy, name: &'static str| {
         if query.group.contains(&by) { name } else { "NULL" }
     };
@@ -221,6 +222,7 @@ pub(crate) fn usage(tables: Tables<'_>, query: &UsageQuery) -> Result<Vec<UsageR
     let rows = statement.query_map(params_from_iter(values), |row| {
         let device_class: String = row.get(4)?;
         let attributed_ns: u64 = row.get(9)?;
+        // A class that cannot be read counts as no GPU: a report must not fail on one row.
         let is_gpu = DeviceClass::new(&device_class).is_ok_and(|class| class.is_gpu());
         Ok(UsageRow {
             tenant: row.get(0)?,
@@ -245,10 +247,12 @@ pub(crate) fn usage(tables: Tables<'_>, query: &UsageQuery) -> Result<Vec<UsageR
 fn conditions(query: &UsageQuery) -> (String, Vec<Value>) {
     let UsageQuery { tenant, key, model, class, from, to, group: _ } = query;
     let mut values: Vec<Value> = Vec::new();
+    // `1` is true, so that a query without a filter still has a condition.
     let mut conditions = vec!["1".to_owned()];
     let mut only = |condition: &str, value: Option<Value>| {
         if let Some(value) = value {
             values.push(value);
+            // Parameters count from 1: after the push the length is the number of this value.
             conditions.push(format!("{condition} ?{}", values.len()));
         }
     };
@@ -274,6 +278,7 @@ pub(crate) fn spent(
          WHERE day BETWEEN ?1 AND ?2
          GROUP BY 1, 2, 3, 4 HAVING sum(reference_ns) > 0 ORDER BY 1, 2, 3, 4",
     )?;
+    // Rows are read one by one, because a name of a damaged file fails with our own error.
     let mut rows = statement.query([from.0, to.0])?;
     let mut spent = Vec::new();
     while let Some(row) = rows.next()? {

@@ -36,6 +36,7 @@ impl Database {
         let open = || -> rusqlite::Result<Connection> {
             let connection = Connection::open(path)?;
             prepare(&connection)?;
+            // Readers read a snapshot beside the writer only with a write-ahead log.
             connection.pragma_update(None, "journal_mode", "WAL")?;
             // A commit is acknowledged only once it is on the disk.
             connection.pragma_update(None, "synchronous", "FULL")?;
@@ -43,6 +44,7 @@ impl Database {
             // A large cache: new rows are read again soon by neighbouring ids, and
             // a page that changes often goes into the file only once.
             connection.pragma_update(None, "cache_size", -WRITER_CACHE_KIB)?;
+            // The log must not grow without a bound between two stops.
             connection.pragma_update(None, "wal_autocheckpoint", LONGEST_LOG_PAGES)?;
             if let Some(pages) = max_pages {
                 connection.pragma_update(None, "max_page_count", pages)?;
@@ -73,11 +75,13 @@ impl Database {
             prepare(&connection)?;
             connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true)?;
             if schema::is_without_energy(Tables { connection: &connection })? {
+                // Before `query_only`, because making a view is a write, although a temporary one.
                 connection.execute_batch(schema::VIEWS_WITHOUT_ENERGY)?;
             }
             Ok(connection)
         };
         let connection = open().map_err(at(path))?;
+        // The format without energy passed above, with its views.
         if !schema::is_without_energy(Tables { connection: &connection }).map_err(at(path))? {
             schema::refuse_other_formats(path, Tables { connection: &connection })?;
         }
@@ -88,6 +92,7 @@ impl Database {
     /// Makes empty tables in memory, as they are in `like`.
     pub(crate) fn in_memory(like: Tables<'_>) -> Result<Self, LedgerError> {
         let connection = Connection::open_in_memory()?;
+        // The same statements as for the file, so that the definitions can be compared as text.
         for definitions in schema::definitions_of_format(like)? {
             connection.execute_batch(definitions)?;
         }
@@ -113,6 +118,7 @@ impl Database {
 
     /// Copies as much of the write-ahead log into the file as readers allow.
     pub(crate) fn checkpoint(&self) -> Result<(), LedgerError> {
+        // The pragma returns a row, which `execute` would refuse; no caller needs the figures.
         Ok(self.connection.query_row("PRAGMA wal_checkpoint", [], |_| Ok(()))?)
     }
 
@@ -140,6 +146,7 @@ impl Database {
         // All pages in one step, so that the copy is one snapshot beside a writer.
         let step = Backup::new(&self.connection, &mut target.connection)?.step(-1)?;
         if step != StepResult::Done {
+            // A lock kept the copy from ending, so the target is incomplete.
             return Err(LedgerError::Busy);
         }
         target.leave_one_file()
@@ -175,6 +182,7 @@ impl Transaction<'_> {
 }
 
 fn prepare(connection: &Connection) -> rusqlite::Result<()> {
+    // Without a timeout a read beside another connection's lock would fail at once.
     connection.busy_timeout(LOCK_TIMEOUT)?;
     connection.set_prepared_statement_cache_capacity(KEPT_STATEMENTS);
     Ok(())

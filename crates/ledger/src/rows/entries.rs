@@ -105,6 +105,7 @@ impl<'c> EntryWriter<'c> {
         ordinal: i64,
         entry: &Entry<'_>,
     ) -> Result<(), LedgerError> {
+        // All fields by name: a new field must not be forgotten in the statement.
         let Entry { kind, account, amounts: Amounts { amount_ns, energy_mj }, owner } = entry;
         self.0.execute(params![
             key.epoch,
@@ -125,6 +126,7 @@ impl<'c> EntryWriter<'c> {
 
 /// Returns the highest ordinal of a block's entries.
 pub(crate) fn last_ordinal(tables: Tables<'_>, key: BlockKey) -> Result<i64, LedgerError> {
+    // The maximum is never NULL: the device's entry is written first and always stands.
     Ok(tables
         .connection
         .prepare_cached("SELECT max(ordinal) FROM entries WHERE epoch_id = ?1 AND block = ?2")?
@@ -147,6 +149,7 @@ pub(crate) fn paid_ns(tables: Tables<'_>, key: AttemptKey<'_>) -> Result<i64, Le
     Ok(tables
         .connection
         .prepare_cached(
+            // `sum` of no rows is NULL, and an attempt may have no entry yet.
             "SELECT coalesce(sum(amount_ns), 0) FROM entries
              WHERE request_id = ?1 AND caller_id = ?2 AND attempt = ?3 AND account = ?4",
         )?
@@ -161,6 +164,7 @@ pub(crate) fn metered_of(
     tables: Tables<'_>,
     key: AttemptKey<'_>,
 ) -> Result<Vec<MeteredEntry>, LedgerError> {
+    // A cap pays the earliest work, so the order decides which entries are corrected.
     let mut statement = tables.connection.prepare_cached(
         "SELECT entries.epoch_id, entries.block, sequence, amount_ns, day, model, device_class,
            energy_mj

@@ -127,6 +127,7 @@ pub(crate) fn insert_skipped(
     tables.connection.execute(
         "INSERT INTO epochs (epoch, worker, device_class, device_name, device_uuid,
            last_block, last_step, ended) VALUES (?1, ?2, '', '', '', ?3, 0, 0)",
+        // Empty texts mark a device that is unknown; the first posted block sets them.
         params![epoch.to_string(), worker, last_block as i64],
     )?;
     Ok(EpochId(tables.connection.last_insert_rowid()))
@@ -138,6 +139,7 @@ pub(crate) fn advance(
     known: &EpochRow,
     parts: &BlockParts,
 ) -> Result<(), LedgerError> {
+    // The device is written with each block: skipped first blocks left it empty.
     let WorkerIdentity { worker, device_class, device_name, device_uuid } =
         WorkerIdentity::of(parts);
     tables
@@ -149,6 +151,7 @@ pub(crate) fn advance(
         .execute(params![
             known.id,
             parts.number as i64,
+            // A block of idle time has no steps and states 0, which must not move the epoch back.
             parts.last_step.max(known.last_step) as i64,
             parts.last_of_epoch,
             worker,
@@ -181,6 +184,7 @@ pub(crate) fn all(tables: Tables<'_>) -> Result<Vec<(EpochId, String)>, LedgerEr
 
 /// Returns the ended epochs with a last block within `days` of the newest block.
 pub(crate) fn ended_within(tables: Tables<'_>, days: i64) -> Result<Vec<String>, LedgerError> {
+    // Relative to the newest block, because the crate has no clock.
     let mut statement = tables.connection.prepare(
         "SELECT DISTINCT epoch FROM blocks JOIN epochs ON epochs.id = epoch_id
          WHERE day >= (SELECT max(day) FROM blocks) - ?1 AND last_of_epoch AND ended

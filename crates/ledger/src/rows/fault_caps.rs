@@ -34,6 +34,7 @@ pub(crate) fn find(
 
 /// Returns the greatest id of a request with a cap or an archived attempt.
 pub(crate) fn newest_settled(tables: Tables<'_>) -> Result<Option<String>, LedgerError> {
+    // A table without rows gives NULL, which the outer `max` ignores.
     Ok(tables
         .connection
         .prepare_cached(
@@ -52,6 +53,7 @@ pub(crate) fn insert(
     payable: &Payable,
     record: u64,
 ) -> Result<(), LedgerError> {
+    // `payable` comes separately, in the signed figures of the database.
     let FaultCap { caller: _, attempt, model, class, payable: _, at } = cap;
     tables
         .connection
@@ -96,6 +98,7 @@ pub(crate) fn each_recorded(
                 request: name(RequestId::new(&row.get::<_, String>(2)?))?,
                 attempt: row.get(3)?,
             },
+            // Only caps without a record lack model, class and time; the query leaves them out.
             model: name(ModelName::new(&row.get::<_, String>(4)?))?,
             class: name(DeviceClass::new(&row.get::<_, String>(5)?))?,
             at: UtcTime(row.get(6)?),

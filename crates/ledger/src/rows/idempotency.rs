@@ -49,6 +49,7 @@ impl IdempotencyRows {
         limits: IdempotencyLimits,
     ) -> Result<Option<Self>, StorageError> {
         let connection = Connection::open(path)?;
+        // Another process that reads the file may hold a lock for a moment.
         connection.busy_timeout(Duration::from_secs(5))?;
         connection.pragma_update(None, "journal_mode", "WAL")?;
         // A recorded key must survive a power cut, so each commit is synced.
@@ -67,6 +68,7 @@ impl IdempotencyRows {
             return Ok(None);
         }
         let mut rows = Self { connection, limits, counts: HashMap::new() };
+        // The counts live in memory only, so they are made anew from the rows.
         rows.count()?;
         Ok(Some(rows))
     }
@@ -89,6 +91,7 @@ impl IdempotencyRows {
     /// Returns the start of the oldest record that still holds, in nanoseconds as
     /// the database keeps them.
     fn oldest(&self, now: UtcTime) -> i64 {
+        // SQLite holds signed integers only.
         i64::try_from(now.0.saturating_sub(self.limits.kept_ns)).unwrap_or(i64::MAX)
     }
 
@@ -128,6 +131,7 @@ impl IdempotencyRows {
                 gone.push(tenant);
             }
         }
+        // Rows that this call deletes no longer count against the tenant.
         let mine = gone.iter().filter(|gone| *gone == tenant.as_str()).count() as u32;
         let held = self.counts.get(tenant.as_str()).copied().unwrap_or(0).saturating_sub(mine);
         let fits = held < self.limits.keys_per_tenant;
@@ -145,6 +149,7 @@ impl IdempotencyRows {
                     i64::try_from(now.0).unwrap_or(i64::MAX)
                 ])?;
         }
+        // Committed even if the record does not fit, because old rows should go in any case.
         transaction.commit()?;
         // After the commit: a failed transaction must not change the counts.
         for tenant in gone {

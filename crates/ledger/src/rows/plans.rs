@@ -22,6 +22,7 @@ pub(crate) fn put(
 ) -> Result<(), LedgerError> {
     tables
         .connection
+        // A plan may change twice on one day; the last change of the day holds.
         .prepare_cached("REPLACE INTO tenant_plans (tenant, day, plan) VALUES (?1, ?2, ?3)")?
         .execute(params![tenant.as_str(), day.0, plan.as_str()])?;
     Ok(())

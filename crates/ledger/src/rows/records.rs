@@ -63,6 +63,7 @@ pub(crate) fn insert_node(tables: Tables<'_>, node: &NodeRow) -> Result<(), Ledg
 
 /// Returns the number of records, archived ones included, and the last hash.
 pub(crate) fn end(tables: Tables<'_>) -> Result<(u64, Hash), LedgerError> {
+    // A ledger always has a record: the genesis record, or that of its newest archive.
     let (size, hash): (u64, Vec<u8>) = tables.connection.query_row(
         "SELECT seq + 1, hash FROM records ORDER BY seq DESC LIMIT 1",
         [],
@@ -94,6 +95,7 @@ pub(crate) fn node(
     level: u32,
     position: u64,
 ) -> Result<Option<Hash>, LedgerError> {
+    // The first branch finds a record's hash; the second finds the peak that an archive left.
     let query = if level == 0 {
         "SELECT hash FROM records WHERE ?1 = 0 AND seq = ?2
          UNION ALL SELECT hash FROM record_nodes WHERE level = ?1 AND position = ?2"
@@ -186,6 +188,7 @@ pub(crate) fn of_request(tables: Tables<'_>, request: &RequestId) -> Result<Vec<
 /// Returns the number of records, and of distinct records from `first` on that a
 /// row of another table refers to.
 pub(crate) fn count_with_rows(tables: Tables<'_>, first: u64) -> Result<(u64, u64), LedgerError> {
+    // DISTINCT: two rows with the same record must not stand for two records.
     Ok(tables.connection.query_row(
         "SELECT (SELECT count(*) FROM records),
            (SELECT count(DISTINCT record_seq) FROM (
@@ -202,6 +205,7 @@ pub(crate) fn count_with_rows(tables: Tables<'_>, first: u64) -> Result<(u64, u6
 
 /// Returns the number of records after the last, i.e. the size of the log.
 pub(crate) fn size(tables: Tables<'_>) -> Result<u64, LedgerError> {
+    // The maximum and not the count, because archived records are part of the log.
     let query = "SELECT max(seq) + 1 FROM records";
     Ok(tables.connection.query_row(query, [], |row| row.get(0))?)
 }
@@ -209,6 +213,7 @@ pub(crate) fn size(tables: Tables<'_>) -> Result<u64, LedgerError> {
 /// Counts the rows without an audit record.
 pub(crate) fn count_unrecorded(tables: Tables<'_>) -> Result<UnrecordedCounts, LedgerError> {
     let count = |table: &str| -> Result<u64, LedgerError> {
+        // Only the names below are formatted in, so no text from outside is SQL.
         let sql = format!("SELECT count(*) FROM {table} WHERE record_seq IS NULL");
         Ok(tables.connection.query_row(&sql, [], |row| row.get(0))?)
     };
@@ -263,5 +268,6 @@ pub(super) fn each_text(
 
 /// Converts a stored hash; `what` names it in the error.
 pub(super) fn hash_from(stored: Vec<u8>, what: &str) -> Result<Hash, LedgerError> {
+    // The column takes any blob; another length than 32 bytes means a damaged file.
     Hash::try_from(stored).map_err(|_| LedgerError::Damaged(what.to_owned()))
 }

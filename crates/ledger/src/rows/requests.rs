@@ -82,6 +82,7 @@ pub(crate) fn ended_attempts(
     tables: Tables<'_>,
     of: RequestKey<'_>,
 ) -> Result<Vec<EndedAttempt>, LedgerError> {
+    // The tenant is part of the condition: the id of another tenant's request must find nothing.
     let mut statement = tables.connection.prepare_cached(
         "SELECT key, model, device_class, prompt_tokens, cached_tokens, completion_tokens,
            reference_ns, queue_ns, prefill_ns, decode_ns, reason, finished_utc_ns
@@ -95,6 +96,7 @@ pub(crate) fn ended_attempts(
                 prompt_tokens: row.get(3)?,
                 cached_tokens: row.get(4)?,
                 completion_tokens: row.get(5)?,
+                // A charge holds no device time; the caller adds the sum of the entries.
                 attributed: DeviceNanos::ZERO,
                 reference: DeviceNanos(row.get(6)?),
             },
@@ -156,6 +158,7 @@ pub(crate) fn totals(tables: Tables<'_>, of: RequestKey<'_>) -> Result<RequestTo
         .query_row(params![of.request.as_str(), of.tenant.as_str(), account::TENANT], |row| {
             Ok(RequestTotals {
                 attempts: row.get(0)?,
+                // Saturating, because sums of a damaged file may be anything.
                 attributed: DeviceNanos(row.get::<_, u64>(1)?.saturating_add(archived)),
                 is_open: row.get(2)?,
             })
@@ -168,6 +171,7 @@ pub(crate) fn entries(
     of: RequestKey<'_>,
     limit: i64,
 ) -> Result<Vec<EntryRow>, LedgerError> {
+    // A long request has an entry in every block that served it, so the list needs a bound.
     let mut statement = tables.connection.prepare_cached(
         "SELECT epoch, blocks.first_step, blocks.last_step, sequence, account, amount_ns
          FROM entries
@@ -184,6 +188,8 @@ pub(crate) fn entries(
             let is_tenant = row.get::<_, i64>(4)? == account::TENANT;
             Ok(EntryRow {
                 id: format!("{epoch}/{first}-{last}/{sequence}"),
+                // An entry with a request is the tenant's or a correction to loss; no other
+                // account has one.
                 account: if is_tenant { "tenant" } else { "loss" },
                 amount_ns: row.get(5)?,
             })
@@ -196,6 +202,7 @@ pub(crate) fn open_attempts(
     tables: Tables<'_>,
     epoch: WorkerEpoch,
 ) -> Result<Vec<OpenAttempt>, LedgerError> {
+    // An epoch that has not ended may still report the ends of its attempts.
     let mut statement = tables.connection.prepare_cached(
         "SELECT DISTINCT tenant, key, entries.request_id, entries.attempt, blocks.model,
            epochs.device_class

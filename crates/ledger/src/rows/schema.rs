@@ -36,6 +36,7 @@ pub(crate) enum FoundFormat {
 
 /// Reads the format of the file.
 pub(crate) fn find_format(tables: Tables<'_>) -> Result<FoundFormat, LedgerError> {
+    // A file without tables is new: SQLite makes the file before the first table.
     let Some(found) = format_of(tables)? else { return Ok(FoundFormat::Empty) };
     let older = OLDER.into_iter().find(|older| older.to_string() == found);
     Ok(older.map_or(FoundFormat::Other(found), FoundFormat::Older))
@@ -55,11 +56,13 @@ pub(crate) fn add_audit_tables(tables: Tables<'_>) -> Result<(), LedgerError> {
 /// writes the current format's number. The audit log's tables are there already.
 pub(crate) fn bring_up_to_date(tables: Tables<'_>, found: Option<u32>) -> Result<(), LedgerError> {
     let connection = tables.connection;
+    // Formats 3 and 4 have these columns, and adding a column twice fails.
     if !matches!(found, Some(WHOLE_RECORDS | WITHOUT_ENERGY)) {
         connection.execute_batch(COUNTS)?;
     }
     connection.execute_batch(ARCHIVES)?;
     connection.execute_batch(ENERGY)?;
+    // The number comes last: it vouches for all changes before it.
     connection.execute("REPLACE INTO meta VALUES ('format', ?1)", [FORMAT.to_string()])?;
     Ok(())
 }
@@ -67,6 +70,7 @@ pub(crate) fn bring_up_to_date(tables: Tables<'_>, found: Option<u32>) -> Result
 /// Adds tables and indexes that came without a new format: a file of the
 /// current format may lack them.
 pub(crate) fn add_unnumbered(tables: Tables<'_>) -> Result<(), LedgerError> {
+    // Both batches say `IF NOT EXISTS`, so a file that has the tables stays as it is.
     tables.connection.execute_batch(STRUCK)?;
     Ok(tables.connection.execute_batch(INDEXES)?)
 }
@@ -94,6 +98,7 @@ pub(super) fn is_without_energy(tables: Tables<'_>) -> rusqlite::Result<bool> {
 
 /// Returns the definitions that make the tables as they are in `like`.
 pub(super) fn definitions_of_format(like: Tables<'_>) -> Result<[&'static str; 7], LedgerError> {
+    // An archive keeps its format for ever, so its tables are compared with those of that format.
     let energy = if is_without_energy(like)? { "" } else { ENERGY };
     Ok([TABLES, AUDIT_TABLES, COUNTS, STRUCK, ARCHIVES, energy, INDEXES])
 }
@@ -118,6 +123,7 @@ pub(crate) fn check_file(tables: Tables<'_>, depth: Depth) -> Result<Vec<String>
     let mut statement = tables.connection.prepare(query)?;
     let rows = statement.query_map([], |row| row.get(0))?;
     let lines = rows.collect::<Result<Vec<String>, _>>()?;
+    // SQLite answers a sound file with the single line `ok`.
     Ok(lines.into_iter().filter(|line| line != "ok").collect())
 }
 
@@ -142,6 +148,7 @@ fn format_of(tables: Tables<'_>) -> rusqlite::Result<Option<String>> {
     let meta: Option<i64> = connection
         .query_row("SELECT 1 FROM sqlite_schema WHERE name = 'meta'", [], |row| row.get(0))
         .optional()?;
+    // A database of another program has tables but no `meta`, and must not be written.
     if meta.is_none() {
         return Ok(Some("none".to_owned()));
     }

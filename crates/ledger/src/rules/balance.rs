@@ -62,6 +62,7 @@ pub(crate) fn of_time(
 ) -> Result<Balance, LedgerError> {
     let ArchivedTime { wall_ns, tenants_ns, overhead_ns, idle_ns, loss_ns } = archived;
     let mut balance = Balance { wall_ns, tenants_ns, overhead_ns, idle_ns, loss_ns };
+    // Archived time comes first, and the entries that are still here are added to it.
     let Balance { wall_ns, tenants_ns, overhead_ns, idle_ns, loss_ns } = &mut balance;
     add_by_account([wall_ns, tenants_ns, overhead_ns, idle_ns, loss_ns], sums)?;
     Ok(balance)
@@ -73,6 +74,7 @@ pub(crate) fn of_energy(
     archived: Option<ArchivedEnergy>,
     sums: Vec<(i64, i64)>,
 ) -> Result<Option<EnergyBalance>, LedgerError> {
+    // No energy at all is not an energy of zero: such an epoch has no balance to check.
     if archived.is_none() && sums.is_empty() {
         return Ok(None);
     }

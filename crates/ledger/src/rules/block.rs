@@ -45,9 +45,11 @@ pub(crate) fn check_against_epoch(
     epoch: Option<&EpochRow>,
 ) -> Result<(), BlockRefusal> {
     let Some(epoch) = epoch else {
+        // The first block of an epoch has number 1; a later one means that blocks were lost.
         return if parts.number == 1 { Ok(()) } else { Err(BlockRefusal::Gap { expected: 1 }) };
     };
     let expected = epoch.last_block + 1;
+    // Checked before the number: no number is right after the end.
     if epoch.has_ended {
         return Err(BlockRefusal::Ended);
     }
@@ -62,6 +64,7 @@ pub(crate) fn check_against_epoch(
     if !fits {
         return Err(BlockRefusal::Identity);
     }
+    // A block without steps states 0 and cannot repeat a step.
     if parts.first_step != 0 && parts.first_step <= epoch.last_step {
         return Err(BlockRefusal::Steps { after: epoch.last_step });
     }
@@ -76,6 +79,7 @@ pub(crate) fn lost_before(
     restored: Option<UtcTime>,
 ) -> Range<u64> {
     let expected = epoch.map_or(1, |epoch| epoch.last_block + 1);
+    // A gap in blocks that began after the restore is a fault, not a loss, and must be refused.
     let is_older = restored.is_some_and(|at| parts.started < at);
     if is_older { expected..parts.number } else { expected..expected }
 }
@@ -105,6 +109,7 @@ pub(crate) fn check_skip(
     // Blocks are numbered from 1 in each epoch.
     let expected = known.map_or(1, |known| known.last_block + 1);
     if number < expected {
+        // A block that is posted already also counts: nothing is left to skip.
         Ok(Skip::Already)
     } else if number > expected {
         Err(refuse(BlockRefusal::Gap { expected }))
@@ -125,6 +130,7 @@ pub(crate) fn as_kept(refused: &RefusedBlock) -> RefusedBlock {
 
 /// Cuts a reason to the length that is kept.
 pub(crate) fn shorten(reason: &str) -> String {
+    // Cut by characters, because a cut by bytes could split one.
     reason.chars().take(LONGEST_REASON).collect()
 }
 
@@ -134,6 +140,7 @@ pub(crate) fn platform_entries(
     parts: &BlockParts,
     energy: Option<&EnergyParts>,
 ) -> impl Iterator<Item = (i64, Entry<'static>)> {
+    // The cast is safe: a `Block` exists only with figures that fit `i64`.
     let signed = |amount: DeviceNanos| amount.nanos() as i64;
     let drew = |of: fn(&EnergyParts) -> Millijoules| energy.map(|all| of(all).0 as i64);
     // A device is credited with its time and energy; all others are debited.
@@ -145,6 +152,7 @@ pub(crate) fn platform_entries(
         (3, account::LOSS, signed(parts.loss), drew(|energy| energy.loss)),
     ]
     .into_iter()
+    // The device's entry always stands: it holds the block's wall time and energy.
     .filter(|(ordinal, _, amount_ns, _)| *ordinal == 0 || *amount_ns != 0)
     .map(|(ordinal, account, amount_ns, energy_mj)| {
         let amounts = Amounts { amount_ns, energy_mj };

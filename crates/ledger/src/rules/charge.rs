@@ -54,6 +54,7 @@ impl DailyChange {
             reference_ns,
             energy_mj,
         } = other;
+        // Each field is named above, so a new field fails to compile until it is added here.
         for (sum, figure) in [
             (&mut self.charges, charges),
             (&mut self.entries, entries),
@@ -67,6 +68,8 @@ impl DailyChange {
             *sum = sum.checked_add(*figure)?;
         }
         if let Some(energy) = energy_mj {
+            // A sum of some energy and none is the known energy; only no energy at all stays
+            // `None`.
             self.energy_mj = Some(self.energy_mj.unwrap_or(0).checked_add(*energy)?);
         }
         Some(())
@@ -98,6 +101,7 @@ impl Payable {
         let Usage { prompt_tokens, cached_tokens, completion_tokens, attributed, reference } =
             *usage;
         Self {
+            // The casts change no figure: `Block` and `payable_of_cap` have checked the bounds.
             prompt_tokens: prompt_tokens as i64,
             cached_tokens: cached_tokens as i64,
             completion_tokens: completion_tokens as i64,
@@ -140,6 +144,7 @@ pub(crate) fn end_by_cap(cap: &FaultCap) -> FinishedAttempt {
         caller: cap.caller.clone(),
         attempt: cap.attempt.clone(),
         usage: cap.payable,
+        // Only the worker measures stages; its report may still come and fill them in.
         stages: Stages::default(),
         reason: FinishReason::Fault,
         finished: cap.at,
@@ -158,6 +163,7 @@ pub(crate) struct LoweredCharge {
 pub(crate) fn lower(charged: &StoredCharge, cap: &Payable) -> LoweredCharge {
     let before = &charged.payable;
     let payable = Payable {
+        // The lower figure of each: a cap must never raise what the worker reported.
         prompt_tokens: before.prompt_tokens.min(cap.prompt_tokens),
         cached_tokens: before.cached_tokens.min(cap.cached_tokens),
         completion_tokens: before.completion_tokens.min(cap.completion_tokens),
@@ -166,6 +172,7 @@ pub(crate) fn lower(charged: &StoredCharge, cap: &Payable) -> LoweredCharge {
     };
     let is_counted = payable.is_counted(FinishReason::Fault);
     let change = DailyChange {
+        // An attempt that now costs nothing no longer counts as a request.
         requests: i64::from(is_counted) - i64::from(charged.is_counted),
         prompt_tokens: payable.prompt_tokens - before.prompt_tokens,
         cached_tokens: payable.cached_tokens - before.cached_tokens,

@@ -9,6 +9,7 @@ use crate::rows::entries::{Amounts, CORRECTION, Entry, EntryOwner, MeteredEntry,
 /// split by time, rounded down.
 pub(crate) fn beyond(entry: Amounts, kept_ns: i64) -> Amounts {
     let Amounts { amount_ns, energy_mj } = entry;
+    // No overflow: callers keep at most the amount, and at least nothing.
     let excess_ns = amount_ns - kept_ns;
     let nanos = |amount: i64| DeviceNanos(amount.unsigned_abs());
     let part = |energy: i64| {
@@ -63,10 +64,12 @@ pub(crate) fn negated(amounts: Amounts) -> Amounts {
 /// from the tenant, or gives it to loss. Absurd amounts occur in damaged files
 /// only; other checks report them.
 pub(crate) fn is_moved_from(metered: Amounts, moved: Amounts, account: i64) -> bool {
+    // A correction takes from the tenant with a minus and gives to loss with a plus.
     let (excess_ns, sign) = match account {
         account::TENANT => (moved.amount_ns.wrapping_neg(), -1),
         _ => (moved.amount_ns, 1),
     };
+    // A correction cannot move more time than its entry has.
     if !(0..=metered.amount_ns).contains(&excess_ns) {
         return false;
     }

@@ -27,10 +27,12 @@ pub(crate) fn with_signature(text: &str, name: &str, id: [u8; 4], signature: &[u
 /// Returns the root that a checkpoint states; `None` where the note cannot be read
 /// or states another size.
 pub(crate) fn root_of(note: &str, size: u64) -> Option<Hash> {
+    // The first line is the origin; `check_signature` compares it.
     let mut lines = note.lines().skip(1);
     let stated = lines.next().and_then(|size| size.parse::<u64>().ok());
     let root = lines.next().and_then(|root| STANDARD.decode(root).ok());
     let root = root.and_then(|root| Hash::try_from(root).ok());
+    // The row's size is not signed, so it must be the size that the note states.
     root.filter(|_| stated == Some(size))
 }
 
@@ -61,12 +63,14 @@ pub(crate) fn check_signature(note: &str, verifiers: &[String]) -> Signature {
         let (signature, key) = (STANDARD.decode(signature).ok()?, STANDARD.decode(key).ok()?);
         let (stated, signature) = signature.split_at_checked(4)?;
         let public = UnparsedPublicKey::new(&ED25519_VERIFIED, key.strip_prefix(&[ED25519])?);
+        // The signed text ends with the newline that the split above took.
         let is_verified = public.verify(format!("{text}\n").as_bytes(), signature).is_ok();
         Some(origin == name && hex(stated) == id && is_verified)
     })();
     let is_known =
         |name| verifiers.iter().any(|key| key.split_once('+').is_some_and(|(it, _)| it == name));
     match signer {
+        // An unknown key is no forgery: the caller knows if a new key may sign already.
         Some(name) if !is_known(name) => Signature::UnknownKey,
         _ if is_good == Some(true) => Signature::Good,
         _ => Signature::Bad,

@@ -75,6 +75,7 @@ pub(crate) fn records_after_archive(
     let mut parts = Vec::new();
     for (tenant, days) in plans {
         let days: Vec<(u32, String)> = days.into_iter().collect();
+        // A tenant with many changes must not make a record longer than the longest detail.
         for some in days.chunks(DAYS_AT_ONCE) {
             let some: Map<String, Value> =
                 some.iter().map(|(day, plan)| (day.to_string(), plan.as_str().into())).collect();
@@ -113,6 +114,7 @@ fn split(
         }
         let mut action = action.clone();
         if number > 1 {
+            // The first record keeps the id, by which a repeated act is recognised.
             action.id = format!("{}.{number}", action.id);
         }
         action.detail[key] = part.into();
@@ -133,6 +135,7 @@ pub(crate) fn spans(plans: Vec<(UtcDay, PlanName)>, from: UtcDay, to: UtcDay) ->
                 break;
             }
             Some(last) if day > from => {
+                // The subtraction is safe: `day` is after `from`.
                 last.to = UtcDay(day.0 - 1);
                 spans.push(PlanSpan { from: day, to, plan });
             }

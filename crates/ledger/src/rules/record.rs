@@ -124,6 +124,7 @@ pub(crate) struct Before {
 /// Records of format 3 and older are stored whole.
 pub(crate) fn text_of<'a>(seq: u64, prev: &Hash, stored: &'a str) -> Cow<'a, str> {
     match stored.strip_prefix('{') {
+        // A whole record is taken as it is: its hash was made of exactly these bytes.
         Some(body) if !stored.starts_with(WHOLE) => {
             Cow::Owned([WHOLE, &seq.to_string(), ",\"prev\":\"", &hex(prev), "\",", body].concat())
         }
@@ -137,6 +138,7 @@ pub(crate) fn rest_of(seq: u64, stored: &str) -> Option<&str> {
         return stored.strip_prefix('{');
     }
     let rest = stored.strip_prefix(&format!("{WHOLE}{seq},\"prev\":\""))?;
+    // `get`, because a damaged record may be shorter than a hash.
     rest.get(HASH_AND_COMMA..)
 }
 
@@ -168,6 +170,7 @@ impl<'a> Body<'a> {
     /// Returns the body of the first record.
     pub(crate) fn genesis(before: Option<&Before>) -> Result<Self, LedgerError> {
         let detail = serde_json::json!({ "before": before, "format": FORMAT });
+        // No time: the crate has no clock, and no act with a time makes this record.
         Ok(Self { id: Some(GENESIS), detail: Some(detail), ..Self::new(None, GENESIS, "done") })
     }
 
@@ -249,6 +252,7 @@ impl<'a> Body<'a> {
                 let digest = hex(reported.digest);
                 serde_json::json!({ "reason": reason, "said_sha256": digest })
             }),
+            // `struck` and `said_sha256` stay: readers of the log know these words.
             ..Self::new(Some(end), "metering", reported.rejection.map_or("posted", |_| "struck"))
         }
     }

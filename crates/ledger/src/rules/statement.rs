@@ -189,6 +189,7 @@ pub enum StatementError {
 
 impl std::fmt::Display for StatementDay {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        // All fields by name: the digest of a day must cover each of them.
         let Self {
             day,
             charges,
@@ -206,6 +207,7 @@ impl std::fmt::Display for StatementDay {
             "{day},{charges},{entries},{requests},{prompt_tokens},{cached_tokens},\
              {completion_tokens},{reference_ns},{attributed_ns}"
         )?;
+        // No field without energy: digests of days from before energy was known stay the same.
         energy_mj.map_or(Ok(()), |energy| write!(f, ",{energy}"))
     }
 }

@@ -61,6 +61,7 @@ impl Frontier {
             // Each trailing one bit is a subtree that the new leaf completes, like a carry.
             let left = self.peaks.pop().expect("a peak for each bit of the size");
             hash = node(&left, &hash);
+            // The size is that before the leaf: shifted, it counts the nodes to the left.
             complete(NodeRow { level, position: self.size >> level, hash });
         }
         self.peaks.push(hash);
@@ -83,6 +84,7 @@ fn set_bits(size: u64) -> impl Iterator<Item = u32> {
 /// Returns `SHA-256(0x00 || bytes)`.
 pub(crate) fn leaf(bytes: &[u8]) -> Hash {
     let mut context = Context::new(&SHA256);
+    // RFC 6962 sets leaves apart from inner nodes, so that neither passes for the other.
     context.update(&[0x00]);
     context.update(bytes);
     hash_of(context.finish())
@@ -111,6 +113,7 @@ pub(crate) fn is_kept(level: u32) -> bool {
 /// Returns the siblings on the way from leaf `index` to the root of the first
 /// `size` leaves, lowest first: `PATH(index, D[size])` of RFC 6962, section 2.1.1.
 pub(crate) fn path(index: u64, size: u64, nodes: &Nodes<'_>) -> Result<Vec<Hash>, LedgerError> {
+    // Callers compare with the signed size first, so this is a mistake in the program.
     assert!(index < size, "leaf {index} is not among {size}");
     let (mut begin, mut end) = (0, size);
     let mut siblings = Vec::new();
@@ -127,6 +130,7 @@ pub(crate) fn path(index: u64, size: u64, nodes: &Nodes<'_>) -> Result<Vec<Hash>
         };
         siblings.push(sibling);
     }
+    // The walk goes down from the root, and a path is read from the leaf up.
     siblings.reverse();
     Ok(siblings)
 }
@@ -140,6 +144,7 @@ fn widest_left(width: u64) -> u64 {
 fn range(nodes: &Nodes<'_>, begin: u64, end: u64) -> Result<Hash, LedgerError> {
     let width = end - begin;
     if width.is_power_of_two() {
+        // A range whose width is a power of two is one node: the tree splits at such bounds.
         return perfect(nodes, width.trailing_zeros(), begin / width);
     }
     let middle = begin + widest_left(width);
@@ -151,6 +156,7 @@ fn perfect(nodes: &Nodes<'_>, level: u32, position: u64) -> Result<Hash, LedgerE
     // Archives keep their peaks, whatever the level, so look before hashing again.
     match nodes(level, position)? {
         Some(found) => Ok(found),
+        // At most seven levels are hashed again, because the next kept level stops the descent.
         None if level > 0 && !is_kept(level) => {
             let left = perfect(nodes, level - 1, 2 * position)?;
             let right = perfect(nodes, level - 1, 2 * position + 1)?;

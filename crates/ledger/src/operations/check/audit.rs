@@ -42,6 +42,8 @@ pub(super) fn states(
 ) -> Result<bool, LedgerError> {
     let Some(seq) = seq else { return Ok(true) };
     let Some(record) = records::text_of(tables, seq)? else { return Ok(false) };
+    // Records of older formats are stored whole, so both sides are compared without their
+    // beginning.
     Ok(rest_of(seq, &record) == body_of(body)?.strip_prefix('{'))
 }
 

@@ -56,6 +56,7 @@ impl<'a> Maker<'a> {
         let plans = match query.priced_as {
             PricedAs::Plan(plan) => whole(plan),
             PricedAs::Told(otherwise) => match (plans::spans(known()?, from, to), otherwise) {
+                // What the ledger knows comes first: the given plan may be newer than the month.
                 (spans, _) if !spans.is_empty() => spans,
                 (_, Some(plan)) => whole(plan),
                 (_, None) => {
@@ -128,6 +129,7 @@ impl<'a> Maker<'a> {
             hash.update(format!("{},{},{}\n", line.id, line.digest, line.figures.amount));
             lines.push(line);
         }
+        // A request of the last day may end, or be reported, within the settling time.
         let settled = month.last_day().start().0 + DAY_NS + SETTLING_NS;
         Ok(Statement {
             id: format!("stmt-{}", short_hash(&["statement", tenant.as_str(), &month.to_string()])),
@@ -194,6 +196,7 @@ fn periods<'a>(prices: &'a PriceBook, plans: &[PlanSpan]) -> Vec<PricePeriod<'a>
     for PlanSpan { from, to, plan } in plans {
         for next in prices.periods(plan, *from, *to) {
             match periods.last_mut() {
+                // A change of plan that keeps the price list must not split a line.
                 Some(last) if last.list.name == next.list.name && last.to.0 + 1 == next.from.0 => {
                     last.to = next.to;
                 }
@@ -278,6 +281,7 @@ fn short_hash(parts: &[&str]) -> String {
         hash.update(part.as_bytes());
         hash.update(b"\n");
     }
+    // 128 bits keep the ids short and still free of collisions.
     hex(&hash.finalize()[..16])
 }
 

@@ -90,6 +90,7 @@ impl<'m, 'a> Recount<'m, 'a> {
             Ok::<_, LedgerError>((topic, StatementDay::of(*day, sums)?))
         });
         let counted = counted.collect::<Result<Vec<_>, _>>()?;
+        // Both sides are sorted by line and day, so one walk compares them.
         if self.maker.days_by_line().eq(counted.iter().map(|(topic, day)| (*topic, day))) {
             return Ok(());
         }
@@ -111,6 +112,7 @@ impl Record {
     fn sums(&self) -> Option<DailyChange> {
         let signed = |figure: &u64| i64::try_from(*figure).ok();
         Some(match self {
+            // All fields by name, so that a new one cannot be left out of the sums.
             Self::Charge {
                 request: _,
                 attempt: _,
