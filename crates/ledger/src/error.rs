@@ -67,7 +67,7 @@ impl LedgerError {
     /// Returns true if the disk failed: nothing was written, and the same act may
     /// succeed later. The caller keeps its act until then.
     pub fn is_of_the_disk(&self) -> bool {
-        // The writer opens the file anew after a disk error, which fails as `Log` or `Open`.
+        // After a disk error the writer opens the file anew, which may fail as `Log` or `Open`.
         matches!(self, Self::Storage(_) | Self::Log { .. } | Self::Open { .. })
     }
 }

@@ -85,6 +85,7 @@ fn lower_charge(
     cap: &Payable,
 ) -> Result<bool, LedgerError> {
     let Some(charged) = charges::find(tables, key)? else { return Ok(false) };
+    // The rules compute row and day from one decision, so the two cannot drift apart.
     let LoweredCharge { payable, is_counted, change } = lower(&charged, cap);
     // The row and its day change together, or `check` reports the day.
     charges::lower(tables, key, &payable, is_counted)?;

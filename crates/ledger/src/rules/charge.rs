@@ -167,6 +167,8 @@ pub(crate) fn lower(charged: &StoredCharge, cap: &Payable) -> LoweredCharge {
         prompt_tokens: before.prompt_tokens.min(cap.prompt_tokens),
         cached_tokens: before.cached_tokens.min(cap.cached_tokens),
         completion_tokens: before.completion_tokens.min(cap.completion_tokens),
+        // The entries hold the device time, so the cap's figure only decides if the attempt
+        // counts.
         attributed_ns: cap.attributed_ns,
         reference_ns: before.reference_ns.min(cap.reference_ns),
     };

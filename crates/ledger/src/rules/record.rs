@@ -124,10 +124,10 @@ pub(crate) struct Before {
 /// Records of format 3 and older are stored whole.
 pub(crate) fn text_of<'a>(seq: u64, prev: &Hash, stored: &'a str) -> Cow<'a, str> {
     match stored.strip_prefix('{') {
-        // A whole record is taken as it is: its hash was made of exactly these bytes.
         Some(body) if !stored.starts_with(WHOLE) => {
             Cow::Owned([WHOLE, &seq.to_string(), ",\"prev\":\"", &hex(prev), "\",", body].concat())
         }
+        // A whole record is taken as it is: its hash was made of exactly these bytes.
         _ => Cow::Borrowed(stored),
     }
 }

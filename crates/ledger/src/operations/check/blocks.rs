@@ -127,6 +127,7 @@ fn add_entries(
         // The device's entry is a credit, hence negative; blocks state times without a sign.
         let nanos = DeviceNanos(amount.unsigned_abs());
         match (account, owner) {
+            // The device's entry is the block's only one for its wall time and whole energy.
             (account::DEVICE, _) => {
                 parts.wall = nanos;
                 parts.energy = energy.map(|energy| Millijoules(energy.unsigned_abs()));

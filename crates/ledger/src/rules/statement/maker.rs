@@ -281,7 +281,7 @@ fn short_hash(parts: &[&str]) -> String {
         hash.update(part.as_bytes());
         hash.update(b"\n");
     }
-    // 128 bits keep the ids short and still free of collisions.
+    // 128 bits keep the ids short, and a collision by chance is out of the question.
     hex(&hash.finalize()[..16])
 }
 
