@@ -232,6 +232,7 @@ fn write_files(reader: &LedgerReader, range: Range, folder: &Path) -> Result<Exp
 }
 
 fn verify_folders(folders: &[PathBuf], keys: &[VerifierKey], kept: &[PathBuf]) -> Result<()> {
+    // An old checkpoint shows that the exports continue the log of that time.
     let kept = kept
         .iter()
         .map(|path| {

@@ -135,6 +135,7 @@ fn create(create: Create) -> Result<()> {
     }
     let models: Vec<ModelName> =
         create.models.iter().map(|name| ModelName::new(name)).collect::<Result<_, _>>()?;
+    // A key for models that do not exist would be refused at every request.
     if let Some(unknown) = models.iter().find(|name| config.model(name).is_none()) {
         bail!("unknown model {unknown}: it is not in the config");
     }

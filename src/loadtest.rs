@@ -130,6 +130,8 @@ pub fn run(arguments: LoadtestArguments) -> ExitCode {
 /// Sends the load and prints the report.
 fn send_load(arguments: &LoadtestArguments) -> Result<()> {
     let load = load(arguments)?;
+    // Several threads keep the client from being slower than the gateway that it
+    // measures.
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let report = runtime.block_on(send(load))?;
     say(report.to_string())?;
@@ -194,6 +196,7 @@ async fn send(load: Load) -> Result<tollgate_loadtest::Report> {
     let stop = CancellationToken::new();
     let seconds = load.duration.as_secs();
     let sending = tollgate_loadtest::run(load, Arc::clone(&progress), stop.clone());
+    // Each round of the loop below polls the same future.
     tokio::pin!(sending);
     let bar = ProgressBar::new(seconds);
     let style = "{elapsed_precise} [{bar:30}] {msg}";
@@ -205,6 +208,8 @@ async fn send(load: Load) -> Result<tollgate_loadtest::Report> {
                 bar.finish_and_clear();
                 return Ok(report?);
             }
+            // After the cancel the load still ends in order, so the loop waits for
+            // its report.
             _ = tokio::signal::ctrl_c() => stop.cancel(),
             _ = tick.tick() => {
                 bar.set_position(bar.elapsed().as_secs());

@@ -10,6 +10,8 @@ pub fn start() {
     let format = if std::io::stderr().is_terminal() { LogFormat::Pretty } else { LogFormat::Json };
     let filter = tollgate_config::log_filter();
     let chosen = log_subscriber(&LogOptions { format, filter }, std::io::stderr);
+    // A wrong filter must not stop the gateway, so the default filter takes its
+    // place.
     let subscriber = chosen.or_else(|error| {
         eprintln!("tollgate: TOLLGATE_LOG is invalid ({error}); using `info`");
         log_subscriber(&LogOptions { format, filter: String::new() }, std::io::stderr)

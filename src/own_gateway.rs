@@ -138,6 +138,7 @@ impl Drop for OwnGateway {
     fn drop(&mut self) {
         // An error means that the process has ended already.
         let _ = self.child.kill();
+        // Without the wait, the ended child would stay as a zombie.
         let _ = self.child.wait();
     }
 }

@@ -91,6 +91,7 @@ pub fn run(arguments: UpArguments) -> Result<()> {
 type OpenLedger = fn(LedgerOptions) -> Result<LedgerHandle, LedgerError>;
 
 async fn serve(config: Arc<Config>, open: OpenLedger) -> Result<()> {
+    // Workers get this path in a file, so it must not depend on a working folder.
     let folder = std::path::absolute(config.data()).context("data folder")?;
     // The lock comes first: two instances on one ledger would damage it.
     let lock = data::lock(&folder)?;

@@ -108,6 +108,7 @@ fn columns(row: &UsageRow, units: &Units) -> Vec<(&'static str, String)> {
     let named = [("tenant", tenant), ("key", key), ("model", model), ("day", &day)];
     let mut columns: Vec<_> =
         named.into_iter().filter_map(|(name, value)| Some((name, value.clone()?))).collect();
+    // Times on different classes cannot be added, so each row has its class.
     columns.push(("device_class", device_class.clone()));
     for (name, count) in [
         ("requests", row.requests),
@@ -157,6 +158,7 @@ fn csv(rows: &[UsageRow]) -> String {
     let mut text = String::new();
     for (index, row) in rows.iter().enumerate() {
         let columns = columns(row, &units);
+        // The groups decide the columns, so the first row gives the heading.
         if index == 0 {
             let names: Vec<&str> = columns.iter().map(|(name, _)| *name).collect();
             text += &(names.join(",") + "\r\n");

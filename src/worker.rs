@@ -81,6 +81,8 @@ fn serve(mut arguments: WorkerArguments) -> Result<()> {
         .build()?;
     let mut options = WorkerOptions::read(&arguments.options.context("--options is required")?)?;
     if arguments.end_with_parent {
+        // The supervisor holds the write end of this pipe, and the kernel closes it
+        // with the supervisor.
         let input = std::io::stdin().as_fd().try_clone_to_owned().context("standard input")?;
         options.parent = Some(input);
     }

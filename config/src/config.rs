@@ -247,6 +247,7 @@ fn resolve(tree: Table, problems: Vec<Problem>) -> Result<(Config, Written), Con
     let mut reader = Reader { problems };
     let node = Node { place: Place::Default, value: Value::Table(tree) };
     let mut root = Root::read(Some(&node), "", &mut reader);
+    // The reader only borrowed the tree. The checks need it again for the places.
     let Value::Table(tree) = node.value else { unreachable!("it was made a table") };
     let named = tree.get("tenants");
     // A section of tenants with mistakes must not open the gateway to the demo

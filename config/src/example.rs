@@ -53,10 +53,12 @@ enum Standing {
 
 fn write(text: &mut String, visited: Visited<'_>, standing: Standing) {
     match visited {
+        // These two tables hold nothing but other tables.
         Visited::Table { key: "" | "auth", .. } => {}
         Visited::Table { key, doc } => {
             text.push('\n');
             comment(text, &sentence(doc));
+            // An example must not take effect when the file is used as it is.
             let mark = if standing == Standing::Example { "#" } else { "" };
             text.push_str(&format!("{mark}[{key}]\n"));
         }

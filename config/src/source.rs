@@ -95,6 +95,8 @@ impl Sources {
                     let parsed = tree::parse(&path, &text, problems);
                     tree::merge(&mut table, parsed, "", problems);
                 }
+                // The other files are still read, so that all mistakes are reported
+                // together.
                 Err(error) => problems.push(whole_file(&path, &error)),
             }
         }
@@ -132,6 +134,7 @@ impl Sources {
             }
             Err(error) => problems.push(whole_file(&Arc::new(path.clone()), &error)),
         }
+        // A folder that cannot be read has a problem already.
         if files.is_empty() && problems.is_empty() {
             let error = std::io::Error::other("the folder contains no *.toml file");
             problems.push(whole_file(&Arc::new(path.clone()), &error));
@@ -173,6 +176,7 @@ fn variable(name: &str) -> Option<Vec<String>> {
 impl Flags {
     /// Returns the flags that were given.
     fn shown(&self) -> Vec<String> {
+        // Destructured in full, so that a new flag cannot be missed in the audit log.
         let Self { listen, admin_listen, data, model, device } = self;
         let path = |path: &PathBuf| path.display().to_string();
         [
@@ -201,6 +205,8 @@ impl Flags {
                 tree::overlay(table, &keys, node);
             }
         }
+        // `--device` also applies to the model of `--model`, so the model comes
+        // first.
         if let Some(folder) = model {
             lay_model(folder, table, problems);
         }
@@ -218,6 +224,7 @@ fn lay_model(folder: &Path, table: &mut Table, problems: &mut Vec<Problem>) {
         .ok()
         .and_then(|path| path.file_name().map(|name| name.to_string_lossy().into_owned()))
         .unwrap_or_default();
+    // A path without a name gives an empty text, which is refused here.
     if let Err(error) = ModelName::new(&name) {
         problems.push(Problem { place, key: String::new(), message: error.to_string() });
         return;

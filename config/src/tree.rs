@@ -75,6 +75,7 @@ pub(crate) fn find<'a>(table: &'a Table, keys: &[&str]) -> Option<&'a Node> {
 /// Parses one file. Adds its syntax errors to `problems`.
 pub(crate) fn parse(path: &Arc<PathBuf>, text: &str, problems: &mut Vec<Problem>) -> Table {
     let lines = Lines::of(path, text);
+    // This function reports every syntax error and not only the first.
     let (document, errors) = DeTable::parse_recoverable(text);
     let broken = !errors.is_empty();
     for error in errors {
@@ -119,6 +120,8 @@ pub(crate) fn merge(into: &mut Table, from: Table, path: &str, problems: &mut Ve
 /// spelt like in an environment variable.
 pub(crate) fn overlay(table: &mut Table, keys: &[String], node: Node) {
     let Some((first, rest)) = keys.split_first() else { return };
+    // The name of a variable has only letters, digits and `_`, so a name such as
+    // `my-plan` is compared in that form.
     let spelt = |key: &str| key.to_lowercase().replace(|c: char| !c.is_ascii_alphanumeric(), "_");
     let key = table
         .keys()
@@ -152,6 +155,7 @@ pub(crate) fn untyped(place: Place, text: &str) -> Node {
         let mut problems = Vec::new();
         let mut table = parse(&Arc::new(PathBuf::new()), &document, &mut problems);
         if let (true, Some(mut node)) = (problems.is_empty(), table.remove("v")) {
+            // The place in the made-up document means nothing to an admin.
             replace_places(&mut node, &place);
             return node;
         }
@@ -181,6 +185,7 @@ impl<'a> Lines<'a> {
     }
 
     fn place(&self, offset: usize) -> Place {
+        // Editors count lines from 1.
         let line = 1 + self.ends.partition_point(|&end| end < offset);
         Place::File { path: Arc::clone(self.path), line }
     }
@@ -211,6 +216,7 @@ impl<'a> Lines<'a> {
         }
         match value.get_ref() {
             DeValue::String(text) => Value::String(text.to_string()),
+            // TOML also has hexadecimal, octal and binary integers.
             DeValue::Integer(number) => i128::from_str_radix(number.as_str(), number.radix())
                 .map_or_else(|_| refuse("the number is too large"), Value::Integer),
             DeValue::Float(number) => number

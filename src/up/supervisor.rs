@@ -168,6 +168,7 @@ fn reason(status: ExitStatus) -> &'static str {
 
 /// Closes the worker's pipe and waits. Kills the worker after [`GRACE`].
 async fn end(mut child: Child, pipe: Option<ChildStdin>) -> Result<ExitStatus> {
+    // The end of the pipe asks the worker to stop after its current step.
     drop(pipe);
     match tokio::time::timeout(GRACE, child.wait()).await {
         Ok(status) => status.context("cannot wait for a worker process"),

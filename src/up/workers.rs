@@ -70,6 +70,7 @@ impl Planned {
     /// Returns the command line that the supervisor starts.
     pub fn into_command(self) -> WorkerCommand {
         let Self { name, socket: _, options, visible_gpu, timeouts } = self;
+        // A worker must not outlive this process, even if this process is killed.
         let arguments =
             vec!["worker".into(), "--end-with-parent".into(), "--options".into(), options.into()];
         WorkerCommand { name: name.to_string(), arguments, visible_gpu, timeouts }

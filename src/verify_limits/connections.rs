@@ -165,6 +165,7 @@ async fn silent(
         return Ok(row.not_probed(format!("the probe would take {}", shown(deadline))));
     }
     let wait = deadline + SLACK;
+    // A TLS client would send its handshake, so this phase uses plain TCP.
     let took = if let Phase::Handshake = phase {
         let mut tcp = target.connect_tcp().await?;
         end_of(&mut tcp, wait).await

@@ -161,6 +161,7 @@ async fn known(target: &Target) -> Result<()> {
     let connection = target.connect(Protocol::Http2).await?;
     let started = Instant::now();
     while started.elapsed() < LONGEST_WAIT {
+        // The gateway answers an unknown key with 401.
         if connection.get("/v1/models").await?.status() != 401 {
             return Ok(());
         }
@@ -208,6 +209,7 @@ fn derived(config: &Config, shown: &str) -> Result<(String, Vec<WantedKeys>)> {
     tenants.insert(FREE.to_owned(), bound_by(FREE));
     for (number, probe) in probes(config).iter().enumerate() {
         let Some((plan, limit)) = probe.split_once('.') else { continue };
+        // `queued` has no effect without `concurrent`, so both are in one plan.
         let keys = if limit == "concurrent" { &["concurrent", "queued"][..] } else { &[limit] };
         let own = plans.get(plan).and_then(toml::Value::as_table);
         let limits =

@@ -145,6 +145,7 @@ async fn size(canary: &Canary, most: u64) -> Result<ProbeResult> {
     if [429, 503].contains(&within) {
         return Ok(row.not_probed(format!("another limit applies first: {within}")));
     }
+    // Status 0 stands for a connection that was closed while the client still sent.
     let holds = within != 413 && within != 0 && (beyond == 413 || beyond == 0);
     Ok(row.saw(Finding::of(holds), format!("{most}: {within}; {}: {beyond}", most + 1)))
 }

@@ -98,6 +98,7 @@ impl Checker<'_> {
                 format!("{admin} is already used by gateway.listen, {listen} ({place})"),
             );
         }
+        // No admin chose the demo tenant, so only this host may reach it.
         if demo && !listen.ip().is_loopback() {
             self.problem(
                 &["gateway", "listen"],
@@ -111,6 +112,8 @@ impl Checker<'_> {
 
     fn gateway(&mut self) {
         let gateway = &self.root.gateway;
+        // A certificate cannot be used without its key, and a key not without its
+        // certificate.
         match (&gateway.tls.certificate, &gateway.tls.key) {
             (Some(_), None) => {
                 self.problem(&["gateway", "tls", "certificate"], "also needs gateway.tls.key");
@@ -124,6 +127,7 @@ impl Checker<'_> {
         for (key, path) in files {
             self.exists(&["gateway", "tls", key], path.as_slice());
         }
+        // Each pair of limits is checked here, because each key alone can be valid.
         let (queue, request) = (gateway.deadlines.queue, gateway.deadlines.request);
         // A request that may wait longer than its deadline would always end in the
         // queue.
@@ -231,7 +235,7 @@ impl Checker<'_> {
         let bursts = convert(device_time_per_minute, |DeviceRate(rate)| DeviceNanos(rate.burst));
         let (largest, day) = ("largest_job", "device_time_per_day");
         let (minute, month) = ("device_time_per_minute", "device_time_per_month");
-        // A request above such a limit would never be admitted.
+        // A value above the other limit could never be reached.
         for (small, large) in [
             ((largest, largest_job), (day, device_time_per_day)),
             ((largest, largest_job), (month, device_time_per_month)),
@@ -292,6 +296,7 @@ impl Checker<'_> {
         (large_plan, large_key, large): PlanKey<'_>,
         reason: &str,
     ) {
+        // A class that one key does not name has the default of that key.
         let named: BTreeSet<&DeviceClass> =
             small.classes.keys().chain(large.classes.keys()).collect();
         let mut cases = vec![("every other class".to_owned(), small.default, large.default)];
@@ -299,6 +304,7 @@ impl Checker<'_> {
             cases.push((format!("class {class}"), small.limit(class), large.limit(class)));
         }
         for (class, small, large) in cases {
+            // A missing limit allows everything, so it contradicts nothing.
             let (Some(small), Some(large)) = (small, large) else { continue };
             if small <= large {
                 continue;
@@ -423,6 +429,7 @@ impl Checker<'_> {
                 self.problem(&["auth", "jwt", name, key], "is required");
             }
         }
+        // A typing error here would lock the tenant out without a message.
         for tenant in tenants.iter().flatten() {
             if !self.root.tenants.contains_key(tenant) {
                 let known = self.root.tenants.keys().map(TenantId::as_str);

@@ -18,6 +18,8 @@ impl Checker<'_> {
         for (name, raw) in &root.prices {
             lists.extend(self.price_list(name, raw, plans));
         }
+        // The currencies are compared even if a list is invalid, so that all mistakes
+        // are reported.
         let currency = self.currency()?;
         if lists.len() < root.prices.len() {
             return None; // the problems of the other lists are recorded
@@ -47,6 +49,8 @@ impl Checker<'_> {
             }
         }
         if let Some(plan) = plan {
+            // A list for an unknown plan is dropped, so that it never applies to
+            // other tenants.
             self.named_plan(&["prices", name.as_str(), "plan"], Some(plan), plans)?;
         }
         Some(PriceList {

@@ -50,6 +50,8 @@ macro_rules! whole_number {
 
             fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
                 let number = match &node.value {
+                    // A cast would wrap negative and too large numbers; `try_from`
+                    // refuses them.
                     Value::Integer(number) => Self::try_from(*number).ok(),
                     Value::Text(text) => text.replace('_', "").parse().ok(),
                     _ => None,
@@ -79,6 +81,7 @@ impl Field for f64 {
 
     fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
         let number = match &node.value {
+            // A number without a point is a TOML integer, and it is valid here, too.
             Value::Integer(number) => Some(*number as f64),
             Value::Float(number) => Some(*number),
             Value::Text(text) => text.parse().ok(),
@@ -91,6 +94,8 @@ impl Field for f64 {
     }
 
     fn show(&self) -> Option<String> {
+        // `Debug` keeps the point of a whole number, so that TOML reads a float
+        // again.
         Some(format!("{self:?}"))
     }
 
@@ -107,6 +112,7 @@ impl Field for bool {
     fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
         let flag = match &node.value {
             Value::Boolean(flag) => Some(*flag),
+            // A variable has no types, so its value arrives as text.
             Value::Text(text) => text.parse().ok(),
             _ => None,
         };
@@ -129,6 +135,7 @@ impl Field for String {
 
     fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
         match &node.value {
+            // Empty text could mean no value, and a missing key means that already.
             Value::String(text) | Value::Text(text) if !text.is_empty() => Some(text.clone()),
             _ => reader.expected(node, key, "text"),
         }
@@ -274,6 +281,8 @@ impl<T: Field> Field for Vec<T> {
                 .collect(),
             _ => return reader.expected(node, key, "a list"),
         };
+        // An empty list could mean nothing or everything, so the key must be left out
+        // instead.
         if items.is_empty() || items.len() > LONGEST_LIST {
             let wanted = format!("a list of 1 to {LONGEST_LIST} entries");
             reader.problem(&node.place, key, format!("expected {wanted}, found {}", items.len()));
@@ -295,6 +304,7 @@ impl<T: Field> Field for Vec<T> {
 
 fn list<'a, T: Field + 'a>(items: impl Iterator<Item = &'a T>) -> Option<String> {
     let shown: Vec<String> = items.filter_map(T::show).collect();
+    // An empty list cannot be read again, so the key is shown as not set.
     (!shown.is_empty()).then(|| format!("[{}]", shown.join(", ")))
 }
 
@@ -364,6 +374,7 @@ fn rate(
     let per_minute = at_least_one(limit, &join(key, "limit"), reader);
     let burst = match table.get("burst") {
         Some(burst) => at_least_one(burst, &join(key, "burst"), reader),
+        // Without a burst, the amount of a whole minute may come at once.
         None => per_minute,
     };
     // Both values are read before the first `?`, so that both mistakes are reported.
@@ -372,6 +383,7 @@ fn rate(
 
 fn show_rate(rate: Rate, show: impl Fn(u64) -> String) -> Option<String> {
     let limit = show(rate.per_minute);
+    // The short form means that both numbers are equal.
     Some(if rate.burst == rate.per_minute {
         limit
     } else {
@@ -405,6 +417,8 @@ impl<T: Field> Field for ByClass<T> {
             let dotted = join(key, class);
             let value = T::read(entry, &dotted, reader);
             match (class.as_str(), DeviceClass::new(class)) {
+                // `default` stands for every class without an entry, so it is no
+                // class itself.
                 ("default", _) => limits.default = value,
                 (_, Ok(class)) => limits.classes.extend(value.map(|value| (class, value))),
                 (_, Err(error)) => reader.problem(&entry.place, &dotted, error.to_string()),
@@ -418,6 +432,7 @@ impl<T: Field> Field for ByClass<T> {
         if self.classes.is_empty() {
             return default;
         }
+        // A class with a dot, for example, needs quotes, as in a file.
         let named = self.classes.iter().map(|(class, value)| (join("", class.as_str()), value));
         let mut entries: Vec<String> = named
             .filter_map(|(class, value)| Some(format!("{class} = {}", value.show()?)))

@@ -54,6 +54,7 @@ pub(crate) fn parse_duration(text: &str) -> Option<u64> {
 pub(crate) fn parse_size(text: &str) -> Option<u64> {
     let (number, unit, rest) = quantity(text.trim())?;
     let (_, bytes) = SIZE_UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit))?;
+    // A size has one quantity only, unlike a duration such as `1h30m`.
     if rest.is_empty() { number.checked_mul(*bytes) } else { None }
 }
 

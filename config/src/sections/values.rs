@@ -298,6 +298,7 @@ impl IssuerName {
         // An issuer's name follows the same rules as every other name.
         TenantId::new(name)
             .map(|name| Self(name.as_str().to_owned()))
+            // The message must speak of an issuer and not of a tenant.
             .map_err(|error| tollgate_domain::ids::InvalidName { kind: "issuer", ..error })
     }
 
