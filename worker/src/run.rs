@@ -197,7 +197,7 @@ fn start_monitor(
     meter: &Meter,
 ) -> Result<Option<Monitor>, WorkerError> {
     let is_monitored = device.class.is_gpu() || options.health.nvml.is_some();
-    // NVML finds a device by its UUID only.
+    // The monitor finds its device by the UUID.
     if !is_monitored || device.uuid.is_empty() {
         return Ok(None);
     }
