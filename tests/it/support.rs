@@ -15,6 +15,10 @@ use tollgate_loadtest::client::{Connection, Protocol, Target};
 
 /// A plan with limits that no test reaches.
 pub const OPEN: &str = r#"
+[gateway.reads]
+requests_per_second = 10_000
+request_burst = 100_000
+
 [gateway.connections]
 new_per_second = 10_000
 new_burst = 10_000

@@ -118,9 +118,9 @@ section! {
     /// /v1/usage, which no plan limits, and on requests of admins.
     pub struct ReadLimits {
         /// Requests a second with one API key or token.
-        requests_per_second: u32 = 50, 1..=1_000_000;
+        requests_per_second: u32 = 100, 1..=1_000_000;
         /// Requests with one API key or token in a burst.
-        request_burst: u32 = 200, 1..=1_000_000;
+        request_burst: u32 = 1_000, 1..=1_000_000;
     }
 }
 
