@@ -11,6 +11,7 @@ fn errors(text: &str) -> String {
 
 /// One mistake, one line.
 #[test]
+#[allow(clippy::too_many_lines, reason = "one table of cases")]
 fn mistakes_have_place_and_key() {
     let tenants = "[plans.p]\n[tenants.a]\nplan = \"p\"\n";
     for (text, expected) in [

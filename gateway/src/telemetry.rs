@@ -136,11 +136,13 @@ impl Metrics {
             worker_losses: Gauge::default(),
             holds: Gauge::default(),
         };
-        metrics.register();
+        metrics.register_requests();
+        metrics.register_usage();
+        metrics.register_readings();
         Arc::new(metrics)
     }
 
-    fn register(&mut self) {
+    fn register_requests(&mut self) {
         // A clone shares its figures with the original, so later updates reach the registry.
         let Self { registry, .. } = self;
         registry.register("requests", "Requests answered", self.requests.clone());
@@ -173,6 +175,10 @@ impl Metrics {
             "Connections closed before the end of their TLS handshake",
             self.handshakes_failed.clone(),
         );
+    }
+
+    fn register_usage(&mut self) {
+        let Self { registry, .. } = self;
         registry.register("tokens", "Tokens metered", self.tokens.clone());
         registry.register_with_unit(
             "device",
@@ -192,6 +198,10 @@ impl Metrics {
             Unit::Seconds,
             self.stage_seconds.clone(),
         );
+    }
+
+    fn register_readings(&mut self) {
+        let Self { registry, .. } = self;
         registry.register(
             "ready",
             "1 if requests succeed: a worker is ready, usage can be recorded, no drain",

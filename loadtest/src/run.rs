@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 use crate::outcome::{End, Outcome};
 use crate::plan::{Due, Load, LoadError};
 use crate::report::Report;
-use crate::slot::{Slot, send};
+use crate::slot::{DueRequest, Slot, send};
 
 /// The progress of a run.
 #[derive(Debug, Default)]
@@ -70,7 +70,9 @@ pub async fn run(
         let connection = Arc::clone(&pool[turn % pool.len()]);
         let body = bodies.body(due);
         let Due { tenant, stream, .. } = due;
-        under_way.spawn(async move { send(&connection, tenant, body, stream, at, timeout).await });
+        under_way.spawn(async move {
+            send(&connection, DueRequest { tenant, body, stream, at, timeout }).await
+        });
     }
     while let Some(ended) = under_way.join_next().await {
         note(&mut outcomes, ended, &progress);

@@ -41,28 +41,31 @@ impl Slot {
     }
 }
 
-/// Sends `body` for tenant number `tenant`, due at `at`, and reads the answer.
-pub(crate) async fn send(
-    slot: &Slot,
-    tenant: usize,
-    body: Bytes,
-    stream: bool,
-    at: Instant,
-    timeout: Duration,
-) -> Outcome {
-    send_noting(slot, tenant, body, stream, at, timeout, &OnceLock::new()).await
+/// A request that is due.
+pub(crate) struct DueRequest {
+    /// The number of the tenant.
+    pub(crate) tenant: usize,
+    pub(crate) body: Bytes,
+    /// True if the body asks for a stream.
+    pub(crate) stream: bool,
+    /// The moment when the request is due.
+    pub(crate) at: Instant,
+    /// The longest time from then to the end of the answer.
+    pub(crate) timeout: Duration,
+}
+
+/// Sends a request and reads the answer.
+pub(crate) async fn send(slot: &Slot, request: DueRequest) -> Outcome {
+    send_noting(slot, request, &OnceLock::new()).await
 }
 
 /// Does the same as [`send`]. Sets `begun` at the first content of a stream.
 pub(crate) async fn send_noting(
     slot: &Slot,
-    tenant: usize,
-    body: Bytes,
-    stream: bool,
-    at: Instant,
-    timeout: Duration,
+    request: DueRequest,
     begun: &OnceLock<Duration>,
 ) -> Outcome {
+    let DueRequest { tenant, body, stream, at, timeout } = request;
     let mut late = Duration::ZERO;
     let sending = async {
         let connection = slot.open().await?;

@@ -42,6 +42,7 @@ fn operations<'a>(records: &'a [Value], operation: &str) -> Vec<&'a Value> {
 }
 
 #[tokio::test]
+#[allow(clippy::too_many_lines, reason = "one scenario, told in its order")]
 async fn audit_log_records_actors_and_shows_tampering() {
     let mut gateway = Tollgate::with_config(support::OPEN);
     let key = gateway.key("acme", &[]);

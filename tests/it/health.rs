@@ -115,6 +115,7 @@ async fn ask(connection: &Connection) -> u16 {
 }
 
 #[tokio::test]
+#[allow(clippy::too_many_lines, reason = "one scenario, told in its order")]
 async fn unhealthy_device_gets_no_work_until_healthy() {
     let folder = tempfile::tempdir().expect("a folder");
     let gpu = StandIn::build(&folder);

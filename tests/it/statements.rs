@@ -38,6 +38,7 @@ per_million_completion_tokens = "0.6"
 "#;
 
 #[tokio::test]
+#[allow(clippy::too_many_lines, reason = "one scenario, told in its order")]
 async fn monthly_statement_covers_every_record() {
     let mut gateway = Tollgate::with_config(PRICED);
     let (first, second) = (gateway.key("acme", &[]), gateway.key("acme", &[]));

@@ -47,6 +47,7 @@ fn check(found: &Result<CompletionRequest, Violation>, expected: Option<&str>, f
 }
 
 #[test]
+#[allow(clippy::too_many_lines, reason = "one table of cases")]
 fn chat_fields_keep_their_bounds() {
     let stop_of = |bytes: usize| format!(r#""stop":["{}"]"#, "s".repeat(bytes));
     let biases = |count: usize| {

@@ -46,6 +46,7 @@ fn penalty(offence: Offence) -> ApiError {
     ApiError::Penalty { offence, retry_after: Duration::from_millis(12_500) }
 }
 
+#[allow(clippy::too_many_lines, reason = "one table of cases")]
 fn every_error() -> Vec<ApiError> {
     let seconds = |seconds: u64| seconds * 1_000_000_000;
     let cap = |limit, wait| LimitRefusal {

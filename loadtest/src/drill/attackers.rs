@@ -19,7 +19,7 @@ use crate::outcome::End;
 use crate::plan::Random;
 use crate::run::chat_body;
 use crate::scenario::{AttackKind, Attacker};
-use crate::slot::{Slot, send_noting};
+use crate::slot::{DueRequest, Slot, send_noting};
 
 /// Requests of one attacker in flight at most.
 const MOST_UNDER_WAY: usize = 4_096;
@@ -176,8 +176,14 @@ impl One {
                 begun: OnceLock::new(),
                 counts: stream,
             };
-            let sending =
-                send_noting(&slot, 0, body.clone(), stream, wait.since, PATIENCE, &wait.begun);
+            let request = DueRequest {
+                tenant: 0,
+                body: body.clone(),
+                stream,
+                at: wait.since,
+                timeout: PATIENCE,
+            };
+            let sending = send_noting(&slot, request, &wait.begun);
             let outcome = match leaves {
                 None => sending.await,
                 Some(after) => match tokio::time::timeout(after, sending).await {

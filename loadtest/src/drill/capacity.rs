@@ -13,7 +13,7 @@ use crate::client::{Protocol, Target};
 use crate::outcome::End;
 use crate::run::chat_body;
 use crate::scenario::{Capacity, Rate, Scenario};
-use crate::slot::{Slot, send};
+use crate::slot::{DueRequest, Slot, send};
 
 /// The capacity for one kind of request.
 #[derive(Clone, Debug, serde::Serialize)]
@@ -91,7 +91,10 @@ async fn measure(
         loops.spawn(async move {
             let (mut answered, mut tokens, mut failure) = (0u64, 0u64, None);
             while Instant::now() < until {
-                let outcome = send(&slot, 0, body.clone(), true, Instant::now(), PATIENCE).await;
+                let outcome = {
+                    let (body, at, timeout) = (body.clone(), Instant::now(), PATIENCE);
+                    send(&slot, DueRequest { tenant: 0, body, stream: true, at, timeout }).await
+                };
                 if outcome.end == End::Done {
                     answered += 1;
                     tokens += outcome.tokens;

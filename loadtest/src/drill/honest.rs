@@ -14,7 +14,7 @@ use crate::client::{Protocol, Target};
 use crate::outcome::{End, Outcome};
 use crate::plan::Random;
 use crate::run::chat_body;
-use crate::slot::{Slot, send};
+use crate::slot::{DueRequest, Slot, send};
 
 /// A request of an honest tenant.
 #[derive(Clone, Debug)]
@@ -100,7 +100,10 @@ impl HonestSender {
             let body = bodies[prompt][usize::from(stream)].clone();
             let ground = Arc::clone(&ground);
             under_way.spawn(async move {
-                let outcome = send(&slot, 0, body, stream, at, PATIENCE).await;
+                let outcome = {
+                    let timeout = PATIENCE;
+                    send(&slot, DueRequest { tenant: 0, body, stream, at, timeout }).await
+                };
                 note(&ground.live, &outcome);
                 HonestSample { tenant, due, outcome }
             });

@@ -30,6 +30,7 @@ const SENDERS: u64 = 1_000;
 /// The largest promised ratio of a whole request's median.
 const MOST_OF_A_REQUEST: f64 = 1.1;
 
+#[allow(clippy::too_many_lines, reason = "one scenario, told in its order")]
 pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
     let built = build(options, &["-p", "tollgate-gateway", "--example", "many_tenants"])?;
     build(options, &["-p", "tollgate-loadtest", "--example", "many_keys"])?;

@@ -268,6 +268,7 @@ struct Heads {
     head_dim: usize,
 }
 
+#[allow(clippy::too_many_lines, reason = "one scenario, told in its order")]
 fn check_attention(
     kernels: Kernels,
     format: KvFormat,

@@ -127,6 +127,7 @@ fn format_3_is_migrated() {
 /// Format 4 has no energy: a reader reads it as it is, because archives stay forever,
 /// and a writer migrates it.
 #[test]
+#[allow(clippy::too_many_lines, reason = "one scenario, told in its order")]
 fn format_4_is_read_and_migrated() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");

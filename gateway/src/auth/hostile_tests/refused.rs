@@ -195,6 +195,7 @@ fn wrong_claims() -> Vec<Case> {
     ]
 }
 
+#[allow(clippy::too_many_lines, reason = "one table of cases")]
 fn broken_texts() -> Vec<Case> {
     let good = with_claims(json!({}));
     let parts: Vec<&str> = good.split('.').collect();

@@ -273,6 +273,7 @@ struct Heads {
     head_dim: HeadDim,
 }
 
+#[allow(clippy::too_many_lines, reason = "one scenario, told in its order")]
 fn check_rope(
     emulator: &Emulator,
     order: u32,

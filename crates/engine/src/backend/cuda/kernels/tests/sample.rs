@@ -138,6 +138,7 @@ fn asks(vocabulary: usize) -> Vec<Ask> {
 }
 
 /// Runs the kernel and returns the sampled token.
+#[allow(clippy::too_many_lines, reason = "one scenario, told in its order")]
 fn draw(
     emulator: &Emulator,
     order: u32,
