@@ -223,6 +223,8 @@ fn line(progress: &Progress) -> String {
     let Progress { due, done, refused, failed } = progress;
     let [due, done, refused, failed] =
         [due, done, refused, failed].map(|counter| counter.load(Ordering::Relaxed));
-    let under_way = due - done - refused - failed;
+    // Saturating: the counters are read one after the other, so a request may end
+    // between the first read and the last.
+    let under_way = due.saturating_sub(done + refused + failed);
     format!("{due} due, {done} answered, {refused} refused, {failed} failed, {under_way} under way")
 }
