@@ -1,6 +1,6 @@
 //! The admin listener's routes: health and metrics for machines, everything
 //! else for holders of the admin key. A route is closed unless it stands in
-//! the short open list of [`router`].
+//! the short open list of `router`.
 
 mod checkpoint;
 mod health;

@@ -4,6 +4,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
 use tokio_util::sync::CancellationToken;
 use tollgate_config::{Config, Loaded, Tenant};
 use tollgate_domain::{TenantId, UtcTime};
@@ -159,8 +160,16 @@ async fn hand_over(keys: &KeyStore, ledger: &LedgerHandle) -> Result<(), HandOve
         // share a commit.
         let (mut submitted, mut numbers) = (Vec::new(), Vec::new());
         for (number, action) in waiting {
-            submitted.push(ledger.submit(action));
+            let mut recorded = ledger.submit(action);
             numbers.push(number);
+            // A full queue refuses at once. The actions behind the refused one must
+            // wait with it, or the log would have them in another order.
+            match (&mut recorded).now_or_never() {
+                None => submitted.push(recorded),
+                Some(result) => {
+                    result?;
+                }
+            }
         }
         for recorded in submitted {
             recorded.await?;

@@ -1,5 +1,7 @@
 //! The worker processes that a config asks for, and the options of each one.
 
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -28,6 +30,14 @@ pub struct Planned {
 /// Writes each worker's options into `sockets`, beside the worker's socket.
 pub fn plan(config: &Config, data: &Path, sockets: &Path) -> Result<Vec<Planned>> {
     let Watchdog { silence, start, .. } = config.worker().watchdog;
+    // In the data folder even if the sockets are elsewhere: a cleaner of temporary
+    // folders deletes old files, and every restart of a worker reads this one.
+    let options_folder = data.join("run");
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(&options_folder)
+        .with_context(|| options_folder.display().to_string())?;
     let mut planned = Vec::new();
     for model in config.models() {
         let folder = match &model.path {
@@ -47,7 +57,7 @@ pub fn plan(config: &Config, data: &Path, sockets: &Path) -> Result<Vec<Planned>
                 model.name.clone(),
             );
             configure(&mut options, config, device);
-            let path = sockets.join(format!("{name}.json"));
+            let path = options_folder.join(format!("{name}.json"));
             options.write(&path).with_context(|| format!("cannot write {}", path.display()))?;
             planned.push(Planned {
                 name,

@@ -197,10 +197,14 @@ impl WorkerOptions {
         text.push(b'\n');
         // The rename replaces a file of an earlier start together with its mode.
         let unfinished = path.with_extension("new");
+        // A file that an interrupted start left would keep its own mode.
+        match fs::remove_file(&unfinished) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
         OpenOptions::new()
             .write(true)
-            .create(true)
-            .truncate(true)
+            .create_new(true)
             .mode(0o600)
             .open(&unfinished)?
             .write_all(&text)?;

@@ -1,10 +1,12 @@
-//! Sampling of tokens from rows of logits.
+//! Drawing tokens from rows of logits.
 //!
-//! A sample depends only on the row, on the request's own history and on its seed: never on
-//! neighbours, on the order of rows, or on other samples. Penalties and biases change the
-//! logits, temperature scales them, `top_k` and then `top_p` cut the tail, and one number
-//! of a counter-based generator selects a token. Log-probabilities come from the row before
-//! all these changes. No row is sorted, for any size of vocabulary.
+//! A draw depends on the row, the request's own history and its seed alone:
+//! never on neighbours, on the order of rows, or on what was drawn elsewhere.
+//! Penalties and biases change the logits, temperature scales them, `top_k` and
+//! then `top_p` cut the tail, and one number of a counter-based generator picks
+//! a token.
+//! Log-probabilities are the model's own: of the row as it came, before any of
+//! that. No row is sorted, whatever the vocabulary.
 
 mod exponential;
 mod generator;
@@ -20,34 +22,37 @@ use tail::Kept;
 
 pub use generator::choice_seed;
 
-/// Sampling parameters, with the meaning of OpenAI's API, plus vLLM's `top_k`.
+/// Sampling parameters with the meaning of OpenAI's API; `top_k` and
+/// `repetition_penalty` have the meaning of vLLM's.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
-    /// Divisor of the logits, 0 to 2. 0 always takes the most likely token.
+    /// 0 is greedy; up to 2.
     pub temperature: f32,
-    /// Number of most likely tokens to sample from; all tokens if absent.
+    /// Number of likeliest tokens to sample from; `None` for all.
     pub top_k: Option<NonZeroU32>,
-    /// Part of the probability, 0 to 1: the smallest set of most likely tokens that reaches
-    /// it is sampled from.
+    /// Part of the probability, 0 to 1, that the likeliest tokens must reach
+    /// together; less likely tokens are not sampled.
     pub top_p: f32,
-    /// Amount subtracted from the logit of each token that was generated before, -2 to 2.
+    /// Taken off the logit of each token that was generated before, -2 to 2.
     pub presence_penalty: f32,
-    /// Amount subtracted from the logit of a token for each time it was generated before,
-    /// -2 to 2.
+    /// Taken off the logit of a token for each time it was generated before, -2 to 2.
     pub frequency_penalty: f32,
-    /// Amounts added to logits: token ids, each at most once, and finite biases.
+    /// Divides the positive logit, and multiplies the negative one, of each token
+    /// that the prompt or the choice already has, as Hugging Face's
+    /// `RepetitionPenaltyLogitsProcessor` does; [`MIN_REPETITION_PENALTY`] to
+    /// [`MAX_REPETITION_PENALTY`]; 1 changes nothing.
     pub repetition_penalty: f32,
-    /// Seed of the generator. The same seed gives the same result.
+    /// Added to logits: token ids, each once, and finite biases.
     pub logit_bias: Vec<(u32, f32)>,
-    /// Number of most likely tokens to report beside the sampled one, up to 20. No
-    /// log-probabilities if absent.
+    /// Keys the generator; with it a result can be had again.
     pub seed: u64,
-    /// Creates parameters that always take the most likely token and request nothing else.
+    /// Absent: no log-probabilities. Else how many of the likeliest tokens are
+    /// reported beside the drawn one, up to 20.
     pub top_logprobs: Option<u32>,
 }
 
 impl SamplingParams {
-    /// The log-probabilities at one position.
+    /// The likeliest token each time, nothing else asked for.
     pub fn greedy(seed: u64) -> Self {
         Self {
             temperature: 0.0,
@@ -63,62 +68,61 @@ impl SamplingParams {
     }
 }
 
-/// Log-probability of the token at the position.
+/// Log-probabilities at one place.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenLogprobs {
-    /// Most likely tokens, most likely first, ties to the smaller id.
+    /// Log-probability of the token at the position.
     pub logprob: f32,
-    /// The number of times a choice has generated each token.
+    /// The likeliest tokens, likeliest first, ties to the smaller id.
     pub top: Vec<(u32, f32)>,
 }
 
-/// Creates empty counts.
+/// Counts of the tokens that a choice has generated.
 #[derive(Clone, Debug, Default)]
 pub struct TokenCounts(BTreeMap<u32, u32>);
 
 impl TokenCounts {
-    /// Returns every generated token with its count, ordered by token.
+    /// Creates counts without a token.
     pub const fn new() -> Self {
         Self(BTreeMap::new())
     }
 
-    /// Counts `token` once more.
+    /// Every token that was generated and how often, by token.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (u32, u32)> + '_ {
         self.0.iter().map(|(&token, &count)| (token, count))
     }
 
-    /// The position in a choice at which a token is sampled.
+    /// One more of `token`.
     pub fn add(&mut self, token: u32) {
         *self.0.entry(token).or_default() += 1;
     }
 }
 
-/// Seed of the choice; see [`choice_seed`].
+/// The position in a choice at which a token is sampled.
 #[derive(Clone, Copy, Debug)]
 pub struct SamplingPoint<'a> {
-    /// Number of tokens that the choice has generated before.
+    /// The choice's own seed; see [`choice_seed`].
     pub seed: u64,
-    /// Counts of these tokens; only read if a penalty is set.
+    /// Tokens that the choice has generated before.
     pub position: u32,
-    /// A sampled token.
+    /// Counts of the tokens that the choice has generated; read only if a penalty
+    /// applies.
     pub counts: &'a TokenCounts,
-    /// Id of the token.
+    /// The distinct tokens of the prompt in ascending order; read only where
+    /// there is a repetition penalty.
     pub prompt: &'a [u32],
 }
 
-/// Log-probabilities, if requested.
+/// A drawn token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SampledToken {
-    /// A sampler with reusable memory. Use one per thread.
+    /// Its id.
     pub token: u32,
-    /// Samples the next token of a choice from its row of logits. Returns `None` if no
-    /// logit is above minus infinity, which means that the model is broken.
-    ///
-    /// NaN counts as minus infinity. Ties go to the smaller id.
+    /// Log-probabilities, when the parameters ask for them.
     pub logprobs: Option<TokenLogprobs>,
 }
 
-/// Copies the row, adds biases and subtracts penalties.
+/// Draws tokens; keeps the memory that takes. One for each thread.
 #[derive(Debug, Default)]
 pub struct Sampler {
     weights: Vec<f32>,
@@ -127,15 +131,17 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// Converts the adjusted logits to weights and samples a token. `best` is the most
-    /// likely token.
+    /// Draws the next token of a choice from its row of logits. `None` when
+    /// no logit is above minus infinity: the model is broken.
+    ///
+    /// A logit that is not a number counts as minus infinity, ties go to the
+    /// smaller id.
     pub fn sample(
         &mut self,
         row: &[f32],
         params: &SamplingParams,
         point: SamplingPoint<'_>,
     ) -> Option<SampledToken> {
-        // The common greedy case needs no copy of the row.
         let token = if params.leaves_logits() && params.is_greedy() {
             likeliest::argmax(row)?
         } else {
@@ -147,7 +153,7 @@ impl Sampler {
         Some(SampledToken { token, logprobs })
     }
 
-    /// Rounding can leave a remainder after the last token.
+    /// Copies the row with biases added and penalties taken off.
     fn adjust(&mut self, row: &[f32], params: &SamplingParams, point: SamplingPoint<'_>) {
         self.weights.clear();
         self.weights.extend(row.iter().map(|&logit| likeliest::bounded(logit)));
@@ -159,8 +165,8 @@ impl Sampler {
         if !params.penalises() {
             return;
         }
-        // Returns the log-probability of `token` and of the `top` most likely tokens, from
-        // the unchanged row. No value is below [`LEAST_LOGPROB`], so all values are finite.
+        // The repetition penalty comes first, once for each token: vLLM and the
+        // kernel use the same order, so that a sample is the same everywhere.
         if params.penalises_repetition() {
             for &token in point.prompt {
                 self.penalise_repetition(token, params);
@@ -178,14 +184,16 @@ impl Sampler {
 
     fn penalise_repetition(&mut self, token: u32, params: &SamplingParams) {
         if let Some(logit) = self.weights.get_mut(token as usize) {
-            *logit = match *logit > 0.0 {
+            // A penalty below 1 may overflow; the kernel bounds the result alike.
+            *logit = likeliest::bounded(match *logit > 0.0 {
                 true => *logit / params.repetition_penalty,
                 false => *logit * params.repetition_penalty,
-            };
+            });
         }
     }
 
-    /// Written so that NaN also gives the smallest value.
+    /// Turns the adjusted logits into weights and picks one, `best` being the
+    /// likeliest.
     fn sample_by_weight(
         &mut self,
         best: u32,
@@ -194,7 +202,6 @@ impl Sampler {
     ) -> u32 {
         let highest = self.weights[best as usize];
         exponentials(&mut self.weights, highest, params.temperature.recip());
-        // `top_k` comes before `top_p`, as in vLLM.
         if let Some(most) = params.top_k {
             self.tail.cut(&mut self.weights, Kept::Count(most.get()));
         }
@@ -202,7 +209,6 @@ impl Sampler {
             self.tail.cut(&mut self.weights, Kept::Part(params.top_p));
         }
         self.sums.clear();
-        // Sums in a fixed order make the sample reproducible.
         self.sums.extend(self.weights.chunks(SUM_CHUNK).map(exponential::sum));
         let total: f64 = self.sums.iter().sum();
         let mut left = uniform(point.seed, point.position) * total;
@@ -220,17 +226,19 @@ impl Sampler {
                 left -= f64::from(weight);
             }
         }
-        // The reason for which sampling parameters were rejected.
+        // Rounding can leave a crumb behind the last token.
         best
     }
 }
 
-/// A number outside its range, or NaN.
+/// The log-probability of `token` and of the `top` likeliest, by the model's
+/// own distribution. Nothing is reported below [`LEAST_LOGPROB`], so that every
+/// figure is finite.
 pub fn token_logprobs(row: &[f32], token: u32, top: usize) -> TokenLogprobs {
     let normaliser = likeliest::log_sum_exp(row);
     let logprob = |logit: f32| {
         let value = (f64::from(likeliest::bounded(logit)) - normaliser) as f32;
-        // Name of the field.
+        // Written so that what is not a number goes to the floor as well.
         if value > LEAST_LOGPROB { value.min(0.0) } else { LEAST_LOGPROB }
     };
     TokenLogprobs {
@@ -242,59 +250,55 @@ pub fn token_logprobs(row: &[f32], token: u32, top: usize) -> TokenLogprobs {
     }
 }
 
-/// Value of the field.
+/// The reasons why sampling parameters are refused.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum SamplingError {
-    /// Smallest allowed value.
+    /// A number outside its range, or not a number.
     #[error("{field} is {value}; it lies between {low} and {high}")]
     Range {
-        /// Largest allowed value.
+        /// The field.
         field: &'static str,
-        /// A bias for a token that is not in the vocabulary.
+        /// Its value.
         value: f32,
-        /// Id of the token.
+        /// The least allowed.
         low: f32,
-        /// Size of the vocabulary.
+        /// The most allowed.
         high: f32,
     },
-    /// Too many biases.
+    /// A bias for a token that the model does not have.
     #[error("logit_bias names token {token}; the vocabulary has {vocabulary}")]
     Token {
-        /// Number of biases.
+        /// The token.
         token: u32,
-        /// Too many alternatives.
+        /// Its bound.
         vocabulary: u32,
     },
-    /// Number of requested alternatives.
+    /// Too many biases.
     #[error("logit_bias has {count} entries; at most {MAX_LOGIT_BIAS} are allowed")]
     Biases {
-        /// Returns true if the most likely token is always taken.
+        /// Number of entries in the request.
         count: usize,
     },
-    /// Returns true if generated tokens change later logits.
+    /// Too many alternatives.
     #[error("top_logprobs is {count}; at most {MAX_TOP_LOGPROBS} are allowed")]
     TopLogprobs {
-        /// Checks the bounds of all fields.
-        ///
-        /// # Errors
-        ///
-        /// [`SamplingError`] for the first field outside its bounds.
+        /// Number of alternatives in the request.
         count: u32,
     },
 }
 
 impl SamplingParams {
-    /// Written so that NaN is outside.
+    /// Returns true if the likeliest token is always sampled.
     pub fn is_greedy(&self) -> bool {
         self.temperature < LEAST_TEMPERATURE
     }
 
-    /// Largest number of entries in `logit_bias`.
+    /// Returns true if the logits of earlier tokens change.
     pub fn penalises(&self) -> bool {
         self.presence_penalty != 0.0 || self.frequency_penalty != 0.0 || self.penalises_repetition()
     }
 
-    /// Largest number of reported alternatives.
+    /// Returns true if the tokens of the prompt matter, too.
     pub fn penalises_repetition(&self) -> bool {
         self.repetition_penalty != 1.0
     }
@@ -303,7 +307,10 @@ impl SamplingParams {
         self.logit_bias.is_empty() && !self.penalises()
     }
 
-    /// Largest absolute bias.
+    /// Checks every bound that the fields state.
+    ///
+    /// # Errors
+    /// [`SamplingError`] for the first field that breaks its bound.
     pub fn check(&self, vocabulary: u32) -> Result<(), SamplingError> {
         for (field, value, low, high) in [
             ("temperature", self.temperature, 0.0, 2.0),
@@ -317,7 +324,7 @@ impl SamplingParams {
                 MAX_REPETITION_PENALTY,
             ),
         ] {
-            // Smallest reported log-probability.
+            // Written so that NaN is outside.
             if !(low..=high).contains(&value) {
                 return Err(SamplingError::Range { field, value, low, high });
             }
@@ -341,10 +348,9 @@ impl SamplingParams {
     }
 }
 
-/// Temperature below which f32 gives all weight to the most likely token.
+/// The largest repetition penalty.
 pub const MAX_REPETITION_PENALTY: f32 = 10.0;
-/// Weights are summed in chunks of this size, so that finding the sampled token reads few
-/// of them.
+/// The smallest repetition penalty: a logit is divided by it.
 pub const MIN_REPETITION_PENALTY: f32 = 0.01;
 /// Entries of `logit_bias` at most.
 pub const MAX_LOGIT_BIAS: usize = 1_024;

@@ -228,12 +228,10 @@ impl<S: Service> Answers<S> {
         &self,
         request: Request<Incoming>,
     ) -> Answering<S::Body, impl Future<Output = Answered<S::Body>> + use<S>> {
-        let (mut in_flight, refusal) = RequestInFlight::begin(&self.activity);
-        if request.method() == Method::HEAD {
-            in_flight.complete_without_body();
-        }
+        let (in_flight, refusal) = RequestInFlight::begin(&self.activity);
         let end = ResponseEnd {
             in_flight,
+            is_bodiless: request.method() == Method::HEAD,
             has_body: !request.body().is_end_stream(),
             is_bad: matches!(refusal, Some(RequestRefusal::BadHead(_))),
         };
@@ -319,6 +317,8 @@ impl<B: Unpin, F: Future<Output = Answered<B>>> Future for Answering<B, F> {
 /// The facts about a request that its response needs on this connection.
 struct ResponseEnd {
     in_flight: RequestInFlight,
+    /// True if the response has a head alone, as for HEAD.
+    is_bodiless: bool,
     /// True if the request has a body, which may be unread.
     has_body: bool,
     /// True if the head was refused, so that the connection cannot go on.
@@ -327,10 +327,14 @@ struct ResponseEnd {
 
 impl ResponseEnd {
     /// Wraps `response` so that its end ends the request.
-    fn wrap<B>(self, mut response: Response<Either<Full<Bytes>, B>>) -> Response<Content<B>>
+    fn wrap<B>(mut self, mut response: Response<Either<Full<Bytes>, B>>) -> Response<Content<B>>
     where
         B: http_body::Body<Data = Bytes, Error: Into<BoxError>>,
     {
+        // Only now: a stream that is reset before its response counts as a cancel.
+        if self.is_bodiless {
+            self.in_flight.complete_without_body();
+        }
         if self.is_bad {
             response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
         }

@@ -267,9 +267,9 @@ fn block_bytes(config: &ModelConfig) -> u64 {
 /// Returns the number of KV blocks that fit into `bytes`, at most as many as a batch
 /// can use.
 fn blocks_in(config: &ModelConfig, bytes: u64) -> u32 {
-    // Each token of the cache may also be on the lists of counted tokens, which take 8
-    // bytes a token.
-    let block = block_bytes(config) + u64::from(BLOCK_TOKENS) * 8;
+    // Each token of the cache may also be on the lists of counted tokens and of
+    // prompts, which take 12 bytes a token.
+    let block = block_bytes(config) + u64::from(BLOCK_TOKENS) * 12;
     u32::try_from(bytes / block).unwrap_or(u32::MAX).min(most_blocks(config))
 }
 

@@ -164,7 +164,8 @@ DEVICE double uniform(u64 seed, u32 position) {
 
 // Applies the repetition penalty to the logit of an earlier token.
 DEVICE float less_repeated(float logit, float repetition) {
-    return logit > 0 ? divided(logit, repetition) : times(logit, repetition);
+    // A penalty below 1 may overflow.
+    return bounded(logit > 0 ? divided(logit, repetition) : times(logit, repetition));
 }
 
 // Copies the row, adds biases and subtracts penalties.

@@ -120,7 +120,7 @@ fn asks(vocabulary: usize) -> Vec<Ask> {
             repeated.prompt.dedup();
             repeated.pending = pending;
             let mut favoured = repeated.clone();
-            favoured.params.repetition_penalty = 0.6;
+            favoured.params.repetition_penalty = 0.01; // large logits overflow
             favoured.params.presence_penalty = 0.3;
             let mut alone = repeated.clone();
             alone.params.frequency_penalty = 0.0;
