@@ -1,8 +1,11 @@
-//! `tollgate config`: checks, shows and describes the configuration.
+//! `tollgate config`: checks, shows and describes the configuration, and reloads that of a
+//! running gateway.
 
-use anyhow::Result;
+use anyhow::{Context, Result};
+use serde::Deserialize;
 use tollgate_config::Config;
 
+use crate::admin::{Admin, Ask, ask};
 use crate::common::{Place, say};
 
 /// Check, show and describe the configuration.
@@ -18,6 +21,10 @@ enum ConfigAction {
     Check(Place),
     /// Print every value in force and its source.
     Show(Place),
+    /// Print what a reload of the running gateway would change.
+    Diff(Admin),
+    /// Make the running gateway read its config again.
+    Reload(Admin),
     /// Print the JSON schema of config files.
     Schema,
     /// Print an example file with every key at its default.
@@ -37,11 +44,82 @@ pub fn run(arguments: ConfigArguments) -> Result<()> {
             ))?;
         }
         ConfigAction::Show(place) => say(place.show()?)?,
+        ConfigAction::Diff(admin) => say(reload(&admin, "/config/reload?dry_run")?.shown())?,
+        ConfigAction::Reload(admin) => say(reload(&admin, "/config/reload")?.shown())?,
         ConfigAction::Schema => say(format!("{:#}\n", Config::schema()))?,
         ConfigAction::Example => say(Config::example())?,
     }
     Ok(())
 }
+
+/// The gateway's answer to a reload.
+#[derive(Deserialize)]
+struct Reload {
+    applied: bool,
+    certificate_renewed: bool,
+    changes: Vec<Change>,
+}
+
+/// A changed key.
+#[derive(Deserialize)]
+struct Change {
+    key: String,
+    old: Option<String>,
+    new: Option<String>,
+    place: String,
+    effect: String,
+}
+
+/// Asks the running gateway for a reload at `path` of its admin listener. The gateway reads
+/// its own files, environment and flags.
+fn reload(admin: &Admin, path: &str) -> Result<Reload> {
+    // One request is sent, so one thread is enough.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let body = runtime.block_on(async {
+        let connection = admin.connect().await?;
+        ask(&connection, Ask::Post(path)).await
+    })?;
+    serde_json::from_str(&body).context("cannot parse the gateway's answer")
+}
+
+impl Reload {
+    /// Returns the lines for the terminal, of 80 columns at most.
+    fn shown(&self) -> String {
+        let Self { applied, certificate_renewed, changes } = self;
+        let mut text = String::new();
+        for Change { key, old, new, place, effect } in changes {
+            let [old, new] = [old, new].map(|value| value.as_deref().unwrap_or("not set"));
+            text.push_str(&fitted(format!("{effect:8}{key}  {place}")));
+            text.push_str(&fitted(format!("        {old} -> {new}")));
+        }
+        if *certificate_renewed {
+            text.push_str("live    the certificate is renewed\n");
+        }
+        let pending = changes.iter().filter(|change| change.effect == "restart").count();
+        let live = changes.len() - pending;
+        text.push_str(&match (changes.len(), applied) {
+            (0, _) if !certificate_renewed => {
+                "no key differs from the config in force\n".to_owned()
+            }
+            (_, true) => {
+                format!("{} in force, {pending} pending until a restart\n", counted(live, "change"))
+            }
+            (_, false) => format!("{} live, {pending} after a restart\n", counted(live, "change")),
+        });
+        text
+    }
+}
+
+/// Returns a line of at most 80 characters.
+fn fitted(line: String) -> String {
+    if line.chars().count() <= COLUMNS {
+        return line + "\n";
+    }
+    line.chars().take(COLUMNS - 1).chain(['…', '\n']).collect()
+}
+
+/// Columns of a terminal.
+const COLUMNS: usize = 80;
 
 fn counted(count: usize, what: &str) -> String {
     let plural = if count == 1 { "" } else { "s" };

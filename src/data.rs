@@ -6,12 +6,19 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, Mode, flock};
 use rustix::io::Errno;
 
 /// A lock on a data folder, held until the value is dropped.
 pub struct Locked {
     _file: File,
+}
+
+/// Sets the umask of this process and of its workers: whatever they make is for its
+/// owner only, files 0600 and folders 0700. SQLite and other libraries make files
+/// without naming a mode, so the modes cannot be set one by one.
+pub fn keep_files_private() {
+    rustix::process::umask(Mode::RWXG | Mode::RWXO);
 }
 
 /// Creates `folder` if it is missing, for its owner only (0700).
@@ -57,11 +64,33 @@ pub fn lock(folder: &Path) -> Result<Locked> {
         Err(Errno::WOULDBLOCK) => bail!("data folder {shown} is in use by {}", holder(&mut file)),
         Err(error) => return Err(error).with_context(|| format!("cannot lock {shown}")),
     }
+    close_to_others(folder, DEEPEST);
     // The file keeps the text of the last holder until it is overwritten.
     file.set_len(0)?;
     file.rewind()?;
     writeln!(file, "{}", std::process::id())?;
     Ok(Locked { _file: file })
+}
+
+/// Takes the permissions of other users from everything in `folder`: an earlier
+/// version, or a copy of the folder, may have left some. SQLite gives its log the mode
+/// of the database, so an open database would stay open.
+fn close_to_others(folder: &Path, depth: u32) {
+    // A folder that cannot be listed holds nothing that this user made.
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        // The metadata of a link is its own: the file behind it may be anywhere.
+        let Ok(metadata) = entry.metadata() else { continue };
+        let (path, mode) = (entry.path(), metadata.permissions().mode());
+        if !metadata.is_symlink() && mode & 0o077 != 0 {
+            let closed = fs::set_permissions(&path, fs::Permissions::from_mode(mode & 0o700));
+            if let Err(error) = closed {
+                tracing::warn!(%error, path = %path.display(), "cannot close a file of the data folder to other users");
+            }
+        }
+        if metadata.is_dir() && depth > 0 {
+            close_to_others(&path, depth - 1);
+        }
+    }
 }
 
 /// Returns a description of the lock's holder, which wrote its process id into the
@@ -73,6 +102,9 @@ fn holder(file: &mut File) -> String {
         _ => "another tollgate".to_owned(),
     }
 }
+
+/// Folders within folders of the data folder: `workers/NAME/journal` has three.
+const DEEPEST: u32 = 8;
 
 #[cfg(test)]
 mod tests {

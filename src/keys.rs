@@ -9,7 +9,7 @@ use tollgate_domain::{KeyId, ModelName, Network, PlanName, TenantId, UtcTime};
 use tollgate_gateway::auth::{Endpoint, KeyOptions, KeyRecord, KeyStore, NewKey, Scopes, UnderWay};
 
 use crate::common::{Place, day, now, say, span, table};
-use crate::data;
+use crate::{data, manifest};
 
 /// Create, list, rotate and revoke API keys.
 #[derive(clap::Args)]
@@ -169,11 +169,20 @@ fn list(list: ListKeys) -> Result<()> {
     let tenant = list.tenant.as_deref().map(TenantId::new).transpose()?;
     let records = store.list(tenant.as_ref())?;
     if list.json {
-        let rows: Vec<_> = records.iter().map(as_json).collect();
+        let rows: Vec<_> =
+            records.iter().map(|record| ListedKey { state: state(record), record }).collect();
         return say(format!("{:#}\n", serde_json::json!({ "keys": rows })));
     }
     let rows: Vec<Vec<String>> = records.iter().map(as_row).collect();
     say(table(&["key", "tenant", "plan", "only", "state", "created", "expires", "label"], &rows))
+}
+
+/// A key in the list as JSON.
+#[derive(serde::Serialize)]
+struct ListedKey<'a> {
+    state: &'static str,
+    #[serde(flatten)]
+    record: &'a KeyRecord,
 }
 
 fn open(place: &Place) -> Result<(Config, KeyStore)> {
@@ -187,6 +196,8 @@ fn open(place: &Place) -> Result<(Config, KeyStore)> {
     // Closes a folder that others could read before a secret's hash is written to
     // it.
     data::make(folder)?;
+    // A key in a new database would be the only one that works.
+    manifest::refuse_loss(folder, "keys.db")?;
     let store = KeyStore::open_to_change(folder)
         .with_context(|| format!("the keys of data folder {}", folder.display()))?;
     Ok((config, store))
@@ -237,27 +248,6 @@ fn only(scopes: &Scopes) -> String {
     let sources = sources.iter().flatten().map(|network| format!("from {network}"));
     let only: Vec<String> = models.chain(endpoints).chain(sources).collect();
     if only.is_empty() { "-".to_owned() } else { only.join(", ") }
-}
-
-fn as_json(record: &KeyRecord) -> serde_json::Value {
-    let KeyRecord {
-        id,
-        tenant,
-        label,
-        scopes,
-        created,
-        expires,
-        revoked,
-        ends_requests,
-        rotated_from,
-        plan,
-    } = record;
-    serde_json::json!({
-        "key": id, "tenant": tenant, "label": label, "state": state(record), "scopes": scopes,
-        "created_ns": created, "expires_ns": expires, "revoked_ns": revoked,
-        "ends_requests": ends_requests,
-        "rotated_from": rotated_from, "plan": plan,
-    })
 }
 
 fn key_id(text: &str) -> Result<KeyId> {

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result, bail};
 use serde_json::json;
 use tollgate_domain::UtcMonth;
-use tollgate_ledger::{AdminAction, Archivable, Checked, Finding, Ledger, Range};
+use tollgate_ledger::{AdminAction, Archivable, Checked, Finding, Ledger, Manifest, Range};
 
 use crate::common::{self, Place, now, say};
 use crate::{audit, data};
@@ -192,6 +192,7 @@ fn restore(arguments: &Restore) -> Result<()> {
     let action = done("restored", json!({ "from": from.display().to_string() }));
     let aside = Ledger::restore(&from, &path, &action)
         .with_context(|| format!("cannot restore {}", path.display()))?;
+    Manifest::replace_ledger(folder).context("the ledger is restored, but not the manifest")?;
     let kept = match aside {
         Some(aside) => format!("; the old ledger is {}", aside.display()),
         None => String::new(),
@@ -239,6 +240,7 @@ fn archive(arguments: &Archive) -> Result<()> {
             out.display()
         )
     })?;
+    Manifest::replace_ledger(folder)?;
     // The ledger was rewritten, so it is checked before the success is reported.
     let checked = Ledger::check_file(&path)?;
     if !checked.is_sound() {

@@ -89,9 +89,13 @@ pub struct LoadtestArguments {
     /// The seconds after which an answer counts as lost.
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     timeout: u64,
-    /// The random seed. The same seed sends the same requests at the same times.
-    #[arg(long, default_value_t = 1)]
-    seed: u64,
+    /// The random seed. The same seed sends the same requests at the same times
+    /// [default: 1, or the scenario's].
+    #[arg(long)]
+    seed: Option<u64>,
+    /// The number of random shapes (scenario random_shapes).
+    #[arg(long, value_name = "N", requires = "scenario")]
+    requests: Option<NonZeroU32>,
     /// Also write the report as JSON.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -163,7 +167,7 @@ fn load(arguments: &LoadtestArguments) -> Result<Load> {
         },
         in_flight: arguments.in_flight,
         timeout: Duration::from_secs(arguments.timeout),
-        seed: arguments.seed,
+        seed: arguments.seed.unwrap_or(1),
     })
 }
 

@@ -7,7 +7,11 @@ use tollgate_gateway::telemetry::{LogFormat, LogOptions, log_subscriber};
 
 /// Starts the log. Called once in the process.
 pub fn start() {
-    let format = if std::io::stderr().is_terminal() { LogFormat::Pretty } else { LogFormat::Json };
+    let format = match std::io::stderr().is_terminal() {
+        false => LogFormat::Json,
+        true if tollgate_config::wants_no_colours() => LogFormat::Plain,
+        true => LogFormat::Coloured,
+    };
     let filter = tollgate_config::log_filter();
     let chosen = log_subscriber(&LogOptions { format, filter }, std::io::stderr);
     // A wrong filter must not stop the gateway, so the default filter takes its

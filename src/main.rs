@@ -3,6 +3,7 @@
 
 use std::process::ExitCode;
 
+mod admin;
 mod audit;
 mod chat;
 mod cli;
@@ -13,6 +14,7 @@ mod keys;
 mod ledger;
 mod loadtest;
 mod logging;
+mod manifest;
 mod own_gateway;
 mod penalties;
 mod statement;
@@ -29,6 +31,7 @@ fn main() -> ExitCode {
         Ok(command) => command,
         Err(exit) => return exit,
     };
+    data::keep_files_private();
     let result = match command {
         cli::Command::Up(arguments) => up::run(arguments),
         cli::Command::Worker(arguments) => return worker::run(*arguments),

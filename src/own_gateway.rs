@@ -46,6 +46,9 @@ const LONGEST_START: Duration = Duration::from_secs(300);
 /// Time that the gateway has to end after SIGTERM.
 const LONGEST_END: Duration = Duration::from_secs(20);
 
+/// The file of the log, within the folder.
+const LOG: &str = "log";
+
 /// Lines of the log that an error at the start shows.
 const SHOWN_LINES: usize = 12;
 
@@ -62,7 +65,7 @@ impl OwnGateway {
         fs::write(&config_path, config)?;
         let data = folder.0.join("data");
         let keys = make_keys(&config_path, &data, wanted)?;
-        let log = folder.0.join("log");
+        let log = folder.0.join(LOG);
         let program = std::env::current_exe().context("this program's own path")?;
         let mut child = Command::new(program)
             // Port 0 takes a free port, so that several of these gateways can run at
@@ -97,6 +100,16 @@ impl OwnGateway {
         self.folder.0.join("data/tls/ca.pem")
     }
 
+    /// Returns the path of the log of the gateway and its workers.
+    pub fn log(&self) -> PathBuf {
+        self.folder.0.join(LOG)
+    }
+
+    /// Returns the process id of the gateway.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Returns the process ids of the gateway's workers.
     pub fn workers(&self) -> Vec<u32> {
         let Ok(tasks) = fs::read_dir(format!("/proc/{}/task", self.child.id())) else {
@@ -117,6 +130,7 @@ impl OwnGateway {
     ///
     /// # Errors
     /// The gateway did not end in time, or ended with an error.
+    #[expect(clippy::disallowed_methods, reason = "the wait for the process has a bound")]
     pub fn end(mut self) -> Result<()> {
         let pid = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(pid, rustix::process::Signal::TERM)?;
@@ -187,6 +201,7 @@ pub fn make_key(
 }
 
 /// Waits until the gateway is ready. Returns its addresses.
+#[expect(clippy::disallowed_methods, reason = "the wait for the process has a bound")]
 fn await_ready(child: &mut Child) -> Result<(String, String)> {
     let output = child.stdout.take().context("its output was piped")?;
     let (sender, lines) = sync_channel(64);

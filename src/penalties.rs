@@ -1,17 +1,12 @@
 //! `tollgate penalties`: lists and lifts the penalties for repeated offences. Uses
 //! the admin listener of a running gateway.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
-use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::admin::{Admin, Ask, ask};
+use crate::common::{say, table};
 use anyhow::{Context, Result, bail};
-use http_body_util::BodyExt;
 use serde::Deserialize;
-use tollgate_config::Config;
-use tollgate_loadtest::client::{Connection, Protocol, Target};
-
-use crate::common::{Place, say, table};
 
 /// List and lift penalties.
 #[derive(clap::Args)]
@@ -56,19 +51,6 @@ struct Offender {
     source: Option<String>,
 }
 
-/// The address of the admin listener and the files that give access.
-#[derive(clap::Args)]
-struct Admin {
-    #[command(flatten)]
-    place: Place,
-    /// The admin listener [default: from the config].
-    #[arg(long, value_name = "URL")]
-    url: Option<String>,
-    /// The CA certificate to trust [default: DATA/tls/ca.pem].
-    #[arg(long, value_name = "FILE")]
-    ca: Option<PathBuf>,
-}
-
 /// Runs the subcommand.
 pub fn run(arguments: PenaltiesArguments) -> Result<()> {
     // One request is sent, so one thread is enough.
@@ -95,7 +77,7 @@ async fn list(list: ListPenalties) -> Result<()> {
         left_ms: u64,
     }
     let connection = list.admin.connect().await?;
-    let body = ask(&connection, Ask::List).await?;
+    let body = ask(&connection, Ask::Get("/v1/penalties")).await?;
     if list.json {
         let value: serde_json::Value = serde_json::from_str(&body)?;
         return say(format!("{value:#}\n"));
@@ -122,69 +104,6 @@ async fn lift(lift: Lift) -> Result<()> {
         bail!("{name:?} is not a valid {kind}");
     }
     let connection = lift.admin.connect().await?;
-    ask(&connection, Ask::Lift { kind, name }).await?;
+    ask(&connection, Ask::Delete(&format!("/v1/penalties/{kind}/{name}"))).await?;
     say(format!("{kind} {name} has no penalty now\n"))
-}
-
-impl Admin {
-    async fn connect(&self) -> Result<Connection> {
-        let config = self.place.load()?;
-        let url = self.url.clone().unwrap_or_else(|| url(&config));
-        let ca = self.ca.clone().unwrap_or_else(|| config.data().join("tls/ca.pem"));
-        // The running gateway wrote this key; access to the file is the permission.
-        let key_file = config.data().join("admin.key");
-        let key = std::fs::read_to_string(&key_file).with_context(|| {
-            format!("admin key {} (does `tollgate up` use this data folder?)", key_file.display())
-        })?;
-        let target = Target::new(&url, &ca, &key)?;
-        Ok(target.connect(Protocol::Either).await?)
-    }
-}
-
-/// Returns the address of the config's admin listener, as this host reaches it.
-fn url(config: &Config) -> String {
-    let mut address = config.gateway().admin_listen;
-    match address.ip() {
-        // An unspecified address is no target, but a listener on it also listens on
-        // loopback.
-        IpAddr::V4(ip) if ip.is_unspecified() => address.set_ip(Ipv4Addr::LOCALHOST.into()),
-        IpAddr::V6(ip) if ip.is_unspecified() => address.set_ip(Ipv6Addr::LOCALHOST.into()),
-        _ => {}
-    }
-    format!("https://{address}")
-}
-
-/// A request to the admin listener.
-enum Ask<'a> {
-    List,
-    Lift { kind: &'a str, name: &'a str },
-}
-
-/// Returns the body of a successful answer. Any other answer is an error with the
-/// gateway's message.
-async fn ask(connection: &Connection, ask: Ask<'_>) -> Result<String> {
-    #[derive(Deserialize)]
-    struct Refused {
-        error: Why,
-    }
-    #[derive(Deserialize)]
-    struct Why {
-        message: String,
-    }
-    let response = match ask {
-        Ask::List => connection.get("/v1/penalties").await?,
-        Ask::Lift { kind, name } => {
-            connection.delete(&format!("/v1/penalties/{kind}/{name}")).await?
-        }
-    };
-    let status = response.status();
-    let body = response.into_body().collect().await?.to_bytes();
-    let body = String::from_utf8(body.to_vec()).context("cannot parse the gateway's answer")?;
-    if status.is_success() {
-        return Ok(body);
-    }
-    match serde_json::from_str::<Refused>(&body) {
-        Ok(Refused { error }) => bail!("the gateway answered {status}: {}", error.message),
-        Err(_) => bail!("the gateway answered {status}"),
-    }
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tollgate_config::{Config, Flags};
@@ -18,11 +18,13 @@ use tollgate_domain::{TenantId, WorkerName};
 use tollgate_gateway::audit::{config_loaded, plans_in_force, record, sign};
 use tollgate_gateway::auth::{KeyOptions, KeyStore, Scopes};
 use tollgate_gateway::workers::WorkerReport;
-use tollgate_gateway::{Clock, Gateway, GatewayOptions, GatewayService};
+use tollgate_gateway::{
+    Clock, Gateway, GatewayOptions, GatewayService, ReloadRun, Reloader, Shutdown,
+};
 use tollgate_ledger::{Ledger, LedgerError, LedgerHandle, LedgerOptions};
 
 use crate::common::{load, now};
-use crate::{audit, data, logging};
+use crate::{audit, data, logging, manifest};
 
 mod banner;
 mod demo_model;
@@ -57,6 +59,10 @@ pub struct UpArguments {
     /// The device: auto, cpu, cuda, cuda:INDEX or cuda:UUID.
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
+    /// Start although ledger.db, keys.db or idempotency.db is missing, empty or older
+    /// than the data folder. The audit log records the loss.
+    #[arg(long)]
+    accept_loss: bool,
     /// The control of a benchmark, in no program but its own: what is posted
     /// is answered and forgotten.
     #[cfg(feature = "bench")]
@@ -74,6 +80,7 @@ pub fn run(arguments: UpArguments) -> Result<()> {
         admin_listen,
         model,
         device,
+        accept_loss,
         #[cfg(feature = "bench")]
         without_ledger,
     } = arguments;
@@ -84,18 +91,23 @@ pub fn run(arguments: UpArguments) -> Result<()> {
     let flags = Flags { listen, admin_listen, data, model, device };
     let config = Arc::new(load(config, flags)?);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(serve(config, open))
+    runtime.block_on(serve(config, open, accept_loss))
 }
 
 /// Opens the ledger: the real one, or the control of a benchmark.
 type OpenLedger = fn(LedgerOptions) -> Result<LedgerHandle, LedgerError>;
 
-async fn serve(config: Arc<Config>, open: OpenLedger) -> Result<()> {
+async fn serve(config: Arc<Config>, open: OpenLedger, accept_loss: bool) -> Result<()> {
+    // Before all work: without this handler the signal ends the process.
+    let hangups = signal(SignalKind::hangup())?;
     // Workers get this path in a file, so it must not depend on a working folder.
-    let folder = std::path::absolute(config.data()).context("data folder")?;
+    let folder = workers::text_path(std::path::absolute(config.data()).context("data folder")?)?;
     // The lock comes first: two instances on one ledger would damage it.
     let lock = data::lock(&folder)?;
+    // Before any database is opened, because that makes an empty one.
+    let losses = manifest::check(&folder, accept_loss)?;
     let ledger = open_ledger(&config, &folder, open).await?;
+    manifest::record_losses(&ledger, &losses).await?;
     let keys = KeyStore::open(&folder).context("cannot open the keys")?;
     if config.is_demo() {
         make_demo_key(&folder, &keys)?;
@@ -111,42 +123,57 @@ async fn serve(config: Arc<Config>, open: OpenLedger) -> Result<()> {
         clock: Clock::system(),
     })
     .await?;
+    // All three databases are open by now.
+    manifest::begin(&folder).await?;
 
     let gateway = service.gateway();
+    let reloader = service.reloader();
     let addresses = banner::Addresses { public: service.local_addr(), admin: service.admin_addr() };
     // The ports are bound by now: a port in use must fail before the models are
     // loaded.
     let processes = Arc::new(WorkerProcesses::start(planned, &gateway));
     let (serving, stop) = (TaskTracker::new(), CancellationToken::new());
+    serving.spawn(manifest::follow(folder.clone(), stop.clone()));
+    serving.spawn(stop.clone().run_until_cancelled_owned(reload_on(hangups, reloader)));
     let workers = Arc::clone(&processes);
-    let served = serving.spawn(service.run(stop.clone(), async move {
+    let stop_now = CancellationToken::new();
+    let shutdown = Shutdown { drain: stop.clone(), now: stop_now.clone() };
+    let served = serving.spawn(service.run(shutdown, async move {
         if let Err(error) = workers.end().await {
             tracing::error!(error = format!("{error:#}"), "a worker process could not be ended");
         }
     }));
+    let mut stops = StopSignals::listen()?;
     let ended = tokio::select! {
         ready = processes.until_ready(&gateway) => match ready {
             Ok(()) => {
                 // Scripts wait for the banner, so it appears only when requests
                 // succeed.
                 banner::print(&config, addresses, &gateway)?;
-                shutdown_signal().await
+                stops.next().await;
+                Ok(())
             }
             Err(error) => Err(error),
         },
-        signalled = shutdown_signal() => signalled,
+        () = stops.next() => Ok(()),
     };
     // The service ends requests first, then the workers, then the tasks that post
     // the workers' journals: each stage needs the next one until it has ended.
     stop.cancel();
+    let mut served = served;
+    let served = tokio::select! {
+        served = &mut served => served,
+        () = stops.next() => {
+            tracing::warn!("second signal; running requests are cut now");
+            stop_now.cancel();
+            served.await
+        }
+    };
     // An error waits until the audit log is signed and the lock is released.
-    let served = served.await.context("the gateway panicked");
-    if let Err(error) = sign(&ledger).await {
-        tracing::error!(
-            error = &error as &dyn std::error::Error,
-            "cannot sign the audit log; its last records stay unsigned"
-        );
-    }
+    let served = served.context("the gateway panicked");
+    serving.close();
+    serving.wait().await;
+    sign_last_records(&ledger, &folder).await;
     // Released last: the next instance must find the ledger and the journals at
     // rest.
     drop(lock);
@@ -179,15 +206,47 @@ async fn open_ledger(config: &Config, folder: &Path, open: OpenLedger) -> Result
     Ok(ledger)
 }
 
-/// Waits for SIGTERM or SIGINT.
-async fn shutdown_signal() -> Result<()> {
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    tokio::select! {
-        _ = terminate.recv() => {}
-        _ = interrupt.recv() => {}
+/// Signs the audit log and notes the checkpoint in the manifest. An error must not
+/// keep the process from ending.
+async fn sign_last_records(ledger: &LedgerHandle, folder: &Path) {
+    if let Err(error) = sign(ledger).await {
+        tracing::error!(
+            error = &error as &dyn std::error::Error,
+            "cannot sign the audit log; its last records stay unsigned"
+        );
     }
-    Ok(())
+    if let Err(error) = manifest::refresh(folder).await {
+        tracing::error!(error = format!("{error:#}"), "the manifest of the data folder stays old");
+    }
+}
+
+/// Reloads the config at each SIGHUP. Signals that come during a reload cause one more.
+async fn reload_on(mut hangups: Signal, reloader: Reloader) {
+    while hangups.recv().await.is_some() {
+        // The reload logs its result.
+        let _ = reloader.reload("SIGHUP", ReloadRun::Apply).await;
+    }
+}
+
+/// The signals that stop the gateway: SIGTERM and SIGINT.
+struct StopSignals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl StopSignals {
+    fn listen() -> Result<Self> {
+        let terminate = signal(SignalKind::terminate())?;
+        Ok(Self { terminate, interrupt: signal(SignalKind::interrupt())? })
+    }
+
+    /// Waits for the next signal.
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
 }
 
 /// The worker processes, each with a supervisor task.

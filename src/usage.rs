@@ -6,6 +6,7 @@ use tollgate_domain::{DeviceClass, DeviceNanos, KeyId, Millijoules, ModelName, T
 use tollgate_ledger::{GroupBy, Ledger, UsageQuery, UsageRow};
 
 use crate::common::{Place, parse_day, say, table};
+use crate::manifest;
 
 /// Show the used device time by tenant, key and model.
 #[derive(clap::Args)]
@@ -52,6 +53,7 @@ enum By {
 /// Prints the usage.
 pub fn run(arguments: UsageArguments) -> Result<()> {
     let config = arguments.place.load()?;
+    manifest::refuse_loss(config.data(), "ledger.db")?;
     let path = config.data().join("ledger.db");
     // A gateway that never ran has no usage, which is no error.
     if !path.exists() {

@@ -4,6 +4,8 @@
 //! each limit is probed alone. With `--url` it probes a running gateway, with
 //! temporary keys that are revoked at the end.
 
+#![expect(clippy::disallowed_methods, reason = "probes measure a running gateway")]
+
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -11,12 +13,14 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use serde::Serialize;
 use tollgate_config::Config;
+use tollgate_domain::TenantId;
 use tollgate_loadtest::client::Target;
 
 use crate::common::{Place, say, span, table};
 
 mod caller;
 mod connections;
+mod held;
 mod place;
 mod plans;
 mod requests;
@@ -25,7 +29,8 @@ use place::Canaries;
 
 /// Test every configured limit with probe requests.
 ///
-/// Exit code 0: every probed limit holds; 1: a limit does not hold; 2: no verdict.
+/// Exit code 0: every probed limit holds; 1: a limit does not hold; 2: no verdict, or a
+/// limit of a plan, of connections or of requests was not probed.
 #[derive(clap::Args)]
 pub struct VerifyLimitsArguments {
     #[command(flatten)]
@@ -73,6 +78,8 @@ pub enum Finding {
     Holds,
     /// The limit was not probed, for the reason in the result.
     NotProbed,
+    /// There is no probe of the limit, for the reason in the result.
+    NoProbe,
     /// The limit does not apply where it should.
     Broken,
 }
@@ -86,6 +93,7 @@ impl Finding {
         match self {
             Self::Holds => "holds",
             Self::NotProbed => "not probed",
+            Self::NoProbe => "no probe",
             Self::Broken => "BROKEN",
         }
     }
@@ -99,6 +107,10 @@ impl ProbeResult {
 
     fn saw(self, finding: Finding, observed: impl Into<String>) -> Self {
         Self { finding, observed: observed.into(), ..self }
+    }
+
+    fn has_no_probe(self, why: impl Into<String>) -> Self {
+        self.saw(Finding::NoProbe, why)
     }
 
     fn not_probed(self, why: impl Into<String>) -> Self {
@@ -123,7 +135,7 @@ fn probe(arguments: &VerifyLimitsArguments) -> Result<ExitCode> {
     let canaries = match (&arguments.url, &arguments.tenant) {
         (Some(url), Some(tenant)) => {
             let ca = arguments.ca.clone().unwrap_or_else(|| config.data().join("tls/ca.pem"));
-            runtime.block_on(Canaries::running(&config, url, tenant, &ca))?
+            runtime.block_on(Canaries::running(&config, url, &TenantId::new(tenant)?, &ca))?
         }
         (None, None) => {
             eprintln!("starting a temporary gateway with these limits");
@@ -143,7 +155,7 @@ fn probe(arguments: &VerifyLimitsArguments) -> Result<ExitCode> {
     Ok(match worst(&rows) {
         Finding::Holds => ExitCode::SUCCESS,
         Finding::Broken => ExitCode::FAILURE,
-        Finding::NotProbed => ExitCode::from(UNCLEAR),
+        Finding::NotProbed | Finding::NoProbe => ExitCode::from(UNCLEAR),
     })
 }
 
@@ -152,17 +164,27 @@ async fn all(config: &Config, canaries: &Canaries, budget: Duration) -> Result<V
     // a penalty.
     let mut rows = requests::probe(config, canaries.any()).await?;
     rows.extend(Box::pin(connections::probe(config, canaries.any(), budget)).await?);
+    rows.extend(Box::pin(held::probe(config, canaries, budget)).await?);
     rows.extend(plans::probe(config, canaries, budget).await?);
     Ok(rows)
 }
 
-/// Returns the overall finding: broken if any limit is, and not probed if none was.
+/// The limits that protect tenants from each other. A verdict needs the probes of all of
+/// these that have one.
+const ESSENTIAL: [&str; 3] = ["plans.", "gateway.connections.", "gateway.requests."];
+
+/// Returns the overall finding: broken if any limit is, and otherwise not probed if an
+/// essential limit was not that has a probe.
 fn worst(rows: &[ProbeResult]) -> Finding {
     let has = |finding: Finding| rows.iter().any(|row| row.finding == finding);
-    match (has(Finding::Broken), has(Finding::Holds)) {
-        (true, _) => Finding::Broken,
-        (false, true) => Finding::Holds,
-        (false, false) => Finding::NotProbed,
+    let is_skipped = |row: &ProbeResult| {
+        let is_essential = ESSENTIAL.iter().any(|start| row.limit.starts_with(start));
+        row.finding == Finding::NotProbed && is_essential
+    };
+    match (has(Finding::Broken), rows.iter().any(is_skipped), has(Finding::Holds)) {
+        (true, ..) => Finding::Broken,
+        (false, false, true) => Finding::Holds,
+        (false, ..) => Finding::NotProbed,
     }
 }
 
@@ -175,11 +197,12 @@ fn text(rows: &[ProbeResult]) -> String {
         .collect();
     let count = |finding: Finding| rows.iter().filter(|row| row.finding == finding).count();
     format!(
-        "{}\n{} hold, {} do not, {} were not probed\n",
+        "{}\n{} hold, {} do not, {} were not probed, {} have no probe\n",
         table(&["limit", "configured", "finding", "observed"], &cells),
         count(Finding::Holds),
         count(Finding::Broken),
         count(Finding::NotProbed),
+        count(Finding::NoProbe),
     )
 }
 
@@ -204,9 +227,14 @@ mod tests {
 
     #[test]
     fn overall_finding_is_the_worst_one() {
-        let row = |finding| ProbeResult::new("a", "1").saw(finding, "x");
+        let row = |finding| ProbeResult::new("plans.a.concurrent", "1").saw(finding, "x");
         let holds = row(Finding::Holds);
-        assert_eq!(worst(&[holds.clone(), row(Finding::NotProbed)]), Finding::Holds);
+        assert_eq!(worst(&[holds.clone(), row(Finding::NoProbe)]), Finding::Holds);
+        assert_eq!(worst(&[holds.clone(), row(Finding::NotProbed)]), Finding::NotProbed);
+        assert_eq!(worst(&[row(Finding::NotProbed), row(Finding::Broken)]), Finding::Broken);
+        assert_eq!(worst(&[row(Finding::NoProbe)]), Finding::NotProbed);
+        let timeout = ProbeResult::new("gateway.timeouts.idle", "60s").not_probed("long");
+        assert_eq!(worst(&[row(Finding::Holds), timeout]), Finding::Holds);
         assert_eq!(worst(&[holds, row(Finding::Broken)]), Finding::Broken);
         assert_eq!(worst(&[row(Finding::NotProbed)]), Finding::NotProbed);
     }

@@ -18,6 +18,9 @@ use crate::{example, reference, schema, show};
 
 mod check;
 mod prices;
+mod reload;
+
+pub use reload::Reload;
 
 /// The name of the demo tenant and of its plan.
 const DEMO: &str = "demo";
@@ -40,6 +43,14 @@ pub struct Config {
     prices: Option<PriceBook>,
     demo: bool,
     loaded: Loaded,
+    /// The sections as they were read, which a reload compares with the next ones.
+    root: Arc<Root>,
+    /// The sources to read again; `None` for a config from text.
+    sources: Option<Sources>,
+    /// The hash of the files when they were loaded.
+    files_at_load: [u8; 32],
+    /// The number of reloads before this config.
+    revision: u64,
 }
 
 /// A named set of limits.
@@ -49,6 +60,8 @@ pub struct Plan {
     pub name: PlanName,
     /// The plan's limits. If `concurrent` is given, so is `queued`.
     pub limits: Arc<PlanLimits>,
+    /// The largest number of authenticated connections of the key, tenant or pool.
+    pub connections: Option<u32>,
     /// Its share of a contended device, relative to others; above zero.
     pub weight: f64,
 }
@@ -113,7 +126,7 @@ impl Config {
         let mut problems = Vec::new();
         let (tree, loaded) = sources.gather(&mut problems);
         let (config, _) = resolve(tree, problems)?;
-        Ok(Self { loaded, ..config })
+        Ok(Self { loaded, sources: Some(sources.clone()), ..config }.with_files_at_load())
     }
 
     /// Returns every key with its value and place, as TOML. The output has no
@@ -124,8 +137,8 @@ impl Config {
     pub fn show(sources: &Sources) -> Result<String, ConfigErrors> {
         let mut problems = Vec::new();
         let (tree, _) = sources.gather(&mut problems);
-        let (_, Written { root, tree }) = resolve(tree, problems)?;
-        Ok(show::whole(&root, &tree))
+        let (config, tree) = resolve(tree, problems)?;
+        Ok(show::whole(&config.root, &tree))
     }
 
     /// Returns the result of [`Self::show`] for a file of this name and text.
@@ -135,8 +148,8 @@ impl Config {
     pub fn show_toml(name: &Path, text: &str) -> Result<String, ConfigErrors> {
         let mut problems = Vec::new();
         let tree = crate::tree::parse(&Arc::new(name.to_owned()), text, &mut problems);
-        let (_, Written { root, tree }) = resolve(tree, problems)?;
-        Ok(show::whole(&root, &tree))
+        let (config, tree) = resolve(tree, problems)?;
+        Ok(show::whole(&config.root, &tree))
     }
 
     /// Loads a config from a text, as if it were in a file of this name.
@@ -147,12 +160,18 @@ impl Config {
         let mut problems = Vec::new();
         let tree = crate::tree::parse(&Arc::new(name.to_owned()), text, &mut problems);
         let (config, _) = resolve(tree, problems)?;
-        Ok(Self { loaded: Loaded::of_text(text), ..config })
+        Ok(Self { loaded: Loaded::of_text(text), ..config }.with_files_at_load())
     }
 
     /// Returns the record of the config's sources.
     pub fn loaded(&self) -> &Loaded {
         &self.loaded
+    }
+
+    /// Returns the number of reloads before this config. Of two configs of one gateway, the
+    /// one with the larger number is the later one.
+    pub fn revision(&self) -> u64 {
+        self.revision
     }
 
     /// Returns the data folder.
@@ -183,6 +202,11 @@ impl Config {
     /// Returns all pools.
     pub fn pools(&self) -> impl Iterator<Item = &Pool> {
         self.pools.values()
+    }
+
+    /// Returns the pool of this name.
+    pub fn pool(&self, name: &PoolName) -> Option<&Pool> {
+        self.pools.get(name)
     }
 
     /// Returns all tenants, sorted by name; at least one.
@@ -236,17 +260,24 @@ impl Config {
     }
 }
 
-/// The sections with the places of their values. A config does not keep them, since
-/// there may be a hundred thousand tenants.
-struct Written {
-    root: Root,
-    tree: Table,
+/// Reads and checks the sections of `tree`. Also returns the tree for the places of its
+/// values. A config does not keep the tree, since there may be a hundred thousand tenants.
+fn resolve(tree: Table, problems: Vec<Problem>) -> Result<(Config, Table), ConfigErrors> {
+    let mut reader = Reader { problems };
+    let (root, tree, demo) = read_sections(tree, &mut reader);
+    let resolved = check::Checker { tree: &tree, root: &root, reader: &mut reader }.resolve(demo);
+    // All checks run before the first error is returned, so that all mistakes are
+    // reported.
+    ConfigErrors::check(reader.problems)?;
+    Ok((Config::new(root, resolved, demo), tree))
 }
 
-fn resolve(tree: Table, problems: Vec<Problem>) -> Result<(Config, Written), ConfigErrors> {
-    let mut reader = Reader { problems };
+/// Reads the sections of `tree`, and adds the demo tenant and the demo model if no other
+/// ones are named. The last value is true if there is a demo tenant.
+#[expect(clippy::expect_used, reason = "the demo model has a constant name that follows the rules")]
+fn read_sections(tree: Table, reader: &mut Reader) -> (Root, Table, bool) {
     let node = Node { place: Place::Default, value: Value::Table(tree) };
-    let mut root = Root::read(Some(&node), "", &mut reader);
+    let mut root = Root::read(Some(&node), "", reader);
     // The reader only borrowed the tree. The checks need it again for the places.
     let Value::Table(tree) = node.value else { unreachable!("it was made a table") };
     let named = tree.get("tenants");
@@ -261,33 +292,44 @@ fn resolve(tree: Table, problems: Vec<Problem>) -> Result<(Config, Written), Con
         let name = ModelName::new(DEMO_MODEL).expect("the name follows the rules");
         root.models.insert(name, Default::default());
     }
-    let resolved = check::Checker { tree: &tree, root: &root, reader: &mut reader }.resolve(demo);
-    // All checks run before the first error is returned, so that all mistakes are
-    // reported.
-    ConfigErrors::check(reader.problems)?;
-    let check::Resolved { plans, pools, tenants, models, issuers, prices } = resolved;
-    let (data, gateway, worker) = (root.data.clone(), root.gateway.clone(), root.worker.clone());
-    let tenants: Vec<Arc<Tenant>> = tenants.into_values().map(Arc::new).collect();
-    let tenant_places =
-        tenants.iter().enumerate().map(|(place, tenant)| (tenant.name.clone(), place)).collect();
-    let config = Config {
-        data,
-        gateway,
-        worker,
-        plans,
-        pools,
-        tenants,
-        tenant_places,
-        models,
-        issuers,
-        prices,
-        demo,
-        loaded: Loaded::default(),
-    };
-    Ok((config, Written { root, tree }))
+    (root, tree, demo)
+}
+
+impl Config {
+    /// Makes the config of checked sections.
+    fn new(root: Root, resolved: check::Resolved, demo: bool) -> Self {
+        let check::Resolved { plans, pools, tenants, models, issuers, prices } = resolved;
+        let (data, gateway, worker) =
+            (root.data.clone(), root.gateway.clone(), root.worker.clone());
+        let tenants: Vec<Arc<Tenant>> = tenants.into_values().map(Arc::new).collect();
+        let places = tenants.iter().enumerate();
+        let tenant_places = places.map(|(place, tenant)| (tenant.name.clone(), place)).collect();
+        Self {
+            data,
+            gateway,
+            worker,
+            plans,
+            pools,
+            tenants,
+            tenant_places,
+            models,
+            issuers,
+            prices,
+            demo,
+            loaded: Loaded::default(),
+            root: Arc::new(root),
+            sources: None,
+            files_at_load: [0; 32],
+            revision: 0,
+        }
+    }
 }
 
 /// Adds the demo tenant, and the demo plan unless a plan has that name already.
+#[expect(
+    clippy::expect_used,
+    reason = "the demo tenant and its plan have a constant name that follows the rules"
+)]
 fn add_demo_tenant(root: &mut Root) {
     let plan = PlanName::new(DEMO).expect("the name follows the rules");
     let tenant = TenantId::new(DEMO).expect("the name follows the rules");

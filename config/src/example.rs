@@ -92,6 +92,7 @@ fn comment(text: &mut String, sentence: &str) {
     text.push('\n');
 }
 
+#[expect(clippy::expect_used, reason = "the names are constants that follow the rules")]
 fn sample_names() -> Root {
     let good = "the name follows the rules";
     Root {
@@ -104,6 +105,7 @@ fn sample_names() -> Root {
     }
 }
 
+#[expect(clippy::expect_used, reason = "the name is a constant that follows the rules")]
 fn sample_auth() -> RawAuth {
     let name = IssuerName::new("corporate").expect("the name follows the rules");
     RawAuth { jwt: BTreeMap::from([(name, Default::default())]) }

@@ -9,7 +9,9 @@
 //! and never secrets, so it is always safe to show.
 
 mod config;
+mod difference;
 mod example;
+mod live;
 mod problem;
 mod read;
 mod reference;
@@ -19,7 +21,9 @@ mod show;
 mod source;
 mod tree;
 
-pub use crate::config::{Config, Model, Plan, Pool, Tenant};
+pub use crate::config::{Config, Model, Plan, Pool, Reload, Tenant};
+pub use crate::difference::{Change, Effect};
+pub use crate::live::LiveConfig;
 pub use crate::problem::{ConfigErrors, Place, Problem};
 pub use crate::sections::{
     ByteSize, ClientFrom, Connections, Deadlines, DeviceSelector, EngineKind, Gateway, Health,
@@ -39,4 +43,11 @@ pub fn parse_span(text: &str) -> Option<std::time::Duration> {
 #[expect(clippy::disallowed_methods, reason = "this is the config that reads the environment")]
 pub fn log_filter() -> String {
     std::env::var("TOLLGATE_LOG").unwrap_or_default()
+}
+
+/// Returns true if the user wants no colours on the terminal: `NO_COLOR` is set and not
+/// empty (<https://no-color.org>).
+#[expect(clippy::disallowed_methods, reason = "this is the config that reads the environment")]
+pub fn wants_no_colours() -> bool {
+    std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty())
 }

@@ -171,6 +171,9 @@ section! {
         /// The largest number of requests that wait because `concurrent` is
         /// reached. The default is 0: such requests are refused.
         queued: Option<u32> = None, Some(0)..=Some(65_536);
+        /// The largest number of authenticated connections. The default of keys and
+        /// tenants is in gateway.connections; pools have no default.
+        connections: Option<u32> = None, Some(1)..=Some(1_000_000);
         /// The largest worst-case device time of a single request.
         largest_job: ByClass<DeviceNanos> = ByClass::default();
         /// Device time a minute (a token bucket): a duration, or { limit, burst }.

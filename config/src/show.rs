@@ -33,7 +33,7 @@ pub(crate) fn whole(root: &Root, tree: &Table) -> String {
 }
 
 /// Collects the place of every key, by its dotted name.
-fn collect(table: &Table, path: &str, places: &mut BTreeMap<String, Place>) {
+pub(crate) fn collect(table: &Table, path: &str, places: &mut BTreeMap<String, Place>) {
     for (key, node) in table {
         let dotted = join(path, key);
         if let Some(below) = node.table() {

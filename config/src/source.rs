@@ -103,7 +103,19 @@ impl Sources {
         // Each layer takes precedence over the layers before it, so the order
         // matters.
         for (name, value) in &self.environment {
+            if let Some((_, right)) = MISTAKEN.iter().find(|(mistaken, _)| mistaken == name) {
+                let place = Place::Environment(name.clone());
+                let message = format!("no such variable; use {right}");
+                problems.push(Problem { place, key: String::new(), message });
+            }
             if let Some(keys) = variable(name) {
+                // `of_process` puts this character in place of bytes that are no text.
+                if value.contains(char::REPLACEMENT_CHARACTER) {
+                    let place = Place::Environment(name.clone());
+                    let message = format!("{value:?} is not valid UTF-8");
+                    problems.push(Problem { place, key: String::new(), message });
+                    continue;
+                }
                 let node = tree::untyped(Place::Environment(name.clone()), value);
                 tree::overlay(&mut table, &keys, node);
                 overrides.push(format!("{name}={value}"));
@@ -114,7 +126,7 @@ impl Sources {
     }
 
     /// Returns the files to read, in the order of their names.
-    fn files(&self, problems: &mut Vec<Problem>) -> Vec<PathBuf> {
+    pub(crate) fn files(&self, problems: &mut Vec<Problem>) -> Vec<PathBuf> {
         let Some(path) = &self.path else { return Vec::new() };
         if !path.is_dir() {
             return vec![path.clone()];
@@ -161,6 +173,17 @@ fn whole_file(path: &Arc<PathBuf>, error: &std::io::Error) -> Problem {
     Problem { place, key: String::new(), message: format!("cannot be read: {error}") }
 }
 
+/// Variables that an admin may expect to exist, and the right way. Others without `__`
+/// are no mistakes: Kubernetes sets `TOLLGATE_PORT` for a service of that name.
+const MISTAKEN: &[(&str, &str)] = &[
+    ("TOLLGATE_LISTEN", "TOLLGATE_GATEWAY__LISTEN or --listen"),
+    ("TOLLGATE_ADMIN_LISTEN", "TOLLGATE_GATEWAY__ADMIN_LISTEN or --admin-listen"),
+    ("TOLLGATE_CONFIG", "--config"),
+    ("TOLLGATE_MODEL", "--model"),
+    ("TOLLGATE_DEVICE", "--device"),
+    ("TOLLGATE_LOG_LEVEL", "TOLLGATE_LOG"),
+];
+
 /// Returns the key of an environment variable: `TOLLGATE_GATEWAY__LISTEN` is
 /// `gateway.listen`, and `TOLLGATE_DATA` is `data`. Any other variable without `__`
 /// is no config.
@@ -193,7 +216,7 @@ impl Flags {
 
     fn lay_over(&self, table: &mut Table, problems: &mut Vec<Problem>) {
         let Self { listen, admin_listen, data, model, device } = self;
-        let data = data.as_ref().map(|path| path.to_string_lossy().into_owned());
+        let data = data.as_ref().and_then(|path| text("--data", path, problems));
         for (flag, keys, value) in [
             ("--listen", &["gateway", "listen"][..], listen.clone()),
             ("--admin-listen", &["gateway", "admin_listen"][..], admin_listen.clone()),
@@ -216,8 +239,20 @@ impl Flags {
     }
 }
 
+/// Returns the path as the text that a config holds. Another spelling of the path would
+/// name another folder, so a path that is no text is a mistake.
+fn text(flag: &'static str, path: &Path, problems: &mut Vec<Problem>) -> Option<String> {
+    let text = path.to_str().map(str::to_owned);
+    if text.is_none() {
+        let message = format!("{path:?} is not valid UTF-8; choose a path that is");
+        problems.push(Problem { place: Place::Flag(flag), key: String::new(), message });
+    }
+    text
+}
+
 /// Applies `--model DIR`: serves only that folder, under the folder's name.
 fn lay_model(folder: &Path, table: &mut Table, problems: &mut Vec<Problem>) {
+    let Some(given) = text("--model", folder, problems) else { return };
     let place = Place::Flag("--model");
     // `absolute` gives `.` the name of the working folder.
     let name = std::path::absolute(folder)
@@ -232,8 +267,8 @@ fn lay_model(folder: &Path, table: &mut Table, problems: &mut Vec<Problem>) {
     // The model's other settings, such as its plan, stay in force.
     let known = tree::find(table, &["models", &name]).and_then(Node::table).cloned();
     let mut settings = known.unwrap_or_default();
-    let path = Value::Text(folder.to_string_lossy().into_owned());
-    settings.insert("path".to_owned(), Node { place: place.clone(), value: path });
+    let path = Node { place: place.clone(), value: Value::Text(given) };
+    settings.insert("path".to_owned(), path);
     let settings = Node { place: place.clone(), value: Value::Table(settings) };
     let only = Table::from([(name, settings)]);
     table.insert("models".to_owned(), Node { place, value: Value::Table(only) });

@@ -1,6 +1,8 @@
 //! Each mistake is reported with its file, line and key, and all mistakes are
 //! reported together.
 
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
+
 use std::path::{Path, PathBuf};
 
 use tollgate_config::{Config, Flags, Sources};
@@ -392,6 +394,24 @@ fn flags_override_environment_overrides_files() {
          environment TOLLGATE_GATEWAY__LISTN: gateway.listn: unknown key; did you mean \"listen\"?\n\
          --listen: gateway.listen: expected an address and port such as \"127.0.0.1:8443\", found \"here\""
     );
+}
+
+#[test]
+fn mistaken_variables_name_the_right_ones() {
+    let files = folder(&[("a.toml", "[plans.p]\n[tenants.t]\nplan = \"p\"\n")]);
+    let told = load(
+        files.path().into(),
+        &[("TOLLGATE_LISTEN", "127.0.0.1:1"), ("TOLLGATE_CONFIG", "a.toml"), ("LISTEN", "x")],
+        Flags::default(),
+    );
+    assert_eq!(
+        told.expect_err("two mistakes"),
+        "environment TOLLGATE_CONFIG: no such variable; use --config\n\
+         environment TOLLGATE_LISTEN: no such variable; use TOLLGATE_GATEWAY__LISTEN or --listen"
+    );
+    // Kubernetes sets such variables for a service named tollgate.
+    load(files.path().into(), &[("TOLLGATE_PORT", "tcp://10.0.0.1:8443")], Flags::default())
+        .expect("no mistake");
 }
 
 /// A tenant has limits of its own, shared limits, or both. Its pool's plan may

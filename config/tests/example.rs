@@ -1,5 +1,7 @@
 //! The example file contains the defaults, and its examples can be uncommented.
 
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
+
 use std::path::Path;
 
 use tollgate_config::{Config, Sources};

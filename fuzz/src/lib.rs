@@ -2,6 +2,8 @@
 //! assert what must hold. The gate replays and mutates the corpora; cargo-fuzz runs
 //! the same functions on demand.
 
+#![allow(clippy::expect_used, reason = "a panic is how a fuzz target reports")]
+
 mod config;
 mod credentials;
 mod model_files;

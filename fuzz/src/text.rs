@@ -38,7 +38,8 @@ pub(crate) fn chat(data: &[u8]) {
     let harmless: Vec<ChatMessage> =
         messages.iter().map(|it| ChatMessage { role: it.role, content: "x".into() }).collect();
     let control = |messages: &[ChatMessage]| -> Vec<u32> {
-        let tokens = encode_chat(tokenizer, template, messages, NOW).expect("it encodes");
+        let tokens =
+            encode_chat(tokenizer, template, messages, NOW, usize::MAX).expect("it encodes");
         tokens.into_iter().filter(|&token| tokenizer.is_control(token)).collect()
     };
     assert_eq!(control(&messages), control(&harmless), "{text:?}");
@@ -51,7 +52,7 @@ pub(crate) fn template(data: &[u8]) {
     let (tokenizer, _) = demo();
     let content = "What is a rate limit?".to_owned();
     let messages = [ChatMessage { role: Role::User, content }];
-    if let Ok(tokens) = encode_chat(tokenizer, &template, &messages, NOW) {
+    if let Ok(tokens) = encode_chat(tokenizer, &template, &messages, NOW, usize::MAX) {
         assert!(tokens.len() < 64 << 20);
     }
 }

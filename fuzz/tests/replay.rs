@@ -1,5 +1,6 @@
 //! Replays every corpus, then mutates it a fixed number of times from a fixed seed.
 //! Counts bound the run, so a slow machine finds the same failures as a fast one.
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(missing_docs)]
 
 use std::fs;

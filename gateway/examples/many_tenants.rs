@@ -7,6 +7,8 @@
 //! times of N authentications, `change` with the time that one new key takes
 //! from another process's commit until this one knows it.
 
+#![allow(clippy::disallowed_methods, reason = "a program that measures time")]
+
 use std::error::Error;
 use std::fmt::Write as _;
 use std::fs;

@@ -5,6 +5,7 @@
 mod checkpoint;
 mod health;
 mod penalties;
+mod reload;
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write as _};
@@ -29,7 +30,9 @@ use tower::ServiceExt as _;
 use tower_governor::key_extractor::GlobalKeyExtractor;
 
 use self::health::Health;
+use crate::api::BodyBudget;
 use crate::read_limit::ReadLimit;
+use crate::reload::Reloader;
 use crate::reply::ApiError;
 use crate::source_penalties::SourcePenalties;
 use crate::stack::{Routes, method_not_allowed, unknown_route};
@@ -103,9 +106,12 @@ fn read_or_make(path: &Path) -> io::Result<String> {
 pub(crate) struct AdminState {
     pub(crate) key: AdminKey,
     pub(crate) serving: Arc<Serving>,
+    pub(crate) reloader: Reloader,
     /// The penalties of network sources.
     pub(crate) source_penalties: SourcePenalties,
     pub(crate) metrics: Arc<Metrics>,
+    /// The memory for request bodies.
+    pub(crate) bodies: BodyBudget,
     /// Cancelled once the gateway takes no new work.
     pub(crate) draining: CancellationToken,
 }
@@ -138,6 +144,8 @@ impl AdminState {
                 let status = self.serving.limits().status();
                 status.running + status.queued
             },
+            body_bytes: self.bodies.taken(),
+            host_work_waiting: self.serving.tokenize_pool().waiting(),
         })
     }
 }
@@ -180,6 +188,7 @@ fn router(state: Arc<AdminState>, limit: &ReadLimit<GlobalKeyExtractor>) -> Rout
         .route("/audit/checkpoint", get(checkpoint::newest))
         .route("/audit/key", get(checkpoint::key))
         .merge(penalties::routes())
+        .merge(reload::routes())
         .fallback(unknown_route)
         .method_not_allowed_fallback(method_not_allowed)
         // Inside the guard, so that only holders of the key spend the rate.
@@ -294,6 +303,7 @@ fn label(path: &str) -> &'static str {
         "/metrics" => "metrics",
         "/v1/status" => "admin_status",
         "/audit/checkpoint" | "/audit/key" => "admin_audit",
+        "/config/reload" => "admin_reload",
         "/v1/penalties" => "admin_penalties",
         _ if path.starts_with("/v1/penalties/") => "admin_penalties",
         _ => "admin_other",

@@ -3,6 +3,7 @@
 //! become a response in one piece or a stream.
 
 mod body;
+mod body_budget;
 mod idempotent;
 mod job;
 pub(crate) mod models;
@@ -13,24 +14,30 @@ mod stream_body;
 pub(crate) mod usage;
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use axum::body::{Body, Bytes};
+use axum::body::Body;
 use axum::response::Response;
 use tokio_util::sync::CancellationToken;
-use tollgate_config::{Config, Tenant};
-use tollgate_domain::{ModelName, RequestId, TenantId};
-use tollgate_openai::{CompletionRequest, Interface, RequestLimits, Violation, json};
-use tollgate_serving::idempotency::{ClaimOutcome, IdempotencyClaim, IdempotencyKey, fingerprint};
+use tollgate_admission::Arrival;
+use tollgate_config::{Config, LiveConfig};
+use tollgate_domain::{ModelName, MonotonicTime, RequestId, TenantId};
+use tollgate_openai::{CompletionRequest, Interface, RequestLimits, ResponseMeta, Violation, json};
+use tollgate_serving::idempotency::{ClaimOutcome, IdempotencyClaim, fingerprint};
+use tollgate_serving::job::Job;
 use tollgate_serving::model::ServedModel;
-use tollgate_serving::{Serving, route};
+use tollgate_serving::tokenize::{check_wanted, tokenize};
+use tollgate_serving::{CallerContext, ConfiguredTenant, Serving, route};
 
 pub(crate) use self::preflight::{Call, KnownCaller, RouteKind};
 
-use self::body::BodyLimits;
+use self::body::{BodyLimits, ReceivedBody};
+pub(crate) use self::body_budget::BodyBudget;
+use self::body_budget::{BodyBudgetOptions, BodyBytes};
 use self::job::{RequestFacts, ResponseFacts, tokenize_request};
 use self::response::Rendering;
-use crate::auth::{AuthenticatedCaller, Authenticator, Endpoint};
+use crate::auth::{AuthenticatedCaller, Authenticator};
+use crate::connection_owners::OwnerNumbers;
 use crate::reply::ApiError;
 use crate::source_penalties::SourcePenalties;
 use crate::telemetry::Metrics;
@@ -39,11 +46,15 @@ use crate::telemetry::Metrics;
 #[derive(Clone)]
 pub(crate) struct Api {
     pub(crate) serving: Arc<Serving>,
-    pub(crate) config: Arc<Config>,
+    pub(crate) config: LiveConfig,
     pub(crate) authenticator: Authenticator,
     /// The penalties of network sources.
     pub(crate) source_penalties: SourcePenalties,
+    /// The numbers by which the listener counts connections.
+    pub(crate) owner_numbers: OwnerNumbers,
     pub(crate) metrics: Arc<Metrics>,
+    /// The memory for bodies.
+    pub(crate) bodies: BodyBudget,
     /// Cancelled when the gateway stops accepting work.
     pub(crate) draining: CancellationToken,
 }
@@ -55,14 +66,15 @@ pub(crate) async fn generate(
     call: Call,
     interface: &'static dyn Interface,
 ) -> Result<Response, ApiError> {
-    let tenant = call.caller.tenant.name.clone();
+    let tenant = call.caller.tenant.tenant().name.clone();
     let answered = serve(&api, call, interface).await;
     if let Err(error) = &answered {
-        api.count_refusal(&tenant, error);
+        api.count_refusal(api.serving.clock().now(), &tenant, error);
     }
     answered
 }
 
+#[expect(clippy::disallowed_methods, reason = "the stages of a request are measured")]
 async fn serve(
     api: &Api,
     call: Call,
@@ -72,45 +84,42 @@ async fn serve(
     let KnownCaller { caller, tenant, context } = caller;
     // The head check finds the limits of every route for work.
     let context = context.ok_or(ApiError::Internal)?;
-    if !api.serving.can_record() {
-        return Err(ApiError::LedgerUnavailable);
-    }
     let key = idempotent::key(request.headers())?;
-    // A request with a key skips this check: a duplicate needs no place of its
-    // own, and only the body shows whether the request is a duplicate.
-    if key.is_none() {
-        api.serving.limits().check_concurrency(&context)?;
-    }
+    let limits = api.serving.limits();
+    let arrive = || limits.arrive(api.serving.clock().now(), &context);
+    // A request with a key takes no place for a small body: a duplicate needs none, and
+    // only the body shows whether the request is a duplicate.
+    let is_placed = key.is_none() || body::may_be_large(request.body());
+    let arrival = is_placed.then(arrive).transpose()?;
     let began = Instant::now();
-    let body = api.read(request.into_body()).await?;
+    let (body, held) = api.read(&context, request.into_body()).await?;
     let read = began.elapsed();
+    let mut received = Received { body, held, arrival };
     let guard = match key {
         None => None,
-        Some(key) => match api.claim(&caller, endpoint, key, (&id, &body)).await? {
-            ClaimOutcome::First(guard) => Some(guard),
-            ClaimOutcome::Repeat { first, answer } => return idempotent::repeat(&first, answer),
-        },
+        Some(key) => {
+            let fingerprint = fingerprint(endpoint.as_str(), received.body.segments());
+            let owner = caller.caller().clone();
+            let claim = IdempotencyClaim { caller: owner, key, fingerprint, request: id.clone() };
+            match api.serving.idempotency().claim(claim, || received.let_go()).await? {
+                ClaimOutcome::First(guard) => Some(guard),
+                ClaimOutcome::Repeat { first, answer } => {
+                    return idempotent::repeat(&first, answer);
+                }
+            }
+        }
     };
-    // Asked again, because the body may have taken a while to arrive.
-    api.serving.limits().check_concurrency(&context)?;
-    let parsing_began = Instant::now();
-    let parsed = api.parse(&body, interface)?;
-    let model = api.model(&caller, &tenant, &parsed.model)?;
-    let facts = RequestFacts {
-        interface,
-        now: api.serving.clock().utc(),
-        default_max_tokens: api.config.gateway().requests.default_max_tokens,
-        sampling_defaults: model.defaults,
-        read,
-        parsing_began,
+    let Received { body, held, arrival } = received;
+    let arrival = arrival.map_or_else(arrive, Ok)?;
+    let arrived = Arrived { id, body, held, read, interface, caller, tenant };
+    let began = Instant::now();
+    let prepare = {
+        let api = api.clone();
+        move |abandoned: &CancellationToken| api.prepare(arrived, began, abandoned)
     };
-    let response_facts = ResponseFacts::of(&parsed, &facts);
-    let streamed = parsed.stream.is_some();
-    let request = tokenize_request(id, parsed, facts);
-    let pool = api.serving.tokenize_pool();
-    let tokenized = pool.tokenize(context.share_owner(), request, model).await?;
-    let (job, meta) = response_facts.meta(tokenized);
-    let admitted = api.serving.admit(&context, job)?;
+    let Prepared { job, meta, streamed } =
+        api.serving.tokenize_pool().run(&context.share_owner(), prepare).await??;
+    let admitted = api.serving.admit(&context, arrival, job)?;
     let metrics = Arc::clone(&api.metrics);
     let rendering = Rendering::new(interface, meta, streamed, (&admitted, metrics));
     if let Some(guard) = guard {
@@ -119,81 +128,161 @@ async fn serve(
     Ok(rendering.respond(api.serving.run(admitted)).await?)
 }
 
+/// The things that a request holds when its body has arrived.
+struct Received {
+    body: ReceivedBody,
+    /// The memory of the body.
+    held: BodyBytes,
+    /// The place of the request, if it has taken one.
+    arrival: Option<Arrival>,
+}
+
+impl Received {
+    /// Lets go of everything that a repeat does not need while it waits for the first
+    /// request: its place, and a large body with its memory. Returns true if the request
+    /// can still run.
+    fn let_go(&mut self) -> bool {
+        self.arrival = None;
+        let is_small = self.body.len() <= body::SMALL_BODY;
+        if !is_small {
+            self.body = ReceivedBody::default();
+            self.held.release();
+        }
+        is_small
+    }
+}
+
+/// A request that has arrived whole.
+struct Arrived {
+    id: RequestId,
+    body: ReceivedBody,
+    /// The memory of the body.
+    held: BodyBytes,
+    /// Time in which the body arrived.
+    read: Duration,
+    interface: &'static dyn Interface,
+    caller: AuthenticatedCaller,
+    tenant: ConfiguredTenant,
+}
+
+/// A request that is ready for admission.
+struct Prepared {
+    job: Job,
+    meta: ResponseMeta,
+    streamed: bool,
+}
+
 impl Api {
-    async fn read(&self, body: Body) -> Result<Bytes, ApiError> {
-        let gateway = self.config.gateway();
+    /// Parses and tokenizes a request; `began` is when it started to wait for that. The
+    /// body and its memory are gone at the end. The work ends early once `abandoned` is
+    /// cancelled.
+    fn prepare(
+        &self,
+        arrived: Arrived,
+        began: Instant,
+        abandoned: &CancellationToken,
+    ) -> Result<Prepared, ApiError> {
+        check_wanted(abandoned)?;
+        let Arrived { id, body, held: _held, read, interface, caller, tenant } = arrived;
+        let config = tenant.config();
+        // The raw bytes are freed before the prompt is rendered and tokenized.
+        let parsed = parse(config, &body.into_bytes(), interface)?;
+        let model = self.model(&caller, &tenant, &parsed.model)?;
+        let facts = RequestFacts {
+            interface,
+            now: self.serving.clock().utc(),
+            default_max_tokens: config.gateway().requests.default_max_tokens,
+            sampling_defaults: model.defaults,
+            read,
+            parsing_began: began,
+        };
+        let response_facts = ResponseFacts::of(&parsed, &facts);
+        let streamed = parsed.stream.is_some();
+        let tokenized = tokenize(tokenize_request(id, parsed, facts), model, abandoned)?;
+        let (job, meta) = response_facts.meta(tokenized);
+        Ok(Prepared { job, meta, streamed })
+    }
+
+    /// Reads the body of a request. The second value holds the memory of the body
+    /// until it is dropped.
+    async fn read(
+        &self,
+        context: &CallerContext,
+        body: Body,
+    ) -> Result<(ReceivedBody, BodyBytes), ApiError> {
+        let gateway = context.config().gateway();
         let limits = BodyLimits {
             size: gateway.requests.body.0,
             window: gateway.timeouts.body_progress,
             progress: gateway.timeouts.body_progress_bytes.0,
         };
-        Ok(body::read(body, limits).await?)
+        let mut held = self.bodies.begin(context.share_owner(), &context.tenant().name);
+        let received = body::read(body, limits, &mut held).await?;
+        Ok((received, held))
     }
 
     /// Counts a refused request against its tenant. A fault or an overload of the
     /// gateway is not the client's offence.
-    fn count_refusal(&self, tenant: &TenantId, error: &ApiError) {
+    fn count_refusal(&self, now: MonotonicTime, tenant: &TenantId, error: &ApiError) {
         if error.status().is_client_error() {
-            let now = self.serving.clock().now();
             self.serving.penalties().count_refusal(now, tenant, error.told_wait());
         }
-    }
-
-    /// Claims the request's idempotency key. A repeat waits for the first request.
-    async fn claim(
-        &self,
-        caller: &AuthenticatedCaller,
-        endpoint: Endpoint,
-        key: IdempotencyKey,
-        (id, body): (&RequestId, &Bytes),
-    ) -> Result<ClaimOutcome, ApiError> {
-        let fingerprint = fingerprint(endpoint.as_str(), body);
-        let (caller, request) = (caller.caller().clone(), id.clone());
-        let claim = IdempotencyClaim { caller, key, fingerprint, request };
-        Ok(self.serving.idempotency().claim(claim).await?)
-    }
-
-    fn parse(
-        &self,
-        body: &Bytes,
-        interface: &dyn Interface,
-    ) -> Result<CompletionRequest, Violation> {
-        let limits = &self.config.gateway().requests;
-        interface.parse(json::text(body, limits.json_depth)?, &request_limits(limits))
     }
 
     /// Returns the model `name`, if the caller may use it and a worker serves it now.
     fn model(
         &self,
         caller: &AuthenticatedCaller,
-        tenant: &Tenant,
+        tenant: &ConfiguredTenant,
         name: &str,
     ) -> Result<Arc<ServedModel>, ApiError> {
         let unknown = || ApiError::ModelNotFound { model: name.to_owned() };
         let model = ModelName::new(name).map_err(|_| unknown())?;
-        if !tenant.allows(&model) || !caller.may_use_model(&model) {
+        if !tenant.tenant().allows(&model) || !caller.may_use_model(&model) {
             return Err(unknown());
         }
         match route::offer(self.serving.workers(), name) {
             Some(served) => Ok(served),
             // A model that exists but has no free worker is worth a retry.
-            None if self.knows(&model) => Err(ApiError::NoWorker { model: name.to_owned() }),
+            None if self.knows(tenant.config(), &model) => {
+                Err(ApiError::NoWorker { model: name.to_owned() })
+            }
             None => Err(unknown()),
         }
     }
 
-    fn knows(&self, model: &ModelName) -> bool {
-        self.config.model(model).is_some()
+    fn knows(&self, config: &Config, model: &ModelName) -> bool {
+        config.model(model).is_some()
             || route::offered(self.serving.workers()).binary_search(model).is_ok()
     }
+}
+
+fn parse(
+    config: &Config,
+    body: &[u8],
+    interface: &dyn Interface,
+) -> Result<CompletionRequest, Violation> {
+    let limits = &config.gateway().requests;
+    interface.parse(json::text(body, limits.json_depth)?, &request_limits(limits))
+}
+
+/// Returns the budget for bodies. One body of the largest size always fits.
+pub(crate) fn body_budget(config: &tollgate_config::RequestLimits) -> BodyBudget {
+    let per_owner = config.body_memory_per_tenant.max(config.body).0;
+    // Half, so that one tenant of a pool leaves room to the others.
+    let per_pooled_tenant = (per_owner / 2).max(config.body.0);
+    let total = config.body_memory.0.max(per_owner);
+    BodyBudget::new(BodyBudgetOptions { per_pooled_tenant, per_owner, total })
 }
 
 /// Returns the bounds that a request's fields must keep.
 fn request_limits(config: &tollgate_config::RequestLimits) -> RequestLimits {
     let tollgate_config::RequestLimits {
-        body: _,               // bounds reading
-        json_depth: _,         // checked before parsing
-        default_max_tokens: _, // a default, not a bound
+        body: _,                   // bounds reading
+        body_memory_per_tenant: _, // bounds reading
+        body_memory: _,            // bounds reading
+        json_depth: _,             // checked before parsing
+        default_max_tokens: _,     // a default, not a bound
         messages,
         choices,
         best_of,

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use tokio_util::sync::CancellationToken;
-use tollgate_config::{Config, Loaded, Tenant};
+use tollgate_config::{Change, Config, Loaded, Tenant};
 use tollgate_domain::{TenantId, UtcTime};
 use tollgate_ledger::{Act, AdminAction, LedgerError, LedgerHandle, PlansInForce};
 use tollgate_serving::submit::submit;
@@ -78,6 +78,42 @@ pub fn config_loaded(config: &Config, key: &str, actor: String, at: UtcTime) -> 
             "config_sha256": files_sha256,
             "overrides": overrides,
             "version": env!("CARGO_PKG_VERSION"),
+        }),
+    }
+}
+
+/// Builds the action that a reload puts `config` in force from `at` on. `changes` are those
+/// that take effect; `renewed` is true if clients see another certificate.
+pub(crate) fn config_changed(
+    config: &Config,
+    changes: &[Change],
+    renewed: bool,
+    (actor, at): (&str, UtcTime),
+) -> AdminAction {
+    let Loaded { files_sha256, overrides } = config.loaded();
+    let shown = |change: &Change| {
+        let Change { key, old, new, place, effect: _ } = change;
+        serde_json::json!({ "key": key, "old": old, "new": new, "place": place.to_string() })
+    };
+    let mut left = MOST_CHANGE_BYTES;
+    let fits = |change: &serde_json::Value| {
+        // The ledger replaces a longer detail by its hash, so the list is cut before that.
+        left = left.saturating_sub(change.to_string().len());
+        left > 0
+    };
+    let first: Vec<_> = changes.iter().map(shown).take_while(fits).collect();
+    AdminAction {
+        id: format!("config-{}-{}-{}", config.revision(), at.0, std::process::id()),
+        at,
+        operation: "config.changed".to_owned(),
+        actor: actor.to_owned(),
+        user: None,
+        detail: serde_json::json!({
+            "certificate_renewed": renewed,
+            "changes": first,
+            "changes_total": changes.len(),
+            "config_sha256": files_sha256,
+            "overrides": overrides,
         }),
     }
 }
@@ -181,6 +217,9 @@ async fn hand_over(keys: &KeyStore, ledger: &LedgerHandle) -> Result<(), HandOve
         forgotten.map_err(|_| HandOverError::Stopping)??;
     }
 }
+
+/// Bytes of the changes that one record lists.
+const MOST_CHANGE_BYTES: usize = 12 * 1024;
 
 /// Interval between two looks for waiting actions.
 const POLL: Duration = Duration::from_millis(250);

@@ -28,7 +28,9 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use http::HeaderMap;
+use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tollgate_domain::{Caller, KeyId, ModelName, PlanName, TenantId, UtcTime};
 
@@ -52,8 +54,14 @@ pub struct Authenticator {
 #[derive(Debug)]
 struct Parts {
     keys: KeyStore,
-    tokens: TokenVerifier,
+    tokens: ArcSwap<TokenVerifier>,
+    /// Notified when a reload has replaced the issuers.
+    replaced: Notify,
 }
+
+/// Issuers that were read and checked, for [`Authenticator::install`].
+#[derive(Debug)]
+pub struct PreparedIssuers(TokenVerifier);
 
 /// A tenant and its checked credential. [`Authenticator::authenticate`] is the
 /// only maker.
@@ -91,8 +99,23 @@ impl Authenticator {
     /// # Errors
     /// An issuer has no usable key. The error names the issuer and the file.
     pub fn new(keys: KeyStore, issuers: Vec<IssuerOptions>) -> Result<Self, IssuerError> {
-        let tokens = TokenVerifier::new(issuers)?;
-        Ok(Self { parts: Arc::new(Parts { keys, tokens }) })
+        let tokens = ArcSwap::from_pointee(TokenVerifier::new(issuers)?);
+        Ok(Self { parts: Arc::new(Parts { keys, tokens, replaced: Notify::new() }) })
+    }
+
+    /// Reads the key files of `issuers`, which a reload brings. Nothing changes before
+    /// [`Self::install`].
+    ///
+    /// # Errors
+    /// The errors of [`Self::new`].
+    pub fn prepare(&self, issuers: Vec<IssuerOptions>) -> Result<PreparedIssuers, IssuerError> {
+        self.parts.tokens.load().succeeded_by(issuers).map(PreparedIssuers)
+    }
+
+    /// Accepts the tokens of the prepared issuers and of no others.
+    pub fn install(&self, prepared: PreparedIssuers) {
+        self.parts.tokens.store(Arc::new(prepared.0));
+        self.parts.replaced.notify_one();
     }
 
     /// Returns the caller with the credential in `headers`, at the time `now` and
@@ -121,7 +144,7 @@ impl Authenticator {
             }
             Credential::Token(token) => {
                 let caller =
-                    self.parts.tokens.verify(token, now).map_err(|_| AuthError::Rejected)?;
+                    self.parts.tokens.load().verify(token, now).map_err(|_| AuthError::Rejected)?;
                 // Scopes and plans belong to API keys. The limits of the tenant bind a token.
                 Ok(AuthenticatedCaller { caller, scopes: None, plan: None })
             }
@@ -138,9 +161,21 @@ impl Authenticator {
     /// within a second. A file that cannot be read changes nothing; the failure is
     /// logged once, and again after the next success.
     pub async fn follow_changes(self, stop: CancellationToken) {
-        let urls = stop.run_until_cancelled(self.parts.tokens.follow_urls());
+        let urls = stop.run_until_cancelled(self.follow_urls());
         // Side by side, so that a slow issuer does not delay the look for revoked keys.
         tokio::join!(urls, self.follow_files(&stop));
+    }
+
+    /// Fetches the remote key sets of the issuers that are in force; never returns.
+    async fn follow_urls(&self) {
+        loop {
+            let tokens = self.parts.tokens.load_full();
+            tokio::select! {
+                () = self.parts.replaced.notified() => {}
+                // Without remote key sets there is nothing to follow until a reload.
+                () = async { tokens.follow_urls().await; std::future::pending().await } => {}
+            }
+        }
     }
 
     async fn follow_files(&self, stop: &CancellationToken) {
@@ -156,7 +191,7 @@ impl Authenticator {
             let parts = Arc::clone(&self.parts);
             let Ok((keys, tokens)) =
                 // The database and the files block their thread, which must not be one that serves.
-                tokio::task::spawn_blocking(move || (parts.keys.refresh(), parts.tokens.refresh()))
+                tokio::task::spawn_blocking(move || (parts.keys.refresh(), parts.tokens.load().refresh()))
                     .await
             else {
                 // A blocking task fails only while the runtime stops.

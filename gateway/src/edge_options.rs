@@ -11,9 +11,11 @@ use tollgate_edge::source::{Proxies, SourceOptions};
 pub(crate) fn listener(config: &Gateway) -> ListenerOptions {
     let Gateway { timeouts, connections, http2, deadlines, .. } = config;
     ListenerOptions {
+        name: "public",
         connection_limits: ConnectionLimitOptions {
             connections: connections.total as usize,
             per_source: connections.per_source,
+            authenticated_per_source: connections.authenticated_per_source,
             new_per_second: positive(connections.new_per_second),
             new_burst: positive(connections.new_burst),
         },

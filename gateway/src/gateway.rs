@@ -10,7 +10,7 @@ use tokio::time::{MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tollgate_admission::{Admission, AdmissionOptions};
-use tollgate_config::Config;
+use tollgate_config::{Config, LiveConfig};
 use tollgate_edge::listener::{ConnectionLimitOptions, ListenerMetrics};
 use tollgate_edge::source::{Proxies, SourceRing};
 use tollgate_edge::tls::{TlsError, TlsIdentity, TlsSource};
@@ -22,9 +22,11 @@ use tollgate_serving::workers::{WorkerEndpoint, WorkerReport};
 use tollgate_serving::{KeyDirectory, Observer, Serving, ServingOptions};
 
 use crate::admin::{AdminKey, AdminKeyError, AdminRoutes, AdminState, Readiness};
-use crate::api::Api;
+use crate::api::{Api, body_budget};
 use crate::auth::{Authenticator, IssuerError, IssuerOptions, KeyStore};
+use crate::connection_owners::OwnerNumbers;
 use crate::read_limit::{ByCaller, ReadLimit};
+use crate::reload::{ReloadParts, Reloader};
 use crate::routes::PublicRoutes;
 use crate::source_penalties::SourcePenalties;
 use crate::stack::{Stack, StackOptions};
@@ -76,6 +78,15 @@ pub enum GatewayError {
     },
 }
 
+/// The two requests to stop a gateway.
+#[derive(Clone, Debug, Default)]
+pub struct Shutdown {
+    /// Cancelled to drain: new requests are refused, running ones go on.
+    pub drain: CancellationToken,
+    /// Cancelled to cut the requests that still run.
+    pub now: CancellationToken,
+}
+
 /// A handle for reading the state of a running gateway.
 #[derive(Clone)]
 pub struct Gateway {
@@ -89,7 +100,7 @@ pub struct GatewayService {
     sources: SourceRing,
     reads: ReadLimit<ByCaller>,
     config: Arc<Config>,
-    tls: TlsIdentity,
+    live: LiveConfig,
     public: Bound,
     admin: Bound,
     /// Cancelled when running requests must end at once.
@@ -120,8 +131,8 @@ impl GatewayService {
         let today = clock.utc().day();
         let spending = ledger.reader().spending(today).map_err(GatewayError::Spending)?;
         let key_directory: Arc<dyn KeyDirectory> = Arc::new(authenticator.keys().clone());
-        let limits =
-            Limits::new(admission.clone(), Arc::clone(&config), Arc::clone(&key_directory));
+        let live = LiveConfig::new(Arc::clone(&config));
+        let limits = Limits::new(admission.clone(), live.clone(), Arc::clone(&key_directory));
         limits.log_missing_plans();
         // Before the first request, so that no cap starts empty.
         limits.restore_spend(spending, today);
@@ -141,7 +152,7 @@ impl GatewayService {
             workers,
             ledger,
             admission,
-            config: Arc::clone(&config),
+            config: live.clone(),
             keys: key_directory,
             clock,
             idempotency,
@@ -151,11 +162,28 @@ impl GatewayService {
         let draining = CancellationToken::new();
         let source_penalties =
             SourcePenalties::new(&config.gateway().penalties, Arc::clone(&metrics));
-        let state =
-            Arc::new(AdminState { key: admin_key, serving, source_penalties, metrics, draining });
+        let bodies = body_budget(&config.gateway().requests);
+        let reloader = Reloader::new(ReloadParts {
+            config: live.clone(),
+            data,
+            serving: Arc::clone(&serving),
+            source_penalties: source_penalties.clone(),
+            authenticator: authenticator.clone(),
+            tls,
+            metrics: Arc::clone(&metrics),
+        });
+        let state = Arc::new(AdminState {
+            key: admin_key,
+            serving,
+            reloader,
+            source_penalties,
+            metrics,
+            bodies,
+            draining,
+        });
         let sources = SourceRing::new(&edge_options::sources(&config.gateway().sources));
         let reads = ReadLimit::by_caller(&config.gateway().reads);
-        Ok(Self { state, authenticator, sources, reads, config, tls, public, admin, stopping })
+        Ok(Self { state, authenticator, sources, reads, config, live, public, admin, stopping })
     }
 
     /// Returns the address of the API.
@@ -173,19 +201,19 @@ impl GatewayService {
         Arc::new(Gateway { state: Arc::clone(&self.state) })
     }
 
-    /// Returns the certificate, which can be reloaded while the gateway runs.
-    pub fn tls(&self) -> TlsIdentity {
-        self.tls.clone()
+    /// Returns the component that replaces the config while the gateway runs.
+    pub fn reloader(&self) -> Reloader {
+        self.state.reloader.clone()
     }
 
-    /// Serves until `shutdown` is cancelled, then drains: no new connections or
-    /// requests start, running requests end by themselves within the drain's
-    /// bound and are cut after that bound. Returns when every request is
-    /// settled.
+    /// Serves until `shutdown` asks for a drain: no new connections or requests
+    /// start then, running requests end by themselves within the drain's bound and
+    /// are cut after that bound, or at once if `shutdown` asks for that. Returns when
+    /// every request is settled.
     ///
     /// `end_workers` runs between the last request and the last read of the
     /// workers' journals: workers that it ends hand over their last blocks.
-    pub async fn run(self, shutdown: CancellationToken, end_workers: impl Future<Output = ()>) {
+    pub async fn run(self, shutdown: Shutdown, end_workers: impl Future<Output = ()>) {
         let drain = self.config.gateway().timeouts.drain;
         let public_stack = self.public_stack();
         let admin_stack = self.admin_stack();
@@ -202,20 +230,31 @@ impl GatewayService {
         upkeep.spawn(authenticator.clone().follow_changes(end_upkeep.clone()));
         let swept = sweep(sources, reads, Arc::clone(&state));
         upkeep.spawn(end_upkeep.clone().run_until_cancelled_owned(swept));
+        let followed = state.reloader.clone().follow_files();
+        upkeep.spawn(end_upkeep.clone().run_until_cancelled_owned(followed));
         upkeep.spawn(audit::follow_keys(
             authenticator.keys().clone(),
             state.serving.ledger().clone(),
             end_upkeep.clone(),
         ));
 
-        shutdown.cancelled().await;
-        tracing::info!("draining; new requests are refused");
+        shutdown.drain.cancelled().await;
         // First of all, so that no request starts behind the waits below.
         state.draining.cancel();
         let requests = state.serving.tasks();
         requests.close();
+        tracing::info!(
+            requests = requests.len(),
+            seconds = drain.as_secs(),
+            "draining; new requests are refused, and a second signal cuts the running ones"
+        );
         // The listener cuts its connections at the same bound.
-        if timeout(drain, requests.wait()).await.is_err() {
+        let waited = tokio::select! {
+            waited = timeout(drain, requests.wait()) => waited.is_ok(),
+            () = shutdown.now.cancelled() => false,
+            never = log_drain(requests) => match never {},
+        };
+        if !waited {
             tracing::warn!(
                 requests = requests.len(),
                 "requests outlast the drain; they are cut and charged for what they used"
@@ -245,10 +284,12 @@ impl GatewayService {
     fn public_stack(&self) -> Arc<Stack<PublicRoutes>> {
         let api = Api {
             serving: Arc::clone(&self.state.serving),
-            config: Arc::clone(&self.config),
+            config: self.live.clone(),
             authenticator: self.authenticator.clone(),
             source_penalties: self.state.source_penalties.clone(),
+            owner_numbers: OwnerNumbers::default(),
             metrics: Arc::clone(&self.state.metrics),
+            bodies: self.state.bodies.clone(),
             draining: self.state.draining.clone(),
         };
         let routes = PublicRoutes::new(api, &self.reads);
@@ -307,10 +348,10 @@ fn admin_listener(options: ListenerOptions) -> ListenerOptions {
     // No proxy stands in front of this listener: probes and admins connect
     // directly.
     let proxies = Proxies::default();
-    ListenerOptions { connection_limits, proxies, drain: ADMIN_DRAIN, ..options }
+    ListenerOptions { name: "admin", connection_limits, proxies, drain: ADMIN_DRAIN, ..options }
 }
 
-fn tls_source(config: &Config, data: &std::path::Path) -> TlsSource {
+pub(crate) fn tls_source(config: &Config, data: &std::path::Path) -> TlsSource {
     let tls = &config.gateway().tls;
     match (&tls.certificate, &tls.key) {
         (Some(certificate), Some(key)) => {
@@ -321,8 +362,19 @@ fn tls_source(config: &Config, data: &std::path::Path) -> TlsSource {
     }
 }
 
-fn issuers(config: &Config) -> Vec<IssuerOptions> {
+pub(crate) fn issuers(config: &Config) -> Vec<IssuerOptions> {
     config.issuers().iter().map(IssuerOptions::from).collect()
+}
+
+/// Logs the number of running requests again and again; never returns.
+async fn log_drain(requests: &TaskTracker) -> std::convert::Infallible {
+    let mut ticks = interval(DRAIN_REPORT);
+    // The first tick is at once, and the number was just logged.
+    ticks.tick().await;
+    loop {
+        ticks.tick().await;
+        tracing::info!(requests = requests.len(), "still draining");
+    }
 }
 
 /// Sweeps the source ring, the read limit and the sources' penalties once a
@@ -337,6 +389,9 @@ async fn sweep(sources: SourceRing, reads: ReadLimit<ByCaller>, state: Arc<Admin
         state.source_penalties.sweep(state.serving.clock().now());
     }
 }
+
+/// Interval between two reports on a drain.
+const DRAIN_REPORT: Duration = Duration::from_secs(5);
 
 /// Most connections of the admin listener.
 const ADMIN_CONNECTIONS: usize = 256;

@@ -7,6 +7,7 @@
 mod api;
 pub mod auth;
 mod read_limit;
+mod reload;
 pub mod reply;
 mod routes;
 mod source_penalties;
@@ -16,6 +17,7 @@ pub mod admin;
 pub mod audit;
 pub mod telemetry;
 
+mod connection_owners;
 mod edge_options;
 pub mod gateway;
 
@@ -26,6 +28,7 @@ pub mod fuzz;
 mod serving_tests;
 
 pub use auth::{AuthenticatedCaller, Authenticator};
-pub use gateway::{Gateway, GatewayError, GatewayOptions, GatewayService};
+pub use gateway::{Gateway, GatewayError, GatewayOptions, GatewayService, Shutdown};
+pub use reload::{ChangeRow, ReloadError, ReloadReport, ReloadRun, Reloader};
 pub use reply::ApiError;
 pub use tollgate_serving::{Clock, workers};

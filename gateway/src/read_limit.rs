@@ -42,6 +42,10 @@ impl ReadLimit<GlobalKeyExtractor> {
 }
 
 impl<K: KeyExtractor> ReadLimit<K> {
+    #[expect(
+        clippy::expect_used,
+        reason = "the config bounds the rate, so neither period nor burst is zero"
+    )]
     fn new(keys: K, limits: &ReadLimits) -> Self {
         let ReadLimits { requests_per_second, request_burst } = *limits;
         // Config refuses zero, which is the only rate that has no period.
@@ -100,14 +104,14 @@ fn refusal(error: GovernorError, per_second: u32) -> Response {
 mod tests {
     use http::StatusCode;
 
-    use crate::api::tests::room::{PLAIN, Room, header, json};
+    use crate::api::tests::test_gateway::{PLAIN, TestGateway, header, json};
 
     #[tokio::test]
     async fn read_limit_refuses_one_caller_beyond_burst() {
         let config =
             format!("{PLAIN}[gateway.reads]\nrequests_per_second = 1\nrequest_burst = 2\n");
-        let room = Room::open(Room::folder(), &config, &[]).await;
-        let models = async |tenant| room.ask(tenant, "GET", "/v1/models", "").await;
+        let gateway = TestGateway::open(TestGateway::folder(), &config, &[]).await;
+        let models = async |tenant| gateway.ask(tenant, "GET", "/v1/models", "").await;
         for _ in 0..2 {
             assert_eq!(models("acme").await.status(), StatusCode::OK);
         }
@@ -118,7 +122,7 @@ mod tests {
         assert_eq!(body["error"]["code"], "rate_limit_exceeded");
         assert_eq!(models("other").await.status(), StatusCode::OK, "a key of its own");
         // Plans limit work; a spent read limit does not.
-        let chat = room.chat("").await.status();
+        let chat = gateway.chat("").await.status();
         assert_eq!(chat, StatusCode::NOT_FOUND, "no worker serves the model");
     }
 }

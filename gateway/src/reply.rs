@@ -38,6 +38,9 @@ pub enum ApiError {
     InvalidCredential,
     /// 401: the credential is valid, but not from this network address.
     SourceNotAllowed,
+    /// 401: the credential is valid, but the config does not name its tenant, perhaps
+    /// since a reload.
+    TenantNotServed,
     /// 401 or a stream's error event: the key was revoked while its request ran,
     /// and an admin asked for such requests to end.
     KeyRevoked,
@@ -64,6 +67,8 @@ pub enum ApiError {
         method: http::Method,
         /// The request's path.
         path: String,
+        /// A sentence about the mistake, if it is a common one.
+        hint: Option<&'static str>,
     },
     /// 405: the route exists, for other methods.
     MethodNotAllowed {
@@ -87,7 +92,7 @@ pub enum ApiError {
         param: &'static str,
         /// Tokens that the model takes, prompt and answer together.
         limit: u64,
-        /// Tokens of the prompt.
+        /// Tokens of the prompt, or those counted before counting stopped.
         prompt: u64,
         /// Tokens of answer that were asked for, if they are what does not fit.
         completion: Option<u64>,
@@ -96,6 +101,11 @@ pub enum ApiError {
     BodyTooSlow,
     /// 413: the body is larger than the route takes.
     BodyTooLarge {
+        /// The limit, bytes.
+        limit: u64,
+    },
+    /// 429: the bodies of the tenant or of its pool that are on their way hold too much memory.
+    BodyMemory {
         /// The limit, bytes.
         limit: u64,
     },
@@ -112,6 +122,14 @@ pub enum ApiError {
         per_second: u32,
         /// Time until the next request passes.
         retry_after: Duration,
+    },
+    /// 429: the key, the tenant, the pool or the network source has too many
+    /// connections, and each has a request under way. The connection is closed.
+    ConnectionLimit {
+        /// Connections that the owner may have.
+        most: u32,
+        /// The owner, such as `tenant acme`.
+        owner: String,
     },
     /// 429: the caller sends too many requests that no plan limits.
     ReadLimit {

@@ -208,6 +208,37 @@ fn find(path: &str) -> Option<&'static Route> {
     ROUTES.iter().find(|route| route.path.parameter(path).is_some())
 }
 
+/// Endpoints of OpenAI's and of Anthropic's API that are not served, below `/v1`, with a
+/// sentence for clients.
+const UNSERVED: &[(&str, &str)] = &[
+    ("responses", "The Responses API is not served here. Use chat completions."),
+    ("messages", "The Messages API is not served here. Use chat completions."),
+    ("assistants", "The Assistants API is not served here. Use chat completions."),
+    ("threads", "The Assistants API is not served here. Use chat completions."),
+    ("conversations", "The Conversations API is not served here. Use chat completions."),
+    ("embeddings", "Embeddings are not served here."),
+    ("moderations", "Moderations are not served here."),
+    ("files", "Files are not served here."),
+    ("uploads", "Files are not served here."),
+    ("batches", "Batches are not served here."),
+    ("images", "Images are not served here."),
+    ("videos", "Videos are not served here."),
+    ("audio", "Audio is not served here."),
+    ("realtime", "The Realtime API is not served here."),
+    ("fine_tuning", "Fine-tuning is not served here."),
+    ("vector_stores", "Vector stores are not served here."),
+];
+
+/// Returns a sentence about a path that is no route, if the mistake is a common one.
+fn hint(path: &str) -> Option<&'static str> {
+    if find(&format!("/v1{path}")).is_some() {
+        return Some("The base URL must end in /v1.");
+    }
+    let below = path.strip_prefix("/v1").unwrap_or(path).strip_prefix('/')?;
+    let endpoint = below.split('/').next()?;
+    UNSERVED.iter().find(|(name, _)| *name == endpoint).map(|(_, sentence)| *sentence)
+}
+
 impl Routes for PublicRoutes {
     type Target = Target;
 
@@ -247,11 +278,11 @@ impl Routes for PublicRoutes {
                     RouteKind::ReadOnly => self.answer_read(route.handler, call).await,
                 }
             }
-            Target::UnknownRoute => ApiError::UnknownRoute {
-                method: request.method().clone(),
-                path: request.uri().path().to_owned(),
+            Target::UnknownRoute => {
+                let path = request.uri().path();
+                let (method, hint) = (request.method().clone(), hint(path));
+                ApiError::UnknownRoute { method, path: path.to_owned(), hint }.into_response()
             }
-            .into_response(),
             Target::WrongMethod(route) => {
                 let error = ApiError::MethodNotAllowed {
                     method: request.method().clone(),
@@ -308,6 +339,29 @@ mod tests {
             assert_eq!(route.map_or("other", |route| route.label), label, "{path}");
             let found = route.and_then(|route| route.path.parameter(path));
             assert_eq!(decoded(found), parameter, "{path}");
+        }
+    }
+
+    #[test]
+    fn common_mistakes_in_paths_get_hints() {
+        let version = Some("The base URL must end in /v1.");
+        for (path, expected) in [
+            ("/chat/completions", version),
+            ("/models", version),
+            ("/models/demo", version),
+            ("/v1/v1/models", None),
+            ("/v1/nothing", None),
+            ("/", None),
+            ("", None),
+            ("*", None),
+        ] {
+            assert_eq!(hint(path), expected, "{path}");
+        }
+        for path in ["/v1/embeddings", "/embeddings", "/v1/files/file-1/content", "/v1/responses"] {
+            assert!(hint(path).is_some_and(|hint| hint.contains("served here")), "{path}");
+        }
+        for (name, _) in UNSERVED {
+            assert!(find(&format!("/v1/{name}")).is_none(), "{name} is served");
         }
     }
 

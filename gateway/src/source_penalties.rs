@@ -30,6 +30,11 @@ impl SourcePenalties {
         Self { book: Arc::new(Mutex::new(book)), metrics }
     }
 
+    /// Applies the terms of a new config to offences from now on.
+    pub(crate) fn set_terms(&self, config: &PenaltyConfig) {
+        self.lock().set_terms(penalty_terms(config));
+    }
+
     /// Counts a credential from `source` that did not authenticate, and returns
     /// the error for its client.
     pub(crate) fn failed_authentication(

@@ -335,7 +335,7 @@ fn log_panic(panic: Box<dyn Any + Send + 'static>) {
 }
 
 pub(crate) async fn unknown_route(method: Method, uri: Uri) -> ApiError {
-    ApiError::UnknownRoute { method, path: uri.path().to_owned() }
+    ApiError::UnknownRoute { method, path: uri.path().to_owned(), hint: None }
 }
 
 pub(crate) async fn method_not_allowed(method: Method, uri: Uri) -> ApiError {

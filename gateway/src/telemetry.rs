@@ -7,6 +7,7 @@
 
 mod devices;
 mod log;
+mod log_line;
 mod process;
 
 use std::sync::Arc;
@@ -20,8 +21,9 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
-use tollgate_domain::{DeviceClass, ModelName, Usage};
+use tollgate_domain::{DeviceClass, ModelName, Usage, UtcTime};
 use tollgate_edge::ListenerMetrics;
+use tollgate_edge::listener::ConnectionCounts;
 
 use self::devices::DeviceMetrics;
 pub(crate) use self::devices::concerns;
@@ -43,9 +45,10 @@ pub struct Metrics {
     in_flight: Gauge,
     refusals: Family<KindLabel, Counter>,
     penalties: Family<ReasonLabel, Counter>,
-    connections: Gauge,
+    connections: Family<ConnectionLabels, Gauge>,
     connections_refused: Family<ReasonLabel, Counter>,
     connections_ended: Family<ReasonLabel, Counter>,
+    responses_unread: Counter,
     handshakes_failed: Family<ReasonLabel, Counter>,
     tokens: Family<TokenLabels, Counter>,
     device_seconds: Family<ModelLabels, Counter<f64, std::sync::atomic::AtomicU64>>,
@@ -57,6 +60,16 @@ pub struct Metrics {
     worker_protocol_violations: Counter,
     worker_losses: Gauge,
     holds: Gauge,
+    body_bytes: Gauge,
+    host_work_waiting: Gauge,
+    config_ok: Gauge,
+    config_loaded: Gauge<f64, std::sync::atomic::AtomicU64>,
+    config_info: Family<ConfigLabel, Gauge>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ConfigLabel {
+    sha256: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -78,6 +91,12 @@ struct KindLabel {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ReasonLabel {
     reason: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ConnectionLabels {
+    listener: &'static str,
+    state: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -106,6 +125,8 @@ pub(crate) struct Readings {
     pub(crate) worker_protocol_violations: u64,
     pub(crate) worker_losses: u64,
     pub(crate) holds: usize,
+    pub(crate) body_bytes: u64,
+    pub(crate) host_work_waiting: usize,
 }
 
 impl Metrics {
@@ -121,9 +142,10 @@ impl Metrics {
             in_flight: Gauge::default(),
             refusals: Family::default(),
             penalties: Family::default(),
-            connections: Gauge::default(),
+            connections: Family::default(),
             connections_refused: Family::default(),
             connections_ended: Family::default(),
+            responses_unread: Counter::default(),
             handshakes_failed: Family::default(),
             tokens: Family::default(),
             device_seconds: Family::default(),
@@ -135,10 +157,16 @@ impl Metrics {
             worker_protocol_violations: Counter::default(),
             worker_losses: Gauge::default(),
             holds: Gauge::default(),
+            body_bytes: Gauge::default(),
+            host_work_waiting: Gauge::default(),
+            config_ok: Gauge::default(),
+            config_loaded: Gauge::default(),
+            config_info: Family::default(),
         };
         metrics.register_requests();
         metrics.register_usage();
         metrics.register_readings();
+        metrics.register_config();
         Arc::new(metrics)
     }
 
@@ -159,7 +187,11 @@ impl Metrics {
         );
         registry.register("errors", "Requests that ended in an error", self.refusals.clone());
         registry.register("penalties", "Penalties imposed", self.penalties.clone());
-        registry.register("connections", "Open connections", self.connections.clone());
+        registry.register(
+            "connections",
+            "Open connections; uncounted: those of trusted proxies, and those being closed",
+            self.connections.clone(),
+        );
         registry.register(
             "connections_refused",
             "Connections closed by a connection limit",
@@ -169,6 +201,11 @@ impl Metrics {
             "connections_ended",
             "Connections closed after their TLS handshake",
             self.connections_ended.clone(),
+        );
+        registry.register(
+            "responses_unread",
+            "Responses over HTTP/2 ended because the client did not read them",
+            self.responses_unread.clone(),
         );
         registry.register(
             "handshakes_failed",
@@ -232,9 +269,55 @@ impl Metrics {
             "Holds on limits: requests that run or wait",
             self.holds.clone(),
         );
+        registry.register_with_unit(
+            "request_body",
+            "Memory for request bodies that arrive or wait to be parsed",
+            Unit::Bytes,
+            self.body_bytes.clone(),
+        );
+        registry.register(
+            "host_work_waiting",
+            "Requests that wait to be parsed and tokenized",
+            self.host_work_waiting.clone(),
+        );
+    }
+
+    fn register_config(&mut self) {
+        let Self { registry, .. } = self;
+        registry.register(
+            "config_ok",
+            "1 if the last reading of the config found no mistake; while 0 the earlier config stays in force",
+            self.config_ok.clone(),
+        );
+        registry.register_with_unit(
+            "config_loaded_timestamp",
+            "Unix time at which the config in force was loaded",
+            Unit::Seconds,
+            self.config_loaded.clone(),
+        );
+        registry.register(
+            "config_info",
+            "Always 1; the label is the SHA-256 of the files of the config in force",
+            self.config_info.clone(),
+        );
+    }
+
+    /// Notes that a config of this hash is in force since `at`.
+    pub(crate) fn config_loaded(&self, sha256: &str, at: UtcTime) {
+        self.config_ok.set(1);
+        self.config_loaded.set(at.unix_seconds() as f64);
+        // One series at a time: the hash of the config before has no meaning any more.
+        self.config_info.clear();
+        self.config_info.get_or_create(&ConfigLabel { sha256: sha256.to_owned() }).set(1);
+    }
+
+    /// Notes that a config was read, with or without a mistake.
+    pub(crate) fn config_read(&self, is_ok: bool) {
+        self.config_ok.set(is_ok.into());
     }
 
     /// Returns the metrics in Prometheus's text format.
+    #[expect(clippy::expect_used, reason = "writing to a string does not fail")]
     pub(crate) fn scrape(&self, readings: Readings) -> String {
         let Readings {
             ready,
@@ -243,6 +326,8 @@ impl Metrics {
             worker_protocol_violations,
             worker_losses,
             holds,
+            body_bytes,
+            host_work_waiting,
         } = readings;
         // These gauges are set at the scrape, so that all of them show the same moment.
         self.ready.set(ready.into());
@@ -254,6 +339,8 @@ impl Metrics {
             .store(worker_protocol_violations, std::sync::atomic::Ordering::Relaxed);
         self.worker_losses.set(gauge(worker_losses));
         self.holds.set(gauge(holds));
+        self.body_bytes.set(i64::try_from(body_bytes).unwrap_or(i64::MAX));
+        self.host_work_waiting.set(gauge(host_work_waiting));
         let mut text = String::new();
         encode_registry(&mut text, &self.registry)
             .and_then(|()| encode_registry(&mut text, self.process.read()))
@@ -342,8 +429,15 @@ impl Observer for Metrics {
 }
 
 impl ListenerMetrics for Metrics {
-    fn connections_open(&self, open: usize) {
-        self.connections.set(gauge(open));
+    fn connections_open(&self, listener: &'static str, counts: ConnectionCounts) {
+        let ConnectionCounts { authenticated, unauthenticated, uncounted } = counts;
+        for (state, open) in [
+            ("authenticated", authenticated),
+            ("unauthenticated", unauthenticated),
+            ("uncounted", uncounted),
+        ] {
+            self.connections.get_or_create(&ConnectionLabels { listener, state }).set(gauge(open));
+        }
     }
 
     fn connection_refused(&self, reason: &'static str) {
@@ -352,6 +446,10 @@ impl ListenerMetrics for Metrics {
 
     fn connection_ended(&self, reason: &'static str) {
         self.connections_ended.get_or_create(&ReasonLabel { reason }).inc();
+    }
+
+    fn response_unread(&self) {
+        self.responses_unread.inc();
     }
 
     fn handshake_failed(&self, reason: &'static str) {

@@ -5,6 +5,8 @@
 //! Then it answers each line of its standard input with a line of JSON: `chat N M`
 //! gives the times of N chats of one token, each with one of M keys.
 
+#![allow(clippy::disallowed_methods, reason = "a program that measures time")]
+
 use std::error::Error;
 use std::io::{BufRead, Write as _};
 use std::num::NonZeroUsize;

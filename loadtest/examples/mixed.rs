@@ -5,6 +5,8 @@
 //! prints a line `begin` when the first request is due, and at the end one line of
 //! JSON: the report of each awaited group, and the machine's lateness.
 
+#![allow(clippy::disallowed_methods, reason = "a program that measures time")]
+
 use std::error::Error;
 use std::num::NonZeroU32;
 use std::path::PathBuf;

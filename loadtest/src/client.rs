@@ -222,10 +222,7 @@ impl Target {
     ///
     /// # Errors
     /// The TCP or TLS connection failed.
-    pub async fn connect_tls(
-        &self,
-        protocol: Protocol,
-    ) -> Result<TlsStream<TcpStream>, ClientError> {
+    pub async fn connect_tls(&self, protocol: Protocol) -> Result<ClientTls, ClientError> {
         let tcp = self.connect_tcp().await?;
         let tls_error = |source| ClientError::Tls { authority: self.authority.clone(), source };
         let mut config = ClientConfig::clone(&self.tls);
@@ -239,6 +236,9 @@ impl Target {
         TlsConnector::from(Arc::new(config)).connect(name, tcp).await.map_err(tls_error)
     }
 }
+
+/// A TLS connection on which the caller speaks its own protocol.
+pub type ClientTls = TlsStream<TcpStream>;
 
 /// An open connection. Clones share it, and an HTTP/2 connection carries several
 /// requests at once. Dropping the last clone closes the connection.

@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::net::IpAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -15,22 +16,27 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::client::{ClientError, Target};
+use crate::clock;
 use crate::scenario::{AttackKind, Scenario};
 
 mod attack;
 mod attackers;
 mod capacity;
 mod honest;
+mod random;
+mod streams;
 mod tally;
+mod taught;
 mod watch;
 mod wire;
 
 pub use attack::AttackerResult;
 pub use capacity::MeasuredCapacity;
 pub use honest::HonestSample;
+pub use random::ShapeResult;
 pub(crate) use tally::outcome as outcome_name;
 pub use tally::{Live, Tally};
-pub use watch::{GATEWAY, ProcessPoint, Shares, held_by};
+pub use watch::{GATEWAY, ProcessPoint, Shares, UsedPoint, held_by};
 
 /// The gateway of a drill.
 pub struct Stage {
@@ -40,8 +46,18 @@ pub struct Stage {
     pub admin: Option<Target>,
     /// Processes of this machine that are observed, by name.
     pub processes: Vec<(String, u32)>,
+    /// The log of the gateway and its workers, if it is a file of this machine.
+    pub log: Option<PathBuf>,
     /// A host that may be attacked although it is not loopback.
     pub allowed_host: Option<String>,
+}
+
+impl Stage {
+    /// Returns the process of the gateway, if it is among the observed ones.
+    fn gateway_pid(&self) -> Option<u32> {
+        let gateway = self.processes.iter().find(|(name, _)| name == GATEWAY);
+        gateway.map(|(_, pid)| *pid)
+    }
 }
 
 /// An error that stops a drill.
@@ -80,6 +96,9 @@ pub enum DrillError {
     /// The threads of the attackers cannot be started.
     #[error("cannot start the attackers' threads")]
     Threads(#[source] io::Error),
+    /// The log of the gateway cannot be read.
+    #[error("cannot read the gateway's log")]
+    Log(#[source] io::Error),
     /// The drill was stopped.
     #[error("stopped before the end, so there is no verdict")]
     Stopped,
@@ -125,8 +144,10 @@ pub struct Drill {
     pub attackers: Vec<AttackerResult>,
     /// Memory and descriptors of each process over time.
     pub processes: BTreeMap<String, Vec<ProcessPoint>>,
-    /// Device time of each tenant over time.
+    /// The use of each tenant over time.
     pub shares: Shares,
+    /// The lines of the gateway's log about panics, if the log is known.
+    pub panics: Option<Vec<String>>,
 }
 
 /// The state that all senders share.
@@ -135,6 +156,10 @@ pub(crate) struct Ground {
     pub(crate) live: Arc<Live>,
     pub(crate) started: Instant,
     pub(crate) stop: CancellationToken,
+    /// The process of the gateway, if it runs on this machine and is observed.
+    pub(crate) gateway_pid: Option<u32>,
+    /// True if senders can use many addresses of this machine.
+    pub(crate) may_choose_source: bool,
 }
 
 impl Ground {
@@ -162,12 +187,14 @@ pub async fn play(
         found = capacity::find(scenario, stage) => found?,
         () = stop.cancelled() => return Err(DrillError::Stopped),
     };
-    let started = SystemTime::now();
+    let started = clock::date();
     let ground = Arc::new(Ground {
         scenario: scenario.clone(),
         live,
-        started: Instant::now(),
+        started: clock::now(),
         stop: stop.clone(),
+        gateway_pid: stage.gateway_pid(),
+        may_choose_source,
     });
     let watching = watch::Watch::start(&ground, stage);
     let sharers = scenario.honest.iter().map(|group| group.tenants.len()).sum::<usize>()
@@ -201,6 +228,7 @@ pub async fn play(
     seen.sort_by_key(|(number, _)| *number);
     let mut samples: Vec<HonestSample> = asked.into_iter().flatten().collect();
     samples.sort_by(|a, b| a.due.total_cmp(&b.due));
+    let panics = stage.log.as_deref().map(watch::panics_in);
     let end_of = |span: Duration| span.as_secs_f64();
     let (first, second) = (end_of(alone), end_of(alone + scenario.phases.attack));
     Ok(Drill {
@@ -213,6 +241,7 @@ pub async fn play(
         attackers: seen.into_iter().map(|(_, seen)| seen).collect(),
         processes,
         shares,
+        panics: panics.transpose().map_err(DrillError::Log)?,
     })
 }
 
@@ -239,6 +268,7 @@ impl Crowd {
         Ok(Self(Some(threads)))
     }
 
+    #[expect(clippy::expect_used, reason = "only the drop takes the runtime")]
     fn on(&self) -> &runtime::Handle {
         self.0.as_ref().expect("there until it is dropped").handle()
     }

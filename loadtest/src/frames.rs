@@ -6,8 +6,17 @@ use bytes::{Buf, BytesMut};
 
 /// Returns the first bytes of a client: the preface and empty SETTINGS.
 pub fn preface() -> Vec<u8> {
-    let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
+    let mut bytes = PREFACE.to_vec();
     bytes.extend(frame(FrameKind::SETTINGS, 0, 0, &[]));
+    bytes
+}
+
+/// Returns the first bytes of a client that grants `window` bytes to each stream.
+pub fn preface_with_window(window: u32) -> Vec<u8> {
+    let [a, b, c, d] = window.to_be_bytes();
+    let mut bytes = PREFACE.to_vec();
+    // The setting 4 is SETTINGS_INITIAL_WINDOW_SIZE (RFC 9113, section 6.5.2).
+    bytes.extend(frame(FrameKind::SETTINGS, 0, 0, &[0, 4, a, b, c, d]));
     bytes
 }
 
@@ -115,6 +124,12 @@ impl Frame {
         Some(u32::from_be_bytes([found[2], found[3], found[4], found[5]]))
     }
 
+    /// Returns true if the frame is the last one of its stream in this direction.
+    pub fn ends_stream(&self) -> bool {
+        let may_end = matches!(self.kind, FrameKind::DATA | FrameKind::HEADERS);
+        may_end && self.flags & Ends::Stream.flag() != 0
+    }
+
     /// Returns true if the frame is SETTINGS that must be acknowledged.
     pub fn wants_acknowledgement(&self) -> bool {
         self.kind == FrameKind::SETTINGS && self.flags & ACK == 0
@@ -139,6 +154,7 @@ fn literal(block: &mut Vec<u8>, text: &[u8]) {
     block.extend(text);
 }
 
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 const ACK: u8 = 1;
 const END_HEADERS: u8 = 4;
 

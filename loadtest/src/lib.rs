@@ -12,14 +12,17 @@
 //! [`page`] with the results.
 
 pub mod client;
+mod clock;
 pub mod drill;
 pub mod frames;
 pub mod outcome;
 pub mod page;
 pub mod plan;
+mod random_shape;
 pub mod report;
 pub mod run;
 pub mod scenario;
+pub mod shape;
 mod slot;
 pub mod sse;
 pub mod verdict;

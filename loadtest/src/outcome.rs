@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::StatusCode;
+use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use http_body_util::BodyExt;
 use hyper::Response;
 use hyper::body::Incoming;
@@ -13,6 +13,7 @@ use serde::Deserialize;
 use tokio::time::Instant;
 
 use crate::client::{ClientError, Connection};
+use crate::clock;
 use crate::sse::Events;
 
 /// The end of a request.
@@ -69,16 +70,49 @@ pub struct AtWorker {
     pub read: Duration,
 }
 
-/// Sends `body` and reads the answer to its end. Sets `begun` at the first content
+/// The content of a request.
+#[derive(Clone, Debug)]
+pub struct Question {
+    /// The path.
+    pub path: &'static str,
+    /// The body.
+    pub body: Bytes,
+    /// True if the body asks for a stream.
+    pub stream: bool,
+    /// The value of the header `idempotency-key`.
+    pub idempotency_key: Option<String>,
+}
+
+impl Question {
+    /// The path of chats.
+    pub const CHAT: &str = "/v1/chat/completions";
+
+    /// The path of completions.
+    pub const COMPLETIONS: &str = "/v1/completions";
+
+    /// Creates a question to the chat.
+    pub(crate) fn chat(body: Bytes, stream: bool) -> Self {
+        Self { path: Self::CHAT, body, stream, idempotency_key: None }
+    }
+
+    fn headers(&self) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        let key = self.idempotency_key.as_deref().and_then(|key| HeaderValue::from_str(key).ok());
+        headers.extend(key.map(|key| (HeaderName::from_static("idempotency-key"), key)));
+        headers
+    }
+}
+
+/// Sends `question` and reads the answer to its end. Sets `begun` at the first content
 /// of a stream, for callers that do not wait for the end.
 pub async fn follow(
     connection: &Connection,
-    body: Bytes,
-    streams: bool,
+    question: Question,
     due: Instant,
     begun: &OnceLock<Duration>,
 ) -> Result<FollowedAnswer, ClientError> {
-    let response = connection.post("/v1/chat/completions", body).await?;
+    let (headers, streams) = (question.headers(), question.stream);
+    let response = connection.post_with(question.path, question.body, headers).await?;
     let status = response.status();
     if status != StatusCode::OK {
         return refused(status, response).await;
@@ -140,7 +174,7 @@ async fn stream(
     let (mut last, mut pieces, mut counted) = (None, 0, None);
     while let Some(frame) = response.frame().await {
         let Ok(data) = frame?.into_data() else { continue };
-        let now = Instant::now();
+        let now = clock::now();
         let Ok(payloads) = events.push(&data) else {
             return Ok(FollowedAnswer::ended(End::Error("an event that does not end")));
         };
@@ -201,6 +235,8 @@ struct Chunk {
 #[derive(Deserialize)]
 struct Choice {
     delta: Option<Delta>,
+    /// The text of a completion, which has no delta.
+    text: Option<String>,
     finish_reason: Option<String>,
 }
 
@@ -234,7 +270,10 @@ impl Chunk {
     }
 
     fn has_content(&self) -> bool {
-        let content = |choice: &Choice| choice.delta.as_ref()?.content.as_ref().map(String::len);
+        let content = |choice: &Choice| {
+            let chat = choice.delta.as_ref().and_then(|delta| delta.content.as_ref());
+            chat.or(choice.text.as_ref()).map(String::len)
+        };
         self.choices.iter().any(|choice| content(choice).is_some_and(|length| length > 0))
     }
 }

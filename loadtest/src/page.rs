@@ -3,7 +3,9 @@
 
 use std::fmt::Write as _;
 
-use crate::verdict::{Check, DrillReport, PhaseFigures, Quantile, Verdict};
+use crate::verdict::{
+    Check, DrillReport, PhaseFigures, Quantile, Verdict, WorstShape, WorstShapes,
+};
 
 mod plot;
 mod plots;
@@ -30,6 +32,7 @@ pub fn html(report: &DrillReport) -> String {
     section(&mut page, "Device time by tenant", &plots::shares(report));
     section(&mut page, "Outcomes of the attackers' requests", &plots::refusals(report));
     attackers(&mut page, report);
+    worst_shapes(&mut page, report);
     section(&mut page, "Memory and descriptors of the gateway", &plots::resources(report));
     page.push_str("</main></body></html>\n");
     page
@@ -141,6 +144,21 @@ fn attackers(page: &mut String, report: &DrillReport) {
         let _ = write!(page, "<tr>{cells}</tr>");
     }
     page.push_str("</tbody></table></section>");
+}
+
+fn worst_shapes(page: &mut String, report: &DrillReport) {
+    for WorstShapes { by, shapes } in &report.worst_shapes {
+        let _ = write!(
+            page,
+            "<section><h2>Worst shapes by {}</h2><table><thead><tr><th></th><th>number</th><th>shape</th></tr></thead><tbody>",
+            escape(by)
+        );
+        for WorstShape { number, about, value } in shapes {
+            let about = escape(about);
+            let _ = write!(page, "<tr><td>{value:.1}</td><td>{number}</td><td>{about}</td></tr>");
+        }
+        page.push_str("</tbody></table></section>");
+    }
 }
 
 fn section(page: &mut String, title: &str, body: &str) {

@@ -163,6 +163,7 @@ impl Latency {
 }
 
 /// Returns a histogram of microseconds, up to an hour.
+#[expect(clippy::expect_used, reason = "the bounds are constants that the histogram accepts")]
 fn histogram() -> Histogram<u64> {
     Histogram::new_with_max(3_600_000_000, 3).expect("the bounds are valid")
 }

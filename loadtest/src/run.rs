@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::task::JoinSet;
-use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::outcome::{End, Outcome};
+use crate::clock;
+use crate::outcome::{End, Outcome, Question};
 use crate::plan::{Due, Load, LoadError};
 use crate::report::Report;
 use crate::slot::{DueRequest, Slot, send};
@@ -44,7 +44,7 @@ pub async fn run(
     // latency.
     let pools = open(&load).await?;
     let bodies = Bodies::new(&load);
-    let started = Instant::now();
+    let started = clock::now();
     let mut under_way = JoinSet::new();
     let mut outcomes = Vec::with_capacity(schedule.len());
     let mut turn = 0usize;
@@ -68,10 +68,10 @@ pub async fn run(
         turn += 1;
         let pool = &pools[due.tenant];
         let connection = Arc::clone(&pool[turn % pool.len()]);
-        let body = bodies.body(due);
         let Due { tenant, stream, .. } = due;
+        let question = Question::chat(bodies.body(due), stream);
         under_way.spawn(async move {
-            send(&connection, DueRequest { tenant, body, stream, at, timeout }).await
+            send(&connection, DueRequest { tenant, question, at, timeout }).await
         });
     }
     while let Some(ended) = under_way.join_next().await {
@@ -96,6 +96,10 @@ async fn open(load: &Load) -> Result<Vec<Vec<Arc<Slot>>>, LoadError> {
     Ok(pools)
 }
 
+#[expect(
+    clippy::expect_used,
+    reason = "a panic of a sender is a defect of the load test, not a result of the server"
+)]
 fn note(
     outcomes: &mut Vec<Outcome>,
     ended: Result<Outcome, tokio::task::JoinError>,

@@ -4,12 +4,11 @@
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use bytes::Bytes;
 use tokio::sync::Mutex;
 use tokio::time::Instant;
 
 use crate::client::{ClientError, Connection, Protocol, Target};
-use crate::outcome::{End, FollowedAnswer, Outcome, follow};
+use crate::outcome::{End, FollowedAnswer, Outcome, Question, follow};
 
 /// A slot for one connection. An HTTP/1.1 connection carries one request at a time,
 /// so waiting for it is part of the latency.
@@ -45,9 +44,7 @@ impl Slot {
 pub(crate) struct DueRequest {
     /// The number of the tenant.
     pub(crate) tenant: usize,
-    pub(crate) body: Bytes,
-    /// True if the body asks for a stream.
-    pub(crate) stream: bool,
+    pub(crate) question: Question,
     /// The moment when the request is due.
     pub(crate) at: Instant,
     /// The longest time from then to the end of the answer.
@@ -65,14 +62,14 @@ pub(crate) async fn send_noting(
     request: DueRequest,
     begun: &OnceLock<Duration>,
 ) -> Outcome {
-    let DueRequest { tenant, body, stream, at, timeout } = request;
+    let DueRequest { tenant, question, at, timeout } = request;
     let mut late = Duration::ZERO;
     let sending = async {
         let connection = slot.open().await?;
         // HTTP/1.1 needs the connection until the answer is complete.
         let _turn = if connection.is_http2() { None } else { Some(slot.turn.lock().await) };
         late = at.elapsed();
-        follow(&connection, body, stream, at, begun).await
+        follow(&connection, question, at, begun).await
     };
     let seen = tokio::time::timeout_at(at + timeout, sending).await;
     let whole = at.elapsed();

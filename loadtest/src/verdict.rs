@@ -7,14 +7,16 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::drill::{AttackerResult, Drill, HonestSample, ProcessPoint, Span};
+use crate::drill::{AttackerResult, Drill, GATEWAY, HonestSample, ProcessPoint, Span, UsedPoint};
 use crate::outcome::End;
 use crate::scenario::{AttackKind, Hold, Scenario, Times};
 
 mod figures;
 mod terminal;
+mod worst;
 
 pub use figures::{Gathered, Latencies, PhaseFigures, Quantile};
+pub use worst::{WorstShape, WorstShapes};
 
 /// An expectation with its result.
 #[derive(Clone, Debug, Serialize)]
@@ -91,8 +93,10 @@ pub struct DrillReport {
     pub device_time_in_attack: BTreeMap<String, u64>,
     /// Memory and descriptors of each process over time.
     pub processes: BTreeMap<String, Vec<ProcessPoint>>,
-    /// The device time of each tenant over time, in nanoseconds.
+    /// The use of each tenant over time.
     pub shares: crate::drill::Shares,
+    /// The worst random shapes by each figure.
+    pub worst_shapes: Vec<WorstShapes>,
     /// The honest requests: due time, time to the first token, and success.
     pub points: Vec<Point>,
 }
@@ -162,9 +166,13 @@ impl DrillReport {
             tenants: gathered.tenants.clone(),
             attackers: drill.attackers.iter().map(AttackerFigures::new).collect(),
             refusals: refusals(&drill.attackers),
-            device_time_in_attack: figures::device_time(drill, drill.attack),
+            device_time_in_attack: figures::used(drill, drill.attack)
+                .into_iter()
+                .map(|(tenant, used)| (tenant, used.attributed_ns))
+                .collect(),
             processes: drill.processes.clone(),
             shares: drill.shares.clone(),
+            worst_shapes: worst::worst(drill),
             points: drill.honest.iter().map(point).collect(),
         }
     }
@@ -223,6 +231,13 @@ pub fn kind_name(kind: AttackKind) -> &'static str {
         AttackKind::SlowReaders => "slow_readers",
         AttackKind::Slowloris => "slowloris",
         AttackKind::RapidReset => "rapid_reset",
+        AttackKind::HoldConnections => "hold_connections",
+        AttackKind::BodyFlood => "body_flood",
+        AttackKind::RefusedWork => "refused_work",
+        AttackKind::UnreadBesideDrip => "unread_beside_drip",
+        AttackKind::TaughtEstimates => "taught_estimates",
+        AttackKind::OddShapes => "odd_shapes",
+        AttackKind::RandomShapes => "random_shapes",
     }
 }
 
@@ -250,12 +265,20 @@ impl Judge<'_> {
         checks.extend(hold.ahead_of_attackers.map(|least| self.ahead(least)));
         checks.extend(hold.recovery.map(|most| self.recovery(most)));
         checks.extend(self.clear_refusals());
+        checks.extend(self.no_panic());
         checks.extend(self.resources(hold));
         checks.extend(hold.accepted.map(|most| self.accepted(most)));
         checks.extend(hold.goodput.map(|least| self.goodput(least)));
         checks.extend(hold.attackers_share.map(|most| self.share(most)));
+        checks.extend(hold.worked_on.map(|most| self.worked_on(most)));
+        checks.extend(hold.gateway_cpu.map(|most| self.gateway_cpu(most)));
+        checks.extend(hold.attackers_tokens.map(|most| self.attackers_tokens(most)));
+        checks.extend(hold.attackers_reference.map(|most| self.attackers_reference(most)));
         for (attacker, seen) in self.scenario.attackers.iter().zip(&self.drill.attackers) {
             checks.extend(attacker.closed_within.map(|most| closed(seen, most)));
+            if attacker.kind == AttackKind::RandomShapes {
+                checks.push(worst::played(attacker.requests, seen));
+            }
         }
         checks
     }
@@ -389,9 +412,22 @@ impl Judge<'_> {
         })
     }
 
+    /// Checks that the gateway and its workers logged no panic. A client may see nothing
+    /// of one.
+    fn no_panic(&self) -> Option<Check> {
+        let panics = self.drill.panics.as_ref()?;
+        Some(Check {
+            what: "panics in the gateway's log".to_owned(),
+            bound: "none".to_owned(),
+            observed: if panics.is_empty() { "none".to_owned() } else { panics.join("; ") },
+            verdict: Verdict::of(panics.is_empty()),
+        })
+    }
+
     fn resources(&self, hold: &Hold) -> Vec<Check> {
         let mut checks = Vec::new();
-        if hold.memory_growth.is_none() && hold.descriptors_growth.is_none() {
+        let wanted = [hold.memory_growth, hold.memory_kept, hold.descriptors_growth];
+        if wanted.iter().all(Option::is_none) {
             return checks;
         }
         let unclear = |what: &str| Check {
@@ -424,6 +460,15 @@ impl Judge<'_> {
                         mib(peak)
                     ),
                     verdict: Verdict::of(grown <= most),
+                });
+            }
+            if let Some(most) = hold.memory_kept {
+                let last = points.last().map_or(memory, |point| point.memory);
+                checks.push(Check {
+                    what: format!("memory of the {name} at the end"),
+                    bound: format!("at most {} MiB more than before", most >> 20),
+                    observed: format!("{:.1} MiB before, {:.1} MiB", mib(memory), mib(last)),
+                    verdict: Verdict::of(last.saturating_sub(memory) <= most),
                 });
             }
             if let Some(most) = hold.descriptors_growth {
@@ -481,16 +526,86 @@ impl Judge<'_> {
     }
 
     fn share(&self, most: f64) -> Check {
-        let times = figures::device_time(self.drill, self.drill.attack);
-        let whole: u64 = times.values().sum();
-        let names = self.scenario.attackers.iter().flat_map(|attacker| &attacker.tenants);
-        let theirs: u64 = names.filter_map(|name| times.get(name)).sum();
+        let used = figures::used(self.drill, self.drill.attack);
+        let whole: u64 = used.values().map(|used| used.attributed_ns).sum();
+        let theirs: u64 = self.attackers_used(|used| used.attributed_ns);
         let share = theirs as f64 / whole.max(1) as f64;
         Check {
             what: "attackers' part of the device time in the attack".to_owned(),
             bound: format!("at most {:.0} %", most * 100.0),
             observed: format!("{:.1} % of {:.2} s", share * 100.0, whole as f64 / 1e9),
             verdict: if whole == 0 { Verdict::Unclear } else { Verdict::of(share <= most) },
+        }
+    }
+}
+
+impl Judge<'_> {
+    /// Returns the sum of a figure over all attackers in the attack.
+    fn attackers_used(&self, figure: fn(&UsedPoint) -> u64) -> u64 {
+        let used = figures::used(self.drill, self.drill.attack);
+        let names = self.scenario.attackers.iter().flat_map(|attacker| &attacker.tenants);
+        names.filter_map(|name| used.get(name)).map(figure).sum()
+    }
+
+    fn worked_on(&self, most: u64) -> Check {
+        let is_cheap = |what: &str| ["429", "503", "413"].iter().any(|code| what.starts_with(code));
+        let all = self.drill.attackers.iter().flat_map(|seen| seen.tally.totals());
+        let (refused, others): (Vec<_>, Vec<_>) = all.partition(|(what, _)| is_cheap(what));
+        let sum = |outcomes: &[(String, u64)]| outcomes.iter().map(|(_, count)| count).sum::<u64>();
+        let (refused, worked) = (sum(&refused), sum(&others));
+        let named: Vec<String> =
+            others.iter().map(|(what, count)| format!("{count} x {what}")).collect();
+        Check {
+            what: "attackers' requests that the gateway worked on".to_owned(),
+            bound: format!("at most {most}"),
+            observed: format!("{worked} of {} ({})", worked + refused, named.join(", ")),
+            verdict: match worked + refused {
+                0 => Verdict::Unclear,
+                _ => Verdict::of(worked <= most),
+            },
+        }
+    }
+
+    fn gateway_cpu(&self, most: f64) -> Check {
+        let points = self.drill.processes.get(GATEWAY).map_or(&[][..], Vec::as_slice);
+        let in_phase = |span: Span| {
+            let within = points.iter().filter(|point| span.holds(point.at));
+            let known: Vec<(f64, f64)> =
+                within.filter_map(|point| Some((point.at, point.cpu_seconds?))).collect();
+            let (first, last) = (known.first()?, known.last()?);
+            (last.0 > first.0).then(|| (last.1 - first.1) / (last.0 - first.0))
+        };
+        let (observed, verdict) = match (in_phase(self.drill.alone), in_phase(self.drill.attack)) {
+            (Some(before), Some(then)) => (
+                format!("{before:.2} cores before, {then:.2} cores in the attack"),
+                Verdict::of(then - before <= most),
+            ),
+            _ => {
+                ("unknown; only a gateway of the drill's own tells it".to_owned(), Verdict::Unclear)
+            }
+        };
+        let bound = format!("at most {most} cores more than before");
+        Check { what: "processor time of the gateway".to_owned(), bound, observed, verdict }
+    }
+
+    fn attackers_tokens(&self, most: u64) -> Check {
+        let used = self.attackers_used(|used| used.tokens);
+        Check {
+            what: "attackers' tokens in the attack".to_owned(),
+            bound: format!("at most {most}"),
+            observed: used.to_string(),
+            // Nothing used means that nothing was attacked.
+            verdict: if used == 0 { Verdict::Unclear } else { Verdict::of(used <= most) },
+        }
+    }
+
+    fn attackers_reference(&self, most: Duration) -> Check {
+        let used = Duration::from_nanos(self.attackers_used(|used| used.reference_ns));
+        Check {
+            what: "attackers' reference cost in the attack".to_owned(),
+            bound: format!("at most {:.3} s", most.as_secs_f64()),
+            observed: format!("{:.3} s", used.as_secs_f64()),
+            verdict: if used.is_zero() { Verdict::Unclear } else { Verdict::of(used <= most) },
         }
     }
 }

@@ -13,7 +13,7 @@ use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use tokio_util::sync::CancellationToken;
 use tollgate_loadtest::client::Target;
-use tollgate_loadtest::drill::{Live, Stage, play};
+use tollgate_loadtest::drill::{GATEWAY, Live, Stage, play};
 use tollgate_loadtest::page;
 use tollgate_loadtest::scenario::{SHIPPED, Scenario};
 use tollgate_loadtest::verdict::{DrillReport, Verdict};
@@ -40,7 +40,11 @@ pub fn list() -> Result<()> {
 
 /// Runs the scenario `name`.
 pub fn run(name: &str, arguments: &LoadtestArguments) -> Result<ExitCode> {
-    let scenario = Scenario::find(name)?;
+    let mut scenario = Scenario::find(name)?;
+    scenario.seed = arguments.seed.unwrap_or(scenario.seed);
+    if let Some(requests) = arguments.requests {
+        scenario.set_requests(requests.get()).map_err(anyhow::Error::msg)?;
+    }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let report = match &arguments.url {
         Some(url) => {
@@ -71,10 +75,12 @@ fn on_its_own(runtime: &tokio::runtime::Runtime, scenario: &Scenario) -> Result<
         .collect();
     let gateway = OwnGateway::start(&scenario.own_config(), &wanted)?;
     let workers = gateway.workers().into_iter().enumerate();
+    let workers = workers.map(|(number, pid)| (format!("worker {number}"), pid));
     let stage = Stage {
         keys: targets(&gateway.url, &gateway.ca(), &gateway.keys)?,
         admin: Some(Target::new(&gateway.admin_url, &gateway.ca(), "none")?),
-        processes: workers.map(|(number, pid)| (format!("worker {number}"), pid)).collect(),
+        processes: workers.chain([(GATEWAY.to_owned(), gateway.pid())]).collect(),
+        log: Some(gateway.log()),
         allowed_host: None,
     };
     let report = runtime.block_on(watched(scenario, &stage))?;
@@ -111,6 +117,7 @@ fn named_stage(scenario: &Scenario, arguments: &LoadtestArguments, url: &str) ->
         keys: targets(url, &ca, &keys)?,
         admin: admin.map(|admin| Target::new(admin, &ca, "none")).transpose()?,
         processes: Vec::new(),
+        log: None,
         allowed_host: arguments.allow_remote.clone(),
     })
 }

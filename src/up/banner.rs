@@ -45,6 +45,20 @@ pub fn print(config: &Config, addresses: Addresses, gateway: &Gateway) -> Result
         }
     } else {
         writeln!(text)?;
+        if let Some(tenant) = config.tenants().next() {
+            let count = config.tenants().count();
+            let options = data_option(config);
+            let create = format!(
+                "{} keys create --config FILE{options} --tenant {}",
+                program(),
+                tenant.name
+            );
+            writeln!(text, "  tenants: {count}   make a key: {create}")?;
+        }
+    }
+    if own_certificate {
+        let ca = ca.display();
+        writeln!(text, "  for SDKs: SSL_CERT_FILE={ca} (Python), NODE_EXTRA_CA_CERTS={ca} (Node)")?;
     }
     writeln!(text, "ready https://{public} admin https://{admin}")?;
     // One write keeps the message together, and the flush shows it to a waiting
@@ -68,9 +82,7 @@ fn commands(
     if public.to_string() != "127.0.0.1:8443" {
         write!(options, " --url https://{public}")?;
     }
-    if config.data() != Path::new("data") {
-        write!(options, " --data {}", config.data().display())?;
-    }
+    options.push_str(&data_option(config));
     writeln!(text, "  try: {} chat{options} \"{question}\"", program())?;
     writeln!(
         text,
@@ -78,6 +90,14 @@ fn commands(
          -H \"authorization: Bearer $(cat {key})\" -H \"content-type: application/json\" \
          -d '{{\"model\":\"{model}\",\"messages\":[{{\"role\":\"user\",\"content\":\"{question}\"}}]}}'"
     )
+}
+
+/// Returns the option that names the data folder, if it is not the default.
+fn data_option(config: &Config) -> String {
+    match config.data() {
+        data if data == Path::new("data") => String::new(),
+        data => format!(" --data {}", data.display()),
+    }
 }
 
 /// Returns the command that started this program. A path below `target` means that

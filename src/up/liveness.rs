@@ -123,6 +123,7 @@ const MOST_RESTARTS: usize = 3;
 const RESTART_WINDOW: Duration = Duration::from_secs(3_600);
 
 #[cfg(test)]
+#[allow(clippy::disallowed_methods, reason = "a test may read the system's clock")]
 mod tests {
     use tollgate_domain::WorkerEpoch;
 

@@ -54,6 +54,10 @@ impl WorkerCommand {
     ///
     /// A worker that ends before every worker was ready is not restarted, since
     /// the same config would fail again; its exit status is returned.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the watch gets the time at which the process starts"
+    )]
     pub async fn supervise(
         self,
         phases: Phases,

@@ -4,7 +4,7 @@ use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use tollgate_config::{Config, DeviceSelector, EngineKind, Health, SyntheticPolicy, Watchdog};
 use tollgate_domain::WorkerName;
 use tollgate_gateway::workers::WorkerEndpoint;
@@ -41,7 +41,7 @@ pub fn plan(config: &Config, data: &Path, sockets: &Path) -> Result<Vec<Planned>
     let mut planned = Vec::new();
     for model in config.models() {
         let folder = match &model.path {
-            Some(path) => std::path::absolute(path).context("model folder")?,
+            Some(path) => text_path(std::path::absolute(path).context("model folder")?)?,
             None => demo_model::lay_out(data)?,
         };
         for device in &model.devices {
@@ -69,6 +69,19 @@ pub fn plan(config: &Config, data: &Path, sockets: &Path) -> Result<Vec<Planned>
         }
     }
     Ok(planned)
+}
+
+/// Returns `path` unchanged.
+///
+/// # Errors
+/// The path is not valid UTF-8. A worker's options are JSON, which holds text only.
+pub fn text_path(path: PathBuf) -> Result<PathBuf> {
+    if path.to_str().is_none() {
+        bail!(
+            "{path:?} is not valid UTF-8, and workers get their paths as text; choose another folder"
+        );
+    }
+    Ok(path)
 }
 
 impl Planned {

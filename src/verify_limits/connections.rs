@@ -10,7 +10,7 @@ use bytes::BytesMut;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
-use tollgate_config::{Config, Gateway};
+use tollgate_config::{Config, Connections, Gateway};
 use tollgate_loadtest::client::{Protocol, Target};
 use tollgate_loadtest::frames::{self, Ends, Frame, FrameKind};
 
@@ -53,21 +53,15 @@ pub(super) async fn probe(
         let why = "probed on this machine only, where each probe can use an address of its own";
         rows.extend([per_source.not_probed(why), new.not_probed(why)]);
     } else {
-        rows.push(
-            open_at_once(&from(8), per_source, connections.per_source, connections.new_burst)
-                .await?,
-        );
-        rows.push(
-            opened(&from(9), new, connections.new_per_second, connections.new_burst, budget)
-                .await?,
-        );
+        rows.push(open_at_once(&from(8), per_source, connections).await?);
+        rows.push(opened(&from(9), new, connections, budget).await?);
     }
-    rows.extend(not_probed(gateway));
+    rows.extend(without_probe(gateway));
     Ok(rows)
 }
 
 /// Returns the limits that a probe cannot test, each with the reason.
-fn not_probed(gateway: &Gateway) -> Vec<ProbeResult> {
+fn without_probe(gateway: &Gateway) -> Vec<ProbeResult> {
     let (connections, times) = (&gateway.connections, &gateway.timeouts);
     [
         (
@@ -108,7 +102,7 @@ fn not_probed(gateway: &Gateway) -> Vec<ProbeResult> {
     ]
     .into_iter()
     .map(|(key, configured, why)| {
-        ProbeResult::new(format!("gateway.{key}"), configured).not_probed(why)
+        ProbeResult::new(format!("gateway.{key}"), configured).has_no_probe(why)
     })
     .collect()
 }
@@ -283,9 +277,9 @@ async fn cancels(target: &Target, most: u32, budget: Duration) -> Result<ProbeRe
 async fn open_at_once(
     target: &Target,
     row: ProbeResult,
-    most: u32,
-    burst: u32,
+    limits: &Connections,
 ) -> Result<ProbeResult> {
+    let Connections { per_source: most, new_burst: burst, .. } = *limits;
     // A few more connections than allowed show that the limit refuses them.
     let wanted = most.saturating_add(8);
     // With a smaller burst, the limit of new connections would refuse them first.
@@ -306,10 +300,10 @@ async fn open_at_once(
 async fn opened(
     target: &Target,
     row: ProbeResult,
-    per_second: u32,
-    burst: u32,
+    limits: &Connections,
     budget: Duration,
 ) -> Result<ProbeResult> {
+    let Connections { new_per_second: per_second, new_burst: burst, .. } = *limits;
     let started = Instant::now();
     let mut accepted = 0u64;
     while started.elapsed() < budget {

@@ -24,6 +24,8 @@ pub(super) struct Canaries {
     any: Canary,
     /// The targets, by `PLAN.LIMIT`; see [`Canaries::of`].
     keys: BTreeMap<String, Target>,
+    /// The targets of the holders: one for each key of each.
+    holders: Vec<Vec<Target>>,
 }
 
 enum ProbedGateway {
@@ -39,6 +41,13 @@ const LONGEST_WAIT: Duration = Duration::from_secs(5);
 
 /// The tenant without limits on a temporary gateway.
 const FREE: &str = "canary";
+
+/// The start of the names of tenants that hold connections and bodies.
+const HOLDER: &str = "holder-";
+/// Number of these tenants.
+const HOLDERS: usize = 10;
+/// Largest number of keys of each.
+const MOST_KEYS: u32 = 8;
 
 /// The keys of a plan's limits. Each one is probed alone.
 pub(super) const LIMITS: [&str; 7] = [
@@ -64,6 +73,10 @@ impl Canaries {
             keys.insert(tenant.clone(), target(&secrets[0])?);
         }
         let free = keys.remove(FREE).context("the canary has a key")?;
+        let mut holders = Vec::new();
+        for (_, secrets) in gateway.keys.iter().filter(|(name, _)| name.starts_with(HOLDER)) {
+            holders.push(secrets.iter().map(|it| target(it)).collect::<Result<Vec<_>, _>>()?);
+        }
         let any = Canary { target: free, model: model.clone() };
         // Tenants are numbered in the order of the probes.
         let named = probes(config)
@@ -71,18 +84,17 @@ impl Canaries {
             .enumerate()
             .filter_map(|(number, name)| Some((name, keys.remove(&tenant_name(number))?)));
         let named = named.collect();
-        Ok(Self { place: ProbedGateway::Temporary(gateway), model, any, keys: named })
+        Ok(Self { place: ProbedGateway::Temporary(gateway), model, any, keys: named, holders })
     }
 
     /// Creates keys of `tenant` on the gateway at `url`.
     pub(super) async fn running(
         config: &Config,
         url: &str,
-        tenant: &str,
+        tenant: &TenantId,
         ca: &Path,
     ) -> Result<Self> {
-        let tenant = TenantId::new(tenant)?;
-        if config.tenant(&tenant).is_none() {
+        if config.tenant(tenant).is_none() {
             bail!(
                 "unknown tenant {tenant}: it is not in the config; use --config for another config"
             );
@@ -91,7 +103,7 @@ impl Canaries {
             .with_context(|| format!("the keys of data folder {}", config.data().display()))?;
         let (mut keys, mut made_ids) = (BTreeMap::new(), Vec::new());
         let mut make = |plan: Option<PlanName>| -> Result<Target> {
-            let new = make_key(&store, &tenant, plan, Some(LIFE))?;
+            let new = make_key(&store, tenant, plan, Some(LIFE))?;
             made_ids.push(new.record.id);
             Ok(Target::new(url, ca, new.secret.expose())?)
         };
@@ -107,7 +119,7 @@ impl Canaries {
         let model = model(config)?;
         let target = made?;
         let any = Canary { target: target.clone(), model: model.clone() };
-        let canaries = Self { place, model, any, keys };
+        let canaries = Self { place, model, any, keys, holders: Vec::new() };
         // The keys must not stay valid after a failed start.
         if let Err(error) = known(&target).await {
             canaries.end()?;
@@ -125,6 +137,12 @@ impl Canaries {
     /// Returns a canary that no probed plan applies to.
     pub(super) fn any(&self) -> &Canary {
         &self.any
+    }
+
+    /// Returns the keys of each tenant that may hold as much as a limit allows; none on a
+    /// running gateway.
+    pub(super) fn holders(&self) -> &[Vec<Target>] {
+        &self.holders
     }
 
     /// Returns the number of long requests that a probe may start and cancel. On a
@@ -222,8 +240,16 @@ fn derived(config: &Config, shown: &str) -> Result<(String, Vec<WantedKeys>)> {
         alone.insert(name.clone(), toml::Value::Table(limits));
         tenants.insert(name.clone(), bound_by(&name));
     }
-    let wanted = tenants.keys().map(|tenant| WantedKeys { tenant: tenant.clone(), count: 1 });
-    let wanted = wanted.collect();
+    let mut wanted: Vec<WantedKeys> =
+        tenants.keys().map(|tenant| WantedKeys { tenant: tenant.clone(), count: 1 }).collect();
+    // One key more than the bound of a tenant needs, so that it is met before theirs.
+    let bounds = &config.gateway().connections;
+    let count = (bounds.per_tenant / bounds.per_key.max(1) + 1).min(MOST_KEYS);
+    for number in 0..HOLDERS {
+        let tenant = format!("{HOLDER}{number}");
+        tenants.insert(tenant.clone(), bound_by(FREE));
+        wanted.push(WantedKeys { tenant, count });
+    }
     tree.insert("plans".to_owned(), toml::Value::Table(alone));
     tree.insert("tenants".to_owned(), toml::Value::Table(tenants));
     Ok((toml::to_string(&tree)?, wanted))
@@ -260,7 +286,11 @@ mod tests {
         let derived = Config::from_toml(Path::new("y.toml"), &text).expect(&text);
         assert_eq!(derived.gateway().requests.messages, 7);
         assert_eq!(derived.tenants().count(), wanted.len());
-        assert_eq!(wanted.len(), 4, "the canary and three limits: {text}");
+        let of_limits = wanted.iter().filter(|wanted| !wanted.tenant.starts_with(HOLDER)).count();
+        assert_eq!(of_limits, 4, "the canary and three limits: {text}");
+        let holders = wanted.iter().filter(|wanted| wanted.tenant.starts_with(HOLDER));
+        assert!(holders.clone().all(|holder| holder.count == 3), "1,024 / 512 and one more");
+        assert_eq!(holders.count(), HOLDERS);
         assert!(derived.tenant(&TenantId::new("acme").expect("a name")).is_none());
         let limits: Vec<_> = derived.plans().map(|plan| &plan.limits).collect();
         let pairs = limits.iter().filter(|limits| limits.concurrent == Some(2));

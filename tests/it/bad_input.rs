@@ -1,8 +1,11 @@
 //! Bad input: each mistake gives one clear sentence that names the mistake and its
 //! place, and no data is lost.
 
+use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
+use std::process::Command;
 
 use serde_json::{Value, json};
 
@@ -94,6 +97,37 @@ fn up_with_incomplete_model_folder_fails() {
         assert!(error.contains(named), "{named:?} is missing in: {error}");
         assert!(!error.contains("panicked"), "{error}");
     }
+}
+
+#[test]
+fn up_with_non_utf8_data_folder_fails() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let odd = folder.path().join(OsStr::from_bytes(b"odd-\xff"));
+    fs::create_dir(&odd).expect("makes");
+    // Named in full, and named from within.
+    for (working_folder, data) in [(folder.path(), odd.join("data")), (&*odd, "data".into())] {
+        let output = Command::new(support::binary())
+            .args(["up", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--data"])
+            .arg(&data)
+            .current_dir(working_folder)
+            .output()
+            .expect("the binary starts");
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success(), "tollgate up accepted {data:?}");
+        assert!(error.contains(r"odd-\xFF/data") && error.contains("UTF-8"), "{error}");
+        let made = fs::read_dir(&odd).expect("reads").count();
+        assert_eq!(made, 0, "tollgate up left files in the folder that it refused");
+        let beside = fs::read_dir(folder.path()).expect("reads").count();
+        assert_eq!(beside, 1, "tollgate up made a folder of another name");
+    }
+    let output = Command::new(support::binary())
+        .args(["up", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"])
+        .env("TOLLGATE_DATA", odd.join("data"))
+        .output()
+        .expect("the binary starts");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "tollgate up accepted TOLLGATE_DATA");
+    assert!(error.contains("TOLLGATE_DATA") && error.contains("UTF-8"), "{error}");
 }
 
 #[test]

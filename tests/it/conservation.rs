@@ -200,7 +200,7 @@ struct Incarnation {
     epoch: WorkerEpoch,
     began: u64,
     clock: VirtualClock,
-    rig: Arc<Mutex<JournalHarness<OsDisk>>>,
+    journal_harness: Arc<Mutex<JournalHarness<OsDisk>>>,
     steps: Arc<Mutex<Vec<Step>>>,
     engine: ManualEngine,
 }
@@ -220,7 +220,7 @@ impl Incarnation {
         )
         .expect("a model");
         let class = DeviceClass::new("synthetic").expect("a name");
-        let rig = JournalHarness::open(
+        let journal_harness = JournalHarness::open(
             OsDisk,
             HarnessOptions {
                 folder: folder.join("journal"),
@@ -234,9 +234,12 @@ impl Incarnation {
             },
         )
         .expect("a journal");
-        let rig = Arc::new(Mutex::new(rig));
+        let journal_harness = Arc::new(Mutex::new(journal_harness));
         let steps = Arc::<Mutex<Vec<Step>>>::default();
-        let journal = RecordingJournal { rig: Arc::clone(&rig), steps: Arc::clone(&steps) };
+        let journal = RecordingJournal {
+            journal_harness: Arc::clone(&journal_harness),
+            steps: Arc::clone(&steps),
+        };
         let began = clock.now().0;
         let engine = ManualEngine::new(
             Box::new(backend),
@@ -244,7 +247,7 @@ impl Incarnation {
             Arc::new(clock.clone()),
             Box::new(journal),
         );
-        Self { epoch, began, clock: clock.clone(), rig, steps, engine }
+        Self { epoch, began, clock: clock.clone(), journal_harness, steps, engine }
     }
 
     /// Serves `load` until `end` and reads the journal at intervals.
@@ -268,9 +271,9 @@ impl Incarnation {
     /// Acts as the gateway: posts every block to the ledger, then acknowledges it.
     /// Unfinished attempts of an ended incarnation are charged nothing.
     fn take(&self, ledger: &LedgerHandle) {
-        let rig = lock(&self.rig);
-        rig.tick(1 << 20).expect("syncs");
-        let mut reader = rig.reader();
+        let journal_harness = lock(&self.journal_harness);
+        journal_harness.tick(1 << 20).expect("syncs");
+        let mut reader = journal_harness.reader();
         let mut ended = Vec::new();
         let mut known = Vec::new();
         let mut answers = Vec::new();
@@ -295,7 +298,7 @@ impl Incarnation {
         }
         assert_posted(&mut answers);
         for (epoch, number) in known {
-            rig.acknowledge(epoch, number);
+            journal_harness.acknowledge(epoch, number);
         }
         for epoch in ended {
             for open in ledger.reader().open_attempts(epoch).expect("reads") {
@@ -315,20 +318,20 @@ impl Incarnation {
 
     /// Crashes in a step that has lasted 40 ms, 25 ms after the last mark.
     fn crash(self) -> Trace {
-        let mut rig = lock(&self.rig);
+        let mut journal_harness = lock(&self.journal_harness);
         let now = self.clock.now().0;
-        rig.engine().began(MonotonicTime(now)).expect("writes");
-        rig.tick(1 << 20).expect("syncs");
+        journal_harness.engine().began(MonotonicTime(now)).expect("writes");
+        journal_harness.tick(1 << 20).expect("syncs");
         self.clock.advance_to(MonotonicTime(now + 15_000_000));
-        rig.tick(1 << 20).expect("marks");
+        journal_harness.tick(1 << 20).expect("marks");
         self.clock.advance_to(MonotonicTime(now + 40_000_000));
-        drop(rig);
+        drop(journal_harness);
         let steps = std::mem::take(&mut *lock(&self.steps));
         Trace { epoch: self.epoch, began: self.began, ended: now + 15_000_000, steps }
     }
 
     fn close(self, ledger: &LedgerHandle) -> Trace {
-        lock(&self.rig).close().expect("closes");
+        lock(&self.journal_harness).close().expect("closes");
         let ended = self.clock.now().0;
         self.take(ledger);
         let steps = std::mem::take(&mut *lock(&self.steps));
@@ -338,13 +341,13 @@ impl Incarnation {
 
 /// A journal that also records the engine's steps.
 struct RecordingJournal {
-    rig: Arc<Mutex<JournalHarness<OsDisk>>>,
+    journal_harness: Arc<Mutex<JournalHarness<OsDisk>>>,
     steps: Arc<Mutex<Vec<Step>>>,
 }
 
 impl StepJournal for RecordingJournal {
     fn began(&mut self, at: MonotonicTime) -> io::Result<()> {
-        lock(&self.rig).engine().began(at)
+        lock(&self.journal_harness).engine().began(at)
     }
 
     fn step(&mut self, record: &StepRecord<'_>) -> io::Result<()> {
@@ -364,15 +367,15 @@ impl StepJournal for RecordingJournal {
             }
         }
         lock(&self.steps).push(step);
-        lock(&self.rig).engine().step(record)
+        lock(&self.journal_harness).engine().step(record)
     }
 
     fn finished(&mut self, at: MonotonicTime, requests: &[RequestFigures]) -> io::Result<()> {
-        lock(&self.rig).engine().finished(at, requests)
+        lock(&self.journal_harness).engine().finished(at, requests)
     }
 
     fn idle(&mut self, now: MonotonicTime) -> io::Result<()> {
-        lock(&self.rig).engine().idle(now)
+        lock(&self.journal_harness).engine().idle(now)
     }
 }
 

@@ -41,6 +41,8 @@ const SLICES: [&str; 2] =
 struct Machine {
     folder: TempDir,
     libraries: &'static Path,
+    /// The time after which a step counts as hung.
+    watchdog: &'static str,
 }
 
 /// Builds the stand-in libraries that a worker loads.
@@ -87,7 +89,9 @@ impl Machine {
     }
 
     fn of(libraries: &'static Path) -> Self {
-        Self { folder: tempfile::tempdir().expect("a folder"), libraries }
+        // An emulated step takes seconds where the test has a tenth of a processor.
+        let folder = tempfile::tempdir().expect("a folder");
+        Self { folder, libraries, watchdog: "step = \"60s\", silence = \"60s\"" }
     }
 
     /// Writes a calibration for `device`, which is measured once for all tests, because
@@ -171,13 +175,13 @@ devices = {}
 [worker]
 max_chunk_tokens = 32
 sharing.locks = "{}"
-watchdog.step = "2s"
-watchdog.times_predicted = 1
+watchdog = {{ {} }}
 {more}
 "#,
             support::OPEN,
             json!(devices),
-            self.folder.path().join("locks").display()
+            self.folder.path().join("locks").display(),
+            self.watchdog
         )
     }
 }
@@ -373,7 +377,8 @@ async fn killed_worker_on_a_gpu_is_replaced() {
 /// memory.
 #[tokio::test]
 async fn failing_gpu_affects_only_its_worker() {
-    let (_alone, machine) = (ALONE.lock().await, Machine::with_two_gpus());
+    let (_alone, mut machine) = (ALONE.lock().await, Machine::with_two_gpus());
+    machine.watchdog = "step = \"2s\", times_predicted = 1";
     let mut gateway = machine.start(&["cuda:0", "cuda:1"], "");
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     for (device, call, fault) in

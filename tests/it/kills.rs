@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tollgate_loadtest::client::{Protocol, Target};
 
-mod checker;
+pub(crate) mod checker;
 mod load;
 mod planted;
 
@@ -164,10 +164,10 @@ impl KillRun {
 
     /// Asserts that nothing is lost or doubled; blocks on their way get time to arrive.
     async fn check(&mut self, when: &str) {
-        let told = self.load.told();
+        let records = self.load.records();
         let started = Instant::now();
         let found = loop {
-            let found = self.findings(&told);
+            let found = self.findings(&records);
             if found.is_empty() || started.elapsed() > Duration::from_secs(30) {
                 break found;
             }
@@ -176,13 +176,13 @@ impl KillRun {
         assert!(found.is_empty(), "{when}: {found:#?}\nkept: {}", self.keep().display());
     }
 
-    fn findings(&mut self, told: &[checker::ClientRecord]) -> Vec<Finding> {
+    fn findings(&mut self, records: &[checker::ClientRecord]) -> Vec<Finding> {
         let sent = self.load.sent() + FIRST_REQUESTS;
         let evidence = Evidence {
             ledger: &self.gateway.data().join("ledger.db"),
             journals: &self.witness.folder,
-            clients: told,
-            unnamed: sent - told.iter().filter(|it| it.id.is_some()).count(),
+            clients: records,
+            unnamed: sent - records.iter().filter(|it| it.id.is_some()).count(),
             caps: &[("capped", self.cap_ns)],
             posted: &self.posted,
         };
@@ -219,8 +219,8 @@ impl KillRun {
 
     fn report(&self) {
         let mut ends: BTreeMap<&str, usize> = BTreeMap::new();
-        for told in self.load.told() {
-            let end = match told.end {
+        for record in self.load.records() {
+            let end = match record.end {
                 End::Whole { .. } => "whole",
                 End::Refused(_) => "refused",
                 End::Failed => "failed",

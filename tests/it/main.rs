@@ -4,6 +4,8 @@
 //! runs the modules one after the other, because several modules judge latencies and
 //! would disturb each other.
 
+#![allow(clippy::disallowed_methods, reason = "a test may read the system's clock")]
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(unreachable_pub, reason = "a program has no API; pub marks what a module offers")]
 
 mod attacks;
@@ -11,7 +13,9 @@ mod audit;
 mod bad_input;
 mod callers;
 mod clock;
+mod connections;
 mod conservation;
+mod data_folder;
 mod devices;
 mod disconnects;
 mod disk;
@@ -23,6 +27,7 @@ mod limits;
 mod listeners;
 mod metering;
 mod models;
+mod reload;
 mod sdks;
 mod serve;
 mod statements;

@@ -7,7 +7,7 @@ use crate::support::{self, Tollgate, program, tool};
 
 const CONFIG: &str = r#"
 [plans.open]
-requests_per_minute = 100_000
+requests_per_minute = 1_200
 concurrent = 256
 queued = 1024
 

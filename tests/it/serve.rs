@@ -89,6 +89,34 @@ async fn greedy_answers_to_training_questions_are_right() {
     assert!(wrong.len() <= tolerated, "{} of {} wrong: {wrong:?}", wrong.len(), sample.len());
 }
 
+#[tokio::test]
+async fn client_decides_which_tokens_end_answers() {
+    let gateway = Tollgate::with_config(support::OPEN);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    let (question, answer) = trained().remove(0);
+    let ask = async |fields: Value| {
+        let mut body = json!({
+            "model": "tollgate-demo", "temperature": 0, "max_tokens": 200,
+            "messages": [{ "role": "user", "content": question }],
+        });
+        body.as_object_mut().expect("an object").extend(fields.as_object().expect("one").clone());
+        post(&connection, "/v1/chat/completions", &body).await
+    };
+    let (_, plain) = ask(json!({})).await;
+    assert_eq!(plain["choices"][0]["finish_reason"], "stop", "the control");
+    let tokens = plain["usage"]["completion_tokens"].as_u64().expect("a number");
+    let (_, endless) = ask(json!({ "ignore_eos": true })).await;
+    assert_eq!(endless["choices"][0]["finish_reason"], "length");
+    assert_eq!(endless["usage"]["completion_tokens"], 200);
+    // The end tokens of the model's generation_config.json.
+    let (_, stopped) = ask(json!({ "ignore_eos": true, "stop_token_ids": [0, 2] })).await;
+    assert_eq!(stopped["choices"][0]["finish_reason"], "stop");
+    assert_eq!(stopped["choices"][0]["message"]["content"], answer);
+    assert_eq!(stopped["usage"]["completion_tokens"], tokens);
+    let (status, unknown) = ask(json!({ "stop_token_ids": [1_000_000] })).await;
+    assert_eq!((status, &unknown["error"]["param"]), (400, &json!("stop_token_ids")));
+}
+
 #[test]
 fn curl_and_h2load_work_over_h1_and_h2() {
     let (Some(curl), Some(h2load)) = (program("curl"), program("h2load")) else { return };

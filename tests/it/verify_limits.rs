@@ -14,6 +14,15 @@ first_byte = "1s"
 headers = "1s"
 body_progress = "1s"
 
+[gateway.connections]
+per_key = 20
+per_tenant = 50
+authenticated_per_source = 30
+
+[gateway.requests]
+body_memory_per_tenant = "4MiB"
+body_memory = "8MiB"
+
 [plans.small]
 requests_per_minute = { limit = 60, burst = 5 }
 concurrent = 2
@@ -21,8 +30,8 @@ queued = 3
 device_time_per_day = { default = "30ms" }
 
 [plans.wide]
-concurrent = 256
-queued = 256
+concurrent = 8
+queued = 8
 
 [tenants.acme]
 plan = "small"
@@ -32,11 +41,15 @@ plan = "wide"
 
 /// The findings by limit, and the exit code.
 fn verify(config: &str, words: &[&str]) -> (Option<i32>, Value) {
+    verify_within("20s", config, words)
+}
+
+fn verify_within(budget: &str, config: &str, words: &[&str]) -> (Option<i32>, Value) {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("tollgate.toml");
     std::fs::write(&path, config).expect("writes the config");
     let output = Command::new(binary())
-        .args(["verify-limits", "--json", "--budget", "4s", "--config"])
+        .args(["verify-limits", "--json", "--budget", budget, "--config"])
         .arg(&path)
         .args(words)
         .output()
@@ -69,11 +82,26 @@ fn verify_limits_sees_every_configured_limit() {
         "gateway.http2.streams",
         "gateway.timeouts.headers",
         "gateway.connections.per_source",
+        "gateway.connections.per_key",
+        "gateway.connections.per_tenant",
+        "gateway.connections.authenticated_per_source",
+        "gateway.requests.body_memory_per_tenant",
+        "gateway.requests.body_memory",
     ] {
         assert_eq!(finding(&told, limit), "holds", "{limit} of {told:#}");
     }
-    // A limit that is not probed is listed with a reason.
-    assert_eq!(finding(&told, "gateway.timeouts.connection_age"), "not_probed");
+    // Limits that are not probed are listed with a reason.
+    assert_eq!(finding(&told, "gateway.timeouts.connection_age"), "no_probe");
+    assert_eq!(finding(&told, "gateway.timeouts.idle"), "not_probed");
+}
+
+/// Checks that a limit of connections that cannot be probed in time leaves no verdict.
+#[test]
+fn verify_limits_without_time_gives_no_verdict() {
+    let (code, told) =
+        verify_within("10ms", "[plans.open]\n[tenants.acme]\nplan = \"open\"\n", &[]);
+    assert_eq!(code, Some(2), "{told:#}");
+    assert_eq!(finding(&told, "gateway.connections.per_key"), "not_probed", "{told:#}");
 }
 
 /// Checks the control: a gateway runs with other limits than the config.

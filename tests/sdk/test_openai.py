@@ -192,7 +192,7 @@ class Errors(unittest.TestCase):
             ("top_p", -0.1),
             ("n", 9),
             ("max_tokens", 0),
-            ("stop", ["a"] * 5),
+            ("stop", ["a"] * 17),
             ("top_logprobs", 21),
             ("presence_penalty", 3),
             ("logit_bias", {"999999": 1}),

@@ -11,9 +11,9 @@ use tollgate_engine::{Refusal, RefusedReason, SamplingParams, Submission, Tier, 
 use tollgate_wire::v1;
 
 /// Stop strings of one request at most.
-const MOST_STOPS: usize = 16;
+const MOST_STOPS: usize = 64;
 /// Bytes of one stop string at most.
-const MOST_STOP_BYTES: usize = 1_024;
+const MOST_STOP_BYTES: usize = 16 << 10;
 /// Choices of one request at most, over all its prompts.
 const MOST_CHOICES: usize = 1_024;
 
@@ -62,7 +62,7 @@ impl Work {
             return Err(invalid(format!("this worker serves {model}")));
         }
         if stops.len() > MOST_STOPS || stops.iter().any(|stop| stop.len() > MOST_STOP_BYTES) {
-            return Err(invalid("at most 16 stop strings of at most 1024 bytes are allowed"));
+            return Err(invalid("at most 64 stop strings of at most 16 KiB are allowed"));
         }
         // The scheduler divides by the weight, so 0 or NaN would distort the shares
         // of all tenants.
@@ -139,6 +139,8 @@ fn params(sampling: v1::Sampling) -> SamplingParams {
         seed,
         top_logprobs,
         repetition_penalty,
+        stop_tokens,
+        ignores_end,
     } = sampling;
     let mut logit_bias: Vec<(u32, f32)> = logit_bias.into_iter().collect();
     // A map has no order, and the same request must be sampled in the same way.
@@ -155,6 +157,8 @@ fn params(sampling: v1::Sampling) -> SamplingParams {
         logit_bias,
         seed,
         top_logprobs,
+        stop_tokens,
+        ignores_end,
     }
 }
 
@@ -204,8 +208,8 @@ mod tests {
             ("no prompts", |it| it.prompts.clear(), false),
             ("a billion choices", |it| it.choices = u32::MAX, false),
             ("no sampling", |it| it.sampling = None, false),
-            ("many stops", |it| it.stop = vec!["x".into(); 17], false),
-            ("a long stop", |it| it.stop = vec!["x".repeat(1_025)], false),
+            ("many stops", |it| it.stop = vec!["x".into(); 65], false),
+            ("a long stop", |it| it.stop = vec!["x".repeat((16 << 10) + 1)], false),
             ("an empty stop", |it| it.stop = vec![String::new()], true),
         ];
         let model = ModelName::new("m").expect("a name");

@@ -252,6 +252,7 @@ impl Asset {
 /// Reads the chat template and its context from `chat_template.jinja` or
 /// `tokenizer_config.json`. Compiles the template, so that a faulty one stops the
 /// start.
+#[expect(clippy::expect_used, reason = "two optional strings serialise")]
 fn template(folder: &Path) -> Result<Template, WorkerError> {
     let config_path = folder.join("tokenizer_config.json");
     let config = match read_if_there(&config_path)? {

@@ -302,7 +302,8 @@ async fn life(
 fn end_of(ended: Result<Result<Totals, EngineError>, oneshot::error::RecvError>) -> End {
     match ended {
         Ok(Ok(totals)) => {
-            tracing::info!(?totals, "engine ended");
+            let Totals { steps, billed, overhead, idle } = totals;
+            tracing::info!(steps, %billed, %overhead, %idle, "engine ended");
             End::Idle
         }
         Ok(Err(error)) => End::Broken(error),
@@ -359,6 +360,7 @@ async fn acknowledged(journal: &Journal) {
     }
 }
 
+#[expect(clippy::expect_used, reason = "a cost table is numbers and names, which serialise")]
 fn announcement(
     options: &WorkerOptions,
     epoch: WorkerEpoch,
@@ -431,6 +433,7 @@ fn new_epoch() -> io::Result<WorkerEpoch> {
 }
 
 /// Returns the host's clock, for the dates in the journal.
+#[expect(clippy::disallowed_methods, reason = "the worker reads the date here")]
 fn utc() -> UtcTime {
     // A clock before 1970 is wrong. A wrong date must not stop the worker.
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();

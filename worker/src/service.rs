@@ -243,6 +243,7 @@ async fn receive_cancel(
 /// Sends the status at once and after each change, at most every [`STATUS_EVERY`]
 /// and at least every [`STATUS_AT_LEAST_EVERY`]. The gateway takes silence for a
 /// dead worker.
+#[expect(clippy::disallowed_methods, reason = "the pause between two messages is measured")]
 async fn send_status(
     engine: EngineHandle,
     health: LatestHealth,

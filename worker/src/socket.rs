@@ -55,6 +55,7 @@ pub(crate) async fn listen(path: &Path) -> Result<Socket, WorkerError> {
 /// Returns true once no process accepts connections on `path`. Waits for a
 /// predecessor: a worker that lost its parent still finishes its step and its
 /// journal.
+#[expect(clippy::disallowed_methods, reason = "the wait for the predecessor has a bound")]
 async fn becomes_free(path: &Path) -> bool {
     let until = Instant::now() + PREDECESSOR;
     while UnixStream::connect(path).await.is_ok() {

@@ -86,6 +86,10 @@ pub(crate) struct Watchdog {
 
 impl Watchdog {
     /// Starts a watchdog of `engine`.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the watchdog's thread reads the time for its pure check"
+    )]
     pub(crate) fn start(engine: EngineHandle, timeout: StepTimeout) -> io::Result<Self> {
         let (stay, gone) = sync_channel(1);
         let (sender, hung) = oneshot::channel();

@@ -1,4 +1,5 @@
 //! Tests of a whole worker over its socket: its answers, its metering and its end.
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(missing_docs)]
 
 mod support;

@@ -1,5 +1,7 @@
 //! Runs commands in the repository's root and prints each command.
 
+#![expect(clippy::disallowed_methods, reason = "the wait for a program has a bound")]
+
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Instant;

@@ -26,6 +26,7 @@ pub fn check() -> Result<()> {
         let path = file.to_string_lossy();
         if path.ends_with(".rs") && !path.contains("/generated/") {
             module_header(&path, &text, &mut wrong);
+            imports::sql_library(&path, &text, &mut wrong);
             words.file(&path, &text, &mut wrong);
         }
         if path.ends_with(".md") {

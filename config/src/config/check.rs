@@ -215,6 +215,7 @@ impl Checker<'_> {
             tokens_per_minute,
             concurrent,
             queued,
+            connections,
             largest_job,
             device_time_per_minute,
             device_time_per_day,
@@ -258,7 +259,12 @@ impl Checker<'_> {
             queued: queued.or(concurrent.map(|_| 0)),
             largest_job: largest_job.clone(),
         };
-        let plan = Plan { name: name.clone(), limits: Arc::new(limits), weight: *weight };
+        let plan = Plan {
+            name: name.clone(),
+            limits: Arc::new(limits),
+            connections: *connections,
+            weight: *weight,
+        };
         (name.clone(), Arc::new(plan))
     }
 

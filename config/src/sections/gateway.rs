@@ -74,7 +74,8 @@ section! {
         body_progress: Duration = seconds(5), MILLISECOND..=DAY;
         /// The bytes that a request body must bring in every body_progress.
         body_progress_bytes: ByteSize = kib(1), ByteSize(1)..=mib(1);
-        /// The time in which a client must read some part of a response.
+        /// The time in which a client must take a ready piece of a response. Over
+        /// HTTP/2 the response alone ends.
         write_progress: Duration = seconds(15), MILLISECOND..=DAY;
         /// The silence after which the gateway sends an HTTP/2 ping.
         ping_interval: Duration = seconds(15), MILLISECOND..=DAY;
@@ -88,11 +89,21 @@ section! {
 section! {
     /// The limits on connections. A source is an IPv4 address or an IPv6 /64.
     pub struct Connections {
-        /// The largest number of open connections.
+        /// The largest number of open connections. Beyond seven eighths of it, the
+        /// longest-idle connection of the holder with most makes room for a new one.
         total: u32 = 4_096, 1..=1_000_000;
         /// The largest number of open connections from one source that has not
         /// authenticated.
         per_source: u32 = 64, 1..=1_000_000;
+        /// The largest number of authenticated connections from one source. At this
+        /// number, the tenant with most of them loses an idle one.
+        authenticated_per_source: u32 = 4_096, 1..=1_000_000;
+        /// The largest number of connections of one key, unless the plan of the key
+        /// or of its tenant gives a number.
+        per_key: u32 = 512, 1..=1_000_000;
+        /// The largest number of connections of one tenant, unless its plan gives a
+        /// number.
+        per_tenant: u32 = 1_024, 1..=1_000_000;
         /// New connections a second from one source.
         new_per_second: u32 = 20, 1..=1_000_000;
         /// New connections from one source in a burst.
@@ -166,6 +177,14 @@ section! {
     pub struct RequestLimits {
         /// The largest body of a chat or completion request.
         body: ByteSize = mib(2), kib(1)..=mib(256);
+        /// The memory for the bodies of one tenant that arrive or wait to be parsed.
+        /// The tenants of a pool without plans of their own have it together, and each
+        /// at most half of it. A smaller value than the largest body counts as the
+        /// largest body.
+        body_memory_per_tenant: ByteSize = mib(32), kib(64)..=mib(65_536);
+        /// The memory for such bodies of all tenants. Beyond it a tenant, or a pool of
+        /// such tenants, still has 256 KiB. A smaller value than body_memory_per_tenant counts as that.
+        body_memory: ByteSize = mib(256), kib(64)..=mib(1_048_576);
         /// The largest nesting depth of JSON.
         json_depth: u32 = 32, 4..=128;
         /// The largest number of messages in a chat.
@@ -177,7 +196,7 @@ section! {
         /// The largest number of prompts in a completion.
         prompts: u32 = 16, 1..=2_048;
         /// The largest number of stop strings.
-        stop: u32 = 4, 1..=64;
+        stop: u32 = 16, 1..=64;
         /// The largest size of a stop string.
         stop_size: ByteSize = ByteSize(256), ByteSize(1)..=kib(16);
         /// The largest number of alternatives for a token (top_logprobs).

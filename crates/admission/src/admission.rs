@@ -10,9 +10,11 @@ use std::task::{Context, Poll, Waker};
 
 use tollgate_domain::{DeviceClass, DeviceNanos, MonotonicTime, RequestId, UtcTime};
 
-use crate::core::Core;
+use crate::core::{Core, Reserved};
 use crate::figures::Figures;
+use crate::places::Requester;
 use crate::refusal::Refusal;
+use crate::reload::NewLimits;
 use crate::scope::{Period, Scope, ScopeLimits};
 use crate::terms::{
     AdmissionOptions, AdmissionStatus, HoldState, Reserve, ReserveError, ResolveError, Settlement,
@@ -30,6 +32,14 @@ struct Guarded {
     core: Core,
     /// Wakers of waiting holds. An entry is removed when the hold may run or ends.
     wakers: HashMap<RequestId, Waker>,
+}
+
+impl Guarded {
+    /// Takes the wakers of holds whose state has changed. The caller wakes them without the
+    /// lock, because a waker may call into admission again.
+    fn wakers_of<'a>(&mut self, ids: impl IntoIterator<Item = &'a RequestId>) -> Vec<Waker> {
+        ids.into_iter().filter_map(|id| self.wakers.remove(id)).collect()
+    }
 }
 
 impl Admission {
@@ -53,32 +63,78 @@ impl Admission {
         request: Reserve,
     ) -> Result<Hold, ReserveError> {
         let id = request.id.clone();
-        let reserved = self.lock().core.reserve(now, utc, request)?;
-        Ok(Hold {
-            admission: self.clone(),
-            id,
-            hold_state: reserved.hold_state,
-            budget: reserved.budget,
-            figures: reserved.figures,
-            open: true,
-        })
+        let mut guarded = self.lock();
+        let reserved = guarded.core.reserve(now, utc, request)?;
+        let woken = guarded.wakers_of(&reserved.gave_way);
+        drop(guarded);
+        woken.into_iter().for_each(Waker::wake);
+        Ok(self.hold(id, reserved))
     }
 
-    /// Returns a refusal if the request rate of one of `scopes` is exhausted, so that no
-    /// request can pass now at any cost. Takes nothing. A request that passes here may
-    /// still be refused by [`Self::reserve`].
-    pub fn check_request_rate(
+    /// Takes every limit of a request that has arrived, or none. The request runs or
+    /// waits in the place that it held while it arrived.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::reserve`]. The place is returned then.
+    pub fn reserve_arrived(
+        &self,
+        now: MonotonicTime,
+        utc: UtcTime,
+        request: Reserve,
+        arrival: Arrival,
+    ) -> Result<Hold, ReserveError> {
+        let id = request.id.clone();
+        let (requester, scopes) = arrival.into_parts();
+        let mut guarded = self.lock();
+        // Under one lock, so that no other request takes the place in between.
+        guarded.core.leave(&requester, &scopes);
+        let reserved = guarded.core.reserve(now, utc, request)?;
+        let woken = guarded.wakers_of(&reserved.gave_way);
+        drop(guarded);
+        woken.into_iter().for_each(Waker::wake);
+        Ok(self.hold(id, reserved))
+    }
+
+    fn hold(&self, id: RequestId, reserved: Reserved) -> Hold {
+        let Reserved { hold_state, budget, figures, gave_way: _ } = reserved;
+        Hold { admission: self.clone(), id, hold_state, budget, figures, open: true }
+    }
+
+    /// Takes one request from the request rate of every scope, or from none. The request
+    /// stays taken, whatever becomes of it; [`Self::reserve`] may still refuse it.
+    ///
+    /// # Errors
+    ///
+    /// The refusal that binds longest.
+    pub fn take_request(
         &self,
         now: MonotonicTime,
         scopes: &[ScopeLimits],
-    ) -> Option<Box<Refusal>> {
-        self.lock().core.check_request_rate(now, scopes)
+    ) -> Result<(), Box<Refusal>> {
+        self.lock().core.take_request(now, scopes)
     }
 
-    /// Returns a refusal if one of `scopes` has no room for a request to run and none to
-    /// wait. Takes nothing, like [`Self::check_request_rate`].
-    pub fn check_concurrency(&self, scopes: &[ScopeLimits]) -> Option<Box<Refusal>> {
-        self.lock().core.check_concurrency(scopes)
+    /// Takes a place for a request that is still arriving, in every scope or in none. The
+    /// place is one of those to run or to wait. If all are taken, a request may arrive all
+    /// the same if another member of the scope has two places more.
+    ///
+    /// # Errors
+    ///
+    /// The refusal of a scope without room to run and to wait.
+    pub fn arrive(
+        &self,
+        now: MonotonicTime,
+        requester: &Requester,
+        scopes: &[ScopeLimits],
+    ) -> Result<Arrival, Box<Refusal>> {
+        let bounded = scopes.iter().filter(|limited| limited.bounds_places());
+        let bounded: Vec<ScopeLimits> = bounded.cloned().collect();
+        // Plans without such limits need no lock.
+        if !bounded.is_empty() {
+            self.lock().core.arrive(now, requester, scopes)?;
+        }
+        Ok(Arrival { admission: self.clone(), requester: requester.clone(), scopes: bounded })
     }
 
     /// Posts the true cost of a hold by its id. If the hold has expired, the late usage is
@@ -112,13 +168,8 @@ impl Admission {
         let mut guarded = self.lock();
         let swept = guarded.core.expire(now);
         // Collected under the lock and woken after it.
-        let woken: Vec<Waker> = swept
-            .timed_out
-            .iter()
-            .chain(&swept.expired)
-            .chain(&swept.promoted)
-            .filter_map(|id| guarded.wakers.remove(id))
-            .collect();
+        let ended = swept.timed_out.iter().chain(&swept.expired).chain(&swept.promoted);
+        let woken = guarded.wakers_of(ended);
         drop(guarded);
         woken.into_iter().for_each(Waker::wake);
         swept
@@ -137,6 +188,18 @@ impl Admission {
         self.lock().core.restore_spend(scope, class, period, spent);
     }
 
+    /// Applies the limits of a new config to every scope in memory. Taken units stay taken,
+    /// and buckets keep their level, at most their new burst. Waiting requests that may run
+    /// now are woken. Call this before a request brings limits of the new revision.
+    pub fn adopt(&self, now: MonotonicTime, new_limits: &NewLimits<'_>) {
+        let mut guarded = self.lock();
+        let promoted = guarded.core.adopt(now, new_limits);
+        let woken: Vec<Waker> =
+            promoted.iter().filter_map(|id| guarded.wakers.remove(id)).collect();
+        drop(guarded); // a waker may call into admission again
+        woken.into_iter().for_each(Waker::wake);
+    }
+
     /// Returns the number of holds and scopes in memory.
     pub fn status(&self) -> AdmissionStatus {
         self.lock().core.status()
@@ -149,12 +212,7 @@ impl Admission {
     ) -> Result<Settlement, ResolveError> {
         let mut guarded = self.lock();
         let settlement = act(&mut guarded.core)?;
-        let woken: Vec<Waker> = settlement
-            .promoted
-            .iter()
-            .chain([id])
-            .filter_map(|id| guarded.wakers.remove(id))
-            .collect();
+        let woken = guarded.wakers_of(settlement.promoted.iter().chain([id]));
         drop(guarded); // a waker may call into admission again
         woken.into_iter().for_each(Waker::wake);
         Ok(settlement)
@@ -170,6 +228,32 @@ impl Admission {
 impl fmt::Debug for Admission {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Admission").field("status", &self.status()).finish()
+    }
+}
+
+/// The place of a request that is still arriving. The drop returns it.
+#[derive(Debug)]
+#[must_use = "a place that is dropped is returned"]
+pub struct Arrival {
+    admission: Admission,
+    requester: Requester,
+    /// The scopes that bound the number of requests, narrowest first.
+    scopes: Vec<ScopeLimits>,
+}
+
+impl Arrival {
+    /// Returns the requester and the scopes in which the place was taken. The caller returns
+    /// the places.
+    fn into_parts(mut self) -> (Requester, Vec<ScopeLimits>) {
+        (self.requester.clone(), std::mem::take(&mut self.scopes))
+    }
+}
+
+impl Drop for Arrival {
+    fn drop(&mut self) {
+        if !self.scopes.is_empty() {
+            self.admission.lock().core.leave(&self.requester, &self.scopes);
+        }
     }
 }
 
@@ -258,11 +342,17 @@ pub struct QueueTicket<'a> {
     hold: &'a Hold,
 }
 
-/// The error of a waiting hold that will never run: its queue deadline passed, or it was
-/// resolved by its id. Nothing is held any more.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the hold ended while it waited for a place")]
-pub struct QueueTicketLost;
+/// The reason for which a waiting hold will never run. Nothing is held any more.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum QueueTicketLost {
+    /// The queue deadline passed, or the hold was resolved by its id.
+    #[error("the hold ended while it waited for a place")]
+    Ended,
+    /// The queue of a shared scope was full, and a request of a tenant with fewer waiting
+    /// requests came.
+    #[error("the hold gave its place in the queue of {} to another tenant", .0.scope)]
+    GaveWay(Box<Refusal>),
+}
 
 impl Future for QueueTicket<'_> {
     type Output = Result<(), QueueTicketLost>;
@@ -272,8 +362,12 @@ impl Future for QueueTicket<'_> {
         let mut guarded = hold.admission.lock();
         match guarded.core.state(&hold.id) {
             Some(HoldState::Running) => Poll::Ready(Ok(())),
-            // The hold ended by its deadline or by its id.
-            None => Poll::Ready(Err(QueueTicketLost)),
+            None => Poll::Ready(Err(guarded
+                .core
+                .refusal_of(&hold.id)
+                .map_or(QueueTicketLost::Ended, |refusal| {
+                    QueueTicketLost::GaveWay(Box::new(refusal.clone()))
+                }))),
             Some(HoldState::Queued) => {
                 // Stored under the same lock that read the state, so no promotion can be
                 // missed.

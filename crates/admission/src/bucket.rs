@@ -1,6 +1,6 @@
-//! A token bucket in integers, with debt. The level is counted in sixty-billionths of a
-//! unit, so a refill of `per_minute` units is exact for any whole number of nanoseconds.
-//! Rounding never creates units.
+//! A token bucket in integers, with a bounded debt. The level is counted in
+//! sixty-billionths of a unit, so a refill of `per_minute` units is exact for any whole
+//! number of nanoseconds. Rounding never creates units.
 
 use std::time::Duration;
 
@@ -9,19 +9,62 @@ use tollgate_domain::{MonotonicTime, Rate};
 /// One unit of the limit in the unit of the level: the nanoseconds of a minute.
 const UNIT: i128 = 60_000_000_000;
 
+/// The units that a request may take from a bucket.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Demand {
+    /// Units that are taken at once.
+    pub(crate) expected: u64,
+    /// Largest number of units that the request can use within a minute.
+    pub(crate) most: u64,
+}
+
+impl Demand {
+    /// Returns the demand of a request whose cost is known.
+    pub(crate) fn exact(units: u64) -> Self {
+        Self { expected: units, most: units }
+    }
+
+    /// Returns the units that may become debt.
+    fn risk(self) -> i128 {
+        scaled(self.most.saturating_sub(self.expected))
+    }
+}
+
+/// The condition under which a bucket can give a demand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fit {
+    /// The bucket can give the demand now.
+    Now,
+    /// The bucket can give the demand after this time, from the last refill.
+    After(Duration),
+    /// The open demands may leave too large a debt, so one of them must end first.
+    AfterAnother,
+    /// Even a full bucket cannot give the expected units, or the bucket never refills.
+    Never,
+    /// Even a full bucket without open demands could go more than half a burst into debt.
+    NeverSoMuch,
+}
+
 /// A token bucket of one rate. A full bucket gives `burst` units at once, and at most
 /// `burst + per_minute t / 60 s` over any interval t. If a settlement exceeds its hold, the
 /// excess is a debt that must be refilled before the bucket gives anything.
+///
+/// The debt is bounded: the bucket gives nothing that could take the level below minus half
+/// a burst if every open demand used its most. So one demand may use 1.5 bursts at most.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Bucket {
     rate: Rate,
     level: i128,
+    /// Sum of `most - expected` over the open demands, in the unit of the level.
+    risk: i128,
+    /// The part of `risk` of the demands that wait, if several tenants share the bucket.
+    waiting_risk: i128,
     refilled: MonotonicTime,
 }
 
 impl Bucket {
     pub(crate) fn full(rate: Rate, now: MonotonicTime) -> Self {
-        Self { rate, level: capacity(rate), refilled: now }
+        Self { rate, level: capacity(rate), risk: 0, waiting_risk: 0, refilled: now }
     }
 
     pub(crate) fn rate(&self) -> Rate {
@@ -47,33 +90,78 @@ impl Bucket {
         }
     }
 
-    /// Returns true if even a full bucket cannot give `units`.
-    pub(crate) fn never_fits(&self, units: u64) -> bool {
-        units > self.rate.burst
+    /// Returns the condition under which the bucket can give `demand`.
+    pub(crate) fn fit(&self, demand: Demand) -> Fit {
+        let (full, expected) = (capacity(self.rate), scaled(demand.expected));
+        if expected > full {
+            return Fit::Never;
+        }
+        // The level that leaves half a burst of debt at most, if the open demands use `risk`.
+        let needed_with = |risk: i128| {
+            let beyond = risk.saturating_add(demand.risk()).saturating_sub(full / 2).max(0);
+            expected.saturating_add(beyond)
+        };
+        // Refused for good, also by an idle bucket. If an idle bucket gave such a demand, a
+        // busy one would refuse it each time, and no client could tell when to ask.
+        if needed_with(0) > full {
+            return Fit::NeverSoMuch;
+        }
+        let needed = needed_with(self.risk);
+        let others_block = needed > full;
+        // If others block, the level that the demand needs in any case, so that a wait is
+        // told if there is one.
+        let needed = if others_block { expected } else { needed };
+        match self.time_to(needed) {
+            None => Fit::Never,
+            Some(Duration::ZERO) if others_block => Fit::AfterAnother,
+            Some(Duration::ZERO) => Fit::Now,
+            Some(wait) => Fit::After(wait),
+        }
     }
 
-    /// Returns the wait from the last refill until the bucket can give `units`: zero if it
-    /// can now, `None` if it never refills.
-    pub(crate) fn wait_for(&self, units: u64) -> Option<Duration> {
-        self.time_to(scaled(units))
+    /// Returns true if `demand` may wait for a place. In a bucket of several tenants, the
+    /// demands that wait may risk a quarter of a burst together: they cost nothing while
+    /// they wait, and must not keep the demands of others from running.
+    pub(crate) fn may_wait(&self, demand: Demand) -> bool {
+        let risk = demand.risk();
+        risk == 0 || self.waiting_risk.saturating_add(risk) <= capacity(self.rate) / 4
     }
 
-    /// Takes `units`. The caller must have checked with [`Self::wait_for`] that they are
-    /// there.
-    pub(crate) fn take(&mut self, units: u64) {
-        self.level = self.level.saturating_sub(scaled(units));
+    /// Counts a taken demand among those that wait.
+    pub(crate) fn begin_wait(&mut self, demand: Demand) {
+        self.waiting_risk = self.waiting_risk.saturating_add(demand.risk());
     }
 
-    /// Replaces `held` units by `true_cost`. The rest is returned, or the excess becomes
-    /// debt.
-    pub(crate) fn settle(&mut self, held: u64, true_cost: u64) {
+    /// Counts a demand no longer among those that wait.
+    pub(crate) fn end_wait(&mut self, demand: Demand) {
+        // Not below zero: the demand may be older than this bucket.
+        self.waiting_risk = self.waiting_risk.saturating_sub(demand.risk()).max(0);
+    }
+
+    /// Returns the largest `most` that a demand may have: 1.5 bursts, rounded down.
+    pub(crate) fn largest_most(&self) -> u64 {
+        let burst = self.rate.burst;
+        burst.saturating_add(burst / 2)
+    }
+
+    /// Takes `demand`. The caller must have checked with [`Self::fit`] that it fits.
+    pub(crate) fn take(&mut self, demand: Demand) {
+        self.level = self.level.saturating_sub(scaled(demand.expected));
+        self.risk = self.risk.saturating_add(demand.risk());
+    }
+
+    /// Replaces a taken demand by the true cost. The excess of the hold is returned, or the
+    /// excess of the cost becomes debt.
+    pub(crate) fn settle(&mut self, held: Demand, true_cost: u64) {
         self.level = self
             .level
             // Capped at the capacity: a rate that was lowered in between must not overflow
             // its new bucket.
-            .saturating_add(scaled(held))
+            .saturating_add(scaled(held.expected))
             .saturating_sub(scaled(true_cost))
             .min(capacity(self.rate));
+        // Not below zero: the demand may be older than this bucket.
+        self.risk = self.risk.saturating_sub(held.risk()).max(0);
     }
 
     /// Returns the whole units that can be taken now; zero in debt.
@@ -123,9 +211,9 @@ mod tests {
 
     fn take_at(bucket: &mut Bucket, now: u64, units: u64) -> bool {
         bucket.refill(MonotonicTime(now));
-        let fits = bucket.wait_for(units) == Some(Duration::ZERO);
+        let fits = bucket.fit(Demand::exact(units)) == Fit::Now;
         if fits {
-            bucket.take(units);
+            bucket.take(Demand::exact(units));
         }
         fits
     }
@@ -137,7 +225,7 @@ mod tests {
             assert!(take_at(&mut bucket, 7, 1));
         }
         assert!(!take_at(&mut bucket, 7, 1));
-        assert_eq!(bucket.wait_for(1), Some(Duration::from_secs(1)));
+        assert_eq!(bucket.fit(Demand::exact(1)), Fit::After(Duration::from_secs(1)));
         assert_eq!(bucket.reset(), Duration::from_secs(60));
         assert!(!take_at(&mut bucket, 7 + SECOND - 1, 1));
         assert!(take_at(&mut bucket, 7 + SECOND, 1));
@@ -147,19 +235,60 @@ mod tests {
     #[test]
     fn bucket_repays_debt_before_giving() {
         let mut bucket = Bucket::full(Rate { per_minute: 60, burst: 10 }, MonotonicTime(0));
-        bucket.take(10);
-        bucket.settle(10, 25); // 15 in debt
+        bucket.take(Demand::exact(10));
+        bucket.settle(Demand::exact(10), 25); // 15 in debt
         assert_eq!(bucket.remaining(), 0);
-        assert_eq!(bucket.wait_for(0), Some(Duration::from_secs(15)));
-        assert_eq!(bucket.wait_for(1), Some(Duration::from_secs(16)));
+        assert_eq!(bucket.fit(Demand::exact(0)), Fit::After(Duration::from_secs(15)));
+        assert_eq!(bucket.fit(Demand::exact(1)), Fit::After(Duration::from_secs(16)));
         assert!(!take_at(&mut bucket, 16 * SECOND - 1, 1));
         assert!(take_at(&mut bucket, 16 * SECOND, 1));
     }
 
     #[test]
+    fn open_risk_leaves_half_a_burst_of_debt() {
+        let mut bucket = Bucket::full(Rate { per_minute: 60, burst: 100 }, MonotonicTime(0));
+        let taught = Demand { expected: 1, most: 40 };
+        for _ in 0..3 {
+            assert_eq!(bucket.fit(taught), Fit::Now);
+            bucket.take(taught);
+        }
+        // 3 are taken and 117 are at risk. Another 40 could end 59 in debt of a full bucket.
+        assert_eq!(bucket.fit(taught), Fit::AfterAnother);
+        assert_eq!(
+            bucket.fit(Demand { expected: 1, most: 31 }),
+            Fit::After(Duration::from_secs(1))
+        );
+        assert_eq!(bucket.fit(Demand::exact(30)), Fit::Now);
+        assert_eq!(bucket.fit(Demand::exact(34)), Fit::AfterAnother);
+        bucket.settle(taught, 40);
+        assert_eq!(bucket.fit(taught), Fit::After(Duration::from_secs(10)));
+        bucket.settle(taught, 1);
+        assert_eq!(bucket.fit(taught), Fit::Now);
+    }
+
+    #[test]
+    fn demand_beyond_one_and_half_bursts_never_fits() {
+        for burst in [1, 2, 99, 100, 101] {
+            let bucket = Bucket::full(Rate { per_minute: 60, burst }, MonotonicTime(0));
+            let most = bucket.largest_most();
+            for expected in [0, 1, burst] {
+                assert_eq!(bucket.fit(Demand { expected, most }), Fit::Now, "{burst}");
+                let larger = Demand { expected, most: most + 1 };
+                assert_eq!(bucket.fit(larger), Fit::NeverSoMuch, "{burst}");
+            }
+        }
+        // Load makes no difference: the answer is the same for a bucket in use.
+        let mut bucket = Bucket::full(Rate { per_minute: 60, burst: 100 }, MonotonicTime(0));
+        bucket.take(Demand { expected: 1, most: 149 });
+        assert_eq!(bucket.fit(Demand { expected: 10, most: 151 }), Fit::NeverSoMuch);
+        assert_eq!(bucket.fit(Demand { expected: 101, most: 151 }), Fit::Never);
+        assert_eq!(bucket.fit(Demand { expected: 10, most: 150 }), Fit::AfterAnother);
+    }
+
+    #[test]
     fn bucket_ignores_time_that_goes_back() {
         let mut bucket = Bucket::full(Rate::per_minute(60), MonotonicTime(10 * SECOND));
-        bucket.take(60);
+        bucket.take(Demand::exact(60));
         bucket.refill(MonotonicTime(0));
         assert_eq!(bucket.remaining(), 0);
         bucket.refill(MonotonicTime(11 * SECOND));
@@ -169,24 +298,24 @@ mod tests {
     #[test]
     fn changed_rate_keeps_taken_units() {
         let mut bucket = Bucket::full(Rate::per_minute(60), MonotonicTime(0));
-        bucket.take(50);
+        bucket.take(Demand::exact(50));
         bucket.adopt(Rate::per_minute(5));
         assert_eq!(bucket.remaining(), 5);
         bucket.adopt(Rate::per_minute(100));
         assert_eq!(bucket.remaining(), 5);
-        assert!(bucket.never_fits(101));
+        assert_eq!(bucket.fit(Demand::exact(101)), Fit::Never);
     }
 
     #[test]
     fn extreme_rates_neither_wrap_nor_panic() {
         let mut bucket =
             Bucket::full(Rate { per_minute: u64::MAX, burst: u64::MAX }, MonotonicTime(0));
-        bucket.settle(0, u64::MAX);
-        bucket.settle(0, u64::MAX);
+        bucket.settle(Demand::default(), u64::MAX);
+        bucket.settle(Demand::default(), u64::MAX);
         bucket.refill(MonotonicTime(u64::MAX));
         assert!(bucket.is_full());
         let stopped = Bucket::full(Rate { per_minute: 0, burst: 0 }, MonotonicTime(0));
-        assert_eq!(stopped.wait_for(1), None);
+        assert_eq!(stopped.fit(Demand::exact(1)), Fit::Never);
     }
 
     proptest! {
@@ -206,13 +335,16 @@ mod tests {
                 if take_at(&mut bucket, now, units) {
                     passed.push((now, units));
                 } else if units <= burst {
-                    let wait = bucket.wait_for(units).expect("the rate is not zero").as_nanos() as u64;
+                    let Fit::After(wait) = bucket.fit(Demand::exact(units)) else {
+                        panic!("time alone helps")
+                    };
+                    let wait = wait.as_nanos() as u64;
                     let mut early = bucket.clone();
                     early.refill(MonotonicTime(now + wait - 1));
-                    prop_assert!(early.wait_for(units) > Some(Duration::ZERO));
+                    prop_assert_ne!(early.fit(Demand::exact(units)), Fit::Now);
                     let mut later = bucket.clone();
                     later.refill(MonotonicTime(now + wait));
-                    prop_assert_eq!(later.wait_for(units), Some(Duration::ZERO));
+                    prop_assert_eq!(later.fit(Demand::exact(units)), Fit::Now);
                 }
             }
             for (first, &(start, _)) in passed.iter().enumerate() {

@@ -48,6 +48,11 @@ impl Spend {
         }
     }
 
+    /// Forgets the settled amounts, which were not counted completely.
+    pub(crate) fn forget_settled(&mut self) {
+        self.settled = DeviceNanos::ZERO;
+    }
+
     /// Returns true if nothing must be remembered once `period` has begun.
     pub(crate) fn is_over(&self, period: u32) -> bool {
         self.held == DeviceNanos::ZERO

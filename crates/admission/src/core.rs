@@ -10,8 +10,11 @@ use tollgate_domain::{
     DeviceClass, DeviceNanos, MonotonicTime, RequestId, UtcDay, UtcMonth, UtcTime,
 };
 
+use crate::bucket::Demand;
 use crate::figures::{Figures, RateFigures, tighten};
+use crate::places::Requester;
 use crate::refusal::Refusal;
+use crate::reload::{NewLimits, PastSpend};
 use crate::scope::{Period, Scope, ScopeLimits, ScopeState};
 use crate::terms::{
     AdmissionOptions, AdmissionStatus, HoldState, Reserve, ReserveError, ResolveError, Settlement,
@@ -23,12 +26,16 @@ use self::holds::{HeldScope, HoldRecord, Holds, Posting};
 mod check;
 mod holds;
 
+pub(crate) use self::check::is_capped;
+
 /// The result of a reservation in the core.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Reserved {
     pub(crate) hold_state: HoldState,
     pub(crate) budget: Option<DeviceNanos>,
     pub(crate) figures: Figures,
+    /// Waiting requests of others that gave way. Each of them has ended.
+    pub(crate) gave_way: Vec<RequestId>,
 }
 
 /// Interval of the scan for idle scopes. The cost of the scan grows with the number of
@@ -37,8 +44,8 @@ const PRUNE_INTERVAL: Duration = Duration::from_secs(60);
 /// Shortest time between two scans if the map of scopes is full.
 const PRUNE_PRESSED: Duration = Duration::from_secs(1);
 
-#[derive(Debug)]
 /// The state of admission: scopes, holds and the calendar.
+#[derive(Debug)]
 pub(crate) struct Core {
     options: AdmissionOptions,
     scopes: HashMap<Scope, ScopeState>,
@@ -86,52 +93,129 @@ impl Core {
         self.see(utc);
         // Before any state is created for the scopes, so that a flood of new scopes stays
         // bounded.
-        self.make_room(now, &request).map_err(ReserveError::Refused)?;
-        for ScopeLimits { scope, limits } in &request.scopes {
+        self.make_room(now, &request.scopes).map_err(ReserveError::Refused)?;
+        let (held, bound) = (self.holds.held(), self.options.max_holds);
+        if held >= bound {
+            let refusal = check::capacity_refusal(bound, held, 1);
+            return Err(ReserveError::Refused(Box::new(refusal)));
+        }
+        for limited in &request.scopes {
             // Refreshed before the check, so that the check sees the limits of this moment.
-            self.scopes.entry(scope.clone()).or_insert_with(ScopeState::new).refresh(
-                limits,
+            self.scopes.entry(limited.scope.clone()).or_insert_with(ScopeState::new).refresh(
+                limited,
                 &request.class,
                 now,
                 (self.day, self.month),
             );
         }
         // From here on nothing can fail: either every limit is taken or none.
-        let decision = self.check(utc, &request).map_err(ReserveError::Refused)?;
-        Ok(self.take(request, decision, utc))
+        let mut decision = self.check(utc, &request).map_err(ReserveError::Refused)?;
+        let give_way = std::mem::take(&mut decision.give_way);
+        // First, so that the queues have room, and the figures count what was returned.
+        let gave_way = self.end_waits(now, utc, give_way);
+        Ok(Reserved { gave_way, ..self.take(request, decision, utc) })
     }
 
-    /// Returns a refusal if the request rate of one of `scopes` is exhausted now. Takes
-    /// nothing and ignores the cost of the request.
-    pub(crate) fn check_request_rate(
+    /// Ends waiting requests that give way in the queue of a scope. Returns their ids.
+    fn end_waits(
+        &mut self,
+        now: MonotonicTime,
+        utc: UtcTime,
+        give_way: Vec<(u64, Scope)>,
+    ) -> Vec<RequestId> {
+        let mut ended = Vec::with_capacity(give_way.len());
+        for (ticket, scope) in give_way {
+            let Some(id) = self.tickets.get(&ticket).cloned() else { continue };
+            let Some(record) = self.holds.get(&id) else { continue };
+            let refusal = self.gave_way(&scope, record, utc);
+            let Some(record) = self.holds.give_way(&id, refusal) else { continue };
+            // A waiting request has no place to run, so its end promotes no other request.
+            self.void_record(now, &id, &record);
+            ended.push(id);
+        }
+        ended
+    }
+
+    /// Takes one request from the request rate of every scope, or from none. Ignores the
+    /// cost of the request. The request stays taken, whatever becomes of it.
+    pub(crate) fn take_request(
         &mut self,
         now: MonotonicTime,
         scopes: &[ScopeLimits],
-    ) -> Option<Box<Refusal>> {
+    ) -> Result<(), Box<Refusal>> {
+        self.make_room(now, scopes)?;
         let mut worst: Option<Refusal> = None;
-        for ScopeLimits { scope, limits } in scopes {
-            // A scope without state has used nothing, and a scope without a request rate
-            // refuses nothing here.
-            let (Some(rate), Some(state)) = (limits.requests, self.scopes.get_mut(scope)) else {
+        for limited in scopes {
+            let scope = &limited.scope;
+            // A scope without a request rate needs no state here.
+            if limited.limits.requests.is_none() {
                 continue;
+            }
+            let refused = match self.scopes.get_mut(scope) {
+                Some(state) => {
+                    state.refresh_requests(limited, now);
+                    state.requests_are_spent(scope)
+                }
+                // Only a first request pays for the clone of the scope's name.
+                None => {
+                    let state = self.scopes.entry(scope.clone()).or_insert_with(ScopeState::new);
+                    state.refresh_requests(limited, now);
+                    state.requests_are_spent(scope)
+                }
             };
-            let Some(refusal) = state.requests_are_spent(rate, now, scope) else { continue };
+            let Some(refusal) = refused else { continue };
             // The strongest refusal tells the client the longest wait.
             if worst.as_ref().is_none_or(|worst| refusal.weight() > worst.weight()) {
                 worst = Some(refusal);
             }
         }
-        worst.map(|refusal| self.with_requests_left(refusal, scopes))
+        if let Some(refusal) = worst {
+            return Err(self.with_requests_left(refusal, scopes));
+        }
+        for ScopeLimits { scope, limits, .. } in scopes {
+            // A scope may keep a bucket of a limit that its plan no longer has.
+            if limits.requests.is_some()
+                && let Some(state) = self.scopes.get_mut(scope)
+                && let Some(bucket) = &mut state.requests
+            {
+                bucket.take(Demand::exact(1));
+            }
+        }
+        Ok(())
     }
 
-    /// Returns a refusal if one of `scopes` has no room to run and none to wait. Takes
-    /// nothing and ignores the cost of the request.
-    pub(crate) fn check_concurrency(&self, scopes: &[ScopeLimits]) -> Option<Box<Refusal>> {
-        let full = scopes.iter().find_map(|ScopeLimits { scope, limits: _ }| {
-            // A scope without state has room.
-            self.scopes.get(scope)?.is_full(scope)
-        });
-        full.map(|refusal| self.with_requests_left(refusal, scopes))
+    /// Takes a place for a request that is still arriving, in every scope or in none. The
+    /// place is one of those to run or to wait, and ignores the cost of the request.
+    pub(crate) fn arrive(
+        &mut self,
+        now: MonotonicTime,
+        requester: &Requester,
+        scopes: &[ScopeLimits],
+    ) -> Result<(), Box<Refusal>> {
+        self.make_room(now, scopes)?;
+        for limited in scopes.iter().filter(|s| s.bounds_places()) {
+            let scope = &limited.scope;
+            let state = self.scopes.entry(scope.clone()).or_insert_with(ScopeState::new);
+            state.refresh_requests(limited, now);
+            if let Some(refusal) = state.is_full(scope, requester) {
+                return Err(self.with_requests_left(refusal, scopes));
+            }
+        }
+        for ScopeLimits { scope, .. } in scopes.iter().filter(|s| s.bounds_places()) {
+            if let Some(state) = self.scopes.get_mut(scope) {
+                state.places.arrive(&requester.member_of(scope));
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the places of a request that has arrived or will not.
+    pub(crate) fn leave(&mut self, requester: &Requester, scopes: &[ScopeLimits]) {
+        for ScopeLimits { scope, .. } in scopes.iter().filter(|s| s.bounds_places()) {
+            if let Some(state) = self.scopes.get_mut(scope) {
+                state.places.leave(&requester.member_of(scope));
+            }
+        }
     }
 
     /// Adds the tightest request rate of `scopes` to the figures of the refusal.
@@ -156,32 +240,42 @@ impl Core {
         self.see(UtcTime(utc.0.saturating_add(passed)));
     }
 
-    /// Checks the gateway's own bounds, and scans for idle scopes if the map is full.
-    fn make_room(&mut self, now: MonotonicTime, request: &Reserve) -> Result<(), Box<Refusal>> {
-        let new = |core: &Self| {
-            request.scopes.iter().filter(|s| !core.scopes.contains_key(&s.scope)).count()
-        };
-        if self.scopes.len() + new(self) > self.options.max_scopes
+    /// Checks that the map of scopes has room for `scopes`, and scans for idle scopes if
+    /// the map is full.
+    fn make_room(
+        &mut self,
+        now: MonotonicTime,
+        scopes: &[ScopeLimits],
+    ) -> Result<(), Box<Refusal>> {
+        let bound = self.options.max_scopes;
+        // Decided without a lookup while the map is far from full.
+        if self.scopes.len() + scopes.len() <= bound {
+            return Ok(());
+        }
+        let new =
+            |core: &Self| scopes.iter().filter(|s| !core.scopes.contains_key(&s.scope)).count();
+        if self.scopes.len() + new(self) > bound
             // A full map is scanned at most once a second, because an attacker can keep it
             // full.
             && now.since(self.pruned) >= PRUNE_PRESSED
         {
             self.forget_idle_scopes(now);
         }
-        for (used, asked, bound) in [
-            (self.holds.held(), 1, self.options.max_holds),
-            (self.scopes.len(), new(self), self.options.max_scopes),
-        ] {
-            if used + asked > bound {
-                return Err(Box::new(check::capacity_refusal(bound, used, asked)));
-            }
+        let (used, asked) = (self.scopes.len(), new(self));
+        if used + asked > bound {
+            return Err(Box::new(check::capacity_refusal(bound, used, asked)));
         }
         Ok(())
     }
 
+    #[expect(
+        clippy::expect_used,
+        reason = "`reserve` refreshes every scope of a request before it takes from them"
+    )]
     fn take(&mut self, request: Reserve, decision: check::Decision, utc: UtcTime) -> Reserved {
-        let Reserve { id, scopes, class, estimate, queue_deadline, expires } = request;
-        let check::Decision { hold_state, capped } = decision;
+        let Reserve { id, requester, scopes, counted, class, estimate, .. } = request;
+        let (queue_deadline, expires) = (request.queue_deadline, request.expires);
+        let check::Decision { hold_state, capped, give_way: _ } = decision;
         let ticket = (hold_state == HoldState::Queued).then(|| {
             self.next_ticket += 1;
             // Tickets grow, so their order is the order of arrival in every scope.
@@ -189,30 +283,38 @@ impl Core {
             self.next_ticket
         });
         let mut held_scopes = Vec::with_capacity(scopes.len());
-        for ScopeLimits { scope, limits } in scopes {
+        for (index, ScopeLimits { scope, .. }) in scopes.into_iter().enumerate() {
             let state = self.scopes.get_mut(&scope).expect("reserve has refreshed every scope");
-            let scope_capped = check::is_capped(&limits, &class);
-            if let Some(bucket) = &mut state.requests {
+            // The limits of the check, which may be of a later config than the request's.
+            let scope_capped = is_capped(&state.limits, &class);
+            let counts_request = index >= counted;
+            if let Some(bucket) = state.requests.as_mut().filter(|_| counts_request) {
                 // The buckets were refilled in `reserve`, and the check has proved that
                 // they suffice.
-                bucket.take(1);
+                bucket.take(Demand::exact(1));
             }
             if let Some(bucket) = &mut state.tokens {
-                bucket.take(estimate.tokens);
+                bucket.take(estimate.demand_of_tokens());
             }
             let of_class = state.class(&class);
             if let Some(bucket) = &mut of_class.device_time {
-                bucket.take(estimate.expected.nanos());
+                bucket.take(estimate.demand_of_time());
             }
             if scope_capped {
                 of_class.day.hold(capped.unwrap_or_default());
                 of_class.month.hold(capped.unwrap_or_default());
             }
+            let member = requester.member_of(&scope);
             match ticket {
-                Some(ticket) => _ = state.waiting.insert(ticket),
-                None => state.running += 1,
+                Some(ticket) => {
+                    state.places.begin_wait(&member, ticket);
+                    let shared = scope.is_shared();
+                    let buckets = state.cost_buckets(&class, &estimate).filter(|_| shared);
+                    buckets.for_each(|(bucket, demand)| bucket.begin_wait(demand));
+                }
+                None => state.places.start(&member),
             }
-            held_scopes.push(HeldScope { scope, capped: scope_capped });
+            held_scopes.push(HeldScope { scope, capped: scope_capped, counts_request });
         }
         let due = if ticket.is_some() { queue_deadline.min(expires) } else { expires };
         // Every hold has an entry here, so a hold that its owner loses still ends.
@@ -220,17 +322,17 @@ impl Core {
         // Read after everything was taken, so that the headers count this request.
         let figures = self.figures(held_scopes.iter().map(|held| &held.scope), &class, utc);
         let record = HoldRecord {
+            requester,
             scopes: held_scopes,
             class,
-            tokens: estimate.tokens,
-            expected: estimate.expected,
+            estimate,
             capped: capped.unwrap_or_default(),
             ticket,
             due,
             expires,
         };
         self.holds.hold(id, record);
-        Reserved { hold_state, budget: capped, figures }
+        Reserved { hold_state, budget: capped, figures, gave_way: Vec::new() }
     }
 
     /// Posts the true cost of a hold, also after the hold has expired.
@@ -244,7 +346,7 @@ impl Core {
             Posting::InTime(record) => {
                 self.charge(now, &record, Charge { held: Held::Open, spent });
                 let promoted = self.release(id, &record);
-                let (held, overrun) = (record.expected, overrun(&record, spent));
+                let (held, overrun) = (record.estimate.expected, overrun(&record, spent));
                 Settlement { held, spent, overrun, late: false, promoted }
             }
             Posting::Late(record) => {
@@ -255,7 +357,8 @@ impl Core {
         })
     }
 
-    /// Returns everything that a hold took, including the request itself.
+    /// Returns everything that a hold took. A request that was taken before the hold, by
+    /// [`Self::take_request`], stays taken.
     pub(crate) fn void(
         &mut self,
         now: MonotonicTime,
@@ -273,16 +376,16 @@ impl Core {
         record: &HoldRecord,
     ) -> Settlement {
         self.charge(now, record, Charge { held: Held::Open, spent: Spent::default() });
-        for held in &record.scopes {
+        for held in record.scopes.iter().filter(|held| held.counts_request) {
             if let Some(bucket) =
                 self.scopes.get_mut(&held.scope).and_then(|state| state.requests.as_mut())
             {
                 // A voided request never ran, so the request rate gets its unit back.
-                bucket.settle(1, 0);
+                bucket.settle(Demand::exact(1), 0);
             }
         }
         let promoted = self.release(id, record);
-        Settlement { held: record.expected, promoted, ..Settlement::default() }
+        Settlement { held: record.estimate.expected, promoted, ..Settlement::default() }
     }
 
     /// Ends overdue holds and forgets idle scopes. Call this about once a second: without
@@ -341,10 +444,61 @@ impl Core {
         spend.restore(index, spent);
     }
 
+    /// Applies new limits to every scope in memory, and promotes the waiting requests that
+    /// may run then, in order of arrival. A scope without new limits keeps the ones it has.
+    pub(crate) fn adopt(
+        &mut self,
+        now: MonotonicTime,
+        new_limits: &NewLimits<'_>,
+    ) -> Vec<RequestId> {
+        let NewLimits { revision, limits_of, spent } = new_limits;
+        for (scope, state) in &mut self.scopes {
+            if let Some(change) = limits_of(scope) {
+                state.refresh_all(&change.new, *revision, now);
+                for (class, of_class) in &mut state.classes {
+                    // Spend was not counted while there was no cap.
+                    if change.begins_cap(class) {
+                        of_class.day.forget_settled();
+                        of_class.month.forget_settled();
+                    }
+                }
+            }
+        }
+        self.cap_open_holds();
+        for PastSpend { scope, class, period, spent } in spent {
+            self.restore_spend(scope.clone(), class, *period, *spent);
+        }
+        // No settlement may come for a long time, so the requests are not left waiting for
+        // one.
+        let waiting: Vec<(u64, RequestId)> =
+            self.tickets.iter().map(|(ticket, id)| (*ticket, id.clone())).collect();
+        waiting.into_iter().filter_map(|(ticket, id)| self.run(&id, ticket).then_some(id)).collect()
+    }
+
+    /// Counts the open holds against caps that did not exist when they were made.
+    fn cap_open_holds(&mut self) {
+        for record in self.holds.open_mut() {
+            for held in record.scopes.iter_mut().filter(|held| !held.capped) {
+                let Some(state) = self.scopes.get_mut(&held.scope) else { continue };
+                if is_capped(&state.limits, &record.class) {
+                    held.capped = true;
+                    let of_class = state.class(&record.class);
+                    of_class.day.hold(record.capped);
+                    of_class.month.hold(record.capped);
+                }
+            }
+        }
+    }
+
     /// Returns the state of an open hold, or `None` if no such hold is open.
     pub(crate) fn state(&self, id: &RequestId) -> Option<HoldState> {
         let record = self.holds.get(id)?;
         Some(if record.ticket.is_some() { HoldState::Queued } else { HoldState::Running })
+    }
+
+    /// Returns the refusal of a request that waited and gave way.
+    pub(crate) fn refusal_of(&self, id: &RequestId) -> Option<&Refusal> {
+        self.holds.refusal_of(id)
     }
 
     pub(crate) fn status(&self) -> AdmissionStatus {
@@ -361,8 +515,11 @@ impl Core {
     /// without state is full, so nothing needs correction. Spend against a cap always
     /// counts, even if its scope was forgotten.
     fn charge(&mut self, now: MonotonicTime, record: &HoldRecord, charge: Charge) {
-        let (tokens, expected, capped) = match charge.held {
-            Held::Open => (record.tokens, record.expected, record.capped),
+        let (tokens, time, capped) = match charge.held {
+            Held::Open => {
+                let estimate = &record.estimate;
+                (estimate.demand_of_tokens(), estimate.demand_of_time(), record.capped)
+            }
             Held::Released => Default::default(),
         };
         let Spent { tokens: spent_tokens, reference } = charge.spent;
@@ -381,7 +538,7 @@ impl Core {
             let of_class = state.class(&record.class);
             if let Some(bucket) = &mut of_class.device_time {
                 bucket.refill(now);
-                bucket.settle(expected.nanos(), reference.nanos());
+                bucket.settle(time, reference.nanos());
             }
             if held.capped {
                 of_class.day.roll(self.day.0);
@@ -400,10 +557,15 @@ impl Core {
         }
         for held in &record.scopes {
             let Some(state) = self.scopes.get_mut(&held.scope) else { continue };
+            let member = record.requester.member_of(&held.scope);
             match record.ticket {
-                Some(ticket) => _ = state.waiting.remove(&ticket),
-                // Saturating: a wrong count must not block the scope forever.
-                None => state.running = state.running.saturating_sub(1),
+                Some(ticket) => {
+                    state.places.end_wait(&member, ticket);
+                    // In a scope of one tenant nothing was counted.
+                    let buckets = state.cost_buckets(&record.class, &record.estimate);
+                    buckets.for_each(|(bucket, demand)| bucket.end_wait(demand));
+                }
+                None => state.places.end(&member),
             }
         }
         match record.ticket {
@@ -413,8 +575,8 @@ impl Core {
     }
 
     /// Promotes waiting requests into the places that `freed` released. The widest scope
-    /// comes first, then the order of arrival. A request that another of its scopes blocks
-    /// is skipped. Scopes without a limit on concurrency block no request, so their waiting
+    /// comes first, then the member of the scope with the fewest running requests, then the
+    /// order of arrival. A request that another of its scopes blocks is skipped. Scopes without a limit on concurrency block no request, so their waiting
     /// requests are not scanned.
     fn promote(&mut self, freed: &HoldRecord) -> Vec<RequestId> {
         let mut promoted = Vec::new();
@@ -423,13 +585,13 @@ impl Core {
             if !self.scopes.get_mut(&held.scope).is_some_and(ScopeState::may_have_blocked) {
                 continue;
             }
-            let mut from = 0;
+            let mut tried = HashMap::new();
             while let Some(state) = self.scopes.get(&held.scope)
                 && state.has_place()
-                && let Some(&ticket) = state.waiting.range(from..).next()
+                && let Some((member, ticket)) = state.places.next_waiting(&tried)
             {
                 // Each ticket is tried once, so the loop ends.
-                from = ticket + 1;
+                tried.insert(member, ticket);
                 if let Some(id) = self.tickets.get(&ticket).cloned()
                     && self.run(&id, ticket)
                 {
@@ -451,8 +613,11 @@ impl Core {
         }
         for held in &record.scopes {
             if let Some(state) = self.scopes.get_mut(&held.scope) {
-                state.waiting.remove(&ticket);
-                state.running += 1;
+                let member = record.requester.member_of(&held.scope);
+                state.places.end_wait(&member, ticket);
+                state.places.start(&member);
+                let buckets = state.cost_buckets(&record.class, &record.estimate);
+                buckets.for_each(|(bucket, demand)| bucket.end_wait(demand));
             }
         }
         record.ticket = None;

@@ -1,6 +1,6 @@
 //! Expected length of answers, learned by tenant and model. The expectation makes estimates
-//! accurate but not safe: rates correct a wrong estimate by debt, and caps hold the worst
-//! case.
+//! accurate but not safe: rates correct a wrong estimate by a bounded debt, and caps hold
+//! the worst case.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};

@@ -117,6 +117,11 @@ impl<K: Clone + Eq + Hash> PenaltyBook<K> {
         Self { terms, most, crowd, meters: HashMap::new() }
     }
 
+    /// Replaces the terms for offences from now on. Meters keep their level.
+    pub fn set_terms(&mut self, terms: PenaltyTerms) {
+        self.terms = terms;
+    }
+
     /// Counts an offence of the given weight, in units of the free amount.
     pub fn count(
         &mut self,

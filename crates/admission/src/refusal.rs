@@ -73,15 +73,17 @@ pub struct Refusal {
     pub class: Option<DeviceClass>,
     /// Value of the limit, in its unit: requests, tokens or device nanoseconds.
     pub value: u64,
-    /// Largest amount that can be taken at once, in the same unit: the burst of a rate,
-    /// otherwise `value`.
+    /// Largest amount that one request may have, in the same unit: for a rate the burst, or
+    /// 1.5 bursts if `asked` is the most of a request; otherwise `value`.
     pub largest: u64,
-    /// Amount that the request asked for, in the same unit.
+    /// Amount that the request asked for, in the same unit: its expected cost, or the most
+    /// that it can use within a minute if that alone is too large.
     pub asked: u64,
     /// Rest of the limit now, in the same unit.
     pub remaining: u64,
-    /// Time after which the same request passes, if nothing else is taken. `None` if time
-    /// alone does not help.
+    /// Time after which the same request passes, if nothing else is taken. If another request
+    /// must end first, too, a time before which it cannot pass. `None` if time alone does not
+    /// help.
     pub retry_after: Option<Duration>,
     /// Start of the next period, if the limit is a cap.
     pub resets: Option<UtcTime>,

@@ -1,7 +1,7 @@
 //! Scopes of limits (key, tenant, pool, model, gateway) and the state of the limits in each
 //! scope.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
@@ -10,8 +10,10 @@ use tollgate_domain::{
     UtcMonth,
 };
 
-use crate::bucket::Bucket;
+use crate::bucket::{Bucket, Demand};
 use crate::cap::Spend;
+use crate::places::Places;
+use crate::terms::Estimate;
 
 /// The owner of a set of limits.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -38,6 +40,11 @@ impl Scope {
             Self::Model(_) => "model",
             Self::Gateway => "gateway",
         }
+    }
+
+    /// Returns true if requests of several tenants may count here.
+    pub(crate) fn is_shared(&self) -> bool {
+        matches!(self, Self::Pool(_) | Self::Model(_) | Self::Gateway)
     }
 
     /// Returns the name of the key, tenant, pool or model; empty for the gateway.
@@ -70,6 +77,16 @@ pub struct ScopeLimits {
     pub scope: Scope,
     /// Limits, shared with config so that a request copies nothing.
     pub limits: Arc<PlanLimits>,
+    /// Number of the config that set the limits. A scope keeps the limits of the largest
+    /// number, so that a request from before a reload does not bring old limits back.
+    pub revision: u64,
+}
+
+impl ScopeLimits {
+    /// Returns true if the number of requests that run and wait has a limit.
+    pub(crate) fn bounds_places(&self) -> bool {
+        self.limits.concurrent.is_some() && self.limits.queued.is_some()
+    }
 }
 
 /// A calendar period of a cap.
@@ -85,13 +102,13 @@ pub enum Period {
 #[derive(Debug)]
 pub(crate) struct ScopeState {
     pub(crate) limits: Arc<PlanLimits>,
+    /// Number of the config that set `limits`.
+    revision: u64,
     pub(crate) requests: Option<Bucket>,
     pub(crate) tokens: Option<Bucket>,
     pub(crate) classes: BTreeMap<DeviceClass, ClassState>,
-    /// Number of requests that may run.
-    pub(crate) running: u32,
-    /// Tickets of the waiting requests, in order of arrival.
-    pub(crate) waiting: BTreeSet<u64>,
+    /// Requests that run, wait and arrive.
+    pub(crate) places: Places,
     /// True if the limit on concurrency was removed, perhaps while requests waited for it.
     lifted: bool,
 }
@@ -108,11 +125,11 @@ impl ScopeState {
     pub(crate) fn new() -> Self {
         Self {
             limits: Arc::default(),
+            revision: 0,
             requests: None,
             tokens: None,
             classes: BTreeMap::new(),
-            running: 0,
-            waiting: BTreeSet::new(),
+            places: Places::default(),
             lifted: false,
         }
     }
@@ -121,25 +138,53 @@ impl ScopeState {
     /// and advances the calendar.
     pub(crate) fn refresh(
         &mut self,
-        limits: &Arc<PlanLimits>,
+        limited: &ScopeLimits,
         class: &DeviceClass,
         now: MonotonicTime,
         (day, month): (UtcDay, UtcMonth),
     ) {
-        // The pointer changes only when config is loaded again, so the comparison is cheap.
-        if !Arc::ptr_eq(&self.limits, limits) {
-            self.lifted |= self.limits.concurrent.is_some() && limits.concurrent.is_none();
-            self.limits = Arc::clone(limits);
-        }
-        refresh(&mut self.requests, limits.requests, now);
-        refresh(&mut self.tokens, limits.tokens, now);
+        self.refresh_requests(limited, now);
+        refresh(&mut self.tokens, self.limits.tokens, now);
+        let device_time = self.limits.device_time.limit(class);
         let state = self.class(class);
-        refresh(&mut state.device_time, limits.device_time.limit(class), now);
+        refresh(&mut state.device_time, device_time, now);
         // Rolled here, so that the check sees the new period.
         state.day.roll(day.0);
         state.month.roll(month.0);
     }
 
+    /// Applies the limits as configured now, and refills the bucket of requests alone.
+    pub(crate) fn refresh_requests(&mut self, limited: &ScopeLimits, now: MonotonicTime) {
+        self.adopt(&limited.limits, limited.revision);
+        refresh(&mut self.requests, self.limits.requests, now);
+    }
+
+    /// Applies the limits of a new config to every bucket, up to `now` at the old rates.
+    pub(crate) fn refresh_all(
+        &mut self,
+        limits: &Arc<PlanLimits>,
+        revision: u64,
+        now: MonotonicTime,
+    ) {
+        self.adopt(limits, revision);
+        refresh(&mut self.requests, self.limits.requests, now);
+        refresh(&mut self.tokens, self.limits.tokens, now);
+        for (class, state) in &mut self.classes {
+            refresh(&mut state.device_time, self.limits.device_time.limit(class), now);
+        }
+    }
+
+    /// Replaces the limits, unless those in force are of a later config.
+    fn adopt(&mut self, limits: &Arc<PlanLimits>, revision: u64) {
+        // The pointer changes only when config is loaded again, so the comparison is cheap.
+        if revision >= self.revision && !Arc::ptr_eq(&self.limits, limits) {
+            self.lifted |= self.limits.concurrent.is_some() && limits.concurrent.is_none();
+            self.limits = Arc::clone(limits);
+            self.revision = revision;
+        }
+    }
+
+    #[expect(clippy::expect_used, reason = "the entry was inserted if it was absent")]
     pub(crate) fn class(&mut self, class: &DeviceClass) -> &mut ClassState {
         if !self.classes.contains_key(class) {
             self.classes.insert(class.clone(), ClassState::default());
@@ -147,9 +192,22 @@ impl ScopeState {
         self.classes.get_mut(class).expect("inserted above if it was absent")
     }
 
+    /// Returns the buckets that a request of `class` takes its cost from, each with the
+    /// demand.
+    pub(crate) fn cost_buckets(
+        &mut self,
+        class: &DeviceClass,
+        estimate: &Estimate,
+    ) -> impl Iterator<Item = (&mut Bucket, Demand)> {
+        let time = self.classes.get_mut(class).and_then(|of_class| of_class.device_time.as_mut());
+        let demands = (estimate.demand_of_tokens(), estimate.demand_of_time());
+        let tokens = self.tokens.as_mut().map(|bucket| (bucket, demands.0));
+        tokens.into_iter().chain(time.map(|bucket| (bucket, demands.1)))
+    }
+
     /// Returns true if one more request may run now.
     pub(crate) fn has_place(&self) -> bool {
-        self.limits.concurrent.is_none_or(|limit| self.running < limit)
+        self.limits.concurrent.is_none_or(|limit| self.places.running() < limit)
     }
 
     /// Returns true if requests may be waiting for this scope. A removed limit counts once:
@@ -168,8 +226,7 @@ impl ScopeState {
                 bucket.is_full()
             })
         };
-        self.running == 0
-            && self.waiting.is_empty()
+        self.places.taken() == 0
             && full(&mut self.requests)
             && full(&mut self.tokens)
             && self.classes.values_mut().all(|class| {

@@ -2,6 +2,8 @@
 
 use tollgate_domain::{DeviceClass, DeviceNanos, MonotonicTime, RequestId};
 
+use crate::bucket::Demand;
+use crate::places::Requester;
 use crate::refusal::Refusal;
 use crate::scope::ScopeLimits;
 
@@ -28,8 +30,13 @@ impl Default for AdmissionOptions {
 pub struct Reserve {
     /// Id of the hold, never used twice.
     pub id: RequestId,
+    /// Tenant that the request counts for where several share a queue.
+    pub requester: Requester,
     /// Scopes that limit the request, narrowest first, none twice.
     pub scopes: Vec<ScopeLimits>,
+    /// Number of scopes, from the first, whose request rate has counted the request
+    /// already: those that went through [`Admission::take_request`](crate::Admission::take_request).
+    pub counted: usize,
     /// Class of the devices that would serve the request.
     pub class: DeviceClass,
     /// Predicted cost.
@@ -45,8 +52,13 @@ pub struct Reserve {
 pub struct Estimate {
     /// Tokens of the prompt and expected tokens of the output.
     pub tokens: u64,
+    /// Largest number of tokens that the request can use within a minute.
+    pub most_tokens: u64,
     /// Cost with the expected output.
     pub expected: DeviceNanos,
+    /// Largest cost that the request can cause within a minute. Rates leave no debt beyond
+    /// half a burst if every open request uses as much.
+    pub most: DeviceNanos,
     /// Cost with the longest allowed output. If a cap applies, this is the budget that the
     /// worker must not exceed, so include the margin that the cost table needs.
     pub worst: DeviceNanos,
@@ -54,12 +66,25 @@ pub struct Estimate {
     pub least: DeviceNanos,
 }
 
+impl Estimate {
+    /// Returns the demand on the rates of tokens.
+    pub(crate) fn demand_of_tokens(&self) -> Demand {
+        Demand { expected: self.tokens, most: self.most_tokens }
+    }
+
+    /// Returns the demand on the rates of device time.
+    pub(crate) fn demand_of_time(&self) -> Demand {
+        Demand { expected: self.expected.nanos(), most: self.most.nanos() }
+    }
+}
+
 /// The state of an open hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HoldState {
     /// The request may run; it has a place in every scope.
     Running,
-    /// The request waits, in order of arrival within its scopes.
+    /// The request waits. In a pool, a model or the gateway, the member with the fewest
+    /// running requests goes next; the requests of one member go in order of arrival.
     Queued,
 }
 

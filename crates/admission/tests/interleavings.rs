@@ -1,6 +1,8 @@
 //! Exhaustive test of duplicate, late and reordered resolutions (C10): all orders of
 //! settlement, void, expiry and crash of two requests, compared with a small model.
 
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
+
 mod common;
 
 use common::*;

@@ -1,14 +1,16 @@
 //! Tests of each limit at its exact boundary, alone and with other limits.
 
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
+
 mod common;
 
 use std::time::Duration;
 
 use common::*;
 use tollgate_admission::{
-    Admission, AdmissionOptions, HoldState, Limit, Period, Refusal, ReserveError, Scope,
+    Admission, AdmissionOptions, HoldState, Limit, Period, Refusal, ReserveError,
 };
-use tollgate_domain::{ByClass, DeviceClass, DeviceNanos, PlanLimits, PoolName, Rate};
+use tollgate_domain::{ByClass, DeviceClass, DeviceNanos, PlanLimits, Rate};
 
 fn small() -> tollgate_admission::Estimate {
     estimate(1, 1, 1)
@@ -248,6 +250,28 @@ fn largest_job_refuses_worst_case_permanently() {
     assert_eq!((refusal.value, refusal.asked, refusal.retry_after), (10, 11, None));
 }
 
+/// Checks that a request that can use more than 1.5 bursts gets the same refusal from an
+/// idle tenant and from a busy one, so that a client never waits for it in vain.
+#[test]
+fn request_beyond_one_and_half_bursts_never_passes() {
+    let limits =
+        PlanLimits { tokens: Some(Rate { per_minute: 60, burst: 100 }), ..PlanLimits::default() };
+    let of = |most_tokens| tollgate_admission::Estimate { most_tokens, ..estimate(10, 1, 1) };
+    for is_busy in [false, true] {
+        let gate = Gate::of(limits.clone());
+        let open = is_busy.then(|| gate.reserve(0, of(20)).expect("room"));
+        for now in [0, HOUR] {
+            let refusal = gate.reserve(now, of(151)).expect_err("too large");
+            let figures = (refusal.limit, refusal.asked, refusal.largest, refusal.value);
+            assert_eq!(figures, (Limit::Tokens, 151, 150, 60), "busy: {is_busy}");
+            assert_eq!((refusal.permanent, refusal.retry_after), (true, None), "busy: {is_busy}");
+        }
+        drop(open.map(|hold| hold.settle(at(HOUR), spent(10, 1))));
+        // The control: the largest allowed request passes.
+        assert!(gate.reserve(HOUR, of(150)).is_ok(), "busy: {is_busy}");
+    }
+}
+
 #[test]
 fn refusal_is_the_longest_binding_limit() {
     let tight = PlanLimits { tokens: Some(Rate::per_minute(6)), ..PlanLimits::default() };
@@ -446,12 +470,12 @@ fn queue_deadline_voids_and_wakes() {
     assert_eq!(gate.admission.expire(at(60 * SECOND)), Default::default());
 }
 
-/// Checks that an exhausted rate is visible without an estimate, and that the check takes
-/// nothing.
+/// Checks that a request is taken from every rate or from none, without an estimate, and
+/// that the strongest refusal is returned.
 #[test]
-fn check_request_rate_sees_exhausted_rate() {
+fn take_request_takes_every_rate_or_none() {
     let own = scoped(tenant("acme"), requests(Rate { per_minute: 60, burst: 2 }));
-    let pool = Scope::Pool(PoolName::new("trial").expect("a name"));
+    let pool = pool("trial");
     let pool = scoped(pool, requests(Rate::per_minute(6)));
     let open = scoped(
         key("one"),
@@ -459,13 +483,11 @@ fn check_request_rate_sees_exhausted_rate() {
     );
     let scopes = vec![open, own, pool];
     let gate = Gate::new(scopes.clone());
-    let look = |now| gate.admission.check_request_rate(at(now), &scopes);
-    assert_eq!(look(0), None, "nobody has asked yet");
-    let _first = gate.reserve(0, estimate(0, 1, 1)).expect("the first");
-    assert_eq!(look(0), None);
-    let _second = gate.reserve(0, estimate(0, 1, 1)).expect("the second");
-    let refusal = look(0).expect("the tenant's is spent");
-    let refused = gate.reserve(0, estimate(0, 1, 1)).expect_err("and so it is");
+    let take = |now| gate.admission.take_request(at(now), &scopes);
+    assert_eq!(take(0), Ok(()));
+    assert_eq!(take(0), Ok(()));
+    let refusal = take(0).expect_err("the tenant's rate is spent");
+    let refused = gate.reserve(0, estimate(0, 1, 1)).expect_err("so a hold is refused too");
     assert_eq!(refusal.scope, tenant("acme"));
     assert_eq!(
         (refusal.limit, refusal.value, refusal.retry_after, refusal.permanent),
@@ -473,50 +495,102 @@ fn check_request_rate_sees_exhausted_rate() {
     );
     assert_eq!(refusal.figures.requests, refused.figures.requests);
     for _ in 0..100 {
-        assert_eq!(look(SECOND - 1).expect("still").retry_after, Some(Duration::from_nanos(1)));
+        let refusal = take(SECOND - 1).expect_err("still spent");
+        assert_eq!(refusal.retry_after, Some(Duration::from_nanos(1)));
     }
-    assert_eq!(look(SECOND), None);
-    // The wider scope is checked too: 0.6 of its six requests are left.
-    for second in [60, 62, 64] {
-        for _ in 0..2 {
-            let _hold = gate.reserve(second * SECOND, estimate(0, 1, 1)).expect("within both");
-        }
+    // The refusals took nothing of the pool: four of its six requests are left, and a
+    // tenth of a request has come back each second.
+    for now in [SECOND, 2 * SECOND, 3 * SECOND, 4 * SECOND] {
+        assert_eq!(take(now), Ok(()));
     }
-    let refusal = look(66 * SECOND).expect("the pool's is spent");
+    let refusal = take(5 * SECOND).expect_err("the pool's rate is spent");
     assert_eq!(refusal.scope.kind(), "pool");
-    assert_eq!(refusal.retry_after, Some(Duration::from_secs(4)));
+    assert_eq!(refusal.retry_after, Some(Duration::from_secs(5)));
+    // A scope without a request rate is not remembered.
+    assert_eq!(gate.admission.status().scopes, 3, "the refused hold looked at all three");
+    let fresh = Gate::new(scopes.clone());
+    assert_eq!(fresh.admission.take_request(at(0), &scopes), Ok(()));
+    assert_eq!(fresh.admission.status().scopes, 2);
+    // A plan that allows no request refuses the first one.
+    let closed = [scoped(tenant("none"), requests(Rate { per_minute: 60, burst: 0 }))];
+    let refusal = fresh.admission.take_request(at(0), &closed).expect_err("never");
+    assert!(refusal.permanent, "{refusal:?}");
 }
 
-/// Checks that a full scope is visible without an estimate, that the check takes nothing,
-/// and that a returned place counts again.
+/// Checks that a hold does not count a request again, that a void does not return it, and
+/// that the wait after another limit's refusal includes the wait for the next request.
 #[test]
-fn check_concurrency_sees_full_scope() {
+fn counted_request_stays_counted() {
+    let limits = PlanLimits {
+        tokens: Some(Rate { per_minute: 600, burst: 100 }),
+        ..requests(Rate { per_minute: 6, burst: 2 })
+    };
+    let gate = Gate::of(limits);
+    let take = |now| gate.admission.take_request(at(now), &gate.scopes);
+    let reserve = |number, tokens| {
+        let mut reserve = request(number, 0, &gate.scopes, estimate(tokens, 1, 1));
+        reserve.counted = 1;
+        gate.admission.reserve(at(0), utc(0), reserve)
+    };
+    assert_eq!(take(0), Ok(()));
+    let hold = reserve(1, 60).expect("room");
+    let left = |hold: &tollgate_admission::Hold| hold.figures().requests.map(|rate| rate.remaining);
+    assert_eq!(left(&hold), Some(1), "counted once");
+    hold.void(at(0)).expect("open");
+    let hold = reserve(2, 60).expect("the tokens came back");
+    assert_eq!(left(&hold), Some(1), "the request did not");
+    assert_eq!(take(0), Ok(()));
+    let Err(ReserveError::Refused(refusal)) = reserve(3, 60) else { panic!("40 are left") };
+    assert_eq!(refusal.limit, Limit::Tokens);
+    // Two seconds for the tokens, ten for the next request.
+    assert_eq!(refusal.retry_after, Some(Duration::from_secs(10)));
+    assert_eq!(refusal.figures.requests.map(|rate| rate.remaining), Some(0));
+    assert!(take(10 * SECOND - 1).is_err());
+    assert_eq!(take(10 * SECOND), Ok(()));
+    drop(hold);
+}
+
+/// Checks that an arriving request holds a place to run or to wait, in every scope or in
+/// none, and that the hold takes over that place.
+#[test]
+fn arriving_request_holds_a_place() {
     let places = |concurrent, queued| PlanLimits {
         concurrent: Some(concurrent),
         queued: Some(queued),
         ..PlanLimits::default()
     };
-    let pool = Scope::Pool(PoolName::new("trial").expect("a name"));
+    let pool = pool("trial");
     let scopes = vec![scoped(tenant("acme"), places(1, 1)), scoped(pool, places(8, 0))];
     let gate = Gate::new(scopes.clone());
-    let look = || gate.admission.check_concurrency(&scopes);
-    assert_eq!(look(), None, "nobody has asked yet");
-    let running = gate.reserve(0, estimate(0, 1, 1)).expect("it runs");
-    assert_eq!(look(), None, "one may wait");
-    let waiting = gate.reserve(0, estimate(0, 1, 1)).expect("it waits");
-    let refused = gate.reserve(0, estimate(0, 1, 1)).expect_err("one too many");
-    for _ in 0..100 {
-        let refusal = look().expect("full");
-        assert_eq!(
-            (&refusal.scope, refusal.limit, refusal.value, refusal.retry_after),
-            (&refused.scope, refused.limit, refused.value, refused.retry_after)
-        );
-    }
+    let arrive = || gate.admission.arrive(at(0), &requester("acme"), &scopes);
+    let first = arrive().expect("it may run");
+    let second = arrive().expect("it may wait");
+    let refusal = arrive().expect_err("both places are taken");
+    assert_eq!((refusal.limit, refusal.value), (Limit::Queued, 1));
+    assert_eq!(refusal.scope, tenant("acme"));
+    drop(second);
+    let second = arrive().expect("the place came back");
+    let reserve = |number, arrival| {
+        let request = request(number, 0, &scopes, estimate(0, 1, 1));
+        gate.admission.reserve_arrived(at(0), utc(0), request, arrival)
+    };
+    let running = reserve(1, first).expect("its place was kept");
+    assert_eq!(running.state(), HoldState::Running);
+    assert!(arrive().is_err(), "a hold keeps the place");
+    let waiting = reserve(2, second).expect("its place was kept");
+    assert_eq!(waiting.state(), HoldState::Queued);
     running.void(at(1)).expect("open");
-    assert_eq!(look(), None, "whoever waited runs");
+    let third = arrive().expect("the request that waited runs now");
+    assert!(arrive().is_err());
+    // A refused reservation returns the place.
+    assert!(matches!(reserve(1, third), Err(ReserveError::AlreadyHeld)));
+    drop(arrive().expect("a place"));
     waiting.void(at(2)).expect("open");
-    assert_eq!(look(), None);
-    // Limits of other scopes do not matter, and a scope without the limit is never full.
+    gate.admission.expire(at(HOUR));
+    assert_eq!(gate.admission.status().scopes, 0, "no place is left behind");
+    // A scope without the limit is never full.
     let open = vec![scoped(tenant("other"), PlanLimits::default())];
-    assert_eq!(gate.admission.check_concurrency(&open), None);
+    let arrivals: Vec<_> =
+        (0..100).map(|_| gate.admission.arrive(at(0), &requester("other"), &open)).collect();
+    assert!(arrivals.iter().all(Result::is_ok));
 }

@@ -2,6 +2,8 @@
 //! state machine. The sums are checked after every act. One test uses many threads on a
 //! nearly exhausted cap (T43).
 
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
+
 mod common;
 
 use std::collections::HashMap;
@@ -390,4 +392,20 @@ fn concurrent_threads_never_exceed_a_cap() {
         running.into_iter().map(|thread| thread.join().expect("no panic")).sum()
     });
     assert_eq!(total + 7, CAP, "the whole cap is spent: 10,000 requests asked for far more");
+}
+
+mod long {
+    use super::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 5_120, ..ProptestConfig::default() })]
+
+        #[test]
+        #[ignore = "long: five thousand random orders"]
+        fn five_thousand_random_orders_agree_with_the_model(
+            acts in prop::collection::vec(act(), 1..240),
+        ) {
+            run(acts);
+        }
+    }
 }

@@ -21,6 +21,8 @@
 //! of its rows; see [`CostTable::prompt_work_ns`]. `docs/metering.md` explains the rule and
 //! its reasons.
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
 use crate::{DeviceNanos, SequenceId};
@@ -289,6 +291,17 @@ impl CostTable {
                 shape.kv_bytes_per_token as f64 * seen,
                 shape.flop_per_pair as f64 * seen,
             )
+    }
+
+    /// Returns the largest number of tokens that one choice can have within `time`: a step
+    /// gives a sequence one token, and no step is shorter than one with a single sequence
+    /// and an empty context.
+    pub fn tokens_within(&self, time: Duration) -> u64 {
+        let CostTableParts { step_ns, linear, head, .. } = &self.parts;
+        let shortest = step_ns + linear.at(1) + head.at(1);
+        // `linear.at(1)` is above zero in every table. A float beyond 64 bits converts to
+        // the largest integer.
+        (time.as_nanos() as f64 / shortest).ceil() as u64
     }
 
     /// Returns the reference cost of a whole request, rounded up to ns once. Prompts are

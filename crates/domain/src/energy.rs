@@ -77,6 +77,10 @@ impl Millijoules {
 
 /// Panics on overflow: no correct sum overflows.
 impl Sum for Millijoules {
+    #[expect(
+        clippy::expect_used,
+        reason = "no correct sum overflows, and a wrapped sum would be billed"
+    )]
     fn sum<I: Iterator<Item = Self>>(parts: I) -> Self {
         let add = |sum: u64, part: Self| sum.checked_add(part.0).expect("energy overflowed");
         Self(parts.fold(0, add))

@@ -28,6 +28,10 @@ pub struct Sampling {
     /// The number of alternatives to report for each token; `None` reports no
     /// log-probabilities at all.
     pub top_logprobs: Option<u32>,
+    /// The ids of tokens that end a choice, as the model's own end tokens do.
+    pub stop_tokens: Vec<u32>,
+    /// True if the model's own end tokens do not end a choice.
+    pub ignores_end: bool,
 }
 
 /// The sampling parameters of a model for requests that name none.

@@ -134,6 +134,7 @@ impl DeviceClass {
 impl RequestId {
     /// Creates an id from 128 bits. Enough of the bits must be random for the id to be
     /// unique.
+    #[expect(clippy::expect_used, reason = "`text_of` writes ASCII letters and digits")]
     pub fn from_random(bits: u128) -> Self {
         let text = Self::text_of(bits);
         Self(std::str::from_utf8(&text).expect("letters and digits").into())

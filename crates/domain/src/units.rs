@@ -56,6 +56,10 @@ impl DeviceNanos {
 
 impl Add for DeviceNanos {
     type Output = Self;
+    #[expect(
+        clippy::expect_used,
+        reason = "no correct sum reaches 584 years, and a wrapped sum would be billed"
+    )]
     fn add(self, other: Self) -> Self {
         // Release builds would wrap silently with `+`.
         Self(self.0.checked_add(other.0).expect("device time overflowed 584 years"))
@@ -70,6 +74,10 @@ impl AddAssign for DeviceNanos {
 
 impl Sub for DeviceNanos {
     type Output = Self;
+    #[expect(
+        clippy::expect_used,
+        reason = "no correct difference is negative, and a wrapped one would be billed"
+    )]
     fn sub(self, other: Self) -> Self {
         Self(self.0.checked_sub(other.0).expect("device time below zero"))
     }

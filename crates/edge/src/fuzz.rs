@@ -8,6 +8,7 @@ use crate::listener::heads::head;
 use crate::listener::proxy::{self, ProxyHeader, SIGNATURE};
 
 /// Checks the reader of PROXY protocol headers.
+#[expect(clippy::expect_used, reason = "reading from a slice never waits")]
 pub fn proxy_header(data: &[u8]) {
     let mut stream = data;
     let named = proxy::read(&mut stream).now_or_never().expect("bytes never wait");

@@ -9,6 +9,7 @@ mod activity;
 mod bad_head;
 mod connection;
 mod connection_limits;
+mod connection_table;
 mod forward_write;
 mod frames;
 mod handshake_slots;
@@ -18,6 +19,7 @@ mod peer;
 mod pending_handshakes;
 mod plain;
 pub(crate) mod proxy;
+mod response_progress;
 mod service;
 
 use std::io;
@@ -34,6 +36,9 @@ use tokio_util::task::TaskTracker;
 pub use self::bad_head::BadHead;
 pub use self::connection_limits::ConnectionLimitOptions;
 use self::connection_limits::{ConnectionLimits, ConnectionPermit, LimitReached};
+pub use self::connection_table::{
+    BoundReached, ConnectionCounts, ConnectionOwners, OwnerBound, OwnerId,
+};
 use self::handshake_slots::HandshakeSlots;
 pub use self::peer::Peer;
 use self::pending_handshakes::PendingHandshakes;
@@ -44,6 +49,8 @@ use crate::source::Proxies;
 /// counts from the start of its own phase.
 #[derive(Clone, Debug)]
 pub struct ListenerOptions {
+    /// The listener's label in metrics.
+    pub name: &'static str,
     /// Limits on the number and the rate of connections.
     pub connection_limits: ConnectionLimitOptions,
     /// The proxies that may name a client.
@@ -64,7 +71,9 @@ pub struct ListenerOptions {
     pub connection_age: Duration,
     /// Time in which the requests of an aged connection must end.
     pub age_grace: Duration,
-    /// Time in which the peer must take at least one byte of a response.
+    /// Time in which the peer must take a ready piece of a response. Over HTTP/2
+    /// the response ends alone; a socket that takes no byte, and HTTP/1, end the
+    /// connection.
     pub write_progress: Duration,
     /// Silence after which an HTTP/2 peer is sent a PING.
     pub ping_interval: Duration,
@@ -90,12 +99,14 @@ pub struct ListenerOptions {
 /// Counters of a listener. Each `reason` is from a closed set, fit for the
 /// label of a metric.
 pub trait ListenerMetrics: Send + Sync + 'static {
-    /// Sets the number of open connections.
-    fn connections_open(&self, open: usize);
+    /// Sets the numbers of open connections of `listener`.
+    fn connections_open(&self, listener: &'static str, counts: ConnectionCounts);
     /// Counts a connection that was closed when it was accepted.
     fn connection_refused(&self, reason: &'static str);
     /// Counts a connection that ended after its handshake.
     fn connection_ended(&self, reason: &'static str);
+    /// Counts a response over HTTP/2 that ended because the peer did not read it.
+    fn response_unread(&self);
     /// Counts a connection that ended before its handshake did.
     fn handshake_failed(&self, reason: &'static str);
 }
@@ -103,6 +114,7 @@ pub trait ListenerMetrics: Send + Sync + 'static {
 impl Default for ListenerOptions {
     fn default() -> Self {
         Self {
+            name: "public",
             connection_limits: ConnectionLimitOptions::default(),
             proxies: Proxies::default(),
             handshakes: 256,
@@ -191,7 +203,8 @@ impl Listener {
                 () = draining.cancelled() => break,
                 _ = sweeps.tick() => {
                     shared.connection_limits.sweep();
-                    shared.metrics.connections_open(shared.connection_limits.open());
+                    let counts = shared.connection_limits.counts();
+                    shared.metrics.connections_open(shared.options.name, counts);
                 }
                 accepted = socket.accept() => match accepted {
                     Ok((stream, address)) => {
@@ -216,7 +229,7 @@ impl Listener {
         // Streams end with their connections; lingering sockets may end later.
         shared.streams.close();
         shared.streams.wait().await;
-        shared.metrics.connections_open(0);
+        shared.metrics.connections_open(shared.options.name, ConnectionCounts::default());
     }
 }
 
@@ -254,6 +267,8 @@ impl<S: Service> Acceptor<'_, S> {
         if !self.shared.proxies.trusts(address.ip()) {
             permit.count_source(address.ip())?;
         }
+        // Only now, so that a connection that is refused displaces none.
+        self.shared.connection_limits.make_room();
         Ok(permit)
     }
 }

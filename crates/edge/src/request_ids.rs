@@ -33,6 +33,10 @@ impl Default for RequestIds {
 impl RequestIds {
     /// Returns the bits of a new id, and the id as a header. `utc` reads the
     /// clock; it is called only when entropy is drawn.
+    #[expect(
+        clippy::expect_used,
+        reason = "an id is written in hex digits, which are visible ASCII"
+    )]
     pub fn draw(&self, utc: impl FnOnce() -> UtcTime) -> (u128, HeaderValue) {
         let bits = self.bits(utc);
         let text = RequestId::text_of(bits);
@@ -42,6 +46,10 @@ impl RequestIds {
         (bits, header)
     }
 
+    #[expect(
+        clippy::expect_used,
+        reason = "the system's generator does not fail once it is seeded, and the pool holds whole ids"
+    )]
     fn bits(&self, utc: impl FnOnce() -> UtcTime) -> u128 {
         // A panic in here leaves the pool as random as before.
         let mut pool = self.pool.lock().unwrap_or_else(PoisonError::into_inner);

@@ -21,7 +21,7 @@ use http::{HeaderMap, HeaderName};
 use tollgate_domain::Network;
 
 /// A network source, the key of limits before authentication.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Source {
     /// One IPv4 address.
     V4(Ipv4Addr),
@@ -34,6 +34,7 @@ pub enum Source {
 
 impl Source {
     /// Returns the source that an address belongs to.
+    #[expect(clippy::expect_used, reason = "an IPv6 address has 16 octets")]
     pub fn of(address: IpAddr) -> Self {
         // An IPv4 client of a dual-stack socket must not count as an IPv6 one.
         match address.to_canonical() {

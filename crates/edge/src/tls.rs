@@ -123,31 +123,44 @@ pub enum TlsError {
 /// The certificate in use. It can be replaced while connections run.
 #[derive(Clone, Debug)]
 pub struct TlsIdentity {
-    source: TlsSource,
     current: Arc<Current>,
 }
+
+/// A certificate that was read and checked, for [`TlsIdentity::renew`].
+#[derive(Debug)]
+pub struct PreparedCertificate(CertifiedKey);
 
 impl TlsIdentity {
     /// Reads the certificate, or makes a development certificate.
     ///
     /// # Errors
     /// The certificate cannot be read or used; the error names the file.
+    #[expect(clippy::disallowed_methods, reason = "the pair is checked against the present date")]
     pub fn load(source: TlsSource) -> Result<Self, TlsError> {
         // Read at the start, so that a bad file fails the start and no handshake.
         let certified = read(&source, SystemTime::now())?;
         let current = Arc::new(Current(ArcSwap::from_pointee(certified)));
-        Ok(Self { source, current })
+        Ok(Self { current })
     }
 
-    /// Reads the certificate again for new connections. On an error the old
-    /// certificate stays in use.
+    /// Reads the certificate of `source`, which may be renewed or another one. Nothing
+    /// changes before [`Self::renew`].
     ///
     /// # Errors
     /// The errors of [`Self::load`].
-    pub fn reload(&self) -> Result<(), TlsError> {
-        // Stored only after the pair was read and checked, so that a bad file replaces nothing.
-        self.current.0.store(Arc::new(read(&self.source, SystemTime::now())?));
-        Ok(())
+    #[expect(clippy::disallowed_methods, reason = "the pair is checked against the present date")]
+    pub fn prepare(source: &TlsSource) -> Result<PreparedCertificate, TlsError> {
+        read(source, SystemTime::now()).map(PreparedCertificate)
+    }
+
+    /// Returns true if clients see another chain once `prepared` is in use.
+    pub fn differs_from(&self, prepared: &PreparedCertificate) -> bool {
+        self.current.0.load().cert != prepared.0.cert
+    }
+
+    /// Uses `prepared` for new connections. Open connections go on undisturbed.
+    pub fn renew(&self, prepared: PreparedCertificate) {
+        self.current.0.store(Arc::new(prepared.0));
     }
 
     /// Builds the TLS config of a listener. ALPN offers HTTP/2 before HTTP/1.

@@ -7,6 +7,8 @@
 //! Each figure is the best of several rounds, because other processes disturb a shared
 //! machine.
 
+#![allow(clippy::disallowed_methods, reason = "a program that measures time")]
+
 use std::error::Error;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

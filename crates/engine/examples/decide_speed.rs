@@ -1,6 +1,8 @@
 //! Measures the time of a scheduling decision with ten thousand waiting tenants. Run it
 //! optimised: `cargo run --release -p tollgate-engine --example decide_speed`.
 
+#![allow(clippy::disallowed_methods, reason = "a program that measures time")]
+
 use std::error::Error;
 use std::time::{Duration, Instant};
 

@@ -4,6 +4,9 @@
 //! `cargo run -p tollgate-engine --example engine_speed -- MODEL_DIR [CLIENTS [IN
 //! [OUT]]]`
 
+#![allow(clippy::disallowed_methods, reason = "a program that measures time")]
+#![allow(clippy::expect_used, reason = "a measuring program stops at what it does not expect")]
+
 use std::error::Error;
 use std::io;
 use std::path::PathBuf;

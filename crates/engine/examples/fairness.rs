@@ -1,13 +1,21 @@
 //! Runs the fairness benchmark in virtual time and prints its table: `fairness [--json
 //! FILE] [PART...]`. The test suite runs the same benchmark.
+//!
+//! `fairness --search COUNT SEED MINUTES` runs that many random attacks, or as many as the
+//! time allows, and prints the ten that delay others most.
+
+#![allow(clippy::disallowed_methods, reason = "a program that measures time")]
+#![allow(clippy::expect_used, reason = "a measuring program stops at what it does not expect")]
 
 use std::process::ExitCode;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde_json::json;
 
 #[path = "../tests/fairness/play.rs"]
 mod play;
+#[path = "../tests/fairness/search.rs"]
+mod search;
 #[allow(dead_code, reason = "the test uses the rest")]
 #[path = "../tests/fairness/table.rs"]
 mod table;
@@ -18,6 +26,11 @@ use table::PARTS;
 
 fn main() -> ExitCode {
     let mut words: Vec<String> = std::env::args().skip(1).collect();
+    if let [flag, numbers @ ..] = words.as_slice()
+        && flag == "--search"
+    {
+        return search_worst(numbers);
+    }
     let mut output = None;
     if let Some(at) = words.iter().position(|word| word == "--json") {
         words.remove(at);
@@ -55,4 +68,19 @@ fn main() -> ExitCode {
         }
     }
     if holds { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Runs a search and prints its results. `numbers` are the count of attacks, the seed and
+/// the time limit in minutes.
+fn search_worst(numbers: &[String]) -> ExitCode {
+    let numbers: Option<Vec<u32>> = numbers.iter().map(|word| word.parse().ok()).collect();
+    let Some(&[count, seed, minutes]) = numbers.as_deref() else {
+        eprintln!("--search wants a count, a seed and a number of minutes");
+        return ExitCode::FAILURE;
+    };
+    let limit = Duration::from_secs(60 * u64::from(minutes));
+    let (found, played) = search::search(count, seed.into(), limit);
+    println!("{played} attacks, seed {seed}; victims' first token p99, the longest first");
+    found.iter().for_each(|found| println!("{found}"));
+    ExitCode::SUCCESS
 }

@@ -19,6 +19,7 @@ use std::num::NonZeroU32;
 use exponential::exponentials;
 use generator::uniform;
 use tail::Kept;
+use tollgate_domain::REPETITION_PENALTIES;
 
 pub use generator::choice_seed;
 
@@ -49,6 +50,11 @@ pub struct SamplingParams {
     /// Absent: no log-probabilities. Else how many of the likeliest tokens are
     /// reported beside the drawn one, up to 20.
     pub top_logprobs: Option<u32>,
+    /// Token ids that end a choice, as the model's own end tokens do; up to
+    /// [`MAX_STOP_TOKENS`].
+    pub stop_tokens: Vec<u32>,
+    /// True if the model's own end tokens do not end a choice.
+    pub ignores_end: bool,
 }
 
 impl SamplingParams {
@@ -64,6 +70,8 @@ impl SamplingParams {
             logit_bias: Vec::new(),
             seed,
             top_logprobs: None,
+            stop_tokens: Vec::new(),
+            ignores_end: false,
         }
     }
 }
@@ -279,6 +287,20 @@ pub enum SamplingError {
         /// Number of entries in the request.
         count: usize,
     },
+    /// Too many stop tokens.
+    #[error("stop_token_ids has {count} entries; at most {MAX_STOP_TOKENS} are allowed")]
+    StopTokens {
+        /// Number of entries in the request.
+        count: usize,
+    },
+    /// A stop token that the model does not have.
+    #[error("stop_token_ids names token {token}; the vocabulary has {vocabulary}")]
+    StopToken {
+        /// The token.
+        token: u32,
+        /// Its bound.
+        vocabulary: u32,
+    },
     /// Too many alternatives.
     #[error("top_logprobs is {count}; at most {MAX_TOP_LOGPROBS} are allowed")]
     TopLogprobs {
@@ -301,6 +323,11 @@ impl SamplingParams {
     /// Returns true if the tokens of the prompt matter, too.
     pub fn penalises_repetition(&self) -> bool {
         self.repetition_penalty != 1.0
+    }
+
+    /// Returns true if `token` ends a choice of a model with these `end_tokens`.
+    pub fn ends_with(&self, token: u32, end_tokens: &[u32]) -> bool {
+        self.stop_tokens.contains(&token) || (!self.ignores_end && end_tokens.contains(&token))
     }
 
     fn leaves_logits(&self) -> bool {
@@ -341,6 +368,12 @@ impl SamplingParams {
                 return Err(SamplingError::Range { field: "logit_bias", value, low, high });
             }
         }
+        if self.stop_tokens.len() > MAX_STOP_TOKENS {
+            return Err(SamplingError::StopTokens { count: self.stop_tokens.len() });
+        }
+        if let Some(&token) = self.stop_tokens.iter().find(|token| **token >= vocabulary) {
+            return Err(SamplingError::StopToken { token, vocabulary });
+        }
         match self.top_logprobs {
             Some(count) if count > MAX_TOP_LOGPROBS => Err(SamplingError::TopLogprobs { count }),
             _ => Ok(()),
@@ -349,11 +382,13 @@ impl SamplingParams {
 }
 
 /// The largest repetition penalty.
-pub const MAX_REPETITION_PENALTY: f32 = 10.0;
+pub const MAX_REPETITION_PENALTY: f32 = *REPETITION_PENALTIES.end() as f32;
 /// The smallest repetition penalty: a logit is divided by it.
-pub const MIN_REPETITION_PENALTY: f32 = 0.01;
+pub const MIN_REPETITION_PENALTY: f32 = *REPETITION_PENALTIES.start() as f32;
 /// Entries of `logit_bias` at most.
 pub const MAX_LOGIT_BIAS: usize = 1_024;
+/// Entries of `stop_token_ids` at most.
+pub const MAX_STOP_TOKENS: usize = 64;
 /// Alternatives reported at most.
 pub const MAX_TOP_LOGPROBS: u32 = 20;
 /// A bias at most, either way.

@@ -7,7 +7,7 @@
 //!
 //! The order follows the virtual times of [`Shares`]. The queue head with the smallest
 //! virtual time is admitted next. A smaller request of another tenant never overtakes a
-//! head that does not fit. If a head does not fit, the scheduler may preempt a request of a
+//! head that does not fit, unless the head needs a large part of the KV cache. If a head does not fit, the scheduler may preempt a request of a
 //! tenant that is ahead by more than a guard. A preempted request is computed again later.
 //! `docs/scheduling.md` explains the rules for admins.
 
@@ -81,8 +81,23 @@ impl Bounds {
     pub fn headroom(&self) -> u32 {
         self.total_blocks / HEADROOM_PARTS
     }
+
+    /// Returns the largest credit of a share owner against those that used the device while
+    /// nothing waited. The credit is above the guard, so that the owner can still preempt,
+    /// by one step: a sequence may be charged for its last step after the request came.
+    pub fn most_credit(&self) -> DeviceNanos {
+        let step = self.step_time_budget.as_nanos().min(u128::from(u32::MAX)) as u64;
+        DeviceNanos(self.guard.nanos().saturating_add(step))
+    }
 }
 
+/// Returns true if `blocks` are a large part of a pool of `total` blocks.
+pub(crate) fn is_large(blocks: u32, total: u32) -> bool {
+    blocks > total / LARGE_PARTS
+}
+
+/// Divisor of the pool: a sequence with at most one part in this many is not large.
+const LARGE_PARTS: u32 = 4;
 /// Divisor of the pool: one part in this many is headroom for tenants near the smallest
 /// virtual time.
 const HEADROOM_PARTS: u32 = 10;
@@ -156,6 +171,9 @@ pub struct Decisions {
     pub refuse: Vec<SequenceId>,
     /// Sequences that lose their KV blocks.
     pub preempt: Vec<SequenceId>,
+    /// Share owners whose large request waits for room while others pass it. Waiting for
+    /// room earns no credit, so they are lifted to the smallest virtual time of the others.
+    pub passed: Vec<NodeId>,
     /// Entries that leave their queue for the batch, as key and rank: prompts that start
     /// and preempted sequences that resume.
     pub admit: Vec<(NodeId, Rank)>,

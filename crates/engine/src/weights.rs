@@ -128,6 +128,7 @@ impl Weights {
         Ok(Self { folder: folder.to_owned(), shards: vec![shard], places })
     }
 
+    #[expect(clippy::expect_used, reason = "`names` holds every value of the map")]
     fn open_sharded(folder: &Path, index: &Path) -> Result<Self, WeightsError> {
         let map = read_index(index)?;
         let mut names: Vec<&String> = map.values().collect();

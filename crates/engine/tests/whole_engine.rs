@@ -2,6 +2,8 @@
 //! not depend on other requests, and every nanosecond of the device belongs to an
 //! account.
 
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
+
 use std::io;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};

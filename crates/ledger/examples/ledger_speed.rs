@@ -4,6 +4,8 @@
 //! `ledger_speed FOLDER BLOCKS GROUP…` makes a new ledger in FOLDER for each size of
 //! a group, posts to it, and prints a line of JSON.
 
+#![allow(clippy::disallowed_methods, reason = "a program that measures time")]
+
 use std::collections::VecDeque;
 use std::error::Error;
 use std::path::Path;

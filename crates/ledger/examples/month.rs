@@ -5,6 +5,7 @@
 //!
 //! One tenant with four keys has nine tenths of the entries, another tenant the rest. A
 //! block has a hundred entries, a request ten.
+#![allow(clippy::disallowed_methods, reason = "a program that measures time")]
 #![allow(clippy::print_stdout, reason = "a program that prints its figures")]
 
 use futures_executor::block_on;

@@ -5,6 +5,8 @@
 //! `watch LEDGER check` checks every invariant of the ledger once, and each worker's
 //! balance to the nanosecond. It fails if one is broken.
 
+#![allow(clippy::disallowed_methods, reason = "a program that measures time")]
+
 use std::error::Error;
 use std::io::Read;
 use std::path::Path;

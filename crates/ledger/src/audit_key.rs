@@ -84,6 +84,7 @@ impl AuditKey {
     ///
     /// # Errors
     /// A key exists already, or a file cannot be made.
+    #[expect(clippy::expect_used, reason = "40 bytes less 8 are 32")]
     pub fn make(folder: &Path) -> Result<Self, AuditKeyError> {
         let path = folder.join(SECRET);
         let failed = |source| AuditKeyError::File { path: path.clone(), source };

@@ -13,6 +13,8 @@
 //! Layers, from the bottom: `rows` (SQL, one file a table), `rules` (pure
 //! decisions), `operations` (both together), and the façade: [`Ledger`],
 //! [`LedgerHandle`], [`LedgerReader`] and the writer. A layer uses only those below.
+//! Two databases beside the ledger have a façade each over the same `rows`:
+//! [`idempotency`] and [`keys`].
 
 mod error;
 
@@ -26,7 +28,9 @@ mod operations;
 
 mod handle;
 pub mod idempotency;
+pub mod keys;
 mod ledger;
+mod manifest;
 #[cfg(feature = "test-support")]
 mod null;
 mod options;
@@ -41,6 +45,7 @@ pub use audit_key::{AuditKey, AuditKeyError};
 pub use error::{BlockRefusal, LedgerError, StorageError};
 pub use handle::{Health, LedgerHandle};
 pub use ledger::Ledger;
+pub use manifest::{Loss, Manifest, ManifestError};
 pub use operations::archive::{Archivable, ArchiveError};
 pub use operations::backup::BackupError;
 pub use operations::check::{Checked, Finding};

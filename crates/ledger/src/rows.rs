@@ -1,6 +1,7 @@
-//! The ledger's tables: every SQL statement of the ledger, one file a table.
-//! A function here takes and returns plain rows; it decides nothing. The layers
-//! above know no SQL, so another database can stand behind these functions.
+//! The tables of the ledger, of the idempotency records and of the API keys: every SQL
+//! statement of the product, one file a table. A function here takes and returns plain
+//! rows; it decides nothing. The layers above know no SQL, so another database can
+//! stand behind these functions.
 
 pub(crate) mod actions;
 pub(crate) mod archive_moves;
@@ -17,6 +18,10 @@ pub(crate) mod entries;
 pub(crate) mod epochs;
 pub(crate) mod fault_caps;
 pub(crate) mod idempotency;
+pub(crate) mod identity;
+pub(crate) mod key_actions;
+pub(crate) mod key_database;
+pub(crate) mod keys;
 pub(crate) mod meta;
 pub(crate) mod partly_rejected_blocks;
 pub(crate) mod plans;

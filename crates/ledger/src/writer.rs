@@ -40,6 +40,10 @@ pub(crate) struct Writer {
 
 impl Writer {
     /// Opens the ledger and returns the handle and the writer.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the thread keeps the time of its next checkpoint"
+    )]
     pub(crate) fn open(options: LedgerOptions) -> Result<(LedgerHandle, Self), LedgerError> {
         // The writer opens first: it makes or migrates the file that the reader needs.
         let store = Store::open(&options.path, options.max_pages, &options.log)?;
@@ -82,6 +86,10 @@ impl Writer {
     }
 
     /// Returns the next command, or a timeout when a checkpoint or a retry is due.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the thread keeps the time of its next checkpoint"
+    )]
     fn next(&self) -> Result<Command, RecvTimeoutError> {
         let timeout = if self.is_healthy() {
             self.due.map(|due| due.saturating_duration_since(Instant::now()))
@@ -147,6 +155,10 @@ impl Writer {
     }
 
     /// Runs each command in one transaction, and signs if a checkpoint is due.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the thread keeps the time of its next checkpoint"
+    )]
     fn commit_by(
         &mut self,
         group: &[Command],
@@ -186,6 +198,10 @@ impl Writer {
 
     /// Marks the ledger healthy after a commit, and sets the next checkpoint if there
     /// are records to sign.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the thread keeps the time of its next checkpoint"
+    )]
     fn mark_written(&mut self) {
         self.set_health(Health::Healthy);
         let unsigned = self.store.as_ref().is_some_and(|store| store.unsigned() > 0);
@@ -275,6 +291,10 @@ impl ManualLedger {
 
     /// Does what the thread does when it wakes: commits the waiting acts as one group,
     /// tries a degraded disk again, or signs if a checkpoint is due.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the thread keeps the time of its next checkpoint"
+    )]
     pub fn tick(&mut self) {
         match self.writer.inbox.try_recv() {
             Ok(first) => self.writer.serve_group(first),

@@ -1,5 +1,6 @@
 //! Archives: usage, caps and balances stay as they were, archive and remaining
 //! records form one log, and archived blocks are never posted again.
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(missing_docs)]
 
 mod common;
@@ -190,7 +191,7 @@ fn archived() -> (tempfile::TempDir, Export, u64) {
     let found = ledger.reader().archivable(november(), NOON).expect("there is something");
     let range = Range { from: found.from, to: Some(found.to - 1) };
     let archive = export(ledger.reader(), range).expect("exports");
-    drop(ledger);
+    close(ledger, &path);
     Ledger::backup(&path, &folder.path().join("archive.db")).expect("copies");
     Ledger::compact(&path, found.to, action()).expect("archives");
     (folder, archive, found.to)
@@ -301,7 +302,7 @@ fn plans_of_thousands_are_recorded_and_archived() {
     end(ledger.clone());
     assert_eq!(ledger.reader().check(), vec![]);
     let found = ledger.reader().archivable(november(), NOON).expect("there is something");
-    drop(ledger);
+    close(ledger, &path);
     Ledger::compact(&path, found.to, action()).expect("archives");
 
     let ledger = open(&path);
@@ -384,7 +385,7 @@ fn archives_follow_one_another_and_are_guarded() {
     let range = Range { from: found.from, to: Some(found.to - 1) };
     let second = export(ledger.reader(), range).expect("exports");
     let usage = usage_of(ledger.reader());
-    drop(ledger);
+    close(ledger, &path);
     let again = AdminAction { id: "archive-2".to_owned(), ..action() };
     Ledger::compact(&path, found.to, again).expect("archives");
     let ledger = open(&path);

@@ -95,7 +95,7 @@ fn restored_ledger_continues() {
     for number in 4..=9 {
         post(&ledger, numbered(number)).expect("posts");
     }
-    drop(ledger);
+    close(ledger, &path);
 
     // A damaged backup is not restored.
     let torn = folder.path().join("torn.db");

@@ -2,6 +2,7 @@
 //! or the damage is in bytes without meaning: in a free page, in the slack of a page,
 //! in a counter of the file's head, behind the end of the write-ahead log. Comparing
 //! every row of every table shows that no content changed.
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(missing_docs)]
 
 mod common;
@@ -63,15 +64,6 @@ fn filled(folder: &Path, first: u64, last: u64) -> LedgerHandle {
     }
     skip(&ledger, last + 1).expect("passes");
     ledger
-}
-
-/// Waits until no thread of the test has the file open.
-fn end(ledger: LedgerHandle, path: &Path) {
-    drop(ledger);
-    // The last connection copies the log into the file when it closes.
-    while wal(path).exists() {
-        std::thread::sleep(Duration::from_millis(1));
-    }
 }
 
 fn wal(path: &Path) -> PathBuf {
@@ -140,7 +132,7 @@ fn put(folder: &Path, database: &[u8], log: Option<&[u8]>) -> PathBuf {
 fn damage_the_database(times: u32) {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
-    end(filled(folder.path(), 1, 60), &path);
+    close(filled(folder.path(), 1, 60), &path);
     let whole = fs::read(&path).expect("reads");
     assert_eq!(damage(&put(folder.path(), &whole, None)), vec![]);
     let expected = content(&path).expect("reads");
@@ -183,7 +175,7 @@ fn damage_the_database(times: u32) {
 fn damage_the_log(times: u32) {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
-    end(filled(folder.path(), 1, 30), &path);
+    close(filled(folder.path(), 1, 30), &path);
     // Acknowledged, but only in the log while the ledger is open.
     let ledger = filled(folder.path(), 32, 40);
     let (database, log) = (fs::read(&path).expect("reads"), fs::read(wal(&path)).expect("reads"));
@@ -224,7 +216,7 @@ fn check_finds_flipped_and_torn_bytes() {
 fn check_tells_power_cut_from_damage() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("ledger.db");
-    end(filled(folder.path(), 1, 10), &path);
+    close(filled(folder.path(), 1, 10), &path);
     let ledger = filled(folder.path(), 12, 16);
     let (database, log) = (fs::read(&path).expect("reads"), fs::read(wal(&path)).expect("reads"));
     drop(ledger);

@@ -1,6 +1,7 @@
 //! T27: tenants ask for their own requests and for those of others, by every id. A
 //! tenant sees its own requests only. A request of another tenant looks like one that
 //! does not exist.
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(missing_docs)]
 
 mod common;

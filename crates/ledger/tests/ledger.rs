@@ -1,4 +1,5 @@
 //! The embedded ledger as a file: restarts, full disks, other processes, tampering.
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(missing_docs)]
 
 mod common;

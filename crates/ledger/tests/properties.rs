@@ -1,5 +1,6 @@
 //! For any sequence of acts, in any order and with any repetition, the ledger conserves
 //! device time and energy and agrees with a model (C10).
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(missing_docs)]
 
 mod common;

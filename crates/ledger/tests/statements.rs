@@ -1,5 +1,6 @@
 //! A statement equals a naive recount of the posted blocks, in any order of blocks,
 //! and its lines sum to its total.
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(missing_docs)]
 
 mod common;

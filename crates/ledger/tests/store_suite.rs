@@ -1,6 +1,7 @@
 //! The suite that every store of the ledger must pass. It posts, corrects and asks
 //! through the façade only. `Place` is the one thing here that names a store; today
 //! it is the embedded file.
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(missing_docs)]
 
 mod common;
@@ -186,7 +187,10 @@ fn rejected_part_is_loss_and_posted_once() {
         assert_eq!(post(ledger, said.clone()).expect("posts"), Posted::Already);
         assert_eq!(refusal(post(ledger, believed.clone())), Some(BlockRefusal::Conflict));
         assert_eq!(ledger.reader().balance(EPOCH).expect("reads"), expected);
-        assert_eq!(ledger.reader().check(), vec![]);
+        let remarks = ledger.reader().check();
+        let found = remarks.iter().map(|it| (it.is_remark(), it.message.clone()));
+        let remark = format!("block 1 of {EPOCH} was posted in part: a lie");
+        assert_eq!(found.collect::<Vec<_>>(), [(true, remark)]);
     }
     let beta = TenantId::new("beta").expect("a name");
     let id = RequestId::from_random(2);

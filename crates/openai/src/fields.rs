@@ -148,8 +148,24 @@ impl<'a> Field<'a> {
         Err(Violation {
             param: Some(self.name.into()),
             code: Some("unsupported_parameter"),
-            message: format!("'{}' is not supported with this value.", self.name),
+            message: self.unserved(neutral),
         })
+    }
+
+    /// Returns the sentence for a value that is not served.
+    fn unserved(&self, neutral: &[Neutral]) -> String {
+        let own_name = self.name.rsplit('.').next().unwrap_or_default();
+        let purpose = PURPOSES.iter().find(|(name, _)| *name == own_name);
+        let purpose = purpose.map(|(_, purpose)| format!(" ({purpose})")).unwrap_or_default();
+        let served: Vec<String> = neutral.iter().filter_map(|value| value.described()).collect();
+        match served.is_empty() {
+            true => format!("This gateway does not serve '{}'{purpose}. Leave it out.", self.name),
+            false => format!(
+                "This gateway serves '{}'{purpose} only as {}.",
+                self.name,
+                served.join(" or ")
+            ),
+        }
     }
 
     /// Returns the violation that the field is absent.
@@ -192,7 +208,38 @@ pub(crate) enum Neutral {
     Only(&'static str),
 }
 
+/// The purposes of fields whose names alone do not tell a client what is missing.
+const PURPOSES: &[(&str, &str)] = &[
+    ("tools", "function calling"),
+    ("tool_choice", "function calling"),
+    ("tool_calls", "function calling"),
+    ("tool_call_id", "function calling"),
+    ("functions", "function calling"),
+    ("function_call", "function calling"),
+    ("response_format", "structured output"),
+    ("structured_outputs", "structured output"),
+    ("guided_json", "structured output"),
+    ("guided_regex", "structured output"),
+    ("guided_choice", "structured output"),
+    ("guided_grammar", "structured output"),
+    ("suffix", "text after the completion"),
+    ("best_of", "choices that are not returned"),
+];
+
 impl Neutral {
+    /// Returns the value for a message; `None` for an empty one, which says the same
+    /// as no value.
+    fn described(self) -> Option<String> {
+        match self {
+            Self::Empty | Self::Word("") => None,
+            Self::Word(word) => Some(format!("\"{word}\"")),
+            Self::Flag(flag) => Some(flag.to_string()),
+            Self::Number(number) => Some(number.to_string()),
+            Self::Type(word) => Some(format!("{{\"type\": \"{word}\"}}")),
+            Self::Only(word) => Some(format!("[\"{word}\"]")),
+        }
+    }
+
     fn matches(self, raw: &str) -> bool {
         #[derive(Deserialize)]
         struct Typed {

@@ -15,6 +15,8 @@ use crate::fields::{Field, Neutral, known_fields, object};
 const MAX_TOKENS: u32 = i32::MAX as u32;
 /// Bytes of a model's name.
 const MAX_MODEL_BYTES: usize = 128;
+/// Entries of `stop_token_ids`; a worker accepts no more.
+const MAX_STOP_TOKENS: u32 = 64;
 /// Bytes of `user`, `safety_identifier` and `prompt_cache_key`.
 pub(crate) const MAX_IDENTIFIER_BYTES: usize = 512;
 
@@ -93,6 +95,10 @@ pub struct SamplingFields {
     /// The number of alternatives to report for each token; `None` reports no
     /// log-probabilities.
     pub top_logprobs: Option<u32>,
+    /// The ids of tokens that end a choice, as the model's own end tokens do.
+    pub stop_tokens: Vec<u32>,
+    /// True if the model's own end tokens do not end a choice.
+    pub ignores_end: bool,
 }
 
 impl SamplingFields {
@@ -109,6 +115,8 @@ impl SamplingFields {
             logit_bias: self.logit_bias,
             seed: self.seed,
             top_logprobs: self.top_logprobs,
+            stop_tokens: self.stop_tokens,
+            ignores_end: self.ignores_end,
         }
     }
 }
@@ -120,21 +128,35 @@ pub struct StreamOptions {
     pub include_usage: bool,
 }
 
+/// Passes the names of the fields that every dialect shares, and the tokens after
+/// `=>`, to the macro `$then`.
+macro_rules! with_shared_fields {
+    ($then:ident => $($rest:tt)*) => {
+        $then! {
+            [
+                model, n, temperature, top_k, top_p, repetition_penalty, presence_penalty,
+                frequency_penalty, logit_bias, seed, stop, stop_token_ids, ignore_eos, stream,
+                stream_options, user, metadata, service_tier, min_p, min_tokens, length_penalty,
+                use_beam_search, allowed_token_ids, bad_words, logits_processors, prompt_logprobs,
+                truncate_prompt_tokens, skip_special_tokens, include_stop_str_in_output,
+                structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar,
+            ]
+            $($rest)*
+        }
+    };
+}
+pub(crate) use with_shared_fields;
+
 /// Declares the known fields of a dialect's request: those that every dialect
 /// shares, and the dialect's own.
 macro_rules! request_fields {
     ($(#[$doc:meta])* $name:ident { $($field:ident),* $(,)? }) => {
-        request_fields! {
-            @define $(#[$doc])* $name { $($field),* }
-            shared {
-                model, n, temperature, top_k, top_p, repetition_penalty, presence_penalty, frequency_penalty,
-                logit_bias, seed, stop, stream, stream_options, user, metadata, service_tier
-            }
+        $crate::request::with_shared_fields! {
+            request_fields => $(#[$doc])* $name { $($field),* }
         }
     };
     (
-        @define $(#[$doc:meta])* $name:ident { $($field:ident),* }
-        shared { $($shared:ident),* }
+        [$($shared:ident),* $(,)?] $(#[$doc:meta])* $name:ident { $($field:ident),* }
     ) => {
         $crate::fields::known_fields! { $(#[$doc])* $name { $($shared,)* $($field),* } }
 
@@ -148,13 +170,15 @@ macro_rules! request_fields {
 }
 pub(crate) use request_fields;
 
-known_fields! {
-    /// The fields that every dialect shares, as raw JSON.
-    SharedFields {
-        model, n, temperature, top_k, top_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, seed,
-        stop, stream, stream_options, user, metadata, service_tier,
-    }
+macro_rules! shared_fields {
+    ([$($shared:ident),* $(,)?]) => {
+        known_fields! {
+            /// The fields that every dialect shares, as raw JSON.
+            SharedFields { $($shared),* }
+        }
+    };
 }
+with_shared_fields! { shared_fields => }
 
 impl SharedFields<'_> {
     /// Checks the shared fields and makes a request of them. The dialect reads
@@ -195,8 +219,36 @@ impl SharedFields<'_> {
     /// Checks the fields of every dialect that change nothing at their neutral
     /// values and are refused at other values.
     pub(crate) fn check_neutral(&self) -> Result<(), Violation> {
-        Field::new("service_tier", self.service_tier)
-            .only_neutral(&[Neutral::Word("auto"), Neutral::Word("default")])?;
+        for (name, raw, neutral) in [
+            (
+                "service_tier",
+                self.service_tier,
+                &[Neutral::Word("auto"), Neutral::Word("default")][..],
+            ),
+            // From here on vLLM's fields: each would change the answer there.
+            ("min_p", self.min_p, &[Neutral::Number(0.0)]),
+            ("min_tokens", self.min_tokens, &[Neutral::Number(0.0)]),
+            ("length_penalty", self.length_penalty, &[Neutral::Number(1.0)]),
+            ("use_beam_search", self.use_beam_search, &[Neutral::Flag(false)]),
+            ("allowed_token_ids", self.allowed_token_ids, &[]),
+            ("bad_words", self.bad_words, &[Neutral::Empty]),
+            ("logits_processors", self.logits_processors, &[Neutral::Empty]),
+            ("prompt_logprobs", self.prompt_logprobs, &[]),
+            ("truncate_prompt_tokens", self.truncate_prompt_tokens, &[]),
+            ("skip_special_tokens", self.skip_special_tokens, &[Neutral::Flag(true)]),
+            (
+                "include_stop_str_in_output",
+                self.include_stop_str_in_output,
+                &[Neutral::Flag(false)],
+            ),
+            ("structured_outputs", self.structured_outputs, &[]),
+            ("guided_json", self.guided_json, &[]),
+            ("guided_regex", self.guided_regex, &[]),
+            ("guided_choice", self.guided_choice, &[]),
+            ("guided_grammar", self.guided_grammar, &[]),
+        ] {
+            Field::new(name, raw).only_neutral(neutral)?;
+        }
         check_metadata(&Field::new("metadata", self.metadata))
     }
 
@@ -220,8 +272,16 @@ impl SharedFields<'_> {
                 .read::<i64>("a whole number of 64 bits")?
                 .map(|seed| seed as u64),
             top_logprobs,
+            stop_tokens: Field::new("stop_token_ids", self.stop_token_ids)
+                .list(MAX_STOP_TOKENS, &expected_stop_tokens())?
+                .unwrap_or_default(),
+            ignores_end: Field::new("ignore_eos", self.ignore_eos).flag()?.unwrap_or(false),
         })
     }
+}
+
+fn expected_stop_tokens() -> String {
+    format!("an array of at most {MAX_STOP_TOKENS} token ids")
 }
 
 /// Reads field `param` as a limit on generated tokens, at least `min`.

@@ -179,6 +179,10 @@ impl<'a> WholeResponse<'a> {
 }
 
 /// Renders `response` with `choices` in the shape of a dialect.
+#[expect(
+    clippy::expect_used,
+    reason = "strings and finite numbers serialise, and writing to a vector does not fail"
+)]
 pub(crate) fn render<C: Serialize>(
     response: &WholeResponse<'_>,
     object: &'static str,

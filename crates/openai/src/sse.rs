@@ -17,6 +17,10 @@ pub(crate) fn write_json(json: &[u8], out: &mut Vec<u8>) {
 }
 
 /// Appends an event with `value` as JSON.
+#[expect(
+    clippy::expect_used,
+    reason = "strings and finite numbers serialise, and writing to a vector does not fail"
+)]
 pub(crate) fn write_event(value: &impl Serialize, out: &mut Vec<u8>) {
     out.extend_from_slice(b"data: ");
     // The values are structs of strings and finite numbers, and writing to a

@@ -11,7 +11,7 @@ const LIMITS: RequestLimits = RequestLimits {
     best_of: 2,
     prompts: 16,
     messages: 2_048,
-    stop: 4,
+    stop: 16,
     stop_bytes: 256,
     logit_bias: 300,
     top_logprobs: 20,
@@ -58,7 +58,13 @@ fn chat_fields_keep_their_bounds() {
         let entries: Vec<String> = (0..count).map(|key| format!(r#""{key}":"v""#)).collect();
         format!(r#""metadata":{{{}}}"#, entries.join(","))
     };
+    let stops = |count: usize| format!(r#""stop":{:?}"#, vec!["s"; count]);
+    let tokens = |count: usize| format!(r#""stop_token_ids":{:?}"#, vec![7; count]);
     let owned = [
+        (stops(16), None),
+        (stops(17), Some("stop")),
+        (tokens(64), None),
+        (tokens(65), Some("stop_token_ids")),
         (stop_of(256), None),
         (stop_of(257), Some("stop")),
         (biases(300), None),
@@ -115,8 +121,9 @@ fn chat_fields_keep_their_bounds() {
         (r#""frequency_penalty":2.1"#, Some("frequency_penalty")),
         (r#""stop":"x""#, None),
         (r#""stop":["a","b","c","d"]"#, None),
-        (r#""stop":["a","b","c","d","e"]"#, Some("stop")),
         (r#""stop":["a",""]"#, Some("stop[1]")),
+        (r#""stop":[""]"#, Some("stop")),
+        (r#""stop":"""#, None),
         (r#""stop":[1]"#, Some("stop")),
         (r#""stop":7"#, Some("stop")),
         (r#""stop":null"#, None),
@@ -159,6 +166,12 @@ fn chat_fields_keep_their_bounds() {
         (r#""chat_template_kwargs":{"a":1}"#, Some("chat_template_kwargs")),
         (r#""documents":[{"url":"http://internal/"}]"#, Some("documents")),
         (r#""metadata":{"a":1}"#, Some("metadata")),
+        (r#""stop_token_ids":[0,4294967295]"#, None),
+        (r#""stop_token_ids":[]"#, None),
+        (r#""stop_token_ids":[-1]"#, Some("stop_token_ids")),
+        (r#""stop_token_ids":7"#, Some("stop_token_ids")),
+        (r#""ignore_eos":true"#, None),
+        (r#""ignore_eos":1"#, Some("ignore_eos")),
         (r#""an_unknown_field":{"deep":[1,2]},"top_a":5"#, None),
         (r#""n":1,"n":2"#, Some("n")),
     ] {
@@ -253,6 +266,65 @@ fn completion_fields_keep_their_bounds() {
     ] {
         check(&completion_with(fields), expected, fields);
     }
+}
+
+/// vLLM's fields change the answer there, so an answer without them is not what the
+/// client asked for.
+#[test]
+fn unserved_fields_of_vllm_are_refused() {
+    for (field, neutral, other) in [
+        ("min_p", "0", "0.05"),
+        ("min_tokens", "0", "5"),
+        ("length_penalty", "1.0", "0.5"),
+        ("use_beam_search", "false", "true"),
+        ("allowed_token_ids", "null", "[1]"),
+        ("bad_words", "[]", r#"["x"]"#),
+        ("logits_processors", "[]", r#"["x"]"#),
+        ("prompt_logprobs", "null", "1"),
+        ("truncate_prompt_tokens", "null", "8"),
+        ("skip_special_tokens", "true", "false"),
+        ("include_stop_str_in_output", "false", "true"),
+        ("structured_outputs", "null", r#"{"json":{}}"#),
+        ("guided_json", "null", r#"{"type":"object"}"#),
+        ("guided_regex", "null", r#""a+""#),
+        ("guided_choice", "null", r#"["a"]"#),
+        ("guided_grammar", "null", r#""root ::= x""#),
+    ] {
+        for (value, expected) in [(neutral, None), (other, Some(field))] {
+            let fields = format!(r#""{field}":{value}"#);
+            check(&chat_with(&fields), expected, &fields);
+            let fields = format!(r#""prompt":"hi",{fields}"#);
+            check(&completion_with(&fields), expected, &fields);
+        }
+    }
+}
+
+#[test]
+fn refusal_of_unserved_field_names_served_values() {
+    for (fields, expected) in [
+        (
+            r#""tools":[{"type":"function"}]"#,
+            "This gateway does not serve 'tools' (function calling). Leave it out.",
+        ),
+        (
+            r#""tool_choice":"required""#,
+            r#"This gateway serves 'tool_choice' (function calling) only as "none" or "auto"."#,
+        ),
+        (
+            r#""response_format":{"type":"json_object"}"#,
+            r#"This gateway serves 'response_format' (structured output) only as {"type": "text"}."#,
+        ),
+        (r#""store":true"#, "This gateway serves 'store' only as false."),
+        (r#""min_p":0.1"#, "This gateway serves 'min_p' only as 0."),
+        (r#""audio":{}"#, "This gateway does not serve 'audio'. Leave it out."),
+    ] {
+        assert_eq!(chat_with(fields).expect_err(fields).message, expected);
+    }
+    let body = r#"{"model":"m","messages":[{"role":"assistant","tool_calls":[1]}]}"#;
+    assert_eq!(
+        CHAT.parse(body, &LIMITS).expect_err("tool calls").message,
+        "This gateway does not serve 'messages[0].tool_calls' (function calling). Leave it out."
+    );
 }
 
 #[test]

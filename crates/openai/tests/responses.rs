@@ -1,4 +1,5 @@
 //! Responses as clients read them: streams and bodies, byte for byte.
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(missing_docs)]
 
 use std::time::Duration;

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tollgate_admission::{Estimate, ExpectedOutput, Figures, Hold, Reserve, ReserveError};
+use tollgate_admission::{Arrival, Estimate, ExpectedOutput, Figures, Hold, Reserve, ReserveError};
 use tollgate_config::Deadlines;
 use tollgate_domain::{Caller, DeviceNanos, PoolName};
 use tollgate_wire::v1;
@@ -27,6 +27,8 @@ pub struct Admitted {
     pool: Option<PoolName>,
     /// The weight of that share.
     weight: f64,
+    /// The deadlines of the config that the request keeps.
+    pub(crate) deadlines: Deadlines,
     /// The seed for sampling, drawn once, so that a second placement gives the
     /// same answer.
     seed: u64,
@@ -37,26 +39,37 @@ pub(crate) struct Admitter {
     pub(crate) limits: Limits,
     pub(crate) expected: Arc<ExpectedOutput>,
     pub(crate) clock: Clock,
-    pub(crate) deadlines: Deadlines,
 }
 
 impl Admitter {
-    /// Takes every limit that binds `job` of the caller in `context`.
+    /// Takes every limit that binds `job` of the caller in `context`. The job runs or
+    /// waits in the place of `arrival`.
     ///
     /// # Errors
     /// The limit that refused the job. Nothing is held then.
     pub(crate) fn admit(
         &self,
         context: &CallerContext,
+        arrival: Arrival,
         job: Job,
     ) -> Result<Admitted, RequestError> {
         let caller = context.caller().clone();
-        let BindingLimits { scopes, pool, weight } = self.limits.bind(context, &job.model.name);
-        let expected_tokens = self.expected.expect(&caller.tenant, &job.model.name, job.max_tokens);
+        let BindingLimits { scopes, counted, pool, weight } =
+            self.limits.bind(context, &job.model.name);
+        // Without end tokens an answer has all the tokens that it may have.
+        let expected_tokens = match job.sampling.ignores_end {
+            true => job.max_tokens,
+            false => self.expected.expect(&caller.tenant, &job.model.name, job.max_tokens),
+        };
         let expected = job.cost(expected_tokens);
+        // At least as expected: a device may be faster than its calibration.
+        let most_tokens = job.tokens_within(RATE_WINDOW).max(expected_tokens);
+        let tokens = |each| job.prompt_tokens() + u64::from(each) * job.all_choices();
         let estimate = Estimate {
-            tokens: job.prompt_tokens() + u64::from(expected_tokens) * job.all_choices(),
+            tokens: tokens(expected_tokens),
+            most_tokens: tokens(most_tokens),
             expected,
+            most: job.cost(most_tokens),
             worst: with_margin(job.cost(job.max_tokens)),
             least: with_margin(job.cost(job.max_tokens.min(1))),
         };
@@ -67,16 +80,20 @@ impl Admitter {
         };
         // The worst case bounds the budget; the least decides if a cap has room at all.
         let now = self.clock.now();
+        let deadlines = context.config().gateway().deadlines.clone();
         let reserve = Reserve {
             id: job.id.clone(),
+            requester: context.requester(),
             scopes,
+            counted,
             class: job.model.class.clone(),
             estimate,
-            queue_deadline: now.after(self.deadlines.queue),
+            queue_deadline: now.after(deadlines.queue),
             // The hold outlives the deadline, so that a late figure still settles it.
-            expires: now.after(self.deadlines.request + self.deadlines.hold_grace),
+            expires: now.after(deadlines.request + deadlines.hold_grace),
         };
-        let hold = self.limits.admission().reserve(now, self.clock.utc(), reserve);
+        let admission = self.limits.admission();
+        let hold = admission.reserve_arrived(now, self.clock.utc(), reserve, arrival);
         let hold = hold.map_err(|error| match error {
             ReserveError::Refused(refusal) => RequestError::from(Refusal::Limit(refusal)),
             ReserveError::AlreadyHeld => {
@@ -84,7 +101,7 @@ impl Admitter {
                 Fault::Internal.into()
             }
         })?;
-        Ok(Admitted { job, caller, hold, expected, pool, weight, seed })
+        Ok(Admitted { job, caller, hold, expected, pool, weight, deadlines, seed })
     }
 
     /// Gives every limit of `admitted` back, because the job does not run after
@@ -146,6 +163,8 @@ impl Admitted {
                     .collect(),
                 seed: self.seed,
                 top_logprobs: sampling.top_logprobs,
+                stop_tokens: sampling.stop_tokens.clone(),
+                ignores_end: sampling.ignores_end,
             }),
             stop: job.stop.clone(),
             budget_ns: self.hold.budget().map(DeviceNanos::nanos),
@@ -169,6 +188,9 @@ impl Admitted {
 fn with_margin(cost: DeviceNanos) -> DeviceNanos {
     DeviceNanos(cost.nanos().saturating_add(cost.nanos() >> 20).saturating_add(1))
 }
+
+/// The window of rates, whose use a request's largest use is compared with.
+const RATE_WINDOW: Duration = Duration::from_secs(60);
 
 fn random_seed() -> Result<u64, Fault> {
     let mut bytes = [0; 8];

@@ -29,6 +29,7 @@ enum ClockSource {
 
 impl Clock {
     /// Makes a clock with monotonic time that starts now.
+    #[expect(clippy::disallowed_methods, reason = "this is the gateway's clock")]
     pub fn system() -> Self {
         Self::of(ClockSource::Host(Instant::now()))
     }
@@ -95,6 +96,7 @@ impl Calendar {
 
 impl ClockSource {
     /// Returns the time of the wall clock.
+    #[expect(clippy::disallowed_methods, reason = "this is the gateway's clock")]
     fn wall(self) -> UtcTime {
         match self {
             Self::Host(_) => {

@@ -47,7 +47,7 @@ pub enum Refusal {
         field: &'static str,
         /// Tokens that the model takes, prompt and answer together.
         limit: u64,
-        /// Tokens of the longest prompt.
+        /// Tokens of the longest prompt, or those counted before counting stopped.
         prompt: u64,
         /// Tokens of answer that were asked for, if they are what does not fit.
         completion: Option<u64>,

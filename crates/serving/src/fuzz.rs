@@ -1,8 +1,12 @@
 //! Hostile messages of a worker, as functions for fuzz targets. Whatever a worker
 //! reports, the gateway accepts no more than it ordered.
 
-use std::sync::{Arc, OnceLock};
+#![expect(clippy::expect_used, reason = "the fixtures of a fuzz target are constants")]
 
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use tokio::time::Instant;
 use tollgate_domain::block::{Attempt, Stages};
 use tollgate_domain::{
     Block, Caller, DeviceClass, DeviceNanos, KeyId, ModelName, RequestId, SamplingDefaults,
@@ -26,8 +30,9 @@ pub fn check_block(message: v1::JournalBlock, state: u8) {
     let Ok(block) = Block::try_from(message) else { return };
     let orders = Orders::default();
     let (caller, attempt) = (caller(), attempt());
-    let opened = tokio::time::Instant::now();
-    let mut placement = orders.open(attempt.clone(), EPOCH, caller.clone(), terms());
+    let opened = start();
+    let now = opened + Duration::from_secs(1);
+    let mut placement = orders.open(attempt.clone(), EPOCH, caller.clone(), terms(), opened);
     placement.streamed(u64::from(state & 3));
     let heard = Usage {
         prompt_tokens: 3,
@@ -42,8 +47,8 @@ pub fn check_block(message: v1::JournalBlock, state: u8) {
     if state & 8 != 0 {
         drop(placement);
     }
-    let invalid = orders.check(block.parts(), &Origin::Ours);
-    assert_eq!(orders.check(block.parts(), &Origin::Ours), invalid, "checked again");
+    let invalid = orders.check(block.parts(), &Origin::Ours, now);
+    assert_eq!(orders.check(block.parts(), &Origin::Ours, now), invalid, "checked again");
     let accepted = block.without(|caller, attempt| {
         invalid.iter().any(|record| record.caller == *caller && record.attempt == *attempt)
     });
@@ -54,7 +59,7 @@ pub fn check_block(message: v1::JournalBlock, state: u8) {
         assert!(is_ordered(&share.caller, &share.attempt) && parts.epoch == EPOCH);
         time += share.attributed;
     }
-    assert!(time <= at_most_since(opened), "{time}");
+    assert!(time <= at_most_since(opened, now), "{time}");
     assert!(parts.finished.len() <= 1);
     let most = terms().cost([MAX_TOKENS, MAX_TOKENS].map(u64::from));
     for finished in &parts.finished {
@@ -71,17 +76,18 @@ pub fn check_block(message: v1::JournalBlock, state: u8) {
 pub fn check_events(events: Vec<v1::RunEvent>) {
     let terms = terms();
     let assignment = assignment();
-    let opened = tokio::time::Instant::now();
-    let mut check = StreamCheck::new(&assignment, terms.clone());
+    let opened = start();
+    let now = opened + Duration::from_secs(1);
+    let mut check = StreamCheck::new(&assignment, terms.clone(), opened);
     let most = terms.cost([MAX_TOKENS, MAX_TOKENS].map(u64::from));
     let (mut tokens, mut reference) = (0, DeviceNanos::ZERO);
     for event in events {
-        match check.check(event) {
+        match check.check(event, now) {
             Err(_) => return,
             Ok(WorkerEvent::Delta(_, progress)) => {
                 assert!(progress.tokens >= tokens && progress.tokens <= 2 * u64::from(MAX_TOKENS));
                 assert!(progress.reference >= reference && progress.reference <= most);
-                assert!(progress.attributed <= at_most_since(opened));
+                assert!(progress.attributed <= at_most_since(opened, now));
                 (tokens, reference) = (progress.tokens, progress.reference);
             }
             Ok(WorkerEvent::Finished { usage, timings: WorkerTimings { stages, transfers } }) => {
@@ -92,7 +98,7 @@ pub fn check_events(events: Vec<v1::RunEvent>) {
                 let Stages { queue_ns, prefill_ns, decode_ns } = stages;
                 let longest = to_device.max(to_host).nanos();
                 let longest = longest.max(queue_ns).max(prefill_ns).max(decode_ns);
-                assert!(longest <= at_most_since(opened).nanos());
+                assert!(longest <= at_most_since(opened, now).nanos());
                 return;
             }
             Ok(WorkerEvent::Refused { .. }) => {
@@ -102,6 +108,11 @@ pub fn check_events(events: Vec<v1::RunEvent>) {
             Ok(WorkerEvent::PromptLogprobs { .. } | WorkerEvent::ChoiceFinished { .. }) => {}
         }
     }
+}
+
+#[expect(clippy::disallowed_methods, reason = "an instant has no other constructor")]
+fn start() -> Instant {
+    Instant::now()
 }
 
 fn caller() -> Caller {

@@ -105,12 +105,13 @@ impl IdempotencyKey {
     }
 }
 
-/// Returns the digest of an endpoint and a body. Equal requests have equal digests.
-pub fn fingerprint(endpoint: &str, body: &[u8]) -> [u8; 32] {
+/// Returns the digest of an endpoint and a body in one or more pieces. Equal requests
+/// have equal digests, however their bodies are cut.
+pub fn fingerprint<'a>(endpoint: &str, body: impl IntoIterator<Item = &'a [u8]>) -> [u8; 32] {
     let mut hash = digest::Context::new(&digest::SHA256);
     hash.update(endpoint.as_bytes());
     hash.update(b"\n");
-    hash.update(body);
+    body.into_iter().for_each(|piece| hash.update(piece));
     finish(hash)
 }
 
@@ -159,11 +160,19 @@ impl Idempotency {
     }
 
     /// Claims a key for a request. A repeat waits here for the first request.
+    /// `let_go` is called before each wait: it gives back what a repeat does not need,
+    /// and returns true if the request can still run if the first one leaves no
+    /// result.
     ///
     /// # Errors
     /// The key stands for another body, for a request that was charged without a
-    /// kept answer, or for a request that is not settled yet.
-    pub async fn claim(&self, claim: IdempotencyClaim) -> Result<ClaimOutcome, RequestError> {
+    /// kept answer, or for a request that is not settled yet; or the first request left
+    /// no result and this one cannot run any more.
+    pub async fn claim(
+        &self,
+        claim: IdempotencyClaim,
+        mut let_go: impl FnMut() -> bool,
+    ) -> Result<ClaimOutcome, RequestError> {
         loop {
             let (mut outcome, first) = match self.claim_in_memory(&claim)? {
                 MemoryClaim::First(guard) => {
@@ -172,6 +181,7 @@ impl Idempotency {
                 }
                 MemoryClaim::Waits(outcome, first) => (outcome, first),
             };
+            let can_run = let_go();
             let ended = outcome.wait_for(|outcome| !matches!(outcome, Outcome::Pending)).await;
             // A dropped sender means that the first request left no result.
             match ended.map_or(Outcome::Released, |ended| ended.clone()) {
@@ -185,6 +195,10 @@ impl Idempotency {
                     return Err(IdempotencyRefusal::Charged { request: first }.into());
                 }
                 Outcome::Failed(error) => return Err(error),
+                // The client sends the request again, with what this one has let go.
+                Outcome::Released | Outcome::Pending if !can_run => {
+                    return Err(IdempotencyRefusal::Unsettled { request: first }.into());
+                }
                 // One of the waiting requests becomes the first now.
                 Outcome::Released | Outcome::Pending => {}
             }
@@ -206,7 +220,7 @@ impl Idempotency {
             if entry.fingerprint != claim.fingerprint {
                 return Err(IdempotencyRefusal::OtherBody.into());
             }
-            // Each repeat that waits holds a connection and its body.
+            // Each repeat that waits holds a connection and a small body.
             if entry.outcome.receiver_count() >= MOST_WAITING {
                 let request = entry.request.clone();
                 return Err(IdempotencyRefusal::Unsettled { request }.into());

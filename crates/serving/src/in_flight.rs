@@ -109,6 +109,10 @@ impl InFlight {
 
     /// Forgets ended requests without a record in time. The sweeper
     /// calls this once a second.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the memory of ended requests is on the runtime's clock"
+    )]
     pub fn sweep(&self) {
         let now = Instant::now();
         self.lock().retain(|_, entry| entry.ended.is_none_or(|ended| now - ended < RECORD_TIMEOUT));
@@ -124,6 +128,10 @@ impl InFlight {
         self.lock().is_empty()
     }
 
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the memory of ended requests is on the runtime's clock"
+    )]
     fn ended(&self, id: &RequestId) {
         let mut entries = self.lock();
         let Some(entry) = entries.get_mut(id) else { return };

@@ -2,6 +2,7 @@
 //! will answer. [`crate::tokenize::TokenizePool`] is the only maker.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use tollgate_domain::{DeviceNanos, ModelName, PromptWork, RequestId, Sampling};
 
@@ -73,6 +74,13 @@ impl Job {
     /// True if the answer goes out as a stream.
     pub(crate) fn is_streamed(&self) -> bool {
         self.delivery == Delivery::Streamed
+    }
+
+    /// Returns the tokens that each choice can have within `time` on an otherwise idle
+    /// device: at most `max_tokens`.
+    pub(crate) fn tokens_within(&self, time: Duration) -> u32 {
+        let tokens = self.model.table.tokens_within(time);
+        u32::try_from(tokens).unwrap_or(u32::MAX).min(self.max_tokens)
     }
 
     /// Returns the reference cost if each choice has `tokens` tokens.

@@ -43,6 +43,6 @@ pub use clock::Clock;
 pub use error::{Fault, IdempotencyRefusal, Refusal, RequestError};
 pub use job::Job;
 pub use keys::KeyDirectory;
-pub use limits::CallerContext;
+pub use limits::{CallerContext, ConfiguredTenant, ShareOwner};
 pub use observer::Observer;
 pub use serving::{Serving, ServingOptions};

@@ -5,9 +5,15 @@
 
 use std::sync::Arc;
 
-use tollgate_admission::{Admission, AdmissionStatus, Period, Scope, ScopeLimits};
-use tollgate_config::{Config, Plan, Tenant};
-use tollgate_domain::{Caller, KeyId, ModelName, MonotonicTime, PlanName, PoolName, UtcDay};
+use tollgate_admission::{
+    Admission, AdmissionStatus, Arrival, LimitChange, NewLimits, PastSpend, Period, Requester,
+    Scope, ScopeLimits,
+};
+use tollgate_config::{Config, LiveConfig, Plan, Tenant};
+use tollgate_domain::{
+    Caller, DeviceClass, KeyId, ModelName, MonotonicTime, PlanLimits, PlanName, PoolName, TenantId,
+    UtcDay,
+};
 use tollgate_ledger::{SpendRow, Spending};
 
 use crate::error::Refusal;
@@ -17,18 +23,37 @@ use crate::keys::KeyDirectory;
 #[derive(Clone)]
 pub struct Limits {
     admission: Admission,
-    config: Arc<Config>,
+    config: LiveConfig,
     keys: Arc<dyn KeyDirectory>,
 }
 
-/// A known caller with the tenant and the limits that bind each of the caller's
-/// requests. [`Limits::caller_context`] is the only maker.
+/// A tenant and the config that defines it. A request keeps both to its end, also if a
+/// reload replaces the config.
+#[derive(Clone, Debug)]
+pub struct ConfiguredTenant {
+    config: Arc<Config>,
+    tenant: Arc<Tenant>,
+}
+
+/// A known caller with the tenant and the limits that bind a request of the caller.
+/// The request rates of these limits have counted the request:
+/// [`Limits::caller_context`] is the only maker.
 #[derive(Clone, Debug)]
 pub struct CallerContext {
     caller: Caller,
-    tenant: Arc<Tenant>,
+    tenant: ConfiguredTenant,
     /// The scopes that bind every request of the caller, narrowest first.
     scopes: Vec<ScopeLimits>,
+}
+
+/// The owner of a share of the devices, with its kind: a pool and a tenant may have
+/// the same name.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum ShareOwner {
+    /// The tenants of a pool that have no plan of their own.
+    Pool(PoolName),
+    /// A tenant with a plan of its own, or without a pool.
+    Tenant(TenantId),
 }
 
 /// The limits that bind one request.
@@ -36,6 +61,8 @@ pub struct CallerContext {
 pub(crate) struct BindingLimits {
     /// Every scope that limits the request, narrowest first.
     pub(crate) scopes: Vec<ScopeLimits>,
+    /// Number of scopes, from the first, whose request rate has counted the request.
+    pub(crate) counted: usize,
     /// The pool that owns the request's share of a contended device; `None` if the
     /// tenant owns the share.
     pub(crate) pool: Option<PoolName>,
@@ -52,6 +79,24 @@ pub(crate) struct BackfilledSpend {
     pub(crate) row: SpendRow,
 }
 
+impl ConfiguredTenant {
+    /// Finds the tenant `name` in `config`.
+    pub fn find(config: &Arc<Config>, name: &TenantId) -> Option<Self> {
+        let tenant = Arc::clone(config.tenant(name)?);
+        Some(Self { config: Arc::clone(config), tenant })
+    }
+
+    /// Returns the config that defines the tenant.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Returns the tenant.
+    pub fn tenant(&self) -> &Tenant {
+        &self.tenant
+    }
+}
+
 impl CallerContext {
     /// Returns the caller.
     pub fn caller(&self) -> &Caller {
@@ -60,20 +105,33 @@ impl CallerContext {
 
     /// Returns the caller's tenant.
     pub fn tenant(&self) -> &Tenant {
-        &self.tenant
+        &self.tenant.tenant
     }
 
-    /// Returns the name of the pool or tenant that owns the share of the devices on
-    /// which the caller's requests run.
-    pub fn share_owner(&self) -> &str {
-        self.shared_pool().map_or(self.tenant.name.as_str(), PoolName::as_str)
+    /// Returns the config that the request keeps to its end.
+    pub fn config(&self) -> &Config {
+        &self.tenant.config
+    }
+
+    /// Returns the owner of the share of the devices on which the caller's requests
+    /// run.
+    pub fn share_owner(&self) -> ShareOwner {
+        match self.shared_pool() {
+            Some(pool) => ShareOwner::Pool(pool.clone()),
+            None => ShareOwner::Tenant(self.tenant().name.clone()),
+        }
+    }
+
+    /// Returns the tenant, and the pool whose share it has, for the queues of shared limits.
+    pub(crate) fn requester(&self) -> Requester {
+        Requester { tenant: self.tenant().name.clone(), pool: self.shared_pool().cloned() }
     }
 
     /// Returns the tenant's pool if the tenant has no plan, and so no share, of
     /// its own.
     fn shared_pool(&self) -> Option<&PoolName> {
-        match self.tenant.plan {
-            None => self.tenant.pool.as_ref().map(|pool| &pool.name),
+        match self.tenant().plan {
+            None => self.tenant().pool.as_ref().map(|pool| &pool.name),
             Some(_) => None,
         }
     }
@@ -82,87 +140,113 @@ impl CallerContext {
 impl Limits {
     /// Makes the limits of `config` over `admission`. `keys` names the plan of
     /// each key.
-    pub fn new(admission: Admission, config: Arc<Config>, keys: Arc<dyn KeyDirectory>) -> Self {
+    pub fn new(admission: Admission, config: LiveConfig, keys: Arc<dyn KeyDirectory>) -> Self {
         Self { admission, config, keys }
     }
 
     /// Finds the limits that bind every request of `caller`, whatever the request
-    /// asks for. `key_plan` is the plan of the caller's key.
+    /// asks for, and takes one request from each of their request rates, or from
+    /// none. The request stays taken, whatever becomes of it. `key_plan` is the plan
+    /// of the caller's key.
     ///
     /// # Errors
     /// [`Refusal::PlanNotConfigured`]: a missing plan must not mean no limit.
+    /// [`Refusal::Limit`]: a request rate is spent.
     pub fn caller_context(
         &self,
+        now: MonotonicTime,
         caller: Caller,
         key_plan: Option<&PlanName>,
-        tenant: Arc<Tenant>,
+        tenant: ConfiguredTenant,
     ) -> Result<CallerContext, Refusal> {
+        let config = &tenant.config;
         // Narrowest first: the key's limits, the tenant's, the pool's. A refusal by a
         // narrow limit must not take from a wide one.
         let of_key = key_plan.map(|plan| {
-            key_limits(&self.config, &caller.key, plan).ok_or_else(|| {
-                // The plans known at the start are logged there. This is a key made
-                // since then with a config that this process has not read.
+            key_limits(config, &caller.key, plan).ok_or_else(|| {
+                // The plans known at the start or a reload are logged there. This is a key
+                // made since then with a config that this process has not read.
                 tracing::debug!(key = %caller.key, %plan, "config does not define a key's plan; the request is refused");
                 Refusal::PlanNotConfigured { plan: plan.clone() }
             })
         });
-        let scopes = of_key.transpose()?.into_iter().chain(tenant_limits(&tenant)).collect();
+        let scopes: Vec<_> =
+            of_key.transpose()?.into_iter().chain(tenant_limits(config, &tenant.tenant)).collect();
+        self.admission.take_request(now, &scopes)?;
         Ok(CallerContext { caller, tenant, scopes })
     }
 
-    /// Refuses a request that a spent rate of requests does not let pass now,
-    /// whatever the request costs. Takes nothing.
+    /// Takes a place to run or to wait for a request that is still arriving.
     ///
     /// # Errors
-    /// [`Refusal::Limit`].
-    pub fn check_request_rate(
-        &self,
-        now: MonotonicTime,
-        context: &CallerContext,
-    ) -> Result<(), Refusal> {
-        let refused = self.admission.check_request_rate(now, &context.scopes);
-        refused.map_or(Ok(()), |refusal| Err(refusal.into()))
-    }
-
-    /// Refuses a request that can neither run nor wait, because one of the
-    /// caller's scopes is full. Takes nothing.
-    ///
-    /// # Errors
-    /// [`Refusal::Limit`].
-    pub fn check_concurrency(&self, context: &CallerContext) -> Result<(), Refusal> {
-        let refused = self.admission.check_concurrency(&context.scopes);
-        refused.map_or(Ok(()), |refusal| Err(refusal.into()))
+    /// [`Refusal::Limit`]: one of the caller's scopes is full.
+    pub fn arrive(&self, now: MonotonicTime, context: &CallerContext) -> Result<Arrival, Refusal> {
+        Ok(self.admission.arrive(now, &context.requester(), &context.scopes)?)
     }
 
     /// Adds the model's limits to the caller's and chooses the share on which the
     /// request runs.
     pub(crate) fn bind(&self, context: &CallerContext, model: &ModelName) -> BindingLimits {
         let mut scopes = context.scopes.clone();
-        // All tenants share the model's limits, so they are the widest.
-        scopes.extend(model_limits(&self.config, model));
+        let counted = scopes.len();
+        // All tenants share the model's limits, so they are the widest. The head of a
+        // request does not name the model, so its rate has not counted the request.
+        scopes.extend(model_limits(context.config(), model));
         let pool = context.shared_pool().cloned();
-        BindingLimits { scopes, pool, weight: context.tenant.weight }
+        BindingLimits { scopes, counted, pool, weight: context.tenant().weight }
     }
 
     /// Restores the spending of `today` and its month in every scope that has such
     /// a cap. Tenants and plans that the config no longer has keep no limit.
     pub fn restore_spend(&self, spending: Spending, today: UtcDay) {
-        let Spending { day, month } = spending;
-        for (period, rows) in [(Period::Day(today), day), (Period::Month(today.month()), month)] {
-            for row in &rows {
-                self.restore_row(period, row);
+        let config = self.config.current();
+        for (period, row) in by_period(spending, today) {
+            self.restore_row(&config, period, &row);
+        }
+    }
+
+    /// Applies the limits of `new` to admission, before `new` is in force. `spending` is
+    /// what the ledger has of `today` and its month: it counts in the scopes that begin to
+    /// have a cap. Call this for one reload at a time.
+    pub fn adopt(&self, now: MonotonicTime, new: &Config, spending: Spending, today: UtcDay) {
+        let old = self.config.current();
+        let change = |scope: &Scope| {
+            let new = self.limits_of(new, scope)?;
+            Some(LimitChange { old: self.limits_of(&old, scope), new })
+        };
+        let mut spent = Vec::new();
+        for (period, row) in by_period(spending, today) {
+            for ScopeLimits { scope, .. } in self.scopes_of(new, &row) {
+                if change(&scope).is_some_and(|change| change.begins_cap(&row.class)) {
+                    let (class, spent_now) = (row.class.clone(), row.reference);
+                    spent.push(PastSpend { scope, class, period, spent: spent_now });
+                }
             }
         }
+        let revision = new.revision();
+        self.admission.adopt(now, &NewLimits { revision, limits_of: &change, spent });
+    }
+
+    /// Returns the limits that `config` sets for a scope.
+    fn limits_of(&self, config: &Config, scope: &Scope) -> Option<Arc<PlanLimits>> {
+        let plan = match scope {
+            Scope::Key(key) => config.plan(&self.keys.plan_of(key)?)?,
+            Scope::Tenant(name) => config.tenant(name)?.plan.as_ref()?,
+            Scope::Pool(name) => &config.pool(name)?.plan,
+            Scope::Model(name) => config.model(name)?.plan.as_ref()?,
+            Scope::Gateway => return None,
+        };
+        Some(Arc::clone(&plan.limits))
     }
 
     /// Adds spending that was not in the sums of [`Self::restore_spend`]. Call this
     /// once for each row.
     pub(crate) fn backfill(&self, rows: &[BackfilledSpend]) {
+        let config = self.config.current();
         for BackfilledSpend { day, row } in rows {
             // Admission ignores a day or month that is over.
             for period in [Period::Day(*day), Period::Month(day.month())] {
-                self.restore_row(period, row);
+                self.restore_row(&config, period, row);
             }
         }
     }
@@ -174,8 +258,9 @@ impl Limits {
 
     /// Logs each plan that limits keys and that the config does not define.
     pub fn log_missing_plans(&self) {
+        let config = self.config.current();
         for (plan, keys) in self.keys.plans() {
-            if self.config.plan(&plan).is_none() {
+            if config.plan(&plan).is_none() {
                 tracing::error!(
                     %plan, keys,
                     "keys refer to a plan that the config does not define; their requests are refused"
@@ -193,48 +278,61 @@ impl Limits {
         &self.admission
     }
 
-    /// Adds `row` to every scope that has a cap for `period`.
-    fn restore_row(&self, period: Period, row: &SpendRow) {
-        let SpendRow { caller, model, class, reference } = row;
-        let plan = self.keys.plan_of(&caller.key);
-        let key = plan.and_then(|plan| key_limits(&self.config, &caller.key, &plan));
-        let tenant = self.config.tenant(&caller.tenant).into_iter();
-        let tenant = tenant.flat_map(|tenant| tenant_limits(tenant));
-        for ScopeLimits { scope, limits } in
-            key.into_iter().chain(tenant).chain(model_limits(&self.config, model))
-        {
-            let cap = match period {
-                Period::Day(_) => &limits.device_time_per_day,
-                Period::Month(_) => &limits.device_time_per_month,
-            };
-            // A scope without such a cap would be remembered for nothing.
-            if cap.limit(class).is_some() {
-                self.admission.restore_spend(scope, class, period, *reference);
+    /// Adds `row` to every scope that has a cap. The spend of both periods is kept if
+    /// either has a cap, so that a later cap on the other one finds its spend.
+    fn restore_row(&self, config: &Config, period: Period, row: &SpendRow) {
+        for ScopeLimits { scope, limits, .. } in self.scopes_of(config, row) {
+            // A scope without a cap would be remembered for nothing.
+            if has_cap(&limits, &row.class) {
+                self.admission.restore_spend(scope, &row.class, period, row.reference);
             }
         }
     }
+
+    /// Returns every scope of `config` that the spend of `row` counts in.
+    fn scopes_of(&self, config: &Config, row: &SpendRow) -> Vec<ScopeLimits> {
+        let SpendRow { caller, model, class: _, reference: _ } = row;
+        let plan = self.keys.plan_of(&caller.key);
+        let key = plan.and_then(|plan| key_limits(config, &caller.key, &plan));
+        let tenant = config.tenant(&caller.tenant).into_iter();
+        let tenant = tenant.flat_map(|tenant| tenant_limits(config, tenant));
+        key.into_iter().chain(tenant).chain(model_limits(config, model)).collect()
+    }
+}
+
+/// Returns the rows of spending with their periods.
+fn by_period(spending: Spending, today: UtcDay) -> impl Iterator<Item = (Period, SpendRow)> {
+    let Spending { day, month } = spending;
+    let day = day.into_iter().map(move |row| (Period::Day(today), row));
+    day.chain(month.into_iter().map(move |row| (Period::Month(today.month()), row)))
+}
+
+/// Returns true if devices of `class` have a cap.
+fn has_cap(limits: &PlanLimits, class: &DeviceClass) -> bool {
+    let PlanLimits { device_time_per_day, device_time_per_month, .. } = limits;
+    device_time_per_day.limit(class).or(device_time_per_month.limit(class)).is_some()
 }
 
 /// Returns the limits of `plan` for one key; `None` if the config has no such plan.
 fn key_limits(config: &Config, key: &KeyId, plan: &PlanName) -> Option<ScopeLimits> {
-    Some(scope_limits(Scope::Key(key.clone()), config.plan(plan)?))
+    Some(scope_limits(config, Scope::Key(key.clone()), config.plan(plan)?))
 }
 
 /// Returns the tenant's own limits, then its pool's.
-fn tenant_limits(tenant: &Tenant) -> impl Iterator<Item = ScopeLimits> {
-    let own =
-        tenant.plan.as_ref().map(|plan| scope_limits(Scope::Tenant(tenant.name.clone()), plan));
-    let pool =
-        tenant.pool.as_ref().map(|pool| scope_limits(Scope::Pool(pool.name.clone()), &pool.plan));
+fn tenant_limits(config: &Config, tenant: &Tenant) -> impl Iterator<Item = ScopeLimits> {
+    let of = |scope, plan| scope_limits(config, scope, plan);
+    let own = tenant.plan.as_ref().map(|plan| of(Scope::Tenant(tenant.name.clone()), plan));
+    let pool = tenant.pool.as_ref().map(|pool| of(Scope::Pool(pool.name.clone()), &pool.plan));
     own.into_iter().chain(pool)
 }
 
 fn model_limits(config: &Config, model: &ModelName) -> Option<ScopeLimits> {
-    Some(scope_limits(Scope::Model(model.clone()), config.model(model)?.plan.as_ref()?))
+    let plan = config.model(model)?.plan.as_ref()?;
+    Some(scope_limits(config, Scope::Model(model.clone()), plan))
 }
 
-fn scope_limits(scope: Scope, plan: &Plan) -> ScopeLimits {
-    ScopeLimits { scope, limits: Arc::clone(&plan.limits) }
+fn scope_limits(config: &Config, scope: Scope, plan: &Plan) -> ScopeLimits {
+    ScopeLimits { scope, limits: Arc::clone(&plan.limits), revision: config.revision() }
 }
 
 #[cfg(test)]

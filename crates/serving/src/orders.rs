@@ -143,12 +143,13 @@ impl Orders {
         epoch: WorkerEpoch,
         caller: Caller,
         terms: Terms,
+        now: Instant,
     ) -> Placement {
         let order = Order {
             epoch,
             caller,
             terms,
-            opened: Instant::now(),
+            opened: now,
             ended: false,
             streamed: 0,
             final_usage: None,
@@ -166,7 +167,12 @@ impl Orders {
 
     /// Returns the records of `block` that the gateway rejects. A second check of
     /// the same block, before the block is in the ledger, gives the same answer.
-    pub(crate) fn check(&self, block: &BlockParts, origin: &Origin<'_>) -> Vec<InvalidRecord> {
+    pub(crate) fn check(
+        &self,
+        block: &BlockParts,
+        origin: &Origin<'_>,
+        now: Instant,
+    ) -> Vec<InvalidRecord> {
         let mut table = self.lock();
         let mut invalid = Vec::new();
         let mut note = |caller: &Caller, attempt: &Attempt, found: Result<(), Rejection>| {
@@ -178,7 +184,7 @@ impl Orders {
         let mut counted = HashSet::new();
         for Share { sequence: _, caller, attempt, attributed } in &block.shares {
             let found = match table.orders.get_mut(attempt) {
-                Some(order) => order.check_share(block, caller, *attributed),
+                Some(order) => order.check_share(block, caller, *attributed, now),
                 None => origin.check_share(caller),
             };
             counted.insert(attempt);
@@ -191,7 +197,7 @@ impl Orders {
                 // A second end in one block cannot be told from the true one, so the
                 // attempt pays nothing.
                 _ if !ended.insert((caller, attempt)) => Err(Rejection::void(END_REPEATED)),
-                Some(order) => order.check_finished(block, finished),
+                Some(order) => order.check_finished(block, finished, now),
                 None => origin.check_finished(finished),
             };
             note(caller, attempt, found);
@@ -210,9 +216,13 @@ impl Orders {
     /// has reported. Each block has a bound of its own, but a worker could report
     /// more blocks than time. An epoch of this gateway alone began little
     /// before its first block, so the gateway's clock bounds that epoch as well.
-    pub(crate) fn may_have_drawn(&self, block: &BlockParts, owner: EpochOwner) -> bool {
+    pub(crate) fn may_have_drawn(
+        &self,
+        block: &BlockParts,
+        owner: EpochOwner,
+        now: Instant,
+    ) -> bool {
         let mut table = self.lock();
-        let now = Instant::now();
         let before = table.epochs.get(&block.epoch).copied().unwrap_or(EnergyTotal {
             first_heard: now,
             wall: DeviceNanos::ZERO,
@@ -228,7 +238,8 @@ impl Orders {
             total.energy = Millijoules(before.energy.0.saturating_add(energy.0));
             total.last_block = block.number;
         }
-        let age = (now - total.first_heard + BEFORE_FIRST_BLOCK).as_nanos();
+        let age =
+            (now.saturating_duration_since(total.first_heard) + BEFORE_FIRST_BLOCK).as_nanos();
         // The gateway did not see the beginning of a shared epoch.
         let is_shared = owner == EpochOwner::Shared;
         let age = DeviceNanos(u64::try_from(age).unwrap_or(u64::MAX));
@@ -310,6 +321,7 @@ impl Order {
         block: &BlockParts,
         caller: &Caller,
         attributed: DeviceNanos,
+        now: Instant,
     ) -> Result<(), Rejection> {
         self.check_owner(block, caller)?;
         if self.journalled.is_some_and(|(number, _)| number < block.number) {
@@ -320,7 +332,7 @@ impl Order {
             let sum = self.attributed.nanos().saturating_add(attributed.nanos());
             self.attributed = DeviceNanos(sum);
         }
-        if self.attributed > at_most_since(self.opened) {
+        if self.attributed > at_most_since(self.opened, now) {
             return Err(Rejection::void("more device time than has passed"));
         }
         Ok(())
@@ -330,6 +342,7 @@ impl Order {
         &mut self,
         block: &BlockParts,
         reported: &FinishedAttempt,
+        now: Instant,
     ) -> Result<(), Rejection> {
         let FinishedAttempt { caller, usage, .. } = reported;
         self.check_owner(block, caller)?;
@@ -346,7 +359,7 @@ impl Order {
             return Err(Rejection::void("fewer tokens than were streamed"));
         }
         self.terms.check(usage, None).map_err(Rejection::void)?;
-        if usage.attributed > at_most_since(self.opened) {
+        if usage.attributed > at_most_since(self.opened, now) {
             return Err(Rejection::void("more device time than has passed"));
         }
         Ok(())

@@ -49,6 +49,11 @@ impl TenantPenalties {
         Self { book: Arc::new(Mutex::new(book)), observer }
     }
 
+    /// Applies the terms of a new config to offences from now on.
+    pub fn set_terms(&self, config: &PenaltyConfig) {
+        self.lock().set_terms(penalty_terms(config));
+    }
+
     /// Refuses a tenant that has a penalty.
     ///
     /// # Errors

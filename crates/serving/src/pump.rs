@@ -20,7 +20,6 @@ use tokio_util::task::TaskTracker;
 use tollgate_admission::{
     ExpectedOutput, Hold, QueueTicketLost, ResolveError, Resolved, Settlement as SettledHold, Spent,
 };
-use tollgate_config::Deadlines;
 use tollgate_domain::block::Attempt as AttemptId;
 use tollgate_domain::{DeviceNanos, Usage, WorkerEpoch};
 use tollgate_ledger::FaultCap;
@@ -63,7 +62,6 @@ pub(crate) struct TaskContext {
     pub(crate) observer: Arc<dyn Observer>,
     pub(crate) expected: Arc<ExpectedOutput>,
     pub(crate) clock: Clock,
-    pub(crate) deadlines: Deadlines,
     /// Holds the tasks of requests, so that a drain can wait for them.
     pub(crate) tasks: TaskTracker,
     /// Cancelled when running requests must end now.
@@ -77,6 +75,10 @@ impl RequestTasks {
 
     /// Starts the task of an admitted request and returns the request's events.
     /// The client leaves by dropping the receiver.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the task's deadlines are on the runtime's clock"
+    )]
     pub(crate) fn start(&self, admitted: Admitted) -> mpsc::Receiver<Event> {
         // Bounded: a client that does not read slows its own request down.
         let (events, receiver) = mpsc::channel(UNREAD_EVENTS);
@@ -86,8 +88,8 @@ impl RequestTasks {
         let task = RequestTask {
             events,
             started: now,
-            deadline: now + context.deadlines.request,
-            queue_deadline: now + context.deadlines.queue,
+            deadline: now + admitted.deadlines.request,
+            queue_deadline: now + admitted.deadlines.queue,
             revoked: entry.revoked(),
             delivered: Delivered::default(),
             place: Duration::ZERO,
@@ -133,6 +135,10 @@ enum RequestEnd {
 }
 
 impl RequestTask {
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the task's deadlines are on the runtime's clock"
+    )]
     async fn run(mut self, admitted: Admitted, entry: InFlightTask) {
         let end = self.work(&admitted, &entry).await;
         let last = self.resolve(admitted, end);
@@ -145,6 +151,10 @@ impl RequestTask {
     }
 
     /// Waits for a place, then places the request until the request ends.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the task's deadlines are on the runtime's clock"
+    )]
     async fn work(&mut self, admitted: &Admitted, entry: &InFlightTask) -> RequestEnd {
         if let Err(error) = self.wait_for_turn(admitted).await {
             return RequestEnd::Free(error);
@@ -190,8 +200,11 @@ impl RequestTask {
     async fn wait_for_turn(&self, admitted: &Admitted) -> Result<(), RequestError> {
         let context = &self.context;
         tokio::select! {
-            ticket = admitted.hold.queue_ticket() => ticket.map_err(|QueueTicketLost| {
-                Refusal::Overloaded { retry_after: Some(Duration::from_secs(1)) }.into()
+            ticket = admitted.hold.queue_ticket() => ticket.map_err(|lost| match lost {
+                QueueTicketLost::Ended => {
+                    Refusal::Overloaded { retry_after: Some(Duration::from_secs(1)) }.into()
+                }
+                QueueTicketLost::GaveWay(refusal) => Refusal::Limit(refusal).into(),
             }),
             () = self.events.closed() => {
                 // A client that leaves its place in a queue takes places from others,

@@ -6,8 +6,8 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tollgate_admission::{Admission, ExpectedOutput};
-use tollgate_config::Config;
+use tollgate_admission::{Admission, Arrival, ExpectedOutput};
+use tollgate_config::LiveConfig;
 use tollgate_domain::UtcTime;
 use tollgate_ledger::LedgerHandle;
 
@@ -36,7 +36,7 @@ pub struct ServingOptions {
     /// The limits' state. Spending must be restored before.
     pub admission: Admission,
     /// The config of tenants, plans and deadlines.
-    pub config: Arc<Config>,
+    pub config: LiveConfig,
     /// The API keys.
     pub keys: Arc<dyn KeyDirectory>,
     /// The clock of limits and records.
@@ -103,8 +103,8 @@ impl Serving {
             observer,
             stopping,
         } = options;
-        let deadlines = config.gateway().deadlines.clone();
-        let penalties = TenantPenalties::new(&config.gateway().penalties, Arc::clone(&observer));
+        let current = config.current();
+        let penalties = TenantPenalties::new(&current.gateway().penalties, Arc::clone(&observer));
         let in_flight = InFlight::default();
         let limits = Limits::new(admission, config, Arc::clone(&keys));
         let settlement = Settlement::new(SettlementOptions {
@@ -139,12 +139,10 @@ impl Serving {
             observer,
             expected: Arc::clone(&expected),
             clock: clock.clone(),
-            deadlines: deadlines.clone(),
             tasks: tasks.clone(),
             stopping,
         });
-        let admitter =
-            Admitter { limits: limits.clone(), expected, clock: clock.clone(), deadlines };
+        let admitter = Admitter { limits: limits.clone(), expected, clock: clock.clone() };
         Arc::new(Self {
             limits,
             admitter,
@@ -173,16 +171,23 @@ impl Serving {
         context: &CallerContext,
         job: Job,
     ) -> Result<mpsc::Receiver<Event>, RequestError> {
-        Ok(self.run(self.admit(context, job)?))
+        let arrival = self.limits.arrive(self.clock.now(), context)?;
+        Ok(self.run(self.admit(context, arrival, job)?))
     }
 
-    /// Takes the limits of `context`'s caller for `job`. This is the first half of
-    /// [`Self::submit`], for a caller that has work to do before the job runs.
+    /// Takes the limits of `context`'s caller for `job`, which has arrived in the
+    /// place of `arrival`. This is the first half of [`Self::submit`], for a caller
+    /// that has work to do before the job runs.
     ///
     /// # Errors
     /// The limit that refused the job.
-    pub fn admit(&self, context: &CallerContext, job: Job) -> Result<Admitted, RequestError> {
-        self.admitter.admit(context, job)
+    pub fn admit(
+        &self,
+        context: &CallerContext,
+        arrival: Arrival,
+        job: Job,
+    ) -> Result<Admitted, RequestError> {
+        self.admitter.admit(context, arrival, job)
     }
 
     /// Runs an admitted job and returns its events: the second half of

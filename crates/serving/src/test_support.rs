@@ -2,6 +2,7 @@
 //! that a simulation puts together by hand.
 
 mod fake_worker;
+mod limits;
 mod test_keys;
 
 use std::sync::Arc;
@@ -11,6 +12,7 @@ use tollgate_wire::v1::worker_client::WorkerClient;
 use tonic::transport::{Channel, Endpoint};
 
 pub use self::fake_worker::{CONTEXT, FakeRun, FakeWorker, MODEL};
+pub use self::limits::{LIMITS_CONFIG, state_of};
 pub use self::test_keys::TestKeys;
 pub use crate::fuzz::TOKENIZER;
 use crate::orders::Orders;

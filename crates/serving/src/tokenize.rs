@@ -1,20 +1,22 @@
 //! Prompts become tokens, and requests become jobs.
 //!
-//! Rendering and tokenizing run on a bounded part of the blocking pool, never
-//! on the threads that serve connections. The owners of device shares take
-//! turns there.
+//! Parsing, rendering and tokenizing run on a bounded part of the blocking pool,
+//! never on the threads that serve connections. The owner of device shares that
+//! has used the least time there is served next.
 
 mod fair_queue;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tokio_util::sync::CancellationToken;
 use tollgate_domain::{RequestId, Sampling, UtcTime};
 use tollgate_text::{ChatMessage, Prompt, TextError, encode_chat};
 
 use self::fair_queue::FairQueue;
 use crate::error::{Fault, Refusal, RequestError};
 use crate::job::{Delivery, Job};
+use crate::limits::ShareOwner;
 use crate::model::ServedModel;
 use crate::timings::FrontTimings;
 
@@ -67,38 +69,46 @@ pub struct PromptEcho {
     pub first_token: Vec<u8>,
 }
 
-/// The bounded set of threads on which prompts become tokens.
+/// The bounded set of threads on which bodies and prompts become tokens.
 #[derive(Debug)]
 pub struct TokenizePool {
     queue: FairQueue,
 }
 
 impl TokenizePool {
-    /// Makes a pool that tokenizes as many prompts at once as there are cores.
+    /// Makes a pool that works on as many requests at once as there are cores.
     pub fn new() -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Self { queue: FairQueue::new(cores) }
     }
 
-    /// Turns `request` into a job for `model` when it is the turn of `owner`, the
-    /// pool or tenant that owns the job's share of the devices.
+    /// Runs `work` on a thread of the pool when it is the turn of `owner`, which owns the
+    /// request's share of the devices. The time of the work counts against `owner` there.
+    /// The work gets a token that is cancelled if the client leaves: then it should end.
     ///
     /// # Errors
-    /// The request does not fit the model, or too many requests wait.
-    pub async fn tokenize(
+    /// Too many requests wait, or the work panicked.
+    pub async fn run<T: Send + 'static>(
         &self,
-        owner: &str,
-        request: TokenizeRequest,
-        model: Arc<ServedModel>,
-    ) -> Result<Tokenized, RequestError> {
+        owner: &ShareOwner,
+        work: impl FnOnce(&CancellationToken) -> T + Send + 'static,
+    ) -> Result<T, RequestError> {
         let slot = self.queue.acquire(owner).await?;
-        let tokenized = tokio::task::spawn_blocking(move || {
+        let abandoned = CancellationToken::new();
+        // A client that leaves drops this future.
+        let _client = abandoned.clone().drop_guard();
+        let done = tokio::task::spawn_blocking(move || {
             // The slot is held until the work is done, even if the client has left:
             // the thread is busy until then.
             let _slot = slot;
-            tokenize(request, model)
+            work(&abandoned)
         });
-        tokenized.await.unwrap_or(Err(RequestError::INTERNAL))
+        done.await.map_err(|_| RequestError::INTERNAL)
+    }
+
+    /// Returns the number of requests that wait for a thread.
+    pub fn waiting(&self) -> usize {
+        self.queue.waiting()
     }
 }
 
@@ -108,15 +118,34 @@ impl Default for TokenizePool {
     }
 }
 
-fn tokenize(request: TokenizeRequest, model: Arc<ServedModel>) -> Result<Tokenized, RequestError> {
+/// Checks that the model has all `tokens` of the field `param`.
+fn check_tokens<'a>(
+    param: &'static str,
+    mut tokens: impl Iterator<Item = &'a u32>,
+    model: &ServedModel,
+) -> Result<(), Refusal> {
+    let Some(token) = tokens.find(|&&token| token >= model.vocabulary) else { return Ok(()) };
+    let all = model.vocabulary;
+    let message = format!("'{param}' names token {token}; the model has {all} tokens.");
+    Err(Refusal::invalid(param, message))
+}
+
+/// Turns `request` into a job for `model`. The time is bounded by the size of the
+/// request and the context of the model; call this on a [`TokenizePool`]. It ends
+/// before the next prompt once `abandoned` is cancelled.
+///
+/// # Errors
+/// The request does not fit the model, or nobody waits for it any more.
+pub fn tokenize(
+    request: TokenizeRequest,
+    model: Arc<ServedModel>,
+    abandoned: &CancellationToken,
+) -> Result<Tokenized, RequestError> {
     // Checked here, because only the model tells how many tokens there are.
-    let TokenizeRequest { sampling, prompt_field, .. } = &request;
-    if let Some(token) = sampling.logit_bias.keys().find(|&&token| token >= model.vocabulary) {
-        let tokens = model.vocabulary;
-        let message = format!("'logit_bias' names token {token}; the model has {tokens} tokens.");
-        return Err(Refusal::invalid("logit_bias", message).into());
-    }
-    let prompts = encode(&request.prompt, prompt_field, &model, request.now)?;
+    let sampling = &request.sampling;
+    check_tokens("logit_bias", sampling.logit_bias.keys(), &model)?;
+    check_tokens("stop_token_ids", sampling.stop_tokens.iter(), &model)?;
+    let prompts = encode(&request, &model, abandoned)?;
     let max_tokens = max_tokens(&request, &prompts, &model)?;
     let echoes = if request.echo { echoes(&request.prompt, &prompts, &model) } else { Vec::new() };
     let scores_prompts = !echoes.is_empty() && sampling.top_logprobs.is_some();
@@ -166,23 +195,26 @@ fn max_tokens(
 }
 
 fn encode(
-    prompt: &Prompt,
-    field: &'static str,
+    request: &TokenizeRequest,
     model: &ServedModel,
-    now: UtcTime,
+    abandoned: &CancellationToken,
 ) -> Result<Vec<Vec<u32>>, RequestError> {
-    match prompt {
+    let field = request.prompt_field;
+    check_wanted(abandoned)?;
+    match &request.prompt {
         Prompt::Messages(messages) => {
             let bytes = messages.iter().map(|message| message.content.len()).sum();
             check_bytes(bytes, field, model)?;
-            encode_messages(messages, field, model, now).map(|prompt| vec![prompt])
+            encode_messages(messages, field, model, request.now).map(|prompt| vec![prompt])
         }
         Prompt::Texts(texts) => texts
             .iter()
             .map(|text| {
+                check_wanted(abandoned)?;
                 check_bytes(text.len(), field, model)?;
-                let tokens = model.text.tokenizer.encode_prompt(text);
-                tokens.map_err(|error| text_error(field, error))
+                let tokens =
+                    model.text.tokenizer.encode_prompt(text, model.context_length as usize);
+                tokens.map_err(|error| text_error(field, model, error))
             })
             .collect(),
         Prompt::Tokens(prompts) => {
@@ -199,6 +231,14 @@ fn encode(
     }
 }
 
+/// Ends host work that nobody waits for.
+///
+/// # Errors
+/// The client has left. Nobody gets the error.
+pub fn check_wanted(abandoned: &CancellationToken) -> Result<(), RequestError> {
+    if abandoned.is_cancelled() { Err(RequestError::INTERNAL) } else { Ok(()) }
+}
+
 fn encode_messages(
     messages: &[ChatMessage],
     field: &'static str,
@@ -210,31 +250,38 @@ fn encode_messages(
             format!("The model '{}' has no chat template: use /v1/completions.", model.name);
         return Err(Refusal::invalid("model", message).into());
     };
-    encode_chat(&model.text.tokenizer, template, messages, now)
-        .map_err(|error| text_error(field, error))
+    encode_chat(&model.text.tokenizer, template, messages, now, model.context_length as usize)
+        .map_err(|error| text_error(field, model, error))
 }
 
 /// Refuses a text that cannot fit whatever its tokens are, before time is spent
 /// on tokenizing it.
 fn check_bytes(bytes: usize, field: &'static str, model: &ServedModel) -> Result<(), Refusal> {
-    let longest_token = model.text.longest_token.max(1);
     // A normalizer may shorten a text, by a factor of four at most.
-    let most = (model.context_length as usize).saturating_mul(longest_token).saturating_mul(4);
-    if bytes <= most {
+    let most_of_a_token = model.text.longest_token.max(1).saturating_mul(4);
+    let tokens = bytes.div_ceil(most_of_a_token);
+    if tokens <= model.context_length as usize {
         return Ok(());
     }
-    Err(Refusal::ContextLength {
+    Err(too_long(field, model, tokens))
+}
+
+/// Returns the refusal of a prompt of `tokens` or more, which leaves no room for an
+/// answer.
+fn too_long(field: &'static str, model: &ServedModel, tokens: usize) -> Refusal {
+    Refusal::ContextLength {
         field,
         limit: u64::from(model.context_length),
-        prompt: (bytes / longest_token) as u64,
+        prompt: tokens as u64,
         completion: None,
-    })
+    }
 }
 
 /// Turns an error of the text crate into an error of the request. An error of the
 /// model's own files is a fault of the gateway.
-fn text_error(field: &'static str, error: TextError) -> RequestError {
+fn text_error(field: &'static str, model: &ServedModel, error: TextError) -> RequestError {
     match error {
+        TextError::TooLong { at_least } => too_long(field, model, at_least).into(),
         TextError::Refused(_)
         | TextError::NoMark
         | TextError::Allowance(_)
@@ -268,4 +315,35 @@ fn echoes(prompt: &Prompt, prompts: &[Vec<u32>], model: &ServedModel) -> Vec<Pro
             },
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::oneshot;
+    use tollgate_domain::TenantId;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn work_learns_that_its_client_left() {
+        let owner = ShareOwner::Tenant(TenantId::new("acme").expect("a name"));
+        let pool = TokenizePool::new();
+        let (begun, has_begun) = oneshot::channel();
+        let (ended, has_ended) = oneshot::channel();
+        let running = pool.run(&owner, move |abandoned| {
+            begun.send(()).expect("the test waits");
+            while !abandoned.is_cancelled() {
+                std::thread::yield_now();
+            }
+            ended.send(check_wanted(abandoned)).expect("the test waits");
+        });
+        // The drop of the other future is the client's leave.
+        tokio::select! {
+            result = running => panic!("the work ended with its client there: {result:?}"),
+            begun = has_begun => begun.expect("the work begins"),
+        }
+        assert_eq!(has_ended.await, Ok(Err(RequestError::INTERNAL)));
+        // The control: a client that waits has its work done.
+        assert_eq!(pool.run(&owner, check_wanted).await, Ok(Ok(())));
+    }
 }

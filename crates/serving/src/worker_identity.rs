@@ -89,6 +89,16 @@ impl WorkerIdentity {
     pub fn distrust(&self) {
         self.trust.lose(self.epoch);
     }
+
+    /// Notes that the worker sent an invalid record of `epoch`. A record of an earlier epoch
+    /// counts and costs no trust: it comes from a file, which a restart does not change.
+    pub(crate) fn distrust_record_of(&self, epoch: WorkerEpoch) {
+        if epoch == self.epoch {
+            self.distrust();
+        } else {
+            self.trust.violations.add_one();
+        }
+    }
 }
 
 impl Trust {

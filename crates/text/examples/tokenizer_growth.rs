@@ -3,6 +3,9 @@
 //!
 //! `cargo run --release -p tollgate-text --example tokenizer_growth -- tokenizer.json`
 
+#![allow(clippy::disallowed_methods, reason = "a program that measures time")]
+#![allow(clippy::expect_used, reason = "a measuring program stops at what it does not expect")]
+
 use std::time::{Duration, Instant};
 
 use tollgate_text::Tokenizer;

@@ -17,22 +17,30 @@ use crate::control::Found;
 use crate::{ChatMessage, ChatTemplate, TextError, Tokenizer};
 
 /// Returns the tokens of the prompt that asks the model to answer `messages`.
-/// Templates that print the date print the one of `now`.
+/// Templates that print the date print the one of `now`. Stops soon after `most`
+/// tokens.
 ///
 /// # Errors
-/// The template refuses the messages or fails, or the text cannot be encoded.
+/// The template refuses the messages or fails, the text cannot be encoded, or it has
+/// more than `most` tokens.
 pub fn encode_chat(
     tokenizer: &Tokenizer,
     template: &ChatTemplate,
     messages: &[ChatMessage],
     now: UtcTime,
+    most: usize,
 ) -> Result<Vec<u32>, TextError> {
     let control = tokenizer.control();
     let plain = template.render(messages, now)?;
     let found = control.find(&plain);
+    // Each control token becomes at least one token. Thousands of short messages are
+    // refused here, before the second rendering.
+    if found.len() > most {
+        return Err(TextError::TooLong { at_least: found.len() });
+    }
     // Without control tokens there is nothing to protect.
     if control.is_empty() {
-        return tokenizer.encode_marked(&plain, &found);
+        return tokenizer.encode_marked(&plain, &found, most);
     }
     let mark = unused_mark(messages, &plain)?;
     // The template's own text does not contain the mark either; otherwise removing
@@ -51,9 +59,9 @@ pub fn encode_chat(
     // Equal control tokens prove that the messages spell none, so the first
     // rendering is safe and closer to the training text.
     if plain != guarded && ids(&found).eq(ids(&ours)) {
-        tokenizer.encode_marked(&plain, &found)
+        tokenizer.encode_marked(&plain, &found, most)
     } else {
-        tokenizer.encode_marked(&guarded, &ours)
+        tokenizer.encode_marked(&guarded, &ours, most)
     }
 }
 

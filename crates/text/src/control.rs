@@ -80,7 +80,7 @@ impl ControlTokens {
             };
             let end = at + token.text.len();
 
-            if token.single_word && touches_word(text, at, end) {
+            if token.single_word && touches_word(text, at..end) {
                 at += 1;
                 continue;
             }
@@ -119,10 +119,11 @@ impl ControlTokens {
     }
 }
 
-fn touches_word(text: &str, start: usize, end: usize) -> bool {
+/// True if a word character stands directly before or after `range` of `text`.
+fn touches_word(text: &str, range: Range<usize>) -> bool {
     let is_word = |c: char| c.is_alphanumeric() || c == '_';
-    text[..start].chars().next_back().is_some_and(is_word)
-        || text[end..].chars().next().is_some_and(is_word)
+    text[..range.start].chars().next_back().is_some_and(is_word)
+        || text[range.end..].chars().next().is_some_and(is_word)
 }
 
 #[cfg(test)]

@@ -32,6 +32,12 @@ pub enum TextError {
     /// The tokenizer could not encode the text.
     #[error("the tokenizer could not encode the text: {0}")]
     Encode(String),
+    /// The text has more tokens than the caller of the tokenizer takes.
+    #[error("the text has at least {at_least} tokens")]
+    TooLong {
+        /// Tokens that were counted before counting stopped.
+        at_least: usize,
+    },
     /// The messages use every private-use character, so none is left as a mark.
     #[error("the messages use every private-use character; leave one out")]
     NoMark,

@@ -159,6 +159,10 @@ fn fallback_byte(text: &str) -> Option<u8> {
 
 /// Returns GPT-2's alphabet: a printable byte is its own character, and the other
 /// bytes are the characters from U+0100 on, in order.
+#[expect(
+    clippy::expect_used,
+    reason = "fewer than 256 letters from 256 on are below the surrogates"
+)]
 fn byte_level_alphabet() -> HashMap<char, u8> {
     let prints = |byte: u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     let mut next = 0x100;

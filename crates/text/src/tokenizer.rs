@@ -7,7 +7,9 @@ use std::panic::catch_unwind;
 use tokenizers::models::ModelWrapper;
 use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::pre_tokenizers::metaspace::PrependScheme;
-use tokenizers::{Model, OffsetType, PreTokenizer, Tokenizer as HfTokenizer};
+use tokenizers::{
+    Encoding, Model, OffsetType, PreTokenizer, Tokenizer as HfTokenizer, TruncationDirection,
+};
 
 use crate::TextError;
 use crate::control::{ControlToken, ControlTokens, Found};
@@ -69,45 +71,67 @@ impl Tokenizer {
     /// # Errors
     /// [`TextError::Encode`] if the tokenizer fails.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, TextError> {
-        self.encode_marked(text, &[])
+        self.encode_marked(text, &[], usize::MAX)
     }
 
     /// Encodes a caller's text as a whole prompt: like [`encode`](Self::encode), and
     /// with the tokens that the tokenizer adds to every input, such as a begin
-    /// token.
+    /// token. Stops soon after `most` tokens.
     ///
     /// # Errors
+    /// [`TextError::TooLong`] if the prompt has more than `most` tokens;
     /// [`TextError::Encode`] if the tokenizer fails.
-    pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>, TextError> {
-        let encoding = self.inner.encode_fast(text, true).map_err(encode_error)?;
-        Ok(encoding.get_ids().to_vec())
+    pub fn encode_prompt(&self, text: &str, most: usize) -> Result<Vec<u32>, TextError> {
+        let encoding = self.encode_span(text, 0..text.len(), most)?;
+        let encoding = self.inner.post_process(encoding, None, true).map_err(encode_error)?;
+        within(encoding.get_ids().to_vec(), most)
     }
 
     /// Encodes `text` with control tokens exactly at `marks`. The marks must be in
-    /// order and must not overlap.
-    pub(crate) fn encode_marked(&self, text: &str, marks: &[Found]) -> Result<Vec<u32>, TextError> {
+    /// order and must not overlap. Stops soon after `most` tokens.
+    pub(crate) fn encode_marked(
+        &self,
+        text: &str,
+        marks: &[Found],
+        most: usize,
+    ) -> Result<Vec<u32>, TextError> {
         // Tokens of common text have three to four bytes.
-        let mut ids = Vec::with_capacity(text.len() / 3 + marks.len());
+        let mut ids = Vec::with_capacity((text.len() / 3 + marks.len()).min(most));
         let mut at = 0;
         for mark in marks {
-            self.encode_piece(text, at..mark.span.start, &mut ids)?;
+            self.encode_piece(text, at..mark.span.start, (&mut ids, most))?;
             ids.push(mark.id);
             at = mark.span.end;
         }
-        self.encode_piece(text, at..text.len(), &mut ids)?;
-        Ok(ids)
+        self.encode_piece(text, at..text.len(), (&mut ids, most))?;
+        within(ids, most)
     }
 
-    /// Encodes the text between two control tokens as the library does it.
+    /// Encodes the text between two control tokens to the end of `ids`.
     fn encode_piece(
         &self,
         text: &str,
         span: std::ops::Range<usize>,
-        ids: &mut Vec<u32>,
+        (ids, most): (&mut Vec<u32>, usize),
     ) -> Result<(), TextError> {
-        if span.is_empty() {
-            return Ok(());
+        if ids.len() > most {
+            return Err(TextError::TooLong { at_least: ids.len() });
         }
+        if !span.is_empty() {
+            let encoding = self.encode_span(text, span, most - ids.len())?;
+            ids.extend_from_slice(encoding.get_ids());
+        }
+        Ok(())
+    }
+
+    /// Encodes a part of `text` as the library does it. The result has more than
+    /// `most` tokens only if the part has; it may then lack the tokens after these.
+    fn encode_span(
+        &self,
+        text: &str,
+        span: std::ops::Range<usize>,
+        most: usize,
+    ) -> Result<Encoding, TextError> {
         let pre_tokenizer = match &self.inside {
             Some(inside) if span.start > 0 => Some(inside),
             _ => self.inner.get_pre_tokenizer(),
@@ -119,10 +143,11 @@ impl Tokenizer {
         if let Some(pre_tokenizer) = pre_tokenizer {
             pre_tokenizer.pre_tokenize(&mut piece).map_err(encode_error)?;
         }
-        self.inner.get_model().tokenize_in_pretokenized(&mut piece, None).map_err(encode_error)?;
-        let encoding = piece.into_encoding(None, 0, OffsetType::None).map_err(encode_error)?;
-        ids.extend_from_slice(encoding.get_ids());
-        Ok(())
+        // The library stops between two words once it has this many tokens. Every token
+        // that it gives is one of the whole text, so the count is never too large.
+        let limit = Some((most.saturating_add(1), TruncationDirection::Right));
+        self.inner.get_model().tokenize_in_pretokenized(&mut piece, limit).map_err(encode_error)?;
+        piece.into_encoding(None, 0, OffsetType::None).map_err(encode_error)
     }
 
     /// Returns the text of `ids`. Control tokens are left out; bytes that are not
@@ -179,6 +204,11 @@ impl fmt::Debug for Tokenizer {
 
 /// A text with letters, digits, spaces and characters of several bytes.
 const PROBE: &str = "A probe, 1 of 2: \u{e9}\u{4e2d}\u{1f642}\n\n <s> end";
+
+/// Returns `ids` unless there are more than `most`.
+fn within(ids: Vec<u32>, most: usize) -> Result<Vec<u32>, TextError> {
+    if ids.len() > most { Err(TextError::TooLong { at_least: ids.len() }) } else { Ok(ids) }
+}
 
 fn encode_error(error: tokenizers::Error) -> TextError {
     TextError::Encode(error.to_string())

@@ -18,7 +18,8 @@ fn demo_model_chat_encodes_and_streams() {
     let template = ChatTemplate::compile(source, &config).expect("good");
     let question = "What is a rate limit? Größe, 世界 \u{1f680}";
     let messages = [ChatMessage { role: Role::User, content: question.into() }];
-    let ids = encode_chat(&tokenizer, &template, &messages, UtcTime(0)).expect("encodes");
+    let ids =
+        encode_chat(&tokenizer, &template, &messages, UtcTime(0), usize::MAX).expect("encodes");
     let control = ids.iter().filter(|&&id| tokenizer.is_control(id)).count();
     assert_eq!(control, 3, "a start and an end for the question, a start for the answer");
     let mut stream = TextStream::new(Arc::clone(&tokenizer));

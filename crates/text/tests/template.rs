@@ -17,7 +17,13 @@ fn render(source: &str, contents: &[&str]) -> Result<String, TextError> {
         .iter()
         .map(|&content| ChatMessage { role: Role::User, content: content.into() })
         .collect();
-    let ids = encode_chat(&tokenizer, &template, &messages, UtcTime(1_795_203_723_000_000_000))?;
+    let ids = encode_chat(
+        &tokenizer,
+        &template,
+        &messages,
+        UtcTime(1_795_203_723_000_000_000),
+        usize::MAX,
+    )?;
     Ok(tokenizer.decode(&ids))
 }
 

@@ -1,6 +1,8 @@
 //! Encoding and decoding over one tokenizer of each style that the supported
 //! families use: bytes (Llama 3, Qwen) and sentencepiece (Llama 2, Mistral).
 
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
+
 use std::sync::{Arc, LazyLock};
 
 use proptest::prelude::*;
@@ -70,7 +72,8 @@ fn user(content: &str) -> ChatMessage {
 }
 
 fn chat(json: &[u8], source: &str, messages: &[ChatMessage]) -> Vec<u32> {
-    encode_chat(&tokenizer(json), &template(source), messages, UtcTime(0)).expect("encodes")
+    encode_chat(&tokenizer(json), &template(source), messages, UtcTime(0), usize::MAX)
+        .expect("encodes")
 }
 
 /// Returns the reference's tokens of a whole rendering, control tokens included.
@@ -173,7 +176,7 @@ fn control_tokens_cannot_be_assembled_from_parts() {
 fn whole_prompts_get_begin_token() {
     let tokenizer = tokenizer(SENTENCEPIECE);
     let plain = tokenizer.encode("Hello</s>").expect("encodes");
-    let prompt = tokenizer.encode_prompt("Hello</s>").expect("encodes");
+    let prompt = tokenizer.encode_prompt("Hello</s>", usize::MAX).expect("encodes");
     assert_eq!(prompt[0], tokenizer.token_id("<s>").expect("is there"));
     assert_eq!(prompt[1..], plain[..]);
     assert!(!plain.contains(&tokenizer.token_id("</s>").expect("is there")));
@@ -306,6 +309,35 @@ proptest! {
         prop_assert_eq!(&ids[..], expected.get_ids());
     }
 
+    /// A limit changes nothing below it, and the count beyond it is never too large.
+    #[test]
+    fn encoding_limit_is_exact(
+        text in "[a-z<>|_ \\n\u{e9}\u{4e16}0-9'.]{0,60}",
+        sentencepiece in any::<bool>(),
+        most in 0_usize..60,
+    ) {
+        let (tokenizer, _) = &BOTH[usize::from(sentencepiece)];
+        let source = template(CHATML);
+        let messages = [user(&text), user("b")];
+        let chat = |most| encode_chat(tokenizer, &source, &messages, UtcTime(0), most);
+        for (whole, limited) in [
+            (tokenizer.encode_prompt(&text, usize::MAX), tokenizer.encode_prompt(&text, most)),
+            (chat(usize::MAX), chat(most)),
+        ] {
+            let whole = whole.expect("encodes");
+            match limited {
+                Ok(limited) => {
+                    prop_assert!(whole.len() <= most);
+                    prop_assert_eq!(limited, whole);
+                }
+                Err(TextError::TooLong { at_least }) => {
+                    prop_assert!(most < at_least && at_least <= whole.len());
+                }
+                Err(error) => prop_assert!(false, "{:?}", error),
+            }
+        }
+    }
+
     /// T36 with arbitrary text made of the template's own pieces.
     #[test]
     fn arbitrary_chats_never_smuggle_control_tokens(
@@ -318,7 +350,7 @@ proptest! {
         let (tokenizer, _) = &BOTH[0];
         let source = template(if thinking { THINKING } else { CHATML });
         let messages: Vec<_> = contents.iter().map(|content| user(content)).collect();
-        let ids = encode_chat(tokenizer, &source, &messages, UtcTime(0)).expect("encodes");
+        let ids = encode_chat(tokenizer, &source, &messages, UtcTime(0), usize::MAX).expect("encodes");
         let control = ids.iter().filter(|&&id| tokenizer.is_control(id)).count();
         prop_assert_eq!(control, 2 * messages.len() + 1);
     }
@@ -328,14 +360,14 @@ proptest! {
 fn template_refusal_reaches_client_verbatim() {
     let tokenizer = tokenizer(SENTENCEPIECE);
     let messages = [user("a"), user("b")];
-    let error =
-        encode_chat(&tokenizer, &template(INST), &messages, UtcTime(0)).expect_err("refused");
+    let error = encode_chat(&tokenizer, &template(INST), &messages, UtcTime(0), usize::MAX)
+        .expect_err("refused");
     assert!(
         matches!(&error, TextError::Refused(m) if m == "roles must alternate user/assistant"),
         "{error:?}"
     );
     let nested = "{% macro m() %}{{ raise_exception('no') }}{% endmacro %}{{ m() }}";
-    let error =
-        encode_chat(&tokenizer, &template(nested), &messages, UtcTime(0)).expect_err("refused");
+    let error = encode_chat(&tokenizer, &template(nested), &messages, UtcTime(0), usize::MAX)
+        .expect_err("refused");
     assert!(matches!(&error, TextError::Refused(m) if m == "no"), "{error:?}");
 }

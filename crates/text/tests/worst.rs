@@ -1,6 +1,8 @@
 //! Limits on what a tokenizer reveals and costs. Threat T25: the texts of one caller
 //! change nothing for the next. Threat T35: the cost of a text grows in proportion
 //! to its length.
+#![allow(clippy::disallowed_methods, reason = "a test may read the system's clock")]
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(missing_docs)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -9,7 +11,7 @@ use std::hint::black_box;
 use std::path::Path;
 use std::time::Instant;
 
-use tollgate_text::Tokenizer;
+use tollgate_text::{TextError, Tokenizer};
 
 /// A cache would make the second encoding of a text do other work than the first.
 /// The work is counted by the allocator, which no other process disturbs. The
@@ -36,6 +38,30 @@ fn encoding_work_ignores_earlier_texts() {
         assert_eq!(work(&by_us, &text), work(&by_us, &text), "{text}");
         assert_ne!(work(&by_reference, &text), work(&by_reference, &text), "the control: {text}");
     }
+}
+
+/// Counting stops at the limit: a prompt of ten times the limit takes as much work as one
+/// that is just beyond the limit, but for splitting the text into words.
+#[test]
+fn encoding_stops_after_its_limit() {
+    const MOST: usize = 200;
+    let tokenizer = Tokenizer::from_json(&demo()).expect("the shipped tokenizer");
+    let mut words = Words(7);
+    let text: String = (0..200).map(|_| words.text()).collect::<Vec<_>>().join(" ");
+    let all = tokenizer.encode_prompt(&text, usize::MAX).expect("it encodes").len();
+    assert!(all > 10 * MOST, "{all} tokens");
+    let work = |most: usize| {
+        let before = TAKEN.get();
+        let result = black_box(tokenizer.encode_prompt(&text, most));
+        (result, TAKEN.get().0 - before.0)
+    };
+    let (whole, unlimited) = work(all);
+    assert_eq!(whole.expect("exactly at its limit").len(), all);
+    let (cut, limited) = work(MOST);
+    let Err(TextError::TooLong { at_least }) = cut else { panic!("{cut:?}") };
+    assert!((MOST + 1..all).contains(&at_least), "{at_least} of {all}");
+    // Splitting the text into words is the rest of the work.
+    assert!(limited * 2 < unlimited, "{limited} of {unlimited} allocations");
 }
 
 thread_local! {

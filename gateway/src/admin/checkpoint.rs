@@ -18,11 +18,14 @@ pub(super) async fn newest(State(state): State<Arc<AdminState>>) -> Result<Respo
     match tokio::task::spawn_blocking(move || reader.checkpoint()).await {
         Ok(Ok(Some(note))) => Ok(plain(note)),
         Ok(Ok(None)) => Err(none("checkpoint")),
-        failed => {
-            tracing::error!(?failed, "cannot read the newest checkpoint; the request was refused");
-            Err(ApiError::LedgerUnavailable)
-        }
+        Ok(Err(error)) => Err(unreadable(&error)),
+        Err(error) => Err(unreadable(&error)),
     }
+}
+
+fn unreadable(error: &(dyn std::error::Error + 'static)) -> ApiError {
+    tracing::error!(error, "cannot read the newest checkpoint; the request was refused");
+    ApiError::LedgerUnavailable
 }
 
 /// Answers with the public key, as `tollgate audit verify --key` takes it. A

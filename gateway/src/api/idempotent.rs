@@ -148,7 +148,7 @@ async fn keep_stream(
             kept.extend_from_slice(&bytes[..bytes.len().min(max + 1 - kept.len())]);
         }
         // An error means that the client has left; the request goes on. A client
-        // that stalls holds this task until the listener closes its connection.
+        // that stalls holds this task until the listener ends its response.
         let _ = writes.send(bytes).await;
     }
     guard.answered(StoredAnswer { head, body: kept.into() });

@@ -65,11 +65,11 @@ pub(crate) async fn show(api: Api, call: Call) -> Result<Response, ApiError> {
 fn usable<'a>(api: &Api, caller: &'a KnownCaller) -> impl Iterator<Item = ModelName> + use<'a> {
     let KnownCaller { caller, tenant, context: _ } = caller;
     let mut names = route::offered(api.serving.workers());
-    names.extend(api.config.models().map(|model| model.name.clone()));
+    names.extend(tenant.config().models().map(|model| model.name.clone()));
     // The config and the workers may name the same model; `dedup` finds only neighbours.
     names.sort_unstable();
     names.dedup();
-    names.into_iter().filter(|name| tenant.allows(name) && caller.may_use_model(name))
+    names.into_iter().filter(|name| tenant.tenant().allows(name) && caller.may_use_model(name))
 }
 
 fn body(api: &Api, name: &ModelName) -> ModelBody {

@@ -28,6 +28,7 @@ impl Outgoing {
     }
 
     /// Starts the timer: the worker's last event has arrived.
+    #[expect(clippy::disallowed_methods, reason = "the stages of a request are measured")]
     pub(crate) fn begins(&mut self) {
         self.since = Some(Instant::now());
     }

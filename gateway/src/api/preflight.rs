@@ -1,14 +1,11 @@
 //! The head check of a request to the API: it finds the caller and the tenant,
-//! and for work it asks the limits that bind all of the caller's requests.
+//! and for work it counts the request against the caller's rates of requests.
 //! Most refusals of a busy tenant are made here, before a body is read.
-
-use std::sync::Arc;
 
 use axum::extract::Request;
 use http::HeaderMap;
-use tollgate_config::Tenant;
 use tollgate_domain::{MonotonicTime, RequestId};
-use tollgate_serving::CallerContext;
+use tollgate_serving::{CallerContext, ConfiguredTenant};
 
 use super::Api;
 use crate::auth::{AuthenticatedCaller, Endpoint};
@@ -34,9 +31,10 @@ pub(crate) struct Call {
 #[derive(Clone)]
 pub(crate) struct KnownCaller {
     pub(crate) caller: AuthenticatedCaller,
-    pub(crate) tenant: Arc<Tenant>,
-    /// The limits of every request of this caller. `None` on read-only routes,
-    /// which no plan limits.
+    /// The tenant, with the config that the request keeps to its end.
+    pub(crate) tenant: ConfiguredTenant,
+    /// The limits of the request, whose rates of requests have counted it. `None`
+    /// on read-only routes, which no plan limits.
     pub(crate) context: Option<CallerContext>,
 }
 
@@ -54,9 +52,9 @@ impl Api {
     /// everything that the head of the request decides.
     ///
     /// # Errors
-    /// The credential does not authenticate or may not use the endpoint; for
-    /// work also: the gateway drains, the tenant has a penalty, or a rate of
-    /// requests is spent.
+    /// The credential does not authenticate or may not use the endpoint, or its
+    /// owner has too many connections; for work also: the gateway drains, the ledger takes no record, the tenant has a
+    /// penalty, or a rate of requests is spent.
     pub(crate) fn known_caller(
         &self,
         kind: RouteKind,
@@ -70,7 +68,16 @@ impl Api {
         if kind == RouteKind::Work && self.draining.is_cancelled() {
             return Err(ApiError::Draining);
         }
-        let tenant = Arc::clone(self.tenant(&caller, endpoint)?);
+        let tenant = self.tenant(&caller, endpoint)?;
+        if let Some(peer) = peer {
+            // The connection then leaves the places of its source to clients that are
+            // not known yet.
+            self.owner_numbers.authenticate(peer, &caller, &tenant)?;
+        }
+        // Before the request is counted: a full disk is not the tenant's.
+        if kind == RouteKind::Work && !self.serving.can_record() {
+            return Err(ApiError::LedgerUnavailable);
+        }
         let context = match kind {
             RouteKind::ReadOnly => None,
             RouteKind::Work => Some(self.limited(&caller, &tenant, now)?),
@@ -79,7 +86,7 @@ impl Api {
     }
 
     /// Authenticates the credential in `headers`. Counts a failure against the
-    /// source address; marks the connection as authenticated on success.
+    /// source address.
     fn identify(
         &self,
         headers: &HeaderMap,
@@ -88,16 +95,10 @@ impl Api {
     ) -> Result<AuthenticatedCaller, ApiError> {
         let utc = self.serving.clock().utc_at(now);
         let address = peer.map(|peer| peer.client(headers));
-        let caller = self.authenticator.authenticate(headers, address, utc).map_err(|error| {
+        self.authenticator.authenticate(headers, address, utc).map_err(|error| {
             let source = address.map(Source::of);
             self.source_penalties.failed_authentication(now, source, error)
-        })?;
-        if let Some(peer) = peer {
-            // The connection then leaves the places of its source to clients that are not known
-            // yet.
-            peer.mark_authenticated();
-        }
-        Ok(caller)
+        })
     }
 
     /// Returns the caller's tenant if the caller may use `endpoint`.
@@ -105,34 +106,33 @@ impl Api {
         &self,
         caller: &AuthenticatedCaller,
         endpoint: Endpoint,
-    ) -> Result<&Arc<Tenant>, ApiError> {
+    ) -> Result<ConfiguredTenant, ApiError> {
         if !caller.may_use_endpoint(endpoint) {
             return Err(ApiError::Permission {
                 message: format!("This key may not use '{}'.", endpoint.as_str()).into(),
             });
         }
-        self.config.tenant(caller.tenant()).ok_or(ApiError::Permission {
-            message: "The tenant of this credential is not served here.".into(),
-        })
+        let config = self.config.current();
+        ConfiguredTenant::find(&config, caller.tenant()).ok_or(ApiError::TenantNotServed)
     }
 
-    /// Finds the limits of every request of the caller, if the tenant has no
-    /// penalty and no rate of requests is spent.
+    /// Finds the limits of the request and counts it against their rates of
+    /// requests, if the tenant has no penalty and no such rate is spent.
     fn limited(
         &self,
         caller: &AuthenticatedCaller,
-        tenant: &Arc<Tenant>,
+        tenant: &ConfiguredTenant,
         now: MonotonicTime,
     ) -> Result<CallerContext, ApiError> {
         let serving = &self.serving;
         // The penalty is checked first, so that a penalised tenant spends none of its rate.
         let checked = serving.penalties().check(now, caller.tenant()).and_then(|()| {
             let (caller, plan) = (caller.caller().clone(), caller.plan());
-            let context = serving.limits().caller_context(caller, plan, Arc::clone(tenant))?;
-            serving.limits().check_request_rate(now, &context)?;
-            Ok(context)
+            serving.limits().caller_context(now, caller, plan, tenant.clone())
         });
         // Clients that ignore `retry-after` accumulate a penalty.
-        checked.map_err(ApiError::from).inspect_err(|error| self.count_refusal(&tenant.name, error))
+        checked
+            .map_err(ApiError::from)
+            .inspect_err(|error| self.count_refusal(now, &tenant.tenant().name, error))
     }
 }

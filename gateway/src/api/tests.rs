@@ -1,5 +1,5 @@
 //! Tests of the API: whole requests through the routes against a fake worker.
 
 mod idempotent;
-pub(crate) mod room;
+pub(crate) mod test_gateway;
 mod whole;

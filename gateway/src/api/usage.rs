@@ -45,7 +45,7 @@ pub(crate) struct UsageList {
 
 /// Answers `GET /v1/usage`.
 pub(crate) async fn list(api: Api, call: Call) -> Result<Response, ApiError> {
-    let tenant = &call.caller.tenant.name;
+    let tenant = &call.caller.tenant.tenant().name;
     let Query(filters) = Query::<Vec<(String, String)>>::try_from_uri(call.request.uri())
         .map_err(|_| ApiError::malformed("The query string cannot be read."))?;
     let query = query(&Filters::of(filters)?, tenant)?;
@@ -182,7 +182,7 @@ struct RequestFigures {
 /// Answers `GET /v1/usage/{request_id}`.
 pub(crate) async fn show(api: Api, call: Call) -> Result<Response, ApiError> {
     let Call { parameter: id, caller, .. } = call;
-    let tenant = caller.tenant.name.clone();
+    let tenant = caller.tenant.tenant().name.clone();
     let request = request_id(&id).ok_or_else(|| not_found(&id))?;
     // Before the row is read: in the other order, a request that is recorded in between would be
     // found in neither place.

@@ -2,7 +2,7 @@
 //! that is not expected is refused, not ignored. A token never decides where its
 //! key comes from, or how its signature is checked.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
@@ -20,7 +20,7 @@ use super::jwks;
 /// The verifier of the tokens of all issuers.
 #[derive(Debug)]
 pub(super) struct TokenVerifier {
-    issuers: Vec<Issuer>,
+    issuers: Vec<Arc<Issuer>>,
 }
 
 #[derive(Debug)]
@@ -57,7 +57,13 @@ pub(super) enum Refused {
 
 impl TokenVerifier {
     pub(super) fn new(options: Vec<IssuerOptions>) -> Result<Self, IssuerError> {
-        let mut issuers: Vec<Issuer> = Vec::with_capacity(options.len());
+        Self { issuers: Vec::new() }.succeeded_by(options)
+    }
+
+    /// Makes the verifier that follows this one. Issuers that stay as they are keep their
+    /// keys, so that those fetched from a URL are not lost.
+    pub(super) fn succeeded_by(&self, options: Vec<IssuerOptions>) -> Result<Self, IssuerError> {
+        let mut issuers: Vec<Arc<Issuer>> = Vec::with_capacity(options.len());
         for options in options {
             if issuers.iter().any(|other| other.means_the_same_as(&options)) {
                 return Err(IssuerError::Option {
@@ -66,17 +72,21 @@ impl TokenVerifier {
                     message: "another issuer has the same, and an audience in common".into(),
                 });
             }
+            if let Some(same) = self.issuers.iter().find(|issuer| issuer.options == options) {
+                issuers.push(Arc::clone(same));
+                continue;
+            }
             let algorithms = options.check()?;
             let (keys, content) = jwks::load(&options, &algorithms)?;
             let fetcher = fetcher(&options)?;
-            issuers.push(Issuer {
+            issuers.push(Arc::new(Issuer {
                 options,
                 algorithms,
                 keys: ArcSwap::from_pointee(keys),
                 content: Mutex::new(content),
                 fetcher,
                 wanted: Notify::new(),
-            });
+            }));
         }
         Ok(Self { issuers })
     }
@@ -88,7 +98,7 @@ impl TokenVerifier {
     pub(super) fn refresh(&self) -> Result<(), IssuerError> {
         // All issuers are read before the first error is returned: one bad file
         // must not stop the key rotation of the others.
-        let results: Vec<_> = self.issuers.iter().map(Issuer::refresh).collect();
+        let results: Vec<_> = self.issuers.iter().map(|issuer| issuer.refresh()).collect();
         results.into_iter().collect()
     }
 
@@ -288,14 +298,20 @@ fn checked_header(json: &[u8]) -> Result<TokenHeader, Refused> {
     if header.has_refused_field() {
         return Err(Refused::Header);
     }
-    // A token for another purpose, such as an ID token or a logout, has another
-    // type.
-    let typ = header.typ.as_deref().ok_or(Refused::Type)?;
-    let typ = typ.strip_prefix("application/").unwrap_or(typ);
-    if !["JWT", "at+jwt"].iter().any(|good| typ.eq_ignore_ascii_case(good)) {
+    if !is_access_token(header.typ.as_deref()) {
         return Err(Refused::Type);
     }
     Ok(header)
+}
+
+/// Returns true for an access token of RFC 9068 (`at+jwt`), and for a token of
+/// RFC 7519 without a purpose of its own (`JWT`, or no type). A token for another
+/// purpose, such as a logout, has another type.
+fn is_access_token(typ: Option<&str>) -> bool {
+    // RFC 7515, 4.1.9: a type is a media type. Its case does not count, and
+    // `application/` may be left out.
+    let Some(typ) = typ.map(str::to_ascii_lowercase) else { return true };
+    matches!(typ.strip_prefix("application/").unwrap_or(&typ), "jwt" | "at+jwt")
 }
 
 /// Returns the key that the token names. A token that names none is checked with
@@ -352,6 +368,10 @@ pub(super) fn is_token_key(key: &KeyId) -> bool {
 /// share a key id.
 fn token_key(subject: &str) -> Option<KeyId> {
     if subject.is_empty() || subject.len() > MAX_SUBJECT_BYTES {
+        return None;
+    }
+    // No issuer names a caller by them, and they forge lines where a name is shown.
+    if subject.chars().any(char::is_control) {
         return None;
     }
     let plain = KeyId::new(&format!("{TOKEN_KEY}{subject}")).ok();

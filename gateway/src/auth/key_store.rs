@@ -6,9 +6,8 @@
 //! open the store at the same time; the one that serves polls for the changes of
 //! the others.
 
-mod actions;
 mod pepper;
-mod rows;
+mod record;
 mod snapshot;
 
 use std::collections::BTreeMap;
@@ -18,9 +17,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use aws_lc_rs::hmac;
-use rusqlite::{Connection, TransactionBehavior};
+use serde::Serialize;
 use tollgate_domain::{Caller, KeyId, PlanName, TenantId, UtcTime};
 use tollgate_ledger::AdminAction;
+use tollgate_ledger::keys::{
+    ChangeNumber, DataVersion, KeyChange, KeyDatabase, KeyDatabaseError, KeySnapshot,
+};
 
 use self::snapshot::{Entries, Names};
 use super::AuthenticatedCaller;
@@ -37,18 +39,19 @@ pub struct KeyStore {
 
 struct SharedStore {
     pepper: hmac::Key,
-    database: Mutex<Database>,
-    /// The snapshot. A writer holds the lock of the database, too.
+    followed: Mutex<FollowedDatabase>,
+    /// The snapshot. A writer holds the lock of `followed`, too.
     entries: RwLock<Entries>,
 }
 
-struct Database {
-    connection: Connection,
+/// The database, and how far the snapshot follows it.
+struct FollowedDatabase {
+    database: KeyDatabase,
     purpose: Purpose,
-    /// `PRAGMA data_version` at the last refresh.
-    version: i64,
+    /// The version at the last refresh.
+    version: DataVersion,
     /// The number of the last change that the snapshot contains.
-    changed: i64,
+    changed: ChangeNumber,
     names: Names,
 }
 
@@ -83,10 +86,12 @@ pub struct KeyOptions {
     pub plan: Option<PlanName>,
 }
 
-/// A key as lists show it, without secret and hash.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A key as lists show it, without secret and hash. The names in JSON state the unit of
+/// each time.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct KeyRecord {
     /// The public id of the key.
+    #[serde(rename = "key")]
     pub id: KeyId,
     /// The tenant that the key belongs to.
     pub tenant: TenantId,
@@ -95,10 +100,13 @@ pub struct KeyRecord {
     /// The limits on the key's use.
     pub scopes: Scopes,
     /// The time when the key was created.
+    #[serde(rename = "created_ns")]
     pub created: UtcTime,
     /// The time when the key expires, if it does.
+    #[serde(rename = "expires_ns")]
     pub expires: Option<UtcTime>,
     /// The time when the key was revoked, if it was.
+    #[serde(rename = "revoked_ns")]
     pub revoked: Option<UtcTime>,
     /// True if the revocation ended the running requests of the key.
     pub ends_requests: bool,
@@ -120,40 +128,9 @@ pub struct NewKey {
 /// The failures of the key store.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyStoreError {
-    /// The database failed.
-    #[error("{path}: the key database failed")]
-    Database {
-        /// The path of the file.
-        path: PathBuf,
-        /// The cause.
-        source: rusqlite::Error,
-    },
-    /// The database file cannot be created or its mode cannot be set.
-    #[error("{path}: cannot be opened")]
-    File {
-        /// The path of the file.
-        path: PathBuf,
-        /// The cause.
-        source: std::io::Error,
-    },
-    /// The database was written by another version of the program.
-    #[error("{path}: the key database has format {found}; this version reads format {expected}")]
-    Format {
-        /// The path of the file.
-        path: PathBuf,
-        /// The format of the file.
-        found: i64,
-        /// The format that this version reads.
-        expected: i64,
-    },
-    /// A row holds a value that no version writes.
-    #[error("key {id}: column {column} is damaged")]
-    Row {
-        /// The id in the row.
-        id: String,
-        /// The name of the column.
-        column: &'static str,
-    },
+    /// The database of the keys failed.
+    #[error(transparent)]
+    Database(#[from] KeyDatabaseError),
     /// The pepper file cannot be read or created.
     #[error("{path}: the pepper cannot be read or created")]
     Pepper {
@@ -198,9 +175,6 @@ pub enum KeyStoreError {
     /// The expiry of a new key is in the past.
     #[error("the key would expire at once: choose a later expiry")]
     Expired,
-    /// A time is after the year 2262, the last that the database can hold.
-    #[error("the time is after the year 2262")]
-    Time,
     /// The system's random numbers failed.
     #[error(transparent)]
     Random(#[from] NoRandomness),
@@ -228,26 +202,25 @@ impl KeyStore {
     fn open_for(data: &Path, purpose: Purpose) -> Result<Self, KeyStoreError> {
         let path = data.join("pepper");
         let is_new = !path.exists();
-        let mut connection = rows::open(&data.join("keys.db"))?;
-        actions::open(&mut connection)?;
+        let mut database = KeyDatabase::open(data)?;
         // A new pepper would make every stored key invalid for ever. The file is
         // looked for again, because another process may have created it meanwhile.
-        if is_new && rows::count(&connection)? > 0 && !path.exists() {
+        if is_new && database.snapshot()?.count()? > 0 && !path.exists() {
             return Err(KeyStoreError::PepperMissing { path });
         }
         let pepper = pepper::load_or_create(&path)?;
         // Read before the keys, so that the next refresh notices a change in between.
-        let version = rows::data_version(&connection)?;
+        let version = database.data_version()?;
         let mut names = Names::default();
         let (entries, changed) = match purpose {
-            Purpose::Checking => load(&mut connection, &mut names)?,
-            Purpose::Changing => (Entries::new(), 0),
+            Purpose::Checking => load(&database.snapshot()?, &mut names)?,
+            Purpose::Changing => (Entries::new(), ChangeNumber::default()),
         };
-        let database = Database { connection, purpose, version, changed, names };
+        let followed = FollowedDatabase { database, purpose, version, changed, names };
         Ok(Self {
             shared: Arc::new(SharedStore {
                 pepper,
-                database: Mutex::new(database),
+                followed: Mutex::new(followed),
                 entries: RwLock::new(entries),
             }),
         })
@@ -258,6 +231,10 @@ impl KeyStore {
     ///
     /// # Errors
     /// The store cannot be written, or an option is out of bounds.
+    #[expect(
+        clippy::expect_used,
+        reason = "`create_all` returns one key for each tenant that it is given"
+    )]
     pub fn create(
         &self,
         tenant: &TenantId,
@@ -277,11 +254,11 @@ impl KeyStore {
         wanted: impl IntoIterator<Item = (TenantId, KeyOptions)>,
         now: UtcTime,
     ) -> Result<Vec<NewKey>, KeyStoreError> {
-        self.change(|connection, pepper, change| {
+        self.change(|change, pepper| {
             let make = |(tenant, options): (TenantId, KeyOptions)| {
                 options.check(now)?;
                 let new = draw(&tenant, options, now, None)?;
-                rows::insert(connection, &new.record, &mac(pepper, &new.secret), change)?;
+                change.insert(&new.record.row(mac(pepper, &new.secret)))?;
                 Ok(new)
             };
             wanted.into_iter().map(make).collect()
@@ -293,7 +270,8 @@ impl KeyStore {
     /// # Errors
     /// The store cannot be read.
     pub fn list(&self, tenant: Option<&TenantId>) -> Result<Vec<KeyRecord>, KeyStoreError> {
-        rows::list(&self.database().connection, tenant)
+        let rows = self.followed().database.list(tenant)?;
+        rows.into_iter().map(KeyRecord::of).collect()
     }
 
     /// Returns the plans of keys that are not revoked, with the number of keys of
@@ -324,8 +302,8 @@ impl KeyStore {
         under_way: UnderWay,
         now: UtcTime,
     ) -> Result<KeyRecord, KeyStoreError> {
-        self.change(|connection, _, change| {
-            let old = rows::find(connection, id)?;
+        self.change(|change, _| {
+            let old = find(change, id)?;
             let record = KeyRecord {
                 // A second revocation must not move the time of the first.
                 revoked: old.revoked.or(Some(now)),
@@ -334,7 +312,7 @@ impl KeyStore {
             };
             // An unchanged row needs no change number, and the audit log no second action.
             if record != old {
-                rows::update(connection, &record, change)?;
+                change.update_end(id, &record.end())?;
             }
             Ok(record)
         })
@@ -352,8 +330,8 @@ impl KeyStore {
         overlap: Duration,
         now: UtcTime,
     ) -> Result<NewKey, KeyStoreError> {
-        self.change(|connection, pepper, change| {
-            let mut old = rows::find(connection, id)?;
+        self.change(|change, pepper| {
+            let mut old = find(change, id)?;
             // Rotation must not bring a revoked key back to life under a new secret.
             if !old.is_active(now) {
                 return Err(KeyStoreError::NotActive(id.clone()));
@@ -365,12 +343,12 @@ impl KeyStore {
                 plan: old.plan.clone(),
             };
             let new = draw(&old.tenant, options, now, Some(id.clone()))?;
-            rows::insert(connection, &new.record, &mac(pepper, &new.secret), change)?;
+            change.insert(&new.record.row(mac(pepper, &new.secret)))?;
             // Rotation never extends the life of the old key.
             let overlap = u64::try_from(overlap.as_nanos()).unwrap_or(u64::MAX);
             let end = UtcTime(now.0.saturating_add(overlap));
             old.expires = Some(old.expires.map_or(end, |expires| expires.min(end)));
-            rows::update(connection, &old, change)?;
+            change.update_end(id, &old.end())?;
             Ok(new)
         })
     }
@@ -381,12 +359,12 @@ impl KeyStore {
     /// # Errors
     /// The store cannot be read; the snapshot does not change.
     pub fn refresh(&self) -> Result<(), KeyStoreError> {
-        let mut database = self.database();
-        let found = rows::data_version(&database.connection)?;
-        if database.version != found {
-            self.update_snapshot(&mut database)?;
+        let mut followed = self.followed();
+        let found = followed.database.data_version()?;
+        if followed.version != found {
+            self.update_snapshot(&mut followed)?;
             // Set last: after an error the next call tries again.
-            database.version = found;
+            followed.version = found;
         }
         Ok(())
     }
@@ -397,7 +375,7 @@ impl KeyStore {
     /// # Errors
     /// The store cannot be read.
     pub fn actions(&self, max: usize) -> Result<Vec<(i64, AdminAction)>, KeyStoreError> {
-        actions::oldest(&self.database().connection, max)
+        Ok(self.followed().database.actions(max)?)
     }
 
     /// Deletes the actions with these numbers, because the audit log has them.
@@ -405,7 +383,7 @@ impl KeyStore {
     /// # Errors
     /// The store cannot be written.
     pub fn forget_actions(&self, numbers: &[i64]) -> Result<(), KeyStoreError> {
-        actions::forget(&mut self.database().connection, numbers)
+        Ok(self.followed().database.forget_actions(numbers)?)
     }
 
     /// True if the running requests of the key `id` must end.
@@ -442,51 +420,38 @@ impl KeyStore {
         Some(AuthenticatedCaller { caller, scopes, plan })
     }
 
-    /// Runs `change` in one transaction with a new change number, then brings the
-    /// snapshot up to date.
+    /// Runs `change` in one transaction, then brings the snapshot up to date.
     fn change<T>(
         &self,
-        change: impl FnOnce(&Connection, &hmac::Key, i64) -> Result<T, KeyStoreError>,
+        change: impl FnOnce(&KeyChange<'_>, &hmac::Key) -> Result<T, KeyStoreError>,
     ) -> Result<T, KeyStoreError> {
-        let mut database = self.database();
-        let fault = rows::fault_at(&database.connection);
-        let transaction = database
-            .connection
-            // Immediate takes the write lock at once, so that two processes cannot draw the same
-            // change number.
-            .transaction_with_behavior(TransactionBehavior::Immediate)
-            .map_err(&fault)?;
-        let number = rows::next_change(&transaction)?;
-        // Triggers of the database write the actions. Those that this change causes
-        // come after `latest`, and they alone get this process as their actor.
-        let latest = actions::latest(&transaction)?;
-        let done = change(&transaction, &self.shared.pepper, number)?;
-        actions::sign(&transaction, latest)?;
-        transaction.commit().map_err(&fault)?;
+        let mut followed = self.followed();
+        let actor = format!("uid {}", rustix::process::getuid().as_raw());
+        let pepper = &self.shared.pepper;
+        let done = followed.database.change(&actor, |in_database| change(in_database, pepper))?;
         // After the commit, so that the snapshot never holds a change that was rolled back.
-        self.update_snapshot(&mut database)?;
+        self.update_snapshot(&mut followed)?;
         Ok(done)
     }
 
     /// Reads the changes since the last update into the snapshot: all of them, or
     /// none if one cannot be read.
-    fn update_snapshot(&self, database: &mut Database) -> Result<(), KeyStoreError> {
-        if database.purpose == Purpose::Changing {
+    fn update_snapshot(&self, followed: &mut FollowedDatabase) -> Result<(), KeyStoreError> {
+        if followed.purpose == Purpose::Changing {
             return Ok(());
         }
-        let Database { connection, changed, names, .. } = database;
-        let fault = rows::fault_at(connection);
-        let transaction = connection.transaction().map_err(&fault)?;
-        // Read in the transaction of the rows below, so that no change falls in between.
-        let latest = rows::next_change(&transaction)? - 1;
+        let FollowedDatabase { database, changed, names, .. } = followed;
+        let stored = database.snapshot()?;
+        // Read in the snapshot of the rows below, so that no change falls in between.
+        let latest = stored.latest_change()?;
         let mut found = Vec::new();
-        rows::changed_since(&transaction, *changed, |stored| {
-            found.push(names.entry(stored)?);
-            Ok(())
+        stored.changed_since(*changed, |facts| {
+            found.push(names.entry(facts)?);
+            Ok::<_, KeyStoreError>(())
         })?;
-        let count = rows::count(&transaction)?;
+        let count = stored.count()?;
         // The read ends before the lock is taken, so requests wait for no query.
-        drop(transaction);
+        drop(stored);
         let mut entries = self.shared.entries.write().unwrap_or_else(PoisonError::into_inner);
         entries.extend(found);
         *changed = latest;
@@ -495,16 +460,16 @@ impl KeyStore {
         if !is_whole {
             // Rows were deleted by hand. Their keys must stop working, so the
             // whole snapshot is read anew.
-            let (all, latest) = load(connection, names)?;
+            let (all, latest) = load(&database.snapshot()?, names)?;
             *self.shared.entries.write().unwrap_or_else(PoisonError::into_inner) = all;
             *changed = latest;
         }
         Ok(())
     }
 
-    fn database(&self) -> MutexGuard<'_, Database> {
-        // A panic rolls its transaction back, so the connection behind the lock stays usable.
-        self.shared.database.lock().unwrap_or_else(PoisonError::into_inner)
+    fn followed(&self) -> MutexGuard<'_, FollowedDatabase> {
+        // A panic rolls its transaction back, so the database behind the lock stays usable.
+        self.shared.followed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn entries(&self) -> RwLockReadGuard<'_, Entries> {
@@ -514,17 +479,23 @@ impl KeyStore {
 }
 
 /// Reads all keys; returns them with the number of the last change.
-fn load(connection: &mut Connection, names: &mut Names) -> Result<(Entries, i64), KeyStoreError> {
-    let fault = rows::fault_at(connection);
-    let transaction = connection.transaction().map_err(&fault)?;
-    let latest = rows::next_change(&transaction)? - 1;
-    let mut entries = Entries::with_capacity(rows::count(&transaction)?);
-    rows::changed_since(&transaction, 0, |stored| {
-        let (number, entry) = names.entry(stored)?;
+fn load(
+    stored: &KeySnapshot<'_>,
+    names: &mut Names,
+) -> Result<(Entries, ChangeNumber), KeyStoreError> {
+    let latest = stored.latest_change()?;
+    let mut entries = Entries::with_capacity(stored.count()?);
+    stored.changed_since(ChangeNumber::default(), |facts| {
+        let (number, entry) = names.entry(facts)?;
         entries.insert(number, entry);
-        Ok(())
+        Ok::<_, KeyStoreError>(())
     })?;
     Ok((entries, latest))
+}
+
+/// Returns the record of the key `id`.
+fn find(change: &KeyChange<'_>, id: &KeyId) -> Result<KeyRecord, KeyStoreError> {
+    KeyRecord::of(change.find(id)?.ok_or_else(|| KeyStoreError::Unknown(id.clone()))?)
 }
 
 impl KeyOptions {
@@ -576,6 +547,8 @@ fn draw(
     Ok(NewKey { record, secret })
 }
 
-fn mac(pepper: &hmac::Key, secret: &KeySecret) -> Vec<u8> {
-    hmac::sign(pepper, secret.expose().as_bytes()).as_ref().to_vec()
+#[expect(clippy::expect_used, reason = "the tag of HMAC-SHA256 has 32 bytes")]
+fn mac(pepper: &hmac::Key, secret: &KeySecret) -> [u8; 32] {
+    let tag = hmac::sign(pepper, secret.expose().as_bytes());
+    tag.as_ref().try_into().expect("32 bytes")
 }

@@ -71,6 +71,10 @@ impl<'a> KeySecret<&'a str> {
     }
 }
 
+#[expect(
+    clippy::expect_used,
+    reason = "the constructor checked that the id is letters and digits which spell a number"
+)]
 impl<T: AsRef<str>> KeySecret<T> {
     /// Returns the public id, which records and lists show.
     pub fn id(&self) -> KeyId {

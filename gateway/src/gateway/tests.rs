@@ -33,7 +33,7 @@ struct RunningGateway {
     admin: SocketAddr,
     data: tempfile::TempDir,
     key: String,
-    shutdown: CancellationToken,
+    shutdown: Shutdown,
     tasks: TaskTracker,
 }
 
@@ -60,7 +60,7 @@ impl RunningGateway {
         .await
         .unwrap();
         let (public, admin) = (service.local_addr(), service.admin_addr());
-        let (shutdown, tasks) = (CancellationToken::new(), TaskTracker::new());
+        let (shutdown, tasks) = (Shutdown::default(), TaskTracker::new());
         tasks.spawn(service.run(shutdown.clone(), async {}));
         tasks.close();
         Self { public, admin, data, key: key.secret.expose().to_owned(), shutdown, tasks }
@@ -101,7 +101,7 @@ impl RunningGateway {
     }
 
     async fn close(self) {
-        self.shutdown.cancel();
+        self.shutdown.drain.cancel();
         timeout(Duration::from_secs(20), self.tasks.wait()).await.expect("it stops");
     }
 }

@@ -103,11 +103,16 @@ fn millis(nanos: u64) -> u64 {
 }
 
 pub(super) fn number(value: u64) -> HeaderValue {
-    text(format_args!("{value}"))
+    // Several times quicker than `text`, which goes through the formatter.
+    HeaderValue::from(value)
 }
 
 /// Formats a header's value without an allocation of its own: `value` must be made
 /// of digits, names and units.
+#[expect(
+    clippy::expect_used,
+    reason = "`LONGEST_VALUE` holds the longest figures, which are visible ASCII"
+)]
 fn text(value: fmt::Arguments<'_>) -> HeaderValue {
     let mut space = [0; LONGEST_VALUE];
     let mut rest = &mut space[..];

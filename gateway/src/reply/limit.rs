@@ -29,25 +29,24 @@ impl Retry {
         }
     }
 
-    /// Writes the headers that SDKs act on. Waits beyond [`LONGEST_WAIT`] are in the
-    /// message only: some clients would sleep through them.
+    /// Writes the headers that SDKs act on.
     pub(super) fn write(self, headers: &mut HeaderMap) {
-        match self {
-            Self::After(wait) if wait <= LONGEST_WAIT => {
-                // At least 1: a client that is told 0 comes back at once, only to be refused again.
-                headers.insert(header::RETRY_AFTER, number(seconds_up(wait).max(1)));
-                headers.insert(RETRY_AFTER_MS, passing(number(millis_up(wait).max(1))));
-            }
-            Self::After(_) | Self::Never => {
-                // OpenAI's SDKs retry every 429 and 503 by themselves unless this header forbids
-                // it.
-                headers.insert(SHOULD_RETRY, HeaderValue::from_static("false"));
-            }
+        let mut is_for_sdks = false;
+        if let Self::After(wait) = self {
+            // At least 1: a client that is told 0 comes back at once, only to be refused again.
+            headers.insert(header::RETRY_AFTER, number(seconds_up(wait).max(1)));
+            headers.insert(RETRY_AFTER_MS, passing(number(millis_up(wait).max(1))));
+            is_for_sdks = wait <= LONGEST_WAIT;
+        }
+        if !is_for_sdks {
+            // OpenAI's SDKs retry every 429 and 503 by themselves unless this header forbids it.
+            headers.insert(SHOULD_RETRY, HeaderValue::from_static("false"));
         }
     }
 }
 
 /// Returns the refusal as a sentence for people.
+#[expect(clippy::expect_used, reason = "writing to a string does not fail")]
 pub(super) fn message(refusal: &Refusal) -> String {
     let Refusal { limit, scope, asked, largest, retry_after, permanent, .. } = refusal;
     let mut text = String::with_capacity(USUAL_MESSAGE);
@@ -55,7 +54,7 @@ pub(super) fn message(refusal: &Refusal) -> String {
         _ if *permanent && !limit.is_cap() => write!(
             text,
             "This request may need {}, and {scope} may never take more than {} at once: the limit \
-             is {}.",
+             is {}. Ask for a shorter answer or fewer choices, or send a shorter prompt.",
             amount(refusal, *asked),
             amount(refusal, *largest),
             limit_text(refusal),
@@ -112,7 +111,8 @@ fn time(nanos: u64) -> impl fmt::Display {
 /// Bytes of a message; most are shorter.
 const USUAL_MESSAGE: usize = 128;
 
-/// The longest wait in a header. Beyond it Python's SDK gives up and Node's hangs.
+/// The longest wait that SDKs are asked to sleep through. For a longer one Python's SDK
+/// waits too short a time, and Node's seems to hang.
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
 /// The wait for a place that becomes free at an unknown time.

@@ -15,6 +15,7 @@ impl ApiError {
             Self::InvalidCredential => "Incorrect API key provided.".into(),
             Self::KeyRevoked => KEY_REVOKED.into(),
             Self::SourceNotAllowed => SOURCE_NOT_ALLOWED.into(),
+            Self::TenantNotServed => TENANT_NOT_SERVED.into(),
             Self::Permission { message } | Self::Invalid { message, .. } => message.as_ref().into(),
             Self::ModelNotFound { model } => {
                 // One sentence for unknown and for forbidden models, so that a caller cannot learn
@@ -24,9 +25,7 @@ impl ApiError {
                     .into()
             }
             Self::NotFound { what, id } => format!("No such {what}: '{}'.", quoted(id)).into(),
-            Self::UnknownRoute { method, path } => {
-                format!("Unknown request URL: {method} {}.", quoted(path)).into()
-            }
+            Self::UnknownRoute { method, path, hint } => unknown_route(method, path, *hint).into(),
             Self::MethodNotAllowed { method, path } => {
                 format!("Not allowed to {method} on {}.", quoted(path)).into()
             }
@@ -38,6 +37,7 @@ impl ApiError {
                 format!("The request body is larger than the {limit} bytes that this route takes.")
                     .into()
             }
+            Self::BodyMemory { limit } => body_memory(*limit).into(),
             Self::HeadTooLarge => "The headers of the request are too many or too large.".into(),
             Self::UnsupportedEncoding { encoding } => format!(
                 "Request bodies with content-encoding '{}' are not taken: send it plain.",
@@ -49,6 +49,11 @@ impl ApiError {
                 "Limit reached: {per_second} requests a second for your network address. Try \
                  again in {}.",
                 duration_text(*retry_after)
+            )
+            .into(),
+            Self::ConnectionLimit { most, owner } => format!(
+                "Limit reached: {most} connections at once for {owner}. Close idle connections or \
+                 send several requests on one."
             )
             .into(),
             Self::ReadLimit { per_second, retry_after } => format!(
@@ -79,6 +84,18 @@ impl ApiError {
     }
 }
 
+fn unknown_route(method: &http::Method, path: &str, hint: Option<&str>) -> String {
+    let hint = hint.map(|hint| format!(" {hint}")).unwrap_or_default();
+    format!("Unknown request URL: {method} {}.{hint}", quoted(path))
+}
+
+fn body_memory(limit: u64) -> String {
+    format!(
+        "Limit reached: {limit} bytes for the request bodies of your tenant or pool that are \
+         on their way. Send fewer large bodies at the same time."
+    )
+}
+
 fn context_length(limit: u64, prompt: u64, completion: Option<u64>) -> String {
     match completion {
         Some(completion) => format!(
@@ -89,8 +106,8 @@ fn context_length(limit: u64, prompt: u64, completion: Option<u64>) -> String {
             prompt.saturating_add(completion)
         ),
         None => format!(
-            "This model's maximum context length is {limit} tokens. Your prompt has {prompt} \
-             tokens and leaves no room for an answer."
+            "This model's maximum context length is {limit} tokens. Your prompt has at \
+             least {prompt} tokens and leaves no room for an answer."
         ),
     }
 }
@@ -127,6 +144,8 @@ const MISSING_CREDENTIAL: &str =
     "No API key was provided. Send it as 'Authorization: Bearer YOUR_KEY'.";
 const KEY_REVOKED: &str = "This API key was revoked while the request was under way. You are \
                            charged for what was done.";
+const TENANT_NOT_SERVED: &str = "The tenant of this credential is not served here.";
+
 const SOURCE_NOT_ALLOWED: &str = "This API key may not be used from your network address.";
 const OVERLOADED: &str = "All workers are busy. Try again shortly.";
 const LEDGER_UNAVAILABLE: &str =

@@ -33,6 +33,9 @@ impl ApiError {
             Self::SourceNotAllowed => {
                 client(S::UNAUTHORIZED, "source_not_allowed", "ip_not_authorized")
             }
+            Self::TenantNotServed => {
+                client(S::UNAUTHORIZED, "tenant_not_served", "tenant_not_served")
+            }
             Self::Permission { .. } => {
                 client(S::FORBIDDEN, "permission", "permission_denied").of_type("permission_error")
             }
@@ -55,6 +58,7 @@ impl ApiError {
             Self::BodyTooLarge { .. } => {
                 client(S::PAYLOAD_TOO_LARGE, "body_too_large", "request_too_large").closing()
             }
+            Self::BodyMemory { .. } => rate("body_memory").retry_after(OVERLOADED_RETRY),
             Self::HeadTooLarge => {
                 let status = S::REQUEST_HEADER_FIELDS_TOO_LARGE;
                 client(status, "head_too_large", "headers_too_large").closing()
@@ -65,6 +69,9 @@ impl ApiError {
             }
             Self::SourceLimit { retry_after, .. } => {
                 rate("source_requests").retry_after(*retry_after)
+            }
+            Self::ConnectionLimit { .. } => {
+                rate("connections").retry_after(CONNECTIONS_RETRY).closing()
             }
             Self::ReadLimit { retry_after, .. } => rate("read_requests").retry_after(*retry_after),
             Self::Penalty { offence, retry_after } => {
@@ -167,6 +174,9 @@ impl ErrorSpec {
 
 /// The code of all errors of a credential, so that they look the same.
 const INVALID_KEY: &str = "invalid_api_key";
+
+/// The wait for a connection to become idle, at an unknown time.
+const CONNECTIONS_RETRY: Duration = Duration::from_secs(1);
 
 /// The wait after an overload of unknown length.
 const OVERLOADED_RETRY: Duration = Duration::from_secs(1);

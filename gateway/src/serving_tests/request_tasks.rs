@@ -9,7 +9,7 @@ use tollgate_domain::{RequestId, TenantId};
 use tollgate_ledger::RequestRow;
 use tollgate_wire::v1::{CancelReason, FinishReason, RefusedReason};
 
-use crate::api::tests::room::{PLAIN, Room, header, json, text};
+use crate::api::tests::test_gateway::{PLAIN, TestGateway, header, json, text};
 use crate::auth::{KeyOptions, UnderWay};
 use tollgate_serving::test_support::FakeWorker;
 
@@ -17,9 +17,9 @@ const STREAM: &str = r#""stream":true,"max_tokens":8"#;
 const WHOLE: &str = r#""max_tokens":8"#;
 
 /// Returns the ledger's row of `acme`'s request `number`.
-fn row(room: &Room, number: u128) -> Option<RequestRow> {
+fn row(gateway: &TestGateway, number: u128) -> Option<RequestRow> {
     let tenant = TenantId::new("acme").expect("a name");
-    room.ledger.reader().request(&tenant, &RequestId::from_random(number)).expect("a ledger")
+    gateway.ledger.reader().request(&tenant, &RequestId::from_random(number)).expect("a ledger")
 }
 
 /// Returns a config in which both tenants have a plan with `limits`. The rate does
@@ -33,12 +33,12 @@ fn plan(limits: &str) -> String {
 const TOKENS: &str = "tokens_per_minute = { limit = 1, burst = 1000 }";
 
 /// Returns the tokens that `acme` has left, by asking twice at no cost.
-async fn tokens_left(room: &Room, worker: &mut FakeWorker) -> u64 {
-    let (response, ()) = join!(room.chat(r#""max_tokens":1"#), async {
+async fn tokens_left(gateway: &TestGateway, worker: &mut FakeWorker) -> u64 {
+    let (response, ()) = join!(gateway.chat(r#""max_tokens":1"#), async {
         worker.run().await.refuse(RefusedReason::Invalid).await;
     });
     assert_eq!(response.status(), StatusCode::BAD_REQUEST);
-    let (response, ()) = join!(room.chat(r#""max_tokens":1"#), async {
+    let (response, ()) = join!(gateway.chat(r#""max_tokens":1"#), async {
         let run = worker.run().await;
         run.end_choice(0, FinishReason::Stop).await;
         run.end(0, 0).await;
@@ -49,12 +49,12 @@ async fn tokens_left(room: &Room, worker: &mut FakeWorker) -> u64 {
 #[tokio::test]
 async fn client_that_leaves_pays_work_done() {
     for streamed in [true, false] {
-        let folder = Room::folder();
+        let folder = TestGateway::folder();
         let mut worker = FakeWorker::start(folder.path(), "w0");
-        let room = Room::open(folder, &plan(TOKENS), &[&worker]).await;
-        let before = tokens_left(&room, &mut worker).await;
+        let gateway = TestGateway::open(folder, &plan(TOKENS), &[&worker]).await;
+        let before = tokens_left(&gateway, &mut worker).await;
         let prompt = {
-            let mut asking = Box::pin(room.chat(if streamed { STREAM } else { WHOLE }));
+            let mut asking = Box::pin(gateway.chat(if streamed { STREAM } else { WHOLE }));
             let mut run = tokio::select! {
                 run = worker.run() => run,
                 _ = &mut asking => panic!("answered before the worker sent an event"),
@@ -76,12 +76,12 @@ async fn client_that_leaves_pays_work_done() {
             run.end(5, 700).await;
             prompt
         };
-        room.settled().await;
-        let after = tokens_left(&room, &mut worker).await;
+        gateway.settled().await;
+        let after = tokens_left(&gateway, &mut worker).await;
         // Between the two figures the helper asked once, which costs its prompt.
         assert_eq!(before - after, (prompt + 5) + prompt, "streamed: {streamed}");
         assert!(
-            row(&room, 2).is_none(),
+            row(&gateway, 2).is_none(),
             "only the journal writes the usage of a request whose client left"
         );
     }
@@ -90,11 +90,11 @@ async fn client_that_leaves_pays_work_done() {
 #[tokio::test]
 async fn request_without_delivered_content_is_replaced() {
     for sent_before in [false, true] {
-        let folder = Room::folder();
+        let folder = TestGateway::folder();
         let mut first = FakeWorker::start(folder.path(), "a");
         let mut second = FakeWorker::start(folder.path(), "b");
-        let room = Room::open(folder, PLAIN, &[&first, &second]).await;
-        let (response, ()) = join!(room.chat(WHOLE), async {
+        let gateway = TestGateway::open(folder, PLAIN, &[&first, &second]).await;
+        let (response, ()) = join!(gateway.chat(WHOLE), async {
             // Both workers are idle, so either may be chosen first.
             let (run, other) = tokio::select! {
                 run = first.run() => (run, &mut second),
@@ -116,18 +116,18 @@ async fn request_without_delivered_content_is_replaced() {
             body["choices"][0]["message"]["content"], "Hi.",
             "token sent before: {sent_before}"
         );
-        room.settled().await;
-        let row = row(&room, 0).expect("the fault cap is in the ledger");
+        gateway.settled().await;
+        let row = row(&gateway, 0).expect("the fault cap is in the ledger");
         assert_eq!(row.usage.attributed.nanos(), 0, "a lost attempt is not billed");
     }
 }
 
 #[tokio::test]
 async fn broken_stream_bills_delivered_content_only() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
-    let room = Room::open(folder, PLAIN, &[&worker]).await;
-    let (response, ()) = join!(room.chat(STREAM), async {
+    let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
+    let (response, ()) = join!(gateway.chat(STREAM), async {
         let run = worker.run().await;
         run.token(0, "Hel", 100).await;
         run.token(0, "lo", 200).await;
@@ -137,8 +137,8 @@ async fn broken_stream_bills_delivered_content_only() {
     assert!(transcript.contains(r#""content":"Hel""#), "{transcript}");
     assert!(transcript.contains(r#""code":"worker_lost""#), "{transcript}");
     assert!(transcript.ends_with("data: [DONE]\n\n"), "{transcript}");
-    room.settled().await;
-    let row = row(&room, 0).expect("the fault cap is in the ledger");
+    gateway.settled().await;
+    let row = row(&gateway, 0).expect("the fault cap is in the ledger");
     assert_eq!((row.usage.reference.nanos(), row.usage.completion_tokens), (200, 2));
 }
 
@@ -147,10 +147,10 @@ async fn invalid_events_are_rejected_and_counted() {
     for (figure, what) in
         [(u64::MAX, "more device time than has passed"), (50, "a meter that went back")]
     {
-        let folder = Room::folder();
+        let folder = TestGateway::folder();
         let mut worker = FakeWorker::start(folder.path(), "w0");
-        let room = Room::open(folder, PLAIN, &[&worker]).await;
-        let (response, ()) = join!(room.chat(STREAM), async {
+        let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
+        let (response, ()) = join!(gateway.chat(STREAM), async {
             let run = worker.run().await;
             run.token(0, "true", 100).await;
             run.token(0, "false", figure).await;
@@ -161,9 +161,9 @@ async fn invalid_events_are_rejected_and_counted() {
             "{what}: {transcript}"
         );
         assert!(transcript.contains("worker_lost"), "{what}: {transcript}");
-        assert_eq!(room.api.serving.workers().protocol_violations(), 1, "{what}");
-        room.settled().await;
-        let row = row(&room, 0).expect("the fault cap is in the ledger");
+        assert_eq!(gateway.api.serving.workers().protocol_violations(), 1, "{what}");
+        gateway.settled().await;
+        let row = row(&gateway, 0).expect("the fault cap is in the ledger");
         assert_eq!(row.usage.reference.nanos(), 100, "{what}");
     }
 }
@@ -172,12 +172,12 @@ async fn invalid_events_are_rejected_and_counted() {
 async fn deadline_is_status_before_first_token_event_after() {
     let deadline = format!("[gateway.deadlines]\nqueue = \"100ms\"\nrequest = \"100ms\"\n{PLAIN}");
     for sent in [false, true] {
-        let folder = Room::folder();
+        let folder = TestGateway::folder();
         let mut worker = FakeWorker::start(folder.path(), "w0");
-        let room = Room::open(folder, &deadline, &[&worker]).await;
+        let gateway = TestGateway::open(folder, &deadline, &[&worker]).await;
         let ((status, should_retry, body), ()) = join!(
             async {
-                let response = room.chat(STREAM).await;
+                let response = gateway.chat(STREAM).await;
                 let should_retry = header(&response, "x-should-retry").to_owned();
                 let (status, body) = text(response).await;
                 (status, should_retry, body)
@@ -200,7 +200,7 @@ async fn deadline_is_status_before_first_token_event_after() {
             assert_eq!(status, StatusCode::GATEWAY_TIMEOUT);
             assert_eq!(should_retry, "false");
         }
-        room.settled().await;
+        gateway.settled().await;
     }
 }
 
@@ -213,11 +213,11 @@ async fn worker_refusal_goes_to_next_worker_or_client() {
         (RefusedReason::Invalid, StatusCode::BAD_REQUEST, 1),
         (RefusedReason::Budget, StatusCode::INTERNAL_SERVER_ERROR, 1),
     ] {
-        let folder = Room::folder();
+        let folder = TestGateway::folder();
         let mut first = FakeWorker::start(folder.path(), "a");
         let mut second = FakeWorker::start(folder.path(), "b");
-        let room = Room::open(folder, PLAIN, &[&first, &second]).await;
-        let (response, ()) = join!(room.chat(WHOLE), async {
+        let gateway = TestGateway::open(folder, PLAIN, &[&first, &second]).await;
+        let (response, ()) = join!(gateway.chat(WHOLE), async {
             for _ in 0..tries {
                 let run = tokio::select! {
                     run = first.run() => run,
@@ -227,20 +227,20 @@ async fn worker_refusal_goes_to_next_worker_or_client() {
             }
         });
         assert_eq!(response.status(), expected, "{reason:?}");
-        room.settled().await;
-        assert!(row(&room, 0).is_none(), "nothing was done");
+        gateway.settled().await;
+        assert!(row(&gateway, 0).is_none(), "nothing was done");
     }
 }
 
 #[tokio::test]
 async fn queued_request_gets_place_before_last_event() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
     let config = plan("concurrent = 1\nqueued = 1");
-    let room = Room::open(folder, &config, &[&worker]).await;
+    let gateway = TestGateway::open(folder, &config, &[&worker]).await;
     let refused = tokio::sync::Notify::new();
     let ask = async || {
-        let response = room.chat(WHOLE).await;
+        let response = gateway.chat(WHOLE).await;
         if response.status() == StatusCode::TOO_MANY_REQUESTS {
             refused.notify_one();
         }
@@ -255,7 +255,7 @@ async fn queued_request_gets_place_before_last_event() {
             assert_eq!(statuses, [StatusCode::OK, StatusCode::OK, StatusCode::TOO_MANY_REQUESTS]);
             // The place is free as soon as the answer is there.
             for _ in 0..3 {
-                assert_eq!(room.chat(WHOLE).await.status(), StatusCode::OK);
+                assert_eq!(gateway.chat(WHOLE).await.status(), StatusCode::OK);
             }
         },
         async {
@@ -269,24 +269,24 @@ async fn queued_request_gets_place_before_last_event() {
             }
         }
     );
-    room.settled().await;
+    gateway.settled().await;
 }
 
 #[tokio::test]
 async fn queued_request_outlives_worker() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let at = folder.path().to_owned();
     let mut first = FakeWorker::start(&at, "w0");
     let config = plan("concurrent = 1\nqueued = 1");
-    let room = Room::open(folder, &config, &[&first]).await;
-    let mut running = Box::pin(room.chat(STREAM));
+    let gateway = TestGateway::open(folder, &config, &[&first]).await;
+    let mut running = Box::pin(gateway.chat(STREAM));
     let run = tokio::select! {
         run = first.run() => run,
         _ = &mut running => panic!("answered before the worker sent an event"),
     };
     let (response, _) = join!(running, run.token(0, "Hi", 100));
-    let mut waiting = Box::pin(room.chat(WHOLE));
-    while room.api.serving.limits().status().queued == 0 {
+    let mut waiting = Box::pin(gateway.chat(WHOLE));
+    while gateway.api.serving.limits().status().queued == 0 {
         tokio::select! {
             biased;
             _ = &mut waiting => panic!("answered before its turn came"),
@@ -297,23 +297,23 @@ async fn queued_request_outlives_worker() {
     drop((first, run));
     let (_, transcript) = text(response).await;
     assert!(transcript.contains("You are charged for what you received."), "{transcript}");
-    while room.api.serving.workers().connected().next().is_some() {
-        room.api.serving.workers().changed().await;
+    while gateway.api.serving.workers().connected().next().is_some() {
+        gateway.api.serving.workers().changed().await;
     }
     std::fs::remove_file(at.join("w0.sock")).expect("removes");
     let mut second = FakeWorker::start(&at, "w0");
     let (response, ()) = join!(waiting, async { second.run().await.answer("Hi.").await });
     assert_eq!(response.status(), StatusCode::OK);
-    room.settled().await;
+    gateway.settled().await;
 }
 
 #[tokio::test]
 async fn cap_becomes_budget_of_worker() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
     let config = plan("device_time_per_day = { default = \"1ms\" }");
-    let room = Room::open(folder, &config, &[&worker]).await;
-    let (response, ()) = join!(room.chat(r#""max_tokens":200"#), async {
+    let gateway = TestGateway::open(folder, &config, &[&worker]).await;
+    let (response, ()) = join!(gateway.chat(r#""max_tokens":200"#), async {
         let run = worker.run().await;
         let budget = run.assignment.budget_ns.expect("a cap applies");
         assert!(budget <= 1_000_000, "{budget}");
@@ -323,17 +323,17 @@ async fn cap_becomes_budget_of_worker() {
     });
     let (status, body) = json(response).await;
     assert_eq!((status, &body["choices"][0]["finish_reason"]), (StatusCode::OK, &"length".into()));
-    room.settled().await;
+    gateway.settled().await;
 }
 
 #[tokio::test]
 async fn shutdown_ends_requests_with_an_error() {
     for streamed in [true, false] {
-        let folder = Room::folder();
+        let folder = TestGateway::folder();
         let mut worker = FakeWorker::start(folder.path(), "w0");
-        let room = Room::open(folder, PLAIN, &[&worker]).await;
+        let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
         let ((status, body), ()) = join!(
-            async { text(room.chat(if streamed { STREAM } else { WHOLE }).await).await },
+            async { text(gateway.chat(if streamed { STREAM } else { WHOLE }).await).await },
             async {
                 let mut run = worker.run().await;
                 run.token(0, "Hi", 100).await;
@@ -342,15 +342,15 @@ async fn shutdown_ends_requests_with_an_error() {
                     run.token(0, "Ho", 200).await;
                 }
                 tokio::task::yield_now().await;
-                room.stopping.cancel();
+                gateway.stopping.cancel();
                 assert_eq!(run.cancels.recv().await, Some(CancelReason::Client));
                 run.end_choice(0, FinishReason::Cancelled).await;
                 run.end(if streamed { 2 } else { 1 }, 300).await;
             }
         );
         assert!(body.contains(r#""code":"draining""#), "{status} {body}");
-        room.settled().await;
-        let row = row(&room, 0).expect("the fault cap is in the ledger");
+        gateway.settled().await;
+        let row = row(&gateway, 0).expect("the fault cap is in the ledger");
         assert!(row.usage.reference.nanos() <= 200, "content that did not go out is not billed");
     }
 }
@@ -359,19 +359,19 @@ async fn shutdown_ends_requests_with_an_error() {
 /// told why, and the tenant pays the work that was done.
 #[tokio::test]
 async fn revoked_key_ends_running_requests_when_asked() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
-    let room = Room::open(folder, &plan(TOKENS), &[&worker]).await;
-    let before = tokens_left(&room, &mut worker).await;
-    let keys = room.api.authenticator.keys().clone();
+    let gateway = TestGateway::open(folder, &plan(TOKENS), &[&worker]).await;
+    let before = tokens_left(&gateway, &mut worker).await;
+    let keys = gateway.api.authenticator.keys().clone();
     let listed = keys.list(None).expect("reads");
     let acme = listed.iter().find(|key| key.tenant.as_str() == "acme").expect("a key").clone();
-    let ((_, body), prompt) = join!(async { text(room.chat(STREAM).await).await }, async {
+    let ((_, body), prompt) = join!(async { text(gateway.chat(STREAM).await).await }, async {
         let mut run = worker.run().await;
         run.token(0, "Hi", 100).await;
-        let now = room.api.serving.clock().utc();
+        let now = gateway.api.serving.clock().utc();
         keys.revoke(&acme.id, UnderWay::Finish, now).expect("revokes");
-        room.api.serving.in_flight().end_revoked(|key| keys.ends_requests(key));
+        gateway.api.serving.in_flight().end_revoked(|key| keys.ends_requests(key));
         tokio::task::yield_now().await;
         assert!(
             run.cancels.try_recv().is_err(),
@@ -387,31 +387,31 @@ async fn revoked_key_ends_running_requests_when_asked() {
     });
     assert!(body.contains("Hi"), "{body}");
     assert!(body.contains(r#""code":"invalid_api_key""#) && body.contains("revoked"), "{body}");
-    room.settled().await;
-    assert_eq!(room.chat(WHOLE).await.status(), StatusCode::UNAUTHORIZED);
-    let key = keys.create(&acme.tenant, KeyOptions::default(), room.api.serving.clock().utc());
-    let room = room.with_key("acme", key.expect("a key").secret.expose());
-    let after = tokens_left(&room, &mut worker).await;
+    gateway.settled().await;
+    assert_eq!(gateway.chat(WHOLE).await.status(), StatusCode::UNAUTHORIZED);
+    let key = keys.create(&acme.tenant, KeyOptions::default(), gateway.api.serving.clock().utc());
+    let gateway = gateway.with_key("acme", key.expect("a key").secret.expose());
+    let after = tokens_left(&gateway, &mut worker).await;
     assert_eq!(before - after, (prompt + 1) + prompt);
 }
 
 #[tokio::test]
 async fn leaving_the_queue_counts_as_cancel() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
     let requests = "[gateway.penalties]\ncancels_per_minute = 1\n";
     let config = format!("{requests}{}", plan("concurrent = 1\nqueued = 1"));
-    let room = Room::open(folder, &config, &[&worker]).await;
+    let gateway = TestGateway::open(folder, &config, &[&worker]).await;
     let (tenant, penalties) =
-        (TenantId::new("acme").expect("a name"), room.api.serving.penalties());
-    let mut first = Box::pin(room.chat(WHOLE));
+        (TenantId::new("acme").expect("a name"), gateway.api.serving.penalties());
+    let mut first = Box::pin(gateway.chat(WHOLE));
     let run = tokio::select! {
         run = worker.run() => run,
         _ = &mut first => panic!("answered before the worker sent an event"),
     };
     for left in 1..=2 {
-        let mut waiting = Box::pin(room.chat(WHOLE));
-        while room.api.serving.limits().status().queued == 0 {
+        let mut waiting = Box::pin(gateway.chat(WHOLE));
+        while gateway.api.serving.limits().status().queued == 0 {
             tokio::select! {
                 biased;
                 _ = &mut waiting => panic!("answered before its turn came"),
@@ -419,25 +419,25 @@ async fn leaving_the_queue_counts_as_cancel() {
             }
         }
         drop(waiting);
-        while room.api.serving.limits().status().queued > 0 {
+        while gateway.api.serving.limits().status().queued > 0 {
             tokio::task::yield_now().await;
         }
-        let checked = penalties.check(room.api.serving.clock().now(), &tenant);
+        let checked = penalties.check(gateway.api.serving.clock().now(), &tenant);
         assert_eq!(checked.is_err(), left > 1, "after {left}");
     }
     let (response, ()) = join!(first, run.answer("Hi."));
     assert_eq!(response.status(), StatusCode::OK);
-    room.settled().await;
+    gateway.settled().await;
 }
 
 #[tokio::test]
 async fn too_many_cancels_earn_a_penalty() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
     let config = format!("[gateway.penalties]\ncancels_per_minute = 2\n{PLAIN}");
-    let room = Room::open(folder, &config, &[&worker]).await;
+    let gateway = TestGateway::open(folder, &config, &[&worker]).await;
     for _ in 0..3 {
-        let mut asking = Box::pin(room.chat(WHOLE));
+        let mut asking = Box::pin(gateway.chat(WHOLE));
         let mut run = tokio::select! {
             run = worker.run() => run,
             _ = &mut asking => panic!("answered before the worker sent an event"),
@@ -445,9 +445,9 @@ async fn too_many_cancels_earn_a_penalty() {
         drop(asking);
         assert_eq!(run.cancels.recv().await, Some(CancelReason::Client));
         run.end(0, 0).await;
-        room.settled().await;
+        gateway.settled().await;
     }
-    let response = room.chat(WHOLE).await;
+    let response = gateway.chat(WHOLE).await;
     assert!(!header(&response, "retry-after-ms").is_empty());
     let (status, body) = json(response).await;
     assert_eq!(

@@ -8,7 +8,7 @@ use tollgate_domain::{TenantId, WorkerEpoch};
 use tollgate_ledger::UsageQuery;
 use tollgate_wire::v1::*;
 
-use crate::api::tests::room::{PLAIN, Room, text};
+use crate::api::tests::test_gateway::{PLAIN, TestGateway, text};
 use tollgate_serving::test_support::{FakeWorker, MODEL};
 
 /// The cost of the one token of an honest answer, by both meters.
@@ -76,36 +76,42 @@ async fn journal(worker: &mut FakeWorker, blocks: Vec<JournalBlock>) {
 }
 
 /// Returns a tenant's bill: device time, reference cost, and tokens of both kinds.
-fn bill(room: &Room, tenant: &str) -> (u64, u64, u64) {
+fn bill(gateway: &TestGateway, tenant: &str) -> (u64, u64, u64) {
     let query = UsageQuery {
         tenant: Some(TenantId::new(tenant).expect("a name")),
         ..UsageQuery::default()
     };
-    let rows = room.ledger.reader().usage(&query).expect("a ledger");
+    let rows = gateway.ledger.reader().usage(&query).expect("a ledger");
     rows.iter().fold((0, 0, 0), |(attributed, reference, tokens), row| {
         let more = row.prompt_tokens + row.completion_tokens;
         (attributed + row.attributed_ns, reference + row.reference_ns, tokens + more)
     })
 }
 
+/// Returns the damage of the ledger. Blocks that were posted in part are remarks.
+fn damage(gateway: &TestGateway) -> Vec<String> {
+    let findings = gateway.ledger.reader().check().into_iter();
+    findings.filter(|it| !it.is_remark()).map(|it| it.message).collect()
+}
+
 /// Checks that the ledger balances.
-fn assert_balanced(room: &Room, worker: &FakeWorker, what: &str) {
+fn assert_balanced(gateway: &TestGateway, worker: &FakeWorker, what: &str) {
     let epoch = WorkerEpoch::try_from(worker.epoch.clone()).expect("an epoch");
-    let balance = room.ledger.reader().balance(epoch).expect("a ledger");
+    let balance = gateway.ledger.reader().balance(epoch).expect("a ledger");
     assert!(balance.is_exact(), "{what}: {balance:?}");
-    assert_eq!(room.ledger.reader().check(), vec![], "{what}");
+    assert_eq!(damage(gateway), Vec::<String>::new(), "{what}");
 }
 
 /// Sends one request, which the worker answers honestly, and returns its order.
-async fn answered(room: &Room, worker: &mut FakeWorker) -> Assignment {
-    let (response, assignment) = join!(room.chat(r#""max_tokens":8"#), async {
+async fn answered(gateway: &TestGateway, worker: &mut FakeWorker) -> Assignment {
+    let (response, assignment) = join!(gateway.chat(r#""max_tokens":8"#), async {
         let run = worker.run().await;
         let assignment = run.assignment.clone();
         run.answer("Hi.").await;
         assignment
     });
     assert_eq!(response.status(), http::StatusCode::OK);
-    room.settled().await;
+    gateway.settled().await;
     assignment
 }
 
@@ -119,34 +125,34 @@ fn more_time(block: &mut JournalBlock, nanos: u64) {
     block.wall_ns += nanos;
 }
 
-type Change = fn(&mut JournalBlock, &Room);
+type Change = fn(&mut JournalBlock, &TestGateway);
 
 #[tokio::test]
 async fn honest_block_is_billed_once() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
-    let room = Room::open(folder, PLAIN, &[&worker]).await;
-    let assignment = answered(&room, &mut worker).await;
+    let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
+    let assignment = answered(&gateway, &mut worker).await;
     let block = honest(&worker, &assignment);
     let tokens = assignment.prompts[0].tokens.len() as u64 + 1;
     for _ in 0..3 {
         journal(&mut worker, vec![block.clone()]).await;
-        assert_eq!(bill(&room, "acme"), (FIGURE, FIGURE, tokens));
-        assert_balanced(&room, &worker, "honest");
+        assert_eq!(bill(&gateway, "acme"), (FIGURE, FIGURE, tokens));
+        assert_balanced(&gateway, &worker, "honest");
     }
-    let workers = room.api.serving.workers();
+    let workers = gateway.api.serving.workers();
     assert!(workers.protocol_violations() == 0 && workers.is_ready());
     // The same block with other figures is invalid, and still changes nothing.
     let mut other = block;
     more_time(&mut other, 1);
     usage_of(&mut other).attributed_ns += 1;
     journal(&mut worker, vec![other]).await;
-    assert_eq!(bill(&room, "acme"), (FIGURE, FIGURE, tokens));
+    assert_eq!(bill(&gateway, "acme"), (FIGURE, FIGURE, tokens));
     assert!(workers.protocol_violations() == 1 && !workers.is_ready());
     let report = workers.report();
     assert!(report[0].distrusted && !report[0].ready);
     // A distrusted worker gets no more requests.
-    assert_eq!(room.chat("").await.status(), http::StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(gateway.chat("").await.status(), http::StatusCode::SERVICE_UNAVAILABLE);
 }
 
 #[tokio::test]
@@ -159,16 +165,16 @@ async fn records_without_order_or_stream_are_never_billed() {
         ("an attempt that never was", |block, _| {
             (block.shares[0].attempt, block.finished[0].attempt) = (1, 1);
         }),
-        ("another tenant", |block, room| {
-            let key = room.key_id("other");
+        ("another tenant", |block, gateway| {
+            let key = gateway.key_id("other");
             (block.shares[0].tenant, block.shares[0].key) = ("other".into(), key.clone());
             (block.finished[0].tenant, block.finished[0].key) = ("other".into(), key);
         }),
         ("another tenant, the share alone", |block, _| block.shares[0].tenant = "other".into()),
         ("another tenant, the end alone", |block, _| block.finished[0].tenant = "other".into()),
-        ("another key", |block, room| {
-            block.shares[0].key = room.key_id("other");
-            block.finished[0].key = room.key_id("other");
+        ("another key", |block, gateway| {
+            block.shares[0].key = gateway.key_id("other");
+            block.finished[0].key = gateway.key_id("other");
         }),
         ("another model", |block, _| block.model = "other-model".into()),
         ("another class", |block, _| {
@@ -193,21 +199,21 @@ async fn records_without_order_or_stream_are_never_billed() {
         }),
     ];
     for (what, change) in changes {
-        let folder = Room::folder();
+        let folder = TestGateway::folder();
         let mut worker = FakeWorker::start(folder.path(), "w0");
-        let room = Room::open(folder, PLAIN, &[&worker]).await;
-        let assignment = answered(&room, &mut worker).await;
+        let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
+        let assignment = answered(&gateway, &mut worker).await;
         let mut block = honest(&worker, &assignment);
-        change(&mut block, &room);
+        change(&mut block, &gateway);
         // The valid part of the block's own attempt may be billed.
         let own = (FIGURE, FIGURE, assignment.prompts[0].tokens.len() as u64 + 1);
         let partly = what.ends_with("alone");
         journal(&mut worker, vec![block.clone(), block]).await;
-        let found = bill(&room, "acme");
+        let found = bill(&gateway, "acme");
         assert!(found == (0, 0, 0) || partly && found <= own, "{what}: {found:?}");
-        assert_eq!(bill(&room, "other"), (0, 0, 0), "{what}");
-        assert_balanced(&room, &worker, what);
-        let workers = room.api.serving.workers();
+        assert_eq!(bill(&gateway, "other"), (0, 0, 0), "{what}");
+        assert_balanced(&gateway, &worker, what);
+        let workers = gateway.api.serving.workers();
         assert!(workers.protocol_violations() == 1 && !workers.is_ready(), "{what}");
     }
 }
@@ -220,30 +226,30 @@ async fn records_after_the_end_are_rejected() {
         ("all of it again", |_, _| ()),
     ];
     for (what, change) in changes {
-        let folder = Room::folder();
+        let folder = TestGateway::folder();
         let mut worker = FakeWorker::start(folder.path(), "w0");
-        let room = Room::open(folder, PLAIN, &[&worker]).await;
-        let assignment = answered(&room, &mut worker).await;
+        let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
+        let assignment = answered(&gateway, &mut worker).await;
         let first = honest(&worker, &assignment);
         let mut second = first.clone();
         (second.block, second.first_step, second.last_step) = (2, 2, 2);
-        change(&mut second, &room);
+        change(&mut second, &gateway);
         second.wall_ns = second.shares.iter().map(|share| share.attributed_ns).sum::<u64>() + 10;
         journal(&mut worker, vec![first, second]).await;
         let tokens = assignment.prompts[0].tokens.len() as u64 + 1;
-        assert_eq!(bill(&room, "acme"), (FIGURE, FIGURE, tokens), "{what}");
-        assert_balanced(&room, &worker, what);
-        assert_eq!(room.api.serving.workers().protocol_violations(), 1, "{what}");
+        assert_eq!(bill(&gateway, "acme"), (FIGURE, FIGURE, tokens), "{what}");
+        assert_balanced(&gateway, &worker, what);
+        assert_eq!(gateway.api.serving.workers().protocol_violations(), 1, "{what}");
     }
 }
 
 /// An accepted early block would let the skipped block come later without review.
 #[tokio::test]
 async fn early_block_hides_no_invalid_record() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
-    let room = Room::open(folder, PLAIN, &[&worker]).await;
-    let assignment = answered(&room, &mut worker).await;
+    let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
+    let assignment = answered(&gateway, &mut worker).await;
     let mut first = honest(&worker, &assignment);
     more_time(&mut first, 3_600_000_000_000);
     usage_of(&mut first).attributed_ns += 3_600_000_000_000;
@@ -254,34 +260,34 @@ async fn early_block_hides_no_invalid_record() {
     while !worker.journal.is_closed() {
         tokio::time::sleep(std::time::Duration::from_millis(5)).await;
     }
-    assert_eq!(bill(&room, "acme"), (0, 0, 0));
-    assert_balanced(&room, &worker, "before its turn");
+    assert_eq!(bill(&gateway, "acme"), (0, 0, 0));
+    assert_balanced(&gateway, &worker, "before its turn");
 }
 
 /// A worker need not send the blocks that a restored ledger lost. It may leave out
 /// no other block.
 #[tokio::test]
 async fn restored_ledger_accepts_later_journal() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let path = folder.path().join("ledger.db");
     let mut worker = FakeWorker::start(folder.path(), "w0");
-    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
     let restored = crate::Clock::system().utc().0 + 3_600_000_000_000;
     rusqlite::Connection::open(path)
         .and_then(|it| it.execute("REPLACE INTO meta VALUES ('restored', ?1)", [restored as i64]))
         .expect("marks it");
     let (third, fifth) = (block(&worker, 3, Vec::new()), block(&worker, 5, Vec::new()));
     journal(&mut worker, vec![third.clone(), third]).await;
-    let found = room.ledger.reader().check();
+    let found = gateway.ledger.reader().check();
     assert_eq!(found.len(), 2, "{found:?}");
     assert!(found.iter().all(tollgate_ledger::Finding::is_remark), "{found:?}");
-    assert_eq!(room.api.serving.workers().protocol_violations(), 0);
+    assert_eq!(gateway.api.serving.workers().protocol_violations(), 0);
     worker.journal.send(fifth).await.expect("followed");
     while !worker.journal.is_closed() {
         tokio::time::sleep(std::time::Duration::from_millis(5)).await;
     }
     let epoch = WorkerEpoch::try_from(worker.epoch.clone()).expect("an epoch");
-    assert_eq!(room.ledger.reader().last_block(epoch).expect("a ledger"), 3);
+    assert_eq!(gateway.ledger.reader().last_block(epoch).expect("a ledger"), 3);
 }
 
 /// A broken stream has no last event, so the journal is compared with the order and
@@ -296,61 +302,62 @@ async fn broken_stream_still_bounds_the_bill() {
         ("another tenant", |block, _| block.finished[0].tenant = "other".into()),
     ];
     for (what, change) in changes {
-        let folder = Room::folder();
+        let folder = TestGateway::folder();
         let mut worker = FakeWorker::start(folder.path(), "w0");
-        let room = Room::open(folder, PLAIN, &[&worker]).await;
-        let (response, assignment) = join!(room.chat(r#""stream":true,"max_tokens":8"#), async {
-            let run = worker.run().await;
-            run.token(0, "Hi", FIGURE).await;
-            run.assignment.clone()
-        });
+        let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
+        let (response, assignment) =
+            join!(gateway.chat(r#""stream":true,"max_tokens":8"#), async {
+                let run = worker.run().await;
+                run.token(0, "Hi", FIGURE).await;
+                run.assignment.clone()
+            });
         assert!(text(response).await.1.contains("worker_lost"), "{what}");
-        room.settled().await;
+        gateway.settled().await;
         let mut block = honest(&worker, &assignment);
-        change(&mut block, &room);
+        change(&mut block, &gateway);
         journal(&mut worker, vec![block]).await;
-        let (attributed, reference, tokens) = bill(&room, "acme");
+        let (attributed, reference, tokens) = bill(&gateway, "acme");
         // The tenant pays the content that went out, whatever the journal reports.
         let delivered = assignment.prompts[0].tokens.len() as u64 + 1;
         assert!(attributed <= FIGURE && reference <= FIGURE && tokens <= delivered, "{what}");
-        assert_eq!(bill(&room, "other"), (0, 0, 0), "{what}");
-        assert_balanced(&room, &worker, what);
-        assert_eq!(room.api.serving.workers().protocol_violations(), 1, "{what}");
+        assert_eq!(bill(&gateway, "other"), (0, 0, 0), "{what}");
+        assert_balanced(&gateway, &worker, what);
+        assert_eq!(gateway.api.serving.workers().protocol_violations(), 1, "{what}");
     }
 }
 
 /// A request that its worker refused cost nothing, so no record of it is valid.
 #[tokio::test]
 async fn refused_order_is_never_billed() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
-    let room = Room::open(folder, PLAIN, &[&worker]).await;
-    let (_, assignment) = join!(room.chat(""), async {
+    let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
+    let (_, assignment) = join!(gateway.chat(""), async {
         let run = worker.run().await;
         let assignment = run.assignment.clone();
         run.refuse(RefusedReason::Overloaded).await;
         assignment
     });
-    room.settled().await;
+    gateway.settled().await;
     let block = honest(&worker, &assignment);
     journal(&mut worker, vec![block]).await;
-    assert_eq!(bill(&room, "acme"), (0, 0, 0));
-    assert_balanced(&room, &worker, "refused");
-    assert_eq!(room.api.serving.workers().protocol_violations(), 1);
+    assert_eq!(bill(&gateway, "acme"), (0, 0, 0));
+    assert_balanced(&gateway, &worker, "refused");
+    assert_eq!(gateway.api.serving.workers().protocol_violations(), 1);
 }
 
 /// A worker that journals in another worker's epoch loses its connection, and the
 /// other worker's journal is not disturbed.
 #[tokio::test]
 async fn worker_cannot_use_epoch_of_another() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut owner = FakeWorker::start(folder.path(), "a");
     let intruder = FakeWorker::start(folder.path(), "b");
-    let room = Room::open(folder, PLAIN, &[&owner, &intruder]).await;
+    let gateway = TestGateway::open(folder, PLAIN, &[&owner, &intruder]).await;
     let mut forged = block(&intruder, 1, Vec::new());
     forged.epoch = owner.epoch.clone();
     intruder.journal.send(forged).await.expect("followed");
-    let workers = room.api.serving.workers();
+    let workers = gateway.api.serving.workers();
     while workers.protocol_violations() == 0 {
         tokio::task::yield_now().await;
     }
@@ -360,7 +367,7 @@ async fn worker_cannot_use_epoch_of_another() {
     let mut first = block(&owner, 1, Vec::new());
     (first.first_step, first.last_step) = (0, 0);
     journal(&mut owner, vec![first]).await;
-    assert_balanced(&room, &owner, "its own blocks are posted");
+    assert_balanced(&gateway, &owner, "its own blocks are posted");
     assert!(workers.is_ready());
 }
 
@@ -378,34 +385,34 @@ async fn earlier_epoch_is_accepted_within_bounds() {
         ("an unknown price", |block, _| block.calibration = "older".into(), false, 0),
     ];
     for (what, change, accepted, violations) in cases {
-        let folder = Room::folder();
+        let folder = TestGateway::folder();
         let mut worker = FakeWorker::start(folder.path(), "w0");
-        let room = Room::open(folder, PLAIN, &[&worker]).await;
+        let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
         let assignment = Assignment {
             request_id: "req-00000000000000000000000000000777".into(),
             tenant: "acme".into(),
-            key: room.key_id("acme"),
+            key: gateway.key_id("acme"),
             prompts: vec![Prompt { tokens: vec![1, 2, 3] }],
             ..Assignment::default()
         };
         let mut first = honest(&worker, &assignment);
         first.epoch = EARLIER.into();
-        change(&mut first, &room);
+        change(&mut first, &gateway);
         let (key, tenant) = (first.finished[0].key.clone(), first.finished[0].tenant.clone());
         (first.shares[0].key, first.shares[0].tenant) = (key, tenant);
         let mut again = first.clone();
         (again.block, again.first_step, again.last_step) = (2, 2, 2);
         journal(&mut worker, vec![first]).await;
         let expected = if *accepted { (FIGURE, FIGURE, 4) } else { (0, 0, 0) };
-        assert_eq!(bill(&room, "acme"), expected, "{what}");
-        assert_eq!(bill(&room, "other"), (0, 0, 0), "{what}");
-        assert_eq!(room.api.serving.workers().protocol_violations(), *violations, "{what}");
-        assert_eq!(room.ledger.reader().check(), vec![], "{what}");
+        assert_eq!(bill(&gateway, "acme"), expected, "{what}");
+        assert_eq!(bill(&gateway, "other"), (0, 0, 0), "{what}");
+        assert_eq!(gateway.api.serving.workers().protocol_violations(), *violations, "{what}");
+        assert_eq!(damage(&gateway), Vec::<String>::new(), "{what}");
         // The ledger remembers ended attempts.
         journal(&mut worker, vec![again]).await;
-        let (attributed, reference, tokens) = bill(&room, "acme");
+        let (attributed, reference, tokens) = bill(&gateway, "acme");
         assert_eq!((attributed, reference, tokens), expected, "{what}, sent twice");
-        assert_eq!(room.ledger.reader().check(), vec![], "{what}, sent twice");
+        assert_eq!(damage(&gateway), Vec::<String>::new(), "{what}, sent twice");
         // An unknown epoch after the present one cannot be an earlier gateway's.
         let mut present = block(&worker, 1, Vec::new());
         (present.first_step, present.last_step) = (0, 0);
@@ -418,7 +425,7 @@ async fn earlier_epoch_is_accepted_within_bounds() {
         );
         invented.epoch = EARLIER.replace('e', "d");
         journal(&mut worker, vec![present, invented]).await;
-        assert_eq!(bill(&room, "acme"), expected, "{what}, invented late");
+        assert_eq!(bill(&gateway, "acme"), expected, "{what}, invented late");
     }
 }
 
@@ -426,9 +433,9 @@ async fn earlier_epoch_is_accepted_within_bounds() {
 #[tokio::test]
 async fn energy_of_epoch_is_bounded_by_time() {
     const MOST_AT_ONCE: u64 = 200_000_000; // 100 kW for two seconds
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
-    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
     let of = |number, energy_mj| JournalBlock { energy_mj, ..block(&worker, number, Vec::new()) };
     let blocks =
         [of(1, Some(1)), of(2, None), of(3, Some(MOST_AT_ONCE - 1)), of(4, Some(1)), of(5, None)];
@@ -439,8 +446,13 @@ async fn energy_of_epoch_is_bounded_by_time() {
         ..of(6, Some(70_000_000_000))
     };
     journal(&mut worker, blocks.into_iter().chain([hours]).collect()).await;
-    let refused: Vec<_> =
-        room.ledger.reader().check().into_iter().map(|found| (found.kind, found.message)).collect();
+    let refused: Vec<_> = gateway
+        .ledger
+        .reader()
+        .check()
+        .into_iter()
+        .map(|found| (found.kind, found.message))
+        .collect();
     assert_eq!(refused.len(), 2, "{refused:?}");
     for ((kind, what), number) in refused.iter().zip([4, 6]) {
         assert_eq!(*kind, "refused");
@@ -451,6 +463,36 @@ async fn energy_of_epoch_is_bounded_by_time() {
     }
     let epoch = WorkerEpoch::try_from(worker.epoch.clone()).expect("an epoch");
     let energy =
-        room.ledger.reader().energy(epoch).expect("reads").expect("blocks reported energy");
+        gateway.ledger.reader().energy(epoch).expect("reads").expect("blocks reported energy");
     assert_eq!(energy.energy_mj as u64, MOST_AT_ONCE);
+}
+
+/// Makes a block of an epoch before the worker's present one.
+fn earlier(worker: &FakeWorker, number: u64) -> JournalBlock {
+    JournalBlock { epoch: format!("{:032x}", 0xe), ..block(worker, number, Vec::new()) }
+}
+
+/// A worker closes a damaged journal at the damage, which may be before the last
+/// block that the ledger has.
+#[tokio::test]
+async fn damaged_end_of_earlier_epoch_is_no_violation() {
+    let folder = TestGateway::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
+    let blocks: Vec<_> = (1..=4).map(|number| earlier(&worker, number)).collect();
+    journal(&mut worker, blocks).await;
+    let mut closed =
+        JournalBlock { last_of_epoch: true, wall_ns: 15, idle_ns: 15, ..earlier(&worker, 2) };
+    journal(&mut worker, vec![closed.clone(), closed.clone()]).await;
+    let workers = gateway.api.serving.workers();
+    assert!(workers.protocol_violations() == 0 && workers.is_ready());
+    let epoch = WorkerEpoch::try_from(closed.epoch.clone()).expect("an epoch");
+    let reader = gateway.ledger.reader();
+    assert_eq!(reader.last_block(epoch).expect("a ledger"), 4);
+    assert_eq!(reader.balance(epoch).expect("a ledger").idle_ns, 40);
+    assert_eq!(reader.check(), vec![]);
+    // The control: another block of a known number that ends no epoch.
+    closed.last_of_epoch = false;
+    journal(&mut worker, vec![closed]).await;
+    assert!(workers.protocol_violations() == 1 && !workers.is_ready());
 }

@@ -4,7 +4,7 @@ use tollgate_domain::{RequestId, TenantId};
 use tollgate_ledger::RequestState;
 use tollgate_wire::v1::*;
 
-use crate::api::tests::room::{PLAIN, Room, json};
+use crate::api::tests::test_gateway::{PLAIN, TestGateway, json};
 use tollgate_serving::test_support::{FakeWorker, MODEL};
 
 const REQUEST: &str = "req-00000000000000000000000000000000";
@@ -69,9 +69,9 @@ fn finished() -> RequestRecord {
 
 #[tokio::test]
 async fn blocks_are_acknowledged_once_in_ledger() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
-    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
     let second = JournalBlock { finished: vec![finished()], ..block(&worker, 2) };
     // This block does not balance, so it is skipped; later blocks still count.
     let third = JournalBlock { wall_ns: 1_001, ..block(&worker, 3) };
@@ -90,7 +90,7 @@ async fn blocks_are_acknowledged_once_in_ledger() {
     }
     let tenant = TenantId::new("acme").expect("a name");
     let id = RequestId::new(REQUEST).expect("a name");
-    let row = room.ledger.reader().request(&tenant, &id).expect("a ledger").expect("a row");
+    let row = gateway.ledger.reader().request(&tenant, &id).expect("a ledger").expect("a row");
     assert_eq!((row.state, row.usage.attributed.nanos()), (RequestState::Posted, 1_400));
     for (path, tenant, expected) in [
         (format!("/v1/usage/{REQUEST}"), "acme", 200),
@@ -102,14 +102,16 @@ async fn blocks_are_acknowledged_once_in_ledger() {
         ("/v1/usage?from=2026-11-20".into(), "acme", 400),
         ("/v1/usage?tenant=other".into(), "acme", 400),
     ] {
-        let response = room.ask(tenant, "GET", &path, "").await;
+        let response = gateway.ask(tenant, "GET", &path, "").await;
         assert_eq!(response.status().as_u16(), expected, "{tenant} {path}");
     }
-    let (_, usage) = json(room.ask("acme", "GET", &format!("/v1/usage/{REQUEST}"), "").await).await;
+    let (_, usage) =
+        json(gateway.ask("acme", "GET", &format!("/v1/usage/{REQUEST}"), "").await).await;
     assert_eq!((&usage["state"], &usage["attributed_ns"]), (&"posted".into(), &1_400.into()));
-    let (_, statement) = json(room.ask("acme", "GET", "/v1/usage?group_by=model", "").await).await;
+    let (_, statement) =
+        json(gateway.ask("acme", "GET", "/v1/usage?group_by=model", "").await).await;
     assert_eq!(statement["data"][0]["attributed_ns"], 1_400);
-    let (_, statement) = json(room.ask("other", "GET", "/v1/usage", "").await).await;
+    let (_, statement) = json(gateway.ask("other", "GET", "/v1/usage", "").await).await;
     assert_eq!(statement["data"].as_array().map(Vec::len), Some(0));
 }
 
@@ -128,7 +130,7 @@ plan = "open"
     for (reason, paid, admitted) in
         [(FinishReason::Fault, 0, true), (FinishReason::Stop, 1_000_000, false)]
     {
-        let folder = Room::folder();
+        let folder = TestGateway::folder();
         let mut worker = FakeWorker::start(folder.path(), "w0");
         let mut ended = finished();
         ended.reason = reason.into();
@@ -139,16 +141,16 @@ plan = "open"
         }
         let block = JournalBlock { finished: vec![ended], ..block(&worker, 1) };
         worker.journal.send(block).await.expect("room for one");
-        let room = Room::open(folder, CAPPED, &[&worker]).await;
-        let row = room.ledger.reader().request(&tenant, &id).expect("a ledger").expect("a row");
+        let gateway = TestGateway::open(folder, CAPPED, &[&worker]).await;
+        let row = gateway.ledger.reader().request(&tenant, &id).expect("a ledger").expect("a row");
         assert_eq!(row.usage.reference.nanos(), paid, "{reason:?}");
         if admitted {
-            let (response, ()) = tokio::join!(room.chat(""), async {
+            let (response, ()) = tokio::join!(gateway.chat(""), async {
                 worker.run().await.answer("Hi.").await;
             });
             assert_eq!(response.status().as_u16(), 200);
         } else {
-            let (status, body) = json(room.chat("").await).await;
+            let (status, body) = json(gateway.chat("").await).await;
             assert_eq!(
                 (status.as_u16(), &body["error"]["code"]),
                 (429, &"insufficient_quota".into())
@@ -173,10 +175,10 @@ async fn worker_with_invalid_announcement_is_refused() {
         ("an unknown asset", |it| it.models[0].tokenizer_asset = "00".into()),
     ];
     for (what, change) in changes {
-        let folder = Room::folder();
+        let folder = TestGateway::folder();
         let worker = FakeWorker::start_announcing(folder.path(), "w0", change);
-        let room = Room::open_at_once(folder, PLAIN, &[&worker]);
-        let workers = room.api.serving.workers();
+        let gateway = TestGateway::open_at_once(folder, PLAIN, &[&worker]);
+        let workers = gateway.api.serving.workers();
         // A missing asset is a failed call; the other changes break the protocol.
         if what != "an unknown asset" {
             while workers.protocol_violations() == 0 {
@@ -189,16 +191,16 @@ async fn worker_with_invalid_announcement_is_refused() {
 
 #[tokio::test]
 async fn draining_worker_gets_no_requests() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let worker = FakeWorker::start(folder.path(), "w0");
-    let room = Room::open(folder, PLAIN, &[&worker]).await;
-    let workers = room.api.serving.workers().clone();
+    let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
+    let workers = gateway.api.serving.workers().clone();
     assert!(workers.is_ready());
     worker.status.send_modify(|status| status.draining = true);
     while workers.is_ready() {
         tokio::task::yield_now().await;
     }
-    let response = room.chat("").await;
+    let response = gateway.chat("").await;
     assert_eq!(response.status(), http::StatusCode::SERVICE_UNAVAILABLE);
     worker.status.send_modify(|status| status.draining = false);
     while !workers.is_ready() {

@@ -3,6 +3,7 @@
 
 mod conformance;
 mod drain_body;
+mod held;
 mod hostile;
 mod proxied;
 mod served;
@@ -80,6 +81,7 @@ fn generous() -> ConnectionLimitOptions {
     ConnectionLimitOptions {
         connections: 1_000,
         per_source: 1_000,
+        authenticated_per_source: 1_000,
         new_per_second: many,
         new_burst: many,
     }

@@ -5,6 +5,7 @@ use axum::{Extension, Router};
 use http::StatusCode;
 use http_body_util::BodyExt as _;
 use serde_json::Value;
+use tollgate_edge::listener::{ConnectionOwners, OwnerBound, OwnerId};
 use tower::ServiceExt as _;
 
 use super::*;
@@ -26,13 +27,22 @@ impl Routes for TestRoutes {
         "other"
     }
 
+    /// Authenticates by the header `x-owner`: the owner's number and its bound.
     fn check_head<B>(
         &self,
-        _request: &http::Request<B>,
-        _peer: Option<&Peer>,
+        request: &http::Request<B>,
+        peer: Option<&Peer>,
         _now: MonotonicTime,
     ) -> Result<(), ApiError> {
-        Ok(())
+        let (Some(owner), Some(peer)) = (request.headers().get("x-owner"), peer) else {
+            return Ok(());
+        };
+        let (number, most) = owner.to_str().unwrap().split_once('/').unwrap();
+        let owner = OwnerId(number.parse().unwrap());
+        let bounds = vec![OwnerBound { owner, most: most.parse().unwrap() }];
+        let most = bounds[0].most;
+        peer.authenticate(&ConnectionOwners { bounds, holder: owner })
+            .map_err(|_| ApiError::ConnectionLimit { most, owner: "tenant acme".to_owned() })
     }
 
     async fn answer(&self, (): (), mut request: Request, id: RequestId) -> Response {

@@ -1,12 +1,15 @@
 //! The log: one JSON object a line, or lines for people. Both formats escape
-//! control bytes, so that no client can forge a line.
+//! control characters, so that no client can forge a line.
 
+use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::io;
 
 use tracing::Subscriber;
 use tracing_subscriber::filter::{EnvFilter, ParseError};
 use tracing_subscriber::layer::SubscriberExt as _;
+
+use super::log_line::LogLine;
 
 /// The format of log lines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -15,7 +18,9 @@ pub enum LogFormat {
     Json,
     /// Lines for people to read.
     #[default]
-    Pretty,
+    Plain,
+    /// Lines for people to read, with colours.
+    Coloured,
 }
 
 /// The format and the filter of the log.
@@ -43,14 +48,17 @@ where
 {
     let filter = if options.filter.is_empty() { FILTER } else { &options.filter };
     let registry = tracing_subscriber::registry().with(EnvFilter::try_new(filter)?);
-    let lines =
-        // Without colours: `Escaping` would turn their control bytes into visible text.
-        tracing_subscriber::fmt::layer().with_ansi(false).with_writer(move || Escaping(writer()));
+    let lines = tracing_subscriber::fmt::layer();
+    let colours = options.format == LogFormat::Coloured;
     Ok(match options.format {
         LogFormat::Json => {
+            // JSON allows DEL and the C1 controls.
+            let lines = lines.with_ansi(false).with_writer(move || Escaping(writer()));
             Box::new(registry.with(lines.json().flatten_event(true).with_current_span(false)))
         }
-        LogFormat::Pretty => Box::new(registry.with(lines.compact())),
+        LogFormat::Plain | LogFormat::Coloured => {
+            Box::new(registry.with(lines.with_writer(writer).event_format(LogLine { colours })))
+        }
     })
 }
 
@@ -58,9 +66,24 @@ where
 /// peer could fill the log.
 const FILTER: &str = "info,h2=off,hyper=off,rustls=off";
 
-/// A writer that escapes the control characters that formatters let through:
-/// JSON allows DEL and the C1 controls, and lines for people contain any text
-/// that a value displays.
+/// Returns `text` with its control characters as visible escapes.
+pub(super) fn escape(text: &str) -> Cow<'_, str> {
+    if !text.contains(char::is_control) {
+        return text.into();
+    }
+    let mut escaped = String::with_capacity(text.len() + 16);
+    for c in text.chars() {
+        if c.is_control() {
+            // Writing into a String cannot fail.
+            let _ = write!(escaped, "\\u{:04x}", u32::from(c));
+        } else {
+            escaped.push(c);
+        }
+    }
+    escaped.into()
+}
+
+/// A writer that escapes the control characters that a formatter lets through.
 struct Escaping<W>(W);
 
 impl<W: io::Write> io::Write for Escaping<W> {
@@ -74,23 +97,10 @@ impl<W: io::Write> io::Write for Escaping<W> {
             Some(line) => (line, "\n"),
             None => (text, ""),
         };
-        if !line.contains(char::is_control) {
-            self.0.write_all(bytes)?;
-            return Ok(bytes.len());
-        }
-        let mut escaped = String::with_capacity(text.len() + 16);
-        for c in line.chars() {
-            if c.is_control() {
-                // Writing into a String cannot fail.
-                let _ = write!(escaped, "\\u{:04x}", u32::from(c));
-            } else {
-                escaped.push(c);
-            }
-        }
-        escaped.push_str(end);
-        // The result below counts the bytes of the caller, as `write` must, and not the escaped
-        // ones.
+        // In one write, so that a line stays whole beside other processes' lines.
+        let escaped = [&escape(line), end].concat();
         self.0.write_all(escaped.as_bytes())?;
+        // `write` counts the bytes of its caller, not the escaped ones.
         Ok(bytes.len())
     }
 

@@ -36,12 +36,14 @@ fn every_metric() -> String {
     metrics.request_answered("models", StatusCode::OK, Duration::from_millis(3));
     metrics.error("requests_per_minute");
     metrics.penalty_began("refusals");
+    metrics.connections_open("public", ConnectionCounts::default());
     metrics.connection_refused("per_source");
     metrics.connection_ended("idle");
     metrics.handshake_failed("silent");
     metrics.usage(&model, &class, &Usage { prompt_tokens: 7, ..Usage::default() });
     metrics.first_token(&model, &class, Duration::from_millis(40));
     metrics.timings(&RequestTimings::default());
+    metrics.config_loaded("5feceb66", UtcTime(1));
     metrics.scrape(Readings { ready: true, workers: vec![worker()], ..Readings::default() })
 }
 

@@ -58,7 +58,7 @@ fn log_default_filter_hides_floods() {
 #[test]
 fn log_escapes_control_characters() {
     let hostile = "a\r\n{\"level\":\"ERROR\"}\u{1b}[31m\u{0}\u{7f}\u{9b}\"";
-    for format in [LogFormat::Json, LogFormat::Pretty] {
+    for format in [LogFormat::Json, LogFormat::Plain] {
         let lines = Lines::default();
         let writer = lines.clone();
         let options = LogOptions { format, filter: "trace".into() };
@@ -77,4 +77,35 @@ fn log_escapes_control_characters() {
             }
         }
     }
+}
+
+fn line_of(format: LogFormat, log: impl FnOnce()) -> String {
+    let lines = Lines::default();
+    let writer = lines.clone();
+    let options = LogOptions { format, filter: String::new() };
+    let subscriber = log_subscriber(&options, move || writer.clone()).unwrap();
+    tracing::subscriber::with_default(subscriber, log);
+    String::from_utf8(lines.0.lock().unwrap().clone()).unwrap()
+}
+
+#[test]
+fn plain_log_line_shows_message_and_fields() {
+    let cause = io::Error::other("disk full");
+    let line = line_of(LogFormat::Plain, || {
+        let error: &dyn std::error::Error = &cause;
+        tracing::warn!(worker = "0", reason = "it \"fell\"", count = 3, empty = "", error, "ended");
+    });
+    let (time, rest) = line.split_once(' ').unwrap();
+    assert_eq!(time.len(), "10:56:32Z".len(), "{line}");
+    assert_eq!(
+        rest,
+        "WARN  ended worker=0 reason=\"it \\\"fell\\\"\" count=3 empty=\"\" error=\"disk full\"\n"
+    );
+}
+
+#[test]
+fn coloured_log_line_has_own_colours_only() {
+    let line = line_of(LogFormat::Coloured, || tracing::error!(model = "\u{1b}[32mx", "refused"));
+    assert!(line.contains("\u{1b}[31mERROR\u{1b}[0m refused"), "{line:?}");
+    assert!(line.contains("\\u001b[32mx") && !line.contains("\u{1b}[32m"), "{line:?}");
 }

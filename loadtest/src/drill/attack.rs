@@ -1,13 +1,16 @@
 //! An attack at work: the state that all kinds of attackers share, and the
 //! results that they record.
 
+#![expect(clippy::expect_used, reason = "no code panics under the locks of this module")]
+
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::Ground;
 use super::tally::{ANSWERED, Live, Tally};
+use super::{Ground, ShapeResult};
+use crate::clock;
 use crate::scenario::{AttackKind, Attacker};
 
 /// The results of one attacker.
@@ -31,6 +34,8 @@ pub struct AttackerResult {
     pub closed_after: Vec<f64>,
     /// Age in seconds of the oldest connection that was open at the end.
     pub oldest_open: f64,
+    /// The effect of each random shape.
+    pub shapes: Vec<ShapeResult>,
 }
 
 /// A running attack.
@@ -49,7 +54,7 @@ impl Attack {
 
     /// Counts an outcome now.
     pub(super) fn count(&self, what: &str) {
-        let at = self.ground.at(Instant::now());
+        let at = self.ground.at(clock::now());
         Live::count(&self.ground.live.attacks);
         if what == ANSWERED {
             Live::count(&self.ground.live.attacks_answered);
@@ -70,6 +75,11 @@ impl Attack {
         if seen.closed_after.len() < MOST_KEPT {
             seen.closed_after.push(opened.elapsed().as_secs_f64());
         }
+    }
+
+    /// Records the effect of a random shape.
+    pub(super) fn shape_played(&self, result: ShapeResult) {
+        self.seen.lock().expect("no panic under the lock").shapes.push(result);
     }
 
     /// Records that a connection from `opened` is open at the end.

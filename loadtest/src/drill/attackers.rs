@@ -3,19 +3,21 @@
 //! its own rate whatever the answers are. It stops at the end of the attack and
 //! cancels its requests.
 
+#![expect(clippy::expect_used, reason = "no code panics under the locks of this module")]
+
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-use bytes::Bytes;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::attack::{Attack, AttackerResult};
 use super::tally::{self, Tally};
-use super::{Ground, Stage, plays_before, wire};
+use super::{Ground, Stage, plays_before, random, streams, taught, wire};
 use crate::client::{Protocol, Target};
-use crate::outcome::End;
+use crate::clock;
+use crate::outcome::{End, Question};
 use crate::plan::Random;
 use crate::run::chat_body;
 use crate::scenario::{AttackKind, Attacker};
@@ -73,6 +75,7 @@ pub(super) async fn run(
         first_tokens: Vec::new(),
         closed_after: Vec::new(),
         oldest_open: 0.0,
+        shapes: Vec::new(),
     }));
     let phases = ground.scenario.phases;
     let begin = ground.started + phases.alone;
@@ -80,7 +83,19 @@ pub(super) async fn run(
     let attack = Attack { ground: Arc::clone(&ground), attacker, seen: Arc::clone(&seen), end };
     let attacking = async {
         match attack.attacker.kind {
-            AttackKind::SlowReaders | AttackKind::Slowloris | AttackKind::RapidReset => {
+            AttackKind::BodyFlood | AttackKind::UnreadBesideDrip => {
+                tokio::time::sleep_until(begin).await;
+                streams::run(attack, targets).await;
+            }
+            AttackKind::TaughtEstimates => {
+                tokio::time::sleep_until(begin).await;
+                taught::run(attack, targets).await;
+            }
+            AttackKind::RandomShapes => {
+                tokio::time::sleep_until(begin).await;
+                random::run(attack, targets).await;
+            }
+            kind if kind.is_by_connections() => {
                 tokio::time::sleep_until(begin).await;
                 wire::run(attack, targets).await;
             }
@@ -114,15 +129,10 @@ async fn requests(attack: Attack, targets: &[Target], rate: f64, tries: Tries) {
     let Attack { attacker, ground, end, .. } = &attack;
     let slots: Vec<Arc<Slot>> =
         targets.iter().map(|to| Arc::new(Slot::new(to.clone(), Protocol::Http2))).collect();
-    let prompts = attacker.prompts();
-    let body = |prompt: &String, stream| {
-        chat_body(&ground.scenario.model, prompt, attacker.ask.most_tokens(), stream)
-    };
-    let bodies: Vec<[Bytes; 2]> =
-        prompts.iter().map(|prompt| [body(prompt, false), body(prompt, true)]).collect();
+    let questions = questions(&attack);
     let mut random = Random(ground.scenario.seed ^ 0x5eed);
     let mut under_way = JoinSet::new();
-    let mut due = Instant::now();
+    let mut due = clock::now();
     for number in 0usize.. {
         if due >= *end {
             break;
@@ -136,8 +146,7 @@ async fn requests(attack: Attack, targets: &[Target], rate: f64, tries: Tries) {
             let one = One {
                 attack: attack.clone(),
                 slot: Arc::clone(&slots[number % slots.len()]),
-                body: bodies[number % bodies.len()][usize::from(stream)].clone(),
-                stream,
+                question: with_own_key(&questions[number % questions.len()], stream, number),
                 leaves: attacker.leave_within.map(|within| within.mul_f64(random.unit())),
                 tries: match tries {
                     Tries::AsOften if attacker.kind == AttackKind::RetryStorm => {
@@ -156,30 +165,51 @@ async fn requests(attack: Attack, targets: &[Target], rate: f64, tries: Tries) {
     under_way.shutdown().await;
 }
 
+/// Returns the questions, each whole and streamed. A shape has one form for both.
+fn questions(attack: &Attack) -> Vec<[Question; 2]> {
+    let Attack { attacker, ground, .. } = attack;
+    let model = &ground.scenario.model;
+    if !attacker.shapes.is_empty() {
+        let shaped = attacker.shapes.iter().map(|shape| shape.question(model));
+        return shaped.map(|question| [question.clone(), question]).collect();
+    }
+    let one = |prompt: &String, stream| {
+        Question::chat(chat_body(model, prompt, attacker.ask.most_tokens(), stream), stream)
+    };
+    attacker.prompts().iter().map(|prompt| [one(prompt, false), one(prompt, true)]).collect()
+}
+
+/// Returns the question, with an idempotency key of its own if it has one.
+fn with_own_key(forms: &[Question; 2], stream: bool, number: usize) -> Question {
+    let mut question = forms[usize::from(stream)].clone();
+    if let Some(key) = &mut question.idempotency_key {
+        key.push_str(&number.to_string());
+    }
+    question
+}
+
 /// A request of an attacker.
 struct One {
     attack: Attack,
     slot: Arc<Slot>,
-    body: Bytes,
-    stream: bool,
+    question: Question,
     leaves: Option<Duration>,
     tries: u32,
 }
 
 impl One {
     async fn send(self) {
-        let Self { attack, slot, body, stream, leaves, tries } = self;
+        let Self { attack, slot, question, leaves, tries } = self;
         for _ in 0..tries {
             let mut wait = Wait {
                 attack: &attack,
-                since: Instant::now(),
+                since: clock::now(),
                 begun: OnceLock::new(),
-                counts: stream,
+                counts: question.stream,
             };
             let request = DueRequest {
                 tenant: 0,
-                body: body.clone(),
-                stream,
+                question: question.clone(),
                 at: wait.since,
                 timeout: PATIENCE,
             };

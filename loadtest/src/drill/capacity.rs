@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::task::JoinSet;
-use tokio::time::Instant;
 
 use super::{DrillError, Stage, tally};
 use crate::client::{Protocol, Target};
-use crate::outcome::End;
+use crate::clock;
+use crate::outcome::{End, Question};
 use crate::run::chat_body;
 use crate::scenario::{Capacity, Rate, Scenario};
 use crate::slot::{DueRequest, Slot, send};
@@ -72,6 +72,10 @@ fn kinds(scenario: &Scenario) -> Vec<(Vec<String>, u32, Rate)> {
     honest.chain(attackers).collect()
 }
 
+#[expect(
+    clippy::expect_used,
+    reason = "a panic of a sender is a defect of the load test, not a result of the server"
+)]
 async fn measure(
     scenario: &Scenario,
     capacity: &Capacity,
@@ -82,18 +86,19 @@ async fn measure(
     let connections = capacity.at_once.div_ceil(STREAMS);
     let slots: Vec<_> =
         (0..connections).map(|_| Arc::new(Slot::new(target.clone(), Protocol::Http2))).collect();
-    let started = Instant::now();
+    let started = clock::now();
     let until = started + capacity.seconds;
     let mut loops = JoinSet::new();
     for number in 0..capacity.at_once as usize {
         let slot = Arc::clone(&slots[number % slots.len()]);
         let body = chat_body(&scenario.model, &prompts[number % prompts.len()], max_tokens, true);
+        let asked = Question::chat(body, true);
         loops.spawn(async move {
             let (mut answered, mut tokens, mut failure) = (0u64, 0u64, None);
-            while Instant::now() < until {
+            while clock::now() < until {
                 let outcome = {
-                    let (body, at, timeout) = (body.clone(), Instant::now(), PATIENCE);
-                    send(&slot, DueRequest { tenant: 0, body, stream: true, at, timeout }).await
+                    let (question, at, timeout) = (asked.clone(), clock::now(), PATIENCE);
+                    send(&slot, DueRequest { tenant: 0, question, at, timeout }).await
                 };
                 if outcome.end == End::Done {
                     answered += 1;

@@ -2,16 +2,16 @@
 //! sent, with the same rate in all three phases. Every latency counts from the due
 //! time.
 
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use bytes::Bytes;
 use tokio::task::JoinSet;
 
 use super::{Ground, Live};
 use crate::client::{Protocol, Target};
-use crate::outcome::{End, Outcome};
+use crate::outcome::{End, Outcome, Question};
 use crate::plan::Random;
 use crate::run::chat_body;
 use crate::slot::{DueRequest, Slot, send};
@@ -37,8 +37,10 @@ const MOST_UNDER_WAY: usize = 1_024;
 pub(super) struct HonestSender {
     tenant: Arc<str>,
     slots: Vec<Arc<Slot>>,
+    /// Set for newcomers: each request has a connection of its own.
+    newcomer: Option<Target>,
     due: Vec<(Duration, usize, bool)>,
-    bodies: Vec<[Bytes; 2]>,
+    questions: Vec<[Question; 2]>,
 }
 
 impl HonestSender {
@@ -63,21 +65,27 @@ impl HonestSender {
             let streams = random.below(100) < usize::from(honest.stream);
             due.push((Duration::from_secs_f64(at), due.len() % prompts.len(), streams));
         }
-        let body = |prompt: &String, stream| {
-            chat_body(&scenario.model, prompt, honest.ask.most_tokens(), stream)
+        let question = |prompt: &String, stream| {
+            let most = honest.ask.most_tokens();
+            Question::chat(chat_body(&scenario.model, prompt, most, stream), stream)
         };
-        let slot = || Arc::new(Slot::new(target.clone(), Protocol::Http2));
+        let slot = |_| Arc::new(Slot::new(target.clone(), Protocol::Http2));
         Self {
             tenant: tenant.into(),
-            slots: (0..honest.connections.max(1)).map(|_| slot()).collect(),
+            slots: (0..honest.connections.max(1)).map(slot).collect(),
             due,
-            bodies: prompts.iter().map(|p| [body(p, false), body(p, true)]).collect(),
+            questions: prompts.iter().map(|p| [question(p, false), question(p, true)]).collect(),
+            newcomer: honest.newcomers.then_some(target),
         }
     }
 
     /// Sends every request and waits for the answers.
+    #[expect(
+        clippy::expect_used,
+        reason = "a panic of a sender is a defect of the load test, not a result of the server"
+    )]
     pub(super) async fn run(self, ground: Arc<Ground>) -> Vec<HonestSample> {
-        let Self { tenant, slots, due, bodies } = self;
+        let Self { tenant, slots, newcomer, due, questions } = self;
         let mut under_way: JoinSet<HonestSample> = JoinSet::new();
         let mut samples = Vec::with_capacity(due.len());
         for (number, (after, prompt, stream)) in due.into_iter().enumerate() {
@@ -96,13 +104,16 @@ impl HonestSender {
                 samples.push(HonestSample { tenant, due, outcome });
                 continue;
             }
-            let slot = Arc::clone(&slots[number % slots.len()]);
-            let body = bodies[prompt][usize::from(stream)].clone();
+            let slot = match &newcomer {
+                Some(target) => Arc::new(newcomer_slot(&ground, target, number)),
+                None => Arc::clone(&slots[number % slots.len()]),
+            };
+            let question = questions[prompt][usize::from(stream)].clone();
             let ground = Arc::clone(&ground);
             under_way.spawn(async move {
                 let outcome = {
                     let timeout = PATIENCE;
-                    send(&slot, DueRequest { tenant: 0, body, stream, at, timeout }).await
+                    send(&slot, DueRequest { tenant: 0, question, at, timeout }).await
                 };
                 note(&ground.live, &outcome);
                 HonestSample { tenant, due, outcome }
@@ -113,6 +124,20 @@ impl HonestSender {
         }
         samples
     }
+}
+
+/// Returns a slot for one request of a newcomer, from an address of its own if the
+/// gateway is on this machine.
+fn newcomer_slot(ground: &Ground, target: &Target, number: usize) -> Slot {
+    let target = match ground.may_choose_source {
+        true => {
+            // Attackers use the networks 127.1 to 127.250.
+            let [high, low] = (number as u16).to_be_bytes();
+            target.from_source(IpAddr::V4(Ipv4Addr::new(127, 251, high, low)))
+        }
+        false => target.clone(),
+    };
+    Slot::new(target, Protocol::Http2)
 }
 
 fn note(live: &Live, outcome: &Outcome) {

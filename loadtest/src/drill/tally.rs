@@ -1,6 +1,8 @@
 //! Counts of outcomes by second. Their memory is bounded whatever an attacker
 //! sends, and they can be read during the run.
 
+#![expect(clippy::expect_used, reason = "no code panics under the locks of this module")]
+
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,6 +10,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use crate::clock;
 use crate::outcome::End;
 
 /// Counts of each second of a run, by outcome.
@@ -107,7 +110,7 @@ impl Default for Live {
     fn default() -> Self {
         let none = AtomicU64::default;
         Self {
-            phase: Mutex::new(("starting", Instant::now(), Duration::ZERO)),
+            phase: Mutex::new(("starting", clock::now(), Duration::ZERO)),
             honest_due: none(),
             honest_answered: none(),
             last_first_token: none(),
@@ -121,7 +124,7 @@ impl Default for Live {
 
 impl Live {
     pub(crate) fn enter(&self, name: &'static str, span: Duration) {
-        *self.phase.lock().expect("no panic under the lock") = (name, Instant::now(), span);
+        *self.phase.lock().expect("no panic under the lock") = (name, clock::now(), span);
     }
 
     pub(crate) fn count(counter: &AtomicU64) {

@@ -22,7 +22,7 @@ fn stage(url: &str, allowed_host: Option<&str>) -> (Scenario, Stage) {
         .map(|wanted| (wanted.name.to_owned(), vec![target.clone(); wanted.keys as usize]))
         .collect();
     let allowed_host = allowed_host.map(str::to_owned);
-    (scenario, Stage { keys, admin: None, processes: Vec::new(), allowed_host })
+    (scenario, Stage { keys, admin: None, processes: Vec::new(), log: None, allowed_host })
 }
 
 async fn refused(scenario: &Scenario, stage: &Stage) -> DrillError {
@@ -65,4 +65,16 @@ fn attackers_have_addresses_of_their_own() {
     let sources: std::collections::BTreeSet<_> = targets.iter().map(Target::source).collect();
     assert_eq!(sources.len(), 300);
     assert!(sources.contains(&Some(IpAddr::from([127, 3, 1, 44]))), "{sources:?}");
+}
+
+#[test]
+fn log_with_panic_names_its_place() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let log = folder.path().join("log");
+    let line = "thread 'main' panicked at src/a.rs:1:2:";
+    std::fs::write(&log, format!("{{\"level\":\"INFO\"}}\n{line}\n\u{fe}oops\n")).expect("writes");
+    assert_eq!(watch::panics_in(&log).expect("readable"), [line]);
+    std::fs::write(&log, "{\"level\":\"INFO\"}\n").expect("writes");
+    assert!(watch::panics_in(&log).expect("readable").is_empty());
+    assert!(watch::panics_in(folder.path().join("none").as_path()).is_err());
 }

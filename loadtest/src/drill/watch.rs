@@ -2,7 +2,12 @@
 //! metrics; memory and descriptors of processes on this machine, from /proc; and
 //! the device time that each tenant was charged, from its usage.
 
+#![expect(clippy::expect_used, reason = "no code panics under the locks of this module")]
+
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader};
+use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -11,11 +16,12 @@ use bytes::Bytes;
 use http_body_util::BodyExt;
 use serde::{Deserialize, Serialize};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
+use tokio::time::{MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::{Ground, Stage};
 use crate::client::{Connection, Protocol, Target};
+use crate::clock;
 
 /// Memory and descriptors of a process at one time.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -26,10 +32,25 @@ pub struct ProcessPoint {
     pub memory: u64,
     /// The number of open descriptors.
     pub descriptors: u64,
+    /// Seconds of processor time since the start of the process, if they are known.
+    pub cpu_seconds: Option<f64>,
 }
 
-/// Device time by tenant over time, in nanoseconds since the first observation.
-pub type Shares = BTreeMap<String, Vec<(f64, u64)>>;
+/// The use of a tenant since the first observation, from its usage.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct UsedPoint {
+    /// Seconds from the start.
+    pub at: f64,
+    /// Device time in nanoseconds.
+    pub attributed_ns: u64,
+    /// Reference cost in nanoseconds.
+    pub reference_ns: u64,
+    /// Tokens of prompts and answers.
+    pub tokens: u64,
+}
+
+/// The use by tenant over time.
+pub type Shares = BTreeMap<String, Vec<UsedPoint>>;
 
 /// The process name of the gateway.
 pub const GATEWAY: &str = "gateway";
@@ -47,6 +68,12 @@ const MOST_TENANTS: usize = 64;
 /// Time from the last answer to the last observation of usage: records reach the
 /// ledger in groups.
 const LAST_RECORDS: Duration = Duration::from_millis(1_500);
+
+/// Lines about panics that are kept.
+const MOST_PANICS: usize = 16;
+
+/// The unit of times in /proc, which Linux fixes at 100 a second for programs.
+const TICKS_PER_SECOND: f64 = 100.0;
 
 /// The tasks that observe.
 pub(super) struct Watch {
@@ -66,7 +93,9 @@ impl Watch {
         let (seen, stop) =
             (Arc::new(Mutex::new(Observations::default())), CancellationToken::new());
         let mut watching = JoinSet::new();
-        if let Some(admin) = stage.admin.clone() {
+        // A process of this machine is read directly, which also tells its CPU time.
+        let is_remote = stage.gateway_pid().is_none();
+        if let Some(admin) = stage.admin.clone().filter(|_| is_remote) {
             let (ground, seen) = (Arc::clone(ground), Arc::clone(&seen));
             let watched = metrics(admin, ground, seen);
             watching.spawn(stop.clone().run_until_cancelled_owned(watched));
@@ -102,6 +131,22 @@ impl Watch {
     }
 }
 
+/// Returns the lines of a log that report a panic, the first 16 at most.
+///
+/// # Errors
+/// The log cannot be read.
+pub(super) fn panics_in(log: &Path) -> io::Result<Vec<String>> {
+    let mut panics = Vec::new();
+    for line in BufReader::new(File::open(log)?).split(b'\n') {
+        let line = line?;
+        let line = String::from_utf8_lossy(&line);
+        if line.contains("panicked") && panics.len() < MOST_PANICS {
+            panics.push(line.into_owned());
+        }
+    }
+    Ok(panics)
+}
+
 async fn metrics(admin: Target, ground: Arc<Ground>, seen: Arc<Mutex<Observations>>) {
     let mut ticks = interval(LOOKS);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -114,10 +159,8 @@ async fn metrics(admin: Target, ground: Arc<Ground>, seen: Arc<Mutex<Observation
         let memory = figure("process_resident_memory_bytes");
         let descriptors = figure("process_open_fds");
         let (Some(memory), Some(descriptors)) = (memory, descriptors) else { continue };
-        ground.live.memory.store(memory, Ordering::Relaxed);
-        ground.live.descriptors.store(descriptors, Ordering::Relaxed);
-        let point = ProcessPoint { at: ground.at(Instant::now()), memory, descriptors };
-        note(&seen, GATEWAY, point);
+        let at = ground.at(clock::now());
+        note(&ground, &seen, GATEWAY, ProcessPoint { at, memory, descriptors, cpu_seconds: None });
     }
 }
 
@@ -135,8 +178,9 @@ async fn procs(processes: Vec<(String, u32)>, ground: Arc<Ground>, seen: Arc<Mut
         ticks.tick().await;
         for (name, pid) in &processes {
             if let Some((memory, descriptors)) = held_by(*pid) {
-                let point = ProcessPoint { at: ground.at(Instant::now()), memory, descriptors };
-                note(&seen, name, point);
+                let at = ground.at(clock::now());
+                let point = ProcessPoint { at, memory, descriptors, cpu_seconds: cpu_of(*pid) };
+                note(&ground, &seen, name, point);
             }
         }
     }
@@ -152,7 +196,23 @@ pub fn held_by(pid: u32) -> Option<(u64, u64)> {
     Some((kib * 1024, descriptors as u64))
 }
 
-fn note(seen: &Mutex<Observations>, name: &str, point: ProcessPoint) {
+/// Returns the seconds of processor time that a process of this machine has used, if
+/// it can be read.
+pub(super) fn cpu_of(pid: u32) -> Option<f64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name in brackets may contain spaces. After it, utime and stime are the
+    // twelfth and the thirteenth field (proc_pid_stat(5)).
+    let (_, fields) = stat.rsplit_once(')')?;
+    let mut fields = fields.split_whitespace().skip(11);
+    let ticks: u64 = fields.next()?.parse::<u64>().ok()? + fields.next()?.parse::<u64>().ok()?;
+    Some(ticks as f64 / TICKS_PER_SECOND)
+}
+
+fn note(ground: &Ground, seen: &Mutex<Observations>, name: &str, point: ProcessPoint) {
+    if name == GATEWAY {
+        ground.live.memory.store(point.memory, Ordering::Relaxed);
+        ground.live.descriptors.store(point.descriptors, Ordering::Relaxed);
+    }
     let mut seen = seen.lock().expect("no panic under the lock");
     seen.processes.entry(name.to_owned()).or_default().push(point);
 }
@@ -164,7 +224,7 @@ async fn shares(
     seen: Arc<Mutex<Observations>>,
     stop: CancellationToken,
 ) {
-    let mut readers: Vec<(String, Reader, Option<u64>)> = tenants
+    let mut readers: Vec<(String, Reader, Option<UsedPoint>)> = tenants
         .into_iter()
         .map(|(tenant, target)| (tenant, Reader { target, open: None }, None))
         .collect();
@@ -182,10 +242,10 @@ async fn shares(
             let Some(used) = reader.get("/v1/usage").await.and_then(|text| used(&text)) else {
                 continue;
             };
-            let since = used.saturating_sub(*first.get_or_insert(used));
-            let at = ground.at(Instant::now());
+            let since = used.since(first.get_or_insert(used));
+            let point = UsedPoint { at: ground.at(clock::now()), ..since };
             let mut seen = seen.lock().expect("no panic under the lock");
-            seen.shares.entry(tenant.clone()).or_default().push((at, since));
+            seen.shares.entry(tenant.clone()).or_default().push(point);
         }
         if is_last {
             return;
@@ -193,8 +253,21 @@ async fn shares(
     }
 }
 
-/// Returns the attributed nanoseconds over all rows of a usage answer.
-fn used(statement: &[u8]) -> Option<u64> {
+impl UsedPoint {
+    /// Returns the use between `earlier` and this point.
+    pub(crate) fn since(&self, earlier: &Self) -> Self {
+        let less = |now: u64, then: u64| now.saturating_sub(then);
+        Self {
+            at: self.at,
+            attributed_ns: less(self.attributed_ns, earlier.attributed_ns),
+            reference_ns: less(self.reference_ns, earlier.reference_ns),
+            tokens: less(self.tokens, earlier.tokens),
+        }
+    }
+}
+
+/// Returns the sums over all rows of a usage answer.
+fn used(statement: &[u8]) -> Option<UsedPoint> {
     #[derive(Deserialize)]
     struct Statement {
         data: Vec<Row>,
@@ -202,9 +275,18 @@ fn used(statement: &[u8]) -> Option<u64> {
     #[derive(Deserialize)]
     struct Row {
         attributed_ns: u64,
+        reference_ns: u64,
+        prompt_tokens: u64,
+        completion_tokens: u64,
     }
     let statement: Statement = serde_json::from_slice(statement).ok()?;
-    Some(statement.data.iter().map(|row| row.attributed_ns).sum())
+    let mut sum = UsedPoint::default();
+    for row in statement.data {
+        sum.attributed_ns += row.attributed_ns;
+        sum.reference_ns += row.reference_ns;
+        sum.tokens += row.prompt_tokens + row.completion_tokens;
+    }
+    Some(sum)
 }
 
 /// A connection that is reused as long as it works.
@@ -256,9 +338,25 @@ mod tests {
     }
 
     #[test]
+    fn cpu_time_of_busy_process_grows() {
+        let before = cpu_of(std::process::id()).expect("it runs");
+        while cpu_of(std::process::id()).expect("it runs") <= before {
+            std::hint::spin_loop();
+        }
+        assert_eq!(cpu_of(u32::MAX), None);
+    }
+
+    #[test]
     fn usage_rows_are_summed() {
-        let text = br#"{"object":"list","data":[{"attributed_ns":3,"x":1},{"attributed_ns":4}]}"#;
-        assert_eq!(used(text), Some(7));
+        let row = |figure: u64| {
+            serde_json::json!({
+                "attributed_ns": figure, "reference_ns": figure * 10, "x": 1,
+                "prompt_tokens": figure, "completion_tokens": 1,
+            })
+        };
+        let text = serde_json::json!({ "object": "list", "data": [row(3), row(4)] }).to_string();
+        let sum = UsedPoint { at: 0.0, attributed_ns: 7, reference_ns: 70, tokens: 9 };
+        assert_eq!(used(text.as_bytes()), Some(sum));
         assert_eq!(used(b"{}"), None);
     }
 }

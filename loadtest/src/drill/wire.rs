@@ -11,6 +11,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 
 use super::attack::Attack;
 use crate::client::{Protocol, Target};
+use crate::clock;
 use crate::frames::{self, Ends, Frame, FrameKind};
 use crate::run::chat_body;
 use crate::scenario::{AttackKind, Slow};
@@ -24,8 +25,9 @@ const MOST_ANSWER: u64 = 16 << 20;
 /// Bytes of `HTTP/1.1 200`.
 const STATUS_LINE: usize = 12;
 
-/// Time between the end of a connection and the next one.
-const PAUSE: Duration = Duration::from_millis(200);
+/// Time between two of many connections. All at once would be more handshakes than
+/// a gateway takes, and would come one after the other anyway.
+const STAGGER: Duration = Duration::from_millis(2);
 
 /// Streams that are opened and reset in one write.
 const BATCH: usize = 64;
@@ -36,16 +38,28 @@ const READ_AT_ONCE: usize = 64 * 1024;
 /// Keeps one connection open to every target until the attack ends.
 pub(super) async fn run(attack: Attack, targets: Vec<Target>) {
     let mut connections = JoinSet::new();
-    for target in targets {
+    for (number, target) in (0..).zip(targets) {
         let attack = attack.clone();
         connections.spawn(async move {
-            while Instant::now() < attack.end {
+            if attack.attacker.kind == AttackKind::HoldConnections {
+                sleep(STAGGER * number).await;
+            }
+            while clock::now() < attack.end {
                 once(&attack, &target).await;
-                sleep(PAUSE).await;
+                sleep(pause(attack.attacker.kind)).await;
             }
         });
     }
     while connections.join_next().await.is_some() {}
+}
+
+/// Returns the time between the end of a connection and the next one.
+fn pause(kind: AttackKind) -> Duration {
+    match kind {
+        // Thousands of refused connections would keep this machine busy.
+        AttackKind::HoldConnections => Duration::from_secs(5),
+        _ => Duration::from_millis(200),
+    }
 }
 
 /// The end of a connection.
@@ -55,10 +69,11 @@ enum Ended {
 }
 
 async fn once(attack: &Attack, target: &Target) {
-    let opened = Instant::now();
+    let opened = clock::now();
     let ended = match attack.attacker.kind {
         AttackKind::SlowReaders => read_slowly(attack, target).await,
         AttackKind::RapidReset => reset(attack, target).await.map(|ended| (opened, ended)),
+        AttackKind::HoldConnections => hold(attack, target).await.map(|ended| (opened, ended)),
         _ => say_slowly(attack, target).await.map(|ended| (opened, ended)),
     };
     match ended {
@@ -101,12 +116,41 @@ async fn say_slowly(attack: &Attack, target: &Target) -> Result<Ended, &'static 
     Ok(drip(tls, attack.end, drop).await)
 }
 
+/// Authenticates and keeps the connection open with a request now and then.
+async fn hold(attack: &Attack, target: &Target) -> Result<Ended, &'static str> {
+    let mut tls = target.connect_tls(Protocol::Http1).await.map_err(|error| error.kind())?;
+    let mut request =
+        format!("GET /v1/models HTTP/1.1\r\nhost: {}\r\nauthorization: ", target.authority())
+            .into_bytes();
+    request.extend(target.authorization().as_bytes());
+    request.extend(b"\r\n\r\n");
+    let pace = attack.attacker.pace.unwrap_or(Duration::from_secs(20));
+    let mut buffer = vec![0; 4_096];
+    let mut is_first = true;
+    while clock::now() < attack.end {
+        if tls.write_all(&request).await.is_err() || tls.flush().await.is_err() {
+            return Ok(Ended::ByGateway);
+        }
+        let next = clock::now() + pace;
+        loop {
+            match timeout_at(next.min(attack.end), tls.read(&mut buffer)).await {
+                Ok(Ok(0) | Err(_)) => return Ok(Ended::ByGateway),
+                Ok(Ok(_)) if is_first => attack.count("authenticated"),
+                Ok(Ok(_)) => {}
+                Err(_) => break,
+            }
+            is_first = false;
+        }
+    }
+    Ok(Ended::NotAtAll)
+}
+
 /// Sends `drop` every second and reads until the gateway closes the connection.
 async fn drip(mut io: impl AsyncRead + AsyncWrite + Unpin, end: Instant, drop: &[u8]) -> Ended {
     let mut buffer = vec![0; 4096];
-    let mut next = Instant::now() + Duration::from_secs(1);
+    let mut next = clock::now() + Duration::from_secs(1);
     loop {
-        if Instant::now() >= end {
+        if clock::now() >= end {
             return Ended::NotAtAll;
         }
         match timeout_at(next.min(end), io.read(&mut buffer)).await {
@@ -157,7 +201,7 @@ async fn read_slowly(attack: &Attack, target: &Target) -> Result<(Instant, Ended
         Ok(Ok(_)) if !answer.ends_with(b" 200") => return Err(refused(&answer)),
         Ok(Ok(_)) => {}
     }
-    let began = Instant::now();
+    let began = clock::now();
     let until = began + attacker.closed_within.unwrap_or(Duration::from_secs(20));
     sleep_until(until.min(attack.end)).await;
     if until > attack.end {
@@ -195,7 +239,7 @@ async fn reset(attack: &Attack, target: &Target) -> Result<Ended, &'static str> 
             return;
         }
         let mut stream = 1u32;
-        while stream < 0x7fff_0000 && Instant::now() < attack.end {
+        while stream < 0x7fff_0000 && clock::now() < attack.end {
             let written = match attack.attacker.pace {
                 None => burst(attack, target, &mut writing, &mut stream).await,
                 Some(pace) => paced(attack, target, &mut writing, &mut stream, pace).await,

@@ -68,7 +68,10 @@ fn by_second(points: &[(f64, f64)]) -> Vec<(f64, Vec<f64>)> {
 
 /// Draws each tenant's part of the device time in each second.
 pub(super) fn shares(report: &DrillReport) -> String {
-    let totals = report.shares.iter().filter_map(|(name, points)| Some((name, points.last()?.1)));
+    let totals = report
+        .shares
+        .iter()
+        .filter_map(|(name, points)| Some((name, points.last()?.attributed_ns)));
     let totals: BTreeMap<String, u64> =
         totals.filter(|(_, total)| *total > 0).map(|(name, total)| (name.clone(), total)).collect();
     if totals.is_empty() {
@@ -86,7 +89,9 @@ pub(super) fn shares(report: &DrillReport) -> String {
     let mut parts = vec![vec![0.0; named.len()]; seconds];
     for (name, points) in &report.shares {
         let Some(place) = place(&named, name) else { continue };
-        for (second, used) in spread(points, seconds).into_iter().enumerate() {
+        let points: Vec<(f64, u64)> =
+            points.iter().map(|point| (point.at, point.attributed_ns)).collect();
+        for (second, used) in spread(&points, seconds).into_iter().enumerate() {
             parts[second][place] += used;
         }
     }

@@ -56,6 +56,11 @@ fn scenario_mistakes_are_reported() {
         ("t-{1..3}", "a", "two places"),
         ("rate = 5.0", "rate = 5.0\nstream = 101", "percent"),
         ("rate = 5.0", "rate = 5.0\nkeys = 0", "above 0"),
+        ("rate = 5.0", "rate = 5.0\nstreams = 0", "1 to 1,000"),
+        ("rate = 5.0", "rate = 5.0\nrequests = 9", "random shapes"),
+        ("rate = 5.0", "rate = 5.0\nshapes = [\"flat\"]", "flat"),
+        ("kind = \"flood\"", "kind = \"odd_shapes\"", "need shapes"),
+        ("kind = \"flood\"", "kind = \"hold_connections\"", "not a rate"),
         ("rate = 5.0", "rate = 5.0\n[hold]\ngoodput = 0.9", "goodput"),
     ];
     for (good, bad, named) in cases {
@@ -65,6 +70,16 @@ fn scenario_mistakes_are_reported() {
     }
     let unknown = Scenario::find("nothing").expect_err("none").to_string();
     assert!(unknown.contains("flood") && unknown.contains("nothing"), "{unknown}");
+}
+
+#[test]
+fn requests_set_length_of_random_attack() {
+    let mut scenario = Scenario::find("random_shapes").expect("shipped");
+    scenario.set_requests(1_000).expect("allowed");
+    assert_eq!(scenario.phases.attack, Duration::from_secs(152));
+    assert!(scenario.set_requests(100_001).is_err());
+    let mut other = Scenario::find("flood").expect("shipped");
+    assert!(other.set_requests(10).expect_err("no shapes").contains("--requests"));
 }
 
 #[test]

@@ -8,7 +8,7 @@ use serde::{Serialize, Serializer};
 
 use super::Phased;
 use crate::drill::Tally;
-use crate::drill::{Drill, HonestSample, Span};
+use crate::drill::{Drill, HonestSample, Span, UsedPoint};
 use crate::outcome::End;
 
 /// A percentile, or the reason why it is unknown.
@@ -196,17 +196,18 @@ pub(super) fn recovery(drill: &Drill, alone: &PhaseFigures) -> Option<f64> {
     Some(recovered)
 }
 
-/// Returns the nanoseconds of device time of each tenant within `span`.
-pub(super) fn device_time(drill: &Drill, span: Span) -> BTreeMap<String, u64> {
-    let at = |points: &[(f64, u64)], when: f64| {
-        points.iter().take_while(|(at, _)| *at <= when).last().map_or(0, |(_, nanos)| *nanos)
+/// Returns the use of each tenant within `span`.
+pub(super) fn used(drill: &Drill, span: Span) -> BTreeMap<String, UsedPoint> {
+    let at = |points: &[UsedPoint], when: f64| {
+        let last = points.iter().take_while(|point| point.at <= when).last();
+        last.copied().unwrap_or_default()
     };
     drill
         .shares
         .iter()
         .map(|(tenant, points)| {
             // Records arrive a moment after the work.
-            let within = at(points, span.to + 1.0).saturating_sub(at(points, span.from));
+            let within = at(points, span.to + 1.0).since(&at(points, span.from));
             (tenant.clone(), within)
         })
         .collect()

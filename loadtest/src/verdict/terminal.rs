@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Check, DrillReport, PhaseFigures, Verdict};
+use super::{Check, DrillReport, PhaseFigures, Verdict, WorstShape, WorstShapes};
 
 impl fmt::Display for DrillReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -36,6 +36,12 @@ impl fmt::Display for DrillReport {
             let rate = attacker.offered_rate.map_or(String::new(), |rate| format!(", {rate:.1}/s"));
             let (kind, who) = (&attacker.kind, &attacker.who);
             writeln!(f, "attacker {kind} ({who}{rate}): {}", outcomes.join(", "))?;
+        }
+        for WorstShapes { by, shapes } in &self.worst_shapes {
+            writeln!(f, "\nworst shapes by {by}")?;
+            for WorstShape { number, about, value } in shapes {
+                writeln!(f, "{value:>10.1}  shape {number}: {about}")?;
+            }
         }
         writeln!(f)?;
         for Check { what, bound, observed, verdict } in &self.checks {

@@ -42,7 +42,7 @@ fn sample(due: f64, first_ms: u64, end: End) -> HonestSample {
 }
 
 /// Ten requests a second; `slow` says how long the first token took at a time.
-fn drill(slow: impl Fn(f64) -> u64) -> Drill {
+pub(super) fn drill(slow: impl Fn(f64) -> u64) -> Drill {
     let due = (0..500).map(|number| f64::from(number) / 10.0);
     Drill {
         started: SystemTime::UNIX_EPOCH,
@@ -60,9 +60,11 @@ fn drill(slow: impl Fn(f64) -> u64) -> Drill {
             first_tokens: Vec::new(),
             closed_after: vec![5.0],
             oldest_open: 0.0,
+            shapes: Vec::new(),
         }],
         processes: BTreeMap::new(),
         shares: Shares::new(),
+        panics: None,
     }
 }
 
@@ -117,14 +119,20 @@ fn memory_and_descriptors_are_compared_with_baseline() {
     let hold = "memory_growth = \"50MiB\"\ndescriptors_growth = 4\n";
     let mut run = drill(|_| 10);
     assert_eq!(verdict(hold, &run, "memory"), Verdict::Unclear, "nothing was observed");
-    let point =
-        |at, memory: u64, descriptors| ProcessPoint { at, memory: memory << 20, descriptors };
+    let point = |at, memory: u64, descriptors| ProcessPoint {
+        at,
+        memory: memory << 20,
+        descriptors,
+        cpu_seconds: None,
+    };
     let points = vec![point(1.0, 100, 30), point(30.0, 140, 300), point(50.0, 120, 33)];
     run.processes.insert("gateway".into(), points);
     assert_eq!(verdict(hold, &run, "memory of the gateway"), Verdict::Holds);
     assert_eq!(verdict(hold, &run, "descriptors"), Verdict::Holds);
     run.processes.insert("gateway".into(), vec![point(1.0, 100, 30), point(50.0, 151, 35)]);
     assert_eq!(verdict(hold, &run, "memory of the gateway"), Verdict::Broken);
+    let kept = |most: u32| verdict(&format!("memory_kept = \"{most}MiB\"\n"), &run, "at the end");
+    assert_eq!((kept(50), kept(51)), (Verdict::Broken, Verdict::Holds));
     assert_eq!(verdict(hold, &run, "descriptors"), Verdict::Broken);
 }
 
@@ -153,8 +161,9 @@ fn accepted_load_goodput_and_shares() {
     assert_eq!(verdict("accepted = 1.1\n", &run, "accepted"), Verdict::Broken);
 
     assert_eq!(verdict("attackers_share = 0.5\n", &run, "part of the device"), Verdict::Unclear);
-    run.shares.insert("a".into(), vec![(19.0, 0), (40.0, 600)]);
-    run.shares.insert("m".into(), vec![(19.0, 0), (40.0, 400)]);
+    let used = |at, attributed_ns| UsedPoint { at, attributed_ns, ..UsedPoint::default() };
+    run.shares.insert("a".into(), vec![used(19.0, 0), used(40.0, 600)]);
+    run.shares.insert("m".into(), vec![used(19.0, 0), used(40.0, 400)]);
     assert_eq!(verdict("attackers_share = 0.5\n", &run, "part of the device"), Verdict::Holds);
     assert_eq!(verdict("attackers_share = 0.3\n", &run, "part of the device"), Verdict::Broken);
 
@@ -164,6 +173,48 @@ fn accepted_load_goodput_and_shares() {
     let report = DrillReport::new(&scenario, &run);
     assert!(report.checks.iter().any(|check| check.what.contains("capacity")));
     assert_eq!(report.verdict, Verdict::Unclear, "it was not measured: {report}");
+}
+
+#[test]
+fn work_and_use_of_attackers_are_bounded() {
+    let mut run = drill(|_| 10);
+    assert_eq!(verdict("worked_on = 2\n", &run, "worked on"), Verdict::Unclear, "no request");
+    for what in ["429 rate_limit_exceeded", "503 overloaded", "400 too_long", "answered"] {
+        run.attackers[0].tally.add(25.0, what);
+    }
+    assert_eq!(verdict("worked_on = 2\n", &run, "worked on"), Verdict::Holds);
+    assert_eq!(verdict("worked_on = 1\n", &run, "worked on"), Verdict::Broken);
+    let tokens = "attackers_tokens = 400\n";
+    let reference = "attackers_reference = \"2s\"\n";
+    assert_eq!(verdict(tokens, &run, "tokens"), Verdict::Unclear);
+    let used = |at, tokens| UsedPoint {
+        at,
+        tokens,
+        reference_ns: tokens * 5_000_000,
+        ..UsedPoint::default()
+    };
+    run.shares.insert("m".into(), vec![used(19.0, 10), used(40.0, 410), used(45.0, 900)]);
+    assert_eq!(verdict(tokens, &run, "tokens"), Verdict::Holds);
+    assert_eq!(verdict(reference, &run, "reference cost"), Verdict::Holds);
+    run.shares.insert("m".into(), vec![used(19.0, 10), used(40.0, 411)]);
+    assert_eq!(verdict(tokens, &run, "tokens"), Verdict::Broken);
+    assert_eq!(verdict(reference, &run, "reference cost"), Verdict::Broken);
+}
+
+#[test]
+fn processor_time_is_compared_with_baseline() {
+    let hold = "gateway_cpu = 0.2\n";
+    let mut run = drill(|_| 10);
+    assert_eq!(verdict(hold, &run, "processor time"), Verdict::Unclear);
+    let point = |at, cpu| ProcessPoint { at, memory: 1, descriptors: 1, cpu_seconds: Some(cpu) };
+    // A tenth of a core before the attack.
+    let before = [point(0.0, 5.0), point(10.0, 6.0)];
+    let with =
+        |then: f64| [before.as_slice(), &[point(20.0, 7.0), point(30.0, 7.0 + then)]].concat();
+    run.processes.insert(GATEWAY.into(), with(2.9));
+    assert_eq!(verdict(hold, &run, "processor time"), Verdict::Holds);
+    run.processes.insert(GATEWAY.into(), with(3.1));
+    assert_eq!(verdict(hold, &run, "processor time"), Verdict::Broken);
 }
 
 #[test]
@@ -185,4 +236,13 @@ fn faults_are_not_counted_as_refusals() {
     assert_eq!(verdict("", &run, "refusals are clear"), Verdict::Holds);
     run.attackers[0].tally.add(25.0, "500 server_error");
     assert_eq!(verdict("", &run, "refusals are clear"), Verdict::Broken);
+}
+
+#[test]
+fn logged_panic_breaks_a_drill() {
+    let mut run = drill(|_| 10);
+    run.panics = Some(Vec::new());
+    assert_eq!(verdict("", &run, "panics"), Verdict::Holds);
+    run.panics = Some(vec!["thread 'main' panicked at src/a.rs:1:2:".to_owned()]);
+    assert_eq!(verdict("", &run, "panics"), Verdict::Broken);
 }

@@ -5,11 +5,11 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 
-pub mod books;
 pub mod journals;
+pub mod ledger_copy;
 
-use books::{Incarnation, LedgerRows, Sums};
 use journals::{Block, Epoch, Journals, Owner};
+use ledger_copy::{Incarnation, LedgerRows, Sums};
 
 /// A client's record of one request.
 #[derive(Clone, Debug)]
@@ -80,18 +80,18 @@ impl Checker {
     pub fn findings(&mut self, evidence: &Evidence<'_>) -> Vec<Finding> {
         let mut found = Vec::new();
         // The ledger is read first: its blocks were in a journal before.
-        let books = match LedgerRows::read(evidence.ledger) {
-            Ok(books) => books,
+        let ledger = match LedgerRows::read(evidence.ledger) {
+            Ok(ledger) => ledger,
             Err(error) => return vec![Finding::Altered(format!("the ledger: {error}"))],
         };
         match self.journals.read(evidence.journals) {
-            Ok(epochs) => compare(&books, &epochs, &mut found),
+            Ok(epochs) => compare(&ledger, &epochs, &mut found),
             Err(what) => found.push(Finding::Altered(format!("a journal: {what}"))),
         }
-        found.extend(books.odd.iter().cloned().map(Finding::Altered));
-        charges(&books, &mut found);
-        days(&books, evidence.caps, &mut found);
-        clients(&books, evidence, &mut found);
+        found.extend(ledger.odd.iter().cloned().map(Finding::Altered));
+        charges(&ledger, &mut found);
+        days(&ledger, evidence.caps, &mut found);
+        clients(&ledger, evidence, &mut found);
         found
     }
 }
@@ -107,42 +107,42 @@ impl Checker {
 
 /// Checks that the ledger has each block of a journal once and unchanged, and no other
 /// block.
-fn compare(books: &LedgerRows, epochs: &BTreeMap<String, &Epoch>, found: &mut Vec<Finding>) {
+fn compare(ledger: &LedgerRows, epochs: &BTreeMap<String, &Epoch>, found: &mut Vec<Finding>) {
     let mut finished = 0;
-    for (name, life) in &books.lives {
+    for (name, incarnation) in &ledger.incarnations {
         let Some(epoch) = epochs.get(name) else {
-            found.push(Finding::Altered(format!("{name} is of no journal")));
+            found.push(Finding::Altered(format!("no journal has epoch {name}")));
             continue;
         };
-        if life.blocks.len() as u64 != life.last_block {
-            let (there, last) = (life.blocks.len(), life.last_block);
+        if incarnation.blocks.len() as u64 != incarnation.last_block {
+            let (there, last) = (incarnation.blocks.len(), incarnation.last_block);
             found.push(Finding::Lost(format!("{name}: {there} of {last} blocks")));
         }
-        for (number, sums) in &life.blocks {
+        for (number, sums) in &incarnation.blocks {
             let Some(block) = epoch.blocks.get(number) else {
                 found.push(Finding::Double(format!("block {number} of {name} was never written")));
                 continue;
             };
             finished += block.finished.len();
-            same_block(books, (name, *number), (sums, block), found);
+            same_block(ledger, (name, *number), (sums, block), found);
         }
     }
-    if books.ended.len() > finished {
-        let more = books.ended.len() - finished;
+    if ledger.ended.len() > finished {
+        let more = ledger.ended.len() - finished;
         found.push(Finding::Double(format!("{more} ends of attempts that no journal has")));
     }
     for (name, epoch) in epochs.iter().filter(|(_, epoch)| epoch.has_ended()) {
         let written = epoch.blocks.len();
-        let life = books.lives.get(name);
-        let there = life.map_or(0, |life| life.blocks.len());
-        if there < written || !life.is_some_and(|life| life.ended) {
+        let incarnation = ledger.incarnations.get(name);
+        let there = incarnation.map_or(0, |incarnation| incarnation.blocks.len());
+        if there < written || !incarnation.is_some_and(|incarnation| incarnation.ended) {
             found.push(Finding::Lost(format!("{name}: {there} of the {written} blocks written")));
         }
     }
 }
 
 fn same_block(
-    books: &LedgerRows,
+    ledger: &LedgerRows,
     (epoch, number): (&String, u64),
     (sums, block): (&Sums, &Block),
     found: &mut Vec<Finding>,
@@ -166,7 +166,7 @@ fn same_block(
     }
     for (owner, (figures, reason)) in &block.finished {
         let figures = figures.map(signed);
-        match books.ended.get(owner) {
+        match ledger.ended.get(owner) {
             None => found.push(Finding::Lost(format!("the end of {owner:?}"))),
             Some((there, at, row))
                 if (there, *at, &*row.reason) != (epoch, number, *reason)
@@ -181,41 +181,46 @@ fn same_block(
 
 /// Checks that an ended attempt is charged its measured time or its cap, that an
 /// unfinished attempt has a cap, and that one attempt of a request is charged.
-fn charges(books: &LedgerRows, found: &mut Vec<Finding>) {
-    for (owner, (.., end)) in &books.ended {
-        let paid = books.paid.get(owner).copied().unwrap_or(0);
-        let Some(charge) = books.charged.get(owner) else {
+fn charges(ledger: &LedgerRows, found: &mut Vec<Finding>) {
+    for (owner, (.., end)) in &ledger.ended {
+        let paid = ledger.paid.get(owner).copied().unwrap_or(0);
+        let Some(charge) = ledger.charged.get(owner) else {
             found.push(Finding::Lost(format!("the charge of {owner:?}")));
             continue;
         };
-        if books.measured.get(owner).copied().unwrap_or(0) != end.figures[3] {
+        if ledger.measured.get(owner).copied().unwrap_or(0) != end.figures[3] {
             found.push(Finding::Altered(format!("{owner:?} measured otherwise than {end:?}")));
         }
         let [prompt, cached, completion, attributed, reference] = end.figures;
-        let told = [prompt, cached, completion, 0, reference];
-        if !books.caps.contains_key(owner) && (charge.figures != told || paid != attributed) {
+        let reported = [prompt, cached, completion, 0, reference];
+        if !ledger.caps.contains_key(owner) && (charge.figures != reported || paid != attributed) {
             found.push(Finding::Altered(format!("{owner:?} pays {paid}, {charge:?}, for {end:?}")));
         }
     }
-    for (owner, cap) in &books.caps {
-        let measured = books.measured.get(owner).copied().unwrap_or(0);
-        let paid = books.paid.get(owner).copied().unwrap_or(0);
+    for (owner, cap) in &ledger.caps {
+        let measured = ledger.measured.get(owner).copied().unwrap_or(0);
+        let paid = ledger.paid.get(owner).copied().unwrap_or(0);
         if paid != measured.min(cap[3]) {
             let what = format!("{owner:?} pays {paid} of {measured} where {cap:?} is the most");
             found.push(Finding::Altered(what));
         }
     }
-    let living: HashSet<&Owner> =
-        books.lives.values().filter(|life| !life.ended).flat_map(owners).collect();
-    for owner in books.measured.keys().filter(|owner| !living.contains(owner)) {
-        if !books.ended.contains_key(owner) && !books.caps.contains_key(owner) {
-            found.push(Finding::Lost(format!("who pays for {owner:?}, which never ended")));
+    let living: HashSet<&Owner> = ledger
+        .incarnations
+        .values()
+        .filter(|incarnation| !incarnation.ended)
+        .flat_map(owners)
+        .collect();
+    for owner in ledger.measured.keys().filter(|owner| !living.contains(owner)) {
+        if !ledger.ended.contains_key(owner) && !ledger.caps.contains_key(owner) {
+            found
+                .push(Finding::Lost(format!("a charge or a cap for {owner:?}, which never ended")));
         }
     }
     let mut counted: HashMap<(&str, &str), u32> = HashMap::new();
-    for (owner, charge) in &books.charged {
-        if !books.ended.contains_key(owner) && !books.caps.contains_key(owner) {
-            found.push(Finding::Double(format!("a charge out of nothing: {owner:?}")));
+    for (owner, charge) in &ledger.charged {
+        if !ledger.ended.contains_key(owner) && !ledger.caps.contains_key(owner) {
+            found.push(Finding::Double(format!("a charge without an attempt: {owner:?}")));
         }
         *counted.entry((&owner.tenant, &owner.request)).or_default() += u32::from(charge.counted);
     }
@@ -224,22 +229,22 @@ fn charges(books: &LedgerRows, found: &mut Vec<Finding>) {
     }
 }
 
-fn owners(life: &Incarnation) -> impl Iterator<Item = &Owner> {
-    life.blocks.values().flat_map(|sums| sums.shares.keys())
+fn owners(incarnation: &Incarnation) -> impl Iterator<Item = &Owner> {
+    incarnation.blocks.values().flat_map(|sums| sums.shares.keys())
 }
 
-fn days(books: &LedgerRows, caps: &[(&str, i64)], found: &mut Vec<Finding>) {
+fn days(ledger: &LedgerRows, caps: &[(&str, i64)], found: &mut Vec<Finding>) {
     let worth = |sums: &BTreeMap<(i64, String, String), [i64; 6]>| {
         let mut sums = sums.clone();
         sums.retain(|_, sums| *sums != [0; 6]);
         sums
     };
-    if worth(&books.daily) != worth(&books.recount) {
-        let what = format!("sums by day {:?}, counted {:?}", books.daily, books.recount);
+    if worth(&ledger.daily) != worth(&ledger.recount) {
+        let what = format!("sums by day {:?}, counted {:?}", ledger.daily, ledger.recount);
         found.push(Finding::Altered(what));
     }
     let mut spent: HashMap<(i64, &str), i64> = HashMap::new();
-    for (owner, charge) in &books.charged {
+    for (owner, charge) in &ledger.charged {
         *spent.entry((charge.day, &owner.tenant)).or_default() += charge.figures[4];
     }
     for &(tenant, cap) in caps {
@@ -253,27 +258,30 @@ fn days(books: &LedgerRows, caps: &[(&str, i64)], found: &mut Vec<Finding>) {
 
 /// Checks that an answered request is charged once with its figures, and a refused one
 /// is not.
-fn clients(books: &LedgerRows, evidence: &Evidence<'_>, found: &mut Vec<Finding>) {
+fn clients(ledger: &LedgerRows, evidence: &Evidence<'_>, found: &mut Vec<Finding>) {
     let mut charges: HashMap<&str, Vec<&Owner>> = HashMap::new();
-    for owner in books.charged.keys().chain(books.measured.keys()) {
+    for owner in ledger.charged.keys().chain(ledger.measured.keys()) {
         let owners = charges.entry(&owner.request).or_default();
         if !owners.contains(&owner) {
             owners.push(owner);
         }
     }
-    for told in evidence.clients {
-        if let End::Wrong(what) = &told.end {
-            found.push(Finding::Client(format!("{:?}: {what}", told.id)));
+    for client in evidence.clients {
+        if let End::Wrong(what) = &client.end {
+            found.push(Finding::Client(format!("{:?}: {what}", client.id)));
         }
-        let Some(id) = &told.id else { continue };
+        let Some(id) = &client.id else { continue };
         let owners = charges.remove(id.as_str()).unwrap_or_default();
-        if owners.iter().any(|owner| owner.tenant != told.tenant) {
-            found.push(Finding::Altered(format!("{id} of {} is on another's bill", told.tenant)));
+        if owners.iter().any(|owner| owner.tenant != client.tenant) {
+            found.push(Finding::Altered(format!(
+                "{id} of {} is charged to another tenant",
+                client.tenant
+            )));
         }
-        let rows = owners.iter().filter_map(|owner| books.charged.get(owner));
+        let rows = owners.iter().filter_map(|owner| ledger.charged.get(owner));
         let rows: Vec<_> = rows.filter(|row| row.counted).collect();
-        let paid: i64 = owners.iter().filter_map(|owner| books.paid.get(owner)).sum();
-        match (&told.end, &rows[..]) {
+        let paid: i64 = owners.iter().filter_map(|owner| ledger.paid.get(owner)).sum();
+        match (&client.end, &rows[..]) {
             (End::Whole { .. }, []) => {
                 found.push(Finding::Lost(format!("{id}, which was answered")))
             }
@@ -282,15 +290,15 @@ fn clients(books: &LedgerRows, evidence: &Evidence<'_>, found: &mut Vec<Finding>
                 if [row.figures[0], row.figures[2]] != figures || paid <= 0 || row.reason == "fault"
                 {
                     found.push(Finding::Altered(format!(
-                        "{id}: {told:?}, charged {row:?}, {paid} ns"
+                        "{id}: {client:?}, charged {row:?}, {paid} ns"
                     )));
                 }
             }
             (End::Refused(status), rows) if !rows.is_empty() || paid != 0 => {
                 found.push(Finding::Double(format!("{id} got {status} and pays {paid} ns")));
             }
-            (End::Failed, [row]) if row.figures[2] > told.content as i64 => {
-                let what = format!("{id} pays {} tokens of {}", row.figures[2], told.content);
+            (End::Failed, [row]) if row.figures[2] > client.content as i64 => {
+                let what = format!("{id} pays {} tokens of {}", row.figures[2], client.content);
                 found.push(Finding::Altered(what));
             }
             _ => {}
@@ -298,14 +306,17 @@ fn clients(books: &LedgerRows, evidence: &Evidence<'_>, found: &mut Vec<Finding>
     }
     if charges.len() > evidence.unnamed {
         let (there, sent) = (charges.len(), evidence.unnamed);
-        found.push(Finding::Double(format!("{there} requests that nobody knows, of {sent} sent")));
+        found.push(Finding::Double(format!(
+            "{there} charged requests without a client's record, at most {sent}"
+        )));
     }
     for (id, &(attributed, reference)) in evidence.posted {
         let of = |owner: &&Owner| owner.request == *id;
-        let paid: i64 = books.paid.iter().filter(|(it, _)| of(it)).map(|(_, ns)| ns).sum();
-        let cost = books.charged.iter().filter(|(it, _)| of(it)).map(|(_, row)| row.figures[4]);
+        let paid: i64 = ledger.paid.iter().filter(|(it, _)| of(it)).map(|(_, ns)| ns).sum();
+        let cost = ledger.charged.iter().filter(|(it, _)| of(it)).map(|(_, row)| row.figures[4]);
         if (paid, cost.sum::<i64>()) != (attributed as i64, reference as i64) {
-            found.push(Finding::Altered(format!("{id} was final with {attributed} ns")));
+            found
+                .push(Finding::Altered(format!("{id} was reported as final with {attributed} ns")));
         }
     }
 }

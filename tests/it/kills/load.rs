@@ -93,7 +93,7 @@ pub struct Shared {
     /// The gateway's targets, or `None` while there is no gateway.
     targets: watch::Sender<Option<HashMap<&'static str, Target>>>,
     piece: RepeatedToken,
-    told: Mutex<Vec<ClientRecord>>,
+    records: Mutex<Vec<ClientRecord>>,
     sent: AtomicUsize,
     outstanding: AtomicUsize,
     ended: AtomicBool,
@@ -122,7 +122,7 @@ impl Load {
         let shared = Arc::new(Shared {
             targets: watch::Sender::new(Some(targets)),
             piece,
-            told: Mutex::default(),
+            records: Mutex::default(),
             sent: AtomicUsize::new(0),
             outstanding: AtomicUsize::new(0),
             ended: AtomicBool::new(false),
@@ -160,21 +160,22 @@ impl Load {
     /// Waits until a request that began after this call is answered completely.
     pub async fn until_answered(&self) {
         let before = self.shared.sent.load(Ordering::Relaxed);
-        let (started, mut seen) = (Instant::now(), self.told().len());
+        let (started, mut seen) = (Instant::now(), self.records().len());
         let mut since = 0;
         // More answers than clients cannot all belong to requests that began before.
         while since <= self.clients.len() || self.shared.sent.load(Ordering::Relaxed) <= before {
             assert!(started.elapsed() < Duration::from_secs(90), "nothing is answered");
             tokio::time::sleep(Duration::from_millis(10)).await;
-            let told = self.shared.told.lock().expect("no task panicked");
-            since += told[seen..].iter().filter(|it| matches!(it.end, End::Whole { .. })).count();
-            seen = told.len();
+            let records = self.shared.records.lock().expect("no task panicked");
+            since +=
+                records[seen..].iter().filter(|it| matches!(it.end, End::Whole { .. })).count();
+            seen = records.len();
         }
     }
 
     /// Returns the records so far.
-    pub fn told(&self) -> Vec<ClientRecord> {
-        self.shared.told.lock().expect("no task panicked").clone()
+    pub fn records(&self) -> Vec<ClientRecord> {
+        self.shared.records.lock().expect("no task panicked").clone()
     }
 
     /// Returns the number of sent requests.
@@ -248,7 +249,7 @@ impl Shared {
         self.outstanding.fetch_add(1, Ordering::Relaxed);
         let asked = self.converse(connection, least..=tokens, kind < 6, leaves);
         let (id, content, end) = match tokio::time::timeout(TIMEOUT, asked).await {
-            Ok(told) => told,
+            Ok(answer) => answer,
             Err(_) => (None, 0, End::Wrong(format!("nothing for {TIMEOUT:?}"))),
         };
         self.outstanding.fetch_sub(1, Ordering::Relaxed);
@@ -260,8 +261,8 @@ impl Shared {
         if let (End::Whole { .. }, Some(id)) = (&end, &id) {
             self.answered.lock().expect("no task panicked").push((tenant, id.clone()));
         }
-        let told = ClientRecord { id, tenant, content, end: end.clone() };
-        self.told.lock().expect("no task panicked").push(told);
+        let record = ClientRecord { id, tenant, content, end: end.clone() };
+        self.records.lock().expect("no task panicked").push(record);
         end
     }
 

@@ -82,9 +82,10 @@ async fn checker_finds_each_planted_fault() {
     let mut field = KillRun::start(seed(), 30).await;
     field.kill_worker().await;
     let mut field = field.kill_gateway().await.end().await;
-    let told = field.load.told();
-    assert_eq!(field.findings(&told), vec![]);
-    let answered = told.iter().find(|it| matches!(it.end, End::Whole { .. })).expect("an answer");
+    let records = field.load.records();
+    assert_eq!(field.findings(&records), vec![]);
+    let answered =
+        records.iter().find(|it| matches!(it.end, End::Whole { .. })).expect("an answer");
     let id = answered.id.clone().expect("an id");
     let folder = tempfile::tempdir().expect("a folder");
     let ledger = field.gateway.data().join("ledger.db");
@@ -100,7 +101,7 @@ async fn checker_finds_each_planted_fault() {
         let rows = open.execute(change, [&id]).expect("changes");
         assert!(rows > 0, "{change} changes nothing");
         drop(open);
-        expect(&mut field, &changed, None, &told, wanted, change);
+        expect(&mut field, &changed, None, &records, wanted, change);
     }
 
     // A changed journal, or one with more blocks than the ledger.
@@ -118,41 +119,41 @@ async fn checker_finds_each_planted_fault() {
         let journals = folder.path().join("journals");
         copy(&field.witness.folder, &journals);
         fs::write(journals.join(longest.file_name()), bytes).expect("writes");
-        expect(&mut field, &ledger, Some(&journals), &told, wanted, "a journal");
+        expect(&mut field, &ledger, Some(&journals), &records, wanted, "a journal");
     }
 
     // Clients with other records than the ledger's.
     let with = |end: End, id: &str| {
-        let mut told = told.clone();
-        told.push(ClientRecord { id: Some(id.to_owned()), tenant: "acme", content: 0, end });
-        told
+        let mut records = records.clone();
+        records.push(ClientRecord { id: Some(id.to_owned()), tenant: "acme", content: 0, end });
+        records
     };
     let whole = |prompt, completion| End::Whole { prompt, completion };
-    for (told, wanted) in [
+    for (records, wanted) in [
         (with(whole(1, 1), "req-never"), "lost"),
         (with(End::Wrong("no end".to_owned()), "req-odd"), "client"),
-        (told.iter().filter(|it| it.id.is_none()).cloned().collect(), "double"),
-        (changed(&told, &id, |told| told.end = whole(1, 1)), "altered"),
-        (changed(&told, &id, |told| told.end = End::Refused(429)), "double"),
-        (changed(&told, &id, |told| told.tenant = "other"), "altered"),
+        (records.iter().filter(|it| it.id.is_none()).cloned().collect(), "double"),
+        (changed(&records, &id, |record| record.end = whole(1, 1)), "altered"),
+        (changed(&records, &id, |record| record.end = End::Refused(429)), "double"),
+        (changed(&records, &id, |record| record.tenant = "other"), "altered"),
     ] {
-        expect(&mut field, &ledger, None, &told, wanted, "a client");
+        expect(&mut field, &ledger, None, &records, wanted, "a client");
     }
     field.cap_ns = 1;
-    expect(&mut field, &ledger, None, &told, "over its cap", "a cap");
+    expect(&mut field, &ledger, None, &records, "over its cap", "a cap");
     field.cap_ns = i64::MAX;
     field.posted.insert(id, (1, 1));
-    expect(&mut field, &ledger, None, &told, "altered", "a final figure");
+    expect(&mut field, &ledger, None, &records, "altered", "a final figure");
 }
 
 fn changed(
-    told: &[ClientRecord],
+    records: &[ClientRecord],
     id: &str,
     change: impl Fn(&mut ClientRecord),
 ) -> Vec<ClientRecord> {
-    let mut told = told.to_vec();
-    told.iter_mut().filter(|it| it.id.as_deref() == Some(id)).for_each(change);
-    told
+    let mut records = records.to_vec();
+    records.iter_mut().filter(|it| it.id.as_deref() == Some(id)).for_each(change);
+    records
 }
 
 fn frame(payload: &[u8]) -> Vec<u8> {
@@ -165,18 +166,18 @@ fn expect(
     field: &mut KillRun,
     ledger: &Path,
     journals: Option<&Path>,
-    told: &[ClientRecord],
+    records: &[ClientRecord],
     wanted: &str,
     planted: &str,
 ) {
     // A new checker has no memory of unchanged journals.
     field.checker = Checker::default();
     // Every request without an id may be in the ledger, and so may the first ones.
-    let sent = super::FIRST_REQUESTS + told.iter().filter(|it| it.id.is_none()).count();
+    let sent = super::FIRST_REQUESTS + records.iter().filter(|it| it.id.is_none()).count();
     let found = field.checker.findings(&super::Evidence {
         ledger,
         journals: journals.unwrap_or(&field.witness.folder),
-        clients: told,
+        clients: records,
         unnamed: sent,
         caps: &[("capped", field.cap_ns)],
         posted: &field.posted,

@@ -13,10 +13,10 @@ use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tollgate_admission::{
-    Admission, AdmissionOptions, Estimate, Hold, HoldState, Reserve, ResolveError, Resolved, Scope,
-    ScopeLimits, Spent,
+    Admission, AdmissionOptions, Estimate, Hold, HoldState, Requester, Reserve, ResolveError,
+    Resolved, Scope, ScopeLimits, Spent,
 };
-use tollgate_config::Config;
+use tollgate_config::{Config, LiveConfig};
 use tollgate_domain::block::Attempt;
 use tollgate_domain::{
     Block, Caller, DeviceNanos, KeyId, RequestId, SamplingDefaults, TenantId, Usage, UtcTime,
@@ -167,8 +167,8 @@ impl Gateways {
         let today = clock.utc().day();
         let spending = handle.reader().spending(today)?;
         let admission = Admission::new(AdmissionOptions::default());
-        let limits =
-            Limits::new(admission.clone(), Arc::clone(&self.config), Arc::clone(&self.keys));
+        let config = LiveConfig::new(Arc::clone(&self.config));
+        let limits = Limits::new(admission.clone(), config, Arc::clone(&self.keys));
         limits.restore_spend(spending, today);
         let in_flight = InFlight::default();
         let settlement = Settlement::new(SettlementOptions {
@@ -308,14 +308,19 @@ impl Gateway {
             self.clock.utc(),
             Reserve {
                 id: id.clone(),
+                requester: Requester { tenant: caller.tenant.clone(), pool: None },
                 scopes: vec![ScopeLimits {
                     scope: Scope::Tenant(caller.tenant.clone()),
                     limits: Arc::clone(&plan.limits),
+                    revision: self.config.revision(),
                 }],
+                counted: 0,
                 class: device().class,
                 estimate: Estimate {
                     tokens: order.prompt + order.most,
+                    most_tokens: order.prompt + order.most,
                     expected: DeviceNanos(expected),
+                    most: DeviceNanos(cost(table, order.prompt, order.most)),
                     worst: with_margin(cost(table, order.prompt, order.most)),
                     least: with_margin(cost(table, order.prompt, 1)),
                 },
@@ -379,6 +384,7 @@ impl Gateway {
                     online.identity.epoch,
                     caller,
                     terms,
+                    Instant::now(),
                 );
                 request.placement = Some(placement);
                 request.connection = connection;

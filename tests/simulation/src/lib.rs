@@ -9,6 +9,7 @@
 //! blocks come twice or too early. At the end, without further failures, every
 //! block reaches the ledger, and the ledger is compared with the events.
 
+#![allow(clippy::disallowed_methods, reason = "a test may read the system's clock")]
 #![cfg(test)]
 
 mod chance;

@@ -101,6 +101,52 @@ pub(super) fn next_after(bytes: &[u8], at: usize) -> Option<usize> {
     })
 }
 
+/// Corrects one flipped bit in the frame at the beginning of `bytes`. Returns the
+/// number of the bit, or `None` and leaves the bytes unchanged if no single bit
+/// makes the frame whole.
+///
+/// CRC-32 has a Hamming distance of at least 4 for frames of [`SEARCHED_PAYLOAD`]
+/// bytes. So at most one bit fits, and two flipped bits are never taken for one.
+pub(super) fn correct_bit(bytes: &mut [u8]) -> Option<usize> {
+    let length = bytes.first_chunk::<4>()?;
+    let size = u32::from_le_bytes(*length) as usize;
+    // Each bit costs one checksum, so a long frame is not searched. The length itself
+    // may be the damaged part, so its bits are tried in any case.
+    let searched = if size <= SEARCHED_PAYLOAD { FRAME_HEAD + size } else { 4 };
+    let near = bytes.len().min(FRAME_HEAD + SEARCHED_PAYLOAD);
+    let bytes = &mut bytes[..near];
+    (0..searched.min(near) * 8).find(|&bit| {
+        bytes[bit / 8] ^= 1 << (bit % 8);
+        let is_whole = read_frame(bytes).is_some();
+        if !is_whole {
+            bytes[bit / 8] ^= 1 << (bit % 8);
+        }
+        is_whole
+    })
+}
+
+/// Corrects one flipped bit in the first bytes of a file. Returns the number of the
+/// bit.
+pub(super) fn correct_magic(bytes: &mut [u8]) -> Option<usize> {
+    let first = bytes.first_chunk_mut::<8>()?;
+    // The next version differs from this one in one bit. A file of a newer program
+    // must be refused, not changed.
+    if is_newer(first) {
+        return None;
+    }
+    let flipped = u64::from_le_bytes(*first) ^ u64::from_le_bytes(*MAGIC);
+    (flipped.count_ones() == 1).then(|| {
+        *first = *MAGIC;
+        flipped.trailing_zeros() as usize
+    })
+}
+
+/// Returns true if the file has the next version of the format.
+pub(super) fn is_newer(bytes: &[u8]) -> bool {
+    let (name, version) = MAGIC.split_at(MAGIC.len() - 1);
+    bytes.strip_prefix(name).and_then(<[u8]>::first) == Some(&(version[0] + 1))
+}
+
 fn read_frame(bytes: &[u8]) -> Option<(Frame, usize)> {
     let (header, rest) = bytes.split_at_checked(FRAME_HEAD)?;
     let (length, sum) = header.split_at(4);
@@ -451,6 +497,70 @@ mod tests {
                 bytes[bit / 8] ^= 1 << (bit % 8);
             }
         }
+    }
+
+    #[test]
+    fn frame_corrects_one_flipped_bit() {
+        let mut file = Vec::new();
+        for frame in samples() {
+            write(&frame, &mut file);
+        }
+        for bit in 0..file.len() * 8 {
+            let mut bytes = file.clone();
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            let mut at = 0;
+            let mut found = Vec::new();
+            while at < bytes.len() {
+                match read(&bytes[at..]) {
+                    FrameRead::Frame(_, length) => at += length,
+                    FrameRead::End => {
+                        found.push(at * 8 + correct_bit(&mut bytes[at..]).expect("one bit"));
+                    }
+                }
+            }
+            assert!((found.as_slice(), &bytes) == (&[bit], &file), "bit {bit}: {found:?}");
+        }
+    }
+
+    #[test]
+    fn frame_corrects_no_other_damage() {
+        for frame in samples() {
+            let mut whole = Vec::new();
+            write(&frame, &mut whole);
+            // Two bits, a missing end, and a page that never reached the disk.
+            for first in 0..whole.len() * 8 {
+                let mut bytes = whole.clone();
+                bytes[first / 8] ^= 1 << (first % 8);
+                let second = (first * 7 + 11) % (whole.len() * 8);
+                bytes[second / 8] ^= 1 << (second % 8);
+                let damaged = bytes.clone();
+                if first != second {
+                    assert_eq!(correct_bit(&mut bytes), None, "bits {first} and {second}");
+                    assert_eq!(bytes, damaged);
+                }
+            }
+            for length in 0..whole.len() {
+                assert_eq!(correct_bit(&mut whole[..length].to_vec()), None);
+            }
+        }
+        for length in 0..200 {
+            assert_eq!(correct_bit(&mut vec![0; length]), None);
+        }
+    }
+
+    #[test]
+    fn magic_corrects_one_flipped_bit() {
+        let newer = b"tgjrnl\x00\x03";
+        assert!(is_newer(newer) && !is_newer(MAGIC) && !is_newer(MAGIC_WITHOUT_ENERGY));
+        for bit in 0..64 {
+            let mut bytes = MAGIC.to_vec();
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            let refused = bytes == newer;
+            assert_eq!(correct_magic(&mut bytes), (!refused).then_some(bit));
+            assert_eq!(bytes == MAGIC, !refused);
+        }
+        assert_eq!(correct_magic(&mut [0; 8]), None);
+        assert_eq!(correct_magic(&mut [0; 7]), None);
     }
 
     proptest! {

@@ -81,11 +81,7 @@ pub(super) fn recover<D: Disk>(disk: &D, folder: &Path) -> io::Result<Vec<Segmen
                 disk.remove(&path)?;
             }
             Some(file) => scanned.push((path, file)),
-            None => {
-                // The crash came before the header reached the disk.
-                tracing::warn!(file = %path.display(), "removed a journal file without a header");
-                disk.remove(&path)?;
-            }
+            None => disk.remove(&path)?,
         }
     }
     let mut segments = Vec::with_capacity(scanned.len());
@@ -130,25 +126,22 @@ impl ScannedSegment {
     }
 }
 
+/// Reads a file and corrects flipped bits in memory. Returns `None` for a file
+/// without a readable header, which the caller removes.
 fn scan<D: Disk>(disk: &D, path: &Path) -> io::Result<Option<ScannedSegment>> {
     let mut bytes = disk.read(path)?;
-    let Some(rest) = frame::after_magic(&bytes) else {
-        // A power cut can leave a file with its length but without its first bytes.
-        if bytes.iter().take(MAGIC.len()).any(|&byte| byte != 0) && bytes.len() >= MAGIC.len() {
-            return Err(damaged(path, "is not a journal of this version"));
-        }
+    if frame::is_newer(&bytes) {
+        return Err(damaged(path, "has a newer version than this program reads"));
+    }
+    let mut corrections = Corrections { path, count: 0 };
+    let header = corrections.header(&mut bytes);
+    let Some((header, mut at)) = header else {
+        report_headless(disk, path, &bytes)?;
         return Ok(None);
-    };
-    let FrameRead::Frame(header, taken) = frame::read(rest) else {
-        return Ok(None);
-    };
-    let Frame::Header(header) = *header else {
-        return Err(damaged(path, "does not begin with a header"));
     };
     let mut builder = Builder::new(header);
-    let mut at = MAGIC.len() + taken;
-    while let FrameRead::Frame(frame, taken) = frame::read(&bytes[at..]) {
-        builder.apply(*frame).map_err(|error| damaged(path, &error.to_string()))?;
+    while let Some((frame, taken)) = corrections.frame(&mut bytes, at) {
+        builder.apply(frame).map_err(|error| damaged(path, &error.to_string()))?;
         at += taken;
     }
     if let Some(next) = frame::next_after(&bytes, at) {
@@ -157,12 +150,76 @@ fn scan<D: Disk>(disk: &D, path: &Path) -> io::Result<Option<ScannedSegment>> {
         let kept = keep_copy(disk, path, &bytes)?;
         tracing::error!(
             file = %path.display(), offset = at, next_frame = next, kept = %kept.display(),
-            "journal is damaged; the records after this offset are not billed"
+            "journal is damaged; blocks of this epoch after the offset that the ledger does not have yet are not billed"
         );
     }
     let torn = bytes.len() - at;
     bytes.truncate(at);
     Ok(Some(ScannedSegment { builder, bytes, torn }))
+}
+
+/// The flipped bits that the scan of one file corrects.
+struct Corrections<'a> {
+    path: &'a Path,
+    count: usize,
+}
+
+impl Corrections<'_> {
+    /// Reads the first bytes and the header. Returns the header and its end.
+    fn header(&mut self, bytes: &mut [u8]) -> Option<(Header, usize)> {
+        if frame::after_magic(bytes).is_none() {
+            let bit = frame::correct_magic(bytes)?;
+            self.log(0, bit);
+        }
+        let (header, taken) = self.frame(bytes, MAGIC.len())?;
+        let Frame::Header(header) = header else { return None };
+        Some((header, MAGIC.len() + taken))
+    }
+
+    /// Reads the frame at `at`, and corrects a flipped bit in it.
+    fn frame(&mut self, bytes: &mut [u8], at: usize) -> Option<(Frame, usize)> {
+        let rest = bytes.get_mut(at..)?;
+        if let FrameRead::Frame(frame, taken) = frame::read(rest) {
+            return Some((*frame, taken));
+        }
+        // A file with this many damaged frames is not worth the search.
+        if self.count == MOST_CORRECTED {
+            return None;
+        }
+        let bit = frame::correct_bit(rest)?;
+        self.log(at, bit);
+        match frame::read(&bytes[at..]) {
+            FrameRead::Frame(frame, taken) => Some((*frame, taken)),
+            FrameRead::End => None,
+        }
+    }
+
+    fn log(&mut self, at: usize, bit: usize) {
+        self.count += 1;
+        tracing::warn!(
+            file = %self.path.display(), offset = at + bit / 8, bit = bit % 8,
+            "journal had a flipped bit; corrected it by the checksum, and no record is lost"
+        );
+    }
+}
+
+/// Logs that a file has no readable header, and keeps a copy of it if it may have
+/// had records.
+fn report_headless<D: Disk>(disk: &D, path: &Path, bytes: &[u8]) -> io::Result<()> {
+    // A power cut leaves a short file, or zeros where the first bytes should be.
+    let is_torn = bytes.iter().take(MAGIC.len()).all(|&byte| byte == 0)
+        || bytes.len() < MAGIC.len()
+        || frame::after_magic(bytes).is_some();
+    if is_torn && frame::next_after(bytes, MAGIC.len()).is_none() {
+        tracing::warn!(file = %path.display(), "removed a journal file without a header");
+        return Ok(());
+    }
+    let kept = keep_copy(disk, path, bytes)?;
+    tracing::error!(
+        file = %path.display(), offset = 0, kept = %kept.display(),
+        "journal file has no readable header; its blocks that the ledger does not have yet are not billed"
+    );
+    Ok(())
 }
 
 /// Copies a damaged file, so that an admin can examine it.
@@ -217,6 +274,9 @@ fn settle_tail<D: Disk>(
     handle.write_all_at(&file.bytes, 0)?;
     handle.sync()
 }
+
+/// Flipped bits that are corrected in one file at most.
+const MOST_CORRECTED: usize = 1_000;
 
 pub(super) fn damaged(path: &Path, what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("the journal {} {what}", path.display()))

@@ -1,6 +1,8 @@
 //! Tests of the journal: crashes, full disks, damaged files, and arbitrary
 //! operations.
 
+mod damage;
+
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -519,7 +521,7 @@ fn recovery_keeps_copy_of_damaged_file() {
     let bytes = fs::read(&path).expect("reads");
     for (flipped, aside) in [(bytes.len() / 2, true), (bytes.len() - 1, false)] {
         let mut damaged = bytes.clone();
-        damaged[flipped] ^= 0x10;
+        damaged[flipped] ^= 0x11;
         let folder = tempfile::tempdir().expect("a folder");
         let there = folder.path().join("journal");
         fs::create_dir(&there).expect("a folder");

@@ -1,5 +1,6 @@
 //! A whole worker in this process, on the demo model, and the gateway's end of its
 //! socket.
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(dead_code, unreachable_pub, reason = "each test file uses its part")]
 
 use std::io::PipeWriter;

@@ -24,7 +24,8 @@ use table::FairnessTable;
 struct FairnessOptions {
     /// True if no play runs on a real clock.
     only_virtual: bool,
-    /// The approximate time of all plays on a real clock together, in minutes.
+    /// The approximate time of all plays on a real clock together, or the longest time of a
+    /// search, in minutes.
     minutes: f64,
     /// The number of plays of each attack on a real clock.
     seeds: u64,
@@ -32,6 +33,9 @@ struct FairnessOptions {
     speed: f64,
     output: PathBuf,
     as_built: bool,
+    /// The number of random attacks to search, and the seed. Then nothing else runs.
+    search: Option<u32>,
+    seed: u32,
 }
 
 /// Runs all plays, prints the table, and writes the table as JSON and as text.
@@ -41,6 +45,9 @@ struct FairnessOptions {
 /// A play failed, or a figure is out of its bound.
 pub(super) fn run(rest: &[&str]) -> Result<()> {
     let options = FairnessOptions::read(rest)?;
+    if let Some(count) = options.search {
+        return search(&options, count);
+    }
     let mut report = Report::begin("fairness")?;
     report.fact("device", "synthetic: computes nothing, takes the time of a cost model");
     let mut table = FairnessTable::default();
@@ -79,9 +86,23 @@ fn in_virtual_time(options: &FairnessOptions, table: &mut FairnessTable) -> Resu
     rows.iter().try_for_each(|row| table.add_virtual(row))
 }
 
+/// Runs random attacks in virtual time and prints the ten that delay others most.
+fn search(options: &FairnessOptions, count: u32) -> Result<()> {
+    let what = ["-p", "tollgate-engine", "--example", "fairness"];
+    let built = build(&options.build_options(), &what)?;
+    let mut play = command(&built.join("examples/fairness").to_string_lossy());
+    let minutes = options.minutes.ceil() as u32;
+    let numbers = [count, options.seed, minutes].map(|number| number.to_string());
+    let status = play.arg("--search").args(numbers).status()?;
+    if !status.success() {
+        bail!("the search failed: {status}");
+    }
+    Ok(())
+}
+
 impl FairnessOptions {
-    /// Parses `--virtual`, `--minutes N`, `--seeds N`, `--speed N`, `--output FILE` and
-    /// `--as-built`, in any order.
+    /// Parses `--virtual`, `--minutes N`, `--seeds N`, `--speed N`, `--output FILE`,
+    /// `--as-built`, `--search N` and `--seed N`, in any order.
     fn read(rest: &[&str]) -> Result<Self> {
         let mut options = Self {
             only_virtual: false,
@@ -90,6 +111,8 @@ impl FairnessOptions {
             speed: 5.0,
             output: root().join("docs/benchmarks/fairness.json"),
             as_built: false,
+            search: None,
+            seed: 1,
         };
         let mut words = rest.iter();
         while let Some(flag) = words.next() {
@@ -101,6 +124,8 @@ impl FairnessOptions {
                 "--speed" => options.speed = value()?.parse().context("--speed")?,
                 "--output" => options.output = PathBuf::from(value()?),
                 "--as-built" => options.as_built = true,
+                "--search" => options.search = Some(value()?.parse().context("--search")?),
+                "--seed" => options.seed = value()?.parse().context("--seed")?,
                 _ => bail!("no such option: {flag} ({OPTIONS})"),
             }
         }
@@ -118,4 +143,5 @@ impl FairnessOptions {
     }
 }
 
-const OPTIONS: &str = "options: --virtual, --minutes, --seeds, --speed, --output, --as-built";
+const OPTIONS: &str =
+    "options: --virtual, --minutes, --seeds, --speed, --output, --as-built, --search, --seed";

@@ -4,7 +4,9 @@
 //! request.
 
 use std::fs;
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
@@ -184,12 +186,15 @@ fn overhead(bench: &GatewayBench, options: &Options, report: &mut Report) -> Res
     let key = bench.folder.join("open.key");
     fs::write(&key, bench.key("open", "data")?)?;
     let tollgate = Tollgate::start(bench, None)?;
+    // A gateway stops using a worker that reports work the gateway never ordered. So the direct
+    // requests go to a worker of their own.
+    let (_worker, socket) = bench.worker()?;
     let data = bench.folder.join("data");
     for round in 0..options.rounds {
         eprintln!("round {}", round + 1);
         let mut direct = command(&bench.built.join("examples/direct").to_string_lossy());
         direct.arg(&tollgate.url).arg(data.join("tls/ca.pem")).arg(&key);
-        direct.arg(data.join("run/0.sock")).arg(data.join("models/tollgate-demo"));
+        direct.arg(&socket).arg(data.join("models/tollgate-demo"));
         let result: Value = serde_json::from_str(&output(direct.args([PAIRS, ANSWER_TOKENS]))?)?;
         let through = milliseconds(&result["gateway_us"])?;
         let straight = milliseconds(&result["direct_us"])?;
@@ -254,6 +259,27 @@ impl GatewayBench {
         command(&self.built.join("tollgate").to_string_lossy())
     }
 
+    /// Starts a worker without a gateway. Returns the worker and its socket. The options
+    /// are those of the running gateway's worker, in another folder.
+    fn worker(&self) -> Result<(Process, PathBuf)> {
+        let folder = self.folder.join("straight");
+        // A worker listens only in a folder that no other user may enter.
+        fs::DirBuilder::new().mode(0o700).create(&folder)?;
+        let socket = folder.join("0.sock");
+        let options = fs::read_to_string(self.folder.join("data/run/0.json"))?;
+        let mut options: Value = serde_json::from_str(&options)?;
+        options["socket"] = socket.to_string_lossy().into();
+        options["data"] = folder.to_string_lossy().into();
+        let file = folder.join("0.json");
+        fs::write(&file, options.to_string())?;
+        let mut start = self.tollgate();
+        start.args(["worker", "--end-with-parent", "--options"]).arg(&file);
+        let worker = Process::start("tollgate worker", &mut start)?;
+        await_open(|| UnixStream::connect(&socket).is_ok())
+            .with_context(|| format!("no worker listens on {}", socket.display()))?;
+        Ok((worker, socket))
+    }
+
     /// Creates a key of `tenant` in one of the data folders.
     fn key(&self, tenant: &str, data: &str) -> Result<String> {
         fs::create_dir_all(self.folder.join(data))?;
@@ -303,7 +329,7 @@ impl GatewayServers {
         let mut start = pinned(SERVER_CORE, &bench.nginx.to_string_lossy());
         start.arg("-p").arg(&folder).arg("-c").arg(&config);
         let nginx = Process::start("nginx", start.arg("-e").arg(folder.join("error.log")))?;
-        await_listener(&nginx_address)?;
+        await_open(|| TcpStream::connect(&nginx_address).is_ok())?;
         let hello_address = hello_address.to_owned();
         Ok(Self { tollgate, hello, nginx, hello_address, nginx_address })
     }
@@ -369,13 +395,13 @@ fn free_address() -> Result<String> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string())
 }
 
-/// Waits up to five seconds until a program listens on `address`.
-fn await_listener(address: &str) -> Result<()> {
-    for _ in 0..100 {
-        if std::net::TcpStream::connect(address).is_ok() {
+/// Waits up to ten seconds until `is_open` returns true.
+fn await_open(is_open: impl Fn() -> bool) -> Result<()> {
+    for _ in 0..200 {
+        if is_open() {
             return Ok(());
         }
         std::thread::sleep(std::time::Duration::from_millis(50));
     }
-    bail!("no program listens on {address} after 5 s")
+    bail!("nothing listens after 10 s")
 }

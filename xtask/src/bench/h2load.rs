@@ -123,6 +123,11 @@ new_burst = 10_000
 [gateway.sources]
 requests_per_second = {requests_per_second}
 request_burst = {request_burst}
+
+# The loads read /v1/models with one key.
+[gateway.reads]
+requests_per_second = {requests_per_second}
+request_burst = {request_burst}
 "#
     )
 }

@@ -1,6 +1,8 @@
 //! Many tenants beside few: the cost of a start, the memory of a key, and the time of
 //! an authentication and of a whole request.
 
+#![expect(clippy::disallowed_methods, reason = "a benchmark measures time")]
+
 use std::fs::{self, OpenOptions};
 use std::io::Write as _;
 use std::path::Path;

@@ -38,18 +38,24 @@ const MAY_IMPORT: [(&str, &[&str]); 17] = [
 /// The packages that a crate must never depend on, by prefix.
 const MUST_NOT_REACH: [(&str, &[&str]); 10] = [
     ("gateway", &["cudarc", "nvml-wrapper", "safetensors"]),
-    ("worker", &["axum", "rusqlite", "hyper-util"]),
-    ("crates/admission", &["axum", "tonic", "tokio", "hyper", "rusqlite"]),
+    ("worker", &["axum", "hyper-util"]),
+    ("crates/admission", &["axum", "tonic", "tokio", "hyper"]),
     ("crates/ledger", &["axum", "tonic", "tokio", "hyper"]),
-    ("crates/engine", &["axum", "tonic", "tokio", "hyper", "rusqlite"]),
+    ("crates/engine", &["axum", "tonic", "tokio", "hyper"]),
     ("crates/serving", &["axum", "http", "hyper"]),
-    ("crates/openai", &["axum", "http", "tonic", "tokio", "hyper", "rusqlite"]),
-    ("crates/edge", &["axum", "tonic", "rusqlite", "serde"]),
-    ("crates/auditor", &["tollgate-", "axum", "tonic", "tokio", "hyper", "rusqlite"]),
-    ("loadtest", &["tollgate-", "rusqlite"]),
+    ("crates/openai", &["axum", "http", "tonic", "tokio", "hyper"]),
+    ("crates/edge", &["axum", "tonic", "serde"]),
+    ("crates/auditor", &["tollgate-", "axum", "tonic", "tokio", "hyper"]),
+    ("loadtest", &["tollgate-"]),
 ];
 
-/// Compares every manifest with the two tables above.
+/// The library of the database, and the only crate and folder that may name it.
+/// Another database can stand behind that folder.
+const SQL_LIBRARY: &str = "rusqlite";
+const SQL_CRATE: &str = "crates/ledger";
+const SQL_FOLDER: &str = "crates/ledger/src/rows";
+
+/// Compares every manifest with the tables above.
 pub(super) fn check(wrong: &mut Vec<String>) -> Result<()> {
     for (folder, allowed) in MAY_IMPORT {
         for dependency in direct_dependencies(folder)? {
@@ -67,7 +73,30 @@ pub(super) fn check(wrong: &mut Vec<String>) -> Result<()> {
             }
         }
     }
+    for (folder, _) in MAY_IMPORT {
+        let depends = direct_dependencies(folder)?.iter().any(|name| name == SQL_LIBRARY);
+        if depends && folder != SQL_CRATE {
+            wrong.push(format!(
+                "{folder}/Cargo.toml: must not depend on {SQL_LIBRARY}: SQL stands in {SQL_FOLDER}"
+            ));
+        }
+    }
     Ok(())
+}
+
+/// Checks that a source file of the ledger outside of the folder of SQL does not name
+/// the library of the database.
+pub(super) fn sql_library(path: &str, text: &str, wrong: &mut Vec<String>) {
+    let is_watched = path.starts_with(&format!("{SQL_CRATE}/src/"))
+        && !path.starts_with(&format!("{SQL_FOLDER}/"))
+        && path != format!("{SQL_FOLDER}.rs");
+    let Some(line) = text.lines().position(|line| line.contains(SQL_LIBRARY)) else { return };
+    if is_watched {
+        wrong.push(format!(
+            "{path}:{}: must not name {SQL_LIBRARY}: SQL stands in {SQL_FOLDER}",
+            line + 1
+        ));
+    }
 }
 
 /// Returns the names under `[dependencies]`. Dependencies of tests build no wall.

@@ -28,13 +28,6 @@ const VAGUE_TEST_STARTS: [&str; 26] = [
 /// Words of a test's name, at most.
 const MAX_TEST_WORDS: usize = 8;
 
-/// Type names that stand for two types of one crate on purpose, with the reason.
-const SHARED_TYPE_NAMES: [(&str, &str, &str); 1] = [(
-    "",
-    "Arguments",
-    "each subcommand has its own command line, and clap derives both names from it",
-)];
-
 /// The counts that make sense over the whole checkout only.
 #[derive(Default)]
 pub(super) struct Words {
@@ -120,9 +113,7 @@ impl Words {
             ));
         }
         for ((folder, name), places) in self.types {
-            let is_shared =
-                SHARED_TYPE_NAMES.iter().any(|(of, shared, _)| *of == folder && *shared == name);
-            if places.len() > 1 && !is_shared {
+            if places.len() > 1 {
                 wrong.push(format!("type {name} of {folder} has {}", places.join(" and ")));
             }
         }
@@ -180,6 +171,7 @@ fn is_test_file(path: &str) -> bool {
     let name = path.rsplit('/').next().unwrap_or(path);
     path.starts_with("tests/")
         || path.contains("/tests/")
+        || path.contains("_tests/")
         || name.ends_with("tests.rs")
         || name.starts_with("test_")
         || name == "testing.rs"
@@ -221,6 +213,15 @@ mod tests {
             assert_eq!(wrong.len(), 1, "{text}: {wrong:?}");
             assert!(wrong[0].contains(expected), "{wrong:?}");
         }
+    }
+
+    #[test]
+    fn words_know_test_folders() {
+        let text = "/// Returns it to whoever asks.\nfn x() {}";
+        for path in ["tests/it/a.rs", "a/tests/b.rs", "a/src/tests/b.rs", "a/src/b_tests/c.rs"] {
+            assert_eq!(findings(path, text), Vec::<String>::new(), "{path}");
+        }
+        assert_eq!(findings("a/src/contests/b.rs", text).len(), 1);
     }
 
     #[test]

@@ -4,27 +4,30 @@
 
 use std::time::Duration;
 
-use tollgate_domain::{
-    DeviceClass, DeviceNanos, MonotonicTime, PlanLimits, Rate, UtcDay, UtcMonth, UtcTime,
-};
+use tollgate_domain::{DeviceClass, DeviceNanos, PlanLimits, UtcDay, UtcMonth, UtcTime};
 
 use super::Core;
-use crate::bucket::Bucket;
+use super::holds::HoldRecord;
+use crate::bucket::{Bucket, Demand, Fit};
 use crate::cap::Spend;
 use crate::figures::{CapFigures, Figures, RateFigures, tighten};
+use crate::places::Requester;
 use crate::refusal::{Limit, Refusal};
 use crate::scope::{Scope, ScopeState};
 use crate::terms::{HoldState, Reserve};
 
-/// The amounts to take: the state of the hold, and the amount to hold against all caps, if
-/// any applies.
+/// The amounts to take: the state of the hold, the amount to hold against all caps, if any
+/// applies, and the requests that lose their places.
 pub(super) struct Decision {
     pub(super) hold_state: HoldState,
     pub(super) capped: Option<DeviceNanos>,
+    /// Tickets of the waiting requests that give way to this one, each with the scope whose
+    /// queue is full.
+    pub(super) give_way: Vec<(u64, Scope)>,
 }
 
 /// Returns true if a cap applies to this class of device.
-pub(super) fn is_capped(limits: &PlanLimits, class: &DeviceClass) -> bool {
+pub(crate) fn is_capped(limits: &PlanLimits, class: &DeviceClass) -> bool {
     limits.device_time_per_day.limit(class).is_some()
         || limits.device_time_per_month.limit(class).is_some()
 }
@@ -58,10 +61,28 @@ impl Core {
         };
         let mut worst: Option<Refusal> = None;
         let mut longest: Option<Duration> = None;
-        for (scope, state) in &states {
-            let look = Look { state, request, day: self.day, month: self.month, utc };
+        let mut give_way: Vec<(u64, Scope)> = Vec::new();
+        for (index, (scope, state)) in states.iter().enumerate() {
+            let is_counted = index < request.counted;
+            let waits_with_others = hold_state == HoldState::Queued && scope.is_shared();
+            let (day, month) = (self.day, self.month);
+            let look = Look { state, request, is_counted, waits_with_others, day, month, utc };
+            if is_counted
+                && let Some(bucket) = &state.requests
+                && let Fit::After(wait) = bucket.fit(Demand::exact(1))
+            {
+                // A refused request comes again as a new request, which these rates must
+                // allow too.
+                longest = longest.max(Some(wait));
+            }
             let mut found = Vec::new();
-            look.places(hold_state, &mut found);
+            if hold_state == HoldState::Queued {
+                match self.room_to_wait(scope, state, &request.requester, &give_way) {
+                    Room::Free => {}
+                    Room::After(ticket) => give_way.push((ticket, (*scope).clone())),
+                    Room::None(refused) => found.push(refused),
+                }
+            }
             look.rates(&mut found);
             look.amounts(&mut found);
             for found in found {
@@ -88,7 +109,38 @@ impl Core {
             // The tightest cap is the budget: the worker stops before any cap is exceeded.
             .map(|cap| cap.remaining)
             .min();
-        Ok(Decision { hold_state, capped: left.map(|left| left.min(request.estimate.worst)) })
+        let capped = left.map(|left| left.min(request.estimate.worst));
+        Ok(Decision { hold_state, capped, give_way })
+    }
+
+    /// Looks for room to wait in `scope`. The requests of `give_way` will leave it.
+    fn room_to_wait(
+        &self,
+        scope: &Scope,
+        state: &ScopeState,
+        requester: &Requester,
+        give_way: &[(u64, Scope)],
+    ) -> Room {
+        let Some(refused) = state.has_no_room() else { return Room::Free };
+        // A request that gives way in one scope leaves all of its scopes.
+        let leaves = |ticket| {
+            let record = self.tickets.get(ticket).and_then(|id| self.holds.get(id));
+            record.is_some_and(|record| record.scopes.iter().any(|held| held.scope == *scope))
+        };
+        if give_way.iter().any(|(ticket, _)| leaves(ticket)) {
+            return Room::Free;
+        }
+        let ticket = state.places.gives_way_to(&requester.member_of(scope));
+        ticket.map_or(Room::None(refused), Room::After)
+    }
+
+    /// Returns the refusal for a waiting request that gives way in `scope`.
+    pub(super) fn gave_way(&self, scope: &Scope, record: &HoldRecord, utc: UtcTime) -> Refusal {
+        let queued = self.scopes.get(scope).and_then(|state| state.limits.queued).unwrap_or(0);
+        let mut refusal = ScopeState::queue_is_full(queued.into()).refusal(scope, None);
+        let scopes = record.scopes.iter().map(|held| &held.scope);
+        refusal.figures = self.figures(scopes, &record.class, utc);
+        refusal
     }
 
     /// Returns the tightest figures over several scopes.
@@ -120,23 +172,30 @@ impl Core {
     }
 }
 
+/// The room for a request to wait in one scope.
+enum Room {
+    /// There is room.
+    Free,
+    /// There is room if the request with this ticket gives way.
+    After(u64),
+    /// There is none.
+    None(Found),
+}
+
 /// The limits of one scope, seen by one request.
 struct Look<'a> {
     state: &'a ScopeState,
     request: &'a Reserve,
+    /// True if the scope's request rate has counted the request before.
+    is_counted: bool,
+    /// True if the request must wait, and the scope is not one tenant's alone.
+    waits_with_others: bool,
     day: UtcDay,
     month: UtcMonth,
     utc: UtcTime,
 }
 
 impl Look<'_> {
-    /// Checks the room to wait. A request that may run needs no room in the queue.
-    fn places(&self, hold_state: HoldState, found: &mut Vec<Found>) {
-        if hold_state == HoldState::Queued {
-            found.extend(self.state.has_no_room());
-        }
-    }
-
     fn rates(&self, found: &mut Vec<Found>) {
         let estimate = &self.request.estimate;
         let device_time = self
@@ -144,12 +203,18 @@ impl Look<'_> {
             .classes
             .get(&self.request.class)
             .and_then(|of_class| of_class.device_time.as_ref());
+        let requests = self.state.requests.as_ref().filter(|_| !self.is_counted);
         for (limit, bucket, asked) in [
-            (Limit::Requests, self.state.requests.as_ref(), 1),
-            (Limit::Tokens, self.state.tokens.as_ref(), estimate.tokens),
-            (Limit::DeviceTime, device_time, estimate.expected.nanos()),
+            (Limit::Requests, requests, Demand::exact(1)),
+            (Limit::Tokens, self.state.tokens.as_ref(), estimate.demand_of_tokens()),
+            (Limit::DeviceTime, device_time, estimate.demand_of_time()),
         ] {
-            found.extend(bucket.and_then(|bucket| refused_by(limit, bucket, asked)));
+            let Some(bucket) = bucket else { continue };
+            let refused = refused_by(limit, bucket, asked).or_else(|| {
+                let may_wait = !self.waits_with_others || bucket.may_wait(asked);
+                (!may_wait).then(|| found_in(limit, bucket, asked, Until::Someone))
+            });
+            found.extend(refused);
         }
     }
 
@@ -196,52 +261,69 @@ impl ScopeState {
     /// Returns the limit that leaves no room to run and none to wait, if there is one.
     fn has_no_room(&self) -> Option<Found> {
         let queued = self.limits.queued.map(u64::from)?;
-        if self.has_place() || (self.waiting.len() as u64) < queued {
+        if self.has_place() || (self.places.waiting() as u64) < queued {
             return None;
         }
-        let (limit, value) = match self.limits.concurrent {
-            Some(concurrent) if queued == 0 => (Limit::Concurrent, u64::from(concurrent)),
-            _ => (Limit::Queued, queued),
-        };
-        let until = Until::Someone;
-        Some(Found { limit, value, largest: value, asked: 1, remaining: 0, until })
+        Some(self.without_room(queued))
     }
 
-    /// Returns the refusal if there is no room to run and none to wait.
-    pub(super) fn is_full(&self, scope: &Scope) -> Option<Refusal> {
-        self.has_no_room().map(|found| found.refusal(scope, None))
+    /// Returns the reason of a refusal if there is no room to run and none to wait.
+    fn without_room(&self, queued: u64) -> Found {
+        match self.limits.concurrent {
+            Some(concurrent) if queued == 0 => {
+                let (limit, value) = (Limit::Concurrent, u64::from(concurrent));
+                let until = Until::Someone;
+                Found { limit, value, largest: value, asked: 1, remaining: 0, until }
+            }
+            _ => Self::queue_is_full(queued),
+        }
     }
 
-    /// Returns the refusal if the request rate allows no request at `now`.
-    pub(super) fn requests_are_spent(
-        &mut self,
-        rate: Rate,
-        now: MonotonicTime,
-        scope: &Scope,
-    ) -> Option<Refusal> {
-        // A bucket of another rate is replaced at the next reservation; until then it
-        // proves nothing.
-        let bucket = self.requests.as_mut().filter(|bucket| bucket.rate() == rate)?;
-        bucket.refill(now);
-        let found = refused_by(Limit::Requests, bucket, 1)?;
+    /// Returns the reason of a refusal if `queued` requests wait.
+    fn queue_is_full(queued: u64) -> Found {
+        let (limit, until) = (Limit::Queued, Until::Someone);
+        Found { limit, value: queued, largest: queued, asked: 1, remaining: 0, until }
+    }
+
+    /// Returns the refusal if the requests that run, wait and arrive have every place to
+    /// run and to wait, and no other member of the scope has more of them than `requester`.
+    pub(super) fn is_full(&self, scope: &Scope, requester: &Requester) -> Option<Refusal> {
+        let (concurrent, queued) = (self.limits.concurrent?, self.limits.queued?);
+        let places = u64::from(concurrent) + u64::from(queued);
+        let is_full = self.places.taken() >= places
+            && !self.places.yields_to_arrival_of(&requester.member_of(scope));
+        is_full.then(|| self.without_room(queued.into()).refusal(scope, None))
+    }
+
+    /// Returns the refusal if the request rate allows no request. The bucket must have
+    /// been refreshed.
+    pub(super) fn requests_are_spent(&self, scope: &Scope) -> Option<Refusal> {
+        let found = refused_by(Limit::Requests, self.requests.as_ref()?, Demand::exact(1))?;
         Some(found.refusal(scope, None))
     }
 }
 
-/// Returns the reason for which a bucket cannot give `asked` units, or `None` if it can.
-fn refused_by(limit: Limit, bucket: &Bucket, asked: u64) -> Option<Found> {
-    let until = if bucket.never_fits(asked) {
-        Until::Never
-    } else {
-        match bucket.wait_for(asked) {
-            Some(Duration::ZERO) => return None,
-            Some(wait) => Until::Wait(wait),
-            None => Until::Never,
+/// Returns the reason for which a bucket cannot give a demand, or `None` if it can.
+fn refused_by(limit: Limit, bucket: &Bucket, demand: Demand) -> Option<Found> {
+    let until = match bucket.fit(demand) {
+        Fit::Now => return None,
+        Fit::After(wait) => Until::Wait(wait),
+        Fit::AfterAnother => Until::Someone,
+        Fit::Never => Until::Never,
+        // The most of the request is too large, and not its expected cost.
+        Fit::NeverSoMuch => {
+            let (asked, largest) = (demand.most, bucket.largest_most());
+            return Some(Found { asked, largest, ..found_in(limit, bucket, demand, Until::Never) });
         }
     };
+    Some(found_in(limit, bucket, demand, until))
+}
+
+/// Returns a refusal by a bucket with the figures of the bucket.
+fn found_in(limit: Limit, bucket: &Bucket, demand: Demand, until: Until) -> Found {
     let (rate, remaining) = (bucket.rate(), bucket.remaining());
-    let (value, largest) = (rate.per_minute, rate.burst);
-    Some(Found { limit, value, largest, asked, remaining, until })
+    let (value, largest, asked) = (rate.per_minute, rate.burst, demand.expected);
+    Found { limit, value, largest, asked, remaining, until }
 }
 
 /// The condition under which a refused request can pass.

@@ -6,16 +6,18 @@ use std::collections::{HashMap, VecDeque};
 
 use tollgate_domain::{DeviceClass, DeviceNanos, MonotonicTime, RequestId};
 
+use crate::places::Requester;
+use crate::refusal::Refusal;
 use crate::scope::Scope;
-use crate::terms::{ResolveError, Resolved};
+use crate::terms::{Estimate, ResolveError, Resolved};
 
 /// The amounts that are held for a request.
 #[derive(Clone, Debug)]
 pub(super) struct HoldRecord {
+    pub(super) requester: Requester,
     pub(super) scopes: Vec<HeldScope>,
     pub(super) class: DeviceClass,
-    pub(super) tokens: u64,
-    pub(super) expected: DeviceNanos,
+    pub(super) estimate: Estimate,
     /// Amount held against every cap that applies.
     pub(super) capped: DeviceNanos,
     /// Ticket in the queue; `None` once the request may run.
@@ -25,12 +27,14 @@ pub(super) struct HoldRecord {
     pub(super) expires: MonotonicTime,
 }
 
-#[derive(Clone, Debug)]
 /// A scope of a hold.
+#[derive(Clone, Debug)]
 pub(super) struct HeldScope {
     pub(super) scope: Scope,
     /// True if a cap applied. Then the spend must be remembered.
     pub(super) capped: bool,
+    /// True if the hold took the request from the scope's request rate.
+    pub(super) counts_request: bool,
 }
 
 /// All holds by id: the open ones, and those remembered after their end.
@@ -43,11 +47,14 @@ pub(super) struct Holds {
     most_ended: usize,
 }
 
-#[derive(Debug)]
 /// The way in which a hold ended.
+#[derive(Debug)]
 enum Ended {
     Posted,
     Voided,
+    /// The request waited and gave its place to a request of another member. The amounts
+    /// were returned.
+    GaveWay(Box<Refusal>),
     /// The amounts were returned. The record is kept for late usage.
     Expired(Box<HoldRecord>),
 }
@@ -91,6 +98,11 @@ impl Holds {
         self.held.get_mut(id)
     }
 
+    /// Returns the records of all open holds.
+    pub(super) fn open_mut(&mut self) -> impl Iterator<Item = &mut HoldRecord> {
+        self.held.values_mut()
+    }
+
     /// Opens a hold. The id must not be known.
     pub(super) fn hold(&mut self, id: RequestId, record: HoldRecord) {
         self.held.insert(id, record);
@@ -129,6 +141,22 @@ impl Holds {
         Ok(record)
     }
 
+    /// Changes `held` to `voided` for a waiting request that gives way, and remembers the
+    /// refusal for its client. The caller returns the amounts.
+    pub(super) fn give_way(&mut self, id: &RequestId, refusal: Refusal) -> Option<HoldRecord> {
+        let record = self.held.remove(id)?;
+        self.remember(id, Ended::GaveWay(Box::new(refusal)));
+        Some(record)
+    }
+
+    /// Returns the refusal of a request that gave way.
+    pub(super) fn refusal_of(&self, id: &RequestId) -> Option<&Refusal> {
+        match self.ended.get(id)? {
+            Ended::GaveWay(refusal) => Some(refusal),
+            _ => None,
+        }
+    }
+
     /// Changes `held` to `expired`. The caller returns the amounts.
     pub(super) fn expire(&mut self, id: &RequestId) -> Option<HoldRecord> {
         // Copied for late usage; the copy is dropped when it is forgotten.
@@ -155,7 +183,7 @@ impl Ended {
     fn how(&self) -> Resolved {
         match self {
             Self::Posted => Resolved::Posted,
-            Self::Voided => Resolved::Voided,
+            Self::Voided | Self::GaveWay(_) => Resolved::Voided,
             Self::Expired(_) => Resolved::Expired,
         }
     }

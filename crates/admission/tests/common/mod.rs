@@ -4,12 +4,12 @@
 use std::sync::Arc;
 
 use tollgate_admission::{
-    Admission, AdmissionOptions, Estimate, Hold, Refusal, Reserve, ReserveError, Scope,
+    Admission, AdmissionOptions, Estimate, Hold, Refusal, Requester, Reserve, ReserveError, Scope,
     ScopeLimits, Spent,
 };
 use tollgate_domain::{
-    ByClass, DeviceClass, DeviceNanos, KeyId, MonotonicTime, PlanLimits, RequestId, TenantId,
-    UtcTime,
+    ByClass, DeviceClass, DeviceNanos, KeyId, MonotonicTime, PlanLimits, PoolName, RequestId,
+    TenantId, UtcTime,
 };
 
 pub const SECOND: u64 = 1_000_000_000;
@@ -31,26 +31,41 @@ pub fn id(number: u64) -> RequestId {
     RequestId::from_random(u128::from(number))
 }
 
+pub fn tenant_id(name: &str) -> TenantId {
+    TenantId::new(name).expect("a name")
+}
+
 pub fn tenant(name: &str) -> Scope {
-    Scope::Tenant(TenantId::new(name).expect("a name"))
+    Scope::Tenant(tenant_id(name))
+}
+
+pub fn pool(name: &str) -> Scope {
+    Scope::Pool(PoolName::new(name).expect("a name"))
 }
 
 pub fn key(name: &str) -> Scope {
     Scope::Key(KeyId::new(name).expect("a name"))
 }
 
+pub fn requester(name: &str) -> Requester {
+    Requester { tenant: tenant_id(name), pool: None }
+}
+
 pub fn scoped(scope: Scope, limits: PlanLimits) -> ScopeLimits {
-    ScopeLimits { scope, limits: Arc::new(limits) }
+    ScopeLimits { scope, limits: Arc::new(limits), revision: 0 }
 }
 
 pub fn day_cap(nanos: u64) -> PlanLimits {
     PlanLimits { device_time_per_day: ByClass::all(DeviceNanos(nanos)), ..PlanLimits::default() }
 }
 
+/// A prediction without risk for rates: the expected cost is the most of a minute.
 pub fn estimate(tokens: u64, expected: u64, worst: u64) -> Estimate {
     Estimate {
         tokens,
+        most_tokens: tokens,
         expected: DeviceNanos(expected),
+        most: DeviceNanos(expected),
         worst: DeviceNanos(worst),
         least: DeviceNanos(1),
     }
@@ -62,9 +77,17 @@ pub fn spent(tokens: u64, reference: u64) -> Spent {
 
 /// A request that waits at most 30 s and expires after 630 s.
 pub fn request(number: u64, now: u64, scopes: &[ScopeLimits], estimate: Estimate) -> Reserve {
+    // The requests of a test without tenants count for the same one.
+    let of = |limited: &ScopeLimits| match &limited.scope {
+        Scope::Tenant(tenant) => Some(tenant.clone()),
+        _ => None,
+    };
+    let tenant = scopes.iter().find_map(of).unwrap_or_else(|| tenant_id("acme"));
     Reserve {
         id: id(number),
+        requester: Requester { tenant, pool: None },
         scopes: scopes.to_vec(),
+        counted: 0,
         class: DeviceClass::cpu(),
         estimate,
         queue_deadline: at(now + 30 * SECOND),

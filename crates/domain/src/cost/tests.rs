@@ -237,3 +237,14 @@ fn invalid_tables_are_rejected() {
         assert!(error.contains(named), "{error}");
     }
 }
+
+#[test]
+fn tokens_within_minute_follow_shortest_step() {
+    let table = table();
+    // 10 + 100 + 20 us: no step with a sampled token is shorter.
+    assert_eq!(table.tokens_within(Duration::from_secs(60)), 461_539);
+    assert_eq!(table.tokens_within(Duration::ZERO), 0);
+    let alone = table.predict_step(&[decode(1, 0)]);
+    let most = 60_000_000_000 / alone.nanos();
+    assert!(table.tokens_within(Duration::from_secs(60)) >= most, "{most}");
+}

@@ -3,9 +3,10 @@
 //! hyper's own timers cannot tell an idle connection from a head that arrives
 //! byte by byte, and they have no deadline for a reader that stops reading. So
 //! the streams and the requests of a connection report to this module, which
-//! alone decides when the connection is late.
+//! alone decides when the connection is late. `response_progress.rs` decides when
+//! one response over HTTP/2 is late.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 
 use futures_util::task::AtomicWaker;
@@ -13,20 +14,21 @@ use tokio::time::Instant;
 
 use super::ListenerOptions;
 use super::bad_head::BadHead;
+use super::response_progress::ResponseProgress;
 use super::service::RequestRefusal;
 
 /// The activity of one connection, shared by its streams, its requests and the
 /// task that closes it.
 #[derive(Debug)]
 pub(super) struct Activity {
+    opened: Instant,
+    protocol: Protocol,
     state: Mutex<ActivityState>,
     waker: AtomicWaker,
 }
 
 #[derive(Clone, Debug)]
 struct ActivityState {
-    opened: Instant,
-    protocol: Protocol,
     /// Bytes of HTTP read so far.
     read: u64,
     /// Bytes written below TLS so far.
@@ -35,7 +37,7 @@ struct ActivityState {
     requests: u64,
     /// Requests without a complete response.
     in_flight: u32,
-    /// Responses that the peer cancelled.
+    /// Responses that the peer cancelled or did not read.
     cancelled: u32,
     /// The time of the last response's end, or of the connection's start.
     idle_since: Instant,
@@ -43,10 +45,8 @@ struct ActivityState {
     head_since: Option<Instant>,
     /// The time at which the socket stopped taking bytes.
     blocked_since: Option<Instant>,
-    /// Responses with a frame handed over and the next frame not polled.
-    unread: u32,
-    /// The last time at which a next frame was polled.
-    wanted_at: Instant,
+    /// The response of the request that began last.
+    latest: Option<Arc<ResponseProgress>>,
     /// True while a part of the next head is held back. HTTP/1 only.
     head_held: bool,
     /// The number of the request with a refused head. HTTP/1 only.
@@ -111,9 +111,9 @@ impl MissedDeadline {
 impl Activity {
     pub(super) fn new(protocol: Protocol, now: Instant) -> Self {
         Self {
+            opened: now,
+            protocol,
             state: Mutex::new(ActivityState {
-                opened: now,
-                protocol,
                 read: 0,
                 written: 0,
                 requests: 0,
@@ -122,8 +122,7 @@ impl Activity {
                 idle_since: now,
                 head_since: None,
                 blocked_since: None,
-                unread: 0,
-                wanted_at: now,
+                latest: None,
                 head_held: false,
                 refused: None,
                 flooded: false,
@@ -173,16 +172,19 @@ impl Activity {
         self.state().refused = Some((before, bad));
     }
 
-    /// Reports a new request. Returns the reason to refuse the request, if any.
-    pub(super) fn request_began(&self) -> Option<RequestRefusal> {
+    /// Reports a new request. Returns the progress of its response, and the reason to
+    /// refuse the request, if any.
+    pub(super) fn request_began(&self) -> (Arc<ResponseProgress>, Option<RequestRefusal>) {
+        let response = Arc::new(ResponseProgress::new(self.opened));
         let mut state = self.state();
+        state.latest = Some(Arc::clone(&response));
         let bad = state.refused.filter(|(before, _)| *before == state.requests);
         let closing = state.closing.then_some(RequestRefusal::Closing);
         state.requests += 1;
         state.in_flight += 1;
         // The head is complete; the next one has its own deadline.
         state.head_since = None;
-        bad.map(|(_, bad)| RequestRefusal::BadHead(bad)).or(closing)
+        (response, bad.map(|(_, bad)| RequestRefusal::BadHead(bad)).or(closing))
     }
 
     /// Makes every request that begins from now on refused.
@@ -228,17 +230,21 @@ impl Activity {
         self.state().head_held = held;
     }
 
-    /// Reports that a frame of a response was handed over.
-    pub(super) fn piece_handed(&self) {
-        self.state().unread += 1;
-        self.waker.wake();
+    /// Takes the response of the request that began last. HTTP/2 only: there a
+    /// response has a task of its own, which watches the response's progress.
+    pub(super) fn take_response(&self) -> Option<Arc<ResponseProgress>> {
+        self.state().latest.take()
     }
 
-    /// Reports that the next frame was polled, or that the response ended.
-    pub(super) fn piece_wanted(&self, now: Instant) {
-        let mut state = self.state();
-        state.unread -= 1;
-        state.wanted_at = now;
+    /// Returns the bytes of the largest piece of a response that the connection
+    /// gets at once.
+    pub(super) fn largest_piece(&self) -> usize {
+        match self.protocol {
+            // The socket shows the progress of its bytes.
+            Protocol::Http1 => usize::MAX,
+            // Windows are not visible here, only whole pieces that were taken.
+            Protocol::Http2 => HTTP2_PIECE,
+        }
     }
 
     /// Returns the time since when no request runs and no byte waits to be
@@ -248,11 +254,17 @@ impl Activity {
         (state.in_flight == 0 && state.blocked_since.is_none()).then_some(state.idle_since)
     }
 
+    /// Returns true if a request is in flight, and the time of the last use: the end
+    /// of the last response, or the start of the connection.
+    pub(super) fn last_use(&self) -> (bool, Instant) {
+        let state = self.state();
+        (state.in_flight > 0, state.idle_since)
+    }
+
     /// Returns true if other responses may be ready at the same moment: over
     /// HTTP/2, with requests in flight.
     pub(super) fn more_may_come(&self) -> bool {
-        let state = self.state();
-        state.protocol == Protocol::Http2 && state.in_flight > 0
+        self.protocol == Protocol::Http2 && self.state().in_flight > 0
     }
 
     /// Returns the abuse for which the connection must be closed, if any.
@@ -268,7 +280,7 @@ impl Activity {
     /// Returns the earliest deadline and its kind.
     pub(super) fn deadline(&self, options: &ListenerOptions) -> (Instant, MissedDeadline) {
         let state = self.state();
-        let mut due = (state.opened + options.connection_age, MissedDeadline::Age);
+        let mut due = (self.opened + options.connection_age, MissedDeadline::Age);
         let mut sooner = |at: Instant, missed: MissedDeadline| {
             if at < due.0 {
                 due = (at, missed);
@@ -278,23 +290,24 @@ impl Activity {
             sooner(since + options.write_progress, MissedDeadline::Write);
         }
         if state.in_flight > 0 {
-            // Over HTTP/2 a peer that grants no window blocks no socket. The
-            // connection is late only if every response waits for the peer: any
-            // other response shows that the peer is alive.
-            if state.unread == state.in_flight {
-                sooner(state.wanted_at + options.write_progress, MissedDeadline::Write);
+            // Over HTTP/1 there is one response at a time. Over HTTP/2 the task of
+            // each response has this deadline, and ends the response alone.
+            if self.protocol == Protocol::Http1
+                && let Some(since) = state.latest.as_ref().and_then(|it| it.unread_since())
+            {
+                sooner(since + options.write_progress, MissedDeadline::Write);
             }
             return due;
         }
-        match (state.protocol, state.head_since) {
+        match (self.protocol, state.head_since) {
             (Protocol::Http1, Some(since)) => sooner(since + options.head, MissedDeadline::Head),
             (Protocol::Http1, None) if state.requests == 0 => {
-                sooner(state.opened + options.first_byte, MissedDeadline::Head);
+                sooner(self.opened + options.first_byte, MissedDeadline::Head);
             }
             // Later heads need no deadline: a head that stalls within its frames
             // also stalls the answer to PING.
             (Protocol::Http2, _) if state.read < HTTP2_OPENING => {
-                sooner(state.opened + options.head, MissedDeadline::Head);
+                sooner(self.opened + options.head, MissedDeadline::Head);
             }
             _ => sooner(state.idle_since + options.idle, MissedDeadline::Idle),
         }
@@ -311,7 +324,12 @@ impl Activity {
 /// connection begins.
 const HTTP2_OPENING: u64 = 24 + 9;
 
+/// Bytes of a piece of a response over HTTP/2. A peer must take each piece within
+/// the deadline. A smaller piece asks less of a slow peer, and costs more frames.
+const HTTP2_PIECE: usize = 4 * 1024;
+
 #[cfg(test)]
+#[allow(clippy::disallowed_methods, reason = "a test may read the system's clock")]
 mod tests {
     use std::time::Duration;
 
@@ -341,21 +359,22 @@ mod tests {
         check(7, MissedDeadline::Head); // the head began at 2
         activity.read(1, at(6));
         check(7, MissedDeadline::Head); // and a further byte does not prolong it
-        assert_eq!(activity.request_began(), None);
+        let (response, refusal) = activity.request_began();
+        assert_eq!(refusal, None);
         check(3_600, MissedDeadline::Age); // the handler's own deadlines rule
-        activity.piece_handed();
+        response.piece_handed(at(0));
         check(15, MissedDeadline::Write);
-        activity.piece_wanted(at(10));
-        activity.piece_handed();
+        response.piece_wanted();
+        response.piece_handed(at(10));
         check(25, MissedDeadline::Write);
         activity.write_blocked(at(9));
         check(24, MissedDeadline::Write); // the socket is full since 9
         activity.wrote(1);
-        activity.piece_wanted(at(20));
+        response.piece_wanted();
         activity.request_ended(true, at(20));
         check(80, MissedDeadline::Idle);
         // The next head began while the last response was on its way.
-        assert_eq!(activity.request_began(), None);
+        assert_eq!(activity.request_began().1, None);
         activity.head_held(true);
         activity.request_ended(true, at(30));
         check(35, MissedDeadline::Head);
@@ -375,14 +394,14 @@ mod tests {
         activity.read(23, at(2));
         check(60, MissedDeadline::Idle);
         assert!(!activity.more_may_come());
-        // One stream waits for window, another for its handler.
-        activity.request_began();
-        activity.request_began();
+        // A stream that waits for window has its own deadline.
+        let (response, _) = activity.request_began();
         assert!(activity.more_may_come());
-        activity.piece_handed();
+        response.piece_handed(at(3));
         check(3_600, MissedDeadline::Age);
+        activity.request_began();
         activity.request_ended(false, at(30));
-        check(15, MissedDeadline::Write);
+        check(3_600, MissedDeadline::Age);
         let cancelled = |cancels| activity.abuse(&ListenerOptions { cancels, ..options() });
         assert_eq!((cancelled(0), cancelled(1)), (Some(Abuse::Cancels), None));
         activity.flood();

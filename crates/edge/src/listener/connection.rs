@@ -23,6 +23,7 @@ use tokio_util::task::TaskTracker;
 
 use super::activity::{Activity, MissedDeadline, Protocol};
 use super::connection_limits::ConnectionPermit;
+use super::connection_table::{Eviction, OpenConnection};
 use super::frames::Frames;
 use super::heads::Heads;
 use super::instrumented_io::{
@@ -31,8 +32,9 @@ use super::instrumented_io::{
 use super::peer::Peer;
 use super::pending_handshakes::PendingHandshake;
 use super::proxy::{self, ProxyHeader};
+use super::response_progress::{StreamEnd, run_while_read};
 use super::service::{Answer, HeadVerdict, RefusedHead, RequestRefusal, Service};
-use super::{ListenerOptions, MOST_HEADERS, Shared, plain};
+use super::{ListenerMetrics, ListenerOptions, MOST_HEADERS, Shared, plain};
 use crate::drain_body::{BoxError, UnwantedBody};
 use crate::source::Source;
 
@@ -53,9 +55,11 @@ pub(super) async fn serve<S: Service>(
     draining: CancellationToken,
 ) {
     let pending = shared.pending_handshakes.begin(Source::of(accepted.address.ip()));
+    let place = Arc::clone(accepted.permit.connection());
     let opened = tokio::select! {
         () = draining.cancelled() => return,
         () = pending.displaced() => Err("displaced"),
+        _ = place.evicted() => Err("displaced"),
         opened = open(shared, &*service, accepted, &pending) => opened,
     };
     // The handshake has ended, so its place is free for another connection.
@@ -139,6 +143,10 @@ async fn shake_hands(
 
 /// Speaks HTTP/1 or HTTP/2, as ALPN chose; a client that offered no protocol
 /// gets HTTP/1. Returns the reason of the end as a metric's label.
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the deadlines of a connection are on the system's clock"
+)]
 async fn speak<S: Service>(
     shared: &Arc<Shared>,
     mut wire: Wire,
@@ -152,13 +160,15 @@ async fn speak<S: Service>(
     let activity = Arc::new(Activity::new(protocol, Instant::now()));
     // From here on the activity's deadlines replace that of the handshake.
     wire.get_mut().0.report_to(Arc::clone(&activity));
+    let place = Arc::clone(peer.open_connection());
+    place.report(Arc::clone(&activity));
     let bytes = InstrumentedReads::new(wire, Arc::clone(&activity));
     let answers = service_fn({
         let (tasks, activity) = (shared.streams.clone(), Arc::clone(&activity));
         let answers = Answers { service, tasks, peer, activity };
         move |request| answers.answer(request)
     });
-    let watch = Watch { activity: &activity, options, draining };
+    let watch = Watch { activity: &activity, options, draining, place: &place };
     match protocol {
         Protocol::Http1 => {
             let limit = options.header_list as usize;
@@ -170,8 +180,13 @@ async fn speak<S: Service>(
             let rate = options.idle_frames;
             let now = Instant::now();
             let frames = TokioIo::new(Frames::new(bytes, Arc::clone(&activity), rate, now));
-            let tasks = Streams(shared.streams.clone());
-            let connection = http2_builder(options, tasks).serve_connection(frames, answers);
+            let streams = Streams {
+                tasks: shared.streams.clone(),
+                activity: Arc::clone(&activity),
+                write_progress: options.write_progress,
+                metrics: Arc::clone(&shared.metrics),
+            };
+            let connection = http2_builder(options, streams).serve_connection(frames, answers);
             watch.over(connection, |connection| connection.graceful_shutdown()).await
         }
     }
@@ -190,8 +205,8 @@ fn http1_builder(options: &ListenerOptions) -> http1::Builder {
     builder
 }
 
-fn http2_builder(options: &ListenerOptions, tasks: Streams) -> http2::Builder<Streams> {
-    let mut builder = http2::Builder::new(tasks);
+fn http2_builder(options: &ListenerOptions, streams: Streams) -> http2::Builder<Streams> {
+    let mut builder = http2::Builder::new(streams);
     builder
         .timer(TokioTimer::new())
         .max_concurrent_streams(options.streams)
@@ -296,6 +311,7 @@ type UndrainedBody = (UnwantedBody<Incoming>, TaskTracker);
 impl<B: Unpin, F: Future<Output = Answered<B>>> Future for Answering<B, F> {
     type Output = Answered<B>;
 
+    #[expect(clippy::expect_used, reason = "a future is not polled again after it was ready")]
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Answered<B>> {
         match &mut *self {
             Self::Running(running) => running.as_mut().poll(cx),
@@ -359,17 +375,23 @@ struct Watch<'a> {
     activity: &'a Activity,
     options: &'a ListenerOptions,
     draining: &'a CancellationToken,
+    place: &'a OpenConnection,
 }
 
 impl Watch<'_> {
     /// Runs `connection` to its end. `wind_down` asks the connection to begin
     /// nothing new. Returns the reason of the end as a metric's label.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the deadlines of a connection are on the system's clock"
+    )]
     async fn over<C>(&self, connection: C, wind_down: impl Fn(Pin<&mut C>)) -> &'static str
     where
         C: Future<Output = hyper::Result<()>>,
     {
         let mut connection = pin!(connection);
         let mut draining = pin!(self.draining.cancelled());
+        let mut evicted = pin!(self.place.evicted());
         let mut alarm = pin!(sleep_until(Instant::now()));
         let mut end: Option<End> = None;
         let mut gathered = false;
@@ -387,15 +409,15 @@ impl Watch<'_> {
             loop {
                 if let Poll::Ready(result) = connection.as_mut().poll(cx) {
                     let ended = if result.is_ok() { "closed" } else { "broken" };
-                    return Poll::Ready(end.map_or(ended, |end| end.why));
+                    // A refused connection may end before its eviction was seen here.
+                    let eviction = self.place.eviction().map(Eviction::as_str);
+                    return Poll::Ready(end.map(|end| end.why).or(eviction).unwrap_or(ended));
                 }
-                if end.is_none() && draining.as_mut().poll(cx).is_ready() {
-                    end = Some(End::within(self.options.drain, "drained"));
-                } else if end.is_none()
-                    && let Some(abuse) = self.activity.abuse(self.options)
-                {
-                    end = Some(End::within(ABUSE_GRACE, abuse.as_str()));
-                } else {
+                if end.is_some() {
+                    break;
+                }
+                end = self.demanded_end(cx, draining.as_mut(), evicted.as_mut());
+                if end.is_none() {
                     break;
                 }
                 self.activity.close();
@@ -434,6 +456,29 @@ impl Watch<'_> {
         })
         .await
     }
+
+    /// Returns the end that the drain, an eviction or an abuse demands, if any.
+    fn demanded_end(
+        &self,
+        cx: &mut Context<'_>,
+        draining: Pin<&mut impl Future<Output = ()>>,
+        evicted: Pin<&mut impl Future<Output = Eviction>>,
+    ) -> Option<End> {
+        if draining.poll(cx).is_ready() {
+            return Some(End::within(self.options.drain, "drained"));
+        }
+        if let Poll::Ready(eviction) = evicted.poll(cx) {
+            let grace = match eviction {
+                // Another connection waits for the place.
+                Eviction::Displaced | Eviction::Replaced => GOODBYE,
+                // The refusal must go out, and requests of others may end.
+                Eviction::OverBound => self.options.write_progress,
+            };
+            return Some(End::within(grace, eviction.as_str()));
+        }
+        let abuse = self.activity.abuse(self.options)?;
+        Some(End::within(ABUSE_GRACE, abuse.as_str()))
+    }
 }
 
 /// The end of a connection that winds down.
@@ -446,6 +491,10 @@ struct End {
 }
 
 impl End {
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the deadlines of a connection are on the system's clock"
+    )]
     fn within(grace: Duration, why: &'static str) -> Self {
         let began = Instant::now();
         Self { began, latest: began + grace, why }
@@ -462,17 +511,35 @@ impl End {
 }
 
 /// An executor that runs hyper's HTTP/2 streams in a tracker, so that the
-/// listener can wait for them.
+/// listener can wait for them, and ends a stream that its peer does not read.
 #[derive(Clone)]
-struct Streams(TaskTracker);
+struct Streams {
+    tasks: TaskTracker,
+    activity: Arc<Activity>,
+    write_progress: Duration,
+    metrics: Arc<dyn ListenerMetrics>,
+}
 
 impl<F> hyper::rt::Executor<F> for Streams
 where
     F: Future + Send + 'static,
     F::Output: Send + 'static,
 {
-    fn execute(&self, future: F) {
-        self.0.spawn(future);
+    fn execute(&self, stream: F) {
+        // hyper calls the service for a stream and then hands over its task, both
+        // in one poll of the connection, so the response that began last is that
+        // of this stream.
+        let Some(response) = self.activity.take_response() else {
+            // Not a request's task.
+            self.tasks.spawn(stream);
+            return;
+        };
+        let (longest, metrics) = (self.write_progress, Arc::clone(&self.metrics));
+        self.tasks.spawn(async move {
+            if run_while_read(stream, &response, longest).await == StreamEnd::Unread {
+                metrics.response_unread();
+            }
+        });
     }
 }
 

@@ -1,7 +1,7 @@
 //! Limits on connections: all connections, those of one source, and new ones of
-//! one source in a second. They are checked before a byte is read.
+//! one source in a second. They are checked before a byte is read. The bounds on
+//! authenticated connections are checked at the first authenticated request.
 
-use std::collections::HashMap;
 use std::net::IpAddr;
 use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -10,7 +10,12 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use governor::clock::DefaultClock;
 use governor::state::keyed::DefaultKeyedStateStore;
 use governor::{Quota, RateLimiter};
+use tokio::time::Instant;
 
+use super::connection_table::{
+    BoundReached, ConnectionCounts, ConnectionNumber, ConnectionOwners, ConnectionTable,
+    OpenConnection,
+};
 use crate::source::{MOST_SOURCES, Source};
 
 /// The bounds that connections must keep.
@@ -20,6 +25,8 @@ pub struct ConnectionLimitOptions {
     pub connections: usize,
     /// Connections of one source without an authenticated request.
     pub per_source: u32,
+    /// Connections of one source with an authenticated request.
+    pub authenticated_per_source: u32,
     /// New connections of one source in a second.
     pub new_per_second: NonZeroU32,
     /// New connections of one source at once.
@@ -31,6 +38,7 @@ impl Default for ConnectionLimitOptions {
         Self {
             connections: 10_000,
             per_source: 64,
+            authenticated_per_source: 4_096,
             new_per_second: const { NonZeroU32::new(20).unwrap() },
             new_burst: const { NonZeroU32::new(100).unwrap() },
         }
@@ -63,9 +71,8 @@ impl LimitReached {
 pub(super) struct ConnectionLimits {
     options: ConnectionLimitOptions,
     open: AtomicUsize,
-    /// Unauthenticated connections by source. The last connection of a source
-    /// removes the entry, so the map has at most `connections` entries.
-    sources: Mutex<HashMap<Source, u32>>,
+    /// The connections by holder; at most `connections` entries.
+    table: Mutex<ConnectionTable>,
     /// New connections by source; swept once a second.
     rate: RateLimiter<Source, DefaultKeyedStateStore<Source>, DefaultClock>,
     /// True while there are too many sources for a bucket each.
@@ -78,13 +85,14 @@ impl ConnectionLimits {
         Arc::new(Self {
             options,
             open: AtomicUsize::new(0),
-            sources: Mutex::default(),
+            table: Mutex::default(),
             rate: RateLimiter::dashmap(quota),
             crowded: AtomicBool::new(false),
         })
     }
 
     /// Counts a connection against the total.
+    #[expect(clippy::disallowed_methods, reason = "a connection begins now")]
     pub(super) fn acquire(self: &Arc<Self>) -> Result<ConnectionPermit, LimitReached> {
         // Relaxed: the counter guards no other memory.
         if self.open.fetch_add(1, Ordering::Relaxed) >= self.options.connections {
@@ -92,8 +100,29 @@ impl ConnectionLimits {
             return Err(LimitReached::Connections);
         }
         // From here on the drop of the permit takes the count back.
-        let (source, counted) = (OnceLock::new(), AtomicBool::new(false));
-        Ok(ConnectionPermit { limits: Arc::clone(self), source, counted })
+        Ok(ConnectionPermit {
+            limits: Arc::clone(self),
+            connection: OpenConnection::new(Instant::now()),
+            number: OnceLock::new(),
+            authenticated: AtomicBool::new(false),
+        })
+    }
+
+    /// Ends a connection of the holder with most, if few places are left. Called
+    /// for each new connection that passed the limits.
+    pub(super) fn make_room(&self) {
+        // The places that are free for new connections while others end.
+        let room = self.options.connections / ROOM;
+        let most = self.options.connections - room;
+        if room == 0 || self.open() <= most {
+            return;
+        }
+        let mut table = self.table();
+        // Connections that are ending leave their places by themselves. Both numbers
+        // are read under the lock, because a connection leaves both under it.
+        if self.open().saturating_sub(table.ending()) > most {
+            table.make_room(room);
+        }
     }
 
     /// Drops sources that have not connected for a while. Called once a second.
@@ -103,23 +132,30 @@ impl ConnectionLimits {
     }
 
     /// Returns the number of open connections.
-    pub(super) fn open(&self) -> usize {
+    fn open(&self) -> usize {
         self.open.load(Ordering::Relaxed)
     }
 
-    fn sources(&self) -> MutexGuard<'_, HashMap<Source, u32>> {
-        // Counts change in single steps, so a panic leaves them usable.
-        self.sources.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Returns the numbers of open connections by state.
+    pub(super) fn counts(&self) -> ConnectionCounts {
+        self.table().counts(self.open())
+    }
+
+    fn table(&self) -> MutexGuard<'_, ConnectionTable> {
+        // A panic could leave a wrong count behind, and no dangling entry: every
+        // connection removes its own.
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// The count of one open connection; its drop counts down.
 pub(super) struct ConnectionPermit {
     limits: Arc<ConnectionLimits>,
-    /// The source, once the connection was counted against it.
-    source: OnceLock<Source>,
-    /// True while the connection counts against its source.
-    counted: AtomicBool,
+    connection: Arc<OpenConnection>,
+    /// The place in the table, once the connection was counted against a source.
+    number: OnceLock<ConnectionNumber>,
+    /// True once the connection counts for the owners of a request.
+    authenticated: AtomicBool,
 }
 
 impl ConnectionPermit {
@@ -134,54 +170,68 @@ impl ConnectionPermit {
         if limits.crowded.load(Ordering::Relaxed) {
             source = source.in_crowd();
         }
-        // The first source stays, so that the release finds the same entry.
-        let source = *self.source.get_or_init(|| source);
         {
-            let mut sources = limits.sources();
-            let open = sources.entry(source).or_default();
-            if *open >= limits.options.per_source {
+            let mut table = limits.table();
+            if table.unauthenticated_of(source) >= limits.options.per_source as usize {
                 return Err(LimitReached::PerSource);
             }
-            *open += 1;
-            self.counted.store(true, Ordering::Relaxed);
+            self.number.get_or_init(|| table.insert(source, Arc::clone(&self.connection)));
         }
         // Checked last, so that a refusal by another limit uses up no rate.
         limits.rate.check_key(&source).map_err(|_| LimitReached::Rate)
     }
 
-    /// Takes the connection off the count of its source. A second call does
-    /// nothing.
-    pub(super) fn release_source(&self) {
-        if !self.counted.swap(false, Ordering::Relaxed) {
-            return;
+    /// Returns the connection as the table sees it.
+    pub(super) fn connection(&self) -> &Arc<OpenConnection> {
+        &self.connection
+    }
+
+    /// Returns true once the connection counts for the owners of a request.
+    pub(super) fn is_authenticated(&self) -> bool {
+        self.authenticated.load(Ordering::Relaxed)
+    }
+
+    /// Takes the connection off the count of its source, and counts it for
+    /// `owners`. A second call does nothing.
+    ///
+    /// # Errors
+    /// A bound of the owners or of the source. The connection ends then.
+    #[expect(clippy::disallowed_methods, reason = "the table gets the time of this request")]
+    pub(super) fn authenticate(&self, owners: &ConnectionOwners) -> Result<(), BoundReached> {
+        // A connection of a trusted proxy carries the requests of many clients and
+        // counts for none of them.
+        if let Some(&number) = self.number.get() {
+            let per_source = self.limits.options.authenticated_per_source;
+            self.limits.table().authenticate(number, owners, per_source, Instant::now())?;
         }
-        let Some(source) = self.source.get() else { return };
-        let mut sources = self.limits.sources();
-        if let Some(open) = sources.get_mut(source) {
-            *open -= 1;
-            if *open == 0 {
-                sources.remove(source);
-            }
-        }
+        self.authenticated.store(true, Ordering::Relaxed);
+        Ok(())
     }
 }
 
 impl Drop for ConnectionPermit {
     fn drop(&mut self) {
-        self.release_source();
+        let mut table = self.limits.table();
+        if let Some(&number) = self.number.get() {
+            table.remove(number);
+        }
         self.limits.open.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
+/// The part of all places that is kept free for new connections: one in this many.
+const ROOM: usize = 8;
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::listener::Peer;
+    use crate::listener::{OwnerId, Peer};
 
     fn connection_limits(connections: usize, per_source: u32, burst: u32) -> Arc<ConnectionLimits> {
         ConnectionLimits::new(ConnectionLimitOptions {
             connections,
             per_source,
+            authenticated_per_source: 2,
             new_per_second: NonZeroU32::MIN,
             new_burst: NonZeroU32::new(burst).unwrap(),
         })
@@ -197,6 +247,15 @@ mod tests {
             permit.count_source(address)?;
             Ok(permit)
         }
+
+        fn is_empty(&self) -> bool {
+            self.table().unauthenticated_of(Source::of(ip(1))) == 0
+                && self.counts() == ConnectionCounts::default()
+        }
+    }
+
+    fn owners() -> ConnectionOwners {
+        ConnectionOwners { bounds: Vec::new(), holder: OwnerId(1) }
     }
 
     #[test]
@@ -212,7 +271,7 @@ mod tests {
         assert_eq!(limits.open(), 2);
         drop((_second, _other));
         assert_eq!(limits.open(), 0);
-        assert!(limits.sources().is_empty(), "no entry outlives its connections");
+        assert!(limits.is_empty(), "no entry outlives its connections");
     }
 
     #[test]
@@ -220,12 +279,63 @@ mod tests {
         let limits = connection_limits(10, 1, 100);
         let peer = Peer::new((ip(1), 1).into(), Arc::default(), limits.admit(ip(1)).ok().unwrap());
         assert_eq!(limits.admit(ip(1)).err(), Some(LimitReached::PerSource));
-        peer.mark_authenticated();
-        peer.mark_authenticated();
+        assert!(!peer.is_authenticated());
+        assert_eq!(peer.authenticate(&owners()), Ok(()));
+        assert_eq!(peer.authenticate(&owners()), Ok(()));
+        assert!(peer.is_authenticated());
         assert!(limits.admit(ip(1)).is_ok());
         drop(peer);
         assert_eq!(limits.open(), 0);
-        assert!(limits.sources().is_empty());
+        assert!(limits.is_empty());
+    }
+
+    #[test]
+    fn connection_limits_count_no_owner_of_proxied() {
+        let limits = connection_limits(10, 1, 100);
+        for _ in 0..3 {
+            let peer = Peer::new((ip(1), 1).into(), Arc::default(), limits.acquire().ok().unwrap());
+            assert_eq!(peer.authenticate(&owners()), Ok(()));
+            assert_eq!(limits.counts().uncounted, 1);
+        }
+    }
+
+    #[test]
+    fn connection_limits_keep_places_for_newcomers() {
+        let limits = connection_limits(16, 100, 100);
+        let mut held: Vec<_> = (0..15).map(|_| limits.admit(ip(1)).ok().unwrap()).collect();
+        limits.make_room();
+        assert_eq!(
+            limits.counts(),
+            ConnectionCounts { unauthenticated: 14, uncounted: 1, ..ConnectionCounts::default() }
+        );
+        // Fewer than the seven eighths give way to none.
+        held.truncate(10);
+        limits.make_room();
+        assert_eq!(limits.counts().uncounted, 1);
+    }
+
+    #[test]
+    fn connection_limits_count_ending_as_gone() {
+        let limits = connection_limits(16, 100, 100);
+        let mut open: Vec<_> = (0..15).map(|_| limits.admit(ip(1)).ok().unwrap()).collect();
+        let evicted = |open: &[ConnectionPermit]| {
+            open.iter().filter(|permit| permit.connection().eviction().is_some()).count()
+        };
+        limits.make_room();
+        assert_eq!(evicted(&open), 1);
+        // Two others end by themselves, and two new ones come. With the evicted one,
+        // which is still open, there are 15, and 14 of them stay.
+        open.truncate(13);
+        for _ in 0..2 {
+            open.push(limits.admit(ip(1)).ok().unwrap());
+            limits.make_room();
+        }
+        assert_eq!(evicted(&open), 1);
+        // Once the evicted one is closed, it leaves no place to a further one.
+        open.retain(|permit| permit.connection().eviction().is_none());
+        open.push(limits.admit(ip(1)).ok().unwrap());
+        limits.make_room();
+        assert_eq!((open.len(), evicted(&open)), (15, 1));
     }
 
     #[test]
@@ -245,7 +355,7 @@ mod tests {
         assert_eq!(limits.admit(ip(1)).err(), Some(LimitReached::PerSource));
         drop(proxy);
         assert_eq!(limits.open(), 0);
-        assert!(limits.sources().is_empty());
+        assert!(limits.is_empty());
     }
 
     /// T02
@@ -256,7 +366,7 @@ mod tests {
         for n in 0..50_000 {
             drop(limits.admit(v6(n)));
         }
-        assert!(limits.rate.len() <= 50_000 && limits.sources().is_empty());
+        assert!(limits.rate.len() <= 50_000 && limits.is_empty());
         limits.sweep();
         assert!(
             !limits.crowded.load(Ordering::Relaxed),

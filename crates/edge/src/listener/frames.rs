@@ -149,6 +149,7 @@ fn classify(kind: u8, flags: u8, length: usize) -> FrameKind {
 }
 
 impl<I: AsyncRead + Unpin> AsyncRead for Frames<I> {
+    #[expect(clippy::disallowed_methods, reason = "the count gets the time at which bytes came")]
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -195,6 +196,7 @@ const FREE_GRANTS: u64 = 1_000;
 const BYTES_A_GRANT: u64 = 512;
 
 #[cfg(test)]
+#[allow(clippy::disallowed_methods, reason = "a test may read the system's clock")]
 mod tests {
     use super::*;
 

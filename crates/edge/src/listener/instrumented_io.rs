@@ -2,12 +2,14 @@
 //! [`Activity`].
 
 use std::io;
+use std::mem::take;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use http_body::{Frame, SizeHint};
+use hyper::body::Bytes;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
@@ -16,6 +18,7 @@ use tokio_util::task::TaskTracker;
 use super::activity::Activity;
 use super::forward_write::forward_write;
 use super::peer::Peer;
+use super::response_progress::ResponseProgress;
 use super::service::RequestRefusal;
 
 /// The socket of a connection, below TLS. It reports when it accepts no more
@@ -49,10 +52,12 @@ impl Socket {
         self.activity = Some(activity);
     }
 
+    #[expect(clippy::expect_used, reason = "only the drop takes the stream")]
     fn stream(&mut self) -> Pin<&mut TcpStream> {
         Pin::new(self.stream.as_mut().expect("the stream is there until the drop"))
     }
 
+    #[expect(clippy::disallowed_methods, reason = "the activity gets the time of this write")]
     fn report(&self, written: &Poll<io::Result<usize>>) {
         if let Some(activity) = &self.activity {
             match written {
@@ -157,6 +162,7 @@ impl<I> InstrumentedReads<I> {
 }
 
 impl<I: AsyncRead + Unpin> AsyncRead for InstrumentedReads<I> {
+    #[expect(clippy::disallowed_methods, reason = "the activity gets the time of this read")]
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -178,17 +184,16 @@ forward_write!(InstrumentedReads);
 /// before the response is complete counts as a cancel by the peer.
 pub(super) struct RequestInFlight {
     activity: Arc<Activity>,
+    response: Arc<ResponseProgress>,
     /// True once the response is complete.
     complete: bool,
-    /// True while a frame was handed over and the next was not polled.
-    unread: bool,
 }
 
 impl RequestInFlight {
     /// Reports a new request; returns the reason to refuse it, if any.
     pub(super) fn begin(activity: &Arc<Activity>) -> (Self, Option<RequestRefusal>) {
-        let refusal = activity.request_began();
-        (Self { activity: Arc::clone(activity), complete: false, unread: false }, refusal)
+        let (response, refusal) = activity.request_began();
+        (Self { activity: Arc::clone(activity), response, complete: false }, refusal)
     }
 
     /// Marks the response as complete without a body, as for HEAD.
@@ -201,34 +206,24 @@ impl RequestInFlight {
     pub(super) fn linger(&self) {
         self.activity.linger();
     }
-
-    /// Reports that a frame was handed over.
-    fn handed(&mut self) {
-        if !self.unread {
-            self.unread = true;
-            self.activity.piece_handed();
-        }
-    }
-
-    /// Reports that the connection asks for the next frame.
-    fn wanted(&mut self) {
-        if self.unread {
-            self.unread = false;
-            self.activity.piece_wanted(Instant::now());
-        }
-    }
 }
 
 impl Drop for RequestInFlight {
+    #[expect(clippy::disallowed_methods, reason = "the activity gets the time of the end")]
     fn drop(&mut self) {
-        self.wanted();
+        self.response.piece_wanted();
         self.activity.request_ended(self.complete, Instant::now());
     }
 }
 
-/// The body of a response; its drop ends the request.
+/// The body of a response; its drop ends the request. It goes out in pieces, so
+/// that the progress of a large one shows.
 pub(super) struct InstrumentedBody<B> {
     body: B,
+    /// The part of the body's last frame that was not handed over yet.
+    rest: Bytes,
+    /// Bytes of the largest piece.
+    largest: usize,
     request: RequestInFlight,
 }
 
@@ -237,27 +232,49 @@ impl<B: http_body::Body> InstrumentedBody<B> {
     pub(super) fn new(body: B, mut request: RequestInFlight) -> Self {
         // hyper does not poll an empty body, so its end is noted here.
         request.complete |= body.is_end_stream();
-        Self { body, request }
+        let largest = request.activity.largest_piece();
+        Self { body, rest: Bytes::new(), largest, request }
+    }
+
+    /// Keeps back the part of `frame` that is beyond the largest piece.
+    fn cut(&mut self, frame: Frame<Bytes>) -> Frame<Bytes> {
+        match frame.into_data() {
+            Ok(mut data) => {
+                let piece = data.split_to(data.len().min(self.largest));
+                self.rest = data;
+                Frame::data(piece)
+            }
+            // Trailers are not cut.
+            Err(frame) => frame,
+        }
     }
 }
 
-impl<B: http_body::Body + Unpin> http_body::Body for InstrumentedBody<B> {
-    type Data = B::Data;
+impl<B> http_body::Body for InstrumentedBody<B>
+where
+    B: http_body::Body<Data = Bytes> + Unpin,
+{
+    type Data = Bytes;
     type Error = B::Error;
 
+    #[expect(clippy::disallowed_methods, reason = "the response gets the time of this piece")]
     fn poll_frame(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
-        self.request.wanted();
-        let frame = Pin::new(&mut self.body).poll_frame(cx);
+    ) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
+        self.request.response.piece_wanted();
+        let frame = match take(&mut self.rest) {
+            rest if rest.is_empty() => Pin::new(&mut self.body).poll_frame(cx),
+            rest => Poll::Ready(Some(Ok(Frame::data(rest)))),
+        };
+        let frame = frame.map_ok(|frame| self.cut(frame));
         match &frame {
             Poll::Ready(Some(Ok(_))) => {
                 // hyper may not ask again after the last frame, and that is no cancel.
-                self.request.complete = self.body.is_end_stream();
-                if !self.request.complete {
-                    self.request.handed();
-                }
+                self.request.complete = self.is_end_stream();
+                // Also for the last piece: over HTTP/2 hyper keeps it, and this body,
+                // until the peer grants a window. The drop ends the deadline.
+                self.request.response.piece_handed(Instant::now());
             }
             // An error of the service is no cancel by the client.
             Poll::Ready(None | Some(Err(_))) => self.request.complete = true,
@@ -267,11 +284,17 @@ impl<B: http_body::Body + Unpin> http_body::Body for InstrumentedBody<B> {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
+        self.rest.is_empty() && self.body.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
+        let (body, rest) = (self.body.size_hint(), self.rest.len() as u64);
+        let mut hint = SizeHint::new();
+        if let Some(upper) = body.upper() {
+            hint.set_upper(upper.saturating_add(rest));
+        }
+        hint.set_lower(body.lower().saturating_add(rest));
+        hint
     }
 }
 

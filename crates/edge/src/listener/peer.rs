@@ -6,6 +6,7 @@ use std::sync::Arc;
 use http::HeaderMap;
 
 use super::connection_limits::ConnectionPermit;
+use super::connection_table::{BoundReached, ConnectionOwners, OpenConnection};
 use crate::source::Proxies;
 
 /// The other end of a connection. Clones share one connection, which stays
@@ -43,9 +44,26 @@ impl Peer {
         self.connection.proxies.client(self.connection.address.ip(), headers)
     }
 
-    /// Marks the connection as authenticated. The connection no longer counts
-    /// against the unauthenticated connections of its source.
-    pub fn mark_authenticated(&self) {
-        self.connection.permit.release_source();
+    /// Returns true once a request on this connection has authenticated, or if the
+    /// connection counts for no owner.
+    pub fn is_authenticated(&self) -> bool {
+        self.connection.permit.is_authenticated()
+    }
+
+    /// Marks the connection as authenticated. It no longer counts against the
+    /// unauthenticated connections of its source; it counts for `owners`, until its
+    /// end and whoever sends the next requests. At a bound an idle connection of the
+    /// same owner is closed for it, or one of the owner with most at the same source.
+    ///
+    /// # Errors
+    /// A bound, if none of the owner's connections is idle. The caller refuses the
+    /// request; the connection closes after the response.
+    pub fn authenticate(&self, owners: &ConnectionOwners) -> Result<(), BoundReached> {
+        self.connection.permit.authenticate(owners)
+    }
+
+    /// Returns the connection as the table of connections sees it.
+    pub(super) fn open_connection(&self) -> &Arc<OpenConnection> {
+        self.connection.permit.connection()
     }
 }

@@ -176,6 +176,7 @@ impl Authority {
     }
 }
 
+#[expect(clippy::expect_used, reason = "a civil date has a month up to 12 and a day up to 31")]
 fn params(name: &str, now: SystemTime, days: i64) -> CertificateParams {
     let date = |unix_seconds: i64| {
         let (year, month, day) = day(unix_seconds).civil();

@@ -1,5 +1,7 @@
 //! Certificates that are made, kept, renewed and refused.
 
+#![allow(clippy::disallowed_methods, reason = "a test may read the system's clock")]
+
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::time::Duration;
@@ -116,21 +118,24 @@ fn tls_errors_name_their_files() {
 }
 
 #[test]
-fn tls_reload_keeps_old_certificate_on_error() {
+fn tls_renewal_keeps_old_certificate_on_error() {
     let data = tempfile::tempdir().unwrap();
     let (a, b) = (data.path().join("a"), data.path().join("b"));
     let now = SystemTime::now();
     let first = development(&a, now).unwrap();
     let second = development(&b, now).unwrap();
     let source = TlsSource::Files { certificate: a.join("server.pem"), key: a.join("server.key") };
-    let identity = TlsIdentity::load(source).unwrap();
+    let identity = TlsIdentity::load(source.clone()).unwrap();
     let current = || identity.current.0.load().cert.clone();
     assert_eq!(current(), first.cert);
     fs::copy(b.join("server.pem"), a.join("server.pem")).unwrap();
-    assert!(identity.reload().is_err(), "the key is still the old one");
+    assert!(TlsIdentity::prepare(&source).is_err(), "the key is still the old one");
     assert_eq!(current(), first.cert, "a bad file changes nothing");
     fs::copy(b.join("server.key"), a.join("server.key")).unwrap();
-    identity.reload().unwrap();
+    let prepared = TlsIdentity::prepare(&source).unwrap();
+    assert!(identity.differs_from(&prepared));
+    identity.renew(prepared);
+    assert!(!identity.differs_from(&TlsIdentity::prepare(&source).unwrap()));
     assert_eq!(current(), second.cert);
 }
 

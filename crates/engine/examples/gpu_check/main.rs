@@ -12,18 +12,32 @@
 //! own and write results as cases end; `--case NAME` runs one case in the current
 //! process.
 
+#![allow(clippy::disallowed_methods, reason = "a program that measures time")]
+
 #[path = "../../tests/cuda/agree.rs"]
-#[allow(clippy::unwrap_used, unreachable_pub, dead_code, reason = "it is a test's")]
+#[allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    unreachable_pub,
+    dead_code,
+    reason = "it is a test's"
+)]
 mod agree;
 mod cases;
 mod compare;
 #[path = "../../tests/cuda/determinism.rs"]
-#[allow(clippy::unwrap_used, unreachable_pub, reason = "it is a test's")]
+#[allow(clippy::unwrap_used, clippy::expect_used, unreachable_pub, reason = "it is a test's")]
 mod determinism;
 mod meter;
 mod options;
 #[path = "../../tests/cuda/sampling.rs"]
-#[allow(clippy::unwrap_used, unreachable_pub, dead_code, reason = "it is a test's")]
+#[allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    unreachable_pub,
+    dead_code,
+    reason = "it is a test's"
+)]
 mod sampling;
 mod speed;
 mod table;

@@ -8,6 +8,8 @@
 //! program ends with its input. `measure make SHAPE MODEL_DIR` writes the folder, with
 //! random weights.
 
+#![allow(clippy::disallowed_methods, reason = "a program that measures time")]
+
 use std::error::Error;
 use std::io::{BufRead, Write};
 use std::path::PathBuf;

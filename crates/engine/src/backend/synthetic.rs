@@ -217,6 +217,11 @@ impl Backend for SyntheticBackend {
         self.memory.copy_within(from, places(to));
     }
 
+    #[expect(clippy::expect_used, reason = "`size` counted the rows of the same plan")]
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "a step in real time lasts as long as its cost says"
+    )]
     fn begin(&mut self, plan: &StepPlan<'_>, output: &mut StepOutput) -> Result<(), BackendError> {
         let begun = Instant::now();
         plan.check(&self.shape, self.limits, self.kv_blocks)?;
@@ -436,6 +441,7 @@ impl TextState {
 
 /// Sleeps until shortly before `end` and spins for the rest, because a sleeping thread
 /// wakes up late.
+#[expect(clippy::disallowed_methods, reason = "a step in real time lasts as long as its cost says")]
 fn wait_until(end: Instant) {
     let left = end.saturating_duration_since(Instant::now());
     std::thread::sleep(left.saturating_sub(LATE_WAKE));
@@ -454,6 +460,7 @@ const NO_END: u32 = u32::MAX;
 const LATE_WAKE: Duration = Duration::from_micros(100);
 
 #[cfg(test)]
+#[allow(clippy::disallowed_methods, reason = "a test may read the system's clock")]
 mod tests {
     use proptest::prelude::*;
     use tollgate_domain::{DeviceNanos, SequenceId, SequenceWork};

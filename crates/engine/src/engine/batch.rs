@@ -480,7 +480,7 @@ impl Sequence {
             self.counts.add(sampled.token);
         }
         request.choices[self.choice as usize].generated += 1;
-        let end = end_tokens.contains(&sampled.token);
+        let end = request.sampling.ends_with(sampled.token, end_tokens);
         self.outcome(ChoiceEvent::Token(sampled, end))
     }
 
@@ -488,9 +488,9 @@ impl Sequence {
     /// string is found by the sink.
     pub(super) fn goes_on(&self, request: &Request, end_tokens: &[u32]) -> bool {
         let generated = &self.tokens[self.prompt_length as usize..];
-        generated
-            .last()
-            .is_some_and(|last| self.generated() < request.max_tokens && !end_tokens.contains(last))
+        generated.last().is_some_and(|&last| {
+            self.generated() < request.max_tokens && !request.sampling.ends_with(last, end_tokens)
+        })
     }
 
     pub(super) fn outcome(&self, event: ChoiceEvent) -> Outcome {

@@ -207,6 +207,10 @@ fn tickets_of<'a>(
 }
 
 impl<T: Default> Queue<T> {
+    #[expect(
+        clippy::expect_used,
+        reason = "a part exists from its first growth until it has shrunk to nothing"
+    )]
     fn part(&mut self, name: &Name) -> &mut SubQueue<T> {
         self.parts.get_mut(name).expect("a part that was grown and not yet shrunk to nothing")
     }

@@ -4,6 +4,11 @@
 //! tokens. All state belongs to one thread. The thread itself is in the parent module, so
 //! that a test can run ticks with its own clock.
 
+#![expect(
+    clippy::expect_used,
+    reason = "a request, its sequences and its queue entries are added and removed together"
+)]
+
 mod ahead;
 mod device;
 mod finished;
@@ -156,6 +161,7 @@ impl Core {
             let request = Request::new(id, arrival, &mut self.shares);
             // Every choice gets an id now, so ids grow in the order of arrival.
             self.next_sequence += request.choices.len() as u64;
+            self.shares.bound_credit(request.node, self.bounds.most_credit());
             for waiting in request.waiting(self.policy, self.meter.table()) {
                 self.shares.push(request.node, waiting);
             }
@@ -359,12 +365,15 @@ impl Core {
 
     /// Applies the decisions. Returns the parts of the step.
     fn apply(&mut self, decisions: Decisions, now: MonotonicTime) -> Vec<Part> {
-        let Decisions { refuse, preempt, admit, chunks } = decisions;
+        let Decisions { refuse, preempt, passed, admit, chunks } = decisions;
         for id in refuse {
             self.refuse(id, RefusedReason::Deadline, "it waited past its deadline");
         }
         for id in preempt {
             self.preempt(id, now);
+        }
+        for share_owner in passed {
+            self.shares.catch_up(share_owner);
         }
         for (node, rank) in admit {
             self.admit(node, rank, now);

@@ -30,6 +30,7 @@ pub(super) fn of_model(config: &[u8], weights: &Weights) -> String {
     whole.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
+#[expect(clippy::expect_used, reason = "hashing mapped bytes does not panic")]
 fn hash_all(pieces: &[&[u8]]) -> Vec<Digest> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from).min(pieces.len());
     let next = AtomicUsize::new(0);

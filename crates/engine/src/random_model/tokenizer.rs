@@ -72,6 +72,7 @@ fn byte_level() -> Value {
 
 /// Returns the letter for each byte in a byte-level vocabulary: the byte itself if it is
 /// printable, otherwise a letter from 256 on, in order.
+#[expect(clippy::expect_used, reason = "Unicode has far more than 256 letters from 256 on")]
 fn byte_letters() -> [char; 256] {
     // Byte-level vocabularies avoid control characters and spaces.
     let mut spare = (256..).filter_map(char::from_u32);

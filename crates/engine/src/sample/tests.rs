@@ -13,6 +13,8 @@ fn plain() -> SamplingParams {
         logit_bias: Vec::new(),
         seed: 0,
         top_logprobs: None,
+        stop_tokens: Vec::new(),
+        ignores_end: false,
     }
 }
 

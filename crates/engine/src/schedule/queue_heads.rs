@@ -18,6 +18,8 @@ pub(super) struct QueueHeads<'a> {
     queues: BTreeMap<NodeId, Peekable<KeyQueue<'a>>>,
     /// Predicted device time of the entries taken so far, by node.
     taken: BTreeMap<NodeId, DeviceNanos>,
+    /// Share owners that the walk leaves out.
+    passed: BTreeSet<NodeId>,
 }
 
 /// Children of one node that may have entries in a queue.
@@ -43,6 +45,7 @@ impl<'a> QueueHeads<'a> {
             levels: BTreeMap::new(),
             queues: BTreeMap::new(),
             taken: BTreeMap::new(),
+            passed: BTreeSet::new(),
         }
     }
 
@@ -52,6 +55,9 @@ impl<'a> QueueHeads<'a> {
         [Tier::Interactive, Tier::Batch].into_iter().find_map(|tier| {
             let (share_owner, (tenant, (key, waiting))) =
                 self.first_below(tier.root(), |queue_heads, share_owner| {
+                    if queue_heads.passed.contains(&share_owner) {
+                        return None;
+                    }
                     queue_heads.first_below(share_owner, |queue_heads, tenant| {
                         queue_heads
                             .first_below(tenant, |queue_heads, key| queue_heads.first_queued(key))
@@ -65,6 +71,11 @@ impl<'a> QueueHeads<'a> {
             };
             Some(QueueHead { key, waiting, priority })
         })
+    }
+
+    /// Leaves out the entries of a share owner from now on.
+    pub(super) fn pass(&mut self, share_owner: NodeId) {
+        self.passed.insert(share_owner);
     }
 
     /// Takes the first entry of the queue of `key`.

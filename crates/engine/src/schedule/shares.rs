@@ -204,6 +204,8 @@ struct Node {
     children: HashMap<Name, NodeId>,
     /// Children with requests, by virtual time.
     present: BTreeSet<(VirtualTime, NodeId)>,
+    /// Sum of the weights of `present`.
+    present_weight: u128,
     /// The same children by virtual time without predicted time.
     served: BTreeSet<(VirtualTime, NodeId)>,
     /// The children of `present` that have entries in a queue.
@@ -212,6 +214,9 @@ struct Node {
     gone: BTreeSet<(VirtualTime, NodeId)>,
     /// Virtual time of the child that left last.
     last_gone: VirtualTime,
+    /// Largest virtual time, without predicted time, that a child had when an entry came, or
+    /// a child left, and no entry waited below the node.
+    progress: VirtualTime,
 }
 
 pub(super) type QueuedChildren<'a> = Copied<btree_set::Iter<'a, (VirtualTime, NodeId)>>;
@@ -391,6 +396,82 @@ impl Shares {
         self.node(id).weight
     }
 
+    /// Returns the part of `whole` that belongs to a node beside its siblings with requests.
+    pub(super) fn part(&self, id: NodeId, whole: u32) -> u32 {
+        let node = self.node(id);
+        let sum = self.node(node.parent).present_weight.max(1);
+        (u128::from(whole) * u128::from(node.weight.0) / sum).min(whole.into()) as u32
+    }
+
+    /// Returns the smallest virtual time among the siblings of a node with requests.
+    fn smallest_other(&self, id: NodeId) -> Option<VirtualTime> {
+        let present = &self.node(self.node(id).parent).present;
+        present.iter().find(|&&(_, other)| other != id).map(|&(virtual_time, _)| virtual_time)
+    }
+
+    /// Returns true if a node is behind all its siblings with requests.
+    pub(super) fn is_behind(&self, id: NodeId) -> bool {
+        self.smallest_other(id).is_some_and(|smallest| self.node(id).virtual_time < smallest)
+    }
+
+    /// Lifts a node with requests to the smallest virtual time of its siblings.
+    pub fn catch_up(&mut self, id: NodeId) {
+        if let Some(smallest) = self.smallest_other(id) {
+            self.lift_to(id, smallest);
+        }
+    }
+
+    /// Lifts a node to `least`, if its virtual time is smaller.
+    fn lift_to(&mut self, id: NodeId, least: VirtualTime) {
+        let node = self.node_mut(id);
+        let (before, served) = (node.virtual_time, node.served());
+        if before >= least {
+            return;
+        }
+        node.base = node.base.plus(least.minus(before));
+        node.virtual_time = node.reckon();
+        let (after, now_served, parent) = (node.virtual_time, node.served(), node.parent);
+        let parent = self.node_mut(parent);
+        if parent.served.remove(&(served, id)) {
+            parent.served.insert((now_served, id));
+        }
+        for set in [&mut parent.present, &mut parent.queued] {
+            if set.remove(&(before, id)) {
+                set.insert((after, id));
+            }
+        }
+    }
+
+    /// Prepares a key for a new entry: bounds the credit of the key, and of its ancestors,
+    /// where nothing waits. Call it before [`Shares::push`].
+    ///
+    /// While nothing waits, the device serves every node as fast as it can, so a node with a
+    /// smaller virtual time is owed nothing. The node is lifted to at most `most` of device
+    /// time below the largest virtual time that a sibling had reached at such a moment.
+    pub fn bound_credit(&mut self, key: NodeId, most: DeviceNanos) {
+        let mut at = key;
+        while !self.is_root(at) {
+            let &Node { parent, waiting, weight, .. } = self.node(at);
+            if waiting == 0 {
+                self.record_progress(parent);
+                let most = VirtualTime::of(most, weight);
+                self.lift_to(at, self.node(parent).progress.minus(most));
+            }
+            at = parent;
+        }
+    }
+
+    /// Records the largest virtual time of the children of a node if no entry waits below it.
+    /// Predicted time is excluded: a prompt that is cancelled never uses it.
+    fn record_progress(&mut self, parent: NodeId) {
+        let node = self.node_mut(parent);
+        if node.queued.is_empty()
+            && let Some(&(furthest, _)) = node.served.last()
+        {
+            node.progress = node.progress.max(furthest);
+        }
+    }
+
     pub(super) fn parent(&self, id: NodeId) -> NodeId {
         self.node(id).parent
     }
@@ -456,6 +537,10 @@ impl Shares {
     }
 
     /// Calls `act` with (parent, child, id) for each node from `key` up to its share owner.
+    #[expect(
+        clippy::expect_used,
+        reason = "only a root is its own parent, and the loop ends at the root"
+    )]
     fn on_path(&mut self, key: NodeId, mut act: impl FnMut(&mut Node, &mut Node, NodeId)) {
         let mut at = key;
         while !self.is_root(at) {
@@ -503,13 +588,17 @@ impl Shares {
         let served = node.served();
         node.base = node.virtual_time.minus(predicted);
         node.attributed = DeviceNanos::ZERO;
-        node.weight = weight;
+        let weight_before = std::mem::replace(&mut node.weight, weight);
         let (before, after) = (node.virtual_time, node.reckon());
         node.virtual_time = after;
         let (parent, now_served) = (node.parent, node.served());
         let parent = self.node_mut(parent);
         if parent.served.remove(&(served, id)) {
             parent.served.insert((now_served, id));
+        }
+        if parent.present.contains(&(before, id)) {
+            parent.present_weight += u128::from(weight.0);
+            parent.present_weight -= u128::from(weight_before.0);
         }
         for set in [&mut parent.present, &mut parent.queued, &mut parent.gone] {
             if set.remove(&(before, id)) {
@@ -530,18 +619,22 @@ impl Shares {
             node.base = node.base.plus(floor.minus(node.virtual_time));
             node.virtual_time = node.reckon();
         }
-        let (virtual_time, served) = (node.virtual_time, node.served());
+        let (virtual_time, served, weight) = (node.virtual_time, node.served(), node.weight);
         let above = self.node_mut(parent);
         above.present.insert((virtual_time, child));
+        above.present_weight += u128::from(weight.0);
         above.served.insert((served, child));
     }
 
     /// Handles a child that has no more requests. The child is forgotten, unless a fresh
     /// start would later put it ahead of where it is now.
     fn depart(&mut self, parent: NodeId, child: NodeId) {
-        let (virtual_time, served) = (self.node(child).virtual_time, self.node(child).served());
+        let &Node { virtual_time, weight, .. } = self.node(child);
+        let served = self.node(child).served();
+        self.record_progress(parent);
         let above = self.node_mut(parent);
         above.present.remove(&(virtual_time, child));
+        above.present_weight -= u128::from(weight.0);
         above.served.remove(&(served, child));
         // Remembered for the case that no child is left: then the next child starts here.
         above.last_gone = virtual_time;
@@ -586,10 +679,12 @@ impl Node {
             waiting: 0,
             children: HashMap::new(),
             present: BTreeSet::new(),
+            present_weight: 0,
             served: BTreeSet::new(),
             queued: BTreeSet::new(),
             gone: BTreeSet::new(),
             last_gone: VirtualTime::default(),
+            progress: VirtualTime::default(),
         }
     }
 

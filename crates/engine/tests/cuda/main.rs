@@ -2,7 +2,8 @@
 //! driver that emulates the kernels. Results and speed of a real GPU are not tested
 //! here.
 
-#![allow(clippy::unwrap_used, reason = "a panic is how a test reports")]
+#![allow(clippy::disallowed_methods, reason = "a test may read the system's clock")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(unreachable_pub, reason = "the modules serve two test programs")]
 #![allow(dead_code, reason = "neither of the two test programs uses every item")]
 

@@ -2,7 +2,7 @@
 //! is a stand-in too; it counts the plans, of which there must be one for each shape.
 //! The tests are a process of their own, because a loaded library stays loaded.
 
-#![allow(clippy::unwrap_used, reason = "a panic is how a test reports")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(unreachable_pub, reason = "the modules serve two test programs")]
 #![allow(dead_code, reason = "neither of the two test programs uses every item")]
 

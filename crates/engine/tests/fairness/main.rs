@@ -2,9 +2,14 @@
 //! over a device that only passes time, run in seconds. `cargo xtask bench fairness`
 //! measures the same table over the network and on a real clock.
 
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
+
 mod play;
+mod search;
 mod table;
 mod workload;
+
+use std::time::Duration;
 
 use table::{PARTS, check_sums, played_out, written_twice};
 
@@ -35,6 +40,9 @@ parts! {
     costly_prompts_do_not_delay_others: "A3",
     hogs_do_not_delay_others: "A4",
     endless_answers_do_not_delay_others: "A5",
+    large_prompts_do_not_delay_others: "A6",
+    many_hogs_do_not_delay_others: "A7",
+    worst_known_mixes_do_not_delay_others: "search",
     control_policies_delay_others: "controls",
     equals_get_equal_device_time: "FB-9",
     weights_are_shares: "weights",
@@ -52,6 +60,15 @@ fn play_with_the_same_seed_gives_one_trace() {
     assert!(once.lines().count() > 500, "it was a long one");
     // Not `assert_eq`: two traces are too long to print.
     assert!(once == again, "two plays of one seed differ");
+}
+
+#[test]
+fn search_with_the_same_seed_finds_the_same() {
+    let search = |seed| search::search(2, seed, Duration::from_secs(600));
+    let (found, played) = search(3);
+    assert_eq!((found.len(), played), (2, 2));
+    assert!(found[0].wait >= found[1].wait, "the longest wait comes first");
+    assert_eq!(search(3).0, found);
 }
 
 #[test]

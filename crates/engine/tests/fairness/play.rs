@@ -1,7 +1,7 @@
 //! Runs a workload through the whole engine on a virtual clock: the real inbox, scheduler,
 //! cache, meter and journal, over a device that only passes time.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fmt::Write as _;
 use std::io;
 use std::sync::Arc;
@@ -16,16 +16,17 @@ use tollgate_engine::backend::synthetic::{
     Pace, StepCost, SyntheticBackend, SyntheticOptions, SyntheticText,
 };
 use tollgate_engine::{
-    Clock, EngineOptions, Flow, GeneratedToken, ManualEngine, Owner, PromptLogprob, RequestFigures,
-    RequestOutcome, SamplingParams, SchedulePolicy, StepJournal, StepRecord, Submission, Tick,
-    Tier, TokenSink, Totals, VirtualClock,
+    CancelReason, Clock, EngineOptions, Flow, GeneratedToken, ManualEngine, Owner, PromptLogprob,
+    RequestFigures, RequestOutcome, SamplingParams, SchedulePolicy, StepJournal, StepRecord,
+    Submission, Tick, Tier, TokenSink, Totals, VirtualClock,
 };
 
 use crate::workload::{Ask, Size, Workload};
 
 /// Tokens of the KV cache: the M of the figures in the literature.
 const KV_TOKENS: u32 = 10_000;
-const CONTEXT: u32 = 8_192;
+/// Tokens of a prompt and its answer at most.
+pub(crate) const CONTEXT: u32 = 8_192;
 const STEP_TOKENS: u32 = 512;
 
 /// Longest wait for answers after the last request.
@@ -111,6 +112,8 @@ struct Player<'a> {
     ears: Vec<Arc<Ears>>,
     tenants: Vec<TenantId>,
     account: Arc<Mutex<Account>>,
+    /// Requests that a client will cancel, by the time of the cancel.
+    cancels: BTreeSet<(Duration, usize)>,
 }
 
 impl<'a> Player<'a> {
@@ -155,13 +158,15 @@ impl<'a> Player<'a> {
             Arc::new(clock.clone()),
             Box::new(journal),
         );
-        Self { workload, clock, engine, ears: Vec::new(), tenants, account }
+        let cancels = BTreeSet::new();
+        Self { workload, clock, engine, ears: Vec::new(), tenants, account, cancels }
     }
 
     fn play(mut self, until: Until) -> Played {
         let end = self.workload.lasts;
         while !self.is_over(until, end) {
             self.submit_what_is_due();
+            self.cancel_what_is_due();
             let next = self.workload.asks.get(self.ears.len()).map(|ask| ask.at);
             match (self.engine.tick().expect("no fault"), next) {
                 (Tick::Worked, _) => {}
@@ -202,14 +207,25 @@ impl<'a> Player<'a> {
             let ears = Arc::new(Ears::new(self.clock.clone()));
             let submission = self.submission(ask, Arc::clone(&ears));
             self.engine.handle().submit(submission).expect("there is room");
+            if let Some(patience) = ask.patience {
+                self.cancels.insert((ask.at + patience, self.ears.len()));
+            }
             self.ears.push(ears);
+        }
+    }
+
+    fn cancel_what_is_due(&mut self) {
+        let now = now(&self.clock);
+        while let Some((_, number)) = self.cancels.first().filter(|(at, _)| *at <= now) {
+            self.engine.handle().cancel(&request(*number), 0, CancelReason::Client);
+            self.cancels.pop_first();
         }
     }
 
     fn submission(&self, ask: &Ask, ears: Arc<Ears>) -> Submission {
         let number = self.ears.len();
         Submission {
-            request: RequestId::new(&format!("req-{number}")).expect("a name"),
+            request: request(number),
             attempt: 0,
             caller: Caller {
                 tenant: self.tenants[ask.tenant].clone(),
@@ -230,6 +246,10 @@ impl<'a> Player<'a> {
             sink: Box::new(Sink(ears)),
         }
     }
+}
+
+fn request(number: usize) -> RequestId {
+    RequestId::new(&format!("req-{number}")).expect("a name")
 }
 
 /// Returns a prompt with the requested number of tokens. If the answer must end before

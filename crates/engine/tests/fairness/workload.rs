@@ -31,6 +31,8 @@ pub(crate) struct Ask {
     pub(crate) tenant: usize,
     pub(crate) key: u32,
     pub(crate) size: Size,
+    /// Wait after which the client cancels the request, if it does.
+    pub(crate) patience: Option<Duration>,
 }
 
 /// The size of a request, in tokens.
@@ -60,6 +62,10 @@ pub(crate) struct Sender {
     pub(crate) keys: u32,
     pub(crate) size: Size,
     pub(crate) rate: Rate,
+    /// Requests that are sent at the same moment. The rate counts all of them.
+    pub(crate) burst: u32,
+    /// Wait after which every second request is cancelled.
+    pub(crate) patience: Option<Duration>,
 }
 
 /// A rate of requests per second over time.
@@ -76,7 +82,17 @@ impl Sender {
     pub(crate) fn new(name: &str, rate: f64, size: Size) -> Self {
         let rate = Rate::Steady(rate);
         let name = name.to_owned();
-        Self { name, pool: None, weight: 1.0, is_victim: false, keys: 1, size, rate }
+        Self {
+            name,
+            pool: None,
+            weight: 1.0,
+            is_victim: false,
+            keys: 1,
+            size,
+            rate,
+            burst: 1,
+            patience: None,
+        }
     }
 }
 
@@ -107,15 +123,18 @@ impl Sender {
         let mut asks = Vec::new();
         let mut at = 0.0;
         loop {
-            at -= ln(1.0 - random.unit()) / self.rate.highest();
+            at -= ln(1.0 - random.unit()) / self.rate.highest() * f64::from(self.burst);
             if at >= lasts.as_secs_f64() {
                 return asks;
             }
             let kept = random.unit() * self.rate.highest() < self.rate.at(at, lasts);
-            let key = random.below(self.keys);
-            if kept {
-                let at = Duration::from_secs_f64(at);
-                asks.push(Ask { at, tenant, key, size: self.size });
+            for _ in 0..self.burst {
+                let key = random.below(self.keys);
+                let patience = self.patience.filter(|_| random.below(2) == 0);
+                if kept {
+                    let at = Duration::from_secs_f64(at);
+                    asks.push(Ask { at, tenant, key, size: self.size, patience });
+                }
             }
         }
     }
@@ -156,7 +175,7 @@ fn ln(x: f64) -> f64 {
 
 /// The SplitMix64 generator (Steele, Lea, Flood: "Fast splittable pseudorandom number
 /// generators", OOPSLA 2014): the same on every machine.
-struct Random(u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
     fn next(&mut self) -> u64 {
@@ -168,11 +187,11 @@ impl Random {
     }
 
     /// Returns a number in [0, 1).
-    fn unit(&mut self) -> f64 {
+    pub(crate) fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    fn below(&mut self, bound: u32) -> u32 {
+    pub(crate) fn below(&mut self, bound: u32) -> u32 {
         ((u128::from(self.next()) * u128::from(bound)) >> 64) as u32
     }
 }

@@ -38,7 +38,7 @@ pub struct Finding {
 
 impl Finding {
     /// Returns true if the ledger is whole and the finding only tells of an event,
-    /// such as a skipped block.
+    /// such as a block that was skipped or posted in part.
     pub fn is_remark(&self) -> bool {
         self.kind == "refused"
     }

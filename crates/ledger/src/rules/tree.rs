@@ -55,6 +55,7 @@ impl Frontier {
     }
 
     /// Adds a leaf. Calls `complete` with every inner node that the leaf completes.
+    #[expect(clippy::expect_used, reason = "the tree keeps one peak for each one bit of its size")]
     pub(crate) fn push(&mut self, leaf: Hash, mut complete: impl FnMut(NodeRow)) {
         let mut hash = leaf;
         for level in 1..=self.size.trailing_ones() {

@@ -1,5 +1,6 @@
 //! The audit log as an auditor meets it: exported by the ledger, verified by a crate
 //! that shares no code with the ledger (T53).
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(missing_docs)]
 
 #[path = "../common/mod.rs"]

@@ -1,5 +1,9 @@
 //! Blocks to post, and functions that submit an act and wait for its result.
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(dead_code, unreachable_pub, reason = "each test file uses its part")]
+
+use std::path::Path;
+use std::time::Duration;
 
 use futures_executor::block_on;
 use tollgate_domain::{
@@ -154,4 +158,20 @@ pub fn post_plans(ledger: &LedgerHandle, told: PlansInForce) -> Result<Posted, L
 
 pub fn sign(ledger: &LedgerHandle) {
     block_on(ledger.submit(Act::Sign)).expect("signs");
+}
+
+/// Drops the last handle and waits until the writer has closed the file, because a
+/// test that replaces an open file races with the writer.
+pub fn close(ledger: LedgerHandle, path: &Path) {
+    drop(ledger);
+    let is_open = || {
+        let descriptors = std::fs::read_dir("/proc/self/fd").expect("lists the open files");
+        descriptors
+            // A descriptor that was closed since the listing has no target.
+            .filter_map(|descriptor| std::fs::read_link(descriptor.ok()?.path()).ok())
+            .any(|target| target == path)
+    };
+    while is_open() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }

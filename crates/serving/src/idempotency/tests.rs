@@ -41,13 +41,13 @@ fn claim(key: &str, body: &str, request: u128) -> IdempotencyClaim {
     IdempotencyClaim {
         caller: Caller { tenant, key: KeyId::new("k1").expect("a name") },
         key: IdempotencyKey::new(key.as_bytes()).expect("a key"),
-        fingerprint: fingerprint("chat", body.as_bytes()),
+        fingerprint: fingerprint("chat", [body.as_bytes()]),
         request: RequestId::from_random(request),
     }
 }
 
 async fn first(keys: &Idempotency, claim: IdempotencyClaim) -> IdempotencyGuard {
-    match keys.claim(claim).await {
+    match keys.claim(claim, || true).await {
         Ok(ClaimOutcome::First(guard)) => guard,
         Ok(ClaimOutcome::Repeat { .. }) => panic!("the claim is a repeat"),
         Err(error) => panic!("{error:?}"),
@@ -55,7 +55,7 @@ async fn first(keys: &Idempotency, claim: IdempotencyClaim) -> IdempotencyGuard 
 }
 
 async fn refused(keys: &Idempotency, claim: IdempotencyClaim) -> RequestError {
-    match keys.claim(claim).await {
+    match keys.claim(claim, || true).await {
         Err(error) => error,
         Ok(_) => panic!("the claim is not refused"),
     }
@@ -103,7 +103,7 @@ async fn dropped_guard_leaves_key_to_waiting_request() {
     let data = DataFolder::new();
     let keys = data.open(Duration::ZERO);
     let dropped = first(&keys, claim("a", "body", 1)).await;
-    let (waits, ()) = tokio::join!(keys.claim(claim("a", "body", 2)), async {
+    let (waits, ()) = tokio::join!(keys.claim(claim("a", "body", 2), || true), async {
         tokio::task::yield_now().await;
         drop(dropped);
     });
@@ -124,7 +124,9 @@ async fn charged_error_is_repeated() {
     begun.record().await.expect("records");
     let lost = RequestError::from(Fault::WorkerLost { charged: true });
     begun.charged(lost.clone());
-    let Ok(ClaimOutcome::Repeat { first, answer }) = keys.claim(claim("a", "body", 2)).await else {
+    let Ok(ClaimOutcome::Repeat { first, answer }) =
+        keys.claim(claim("a", "body", 2), || true).await
+    else {
         panic!("the first request has run")
     };
     assert_eq!((first, answer), (RequestId::from_random(1), Err(lost)));
@@ -144,7 +146,7 @@ async fn memory_keeps_the_youngest_answers() {
     }
     let gone = IdempotencyRefusal::Charged { request: RequestId::from_random(0) };
     assert_eq!(refused(&keys, claim("0", "body", 999)).await, gone.into());
-    let repeat = keys.claim(claim("1", "body", 999)).await;
+    let repeat = keys.claim(claim("1", "body", 999), || true).await;
     assert!(matches!(repeat, Ok(ClaimOutcome::Repeat { answer: Ok(_), .. })));
     // Beyond this number of keys whole entries are evicted, with their bytes.
     for number in 0..memory::MOST_IN_MEMORY as u128 {

@@ -1,39 +1,13 @@
 //! The scopes that bind a caller, their order, and their spending after a restart.
 
-use tollgate_admission::{AdmissionOptions, CapFigures, Estimate, Figures, Reserve, ReserveError};
-use tollgate_domain::{DeviceClass, DeviceNanos, RequestId, TenantId, UtcTime};
+use tollgate_admission::{AdmissionOptions, CapFigures, Estimate, Reserve};
+use tollgate_domain::{DeviceClass, DeviceNanos, RequestId, UtcTime};
 
 use super::*;
-use crate::test_support::TestKeys;
-
-const CONFIG: &str = r#"
-[plans.key]
-device_time_per_day = "10s"
-[plans.own]
-requests_per_minute = 5
-device_time_per_day = "20s"
-device_time_per_month = "40s"
-weight = 3
-[plans.shared]
-requests_per_minute = { limit = 60, burst = 1 }
-device_time_per_day = "30s"
-weight = 2
-[plans.model]
-device_time_per_day = "50s"
-
-[pools.trial]
-plan = "shared"
-[tenants.acme]
-plan = "own"
-pool = "trial"
-[tenants.other]
-pool = "trial"
-[models.tollgate-demo]
-plan = "model"
-"#;
+use crate::test_support::{LIMITS_CONFIG, TestKeys, state_of};
 
 fn config() -> Arc<Config> {
-    Arc::new(Config::from_toml(std::path::Path::new("test.toml"), CONFIG).expect("a config"))
+    Arc::new(Config::from_toml(std::path::Path::new("test.toml"), LIMITS_CONFIG).expect("a config"))
 }
 
 fn tenant(name: &str) -> TenantId {
@@ -54,19 +28,19 @@ fn plan(name: &str) -> PlanName {
 
 fn limits(config: &Arc<Config>, keys: TestKeys) -> Limits {
     let admission = Admission::new(AdmissionOptions::default());
-    Limits::new(admission, Arc::clone(config), Arc::new(keys))
+    Limits::new(admission, LiveConfig::new(Arc::clone(config)), Arc::new(keys))
 }
 
 /// The limits of a key of tenant `of` with `key_plan`.
 fn context(limits: &Limits, of: &str, key_plan: Option<&str>) -> Result<CallerContext, Refusal> {
     let caller = Caller { tenant: tenant(of), key: key("k") };
-    let found = Arc::clone(limits.config.tenant(&caller.tenant).expect("a tenant"));
-    limits.caller_context(caller, key_plan.map(plan).as_ref(), found)
+    let config = limits.config.current();
+    let found = ConfiguredTenant::find(&config, &caller.tenant).expect("a tenant");
+    limits.caller_context(MonotonicTime(1), caller, key_plan.map(plan).as_ref(), found)
 }
 
 #[test]
 fn scopes_stand_narrowest_first() {
-    let limits = limits(&config(), TestKeys::default());
     for (of, plan, of_model, kinds, pool, weight) in [
         ("acme", None, "fake", vec!["tenant", "pool"], None, 3.0),
         ("acme", Some("key"), "fake", vec!["key", "tenant", "pool"], None, 3.0),
@@ -74,6 +48,7 @@ fn scopes_stand_narrowest_first() {
         ("other", Some("key"), "tollgate-demo", vec!["key", "pool", "model"], Some("trial"), 2.0),
         ("acme", Some("key"), "tollgate-demo", vec!["key", "tenant", "pool", "model"], None, 3.0),
     ] {
+        let limits = limits(&config(), TestKeys::default());
         let context = context(&limits, of, plan).expect("limits");
         let bound = limits.bind(&context, &model(of_model));
         let found: Vec<_> = bound.scopes.iter().map(|limited| limited.scope.kind()).collect();
@@ -81,7 +56,11 @@ fn scopes_stand_narrowest_first() {
         // A tenant with a plan of its own has a share of its own, with that weight.
         let share = (bound.pool.as_ref().map(PoolName::as_str), bound.weight);
         assert_eq!(share, (pool, weight), "{of} {plan:?} {of_model}");
-        assert_eq!(context.share_owner(), pool.unwrap_or(of));
+        let owner = match pool {
+            Some(pool) => ShareOwner::Pool(PoolName::new(pool).expect("a name")),
+            None => ShareOwner::Tenant(tenant(of)),
+        };
+        assert_eq!(context.share_owner(), owner);
     }
 }
 
@@ -90,28 +69,6 @@ fn key_with_missing_plan_is_refused() {
     let limits = limits(&config(), TestKeys::default());
     let refused = context(&limits, "acme", Some("gone")).expect_err("the plan is missing");
     assert_eq!(refused, Refusal::PlanNotConfigured { plan: plan("gone") });
-}
-
-/// Returns the state of a scope, as a request that takes nothing of it reads it.
-fn state_of(admission: &Admission, number: u128, limited: ScopeLimits, utc: UtcTime) -> Figures {
-    let reserve = Reserve {
-        id: RequestId::from_random(number),
-        scopes: vec![limited],
-        class: DeviceClass::cpu(),
-        estimate: Estimate {
-            tokens: 0,
-            expected: DeviceNanos::ZERO,
-            worst: DeviceNanos::ZERO,
-            least: DeviceNanos::ZERO,
-        },
-        queue_deadline: MonotonicTime(u64::MAX),
-        expires: MonotonicTime(u64::MAX),
-    };
-    match admission.reserve(MonotonicTime::default(), utc, reserve) {
-        Ok(hold) => hold.figures().clone(),
-        Err(ReserveError::Refused(refusal)) => refusal.figures,
-        Err(ReserveError::AlreadyHeld) => panic!("numbers are used once"),
-    }
 }
 
 #[test]
@@ -164,6 +121,36 @@ fn restored_spend_counts_in_every_scope() {
     );
 }
 
+/// A cap that begins with a reload counts the spend of the ledger; one that goes on does
+/// not count it again.
+#[test]
+fn cap_begun_by_reload_counts_ledger_once() {
+    let now = UtcTime(1_795_132_800 * 1_000_000_000);
+    let row = |seconds| SpendRow {
+        caller: Caller { tenant: tenant("other"), key: key("k") },
+        model: model("fake"),
+        class: DeviceClass::cpu(),
+        reference: DeviceNanos::from_secs(seconds),
+    };
+    let spending = || Spending { day: vec![row(8)], month: vec![row(9)] };
+    let limits = limits(&config(), TestKeys::default());
+    limits.restore_spend(spending(), now.day());
+    let text = LIMITS_CONFIG.replace("[tenants.other]", "[tenants.other]\nplan = \"own\"");
+    let new = Config::from_toml(std::path::Path::new("test.toml"), &text).expect("a config");
+    limits.adopt(MonotonicTime(1), &new, spending(), now.day());
+    let other = new.tenant(&tenant("other")).expect("a tenant");
+    let left = |found: Option<CapFigures>| found.map(|cap| cap.remaining.nanos() / 1_000_000_000);
+    let found: Vec<_> = tenant_limits(&new, other)
+        .zip(1..)
+        .map(|(limited, number)| {
+            let name = limited.scope.kind();
+            let figures = state_of(limits.admission(), number, limited, now);
+            (name, left(figures.day), left(figures.month))
+        })
+        .collect();
+    assert_eq!(found, [("tenant", Some(12), Some(31)), ("pool", Some(22), None)]);
+}
+
 /// However many trial tenants there are, together they get the limits of their
 /// pool, on one share of its weight, and admission remembers the pool alone.
 #[test]
@@ -187,34 +174,41 @@ fn pool_limits_thousands_of_tenants_together() {
         let admission = limits.admission().clone();
         let mut holds = Vec::new();
         let ask = |number: usize, seconds: u64| {
-            let context = context(&limits, &names[number % TENANTS], None).expect("limits");
+            let now = MonotonicTime(seconds * 1_000_000_000);
+            let caller = Caller { tenant: tenant(&names[number % TENANTS]), key: key("k") };
+            let found = ConfiguredTenant::find(&config, &caller.tenant).expect("a tenant");
+            let context = limits.caller_context(now, caller, None, found).ok()?;
             let bound = limits.bind(&context, &model("fake"));
             let share = (bound.pool.as_ref().map(PoolName::as_str), bound.weight);
             assert_eq!(share, (Some("trial"), 0.5), "all requests run on one share");
             let cost = DeviceNanos(30_000_000);
             let reserve = Reserve {
                 id: RequestId::from_random(number as u128),
+                requester: context.requester(),
                 scopes: bound.scopes,
+                counted: bound.counted,
                 class: DeviceClass::cpu(),
                 estimate: Estimate {
                     tokens: 1,
+                    most_tokens: 1,
                     expected: cost,
+                    most: cost,
                     worst: cost,
                     least: DeviceNanos(1),
                 },
                 queue_deadline: MonotonicTime(u64::MAX),
                 expires: MonotonicTime(u64::MAX),
             };
-            admission.reserve(MonotonicTime(seconds * 1_000_000_000), UtcTime(1), reserve)
+            admission.reserve(now, UtcTime(1), reserve).ok()
         };
-        holds.extend((0..TENANTS).filter_map(|number| ask(number, 1).ok()));
+        holds.extend((0..TENANTS).filter_map(|number| ask(number, 1)));
         assert_eq!(holds.len(), admitted, "{plan_limit}");
         let budget: u64 = holds.iter().filter_map(|h| h.budget()).map(DeviceNanos::nanos).sum();
         assert!(budget <= 1_000_000_000, "{plan_limit}: {budget} ns held of a second");
         let status = admission.status();
         assert_eq!((status.running, status.queued), (running, admitted - running), "{plan_limit}");
         assert_eq!(status.scopes, 1, "{plan_limit}");
-        let more = (0..TENANTS).filter_map(|number| ask(TENANTS + number, 11).ok());
+        let more = (0..TENANTS).filter_map(|number| ask(TENANTS + number, 11));
         let more: Vec<_> = more.collect();
         assert_eq!(more.len(), later, "{plan_limit}");
     }

@@ -129,10 +129,10 @@ pub(crate) fn most_for_orphan(model: &ServedModel, usage: &Usage) -> DeviceNanos
     with_rounding(DeviceNanos::from_f64_ceil(prompts + token * completion_tokens as f64))
 }
 
-/// Returns the largest device time that a worker can have given to an order of
-/// `opened`: the time since then, and the error of two clocks.
-pub(crate) fn at_most_since(opened: Instant) -> DeviceNanos {
-    let passed = opened.elapsed();
+/// Returns the largest device time that a worker can have given by `now` to an order
+/// of `opened`: the time since then, and the error of two clocks.
+pub(crate) fn at_most_since(opened: Instant, now: Instant) -> DeviceNanos {
+    let passed = now.saturating_duration_since(opened);
     let nanos = (passed + passed / 256 + CLOCK_ERROR).as_nanos();
     DeviceNanos(u64::try_from(nanos).unwrap_or(u64::MAX))
 }

@@ -73,6 +73,10 @@ struct Attempt<'a> {
 }
 
 impl Attempt<'_> {
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the task's deadlines are on the runtime's clock"
+    )]
     fn interrupt(&mut self, interruption: Interruption) {
         self.interrupted = Some(interruption);
         self.figure_deadline = Some(Instant::now() + FIGURE_TIMEOUT);
@@ -121,6 +125,10 @@ impl RequestTask {
 
     /// Opens the stream. A reason to stop meanwhile does not keep the stream from
     /// being opened, so that the worker's figures are known and paid.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the task's deadlines are on the runtime's clock"
+    )]
     async fn open(&self, attempt: &mut Attempt<'_>) -> Result<Running, AttemptOutcome> {
         let queue_left = self.queue_deadline.saturating_duration_since(Instant::now());
         let order = attempt.admitted.order(attempt.number, queue_left);
@@ -249,7 +257,7 @@ impl RequestTask {
             Some(Interruption::Shutdown) => {
                 return self.charge_delivered(attempt, Refusal::Draining.into());
             }
-            Some(interruption) => Some(self.interruption_error(interruption)),
+            Some(interruption) => Some(interruption_error(interruption, attempt.admitted)),
         };
         AttemptOutcome::Ended(RequestEnd::Paid { usage, timings, error })
     }
@@ -263,7 +271,7 @@ impl RequestTask {
     ) -> AttemptOutcome {
         let free = |error| AttemptOutcome::Ended(RequestEnd::Free(error));
         if let Some(interruption) = attempt.interrupted {
-            return free(self.interruption_error(interruption));
+            return free(interruption_error(interruption, attempt.admitted));
         }
         let job = &attempt.admitted.job;
         match reason {
@@ -347,19 +355,21 @@ impl RequestTask {
     fn cancel_unanswered(&self, attempt: &Attempt<'_>) -> RequestError {
         let (request, worker) = (&attempt.admitted.job.id, &attempt.worker.identity.name);
         tracing::error!(%request, %worker, "worker does not answer a cancel; the request ends without its figure");
-        attempt.interrupted.map_or(RequestError::INTERNAL, |it| self.interruption_error(it))
+        attempt
+            .interrupted
+            .map_or(RequestError::INTERNAL, |it| interruption_error(it, attempt.admitted))
     }
+}
 
-    /// Returns the error that an interrupted client reads.
-    fn interruption_error(&self, interruption: Interruption) -> RequestError {
-        match interruption {
-            Interruption::Client => RequestError::INTERNAL, // the client has left
-            Interruption::Deadline => {
-                Refusal::DeadlineExceeded { deadline: self.context.deadlines.request }.into()
-            }
-            Interruption::KeyRevoked => Refusal::KeyRevoked.into(),
-            Interruption::Shutdown => Refusal::Draining.into(),
+/// Returns the error that an interrupted client reads.
+fn interruption_error(interruption: Interruption, admitted: &Admitted) -> RequestError {
+    match interruption {
+        Interruption::Client => RequestError::INTERNAL, // the client has left
+        Interruption::Deadline => {
+            Refusal::DeadlineExceeded { deadline: admitted.deadlines.request }.into()
         }
+        Interruption::KeyRevoked => Refusal::KeyRevoked.into(),
+        Interruption::Shutdown => Refusal::Draining.into(),
     }
 }
 

@@ -1,23 +1,28 @@
 //! The whole path of a request without HTTP: a real ledger, admission and wire, and
 //! a fake worker.
 
+#![allow(clippy::disallowed_methods, reason = "a test may read the system's clock")]
+
 use std::path::Path;
 use std::time::Instant;
 
 use tempfile::TempDir;
 use tollgate_admission::{AdmissionOptions, Limit};
+use tollgate_config::Config;
 use tollgate_domain::{Caller, KeyId, RequestId, Sampling, SamplingDefaults, StopReason, TenantId};
 use tollgate_ledger::Ledger;
 use tollgate_text::Prompt;
 use tollgate_wire::v1::CancelReason;
 
 use super::*;
+use crate::ConfiguredTenant;
 use crate::error::Refusal;
 use crate::job::Delivery;
+use crate::model::ServedModel;
 use crate::observer::NoObserver;
 use crate::route;
 use crate::test_support::{FakeWorker, MODEL, TestKeys};
-use crate::tokenize::TokenizeRequest;
+use crate::tokenize::{TokenizeRequest, tokenize};
 
 const CONFIG: &str = r#"
 [plans.two]
@@ -29,6 +34,7 @@ plan = "two"
 struct Setup {
     serving: Arc<Serving>,
     worker: FakeWorker,
+    tenant: ConfiguredTenant,
     context: CallerContext,
     folder: TempDir,
 }
@@ -48,7 +54,7 @@ impl Setup {
             workers: vec![worker.endpoint.clone()],
             ledger,
             admission: Admission::new(AdmissionOptions::default()),
-            config: Arc::clone(&config),
+            config: LiveConfig::new(Arc::clone(&config)),
             keys: Arc::new(TestKeys::default()),
             clock,
             idempotency: idempotency.expect("a store"),
@@ -60,13 +66,15 @@ impl Setup {
         }
         let tenant = TenantId::new("acme").expect("a name");
         let caller = Caller { tenant: tenant.clone(), key: KeyId::new("k").expect("a name") };
-        let tenant = Arc::clone(config.tenant(&tenant).expect("a tenant"));
-        let context = serving.limits().caller_context(caller, None, tenant).expect("limits");
-        Self { serving, worker, context, folder }
+        let tenant = ConfiguredTenant::find(&config, &tenant).expect("a tenant");
+        let now = serving.clock().now();
+        let context = serving.limits().caller_context(now, caller, None, tenant.clone());
+        let context = context.expect("limits");
+        Self { serving, worker, tenant, context, folder }
     }
 
-    /// Tokenizes a request of one short prompt.
-    async fn job(&self, number: u128) -> Job {
+    /// Returns a request of one short prompt, and the model.
+    fn request(&self, number: u128) -> (TokenizeRequest, Arc<ServedModel>) {
         let model = route::offer(self.serving.workers(), MODEL).expect("a model");
         let SamplingDefaults { temperature, top_k, top_p, repetition_penalty } = model.defaults;
         let request = TokenizeRequest {
@@ -86,6 +94,8 @@ impl Setup {
                 logit_bias: Default::default(),
                 seed: None,
                 top_logprobs: None,
+                stop_tokens: Vec::new(),
+                ignores_end: false,
             },
             stop: Vec::new(),
             delivery: Delivery::Streamed,
@@ -94,9 +104,16 @@ impl Setup {
             read: Duration::ZERO,
             parsing_began: Instant::now(),
         };
+        (request, model)
+    }
+
+    /// Tokenizes a request of one short prompt.
+    async fn job(&self, number: u128) -> Job {
+        let (request, model) = self.request(number);
         let owner = self.context.share_owner();
-        let tokenized = self.serving.tokenize_pool().tokenize(owner, request, model).await;
-        tokenized.expect("a job").job
+        let work = move |abandoned: &CancellationToken| tokenize(request, model, abandoned);
+        let tokenized = self.serving.tokenize_pool().run(&owner, work).await;
+        tokenized.expect("a thread").expect("a job").job
     }
 
     /// Waits for the requests' tasks and checks that no hold is left.
@@ -107,6 +124,18 @@ impl Setup {
         assert_eq!((status.running, status.queued), (0, 0));
         drop(self.folder);
     }
+}
+
+#[tokio::test]
+async fn prompts_of_client_that_left_are_not_tokenized() {
+    let setup = Setup::start().await;
+    let (request, model) = setup.request(1);
+    let token = CancellationToken::new();
+    let tokenized = |token| tokenize(request.clone(), Arc::clone(&model), token);
+    assert!(tokenized(&token).is_ok(), "the control: the client waits");
+    token.cancel();
+    assert_eq!(tokenized(&token).err(), Some(RequestError::INTERNAL));
+    setup.settle().await;
 }
 
 #[tokio::test]
@@ -126,16 +155,21 @@ async fn submit_returns_events_and_a_receipt() {
 }
 
 #[tokio::test]
-async fn submit_refuses_by_limit_and_holds_nothing() {
+async fn spent_request_rate_refuses_next_context() {
     let mut setup = Setup::start().await;
-    for number in 1..=2 {
+    let again = |setup: &Setup| {
+        let (caller, tenant) = (setup.context.caller().clone(), setup.tenant.clone());
+        let (now, limits) = (setup.serving.clock().now(), setup.serving.limits());
+        limits.caller_context(now, caller, None, tenant)
+    };
+    let second = again(&setup).expect("the second request");
+    for (number, context) in [(1, &setup.context), (2, &second)] {
         let job = setup.job(number).await;
-        let _events = setup.serving.submit(&setup.context, job).expect("admitted");
+        let _events = setup.serving.submit(context, job).expect("admitted");
         setup.worker.run().await.answer("Hi.").await;
     }
-    let job = setup.job(3).await;
-    let refused = setup.serving.submit(&setup.context, job).expect_err("the burst is spent");
-    let RequestError::Refused(Refusal::Limit(refusal)) = refused else { panic!("{refused:?}") };
+    let refused = again(&setup).expect_err("the burst is spent");
+    let Refusal::Limit(refusal) = refused else { panic!("{refused:?}") };
     assert_eq!(refusal.limit, Limit::Requests);
     setup.settle().await;
 }
@@ -156,7 +190,9 @@ async fn dropped_events_cancel_the_work() {
 async fn given_back_job_leaves_no_hold() {
     let setup = Setup::start().await;
     let job = setup.job(1).await;
-    let admitted = setup.serving.admit(&setup.context, job).expect("admitted");
+    let now = setup.serving.clock().now();
+    let arrival = setup.serving.limits().arrive(now, &setup.context).expect("a place");
+    let admitted = setup.serving.admit(&setup.context, arrival, job).expect("admitted");
     assert_eq!(setup.serving.limits().status().running, 1);
     setup.serving.give_back(admitted);
     setup.settle().await;

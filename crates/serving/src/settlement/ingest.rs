@@ -8,7 +8,7 @@ use std::time::Duration;
 use futures_util::stream::FuturesOrdered;
 use futures_util::{Stream, StreamExt, TryStreamExt};
 use tokio::sync::mpsc;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tollgate_domain::{Block, WorkerEpoch};
 use tollgate_ledger::{BlockRefusal, LedgerError, LedgerReader, Posted};
@@ -224,14 +224,18 @@ impl Settlement {
     }
 
     /// Checks the records of a block that the ledger does not have.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the checks get the time at which the block came"
+    )]
     fn check_records(
         &self,
         state: &IngestState<'_>,
         epoch: WorkerEpoch,
         block: Block,
     ) -> ReviewedBlock {
-        let parts = block.parts();
-        if !self.orders.may_have_drawn(parts, state.owner) {
+        let (parts, now) = (block.parts(), Instant::now());
+        if !self.orders.may_have_drawn(parts, state.owner, now) {
             let reason = "its epoch drew more energy than any device can";
             return ReviewedBlock::Rejected(epoch, reason.into());
         }
@@ -247,7 +251,7 @@ impl Settlement {
             },
             EpochOwner::ThisGateway => Origin::Ours,
         };
-        let invalid = self.orders.check(parts, &origin);
+        let invalid = self.orders.check(parts, &origin, now);
         if invalid.is_empty() {
             ReviewedBlock::Accepted(block)
         } else {
@@ -294,6 +298,15 @@ impl Settlement {
             match refusal {
                 // The ledger knows the block, so there is nothing to skip or to bill.
                 BlockRefusal::Skipped | BlockRefusal::Archived => return Ok(ack),
+                // The worker closed this epoch at its start, and the end of the journal
+                // was damaged: the block was posted before, with more in it.
+                BlockRefusal::Conflict
+                    if epoch != worker.epoch && reported.parts().last_of_epoch =>
+                {
+                    tracing::warn!(worker = %worker.name, %epoch, block = ack.block, "journal of an earlier epoch is damaged and ends at a block that the ledger has; the ledger keeps its own, and nothing is lost");
+                    self.end_epoch(epoch).await;
+                    return Ok(ack);
+                }
                 BlockRefusal::Conflict | BlockRefusal::Ended => {
                     worker.distrust();
                     let block = ack.block;

@@ -73,7 +73,7 @@ impl Settlement {
         reason: String,
     ) -> Result<JournalAck, WorkerError> {
         tracing::error!(worker = %worker.name, %epoch, block = ack.block, reason, "worker sent an invalid block; the block is skipped and its time is loss");
-        worker.distrust();
+        worker.distrust_record_of(epoch);
         let refused = RefusedBlock {
             worker: worker.name.clone(),
             epoch,
@@ -90,7 +90,8 @@ impl Settlement {
         }
     }
 
-    /// Logs the invalid records of a block and withdraws the trust in its worker.
+    /// Logs the invalid records of a block and withdraws the trust in its worker, if the
+    /// block is of the worker's present epoch.
     pub(super) fn report_invalid(
         &self,
         worker: &WorkerIdentity,
@@ -111,7 +112,7 @@ impl Settlement {
             tracing::error!(worker = %name, %epoch, block, invalid = invalid.len(), "block has more invalid records than are logged");
         }
         if invalid.iter().any(|record| !record.excused) {
-            worker.distrust();
+            worker.distrust_record_of(*epoch);
         }
     }
 
@@ -180,9 +181,14 @@ impl Settlement {
             self.orders.recorded(attempt);
         }
         if block.parts().last_of_epoch {
-            self.orders.epoch_closed(block.parts().epoch);
-            self.close_epoch(block.parts().epoch).await;
+            self.end_epoch(block.parts().epoch).await;
         }
+    }
+
+    /// Updates orders and attempts after the last block of an epoch.
+    pub(super) async fn end_epoch(&self, epoch: WorkerEpoch) {
+        self.orders.epoch_closed(epoch);
+        self.close_epoch(epoch).await;
     }
 
     /// Voids attempts that ended with their worker and that no running task will
@@ -226,6 +232,10 @@ impl Settlement {
     /// the platform. Returns when the ledger has the cap, or, if the ledger does
     /// not take it, some time after this gateway began to stop: a disk that stays
     /// full must not keep the process alive.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the retries end at a time on the runtime's clock"
+    )]
     pub async fn cap_fault(&self, cap: FaultCap) {
         let mut until = None;
         let mut is_final = || {

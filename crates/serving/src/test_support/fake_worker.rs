@@ -1,6 +1,8 @@
 //! A worker for tests: the real protocol over a real Unix socket. Instead of an
 //! engine the test answers each request by hand.
 
+#![allow(clippy::expect_used, reason = "a panic is how a test reports")]
+
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Mutex;

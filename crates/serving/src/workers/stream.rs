@@ -76,6 +76,8 @@ pub(crate) enum Lost {
 
 impl ConnectedWorker {
     /// Opens the stream for `order`.
+    #[expect(clippy::expect_used, reason = "a new channel of two has room for one")]
+    #[expect(clippy::disallowed_methods, reason = "the checks of the stream start here")]
     pub(crate) async fn run(&self, order: WorkOrder) -> Result<Running, Lost> {
         let WorkOrder { request, caller, model, assignment } = order;
         // The worker bills by its own cost table, so its reports are checked by that
@@ -84,8 +86,9 @@ impl ConnectedWorker {
         let terms = Terms::of(model, &assignment);
         let attempt = Attempt { request, attempt: assignment.attempt };
         // The order is noted before the worker can journal the attempt.
-        let placement = self.orders.open(attempt, self.identity.epoch, caller, terms.clone());
-        let check = StreamCheck::new(&assignment, terms);
+        let now = Instant::now();
+        let placement = self.orders.open(attempt, self.identity.epoch, caller, terms.clone(), now);
+        let check = StreamCheck::new(&assignment, terms, now);
         // Room for the assignment and, at most once, for the cancel.
         let (requests, receiver) = mpsc::channel(2);
         let first = RunRequest { message: Some(Message::Assignment(assignment)) };
@@ -103,10 +106,14 @@ impl ConnectedWorker {
 
 impl Running {
     /// Waits for the next event.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the check gets the time at which the event came"
+    )]
     pub(crate) async fn next(&mut self) -> Result<WorkerEvent, Lost> {
         match self.events.message().await {
             Ok(Some(event)) => {
-                let event = self.check.check(event).map_err(Lost::InvalidReport)?;
+                let event = self.check.check(event, Instant::now()).map_err(Lost::InvalidReport)?;
                 match &event {
                     WorkerEvent::Delta(_, progress) => self.placement.streamed(progress.tokens),
                     WorkerEvent::Finished { usage, .. } => {
@@ -150,11 +157,11 @@ struct ChoiceProgress {
 }
 
 impl StreamCheck {
-    pub(crate) fn new(assignment: &v1::Assignment, terms: Terms) -> Self {
+    pub(crate) fn new(assignment: &v1::Assignment, terms: Terms, opened: Instant) -> Self {
         Self {
             choices: vec![ChoiceProgress::default(); terms.choices()],
             terms,
-            opened: Instant::now(),
+            opened,
             logprobs: assignment
                 .sampling
                 .as_ref()
@@ -163,10 +170,14 @@ impl StreamCheck {
         }
     }
 
-    /// Checks the next event of the stream.
-    pub(crate) fn check(&mut self, event: v1::RunEvent) -> Result<WorkerEvent, &'static str> {
+    /// Checks the next event of the stream, which came at `now`.
+    pub(crate) fn check(
+        &mut self,
+        event: v1::RunEvent,
+        now: Instant,
+    ) -> Result<WorkerEvent, &'static str> {
         match event.event.ok_or("an empty event")? {
-            WireEvent::Delta(delta) => self.delta(delta),
+            WireEvent::Delta(delta) => self.delta(delta, now),
             WireEvent::PromptLogprobs(v1::PromptLogprobs { prompt, logprobs }) => {
                 // A bound for the size of the answer; the exact number is the engine's.
                 let tokens = self.terms.prompt_tokens();
@@ -180,10 +191,10 @@ impl StreamCheck {
             }
             WireEvent::ChoiceFinished(finished) => self.choice_finished(finished),
             WireEvent::Finished(v1::Finished { usage, stages, transfers }) => {
-                let usage = self.usage(usage.ok_or("no usage at the end")?)?;
+                let usage = self.usage(usage.ok_or("no usage at the end")?, now)?;
                 // Bills do not depend on these times, but sums of metrics do: an
                 // impossible time is cut to the largest possible one.
-                let most = at_most_since(self.opened);
+                let most = at_most_since(self.opened, now);
                 let v1::Stages { queue_ns, prefill_ns, decode_ns } = stages.unwrap_or_default();
                 let [queue_ns, prefill_ns, decode_ns] =
                     [queue_ns, prefill_ns, decode_ns].map(|stage| stage.min(most.nanos()));
@@ -208,7 +219,7 @@ impl StreamCheck {
         }
     }
 
-    fn delta(&mut self, delta: v1::Delta) -> Result<WorkerEvent, &'static str> {
+    fn delta(&mut self, delta: v1::Delta, now: Instant) -> Result<WorkerEvent, &'static str> {
         let v1::Delta { choice, text, tokens, logprobs, attributed_ns, reference_ns } = delta;
         let count = u32::try_from(tokens.len()).map_err(|_| "too many tokens")?;
         let state = self.choices.get_mut(choice as usize).ok_or("a choice that was not ordered")?;
@@ -228,7 +239,7 @@ impl StreamCheck {
             attributed: DeviceNanos(attributed_ns),
             reference: DeviceNanos(reference_ns),
         };
-        self.advance(progress)?;
+        self.advance(progress, now)?;
         // The worker joins waiting deltas of one choice, so tokens of other choices
         // from this and earlier steps may still come. They may be in the cost already.
         let most = self.choices.iter().zip(0..).map(|(state, index)| {
@@ -261,7 +272,7 @@ impl StreamCheck {
         Ok(WorkerEvent::ChoiceFinished { choice, reason })
     }
 
-    fn usage(&mut self, usage: v1::Usage) -> Result<Usage, &'static str> {
+    fn usage(&mut self, usage: v1::Usage, now: Instant) -> Result<Usage, &'static str> {
         let v1::Usage {
             prompt_tokens,
             cached_tokens,
@@ -282,22 +293,23 @@ impl StreamCheck {
         };
         let generated: Vec<u32> = self.choices.iter().map(|choice| choice.tokens).collect();
         self.terms.check(&usage, Some(&generated))?;
-        self.advance(Progress {
+        let progress = Progress {
             tokens: completion_tokens,
             attributed: usage.attributed,
             reference: usage.reference,
-        })?;
+        };
+        self.advance(progress, now)?;
         Ok(usage)
     }
 
     /// Checks that meters only go forward, and no faster than time.
-    fn advance(&mut self, progress: Progress) -> Result<(), &'static str> {
+    fn advance(&mut self, progress: Progress, now: Instant) -> Result<(), &'static str> {
         if progress.attributed < self.progress.attributed
             || progress.reference < self.progress.reference
         {
             return Err("a meter that went back");
         }
-        if progress.attributed > at_most_since(self.opened) {
+        if progress.attributed > at_most_since(self.opened, now) {
             return Err("more device time than has passed");
         }
         self.progress = progress;

@@ -181,6 +181,12 @@ pub struct Sampling {
     /// 0 and 1 change nothing
     #[prost(float, tag = "9")]
     pub repetition_penalty: f32,
+    /// end a choice, as the model's end tokens do
+    #[prost(uint32, repeated, tag = "10")]
+    pub stop_tokens: ::prost::alloc::vec::Vec<u32>,
+    /// the model's end tokens do not end a choice
+    #[prost(bool, tag = "11")]
+    pub ignores_end: bool,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct RunEvent {

@@ -5,7 +5,7 @@ use http::{Response, StatusCode};
 use tokio::join;
 use tollgate_wire::v1::{FinishReason, RefusedReason};
 
-use super::room::{PLAIN, Room, header, json, text};
+use super::test_gateway::{PLAIN, TestGateway, header, json, text};
 use tollgate_serving::test_support::FakeWorker;
 
 const CHAT: &str = r#"{"model":"fake","messages":[{"role":"user","content":"Hello there"}]}"#;
@@ -13,8 +13,8 @@ const STREAM: &str =
     r#"{"model":"fake","stream":true,"messages":[{"role":"user","content":"Hello there"}]}"#;
 const OTHER: &str = r#"{"model":"fake","messages":[{"role":"user","content":"Hello again"}]}"#;
 
-async fn send(room: &Room, body: &str, key: &str) -> Response<axum::body::Body> {
-    room.ask_again("acme", "POST", "/v1/chat/completions", body, Some(key)).await
+async fn send(gateway: &TestGateway, body: &str, key: &str) -> Response<axum::body::Body> {
+    gateway.ask_again("acme", "POST", "/v1/chat/completions", body, Some(key)).await
 }
 
 /// Returns the status, the code and the value of `x-should-retry`.
@@ -26,10 +26,10 @@ async fn refusal(response: Response<axum::body::Body>) -> (StatusCode, String, S
 
 #[tokio::test]
 async fn idempotent_requests_run_once_in_parallel() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
-    let room = Room::open(folder, PLAIN, &[&worker]).await;
-    let (responses, ()) = join!(join_all((0..200).map(|_| send(&room, CHAT, "once"))), async {
+    let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
+    let (responses, ()) = join!(join_all((0..200).map(|_| send(&gateway, CHAT, "once"))), async {
         worker.run().await.answer("Hi.").await;
     });
     let mut bodies = Vec::new();
@@ -43,59 +43,59 @@ async fn idempotent_requests_run_once_in_parallel() {
     bodies.dedup();
     assert_eq!((bodies.len(), repeats), (1, 199), "one answer for all: {bodies:?}");
     // The fake worker would never answer a second run.
-    let late = send(&room, CHAT, "once").await;
+    let late = send(&gateway, CHAT, "once").await;
     assert!(header(&late, "x-tollgate-replay-of").starts_with("req-"));
     assert_eq!(text(late).await.1, bodies[0]);
-    room.settled().await;
+    gateway.settled().await;
 }
 
 #[tokio::test]
 async fn idempotency_key_binds_body_and_tenant() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
-    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
     let (first, ()) =
-        join!(send(&room, CHAT, "a"), async { worker.run().await.answer("Hi.").await });
+        join!(send(&gateway, CHAT, "a"), async { worker.run().await.answer("Hi.").await });
     assert_eq!(first.status(), StatusCode::OK);
-    let (status, code, retry) = refusal(send(&room, OTHER, "a").await).await;
+    let (status, code, retry) = refusal(send(&gateway, OTHER, "a").await).await;
     assert_eq!(status, StatusCode::UNPROCESSABLE_ENTITY);
     assert_eq!((code.as_str(), retry.as_str()), ("idempotency_key_reused", "false"));
     // Another key, or the same key of another tenant, is another request.
     let path = "/v1/chat/completions";
     let (mine, ()) =
-        join!(send(&room, OTHER, "b"), async { worker.run().await.answer("Ho.").await });
-    let (theirs, ()) = join!(room.ask_again("other", "POST", path, CHAT, Some("a")), async {
+        join!(send(&gateway, OTHER, "b"), async { worker.run().await.answer("Ho.").await });
+    let (theirs, ()) = join!(gateway.ask_again("other", "POST", path, CHAT, Some("a")), async {
         worker.run().await.answer("Ha.").await;
     });
     for (response, said) in [(mine, "Ho."), (theirs, "Ha.")] {
         assert_eq!(header(&response, "x-tollgate-replay-of"), "");
         assert_eq!(json(response).await.1["choices"][0]["message"]["content"], said);
     }
-    room.settled().await;
+    gateway.settled().await;
 }
 
 #[tokio::test]
 async fn idempotency_key_has_bounded_visible_characters() {
-    let folder = Room::folder();
-    let room = Room::open(folder, PLAIN, &[]).await;
+    let folder = TestGateway::folder();
+    let gateway = TestGateway::open(folder, PLAIN, &[]).await;
     for key in [String::new(), "a key".to_owned(), "x".repeat(256)] {
-        let (status, body) = json(send(&room, CHAT, &key).await).await;
+        let (status, body) = json(send(&gateway, CHAT, &key).await).await;
         assert_eq!(status, StatusCode::BAD_REQUEST, "{key:?}");
         assert_eq!(body["error"]["param"], "Idempotency-Key");
     }
     // The longest key is accepted; the request fails because no worker runs.
-    let response = send(&room, CHAT, &"x".repeat(255)).await;
+    let response = send(&gateway, CHAT, &"x".repeat(255)).await;
     assert_ne!(response.status(), StatusCode::BAD_REQUEST);
 }
 
 #[tokio::test]
 async fn idempotent_request_survives_client_disconnect() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
-    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
     for (body, key) in [(CHAT, "whole"), (STREAM, "stream")] {
         let run = {
-            let mut asked = Box::pin(send(&room, body, key));
+            let mut asked = Box::pin(send(&gateway, body, key));
             tokio::select! {
                 run = worker.run() => run,
                 _ = &mut asked => panic!("nobody has answered"),
@@ -104,7 +104,7 @@ async fn idempotent_request_survives_client_disconnect() {
         };
         run.token(0, "Hi", 10).await;
         tokio::task::yield_now().await;
-        let (again, ()) = join!(send(&room, body, key), async {
+        let (again, ()) = join!(send(&gateway, body, key), async {
             run.end_choice(0, FinishReason::Stop).await;
             run.end(1, 100).await;
         });
@@ -113,56 +113,56 @@ async fn idempotent_request_survives_client_disconnect() {
         assert_eq!(status, StatusCode::OK, "{told}");
         assert!(told.contains("Hi"), "{told}");
     }
-    room.settled().await;
+    gateway.settled().await;
 }
 
 #[tokio::test]
 async fn idempotent_stream_replays_same_bytes() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
-    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
     let (first, ()) =
-        join!(send(&room, STREAM, "s"), async { worker.run().await.answer("Hi.").await });
+        join!(send(&gateway, STREAM, "s"), async { worker.run().await.answer("Hi.").await });
     let first = text(first).await.1;
     assert!(first.ends_with("data: [DONE]\n\n"), "{first}");
-    let again = send(&room, STREAM, "s").await;
+    let again = send(&gateway, STREAM, "s").await;
     assert_eq!(header(&again, "content-type"), "text/event-stream");
     assert_eq!(text(again).await.1, first);
-    room.settled().await;
+    gateway.settled().await;
 }
 
 #[tokio::test]
 async fn uncharged_failure_frees_idempotency_key() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
-    let room = Room::open(folder, PLAIN, &[&worker]).await;
-    let (refused, ()) = join!(send(&room, CHAT, "k"), async {
+    let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
+    let (refused, ()) = join!(send(&gateway, CHAT, "k"), async {
         worker.run().await.refuse(RefusedReason::Overloaded).await;
     });
     assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
-    let malformed = send(&room, "{", "k").await;
+    let malformed = send(&gateway, "{", "k").await;
     assert_eq!(malformed.status(), StatusCode::BAD_REQUEST, "the key was free for any body");
     let (again, ()) =
-        join!(send(&room, OTHER, "k"), async { worker.run().await.answer("Hi.").await });
+        join!(send(&gateway, OTHER, "k"), async { worker.run().await.answer("Hi.").await });
     assert_eq!(header(&again, "x-tollgate-replay-of"), "");
     assert_eq!(again.status(), StatusCode::OK);
-    room.settled().await;
+    gateway.settled().await;
 }
 
 /// A response that is too large to keep is not run again either.
 #[tokio::test]
 async fn unkept_response_is_not_run_again() {
     for limits in ["largest_answer = \"10B\"", "answers = \"10B\""] {
-        let folder = Room::folder();
+        let folder = TestGateway::folder();
         let mut worker = FakeWorker::start(folder.path(), "w0");
         let config = format!("[gateway.idempotency]\n{limits}\n{PLAIN}");
-        let room = Room::open(folder, &config, &[&worker]).await;
+        let gateway = TestGateway::open(folder, &config, &[&worker]).await;
         for (body, key) in [(CHAT, "whole"), (STREAM, "stream")] {
             let (first, ()) =
-                join!(send(&room, body, key), async { worker.run().await.answer("Hi.").await });
+                join!(send(&gateway, body, key), async { worker.run().await.answer("Hi.").await });
             assert_eq!(text(first).await.0, StatusCode::OK);
-            room.settled().await;
-            let (status, code, retry) = refusal(send(&room, body, key).await).await;
+            gateway.settled().await;
+            let (status, code, retry) = refusal(send(&gateway, body, key).await).await;
             assert_eq!(status, StatusCode::CONFLICT);
             assert_eq!((code.as_str(), retry.as_str()), ("idempotency_answer_gone", "false"));
         }
@@ -171,23 +171,93 @@ async fn unkept_response_is_not_run_again() {
 
 #[tokio::test]
 async fn idempotency_keys_are_limited_per_tenant() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
     let config = format!("[gateway.idempotency]\nkeys_per_tenant = 2\n{PLAIN}");
-    let room = Room::open(folder, &config, &[&worker]).await;
+    let gateway = TestGateway::open(folder, &config, &[&worker]).await;
     for key in ["a", "b"] {
         let (first, ()) =
-            join!(send(&room, CHAT, key), async { worker.run().await.answer("Hi.").await });
+            join!(send(&gateway, CHAT, key), async { worker.run().await.answer("Hi.").await });
         assert_eq!(first.status(), StatusCode::OK);
     }
-    let (status, code, retry) = refusal(send(&room, CHAT, "c").await).await;
+    let (status, code, retry) = refusal(send(&gateway, CHAT, "c").await).await;
     assert_eq!(status, StatusCode::TOO_MANY_REQUESTS);
     assert_eq!((code.as_str(), retry.as_str()), ("rate_limit_exceeded", "false"));
-    assert_eq!(send(&room, CHAT, "a").await.status(), StatusCode::OK, "a repeat needs no room");
+    assert_eq!(
+        send(&gateway, CHAT, "a").await.status(),
+        StatusCode::OK,
+        "a repeat needs no gateway"
+    );
     let path = "/v1/chat/completions";
-    let (other, ()) = join!(room.ask_again("other", "POST", path, CHAT, Some("c")), async {
+    let (other, ()) = join!(gateway.ask_again("other", "POST", path, CHAT, Some("c")), async {
         worker.run().await.answer("Hi.").await;
     });
     assert_eq!(other.status(), StatusCode::OK);
-    room.settled().await;
+    gateway.settled().await;
+}
+
+/// A body of more than 64 KiB for a chat.
+fn large_chat() -> String {
+    let padding = " ".repeat(100 * 1024);
+    format!("{CHAT}{padding}")
+}
+
+#[tokio::test]
+async fn waiting_repeat_holds_no_large_body() {
+    let folder = TestGateway::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
+    let body = large_chat();
+    let mut first = Box::pin(send(&gateway, &body, "large"));
+    let run = tokio::select! {
+        run = worker.run() => run,
+        _ = &mut first => panic!("nobody has answered"),
+    };
+    // The first request's memory went back when its prompt was tokenized.
+    assert_eq!(gateway.api.bodies.taken(), 0);
+    let mut repeat = Box::pin(send(&gateway, &body, "large"));
+    assert!(futures_util::poll!(&mut repeat).is_pending(), "the repeat waits");
+    assert_eq!(gateway.api.bodies.taken(), 0, "the repeat holds memory");
+    let (first, repeat, ()) = join!(first, repeat, run.answer("Hi."));
+    assert!(header(&repeat, "x-tollgate-replay-of").starts_with("req-"));
+    assert_eq!(text(repeat).await, text(first).await);
+    gateway.settled().await;
+}
+
+/// The first request leaves without a result. A repeat that still has its body runs; one
+/// that let a large body go tells its client to send it again.
+#[test]
+fn repeat_without_its_body_is_sent_again() {
+    // With one thread for blocking work, the test can hold the lookup of a key up.
+    let mut runtime = tokio::runtime::Builder::new_current_thread();
+    let runtime = runtime.enable_all().max_blocking_threads(1).build().expect("a runtime");
+    runtime.block_on(async {
+        let folder = TestGateway::folder();
+        let mut worker = FakeWorker::start(folder.path(), "w0");
+        let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
+        for (key, body) in [("small", CHAT.to_owned()), ("large", large_chat())] {
+            let (release, released) = std::sync::mpsc::sync_channel::<()>(1);
+            let held = tokio::task::spawn_blocking(move || released.recv());
+            let mut first = Box::pin(send(&gateway, &body, key));
+            assert!(futures_util::poll!(&mut first).is_pending(), "the key is looked up");
+            let mut repeat = Box::pin(send(&gateway, &body, key));
+            assert!(futures_util::poll!(&mut repeat).is_pending(), "the repeat waits");
+            drop(first);
+            drop(release);
+            held.await.expect("ends").expect_err("nothing is sent");
+            if key == "small" {
+                let (ran, ()) = join!(repeat, async { worker.run().await.answer("Hi.").await });
+                assert_eq!(ran.status(), StatusCode::OK);
+                continue;
+            }
+            let (status, code, retry) = refusal(repeat.await).await;
+            assert_eq!((status, code.as_str()), (StatusCode::CONFLICT, "idempotency_unsettled"));
+            assert_ne!(retry, "false", "the client may send it again");
+            let (again, ()) = join!(send(&gateway, &body, key), async {
+                worker.run().await.answer("Hi.").await;
+            });
+            assert_eq!(again.status(), StatusCode::OK, "the body sent again runs");
+        }
+        gateway.settled().await;
+    });
 }

@@ -4,16 +4,16 @@ use http::StatusCode;
 use tokio::join;
 use tollgate_wire::v1::{FinishReason, RefusedReason, Sampling, SamplingDefaults};
 
-use super::room::{PLAIN, Room, header, json, text};
+use super::test_gateway::{PLAIN, TestGateway, header, json, text};
 use crate::telemetry::Readings;
 use tollgate_serving::test_support::{CONTEXT, FakeWorker};
 
 #[tokio::test]
 async fn chat_answers_in_one_piece() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
-    let room = Room::open(folder, PLAIN, &[&worker]).await;
-    let (response, ()) = join!(room.chat(r#""stop":"END","seed":5,"max_tokens":9"#), async {
+    let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
+    let (response, ()) = join!(gateway.chat(r#""stop":"END","seed":5,"max_tokens":9"#), async {
         let run = worker.run().await;
         let assignment = &run.assignment;
         assert_eq!((assignment.tenant.as_str(), assignment.model.as_str()), ("acme", "fake"));
@@ -33,22 +33,22 @@ async fn chat_answers_in_one_piece() {
     assert_eq!(body["choices"][0]["message"]["content"], "Hi.");
     assert_eq!(body["choices"][0]["finish_reason"], "stop");
     assert_eq!(body["usage"]["completion_tokens"], 1);
-    room.settled().await;
+    gateway.settled().await;
 }
 
 #[tokio::test]
 async fn stream_headers_wait_for_first_token() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
-    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
     // Refused before the first token: a plain status, though a stream was asked for.
-    let (response, ()) = join!(room.chat(r#""stream":true"#), async {
+    let (response, ()) = join!(gateway.chat(r#""stream":true"#), async {
         worker.run().await.refuse(RefusedReason::Overloaded).await;
     });
     assert_eq!(header(&response, "retry-after-ms"), "1500");
     assert_eq!(json(response).await.0, StatusCode::SERVICE_UNAVAILABLE);
     let usage = r#""stream":true,"stream_options":{"include_usage":true}"#;
-    let (response, ()) = join!(room.chat(usage), async {
+    let (response, ()) = join!(gateway.chat(usage), async {
         worker.run().await.answer("Hi.").await;
     });
     for (name, value) in [
@@ -67,17 +67,17 @@ async fn stream_headers_wait_for_first_token() {
     assert!(lines[2].contains(r#""finish_reason":"stop"}],"usage":null}"#), "{transcript}");
     assert!(lines[3].contains(r#""choices":[],"usage":{"#), "{transcript}");
     assert_eq!(lines[4..], ["data: [DONE]", ""]);
-    room.settled().await;
+    gateway.settled().await;
 }
 
 /// The usage reports each stage of a request except the last, which ends after the
 /// usage is written. The metrics count every stage once.
 #[tokio::test]
 async fn response_reports_time_of_each_stage() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
-    let room = Room::open(folder, PLAIN, &[&worker]).await;
-    let (response, ()) = join!(room.chat(r#""n":1"#), async {
+    let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
+    let (response, ()) = join!(gateway.chat(r#""n":1"#), async {
         worker.run().await.answer("Hi.").await;
     });
     let (_, body) = json(response).await;
@@ -96,17 +96,17 @@ async fn response_reports_time_of_each_stage() {
     }
     let tokenised = figures["preprocess_ns"].as_u64();
     assert!(tokenised > Some(1_000), "{tokenised:?} ns for a template and a tokenizer");
-    let (response, ()) = join!(room.chat(r#""stream":true"#), async {
+    let (response, ()) = join!(gateway.chat(r#""stream":true"#), async {
         worker.run().await.answer("Hi.").await;
     });
     text(response).await;
     // A refused request has no stages.
-    let (response, ()) = join!(room.chat(r#""n":1"#), async {
+    let (response, ()) = join!(gateway.chat(r#""n":1"#), async {
         worker.run().await.refuse(RefusedReason::Overloaded).await;
     });
     assert_eq!(json(response).await.0, StatusCode::SERVICE_UNAVAILABLE);
-    room.settled().await;
-    let metrics = room.api.metrics.scrape(Readings::default());
+    gateway.settled().await;
+    let metrics = gateway.api.metrics.scrape(Readings::default());
     for stage in
         ["read", "preprocess", "place", "queue", "prefill", "decode", "to_device", "to_host", "out"]
     {
@@ -118,10 +118,10 @@ async fn response_reports_time_of_each_stage() {
 /// Reported stage times count only up to the time that the worker had the request.
 #[tokio::test]
 async fn stage_times_are_capped_by_request_time() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
-    let room = Room::open(folder, PLAIN, &[&worker]).await;
-    let (response, ()) = join!(room.chat(r#""n":1"#), async {
+    let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
+    let (response, ()) = join!(gateway.chat(r#""n":1"#), async {
         let run = worker.run().await;
         run.token(0, "Hi.", 100).await;
         run.end_choice(0, FinishReason::Stop).await;
@@ -133,14 +133,14 @@ async fn stage_times_are_capped_by_request_time() {
         let told = figures[figure].as_u64().expect("a figure");
         assert!(told > 0 && told < 60_000_000_000, "{figure} of {figures}");
     }
-    room.settled().await;
+    gateway.settled().await;
 }
 
 #[tokio::test]
 async fn invalid_requests_never_reach_worker() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let worker = FakeWorker::start(folder.path(), "w0");
-    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
     let long = "word ".repeat(4 * CONTEXT as usize);
     let huge = "x".repeat(1024 * 1024);
     let chat = |content: &str| {
@@ -171,26 +171,26 @@ async fn invalid_requests_never_reach_worker() {
         ("completions", "x".repeat(2 * 1024 * 1024 + 1), 413, "request_too_large", ""),
         ("completions", "[".repeat(100), 400, "", ""),
     ] {
-        let response = room.ask("acme", "POST", &format!("/v1/{path}"), &body).await;
+        let response = gateway.ask("acme", "POST", &format!("/v1/{path}"), &body).await;
         let (found, error) = json(response).await;
         let start = &body[..body.len().min(60)];
         assert_eq!(found.as_u16(), status, "{start}: {error}");
         assert_eq!(error["error"]["code"].as_str().unwrap_or(""), code, "{start}: {error}");
         assert_eq!(error["error"]["param"].as_str().unwrap_or(""), param, "{start}: {error}");
     }
-    room.settled().await;
+    gateway.settled().await;
 }
 
 #[tokio::test]
 async fn models_list_follows_tenant_permissions() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let worker = FakeWorker::start(folder.path(), "w0");
     let config = "[plans.open]\n[tenants.acme]\nplan = \"open\"\n[tenants.other]\nplan = \"open\"\nmodels = [\"tollgate-demo\"]\n";
-    let room = Room::open(folder, config, &[&worker]).await;
+    let gateway = TestGateway::open(folder, config, &[&worker]).await;
     for (tenant, expected) in
         [("acme", vec!["fake", "tollgate-demo"]), ("other", vec!["tollgate-demo"])]
     {
-        let (_, list) = json(room.ask(tenant, "GET", "/v1/models", "").await).await;
+        let (_, list) = json(gateway.ask(tenant, "GET", "/v1/models", "").await).await;
         let ids: Vec<_> = list["data"]
             .as_array()
             .expect("a list")
@@ -202,21 +202,21 @@ async fn models_list_follows_tenant_permissions() {
     for (tenant, model, expected) in
         [("acme", "fake", 200), ("other", "fake", 404), ("acme", "no/pe", 404)]
     {
-        let response = room.ask(tenant, "GET", &format!("/v1/models/{model}"), "").await;
+        let response = gateway.ask(tenant, "GET", &format!("/v1/models/{model}"), "").await;
         assert_eq!(response.status().as_u16(), expected, "{tenant} {model}");
     }
     let body = r#"{"model":"fake","prompt":"a"}"#;
-    let response = room.ask("other", "POST", "/v1/completions", body).await;
+    let response = gateway.ask("other", "POST", "/v1/completions", body).await;
     assert_eq!(response.status(), StatusCode::NOT_FOUND);
 }
 
 #[tokio::test]
 async fn completion_echoes_prompts() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start(folder.path(), "w0");
-    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
     let body = r#"{"model":"fake","prompt":["one","two"],"n":2,"echo":true,"max_tokens":3}"#;
-    let (response, ()) = join!(room.ask("acme", "POST", "/v1/completions", body), async {
+    let (response, ()) = join!(gateway.ask("acme", "POST", "/v1/completions", body), async {
         let run = worker.run().await;
         assert_eq!((run.assignment.prompts.len(), run.assignment.choices), (2, 2));
         for choice in 0..4 {
@@ -228,12 +228,12 @@ async fn completion_echoes_prompts() {
     let (_, body) = json(response).await;
     let texts: Vec<_> = (0..4).map(|choice| body["choices"][choice]["text"].clone()).collect();
     assert_eq!(texts, ["one 0", "one 1", "two 2", "two 3"]);
-    room.settled().await;
+    gateway.settled().await;
 }
 
 #[tokio::test]
 async fn sampling_parameters_left_out_take_the_models_defaults() {
-    let folder = Room::folder();
+    let folder = TestGateway::folder();
     let mut worker = FakeWorker::start_announcing(folder.path(), "w0", |announcement| {
         announcement.models[0].sampling_defaults = Some(SamplingDefaults {
             temperature: Some(0.7),
@@ -242,7 +242,7 @@ async fn sampling_parameters_left_out_take_the_models_defaults() {
             repetition_penalty: Some(1.1),
         });
     });
-    let room = Room::open(folder, PLAIN, &[&worker]).await;
+    let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
     for (fields, expected) in [
         ("", (0.7, 20, 1.0, 1.1)),
         (r#","temperature":0"#, (0.0, 20, 1.0, 1.1)),
@@ -254,7 +254,7 @@ async fn sampling_parameters_left_out_take_the_models_defaults() {
             ("/v1/completions", r#""prompt":"Hi""#),
         ] {
             let body = format!(r#"{{"model":"fake",{prompt}{fields}}}"#);
-            let (response, sampling) = join!(room.ask("acme", "POST", path, &body), async {
+            let (response, sampling) = join!(gateway.ask("acme", "POST", path, &body), async {
                 let run = worker.run().await;
                 let sampling = run.assignment.sampling.clone().expect("sampling");
                 run.answer("Hi.").await;
@@ -265,7 +265,7 @@ async fn sampling_parameters_left_out_take_the_models_defaults() {
             assert_eq!((temperature, top_k, top_p, repetition_penalty), expected, "{body}");
         }
     }
-    let (_, model) = json(room.ask("acme", "GET", "/v1/models/fake", "").await).await;
+    let (_, model) = json(gateway.ask("acme", "GET", "/v1/models/fake", "").await).await;
     let told = serde_json::to_string(&model["sampling_defaults"]).expect("JSON");
     assert_eq!(told, r#"{"repetition_penalty":1.1,"temperature":0.7,"top_k":20,"top_p":1.0}"#);
 }
@@ -280,16 +280,16 @@ async fn worker_with_impossible_sampling_defaults_is_not_connected() {
         |it| it.repetition_penalty = Some(11.0),
     ];
     for change in cases {
-        let folder = Room::folder();
+        let folder = TestGateway::folder();
         let worker = FakeWorker::start_announcing(folder.path(), "w0", |announcement| {
             let mut defaults = SamplingDefaults::default();
             change(&mut defaults);
             announcement.models[0].sampling_defaults = Some(defaults);
         });
-        let room = Room::open_at_once(folder, PLAIN, &[&worker]);
-        while room.api.serving.workers().protocol_violations() == 0 {
+        let gateway = TestGateway::open_at_once(folder, PLAIN, &[&worker]);
+        while gateway.api.serving.workers().protocol_violations() == 0 {
             tokio::time::sleep(std::time::Duration::from_millis(5)).await;
         }
-        assert_eq!(room.api.serving.workers().connected().count(), 0);
+        assert_eq!(gateway.api.serving.workers().connected().count(), 0);
     }
 }

@@ -103,7 +103,9 @@ fn pointing_headers() -> Vec<Case> {
         ("typ of a logout", with_header(json!({"typ": "logout+jwt"})), Refused::Type),
         ("typ of a proof", with_header(json!({"typ": "dpop+jwt"})), Refused::Type),
         ("typ JWE", with_header(json!({"typ": "JWE"})), Refused::Type),
-        ("no typ", with_header(json!({"typ": null})), Refused::Type),
+        ("typ is empty", with_header(json!({"typ": ""})), Refused::Type),
+        ("typ begins alike", with_header(json!({"typ": "at+jwt2"})), Refused::Type),
+        ("typ of another tree", with_header(json!({"typ": "text/at+jwt"})), Refused::Type),
         ("typ is a number", with_header(json!({"typ": 1})), Refused::Header),
     ]
 }
@@ -170,6 +172,11 @@ fn wrong_claims() -> Vec<Case> {
         ("aud is an object", with_claims(json!({"aud": {"tollgate": 1}})), Refused::Claims),
         ("no sub", with_claims(json!({"sub": null})), Refused::Claims),
         ("sub is empty", with_claims(json!({"sub": ""})), Refused::Subject),
+        ("sub with a line feed", with_claims(json!({"sub": "ann\nroot"})), Refused::Subject),
+        ("sub with ESC", with_claims(json!({"sub": "ann\u{1b}[2J"})), Refused::Subject),
+        ("sub with NUL", with_claims(json!({"sub": "ann\0"})), Refused::Subject),
+        ("sub with C1", with_claims(json!({"sub": "ann\u{9b}2J"})), Refused::Subject),
+        ("tenant with a line feed", with_claims(json!({"tenant": "acme\n"})), Refused::Tenant),
         ("sub is a number", with_claims(json!({"sub": 1})), Refused::Claims),
         ("sub is long", with_claims(json!({"sub": "x".repeat(1_025)})), Refused::Subject),
         ("no exp", with_claims(json!({"exp": null})), Refused::Claims),

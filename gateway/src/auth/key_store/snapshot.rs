@@ -6,10 +6,11 @@ use std::hash::Hash;
 use std::sync::Arc;
 
 use tollgate_domain::{PlanName, TenantId, UtcTime};
+use tollgate_ledger::keys::KeyFacts;
 
 use super::super::scopes::Scopes;
 use super::KeyStoreError;
-use super::rows::{Checked, Stored, damaged};
+use super::record::{damaged, read_scopes};
 use crate::auth::secret::number_of;
 
 /// The entries of all keys, by the number that the id of a key spells.
@@ -46,28 +47,27 @@ pub(super) struct Names {
 }
 
 impl Names {
-    /// Returns the entry of a row, with the number of its key.
-    pub(super) fn entry(&mut self, stored: Stored) -> Result<(u64, Box<Entry>), KeyStoreError> {
-        let number = number_of(&stored.id).ok_or_else(|| damaged(&stored.id, "id"))?;
-        let scopes = match self.scopes.get(&stored.scopes) {
+    /// Returns the entry of a key, with the number of the key.
+    pub(super) fn entry(&mut self, facts: KeyFacts) -> Result<(u64, Box<Entry>), KeyStoreError> {
+        let number = number_of(facts.id.as_str()).ok_or_else(|| damaged(&facts, "id"))?;
+        let scopes = match self.scopes.get(&facts.scopes) {
             Some(scopes) => scopes.clone(),
             None => {
-                let found: Scopes = serde_json::from_str(&stored.scopes)
-                    .map_err(|_| damaged(&stored.id, "scopes"))?;
+                let found = read_scopes(&facts)?;
                 let kept = (found != Scopes::everything()).then(|| Arc::new(found));
-                self.scopes.insert(stored.scopes.clone(), kept.clone());
+                self.scopes.insert(facts.scopes.clone(), kept.clone());
                 kept
             }
         };
-        let Checked { tenant, mac, expires, revoked, ends_requests, plan } = stored.check()?;
+        let KeyFacts { id: _, tenant, mac, scopes: _, plan, end } = facts;
         let entry = Entry {
             mac,
             tenant: intern(&mut self.tenants, tenant),
             scopes,
             plan: plan.map(|plan| intern(&mut self.plans, plan)),
-            expires,
-            is_revoked: revoked.is_some(),
-            ends_requests,
+            expires: end.expires,
+            is_revoked: end.revoked.is_some(),
+            ends_requests: end.ends_requests,
         };
         // Boxed, because a hash map keeps spare slots: an empty slot then costs a
         // pointer and not a whole entry.

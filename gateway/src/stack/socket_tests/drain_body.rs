@@ -1,6 +1,8 @@
 //! Refusals that come before the body is read: the client gets to read them,
 //! and what it still sends is never taken for a request.
 
+#![allow(clippy::disallowed_methods, reason = "a test may read the system's clock")]
+
 use std::convert::Infallible;
 
 use futures_util::StreamExt as _;

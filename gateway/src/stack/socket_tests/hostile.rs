@@ -1,8 +1,13 @@
 //! Misbehaving clients are closed.
 
+use std::convert::Infallible;
+
 use http::Method;
-use http_body_util::Empty;
-use hyper::body::Bytes;
+use http_body_util::combinators::UnsyncBoxBody;
+use http_body_util::{BodyExt, Empty, StreamBody};
+use hyper::body::{Bytes, Frame};
+use hyper::client::conn::http2;
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::io::AsyncWriteExt as _;
 use tokio::time::{interval, sleep};
 
@@ -204,7 +209,7 @@ async fn request_smuggling_is_refused() {
 /// T04: a reader that stops, over HTTP/1 by not reading its socket, over
 /// HTTP/2 by granting no window.
 #[tokio::test]
-async fn listener_closes_stalled_readers() {
+async fn listener_ends_unread_responses() {
     let door = TestListener::open(ListenerOptions { ping_interval: PATIENCE, ..quick() });
     let mut stream = door.tls(&["http/1.1"]).await;
     stream.write_all(b"GET /endless HTTP/1.1\r\nhost: a\r\n\r\n").await.unwrap();
@@ -212,8 +217,84 @@ async fn listener_closes_stalled_readers() {
     drop(stream);
     let mut client = door.http2().await;
     let response = client.send_request(get("/endless")).await.unwrap();
-    door.counted(r#"tollgate_connections_ended_total{reason="write_timeout"}"#, 2).await;
-    drop(response);
+    door.counted("tollgate_responses_unread_total", 1).await;
+    // The buffered part comes, and then the reset of the stream.
+    assert!(timeout(PATIENCE, response.into_body().collect()).await.expect("an end").is_err());
+    assert_eq!(client.send_request(get("/hello")).await.unwrap().status(), 200);
+}
+
+/// T63: an answer of one piece, from a handler or a refusal, to a peer without a window
+/// ends at the same deadline. Then the connection is idle and ends, too.
+#[tokio::test]
+async fn unread_short_responses_end() {
+    let door = TestListener::open(ListenerOptions { ping_interval: PATIENCE, ..quick() });
+    for (n, (path, status)) in [("/hello", 200), ("/missing", 404)].into_iter().enumerate() {
+        let stream = TokioIo::new(door.tls(&["h2"]).await);
+        let mut builder = http2::Builder::new(TokioExecutor::new());
+        builder.initial_stream_window_size(0);
+        let (mut client, connection) = builder.handshake(stream).await.unwrap();
+        TaskTracker::new().spawn(connection);
+        let response = client.send_request(get(path)).await.unwrap();
+        assert_eq!(response.status(), status);
+        door.counted("tollgate_responses_unread_total", n as u64 + 1).await;
+        door.counted(r#"tollgate_connections_ended_total{reason="idle"}"#, n as u64 + 1).await;
+        drop(response);
+    }
+}
+
+/// T63: a response that is not read ends beside streams that are alive: one waits
+/// for its turn, one brings its body byte by byte.
+#[tokio::test]
+async fn unread_response_ends_beside_live_streams() {
+    let deadline = Duration::from_millis(300);
+    for (write_progress, unread) in [(deadline, 1), (PATIENCE * 2, 0)] {
+        let options = ListenerOptions { idle: PATIENCE, write_progress, ..quick() };
+        let door = TestListener::open(options);
+        let stream = TokioIo::new(door.tls(&["h2"]).await);
+        let (mut client, connection) =
+            http2::handshake(TokioExecutor::new(), stream).await.unwrap();
+        TaskTracker::new().spawn(connection);
+        let waiting = client.send_request(no_body("/never"));
+        let dripping = client.send_request(dripping(Method::POST, "/echo"));
+        let ask = |path| client.clone().send_request(no_body(path));
+        let attack = async {
+            door.reached.notified().await;
+            let response = ask("/endless").await.unwrap();
+            if unread > 0 {
+                door.counted("tollgate_responses_unread_total", unread).await;
+            } else {
+                // The control: without the deadline the response stays for as long as
+                // the other streams last.
+                sleep(deadline * 4).await;
+            }
+            assert_eq!(door.count("tollgate_responses_unread_total"), unread);
+            // The connection lives, and so do its other streams.
+            assert_eq!(ask("/hello").await.unwrap().status(), 200);
+            drop(response);
+        };
+        tokio::select! {
+            () = attack => {}
+            ended = waiting => panic!("{ended:?}"),
+            ended = dripping => panic!("{ended:?}"),
+        }
+    }
+}
+
+type AnyBody = UnsyncBoxBody<Bytes, Infallible>;
+
+fn no_body(path: &str) -> Request<AnyBody> {
+    get(path).map(BodyExt::boxed_unsync)
+}
+
+/// Builds a request with a body that brings a byte every 50 ms, without an end.
+fn dripping(method: Method, path: &str) -> Request<AnyBody> {
+    let drops = futures_util::stream::unfold((), |()| async {
+        sleep(Duration::from_millis(50)).await;
+        Some((Ok(Frame::data(Bytes::from_static(b"x"))), ()))
+    });
+    let mut request = get(path).map(|_| BodyExt::boxed_unsync(StreamBody::new(drops)));
+    *request.method_mut() = method;
+    request
 }
 
 /// T06: cancelling at leisure is bounded, too.

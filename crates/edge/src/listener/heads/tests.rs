@@ -1,5 +1,7 @@
 //! Heads in pieces, heads in a row, and heads that must not pass.
 
+#![allow(clippy::disallowed_methods, reason = "a test may read the system's clock")]
+
 use crate::listener::RequestRefusal;
 use proptest::prelude::*;
 use tokio::io::AsyncReadExt as _;
@@ -29,7 +31,7 @@ fn pass(pieces: &[&[u8]]) -> (Vec<u8>, Option<BadHead>) {
                 Ok(Err(error)) => panic!("{error}"),
             }
         }
-        let refused = (0..=heads.passed).find_map(|_| activity.request_began());
+        let refused = (0..=heads.passed).find_map(|_| activity.request_began().1);
         let bad = refused.map(|unwelcome| match unwelcome {
             RequestRefusal::BadHead(bad) => bad,
             RequestRefusal::Closing => panic!("the connection is open"),
@@ -134,6 +136,8 @@ fn heads_refuse_malformed_requests() {
         "GET  / HTTP/1.1\r\nhost: a\r\n\r\n".to_owned(),
         "GET / HTTP/1.1 \r\nhost: a\r\n\r\n".to_owned(),
         "GET /\tHTTP/1.1\r\nhost: a\r\n\r\n".to_owned(),
+        "GET /x#y HTTP/1.1\r\nhost: a\r\n\r\n".to_owned(),
+        "GET https://a/x#y HTTP/1.1\r\nhost: a\r\n\r\n".to_owned(),
         "GET / HTTP/2.0\r\nhost: a\r\n\r\n".to_owned(),
         "GET / HTTP/1.10\r\nhost: a\r\n\r\n".to_owned(),
         "GET /\r\n\r\n".to_owned(),
@@ -159,6 +163,20 @@ fn heads_refuse_malformed_requests() {
         let halves = all.as_bytes().split_at(all.len() / 2);
         assert_eq!(pass(&[halves.0, halves.1]).0, expected, "in two pieces: {shown}");
     }
+}
+
+#[test]
+fn byte_classes_equal_their_lists() {
+    for byte in 0..=255_u8 {
+        let is = |class| all_are(&[byte], class);
+        // RFC 9110, 5.6.2: the bytes of a token.
+        let token = byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte);
+        let host = byte.is_ascii_graphic() && !b",/@?#\\\"<>".contains(&byte);
+        let text = byte == b'\t' || (byte >= b' ' && byte != 0x7f);
+        let expected = (token, host, text, byte.is_ascii_graphic());
+        assert_eq!((is(TOKEN), is(HOST), is(TEXT), is(GRAPHIC)), expected, "{byte}");
+    }
+    assert!(all_are(b"GET", TOKEN) && !all_are(b"G(T", TOKEN));
 }
 
 #[test]

@@ -152,6 +152,10 @@ impl Forward<'_> {
         });
     }
 
+    #[expect(
+        clippy::expect_used,
+        reason = "a thread locks its own scratch only, and a panic of a thread ends the step"
+    )]
     fn attend(&self, job: &AttentionJob) {
         let heads = job.kv.heads;
         let tasks = &self.layout.tasks;

@@ -202,6 +202,7 @@ impl Loader<'_> {
 
     /// Packs a matrix of `rows` rows. `source` names the tensor and row of each; rows
     /// without a source stay zero, as does the padding.
+    #[expect(clippy::expect_used, reason = "one thread locks each panel, once")]
     fn pack<'t>(
         &self,
         rows: usize,

@@ -102,6 +102,10 @@ impl Pool {
     ///
     /// # Panics
     /// If `work` panics. The panic is passed on after all threads have left `work`.
+    #[expect(
+        clippy::expect_used,
+        reason = "a pass has fewer than 2^32 chunks, because the KV pool and the model bound it"
+    )]
     pub(super) fn run(&self, chunks: usize, work: &PassFn<'_>) {
         // Waking a helper costs more than one chunk takes.
         if chunks <= 1 || self.helpers.is_empty() {
@@ -196,6 +200,10 @@ impl Shared {
     }
 
     /// Claims and runs chunks until none is left. Returns true if it ran at least one.
+    #[expect(
+        clippy::expect_used,
+        reason = "a chunk can be claimed only after its pass is published"
+    )]
     fn claim_all(&self, thread: usize) -> bool {
         let mut any = false;
         while let Some(left) = self.claim() {

@@ -494,6 +494,10 @@ unsafe impl Send for Module {}
 
 impl Module {
     /// Returns a kernel of the module by its name.
+    #[expect(
+        clippy::expect_used,
+        reason = "names of kernels are identifiers in this crate's source, without a zero byte"
+    )]
     pub(super) fn function(&self, name: &str) -> Result<Function, DriverFault> {
         let name = CString::new(name).expect("kernels' names are identifiers");
         // SAFETY: the module lives.

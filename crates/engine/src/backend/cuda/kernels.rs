@@ -361,6 +361,7 @@ pub fn feed(args: FeedArgs) -> Launch<FeedArgs> {
 }
 
 /// Returns the launch that fills at most 2^40 words with one value.
+#[expect(clippy::expect_used, reason = "2^40 words are more than any device has")]
 pub fn fill(args: FillArgs) -> Launch<FillArgs> {
     let blocks = u32::try_from(args.count.div_ceil(256)).expect("no buffer has so many words");
     Launch { kernel: "fill", grid: [blocks, 1, 1], threads: 256, args }

@@ -188,6 +188,7 @@ fn listing(wanted: &DeviceSelector, listed: &[String]) -> String {
 
 /// Returns the class of a device from its product name. Times of devices of one class
 /// are comparable, and limits are set by class.
+#[expect(clippy::expect_used, reason = "the fallback is a constant that follows the rules")]
 pub fn device_class(name: &str) -> DeviceClass {
     let lower = name.to_ascii_lowercase();
     let words: Vec<&str> = lower.split(|c: char| !c.is_ascii_alphanumeric()).collect();

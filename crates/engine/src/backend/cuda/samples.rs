@@ -293,6 +293,10 @@ impl SampledLayout {
     }
 
     /// Reads the results from host memory.
+    #[expect(
+        clippy::expect_used,
+        reason = "the layout gives each word four bytes within the buffer"
+    )]
     pub(super) fn read(
         self,
         bytes: &[u8],

@@ -105,6 +105,32 @@ fn choices_equal_separate_requests() {
 }
 
 #[test]
+fn stop_token_ends_choice() {
+    let plain = Bench::new(256).alone(ask(3, &prompt(3, 9), 30)).tokens(0);
+    assert_eq!(plain.len(), 30, "the control");
+    let stop = plain[7];
+    let (mut submission, ears) = ask(3, &prompt(3, 9), 30);
+    submission.sampling.stop_tokens = vec![END, stop];
+    let heard = Bench::new(256).alone((submission, ears));
+    assert_eq!(heard.reasons, [Some(FinishReason::Stop)]);
+    let first = plain.iter().position(|token| *token == stop).expect("sampled");
+    assert_eq!(heard.tokens(0), plain[..=first]);
+}
+
+#[test]
+fn ignored_end_token_ends_nothing() {
+    for (ignores_end, reason) in [(false, FinishReason::Stop), (true, FinishReason::Length)] {
+        let (mut submission, ears) = ask(4, &prompt(4, 9), 12);
+        submission.sampling.logit_bias = vec![(END, 100.0)];
+        submission.sampling.ignores_end = ignores_end;
+        let heard = Bench::new(256).alone((submission, ears));
+        assert_eq!(heard.reasons, [Some(reason)]);
+        assert_eq!(heard.tokens(0).len(), if ignores_end { 12 } else { 1 });
+        assert!(heard.tokens(0).iter().all(|token| *token == END));
+    }
+}
+
+#[test]
 fn several_prompts_give_several_choices() {
     let prompts = [prompt(1, 30), prompt(2, 17), prompt(3, 1)];
     let prompts: Vec<&[u32]> = prompts.iter().map(Vec::as_slice).collect();

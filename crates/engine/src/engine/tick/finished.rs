@@ -10,8 +10,9 @@ use crate::backend::Transfers;
 use crate::engine::charge::Tokens;
 use crate::engine::journal::{StepRecord, StepShare};
 use crate::engine::submission::{Flow, GeneratedToken};
-use crate::kv::Fork;
+use crate::kv::{Fork, blocks_for};
 use crate::meter::BookedStep;
+use crate::schedule::is_large;
 
 impl Core {
     /// Commits the results of a step: cache positions, counts, tokens and forks.
@@ -123,6 +124,8 @@ impl Core {
             if part.is_billed() {
                 request.attributed += attributed;
                 self.charge(part, attributed);
+            } else {
+                self.count_repeated(part, attributed);
             }
         }
         let record = StepRecord { step, started, busy, shares: &booked };
@@ -136,6 +139,18 @@ impl Core {
         for id in requests {
             let request = self.requests.get_mut(&id).expect("a sequence belongs to a live request");
             *request.transfers.get_or_insert_default() += transfers;
+        }
+    }
+
+    /// Counts repeated work of a large sequence in the virtual time of its share owner. The
+    /// tenant does not pay for the work, but its request took the device from others. Otherwise a
+    /// large sequence that gives way would be read first again and again.
+    fn count_repeated(&mut self, part: &Part, attributed: DeviceNanos) {
+        let Some(sequence) = self.sequences.get(&part.sequence) else { return };
+        if is_large(blocks_for(sequence.tokens.len() as u32), self.pool.total()) {
+            let counted =
+                self.policy.counted(attributed, Tokens { read: part.tokens, generated: 0 });
+            self.shares.charge(sequence.node, counted, DeviceNanos::ZERO, DeviceNanos::ZERO);
         }
     }
 

@@ -52,6 +52,78 @@ fn idle_time_earns_no_credit() {
     assert_eq!(shares.holder_counter(back), counted(millis(800)));
 }
 
+/// Returns an entry of a queue.
+fn entry(number: u64) -> Waiting {
+    let sequence = SequenceId(number);
+    Waiting {
+        sequence,
+        request: sequence,
+        rank: Rank::again(sequence),
+        deadline: MonotonicTime(0),
+        tokens: 1,
+        pending: 1,
+        most: 2,
+        rows: Rows::Last,
+        followers: 0,
+        predicted: DeviceNanos::ZERO,
+    }
+}
+
+#[test]
+fn credit_of_node_without_queue_is_bounded() {
+    // (an entry of the slow tenant waits, its virtual time in milliseconds at the end)
+    for (waits, expected) in [(false, 650), (true, 300)] {
+        let mut shares = Shares::default();
+        let (busy, slow) = (shares.enter(&of(0)), shares.enter(&of(1)));
+        shares.book(busy, millis(900));
+        shares.book(slow, millis(300));
+        if waits {
+            shares.push(slow, entry(1));
+        }
+        shares.bound_credit(slow, millis(250));
+        assert_eq!(shares.holder_counter(slow), counted(millis(expected)), "{waits}");
+        assert_eq!(shares.holder_counter(busy), counted(millis(900)), "{waits}");
+    }
+}
+
+#[test]
+fn credit_is_kept_while_another_node_waits() {
+    // (an entry of a third tenant waits, the virtual time of the slow one in milliseconds)
+    for (waits, expected) in [(false, 650), (true, 0)] {
+        let mut shares = Shares::default();
+        let (busy, third) = (shares.enter(&of(0)), shares.enter(&of(2)));
+        let slow = shares.enter(&of(1));
+        shares.book(busy, millis(900));
+        if waits {
+            shares.push(third, entry(1));
+        }
+        shares.bound_credit(slow, millis(250));
+        assert_eq!(shares.holder_counter(slow), counted(millis(expected)), "{waits}");
+    }
+}
+
+#[test]
+fn predicted_time_of_others_ends_no_credit() {
+    let mut shares = Shares::default();
+    let (reader, slow) = (shares.enter(&of(0)), shares.enter(&of(1)));
+    shares.charge(reader, millis(100), DeviceNanos::ZERO, millis(800));
+    shares.bound_credit(slow, millis(250));
+    assert_eq!(shares.holder_counter(slow), counted(millis(0)));
+}
+
+#[test]
+fn debt_of_node_that_left_is_bounded() {
+    let mut shares = Shares::default();
+    let (busy, slow) = (shares.enter(&of(0)), shares.enter(&of(1)));
+    shares.book(busy, millis(900));
+    shares.leave(busy);
+    shares.bound_credit(slow, millis(250));
+    assert_eq!(shares.holder_counter(slow), counted(millis(650)));
+    // The one that left keeps the rest of its debt.
+    let back = shares.enter(&of(0));
+    assert_eq!(shares.holder_counter(back), counted(millis(900)));
+}
+
 #[test]
 fn predicted_time_of_others_lifts_no_child() {
     let mut shares = Shares::default();
@@ -139,6 +211,7 @@ enum Act {
     Push { at: usize, fresh: bool, predicted: u64 },
     Take { at: usize },
     Charge { at: usize, time: u64, predicted: u64 },
+    BoundCredit { at: usize, most: u64 },
 }
 
 fn any_act() -> impl Strategy<Value = Act> {
@@ -151,6 +224,7 @@ fn any_act() -> impl Strategy<Value = Act> {
         2 => at().prop_map(|at| Act::Take { at }),
         4 => (at(), 0u64..1_000_000, 0u64..1_000_000)
             .prop_map(|(at, time, predicted)| Act::Charge { at, time, predicted }),
+        2 => (at(), 0u64..1_000_000).prop_map(|(at, most)| Act::BoundCredit { at, most }),
     ]
 }
 
@@ -198,18 +272,8 @@ fn play(acts: &[Act]) -> Shares {
                 } else {
                     Rank::again(sequence)
                 };
-                let waiting = Waiting {
-                    sequence,
-                    request: sequence,
-                    rank,
-                    deadline,
-                    tokens: 1,
-                    pending: 1,
-                    most: 2,
-                    rows: Rows::Last,
-                    followers: 0,
-                    predicted: DeviceNanos(predicted),
-                };
+                let predicted = DeviceNanos(predicted);
+                let waiting = Waiting { rank, deadline, predicted, ..entry(number) };
                 shares.push(here[at].key, waiting);
                 here[at].queues.push(rank);
             }
@@ -226,6 +290,11 @@ fn play(acts: &[Act]) -> Shares {
                     let after = DeviceNanos(predicted);
                     let before = std::mem::replace(before, after);
                     shares.charge(*key, DeviceNanos(time), before, after);
+                }
+            }
+            Act::BoundCredit { at, most } => {
+                if let Some(Here { key, .. }) = here.get(at) {
+                    shares.bound_credit(*key, DeviceNanos(most));
                 }
             }
             Act::Leave { .. } | Act::Push { .. } => {}

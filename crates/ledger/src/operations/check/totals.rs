@@ -4,7 +4,7 @@ use super::{Findings, LISTED};
 use crate::error::LedgerError;
 use crate::operations::query;
 use crate::rows::consistency::{Correction, EpochTiling, WrongDay, WrongPayment};
-use crate::rows::{Tables, consistency, epochs, refused_blocks};
+use crate::rows::{Tables, consistency, epochs, partly_rejected_blocks, refused_blocks};
 use crate::rules::correction::is_moved_from;
 
 /// Checks that each epoch's accounts sum to its measured time and energy.
@@ -116,10 +116,13 @@ pub(super) fn charges(tables: Tables<'_>, findings: &mut Findings) -> Result<(),
     Ok(())
 }
 
-/// Lists the skipped blocks, as remarks.
+/// Lists the blocks that were skipped or posted in part, as remarks.
 pub(super) fn refused(tables: Tables<'_>, findings: &mut Findings) -> Result<(), LedgerError> {
     for (epoch, block, reason) in refused_blocks::reasons(tables)? {
         findings.add("refused", format!("block {block} of {epoch} was skipped: {reason}"));
+    }
+    for (epoch, block, reason) in partly_rejected_blocks::reasons(tables)? {
+        findings.add("refused", format!("block {block} of {epoch} was posted in part: {reason}"));
     }
     Ok(())
 }

@@ -43,7 +43,7 @@ pub struct AttemptRow {
 /// All rows that the checks need.
 #[derive(Debug, Default)]
 pub struct LedgerRows {
-    pub lives: BTreeMap<String, Incarnation>,
+    pub incarnations: BTreeMap<String, Incarnation>,
     /// The end of each attempt, with its epoch and block.
     pub ended: HashMap<Owner, (String, u64, AttemptRow)>,
     pub charged: HashMap<Owner, AttemptRow>,
@@ -70,30 +70,30 @@ impl LedgerRows {
         let ledger = Connection::open_with_flags(path, OpenFlags::SQLITE_OPEN_READ_WRITE)?;
         ledger.busy_timeout(std::time::Duration::from_secs(10))?;
         ledger.execute_batch("PRAGMA query_only = 1; BEGIN")?;
-        let mut books = Self::default();
-        books.lives(&ledger)?;
-        books.entries(&ledger)?;
-        books.attempts(&ledger)?;
-        books.charges(&ledger)?;
-        books.days(&ledger)?;
-        books.oddities(&ledger)?;
-        books.chain(&ledger)?;
-        Ok(books)
+        let mut copy = Self::default();
+        copy.incarnations(&ledger)?;
+        copy.entries(&ledger)?;
+        copy.attempts(&ledger)?;
+        copy.charges(&ledger)?;
+        copy.days(&ledger)?;
+        copy.oddities(&ledger)?;
+        copy.chain(&ledger)?;
+        Ok(copy)
     }
 
-    fn lives(&mut self, ledger: &Connection) -> rusqlite::Result<()> {
+    fn incarnations(&mut self, ledger: &Connection) -> rusqlite::Result<()> {
         each(ledger, "SELECT epoch, last_block, ended FROM epochs", |row| {
-            let life = Incarnation {
+            let incarnation = Incarnation {
                 last_block: row.get(1)?,
                 ended: row.get(2)?,
                 ..Incarnation::default()
             };
-            self.lives.insert(row.get(0)?, life);
+            self.incarnations.insert(row.get(0)?, incarnation);
             Ok(())
         })?;
         each(ledger, "SELECT epoch, block FROM blocks JOIN epochs ON id = epoch_id", |row| {
-            let life = self.lives.entry(row.get(0)?).or_default();
-            life.blocks.insert(row.get(1)?, Sums::default());
+            let incarnation = self.incarnations.entry(row.get(0)?).or_default();
+            incarnation.blocks.insert(row.get(1)?, Sums::default());
             Ok(())
         })
     }
@@ -107,8 +107,8 @@ impl LedgerRows {
         each(ledger, query, |row| {
             let (epoch, block): (String, u64) = (row.get(0)?, row.get(1)?);
             let (kind, account, amount): (i64, i64, i64) = (row.get(2)?, row.get(3)?, row.get(4)?);
-            let life = self.lives.entry(epoch.clone()).or_default();
-            let Some(sums) = life.blocks.get_mut(&block) else {
+            let incarnation = self.incarnations.entry(epoch.clone()).or_default();
+            let Some(sums) = incarnation.blocks.get_mut(&block) else {
                 self.odd.push(format!("an entry of block {block} of {epoch}, which is not there"));
                 return Ok(());
             };

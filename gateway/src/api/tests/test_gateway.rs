@@ -1,5 +1,5 @@
-//! A gateway's rooms behind the front door, furnished for a test: routes,
-//! limits, ledger and keys are real, the workers are fakes.
+//! A gateway without its listeners, for tests: routes, limits, ledger and keys are
+//! real, and the workers are fakes.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 use tokio_util::sync::CancellationToken;
 use tollgate_admission::{Admission, AdmissionOptions};
-use tollgate_config::Config;
+use tollgate_config::{Config, LiveConfig};
 use tollgate_domain::{RequestId, TenantId};
 use tollgate_ledger::{Ledger, LedgerHandle};
 use tollgate_serving::idempotency::Idempotency;
@@ -20,8 +20,9 @@ use tollgate_serving::test_support::FakeWorker;
 use tollgate_serving::{Observer, Serving, ServingOptions};
 
 use crate::Clock;
-use crate::api::Api;
-use crate::auth::{Authenticator, KeyOptions, KeyStore};
+use crate::api::{Api, body_budget};
+use crate::auth::{AuthenticatedCaller, Authenticator, KeyOptions, KeyStore};
+use crate::connection_owners::OwnerNumbers;
 use crate::read_limit::ReadLimit;
 use crate::reply::ApiError;
 use crate::routes::PublicRoutes;
@@ -38,7 +39,7 @@ plan = "open"
 plan = "open"
 "#;
 
-pub(crate) struct Room {
+pub(crate) struct TestGateway {
     pub(crate) api: Api,
     pub(crate) admission: Admission,
     /// Cancelled to end running requests at once.
@@ -50,22 +51,22 @@ pub(crate) struct Room {
     drawn: std::sync::atomic::AtomicU64,
 }
 
-impl Room {
-    /// A folder for sockets, before there is a room.
+impl TestGateway {
+    /// Makes a folder for sockets, before there is a gateway.
     pub(crate) fn folder() -> TempDir {
         tempfile::tempdir().expect("a folder")
     }
 
-    /// A room by `config` with `workers`, once all of them are connected.
+    /// Opens a gateway by `config` and waits until all `workers` are connected.
     pub(crate) async fn open(folder: TempDir, config: &str, workers: &[&FakeWorker]) -> Self {
-        let room = Self::open_at_once(folder, config, workers);
-        while room.api.serving.workers().connected().count() < workers.len() {
-            room.api.serving.workers().changed().await;
+        let gateway = Self::open_at_once(folder, config, workers);
+        while gateway.api.serving.workers().connected().count() < workers.len() {
+            gateway.api.serving.workers().changed().await;
         }
-        room
+        gateway
     }
 
-    /// Opens a room and does not wait for its workers.
+    /// Opens a gateway and does not wait for its workers.
     pub(crate) fn open_at_once(folder: TempDir, config: &str, workers: &[&FakeWorker]) -> Self {
         let config = Arc::new(Config::from_toml(Path::new("test.toml"), config).expect("a config"));
         let clock = Clock::system();
@@ -82,7 +83,7 @@ impl Room {
             workers: workers.iter().map(|worker| worker.endpoint.clone()).collect(),
             ledger: ledger.clone(),
             admission: admission.clone(),
-            config: Arc::clone(&config),
+            config: LiveConfig::new(Arc::clone(&config)),
             keys: Arc::new(store.clone()),
             idempotency: Idempotency::open(
                 folder.path(),
@@ -90,7 +91,7 @@ impl Room {
                 ledger.reader().clone(),
                 clock.clone(),
             )
-            .expect("keys of before"),
+            .expect("an idempotency store"),
             clock,
             observer: Arc::clone(&metrics) as Arc<dyn Observer>,
             stopping: stopping.clone(),
@@ -99,12 +100,20 @@ impl Room {
         let source_penalties =
             SourcePenalties::new(&config.gateway().penalties, Arc::clone(&metrics));
         let draining = CancellationToken::new();
-        let api = Api { serving, config, authenticator, source_penalties, metrics, draining };
+        let bodies = body_budget(&config.gateway().requests);
+        let owner_numbers = OwnerNumbers::default();
+        let api = Api {
+            serving,
+            config: LiveConfig::new(Arc::clone(&config)),
+            authenticator,
+            source_penalties,
+            owner_numbers,
+            metrics,
+            bodies,
+            draining,
+        };
         Self {
-            routes: PublicRoutes::new(
-                api.clone(),
-                &ReadLimit::by_caller(&api.config.gateway().reads),
-            ),
+            routes: PublicRoutes::new(api.clone(), &ReadLimit::by_caller(&config.gateway().reads)),
             api,
             admission,
             stopping,
@@ -115,7 +124,7 @@ impl Room {
         }
     }
 
-    /// The same room, with another key of `tenant`.
+    /// Uses another key for `tenant`.
     pub(crate) fn with_key(mut self, tenant: &'static str, key: &str) -> Self {
         self.keys.retain(|(name, _)| *name != tenant);
         self.keys.push((tenant, key.to_owned()));
@@ -166,7 +175,21 @@ impl Room {
         }
     }
 
-    /// The public id of `tenant`'s key.
+    /// Returns the authenticated caller with `tenant`'s key.
+    pub(crate) fn caller(&self, tenant: &str) -> AuthenticatedCaller {
+        let (_, key) = self.keys.iter().find(|(name, _)| *name == tenant).expect("a tenant");
+        let credential = format!("Bearer {key}").parse().expect("a header's value");
+        let headers = http::HeaderMap::from_iter([(header::AUTHORIZATION, credential)]);
+        let now = self.api.serving.clock().utc();
+        self.api.authenticator.authenticate(&headers, None, now).expect("a valid key")
+    }
+
+    /// Returns the secret of `tenant`'s key.
+    pub(crate) fn key(&self, tenant: &str) -> &str {
+        &self.keys.iter().find(|(name, _)| *name == tenant).expect("a tenant").1
+    }
+
+    /// Returns the public id of `tenant`'s key.
     pub(crate) fn key_id(&self, tenant: &str) -> String {
         let name = TenantId::new(tenant).expect("a name");
         self.api.authenticator.keys().list(Some(&name)).expect("keys")[0].id.to_string()
@@ -191,21 +214,21 @@ impl Room {
     }
 }
 
-/// Status and body as JSON.
+/// Returns the status and the body as JSON.
 pub(crate) async fn json(response: Response<Body>) -> (StatusCode, Value) {
     let (parts, body) = response.into_parts();
     let bytes = body.collect().await.expect("a body").to_bytes();
     (parts.status, serde_json::from_slice(&bytes).expect("JSON"))
 }
 
-/// Status and body as text.
+/// Returns the status and the body as text.
 pub(crate) async fn text(response: Response<Body>) -> (StatusCode, String) {
     let (parts, body) = response.into_parts();
     let bytes = body.collect().await.expect("a body").to_bytes();
     (parts.status, String::from_utf8(bytes.to_vec()).expect("text"))
 }
 
-/// The value of header `name`.
+/// Returns the value of header `name`.
 pub(crate) fn header<'a>(response: &'a Response<Body>, name: &str) -> &'a str {
     response.headers().get(name).map_or("", |value| value.to_str().expect("text"))
 }

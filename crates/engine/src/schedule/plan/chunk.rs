@@ -1,0 +1,118 @@
+//! Chunks: how many tokens of a prompt are read in the step.
+
+use std::ops::RangeInclusive;
+
+use tollgate_domain::{DeviceNanos, SequenceId, SequenceWork};
+
+use super::super::shares::Waiting;
+use super::super::{Chunk, Rows};
+use super::Planner;
+
+impl Planner<'_> {
+    /// Returns true if at least one token of the waiting entry fits into the step.
+    pub(super) fn has_room_to_read(&self, waiting: &Waiting) -> bool {
+        let &Waiting { pending, rows, .. } = waiting;
+        let pending = Pending { cached: 0, tokens: pending, rows };
+        self.most_to_read(pending) > 0 && (self.first_read || self.fits_time_budget(pending, 1))
+    }
+
+    /// Returns the number of `pending` tokens that fit into the step, or 0 if the step is
+    /// full.
+    pub(super) fn chunk(&self, pending: Pending) -> u32 {
+        let most = self.most_to_read(pending);
+        let least = if self.first_read { LEAST_CHUNK.min(most) } else { 0 };
+        let tokens = largest(least..=most, |tokens| self.fits_time_budget(pending, tokens));
+        // Kernels run faster on whole blocks than on odd ends.
+        if tokens < pending.tokens && tokens > LEAST_CHUNK {
+            tokens - tokens % LEAST_CHUNK
+        } else {
+            tokens
+        }
+    }
+
+    /// Returns the number of `pending` tokens that the device accepts beside the tokens
+    /// already in the step.
+    fn most_to_read(&self, Pending { tokens, rows, .. }: Pending) -> u32 {
+        match rows {
+            Rows::None => tokens.min(self.tokens_left),
+            // Without a free row the newest token must wait for the next step.
+            Rows::Last if self.rows_left == 0 => tokens.saturating_sub(1).min(self.tokens_left),
+            Rows::Last => tokens.min(self.tokens_left),
+            Rows::All => tokens.min(self.tokens_left).min(self.rows_left),
+        }
+    }
+
+    fn fits_time_budget(&self, pending: Pending, tokens: u32) -> bool {
+        let rows = pending.rows_of(tokens);
+        // Only the amount of work matters for the prediction, so the id is arbitrary.
+        let chunk = Chunk { sequence: SequenceId(0), tokens, blocks: 0, rows };
+        let mut cost = self.cost;
+        cost.add(&work(&chunk, pending.cached));
+        cost.predicted() <= self.step_time_budget()
+    }
+
+    fn step_time_budget(&self) -> DeviceNanos {
+        DeviceNanos(self.bounds.step_time_budget.as_nanos().min(u128::from(u64::MAX)) as u64)
+    }
+
+    pub(super) fn count(&mut self, chunk: Chunk, cached: u32) {
+        let work = work(&chunk, cached);
+        self.tokens_left -= work.new_tokens;
+        self.rows_left -= work.logit_rows;
+        self.cost.add(&work);
+    }
+}
+
+/// The tokens of a sequence that could be fed next.
+#[derive(Clone, Copy)]
+pub(super) struct Pending {
+    /// Tokens before them in the KV cache.
+    pub(super) cached: u32,
+    pub(super) tokens: u32,
+    pub(super) rows: Rows,
+}
+
+impl Pending {
+    /// Returns the logit rows of a chunk of `tokens` tokens. A chunk that does not reach the last
+    /// pending token has no last row.
+    pub(super) fn rows_of(self, tokens: u32) -> Rows {
+        match self.rows {
+            Rows::Last if tokens < self.tokens => Rows::None,
+            rows => rows,
+        }
+    }
+}
+
+/// Returns the largest value in `range` that fits. If a value fits, all smaller values must fit. The
+/// first value is assumed to fit and is never tested.
+fn largest(range: RangeInclusive<u32>, fits: impl Fn(u32) -> bool) -> u32 {
+    let (mut low, mut high) = range.into_inner();
+    while low < high {
+        // Rounding up keeps `middle` above `low`, so the loop ends.
+        let middle = low + (high - low).div_ceil(2);
+        if fits(middle) { low = middle } else { high = middle - 1 }
+    }
+    low
+}
+
+pub(in super::super) fn row_count(rows: Rows, tokens: u32) -> u32 {
+    match rows {
+        Rows::None => 0,
+        Rows::Last => 1,
+        Rows::All => tokens,
+    }
+}
+
+pub(in super::super) fn work(chunk: &Chunk, cached: u32) -> SequenceWork {
+    let &Chunk { sequence, tokens, rows, .. } = chunk;
+    SequenceWork {
+        sequence,
+        new_tokens: tokens,
+        logit_rows: row_count(rows, tokens),
+        context: cached,
+    }
+}
+
+/// Smallest first chunk of a step. This chunk is read even if the time budget is used up,
+/// so that prompts make progress beside any number of decoding sequences.
+const LEAST_CHUNK: u32 = 16;

@@ -1,0 +1,171 @@
+//! Room: the slots of the batch and the blocks of the KV cache that a sequence may use.
+
+use super::super::shares::{NodeId, Priority, Shares, VirtualTime, Waiting};
+use super::super::{Running, Spare, Tier};
+use super::{Candidate, Member, Planner};
+use crate::kv::blocks_for;
+
+/// Capacity that is left for new sequences.
+#[derive(Clone, Copy)]
+pub(super) struct FreeCapacity {
+    pub(super) free: u32,
+    /// Sequences in the batch, including the choices that will fork.
+    pub(super) sequences: u32,
+    /// KV blocks that the sequences in the batch will need soon.
+    pub(super) promised: u32,
+}
+
+impl Planner<'_> {
+    /// Returns true if the share owner and the tenant are both within the guard of the
+    /// smallest virtual time. Every sibling with requests counts.
+    pub(super) fn is_near_smallest(&self, priority: &Priority) -> bool {
+        let shares: &Shares = self.view.shares;
+        let near = |own: (VirtualTime, NodeId)| {
+            shares
+                .smallest_beside(own.1)
+                .is_none_or(|smallest| own.1 == smallest.1 || own.0 <= self.guarded(smallest))
+        };
+        // Batch work never uses the headroom while interactive requests exist.
+        let below = priority.tier == Tier::Batch && shares.has_requests(Tier::Interactive);
+        !below && near(priority.share_owner) && near(priority.tenant)
+    }
+
+    /// Returns the part of `free` blocks that a sequence may use. Only sequences near the
+    /// smallest virtual time may use the headroom.
+    fn allowed(&self, free: u32, near_smallest: bool) -> u32 {
+        free.saturating_sub(if near_smallest { 0 } else { self.headroom })
+    }
+
+    /// Returns the number of blocks that a candidate may use. Running sequences keep the
+    /// blocks that they will need soon, and each follower of the candidate will need one
+    /// block for its own tail.
+    pub(super) fn usable(&self, room: FreeCapacity, candidate: &Candidate<'_>) -> u32 {
+        // An empty batch has no sequence to protect. Without this case a request as large
+        // as the pool would never start.
+        if room.sequences == 0 {
+            return room.free;
+        }
+        let kept = room.promised + candidate.head.waiting.followers;
+        self.allowed(room.free, candidate.near_smallest).saturating_sub(kept)
+    }
+
+    /// Returns true if the candidate fits. A share owner that holds little may use the
+    /// spare capacity.
+    pub(super) fn fits(&self, room: FreeCapacity, candidate: &Candidate<'_>) -> bool {
+        self.leaves(room, candidate, self.bounds.spare)
+            || (self.leaves(room, candidate, Spare::default())
+                // In an empty batch the spare capacity is ignored, so that a request as
+                // large as the pool can start.
+                && (room.sequences == 0
+                    || !self.holds_as_much_as_spare(candidate.head.priority.share_owner.1)))
+    }
+
+    /// Returns true if the capacity suffices for the candidate and for `spare`.
+    fn leaves(&self, room: FreeCapacity, candidate: &Candidate<'_>, spare: Spare) -> bool {
+        let waiting = candidate.head.waiting;
+        let places = room.sequences + 1 + waiting.followers + spare.places;
+        let blocks = needed(waiting) + spare.blocks;
+        places <= self.bounds.max_sequences && blocks <= self.usable(room, candidate)
+    }
+
+    /// Returns true if the share owner already holds as much as the spare capacity, in
+    /// slots or in blocks.
+    fn holds_as_much_as_spare(&self, share_owner: NodeId) -> bool {
+        let (mut places, mut blocks) = (0, 0);
+        // Sequences admitted earlier in this step count too. Otherwise one owner could fill
+        // the spare capacity within one step.
+        let stays = self.batch.iter().filter(|member| !member.preempted);
+        let stays = stays.map(|member| {
+            let Running { key, blocks, followers, .. } = *member.running;
+            (key, 1 + followers, blocks)
+        });
+        let comes = self.decisions.admit.iter().zip(&self.admitted);
+        let comes = comes.map(|(&(key, _), chunk)| (key, 1, chunk.blocks));
+        for (key, more_places, more_blocks) in stays.chain(comes) {
+            if self.view.shares.priority(key).share_owner.1 == share_owner {
+                places += more_places;
+                blocks += more_blocks;
+            }
+        }
+        let Spare { places: spare_places, blocks: spare_blocks } = self.bounds.spare;
+        places >= spare_places.max(1) || blocks >= spare_blocks.max(1)
+    }
+
+    /// Returns the number of blocks that a running sequence must hold for its next tokens.
+    /// Blocks are reserved in advance where the pool allows it. Returns `None` if the
+    /// sequence itself was preempted.
+    pub(super) fn blocks_to_grow(&mut self, at: usize) -> Option<u32> {
+        let Member { running, .. } = self.batch[at];
+        if !self.batch[at].grows() {
+            return Some(running.blocks);
+        }
+        let needed = blocks_for(running.cached + running.pending);
+        let near_smallest = self.is_near_smallest(&self.priority(at));
+        let mut usable = self.allowed(self.room.free, near_smallest);
+        while usable < needed - running.blocks {
+            let furthest = self.furthest_ahead(at);
+            let before = self.room.free;
+            self.preempt(furthest);
+            // No sequence further ahead is left, so the asking sequence itself was
+            // preempted.
+            if furthest == at {
+                return None;
+            }
+            // Blocks freed by preemption are usable even if the free ones are headroom.
+            usable += self.room.free - before;
+        }
+        let ahead = usable.saturating_sub(self.bounds.spare.blocks);
+        let more = (reserved(needed, running.most) - running.blocks)
+            .min(ahead)
+            .max(needed - running.blocks);
+        let blocks = running.blocks + more;
+        self.room.free -= more;
+        // The new blocks are no longer promised: the sequence holds them now.
+        self.room.promised -= running.soon(running.blocks) - running.soon(blocks);
+        Some(blocks)
+    }
+}
+
+impl Running {
+    /// Returns the number of further blocks that the sequence will need soon if it holds
+    /// `blocks`.
+    pub(super) fn soon(&self, blocks: u32) -> u32 {
+        let &Self { cached, pending, most, followers, .. } = self;
+        Growth { tokens: cached + pending, most, followers }.soon(blocks)
+    }
+}
+
+/// The expected growth of a sequence.
+pub(super) struct Growth {
+    pub(super) tokens: u32,
+    pub(super) most: u32,
+    pub(super) followers: u32,
+}
+
+impl Growth {
+    /// Returns the number of blocks that the sequence will need soon beyond the `blocks` that it
+    /// holds: for its next tokens, and one for each follower.
+    pub(super) fn soon(self, blocks: u32) -> u32 {
+        let Self { tokens, most, followers } = self;
+        blocks_for((tokens + SOON_TOKENS).min(most)).saturating_sub(blocks) + followers
+    }
+}
+
+/// Returns the number of blocks that a waiting entry needs to run: all its tokens and the
+/// first token to come.
+pub(super) fn needed(waiting: &Waiting) -> u32 {
+    blocks_for((waiting.tokens + 1).min(waiting.most).max(waiting.tokens))
+}
+
+/// Returns `needed` plus the blocks reserved in advance, up to the most that the sequence
+/// can use.
+pub(super) fn reserved(needed: u32, most: u32) -> u32 {
+    needed.next_multiple_of(RESERVE_BLOCKS).min(blocks_for(most)).max(needed)
+}
+
+/// Granularity of block reservation: 16 blocks hold 256 tokens.
+const RESERVE_BLOCKS: u32 = 16;
+/// Look-ahead for admission. New sequences may not use KV blocks that running sequences
+/// will need within this many tokens. Otherwise one of the sequences would soon be
+/// preempted.
+const SOON_TOKENS: u32 = 64;

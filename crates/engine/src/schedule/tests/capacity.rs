@@ -1,0 +1,263 @@
+//! Tests of decisions where the slots of the batch or the blocks of the cache are short.
+
+use super::*;
+
+#[test]
+fn blocked_queue_head_is_never_overtaken() {
+    for (followers, expected) in [(0, vec![7, 8]), (1, vec![7]), (2, vec![])] {
+        let mut scene = Scene::default();
+        for id in 1..=6 {
+            scene.runs(&seat("a"), decoding(id, 10));
+        }
+        scene.waits(&seat("b"), Waiting { followers, ..waiting(7, 4) });
+        scene.waits(&seat("c"), waiting(8, 4));
+        scene.waits(&seat("d"), waiting(9, 4));
+        assert_eq!(scene.admitted(100), expected, "{followers}");
+    }
+}
+
+#[test]
+fn prompt_starts_only_with_free_blocks() {
+    // Four blocks for the prompt, and four that the running sequence needs for 64 more
+    // tokens.
+    for (free, expected) in [(100, vec![2, 3]), (7, vec![]), (8, vec![2])] {
+        let mut scene = Scene::default();
+        scene.runs(&seat("a"), decoding(1, 10));
+        scene.waits(&seat("a"), waiting(2, 60));
+        scene.waits(&seat("a"), waiting(3, 4));
+        assert_eq!(scene.admitted(free), expected, "{free}");
+    }
+    // A lone request always fits: submission has checked that.
+    let mut scene = Scene::default();
+    scene.waits(&seat("a"), waiting(2, 60));
+    assert_eq!(scene.admitted(4), [2]);
+}
+
+#[test]
+fn blocks_are_reserved_ahead_within_the_maximum() {
+    for (cached, most, free, expected) in [
+        (10, 1_000, 100, 1),  // it has room
+        (16, 1_000, 100, 16), // grown by a step
+        (16, 1_000, 3, 4),    // by what there is
+        (16, 40, 100, 3),     // by what it may need
+        (256, 1_000, 100, 32),
+    ] {
+        let mut scene = Scene::default();
+        let blocks = blocks_for(cached);
+        let running = Running { most, blocks, exclusive: blocks, ..decoding(1, cached) };
+        scene.runs(&seat("a"), running);
+        let decisions = scene.decide(free, &bounds());
+        assert_eq!(decisions.chunks[0].blocks, expected, "{cached} {most} {free}");
+    }
+}
+
+#[test]
+fn missing_blocks_come_from_tenant_furthest_ahead() {
+    let full = |id, cached| Running { blocks: 4, exclusive: 4, ..decoding(id, cached) };
+    for (ahead, expected) in [("a", 1), ("b", 3), ("c", 4)] {
+        let mut scene = Scene::default();
+        // Sequence 2 needs a fifth block.
+        scene.runs(&seat("a"), full(1, 50));
+        scene.runs(&seat("a"), full(2, 64));
+        scene.runs(&seat("b"), full(3, 50));
+        scene.runs(&seat("c"), full(4, 50));
+        scene.runs(&seat("c"), full(5, 60));
+        scene.charge(&seat(ahead), millis(100));
+        let decisions = scene.decide(0, &bounds());
+        assert_eq!(ids(&decisions.preempt), [expected], "{ahead}");
+        assert!(chunks(&decisions).contains(&(2, 1)), "{ahead}");
+    }
+}
+
+/// Returns a view in which `hog` holds all places but one of its own, is ahead of all
+/// others by `lead`, and `polite` waits.
+fn crowded(lead: DeviceNanos, preempted_at: Option<MonotonicTime>) -> Scene {
+    let mut scene = Scene::default();
+    for (id, cached) in [(1, 90), (2, 30), (3, 60), (4, 120), (5, 90), (6, 90), (7, 90), (8, 90)] {
+        scene.runs(&seat("hog"), Running { preempted_at, ..decoding(id, cached) });
+    }
+    scene.waits(&seat("polite"), waiting(20, 10));
+    scene.charge(&seat("hog"), lead);
+    scene
+}
+
+#[test]
+fn tenant_beyond_guard_loses_its_least_computed() {
+    for (lead, expected) in
+        [(GUARD, vec![]), (DeviceNanos(GUARD.nanos() + 1), vec![2]), (millis(9_000), vec![2])]
+    {
+        // Only places are scarce, not KV blocks.
+        let decisions = crowded(lead, None).decide(100, &bounds());
+        assert_eq!(ids(&decisions.preempt), expected, "{lead}");
+        assert_eq!(admitted(&decisions).len(), expected.len(), "{lead}");
+    }
+}
+
+#[test]
+fn preempted_sequence_rests_before_next_preemption() {
+    for (seconds, expected) in [(0, 0), (4, 0), (5, 1), (50, 1)] {
+        let at = MonotonicTime(NOW.0 - seconds * 1_000_000_000);
+        let decisions = crowded(millis(9_000), Some(at)).decide(100, &bounds());
+        assert_eq!(decisions.preempt.len(), expected, "{seconds}");
+    }
+}
+
+#[test]
+fn preemption_frees_enough_or_nothing() {
+    // The candidate needs 13 blocks; the sequences of the hog hold 52 in all.
+    for (cached, rested, expected) in [(200, 8, 3), (200, 2, 0), (60, 1, 1)] {
+        let mut scene = Scene::default();
+        for id in 1..=8 {
+            let at = if id <= rested { None } else { Some(NOW) };
+            let running = Running { most: 100, preempted_at: at, ..decoding(id, 95) };
+            scene.runs(&seat("hog"), Running { blocks: 7, exclusive: 6, ..running });
+        }
+        scene.waits(&seat("polite"), waiting(20, cached));
+        scene.charge(&seat("hog"), millis(9_000));
+        let bounds = Bounds { max_sequences: 9, ..bounds() };
+        let decisions = scene.decide(0, &bounds);
+        assert_eq!(decisions.preempt.len(), expected, "{cached} {rested}");
+        assert_eq!(decisions.admit.len(), expected.min(1), "{cached} {rested}");
+        // The step continues without the preempted sequences.
+        assert_eq!(chunks(&decisions).len(), 8 - expected + expected.min(1));
+    }
+}
+
+/// A scene of three tenants. The prompt of "large" needs 61 of 100 blocks.
+fn beside_large_prompt() -> Scene {
+    let mut scene = Scene::default();
+    scene.runs(&seat("small"), decoding(1, 300));
+    scene.waits(&seat("large"), waiting(2, 960));
+    scene.waits(&seat("other"), waiting(3, 40));
+    // The large request is first in the order.
+    scene.charge(&seat("small"), millis(400));
+    scene.charge(&seat("other"), millis(100));
+    scene
+}
+
+#[test]
+fn large_request_without_room_is_passed() {
+    let scene = beside_large_prompt();
+    let decisions = scene.decide(60, &bounds());
+    assert_eq!((admitted(&decisions), decisions.preempt.len()), (vec![3], 0));
+    // Its owner is behind the others, so it is lifted.
+    assert_eq!(decisions.passed.len(), 1);
+    // With room it comes first.
+    let decisions = scene.decide(90, &bounds());
+    assert_eq!((admitted(&decisions)[0], decisions.passed.len()), (2, 0));
+}
+
+#[test]
+fn large_request_preempts_only_owners_beyond_their_part() {
+    for (sequences, expected) in [(1, 0), (3, 1)] {
+        let mut scene = Scene::default();
+        for id in 1..=sequences {
+            scene.runs(&seat("hog"), Running { most: 300, ..decoding(id, 300) });
+        }
+        scene.waits(&seat("large"), waiting(9, 900));
+        scene.charge(&seat("hog"), millis(9_000));
+        let decisions = scene.decide(56, &bounds());
+        assert_eq!(decisions.preempt.len(), expected, "{sequences}");
+    }
+}
+
+#[test]
+fn large_sequence_gives_way_without_rest() {
+    for (cached, expected) in [(1_000, 1), (300, 0)] {
+        let mut scene = Scene::default();
+        let preempted_at = Some(NOW);
+        scene.runs(&seat("large"), Running { preempted_at, ..reading(1, cached, 40) });
+        scene.waits(&seat("small"), waiting(2, 200));
+        // The large sequence is behind, and was preempted a moment ago.
+        scene.charge(&seat("small"), millis(9_000));
+        assert_eq!(scene.decide(5, &bounds()).preempt.len(), expected, "{cached}");
+    }
+}
+
+#[test]
+fn lone_tenant_has_no_large_request() {
+    let mut scene = Scene::default();
+    scene.runs(&seat("a"), decoding(1, 600));
+    scene.waits(&seat("a"), waiting(2, 960));
+    scene.waits(&of_key("a", "other"), waiting(3, 40));
+    assert_eq!(scene.admitted(60), [0; 0]);
+}
+
+#[test]
+fn tenant_never_preempts_itself_for_another_key() {
+    let mut scene = Scene::default();
+    for id in 1..=8 {
+        scene.runs(&of_key("a", "greedy"), decoding(id, 20));
+    }
+    scene.charge(&of_key("a", "greedy"), millis(9_000));
+    scene.waits(&of_key("a", "modest"), waiting(20, 10));
+    let decisions = scene.decide(100, &bounds());
+    assert_eq!((decisions.preempt.len(), decisions.admit.len()), (0, 0));
+}
+
+#[test]
+fn interactive_work_preempts_batch_work_at_once() {
+    let mut scene = Scene::default();
+    for id in 1..=8 {
+        scene.runs(&Seat { tier: Tier::Batch, ..seat("jobs") }, decoding(id, 20));
+    }
+    scene.waits(&seat("a"), waiting(20, 10));
+    let decisions = scene.decide(100, &bounds());
+    assert_eq!(ids(&decisions.preempt), [8]);
+    assert_eq!(admitted(&decisions), [20]);
+}
+
+#[test]
+fn headroom_is_for_tenants_near_smallest() {
+    for (lead, expected) in [(GUARD, vec![20]), (millis(251), vec![])] {
+        // 12 of 100 blocks are free. The candidate needs one, the running sequence four.
+        let mut scene = Scene::default();
+        scene.runs(&seat("behind"), decoding(1, 10));
+        scene.waits(&seat("ahead"), waiting(20, 15));
+        scene.charge(&seat("ahead"), lead);
+        assert_eq!(scene.admitted(12), expected, "{lead}");
+        // Growth follows the same rule: the tenant gives up a sequence of its own first.
+        let mut scene = Scene::default();
+        scene.runs(&seat("behind"), decoding(1, 10));
+        scene.runs(&seat("ahead"), Running { blocks: 2, exclusive: 2, ..decoding(2, 32) });
+        scene.charge(&seat("ahead"), lead);
+        let grown = scene.decide(10, &bounds()).preempt.is_empty();
+        assert_eq!(grown, !expected.is_empty(), "{lead}");
+    }
+}
+
+#[test]
+fn spare_capacity_is_for_smaller_share_owners() {
+    let one_place = Spare { places: 1, blocks: 0 };
+    let two_blocks = Spare { places: 0, blocks: 2 };
+    for (spare, running, free, who, expected) in [
+        (one_place, 7, 100, "hog", 0),
+        (one_place, 6, 100, "hog", 1),
+        (one_place, 7, 100, "other", 1),
+        (one_place, 8, 100, "other", 0),
+        // The six sequences of the hog hold 60 of 100 blocks; a candidate needs two.
+        (two_blocks, 6, 3, "hog", 0),
+        (two_blocks, 6, 4, "hog", 1),
+        (two_blocks, 6, 3, "other", 1),
+        (two_blocks, 6, 1, "other", 0),
+    ] {
+        let mut scene = Scene::default();
+        for id in 1..=running {
+            let running = Running { blocks: 10, exclusive: 10, most: 160, ..decoding(id, 90) };
+            scene.runs(&seat("hog"), running);
+        }
+        scene.waits(&seat(who), waiting(20, 20));
+        let decisions = scene.decide(free, &Bounds { spare, ..bounds() });
+        assert_eq!(decisions.admit.len(), expected, "{spare:?} {running} {free} {who}");
+    }
+    // With any number of owners in the batch, the last place is for an owner without one.
+    for (who, expected) in [("tenant-1", 0), ("tenant-8", 1)] {
+        let mut scene = Scene::default();
+        for id in 1..=7 {
+            scene.runs(&seat(&format!("tenant-{id}")), decoding(id, 20));
+        }
+        scene.waits(&seat(who), waiting(20, 20));
+        let decisions = scene.decide(50, &Bounds { spare: one_place, ..bounds() });
+        assert_eq!(decisions.admit.len(), expected, "{who}");
+    }
+}

@@ -1,0 +1,291 @@
+//! The manifest of a data folder: a small file beside the signing key that says which
+//! databases belong to the folder and how far they had come. A database that is
+//! missing, empty or older than the manifest has lost data. Nothing else shows that:
+//! a new database is made where there is none, and spent caps would be spent again.
+//!
+//! The file is written at each start and after each checkpoint, never with a commit,
+//! so it may be some seconds older than the databases.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+
+use aws_lc_rs::rand;
+use serde::{Deserialize, Serialize};
+
+use crate::error::StorageError;
+use crate::rows::identity::IdentityRows;
+
+/// The databases of a data folder, as they were at the last checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Manifest {
+    version: u32,
+    /// The newest signed checkpoint of the ledger: the number of records that it
+    /// covers, and the note. Its root hash is the ledger's identity.
+    checkpoint: Option<(u64, String)>,
+    /// The id of `keys.db`.
+    keys: i32,
+    /// The number of the newest change in `keys.db`.
+    key_changes: u64,
+    /// The ids that `idempotency.db` may have. Each start draws a new one, so a copy
+    /// from before the start has another. There are two only while a start changes
+    /// the id.
+    idempotency: Vec<i32>,
+}
+
+/// A database that has lost data, and how.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Loss {
+    /// The file's name in the data folder.
+    pub file: &'static str,
+    /// The damage, in words that follow the name.
+    pub what: String,
+}
+
+/// A manifest that cannot be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum ManifestError {
+    /// A file cannot be read or written.
+    #[error("{}: the manifest of the data folder cannot be read or written", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        source: io::Error,
+    },
+    /// The file is not a manifest of this version.
+    #[error("{}: not a manifest of version {VERSION}; if no database is damaged or old, remove the file", path.display())]
+    Torn {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A database cannot be read.
+    #[error("{}: cannot be read", path.display())]
+    Database {
+        /// The file.
+        path: PathBuf,
+        /// The cause.
+        source: StorageError,
+    },
+}
+
+impl Manifest {
+    /// Loads the manifest of the data folder `data`; `None` before the first start, or
+    /// in a folder of an earlier version.
+    ///
+    /// # Errors
+    /// The file cannot be read, or is no manifest.
+    pub fn load(data: &Path) -> Result<Option<Self>, ManifestError> {
+        let path = path_in(data);
+        let text = match fs::read(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(source) => return Err(ManifestError::File { path, source }),
+        };
+        let manifest = serde_json::from_slice(&text).ok();
+        manifest
+            .filter(|manifest: &Self| manifest.version == VERSION)
+            .map(Some)
+            .ok_or(ManifestError::Torn { path })
+    }
+
+    /// Returns the databases in `data` that have lost data since the manifest was
+    /// written. A file that is no database is not among them: the program that opens
+    /// it says so.
+    pub fn losses(&self, data: &Path) -> Vec<Loss> {
+        [LEDGER, KEYS, IDEMPOTENCY]
+            .into_iter()
+            .filter_map(|file| Some(Loss { file, what: self.loss_of(data, file)? }))
+            .collect()
+    }
+
+    /// Returns the loss of one database, as [`Self::losses`].
+    pub fn loss_of(&self, data: &Path, file: &'static str) -> Option<String> {
+        let path = data.join(file);
+        match fs::metadata(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Some("is missing".to_owned());
+            }
+            // All of a new database may still be in its log.
+            Ok(found) if found.len() == 0 && is_empty(&log_of(&path)) => {
+                return Some("is empty".to_owned());
+            }
+            _ => {}
+        }
+        let rows = IdentityRows::open(&path).ok()?;
+        match file {
+            LEDGER => self.loss_of_ledger(&rows),
+            KEYS => self.loss_of_keys(&rows),
+            _ => self.loss_of_idempotency(&rows),
+        }
+        .ok()
+        .flatten()
+    }
+
+    fn loss_of_ledger(&self, rows: &IdentityRows) -> Result<Option<String>, StorageError> {
+        let Some((size, note)) = &self.checkpoint else { return Ok(None) };
+        if rows.has_checkpoint(*size, note)? {
+            return Ok(None);
+        }
+        let newest = rows.newest_checkpoint()?.map_or(0, |(size, _)| size);
+        Ok(Some(format!(
+            "is another or an older ledger: the newest checkpoint here covers {size} records, \
+             the one in the file {newest}"
+        )))
+    }
+
+    fn loss_of_keys(&self, rows: &IdentityRows) -> Result<Option<String>, StorageError> {
+        if rows.id()? != self.keys {
+            return Ok(Some("is another database of keys".to_owned()));
+        }
+        let found = rows.newest_key_change()?;
+        Ok((found < self.key_changes).then(|| {
+            let lost = self.key_changes - found;
+            format!("is older: its last {lost} changes of keys are missing")
+        }))
+    }
+
+    fn loss_of_idempotency(&self, rows: &IdentityRows) -> Result<Option<String>, StorageError> {
+        let is_known = self.idempotency.contains(&rows.id()?);
+        Ok((!is_known).then(|| "is another or an older database of idempotency keys".to_owned()))
+    }
+
+    /// Writes the manifest of a start, once all three databases are open and before
+    /// requests are served.
+    ///
+    /// # Errors
+    /// A database or the manifest cannot be read or written.
+    pub fn begin(data: &Path) -> Result<(), ManifestError> {
+        let idempotency = IdentifiedFile::open(data, IDEMPOTENCY)?;
+        let (before, next) = (idempotency.id()?, new_id(data)?);
+        let keys = IdentifiedFile::open(data, KEYS)?;
+        if keys.id()? == 0 {
+            keys.set_id(new_id(data)?)?;
+        }
+        // Both ids, because the process may be killed between the two files.
+        Self::read(data, vec![before, next])?.write(data)?;
+        idempotency.set_id(next)?;
+        Self::read(data, vec![next])?.write(data)
+    }
+
+    /// Writes the manifest again if a checkpoint was signed or the keys have changed
+    /// since.
+    ///
+    /// # Errors
+    /// As [`Self::begin`].
+    pub fn refresh(data: &Path) -> Result<(), ManifestError> {
+        let Some(known) = Self::load(data)? else { return Ok(()) };
+        let found = Self::read(data, known.idempotency.clone())?;
+        if found == known { Ok(()) } else { found.write(data) }
+    }
+
+    /// Notes that an admin has put another ledger in the place of the old one.
+    ///
+    /// # Errors
+    /// As [`Self::begin`].
+    pub fn replace_ledger(data: &Path) -> Result<(), ManifestError> {
+        let Some(known) = Self::load(data)? else { return Ok(()) };
+        let checkpoint = IdentifiedFile::open(data, LEDGER)?.newest_checkpoint()?;
+        Self { checkpoint, ..known }.write(data)
+    }
+
+    fn read(data: &Path, idempotency: Vec<i32>) -> Result<Self, ManifestError> {
+        // The control of a benchmark runs without a ledger.
+        let checkpoint = match data.join(LEDGER).exists() {
+            true => IdentifiedFile::open(data, LEDGER)?.newest_checkpoint()?,
+            false => None,
+        };
+        let keys = IdentifiedFile::open(data, KEYS)?;
+        let (keys, key_changes) = (keys.id()?, keys.newest_key_change()?);
+        Ok(Self { version: VERSION, checkpoint, keys, key_changes, idempotency })
+    }
+
+    /// Replaces the file at once and durably: a crash leaves the old one or the new one.
+    fn write(&self, data: &Path) -> Result<(), ManifestError> {
+        let path = path_in(data);
+        let folder = path.parent().unwrap_or(data);
+        let unfinished = path.with_extension("new");
+        let write = || -> io::Result<()> {
+            let mut options = OpenOptions::new();
+            // A crash may have left an unfinished file.
+            options.write(true).create(true).truncate(true).mode(0o600);
+            let mut file = options.open(&unfinished)?;
+            writeln!(file, "{}", serde_json::to_string_pretty(self)?)?;
+            file.sync_all()?;
+            fs::rename(&unfinished, &path)?;
+            File::open(folder)?.sync_all()
+        };
+        write().map_err(|source| ManifestError::File { path: path.clone(), source })
+    }
+}
+
+impl std::fmt::Display for Loss {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} {}", self.file, self.what)
+    }
+}
+
+/// A database with its path, for errors.
+struct IdentifiedFile {
+    path: PathBuf,
+    rows: IdentityRows,
+}
+
+impl IdentifiedFile {
+    fn open(data: &Path, file: &str) -> Result<Self, ManifestError> {
+        let path = data.join(file);
+        match IdentityRows::open(&path) {
+            Ok(rows) => Ok(Self { path, rows }),
+            Err(source) => Err(ManifestError::Database { path, source }),
+        }
+    }
+
+    fn id(&self) -> Result<i32, ManifestError> {
+        self.named(self.rows.id())
+    }
+
+    fn set_id(&self, id: i32) -> Result<(), ManifestError> {
+        self.named(self.rows.set_id(id))
+    }
+
+    fn newest_key_change(&self) -> Result<u64, ManifestError> {
+        self.named(self.rows.newest_key_change())
+    }
+
+    fn newest_checkpoint(&self) -> Result<Option<(u64, String)>, ManifestError> {
+        self.named(self.rows.newest_checkpoint())
+    }
+
+    fn named<T>(&self, result: Result<T, StorageError>) -> Result<T, ManifestError> {
+        result.map_err(|source| ManifestError::Database { path: self.path.clone(), source })
+    }
+}
+
+fn path_in(data: &Path) -> PathBuf {
+    data.join("audit").join("manifest.json")
+}
+
+fn log_of(path: &Path) -> PathBuf {
+    crate::operations::wal::beside(path)
+}
+
+fn is_empty(path: &Path) -> bool {
+    fs::metadata(path).map_or(true, |found| found.len() == 0)
+}
+
+/// Draws an id that is not 0, which stands for no id.
+fn new_id(data: &Path) -> Result<i32, ManifestError> {
+    let mut bytes = [0; 4];
+    rand::fill(&mut bytes).map_err(|_| ManifestError::File {
+        path: path_in(data),
+        source: io::Error::other("no random bytes"),
+    })?;
+    Ok((i32::from_le_bytes(bytes) & i32::MAX).max(1))
+}
+
+const VERSION: u32 = 1;
+const LEDGER: &str = "ledger.db";
+const KEYS: &str = "keys.db";
+const IDEMPOTENCY: &str = "idempotency.db";

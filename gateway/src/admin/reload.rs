@@ -1,0 +1,56 @@
+//! The reload of the config, and its difference without effect.
+
+use std::sync::Arc;
+
+use axum::extract::{Query, State};
+use axum::response::{IntoResponse, Response};
+use axum::{Json, Router, routing};
+use http::StatusCode;
+use serde::{Deserialize, Serialize};
+
+use super::AdminState;
+use crate::reload::{ReloadError, ReloadRun};
+use crate::reply::ApiError;
+
+/// The query of a reload.
+#[derive(Deserialize)]
+struct Options {
+    /// Given with any value or none: the difference is shown and nothing changes.
+    dry_run: Option<String>,
+}
+
+/// The answer to a config that cannot be put in force.
+#[derive(Serialize)]
+struct Mistaken {
+    error: Mistakes,
+}
+
+#[derive(Serialize)]
+struct Mistakes {
+    message: String,
+    #[serde(rename = "type")]
+    kind: &'static str,
+    code: &'static str,
+    /// The mistakes, each with its place.
+    mistakes: Vec<String>,
+}
+
+pub(super) fn routes() -> Router<Arc<AdminState>> {
+    Router::new().route("/config/reload", routing::post(reload))
+}
+
+async fn reload(State(state): State<Arc<AdminState>>, Query(options): Query<Options>) -> Response {
+    let run = if options.dry_run.is_some() { ReloadRun::Dry } else { ReloadRun::Apply };
+    match state.reloader.reload("admin key", run).await {
+        Ok(report) => Json(report).into_response(),
+        Err(ReloadError::Ledger(_)) => ApiError::LedgerUnavailable.into_response(),
+        Err(ReloadError::Stopping) => ApiError::Draining.into_response(),
+        Err(error) => {
+            let mistakes = error.mistakes();
+            let message = format!("The config in force stays: {}", mistakes.join("; "));
+            let (kind, code) = ("invalid_request_error", "invalid_config");
+            let error = Mistakes { message, kind, code, mistakes };
+            (StatusCode::UNPROCESSABLE_ENTITY, Json(Mistaken { error })).into_response()
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! Requests of extreme shape: each one is small for its sender and large in one
+//! respect for the gateway.
+
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use crate::outcome::Question;
+
+/// The shape of a request. Sizes follow the default limits of `[gateway.requests]`.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "snake_case")]
+pub enum Shape {
+    /// 2,048 short messages, beyond the context of a small model.
+    ManyMessages,
+    /// Nearly 2 MiB of text in which each character is a JSON escape.
+    EscapedText,
+    /// Nearly 2 MiB of short words.
+    LongText,
+    /// Nearly 1 MiB of text for a model that does not exist.
+    UnknownModel,
+    /// A streamed answer of one token.
+    OneTokenStream,
+    /// Sixteen prompts with eight choices each, with echo and log-probabilities.
+    ManyPrompts,
+    /// A prompt of 900 words with a long answer.
+    LongPrompt,
+    /// A long answer with an idempotency key that no other request has.
+    OwnIdempotencyKey,
+    /// A stream with 300 entries in `logit_bias`.
+    ManyBiases,
+    /// A long stream with four stop strings of 256 bytes.
+    LongStops,
+    /// Eight streamed choices with the log-probabilities of twenty alternatives.
+    ManyChoices,
+}
+
+impl Shape {
+    /// Returns a request of this shape for `model`.
+    pub fn question(self, model: &str) -> Question {
+        let chat = |content: String, more: Value| chat(model, &content, more);
+        match self {
+            Self::ManyMessages => {
+                let message = json!({ "role": "user", "content": "hello there" });
+                asked(Question::CHAT, json!({ "model": model, "messages": vec![message; 2_048] }))
+            }
+            Self::EscapedText => {
+                // Six bytes on the wire for two of text. A serializer would not escape
+                // them.
+                let text = r"\u00e9".repeat(LONG / 6);
+                let body = format!(
+                    r#"{{"model":"{model}","messages":[{{"role":"user","content":"{text}"}}]}}"#
+                );
+                Question::chat(body.into(), false)
+            }
+            Self::LongText => chat("ab ".repeat(LONG / 3), json!({})),
+            Self::UnknownModel => chat("ab ".repeat(LONG / 6), json!({ "model": "no-such-model" })),
+            Self::OneTokenStream => {
+                chat("Say hello.".to_owned(), json!({ "max_tokens": 1, "stream": true }))
+            }
+            Self::ManyPrompts => asked(
+                Question::COMPLETIONS,
+                json!({
+                    "model": model, "prompt": vec!["Count from 1 to 20."; 16], "n": 8,
+                    "echo": true, "logprobs": 5, "max_tokens": 4,
+                }),
+            ),
+            Self::LongPrompt => {
+                chat("word ".repeat(900), json!({ "max_tokens": 100, "stream": true }))
+            }
+            Self::OwnIdempotencyKey => Question {
+                idempotency_key: Some("drill-".to_owned()),
+                ..chat(counting(), json!({ "max_tokens": 400 }))
+            },
+            Self::ManyBiases => {
+                let biases = (0..300).map(|token| (token.to_string(), json!(0.01)));
+                let biases: serde_json::Map<String, Value> = biases.collect();
+                let more = json!({ "logit_bias": biases, "max_tokens": 200, "stream": true });
+                chat(counting(), more)
+            }
+            Self::LongStops => {
+                let stops: Vec<String> = (0..4).map(|n| n.to_string().repeat(256)).collect();
+                chat(counting(), json!({ "stop": stops, "max_tokens": 900, "stream": true }))
+            }
+            Self::ManyChoices => chat(
+                counting(),
+                json!({
+                    "n": 8, "logprobs": true, "top_logprobs": 20, "max_tokens": 100,
+                    "stream": true,
+                }),
+            ),
+        }
+    }
+}
+
+/// Bytes of a long text: a body of 2 MiB with some space for the other fields.
+const LONG: usize = (2 << 20) - 4_096;
+
+fn counting() -> String {
+    "Count from 1 to 400.".to_owned()
+}
+
+/// Returns a chat with one message, and the fields of `more` instead of the usual ones.
+fn chat(model: &str, content: &str, more: Value) -> Question {
+    let mut body = json!({
+        "model": model, "temperature": 0,
+        "messages": [{ "role": "user", "content": content }],
+    });
+    if let (Value::Object(body), Value::Object(more)) = (&mut body, more) {
+        body.extend(more);
+    }
+    asked(Question::CHAT, body)
+}
+
+fn asked(path: &'static str, body: Value) -> Question {
+    let stream = body["stream"] == true;
+    Question { path, body: body.to_string().into(), stream, idempotency_key: None }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shapes_stay_within_default_body_limit() {
+        use Shape::*;
+        for shape in [
+            ManyMessages,
+            EscapedText,
+            LongText,
+            UnknownModel,
+            OneTokenStream,
+            ManyPrompts,
+            LongPrompt,
+            OwnIdempotencyKey,
+            ManyBiases,
+            LongStops,
+            ManyChoices,
+        ] {
+            let question = shape.question("m");
+            assert!(question.body.len() < 2 << 20, "{shape:?}: {}", question.body.len());
+            let body: Value = serde_json::from_slice(&question.body).expect("JSON");
+            assert_eq!(question.stream, body["stream"] == true, "{shape:?}");
+        }
+    }
+}

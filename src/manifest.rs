@@ -1,0 +1,134 @@
+//! The manifest of the data folder: what the subcommands do when a database is
+//! missing, empty or older than the folder.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use serde_json::json;
+use tokio_util::sync::CancellationToken;
+use tollgate_gateway::audit::record;
+use tollgate_ledger::{AdminAction, LedgerHandle, Loss, Manifest, ManifestError};
+
+use crate::common::now;
+
+/// Finds the databases that have lost data since the last run.
+///
+/// # Errors
+/// A database has lost data and `accept_loss` is false, or the manifest cannot be
+/// read.
+pub fn check(data: &Path, accept_loss: bool) -> Result<Vec<Loss>> {
+    let manifest = match Manifest::load(data) {
+        Ok(manifest) => manifest,
+        // The admin accepts that nothing is known of the databases.
+        Err(error @ ManifestError::Torn { .. }) if accept_loss => {
+            tracing::warn!(%error, "the manifest is damaged; a new one is written");
+            None
+        }
+        Err(error) => return Err(error.into()),
+    };
+    let losses = manifest.map_or(Vec::new(), |manifest| manifest.losses(data));
+    match (losses.is_empty(), accept_loss) {
+        (false, false) => bail!(refusal(data, &losses)),
+        (true, true) => tracing::warn!("--accept-loss has no effect: no database has lost data"),
+        _ => {}
+    }
+    for loss in &losses {
+        tracing::warn!(
+            file = loss.file,
+            "{loss}; --accept-loss: the gateway starts without the lost data"
+        );
+    }
+    Ok(losses)
+}
+
+/// Refuses to use one database that has lost data, for commands beside `up`: they
+/// must not make an empty one in its place.
+///
+/// # Errors
+/// The database is missing, empty or old, or the manifest cannot be read.
+pub fn refuse_loss(data: &Path, file: &'static str) -> Result<()> {
+    let Some(manifest) = Manifest::load(data)? else { return Ok(()) };
+    match manifest.loss_of(data, file) {
+        Some(what) => bail!(refusal(data, &[Loss { file, what }])),
+        None => Ok(()),
+    }
+}
+
+fn refusal(data: &Path, losses: &[Loss]) -> String {
+    let losses: Vec<String> = losses.iter().map(ToString::to_string).collect();
+    format!(
+        "data folder {} has lost data: {}. Restore a backup (`tollgate ledger restore FILE` for ledger.db, a copy for the others), \
+         or accept the loss with `tollgate up --accept-loss`, which the audit log records",
+        data.display(),
+        losses.join("; ")
+    )
+}
+
+/// Records that an admin accepted `losses`, if there are any.
+///
+/// # Errors
+/// The audit log cannot be written.
+pub async fn record_losses(ledger: &LedgerHandle, losses: &[Loss]) -> Result<()> {
+    if losses.is_empty() {
+        return Ok(());
+    }
+    let at = now();
+    let lost: Vec<_> =
+        losses.iter().map(|Loss { file, what }| json!({ "file": file, "what": what })).collect();
+    let action = AdminAction {
+        id: format!("loss-{}-{}", at.0, std::process::id()),
+        at,
+        operation: "data.loss_accepted".to_owned(),
+        actor: format!("uid {}", rustix::process::getuid().as_raw()),
+        user: None,
+        detail: json!({ "lost": lost }),
+    };
+    record(ledger, action).await.context("cannot write the audit log")
+}
+
+/// Writes the manifest of this start.
+///
+/// # Errors
+/// A database or the manifest cannot be read or written.
+pub async fn begin(data: &Path) -> Result<()> {
+    let data = data.to_owned();
+    // Reading and syncing files blocks.
+    tokio::task::spawn_blocking(move || Manifest::begin(&data))
+        .await?
+        .context("cannot write the manifest of the data folder")
+}
+
+/// Keeps the manifest up to date until `stop`. A failure is logged once: the old
+/// manifest stays valid and says less.
+pub async fn follow(data: PathBuf, stop: CancellationToken) {
+    let mut failing = false;
+    let mut ticks = tokio::time::interval(EVERY);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            () = stop.cancelled() => return,
+            _ = ticks.tick() => {}
+        }
+        let result = refresh(&data).await;
+        if let (Err(error), false) = (&result, failing) {
+            let error = format!("{error:#}");
+            tracing::error!(error, "cannot write the manifest of the data folder; trying again");
+        }
+        failing = result.is_err();
+    }
+}
+
+/// Writes the manifest if a checkpoint was signed or keys have changed since.
+///
+/// # Errors
+/// As [`begin`].
+pub async fn refresh(data: &Path) -> Result<()> {
+    let data = data.to_owned();
+    tokio::task::spawn_blocking(move || Manifest::refresh(&data))
+        .await?
+        .context("cannot write the manifest of the data folder")
+}
+
+/// Time between two looks for a newer checkpoint: the time between two checkpoints.
+const EVERY: Duration = Duration::from_secs(10);

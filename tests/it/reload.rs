@@ -1,0 +1,352 @@
+//! The configuration changes while the gateway runs: live keys take effect at the client's
+//! side, other keys wait for a restart, a mistake changes nothing, and no request is lost.
+
+use std::fs;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use http_body_util::BodyExt;
+use serde_json::{Value, json};
+use tollgate_loadtest::client::{Connection, Protocol, Target};
+
+use crate::support::{self, Tollgate, get, post, read, signal};
+
+const BASE: &str = r#"
+[gateway.reads]
+requests_per_second = 10_000
+request_burst = 100_000
+[gateway.connections]
+new_per_second = 10_000
+new_burst = 10_000
+[plans.open]
+requests_per_minute = 100_000
+concurrent = 256
+queued = 1024
+[plans.three]
+requests_per_minute = { limit = 60, burst = 3 }
+[tenants.acme]
+plan = "open"
+[tenants.other]
+plan = "open"
+"#;
+
+/// The path of the only request of these tests.
+const CHAT: &str = "/v1/chat/completions";
+
+fn ask(max_tokens: u32) -> Value {
+    json!({
+        "model": "tollgate-demo", "temperature": 0, "max_tokens": max_tokens,
+        "messages": [{ "role": "user", "content": "Count from 1 to 400." }],
+    })
+}
+
+fn write(gateway: &Tollgate, text: &str) {
+    // Replaced in one step: a reload must not read half a file.
+    let draft = gateway.config().with_extension("draft");
+    fs::write(&draft, text).expect("writes the config");
+    fs::rename(&draft, gateway.config()).expect("replaces the config");
+}
+
+async fn reload(admin: &Connection) -> (u16, Value) {
+    read(admin.post("/config/reload", Default::default()).await.expect("answers")).await
+}
+
+/// Returns the changes that a reload would make, as `key effect`.
+async fn difference(admin: &Connection) -> Vec<String> {
+    let answer = admin.post("/config/reload?dry_run", Default::default()).await.expect("answers");
+    let (status, report) = read(answer).await;
+    assert_eq!(status, 200, "{report}");
+    assert_eq!(report["applied"], false);
+    let changes = report["changes"].as_array().expect("changes").iter();
+    let word = |change: &Value, key: &str| change[key].as_str().expect("text").to_owned();
+    changes.map(|change| word(change, "key") + " " + &word(change, "effect")).collect()
+}
+
+/// Waits until the files of the gateway are in force.
+async fn until_in_force(admin: &Connection) {
+    let started = Instant::now();
+    while !difference(admin).await.is_empty() {
+        assert!(started.elapsed() < Duration::from_secs(20), "{:?}", difference(admin).await);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// Returns the value of a metric without labels.
+async fn metric(admin: &Connection, name: &str) -> f64 {
+    let answer = admin.get("/metrics").await.expect("answers");
+    let text = answer.into_body().collect().await.expect("a body").to_bytes();
+    let text = String::from_utf8(text.to_vec()).expect("text");
+    let line = text.lines().find_map(|line| line.strip_prefix(&format!("{name} ")));
+    line.expect(name).parse().expect("a number")
+}
+
+async fn status(connection: &Connection) -> u16 {
+    post(connection, CHAT, &ask(1)).await.0
+}
+
+#[tokio::test]
+async fn reload_applies_plans_and_tenants() {
+    let gateway = Tollgate::with_config(BASE);
+    let acme = gateway.connect(&gateway.key("acme", &[])).await;
+    let other = gateway.connect(&gateway.key("other", &[])).await;
+    let admin = gateway.connect_admin().await;
+    assert_eq!(status(&acme).await, 200);
+
+    // A plan by SIGHUP. The process goes on, and so do its connections.
+    write(
+        &gateway,
+        &BASE.replace("[tenants.acme]\nplan = \"open\"", "[tenants.acme]\nplan = \"three\""),
+    );
+    assert_eq!(metric(&admin, "tollgate_config_ok").await, 1.0);
+    signal(gateway.pid(), "HUP");
+    until_in_force(&admin).await;
+    let mut admitted = 0;
+    let started = Instant::now();
+    for _ in 0..12 {
+        admitted += u64::from(status(&acme).await == 200);
+    }
+    let most = 3 + started.elapsed().as_secs() + 1;
+    assert!((3..=most).contains(&admitted), "{admitted} of at most {most}");
+    // The control: the other tenant keeps its plan.
+    assert_eq!(status(&other).await, 200);
+
+    // A tenant by the admin's request. The key works from then on.
+    let more = format!("{BASE}[tenants.later]\nplan = \"open\"\n");
+    write(&gateway, &more);
+    let (answer, report) = reload(&admin).await;
+    assert_eq!((answer, &report["applied"]), (200, &json!(true)), "{report}");
+    let key = gateway.key("later", &[]);
+    let later = gateway.connect(&key).await;
+    assert_eq!(status(&later).await, 200);
+
+    // A tenant that goes gets 401 for new requests; what runs ends as it began.
+    let mut stream = ask(60);
+    stream["stream"] = json!(true);
+    let running = later.post(CHAT, stream.to_string().into()).await.expect("answers");
+    assert_eq!(running.status(), 200);
+    write(&gateway, BASE);
+    assert_eq!(reload(&admin).await.0, 200);
+    let (refused, body) = post(&later, CHAT, &ask(1)).await;
+    assert_eq!((refused, &body["error"]["code"]), (401, &json!("tenant_not_served")), "{body}");
+    assert!(support::rest(running).await.ends_with("data: [DONE]\n\n"));
+    assert_eq!(status(&acme).await, 200);
+}
+
+#[tokio::test]
+async fn reload_lists_restart_keys_without_effect() {
+    let gateway = Tollgate::with_config(BASE);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    let admin = gateway.connect_admin().await;
+    let text = BASE.replace("[gateway.reads]", "[gateway.requests]\nmessages = 1\n[gateway.reads]");
+    write(&gateway, &format!("{text}[plans.unused]\nconcurrent = 3\n"));
+    let (answer, report) = reload(&admin).await;
+    assert_eq!(answer, 200, "{report}");
+    assert_eq!(difference(&admin).await, ["gateway.requests.messages restart"]);
+    let two = json!({ "model": "tollgate-demo", "max_tokens": 1, "messages": [
+        { "role": "user", "content": "a" }, { "role": "assistant", "content": "b" },
+        { "role": "user", "content": "c" },
+    ]});
+    assert_eq!(post(&connection, CHAT, &two).await.0, 200);
+    // The control: after a restart the key has its effect.
+    let gateway = {
+        let mut gateway = gateway;
+        gateway.stop();
+        gateway.restart()
+    };
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    assert_eq!(post(&connection, CHAT, &two).await.0, 400);
+}
+
+#[tokio::test]
+async fn reload_with_mistakes_changes_nothing() {
+    let gateway = Tollgate::with_config(BASE);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    let admin = gateway.connect_admin().await;
+    let loaded = metric(&admin, "tollgate_config_loaded_timestamp_seconds").await;
+    assert!(loaded > 1_700_000_000.0);
+    let text = BASE
+        .replace("concurrent = 256", "concurrent = 0")
+        .replace("acme]", "acme]\npool = \"gone\"");
+    write(&gateway, &text);
+    let (answer, body) = reload(&admin).await;
+    assert_eq!((answer, &body["error"]["code"]), (422, &json!("invalid_config")), "{body}");
+    let mistakes = body["error"]["mistakes"].as_array().expect("mistakes");
+    let lines: Vec<&str> = mistakes.iter().filter_map(Value::as_str).collect();
+    assert_eq!(lines.len(), 2, "{lines:?}");
+    assert!(lines[0].contains("tollgate.toml:10: plans.open.concurrent: "), "{lines:?}");
+    assert!(lines[1].contains("tenants.acme.pool: unknown pool \"gone\""), "{lines:?}");
+    assert_eq!(metric(&admin, "tollgate_config_ok").await, 0.0);
+    assert_eq!(status(&connection).await, 200);
+    write(&gateway, BASE);
+    assert_eq!(reload(&admin).await.0, 200);
+    assert_eq!(metric(&admin, "tollgate_config_ok").await, 1.0);
+}
+
+#[test]
+fn config_commands_show_difference_of_running_gateway() {
+    let gateway = Tollgate::with_config(BASE);
+    let config = gateway.config().with_file_name("client.toml");
+    // The file of the command, which only names the gateway.
+    fs::write(&config, BASE).expect("writes");
+    let (config, data) = (config.display().to_string(), gateway.data().display().to_string());
+    let words = |action| {
+        ["config", action, "--url", &gateway.admin, "--data", &data, "--config", &config]
+            .map(str::to_owned)
+    };
+    let run =
+        |action, run: fn(&[&str]) -> String| run(&words(action).each_ref().map(String::as_str));
+    assert_eq!(run("diff", support::command), "no key differs from the config in force\n");
+    // A key that needs a restart, because a live one is soon in force by itself.
+    write(&gateway, &BASE.replace("= 100_000\n[gateway.conn", "= 99_999\n[gateway.conn"));
+    let shown = run("diff", support::command);
+    assert!(shown.starts_with("restart gateway.reads.request_burst  "), "{shown}");
+    assert!(
+        shown.ends_with("\n        100000 -> 99999\n0 changes live, 1 after a restart\n"),
+        "{shown}"
+    );
+    assert!(shown.lines().all(|line| line.chars().count() <= 80), "{shown}");
+    let shown = run("reload", support::command);
+    assert!(shown.ends_with("0 changes in force, 1 pending until a restart\n"), "{shown}");
+    write(&gateway, "[plans");
+    let shown = run("reload", support::failing);
+    assert!(shown.contains("the config in force stays, because:\n"), "{shown}");
+    assert!(shown.contains("tollgate.toml:1: "), "{shown}");
+}
+
+#[tokio::test]
+async fn changed_file_is_loaded_and_recorded() {
+    let mut gateway = Tollgate::with_config(BASE);
+    let admin = gateway.connect_admin().await;
+    write(&gateway, &BASE.replace("burst = 3", "burst = 4"));
+    until_in_force(&admin).await;
+    write(&gateway, &BASE.replace("burst = 3", "burst = 5"));
+    assert_eq!(reload(&admin).await.0, 200);
+    drop(admin);
+    assert_eq!(gateway.stop(), Some(0));
+    let out = gateway.data().join("export");
+    gateway.command(&["audit", "export", "--out", &out.display().to_string()]);
+    let lines = fs::read_to_string(out.join("records.jsonl")).expect("an export");
+    let records = lines.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON"));
+    let changed: Vec<Value> = records
+        .map(|line| line["record"].clone())
+        .filter(|record| record["operation.type"] == "config.changed")
+        .collect();
+    assert_eq!(changed.len(), 2, "{changed:#?}");
+    for (record, actors) in changed.iter().zip([&["file"][..], &["admin key", "file"]]) {
+        let text = record.to_string();
+        // The second file may be found before the admin asks.
+        assert!(actors.iter().any(|actor| text.contains(&format!("\"{actor}\""))), "{text}");
+        assert!(text.contains("\"key\":\"plans.three.requests_per_minute\""), "{text}");
+    }
+}
+
+/// A renewed certificate is seen by new connections, and open ones go on.
+#[tokio::test]
+async fn certificate_renewal_keeps_open_connections() {
+    let gateway = Tollgate::with_config(BASE);
+    let key = gateway.key("acme", &[]);
+    let admin = gateway.connect_admin().await;
+    let open = gateway.target(&key).connect(Protocol::Http2).await.expect("connects");
+    let mut stream = ask(60);
+    stream["stream"] = json!(true);
+    let running = open.post(CHAT, stream.to_string().into()).await.expect("answers");
+    assert_eq!(running.status(), 200);
+    // Another gateway has a certificate of another authority.
+    let other = Tollgate::demo();
+    let files = other.data().join("tls");
+    let shown = files.display();
+    let tls = format!(
+        "[gateway.tls]\ncertificate = \"{shown}/server.pem\"\nkey = \"{shown}/server.key\"\n"
+    );
+    write(&gateway, &format!("{BASE}{tls}"));
+    let (answer, report) = reload(&admin).await;
+    assert_eq!((answer, &report["certificate_renewed"]), (200, &json!(true)), "{report}");
+    assert_eq!(status(&open).await, 200);
+    assert!(support::rest(running).await.ends_with("data: [DONE]\n\n"));
+    let renewed = Target::new(&gateway.url, &files.join("ca.pem"), &key).expect("a target");
+    let connection = renewed.connect(Protocol::Http2).await.expect("trusts the new certificate");
+    assert_eq!(status(&connection).await, 200);
+    assert!(gateway.target(&key).connect(Protocol::Http2).await.is_err(), "the old one is gone");
+    // A key that does not belong to the certificate changes nothing.
+    let mismatched = tls.replace("server.key", "ca.key");
+    write(&gateway, &format!("{BASE}{mismatched}"));
+    let (answer, body) = reload(&admin).await;
+    assert_eq!(answer, 422, "{body}");
+    assert_eq!(status(&renewed.connect(Protocol::Http2).await.expect("connects")).await, 200);
+}
+
+/// Reloads ten times a second under load, every tenth file with a mistake: no request is
+/// lost or fails, and the rate of a limited tenant gives no free burst.
+#[tokio::test]
+async fn reloads_under_load_lose_no_request() {
+    let limited = format!("{BASE}[tenants.limited]\nplan = \"three\"\n");
+    let gateway = Tollgate::with_config(&limited);
+    let stop = Arc::new(AtomicBool::new(false));
+    let (served, failed) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+    let mut clients = tokio::task::JoinSet::new();
+    for tenant in ["acme", "other", "acme", "other"] {
+        let connection = gateway.connect(&gateway.key(tenant, &[])).await;
+        let (stop, served, failed) = (Arc::clone(&stop), Arc::clone(&served), Arc::clone(&failed));
+        clients.spawn(async move {
+            while !stop.load(Ordering::SeqCst) {
+                let answer = connection.post(CHAT, ask(2).to_string().into()).await;
+                let is_whole = match answer {
+                    Ok(answer) => {
+                        answer.status() == 200 && answer.into_body().collect().await.is_ok()
+                    }
+                    Err(_) => false,
+                };
+                if is_whole { &served } else { &failed }.fetch_add(1, Ordering::SeqCst);
+            }
+        });
+    }
+    let bursts = gateway.connect(&gateway.key("limited", &[])).await;
+    let admin = gateway.connect_admin().await;
+    let (started, mut admitted, mut reloads, mut bad) = (Instant::now(), 0, 0_u64, 0);
+    while started.elapsed() < Duration::from_secs(10) {
+        reloads += 1;
+        // Each file differs from the one before.
+        let text = limited.replace("queued = 1024", &format!("queued = {}", 1_000 + reloads % 7));
+        let is_bad = reloads % 10 == 0;
+        write(&gateway, &if is_bad { text.replace("= 256", "= \"many\"") } else { text });
+        let (answer, report) = reload(&admin).await;
+        assert_eq!(answer, if is_bad { 422 } else { 200 }, "{report}");
+        bad += u64::from(is_bad);
+        for _ in 0..2 {
+            admitted += u64::from(status(&bursts).await == 200);
+        }
+        let most = 3 + started.elapsed().as_secs() + 1;
+        assert!(admitted <= most, "{admitted} admitted, {most} allowed");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    stop.store(true, Ordering::SeqCst);
+    clients.join_all().await;
+    let (served, failed) = (served.load(Ordering::SeqCst), failed.load(Ordering::SeqCst));
+    println!("{reloads} reloads, {bad} with mistakes; {served} requests served, {failed} failed");
+    assert_eq!(failed, 0);
+    assert!(served > 0 && bad > 0);
+    let (_, report) = get(&admin, "/v1/status").await;
+    assert_eq!(report["ready"], true);
+}
+
+#[tokio::test]
+async fn second_signal_cuts_running_requests() {
+    let config =
+        format!("{BASE}[worker]\nengine = \"synthetic\"\n[worker.synthetic]\nstep = \"200ms\"\n");
+    let mut gateway = Tollgate::with_config(&config);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    let mut stream = ask(1_000);
+    stream["stream"] = json!(true);
+    let running = connection.post(CHAT, stream.to_string().into()).await.expect("answers");
+    assert_eq!(running.status(), 200);
+    signal(gateway.pid(), "INT");
+    let started = Instant::now();
+    // The request would run for minutes, and the drain is 30 s.
+    let ended = tokio::spawn(async move { running.into_body().collect().await.map(|_| ()) });
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    assert!(!ended.is_finished(), "the first signal lets requests run");
+    assert_eq!(gateway.stop(), Some(0));
+    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+    let _ = ended.await;
+}
