@@ -12,7 +12,7 @@ use tokio::time::{MissedTickBehavior, interval, sleep};
 use tollgate_config::{Change, Config, ConfigErrors, LiveConfig, Reload};
 use tollgate_edge::tls::{PreparedCertificate, TlsError, TlsIdentity};
 use tollgate_ledger::LedgerError;
-use tollgate_serving::Serving;
+use tollgate_serving::{Serving, with_causes};
 
 use crate::audit;
 use crate::auth::{Authenticator, IssuerError, PreparedIssuers};
@@ -101,13 +101,7 @@ impl ReloadError {
         if let Self::Config(errors) = self {
             return errors.problems().iter().map(ToString::to_string).collect();
         }
-        let mut line = self.to_string();
-        let mut cause = std::error::Error::source(self);
-        while let Some(error) = cause {
-            line = format!("{line}: {error}");
-            cause = error.source();
-        }
-        vec![line]
+        vec![with_causes(self)]
     }
 }
 

@@ -34,12 +34,12 @@ struct Guarded {
     wakers: HashMap<RequestId, Waker>,
 }
 
-impl Guarded {
-    /// Takes the wakers of holds whose state has changed. The caller wakes them without the
-    /// lock, because a waker may call into admission again.
-    fn wakers_of<'a>(&mut self, ids: impl IntoIterator<Item = &'a RequestId>) -> Vec<Waker> {
-        ids.into_iter().filter_map(|id| self.wakers.remove(id)).collect()
-    }
+/// Wakes the holds of `ids` after it has released the lock, because a waker may call into
+/// admission again.
+fn wake<'a>(mut guarded: MutexGuard<'_, Guarded>, ids: impl IntoIterator<Item = &'a RequestId>) {
+    let woken: Vec<Waker> = ids.into_iter().filter_map(|id| guarded.wakers.remove(id)).collect();
+    drop(guarded);
+    woken.into_iter().for_each(Waker::wake);
 }
 
 impl Admission {
@@ -65,9 +65,7 @@ impl Admission {
         let id = request.id.clone();
         let mut guarded = self.lock();
         let reserved = guarded.core.reserve(now, utc, request)?;
-        let woken = guarded.wakers_of(&reserved.gave_way);
-        drop(guarded);
-        woken.into_iter().for_each(Waker::wake);
+        wake(guarded, &reserved.gave_way);
         Ok(self.hold(id, reserved))
     }
 
@@ -90,9 +88,7 @@ impl Admission {
         // Under one lock, so that no other request takes the place in between.
         guarded.core.leave(&requester, &scopes);
         let reserved = guarded.core.reserve(now, utc, request)?;
-        let woken = guarded.wakers_of(&reserved.gave_way);
-        drop(guarded);
-        woken.into_iter().for_each(Waker::wake);
+        wake(guarded, &reserved.gave_way);
         Ok(self.hold(id, reserved))
     }
 
@@ -167,11 +163,7 @@ impl Admission {
     pub fn expire(&self, now: MonotonicTime) -> Swept {
         let mut guarded = self.lock();
         let swept = guarded.core.expire(now);
-        // Collected under the lock and woken after it.
-        let ended = swept.timed_out.iter().chain(&swept.expired).chain(&swept.promoted);
-        let woken = guarded.wakers_of(ended);
-        drop(guarded);
-        woken.into_iter().for_each(Waker::wake);
+        wake(guarded, swept.timed_out.iter().chain(&swept.expired).chain(&swept.promoted));
         swept
     }
 
@@ -194,10 +186,7 @@ impl Admission {
     pub fn adopt(&self, now: MonotonicTime, new_limits: &NewLimits<'_>) {
         let mut guarded = self.lock();
         let promoted = guarded.core.adopt(now, new_limits);
-        let woken: Vec<Waker> =
-            promoted.iter().filter_map(|id| guarded.wakers.remove(id)).collect();
-        drop(guarded); // a waker may call into admission again
-        woken.into_iter().for_each(Waker::wake);
+        wake(guarded, &promoted);
     }
 
     /// Returns the number of holds and scopes in memory.
@@ -212,9 +201,7 @@ impl Admission {
     ) -> Result<Settlement, ResolveError> {
         let mut guarded = self.lock();
         let settlement = act(&mut guarded.core)?;
-        let woken = guarded.wakers_of(settlement.promoted.iter().chain([id]));
-        drop(guarded); // a waker may call into admission again
-        woken.into_iter().for_each(Waker::wake);
+        wake(guarded, settlement.promoted.iter().chain([id]));
         Ok(settlement)
     }
 

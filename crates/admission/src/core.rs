@@ -151,17 +151,14 @@ impl Core {
             if limited.limits.requests.is_none() {
                 continue;
             }
+            let refused = |state: &mut ScopeState| {
+                state.refresh_requests(limited, now);
+                state.requests_are_spent(scope)
+            };
             let refused = match self.scopes.get_mut(scope) {
-                Some(state) => {
-                    state.refresh_requests(limited, now);
-                    state.requests_are_spent(scope)
-                }
+                Some(state) => refused(state),
                 // Only a first request pays for the clone of the scope's name.
-                None => {
-                    let state = self.scopes.entry(scope.clone()).or_insert_with(ScopeState::new);
-                    state.refresh_requests(limited, now);
-                    state.requests_are_spent(scope)
-                }
+                None => refused(self.scopes.entry(scope.clone()).or_insert_with(ScopeState::new)),
             };
             let Some(refusal) = refused else { continue };
             // The strongest refusal tells the client the longest wait.
@@ -576,8 +573,9 @@ impl Core {
 
     /// Promotes waiting requests into the places that `freed` released. The widest scope
     /// comes first, then the member of the scope with the fewest running requests, then the
-    /// order of arrival. A request that another of its scopes blocks is skipped. Scopes without a limit on concurrency block no request, so their waiting
-    /// requests are not scanned.
+    /// order of arrival. A request that another of its scopes blocks is skipped. Scopes
+    /// without a limit on concurrency block no request, so their waiting requests are not
+    /// scanned.
     fn promote(&mut self, freed: &HoldRecord) -> Vec<RequestId> {
         let mut promoted = Vec::new();
         // The widest scope is last; it concerns the most waiting requests.

@@ -8,6 +8,18 @@ use std::time::Duration;
 use tollgate_admission::{Offence, Penalty};
 use tollgate_domain::{PlanName, RequestId};
 
+/// Returns an error with its causes, on one line.
+pub fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    text
+}
+
 /// The reason why a request was not served.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RequestError {

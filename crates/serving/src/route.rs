@@ -53,6 +53,8 @@ fn place(
             .is_some_and(|served| served.class == model.class && served.hash == model.hash);
         same && !excluded.contains(&worker.identity.epoch)
     });
+    // Requests that choose at once must see each other's cost, or both take one worker.
+    let _choice = workers.begin_choice();
     let worker = soonest(able)?;
     let cost = worker.place(cost);
     Some(Placed { worker, _cost: cost })

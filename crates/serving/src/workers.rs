@@ -12,8 +12,8 @@ mod keeper;
 mod stream;
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::watch;
@@ -43,6 +43,8 @@ pub struct Workers {
     slots: Arc<[WorkerSlot]>,
     violations: ProtocolViolations,
     losses: Arc<AtomicU64>,
+    /// Held while a request chooses its worker.
+    choice: Arc<Mutex<()>>,
 }
 
 #[derive(Debug)]
@@ -151,7 +153,7 @@ impl Workers {
                 WorkerSlot { name, connected, heartbeat }
             })
             .collect();
-        Self { slots, violations, losses }
+        Self { slots, violations, losses, choice: Arc::default() }
     }
 
     /// Returns the connected workers that take requests for `model`.
@@ -159,6 +161,11 @@ impl Workers {
         self.connected()
             .filter(|worker| worker.takes_requests() && worker.identity.models.contains_key(model))
             .collect()
+    }
+
+    /// Makes other choices of a worker wait until the guard is dropped.
+    pub(crate) fn begin_choice(&self) -> MutexGuard<'_, ()> {
+        self.choice.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the connected workers.

@@ -3,9 +3,10 @@
 //! own colours.
 
 use std::error::Error;
-use std::fmt::{self, Write as _};
+use std::fmt;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use tollgate_serving::with_causes;
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::fmt::FmtContext;
@@ -87,14 +88,7 @@ impl Visit for Parts {
     }
 
     fn record_error(&mut self, field: &Field, error: &(dyn Error + 'static)) {
-        let mut text = error.to_string();
-        let mut cause = error.source();
-        while let Some(error) = cause {
-            // Writing into a String cannot fail.
-            let _ = write!(text, ": {error}");
-            cause = error.source();
-        }
-        self.push(field, text);
+        self.push(field, with_causes(error));
     }
 }
 

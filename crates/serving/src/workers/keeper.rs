@@ -15,6 +15,7 @@ use tonic::Streaming;
 use super::announce;
 use super::assets::Assets;
 use super::{CALL_TIMEOUT, ConnectedWorker, Heartbeat, Load, WorkerEndpoint};
+use crate::error::with_causes;
 use crate::settlement::Settlement;
 use crate::worker_identity::{ProtocolViolations, Trust, WorkerError};
 
@@ -53,14 +54,14 @@ impl Keeper {
                 if connected.load().draining || is_orderly(&ended) {
                     tracing::info!(%worker, "worker ended; connecting again");
                 } else {
-                    tracing::warn!(%worker, error = %report(&ended), "lost the worker; its requests are placed again or fail");
+                    tracing::warn!(%worker, error = %with_causes(&ended), "lost the worker; its requests are placed again or fail");
                 }
             } else {
-                tracing::debug!(%worker, error = %report(&ended), "cannot reach the worker; connecting again");
+                tracing::debug!(%worker, error = %with_causes(&ended), "cannot reach the worker; connecting again");
             }
             if ended.is_violation() {
                 self.violations.add_one();
-                tracing::error!(%worker, error = %report(&ended), "worker broke the protocol; connecting again later");
+                tracing::error!(%worker, error = %with_causes(&ended), "worker broke the protocol; connecting again later");
                 // The same worker will most likely send the same report again.
                 wait = WAIT_AFTER_VIOLATION;
             }
@@ -157,18 +158,6 @@ async fn next_load(
 /// worker that dies breaks them off.
 fn is_orderly(ended: &WorkerError) -> bool {
     matches!(ended, WorkerError::StreamEnded(STATUS | crate::settlement::JOURNAL))
-}
-
-/// Returns an error with its causes, on one line.
-fn report(error: &WorkerError) -> String {
-    let mut text = error.to_string();
-    let mut source = std::error::Error::source(error);
-    while let Some(cause) = source {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        source = cause.source();
-    }
-    text
 }
 
 /// The name of the status stream in errors.
