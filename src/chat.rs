@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use http_body_util::BodyExt;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use tollgate_loadtest::client::{Protocol, Target};
 use tollgate_loadtest::sse::Events;
 
@@ -64,19 +64,19 @@ async fn converse(arguments: ChatArguments) -> Result<()> {
     };
     let mut messages = Vec::new();
     if let Some(system) = &arguments.system {
-        messages.push(message("system", system));
+        messages.push(message(Role::System, system));
     }
     if let Some(question) = &arguments.question {
-        messages.push(message("user", question));
+        messages.push(message(Role::User, question));
         answer(&target, &model, &messages, &arguments).await?;
         return Ok(());
     }
     for question in lines() {
-        messages.push(message("user", &question?));
+        messages.push(message(Role::User, &question?));
         let text = answer(&target, &model, &messages, &arguments).await?;
         // The gateway keeps no conversation, so all of it is sent again with each
         // question.
-        messages.push(message("assistant", &text));
+        messages.push(message(Role::Assistant, &text));
     }
     Ok(())
 }
@@ -101,7 +101,16 @@ fn lines() -> impl Iterator<Item = std::io::Result<String>> {
     })
 }
 
-fn message(role: &str, content: &str) -> serde_json::Value {
+/// The author of a message.
+#[derive(Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Role {
+    System,
+    User,
+    Assistant,
+}
+
+fn message(role: Role, content: &str) -> serde_json::Value {
     serde_json::json!({ "role": role, "content": content })
 }
 

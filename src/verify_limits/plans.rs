@@ -30,7 +30,7 @@ pub(super) async fn probe(
             let Some(canary) = canaries.of(&plan.name, limit) else { continue };
             let name = format!("plans.{}.{limit}", plan.name);
             let probe = Probe { canaries, plan, class: &class, budget };
-            rows.extend(probe.one(&canary, &name, limit).await?);
+            rows.extend(probe.one(limit, &canary, &name).await?);
         }
     }
     Ok(rows)
@@ -45,7 +45,7 @@ struct Probe<'a> {
 }
 
 impl Probe<'_> {
-    async fn one(&self, canary: &Canary, name: &str, limit: &str) -> Result<Vec<ProbeResult>> {
+    async fn one(&self, limit: &str, canary: &Canary, name: &str) -> Result<Vec<ProbeResult>> {
         let Self { canaries, plan, class, budget } = *self;
         let limits = &plan.limits;
         let row = |configured: String| ProbeResult::new(name, configured);
@@ -84,7 +84,8 @@ impl Probe<'_> {
             "concurrent" => match limits.concurrent {
                 Some(concurrent) => {
                     let most = canaries.most_places();
-                    places(canary, name, concurrent, limits.queued.unwrap_or(0), most).await?
+                    let plan = Places { concurrent, queued: limits.queued.unwrap_or(0) };
+                    places(canary, name, plan, most).await?
                 }
                 None => Vec::new(),
             },
@@ -225,7 +226,7 @@ async fn spend(
         if spent > rate.burst + refilled + 2 * largest {
             return Ok(row.saw(Finding::Broken, format!("{} and not refused", what.shown(spent))));
         }
-        if let Some(why) = too_slow(spent, rate.burst, started, budget) {
+        if let Some(why) = too_slow(spent as f64 / rate.burst as f64, started, budget) {
             return Ok(row.not_probed(why));
         }
     }
@@ -259,17 +260,19 @@ async fn cap(
         if spent > most {
             return Ok(vec![row.saw(Finding::Broken, format!("{} spent", time(spent)))]);
         }
-        if let Some(why) = too_slow(spent, most, started, budget) {
+        if let Some(why) = too_slow(spent as f64 / most as f64, started, budget) {
             return Ok(vec![row.not_probed(why)]);
         }
     }
 }
 
-/// Returns the reason to stop a probe that would take too long.
-fn too_slow(spent: u64, limit: u64, started: Instant, budget: Duration) -> Option<String> {
+/// Returns the reason to stop a probe that would take too long. `done` is the spent part of
+/// the limit.
+fn too_slow(done: f64, started: Instant, budget: Duration) -> Option<String> {
     let elapsed = started.elapsed();
-    // `spent` is 0 before the first answer, and a division by it would panic here.
-    let whole = elapsed.mul_f64(limit as f64 / spent.max(1) as f64);
+    // The part is 0 before the first answer, and the division has no result then.
+    let whole = Duration::try_from_secs_f64(elapsed.as_secs_f64() / done);
+    let whole = whole.unwrap_or(Duration::MAX);
     // The first second is too short for an estimate.
     let known = elapsed > Duration::from_secs(1) && whole > budget;
     (known || elapsed > budget).then(|| {
@@ -277,15 +280,23 @@ fn too_slow(spent: u64, limit: u64, started: Instant, budget: Duration) -> Optio
     })
 }
 
+/// The places of a plan.
+struct Places {
+    /// Requests that may run.
+    concurrent: u32,
+    /// Requests that may wait.
+    queued: u32,
+}
+
 /// Sends more long requests at once than may run and wait. The surplus must be
 /// refused.
 async fn places(
     canary: &Canary,
     name: &str,
-    concurrent: u32,
-    queued: u32,
+    plan: Places,
     most: usize,
 ) -> Result<Vec<ProbeResult>> {
+    let Places { concurrent, queued } = plan;
     let waiting = name.replace("concurrent", "queued");
     let (running_row, waiting_row) = (
         ProbeResult::new(name, concurrent.to_string()),

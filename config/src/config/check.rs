@@ -356,15 +356,15 @@ impl Checker<'_> {
         };
         let found = plans.get(plan).cloned();
         if found.is_none() {
-            self.unknown(keys, "plan", plan.as_str(), plans.keys().map(PlanName::as_str));
+            self.unknown("plan", keys, plan.as_str(), plans.keys().map(PlanName::as_str));
         }
         found
     }
 
     fn unknown<'n>(
         &mut self,
-        keys: &[&str],
         kind: &str,
+        keys: &[&str],
         name: &str,
         known: impl Iterator<Item = &'n str>,
     ) {
@@ -387,7 +387,7 @@ impl Checker<'_> {
         for model in models.iter().flatten() {
             if !self.root.models.contains_key(model) {
                 let known = self.root.models.keys().map(ModelName::as_str);
-                self.unknown(&["tenants", tenant, "models"], "model", model.as_str(), known);
+                self.unknown("model", &["tenants", tenant, "models"], model.as_str(), known);
             }
         }
         let given = |key| self.is_given(&["tenants", tenant, key]);
@@ -418,7 +418,7 @@ impl Checker<'_> {
         // A pool that exists but could not be resolved has its own problem.
         if found.is_none() && !self.root.pools.contains_key(pool) {
             let known = self.root.pools.keys().map(PoolName::as_str);
-            self.unknown(&["tenants", tenant, "pool"], "pool", pool.as_str(), known);
+            self.unknown("pool", &["tenants", tenant, "pool"], pool.as_str(), known);
         }
         found
     }
@@ -440,7 +440,7 @@ impl Checker<'_> {
             if !self.root.tenants.contains_key(tenant) {
                 let known = self.root.tenants.keys().map(TenantId::as_str);
                 let keys = ["auth", "jwt", name, "tenants"];
-                self.unknown(&keys, "tenant", tenant.as_str(), known);
+                self.unknown("tenant", &keys, tenant.as_str(), known);
             }
         }
         let keys = self.issuer_keys(name, raw)?;

@@ -21,6 +21,7 @@ use crate::terms::{
     Spent, Swept,
 };
 
+use self::check::Capacity;
 use self::holds::{HeldScope, HoldRecord, Holds, Posting};
 
 mod check;
@@ -94,9 +95,9 @@ impl Core {
         // Before any state is created for the scopes, so that a flood of new scopes stays
         // bounded.
         self.make_room(now, &request.scopes).map_err(ReserveError::Refused)?;
-        let (held, bound) = (self.holds.held(), self.options.max_holds);
-        if held >= bound {
-            let refusal = check::capacity_refusal(bound, held, 1);
+        let (used, bound) = (self.holds.held(), self.options.max_holds);
+        if used >= bound {
+            let refusal = check::capacity_refusal(Capacity { bound, used, asked: 1 });
             return Err(ReserveError::Refused(Box::new(refusal)));
         }
         for limited in &request.scopes {
@@ -260,7 +261,7 @@ impl Core {
         }
         let (used, asked) = (self.scopes.len(), new(self));
         if used + asked > bound {
-            return Err(Box::new(check::capacity_refusal(bound, used, asked)));
+            return Err(Box::new(check::capacity_refusal(Capacity { bound, used, asked })));
         }
         Ok(())
     }

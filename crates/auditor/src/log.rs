@@ -268,7 +268,9 @@ impl<'a> Walk<'a> {
         if next.is_none() {
             return Err(LogError::NothingSigned { folder: folder.name.clone() });
         }
-        while let Some(bytes) = read_line(&mut folder.records, &folder.name, "records.jsonl")? {
+        while let Some(bytes) =
+            read_line(&mut folder.records, LogFile { folder: &folder.name, name: "records.jsonl" })?
+        {
             let record = self.tree.size();
             let wrong = |fault| LogError::Record { record, fault };
             let hash = read_record(&bytes, record, self.last).map_err(wrong)?;
@@ -311,7 +313,10 @@ impl<'a> Walk<'a> {
         folder: &mut Folder<R>,
         line: &mut u64,
     ) -> Result<Option<Checkpoint>, LogError> {
-        let read = read_line(&mut folder.checkpoints, &folder.name, "checkpoints.jsonl")?;
+        let read = read_line(
+            &mut folder.checkpoints,
+            LogFile { folder: &folder.name, name: "checkpoints.jsonl" },
+        )?;
         let Some(bytes) = read else { return Ok(None) };
         *line += 1;
         let failed =
@@ -417,16 +422,18 @@ fn read_note(line: &[u8]) -> Option<String> {
     (again == line).then_some(read.note)
 }
 
+/// The name of a file of an export.
+struct LogFile<'a> {
+    folder: &'a str,
+    name: &'static str,
+}
+
 /// Reads a line without its newline; `None` at the end. A line that is too long or
 /// has no newline counts as torn and is returned empty.
-fn read_line(
-    reader: &mut impl BufRead,
-    folder: &str,
-    file: &str,
-) -> Result<Option<Vec<u8>>, LogError> {
+fn read_line(reader: &mut impl BufRead, file: LogFile<'_>) -> Result<Option<Vec<u8>>, LogError> {
     let mut line = Vec::new();
     let failed = |error: io::Error| LogError::File {
-        file: format!("{folder}/{file}"),
+        file: format!("{}/{}", file.folder, file.name),
         reason: error.to_string(),
     };
     // A file without a newline may be endless.

@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use crate::tree::root_of_path;
+use crate::tree::{Leaf, root_of_path};
 use crate::{Checkpoint, Hash, NoteError, VerifierKey};
 
 /// A proof as it is read from a JSON object. Nothing in it is verified yet.
@@ -75,8 +75,8 @@ impl Proof {
         let mut proved = Vec::new();
         for ProofOfRecord { index, record, path } in records {
             let path: Option<Vec<Hash>> = path.iter().map(|hash| Hash::from_hex(hash)).collect();
-            let leaf = Hash::of_leaf(record.as_bytes());
-            let root = path.and_then(|path| root_of_path(leaf, index, checkpoint.size(), &path));
+            let leaf = Leaf { index, hash: Hash::of_leaf(record.as_bytes()) };
+            let root = path.and_then(|path| root_of_path(leaf, checkpoint.size(), &path));
             if root != Some(checkpoint.root()) {
                 return Err(ProofError::Path { index });
             }

@@ -47,15 +47,24 @@ impl Tree {
     }
 }
 
-/// Returns the root that `path` leads to from leaf `index` of `size`; `None` where
-/// the path has the wrong length. RFC 9162, section 2.1.3.2.
-pub(crate) fn root_of_path(leaf: Hash, index: u64, size: u64, path: &[Hash]) -> Option<Hash> {
+/// A leaf of a tree.
+#[derive(Clone, Copy)]
+pub(crate) struct Leaf {
+    /// The number of leaves before it.
+    pub(crate) index: u64,
+    /// The hash of its content.
+    pub(crate) hash: Hash,
+}
+
+/// Returns the root that `path` leads to from `leaf` in a tree of `size` leaves; `None`
+/// where the path has the wrong length. RFC 9162, section 2.1.3.2.
+pub(crate) fn root_of_path(leaf: Leaf, size: u64, path: &[Hash]) -> Option<Hash> {
+    let Leaf { index, mut hash } = leaf;
     // This also refuses an empty tree, so `size - 1` below does not underflow.
     if index >= size {
         return None;
     }
     let (mut node, mut last) = (index, size - 1);
-    let mut hash = leaf;
     for sibling in path {
         if last == 0 {
             // The path goes on above the root.
@@ -151,18 +160,20 @@ mod tests {
             prop_assert_eq!(tree(&leaves).root(), naive_root(&leaves));
             let index = (at * count as f64) as usize % count;
             let path = naive_path(index, &leaves);
-            let root = |index, size, path: &[Hash]| root_of_path(leaves[index], index as u64, size as u64, path);
-            prop_assert_eq!(root(index, count, &path), Some(naive_root(&leaves)));
+            let leaf = Leaf { index: index as u64, hash: leaves[index] };
+            let size = count as u64;
+            let root = |path: &[Hash]| root_of_path(leaf, size, path);
+            prop_assert_eq!(root(&path), Some(naive_root(&leaves)));
             // Another place, another size, a longer or shorter path: no proof.
             if count > 1 {
-                let other = (index + 1) % count;
-                let moved = root_of_path(leaves[index], other as u64, count as u64, &path);
-                prop_assert_ne!(moved, Some(naive_root(&leaves)));
-                prop_assert_eq!(root(index, count, &path[1..]), None);
+                let moved = Leaf { index: (leaf.index + 1) % size, ..leaf };
+                prop_assert_ne!(root_of_path(moved, size, &path), Some(naive_root(&leaves)));
+                prop_assert_eq!(root(&path[1..]), None);
             }
             let longer = [&path[..], &[Hash::ZERO]].concat();
-            prop_assert_eq!(root(index, count, &longer), None);
-            prop_assert_eq!(root_of_path(leaves[index], count as u64, count as u64, &path), None);
+            prop_assert_eq!(root(&longer), None);
+            let beyond = Leaf { index: size, ..leaf };
+            prop_assert_eq!(root_of_path(beyond, size, &path), None);
         }
 
         #[test]

@@ -21,6 +21,7 @@
 //! of its rows; see [`CostTable::prompt_work_ns`]. `docs/metering.md` explains the rule and
 //! its reasons.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -171,7 +172,20 @@ impl From<(u64, u64)> for PromptWork {
     }
 }
 
+/// The memory and the arithmetic of attention.
+struct AttentionWork {
+    /// Bytes of KV that are read.
+    kv_bytes: f64,
+    /// Floating-point operations.
+    flop: f64,
+}
+
 impl AttentionShape {
+    /// Returns the memory and the arithmetic of attention in `work`.
+    fn attention(&self, work: &SequenceWork) -> AttentionWork {
+        AttentionWork { kv_bytes: self.kv_bytes(work), flop: self.flop(work) }
+    }
+
     /// Returns the bytes of KV that `work` reads: its whole context, once.
     pub fn kv_bytes(&self, work: &SequenceWork) -> f64 {
         self.kv_bytes_per_token as f64 * (f64::from(work.context) + f64::from(work.new_tokens))
@@ -235,8 +249,7 @@ impl CostTable {
                 floor
                     + arithmetic * f64::from(work.new_tokens)
                     + logits * f64::from(work.logit_rows)
-                    + self
-                        .attention_ns(self.parts.shape.kv_bytes(work), self.parts.shape.flop(work))
+                    + self.attention_ns(self.parts.shape.attention(work))
             })
             .collect()
     }
@@ -246,12 +259,14 @@ impl CostTable {
     pub fn prompt_work_ns(&self, work: PromptWork) -> f64 {
         let PromptWork { uncached, cached, scored } = work;
         let chunk = u64::from(self.parts.reference_chunk);
-        self.prompt_ns(uncached, cached) + scored as f64 * self.parts.head.at(chunk) / chunk as f64
+        self.prompt_ns(cached..cached + uncached)
+            + scored as f64 * self.parts.head.at(chunk) / chunk as f64
     }
 
-    /// Returns the reference cost of a prompt's tokens alone, ns: `uncached` tokens
-    /// computed in chunks of C, after `cached` tokens found in the prefix cache.
-    pub fn prompt_ns(&self, uncached: u64, cached: u64) -> f64 {
+    /// Returns the reference cost of a prompt's tokens alone, ns: those at `computed`,
+    /// in chunks of C. Tokens before them were found in the prefix cache.
+    pub fn prompt_ns(&self, computed: Range<u64>) -> f64 {
+        let (cached, uncached) = (computed.start, computed.end - computed.start);
         let CostTableParts { step_ns, linear, reference_batch, reference_chunk, shape, .. } =
             &self.parts;
         if uncached == 0 {
@@ -269,15 +284,16 @@ impl CostTable {
         let pairs = n * cached as f64 + n * (n + 1.0) / 2.0;
         chunks as f64 * (step_ns + linear.at(1)) / batch
             + n * (linear.at(chunk) - linear.at(1)) / chunk as f64
-            + self.attention_ns(
-                shape.kv_bytes_per_token as f64 * (full_reads + last_read),
-                shape.flop_per_pair as f64 * pairs,
-            )
+            + self.attention_ns(AttentionWork {
+                kv_bytes: shape.kv_bytes_per_token as f64 * (full_reads + last_read),
+                flop: shape.flop_per_pair as f64 * pairs,
+            })
     }
 
-    /// Returns the reference cost of generating `tokens` tokens after a context of
-    /// `context` tokens, ns.
-    pub fn generated_ns(&self, context: u64, tokens: u64) -> f64 {
+    /// Returns the reference cost of generating the tokens at `generated`, ns. The tokens
+    /// before them are the context.
+    pub fn generated_ns(&self, generated: Range<u64>) -> f64 {
+        let (context, tokens) = (generated.start, generated.end - generated.start);
         let CostTableParts { step_ns, linear, head, reference_batch, shape, .. } = &self.parts;
         let batch = u64::from(*reference_batch);
         // The cost of a whole step at the reference batch, of which one token pays one
@@ -287,10 +303,10 @@ impl CostTable {
         // Token j of m attends to context + j tokens, itself included.
         let seen = m * context as f64 + m * (m + 1.0) / 2.0;
         m * each / batch as f64
-            + self.attention_ns(
-                shape.kv_bytes_per_token as f64 * seen,
-                shape.flop_per_pair as f64 * seen,
-            )
+            + self.attention_ns(AttentionWork {
+                kv_bytes: shape.kv_bytes_per_token as f64 * seen,
+                flop: shape.flop_per_pair as f64 * seen,
+            })
     }
 
     /// Returns the largest number of tokens that one choice can have within `time`: a step
@@ -313,12 +329,15 @@ impl CostTable {
     ) -> DeviceNanos {
         let prompts: f64 =
             prompts.into_iter().map(|prompt| self.prompt_work_ns(prompt.into())).sum();
-        let choices: f64 =
-            choices.into_iter().map(|(context, tokens)| self.generated_ns(context, tokens)).sum();
+        let choices: f64 = choices
+            .into_iter()
+            .map(|(context, tokens)| self.generated_ns(context..context + tokens))
+            .sum();
         DeviceNanos::from_f64_ceil(prompts + choices)
     }
 
-    fn attention_ns(&self, kv_bytes: f64, flop: f64) -> f64 {
+    fn attention_ns(&self, work: AttentionWork) -> f64 {
+        let AttentionWork { kv_bytes, flop } = work;
         self.parts.ns_per_kv_byte * kv_bytes + self.parts.ns_per_attention_flop * flop
     }
 }
@@ -366,8 +385,7 @@ impl StepCost<'_> {
     }
 
     fn attention(&self, work: &SequenceWork) -> f64 {
-        let shape = &self.table.parts.shape;
-        self.table.attention_ns(shape.kv_bytes(work), shape.flop(work))
+        self.table.attention_ns(self.table.parts.shape.attention(work))
     }
 }
 

@@ -622,9 +622,9 @@ impl StepOutput {
         self.transfers = Some(transfers);
     }
 
-    /// Makes room for `rows` rows of `vocabulary` logits and returns it for a backend
-    /// to overwrite. The content is unspecified before that.
-    pub fn reset(&mut self, rows: usize, vocabulary: usize) -> &mut [f32] {
+    /// Makes room for rows of logits, each of the vocabulary's length, and returns it for
+    /// a backend to overwrite. The content is unspecified before that.
+    pub fn reset(&mut self, [rows, vocabulary]: [usize; 2]) -> &mut [f32] {
         self.device_time = None;
         self.sampled.clear();
         self.transfers = None;

@@ -63,8 +63,8 @@ pub fn calibrate(
     // steps.
     let linear = probe.linear(&TOKENS, allowed.mul_f64(0.4))?;
     let head = probe.head(&ROWS, allowed.mul_f64(0.2))?;
-    let (ns_per_kv_byte, ns_per_attention_flop) = probe.attention(&linear, allowed.mul_f64(0.3))?;
-    probe.finish("", linear, head, ns_per_kv_byte, ns_per_attention_flop)
+    let attention = probe.attention(&linear, allowed.mul_f64(0.3))?;
+    probe.finish("", linear, head, attention)
 }
 
 /// Measures a coarse table with a handful of steps, so that a first start can serve at
@@ -80,7 +80,9 @@ pub fn coarse(
     let mut probe = Probe::new(backend, clock);
     let linear = probe.linear(&[1, 8, 64], Duration::from_millis(100))?;
     let head = probe.head(&[1, 8], Duration::from_millis(50))?;
-    probe.finish("-coarse", linear, head, COARSE_NS_PER_KV_BYTE, COARSE_NS_PER_FLOP)
+    let attention =
+        AttentionRates { ns_per_kv_byte: COARSE_NS_PER_KV_BYTE, ns_per_flop: COARSE_NS_PER_FLOP };
+    probe.finish("-coarse", linear, head, attention)
 }
 
 /// Runner of timed steps on a backend that runs nothing else.
@@ -90,6 +92,14 @@ struct Probe<'a> {
     output: StepOutput,
     device_time: DeviceNanos,
     steps: u64,
+}
+
+/// The time that attention takes, at least 0 each.
+struct AttentionRates {
+    /// For each byte of KV that is read.
+    ns_per_kv_byte: f64,
+    /// For each floating-point operation.
+    ns_per_flop: f64,
 }
 
 /// One span of a measured step. The token ids do not affect the time; the blocks do.
@@ -104,18 +114,6 @@ impl Feed {
     /// Creates a span of `tokens` tokens at the start of an empty sequence.
     fn one(tokens: u32) -> Self {
         Self { tokens, start: 0, blocks: (0..tokens.div_ceil(BLOCK_TOKENS)).collect() }
-    }
-
-    /// Creates spans of at most `each` tokens, at most one block each, so that attention
-    /// takes almost no time.
-    fn many(tokens: u32, each: u32) -> Vec<Self> {
-        (0..tokens.div_ceil(each))
-            .map(|block| Self {
-                tokens: (tokens - block * each).min(each),
-                start: 0,
-                blocks: vec![block],
-            })
-            .collect()
     }
 
     fn work(&self) -> SequenceWork {
@@ -165,7 +163,14 @@ impl<'a> Probe<'a> {
     fn many(&self, tokens: u32) -> Vec<Feed> {
         let each =
             if tokens <= WIDEST_BATCH.min(self.backend.kv_blocks()) { 1 } else { BLOCK_TOKENS };
-        Feed::many(tokens, each)
+        // At most one block each, so that attention takes almost no time.
+        (0..tokens.div_ceil(each))
+            .map(|block| Feed {
+                tokens: (tokens - block * each).min(each),
+                start: 0,
+                blocks: vec![block],
+            })
+            .collect()
     }
 
     /// Returns the number of tokens that one step can feed to sequences of one block each.
@@ -209,7 +214,7 @@ impl<'a> Probe<'a> {
         &mut self,
         linear: &Curve,
         allowed: Duration,
-    ) -> Result<(f64, f64), CalibrationError> {
+    ) -> Result<AttentionRates, CalibrationError> {
         let began = self.device_time;
         let mut samples = Vec::new();
         for context in self.contexts(linear, allowed) {
@@ -222,7 +227,8 @@ impl<'a> Probe<'a> {
                 samples.push(self.sample(&feeds, ns, linear));
             }
         }
-        Ok(attention_rates(&samples))
+        let (ns_per_kv_byte, ns_per_flop) = attention_rates(&samples);
+        Ok(AttentionRates { ns_per_kv_byte, ns_per_flop })
     }
 
     /// Returns the two largest lengths of context that fit the model, the pool and the time
@@ -345,16 +351,15 @@ impl<'a> Probe<'a> {
         kind: &str,
         linear: Curve,
         head: Curve,
-        ns_per_kv_byte: f64,
-        ns_per_attention_flop: f64,
+        attention: AttentionRates,
     ) -> Result<Calibration, CalibrationError> {
         let mut parts = CostTableParts {
             version: String::new(),
             step_ns: 0.0,
             linear,
             head,
-            ns_per_kv_byte,
-            ns_per_attention_flop,
+            ns_per_kv_byte: attention.ns_per_kv_byte,
+            ns_per_attention_flop: attention.ns_per_flop,
             shape: self.backend.shape().attention(),
             reference_batch: REFERENCE_BATCH,
             reference_chunk: REFERENCE_CHUNK,

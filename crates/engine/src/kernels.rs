@@ -35,7 +35,7 @@ pub(crate) use buffer::Buffer;
 pub use instructions::Instructions;
 pub(crate) use instructions::Kernels;
 pub(crate) use linear::{LinearEpilogue, LinearJob};
-pub(crate) use norm::NormJob;
+pub(crate) use norm::{NormJob, NormRow};
 pub(crate) use packed::{Packed, PackedFormat, RowSource, padded_columns, padded_rows};
 pub(crate) use rotate::{HeadNorms, KvSlot, RotateJob, rotate};
 pub(crate) use rows::{Activations, RowView};

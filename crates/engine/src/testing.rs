@@ -181,7 +181,7 @@ impl Backend for FakeBackend {
                 LogitRows::All => &of_span[..],
             });
         }
-        let rows = output.reset(hashes.len(), VOCABULARY as usize);
+        let rows = output.reset([hashes.len(), VOCABULARY as usize]);
         for (row, hash) in rows.chunks_exact_mut(VOCABULARY as usize).zip(hashes) {
             for (token, logit) in (0u64..).zip(row) {
                 *logit = match failure {

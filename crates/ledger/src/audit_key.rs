@@ -144,7 +144,7 @@ impl AuditKey {
     /// Signs `text`, which ends with a newline.
     fn note(&self, text: &str) -> String {
         let signature = self.pair.sign(text.as_bytes());
-        with_signature(text, &self.name, key_id(&self.name, self.public()), signature.as_ref())
+        with_signature(text, key_id(&self.name, self.public()), &self.name, signature.as_ref())
     }
 
     fn public(&self) -> &[u8] {

@@ -1,6 +1,8 @@
 //! The completions dialect, `POST /v1/completions`: prompts as text or as token
 //! ids, one or several, and the older shape of log-probabilities.
 
+use std::ops::RangeInclusive;
+
 use serde::Serialize;
 use serde_json::value::RawValue;
 use tollgate_text::Prompt;
@@ -49,7 +51,8 @@ impl Interface for Completions {
         let top_logprobs = Field::new("logprobs", fields.logprobs)
             .integer(0..=limits.top_logprobs.min(MAX_LOGPROBS))?;
         let request = fields.shared().check(limits, top_logprobs)?;
-        check_best_of(&Field::new("best_of", fields.best_of), limits.best_of, request.choices)?;
+        let best_of = Field::new("best_of", fields.best_of);
+        check_best_of(&best_of, 1..=limits.best_of, request.choices)?;
         let prompt = prompt(&Field::new("prompt", fields.prompt), limits.prompts)?;
         let echo = Field::new("echo", fields.echo).flag()?.unwrap_or(false);
         // A repeated prompt is a response without any generated token.
@@ -134,9 +137,13 @@ request_fields! {
 
 /// Checks `best_of`, which is supported only if it equals `n`: then every choice
 /// that is generated is also returned.
-fn check_best_of(field: &Field<'_>, max: u32, choices: u32) -> Result<(), Violation> {
+fn check_best_of(
+    field: &Field<'_>,
+    allowed: RangeInclusive<u32>,
+    choices: u32,
+) -> Result<(), Violation> {
     // `best_of` may always equal `n`, even above the configured bound.
-    field.integer(1..=max.max(choices))?;
+    field.integer(1..=choices.max(*allowed.end()))?;
     field.only_neutral(&[Neutral::Number(f64::from(choices))])
 }
 

@@ -175,7 +175,7 @@ impl TryFrom<v1::Share> for Share {
         let v1::Share { sequence, request_id, attempt, tenant, key, attributed_ns } = message;
         Ok(Self {
             sequence: SequenceId(sequence),
-            caller: caller(&tenant, &key)?,
+            caller: Caller { tenant: tenant_id(&tenant)?, key: key_id(&key)? },
             attempt: Attempt { request: request(&request_id)?, attempt },
             attributed: DeviceNanos(attributed_ns),
         })
@@ -213,7 +213,7 @@ impl TryFrom<v1::RequestRecord> for FinishedAttempt {
             finished_utc_ns,
         } = message;
         Ok(Self {
-            caller: caller(&tenant, &key)?,
+            caller: Caller { tenant: tenant_id(&tenant)?, key: key_id(&key)? },
             attempt: Attempt { request: request(&request_id)?, attempt },
             // Protobuf cannot require a message, so its absence is checked here.
             usage: usage.ok_or(WireError::Missing("finished.usage"))?.into(),
@@ -316,11 +316,12 @@ impl From<FinishReason> for v1::FinishReason {
     }
 }
 
-fn caller(tenant: &str, key: &str) -> Result<Caller, WireError> {
-    Ok(Caller {
-        tenant: named("tenant", TenantId::new(tenant))?,
-        key: named("key", KeyId::new(key))?,
-    })
+fn tenant_id(tenant: &str) -> Result<TenantId, WireError> {
+    named("tenant", TenantId::new(tenant))
+}
+
+fn key_id(key: &str) -> Result<KeyId, WireError> {
+    named("key", KeyId::new(key))
 }
 
 fn request(id: &str) -> Result<RequestId, WireError> {

@@ -169,7 +169,7 @@ impl Corrections<'_> {
     fn header(&mut self, bytes: &mut [u8]) -> Option<(Header, usize)> {
         if frame::after_magic(bytes).is_none() {
             let bit = frame::correct_magic(bytes)?;
-            self.log(0, bit);
+            self.log_bit(bit);
         }
         let (header, taken) = self.frame(bytes, MAGIC.len())?;
         let Frame::Header(header) = header else { return None };
@@ -187,17 +187,18 @@ impl Corrections<'_> {
             return None;
         }
         let bit = frame::correct_bit(rest)?;
-        self.log(at, bit);
+        self.log_bit(at * 8 + bit);
         match frame::read(&bytes[at..]) {
             FrameRead::Frame(frame, taken) => Some((*frame, taken)),
             FrameRead::End => None,
         }
     }
 
-    fn log(&mut self, at: usize, bit: usize) {
+    /// Counts and logs a corrected bit, by its number in the file.
+    fn log_bit(&mut self, bit: usize) {
         self.count += 1;
         tracing::warn!(
-            file = %self.path.display(), offset = at + bit / 8, bit = bit % 8,
+            file = %self.path.display(), offset = bit / 8, bit = bit % 8,
             "journal had a flipped bit; corrected it by the checksum, and no record is lost"
         );
     }

@@ -32,8 +32,16 @@ pub(crate) fn is_capped(limits: &PlanLimits, class: &DeviceClass) -> bool {
         || limits.device_time_per_month.limit(class).is_some()
 }
 
+/// One of the gateway's own bounds, and its use.
+pub(super) struct Capacity {
+    pub(super) bound: usize,
+    pub(super) used: usize,
+    pub(super) asked: usize,
+}
+
 /// Returns the refusal for one of the gateway's own bounds.
-pub(super) fn capacity_refusal(bound: usize, used: usize, asked: usize) -> Refusal {
+pub(super) fn capacity_refusal(capacity: Capacity) -> Refusal {
+    let Capacity { bound, used, asked } = capacity;
     Found {
         limit: Limit::Capacity,
         value: bound as u64,

@@ -140,9 +140,10 @@ proptest! {
         context in 0u64..4_000, first in 0u64..500, second in 0u64..500,
     ) {
         let table = table();
-        let whole = table.generated_ns(context, first + second);
-        let parts = table.generated_ns(context, first)
-            + table.generated_ns(context + first, second);
+        let whole = table.generated_ns(context..context + first + second);
+        let middle = context + first;
+        let parts = table.generated_ns(context..middle)
+            + table.generated_ns(middle..middle + second);
         prop_assert!((whole - parts).abs() <= 1e-6 * whole.max(1.0));
     }
 
@@ -153,7 +154,7 @@ proptest! {
         let table = table();
         let extra = |uncached, cached, scored| {
             table.prompt_work_ns(PromptWork { uncached, cached, scored })
-                - table.prompt_ns(uncached, cached)
+                - table.prompt_ns(cached..cached + uncached)
         };
         let whole = extra(first + second, cached, first + second);
         let parts = extra(first, cached, first) + extra(second, cached + first, second);
@@ -202,8 +203,8 @@ fn prompt_cost_is_sum_over_its_chunks() {
         + 300.0 * 1_500_000.0 / 256.0
         + 0.01 * 3_072.0 * reads
         + 0.0001 * 3_072.0 * pairs;
-    assert!((table.prompt_ns(300, 10) - expected).abs() < 1e-3);
-    assert_eq!(table.prompt_ns(0, 50), 0.0);
+    assert!((table.prompt_ns(10..310) - expected).abs() < 1e-3);
+    assert_eq!(table.prompt_ns(50..50), 0.0);
 }
 
 #[test]

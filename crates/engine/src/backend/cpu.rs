@@ -119,7 +119,7 @@ impl CpuBackend {
                 uuid: String::new(),
                 threads: pool.threads() as u32,
             },
-            limits: StepLimits { tokens, logit_rows: most_logit_rows(tokens, config.vocabulary) },
+            limits: StepLimits { tokens, logit_rows: tokens.min(config.logit_rows(MOST_LOGITS)) },
             config,
             kernels,
             pool,
@@ -167,7 +167,7 @@ impl Backend for CpuBackend {
         // changes nothing.
         self.scratch.layout.lay_out(plan.spans)?;
         let rows = self.scratch.layout.logit_rows.len();
-        let logits = output.reset(rows, self.config.vocabulary as usize);
+        let logits = output.reset([rows, self.config.vocabulary as usize]);
         let forward = Forward {
             kernels: self.kernels,
             pool: &self.pool,
@@ -203,12 +203,6 @@ fn shape_of(files: &ModelFiles, cache: &KvCache) -> ModelShape {
         sampling_defaults: config.sampling_defaults,
         hash: files.hash().to_owned(),
     }
-}
-
-/// Returns the most rows of logits of a step: at least one for each of 64 sequences,
-/// and more while they take little memory.
-fn most_logit_rows(tokens: u32, vocabulary: u32) -> u32 {
-    tokens.min((MOST_LOGITS / vocabulary.max(1)).max(64))
 }
 
 /// Returns the processor's name as the system reports it.

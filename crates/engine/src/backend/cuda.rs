@@ -318,7 +318,7 @@ impl CudaBackend {
         let slot = &self.slots[2 - self.open];
         self.open -= 1;
         slot.ended.wait()?;
-        let rows = output.reset(slot.rows, self.config.vocabulary as usize);
+        let rows = output.reset([slot.rows, self.config.vocabulary as usize]);
         if let Some(host) = &self.host_logits {
             for (to, from) in rows.iter_mut().zip(host.as_slice().as_chunks::<4>().0) {
                 *to = f32::from_le_bytes(*from);

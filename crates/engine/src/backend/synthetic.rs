@@ -233,7 +233,7 @@ impl Backend for SyntheticBackend {
             size.context += span.end();
         }
         let vocabulary = self.text.pieces.len();
-        let logits = output.reset(size.rows as usize, vocabulary);
+        let logits = output.reset([size.rows as usize, vocabulary]);
         // One finite logit in each row makes every sampling parameter choose the same
         // token.
         logits.fill(f32::NEG_INFINITY);

@@ -100,7 +100,7 @@ unsafe fn multiply_and_finish(
         for token in tokens.clone() {
             let sums = out.cast_const().add((token - tokens.start) * 2 * LANES);
             let sums = [Avx512::load(sums), Avx512::load(sums.add(LANES))];
-            linear::epilogue(job, token, index, sums);
+            linear::epilogue(job, linear::PanelRow { token, pair: index }, sums);
         }
     }
 }

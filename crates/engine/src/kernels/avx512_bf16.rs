@@ -36,7 +36,8 @@ pub(super) unsafe fn linear(job: &LinearJob<'_>, pairs: Range<usize>, tokens: Ra
                         let first = input.row(token).cast_const().cast::<i32>();
                         let sums = tile::<$rows>(first, input.pitch() / 2, panels, column_pairs);
                         for (row, sums) in sums.into_iter().enumerate() {
-                            linear::epilogue(job, token + row, pair, sums.map(Avx512));
+                            let place = linear::PanelRow { token: token + row, pair };
+                            linear::epilogue(job, place, sums.map(Avx512));
                         }
                     }};
                 }

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use super::{AttentionJob, AttentionScratch, AttentionTask, LinearJob, NormJob, portable};
+use super::{AttentionJob, AttentionScratch, AttentionTask, LinearJob, NormJob, NormRow, portable};
 #[cfg(target_arch = "x86_64")]
 use super::{amx, avx2, avx512, avx512_bf16};
 
@@ -96,7 +96,7 @@ pub(crate) struct Kernels {
 /// instructions, and has the conditions of the function with its name.
 #[derive(Clone, Copy)]
 pub(super) struct Entries {
-    pub(super) normalise: unsafe fn(&NormJob<'_>, usize, usize),
+    pub(super) normalise: unsafe fn(&NormJob<'_>, NormRow),
     pub(super) linear: unsafe fn(&LinearJob<'_>, Range<usize>, Range<usize>),
     pub(super) attend: unsafe fn(&AttentionJob, &AttentionTask<'_>, &mut AttentionScratch),
 }
@@ -109,9 +109,9 @@ macro_rules! entries {
             super::instructions::Entries { normalise, linear, attend };
 
         $($(#[$feature])+)?
-        unsafe fn normalise(job: &super::NormJob<'_>, from: usize, to: usize) {
+        unsafe fn normalise(job: &super::NormJob<'_>, row: super::NormRow) {
             // SAFETY: the caller vouches for the kernel's conditions.
-            unsafe { super::norm::normalise::<$vector>(job, from, to) }
+            unsafe { super::norm::normalise::<$vector>(job, row) }
         }
 
         $($(#[$feature])+)?
@@ -169,9 +169,9 @@ impl Kernels {
     ///
     /// # Safety
     /// The conditions of that function, except for the instructions.
-    pub(crate) unsafe fn normalise(self, job: &NormJob<'_>, from: usize, to: usize) {
+    pub(crate) unsafe fn normalise(self, job: &NormJob<'_>, row: NormRow) {
         // SAFETY: `new` has checked the instructions.
-        unsafe { (self.entries.normalise)(job, from, to) }
+        unsafe { (self.entries.normalise)(job, row) }
     }
 
     /// Runs [`super::linear::linear`].

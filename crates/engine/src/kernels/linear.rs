@@ -93,7 +93,7 @@ unsafe fn sweep<V: Vector, P: Panel>(
                         let first = input.row(token).cast_const();
                         let sums = tile::<V, P, $rows>(first, input.pitch(), panels, column_pairs);
                         for (row, sums) in sums.into_iter().enumerate() {
-                            epilogue(job, token + row, pair, sums);
+                            epilogue(job, PanelRow { token: token + row, pair }, sums);
                         }
                     }};
                 }
@@ -151,17 +151,22 @@ pub(super) unsafe fn tile<V: Vector, P: Panel, const M: usize>(
     }
 }
 
+/// A token's row of the output, cut to the columns of one pair of panels.
+#[derive(Clone, Copy)]
+pub(super) struct PanelRow {
+    /// Row of the output.
+    pub(super) token: usize,
+    /// Index of the pair of panels: columns `32 * pair` and on.
+    pub(super) pair: usize,
+}
+
 /// Applies the job's epilogue to the products of one token and one pair of panels.
 ///
 /// # Safety
 /// The conditions of [`linear`].
 #[inline(always)]
-pub(super) unsafe fn epilogue<V: Vector>(
-    job: &LinearJob<'_>,
-    token: usize,
-    pair: usize,
-    sums: [V; 2],
-) {
+pub(super) unsafe fn epilogue<V: Vector>(job: &LinearJob<'_>, place: PanelRow, sums: [V; 2]) {
+    let PanelRow { token, pair } = place;
     let column = 2 * LANES * pair;
     // SAFETY: `put` and `add` stay within the pitch; gates are half as wide as their
     // weights, and the next layer's columns are padded.
@@ -175,7 +180,7 @@ pub(super) unsafe fn epilogue<V: Vector>(
                     ],
                     None => sums,
                 };
-                put(*output, token, column, sums, job.weights.rows());
+                put(*output, place, sums, job.weights.rows());
             }
             LinearEpilogue::Add { output } => {
                 assert!(column + 2 * LANES <= output.pitch(), "the residual stream is padded");
@@ -201,13 +206,9 @@ pub(super) unsafe fn epilogue<V: Vector>(
 /// The output must have the row, `width` must not exceed its pitch, and no other thread
 /// may touch these columns.
 #[inline(always)]
-unsafe fn put<V: Vector>(
-    output: RowView<f32>,
-    token: usize,
-    column: usize,
-    sums: [V; 2],
-    width: usize,
-) {
+unsafe fn put<V: Vector>(output: RowView<f32>, place: PanelRow, sums: [V; 2], width: usize) {
+    let PanelRow { token, pair } = place;
+    let column = 2 * LANES * pair;
     // SAFETY: whole vectors are stored only if the pitch has room for both; otherwise
     // single elements up to the width.
     unsafe {

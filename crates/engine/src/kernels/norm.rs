@@ -17,13 +17,23 @@ pub(crate) struct NormJob<'a> {
     pub(crate) output: Activations,
 }
 
-/// Normalises row `from` of the input into row `to` of the output.
+/// The rows of one call.
+#[derive(Clone, Copy)]
+pub(crate) struct NormRow {
+    /// Row of the input.
+    pub(crate) from: usize,
+    /// Row of the output.
+    pub(crate) to: usize,
+}
+
+/// Normalises a row of the input into a row of the output.
 ///
 /// # Safety
 /// Both rows must exist, and no other thread may touch the output row. The machine must
 /// have `V`'s instructions.
 #[inline(always)]
-pub(super) unsafe fn normalise<V: Vector>(job: &NormJob<'_>, from: usize, to: usize) {
+pub(super) unsafe fn normalise<V: Vector>(job: &NormJob<'_>, row: NormRow) {
+    let NormRow { from, to } = row;
     let columns = job.weight.len();
     assert!(columns == job.input.pitch() && columns.is_multiple_of(LANES), "rows of whole vectors");
     // SAFETY: the caller vouches for the rows, which are `columns` long.

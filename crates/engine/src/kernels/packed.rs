@@ -60,11 +60,13 @@ impl PackedFormat {
 }
 
 impl Packed {
-    /// Creates a matrix of `rows` outputs by `columns` inputs, all zero.
+    /// Creates a matrix of zeros. Its shape is its rows, which are outputs, and its columns,
+    /// which are inputs.
     ///
     /// # Errors
     /// The system's error if it refuses the memory.
-    pub(crate) fn zeroed(format: PackedFormat, rows: usize, columns: usize) -> io::Result<Self> {
+    pub(crate) fn zeroed(format: PackedFormat, shape: [usize; 2]) -> io::Result<Self> {
+        let [rows, columns] = shape;
         // The padding stays zero, so it adds nothing to any sum.
         let elements = padded_rows(rows) * padded_columns(columns);
         let data = match format {

@@ -70,40 +70,50 @@ pub(crate) unsafe fn rotate(job: &RotateJob<'_>, token: usize, to: KvSlot) {
     let heads = keys.chunks_exact(width).zip(values.chunks_exact(width));
     for (head, (key, value)) in heads.enumerate() {
         let panel = LANES * job.kv.head_columns;
-        let place = (to.block as usize * kv_heads + head) * panel;
+        let place =
+            PanelSlot { panel: (to.block as usize * kv_heads + head) * panel, slot: to.slot };
         // SAFETY: the caller vouches for the slot; the head is below the cache's number
         // of heads, and its columns are at least `width`.
-        unsafe { store(&job.kv, place, to.slot as usize, key, value) };
+        unsafe { store(&job.kv, place, key, value) };
     }
+}
+
+/// The location of one head's keys and values of a token.
+#[derive(Clone, Copy)]
+struct PanelSlot {
+    /// First element of the head's panel in the cache.
+    panel: usize,
+    /// Index of the token in the block.
+    slot: u32,
 }
 
 /// Writes one head's key and value to the cache.
 ///
 /// # Safety
-/// The cache must have the panel at `place` and the slot in it, and no other thread may
-/// touch them.
-unsafe fn store(kv: &KvView, place: usize, slot: usize, key: &[f32], value: &[f32]) {
+/// The cache must have the panel and the slot in it, and no other thread may touch them.
+unsafe fn store(kv: &KvView, place: PanelSlot, key: &[f32], value: &[f32]) {
+    let (panel, slot) = (place.panel, place.slot as usize);
     // SAFETY: a panel holds 16 slots of the head's columns, at least as many as the
     // head has elements, an even number.
     unsafe {
         match kv.format {
             KvFormat::F32 => {
-                let keys = kv.keys.cast::<f32>().cast_mut().add(place);
+                let keys = kv.keys.cast::<f32>().cast_mut().add(panel);
                 for (column, key) in key.iter().enumerate() {
                     keys.add(column * LANES + slot).write(*key);
                 }
                 let values = kv.values.cast::<f32>().cast_mut();
-                let values = values.add(place + slot * kv.head_columns);
+                let values = values.add(panel + slot * kv.head_columns);
                 values.copy_from_nonoverlapping(value.as_ptr(), value.len());
             }
             KvFormat::Bf16 => {
-                let keys = kv.keys.cast::<u16>().cast_mut().add(place).cast::<u32>();
+                let keys = kv.keys.cast::<u16>().cast_mut().add(panel).cast::<u32>();
                 for (pair, key) in key.as_chunks::<2>().0.iter().enumerate() {
                     let bits = u32::from(bf16_bits(key[1])) << 16 | u32::from(bf16_bits(key[0]));
                     keys.add(pair * LANES + slot).write(bits);
                 }
                 let values = kv.values.cast::<u16>().cast_mut();
-                let values = values.add(place + slot * kv.head_columns);
+                let values = values.add(panel + slot * kv.head_columns);
                 for (index, value) in value.iter().enumerate() {
                     values.add(index).write(bf16_bits(*value));
                 }

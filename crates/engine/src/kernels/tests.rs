@@ -28,7 +28,7 @@ fn bytes_of(element: Element, values: &[f32]) -> Vec<u8> {
 
 fn pack(tensor: Tensor<'_>, rows: usize, columns: usize) -> Packed {
     let format = PackedFormat::holding([tensor.element]);
-    let mut packed = Packed::zeroed(format, rows, columns).unwrap();
+    let mut packed = Packed::zeroed(format, [rows, columns]).unwrap();
     let mut scratch = vec![0.0; columns];
     for (panel, fill) in packed.panels_mut().iter_mut().enumerate() {
         for row in panel * LANES..rows.min((panel + 1) * LANES) {
@@ -223,7 +223,7 @@ fn norms_agree_with_plain_sums() {
                     output: output.view(),
                 };
                 // SAFETY: both buffers have the rows.
-                unsafe { kernels.normalise(&job, 1, 0) };
+                unsafe { kernels.normalise(&job, NormRow { from: 1, to: 0 }) };
                 for (column, expected) in expected.iter().enumerate() {
                     let (found, bound) = if is_bf16 {
                         (half::bf16::from_bits(output.bf16.as_slice()[column]).to_f64(), 4e-3)

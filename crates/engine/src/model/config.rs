@@ -96,6 +96,12 @@ impl ModelConfig {
         Checker { path }.resolve(raw)
     }
 
+    /// Returns the number of rows that have at most this many logits: at least one for
+    /// each of 64 sequences.
+    pub fn logit_rows(&self, most_logits: u32) -> u32 {
+        (most_logits / self.vocabulary.max(1)).max(64)
+    }
+
     /// Returns the width of the queries over all heads.
     pub fn query_width(&self) -> usize {
         self.heads as usize * self.head_dim as usize

@@ -165,7 +165,7 @@ pub(crate) fn prove(tables: Tables<'_>, request: &RequestId) -> Result<Proof, Ex
         let missing = || LedgerError::Damaged(format!("there is no record {index}"));
         let stored = records::text_of(tables, index)?.ok_or_else(missing)?;
         let record = text_of(index, &hash_before(tables, index)?, &stored).into_owned();
-        let path = path(index, size, &nodes)?.iter().map(|hash| hex(hash)).collect();
+        let path = path(index, &nodes, size)?.iter().map(|hash| hex(hash)).collect();
         proved.push(ProvedRecord { index, record, path });
     }
     Ok(Proof { checkpoint, records: proved })

@@ -326,7 +326,7 @@ impl<'a> Posting<'a> {
         let change = DailyChange::by_entry(amounts.amount_ns, amounts.energy_mj);
         self.add_to_day(day, caller, &change)?;
         if let Some(cap) = cap {
-            let excess = correction::excess_of_share(amounts, cap.attributed_ns, paid_ns);
+            let excess = correction::excess_of_share(amounts, cap.attributed_ns - paid_ns);
             let (model, class) = (parts.model.as_str(), parts.device.class.as_str());
             let daily = DailyKey { day, caller, model, class };
             move_to_loss(tables, key, &daily, owner, excess)?;

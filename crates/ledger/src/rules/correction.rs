@@ -35,12 +35,10 @@ pub(crate) fn excesses(
     })
 }
 
-/// Returns the excess of a new share of an attempt that has a cap, of which
-/// `paid_ns` is paid already.
-pub(crate) fn excess_of_share(share: Amounts, cap_ns: i64, paid_ns: i64) -> Amounts {
-    // Earlier blocks may have used up the cap.
-    let room_ns = (cap_ns - paid_ns).max(0);
-    beyond(share, share.amount_ns.min(room_ns))
+/// Returns the excess of a new share of an attempt that has a cap. `room_ns` is the cap
+/// without what is paid already; it is negative if a late cap is below that.
+pub(crate) fn excess_of_share(share: Amounts, room_ns: i64) -> Amounts {
+    beyond(share, share.amount_ns.min(room_ns.max(0)))
 }
 
 /// Returns the pair of entries that moves `excess` to `platform.loss`. The pair
@@ -95,7 +93,7 @@ mod tests {
         let share = Amounts { amount_ns: 50, energy_mj: None };
         for (cap_ns, paid_ns, excess_ns) in [(120, 100, 30), (120, 0, 0), (60, 80, 50), (0, 0, 50)]
         {
-            assert_eq!(excess_of_share(share, cap_ns, paid_ns).amount_ns, excess_ns);
+            assert_eq!(excess_of_share(share, cap_ns - paid_ns).amount_ns, excess_ns);
         }
     }
 

@@ -19,7 +19,7 @@ pub(crate) fn checkpoint_text(origin: &str, size: u64, root: &Hash) -> String {
 }
 
 /// Returns a note: `text`, which ends with a newline, and its signature.
-pub(crate) fn with_signature(text: &str, name: &str, id: [u8; 4], signature: &[u8]) -> String {
+pub(crate) fn with_signature(text: &str, id: [u8; 4], name: &str, signature: &[u8]) -> String {
     let signature = STANDARD.encode([&id[..], signature].concat());
     format!("{text}\n\u{2014} {name} {signature}\n")
 }

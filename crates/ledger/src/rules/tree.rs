@@ -3,6 +3,8 @@
 //! of inner nodes; the levels between are hashed again when a path is asked for,
 //! at most a few hundred hashes a level.
 
+use std::ops::Range;
+
 use aws_lc_rs::digest::{Context, SHA256, digest};
 
 use crate::error::LedgerError;
@@ -113,7 +115,7 @@ pub(crate) fn is_kept(level: u32) -> bool {
 
 /// Returns the siblings on the way from leaf `index` to the root of the first
 /// `size` leaves, lowest first: `PATH(index, D[size])` of RFC 6962, section 2.1.1.
-pub(crate) fn path(index: u64, size: u64, nodes: &Nodes<'_>) -> Result<Vec<Hash>, LedgerError> {
+pub(crate) fn path(index: u64, nodes: &Nodes<'_>, size: u64) -> Result<Vec<Hash>, LedgerError> {
     // Callers compare with the signed size first, so this is a mistake in the program.
     assert!(index < size, "leaf {index} is not among {size}");
     let (mut begin, mut end) = (0, size);
@@ -121,11 +123,11 @@ pub(crate) fn path(index: u64, size: u64, nodes: &Nodes<'_>) -> Result<Vec<Hash>
     while end - begin > 1 {
         let middle = begin + widest_left(end - begin);
         let sibling = if index < middle {
-            let right = range(nodes, middle, end)?;
+            let right = range(nodes, middle..end)?;
             end = middle;
             right
         } else {
-            let left = range(nodes, begin, middle)?;
+            let left = range(nodes, begin..middle)?;
             begin = middle;
             left
         };
@@ -141,15 +143,16 @@ fn widest_left(width: u64) -> u64 {
     1 << (u64::BITS - 1 - (width - 1).leading_zeros())
 }
 
-/// Returns the hash over leaves `begin` to `end`, a range as the tree splits.
-fn range(nodes: &Nodes<'_>, begin: u64, end: u64) -> Result<Hash, LedgerError> {
+/// Returns the hash over `leaves`, a range as the tree splits.
+fn range(nodes: &Nodes<'_>, leaves: Range<u64>) -> Result<Hash, LedgerError> {
+    let Range { start: begin, end } = leaves;
     let width = end - begin;
     if width.is_power_of_two() {
         // A range whose width is a power of two is one node: the tree splits at such bounds.
         return perfect(nodes, width.trailing_zeros(), begin / width);
     }
     let middle = begin + widest_left(width);
-    Ok(node(&range(nodes, begin, middle)?, &range(nodes, middle, end)?))
+    Ok(node(&range(nodes, begin..middle)?, &range(nodes, middle..end)?))
 }
 
 /// Returns the root of the perfect subtree at `level` and `position`.
@@ -283,7 +286,7 @@ mod tests {
         assert_eq!(frontier.root(), naive_root(&leaves));
         assert_eq!(Frontier::load(1_100, &find(&kept)).expect("loads"), frontier);
         for index in [0, 255, 256, 700, 1_023, 1_024, 1_099] {
-            let path = path(index as u64, 1_100, &find(&kept)).expect("reads");
+            let path = path(index as u64, &find(&kept), 1_100).expect("reads");
             assert_eq!(path, naive_path(index, &leaves), "leaf {index}");
         }
     }
@@ -300,7 +303,7 @@ mod tests {
             let earlier = Frontier::load(size as u64, &find(&kept)).expect("loads");
             prop_assert_eq!(earlier.root(), naive_root(&leaves[..size]));
             let index = (at * size as f64) as usize % size;
-            let path = path(index as u64, size as u64, &find(&kept)).expect("reads");
+            let path = path(index as u64, &find(&kept), size as u64).expect("reads");
             prop_assert_eq!(path, naive_path(index, &leaves[..size]));
         }
     }

@@ -124,7 +124,7 @@ pub(crate) fn most_for_orphan(model: &ServedModel, usage: &Usage) -> DeviceNanos
     }
     let pieces = std::iter::repeat_n(PromptWork::of(1, false), MOST_CHOICES as usize);
     let prompts = std::iter::once(PromptWork::of(prompt_tokens, true)).chain(pieces);
-    let token = model.table.generated_ns(context, 1);
+    let token = model.table.generated_ns(context..context + 1);
     let prompts = model.table.request(prompts, []).nanos() as f64;
     with_rounding(DeviceNanos::from_f64_ceil(prompts + token * completion_tokens as f64))
 }

@@ -102,7 +102,7 @@ async fn learn_model(
             "a tokenizer has more tokens than the model has rows",
         ));
     }
-    let template = assets::template(client, &template_asset, &template_context_json).await?;
+    let template = assets::template(client, &template_asset, template_context_json).await?;
     let class = class.clone();
     let defaults = check_defaults(sampling_defaults.unwrap_or_default())?;
     Ok(ServedModel {

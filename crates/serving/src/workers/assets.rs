@@ -47,18 +47,17 @@ impl Assets {
     }
 }
 
-/// Returns the chat template with the source hash `hash`, compiled with the strings
-/// in `context`. Returns `None` if `hash` is empty.
+/// Returns the chat template whose source has this hash, compiled with the strings in
+/// `context`, a JSON object. Returns `None` if `hash` is empty.
 pub(super) async fn template(
     client: &WorkerClient<Channel>,
     hash: &str,
-    context: &str,
+    context: String,
 ) -> Result<Option<Arc<ChatTemplate>>, WorkerError> {
     if hash.is_empty() {
         return Ok(None);
     }
     let source = fetch(client.clone(), hash).await?;
-    let context = context.to_owned();
     off_thread(move || {
         let config = TokenizerConfig::from_json(context.as_bytes())?;
         let source = String::from_utf8_lossy(&source);

@@ -1,6 +1,7 @@
 //! The forward pass of one step on the CPU: its passes, and the split of each pass over
 //! the threads.
 
+use std::ops::Range;
 use std::sync::Mutex;
 
 use super::layout::{StepLayout, Token};
@@ -10,7 +11,7 @@ use super::scratch::Views;
 use crate::backend::Span;
 use crate::kernels::{
     AttentionJob, AttentionScratch, AttentionTask, HeadNorms, Kernels, KvView, LinearEpilogue,
-    LinearJob, NormJob, ROW_STEP, RotateJob, RowView, rotate,
+    LinearJob, NormJob, NormRow, ROW_STEP, RotateJob, RowView, rotate,
 };
 use crate::model::ModelConfig;
 
@@ -31,7 +32,7 @@ impl Forward<'_> {
     pub(super) fn embed(&self) {
         let hidden = self.config.hidden as usize;
         let tokens = &self.layout.tokens;
-        self.for_rows(tokens.len(), EMBED_ROWS, |row| {
+        self.for_rows(0..tokens.len(), EMBED_ROWS, |row| {
             // SAFETY: the stream has a row for each token, and each row is in exactly
             // one chunk of this pass.
             let to =
@@ -109,10 +110,10 @@ impl Forward<'_> {
             width: self.config.hidden as usize,
             output: self.views.normed,
         };
-        self.for_rows(rows, NORM_ROWS, |row| {
+        self.for_rows(0..rows, NORM_ROWS, |row| {
             // SAFETY: both views have a row for each token, and each row is in exactly
             // one chunk of this pass.
-            unsafe { self.kernels.normalise(&job, from(row), row) }
+            unsafe { self.kernels.normalise(&job, NormRow { from: from(row), to: row }) }
         });
     }
 
@@ -143,7 +144,7 @@ impl Forward<'_> {
 
     fn rotate(&self, job: &RotateJob<'_>) {
         let tokens = &self.layout.tokens;
-        self.for_rows(tokens.len(), ROTATE_ROWS, |row| {
+        self.for_rows(0..tokens.len(), ROTATE_ROWS, |row| {
             let Token { slot, .. } = tokens[row];
             // SAFETY: QKV has a row for each token. The layout has checked that no
             // block is written by two spans, and each token is in exactly one chunk of
@@ -178,9 +179,11 @@ impl Forward<'_> {
         });
     }
 
-    fn for_rows(&self, rows: usize, some: usize, work: impl Fn(usize) + Sync) {
-        self.pool.run(rows.div_ceil(some), &|_, chunk| {
-            for row in chunk * some..((chunk + 1) * some).min(rows) {
+    /// Calls `work` for each of the rows. A thread takes this many rows at once.
+    fn for_rows(&self, rows: Range<usize>, at_once: usize, work: impl Fn(usize) + Sync) {
+        self.pool.run(rows.len().div_ceil(at_once), &|_, chunk| {
+            let first = rows.start + chunk * at_once;
+            for row in first..(first + at_once).min(rows.end) {
                 work(row);
             }
         });

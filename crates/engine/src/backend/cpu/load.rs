@@ -113,7 +113,7 @@ impl Loader<'_> {
         Ok(CpuModel {
             layers: layers.collect::<Result<_, _>>()?,
             norm: self.vector(NORM, hidden)?,
-            head: self.matrix(if config.tied { EMBEDDING } else { HEAD }, vocabulary, hidden)?,
+            head: self.matrix(if config.tied { EMBEDDING } else { HEAD }, [vocabulary, hidden])?,
             embedding: match config.tied {
                 true => None,
                 false => Some(
@@ -141,10 +141,10 @@ impl Loader<'_> {
             qkv: self.qkv(index)?,
             qkv_bias: self.qkv_bias(index)?,
             head_norms,
-            output: self.matrix(&name(OUTPUT), hidden, config.query_width())?,
+            output: self.matrix(&name(OUTPUT), [hidden, config.query_width()])?,
             post_norm: self.vector(&name(POST_NORM), hidden)?,
             gate_up: self.gate_up(index)?,
-            down: self.matrix(&name(DOWN), hidden, intermediate)?,
+            down: self.matrix(&name(DOWN), [hidden, intermediate])?,
             window: config.windows[index],
         })
     }
@@ -156,7 +156,7 @@ impl Loader<'_> {
             tensors.push((self.weights.tensor(&name, &[rows, hidden])?, rows));
         }
         let rows = tensors.iter().map(|(_, rows)| rows).sum();
-        self.pack(rows, hidden, |mut row| {
+        self.pack([rows, hidden], |mut row| {
             tensors.iter().find_map(|&(tensor, rows)| {
                 let here = (row < rows).then_some(RowSource { tensor, row });
                 // The index within the next tensor. After a hit the wrapped value is
@@ -187,7 +187,7 @@ impl Loader<'_> {
         // Gate and up of the same outputs lie in neighbouring panels, so one epilogue
         // sees both.
         let panels = rows.div_ceil(LANES);
-        self.pack(2 * LANES * panels, hidden, |row| {
+        self.pack([2 * LANES * panels, hidden], |row| {
             let (panel, lane) = (row / LANES, row % LANES);
             let tensor = if panel % 2 == 0 { gate } else { up };
             let row = panel / 2 * LANES + lane;
@@ -195,21 +195,22 @@ impl Loader<'_> {
         })
     }
 
-    fn matrix(&self, name: &str, rows: usize, columns: usize) -> Result<Packed, CpuError> {
-        let tensor = self.weights.tensor(name, &[rows, columns])?;
-        self.pack(rows, columns, |row| (row < rows).then_some(RowSource { tensor, row }))
+    fn matrix(&self, name: &str, shape: [usize; 2]) -> Result<Packed, CpuError> {
+        let tensor = self.weights.tensor(name, &shape)?;
+        let [rows, _] = shape;
+        self.pack(shape, |row| (row < rows).then_some(RowSource { tensor, row }))
     }
 
-    /// Packs a matrix of `rows` rows. `source` names the tensor and row of each; rows
+    /// Packs a matrix of this many rows and columns. `source` names the tensor and row of each; rows
     /// without a source stay zero, as does the padding.
     #[expect(clippy::expect_used, reason = "one thread locks each panel, once")]
     fn pack<'t>(
         &self,
-        rows: usize,
-        columns: usize,
+        shape: [usize; 2],
         source: impl Fn(usize) -> Option<RowSource<'t>> + Sync,
     ) -> Result<Packed, CpuError> {
-        let mut packed = Packed::zeroed(self.format, rows, columns)
+        let [_, columns] = shape;
+        let mut packed = Packed::zeroed(self.format, shape)
             .map_err(|error| CpuError::Memory("the weights", error))?;
         let panels: Vec<_> = packed.panels_mut().into_iter().map(Mutex::new).collect();
         self.pool.run(panels.len(), &|_, index| {

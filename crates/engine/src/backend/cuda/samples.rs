@@ -37,6 +37,13 @@ pub(super) struct SampleOffsets {
     pub(super) prompt_tokens: usize,
 }
 
+/// The first entry of a request in lists that requests share.
+#[derive(Clone, Copy)]
+struct ListStarts {
+    biases: u32,
+    prompt: u32,
+}
+
 impl SampleList {
     pub(super) fn new(capacity: &StepCapacity) -> Self {
         Self {
@@ -91,7 +98,7 @@ impl SampleList {
                 _ => self.add_prompt(draw.penalised_prompt()),
             };
             last_prompt = Some((prompt, prompt_tokens));
-            self.add(draw, biases, prompt_tokens);
+            self.add(draw, ListStarts { biases, prompt: prompt_tokens });
         }
         let lists = [
             ("biases", self.biases.len(), self.most_biases),
@@ -131,7 +138,8 @@ impl SampleList {
         first
     }
 
-    fn add(&mut self, draw: &SampleRequest<'_>, biases: u32, prompt: u32) {
+    fn add(&mut self, draw: &SampleRequest<'_>, starts: ListStarts) {
+        let ListStarts { biases, prompt } = starts;
         let &SampleRequest { row, params, token } = draw;
         let counts = self.counts.len() as u32;
         let mut sample = SampleRow {

@@ -134,7 +134,7 @@ impl<'a> Setup<'a> {
     pub(super) fn take_buffers(&mut self, loaded: &mut Loaded) -> Result<StepMemory, CudaError> {
         let config = self.config;
         let tokens = self.options.step_tokens.clamp(1, MOST_STEP_TOKENS);
-        let limits = StepLimits { tokens, logit_rows: most_logit_rows(tokens, config.vocabulary) };
+        let limits = StepLimits { tokens, logit_rows: tokens.min(config.logit_rows(MOST_LOGITS)) };
         let capacity = StepCapacity {
             tokens: tokens as usize,
             logit_rows: limits.logit_rows as usize,
@@ -145,7 +145,7 @@ impl<'a> Setup<'a> {
             tile: kernels::tile_tokens(config.heads / config.kv_heads),
             has_decode_kernel: self.options.kernels != KernelChoice::Deterministic,
         };
-        let parts = parts_at_most(config, self.multiprocessors, tokens);
+        let parts = parts_at_most(config, limits, self.multiprocessors);
         let buffers = DeviceBuffers::new(&self.context, config, limits, parts)?;
         let Loaded { module, gemms, model } = loaded;
         let kinds = kinds(config, model, &buffers, limits);
@@ -295,19 +295,13 @@ pub(super) fn shape_of(config: &ModelConfig, hash: &str, blocks: u32) -> ModelSh
     }
 }
 
-/// Returns the most rows of logits of a step: at least one for each of 64 sequences,
-/// and more while they take little memory.
-fn most_logit_rows(tokens: u32, vocabulary: u32) -> u32 {
-    tokens.min((MOST_LOGITS / vocabulary.max(1)).max(64))
-}
-
 /// Returns the most parts of attention over all heads that a step can have.
-fn parts_at_most(config: &ModelConfig, multiprocessors: u32, tokens: u32) -> usize {
+fn parts_at_most(config: &ModelConfig, limits: StepLimits, multiprocessors: u32) -> usize {
     let group = (config.heads / config.kv_heads) as usize;
     let device = (BLOCKS_PER_MULTIPROCESSOR * multiprocessors) as usize;
     // A token has more than one part only while there are fewer thread blocks than the
     // device wants.
-    let tokens = (tokens * config.kv_heads) as usize;
+    let tokens = (limits.tokens * config.kv_heads) as usize;
     (device + tokens.min(device)) * group
 }
 

@@ -29,8 +29,8 @@ impl Layer {
     fn on_cpu(&self) -> Vec<f32> {
         let bytes: Vec<u8> = self.weights.iter().flat_map(|bits| bits.to_le_bytes()).collect();
         let tensor = Tensor { element: Element::Bf16, bytes: &bytes };
-        let mut packed =
-            Packed::zeroed(PackedFormat::Bf16, self.columns, self.depth).expect("a little memory");
+        let mut packed = Packed::zeroed(PackedFormat::Bf16, [self.columns, self.depth])
+            .expect("a little memory");
         let mut scratch = vec![0.0; self.depth];
         for (index, panel) in packed.panels_mut().iter_mut().enumerate() {
             for row in index * 16..self.columns.min((index + 1) * 16) {

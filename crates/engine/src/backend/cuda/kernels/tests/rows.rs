@@ -4,7 +4,7 @@ use super::*;
 use crate::backend::cuda::kernels::*;
 use crate::kernels::{
     Activations, Buffer, HeadNorms, Instructions, Kernels, KvFormat, KvSlot, KvView, LANES,
-    NormJob, RotateJob, RowView, padded_columns, rotate,
+    NormJob, NormRow, RotateJob, RowView, padded_columns, rotate,
 };
 use crate::model::{Rope, RopeScaling};
 
@@ -153,7 +153,7 @@ fn cpu_norm(input: &[f32], weight: &[f32], rows: &[u32]) -> Vec<f32> {
     let kernels = Kernels::new(Instructions::Portable).expect("every machine has it");
     for (to, from) in rows.iter().enumerate() {
         // SAFETY: both buffers have the rows, and nothing else uses them.
-        unsafe { kernels.normalise(&job, *from as usize, to) };
+        unsafe { kernels.normalise(&job, NormRow { from: *from as usize, to }) };
     }
     output.as_slice().chunks(pitch).flat_map(|row| row[..width].to_vec()).collect()
 }
