@@ -311,6 +311,23 @@ impl IdempotencyGuard {
     /// get `error`.
     pub async fn free(self, error: RequestError) {
         self.outcome.send_replace(Outcome::Failed(error));
+        self.forget().await;
+    }
+
+    /// Frees the key of a request that never ran. One of the requests that wait becomes
+    /// the first.
+    pub async fn release(self) {
+        // Before the drop of the guard: the next first request looks on the disk.
+        self.forget().await;
+    }
+
+    /// Waits until no repeat waits for the request's result.
+    pub async fn unawaited(&self) {
+        self.outcome.closed().await;
+    }
+
+    /// Deletes the key's record from the disk.
+    async fn forget(&self) {
         let (shared, digest) = (Arc::clone(&self.keys.shared), self.digest);
         let request = self.claim.request.clone();
         let removed = tokio::task::spawn_blocking(move || shared.store.remove(&digest, &request));

@@ -74,12 +74,17 @@ impl RequestTasks {
     }
 
     /// Starts the task of an admitted request and returns the request's events.
-    /// The client leaves by dropping the receiver.
+    /// The client leaves by dropping the receiver. Once `abandoned` is cancelled, the
+    /// request ends if it has no place at a worker, and goes on if it has one.
     #[expect(
         clippy::disallowed_methods,
         reason = "the task's deadlines are on the runtime's clock"
     )]
-    pub(crate) fn start(&self, admitted: Admitted) -> mpsc::Receiver<Event> {
+    pub(crate) fn start(
+        &self,
+        admitted: Admitted,
+        abandoned: CancellationToken,
+    ) -> mpsc::Receiver<Event> {
         // Bounded: a client that does not read slows its own request down.
         let (events, receiver) = mpsc::channel(UNREAD_EVENTS);
         let context = Arc::clone(&self.shared);
@@ -91,6 +96,7 @@ impl RequestTasks {
             deadline: now + admitted.deadlines.request,
             queue_deadline: now + admitted.deadlines.queue,
             revoked: entry.revoked(),
+            abandoned,
             delivered: Delivered::default(),
             place: Duration::ZERO,
             context,
@@ -109,6 +115,8 @@ struct RequestTask {
     queue_deadline: Instant,
     /// Cancelled when the request's key was revoked and the request must end.
     revoked: CancellationToken,
+    /// Cancelled when nobody waits for the answer of a request that would be kept.
+    abandoned: CancellationToken,
     delivered: Delivered,
     /// Time from the start to the last placement.
     place: Duration,
@@ -206,7 +214,7 @@ impl RequestTask {
                 }
                 QueueTicketLost::GaveWay(refusal) => Refusal::Limit(refusal).into(),
             }),
-            () = self.events.closed() => {
+            () = self.unwanted() => {
                 // A client that leaves its place in a queue takes places from others,
                 // as one that leaves a device does.
                 context.penalties.count_cancel(context.clock.now(), &admitted.caller.tenant);
@@ -226,10 +234,20 @@ impl RequestTask {
         let (workers, model) = (&self.context.workers, &admitted.job.model);
         let placed = route::place_within(workers, model, admitted.expected, excluded, timeout);
         tokio::select! {
-            placed = placed => placed,
-            () = self.events.closed() => None,
+            // In this order, so that no worker gets the prompt of a client that has left.
+            biased;
+            () = self.unwanted() => None,
             () = self.revoked.cancelled() => None,
+            placed = placed => placed,
             () = tokio::time::sleep_until(self.deadline) => None,
+        }
+    }
+
+    /// Waits until nobody wants a request that has no place at a worker.
+    async fn unwanted(&self) {
+        tokio::select! {
+            () = self.events.closed() => {}
+            () = self.abandoned.cancelled() => {}
         }
     }
 

@@ -193,7 +193,18 @@ impl Serving {
     /// Runs an admitted job and returns its events: the second half of
     /// [`Self::submit`].
     pub fn run(&self, admitted: Admitted) -> mpsc::Receiver<Event> {
-        self.requests.start(admitted)
+        self.run_until_abandoned(admitted, CancellationToken::new())
+    }
+
+    /// Runs an admitted job like [`Self::run`], for a caller that keeps the answer
+    /// after its client has left. Once `abandoned` is cancelled, the job ends without
+    /// cost if it has no place at a worker, and runs to its end if it has one.
+    pub fn run_until_abandoned(
+        &self,
+        admitted: Admitted,
+        abandoned: CancellationToken,
+    ) -> mpsc::Receiver<Event> {
+        self.requests.start(admitted, abandoned)
     }
 
     /// Gives the limits of an admitted job back, because the job does not run.

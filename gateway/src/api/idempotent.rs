@@ -1,10 +1,12 @@
 //! Responses to admitted requests with an `Idempotency-Key`.
 //!
-//! A task of its own keeps the response, so the request runs to its end even if
-//! its first client leaves. A client that sends the request again gets the same
-//! response; of a stream it gets every byte that went out.
+//! A task of its own keeps the response, so a request that has a place at a worker
+//! runs to its end even if its first client leaves. A client that sends the request
+//! again gets the same response; of a stream it gets every byte that went out. A
+//! request that still waits for its place ends with its last client.
 
 use std::convert::Infallible;
+use std::pin::pin;
 use std::sync::Arc;
 
 use axum::body::{Body, Bytes};
@@ -13,6 +15,7 @@ use futures_util::stream::unfold;
 use http::{HeaderMap, HeaderName, HeaderValue};
 use http_body_util::BodyExt;
 use tokio::sync::{mpsc, oneshot};
+use tokio_util::sync::CancellationToken;
 use tollgate_domain::RequestId;
 use tollgate_openai::sse;
 use tollgate_serving::admit::Admitted;
@@ -87,7 +90,7 @@ async fn keep(
     guard: IdempotencyGuard,
     rendering: Rendering,
     admitted: Admitted,
-    client: Client,
+    mut client: Client,
 ) {
     // The record comes before any work: after a crash, a request whose key is
     // not on disk must not have run.
@@ -97,20 +100,38 @@ async fn keep(
         return;
     }
     let is_streamed = rendering.streamed;
-    let events = serving.run(admitted);
-    match rendering.respond(events).await {
+    let abandoned = CancellationToken::new();
+    let answering = rendering.respond(serving.run_until_abandoned(admitted, abandoned.clone()));
+    let mut answering = pin!(answering);
+    let answer = tokio::select! {
+        answer = &mut answering => answer,
+        () = left(&mut client, &guard) => {
+            abandoned.cancel();
+            answering.await
+        }
+    };
+    match answer {
         Ok(response) if is_streamed => keep_stream(&serving, guard, response, client).await,
         Ok(response) => keep_whole(guard, response, client).await,
         Err(Failure { error, is_charged }) => {
             // A request that cost nothing may run again under the same key.
             if is_charged {
                 guard.charged(error.clone());
+            } else if abandoned.is_cancelled() {
+                // A repeat that came meanwhile runs instead.
+                guard.release().await;
             } else {
                 guard.free(error.clone()).await;
             }
             let _ = client.send(Err(error.into()));
         }
     }
+}
+
+/// Waits until the client and every repeat have left.
+async fn left(client: &mut Client, guard: &IdempotencyGuard) {
+    client.closed().await;
+    guard.unawaited().await;
 }
 
 async fn keep_whole(guard: IdempotencyGuard, response: Response, client: Client) {

@@ -174,6 +174,25 @@ async fn spent_request_rate_refuses_next_context() {
     setup.settle().await;
 }
 
+/// The client leaves while its job has a place and no worker yet.
+#[tokio::test]
+async fn job_of_client_that_left_reaches_no_worker() {
+    let mut setup = Setup::start().await;
+    // On one thread, so the job's task has not begun when the client leaves.
+    let (caller, limits) = (setup.context.caller().clone(), setup.serving.limits());
+    let now = setup.serving.clock().now();
+    let second = limits.caller_context(now, caller, None, setup.tenant.clone());
+    for (number, context) in [(1, &setup.context), (2, &second.expect("the second request"))] {
+        let job = setup.job(number).await;
+        drop(setup.serving.submit(context, job).expect("admitted"));
+        setup.serving.tasks().close();
+        setup.serving.tasks().wait().await;
+        setup.serving.tasks().reopen();
+        assert!(setup.worker.runs.try_recv().is_err(), "a worker got the job");
+    }
+    setup.settle().await;
+}
+
 #[tokio::test]
 async fn dropped_events_cancel_the_work() {
     let mut setup = Setup::start().await;

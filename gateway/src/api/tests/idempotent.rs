@@ -116,6 +116,86 @@ async fn idempotent_request_survives_client_disconnect() {
     gateway.settled().await;
 }
 
+/// A plan with one place, so that a second request waits.
+const ONE_PLACE: &str = r#"
+[plans.one]
+concurrent = 1
+queued = 8
+[tenants.acme]
+plan = "one"
+[tenants.other]
+plan = "one"
+"#;
+
+/// Waits until `count` requests wait for a place.
+async fn queued(gateway: &TestGateway, count: usize) {
+    let waiting = async {
+        while gateway.api.serving.limits().status().queued != count {
+            tokio::task::yield_now().await;
+        }
+    };
+    let waited = tokio::time::timeout(std::time::Duration::from_secs(30), waiting).await;
+    waited.unwrap_or_else(|_| panic!("{:?}", gateway.api.serving.limits().status()));
+}
+
+#[tokio::test]
+async fn idempotent_request_without_place_ends_with_its_client() {
+    let folder = TestGateway::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let gateway = TestGateway::open(folder, ONE_PLACE, &[&worker]).await;
+    for (body, key) in [(CHAT, "whole"), (STREAM, "stream")] {
+        let mut runs = Box::pin(gateway.chat(""));
+        let running = tokio::select! {
+            run = worker.run() => run,
+            _ = &mut runs => panic!("nobody has answered"),
+        };
+        let mut waits = Box::pin(send(&gateway, body, key));
+        tokio::select! {
+            () = queued(&gateway, 1) => {}
+            _ = &mut waits => panic!("the place is taken"),
+        }
+        drop(waits);
+        queued(&gateway, 0).await;
+        let (first, ()) = join!(runs, running.answer("Hi."));
+        assert_eq!(first.status(), StatusCode::OK);
+        // Nothing ran under the key, so the request runs now.
+        let (again, ()) =
+            join!(send(&gateway, body, key), async { worker.run().await.answer("Hi.").await });
+        assert_eq!(header(&again, "x-tollgate-replay-of"), "");
+        assert_eq!(text(again).await.0, StatusCode::OK);
+    }
+    gateway.settled().await;
+}
+
+/// The control: a request that is awaited by a repeat keeps its place in the queue.
+#[tokio::test]
+async fn idempotent_request_with_waiting_repeat_keeps_its_place() {
+    let folder = TestGateway::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let gateway = TestGateway::open(folder, ONE_PLACE, &[&worker]).await;
+    let mut runs = Box::pin(gateway.chat(""));
+    let running = tokio::select! {
+        run = worker.run() => run,
+        _ = &mut runs => panic!("nobody has answered"),
+    };
+    let mut waits = Box::pin(send(&gateway, CHAT, "k"));
+    tokio::select! {
+        () = queued(&gateway, 1) => {}
+        _ = &mut waits => panic!("the place is taken"),
+    }
+    let mut repeat = Box::pin(send(&gateway, CHAT, "k"));
+    assert!(futures_util::poll!(&mut repeat).is_pending(), "the repeat waits");
+    drop(waits);
+    let (first, repeat, ()) = join!(runs, repeat, async {
+        running.answer("Hi.").await;
+        worker.run().await.answer("Hi again.").await;
+    });
+    assert_eq!(first.status(), StatusCode::OK);
+    assert!(header(&repeat, "x-tollgate-replay-of").starts_with("req-"));
+    assert!(text(repeat).await.1.contains("Hi again."));
+    gateway.settled().await;
+}
+
 #[tokio::test]
 async fn idempotent_stream_replays_same_bytes() {
     let folder = TestGateway::folder();
