@@ -7,6 +7,7 @@ mod held;
 mod hostile;
 mod proxied;
 mod served;
+mod windows;
 
 use std::io;
 use std::net::SocketAddr;
@@ -40,6 +41,9 @@ use crate::telemetry::Metrics;
 
 /// A bound on every wait of a test, far beyond all deadlines under test.
 const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Bytes of each piece of the endless response of `/small`.
+const SMALL_PIECE: usize = 64;
 
 /// A listener with a stack of test routes, and its observations.
 struct TestListener {
@@ -173,7 +177,12 @@ fn routes(gate: &Arc<Notify>, reached: &Arc<Notify>) -> Router {
         let piece = || Ok::<_, io::Error>(vec![b'x'; 16 * 1024]);
         Body::from_stream(futures_util::stream::repeat_with(piece))
     };
+    let small = || async {
+        let piece = || Ok::<_, io::Error>(vec![b'x'; SMALL_PIECE]);
+        Body::from_stream(futures_util::stream::repeat_with(piece))
+    };
     Router::new()
+        .route("/small", get(small))
         .route("/hello", get(|| async { "hello" }))
         .route("/echo", post(|body: axum::body::Bytes| async move { body }))
         .route("/endless", get(endless))

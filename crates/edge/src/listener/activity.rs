@@ -8,13 +8,14 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
+use std::time::Duration;
 
 use futures_util::task::AtomicWaker;
 use tokio::time::Instant;
 
 use super::ListenerOptions;
 use super::bad_head::BadHead;
-use super::response_progress::ResponseProgress;
+use super::response_progress::{PIECE, ResponseProgress};
 use super::service::RequestRefusal;
 
 /// The activity of one connection, shared by its streams, its requests and the
@@ -23,6 +24,8 @@ use super::service::RequestRefusal;
 pub(super) struct Activity {
     opened: Instant,
     protocol: Protocol,
+    /// Time in which the peer must take a piece of a response.
+    write_progress: Duration,
     state: Mutex<ActivityState>,
     waker: AtomicWaker,
 }
@@ -109,10 +112,13 @@ impl MissedDeadline {
 }
 
 impl Activity {
-    pub(super) fn new(protocol: Protocol, now: Instant) -> Self {
+    /// Creates the activity of a connection that opens `now`. The peer must take a
+    /// piece of a response within `write_progress`.
+    pub(super) fn new(protocol: Protocol, now: Instant, write_progress: Duration) -> Self {
         Self {
             opened: now,
             protocol,
+            write_progress,
             state: Mutex::new(ActivityState {
                 read: 0,
                 written: 0,
@@ -175,7 +181,7 @@ impl Activity {
     /// Reports a new request. Returns the progress of its response, and the reason to
     /// refuse the request, if any.
     pub(super) fn request_began(&self) -> (Arc<ResponseProgress>, Option<RequestRefusal>) {
-        let response = Arc::new(ResponseProgress::new(self.opened));
+        let response = Arc::new(ResponseProgress::new(self.opened, self.write_progress));
         let mut state = self.state();
         state.latest = Some(Arc::clone(&response));
         let bad = state.refused.filter(|(before, _)| *before == state.requests);
@@ -243,7 +249,7 @@ impl Activity {
             // The socket shows the progress of its bytes.
             Protocol::Http1 => usize::MAX,
             // Windows are not visible here, only whole pieces that were taken.
-            Protocol::Http2 => HTTP2_PIECE,
+            Protocol::Http2 => PIECE,
         }
     }
 
@@ -293,9 +299,9 @@ impl Activity {
             // Over HTTP/1 there is one response at a time. Over HTTP/2 the task of
             // each response has this deadline, and ends the response alone.
             if self.protocol == Protocol::Http1
-                && let Some(since) = state.latest.as_ref().and_then(|it| it.unread_since())
+                && let Some(due) = state.latest.as_ref().and_then(|it| it.due())
             {
-                sooner(since + options.write_progress, MissedDeadline::Write);
+                sooner(due, MissedDeadline::Write);
             }
             return due;
         }
@@ -324,15 +330,9 @@ impl Activity {
 /// connection begins.
 const HTTP2_OPENING: u64 = 24 + 9;
 
-/// Bytes of a piece of a response over HTTP/2. A peer must take each piece within
-/// the deadline. A smaller piece asks less of a slow peer, and costs more frames.
-const HTTP2_PIECE: usize = 4 * 1024;
-
 #[cfg(test)]
 #[allow(clippy::disallowed_methods, reason = "a test may read the system's clock")]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     fn options() -> ListenerOptions {
@@ -350,7 +350,7 @@ mod tests {
     fn http1_phases_have_their_deadlines() {
         let start = Instant::now();
         let at = |seconds: u64| start + Duration::from_secs(seconds);
-        let activity = Activity::new(Protocol::Http1, start);
+        let activity = Activity::new(Protocol::Http1, start, options().write_progress);
         let check = |seconds, late| {
             assert_eq!(activity.deadline(&options()), (at(seconds), late));
         };
@@ -362,15 +362,15 @@ mod tests {
         let (response, refusal) = activity.request_began();
         assert_eq!(refusal, None);
         check(3_600, MissedDeadline::Age); // the handler's own deadlines rule
-        response.piece_handed(at(0));
+        response.piece_handed(PIECE, at(0));
         check(15, MissedDeadline::Write);
-        response.piece_wanted();
-        response.piece_handed(at(10));
+        response.piece_wanted(at(9));
+        response.piece_handed(PIECE, at(10));
         check(25, MissedDeadline::Write);
         activity.write_blocked(at(9));
         check(24, MissedDeadline::Write); // the socket is full since 9
         activity.wrote(1);
-        response.piece_wanted();
+        response.piece_wanted(at(20));
         activity.request_ended(true, at(20));
         check(80, MissedDeadline::Idle);
         // The next head began while the last response was on its way.
@@ -385,7 +385,7 @@ mod tests {
     fn http2_phases_have_their_deadlines() {
         let start = Instant::now();
         let at = |seconds: u64| start + Duration::from_secs(seconds);
-        let activity = Activity::new(Protocol::Http2, start);
+        let activity = Activity::new(Protocol::Http2, start, options().write_progress);
         let check = |seconds, late| {
             assert_eq!(activity.deadline(&options()), (at(seconds), late));
         };
@@ -397,7 +397,7 @@ mod tests {
         // A stream that waits for window has its own deadline.
         let (response, _) = activity.request_began();
         assert!(activity.more_may_come());
-        response.piece_handed(at(3));
+        response.piece_handed(PIECE, at(3));
         check(3_600, MissedDeadline::Age);
         activity.request_began();
         activity.request_ended(false, at(30));

@@ -157,7 +157,8 @@ async fn speak<S: Service>(
     let options = &shared.options;
     let is_http2 = wire.get_ref().1.alpn_protocol() == Some(b"h2");
     let protocol = if is_http2 { Protocol::Http2 } else { Protocol::Http1 };
-    let activity = Arc::new(Activity::new(protocol, Instant::now()));
+    let activity = Activity::new(protocol, Instant::now(), options.write_progress);
+    let activity = Arc::new(activity);
     // From here on the activity's deadlines replace that of the handshake.
     wire.get_mut().0.report_to(Arc::clone(&activity));
     let place = Arc::clone(peer.open_connection());
@@ -183,7 +184,6 @@ async fn speak<S: Service>(
             let streams = Streams {
                 tasks: shared.streams.clone(),
                 activity: Arc::clone(&activity),
-                write_progress: options.write_progress,
                 metrics: Arc::clone(&shared.metrics),
             };
             let connection = http2_builder(options, streams).serve_connection(frames, answers);
@@ -291,7 +291,7 @@ impl<S: Service> Answers<S> {
 type Answered<B> = Result<Response<Content<B>>, std::convert::Infallible>;
 
 /// The body of a response: in one piece for a refusal, the service's otherwise.
-type Content<B> = InstrumentedBody<Either<Full<Bytes>, B>>;
+type Content<B> = InstrumentedBody<Either<Full<Bytes>, B>, BoxError>;
 
 /// An answer under way.
 enum Answering<B, F> {
@@ -516,7 +516,6 @@ impl End {
 struct Streams {
     tasks: TaskTracker,
     activity: Arc<Activity>,
-    write_progress: Duration,
     metrics: Arc<dyn ListenerMetrics>,
 }
 
@@ -534,9 +533,9 @@ where
             self.tasks.spawn(stream);
             return;
         };
-        let (longest, metrics) = (self.write_progress, Arc::clone(&self.metrics));
+        let metrics = Arc::clone(&self.metrics);
         self.tasks.spawn(async move {
-            if run_while_read(stream, &response, longest).await == StreamEnd::Unread {
+            if run_while_read(stream, &response).await == StreamEnd::Unread {
                 metrics.response_unread();
             }
         });

@@ -211,48 +211,84 @@ impl RequestInFlight {
 impl Drop for RequestInFlight {
     #[expect(clippy::disallowed_methods, reason = "the activity gets the time of the end")]
     fn drop(&mut self) {
-        self.response.piece_wanted();
-        self.activity.request_ended(self.complete, Instant::now());
+        let now = Instant::now();
+        self.response.piece_wanted(now);
+        self.activity.request_ended(self.complete, now);
     }
 }
 
 /// The body of a response; its drop ends the request. It goes out in pieces, so
-/// that the progress of a large one shows.
-pub(super) struct InstrumentedBody<B> {
+/// that the progress of a large one shows. Over HTTP/2 a piece is asked for when the
+/// peer's window has room for all pieces before it. So a long piece at the end is cut
+/// once more: the request ends when the peer has taken all but [`TAIL`] bytes.
+pub(super) struct InstrumentedBody<B, E> {
     body: B,
     /// The part of the body's last frame that was not handed over yet.
     rest: Bytes,
+    /// The frame or the error after that part, if the body gave it early.
+    next: Option<Result<Frame<Bytes>, E>>,
+    /// True once the body has given its last frame.
+    ended: bool,
     /// Bytes of the largest piece.
     largest: usize,
     request: RequestInFlight,
 }
 
-impl<B: http_body::Body> InstrumentedBody<B> {
+impl<B: http_body::Body> InstrumentedBody<B, B::Error> {
     /// Wraps the body of a response.
     pub(super) fn new(body: B, mut request: RequestInFlight) -> Self {
         // hyper does not poll an empty body, so its end is noted here.
         request.complete |= body.is_end_stream();
         let largest = request.activity.largest_piece();
-        Self { body, rest: Bytes::new(), largest, request }
-    }
-
-    /// Keeps back the part of `frame` that is beyond the largest piece.
-    fn cut(&mut self, frame: Frame<Bytes>) -> Frame<Bytes> {
-        match frame.into_data() {
-            Ok(mut data) => {
-                let piece = data.split_to(data.len().min(self.largest));
-                self.rest = data;
-                Frame::data(piece)
-            }
-            // Trailers are not cut.
-            Err(frame) => frame,
-        }
+        Self { body, rest: Bytes::new(), next: None, ended: false, largest, request }
     }
 }
 
-impl<B> http_body::Body for InstrumentedBody<B>
+impl<B> InstrumentedBody<B, B::Error>
 where
-    B: http_body::Body<Data = Bytes> + Unpin,
+    B: http_body::Body<Data = Bytes, Error: Unpin> + Unpin,
+{
+    /// Returns the next frame: the one that came early, or the body's next one.
+    fn poll_body(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
+        if let Some(next) = self.next.take() {
+            return Poll::Ready(Some(next));
+        }
+        if self.ended {
+            return Poll::Ready(None);
+        }
+        Pin::new(&mut self.body).poll_frame(cx)
+    }
+
+    /// Keeps back the part of `data` that is not in the next piece.
+    fn cut(&mut self, mut data: Bytes, cx: &mut Context<'_>) -> Bytes {
+        let mut piece = data.len().min(self.largest);
+        // Over HTTP/1 the socket shows the end.
+        let is_cut = self.largest < usize::MAX && piece == data.len() && piece > TAIL;
+        if is_cut && self.is_last(cx) {
+            piece -= TAIL;
+        }
+        let first = data.split_to(piece);
+        self.rest = data;
+        first
+    }
+
+    /// Returns true if the body has no more frames. Looks at the next one if it is
+    /// ready: a stream tells its end only when it is asked.
+    fn is_last(&mut self, cx: &mut Context<'_>) -> bool {
+        if self.next.is_none() && !self.ended && !self.body.is_end_stream() {
+            match Pin::new(&mut self.body).poll_frame(cx) {
+                Poll::Ready(None) => self.ended = true,
+                Poll::Ready(next) => self.next = next,
+                Poll::Pending => return false,
+            }
+        }
+        self.next.is_none()
+    }
+}
+
+impl<B> http_body::Body for InstrumentedBody<B, B::Error>
+where
+    B: http_body::Body<Data = Bytes, Error: Unpin> + Unpin,
 {
     type Data = Bytes;
     type Error = B::Error;
@@ -262,19 +298,25 @@ where
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
-        self.request.response.piece_wanted();
+        let now = Instant::now();
+        self.request.response.piece_wanted(now);
         let frame = match take(&mut self.rest) {
-            rest if rest.is_empty() => Pin::new(&mut self.body).poll_frame(cx),
+            rest if rest.is_empty() => self.poll_body(cx),
             rest => Poll::Ready(Some(Ok(Frame::data(rest)))),
         };
-        let frame = frame.map_ok(|frame| self.cut(frame));
+        let frame = frame.map_ok(|frame| match frame.into_data() {
+            Ok(data) => Frame::data(self.cut(data, cx)),
+            // Trailers are not cut.
+            Err(trailers) => trailers,
+        });
         match &frame {
-            Poll::Ready(Some(Ok(_))) => {
+            Poll::Ready(Some(Ok(frame))) => {
                 // hyper may not ask again after the last frame, and that is no cancel.
                 self.request.complete = self.is_end_stream();
                 // Also for the last piece: over HTTP/2 hyper keeps it, and this body,
                 // until the peer grants a window. The drop ends the deadline.
-                self.request.response.piece_handed(Instant::now());
+                let bytes = frame.data_ref().map_or(0, Bytes::len);
+                self.request.response.piece_handed(bytes, now);
             }
             // An error of the service is no cancel by the client.
             Poll::Ready(None | Some(Err(_))) => self.request.complete = true,
@@ -284,11 +326,14 @@ where
     }
 
     fn is_end_stream(&self) -> bool {
-        self.rest.is_empty() && self.body.is_end_stream()
+        let ended = self.ended || self.body.is_end_stream();
+        self.rest.is_empty() && self.next.is_none() && ended
     }
 
     fn size_hint(&self) -> SizeHint {
-        let (body, rest) = (self.body.size_hint(), self.rest.len() as u64);
+        let next = self.next.as_ref().and_then(|next| next.as_ref().ok()?.data_ref());
+        let next = next.map_or(0, Bytes::len);
+        let (body, rest) = (self.body.size_hint(), (self.rest.len() + next) as u64);
         let mut hint = SizeHint::new();
         if let Some(upper) = body.upper() {
             hint.set_upper(upper.saturating_add(rest));
@@ -298,7 +343,71 @@ where
     }
 }
 
+/// Bytes of the last piece of a response over HTTP/2, at most. A shorter piece would
+/// cost every short response a frame more.
+const TAIL: usize = 1_024;
+
 /// Time for which a socket lingers, and bytes that it drops at most: more than
 /// any body that is accepted.
 const LINGER: Duration = Duration::from_secs(2);
 const LINGER_BYTES: usize = 4 << 20;
+
+#[cfg(test)]
+#[allow(clippy::disallowed_methods, reason = "a test may read the system's clock")]
+mod tests {
+    use std::convert::Infallible;
+
+    use futures_util::stream;
+    use http_body_util::{BodyExt as _, Full, StreamBody};
+
+    use super::super::activity::Protocol;
+    use super::*;
+
+    /// Returns the lengths of the pieces of `body`, and whether the body said after each
+    /// one that it was the last.
+    async fn pieces<B>(protocol: Protocol, body: B) -> Vec<(usize, bool)>
+    where
+        B: http_body::Body<Data = Bytes, Error = Infallible> + Unpin,
+    {
+        let activity = Arc::new(Activity::new(protocol, Instant::now(), Duration::MAX));
+        let (request, _) = RequestInFlight::begin(&activity);
+        let mut body = InstrumentedBody::new(body, request);
+        let mut pieces = Vec::new();
+        while let Some(frame) = body.frame().await {
+            let Ok(frame) = frame;
+            let length = frame.data_ref().expect("data").len();
+            pieces.push((length, http_body::Body::is_end_stream(&body)));
+        }
+        pieces
+    }
+
+    /// A stream of frames of these lengths.
+    fn streamed(
+        lengths: &'static [usize],
+    ) -> impl http_body::Body<Data = Bytes, Error = Infallible> + Unpin {
+        let frames = lengths.iter().map(|length| Ok(Frame::data(Bytes::from(vec![b'x'; *length]))));
+        StreamBody::new(stream::iter(frames))
+    }
+
+    #[tokio::test]
+    async fn http2_body_ends_with_a_short_piece() {
+        let whole = |length| Full::new(Bytes::from(vec![b'x'; length]));
+        assert_eq!(pieces(Protocol::Http2, whole(1_024)).await, [(1_024, true)]);
+        assert_eq!(
+            pieces(Protocol::Http2, whole(9_000)).await,
+            [(4_096, false), (4_096, false), (808, true)]
+        );
+        assert_eq!(
+            pieces(Protocol::Http2, whole(6_000)).await,
+            [(4_096, false), (880, false), (1_024, true)]
+        );
+        // The end of a stream is known only after its last frame.
+        assert_eq!(
+            pieces(Protocol::Http2, streamed(&[2_000, 10, 3_000])).await,
+            [(2_000, false), (10, false), (1_976, false), (1_024, true)]
+        );
+        // The control: over HTTP/1 nothing is cut.
+        assert_eq!(pieces(Protocol::Http1, whole(9_000)).await, [(9_000, true)]);
+        assert_eq!(pieces(Protocol::Http1, streamed(&[2_000])).await, [(2_000, false)]);
+    }
+}

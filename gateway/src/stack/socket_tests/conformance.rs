@@ -47,15 +47,15 @@ impl Wanted {
 const STATUS_200: u8 = 0x88;
 const STATUS_400: u8 = 0x8c;
 
-const DATA: u8 = 0;
-const HEADERS: u8 = 1;
+pub(super) const DATA: u8 = 0;
+pub(super) const HEADERS: u8 = 1;
 const PRIORITY: u8 = 2;
-const RST_STREAM: u8 = 3;
-const SETTINGS: u8 = 4;
+pub(super) const RST_STREAM: u8 = 3;
+pub(super) const SETTINGS: u8 = 4;
 const PUSH_PROMISE: u8 = 5;
 const PING: u8 = 6;
-const GOAWAY: u8 = 7;
-const WINDOW_UPDATE: u8 = 8;
+pub(super) const GOAWAY: u8 = 7;
+pub(super) const WINDOW_UPDATE: u8 = 8;
 const CONTINUATION: u8 = 9;
 
 const END_STREAM: u8 = 1;
@@ -63,9 +63,9 @@ const ACK: u8 = 1;
 const END_HEADERS: u8 = 4;
 const PADDED: u8 = 8;
 /// The flags of a request in one frame.
-const WHOLE: u8 = END_STREAM | END_HEADERS;
+pub(super) const WHOLE: u8 = END_STREAM | END_HEADERS;
 
-fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+pub(super) fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
     let mut bytes = vec![length[1], length[2], length[3], kind, flags];
     bytes.extend(stream.to_be_bytes());
@@ -73,12 +73,12 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-fn opening() -> Vec<u8> {
+pub(super) fn opening() -> Vec<u8> {
     [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".as_slice(), &frame(SETTINGS, 0, 0, &[])].concat()
 }
 
 /// A header block of literals that are neither indexed nor compressed.
-fn block(fields: &[(&str, &str)]) -> Vec<u8> {
+pub(super) fn block(fields: &[(&str, &str)]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for (name, value) in fields {
         bytes.push(0);
@@ -101,10 +101,10 @@ fn block(fields: &[(&str, &str)]) -> Vec<u8> {
     bytes
 }
 
-const METHOD: (&str, &str) = (":method", "GET");
-const SCHEME: (&str, &str) = (":scheme", "https");
+pub(super) const METHOD: (&str, &str) = (":method", "GET");
+pub(super) const SCHEME: (&str, &str) = (":scheme", "https");
 const PATH: (&str, &str) = (":path", "/hello");
-const AUTHORITY: (&str, &str) = (":authority", "localhost");
+pub(super) const AUTHORITY: (&str, &str) = (":authority", "localhost");
 const POST: (&str, &str) = (":method", "POST");
 const ECHO: (&str, &str) = (":path", "/echo");
 const NEVER: (&str, &str) = (":path", "/never");

@@ -30,7 +30,7 @@ impl Bench {
     /// Opens a connection that was last used at `seconds`.
     fn open(&mut self, source: u32, seconds: u64) -> Client {
         let connection = OpenConnection::new(self.at(seconds));
-        let activity = Arc::new(Activity::new(Protocol::Http2, self.at(seconds)));
+        let activity = Arc::new(Activity::new(Protocol::Http2, self.at(seconds), Duration::MAX));
         connection.report(Arc::clone(&activity));
         let number = self.table.insert(address(source), Arc::clone(&connection));
         Client { number, connection, activity }

@@ -16,7 +16,8 @@ const LIMIT: usize = 16 * 1024;
 /// that refusal. Each piece is read by itself.
 fn pass(pieces: &[&[u8]]) -> (Vec<u8>, Option<BadHead>) {
     let mut io = Pieces::of(pieces);
-    let activity = Arc::new(Activity::new(Protocol::Http1, Instant::now()));
+    let activity =
+        Arc::new(Activity::new(Protocol::Http1, Instant::now(), std::time::Duration::MAX));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let mut heads = Heads::new(&mut io, Arc::clone(&activity), LIMIT);
