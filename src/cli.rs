@@ -5,8 +5,8 @@ use std::process::ExitCode;
 use clap::{FromArgMatches, Parser, Subcommand};
 
 use crate::{
-    audit, chat, config, keys, ledger, loadtest, penalties, statement, up, usage, verify_limits,
-    worker,
+    admins, audit, chat, config, keys, ledger, loadtest, penalties, statement, up, usage,
+    verify_limits, worker,
 };
 
 /// Without a subcommand, tollgate runs `up`: the gateway, the ledger and one worker
@@ -30,6 +30,8 @@ pub enum Command {
     Worker(Box<worker::WorkerArguments>),
     /// Create, list, rotate and revoke API keys.
     Keys(keys::KeysArguments),
+    /// Create, list and revoke named admins with roles.
+    Admins(admins::AdminsArguments),
     /// List and lift the penalties of a running gateway.
     Penalties(penalties::PenaltiesArguments),
     /// Show the used device time by tenant, key and model.

@@ -1,11 +1,12 @@
 //! `tollgate config`: checks, shows and describes the configuration, and reloads that of a
 //! running gateway.
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use serde::Deserialize;
+use serde_json::Value;
 use tollgate_config::Config;
 
-use crate::admin::{Admin, Ask, ask};
+use crate::admin::{Admin, Ask};
 use crate::common::{Place, say};
 
 /// Check, show and describe the configuration.
@@ -73,13 +74,7 @@ struct Change {
 /// Asks the running gateway for a reload at `path` of its admin listener. The gateway reads
 /// its own files, environment and flags.
 fn reload(admin: &Admin, path: &str) -> Result<Reload> {
-    // One request is sent, so one thread is enough.
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let body = runtime.block_on(async {
-        let connection = admin.connect().await?;
-        ask(&connection, Ask::Post(path)).await
-    })?;
-    serde_json::from_str(&body).context("cannot parse the gateway's answer")
+    admin.connect()?.json(Ask::Post(path, &Value::Null))
 }
 
 impl Reload {

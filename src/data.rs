@@ -2,8 +2,9 @@
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{Read, Seek, Write};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use rustix::fs::{FlockOperation, Mode, flock};
@@ -72,6 +73,52 @@ pub fn lock(folder: &Path) -> Result<Locked> {
     Ok(Locked { _file: file })
 }
 
+/// The address of a running gateway's admin listener in its data folder. Dropping the value
+/// removes the file.
+pub struct Announced {
+    path: PathBuf,
+}
+
+/// Writes the address of the admin listener into `folder`, where commands look for it.
+///
+/// # Errors
+/// The file cannot be written.
+pub fn announce(folder: &Path, admin: SocketAddr) -> Result<Announced> {
+    let path = folder.join(ADDRESS_FILE);
+    let draft = folder.join(format!("{ADDRESS_FILE}.new"));
+    // The rename is atomic, so that no command reads half an address.
+    fs::write(&draft, format!("{}\n", reachable(admin)))
+        .and_then(|()| fs::rename(&draft, &path))
+        .with_context(|| format!("cannot write {}", path.display()))?;
+    Ok(Announced { path })
+}
+
+/// Returns the URL that [`announce`] has written, if there is one. The gateway that wrote it
+/// may have been killed.
+pub fn announced(folder: &Path) -> Option<String> {
+    let url = fs::read_to_string(folder.join(ADDRESS_FILE)).ok()?;
+    Some(url.trim().to_owned())
+}
+
+/// Returns the URL of a listener as this host reaches it.
+pub fn reachable(mut address: SocketAddr) -> String {
+    match address.ip() {
+        // An unspecified address is no target, but a listener on it also listens on
+        // loopback.
+        IpAddr::V4(ip) if ip.is_unspecified() => address.set_ip(Ipv4Addr::LOCALHOST.into()),
+        IpAddr::V6(ip) if ip.is_unspecified() => address.set_ip(Ipv6Addr::LOCALHOST.into()),
+        _ => {}
+    }
+    format!("https://{address}")
+}
+
+impl Drop for Announced {
+    fn drop(&mut self) {
+        // Commands notice that no gateway listens at an address that stays.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
 /// Takes the permissions of other users from everything in `folder`: an earlier
 /// version, or a copy of the folder, may have left some. SQLite gives its log the mode
 /// of the database, so an open database would stay open.
@@ -102,6 +149,9 @@ fn holder(file: &mut File) -> String {
         _ => "another tollgate".to_owned(),
     }
 }
+
+/// The file with the URL of the running gateway's admin listener.
+const ADDRESS_FILE: &str = "admin.address";
 
 /// Folders within folders of the data folder: `workers/NAME/journal` has three.
 const DEEPEST: u32 = 8;

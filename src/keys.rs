@@ -121,7 +121,7 @@ pub fn run(arguments: KeysArguments) -> Result<()> {
 }
 
 fn create(create: Create) -> Result<()> {
-    let (config, store) = open(&create.place)?;
+    let config = create.place.load()?;
     let tenant = TenantId::new(&create.tenant)?;
     if config.tenant(&tenant).is_none() {
         // The first few are enough to notice a typing error; there may be
@@ -160,6 +160,7 @@ fn create(create: Create) -> Result<()> {
         expires: create.expires.map(|span| UtcTime(now().0.saturating_add(span.as_nanos() as u64))),
         plan,
     };
+    let store = make_store(&config)?;
     let new = store.create(&tenant, options, now())?;
     show(&store, &new, create.quiet)
 }
@@ -187,9 +188,17 @@ struct ListedKey<'a> {
 
 fn open(place: &Place) -> Result<(Config, KeyStore)> {
     let config = place.load()?;
+    let store = open_store(&config)?;
+    Ok((config, store))
+}
+
+/// Opens the key store in the config's data folder to change it.
+///
+/// # Errors
+/// There is no folder, the keys were lost, or the store cannot be opened.
+pub fn open_store(config: &Config) -> Result<KeyStore> {
     let folder = config.data();
-    // A missing folder is probably a typing error. A key in a new folder would open
-    // no gateway.
+    // A missing folder is probably a typing error: nothing in it can be listed or changed.
     if !folder.is_dir() {
         bail!("there is no data folder {}; `tollgate up` creates it", folder.display());
     }
@@ -198,9 +207,23 @@ fn open(place: &Place) -> Result<(Config, KeyStore)> {
     data::make(folder)?;
     // A key in a new database would be the only one that works.
     manifest::refuse_loss(folder, "keys.db")?;
-    let store = KeyStore::open_to_change(folder)
-        .with_context(|| format!("the keys of data folder {}", folder.display()))?;
-    Ok((config, store))
+    KeyStore::open_to_change(folder)
+        .with_context(|| format!("the keys of data folder {}", folder.display()))
+}
+
+/// Opens the key store as [`open_store`] does. Makes the data folder if there is none, so
+/// that keys can be made before the first start.
+///
+/// # Errors
+/// The errors of [`open_store`], or the folder cannot be made.
+pub fn make_store(config: &Config) -> Result<KeyStore> {
+    let folder = config.data();
+    if !folder.is_dir() {
+        // Said, because a typing error in `--data` would otherwise go unseen.
+        eprintln!("creating the data folder {}; no gateway has used it yet", folder.display());
+        data::make(folder)?;
+    }
+    open_store(config)
 }
 
 /// Prints a new key, once. A key that could not be printed is revoked.

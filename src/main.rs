@@ -4,6 +4,7 @@
 use std::process::ExitCode;
 
 mod admin;
+mod admins;
 mod audit;
 mod chat;
 mod cli;
@@ -36,6 +37,7 @@ fn main() -> ExitCode {
         cli::Command::Up(arguments) => up::run(arguments),
         cli::Command::Worker(arguments) => return worker::run(*arguments),
         cli::Command::Keys(arguments) => keys::run(arguments),
+        cli::Command::Admins(arguments) => admins::run(arguments),
         cli::Command::Penalties(arguments) => penalties::run(arguments),
         cli::Command::Usage(arguments) => usage::run(arguments),
         cli::Command::Statement(arguments) => statement::run(arguments),

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use crate::admin::{Admin, Ask, ask};
+use crate::admin::{Admin, Ask};
 use crate::common::{say, table};
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
@@ -53,17 +53,13 @@ struct Offender {
 
 /// Runs the subcommand.
 pub fn run(arguments: PenaltiesArguments) -> Result<()> {
-    // One request is sent, so one thread is enough.
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(async {
-        match arguments.action {
-            PenaltiesAction::List(list) => self::list(list).await,
-            PenaltiesAction::Lift(lift) => self::lift(lift).await,
-        }
-    })
+    match arguments.action {
+        PenaltiesAction::List(list) => self::list(list),
+        PenaltiesAction::Lift(lift) => self::lift(lift),
+    }
 }
 
-async fn list(list: ListPenalties) -> Result<()> {
+fn list(list: ListPenalties) -> Result<()> {
     #[derive(Deserialize)]
     struct Listed {
         penalties: Vec<Row>,
@@ -76,8 +72,7 @@ async fn list(list: ListPenalties) -> Result<()> {
         offences: u64,
         left_ms: u64,
     }
-    let connection = list.admin.connect().await?;
-    let body = ask(&connection, Ask::Get("/v1/penalties")).await?;
+    let body = list.admin.connect()?.text(Ask::Get("/v1/penalties"))?;
     if list.json {
         let value: serde_json::Value = serde_json::from_str(&body)?;
         return say(format!("{value:#}\n"));
@@ -92,7 +87,7 @@ async fn list(list: ListPenalties) -> Result<()> {
     say(table(&["kind", "name", "offence", "offences", "left"], &rows))
 }
 
-async fn lift(lift: Lift) -> Result<()> {
+fn lift(lift: Lift) -> Result<()> {
     let (kind, name) = match (&lift.offender.tenant, &lift.offender.source) {
         (Some(name), _) => ("tenant", name),
         (None, Some(name)) => ("source", name),
@@ -103,7 +98,6 @@ async fn lift(lift: Lift) -> Result<()> {
     if name.is_empty() || !name.chars().all(plain) {
         bail!("{name:?} is not a valid {kind}");
     }
-    let connection = lift.admin.connect().await?;
-    ask(&connection, Ask::Delete(&format!("/v1/penalties/{kind}/{name}"))).await?;
+    lift.admin.connect()?.text(Ask::Delete(&format!("/v1/penalties/{kind}/{name}")))?;
     say(format!("{kind} {name} has no penalty now\n"))
 }

@@ -129,6 +129,7 @@ async fn serve(config: Arc<Config>, open: OpenLedger, accept_loss: bool) -> Resu
     let gateway = service.gateway();
     let reloader = service.reloader();
     let addresses = banner::Addresses { public: service.local_addr(), admin: service.admin_addr() };
+    let announced = data::announce(&folder, addresses.admin)?;
     // The ports are bound by now: a port in use must fail before the models are
     // loaded.
     let processes = Arc::new(WorkerProcesses::start(planned, &gateway));
@@ -174,6 +175,7 @@ async fn serve(config: Arc<Config>, open: OpenLedger, accept_loss: bool) -> Resu
     serving.close();
     serving.wait().await;
     sign_last_records(&ledger, &folder).await;
+    drop(announced);
     // Released last: the next instance must find the ledger and the journals at
     // rest.
     drop(lock);

@@ -1,11 +1,16 @@
 //! The admin listener's routes: health and metrics for machines, everything
-//! else for holders of the admin key. A route is closed unless it stands in
-//! the short open list of `router`.
+//! else for admins. `routes.rs` has the table of all routes, each with the right
+//! that it asks for.
 
+mod actor;
+mod admins;
+mod body;
 mod checkpoint;
 mod health;
+mod page;
 mod penalties;
 mod reload;
+mod routes;
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write as _};
@@ -14,9 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use axum::extract::{Request, State};
-use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
-use axum::routing::get;
 use axum::{Json, Router};
 use http::{HeaderMap, StatusCode, header};
 use serde::Serialize;
@@ -29,13 +32,15 @@ use tollgate_serving::workers::WorkerReport;
 use tower::ServiceExt as _;
 use tower_governor::key_extractor::GlobalKeyExtractor;
 
+use self::actor::Actor;
 use self::health::Health;
 use crate::api::BodyBudget;
+use crate::auth::{AdminSecret, KeyStore};
 use crate::read_limit::ReadLimit;
 use crate::reload::Reloader;
 use crate::reply::ApiError;
 use crate::source_penalties::SourcePenalties;
-use crate::stack::{Routes, method_not_allowed, unknown_route};
+use crate::stack::Routes;
 use crate::telemetry::{Metrics, Readings};
 
 /// An error for an admin key that cannot be read or made.
@@ -61,17 +66,20 @@ impl AdminKey {
         read_or_make(&path).map(Self).map_err(|source| AdminKeyError { path, source })
     }
 
-    /// Returns true if `headers` carry this key, and no other credential.
-    fn opens(&self, headers: &HeaderMap) -> bool {
-        let mut shown = headers.get_all(header::AUTHORIZATION).iter();
-        // Two credentials are ambiguous, so neither counts.
-        let (Some(shown), None) = (shown.next(), shown.next()) else { return false };
-        let Some((scheme, key)) = shown.as_bytes().split_at_checked(BEARER.len()) else {
-            return false;
-        };
+    /// Returns true if `credential` is this key.
+    fn is(&self, credential: &str) -> bool {
         // In constant time, so that timing tells nothing about the key.
-        scheme.eq_ignore_ascii_case(BEARER) && key.ct_eq(self.0.as_bytes()).into()
+        credential.as_bytes().ct_eq(self.0.as_bytes()).into()
     }
+}
+
+/// Returns the credential in `headers` if there is one and no other.
+fn bearer(headers: &HeaderMap) -> Option<&str> {
+    let mut shown = headers.get_all(header::AUTHORIZATION).iter();
+    // Two credentials are ambiguous, so neither counts.
+    let (Some(shown), None) = (shown.next(), shown.next()) else { return None };
+    let (scheme, credential) = shown.to_str().ok()?.split_at_checked(BEARER.len())?;
+    scheme.eq_ignore_ascii_case(BEARER).then_some(credential)
 }
 
 fn read_or_make(path: &Path) -> io::Result<String> {
@@ -86,10 +94,8 @@ fn read_or_make(path: &Path) -> io::Result<String> {
             Ok(key.to_owned())
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            let mut bits = [0; 32];
-            aws_lc_rs::rand::fill(&mut bits).map_err(|_| io::Error::other("no random bytes"))?;
-            let key =
-                bits.iter().fold(String::from("tga-"), |text, byte| format!("{text}{byte:02x}"));
+            let key = AdminSecret::draw().map_err(io::Error::other)?;
+            let key = key.expose().to_owned();
             let mut file =
                 // `create_new` fails if another process has made the key in between.
                 OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
@@ -105,6 +111,8 @@ fn read_or_make(path: &Path) -> io::Result<String> {
 /// The state that admin handlers read.
 pub(crate) struct AdminState {
     pub(crate) key: AdminKey,
+    /// The keys of tenants and the named admins.
+    pub(crate) keys: KeyStore,
     pub(crate) serving: Arc<Serving>,
     pub(crate) reloader: Reloader,
     /// The penalties of network sources.
@@ -117,6 +125,15 @@ pub(crate) struct AdminState {
 }
 
 impl AdminState {
+    /// Returns the admin whose key `headers` carry.
+    fn admin_of(&self, headers: &HeaderMap) -> Option<Actor> {
+        let credential = bearer(headers)?;
+        if self.key.is(credential) {
+            return Some(Actor::key_file());
+        }
+        self.keys.admin_of(credential).map(Actor::named)
+    }
+
     /// Returns true for each condition that requests need to succeed.
     pub(crate) fn readiness(&self) -> Readiness {
         Readiness {
@@ -155,7 +172,7 @@ pub(crate) struct AdminRoutes(Router);
 
 impl AdminRoutes {
     pub(crate) fn new(state: Arc<AdminState>, limit: &ReadLimit<GlobalKeyExtractor>) -> Self {
-        Self(router(state, limit))
+        Self(routes::router(state, limit))
     }
 }
 
@@ -163,7 +180,7 @@ impl Routes for AdminRoutes {
     type Target = ();
 
     fn label(&self, path: &str) -> &'static str {
-        label(path)
+        routes::label(path)
     }
 
     fn check_head<B>(
@@ -178,42 +195,6 @@ impl Routes for AdminRoutes {
 
     async fn answer(&self, (): (), request: Request, _id: RequestId) -> Response {
         self.0.clone().oneshot(request).await.unwrap_or_else(|never| match never {})
-    }
-}
-
-/// Builds the router of all admin routes.
-fn router(state: Arc<AdminState>, limit: &ReadLimit<GlobalKeyExtractor>) -> Router {
-    let guarded = Router::new()
-        .route("/v1/status", get(status))
-        .route("/audit/checkpoint", get(checkpoint::newest))
-        .route("/audit/key", get(checkpoint::key))
-        .merge(penalties::routes())
-        .merge(reload::routes())
-        .fallback(unknown_route)
-        .method_not_allowed_fallback(method_not_allowed)
-        // Inside the guard, so that only holders of the key spend the rate.
-        .layer(limit.layer())
-        // The guard also covers unknown paths: a client without the key must
-        // not learn which paths exist.
-        .layer(from_fn_with_state(Arc::clone(&state), require_key));
-    Router::new()
-        .route("/healthz", get(healthz))
-        .route("/readyz", get(readyz))
-        .route("/metrics", get(metrics))
-        .method_not_allowed_fallback(method_not_allowed)
-        .fallback_service(guarded.with_state(Arc::clone(&state)))
-        .with_state(state)
-}
-
-async fn require_key(
-    State(state): State<Arc<AdminState>>,
-    request: Request,
-    next: Next,
-) -> Response {
-    if state.key.opens(request.headers()) {
-        next.run(request).await
-    } else {
-        ApiError::InvalidCredential.into_response()
     }
 }
 
@@ -295,25 +276,10 @@ async fn status(State(state): State<Arc<AdminState>>) -> Response {
     Json(Status { ready: state.readiness().is_ready(), workers }).into_response()
 }
 
-/// Returns the label of an admin route in metrics.
-fn label(path: &str) -> &'static str {
-    match path {
-        "/healthz" => "healthz",
-        "/readyz" => "readyz",
-        "/metrics" => "metrics",
-        "/v1/status" => "admin_status",
-        "/audit/checkpoint" | "/audit/key" => "admin_audit",
-        "/config/reload" => "admin_reload",
-        "/v1/penalties" => "admin_penalties",
-        _ if path.starts_with("/v1/penalties/") => "admin_penalties",
-        _ => "admin_other",
-    }
-}
-
 const ADMIN_KEY_FILE: &str = "admin.key";
 /// Characters of the shortest key that is accepted.
 const LEAST_KEY_CHARS: usize = 32;
-const BEARER: &[u8] = b"bearer ";
+const BEARER: &str = "bearer ";
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 #[cfg(test)]

@@ -123,7 +123,7 @@ pub(crate) fn config_changed(
 pub(crate) fn penalty_lifted(
     tenant: Option<&TenantId>,
     offender: &str,
-    at: UtcTime,
+    (actor, at): (&str, UtcTime),
 ) -> AdminAction {
     // Two removals at the same instant need different ids, or the ledger would ignore the second as
     // a repeat.
@@ -133,7 +133,7 @@ pub(crate) fn penalty_lifted(
         id: format!("penalty-{}-{}-{count}", at.0, std::process::id()),
         at,
         operation: "penalty.lifted".to_owned(),
-        actor: "admin key".to_owned(),
+        actor: actor.to_owned(),
         user: tenant.map(|tenant| (tenant.to_string(), None)),
         detail: serde_json::json!({ "offender": offender }),
     }

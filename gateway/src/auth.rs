@@ -16,6 +16,7 @@ mod jwt;
 mod key_directory;
 mod key_store;
 
+mod roles;
 mod scopes;
 mod secret;
 
@@ -37,7 +38,11 @@ use tollgate_domain::{Caller, KeyId, ModelName, PlanName, TenantId, UtcTime};
 pub(crate) use self::bearer::shows_token;
 pub use self::fetch::FetchError;
 pub use self::issuer::{IssuerError, IssuerKeys, IssuerOptions};
-pub use self::key_store::{KeyOptions, KeyRecord, KeyStore, KeyStoreError, NewKey, UnderWay};
+pub use self::key_store::{
+    AdminRecord, AdminSecret, KeyOptions, KeyRecord, KeyStore, KeyStoreError, NewAdmin, NewKey,
+    UnderWay,
+};
+pub use self::roles::{Right, Role, UnknownRole};
 pub use self::scopes::{Endpoint, Scopes, UnknownEndpoint};
 pub use self::secret::{KeySecret, NoRandomness};
 

@@ -174,6 +174,7 @@ impl GatewayService {
         });
         let state = Arc::new(AdminState {
             key: admin_key,
+            keys: authenticator.keys().clone(),
             serving,
             reloader,
             source_penalties,
@@ -403,4 +404,4 @@ const ADMIN_DRAIN: Duration = Duration::from_secs(1);
 const ADMIN_BODY: u64 = 64 * 1024;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -144,15 +144,11 @@ impl Reloader {
     ///
     /// # Errors
     /// Nothing changes then; see [`ReloadError`].
-    pub async fn reload(
-        &self,
-        actor: &'static str,
-        run: ReloadRun,
-    ) -> Result<ReloadReport, ReloadError> {
-        let reloader = self.clone();
+    pub async fn reload(&self, actor: &str, run: ReloadRun) -> Result<ReloadReport, ReloadError> {
+        let (reloader, actor) = (self.clone(), actor.to_owned());
         // A client that leaves must not stop a reload between its record and its effect.
         let tasks = self.parts.serving.tasks();
-        let task = tasks.spawn(async move { reloader.run(actor, run).await });
+        let task = tasks.spawn(async move { reloader.run(&actor, run).await });
         task.await.map_err(|_| ReloadError::Stopping)?
     }
 
@@ -185,7 +181,7 @@ impl Reloader {
         tokio::task::spawn_blocking(move || config.files_hash()).await.ok()
     }
 
-    async fn run(&self, actor: &'static str, run: ReloadRun) -> Result<ReloadReport, ReloadError> {
+    async fn run(&self, actor: &str, run: ReloadRun) -> Result<ReloadReport, ReloadError> {
         let _turn = self.turn.lock().await;
         let parts = Arc::clone(&self.parts);
         // Files are read, which blocks.
@@ -209,7 +205,7 @@ impl Reloader {
     /// Records the change in the audit log and puts it in force.
     async fn apply(
         &self,
-        actor: &'static str,
+        actor: &str,
         prepared: PreparedReload,
     ) -> Result<ReloadReport, ReloadError> {
         let parts = &self.parts;

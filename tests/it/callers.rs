@@ -164,6 +164,6 @@ async fn keys_stay_within_their_networks() {
     }
     let mistyped = gateway.data().join("mistyped");
     let shown = mistyped.display().to_string();
-    let said = failing(&[&create[..], &["--config", &config, "--data", &shown]].concat());
+    let said = failing(&["keys", "list", "--config", &config, "--data", &shown]);
     assert!(said.contains("there is no data folder") && !mistyped.exists(), "{said}");
 }

@@ -8,6 +8,7 @@
 #![allow(clippy::expect_used, reason = "a panic is how a test reports")]
 #![allow(unreachable_pub, reason = "a program has no API; pub marks what a module offers")]
 
+mod admins;
 mod attacks;
 mod audit;
 mod bad_input;

@@ -55,6 +55,13 @@ macro_rules! name {
             }
         }
 
+        impl std::str::FromStr for $type {
+            type Err = InvalidName;
+            fn from_str(name: &str) -> Result<Self, InvalidName> {
+                Self::new(name)
+            }
+        }
+
         impl From<$type> for String {
             fn from(name: $type) -> String {
                 name.0.as_ref().to_owned()
@@ -83,6 +90,10 @@ name!(
 name!(
     /// A key of a tenant, by its public id and never by its secret.
     KeyId, "key"
+);
+name!(
+    /// A named admin of a gateway.
+    AdminName, "admin"
 );
 name!(
     /// A named set of limits in config.

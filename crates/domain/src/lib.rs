@@ -25,8 +25,8 @@ pub use generation::{
     REPETITION_PENALTIES, Sampling, SamplingDefaults, StopReason, TextDelta, TokenLogprob,
 };
 pub use ids::{
-    Caller, DeviceClass, InvalidName, KeyId, ModelName, PlanName, PoolName, PriceListName,
-    RequestId, SequenceId, TenantId, WorkerEpoch, WorkerName,
+    AdminName, Caller, DeviceClass, InvalidName, KeyId, ModelName, PlanName, PoolName,
+    PriceListName, RequestId, SequenceId, TenantId, WorkerEpoch, WorkerName,
 };
 pub use limits::{ByClass, PlanLimits, Rate};
 pub use network::{InvalidNetwork, Network};

@@ -1,4 +1,4 @@
-//! The database of API keys: a file of its own beside the ledger, with a connection
+//! The database of API keys and of named admins: a file of its own beside the ledger, with a connection
 //! of its own, so that a key check never waits for a commit of the ledger. The
 //! database holds a keyed hash of each key and never the key.
 //!
@@ -9,11 +9,13 @@ use std::fs::OpenOptions;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use tollgate_domain::{KeyId, TenantId, UtcTime};
+use tollgate_domain::{AdminName, KeyId, TenantId, UtcTime};
 
 use crate::act::AdminAction;
 use crate::error::StorageError;
 use crate::rows::Tables;
+use crate::rows::admins;
+pub use crate::rows::admins::AdminRow;
 use crate::rows::key_actions::{self, KeyActionRow};
 pub use crate::rows::key_database::DataVersion;
 use crate::rows::key_database::{FORMAT, KeyConnection, KeyTransaction};
@@ -119,6 +121,14 @@ impl KeyDatabase {
         keys::list(self.connection.tables(), tenant).map_err(at(&self.path))
     }
 
+    /// Returns all named admins, ordered by name.
+    ///
+    /// # Errors
+    /// The database cannot be read, or a row is damaged.
+    pub fn admins(&self) -> Result<Vec<AdminRow>, KeyDatabaseError> {
+        admins::list(self.connection.tables()).map_err(at(&self.path))
+    }
+
     /// Begins to read. All reads see the keys as they are at the first of them.
     ///
     /// # Errors
@@ -199,6 +209,31 @@ impl KeyChange<'_> {
     pub fn update_end(&self, id: &KeyId, end: &KeyEnd) -> Result<(), KeyDatabaseError> {
         keys::update_end(self.tables, id, end, self.number).map_err(at(self.path))
     }
+
+    /// Returns all named admins, with the changes so far.
+    ///
+    /// # Errors
+    /// The database cannot be read, or a row is damaged.
+    pub fn admins(&self) -> Result<Vec<AdminRow>, KeyDatabaseError> {
+        admins::list(self.tables).map_err(at(self.path))
+    }
+
+    /// Inserts a new admin.
+    ///
+    /// # Errors
+    /// The database cannot be written, an admin has this name or this hash already, or the
+    /// time is after the year 2262.
+    pub fn insert_admin(&self, admin: &AdminRow) -> Result<(), KeyDatabaseError> {
+        admins::insert(self.tables, admin).map_err(at(self.path))
+    }
+
+    /// Deletes an admin.
+    ///
+    /// # Errors
+    /// The database cannot be written.
+    pub fn delete_admin(&self, name: &AdminName) -> Result<(), KeyDatabaseError> {
+        admins::delete(self.tables, name).map_err(at(self.path))
+    }
 }
 
 impl KeySnapshot<'_> {
@@ -242,7 +277,8 @@ fn action(row: KeyActionRow) -> AdminAction {
         at: UtcTime(u64::try_from(at_utc_ms).unwrap_or(0).saturating_mul(1_000_000)),
         operation,
         actor: actor.unwrap_or_else(|| "unknown".to_owned()),
-        user: Some((tenant, Some(key))),
+        // An action on an admin concerns no tenant.
+        user: (!tenant.is_empty()).then_some((tenant, Some(key))),
         detail: serde_json::from_str(&detail).unwrap_or_default(),
     }
 }

@@ -4,6 +4,7 @@
 //! stand behind these functions.
 
 pub(crate) mod actions;
+pub(crate) mod admins;
 pub(crate) mod archive_moves;
 pub(crate) mod archives;
 pub(crate) mod attempts;

@@ -2,20 +2,21 @@
 
 use std::sync::Arc;
 
+use axum::Json;
 use axum::extract::{Path, State};
-use axum::{Json, Router, routing};
 use serde::Serialize;
 use tollgate_admission::ListedPenalty;
 use tollgate_domain::{TenantId, UtcTime};
 
 use super::AdminState;
+use super::actor::Actor;
 use crate::audit::{self, penalty_lifted};
 use crate::reply::ApiError;
 use tollgate_edge::source::Source;
 
 /// A penalty as admins read it.
 #[derive(Debug, Serialize)]
-struct PenaltyRow {
+pub(super) struct PenaltyRow {
     /// `tenant` or `source`.
     kind: &'static str,
     name: String,
@@ -28,23 +29,17 @@ struct PenaltyRow {
 }
 
 #[derive(Serialize)]
-struct Penalties {
+pub(super) struct Penalties {
     penalties: Vec<PenaltyRow>,
 }
 
 #[derive(Serialize)]
-struct Lifted {
+pub(super) struct Lifted {
     lifted: usize,
 }
 
-pub(super) fn routes() -> Router<Arc<AdminState>> {
-    Router::new()
-        .route("/v1/penalties", routing::get(list))
-        .route("/v1/penalties/tenant/{*name}", routing::delete(lift_tenant))
-        .route("/v1/penalties/source/{*name}", routing::delete(lift_source))
-}
-
-async fn list(State(state): State<Arc<AdminState>>) -> Json<Penalties> {
+/// Lists the penalties that hold.
+pub(super) async fn list(State(state): State<Arc<AdminState>>) -> Json<Penalties> {
     let now = state.serving.clock().now();
     let tenants = state.serving.penalties().list(now);
     let mut rows: Vec<PenaltyRow> =
@@ -74,8 +69,10 @@ fn row<K: ToString>(
     }
 }
 
-async fn lift_tenant(
+/// Lifts the penalties of a tenant.
+pub(super) async fn lift_tenant(
     State(state): State<Arc<AdminState>>,
+    actor: Actor,
     Path(name): Path<String>,
 ) -> Result<Json<Lifted>, ApiError> {
     // Text that is no name has no penalty, so the answer is that of any unknown name.
@@ -84,20 +81,22 @@ async fn lift_tenant(
     let now = state.serving.clock().now();
     // A removal that removes nothing leaves no record in the audit log.
     if penalties.list(now).iter().any(|listed| listed.offender == tenant) {
-        record(&state, Some(&tenant), &name).await?;
+        record(&state, &actor, Some(&tenant), &name).await?;
     }
     lifted(&name, penalties.lift(now, &tenant))
 }
 
-async fn lift_source(
+/// Lifts the penalties of a network source.
+pub(super) async fn lift_source(
     State(state): State<Arc<AdminState>>,
+    actor: Actor,
     Path(name): Path<String>,
 ) -> Result<Json<Lifted>, ApiError> {
     let source: Source = name.parse().map_err(|_| none_held(&name))?;
     let penalties = &state.source_penalties;
     let now = state.serving.clock().now();
     if penalties.list(now).iter().any(|listed| listed.offender == source) {
-        record(&state, None, &name).await?;
+        record(&state, &actor, None, &name).await?;
     }
     lifted(&name, penalties.lift(now, source))
 }
@@ -106,10 +105,12 @@ async fn lift_source(
 /// penalty is lifted without a record.
 async fn record(
     state: &AdminState,
+    actor: &Actor,
     tenant: Option<&TenantId>,
     offender: &str,
 ) -> Result<(), ApiError> {
-    let action = penalty_lifted(tenant, offender, state.serving.clock().utc());
+    let at = state.serving.clock().utc();
+    let action = penalty_lifted(tenant, offender, (actor.as_record(), at));
     audit::record(state.serving.ledger(), action).await.map_err(|error| {
         tracing::error!(
             error = &error as &dyn std::error::Error,

@@ -2,19 +2,20 @@
 
 use std::sync::Arc;
 
+use axum::Json;
 use axum::extract::{Query, State};
 use axum::response::{IntoResponse, Response};
-use axum::{Json, Router, routing};
 use http::StatusCode;
 use serde::{Deserialize, Serialize};
 
 use super::AdminState;
+use super::actor::Actor;
 use crate::reload::{ReloadError, ReloadRun};
 use crate::reply::ApiError;
 
 /// The query of a reload.
 #[derive(Deserialize)]
-struct Options {
+pub(super) struct Options {
     /// Given with any value or none: the difference is shown and nothing changes.
     dry_run: Option<String>,
 }
@@ -35,13 +36,14 @@ struct Mistakes {
     mistakes: Vec<String>,
 }
 
-pub(super) fn routes() -> Router<Arc<AdminState>> {
-    Router::new().route("/config/reload", routing::post(reload))
-}
-
-async fn reload(State(state): State<Arc<AdminState>>, Query(options): Query<Options>) -> Response {
+/// Reloads the config, or shows the difference.
+pub(super) async fn reload(
+    State(state): State<Arc<AdminState>>,
+    actor: Actor,
+    Query(options): Query<Options>,
+) -> Response {
     let run = if options.dry_run.is_some() { ReloadRun::Dry } else { ReloadRun::Apply };
-    match state.reloader.reload("admin key", run).await {
+    match state.reloader.reload(actor.as_record(), run).await {
         Ok(report) => Json(report).into_response(),
         Err(ReloadError::Ledger(_)) => ApiError::LedgerUnavailable.into_response(),
         Err(ReloadError::Stopping) => ApiError::Draining.into_response(),

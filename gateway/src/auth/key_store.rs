@@ -6,6 +6,7 @@
 //! open the store at the same time; the one that serves polls for the changes of
 //! the others.
 
+mod admins;
 mod pepper;
 mod record;
 mod snapshot;
@@ -18,12 +19,14 @@ use std::time::Duration;
 
 use aws_lc_rs::hmac;
 use serde::Serialize;
-use tollgate_domain::{Caller, KeyId, PlanName, TenantId, UtcTime};
+use tollgate_domain::{AdminName, Caller, KeyId, PlanName, TenantId, UtcTime};
 use tollgate_ledger::AdminAction;
 use tollgate_ledger::keys::{
     ChangeNumber, DataVersion, KeyChange, KeyDatabase, KeyDatabaseError, KeySnapshot,
 };
 
+use self::admins::Admins;
+pub use self::admins::{AdminRecord, AdminSecret, NewAdmin};
 use self::snapshot::{Entries, Names};
 use super::AuthenticatedCaller;
 use super::jwt::is_token_key;
@@ -31,10 +34,13 @@ use super::jwt::is_token_key;
 use super::scopes::Scopes;
 use super::secret::{KeySecret, NoRandomness, number_of};
 
-/// The keys of all tenants. Clones share one connection and one snapshot.
+/// The keys of all tenants and the named admins. Clones share one connection and one
+/// snapshot.
 #[derive(Clone)]
 pub struct KeyStore {
     shared: Arc<SharedStore>,
+    /// The actor of this clone's changes in the audit log.
+    actor: Arc<str>,
 }
 
 struct SharedStore {
@@ -42,6 +48,8 @@ struct SharedStore {
     followed: Mutex<FollowedDatabase>,
     /// The snapshot. A writer holds the lock of `followed`, too.
     entries: RwLock<Entries>,
+    /// The named admins. A writer holds the lock of `followed`, too.
+    admins: RwLock<Admins>,
 }
 
 /// The database, and how far the snapshot follows it.
@@ -175,6 +183,15 @@ pub enum KeyStoreError {
     /// The expiry of a new key is in the past.
     #[error("the key would expire at once: choose a later expiry")]
     Expired,
+    /// There is an admin with this name already.
+    #[error("there is an admin {0} already: choose another name, or revoke that admin first")]
+    AdminExists(AdminName),
+    /// There is no admin with this name.
+    #[error("there is no admin {0}")]
+    UnknownAdmin(AdminName),
+    /// There are as many admins as there may be.
+    #[error("there are {0} admins, and there may be no more: revoke one first")]
+    TooManyAdmins(usize),
     /// The system's random numbers failed.
     #[error(transparent)]
     Random(#[from] NoRandomness),
@@ -205,7 +222,8 @@ impl KeyStore {
         let mut database = KeyDatabase::open(data)?;
         // A new pepper would make every stored key invalid for ever. The file is
         // looked for again, because another process may have created it meanwhile.
-        if is_new && database.snapshot()?.count()? > 0 && !path.exists() {
+        let has_hashes = database.snapshot()?.count()? > 0 || !database.admins()?.is_empty();
+        if is_new && has_hashes && !path.exists() {
             return Err(KeyStoreError::PepperMissing { path });
         }
         let pepper = pepper::load_or_create(&path)?;
@@ -216,14 +234,23 @@ impl KeyStore {
             Purpose::Checking => load(&database.snapshot()?, &mut names)?,
             Purpose::Changing => (Entries::new(), ChangeNumber::default()),
         };
+        let admins = admins::load(&database)?;
         let followed = FollowedDatabase { database, purpose, version, changed, names };
         Ok(Self {
             shared: Arc::new(SharedStore {
                 pepper,
                 followed: Mutex::new(followed),
                 entries: RwLock::new(entries),
+                admins: RwLock::new(admins),
             }),
+            actor: format!("uid {}", rustix::process::getuid().as_raw()).into(),
         })
+    }
+
+    /// Returns the same store, whose changes the audit log gets with `actor`. Without this
+    /// call the actor is the user of the process.
+    pub(crate) fn acting_as(&self, actor: &str) -> Self {
+        Self { actor: actor.into(), ..self.clone() }
     }
 
     /// Creates a key for `tenant`. The caller must know that the tenant and the
@@ -426,9 +453,9 @@ impl KeyStore {
         change: impl FnOnce(&KeyChange<'_>, &hmac::Key) -> Result<T, KeyStoreError>,
     ) -> Result<T, KeyStoreError> {
         let mut followed = self.followed();
-        let actor = format!("uid {}", rustix::process::getuid().as_raw());
         let pepper = &self.shared.pepper;
-        let done = followed.database.change(&actor, |in_database| change(in_database, pepper))?;
+        let done =
+            followed.database.change(&self.actor, |in_database| change(in_database, pepper))?;
         // After the commit, so that the snapshot never holds a change that was rolled back.
         self.update_snapshot(&mut followed)?;
         Ok(done)
@@ -440,6 +467,8 @@ impl KeyStore {
         if followed.purpose == Purpose::Changing {
             return Ok(());
         }
+        let admins = admins::load(&followed.database)?;
+        *self.shared.admins.write().unwrap_or_else(PoisonError::into_inner) = admins;
         let FollowedDatabase { database, changed, names, .. } = followed;
         let stored = database.snapshot()?;
         // Read in the snapshot of the rows below, so that no change falls in between.
@@ -547,8 +576,13 @@ fn draw(
     Ok(NewKey { record, secret })
 }
 
-#[expect(clippy::expect_used, reason = "the tag of HMAC-SHA256 has 32 bytes")]
 fn mac(pepper: &hmac::Key, secret: &KeySecret) -> [u8; 32] {
-    let tag = hmac::sign(pepper, secret.expose().as_bytes());
+    hash(pepper, secret.expose())
+}
+
+/// Returns the HMAC of a whole key.
+#[expect(clippy::expect_used, reason = "the tag of HMAC-SHA256 has 32 bytes")]
+fn hash(pepper: &hmac::Key, text: &str) -> [u8; 32] {
+    let tag = hmac::sign(pepper, text.as_bytes());
     tag.as_ref().try_into().expect("32 bytes")
 }

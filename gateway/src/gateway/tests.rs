@@ -28,21 +28,26 @@ plan = "open"
 "#;
 
 /// A running gateway.
-struct RunningGateway {
+pub(crate) struct RunningGateway {
     public: SocketAddr,
-    admin: SocketAddr,
-    data: tempfile::TempDir,
-    key: String,
+    pub(crate) admin: SocketAddr,
+    pub(crate) data: tempfile::TempDir,
+    pub(crate) key: String,
     shutdown: Shutdown,
     tasks: TaskTracker,
 }
 
 impl RunningGateway {
-    async fn open() -> Self {
+    pub(crate) async fn open() -> Self {
         Self::with_config(CONFIG).await
     }
 
-    async fn with_config(config: &str) -> Self {
+    /// Opens a gateway with the config of these tests and `more`.
+    pub(crate) async fn plain(more: &str) -> Self {
+        Self::with_config(&format!("{CONFIG}{more}")).await
+    }
+
+    pub(crate) async fn with_config(config: &str) -> Self {
         let data = tempfile::tempdir().unwrap();
         let config = Arc::new(Config::from_toml(Path::new("test.toml"), config).unwrap());
         let keys = KeyStore::open(data.path()).unwrap();
@@ -66,12 +71,24 @@ impl RunningGateway {
         Self { public, admin, data, key: key.secret.expose().to_owned(), shutdown, tasks }
     }
 
-    fn admin_key(&self) -> String {
+    pub(crate) fn admin_key(&self) -> String {
         std::fs::read_to_string(self.data.path().join("admin.key")).unwrap().trim().to_owned()
     }
 
     /// One request on a connection of its own: status and body.
     async fn ask(&self, address: SocketAddr, ask: (&str, &str), key: Option<&str>) -> Answer {
+        let body = if ask.0 == "POST" { CHAT } else { "" };
+        self.send(address, ask, key, body).await
+    }
+
+    /// One request with a body on a connection of its own.
+    pub(crate) async fn send(
+        &self,
+        address: SocketAddr,
+        ask: (&str, &str),
+        key: Option<&str>,
+        body: &str,
+    ) -> Answer {
         let mut roots = rustls::RootCertStore::empty();
         let authority = std::fs::read(self.data.path().join("tls/ca.pem")).unwrap();
         roots.add(CertificateDer::from_pem_slice(&authority).unwrap()).unwrap();
@@ -93,26 +110,25 @@ impl RunningGateway {
         if let Some(key) = key {
             request = request.header(header::AUTHORIZATION, format!("Bearer {key}"));
         }
-        let body = if method == "POST" { CHAT } else { "" };
-        let request = request.body(Full::<Bytes>::from(body)).unwrap();
+        let request = request.body(Full::<Bytes>::from(body.to_owned())).unwrap();
         let (parts, body) = sender.send_request(request).await.unwrap().into_parts();
         let body = body.collect().await.unwrap().to_bytes();
         Answer { status: parts.status, body: String::from_utf8(body.to_vec()).unwrap() }
     }
 
-    async fn close(self) {
+    pub(crate) async fn close(self) {
         self.shutdown.drain.cancel();
         timeout(Duration::from_secs(20), self.tasks.wait()).await.expect("it stops");
     }
 }
 
-struct Answer {
-    status: StatusCode,
-    body: String,
+pub(crate) struct Answer {
+    pub(crate) status: StatusCode,
+    pub(crate) body: String,
 }
 
 impl Answer {
-    fn code(&self) -> Option<String> {
+    pub(crate) fn code(&self) -> Option<String> {
         let body: Value = serde_json::from_str(&self.body).ok()?;
         Some(body["error"]["code"].as_str()?.to_owned())
     }

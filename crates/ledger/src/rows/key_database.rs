@@ -1,12 +1,12 @@
-//! The key database: a file of its own beside the ledger, with the tables `keys` and
-//! `key_actions`. Several processes may have the file open and write it.
+//! The key database: a file of its own beside the ledger, with the tables `keys`,
+//! `actions` and `admins`. Several processes may have the file open and write it.
 
 use std::path::Path;
 use std::time::Duration;
 
 use rusqlite::{Connection, TransactionBehavior};
 
-use super::{Tables, key_actions, keys};
+use super::{Tables, admins, key_actions, keys};
 use crate::error::StorageError;
 
 /// The format that this version reads and writes.
@@ -44,7 +44,7 @@ impl KeyConnection {
     pub(crate) fn prepare(&mut self) -> Result<Option<i64>, StorageError> {
         // Asked without a lock first, because nearly every start finds all tables.
         let tables = self.tables();
-        if format(tables)? == FORMAT && key_actions::exist(tables)? {
+        if format(tables)? == FORMAT && key_actions::exist(tables)? && admins::exist(tables)? {
             return Ok(None);
         }
         // Several processes may be here at the same time; the first makes the tables.
@@ -56,9 +56,12 @@ impl KeyConnection {
             1 => tables.connection.execute_batch(keys::FROM_1)?,
             other => return Ok(Some(other)),
         }
-        // No format number tells of this table: the first builds of format 2 lacked it.
+        // No format number tells of these tables: the first builds of format 2 lacked them.
         if !key_actions::exist(tables)? {
             tables.connection.execute_batch(key_actions::DEFINITION)?;
+        }
+        if !admins::exist(tables)? {
+            tables.connection.execute_batch(admins::DEFINITION)?;
         }
         transaction.commit()?;
         Ok(None)

@@ -267,7 +267,7 @@ impl<'r> Columns<'r> {
     }
 }
 
-fn stored(time: UtcTime) -> Result<i64, KeyRowError> {
+pub(super) fn stored(time: UtcTime) -> Result<i64, KeyRowError> {
     // SQLite's integers are signed.
     i64::try_from(time.0).map_err(|_| KeyRowError::Time)
 }
