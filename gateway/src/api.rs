@@ -117,8 +117,9 @@ async fn serve(
         let api = api.clone();
         move |abandoned: &CancellationToken| api.prepare(arrived, began, abandoned)
     };
+    let (owner, timeout) = (context.share_owner(), context.config().gateway().deadlines.queue);
     let Prepared { job, meta, streamed } =
-        api.serving.tokenize_pool().run(&context.share_owner(), prepare).await??;
+        api.serving.tokenize_pool().run(&owner, timeout, prepare).await??;
     let admitted = api.serving.admit(&context, arrival, job)?;
     let metrics = Arc::clone(&api.metrics);
     let rendering = Rendering::new(interface, meta, streamed, (&admitted, metrics));

@@ -21,7 +21,7 @@ use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
 use tollgate_admission::{Offence, Refusal as LimitRefusal};
 use tollgate_serving::event::Failure;
-use tollgate_serving::{Fault, IdempotencyRefusal, Refusal, RequestError};
+use tollgate_serving::{Fault, FullQueue, IdempotencyRefusal, Refusal, RequestError};
 
 pub use self::envelope::Envelope;
 pub use self::figures::{duration_text, write_figures};
@@ -149,8 +149,10 @@ pub enum ApiError {
     Limit(Box<LimitRefusal>),
     /// 409, 422 or 429: the request's `Idempotency-Key` does not allow it.
     Idempotency(IdempotencyRefusal),
-    /// 503: every worker's queue is full, or the wait would be too long.
+    /// 503: a queue is full, or the wait would be too long.
     Overloaded {
+        /// The queue.
+        full: FullQueue,
         /// Time after which a place is expected.
         retry_after: Option<Duration>,
     },
@@ -299,7 +301,7 @@ impl From<Refusal> for ApiError {
             Refusal::ContextLength { field: param, limit, prompt, completion } => {
                 Self::ContextLength { param, limit, prompt, completion }
             }
-            Refusal::Overloaded { retry_after } => Self::Overloaded { retry_after },
+            Refusal::Overloaded { full, retry_after } => Self::Overloaded { full, retry_after },
             Refusal::NoWorker { model } => Self::NoWorker { model },
             Refusal::DeadlineExceeded { deadline } => Self::DeadlineExceeded { deadline },
             Refusal::KeyRevoked => Self::KeyRevoked,

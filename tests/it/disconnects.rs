@@ -21,7 +21,8 @@ const AT_ONCE: u32 = 8;
 async fn early_disconnects_are_billed_to_the_nanosecond() {
     // The limit is off: so many cancellations would earn a penalty, which another test
     // covers.
-    let config = format!("[gateway.penalties]\ncancels_per_minute = 100_000\n{}", support::OPEN);
+    let config =
+        format!("[gateway.penalties]\nwasted_time_per_minute = \"24h\"\n{}", support::OPEN);
     let mut gateway = Tollgate::with_config(&config);
     let key = gateway.key("acme", &[]);
     let mut ids = Vec::new();

@@ -28,7 +28,7 @@ fn config(cap_ns: i64) -> String {
     format!(
         r#"
 [gateway.penalties]
-cancels_per_minute = 1_000_000
+wasted_time_per_minute = "24h"
 [worker]
 threads = 1
 [worker.watchdog]

@@ -80,7 +80,7 @@ async fn mixed_run_with_aborts_is_billed_exactly() {
 #[tokio::test]
 async fn clients_leaving_at_random_pay_their_usage() {
     // The limit is off, because so many cancellations would earn a penalty.
-    let penalties = "[gateway.penalties]\ncancels_per_minute = 10_000\n";
+    let penalties = "[gateway.penalties]\nwasted_time_per_minute = \"24h\"\n";
     let mut gateway = Tollgate::with_config(&format!("{}{penalties}", support::OPEN));
     let key = gateway.key("acme", &[]);
     // The seed is fixed, so the disconnects are at the same points in each run.

@@ -247,9 +247,9 @@ section! {
         /// the same time. More refusals than this many clients can cause come from
         /// clients that ignore retry-after.
         refused_clients: u32 = 1_000, 1..=1_000_000;
-        /// The number of waiting or running requests that a tenant may cancel a
-        /// minute.
-        cancels_per_minute: u32 = 60, 1..=1_000_000;
+        /// The device time that a tenant may waste in a minute: that of requests which
+        /// their clients leave, without the time of content that they have received.
+        wasted_time_per_minute: Duration = seconds(15), MILLISECOND..=DAY;
         /// The number of failed authentications a minute from one source. Its valid
         /// credentials keep working.
         failed_authentications_per_minute: u32 = 60, 1..=1_000_000;

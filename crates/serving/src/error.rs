@@ -29,6 +29,17 @@ pub enum RequestError {
     Failed(Fault),
 }
 
+/// A queue of the gateway that takes no more requests for now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FullQueue {
+    /// The queues of all workers.
+    Workers,
+    /// The queue of prompts that wait to be tokenized.
+    Tokenizing,
+    /// The memory for request bodies.
+    BodyMemory,
+}
+
 /// The reason why a request may not run.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Refusal {
@@ -64,8 +75,10 @@ pub enum Refusal {
         /// Tokens of answer that were asked for, if they are what does not fit.
         completion: Option<u64>,
     },
-    /// Every queue is full, or the wait would be too long.
+    /// A queue is full, or the wait would be too long.
     Overloaded {
+        /// The queue.
+        full: FullQueue,
         /// Time after which a place is expected.
         retry_after: Option<Duration>,
     },

@@ -40,7 +40,7 @@ pub mod fuzz;
 pub mod test_support;
 
 pub use clock::Clock;
-pub use error::{Fault, IdempotencyRefusal, Refusal, RequestError, with_causes};
+pub use error::{Fault, FullQueue, IdempotencyRefusal, Refusal, RequestError, with_causes};
 pub use job::Job;
 pub use keys::KeyDirectory;
 pub use limits::{CallerContext, ConfiguredTenant, ShareOwner};

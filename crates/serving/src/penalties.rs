@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use tollgate_admission::{ListedPenalty, Offence, PenaltyBook, PenaltyTerms};
 use tollgate_config::Penalties as PenaltyConfig;
-use tollgate_domain::{MonotonicTime, TenantId};
+use tollgate_domain::{DeviceNanos, MonotonicTime, TenantId};
 
 use crate::error::Refusal;
 use crate::observer::Observer;
@@ -28,7 +28,7 @@ pub struct TenantPenalties {
 pub fn penalty_terms(config: &PenaltyConfig) -> PenaltyTerms {
     let PenaltyConfig {
         refused_clients,
-        cancels_per_minute,
+        wasted_time_per_minute,
         failed_authentications_per_minute,
         longest,
     } = *config;
@@ -37,7 +37,7 @@ pub fn penalty_terms(config: &PenaltyConfig) -> PenaltyTerms {
         // as told therefore adds a minute of weight in a minute.
         Offence::Refusals => u64::from(refused_clients) * MINUTE_MILLIS,
         Offence::FailedAuthentication => failed_authentications_per_minute.into(),
-        Offence::Cancels => cancels_per_minute.into(),
+        Offence::Cancels => micros(wasted_time_per_minute),
     };
     PenaltyTerms { free_per_minute: Offence::ALL.map(free), longest }
 }
@@ -76,10 +76,12 @@ impl TenantPenalties {
         self.count(now, tenant, Offence::Refusals, weight);
     }
 
-    /// Counts a request of `tenant` that its client left while the request waited or
-    /// ran.
-    pub fn count_cancel(&self, now: MonotonicTime, tenant: &TenantId) {
-        self.count(now, tenant, Offence::Cancels, 1);
+    /// Counts the device time of a request of `tenant` that its client left, as far as
+    /// the client has none of its result.
+    pub fn count_wasted_time(&self, now: MonotonicTime, tenant: &TenantId, wasted: DeviceNanos) {
+        if wasted > DeviceNanos::ZERO {
+            self.count(now, tenant, Offence::Cancels, micros(Duration::from_nanos(wasted.nanos())));
+        }
     }
 
     /// Returns the penalties that hold, the longest first.
@@ -108,6 +110,11 @@ impl TenantPenalties {
         // Every change under the lock is complete before a panic could happen.
         self.book.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Returns the unit in which wasted time is counted.
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
 const MINUTE_MILLIS: u64 = 60_000;

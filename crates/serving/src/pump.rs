@@ -27,7 +27,7 @@ use tollgate_ledger::FaultCap;
 use self::attempt::AttemptOutcome;
 use crate::Clock;
 use crate::admit::Admitted;
-use crate::error::{Fault, Refusal, RequestError};
+use crate::error::{Fault, FullQueue, Refusal, RequestError};
 use crate::event::{Event, Failure, Receipt};
 use crate::in_flight::{InFlight, InFlightTask};
 use crate::job::Job;
@@ -210,16 +210,13 @@ impl RequestTask {
         tokio::select! {
             ticket = admitted.hold.queue_ticket() => ticket.map_err(|lost| match lost {
                 QueueTicketLost::Ended => {
-                    Refusal::Overloaded { retry_after: Some(Duration::from_secs(1)) }.into()
+                    let retry_after = Some(Duration::from_secs(1));
+                    Refusal::Overloaded { full: FullQueue::Workers, retry_after }.into()
                 }
                 QueueTicketLost::GaveWay(refusal) => Refusal::Limit(refusal).into(),
             }),
-            () = self.unwanted() => {
-                // A client that leaves its place in a queue takes places from others,
-                // as one that leaves a device does.
-                context.penalties.count_cancel(context.clock.now(), &admitted.caller.tenant);
-                Err(RequestError::INTERNAL) // the client has left, so the error is not read
-            }
+            // The client has left, so the error is not read.
+            () = self.unwanted() => Err(RequestError::INTERNAL),
             () = self.revoked.cancelled() => Err(Refusal::KeyRevoked.into()),
             () = context.stopping.cancelled() => Err(Refusal::Draining.into()),
         }

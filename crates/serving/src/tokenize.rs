@@ -87,13 +87,14 @@ impl TokenizePool {
     /// The work gets a token that is cancelled if the client leaves: then it should end.
     ///
     /// # Errors
-    /// Too many requests wait, or the work panicked.
+    /// The turn has not come within `timeout`, or the work panicked.
     pub async fn run<T: Send + 'static>(
         &self,
         owner: &ShareOwner,
+        timeout: Duration,
         work: impl FnOnce(&CancellationToken) -> T + Send + 'static,
     ) -> Result<T, RequestError> {
-        let slot = self.queue.acquire(owner).await?;
+        let slot = self.queue.acquire(owner, timeout).await?;
         let abandoned = CancellationToken::new();
         // A client that leaves drops this future.
         let _client = abandoned.clone().drop_guard();
@@ -324,13 +325,15 @@ mod tests {
 
     use super::*;
 
+    const LONG: Duration = Duration::from_secs(60);
+
     #[tokio::test]
     async fn work_learns_that_its_client_left() {
         let owner = ShareOwner::Tenant(TenantId::new("acme").expect("a name"));
         let pool = TokenizePool::new();
         let (begun, has_begun) = oneshot::channel();
         let (ended, has_ended) = oneshot::channel();
-        let running = pool.run(&owner, move |abandoned| {
+        let running = pool.run(&owner, LONG, move |abandoned| {
             begun.send(()).expect("the test waits");
             while !abandoned.is_cancelled() {
                 std::thread::yield_now();
@@ -344,6 +347,6 @@ mod tests {
         }
         assert_eq!(has_ended.await, Ok(Err(RequestError::INTERNAL)));
         // The control: a client that waits has its work done.
-        assert_eq!(pool.run(&owner, check_wanted).await, Ok(Ok(())));
+        assert_eq!(pool.run(&owner, LONG, check_wanted).await, Ok(Ok(())));
     }
 }

@@ -9,6 +9,7 @@ use axum::body::Body;
 use http_body::Body as _;
 use http_body_util::{BodyExt, LengthLimitError};
 use tokio::time::{Instant, timeout_at};
+use tollgate_serving::FullQueue;
 
 use super::body_budget::{BodyBytes, BudgetRefusal};
 use crate::reply::ApiError;
@@ -44,7 +45,9 @@ impl From<BodyRefusal> for ApiError {
             BodyRefusal::TooSlow => Self::BodyTooSlow,
             BodyRefusal::Broken => Self::malformed("The body ended before its length."),
             BodyRefusal::NoMemory(BudgetRefusal::Owner(limit)) => Self::BodyMemory { limit },
-            BodyRefusal::NoMemory(BudgetRefusal::All) => Self::Overloaded { retry_after: None },
+            BodyRefusal::NoMemory(BudgetRefusal::All) => {
+                Self::Overloaded { full: FullQueue::BodyMemory, retry_after: None }
+            }
         }
     }
 }
@@ -113,7 +116,8 @@ impl ReceivedBody {
                 _ => {
                     let rest = most.saturating_sub(self.length).max(data.len());
                     let size = rest.min(SEGMENT);
-                    held.grow_to((self.taken + size) as u64)?;
+                    // A request needs memory of its own while it waits to be tokenized.
+                    held.grow_to(((self.taken + size) as u64).max(LEAST_HELD))?;
                     self.taken += size;
                     self.segments.push(Vec::with_capacity(size));
                 }
@@ -184,6 +188,10 @@ pub(super) const SMALL_BODY: usize = 64 * 1024;
 /// Bytes of the largest segment: an ordinary chat needs one, and its bytes are never
 /// joined.
 const SEGMENT: usize = SMALL_BODY;
+
+/// Bytes of the budget that the smallest body holds, so that the budget bounds the
+/// number of requests that wait to be tokenized.
+const LEAST_HELD: u64 = 1024;
 
 /// Time that every body has in addition to that of its bytes. It covers a slow start
 /// and a pause of the network.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tollgate_admission::Offence;
 
-use super::{ApiError, duration_text, idempotency, limit};
+use super::{ApiError, FullQueue, duration_text, idempotency, limit};
 
 impl ApiError {
     /// Returns the sentence for people.
@@ -64,10 +64,7 @@ impl ApiError {
             .into(),
             Self::Limit(refusal) => limit::message(refusal).into(),
             Self::Idempotency(refusal) => idempotency::message(refusal).into(),
-            Self::Overloaded { retry_after: Some(wait) } => {
-                format!("All workers are busy. Try again in {}.", duration_text(*wait)).into()
-            }
-            Self::Overloaded { retry_after: None } => OVERLOADED.into(),
+            Self::Overloaded { full, retry_after } => overloaded(*full, *retry_after).into(),
             Self::Draining => "This server is about to stop. Connect again.".into(),
             Self::LedgerUnavailable => LEDGER_UNAVAILABLE.into(),
             Self::NoWorker { model } => {
@@ -96,6 +93,18 @@ fn body_memory(limit: u64) -> String {
     )
 }
 
+fn overloaded(full: FullQueue, retry_after: Option<Duration>) -> String {
+    let full = match full {
+        FullQueue::Workers => "All workers are busy.",
+        FullQueue::Tokenizing => "Too many prompts wait to be tokenized.",
+        FullQueue::BodyMemory => "The request bodies of all tenants take all memory for bodies.",
+    };
+    match retry_after {
+        Some(wait) => format!("{full} Try again in {}.", duration_text(wait)),
+        None => format!("{full} Try again shortly."),
+    }
+}
+
 fn context_length(limit: u64, prompt: u64, completion: Option<u64>) -> String {
     match completion {
         Some(completion) => format!(
@@ -120,7 +129,7 @@ fn penalty(offence: Offence, retry_after: Duration) -> String {
         Offence::FailedAuthentication => {
             "too many wrong API keys came from your network address. A valid key is served at once."
         }
-        Offence::Cancels => "your tenant cancels too many requests that are under way.",
+        Offence::Cancels => "your tenant leaves too many requests whose answers were under way.",
     };
     format!("Penalty: {why} Try again in {}.", duration_text(retry_after))
 }
@@ -147,7 +156,6 @@ const KEY_REVOKED: &str = "This API key was revoked while the request was under 
 const TENANT_NOT_SERVED: &str = "The tenant of this credential is not served here.";
 
 const SOURCE_NOT_ALLOWED: &str = "This API key may not be used from your network address.";
-const OVERLOADED: &str = "All workers are busy. Try again shortly.";
 const LEDGER_UNAVAILABLE: &str =
     "Usage cannot be recorded at the moment, so requests are not served.";
 const INTERNAL: &str = "The server had an error while processing your request. Quote the \

@@ -79,7 +79,7 @@ impl ApiError {
             }
             Self::Limit(refusal) => limit(refusal),
             Self::Idempotency(refusal) => idempotency::spec(refusal),
-            Self::Overloaded { retry_after } => server("overloaded", "overloaded")
+            Self::Overloaded { retry_after, full: _ } => server("overloaded", "overloaded")
                 .retry_after(retry_after.unwrap_or(OVERLOADED_RETRY)),
             Self::NoWorker { .. } => {
                 server("no_worker", "overloaded").retry_after(OVERLOADED_RETRY)

@@ -275,7 +275,8 @@ sources = 64
 requests = 100
 "#;
     // A penalty would refuse most shapes before they can do anything.
-    let config = "[gateway.penalties]\ncancels_per_minute = 1_000_000\nrefused_clients = 100_000\n";
+    let config =
+        "[gateway.penalties]\nwasted_time_per_minute = \"24h\"\nrefused_clients = 100_000\n";
     let drill = ShortDrill { attackers, config, attack: "12s", ..ShortDrill::default() };
     let report = drill.play().await;
     assert_unbroken(&report);

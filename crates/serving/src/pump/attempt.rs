@@ -7,12 +7,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::Instant;
-use tollgate_domain::{FinishReason, StopReason, Usage};
+use tollgate_domain::{DeviceNanos, FinishReason, StopReason, Usage};
 use tollgate_wire::v1::{CancelReason, RefusedReason};
 
 use super::{RequestEnd, RequestTask};
 use crate::admit::Admitted;
-use crate::error::{Fault, Refusal, RequestError};
+use crate::error::{Fault, FullQueue, Refusal, RequestError};
 use crate::event::Event;
 use crate::model::ServedModel;
 use crate::route::Placed;
@@ -115,12 +115,24 @@ impl RequestTask {
             Ok(running) => self.follow(&mut attempt, running).await,
             Err(outcome) => outcome,
         };
-        // Work that no client waits for is wasted, so mass cancels earn a penalty.
         if attempt.interrupted == Some(Interruption::Client) {
-            let context = &self.context;
-            context.penalties.count_cancel(context.clock.now(), &admitted.caller.tenant);
+            self.count_waste(&attempt, &outcome);
         }
         outcome
+    }
+
+    /// Counts the device time of a request that its client left, without the time of
+    /// content that the client has: nobody reads what was computed in it.
+    fn count_waste(&self, attempt: &Attempt<'_>, outcome: &AttemptOutcome) {
+        let AttemptOutcome::Ended(RequestEnd::Paid { usage, .. }) = outcome else { return };
+        let delivered = match attempt.is_streamed() {
+            true => self.delivered.progress.attributed,
+            // An answer in one piece goes out at its end only.
+            false => DeviceNanos::ZERO,
+        };
+        let wasted = usage.attributed.nanos().saturating_sub(delivered.nanos());
+        let (context, tenant) = (&self.context, &attempt.admitted.caller.tenant);
+        context.penalties.count_wasted_time(context.clock.now(), tenant, DeviceNanos(wasted));
     }
 
     /// Opens the stream. A reason to stop meanwhile does not keep the stream from
@@ -276,7 +288,8 @@ impl RequestTask {
         let job = &attempt.admitted.job;
         match reason {
             RefusedReason::Overloaded | RefusedReason::Deadline | RefusedReason::Draining => {
-                AttemptOutcome::Refused(Refusal::Overloaded { retry_after }.into())
+                let full = FullQueue::Workers;
+                AttemptOutcome::Refused(Refusal::Overloaded { full, retry_after }.into())
             }
             // Every worker would refuse the request, so it is not placed again.
             RefusedReason::Invalid => free(Refusal::invalid(job.prompt_field, message).into()),

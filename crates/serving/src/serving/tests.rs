@@ -112,7 +112,8 @@ impl Setup {
         let (request, model) = self.request(number);
         let owner = self.context.share_owner();
         let work = move |abandoned: &CancellationToken| tokenize(request, model, abandoned);
-        let tokenized = self.serving.tokenize_pool().run(&owner, work).await;
+        let tokenized =
+            self.serving.tokenize_pool().run(&owner, Duration::from_secs(60), work).await;
         tokenized.expect("a thread").expect("a job").job
     }
 

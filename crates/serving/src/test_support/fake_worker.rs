@@ -61,15 +61,12 @@ impl FakeRun {
 
     /// Sends one token of a choice with its text, at a cost of `figure` so far.
     pub async fn token(&self, choice: u32, text: &str, figure: u64) -> bool {
-        self.send(Event::Delta(Delta {
-            choice,
-            text: text.into(),
-            tokens: vec![7],
-            logprobs: Vec::new(),
-            attributed_ns: figure,
-            reference_ns: figure,
-        }))
-        .await
+        self.send(Event::Delta(delta(choice, text, figure))).await
+    }
+
+    /// Sends one token of the first choice, after so much device time.
+    pub async fn token_after(&self, text: &str, attributed_ns: u64) -> bool {
+        self.send(Event::Delta(Delta { attributed_ns, ..delta(0, text, 100) })).await
     }
 
     /// Ends a choice.
@@ -86,16 +83,28 @@ impl FakeRun {
     /// Ends the request like [`Self::end`], with these `times` for queue, prefill,
     /// decode and both transfers, nanoseconds.
     pub async fn end_with_times(self, tokens: u64, figure: u64, times: [u64; 5]) {
-        let [queue_ns, prefill_ns, decode_ns, to_device_ns, to_host_ns] = times;
-        let prompt_tokens =
-            self.assignment.prompts.iter().map(|prompt| prompt.tokens.len() as u64).sum();
-        let usage = Usage {
-            prompt_tokens,
+        let usage = self.usage(tokens, figure);
+        self.finish(usage, times).await;
+    }
+
+    /// Ends a request that has taken so much device time and has `tokens` tokens.
+    pub async fn end_after(self, tokens: u64, attributed_ns: u64) {
+        let usage = Usage { attributed_ns, ..self.usage(tokens, 100) };
+        self.finish(usage, [1, 2, 3, 4, 5]).await;
+    }
+
+    fn usage(&self, tokens: u64, figure: u64) -> Usage {
+        Usage {
+            prompt_tokens: self.assignment.prompts.iter().map(|p| p.tokens.len() as u64).sum(),
             cached_tokens: 0,
             completion_tokens: tokens,
             attributed_ns: figure,
             reference_ns: figure,
-        };
+        }
+    }
+
+    async fn finish(self, usage: Usage, times: [u64; 5]) {
+        let [queue_ns, prefill_ns, decode_ns, to_device_ns, to_host_ns] = times;
         let stages = Stages { queue_ns, prefill_ns, decode_ns };
         let transfers = Some(Transfers { to_device_ns, to_host_ns });
         let (usage, stages) = (Some(usage), Some(stages));
@@ -114,6 +123,17 @@ impl FakeRun {
         let refused =
             Refused { reason: reason.into(), retry_after_ms: 1_500, message: "refused".into() };
         self.send(Event::Refused(refused)).await;
+    }
+}
+
+fn delta(choice: u32, text: &str, figure: u64) -> Delta {
+    Delta {
+        choice,
+        text: text.into(),
+        tokens: vec![7],
+        logprobs: Vec::new(),
+        attributed_ns: figure,
+        reference_ns: figure,
     }
 }
 

@@ -1,7 +1,8 @@
 //! The queue for host work: parsing, rendering and tokenizing. The owner of
 //! device shares that has used the least time here is served next, so that an
 //! owner with dear prompts waits behind its own prompts and not in front of
-//! others. The number of waiting prompts is bounded, for each owner and in all.
+//! others. A request waits for a bounded time. The front door bounds how many
+//! wait: each has its body in the budget of bodies until it is tokenized.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,14 +10,8 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 
-use crate::error::{Refusal, RequestError};
+use crate::error::{FullQueue, Refusal, RequestError};
 use crate::limits::ShareOwner;
-
-/// Requests of one owner that may wait.
-const MOST_OF_ONE_OWNER: usize = 256;
-
-/// Requests of all owners that may wait.
-const MOST_OF_ALL: usize = 4_096;
 
 /// Owners without work that are remembered because they are ahead of the floor.
 const MOST_IDLE: usize = 1_024;
@@ -41,16 +36,27 @@ impl FairQueue {
         Self { schedule: Arc::new(Mutex::new(Schedule::new(slots))) }
     }
 
-    /// Waits for the turn of `owner` and returns a slot.
+    /// Waits up to `timeout` for the turn of `owner` and returns a slot.
     ///
     /// # Errors
-    /// Too many requests wait already.
-    pub(super) async fn acquire(&self, owner: &ShareOwner) -> Result<Slot, RequestError> {
+    /// The turn has not come.
+    pub(super) async fn acquire(
+        &self,
+        owner: &ShareOwner,
+        timeout: Duration,
+    ) -> Result<Slot, RequestError> {
         let (grant, granted) = oneshot::channel();
-        let ticket = self.lock().enter(owner, grant)?;
+        let ticket = self.lock().enter(owner, grant);
         let _waiter = Waiter { queue: self, owner, ticket };
         self.dispatch();
-        granted.await.map_err(|_| RequestError::INTERNAL)
+        match tokio::time::timeout(timeout, granted).await {
+            Ok(granted) => granted.map_err(|_| RequestError::INTERNAL),
+            Err(_) => Err(Refusal::Overloaded {
+                full: FullQueue::Tokenizing,
+                retry_after: Some(Duration::from_secs(1)),
+            }
+            .into()),
+        }
     }
 
     /// Returns the number of requests that wait.
@@ -148,11 +154,7 @@ impl<G> Schedule<G> {
     }
 
     /// Adds a request of `name` to the queue and returns its ticket.
-    fn enter(&mut self, name: &ShareOwner, grant: G) -> Result<u64, Refusal> {
-        let own = self.owners.get(name).map_or(0, |owner| owner.waiting.len());
-        if own >= MOST_OF_ONE_OWNER || self.waiting >= MOST_OF_ALL {
-            return Err(Refusal::Overloaded { retry_after: Some(Duration::from_secs(1)) });
-        }
+    fn enter(&mut self, name: &ShareOwner, grant: G) -> u64 {
         self.next_ticket += 1;
         let (ticket, floor) = (self.next_ticket, self.floor);
         if !self.owners.contains_key(name) {
@@ -167,7 +169,7 @@ impl<G> Schedule<G> {
             owner.waiting.insert(ticket, grant);
         });
         self.waiting += 1;
-        Ok(ticket)
+        ticket
     }
 
     /// Removes a request that still waits, and returns its grant.
@@ -294,7 +296,7 @@ mod tests {
         let mut schedule = Schedule::new(1);
         for name in ["mallory", "acme"] {
             for _ in 0..8 {
-                schedule.enter(&tenant(name), ()).expect("room");
+                schedule.enter(&tenant(name), ());
             }
         }
         let (mut clock, mut pieces) = (Duration::ZERO, 0);
@@ -304,7 +306,7 @@ mod tests {
             pieces += usize::from(name == tenant("acme"));
             clock += elapsed;
             schedule.finish(&name, charge(elapsed));
-            schedule.enter(&name, ()).expect("room");
+            schedule.enter(&name, ());
         }
         pieces
     }
@@ -323,16 +325,16 @@ mod tests {
     fn fair_queue_remembers_debt_and_gives_no_credit() {
         let mut schedule = Schedule::new(1);
         let second = Duration::from_secs(1);
-        schedule.enter(&tenant("acme"), ()).expect("room");
-        schedule.enter(&tenant("mallory"), ()).expect("room");
+        schedule.enter(&tenant("acme"), ());
+        schedule.enter(&tenant("mallory"), ());
         assert_eq!(schedule.next().expect("acme came first").0, tenant("acme"));
-        schedule.enter(&tenant("acme"), ()).expect("room");
+        schedule.enter(&tenant("acme"), ());
         schedule.finish(&tenant("acme"), second);
         assert_eq!(schedule.next().expect("mallory has used less").0, tenant("mallory"));
         schedule.finish(&tenant("mallory"), 10 * second);
         // Leaving does not forgive mallory's ten seconds.
-        schedule.enter(&tenant("mallory"), ()).expect("room");
-        schedule.enter(&tenant("newcomer"), ()).expect("room");
+        schedule.enter(&tenant("mallory"), ());
+        schedule.enter(&tenant("newcomer"), ());
         for expected in ["newcomer", "acme"] {
             let (name, ()) = schedule.next().expect("two wait");
             assert_eq!(name, tenant(expected));
@@ -349,12 +351,12 @@ mod tests {
         const BUSY: Duration = Duration::from_millis(1);
         const SHORT: Duration = Duration::from_micros(1);
         let mut schedule = Schedule::new(2);
-        schedule.enter(&tenant("busy"), ()).expect("room");
+        schedule.enter(&tenant("busy"), ());
         assert!(schedule.next().is_some());
         let mut most = 0;
         for number in 0..10_000 {
-            schedule.enter(&tenant(&format!("owner-{number}")), ()).expect("room");
-            schedule.enter(&tenant("busy"), ()).expect("room");
+            schedule.enter(&tenant(&format!("owner-{number}")), ());
+            schedule.enter(&tenant("busy"), ());
             let (name, ()) = schedule.next().expect("a free slot");
             assert_ne!(name, tenant("busy"));
             schedule.finish(&name, SHORT);
@@ -365,7 +367,7 @@ mod tests {
         assert!(most <= 2, "{most} owners");
         // The floor stays while one long piece of work runs, but the number is bounded.
         for number in 0..10_000 {
-            schedule.enter(&tenant(&format!("owner-{number}")), ()).expect("room");
+            schedule.enter(&tenant(&format!("owner-{number}")), ());
             let (name, ()) = schedule.next().expect("a free slot");
             schedule.finish(&name, SHORT);
         }
@@ -380,10 +382,10 @@ mod tests {
         let pool = ShareOwner::Pool(PoolName::new("acme").expect("a name"));
         for (other, expected) in [(tenant("acme"), &pool), (pool.clone(), &tenant("acme"))] {
             let mut schedule = Schedule::new(1);
-            schedule.enter(&other, ()).expect("room");
+            schedule.enter(&other, ());
             schedule.next().expect("a free slot");
-            schedule.enter(&other, ()).expect("room");
-            schedule.enter(expected, ()).expect("room");
+            schedule.enter(&other, ());
+            schedule.enter(expected, ());
             schedule.finish(&other, Duration::from_secs(1));
             let (next, ()) = schedule.next().expect("a free slot");
             assert_eq!(&next, expected, "the time of one is no debt of the other");
@@ -394,11 +396,11 @@ mod tests {
     fn fair_queue_leaves_a_slot_for_others() {
         let mut schedule = Schedule::new(2);
         for _ in 0..2 {
-            schedule.enter(&tenant("mallory"), ()).expect("room");
+            schedule.enter(&tenant("mallory"), ());
         }
         assert!(schedule.next().is_some());
         assert!(schedule.next().is_none(), "the second slot is for another owner");
-        schedule.enter(&tenant("acme"), ()).expect("room");
+        schedule.enter(&tenant("acme"), ());
         assert_eq!(schedule.next().expect("a free slot").0, tenant("acme"));
     }
 
@@ -406,12 +408,12 @@ mod tests {
     async fn fair_queue_serves_second_owner_next() {
         let queue = FairQueue::new(1);
         let order = Arc::new(Mutex::new(Vec::new()));
-        let first = queue.acquire(&tenant("mallory")).await.unwrap();
+        let first = queue.acquire(&tenant("mallory"), LONG).await.unwrap();
         let mut tasks = tokio::task::JoinSet::new();
         let enter = |name: &'static str, tasks: &mut tokio::task::JoinSet<()>| {
             let (queue, order) = (queue.clone(), Arc::clone(&order));
             tasks.spawn(async move {
-                let _slot = queue.acquire(&tenant(name)).await.unwrap();
+                let _slot = queue.acquire(&tenant(name), LONG).await.unwrap();
                 order.lock().unwrap().push(name);
             });
         };
@@ -431,30 +433,28 @@ mod tests {
         assert_eq!(queue.waiting(), 0);
     }
 
-    #[tokio::test]
-    async fn fair_queue_bounds_one_owner() {
+    #[tokio::test(start_paused = true)]
+    async fn fair_queue_refuses_after_the_timeout() {
         let queue = FairQueue::new(1);
-        let held = queue.acquire(&tenant("mallory")).await.unwrap();
+        let held = queue.acquire(&tenant("mallory"), LONG).await.unwrap();
         let mut tasks = tokio::task::JoinSet::new();
-        for _ in 0..MOST_OF_ONE_OWNER {
+        for _ in 0..10_000 {
             let queue = queue.clone();
-            tasks.spawn(async move { queue.acquire(&tenant("mallory")).await.map(drop) });
+            tasks.spawn(async move { queue.acquire(&tenant("mallory"), LONG).await.map(drop) });
         }
         settle().await;
-        let refused = queue.acquire(&tenant("mallory")).await.unwrap_err();
+        let hurried = queue.acquire(&tenant("acme"), LONG / 2).await;
+        let Err(RequestError::Refused(refused)) = hurried else { panic!("no slot is free") };
         assert!(
-            matches!(refused, RequestError::Refused(Refusal::Overloaded { retry_after: Some(_) })),
+            matches!(refused, Refusal::Overloaded { full: FullQueue::Tokenizing, .. }),
             "{refused:?}"
         );
+        // However many wait, each of them has its turn.
+        assert_eq!(queue.waiting(), 10_000, "a request that leaves makes room");
         drop(held);
-        drop(queue.acquire(&tenant("acme")).await.unwrap());
         assert!(tasks.join_all().await.into_iter().all(|taken| taken.is_ok()));
-        // A request that leaves while it waits makes room.
-        let held = queue.acquire(&tenant("mallory")).await.unwrap();
-        let waits =
-            tokio::time::timeout(Duration::from_millis(1), queue.acquire(&tenant("mallory"))).await;
-        assert!(waits.is_err());
         assert_eq!(queue.waiting(), 0);
-        drop(held);
     }
+
+    const LONG: Duration = Duration::from_secs(60);
 }
