@@ -4,9 +4,11 @@
 use std::fs;
 use std::net::TcpListener;
 use std::path::Path;
+use std::sync::Arc;
 
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
+use tokio::sync::Barrier;
 use tollgate_ledger::Ledger;
 use tollgate_loadtest::client::{Connection, Protocol, Target};
 
@@ -48,6 +50,62 @@ async fn early_disconnects_are_billed_to_the_nanosecond() {
         done += balance.tenants_ns;
     }
     assert_eq!(i64::try_from(billed), Ok(done), "billed is what was done for them");
+}
+
+/// Checks with the default penalties that a client that closes many streams at once, as
+/// at a deploy, is served afterwards.
+#[tokio::test]
+async fn streams_closed_at_once_earn_no_penalty() {
+    let device = r#"
+[worker]
+engine = "synthetic"
+max_sequences = 128
+[worker.synthetic]
+step = "10ms"
+sequence = "10us"
+kv_token = "1ns"
+prefill_token = "10us"
+kv_tokens = 200_000
+context = 1_024
+"#;
+    let gateway = Tollgate::with_config(&format!("{}{device}", support::OPEN));
+    let key = gateway.key("acme", &[]);
+    let connections = [gateway.connect(&key).await, gateway.connect(&key).await];
+    let (mut streams, begun) = (tokio::task::JoinSet::new(), Arc::new(Barrier::new(100)));
+    for number in 0..100 {
+        let (connection, begun) = (connections[number % 2].clone(), Arc::clone(&begun));
+        streams.spawn(async move {
+            let body = json!({
+                "model": "tollgate-demo", "max_tokens": 900, "ignore_eos": true, "stream": true,
+                "messages": [{ "role": "user", "content": "Count from 1 to 400." }],
+            });
+            let path = "/v1/chat/completions";
+            let response = connection.post(path, body.to_string().into()).await;
+            let mut response = response.expect("answers");
+            assert_eq!(response.status(), 200);
+            response.frame().await.expect("a first chunk").expect("whole");
+            let all_begun = begun.wait();
+            tokio::pin!(all_begun);
+            // An answer that nobody reads would be ended for that.
+            while let Ok(Some(_)) = tokio::select! {
+                _ = &mut all_begun => Err(()),
+                frame = response.frame() => Ok(frame),
+            } {}
+            response.headers()["x-request-id"].to_str().expect("text").to_owned()
+        });
+    }
+    let ids = streams.join_all().await;
+    drop(connections);
+    let connection = gateway.connect(&key).await;
+    for id in &ids {
+        assert_eq!(posted(&connection, id).await["reason"], "cancelled");
+    }
+    let body = json!({
+        "model": "tollgate-demo", "max_tokens": 1,
+        "messages": [{ "role": "user", "content": "Hello!" }],
+    });
+    let (status, reply) = post(&connection, "/v1/chat/completions", &body).await;
+    assert_eq!(status, 200, "{reply}");
 }
 
 /// Starts a long answer and disconnects after a pseudo-random number of chunks.
