@@ -87,7 +87,9 @@ pub fn announce(folder: &Path, admin: SocketAddr) -> Result<Announced> {
     let path = folder.join(ADDRESS_FILE);
     let draft = folder.join(format!("{ADDRESS_FILE}.new"));
     // The rename is atomic, so that no command reads half an address.
-    fs::write(&draft, format!("{}\n", reachable(admin)))
+    // With the folder: a copy of it must not lead commands to this gateway.
+    let place = fs::canonicalize(folder)?;
+    fs::write(&draft, format!("{}\n{}\n", reachable(admin), place.display()))
         .and_then(|()| fs::rename(&draft, &path))
         .with_context(|| format!("cannot write {}", path.display()))?;
     Ok(Announced { path })
@@ -96,8 +98,10 @@ pub fn announce(folder: &Path, admin: SocketAddr) -> Result<Announced> {
 /// Returns the URL that [`announce`] has written, if there is one. The gateway that wrote it
 /// may have been killed.
 pub fn announced(folder: &Path) -> Option<String> {
-    let url = fs::read_to_string(folder.join(ADDRESS_FILE)).ok()?;
-    Some(url.trim().to_owned())
+    let text = fs::read_to_string(folder.join(ADDRESS_FILE)).ok()?;
+    let (url, place) = text.trim_end().split_once('\n')?;
+    let is_here = fs::canonicalize(folder).ok()?.display().to_string() == place;
+    is_here.then(|| url.to_owned())
 }
 
 /// Returns the URL of a listener as this host reaches it.
@@ -159,6 +163,23 @@ const DEEPEST: u32 = 8;
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn announced_address_is_of_its_folder_alone() {
+        let parent = tempfile::tempdir().expect("a folder");
+        let (folder, copy) = (parent.path().join("data"), parent.path().join("copy"));
+        for folder in [&folder, &copy] {
+            fs::create_dir(folder).expect("a folder");
+        }
+        assert_eq!(announced(&folder), None);
+        let address = "0.0.0.0:9443".parse().expect("an address");
+        let held = announce(&folder, address).expect("writes");
+        assert_eq!(announced(&folder).as_deref(), Some("https://127.0.0.1:9443"));
+        fs::copy(folder.join(ADDRESS_FILE), copy.join(ADDRESS_FILE)).expect("copies");
+        assert_eq!(announced(&copy), None);
+        drop(held);
+        assert_eq!(announced(&folder), None);
+    }
 
     #[test]
     fn data_folder_has_one_instance() {

@@ -1,14 +1,17 @@
-//! `tollgate keys`: creates, lists, rotates and revokes API keys. A running gateway
-//! applies a change within a second. A secret is shown only once.
+//! `tollgate keys`: creates, lists, rotates and revokes API keys. Uses the admin API of a
+//! running gateway, or the files of a stopped one. A secret is shown only once.
 
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
+use serde::Deserialize;
+use serde_json::json;
 use tollgate_config::Config;
-use tollgate_domain::{KeyId, ModelName, Network, PlanName, TenantId, UtcTime};
-use tollgate_gateway::auth::{Endpoint, KeyOptions, KeyRecord, KeyStore, NewKey, Scopes, UnderWay};
+use tollgate_domain::{KeyId, ModelName, Network, PlanName, TenantId};
+use tollgate_gateway::auth::{Endpoint, KeyRecord, KeyRequest, KeyStore, NewKey, Scopes, UnderWay};
 
-use crate::common::{Place, day, now, say, span, table};
+use crate::admin::{Admin, Ask, Reach, encoded};
+use crate::common::{day, now, say, span, table};
 use crate::{data, manifest};
 
 /// Create, list, rotate and revoke API keys.
@@ -26,23 +29,23 @@ enum KeysAction {
     List(ListKeys),
     /// Create a key that replaces another one, which stays valid for a while.
     Rotate(Rotate),
-    /// Revoke a key permanently, within a second.
+    /// Revoke a key permanently.
     Revoke(Revoke),
 }
 
 #[derive(clap::Args)]
 struct Create {
     #[command(flatten)]
-    place: Place,
+    admin: Admin,
     /// The key's tenant.
     #[arg(long, value_name = "NAME")]
-    tenant: String,
+    tenant: TenantId,
     /// A description of the key's purpose.
     #[arg(long, value_name = "TEXT", default_value = "")]
     label: String,
     /// A model that the key may use. Can be repeated [default: all that the tenant may use].
     #[arg(long = "model", value_name = "NAME")]
-    models: Vec<String>,
+    models: Vec<ModelName>,
     /// An endpoint that the key may use: chat, completions, models or usage. Can be
     /// repeated [default: all].
     #[arg(long = "endpoint", value_name = "NAME")]
@@ -53,7 +56,7 @@ struct Create {
     sources: Vec<Network>,
     /// A plan with limits for this key alone, in addition to its tenant's limits.
     #[arg(long, value_name = "NAME")]
-    plan: Option<String>,
+    plan: Option<PlanName>,
     /// The time until the key expires, such as 30d [default: never].
     #[arg(long, value_name = "SPAN", value_parser = span)]
     expires: Option<Duration>,
@@ -65,10 +68,10 @@ struct Create {
 #[derive(clap::Args)]
 struct ListKeys {
     #[command(flatten)]
-    place: Place,
+    admin: Admin,
     /// Only this tenant's.
     #[arg(long, value_name = "NAME")]
-    tenant: Option<String>,
+    tenant: Option<TenantId>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -77,9 +80,9 @@ struct ListKeys {
 #[derive(clap::Args)]
 struct Rotate {
     #[command(flatten)]
-    place: Place,
+    admin: Admin,
     /// The id of the key that is replaced, as `list` shows it.
-    key: String,
+    key: KeyId,
     /// The time for which the old key stays valid.
     #[arg(long, value_name = "SPAN", value_parser = span, default_value = "1h")]
     overlap: Duration,
@@ -91,13 +94,21 @@ struct Rotate {
 #[derive(clap::Args)]
 struct Revoke {
     #[command(flatten)]
-    place: Place,
+    admin: Admin,
     /// The id of the key, as `list` shows it.
-    key: String,
+    key: KeyId,
     /// Also end the key's running requests within seconds. The tenant pays for the
     /// work done. Works for a revoked key, too.
     #[arg(long)]
     end_streams: bool,
+}
+
+/// A new key and its secret.
+#[derive(Deserialize)]
+struct NewSecret {
+    #[serde(flatten)]
+    record: KeyRecord,
+    secret: String,
 }
 
 /// Runs the subcommand.
@@ -105,77 +116,92 @@ pub fn run(arguments: KeysArguments) -> Result<()> {
     match arguments.action {
         KeysAction::Create(create) => self::create(create),
         KeysAction::List(list) => self::list(list),
-        KeysAction::Rotate(rotate) => {
-            let (_, store) = open(&rotate.place)?;
-            let new = store.rotate(&key_id(&rotate.key)?, rotate.overlap, now())?;
-            show(&store, &new, rotate.quiet)
-        }
-        KeysAction::Revoke(revoke) => {
-            let (_, store) = open(&revoke.place)?;
-            let under_way = if revoke.end_streams { UnderWay::End } else { UnderWay::Finish };
-            let record = store.revoke(&key_id(&revoke.key)?, under_way, now())?;
-            let ended = if record.ends_requests { ", and its running requests end" } else { "" };
-            say(format!("key {} of tenant {} is revoked{ended}\n", record.id, record.tenant))
-        }
+        KeysAction::Rotate(rotate) => self::rotate(rotate),
+        KeysAction::Revoke(revoke) => self::revoke(revoke),
     }
 }
 
 fn create(create: Create) -> Result<()> {
-    let config = create.place.load()?;
-    let tenant = TenantId::new(&create.tenant)?;
-    if config.tenant(&tenant).is_none() {
-        // The first few are enough to notice a typing error; there may be
-        // thousands.
-        let names: Vec<&str> =
-            config.tenants().map(|tenant| tenant.name.as_str()).take(8).collect();
-        bail!(
-            "unknown tenant {tenant}; the config has: {}; use --config for another config",
-            names.join(", ")
-        );
-    }
-    let models: Vec<ModelName> =
-        create.models.iter().map(|name| ModelName::new(name)).collect::<Result<_, _>>()?;
-    // A key for models that do not exist would be refused at every request.
-    if let Some(unknown) = models.iter().find(|name| config.model(name).is_none()) {
-        bail!("unknown model {unknown}: it is not in the config");
-    }
-    let plan = create.plan.as_deref().map(PlanName::new).transpose()?;
-    if let Some(unknown) = plan.as_ref().filter(|plan| config.plan(plan).is_none()) {
-        let names: Vec<&str> = config.plans().map(|plan| plan.name.as_str()).collect();
-        bail!(
-            "unknown plan {unknown}; the config has: {}; use --config for another config",
-            names.join(", ")
-        );
-    }
-    // The key store writes the absence of a restriction as `None`, not as an empty
-    // list.
-    let some = |is_empty: bool| !is_empty;
-    let options = KeyOptions {
-        label: create.label,
-        scopes: Scopes {
-            models: some(models.is_empty()).then_some(models),
-            endpoints: some(create.endpoints.is_empty()).then_some(create.endpoints),
-            sources: some(create.sources.is_empty()).then_some(create.sources),
-        },
-        expires: create.expires.map(|span| UtcTime(now().0.saturating_add(span.as_nanos() as u64))),
+    let Create { admin, tenant, label, models, endpoints, sources, plan, expires, quiet } = create;
+    let request = KeyRequest {
+        tenant,
+        label,
+        models,
+        endpoints,
+        sources,
         plan,
+        expires_in_seconds: expires.map(seconds),
     };
-    let store = make_store(&config)?;
-    let new = store.create(&tenant, options, now())?;
-    show(&store, &new, create.quiet)
+    let reach = admin.reach()?;
+    let new = match &reach {
+        Reach::Running(client) => {
+            client.json(Ask::Post("/v1/keys", &serde_json::to_value(&request)?))?
+        }
+        Reach::Stopped(config) => {
+            let (tenant, options) = request
+                .check(config, now())
+                .map_err(|error| anyhow!("{error}; use --config for another config"))?;
+            NewSecret::from(make_store(config)?.create(&tenant, options, now())?)
+        }
+    };
+    show(&reach, &new, quiet)
+}
+
+fn rotate(rotate: Rotate) -> Result<()> {
+    let reach = rotate.admin.reach()?;
+    let new = match &reach {
+        Reach::Running(client) => {
+            let path = format!("/v1/keys/{}/rotate", encoded(rotate.key.as_str()));
+            let body = json!({ "overlap_seconds": seconds(rotate.overlap) });
+            client.json(Ask::Post(&path, &body))?
+        }
+        Reach::Stopped(config) => {
+            NewSecret::from(open_store(config)?.rotate(&rotate.key, rotate.overlap, now())?)
+        }
+    };
+    show(&reach, &new, rotate.quiet)
+}
+
+fn revoke(revoke: Revoke) -> Result<()> {
+    let under_way = if revoke.end_streams { UnderWay::End } else { UnderWay::Finish };
+    let record = revoke_by(&revoke.admin.reach()?, &revoke.key, under_way)?;
+    let ended = if record.ends_requests { ", and its running requests end" } else { "" };
+    say(format!("key {} of tenant {} is revoked{ended}\n", record.id, record.tenant))
+}
+
+fn revoke_by(reach: &Reach, key: &KeyId, under_way: UnderWay) -> Result<KeyRecord> {
+    match reach {
+        Reach::Running(client) => {
+            let end = under_way == UnderWay::End;
+            let path = format!("/v1/keys/{}?end_streams={end}", encoded(key.as_str()));
+            client.json(Ask::Delete(&path))
+        }
+        Reach::Stopped(config) => Ok(open_store(config)?.revoke(key, under_way, now())?),
+    }
 }
 
 fn list(list: ListKeys) -> Result<()> {
-    let (_, store) = open(&list.place)?;
-    let tenant = list.tenant.as_deref().map(TenantId::new).transpose()?;
-    let records = store.list(tenant.as_ref())?;
+    let mut records: Vec<KeyRecord> = match list.admin.reach()? {
+        Reach::Running(client) => {
+            let tenant =
+                list.tenant.as_ref().map(|name| format!("tenant={}&", encoded(name.as_str())));
+            client.pages(&format!("/v1/keys?{}", tenant.unwrap_or_default()))?
+        }
+        Reach::Stopped(config) => open_store(&config)?.list(list.tenant.as_ref())?,
+    };
+    records.sort_by(|a, b| (&a.tenant, a.created, &a.id).cmp(&(&b.tenant, b.created, &b.id)));
     if list.json {
         let rows: Vec<_> =
-            records.iter().map(|record| ListedKey { state: state(record), record }).collect();
-        return say(format!("{:#}\n", serde_json::json!({ "keys": rows })));
+            records.iter().map(|record| ListedKey { state: record.state(now()), record }).collect();
+        return say(format!("{:#}\n", json!({ "keys": rows })));
     }
     let rows: Vec<Vec<String>> = records.iter().map(as_row).collect();
     say(table(&["key", "tenant", "plan", "only", "state", "created", "expires", "label"], &rows))
+}
+
+/// Returns whole seconds, rounded up: a key must not end before its time.
+fn seconds(span: Duration) -> u64 {
+    span.as_secs() + u64::from(span.subsec_nanos() > 0)
 }
 
 /// A key in the list as JSON.
@@ -186,10 +212,11 @@ struct ListedKey<'a> {
     record: &'a KeyRecord,
 }
 
-fn open(place: &Place) -> Result<(Config, KeyStore)> {
-    let config = place.load()?;
-    let store = open_store(&config)?;
-    Ok((config, store))
+impl From<NewKey> for NewSecret {
+    fn from(new: NewKey) -> Self {
+        let NewKey { record, secret } = new;
+        Self { record, secret: secret.expose().to_owned() }
+    }
 }
 
 /// Opens the key store in the config's data folder to change it.
@@ -227,10 +254,10 @@ pub fn make_store(config: &Config) -> Result<KeyStore> {
 }
 
 /// Prints a new key, once. A key that could not be printed is revoked.
-fn show(store: &KeyStore, new: &NewKey, quiet: bool) -> Result<()> {
-    let NewKey { record, secret } = new;
-    if let Err(error) = say(format!("{}\n", secret.expose())) {
-        store.revoke(&record.id, UnderWay::End, now())?;
+fn show(reach: &Reach, new: &NewSecret, quiet: bool) -> Result<()> {
+    let NewSecret { record, secret } = new;
+    if let Err(error) = say(format!("{secret}\n")) {
+        revoke_by(reach, &record.id, UnderWay::End)?;
         return Err(
             error.context(format!("key {} could not be printed and was revoked", record.id))
         );
@@ -242,21 +269,13 @@ fn show(store: &KeyStore, new: &NewKey, quiet: bool) -> Result<()> {
     Ok(())
 }
 
-fn state(record: &KeyRecord) -> &'static str {
-    match (record.revoked, record.is_active(now())) {
-        (Some(_), _) => "revoked",
-        (None, true) => "active",
-        (None, false) => "expired",
-    }
-}
-
 fn as_row(record: &KeyRecord) -> Vec<String> {
     vec![
         record.id.to_string(),
         record.tenant.to_string(),
         record.plan.as_ref().map_or("-", PlanName::as_str).to_owned(),
         only(&record.scopes),
-        state(record).to_owned(),
+        record.state(now()).to_owned(),
         day(Some(record.created)),
         day(record.expires),
         record.label.clone(),
@@ -271,8 +290,4 @@ fn only(scopes: &Scopes) -> String {
     let sources = sources.iter().flatten().map(|network| format!("from {network}"));
     let only: Vec<String> = models.chain(endpoints).chain(sources).collect();
     if only.is_empty() { "-".to_owned() } else { only.join(", ") }
-}
-
-fn key_id(text: &str) -> Result<KeyId> {
-    Ok(KeyId::new(text)?)
 }

@@ -4,9 +4,9 @@
 use std::io::Write;
 
 use anyhow::{Context, Result, anyhow, bail};
-use serde_json::{Value, json};
 use tollgate_config::Config;
 use tollgate_domain::{DeviceNanos, Millijoules, PlanName, TenantId, UtcMonth};
+use tollgate_gateway::statement::{as_json, status, unknown_plan};
 use tollgate_ledger::{
     Ledger, PlanSpan, PricedAs, Record, Statement, StatementError, StatementFigures, StatementLine,
     StatementQuery,
@@ -112,110 +112,16 @@ fn explained(error: StatementError, tenant: &TenantId) -> anyhow::Error {
 /// Refuses a statement with a plan that the config no longer defines: the plan's
 /// prices are unknown.
 fn refuse_unknown_plans(config: &Config, statement: &Statement) -> Result<()> {
-    for PlanSpan { from, to, plan } in &statement.plans {
-        if config.plan(plan).is_none() {
-            bail!(
-                "the config does not define plan {:?}, which sets the prices from {from} to {to}; restore the plan, or give --plan",
-                plan.as_str()
-            );
-        }
-    }
-    Ok(())
+    let Some(PlanSpan { from, to, plan }) = unknown_plan(config, statement) else { return Ok(()) };
+    bail!(
+        "the config does not define plan {:?}, which sets the prices from {from} to {to}; restore the plan, or give --plan",
+        plan.as_str()
+    )
 }
 
 fn days(statement: &Statement) -> String {
     let lines = statement.lines.iter();
     lines.flat_map(|line| line.days.iter().map(|day| format!("{},{day}\n", line.id))).collect()
-}
-
-fn status(statement: &Statement) -> &'static str {
-    if statement.is_provisional { "provisional" } else { "final" }
-}
-
-fn as_json(statement: &Statement) -> Value {
-    let Statement { id, tenant, month, plans, currency, is_provisional: _, lines, total, digest } =
-        statement;
-    let mut total = figures_json(total);
-    total["currency"] = currency.to_string().into();
-    json!({
-        "id": id,
-        "object": "statement",
-        "status": status(statement),
-        "tenant": tenant,
-        "month": month.to_string(),
-        "plans": plans.iter().map(plan_json).collect::<Vec<_>>(),
-        "currency": currency.to_string(),
-        "lines": lines.iter().map(line_json).collect::<Vec<_>>(),
-        "total": total,
-        "digest": digest,
-    })
-}
-
-fn plan_json(span: &PlanSpan) -> Value {
-    let PlanSpan { from, to, plan } = span;
-    json!({ "plan": plan, "from": from.to_string(), "to": to.to_string() })
-}
-
-fn line_json(line: &StatementLine) -> Value {
-    let StatementLine {
-        id,
-        key,
-        model,
-        class,
-        from,
-        to,
-        list,
-        prices,
-        figures,
-        charges,
-        entries,
-        days: _,
-        digest,
-    } = line;
-    let mut value = figures_json(figures);
-    let about = json!({
-        "id": id,
-        "key": key,
-        "model": model,
-        "device_class": class,
-        "from": from.to_string(),
-        "to": to.to_string(),
-        "price_list": list,
-        "per_device_second": prices.device_second.to_string(),
-        "per_million_prompt_tokens": prices.million_prompt_tokens.to_string(),
-        "per_million_completion_tokens": prices.million_completion_tokens.to_string(),
-        "charges": charges,
-        "entries": entries,
-        "digest": digest,
-    });
-    // Both values come from object literals, so this branch always runs.
-    if let (Some(value), Value::Object(about)) = (value.as_object_mut(), about) {
-        value.extend(about);
-    }
-    value
-}
-
-fn figures_json(figures: &StatementFigures) -> Value {
-    let StatementFigures {
-        requests,
-        prompt_tokens,
-        cached_tokens,
-        completion_tokens,
-        attributed_ns,
-        reference_ns,
-        energy_mj,
-        amount,
-    } = figures;
-    json!({
-        "requests": requests,
-        "prompt_tokens": prompt_tokens,
-        "cached_tokens": cached_tokens,
-        "completion_tokens": completion_tokens,
-        "attributed_ns": attributed_ns,
-        "reference_ns": reference_ns,
-        "energy_mj": energy_mj,
-        "amount": amount.to_string(),
-    })
 }
 
 /// Returns CSV (RFC 4180). Names contain neither commas nor quotes. There is a row

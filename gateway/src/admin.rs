@@ -7,10 +7,13 @@ mod admins;
 mod body;
 mod checkpoint;
 mod health;
+mod keys;
 mod page;
 mod penalties;
 mod reload;
 mod routes;
+mod usage;
+mod workers;
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write as _};
@@ -244,6 +247,8 @@ struct Status {
 struct WorkerStatus {
     name: String,
     ready: bool,
+    /// True if an admin lets the worker rest: it gets no new requests.
+    resting: bool,
     /// True if the worker sent an invalid report. The gateway places nothing on
     /// it until the worker is restarted.
     distrusted: bool,
@@ -264,6 +269,7 @@ async fn status(State(state): State<Arc<AdminState>>) -> Response {
         .map(|report| WorkerStatus {
             name: report.name.to_string(),
             ready: report.ready,
+            resting: report.resting,
             distrusted: report.distrusted,
             device_class: report.class.map(|class| class.to_string()),
             models: report.models.iter().map(ToString::to_string).collect(),

@@ -7,9 +7,10 @@ use std::time::Duration;
 use futures_util::FutureExt as _;
 use tokio_util::sync::CancellationToken;
 use tollgate_config::{Change, Config, Loaded, Tenant};
-use tollgate_domain::{TenantId, UtcTime};
+use tollgate_domain::{TenantId, UtcTime, WorkerName};
 use tollgate_ledger::{Act, AdminAction, LedgerError, LedgerHandle, PlansInForce};
 use tollgate_serving::submit::submit;
+use tollgate_serving::workers::Rest;
 
 use crate::auth::{KeyStore, KeyStoreError};
 
@@ -136,6 +137,26 @@ pub(crate) fn penalty_lifted(
         actor: actor.to_owned(),
         user: tenant.map(|tenant| (tenant.to_string(), None)),
         detail: serde_json::json!({ "offender": offender }),
+    }
+}
+
+/// Builds the action that an admin rests or wakes a worker.
+pub(crate) fn worker_rest(
+    worker: &WorkerName,
+    rest: Rest,
+    (actor, at): (&str, UtcTime),
+) -> AdminAction {
+    let operation = match rest {
+        Rest::Resting => "worker.rested",
+        Rest::Awake => "worker.woken",
+    };
+    AdminAction {
+        id: format!("{operation}-{worker}-{}-{}", at.0, std::process::id()),
+        at,
+        operation: operation.to_owned(),
+        actor: actor.to_owned(),
+        user: None,
+        detail: serde_json::json!({ "worker": worker }),
     }
 }
 

@@ -14,6 +14,7 @@ mod issuer;
 mod jwks;
 mod jwt;
 mod key_directory;
+mod key_request;
 mod key_store;
 
 mod roles;
@@ -38,6 +39,7 @@ use tollgate_domain::{Caller, KeyId, ModelName, PlanName, TenantId, UtcTime};
 pub(crate) use self::bearer::shows_token;
 pub use self::fetch::FetchError;
 pub use self::issuer::{IssuerError, IssuerKeys, IssuerOptions};
+pub use self::key_request::{KeyRequest, UnknownInRequest};
 pub use self::key_store::{
     AdminRecord, AdminSecret, KeyOptions, KeyRecord, KeyStore, KeyStoreError, NewAdmin, NewKey,
     UnderWay,

@@ -15,6 +15,7 @@ mod stack;
 
 pub mod admin;
 pub mod audit;
+pub mod statement;
 pub mod telemetry;
 
 mod connection_owners;

@@ -138,6 +138,11 @@ impl Reloader {
         Self { parts: Arc::new(parts), turn: Arc::default() }
     }
 
+    /// Returns the config in force.
+    pub(crate) fn config(&self) -> Arc<Config> {
+        self.parts.config.current()
+    }
+
     /// Reads the config again and puts the changes in force that need no restart. `actor`
     /// is the name in the audit log. The reload runs to its end also if the caller stops
     /// waiting for it.

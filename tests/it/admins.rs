@@ -93,3 +93,160 @@ async fn admins_keep_to_roles_and_are_recorded() {
         [("admin key".to_owned(), detail("bob", "operator")), (user, detail("early", "auditor"))]
     );
 }
+
+const CHAT: &str = "/v1/chat/completions";
+
+fn ask() -> Value {
+    json!({
+        "model": "tollgate-demo", "max_tokens": 1, "temperature": 0,
+        "messages": [{ "role": "user", "content": "Hello" }],
+    })
+}
+
+async fn send(connection: &Connection, path: &str, body: Value) -> (u16, Value) {
+    support::post(connection, path, &body).await
+}
+
+async fn delete(connection: &Connection, path: &str) -> (u16, Value) {
+    read(connection.delete(path).await.expect("answers")).await
+}
+
+/// A key works from the answer that creates it until the answer that revokes it.
+#[tokio::test]
+async fn keys_change_over_admin_api() {
+    let gateway = Tollgate::with_config(support::OPEN);
+    let admin = gateway.connect_admin().await;
+    let wanted = json!({ "tenant": "acme", "label": "ci", "expires_in_seconds": 3600 });
+    let (status, made) = send(&admin, "/v1/keys", wanted).await;
+    assert_eq!((status, &made["label"]), (201, &json!("ci")), "{made}");
+    let id = made["key"].as_str().expect("an id").to_owned();
+    let client = gateway.connect(made["secret"].as_str().expect("a key")).await;
+    assert_eq!(get(&client, "/v1/models").await.0, 200);
+
+    let (status, listed) = get(&admin, "/v1/keys?tenant=acme").await;
+    let [row] = &listed["rows"].as_array().expect("rows")[..] else { panic!("{listed}") };
+    assert_eq!((status, &row["key"], &row["state"]), (200, &json!(id), &json!("active")));
+    assert!(row["last_used_ns"].as_u64() >= row["created_ns"].as_u64(), "{row}");
+    assert!(row["last_used_ns"].is_u64() && row.get("secret").is_none(), "{row}");
+
+    let rotate = format!("/v1/keys/{id}/rotate");
+    let (status, newer) = send(&admin, &rotate, json!({ "overlap_seconds": 60 })).await;
+    assert_eq!((status, &newer["rotated_from"]), (201, &json!(id)), "{newer}");
+    let (status, revoked) = delete(&admin, &format!("/v1/keys/{id}")).await;
+    assert_eq!((status, revoked["revoked_ns"].is_u64()), (200, true), "{revoked}");
+    assert_eq!(get(&client, "/v1/models").await.0, 401);
+    let newer = gateway.connect(newer["secret"].as_str().expect("a key")).await;
+    assert_eq!(get(&newer, "/v1/models").await.0, 200);
+
+    for (path, body, code, why) in [
+        (
+            "/v1/keys",
+            json!({ "tenant": "nobody" }),
+            400,
+            "Unknown tenant nobody; the config has: acme.",
+        ),
+        ("/v1/keys", json!({ "tenant": "acme", "plan": "gone" }), 400, "Unknown plan gone"),
+        ("/v1/keys", json!({ "tenant": "acme", "models": ["x"] }), 400, "Unknown model x"),
+        ("/v1/keys", json!({ "tenant": "acme", "tier": 1 }), 400, "unknown field `tier`"),
+        ("/v1/keys", json!({ "tenant": "acme", "expires_in_seconds": 0 }), 400, "expire at once"),
+        ("/v1/keys", json!({ "tenant": "acme", "label": "x".repeat(201) }), 400, "200 characters"),
+        ("/v1/keys", json!({}), 400, "missing field `tenant`"),
+        ("/v1/keys/gone/rotate", json!({ "overlap_seconds": 1 }), 404, "No such key"),
+        (rotate.as_str(), json!({ "overlap_seconds": 1 }), 400, "revoked or expired"),
+    ] {
+        let (status, answer) = send(&admin, path, body.clone()).await;
+        assert_eq!(status, code, "{path} {body}: {answer}");
+        let message = answer["error"]["message"].as_str().expect("a sentence");
+        assert!(message.contains(why), "{path} {body}: {answer}");
+    }
+    let large = json!({ "tenant": "acme", "label": "x".repeat(70_000) });
+    assert_eq!(send(&gateway.connect_admin().await, "/v1/keys", large).await.0, 413);
+}
+
+/// Lists have pages of 50 rows; the command reads all of them.
+#[tokio::test]
+async fn key_list_has_pages() {
+    let gateway = Tollgate::with_config(support::OPEN);
+    let admin = gateway.connect_admin().await;
+    for _ in 0..51 {
+        assert_eq!(send(&admin, "/v1/keys", json!({ "tenant": "acme" })).await.0, 201);
+    }
+    let (_, first) = get(&admin, "/v1/keys").await;
+    assert_eq!(first["rows"].as_array().map(Vec::len), Some(50));
+    let next = first["next"].as_str().expect("a next page");
+    let (_, second) = get(&admin, &format!("/v1/keys?after={next}")).await;
+    assert_eq!((second["rows"].as_array().map(Vec::len), &second["next"]), (Some(1), &Value::Null));
+    let listed: Value =
+        serde_json::from_str(&gateway.command(&["keys", "list", "--json"])).expect("JSON");
+    assert_eq!(listed["keys"].as_array().map(Vec::len), Some(51));
+}
+
+/// A rested worker finishes its request and gets no new one until it is woken.
+#[tokio::test]
+async fn rested_worker_gets_no_new_request() {
+    let mut gateway = Tollgate::with_config(support::OPEN);
+    let client = gateway.connect(&gateway.key("acme", &[])).await;
+    let admin = gateway.connect_admin().await;
+    let mut stream = ask();
+    stream["stream"] = json!(true);
+    stream["max_tokens"] = json!(200);
+    let running = client.post(CHAT, stream.to_string().into()).await.expect("answers");
+    assert_eq!(running.status(), 200);
+    let (status, rested) = send(&admin, "/v1/workers/0/rest", Value::Null).await;
+    assert_eq!((status, &rested["resting"]), (200, &json!(true)), "{rested}");
+    let (status, refused) = send(&client, CHAT, ask()).await;
+    assert_eq!((status, &refused["error"]["code"]), (503, &json!("overloaded")), "{refused}");
+    let (_, shown) = get(&admin, "/v1/status").await;
+    let worker = &shown["workers"][0];
+    assert_eq!((&worker["resting"], &worker["ready"]), (&json!(true), &json!(false)), "{shown}");
+    assert!(support::rest(running).await.ends_with("data: [DONE]\n\n"));
+    // A second rest changes nothing and is not recorded.
+    assert_eq!(send(&admin, "/v1/workers/0/rest", Value::Null).await.0, 200);
+    assert_eq!(send(&admin, "/v1/workers/0/wake", Value::Null).await.0, 200);
+    assert_eq!(send(&client, CHAT, ask()).await.0, 200);
+    assert_eq!(send(&admin, "/v1/workers/9/rest", Value::Null).await.0, 404);
+    drop((client, admin));
+    assert_eq!(gateway.stop(), Some(0));
+    let by_key = || vec![("admin key".to_owned(), json!({ "worker": "0" }))];
+    assert_eq!(recorded(&gateway, "worker.rested"), by_key());
+    assert_eq!(recorded(&gateway, "worker.woken"), by_key());
+}
+
+/// Usage and statements equal those of the commands; an operator sees no money.
+#[tokio::test]
+async fn usage_and_statements_over_admin_api() {
+    let prices = "[prices.standard]\nfrom = 2020-01-01\ncurrency = \"EUR\"\n\
+        per_device_second = { default = \"0.0003\" }\n";
+    let gateway = Tollgate::with_config(&format!("{}{prices}", support::OPEN));
+    let client = gateway.connect(&gateway.key("acme", &[])).await;
+    let answer = client.post(CHAT, ask().to_string().into()).await.expect("answers");
+    let id = answer.headers()["x-request-id"].to_str().expect("text").to_owned();
+    assert_eq!(read(answer).await.0, 200);
+    support::posted(&client, &id).await;
+    let admin = gateway.connect_admin().await;
+    let (status, usage) = get(&admin, "/v1/usage?tenant=acme&group_by=tenant").await;
+    let [row] = &usage["rows"].as_array().expect("rows")[..] else { panic!("{usage}") };
+    assert_eq!((status, &row["tenant"], &row["requests"]), (200, &json!("acme"), &json!(1)));
+    let shown = gateway.command(&["usage", "--json", "--by", "tenant", "--tenant", "acme"]);
+    let shown: Value = serde_json::from_str(&shown).expect("JSON");
+    assert_eq!(&shown["rows"][0], row);
+    for (query, param) in [("start=yesterday", "start"), ("group_by=plan", "group_by")] {
+        let (status, answer) = get(&admin, &format!("/v1/usage?{query}")).await;
+        assert_eq!((status, &answer["error"]["param"]), (400, &json!(param)), "{answer}");
+    }
+    // The month of the record, because midnight may pass during the test.
+    let (_, days) = get(&admin, "/v1/usage?group_by=day").await;
+    let month = &days["rows"][0]["day"].as_str().expect("a day")[..7];
+    let path = format!("/v1/tenants/acme/statements/{month}");
+    let (status, statement) = get(&admin, &path).await;
+    assert_eq!((status, &statement["currency"]), (200, &json!("EUR")), "{statement}");
+    let config = gateway.config().display().to_string();
+    let words = ["statement", "--tenant", "acme", "--month", month, "--json", "--config", &config];
+    let shown: Value = serde_json::from_str(&gateway.command(&words)).expect("JSON");
+    assert_eq!(shown, statement);
+    assert_eq!(get(&admin, "/v1/tenants/acme/statements/May").await.0, 400);
+    let operator = gateway.command(&["admins", "create", "o", "--role", "operator", "--quiet"]);
+    let operator = connect(&gateway, &operator).await;
+    assert_eq!(get(&operator, &path).await.0, 403);
+    assert_eq!(get(&operator, "/v1/usage").await.0, 200);
+}

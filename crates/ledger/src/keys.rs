@@ -121,6 +121,20 @@ impl KeyDatabase {
         keys::list(self.connection.tables(), tenant).map_err(at(&self.path))
     }
 
+    /// Returns up to `most` keys of `tenant`, or of all tenants, after the id `after`,
+    /// ordered by id.
+    ///
+    /// # Errors
+    /// The database cannot be read, or a row is damaged.
+    pub fn page(
+        &self,
+        tenant: Option<&TenantId>,
+        after: Option<&KeyId>,
+        most: usize,
+    ) -> Result<Vec<KeyRow>, KeyDatabaseError> {
+        keys::page(self.connection.tables(), tenant, after, most).map_err(at(&self.path))
+    }
+
     /// Returns all named admins, ordered by name.
     ///
     /// # Errors

@@ -12,7 +12,7 @@ mod keeper;
 mod stream;
 
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -52,6 +52,17 @@ struct WorkerSlot {
     name: WorkerName,
     connected: watch::Receiver<Option<Arc<ConnectedWorker>>>,
     heartbeat: watch::Receiver<Option<Heartbeat>>,
+    /// True while an admin wants no new requests there. A restart of the gateway ends it.
+    rests: AtomicBool,
+}
+
+/// An admin's wish for a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rest {
+    /// The worker finishes its requests and gets no new ones.
+    Resting,
+    /// The worker gets requests.
+    Awake,
 }
 
 /// The latest sign of life of a worker.
@@ -98,6 +109,8 @@ pub struct WorkerReport {
     pub name: WorkerName,
     /// True if the worker is connected and takes requests.
     pub ready: bool,
+    /// True if an admin lets the worker rest.
+    pub resting: bool,
     /// True if the worker is connected and gets no requests because it sent an
     /// invalid report.
     pub distrusted: bool,
@@ -150,7 +163,7 @@ impl Workers {
                     beat,
                 };
                 tasks.spawn(keeper.keep(stop.clone()));
-                WorkerSlot { name, connected, heartbeat }
+                WorkerSlot { name, connected, heartbeat, rests: AtomicBool::new(false) }
             })
             .collect();
         Self { slots, violations, losses, choice: Arc::default() }
@@ -158,9 +171,27 @@ impl Workers {
 
     /// Returns the connected workers that take requests for `model`.
     pub(crate) fn serving(&self, model: &str) -> Vec<Arc<ConnectedWorker>> {
-        self.connected()
-            .filter(|worker| worker.takes_requests() && worker.identity.models.contains_key(model))
-            .collect()
+        self.taking_requests().filter(|worker| worker.identity.models.contains_key(model)).collect()
+    }
+
+    /// Returns the connected workers that may be given more requests.
+    fn taking_requests(&self) -> impl Iterator<Item = Arc<ConnectedWorker>> {
+        let awake = self.slots.iter().filter(|slot| slot.rest() == Rest::Awake);
+        let connected = awake.filter_map(|slot| slot.connected.borrow().clone());
+        connected.filter(|worker| worker.takes_requests())
+    }
+
+    /// Returns an admin's wish for the worker `name`; `None` if no worker has this name.
+    pub fn rest_of(&self, name: &WorkerName) -> Option<Rest> {
+        self.slots.iter().find(|slot| slot.name == *name).map(WorkerSlot::rest)
+    }
+
+    /// Lets the worker `name` rest, or wakes it. Its requests run to their end, also those
+    /// that are choosing a worker at this moment.
+    pub fn set_rest(&self, name: &WorkerName, rest: Rest) {
+        if let Some(slot) = self.slots.iter().find(|slot| slot.name == *name) {
+            slot.rests.store(rest == Rest::Resting, Ordering::Relaxed);
+        }
     }
 
     /// Makes other choices of a worker wait until the guard is dropped.
@@ -213,7 +244,9 @@ impl Workers {
                 let identity = worker.as_ref().map(|worker| &worker.identity);
                 WorkerReport {
                     name: slot.name.clone(),
-                    ready: worker.as_ref().is_some_and(|worker| worker.takes_requests()),
+                    ready: slot.rest() == Rest::Awake
+                        && worker.as_ref().is_some_and(|worker| worker.takes_requests()),
+                    resting: slot.rest() == Rest::Resting,
                     distrusted: identity.is_some_and(|identity| !identity.is_trusted()),
                     class: identity.map(|identity| identity.class.clone()),
                     device: identity.map(|identity| identity.device.clone()),
@@ -231,7 +264,7 @@ impl Workers {
 
     /// True while any worker takes requests.
     pub fn is_ready(&self) -> bool {
-        self.connected().any(|worker| worker.takes_requests())
+        self.taking_requests().next().is_some()
     }
 
     /// Returns the number of invalid messages from workers since the start.
@@ -242,6 +275,12 @@ impl Workers {
     /// Returns how often a connected worker was lost since the start.
     pub fn losses(&self) -> u64 {
         self.losses.load(Ordering::Relaxed)
+    }
+}
+
+impl WorkerSlot {
+    fn rest(&self) -> Rest {
+        if self.rests.load(Ordering::Relaxed) { Rest::Resting } else { Rest::Awake }
     }
 }
 

@@ -63,7 +63,7 @@ fn key_error(error: KeyStoreError) -> ApiError {
 }
 
 /// Returns an error as a sentence.
-fn sentence(error: &KeyStoreError) -> String {
+pub(super) fn sentence(error: &dyn std::error::Error) -> String {
     let text = error.to_string();
     let mut letters = text.chars();
     letters

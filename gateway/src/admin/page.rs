@@ -18,7 +18,22 @@ pub(super) struct Page<T> {
     pub(super) next: Option<String>,
 }
 
+impl<T> Page<T> {
+    /// Returns the page of the first of `rows`, which may be one more than a page has.
+    pub(super) fn first(mut rows: Vec<T>, name: impl Fn(&T) -> String) -> Self {
+        let more = rows.len() > MOST_ROWS;
+        rows.truncate(MOST_ROWS);
+        let next = rows.last().map(name).filter(|_| more);
+        Self { rows, next }
+    }
+}
+
 impl PageQuery {
+    /// Makes the query for the page after the row `after`.
+    pub(super) fn new(after: Option<String>) -> Self {
+        Self { after }
+    }
+
     /// Returns the page of `rows` that the query asks for. `rows` are in the order of
     /// `name`, or in an order in which a row with the name `after` occurs once.
     pub(super) fn cut<T>(&self, rows: Vec<T>, name: impl Fn(&T) -> String) -> Page<T> {
@@ -29,11 +44,7 @@ impl PageQuery {
                 rows.iter().position(|row| name(row) == *after).map_or(rows.len(), |at| at + 1)
             }
         };
-        let mut rows: Vec<T> = rows.into_iter().skip(skipped).take(MOST_ROWS + 1).collect();
-        let more = rows.len() > MOST_ROWS;
-        rows.truncate(MOST_ROWS);
-        let next = rows.last().map(name).filter(|_| more);
-        Page { rows, next }
+        Page::first(rows.into_iter().skip(skipped).take(MOST_ROWS + 1).collect(), name)
     }
 }
 

@@ -11,7 +11,10 @@ use http::Method;
 use tower_governor::key_extractor::GlobalKeyExtractor;
 
 use super::actor::{require_admin, require_right};
-use super::{AdminState, admins, checkpoint, healthz, metrics, penalties, readyz, reload, status};
+use super::{
+    AdminState, admins, checkpoint, healthz, keys, metrics, penalties, readyz, reload, status,
+    usage, workers,
+};
 use crate::auth::Right;
 use crate::read_limit::ReadLimit;
 use crate::stack::{method_not_allowed, unknown_route};
@@ -29,7 +32,7 @@ pub(super) struct AdminRoute {
 
 /// Returns the table of all routes.
 pub(super) fn routes() -> Vec<AdminRoute> {
-    use Right::{Administer, Operate, Read};
+    use Right::{Administer, Operate, Read, ReadMoney};
     vec![
         open("/healthz", healthz),
         open("/readyz", readyz),
@@ -44,6 +47,14 @@ pub(super) fn routes() -> Vec<AdminRoute> {
         get("/v1/admins", Read, admins::list),
         post("/v1/admins", Administer, admins::create),
         delete("/v1/admins/{name}", Administer, admins::revoke),
+        get("/v1/keys", Read, keys::list),
+        post("/v1/keys", Administer, keys::create),
+        post("/v1/keys/{key}/rotate", Administer, keys::rotate),
+        delete("/v1/keys/{key}", Administer, keys::revoke),
+        get("/v1/usage", Read, usage::usage),
+        get("/v1/tenants/{tenant}/statements/{month}", ReadMoney, usage::statement),
+        post("/v1/workers/{worker}/rest", Operate, workers::rest),
+        post("/v1/workers/{worker}/wake", Operate, workers::wake),
     ]
 }
 
@@ -82,6 +93,10 @@ pub(super) fn label(path: &str) -> &'static str {
         (Some("v1"), Some("status")) => "admin_status",
         (Some("v1"), Some("penalties")) => "admin_penalties",
         (Some("v1"), Some("admins")) => "admin_admins",
+        (Some("v1"), Some("keys")) => "admin_keys",
+        (Some("v1"), Some("tenants")) => "admin_tenants",
+        (Some("v1"), Some("usage")) => "admin_usage",
+        (Some("v1"), Some("workers")) => "admin_workers",
         (Some("audit"), _) => "admin_audit",
         (Some("config"), Some("reload")) => "admin_reload",
         _ => "admin_other",
@@ -159,8 +174,10 @@ mod tests {
     /// T54: every route with every role, without a key, and with keys that open nothing.
     #[tokio::test]
     async fn every_route_checks_role() {
-        let reads = "[gateway.reads]\nrequests_per_second = 1000\nrequest_burst = 10000\n";
-        let gateway = RunningGateway::plain(reads).await;
+        // Each request has a connection of its own.
+        let open = "[gateway.reads]\nrequests_per_second = 1000\nrequest_burst = 10000\n\
+            [gateway.connections]\nnew_per_second = 10000\nnew_burst = 10000\n";
+        let gateway = RunningGateway::plain(open).await;
         let admin_key = gateway.admin_key();
         let mut keys: Vec<(Option<Role>, Option<String>)> = vec![
             (None, None),
@@ -178,7 +195,7 @@ mod tests {
             keys.push((Some(role), Some(made["secret"].as_str().expect("a key").to_owned())));
         }
         for AdminRoute { method, path, right, .. } in routes() {
-            let path = path.replace("{*name}", "nobody").replace("{name}", "nobody");
+            let path = path.replace(['{', '}', '*'], "");
             for (role, key) in &keys {
                 let ask = (method.as_str(), path.as_str());
                 let answer = gateway.send(gateway.admin, ask, key.as_deref(), "").await;

@@ -14,11 +14,12 @@ mod snapshot;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use aws_lc_rs::hmac;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use tollgate_domain::{AdminName, Caller, KeyId, PlanName, TenantId, UtcTime};
 use tollgate_ledger::AdminAction;
 use tollgate_ledger::keys::{
@@ -96,7 +97,7 @@ pub struct KeyOptions {
 
 /// A key as lists show it, without secret and hash. The names in JSON state the unit of
 /// each time.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeyRecord {
     /// The public id of the key.
     #[serde(rename = "key")]
@@ -442,6 +443,8 @@ impl KeyStore {
         if matches.is_err() || !entry.is_active(now) {
             return None;
         }
+        // For lists alone, so nothing depends on its order.
+        entry.last_used.store(now.0, Ordering::Relaxed);
         let caller = Caller { tenant: entry.tenant.clone(), key: key.id() };
         let (scopes, plan) = (entry.scopes.clone(), entry.plan.clone());
         Some(AuthenticatedCaller { caller, scopes, plan })
@@ -482,7 +485,11 @@ impl KeyStore {
         // The read ends before the lock is taken, so requests wait for no query.
         drop(stored);
         let mut entries = self.shared.entries.write().unwrap_or_else(PoisonError::into_inner);
-        entries.extend(found);
+        for (number, entry) in found {
+            let used = entries.get(&number).map(|old| old.last_used.load(Ordering::Relaxed));
+            entry.last_used.store(used.unwrap_or_default(), Ordering::Relaxed);
+            entries.insert(number, entry);
+        }
         *changed = latest;
         let is_whole = entries.len() == count;
         drop(entries);

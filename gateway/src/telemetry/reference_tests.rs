@@ -66,6 +66,7 @@ fn worker() -> WorkerReport {
         ..v1::DeviceHealth::default()
     };
     WorkerReport {
+        resting: false,
         name: WorkerName::new("0").unwrap(),
         ready: true,
         distrusted: false,

@@ -142,6 +142,29 @@ pub(crate) fn list(
     Ok(found)
 }
 
+/// Returns up to `most` keys of `tenant`, or of all tenants, after the id `after`, ordered
+/// by id.
+pub(crate) fn page(
+    tables: Tables<'_>,
+    tenant: Option<&TenantId>,
+    after: Option<&KeyId>,
+    most: usize,
+) -> Result<Vec<KeyRow>, KeyRowError> {
+    let sql = format!(
+        "SELECT {FACTS}, {OTHERS} FROM keys
+         WHERE (?1 IS NULL OR tenant = ?1) AND (?2 IS NULL OR id > ?2) ORDER BY id LIMIT ?3"
+    );
+    let mut statement = tables.connection.prepare_cached(&sql)?;
+    let most = i64::try_from(most).unwrap_or(i64::MAX);
+    let mut rows =
+        statement.query(params![tenant.map(TenantId::as_str), after.map(KeyId::as_str), most])?;
+    let mut found = Vec::new();
+    while let Some(row) = rows.next()? {
+        found.push(Columns::of(row)?.key()?);
+    }
+    Ok(found)
+}
+
 /// Returns the key with the id `id`.
 pub(crate) fn find(tables: Tables<'_>, id: &KeyId) -> Result<Option<KeyRow>, KeyRowError> {
     let sql = format!("SELECT {FACTS}, {OTHERS} FROM keys WHERE id = ?1");

@@ -1,18 +1,19 @@
-//! Named admins in the key store. The store holds an HMAC of each admin's key and never
+//! Questions of admins to the key store, and the named admins. The store holds an HMAC of each admin's key and never
 //! the key, as for the keys of tenants.
 
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
 
 use aws_lc_rs::rand::{SecureRandom, SystemRandom};
 use serde::{Deserialize, Serialize};
-use tollgate_domain::{AdminName, UtcTime};
+use tollgate_domain::{AdminName, KeyId, TenantId, UtcTime};
 use tollgate_ledger::keys::{AdminRow, KeyDatabase, KeyDatabaseError};
 
 use super::super::roles::Role;
-use super::super::secret::NoRandomness;
-use super::{KeyStore, KeyStoreError, hash};
+use super::super::secret::{NoRandomness, number_of};
+use super::{KeyRecord, KeyStore, KeyStoreError, hash};
 
 /// A named admin as lists show it, without secret and hash.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -119,6 +120,27 @@ impl KeyStore {
     pub fn admins(&self) -> Result<Vec<AdminRecord>, KeyStoreError> {
         let rows = self.followed().database.admins()?;
         rows.into_iter().map(record).collect()
+    }
+
+    /// Returns up to `most` keys of `tenant`, or of all tenants, after the id `after`,
+    /// ordered by id.
+    ///
+    /// # Errors
+    /// The store cannot be read.
+    pub(crate) fn list_page(
+        &self,
+        tenant: Option<&TenantId>,
+        after: Option<&KeyId>,
+        most: usize,
+    ) -> Result<Vec<KeyRecord>, KeyStoreError> {
+        let rows = self.followed().database.page(tenant, after, most)?;
+        rows.into_iter().map(KeyRecord::of).collect()
+    }
+
+    /// Returns the time of the last use of a key in this process; `None` if there was none.
+    pub(crate) fn last_used(&self, id: &KeyId) -> Option<UtcTime> {
+        let used = self.entries().get(&number_of(id.as_str())?)?.last_used.load(Ordering::Relaxed);
+        (used > 0).then_some(UtcTime(used))
     }
 
     /// Returns the admin whose key is `secret`.

@@ -1,5 +1,6 @@
 //! Conversions between a key's row in the database and its record.
 
+use tollgate_domain::UtcTime;
 use tollgate_ledger::keys::{KeyDatabaseError, KeyEnd, KeyFacts, KeyRow};
 
 use super::super::scopes::Scopes;
@@ -42,6 +43,15 @@ impl KeyRecord {
             label: self.label.clone(),
             created: self.created,
             rotated_from: self.rotated_from.clone(),
+        }
+    }
+
+    /// Returns the state at `now`: `active`, `revoked` or `expired`.
+    pub fn state(&self, now: UtcTime) -> &'static str {
+        match (self.revoked, self.is_active(now)) {
+            (Some(_), _) => "revoked",
+            (None, true) => "active",
+            (None, false) => "expired",
         }
     }
 

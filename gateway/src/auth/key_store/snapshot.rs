@@ -4,6 +4,7 @@
 use std::collections::{HashMap, HashSet};
 use std::hash::Hash;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use tollgate_domain::{PlanName, TenantId, UtcTime};
 use tollgate_ledger::keys::KeyFacts;
@@ -28,6 +29,8 @@ pub(super) struct Entry {
     pub(super) is_revoked: bool,
     /// True if the running requests of the key must end.
     pub(super) ends_requests: bool,
+    /// The time of the last use in this process, in Unix nanoseconds; 0 if there was none.
+    pub(super) last_used: AtomicU64,
 }
 
 impl Entry {
@@ -68,6 +71,7 @@ impl Names {
             expires: end.expires,
             is_revoked: end.revoked.is_some(),
             ends_requests: end.ends_requests,
+            last_used: AtomicU64::new(0),
         };
         // Boxed, because a hash map keeps spare slots: an empty slot then costs a
         // pointer and not a whole entry.
