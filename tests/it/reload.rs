@@ -276,10 +276,121 @@ async fn certificate_renewal_keeps_open_connections() {
     assert_eq!(status(&renewed.connect(Protocol::Http2).await.expect("connects")).await, 200);
 }
 
+/// Reloads the config that is `BASE` and `more`.
+async fn reload_with(gateway: &Tollgate, admin: &Connection, more: &str) {
+    write(gateway, &format!("{BASE}{more}"));
+    let (answer, report) = reload(admin).await;
+    assert_eq!((answer, &report["applied"]), (200, &json!(true)), "{report}");
+}
+
+/// Asserts that a burst of three requests binds the clients together.
+async fn served_by_three(clients: [&Connection; 2]) {
+    let (started, mut served) = (Instant::now(), 0);
+    for _ in 0..4 {
+        for client in clients {
+            served += u64::from(status(client).await == 200);
+        }
+    }
+    let most = 3 + started.elapsed().as_secs() + 1;
+    assert!((3..=most).contains(&served), "{served} of at most {most}");
+}
+
+#[tokio::test]
+async fn reload_applies_pools_and_plans_of_models() {
+    let gateway = Tollgate::with_config(BASE);
+    let acme = gateway.connect(&gateway.key("acme", &[])).await;
+    let other = gateway.connect(&gateway.key("other", &[])).await;
+    let admin = gateway.connect_admin().await;
+    served_by_all(&[&acme, &other]).await;
+    let pool = "pool = \"trial\"\n[pools.trial]\nplan = \"three\"\n";
+    let pooled = BASE.replace(
+        "plan = \"open\"\n[tenants.other]\nplan = \"open\"\n",
+        "pool = \"trial\"\n[tenants.other]\n",
+    );
+    write(&gateway, &format!("{pooled}{pool}"));
+    let (answer, report) = reload(&admin).await;
+    assert_eq!((answer, &report["applied"]), (200, &json!(true)), "{report}");
+    served_by_three([&acme, &other]).await;
+    // Without the pool both are free again, and a plan of the model binds them together.
+    reload_with(&gateway, &admin, "").await;
+    served_by_all(&[&acme, &other]).await;
+    reload_with(&gateway, &admin, "[models.tollgate-demo]\nplan = \"three\"\n").await;
+    served_by_three([&acme, &other]).await;
+}
+
+/// Asserts that four requests of each client are served.
+async fn served_by_all(clients: &[&Connection]) {
+    for _ in 0..4 {
+        for client in clients {
+            assert_eq!(status(client).await, 200);
+        }
+    }
+}
+
+#[tokio::test]
+async fn reload_applies_deadlines_and_penalties() {
+    let gateway = Tollgate::with_config(BASE);
+    let key = gateway.key("acme", &[]);
+    let acme = gateway.connect(&key).await;
+    let admin = gateway.connect_admin().await;
+    let mut long = ask(900);
+    long["ignore_eos"] = json!(true);
+    // An answer that runs keeps the deadline with which its request came.
+    let mut streamed = long.clone();
+    streamed["stream"] = json!(true);
+    let running = acme.post(CHAT, streamed.to_string().into()).await.expect("answers");
+    let hurried = "[gateway.deadlines]\nqueue = \"100ms\"\nrequest = \"100ms\"\n";
+    reload_with(&gateway, &admin, hurried).await;
+    let started = Instant::now();
+    loop {
+        // On a busy machine the request may wait too long to be tokenized.
+        let (answer, body) = post(&acme, CHAT, &long).await;
+        if answer == 504 {
+            assert_eq!(body["error"]["code"], "deadline_exceeded", "{body}");
+            break;
+        }
+        assert_eq!(answer, 503, "{body}");
+        assert!(started.elapsed() < Duration::from_secs(30), "{body}");
+    }
+    assert!(support::rest(running).await.ends_with("data: [DONE]\n\n"));
+
+    // A client that leaves wastes device time, by default less than is free.
+    let leave = async || {
+        let answer = post(&acme, CHAT, &long);
+        drop(tokio::time::timeout(Duration::from_millis(300), answer).await);
+    };
+    reload_with(&gateway, &admin, "").await;
+    leave().await;
+    assert_eq!(status(&acme).await, 200);
+    reload_with(&gateway, &admin, "[gateway.penalties]\nwasted_time_per_minute = \"1ms\"\n").await;
+    let started = Instant::now();
+    while status(&acme).await == 200 {
+        assert!(started.elapsed() < Duration::from_secs(30), "no penalty");
+        leave().await;
+    }
+    let (refused, body) = post(&acme, CHAT, &ask(1)).await;
+    let message = body["error"]["message"].as_str().expect("text");
+    assert!(refused == 429 && message.contains("leaves too many requests"), "{body}");
+}
+
 /// Reloads ten times a second under load, every tenth file with a mistake: no request is
 /// lost or fails, and the rate of a limited tenant gives no free burst.
 #[tokio::test]
 async fn reloads_under_load_lose_no_request() {
+    reload_under_load(Duration::from_secs(10)).await;
+}
+
+mod long {
+    use std::time::Duration;
+
+    #[tokio::test]
+    #[ignore = "long: a minute of reloads"]
+    async fn reloads_of_a_minute_lose_no_request() {
+        super::reload_under_load(Duration::from_secs(60)).await;
+    }
+}
+
+async fn reload_under_load(time: Duration) {
     let limited = format!("{BASE}[tenants.limited]\nplan = \"three\"\n");
     let gateway = Tollgate::with_config(&limited);
     let stop = Arc::new(AtomicBool::new(false));
@@ -304,7 +415,7 @@ async fn reloads_under_load_lose_no_request() {
     let bursts = gateway.connect(&gateway.key("limited", &[])).await;
     let admin = gateway.connect_admin().await;
     let (started, mut admitted, mut reloads, mut bad) = (Instant::now(), 0, 0_u64, 0);
-    while started.elapsed() < Duration::from_secs(10) {
+    while started.elapsed() < time {
         reloads += 1;
         // Each file differs from the one before.
         let text = limited.replace("queued = 1024", &format!("queued = {}", 1_000 + reloads % 7));
