@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tollgate_admission::{Admission, AdmissionOptions};
 use tollgate_config::{Config, LiveConfig};
-use tollgate_edge::listener::{ConnectionLimitOptions, ListenerMetrics};
+use tollgate_edge::listener::{ConnectionLimitOptions, ListenerMetrics, ListenerStop};
 use tollgate_edge::source::{Proxies, SourceRing};
 use tollgate_edge::tls::{TlsError, TlsIdentity, TlsSource};
 use tollgate_edge::{Listener, ListenerOptions};
@@ -207,10 +207,10 @@ impl GatewayService {
         self.state.reloader.clone()
     }
 
-    /// Serves until `shutdown` asks for a drain: no new connections or requests
-    /// start then, running requests end by themselves within the drain's bound and
-    /// are cut after that bound, or at once if `shutdown` asks for that. Returns when
-    /// every request is settled.
+    /// Serves until `shutdown` asks for a drain: new requests are refused then,
+    /// running requests end by themselves within the drain's bound and are cut after
+    /// that bound, or at once if `shutdown` asks for that. The public listener closes
+    /// after the last of them. Returns when every request is settled.
     ///
     /// `end_workers` runs between the last request and the last read of the
     /// workers' journals: workers that it ends hand over their last blocks.
@@ -223,9 +223,12 @@ impl GatewayService {
         // probes must see the drain.
         let listeners = TaskTracker::new();
         let close_admin = CancellationToken::new();
-        let public_done =
-            listeners.spawn(public.listener.serve(public_stack, state.draining.clone()));
-        listeners.spawn(admin.listener.serve(admin_stack, close_admin.clone()));
+        let public_stop =
+            ListenerStop { refuse: state.draining.clone(), end: CancellationToken::new() };
+        let close_public = public_stop.end.clone();
+        let public_done = listeners.spawn(public.listener.serve(public_stack, public_stop));
+        let admin_stop = ListenerStop { refuse: close_admin.clone(), end: close_admin.clone() };
+        listeners.spawn(admin.listener.serve(admin_stack, admin_stop));
         let upkeep = TaskTracker::new();
         let end_upkeep = CancellationToken::new();
         upkeep.spawn(authenticator.clone().follow_changes(end_upkeep.clone()));
@@ -262,6 +265,8 @@ impl GatewayService {
             );
             stopping.cancel();
         }
+        // After the requests: until now a client that connects is told to come back.
+        close_public.cancel();
         // Before the workers end, since a handler may still write a response.
         if public_done.await.is_err() {
             tracing::error!("the public listener panicked; the gateway stops without it");

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use tokio::io::{
     AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadHalf, WriteHalf, split,
 };
+use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tollgate_loadtest::client::{Connection, Protocol, Target};
 use tollgate_loadtest::frames::{self, Ends, Frame, FrameKind};
@@ -233,8 +234,67 @@ async fn plan_serves_a_pool_of_its_connections() {
     assert!(served_again(100, 50).await <= 50);
 }
 
+/// A config in which no deadline depends on the speed of the machine.
+const PATIENT: &str = r#"
+[gateway.timeouts]
+handshake = "2m"
+first_byte = "2m"
+headers = "2m"
+idle = "10m"
+[plans.open]
+[tenants.acme]
+plan = "open"
+"#;
+
+/// Opens `number` connections at once from one address, each of which asks for the models.
+/// Returns how many are served.
+async fn served_at_once(target: &Target, number: usize) -> usize {
+    let mut asking = JoinSet::new();
+    for _ in 0..number {
+        let target = target.clone();
+        asking.spawn(async move {
+            let connection = target.connect(Protocol::Http1).await.ok()?;
+            is_served(&connection).await.then_some(connection)
+        });
+    }
+    let asked = timeout(PATIENCE * 2, asking.join_all()).await.expect("an end");
+    asked.into_iter().flatten().count()
+}
+
+/// Checks that the clients of a known address reconnect at once with the default bounds.
+#[tokio::test]
+async fn two_hundred_connections_of_known_source_are_served() {
+    let gateway = Tollgate::with_config(PATIENT);
+    let target = gateway.target(&gateway.key("acme", &[])).from_source([127, 4, 0, 1].into());
+    let known = target.connect(Protocol::Http1).await.expect("connects");
+    assert!(is_served(&known).await);
+    assert_eq!(served_at_once(&target, 200).await, 200);
+}
+
+/// Checks that a burst of twice as many handshakes as have a place is served.
+#[tokio::test]
+async fn handshakes_beyond_their_places_are_served_in_line() {
+    let limits = "per_source = 1_000\nnew_per_second = 1_000\nnew_burst = 1_000\n";
+    let config = format!("[gateway.connections]\n{limits}{PATIENT}");
+    let gateway = Tollgate::with_config(&config);
+    let target = gateway.target(&gateway.key("acme", &[])).from_source([127, 4, 0, 2].into());
+    assert_eq!(served_at_once(&target, 512).await, 512);
+}
+
 /// Tests that only `cargo xtask test --long` runs.
 mod long {
+    use super::{PATIENT, Tollgate, served_at_once};
+
+    /// Checks that a burst from an unknown address is served with the default bounds. The
+    /// first request must come within two seconds, which a busy machine may not allow.
+    #[tokio::test]
+    #[ignore = "long: depends on the speed of the machine"]
+    async fn two_hundred_connections_of_unknown_source_are_served() {
+        let gateway = Tollgate::with_config(PATIENT);
+        let target = gateway.target(&gateway.key("acme", &[])).from_source([127, 4, 0, 3].into());
+        assert_eq!(served_at_once(&target, 200).await, 200);
+    }
+
     #[tokio::test]
     #[ignore = "long: a thousand connections"]
     async fn plan_serves_a_thousand_connections() {

@@ -15,10 +15,12 @@ mod frames;
 mod handshake_slots;
 pub(crate) mod heads;
 mod instrumented_io;
+mod lines;
 mod peer;
 mod pending_handshakes;
 mod plain;
 pub(crate) mod proxy;
+mod refusals;
 mod response_progress;
 mod service;
 
@@ -29,21 +31,22 @@ use std::time::Duration;
 
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::time::{MissedTickBehavior, interval, sleep};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 pub use self::bad_head::BadHead;
 pub use self::connection_limits::ConnectionLimitOptions;
-use self::connection_limits::{ConnectionLimits, ConnectionPermit, LimitReached};
+use self::connection_limits::{ConnectionLimits, ConnectionPermit, Full, LimitReached};
 pub use self::connection_table::{
     BoundReached, ConnectionCounts, ConnectionOwners, OwnerBound, OwnerId,
 };
 use self::handshake_slots::HandshakeSlots;
 pub use self::peer::Peer;
 use self::pending_handshakes::PendingHandshakes;
+use self::refusals::Refusals;
 pub use self::service::{Answer, HeadVerdict, RefusedHead, RequestRefusal, Service};
-use crate::source::Proxies;
+use crate::source::{Proxies, Source};
 
 /// Bounds and deadlines of a listener and its connections. Each deadline
 /// counts from the start of its own phase.
@@ -55,10 +58,10 @@ pub struct ListenerOptions {
     pub connection_limits: ConnectionLimitOptions,
     /// The proxies that may name a client.
     pub proxies: Proxies,
-    /// Connections with an unfinished TLS handshake. Beyond this number the
-    /// oldest connection of the busiest source is closed.
+    /// Connections with an unfinished TLS handshake. Beyond this number newcomers of
+    /// the busiest source wait, and those of others displace its oldest connection.
     pub handshakes: usize,
-    /// Time for the TLS handshake, from its first byte.
+    /// Time for the peer's part of the TLS handshake, from its first byte.
     pub handshake: Duration,
     /// Time from the connection to its first byte, and from the handshake to
     /// the first byte of the first request.
@@ -138,6 +141,17 @@ impl Default for ListenerOptions {
     }
 }
 
+/// The two steps in which a listener stops.
+#[derive(Clone, Debug, Default)]
+pub struct ListenerStop {
+    /// Cancelled to refuse: running requests go on, and each further request, on an
+    /// open connection or a new one, is refused and ends its connection.
+    pub refuse: CancellationToken,
+    /// Cancelled to end: no connection is accepted any more, and open ones end as soon
+    /// as their requests have ended.
+    pub end: CancellationToken,
+}
+
 /// A bound socket that is ready to serve.
 pub struct Listener {
     socket: TcpListener,
@@ -151,6 +165,7 @@ struct Shared {
     connection_limits: Arc<ConnectionLimits>,
     pending_handshakes: Arc<PendingHandshakes>,
     handshake_slots: HandshakeSlots,
+    refusals: Refusals,
     proxies: Arc<Proxies>,
     metrics: Arc<dyn ListenerMetrics>,
     /// The tasks of HTTP/2 streams and of sockets that linger, so that
@@ -171,8 +186,9 @@ impl Listener {
     ) -> io::Result<Self> {
         let shared = Shared {
             connection_limits: ConnectionLimits::new(options.connection_limits.clone()),
-            pending_handshakes: PendingHandshakes::new(options.handshakes),
+            pending_handshakes: PendingHandshakes::new(options.handshakes, options.handshake / 2),
             handshake_slots: HandshakeSlots::for_this_machine(),
+            refusals: Refusals::default(),
             proxies: Arc::new(options.proxies.clone()),
             streams: TaskTracker::new(),
             options,
@@ -190,9 +206,10 @@ impl Listener {
         self.socket.local_addr()
     }
 
-    /// Serves until `draining` is cancelled, then lets running requests end
+    /// Serves until `stop` asks for the end, then lets running requests end
     /// within the drain's bound. Returns when the last connection is closed.
-    pub async fn serve<S: Service>(self, service: Arc<S>, draining: CancellationToken) {
+    #[expect(clippy::disallowed_methods, reason = "a sweep happens now")]
+    pub async fn serve<S: Service>(self, service: Arc<S>, stop: ListenerStop) {
         let Self { socket, shared } = self;
         let connections = TaskTracker::new();
         let mut sweeps = interval(SWEEP);
@@ -200,16 +217,18 @@ impl Listener {
         loop {
             tokio::select! {
                 biased;
-                () = draining.cancelled() => break,
+                () = stop.end.cancelled() => break,
                 _ = sweeps.tick() => {
-                    shared.connection_limits.sweep();
+                    let now = Instant::now();
+                    shared.connection_limits.sweep(now);
+                    shared.refusals.log(shared.options.name, now);
                     let counts = shared.connection_limits.counts();
                     shared.metrics.connections_open(shared.options.name, counts);
                 }
                 accepted = socket.accept() => match accepted {
                     Ok((stream, address)) => {
                         let acceptor =
-                            Acceptor { shared: &shared, service: &service, draining: &draining };
+                            Acceptor { shared: &shared, service: &service, stop: &stop };
                         acceptor.accept(&connections, stream, address);
                     }
                     Err(error) => {
@@ -222,7 +241,7 @@ impl Listener {
                 },
             }
         }
-        // Closed at once, so that a load balancer connects elsewhere.
+        // Last of all: until now a new connection got an answer, and not a reset.
         drop(socket);
         connections.close();
         connections.wait().await;
@@ -237,39 +256,73 @@ impl Listener {
 struct Acceptor<'a, S> {
     shared: &'a Arc<Shared>,
     service: &'a Arc<S>,
-    draining: &'a CancellationToken,
+    stop: &'a ListenerStop,
 }
 
 impl<S: Service> Acceptor<'_, S> {
-    /// Spawns the task of a connection, or closes a connection that exceeds a
-    /// limit.
+    /// Spawns the task of a connection. A connection that exceeds a limit waits in
+    /// line, or is closed.
     fn accept(&self, connections: &TaskTracker, stream: TcpStream, address: SocketAddr) {
-        let permit = match self.permit(address) {
-            Ok(permit) => permit,
-            Err(reached) => {
-                // The drop of the stream closes the connection.
-                return self.shared.metrics.connection_refused(reached.as_str());
+        let limits = &self.shared.connection_limits;
+        let source = limits.source_of(address.ip());
+        let full = match self.permit(address, source) {
+            Ok(permit) => {
+                connections.spawn(self.serve(stream, address, permit));
+                return;
             }
+            Err(full) => full,
         };
+        let line = match limits.enter_line(source, full) {
+            Ok(line) => line,
+            // The drop of the stream closes the connection.
+            Err(reached) => return self.shared.refuse(source, reached),
+        };
+        let (shared, limits) = (Arc::clone(self.shared), Arc::clone(limits));
+        let end = self.stop.end.clone();
+        let (service, stop) = (Arc::clone(self.service), self.stop.clone());
+        connections.spawn(async move {
+            let permit = tokio::select! {
+                () = end.cancelled() => return,
+                permit = limits.wait_in_line(source, (line, full)) => permit,
+            };
+            let acceptor = Acceptor { shared: &shared, service: &service, stop: &stop };
+            match permit {
+                Ok(permit) => acceptor.serve(stream, address, permit).await,
+                Err(reached) => shared.refuse(source, reached),
+            }
+        });
+    }
+
+    /// Returns the task of a connection.
+    fn serve(
+        &self,
+        stream: TcpStream,
+        address: SocketAddr,
+        permit: ConnectionPermit,
+    ) -> impl Future<Output = ()> + Send + use<S> {
         set_socket_options(&stream);
         let (shared, service) = (Arc::clone(self.shared), Arc::clone(self.service));
-        let draining = self.draining.clone();
+        let stop = self.stop.clone();
         let accepted = connection::Accepted { stream, address, permit };
-        connections.spawn(async move {
-            connection::serve(&shared, accepted, service, draining).await;
-        });
+        async move { connection::serve(&shared, accepted, service, stop).await }
     }
 
     /// Takes a permit. The connection of a trusted proxy counts only against
     /// the total, because the proxy names the source later.
-    fn permit(&self, address: SocketAddr) -> Result<ConnectionPermit, LimitReached> {
-        let permit = self.shared.connection_limits.acquire()?;
-        if !self.shared.proxies.trusts(address.ip()) {
-            permit.count_source(address.ip())?;
+    fn permit(&self, address: SocketAddr, source: Source) -> Result<ConnectionPermit, Full> {
+        let limits = &self.shared.connection_limits;
+        match self.shared.proxies.trusts(address.ip()) {
+            true => limits.permit_uncounted(),
+            false => limits.permit(source),
         }
-        // Only now, so that a connection that is refused displaces none.
-        self.shared.connection_limits.make_room();
-        Ok(permit)
+    }
+}
+
+impl Shared {
+    /// Counts a connection of `source` that is closed at once.
+    fn refuse(&self, source: Source, reached: LimitReached) {
+        self.metrics.connection_refused(reached.as_str());
+        self.refusals.count(source, reached);
     }
 }
 

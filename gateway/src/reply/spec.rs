@@ -84,7 +84,7 @@ impl ApiError {
             Self::NoWorker { .. } => {
                 server("no_worker", "overloaded").retry_after(OVERLOADED_RETRY)
             }
-            Self::Draining => server("draining", "draining").never_retry().closing(),
+            Self::Draining => server("draining", "draining").retry_after(DRAINING_RETRY).closing(),
             Self::LedgerUnavailable => {
                 server("ledger_unavailable", "ledger_unavailable").never_retry()
             }
@@ -177,6 +177,10 @@ const INVALID_KEY: &str = "invalid_api_key";
 
 /// The wait for a connection to become idle, at an unknown time.
 const CONNECTIONS_RETRY: Duration = Duration::from_secs(1);
+
+/// The wait before a connection is opened again, to another server or to this one
+/// after its restart.
+const DRAINING_RETRY: Duration = Duration::from_secs(1);
 
 /// The wait after an overload of unknown length.
 const OVERLOADED_RETRY: Duration = Duration::from_secs(1);

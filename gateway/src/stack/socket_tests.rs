@@ -28,9 +28,8 @@ use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
-use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tollgate_edge::listener::ConnectionLimitOptions;
+use tollgate_edge::listener::{ConnectionLimitOptions, ListenerStop};
 use tollgate_edge::source::{SourceOptions, SourceRing};
 use tollgate_edge::tls::{TlsIdentity, TlsSource, development_authority};
 use tollgate_edge::{Listener, ListenerMetrics, ListenerOptions};
@@ -49,7 +48,7 @@ const SMALL_PIECE: usize = 64;
 struct TestListener {
     address: SocketAddr,
     metrics: Arc<Metrics>,
-    draining: CancellationToken,
+    stop: ListenerStop,
     /// Lets `/gated` answer.
     gate: Arc<Notify>,
     /// Notified when `/gated` or `/never` was reached.
@@ -118,11 +117,11 @@ impl TestListener {
             },
             crate::Clock::system(),
         );
-        let (draining, tasks) = (CancellationToken::new(), TaskTracker::new());
-        tasks.spawn(listener.serve(service, draining.clone()));
+        let (stop, tasks) = (ListenerStop::default(), TaskTracker::new());
+        tasks.spawn(listener.serve(service, stop.clone()));
         tasks.close();
         let client = trusting(data.path());
-        Self { address, metrics, draining, gate, reached, client, tasks, _data: data }
+        Self { address, metrics, stop, gate, reached, client, tasks, _data: data }
     }
 
     async fn tcp(&self) -> TcpStream {

@@ -193,6 +193,18 @@ impl Activity {
         (response, bad.map(|(_, bad)| RequestRefusal::BadHead(bad)).or(closing))
     }
 
+    /// Returns true if the connection may be asked to end: over HTTP/1 while a request
+    /// runs, because an idle connection would close at once, while a request may be on
+    /// its way. Over HTTP/2 a GOAWAY says which requests are served, but it can follow
+    /// a first request only.
+    pub(super) fn may_wind_down(&self) -> bool {
+        let state = self.state();
+        match self.protocol {
+            Protocol::Http1 => state.in_flight > 0,
+            Protocol::Http2 => state.requests > 0,
+        }
+    }
+
     /// Makes every request that begins from now on refused.
     pub(super) fn close(&self) {
         self.state().closing = true;

@@ -18,7 +18,6 @@ use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep_until, timeout};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
-use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::activity::{Activity, MissedDeadline, Protocol};
@@ -30,11 +29,11 @@ use super::instrumented_io::{
     InstrumentedBody, InstrumentedReads, Lingering, RequestInFlight, Socket,
 };
 use super::peer::Peer;
-use super::pending_handshakes::PendingHandshake;
+use super::pending_handshakes::{PeerWait, PendingHandshake};
 use super::proxy::{self, ProxyHeader};
 use super::response_progress::{StreamEnd, run_while_read};
 use super::service::{Answer, HeadVerdict, RefusedHead, RequestRefusal, Service};
-use super::{ListenerMetrics, ListenerOptions, MOST_HEADERS, Shared, plain};
+use super::{ListenerMetrics, ListenerOptions, ListenerStop, MOST_HEADERS, Shared, plain};
 use crate::drain_body::{BoxError, UnwantedBody};
 use crate::source::Source;
 
@@ -52,30 +51,42 @@ pub(super) async fn serve<S: Service>(
     shared: &Arc<Shared>,
     accepted: Accepted,
     service: Arc<S>,
-    draining: CancellationToken,
+    stop: ListenerStop,
 ) {
-    let pending = shared.pending_handshakes.begin(Source::of(accepted.address.ip()));
     let place = Arc::clone(accepted.permit.connection());
     let opened = tokio::select! {
-        () = draining.cancelled() => return,
-        () = pending.displaced() => Err("displaced"),
+        () = stop.end.cancelled() => return,
         _ = place.evicted() => Err("displaced"),
-        opened = open(shared, &*service, accepted, &pending) => opened,
+        opened = open(shared, &*service, accepted) => opened,
     };
-    // The handshake has ended, so its place is free for another connection.
-    drop(pending);
     match opened {
         Ok((wire, peer)) => {
-            let ended = speak(shared, wire, peer, service, &draining).await;
+            let ended = speak(shared, wire, peer, service, &stop).await;
             shared.metrics.connection_ended(ended);
         }
         Err(failed) => shared.metrics.handshake_failed(failed),
     }
 }
 
-/// Runs a connection up to the end of its TLS handshake. Returns the encrypted
-/// stream and the peer, or the reason of the failure as a metric's label.
+/// Runs a connection up to the end of its TLS handshake, once it has a place among the
+/// handshakes. Returns the encrypted stream and the peer, or the reason of the failure
+/// as a metric's label.
 async fn open(
+    shared: &Shared,
+    service: &impl Service,
+    accepted: Accepted,
+) -> Result<(Wire, Peer), &'static str> {
+    let source = Source::of(accepted.address.ip());
+    // Its drop at the end frees the place for another connection.
+    let pending = shared.pending_handshakes.begin(source).await.ok_or("crowded")?;
+    tokio::select! {
+        () = pending.displaced() => Err("displaced"),
+        opened = identify(shared, service, accepted, &pending) => opened,
+    }
+}
+
+/// Finds out the peer of a connection, and runs the TLS handshake with it.
+async fn identify(
     shared: &Shared,
     service: &impl Service,
     accepted: Accepted,
@@ -85,24 +96,26 @@ async fn open(
     let proxies = &shared.proxies;
     let mut client = address;
     if proxies.proxy_protocol && proxies.trusts(address.ip()) {
-        match timeout(shared.options.first_byte, proxy::read(&mut stream)).await {
+        let header = timeout(shared.options.first_byte, proxy::read(&mut stream));
+        match pending.peer().during(header).await {
             Err(_) => return Err("silent"),
             Ok(Err(proxy::InvalidHeader)) => return Err("proxy_header"),
             Ok(Ok(ProxyHeader::Proxy)) => {}
             Ok(Ok(ProxyHeader::Client(named))) => {
                 // The source is known only now; so far the connection counts
-                // against the total alone.
-                if let Err(reached) = permit.count_source(named.ip()) {
-                    shared.metrics.connection_refused(reached.as_str());
+                // against the total alone. It gives way to others while it waits.
+                let source = Source::of(named.ip());
+                pending.set_source(source);
+                if let Err(reached) = permit.count_named(named.ip()).await {
+                    shared.refuse(source, reached);
                     return Err("refused");
                 }
-                pending.set_source(Source::of(named.ip()));
                 client = named;
             }
         }
     }
     let peer = Peer::new(client, Arc::clone(proxies), permit);
-    let wire = shake_hands(shared, service, stream, &peer).await?;
+    let wire = shake_hands(shared, service, (stream, pending.peer()), &peer).await?;
     Ok((wire, peer))
 }
 
@@ -110,13 +123,14 @@ async fn open(
 async fn shake_hands(
     shared: &Shared,
     service: &impl Service,
-    stream: TcpStream,
+    (stream, peer_wait): (TcpStream, &PeerWait),
     peer: &Peer,
 ) -> Result<Wire, &'static str> {
     let options = &shared.options;
     // Peeked, not read: the TLS library must see these bytes.
     let mut first = [0; proxy::SIGNATURE.len()];
-    let seen = match timeout(options.first_byte, stream.peek(&mut first)).await {
+    let peeked = peer_wait.during(timeout(options.first_byte, stream.peek(&mut first)));
+    let seen = match peeked.await {
         Err(_) => return Err("silent"),
         Ok(Ok(0) | Err(_)) => return Err("closed"),
         Ok(Ok(seen)) => &first[..seen],
@@ -134,7 +148,7 @@ async fn shake_hands(
     let lingering = Lingering { tasks: shared.streams.clone(), peer: peer.clone() };
     let acceptor = TlsAcceptor::from(Arc::clone(&shared.tls));
     let handshake = acceptor.accept(Socket::new(stream, lingering));
-    match timeout(options.handshake, shared.handshake_slots.run(handshake)).await {
+    match shared.handshake_slots.run(handshake, peer_wait, options.handshake).await {
         Err(_) => Err("timeout"),
         Ok(Err(_)) => Err("tls"),
         Ok(Ok(wire)) => Ok(wire),
@@ -152,7 +166,7 @@ async fn speak<S: Service>(
     mut wire: Wire,
     peer: Peer,
     service: Arc<S>,
-    draining: &CancellationToken,
+    stop: &ListenerStop,
 ) -> &'static str {
     let options = &shared.options;
     let is_http2 = wire.get_ref().1.alpn_protocol() == Some(b"h2");
@@ -169,7 +183,7 @@ async fn speak<S: Service>(
         let answers = Answers { service, tasks, peer, activity };
         move |request| answers.answer(request)
     });
-    let watch = Watch { activity: &activity, options, draining, place: &place };
+    let watch = Watch { activity: &activity, options, stop, place: &place };
     match protocol {
         Protocol::Http1 => {
             let limit = options.header_list as usize;
@@ -374,7 +388,7 @@ fn ends_connection<B>(response: &Response<B>) -> bool {
 struct Watch<'a> {
     activity: &'a Activity,
     options: &'a ListenerOptions,
-    draining: &'a CancellationToken,
+    stop: &'a ListenerStop,
     place: &'a OpenConnection,
 }
 
@@ -390,7 +404,7 @@ impl Watch<'_> {
         C: Future<Output = hyper::Result<()>>,
     {
         let mut connection = pin!(connection);
-        let mut draining = pin!(self.draining.cancelled());
+        let mut stopping = pin!(self.stopping());
         let mut evicted = pin!(self.place.evicted());
         let mut alarm = pin!(sleep_until(Instant::now()));
         let mut end: Option<End> = None;
@@ -416,7 +430,7 @@ impl Watch<'_> {
                 if end.is_some() {
                     break;
                 }
-                end = self.demanded_end(cx, draining.as_mut(), evicted.as_mut());
+                end = self.demanded_end(cx, stopping.as_mut(), evicted.as_mut());
                 if end.is_none() {
                     break;
                 }
@@ -457,14 +471,33 @@ impl Watch<'_> {
         .await
     }
 
+    /// Wakes this task at each step in which the listener stops. Never returns.
+    async fn stopping(&self) {
+        let ListenerStop { refuse, end } = self.stop;
+        tokio::select! {
+            () = refuse.cancelled() => {}
+            () = end.cancelled() => {}
+        }
+        // The wake-up of the first step is used up; this registers for the second one.
+        end.cancelled().await;
+        std::future::pending().await
+    }
+
     /// Returns the end that the drain, an eviction or an abuse demands, if any.
     fn demanded_end(
         &self,
         cx: &mut Context<'_>,
-        draining: Pin<&mut impl Future<Output = ()>>,
+        stopping: Pin<&mut impl Future<Output = ()>>,
         evicted: Pin<&mut impl Future<Output = Eviction>>,
     ) -> Option<End> {
-        if draining.poll(cx).is_ready() {
+        // Polled for its wake-ups alone; the state is read below.
+        let _ = stopping.poll(cx);
+        let refuses = self.stop.refuse.is_cancelled();
+        if refuses {
+            self.activity.close();
+        }
+        // A connection without a request yet gets an answer to its first one.
+        if self.stop.end.is_cancelled() || refuses && self.activity.may_wind_down() {
             return Some(End::within(self.options.drain, "drained"));
         }
         if let Poll::Ready(eviction) = evicted.poll(cx) {

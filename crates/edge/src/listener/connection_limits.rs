@@ -1,13 +1,18 @@
 //! Limits on connections: all connections, those of one source, and new ones of
 //! one source in a second. They are checked before a byte is read. The bounds on
 //! authenticated connections are checked at the first authenticated request.
+//!
+//! A connection of a source at its bound waits in a line for a moment. A source on
+//! which a request has authenticated lately has [`KNOWN`] times the bounds.
 
+use std::collections::HashMap;
 use std::net::IpAddr;
 use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
-use governor::clock::DefaultClock;
+use governor::clock::{Clock as _, DefaultClock};
 use governor::state::keyed::DefaultKeyedStateStore;
 use governor::{Quota, RateLimiter};
 use tokio::time::Instant;
@@ -16,6 +21,7 @@ use super::connection_table::{
     BoundReached, ConnectionCounts, ConnectionNumber, ConnectionOwners, ConnectionTable,
     OpenConnection,
 };
+use super::lines::{InLine, Lines};
 use crate::source::{MOST_SOURCES, Source};
 
 /// The bounds that connections must keep.
@@ -56,6 +62,20 @@ pub(super) enum LimitReached {
     Rate,
 }
 
+/// A limit that refuses a connection for now.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Full {
+    pub(super) reached: LimitReached,
+    /// Time after which the limit may allow the connection, if nothing changes before.
+    retry: Duration,
+}
+
+impl Full {
+    fn at(reached: LimitReached) -> Self {
+        Self { reached, retry: RETRY }
+    }
+}
+
 impl LimitReached {
     /// Returns the label in metrics.
     pub(super) fn as_str(self) -> &'static str {
@@ -74,26 +94,149 @@ pub(super) struct ConnectionLimits {
     /// The connections by holder; at most `connections` entries.
     table: Mutex<ConnectionTable>,
     /// New connections by source; swept once a second.
-    rate: RateLimiter<Source, DefaultKeyedStateStore<Source>, DefaultClock>,
+    rate: SourceRate,
+    /// The same for sources on which a request has authenticated lately.
+    known_rate: SourceRate,
+    /// The time of the last authenticated connection, by source; swept once a second,
+    /// at most [`MOST_KNOWN`] entries.
+    known: Mutex<HashMap<Source, Instant>>,
+    /// Connections that wait for a place; an eighth of all places at most.
+    lines: Arc<Lines>,
     /// True while there are too many sources for a bucket each.
     crowded: AtomicBool,
 }
 
+type SourceRate = RateLimiter<Source, DefaultKeyedStateStore<Source>, DefaultClock>;
+
 impl ConnectionLimits {
     pub(super) fn new(options: ConnectionLimitOptions) -> Arc<Self> {
-        let quota = Quota::per_second(options.new_per_second).allow_burst(options.new_burst);
+        let rate = |times: NonZeroU32| {
+            let per_second = options.new_per_second.saturating_mul(times);
+            let burst = options.new_burst.saturating_mul(times);
+            RateLimiter::dashmap(Quota::per_second(per_second).allow_burst(burst))
+        };
         Arc::new(Self {
+            rate: rate(NonZeroU32::MIN),
+            known_rate: rate(KNOWN),
+            lines: Lines::new((options.connections / ROOM).max(1)),
             options,
             open: AtomicUsize::new(0),
             table: Mutex::default(),
-            rate: RateLimiter::dashmap(quota),
+            known: Mutex::default(),
             crowded: AtomicBool::new(false),
         })
     }
 
+    /// Returns the source of `address`, or the one that it shares with others while
+    /// there are too many.
+    pub(super) fn source_of(&self, address: IpAddr) -> Source {
+        let source = Source::of(address);
+        if self.crowded.load(Ordering::Relaxed) { source.in_crowd() } else { source }
+    }
+
+    /// Takes a place for a connection of `source`, unless others of the source wait.
+    pub(super) fn permit(self: &Arc<Self>, source: Source) -> Result<ConnectionPermit, Full> {
+        match self.lines.has(source) {
+            true => Err(self.behind_others(source)),
+            false => self.permit_front(source),
+        }
+    }
+
+    /// Returns the limit for which a connection of `source` waits behind others.
+    fn behind_others(&self, source: Source) -> Full {
+        let most = self.per_source(source);
+        let is_full = self.table().unauthenticated_of(source) >= most;
+        Full::at(if is_full { LimitReached::PerSource } else { LimitReached::Rate })
+    }
+
+    /// Takes a place that counts against the total alone.
+    pub(super) fn permit_uncounted(self: &Arc<Self>) -> Result<ConnectionPermit, Full> {
+        let permit = self.acquire().map_err(Full::at)?;
+        self.make_room();
+        Ok(permit)
+    }
+
+    /// Takes a place for the connection of `source` that is next.
+    fn permit_front(self: &Arc<Self>, source: Source) -> Result<ConnectionPermit, Full> {
+        let permit = self.acquire().map_err(Full::at)?;
+        permit.count(source)?;
+        // Only now, so that a connection that is refused displaces none.
+        self.make_room();
+        Ok(permit)
+    }
+
+    /// Enters the line of `source`, for a connection that `full` refused.
+    ///
+    /// # Errors
+    /// The line is full, or the limit is one for which no connection waits.
+    pub(super) fn enter_line(&self, source: Source, full: Full) -> Result<InLine, LimitReached> {
+        let most = self.per_source(source).saturating_mul(LINE);
+        match full.reached {
+            LimitReached::Connections => None,
+            LimitReached::PerSource | LimitReached::Rate => self.lines.enter(source, most),
+        }
+        .ok_or(full.reached)
+    }
+
+    /// Waits in line for the permit of a connection of `source`.
+    ///
+    /// # Errors
+    /// The limit that still refused the connection at the end of the wait.
+    pub(super) async fn wait_in_line(
+        self: &Arc<Self>,
+        source: Source,
+        (line, full): (InLine, Full),
+    ) -> Result<ConnectionPermit, LimitReached> {
+        self.wait((line, full), || self.permit_front(source)).await
+    }
+
+    async fn wait<T>(
+        &self,
+        (line, full): (InLine, Full),
+        mut attempt: impl FnMut() -> Result<T, Full>,
+    ) -> Result<T, LimitReached> {
+        // A connection that never comes to the front waits for the same limit.
+        let mut reached = full.reached;
+        let admitted = line.wait(LONGEST_WAIT, || {
+            attempt().map_err(|full| {
+                reached = full.reached;
+                full.retry
+            })
+        });
+        admitted.await.ok_or(reached)
+    }
+
+    /// Returns the largest number of unauthenticated connections of `source`.
+    fn per_source(&self, source: Source) -> usize {
+        let per_source = self.options.per_source as usize;
+        match self.is_known(source) {
+            true => per_source.saturating_mul(KNOWN.get() as usize),
+            false => per_source,
+        }
+    }
+
+    /// Returns true if a request on a connection of `source` has authenticated lately.
+    fn is_known(&self, source: Source) -> bool {
+        self.known().contains_key(&source) || self.table().has_authenticated(source)
+    }
+
+    /// Notes that a request on a connection of `source` has authenticated.
+    fn note_known(&self, source: Source, now: Instant) {
+        let mut known = self.known();
+        // A source beyond the bound is known as long as it has such a connection.
+        if known.len() < MOST_KNOWN || known.contains_key(&source) {
+            known.insert(source, now);
+        }
+    }
+
+    fn known(&self) -> MutexGuard<'_, HashMap<Source, Instant>> {
+        // Every change is one insert or remove.
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Counts a connection against the total.
     #[expect(clippy::disallowed_methods, reason = "a connection begins now")]
-    pub(super) fn acquire(self: &Arc<Self>) -> Result<ConnectionPermit, LimitReached> {
+    fn acquire(self: &Arc<Self>) -> Result<ConnectionPermit, LimitReached> {
         // Relaxed: the counter guards no other memory.
         if self.open.fetch_add(1, Ordering::Relaxed) >= self.options.connections {
             self.open.fetch_sub(1, Ordering::Relaxed);
@@ -103,14 +246,14 @@ impl ConnectionLimits {
         Ok(ConnectionPermit {
             limits: Arc::clone(self),
             connection: OpenConnection::new(Instant::now()),
-            number: OnceLock::new(),
+            counted: OnceLock::new(),
             authenticated: AtomicBool::new(false),
         })
     }
 
     /// Ends a connection of the holder with most, if few places are left. Called
     /// for each new connection that passed the limits.
-    pub(super) fn make_room(&self) {
+    fn make_room(&self) {
         // The places that are free for new connections while others end.
         let room = self.options.connections / ROOM;
         let most = self.options.connections - room;
@@ -126,8 +269,10 @@ impl ConnectionLimits {
     }
 
     /// Drops sources that have not connected for a while. Called once a second.
-    pub(super) fn sweep(&self) {
+    pub(super) fn sweep(&self, now: Instant) {
         self.rate.retain_recent();
+        self.known_rate.retain_recent();
+        self.known().retain(|_, since| now.saturating_duration_since(*since) < LATELY);
         self.crowded.store(self.rate.len() > MOST_SOURCES, Ordering::Relaxed);
     }
 
@@ -152,33 +297,47 @@ impl ConnectionLimits {
 pub(super) struct ConnectionPermit {
     limits: Arc<ConnectionLimits>,
     connection: Arc<OpenConnection>,
-    /// The place in the table, once the connection was counted against a source.
-    number: OnceLock<ConnectionNumber>,
+    /// The source that the connection was counted against, and its place in the table.
+    counted: OnceLock<(Source, ConnectionNumber)>,
     /// True once the connection counts for the owners of a request.
     authenticated: AtomicBool,
 }
 
 impl ConnectionPermit {
-    /// Counts the connection against the source of `address`, once. Connections
-    /// that a trusted proxy opens for itself are never counted here.
+    /// Counts the connection of a trusted proxy against the source of `address`, which
+    /// the proxy has named. Waits in line if the source is at its bound. Connections
+    /// that a proxy opens for itself are never counted.
     ///
     /// # Errors
     /// The source has too many connections, or too many new ones.
-    pub(super) fn count_source(&self, address: IpAddr) -> Result<(), LimitReached> {
+    pub(super) async fn count_named(&self, address: IpAddr) -> Result<(), LimitReached> {
+        let limits = &self.limits;
+        let source = limits.source_of(address);
+        let first = match limits.lines.has(source) {
+            true => Err(limits.behind_others(source)),
+            false => self.count(source),
+        };
+        let Err(full) = first else { return Ok(()) };
+        let line = limits.enter_line(source, full)?;
+        limits.wait((line, full), || self.count(source)).await
+    }
+
+    /// Counts the connection against `source`, once.
+    fn count(&self, source: Source) -> Result<(), Full> {
         let limits = &*self.limits;
-        let mut source = Source::of(address);
-        if limits.crowded.load(Ordering::Relaxed) {
-            source = source.in_crowd();
+        let (most, is_known) = (limits.per_source(source), limits.is_known(source));
+        let mut table = limits.table();
+        if table.unauthenticated_of(source) >= most {
+            return Err(Full::at(LimitReached::PerSource));
         }
-        {
-            let mut table = limits.table();
-            if table.unauthenticated_of(source) >= limits.options.per_source as usize {
-                return Err(LimitReached::PerSource);
-            }
-            self.number.get_or_init(|| table.insert(source, Arc::clone(&self.connection)));
-        }
+        let rate = if is_known { &limits.known_rate } else { &limits.rate };
         // Checked last, so that a refusal by another limit uses up no rate.
-        limits.rate.check_key(&source).map_err(|_| LimitReached::Rate)
+        rate.check_key(&source).map_err(|refused| Full {
+            reached: LimitReached::Rate,
+            retry: refused.wait_time_from(rate.clock().now()),
+        })?;
+        self.counted.get_or_init(|| (source, table.insert(source, Arc::clone(&self.connection))));
+        Ok(())
     }
 
     /// Returns the connection as the table sees it.
@@ -200,9 +359,12 @@ impl ConnectionPermit {
     pub(super) fn authenticate(&self, owners: &ConnectionOwners) -> Result<(), BoundReached> {
         // A connection of a trusted proxy carries the requests of many clients and
         // counts for none of them.
-        if let Some(&number) = self.number.get() {
-            let per_source = self.limits.options.authenticated_per_source;
-            self.limits.table().authenticate(number, owners, per_source, Instant::now())?;
+        if let Some(&(source, number)) = self.counted.get() {
+            let (limits, now) = (&self.limits, Instant::now());
+            let per_source = limits.options.authenticated_per_source;
+            limits.table().authenticate(number, owners, per_source, now)?;
+            limits.note_known(source, now);
+            limits.lines.changed(source);
         }
         self.authenticated.store(true, Ordering::Relaxed);
         Ok(())
@@ -212,173 +374,39 @@ impl ConnectionPermit {
 impl Drop for ConnectionPermit {
     fn drop(&mut self) {
         let mut table = self.limits.table();
-        if let Some(&number) = self.number.get() {
+        if let Some(&(_, number)) = self.counted.get() {
             table.remove(number);
         }
         self.limits.open.fetch_sub(1, Ordering::Relaxed);
+        drop(table);
+        if let Some(&(source, _)) = self.counted.get() {
+            self.limits.lines.changed(source);
+        }
     }
 }
+
+/// The bounds of a source on which a request has authenticated lately: this many times
+/// those of another source.
+const KNOWN: NonZeroU32 = NonZeroU32::new(8).unwrap();
+
+/// Time for which a source is known after its last authenticated connection.
+const LATELY: Duration = Duration::from_secs(600);
+
+/// Sources that are remembered as known. Only callers with a key make entries.
+const MOST_KNOWN: usize = 16_384;
+
+/// Connections of a source in its line, for each connection that it may have.
+const LINE: usize = 3;
+
+/// Time that a connection waits in line.
+const LONGEST_WAIT: Duration = Duration::from_secs(2);
+
+/// Time after which the front of a line tries again, if nothing has changed.
+const RETRY: Duration = Duration::from_millis(250);
 
 /// The part of all places that is kept free for new connections: one in this many.
 const ROOM: usize = 8;
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::listener::{OwnerId, Peer};
-
-    fn connection_limits(connections: usize, per_source: u32, burst: u32) -> Arc<ConnectionLimits> {
-        ConnectionLimits::new(ConnectionLimitOptions {
-            connections,
-            per_source,
-            authenticated_per_source: 2,
-            new_per_second: NonZeroU32::MIN,
-            new_burst: NonZeroU32::new(burst).unwrap(),
-        })
-    }
-
-    fn ip(n: u8) -> IpAddr {
-        IpAddr::from([192, 0, 2, n])
-    }
-
-    impl ConnectionLimits {
-        fn admit(self: &Arc<Self>, address: IpAddr) -> Result<ConnectionPermit, LimitReached> {
-            let permit = self.acquire()?;
-            permit.count_source(address)?;
-            Ok(permit)
-        }
-
-        fn is_empty(&self) -> bool {
-            self.table().unauthenticated_of(Source::of(ip(1))) == 0
-                && self.counts() == ConnectionCounts::default()
-        }
-    }
-
-    fn owners() -> ConnectionOwners {
-        ConnectionOwners { bounds: Vec::new(), holder: OwnerId(1) }
-    }
-
-    #[test]
-    fn connection_limits_count_open_connections() {
-        let limits = connection_limits(3, 2, 100);
-        let first = limits.admit(ip(1)).ok().unwrap();
-        let _second = limits.admit(ip(1)).ok().unwrap();
-        assert_eq!(limits.admit(ip(1)).err(), Some(LimitReached::PerSource));
-        let _other = limits.admit(ip(2)).ok().unwrap();
-        assert_eq!(limits.admit(ip(3)).err(), Some(LimitReached::Connections));
-        drop(first);
-        assert!(limits.admit(ip(1)).is_ok());
-        assert_eq!(limits.open(), 2);
-        drop((_second, _other));
-        assert_eq!(limits.open(), 0);
-        assert!(limits.is_empty(), "no entry outlives its connections");
-    }
-
-    #[test]
-    fn connection_limits_ignore_authenticated_connections() {
-        let limits = connection_limits(10, 1, 100);
-        let peer = Peer::new((ip(1), 1).into(), Arc::default(), limits.admit(ip(1)).ok().unwrap());
-        assert_eq!(limits.admit(ip(1)).err(), Some(LimitReached::PerSource));
-        assert!(!peer.is_authenticated());
-        assert_eq!(peer.authenticate(&owners()), Ok(()));
-        assert_eq!(peer.authenticate(&owners()), Ok(()));
-        assert!(peer.is_authenticated());
-        assert!(limits.admit(ip(1)).is_ok());
-        drop(peer);
-        assert_eq!(limits.open(), 0);
-        assert!(limits.is_empty());
-    }
-
-    #[test]
-    fn connection_limits_count_no_owner_of_proxied() {
-        let limits = connection_limits(10, 1, 100);
-        for _ in 0..3 {
-            let peer = Peer::new((ip(1), 1).into(), Arc::default(), limits.acquire().ok().unwrap());
-            assert_eq!(peer.authenticate(&owners()), Ok(()));
-            assert_eq!(limits.counts().uncounted, 1);
-        }
-    }
-
-    #[test]
-    fn connection_limits_keep_places_for_newcomers() {
-        let limits = connection_limits(16, 100, 100);
-        let mut held: Vec<_> = (0..15).map(|_| limits.admit(ip(1)).ok().unwrap()).collect();
-        limits.make_room();
-        assert_eq!(
-            limits.counts(),
-            ConnectionCounts { unauthenticated: 14, uncounted: 1, ..ConnectionCounts::default() }
-        );
-        // Fewer than the seven eighths give way to none.
-        held.truncate(10);
-        limits.make_room();
-        assert_eq!(limits.counts().uncounted, 1);
-    }
-
-    #[test]
-    fn connection_limits_count_ending_as_gone() {
-        let limits = connection_limits(16, 100, 100);
-        let mut open: Vec<_> = (0..15).map(|_| limits.admit(ip(1)).ok().unwrap()).collect();
-        let evicted = |open: &[ConnectionPermit]| {
-            open.iter().filter(|permit| permit.connection().eviction().is_some()).count()
-        };
-        limits.make_room();
-        assert_eq!(evicted(&open), 1);
-        // Two others end by themselves, and two new ones come. With the evicted one,
-        // which is still open, there are 15, and 14 of them stay.
-        open.truncate(13);
-        for _ in 0..2 {
-            open.push(limits.admit(ip(1)).ok().unwrap());
-            limits.make_room();
-        }
-        assert_eq!(evicted(&open), 1);
-        // Once the evicted one is closed, it leaves no place to a further one.
-        open.retain(|permit| permit.connection().eviction().is_none());
-        open.push(limits.admit(ip(1)).ok().unwrap());
-        limits.make_room();
-        assert_eq!((open.len(), evicted(&open)), (15, 1));
-    }
-
-    #[test]
-    fn connection_limits_bound_new_connections() {
-        let limits = connection_limits(100, 100, 5);
-        let admitted = (0..10).filter(|_| limits.admit(ip(1)).is_ok()).count();
-        assert_eq!(admitted, 5);
-        assert!(limits.admit(ip(2)).is_ok(), "one source does not exhaust the rate of another");
-    }
-
-    #[test]
-    fn connection_limits_skip_sources_of_proxies() {
-        let limits = connection_limits(3, 1, 1);
-        let proxy = [limits.acquire().ok().unwrap(), limits.acquire().ok().unwrap()];
-        // One of the proxies names its client.
-        assert_eq!(proxy[0].count_source(ip(1)), Ok(()));
-        assert_eq!(limits.admit(ip(1)).err(), Some(LimitReached::PerSource));
-        drop(proxy);
-        assert_eq!(limits.open(), 0);
-        assert!(limits.is_empty());
-    }
-
-    /// T02
-    #[test]
-    fn connection_limits_bound_memory_for_many_sources() {
-        let limits = connection_limits(1_000_000, 1, 1);
-        let v6 = |n: u64| IpAddr::from(((u128::from(n) << 64) | 1).to_be_bytes());
-        for n in 0..50_000 {
-            drop(limits.admit(v6(n)));
-        }
-        assert!(limits.rate.len() <= 50_000 && limits.is_empty());
-        limits.sweep();
-        assert!(
-            !limits.crowded.load(Ordering::Relaxed),
-            "each of so many sources has its own bucket"
-        );
-        // A sweep sets this flag beyond MOST_SOURCES.
-        limits.crowded.store(true, Ordering::Relaxed);
-        let before = limits.rate.len();
-        for n in 0..50_000 {
-            drop(limits.admit(v6((1 << 40) + n)));
-        }
-        // More sources share a bounded number of buckets.
-        assert!(limits.rate.len() <= before + 4_096, "{before}, then {}", limits.rate.len());
-    }
-}
+#[allow(clippy::disallowed_methods, reason = "a test may read the system's clock")]
+mod tests;

@@ -93,6 +93,11 @@ impl ConnectionTable {
         self.groups.members(Group::Unauthenticated(source)).len()
     }
 
+    /// Returns true if `source` has an authenticated connection.
+    pub(super) fn has_authenticated(&self, source: Source) -> bool {
+        !self.groups.members(Group::Authenticated(source)).is_empty()
+    }
+
     /// Adds an unauthenticated connection.
     pub(super) fn insert(
         &mut self,

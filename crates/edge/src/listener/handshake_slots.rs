@@ -9,9 +9,13 @@ use std::num::NonZeroUsize;
 use std::pin::pin;
 use std::task::Poll;
 use std::thread::available_parallelism;
+use std::time::Duration;
 
 use tokio::sync::Semaphore;
 use tokio::task::yield_now;
+use tokio::time::{Instant, timeout};
+
+use super::pending_handshakes::PeerWait;
 
 /// A semaphore with one permit for each handshake that may compute.
 pub(super) struct HandshakeSlots(Semaphore);
@@ -27,10 +31,21 @@ impl HandshakeSlots {
         Self(Semaphore::new(slots))
     }
 
-    /// Runs `work`. The work holds a slot while it computes, and no slot while
-    /// it waits for its peer.
-    pub(super) async fn run<F: Future>(&self, work: F) -> F::Output {
+    /// Runs `work`, a handshake. The work holds a slot while it computes, and no slot
+    /// while it waits for its `peer`, for `longest` in all. The wait for a slot does
+    /// not count: in a burst of handshakes it is no fault of the peer.
+    ///
+    /// # Errors
+    /// The peer took too long.
+    #[expect(clippy::disallowed_methods, reason = "the waits for the peer are measured")]
+    pub(super) async fn run<F: Future>(
+        &self,
+        work: F,
+        peer: &PeerWait,
+        longest: Duration,
+    ) -> Result<F::Output, PeerTooSlow> {
         let mut work = pin!(work);
+        let mut left = longest;
         loop {
             let slot = self.0.acquire().await;
             // Yields until every ready task has run and the network was polled.
@@ -39,12 +54,22 @@ impl HandshakeSlots {
             // Released before the wait, so that a silent peer holds no slot.
             drop(slot);
             if let Poll::Ready(done) = polled {
-                return done;
+                return Ok(done);
             }
-            woken().await;
+            let began = Instant::now();
+            // The clock decides, because the alarm wakes this task as the peer does.
+            let _ = timeout(left, peer.during(woken())).await;
+            left = left.saturating_sub(began.elapsed());
+            if left.is_zero() {
+                return Err(PeerTooSlow);
+            }
         }
     }
 }
+
+/// The peer of a handshake took more time than it has.
+#[derive(Debug)]
+pub(super) struct PeerTooSlow;
 
 /// Returns when the task is woken once more.
 async fn woken() {
@@ -53,6 +78,7 @@ async fn woken() {
 }
 
 #[cfg(test)]
+#[allow(clippy::disallowed_methods, reason = "a test may read the system's clock")]
 mod tests {
     use std::sync::Mutex;
     use std::sync::atomic::{AtomicBool, Ordering};
@@ -61,6 +87,13 @@ mod tests {
 
     use super::*;
 
+    impl HandshakeSlots {
+        /// Runs `work` with a peer that has all the time.
+        async fn run_patiently<F: Future>(&self, work: F) -> F::Output {
+            self.run(work, &PeerWait::default(), Duration::MAX).await.expect("it has all the time")
+        }
+    }
+
     /// Returns the order of execution: `h` for a part of a handshake, `r` for a
     /// part of a request.
     async fn order_of_execution(slots: &HandshakeSlots) -> String {
@@ -68,7 +101,7 @@ mod tests {
         let note = |what| ran.lock().expect("nobody panics").push(what);
         let has_ended = AtomicBool::new(false);
         let handshake = || {
-            slots.run(async {
+            slots.run_patiently(async {
                 for _ in 0..3 {
                     note('h');
                     yield_now().await;
@@ -113,13 +146,32 @@ mod tests {
     #[tokio::test]
     async fn handshake_slots_are_free_while_waiting() {
         let slots = HandshakeSlots::with_slots(1);
-        let silent = slots.run(std::future::pending::<()>());
-        let waiting = slots.run(std::future::ready("done"));
+        let silent = slots.run_patiently(std::future::pending::<()>());
+        let waiting = slots.run_patiently(std::future::ready("done"));
         tokio::select! {
             biased;
             () = silent => unreachable!("it never ends"),
             done = waiting => assert_eq!(done, "done"),
         }
         assert_eq!(slots.0.available_permits(), 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn handshake_deadline_counts_waits_for_peer_alone() {
+        let slots = HandshakeSlots::with_slots(1);
+        let (peer, longest) = (PeerWait::default(), Duration::from_secs(5));
+        let started = Instant::now();
+        let silent = slots.run(std::future::pending::<()>(), &peer, longest).await;
+        assert!(silent.is_err());
+        assert_eq!(started.elapsed(), longest);
+        // A slot that comes late costs the handshake nothing.
+        let slot = slots.0.acquire().await.expect("never closed");
+        let waits = slots.run(std::future::ready("done"), &peer, longest);
+        let frees = async {
+            tokio::time::sleep(longest * 10).await;
+            drop(slot);
+        };
+        let (done, ()) = join!(waits, frees);
+        assert_eq!(done.expect("in time"), "done");
     }
 }

@@ -121,3 +121,38 @@ async fn full_owner_with_idle_connections_replaces_oldest() {
     assert!(!held[0].ask("1/2").await);
     assert!(held[1].ask("1/2").await);
 }
+
+/// A burst of connections from one address, each of which asks once.
+async fn served_of(door: &TestListener, burst: usize) -> usize {
+    let ask = || async {
+        let tcp = TcpStream::connect(door.address).await.ok()?;
+        let name = ServerName::try_from("localhost").unwrap();
+        let connected = TlsConnector::from(Arc::clone(&door.client)).connect(name, tcp).await;
+        let mut held = Held(connected.ok()?);
+        held.ask("1/1000").await.then_some(held)
+    };
+    let asked = futures_util::future::join_all((0..burst).map(|_| ask()));
+    timeout(PATIENCE * 6, asked).await.expect("an end").into_iter().flatten().count()
+}
+
+/// More handshakes at once than have a place: each waits for its turn.
+#[tokio::test]
+async fn burst_of_handshakes_of_one_source_gets_through() {
+    let door = TestListener::open(ListenerOptions { handshakes: 16, ..patient() });
+    assert_eq!(served_of(&door, 128).await, 128);
+    assert_eq!(door.count(r#"tollgate_handshakes_failed_total{reason="displaced"}"#), 0);
+}
+
+/// More connections at once than an unknown source may have.
+#[tokio::test]
+async fn burst_of_known_source_is_served() {
+    let connection_limits = ConnectionLimitOptions { per_source: 4, ..generous() };
+    let door = TestListener::open(ListenerOptions { connection_limits, ..patient() });
+    // The control: a source without an authenticated request.
+    let silent = futures_util::future::join_all((0..6).map(|_| door.try_tls(&["http/1.1"])));
+    let opened = silent.await.into_iter().filter(Result::is_ok).count();
+    assert_eq!(opened, 4);
+    door.counted(r#"tollgate_connections_refused_total{reason="per_source"}"#, 2).await;
+    let _known = door.hold(1, "1/1000").await.expect("a place");
+    assert_eq!(served_of(&door, 32).await, 32);
+}

@@ -85,7 +85,7 @@ async fn drain_lets_running_requests_end() {
     let drain = async {
         door.reached.notified().await;
         door.reached.notified().await;
-        door.draining.cancel();
+        door.stop.end.cancel();
         // No new connection while the old ones end.
         while TcpStream::connect(door.address).await.is_ok() {
             tokio::task::yield_now().await;
@@ -99,6 +99,58 @@ async fn drain_lets_running_requests_end() {
     door.ended().await;
 }
 
+/// Sends `GET /hello` over HTTP/1 and returns everything until the close.
+async fn last_answer(mut stream: TlsStream<TcpStream>) -> String {
+    stream.write_all(b"GET /hello HTTP/1.1\r\nhost: a\r\n\r\n").await.unwrap();
+    String::from_utf8(until_closed(stream).await).unwrap()
+}
+
+#[tokio::test]
+async fn drain_refuses_further_requests_politely() {
+    let long = PATIENCE * 2;
+    let door = TestListener::open(ListenerOptions { first_byte: long, head: long, ..patient() });
+    let idle = door.tls(&["http/1.1"]).await;
+    let mut used = door.tls(&["http/1.1"]).await;
+    used.write_all(b"GET /hello HTTP/1.1\r\nhost: a\r\n\r\n").await.unwrap();
+    let mut answer = Vec::new();
+    while !answer.ends_with(b"hello") {
+        assert_ne!(used.read_buf(&mut answer).await.unwrap(), 0);
+    }
+    let mut running = door.http2().await;
+    let first = running.send_request(request("/gated"));
+    let drain = async {
+        door.reached.notified().await;
+        door.stop.refuse.cancel();
+        // Open connections, one of them used before, and a new one.
+        for stream in [idle, used, door.tls(&["http/1.1"]).await] {
+            let answer = last_answer(stream).await;
+            assert!(answer.starts_with("HTTP/1.1 503 "), "{answer}");
+            assert!(answer.contains("\r\nretry-after: 1\r\n"), "{answer}");
+            assert!(answer.contains("\r\nconnection: close\r\n"), "{answer}");
+        }
+        let mut new = door.http2().await;
+        let refused = new.send_request(request("/hello")).await.unwrap();
+        assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
+        assert_eq!(refused.headers()["retry-after"], "1");
+        drop(refused);
+        // GOAWAY, and the close.
+        let closed = async {
+            while new.ready().await.is_ok() {
+                tokio::task::yield_now().await
+            }
+        };
+        timeout(PATIENCE, closed).await.expect("the connection ends");
+        door.gate.notify_one();
+    };
+    let (first, ()) = tokio::join!(first, drain);
+    assert_eq!(text(first.unwrap()).await.1, "let through");
+    // The socket closes last.
+    assert!(TcpStream::connect(door.address).await.is_ok());
+    door.stop.end.cancel();
+    door.ended().await;
+    assert!(TcpStream::connect(door.address).await.is_err());
+}
+
 #[tokio::test]
 async fn drain_cuts_requests_at_its_bound() {
     let door = TestListener::open(ListenerOptions { idle: PATIENCE * 2, ..quick() });
@@ -106,7 +158,7 @@ async fn drain_cuts_requests_at_its_bound() {
     let asking = client.send_request(request("/never"));
     let draining = async {
         door.reached.notified().await;
-        door.draining.cancel();
+        door.stop.end.cancel();
     };
     let (answer, ()) = tokio::join!(asking, draining);
     assert!(answer.is_err(), "cut at the drain's bound");
@@ -120,7 +172,7 @@ async fn drain_closes_idle_connections_at_once() {
     let mut http2 = door.http2().await;
     http1.send_request(request("/hello")).await.unwrap();
     http2.send_request(request("/hello")).await.unwrap();
-    door.draining.cancel();
+    door.stop.end.cancel();
     door.ended().await;
 }
 
@@ -130,7 +182,7 @@ async fn drain_does_not_wait_for_sleeping_peers() {
     let mut asleep = door.tls(&["h2"]).await;
     asleep.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await.unwrap();
     asleep.read_u8().await.unwrap(); // it is served, and then sends nothing more
-    door.draining.cancel();
+    door.stop.end.cancel();
     door.ended().await;
 }
 
