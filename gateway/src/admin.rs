@@ -12,6 +12,7 @@ mod page;
 mod penalties;
 mod reload;
 mod routes;
+mod scrape;
 mod usage;
 mod workers;
 
@@ -44,7 +45,7 @@ use crate::reload::Reloader;
 use crate::reply::ApiError;
 use crate::source_penalties::SourcePenalties;
 use crate::stack::Routes;
-use crate::telemetry::{Metrics, Readings};
+use crate::telemetry::Metrics;
 
 /// An error for an admin key that cannot be read or made.
 #[derive(Debug, thiserror::Error)]
@@ -150,24 +151,6 @@ impl AdminState {
     pub(crate) fn worker_reports(&self) -> Vec<WorkerReport> {
         self.serving.workers().report()
     }
-
-    /// Returns the metrics in Prometheus's text format.
-    fn scrape(&self) -> String {
-        let workers = self.serving.workers();
-        self.metrics.scrape(Readings {
-            ready: self.readiness().is_ready(),
-            ledger_writable: self.serving.can_record(),
-            workers: workers.report(),
-            worker_protocol_violations: workers.protocol_violations(),
-            worker_losses: workers.losses(),
-            holds: {
-                let status = self.serving.limits().status();
-                status.running + status.queued
-            },
-            body_bytes: self.bodies.taken(),
-            host_work_waiting: self.serving.tokenize_pool().waiting(),
-        })
-    }
 }
 
 /// The routes of the admin listener, for its stack.
@@ -212,10 +195,6 @@ async fn readyz(State(state): State<Arc<AdminState>>) -> Response {
     let status =
         if readiness.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     (status, Json(readiness)).into_response()
-}
-
-async fn metrics(State(state): State<Arc<AdminState>>) -> Response {
-    ([(header::CONTENT_TYPE, OPENMETRICS)], state.scrape()).into_response()
 }
 
 /// The conditions under which requests succeed.
@@ -286,7 +265,6 @@ const ADMIN_KEY_FILE: &str = "admin.key";
 /// Characters of the shortest key that is accepted.
 const LEAST_KEY_CHARS: usize = 32;
 const BEARER: &str = "bearer ";
-const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 #[cfg(test)]
 mod tests;

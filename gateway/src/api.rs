@@ -23,6 +23,7 @@ use tollgate_admission::Arrival;
 use tollgate_config::{Config, LiveConfig};
 use tollgate_domain::{ModelName, MonotonicTime, RequestId, TenantId};
 use tollgate_openai::{CompletionRequest, Interface, RequestLimits, ResponseMeta, Violation, json};
+use tollgate_serving::admit::Admitted;
 use tollgate_serving::idempotency::{ClaimOutcome, IdempotencyClaim, fingerprint};
 use tollgate_serving::job::Job;
 use tollgate_serving::model::ServedModel;
@@ -38,6 +39,7 @@ use self::job::{RequestFacts, ResponseFacts, tokenize_request};
 use self::response::Rendering;
 use crate::auth::{AuthenticatedCaller, Authenticator};
 use crate::connection_owners::OwnerNumbers;
+use crate::record::RequestRecord;
 use crate::reply::ApiError;
 use crate::source_penalties::SourcePenalties;
 use crate::telemetry::Metrics;
@@ -67,9 +69,16 @@ pub(crate) async fn generate(
     interface: &'static dyn Interface,
 ) -> Result<Response, ApiError> {
     let tenant = call.caller.tenant.tenant().name.clone();
-    let answered = serve(&api, call, interface).await;
+    let mut record = Some(RequestRecord::begin(&api.metrics, tenant.clone()));
+    let answered = serve(&api, call, interface, &mut record).await;
     if let Err(error) = &answered {
         api.count_refusal(api.serving.clock().now(), &tenant, error);
+    }
+    // The task of an admitted request has taken the record.
+    match (record, &answered) {
+        (Some(record), Ok(_)) => record.repeated(),
+        (Some(record), Err(error)) => record.failed(error),
+        (None, _) => {}
     }
     answered
 }
@@ -79,6 +88,7 @@ async fn serve(
     api: &Api,
     call: Call,
     interface: &'static dyn Interface,
+    record: &mut Option<RequestRecord>,
 ) -> Result<Response, ApiError> {
     let Call { request, id, endpoint, caller, parameter: _ } = call;
     let KnownCaller { caller, tenant, context } = caller;
@@ -123,10 +133,19 @@ async fn serve(
     let admitted = api.serving.admit(&context, arrival, job)?;
     let metrics = Arc::clone(&api.metrics);
     let rendering = Rendering::new(interface, meta, streamed, (&admitted, metrics));
+    let record = record.take().ok_or(ApiError::Internal)?;
+    let run = Run { admitted, record };
     if let Some(guard) = guard {
-        return idempotent::respond(&api.serving, guard, rendering, admitted).await;
+        return idempotent::respond(&api.serving, guard, rendering, run).await;
     }
-    Ok(rendering.respond(api.serving.run(admitted)).await?)
+    let Run { admitted, record } = run;
+    Ok(rendering.respond(api.serving.run(admitted, record.on_end())).await?)
+}
+
+/// An admitted request and the record of its end.
+struct Run {
+    admitted: Admitted,
+    record: RequestRecord,
 }
 
 /// The things that a request holds when its body has arrived.

@@ -7,6 +7,7 @@
 mod api;
 pub mod auth;
 mod read_limit;
+mod record;
 mod reload;
 pub mod reply;
 mod routes;

@@ -10,6 +10,7 @@ use serde::Serialize;
 use tokio::sync::Mutex;
 use tokio::time::{MissedTickBehavior, interval, sleep};
 use tollgate_config::{Change, Config, ConfigErrors, LiveConfig, Reload};
+use tollgate_domain::UtcTime;
 use tollgate_edge::tls::{PreparedCertificate, TlsError, TlsIdentity};
 use tollgate_ledger::LedgerError;
 use tollgate_serving::{Serving, with_causes};
@@ -155,6 +156,11 @@ impl Reloader {
         let tasks = self.parts.serving.tasks();
         let task = tasks.spawn(async move { reloader.run(&actor, run).await });
         task.await.map_err(|_| ReloadError::Stopping)?
+    }
+
+    /// Returns the time at which the certificate in use expires, if it can be read.
+    pub(crate) fn certificate_expires(&self) -> Option<UtcTime> {
+        self.parts.tls.expires()
     }
 
     /// Looks every two seconds for changed files and reloads them; never returns.

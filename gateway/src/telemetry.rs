@@ -9,6 +9,10 @@ mod devices;
 mod log;
 mod log_line;
 mod process;
+mod state;
+mod tenants;
+mod text;
+mod workers;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,7 +25,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
-use tollgate_domain::{DeviceClass, ModelName, Usage, UtcTime};
+use tollgate_domain::{DeviceClass, DeviceNanos, ModelName, TenantId, Usage, UtcTime};
 use tollgate_edge::ListenerMetrics;
 use tollgate_edge::listener::ConnectionCounts;
 
@@ -29,8 +33,15 @@ use self::devices::DeviceMetrics;
 pub(crate) use self::devices::concerns;
 pub use self::log::{LogFormat, LogOptions, log_subscriber};
 use self::process::ProcessMetrics;
+use self::state::StateMetrics;
+pub(crate) use self::state::StateReadings;
+use self::tenants::TenantMetrics;
+pub(crate) use self::tenants::{Outcome, TenantReadings};
+pub(crate) use self::text::TextFormat;
+use self::workers::{WorkerMetrics, waiting_at_workers};
 use tollgate_admission::Offence;
 use tollgate_serving::Observer;
+use tollgate_serving::settlement::BooksReport;
 use tollgate_serving::timings::RequestTimings;
 use tollgate_serving::workers::WorkerReport;
 
@@ -40,6 +51,9 @@ pub struct Metrics {
     registry: Registry,
     process: ProcessMetrics,
     devices: DeviceMetrics,
+    tenants: TenantMetrics,
+    workers: WorkerMetrics,
+    state: StateMetrics,
     requests: Family<RequestLabels, Counter>,
     request_seconds: Family<EndpointLabel, Histogram>,
     in_flight: Gauge,
@@ -51,14 +65,16 @@ pub struct Metrics {
     responses_unread: Counter,
     handshakes_failed: Family<ReasonLabel, Counter>,
     tokens: Family<TokenLabels, Counter>,
-    device_seconds: Family<ModelLabels, Counter<f64, std::sync::atomic::AtomicU64>>,
+    attributed_seconds: Family<ModelLabels, Counter<f64, std::sync::atomic::AtomicU64>>,
     first_token_seconds: Family<ModelLabels, Histogram>,
+    answer_seconds: Family<ModelLabels, Histogram>,
+    output_token_seconds: Family<ModelLabels, Histogram>,
     stage_seconds: Family<StageLabel, Histogram>,
     ready: Gauge,
     ledger_writable: Gauge,
     workers_ready: Gauge,
     worker_protocol_violations: Counter,
-    worker_losses: Gauge,
+    worker_losses: Counter,
     holds: Gauge,
     body_bytes: Gauge,
     host_work_waiting: Gauge,
@@ -117,8 +133,13 @@ struct StageLabel {
 }
 
 /// Values that a scrape reads from other components.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Readings {
+#[derive(Default)]
+pub(crate) struct Readings<'a> {
+    pub(crate) tenants: TenantReadings<'a>,
+    pub(crate) state: StateReadings,
+    pub(crate) books: BooksReport,
+    /// The time of the scrape.
+    pub(crate) now: UtcTime,
     pub(crate) ready: bool,
     pub(crate) ledger_writable: bool,
     pub(crate) workers: Vec<WorkerReport>,
@@ -137,6 +158,9 @@ impl Metrics {
             registry: Registry::with_prefix("tollgate"),
             process: ProcessMetrics::new(),
             devices: DeviceMetrics::new(),
+            tenants: TenantMetrics::new(),
+            workers: WorkerMetrics::new(),
+            state: StateMetrics::new(),
             requests: Family::default(),
             request_seconds: Family::new_with_constructor(|| seconds(&REQUEST_SECONDS)),
             in_flight: Gauge::default(),
@@ -148,14 +172,16 @@ impl Metrics {
             responses_unread: Counter::default(),
             handshakes_failed: Family::default(),
             tokens: Family::default(),
-            device_seconds: Family::default(),
+            attributed_seconds: Family::default(),
             first_token_seconds: Family::new_with_constructor(|| seconds(&FIRST_TOKEN_SECONDS)),
+            answer_seconds: Family::new_with_constructor(|| seconds(&ANSWER_SECONDS)),
+            output_token_seconds: Family::new_with_constructor(|| seconds(&OUTPUT_TOKEN_SECONDS)),
             stage_seconds: Family::new_with_constructor(|| seconds(&STAGE_SECONDS)),
             ready: Gauge::default(),
             ledger_writable: Gauge::default(),
             workers_ready: Gauge::default(),
             worker_protocol_violations: Counter::default(),
-            worker_losses: Gauge::default(),
+            worker_losses: Counter::default(),
             holds: Gauge::default(),
             body_bytes: Gauge::default(),
             host_work_waiting: Gauge::default(),
@@ -218,10 +244,22 @@ impl Metrics {
         let Self { registry, .. } = self;
         registry.register("tokens", "Tokens metered", self.tokens.clone());
         registry.register_with_unit(
-            "device",
+            "attributed",
             "Device time attributed to requests",
             Unit::Seconds,
-            self.device_seconds.clone(),
+            self.attributed_seconds.clone(),
+        );
+        registry.register_with_unit(
+            "answer",
+            "Time of an answered request from its body to its last token: the sum of its stages",
+            Unit::Seconds,
+            self.answer_seconds.clone(),
+        );
+        registry.register_with_unit(
+            "output_token",
+            "Mean time of an answer between two of its tokens, at the worker",
+            Unit::Seconds,
+            self.output_token_seconds.clone(),
         );
         registry.register_with_unit(
             "first_token",
@@ -316,39 +354,85 @@ impl Metrics {
         self.config_ok.set(is_ok.into());
     }
 
-    /// Returns the metrics in Prometheus's text format.
+    /// Returns the metrics in `format`.
     #[expect(clippy::expect_used, reason = "writing to a string does not fail")]
-    pub(crate) fn scrape(&self, readings: Readings) -> String {
-        let Readings {
-            ready,
-            ledger_writable,
-            workers,
-            worker_protocol_violations,
-            worker_losses,
-            holds,
-            body_bytes,
-            host_work_waiting,
-        } = readings;
-        // These gauges are set at the scrape, so that all of them show the same moment.
-        self.ready.set(ready.into());
-        self.ledger_writable.set(ledger_writable.into());
-        self.workers_ready.set(gauge(workers.iter().filter(|report| report.ready).count()));
-        // Serving keeps the count; nothing else writes this counter.
-        self.worker_protocol_violations
-            .inner()
-            .store(worker_protocol_violations, std::sync::atomic::Ordering::Relaxed);
-        self.worker_losses.set(gauge(worker_losses));
-        self.holds.set(gauge(holds));
-        self.body_bytes.set(i64::try_from(body_bytes).unwrap_or(i64::MAX));
-        self.host_work_waiting.set(gauge(host_work_waiting));
+    pub(crate) fn scrape(&self, readings: Readings<'_>, format: TextFormat) -> String {
+        self.set_readings(&readings);
+        let Readings { workers, tenants, mut state, books, now, .. } = readings;
+        state.waiting[2] = ("workers", waiting_at_workers(&workers));
+        let registries = [
+            &self.registry,
+            self.process.read(),
+            self.devices.read(&workers),
+            self.workers.read(&workers, &books, now),
+            self.tenants.read(&tenants),
+            self.state.read(&state, &books),
+        ];
         let mut text = String::new();
-        encode_registry(&mut text, &self.registry)
-            .and_then(|()| encode_registry(&mut text, self.process.read()))
-            .and_then(|()| encode_registry(&mut text, self.devices.read(&workers)))
+        registries
+            .into_iter()
+            .try_for_each(|registry| encode_registry(&mut text, registry))
             // OpenMetrics requires an end mark, by which a scraper notices a text that was cut off.
             .and_then(|()| encode_eof(&mut text))
             .expect("writing into a String cannot fail");
-        text
+        match format {
+            TextFormat::OpenMetrics => text,
+            TextFormat::Prometheus => text::to_prometheus(&text),
+        }
+    }
+
+    /// Returns the metrics of no moment, as OpenMetrics.
+    #[cfg(test)]
+    pub(crate) fn text(&self) -> String {
+        self.scrape(Readings::default(), TextFormat::OpenMetrics)
+    }
+
+    /// Sets the gauges that show the moment of the scrape.
+    fn set_readings(&self, readings: &Readings<'_>) {
+        let Readings { tenants: _, state: _, books: _, now: _, workers, .. } = readings;
+        self.ready.set(readings.ready.into());
+        self.ledger_writable.set(readings.ledger_writable.into());
+        self.workers_ready.set(gauge(workers.iter().filter(|report| report.ready).count()));
+        // Serving keeps these counts; nothing else writes the counters.
+        let set = |counter: &Counter, count| {
+            counter.inner().store(count, std::sync::atomic::Ordering::Relaxed);
+        };
+        set(&self.worker_protocol_violations, readings.worker_protocol_violations);
+        set(&self.worker_losses, readings.worker_losses);
+        self.holds.set(gauge(readings.holds));
+        self.body_bytes.set(gauge(readings.body_bytes));
+        self.host_work_waiting.set(gauge(readings.host_work_waiting));
+    }
+
+    /// Counts the end of a request for work. `tenant` must be one of the config's. `kind` is
+    /// the kind of a refusal.
+    pub(crate) fn tenant_request(
+        &self,
+        tenant: &TenantId,
+        outcome: Outcome,
+        kind: Option<&'static str>,
+    ) {
+        self.tenants.count(tenant, outcome, kind);
+    }
+
+    /// Adds attributed device time of `tenant`, which must be one of the config's.
+    pub(crate) fn tenant_used(&self, tenant: &TenantId, class: &DeviceClass, time: DeviceNanos) {
+        self.tenants.used(tenant, class, time);
+    }
+
+    /// Observes the times of a whole answer. `token` is the mean time between two tokens, if
+    /// there are two.
+    pub(crate) fn answer(
+        &self,
+        (model, class): (&ModelName, &DeviceClass),
+        whole: Duration,
+        token: Option<Duration>,
+    ) {
+        let labels = ModelLabels { model: model.to_string(), class: class.to_string() };
+        self.answer_seconds.get_or_create(&labels).observe(whole.as_secs_f64());
+        if let Some(token) = token {
+            self.output_token_seconds.get_or_create(&labels).observe(token.as_secs_f64());
+        }
     }
 
     pub(crate) fn request_began(&self) {
@@ -406,7 +490,7 @@ impl Observer for Metrics {
             let labels = TokenLabels { model: model.to_string(), kind };
             self.tokens.get_or_create(&labels).inc_by(tokens);
         }
-        self.device_seconds
+        self.attributed_seconds
             .get_or_create(&ModelLabels { model: model.to_string(), class: class.to_string() })
             .inc_by(usage.attributed.as_secs_f64());
     }
@@ -421,6 +505,10 @@ impl Observer for Metrics {
         for (stage, time) in timings.stages() {
             self.stage(stage, time);
         }
+    }
+
+    fn block_committed(&self, elapsed: Duration) {
+        self.state.block_committed(elapsed);
     }
 
     fn penalty_began(&self, offence: Offence) {
@@ -487,7 +575,15 @@ const STAGE_SECONDS: [f64; 14] = [
 
 const FIRST_TOKEN_SECONDS: [f64; 10] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0];
 
+const ANSWER_SECONDS: [f64; 12] =
+    [0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0, 600.0];
+
+const OUTPUT_TOKEN_SECONDS: [f64; 10] =
+    [0.000_5, 0.001, 0.002_5, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0];
+
 #[cfg(test)]
 mod reference_tests;
+#[cfg(test)]
+mod strict_tests;
 #[cfg(test)]
 mod tests;

@@ -355,14 +355,14 @@ async fn worker_back_from_a_stop_settles_once() {
     for held in [Some(300), Some(1_500), None, Some(700)] {
         field.wait_for_a_moment().await;
         let worker = field.gateway.workers()[0];
-        let lost = metric(&field.gateway, "tollgate_worker_losses").await;
+        let lost = metric(&field.gateway, "tollgate_worker_losses_total").await;
         signal(worker, "STOP");
         match held {
             Some(held) => tokio::time::sleep(Duration::from_millis(held)).await,
             // A ping may take ten seconds to time out.
             None => {
                 let held = Instant::now();
-                while metric(&field.gateway, "tollgate_worker_losses").await == lost {
+                while metric(&field.gateway, "tollgate_worker_losses_total").await == lost {
                     assert!(held.elapsed() < Duration::from_secs(60), "it is not given up");
                     tokio::time::sleep(Duration::from_millis(100)).await;
                 }

@@ -8,7 +8,7 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-use tollgate_domain::{DeviceClass, DeviceNanos, MonotonicTime, RequestId, UtcTime};
+use tollgate_domain::{DeviceClass, DeviceNanos, MonotonicTime, RequestId, TenantId, UtcTime};
 
 use crate::core::{Core, Reserved};
 use crate::figures::Figures;
@@ -17,8 +17,8 @@ use crate::refusal::Refusal;
 use crate::reload::NewLimits;
 use crate::scope::{Period, Scope, ScopeLimits};
 use crate::terms::{
-    AdmissionOptions, AdmissionStatus, HoldState, Reserve, ReserveError, ResolveError, Settlement,
-    Spent, Swept,
+    AdmissionOptions, AdmissionStatus, HeldRequests, HoldState, LimitState, Moment, Reserve,
+    ReserveError, ResolveError, Settlement, Spent, Swept,
 };
 
 /// The admission state of one gateway. Clones share the state.
@@ -192,6 +192,22 @@ impl Admission {
     /// Returns the number of holds and scopes in memory.
     pub fn status(&self) -> AdmissionStatus {
         self.lock().core.status()
+    }
+
+    /// Returns the state of every limit of `scopes`, in the order of the scopes, and of the
+    /// limits by device class for each of `classes`. Takes nothing.
+    pub fn limit_states(
+        &self,
+        moment: Moment,
+        scopes: &[ScopeLimits],
+        classes: &[DeviceClass],
+    ) -> Vec<LimitState> {
+        self.lock().core.limit_states(moment, scopes, classes)
+    }
+
+    /// Returns the number of open holds of each tenant that has any. Reads every open hold.
+    pub fn held_by_tenant(&self) -> HashMap<TenantId, HeldRequests> {
+        self.lock().core.held_by_tenant()
     }
 
     fn resolve(

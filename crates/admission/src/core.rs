@@ -26,6 +26,7 @@ use self::holds::{HeldScope, HoldRecord, Holds, Posting};
 
 mod check;
 mod holds;
+mod states;
 
 pub(crate) use self::check::is_capped;
 

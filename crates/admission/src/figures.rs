@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use tollgate_domain::{DeviceNanos, Rate, UtcTime};
+use tollgate_domain::{DeviceNanos, Rate};
 
 use crate::bucket::Bucket;
 
@@ -41,8 +41,8 @@ pub struct CapFigures {
     pub cap: DeviceNanos,
     /// Amount neither spent nor held.
     pub remaining: DeviceNanos,
-    /// Start of the next calendar period.
-    pub resets: UtcTime,
+    /// Time until the next calendar period.
+    pub reset: Duration,
 }
 
 impl RateFigures {

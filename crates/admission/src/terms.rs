@@ -1,11 +1,13 @@
 //! The values that go into a reservation and come out of it.
 
-use tollgate_domain::{DeviceClass, DeviceNanos, MonotonicTime, RequestId};
+use std::time::Duration;
+
+use tollgate_domain::{DeviceClass, DeviceNanos, MonotonicTime, RequestId, UtcTime};
 
 use crate::bucket::Demand;
 use crate::places::Requester;
-use crate::refusal::Refusal;
-use crate::scope::ScopeLimits;
+use crate::refusal::{Limit, Refusal};
+use crate::scope::{Scope, ScopeLimits};
 
 /// Bounds of the admission state. The defaults suit one gateway.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -170,4 +172,46 @@ pub struct AdmissionStatus {
     pub scopes: usize,
     /// Number of ended holds in memory.
     pub resolved: usize,
+}
+
+/// One moment on both clocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Moment {
+    /// Time of rates.
+    pub now: MonotonicTime,
+    /// Time of the calendar.
+    pub utc: UtcTime,
+}
+
+/// The state of one limit. Amounts are in the unit of the limit: requests, tokens or device
+/// nanoseconds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LimitState {
+    /// Scope that the limit belongs to.
+    pub scope: Scope,
+    /// Kind of the limit.
+    pub limit: Limit,
+    /// Device class, for limits by device class.
+    pub class: Option<DeviceClass>,
+    /// Value of the limit; of a rate, the units a minute.
+    pub value: u64,
+    /// Largest amount that a full rate gives at once; `None` if the limit is no rate.
+    pub burst: Option<u64>,
+    /// Amount in use: taken from a rate, spent and held in a calendar period, or the number of
+    /// requests.
+    pub used: u64,
+    /// Amount that is left.
+    pub remaining: u64,
+    /// Time until the limit is whole if nothing more is taken: until a rate is full, or until
+    /// the next calendar period. `None` if no time refills the limit.
+    pub refills: Option<Duration>,
+}
+
+/// The number of open holds of one tenant.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HeldRequests {
+    /// Holds that may run.
+    pub running: u64,
+    /// Holds that wait for a place.
+    pub waiting: u64,
 }

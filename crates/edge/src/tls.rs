@@ -163,6 +163,14 @@ impl TlsIdentity {
         self.current.0.store(Arc::new(prepared.0));
     }
 
+    /// Returns the time at which the certificate in use expires; `None` if it cannot be read.
+    pub fn expires(&self) -> Option<UtcTime> {
+        let current = self.current.0.load();
+        let (_, leaf) = X509Certificate::from_der(current.cert.first()?).ok()?;
+        let seconds = u64::try_from(leaf.validity().not_after.timestamp()).ok()?;
+        Some(UtcTime(seconds.saturating_mul(1_000_000_000)))
+    }
+
     /// Builds the TLS config of a listener. ALPN offers HTTP/2 before HTTP/1.
     ///
     /// # Errors

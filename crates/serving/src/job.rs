@@ -67,7 +67,7 @@ impl Job {
     }
 
     /// Returns the number of choices over all prompts.
-    pub(crate) fn all_choices(&self) -> u64 {
+    pub fn all_choices(&self) -> u64 {
         self.prompts.len() as u64 * u64::from(self.choices)
     }
 

@@ -3,11 +3,12 @@
 //! looked up by name; a key with a plan that the config does not define
 //! is refused.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use tollgate_admission::{
-    Admission, AdmissionStatus, Arrival, LimitChange, NewLimits, PastSpend, Period, Requester,
-    Scope, ScopeLimits,
+    Admission, AdmissionStatus, Arrival, HeldRequests, LimitChange, LimitState, Moment, NewLimits,
+    PastSpend, Period, Requester, Scope, ScopeLimits,
 };
 use tollgate_config::{Config, LiveConfig, Plan, Tenant};
 use tollgate_domain::{
@@ -159,6 +160,22 @@ impl Limits {
         key_plan: Option<&PlanName>,
         tenant: ConfiguredTenant,
     ) -> Result<CallerContext, Refusal> {
+        let scopes = self.caller_scopes(&caller, key_plan, &tenant)?;
+        self.admission.take_request(now, &scopes)?;
+        Ok(CallerContext { caller, tenant, scopes })
+    }
+
+    /// Returns the limits that bind every request of `caller`, narrowest first. Takes
+    /// nothing.
+    ///
+    /// # Errors
+    /// [`Refusal::PlanNotConfigured`]: a missing plan must not mean no limit.
+    pub fn caller_scopes(
+        &self,
+        caller: &Caller,
+        key_plan: Option<&PlanName>,
+        tenant: &ConfiguredTenant,
+    ) -> Result<Vec<ScopeLimits>, Refusal> {
         let config = &tenant.config;
         // Narrowest first: the key's limits, the tenant's, the pool's. A refusal by a
         // narrow limit must not take from a wide one.
@@ -170,10 +187,23 @@ impl Limits {
                 Refusal::PlanNotConfigured { plan: plan.clone() }
             })
         });
-        let scopes: Vec<_> =
-            of_key.transpose()?.into_iter().chain(tenant_limits(config, &tenant.tenant)).collect();
-        self.admission.take_request(now, &scopes)?;
-        Ok(CallerContext { caller, tenant, scopes })
+        Ok(of_key.transpose()?.into_iter().chain(tenant_limits(config, &tenant.tenant)).collect())
+    }
+
+    /// Returns the state of every limit of `scopes`, in their order, and of the limits by
+    /// device class for each of `classes`. Takes nothing.
+    pub fn states(
+        &self,
+        moment: Moment,
+        scopes: &[ScopeLimits],
+        classes: &[DeviceClass],
+    ) -> Vec<LimitState> {
+        self.admission.limit_states(moment, scopes, classes)
+    }
+
+    /// Returns the number of requests of each tenant that run and wait.
+    pub fn held_by_tenant(&self) -> HashMap<TenantId, HeldRequests> {
+        self.admission.held_by_tenant()
     }
 
     /// Takes a place to run or to wait for a request that is still arriving.
@@ -319,14 +349,15 @@ fn key_limits(config: &Config, key: &KeyId, plan: &PlanName) -> Option<ScopeLimi
 }
 
 /// Returns the tenant's own limits, then its pool's.
-fn tenant_limits(config: &Config, tenant: &Tenant) -> impl Iterator<Item = ScopeLimits> {
+pub fn tenant_limits(config: &Config, tenant: &Tenant) -> impl Iterator<Item = ScopeLimits> {
     let of = |scope, plan| scope_limits(config, scope, plan);
     let own = tenant.plan.as_ref().map(|plan| of(Scope::Tenant(tenant.name.clone()), plan));
     let pool = tenant.pool.as_ref().map(|pool| of(Scope::Pool(pool.name.clone()), &pool.plan));
     own.into_iter().chain(pool)
 }
 
-fn model_limits(config: &Config, model: &ModelName) -> Option<ScopeLimits> {
+/// Returns the limits of all callers of `model` together, if the model has any.
+pub fn model_limits(config: &Config, model: &ModelName) -> Option<ScopeLimits> {
     let plan = config.model(model)?.plan.as_ref()?;
     Some(scope_limits(config, Scope::Model(model.clone()), plan))
 }

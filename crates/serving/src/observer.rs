@@ -19,6 +19,10 @@ pub trait Observer: Send + Sync {
     /// Takes the time that an answered request spent in each stage.
     fn timings(&self, timings: &RequestTimings);
 
+    /// Takes the time from a block's arrival at the gateway until the ledger had it on
+    /// the disk.
+    fn block_committed(&self, elapsed: Duration);
+
     /// Notes that a penalty began.
     fn penalty_began(&self, offence: Offence);
 }
@@ -31,5 +35,6 @@ impl Observer for NoObserver {
     fn usage(&self, _: &ModelName, _: &DeviceClass, _: &Usage) {}
     fn first_token(&self, _: &ModelName, _: &DeviceClass, _: Duration) {}
     fn timings(&self, _: &RequestTimings) {}
+    fn block_committed(&self, _: Duration) {}
     fn penalty_began(&self, _: Offence) {}
 }

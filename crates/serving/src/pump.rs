@@ -84,6 +84,7 @@ impl RequestTasks {
         &self,
         admitted: Admitted,
         abandoned: CancellationToken,
+        on_end: OnEnd,
     ) -> mpsc::Receiver<Event> {
         // Bounded: a client that does not read slows its own request down.
         let (events, receiver) = mpsc::channel(UNREAD_EVENTS);
@@ -99,11 +100,31 @@ impl RequestTasks {
             abandoned,
             delivered: Delivered::default(),
             place: Duration::ZERO,
+            on_end: Some(on_end),
             context,
         };
         self.shared.tasks.spawn(task.run(admitted, entry));
         receiver
     }
+}
+
+/// A receiver of the figures of one request's end. It is called once, from the request's
+/// task, and must not block. A task that panics drops it uncalled.
+pub type OnEnd = Box<dyn FnOnce(&RequestEnded<'_>) + Send + Sync>;
+
+/// The figures of the end of an admitted request.
+#[derive(Debug)]
+pub struct RequestEnded<'a> {
+    /// The job.
+    pub job: &'a Job,
+    /// The failure, if the request was not answered whole.
+    pub failure: Option<&'a Failure>,
+    /// True if the client left before the end.
+    pub client_left: bool,
+    /// The tokens and the device time that count against the tenant's limits.
+    pub usage: Usage,
+    /// The time in each stage; zero for stages that did not begin.
+    pub timings: RequestTimings,
 }
 
 /// The task of one request.
@@ -120,6 +141,8 @@ struct RequestTask {
     delivered: Delivered,
     /// Time from the start to the last placement.
     place: Duration,
+    /// Takes the figures of the request's end, once.
+    on_end: Option<OnEnd>,
 }
 
 /// The part of the answer that has gone out to the client.
@@ -249,17 +272,16 @@ impl RequestTask {
     }
 
     /// Resolves the hold and returns the last event for the client.
-    fn resolve(&self, admitted: Admitted, end: RequestEnd) -> Event {
+    fn resolve(&mut self, admitted: Admitted, end: RequestEnd) -> Event {
         let Admitted { job, caller, hold, expected, .. } = admitted;
         let budget = hold.budget();
-        let (resolved, event) = match end {
-            RequestEnd::Free(error) => {
-                (self.void(hold), Event::Failed(Failure { error, is_charged: false }))
-            }
+        let failed = |error, is_charged| Event::Failed(Failure { error, is_charged });
+        let (resolved, figures, event) = match end {
+            RequestEnd::Free(error) => (self.void(hold), Default::default(), failed(error, false)),
             RequestEnd::Paid { usage, timings, error } => {
                 let resolved = self.settle(&job, hold, &usage);
                 let event = match error {
-                    Some(error) => Event::Failed(Failure { error, is_charged: true }),
+                    Some(error) => failed(error, true),
                     None => {
                         let receipt = self.receipt(&job, usage, timings, expected);
                         // Only whole answers teach the estimate: others were cut short.
@@ -268,11 +290,12 @@ impl RequestTask {
                         Event::Finished(Box::new(receipt))
                     }
                 };
-                (resolved, event)
+                (resolved, (usage, timings), event)
             }
             RequestEnd::Faulted { error } => {
-                let resolved = self.settle(&job, hold, &self.delivered_usage(&job));
-                (resolved, Event::Failed(Failure { error, is_charged: true }))
+                let usage = self.delivered_usage(&job);
+                let resolved = self.settle(&job, hold, &usage);
+                (resolved, (usage, WorkerTimings::default()), failed(error, true))
             }
         };
         match resolved {
@@ -286,7 +309,28 @@ impl RequestTask {
                 tracing::warn!(request = %job.id, %error, "hold ended before its request; the figure came late");
             }
         }
+        self.report(&job, figures, &event);
         event
+    }
+
+    /// Reports the end of the request before its last event goes out, so that a client
+    /// that has the whole answer finds it counted.
+    fn report(&mut self, job: &Job, (usage, worker): (Usage, WorkerTimings), last: &Event) {
+        let failure = match last {
+            Event::Failed(failure) => Some(failure),
+            _ => None,
+        };
+        let ended = RequestEnded {
+            job,
+            failure,
+            client_left: failure.is_some()
+                && (self.events.is_closed() || self.abandoned.is_cancelled()),
+            usage,
+            timings: RequestTimings { front: job.timings, place: self.place, worker },
+        };
+        if let Some(on_end) = self.on_end.take() {
+            on_end(&ended);
+        }
     }
 
     fn void(&self, hold: Hold) -> Result<SettledHold, ResolveError> {

@@ -22,7 +22,7 @@ use crate::keys::KeyDirectory;
 use crate::limits::{CallerContext, Limits};
 use crate::observer::Observer;
 use crate::penalties::TenantPenalties;
-use crate::pump::{RequestTasks, TaskContext};
+use crate::pump::{OnEnd, RequestTasks, TaskContext};
 use crate::settlement::{ReadThread, Settlement, SettlementOptions};
 use crate::tokenize::TokenizePool;
 use crate::workers::{WorkerEndpoint, Workers};
@@ -112,6 +112,7 @@ impl Serving {
             in_flight: in_flight.clone(),
             clock: clock.clone(),
             limits: limits.clone(),
+            observer: Arc::clone(&observer),
             stopping: stopping.clone(),
             reads: ReadThread::Blocking,
         });
@@ -172,7 +173,8 @@ impl Serving {
         job: Job,
     ) -> Result<mpsc::Receiver<Event>, RequestError> {
         let arrival = self.limits.arrive(self.clock.now(), context)?;
-        Ok(self.run(self.admit(context, arrival, job)?))
+        let admitted = self.admit(context, arrival, job)?;
+        Ok(self.run(admitted, Box::new(|_| ())))
     }
 
     /// Takes the limits of `context`'s caller for `job`, which has arrived in the
@@ -191,9 +193,9 @@ impl Serving {
     }
 
     /// Runs an admitted job and returns its events: the second half of
-    /// [`Self::submit`].
-    pub fn run(&self, admitted: Admitted) -> mpsc::Receiver<Event> {
-        self.run_until_abandoned(admitted, CancellationToken::new())
+    /// [`Self::submit`]. `on_end` takes the figures before the last event goes out.
+    pub fn run(&self, admitted: Admitted, on_end: OnEnd) -> mpsc::Receiver<Event> {
+        self.run_until_abandoned(admitted, CancellationToken::new(), on_end)
     }
 
     /// Runs an admitted job like [`Self::run`], for a caller that keeps the answer
@@ -203,8 +205,9 @@ impl Serving {
         &self,
         admitted: Admitted,
         abandoned: CancellationToken,
+        on_end: OnEnd,
     ) -> mpsc::Receiver<Event> {
-        self.requests.start(admitted, abandoned)
+        self.requests.start(admitted, abandoned, on_end)
     }
 
     /// Gives the limits of an admitted job back, because the job does not run.

@@ -7,6 +7,7 @@
 //! contradicts the ledger as a whole is skipped. Both are reported, cost the
 //! worker the gateway's trust, and are never billed.
 
+mod books;
 mod ingest;
 mod post;
 
@@ -17,10 +18,12 @@ use tokio_util::sync::CancellationToken;
 use tollgate_domain::{UtcTime, WorkerEpoch, WorkerName};
 use tollgate_ledger::{Health, LedgerError, LedgerHandle, LedgerReader};
 
+pub use self::books::{BlockOutcome, Books, BooksReport, PostedTime};
 pub(crate) use self::ingest::JOURNAL;
 use crate::Clock;
 use crate::in_flight::InFlight;
 use crate::limits::Limits;
+use crate::observer::Observer;
 use crate::orders::Orders;
 
 /// The handle with which journals and corrections are posted; clones share one
@@ -39,6 +42,8 @@ pub struct Settlement {
     limits: Limits,
     /// The present incarnation of each worker.
     incarnations: Arc<Mutex<HashMap<WorkerName, Incarnation>>>,
+    books: Books,
+    observer: Arc<dyn Observer>,
     /// Cancelled when this gateway ends, even if writes are still waiting.
     stopping: CancellationToken,
     reads: ReadThread,
@@ -54,6 +59,8 @@ pub struct SettlementOptions {
     pub clock: Clock,
     /// The limits that take spending of earlier gateways.
     pub limits: Limits,
+    /// The receiver of figures.
+    pub observer: Arc<dyn Observer>,
     /// Cancelled when this gateway ends.
     pub stopping: CancellationToken,
     /// The thread on which the ledger is read.
@@ -81,7 +88,8 @@ struct Incarnation {
 impl Settlement {
     /// Makes the settlement of one gateway.
     pub fn new(options: SettlementOptions) -> Self {
-        let SettlementOptions { ledger, in_flight, clock, limits, stopping, reads } = options;
+        let SettlementOptions { ledger, in_flight, clock, limits, observer, stopping, reads } =
+            options;
         Self {
             ledger,
             orders: Orders::default(),
@@ -90,6 +98,8 @@ impl Settlement {
             clock,
             limits,
             incarnations: Arc::default(),
+            books: Books::default(),
+            observer,
             stopping,
             reads,
         }
@@ -103,6 +113,11 @@ impl Settlement {
     /// Returns the orders of this gateway.
     pub fn orders(&self) -> &Orders {
         &self.orders
+    }
+
+    /// Returns what was posted of the workers' journals.
+    pub fn books(&self) -> &Books {
+        &self.books
     }
 
     /// True while the ledger's disk takes records.

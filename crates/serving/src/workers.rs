@@ -96,10 +96,26 @@ pub struct Load {
     pub running: u32,
     /// Predicted device time of both.
     pub backlog: DeviceNanos,
+    /// The work and the memory of the engine.
+    pub device: DeviceLoad,
     /// True if the worker takes no new requests.
     pub draining: bool,
     /// The state of the device, if the worker watches it.
     pub health: Option<v1::DeviceHealth>,
+}
+
+/// The work and the memory of an engine, as the worker reports them. Bills come from the
+/// journal.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceLoad {
+    /// Blocks of the KV cache that hold something.
+    pub kv_blocks_used: u32,
+    /// Free blocks of the KV cache.
+    pub kv_blocks_free: u32,
+    /// Steps in this epoch.
+    pub steps: u64,
+    /// Device time of these steps.
+    pub busy: DeviceNanos,
 }
 
 /// The state of a worker, for operators.
@@ -126,6 +142,8 @@ pub struct WorkerReport {
     pub running: u32,
     /// Predicted device time of both.
     pub backlog: DeviceNanos,
+    /// The work and the memory of the engine, while connected.
+    pub load: Option<DeviceLoad>,
     /// The state of the device, while connected and if the worker watches it.
     pub health: Option<v1::DeviceHealth>,
     /// The latest sign of life, if there ever was one.
@@ -255,6 +273,7 @@ impl Workers {
                     queued: load.queued,
                     running: load.running,
                     backlog: load.backlog,
+                    load: worker.as_ref().map(|_| load.device),
                     health: load.health,
                     heartbeat: *slot.heartbeat.borrow(),
                 }

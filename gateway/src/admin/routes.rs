@@ -12,7 +12,7 @@ use tower_governor::key_extractor::GlobalKeyExtractor;
 
 use super::actor::{require_admin, require_right};
 use super::{
-    AdminState, admins, checkpoint, healthz, keys, metrics, penalties, readyz, reload, status,
+    AdminState, admins, checkpoint, healthz, keys, penalties, readyz, reload, scrape, status,
     usage, workers,
 };
 use crate::auth::Right;
@@ -36,7 +36,7 @@ pub(super) fn routes() -> Vec<AdminRoute> {
     vec![
         open("/healthz", healthz),
         open("/readyz", readyz),
-        open("/metrics", metrics),
+        open("/metrics", scrape::metrics),
         get("/v1/status", Read, status),
         get("/audit/checkpoint", Read, checkpoint::newest),
         get("/audit/key", Read, checkpoint::key),

@@ -18,11 +18,11 @@ use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 use tollgate_domain::RequestId;
 use tollgate_openai::sse;
-use tollgate_serving::admit::Admitted;
 use tollgate_serving::event::Failure;
 use tollgate_serving::idempotency::{IdempotencyGuard, IdempotencyKey, StoredAnswer};
 use tollgate_serving::{RequestError, Serving};
 
+use super::Run;
 use super::response::Rendering;
 use crate::reply::ApiError;
 
@@ -49,7 +49,7 @@ pub(super) fn key(headers: &HeaderMap) -> Result<Option<IdempotencyKey>, ApiErro
     }
 }
 
-/// Runs `admitted`, the first request with its key, and answers its client.
+/// Runs an admitted request, the first one with its key, and answers its client.
 ///
 /// # Errors
 /// The request failed, or its key could not be recorded.
@@ -57,10 +57,10 @@ pub(super) async fn respond(
     serving: &Arc<Serving>,
     guard: IdempotencyGuard,
     rendering: Rendering,
-    admitted: Admitted,
+    run: Run,
 ) -> Result<Response, ApiError> {
     let (client, response) = oneshot::channel();
-    let keeping = keep(Arc::clone(serving), guard, rendering, admitted, client);
+    let keeping = keep(Arc::clone(serving), guard, rendering, run, client);
     // The tracker makes a drain wait until the answer is kept.
     serving.tasks().spawn(keeping);
     // The sender is dropped without a value only if the task panics.
@@ -89,20 +89,22 @@ async fn keep(
     serving: Arc<Serving>,
     guard: IdempotencyGuard,
     rendering: Rendering,
-    admitted: Admitted,
+    Run { admitted, record }: Run,
     mut client: Client,
 ) {
     // The record comes before any work: after a crash, a request whose key is
     // not on disk must not have run.
     if let Err(error) = guard.record().await {
         serving.give_back(admitted);
-        let _ = client.send(Err(error.into()));
+        let error = ApiError::from(error);
+        record.failed(&error);
+        let _ = client.send(Err(error));
         return;
     }
     let is_streamed = rendering.streamed;
     let abandoned = CancellationToken::new();
-    let answering = rendering.respond(serving.run_until_abandoned(admitted, abandoned.clone()));
-    let mut answering = pin!(answering);
+    let events = serving.run_until_abandoned(admitted, abandoned.clone(), record.on_end());
+    let mut answering = pin!(rendering.respond(events));
     let answer = tokio::select! {
         answer = &mut answering => answer,
         () = left(&mut client, &guard) => {

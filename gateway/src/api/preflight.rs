@@ -9,6 +9,7 @@ use tollgate_serving::{CallerContext, ConfiguredTenant};
 
 use super::Api;
 use crate::auth::{AuthenticatedCaller, Endpoint};
+use crate::record::RequestRecord;
 use crate::reply::ApiError;
 use tollgate_edge::Peer;
 use tollgate_edge::source::Source;
@@ -65,6 +66,26 @@ impl Api {
     ) -> Result<KnownCaller, ApiError> {
         // First, so that a client without a valid credential learns nothing about a drain.
         let caller = self.identify(headers, peer, now)?;
+        let known = self.check_caller((kind, endpoint), caller.clone(), peer, now);
+        let tenant = caller.tenant();
+        if let Err(error) = &known
+            && kind == RouteKind::Work
+            // The metrics of tenants have labels of the config alone.
+            && self.config.current().tenant(tenant).is_some()
+        {
+            RequestRecord::begin(&self.metrics, tenant.clone()).failed(error);
+        }
+        known
+    }
+
+    /// Checks the head of a request of `caller`.
+    fn check_caller(
+        &self,
+        (kind, endpoint): (RouteKind, Endpoint),
+        caller: AuthenticatedCaller,
+        peer: Option<&Peer>,
+        now: MonotonicTime,
+    ) -> Result<KnownCaller, ApiError> {
         if kind == RouteKind::Work && self.draining.is_cancelled() {
             return Err(ApiError::Draining);
         }

@@ -2,7 +2,7 @@
 
 use http_body_util::BodyExt as _;
 use tollgate_admission::{CapFigures, Figures, Limit, RateFigures, Scope};
-use tollgate_domain::{DeviceClass, DeviceNanos, PoolName, Rate, RequestId, TenantId, UtcTime};
+use tollgate_domain::{DeviceClass, DeviceNanos, PoolName, Rate, RequestId, TenantId};
 
 use super::*;
 
@@ -73,9 +73,13 @@ fn every_error() -> Vec<ApiError> {
         day: Some(CapFigures {
             cap: DeviceNanos::from_secs(3_600),
             remaining: DeviceNanos::ZERO,
-            resets: UtcTime(0),
+            reset: Duration::from_millis(3_600_500),
         }),
-        month: None,
+        month: Some(CapFigures {
+            cap: DeviceNanos::from_secs(36_000),
+            remaining: DeviceNanos::from_secs(1),
+            reset: Duration::from_secs(864_000),
+        }),
     };
     vec![
         ApiError::MissingCredential,

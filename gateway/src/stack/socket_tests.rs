@@ -148,7 +148,7 @@ impl TestListener {
 
     /// A counter's value, as a scrape says it.
     fn count(&self, series: &str) -> u64 {
-        let text = self.metrics.scrape(Default::default());
+        let text = self.metrics.text();
         let value = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
         value.map_or(0, |value| value.parse().unwrap())
     }
@@ -161,11 +161,7 @@ impl TestListener {
             }
         };
         if timeout(PATIENCE, reached).await.is_err() {
-            panic!(
-                "{series} stays at {}:\n{}",
-                self.count(series),
-                self.metrics.scrape(Default::default())
-            );
+            panic!("{series} stays at {}:\n{}", self.count(series), self.metrics.text());
         }
     }
 }

@@ -170,7 +170,7 @@ async fn metrics_gain_no_series_from_clients() {
         ask(&service, request, Body::empty()).await;
         ask(&service, Request::get(format!("/v1/models/{n}")), Body::empty()).await;
     }
-    let text = metrics.scrape(Default::default());
+    let text = metrics.text();
     assert!(
         text.contains(r#"tollgate_requests_total{endpoint="other",status="4xx"} 1000"#),
         "{text}"

@@ -6,6 +6,7 @@
 use std::sync::atomic::AtomicU64;
 
 use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
@@ -14,12 +15,14 @@ use tollgate_wire::v1;
 use tollgate_serving::workers::WorkerReport;
 
 type Figures = Family<WorkerLabel, Gauge<f64, AtomicU64>>;
+type Totals = Family<WorkerLabel, Counter<f64, AtomicU64>>;
 
 /// The figures of all devices.
 #[derive(Debug)]
 pub(super) struct DeviceMetrics {
     registry: Registry,
-    figures: [(&'static str, Figures); 13],
+    figures: [(&'static str, Figures); 10],
+    totals: [Totals; 3],
     concerns: Family<ConcernLabels, Gauge>,
 }
 
@@ -41,9 +44,19 @@ impl DeviceMetrics {
         for (name, help, figure) in &figures {
             registry.register(*name, *help, figure.clone());
         }
+        let totals = TOTALS.map(|(name, help)| {
+            let total = Totals::default();
+            registry.register(name, help, total.clone());
+            total
+        });
         let concerns = Family::default();
         registry.register("concern", "1 while the concern holds", concerns.clone());
-        Self { registry, figures: figures.map(|(name, _, figure)| (name, figure)), concerns }
+        Self {
+            registry,
+            figures: figures.map(|(name, _, figure)| (name, figure)),
+            totals,
+            concerns,
+        }
     }
 
     /// Sets the figures from `workers` and returns the registry.
@@ -52,6 +65,7 @@ impl DeviceMetrics {
             // A worker that is gone must not keep its last figures, which would look current.
             figure.clear();
         }
+        self.totals.iter().for_each(Family::clear);
         self.concerns.clear();
         for report in workers {
             // A worker without health figures keeps no series of earlier scrapes.
@@ -59,7 +73,7 @@ impl DeviceMetrics {
             let worker = report.name.to_string();
             // Prometheus asks for base units, and holds each value as a float: whole numbers stay
             // exact up to 2^53.
-            let values: [Option<f64>; 13] = [
+            let values: [Option<f64>; 10] = [
                 Some(f64::from(u8::from(health.rests))),
                 health.utilisation_percent.map(|percent| f64::from(percent) / 100.0),
                 health.memory_used.map(|bytes| bytes as f64),
@@ -68,10 +82,7 @@ impl DeviceMetrics {
                 health.temperature_celsius.map(f64::from),
                 health.power_mw.map(|mw| mw as f64 / 1e3),
                 health.power_limit_mw.map(|mw| mw as f64 / 1e3),
-                health.energy_mj.map(|mj| mj as f64 / 1e3),
                 health.clock_mhz.map(|mhz| f64::from(mhz) * 1e6),
-                health.ecc_corrected.map(|errors| errors as f64),
-                health.ecc_uncorrected.map(|errors| errors as f64),
                 health.processes.map(f64::from),
             ];
             for ((_, figure), value) in self.figures.iter().zip(values) {
@@ -79,6 +90,17 @@ impl DeviceMetrics {
                 // measured.
                 if let Some(value) = value {
                     figure.get_or_create(&WorkerLabel { worker: worker.clone() }).set(value);
+                }
+            }
+            // Totals since the driver was loaded, which begin again with the driver.
+            let totals: [Option<f64>; 3] = [
+                health.energy_mj.map(|mj| mj as f64 / 1e3),
+                health.ecc_corrected.map(|errors| errors as f64),
+                health.ecc_uncorrected.map(|errors| errors as f64),
+            ];
+            for (total, value) in self.totals.iter().zip(totals) {
+                if let Some(value) = value {
+                    total.get_or_create(&WorkerLabel { worker: worker.clone() }).inc_by(value);
                 }
             }
             for (concern, holds) in concerns(&health) {
@@ -106,7 +128,7 @@ pub(crate) fn concerns(health: &v1::DeviceHealth) -> [(&'static str, bool); 8] {
 
 /// The names and help texts of the figures, in the order in which `read` fills
 /// them.
-const NAMES: [(&str, &str); 13] = [
+const NAMES: [(&str, &str); 10] = [
     ("rests", "1 while the gateway places nothing new on the device"),
     ("utilisation_ratio", "Share of the time in which kernels ran"),
     ("memory_used_bytes", "Device memory in use"),
@@ -115,9 +137,13 @@ const NAMES: [(&str, &str); 13] = [
     ("temperature_celsius", "Temperature of the device"),
     ("power_watts", "Power that the device draws"),
     ("power_limit_watts", "Power limit of the device"),
-    ("energy_joules", "Energy used since the driver was loaded"),
     ("clock_hertz", "Clock of the device's processors"),
+    ("processes", "Processes that compute on the device"),
+];
+
+/// The names and help texts of the totals, in the order in which `read` fills them.
+const TOTALS: [(&str, &str); 3] = [
+    ("energy_joules", "Energy used since the driver was loaded"),
     ("ecc_corrected", "Memory errors corrected since the driver was loaded"),
     ("ecc_uncorrected", "Memory errors not corrected since the driver was loaded"),
-    ("processes", "Processes that compute on the device"),
 ];

@@ -1,9 +1,11 @@
-//! The memory and the descriptors of this process, under the names that
+//! The memory, the processor time and the descriptors of this process, under the names that
 //! Prometheus's own client libraries use. A scrape reads them from /proc; if
 //! /proc cannot be read, the last figures stay.
 
 use std::fs;
+use std::sync::atomic::{AtomicU64, Ordering};
 
+use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
@@ -15,6 +17,8 @@ pub(super) struct ProcessMetrics {
     registry: Registry,
     resident_memory: Gauge,
     open_descriptors: Gauge,
+    cpu: Counter<f64, AtomicU64>,
+    started: Gauge<f64, AtomicU64>,
 }
 
 impl ProcessMetrics {
@@ -32,7 +36,19 @@ impl ProcessMetrics {
             "Open descriptors of the gateway",
             open_descriptors.clone(),
         );
-        Self { registry, resident_memory, open_descriptors }
+        let cpu = Counter::default();
+        registry.register(
+            "process_cpu_seconds",
+            "Processor time of the gateway, in user and in system mode",
+            cpu.clone(),
+        );
+        let started = Gauge::default();
+        registry.register(
+            "process_start_time_seconds",
+            "Unix time at which the gateway started",
+            started.clone(),
+        );
+        Self { registry, resident_memory, open_descriptors, cpu, started }
     }
 
     /// Reads /proc and returns the registry.
@@ -43,6 +59,10 @@ impl ProcessMetrics {
         if let Ok(descriptors) = fs::read_dir("/proc/self/fd") {
             // One descriptor is that of the listing itself.
             self.open_descriptors.set(gauge(descriptors.count().saturating_sub(1)));
+        }
+        if let Some(ProcessTimes { cpu, started }) = process_times() {
+            self.cpu.inner().store(cpu.to_bits(), Ordering::Relaxed);
+            self.started.set(started);
         }
         &self.registry
     }
@@ -56,6 +76,27 @@ fn resident_memory() -> Option<u64> {
     Some(kib * 1024)
 }
 
+/// The processor time of this process, and its start in Unix time. Seconds.
+struct ProcessTimes {
+    cpu: f64,
+    started: f64,
+}
+
+fn process_times() -> Option<ProcessTimes> {
+    let ticks = rustix::param::clock_ticks_per_second() as f64;
+    let stat = fs::read_to_string("/proc/self/stat").ok()?;
+    // The name of the program is in parentheses and may hold spaces.
+    let (_, fields) = stat.rsplit_once(')')?;
+    let fields: Vec<&str> = fields.split_whitespace().collect();
+    // The fields of proc(5) begin with 1; the first one here is 3, the state.
+    let field = |number: usize| fields.get(number - 3)?.parse::<f64>().ok();
+    let cpu = (field(14)? + field(15)?) / ticks;
+    let system = fs::read_to_string("/proc/stat").ok()?;
+    let boot = system.lines().find_map(|line| line.strip_prefix("btime "))?;
+    let boot: f64 = boot.trim().parse().ok()?;
+    Some(ProcessTimes { cpu, started: boot + field(22)? / ticks })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -67,5 +108,10 @@ mod tests {
         metrics.read();
         assert!(metrics.resident_memory.get() > 1 << 20);
         assert!(metrics.open_descriptors.get() >= 3);
+        // After 2020, and not in the future of another clock by more than a day.
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+        let started = metrics.started.get();
+        assert!(started > 1.5e9 && started < now.as_secs_f64() + 86_400.0, "{started}");
+        assert!(metrics.cpu.get() >= 0.0);
     }
 }

@@ -4,8 +4,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
+use std::path::Path;
 
+use tollgate_admission::{Limit, LimitState, Scope};
+use tollgate_config::Config;
 use tollgate_domain::WorkerName;
+use tollgate_serving::settlement::{BlockOutcome, PostedTime};
+use tollgate_serving::workers::DeviceLoad;
 use tollgate_wire::v1;
 
 use super::*;
@@ -13,9 +18,8 @@ use super::*;
 #[test]
 #[allow(clippy::disallowed_methods, reason = "the switch of a test, not a setting of the product")]
 fn metrics_page_is_current() {
-    let path =
-        std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/reference/metrics.md");
-    let page = page(&every_metric());
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/reference/metrics.md");
+    let page = page(&every_metric(TextFormat::OpenMetrics));
     if std::env::var_os("TOLLGATE_REGENERATE").is_some() {
         std::fs::write(&path, page).unwrap();
     } else {
@@ -30,7 +34,7 @@ fn metrics_page_is_current() {
 
 /// Scrapes a registry in which every family has a series; families without one
 /// are not exposed.
-fn every_metric() -> String {
+pub(super) fn every_metric(format: TextFormat) -> String {
     let metrics = Metrics::new();
     let (model, class) = (ModelName::new("m").unwrap(), DeviceClass::cpu());
     metrics.request_answered("models", StatusCode::OK, Duration::from_millis(3));
@@ -44,7 +48,57 @@ fn every_metric() -> String {
     metrics.first_token(&model, &class, Duration::from_millis(40));
     metrics.timings(&RequestTimings::default());
     metrics.config_loaded("5feceb66", UtcTime(1));
-    metrics.scrape(Readings { ready: true, workers: vec![worker()], ..Readings::default() })
+    metrics.answer((&model, &class), Duration::from_secs(1), Some(Duration::from_millis(9)));
+    let config = "[plans.p]\ndevice_time_per_day = \"1h\"\n[tenants.acme]\nplan = \"p\"\n";
+    let config = Config::from_toml(Path::new("test.toml"), config).unwrap();
+    let acme = TenantId::new("acme").unwrap();
+    metrics.tenant_request(&acme, Outcome::Refused, Some("requests_per_minute"));
+    metrics.tenant_used(&acme, &class, DeviceNanos(7));
+    metrics.block_committed(Duration::from_millis(2));
+    let limits = |_: &TenantId| vec![day_cap()];
+    let readings = Readings {
+        ready: true,
+        workers: vec![worker()],
+        books: books(),
+        now: UtcTime(9_000_000_000),
+        state: StateReadings { waiting: [("limits", 1), ("tokenizer", 2), ("", 0)], ..state() },
+        tenants: TenantReadings {
+            config: Some(&config),
+            limits: Some(&limits),
+            ..TenantReadings::default()
+        },
+        ..Readings::default()
+    };
+    metrics.scrape(readings, format)
+}
+
+fn state() -> StateReadings {
+    StateReadings {
+        disk_free: Some(1),
+        certificate_expires: Some(UtcTime(1_000_000_000)),
+        ..StateReadings::default()
+    }
+}
+
+fn day_cap() -> LimitState {
+    LimitState {
+        scope: Scope::Tenant(TenantId::new("acme").unwrap()),
+        limit: Limit::DeviceTimePerDay,
+        class: Some(DeviceClass::cpu()),
+        value: 4,
+        burst: None,
+        used: 1,
+        remaining: 3,
+        refills: None,
+    }
+}
+
+fn books() -> BooksReport {
+    let posted = PostedTime { tenants: 1, until: UtcTime(8_000_000_000), ..PostedTime::default() };
+    let mut books = BooksReport::default();
+    books.workers.insert(WorkerName::new("0").unwrap(), posted);
+    books.blocks.insert(BlockOutcome::Posted, 3);
+    books
 }
 
 /// Describes a worker whose device reports every figure.
@@ -70,12 +124,13 @@ fn worker() -> WorkerReport {
         name: WorkerName::new("0").unwrap(),
         ready: true,
         distrusted: false,
-        class: None,
-        device: None,
-        models: Vec::new(),
+        class: Some(DeviceClass::cpu()),
+        device: Some("a \"quoted\" name".to_owned()),
+        models: vec![ModelName::new("m").unwrap()],
         queued: 0,
         running: 0,
         backlog: Default::default(),
+        load: Some(DeviceLoad::default()),
         health: Some(health),
         heartbeat: None,
     }
@@ -119,10 +174,16 @@ const HEAD: &str = "\
 <!-- Generated from gateway/src/telemetry. Do not edit this page. To renew it, run
 TOLLGATE_REGENERATE=1 cargo test -p tollgate-gateway --lib telemetry::reference -->
 
-`GET /metrics` on the admin listener answers in the OpenMetrics text format. Every label
-value comes from a closed set or from the configuration, so a client cannot create a
-series. A family without a series is not in the answer. A histogram has the usual samples
-`_bucket`, `_sum` and `_count`.
+`GET /metrics` on the admin listener answers in Prometheus's text format, or in OpenMetrics
+if the `accept` header asks for `application/openmetrics-text`. Every label value comes from
+a closed set or from the configuration, so a client cannot create a series. A family without
+a series is not in the answer. A histogram has the usual samples `_bucket`, `_sum` and
+`_count`.
+
+The label `tenant` has at most 200 values: the tenants of the configuration with the most
+device time today. The rest is `other`. All metrics of tenants together have at most 5,000
+series. A label has at most 12 values of `kind`, the last of which is `other`, too. What a
+tenant does while it has no label counts as `other` for good, so no counter goes back.
 
 | metric | type | labels | meaning |
 |---|---|---|---|

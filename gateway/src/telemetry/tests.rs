@@ -17,7 +17,8 @@ fn metrics_keep_their_names() {
     metrics.usage(&model, &class, &Usage { prompt_tokens: 7, ..Usage::default() });
     metrics.first_token(&model, &class, Duration::from_millis(40));
     metrics.timings(&RequestTimings::default());
-    let text = metrics.scrape(Readings { ready: true, ..Readings::default() });
+    let readings = Readings { ready: true, ..Readings::default() };
+    let text = metrics.scrape(readings, TextFormat::OpenMetrics);
     let names: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")).collect();
     insta::assert_snapshot!("metrics", names.join("\n"));
     assert!(text.contains(r#"tollgate_tokens_total{model="m",kind="prompt"} 7"#), "{text}");

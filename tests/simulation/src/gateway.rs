@@ -34,6 +34,7 @@ use super::world::GatewayMessage;
 use tollgate_serving::in_flight::{InFlight, InFlightTask};
 use tollgate_serving::limits::Limits;
 use tollgate_serving::model::{BuiltTokenizer, ServedModel};
+use tollgate_serving::observer::NoObserver;
 use tollgate_serving::orders::{Placement, Terms};
 use tollgate_serving::settlement::{ReadThread, Settlement, SettlementOptions};
 use tollgate_serving::test_support::{TOKENIZER, TestKeys, connected_worker};
@@ -176,6 +177,7 @@ impl Gateways {
             in_flight: in_flight.clone(),
             clock: clock.clone(),
             limits,
+            observer: Arc::new(NoObserver),
             stopping: CancellationToken::new(),
             reads: ReadThread::Caller,
         });

@@ -13,7 +13,7 @@ use crate::cap::Spend;
 use crate::figures::{CapFigures, Figures, RateFigures, tighten};
 use crate::places::Requester;
 use crate::refusal::{Limit, Refusal};
-use crate::scope::{Scope, ScopeState};
+use crate::scope::{ClassState, Scope, ScopeState};
 use crate::terms::{HoldState, Reserve};
 
 /// The amounts to take: the state of the hold, the amount to hold against all caps, if any
@@ -113,7 +113,7 @@ impl Core {
         }
         let left = states
             .iter()
-            .flat_map(|(_, state)| caps(state, &request.class, self.day, self.month))
+            .flat_map(|(_, state)| caps_of(state, &request.class, (self.day, self.month)))
             // The tightest cap is the budget: the worker stops before any cap is exceeded.
             .map(|cap| cap.remaining)
             .min();
@@ -166,13 +166,13 @@ impl Core {
             if let Some(of_class) = state.classes.get(class) {
                 tighten(&mut figures.device_time, of(&of_class.device_time), |rate| rate.remaining);
             }
-            for cap in caps(state, class, self.day, self.month) {
+            for cap in caps_of(state, class, (self.day, self.month)) {
                 let kept = match cap.limit {
                     Limit::DeviceTimePerDay => &mut figures.day,
                     _ => &mut figures.month,
                 };
-                let found =
-                    CapFigures { cap: cap.cap, remaining: cap.remaining, resets: cap.resets(utc) };
+                let reset = Duration::from_nanos(cap.resets(utc).0.saturating_sub(utc.0));
+                let found = CapFigures { cap: cap.cap, remaining: cap.remaining, reset };
                 tighten(kept, Some(found), |cap| cap.remaining);
             }
         }
@@ -243,7 +243,7 @@ impl Look<'_> {
         }
         // At least 1 ns, so that an exhausted cap also refuses a request without cost.
         let least = estimate.least.max(DeviceNanos(1));
-        for cap in caps(self.state, class, self.day, self.month) {
+        for cap in caps_of(self.state, class, (self.day, self.month)) {
             if cap.remaining >= least {
                 continue;
             }
@@ -387,38 +387,52 @@ impl Found {
 }
 
 /// One calendar cap of a scope and the rest of it.
-struct Cap {
-    limit: Limit,
-    cap: DeviceNanos,
-    remaining: DeviceNanos,
+pub(super) struct Cap {
+    pub(super) limit: Limit,
+    pub(super) cap: DeviceNanos,
+    pub(super) remaining: DeviceNanos,
     next: UtcDay,
 }
 
 impl Cap {
     /// Returns the start of the next period, but never a time before `utc`.
-    fn resets(&self, utc: UtcTime) -> UtcTime {
+    pub(super) fn resets(&self, utc: UtcTime) -> UtcTime {
         self.next.start().max(utc)
     }
 }
 
-fn caps(
+/// Returns the caps of a scope for `class` in this calendar period.
+fn caps_of(
     state: &ScopeState,
     class: &DeviceClass,
-    day: UtcDay,
-    month: UtcMonth,
+    period: (UtcDay, UtcMonth),
 ) -> impl Iterator<Item = Cap> {
-    let of_class = state.classes.get(class);
-    let remaining = |spend: Option<&Spend>, cap| spend.map_or(cap, |spend| spend.remaining(cap));
-    let of_day = state.limits.device_time_per_day.limit(class).map(|cap| Cap {
+    caps(&state.limits, state.classes.get(class), class, period)
+}
+
+/// Returns the caps of `limits` for `class` in this calendar period. `of_class` has the spend.
+pub(super) fn caps(
+    limits: &PlanLimits,
+    of_class: Option<&ClassState>,
+    class: &DeviceClass,
+    (day, month): (UtcDay, UtcMonth),
+) -> impl Iterator<Item = Cap> {
+    let remaining = |spend: Option<Spend>, period, cap| {
+        let mut spend = spend.unwrap_or_default();
+        // The state may not have seen the period yet.
+        spend.roll(period);
+        spend.remaining(cap)
+    };
+    let of_day = limits.device_time_per_day.limit(class).map(|cap| Cap {
         limit: Limit::DeviceTimePerDay,
         cap,
-        remaining: remaining(of_class.map(|class| &class.day), cap),
+        remaining: remaining(of_class.map(|class| class.day), day.0, cap),
         next: UtcDay(day.0.saturating_add(1)),
     });
-    let of_month = state.limits.device_time_per_month.limit(class).map(|cap| Cap {
+    let of_month = limits.device_time_per_month.limit(class).map(|cap| Cap {
         limit: Limit::DeviceTimePerMonth,
         cap,
-        remaining: remaining(of_class.map(|class| &class.month), cap),
+        remaining: remaining(of_class.map(|class| class.month), month.0, cap),
         next: first_day_after(day, month),
     });
     of_day.into_iter().chain(of_month)

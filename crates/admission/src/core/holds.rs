@@ -99,6 +99,11 @@ impl Holds {
     }
 
     /// Returns the records of all open holds.
+    pub(super) fn open(&self) -> impl Iterator<Item = &HoldRecord> {
+        self.held.values()
+    }
+
+    /// Returns the records of all open holds for a change.
     pub(super) fn open_mut(&mut self) -> impl Iterator<Item = &mut HoldRecord> {
         self.held.values_mut()
     }

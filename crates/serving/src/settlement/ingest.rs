@@ -10,13 +10,13 @@ use futures_util::{Stream, StreamExt, TryStreamExt};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 use tokio_stream::wrappers::ReceiverStream;
-use tollgate_domain::{Block, WorkerEpoch};
+use tollgate_domain::{Block, MonotonicTime, WorkerEpoch};
 use tollgate_ledger::{BlockRefusal, LedgerError, LedgerReader, Posted};
 use tollgate_wire::v1::worker_client::WorkerClient;
 use tollgate_wire::v1::{JournalAck, JournalBlock};
 use tonic::transport::Channel;
 
-use super::{Incarnation, Settlement};
+use super::{BlockOutcome, Incarnation, Settlement};
 use crate::orders::{EpochOwner, InvalidRecord, Origin};
 use crate::worker_identity::{WorkerError, WorkerIdentity};
 
@@ -259,6 +259,18 @@ impl Settlement {
         }
     }
 
+    /// Counts a block that is in the ledger.
+    fn count_posted(&self, block: &Block, posted: Posted, arrived: MonotonicTime) {
+        match posted {
+            Posted::New => {
+                self.books.count(BlockOutcome::Posted);
+                self.books.posted(block.parts());
+            }
+            Posted::Already => self.books.count(BlockOutcome::Known),
+        }
+        self.observer.block_committed(self.clock.now().since(arrived));
+    }
+
     /// Posts one reviewed block and returns the acknowledgement for it.
     async fn post_reviewed(
         &self,
@@ -274,12 +286,15 @@ impl Settlement {
             }
         };
         let epoch = reported.parts().epoch;
+        let arrived = self.clock.now();
+        let _pending = self.books.begin(arrived);
         loop {
             let accepted = reported.without(|caller, attempt| {
                 invalid.iter().any(|record| record.caller == *caller && record.attempt == *attempt)
             });
             let refusal = match self.post_block(&reported, &accepted, &invalid).await {
                 Ok(posted) => {
+                    self.count_posted(&accepted, posted, arrived);
                     // A repeated block was reported when it was new.
                     if posted == Posted::New {
                         self.report_invalid(worker, &reported, &invalid);
@@ -297,7 +312,10 @@ impl Settlement {
             };
             match refusal {
                 // The ledger knows the block, so there is nothing to skip or to bill.
-                BlockRefusal::Skipped | BlockRefusal::Archived => return Ok(ack),
+                BlockRefusal::Skipped | BlockRefusal::Archived => {
+                    self.books.count(BlockOutcome::Known);
+                    return Ok(ack);
+                }
                 // The worker closed this epoch at its start, and the end of the journal
                 // was damaged: the block was posted before, with more in it.
                 BlockRefusal::Conflict
@@ -309,6 +327,7 @@ impl Settlement {
                 }
                 BlockRefusal::Conflict | BlockRefusal::Ended => {
                     worker.distrust();
+                    self.books.count(BlockOutcome::Dropped);
                     let block = ack.block;
                     tracing::error!(worker = %worker.name, %epoch, block, %refusal, "ledger has another block of this number; the new block is dropped");
                     // Acknowledged all the same: the worker would send it for ever.

@@ -12,7 +12,7 @@ use tollgate_ledger::{
 };
 use tollgate_wire::v1::JournalAck;
 
-use super::Settlement;
+use super::{BlockOutcome, Settlement};
 use crate::in_flight::Stage;
 use crate::limits::BackfilledSpend;
 use crate::orders::InvalidRecord;
@@ -82,7 +82,10 @@ impl Settlement {
             at: self.clock.utc(),
         };
         match submit::submit(&self.ledger, refused, submit::while_unavailable).await {
-            Ok(_) => Ok(ack),
+            Ok(_) => {
+                self.books.count(BlockOutcome::Skipped);
+                Ok(ack)
+            }
             // The disk is retried for ever, so the ledger refuses the block itself.
             Err(_) => {
                 Err(WorkerError::InvalidReport("a block that can be neither posted nor skipped"))

@@ -14,7 +14,7 @@ use tonic::Streaming;
 
 use super::announce;
 use super::assets::Assets;
-use super::{CALL_TIMEOUT, ConnectedWorker, Heartbeat, Load, WorkerEndpoint};
+use super::{CALL_TIMEOUT, ConnectedWorker, DeviceLoad, Heartbeat, Load, WorkerEndpoint};
 use crate::error::with_causes;
 use crate::settlement::Settlement;
 use crate::worker_identity::{ProtocolViolations, Trust, WorkerError};
@@ -140,18 +140,24 @@ async fn next_load(
         epoch,
         queued,
         running,
-        kv_blocks_total: _, // the scheduler of the worker needs it, placement does not
-        kv_blocks_free: _,
+        kv_blocks_total,
+        kv_blocks_free,
         backlog_ns,
         draining,
-        steps: _, // the journal has the exact figure
-        busy_ns: _,
+        steps,
+        busy_ns,
         health,
     } = status;
     if WorkerEpoch::try_from(epoch) != Ok(expected) {
         return Err(WorkerError::InvalidReport("its status is of another epoch than it announced"));
     }
-    Ok(Load { queued, running, backlog: DeviceNanos(backlog_ns), draining, health })
+    let device = DeviceLoad {
+        kv_blocks_used: kv_blocks_total.saturating_sub(kv_blocks_free),
+        kv_blocks_free,
+        steps,
+        busy: DeviceNanos(busy_ns),
+    };
+    Ok(Load { queued, running, backlog: DeviceNanos(backlog_ns), device, draining, health })
 }
 
 /// True if the worker closed its streams itself, as a worker does at shutdown. A

@@ -5,7 +5,6 @@ use tokio::join;
 use tollgate_wire::v1::{FinishReason, RefusedReason, Sampling, SamplingDefaults};
 
 use super::test_gateway::{PLAIN, TestGateway, header, json, text};
-use crate::telemetry::Readings;
 use tollgate_serving::test_support::{CONTEXT, FakeWorker};
 
 #[tokio::test]
@@ -106,11 +105,59 @@ async fn response_reports_time_of_each_stage() {
     });
     assert_eq!(json(response).await.0, StatusCode::SERVICE_UNAVAILABLE);
     gateway.settled().await;
-    let metrics = gateway.api.metrics.scrape(Readings::default());
+    let metrics = gateway.api.metrics.text();
     for stage in
         ["read", "preprocess", "place", "queue", "prefill", "decode", "to_device", "to_host", "out"]
     {
         let line = format!("tollgate_stage_seconds_count{{stage=\"{stage}\"}} 2");
+        assert!(metrics.contains(&line), "{line} is missing in:\n{metrics}");
+    }
+}
+
+/// Every request of a tenant counts once, however it ends. Its device time counts for it.
+#[tokio::test]
+async fn tenant_requests_count_once_by_their_end() {
+    const CONFIG: &str = r#"
+        [plans.two]
+        requests_per_minute = { limit = 1, burst = 4 }
+        [tenants.acme]
+        plan = "two"
+    "#;
+    let folder = TestGateway::folder();
+    let mut worker = FakeWorker::start(folder.path(), "w0");
+    let gateway = TestGateway::open(folder, CONFIG, &[&worker]).await;
+    let (response, ()) = join!(gateway.chat(""), async {
+        worker.run().await.answer("Hi.").await;
+    });
+    assert_eq!(json(response).await.0, StatusCode::OK);
+    let (response, ()) = join!(gateway.chat(r#""stream":true"#), async {
+        let run = worker.run().await;
+        run.token(0, "Hi.", 100).await;
+        run.end_choice(0, FinishReason::Fault).await;
+        run.end(1, 100).await;
+    });
+    assert!(text(response).await.1.contains("worker_lost"));
+    assert_eq!(json(gateway.chat(r#""n":0"#).await).await.0, StatusCode::BAD_REQUEST);
+    let (response, ()) = join!(gateway.chat(""), async {
+        worker.run().await.refuse(RefusedReason::Invalid).await;
+    });
+    assert_eq!(json(response).await.0, StatusCode::BAD_REQUEST);
+    let limited = gateway.chat("").await;
+    assert_eq!(json(limited).await.0, StatusCode::TOO_MANY_REQUESTS);
+    gateway.settled().await;
+    let metrics = gateway.api.metrics.text();
+    let requests = |outcome: &str, count: u32| {
+        format!("tollgate_tenant_requests_total{{tenant=\"acme\",outcome=\"{outcome}\"}} {count}\n")
+    };
+    let refused =
+        |kind: &str| format!("tollgate_tenant_refusals_total{{tenant=\"acme\",kind=\"{kind}\"}} ");
+    for line in [
+        requests("answered", 1),
+        requests("failed", 1),
+        refused("invalid_request") + "2\n",
+        refused("requests_per_minute"),
+        r#"tollgate_tenant_device_seconds_total{tenant="acme",class="cpu"} "#.to_owned(),
+    ] {
         assert!(metrics.contains(&line), "{line} is missing in:\n{metrics}");
     }
 }
