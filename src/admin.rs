@@ -56,6 +56,11 @@ pub enum Ask<'a> {
 }
 
 impl Admin {
+    /// Returns the access that config and data folder give.
+    pub fn of(place: Place) -> Self {
+        Self { place, url: None, ca: None, admin_key: None }
+    }
+
     /// Opens a connection to the gateway, which must run.
     ///
     /// # Errors

@@ -125,8 +125,9 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.chain().count() == 1 && kind == Some(std::io::ErrorKind::BrokenPipe)
 }
 
-/// Returns a table with aligned columns. Columns of numbers are aligned to the
-/// right.
+/// Returns a table with aligned columns, [`WIDTH`] characters wide at most. Columns of numbers
+/// are aligned to the right. Columns that do not fit follow below their row, each value with
+/// its name; there empty values are left out.
 pub fn table(head: &[&str], rows: &[Vec<String>]) -> String {
     let width = |column: usize| {
         // A character of several bytes takes one column.
@@ -134,26 +135,66 @@ pub fn table(head: &[&str], rows: &[Vec<String>]) -> String {
         cells.chain([head[column].chars().count()]).max().unwrap_or(0)
     };
     let widths: Vec<usize> = (0..head.len()).map(width).collect();
+    let shown = columns_that_fit(&widths);
     // A day such as 2026-11-20 begins with a digit and is no number.
     let is_number =
         |cell: &str| cell.starts_with(|c: char| c.is_ascii_digit()) && !cell.contains('-');
-    let line = |cells: &mut dyn Iterator<Item = (&str, bool)>| {
+    // A total leaves the cells of columns without a sum empty.
+    let is_numeric = |column: usize| {
+        let mut cells = rows.iter().map(|row| &row[column]).filter(|cell| !cell.is_empty());
+        cells.clone().next().is_some() && cells.all(|cell| is_number(cell))
+    };
+    let numeric: Vec<bool> = (0..shown).map(is_numeric).collect();
+    let line = |cells: &mut dyn Iterator<Item = &str>| {
         let mut line = String::new();
-        for (column, (cell, right)) in cells.enumerate() {
+        for (column, cell) in cells.take(shown).enumerate() {
             let pad = " ".repeat(widths[column].saturating_sub(cell.chars().count()));
-            let (before, after) = if right { (pad.as_str(), "") } else { ("", pad.as_str()) };
+            let (before, after) = if numeric[column] { (&*pad, "") } else { ("", &*pad) };
             line.push_str(&format!("{before}{cell}{after}  "));
         }
         line.trim_end().to_owned() + "\n"
     };
-    let numeric =
-        |column: usize| !rows.is_empty() && rows.iter().all(|row| is_number(&row[column]));
-    let mut text = line(&mut head.iter().enumerate().map(|(i, cell)| (*cell, numeric(i))));
+    let mut text = line(&mut head.iter().copied());
     for row in rows {
-        text += &line(&mut row.iter().enumerate().map(|(i, cell)| (cell.as_str(), numeric(i))));
+        text += &line(&mut row.iter().map(String::as_str));
+        let rest = head.iter().zip(row).skip(shown);
+        text += &below(rest.filter(|(_, cell)| !matches!(cell.as_str(), "" | "-")));
     }
     text
 }
+
+/// Returns the number of leading columns of these widths that fit a line; at least one.
+fn columns_that_fit(widths: &[usize]) -> usize {
+    let mut used = 0;
+    let fits = |width: &&usize| {
+        used += *width + 2;
+        // The gap after the last column is not printed.
+        used <= WIDTH + 2
+    };
+    widths.iter().take_while(fits).count().max(1)
+}
+
+/// Returns values with their names on indented lines.
+fn below<'a>(cells: impl Iterator<Item = (&'a &'a str, &'a String)>) -> String {
+    let (mut text, mut line) = (String::new(), String::new());
+    for (name, cell) in cells {
+        let value = format!("{name} {cell}");
+        let is_full = 4 + line.chars().count() + 2 + value.chars().count() > WIDTH;
+        if !line.is_empty() && is_full {
+            text += &format!("    {line}\n");
+            line.clear();
+        }
+        let comma = if line.is_empty() { "" } else { ", " };
+        line += &format!("{comma}{value}");
+    }
+    if !line.is_empty() {
+        text += &format!("    {line}\n");
+    }
+    text
+}
+
+/// Characters of a line of a table at most: a terminal has at least as many.
+const WIDTH: usize = 80;
 
 #[cfg(test)]
 mod tests {
@@ -177,5 +218,33 @@ mod tests {
             table(&["tenant", "tokens"], &rows),
             "tenant  tokens\nacme         7\nb         1200\n"
         );
+    }
+
+    #[test]
+    fn wide_table_shows_last_columns_below_rows() {
+        let (name, label) = ("n".repeat(40), "l".repeat(45));
+        let row = |cells: [&str; 5]| cells.map(str::to_owned).to_vec();
+        let rows = [row([&name, "7", &label, "-", "2 s"]), row(["total", "12", "", "", ""])];
+        assert_eq!(
+            table(&["name", "tokens", "label", "expires", "time"], &rows),
+            format!(
+                "name{}  tokens\n{name}       7\n    label {label}, time 2 s\ntotal{}      12\n",
+                " ".repeat(36),
+                " ".repeat(35)
+            )
+        );
+    }
+
+    #[test]
+    fn table_lines_fit_a_terminal() {
+        for columns in 1..16 {
+            let head: Vec<String> = (0..columns).map(|n| format!("column {n}")).collect();
+            let head: Vec<&str> = head.iter().map(String::as_str).collect();
+            let cells = |n: usize| (0..columns).map(|m| "x".repeat((n * 7 + m * 5) % 23)).collect();
+            let rows: Vec<Vec<String>> = (0..5).map(cells).collect();
+            for line in table(&head, &rows).lines() {
+                assert!(line.chars().count() <= WIDTH, "{line}");
+            }
+        }
     }
 }

@@ -1,10 +1,13 @@
 //! `tollgate usage`: the used device time, from the ledger. The gateway may be
-//! running.
+//! running; then it also tells which requests it refused.
+
+use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
 use tollgate_domain::{DeviceClass, DeviceNanos, KeyId, Millijoules, ModelName, TenantId, UtcDay};
 use tollgate_ledger::{GroupBy, Ledger, UsageQuery, UsageRow};
 
+use crate::admin::{Admin, Ask, Reach};
 use crate::common::{Place, parse_day, say, table};
 use crate::manifest;
 
@@ -69,7 +72,14 @@ pub fn run(arguments: UsageArguments) -> Result<()> {
     } else if rows.is_empty() {
         say("no usage yet\n")
     } else {
-        say(text(&rows))
+        say(text(&rows))?;
+        match refusals(&arguments) {
+            Some(rows) if !rows.is_empty() => say(format!(
+                "\nrefused since the gateway started\n{}",
+                table(&["tenant", "kind", "requests"], &rows)
+            )),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -96,70 +106,158 @@ impl By {
     }
 }
 
-/// The text forms of times and energy.
-struct Units {
-    time: fn(DeviceNanos) -> String,
-    energy: fn(Millijoules) -> String,
-}
-
-/// Returns the columns of a row: its groups, then its figures. Unknown energy is
-/// empty.
-fn columns(row: &UsageRow, units: &Units) -> Vec<(&'static str, String)> {
+/// Returns the groups of a row by name.
+fn groups(row: &UsageRow) -> Vec<(&'static str, String)> {
     let UsageRow { tenant, key, model, day, device_class, .. } = row;
     let day = day.map(|day| day.to_string());
     let named = [("tenant", tenant), ("key", key), ("model", model), ("day", &day)];
-    let mut columns: Vec<_> =
+    let mut groups: Vec<_> =
         named.into_iter().filter_map(|(name, value)| Some((name, value.clone()?))).collect();
     // Times on different classes cannot be added, so each row has its class.
-    columns.push(("device_class", device_class.clone()));
-    for (name, count) in [
-        ("requests", row.requests),
-        ("prompt_tokens", row.prompt_tokens),
-        ("cached_tokens", row.cached_tokens),
-        ("completion_tokens", row.completion_tokens),
-    ] {
-        columns.push((name, count.to_string()));
-    }
-    for (name, nanos) in [
-        ("attributed_ns", row.attributed_ns),
-        ("reference_ns", row.reference_ns),
-        ("gpu_ns", row.gpu_ns),
-    ] {
-        columns.push((name, (units.time)(DeviceNanos(nanos))));
-    }
-    let energy = row.energy_mj.map(|energy| (units.energy)(Millijoules(energy)));
-    columns.push(("energy_mj", energy.unwrap_or_default()));
-    columns
+    groups.push(("device_class", device_class.clone()));
+    groups
 }
 
-/// Returns a table for the terminal. Each value has its unit, so the headings have
-/// none.
+/// A column of figures: its name, whether the table shows it, and its text in a row.
+type Column<'a> = (&'static str, bool, &'a dyn Fn(&UsageRow) -> String);
+
+/// Returns a table for the terminal, with a total for each device class. Each value has its
+/// unit. Columns in which nothing happened are left out.
 fn text(rows: &[UsageRow]) -> String {
-    let units = Units { time: |time| time.to_string(), energy: |energy| energy.to_string() };
-    let all: Vec<_> = rows.iter().map(|row| columns(row, &units)).collect();
-    let head: Vec<String> = all
-        .first()
-        .map(|columns| {
-            let unit = |name: &'static str| name.trim_end_matches("_ns").trim_end_matches("_mj");
-            columns.iter().map(|(name, _)| unit(name).replace('_', " ")).collect()
+    let totals = totals(rows);
+    let group_names: Vec<&str> = rows.first().map_or(Vec::new(), |row| {
+        groups(row)
+            .iter()
+            .map(|(name, _)| if *name == "device_class" { "class" } else { name })
+            .collect()
+    });
+    let of_groups = |row: &UsageRow| groups(row).into_iter().map(|(_, value)| value).collect();
+    let of_total = |row: &UsageRow| {
+        // The class stands in its own column, the last of the groups.
+        let mut cells = vec![String::new(); group_names.len()];
+        cells[0] = "total".to_owned();
+        if let [_, .., class] = &mut cells[..] {
+            class.clone_from(&row.device_class);
+        }
+        cells
+    };
+    let lines: Vec<(Vec<String>, &UsageRow)> = rows
+        .iter()
+        .map(|row| (of_groups(row), row))
+        .chain(totals.iter().map(|row| (of_total(row), row)))
+        .collect();
+    let time = |nanos| DeviceNanos(nanos).to_string();
+    let energy = |row: &UsageRow| row.energy_mj.map(|energy| Millijoules(energy).to_string());
+    let figures: [Column<'_>; 7] = [
+        ("requests", true, &|row| row.requests.to_string()),
+        ("billed", true, &|row| time(row.reference_ns)),
+        ("measured", true, &|row| time(row.attributed_ns)),
+        ("in", true, &|row| row.prompt_tokens.to_string()),
+        ("cached", rows.iter().any(|row| row.cached_tokens > 0), &|row| {
+            row.cached_tokens.to_string()
+        }),
+        ("out", true, &|row| row.completion_tokens.to_string()),
+        ("energy", rows.iter().any(|row| row.energy_mj.is_some()), &|row| {
+            energy(row).unwrap_or_default()
+        }),
+    ];
+    let figures: Vec<_> = figures.into_iter().filter(|(_, is_shown, _)| *is_shown).collect();
+    let head: Vec<&str> =
+        group_names.iter().copied().chain(figures.iter().map(|(name, ..)| *name)).collect();
+    let cells: Vec<Vec<String>> = lines
+        .into_iter()
+        .map(|(groups, row)| {
+            groups.into_iter().chain(figures.iter().map(|(_, _, figure)| figure(row))).collect()
         })
-        .unwrap_or_default();
-    let head: Vec<&str> = head.iter().map(String::as_str).collect();
-    let cells: Vec<Vec<String>> =
-        all.into_iter().map(|row| row.into_iter().map(|(_, cell)| cell).collect()).collect();
-    table(&head, &cells)
+        .collect();
+    table(&head, &cells) + LEGEND
+}
+
+/// Returns the sum of the rows of each device class that has several.
+fn totals(rows: &[UsageRow]) -> Vec<UsageRow> {
+    let mut totals: BTreeMap<&str, (usize, UsageRow)> = BTreeMap::new();
+    for row in rows {
+        let (count, total) = totals
+            .entry(&row.device_class)
+            .or_insert_with(|| (0, UsageRow { device_class: row.device_class.clone(), ..NOTHING }));
+        // The energy of a class is known if that of each row is.
+        let is_known = *count == 0 || total.energy_mj.is_some();
+        *count += 1;
+        total.requests += row.requests;
+        total.prompt_tokens += row.prompt_tokens;
+        total.cached_tokens += row.cached_tokens;
+        total.completion_tokens += row.completion_tokens;
+        total.attributed_ns += row.attributed_ns;
+        total.reference_ns += row.reference_ns;
+        total.gpu_ns += row.gpu_ns;
+        let energy = row.energy_mj.filter(|_| is_known);
+        total.energy_mj = energy.map(|energy| energy + total.energy_mj.unwrap_or(0));
+    }
+    totals.into_values().filter(|(count, _)| *count > 1).map(|(_, total)| total).collect()
+}
+
+const NOTHING: UsageRow = UsageRow {
+    tenant: None,
+    key: None,
+    model: None,
+    day: None,
+    device_class: String::new(),
+    requests: 0,
+    prompt_tokens: 0,
+    cached_tokens: 0,
+    completion_tokens: 0,
+    attributed_ns: 0,
+    reference_ns: 0,
+    gpu_ns: 0,
+    energy_mj: None,
+};
+
+/// The meaning of the columns.
+const LEGEND: &str = "\nbilled: the reference cost, which prices and limits use, as they use tokens\n\
+    measured: the device time that was attributed to the requests\n";
+
+/// Returns the requests that the running gateway has refused since its start, by tenant and
+/// kind; `None` if no gateway answers.
+fn refusals(arguments: &UsageArguments) -> Option<Vec<Vec<String>>> {
+    // Usage is in the ledger, so a gateway that does not answer is no error.
+    let Ok(Reach::Running(client)) = Admin::of(arguments.place.clone()).reach() else {
+        return None;
+    };
+    let metrics = client.text(Ask::Get("/metrics")).ok()?;
+    let rows = metrics.lines().filter_map(refusal);
+    let wanted = arguments.tenant.as_deref();
+    Some(rows.filter(|row| wanted.is_none_or(|tenant| row[0] == tenant)).collect())
+}
+
+/// Reads `tollgate_tenant_refusals_total{tenant="acme",kind="queued"} 7`. Neither label can
+/// hold a quote.
+fn refusal(line: &str) -> Option<Vec<String>> {
+    let rest = line.strip_prefix("tollgate_tenant_refusals_total{tenant=\"")?;
+    let (tenant, rest) = rest.split_once("\",kind=\"")?;
+    let (kind, count) = rest.split_once("\"} ")?;
+    Some(vec![tenant.to_owned(), kind.to_owned(), count.to_owned()])
 }
 
 /// Returns CSV (RFC 4180). Names contain neither commas nor quotes, so no cell
 /// needs quoting.
 fn csv(rows: &[UsageRow]) -> String {
-    let units = Units {
-        time: |time| time.nanos().to_string(),
-        energy: |energy| energy.millijoules().to_string(),
-    };
     let mut text = String::new();
     for (index, row) in rows.iter().enumerate() {
-        let columns = columns(row, &units);
+        let mut columns = groups(row);
+        for (name, figure) in [
+            ("requests", row.requests),
+            ("prompt_tokens", row.prompt_tokens),
+            ("cached_tokens", row.cached_tokens),
+            ("completion_tokens", row.completion_tokens),
+            ("attributed_ns", row.attributed_ns),
+            ("reference_ns", row.reference_ns),
+            ("gpu_ns", row.gpu_ns),
+        ] {
+            columns.push((name, figure.to_string()));
+        }
+        // Unknown energy is empty.
+        let energy = row.energy_mj.map(|energy| energy.to_string()).unwrap_or_default();
+        columns.push(("energy_mj", energy));
         // The groups decide the columns, so the first row gives the heading.
         if index == 0 {
             let names: Vec<&str> = columns.iter().map(|(name, _)| *name).collect();
@@ -169,4 +267,56 @@ fn csv(rows: &[UsageRow]) -> String {
         text += &(cells.join(",") + "\r\n");
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(tenant: &str, class: &str, requests: u64) -> UsageRow {
+        UsageRow {
+            tenant: Some(tenant.to_owned()),
+            key: Some("gwf7hrkkx8".to_owned()),
+            model: Some("tollgate-demo".to_owned()),
+            device_class: class.to_owned(),
+            requests,
+            prompt_tokens: 20,
+            completion_tokens: 30,
+            attributed_ns: 2_000_000,
+            reference_ns: 1_000_000,
+            ..NOTHING
+        }
+    }
+
+    #[test]
+    fn usage_table_has_totals_and_fits_a_terminal() {
+        let rows = [row("acme", "cpu", 3), row("globex", "cpu", 4), row("acme", "h200", 5)];
+        let text = text(&rows);
+        assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
+        let total: Vec<&str> = text
+            .lines()
+            .find(|line| line.starts_with("total"))
+            .unwrap()
+            .split_whitespace()
+            .collect();
+        assert_eq!(total[..3], ["total", "cpu", "7"], "{text}");
+        assert!(!text.contains("energy") && !text.contains("cached"), "{text}");
+        assert!(text.contains("billed"), "{text}");
+        assert_eq!(text.matches("total").count(), 1, "one row needs no total: {text}");
+    }
+
+    #[test]
+    fn total_has_energy_only_if_each_row_has() {
+        let known = |energy| UsageRow { energy_mj: energy, ..row("acme", "h200", 1) };
+        assert_eq!(totals(&[known(Some(5)), known(Some(7))])[0].energy_mj, Some(12));
+        assert_eq!(totals(&[known(Some(5)), known(None), known(Some(7))])[0].energy_mj, None);
+        assert_eq!(totals(&[known(None), known(Some(7))])[0].energy_mj, None);
+    }
+
+    #[test]
+    fn refusals_are_read_from_metrics() {
+        let line = r#"tollgate_tenant_refusals_total{tenant="acme",kind="queued"} 7"#;
+        assert_eq!(refusal(line), Some(vec!["acme".into(), "queued".into(), "7".into()]));
+        assert_eq!(refusal("# TYPE tollgate_tenant_refusals_total counter"), None);
+    }
 }
