@@ -6,6 +6,7 @@ mod body;
 mod body_budget;
 mod idempotent;
 mod job;
+pub(crate) mod limits;
 pub(crate) mod models;
 mod outgoing;
 mod preflight;

@@ -19,7 +19,7 @@ use tollgate_openai::{CHAT, COMPLETIONS};
 use tower::{Layer as _, Service, ServiceExt as _};
 use tower_governor::governor::Governor;
 
-use crate::api::{self, Api, Call, KnownCaller, RouteKind, models, usage};
+use crate::api::{self, Api, Call, KnownCaller, RouteKind, limits, models, usage};
 use crate::auth::Endpoint;
 use crate::read_limit::{ByCaller, ReadLimit};
 use crate::reply::ApiError;
@@ -59,7 +59,7 @@ type Handler = fn(Api, Call) -> HandlerFuture;
 type HandlerFuture = Pin<Box<dyn Future<Output = Result<Response, ApiError>> + Send>>;
 
 /// All routes of the public API.
-static ROUTES: [Route; 6] = [
+static ROUTES: [Route; 7] = [
     Route {
         path: Pattern::Exact("/v1/chat/completions"),
         method: RouteMethod::Post,
@@ -91,6 +91,15 @@ static ROUTES: [Route; 6] = [
         label: "model",
         kind: RouteKind::ReadOnly,
         handler: |api, call| Box::pin(models::show(api, call)),
+    },
+    Route {
+        path: Pattern::Exact("/v1/limits"),
+        method: RouteMethod::Get,
+        // What is left of a limit tells what the tenant has used.
+        endpoint: Endpoint::Usage,
+        label: "limits",
+        kind: RouteKind::ReadOnly,
+        handler: |api, call| Box::pin(limits::list(api, call)),
     },
     Route {
         path: Pattern::Exact("/v1/usage"),
@@ -325,6 +334,7 @@ mod tests {
             ("/v1/models/org/demo", "model", "org/demo"),
             ("/v1/models/org%2Fdemo", "model", "org/demo"),
             ("/v1/models/%ff", "model", ""),
+            ("/v1/limits", "limits", ""),
             ("/v1/usage", "usage", ""),
             ("/v1/usage/req-1", "request_usage", "req-1"),
             ("/v1/usage/req-1/more", "other", ""),

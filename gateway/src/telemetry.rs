@@ -45,6 +45,9 @@ use tollgate_serving::settlement::BooksReport;
 use tollgate_serving::timings::RequestTimings;
 use tollgate_serving::workers::WorkerReport;
 
+/// A gauge of fractions.
+type FloatGauge = Gauge<f64, std::sync::atomic::AtomicU64>;
+
 /// All metrics of a gateway.
 #[derive(Debug)]
 pub struct Metrics {

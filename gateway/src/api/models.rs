@@ -17,6 +17,10 @@ pub(crate) struct ModelBody {
     object: &'static str,
     created: u64,
     owned_by: &'static str,
+    /// Tokens that the model takes, prompt and answer together; absent while no worker
+    /// serves the model. The name is vLLM's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    max_model_len: Option<u32>,
     /// The sampling parameters of requests that name none; absent while no worker
     /// serves the model.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -62,7 +66,11 @@ pub(crate) async fn show(api: Api, call: Call) -> Result<Response, ApiError> {
     }
 }
 
-fn usable<'a>(api: &Api, caller: &'a KnownCaller) -> impl Iterator<Item = ModelName> + use<'a> {
+/// Returns the models that `caller` may use.
+pub(super) fn usable<'a>(
+    api: &Api,
+    caller: &'a KnownCaller,
+) -> impl Iterator<Item = ModelName> + use<'a> {
     let KnownCaller { caller, tenant, context: _ } = caller;
     let mut names = route::offered(api.serving.workers());
     names.extend(tenant.config().models().map(|model| model.name.clone()));
@@ -73,12 +81,13 @@ fn usable<'a>(api: &Api, caller: &'a KnownCaller) -> impl Iterator<Item = ModelN
 }
 
 fn body(api: &Api, name: &ModelName) -> ModelBody {
+    let served = route::offer(api.serving.workers(), name.as_str());
     ModelBody {
         id: name.as_str().to_owned(),
         object: "model",
         created: api.serving.started().unix_seconds(),
         owned_by: "tollgate",
-        sampling_defaults: route::offer(api.serving.workers(), name.as_str())
-            .map(|served| served.defaults.into()),
+        max_model_len: served.as_ref().map(|served| served.context_length),
+        sampling_defaults: served.map(|served| served.defaults.into()),
     }
 }

@@ -6,21 +6,26 @@ use std::io::Write as _;
 use std::time::Duration;
 
 use http::{HeaderMap, HeaderName, HeaderValue};
-use tollgate_admission::{Figures, RateFigures};
+use tollgate_admission::{CapFigures, Figures, RateFigures};
 
 /// Writes the state of a caller's limits into the headers of a response, which may
 /// be an answer or a refusal.
 pub fn write_figures(figures: &Figures, headers: &mut HeaderMap) {
-    // Caps have no header. A refusal's message names them.
-    let Figures { requests, tokens, device_time, day: _, month: _ } = figures;
+    let Figures { requests, tokens, device_time, day, month } = figures;
     if let Some(figures) = requests {
         write_rate(figures, REQUESTS, headers);
     }
     if let Some(figures) = tokens {
         write_rate(figures, TOKENS, headers);
     }
-    if let Some(figures) = device_time {
-        write_device_time(figures, headers);
+    let minute = device_time.as_ref().map(TimeLimit::of_minute);
+    let caps = day.as_ref().map(|day| TimeLimit::of_cap("device-time-day", Some(86_400), day));
+    // Months differ in length, so the limit of a month states no window.
+    let of_month = |month| TimeLimit::of_cap("device-time-month", None, month);
+    let limits: Vec<TimeLimit> =
+        minute.into_iter().chain(caps).chain(month.as_ref().map(of_month)).collect();
+    if !limits.is_empty() {
+        write_device_time(&limits, headers);
     }
 }
 
@@ -34,23 +39,58 @@ fn write_rate(
     headers.insert(reset, passing(text(format_args!("{}", duration_text(figures.reset)))));
 }
 
-/// Writes device time in the whole units of the draft: milliseconds rounded down,
-/// and seconds until the bucket is full, rounded up.
-fn write_device_time(figures: &RateFigures, headers: &mut HeaderMap) {
-    let quota = millis(figures.rate.per_minute);
-    headers.insert(
-        HeaderName::from_static("ratelimit-policy"),
-        // The draft uses structured fields, in which the name of a policy is a quoted string.
-        text(format_args!("\"device-time\";q={quota};qu=\"device-milliseconds\";w=60")),
-    );
-    headers.insert(
-        HeaderName::from_static("ratelimit"),
-        passing(text(format_args!(
-            "\"device-time\";r={};t={}",
-            millis(figures.remaining),
-            seconds_up(figures.reset)
-        ))),
-    );
+/// A limit on device time in the whole units of the draft: milliseconds rounded down, and
+/// seconds until the limit is whole, rounded up.
+struct TimeLimit {
+    name: &'static str,
+    quota: u64,
+    window: Option<u32>,
+    remaining: u64,
+    reset: u64,
+}
+
+impl TimeLimit {
+    fn of_minute(figures: &RateFigures) -> Self {
+        Self {
+            name: "device-time",
+            quota: millis(figures.rate.per_minute),
+            window: Some(60),
+            remaining: millis(figures.remaining),
+            reset: seconds_up(figures.reset),
+        }
+    }
+
+    fn of_cap(name: &'static str, window: Option<u32>, figures: &CapFigures) -> Self {
+        Self {
+            name,
+            quota: millis(figures.cap.nanos()),
+            window,
+            remaining: millis(figures.remaining.nanos()),
+            reset: seconds_up(figures.reset),
+        }
+    }
+}
+
+/// Writes the limits on device time as the lists of the draft.
+fn write_device_time(limits: &[TimeLimit], headers: &mut HeaderMap) {
+    // The draft uses structured fields, in which the name of a policy is a quoted string.
+    let policies = fmt::from_fn(|f| {
+        for (index, TimeLimit { name, quota, window, .. }) in limits.iter().enumerate() {
+            let comma = if index == 0 { "" } else { ", " };
+            write!(f, "{comma}\"{name}\";q={quota};qu=\"device-milliseconds\"")?;
+            window.map_or(Ok(()), |window| write!(f, ";w={window}"))?;
+        }
+        Ok(())
+    });
+    let left = fmt::from_fn(|f| {
+        for (index, TimeLimit { name, remaining, reset, .. }) in limits.iter().enumerate() {
+            let comma = if index == 0 { "" } else { ", " };
+            write!(f, "{comma}\"{name}\";r={remaining};t={reset}")?;
+        }
+        Ok(())
+    });
+    headers.insert(HeaderName::from_static("ratelimit-policy"), text(format_args!("{policies}")));
+    headers.insert(HeaderName::from_static("ratelimit"), passing(text(format_args!("{left}"))));
 }
 
 /// Returns a duration in the form of OpenAI's headers: `12ms`, `1.5s`, `6m0s`,
@@ -140,4 +180,4 @@ const TOKENS: [HeaderName; 3] = [
 ];
 
 /// Bytes of the longest figure with its units, and more.
-const LONGEST_VALUE: usize = 128;
+const LONGEST_VALUE: usize = 384;

@@ -2,7 +2,7 @@
 //! disk and the build. Read when metrics are scraped, but for the time of commits.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use prometheus_client::encoding::EncodeLabelSet;
@@ -15,9 +15,7 @@ use tollgate_admission::Offence;
 use tollgate_domain::UtcTime;
 use tollgate_serving::settlement::BooksReport;
 
-use super::{gauge, seconds};
-
-type Fraction = Gauge<f64, AtomicU64>;
+use super::{FloatGauge, gauge, seconds};
 
 /// The figures of the gateway's own parts.
 #[derive(Debug)]
@@ -26,10 +24,10 @@ pub(super) struct StateMetrics {
     waiting: Family<PlaceLabel, Gauge>,
     penalties_held: Family<HeldLabel, Gauge>,
     ledger_commit: Histogram,
-    ledger_lag: Fraction,
+    ledger_lag: FloatGauge,
     ledger_blocks: Family<BlockLabel, Counter>,
     disk_free: Gauge,
-    certificate_expiry: Fraction,
+    certificate_expiry: FloatGauge,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]

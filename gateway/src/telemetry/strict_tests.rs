@@ -161,7 +161,7 @@ fn is_name(name: &str) -> bool {
 }
 
 #[test]
-fn both_text_formats_are_well_formed_and_say_the_same() {
+fn both_text_formats_are_well_formed_and_equal() {
     let open = read(&every_metric(TextFormat::OpenMetrics), TextFormat::OpenMetrics);
     let plain = read(&every_metric(TextFormat::Prometheus), TextFormat::Prometheus);
     let samples = |families: &BTreeMap<String, MetricFamily>| -> BTreeSet<String> {

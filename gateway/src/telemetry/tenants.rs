@@ -101,10 +101,13 @@ pub(crate) struct TenantReadings<'a> {
     /// The classes of the connected devices.
     pub(crate) classes: Vec<DeviceClass>,
     /// Returns the state of a tenant's limits and of its pool's.
-    pub(crate) limits: Option<&'a dyn Fn(&TenantId) -> Vec<LimitState>>,
+    pub(crate) limits: Option<&'a LimitsOf<'a>>,
     /// The UTC day of the scrape.
     pub(crate) today: UtcDay,
 }
+
+/// Returns the state of a tenant's limits.
+pub(crate) type LimitsOf<'a> = dyn Fn(&TenantId) -> Vec<LimitState> + 'a;
 
 /// The counts behind the families.
 #[derive(Debug, Default)]
@@ -409,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn tenants_of_small_config_have_labels_from_their_first_request() {
+    fn tenants_of_small_config_have_labels_at_once() {
         let (metrics, config) = (TenantMetrics::new(), config(3));
         metrics.count(&tenant(1), Outcome::Refused, Some("requests_per_minute"));
         metrics.count(&tenant(1), Outcome::Answered, None);

@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn counters_have_the_name_of_their_samples_in_the_text_format() {
+    fn text_format_names_counters_like_their_samples() {
         let open = "# HELP a_seconds Time.\n# TYPE a_seconds counter\n# UNIT a_seconds seconds\n\
             a_seconds_total{b=\"c\"} 1.0\n# HELP d Things.\n# TYPE d gauge\nd 2\n# EOF\n";
         let expected = "# HELP a_seconds_total Time.\n# TYPE a_seconds_total counter\n\

@@ -12,31 +12,30 @@ use tollgate_domain::{DeviceNanos, UtcTime};
 use tollgate_serving::settlement::{BooksReport, PostedTime};
 use tollgate_serving::workers::{DeviceLoad, WorkerReport};
 
-use super::gauge;
+use super::{FloatGauge, gauge};
 
 type Seconds = Counter<f64, AtomicU64>;
-type Fraction = Gauge<f64, AtomicU64>;
 
 /// The figures of all workers.
 #[derive(Debug)]
 pub(super) struct WorkerMetrics {
     registry: Registry,
     info: Family<InfoLabels, Gauge>,
-    up: Family<WorkerLabel, Gauge>,
-    distrusted: Family<WorkerLabel, Gauge>,
-    queued: Family<WorkerLabel, Gauge>,
-    running: Family<WorkerLabel, Gauge>,
-    backlog: Family<WorkerLabel, Fraction>,
+    up: Family<ByWorker, Gauge>,
+    distrusted: Family<ByWorker, Gauge>,
+    queued: Family<ByWorker, Gauge>,
+    running: Family<ByWorker, Gauge>,
+    backlog: Family<ByWorker, FloatGauge>,
     kv_blocks: Family<StateLabels, Gauge>,
-    steps: Family<WorkerLabel, Counter>,
-    busy: Family<WorkerLabel, Seconds>,
+    steps: Family<ByWorker, Counter>,
+    busy: Family<ByWorker, Seconds>,
     account: Family<AccountLabels, Seconds>,
-    wall: Family<WorkerLabel, Seconds>,
-    journal_lag: Family<WorkerLabel, Fraction>,
+    wall: Family<ByWorker, Seconds>,
+    journal_lag: Family<ByWorker, FloatGauge>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct WorkerLabel {
+struct ByWorker {
     worker: String,
 }
 
@@ -157,7 +156,7 @@ impl WorkerMetrics {
         self.clear();
         workers.iter().for_each(|report| self.show(report));
         for (worker, posted) in &books.workers {
-            self.show_posted(WorkerLabel { worker: worker.to_string() }, posted, now);
+            self.show_posted(ByWorker { worker: worker.to_string() }, posted, now);
         }
         &self.registry
     }
@@ -180,7 +179,7 @@ impl WorkerMetrics {
     }
 
     fn show(&self, report: &WorkerReport) {
-        let label = WorkerLabel { worker: report.name.to_string() };
+        let label = ByWorker { worker: report.name.to_string() };
         self.up.get_or_create(&label).set(report.load.is_some().into());
         self.distrusted.get_or_create(&label).set(report.distrusted.into());
         // A worker that is not connected reports nothing, and 0 would look measured.
@@ -206,7 +205,7 @@ impl WorkerMetrics {
         set_seconds(&self.busy.get_or_create(&label), busy.nanos());
     }
 
-    fn show_posted(&self, label: WorkerLabel, posted: &PostedTime, now: UtcTime) {
+    fn show_posted(&self, label: ByWorker, posted: &PostedTime, now: UtcTime) {
         let PostedTime { tenants, overhead, idle, loss, until } = *posted;
         for (account, nanos) in
             [("tenants", tenants), ("overhead", overhead), ("idle", idle), ("loss", loss)]

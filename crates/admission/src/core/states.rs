@@ -27,9 +27,9 @@ impl Core {
         let mut states = Vec::new();
         for ScopeLimits { scope, limits, .. } in scopes {
             let state = self.scopes.get(scope).unwrap_or(&unused);
-            let look = Look { core: self, moment, scope, limits, state };
-            look.counts(&mut states);
-            classes.iter().for_each(|class| look.device_time(class, &mut states));
+            let view = StateView { core: self, moment, scope, limits, state };
+            view.counts(&mut states);
+            classes.iter().for_each(|class| view.device_time(class, &mut states));
         }
         states
     }
@@ -54,7 +54,7 @@ impl Core {
 }
 
 /// The limits of one scope with their state.
-struct Look<'a> {
+struct StateView<'a> {
     core: &'a Core,
     moment: Moment,
     scope: &'a Scope,
@@ -63,7 +63,7 @@ struct Look<'a> {
     state: &'a ScopeState,
 }
 
-impl Look<'_> {
+impl StateView<'_> {
     /// Adds the limits that no device class divides.
     fn counts(&self, states: &mut Vec<LimitState>) {
         let PlanLimits { requests, tokens, concurrent, queued, .. } = *self.limits;

@@ -1,5 +1,5 @@
-//! What this gateway has posted of each worker's journal, and the blocks that are on their
-//! way into the ledger. For metrics; bills come from the ledger alone.
+//! The progress of each worker's journal: the time that this gateway has posted, and the blocks
+//! that are on their way into the ledger. For metrics; bills come from the ledger alone.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -40,7 +40,7 @@ pub struct PostedTime {
     pub until: UtcTime,
 }
 
-/// What became of a block.
+/// The outcome of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum BlockOutcome {
     /// The ledger took the block.

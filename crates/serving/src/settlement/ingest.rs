@@ -312,10 +312,7 @@ impl Settlement {
             };
             match refusal {
                 // The ledger knows the block, so there is nothing to skip or to bill.
-                BlockRefusal::Skipped | BlockRefusal::Archived => {
-                    self.books.count(BlockOutcome::Known);
-                    return Ok(ack);
-                }
+                BlockRefusal::Skipped | BlockRefusal::Archived => return Ok(ack),
                 // The worker closed this epoch at its start, and the end of the journal
                 // was damaged: the block was posted before, with more in it.
                 BlockRefusal::Conflict
