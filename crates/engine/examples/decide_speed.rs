@@ -67,6 +67,7 @@ fn decoding(sequence: SequenceId, key: NodeId) -> Running {
         key,
         cached: 300,
         computed: 300,
+        known: 301,
         pending: 1,
         rows: Rows::Last,
         most: 512,

@@ -117,13 +117,19 @@ impl BlockTable {
         Some(Fork { table: Self { blocks, shared: full }, copy })
     }
 
-    /// Releases all blocks to the pool.
-    pub fn release(&mut self, pool: &mut BlockPool) {
+    /// Releases all blocks but the first `blocks` to the pool.
+    pub fn shrink_to(&mut self, blocks: u32, pool: &mut BlockPool) {
         // Released from the end, so that a table built again gets its blocks in order.
-        for block in self.blocks.drain(..).rev() {
+        let kept = self.blocks.len().min(blocks as usize);
+        for block in self.blocks.drain(kept..).rev() {
             pool.release(block);
         }
-        self.shared = 0;
+        self.shared = self.shared.min(kept);
+    }
+
+    /// Releases all blocks to the pool.
+    pub fn release(&mut self, pool: &mut BlockPool) {
+        self.shrink_to(0, pool);
     }
 }
 
@@ -152,6 +158,7 @@ mod tests {
         Grow { table: usize, blocks: u32 },
         Fork { table: usize, tokens: u32 },
         Release { table: usize },
+        Shrink { table: usize, blocks: u32 },
     }
 
     fn any_act() -> impl Strategy<Value = Act> {
@@ -159,6 +166,7 @@ mod tests {
             (0usize..6, 1u32..12).prop_map(|(table, blocks)| Act::Grow { table, blocks }),
             (0usize..6, 0u32..160).prop_map(|(table, tokens)| Act::Fork { table, tokens }),
             (0usize..6).prop_map(|table| Act::Release { table }),
+            (0usize..6, 0u32..12).prop_map(|(table, blocks)| Act::Shrink { table, blocks }),
         ]
     }
 
@@ -210,6 +218,13 @@ mod tests {
                                 prop_assert_eq!(pool.references[to as usize], 1);
                             }
                             tables.push(table);
+                        }
+                    }
+                    Act::Shrink { table, blocks } => {
+                        if let Some(table) = tables.get_mut(table) {
+                            let before = table.len();
+                            table.shrink_to(blocks, &mut pool);
+                            prop_assert_eq!(table.len(), before.min(blocks));
                         }
                     }
                     Act::Release { table } if table < tables.len() => {

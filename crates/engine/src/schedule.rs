@@ -136,6 +136,8 @@ pub struct Running {
     /// Largest number of tokens that the KV cache has held for the sequence. These tokens
     /// have been computed at least once.
     pub computed: u32,
+    /// Tokens of the prompt and generated tokens.
+    pub known: u32,
     /// Known tokens that are not in the cache: 1 while the sequence decodes. During
     /// recomputation, only the tokens that were in the cache before the preemption.
     pub pending: u32,
@@ -171,6 +173,8 @@ pub struct Decisions {
     pub refuse: Vec<SequenceId>,
     /// Sequences that lose their KV blocks.
     pub preempt: Vec<SequenceId>,
+    /// Sequences that stay in the batch and keep only their first KV blocks.
+    pub shrink: Vec<Shrink>,
     /// Share owners whose large request waits for room while others pass it. Waiting for
     /// room earns no credit, so they are lifted to the smallest virtual time of the others.
     pub passed: Vec<NodeId>,
@@ -179,6 +183,15 @@ pub struct Decisions {
     pub admit: Vec<(NodeId, Rank)>,
     /// The work of the step, in order.
     pub chunks: Vec<Chunk>,
+}
+
+/// A sequence that gives up its last KV blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shrink {
+    /// Id of the sequence.
+    pub sequence: SequenceId,
+    /// Number of KV blocks that the sequence keeps.
+    pub blocks: u32,
 }
 
 /// The work of one sequence in the step.

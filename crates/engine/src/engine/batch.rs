@@ -17,6 +17,7 @@ use super::journal::{Owner, RequestFigures};
 use super::outcome::{ChoiceEvent, Outcome};
 use super::queues::Ticket;
 use super::submission::{PromptLogprob, RequestKey, Stages, TokenSink};
+use crate::backend::BLOCK_TOKENS;
 use crate::kv::{BlockPool, BlockTable};
 use crate::sample::{SampledToken, SamplingParams, TokenCounts};
 use crate::schedule::{NodeId, Rank, Rows, Running, SchedulePolicy, Seat, Shares, Waiting};
@@ -457,13 +458,19 @@ impl Sequence {
     /// Releases the KV blocks. The tokens in them must be computed again, under the
     /// sequence id `again`.
     pub(super) fn preempt(&mut self, again: SequenceId, now: MonotonicTime, pool: &mut BlockPool) {
-        self.table.release(pool);
-        let until = self.computed();
-        // A sequence without computed tokens has nothing to recompute.
-        self.recompute = (until > 0).then_some(Recompute { sequence: again, until });
-        self.cached = 0;
+        self.shrink(0, again, pool);
         self.preempted = true;
         self.preempted_at = Some(now);
+    }
+
+    /// Releases all KV blocks but the first `blocks`. The tokens in the others must be
+    /// computed again, under the sequence id `again`.
+    pub(super) fn shrink(&mut self, blocks: u32, again: SequenceId, pool: &mut BlockPool) {
+        self.table.shrink_to(blocks, pool);
+        let until = self.computed();
+        self.cached = self.cached.min(blocks * BLOCK_TOKENS);
+        // Nothing is computed again if the released blocks were empty.
+        self.recompute = (until > self.cached).then_some(Recompute { sequence: again, until });
     }
 
     /// Appends the sampled token to the choice.
@@ -530,6 +537,7 @@ impl Sequence {
             key: self.node,
             cached: self.cached,
             computed: self.computed(),
+            known: self.tokens.len() as u32,
             pending,
             rows,
             most: self.most,

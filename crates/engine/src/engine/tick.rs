@@ -31,7 +31,7 @@ use crate::clock::Clock;
 use crate::kv::BlockPool;
 use crate::meter::{Meter, Totals};
 use crate::schedule::{
-    Bounds, Chunk, Decisions, NodeId, Rank, Running, SchedulePolicy, Shares, View, decide,
+    Bounds, Chunk, Decisions, NodeId, Rank, Running, SchedulePolicy, Shares, Shrink, View, decide,
 };
 
 pub(super) use self::device::panic_message;
@@ -273,7 +273,8 @@ impl Core {
         self.take_device()?;
         let started = self.clock.now();
         let decisions = self.decide(started);
-        let moved = !decisions.refuse.is_empty() || !decisions.preempt.is_empty();
+        let Decisions { refuse, preempt, shrink, .. } = &decisions;
+        let moved = !(refuse.is_empty() && preempt.is_empty() && shrink.is_empty());
         let parts = self.apply(decisions, started);
         if parts.is_empty() {
             // A preemption or a refusal is progress: the next tick decides again with the
@@ -365,12 +366,15 @@ impl Core {
 
     /// Applies the decisions. Returns the parts of the step.
     fn apply(&mut self, decisions: Decisions, now: MonotonicTime) -> Vec<Part> {
-        let Decisions { refuse, preempt, passed, admit, chunks } = decisions;
+        let Decisions { refuse, preempt, shrink, passed, admit, chunks } = decisions;
         for id in refuse {
             self.refuse(id, RefusedReason::Deadline, "it waited past its deadline");
         }
         for id in preempt {
             self.preempt(id, now);
+        }
+        for shrink in shrink {
+            self.shrink(shrink);
         }
         for share_owner in passed {
             self.shares.catch_up(share_owner);
@@ -394,6 +398,14 @@ impl Core {
         // Charged before the push: the entry is queued with the final virtual time.
         self.shares.charge(sequence.node, DeviceNanos::ZERO, predicted, DeviceNanos::ZERO);
         self.shares.push(sequence.node, waiting);
+    }
+
+    /// Takes the last KV blocks of a sequence, which stays in the batch.
+    fn shrink(&mut self, Shrink { sequence, blocks }: Shrink) {
+        let again = SequenceId(self.next_sequence);
+        self.next_sequence += 1;
+        let sequence = self.sequences.get_mut(&sequence).expect("it was in the batch");
+        sequence.shrink(blocks, again, &mut self.pool);
     }
 
     /// Moves a prompt or a preempted sequence from its queue into the batch. The predicted

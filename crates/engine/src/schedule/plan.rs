@@ -5,12 +5,14 @@
 //! decides which sequences make room, and `chunk` decides how many tokens are read.
 
 mod chunk;
+mod part;
 mod preemption;
 mod room;
 
 use tollgate_domain::StepCost;
 
 use self::chunk::Pending;
+use self::part::Partial;
 use self::room::{FreeCapacity, Growth, needed, reserved};
 use super::queue_heads::{QueueHead, QueueHeads};
 use super::shares::{NodeId, Priority, Shares, Waiting};
@@ -39,6 +41,8 @@ pub(super) struct Planner<'a> {
     first_read: bool,
     /// Share owners with a large head that does not fit, in order. Others may pass them.
     passed: Vec<NodeId>,
+    /// A large sequence that this step admits with a part of its blocks.
+    admitted_part: Option<Partial>,
 }
 
 /// A running sequence and the decision about it.
@@ -46,6 +50,8 @@ struct Member<'a> {
     running: &'a Running,
     chunk: Option<Chunk>,
     preempted: bool,
+    /// Blocks that the sequence keeps: fewer than it holds if it gives up its last ones.
+    kept: u32,
 }
 
 /// A queue head that could enter the batch.
@@ -63,9 +69,14 @@ impl<'a> Planner<'a> {
         let room = FreeCapacity {
             free: view.free_blocks,
             sequences: running.iter().map(|running| 1 + running.followers).sum(),
-            promised: running.iter().map(|running| running.soon(running.blocks)).sum(),
+            promised: running.iter().map(|running| running.promised(running.blocks)).sum(),
         };
-        let member = |running| Member { running, chunk: None, preempted: false };
+        let member = |running: &'a Running| Member {
+            running,
+            chunk: None,
+            preempted: false,
+            kept: running.blocks,
+        };
         Self {
             view,
             bounds,
@@ -79,6 +90,7 @@ impl<'a> Planner<'a> {
             rows_left: bounds.limits.logit_rows,
             first_read: true,
             passed: Vec::new(),
+            admitted_part: None,
         }
     }
 
@@ -115,7 +127,9 @@ impl<'a> Planner<'a> {
             // The sequences left over decode in the next step; none of them loses its
             // blocks.
             let full = self.tokens_left == 0 || self.rows_left == 0;
-            if !self.batch[at].decodes() || preempted || full {
+            // A sequence that gave up blocks for another one waits for the next step.
+            let gave = self.batch[at].lacks() > 0;
+            if !self.batch[at].decodes() || preempted || gave || full {
                 continue;
             }
             if let Some(blocks) = self.blocks_to_grow(at) {
@@ -183,7 +197,9 @@ impl<'a> Planner<'a> {
         if tokens == 0 {
             return false;
         }
-        if let Some(blocks) = self.blocks_to_grow(at) {
+        if self.batch[at].lacks() > 0 {
+            self.read_part(at, tokens);
+        } else if let Some(blocks) = self.blocks_to_grow(at) {
             let chunk = Chunk { sequence, tokens, blocks, rows: pending.rows_of(tokens) };
             self.first_read = false;
             self.count(chunk, cached);
@@ -197,23 +213,23 @@ impl<'a> Planner<'a> {
     fn admit_or_pass(&mut self, head: QueueHead<'_>, queue_heads: &mut QueueHeads<'_>) -> bool {
         let share_owner = head.priority.share_owner;
         let large = self.is_large(share_owner.1, needed(head.waiting));
-        // Only small heads pass a large one.
-        if large && !self.passed.is_empty() {
-            return false;
-        }
         let near_smallest = self.is_near_smallest(&head.priority);
         let candidate = Candidate { head, near_smallest, large };
-        if self.try_admit(&candidate) {
+        // Only small heads pass a large one.
+        let waits = large && !self.passed.is_empty();
+        if !waits && (self.try_admit(&candidate) || self.admit_part(&candidate)) {
             // The head is taken only once it is admitted, so a blocked head keeps its
             // position.
             queue_heads.take(head.key);
             return true;
         }
-        if large {
+        // The other requests of an owner wait for the large one of that owner.
+        let passed = large || self.lacked_by(share_owner.1) > 0;
+        if passed {
             queue_heads.pass(share_owner.1);
             self.passed.push(share_owner.1);
         }
-        large
+        passed
     }
 
     /// Admits a queue head if there is room, or if preemption can make room. Returns true
@@ -250,25 +266,25 @@ impl<'a> Planner<'a> {
 impl Member<'_> {
     /// Returns true if the sequence feeds only its newest token.
     fn decodes(&self) -> bool {
-        self.running.pending == 1
+        self.running.decodes()
     }
 
     /// Returns true if the next tokens need more blocks than the sequence holds.
     fn grows(&self) -> bool {
-        blocks_for(self.running.cached + self.running.pending) > self.running.blocks
+        blocks_for(self.running.cached + self.running.pending) > self.kept
     }
 
     /// Returns the blocks that the sequence holds after the decisions so far.
     fn held(&self) -> u32 {
-        self.chunk.map_or(self.running.blocks, |chunk| chunk.blocks)
+        self.chunk.map_or(self.kept, |chunk| chunk.blocks)
     }
 
     /// Adds the capacity that the sequence would release to `room`.
     fn leave(&self, room: &mut FreeCapacity) {
         let Running { blocks, exclusive, followers, .. } = *self.running;
         let held = self.held();
-        room.free += exclusive + (held - blocks);
+        room.free += exclusive + held - blocks;
         room.sequences -= 1 + followers;
-        room.promised -= self.running.soon(held);
+        room.promised -= self.promised();
     }
 }

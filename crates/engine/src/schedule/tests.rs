@@ -2,6 +2,7 @@
 
 mod bounds;
 mod capacity;
+mod parts;
 
 use tollgate_domain::{Caller, KeyId, PoolName, SequenceWork, TenantId};
 
@@ -81,6 +82,7 @@ fn decoding(id: u64, cached: u32) -> Running {
         key: Tier::Interactive.root(),
         cached,
         computed: cached,
+        known: cached + 1,
         pending: 1,
         rows: Rows::Last,
         most: 1_000,
@@ -93,7 +95,7 @@ fn decoding(id: u64, cached: u32) -> Running {
 
 fn reading(id: u64, cached: u32, pending: u32) -> Running {
     let blocks = blocks_for(cached + pending);
-    Running { pending, blocks, exclusive: blocks, ..decoding(id, cached) }
+    Running { known: cached + pending, pending, blocks, exclusive: blocks, ..decoding(id, cached) }
 }
 
 fn waiting(id: u64, tokens: u32) -> Waiting {

@@ -116,7 +116,7 @@ const ATTACKS: [Attack; 7] = [
         keys: 7,
         size: Size::of(7_000, 1),
         bound: 0.6,
-        throughput: 0.5,
+        throughput: 0.75,
     },
     Attack {
         name: "A7 many hogs, 30/s of 64/3 with max_tokens 4,000",

@@ -69,8 +69,13 @@ impl Core {
     /// sequences decode and continue, the state after this step differs only by one token
     /// for each sequence and by the elapsed time.
     fn decision_is_unchanged(&self) -> bool {
-        let Decisions { refuse, preempt, passed, admit, chunks: _ } = self.decide(self.clock.now());
-        refuse.is_empty() && preempt.is_empty() && passed.is_empty() && admit.is_empty()
+        let Decisions { refuse, preempt, shrink, passed, admit, chunks: _ } =
+            self.decide(self.clock.now());
+        refuse.is_empty()
+            && preempt.is_empty()
+            && shrink.is_empty()
+            && passed.is_empty()
+            && admit.is_empty()
     }
 
     /// Returns true if the next two tokens of every choice fit the budget of its request.

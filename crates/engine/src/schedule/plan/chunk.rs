@@ -61,6 +61,14 @@ impl Planner<'_> {
         self.rows_left -= work.logit_rows;
         self.cost.add(&work);
     }
+
+    /// Takes the work of a chunk out of the step again.
+    pub(super) fn uncount(&mut self, chunk: Chunk, cached: u32) {
+        let work = work(&chunk, cached);
+        self.tokens_left += work.new_tokens;
+        self.rows_left += work.logit_rows;
+        self.cost.remove(&work);
+    }
 }
 
 /// The tokens of a sequence that could be fed next.
@@ -85,7 +93,7 @@ impl Pending {
 
 /// Returns the largest value in `range` that fits. If a value fits, all smaller values must fit. The
 /// first value is assumed to fit and is never tested.
-fn largest(range: RangeInclusive<u32>, fits: impl Fn(u32) -> bool) -> u32 {
+pub(super) fn largest(range: RangeInclusive<u32>, fits: impl Fn(u32) -> bool) -> u32 {
     let (mut low, mut high) = range.into_inner();
     while low < high {
         // Rounding up keeps `middle` above `low`, so the loop ends.

@@ -8,7 +8,8 @@ use tollgate_domain::{DeviceNanos, SequenceId};
 use super::super::queue_heads::QueueHead;
 use super::super::shares::{NodeId, Priority, VirtualTime};
 use super::super::{Running, Tier};
-use super::chunk::work;
+use super::chunk::largest;
+use super::room::FreeCapacity;
 use super::{Candidate, Planner};
 use crate::kv::blocks_for;
 use crate::schedule;
@@ -35,9 +36,14 @@ impl Planner<'_> {
         schedule::is_large(blocks, total) && blocks > self.view.shares.part(share_owner, total)
     }
 
-    /// Returns true if a large sequence gives way to another share owner.
-    fn gives_way(large: &Priority, other: &Priority) -> bool {
-        large.tier >= other.tier && large.share_owner.1 != other.share_owner.1
+    /// Returns true if a large sequence gives way to another share owner. It does not if the
+    /// other one has used more of the device by more than the guard.
+    fn gives_way(&self, large: &Priority, other: &Priority) -> bool {
+        if large.tier != other.tier {
+            return large.tier > other.tier;
+        }
+        large.share_owner.1 != other.share_owner.1
+            && other.share_owner.0 <= self.guarded(large.share_owner)
     }
 
     /// Makes room for a candidate, if needed by preemption. Returns false and preempts
@@ -51,15 +57,35 @@ impl Planner<'_> {
         let mut room = self.room;
         for (index, &(_, at)) in preemptible.iter().enumerate() {
             // `room` is a copy. The plan changes only after enough sequences were found.
+            let before = room;
             self.batch[at].leave(&mut room);
             if self.fits(room, candidate) {
-                for &(_, at) in &preemptible[..=index] {
+                for &(_, at) in &preemptible[..index] {
                     self.preempt(at);
                 }
+                self.give_way(at, before, candidate);
                 return true;
             }
         }
         false
+    }
+
+    /// Frees what a candidate lacks beyond `room`: the last blocks of a sequence that can do
+    /// without them, otherwise the whole sequence.
+    fn give_way(&mut self, at: usize, room: FreeCapacity, candidate: &Candidate<'_>) {
+        let kept = if self.can_shrink(at) {
+            let member = &self.batch[at];
+            let (held, promised) = (member.held(), member.promised());
+            largest(0..=held, |kept| {
+                let running = self.batch[at].running;
+                let promised = room.promised - promised + running.promised_after(kept);
+                let free = room.free + held - kept;
+                self.fits(FreeCapacity { free, promised, ..room }, candidate)
+            })
+        } else {
+            0
+        };
+        if kept > 0 { self.shrink(at, kept) } else { self.preempt(at) }
     }
 
     /// Returns the sequences that may be preempted for a queue head. Such a sequence
@@ -80,7 +106,7 @@ impl Planner<'_> {
                 // For a smaller head a large sequence needs no rest: others would wait until it
                 // is read.
                 let gives = !large && self.is_large(priority.share_owner.1, running.filled());
-                (gives && (passed || Self::gives_way(&priority, &head.priority)))
+                (gives && (passed || self.gives_way(&priority, &head.priority)))
                     || (passed && rested(running))
             })
             .collect();
@@ -159,7 +185,7 @@ impl Planner<'_> {
         let gives_way = |other: usize, priority: &Priority| {
             small
                 && self.is_large(priority.share_owner.1, self.batch[other].running.filled())
-                && Self::gives_way(priority, &asker)
+                && self.gives_way(priority, &asker)
         };
         (0..self.batch.len())
             .filter(|&other| !self.batch[other].preempted)
@@ -187,11 +213,11 @@ impl Planner<'_> {
         // The sequence may already have a chunk in this step; then its cost is taken out
         // again.
         if let Some(chunk) = member.chunk.take() {
-            let work = work(&chunk, member.running.cached);
-            self.tokens_left += work.new_tokens;
-            self.rows_left += work.logit_rows;
-            self.cost.remove(&work);
+            let cached = member.running.cached;
+            self.uncount(chunk, cached);
         }
+        let sequence = self.batch[at].running.sequence;
+        self.decisions.shrink.retain(|shrink| shrink.sequence != sequence);
     }
 }
 
@@ -199,8 +225,8 @@ impl Running {
     /// Returns the blocks that the known tokens of the sequence fill. Blocks that are reserved
     /// in advance do not count: with them, two sequences could each look large to the other
     /// and preempt each other for ever.
-    fn filled(&self) -> u32 {
-        blocks_for(self.computed.max(self.cached + self.pending))
+    pub(super) fn filled(&self) -> u32 {
+        blocks_for(self.known)
     }
 }
 

@@ -45,7 +45,9 @@ impl Planner<'_> {
         if room.sequences == 0 {
             return room.free;
         }
-        let kept = room.promised + candidate.head.waiting.followers;
+        // A large sequence gives way to other share owners, and keeps its room from its own.
+        let lacked = self.lacked_by(candidate.head.priority.share_owner.1);
+        let kept = room.promised + candidate.head.waiting.followers + lacked;
         self.allowed(room.free, candidate.near_smallest).saturating_sub(kept)
     }
 
@@ -95,17 +97,33 @@ impl Planner<'_> {
     /// Blocks are reserved in advance where the pool allows it. Returns `None` if the
     /// sequence itself was preempted.
     pub(super) fn blocks_to_grow(&mut self, at: usize) -> Option<u32> {
-        let Member { running, .. } = self.batch[at];
+        let Member { running, kept, .. } = self.batch[at];
         if !self.batch[at].grows() {
-            return Some(running.blocks);
+            return Some(kept);
         }
         let needed = blocks_for(running.cached + running.pending);
         let near_smallest = self.is_near_smallest(&self.priority(at));
-        let mut usable = self.allowed(self.room.free, near_smallest);
-        while usable < needed - running.blocks {
-            let furthest = self.furthest_ahead(at);
+        // A large sequence gives its blocks up as soon as another owner needs them.
+        let large = self.is_large(self.priority(at).share_owner.1, running.filled());
+        let mut usable = self.allowed(self.room.free, near_smallest || large);
+        while usable < needed - kept {
+            let mut furthest = self.furthest_ahead(at);
+            // A large sequence is not computed again for one block. It takes the block from
+            // a sequence that rests, or waits for it.
+            if furthest == at && large && self.room.sequences > 1 + running.followers {
+                match self.partial_in_batch() {
+                    Some(partial) => furthest = partial,
+                    None => return None,
+                }
+            }
             let before = self.room.free;
-            self.preempt(furthest);
+            let lacking = needed - kept - usable;
+            let held = self.batch[furthest].held();
+            if furthest != at && held > lacking && self.can_shrink(furthest) {
+                self.shrink(furthest, held - lacking);
+            } else {
+                self.preempt(furthest);
+            }
             // No sequence further ahead is left, so the asking sequence itself was
             // preempted.
             if furthest == at {
@@ -115,13 +133,11 @@ impl Planner<'_> {
             usable += self.room.free - before;
         }
         let ahead = usable.saturating_sub(self.bounds.spare.blocks);
-        let more = (reserved(needed, running.most) - running.blocks)
-            .min(ahead)
-            .max(needed - running.blocks);
-        let blocks = running.blocks + more;
+        let more = (reserved(needed, running.most) - kept).min(ahead).max(needed - kept);
+        let blocks = kept + more;
         self.room.free -= more;
         // The new blocks are no longer promised: the sequence holds them now.
-        self.room.promised -= running.soon(running.blocks) - running.soon(blocks);
+        self.room.promised -= running.soon(kept) - running.soon(blocks);
         Some(blocks)
     }
 }
@@ -130,8 +146,8 @@ impl Running {
     /// Returns the number of further blocks that the sequence will need soon if it holds
     /// `blocks`.
     pub(super) fn soon(&self, blocks: u32) -> u32 {
-        let &Self { cached, pending, most, followers, .. } = self;
-        Growth { tokens: cached + pending, most, followers }.soon(blocks)
+        let &Self { known, most, followers, .. } = self;
+        Growth { tokens: known, most, followers }.soon(blocks)
     }
 }
 
@@ -164,7 +180,7 @@ pub(super) fn reserved(needed: u32, most: u32) -> u32 {
 }
 
 /// Granularity of block reservation: 16 blocks hold 256 tokens.
-const RESERVE_BLOCKS: u32 = 16;
+pub(super) const RESERVE_BLOCKS: u32 = 16;
 /// Look-ahead for admission. New sequences may not use KV blocks that running sequences
 /// will need within this many tokens. Otherwise one of the sequences would soon be
 /// preempted.

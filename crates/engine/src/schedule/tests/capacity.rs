@@ -138,7 +138,7 @@ fn beside_large_prompt() -> Scene {
 #[test]
 fn large_request_without_room_is_passed() {
     let scene = beside_large_prompt();
-    let decisions = scene.decide(60, &bounds());
+    let decisions = scene.decide(15, &bounds());
     assert_eq!((admitted(&decisions), decisions.preempt.len()), (vec![3], 0));
     // Its owner is behind the others, so it is lifted.
     assert_eq!(decisions.passed.len(), 1);
@@ -163,14 +163,16 @@ fn large_request_preempts_only_owners_beyond_their_part() {
 
 #[test]
 fn large_sequence_gives_way_without_rest() {
-    for (cached, expected) in [(1_000, 1), (300, 0)] {
+    // The large sequence is behind, and was preempted a moment ago.
+    for (cached, lead, expected) in
+        [(1_000, 250, vec![2]), (300, 250, vec![]), (1_000, 251, vec![])]
+    {
         let mut scene = Scene::default();
         let preempted_at = Some(NOW);
         scene.runs(&seat("large"), Running { preempted_at, ..reading(1, cached, 40) });
         scene.waits(&seat("small"), waiting(2, 200));
-        // The large sequence is behind, and was preempted a moment ago.
-        scene.charge(&seat("small"), millis(9_000));
-        assert_eq!(scene.decide(5, &bounds()).preempt.len(), expected, "{cached}");
+        scene.charge(&seat("small"), millis(lead));
+        assert_eq!(scene.admitted(5), expected, "{cached} {lead}");
     }
 }
 
