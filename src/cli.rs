@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::{FromArgMatches, Parser, Subcommand};
 
 use crate::{
-    admins, audit, chat, config, keys, ledger, loadtest, penalties, statement, up, usage,
+    admins, audit, chat, config, keys, ledger, loadtest, penalties, statement, tenants, up, usage,
     verify_limits, worker,
 };
 
@@ -32,6 +32,8 @@ pub enum Command {
     Keys(keys::KeysArguments),
     /// Create, list and revoke named admins with roles.
     Admins(admins::AdminsArguments),
+    /// List tenants and show how much of each limit is used.
+    Tenants(tenants::TenantsArguments),
     /// List and lift the penalties of a running gateway.
     Penalties(penalties::PenaltiesArguments),
     /// Show the used device time by tenant, key and model.

@@ -19,6 +19,7 @@ mod manifest;
 mod own_gateway;
 mod penalties;
 mod statement;
+mod tenants;
 mod up;
 mod usage;
 mod verify_limits;
@@ -38,6 +39,7 @@ fn main() -> ExitCode {
         cli::Command::Worker(arguments) => return worker::run(*arguments),
         cli::Command::Keys(arguments) => keys::run(arguments),
         cli::Command::Admins(arguments) => admins::run(arguments),
+        cli::Command::Tenants(arguments) => tenants::run(arguments),
         cli::Command::Penalties(arguments) => penalties::run(arguments),
         cli::Command::Usage(arguments) => usage::run(arguments),
         cli::Command::Statement(arguments) => statement::run(arguments),

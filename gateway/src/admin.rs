@@ -13,6 +13,7 @@ mod penalties;
 mod reload;
 mod routes;
 mod scrape;
+mod tenants;
 mod usage;
 mod workers;
 

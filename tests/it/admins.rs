@@ -250,3 +250,45 @@ async fn usage_and_statements_over_admin_api() {
     assert_eq!(get(&operator, &path).await.0, 403);
     assert_eq!(get(&operator, "/v1/usage").await.0, 200);
 }
+
+/// A tenant's limits show what requests have taken, by the API and by the command.
+#[tokio::test]
+async fn tenant_shows_used_limits() {
+    let config = support::OPEN
+        .replace("requests_per_minute = 100_000", "requests_per_minute = { limit = 1, burst = 5 }");
+    let config = format!("{config}[tenants.other]\nplan = \"open\"\n");
+    let mut gateway = Tollgate::with_config(&config);
+    let client = gateway.connect(&gateway.key("acme", &[])).await;
+    let admin = gateway.connect_admin().await;
+    for _ in 0..3 {
+        assert_eq!(send(&client, CHAT, ask()).await.0, 200);
+    }
+    let (status, shown) = get(&admin, "/v1/tenants/acme").await;
+    assert_eq!((status, &shown["plan"]), (200, &json!("open")), "{shown}");
+    let limits = shown["limits"].as_array().expect("limits");
+    let requests = limits.iter().find(|limit| limit["limit"] == "requests_per_minute");
+    let requests = requests.expect("the plan has this limit");
+    assert_eq!((&requests["scope"], &requests["value"]), (&json!("tenant acme"), &json!(1)));
+    // One request a minute comes back, so a slow machine sees fewer than three.
+    let used = requests["used"].as_u64().expect("a number");
+    assert!((1..=3).contains(&used), "{requests}");
+    assert_eq!(requests["remaining"], 5 - used);
+    assert!(requests["refills_ms"].as_u64() > Some(0), "{requests}");
+    assert_eq!(shown["keys"]["rows"].as_array().map(Vec::len), Some(1));
+    assert!(!shown.to_string().contains("secret"), "{shown}");
+    // The control: another tenant has used nothing.
+    let (_, other) = get(&admin, "/v1/tenants/other").await;
+    let limits = other["limits"].as_array().expect("limits");
+    assert!(limits.iter().all(|limit| limit["used"] == 0), "{other}");
+    assert_eq!(get(&admin, "/v1/tenants/nobody").await.0, 404);
+
+    let shown = gateway.command(&["tenants", "show", "acme"]);
+    assert!(shown.contains("tenant acme  requests_per_minute"), "{shown}");
+    let config = gateway.config().display().to_string();
+    drop((client, admin));
+    assert_eq!(gateway.stop(), Some(0));
+    let listed = gateway.command(&["tenants", "list", "--config", &config]);
+    let names: Vec<&str> =
+        listed.lines().skip(1).filter_map(|line| line.split_whitespace().next()).collect();
+    assert_eq!(names, ["acme", "other"], "{listed}");
+}

@@ -49,6 +49,13 @@ pub(super) async fn list(State(state): State<Arc<AdminState>>) -> Json<Penalties
     Json(Penalties { penalties: rows })
 }
 
+/// Returns the penalties of one tenant.
+pub(super) fn of_tenant(state: &AdminState, name: &TenantId) -> Vec<PenaltyRow> {
+    let listed = state.serving.penalties().list(state.serving.clock().now());
+    let of = listed.into_iter().filter(|listed| listed.offender == *name);
+    of.map(|listed| row(state, "tenant", listed)).collect()
+}
+
 fn row<K: ToString>(
     state: &AdminState,
     kind: &'static str,

@@ -13,7 +13,7 @@ use tower_governor::key_extractor::GlobalKeyExtractor;
 use super::actor::{require_admin, require_right};
 use super::{
     AdminState, admins, checkpoint, healthz, keys, penalties, readyz, reload, scrape, status,
-    usage, workers,
+    tenants, usage, workers,
 };
 use crate::auth::Right;
 use crate::read_limit::ReadLimit;
@@ -52,6 +52,8 @@ pub(super) fn routes() -> Vec<AdminRoute> {
         post("/v1/keys/{key}/rotate", Administer, keys::rotate),
         delete("/v1/keys/{key}", Administer, keys::revoke),
         get("/v1/usage", Read, usage::usage),
+        get("/v1/tenants", Read, tenants::list),
+        get("/v1/tenants/{tenant}", Read, tenants::show),
         get("/v1/tenants/{tenant}/statements/{month}", ReadMoney, usage::statement),
         post("/v1/workers/{worker}/rest", Operate, workers::rest),
         post("/v1/workers/{worker}/wake", Operate, workers::wake),
