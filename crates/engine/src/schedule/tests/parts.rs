@@ -18,7 +18,7 @@ fn blocks_of(decisions: &Decisions, id: u64) -> Option<u32> {
 }
 
 #[test]
-fn large_request_starts_with_the_blocks_that_are_free() {
+fn large_request_starts_with_free_blocks() {
     // Four blocks are kept for the running sequence. The prompt needs 61, and the step has
     // tokens for 31.
     for (free, expected) in [(60, Some(31)), (30, Some(26)), (20, Some(16)), (19, None)] {
@@ -82,7 +82,7 @@ fn sequence_that_lost_blocks_leaves_the_headroom() {
 }
 
 #[test]
-fn large_sequence_waits_for_the_block_of_its_next_token() {
+fn large_sequence_waits_for_its_next_block() {
     let full = |id, tokens: u32| {
         let blocks = blocks_for(tokens);
         Running { blocks, exclusive: blocks, ..decoding(id, tokens) }
@@ -101,7 +101,7 @@ fn large_sequence_waits_for_the_block_of_its_next_token() {
 }
 
 #[test]
-fn requests_of_one_owner_wait_for_its_large_one() {
+fn requests_wait_for_their_owners_large_one() {
     let mut scene = Scene::default();
     scene.runs(&seat("large"), part(1, 480, 960));
     scene.runs(&seat("small"), decoding(2, 10));
