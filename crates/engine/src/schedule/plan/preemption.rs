@@ -9,7 +9,7 @@ use super::super::queue_heads::QueueHead;
 use super::super::shares::{NodeId, Priority, VirtualTime};
 use super::super::{Running, Tier};
 use super::chunk::largest;
-use super::room::FreeCapacity;
+use super::room::{FreeCapacity, needed};
 use super::{Candidate, Planner};
 use crate::kv::blocks_for;
 use crate::schedule;
@@ -37,13 +37,23 @@ impl Planner<'_> {
     }
 
     /// Returns true if a large sequence gives way to another share owner. It does not if the
-    /// other one has used more of the device by more than the guard.
-    fn gives_way(&self, large: &Priority, other: &Priority) -> bool {
+    /// other one has used more of the device by more than the guard and, with the blocks that
+    /// it asks for, holds more than its part of the cache.
+    fn gives_way(&self, large: &Priority, other: &Priority, within_part: bool) -> bool {
         if large.tier != other.tier {
             return large.tier > other.tier;
         }
         large.share_owner.1 != other.share_owner.1
-            && other.share_owner.0 <= self.guarded(large.share_owner)
+            && (within_part || other.share_owner.0 <= self.guarded(large.share_owner))
+    }
+
+    /// Returns true if a share owner holds at most its part of the cache with `more` blocks.
+    fn is_within_part(&self, share_owner: NodeId, more: u32) -> bool {
+        let own = |at: &usize| {
+            !self.batch[*at].preempted && self.priority(*at).share_owner.1 == share_owner
+        };
+        let held: u32 = (0..self.batch.len()).filter(own).map(|at| self.batch[at].held()).sum();
+        held + more <= self.view.shares.part(share_owner, self.bounds.total_blocks)
     }
 
     /// Makes room for a candidate, if needed by preemption. Returns false and preempts
@@ -94,6 +104,7 @@ impl Planner<'_> {
     fn preemptible(&self, candidate: &Candidate<'_>) -> Vec<(PreemptionOrder, usize)> {
         let &Candidate { ref head, large, .. } = candidate;
         let limit = Limit::new(self, &head.priority);
+        let within_part = self.is_within_part(head.priority.share_owner.1, needed(head.waiting));
         let rested = |running: &Running| {
             running.preempted_at.is_none_or(|at| self.view.now.since(at) >= self.bounds.rest)
         };
@@ -106,7 +117,7 @@ impl Planner<'_> {
                 // For a smaller head a large sequence needs no rest: others would wait until it
                 // is read.
                 let gives = !large && self.is_large(priority.share_owner.1, running.filled());
-                (gives && (passed || self.gives_way(&priority, &head.priority)))
+                (gives && (passed || self.gives_way(&priority, &head.priority, within_part)))
                     || (passed && rested(running))
             })
             .collect();
@@ -114,7 +125,12 @@ impl Planner<'_> {
         // sequence qualifies.
         if !ahead.is_empty() {
             let held = self.held(self.scarce(head));
-            ahead.retain(|(priority, _)| self.holds_more(priority, &head.priority, &held));
+            ahead.retain(|&(ref priority, at)| {
+                // A sequence that lacks blocks rests on the ones that it has, so a small head
+                // may take them from an owner that holds less, too.
+                let rests = !large && self.batch[at].lacks() > 0;
+                rests || self.holds_more(priority, &head.priority, &held)
+            });
             if large {
                 // Sequences that may pass a large head keep their places. Otherwise the two
                 // would preempt each other in turn.
@@ -182,10 +198,11 @@ impl Planner<'_> {
     pub(super) fn furthest_ahead(&self, at: usize) -> usize {
         let asker = self.priority(at);
         let small = !self.is_large(asker.share_owner.1, self.batch[at].running.filled());
+        let within_part = self.is_within_part(asker.share_owner.1, 1);
         let gives_way = |other: usize, priority: &Priority| {
             small
                 && self.is_large(priority.share_owner.1, self.batch[other].running.filled())
-                && self.gives_way(priority, &asker)
+                && self.gives_way(priority, &asker, within_part)
         };
         (0..self.batch.len())
             .filter(|&other| !self.batch[other].preempted)

@@ -165,7 +165,7 @@ fn large_request_preempts_only_owners_beyond_their_part() {
 fn large_sequence_gives_way_without_rest() {
     // The large sequence is behind, and was preempted a moment ago.
     for (cached, lead, expected) in
-        [(1_000, 250, vec![2]), (300, 250, vec![]), (1_000, 251, vec![])]
+        [(1_000, 250, vec![2]), (300, 250, vec![]), (1_000, 9_000, vec![2])]
     {
         let mut scene = Scene::default();
         let preempted_at = Some(NOW);
@@ -173,6 +173,15 @@ fn large_sequence_gives_way_without_rest() {
         scene.waits(&seat("small"), waiting(2, 200));
         scene.charge(&seat("small"), millis(lead));
         assert_eq!(scene.admitted(5), expected, "{cached} {lead}");
+    }
+    // The small request would take its owner beyond its part, half of the cache.
+    for (lead, expected) in [(250, vec![2]), (251, vec![])] {
+        let mut scene = Scene::default();
+        scene.runs(&seat("large"), reading(1, 840, 40));
+        scene.runs(&seat("small"), Running { most: 700, ..decoding(3, 690) });
+        scene.waits(&seat("small"), waiting(2, 200));
+        scene.charge(&seat("small"), millis(lead));
+        assert_eq!(scene.admitted(1), expected, "{lead}");
     }
 }
 

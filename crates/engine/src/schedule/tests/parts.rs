@@ -109,3 +109,14 @@ fn requests_wait_for_their_owners_large_one() {
     scene.waits(&seat("small"), waiting(4, 40));
     assert_eq!(scene.admitted(20), [4]);
 }
+
+#[test]
+fn part_gives_way_whatever_others_hold() {
+    for (known, expected) in [(960, vec![2]), (480, vec![])] {
+        let mut scene = Scene::default();
+        scene.runs(&seat("large"), part(1, 480, known));
+        scene.runs(&seat("small"), Running { most: 900, ..decoding(3, 800) });
+        scene.waits(&seat("small"), waiting(2, 200));
+        assert_eq!(scene.admitted(12), expected, "{known}");
+    }
+}
