@@ -56,7 +56,7 @@ impl fmt::Display for Change {
 }
 
 /// The sections of [`Gateway`] that a reload replaces.
-const LIVE_IN_GATEWAY: [&str; 3] = ["deadlines", "penalties", "tls"];
+const LIVE_IN_GATEWAY: [&str; 4] = ["access_log", "deadlines", "penalties", "tls"];
 
 /// The top-level sections that a reload replaces.
 const LIVE: [&str; 5] = ["auth", "plans", "pools", "prices", "tenants"];
@@ -126,6 +126,7 @@ pub(crate) fn in_force_after(running: &Root, new: &Root) -> Root {
         deadlines,
         idempotency: _,
         penalties,
+        access_log,
     } = gateway;
     let with_new_plan = |(name, model): (&_, &RawModel)| {
         let plan = models.get(name).map_or_else(|| model.plan.clone(), |new| new.plan.clone());
@@ -137,6 +138,7 @@ pub(crate) fn in_force_after(running: &Root, new: &Root) -> Root {
             tls: tls.clone(),
             deadlines: deadlines.clone(),
             penalties: penalties.clone(),
+            access_log: access_log.clone(),
             ..running.gateway.clone()
         },
         plans: plans.clone(),

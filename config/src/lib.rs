@@ -26,10 +26,10 @@ pub use crate::difference::{Change, Effect};
 pub use crate::live::LiveConfig;
 pub use crate::problem::{ConfigErrors, Place, Problem};
 pub use crate::sections::{
-    ByteSize, ClientFrom, Connections, Deadlines, DeviceSelector, EngineKind, Gateway, Health,
-    Http2, HttpsUrl, Idempotency, Issuer, JwtAlgorithm, JwtKeys, Penalties, Proxies, ReadLimits,
-    RequestLimits, Sharing, SourceLimits, Synthetic, SyntheticPolicy, Timeouts, Tls, Watchdog,
-    Worker,
+    AccessLog, AccessLogRequests, ByteSize, ClientFrom, Connections, Deadlines, DeviceSelector,
+    EngineKind, Gateway, Health, Http2, HttpsUrl, Idempotency, Issuer, JwtAlgorithm, JwtKeys,
+    Penalties, Proxies, ReadLimits, RequestLimits, Sharing, SourceLimits, Synthetic,
+    SyntheticPolicy, Timeouts, Tls, Watchdog, Worker,
 };
 pub use crate::source::{Flags, Loaded, Sources};
 

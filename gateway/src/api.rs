@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use axum::body::Body;
-use axum::response::Response;
+use axum::response::{IntoResponse as _, Response};
 use tokio_util::sync::CancellationToken;
 use tollgate_admission::Arrival;
 use tollgate_config::{Config, LiveConfig};
@@ -38,11 +38,13 @@ pub(crate) use self::body_budget::BodyBudget;
 use self::body_budget::{BodyBudgetOptions, BodyBytes};
 use self::job::{RequestFacts, ResponseFacts, tokenize_request};
 use self::response::Rendering;
+use crate::access_log::{AccessFacts, AccessLog, ClientIds};
 use crate::auth::{AuthenticatedCaller, Authenticator};
 use crate::connection_owners::OwnerNumbers;
 use crate::record::RequestRecord;
 use crate::reply::ApiError;
 use crate::source_penalties::SourcePenalties;
+use crate::stack::HasRecord;
 use crate::telemetry::Metrics;
 
 /// The components that the API's handlers share.
@@ -56,6 +58,7 @@ pub(crate) struct Api {
     /// The numbers by which the listener counts connections.
     pub(crate) owner_numbers: OwnerNumbers,
     pub(crate) metrics: Arc<Metrics>,
+    pub(crate) access_log: AccessLog,
     /// The memory for bodies.
     pub(crate) bodies: BodyBudget,
     /// Cancelled when the gateway stops accepting work.
@@ -64,13 +67,17 @@ pub(crate) struct Api {
 
 /// Answers a request for work in the dialect `interface`. Counts a refusal against
 /// the tenant, because clients that ignore `retry-after` accumulate a penalty.
-pub(crate) async fn generate(
-    api: Api,
-    call: Call,
-    interface: &'static dyn Interface,
-) -> Result<Response, ApiError> {
+pub(crate) async fn generate(api: Api, call: Call, interface: &'static dyn Interface) -> Response {
     let tenant = call.caller.tenant.tenant().name.clone();
-    let mut record = Some(RequestRecord::begin(&api.metrics, tenant.clone()));
+    let facts = || AccessFacts {
+        request: call.id.clone(),
+        endpoint: call.label,
+        caller: Some(call.caller.caller.caller().clone()),
+        client: ClientIds::of(call.request.headers()),
+    };
+    let mut record = RequestRecord::begin(&api.metrics, tenant.clone());
+    record.write_line(&api.access_log, facts);
+    let mut record = Some(record);
     let answered = serve(&api, call, interface, &mut record).await;
     if let Err(error) = &answered {
         api.count_refusal(api.serving.clock().now(), &tenant, error);
@@ -81,7 +88,9 @@ pub(crate) async fn generate(
         (Some(record), Err(error)) => record.failed(error),
         (None, _) => {}
     }
-    answered
+    let mut response = answered.unwrap_or_else(|error| error.into_response());
+    response.extensions_mut().insert(HasRecord);
+    response
 }
 
 #[expect(clippy::disallowed_methods, reason = "the stages of a request are measured")]
@@ -91,7 +100,7 @@ async fn serve(
     interface: &'static dyn Interface,
     record: &mut Option<RequestRecord>,
 ) -> Result<Response, ApiError> {
-    let Call { request, id, endpoint, caller, parameter: _ } = call;
+    let Call { request, id, endpoint, caller, label: _, parameter: _ } = call;
     let KnownCaller { caller, tenant, context } = caller;
     // The head check finds the limits of every route for work.
     let context = context.ok_or(ApiError::Internal)?;

@@ -21,6 +21,7 @@ use tollgate_serving::limits::Limits;
 use tollgate_serving::workers::{WorkerEndpoint, WorkerReport};
 use tollgate_serving::{KeyDirectory, Observer, Serving, ServingOptions};
 
+use crate::access_log::AccessLog;
 use crate::admin::{AdminKey, AdminKeyError, AdminRoutes, AdminState, Readiness};
 use crate::api::{Api, body_budget};
 use crate::auth::{Authenticator, IssuerError, IssuerOptions, KeyStore};
@@ -101,6 +102,7 @@ pub struct GatewayService {
     reads: ReadLimit<ByCaller>,
     config: Arc<Config>,
     live: LiveConfig,
+    access_log: AccessLog,
     public: Bound,
     admin: Bound,
     /// Cancelled when running requests must end at once.
@@ -147,7 +149,7 @@ impl GatewayService {
         let public = bind(listen.listen, options.clone(), &tls, &metrics)?;
         let admin = bind(listen.admin_listen, admin_listener(options), &tls, &metrics)?;
 
-        let stopping = CancellationToken::new();
+        let (stopping, draining) = (CancellationToken::new(), CancellationToken::new());
         let serving = Serving::start(ServingOptions {
             workers,
             ledger,
@@ -159,10 +161,10 @@ impl GatewayService {
             observer: Arc::clone(&metrics) as Arc<dyn Observer>,
             stopping: stopping.clone(),
         });
-        let draining = CancellationToken::new();
         let source_penalties =
             SourcePenalties::new(&config.gateway().penalties, Arc::clone(&metrics));
         let bodies = body_budget(&config.gateway().requests);
+        let access_log = AccessLog::new(live.clone(), serving.clock().clone());
         let reloader = Reloader::new(ReloadParts {
             config: live.clone(),
             data,
@@ -184,7 +186,18 @@ impl GatewayService {
         });
         let sources = SourceRing::new(&edge_options::sources(&config.gateway().sources));
         let reads = ReadLimit::by_caller(&config.gateway().reads);
-        Ok(Self { state, authenticator, sources, reads, config, live, public, admin, stopping })
+        Ok(Self {
+            state,
+            authenticator,
+            sources,
+            reads,
+            config,
+            live,
+            access_log,
+            public,
+            admin,
+            stopping,
+        })
     }
 
     /// Returns the address of the API.
@@ -295,12 +308,14 @@ impl GatewayService {
             source_penalties: self.state.source_penalties.clone(),
             owner_numbers: OwnerNumbers::default(),
             metrics: Arc::clone(&self.state.metrics),
+            access_log: self.access_log.clone(),
             bodies: self.state.bodies.clone(),
             draining: self.state.draining.clone(),
         };
         let routes = PublicRoutes::new(api, &self.reads);
         let options = StackOptions {
             metrics: Arc::clone(&self.state.metrics),
+            access_log: self.access_log.clone(),
             sources: Some(self.sources.clone()),
             largest_body: self.config.gateway().requests.body.0,
         };
@@ -313,6 +328,7 @@ impl GatewayService {
         let routes = AdminRoutes::new(Arc::clone(&self.state), &limit);
         let options = StackOptions {
             metrics: Arc::clone(&self.state.metrics),
+            access_log: self.access_log.clone(),
             sources: None,
             largest_body: ADMIN_BODY,
         };

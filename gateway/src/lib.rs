@@ -4,6 +4,7 @@
 //! next value; no fact about a request travels beside that chain. The module
 //! [`gateway`] builds the parts that all requests share, once.
 
+mod access_log;
 mod api;
 pub mod auth;
 mod read_limit;

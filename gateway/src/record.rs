@@ -1,13 +1,15 @@
-//! The end of a request for work, as its tenant's figures count it: once, whatever becomes of
-//! the request.
+//! The end of a request for work, as its tenant's figures and the access log tell it: once,
+//! whatever becomes of the request.
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use http::StatusCode;
 use tollgate_domain::TenantId;
 use tollgate_serving::pump::{OnEnd, RequestEnded};
 use tollgate_serving::timings::{FrontTimings, RequestTimings};
 
+use crate::access_log::{AccessEnd, AccessFacts, AccessLog, WorkDone};
 use crate::reply::ApiError;
 use crate::telemetry::{Metrics, Outcome};
 
@@ -18,17 +20,31 @@ pub(crate) struct RequestRecord {
     tenant: TenantId,
     /// The outcome that a drop counts; `None` once the end is counted.
     if_dropped: Option<Outcome>,
+    line: Option<RecordLine>,
+}
+
+/// The log and the facts of a request's line.
+struct RecordLine {
+    log: AccessLog,
+    facts: AccessFacts,
 }
 
 impl RequestRecord {
     /// Begins the record of a request of `tenant`, which must be one of the config's.
     pub(crate) fn begin(metrics: &Arc<Metrics>, tenant: TenantId) -> Self {
         let metrics = Arc::clone(metrics);
-        Self { metrics, tenant, if_dropped: Some(Outcome::Cancelled) }
+        Self { metrics, tenant, if_dropped: Some(Outcome::Cancelled), line: None }
+    }
+
+    /// Makes the record write the line of the access log, too, if the log is on.
+    pub(crate) fn write_line(&mut self, log: &AccessLog, facts: impl FnOnce() -> AccessFacts) {
+        self.line = log.is_on().then(|| RecordLine { log: log.clone(), facts: facts() });
     }
 
     /// Counts a request that was not admitted.
     pub(crate) fn failed(mut self, error: &ApiError) {
+        let (status, error_kind) = (Some(error.status()), Some(error.kind().0));
+        self.write(AccessEnd { status, error: error_kind, work: None });
         if error.is_fault() {
             self.count(Outcome::Failed, None);
         } else {
@@ -38,6 +54,7 @@ impl RequestRecord {
 
     /// Counts a request that got the answer of an earlier one.
     pub(crate) fn repeated(mut self) {
+        self.write(AccessEnd { status: Some(StatusCode::OK), error: None, work: None });
         self.count(Outcome::Repeated, None);
     }
 
@@ -49,20 +66,44 @@ impl RequestRecord {
     }
 
     fn ended(mut self, ended: &RequestEnded<'_>) {
-        let RequestEnded { job, failure, client_left, usage, timings } = *ended;
+        let RequestEnded { job, failure, client_left, answer_began, usage, timings } = *ended;
         let model = job.model();
+        let error = failure.map(|failure| ApiError::from(failure.clone()));
+        let status = match &error {
+            // The head of a stream goes out with its first part.
+            Some(error) if !answer_began => error.status(),
+            _ => StatusCode::OK,
+        };
+        self.write(AccessEnd {
+            status: (!client_left || answer_began).then_some(status),
+            error: match client_left {
+                true => Some(CLIENT_LEFT),
+                false => error.as_ref().map(|error| error.kind().0),
+            },
+            work: Some(WorkDone {
+                model: model.name.clone(),
+                class: model.class.clone(),
+                usage,
+                timings,
+            }),
+        });
         self.metrics.tenant_used(&self.tenant, &model.class, usage.attributed);
-        let Some(failure) = failure else {
+        let (Some(failure), Some(error)) = (failure, error) else {
             let token = between_tokens(&timings, usage.completion_tokens, job.all_choices());
             self.metrics.answer((&model.name, &model.class), whole(&timings), token);
             return self.count(Outcome::Answered, None);
         };
-        let error = ApiError::from(failure.clone());
         match error.is_fault() {
             _ if client_left => self.count(Outcome::Cancelled, None),
             // An answer that was cut, for example at its deadline, is no refusal.
             is_fault if is_fault || failure.is_charged => self.count(Outcome::Failed, None),
             _ => self.count(Outcome::Refused, Some(error.kind().0)),
+        }
+    }
+
+    fn write(&mut self, end: AccessEnd) {
+        if let Some(RecordLine { log, facts }) = self.line.take() {
+            log.write(&end, || facts);
         }
     }
 
@@ -75,10 +116,15 @@ impl RequestRecord {
 impl Drop for RequestRecord {
     fn drop(&mut self) {
         if let Some(outcome) = self.if_dropped {
+            let error = Some(if outcome == Outcome::Cancelled { CLIENT_LEFT } else { "internal" });
+            self.write(AccessEnd { status: None, error, work: None });
             self.count(outcome, None);
         }
     }
 }
+
+/// The kind of error in the line of a request that its client left.
+const CLIENT_LEFT: &str = "client_left";
 
 /// Returns the time from the arrival of the body to the last token.
 fn whole(timings: &RequestTimings) -> Duration {

@@ -13,7 +13,7 @@ use governor::middleware::NoOpMiddleware;
 use http::{HeaderValue, Method, header};
 use http_body::Body as _;
 use percent_encoding::percent_decode_str;
-use tollgate_domain::{MonotonicTime, RequestId};
+use tollgate_domain::{Caller, MonotonicTime, RequestId};
 use tollgate_edge::Peer;
 use tollgate_openai::{CHAT, COMPLETIONS};
 use tower::{Layer as _, Service, ServiceExt as _};
@@ -66,7 +66,7 @@ static ROUTES: [Route; 7] = [
         endpoint: Endpoint::Chat,
         label: "chat_completions",
         kind: RouteKind::Work,
-        handler: |api, call| Box::pin(api::generate(api, call, CHAT)),
+        handler: |api, call| Box::pin(async move { Ok(api::generate(api, call, CHAT).await) }),
     },
     Route {
         path: Pattern::Exact("/v1/completions"),
@@ -74,7 +74,9 @@ static ROUTES: [Route; 7] = [
         endpoint: Endpoint::Completions,
         label: "completions",
         kind: RouteKind::Work,
-        handler: |api, call| Box::pin(api::generate(api, call, COMPLETIONS)),
+        handler: |api, call| {
+            Box::pin(async move { Ok(api::generate(api, call, COMPLETIONS).await) })
+        },
     },
     Route {
         path: Pattern::Exact("/v1/models"),
@@ -272,6 +274,22 @@ impl Routes for PublicRoutes {
         Ok(Target::Handler { route, caller: Box::new(caller) })
     }
 
+    fn refused_caller<B>(
+        &self,
+        request: &http::Request<B>,
+        peer: Option<&Peer>,
+        now: MonotonicTime,
+    ) -> Option<Caller> {
+        self.api.caller_of(request.headers(), peer, now)
+    }
+
+    fn caller(&self, target: &Target) -> Option<Caller> {
+        match target {
+            Target::Handler { caller, .. } => Some(caller.caller.caller().clone()),
+            Target::UnknownRoute | Target::WrongMethod(_) => None,
+        }
+    }
+
     async fn answer(&self, target: Target, request: Request, id: RequestId) -> Response {
         let is_head = request.method() == Method::HEAD;
         let mut response = match target {
@@ -279,7 +297,8 @@ impl Routes for PublicRoutes {
                 // Decoded after the match: an encoded slash is part of a name.
                 let parameter = decoded(route.path.parameter(request.uri().path()));
                 let endpoint = route.endpoint;
-                let call = Call { request, id, endpoint, caller: *caller, parameter };
+                let label = route.label;
+                let call = Call { request, id, endpoint, label, caller: *caller, parameter };
                 match route.kind {
                     RouteKind::Work => {
                         (route.handler)(self.api.clone(), call).await.into_response()

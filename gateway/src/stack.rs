@@ -11,7 +11,7 @@ use axum::response::{IntoResponse, Response};
 use futures_util::FutureExt as _;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, Version, header};
 use hyper::body::Incoming;
-use tollgate_domain::{MonotonicTime, RequestId};
+use tollgate_domain::{Caller, MonotonicTime, RequestId};
 use tollgate_edge::drain_body::{RequestBody, UnreadBody, UnwantedBody, lend};
 use tollgate_edge::listener::{Answer, BadHead, HeadVerdict, RefusedHead, RequestRefusal};
 use tollgate_edge::request_ids::RequestIds;
@@ -19,6 +19,7 @@ use tollgate_edge::source::{SourceRefusal, SourceRing};
 use tollgate_edge::{Peer, Service};
 
 use crate::Clock;
+use crate::access_log::{AccessEnd, AccessFacts, AccessLog, ClientIds};
 use crate::auth::shows_token;
 use crate::reply::{ApiError, ErrorKind};
 use crate::telemetry::Metrics;
@@ -39,6 +40,21 @@ pub(crate) trait Routes: Send + Sync + 'static {
         now: MonotonicTime,
     ) -> Result<Self::Target, ApiError>;
 
+    /// Returns the caller of a request that the head check refused, for the access log.
+    fn refused_caller<B>(
+        &self,
+        _request: &http::Request<B>,
+        _peer: Option<&Peer>,
+        _now: MonotonicTime,
+    ) -> Option<Caller> {
+        None
+    }
+
+    /// Returns the caller of a request that passed the head check.
+    fn caller(&self, _target: &Self::Target) -> Option<Caller> {
+        None
+    }
+
     /// Answers a request that passed the head check.
     fn answer(
         &self,
@@ -52,6 +68,7 @@ pub(crate) trait Routes: Send + Sync + 'static {
 #[derive(Clone)]
 pub(crate) struct StackOptions {
     pub(crate) metrics: Arc<Metrics>,
+    pub(crate) access_log: AccessLog,
     /// `None` on the admin listener, whose clients are few.
     pub(crate) sources: Option<SourceRing>,
     /// Bytes of the largest body of any route.
@@ -68,6 +85,11 @@ pub(crate) struct Stack<R> {
     ids: RequestIds,
 }
 
+/// The mark of a response whose request has a record of its own, which writes the line of the
+/// access log. It is in the response's extensions.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HasRecord;
+
 /// A request that passed the head check, on its way to the routes.
 pub(crate) struct Passed<T> {
     request: Request,
@@ -76,6 +98,8 @@ pub(crate) struct Passed<T> {
     began: MonotonicTime,
     id: RequestId,
     id_header: HeaderValue,
+    /// The facts for the access log, while it is on.
+    access: Option<AccessFacts>,
 }
 
 impl<R: Routes> Stack<R> {
@@ -108,6 +132,17 @@ impl<R: Routes> Stack<R> {
                 let mut response = error.to_response();
                 metrics.error(error.kind().0);
                 metrics.request_counted(label, response.status());
+                let end = AccessEnd {
+                    status: Some(response.status()),
+                    error: Some(error.kind().0),
+                    work: None,
+                };
+                self.options.access_log.write(&end, || AccessFacts {
+                    request: RequestId::from_random(id_bits),
+                    endpoint: label,
+                    caller: self.routes.refused_caller(&request, peer, began),
+                    client: ClientIds::of(request.headers()),
+                });
                 response.headers_mut().insert(REQUEST_ID, id_header);
                 let unwanted = UnwantedBody::of(request, *largest_body);
                 HeadVerdict::Refused(RefusedHead { response, unwanted })
@@ -122,7 +157,13 @@ impl<R: Routes> Stack<R> {
                 // logs none.
                 hide_secrets(request.headers_mut());
                 let id = RequestId::from_random(id_bits);
-                HeadVerdict::Passed(Passed { request, target, label, began, id, id_header })
+                let access = self.options.access_log.is_on().then(|| AccessFacts {
+                    request: id.clone(),
+                    endpoint: label,
+                    caller: self.routes.caller(&target),
+                    client: ClientIds::of(request.headers()),
+                });
+                HeadVerdict::Passed(Passed { request, target, label, began, id, id_header, access })
             }
         }
     }
@@ -159,7 +200,7 @@ impl<R: Routes> Stack<R> {
                 return Answer { response, leftover };
             }
         };
-        let Passed { request, target, label, began, id, id_header } = passed;
+        let Passed { request, target, label, began, id, id_header, access } = passed;
         // Created before the handler runs, so refusals and panics are counted.
         let in_flight = InFlight::begin(metrics);
         let (request, unread) = lend(request, *largest_body);
@@ -175,8 +216,14 @@ impl<R: Routes> Stack<R> {
         drop(in_flight);
         let elapsed = self.clock.now().since(began);
         metrics.request_answered(label, response.status(), elapsed);
-        if let Some(ErrorKind(kind)) = response.extensions().get() {
+        let error = response.extensions().get().map(|ErrorKind(kind)| *kind);
+        if let Some(kind) = error {
             metrics.error(kind);
+        }
+        // The record of a request for work writes the line itself, once its figures are known.
+        if let Some(facts) = access.filter(|_| response.extensions().get::<HasRecord>().is_none()) {
+            let end = AccessEnd { status: Some(response.status()), error, work: None };
+            self.options.access_log.write(&end, || facts);
         }
         response.headers_mut().insert(REQUEST_ID, id_header);
         Answer { response, leftover }

@@ -2,7 +2,7 @@
 //!
 //! Metrics are one struct that is passed by value and never global. Every label
 //! comes from a closed set or from config, so that no client can make a series.
-//! A refusal is a counter and no log line. Prompts, answers and secrets appear
+//! A refusal is a counter, and a log line only in the access log. Prompts, answers and secrets appear
 //! in neither.
 
 mod devices;

@@ -15,7 +15,8 @@ use super::quantity::{duration_schema, read_duration, show_duration};
 use super::{Field, Reader, Section, Visited, beside, join};
 use crate::schema;
 use crate::sections::{
-    ClientFrom, DeviceSelector, EngineKind, HttpsUrl, IssuerName, JwtAlgorithm, SyntheticPolicy,
+    AccessLogRequests, ClientFrom, DeviceSelector, EngineKind, HttpsUrl, IssuerName, JwtAlgorithm,
+    SyntheticPolicy,
 };
 use crate::tree::{Node, Table, Value};
 
@@ -481,6 +482,7 @@ macro_rules! words {
     };
 }
 words!(SocketAddr, "\"127.0.0.1:8443\"", "an address and port such as \"127.0.0.1:8443\"");
+words!(AccessLogRequests, "\"all\"", "\"off\", \"refusals\" or \"all\"");
 words!(EngineKind, "\"model\"", "\"model\" or \"synthetic\"");
 words!(HttpsUrl, "\"https://issuer.example/jwks.json\"", "an address that begins with https://");
 words!(

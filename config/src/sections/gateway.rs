@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use tollgate_domain::Network;
 
-use super::{ByteSize, ClientFrom, DAY, MILLISECOND, kib, loopback, mib, seconds};
+use super::{
+    AccessLogRequests, ByteSize, ClientFrom, DAY, MILLISECOND, kib, loopback, mib, seconds,
+};
 use crate::read::section;
 
 section! {
@@ -41,6 +43,8 @@ section! {
         idempotency: Idempotency;
         /// Penalties for repeated offences.
         penalties: Penalties;
+        /// The access log.
+        access_log: AccessLog;
     }
 }
 
@@ -255,5 +259,18 @@ section! {
         failed_authentications_per_minute: u32 = 60, 1..=1_000_000;
         /// The longest time that a penalty lasts after the last offence.
         longest: Duration = seconds(60), seconds(1)..=seconds(3_600);
+    }
+}
+
+section! {
+    /// The access log: a line for a request in the log of the gateway, with ids and
+    /// figures, and without prompts, answers and secrets.
+    pub struct AccessLog {
+        /// The requests that have a line: "off", "refusals" for those that were not
+        /// answered, or "all".
+        requests: AccessLogRequests = AccessLogRequests::Off;
+        /// The largest number of lines a second. The first line after this many says
+        /// how many requests had none.
+        lines_per_second: u32 = 100, 1..=100_000;
     }
 }

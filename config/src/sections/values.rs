@@ -99,6 +99,41 @@ impl fmt::Display for HttpsUrl {
     }
 }
 
+/// The requests that have a line in the access log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AccessLogRequests {
+    /// None.
+    Off,
+    /// Those that were not answered.
+    Refusals,
+    /// All.
+    All,
+}
+
+impl FromStr for AccessLogRequests {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        match text {
+            "off" => Ok(Self::Off),
+            "refusals" => Ok(Self::Refusals),
+            "all" => Ok(Self::All),
+            _ => Err(()),
+        }
+    }
+}
+
+/// The text of the config.
+impl fmt::Display for AccessLogRequests {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Off => "off",
+            Self::Refusals => "refusals",
+            Self::All => "all",
+        })
+    }
+}
+
 /// The engine of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EngineKind {

@@ -121,6 +121,8 @@ pub struct RequestEnded<'a> {
     pub failure: Option<&'a Failure>,
     /// True if the client left before the end.
     pub client_left: bool,
+    /// True if a part of a streamed answer went out.
+    pub answer_began: bool,
     /// The tokens and the device time that count against the tenant's limits.
     pub usage: Usage,
     /// The time in each stage; zero for stages that did not begin.
@@ -325,6 +327,7 @@ impl RequestTask {
             failure,
             client_left: failure.is_some()
                 && (self.events.is_closed() || self.abandoned.is_cancelled()),
+            answer_began: job.is_streamed() && self.delivered.any,
             usage,
             timings: RequestTimings { front: job.timings, place: self.place, worker },
         };

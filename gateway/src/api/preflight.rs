@@ -4,7 +4,7 @@
 
 use axum::extract::Request;
 use http::HeaderMap;
-use tollgate_domain::{MonotonicTime, RequestId};
+use tollgate_domain::{Caller, MonotonicTime, RequestId};
 use tollgate_serving::{CallerContext, ConfiguredTenant};
 
 use super::Api;
@@ -22,6 +22,8 @@ pub(crate) struct Call {
     pub(crate) id: RequestId,
     /// The part of the API that the route belongs to.
     pub(crate) endpoint: Endpoint,
+    /// The route's label in metrics.
+    pub(crate) label: &'static str,
     pub(crate) caller: KnownCaller,
     /// The decoded part of the path that the route leaves open, such as a
     /// model's name. Empty on routes without such a part.
@@ -73,6 +75,7 @@ impl Api {
             // The metrics of tenants have labels of the config alone.
             && self.config.current().tenant(tenant).is_some()
         {
+            // The stack writes the line of the access log.
             RequestRecord::begin(&self.metrics, tenant.clone()).failed(error);
         }
         known
@@ -104,6 +107,20 @@ impl Api {
             RouteKind::Work => Some(self.limited(&caller, &tenant, now)?),
         };
         Ok(KnownCaller { caller, tenant, context })
+    }
+
+    /// Returns the caller of a request that was refused, if its credential is valid. Counts
+    /// nothing.
+    pub(crate) fn caller_of(
+        &self,
+        headers: &HeaderMap,
+        peer: Option<&Peer>,
+        now: MonotonicTime,
+    ) -> Option<Caller> {
+        let utc = self.serving.clock().utc_at(now);
+        let address = peer.map(|peer| peer.client(headers));
+        let known = self.authenticator.authenticate(headers, address, utc).ok()?;
+        Some(known.caller().clone())
     }
 
     /// Authenticates the credential in `headers`. Counts a failure against the

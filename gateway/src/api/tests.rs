@@ -1,5 +1,6 @@
 //! Tests of the API: whole requests through the routes against a fake worker.
 
+mod access_log;
 mod idempotent;
 mod limits;
 pub(crate) mod test_gateway;

@@ -112,6 +112,7 @@ impl TestListener {
             TestRoutes::new(routes(&gate, &reached)),
             StackOptions {
                 metrics: Arc::clone(&metrics),
+                access_log: crate::access_log::AccessLog::off(),
                 sources: sources.as_ref().map(SourceRing::new),
                 largest_body: 2 << 20,
             },

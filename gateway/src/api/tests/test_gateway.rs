@@ -20,6 +20,7 @@ use tollgate_serving::test_support::FakeWorker;
 use tollgate_serving::{Observer, Serving, ServingOptions};
 
 use crate::Clock;
+use crate::access_log::AccessLog;
 use crate::api::{Api, body_budget};
 use crate::auth::{AuthenticatedCaller, Authenticator, KeyOptions, KeyStore};
 use crate::connection_owners::OwnerNumbers;
@@ -102,8 +103,11 @@ impl TestGateway {
         let draining = CancellationToken::new();
         let bodies = body_budget(&config.gateway().requests);
         let owner_numbers = OwnerNumbers::default();
+        let live = LiveConfig::new(Arc::clone(&config));
+        let access_log = AccessLog::new(live, serving.clock().clone());
         let api = Api {
             serving,
+            access_log,
             config: LiveConfig::new(Arc::clone(&config)),
             authenticator,
             source_penalties,
