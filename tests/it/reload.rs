@@ -52,6 +52,13 @@ async fn reload(admin: &Connection) -> (u16, Value) {
     read(admin.post("/config/reload", Default::default()).await.expect("answers")).await
 }
 
+/// Reloads `text` as the config, and asserts that it is in force.
+async fn put_in_force(gateway: &Tollgate, admin: &Connection, text: &str) {
+    write(gateway, text);
+    let (answer, report) = reload(admin).await;
+    assert_eq!((answer, &report["applied"]), (200, &json!(true)), "{report}");
+}
+
 /// Returns the changes that a reload would make, as `key effect`.
 async fn difference(admin: &Connection) -> Vec<String> {
     let answer = admin.post("/config/reload?dry_run", Default::default()).await.expect("answers");
@@ -112,10 +119,7 @@ async fn reload_applies_plans_and_tenants() {
     assert_eq!(status(&other).await, 200);
 
     // A tenant by the admin's request. The key works from then on.
-    let more = format!("{BASE}[tenants.later]\nplan = \"open\"\n");
-    write(&gateway, &more);
-    let (answer, report) = reload(&admin).await;
-    assert_eq!((answer, &report["applied"]), (200, &json!(true)), "{report}");
+    reload_with(&gateway, &admin, "[tenants.later]\nplan = \"open\"\n").await;
     let key = gateway.key("later", &[]);
     let later = gateway.connect(&key).await;
     assert_eq!(status(&later).await, 200);
@@ -276,11 +280,9 @@ async fn certificate_renewal_keeps_open_connections() {
     assert_eq!(status(&renewed.connect(Protocol::Http2).await.expect("connects")).await, 200);
 }
 
-/// Reloads the config that is `BASE` and `more`.
+/// Puts the config that is `BASE` and `more` in force.
 async fn reload_with(gateway: &Tollgate, admin: &Connection, more: &str) {
-    write(gateway, &format!("{BASE}{more}"));
-    let (answer, report) = reload(admin).await;
-    assert_eq!((answer, &report["applied"]), (200, &json!(true)), "{report}");
+    put_in_force(gateway, admin, &format!("{BASE}{more}")).await;
 }
 
 /// Asserts that a burst of three requests binds the clients together.
@@ -307,9 +309,7 @@ async fn reload_applies_pools_and_plans_of_models() {
         "plan = \"open\"\n[tenants.other]\nplan = \"open\"\n",
         "pool = \"trial\"\n[tenants.other]\n",
     );
-    write(&gateway, &format!("{pooled}{pool}"));
-    let (answer, report) = reload(&admin).await;
-    assert_eq!((answer, &report["applied"]), (200, &json!(true)), "{report}");
+    put_in_force(&gateway, &admin, &format!("{pooled}{pool}")).await;
     served_by_three([&acme, &other]).await;
     // Without the pool both are free again, and a plan of the model binds them together.
     reload_with(&gateway, &admin, "").await;

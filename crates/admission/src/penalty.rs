@@ -94,8 +94,8 @@ pub struct PenaltyBook<K> {
     meters: HashMap<K, [Option<Meter>; Offence::ALL.len()]>,
 }
 
-#[derive(Clone, Copy, Debug)]
 /// One meter of an offender.
+#[derive(Clone, Copy, Debug)]
 struct Meter {
     /// Time at which the meter will be empty.
     drained: MonotonicTime,
