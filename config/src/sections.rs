@@ -216,15 +216,22 @@ section! {
     /// quotes with at most nine digits after the point.
     pub(crate) struct RawPriceList {
         /// The first UTC day of these prices. They apply until the next list of the
-        /// same plan begins.
+        /// same plan and model begins.
         from: Option<UtcDay> = None;
         /// The plan that the prices are for. A list without a plan applies
         /// to all other tenants.
         plan: Option<PlanName> = None;
+        /// The model that the prices are for. A list without a model applies to all
+        /// other models.
+        model: Option<ModelName> = None;
+        /// True if the model is no longer served. The list then sets the prices of
+        /// its past usage.
+        retired: bool = false;
         /// The currency, as three capital letters. It must be the same in every
         /// list.
         currency: Option<Currency> = None;
         /// The price of a second of device time (reference cost), by device class.
+        /// Usage on the class `synthetic` is free unless it is named here.
         per_device_second: ByClass<Price> = ByClass::default();
         /// The price of a million prompt tokens.
         per_million_prompt_tokens: Price = Price::default();

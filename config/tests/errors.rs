@@ -92,7 +92,19 @@ fn mistakes_have_place_and_key() {
         ),
         (
             "[prices.a]\nfrom = 2026-12-01\ncurrency = \"EUR\"\n[prices.b]\nfrom = \"2026-12-01\"\ncurrency = \"EUR\"",
-            "t.toml:5: prices.b.from: prices.a.from begins on 2026-12-01, too (t.toml:2); a plan has one price list a day",
+            "t.toml:5: prices.b.from: prices.a.from begins on 2026-12-01, too (t.toml:2); a plan has one price list a day for a model",
+        ),
+        (
+            "[prices.a]\nfrom = 2026-12-01\ncurrency = \"EUR\"\nmodel = \"gone\"",
+            "t.toml:4: prices.a.model: unknown model \"gone\"; known: tollgate-demo; for a model that is no longer served, set retired = true",
+        ),
+        (
+            "[prices.a]\nfrom = 2026-12-01\ncurrency = \"EUR\"\nretired = true",
+            "t.toml:4: prices.a.retired: also needs model",
+        ),
+        (
+            "[plans.team]\n[prices.a]\nfrom = 2026-12-01\ncurrency = \"EUR\"\nplan = \"team\"\n[prices.b]\nfrom = 2026-12-05\ncurrency = \"EUR\"\nmodel = \"tollgate-demo\"\n[prices.c]\nfrom = 2026-12-06\ncurrency = \"EUR\"\nplan = \"team\"\nmodel = \"tollgate-demo\"",
+            "t.toml:9: prices.b.model: from 2026-12-05 on, prices.a (t.toml:5) applies to this model under plan \"team\", too; write a list with plan = \"team\" and model = \"tollgate-demo\" that begins by then",
         ),
         (
             "[prices.a]\nfrom = 2026-12-01\ncurrency = \"EUR\"\n[prices.b]\nfrom = 2027-01-01\ncurrency = \"USD\"",

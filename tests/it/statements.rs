@@ -32,6 +32,12 @@ plan = "open"
 [prices.standard]
 from = 2026-01-01
 currency = "EUR"
+per_device_second = "7"
+
+[prices.demo]
+from = 2026-01-01
+model = "tollgate-demo"
+currency = "EUR"
 per_device_second = { h200 = "0.0025", default = "0.0003" }
 per_million_prompt_tokens = "0.15"
 per_million_completion_tokens = "0.6"
@@ -69,6 +75,8 @@ async fn monthly_statement_covers_every_record() {
     assert_eq!(statement["status"], "provisional", "the month has not ended: {statement}");
     let lines = statement["lines"].as_array().expect("lines");
     assert_eq!(lines.len(), 2, "a line for each key: {statement}");
+    let lists: Vec<&Value> = lines.iter().map(|line| &line["price_list"]).collect();
+    assert_eq!(lists, ["demo", "demo"], "the list of the model, not the general one");
     let plans = statement["plans"].as_array().expect("plans");
     assert_eq!((plans.len(), &plans[0]["plan"]), (1, &json!("open")), "{statement}");
 

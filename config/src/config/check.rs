@@ -368,11 +368,7 @@ impl Checker<'_> {
         name: &str,
         known: impl Iterator<Item = &'n str>,
     ) {
-        // The first few are enough to notice a typing error; there may be
-        // thousands.
-        let known: Vec<&str> = known.take(8).collect();
-        let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
-        self.problem(keys, format!("unknown {kind} {name:?}; known: {known}"));
+        self.problem(keys, unknown_text(kind, name, known));
     }
 
     fn tenant(
@@ -524,6 +520,18 @@ type PlanKey<'a> = (&'a PlanName, &'a str, &'a ByClass<DeviceNanos>);
 
 pub(super) fn dotted(keys: &[&str]) -> String {
     keys.iter().fold(String::new(), |path, key| join(&path, key))
+}
+
+/// Returns the message about a name that the config does not define.
+pub(super) fn unknown_text<'n>(
+    kind: &str,
+    name: &str,
+    known: impl Iterator<Item = &'n str>,
+) -> String {
+    // The first few are enough to notice a typing error; there may be thousands.
+    let known: Vec<&str> = known.take(8).collect();
+    let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
+    format!("unknown {kind} {name:?}; known: {known}")
 }
 
 /// Returns true if two listeners need the same port of the same address.

@@ -2,10 +2,11 @@
 //! Sums are exact, and this module is the only place that rounds. The ledger stores no
 //! money: prices meet usage when a statement is made.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
 
-use crate::{ByClass, DeviceClass, PlanName, PriceListName, UtcDay};
+use crate::{ByClass, DeviceClass, ModelName, PlanName, PriceListName, UtcDay};
 
 /// Nano-units in one unit of a currency.
 const NANO: u128 = 1_000_000_000;
@@ -64,13 +65,16 @@ pub struct UnitPrices {
     pub million_completion_tokens: Price,
 }
 
-/// A price list: in force from its first day until the next list of the same plan starts.
+/// A price list: in force from its first day until the next list of the same plan and
+/// model starts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PriceList {
     /// Name of the list.
     pub name: PriceListName,
     /// Plan that the list applies to; `None` for all plans.
     pub plan: Option<PlanName>,
+    /// Model that the list applies to; `None` for all models.
+    pub model: Option<ModelName>,
     /// First day on which the list is in force.
     pub from: UtcDay,
     /// Price of a second of device time. Device time is free if no class has a price.
@@ -81,7 +85,7 @@ pub struct PriceList {
     pub million_completion_tokens: Price,
 }
 
-/// All price lists. No two lists of one plan start on the same day.
+/// All price lists. No two lists of one plan and model start on the same day.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PriceBook {
     /// Currency of all prices.
@@ -199,8 +203,12 @@ impl UnitPrices {
 impl PriceList {
     /// Returns the prices on devices of `class`, or `None` if other classes have a price
     /// for device time and this class has none. Such a gap is a mistake in config; the time
-    /// must not be free by accident.
+    /// must not be free by accident. The synthetic class, which computes nothing, is free
+    /// unless the list names it.
     pub fn on(&self, class: &DeviceClass) -> Option<UnitPrices> {
+        if *class == DeviceClass::synthetic() && !self.device_second.classes.contains_key(class) {
+            return Some(UnitPrices::default());
+        }
         let untimed = self.device_second.default.is_none() && self.device_second.classes.is_empty();
         let device_second = match self.device_second.limit(class) {
             Some(price) => price,
@@ -216,24 +224,49 @@ impl PriceList {
 }
 
 impl PriceBook {
-    /// Returns the list that prices a day's usage under `plan`: the list of the plan,
-    /// otherwise the list for all plans.
-    pub fn in_force(&self, plan: &PlanName, day: UtcDay) -> Option<&PriceList> {
-        // A list of the plan's own replaces the general list, even an older one.
-        self.latest(Some(plan), day).or_else(|| self.latest(None, day))
+    /// Returns the list that prices a day's usage of `model` under `plan`: the list of both,
+    /// otherwise of the plan, otherwise of the model, otherwise the list for all.
+    pub fn in_force(
+        &self,
+        plan: &PlanName,
+        model: Option<&ModelName>,
+        day: UtcDay,
+    ) -> Option<&PriceList> {
+        // A more specific list replaces a general one, even a later one.
+        let of_model = |plan| model.and_then(|model| self.latest(plan, Some(model), day));
+        of_model(Some(plan))
+            .or_else(|| self.latest(Some(plan), None, day))
+            .or_else(|| of_model(None))
+            .or_else(|| self.latest(None, None, day))
     }
 
-    fn latest(&self, plan: Option<&PlanName>, day: UtcDay) -> Option<&PriceList> {
+    fn latest(
+        &self,
+        plan: Option<&PlanName>,
+        model: Option<&ModelName>,
+        day: UtcDay,
+    ) -> Option<&PriceList> {
         let begun = self.lists.iter().filter(|list| list.from <= day);
-        begun.filter(|list| list.plan.as_ref() == plan).max_by_key(|list| list.from)
+        let same = |list: &&PriceList| list.plan.as_ref() == plan && list.model.as_ref() == model;
+        begun.filter(same).max_by_key(|list| list.from)
     }
 
-    /// Returns the days from `from` to `to` by the list in force, in order. Days without a
-    /// list are left out.
-    pub fn periods(&self, plan: &PlanName, from: UtcDay, to: UtcDay) -> Vec<PricePeriod<'_>> {
+    /// Returns the models that a list names.
+    pub fn models(&self) -> BTreeSet<&ModelName> {
+        self.lists.iter().filter_map(|list| list.model.as_ref()).collect()
+    }
+
+    /// Returns the days from `from` to `to` by the list in force for `model`, in order. Days
+    /// without a list are left out. `None` stands for a model that no list names.
+    pub fn periods(
+        &self,
+        plan: &PlanName,
+        model: Option<&ModelName>,
+        (from, to): (UtcDay, UtcDay),
+    ) -> Vec<PricePeriod<'_>> {
         let mut periods: Vec<PricePeriod<'_>> = Vec::new();
         for day in (from.0..=to.0).map(UtcDay) {
-            let Some(list) = self.in_force(plan, day) else { continue };
+            let Some(list) = self.in_force(plan, model, day) else { continue };
             match periods.last_mut() {
                 // Consecutive days of one list form one period.
                 Some(last) if last.list.name == list.name => last.to = day,
@@ -295,36 +328,62 @@ mod tests {
         }
     }
 
-    #[test]
-    fn price_list_of_plan_wins_over_general_list() {
-        let day = |text: &str| text.parse::<UtcDay>().expect(text);
-        let plan = |name: &str| PlanName::new(name).expect("a name");
-        let list = |name, from, plan| PriceList {
+    fn list(name: &str, from: &str, plan: Option<&str>, model: Option<&str>) -> PriceList {
+        PriceList {
             name: PriceListName::new(name).expect("a name"),
-            plan,
-            from: day(from),
+            plan: plan.map(|name| PlanName::new(name).expect("a name")),
+            model: model.map(|name| ModelName::new(name).expect("a name")),
+            from: from.parse().expect("a day"),
             device_second: ByClass::default(),
-            million_prompt_tokens: Price::default(),
+            million_prompt_tokens: price("1"),
             million_completion_tokens: Price::default(),
-        };
+        }
+    }
+
+    #[test]
+    fn most_specific_price_list_wins() {
         let book = PriceBook {
             currency: "EUR".parse().expect("one"),
             lists: vec![
-                list("winter", "2026-11-20", None),
-                list("summer", "2026-11-03", None),
-                list("gold", "2026-11-10", Some(plan("gold"))),
+                list("winter", "2026-11-20", None, None),
+                list("summer", "2026-11-03", None, None),
+                list("gold", "2026-11-10", Some("gold"), None),
+                list("large", "2026-11-12", None, Some("large")),
+                list("gold-large", "2026-11-12", Some("gold"), Some("large")),
             ],
         };
         let month: crate::UtcMonth = "2026-11".parse().expect("one");
-        let periods = |of: &str| -> Vec<String> {
-            let periods = book.periods(&plan(of), month.first_day(), month.last_day());
-            periods.iter().map(|p| format!("{} {} {}", p.from, p.to, p.list.name)).collect()
+        let periods = |plan: &str, model: &str| -> Vec<String> {
+            let plan = PlanName::new(plan).expect("a name");
+            let model = ModelName::new(model).expect("a name");
+            let days = (month.first_day(), month.last_day());
+            let periods = book.periods(&plan, Some(&model), days);
+            periods
+                .iter()
+                .map(|p| {
+                    format!("{} {} {}", p.from.0 - days.0.0 + 1, p.to.0 - days.0.0 + 1, p.list.name)
+                })
+                .collect()
         };
-        assert_eq!(
-            periods("team"),
-            ["2026-11-03 2026-11-19 summer", "2026-11-20 2026-11-30 winter"]
-        );
-        assert_eq!(periods("gold"), ["2026-11-03 2026-11-09 summer", "2026-11-10 2026-11-30 gold"]);
+        assert_eq!(periods("team", "small"), ["3 19 summer", "20 30 winter"]);
+        assert_eq!(periods("gold", "small"), ["3 9 summer", "10 30 gold"]);
+        assert_eq!(periods("team", "large"), ["3 11 summer", "12 30 large"]);
+        assert_eq!(periods("gold", "large"), ["3 9 summer", "10 11 gold", "12 30 gold-large"]);
+    }
+
+    #[test]
+    fn synthetic_class_is_free_unless_named() {
+        let mut list = list("one", "2026-11-01", None, None);
+        list.device_second = ByClass::all(price("2"));
+        let used =
+            Priced { reference_ns: 1_000_000_000, prompt_tokens: 1_000_000, ..Priced::default() };
+        let cost = |list: &PriceList, class: &DeviceClass| {
+            list.on(class).map(|prices| prices.cost(used).to_string())
+        };
+        assert_eq!(cost(&list, &DeviceClass::cpu()).as_deref(), Some("3.000000000"));
+        assert_eq!(cost(&list, &DeviceClass::synthetic()).as_deref(), Some("0.000000000"));
+        list.device_second.classes.insert(DeviceClass::synthetic(), price("4"));
+        assert_eq!(cost(&list, &DeviceClass::synthetic()).as_deref(), Some("5.000000000"));
     }
 
     #[test]

@@ -91,6 +91,7 @@ fn book() -> Result<PriceBook, Failure> {
         lists: vec![PriceList {
             name: PriceListName::new("standard")?,
             plan: None,
+            model: None,
             from: "2026-01-01".parse()?,
             device_second: ByClass::all("0.0025".parse()?),
             million_prompt_tokens: "0.15".parse()?,

@@ -128,6 +128,7 @@ fn prices() -> PriceBook {
         lists: vec![PriceList {
             name: PriceListName::new("list").expect("a name"),
             plan: None,
+            model: None,
             from: "2026-01-01".parse().expect("a day"),
             device_second: ByClass::all(price("25000")),
             million_prompt_tokens: price("0.15"),

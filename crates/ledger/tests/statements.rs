@@ -38,6 +38,7 @@ fn list(name: &str, from: &str, second: &str, prompt: &str, completion: &str) ->
     PriceList {
         name: PriceListName::new(name).expect("a name"),
         plan: None,
+        model: None,
         from: from.parse().expect("a day"),
         device_second: ByClass::all(second.parse().expect("a price")),
         million_prompt_tokens: prompt.parse().expect("a price"),
@@ -336,7 +337,7 @@ fn statement_refuses_usage_without_price() {
     let error = statement_of(&ledger, &acme, &late, &mut vec![]).expect_err("too early");
     assert_eq!(
         error.to_string(),
-        "2026-11-03 has usage and no price list for plan \"team\"; lists begin later"
+        "2026-11-03 has usage of model \"m\" and no price list for plan \"team\"; lists begin later"
     );
     let mut gpus = book();
     for list in &mut gpus.lists {
@@ -350,6 +351,52 @@ fn statement_refuses_usage_without_price() {
     );
     let nobody = statement_of(&ledger, &tenant("nobody"), &book(), &mut vec![]).expect("made");
     assert_eq!((nobody.lines.len(), nobody.total.amount), (0, Amount(0)));
+}
+
+/// Two models at their own prices: each line has the list of its model, also where the
+/// lists of the models begin on different days.
+#[test]
+fn statement_prices_models_by_their_list() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let ledger = Ledger::open(&folder.path().join("ledger.db")).expect("opens");
+    let work: [(&str, &[u8]); 2] = [("m", &[3, 12]), ("large", &[3, 12, 20])];
+    for (epoch, (model, days)) in (0_u8..).zip(work) {
+        for (number, day) in (1_u8..).zip(days) {
+            let request = u128::from(epoch * 10 + number);
+            let worked = Worked { epoch, ..one(*day) };
+            let mut parts = worked.block(request, number.into()).into_parts();
+            parts.model = ModelName::new(model).expect("a name");
+            post(&ledger, Block::try_from(parts).expect("it balances")).expect("posts");
+        }
+    }
+    let mut prices = book();
+    let mut large = list("large", "2026-11-10", "0.5", "0", "0");
+    large.model = Some(ModelName::new("large").expect("a name"));
+    prices.lists.push(large);
+    let mut records = Vec::new();
+    let made = statement_of(&ledger, &tenant("acme"), &prices, &mut records).expect("made");
+    let lines: Vec<String> = made
+        .lines
+        .iter()
+        .map(|line| {
+            let (f, days) = (line.figures, (line.from.0 - 20_757, line.to.0 - 20_757));
+            format!(
+                "{} {} {} {} {} {}",
+                line.model, days.0, days.1, line.list, f.requests, f.amount
+            )
+        })
+        .collect();
+    // A request at "early" costs 2 s x 0.0025 + 10 x 0.15e-6 + 5 x 0.6e-6.
+    assert_eq!(
+        lines,
+        [
+            "large 1 9 early 1 0.005004500",
+            "large 10 30 large 2 2.000000000",
+            "m 1 15 early 2 0.010009000"
+        ]
+    );
+    assert_eq!(made.total.amount.to_string(), "2.015013500");
+    assert_eq!(records.len(), 10, "each record is in one line");
 }
 
 /// The rows must agree with the sums by day.

@@ -153,12 +153,16 @@ pub struct StatementFigures {
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum StatementError {
     /// A day has usage but no price list in force.
-    #[error("{day} has usage and no price list for plan {plan:?}; lists begin later")]
+    #[error(
+        "{day} has usage of model {model:?} and no price list for plan {plan:?}; lists begin later"
+    )]
     NoList {
         /// The first such day.
         day: UtcDay,
         /// The plan of that day.
         plan: String,
+        /// The model.
+        model: String,
     },
     /// The price list has no price for a device class that was used.
     #[error("price list {list:?} has no price for device class {class:?}, and no default")]

@@ -28,7 +28,7 @@ pub(super) struct Topic {
     pub(super) key: String,
     pub(super) model: String,
     pub(super) class: String,
-    /// Index of one of the month's price periods.
+    /// Index of one of the model's price periods in the month.
     pub(super) period: usize,
 }
 
@@ -36,7 +36,7 @@ pub(super) struct Topic {
 pub(crate) struct Maker<'a> {
     pub(super) query: StatementQuery<'a>,
     plans: Vec<PlanSpan>,
-    periods: Vec<PricePeriod<'a>>,
+    periods: Periods<'a>,
     lines: BTreeMap<Topic, Vec<StatementDay>>,
 }
 
@@ -64,7 +64,7 @@ impl<'a> Maker<'a> {
                 }
             },
         };
-        let periods = periods(query.prices, &plans);
+        let periods = Periods::new(query.prices, &plans);
         Ok(Self { query, plans, periods, lines: BTreeMap::new() })
     }
 
@@ -79,7 +79,7 @@ impl<'a> Maker<'a> {
     /// No price list is in force on that day, or a sum is negative.
     pub(crate) fn add_day(&mut self, key: &str, row: DailyRow) -> Result<(), StatementError> {
         let DailyRow { model, class, day, sums } = row;
-        let period = self.period_of(day)?;
+        let period = self.period_of(&model, day)?;
         // A change of price splits a line, because a line has one price list.
         let topic = Topic { key: key.into(), model, class, period };
         let day = StatementDay::of(day, &sums)?;
@@ -92,13 +92,13 @@ impl<'a> Maker<'a> {
         self.lines.iter().flat_map(|(topic, days)| days.iter().map(move |day| (topic, day)))
     }
 
-    /// Returns the index of the price period that holds on `day`.
-    pub(super) fn period_of(&self, day: UtcDay) -> Result<usize, StatementError> {
+    /// Returns the index of the price period of `model` that holds on `day`.
+    pub(super) fn period_of(&self, model: &str, day: UtcDay) -> Result<usize, StatementError> {
         let holds = |period: &PricePeriod<'_>| period.from <= day && day <= period.to;
-        self.periods.iter().position(holds).ok_or_else(|| {
+        self.periods.of(model).iter().position(holds).ok_or_else(|| {
             let plan = self.plans.iter().find(|span| span.from <= day && day <= span.to);
             let plan = plan.map(|span| span.plan.to_string()).unwrap_or_default();
-            StatementError::NoList { day, plan }
+            StatementError::NoList { day, plan, model: model.to_owned() }
         })
     }
 
@@ -106,7 +106,8 @@ impl<'a> Maker<'a> {
     /// has the same id whatever its figures.
     pub(super) fn line_id(&self, topic: &Topic) -> String {
         let Topic { key, model, class, period } = topic;
-        let (month, from) = (self.query.month.to_string(), self.periods[*period].from.to_string());
+        let from = self.periods.of(model)[*period].from.to_string();
+        let month = self.query.month.to_string();
         let about = ["line", self.query.tenant.as_str(), &month, key, model, class, &from];
         format!("line-{}", short_hash(&about))
     }
@@ -147,7 +148,7 @@ impl<'a> Maker<'a> {
     /// Returns one line with its cost.
     fn line(&self, topic: &Topic, days: &[StatementDay]) -> Result<StatementLine, StatementError> {
         let Topic { key, model, class, period } = topic;
-        let PricePeriod { from, to, list } = self.periods[*period];
+        let PricePeriod { from, to, list } = self.periods.of(model)[*period];
         let device = name(DeviceClass::new(class))?;
         let Some(prices) = list.on(&device) else {
             let (list, class) = (list.name.to_string(), class.clone());
@@ -189,12 +190,37 @@ impl<'a> Maker<'a> {
     }
 }
 
-/// Returns the price periods of all plans. Two periods that follow one another with
+/// The price periods of a month.
+struct Periods<'a> {
+    /// The periods of each model that a price list names.
+    by_model: BTreeMap<&'a str, Vec<PricePeriod<'a>>>,
+    /// The periods of every other model.
+    others: Vec<PricePeriod<'a>>,
+}
+
+impl<'a> Periods<'a> {
+    fn new(prices: &'a PriceBook, plans: &[PlanSpan]) -> Self {
+        let named = prices.models().into_iter();
+        let by_model = named.map(|model| (model.as_str(), periods(prices, Some(model), plans)));
+        Self { by_model: by_model.collect(), others: periods(prices, None, plans) }
+    }
+
+    /// Returns the periods of `model`, in order.
+    fn of(&self, model: &str) -> &[PricePeriod<'a>] {
+        self.by_model.get(model).unwrap_or(&self.others)
+    }
+}
+
+/// Returns a model's price periods of all plans. Two periods that follow one another with
 /// the same list are one, whatever the plans' names.
-fn periods<'a>(prices: &'a PriceBook, plans: &[PlanSpan]) -> Vec<PricePeriod<'a>> {
+fn periods<'a>(
+    prices: &'a PriceBook,
+    model: Option<&ModelName>,
+    plans: &[PlanSpan],
+) -> Vec<PricePeriod<'a>> {
     let mut periods: Vec<PricePeriod<'a>> = Vec::new();
     for PlanSpan { from, to, plan } in plans {
-        for next in prices.periods(plan, *from, *to) {
+        for next in prices.periods(plan, model, (*from, *to)) {
             match periods.last_mut() {
                 // A change of plan that keeps the price list must not split a line.
                 Some(last) if last.list.name == next.list.name && last.to.0 + 1 == next.from.0 => {

@@ -73,7 +73,7 @@ impl<'m, 'a> Recount<'m, 'a> {
         record: &Record,
     ) -> Result<(), StatementError> {
         let day = record.day();
-        let period = self.maker.period_of(day)?;
+        let period = self.maker.period_of(model, day)?;
         let topic = Topic { key: key.into(), model: model.into(), class: class.into(), period };
         (self.record)(&self.maker.line_id(&topic), record);
         // The same sums as in `daily`, made from the records alone.
