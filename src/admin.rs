@@ -4,13 +4,15 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail};
+use http::StatusCode;
 use http_body_util::BodyExt;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokio::runtime::Runtime;
 use tollgate_config::Config;
+use tollgate_gateway::admin_certificate;
 use tollgate_loadtest::client::{ClientError, Connection, Protocol, Target};
 
 use crate::common::Place;
@@ -24,7 +26,7 @@ pub struct Admin {
     /// The admin listener [default: the gateway that runs on the data folder].
     #[arg(long, value_name = "URL")]
     url: Option<String>,
-    /// The CA certificate to trust [default: DATA/tls/ca.pem].
+    /// With --url: the CA certificate to trust [default: DATA/tls/ca.pem].
     #[arg(long, value_name = "FILE")]
     ca: Option<PathBuf>,
     /// A file with the key of an admin [default: DATA/admin.key].
@@ -44,6 +46,8 @@ pub enum Reach {
 pub struct AdminClient {
     runtime: Runtime,
     connection: Connection,
+    /// The bound of a request, from sending it to the end of its answer.
+    longest: Duration,
 }
 
 /// A request to the admin listener, with its path.
@@ -59,6 +63,23 @@ impl Admin {
     /// Returns the access that config and data folder give.
     pub fn of(place: Place) -> Self {
         Self { place, url: None, ca: None, admin_key: None }
+    }
+
+    /// Returns the access for questions that need no key.
+    pub fn without_key(place: Place, url: Option<String>, ca: Option<PathBuf>) -> Self {
+        Self { place, url, ca, admin_key: None }
+    }
+
+    /// Opens a connection without a key to the gateway, which must run.
+    ///
+    /// # Errors
+    /// The config is invalid, or no gateway answers.
+    pub fn probe(&self) -> Result<AdminClient> {
+        let config = self.place.load()?;
+        let Some(url) = self.url.clone().or_else(|| data::announced(config.data())) else {
+            bail!("no gateway runs on the data folder {}", config.data().display());
+        };
+        Ok(self.dial((&config, &url, "none"), PROBE)??)
     }
 
     /// Opens a connection to the gateway, which must run.
@@ -102,26 +123,60 @@ impl Admin {
     /// Opens a connection to `url`. The outer error is of the files, the inner one of the
     /// network.
     fn open(&self, config: &Config, url: &str) -> Result<Result<AdminClient, ClientError>> {
-        let folder = config.data();
-        let ca = self.ca.clone().unwrap_or_else(|| folder.join("tls/ca.pem"));
         // The running gateway wrote this key; access to the file is the permission.
-        let key_file = self.admin_key.clone().unwrap_or_else(|| folder.join("admin.key"));
+        let key_file = self.admin_key.clone().unwrap_or_else(|| config.data().join("admin.key"));
         let key = std::fs::read_to_string(&key_file).with_context(|| {
             format!("admin key {} (does `tollgate up` use this data folder?)", key_file.display())
         })?;
-        let target = Target::new(url, &ca, &key)?;
-        // Requests follow each other, so one thread is enough.
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let connected = runtime.block_on(async {
-            tokio::time::timeout(CONNECT, target.connect(Protocol::Either)).await
-        });
-        let timed_out = |_| ClientError::Connect {
-            authority: target.authority().to_owned(),
-            source: std::io::ErrorKind::TimedOut.into(),
-        };
-        let connected = connected.map_err(timed_out).flatten();
-        Ok(connected.map(|connection| AdminClient { runtime, connection }))
+        self.dial((config, url, &key), ANSWER)
     }
+
+    /// Opens a connection to the listener `(config, url, key)`.
+    fn dial(
+        &self,
+        listener: (&Config, &str, &str),
+        longest: Duration,
+    ) -> Result<Result<AdminClient, ClientError>> {
+        let (config, url, key) = listener;
+        let first = connect(&self.target(config, url, key)?, longest)?;
+        if !matches!(first, Err(ClientError::Tls { .. })) {
+            return Ok(first);
+        }
+        // The gateway may have renewed its certificate just now. It writes the new one into
+        // the data folder a moment later.
+        std::thread::sleep(RENEWAL);
+        connect(&self.target(config, url, key)?, longest)
+    }
+
+    /// Returns the listener at `url` with the certificate or the authority to trust.
+    fn target(&self, config: &Config, url: &str, key: &str) -> Result<Target> {
+        let folder = config.data();
+        // The gateway on the data folder has written its certificate there. A certificate
+        // of a public authority names a domain, not the loopback address.
+        if self.url.is_none()
+            && self.ca.is_none()
+            && let Ok(leaf) = std::fs::read(admin_certificate(folder))
+        {
+            return Ok(Target::pinned(url, leaf, key)?);
+        }
+        let ca = self.ca.clone().unwrap_or_else(|| folder.join("tls/ca.pem"));
+        Ok(Target::new(url, &ca, key)?)
+    }
+}
+
+/// Opens a connection to `target`. The outer error is of this process, the inner one of the
+/// network.
+fn connect(target: &Target, longest: Duration) -> Result<Result<AdminClient, ClientError>> {
+    // Requests follow each other, so one thread is enough.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let connected = runtime
+        .block_on(async { tokio::time::timeout(CONNECT, target.connect(Protocol::Either)).await });
+    let timed_out = |_| ClientError::Connect {
+        authority: target.authority().to_owned(),
+        source: std::io::ErrorKind::TimedOut.into(),
+    };
+    let connected = connected.map_err(timed_out).flatten();
+    Ok(connected.map(|connection| AdminClient { runtime, connection, longest }))
 }
 
 impl AdminClient {
@@ -159,7 +214,21 @@ impl AdminClient {
     /// # Errors
     /// Any other answer, with the gateway's message.
     pub fn text(&self, ask: Ask<'_>) -> Result<String> {
-        let (status, body) = self.runtime.block_on(async {
+        let (status, body) = self.exchange(ask)?;
+        if status.is_success() { Ok(body) } else { Err(refusal(status.as_str(), &body)) }
+    }
+
+    /// Sends a request and returns whether the answer is a success, and its body.
+    ///
+    /// # Errors
+    /// The connection failed, or the body is no text.
+    pub fn answer(&self, ask: Ask<'_>) -> Result<(bool, String)> {
+        let (status, body) = self.exchange(ask)?;
+        Ok((status.is_success(), body))
+    }
+
+    fn exchange(&self, ask: Ask<'_>) -> Result<(StatusCode, String)> {
+        let asked = async {
             let response = match ask {
                 Ask::Get(path) => self.connection.get(path).await?,
                 Ask::Post(path, Value::Null) => self.connection.post(path, "".into()).await?,
@@ -171,9 +240,15 @@ impl AdminClient {
             let status = response.status();
             let body = response.into_body().collect().await?.to_bytes();
             anyhow::Ok((status, body))
-        })?;
+        };
+        let longest = self.longest;
+        // The timer needs the runtime, which runs the block alone.
+        let asked = async { tokio::time::timeout(longest, asked).await };
+        let answered = self.runtime.block_on(asked);
+        let (status, body) = answered
+            .map_err(|_| anyhow!("the gateway did not answer within {} s", longest.as_secs()))??;
         let body = String::from_utf8(body.to_vec()).context("cannot parse the gateway's answer")?;
-        if status.is_success() { Ok(body) } else { Err(refusal(status.as_str(), &body)) }
+        Ok((status, body))
     }
 }
 
@@ -217,3 +292,13 @@ pub fn encoded(text: &str) -> String {
 
 /// Time in which the gateway must accept a connection.
 const CONNECT: Duration = Duration::from_secs(5);
+
+/// Time in which a gateway writes its renewed certificate into the data folder.
+const RENEWAL: Duration = Duration::from_millis(500);
+
+/// Time in which the gateway must answer a probe.
+const PROBE: Duration = Duration::from_secs(5);
+
+/// Time in which the gateway must answer any other request. Statements of a long time read
+/// millions of rows.
+const ANSWER: Duration = Duration::from_secs(300);

@@ -5,8 +5,8 @@ use std::process::ExitCode;
 use clap::{FromArgMatches, Parser, Subcommand};
 
 use crate::{
-    admins, audit, chat, config, keys, ledger, loadtest, penalties, statement, tenants, up, usage,
-    verify_limits, worker,
+    admins, audit, chat, config, health, keys, ledger, loadtest, penalties, statement, tenants, up,
+    usage, verify_limits, worker,
 };
 
 /// Without a subcommand, tollgate runs `up`: the gateway, the ledger and one worker
@@ -36,6 +36,8 @@ pub enum Command {
     Tenants(tenants::TenantsArguments),
     /// List and lift the penalties of a running gateway.
     Penalties(penalties::PenaltiesArguments),
+    /// Ask the running gateway whether it is ready, for probes.
+    Health(health::HealthArguments),
     /// Show the used device time by tenant, key and model.
     Usage(usage::UsageArguments),
     /// Print a tenant's monthly statement.

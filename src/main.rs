@@ -11,6 +11,7 @@ mod cli;
 mod common;
 mod config;
 mod data;
+mod health;
 mod keys;
 mod ledger;
 mod loadtest;
@@ -41,6 +42,7 @@ fn main() -> ExitCode {
         cli::Command::Admins(arguments) => admins::run(arguments),
         cli::Command::Tenants(arguments) => tenants::run(arguments),
         cli::Command::Penalties(arguments) => penalties::run(arguments),
+        cli::Command::Health(arguments) => health::run(arguments),
         cli::Command::Usage(arguments) => usage::run(arguments),
         cli::Command::Statement(arguments) => statement::run(arguments),
         cli::Command::Audit(arguments) => audit::run(arguments),

@@ -12,7 +12,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio_util::sync::CancellationToken;
-use tokio_util::task::TaskTracker;
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tollgate_config::{Config, Flags};
 use tollgate_domain::{TenantId, WorkerName};
 use tollgate_gateway::audit::{config_loaded, plans_in_force, record, sign};
@@ -30,6 +30,7 @@ mod banner;
 mod demo_model;
 mod gpus;
 mod liveness;
+mod notify;
 mod supervisor;
 mod workers;
 
@@ -135,7 +136,8 @@ async fn serve(config: Arc<Config>, open: OpenLedger, accept_loss: bool) -> Resu
     let processes = Arc::new(WorkerProcesses::start(planned, &gateway));
     let (serving, stop) = (TaskTracker::new(), CancellationToken::new());
     serving.spawn(manifest::follow(folder.clone(), stop.clone()));
-    serving.spawn(stop.clone().run_until_cancelled_owned(reload_on(hangups, reloader)));
+    let ready = processes.ready.clone();
+    serving.spawn(stop.clone().run_until_cancelled_owned(reload_on(hangups, reloader, ready)));
     let workers = Arc::clone(&processes);
     let stop_now = CancellationToken::new();
     let shutdown = Shutdown { drain: stop.clone(), now: stop_now.clone() };
@@ -145,12 +147,14 @@ async fn serve(config: Arc<Config>, open: OpenLedger, accept_loss: bool) -> Resu
         }
     }));
     let mut stops = StopSignals::listen()?;
+    let watchdog = AbortOnDropHandle::new(tokio::spawn(notify::feed_watchdog()));
     let ended = tokio::select! {
         ready = processes.until_ready(&gateway) => match ready {
             Ok(()) => {
                 // Scripts wait for the banner, so it appears only when requests
                 // succeed.
                 banner::print(&config, addresses, &gateway)?;
+                notify::ready();
                 stops.next().await;
                 Ok(())
             }
@@ -160,6 +164,7 @@ async fn serve(config: Arc<Config>, open: OpenLedger, accept_loss: bool) -> Resu
     };
     // The service ends requests first, then the workers, then the tasks that post
     // the workers' journals: each stage needs the next one until it has ended.
+    notify::stopping();
     stop.cancel();
     let mut served = served;
     let served = tokio::select! {
@@ -176,6 +181,7 @@ async fn serve(config: Arc<Config>, open: OpenLedger, accept_loss: bool) -> Resu
     serving.wait().await;
     sign_last_records(&ledger, &folder).await;
     drop(announced);
+    drop(watchdog);
     // Released last: the next instance must find the ledger and the journals at
     // rest.
     drop(lock);
@@ -223,10 +229,18 @@ async fn sign_last_records(ledger: &LedgerHandle, folder: &Path) {
 }
 
 /// Reloads the config at each SIGHUP. Signals that come during a reload cause one more.
-async fn reload_on(mut hangups: Signal, reloader: Reloader) {
+async fn reload_on(mut hangups: Signal, reloader: Reloader, ready: CancellationToken) {
     while hangups.recv().await.is_some() {
+        // A gateway that still starts must not say that it is ready after a reload.
+        let is_ready = ready.is_cancelled();
+        if is_ready {
+            notify::reloading();
+        }
         // The reload logs its result.
         let _ = reloader.reload("SIGHUP", ReloadRun::Apply).await;
+        if is_ready {
+            notify::ready();
+        }
     }
 }
 

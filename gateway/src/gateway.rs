@@ -32,7 +32,7 @@ use crate::routes::PublicRoutes;
 use crate::source_penalties::SourcePenalties;
 use crate::stack::{Stack, StackOptions};
 use crate::telemetry::Metrics;
-use crate::{Clock, audit, edge_options};
+use crate::{Clock, admin_certificate, audit, edge_options};
 
 /// The inputs of a gateway.
 pub struct GatewayOptions {
@@ -59,6 +59,15 @@ pub enum GatewayError {
     /// No admin key is usable.
     #[error(transparent)]
     AdminKey(#[from] AdminKeyError),
+    /// The certificate cannot be written where commands of this host look for it.
+    #[error("cannot write {}", path.display())]
+    PublishCertificate {
+        /// The file in the data folder.
+        path: PathBuf,
+        /// The error of the file system.
+        #[source]
+        source: std::io::Error,
+    },
     /// A token issuer cannot be used.
     #[error("cannot use a token issuer")]
     Issuer(#[from] IssuerError),
@@ -125,7 +134,7 @@ impl GatewayService {
     pub async fn bind(options: GatewayOptions) -> Result<Self, GatewayError> {
         let GatewayOptions { config, data, workers, ledger, keys, clock } = options;
         let metrics = Metrics::new();
-        let tls = TlsIdentity::load(tls_source(&config, &data))?;
+        let tls = load_certificate(&config, &data)?;
         // Before the workers, so that a start without a key does no work.
         let admin_key = AdminKey::load(&data)?;
         let authenticator = Authenticator::new(keys, issuers(&config))?;
@@ -371,6 +380,13 @@ fn admin_listener(options: ListenerOptions) -> ListenerOptions {
     // directly.
     let proxies = Proxies::default();
     ListenerOptions { name: "admin", connection_limits, proxies, drain: ADMIN_DRAIN, ..options }
+}
+
+/// Loads the certificate and writes it where commands on this host look for it.
+fn load_certificate(config: &Config, data: &std::path::Path) -> Result<TlsIdentity, GatewayError> {
+    let tls = TlsIdentity::load(tls_source(config, data))?;
+    admin_certificate::publish(data, &tls)?;
+    Ok(tls)
 }
 
 pub(crate) fn tls_source(config: &Config, data: &std::path::Path) -> TlsSource {

@@ -5,6 +5,7 @@
 //! [`gateway`] builds the parts that all requests share, once.
 
 mod access_log;
+mod admin_certificate;
 mod api;
 pub mod auth;
 mod read_limit;
@@ -30,6 +31,7 @@ pub mod fuzz;
 #[cfg(test)]
 mod serving_tests;
 
+pub use admin_certificate::admin_certificate;
 pub use auth::{AuthenticatedCaller, Authenticator};
 pub use gateway::{Gateway, GatewayError, GatewayOptions, GatewayService, Shutdown};
 pub use reload::{ChangeRow, ReloadError, ReloadReport, ReloadRun, Reloader};

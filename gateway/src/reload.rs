@@ -15,11 +15,11 @@ use tollgate_edge::tls::{PreparedCertificate, TlsError, TlsIdentity};
 use tollgate_ledger::LedgerError;
 use tollgate_serving::{Serving, with_causes};
 
-use crate::audit;
 use crate::auth::{Authenticator, IssuerError, PreparedIssuers};
 use crate::gateway::{issuers, tls_source};
 use crate::source_penalties::SourcePenalties;
 use crate::telemetry::Metrics;
+use crate::{admin_certificate, audit};
 
 /// The component that replaces the config in force. Clones share it.
 #[derive(Clone)]
@@ -240,7 +240,20 @@ impl Reloader {
         let (adopting, adopted) = (Arc::clone(parts), Arc::clone(&new));
         let adopt = move || adopting.adopt(&adopted);
         tokio::task::spawn_blocking(adopt).await.map_err(|_| ReloadError::Stopping)??;
+        let renewed = certificate.is_some();
         parts.swap(new, certificate, issuers);
+        if renewed {
+            let parts = Arc::clone(parts);
+            // A file is written, which blocks.
+            let published = move || admin_certificate::publish(&parts.data, &parts.tls);
+            let published = tokio::task::spawn_blocking(published).await;
+            if let Ok(Err(error)) = published {
+                tracing::error!(
+                    error = &error as &dyn std::error::Error,
+                    "cannot write the certificate to the data folder; commands on this host cannot reach the gateway"
+                );
+            }
+        }
         Ok(report)
     }
 }

@@ -1,6 +1,8 @@
 //! An HTTPS connection to a gateway, HTTP/1.1 or HTTP/2, that trusts only the
 //! gateway's own CA. It never retries: each request is sent once.
 
+mod pinned;
+
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -57,6 +59,9 @@ pub enum ClientError {
         /// The reason.
         reason: String,
     },
+    /// The TLS library rejects its own defaults.
+    #[error("cannot set up TLS")]
+    Setup(#[source] rustls::Error),
     /// The key has characters that are not allowed in a header.
     #[error("the key has characters that are not allowed in a header")]
     Key,
@@ -88,7 +93,7 @@ impl ClientError {
     /// Returns a short description, the same for every error of a kind.
     pub fn kind(&self) -> &'static str {
         match self {
-            Self::Url(_) | Self::Key | Self::Ca { .. } => "misconfigured",
+            Self::Url(_) | Self::Key | Self::Ca { .. } | Self::Setup(_) => "misconfigured",
             Self::Connect { .. } => "connect failed",
             Self::Tls { .. } => "TLS failed",
             Self::Http(_) => "connection broke",
@@ -104,6 +109,10 @@ impl Target {
     /// # Errors
     /// The URL, the CA file or the key cannot be used.
     pub fn new(base: &str, ca: &Path, key: &str) -> Result<Self, ClientError> {
+        Self::with_tls(base, client_config(ca)?, key)
+    }
+
+    fn with_tls(base: &str, tls: ClientConfig, key: &str) -> Result<Self, ClientError> {
         let bad_url = || ClientError::Url(base.to_owned());
         let uri: Uri = base.parse().map_err(|_| bad_url())?;
         let authority = uri.authority().filter(|_| uri.scheme_str() == Some("https"));
@@ -114,10 +123,19 @@ impl Target {
             host: authority.host().trim_matches(['[', ']']).to_owned(),
             port: authority.port_u16().unwrap_or(443),
             authorization: authorization.map_err(|_| ClientError::Key)?,
-            tls: Arc::new(client_config(ca)?),
+            tls: Arc::new(tls),
             source: None,
             receive_buffer: None,
         })
+    }
+
+    /// Creates a target for the gateway at `base` that has exactly the certificate `leaf`
+    /// (DER). The names and the authority of the certificate do not matter then.
+    ///
+    /// # Errors
+    /// The URL, the certificate or the key cannot be used.
+    pub fn pinned(base: &str, leaf: Vec<u8>, key: &str) -> Result<Self, ClientError> {
+        Self::with_tls(base, pinned::client_config(leaf)?, key)
     }
 
     /// Returns the same target with another key.

@@ -417,7 +417,8 @@ pub async fn read(response: http::Response<hyper::body::Incoming>) -> (u16, Valu
     (status, json)
 }
 
-fn lines_of(output: impl std::io::Read + Send + 'static) -> Receiver<String> {
+/// Reads the lines of `output` in a thread of their own.
+pub fn lines_of(output: impl std::io::Read + Send + 'static) -> Receiver<String> {
     let (sender, receiver) = sync_channel(64);
     std::thread::spawn(move || {
         for line in BufReader::new(output).lines().map_while(Result::ok) {

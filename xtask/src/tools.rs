@@ -10,7 +10,10 @@ use anyhow::{Context, Result};
 use crate::run::{check, command, exists, root};
 
 /// Pairs of a program and the Debian package that installs the program.
-const DEBIAN: [(&str, &str); 9] = [
+const DEBIAN: [(&str, &str); 13] = [
+    ("buildah", "buildah"),
+    ("busybox", "busybox-static"),
+    ("bwrap", "bubblewrap"),
     ("curl", "curl"),
     ("faketime", "faketime"),
     ("g++", "g++"),
@@ -20,6 +23,7 @@ const DEBIAN: [(&str, &str); 9] = [
     ("npm", "npm"),
     ("openssl", "openssl"),
     ("slowhttptest", "slowhttptest"),
+    ("systemd-analyze", "systemd"),
 ];
 
 /// Pairs of a program and its Debian package that only the long tests need.

@@ -163,6 +163,12 @@ impl TlsIdentity {
         self.current.0.store(Arc::new(prepared.0));
     }
 
+    /// Returns the certificate in use in DER, without the rest of its chain.
+    pub fn leaf(&self) -> Vec<u8> {
+        let current = self.current.0.load();
+        current.cert.first().map(|leaf| leaf.to_vec()).unwrap_or_default()
+    }
+
     /// Returns the time at which the certificate in use expires; `None` if it cannot be read.
     pub fn expires(&self) -> Option<UtcTime> {
         let current = self.current.0.load();

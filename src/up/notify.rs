@@ -1,0 +1,46 @@
+//! Messages to systemd (sd_notify): ready, reloading, stopping, and the watchdog. Without
+//! systemd nothing is sent.
+
+use std::convert::Infallible;
+
+use sd_notify::NotifyState;
+use tokio::time::{MissedTickBehavior, interval};
+
+/// Tells systemd that requests succeed from now on.
+pub fn ready() {
+    send(&[NotifyState::Ready]);
+}
+
+/// Tells systemd that a reload begins. [`ready`] ends it.
+pub fn reloading() {
+    match NotifyState::monotonic_usec_now() {
+        Ok(now) => send(&[NotifyState::Reloading, now]),
+        Err(error) => {
+            tracing::warn!(%error, "cannot read the clock; systemd does not see the reload")
+        }
+    }
+}
+
+/// Tells systemd that the gateway drains.
+pub fn stopping() {
+    send(&[NotifyState::Stopping]);
+}
+
+/// Tells systemd's watchdog again and again that the runtime runs tasks; never returns.
+/// systemd restarts a gateway that stays silent.
+pub async fn feed_watchdog() -> Infallible {
+    let Some(bound) = sd_notify::watchdog_enabled() else { return std::future::pending().await };
+    // Half of the bound, as sd_watchdog_enabled(3) recommends.
+    let mut ticks = interval(bound / 2);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        send(&[NotifyState::Watchdog]);
+    }
+}
+
+fn send(state: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(state) {
+        tracing::warn!(%error, "cannot notify systemd; it does not see the state of the gateway");
+    }
+}
