@@ -11,8 +11,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
-use tokio_util::task::{AbortOnDropHandle, TaskTracker};
+use tokio_util::task::TaskTracker;
 use tollgate_config::{Config, Flags};
 use tollgate_domain::{TenantId, WorkerName};
 use tollgate_gateway::audit::{config_loaded, plans_in_force, record, sign};
@@ -136,6 +137,9 @@ async fn serve(config: Arc<Config>, open: OpenLedger, accept_loss: bool) -> Resu
     let processes = Arc::new(WorkerProcesses::start(planned, &gateway));
     let (serving, stop) = (TaskTracker::new(), CancellationToken::new());
     serving.spawn(manifest::follow(folder.clone(), stop.clone()));
+    // The watchdog watches the drain, too.
+    let watched = CancellationToken::new();
+    serving.spawn(watched.clone().run_until_cancelled_owned(notify::feed_watchdog()));
     let ready = processes.ready.clone();
     serving.spawn(stop.clone().run_until_cancelled_owned(reload_on(hangups, reloader, ready)));
     let workers = Arc::clone(&processes);
@@ -147,7 +151,6 @@ async fn serve(config: Arc<Config>, open: OpenLedger, accept_loss: bool) -> Resu
         }
     }));
     let mut stops = StopSignals::listen()?;
-    let watchdog = AbortOnDropHandle::new(tokio::spawn(notify::feed_watchdog()));
     let ended = tokio::select! {
         ready = processes.until_ready(&gateway) => match ready {
             Ok(()) => {
@@ -166,7 +169,27 @@ async fn serve(config: Arc<Config>, open: OpenLedger, accept_loss: bool) -> Resu
     // the workers' journals: each stage needs the next one until it has ended.
     notify::stopping();
     stop.cancel();
-    let mut served = served;
+    let served = until_served(served, &mut stops, &stop_now).await;
+    watched.cancel();
+    // An error waits until the audit log is signed and the lock is released.
+    serving.close();
+    serving.wait().await;
+    sign_last_records(&ledger, &folder).await;
+    drop(announced);
+    // Released last: the next instance must find the ledger and the journals at
+    // rest.
+    drop(lock);
+    // An error before the shutdown is the cause of later ones, so it is reported
+    // first.
+    ended.and(served)
+}
+
+/// Waits for the end of the drain. A second signal cuts the running requests.
+async fn until_served<T>(
+    mut served: JoinHandle<T>,
+    stops: &mut StopSignals,
+    stop_now: &CancellationToken,
+) -> Result<T> {
     let served = tokio::select! {
         served = &mut served => served,
         () = stops.next() => {
@@ -175,19 +198,7 @@ async fn serve(config: Arc<Config>, open: OpenLedger, accept_loss: bool) -> Resu
             served.await
         }
     };
-    // An error waits until the audit log is signed and the lock is released.
-    let served = served.context("the gateway panicked");
-    serving.close();
-    serving.wait().await;
-    sign_last_records(&ledger, &folder).await;
-    drop(announced);
-    drop(watchdog);
-    // Released last: the next instance must find the ledger and the journals at
-    // rest.
-    drop(lock);
-    // An error before the shutdown is the cause of later ones, so it is reported
-    // first.
-    ended.and(served)
+    served.context("the gateway panicked")
 }
 
 /// Opens the ledger with a signed audit log. The first record of this start is the
