@@ -16,7 +16,7 @@ use self::part::Partial;
 use self::room::{FreeCapacity, Growth, needed, reserved};
 use super::queue_heads::{QueueHead, QueueHeads};
 use super::shares::{NodeId, Priority, Shares, Waiting};
-use super::{Bounds, Chunk, Decisions, Running, View};
+use super::{Bounds, Chunk, Decisions, Running, Spare, View};
 use crate::kv::blocks_for;
 
 #[cfg(test)]
@@ -34,6 +34,8 @@ pub(super) struct Planner<'a> {
     room: FreeCapacity,
     /// KV blocks that only tenants near the smallest virtual time may use.
     headroom: u32,
+    /// Capacity that new sequences leave free: none while only one share owner has requests.
+    spare: Spare,
     tokens_left: u32,
     rows_left: u32,
     /// True until the step contains a chunk of a prompt. The first such chunk gets a
@@ -86,6 +88,7 @@ impl<'a> Planner<'a> {
             cost: bounds.table.step_cost(),
             room,
             headroom: bounds.headroom(),
+            spare: if view.shares.has_one_owner() { Spare::default() } else { bounds.spare },
             tokens_left: bounds.limits.tokens,
             rows_left: bounds.limits.logit_rows,
             first_read: true,
@@ -246,7 +249,7 @@ impl<'a> Planner<'a> {
         let QueueHead { key, waiting, .. } = candidate.head;
         let &Waiting { sequence, rank, rows, tokens, pending, most, followers, .. } = waiting;
         let needed = needed(waiting);
-        let usable = self.usable(self.room, candidate).saturating_sub(self.bounds.spare.blocks);
+        let usable = self.usable(self.room, candidate).saturating_sub(self.spare.blocks);
         // The reservation may shrink to the usable blocks, but never below what the
         // sequence needs to run.
         let blocks = reserved(needed, most).min(usable).max(needed);

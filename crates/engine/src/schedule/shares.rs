@@ -497,6 +497,12 @@ impl Shares {
         self.node(self.node(id).parent).present.first().copied()
     }
 
+    /// Returns true if at most one share owner has requests.
+    pub(super) fn has_one_owner(&self) -> bool {
+        let owners = |tier: Tier| self.node(tier.root()).present.len();
+        owners(Tier::Interactive) + owners(Tier::Batch) <= 1
+    }
+
     /// Returns true if the tier has requests.
     pub(super) fn has_requests(&self, tier: Tier) -> bool {
         self.node(tier.root()).requests > 0

@@ -44,7 +44,7 @@ pub(crate) const PARTS: [Part; 17] = [
     Part { name: "A4", rows: || attacked(&ATTACKS[3]) },
     Part { name: "A5", rows: || attacked(&ATTACKS[4]) },
     Part { name: "A6", rows: || attacked(&ATTACKS[5]) },
-    Part { name: "A7", rows: || attacked(&ATTACKS[6]) },
+    Part { name: "A7", rows: many_hogs },
     Part { name: "search", rows: search::worst_known },
     Part { name: "controls", rows: controls },
     Part { name: "FB-9", rows: equals },
@@ -91,8 +91,8 @@ const ATTACKS: [Attack; 7] = [
         rate: 5.0,
         keys: 1,
         size: Size::of(4_000, 1),
-        bound: 1.2,
-        throughput: 0.75,
+        bound: 0.5,
+        throughput: 0.9,
     },
     Attack {
         name: "A4 hogs, 5/s of 16/8 with max_tokens 4,000",
@@ -115,8 +115,8 @@ const ATTACKS: [Attack; 7] = [
         rate: 8.0,
         keys: 7,
         size: Size::of(7_000, 1),
-        bound: 0.6,
-        throughput: 0.75,
+        bound: 0.5,
+        throughput: 0.82,
     },
     Attack {
         name: "A7 many hogs, 30/s of 64/3 with max_tokens 4,000",
@@ -181,6 +181,23 @@ fn attacked(attack: &Attack) -> Vec<Row> {
             AtLeast(attack.throughput),
         ),
     ]
+}
+
+/// Returns the rows of many hogs. In some seeds the victims delay each other by more than the
+/// attack delays them, so the delay that the attack adds has a bound of its own.
+fn many_hogs() -> Vec<Row> {
+    let attack = &ATTACKS[6];
+    let wait = |workload: &Workload| {
+        first_token(workload, &play(workload, Fair, Until::VictimsServed), 0.99)
+    };
+    let added = SEEDS.map(|seed| {
+        wait(&with_attacker(attack, seed)) - wait(&Workload::new(&victims(), ATTACK_LASTS, seed))
+    });
+    let added = worst(&added.collect::<Vec<f64>>());
+    let name = format!("{}: added to the wait without attack, worst seed", attack.name);
+    let mut rows = attacked(attack);
+    rows.push(row(name, added, "s", AtMost(0.1)));
+    rows
 }
 
 /// Returns the rows of the control policies, which must break the bounds.
@@ -435,14 +452,14 @@ fn alone() -> Vec<Row> {
             "alone: first token over that of first come, first served, mean",
             over[0],
             "",
-            AtMost(1.05),
+            AtMost(1.01),
         ),
-        row("alone: the same, worst of ten seeds", worst(&over), "", Bound::None),
+        row("alone: the same, worst of ten seeds", worst(&over), "", AtMost(1.01)),
         row(
             "alone: tokens/s over first come, first served",
             over_first_come(&workload),
             "",
-            AtLeast(0.95),
+            AtLeast(0.99),
         ),
     ]
 }

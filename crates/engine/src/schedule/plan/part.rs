@@ -89,7 +89,7 @@ impl Planner<'_> {
         let QueueHead { key, waiting, priority } = candidate.head;
         let &Waiting { sequence, rank, rows, pending, followers, .. } = waiting;
         let usable = self.room.free.saturating_sub(self.room.promised + followers);
-        let places = self.room.sequences + 1 + followers + self.bounds.spare.places;
+        let places = self.room.sequences + 1 + followers + self.spare.places;
         let starts = candidate.large
             && places <= self.bounds.max_sequences
             && usable >= RESERVE_BLOCKS.min(needed(waiting))
@@ -158,19 +158,14 @@ impl Planner<'_> {
 }
 
 impl Member<'_> {
-    /// Returns the number of blocks that the sequence lacks for its known tokens. A sequence
-    /// that decodes lacks none: it gets the block of its next token in time.
+    /// Returns the number of blocks that the sequence lacks for its known tokens.
     pub(super) fn lacks(&self) -> u32 {
-        match self.kept < self.running.blocks || !self.running.decodes() {
-            true => blocks_for(self.running.known).saturating_sub(self.held()),
-            false => 0,
-        }
+        self.running.lacks(self.held())
     }
 
-    /// Returns the number of blocks that the pool keeps for the sequence. A sequence that
-    /// lacks blocks takes what is left.
+    /// Returns the number of blocks that the pool keeps for the sequence.
     pub(super) fn promised(&self) -> u32 {
-        if self.lacks() > 0 { 0 } else { self.running.soon(self.held()) }
+        self.running.promised(self.held())
     }
 }
 
@@ -180,14 +175,19 @@ impl Running {
         self.pending == 1 && self.cached + 1 == self.known
     }
 
-    /// Returns the number of blocks that the pool keeps for a sequence that holds `blocks`.
-    pub(super) fn promised(&self, blocks: u32) -> u32 {
-        let lacks = !self.decodes() && blocks < blocks_for(self.known);
-        if lacks { 0 } else { self.soon(blocks) }
+    /// Returns the number of blocks that the sequence lacks for its known tokens if it holds
+    /// `held` blocks. A sequence that decodes and has given up none lacks none: it gets the
+    /// block of its next token in time.
+    fn lacks(&self, held: u32) -> u32 {
+        match held < self.blocks || !self.decodes() {
+            true => blocks_for(self.known).saturating_sub(held),
+            false => 0,
+        }
     }
 
-    /// Returns the same number for a sequence that gives up all but `kept` blocks.
-    pub(super) fn promised_after(&self, kept: u32) -> u32 {
-        if kept < blocks_for(self.known) { 0 } else { self.soon(kept) }
+    /// Returns the number of blocks that the pool keeps for the sequence if it holds `held`
+    /// blocks. A sequence that lacks blocks takes what is left.
+    pub(super) fn promised(&self, held: u32) -> u32 {
+        if self.lacks(held) > 0 { 0 } else { self.soon(held) }
     }
 }

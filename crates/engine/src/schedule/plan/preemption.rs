@@ -49,10 +49,7 @@ impl Planner<'_> {
 
     /// Returns true if a share owner holds at most its part of the cache with `more` blocks.
     fn is_within_part(&self, share_owner: NodeId, more: u32) -> bool {
-        let own = |at: &usize| {
-            !self.batch[*at].preempted && self.priority(*at).share_owner.1 == share_owner
-        };
-        let held: u32 = (0..self.batch.len()).filter(own).map(|at| self.batch[at].held()).sum();
+        let held = self.held(Scarce::Blocks).get(&share_owner).copied().unwrap_or(0);
         held + more <= self.view.shares.part(share_owner, self.bounds.total_blocks)
     }
 
@@ -88,7 +85,7 @@ impl Planner<'_> {
             let (held, promised) = (member.held(), member.promised());
             largest(0..=held, |kept| {
                 let running = self.batch[at].running;
-                let promised = room.promised - promised + running.promised_after(kept);
+                let promised = room.promised - promised + running.promised(kept);
                 let free = room.free + held - kept;
                 self.fits(FreeCapacity { free, promised, ..room }, candidate)
             })
@@ -99,8 +96,9 @@ impl Planner<'_> {
     }
 
     /// Returns the sequences that may be preempted for a queue head. Such a sequence
-    /// belongs to another tenant that is ahead by more than the guard and holds more of the
-    /// scarce capacity. The sequence must also have rested since its last preemption.
+    /// belongs to another tenant that is ahead by more than the guard, or has borrowed the
+    /// spare capacity, and holds more of the scarce capacity. The sequence must also have
+    /// rested since its last preemption.
     fn preemptible(&self, candidate: &Candidate<'_>) -> Vec<(PreemptionOrder, usize)> {
         let &Candidate { ref head, large, .. } = candidate;
         let limit = Limit::new(self, &head.priority);
@@ -108,12 +106,14 @@ impl Planner<'_> {
         let rested = |running: &Running| {
             running.preempted_at.is_none_or(|at| self.view.now.since(at) >= self.bounds.rest)
         };
+        let borrower = self.borrower(head);
         let mut ahead: Vec<(Priority, usize)> = (0..self.batch.len())
             .filter(|&at| !self.batch[at].preempted)
             .map(|at| (self.priority(at), at))
             .filter(|&(priority, at)| {
                 let running = self.batch[at].running;
-                let passed = limit.is_passed_by(&priority);
+                let passed =
+                    limit.is_passed_by(&priority) || borrower == Some(priority.share_owner.1);
                 // For a smaller head a large sequence needs no rest: others would wait until it
                 // is read.
                 let gives = !large && self.is_large(priority.share_owner.1, running.filled());
@@ -143,6 +143,33 @@ impl Planner<'_> {
             }
         }
         ahead.into_iter().map(|(priority, at)| (self.preemption_order(at, &priority), at)).collect()
+    }
+
+    /// Returns the share owner that was alone and has borrowed the spare capacity, if the
+    /// owner of the head takes it back. It does so if it has used no more of the device than
+    /// the other, holds less than the spare capacity, and needs no more than that.
+    fn borrower(&self, head: &QueueHead<'_>) -> Option<NodeId> {
+        let Priority { tier, share_owner, .. } = head.priority;
+        let scarce = self.scarce(head);
+        let (asked, all, spare) = match scarce {
+            Scarce::Places => {
+                (1 + head.waiting.followers, self.bounds.max_sequences, self.bounds.spare.places)
+            }
+            Scarce::Blocks => {
+                (needed(head.waiting), self.bounds.total_blocks, self.bounds.spare.blocks)
+            }
+        };
+        if asked > spare || self.holds_as_much_as_spare(share_owner.1) {
+            return None;
+        }
+        let held = self.held(scarce);
+        let others = (0..self.batch.len()).map(|at| self.priority(at));
+        // At most one share owner holds more than all but the spare capacity.
+        let mut others = others
+            .filter(|other| held.get(&other.share_owner.1).is_some_and(|&held| held > all - spare));
+        let other = others.next()?;
+        let behind = (other.tier, other.share_owner.0) < (tier, share_owner.0);
+        (!behind).then_some(other.share_owner.1)
     }
 
     /// Returns the capacity that is short for a head: the slots of the batch if the head would

@@ -54,7 +54,7 @@ impl Planner<'_> {
     /// Returns true if the candidate fits. A share owner that holds little may use the
     /// spare capacity.
     pub(super) fn fits(&self, room: FreeCapacity, candidate: &Candidate<'_>) -> bool {
-        self.leaves(room, candidate, self.bounds.spare)
+        self.leaves(room, candidate, self.spare)
             || (self.leaves(room, candidate, Spare::default())
                 // In an empty batch the spare capacity is ignored, so that a request as
                 // large as the pool can start.
@@ -72,7 +72,7 @@ impl Planner<'_> {
 
     /// Returns true if the share owner already holds as much as the spare capacity, in
     /// slots or in blocks.
-    fn holds_as_much_as_spare(&self, share_owner: NodeId) -> bool {
+    pub(super) fn holds_as_much_as_spare(&self, share_owner: NodeId) -> bool {
         let (mut places, mut blocks) = (0, 0);
         // Sequences admitted earlier in this step count too. Otherwise one owner could fill
         // the spare capacity within one step.
@@ -132,7 +132,7 @@ impl Planner<'_> {
             // Blocks freed by preemption are usable even if the free ones are headroom.
             usable += self.room.free - before;
         }
-        let ahead = usable.saturating_sub(self.bounds.spare.blocks);
+        let ahead = usable.saturating_sub(self.spare.blocks);
         let more = (reserved(needed, running.most) - kept).min(ahead).max(needed - kept);
         let blocks = kept + more;
         self.room.free -= more;

@@ -237,6 +237,16 @@ fn headroom_is_for_tenants_near_smallest() {
     }
 }
 
+/// Returns a scene with `running` sequences of one tenant that hold ten blocks each.
+fn hog_with(running: u64) -> Scene {
+    let mut scene = Scene::default();
+    for id in 1..=running {
+        let running = Running { blocks: 10, exclusive: 10, most: 160, ..decoding(id, 90) };
+        scene.runs(&seat("hog"), running);
+    }
+    scene
+}
+
 #[test]
 fn spare_capacity_is_for_smaller_share_owners() {
     let one_place = Spare { places: 1, blocks: 0 };
@@ -245,18 +255,15 @@ fn spare_capacity_is_for_smaller_share_owners() {
         (one_place, 7, 100, "hog", 0),
         (one_place, 6, 100, "hog", 1),
         (one_place, 7, 100, "other", 1),
-        (one_place, 8, 100, "other", 0),
         // The six sequences of the hog hold 60 of 100 blocks; a candidate needs two.
         (two_blocks, 6, 3, "hog", 0),
         (two_blocks, 6, 4, "hog", 1),
         (two_blocks, 6, 3, "other", 1),
         (two_blocks, 6, 1, "other", 0),
     ] {
-        let mut scene = Scene::default();
-        for id in 1..=running {
-            let running = Running { blocks: 10, exclusive: 10, most: 160, ..decoding(id, 90) };
-            scene.runs(&seat("hog"), running);
-        }
+        let mut scene = hog_with(running);
+        // Another tenant has a request, and no room for it is asked for here.
+        scene.shares.enter(&seat("third"));
         scene.waits(&seat(who), waiting(20, 20));
         let decisions = scene.decide(free, &Bounds { spare, ..bounds() });
         assert_eq!(decisions.admit.len(), expected, "{spare:?} {running} {free} {who}");
@@ -271,4 +278,49 @@ fn spare_capacity_is_for_smaller_share_owners() {
         let decisions = scene.decide(50, &Bounds { spare: one_place, ..bounds() });
         assert_eq!(decisions.admit.len(), expected, "{who}");
     }
+}
+
+#[test]
+fn lone_share_owner_uses_the_spare_capacity() {
+    let spare = Spare { places: 1, blocks: 2 };
+    for (running, free, others, expected) in
+        [(7, 30, 0, 1), (7, 30, 1, 0), (8, 30, 0, 0), (6, 2, 0, 1), (6, 2, 1, 0), (6, 1, 0, 0)]
+    {
+        let mut scene = hog_with(running);
+        (0..others).for_each(|_| _ = scene.shares.enter(&seat("other")));
+        scene.waits(&seat("hog"), waiting(20, 20));
+        let decisions = scene.decide(free, &Bounds { spare, ..bounds() });
+        assert_eq!(decisions.admit.len(), expected, "{running} {free} {others}");
+    }
+}
+
+#[test]
+fn newcomer_takes_borrowed_spare_capacity_back() {
+    let spare = Spare { places: 1, blocks: 3 };
+    for (running, free, asked, lead, expected) in [
+        // All eight places, and all but two blocks of the cache.
+        (8, 20, 20, 0, true),
+        (8, 20, 20, 1, true),
+        (10, 0, 20, 0, true),
+        // The hog holds no more than all but the spare capacity.
+        (7, 0, 20, 0, false),
+        // The request needs more than the spare capacity.
+        (10, 0, 60, 0, false),
+    ] {
+        let mut scene = hog_with(running);
+        scene.charge(&seat("hog"), millis(lead));
+        scene.waits(&seat("other"), waiting(20, asked));
+        let max_sequences = if running == 10 { 16 } else { 8 };
+        let bounds = Bounds { spare, max_sequences, ..bounds() };
+        let decisions = scene.decide(free, &bounds);
+        assert_eq!(decisions.preempt.len(), usize::from(expected), "{running} {free} {asked}");
+        assert_eq!(decisions.admit.len(), usize::from(expected), "{running} {free} {asked}");
+    }
+    // A newcomer that has used more of the device waits.
+    let mut scene = hog_with(8);
+    scene.charge(&seat("hog"), millis(1));
+    scene.waits(&seat("other"), waiting(20, 20));
+    scene.charge(&seat("other"), millis(2));
+    let decisions = scene.decide(20, &Bounds { spare, ..bounds() });
+    assert_eq!(decisions, Decisions { chunks: decisions.chunks.clone(), ..Decisions::default() });
 }
