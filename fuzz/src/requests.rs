@@ -49,6 +49,7 @@ fn assert_bounds(request: &CompletionRequest, size: usize) {
     assert!(max_tokens.is_none_or(|max| max.tokens <= i32::MAX as u32));
     assert!(sampling.temperature.is_none_or(|value| (0.0..=2.0).contains(&value)));
     assert!(sampling.top_p.is_none_or(|value| (0.0..=1.0).contains(&value)));
+    assert!(sampling.min_p.is_none_or(|value| (0.0..=1.0).contains(&value)));
     assert!(sampling.top_k.is_none_or(|value| value <= i32::MAX as u32));
     assert!(sampling.repetition_penalty.is_none_or(|value| (0.01..=10.0).contains(&value)));
     assert!((-2.0..=2.0).contains(&sampling.presence_penalty));

@@ -180,7 +180,7 @@ fn prompts(random: &mut Random, rules: Rules) -> Value {
 
 /// Sets an optional field to a value that every rule allows.
 fn valid_field(random: &mut Random, is_chat: bool, set: &mut impl FnMut(&str, Value)) {
-    match random.below(12) {
+    match random.below(13) {
         0 | 1 => set("stream", json!(true)),
         2 => set("n", json!(1 + random.below(8))),
         3 if is_chat => {
@@ -202,13 +202,14 @@ fn valid_field(random: &mut Random, is_chat: bool, set: &mut impl FnMut(&str, Va
         8 => set("top_p", json!(0.01 + random.unit() * 0.99)),
         9 => set("seed", json!(random.below(1 << 40))),
         10 => set("repetition_penalty", json!(0.1 + random.unit() * 9.0)),
+        11 => set("min_p", json!(random.unit())),
         _ => set("frequency_penalty", json!(random.unit() * 4.0 - 2.0)),
     }
 }
 
 /// Returns an optional field. Some values are beyond the limits.
 fn field(random: &mut Random, is_chat: bool) -> (&'static str, Value) {
-    match random.below(14) {
+    match random.below(15) {
         0 | 1 => ("stream", json!(true)),
         2 => ("n", json!(random.below(10))),
         3 if is_chat => ("top_logprobs", json!(random.below(22))),
@@ -230,7 +231,8 @@ fn field(random: &mut Random, is_chat: bool) -> (&'static str, Value) {
         9 => ("seed", json!(random.below(usize::MAX))),
         10 => ("repetition_penalty", json!(random.unit() * 11.0)),
         11 => ("top_k", json!(random.below(3_000))),
-        12 => ("metadata", nested(random.below(40))),
+        12 => ("min_p", json!(random.unit() * 1.1)),
+        13 => ("metadata", nested(random.below(40))),
         _ => ("frequency_penalty", json!(random.unit() * 4.2 - 2.1)),
     }
 }

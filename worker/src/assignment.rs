@@ -141,6 +141,7 @@ fn params(sampling: v1::Sampling) -> SamplingParams {
         repetition_penalty,
         stop_tokens,
         ignores_end,
+        min_p,
     } = sampling;
     let mut logit_bias: Vec<(u32, f32)> = logit_bias.into_iter().collect();
     // A map has no order, and the same request must be sampled in the same way.
@@ -150,6 +151,7 @@ fn params(sampling: v1::Sampling) -> SamplingParams {
         // proto3 sends 0 for an absent number, which means that there is no limit.
         top_k: NonZeroU32::new(top_k),
         top_p,
+        min_p,
         presence_penalty,
         frequency_penalty,
         // A gateway that does not know the field leaves it at 0.

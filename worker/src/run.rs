@@ -369,7 +369,8 @@ fn announcement(
 ) -> v1::Announcement {
     let ModelShape { context, vocabulary, end_tokens, sampling_defaults, hash, .. } =
         loaded.backend.shape();
-    let &SamplingDefaults { temperature, top_k, top_p, repetition_penalty } = sampling_defaults;
+    let &SamplingDefaults { temperature, top_k, top_p, min_p, repetition_penalty } =
+        sampling_defaults;
     let DeviceInfo { class, name, uuid, threads } = loaded.backend.device();
     v1::Announcement {
         worker: options.name.to_string(),
@@ -401,6 +402,7 @@ fn announcement(
                 top_k,
                 top_p,
                 repetition_penalty,
+                min_p,
             }),
         }],
     }

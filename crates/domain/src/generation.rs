@@ -14,6 +14,9 @@ pub struct Sampling {
     pub top_k: u32,
     /// The probability mass to sample from, from 0 to 1.
     pub top_p: f32,
+    /// The part of the likeliest token's probability, from 0 to 1, that a token must
+    /// reach to be sampled, as vLLM defines it; 0 cuts nothing.
+    pub min_p: f32,
     /// The factor that makes tokens of the prompt and of the answer less likely, as
     /// vLLM defines it; 1 changes nothing.
     pub repetition_penalty: f32,
@@ -43,6 +46,8 @@ pub struct SamplingDefaults {
     pub top_k: u32,
     /// See [`Sampling::top_p`].
     pub top_p: f32,
+    /// See [`Sampling::min_p`].
+    pub min_p: f32,
     /// See [`Sampling::repetition_penalty`].
     pub repetition_penalty: f32,
 }
@@ -53,7 +58,7 @@ pub const REPETITION_PENALTIES: RangeInclusive<f64> = 0.01..=10.0;
 impl Default for SamplingDefaults {
     /// Returns the defaults of OpenAI's API.
     fn default() -> Self {
-        Self { temperature: 1.0, top_k: 0, top_p: 1.0, repetition_penalty: 1.0 }
+        Self { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0 }
     }
 }
 

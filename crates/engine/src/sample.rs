@@ -2,9 +2,9 @@
 //!
 //! A draw depends on the row, the request's own history and its seed alone:
 //! never on neighbours, on the order of rows, or on what was drawn elsewhere.
-//! Penalties and biases change the logits, temperature scales them, `top_k` and
-//! then `top_p` cut the tail, and one number of a counter-based generator picks
-//! a token.
+//! Penalties and biases change the logits, temperature scales them, `min_p`,
+//! `top_k` and then `top_p` cut the tail, and one number of a counter-based
+//! generator picks a token.
 //! Log-probabilities are the model's own: of the row as it came, before any of
 //! that. No row is sorted, whatever the vocabulary.
 
@@ -23,8 +23,8 @@ use tollgate_domain::REPETITION_PENALTIES;
 
 pub use generator::choice_seed;
 
-/// Sampling parameters with the meaning of OpenAI's API; `top_k` and
-/// `repetition_penalty` have the meaning of vLLM's.
+/// Sampling parameters with the meaning of OpenAI's API; `top_k`, `min_p`
+/// and `repetition_penalty` have the meaning of vLLM's.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
     /// 0 is greedy; up to 2.
@@ -34,6 +34,9 @@ pub struct SamplingParams {
     /// Part of the probability, 0 to 1, that the likeliest tokens must reach
     /// together; less likely tokens are not sampled.
     pub top_p: f32,
+    /// Part of the likeliest token's probability, 0 to 1, that a token must reach to
+    /// be sampled; 0 cuts nothing.
+    pub min_p: f32,
     /// Taken off the logit of each token that was generated before, -2 to 2.
     pub presence_penalty: f32,
     /// Taken off the logit of a token for each time it was generated before, -2 to 2.
@@ -64,6 +67,7 @@ impl SamplingParams {
             temperature: 0.0,
             top_k: None,
             top_p: 1.0,
+            min_p: 0.0,
             presence_penalty: 0.0,
             frequency_penalty: 0.0,
             repetition_penalty: 1.0,
@@ -210,6 +214,13 @@ impl Sampler {
     ) -> u32 {
         let highest = self.weights[best as usize];
         exponentials(&mut self.weights, highest, params.temperature.recip());
+        if params.min_p > 0.0 {
+            // The likeliest token has the weight 1. vLLM cuts here, too: after the
+            // temperature, before `top_k` and `top_p`.
+            for weight in &mut self.weights {
+                *weight = if *weight < params.min_p { 0.0 } else { *weight };
+            }
+        }
         if let Some(most) = params.top_k {
             self.tail.cut(&mut self.weights, Kept::Count(most.get()));
         }
@@ -342,6 +353,7 @@ impl SamplingParams {
         for (field, value, low, high) in [
             ("temperature", self.temperature, 0.0, 2.0),
             ("top_p", self.top_p, 0.0, 1.0),
+            ("min_p", self.min_p, 0.0, 1.0),
             ("presence_penalty", self.presence_penalty, -2.0, 2.0),
             ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
             (

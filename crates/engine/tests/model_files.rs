@@ -146,9 +146,11 @@ fn sampling_defaults_come_from_generation_config() {
                 temperature: Some(0.7),
                 top_k: Some(20),
                 top_p: Some(0.8),
+                min_p: None,
                 repetition_penalty: Some(1.1),
             },
         ),
+        (json!({"min_p": 0.05}), SamplingDefaults { min_p: Some(0.05), ..none }),
         (json!({"temperature": null, "top_k": -1}), SamplingDefaults { top_k: Some(0), ..none }),
     ] {
         write_json(&path, &generation);
@@ -158,6 +160,7 @@ fn sampling_defaults_come_from_generation_config() {
     for (generation, words) in [
         (json!({"temperature": 2.5}), "temperature 2.5 is not between 0 and 2"),
         (json!({"top_p": -0.1}), "top_p -0.1 is not between 0 and 1"),
+        (json!({"min_p": 1.5}), "min_p 1.5 is not between 0 and 1"),
         (json!({"top_k": -2}), "top_k -2 is not a number of tokens"),
         (json!({"repetition_penalty": 0}), "repetition_penalty 0 is not between 0.01 and 10"),
     ] {

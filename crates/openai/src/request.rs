@@ -81,6 +81,8 @@ pub struct SamplingFields {
     pub top_k: Option<u32>,
     /// The probability mass to sample from, 0 to 1.
     pub top_p: Option<f32>,
+    /// The part of the likeliest token's probability that a token must reach, 0 to 1.
+    pub min_p: Option<f32>,
     /// The factor that makes earlier tokens less likely, in
     /// [`REPETITION_PENALTIES`].
     pub repetition_penalty: Option<f32>,
@@ -109,6 +111,7 @@ impl SamplingFields {
             temperature: self.temperature.unwrap_or(defaults.temperature),
             top_k: self.top_k.unwrap_or(defaults.top_k),
             top_p: self.top_p.unwrap_or(defaults.top_p),
+            min_p: self.min_p.unwrap_or(defaults.min_p),
             repetition_penalty: self.repetition_penalty.unwrap_or(defaults.repetition_penalty),
             presence_penalty: self.presence_penalty,
             frequency_penalty: self.frequency_penalty,
@@ -134,9 +137,9 @@ macro_rules! with_shared_fields {
     ($then:ident => $($rest:tt)*) => {
         $then! {
             [
-                model, n, temperature, top_k, top_p, repetition_penalty, presence_penalty,
+                model, n, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
                 frequency_penalty, logit_bias, seed, stop, stop_token_ids, ignore_eos, stream,
-                stream_options, user, metadata, service_tier, min_p, min_tokens, length_penalty,
+                stream_options, user, metadata, service_tier, min_tokens, length_penalty,
                 use_beam_search, allowed_token_ids, bad_words, logits_processors, prompt_logprobs,
                 truncate_prompt_tokens, skip_special_tokens, include_stop_str_in_output,
                 structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar,
@@ -226,7 +229,6 @@ impl SharedFields<'_> {
                 &[Neutral::Word("auto"), Neutral::Word("default")][..],
             ),
             // From here on vLLM's fields: each would change the answer there.
-            ("min_p", self.min_p, &[Neutral::Number(0.0)]),
             ("min_tokens", self.min_tokens, &[Neutral::Number(0.0)]),
             ("length_penalty", self.length_penalty, &[Neutral::Number(1.0)]),
             ("use_beam_search", self.use_beam_search, &[Neutral::Flag(false)]),
@@ -262,6 +264,7 @@ impl SharedFields<'_> {
             temperature: Field::new("temperature", self.temperature).number(0.0..=2.0)?,
             top_k: top_k(&Field::new("top_k", self.top_k))?,
             top_p: Field::new("top_p", self.top_p).number(0.0..=1.0)?,
+            min_p: Field::new("min_p", self.min_p).number(0.0..=1.0)?,
             repetition_penalty: Field::new("repetition_penalty", self.repetition_penalty)
                 .number(REPETITION_PENALTIES)?,
             presence_penalty: penalty("presence_penalty", self.presence_penalty)?,

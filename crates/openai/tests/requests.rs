@@ -109,6 +109,12 @@ fn chat_fields_keep_their_bounds() {
         (r#""top_k":"40""#, Some("top_k")),
         (r#""top_p":1"#, None),
         (r#""top_p":1.1"#, Some("top_p")),
+        (r#""min_p":0"#, None),
+        (r#""min_p":1"#, None),
+        (r#""min_p":null"#, None),
+        (r#""min_p":1.1"#, Some("min_p")),
+        (r#""min_p":-0.1"#, Some("min_p")),
+        (r#""min_p":"0.05""#, Some("min_p")),
         (r#""repetition_penalty":0.01"#, None),
         (r#""repetition_penalty":10"#, None),
         (r#""repetition_penalty":null"#, None),
@@ -273,7 +279,6 @@ fn completion_fields_keep_their_bounds() {
 #[test]
 fn unserved_fields_of_vllm_are_refused() {
     for (field, neutral, other) in [
-        ("min_p", "0", "0.05"),
         ("min_tokens", "0", "5"),
         ("length_penalty", "1.0", "0.5"),
         ("use_beam_search", "false", "true"),
@@ -315,7 +320,7 @@ fn refusal_of_unserved_field_names_served_values() {
             r#"This gateway serves 'response_format' (structured output) only as {"type": "text"}."#,
         ),
         (r#""store":true"#, "This gateway serves 'store' only as false."),
-        (r#""min_p":0.1"#, "This gateway serves 'min_p' only as 0."),
+        (r#""min_tokens":1"#, "This gateway serves 'min_tokens' only as 0."),
         (r#""audio":{}"#, "This gateway does not serve 'audio'. Leave it out."),
     ] {
         assert_eq!(chat_with(fields).expect_err(fields).message, expected);

@@ -153,6 +153,7 @@ impl Admitted {
                 temperature: sampling.temperature,
                 top_k: sampling.top_k,
                 top_p: sampling.top_p,
+                min_p: sampling.min_p,
                 repetition_penalty: sampling.repetition_penalty,
                 presence_penalty: sampling.presence_penalty,
                 frequency_penalty: sampling.frequency_penalty,

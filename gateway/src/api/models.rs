@@ -33,13 +33,14 @@ struct DefaultsBody {
     temperature: f32,
     top_k: u32,
     top_p: f32,
+    min_p: f32,
     repetition_penalty: f32,
 }
 
 impl From<SamplingDefaults> for DefaultsBody {
     fn from(defaults: SamplingDefaults) -> Self {
-        let SamplingDefaults { temperature, top_k, top_p, repetition_penalty } = defaults;
-        Self { temperature, top_k, top_p, repetition_penalty }
+        let SamplingDefaults { temperature, top_k, top_p, min_p, repetition_penalty } = defaults;
+        Self { temperature, top_k, top_p, min_p, repetition_penalty }
     }
 }
 

@@ -22,6 +22,8 @@ pub struct SamplingDefaults {
     pub top_k: Option<u32>,
     /// Probability from 0 to 1 that the likeliest tokens must reach together.
     pub top_p: Option<f32>,
+    /// Part, from 0 to 1, of the likeliest token's probability that a token must reach.
+    pub min_p: Option<f32>,
     /// Factor from [`MIN_REPETITION_PENALTY`] to [`MAX_REPETITION_PENALTY`].
     pub repetition_penalty: Option<f32>,
 }
@@ -33,6 +35,7 @@ struct RawGeneration {
     temperature: Option<f32>,
     top_k: Option<i64>,
     top_p: Option<f32>,
+    min_p: Option<f32>,
     repetition_penalty: Option<f32>,
 }
 
@@ -76,6 +79,7 @@ impl RawGeneration {
             temperature: if self.do_sample == Some(false) { Some(0.0) } else { temperature },
             top_k: top_k(checker, self.top_k)?,
             top_p: in_range(checker, "top_p", self.top_p, (0.0, 1.0))?,
+            min_p: in_range(checker, "min_p", self.min_p, (0.0, 1.0))?,
             repetition_penalty: in_range(
                 checker,
                 "repetition_penalty",

@@ -7,6 +7,7 @@ fn plain() -> SamplingParams {
         temperature: 1.0,
         top_k: None,
         top_p: 1.0,
+        min_p: 0.0,
         presence_penalty: 0.0,
         frequency_penalty: 0.0,
         repetition_penalty: 1.0,
@@ -83,6 +84,33 @@ fn top_k_cuts_before_top_p_does() {
         let found = shares(&row, &params);
         let drawn: Vec<usize> = (0..row.len()).filter(|&token| found[token] > 0.0).collect();
         assert_eq!(drawn, kept, "{top_k} {top_p}: {found:?}");
+    }
+}
+
+#[test]
+fn min_p_cuts_before_top_k() {
+    // Beside the likeliest token, the others have 0.5, 0.25 and 0.125 of its weight, and
+    // half of the temperature squares these parts.
+    let row = [0.25f32.ln(), 1.0f32.ln(), 0.125f32.ln(), 0.5f32.ln()];
+    let cases: [(f32, f32, u32, f32, &[usize]); 9] = [
+        (0.0, 1.0, 0, 1.0, &[0, 1, 2, 3]),
+        (0.12, 1.0, 0, 1.0, &[0, 1, 2, 3]),
+        (0.13, 1.0, 0, 1.0, &[0, 1, 3]),
+        (0.26, 1.0, 0, 1.0, &[1, 3]),
+        (1.0, 1.0, 0, 1.0, &[1]),
+        (0.13, 0.5, 0, 1.0, &[1, 3]),
+        (0.13, 1.0, 2, 1.0, &[1, 3]),
+        (0.26, 1.0, 3, 1.0, &[1, 3]),
+        // All four hold 1.875, and the first 0.53 of that; the first two hold 1.5, and
+        // the first 0.67 of that.
+        (0.26, 1.0, 0, 0.6, &[1]),
+    ];
+    for (min_p, temperature, top_k, top_p, kept) in cases {
+        let top_k = NonZeroU32::new(top_k);
+        let params = SamplingParams { min_p, temperature, top_k, top_p, ..plain() };
+        let found = shares(&row, &params);
+        let drawn: Vec<usize> = (0..row.len()).filter(|&token| found[token] > 0.0).collect();
+        assert_eq!(drawn, kept, "{min_p} {temperature} {top_k:?} {top_p}: {found:?}");
     }
 }
 
@@ -213,6 +241,10 @@ fn parameters_are_bounded() {
         (
             SamplingParams { top_p: f32::NAN, ..good.clone() },
             Some("top_p is NaN; it lies between 0 and 1"),
+        ),
+        (
+            SamplingParams { min_p: 1.5, ..good.clone() },
+            Some("min_p is 1.5; it lies between 0 and 1"),
         ),
         (
             SamplingParams { repetition_penalty: 0.0, ..good.clone() },

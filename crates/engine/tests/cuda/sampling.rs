@@ -30,6 +30,7 @@ fn ways(vocabulary: u32) -> Vec<SamplingParams> {
         random.clone(),
         SamplingParams { top_p: 0.6, temperature: 0.8, ..random.clone() },
         SamplingParams { top_k: NonZeroU32::new(50), ..random.clone() },
+        SamplingParams { min_p: 0.2, temperature: 1.5, ..random.clone() },
         SamplingParams { logit_bias: some(4.0).collect(), ..greedy.clone() },
         SamplingParams { presence_penalty: 2.0, frequency_penalty: 1.5, ..random.clone() },
         SamplingParams {

@@ -76,7 +76,8 @@ impl Setup {
     /// Returns a request of one short prompt, and the model.
     fn request(&self, number: u128) -> (TokenizeRequest, Arc<ServedModel>) {
         let model = route::offer(self.serving.workers(), MODEL).expect("a model");
-        let SamplingDefaults { temperature, top_k, top_p, repetition_penalty } = model.defaults;
+        let SamplingDefaults { temperature, top_k, top_p, min_p, repetition_penalty } =
+            model.defaults;
         let request = TokenizeRequest {
             id: RequestId::from_random(number),
             prompt: Prompt::Texts(vec!["Hello there".to_owned()]),
@@ -88,6 +89,7 @@ impl Setup {
                 temperature,
                 top_k,
                 top_p,
+                min_p,
                 repetition_penalty,
                 presence_penalty: 0.0,
                 frequency_penalty: 0.0,

@@ -121,17 +121,19 @@ async fn learn_model(
 /// Checks a model's sampling defaults: the worker would refuse every request that
 /// names no parameters of its own if one were out of range.
 fn check_defaults(announced: v1::SamplingDefaults) -> Result<SamplingDefaults, WorkerError> {
-    let v1::SamplingDefaults { temperature, top_k, top_p, repetition_penalty } = announced;
+    let v1::SamplingDefaults { temperature, top_k, top_p, min_p, repetition_penalty } = announced;
     let openai = SamplingDefaults::default();
     let defaults = SamplingDefaults {
         temperature: temperature.unwrap_or(openai.temperature),
         top_k: top_k.unwrap_or(openai.top_k),
         top_p: top_p.unwrap_or(openai.top_p),
+        min_p: min_p.unwrap_or(openai.min_p),
         repetition_penalty: repetition_penalty.unwrap_or(openai.repetition_penalty),
     };
     let (low, high) = (*REPETITION_PENALTIES.start() as f32, *REPETITION_PENALTIES.end() as f32);
     let are_in_range = (0.0..=2.0).contains(&defaults.temperature)
         && (0.0..=1.0).contains(&defaults.top_p)
+        && (0.0..=1.0).contains(&defaults.min_p)
         && (low..=high).contains(&defaults.repetition_penalty);
     match are_in_range {
         true => Ok(defaults),

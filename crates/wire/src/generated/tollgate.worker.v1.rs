@@ -77,6 +77,8 @@ pub struct SamplingDefaults {
     pub top_p: ::core::option::Option<f32>,
     #[prost(float, optional, tag = "4")]
     pub repetition_penalty: ::core::option::Option<f32>,
+    #[prost(float, optional, tag = "5")]
+    pub min_p: ::core::option::Option<f32>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct AssetRequest {
@@ -187,6 +189,9 @@ pub struct Sampling {
     /// the model's end tokens do not end a choice
     #[prost(bool, tag = "11")]
     pub ignores_end: bool,
+    /// part of the likeliest token's probability that a token must reach
+    #[prost(float, tag = "12")]
+    pub min_p: f32,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct RunEvent {

@@ -287,14 +287,19 @@ async fn sampling_parameters_left_out_take_the_models_defaults() {
             top_k: Some(20),
             top_p: None,
             repetition_penalty: Some(1.1),
+            min_p: Some(0.05),
         });
     });
     let gateway = TestGateway::open(folder, PLAIN, &[&worker]).await;
     for (fields, expected) in [
-        ("", (0.7, 20, 1.0, 1.1)),
-        (r#","temperature":0"#, (0.0, 20, 1.0, 1.1)),
-        (r#","temperature":null,"top_k":-1,"top_p":0.5"#, (0.7, 0, 0.5, 1.1)),
-        (r#","temperature":2,"top_k":3,"top_p":0,"repetition_penalty":1"#, (2.0, 3, 0.0, 1.0)),
+        ("", (0.7, 20, 1.0, 1.1, 0.05)),
+        (r#","temperature":0"#, (0.0, 20, 1.0, 1.1, 0.05)),
+        (r#","temperature":null,"top_k":-1,"top_p":0.5"#, (0.7, 0, 0.5, 1.1, 0.05)),
+        (
+            r#","temperature":2,"top_k":3,"top_p":0,"repetition_penalty":1,"min_p":0.25"#,
+            (2.0, 3, 0.0, 1.0, 0.25),
+        ),
+        (r#","min_p":0"#, (0.7, 20, 1.0, 1.1, 0.0)),
     ] {
         for (path, prompt) in [
             ("/v1/chat/completions", r#""messages":[{"role":"user","content":"Hi"}]"#),
@@ -308,21 +313,26 @@ async fn sampling_parameters_left_out_take_the_models_defaults() {
                 sampling
             });
             assert_eq!(response.status(), StatusCode::OK);
-            let Sampling { temperature, top_k, top_p, repetition_penalty, .. } = sampling;
-            assert_eq!((temperature, top_k, top_p, repetition_penalty), expected, "{body}");
+            let Sampling { temperature, top_k, top_p, repetition_penalty, min_p, .. } = sampling;
+            let found = (temperature, top_k, top_p, repetition_penalty, min_p);
+            assert_eq!(found, expected, "{body}");
         }
     }
     let (_, model) = json(gateway.ask("acme", "GET", "/v1/models/fake", "").await).await;
     let told = serde_json::to_string(&model["sampling_defaults"]).expect("JSON");
-    assert_eq!(told, r#"{"repetition_penalty":1.1,"temperature":0.7,"top_k":20,"top_p":1.0}"#);
+    assert_eq!(
+        told,
+        r#"{"min_p":0.05,"repetition_penalty":1.1,"temperature":0.7,"top_k":20,"top_p":1.0}"#
+    );
 }
 
 #[tokio::test]
 async fn worker_with_impossible_sampling_defaults_is_not_connected() {
     type Change = fn(&mut SamplingDefaults);
-    let cases: [Change; 4] = [
+    let cases: [Change; 5] = [
         |it| it.temperature = Some(2.1),
         |it| it.top_p = Some(f32::NAN),
+        |it| it.min_p = Some(1.5),
         |it| it.repetition_penalty = Some(0.0),
         |it| it.repetition_penalty = Some(11.0),
     ];

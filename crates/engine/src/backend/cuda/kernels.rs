@@ -206,8 +206,8 @@ pub struct SampleRow {
     pub prompt: u32,
     /// Distinct tokens of the prompt; 0 unless there is a repetition penalty.
     pub prompt_count: u32,
-    /// Padding up to the alignment of `seed`.
-    pub unused: u32,
+    /// Part of the likeliest token's weight that others must reach; 0: no cut.
+    pub min_p: f32,
 }
 
 /// Declares the structures of `kernels.h`, with the same fields in the same order.

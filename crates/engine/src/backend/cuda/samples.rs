@@ -161,7 +161,7 @@ impl SampleList {
             repetition: params.repetition_penalty,
             prompt,
             prompt_count: draw.penalised_prompt().len() as u32,
-            unused: 0,
+            min_p: params.min_p,
         };
         let top_counts = match token {
             SampleTarget::Given(token) => {
@@ -224,7 +224,7 @@ fn words_of(sample: &SampleRow) -> [u32; SAMPLE_WORDS] {
         repetition,
         prompt,
         prompt_count,
-        unused,
+        min_p,
     } = sample;
     [
         seed as u32,
@@ -246,7 +246,7 @@ fn words_of(sample: &SampleRow) -> [u32; SAMPLE_WORDS] {
         repetition.to_bits(),
         prompt,
         prompt_count,
-        unused,
+        min_p.to_bits(),
     ]
 }
 

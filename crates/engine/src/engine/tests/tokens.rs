@@ -17,12 +17,13 @@ fn mixed(count: u32) -> Vec<(Submission, Ears)> {
             let (mut submission, heard) =
                 ask(number, &prompt(number, 1 + number * 13 % 90), 4 + number * 7 % 60);
             let sampling = &mut submission.sampling;
-            match number % 6 {
+            match number % 7 {
                 0 => sampling.temperature = 0.0,
                 1 => sampling.top_p = 0.7,
                 2 => sampling.frequency_penalty = 1.5,
                 3 => sampling.top_k = NonZeroU32::new(3),
                 4 => sampling.repetition_penalty = 1.4,
+                5 => sampling.min_p = 0.3,
                 _ => sampling.top_logprobs = Some(2),
             }
             (submission, heard)

@@ -175,7 +175,7 @@ struct SampleRow {
     float repetition; // divides or multiplies the logits of earlier tokens; 1: no change
     u32 prompt;       // offset in `prompt_tokens`
     u32 prompt_count; // 0 without a repetition penalty
-    u32 unused;       // padding, because the size is a multiple of the alignment
+    float min_p;      // part of the likeliest token's weight that others must reach; 0: no cut
 };
 // Marks a count whose token is in the prompt, too.
 constexpr u32 PROMPTED = 0x80000000u;

@@ -505,7 +505,8 @@ DEVICE u32 sample_token(SampleShared& shared, const SampleArgs& args, const Samp
     float highest = bounded(from[token_of(key)]), scale = divided(1.0f, row.temperature);
     sync_block(); // all threads have read the highest logit before it becomes a weight
     each(from, count, [&](u32 i, float logit) {
-        weights[i] = exponential(times(plus(bounded(logit), -highest), scale));
+        float weight = exponential(times(plus(bounded(logit), -highest), scale));
+        weights[i] = weight < row.min_p ? 0.0f : weight; // the likeliest weight is 1
     });
     if (row.top_k > 0 && row.top_k < count) {
         cut_tail(shared, weights, count, Kept{row.top_k, 1.0f});

@@ -88,6 +88,15 @@ fn asks(vocabulary: usize) -> Vec<Ask> {
     {
         asks.push(Ask::warm(1.3, top_p, 50 + seed as u64).among(top_k));
     }
+    for (seed, (min_p, top_k, top_p)) in
+        [(0.02, 0, 1.0), (0.3, 0, 0.8), (0.1, 3, 1.0), (0.05, 40, 0.7), (1.0, 0, 1.0)]
+            .into_iter()
+            .enumerate()
+    {
+        let mut cut = Ask::warm(1.3, top_p, 60 + seed as u64).among(top_k);
+        cut.params.min_p = min_p;
+        asks.push(cut);
+    }
     for temperature in [0.0, 1.0] {
         let mut biased = Ask::warm(temperature, 0.9, 77);
         biased.params.logit_bias = vec![(last, 3.0), (0, -100.0)];
@@ -170,7 +179,7 @@ fn draw(
             repetition: ask.params.repetition_penalty,
             prompt: prompt_tokens.len() as u32,
             prompt_count: ask.prompt.len() as u32,
-            unused: 0,
+            min_p: ask.params.min_p,
         });
         previous.extend(ask.pending);
         bias_tokens.extend(ask.params.logit_bias.iter().map(|(token, _)| *token));
