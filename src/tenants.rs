@@ -5,7 +5,7 @@ use anyhow::{Result, anyhow};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tollgate_config::{Config, Tenant};
-use tollgate_domain::{DeviceClass, DeviceNanos, PlanName, PoolName, TenantId};
+use tollgate_domain::{Amount, DeviceClass, DeviceNanos, PlanName, PoolName, TenantId};
 
 use crate::admin::{Admin, Ask, Reach, encoded};
 use crate::common::{say, table};
@@ -64,6 +64,7 @@ struct LimitRow {
     scope: String,
     limit: String,
     device_class: Option<DeviceClass>,
+    currency: Option<String>,
     value: u64,
     used: u64,
     remaining: u64,
@@ -156,11 +157,14 @@ impl Row {
 
 impl LimitRow {
     fn cells(&self) -> Vec<String> {
-        let Self { scope, limit, device_class, value, used, remaining, refills_ms } = self;
-        // Limits by device class are in nanoseconds of that class.
-        let amount = |amount: u64| match device_class {
-            Some(_) => DeviceNanos(amount).to_string(),
-            None => amount.to_string(),
+        let Self { scope, limit, device_class, currency, value, used, remaining, refills_ms } =
+            self;
+        // Limits by device class are in nanoseconds of that class, and budgets in nano-units
+        // of their currency.
+        let amount = |amount: u64| match (device_class, currency) {
+            (Some(_), _) => DeviceNanos(amount).to_string(),
+            (None, Some(currency)) => format!("{} {currency}", Amount(amount.into())),
+            (None, None) => amount.to_string(),
         };
         let seconds = |ms: u64| format!("{}s", ms.div_ceil(1000));
         vec![

@@ -11,8 +11,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use tollgate_domain::{
-    ByClass, Currency, DeviceNanos, ModelName, PlanName, PoolName, Price, PriceListName, Rate,
-    TenantId, UtcDay,
+    Budget, ByClass, Currency, DeviceNanos, ModelName, PlanName, PoolName, Price, PriceListName,
+    Rate, TenantId, UtcDay,
 };
 
 pub use devices::{Health, Sharing, Watchdog};
@@ -183,6 +183,9 @@ section! {
         /// The largest device time in a calendar month (UTC). Usage never exceeds
         /// it.
         device_time_per_month: ByClass<DeviceNanos> = ByClass::default();
+        /// The largest cost in a calendar month (UTC) at the tenant's prices, such as
+        /// { EUR = "500" }. Usage without a price costs nothing.
+        budget_per_month: Option<Budget> = None;
         /// The share of a contended device, relative to other plans.
         weight: f64 = 1.0, 0.001..=1_000.0;
     }

@@ -99,6 +99,30 @@ fn mistakes_have_place_and_key() {
             "t.toml:4: prices.a.model: unknown model \"gone\"; known: tollgate-demo; for a model that is no longer served, set retired = true",
         ),
         (
+            "[plans.p]\nbudget_per_month = { EUR = \"5\" }",
+            "t.toml:2: plans.p.budget_per_month: also needs a price list in EUR ([prices.NAME])",
+        ),
+        (
+            "[plans.p]\nbudget_per_month = { USD = 5 }\n[prices.a]\nfrom = 2026-12-01\ncurrency = \"EUR\"",
+            "t.toml:2: plans.p.budget_per_month: no price list is in USD; the lists are in EUR",
+        ),
+        (
+            "[plans.p]\nbudget_per_month = { EUR = \"5\", USD = \"5\" }",
+            "t.toml:2: plans.p.budget_per_month: expected a table of one currency such as { EUR = \"500\" }, found a table",
+        ),
+        (
+            "[plans.p]\nbudget_per_month = { EUR = 0.5 }",
+            "t.toml:2: plans.p.budget_per_month.EUR: expected an amount in quotes such as \"500\", more than 0 and at most 1000000000, with at most nine digits after the point, found a number with a fraction",
+        ),
+        (
+            "[plans.p]\nbudget_per_month = { EUR = \"0\" }",
+            "t.toml:2: plans.p.budget_per_month.EUR: expected an amount in quotes such as \"500\", more than 0 and at most 1000000000, with at most nine digits after the point, found \"0\"",
+        ),
+        (
+            "[plans.p]\nbudget_per_month = { euro = \"5\" }",
+            "t.toml:2: plans.p.budget_per_month.euro: not a currency of three capital letters such as EUR",
+        ),
+        (
             "[prices.a]\nfrom = 2026-12-01\ncurrency = \"EUR\"\nretired = true",
             "t.toml:4: prices.a.retired: also needs model",
         ),

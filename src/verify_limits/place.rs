@@ -200,10 +200,10 @@ fn tenant_name(number: usize) -> String {
 
 /// Returns the config with each limit in a plan of its own. Removes everything that
 /// a temporary gateway must not share with the real one: addresses, certificate,
-/// issuers, tenants and pools.
+/// issuers, tenants and pools. Prices are for budgets, which are not probed.
 fn derived(config: &Config, shown: &str) -> Result<(String, Vec<WantedKeys>)> {
     let mut tree: toml::Table = shown.parse().context("cannot parse the config")?;
-    for section in ["data", "tenants", "pools", "auth"] {
+    for section in ["data", "tenants", "pools", "auth", "prices"] {
         tree.remove(section);
     }
     if let Some(gateway) = tree.get_mut("gateway").and_then(toml::Value::as_table_mut) {

@@ -32,6 +32,12 @@ pub(super) async fn probe(
             let probe = Probe { canaries, plan, class: &class, budget };
             rows.extend(probe.one(limit, &canary, &name).await?);
         }
+        if let Some(budget) = plan.limits.budget_per_month {
+            let name = format!("plans.{}.budget_per_month", plan.name);
+            let configured = format!("{budget} {} a month", budget.currency);
+            let why = "spending money until it is used up takes too long";
+            rows.push(ProbeResult::new(&name, configured).has_no_probe(why));
+        }
     }
     Ok(rows)
 }

@@ -65,6 +65,7 @@ impl Checker<'_> {
             }
         }
         let prices = self.prices(&plans);
+        self.budgets_have_prices();
         Resolved { plans, pools, tenants, models, issuers, prices }
     }
 
@@ -220,6 +221,7 @@ impl Checker<'_> {
             device_time_per_minute,
             device_time_per_day,
             device_time_per_month,
+            budget_per_month,
             weight,
         } = raw;
         // An invalid `concurrent` is reported already, so only a missing one counts
@@ -253,6 +255,7 @@ impl Checker<'_> {
             device_time: convert(device_time_per_minute, |DeviceRate(rate)| *rate),
             device_time_per_day: device_time_per_day.clone(),
             device_time_per_month: device_time_per_month.clone(),
+            budget_per_month: *budget_per_month,
             concurrent: *concurrent,
             // A limit on running requests without a queue means that no request
             // waits.

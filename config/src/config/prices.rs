@@ -1,7 +1,7 @@
 //! The resolution of price lists to one price book. A book has one currency, and on
 //! each day one list for a plan.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use tollgate_domain::{Currency, ModelName, PlanName, PriceBook, PriceList, PriceListName};
@@ -113,6 +113,25 @@ impl Checker<'_> {
             );
         }
         Some(currency)
+    }
+
+    /// Checks that the price lists are in the currency of every budget.
+    pub(super) fn budgets_have_prices(&mut self) {
+        let root = self.root;
+        let currencies: BTreeSet<Currency> =
+            root.prices.values().filter_map(|list| list.currency).collect();
+        for (plan, raw) in &root.plans {
+            let Some(budget) = raw.budget_per_month else { continue };
+            let wanted = budget.currency;
+            let problem = match currencies.first() {
+                _ if currencies.contains(&wanted) => continue,
+                // An invalid price list is reported already.
+                None if !root.prices.is_empty() => continue,
+                None => format!("also needs a price list in {wanted} ([prices.NAME])"),
+                Some(other) => format!("no price list is in {wanted}; the lists are in {other}"),
+            };
+            self.problem(&["plans", plan.as_str(), "budget_per_month"], problem);
+        }
     }
 
     fn no_two_begin_together(&mut self, lists: &[PriceList]) {

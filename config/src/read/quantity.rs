@@ -4,9 +4,9 @@
 use std::time::Duration;
 
 use serde_json::json;
-use tollgate_domain::DeviceNanos;
+use tollgate_domain::{Budget, Currency, DeviceNanos};
 
-use super::{Field, Reader};
+use super::{Field, Reader, join};
 use crate::sections::ByteSize;
 use crate::tree::{Node, Value};
 
@@ -31,6 +31,59 @@ const SIZE_UNITS: [(&str, u64); 9] = [
     ("kB", 1_000),
     ("B", 1),
 ];
+
+/// An amount of one currency: `{ EUR = "500" }`.
+impl Field for Budget {
+    fn sample() -> String {
+        "{ EUR = \"500\" }".to_owned()
+    }
+
+    fn read(node: &Node, key: &str, reader: &mut Reader) -> Option<Self> {
+        let wanted = "a table of one currency such as { EUR = \"500\" }";
+        let mut entries = node.table().into_iter().flatten();
+        let (Some((name, amount)), None) = (entries.next(), entries.next()) else {
+            return reader.expected(node, key, wanted);
+        };
+        let dotted = join(key, name);
+        let currency = match name.parse::<Currency>() {
+            Ok(currency) => currency,
+            Err(error) => {
+                reader.problem(&amount.place, &dotted, error.to_string());
+                return None;
+            }
+        };
+        let budget = match &amount.value {
+            Value::String(text) | Value::Text(text) => Self::new(currency, text),
+            Value::Integer(number) => Self::new(currency, &number.to_string()),
+            // A TOML float is refused, because it is not exact.
+            _ => None,
+        };
+        let largest = Self::LARGEST;
+        budget.or_else(|| {
+            let wanted = format!(
+                "an amount in quotes such as \"500\", more than 0 and at most {largest}, with at \
+                 most nine digits after the point"
+            );
+            reader.expected(amount, &dotted, &wanted)
+        })
+    }
+
+    fn show(&self) -> Option<String> {
+        Some(format!("{{ {} = \"{self}\" }}", self.currency))
+    }
+
+    fn schema() -> serde_json::Value {
+        json!({
+            "type": "object",
+            "additionalProperties": { "anyOf": [
+                { "type": "string", "pattern": "^[0-9]{1,10}([.][0-9]{1,9})?$" },
+                { "type": "integer", "minimum": 1, "maximum": Self::LARGEST },
+            ] },
+            "minProperties": 1,
+            "maxProperties": 1,
+        })
+    }
+}
 
 /// Parses a duration such as `1h30m`. Returns nanoseconds, or `None` if the text is
 /// no duration or overflows.

@@ -8,9 +8,11 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-use tollgate_domain::{DeviceClass, DeviceNanos, MonotonicTime, RequestId, TenantId, UtcTime};
+use tollgate_domain::{
+    DeviceClass, DeviceNanos, ExactAmount, MonotonicTime, RequestId, TenantId, UtcMonth, UtcTime,
+};
 
-use crate::core::{Core, Reserved};
+use crate::core::{Bounds, Core, Reserved};
 use crate::figures::Figures;
 use crate::places::Requester;
 use crate::refusal::Refusal;
@@ -93,8 +95,8 @@ impl Admission {
     }
 
     fn hold(&self, id: RequestId, reserved: Reserved) -> Hold {
-        let Reserved { hold_state, budget, figures, gave_way: _ } = reserved;
-        Hold { admission: self.clone(), id, hold_state, budget, figures, open: true }
+        let Reserved { hold_state, bounds, figures, gave_way: _ } = reserved;
+        Hold { admission: self.clone(), id, hold_state, bounds, figures, open: true }
     }
 
     /// Takes one request from the request rate of every scope, or from none. The request
@@ -178,6 +180,12 @@ impl Admission {
         spent: DeviceNanos,
     ) {
         self.lock().core.restore_spend(scope, class, period, spent);
+    }
+
+    /// Adds money that the ledger knows for the current month, as [`Self::restore_spend`]
+    /// adds device time. Restore only scopes that have a budget.
+    pub fn restore_cost(&self, scope: Scope, month: UtcMonth, cost: ExactAmount) {
+        self.lock().core.restore_cost(scope, month, cost);
     }
 
     /// Applies the limits of a new config to every scope in memory. Taken units stay taken,
@@ -269,7 +277,7 @@ pub struct Hold {
     admission: Admission,
     id: RequestId,
     hold_state: HoldState,
-    budget: Option<DeviceNanos>,
+    bounds: Bounds,
     figures: Figures,
     open: bool,
 }
@@ -285,9 +293,16 @@ impl Hold {
         self.hold_state
     }
 
-    /// Returns the largest reference cost that the request may spend, if a cap applies.
+    /// Returns the largest reference cost that the request may spend, if a cap or a budget
+    /// applies.
     pub fn budget(&self) -> Option<DeviceNanos> {
-        self.budget
+        self.bounds.time
+    }
+
+    /// Returns the largest number of tokens of all answers, if a budget allows less than the
+    /// request asks for.
+    pub fn most_output(&self) -> Option<u64> {
+        self.bounds.output
     }
 
     /// Returns the figures of the limits after this request was taken.

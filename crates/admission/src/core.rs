@@ -7,23 +7,25 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
 
 use tollgate_domain::{
-    DeviceClass, DeviceNanos, MonotonicTime, RequestId, UtcDay, UtcMonth, UtcTime,
+    DeviceClass, DeviceNanos, ExactAmount, MonotonicTime, RequestId, UtcDay, UtcMonth, UtcTime,
 };
 
 use crate::bucket::Demand;
 use crate::figures::{Figures, RateFigures, tighten};
 use crate::places::Requester;
 use crate::refusal::Refusal;
-use crate::reload::{NewLimits, PastSpend};
+use crate::reload::{NewLimits, PastCost, PastSpend};
 use crate::scope::{Period, Scope, ScopeLimits, ScopeState};
 use crate::terms::{
     AdmissionOptions, AdmissionStatus, HoldState, Reserve, ReserveError, ResolveError, Settlement,
     Spent, Swept,
 };
 
+pub(crate) use self::budget::Bounds;
 use self::check::Capacity;
 use self::holds::{HeldScope, HoldRecord, Holds, Posting};
 
+mod budget;
 mod check;
 mod holds;
 mod states;
@@ -34,7 +36,7 @@ pub(crate) use self::check::is_capped;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Reserved {
     pub(crate) hold_state: HoldState,
-    pub(crate) budget: Option<DeviceNanos>,
+    pub(crate) bounds: Bounds,
     pub(crate) figures: Figures,
     /// Waiting requests of others that gave way. Each of them has ended.
     pub(crate) gave_way: Vec<RequestId>,
@@ -274,7 +276,7 @@ impl Core {
     fn take(&mut self, request: Reserve, decision: check::Decision, utc: UtcTime) -> Reserved {
         let Reserve { id, requester, scopes, counted, class, estimate, .. } = request;
         let (queue_deadline, expires) = (request.queue_deadline, request.expires);
-        let check::Decision { hold_state, capped, give_way: _ } = decision;
+        let check::Decision { hold_state, bounds, give_way: _ } = decision;
         let ticket = (hold_state == HoldState::Queued).then(|| {
             self.next_ticket += 1;
             // Tickets grow, so their order is the order of arrival in every scope.
@@ -286,6 +288,7 @@ impl Core {
             let state = self.scopes.get_mut(&scope).expect("reserve has refreshed every scope");
             // The limits of the check, which may be of a later config than the request's.
             let scope_capped = is_capped(&state.limits, &class);
+            let budgeted = state.limits.budget_per_month.is_some();
             let counts_request = index >= counted;
             if let Some(bucket) = state.requests.as_mut().filter(|_| counts_request) {
                 // The buckets were refilled in `reserve`, and the check has proved that
@@ -300,8 +303,11 @@ impl Core {
                 bucket.take(estimate.demand_of_time());
             }
             if scope_capped {
-                of_class.day.hold(capped.unwrap_or_default());
-                of_class.month.hold(capped.unwrap_or_default());
+                of_class.day.hold(bounds.time.unwrap_or_default());
+                of_class.month.hold(bounds.time.unwrap_or_default());
+            }
+            if budgeted {
+                state.budget.hold(bounds.money);
             }
             let member = requester.member_of(&scope);
             match ticket {
@@ -313,7 +319,7 @@ impl Core {
                 }
                 None => state.places.start(&member),
             }
-            held_scopes.push(HeldScope { scope, capped: scope_capped, counts_request });
+            held_scopes.push(HeldScope { scope, capped: scope_capped, budgeted, counts_request });
         }
         let due = if ticket.is_some() { queue_deadline.min(expires) } else { expires };
         // Every hold has an entry here, so a hold that its owner loses still ends.
@@ -325,13 +331,14 @@ impl Core {
             scopes: held_scopes,
             class,
             estimate,
-            capped: capped.unwrap_or_default(),
+            capped: bounds.time.unwrap_or_default(),
+            money: bounds.money,
             ticket,
             due,
             expires,
         };
         self.holds.hold(id, record);
-        Reserved { hold_state, budget: capped, figures, gave_way: Vec::new() }
+        Reserved { hold_state, bounds, figures, gave_way: Vec::new() }
     }
 
     /// Posts the true cost of a hold, also after the hold has expired.
@@ -443,6 +450,14 @@ impl Core {
         spend.restore(index, spent);
     }
 
+    /// Adds money that was spent in `month`.
+    pub(crate) fn restore_cost(&mut self, scope: Scope, month: UtcMonth, cost: ExactAmount) {
+        // The calendar advances, so that old money is never counted as this month's.
+        self.month = self.month.max(month);
+        let state = self.scopes.entry(scope).or_insert_with(ScopeState::new);
+        state.budget.restore(month.0, cost);
+    }
+
     /// Applies new limits to every scope in memory, and promotes the waiting requests that
     /// may run then, in order of arrival. A scope without new limits keeps the ones it has.
     pub(crate) fn adopt(
@@ -450,7 +465,7 @@ impl Core {
         now: MonotonicTime,
         new_limits: &NewLimits<'_>,
     ) -> Vec<RequestId> {
-        let NewLimits { revision, limits_of, spent } = new_limits;
+        let NewLimits { revision, limits_of, spent, costs } = new_limits;
         for (scope, state) in &mut self.scopes {
             if let Some(change) = limits_of(scope) {
                 state.refresh_all(&change.new, *revision, now);
@@ -461,11 +476,17 @@ impl Core {
                         of_class.month.forget_settled();
                     }
                 }
+                if change.begins_budget() {
+                    state.budget.forget_settled();
+                }
             }
         }
         self.cap_open_holds();
         for PastSpend { scope, class, period, spent } in spent {
             self.restore_spend(scope.clone(), class, *period, *spent);
+        }
+        for PastCost { scope, month, cost } in costs {
+            self.restore_cost(scope.clone(), *month, *cost);
         }
         // No settlement may come for a long time, so the requests are not left waiting for
         // one.
@@ -477,9 +498,13 @@ impl Core {
     /// Counts the open holds against caps that did not exist when they were made.
     fn cap_open_holds(&mut self) {
         for record in self.holds.open_mut() {
-            for held in record.scopes.iter_mut().filter(|held| !held.capped) {
+            for held in &mut record.scopes {
                 let Some(state) = self.scopes.get_mut(&held.scope) else { continue };
-                if is_capped(&state.limits, &record.class) {
+                if !held.budgeted && state.limits.budget_per_month.is_some() {
+                    held.budgeted = true;
+                    state.budget.hold(record.money);
+                }
+                if !held.capped && is_capped(&state.limits, &record.class) {
                     held.capped = true;
                     let of_class = state.class(&record.class);
                     of_class.day.hold(record.capped);
@@ -514,18 +539,21 @@ impl Core {
     /// without state is full, so nothing needs correction. Spend against a cap always
     /// counts, even if its scope was forgotten.
     fn charge(&mut self, now: MonotonicTime, record: &HoldRecord, charge: Charge) {
-        let (tokens, time, capped) = match charge.held {
+        let (tokens, time, capped, held_money) = match charge.held {
             Held::Open => {
                 let estimate = &record.estimate;
-                (estimate.demand_of_tokens(), estimate.demand_of_time(), record.capped)
+                let demands = (estimate.demand_of_tokens(), estimate.demand_of_time());
+                (demands.0, demands.1, record.capped, record.money)
             }
             Held::Released => Default::default(),
         };
-        let Spent { tokens: spent_tokens, reference } = charge.spent;
+        let Spent { tokens: spent_tokens, reference, money } = charge.spent;
         self.see_now(now);
         for held in &record.scopes {
             // Late usage may concern a scope that was idle and was forgotten.
-            if held.capped && reference > DeviceNanos::ZERO {
+            if held.capped && reference > DeviceNanos::ZERO
+                || held.budgeted && money > ExactAmount::ZERO
+            {
                 self.scopes.entry(held.scope.clone()).or_insert_with(ScopeState::new);
             }
             let Some(state) = self.scopes.get_mut(&held.scope) else { continue };
@@ -544,6 +572,10 @@ impl Core {
                 of_class.month.roll(self.month.0);
                 of_class.day.settle(capped, reference);
                 of_class.month.settle(capped, reference);
+            }
+            if held.budgeted {
+                state.budget.roll(self.month.0);
+                state.budget.settle(held_money, money);
             }
         }
     }

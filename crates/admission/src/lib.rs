@@ -32,9 +32,9 @@ pub use crate::figures::{CapFigures, Figures, RateFigures};
 pub use crate::penalty::{Counted, ListedPenalty, Offence, Penalty, PenaltyBook, PenaltyTerms};
 pub use crate::places::Requester;
 pub use crate::refusal::{Limit, Refusal};
-pub use crate::reload::{LimitChange, NewLimits, PastSpend};
+pub use crate::reload::{LimitChange, NewLimits, PastCost, PastSpend};
 pub use crate::scope::{Period, Scope, ScopeLimits};
 pub use crate::terms::{
     AdmissionOptions, AdmissionStatus, Estimate, HeldRequests, HoldState, LimitState, Moment,
-    Reserve, ReserveError, ResolveError, Resolved, Settlement, Spent, Swept,
+    MoneyEstimate, Reserve, ReserveError, ResolveError, Resolved, Settlement, Spent, Swept,
 };

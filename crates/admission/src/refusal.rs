@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use tollgate_domain::{DeviceClass, UtcTime};
+use tollgate_domain::{Currency, DeviceClass, UtcTime};
 
 use crate::figures::Figures;
 use crate::scope::Scope;
@@ -21,6 +21,8 @@ pub enum Limit {
     DeviceTimePerDay,
     /// Device time per calendar month.
     DeviceTimePerMonth,
+    /// Money per calendar month.
+    BudgetPerMonth,
     /// Requests running at once, where none may wait.
     Concurrent,
     /// Requests waiting at once.
@@ -40,6 +42,7 @@ impl Limit {
             Self::DeviceTime => "device_time_per_minute",
             Self::DeviceTimePerDay => "device_time_per_day",
             Self::DeviceTimePerMonth => "device_time_per_month",
+            Self::BudgetPerMonth => "budget_per_month",
             Self::Concurrent => "concurrent",
             Self::Queued => "queued",
             Self::LargestJob => "largest_job",
@@ -57,7 +60,7 @@ impl Limit {
 
     /// Returns true for a calendar cap. Such a refusal is an exhausted quota.
     pub fn is_cap(self) -> bool {
-        matches!(self, Self::DeviceTimePerDay | Self::DeviceTimePerMonth)
+        matches!(self, Self::DeviceTimePerDay | Self::DeviceTimePerMonth | Self::BudgetPerMonth)
     }
 }
 
@@ -71,7 +74,10 @@ pub struct Refusal {
     pub scope: Scope,
     /// Device class, for limits by device class.
     pub class: Option<DeviceClass>,
-    /// Value of the limit, in its unit: requests, tokens or device nanoseconds.
+    /// Currency, for budgets.
+    pub currency: Option<Currency>,
+    /// Value of the limit, in its unit: requests, tokens, device nanoseconds or nano-units of
+    /// the currency.
     pub value: u64,
     /// Largest amount that one request may have, in the same unit: for a rate the burst, or
     /// 1.5 bursts if `asked` is the most of a request; otherwise `value`.

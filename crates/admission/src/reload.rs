@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use tollgate_domain::{DeviceClass, DeviceNanos, PlanLimits};
+use tollgate_domain::{DeviceClass, DeviceNanos, ExactAmount, PlanLimits, UtcMonth};
 
 use crate::core::is_capped;
 use crate::scope::{Period, Scope};
@@ -17,6 +17,8 @@ pub struct NewLimits<'a> {
     pub limits_of: &'a dyn Fn(&Scope) -> Option<LimitChange>,
     /// Spend of the current day and month in the scopes and classes that begin to have a cap.
     pub spent: Vec<PastSpend>,
+    /// Money spent this month in the scopes that begin to have a budget.
+    pub costs: Vec<PastCost>,
 }
 
 /// The limits of one scope before and after a reload.
@@ -41,7 +43,25 @@ pub struct PastSpend {
     pub spent: DeviceNanos,
 }
 
+/// Money that was spent in a month.
+#[derive(Clone, Debug)]
+pub struct PastCost {
+    /// Scope that spent.
+    pub scope: Scope,
+    /// Month of the spend.
+    pub month: UtcMonth,
+    /// Money.
+    pub cost: ExactAmount,
+}
+
 impl LimitChange {
+    /// Returns true if the new limits have a budget and the old ones have none. The scope has
+    /// then not counted its money.
+    pub fn begins_budget(&self) -> bool {
+        let had_budget = self.old.as_ref().is_some_and(|old| old.budget_per_month.is_some());
+        self.new.budget_per_month.is_some() && !had_budget
+    }
+
     /// Returns true if the new limits cap devices of `class` and the old ones do not. The
     /// scope has then not counted its spend.
     pub fn begins_cap(&self, class: &DeviceClass) -> bool {

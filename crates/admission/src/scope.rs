@@ -6,8 +6,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use tollgate_domain::{
-    DeviceClass, KeyId, ModelName, MonotonicTime, PlanLimits, PoolName, Rate, TenantId, UtcDay,
-    UtcMonth,
+    DeviceClass, DeviceNanos, ExactAmount, KeyId, ModelName, MonotonicTime, PlanLimits, PoolName,
+    Rate, TenantId, UtcDay, UtcMonth,
 };
 
 use crate::bucket::{Bucket, Demand};
@@ -107,6 +107,8 @@ pub(crate) struct ScopeState {
     pub(crate) requests: Option<Bucket>,
     pub(crate) tokens: Option<Bucket>,
     pub(crate) classes: BTreeMap<DeviceClass, ClassState>,
+    /// Money of the month.
+    pub(crate) budget: Spend<ExactAmount>,
     /// Requests that run, wait and arrive.
     pub(crate) places: Places,
     /// True if the limit on concurrency was removed, perhaps while requests waited for it.
@@ -117,8 +119,8 @@ pub(crate) struct ScopeState {
 #[derive(Debug, Default)]
 pub(crate) struct ClassState {
     pub(crate) device_time: Option<Bucket>,
-    pub(crate) day: Spend,
-    pub(crate) month: Spend,
+    pub(crate) day: Spend<DeviceNanos>,
+    pub(crate) month: Spend<DeviceNanos>,
 }
 
 impl ScopeState {
@@ -129,6 +131,7 @@ impl ScopeState {
             requests: None,
             tokens: None,
             classes: BTreeMap::new(),
+            budget: Spend::default(),
             places: Places::default(),
             lifted: false,
         }
@@ -146,6 +149,7 @@ impl ScopeState {
         self.refresh_requests(limited, now);
         refresh(&mut self.tokens, self.limits.tokens, now);
         let device_time = self.limits.device_time.limit(class);
+        self.budget.roll(month.0);
         let state = self.class(class);
         refresh(&mut state.device_time, device_time, now);
         // Rolled here, so that the check sees the new period.
@@ -227,6 +231,7 @@ impl ScopeState {
             })
         };
         self.places.taken() == 0
+            && self.budget.is_over(month.0)
             && full(&mut self.requests)
             && full(&mut self.tokens)
             && self.classes.values_mut().all(|class| {

@@ -2,7 +2,10 @@
 
 use std::time::Duration;
 
-use tollgate_domain::{DeviceClass, DeviceNanos, MonotonicTime, RequestId, UtcTime};
+use tollgate_domain::{
+    Currency, DeviceClass, DeviceNanos, ExactAmount, MonotonicTime, Priced, RequestId, UnitPrices,
+    UtcTime,
+};
 
 use crate::bucket::Demand;
 use crate::places::Requester;
@@ -66,6 +69,32 @@ pub struct Estimate {
     pub worst: DeviceNanos,
     /// Cost of the prompt and a first token. A cap with less left refuses the request.
     pub least: DeviceNanos,
+    /// Prices and tokens, from which budgets compute the cost in money.
+    pub money: MoneyEstimate,
+}
+
+/// Prices and tokens of a request. The default costs nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MoneyEstimate {
+    /// Prices of the request.
+    pub prices: UnitPrices,
+    /// Tokens of all prompts.
+    pub prompt_tokens: u64,
+    /// Smallest number of tokens of all answers: one for each choice.
+    pub least_output: u64,
+    /// Largest number of tokens of all answers.
+    pub most_output: u64,
+}
+
+impl MoneyEstimate {
+    /// Returns the cost with this device time and these tokens of all answers.
+    pub(crate) fn cost(&self, time: DeviceNanos, output: u64) -> ExactAmount {
+        self.prices.exact_cost(Priced {
+            reference_ns: time.nanos(),
+            prompt_tokens: self.prompt_tokens,
+            completion_tokens: output,
+        })
+    }
 }
 
 impl Estimate {
@@ -108,6 +137,8 @@ pub struct Spent {
     pub tokens: u64,
     /// Reference cost of the request.
     pub reference: DeviceNanos,
+    /// Cost of the request in money.
+    pub money: ExactAmount,
 }
 
 /// The way in which a hold ended.
@@ -183,8 +214,8 @@ pub struct Moment {
     pub utc: UtcTime,
 }
 
-/// The state of one limit. Amounts are in the unit of the limit: requests, tokens or device
-/// nanoseconds.
+/// The state of one limit. Amounts are in the unit of the limit: requests, tokens, device
+/// nanoseconds or nano-units of a currency.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LimitState {
     /// Scope that the limit belongs to.
@@ -193,6 +224,8 @@ pub struct LimitState {
     pub limit: Limit,
     /// Device class, for limits by device class.
     pub class: Option<DeviceClass>,
+    /// Currency, for budgets.
+    pub currency: Option<Currency>,
     /// Value of the limit; of a rate, the units a minute.
     pub value: u64,
     /// Largest amount that a full rate gives at once; `None` if the limit is no rate.

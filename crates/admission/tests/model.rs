@@ -52,6 +52,7 @@ fn limits() -> PlanLimits {
         device_time: ByClass::all(Rate { per_minute: 1_000, burst: 200 }),
         device_time_per_day: ByClass::all(DeviceNanos(1_000)),
         device_time_per_month: ByClass::all(DeviceNanos(1_500)),
+        budget_per_month: None,
         concurrent: Some(3),
         queued: Some(2),
         largest_job: ByClass::all(DeviceNanos(220)),

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use common::*;
 use proptest::prelude::*;
 use tollgate_admission::{
-    Estimate, Hold, HoldState, Requester, Reserve, Scope, ScopeLimits, Spent,
+    Estimate, Hold, HoldState, MoneyEstimate, Requester, Reserve, Scope, ScopeLimits, Spent,
 };
 use tollgate_domain::{
     ByClass, DeviceClass, DeviceNanos, ModelName, PlanLimits, PoolName, Rate, RequestId,
@@ -202,6 +202,7 @@ impl Play {
             most: DeviceNanos(expected + more),
             worst: DeviceNanos(expected + more),
             least: DeviceNanos(1),
+            money: MoneyEstimate::default(),
         };
         self.next += 1;
         let class = classes()[class].clone();
@@ -237,7 +238,7 @@ impl Play {
                 let budget = hold.budget().map_or(u64::MAX, DeviceNanos::nanos);
                 let reference = DeviceNanos(most.min(budget));
                 let tokens = request.estimate.most_tokens * part / 100;
-                request.spent = Spent { tokens, reference };
+                request.spent = Spent { tokens, reference, ..Spent::default() };
                 let settled = hold.settle(at(now), request.spent).expect("open");
                 assert_eq!(settled.overrun, DeviceNanos::ZERO);
             }

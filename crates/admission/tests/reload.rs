@@ -59,7 +59,8 @@ fn reload_with(
 ) {
     let change = LimitChange { old: Some(Arc::new(old.clone())), new: Arc::new(new.clone()) };
     let limits_of = |scope: &Scope| (*scope == tenant("acme")).then(|| change.clone());
-    admission.adopt(at(now), &NewLimits { revision, limits_of: &limits_of, spent });
+    admission
+        .adopt(at(now), &NewLimits { revision, limits_of: &limits_of, spent, costs: Vec::new() });
 }
 
 /// Returns the number of requests that pass at `now`, of at most 1,000.

@@ -20,6 +20,7 @@ fn limits() -> PlanLimits {
         device_time_per_day: ByClass::all(DeviceNanos(1_000)),
         device_time_per_month: ByClass::all(DeviceNanos(5_000)),
         largest_job: ByClass::all(DeviceNanos(900)),
+        budget_per_month: None,
     }
 }
 

@@ -31,8 +31,8 @@ pub use ids::{
 pub use limits::{ByClass, PlanLimits, Rate};
 pub use network::{InvalidNetwork, Network};
 pub use price::{
-    Amount, Currency, InvalidCurrency, InvalidPrice, Price, PriceBook, PriceList, PricePeriod,
-    Priced, UnitPrices,
+    Amount, Budget, Currency, ExactAmount, InvalidCurrency, InvalidPrice, Price, PriceBook,
+    PriceList, PricePeriod, Priced, UnitPrices,
 };
 pub use time::{InvalidDay, InvalidMonth, MonotonicTime, UtcDay, UtcMonth, UtcTime};
 pub use units::DeviceNanos;

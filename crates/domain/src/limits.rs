@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::{DeviceClass, DeviceNanos};
+use crate::{Budget, DeviceClass, DeviceNanos};
 
 /// A rate per minute: a token bucket that refills `per_minute / 60` units per second and
 /// holds at most `burst`.
@@ -65,6 +65,8 @@ pub struct PlanLimits {
     pub device_time_per_day: ByClass<DeviceNanos>,
     /// Device time per calendar month (UTC). A cap: never exceeded.
     pub device_time_per_month: ByClass<DeviceNanos>,
+    /// Cost at the tenant's prices per calendar month (UTC). A cap.
+    pub budget_per_month: Option<Budget>,
     /// Requests running at once.
     pub concurrent: Option<u32>,
     /// Requests waiting at once.

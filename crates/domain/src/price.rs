@@ -1,5 +1,5 @@
 //! Money: prices of device time and tokens. Amounts are whole nano-units of one currency.
-//! Sums are exact, and this module is the only place that rounds. The ledger stores no
+//! Sums are exact, and only statements and reports round them. The ledger stores no
 //! money: prices meet usage when a statement is made.
 
 use std::collections::BTreeSet;
@@ -25,6 +25,20 @@ pub struct Price(u64);
 /// A sum of money in nano-units of the currency.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Amount(pub u128);
+
+/// A sum of money in billionths of a nano-unit. Every cost is a whole number of them, so
+/// costs add up without rounding.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ExactAmount(pub u128);
+
+/// The money that may be spent in a period.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Budget {
+    /// Currency of the amount.
+    pub currency: Currency,
+    /// Amount in nano-units, at most [`Budget::LARGEST`] units.
+    pub nanos: u64,
+}
 
 /// A text that is not a valid price.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -119,31 +133,51 @@ impl FromStr for Price {
     type Err = InvalidPrice;
 
     fn from_str(text: &str) -> Result<Self, InvalidPrice> {
-        let (whole, fraction) = match text.split_once('.') {
-            // A trailing point is rejected, so that every price has one form to write.
-            Some((_, "")) => return Err(InvalidPrice),
-            Some(parts) => parts,
-            None => (text, ""),
-        };
-        // `parse` also accepts a plus sign, which prices must not have.
-        let digits = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
-        if whole.is_empty()
-            // Bounds the digits before they are parsed, so that parsing cannot overflow.
-            || whole.len() > 7
-            || fraction.len() > DIGITS
-            || !digits(whole)
-            || !digits(fraction)
-        {
-            return Err(InvalidPrice);
-        }
-        // At most sixteen digits, which fit a u64.
-        let number = |text: &str| text.parse::<u64>().map_err(|_| InvalidPrice);
-        let nanos = number(&format!("{whole}{fraction:0<DIGITS$}"))?;
-        if u128::from(nanos) > u128::from(Self::LARGEST) * NANO {
-            return Err(InvalidPrice);
-        }
-        Ok(Self(nanos))
+        nanos(text, Self::LARGEST).map(Self).ok_or(InvalidPrice)
     }
+}
+
+impl Budget {
+    /// Largest budget, in whole units of the currency.
+    pub const LARGEST: u64 = 1_000_000_000;
+
+    /// Reads an amount in decimals, as prices are written. Returns `None` if the amount is
+    /// no such decimal or zero.
+    pub fn new(currency: Currency, amount: &str) -> Option<Self> {
+        let nanos = nanos(amount, Self::LARGEST).filter(|nanos| *nanos > 0)?;
+        Some(Self { currency, nanos })
+    }
+}
+
+/// Formats the amount without trailing zeros.
+impl fmt::Display for Budget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", Price(self.nanos))
+    }
+}
+
+/// Returns the nano-units of a decimal of at most `largest` whole units.
+fn nanos(text: &str, largest: u64) -> Option<u64> {
+    let (whole, fraction) = match text.split_once('.') {
+        // A trailing point is rejected, so that every amount has one form to write.
+        Some((_, "")) => return None,
+        Some(parts) => parts,
+        None => (text, ""),
+    };
+    // `parse` also accepts a plus sign, which amounts must not have.
+    let digits = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
+    if whole.is_empty()
+        // Bounds the digits before they are parsed, so that parsing cannot overflow.
+        || whole.len() > 10
+        || fraction.len() > DIGITS
+        || !digits(whole)
+        || !digits(fraction)
+    {
+        return None;
+    }
+    // At most nineteen digits, which fit a u64.
+    let nanos = format!("{whole}{fraction:0<DIGITS$}").parse::<u64>().ok()?;
+    (u128::from(nanos) <= u128::from(largest) * NANO).then_some(nanos)
 }
 
 /// Formats the price without trailing zeros.
@@ -158,6 +192,36 @@ impl fmt::Display for Price {
 impl fmt::Display for Amount {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.{:09}", self.0 / NANO, self.0 % NANO)
+    }
+}
+
+impl ExactAmount {
+    /// No money.
+    pub const ZERO: Self = Self(0);
+
+    /// Returns `nanos` nano-units.
+    pub fn of_nanos(nanos: u64) -> Self {
+        Self(u128::from(nanos) * SECOND)
+    }
+
+    /// Returns whole nano-units, rounded down.
+    pub fn floor(self) -> Amount {
+        Amount(self.0 / SECOND)
+    }
+
+    /// Returns whole nano-units, rounded up.
+    pub fn ceil(self) -> Amount {
+        Amount(self.0.div_ceil(SECOND))
+    }
+
+    /// Adds an amount. The largest sum stands for every larger one.
+    pub fn plus(self, other: Self) -> Self {
+        Self(self.0.saturating_add(other.0))
+    }
+
+    /// Subtracts an amount. Nothing is less than zero.
+    pub fn minus(self, other: Self) -> Self {
+        Self(self.0.saturating_sub(other.0))
     }
 }
 
@@ -187,16 +251,20 @@ impl fmt::Display for Currency {
 }
 
 impl UnitPrices {
-    /// Returns the exact cost of `used`, rounded down to a whole nano-unit. No other
-    /// function rounds money.
+    /// Returns the cost of `used`, rounded down to a whole nano-unit.
     pub fn cost(&self, used: Priced) -> Amount {
+        // One division at the end: rounding the parts separately would lose up to two
+        // nano-units.
+        self.exact_cost(used).floor()
+    }
+
+    /// Returns the cost of `used`. The costs of parts sum to the cost of the whole.
+    pub fn exact_cost(&self, used: Priced) -> ExactAmount {
         let times = |count: u64, price: Price| u128::from(count) * u128::from(price.0);
         let tokens = times(used.prompt_tokens, self.million_prompt_tokens)
             + times(used.completion_tokens, self.million_completion_tokens);
         let time = times(used.reference_ns, self.device_second);
-        // One division at the end: rounding the parts separately would lose up to two
-        // nano-units.
-        Amount((time + tokens * SECOND_PER_MILLION) / SECOND)
+        ExactAmount(time + tokens * SECOND_PER_MILLION)
     }
 }
 
@@ -318,6 +386,23 @@ mod tests {
             assert_eq!(text.parse::<Price>(), Err(InvalidPrice), "{text:?}");
         }
         assert_eq!(Amount(1).to_string(), "0.000000001");
+    }
+
+    #[test]
+    fn budget_is_positive_exact_decimal() {
+        let eur = "EUR".parse().expect("one");
+        let budget = |text: &str| Budget::new(eur, text);
+        for (text, nanos, shown) in [
+            ("500", 500_000_000_000, "500"),
+            ("0.000000001", 1, "0.000000001"),
+            ("1000000000", 1_000_000_000_000_000_000, "1000000000"),
+        ] {
+            let budget = budget(text).expect(text);
+            assert_eq!((budget.nanos, budget.to_string().as_str()), (nanos, shown));
+        }
+        for text in ["", "0", "0.0", "-1", "1e3", "1000000000.000000001", "9999999999", "1."] {
+            assert_eq!(budget(text), None, "{text:?}");
+        }
     }
 
     #[test]

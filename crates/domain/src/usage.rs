@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::DeviceNanos;
+use crate::{DeviceNanos, Priced};
 
 /// The measured figures of a request, over all its choices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -20,6 +20,15 @@ pub struct Usage {
 }
 
 impl Usage {
+    /// Returns the figures that have a price.
+    pub fn priced(&self) -> Priced {
+        Priced {
+            reference_ns: self.reference.nanos(),
+            prompt_tokens: self.prompt_tokens,
+            completion_tokens: self.completion_tokens,
+        }
+    }
+
     /// Returns prompt and completion tokens together.
     pub fn total_tokens(&self) -> u64 {
         self.prompt_tokens + self.completion_tokens

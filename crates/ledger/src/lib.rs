@@ -54,7 +54,7 @@ pub use operations::query::{RequestRow, RequestState, Spending};
 pub use operations::wal_rewrite::WalRewriter;
 pub use options::LedgerOptions;
 pub use reader::LedgerReader;
-pub use rows::daily::{GroupBy, SpendRow, UsageQuery, UsageRow};
+pub use rows::daily::{GroupBy, PricedRow, SpendRow, UsageQuery, UsageRow};
 pub use rows::requests::{EntryRow, OpenAttempt};
 pub use rules::balance::{Balance, EnergyBalance};
 pub use rules::plans::PlanSpan;

@@ -101,7 +101,7 @@ impl LedgerReader {
         self.read(|tables| query::find_request(tables, tenant, request))
     }
 
-    /// Returns the reference cost spent on `day` and in its month up to it.
+    /// Returns what was spent on `day` and in its month up to it.
     ///
     /// # Errors
     /// Storage errors, and [`LedgerError::Damaged`].

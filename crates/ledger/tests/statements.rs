@@ -463,8 +463,32 @@ fn statement_prices_days_by_their_plan() {
         .reader()
         .statement_records(query(&acme, &prices, config), &mut |_, _| counted += 1)
         .expect("made");
+    let again_total = again.total.amount;
     assert_eq!((again, counted), (made, 10));
     assert_eq!(ledger.reader().check(), vec![]);
+    // Budgets price the same days by the same plans.
+    let priced = ledger.reader().spending(noon(30).day()).expect("reads").priced;
+    let plans: Vec<String> = priced
+        .iter()
+        .map(|row| format!("{} {}", row.day, row.plan.as_ref().expect("known")))
+        .collect();
+    assert_eq!(
+        plans,
+        [
+            "2026-11-01 team",
+            "2026-11-09 team",
+            "2026-11-10 gold",
+            "2026-11-20 gold",
+            "2026-11-30 gold"
+        ]
+    );
+    let cost = |row: &tollgate_ledger::PricedRow| {
+        let plan = row.plan.as_ref().expect("known");
+        let list = prices.in_force(plan, Some(&row.model), row.day).expect("a list");
+        list.on(&row.class).expect("a price").exact_cost(row.used)
+    };
+    let sum = priced.iter().map(cost).fold(tollgate_domain::ExactAmount::ZERO, |a, b| a.plus(b));
+    assert_eq!(sum.floor(), again_total);
 }
 
 /// A line holds its unit prices, so that it can be checked by hand.

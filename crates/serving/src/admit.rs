@@ -4,15 +4,17 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tollgate_admission::{Arrival, Estimate, ExpectedOutput, Figures, Hold, Reserve, ReserveError};
+use tollgate_admission::{
+    Arrival, Estimate, ExpectedOutput, Figures, Hold, MoneyEstimate, Reserve, ReserveError,
+};
 use tollgate_config::Deadlines;
-use tollgate_domain::{Caller, DeviceNanos, PoolName};
+use tollgate_domain::{Caller, DeviceNanos, PoolName, UnitPrices};
 use tollgate_wire::v1;
 
 use crate::Clock;
 use crate::error::{Fault, Refusal, RequestError};
 use crate::job::Job;
-use crate::limits::{BindingLimits, CallerContext, Limits};
+use crate::limits::{BindingLimits, CallerContext, Limits, prices};
 use crate::workers::WorkOrder;
 
 /// A job with every limit taken. No other job reaches a worker.
@@ -23,6 +25,8 @@ pub struct Admitted {
     pub(crate) hold: Hold,
     /// Reference cost with the expected output, which is held against rates.
     pub(crate) expected: DeviceNanos,
+    /// The prices that budgets use for the request, whenever it ends.
+    pub(crate) prices: UnitPrices,
     /// The pool that owns the job's share; `None` if the tenant owns it.
     pool: Option<PoolName>,
     /// The weight of that share.
@@ -64,6 +68,13 @@ impl Admitter {
         let expected = job.cost(expected_tokens);
         // At least as expected: a device may be faster than its calibration.
         let most_tokens = job.tokens_within(RATE_WINDOW).max(expected_tokens);
+        let (utc, plan) = (self.clock.utc(), context.tenant().priced_as());
+        let prices = prices(
+            context.config(),
+            plan.map(|plan| &plan.name),
+            (&job.model.name, &job.model.class),
+            utc.day(),
+        );
         let tokens = |each| job.prompt_tokens() + u64::from(each) * job.all_choices();
         let estimate = Estimate {
             tokens: tokens(expected_tokens),
@@ -72,6 +83,12 @@ impl Admitter {
             most: job.cost(most_tokens),
             worst: with_margin(job.cost(job.max_tokens)),
             least: with_margin(job.cost(job.max_tokens.min(1))),
+            money: MoneyEstimate {
+                prices,
+                prompt_tokens: job.prompt_tokens(),
+                least_output: u64::from(job.max_tokens.min(1)) * job.all_choices(),
+                most_output: u64::from(job.max_tokens) * job.all_choices(),
+            },
         };
         // The seed comes before the hold: a failure must not leave a hold open.
         let seed = match job.sampling.seed {
@@ -93,7 +110,7 @@ impl Admitter {
             expires: now.after(deadlines.request + deadlines.hold_grace),
         };
         let admission = self.limits.admission();
-        let hold = admission.reserve_arrived(now, self.clock.utc(), reserve, arrival);
+        let hold = admission.reserve_arrived(now, utc, reserve, arrival);
         let hold = hold.map_err(|error| match error {
             ReserveError::Refused(refusal) => RequestError::from(Refusal::Limit(refusal)),
             ReserveError::AlreadyHeld => {
@@ -101,7 +118,7 @@ impl Admitter {
                 Fault::Internal.into()
             }
         })?;
-        Ok(Admitted { job, caller, hold, expected, pool, weight, deadlines, seed })
+        Ok(Admitted { job, caller, hold, expected, prices, pool, weight, deadlines, seed })
     }
 
     /// Gives every limit of `admitted` back, because the job does not run after
@@ -130,6 +147,14 @@ impl Admitted {
         self.hold.figures()
     }
 
+    /// Returns the largest number of tokens of each choice: those that the client asks for,
+    /// or what a budget has left.
+    fn max_tokens(&self) -> u32 {
+        let asked = self.job.max_tokens;
+        let each = self.hold.most_output().map(|all| all / self.job.all_choices().max(1));
+        each.map_or(asked, |each| u32::try_from(each).unwrap_or(asked).min(asked))
+    }
+
     /// Makes the order for a worker, as placement `number`. The worker may let the
     /// request wait for `queue_left`.
     pub(crate) fn order(&self, number: u32, queue_left: Duration) -> WorkOrder {
@@ -148,7 +173,7 @@ impl Admitted {
                 .map(|tokens| v1::Prompt { tokens: tokens.clone() })
                 .collect(),
             choices: job.choices,
-            max_tokens: job.max_tokens,
+            max_tokens: self.max_tokens(),
             sampling: Some(v1::Sampling {
                 temperature: sampling.temperature,
                 top_k: sampling.top_k,

@@ -12,13 +12,17 @@ use tollgate_admission::{
 };
 use tollgate_config::{Config, LiveConfig, Plan, Tenant};
 use tollgate_domain::{
-    Caller, DeviceClass, KeyId, ModelName, MonotonicTime, PlanLimits, PlanName, PoolName, TenantId,
-    UtcDay,
+    Caller, DeviceClass, KeyId, ModelName, MonotonicTime, PlanLimits, PlanName, PoolName, Priced,
+    TenantId, UtcDay,
 };
-use tollgate_ledger::{SpendRow, Spending};
+use tollgate_ledger::{PricedRow, SpendRow, Spending};
 
 use crate::error::Refusal;
 use crate::keys::KeyDirectory;
+
+mod money;
+
+pub(crate) use self::money::prices;
 
 /// The limits of all tenants. Clones share them.
 #[derive(Clone)]
@@ -78,6 +82,8 @@ pub(crate) struct BackfilledSpend {
     /// The day on which the work ended.
     pub(crate) day: UtcDay,
     pub(crate) row: SpendRow,
+    /// The figures that have a price.
+    pub(crate) used: Priced,
 }
 
 impl ConfiguredTenant {
@@ -230,6 +236,9 @@ impl Limits {
     /// a cap. Tenants and plans that the config no longer has keep no limit.
     pub fn restore_spend(&self, spending: Spending, today: UtcDay) {
         let config = self.config.current();
+        for row in &spending.priced {
+            self.restore_cost(&config, row);
+        }
         for (period, row) in by_period(spending, today) {
             self.restore_row(&config, period, &row);
         }
@@ -244,9 +253,12 @@ impl Limits {
             let new = self.limits_of(new, scope)?;
             Some(LimitChange { old: self.limits_of(&old, scope), new })
         };
+        let costs = self.past_costs(new, &spending.priced, |scope| {
+            change(scope).is_some_and(|change| change.begins_budget())
+        });
         let mut spent = Vec::new();
         for (period, row) in by_period(spending, today) {
-            for ScopeLimits { scope, .. } in self.scopes_of(new, &row) {
+            for ScopeLimits { scope, .. } in self.scopes_of(new, &row.caller, &row.model) {
                 if change(&scope).is_some_and(|change| change.begins_cap(&row.class)) {
                     let (class, spent_now) = (row.class.clone(), row.reference);
                     spent.push(PastSpend { scope, class, period, spent: spent_now });
@@ -254,7 +266,7 @@ impl Limits {
             }
         }
         let revision = new.revision();
-        self.admission.adopt(now, &NewLimits { revision, limits_of: &change, spent });
+        self.admission.adopt(now, &NewLimits { revision, limits_of: &change, spent, costs });
     }
 
     /// Returns the limits that `config` sets for a scope.
@@ -273,7 +285,12 @@ impl Limits {
     /// once for each row.
     pub(crate) fn backfill(&self, rows: &[BackfilledSpend]) {
         let config = self.config.current();
-        for BackfilledSpend { day, row } in rows {
+        for BackfilledSpend { day, row, used } in rows {
+            let SpendRow { caller, model, class, reference: _ } = row.clone();
+            self.restore_cost(
+                &config,
+                &PricedRow { caller, model, class, day: *day, plan: None, used: *used },
+            );
             // Admission ignores a day or month that is over.
             for period in [Period::Day(*day), Period::Month(day.month())] {
                 self.restore_row(&config, period, row);
@@ -311,7 +328,7 @@ impl Limits {
     /// Adds `row` to every scope that has a cap. The spend of both periods is kept if
     /// either has a cap, so that a later cap on the other one finds its spend.
     fn restore_row(&self, config: &Config, period: Period, row: &SpendRow) {
-        for ScopeLimits { scope, limits, .. } in self.scopes_of(config, row) {
+        for ScopeLimits { scope, limits, .. } in self.scopes_of(config, &row.caller, &row.model) {
             // A scope without a cap would be remembered for nothing.
             if has_cap(&limits, &row.class) {
                 self.admission.restore_spend(scope, &row.class, period, row.reference);
@@ -319,9 +336,8 @@ impl Limits {
         }
     }
 
-    /// Returns every scope of `config` that the spend of `row` counts in.
-    fn scopes_of(&self, config: &Config, row: &SpendRow) -> Vec<ScopeLimits> {
-        let SpendRow { caller, model, class: _, reference: _ } = row;
+    /// Returns every scope of `config` that the spend of `caller` on `model` counts in.
+    fn scopes_of(&self, config: &Config, caller: &Caller, model: &ModelName) -> Vec<ScopeLimits> {
         let plan = self.keys.plan_of(&caller.key);
         let key = plan.and_then(|plan| key_limits(config, &caller.key, &plan));
         let tenant = config.tenant(&caller.tenant).into_iter();
@@ -332,7 +348,7 @@ impl Limits {
 
 /// Returns the rows of spending with their periods.
 fn by_period(spending: Spending, today: UtcDay) -> impl Iterator<Item = (Period, SpendRow)> {
-    let Spending { day, month } = spending;
+    let Spending { day, month, priced: _ } = spending;
     let day = day.into_iter().map(move |row| (Period::Day(today), row));
     day.chain(month.into_iter().map(move |row| (Period::Month(today.month()), row)))
 }

@@ -21,7 +21,7 @@ use tollgate_admission::{
     ExpectedOutput, Hold, QueueTicketLost, ResolveError, Resolved, Settlement as SettledHold, Spent,
 };
 use tollgate_domain::block::Attempt as AttemptId;
-use tollgate_domain::{DeviceNanos, Usage, WorkerEpoch};
+use tollgate_domain::{DeviceNanos, UnitPrices, Usage, WorkerEpoch};
 use tollgate_ledger::FaultCap;
 
 use self::attempt::AttemptOutcome;
@@ -275,13 +275,13 @@ impl RequestTask {
 
     /// Resolves the hold and returns the last event for the client.
     fn resolve(&mut self, admitted: Admitted, end: RequestEnd) -> Event {
-        let Admitted { job, caller, hold, expected, .. } = admitted;
+        let Admitted { job, caller, hold, expected, prices, .. } = admitted;
         let budget = hold.budget();
         let failed = |error, is_charged| Event::Failed(Failure { error, is_charged });
         let (resolved, figures, event) = match end {
             RequestEnd::Free(error) => (self.void(hold), Default::default(), failed(error, false)),
             RequestEnd::Paid { usage, timings, error } => {
-                let resolved = self.settle(&job, hold, &usage);
+                let resolved = self.settle(&job, hold, &usage, &prices);
                 let event = match error {
                     Some(error) => failed(error, true),
                     None => {
@@ -296,7 +296,7 @@ impl RequestTask {
             }
             RequestEnd::Faulted { error } => {
                 let usage = self.delivered_usage(&job);
-                let resolved = self.settle(&job, hold, &usage);
+                let resolved = self.settle(&job, hold, &usage, &prices);
                 (resolved, (usage, WorkerTimings::default()), failed(error, true))
             }
         };
@@ -344,9 +344,19 @@ impl RequestTask {
         }
     }
 
-    fn settle(&self, job: &Job, hold: Hold, usage: &Usage) -> Result<SettledHold, ResolveError> {
+    fn settle(
+        &self,
+        job: &Job,
+        hold: Hold,
+        usage: &Usage,
+        prices: &UnitPrices,
+    ) -> Result<SettledHold, ResolveError> {
         self.context.observer.usage(&job.model.name, &job.model.class, usage);
-        let spent = Spent { tokens: usage.total_tokens(), reference: usage.reference };
+        let spent = Spent {
+            tokens: usage.total_tokens(),
+            reference: usage.reference,
+            money: prices.exact_cost(usage.priced()),
+        };
         hold.settle(self.context.clock.now(), spent)
     }
 

@@ -49,6 +49,7 @@ struct LimitRow {
     scope: String,
     limit: &'static str,
     device_class: Option<DeviceClass>,
+    currency: Option<String>,
     /// The bound; of a rate, the units a minute.
     value: u64,
     burst: Option<u64>,
@@ -120,13 +121,15 @@ impl TenantRow {
 
 impl From<LimitState> for LimitRow {
     fn from(state: LimitState) -> Self {
-        let LimitState { scope, limit, class, value, burst, used, remaining, refills } = state;
+        let LimitState { scope, limit, class, currency, value, burst, used, remaining, refills } =
+            state;
         let millis =
             |time: std::time::Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         Self {
             scope: scope.to_string(),
             limit: limit.as_str(),
             device_class: class,
+            currency: currency.map(|currency| currency.to_string()),
             value,
             burst,
             used,

@@ -32,8 +32,9 @@ struct LimitBody {
     /// The name of the key, tenant, pool or model.
     name: String,
     device_class: Option<String>,
-    /// `requests`, `tokens` or `device_ns`.
+    /// `requests`, `tokens`, `device_ns`, or `nano_units` of the currency.
     unit: &'static str,
+    currency: Option<String>,
     value: u64,
     /// The amount that a full rate gives at once; null if the limit is no rate.
     burst: Option<u64>,
@@ -45,7 +46,8 @@ struct LimitBody {
 
 impl From<LimitState> for LimitBody {
     fn from(state: LimitState) -> Self {
-        let LimitState { scope, limit, class, value, burst, used, remaining, refills } = state;
+        let LimitState { scope, limit, class, currency, value, burst, used, remaining, refills } =
+            state;
         Self {
             object: "limit",
             limit: limit.as_str(),
@@ -54,9 +56,11 @@ impl From<LimitState> for LimitBody {
             device_class: class.map(|class| class.to_string()),
             unit: match limit {
                 Limit::Tokens => "tokens",
+                Limit::BudgetPerMonth => "nano_units",
                 _ if limit.is_device_time() => "device_ns",
                 _ => "requests",
             },
+            currency: currency.map(|currency| currency.to_string()),
             value,
             burst,
             used,

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 use tollgate_admission::{Limit, Refusal};
+use tollgate_domain::Budget;
 
 use super::figures::{duration_text, millis_up, number, passing, seconds_up};
 
@@ -83,6 +84,7 @@ fn limit_text(refusal: &Refusal) -> impl fmt::Display {
         Limit::DeviceTime => write!(f, "{} of {class} time a minute", time(*value)),
         Limit::DeviceTimePerDay => write!(f, "{} of {class} time a day (UTC)", time(*value)),
         Limit::DeviceTimePerMonth => write!(f, "{} of {class} time a month (UTC)", time(*value)),
+        Limit::BudgetPerMonth => write!(f, "{} a month (UTC)", money(refusal, *value)),
         Limit::Concurrent => write!(f, "{value} requests at once"),
         Limit::Queued => write!(f, "{value} requests waiting at once"),
         Limit::LargestJob => write!(f, "{} of {class} time in one request", time(*value)),
@@ -97,6 +99,15 @@ fn amount(refusal: &Refusal, amount: u64) -> impl fmt::Display {
         _ if limit.is_device_time() => write!(f, "{} of {class} time", time(amount)),
         Limit::Tokens => write!(f, "{amount} tokens"),
         _ => write!(f, "{amount} requests"),
+    })
+}
+
+/// Returns an amount of money, such as `500 EUR`.
+fn money(refusal: &Refusal, nanos: u64) -> impl fmt::Display {
+    fmt::from_fn(move |f| match refusal.currency {
+        Some(currency) => write!(f, "{} {currency}", Budget { currency, nanos }),
+        // Every refusal by a budget has a currency.
+        None => write!(f, "{nanos}"),
     })
 }
 

@@ -27,6 +27,7 @@ fn refusal(limit: Limit, value: u64) -> LimitRefusal {
         limit,
         scope: Scope::Tenant(TenantId::new("acme").unwrap()),
         class: limit.is_device_time().then(DeviceClass::cpu),
+        currency: (limit == Limit::BudgetPerMonth).then(|| "EUR".parse().unwrap()),
         value,
         largest: value,
         asked: 1,
@@ -143,6 +144,7 @@ fn every_error() -> Vec<ApiError> {
         ApiError::from(never(Limit::Tokens, 1_000, 1_500)),
         ApiError::from(cap(Limit::DeviceTimePerDay, 14_400)),
         ApiError::from(cap(Limit::DeviceTimePerMonth, 864_000)),
+        ApiError::from(cap(Limit::BudgetPerMonth, 864_000)),
         ApiError::from(refusal(Limit::Capacity, 65_536)),
         ApiError::Overloaded {
             full: FullQueue::Workers,

@@ -85,6 +85,7 @@ fn day_cap() -> LimitState {
         scope: Scope::Tenant(TenantId::new("acme").unwrap()),
         limit: Limit::DeviceTimePerDay,
         class: Some(DeviceClass::cpu()),
+        currency: None,
         value: 4,
         burst: None,
         used: 1,

@@ -332,8 +332,10 @@ impl TenantMetrics {
         self.weight.get_or_create(&label).set(tenant.weight);
         let Some(limits) = readings.limits else { return };
         for LimitState { limit, class, value, used, .. } in limits(name) {
-            let (Some(cap), Some(class)) = (cap_label(limit), class) else { continue };
-            let labels = CapLabels { tenant: name.to_string(), cap, class: class.to_string() };
+            let Some(cap) = cap_label(limit) else { continue };
+            // A budget counts the usage of all classes.
+            let class = class.map_or_else(|| "all".to_owned(), |class| class.to_string());
+            let labels = CapLabels { tenant: name.to_string(), cap, class };
             // A cap of nothing is used up.
             let ratio = if value == 0 { 1.0 } else { used as f64 / value as f64 };
             let shown = self.cap_used.get_or_create(&labels);
@@ -351,6 +353,7 @@ fn cap_label(limit: Limit) -> Option<&'static str> {
     match limit {
         Limit::DeviceTimePerDay => Some("day"),
         Limit::DeviceTimePerMonth => Some("month"),
+        Limit::BudgetPerMonth => Some("budget"),
         _ => None,
     }
 }

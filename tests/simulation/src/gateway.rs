@@ -13,8 +13,8 @@ use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tollgate_admission::{
-    Admission, AdmissionOptions, Estimate, Hold, HoldState, Requester, Reserve, ResolveError,
-    Resolved, Scope, ScopeLimits, Spent,
+    Admission, AdmissionOptions, Estimate, Hold, HoldState, MoneyEstimate, Requester, Reserve,
+    ResolveError, Resolved, Scope, ScopeLimits, Spent,
 };
 use tollgate_config::{Config, LiveConfig};
 use tollgate_domain::block::Attempt;
@@ -325,6 +325,7 @@ impl Gateway {
                     most: DeviceNanos(cost(table, order.prompt, order.most)),
                     worst: with_margin(cost(table, order.prompt, order.most)),
                     least: with_margin(cost(table, order.prompt, 1)),
+                    money: MoneyEstimate::default(),
                 },
                 queue_deadline: now.after(QUEUE),
                 expires: now.after(LIFE),
@@ -496,7 +497,8 @@ impl Gateway {
     fn settle(&mut self, index: usize, usage: &Usage, facts: &mut Facts) {
         let now = self.clock.now();
         let request = &mut self.requests[index];
-        let spent = Spent { tokens: usage.total_tokens(), reference: usage.reference };
+        let spent =
+            Spent { tokens: usage.total_tokens(), reference: usage.reference, ..Spent::default() };
         let Some(hold) = request.hold.take() else {
             return facts.wrong(format!("{} ends twice", request.id));
         };
@@ -532,7 +534,7 @@ impl Gateway {
     /// Checks that a second resolve changes nothing and reports the first.
     fn is_over(&self, id: &RequestId, expected: ResolveError, facts: &mut Facts) {
         let now = self.clock.now();
-        let spent = Spent { tokens: 1, reference: DeviceNanos(1) };
+        let spent = Spent { tokens: 1, reference: DeviceNanos(1), ..Spent::default() };
         for again in [self.admission.settle(now, id, spent), self.admission.void(now, id)] {
             if again != Err(expected) {
                 facts.wrong(format!("{id} resolved again: {again:?}"));
@@ -580,7 +582,7 @@ impl Gateway {
             if request.state != State::Forgotten {
                 continue;
             }
-            let spent = Spent { tokens: 1, reference: DeviceNanos(1) };
+            let spent = Spent { tokens: 1, reference: DeviceNanos(1), ..Spent::default() };
             let late = self.admission.settle(now, &request.id, spent);
             if !matches!(&late, Ok(settled) if settled.late) {
                 facts.wrong(format!("{} comes late: {late:?}", request.id));

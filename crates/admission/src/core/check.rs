@@ -4,9 +4,12 @@
 
 use std::time::Duration;
 
-use tollgate_domain::{DeviceClass, DeviceNanos, PlanLimits, UtcDay, UtcMonth, UtcTime};
+use tollgate_domain::{
+    Currency, DeviceClass, DeviceNanos, ExactAmount, PlanLimits, UtcDay, UtcMonth, UtcTime,
+};
 
 use super::Core;
+use super::budget::{Bounds, budget_of};
 use super::holds::HoldRecord;
 use crate::bucket::{Bucket, Demand, Fit};
 use crate::cap::Spend;
@@ -14,13 +17,13 @@ use crate::figures::{CapFigures, Figures, RateFigures, tighten};
 use crate::places::Requester;
 use crate::refusal::{Limit, Refusal};
 use crate::scope::{ClassState, Scope, ScopeState};
-use crate::terms::{HoldState, Reserve};
+use crate::terms::{Estimate, HoldState, Reserve};
 
-/// The amounts to take: the state of the hold, the amount to hold against all caps, if any
+/// The amounts to take: the state of the hold, the amounts to hold against all caps, if any
 /// applies, and the requests that lose their places.
 pub(super) struct Decision {
     pub(super) hold_state: HoldState,
-    pub(super) capped: Option<DeviceNanos>,
+    pub(super) bounds: Bounds,
     /// Tickets of the waiting requests that give way to this one, each with the scope whose
     /// queue is full.
     pub(super) give_way: Vec<(u64, Scope)>,
@@ -49,6 +52,7 @@ pub(super) fn capacity_refusal(capacity: Capacity) -> Refusal {
         asked: asked as u64,
         remaining: bound.saturating_sub(used) as u64,
         until: Until::Someone,
+        currency: None,
     }
     .refusal(&Scope::Gateway, None)
 }
@@ -117,8 +121,11 @@ impl Core {
             // The tightest cap is the budget: the worker stops before any cap is exceeded.
             .map(|cap| cap.remaining)
             .min();
-        let capped = left.map(|left| left.min(request.estimate.worst));
-        Ok(Decision { hold_state, capped, give_way })
+        let time = left.map(|left| left.min(request.estimate.worst));
+        let money = states.iter().filter_map(|(_, state)| budget_of(state, (self.day, self.month)));
+        let money = money.map(|budget| budget.remaining).min();
+        let bounds = Bounds::within(&request.estimate, time, money);
+        Ok(Decision { hold_state, bounds, give_way })
     }
 
     /// Looks for room to wait in `scope`. The requests of `give_way` will leave it.
@@ -239,6 +246,7 @@ impl Look<'_> {
                 asked: estimate.worst.nanos(),
                 remaining: largest.nanos(),
                 until: Until::Never,
+                currency: None,
             });
         }
         // At least 1 ns, so that an exhausted cap also refuses a request without cost.
@@ -260,8 +268,35 @@ impl Look<'_> {
                 asked: least.nanos(),
                 remaining: cap.remaining.nanos(),
                 until,
+                currency: None,
             });
         }
+        self.budget(found);
+    }
+
+    /// Checks the budget.
+    fn budget(&self, found: &mut Vec<Found>) {
+        let Some(budget) = budget_of(self.state, (self.day, self.month)) else { return };
+        let Estimate { least, money, .. } = &self.request.estimate;
+        // At least something, so that an exhausted budget also refuses a request without cost.
+        let least = money.cost(*least, money.least_output).max(ExactAmount(1));
+        if budget.remaining >= least {
+            return;
+        }
+        let until = if least > ExactAmount::of_nanos(budget.budget.nanos) {
+            Until::Never
+        } else {
+            Until::Reset(budget.resets(self.utc), self.utc)
+        };
+        found.push(Found {
+            limit: Limit::BudgetPerMonth,
+            value: budget.budget.nanos,
+            largest: budget.budget.nanos,
+            asked: u64::try_from(least.ceil().0).unwrap_or(u64::MAX),
+            remaining: budget.remaining_nanos(),
+            until,
+            currency: Some(budget.budget.currency),
+        });
     }
 }
 
@@ -281,7 +316,15 @@ impl ScopeState {
             Some(concurrent) if queued == 0 => {
                 let (limit, value) = (Limit::Concurrent, u64::from(concurrent));
                 let until = Until::Someone;
-                Found { limit, value, largest: value, asked: 1, remaining: 0, until }
+                Found {
+                    limit,
+                    value,
+                    largest: value,
+                    asked: 1,
+                    remaining: 0,
+                    until,
+                    currency: None,
+                }
             }
             _ => Self::queue_is_full(queued),
         }
@@ -290,7 +333,15 @@ impl ScopeState {
     /// Returns the reason of a refusal if `queued` requests wait.
     fn queue_is_full(queued: u64) -> Found {
         let (limit, until) = (Limit::Queued, Until::Someone);
-        Found { limit, value: queued, largest: queued, asked: 1, remaining: 0, until }
+        Found {
+            limit,
+            value: queued,
+            largest: queued,
+            asked: 1,
+            remaining: 0,
+            until,
+            currency: None,
+        }
     }
 
     /// Returns the refusal if the requests that run, wait and arrive have every place to
@@ -331,7 +382,7 @@ fn refused_by(limit: Limit, bucket: &Bucket, demand: Demand) -> Option<Found> {
 fn found_in(limit: Limit, bucket: &Bucket, demand: Demand, until: Until) -> Found {
     let (rate, remaining) = (bucket.rate(), bucket.remaining());
     let (value, largest, asked) = (rate.per_minute, rate.burst, demand.expected);
-    Found { limit, value, largest, asked, remaining, until }
+    Found { limit, value, largest, asked, remaining, until, currency: None }
 }
 
 /// The condition under which a refused request can pass.
@@ -354,11 +405,12 @@ struct Found {
     asked: u64,
     remaining: u64,
     until: Until,
+    currency: Option<Currency>,
 }
 
 impl Found {
     fn refusal(self, scope: &Scope, class: Option<&DeviceClass>) -> Refusal {
-        let Self { limit, value, largest, asked, remaining, until } = self;
+        let Self { limit, value, largest, asked, remaining, until, currency } = self;
         let (retry_after, resets, permanent) = match until {
             Until::Never => (None, None, true),
             Until::Someone => (None, None, false),
@@ -374,6 +426,7 @@ impl Found {
             scope: scope.clone(),
             // Only limits of device time belong to a class.
             class: class.filter(|_| limit.is_device_time()).cloned(),
+            currency,
             value,
             largest,
             asked,
@@ -417,7 +470,7 @@ pub(super) fn caps(
     class: &DeviceClass,
     (day, month): (UtcDay, UtcMonth),
 ) -> impl Iterator<Item = Cap> {
-    let remaining = |spend: Option<Spend>, period, cap| {
+    let remaining = |spend: Option<Spend<DeviceNanos>>, period, cap| {
         let mut spend = spend.unwrap_or_default();
         // The state may not have seen the period yet.
         spend.roll(period);
@@ -439,7 +492,7 @@ pub(super) fn caps(
 }
 
 /// Returns the first day of the month after `month`. `day` is a day in `month`.
-fn first_day_after(day: UtcDay, month: UtcMonth) -> UtcDay {
+pub(super) fn first_day_after(day: UtcDay, month: UtcMonth) -> UtcDay {
     let mut next = day;
     // At most 31 rounds; none if the calendar is ahead of the day.
     for _ in 0..31 {

@@ -4,7 +4,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use tollgate_domain::{DeviceClass, DeviceNanos, MonotonicTime, RequestId};
+use tollgate_domain::{DeviceClass, DeviceNanos, ExactAmount, MonotonicTime, RequestId};
 
 use crate::places::Requester;
 use crate::refusal::Refusal;
@@ -20,6 +20,8 @@ pub(super) struct HoldRecord {
     pub(super) estimate: Estimate,
     /// Amount held against every cap that applies.
     pub(super) capped: DeviceNanos,
+    /// Money held against every budget that applies.
+    pub(super) money: ExactAmount,
     /// Ticket in the queue; `None` once the request may run.
     pub(super) ticket: Option<u64>,
     /// Time at which a sweep ends the hold; also the key in the index `due`.
@@ -33,6 +35,8 @@ pub(super) struct HeldScope {
     pub(super) scope: Scope,
     /// True if a cap applied. Then the spend must be remembered.
     pub(super) capped: bool,
+    /// True if a budget applied. Then the spent money must be remembered.
+    pub(super) budgeted: bool,
     /// True if the hold took the request from the scope's request rate.
     pub(super) counts_request: bool,
 }
@@ -60,6 +64,7 @@ enum Ended {
 }
 
 /// The record of a hold whose usage is posted now.
+#[expect(clippy::large_enum_variant, reason = "the value is taken apart at once")]
 pub(super) enum Posting {
     /// The hold was open; its amounts must be replaced.
     InTime(HoldRecord),

@@ -4,9 +4,12 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use tollgate_domain::{DeviceClass, MonotonicTime, PlanLimits, Rate, TenantId, UtcTime};
+use tollgate_domain::{
+    DeviceClass, MonotonicTime, PlanLimits, Rate, TenantId, UtcDay, UtcMonth, UtcTime,
+};
 
 use super::Core;
+use super::budget::budget;
 use super::check::caps;
 use crate::bucket::Bucket;
 use crate::refusal::Limit;
@@ -29,6 +32,7 @@ impl Core {
             let state = self.scopes.get(scope).unwrap_or(&unused);
             let view = StateView { core: self, moment, scope, limits, state };
             view.counts(&mut states);
+            view.budget(&mut states);
             classes.iter().for_each(|class| view.device_time(class, &mut states));
         }
         states
@@ -77,6 +81,26 @@ impl StateView<'_> {
         states.extend(queued.map(|most| self.places(Limit::Queued, most, waiting)));
     }
 
+    /// Adds the budget.
+    fn budget(&self, states: &mut Vec<LimitState>) {
+        let Some(left) = budget(self.limits, self.state, self.period()) else { return };
+        let remaining = left.remaining_nanos();
+        states.push(LimitState {
+            currency: Some(left.budget.currency),
+            value: left.budget.nanos,
+            used: left.budget.nanos.saturating_sub(remaining),
+            remaining,
+            refills: Some(since(left.resets(self.moment.utc), self.moment.utc)),
+            ..self.empty(Limit::BudgetPerMonth)
+        });
+    }
+
+    /// Returns the calendar day and month of the moment.
+    fn period(&self) -> (UtcDay, UtcMonth) {
+        let day = self.core.day.max(self.moment.utc.day());
+        (day, self.core.month.max(day.month()))
+    }
+
     /// Adds the limits on the time of devices of `class`.
     fn device_time(&self, class: &DeviceClass, states: &mut Vec<LimitState>) {
         let of_class = |state: LimitState| LimitState { class: Some(class.clone()), ..state };
@@ -93,9 +117,7 @@ impl StateView<'_> {
             states.push(of_class(self.rate(Limit::DeviceTime, rate, &bucket.cloned())));
         }
         let utc = self.moment.utc;
-        let day = self.core.day.max(utc.day());
-        let month = self.core.month.max(day.month());
-        for cap in caps(self.limits, self.state.classes.get(class), class, (day, month)) {
+        for cap in caps(self.limits, self.state.classes.get(class), class, self.period()) {
             states.push(of_class(LimitState {
                 value: cap.cap.nanos(),
                 used: cap.cap.saturating_sub(cap.remaining).nanos(),
@@ -133,6 +155,7 @@ impl StateView<'_> {
             scope: self.scope.clone(),
             limit,
             class: None,
+            currency: None,
             value: 0,
             burst: None,
             used: 0,

@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use tollgate_admission::{
-    Admission, AdmissionOptions, Estimate, Hold, Refusal, Requester, Reserve, ReserveError, Scope,
-    ScopeLimits, Spent,
+    Admission, AdmissionOptions, Estimate, Hold, MoneyEstimate, Refusal, Requester, Reserve,
+    ReserveError, Scope, ScopeLimits, Spent,
 };
 use tollgate_domain::{
     ByClass, DeviceClass, DeviceNanos, KeyId, MonotonicTime, PlanLimits, PoolName, RequestId,
@@ -68,11 +68,12 @@ pub fn estimate(tokens: u64, expected: u64, worst: u64) -> Estimate {
         most: DeviceNanos(expected),
         worst: DeviceNanos(worst),
         least: DeviceNanos(1),
+        money: MoneyEstimate::default(),
     }
 }
 
 pub fn spent(tokens: u64, reference: u64) -> Spent {
-    Spent { tokens, reference: DeviceNanos(reference) }
+    Spent { tokens, reference: DeviceNanos(reference), ..Spent::default() }
 }
 
 /// A request that waits at most 30 s and expires after 630 s.

@@ -2,14 +2,15 @@
 
 use serde::Serialize;
 use tollgate_domain::{
-    Caller, DeviceClass, FinishReason, InvalidName, KeyId, ModelName, RequestId, Stages, TenantId,
-    Usage, UtcDay, UtcTime, WorkerEpoch,
+    Caller, DeviceClass, FinishReason, InvalidName, KeyId, ModelName, PlanName, RequestId, Stages,
+    TenantId, Usage, UtcDay, UtcTime, WorkerEpoch,
 };
 
 use crate::error::LedgerError;
-use crate::rows::daily::SpendRow;
+use crate::rows::daily::{PricedRow, SpendRow};
 use crate::rows::requests::{EntryRow, RequestKey, RequestTotals};
-use crate::rows::{EpochId, Tables, archives, daily, entries, epochs, name, requests};
+use crate::rows::{EpochId, Tables, archives, daily, entries, epochs, name, plans, requests};
+use crate::rules;
 use crate::rules::balance::{self, Balance, EnergyBalance};
 
 /// Days back from the newest block within which an epoch counts as ended lately.
@@ -24,6 +25,8 @@ pub struct Spending {
     pub day: Vec<SpendRow>,
     /// Spending from the first of the day's month up to the day.
     pub month: Vec<SpendRow>,
+    /// Usage of these days of the month, with the figures that have a price.
+    pub priced: Vec<PricedRow>,
 }
 
 /// The progress of a request.
@@ -63,12 +66,20 @@ pub struct RequestRow {
     pub entries: Vec<EntryRow>,
 }
 
-/// Returns the reference cost spent on `day` and in its month up to it.
+/// Returns what was spent on `day` and in its month up to it.
 pub(crate) fn spending(tables: Tables<'_>, day: UtcDay) -> Result<Spending, LedgerError> {
     let (_, _, of_month) = day.civil();
     // Days of a month count from 1.
     let first = UtcDay(day.0.saturating_sub(of_month - 1));
-    Ok(Spending { day: daily::spent(tables, day, day)?, month: daily::spent(tables, first, day)? })
+    let known = plans::all(tables)?;
+    let mut priced = daily::priced(tables, first, day)?;
+    for row in &mut priced {
+        let days = known.get(row.caller.tenant.as_str());
+        let plan = days.and_then(|days| rules::plans::on(days, row.day));
+        row.plan = plan.map(|plan| name(PlanName::new(plan))).transpose()?;
+    }
+    let (of_day, month) = (daily::spent(tables, day, day)?, daily::spent(tables, first, day)?);
+    Ok(Spending { day: of_day, month, priced })
 }
 
 /// Returns the balance of an epoch; all zero for an unknown one.

@@ -4,7 +4,9 @@
 use rusqlite::types::Value;
 use rusqlite::{params, params_from_iter};
 use serde::{Serialize, Serializer};
-use tollgate_domain::{Caller, DeviceClass, DeviceNanos, KeyId, ModelName, TenantId, UtcDay};
+use tollgate_domain::{
+    Caller, DeviceClass, DeviceNanos, KeyId, ModelName, PlanName, Priced, TenantId, UtcDay,
+};
 
 use super::{CallerId, Tables, caller_at, name};
 use crate::error::LedgerError;
@@ -123,6 +125,24 @@ pub struct SpendRow {
     pub class: DeviceClass,
     /// The reference cost.
     pub reference: DeviceNanos,
+}
+
+/// Usage of a caller on one day, on one model and device class, with its figures that have
+/// a price.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PricedRow {
+    /// The tenant and the key.
+    pub caller: Caller,
+    /// The model.
+    pub model: ModelName,
+    /// The device class.
+    pub class: DeviceClass,
+    /// The day.
+    pub day: UtcDay,
+    /// The plan that the tenant had on that day, as far as the ledger knows.
+    pub plan: Option<PlanName>,
+    /// The usage.
+    pub used: Priced,
 }
 
 /// Adds a change to a day.
@@ -290,6 +310,38 @@ pub(crate) fn spent(
         });
     }
     Ok(spent)
+}
+
+/// Returns the usage of every caller from day `from` to day `to` by day, without plans.
+pub(crate) fn priced(
+    tables: Tables<'_>,
+    from: UtcDay,
+    to: UtcDay,
+) -> Result<Vec<PricedRow>, LedgerError> {
+    let mut statement = tables.connection.prepare_cached(
+        "SELECT tenant, key, model, device_class, day,
+           sum(reference_ns), sum(prompt_tokens), sum(completion_tokens)
+         FROM daily JOIN callers ON callers.id = caller_id
+         WHERE day BETWEEN ?1 AND ?2
+         GROUP BY 1, 2, 3, 4, 5 HAVING sum(charges) > 0 ORDER BY 1, 2, 3, 4, 5",
+    )?;
+    let mut rows = statement.query([from.0, to.0])?;
+    let mut priced = Vec::new();
+    while let Some(row) = rows.next()? {
+        priced.push(PricedRow {
+            caller: caller_at(row, 0)?,
+            model: name(ModelName::new(&row.get::<_, String>(2)?))?,
+            class: name(DeviceClass::new(&row.get::<_, String>(3)?))?,
+            day: UtcDay(row.get(4)?),
+            plan: None,
+            used: Priced {
+                reference_ns: row.get(5)?,
+                prompt_tokens: row.get(6)?,
+                completion_tokens: row.get(7)?,
+            },
+        });
+    }
+    Ok(priced)
 }
 
 fn day_as_text<S: Serializer>(day: &Option<UtcDay>, serializer: S) -> Result<S::Ok, S::Error> {

@@ -123,6 +123,12 @@ fn split(
     actions
 }
 
+/// Returns the plan on `day`. The first known plan also holds for the days before it.
+pub(crate) fn on(plans: &PlansByDay, day: UtcDay) -> Option<&str> {
+    let begun = plans.range(..=day.0).next_back().or_else(|| plans.first_key_value());
+    begun.map(|(_, plan)| plan.as_str())
+}
+
 /// Returns the spans of the days from `from` to `to` by plan; empty where no plan
 /// is known. The first known plan also holds for the days before it, because
 /// nothing else is known of them.

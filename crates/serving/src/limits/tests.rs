@@ -1,6 +1,6 @@
 //! The scopes that bind a caller, their order, and their spending after a restart.
 
-use tollgate_admission::{AdmissionOptions, CapFigures, Estimate, Reserve};
+use tollgate_admission::{AdmissionOptions, CapFigures, Estimate, MoneyEstimate, Reserve};
 use tollgate_domain::{DeviceClass, DeviceNanos, RequestId, UtcTime};
 
 use super::*;
@@ -93,7 +93,7 @@ fn restored_spend_counts_in_every_scope() {
     ];
     let month = vec![row("acme", 0, "fake", 9), row("acme", 1, "fake", 10)];
     let now = UtcTime(1_795_132_800 * 1_000_000_000);
-    limits.restore_spend(Spending { day, month }, now.day());
+    limits.restore_spend(Spending { day, month, priced: Vec::new() }, now.day());
 
     let left = |found: Option<CapFigures>| found.map(|cap| cap.remaining.nanos() / 1_000_000_000);
     let acme = context(&limits, "acme", None).expect("limits");
@@ -121,6 +121,72 @@ fn restored_spend_counts_in_every_scope() {
     );
 }
 
+/// Each day's usage has the prices of its plan and model on that day, and counts in every
+/// scope with a budget.
+#[test]
+fn restored_money_counts_in_every_budget() {
+    let text = r#"
+        [plans.small]
+        budget_per_month = { EUR = "100" }
+        [plans.large]
+        budget_per_month = { EUR = "1000" }
+        [plans.free]
+        [pools.all]
+        plan = "large"
+        [tenants.acme]
+        plan = "small"
+        pool = "all"
+        [tenants.other]
+        pool = "all"
+        [tenants.open]
+        plan = "free"
+        [prices.first]
+        from = 2026-11-01
+        currency = "EUR"
+        per_device_second = { cpu = "1" }
+        per_million_prompt_tokens = "1000000"
+        [prices.second]
+        from = 2026-11-10
+        currency = "EUR"
+        per_device_second = { cpu = "2" }
+        [prices.small]
+        from = 2026-11-10
+        plan = "small"
+        currency = "EUR"
+        per_device_second = { cpu = "4" }
+    "#;
+    let config = Config::from_toml(std::path::Path::new("test.toml"), text).expect("a config");
+    let limits = limits(&Arc::new(config), TestKeys::default());
+    let row = |of: &str, day: &str, plan: Option<&str>, class: &str| PricedRow {
+        caller: Caller { tenant: tenant(of), key: key("k") },
+        model: model("tollgate-demo"),
+        class: DeviceClass::new(class).expect("a name"),
+        day: day.parse().expect("a day"),
+        plan: plan.map(self::plan),
+        used: Priced { reference_ns: 3_000_000_000, prompt_tokens: 2, completion_tokens: 9 },
+    };
+    let priced = vec![
+        row("acme", "2026-11-09", None, "cpu"),          // 3 + 2
+        row("acme", "2026-11-10", None, "cpu"),          // 12
+        row("acme", "2026-11-11", Some("large"), "cpu"), // 6: it had another plan
+        row("acme", "2026-11-11", None, "h200"),         // no price
+        row("other", "2026-11-20", None, "cpu"),         // 6
+        row("open", "2026-11-20", None, "cpu"),
+        row("nobody", "2026-11-20", None, "cpu"),
+    ];
+    let now = UtcTime(1_795_132_800 * 1_000_000_000);
+    assert_eq!(now.day().to_string(), "2026-11-20");
+    let spending = Spending { priced, ..Spending::default() };
+    limits.restore_spend(spending, now.day());
+    let scopes = ["acme", "other", "open"].map(|of| context(&limits, of, None).expect("limits"));
+    let scopes: Vec<_> = scopes.into_iter().flat_map(|context| context.scopes).collect();
+    let states = limits.states(Moment::new(MonotonicTime(1), now), &scopes, &[]);
+    let used: Vec<_> = states.iter().map(|it| (it.scope.to_string(), it.used)).collect();
+    let eur = |count: u64| count * 1_000_000_000;
+    let pool = ("pool all".to_owned(), eur(29));
+    assert_eq!(used, [("tenant acme".to_owned(), eur(23)), pool.clone(), pool]);
+}
+
 /// A cap that begins with a reload counts the spend of the ledger; one that goes on does
 /// not count it again.
 #[test]
@@ -132,7 +198,7 @@ fn cap_begun_by_reload_counts_ledger_once() {
         class: DeviceClass::cpu(),
         reference: DeviceNanos::from_secs(seconds),
     };
-    let spending = || Spending { day: vec![row(8)], month: vec![row(9)] };
+    let spending = || Spending { day: vec![row(8)], month: vec![row(9)], priced: Vec::new() };
     let limits = limits(&config(), TestKeys::default());
     limits.restore_spend(spending(), now.day());
     let text = LIMITS_CONFIG.replace("[tenants.other]", "[tenants.other]\nplan = \"own\"");
@@ -195,6 +261,7 @@ fn pool_limits_thousands_of_tenants_together() {
                     most: cost,
                     worst: cost,
                     least: DeviceNanos(1),
+                    money: MoneyEstimate::default(),
                 },
                 queue_deadline: MonotonicTime(u64::MAX),
                 expires: MonotonicTime(u64::MAX),

@@ -171,7 +171,7 @@ impl Settlement {
                     class: device.class.clone(),
                     reference: usage.reference,
                 };
-                backfilled.push(BackfilledSpend { day: finished.day(), row });
+                backfilled.push(BackfilledSpend { day: finished.day(), row, used: usage.priced() });
             }
         }
         self.limits.backfill(&backfilled);

@@ -1,7 +1,7 @@
 //! A config with limits in every scope, and a way to read the state of a scope.
 
 use tollgate_admission::{
-    Admission, Estimate, Figures, Requester, Reserve, ReserveError, ScopeLimits,
+    Admission, Estimate, Figures, MoneyEstimate, Requester, Reserve, ReserveError, ScopeLimits,
 };
 use tollgate_domain::{DeviceClass, DeviceNanos, MonotonicTime, RequestId, TenantId, UtcTime};
 
@@ -54,6 +54,7 @@ pub fn state_of(
             most: DeviceNanos::ZERO,
             worst: DeviceNanos::ZERO,
             least: DeviceNanos::ZERO,
+            money: MoneyEstimate::default(),
         },
         queue_deadline: MonotonicTime(u64::MAX),
         expires: MonotonicTime(u64::MAX),
