@@ -81,6 +81,12 @@ pub fn day(time: Option<UtcTime>) -> String {
     time.map_or_else(|| "-".to_owned(), |time| time.day().to_string())
 }
 
+/// Returns the UTC minute such as `2026-11-20 08:05`.
+pub fn minute(time: UtcTime) -> String {
+    let minutes = time.unix_seconds() / 60;
+    format!("{} {:02}:{:02}", time.day(), minutes / 60 % 24, minutes % 60)
+}
+
 /// Parses a UTC day in the form that [`day`] shows.
 ///
 /// # Errors

@@ -1,14 +1,18 @@
 //! `tollgate tenants`: the tenants of a running gateway with the state of their limits, or
 //! those of the config if no gateway runs.
 
+use std::time::Duration;
+
 use anyhow::{Result, anyhow};
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use tollgate_config::{Config, Tenant};
-use tollgate_domain::{Amount, DeviceClass, DeviceNanos, PlanName, PoolName, TenantId};
+use tollgate_domain::{
+    Amount, DeviceClass, DeviceNanos, PlanName, PoolName, TenantId, UtcDay, UtcTime,
+};
 
 use crate::admin::{Admin, Ask, Reach, encoded};
-use crate::common::{say, table};
+use crate::common::{minute, say, span, table};
 
 /// List tenants and show the state of their limits.
 #[derive(clap::Args)]
@@ -23,6 +27,10 @@ enum TenantsAction {
     List(ListTenants),
     /// Show a tenant's limits, penalties and keys.
     Show(ShowTenant),
+    /// Raise limits of a tenant for a time.
+    Raise(RaiseTenant),
+    /// End raises of a tenant before their time.
+    Lower(LowerTenant),
 }
 
 #[derive(clap::Args)]
@@ -43,6 +51,50 @@ struct ShowTenant {
     /// Print JSON.
     #[arg(long)]
     json: bool,
+}
+
+#[derive(clap::Args)]
+struct RaiseTenant {
+    #[command(flatten)]
+    admin: Admin,
+    /// The tenant.
+    name: TenantId,
+    /// A limit of the tenant's plan and its higher value; may be repeated. A value is a
+    /// number, a duration such as 2h, or JSON.
+    #[arg(long, value_name = "LIMIT=VALUE", required = true, value_parser = assignment)]
+    limit: Vec<(String, Value)>,
+    /// The first UTC day without the raise.
+    #[arg(long, value_name = "DAY", required_unless_present = "span")]
+    until: Option<UtcDay>,
+    /// The time after which the raise ends, such as 12h.
+    #[arg(long = "for", value_name = "TIME", id = "span", value_parser = span, conflicts_with = "until")]
+    span: Option<Duration>,
+}
+
+#[derive(clap::Args)]
+struct LowerTenant {
+    #[command(flatten)]
+    admin: Admin,
+    /// The tenant.
+    name: TenantId,
+    /// End the raise of this limit alone.
+    #[arg(long, value_name = "LIMIT")]
+    limit: Option<String>,
+}
+
+/// A higher value of one limit for a time.
+#[derive(Deserialize)]
+struct RaiseRow {
+    limit: String,
+    value: Value,
+    until_ns: UtcTime,
+    actor: String,
+}
+
+/// The answer to a change of raises.
+#[derive(Deserialize)]
+struct RaiseRows {
+    raises: Vec<RaiseRow>,
 }
 
 /// A tenant in the list. Only a running gateway knows the requests.
@@ -76,6 +128,8 @@ pub fn run(arguments: TenantsArguments) -> Result<()> {
     match arguments.action {
         TenantsAction::List(list) => self::list(list),
         TenantsAction::Show(show) => self::show(show),
+        TenantsAction::Raise(raise) => self::raise(raise),
+        TenantsAction::Lower(lower) => self::lower(lower),
     }
 }
 
@@ -97,6 +151,7 @@ fn show(show: ShowTenant) -> Result<()> {
         #[serde(flatten)]
         row: Row,
         limits: Vec<LimitRow>,
+        raises: Vec<RaiseRow>,
     }
     let client = match show.admin.reach()? {
         Reach::Running(client) => client,
@@ -114,13 +169,51 @@ fn show(show: ShowTenant) -> Result<()> {
     if show.json {
         return say(format!("{state:#}\n"));
     }
-    let Shown { row, limits } = serde_json::from_value(state)?;
+    let Shown { row, limits, raises } = serde_json::from_value(state)?;
     say(table(&HEAD, &[row.cells()]))?;
     let limits: Vec<Vec<String>> = limits.iter().map(LimitRow::cells).collect();
     say(format!(
         "\n{}",
         table(&["scope", "limit", "class", "bound", "used", "left", "whole in"], &limits)
-    ))
+    ))?;
+    if raises.is_empty() {
+        return Ok(());
+    }
+    say(format!("\n{}", RaiseRow::table(&raises)))
+}
+
+fn raise(raise: RaiseTenant) -> Result<()> {
+    let RaiseTenant { admin, name, limit, until, span } = raise;
+    let mut body = json!({ "limits": Map::from_iter(limit) });
+    match (until, span) {
+        (Some(day), _) => body["until"] = json!(day.to_string()),
+        (None, span) => body["seconds"] = json!(span.unwrap_or_default().as_secs()),
+    }
+    // The running gateway keeps raises, because only it may write them.
+    let client = admin.connect()?;
+    let path = format!("/v1/tenants/{}/raises", encoded(name.as_str()));
+    let RaiseRows { raises } = client.json(Ask::Post(&path, &body))?;
+    say(RaiseRow::table(&raises))
+}
+
+fn lower(lower: LowerTenant) -> Result<()> {
+    let LowerTenant { admin, name, limit } = lower;
+    let client = admin.connect()?;
+    let limit = limit.map(|limit| format!("?limit={}", encoded(&limit))).unwrap_or_default();
+    let path = format!("/v1/tenants/{}/raises{limit}", encoded(name.as_str()));
+    let RaiseRows { raises } = client.json(Ask::Delete(&path))?;
+    let ended: Vec<&str> = raises.iter().map(|raise| raise.limit.as_str()).collect();
+    say(format!("ended the raises of {}\n", ended.join(", ")))
+}
+
+/// Parses `LIMIT=VALUE`. A value that is no JSON is text.
+fn assignment(text: &str) -> Result<(String, Value), String> {
+    let wrong = || format!("{text:?} is not LIMIT=VALUE, such as tokens_per_minute=400000");
+    let (limit, value) = text.split_once('=').ok_or_else(wrong)?;
+    let plain = value.replace('_', "");
+    let number = plain.parse::<u64>().map(Value::from).ok();
+    let json = || serde_json::from_str(value).unwrap_or_else(|_| Value::from(value));
+    Ok((limit.trim().to_owned(), number.unwrap_or_else(json)))
 }
 
 fn configured(config: &Config, name: &TenantId) -> Result<Row> {
@@ -176,6 +269,16 @@ impl LimitRow {
             amount(*remaining),
             refills_ms.map_or("-".to_owned(), seconds),
         ]
+    }
+}
+
+impl RaiseRow {
+    fn table(raises: &[Self]) -> String {
+        let cells = raises.iter().map(|Self { limit, value, until_ns, actor }| {
+            let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+            vec![limit.clone(), value, minute(*until_ns), actor.clone()]
+        });
+        table(&["raised limit", "bound", "until (UTC)", "by"], &cells.collect::<Vec<_>>())
     }
 }
 

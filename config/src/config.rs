@@ -20,6 +20,7 @@ mod check;
 mod prices;
 mod reload;
 
+pub(crate) use check::plan_limits;
 pub use reload::Reload;
 
 /// The name of the demo tenant and of its plan.
@@ -34,10 +35,12 @@ pub struct Config {
     plans: BTreeMap<PlanName, Arc<Plan>>,
     pools: BTreeMap<PoolName, Pool>,
     /// The tenants, sorted by name.
-    tenants: Vec<Arc<Tenant>>,
+    pub(crate) tenants: Vec<Arc<Tenant>>,
     /// The index of each tenant in `tenants`. Every request looks its tenant up,
     /// and there may be a hundred thousand tenants.
-    tenant_places: HashMap<TenantId, usize>,
+    pub(crate) tenant_places: HashMap<TenantId, usize>,
+    /// The tenants with raised limits, as the files have them.
+    pub(crate) unraised: BTreeMap<TenantId, Arc<Tenant>>,
     models: BTreeMap<ModelName, Model>,
     issuers: Vec<Issuer>,
     prices: Option<PriceBook>,
@@ -50,7 +53,7 @@ pub struct Config {
     /// The hash of the files when they were loaded.
     files_at_load: [u8; 32],
     /// The number of reloads before this config.
-    revision: u64,
+    pub(crate) revision: u64,
 }
 
 /// A named set of limits.
@@ -312,6 +315,7 @@ impl Config {
             pools,
             tenants,
             tenant_places,
+            unraised: BTreeMap::new(),
             models,
             issuers,
             prices,

@@ -13,6 +13,7 @@ mod difference;
 mod example;
 mod live;
 mod problem;
+mod raise;
 mod read;
 mod reference;
 mod schema;
@@ -25,6 +26,7 @@ pub use crate::config::{Config, Model, Plan, Pool, Reload, Tenant};
 pub use crate::difference::{Change, Effect};
 pub use crate::live::LiveConfig;
 pub use crate::problem::{ConfigErrors, Place, Problem};
+pub use crate::raise::{RaiseError, RaisedLimits};
 pub use crate::sections::{
     AccessLog, AccessLogRequests, ByteSize, ClientFrom, Connections, Deadlines, DeviceSelector,
     EngineKind, Gateway, Health, Http2, HttpsUrl, Idempotency, Issuer, JwtAlgorithm, JwtKeys,

@@ -10,6 +10,7 @@ mod health;
 mod keys;
 mod page;
 mod penalties;
+mod raises;
 mod reload;
 mod routes;
 mod scrape;

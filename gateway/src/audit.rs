@@ -13,6 +13,7 @@ use tollgate_serving::submit::submit;
 use tollgate_serving::workers::Rest;
 
 use crate::auth::{KeyStore, KeyStoreError};
+use crate::raises::RaisedLimit;
 
 /// Records `action` and returns once it is on the disk.
 ///
@@ -116,6 +117,23 @@ pub(crate) fn config_changed(
             "config_sha256": files_sha256,
             "overrides": overrides,
         }),
+    }
+}
+
+/// Builds the action that a raise of a limit begins or ends at `at`.
+pub(crate) fn raise_changed(
+    operation: &str,
+    raise: &RaisedLimit,
+    (actor, at): (&str, UtcTime),
+) -> AdminAction {
+    let RaisedLimit { tenant, limit, value, until, since: _, actor: _ } = raise;
+    AdminAction {
+        id: format!("{operation}-{tenant}-{limit}-{}-{}", at.0, std::process::id()),
+        at,
+        operation: operation.to_owned(),
+        actor: actor.to_owned(),
+        user: Some((tenant.to_string(), None)),
+        detail: serde_json::json!({ "limit": limit, "value": value, "until_ns": until }),
     }
 }
 

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -26,6 +27,7 @@ use crate::admin::{AdminKey, AdminKeyError, AdminRoutes, AdminState, Readiness};
 use crate::api::{Api, body_budget};
 use crate::auth::{Authenticator, IssuerError, IssuerOptions, KeyStore};
 use crate::connection_owners::OwnerNumbers;
+use crate::raises::{self, RaiseFileError};
 use crate::read_limit::{ByCaller, ReadLimit};
 use crate::reload::{ReloadParts, Reloader};
 use crate::routes::PublicRoutes;
@@ -68,6 +70,9 @@ pub enum GatewayError {
         #[source]
         source: std::io::Error,
     },
+    /// The file of raised limits cannot be used.
+    #[error(transparent)]
+    Raises(#[from] RaiseFileError),
     /// A token issuer cannot be used.
     #[error("cannot use a token issuer")]
     Issuer(#[from] IssuerError),
@@ -134,19 +139,17 @@ impl GatewayService {
     pub async fn bind(options: GatewayOptions) -> Result<Self, GatewayError> {
         let GatewayOptions { config, data, workers, ledger, keys, clock } = options;
         let metrics = Metrics::new();
+        let raises = raises::read(&data)?;
+        let config = Arc::new(raises::apply(&config, &raises, clock.utc()));
         let tls = load_certificate(&config, &data)?;
         // Before the workers, so that a start without a key does no work.
         let admin_key = AdminKey::load(&data)?;
         let authenticator = Authenticator::new(keys, issuers(&config))?;
         let admission = Admission::new(AdmissionOptions::default());
-        let today = clock.utc().day();
-        let spending = ledger.reader().spending(today).map_err(GatewayError::Spending)?;
         let key_directory: Arc<dyn KeyDirectory> = Arc::new(authenticator.keys().clone());
         let live = LiveConfig::new(Arc::clone(&config));
         let limits = Limits::new(admission.clone(), live.clone(), Arc::clone(&key_directory));
-        limits.log_missing_plans();
-        // Before the first request, so that no cap starts empty.
-        limits.restore_spend(spending, today);
+        start_limits(&limits, &ledger, &clock)?;
 
         let kept = config.gateway().idempotency.clone();
         let idempotency = Idempotency::open(&data, kept, ledger.reader().clone(), clock.clone())?;
@@ -182,6 +185,7 @@ impl GatewayService {
             authenticator: authenticator.clone(),
             tls,
             metrics: Arc::clone(&metrics),
+            raises: ArcSwap::from_pointee(raises),
         });
         let state = Arc::new(AdminState {
             key: admin_key,
@@ -258,6 +262,8 @@ impl GatewayService {
         upkeep.spawn(end_upkeep.clone().run_until_cancelled_owned(swept));
         let followed = state.reloader.clone().follow_files();
         upkeep.spawn(end_upkeep.clone().run_until_cancelled_owned(followed));
+        let ended = state.reloader.clone().follow_raises();
+        upkeep.spawn(end_upkeep.clone().run_until_cancelled_owned(ended));
         upkeep.spawn(audit::follow_keys(
             authenticator.keys().clone(),
             state.serving.ledger().clone(),
@@ -380,6 +386,16 @@ fn admin_listener(options: ListenerOptions) -> ListenerOptions {
     // directly.
     let proxies = Proxies::default();
     ListenerOptions { name: "admin", connection_limits, proxies, drain: ADMIN_DRAIN, ..options }
+}
+
+/// Counts the spending of this day and month, before the first request, so that no cap starts
+/// empty.
+fn start_limits(limits: &Limits, ledger: &LedgerHandle, clock: &Clock) -> Result<(), GatewayError> {
+    let today = clock.utc().day();
+    let spending = ledger.reader().spending(today).map_err(GatewayError::Spending)?;
+    limits.log_missing_plans();
+    limits.restore_spend(spending, today);
+    Ok(())
 }
 
 /// Loads the certificate and writes it where commands on this host look for it.

@@ -2,10 +2,15 @@
 //! force, and swapped as a whole. A mistake changes nothing. Requests that have begun keep
 //! the config that they began with.
 
+mod raises;
+
+pub(crate) use raises::RaiseRefusal;
+
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use serde::Serialize;
 use tokio::sync::Mutex;
 use tokio::time::{MissedTickBehavior, interval, sleep};
@@ -17,6 +22,7 @@ use tollgate_serving::{Serving, with_causes};
 
 use crate::auth::{Authenticator, IssuerError, PreparedIssuers};
 use crate::gateway::{issuers, tls_source};
+use crate::raises::{RaisedLimit, apply as with_raises};
 use crate::source_penalties::SourcePenalties;
 use crate::telemetry::Metrics;
 use crate::{admin_certificate, audit};
@@ -39,6 +45,8 @@ pub(crate) struct ReloadParts {
     pub(crate) authenticator: Authenticator,
     pub(crate) tls: TlsIdentity,
     pub(crate) metrics: Arc<Metrics>,
+    /// Kept apart from the config, whose files do not have them.
+    pub(crate) raises: ArcSwap<Vec<RaisedLimit>>,
 }
 
 /// The two kinds of reload.
@@ -262,7 +270,9 @@ impl ReloadParts {
     /// Reads and checks the config and the files that it names.
     fn prepare(&self) -> Result<PreparedReload, ReloadError> {
         let running = self.config.current();
-        let reload = running.reload().map_err(ReloadError::Config)?;
+        let mut reload = running.reload().map_err(ReloadError::Config)?;
+        let (raises, now) = (self.raises.load(), self.serving.clock().utc());
+        reload.config = Arc::new(with_raises(&reload.config, &raises, now));
         let source = tls_source(&reload.config, &self.data);
         let certificate = TlsIdentity::prepare(&source).map_err(ReloadError::Certificate)?;
         let certificate = self.tls.differs_from(&certificate).then_some(certificate);

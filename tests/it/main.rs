@@ -30,6 +30,7 @@ mod limits;
 mod listeners;
 mod metering;
 mod models;
+mod raises;
 mod reload;
 mod sdks;
 mod serve;

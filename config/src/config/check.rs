@@ -212,8 +212,8 @@ impl Checker<'_> {
 
     fn plan(&mut self, name: &PlanName, raw: &RawPlan) -> (PlanName, Arc<Plan>) {
         let RawPlan {
-            requests_per_minute,
-            tokens_per_minute,
+            requests_per_minute: _,
+            tokens_per_minute: _,
             concurrent,
             queued,
             connections,
@@ -221,7 +221,7 @@ impl Checker<'_> {
             device_time_per_minute,
             device_time_per_day,
             device_time_per_month,
-            budget_per_month,
+            budget_per_month: _,
             weight,
         } = raw;
         // An invalid `concurrent` is reported already, so only a missing one counts
@@ -249,22 +249,9 @@ impl Checker<'_> {
             let (large_key, large) = large;
             self.at_most((name, small_key, small), (name, large_key, large), "");
         }
-        let limits = PlanLimits {
-            requests: *requests_per_minute,
-            tokens: *tokens_per_minute,
-            device_time: convert(device_time_per_minute, |DeviceRate(rate)| *rate),
-            device_time_per_day: device_time_per_day.clone(),
-            device_time_per_month: device_time_per_month.clone(),
-            budget_per_month: *budget_per_month,
-            concurrent: *concurrent,
-            // A limit on running requests without a queue means that no request
-            // waits.
-            queued: queued.or(concurrent.map(|_| 0)),
-            largest_job: largest_job.clone(),
-        };
         let plan = Plan {
             name: name.clone(),
-            limits: Arc::new(limits),
+            limits: Arc::new(plan_limits(raw)),
             connections: *connections,
             weight: *weight,
         };
@@ -535,6 +522,23 @@ pub(super) fn unknown_text<'n>(
     let known: Vec<&str> = known.take(8).collect();
     let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
     format!("unknown {kind} {name:?}; known: {known}")
+}
+
+/// Returns the limits of a plan.
+pub(crate) fn plan_limits(raw: &RawPlan) -> PlanLimits {
+    PlanLimits {
+        requests: raw.requests_per_minute,
+        tokens: raw.tokens_per_minute,
+        device_time: convert(&raw.device_time_per_minute, |DeviceRate(rate)| *rate),
+        device_time_per_day: raw.device_time_per_day.clone(),
+        device_time_per_month: raw.device_time_per_month.clone(),
+        budget_per_month: raw.budget_per_month,
+        concurrent: raw.concurrent,
+        // A limit on running requests without a queue means that no request
+        // waits.
+        queued: raw.queued.or(raw.concurrent.map(|_| 0)),
+        largest_job: raw.largest_job.clone(),
+    }
 }
 
 /// Returns true if two listeners need the same port of the same address.

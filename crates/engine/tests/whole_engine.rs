@@ -172,7 +172,8 @@ fn submission(number: u32, sender: SyncSender<Heard>) -> Submission {
             ..SamplingParams::greedy(number.into())
         },
         budget: None,
-        queue_deadline: Duration::from_secs(60),
+        // Longer than any test on a loaded machine.
+        queue_deadline: Duration::from_secs(3_600),
         echo_logprobs: false,
         sink: Box::new(Sink(sender)),
     }

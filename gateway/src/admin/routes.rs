@@ -12,8 +12,8 @@ use tower_governor::key_extractor::GlobalKeyExtractor;
 
 use super::actor::{require_admin, require_right};
 use super::{
-    AdminState, admins, checkpoint, healthz, keys, penalties, readyz, reload, scrape, status,
-    tenants, usage, workers,
+    AdminState, admins, checkpoint, healthz, keys, penalties, raises, readyz, reload, scrape,
+    status, tenants, usage, workers,
 };
 use crate::auth::Right;
 use crate::read_limit::ReadLimit;
@@ -54,6 +54,8 @@ pub(super) fn routes() -> Vec<AdminRoute> {
         get("/v1/usage", Read, usage::usage),
         get("/v1/tenants", Read, tenants::list),
         get("/v1/tenants/{tenant}", Read, tenants::show),
+        post("/v1/tenants/{tenant}/raises", Administer, raises::create),
+        delete("/v1/tenants/{tenant}/raises", Administer, raises::end),
         get("/v1/tenants/{tenant}/statements/{month}", ReadMoney, usage::statement),
         post("/v1/workers/{worker}/rest", Operate, workers::rest),
         post("/v1/workers/{worker}/wake", Operate, workers::wake),

@@ -15,6 +15,8 @@ use super::AdminState;
 use super::keys::{KeyListRow, page as page_of_keys};
 use super::page::{Page, PageQuery};
 use super::penalties::{PenaltyRow, of_tenant};
+use super::raises;
+use crate::raises::RaisedLimit;
 use crate::reply::ApiError;
 
 /// A tenant in a list.
@@ -36,6 +38,7 @@ pub(super) struct TenantState {
     #[serde(flatten)]
     row: TenantRow,
     limits: Vec<LimitRow>,
+    raises: Vec<RaisedLimit>,
     penalties: Vec<PenaltyRow>,
     /// The first page of the keys; `/v1/keys?tenant=NAME` has all of them.
     keys: Page<KeyListRow>,
@@ -91,6 +94,7 @@ pub(super) async fn show(
     Ok(Json(TenantState {
         row: TenantRow::of(tenant, held),
         limits: states.into_iter().map(LimitRow::from).collect(),
+        raises: raises::of_tenant(&state, &name),
         penalties: of_tenant(&state, &name),
         keys: page_of_keys(&state, Some(name), None).await?,
     }))

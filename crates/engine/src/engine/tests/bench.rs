@@ -193,7 +193,7 @@ pub(super) fn ask_all(
             ..SamplingParams::greedy(number.into())
         },
         budget: None,
-        queue_deadline: Duration::from_secs(30),
+        queue_deadline: Duration::from_secs(3_600),
         echo_logprobs: false,
         sink: Box::new(HeardSink::new(heard.clone())),
     };
