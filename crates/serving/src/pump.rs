@@ -138,7 +138,7 @@ struct RequestTask {
     queue_deadline: Instant,
     /// Cancelled when the request's key was revoked and the request must end.
     revoked: CancellationToken,
-    /// Cancelled when nobody waits for the answer of a request that would be kept.
+    /// Cancelled when no client waits for the answer of a request that would be kept.
     abandoned: CancellationToken,
     delivered: Delivered,
     /// Time from the start to the last placement.
@@ -265,7 +265,7 @@ impl RequestTask {
         }
     }
 
-    /// Waits until nobody wants a request that has no place at a worker.
+    /// Waits until no client wants a request that has no place at a worker.
     async fn unwanted(&self) {
         tokio::select! {
             () = self.events.closed() => {}

@@ -136,7 +136,7 @@ fn check_tokens<'a>(
 /// before the next prompt once `abandoned` is cancelled.
 ///
 /// # Errors
-/// The request does not fit the model, or nobody waits for it any more.
+/// The request does not fit the model, or no client waits for it any more.
 pub fn tokenize(
     request: TokenizeRequest,
     model: Arc<ServedModel>,
@@ -232,10 +232,10 @@ fn encode(
     }
 }
 
-/// Ends host work that nobody waits for.
+/// Ends host work that no client waits for.
 ///
 /// # Errors
-/// The client has left. Nobody gets the error.
+/// The client has left. No client gets the error.
 pub fn check_wanted(abandoned: &CancellationToken) -> Result<(), RequestError> {
     if abandoned.is_cancelled() { Err(RequestError::INTERNAL) } else { Ok(()) }
 }

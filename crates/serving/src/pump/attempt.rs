@@ -122,7 +122,7 @@ impl RequestTask {
     }
 
     /// Counts the device time of a request that its client left, without the time of
-    /// content that the client has: nobody reads what was computed in it.
+    /// content that the client has: no client reads what was computed in it.
     fn count_waste(&self, attempt: &Attempt<'_>, outcome: &AttemptOutcome) {
         let AttemptOutcome::Ended(RequestEnd::Paid { usage, .. }) = outcome else { return };
         let delivered = match attempt.is_streamed() {
