@@ -27,6 +27,8 @@ enum TenantsAction {
     List(ListTenants),
     /// Show a tenant's limits, penalties and keys.
     Show(ShowTenant),
+    /// List the refusals of the last hour by tenant.
+    Refused(ListTenants),
     /// Raise limits of a tenant for a time.
     Raise(RaiseTenant),
     /// End raises of a tenant before their time.
@@ -82,6 +84,23 @@ struct LowerTenant {
     limit: Option<String>,
 }
 
+/// The refusals of a tenant of one kind.
+#[derive(Deserialize)]
+struct RefusedRow {
+    tenant: TenantId,
+    kind: String,
+    last_hour: u64,
+    since_start: u64,
+    last_ns: UtcTime,
+    message: Option<String>,
+}
+
+/// The refusals in an answer.
+#[derive(Deserialize)]
+struct RefusedRows {
+    refusals: Vec<RefusedRow>,
+}
+
 /// A higher value of one limit for a time.
 #[derive(Deserialize)]
 struct RaiseRow {
@@ -128,6 +147,7 @@ pub fn run(arguments: TenantsArguments) -> Result<()> {
     match arguments.action {
         TenantsAction::List(list) => self::list(list),
         TenantsAction::Show(show) => self::show(show),
+        TenantsAction::Refused(list) => refused(list),
         TenantsAction::Raise(raise) => self::raise(raise),
         TenantsAction::Lower(lower) => self::lower(lower),
     }
@@ -152,6 +172,7 @@ fn show(show: ShowTenant) -> Result<()> {
         row: Row,
         limits: Vec<LimitRow>,
         raises: Vec<RaiseRow>,
+        refusals: Vec<RefusedRow>,
     }
     let client = match show.admin.reach()? {
         Reach::Running(client) => client,
@@ -169,17 +190,32 @@ fn show(show: ShowTenant) -> Result<()> {
     if show.json {
         return say(format!("{state:#}\n"));
     }
-    let Shown { row, limits, raises } = serde_json::from_value(state)?;
+    let Shown { row, limits, raises, refusals } = serde_json::from_value(state)?;
     say(table(&HEAD, &[row.cells()]))?;
     let limits: Vec<Vec<String>> = limits.iter().map(LimitRow::cells).collect();
     say(format!(
         "\n{}",
         table(&["scope", "limit", "class", "bound", "used", "left", "whole in"], &limits)
     ))?;
-    if raises.is_empty() {
-        return Ok(());
+    if !raises.is_empty() {
+        say(format!("\n{}", RaiseRow::table(&raises)))?;
     }
-    say(format!("\n{}", RaiseRow::table(&raises)))
+    if !refusals.is_empty() {
+        say(format!("\n{}", RefusedRow::table(&refusals)))?;
+    }
+    Ok(())
+}
+
+fn refused(list: ListTenants) -> Result<()> {
+    let answer: Value = list.admin.connect()?.json(Ask::Get("/v1/refusals"))?;
+    if list.json {
+        return say(format!("{answer:#}\n"));
+    }
+    let RefusedRows { refusals } = serde_json::from_value(answer)?;
+    if refusals.is_empty() {
+        return say("no tenant was refused in the last hour\n");
+    }
+    say(RefusedRow::table(&refusals))
 }
 
 fn raise(raise: RaiseTenant) -> Result<()> {
@@ -269,6 +305,25 @@ impl LimitRow {
             amount(*remaining),
             refills_ms.map_or("-".to_owned(), seconds),
         ]
+    }
+}
+
+impl RefusedRow {
+    /// Returns a table, and below it the last message of each row that has one.
+    fn table(rows: &[Self]) -> String {
+        let cells = rows.iter().map(|row| {
+            let Self { tenant, kind, last_hour, since_start, last_ns, message: _ } = row;
+            let (tenant, kind) = (tenant.to_string(), kind.clone());
+            vec![tenant, kind, last_hour.to_string(), since_start.to_string(), minute(*last_ns)]
+        });
+        let head = ["refused", "by", "last hour", "since start", "last (UTC)"];
+        let mut text = table(&head, &cells.collect::<Vec<_>>());
+        for Self { tenant, message, .. } in rows {
+            if let Some(message) = message {
+                text.push_str(&format!("{tenant}: {message}\n"));
+            }
+        }
+        text
     }
 }
 

@@ -138,7 +138,7 @@ impl GatewayService {
     /// spending in the ledger, a listening address.
     pub async fn bind(options: GatewayOptions) -> Result<Self, GatewayError> {
         let GatewayOptions { config, data, workers, ledger, keys, clock } = options;
-        let metrics = Metrics::new();
+        let metrics = Metrics::new(clock.clone());
         let raises = raises::read(&data)?;
         let config = Arc::new(raises::apply(&config, &raises, clock.utc()));
         let tls = load_certificate(&config, &data)?;

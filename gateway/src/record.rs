@@ -48,7 +48,7 @@ impl RequestRecord {
         if error.is_fault() {
             self.count(Outcome::Failed, None);
         } else {
-            self.count(Outcome::Refused, Some(error.kind().0));
+            self.count(Outcome::Refused, Some(error));
         }
     }
 
@@ -97,7 +97,7 @@ impl RequestRecord {
             _ if client_left => self.count(Outcome::Cancelled, None),
             // An answer that was cut, for example at its deadline, is no refusal.
             is_fault if is_fault || failure.is_charged => self.count(Outcome::Failed, None),
-            _ => self.count(Outcome::Refused, Some(error.kind().0)),
+            _ => self.count(Outcome::Refused, Some(&error)),
         }
     }
 
@@ -107,9 +107,9 @@ impl RequestRecord {
         }
     }
 
-    fn count(&mut self, outcome: Outcome, kind: Option<&'static str>) {
+    fn count(&mut self, outcome: Outcome, refusal: Option<&ApiError>) {
         self.if_dropped = None;
-        self.metrics.tenant_request(&self.tenant, outcome, kind);
+        self.metrics.tenant_request(&self.tenant, outcome, refusal);
     }
 }
 

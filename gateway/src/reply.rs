@@ -240,6 +240,11 @@ impl ApiError {
         Envelope::new(self.message(), error_type, self.param(), code)
     }
 
+    /// Returns the message for people.
+    pub(crate) fn text(&self) -> String {
+        self.message().into_owned()
+    }
+
     /// Returns true if the gateway or a worker failed, and false if the request was refused.
     pub(crate) fn is_fault(&self) -> bool {
         matches!(self, Self::Internal | Self::WorkerLost { .. } | Self::LedgerUnavailable)

@@ -100,7 +100,8 @@ mod tests {
     fn source_penalties_throttle_guessing_source_only() {
         let config =
             PenaltyConfig { failed_authentications_per_minute: 5, ..PenaltyConfig::default() };
-        let penalties = SourcePenalties::new(&config, Metrics::new());
+        let penalties =
+            SourcePenalties::new(&config, Metrics::new(tollgate_serving::Clock::system()));
         let source = |last| Some(Source::of(IpAddr::from(Ipv4Addr::new(192, 0, 2, last))));
         let fail = |now, source, error| penalties.failed_authentication(now, source, error);
         for _ in 0..5 {

@@ -9,6 +9,7 @@ mod devices;
 mod log;
 mod log_line;
 mod process;
+mod refusals;
 mod state;
 mod tenants;
 mod text;
@@ -33,17 +34,20 @@ use self::devices::DeviceMetrics;
 pub(crate) use self::devices::concerns;
 pub use self::log::{LogFormat, LogOptions, log_subscriber};
 use self::process::ProcessMetrics;
+use self::refusals::RefusalBook;
+pub(crate) use self::refusals::RefusedRow;
 use self::state::StateMetrics;
 pub(crate) use self::state::StateReadings;
 use self::tenants::TenantMetrics;
 pub(crate) use self::tenants::{Outcome, TenantReadings};
 pub(crate) use self::text::TextFormat;
 use self::workers::{WorkerMetrics, waiting_at_workers};
+use crate::reply::ApiError;
 use tollgate_admission::Offence;
-use tollgate_serving::Observer;
 use tollgate_serving::settlement::BooksReport;
 use tollgate_serving::timings::RequestTimings;
 use tollgate_serving::workers::WorkerReport;
+use tollgate_serving::{Clock, Observer};
 
 /// A gauge of fractions.
 type FloatGauge = Gauge<f64, std::sync::atomic::AtomicU64>;
@@ -55,6 +59,7 @@ pub struct Metrics {
     process: ProcessMetrics,
     devices: DeviceMetrics,
     tenants: TenantMetrics,
+    refused: RefusalBook,
     workers: WorkerMetrics,
     state: StateMetrics,
     requests: Family<RequestLabels, Counter>,
@@ -155,13 +160,14 @@ pub(crate) struct Readings<'a> {
 
 impl Metrics {
     /// Creates the metrics with every figure at zero.
-    pub fn new() -> Arc<Self> {
+    pub fn new(clock: Clock) -> Arc<Self> {
         let mut metrics = Self {
             // The prefix keeps these names apart from those of other programs in the same database.
             registry: Registry::with_prefix("tollgate"),
             process: ProcessMetrics::new(),
             devices: DeviceMetrics::new(),
             tenants: TenantMetrics::new(),
+            refused: RefusalBook::new(clock),
             workers: WorkerMetrics::new(),
             state: StateMetrics::new(),
             requests: Family::default(),
@@ -407,15 +413,23 @@ impl Metrics {
         self.host_work_waiting.set(gauge(readings.host_work_waiting));
     }
 
-    /// Counts the end of a request for work. `tenant` must be one of the config's. `kind` is
-    /// the kind of a refusal.
+    /// Counts the end of a request for work. `tenant` must be one of the config's. `refusal` is
+    /// the error of a refused one.
     pub(crate) fn tenant_request(
         &self,
         tenant: &TenantId,
         outcome: Outcome,
-        kind: Option<&'static str>,
+        refusal: Option<&ApiError>,
     ) {
-        self.tenants.count(tenant, outcome, kind);
+        self.tenants.count(tenant, outcome, refusal.map(|error| error.kind().0));
+        if let Some(error) = refusal {
+            self.refused.count(tenant, error);
+        }
+    }
+
+    /// Returns the refusals of the last hour.
+    pub(crate) fn refused(&self) -> &RefusalBook {
+        &self.refused
     }
 
     /// Adds attributed device time of `tenant`, which must be one of the config's.

@@ -69,6 +69,10 @@ async fn raise_admits_at_once_and_ends_by_itself() {
     let chat = "/v1/chat/completions";
     assert_eq!(post(&connection, chat, &ask).await.0, 200);
     assert_eq!(post(&connection, chat, &ask).await.0, 429);
+    let shown = gateway.command(&["tenants", "refused"]);
+    let row: Vec<&str> = shown.lines().nth(1).expect("a row").split_whitespace().collect();
+    assert_eq!(row[..4], ["acme", "requests_per_minute", "1", "1"], "{shown}");
+    assert!(shown.contains("acme: Limit reached: 1 requests a minute"), "{shown}");
     let wanted = json!({ "limits": { "requests_per_minute": 6_000 }, "seconds": 10 });
     let made = Instant::now();
     let (status, raised) = post(&admin, "/v1/tenants/acme/raises", &wanted).await;

@@ -18,6 +18,7 @@ use super::penalties::{PenaltyRow, of_tenant};
 use super::raises;
 use crate::raises::RaisedLimit;
 use crate::reply::ApiError;
+use crate::telemetry::RefusedRow;
 
 /// A tenant in a list.
 #[derive(Serialize)]
@@ -39,6 +40,8 @@ pub(super) struct TenantState {
     row: TenantRow,
     limits: Vec<LimitRow>,
     raises: Vec<RaisedLimit>,
+    /// The refusals of the last hour.
+    refusals: Vec<RefusedRow>,
     penalties: Vec<PenaltyRow>,
     /// The first page of the keys; `/v1/keys?tenant=NAME` has all of them.
     keys: Page<KeyListRow>,
@@ -78,6 +81,17 @@ pub(super) async fn list(
     Json(Page { rows: rows.into_iter().map(row).collect(), next })
 }
 
+/// The refusals of all tenants.
+#[derive(Serialize)]
+pub(super) struct Refusals {
+    refusals: Vec<RefusedRow>,
+}
+
+/// Lists the refusals of the last hour, most first.
+pub(super) async fn refusals(State(state): State<Arc<AdminState>>) -> Json<Refusals> {
+    Json(Refusals { refusals: state.metrics.refused().list(None) })
+}
+
 /// Shows one tenant.
 pub(super) async fn show(
     State(state): State<Arc<AdminState>>,
@@ -95,6 +109,7 @@ pub(super) async fn show(
         row: TenantRow::of(tenant, held),
         limits: states.into_iter().map(LimitRow::from).collect(),
         raises: raises::of_tenant(&state, &name),
+        refusals: state.metrics.refused().list(Some(&name)),
         penalties: of_tenant(&state, &name),
         keys: page_of_keys(&state, Some(name), None).await?,
     }))

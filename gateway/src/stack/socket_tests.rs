@@ -98,7 +98,7 @@ impl TestListener {
     fn with_sources(options: ListenerOptions, sources: Option<SourceOptions>) -> Self {
         let data = tempfile::tempdir().unwrap();
         let tls = TlsIdentity::load(TlsSource::Development { folder: data.path().into() }).unwrap();
-        let metrics = Metrics::new();
+        let metrics = Metrics::new(tollgate_serving::Clock::system());
         let listener = Listener::bind(
             ([127, 0, 0, 1], 0).into(),
             options,

@@ -97,7 +97,7 @@ impl Received {
 
 #[tokio::test]
 async fn stack_refusals_are_json() {
-    let service = service(&Metrics::new());
+    let service = service(&Metrics::new(Clock::system()));
     let encoded =
         |coding: &str| Request::post("/v1/read").header("content-encoding", coding.to_owned());
     // T39: an encoded body is refused by its header alone.
@@ -121,7 +121,7 @@ async fn stack_refusals_are_json() {
 
 #[tokio::test]
 async fn stack_passes_bodies_within_bounds() {
-    let service = service(&Metrics::new());
+    let service = service(&Metrics::new(Clock::system()));
     let identity = Request::post("/v1/read").header("content-encoding", "identity");
     let answer = ask(&service, identity, Body::from(vec![0; 1_000])).await;
     assert_eq!((answer.parts.status, answer.body.as_str()), (StatusCode::OK, "1000"));
@@ -129,7 +129,7 @@ async fn stack_passes_bodies_within_bounds() {
 
 #[tokio::test]
 async fn stack_draws_request_ids() {
-    let service = service(&Metrics::new());
+    let service = service(&Metrics::new(Clock::system()));
     let mut seen = std::collections::HashSet::new();
     for _ in 0..100 {
         let request = Request::get("/v1/id").header("x-request-id", "req-forged");
@@ -142,7 +142,7 @@ async fn stack_draws_request_ids() {
 
 #[tokio::test]
 async fn stack_cuts_unsized_bodies_at_limit() {
-    let service = service(&Metrics::new());
+    let service = service(&Metrics::new(Clock::system()));
     let pieces =
         futures_util::stream::iter((0..100).map(|_| Ok::<_, std::io::Error>(vec![0; 100])));
     let answer = ask(&service, Request::post("/v1/read"), Body::from_stream(pieces)).await;
@@ -152,7 +152,7 @@ async fn stack_cuts_unsized_bodies_at_limit() {
 #[tokio::test]
 async fn stack_closes_connection_after_chunked_request() {
     // T11
-    let service = service(&Metrics::new());
+    let service = service(&Metrics::new(Clock::system()));
     let request = || Request::post("/v1/read").header("transfer-encoding", "chunked");
     let answer = ask(&service, request(), Body::empty()).await;
     assert_eq!(answer.parts.headers["connection"], "close");
@@ -163,7 +163,7 @@ async fn stack_closes_connection_after_chunked_request() {
 #[tokio::test]
 async fn metrics_gain_no_series_from_clients() {
     // T50
-    let metrics = Metrics::new();
+    let metrics = Metrics::new(Clock::system());
     let service = service(&metrics);
     for n in 0..500 {
         let request = Request::get(format!("/v1/{n}")).header("user-agent", n.to_string());

@@ -35,7 +35,7 @@ fn metrics_page_is_current() {
 /// Scrapes a registry in which every family has a series; families without one
 /// are not exposed.
 pub(super) fn every_metric(format: TextFormat) -> String {
-    let metrics = Metrics::new();
+    let metrics = Metrics::new(Clock::system());
     let (model, class) = (ModelName::new("m").unwrap(), DeviceClass::cpu());
     metrics.request_answered("models", StatusCode::OK, Duration::from_millis(3));
     metrics.error("requests_per_minute");
@@ -52,7 +52,7 @@ pub(super) fn every_metric(format: TextFormat) -> String {
     let config = "[plans.p]\ndevice_time_per_day = \"1h\"\n[tenants.acme]\nplan = \"p\"\n";
     let config = Config::from_toml(Path::new("test.toml"), config).unwrap();
     let acme = TenantId::new("acme").unwrap();
-    metrics.tenant_request(&acme, Outcome::Refused, Some("requests_per_minute"));
+    metrics.tenant_request(&acme, Outcome::Refused, Some(&ApiError::Draining));
     metrics.tenant_used(&acme, &class, DeviceNanos(7));
     metrics.block_committed(Duration::from_millis(2));
     let limits = |_: &TenantId| vec![day_cap()];

@@ -7,7 +7,7 @@ use super::*;
 
 #[test]
 fn metrics_keep_their_names() {
-    let metrics = Metrics::new();
+    let metrics = Metrics::new(Clock::system());
     let (model, class) = (ModelName::new("m").unwrap(), DeviceClass::cpu());
     metrics.request_answered("models", StatusCode::OK, Duration::from_millis(3));
     metrics.error("requests_per_minute");

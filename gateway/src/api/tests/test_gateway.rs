@@ -78,7 +78,7 @@ impl TestGateway {
             (tenant, key.secret.expose().to_owned())
         });
         let ledger = Ledger::open(&folder.path().join("ledger.db")).expect("a ledger");
-        let (metrics, stopping) = (Metrics::new(), CancellationToken::new());
+        let (metrics, stopping) = (Metrics::new(Clock::system()), CancellationToken::new());
         let admission = Admission::new(AdmissionOptions::default());
         let serving = Serving::start(ServingOptions {
             workers: workers.iter().map(|worker| worker.endpoint.clone()).collect(),
