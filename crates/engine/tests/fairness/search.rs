@@ -110,10 +110,11 @@ pub(crate) fn search(count: u32, seed: u64, limit: Duration) -> (Vec<Found>, u32
     (found, played)
 }
 
-/// Returns the rows of the mixes that delayed the victims most, all of seed 1: the worst ten
-/// of 1,000 before the credit of tenants without a queue was bounded, and the worst two of
-/// 897 where the bound counted the predicted time of prompts that are cancelled. The last three
+/// Returns the rows of the mixes that delayed the victims most. Of seed 1: the worst ten of
+/// 1,000 before the credit of tenants without a queue was bounded, and the worst two of 897
+/// where the bound counted the predicted time of prompts that are cancelled. The next three
 /// took 0.82 to 3.31 s where large sequences kept their blocks from owners within their part.
+/// Of seed 3: five of the worst ten of 1,000; the others are alike to rows of the list.
 pub(crate) fn worst_known() -> Vec<Row> {
     let mixes = WORST_KNOWN.map(|(rate_thousandths, size, keys, burst, patience_ms, seed)| {
         let [prompt, answer, max_tokens] = size;
@@ -155,10 +156,10 @@ const MOST_PROMPT_TOKENS: u32 = 60_000;
 /// Number of mixes that a search returns.
 const WORST: usize = 10;
 /// Longest wait of the victims under any mix, p99, in seconds.
-const LONGEST_WAIT: f64 = 0.8;
+const LONGEST_WAIT: f64 = 0.7;
 /// Rate, size (prompt, answer, `max_tokens`), keys, burst, milliseconds until a cancel, seed.
 type Known = (u32, [u32; 3], u32, u32, Option<u32>, u64);
-const WORST_KNOWN: [Known; 15] = [
+const WORST_KNOWN: [Known; 20] = [
     (995, [478, 13, 4_000], 1, 6, Some(762), 247_079),
     (5_241, [128, 11, 4_000], 190, 49, Some(1_158), 748_066),
     (15_308, [25, 5, 4_000], 27, 100, None, 1_014_427),
@@ -174,4 +175,9 @@ const WORST_KNOWN: [Known; 15] = [
     (13_320, [3_776, 1, 4_000], 23, 16, None, 953_952),
     (872, [4_913, 50, 3_279], 3, 1, None, 902_133),
     (16_273, [3_687, 3_417, 3_417], 1, 6, Some(50), 833_159),
+    (12_405, [126, 1, 1], 3, 14, None, 1_026_923),
+    (648, [1_384, 1, 1], 3, 1, Some(2_199), 196_594),
+    (6_062, [117, 320, 320], 3, 1, None, 281_542),
+    (8_148, [90, 2_880, 4_000], 12, 1, Some(2_056), 875_994),
+    (18_059, [17, 3_768, 3_768], 3, 1, Some(2_967), 870_510),
 ];
