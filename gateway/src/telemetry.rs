@@ -43,7 +43,7 @@ pub(crate) use self::tenants::{Outcome, TenantReadings};
 pub(crate) use self::text::TextFormat;
 use self::workers::{WorkerMetrics, waiting_at_workers};
 use crate::reply::ApiError;
-use tollgate_admission::Offence;
+use tollgate_admission::{CapReached, Offence};
 use tollgate_serving::settlement::BooksReport;
 use tollgate_serving::timings::RequestTimings;
 use tollgate_serving::workers::WorkerReport;
@@ -67,6 +67,7 @@ pub struct Metrics {
     in_flight: Gauge,
     refusals: Family<KindLabel, Counter>,
     penalties: Family<ReasonLabel, Counter>,
+    caps_reached: Family<CapReachedLabels, Counter>,
     connections: Family<ConnectionLabels, Gauge>,
     connections_refused: Family<ReasonLabel, Counter>,
     connections_ended: Family<ReasonLabel, Counter>,
@@ -115,6 +116,12 @@ struct KindLabel {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ReasonLabel {
     reason: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct CapReachedLabels {
+    limit: &'static str,
+    percent: u32,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -175,6 +182,7 @@ impl Metrics {
             in_flight: Gauge::default(),
             refusals: Family::default(),
             penalties: Family::default(),
+            caps_reached: Family::default(),
             connections: Family::default(),
             connections_refused: Family::default(),
             connections_ended: Family::default(),
@@ -252,6 +260,11 @@ impl Metrics {
     fn register_usage(&mut self) {
         let Self { registry, .. } = self;
         registry.register("tokens", "Tokens metered", self.tokens.clone());
+        registry.register(
+            "caps_reached",
+            "Caps and budgets that reached a part of their value, in percent",
+            self.caps_reached.clone(),
+        );
         registry.register_with_unit(
             "attributed",
             "Device time attributed to requests",
@@ -530,6 +543,12 @@ impl Observer for Metrics {
 
     fn penalty_began(&self, offence: Offence) {
         Self::penalty_began(self, offence.as_str());
+    }
+
+    fn cap_reached(&self, reached: &CapReached) {
+        let CapReached { limit, scope: _, class: _, percent } = reached;
+        let labels = CapReachedLabels { limit: limit.as_str(), percent: u32::from(*percent) };
+        self.caps_reached.get_or_create(&labels).inc();
     }
 }
 

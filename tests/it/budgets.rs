@@ -99,6 +99,22 @@ async fn used(gateway: &Tollgate, key: &str) -> u64 {
     budget["used"].as_u64().expect("a number")
 }
 
+/// Returns the metric of reached thresholds, once the last one is counted.
+async fn thresholds(gateway: &Tollgate) -> Vec<String> {
+    let connection = gateway.connect_admin().await;
+    for _ in 0..200 {
+        let response = connection.get("/metrics").await.expect("answers");
+        let text = support::rest(response).await;
+        let reached = text.lines().filter(|line| line.starts_with("tollgate_caps_reached_total{"));
+        let reached: Vec<String> = reached.map(str::to_owned).collect();
+        if reached.iter().any(|line| line.contains("percent=\"100\"")) {
+            return reached;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    panic!("no cap was reported as spent");
+}
+
 #[tokio::test]
 async fn budget_holds_under_load_and_crash() {
     support::stay_within_a_day().await;
@@ -114,6 +130,14 @@ async fn budget_holds_under_load_and_crash() {
     // The statement rounds down, and the budget up.
     let counted = used(&gateway, &key).await;
     assert!(counted - before <= 1, "{counted} counted, {before} billed");
+
+    let reached = thresholds(&gateway).await;
+    let count = |percent| {
+        let name = format!("{{limit=\"budget_per_month\",percent=\"{percent}\"}}");
+        reached.iter().filter(|line| line.contains(&name)).count()
+    };
+    assert_eq!((count(80), count(100)), (1, 1), "{reached:?}");
+    assert!(reached.iter().all(|line| line.ends_with(" 1")), "{reached:?}");
 
     let mut gateway = gateway;
     gateway.kill();

@@ -6,28 +6,27 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
 
-use tollgate_domain::{
-    DeviceClass, DeviceNanos, ExactAmount, MonotonicTime, RequestId, UtcDay, UtcMonth, UtcTime,
-};
+use tollgate_domain::{DeviceNanos, MonotonicTime, RequestId, UtcDay, UtcMonth, UtcTime};
 
 use crate::bucket::Demand;
 use crate::figures::{Figures, RateFigures, tighten};
 use crate::places::Requester;
 use crate::refusal::Refusal;
-use crate::reload::{NewLimits, PastCost, PastSpend};
-use crate::scope::{Period, Scope, ScopeLimits, ScopeState};
+use crate::scope::{Scope, ScopeLimits, ScopeState};
 use crate::terms::{
-    AdmissionOptions, AdmissionStatus, HoldState, Reserve, ReserveError, ResolveError, Settlement,
-    Spent, Swept,
+    AdmissionOptions, AdmissionStatus, CapReached, HoldState, Reserve, ReserveError, ResolveError,
+    Settlement, Spent, Swept,
 };
 
 pub(crate) use self::budget::Bounds;
 use self::check::Capacity;
 use self::holds::{HeldScope, HoldRecord, Holds, Posting};
+use self::spend::{Charge, Held, overrun};
 
 mod budget;
 mod check;
 mod holds;
+mod spend;
 mod states;
 
 pub(crate) use self::check::is_capped;
@@ -64,6 +63,8 @@ pub(crate) struct Core {
     /// calendar day.
     moment: (MonotonicTime, UtcTime),
     pruned: MonotonicTime,
+    /// Thresholds of caps that were reached since the last sweep.
+    reached: Vec<CapReached>,
 }
 
 impl Core {
@@ -79,6 +80,7 @@ impl Core {
             month: UtcMonth::default(),
             moment: Default::default(),
             pruned: MonotonicTime::default(),
+            reached: Vec::new(),
         }
     }
 
@@ -113,7 +115,13 @@ impl Core {
             );
         }
         // From here on nothing can fail: either every limit is taken or none.
-        let mut decision = self.check(utc, &request).map_err(ReserveError::Refused)?;
+        let mut decision = match self.check(utc, &request) {
+            Ok(decision) => decision,
+            Err(refusal) => {
+                self.note_refusal(&refusal, &request.class);
+                return Err(ReserveError::Refused(refusal));
+            }
+        };
         let give_way = std::mem::take(&mut decision.give_way);
         // First, so that the queues have room, and the figures count what was returned.
         let gave_way = self.end_waits(now, utc, give_way);
@@ -397,7 +405,7 @@ impl Core {
     /// Ends overdue holds and forgets idle scopes. Call this about once a second: without
     /// it a lost hold would hold its limits forever.
     pub(crate) fn expire(&mut self, now: MonotonicTime) -> Swept {
-        let mut swept = Swept::default();
+        let mut swept = Swept { reached: std::mem::take(&mut self.reached), ..Swept::default() };
         while let Some((due, id)) = self.due.first().cloned()
             && due <= now
         {
@@ -426,94 +434,6 @@ impl Core {
         swept
     }
 
-    /// Adds spend from the ledger, before the first admission.
-    pub(crate) fn restore_spend(
-        &mut self,
-        scope: Scope,
-        class: &DeviceClass,
-        period: Period,
-        spent: DeviceNanos,
-    ) {
-        let state = self.scopes.entry(scope).or_insert_with(ScopeState::new).class(class);
-        let (spend, index) = match period {
-            // Restored spend also advances the calendar, so that old spend is never counted
-            // as today's.
-            Period::Day(day) => {
-                self.day = self.day.max(day);
-                (&mut state.day, day.0)
-            }
-            Period::Month(month) => {
-                self.month = self.month.max(month);
-                (&mut state.month, month.0)
-            }
-        };
-        spend.restore(index, spent);
-    }
-
-    /// Adds money that was spent in `month`.
-    pub(crate) fn restore_cost(&mut self, scope: Scope, month: UtcMonth, cost: ExactAmount) {
-        // The calendar advances, so that old money is never counted as this month's.
-        self.month = self.month.max(month);
-        let state = self.scopes.entry(scope).or_insert_with(ScopeState::new);
-        state.budget.restore(month.0, cost);
-    }
-
-    /// Applies new limits to every scope in memory, and promotes the waiting requests that
-    /// may run then, in order of arrival. A scope without new limits keeps the ones it has.
-    pub(crate) fn adopt(
-        &mut self,
-        now: MonotonicTime,
-        new_limits: &NewLimits<'_>,
-    ) -> Vec<RequestId> {
-        let NewLimits { revision, limits_of, spent, costs } = new_limits;
-        for (scope, state) in &mut self.scopes {
-            if let Some(change) = limits_of(scope) {
-                state.refresh_all(&change.new, *revision, now);
-                for (class, of_class) in &mut state.classes {
-                    // Spend was not counted while there was no cap.
-                    if change.begins_cap(class) {
-                        of_class.day.forget_settled();
-                        of_class.month.forget_settled();
-                    }
-                }
-                if change.begins_budget() {
-                    state.budget.forget_settled();
-                }
-            }
-        }
-        self.cap_open_holds();
-        for PastSpend { scope, class, period, spent } in spent {
-            self.restore_spend(scope.clone(), class, *period, *spent);
-        }
-        for PastCost { scope, month, cost } in costs {
-            self.restore_cost(scope.clone(), *month, *cost);
-        }
-        // No settlement may come for a long time, so the requests are not left waiting for
-        // one.
-        let waiting: Vec<(u64, RequestId)> =
-            self.tickets.iter().map(|(ticket, id)| (*ticket, id.clone())).collect();
-        waiting.into_iter().filter_map(|(ticket, id)| self.run(&id, ticket).then_some(id)).collect()
-    }
-
-    /// Counts the open holds against caps that did not exist when they were made.
-    fn cap_open_holds(&mut self) {
-        for record in self.holds.open_mut() {
-            for held in &mut record.scopes {
-                let Some(state) = self.scopes.get_mut(&held.scope) else { continue };
-                if !held.budgeted && state.limits.budget_per_month.is_some() {
-                    held.budgeted = true;
-                    state.budget.hold(record.money);
-                }
-                if !held.capped && is_capped(&state.limits, &record.class) {
-                    held.capped = true;
-                    let of_class = state.class(&record.class);
-                    of_class.day.hold(record.capped);
-                    of_class.month.hold(record.capped);
-                }
-            }
-        }
-    }
-
     /// Returns the state of an open hold, or `None` if no such hold is open.
     pub(crate) fn state(&self, id: &RequestId) -> Option<HoldState> {
         let record = self.holds.get(id)?;
@@ -532,51 +452,6 @@ impl Core {
             queued: self.tickets.len(),
             scopes: self.scopes.len(),
             resolved: self.holds.ended(),
-        }
-    }
-
-    /// Replaces the held amounts by the spent amounts in every scope of a hold. A rate
-    /// without state is full, so nothing needs correction. Spend against a cap always
-    /// counts, even if its scope was forgotten.
-    fn charge(&mut self, now: MonotonicTime, record: &HoldRecord, charge: Charge) {
-        let (tokens, time, capped, held_money) = match charge.held {
-            Held::Open => {
-                let estimate = &record.estimate;
-                let demands = (estimate.demand_of_tokens(), estimate.demand_of_time());
-                (demands.0, demands.1, record.capped, record.money)
-            }
-            Held::Released => Default::default(),
-        };
-        let Spent { tokens: spent_tokens, reference, money } = charge.spent;
-        self.see_now(now);
-        for held in &record.scopes {
-            // Late usage may concern a scope that was idle and was forgotten.
-            if held.capped && reference > DeviceNanos::ZERO
-                || held.budgeted && money > ExactAmount::ZERO
-            {
-                self.scopes.entry(held.scope.clone()).or_insert_with(ScopeState::new);
-            }
-            let Some(state) = self.scopes.get_mut(&held.scope) else { continue };
-            if let Some(bucket) = &mut state.tokens {
-                // Refilled before the correction: the excess is a debt as of now.
-                bucket.refill(now);
-                bucket.settle(tokens, spent_tokens);
-            }
-            let of_class = state.class(&record.class);
-            if let Some(bucket) = &mut of_class.device_time {
-                bucket.refill(now);
-                bucket.settle(time, reference.nanos());
-            }
-            if held.capped {
-                of_class.day.roll(self.day.0);
-                of_class.month.roll(self.month.0);
-                of_class.day.settle(capped, reference);
-                of_class.month.settle(capped, reference);
-            }
-            if held.budgeted {
-                state.budget.roll(self.month.0);
-                state.budget.settle(held_money, money);
-            }
         }
     }
 
@@ -666,27 +541,5 @@ impl Core {
         self.scopes.retain(|_, state| !state.is_idle(now, today));
         self.pruned = now;
         before - self.scopes.len()
-    }
-}
-
-/// A change from held amounts to spent amounts.
-struct Charge {
-    held: Held,
-    spent: Spent,
-}
-
-/// The amounts of a hold: still held, or released before.
-enum Held {
-    Open,
-    Released,
-}
-
-/// Returns the amount by which the true cost exceeded what the caps held; zero without a
-/// cap.
-fn overrun(record: &HoldRecord, spent: Spent) -> DeviceNanos {
-    if record.scopes.iter().any(|held| held.capped) {
-        spent.reference.saturating_sub(record.capped)
-    } else {
-        DeviceNanos::ZERO
     }
 }

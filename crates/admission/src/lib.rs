@@ -35,6 +35,6 @@ pub use crate::refusal::{Limit, Refusal};
 pub use crate::reload::{LimitChange, NewLimits, PastCost, PastSpend};
 pub use crate::scope::{Period, Scope, ScopeLimits};
 pub use crate::terms::{
-    AdmissionOptions, AdmissionStatus, Estimate, HeldRequests, HoldState, LimitState, Moment,
-    MoneyEstimate, Reserve, ReserveError, ResolveError, Resolved, Settlement, Spent, Swept,
+    AdmissionOptions, AdmissionStatus, CapReached, Estimate, HeldRequests, HoldState, LimitState,
+    Moment, MoneyEstimate, Reserve, ReserveError, ResolveError, Resolved, Settlement, Spent, Swept,
 };

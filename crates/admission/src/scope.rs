@@ -175,6 +175,13 @@ impl ScopeState {
         refresh(&mut self.tokens, self.limits.tokens, now);
         for (class, state) in &mut self.classes {
             refresh(&mut state.device_time, self.limits.device_time.limit(class), now);
+            let (day, month) =
+                (&self.limits.device_time_per_day, &self.limits.device_time_per_month);
+            day.limit(class).into_iter().for_each(|cap| state.day.adopt(cap));
+            month.limit(class).into_iter().for_each(|cap| state.month.adopt(cap));
+        }
+        if let Some(budget) = self.limits.budget_per_month {
+            self.budget.adopt(ExactAmount::of_nanos(budget.nanos));
         }
     }
 

@@ -190,6 +190,22 @@ pub struct Swept {
     pub promoted: Vec<RequestId>,
     /// Number of idle scopes that were forgotten.
     pub scopes_forgotten: usize,
+    /// Thresholds of caps that were reached since the last sweep, in order.
+    pub reached: Vec<CapReached>,
+}
+
+/// A threshold of a cap that was reached for the first time in its period.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CapReached {
+    /// Kind of the cap.
+    pub limit: Limit,
+    /// Scope that the cap belongs to.
+    pub scope: Scope,
+    /// Device class, for a cap by device class.
+    pub class: Option<DeviceClass>,
+    /// Part of the cap that is spent, in percent: 50, 80 or 100. A cap that is nearly spent
+    /// also reaches 100 when it refuses a request.
+    pub percent: u8,
 }
 
 /// Sizes of the admission state, for metrics.

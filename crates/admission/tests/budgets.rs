@@ -179,3 +179,55 @@ fn budget_begun_by_reload_counts_past_money_once() {
     let left = hold.budget().expect("a budget").nanos();
     assert!((124..=125).contains(&left), "200 less 60 and 15, not {left}");
 }
+
+/// Returns the thresholds that were reached since the last call.
+fn reached(gate: &Gate, now: u64) -> Vec<(Limit, u8)> {
+    let swept = gate.admission.expire(at(now));
+    swept.reached.into_iter().map(|reached| (reached.limit, reached.percent)).collect()
+}
+
+#[test]
+fn thresholds_are_reported_once_a_period() {
+    let gate = Gate::of(both(100, 1_000));
+    let (day, month) = (Limit::DeviceTimePerDay, Limit::BudgetPerMonth);
+    let spend = |now: u64, amount: u64| {
+        let hold = gate.reserve(now, costing(amount)).expect("enough is left");
+        hold.settle(at(now), spent_money(amount)).expect("open");
+        reached(&gate, now)
+    };
+    assert_eq!(spend(0, 40), []);
+    assert_eq!(spend(0, 10), [(day, 50)]);
+    assert_eq!(spend(0, 40), [(day, 80)]);
+    assert_eq!(spend(0, 10), [(day, 100)]);
+    assert!(gate.reserve(0, costing(1)).is_err());
+    assert_eq!(reached(&gate, 0), [], "reported already");
+    // The day begins again, and the month goes on.
+    assert_eq!(spend(DAY, 90), [(day, 80)]);
+    let large = Estimate { least: DeviceNanos(11), ..costing(20) };
+    assert!(gate.reserve(DAY, large).is_err());
+    assert_eq!(reached(&gate, DAY), [(day, 100)], "refused when nearly spent");
+    assert!(gate.reserve(DAY, large).is_err());
+    assert_eq!(reached(&gate, DAY), []);
+    for number in 2..5 {
+        assert_eq!(spend(number * DAY, 99), [(day, 80)]);
+    }
+    assert_eq!(spend(5 * DAY, 99), [(day, 80), (month, 50)]);
+}
+
+/// A cap on the day's device time and a budget, in nanoseconds and nano-units.
+fn both(day: u64, month: u64) -> PlanLimits {
+    PlanLimits { budget_per_month: budget(month).budget_per_month, ..day_cap(day) }
+}
+
+#[test]
+fn restored_spend_reports_no_threshold() {
+    let gate = Gate::of(budget(100));
+    let month = utc(0).day().month();
+    gate.admission.restore_cost(tenant("acme"), month, ExactAmount::of_nanos(60));
+    let hold = gate.reserve(0, costing(10)).expect("40 remain");
+    hold.settle(at(0), spent_money(10)).expect("open");
+    assert_eq!(reached(&gate, 0), [], "half was spent before the start");
+    let hold = gate.reserve(0, costing(10)).expect("30 remain");
+    hold.settle(at(0), spent_money(10)).expect("open");
+    assert_eq!(reached(&gate, 0), [(Limit::BudgetPerMonth, 80)]);
+}

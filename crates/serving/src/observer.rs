@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use tollgate_admission::Offence;
+use tollgate_admission::{CapReached, Offence};
 use tollgate_domain::{DeviceClass, ModelName, Usage};
 
 use crate::timings::RequestTimings;
@@ -25,6 +25,9 @@ pub trait Observer: Send + Sync {
 
     /// Notes that a penalty began.
     fn penalty_began(&self, offence: Offence);
+
+    /// Notes that a threshold of a cap was reached.
+    fn cap_reached(&self, reached: &CapReached);
 }
 
 /// An observer that keeps nothing, for tests and simulations.
@@ -37,4 +40,5 @@ impl Observer for NoObserver {
     fn timings(&self, _: &RequestTimings) {}
     fn block_committed(&self, _: Duration) {}
     fn penalty_began(&self, _: Offence) {}
+    fn cap_reached(&self, _: &CapReached) {}
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tollgate_admission::{Admission, Arrival, ExpectedOutput};
+use tollgate_admission::{Admission, Arrival, CapReached, ExpectedOutput};
 use tollgate_config::LiveConfig;
 use tollgate_domain::UtcTime;
 use tollgate_ledger::LedgerHandle;
@@ -127,6 +127,7 @@ impl Serving {
             in_flight: in_flight.clone(),
             penalties: penalties.clone(),
             keys,
+            observer: Arc::clone(&observer),
         };
         keepers.spawn(sweeper.run());
         // Shared: tasks learn from answers, and admission estimates by them.
@@ -302,6 +303,7 @@ struct Sweeper {
     in_flight: InFlight,
     penalties: TenantPenalties,
     keys: Arc<dyn KeyDirectory>,
+    observer: Arc<dyn Observer>,
 }
 
 impl Sweeper {
@@ -319,10 +321,27 @@ impl Sweeper {
                     "holds expired before their requests ended; the requests settle late"
                 );
             }
+            for reached in &swept.reached {
+                self.report(reached);
+            }
             self.in_flight.sweep();
             self.in_flight.end_revoked(|key| self.keys.ends_requests(key));
             self.penalties.sweep(self.clock.now());
         }
+    }
+}
+
+impl Sweeper {
+    /// Logs and counts a threshold of a cap.
+    fn report(&self, reached: &CapReached) {
+        let CapReached { limit, scope, class, percent } = reached;
+        let (limit, class) = (limit.as_str(), class.as_ref().map(tracing::field::display));
+        if *percent < 100 {
+            tracing::info!(%scope, limit, class, percent, "a part of a cap is spent");
+        } else {
+            tracing::warn!(%scope, limit, class, percent, "cap is spent; requests are refused until its period ends");
+        }
+        self.observer.cap_reached(reached);
     }
 }
 

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::Path;
 
-use tollgate_admission::{Limit, LimitState, Scope};
+use tollgate_admission::{CapReached, Limit, LimitState, Scope};
 use tollgate_config::Config;
 use tollgate_domain::WorkerName;
 use tollgate_serving::settlement::{BlockOutcome, PostedTime};
@@ -40,6 +40,12 @@ pub(super) fn every_metric(format: TextFormat) -> String {
     metrics.request_answered("models", StatusCode::OK, Duration::from_millis(3));
     metrics.error("requests_per_minute");
     metrics.penalty_began("refusals");
+    metrics.cap_reached(&CapReached {
+        limit: Limit::DeviceTimePerDay,
+        scope: Scope::Gateway,
+        class: None,
+        percent: 80,
+    });
     metrics.connections_open("public", ConnectionCounts::default());
     metrics.connection_refused("per_source");
     metrics.connection_ended("idle");

@@ -1,0 +1,242 @@
+//! The spend of caps: what ended requests are charged, what the ledger knows, what a reload
+//! takes over, and which thresholds are reached.
+
+use std::sync::Arc;
+
+use tollgate_domain::{
+    Budget, DeviceClass, DeviceNanos, ExactAmount, MonotonicTime, RequestId, UtcMonth,
+};
+
+use super::holds::{HeldScope, HoldRecord};
+use super::{Core, is_capped};
+use crate::refusal::{Limit, Refusal};
+use crate::reload::{NewLimits, PastCost, PastSpend};
+use crate::scope::{Period, Scope, ScopeState};
+use crate::terms::{CapReached, Spent};
+
+impl Core {
+    /// Adds spend from the ledger, before the first admission.
+    pub(crate) fn restore_spend(
+        &mut self,
+        scope: Scope,
+        class: &DeviceClass,
+        period: Period,
+        spent: DeviceNanos,
+    ) {
+        let state = self.scopes.entry(scope).or_insert_with(ScopeState::new).class(class);
+        let (spend, index) = match period {
+            // Restored spend also advances the calendar, so that old spend is never counted
+            // as today's.
+            Period::Day(day) => {
+                self.day = self.day.max(day);
+                (&mut state.day, day.0)
+            }
+            Period::Month(month) => {
+                self.month = self.month.max(month);
+                (&mut state.month, month.0)
+            }
+        };
+        spend.restore(index, spent);
+    }
+
+    /// Adds money that was spent in `month`.
+    pub(crate) fn restore_cost(&mut self, scope: Scope, month: UtcMonth, cost: ExactAmount) {
+        // The calendar advances, so that old money is never counted as this month's.
+        self.month = self.month.max(month);
+        let state = self.scopes.entry(scope).or_insert_with(ScopeState::new);
+        state.budget.restore(month.0, cost);
+    }
+
+    /// Applies new limits to every scope in memory, and promotes the waiting requests that
+    /// may run then, in order of arrival. A scope without new limits keeps the ones it has.
+    pub(crate) fn adopt(
+        &mut self,
+        now: MonotonicTime,
+        new_limits: &NewLimits<'_>,
+    ) -> Vec<RequestId> {
+        let NewLimits { revision, limits_of, spent, costs } = new_limits;
+        for (scope, state) in &mut self.scopes {
+            if let Some(change) = limits_of(scope) {
+                state.refresh_all(&change.new, *revision, now);
+                for (class, of_class) in &mut state.classes {
+                    // Spend was not counted while there was no cap.
+                    if change.begins_cap(class) {
+                        of_class.day.forget_settled();
+                        of_class.month.forget_settled();
+                    }
+                }
+                if change.begins_budget() {
+                    state.budget.forget_settled();
+                }
+            }
+        }
+        self.cap_open_holds();
+        for PastSpend { scope, class, period, spent } in spent {
+            self.restore_spend(scope.clone(), class, *period, *spent);
+        }
+        for PastCost { scope, month, cost } in costs {
+            self.restore_cost(scope.clone(), *month, *cost);
+        }
+        // No settlement may come for a long time, so the requests are not left waiting for
+        // one.
+        let waiting: Vec<(u64, RequestId)> =
+            self.tickets.iter().map(|(ticket, id)| (*ticket, id.clone())).collect();
+        waiting.into_iter().filter_map(|(ticket, id)| self.run(&id, ticket).then_some(id)).collect()
+    }
+
+    /// Counts the open holds against caps that did not exist when they were made.
+    fn cap_open_holds(&mut self) {
+        for record in self.holds.open_mut() {
+            for held in &mut record.scopes {
+                let Some(state) = self.scopes.get_mut(&held.scope) else { continue };
+                if !held.budgeted && state.limits.budget_per_month.is_some() {
+                    held.budgeted = true;
+                    state.budget.hold(record.money);
+                }
+                if !held.capped && is_capped(&state.limits, &record.class) {
+                    held.capped = true;
+                    let of_class = state.class(&record.class);
+                    of_class.day.hold(record.capped);
+                    of_class.month.hold(record.capped);
+                }
+            }
+        }
+    }
+
+    /// Replaces the held amounts by the spent amounts in every scope of a hold. A rate
+    /// without state is full, so nothing needs correction. Spend against a cap always
+    /// counts, even if its scope was forgotten.
+    pub(super) fn charge(&mut self, now: MonotonicTime, record: &HoldRecord, charge: Charge) {
+        let (tokens, time, capped, held_money) = match charge.held {
+            Held::Open => {
+                let estimate = &record.estimate;
+                let demands = (estimate.demand_of_tokens(), estimate.demand_of_time());
+                (demands.0, demands.1, record.capped, record.money)
+            }
+            Held::Released => Default::default(),
+        };
+        let Spent { tokens: spent_tokens, reference, money } = charge.spent;
+        self.see_now(now);
+        for held in &record.scopes {
+            // Late usage may concern a scope that was idle and was forgotten.
+            if held.capped && reference > DeviceNanos::ZERO
+                || held.budgeted && money > ExactAmount::ZERO
+            {
+                self.scopes.entry(held.scope.clone()).or_insert_with(ScopeState::new);
+            }
+            let Some(state) = self.scopes.get_mut(&held.scope) else { continue };
+            if let Some(bucket) = &mut state.tokens {
+                // Refilled before the correction: the excess is a debt as of now.
+                bucket.refill(now);
+                bucket.settle(tokens, spent_tokens);
+            }
+            let of_class = state.class(&record.class);
+            if let Some(bucket) = &mut of_class.device_time {
+                bucket.refill(now);
+                bucket.settle(time, reference.nanos());
+            }
+            if held.capped {
+                of_class.day.roll(self.day.0);
+                of_class.month.roll(self.month.0);
+                of_class.day.settle(capped, reference);
+                of_class.month.settle(capped, reference);
+            }
+            if held.budgeted {
+                state.budget.roll(self.month.0);
+                state.budget.settle(held_money, money);
+            }
+            state.report_reached(held, &record.class, charge.spent, &mut self.reached);
+        }
+    }
+
+    /// Notes that a cap refused a request, which reaches the last threshold of a cap that is
+    /// nearly spent.
+    pub(super) fn note_refusal(&mut self, refusal: &Refusal, class: &DeviceClass) {
+        // A request that is larger than the whole cap says nothing of its spend.
+        if !refusal.limit.is_cap() || refusal.resets.is_none() {
+            return;
+        }
+        let Some(state) = self.scopes.get_mut(&refusal.scope) else { return };
+        let limits = Arc::clone(&state.limits);
+        let is_first = match refusal.limit {
+            Limit::BudgetPerMonth => {
+                let cap = limits.budget_per_month.map(|budget| money_of(&budget));
+                cap.is_some_and(|cap| state.budget.newly_refused(cap))
+            }
+            Limit::DeviceTimePerDay => {
+                let cap = limits.device_time_per_day.limit(class);
+                cap.is_some_and(|cap| state.class(class).day.newly_refused(cap))
+            }
+            _ => {
+                let cap = limits.device_time_per_month.limit(class);
+                cap.is_some_and(|cap| state.class(class).month.newly_refused(cap))
+            }
+        };
+        if is_first {
+            let (limit, scope) = (refusal.limit, refusal.scope.clone());
+            let class = refusal.class.clone();
+            self.reached.push(CapReached { limit, scope, class, percent: 100 });
+        }
+    }
+}
+
+impl ScopeState {
+    /// Adds the thresholds of the scope's caps that the settlement of `spent` has reached.
+    fn report_reached(
+        &mut self,
+        held: &HeldScope,
+        class: &DeviceClass,
+        spent: Spent,
+        reached: &mut Vec<CapReached>,
+    ) {
+        let limits = Arc::clone(&self.limits);
+        let mut report = |limit: Limit, percent: Option<u8>| {
+            let Some(percent) = percent else { return };
+            let class = limit.is_device_time().then(|| class.clone());
+            reached.push(CapReached { limit, scope: held.scope.clone(), class, percent });
+        };
+        if held.capped {
+            let of_class = self.class(class);
+            for (limit, spend, cap) in [
+                (Limit::DeviceTimePerDay, &mut of_class.day, &limits.device_time_per_day),
+                (Limit::DeviceTimePerMonth, &mut of_class.month, &limits.device_time_per_month),
+            ] {
+                let Some(cap) = cap.limit(class) else { continue };
+                report(limit, spend.newly_reached(cap, spent.reference));
+            }
+        }
+        if held.budgeted
+            && let Some(budget) = limits.budget_per_month
+        {
+            let percent = self.budget.newly_reached(money_of(&budget), spent.money);
+            report(Limit::BudgetPerMonth, percent);
+        }
+    }
+}
+
+/// Returns the money of a budget.
+fn money_of(budget: &Budget) -> ExactAmount {
+    ExactAmount::of_nanos(budget.nanos)
+}
+
+/// A change from held amounts to spent amounts.
+pub(super) struct Charge {
+    pub(super) held: Held,
+    pub(super) spent: Spent,
+}
+
+/// The amounts of a hold: still held, or released before.
+pub(super) enum Held {
+    Open,
+    Released,
+}
+
+/// Returns the amount by which the true cost exceeded what the caps held; zero without a
+/// cap.
+pub(super) fn overrun(record: &HoldRecord, spent: Spent) -> DeviceNanos {
+    if record.scopes.iter().any(|held| held.capped) {
+        spent.reference.saturating_sub(record.capped)
+    } else {
+        DeviceNanos::ZERO
+    }
+}
