@@ -4,7 +4,7 @@
 use tollgate_openai::{
     CHAT, COMPLETIONS, CompletionRequest, Interface, RequestLimits, Violation, json,
 };
-use tollgate_text::Prompt;
+use tollgate_text::{Chat, Prompt};
 
 /// The defaults of the gateway's config.
 const LIMITS: RequestLimits = RequestLimits {
@@ -59,8 +59,9 @@ fn assert_bounds(request: &CompletionRequest, size: usize) {
     assert!(sampling.top_logprobs.is_none_or(|top| top <= 20));
     assert!(stop.len() <= 4 && stop.iter().all(|stop| (1..=256).contains(&stop.len())));
     let bytes: usize = match prompt {
-        Prompt::Messages(messages) => {
+        Prompt::Chat(Chat { messages, arguments }) => {
             assert!((1..=2_048).contains(&messages.len()));
+            assert!(arguments.len() <= 32);
             messages.iter().map(|message| message.content.len()).sum()
         }
         Prompt::Texts(texts) => {

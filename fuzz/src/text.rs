@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 
 use tollgate_domain::UtcTime;
 use tollgate_text::{
-    ChatMessage, ChatTemplate, Role, TextStream, Tokenizer, TokenizerConfig, encode_chat,
+    Chat, ChatMessage, ChatTemplate, Role, TextStream, Tokenizer, TokenizerConfig, encode_chat,
 };
 
 const NOW: UtcTime = UtcTime(1_800_000_000_000_000_000);
@@ -38,8 +38,8 @@ pub(crate) fn chat(data: &[u8]) {
     let harmless: Vec<ChatMessage> =
         messages.iter().map(|it| ChatMessage { role: it.role, content: "x".into() }).collect();
     let control = |messages: &[ChatMessage]| -> Vec<u32> {
-        let tokens =
-            encode_chat(tokenizer, template, messages, NOW, usize::MAX).expect("it encodes");
+        let chat = Chat::from(messages.to_vec());
+        let tokens = encode_chat(tokenizer, template, &chat, NOW, usize::MAX).expect("it encodes");
         tokens.into_iter().filter(|&token| tokenizer.is_control(token)).collect()
     };
     assert_eq!(control(&messages), control(&harmless), "{text:?}");
@@ -51,7 +51,7 @@ pub(crate) fn template(data: &[u8]) {
     let Ok(template) = ChatTemplate::compile(source, &TokenizerConfig::default()) else { return };
     let (tokenizer, _) = demo();
     let content = "What is a rate limit?".to_owned();
-    let messages = [ChatMessage { role: Role::User, content }];
+    let messages = Chat::from(vec![ChatMessage { role: Role::User, content }]);
     if let Ok(tokens) = encode_chat(tokenizer, &template, &messages, NOW, usize::MAX) {
         assert!(tokens.len() < 64 << 20);
     }

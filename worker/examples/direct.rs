@@ -18,7 +18,9 @@ use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
 use tollgate_domain::{RequestId, UtcTime};
 use tollgate_loadtest::client::{Connection, Protocol, Target};
-use tollgate_text::{ChatMessage, ChatTemplate, Role, Tokenizer, TokenizerConfig, encode_chat};
+use tollgate_text::{
+    Chat, ChatMessage, ChatTemplate, Role, Tokenizer, TokenizerConfig, encode_chat,
+};
 use tollgate_wire::v1::run_event::Event;
 use tollgate_wire::v1::run_request::Message;
 use tollgate_wire::v1::worker_client::WorkerClient;
@@ -148,7 +150,8 @@ fn assignment(arguments: &Arguments, model: &str) -> Result<Assignment, Box<dyn 
     let template = ChatTemplate::compile(&source, &config)?;
     let tokenizer = Arc::new(Tokenizer::from_json(&read("tokenizer.json")?)?);
     let question = ChatMessage { role: Role::User, content: QUESTION.to_owned() };
-    let tokens = encode_chat(&tokenizer, &template, &[question], UtcTime(0), usize::MAX)?;
+    let tokens =
+        encode_chat(&tokenizer, &template, &Chat::from(vec![question]), UtcTime(0), usize::MAX)?;
     Ok(Assignment {
         request_id: String::new(),
         attempt: 0,

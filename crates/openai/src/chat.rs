@@ -2,13 +2,16 @@
 //! fields, and the many fields that are accepted only at their neutral values.
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 
 use serde::Serialize;
+use serde_json::Value;
 use serde_json::value::RawValue;
 use tollgate_domain::StopReason;
-use tollgate_text::{ChatMessage, Prompt, Role};
+use tollgate_text::{Chat, ChatMessage, Prompt, Role, is_template_argument};
 
 use crate::fields::{Field, Neutral, Violation, known_fields, object};
+use crate::json::depth;
 use crate::logprobs::ChatLogprobs;
 use crate::request::{MAX_IDENTIFIER_BYTES, max_tokens, request_fields};
 use crate::response::render;
@@ -18,18 +21,28 @@ use crate::{
 };
 
 /// The chat dialect.
-pub const CHAT: &dyn Interface = &Chat;
+pub const CHAT: &dyn Interface = &ChatDialect;
 
 /// Parts of one message's content.
 const MAX_PARTS: u32 = 2_048;
+
+/// Bytes of `chat_template_kwargs`. The memory and the steps of a template are counted
+/// without it.
+const MAX_ARGUMENT_BYTES: usize = 4 << 10;
+
+/// Entries of `chat_template_kwargs`.
+const MAX_ARGUMENTS: u32 = 32;
+
+/// Levels of objects and arrays in `chat_template_kwargs`, itself included.
+const MAX_ARGUMENT_DEPTH: usize = 4;
 
 /// Bytes of a speaker's name.
 const MAX_NAME_BYTES: usize = 256;
 
 #[derive(Debug)]
-struct Chat;
+struct ChatDialect;
 
-impl Interface for Chat {
+impl Interface for ChatDialect {
     fn prompt_field(&self) -> &'static str {
         "messages"
     }
@@ -48,9 +61,10 @@ impl Interface for Chat {
         check_unsupported(&fields)?;
         let top_logprobs = top_logprobs(&fields, limits.top_logprobs)?;
         let request = fields.shared().check(limits, top_logprobs)?;
+        let arguments = template_arguments(fields.chat_template_kwargs)?;
         let messages = messages(&Field::new("messages", fields.messages), limits.messages)?;
         Ok(CompletionRequest {
-            prompt: Prompt::Messages(messages),
+            prompt: Prompt::Chat(Chat { messages, arguments }),
             max_tokens: limit(&fields)?,
             ..request
         })
@@ -178,7 +192,6 @@ fn check_unsupported(fields: &ChatFields<'_>) -> Result<(), Violation> {
         ("prompt_cache_retention", fields.prompt_cache_retention, &[Neutral::Word("in_memory")]),
         ("moderation", fields.moderation, &[]),
         ("chat_template", fields.chat_template, &[]),
-        ("chat_template_kwargs", fields.chat_template_kwargs, &[Neutral::Empty]),
         ("documents", fields.documents, &[Neutral::Empty]),
         ("add_generation_prompt", fields.add_generation_prompt, &[Neutral::Flag(true)]),
         ("continue_final_message", fields.continue_final_message, &[Neutral::Flag(false)]),
@@ -219,6 +232,35 @@ fn limit(fields: &ChatFields<'_>) -> Result<Option<MaxTokens>, Violation> {
             "'max_tokens' and 'max_completion_tokens' are the same limit: send one, or the same value in both.",
         )),
         (old, new) => Ok(new.or(old)),
+    }
+}
+
+/// Reads `chat_template_kwargs`, the client's values for the chat template.
+fn template_arguments(raw: Option<&RawValue>) -> Result<BTreeMap<String, Value>, Violation> {
+    let field = Field::new("chat_template_kwargs", raw);
+    let expected = format!(
+        "an object of at most {MAX_ARGUMENTS} entries, {MAX_ARGUMENT_DEPTH} levels and {MAX_ARGUMENT_BYTES} bytes"
+    );
+    if let Some(raw) = raw {
+        let (bytes, levels) = (raw.get().len(), depth(raw.get()));
+        if bytes > MAX_ARGUMENT_BYTES {
+            return Err(field.must_be(&expected, &format!("{bytes} bytes")));
+        }
+        if levels > MAX_ARGUMENT_DEPTH {
+            return Err(field.must_be(&expected, &format!("{levels} levels")));
+        }
+    }
+    let arguments = field.map::<Value>(MAX_ARGUMENTS, &expected)?.unwrap_or_default();
+    match arguments.keys().find(|name| !is_template_argument(name)) {
+        None => Ok(arguments),
+        Some(name) => {
+            // The name goes back to the client, so only its start does.
+            let at: String = name.chars().take(32).collect();
+            let message = format!(
+                "'chat_template_kwargs' must not set '{at}': a name is an identifier that the gateway or the template language does not use."
+            );
+            Err(Violation::field(format!("{}.{at}", field.name()), message))
+        }
     }
 }
 

@@ -178,7 +178,7 @@ fn prompt(field: &Field<'_>, max: u32) -> Result<Prompt, Violation> {
     let has_empty = match &prompt {
         Prompt::Texts(texts) => texts.iter().any(String::is_empty),
         Prompt::Tokens(tokens) => tokens.iter().any(Vec::is_empty),
-        Prompt::Messages(_) => false,
+        Prompt::Chat(_) => false,
     };
     if has_empty {
         return Err(Violation::field(

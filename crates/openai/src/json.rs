@@ -21,7 +21,7 @@ pub fn text(bytes: &[u8], max_depth: u32) -> Result<&str, Violation> {
 
 /// Returns the deepest nesting of brackets outside strings. The result is exact
 /// if `text` is JSON; for other text it only has to stay cheap.
-fn depth(text: &str) -> usize {
+pub(crate) fn depth(text: &str) -> usize {
     let (mut depth, mut deepest) = (0usize, 0usize);
     let mut bytes = text.bytes();
     while let Some(byte) = bytes.next() {

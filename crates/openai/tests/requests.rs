@@ -169,7 +169,6 @@ fn chat_fields_keep_their_bounds() {
         (r#""store":true"#, Some("store")),
         (r#""reasoning_effort":"high""#, Some("reasoning_effort")),
         (r#""chat_template":"{{ x }}""#, Some("chat_template")),
-        (r#""chat_template_kwargs":{"a":1}"#, Some("chat_template_kwargs")),
         (r#""documents":[{"url":"http://internal/"}]"#, Some("documents")),
         (r#""metadata":{"a":1}"#, Some("metadata")),
         (r#""stop_token_ids":[0,4294967295]"#, None),
@@ -229,8 +228,47 @@ fn chat_messages_keep_their_shape() {
     let body = r#"{"model":"m","messages":[{"role":"user","content":[
         {"type":"text","text":"a"},{"type":"text","text":"b"}]}]}"#;
     let request = CHAT.parse(body, &LIMITS).expect("text parts");
-    let Prompt::Messages(messages) = request.prompt else { panic!("messages") };
-    assert_eq!(messages[0].content, "ab");
+    let Prompt::Chat(chat) = request.prompt else { panic!("a chat") };
+    assert_eq!(chat.messages[0].content, "ab");
+}
+
+#[test]
+fn template_arguments_keep_their_bounds() {
+    let entries = |count: usize| {
+        let entries: Vec<String> = (0..count).map(|number| format!(r#""k{number}":1"#)).collect();
+        format!(r#""chat_template_kwargs":{{{}}}"#, entries.join(","))
+    };
+    let long = |size: usize| format!(r#""chat_template_kwargs":{{"a":"{}"}}"#, "x".repeat(size));
+    let whole = Some("chat_template_kwargs");
+    for (fields, expected) in [
+        (r#""chat_template_kwargs":null"#.to_owned(), None),
+        (r#""chat_template_kwargs":{}"#.to_owned(), None),
+        (r#""chat_template_kwargs":{"enable_thinking":false}"#.to_owned(), None),
+        (r#""chat_template_kwargs":{"a":[[{}]]}"#.to_owned(), None),
+        (r#""chat_template_kwargs":{"a":[[{"b":[]}]]}"#.to_owned(), whole),
+        (r#""chat_template_kwargs":[]"#.to_owned(), whole),
+        (r#""chat_template_kwargs":"x""#.to_owned(), whole),
+        (r#""chat_template_kwargs":{"a":1,"a":2}"#.to_owned(), whole),
+        (entries(32), None),
+        (entries(33), whole),
+        (long(4_088), None),
+        (long(4_089), whole),
+        (
+            r#""chat_template_kwargs":{"messages":[]}"#.to_owned(),
+            Some("chat_template_kwargs.messages"),
+        ),
+        (
+            r#""chat_template_kwargs":{"add_generation_prompt":false}"#.to_owned(),
+            Some("chat_template_kwargs.add_generation_prompt"),
+        ),
+        (r#""chat_template_kwargs":{"+":1}"#.to_owned(), Some("chat_template_kwargs.+")),
+    ] {
+        check(&chat_with(&fields), expected, &fields);
+    }
+    let request = chat_with(r#""chat_template_kwargs":{"enable_thinking":false}"#);
+    let Prompt::Chat(chat) = request.expect("valid").prompt else { panic!("a chat") };
+    assert_eq!(chat.arguments["enable_thinking"], false);
+    assert_eq!(chat.arguments.len(), 1);
 }
 
 #[test]

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 use tollgate_domain::{RequestId, Sampling, UtcTime};
-use tollgate_text::{ChatMessage, Prompt, TextError, encode_chat};
+use tollgate_text::{Chat, Prompt, TextError, encode_chat};
 
 use self::fair_queue::FairQueue;
 use crate::error::{Fault, Refusal, RequestError};
@@ -203,10 +203,10 @@ fn encode(
     let field = request.prompt_field;
     check_wanted(abandoned)?;
     match &request.prompt {
-        Prompt::Messages(messages) => {
-            let bytes = messages.iter().map(|message| message.content.len()).sum();
+        Prompt::Chat(chat) => {
+            let bytes = chat.messages.iter().map(|message| message.content.len()).sum();
             check_bytes(bytes, field, model)?;
-            encode_messages(messages, field, model, request.now).map(|prompt| vec![prompt])
+            encode_messages(chat, field, model, request.now).map(|prompt| vec![prompt])
         }
         Prompt::Texts(texts) => texts
             .iter()
@@ -241,7 +241,7 @@ pub fn check_wanted(abandoned: &CancellationToken) -> Result<(), RequestError> {
 }
 
 fn encode_messages(
-    messages: &[ChatMessage],
+    chat: &Chat,
     field: &'static str,
     model: &ServedModel,
     now: UtcTime,
@@ -251,8 +251,26 @@ fn encode_messages(
             format!("The model '{}' has no chat template: use /v1/completions.", model.name);
         return Err(Refusal::invalid("model", message).into());
     };
-    encode_chat(&model.text.tokenizer, template, messages, now, model.context_length as usize)
-        .map_err(|error| text_error(field, model, error))
+    encode_chat(&model.text.tokenizer, template, chat, now, model.context_length as usize).map_err(
+        |error| match error {
+            // A template can fail because of a client's argument, of a type that it does not
+            // expect, and is then not at fault.
+            TextError::Template { .. } | TextError::Argument { .. }
+                if !chat.arguments.is_empty() =>
+            {
+                argument_error(&error).into()
+            }
+            error => text_error(field, model, error),
+        },
+    )
+}
+
+/// Returns the refusal of arguments that the chat template failed with.
+fn argument_error(error: &TextError) -> Refusal {
+    // The message may quote an argument at length.
+    let reason: String = error.to_string().chars().take(500).collect();
+    let message = format!("The model's chat template cannot use 'chat_template_kwargs': {reason}.");
+    Refusal::invalid("chat_template_kwargs", message)
 }
 
 /// Refuses a text that cannot fit whatever its tokens are, before time is spent
@@ -285,6 +303,7 @@ fn text_error(field: &'static str, model: &ServedModel, error: TextError) -> Req
         TextError::TooLong { at_least } => too_long(field, model, at_least).into(),
         TextError::Refused(_)
         | TextError::NoMark
+        | TextError::Argument { .. }
         | TextError::Allowance(_)
         | TextError::Encode(_) => Refusal::invalid(field, error.to_string()).into(),
         TextError::Tokenizer(_)

@@ -8,30 +8,38 @@
 //! token of the second rendering comes from the template. If both renderings
 //! have the same control tokens, the first is encoded. Otherwise a message spells
 //! a control token, and the second rendering is encoded without its marks.
+//!
+//! The client's other values for the template have no marks, because templates
+//! compare them. A text among them is refused if it has a character that begins a
+//! control token.
 
 use std::collections::HashSet;
 
+use serde_json::Value;
 use tollgate_domain::UtcTime;
 
 use crate::control::Found;
-use crate::{ChatMessage, ChatTemplate, TextError, Tokenizer};
+use crate::{Chat, ChatMessage, ChatTemplate, TextError, Tokenizer};
 
-/// Returns the tokens of the prompt that asks the model to answer `messages`.
+/// Returns the tokens of the prompt that asks the model to answer `chat`.
 /// Templates that print the date print the one of `now`. Stops soon after `most`
 /// tokens.
 ///
 /// # Errors
-/// The template refuses the messages or fails, the text cannot be encoded, or it has
-/// more than `most` tokens.
+/// The template refuses the messages or fails, an argument could begin a control token,
+/// the text cannot be encoded, or it has more than `most` tokens.
 pub fn encode_chat(
     tokenizer: &Tokenizer,
     template: &ChatTemplate,
-    messages: &[ChatMessage],
+    chat: &Chat,
     now: UtcTime,
     most: usize,
 ) -> Result<Vec<u32>, TextError> {
     let control = tokenizer.control();
-    let plain = template.render(messages, now)?;
+    for (name, value) in &chat.arguments {
+        check_argument(name, value, &|c| control.may_begin_with(c))?;
+    }
+    let plain = template.render(chat, now)?;
     let found = control.find(&plain);
     // Each control token becomes at least one token. Thousands of short messages are
     // refused here, before the second rendering.
@@ -42,16 +50,18 @@ pub fn encode_chat(
     if control.is_empty() {
         return tokenizer.encode_marked(&plain, &found, most);
     }
-    let mark = unused_mark(messages, &plain)?;
+    let mark = unused_mark(chat, &plain)?;
     // The template's own text does not contain the mark either; otherwise removing
     // the marks would change that text.
-    let marked: Vec<ChatMessage> = messages
+    let messages = chat
+        .messages
         .iter()
         .map(|message| ChatMessage {
             role: message.role,
             content: with_marks(&message.content, mark, |c| control.may_begin_with(c)),
         })
         .collect();
+    let marked = Chat { messages, arguments: chat.arguments.clone() };
     let (guarded, ours) =
         without_marks(&template.render(&marked, now)?, mark, |text| control.find(text));
     // Without marks both renderings are usually equal. They differ if the template
@@ -69,14 +79,46 @@ fn ids(found: &[Found]) -> impl Iterator<Item = u32> {
     found.iter().map(|found| found.id)
 }
 
-/// Returns a private-use character that occurs neither in the messages nor in the
-/// rendered text.
-fn unused_mark(messages: &[ChatMessage], rendered: &str) -> Result<char, TextError> {
+/// Refuses texts in `value` that have a character for which `may_begin` is true, names
+/// of entries included.
+fn check_argument(
+    name: &str,
+    value: &Value,
+    may_begin: &impl Fn(char) -> bool,
+) -> Result<(), TextError> {
+    let check_text = |text: &str| match text.chars().find(|&c| may_begin(c)) {
+        Some(found) => Err(TextError::Argument { name: name.to_owned(), found }),
+        None => Ok(()),
+    };
+    match value {
+        Value::String(text) => check_text(text),
+        Value::Array(values) => {
+            values.iter().try_for_each(|value| check_argument(name, value, may_begin))
+        }
+        Value::Object(entries) => entries.iter().try_for_each(|(key, value)| {
+            check_text(key)?;
+            check_argument(name, value, may_begin)
+        }),
+        Value::Null | Value::Bool(_) | Value::Number(_) => Ok(()),
+    }
+}
+
+/// Returns a private-use character that occurs neither in the chat nor in the rendered
+/// text.
+fn unused_mark(chat: &Chat, rendered: &str) -> Result<char, TextError> {
     let private = '\u{100000}'..='\u{10FFFD}';
-    let used: HashSet<char> = messages
+    let arguments: String = chat
+        .arguments
+        .values()
+        .filter(|value| value.is_string() || value.is_array() || value.is_object())
+        .map(Value::to_string)
+        .collect();
+    let used: HashSet<char> = chat
+        .messages
         .iter()
         .flat_map(|message| message.content.chars())
         .chain(rendered.chars())
+        .chain(arguments.chars())
         .filter(|c| private.contains(c))
         .collect();
     private.into_iter().find(|c| !used.contains(c)).ok_or(TextError::NoMark)

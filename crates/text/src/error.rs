@@ -29,6 +29,15 @@ pub enum TextError {
     /// this error, and the text is meant for the client.
     #[error("the model's chat template refuses these messages: {0}")]
     Refused(String),
+    /// A value that the client gave to the template has a text that could begin a
+    /// control token.
+    #[error("'{name}' holds {found:?}, which begins a control token of the model")]
+    Argument {
+        /// The name of the value.
+        name: String,
+        /// The character.
+        found: char,
+    },
     /// The tokenizer could not encode the text.
     #[error("the tokenizer could not encode the text: {0}")]
     Encode(String),

@@ -18,8 +18,8 @@ mod tokenizer;
 
 pub use chat::encode_chat;
 pub use error::TextError;
-pub use prompt::{ChatMessage, Prompt, Role, UnknownRole};
+pub use prompt::{Chat, ChatMessage, Prompt, Role, UnknownRole};
 pub use stop::{Released, StopMatcher};
 pub use stream::TextStream;
-pub use template::{ChatTemplate, TokenizerConfig};
+pub use template::{ChatTemplate, TokenizerConfig, is_template_argument};
 pub use tokenizer::Tokenizer;

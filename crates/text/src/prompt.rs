@@ -1,5 +1,7 @@
 //! Prompts and messages in the form in which a client may send them.
 
+use std::collections::BTreeMap;
+
 /// The speaker of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
@@ -48,11 +50,26 @@ pub struct ChatMessage {
     pub content: String,
 }
 
+/// A conversation, with the values that its client gives to the chat template.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Chat {
+    /// The messages.
+    pub messages: Vec<ChatMessage>,
+    /// Further variables of the template, such as `enable_thinking`, as JSON.
+    pub arguments: BTreeMap<String, serde_json::Value>,
+}
+
+impl From<Vec<ChatMessage>> for Chat {
+    fn from(messages: Vec<ChatMessage>) -> Self {
+        Self { messages, arguments: BTreeMap::new() }
+    }
+}
+
 /// One or several prompts, before they become tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Prompt {
     /// A conversation that a chat template turns into one prompt.
-    Messages(Vec<ChatMessage>),
+    Chat(Chat),
     /// Texts, each a prompt of its own, encoded as they are.
     Texts(Vec<String>),
     /// Token ids, each list a prompt of its own.

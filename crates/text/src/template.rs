@@ -2,8 +2,8 @@
 //! allowance of steps (fuel) and memory.
 //!
 //! Model files come from outside, so a template is a foreign program. A template
-//! gets the messages, the date and the texts of the begin and end tokens. It
-//! cannot read files or include other templates.
+//! gets the messages, the client's arguments, the date and the texts of the begin
+//! and end tokens. It cannot read files or include other templates.
 
 mod allowance;
 mod date;
@@ -18,7 +18,7 @@ use serde::Deserialize;
 use tollgate_domain::UtcTime;
 
 use crate::template::allowance::{Allowance, checked_environment};
-use crate::{ChatMessage, TextError};
+use crate::{Chat, TextError};
 
 /// The parts of `tokenizer_config.json` that concern the template.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -118,18 +118,15 @@ impl ChatTemplate {
         })
     }
 
-    /// Returns the prompt text that asks for an answer to `messages`. The text of a
+    /// Returns the prompt text that asks for an answer to `chat`. The text of a
     /// caller in it may look like a control token, so only
     /// [`encode_chat`](crate::encode_chat) may encode the result.
     ///
     /// # Errors
     /// [`TextError::Refused`] if the template raises an exception,
     /// [`TextError::Allowance`] if it needs too many steps or too much memory.
-    pub(crate) fn render(
-        &self,
-        messages: &[ChatMessage],
-        now: UtcTime,
-    ) -> Result<String, TextError> {
+    pub(crate) fn render(&self, chat: &Chat, now: UtcTime) -> Result<String, TextError> {
+        let Chat { messages, arguments: _ } = chat;
         let content: usize = messages.iter().map(|message| message.content.len()).sum();
         // Honest templates copy each message a few times, so the allowance grows
         // with the content.
@@ -141,7 +138,7 @@ impl ChatTemplate {
         let rendered = machinery::eval(
             &environment,
             &root,
-            self.context(messages, now),
+            self.context(chat, now)?,
             &blocks,
             &mut machinery::make_string_output(&mut text),
             AutoEscape::None,
@@ -155,22 +152,42 @@ impl ChatTemplate {
         }
     }
 
-    fn context(&self, messages: &[ChatMessage], now: UtcTime) -> Value {
-        let messages: Vec<Value> = messages
+    fn context(&self, chat: &Chat, now: UtcTime) -> Result<Value, TextError> {
+        let messages: Vec<Value> = chat
+            .messages
             .iter()
             .map(|message| {
                 context! { role => message.role.as_str(), content => message.content.as_str() }
             })
             .collect();
-        context! {
+        let own = context! {
             messages,
             add_generation_prompt => true,
             bos_token => self.bos_token.as_str(),
             eos_token => self.eos_token.as_str(),
             raise_exception => Value::from_function(raise_exception),
             strftime_now => Value::from_function(move |format: &str| date::strftime(format, now)),
-        }
+        };
+        // The first map wins, so no argument replaces a value of the gateway.
+        let arguments: serde_json::Result<Vec<(&str, Value)>> = chat
+            .arguments
+            .iter()
+            .map(|(name, value)| Ok((name.as_str(), Value::deserialize(value)?)))
+            .collect();
+        let arguments = arguments
+            .map_err(|error| TextError::Template { line: None, message: error.to_string() })?;
+        Ok(context! { ..own, ..Value::from_pairs(arguments) })
     }
+}
+
+/// Returns true if a client may give a chat template a value of this `name`. A name is an
+/// identifier, so that it cannot replace an operator of the template, and is not one of
+/// the names that the gateway or the template language gives a meaning.
+pub fn is_template_argument(name: &str) -> bool {
+    let mut bytes = name.bytes();
+    bytes.next().is_some_and(|first| first.is_ascii_alphabetic() || first == b'_')
+        && bytes.all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
+        && !RESERVED_NAMES.contains(&name)
 }
 
 /// Compiles a template and replaces its concatenations by counted ones.
@@ -242,6 +259,31 @@ fn template_error(error: Error) -> TextError {
 }
 
 const RAISED: &str = "raised by the template";
+/// Names that no argument of a client has: the variables that the gateway or other servers
+/// set, and the functions of the template language.
+const RESERVED_NAMES: &[&str] = &[
+    "messages",
+    "conversation",
+    "tools",
+    "documents",
+    "chat_template",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+    "raise_exception",
+    "strftime_now",
+    "range",
+    "dict",
+    "namespace",
+    "loop",
+    "self",
+    "super",
+    "caller",
+];
 /// Bytes of the largest template. Published templates have less than 20 kB.
 const MAX_SOURCE_BYTES: usize = 256 << 10;
 /// Bytes of the longest literal. A literal costs one step whatever its length is.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tollgate_domain::UtcTime;
 use tollgate_text::{
-    ChatMessage, ChatTemplate, Role, TextStream, Tokenizer, TokenizerConfig, encode_chat,
+    Chat, ChatMessage, ChatTemplate, Role, TextStream, Tokenizer, TokenizerConfig, encode_chat,
 };
 
 #[test]
@@ -17,9 +17,8 @@ fn demo_model_chat_encodes_and_streams() {
     let source = config.chat_template.as_deref().expect("has a template");
     let template = ChatTemplate::compile(source, &config).expect("good");
     let question = "What is a rate limit? Größe, 世界 \u{1f680}";
-    let messages = [ChatMessage { role: Role::User, content: question.into() }];
-    let ids =
-        encode_chat(&tokenizer, &template, &messages, UtcTime(0), usize::MAX).expect("encodes");
+    let chat = Chat::from(vec![ChatMessage { role: Role::User, content: question.into() }]);
+    let ids = encode_chat(&tokenizer, &template, &chat, UtcTime(0), usize::MAX).expect("encodes");
     let control = ids.iter().filter(|&&id| tokenizer.is_control(id)).count();
     assert_eq!(control, 3, "a start and an end for the question, a start for the answer");
     let mut stream = TextStream::new(Arc::clone(&tokenizer));

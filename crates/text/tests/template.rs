@@ -2,10 +2,19 @@
 
 use tollgate_domain::UtcTime;
 use tollgate_text::{
-    ChatMessage, ChatTemplate, Role, TextError, Tokenizer, TokenizerConfig, encode_chat,
+    Chat, ChatMessage, ChatTemplate, Role, TextError, Tokenizer, TokenizerConfig, encode_chat,
+    is_template_argument,
 };
 
 fn render(source: &str, contents: &[&str]) -> Result<String, TextError> {
+    render_with(source, contents, &serde_json::json!({}))
+}
+
+fn render_with(
+    source: &str,
+    contents: &[&str],
+    arguments: &serde_json::Value,
+) -> Result<String, TextError> {
     let tokenizer = Tokenizer::from_json(include_bytes!("fixtures/byte_level.json"))?;
     let config = TokenizerConfig {
         chat_template: None,
@@ -13,18 +22,96 @@ fn render(source: &str, contents: &[&str]) -> Result<String, TextError> {
         eos_token: Some("</s>".into()),
     };
     let template = ChatTemplate::compile(source, &config)?;
-    let messages: Vec<_> = contents
+    let messages = contents
         .iter()
         .map(|&content| ChatMessage { role: Role::User, content: content.into() })
         .collect();
+    let arguments = arguments.as_object().cloned().unwrap_or_default().into_iter().collect();
     let ids = encode_chat(
         &tokenizer,
         &template,
-        &messages,
+        &Chat { messages, arguments },
         UtcTime(1_795_203_723_000_000_000),
         usize::MAX,
     )?;
     Ok(tokenizer.decode(&ids))
+}
+
+#[test]
+fn templates_read_arguments_of_the_client() {
+    use serde_json::json;
+    let thinking = "{% if enable_thinking is defined and enable_thinking is false %}off{% else %}on{% endif %}";
+    for (source, arguments, expected) in [
+        (thinking, json!({"enable_thinking": false}), "off"),
+        (thinking, json!({"enable_thinking": true}), "on"),
+        (thinking, json!({}), "on"),
+        ("{{ date_string }}", json!({"date_string": "1 May"}), "1 May"),
+        (
+            "{{ a.b[1] }} {{ n + 1 }} {{ x }}",
+            json!({"a": {"b": [1, 2]}, "n": 3, "x": null}),
+            "2 4 None",
+        ),
+        ("{{ level == 'high' }}", json!({"level": "high"}), "True"),
+        // No argument replaces a value or an operator of the gateway.
+        (
+            "{{ bos_token }}{{ messages | length }}{{ 'a' + 'b' }}",
+            json!({"bos_token": "x", "messages": [], "+": 7, "~": 8}),
+            "<s>1ab",
+        ),
+    ] {
+        let found = render_with(source, &["one"], &arguments);
+        assert_eq!(found.expect("renders"), expected, "{source} {arguments}");
+    }
+}
+
+#[test]
+fn arguments_that_could_spell_control_tokens_are_refused() {
+    use serde_json::json;
+    for arguments in [
+        json!({"a": "<s>"}),
+        json!({"a": "x<"}),
+        json!({"a": [{"b": "<"}]}),
+        json!({"a": {"<": 1}}),
+    ] {
+        let error = render_with("{{ bos_token }}", &["one"], &arguments).expect_err("refused");
+        assert_eq!(error.to_string(), "'a' holds '<', which begins a control token of the model");
+    }
+}
+
+#[test]
+fn arguments_cannot_exceed_the_allowance() {
+    use serde_json::json;
+    let source =
+        "{% for a in range(n) %}{% for b in range(n) %}{{ text * n }}{% endfor %}{% endfor %}";
+    for n in [100, 100_000, i64::MAX] {
+        let arguments = json!({"n": n, "text": "x".repeat(4_000)});
+        let error = render_with(source, &["one"], &arguments).expect_err("stopped");
+        assert!(matches!(error, TextError::Allowance(_)), "{n}: {error}");
+    }
+}
+
+#[test]
+fn argument_names_are_identifiers_without_a_meaning() {
+    for (name, is_allowed) in [
+        ("enable_thinking", true),
+        ("_x9", true),
+        ("", false),
+        ("9x", false),
+        ("a-b", false),
+        ("+", false),
+        ("~", false),
+        ("é", false),
+        ("messages", false),
+        ("tools", false),
+        ("add_generation_prompt", false),
+        ("bos_token", false),
+        ("eos_token", false),
+        ("raise_exception", false),
+        ("strftime_now", false),
+        ("range", false),
+    ] {
+        assert_eq!(is_template_argument(name), is_allowed, "{name}");
+    }
 }
 
 #[test]

@@ -9,7 +9,8 @@ use proptest::prelude::*;
 use tokenizers::Tokenizer as Reference;
 use tollgate_domain::UtcTime;
 use tollgate_text::{
-    ChatMessage, ChatTemplate, Role, TextError, TextStream, Tokenizer, TokenizerConfig, encode_chat,
+    Chat, ChatMessage, ChatTemplate, Role, TextError, TextStream, Tokenizer, TokenizerConfig,
+    encode_chat,
 };
 
 const BYTE_LEVEL: &[u8] = include_bytes!("fixtures/byte_level.json");
@@ -72,8 +73,14 @@ fn user(content: &str) -> ChatMessage {
 }
 
 fn chat(json: &[u8], source: &str, messages: &[ChatMessage]) -> Vec<u32> {
-    encode_chat(&tokenizer(json), &template(source), messages, UtcTime(0), usize::MAX)
-        .expect("encodes")
+    encode_chat(
+        &tokenizer(json),
+        &template(source),
+        &messages.to_vec().into(),
+        UtcTime(0),
+        usize::MAX,
+    )
+    .expect("encodes")
 }
 
 /// Returns the reference's tokens of a whole rendering, control tokens included.
@@ -318,7 +325,7 @@ proptest! {
     ) {
         let (tokenizer, _) = &BOTH[usize::from(sentencepiece)];
         let source = template(CHATML);
-        let messages = [user(&text), user("b")];
+        let messages = Chat::from(vec![user(&text), user("b")]);
         let chat = |most| encode_chat(tokenizer, &source, &messages, UtcTime(0), most);
         for (whole, limited) in [
             (tokenizer.encode_prompt(&text, usize::MAX), tokenizer.encode_prompt(&text, most)),
@@ -350,7 +357,8 @@ proptest! {
         let (tokenizer, _) = &BOTH[0];
         let source = template(if thinking { THINKING } else { CHATML });
         let messages: Vec<_> = contents.iter().map(|content| user(content)).collect();
-        let ids = encode_chat(tokenizer, &source, &messages, UtcTime(0), usize::MAX).expect("encodes");
+        let chat = Chat::from(messages.clone());
+        let ids = encode_chat(tokenizer, &source, &chat, UtcTime(0), usize::MAX).expect("encodes");
         let control = ids.iter().filter(|&&id| tokenizer.is_control(id)).count();
         prop_assert_eq!(control, 2 * messages.len() + 1);
     }
@@ -359,7 +367,7 @@ proptest! {
 #[test]
 fn template_refusal_reaches_client_verbatim() {
     let tokenizer = tokenizer(SENTENCEPIECE);
-    let messages = [user("a"), user("b")];
+    let messages = Chat::from(vec![user("a"), user("b")]);
     let error = encode_chat(&tokenizer, &template(INST), &messages, UtcTime(0), usize::MAX)
         .expect_err("refused");
     assert!(
