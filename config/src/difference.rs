@@ -56,7 +56,7 @@ impl fmt::Display for Change {
 }
 
 /// The sections of [`Gateway`] that a reload replaces.
-const LIVE_IN_GATEWAY: [&str; 4] = ["access_log", "deadlines", "penalties", "tls"];
+const LIVE_IN_GATEWAY: [&str; 5] = ["access_log", "cors", "deadlines", "penalties", "tls"];
 
 /// The top-level sections that a reload replaces.
 const LIVE: [&str; 5] = ["auth", "plans", "pools", "prices", "tenants"];
@@ -126,6 +126,7 @@ pub(crate) fn in_force_after(running: &Root, new: &Root) -> Root {
         deadlines,
         idempotency: _,
         penalties,
+        cors,
         access_log,
     } = gateway;
     let with_new_plan = |(name, model): (&_, &RawModel)| {
@@ -138,6 +139,7 @@ pub(crate) fn in_force_after(running: &Root, new: &Root) -> Root {
             tls: tls.clone(),
             deadlines: deadlines.clone(),
             penalties: penalties.clone(),
+            cors: cors.clone(),
             access_log: access_log.clone(),
             ..running.gateway.clone()
         },

@@ -28,10 +28,10 @@ pub use crate::live::LiveConfig;
 pub use crate::problem::{ConfigErrors, Place, Problem};
 pub use crate::raise::{RaiseError, RaisedLimits};
 pub use crate::sections::{
-    AccessLog, AccessLogRequests, ByteSize, ClientFrom, Connections, Deadlines, DeviceSelector,
-    EngineKind, Gateway, Health, Http2, HttpsUrl, Idempotency, Issuer, JwtAlgorithm, JwtKeys,
-    Penalties, Proxies, ReadLimits, RequestLimits, Sharing, SourceLimits, Synthetic,
-    SyntheticPolicy, Timeouts, Tls, Watchdog, Worker,
+    AccessLog, AccessLogRequests, ByteSize, ClientFrom, Connections, Cors, Deadlines,
+    DeviceSelector, EngineKind, Gateway, Health, Http2, HttpsUrl, Idempotency, Issuer,
+    JwtAlgorithm, JwtKeys, Origin, Penalties, Proxies, ReadLimits, RequestLimits, Sharing,
+    SourceLimits, Synthetic, SyntheticPolicy, Timeouts, Tls, Watchdog, Worker,
 };
 pub use crate::source::{Flags, Loaded, Sources};
 

@@ -17,13 +17,13 @@ use tollgate_domain::{
 
 pub use devices::{Health, Sharing, Watchdog};
 pub use gateway::{
-    AccessLog, Connections, Deadlines, Gateway, Http2, Idempotency, Penalties, Proxies, ReadLimits,
-    RequestLimits, SourceLimits, Timeouts, Tls,
+    AccessLog, Connections, Cors, Deadlines, Gateway, Http2, Idempotency, Penalties, Proxies,
+    ReadLimits, RequestLimits, SourceLimits, Timeouts, Tls,
 };
 pub(crate) use values::IssuerName;
 pub use values::{
     AccessLogRequests, ByteSize, ClientFrom, DeviceSelector, EngineKind, HttpsUrl, Issuer,
-    JwtAlgorithm, JwtKeys, SyntheticPolicy,
+    JwtAlgorithm, JwtKeys, Origin, SyntheticPolicy,
 };
 
 use crate::read::{DeviceRate, section};

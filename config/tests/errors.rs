@@ -40,6 +40,14 @@ fn mistakes_have_place_and_key() {
             "t.toml:2: gateway.proxies.trusted: expected a network such as \"10.0.0.0/8\", \"192.0.2.7\" or \"2001:db8::/32\", found \"10.0.0.0/33\"",
         ),
         (
+            "[gateway.cors]\norigins = [\"https://app.example/\"]",
+            "t.toml:2: gateway.cors.origins: expected an origin such as \"https://app.example\" or \"http://localhost:5173\", or \"*\", found \"https://app.example/\"",
+        ),
+        (
+            "[gateway.cors]\norigins = [\"https://app.example:443\"]",
+            "t.toml:2: gateway.cors.origins: expected an origin such as \"https://app.example\" or \"http://localhost:5173\", or \"*\", found \"https://app.example:443\"",
+        ),
+        (
             "[gateway.proxies]\ntrusted = [\"::1\"]\nclient_from = \"forwarded\"",
             "t.toml:3: gateway.proxies.client_from: expected \"x-forwarded-for\" or \"proxy-v2\", found \"forwarded\"",
         ),

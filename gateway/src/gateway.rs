@@ -27,6 +27,7 @@ use crate::admin::{AdminKey, AdminKeyError, AdminRoutes, AdminState, Readiness};
 use crate::api::{Api, body_budget};
 use crate::auth::{Authenticator, IssuerError, IssuerOptions, KeyStore};
 use crate::connection_owners::OwnerNumbers;
+use crate::cors::Cors;
 use crate::raises::{self, RaiseFileError};
 use crate::read_limit::{ByCaller, ReadLimit};
 use crate::reload::{ReloadParts, Reloader};
@@ -332,6 +333,7 @@ impl GatewayService {
             metrics: Arc::clone(&self.state.metrics),
             access_log: self.access_log.clone(),
             sources: Some(self.sources.clone()),
+            cors: Some(Cors::new(self.live.clone())),
             largest_body: self.config.gateway().requests.body.0,
         };
         Stack::new(routes, options, self.state.serving.clock().clone())
@@ -345,6 +347,7 @@ impl GatewayService {
             metrics: Arc::clone(&self.state.metrics),
             access_log: self.access_log.clone(),
             sources: None,
+            cors: None,
             largest_body: ADMIN_BODY,
         };
         Stack::new(routes, options, self.state.serving.clock().clone())

@@ -23,6 +23,7 @@ pub mod statement;
 pub mod telemetry;
 
 mod connection_owners;
+mod cors;
 mod edge_options;
 pub mod gateway;
 

@@ -10,7 +10,7 @@ use axum::body::Body;
 use axum::extract::Request;
 use axum::response::{IntoResponse, Response};
 use governor::middleware::NoOpMiddleware;
-use http::{HeaderValue, Method, header};
+use http::{HeaderValue, Method, StatusCode, header};
 use http_body::Body as _;
 use percent_encoding::percent_decode_str;
 use tollgate_domain::{Caller, MonotonicTime, RequestId};
@@ -21,6 +21,7 @@ use tower_governor::governor::Governor;
 
 use crate::api::{self, Api, Call, KnownCaller, RouteKind, limits, models, usage};
 use crate::auth::Endpoint;
+use crate::cors::{self, Cors};
 use crate::read_limit::{ByCaller, ReadLimit};
 use crate::reply::ApiError;
 use crate::stack::Routes;
@@ -158,6 +159,7 @@ pub(crate) struct PublicRoutes {
     api: Api,
     /// The dispatch to read-only routes, behind their rate.
     read_only: Governor<ByCaller, NoOpMiddleware, ReadOnlyDispatch, Body>,
+    cors: Cors,
 }
 
 /// A call of a read-only route.
@@ -194,12 +196,15 @@ pub(crate) enum Target {
     UnknownRoute,
     /// The path is a route, for other methods.
     WrongMethod(&'static Route),
+    /// A browser asks if a page may call the route.
+    Preflight(&'static Route),
 }
 
 impl PublicRoutes {
     /// Creates the routes. `reads` limits the read-only routes.
     pub(crate) fn new(api: Api, reads: &ReadLimit<ByCaller>) -> Self {
-        Self { api, read_only: reads.layer().layer(ReadOnlyDispatch) }
+        let cors = Cors::new(api.config.clone());
+        Self { api, read_only: reads.layer().layer(ReadOnlyDispatch), cors }
     }
 
     /// Calls a read-only route, unless its caller sends too many requests.
@@ -265,6 +270,10 @@ impl Routes for PublicRoutes {
     ) -> Result<Target, ApiError> {
         // An unknown path needs no caller, so no credential is checked for it.
         let Some(route) = find(request.uri().path()) else { return Ok(Target::UnknownRoute) };
+        // A preflight has no credential, and costs nothing but a request of its source.
+        if self.cors.is_preflight(request) {
+            return Ok(Target::Preflight(route));
+        }
         if !route.method.takes(request.method()) {
             return Ok(Target::WrongMethod(route));
         }
@@ -286,7 +295,7 @@ impl Routes for PublicRoutes {
     fn caller(&self, target: &Target) -> Option<Caller> {
         match target {
             Target::Handler { caller, .. } => Some(caller.caller.caller().clone()),
-            Target::UnknownRoute | Target::WrongMethod(_) => None,
+            Target::UnknownRoute | Target::WrongMethod(_) | Target::Preflight(_) => None,
         }
     }
 
@@ -311,6 +320,12 @@ impl Routes for PublicRoutes {
                 let (method, hint) = (request.method().clone(), hint(path));
                 ApiError::UnknownRoute { method, path: path.to_owned(), hint }.into_response()
             }
+            Target::Preflight(route) => {
+                let mut response = StatusCode::NO_CONTENT.into_response();
+                let methods = route.method.allow();
+                cors::write_preflight(methods, request.headers(), response.headers_mut());
+                response
+            }
             Target::WrongMethod(route) => {
                 let error = ApiError::MethodNotAllowed {
                     method: request.method().clone(),
@@ -322,7 +337,10 @@ impl Routes for PublicRoutes {
                 response
             }
         };
-        if let Some(length) = response.size_hint().exact() {
+        // A 204 must have no length (RFC 9110, 8.6).
+        if response.status() != StatusCode::NO_CONTENT
+            && let Some(length) = response.size_hint().exact()
+        {
             response.headers_mut().entry(header::CONTENT_LENGTH).or_insert_with(|| length.into());
         }
         if is_head {

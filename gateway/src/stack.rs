@@ -21,6 +21,7 @@ use tollgate_edge::{Peer, Service};
 use crate::Clock;
 use crate::access_log::{AccessEnd, AccessFacts, AccessLog, ClientIds};
 use crate::auth::shows_token;
+use crate::cors::{Cors, CorsHeaders};
 use crate::reply::{ApiError, ErrorKind};
 use crate::telemetry::Metrics;
 
@@ -71,6 +72,8 @@ pub(crate) struct StackOptions {
     pub(crate) access_log: AccessLog,
     /// `None` on the admin listener, whose clients are few.
     pub(crate) sources: Option<SourceRing>,
+    /// `None` on the admin listener, which no web page may call.
+    pub(crate) cors: Option<Cors>,
     /// Bytes of the largest body of any route.
     pub(crate) largest_body: u64,
 }
@@ -100,6 +103,8 @@ pub(crate) struct Passed<T> {
     id_header: HeaderValue,
     /// The facts for the access log, while it is on.
     access: Option<AccessFacts>,
+    /// The headers for web pages that read the response.
+    cors: CorsHeaders,
 }
 
 impl<R: Routes> Stack<R> {
@@ -117,12 +122,13 @@ impl<R: Routes> Stack<R> {
         peer: Option<&Peer>,
         refusal: Option<ApiError>,
     ) -> HeadVerdict<Passed<R::Target>, B> {
-        let StackOptions { metrics, largest_body, .. } = &self.options;
+        let StackOptions { metrics, cors, largest_body, .. } = &self.options;
         let began = self.clock.now();
         // Every response has an id of ours. A client's own `x-request-id` is
         // ignored, because ids name entries of the ledger.
         let (id_bits, id_header) = self.ids.draw(|| self.clock.utc());
         let label = self.routes.label(request.uri().path());
+        let cors = cors.as_ref().map(|cors| cors.headers(request.headers())).unwrap_or_default();
         let verdict = match refusal {
             Some(error) => Err(error),
             None => guarded(|| self.verdict(&request, peer, began)),
@@ -144,6 +150,7 @@ impl<R: Routes> Stack<R> {
                     client: ClientIds::of(request.headers()),
                 });
                 response.headers_mut().insert(REQUEST_ID, id_header);
+                cors.write(response.headers_mut());
                 let unwanted = UnwantedBody::of(request, *largest_body);
                 HeadVerdict::Refused(RefusedHead { response, unwanted })
             }
@@ -163,7 +170,16 @@ impl<R: Routes> Stack<R> {
                     caller: self.routes.caller(&target),
                     client: ClientIds::of(request.headers()),
                 });
-                HeadVerdict::Passed(Passed { request, target, label, began, id, id_header, access })
+                HeadVerdict::Passed(Passed {
+                    request,
+                    target,
+                    label,
+                    began,
+                    id,
+                    id_header,
+                    access,
+                    cors,
+                })
             }
         }
     }
@@ -200,7 +216,7 @@ impl<R: Routes> Stack<R> {
                 return Answer { response, leftover };
             }
         };
-        let Passed { request, target, label, began, id, id_header, access } = passed;
+        let Passed { request, target, label, began, id, id_header, access, cors } = passed;
         // Created before the handler runs, so refusals and panics are counted.
         let in_flight = InFlight::begin(metrics);
         let (request, unread) = lend(request, *largest_body);
@@ -226,6 +242,7 @@ impl<R: Routes> Stack<R> {
             self.options.access_log.write(&end, || facts);
         }
         response.headers_mut().insert(REQUEST_ID, id_header);
+        cors.write(response.headers_mut());
         Answer { response, leftover }
     }
 

@@ -16,7 +16,7 @@ use super::{Field, Reader, Section, Visited, beside, join};
 use crate::schema;
 use crate::sections::{
     AccessLogRequests, ClientFrom, DeviceSelector, EngineKind, HttpsUrl, IssuerName, JwtAlgorithm,
-    SyntheticPolicy,
+    Origin, SyntheticPolicy,
 };
 use crate::tree::{Node, Table, Value};
 
@@ -489,6 +489,11 @@ words!(
     Network,
     "\"10.0.0.0/8\"",
     "a network such as \"10.0.0.0/8\", \"192.0.2.7\" or \"2001:db8::/32\""
+);
+words!(
+    Origin,
+    "\"https://app.example\"",
+    "an origin such as \"https://app.example\" or \"http://localhost:5173\", or \"*\""
 );
 words!(ClientFrom, "\"x-forwarded-for\"", "\"x-forwarded-for\" or \"proxy-v2\"");
 words!(

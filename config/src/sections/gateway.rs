@@ -8,7 +8,7 @@ use std::time::Duration;
 use tollgate_domain::Network;
 
 use super::{
-    AccessLogRequests, ByteSize, ClientFrom, DAY, MILLISECOND, kib, loopback, mib, seconds,
+    AccessLogRequests, ByteSize, ClientFrom, DAY, MILLISECOND, Origin, kib, loopback, mib, seconds,
 };
 use crate::read::section;
 
@@ -43,8 +43,21 @@ section! {
         idempotency: Idempotency;
         /// Penalties for repeated offences.
         penalties: Penalties;
+        /// Web pages that call the API.
+        cors: Cors;
         /// The access log.
         access_log: AccessLog;
+    }
+}
+
+section! {
+    /// Web pages that call the API in a browser (cross-origin resource sharing). The
+    /// admin listener answers no page.
+    pub struct Cors {
+        /// The origins of these pages, as a browser sends them: a scheme, a host, and a
+        /// port unless it is the scheme's own. "*" lets every page call the API; each
+        /// call still needs a key. Without this key no page may call the API.
+        origins: Vec<Origin> = Vec::new();
     }
 }
 

@@ -92,6 +92,58 @@ impl FromStr for HttpsUrl {
     }
 }
 
+/// The origin of a web page as a browser sends it, or `*` for every origin.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Origin(String);
+
+impl Origin {
+    /// The text of the config.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// Returns true for `*`.
+    pub fn is_any(&self) -> bool {
+        self.0 == "*"
+    }
+}
+
+impl FromStr for Origin {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        if text == "*" {
+            return Ok(Self(text.to_owned()));
+        }
+        let (scheme, host) = text.split_once("://").ok_or(())?;
+        // A browser leaves out the scheme's own port and writes in lower case. An origin
+        // that no browser sends would silently allow nothing.
+        let own_port = match scheme {
+            "https" => ":443",
+            "http" => ":80",
+            _ => "\n",
+        };
+        let is_scheme = scheme.starts_with(|c: char| c.is_ascii_lowercase())
+            && scheme
+                .bytes()
+                .all(|byte| byte.is_ascii_lowercase() || b"+-.0123456789".contains(&byte));
+        let is_host = host.bytes().all(|byte| {
+            byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-._:[]".contains(&byte)
+        });
+        match is_scheme && is_host && !host.is_empty() && !host.ends_with(own_port) {
+            true if text.len() <= 300 => Ok(Self(text.to_owned())),
+            _ => Err(()),
+        }
+    }
+}
+
+/// The text of the config.
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
 /// The text of the config.
 impl fmt::Display for HttpsUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

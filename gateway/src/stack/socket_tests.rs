@@ -114,6 +114,7 @@ impl TestListener {
                 metrics: Arc::clone(&metrics),
                 access_log: crate::access_log::AccessLog::off(),
                 sources: sources.as_ref().map(SourceRing::new),
+                cors: None,
                 largest_body: 2 << 20,
             },
             crate::Clock::system(),

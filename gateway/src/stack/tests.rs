@@ -70,7 +70,13 @@ fn service(metrics: &Arc<Metrics>) -> Arc<Stack<TestRoutes>> {
     let metrics = Arc::clone(metrics);
     Stack::new(
         TestRoutes::new(routes),
-        StackOptions { metrics, access_log: AccessLog::off(), sources: None, largest_body: LIMIT },
+        StackOptions {
+            metrics,
+            access_log: AccessLog::off(),
+            sources: None,
+            cors: None,
+            largest_body: LIMIT,
+        },
         Clock::system(),
     )
 }
