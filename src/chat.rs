@@ -1,16 +1,23 @@
 //! `tollgate chat`: sends questions to a running gateway and prints the answers as
 //! they arrive. The requests are the same that any OpenAI client sends.
+//!
+//! An interrupt (Ctrl-C) during an answer ends the answer alone if a user types the
+//! questions. At the prompt it ends the program, as it does whenever the questions come
+//! from elsewhere.
 
 use std::io::IsTerminal;
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail};
 use http_body_util::BodyExt;
 use serde::{Deserialize, Serialize};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::oneshot;
 use tollgate_loadtest::client::{Protocol, Target};
 use tollgate_loadtest::sse::Events;
 
-use crate::common::say;
+use crate::common::{exit, say};
 
 /// Ask a model from the terminal.
 #[derive(clap::Args)]
@@ -45,13 +52,14 @@ pub struct ChatArguments {
 }
 
 /// Sends one question, or a conversation until the input ends.
-pub fn run(arguments: ChatArguments) -> Result<()> {
+pub fn run(arguments: ChatArguments) -> ExitCode {
     // One request runs at a time, so one thread is enough.
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(converse(arguments))
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let ended = runtime.context("cannot start").and_then(|it| it.block_on(converse(arguments)));
+    ended.unwrap_or_else(|error| exit(Err(error)))
 }
 
-async fn converse(arguments: ChatArguments) -> Result<()> {
+async fn converse(arguments: ChatArguments) -> Result<ExitCode> {
     let ca = arguments.ca.clone().unwrap_or_else(|| arguments.data.join("tls/ca.pem"));
     let key_file = arguments.key_file.clone().unwrap_or_else(|| arguments.data.join("demo.key"));
     let key = std::fs::read_to_string(&key_file).with_context(|| {
@@ -66,39 +74,53 @@ async fn converse(arguments: ChatArguments) -> Result<()> {
     if let Some(system) = &arguments.system {
         messages.push(message(Role::System, system));
     }
+    // Not before: until then an interrupt ends the program at once.
+    let mut interrupts = signal(SignalKind::interrupt())?;
     if let Some(question) = &arguments.question {
         messages.push(message(Role::User, question));
-        answer(&target, &model, &messages, &arguments).await?;
-        return Ok(());
+        let request = body(&model, &messages, &arguments);
+        let answer = answer(&target, request, &mut interrupts).await?;
+        return Ok(if answer.is_whole { ExitCode::SUCCESS } else { ExitCode::from(INTERRUPTED) });
     }
-    for question in lines() {
-        messages.push(message(Role::User, &question?));
-        let text = answer(&target, &model, &messages, &arguments).await?;
+    let is_typed = std::io::stdin().is_terminal();
+    while let Some(question) = next_line(is_typed, &mut interrupts).await? {
+        messages.push(message(Role::User, &question));
+        let request = body(&model, &messages, &arguments);
+        let answer = answer(&target, request, &mut interrupts).await?;
+        if !answer.is_whole && !is_typed {
+            return Ok(ExitCode::from(INTERRUPTED));
+        }
         // The gateway keeps no conversation, so all of it is sent again with each
-        // question.
-        messages.push(message(Role::Assistant, &text));
+        // question: also the part of an answer that the user has seen.
+        messages.push(message(Role::Assistant, &answer.text));
     }
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }
 
-/// Returns the lines of standard input. Prompts for them on a terminal.
-fn lines() -> impl Iterator<Item = std::io::Result<String>> {
-    let prompt = || {
-        if std::io::stdin().is_terminal() {
-            // The prompt goes to standard error, so that standard output holds the
-            // answers alone.
-            eprint!("> ");
-        }
-    };
-    std::iter::from_fn(move || {
-        prompt();
+/// Returns the next line of standard input; `None` at its end, and after an interrupt.
+/// Prompts for the line if a user types it.
+async fn next_line(is_typed: bool, interrupts: &mut Signal) -> Result<Option<String>> {
+    if is_typed {
+        // The prompt goes to standard error, so that standard output holds the answers
+        // alone.
+        eprint!("> ");
+    }
+    let (sender, line) = oneshot::channel();
+    // A thread of its own: the runtime would wait for a task that reads the line before it
+    // ends.
+    std::thread::spawn(move || {
         let mut line = String::new();
-        match std::io::stdin().read_line(&mut line) {
-            Ok(0) => None,
-            Ok(_) => Some(Ok(line.trim_end().to_owned())),
-            Err(error) => Some(Err(error)),
+        let read = std::io::stdin().read_line(&mut line).map(|bytes| (bytes > 0).then_some(line));
+        // After an interrupt the line is not needed.
+        drop(sender.send(read));
+    });
+    tokio::select! {
+        line = line => Ok(line??.map(|line| line.trim_end().to_owned())),
+        _ = interrupts.recv() => {
+            say("\n")?;
+            Ok(None)
         }
-    })
+    }
 }
 
 /// The author of a message.
@@ -135,13 +157,29 @@ async fn first_model(target: &Target) -> Result<String> {
     Ok(first.id)
 }
 
-/// Streams one answer to standard output and returns it.
-async fn answer(
-    target: &Target,
-    model: &str,
-    messages: &[serde_json::Value],
-    arguments: &ChatArguments,
-) -> Result<String> {
+/// An answer, or the part of it that came before an interrupt.
+struct Answer {
+    text: String,
+    is_whole: bool,
+}
+
+/// Streams one answer to standard output and returns it. An interrupt closes the stream.
+async fn answer(target: &Target, request: String, interrupts: &mut Signal) -> Result<Answer> {
+    let mut text = String::new();
+    let is_whole = tokio::select! {
+        ended = stream(target, request, &mut text) => {
+            ended?;
+            true
+        }
+        // The stream is dropped, so the gateway cancels the request.
+        _ = interrupts.recv() => false,
+    };
+    say("\n")?;
+    Ok(Answer { text, is_whole })
+}
+
+/// Returns the body of the request for an answer.
+fn body(model: &str, messages: &[serde_json::Value], arguments: &ChatArguments) -> String {
     let mut body = serde_json::json!({
         "model": model,
         "messages": messages,
@@ -151,16 +189,21 @@ async fn answer(
     if let Some(limit) = arguments.max_tokens {
         body["max_completion_tokens"] = limit.into();
     }
+    body.to_string()
+}
+
+/// Streams one answer to standard output and to `text`.
+async fn stream(target: &Target, request: String, text: &mut String) -> Result<()> {
     // A new connection for each answer: an idle one may have been closed while the
     // user typed.
     let connection = target.connect(Protocol::Either).await?;
-    let mut response = connection.post("/v1/chat/completions", body.to_string().into()).await?;
+    let mut response = connection.post("/v1/chat/completions", request.into()).await?;
     let status = response.status();
     if !status.is_success() {
         let body = response.into_body().collect().await?.to_bytes();
         bail!("{}", refusal(status, &body));
     }
-    let (mut events, mut text) = (Events::default(), String::new());
+    let mut events = Events::default();
     while let Some(frame) = response.frame().await {
         let frame = frame.context("the connection ended within the answer")?;
         for event in events.push(frame.data_ref().map_or(&[], |data| data.as_ref()))? {
@@ -173,9 +216,11 @@ async fn answer(
             text.push_str(&piece);
         }
     }
-    say("\n")?;
-    Ok(text)
+    Ok(())
 }
+
+/// The exit code of a program that SIGINT ended, as shells report it.
+const INTERRUPTED: u8 = 130;
 
 /// Returns the text in one chunk of a stream. Fails on an error event.
 fn delta(event: &[u8]) -> Result<String> {

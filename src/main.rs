@@ -50,7 +50,7 @@ fn main() -> ExitCode {
         cli::Command::Config(arguments) => config::run(arguments),
         cli::Command::Loadtest(arguments) => return loadtest::run(arguments),
         cli::Command::VerifyLimits(arguments) => return verify_limits::run(arguments),
-        cli::Command::Chat(arguments) => chat::run(arguments),
+        cli::Command::Chat(arguments) => return chat::run(arguments),
     };
     common::exit(result)
 }

@@ -15,6 +15,7 @@ mod bad_input;
 mod browsers;
 mod budgets;
 mod callers;
+mod chat;
 mod clock;
 mod connections;
 mod conservation;
