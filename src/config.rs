@@ -45,8 +45,10 @@ pub fn run(arguments: ConfigArguments) -> Result<()> {
             ))?;
         }
         ConfigAction::Show(place) => say(place.show()?)?,
-        ConfigAction::Diff(admin) => say(reload(&admin, "/config/reload?dry_run")?.shown())?,
-        ConfigAction::Reload(admin) => say(reload(&admin, "/config/reload")?.shown())?,
+        ConfigAction::Diff(admin) => say(reload(&admin, Ask::Get("/config/difference"))?.shown())?,
+        ConfigAction::Reload(admin) => {
+            say(reload(&admin, Ask::Post("/config/reload", &Value::Null))?.shown())?
+        }
         ConfigAction::Schema => say(format!("{:#}\n", Config::schema()))?,
         ConfigAction::Example => say(Config::example())?,
     }
@@ -71,10 +73,10 @@ struct Change {
     effect: String,
 }
 
-/// Asks the running gateway for a reload at `path` of its admin listener. The gateway reads
+/// Asks the running gateway for a reload or its difference. The gateway reads
 /// its own files, environment and flags.
-fn reload(admin: &Admin, path: &str) -> Result<Reload> {
-    admin.connect()?.json(Ask::Post(path, &Value::Null))
+fn reload(admin: &Admin, ask: Ask<'_>) -> Result<Reload> {
+    admin.connect()?.json(ask)
 }
 
 impl Reload {

@@ -43,6 +43,15 @@ pub(super) async fn reload(
     Query(options): Query<Options>,
 ) -> Response {
     let run = if options.dry_run.is_some() { ReloadRun::Dry } else { ReloadRun::Apply };
+    answer(&state, &actor, run).await
+}
+
+/// Shows the difference that a reload would make.
+pub(super) async fn difference(State(state): State<Arc<AdminState>>, actor: Actor) -> Response {
+    answer(&state, &actor, ReloadRun::Dry).await
+}
+
+async fn answer(state: &AdminState, actor: &Actor, run: ReloadRun) -> Response {
     match state.reloader.reload(actor.as_record(), run).await {
         Ok(report) => Json(report).into_response(),
         Err(ReloadError::Ledger(_)) => ApiError::LedgerUnavailable.into_response(),

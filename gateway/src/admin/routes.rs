@@ -43,6 +43,7 @@ pub(super) fn routes() -> Vec<AdminRoute> {
         get("/v1/penalties", Read, penalties::list),
         delete("/v1/penalties/tenant/{*name}", Operate, penalties::lift_tenant),
         delete("/v1/penalties/source/{*name}", Operate, penalties::lift_source),
+        get("/config/difference", Read, reload::difference),
         post("/config/reload", Operate, reload::reload),
         get("/v1/admins", Read, admins::list),
         post("/v1/admins", Administer, admins::create),
@@ -103,7 +104,7 @@ pub(super) fn label(path: &str) -> &'static str {
         (Some("v1"), Some("usage")) => "admin_usage",
         (Some("v1"), Some("workers")) => "admin_workers",
         (Some("audit"), _) => "admin_audit",
-        (Some("config"), Some("reload")) => "admin_reload",
+        (Some("config"), Some("difference" | "reload")) => "admin_reload",
         _ => "admin_other",
     }
 }
