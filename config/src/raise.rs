@@ -31,7 +31,7 @@ pub enum RaiseError {
     #[error("{0}")]
     Malformed(String),
     /// The key is of a plan, but no limit.
-    #[error("{0} is no limit, so it cannot be raised")]
+    #[error("the key {0} is no limit, so it cannot be raised")]
     NoLimit(String),
     /// The tenant has no plan of its own.
     #[error("tenant {0} has no plan of its own; a raise changes no plan of a pool")]
@@ -192,7 +192,7 @@ fn raise_by_class<T: Copy>(
 }
 
 fn malformed(key: &str, message: &str) -> RaiseError {
-    RaiseError::Malformed(format!("{key}: {message}"))
+    RaiseError::Malformed(format!("limit {key}: {message}"))
 }
 
 /// Returns `value` as TOML; `None` for a list or null, which no limit has.
@@ -297,7 +297,10 @@ mod tests {
     #[test]
     fn raises_that_raise_nothing_are_refused() {
         assert_eq!(refused(json!({})), "name at least one limit");
-        assert_eq!(refused(json!({ "weight": 2 })), "weight is no limit, so it cannot be raised");
+        assert_eq!(
+            refused(json!({ "weight": 2 })),
+            "the key weight is no limit, so it cannot be raised"
+        );
         for limits in [
             json!({ "concurrent": 4 }),
             json!({ "tokens_per_minute": 5 }),
@@ -306,7 +309,7 @@ mod tests {
             assert!(refused(limits.clone()).contains("nothing to raise"), "{limits}");
         }
         assert!(refused(json!({ "concurent": 8 })).contains("did you mean"));
-        assert!(refused(json!({ "concurrent": "many" })).starts_with("concurrent: "));
+        assert!(refused(json!({ "concurrent": "many" })).starts_with("limit concurrent: "));
         assert!(refused(json!({ "concurrent": [8] })).contains("must not be a list"));
         // A key must not smuggle other keys into the text that is parsed.
         refused(json!({ "concurrent\"=9\n[x": 8 }));
