@@ -45,10 +45,14 @@ struct Image {
 }
 
 impl Image {
-    /// Builds the image, unless the tools are missing.
+    /// Builds the image, unless the tools are missing or this user may not use them.
     fn build() -> Option<Self> {
         let (buildah, bwrap) = (support::program("buildah")?, support::program("bwrap")?);
         let busybox = support::program("busybox")?;
+        if !may_contain(&bwrap) {
+            eprintln!("skipped: a container needs root and namespaces, which this user lacks");
+            return None;
+        }
         let folder = tempfile::tempdir().expect("a folder");
         let mut image =
             Self { folder, buildah, bwrap, root: PathBuf::new(), settings: Value::Null };
@@ -175,6 +179,14 @@ impl Image {
         assert!(output.status.success(), "tollgate {}: {error}", words.join(" "));
         String::from_utf8(output.stdout).expect("UTF-8").trim().to_owned()
     }
+}
+
+/// Returns true if this user may mount images and make containers.
+fn may_contain(bwrap: &Path) -> bool {
+    let mut command = Command::new(bwrap);
+    command.args(["--ro-bind", "/", "/", "--proc", "/proc", "--unshare-pid", "--unshare-user"]);
+    rustix::process::geteuid().is_root()
+        && command.arg("true").stderr(Stdio::null()).status().is_ok_and(|status| status.success())
 }
 
 /// The stand-in for cargo in the build stage.
