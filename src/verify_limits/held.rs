@@ -243,7 +243,8 @@ impl BodyProbe<'_> {
             refused += filled.refused;
             bodies.push(filled.open);
         }
-        sleep(SETTLING).await;
+        // A gateway under load refuses late, and a body that it has not refused yet looks held.
+        sleep(LATE_REFUSAL).await;
         let mut count = 0;
         for open in &mut bodies {
             while open.try_join_next().is_some() {}
@@ -371,6 +372,9 @@ impl UnendedBody {
 
 /// Time after which a closed connection or a refused body has shown.
 const SETTLING: Duration = Duration::from_millis(500);
+
+/// Time after which a gateway under load has refused a body.
+const LATE_REFUSAL: Duration = Duration::from_secs(3);
 
 /// Longest wait for an answer to a small request.
 const ANSWER_WAIT: Duration = Duration::from_secs(5);
