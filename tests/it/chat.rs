@@ -38,8 +38,9 @@ fn chat_interrupt_ends_the_answer_alone() {
     let gateway = Tollgate::with_config(SLOW);
     let key = gateway.data().join("acme.key");
     std::fs::write(&key, gateway.key("acme", &[])).expect("writes");
+    // The shell becomes the program: a shell that waits would end by the interrupt itself.
     let chat = format!(
-        "{} chat --url {} --data {} --key-file {}",
+        "exec {} chat --url {} --data {} --key-file {}",
         support::binary(),
         gateway.url,
         gateway.data().display(),
@@ -48,6 +49,7 @@ fn chat_interrupt_ends_the_answer_alone() {
     // The program gets a terminal of its own. Its exit code is that of the chat.
     let mut child = Command::new(script)
         .args(["-qefc", &chat, "/dev/null"])
+        .env("SHELL", "/bin/sh")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()
