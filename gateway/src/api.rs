@@ -133,13 +133,14 @@ async fn serve(
     let arrival = arrival.map_or_else(arrive, Ok)?;
     let arrived = Arrived { id, body, held, read, interface, caller, tenant };
     let began = Instant::now();
+    let bytes = arrived.body.len();
     let prepare = {
         let api = api.clone();
         move |abandoned: &CancellationToken| api.prepare(arrived, began, abandoned)
     };
     let (owner, timeout) = (context.share_owner(), context.config().gateway().deadlines.queue);
     let Prepared { job, meta, streamed } =
-        api.serving.tokenize_pool().run(&owner, timeout, prepare).await??;
+        api.serving.tokenize_pool().run(&owner, timeout, bytes, prepare).await??;
     let admitted = api.serving.admit(&context, arrival, job)?;
     let metrics = Arc::clone(&api.metrics);
     let rendering = Rendering::new(interface, meta, streamed, (&admitted, metrics));

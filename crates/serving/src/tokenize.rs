@@ -1,11 +1,13 @@
 //! Prompts become tokens, and requests become jobs.
 //!
-//! Parsing, rendering and tokenizing run on a bounded part of the blocking pool,
-//! never on the threads that serve connections. The owner of device shares that
-//! has used the least time there is served next.
+//! Parsing, rendering and tokenizing run on a bounded number of threads: a small
+//! request on the thread that has received it, a larger one on the blocking pool, so
+//! that it does not delay other connections. The owner of device shares that has used
+//! the least time is served next.
 
 mod fair_queue;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -69,6 +71,10 @@ pub struct PromptEcho {
     pub first_token: Vec<u8>,
 }
 
+/// The largest body, in bytes, that is worked on by the thread that has received it.
+/// Such a request takes less time than the change to another thread and back.
+const SMALL_WORK: usize = 4 * 1024;
+
 /// The bounded set of threads on which bodies and prompts become tokens.
 #[derive(Debug)]
 pub struct TokenizePool {
@@ -82,7 +88,7 @@ impl TokenizePool {
         Self { queue: FairQueue::new(cores) }
     }
 
-    /// Runs `work` on a thread of the pool when it is the turn of `owner`, which owns the
+    /// Runs `work` on a body of `bytes` bytes when it is the turn of `owner`, which owns the
     /// request's share of the devices. The time of the work counts against `owner` there.
     /// The work gets a token that is cancelled if the client leaves: then it should end.
     ///
@@ -92,10 +98,17 @@ impl TokenizePool {
         &self,
         owner: &ShareOwner,
         timeout: Duration,
+        bytes: usize,
         work: impl FnOnce(&CancellationToken) -> T + Send + 'static,
     ) -> Result<T, RequestError> {
         let slot = self.queue.acquire(owner, timeout).await?;
         let abandoned = CancellationToken::new();
+        if bytes <= SMALL_WORK {
+            let _slot = slot;
+            // The work owns everything that it changes, so a panic leaves nothing half done.
+            let done = catch_unwind(AssertUnwindSafe(|| work(&abandoned)));
+            return done.map_err(|_| RequestError::INTERNAL);
+        }
         // A client that leaves drops this future.
         let _client = abandoned.clone().drop_guard();
         let done = tokio::task::spawn_blocking(move || {
@@ -345,14 +358,38 @@ mod tests {
     use super::*;
 
     const LONG: Duration = Duration::from_secs(60);
+    const LARGE: usize = SMALL_WORK + 1;
+
+    #[tokio::test]
+    async fn small_work_stays_on_its_thread() {
+        let owner = owner();
+        let pool = TokenizePool::new();
+        let here = std::thread::current().id();
+        let thread = |_: &CancellationToken| std::thread::current().id();
+        assert_eq!(pool.run(&owner, LONG, SMALL_WORK, thread).await, Ok(here));
+        // The control: larger work does not delay the connections of the thread.
+        assert_ne!(pool.run(&owner, LONG, LARGE, thread).await, Ok(here));
+    }
+
+    #[tokio::test]
+    async fn panicking_work_is_a_fault_alone() {
+        let owner = owner();
+        let pool = TokenizePool::new();
+        for bytes in [0, LARGE] {
+            let work = |_: &CancellationToken| -> () { panic!("a defect in the work") };
+            assert_eq!(pool.run(&owner, LONG, bytes, work).await, Err(RequestError::INTERNAL));
+            // The slot is free again.
+            assert_eq!(pool.run(&owner, LONG, bytes, check_wanted).await, Ok(Ok(())));
+        }
+    }
 
     #[tokio::test]
     async fn work_learns_that_its_client_left() {
-        let owner = ShareOwner::Tenant(TenantId::new("acme").expect("a name"));
+        let owner = owner();
         let pool = TokenizePool::new();
         let (begun, has_begun) = oneshot::channel();
         let (ended, has_ended) = oneshot::channel();
-        let running = pool.run(&owner, LONG, move |abandoned| {
+        let running = pool.run(&owner, LONG, LARGE, move |abandoned| {
             begun.send(()).expect("the test waits");
             while !abandoned.is_cancelled() {
                 std::thread::yield_now();
@@ -366,6 +403,10 @@ mod tests {
         }
         assert_eq!(has_ended.await, Ok(Err(RequestError::INTERNAL)));
         // The control: a client that waits has its work done.
-        assert_eq!(pool.run(&owner, LONG, check_wanted).await, Ok(Ok(())));
+        assert_eq!(pool.run(&owner, LONG, LARGE, check_wanted).await, Ok(Ok(())));
+    }
+
+    fn owner() -> ShareOwner {
+        ShareOwner::Tenant(TenantId::new("acme").expect("a name"))
     }
 }

@@ -115,7 +115,7 @@ impl Setup {
         let owner = self.context.share_owner();
         let work = move |abandoned: &CancellationToken| tokenize(request, model, abandoned);
         let tokenized =
-            self.serving.tokenize_pool().run(&owner, Duration::from_secs(60), work).await;
+            self.serving.tokenize_pool().run(&owner, Duration::from_secs(60), 0, work).await;
         tokenized.expect("a thread").expect("a job").job
     }
 
