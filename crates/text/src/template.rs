@@ -14,6 +14,7 @@ use std::sync::Arc;
 use minijinja::machinery::{self, CodeGenerator, Instruction, Instructions};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{AutoEscape, Error, ErrorKind, Value, context};
+use self_cell::self_cell;
 use serde::Deserialize;
 use tollgate_domain::UtcTime;
 
@@ -32,12 +33,30 @@ pub struct TokenizerConfig {
 }
 
 /// A compiled chat template.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct ChatTemplate {
-    source: String,
+    program: OwnedProgram,
     bos_token: String,
     eos_token: String,
 }
+
+/// The instructions of a template, and of its blocks by name.
+#[derive(Debug)]
+struct Program<'source> {
+    root: Instructions<'source>,
+    blocks: BTreeMap<&'source str, Instructions<'source>>,
+}
+
+self_cell!(
+    /// A program together with its source, from which it borrows.
+    struct OwnedProgram {
+        owner: String,
+        #[covariant]
+        dependent: Program,
+    }
+
+    impl {Debug}
+);
 
 impl TokenizerConfig {
     /// Reads a `tokenizer_config.json`. If the file holds several templates, the one
@@ -108,11 +127,9 @@ impl ChatTemplate {
                 message: format!("{} bytes; at most {MAX_SOURCE_BYTES} are read", source.len()),
             });
         }
-        // Compiled here only to find mistakes early. The program borrows its source,
-        // so each rendering compiles it again.
-        instructions(source).map_err(template_error)?;
+        let program = OwnedProgram::try_new(source.to_owned(), |source| program(source));
         Ok(Self {
-            source: source.to_owned(),
+            program: program.map_err(template_error)?,
             bos_token: config.bos_token.clone().unwrap_or_default(),
             eos_token: config.eos_token.clone().unwrap_or_default(),
         })
@@ -133,13 +150,13 @@ impl ChatTemplate {
         let allowance = Arc::new(Allowance::new(MEMORY + MEMORY_PER_BYTE * content));
         let mut environment = checked_environment(&allowance);
         environment.set_fuel(Some(FUEL + FUEL_PER_MESSAGE * messages.len() as u64));
-        let (root, blocks) = instructions(&self.source).map_err(template_error)?;
+        let Program { root, blocks } = self.program.borrow_dependent();
         let mut text = String::new();
         let rendered = machinery::eval(
             &environment,
-            &root,
+            root,
             self.context(chat, now)?,
-            &blocks,
+            blocks,
             &mut machinery::make_string_output(&mut text),
             AutoEscape::None,
         );
@@ -191,10 +208,7 @@ pub fn is_template_argument(name: &str) -> bool {
 }
 
 /// Compiles a template and replaces its concatenations by counted ones.
-#[allow(clippy::type_complexity)] // the type is minijinja's own for a program
-fn instructions(
-    source: &str,
-) -> Result<(Instructions<'_>, BTreeMap<&str, Instructions<'_>>), Error> {
+fn program(source: &str) -> Result<Program<'_>, Error> {
     // The same options as in the Python library that templates are written for.
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?;
     let parsed = machinery::parse(source, "chat template", syntax)?;
@@ -204,7 +218,7 @@ fn instructions(
     for part in std::iter::once(&mut root).chain(blocks.values_mut()) {
         count_concatenations(part)?;
     }
-    Ok((root, blocks))
+    Ok(Program { root, blocks })
 }
 
 fn count_concatenations(part: &mut Instructions<'_>) -> Result<(), Error> {
