@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use crate::run::{check, command, exists, root};
 
 /// Pairs of a program and the Debian package that installs the program.
-const DEBIAN: [(&str, &str); 13] = [
+const DEBIAN: [(&str, &str); 14] = [
     ("buildah", "buildah"),
     ("busybox", "busybox-static"),
     ("bwrap", "bubblewrap"),
@@ -24,6 +24,7 @@ const DEBIAN: [(&str, &str); 13] = [
     ("openssl", "openssl"),
     ("slowhttptest", "slowhttptest"),
     ("systemd-analyze", "systemd"),
+    ("systemd-nspawn", "systemd-container"),
 ];
 
 /// Pairs of a program and its Debian package that only the long tests need.
