@@ -177,6 +177,11 @@ impl Config {
         self.revision
     }
 
+    /// Returns the config file or folder that was named at the start.
+    pub fn path(&self) -> Option<&Path> {
+        self.sources.as_ref()?.path.as_deref()
+    }
+
     /// Returns the data folder.
     pub fn data(&self) -> &Path {
         &self.data

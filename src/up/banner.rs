@@ -47,12 +47,9 @@ pub fn print(config: &Config, addresses: Addresses, gateway: &Gateway) -> Result
         writeln!(text)?;
         if let Some(tenant) = config.tenants().next() {
             let count = config.tenants().count();
-            let options = data_option(config);
-            let create = format!(
-                "{} keys create --config FILE{options} --tenant {}",
-                program(),
-                tenant.name
-            );
+            let path = config.path().map(|path| format!(" --config {}", path.display()));
+            let options = path.unwrap_or_default() + &data_option(config);
+            let create = format!("{} keys create{options} --tenant {}", program(), tenant.name);
             writeln!(text, "  tenants: {count}   make a key: {create}")?;
         }
     }

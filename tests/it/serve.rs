@@ -5,7 +5,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::support::{self, Tollgate, command, get, post, program};
+use crate::support::{self, OPEN, Tollgate, command, get, post, program};
 
 /// The questions and answers of the shipped model's training.
 fn trained() -> Vec<(String, String)> {
@@ -22,6 +22,17 @@ fn trained() -> Vec<(String, String)> {
 fn answer_to(question: &str) -> String {
     let answer = trained().into_iter().find(|(known, _)| known == question);
     answer.unwrap_or_else(|| panic!("{question:?} is not a training question")).1
+}
+
+#[test]
+fn start_with_tenants_prints_command_for_key() {
+    let gateway = Tollgate::with_config(OPEN);
+    let line = gateway.banner.iter().find_map(|line| line.split_once("make a key: "));
+    let (_, printed) = line.expect("a command");
+    let output = Command::new("sh").args(["-c", printed]).output().expect("sh starts");
+    assert!(output.status.success(), "{output:?}");
+    let keys = gateway.command(&["keys", "list"]);
+    assert!(keys.contains("acme"), "{keys}");
 }
 
 #[test]
