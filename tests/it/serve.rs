@@ -5,7 +5,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::support::{self, OPEN, Tollgate, command, get, post, program};
+use crate::support::{OPEN, Tollgate, command, get, post, program};
 
 /// The questions and answers of the shipped model's training.
 fn trained() -> Vec<(String, String)> {
@@ -78,7 +78,7 @@ fn chat_from_the_terminal_answers_and_is_billed() {
 
 #[tokio::test]
 async fn greedy_answers_to_training_questions_are_right() {
-    let gateway = Tollgate::with_config(support::OPEN);
+    let gateway = Tollgate::with_config(OPEN);
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     let questions = trained();
     // The sample is spread over the corpus; the training program checks all of it.
@@ -102,7 +102,7 @@ async fn greedy_answers_to_training_questions_are_right() {
 
 #[tokio::test]
 async fn client_decides_which_tokens_end_answers() {
-    let gateway = Tollgate::with_config(support::OPEN);
+    let gateway = Tollgate::with_config(OPEN);
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     let (question, answer) = trained().remove(0);
     let ask = async |fields: Value| {
@@ -131,7 +131,7 @@ async fn client_decides_which_tokens_end_answers() {
 #[test]
 fn curl_and_h2load_work_over_h1_and_h2() {
     let (Some(curl), Some(h2load)) = (program("curl"), program("h2load")) else { return };
-    let gateway = Tollgate::with_config(support::OPEN);
+    let gateway = Tollgate::with_config(OPEN);
     let key = gateway.key("acme", &[]);
     let authorization = format!("authorization: Bearer {key}");
     for (flag, version) in [("--http1.1", "1.1"), ("--http2", "2")] {
@@ -180,7 +180,7 @@ async fn probes_and_metrics_need_the_admin_listener() {
 /// connection. On a CPU no data moves to a device.
 #[tokio::test]
 async fn metrics_tell_where_the_time_of_answers_went() {
-    let gateway = Tollgate::with_config(support::OPEN);
+    let gateway = Tollgate::with_config(OPEN);
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     for stream in [false, true] {
         let body = json!({
