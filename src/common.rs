@@ -87,6 +87,11 @@ pub fn minute(time: UtcTime) -> String {
     format!("{} {:02}:{:02}", time.day(), minutes / 60 % 24, minutes % 60)
 }
 
+/// Returns the UTC second such as `2026-11-20 08:05:59`.
+pub fn second(time: UtcTime) -> String {
+    format!("{}:{:02}", minute(time), time.unix_seconds() % 60)
+}
+
 /// Parses a UTC day in the form that [`day`] shows.
 ///
 /// # Errors

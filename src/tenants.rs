@@ -8,11 +8,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use tollgate_config::{Config, Tenant};
 use tollgate_domain::{
-    Amount, DeviceClass, DeviceNanos, PlanName, PoolName, TenantId, UtcDay, UtcTime,
+    Amount, DeviceClass, DeviceNanos, KeyId, PlanName, PoolName, TenantId, UtcDay, UtcTime,
 };
 
 use crate::admin::{Admin, Ask, Reach, encoded};
-use crate::common::{minute, say, span, table};
+use crate::common::{minute, say, second, span, table};
 
 /// List tenants and show the state of their limits.
 #[derive(clap::Args)]
@@ -28,7 +28,7 @@ enum TenantsAction {
     /// Show a tenant's limits, penalties and keys.
     Show(ShowTenant),
     /// List the refusals of the last hour by tenant.
-    Refused(ListTenants),
+    Refused(RefusedTenants),
     /// Raise limits of a tenant for a time.
     Raise(RaiseTenant),
     /// End raises of a tenant before their time.
@@ -39,6 +39,18 @@ enum TenantsAction {
 struct ListTenants {
     #[command(flatten)]
     admin: Admin,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(clap::Args)]
+struct RefusedTenants {
+    #[command(flatten)]
+    admin: Admin,
+    /// List the last 200 refusals one by one, the newest last.
+    #[arg(long)]
+    recent: bool,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -101,6 +113,17 @@ struct RefusedRows {
     refusals: Vec<RefusedRow>,
 }
 
+/// One refusal.
+#[derive(Deserialize)]
+struct RecentRefusal {
+    at_ns: UtcTime,
+    tenant: TenantId,
+    key: KeyId,
+    kind: String,
+    scope: Option<String>,
+    retry_after_ms: Option<u64>,
+}
+
 /// A higher value of one limit for a time.
 #[derive(Deserialize)]
 struct RaiseRow {
@@ -147,7 +170,7 @@ pub fn run(arguments: TenantsArguments) -> Result<()> {
     match arguments.action {
         TenantsAction::List(list) => self::list(list),
         TenantsAction::Show(show) => self::show(show),
-        TenantsAction::Refused(list) => refused(list),
+        TenantsAction::Refused(refused) => self::refused(refused),
         TenantsAction::Raise(raise) => self::raise(raise),
         TenantsAction::Lower(lower) => self::lower(lower),
     }
@@ -206,9 +229,22 @@ fn show(show: ShowTenant) -> Result<()> {
     Ok(())
 }
 
-fn refused(list: ListTenants) -> Result<()> {
-    let answer: Value = list.admin.connect()?.json(Ask::Get("/v1/refusals"))?;
-    if list.json {
+fn refused(refused: RefusedTenants) -> Result<()> {
+    let client = refused.admin.connect()?;
+    if refused.recent {
+        let mut view: Value = client.json(Ask::Get("/v1/live"))?;
+        let recent = view["recent_refusals"].take();
+        if refused.json {
+            return say(format!("{:#}\n", json!({ "recent_refusals": recent })));
+        }
+        let recent: Vec<RecentRefusal> = serde_json::from_value(recent)?;
+        return say(match recent.is_empty() {
+            true => "no tenant was refused since the gateway started\n".to_owned(),
+            false => RecentRefusal::table(&recent),
+        });
+    }
+    let answer: Value = client.json(Ask::Get("/v1/refusals"))?;
+    if refused.json {
         return say(format!("{answer:#}\n"));
     }
     let RefusedRows { refusals } = serde_json::from_value(answer)?;
@@ -324,6 +360,32 @@ impl RefusedRow {
             }
         }
         text
+    }
+}
+
+impl RecentRefusal {
+    fn table(refusals: &[Self]) -> String {
+        let cells = refusals.iter().map(|refusal| {
+            let Self { at_ns, tenant, key, kind, scope, retry_after_ms } = refusal;
+            let wait = retry_after_ms.map(|ms| format!("{}s", ms.div_ceil(1000)));
+            let scope = scope.as_deref().unwrap_or("-");
+            // The names of the tenant and of the key stand in the row already.
+            let owner = match scope.split_once(' ') {
+                Some((kind @ "tenant", name)) if name == tenant.as_str() => kind,
+                Some((kind @ "key", name)) if name == key.as_str() => kind,
+                _ => scope,
+            };
+            vec![
+                second(*at_ns),
+                tenant.to_string(),
+                key.to_string(),
+                kind.clone(),
+                owner.to_owned(),
+                wait.unwrap_or_else(|| "-".to_owned()),
+            ]
+        });
+        let head = ["at (UTC)", "tenant", "key", "refused by", "of", "wait"];
+        table(&head, &cells.collect::<Vec<_>>())
     }
 }
 

@@ -8,6 +8,7 @@ mod body;
 mod checkpoint;
 mod health;
 mod keys;
+mod live;
 mod page;
 mod penalties;
 mod raises;
@@ -34,12 +35,13 @@ use tokio_util::sync::CancellationToken;
 use tollgate_domain::{MonotonicTime, RequestId};
 use tollgate_edge::Peer;
 use tollgate_serving::Serving;
-use tollgate_serving::workers::WorkerReport;
+use tollgate_serving::workers::{DeviceLoad, WorkerReport};
 use tower::ServiceExt as _;
 use tower_governor::key_extractor::GlobalKeyExtractor;
 
 use self::actor::Actor;
 use self::health::Health;
+pub(crate) use self::live::LiveState;
 use crate::api::BodyBudget;
 use crate::auth::{AdminSecret, KeyStore};
 use crate::read_limit::ReadLimit;
@@ -126,8 +128,12 @@ pub(crate) struct AdminState {
     pub(crate) metrics: Arc<Metrics>,
     /// The memory for request bodies.
     pub(crate) bodies: BodyBudget,
+    /// The history and the streams of the live view.
+    pub(crate) live: LiveState,
     /// Cancelled once the gateway takes no new work.
     pub(crate) draining: CancellationToken,
+    /// Cancelled once the admin listener closes.
+    pub(crate) closing: CancellationToken,
 }
 
 impl AdminState {
@@ -238,16 +244,32 @@ struct WorkerStatus {
     queued: u32,
     running: u32,
     backlog_ns: u64,
+    /// The work and the memory of the engine; null while the worker is not connected.
+    engine: Option<EngineLoad>,
     /// The figures of the device's driver; null if the device is not watched.
     health: Option<Health>,
 }
 
-/// Answers with the state of each worker.
-async fn status(State(state): State<Arc<AdminState>>) -> Response {
-    let workers = state
-        .worker_reports()
-        .into_iter()
-        .map(|report| WorkerStatus {
+/// The work of an engine since its process started, and its KV cache.
+#[derive(Serialize)]
+struct EngineLoad {
+    steps: u64,
+    /// Device time of the steps.
+    busy_ns: u64,
+    kv_blocks_used: u32,
+    kv_blocks_free: u32,
+}
+
+impl From<DeviceLoad> for EngineLoad {
+    fn from(load: DeviceLoad) -> Self {
+        let DeviceLoad { kv_blocks_used, kv_blocks_free, steps, busy } = load;
+        Self { steps, busy_ns: busy.nanos(), kv_blocks_used, kv_blocks_free }
+    }
+}
+
+impl From<WorkerReport> for WorkerStatus {
+    fn from(report: WorkerReport) -> Self {
+        Self {
             name: report.name.to_string(),
             ready: report.ready,
             resting: report.resting,
@@ -257,9 +279,15 @@ async fn status(State(state): State<Arc<AdminState>>) -> Response {
             queued: report.queued,
             running: report.running,
             backlog_ns: report.backlog.nanos(),
+            engine: report.load.map(EngineLoad::from),
             health: report.health.map(Health::from),
-        })
-        .collect();
+        }
+    }
+}
+
+/// Answers with the state of each worker.
+async fn status(State(state): State<Arc<AdminState>>) -> Response {
+    let workers = state.worker_reports().into_iter().map(WorkerStatus::from).collect();
     Json(Status { ready: state.readiness().is_ready(), workers }).into_response()
 }
 

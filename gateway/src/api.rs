@@ -75,7 +75,7 @@ pub(crate) async fn generate(api: Api, call: Call, interface: &'static dyn Inter
         caller: Some(call.caller.caller.caller().clone()),
         client: ClientIds::of(call.request.headers()),
     };
-    let mut record = RequestRecord::begin(&api.metrics, tenant.clone());
+    let mut record = RequestRecord::begin(&api.metrics, call.caller.caller.caller().clone());
     record.write_line(&api.access_log, facts);
     let mut record = Some(record);
     let answered = serve(&api, call, interface, &mut record).await;

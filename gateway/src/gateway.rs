@@ -23,7 +23,7 @@ use tollgate_serving::workers::{WorkerEndpoint, WorkerReport};
 use tollgate_serving::{KeyDirectory, Observer, Serving, ServingOptions};
 
 use crate::access_log::AccessLog;
-use crate::admin::{AdminKey, AdminKeyError, AdminRoutes, AdminState, Readiness};
+use crate::admin::{AdminKey, AdminKeyError, AdminRoutes, AdminState, LiveState, Readiness};
 use crate::api::{Api, body_budget};
 use crate::auth::{Authenticator, IssuerError, IssuerOptions, KeyStore};
 use crate::connection_owners::OwnerNumbers;
@@ -157,10 +157,7 @@ impl GatewayService {
 
         // Bound before workers are connected, so that a port in use is found
         // before any work begins.
-        let listen = config.gateway();
-        let options = edge_options::listener(listen);
-        let public = bind(listen.listen, options.clone(), &tls, &metrics)?;
-        let admin = bind(listen.admin_listen, admin_listener(options), &tls, &metrics)?;
+        let (public, admin) = bind_both(&config, &tls, &metrics)?;
 
         let (stopping, draining) = (CancellationToken::new(), CancellationToken::new());
         let serving = Serving::start(ServingOptions {
@@ -196,7 +193,9 @@ impl GatewayService {
             source_penalties,
             metrics,
             bodies,
+            live: LiveState::new(),
             draining,
+            closing: CancellationToken::new(),
         });
         let sources = SourceRing::new(&edge_options::sources(&config.gateway().sources));
         let reads = ReadLimit::by_caller(&config.gateway().reads);
@@ -249,7 +248,7 @@ impl GatewayService {
         // Two tokens, because the admin listener outlasts the public one:
         // probes must see the drain.
         let listeners = TaskTracker::new();
-        let close_admin = CancellationToken::new();
+        let close_admin = state.closing.clone();
         let public_stop =
             ListenerStop { refuse: state.draining.clone(), end: CancellationToken::new() };
         let close_public = public_stop.end.clone();
@@ -366,6 +365,19 @@ impl Gateway {
     }
 }
 
+/// Binds the addresses of the public and of the admin listener.
+fn bind_both(
+    config: &Config,
+    tls: &TlsIdentity,
+    metrics: &Arc<Metrics>,
+) -> Result<(Bound, Bound), GatewayError> {
+    let gateway = config.gateway();
+    let options = edge_options::listener(gateway);
+    let public = bind(gateway.listen, options.clone(), tls, metrics)?;
+    let admin = bind(gateway.admin_listen, admin_listener(options), tls, metrics)?;
+    Ok((public, admin))
+}
+
 /// Binds `address`.
 fn bind(
     address: SocketAddr,
@@ -434,8 +446,8 @@ async fn log_drain(requests: &TaskTracker) -> std::convert::Infallible {
     }
 }
 
-/// Sweeps the source ring, the read limit and the sources' penalties once a
-/// second, which bounds their memory.
+/// Sweeps the source ring, the read limit and the sources' penalties once a second,
+/// which bounds their memory, and records the history of the live view.
 async fn sweep(sources: SourceRing, reads: ReadLimit<ByCaller>, state: Arc<AdminState>) {
     let mut ticks = interval(Duration::from_secs(1));
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -444,6 +456,7 @@ async fn sweep(sources: SourceRing, reads: ReadLimit<ByCaller>, state: Arc<Admin
         sources.sweep();
         reads.sweep();
         state.source_penalties.sweep(state.serving.clock().now());
+        state.record_history();
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::StatusCode;
-use tollgate_domain::TenantId;
+use tollgate_domain::Caller;
 use tollgate_serving::pump::{OnEnd, RequestEnded};
 use tollgate_serving::timings::{FrontTimings, RequestTimings};
 
@@ -17,7 +17,7 @@ use crate::telemetry::{Metrics, Outcome};
 /// future is dropped was left by its client.
 pub(crate) struct RequestRecord {
     metrics: Arc<Metrics>,
-    tenant: TenantId,
+    caller: Caller,
     /// The outcome that a drop counts; `None` once the end is counted.
     if_dropped: Option<Outcome>,
     line: Option<RecordLine>,
@@ -30,10 +30,10 @@ struct RecordLine {
 }
 
 impl RequestRecord {
-    /// Begins the record of a request of `tenant`, which must be one of the config's.
-    pub(crate) fn begin(metrics: &Arc<Metrics>, tenant: TenantId) -> Self {
+    /// Begins the record of a request of `caller`, whose tenant must be one of the config's.
+    pub(crate) fn begin(metrics: &Arc<Metrics>, caller: Caller) -> Self {
         let metrics = Arc::clone(metrics);
-        Self { metrics, tenant, if_dropped: Some(Outcome::Cancelled), line: None }
+        Self { metrics, caller, if_dropped: Some(Outcome::Cancelled), line: None }
     }
 
     /// Makes the record write the line of the access log, too, if the log is on.
@@ -87,7 +87,7 @@ impl RequestRecord {
                 timings,
             }),
         });
-        self.metrics.tenant_used(&self.tenant, &model.class, usage.attributed);
+        self.metrics.tenant_used(&self.caller.tenant, &model.class, usage.attributed);
         let (Some(failure), Some(error)) = (failure, error) else {
             let token = between_tokens(&timings, usage.completion_tokens, job.all_choices());
             self.metrics.answer((&model.name, &model.class), whole(&timings), token);
@@ -109,7 +109,7 @@ impl RequestRecord {
 
     fn count(&mut self, outcome: Outcome, refusal: Option<&ApiError>) {
         self.if_dropped = None;
-        self.metrics.tenant_request(&self.tenant, outcome, refusal);
+        self.metrics.tenant_request(&self.caller, outcome, refusal);
     }
 }
 

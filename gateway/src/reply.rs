@@ -19,7 +19,7 @@ use std::time::Duration;
 use axum::body::{Body, Bytes};
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
-use tollgate_admission::{Offence, Refusal as LimitRefusal};
+use tollgate_admission::{Offence, Refusal as LimitRefusal, Scope};
 use tollgate_serving::event::Failure;
 use tollgate_serving::{Fault, FullQueue, IdempotencyRefusal, Refusal, RequestError};
 
@@ -130,6 +130,11 @@ pub enum ApiError {
         most: u32,
         /// The owner, such as `tenant acme`.
         owner: String,
+    },
+    /// 429: too many streams of the live view are open.
+    LiveStreams {
+        /// Streams at one time.
+        most: u32,
     },
     /// 429: the caller sends too many requests that no plan limits.
     ReadLimit {
@@ -263,6 +268,14 @@ impl ApiError {
             Self::ModelNotFound { .. } => Some("model"),
             Self::Invalid { param, .. } => param.as_deref(),
             Self::ContextLength { param, .. } => Some(param),
+            _ => None,
+        }
+    }
+
+    /// Returns the scope of the limit that refused the request, if a limit did.
+    pub(crate) fn limit_scope(&self) -> Option<&Scope> {
+        match self {
+            Self::Limit(refusal) => Some(&refusal.scope),
             _ => None,
         }
     }

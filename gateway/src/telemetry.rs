@@ -5,6 +5,7 @@
 //! A refusal is a counter, and a log line only in the access log. Prompts, answers and secrets appear
 //! in neither.
 
+mod activity;
 mod devices;
 mod log;
 mod log_line;
@@ -26,10 +27,12 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
-use tollgate_domain::{DeviceClass, DeviceNanos, ModelName, TenantId, Usage, UtcTime};
+use tollgate_domain::{Caller, DeviceClass, DeviceNanos, ModelName, TenantId, Usage, UtcTime};
 use tollgate_edge::ListenerMetrics;
 use tollgate_edge::listener::ConnectionCounts;
 
+use self::activity::Activity;
+pub(crate) use self::activity::{MinuteTotals, RecentRefusal, RequestTotals};
 use self::devices::DeviceMetrics;
 pub(crate) use self::devices::concerns;
 pub use self::log::{LogFormat, LogOptions, log_subscriber};
@@ -60,6 +63,7 @@ pub struct Metrics {
     devices: DeviceMetrics,
     tenants: TenantMetrics,
     refused: RefusalBook,
+    activity: Activity,
     workers: WorkerMetrics,
     state: StateMetrics,
     requests: Family<RequestLabels, Counter>,
@@ -174,7 +178,8 @@ impl Metrics {
             process: ProcessMetrics::new(),
             devices: DeviceMetrics::new(),
             tenants: TenantMetrics::new(),
-            refused: RefusalBook::new(clock),
+            refused: RefusalBook::new(clock.clone()),
+            activity: Activity::new(clock),
             workers: WorkerMetrics::new(),
             state: StateMetrics::new(),
             requests: Family::default(),
@@ -426,18 +431,24 @@ impl Metrics {
         self.host_work_waiting.set(gauge(readings.host_work_waiting));
     }
 
-    /// Counts the end of a request for work. `tenant` must be one of the config's. `refusal` is
-    /// the error of a refused one.
+    /// Counts the end of a request for work of `caller`, whose tenant must be one of the
+    /// config's. `refusal` is the error of a refused one.
     pub(crate) fn tenant_request(
         &self,
-        tenant: &TenantId,
+        caller: &Caller,
         outcome: Outcome,
         refusal: Option<&ApiError>,
     ) {
-        self.tenants.count(tenant, outcome, refusal.map(|error| error.kind().0));
+        self.tenants.count(&caller.tenant, outcome, refusal.map(|error| error.kind().0));
+        self.activity.count(caller, outcome, refusal);
         if let Some(error) = refusal {
-            self.refused.count(tenant, error);
+            self.refused.count(&caller.tenant, error);
         }
+    }
+
+    /// Returns the requests of the moment.
+    pub(crate) fn activity(&self) -> &Activity {
+        &self.activity
     }
 
     /// Returns the refusals of the last hour.
@@ -448,6 +459,7 @@ impl Metrics {
     /// Adds attributed device time of `tenant`, which must be one of the config's.
     pub(crate) fn tenant_used(&self, tenant: &TenantId, class: &DeviceClass, time: DeviceNanos) {
         self.tenants.used(tenant, class, time);
+        self.activity.used(tenant, time);
     }
 
     /// Observes the times of a whole answer. `token` is the mean time between two tokens, if

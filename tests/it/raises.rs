@@ -73,6 +73,23 @@ async fn raise_admits_at_once_and_ends_by_itself() {
     let row: Vec<&str> = shown.lines().nth(1).expect("a row").split_whitespace().collect();
     assert_eq!(row[..4], ["acme", "requests_per_minute", "1", "1"], "{shown}");
     assert!(shown.contains("acme: Limit reached: 1 requests a minute"), "{shown}");
+    let shown = gateway.command(&["tenants", "refused", "--recent"]);
+    let row: Vec<&str> = shown.lines().nth(1).expect("a row").split_whitespace().collect();
+    assert_eq!((row[2], row[4], row[5]), ("acme", "requests_per_minute", "tenant"), "{shown}");
+    assert!(row[6].ends_with('s') && shown.lines().count() == 2, "{shown}");
+    // The end of a request is counted after its answer went out.
+    let mut live = get(&admin, "/v1/live").await.1;
+    while live["totals"]["answered"] != 1 {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        live = get(&admin, "/v1/live").await.1;
+    }
+    assert_eq!(live["totals"]["refused"], 1, "{live}");
+    assert!(
+        live["workers"][0]["engine"]["steps"].as_u64().is_some_and(|steps| steps > 0),
+        "{live}"
+    );
+    let of_acme = &live["tenants"][0]["last_minute"];
+    assert!(of_acme["attributed_ns"].as_u64().is_some_and(|nanos| nanos > 0), "{live}");
     let wanted = json!({ "limits": { "requests_per_minute": 6_000 }, "seconds": 10 });
     let made = Instant::now();
     let (status, raised) = post(&admin, "/v1/tenants/acme/raises", &wanted).await;

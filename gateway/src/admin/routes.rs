@@ -12,7 +12,7 @@ use tower_governor::key_extractor::GlobalKeyExtractor;
 
 use super::actor::{require_admin, require_right};
 use super::{
-    AdminState, admins, checkpoint, healthz, keys, penalties, raises, readyz, reload, scrape,
+    AdminState, admins, checkpoint, healthz, keys, live, penalties, raises, readyz, reload, scrape,
     status, tenants, usage, workers,
 };
 use crate::auth::Right;
@@ -38,6 +38,7 @@ pub(super) fn routes() -> Vec<AdminRoute> {
         open("/readyz", readyz),
         open("/metrics", scrape::metrics),
         get("/v1/status", Read, status),
+        get("/v1/live", Read, live::live),
         get("/audit/checkpoint", Read, checkpoint::newest),
         get("/audit/key", Read, checkpoint::key),
         get("/v1/penalties", Read, penalties::list),
@@ -97,6 +98,7 @@ pub(super) fn label(path: &str) -> &'static str {
         (Some("readyz"), None) => "readyz",
         (Some("metrics"), None) => "metrics",
         (Some("v1"), Some("status")) => "admin_status",
+        (Some("v1"), Some("live")) => "admin_live",
         (Some("v1"), Some("penalties")) => "admin_penalties",
         (Some("v1"), Some("admins")) => "admin_admins",
         (Some("v1"), Some("keys")) => "admin_keys",

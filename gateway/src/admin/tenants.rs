@@ -125,7 +125,7 @@ fn classes(state: &AdminState) -> Vec<DeviceClass> {
 }
 
 impl TenantRow {
-    fn of(tenant: &Tenant, held: Option<HeldRequests>) -> Self {
+    pub(super) fn of(tenant: &Tenant, held: Option<HeldRequests>) -> Self {
         let HeldRequests { running, waiting } = held.unwrap_or_default();
         Self {
             tenant: tenant.name.clone(),

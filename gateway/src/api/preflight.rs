@@ -76,7 +76,7 @@ impl Api {
             && self.config.current().tenant(tenant).is_some()
         {
             // The stack writes the line of the access log.
-            RequestRecord::begin(&self.metrics, tenant.clone()).failed(error);
+            RequestRecord::begin(&self.metrics, caller.caller().clone()).failed(error);
         }
         known
     }

@@ -29,10 +29,11 @@ plan = "open"
 
 /// A running gateway.
 pub(crate) struct RunningGateway {
-    public: SocketAddr,
+    pub(crate) public: SocketAddr,
     pub(crate) admin: SocketAddr,
     pub(crate) data: tempfile::TempDir,
     pub(crate) key: String,
+    keys: KeyStore,
     shutdown: Shutdown,
     tasks: TaskTracker,
 }
@@ -59,7 +60,7 @@ impl RunningGateway {
             data: data.path().to_owned(),
             workers: Vec::new(),
             ledger: Ledger::open(&data.path().join("ledger.db")).unwrap(),
-            keys,
+            keys: keys.clone(),
             clock,
         })
         .await
@@ -68,7 +69,7 @@ impl RunningGateway {
         let (shutdown, tasks) = (Shutdown::default(), TaskTracker::new());
         tasks.spawn(service.run(shutdown.clone(), async {}));
         tasks.close();
-        Self { public, admin, data, key: key.secret.expose().to_owned(), shutdown, tasks }
+        Self { public, admin, data, key: key.secret.expose().to_owned(), keys, shutdown, tasks }
     }
 
     pub(crate) fn admin_key(&self) -> String {
@@ -89,6 +90,24 @@ impl RunningGateway {
         key: Option<&str>,
         body: &str,
     ) -> Answer {
+        let (method, path) = ask;
+        let mut request = Request::builder().method(method).uri(path);
+        if let Some(key) = key {
+            request = request.header(header::AUTHORIZATION, format!("Bearer {key}"));
+        }
+        let request = request.body(Full::<Bytes>::from(body.to_owned())).unwrap();
+        let (parts, body) = self.begin(address, request).await.into_parts();
+        let body = body.collect().await.unwrap().to_bytes();
+        Answer { status: parts.status, body: String::from_utf8(body.to_vec()).unwrap() }
+    }
+
+    /// Sends `request` on a connection of its own and returns the response, whose body may
+    /// still come. The connection ends with the body.
+    pub(crate) async fn begin(
+        &self,
+        address: SocketAddr,
+        mut request: Request<Full<Bytes>>,
+    ) -> http::Response<hyper::body::Incoming> {
         let mut roots = rustls::RootCertStore::empty();
         let authority = std::fs::read(self.data.path().join("tls/ca.pem")).unwrap();
         roots.add(CertificateDer::from_pem_slice(&authority).unwrap()).unwrap();
@@ -105,15 +124,15 @@ impl RunningGateway {
             hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.unwrap();
         let connections = TaskTracker::new();
         connections.spawn(connection);
-        let (method, path) = ask;
-        let mut request = Request::builder().method(method).uri(path).header("host", "localhost");
-        if let Some(key) = key {
-            request = request.header(header::AUTHORIZATION, format!("Bearer {key}"));
-        }
-        let request = request.body(Full::<Bytes>::from(body.to_owned())).unwrap();
-        let (parts, body) = sender.send_request(request).await.unwrap().into_parts();
-        let body = body.collect().await.unwrap().to_bytes();
-        Answer { status: parts.status, body: String::from_utf8(body.to_vec()).unwrap() }
+        request.headers_mut().insert(header::HOST, "localhost".parse().unwrap());
+        sender.send_request(request).await.unwrap()
+    }
+
+    /// Makes a key of `tenant`, as `tollgate keys create` does.
+    pub(crate) fn new_key(&self, tenant: &str) -> String {
+        let tenant = TenantId::new(tenant).unwrap();
+        let key = self.keys.create(&tenant, KeyOptions::default(), Clock::system().utc()).unwrap();
+        key.secret.expose().to_owned()
     }
 
     pub(crate) async fn close(self) {

@@ -56,6 +56,10 @@ impl ApiError {
                  send several requests on one."
             )
             .into(),
+            Self::LiveStreams { most } => format!(
+                "Limit reached: {most} streams of the live view at once. Close another one."
+            )
+            .into(),
             Self::ReadLimit { per_second, retry_after } => format!(
                 "Limit reached: {per_second} read-only requests a second for your key. Try again \
                  in {}.",

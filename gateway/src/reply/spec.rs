@@ -73,6 +73,7 @@ impl ApiError {
             Self::ConnectionLimit { .. } => {
                 rate("connections").retry_after(CONNECTIONS_RETRY).closing()
             }
+            Self::LiveStreams { .. } => rate("live_streams").retry_after(LIVE_STREAMS_RETRY),
             Self::ReadLimit { retry_after, .. } => rate("read_requests").retry_after(*retry_after),
             Self::Penalty { offence, retry_after } => {
                 rate(penalty_kind(*offence)).retry_after(*retry_after)
@@ -177,6 +178,9 @@ const INVALID_KEY: &str = "invalid_api_key";
 
 /// The wait for a connection to become idle, at an unknown time.
 const CONNECTIONS_RETRY: Duration = Duration::from_secs(1);
+
+/// The wait for the end of another stream, at an unknown time.
+const LIVE_STREAMS_RETRY: Duration = Duration::from_secs(5);
 
 /// The wait before a connection is opened again, to another server or to this one
 /// after its restart.

@@ -1,7 +1,7 @@
 //! Bodies and headers of every error.
 
 use http_body_util::BodyExt as _;
-use tollgate_admission::{CapFigures, Figures, Limit, RateFigures, Scope};
+use tollgate_admission::{CapFigures, Figures, Limit, RateFigures};
 use tollgate_domain::{DeviceClass, DeviceNanos, PoolName, Rate, RequestId, TenantId};
 
 use super::*;
@@ -124,6 +124,7 @@ fn every_error() -> Vec<ApiError> {
         ApiError::UnsupportedEncoding { encoding: "zstd".into() },
         ApiError::SourceLimit { per_second: 20, retry_after: Duration::from_millis(50) },
         ApiError::ConnectionLimit { most: 512, owner: "key tg1".to_owned() },
+        ApiError::LiveStreams { most: 16 },
         ApiError::ReadLimit { per_second: 50, retry_after: Duration::from_secs(1) },
         penalty(Offence::Refusals),
         penalty(Offence::FailedAuthentication),

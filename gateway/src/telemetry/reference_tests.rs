@@ -8,7 +8,7 @@ use std::path::Path;
 
 use tollgate_admission::{CapReached, Limit, LimitState, Scope};
 use tollgate_config::Config;
-use tollgate_domain::WorkerName;
+use tollgate_domain::{KeyId, WorkerName};
 use tollgate_serving::settlement::{BlockOutcome, PostedTime};
 use tollgate_serving::workers::DeviceLoad;
 use tollgate_wire::v1;
@@ -58,7 +58,8 @@ pub(super) fn every_metric(format: TextFormat) -> String {
     let config = "[plans.p]\ndevice_time_per_day = \"1h\"\n[tenants.acme]\nplan = \"p\"\n";
     let config = Config::from_toml(Path::new("test.toml"), config).unwrap();
     let acme = TenantId::new("acme").unwrap();
-    metrics.tenant_request(&acme, Outcome::Refused, Some(&ApiError::Draining));
+    let caller = Caller { tenant: acme.clone(), key: KeyId::new("k1").unwrap() };
+    metrics.tenant_request(&caller, Outcome::Refused, Some(&ApiError::Draining));
     metrics.tenant_used(&acme, &class, DeviceNanos(7));
     metrics.block_committed(Duration::from_millis(2));
     let limits = |_: &TenantId| vec![day_cap()];
