@@ -8,7 +8,7 @@ use std::fmt;
 
 use crate::problem::Place;
 use crate::read::{Section, Visited, join};
-use crate::sections::{Gateway, RawModel, Root};
+use crate::sections::{Gateway, Health, RawModel, Root, Worker};
 use crate::show;
 use crate::tree::Table;
 
@@ -55,8 +55,8 @@ impl fmt::Display for Change {
     }
 }
 
-/// The sections of [`Gateway`] that a reload replaces.
-const LIVE_IN_GATEWAY: [&str; 5] = ["access_log", "cors", "deadlines", "penalties", "tls"];
+/// The keys and sections of [`Gateway`] that need a restart.
+const RESTART_IN_GATEWAY: [&str; 3] = ["admin_listen", "idempotency", "listen"];
 
 /// The top-level sections that a reload replaces.
 const LIVE: [&str; 5] = ["auth", "plans", "pools", "prices", "tenants"];
@@ -103,19 +103,24 @@ pub(crate) fn between(old: &Root, new: &Root, tree: &Table) -> Vec<Change> {
 fn is_live(key: &str) -> bool {
     let mut parts = key.split('.');
     let first = parts.next().unwrap_or_default();
-    LIVE.contains(&first)
-        || first == "gateway" && parts.next().is_some_and(|part| LIVE_IN_GATEWAY.contains(&part))
+    match first {
+        "gateway" => !parts.next().is_some_and(|part| RESTART_IN_GATEWAY.contains(&part)),
+        // The library is opened once.
+        "worker" => parts.next() == Some("health") && parts.next() != Some("nvml"),
+        _ => LIVE.contains(&first),
+    }
 }
 
 /// Returns the sections in force after a reload of `new` while `running` is in force: those
 /// of `new` with the parts of `running` that need a restart.
 pub(crate) fn in_force_after(running: &Root, new: &Root) -> Root {
     // Destructured in full, so that a new section is either live or not.
-    let Root { data: _, gateway, worker: _, plans, pools, tenants, models, prices, auth } = new;
+    let Root { data: _, gateway, worker, plans, pools, tenants, models, prices, auth } = new;
     let Gateway {
         listen: _,
         admin_listen: _,
-        tls,
+        idempotency: _,
+        tls: _,
         timeouts: _,
         connections: _,
         sources: _,
@@ -123,25 +128,23 @@ pub(crate) fn in_force_after(running: &Root, new: &Root) -> Root {
         proxies: _,
         http2: _,
         requests: _,
-        deadlines,
-        idempotency: _,
-        penalties,
-        cors,
-        access_log,
+        deadlines: _,
+        penalties: _,
+        cors: _,
+        access_log: _,
     } = gateway;
+    let Gateway { listen, admin_listen, idempotency, .. } = running.gateway.clone();
+    let nvml = running.worker.health.nvml.clone();
     let with_new_plan = |(name, model): (&_, &RawModel)| {
         let plan = models.get(name).map_or_else(|| model.plan.clone(), |new| new.plan.clone());
         let RawModel { path, devices, plan: _ } = model.clone();
         (Clone::clone(name), RawModel { path, devices, plan })
     };
     Root {
-        gateway: Gateway {
-            tls: tls.clone(),
-            deadlines: deadlines.clone(),
-            penalties: penalties.clone(),
-            cors: cors.clone(),
-            access_log: access_log.clone(),
-            ..running.gateway.clone()
+        gateway: Gateway { listen, admin_listen, idempotency, ..gateway.clone() },
+        worker: Worker {
+            health: Health { nvml, ..worker.health.clone() },
+            ..running.worker.clone()
         },
         plans: plans.clone(),
         pools: pools.clone(),

@@ -94,6 +94,19 @@ fn difference_names_key_values_place_and_effect() {
         ],
     );
     check(
+        (
+            "[models.tollgate-demo]",
+            "[gateway.idempotency]\nkept = \"2h\"\n[gateway.timeouts]\nidle = \"7s\"\n\
+             [worker.health]\nhot = 90\nnvml = \"nvml.so\"\n[models.tollgate-demo]",
+        ),
+        &[
+            "gateway.idempotency.kept: \"1d\" -> \"2h\" (tollgate.toml:15, restart)",
+            "gateway.timeouts.idle: \"1m\" -> \"7s\" (tollgate.toml:17, live)",
+            "worker.health.hot: 85 -> 90 (tollgate.toml:19, live)",
+            "worker.health.nvml: not set -> \"nvml.so\" (tollgate.toml:20, restart)",
+        ],
+    );
+    check(
         ("127.0.0.1:8443", "127.0.0.1:9000"),
         &["gateway.listen: \"127.0.0.1:8443\" -> \"127.0.0.1:9000\" (tollgate.toml:3, restart)"],
     );
@@ -109,7 +122,7 @@ fn reload_applies_live_keys_and_keeps_others() {
         .replace("127.0.0.1:8443", "127.0.0.1:9000")
         .replace(
             "[models.tollgate-demo]",
-            "[gateway.deadlines]\nqueue = \"7s\"\n[worker]\nthreads = 3",
+            "[gateway.deadlines]\nqueue = \"7s\"\n[worker]\nthreads = 3\n[worker.health]\nhot = 90",
         );
     file.write(&text);
     let reload = running.reload().expect("it is a config");
@@ -118,7 +131,8 @@ fn reload_applies_live_keys_and_keeps_others() {
     assert_eq!(team.limits.concurrent, Some(8));
     assert_eq!(config.gateway().deadlines.queue.as_secs(), 7);
     assert_eq!(config.gateway().listen, running.gateway().listen);
-    assert_eq!(config.worker(), running.worker());
+    assert_eq!(config.worker().threads, running.worker().threads);
+    assert_eq!(config.worker().health.hot, 90);
     assert_eq!(config.revision(), running.revision() + 1);
     assert_ne!(config.loaded().files_sha256, running.loaded().files_sha256);
     // The second reload finds only the keys that wait for the restart.

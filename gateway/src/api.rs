@@ -297,13 +297,13 @@ fn parse(
     interface.parse(json::text(body, limits.json_depth)?, &request_limits(limits))
 }
 
-/// Returns the budget for bodies. One body of the largest size always fits.
-pub(crate) fn body_budget(config: &tollgate_config::RequestLimits) -> BodyBudget {
+/// Returns the sizes of the budget for bodies. One body of the largest size always fits.
+pub(crate) fn body_budget_options(config: &tollgate_config::RequestLimits) -> BodyBudgetOptions {
     let per_owner = config.body_memory_per_tenant.max(config.body).0;
     // Half, so that one tenant of a pool leaves room to the others.
     let per_pooled_tenant = (per_owner / 2).max(config.body.0);
     let total = config.body_memory.0.max(per_owner);
-    BodyBudget::new(BodyBudgetOptions { per_pooled_tenant, per_owner, total })
+    BodyBudgetOptions { per_pooled_tenant, per_owner, total }
 }
 
 /// Returns the bounds that a request's fields must keep.

@@ -12,8 +12,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tollgate_admission::{Admission, AdmissionOptions};
 use tollgate_config::{Config, LiveConfig};
-use tollgate_edge::listener::{ConnectionLimitOptions, ListenerMetrics, ListenerStop};
-use tollgate_edge::source::{Proxies, SourceRing};
+use tollgate_edge::listener::{ListenerMetrics, ListenerStop};
 use tollgate_edge::tls::{TlsError, TlsIdentity, TlsSource};
 use tollgate_edge::{Listener, ListenerOptions};
 use tollgate_ledger::{LedgerError, LedgerHandle};
@@ -24,12 +23,12 @@ use tollgate_serving::{KeyDirectory, Observer, Serving, ServingOptions};
 
 use crate::access_log::AccessLog;
 use crate::admin::{AdminKey, AdminKeyError, AdminRoutes, AdminState, LiveState, Readiness};
-use crate::api::{Api, body_budget};
+use crate::api::Api;
 use crate::auth::{Authenticator, IssuerError, IssuerOptions, KeyStore};
 use crate::connection_owners::OwnerNumbers;
 use crate::cors::Cors;
+use crate::doors::{Doors, LargestBody, RequestDoors, admin_listener};
 use crate::raises::{self, RaiseFileError};
-use crate::read_limit::{ByCaller, ReadLimit};
 use crate::reload::{ReloadParts, Reloader};
 use crate::routes::PublicRoutes;
 use crate::source_penalties::SourcePenalties;
@@ -113,9 +112,7 @@ pub struct Gateway {
 pub struct GatewayService {
     state: Arc<AdminState>,
     authenticator: Authenticator,
-    sources: SourceRing,
-    reads: ReadLimit<ByCaller>,
-    config: Arc<Config>,
+    doors: RequestDoors,
     live: LiveConfig,
     access_log: AccessLog,
     public: Bound,
@@ -173,7 +170,7 @@ impl GatewayService {
         });
         let source_penalties =
             SourcePenalties::new(&config.gateway().penalties, Arc::clone(&metrics));
-        let bodies = body_budget(&config.gateway().requests);
+        let doors = RequestDoors::new(config.gateway());
         let access_log = AccessLog::new(live.clone(), serving.clock().clone());
         let reloader = Reloader::new(ReloadParts {
             config: live.clone(),
@@ -183,6 +180,11 @@ impl GatewayService {
             authenticator: authenticator.clone(),
             tls,
             metrics: Arc::clone(&metrics),
+            doors: Doors {
+                public: public.listener.control(),
+                admin: admin.listener.control(),
+                requests: doors.clone(),
+            },
             raises: ArcSwap::from_pointee(raises),
         });
         let state = Arc::new(AdminState {
@@ -192,25 +194,12 @@ impl GatewayService {
             reloader,
             source_penalties,
             metrics,
-            bodies,
+            bodies: doors.bodies.clone(),
             live: LiveState::new(),
             draining,
             closing: CancellationToken::new(),
         });
-        let sources = SourceRing::new(&edge_options::sources(&config.gateway().sources));
-        let reads = ReadLimit::by_caller(&config.gateway().reads);
-        Ok(Self {
-            state,
-            authenticator,
-            sources,
-            reads,
-            config,
-            live,
-            access_log,
-            public,
-            admin,
-            stopping,
-        })
+        Ok(Self { state, authenticator, doors, live, access_log, public, admin, stopping })
     }
 
     /// Returns the address of the API.
@@ -241,10 +230,9 @@ impl GatewayService {
     /// `end_workers` runs between the last request and the last read of the
     /// workers' journals: workers that it ends hand over their last blocks.
     pub async fn run(self, shutdown: Shutdown, end_workers: impl Future<Output = ()>) {
-        let drain = self.config.gateway().timeouts.drain;
         let public_stack = self.public_stack();
         let admin_stack = self.admin_stack();
-        let Self { state, authenticator, sources, reads, public, admin, stopping, .. } = self;
+        let Self { state, authenticator, doors, live, public, admin, stopping, .. } = self;
         // Two tokens, because the admin listener outlasts the public one:
         // probes must see the drain.
         let listeners = TaskTracker::new();
@@ -258,7 +246,7 @@ impl GatewayService {
         let upkeep = TaskTracker::new();
         let end_upkeep = CancellationToken::new();
         upkeep.spawn(authenticator.clone().follow_changes(end_upkeep.clone()));
-        let swept = sweep(sources, reads, Arc::clone(&state));
+        let swept = sweep(doors, Arc::clone(&state));
         upkeep.spawn(end_upkeep.clone().run_until_cancelled_owned(swept));
         let followed = state.reloader.clone().follow_files();
         upkeep.spawn(end_upkeep.clone().run_until_cancelled_owned(followed));
@@ -275,6 +263,7 @@ impl GatewayService {
         state.draining.cancel();
         let requests = state.serving.tasks();
         requests.close();
+        let drain = live.current().gateway().timeouts.drain;
         tracing::info!(
             requests = requests.len(),
             seconds = drain.as_secs(),
@@ -327,27 +316,26 @@ impl GatewayService {
             bodies: self.state.bodies.clone(),
             draining: self.state.draining.clone(),
         };
-        let routes = PublicRoutes::new(api, &self.reads);
+        let routes = PublicRoutes::new(api, &self.doors.reads);
         let options = StackOptions {
             metrics: Arc::clone(&self.state.metrics),
             access_log: self.access_log.clone(),
-            sources: Some(self.sources.clone()),
+            sources: Some(self.doors.sources.clone()),
             cors: Some(Cors::new(self.live.clone())),
-            largest_body: self.config.gateway().requests.body.0,
+            largest_body: self.doors.largest_body.clone(),
         };
         Stack::new(routes, options, self.state.serving.clock().clone())
     }
 
     /// Builds the service behind the admin listener.
     fn admin_stack(&self) -> Arc<Stack<AdminRoutes>> {
-        let limit = ReadLimit::of_admins(&self.config.gateway().reads);
-        let routes = AdminRoutes::new(Arc::clone(&self.state), &limit);
+        let routes = AdminRoutes::new(Arc::clone(&self.state), &self.doors.admin_reads);
         let options = StackOptions {
             metrics: Arc::clone(&self.state.metrics),
             access_log: self.access_log.clone(),
             sources: None,
             cors: None,
-            largest_body: ADMIN_BODY,
+            largest_body: LargestBody::new(ADMIN_BODY),
         };
         Stack::new(routes, options, self.state.serving.clock().clone())
     }
@@ -393,16 +381,6 @@ fn bind(
     Ok(Bound { listener, address })
 }
 
-/// Returns the options of the admin listener: few connections, short drain.
-fn admin_listener(options: ListenerOptions) -> ListenerOptions {
-    let connection_limits =
-        ConnectionLimitOptions { connections: ADMIN_CONNECTIONS, ..options.connection_limits };
-    // No proxy stands in front of this listener: probes and admins connect
-    // directly.
-    let proxies = Proxies::default();
-    ListenerOptions { name: "admin", connection_limits, proxies, drain: ADMIN_DRAIN, ..options }
-}
-
 /// Counts the spending of this day and month, before the first request, so that no cap starts
 /// empty.
 fn start_limits(limits: &Limits, ledger: &LedgerHandle, clock: &Clock) -> Result<(), GatewayError> {
@@ -446,15 +424,14 @@ async fn log_drain(requests: &TaskTracker) -> std::convert::Infallible {
     }
 }
 
-/// Sweeps the source ring, the read limit and the sources' penalties once a second,
-/// which bounds their memory, and records the history of the live view.
-async fn sweep(sources: SourceRing, reads: ReadLimit<ByCaller>, state: Arc<AdminState>) {
+/// Sweeps the limits on requests and the sources' penalties once a second, which bounds
+/// their memory, and records the history of the live view.
+async fn sweep(doors: RequestDoors, state: Arc<AdminState>) {
     let mut ticks = interval(Duration::from_secs(1));
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
-        sources.sweep();
-        reads.sweep();
+        doors.sweep();
         state.source_penalties.sweep(state.serving.clock().now());
         state.record_history();
     }
@@ -462,12 +439,6 @@ async fn sweep(sources: SourceRing, reads: ReadLimit<ByCaller>, state: Arc<Admin
 
 /// Interval between two reports on a drain.
 const DRAIN_REPORT: Duration = Duration::from_secs(5);
-
-/// Most connections of the admin listener.
-const ADMIN_CONNECTIONS: usize = 256;
-
-/// Time in which admin requests must end when the gateway stops.
-const ADMIN_DRAIN: Duration = Duration::from_secs(1);
 
 /// Bytes of the largest body of an admin request.
 const ADMIN_BODY: u64 = 64 * 1024;

@@ -24,6 +24,7 @@ pub mod telemetry;
 
 mod connection_owners;
 mod cors;
+mod doors;
 mod edge_options;
 pub mod gateway;
 

@@ -21,6 +21,7 @@ use tollgate_ledger::LedgerError;
 use tollgate_serving::{Serving, with_causes};
 
 use crate::auth::{Authenticator, IssuerError, PreparedIssuers};
+use crate::doors::Doors;
 use crate::gateway::{issuers, tls_source};
 use crate::raises::{RaisedLimit, apply as with_raises};
 use crate::source_penalties::SourcePenalties;
@@ -45,6 +46,8 @@ pub(crate) struct ReloadParts {
     pub(crate) authenticator: Authenticator,
     pub(crate) tls: TlsIdentity,
     pub(crate) metrics: Arc<Metrics>,
+    /// The limits in front of requests.
+    pub(crate) doors: Doors,
     /// Kept apart from the config, whose files do not have them.
     pub(crate) raises: ArcSwap<Vec<RaisedLimit>>,
 }
@@ -305,6 +308,8 @@ impl ReloadParts {
         let penalties = &new.gateway().penalties;
         self.serving.penalties().set_terms(penalties);
         self.source_penalties.set_terms(penalties);
+        self.doors.adopt(new.gateway());
+        self.serving.workers().set_health(&new.worker().health);
         if let Some(certificate) = certificate {
             self.tls.renew(certificate);
         }

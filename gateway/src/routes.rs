@@ -9,7 +9,6 @@ use std::task::{Context, Poll};
 use axum::body::Body;
 use axum::extract::Request;
 use axum::response::{IntoResponse, Response};
-use governor::middleware::NoOpMiddleware;
 use http::{HeaderValue, Method, StatusCode, header};
 use http_body::Body as _;
 use percent_encoding::percent_decode_str;
@@ -17,12 +16,11 @@ use tollgate_domain::{Caller, MonotonicTime, RequestId};
 use tollgate_edge::Peer;
 use tollgate_openai::{CHAT, COMPLETIONS};
 use tower::{Layer as _, Service, ServiceExt as _};
-use tower_governor::governor::Governor;
 
 use crate::api::{self, Api, Call, KnownCaller, RouteKind, limits, models, usage};
 use crate::auth::Endpoint;
 use crate::cors::{self, Cors};
-use crate::read_limit::{ByCaller, ReadLimit};
+use crate::read_limit::{ByCaller, ReadLimit, ReadLimited};
 use crate::reply::ApiError;
 use crate::stack::Routes;
 
@@ -158,7 +156,7 @@ impl RouteMethod {
 pub(crate) struct PublicRoutes {
     api: Api,
     /// The dispatch to read-only routes, behind their rate.
-    read_only: Governor<ByCaller, NoOpMiddleware, ReadOnlyDispatch, Body>,
+    read_only: ReadLimited<ByCaller, ReadOnlyDispatch>,
     cors: Cors,
 }
 

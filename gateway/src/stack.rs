@@ -22,6 +22,7 @@ use crate::Clock;
 use crate::access_log::{AccessEnd, AccessFacts, AccessLog, ClientIds};
 use crate::auth::shows_token;
 use crate::cors::{Cors, CorsHeaders};
+use crate::doors::LargestBody;
 use crate::reply::{ApiError, ErrorKind};
 use crate::telemetry::Metrics;
 
@@ -74,8 +75,8 @@ pub(crate) struct StackOptions {
     pub(crate) sources: Option<SourceRing>,
     /// `None` on the admin listener, which no web page may call.
     pub(crate) cors: Option<Cors>,
-    /// Bytes of the largest body of any route.
-    pub(crate) largest_body: u64,
+    /// The size of the largest body of any route.
+    pub(crate) largest_body: LargestBody,
 }
 
 /// The service behind a listener: its routes, and the steps before and after
@@ -151,7 +152,7 @@ impl<R: Routes> Stack<R> {
                 });
                 response.headers_mut().insert(REQUEST_ID, id_header);
                 cors.write(response.headers_mut());
-                let unwanted = UnwantedBody::of(request, *largest_body);
+                let unwanted = UnwantedBody::of(request, largest_body.bytes());
                 HeadVerdict::Refused(RefusedHead { response, unwanted })
             }
             Ok(target) => {
@@ -194,7 +195,7 @@ impl<R: Routes> Stack<R> {
         let StackOptions { sources, largest_body, .. } = &self.options;
         // Nothing dearer than a lookup may come before the source ring.
         in_ring(sources.as_ref(), request.headers(), peer)?;
-        check_body_and_host(request, *largest_body)?;
+        check_body_and_host(request, largest_body.bytes())?;
         self.routes.check_head(request, peer, now)
     }
 
@@ -219,7 +220,7 @@ impl<R: Routes> Stack<R> {
         let Passed { request, target, label, began, id, id_header, access, cors } = passed;
         // Created before the handler runs, so refusals and panics are counted.
         let in_flight = InFlight::begin(metrics);
-        let (request, unread) = lend(request, *largest_body);
+        let (request, unread) = lend(request, largest_body.bytes());
         let request = request.map(|body| body.map_or_else(Body::empty, Body::new));
         let mut response = self.route(target, request, id).await;
         // Bytes that no handler has read must not be read as the next request.

@@ -12,6 +12,7 @@ use tempfile::TempDir;
 use tollgate_ledger::{EnergyBalance, Ledger};
 use tollgate_loadtest::client::Connection;
 
+use crate::reload::put_in_force;
 use crate::support::{self, Tollgate, get, post};
 
 /// The values of a healthy GPU.
@@ -187,6 +188,30 @@ async fn unhealthy_device_gets_no_work_until_healthy() {
         assert!(metrics.contains(line), "{line} is missing in:\n{metrics}");
     }
     assert_eq!(gateway.stop(), Some(0));
+}
+
+/// A reload changes the temperature from which the device rests, also for a worker that
+/// starts again.
+#[tokio::test]
+async fn reload_applies_thresholds_to_running_workers() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let gpu = StandIn::build(&folder);
+    let config = config(r#"["cuda:one"]"#, &gpu.library, &folder.path().join("locks"));
+    let gateway = Tollgate::with_config(&config);
+    let admin = gateway.connect_admin().await;
+    let rests =
+        |is: bool| move |worker: &Value| worker["health"]["rests"] == is && worker["ready"] == !is;
+    until(&admin, "well", rests(false)).await;
+    // The device has 60 degrees.
+    let cautious = config.replace("well_for", "hot = 55\ncooled = 50\nwell_for");
+    put_in_force(&gateway, &admin, &cautious).await;
+    until(&admin, "too hot for the new threshold", rests(true)).await;
+    let [worker] = gateway.workers()[..] else { panic!("one worker") };
+    support::signal(worker, "KILL");
+    until(&admin, "lost", |worker| worker["health"].is_null()).await;
+    until(&admin, "too hot after its restart", rests(true)).await;
+    put_in_force(&gateway, &admin, &config).await;
+    until(&admin, "well again", rests(false)).await;
 }
 
 /// Sends a request and waits until its end is in the ledger.

@@ -13,6 +13,8 @@ use tollgate_loadtest::client::{Connection, Protocol, Target};
 use crate::support::{self, Tollgate, get, post, read, signal};
 
 const BASE: &str = r#"
+[gateway.idempotency]
+keys_per_tenant = 1_000
 [gateway.reads]
 requests_per_second = 10_000
 request_burst = 100_000
@@ -41,7 +43,7 @@ fn ask(max_tokens: u32) -> Value {
     })
 }
 
-fn write(gateway: &Tollgate, text: &str) {
+pub(crate) fn write(gateway: &Tollgate, text: &str) {
     // Replaced in one step: a reload must not read half a file.
     let draft = gateway.config().with_extension("draft");
     fs::write(&draft, text).expect("writes the config");
@@ -53,7 +55,7 @@ async fn reload(admin: &Connection) -> (u16, Value) {
 }
 
 /// Reloads `text` as the config, and asserts that it is in force.
-async fn put_in_force(gateway: &Tollgate, admin: &Connection, text: &str) {
+pub(crate) async fn put_in_force(gateway: &Tollgate, admin: &Connection, text: &str) {
     write(gateway, text);
     let (answer, report) = reload(admin).await;
     assert_eq!((answer, &report["applied"]), (200, &json!(true)), "{report}");
@@ -142,16 +144,19 @@ async fn reload_lists_restart_keys_without_effect() {
     let gateway = Tollgate::with_config(BASE);
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
     let admin = gateway.connect_admin().await;
-    let text = BASE.replace("[gateway.reads]", "[gateway.requests]\nmessages = 1\n[gateway.reads]");
+    let text = BASE.replace("keys_per_tenant = 1_000", "keys_per_tenant = 1");
     write(&gateway, &format!("{text}[plans.unused]\nconcurrent = 3\n"));
     let (answer, report) = reload(&admin).await;
     assert_eq!(answer, 200, "{report}");
-    assert_eq!(difference(&admin).await, ["gateway.requests.messages restart"]);
-    let two = json!({ "model": "tollgate-demo", "max_tokens": 1, "messages": [
-        { "role": "user", "content": "a" }, { "role": "assistant", "content": "b" },
-        { "role": "user", "content": "c" },
-    ]});
-    assert_eq!(post(&connection, CHAT, &two).await.0, 200);
+    assert_eq!(difference(&admin).await, ["gateway.idempotency.keys_per_tenant restart"]);
+    let with_key = async |connection: &Connection, key: &'static str| {
+        let mut headers = http::HeaderMap::new();
+        headers.insert("idempotency-key", http::HeaderValue::from_static(key));
+        let answer = connection.post_with(CHAT, ask(1).to_string().into(), headers).await;
+        read(answer.expect("answers")).await.0
+    };
+    assert_eq!(with_key(&connection, "first").await, 200);
+    assert_eq!(with_key(&connection, "second").await, 200);
     // The control: after a restart the key has its effect.
     let gateway = {
         let mut gateway = gateway;
@@ -159,7 +164,104 @@ async fn reload_lists_restart_keys_without_effect() {
         gateway.restart()
     };
     let connection = gateway.connect(&gateway.key("acme", &[])).await;
-    assert_eq!(post(&connection, CHAT, &two).await.0, 400);
+    assert_eq!(with_key(&connection, "third").await, 429);
+}
+
+/// Limits of requests hold for the next request, also on connections that are open.
+#[tokio::test]
+async fn reload_applies_limits_of_requests() {
+    let gateway = Tollgate::with_config(BASE);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    let admin = gateway.connect_admin().await;
+    let mut two = ask(1);
+    two["messages"] =
+        json!([{ "role": "user", "content": "a" }, { "role": "user", "content": "b" }]);
+    let mut large = ask(1);
+    large["messages"][0]["content"] = json!("a ".repeat(1_000));
+    let answers = async || {
+        let mut answers = Vec::new();
+        for body in [&two, &large] {
+            answers.push(post(&connection, CHAT, body).await.0);
+        }
+        for _ in 0..3 {
+            answers.push(get(&connection, "/v1/models").await.0);
+        }
+        answers
+    };
+    assert_eq!(answers().await, [200; 5]);
+    let more = "[gateway.requests]\nmessages = 1\nbody = \"1KiB\"\n";
+    let text = BASE.replace("request_burst = 100_000", "request_burst = 2");
+    let text = text.replace("per_second = 10_000\nrequest", "per_second = 1\nrequest");
+    put_in_force(&gateway, &admin, &format!("{text}{more}")).await;
+    assert_eq!(answers().await[..4], [400, 413, 200, 200]);
+    // The rate may have given back one request by now, and not two.
+    let reads = [get(&connection, "/v1/models").await.0, get(&connection, "/v1/models").await.0];
+    assert!(reads.contains(&429), "{reads:?}");
+    // A source's rate binds all its requests.
+    put_in_force(&gateway, &admin, &format!("{BASE}{SLOW_SOURCE}")).await;
+    let asked = [status(&connection).await, status(&connection).await, status(&connection).await];
+    assert!(asked[0] == 200 && asked.contains(&429), "{asked:?}");
+    put_in_force(&gateway, &admin, BASE).await;
+    assert_eq!(answers().await, [200; 5]);
+}
+
+/// A rate of one request a second for each source, with a burst of one.
+const SLOW_SOURCE: &str = "[gateway.sources]\nrequests_per_second = 1\nrequest_burst = 1\n";
+
+/// Limits of connections hold for the next connection; open ones keep their timeouts.
+#[tokio::test]
+async fn reload_applies_limits_of_connections() {
+    let gateway = Tollgate::with_config(BASE);
+    let key = gateway.key("acme", &[]);
+    let target = gateway.target(&key).from_source([127, 5, 0, 1].into());
+    let connect = async || target.connect(Protocol::Http1).await.expect("connects");
+    let admin = gateway.connect_admin().await;
+    let kept = connect().await;
+    assert_eq!(status(&kept).await, 200);
+    let hurried = "[gateway.timeouts]\nidle = \"300ms\"\n";
+    reload_with(&gateway, &admin, hurried).await;
+    let closed = connect().await;
+    assert_eq!(status(&closed).await, 200);
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert!(closed.post(CHAT, ask(1).to_string().into()).await.is_err(), "idle for too long");
+    assert_eq!(status(&kept).await, 200, "an earlier connection keeps its deadline");
+    // A tenant's bound counts the connections that are open.
+    let narrow = BASE.replace("new_burst = 10_000", "new_burst = 10_000\nper_tenant = 1");
+    put_in_force(&gateway, &admin, &narrow).await;
+    let second = connect().await;
+    let mut streamed = ask(900);
+    streamed["stream"] = json!(true);
+    streamed["ignore_eos"] = json!(true);
+    // A connection with a request is not idle, so it does not give way.
+    let running = kept.post(CHAT, streamed.to_string().into()).await.expect("answers");
+    assert_eq!(running.status(), 200);
+    let (refused, body) = post(&second, CHAT, &ask(1)).await;
+    assert_eq!((refused, &body["error"]["code"]), (429, &json!("rate_limit_exceeded")), "{body}");
+    put_in_force(&gateway, &admin, BASE).await;
+    assert_eq!(status(&connect().await).await, 200);
+    drop(running);
+}
+
+/// A drain lasts as long as the config in force says, also on earlier connections.
+#[tokio::test]
+async fn reload_applies_drain() {
+    let config =
+        format!("{BASE}[worker]\nengine = \"synthetic\"\n[worker.synthetic]\nstep = \"200ms\"\n");
+    let mut gateway = Tollgate::with_config(&config);
+    let connection = gateway.connect(&gateway.key("acme", &[])).await;
+    let admin = gateway.connect_admin().await;
+    let mut stream = ask(1_000);
+    stream["stream"] = json!(true);
+    let running = connection.post(CHAT, stream.to_string().into()).await.expect("answers");
+    assert_eq!(running.status(), 200);
+    let short = "[gateway.timeouts]\ndrain = \"1s\"\n";
+    put_in_force(&gateway, &admin, &format!("{config}{short}")).await;
+    // The request would run for minutes, and the drain was 30 s.
+    let started = Instant::now();
+    let reading = tokio::spawn(running.into_body().collect());
+    assert_eq!(gateway.stop(), Some(0));
+    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+    let _ = reading.await;
 }
 
 #[tokio::test]
@@ -178,7 +280,7 @@ async fn reload_with_mistakes_changes_nothing() {
     let mistakes = body["error"]["mistakes"].as_array().expect("mistakes");
     let lines: Vec<&str> = mistakes.iter().filter_map(Value::as_str).collect();
     assert_eq!(lines.len(), 2, "{lines:?}");
-    assert!(lines[0].contains("tollgate.toml:10: plans.open.concurrent: "), "{lines:?}");
+    assert!(lines[0].contains("tollgate.toml:12: plans.open.concurrent: "), "{lines:?}");
     assert!(lines[1].contains("tenants.acme.pool: unknown pool \"gone\""), "{lines:?}");
     assert_eq!(metric(&admin, "tollgate_config_ok").await, 0.0);
     assert_eq!(status(&connection).await, 200);
@@ -202,11 +304,11 @@ fn config_commands_show_difference_of_running_gateway() {
         |action, run: fn(&[&str]) -> String| run(&words(action).each_ref().map(String::as_str));
     assert_eq!(run("diff", support::command), "no key differs from the config in force\n");
     // A key that needs a restart, because a live one is soon in force by itself.
-    write(&gateway, &BASE.replace("= 100_000\n[gateway.conn", "= 99_999\n[gateway.conn"));
+    write(&gateway, &BASE.replace("keys_per_tenant = 1_000", "keys_per_tenant = 999"));
     let shown = run("diff", support::command);
-    assert!(shown.starts_with("restart gateway.reads.request_burst  "), "{shown}");
+    assert!(shown.starts_with("restart gateway.idempotency.keys_per_tenant  "), "{shown}");
     assert!(
-        shown.ends_with("\n        100000 -> 99999\n0 changes live, 1 after a restart\n"),
+        shown.ends_with("\n        1000 -> 999\n0 changes live, 1 after a restart\n"),
         "{shown}"
     );
     assert!(shown.lines().all(|line| line.chars().count() <= 80), "{shown}");

@@ -143,6 +143,11 @@ impl Health {
         }
     }
 
+    /// Compares later readings with `thresholds`. What was found so far is kept.
+    pub(crate) fn set_thresholds(&mut self, thresholds: Thresholds) {
+        self.thresholds = thresholds;
+    }
+
     /// Returns the concerns about these readings; `None` means that the device does
     /// not answer. `worked` is true if a step of this worker ran since the last
     /// call.

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -14,6 +14,7 @@ use std::time::Duration;
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 use serde::{Deserialize, Serialize};
+use tollgate_domain::MonotonicTime;
 use tollgate_engine::{Clock, EngineHandle};
 use tollgate_wire::v1;
 
@@ -36,6 +37,76 @@ pub struct HealthOptions {
 impl Default for HealthOptions {
     fn default() -> Self {
         Self { nvml: None, every: Duration::from_secs(5), thresholds: Thresholds::default() }
+    }
+}
+
+/// The terms of the health checks, which the gateway may change. Clones share them.
+#[derive(Clone, Debug)]
+pub(crate) struct HealthTerms {
+    shared: Arc<Mutex<CheckTerms>>,
+}
+
+/// The time between two checks, and the thresholds of a healthy device.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct CheckTerms {
+    every: Duration,
+    thresholds: Thresholds,
+}
+
+impl HealthTerms {
+    /// Makes the terms with which the worker was started.
+    pub(crate) fn new(options: &HealthOptions) -> Self {
+        let HealthOptions { nvml: _, every, thresholds } = options.clone();
+        Self { shared: Arc::new(Mutex::new(CheckTerms { every, thresholds })) }
+    }
+
+    /// Puts `terms` in force within [`LONGEST_PAUSE`].
+    pub(crate) fn set(&self, terms: CheckTerms) {
+        *self.lock() = terms;
+    }
+
+    fn current(&self) -> CheckTerms {
+        self.lock().clone()
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, CheckTerms> {
+        // Every change is one assignment.
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// An error for terms without a time between two checks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("every_ns is zero: the health checks need a time between them")]
+pub(crate) struct InvalidTerms;
+
+impl TryFrom<v1::HealthTerms> for CheckTerms {
+    type Error = InvalidTerms;
+
+    fn try_from(terms: v1::HealthTerms) -> Result<Self, InvalidTerms> {
+        let v1::HealthTerms {
+            every_ns,
+            hot_celsius,
+            cooled_celsius,
+            well_for_ns,
+            busy_percent,
+            busy_for_ns,
+            memory_percent,
+            leak_bytes,
+        } = terms;
+        if every_ns == 0 {
+            return Err(InvalidTerms);
+        }
+        let thresholds = Thresholds {
+            hot: hot_celsius,
+            cooled: cooled_celsius,
+            well_for: Duration::from_nanos(well_for_ns),
+            busy: busy_percent,
+            busy_for: Duration::from_nanos(busy_for_ns),
+            memory: memory_percent,
+            leak: leak_bytes,
+        };
+        Ok(Self { every: Duration::from_nanos(every_ns), thresholds })
     }
 }
 
@@ -63,8 +134,8 @@ impl LatestHealth {
 }
 
 /// Opens NVML. Returns `None` and logs a warning if that fails.
-fn open(options: &HealthOptions) -> Option<Nvml> {
-    nvml::open(options.nvml.as_deref())
+fn open(library: Option<&Path>) -> Option<Nvml> {
+    nvml::open(library)
         .inspect_err(|error| {
             tracing::warn!(%error, "cannot open NVML; the device's health is not monitored");
         })
@@ -73,7 +144,9 @@ fn open(options: &HealthOptions) -> Option<Nvml> {
 
 /// The parts that a monitor is made of.
 pub(crate) struct MonitorParts {
-    pub(crate) options: HealthOptions,
+    /// The path of the NVML library; `None` means the driver's usual name.
+    pub(crate) nvml: Option<PathBuf>,
+    pub(crate) terms: HealthTerms,
     pub(crate) uuid: String,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) health: LatestHealth,
@@ -97,10 +170,10 @@ impl Monitor {
         let is_metered = parts.meter.is_some();
         let thread = std::thread::Builder::new().name("health".to_owned());
         thread.spawn(move || {
-            let Some(nvml) = open(&parts.options) else { return };
+            let Some(nvml) = open(parts.nvml.as_deref()) else { return };
             let Some(found) = find_device(&nvml, &parts.uuid) else { return };
             if let Some(engine) = read_until(found.as_ref(), &parts, &engines, &send_first) {
-                let health = Health::new(parts.options.thresholds.clone());
+                let health = Health::new(parts.terms.current().thresholds);
                 let checks = Checks { parts, engine, health, steps: 0, concerns: BTreeSet::new() };
                 checks.run(&nvml, found, &engines);
             }
@@ -162,6 +235,9 @@ fn store_energy(meter: &Meter, device: &MonitoredDevice<'_>, clock: &dyn Clock) 
     meter.store(at, device.energy());
 }
 
+/// The longest wait between two looks at the terms.
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
 /// The state of the monitor's thread.
 struct Checks {
     parts: MonitorParts,
@@ -180,17 +256,19 @@ impl Checks {
         mut watched: Option<MonitoredDevice<'nvml>>,
         gone: &Receiver<EngineHandle>,
     ) {
-        let every = self.parts.options.every;
         // The energy counter must be read much more often than the health.
-        let pace = if self.parts.meter.is_some() { every.min(READ_EVERY) } else { every };
+        let pace = if self.parts.meter.is_some() { READ_EVERY } else { LONGEST_PAUSE };
         let clock = Arc::clone(&self.parts.clock);
-        let mut due = clock.now();
+        let mut checked = None;
         loop {
             let now = clock.now();
-            if now >= due {
+            let CheckTerms { every, thresholds } = self.parts.terms.current();
+            if checked.is_none_or(|at: MonotonicTime| now >= at.after(every)) {
+                self.health.set_thresholds(thresholds);
                 watched = self.check(nvml, watched.take());
-                due = now.after(every);
+                checked = Some(now);
             }
+            let due = checked.unwrap_or(now).after(every);
             match (&self.parts.meter, &watched) {
                 (Some(meter), Some(device)) => store_energy(meter, device, &*clock),
                 // An old value would count as a reading of the lost device.

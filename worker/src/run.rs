@@ -28,7 +28,7 @@ use crate::calibration::{self, Calibrated};
 use crate::energy::Meter;
 use crate::journal::{Journal, JournalOptions, OsDisk, Tail};
 use crate::load::{self, Loaded};
-use crate::monitor::{LatestHealth, Monitor, MonitorParts};
+use crate::monitor::{HealthTerms, LatestHealth, Monitor, MonitorParts};
 use crate::service::Service;
 use crate::shutdown::{ShutdownListener, ShutdownRequest};
 use crate::socket::{self, Socket};
@@ -129,10 +129,12 @@ impl Started {
         let clock = Arc::new(SystemClock::new());
         let mut loaded = load::load(options)?;
         let (health, meter) = (LatestHealth::default(), Meter::default());
+        let health_terms = HealthTerms::new(&options.health);
         // The monitor starts before the calibration, so that the energy of the
         // calibration counts.
+        let watched = (&health, &health_terms);
         let monitor =
-            start_monitor(options, loaded.backend.device(), clock.clone(), &health, &meter)?;
+            start_monitor(options, loaded.backend.device(), clock.clone(), watched, &meter)?;
         // The accounts of device time and of energy begin here.
         let began = clock.now();
         let counter = meter.now(began);
@@ -173,6 +175,7 @@ impl Started {
         }
         let service = Service {
             health,
+            health_terms,
             announcement,
             model: options.model_name.clone(),
             epoch,
@@ -193,7 +196,7 @@ fn start_monitor(
     options: &WorkerOptions,
     device: &DeviceInfo,
     clock: Arc<dyn Clock>,
-    health: &LatestHealth,
+    (health, terms): (&LatestHealth, &HealthTerms),
     meter: &Meter,
 ) -> Result<Option<Monitor>, WorkerError> {
     let is_monitored = device.class.is_gpu() || options.health.nvml.is_some();
@@ -204,7 +207,8 @@ fn start_monitor(
     // The energy counter of a shared GPU includes the work of other workers.
     let is_ours = options.gpu.turn.is_none();
     let parts = MonitorParts {
-        options: options.health.clone(),
+        nvml: options.health.nvml.clone(),
+        terms: terms.clone(),
         uuid: device.uuid.clone(),
         clock,
         health: health.clone(),

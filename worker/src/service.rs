@@ -24,7 +24,7 @@ use tonic::{Request, Response, Status, Streaming};
 use crate::assignment::Work;
 use crate::journal::{Feed, Journal};
 use crate::load::Asset;
-use crate::monitor::LatestHealth;
+use crate::monitor::{CheckTerms, HealthTerms, LatestHealth};
 use crate::outbox::{self, Outbox};
 use crate::sink::{Sink, refused};
 
@@ -39,6 +39,8 @@ pub(crate) struct Service {
     pub(crate) journal: Journal,
     /// The device's health.
     pub(crate) health: LatestHealth,
+    /// The terms by which the health is judged.
+    pub(crate) health_terms: HealthTerms,
     pub(crate) tasks: TaskTracker,
     /// Cancelled when the worker ends, which ends the streams that have no end of
     /// their own.
@@ -127,6 +129,15 @@ impl Worker for Service {
             }
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
+    }
+
+    async fn set_health_terms(
+        &self,
+        request: Request<v1::HealthTerms>,
+    ) -> Result<Response<v1::HealthTermsInForce>, Status> {
+        let terms = CheckTerms::try_from(request.into_inner());
+        self.health_terms.set(terms.map_err(|error| Status::invalid_argument(error.to_string()))?);
+        Ok(Response::new(v1::HealthTermsInForce {}))
     }
 
     type JournalStream = Answers<v1::JournalBlock>;

@@ -29,6 +29,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep};
@@ -36,6 +37,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 pub use self::bad_head::BadHead;
+use self::connection::Accepted;
 pub use self::connection_limits::ConnectionLimitOptions;
 use self::connection_limits::{ConnectionLimits, ConnectionPermit, Full, LimitReached};
 pub use self::connection_table::{
@@ -158,15 +160,24 @@ pub struct Listener {
     shared: Arc<Shared>,
 }
 
+/// A handle for changing the options of a listener while it serves. Clones change the
+/// same listener.
+#[derive(Clone)]
+pub struct ListenerControl {
+    shared: Arc<Shared>,
+}
+
 /// The state that all connections of a listener share.
 struct Shared {
-    options: ListenerOptions,
+    /// The options for new connections. A connection takes them once and keeps them to
+    /// its end.
+    options: ArcSwap<ListenerOptions>,
+    name: &'static str,
     tls: Arc<rustls::ServerConfig>,
     connection_limits: Arc<ConnectionLimits>,
     pending_handshakes: Arc<PendingHandshakes>,
     handshake_slots: HandshakeSlots,
     refusals: Refusals,
-    proxies: Arc<Proxies>,
     metrics: Arc<dyn ListenerMetrics>,
     /// The tasks of HTTP/2 streams and of sockets that linger, so that
     /// [`Listener::serve`] can wait for them.
@@ -189,9 +200,9 @@ impl Listener {
             pending_handshakes: PendingHandshakes::new(options.handshakes, options.handshake / 2),
             handshake_slots: HandshakeSlots::for_this_machine(),
             refusals: Refusals::default(),
-            proxies: Arc::new(options.proxies.clone()),
             streams: TaskTracker::new(),
-            options,
+            name: options.name,
+            options: ArcSwap::from_pointee(options),
             tls,
             metrics,
         };
@@ -204,6 +215,11 @@ impl Listener {
     /// The system does not give the address.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
         self.socket.local_addr()
+    }
+
+    /// Returns a handle for changing the options.
+    pub fn control(&self) -> ListenerControl {
+        ListenerControl { shared: Arc::clone(&self.shared) }
     }
 
     /// Serves until `stop` asks for the end, then lets running requests end
@@ -221,9 +237,9 @@ impl Listener {
                 _ = sweeps.tick() => {
                     let now = Instant::now();
                     shared.connection_limits.sweep(now);
-                    shared.refusals.log(shared.options.name, now);
+                    shared.refusals.log(shared.name, now);
                     let counts = shared.connection_limits.counts();
-                    shared.metrics.connections_open(shared.options.name, counts);
+                    shared.metrics.connections_open(shared.name, counts);
                 }
                 accepted = socket.accept() => match accepted {
                     Ok((stream, address)) => {
@@ -248,7 +264,22 @@ impl Listener {
         // Streams end with their connections; lingering sockets may end later.
         shared.streams.close();
         shared.streams.wait().await;
-        shared.metrics.connections_open(shared.options.name, ConnectionCounts::default());
+        shared.metrics.connections_open(shared.name, ConnectionCounts::default());
+    }
+}
+
+impl ListenerControl {
+    /// Puts `options` in force; the name of the listener stays. Open connections keep
+    /// their deadlines, proxies and HTTP/2 bounds, except the time to end, which counts as
+    /// it is when they begin to end. Every bound on the number of connections counts from
+    /// now on. A lower one refuses newcomers until it is kept, and a lower total also ends
+    /// idle connections beyond it, first those of the holder with most. A changed rate of
+    /// new connections begins with a full burst.
+    pub fn adopt(&self, options: ListenerOptions) {
+        let Shared { connection_limits, pending_handshakes, .. } = &*self.shared;
+        connection_limits.adopt(options.connection_limits.clone());
+        pending_handshakes.adopt(options.handshakes, options.handshake / 2);
+        self.shared.options.store(Arc::new(options));
     }
 }
 
@@ -265,9 +296,11 @@ impl<S: Service> Acceptor<'_, S> {
     fn accept(&self, connections: &TaskTracker, stream: TcpStream, address: SocketAddr) {
         let limits = &self.shared.connection_limits;
         let source = limits.source_of(address.ip());
-        let full = match self.permit(address, source) {
+        // Taken once: the trust in a proxy must not change between here and its header.
+        let options = self.shared.options.load_full();
+        let full = match self.permit(&options, address, source) {
             Ok(permit) => {
-                connections.spawn(self.serve(stream, address, permit));
+                connections.spawn(self.serve(Accepted { stream, address, permit, options }));
                 return;
             }
             Err(full) => full,
@@ -287,31 +320,32 @@ impl<S: Service> Acceptor<'_, S> {
             };
             let acceptor = Acceptor { shared: &shared, service: &service, stop: &stop };
             match permit {
-                Ok(permit) => acceptor.serve(stream, address, permit).await,
+                Ok(permit) => {
+                    acceptor.serve(Accepted { stream, address, permit, options }).await;
+                }
                 Err(reached) => shared.refuse(source, reached),
             }
         });
     }
 
     /// Returns the task of a connection.
-    fn serve(
-        &self,
-        stream: TcpStream,
-        address: SocketAddr,
-        permit: ConnectionPermit,
-    ) -> impl Future<Output = ()> + Send + use<S> {
-        set_socket_options(&stream);
+    fn serve(&self, accepted: Accepted) -> impl Future<Output = ()> + Send + use<S> {
+        set_socket_options(&accepted.stream);
         let (shared, service) = (Arc::clone(self.shared), Arc::clone(self.service));
         let stop = self.stop.clone();
-        let accepted = connection::Accepted { stream, address, permit };
         async move { connection::serve(&shared, accepted, service, stop).await }
     }
 
     /// Takes a permit. The connection of a trusted proxy counts only against
     /// the total, because the proxy names the source later.
-    fn permit(&self, address: SocketAddr, source: Source) -> Result<ConnectionPermit, Full> {
+    fn permit(
+        &self,
+        options: &ListenerOptions,
+        address: SocketAddr,
+        source: Source,
+    ) -> Result<ConnectionPermit, Full> {
         let limits = &self.shared.connection_limits;
-        match self.shared.proxies.trusts(address.ip()) {
+        match options.proxies.trusts(address.ip()) {
             true => limits.permit_uncounted(),
             false => limits.permit(source),
         }

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use governor::clock::{Clock as _, DefaultClock};
 use governor::state::keyed::DefaultKeyedStateStore;
 use governor::{Quota, RateLimiter};
@@ -150,11 +151,11 @@ impl Default for SourceOptions {
 /// The source ring. Clones share one set of buckets.
 #[derive(Clone)]
 pub struct SourceRing {
-    buckets: Arc<Buckets>,
-    per_second: u32,
+    buckets: Arc<ArcSwap<Buckets>>,
 }
 
 struct Buckets {
+    options: SourceOptions,
     limiter: RateLimiter<Source, DefaultKeyedStateStore<Source>, DefaultClock>,
     /// True while there are too many sources for a bucket each.
     crowded: AtomicBool,
@@ -172,10 +173,15 @@ pub struct SourceRefusal {
 impl SourceRing {
     /// Creates a ring without any source.
     pub fn new(options: &SourceOptions) -> Self {
-        let quota = Quota::per_second(options.per_second).allow_burst(options.burst);
-        let limiter = RateLimiter::dashmap(quota);
-        let buckets = Arc::new(Buckets { limiter, crowded: AtomicBool::new(false) });
-        Self { buckets, per_second: options.per_second.get() }
+        Self { buckets: Arc::new(ArcSwap::from_pointee(Buckets::new(options))) }
+    }
+
+    /// Puts another rate in force. A changed rate begins with a full burst for every
+    /// source; the same rate keeps every bucket.
+    pub fn adopt(&self, options: &SourceOptions) {
+        if self.buckets.load().options != *options {
+            self.buckets.store(Arc::new(Buckets::new(options)));
+        }
     }
 
     /// Counts one request of `client`.
@@ -183,21 +189,23 @@ impl SourceRing {
     /// # Errors
     /// The source of `client` has sent too many requests.
     pub fn check(&self, client: IpAddr) -> Result<(), SourceRefusal> {
-        let Buckets { limiter, crowded } = &*self.buckets;
+        let buckets = self.buckets.load();
+        let Buckets { options, limiter, crowded } = &**buckets;
         let mut source = Source::of(client);
         // Relaxed is enough: a request that sees the change late costs one bucket more.
         if crowded.load(Ordering::Relaxed) {
             source = source.in_crowd();
         }
         limiter.check_key(&source).map_err(|refused| SourceRefusal {
-            per_second: self.per_second,
+            per_second: options.per_second.get(),
             retry_after: refused.wait_time_from(limiter.clock().now()),
         })
     }
 
     /// Drops sources with a full bucket. Called once a second.
     pub fn sweep(&self) {
-        let Buckets { limiter, crowded } = &*self.buckets;
+        let buckets = self.buckets.load();
+        let Buckets { options: _, limiter, crowded } = &**buckets;
         // A full bucket says nothing more than no bucket.
         limiter.retain_recent();
         let sources = limiter.len();
@@ -210,7 +218,15 @@ impl SourceRing {
 
     #[cfg(test)]
     fn sources(&self) -> usize {
-        self.buckets.limiter.len()
+        self.buckets.load().limiter.len()
+    }
+}
+
+impl Buckets {
+    fn new(options: &SourceOptions) -> Self {
+        let quota = Quota::per_second(options.per_second).allow_burst(options.burst);
+        let limiter = RateLimiter::dashmap(quota);
+        Self { options: options.clone(), limiter, crowded: AtomicBool::new(false) }
     }
 }
 
@@ -313,6 +329,21 @@ mod tests {
         while ring.sources() > 0 {
             ring.sweep();
         }
+    }
+
+    #[test]
+    fn source_ring_keeps_buckets_of_same_rate() {
+        let of = |burst| SourceOptions {
+            per_second: NonZeroU32::MIN,
+            burst: NonZeroU32::new(burst).unwrap(),
+        };
+        let ring = SourceRing::new(&of(3));
+        let passed = || (0..9).filter(|_| ring.check(ip("192.0.2.1")).is_ok()).count();
+        assert_eq!(passed(), 3);
+        ring.adopt(&of(3));
+        assert_eq!(passed(), 0);
+        ring.clone().adopt(&of(5));
+        assert_eq!(passed(), 5);
     }
 
     #[test]

@@ -106,6 +106,7 @@ impl Serving {
         let current = config.current();
         let penalties = TenantPenalties::new(&current.gateway().penalties, Arc::clone(&observer));
         let in_flight = InFlight::default();
+        let health = current.worker().health.clone();
         let limits = Limits::new(admission, config, Arc::clone(&keys));
         let settlement = Settlement::new(SettlementOptions {
             ledger,
@@ -120,7 +121,7 @@ impl Serving {
         // In the background: the ledger may be slow, and requests need not wait for it.
         let left_open = settlement.clone();
         keepers.spawn(async move { left_open.close_left_open().await });
-        let workers = Workers::start(workers, &settlement, &keepers.tasks, &keepers.stop);
+        let workers = Workers::start((workers, health), &settlement, &keepers.tasks, &keepers.stop);
         let sweeper = Sweeper {
             limits: limits.clone(),
             clock: clock.clone(),

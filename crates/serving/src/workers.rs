@@ -19,6 +19,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use tollgate_config::Health;
 use tollgate_domain::{DeviceClass, DeviceNanos, ModelName, WorkerEpoch, WorkerName};
 use tollgate_wire::v1::{self, worker_client::WorkerClient};
 use tonic::transport::Channel;
@@ -43,6 +44,8 @@ pub struct Workers {
     slots: Arc<[WorkerSlot]>,
     violations: ProtocolViolations,
     losses: Arc<AtomicU64>,
+    /// The terms of the health checks in force.
+    health: Arc<watch::Sender<Health>>,
     /// Held while a request chooses its worker.
     choice: Arc<Mutex<()>>,
 }
@@ -151,11 +154,11 @@ pub struct WorkerReport {
 }
 
 impl Workers {
-    /// Starts a keeper for each of `endpoints` on `tasks`. The keepers write
-    /// journals through `settlement`. They end at `stop`, which comes after the
-    /// last request has been settled.
+    /// Starts a keeper for each of `endpoints` on `tasks`. The keepers tell the workers
+    /// `health` and write journals through `settlement`. They end at `stop`, which comes
+    /// after the last request has been settled.
     pub(crate) fn start(
-        endpoints: Vec<WorkerEndpoint>,
+        (endpoints, health): (Vec<WorkerEndpoint>, Health),
         settlement: &Settlement,
         tasks: &TaskTracker,
         stop: &CancellationToken,
@@ -164,6 +167,7 @@ impl Workers {
         let assets = Arc::new(assets::Assets::default());
         let violations = ProtocolViolations::default();
         let losses = Arc::new(AtomicU64::new(0));
+        let (health, terms) = watch::channel(health);
         let slots = endpoints
             .into_iter()
             .map(|endpoint| {
@@ -177,6 +181,7 @@ impl Workers {
                     trust: Trust::new(violations.clone()),
                     violations: violations.clone(),
                     losses: Arc::clone(&losses),
+                    health: terms.clone(),
                     publish,
                     beat,
                 };
@@ -184,7 +189,7 @@ impl Workers {
                 WorkerSlot { name, connected, heartbeat, rests: AtomicBool::new(false) }
             })
             .collect();
-        Self { slots, violations, losses, choice: Arc::default() }
+        Self { slots, violations, losses, health: Arc::new(health), choice: Arc::default() }
     }
 
     /// Returns the connected workers that take requests for `model`.
@@ -210,6 +215,16 @@ impl Workers {
         if let Some(slot) = self.slots.iter().find(|slot| slot.name == *name) {
             slot.rests.store(rest == Rest::Resting, Ordering::Relaxed);
         }
+    }
+
+    /// Judges the devices of all workers by `health` from now on. A worker that is not
+    /// connected gets the terms when it connects.
+    pub fn set_health(&self, health: &Health) {
+        self.health.send_if_modified(|terms| {
+            let is_new = terms != health;
+            terms.clone_from(health);
+            is_new
+        });
     }
 
     /// Makes other choices of a worker wait until the guard is dropped.

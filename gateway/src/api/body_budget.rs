@@ -23,12 +23,12 @@ pub(crate) struct BodyBudgetOptions {
 /// The budget. Clones share it.
 #[derive(Clone, Debug)]
 pub(crate) struct BodyBudget {
-    options: BodyBudgetOptions,
     taken: Arc<Mutex<Taken>>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Taken {
+    options: BodyBudgetOptions,
     all: u64,
     /// Owners without bytes are forgotten.
     owners: HashMap<ShareOwner, OwnerBytes>,
@@ -69,7 +69,13 @@ pub(crate) struct BodyBytes {
 
 impl BodyBudget {
     pub(crate) fn new(options: BodyBudgetOptions) -> Self {
-        Self { options, taken: Arc::default() }
+        let taken = Taken { options, all: 0, owners: HashMap::new() };
+        Self { taken: Arc::new(Mutex::new(taken)) }
+    }
+
+    /// Puts other sizes in force. Bodies keep the bytes that they hold.
+    pub(crate) fn adopt(&self, options: BodyBudgetOptions) {
+        self.lock().options = options;
     }
 
     /// Returns a holder of no bytes for a body of `tenant`, of which `owner` owns the
@@ -119,7 +125,7 @@ impl BodyBytes {
 
     /// Returns the sums with `bytes` for this body.
     fn sums(&self, taken: &Taken, bytes: u64) -> Result<Sums, BudgetRefusal> {
-        let BodyBudgetOptions { per_pooled_tenant, per_owner, total } = self.budget.options;
+        let BodyBudgetOptions { per_pooled_tenant, per_owner, total } = taken.options;
         let more = bytes.saturating_sub(self.bytes);
         let own = taken.owners.get(&self.owner);
         let tenant = own.and_then(|own| own.tenants.get(&self.tenant)).copied().unwrap_or(0);
@@ -266,6 +272,19 @@ mod tests {
         assert_eq!(of_pool.grow_to(1 << 20), Ok(()));
         // The control: the same owner has no more.
         assert!(begin(&budget, "acme").grow_to(1).is_err());
+    }
+
+    #[test]
+    fn budget_adopts_sizes_and_keeps_held_bytes() {
+        let budget = budget(2 << 20, 8 << 20);
+        let mut body = begin(&budget, "acme");
+        assert_eq!(body.grow_to(2 << 20), Ok(()));
+        budget.adopt(BodyBudgetOptions { per_pooled_tenant: 1, per_owner: 1, total: 8 << 20 });
+        assert_eq!(budget.taken(), 2 << 20);
+        assert_eq!(begin(&budget, "acme").grow_to(1), Err(BudgetRefusal::Owner(1)));
+        let per_owner = 3 << 20;
+        budget.adopt(BodyBudgetOptions { per_pooled_tenant: 1, per_owner, total: 8 << 20 });
+        assert_eq!(body.grow_to(per_owner), Ok(()));
     }
 
     #[test]

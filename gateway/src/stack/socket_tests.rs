@@ -29,7 +29,7 @@ use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tokio_util::task::TaskTracker;
-use tollgate_edge::listener::{ConnectionLimitOptions, ListenerStop};
+use tollgate_edge::listener::{ConnectionLimitOptions, ListenerControl, ListenerStop};
 use tollgate_edge::source::{SourceOptions, SourceRing};
 use tollgate_edge::tls::{TlsIdentity, TlsSource, development_authority};
 use tollgate_edge::{Listener, ListenerMetrics, ListenerOptions};
@@ -49,6 +49,7 @@ struct TestListener {
     address: SocketAddr,
     metrics: Arc<Metrics>,
     stop: ListenerStop,
+    control: ListenerControl,
     /// Lets `/gated` answer.
     gate: Arc<Notify>,
     /// Notified when `/gated` or `/never` was reached.
@@ -115,15 +116,16 @@ impl TestListener {
                 access_log: crate::access_log::AccessLog::off(),
                 sources: sources.as_ref().map(SourceRing::new),
                 cors: None,
-                largest_body: 2 << 20,
+                largest_body: crate::doors::LargestBody::new(2 << 20),
             },
             crate::Clock::system(),
         );
+        let control = listener.control();
         let (stop, tasks) = (ListenerStop::default(), TaskTracker::new());
         tasks.spawn(listener.serve(service, stop.clone()));
         tasks.close();
         let client = trusting(data.path());
-        Self { address, metrics, stop, gate, reached, client, tasks, _data: data }
+        Self { address, metrics, stop, control, gate, reached, client, tasks, _data: data }
     }
 
     async fn tcp(&self) -> TcpStream {

@@ -75,7 +75,7 @@ fn service(metrics: &Arc<Metrics>) -> Arc<Stack<TestRoutes>> {
             access_log: AccessLog::off(),
             sources: None,
             cors: None,
-            largest_body: LIMIT,
+            largest_body: LargestBody::new(LIMIT),
         },
         Clock::system(),
     )

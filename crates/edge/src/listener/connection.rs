@@ -44,6 +44,8 @@ pub(super) struct Accepted {
     pub(super) stream: TcpStream,
     pub(super) address: SocketAddr,
     pub(super) permit: ConnectionPermit,
+    /// The options for this connection up to its end.
+    pub(super) options: Arc<ListenerOptions>,
 }
 
 /// Serves a connection until it ends, by itself or by a deadline.
@@ -54,6 +56,7 @@ pub(super) async fn serve<S: Service>(
     stop: ListenerStop,
 ) {
     let place = Arc::clone(accepted.permit.connection());
+    let options = Arc::clone(&accepted.options);
     let opened = tokio::select! {
         () = stop.end.cancelled() => return,
         _ = place.evicted() => Err("displaced"),
@@ -61,11 +64,19 @@ pub(super) async fn serve<S: Service>(
     };
     match opened {
         Ok((wire, peer)) => {
-            let ended = speak(shared, wire, peer, service, &stop).await;
+            let terms = Terms { shared, options: &options, stop: &stop };
+            let ended = speak(&terms, wire, peer, service).await;
             shared.metrics.connection_ended(ended);
         }
         Err(failed) => shared.metrics.handshake_failed(failed),
     }
+}
+
+/// The terms under which a connection speaks.
+struct Terms<'a> {
+    shared: &'a Arc<Shared>,
+    options: &'a ListenerOptions,
+    stop: &'a ListenerStop,
 }
 
 /// Runs a connection up to the end of its TLS handshake, once it has a place among the
@@ -92,11 +103,11 @@ async fn identify(
     accepted: Accepted,
     pending: &PendingHandshake,
 ) -> Result<(Wire, Peer), &'static str> {
-    let Accepted { mut stream, address, permit } = accepted;
-    let proxies = &shared.proxies;
+    let Accepted { mut stream, address, permit, options } = accepted;
+    let proxies = &options.proxies;
     let mut client = address;
     if proxies.proxy_protocol && proxies.trusts(address.ip()) {
-        let header = timeout(shared.options.first_byte, proxy::read(&mut stream));
+        let header = timeout(options.first_byte, proxy::read(&mut stream));
         match pending.peer().during(header).await {
             Err(_) => return Err("silent"),
             Ok(Err(proxy::InvalidHeader)) => return Err("proxy_header"),
@@ -114,19 +125,19 @@ async fn identify(
             }
         }
     }
-    let peer = Peer::new(client, Arc::clone(proxies), permit);
-    let wire = shake_hands(shared, service, (stream, pending.peer()), &peer).await?;
+    let peer = Peer::new(client, Arc::clone(&options), permit);
+    let wire = shake_hands(shared, &options, service, (stream, pending.peer()), &peer).await?;
     Ok((wire, peer))
 }
 
 /// Runs the TLS handshake within its deadline.
 async fn shake_hands(
     shared: &Shared,
+    options: &ListenerOptions,
     service: &impl Service,
     (stream, peer_wait): (TcpStream, &PeerWait),
     peer: &Peer,
 ) -> Result<Wire, &'static str> {
-    let options = &shared.options;
     // Peeked, not read: the TLS library must see these bytes.
     let mut first = [0; proxy::SIGNATURE.len()];
     let peeked = peer_wait.during(timeout(options.first_byte, stream.peek(&mut first)));
@@ -162,13 +173,12 @@ async fn shake_hands(
     reason = "the deadlines of a connection are on the system's clock"
 )]
 async fn speak<S: Service>(
-    shared: &Arc<Shared>,
+    terms: &Terms<'_>,
     mut wire: Wire,
     peer: Peer,
     service: Arc<S>,
-    stop: &ListenerStop,
 ) -> &'static str {
-    let options = &shared.options;
+    let Terms { shared, options, .. } = *terms;
     let is_http2 = wire.get_ref().1.alpn_protocol() == Some(b"h2");
     let protocol = if is_http2 { Protocol::Http2 } else { Protocol::Http1 };
     let activity = Activity::new(protocol, Instant::now(), options.write_progress);
@@ -183,7 +193,7 @@ async fn speak<S: Service>(
         let answers = Answers { service, tasks, peer, activity };
         move |request| answers.answer(request)
     });
-    let watch = Watch { activity: &activity, options, stop, place: &place };
+    let watch = Watch { activity: &activity, terms, place: &place };
     match protocol {
         Protocol::Http1 => {
             let limit = options.header_list as usize;
@@ -387,8 +397,7 @@ fn ends_connection<B>(response: &Response<B>) -> bool {
 /// The supervision of a connection: its deadlines, its abuse and the drain.
 struct Watch<'a> {
     activity: &'a Activity,
-    options: &'a ListenerOptions,
-    stop: &'a ListenerStop,
+    terms: &'a Terms<'a>,
     place: &'a OpenConnection,
 }
 
@@ -438,7 +447,7 @@ impl Watch<'_> {
                 wind_down(connection.as_mut());
             }
             loop {
-                let (mut due, missed) = self.activity.deadline(self.options);
+                let (mut due, missed) = self.activity.deadline(self.terms.options);
                 let at = end.map(|end| end.due(self.activity.quiet_since()));
                 if let Some(at) = at
                     && (missed == MissedDeadline::Age || at < due)
@@ -458,7 +467,9 @@ impl Watch<'_> {
                 match end {
                     Some(end) if at.is_some_and(|at| at <= due) => return Poll::Ready(end.why),
                     None if missed == MissedDeadline::Age => {
-                        end = Some(End::within(self.options.age_grace, missed.as_str()));
+                        // The grace of today, because requests have the deadlines of today.
+                        let grace = self.terms.shared.options.load().age_grace;
+                        end = Some(End::within(grace, missed.as_str()));
                         self.activity.close();
                         wind_down(connection.as_mut());
                         cx.waker().wake_by_ref();
@@ -473,7 +484,7 @@ impl Watch<'_> {
 
     /// Wakes this task at each step in which the listener stops. Never returns.
     async fn stopping(&self) {
-        let ListenerStop { refuse, end } = self.stop;
+        let ListenerStop { refuse, end } = self.terms.stop;
         tokio::select! {
             () = refuse.cancelled() => {}
             () = end.cancelled() => {}
@@ -492,24 +503,26 @@ impl Watch<'_> {
     ) -> Option<End> {
         // Polled for its wake-ups alone; the state is read below.
         let _ = stopping.poll(cx);
-        let refuses = self.stop.refuse.is_cancelled();
+        let Terms { shared, options, stop } = *self.terms;
+        let refuses = stop.refuse.is_cancelled();
         if refuses {
             self.activity.close();
         }
         // A connection without a request yet gets an answer to its first one.
-        if self.stop.end.is_cancelled() || refuses && self.activity.may_wind_down() {
-            return Some(End::within(self.options.drain, "drained"));
+        if stop.end.is_cancelled() || refuses && self.activity.may_wind_down() {
+            // The gateway waits for the drain of today.
+            return Some(End::within(shared.options.load().drain, "drained"));
         }
         if let Poll::Ready(eviction) = evicted.poll(cx) {
             let grace = match eviction {
                 // Another connection waits for the place.
                 Eviction::Displaced | Eviction::Replaced => GOODBYE,
                 // The refusal must go out, and requests of others may end.
-                Eviction::OverBound => self.options.write_progress,
+                Eviction::OverBound => options.write_progress,
             };
             return Some(End::within(grace, eviction.as_str()));
         }
-        let abuse = self.activity.abuse(self.options)?;
+        let abuse = self.activity.abuse(options)?;
         Some(End::within(ABUSE_GRACE, abuse.as_str()))
     }
 }

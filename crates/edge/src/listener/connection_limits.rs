@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use governor::clock::{Clock as _, DefaultClock};
 use governor::state::keyed::DefaultKeyedStateStore;
 use governor::{Quota, RateLimiter};
@@ -89,14 +90,11 @@ impl LimitReached {
 
 /// The connection limits of one listener.
 pub(super) struct ConnectionLimits {
-    options: ConnectionLimitOptions,
+    bounds: ArcSwap<Bounds>,
     open: AtomicUsize,
-    /// The connections by holder; at most `connections` entries.
+    /// The connections by holder; at most `connections` entries, or as many as there
+    /// were when it was lowered.
     table: Mutex<ConnectionTable>,
-    /// New connections by source; swept once a second.
-    rate: SourceRate,
-    /// The same for sources on which a request has authenticated lately.
-    known_rate: SourceRate,
     /// The time of the last authenticated connection, by source; swept once a second,
     /// at most [`MOST_KNOWN`] entries.
     known: Mutex<HashMap<Source, Instant>>,
@@ -106,25 +104,47 @@ pub(super) struct ConnectionLimits {
     crowded: AtomicBool,
 }
 
+/// The bounds in force.
+struct Bounds {
+    options: ConnectionLimitOptions,
+    /// Kept by a change of other bounds, so that it gives no source a new burst.
+    rates: Arc<SourceRates>,
+}
+
+/// New connections by source; swept once a second.
+struct SourceRates {
+    unknown: SourceRate,
+    /// The same for sources on which a request has authenticated lately.
+    known: SourceRate,
+}
+
 type SourceRate = RateLimiter<Source, DefaultKeyedStateStore<Source>, DefaultClock>;
 
 impl ConnectionLimits {
     pub(super) fn new(options: ConnectionLimitOptions) -> Arc<Self> {
-        let rate = |times: NonZeroU32| {
-            let per_second = options.new_per_second.saturating_mul(times);
-            let burst = options.new_burst.saturating_mul(times);
-            RateLimiter::dashmap(Quota::per_second(per_second).allow_burst(burst))
-        };
+        let rates = Arc::new(SourceRates::new(&options));
         Arc::new(Self {
-            rate: rate(NonZeroU32::MIN),
-            known_rate: rate(KNOWN),
-            lines: Lines::new((options.connections / ROOM).max(1)),
-            options,
+            lines: Lines::new(most_in_line(&options)),
+            bounds: ArcSwap::from_pointee(Bounds { options, rates }),
             open: AtomicUsize::new(0),
             table: Mutex::default(),
             known: Mutex::default(),
             crowded: AtomicBool::new(false),
         })
+    }
+
+    /// Puts `options` in force. Open connections stay, except idle ones beyond a lower total:
+    /// the next [`Self::sweep`] ends those.
+    pub(super) fn adopt(&self, options: ConnectionLimitOptions) {
+        let old = self.bounds.load();
+        let rate = |options: &ConnectionLimitOptions| (options.new_per_second, options.new_burst);
+        let rates = match rate(&old.options) == rate(&options) {
+            true => Arc::clone(&old.rates),
+            false => Arc::new(SourceRates::new(&options)),
+        };
+        self.lines.set_most(most_in_line(&options));
+        self.bounds.store(Arc::new(Bounds { options, rates }));
+        self.lines.all_changed();
     }
 
     /// Returns the source of `address`, or the one that it shares with others while
@@ -208,7 +228,7 @@ impl ConnectionLimits {
 
     /// Returns the largest number of unauthenticated connections of `source`.
     fn per_source(&self, source: Source) -> usize {
-        let per_source = self.options.per_source as usize;
+        let per_source = self.bounds.load().options.per_source as usize;
         match self.is_known(source) {
             true => per_source.saturating_mul(KNOWN.get() as usize),
             false => per_source,
@@ -238,7 +258,8 @@ impl ConnectionLimits {
     #[expect(clippy::disallowed_methods, reason = "a connection begins now")]
     fn acquire(self: &Arc<Self>) -> Result<ConnectionPermit, LimitReached> {
         // Relaxed: the counter guards no other memory.
-        if self.open.fetch_add(1, Ordering::Relaxed) >= self.options.connections {
+        let most = self.bounds.load().options.connections;
+        if self.open.fetch_add(1, Ordering::Relaxed) >= most {
             self.open.fetch_sub(1, Ordering::Relaxed);
             return Err(LimitReached::Connections);
         }
@@ -255,8 +276,9 @@ impl ConnectionLimits {
     /// for each new connection that passed the limits.
     fn make_room(&self) {
         // The places that are free for new connections while others end.
-        let room = self.options.connections / ROOM;
-        let most = self.options.connections - room;
+        let connections = self.bounds.load().options.connections;
+        let room = connections / ROOM;
+        let most = connections - room;
         if room == 0 || self.open() <= most {
             return;
         }
@@ -268,12 +290,25 @@ impl ConnectionLimits {
         }
     }
 
-    /// Drops sources that have not connected for a while. Called once a second.
+    /// Drops sources that have not connected for a while, and ends idle connections
+    /// beyond a total that was lowered. Called once a second.
     pub(super) fn sweep(&self, now: Instant) {
-        self.rate.retain_recent();
-        self.known_rate.retain_recent();
+        let bounds = self.bounds.load();
+        let SourceRates { unknown, known } = &*bounds.rates;
+        unknown.retain_recent();
+        known.retain_recent();
         self.known().retain(|_, since| now.saturating_duration_since(*since) < LATELY);
-        self.crowded.store(self.rate.len() > MOST_SOURCES, Ordering::Relaxed);
+        self.crowded.store(unknown.len() > MOST_SOURCES, Ordering::Relaxed);
+        self.keep_total(bounds.options.connections);
+    }
+
+    /// Ends idle connections beyond `most`. Only a lowered total is ever exceeded.
+    fn keep_total(&self, most: usize) {
+        if self.open() <= most {
+            return;
+        }
+        let mut table = self.table();
+        while self.open().saturating_sub(table.ending()) > most && table.end_idle() {}
     }
 
     /// Returns the number of open connections.
@@ -291,6 +326,22 @@ impl ConnectionLimits {
         // connection removes its own.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+impl SourceRates {
+    fn new(options: &ConnectionLimitOptions) -> Self {
+        let rate = |times: NonZeroU32| {
+            let per_second = options.new_per_second.saturating_mul(times);
+            let burst = options.new_burst.saturating_mul(times);
+            RateLimiter::dashmap(Quota::per_second(per_second).allow_burst(burst))
+        };
+        Self { unknown: rate(NonZeroU32::MIN), known: rate(KNOWN) }
+    }
+}
+
+/// Returns the largest number of connections in all lines.
+fn most_in_line(options: &ConnectionLimitOptions) -> usize {
+    (options.connections / ROOM).max(1)
 }
 
 /// The count of one open connection; its drop counts down.
@@ -330,7 +381,8 @@ impl ConnectionPermit {
         if table.unauthenticated_of(source) >= most {
             return Err(Full::at(LimitReached::PerSource));
         }
-        let rate = if is_known { &limits.known_rate } else { &limits.rate };
+        let rates = Arc::clone(&limits.bounds.load().rates);
+        let rate = if is_known { &rates.known } else { &rates.unknown };
         // Checked last, so that a refusal by another limit uses up no rate.
         rate.check_key(&source).map_err(|refused| Full {
             reached: LimitReached::Rate,
@@ -361,7 +413,7 @@ impl ConnectionPermit {
         // counts for none of them.
         if let Some(&(source, number)) = self.counted.get() {
             let (limits, now) = (&self.limits, Instant::now());
-            let per_source = limits.options.authenticated_per_source;
+            let per_source = limits.bounds.load().options.authenticated_per_source;
             limits.table().authenticate(number, owners, per_source, now)?;
             limits.note_known(source, now);
             limits.lines.changed(source);

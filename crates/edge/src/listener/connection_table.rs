@@ -226,6 +226,19 @@ impl ConnectionTable {
         }
     }
 
+    /// Ends the longest-idle connection of the holder with most, or else of the source
+    /// with most. Returns false if neither has one without a request.
+    pub(super) fn end_idle(&mut self) -> bool {
+        let largest = [self.groups.largest_holder(), self.groups.largest_source()];
+        let idle = largest.into_iter().flatten().find_map(|(_, group)| {
+            self.longest_idle(group, MOST_LOOKED_AT, |_, (is_busy, _)| !is_busy)
+        });
+        if let Some(number) = idle {
+            self.evict(number, Eviction::Displaced);
+        }
+        idle.is_some()
+    }
+
     /// Removes a connection that has been closed.
     pub(super) fn remove(&mut self, number: ConnectionNumber) {
         if self.take(number).is_none() {

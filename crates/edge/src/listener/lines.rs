@@ -14,8 +14,8 @@ use crate::source::Source;
 
 /// The lines of all sources.
 pub(super) struct Lines {
-    /// Connections in all lines, at most.
-    most: usize,
+    /// Connections in all lines, at most. Those that wait stay if it is lowered.
+    most: AtomicUsize,
     /// The number in all lines. A number beside the lock, because each connection that
     /// ends asks for it.
     waiting: AtomicUsize,
@@ -43,7 +43,13 @@ pub(super) struct InLine {
 impl Lines {
     /// Creates empty lines, which hold at most `most` connections together.
     pub(super) fn new(most: usize) -> Arc<Self> {
-        Arc::new(Self { most, waiting: AtomicUsize::new(0), lines: Mutex::default() })
+        let (most, waiting) = (AtomicUsize::new(most), AtomicUsize::new(0));
+        Arc::new(Self { most, waiting, lines: Mutex::default() })
+    }
+
+    /// Changes the largest number of connections in all lines.
+    pub(super) fn set_most(&self, most: usize) {
+        self.most.store(most, Ordering::Relaxed);
     }
 
     /// Returns true if a connection of `source` waits.
@@ -56,7 +62,8 @@ impl Lines {
     pub(super) fn enter(self: &Arc<Self>, source: Source, most_of_source: usize) -> Option<InLine> {
         let mut lines = self.lines();
         let length = lines.get(&source).map_or(0, |line| line.length.load(Ordering::Relaxed));
-        if length >= most_of_source || self.waiting.load(Ordering::Relaxed) >= self.most {
+        let is_full = self.waiting.load(Ordering::Relaxed) >= self.most.load(Ordering::Relaxed);
+        if length >= most_of_source || is_full {
             return None;
         }
         let line = Arc::clone(lines.entry(source).or_default());

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use http::HeaderMap;
 
+use super::ListenerOptions;
 use super::connection_limits::ConnectionPermit;
 use super::connection_table::{BoundReached, ConnectionOwners, OpenConnection};
-use crate::source::Proxies;
 
 /// The other end of a connection. Clones share one connection, which stays
 /// counted until the last clone is dropped.
@@ -18,17 +18,18 @@ pub struct Peer {
 
 struct PeerConnection {
     address: SocketAddr,
-    proxies: Arc<Proxies>,
+    /// Their proxies are the ones that may name clients on this connection.
+    options: Arc<ListenerOptions>,
     permit: ConnectionPermit,
 }
 
 impl Peer {
     pub(super) fn new(
         address: SocketAddr,
-        proxies: Arc<Proxies>,
+        options: Arc<ListenerOptions>,
         permit: ConnectionPermit,
     ) -> Self {
-        Self { connection: Arc::new(PeerConnection { address, proxies, permit }) }
+        Self { connection: Arc::new(PeerConnection { address, options, permit }) }
     }
 
     /// Returns the address of the other end: a client, or a proxy. If a trusted
@@ -41,7 +42,8 @@ impl Peer {
     /// Returns the client of a request with these headers: the peer, or the
     /// client that a trusted proxy names in the headers.
     pub fn client(&self, headers: &HeaderMap) -> IpAddr {
-        self.connection.proxies.client(self.connection.address.ip(), headers)
+        let PeerConnection { address, options, .. } = &*self.connection;
+        options.proxies.client(address.ip(), headers)
     }
 
     /// Returns true once a request on this connection has authenticated, or if the

@@ -17,10 +17,6 @@ use crate::source::Source;
 
 /// All pending handshakes of a listener.
 pub(super) struct PendingHandshakes {
-    most: usize,
-    /// Time without a byte from the peer after which a handshake gives way to the next
-    /// one of its source.
-    quiet: Duration,
     table: Mutex<HandshakeTable>,
     /// Connections that wait for a place. Each has passed the connection limits, which
     /// bound their number.
@@ -28,10 +24,14 @@ pub(super) struct PendingHandshakes {
 }
 
 /// The table behind the lock.
-#[derive(Default)]
 struct HandshakeTable {
+    most: usize,
+    /// Time without a byte from the peer after which a handshake gives way to the next
+    /// one of its source.
+    quiet: Duration,
     next: u64,
-    /// Connections by number, the oldest first; at most `most` entries.
+    /// Connections by number, the oldest first; at most `most` entries, or as many as
+    /// there were when `most` was lowered.
     connections: BTreeMap<u64, Pending>,
 }
 
@@ -83,9 +83,16 @@ impl PendingHandshakes {
     /// Creates places for `most` handshakes. One whose peer has been quiet for `quiet`
     /// gives way to the next one of its source.
     pub(super) fn new(most: usize, quiet: Duration) -> Arc<Self> {
-        // Without any place, no handshake could ever run.
-        let most = most.max(1);
-        Arc::new(Self { most, quiet, table: Mutex::default(), lines: Lines::new(usize::MAX) })
+        let mut table =
+            HandshakeTable { most: 0, quiet, next: 0, connections: BTreeMap::default() };
+        table.set_bounds(most, quiet);
+        Arc::new(Self { table: Mutex::new(table), lines: Lines::new(usize::MAX) })
+    }
+
+    /// Changes the number of places and the quiet time. Handshakes that have begun go on.
+    pub(super) fn adopt(&self, most: usize, quiet: Duration) {
+        self.table().set_bounds(most, quiet);
+        self.lines.all_changed();
     }
 
     /// Takes a place for a connection of `source`, or waits for one. Returns `None` if
@@ -104,8 +111,8 @@ impl PendingHandshakes {
     #[expect(clippy::disallowed_methods, reason = "the handshake begins now")]
     fn try_begin(self: &Arc<Self>, source: Source) -> Option<PendingHandshake> {
         let (mut table, now) = (self.table(), Instant::now());
-        let is_full = table.connections.len() >= self.most;
-        if is_full && !table.displace_for(source, |peer| peer.is_quiet(self.quiet, now)) {
+        let (is_full, quiet) = (table.connections.len() >= table.most, table.quiet);
+        if is_full && !table.displace_for(source, |peer| peer.is_quiet(quiet, now)) {
             return None;
         }
         let (displaced, peer) = (CancellationToken::new(), Arc::<PeerWait>::default());
@@ -124,6 +131,11 @@ impl PendingHandshakes {
 }
 
 impl HandshakeTable {
+    fn set_bounds(&mut self, most: usize, quiet: Duration) {
+        // Without any place, no handshake could ever run.
+        (self.most, self.quiet) = (most.max(1), quiet);
+    }
+
     /// Cancels a connection that gives way to one of `source`. Returns false if none
     /// does. The scan is cheap: the table has a few hundred entries, and a scan happens
     /// only when the table is full.

@@ -310,6 +310,13 @@ impl Worker for Service {
         Ok(Response::new(Box::pin(WatchStream::new(self.statuses.clone()).map(Ok))))
     }
 
+    async fn set_health_terms(
+        &self,
+        _: Request<HealthTerms>,
+    ) -> Result<Response<HealthTermsInForce>, Status> {
+        Ok(Response::new(HealthTermsInForce {}))
+    }
+
     type JournalStream = Stream_<JournalBlock>;
 
     async fn journal(

@@ -8,9 +8,12 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
+use tollgate_config::Health;
 use tollgate_domain::{DeviceNanos, WorkerEpoch};
-use tollgate_wire::v1::{AnnounceRequest, StatusRequest, WorkerStatus};
+use tollgate_wire::v1::worker_client::WorkerClient;
+use tollgate_wire::v1::{AnnounceRequest, HealthTerms, StatusRequest, WorkerStatus};
 use tonic::Streaming;
+use tonic::transport::Channel;
 
 use super::announce;
 use super::assets::Assets;
@@ -33,6 +36,7 @@ pub(super) struct Keeper {
     pub(super) trust: Trust,
     pub(super) violations: ProtocolViolations,
     pub(super) losses: Arc<AtomicU64>,
+    pub(super) health: watch::Receiver<Health>,
     pub(super) publish: watch::Sender<Option<Arc<ConnectedWorker>>>,
     pub(super) beat: watch::Sender<Option<Heartbeat>>,
 }
@@ -112,11 +116,31 @@ impl Keeper {
                 self.count_heartbeat(epoch);
             }
         };
+        let follow_health = self.tell_health(client.clone());
         let follow_journal = self.settlement.follow(&identity, client, ingested);
-        // The end of either stream ends the connection: both come from one process.
+        // The end of one ends the connection: all three speak with one process.
         tokio::select! {
+            ended = follow_health => ended,
             ended = follow_status => ended,
             ended = follow_journal => ended,
+        }
+    }
+
+    /// Sends the terms of the health checks, now and after each change.
+    async fn tell_health(
+        &self,
+        mut client: WorkerClient<Channel>,
+    ) -> Result<Infallible, WorkerError> {
+        let mut health = self.health.clone();
+        loop {
+            let terms = health_terms(&health.borrow_and_update());
+            timeout(CALL_TIMEOUT, client.set_health_terms(terms))
+                .await
+                .map_err(|_| WorkerError::Timeout("taking the terms of its health checks"))??;
+            // Only the gateway's end drops the sender, and that ends the keeper, too.
+            if health.changed().await.is_err() {
+                std::future::pending::<()>().await;
+            }
         }
     }
 
@@ -158,6 +182,24 @@ async fn next_load(
         busy: DeviceNanos(busy_ns),
     };
     Ok(Load { queued, running, backlog: DeviceNanos(backlog_ns), device, draining, health })
+}
+
+/// Returns the message for a worker.
+fn health_terms(health: &Health) -> HealthTerms {
+    // The library is opened once, at the start of the worker.
+    let Health { every, hot, cooled, well_for, busy, busy_for, memory, leak, nvml: _ } = health;
+    // Config bounds every duration by a day.
+    let nanos = |duration: &Duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
+    HealthTerms {
+        every_ns: nanos(every),
+        hot_celsius: *hot,
+        cooled_celsius: *cooled,
+        well_for_ns: nanos(well_for),
+        busy_percent: *busy,
+        busy_for_ns: nanos(busy_for),
+        memory_percent: *memory,
+        leak_bytes: leak.0,
+    }
 }
 
 /// True if the worker closed its streams itself, as a worker does at shutdown. A

@@ -410,6 +410,36 @@ pub struct DeviceHealth {
     #[prost(bool, optional, tag = "25")]
     pub mig: ::core::option::Option<bool>,
 }
+/// The time between two checks of the device, and the thresholds of a healthy one.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct HealthTerms {
+    /// time between two checks
+    #[prost(uint64, tag = "1")]
+    pub every_ns: u64,
+    /// from this temperature on the device is too hot
+    #[prost(uint32, tag = "2")]
+    pub hot_celsius: u32,
+    /// at this temperature a hot device is cool again
+    #[prost(uint32, tag = "3")]
+    pub cooled_celsius: u32,
+    /// time without a fault after which a device is well
+    #[prost(uint64, tag = "4")]
+    pub well_for_ns: u64,
+    /// utilisation above which a device is busy
+    #[prost(uint32, tag = "5")]
+    pub busy_percent: u32,
+    /// time after which a busy device is reported
+    #[prost(uint64, tag = "6")]
+    pub busy_for_ns: u64,
+    /// used memory above which a device is reported
+    #[prost(uint32, tag = "7")]
+    pub memory_percent: u32,
+    /// growth of the worker's memory above which it is reported
+    #[prost(uint64, tag = "8")]
+    pub leak_bytes: u64,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct HealthTermsInForce {}
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct JournalAck {
     #[prost(string, tag = "1")]
@@ -850,6 +880,32 @@ pub mod worker_client {
                 .insert(GrpcMethod::new("tollgate.worker.v1.Worker", "Journal"));
             self.inner.streaming(req, path, codec).await
         }
+        /// Puts the terms of the device's health checks in force, in place of those with
+        /// which the worker was started. A worker that watches no device ignores them.
+        pub async fn set_health_terms(
+            &mut self,
+            request: impl tonic::IntoRequest<super::HealthTerms>,
+        ) -> std::result::Result<
+            tonic::Response<super::HealthTermsInForce>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/tollgate.worker.v1.Worker/SetHealthTerms",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("tollgate.worker.v1.Worker", "SetHealthTerms"));
+            self.inner.unary(req, path, codec).await
+        }
     }
 }
 /// Generated server implementations.
@@ -920,6 +976,15 @@ pub mod worker_server {
             &self,
             request: tonic::Request<tonic::Streaming<super::JournalAck>>,
         ) -> std::result::Result<tonic::Response<Self::JournalStream>, tonic::Status>;
+        /// Puts the terms of the device's health checks in force, in place of those with
+        /// which the worker was started. A worker that watches no device ignores them.
+        async fn set_health_terms(
+            &self,
+            request: tonic::Request<super::HealthTerms>,
+        ) -> std::result::Result<
+            tonic::Response<super::HealthTermsInForce>,
+            tonic::Status,
+        >;
     }
     #[derive(Debug)]
     pub struct WorkerServer<T> {
@@ -1216,6 +1281,49 @@ pub mod worker_server {
                                 max_encoding_message_size,
                             );
                         let res = grpc.streaming(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/tollgate.worker.v1.Worker/SetHealthTerms" => {
+                    #[allow(non_camel_case_types)]
+                    struct SetHealthTermsSvc<T: Worker>(pub Arc<T>);
+                    impl<T: Worker> tonic::server::UnaryService<super::HealthTerms>
+                    for SetHealthTermsSvc<T> {
+                        type Response = super::HealthTermsInForce;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::HealthTerms>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Worker>::set_health_terms(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = SetHealthTermsSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
                         Ok(res)
                     };
                     Box::pin(fut)

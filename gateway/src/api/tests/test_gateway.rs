@@ -21,7 +21,7 @@ use tollgate_serving::{Observer, Serving, ServingOptions};
 
 use crate::Clock;
 use crate::access_log::AccessLog;
-use crate::api::{Api, body_budget};
+use crate::api::{Api, BodyBudget, body_budget_options};
 use crate::auth::{AuthenticatedCaller, Authenticator, KeyOptions, KeyStore};
 use crate::connection_owners::OwnerNumbers;
 use crate::read_limit::ReadLimit;
@@ -101,7 +101,7 @@ impl TestGateway {
         let source_penalties =
             SourcePenalties::new(&config.gateway().penalties, Arc::clone(&metrics));
         let draining = CancellationToken::new();
-        let bodies = body_budget(&config.gateway().requests);
+        let bodies = BodyBudget::new(body_budget_options(&config.gateway().requests));
         let owner_numbers = OwnerNumbers::default();
         let live = LiveConfig::new(Arc::clone(&config));
         let access_log = AccessLog::new(live, serving.clock().clone());

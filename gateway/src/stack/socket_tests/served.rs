@@ -203,6 +203,30 @@ async fn listener_drains_aged_connections() {
 }
 
 #[tokio::test]
+async fn listener_adopts_options_for_new_connections() {
+    let door = TestListener::open(patient());
+    let mut open = door.http1().await;
+    open.send_request(request("/hello")).await.unwrap();
+    let idle = Duration::from_millis(200);
+    door.control.adopt(ListenerOptions { idle, drain: idle, ..patient() });
+    let mut new = door.http1().await;
+    new.send_request(request("/hello")).await.unwrap();
+    door.counted(r#"tollgate_connections_ended_total{reason="idle"}"#, 1).await;
+    // The earlier connection is as idle and keeps its own deadline.
+    let answer = text(open.send_request(request("/hello")).await.unwrap()).await;
+    assert_eq!(answer.1, "hello");
+    // The bound of the drain is the new one on every connection.
+    let asking = open.send_request(request("/never"));
+    let draining = async {
+        door.reached.notified().await;
+        door.stop.end.cancel();
+    };
+    let (cut, ()) = tokio::join!(asking, draining);
+    assert!(cut.is_err());
+    door.ended().await;
+}
+
+#[tokio::test]
 async fn source_ring_answers_with_retry_after() {
     let sources = SourceOptions { per_second: NonZeroU32::MIN, burst: NonZeroU32::new(3).unwrap() };
     let door = TestListener::with_sources(patient(), Some(sources));

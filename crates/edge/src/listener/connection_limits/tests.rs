@@ -30,6 +30,11 @@ impl ConnectionLimits {
     }
 }
 
+/// Returns the number of sources with a bucket.
+fn sources(limits: &ConnectionLimits) -> usize {
+    limits.bounds.load().rates.unknown.len()
+}
+
 fn owners() -> ConnectionOwners {
     ConnectionOwners { bounds: Vec::new(), holder: OwnerId(1) }
 }
@@ -112,6 +117,49 @@ fn connection_limits_count_ending_as_gone() {
     open.push(limits.admit(ip(1)).ok().unwrap());
     limits.make_room();
     assert_eq!((open.len(), evicted(&open)), (15, 1));
+}
+
+/// Options with a bound of ten new connections, which nothing refills soon.
+fn options(connections: usize, per_source: u32) -> ConnectionLimitOptions {
+    ConnectionLimitOptions {
+        connections,
+        per_source,
+        authenticated_per_source: 2,
+        new_per_second: NonZeroU32::MIN,
+        new_burst: NonZeroU32::new(10).unwrap(),
+    }
+}
+
+#[test]
+fn connection_limits_lower_total_ends_idle_connections() {
+    let limits = ConnectionLimits::new(options(100, 100));
+    let mut open: Vec<_> = (0..8).map(|_| limits.admit(ip(1)).ok().unwrap()).collect();
+    limits.adopt(options(5, 100));
+    assert_eq!(limits.admit(ip(2)).err(), Some(LimitReached::Connections));
+    limits.sweep(Instant::now());
+    let is_ending = |permit: &ConnectionPermit| permit.connection().eviction().is_some();
+    assert_eq!(open.iter().filter(|permit| is_ending(permit)).count(), 3);
+    open.retain(|permit| !is_ending(permit));
+    drop(open.pop());
+    assert!(limits.admit(ip(2)).is_ok(), "the lower total has a place again");
+}
+
+#[test]
+fn connection_limits_adopt_bounds_and_keep_rate() {
+    let limits = ConnectionLimits::new(options(100, 3));
+    let held: Vec<_> = (0..3).map(|_| limits.admit(ip(1)).ok().unwrap()).collect();
+    assert_eq!(limits.admit(ip(1)).err(), Some(LimitReached::PerSource));
+    limits.adopt(options(100, 8));
+    let more: Vec<_> = (0..5).map(|_| limits.admit(ip(1)).ok().unwrap()).collect();
+    assert_eq!(limits.admit(ip(1)).err(), Some(LimitReached::PerSource));
+    drop((held, more));
+    // Eight of the burst of ten are used up, whatever bound has changed.
+    limits.adopt(options(99, 100));
+    assert_eq!((0..5).filter(|_| limits.admit(ip(1)).is_ok()).count(), 2);
+    // The control: another rate begins with its burst.
+    let new_burst = NonZeroU32::new(4).unwrap();
+    limits.adopt(ConnectionLimitOptions { new_burst, ..options(99, 100) });
+    assert_eq!((0..5).filter(|_| limits.admit(ip(1)).is_ok()).count(), 4);
 }
 
 #[test]
@@ -209,15 +257,15 @@ fn connection_limits_bound_memory_for_many_sources() {
     for n in 0..50_000 {
         drop(limits.admit(v6(n)));
     }
-    assert!(limits.rate.len() <= 50_000 && limits.is_empty());
+    assert!(sources(&limits) <= 50_000 && limits.is_empty());
     limits.sweep(Instant::now());
     assert!(!limits.crowded.load(Ordering::Relaxed), "each of so many sources has its own bucket");
     // A sweep sets this flag beyond MOST_SOURCES.
     limits.crowded.store(true, Ordering::Relaxed);
-    let before = limits.rate.len();
+    let before = sources(&limits);
     for n in 0..50_000 {
         drop(limits.admit(v6((1 << 40) + n)));
     }
     // More sources share a bounded number of buckets.
-    assert!(limits.rate.len() <= before + 4_096, "{before}, then {}", limits.rate.len());
+    assert!(sources(&limits) <= before + 4_096, "{before}, then {}", sources(&limits));
 }
