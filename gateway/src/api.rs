@@ -307,7 +307,7 @@ pub(crate) fn body_budget_options(config: &tollgate_config::RequestLimits) -> Bo
 }
 
 /// Returns the bounds that a request's fields must keep.
-fn request_limits(config: &tollgate_config::RequestLimits) -> RequestLimits {
+pub(crate) fn request_limits(config: &tollgate_config::RequestLimits) -> RequestLimits {
     let tollgate_config::RequestLimits {
         body: _,                   // bounds reading
         body_memory_per_tenant: _, // bounds reading

@@ -8,6 +8,7 @@ mod access_log;
 mod admin_certificate;
 mod api;
 pub mod auth;
+mod openapi;
 mod raises;
 mod read_limit;
 mod record;

@@ -20,6 +20,7 @@ use tower::{Layer as _, Service, ServiceExt as _};
 use crate::api::{self, Api, Call, KnownCaller, RouteKind, limits, models, usage};
 use crate::auth::Endpoint;
 use crate::cors::{self, Cors};
+use crate::openapi;
 use crate::read_limit::{ByCaller, ReadLimit, ReadLimited};
 use crate::reply::ApiError;
 use crate::stack::Routes;
@@ -58,7 +59,7 @@ type Handler = fn(Api, Call) -> HandlerFuture;
 type HandlerFuture = Pin<Box<dyn Future<Output = Result<Response, ApiError>> + Send>>;
 
 /// All routes of the public API.
-static ROUTES: [Route; 7] = [
+static ROUTES: [Route; 8] = [
     Route {
         path: Pattern::Exact("/v1/chat/completions"),
         method: RouteMethod::Post,
@@ -118,7 +119,31 @@ static ROUTES: [Route; 7] = [
         kind: RouteKind::ReadOnly,
         handler: |api, call| Box::pin(usage::show(api, call)),
     },
+    Route {
+        path: Pattern::Exact("/openapi.json"),
+        method: RouteMethod::Get,
+        endpoint: Endpoint::Models,
+        label: "openapi",
+        kind: RouteKind::ReadOnly,
+        handler: |api, call| Box::pin(openapi::show(api, call)),
+    },
 ];
+
+/// Returns the method and the path of each route, as an OpenAPI document names them.
+pub(crate) fn documented_routes() -> impl Iterator<Item = (&'static str, String)> {
+    ROUTES.iter().map(|route| {
+        let path = match route.path {
+            Pattern::Exact(path) => path.to_owned(),
+            Pattern::Segment(prefix) => format!("{prefix}{{id}}"),
+            Pattern::Rest(prefix) => format!("{prefix}{{name}}"),
+        };
+        let method = match route.method {
+            RouteMethod::Get => "GET",
+            RouteMethod::Post => "POST",
+        };
+        (method, path)
+    })
+}
 
 impl Pattern {
     /// Returns the still encoded parameter if the pattern takes `path`.

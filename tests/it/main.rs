@@ -33,6 +33,7 @@ mod limits;
 mod listeners;
 mod metering;
 mod models;
+mod openapi;
 mod raises;
 mod reload;
 mod sdks;

@@ -85,6 +85,6 @@ fn succeeds(mut command: Command) {
 
 /// Returns the path of a tool that the gate installed.
 #[allow(clippy::disallowed_methods, reason = "a test is told by the gate where its tools are")]
-fn variable(name: &str) -> Option<PathBuf> {
+pub fn variable(name: &str) -> Option<PathBuf> {
     std::env::var_os(name).map(PathBuf::from)
 }

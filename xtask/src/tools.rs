@@ -1,5 +1,5 @@
 //! Tools that the gate needs besides Rust and gcc: Debian packages, the OpenAI SDKs,
-//! the compiler of GPU kernels, and cargo-deny. The Python and Node packages lie in
+//! Schemathesis, the compiler of GPU kernels, and cargo-deny. The Python and Node packages lie in
 //! folders of their own under `target/tools`.
 
 use std::path::PathBuf;
@@ -34,6 +34,8 @@ const DEBIAN_FOR_LONG: [(&str, &str); 2] =
 /// The Python SDK under test, pinned, because the API promises to work with this SDK
 /// unmodified.
 const PYTHON_SDK: &str = "openai==3.52.0";
+/// The program that checks the API against its OpenAPI document.
+const SCHEMATHESIS: &str = "schemathesis==4.32.5";
 /// The compiler of GPU kernels, which needs no GPU. The version is the first of CUDA
 /// 13, because later versions accept every kernel that this version accepts.
 const NVRTC: &str = "nvidia-cuda-nvrtc==13.0.88";
@@ -130,12 +132,13 @@ fn packages(missing: &[&str]) -> Result<()> {
 
 fn python() -> Result<()> {
     let folder = python_folder();
-    let wanted = format!("{PYTHON_SDK} {NVRTC}");
+    let packages = [PYTHON_SDK, SCHEMATHESIS, NVRTC];
+    let wanted = packages.join(" ");
     if !is_installed(&folder, &wanted) {
         check(command("python3").args(["-m", "venv"]).arg(&folder))?;
         let python = folder.join("bin/python");
         let pip = ["-m", "pip", "install", "-q"];
-        check(command(&python.to_string_lossy()).args(pip).args([PYTHON_SDK, NVRTC]))?;
+        check(command(&python.to_string_lossy()).args(pip).args(packages))?;
         mark_installed(&folder, &wanted)?;
     }
     Ok(())

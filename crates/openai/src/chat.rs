@@ -4,6 +4,7 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
+use schemars::{JsonSchema, Schema, SchemaGenerator};
 use serde::Serialize;
 use serde_json::Value;
 use serde_json::value::RawValue;
@@ -14,7 +15,8 @@ use crate::fields::{Field, Neutral, Violation, known_fields, object};
 use crate::json::depth;
 use crate::logprobs::ChatLogprobs;
 use crate::request::{MAX_IDENTIFIER_BYTES, max_tokens, request_fields};
-use crate::response::render;
+use crate::response::{ChunkBody, ResponseBody, render};
+use crate::schema::named;
 use crate::usage::finish_reason;
 use crate::{
     ChunkPart, CompletionRequest, Interface, MaxTokens, RequestLimits, ResponseMeta, WholeResponse,
@@ -24,20 +26,20 @@ use crate::{
 pub const CHAT: &dyn Interface = &ChatDialect;
 
 /// Parts of one message's content.
-const MAX_PARTS: u32 = 2_048;
+pub(crate) const MAX_PARTS: u32 = 2_048;
 
 /// Bytes of `chat_template_kwargs`. The memory and the steps of a template are counted
 /// without it.
 const MAX_ARGUMENT_BYTES: usize = 4 << 10;
 
 /// Entries of `chat_template_kwargs`.
-const MAX_ARGUMENTS: u32 = 32;
+pub(crate) const MAX_ARGUMENTS: u32 = 32;
 
 /// Levels of objects and arrays in `chat_template_kwargs`, itself included.
 const MAX_ARGUMENT_DEPTH: usize = 4;
 
 /// Bytes of a speaker's name.
-const MAX_NAME_BYTES: usize = 256;
+pub(crate) const MAX_NAME_BYTES: usize = 256;
 
 #[derive(Debug)]
 struct ChatDialect;
@@ -105,8 +107,16 @@ impl Interface for ChatDialect {
     }
 }
 
+/// Returns the schemas of a response in one piece and of a chunk.
+pub(crate) fn response_schemas(generator: &mut SchemaGenerator) -> (Schema, Schema) {
+    (
+        named::<ResponseBody<'_, ChatChoice<'_>>>("ChatCompletion", generator),
+        named::<ChunkBody<'_, ChatChunk<'_>>>("ChatCompletionChunk", generator),
+    )
+}
+
 /// One choice of a response in one piece.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct ChatChoice<'a> {
     index: u32,
     message: Message<'a>,
@@ -114,7 +124,8 @@ struct ChatChoice<'a> {
     finish_reason: &'static str,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
+#[schemars(rename = "ChatMessage")]
 struct Message<'a> {
     role: &'static str,
     content: &'a str,
@@ -122,7 +133,8 @@ struct Message<'a> {
 }
 
 /// One choice of a chunk.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
+#[schemars(rename = "ChatChunkChoice")]
 struct ChatChunk<'a> {
     index: u32,
     delta: ChatDelta<'a>,
@@ -130,7 +142,7 @@ struct ChatChunk<'a> {
     finish_reason: Option<&'static str>,
 }
 
-#[derive(Default, Serialize)]
+#[derive(Default, Serialize, JsonSchema)]
 struct ChatDelta<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     role: Option<&'static str>,

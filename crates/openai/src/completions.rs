@@ -3,6 +3,7 @@
 
 use std::ops::RangeInclusive;
 
+use schemars::{JsonSchema, Schema, SchemaGenerator};
 use serde::Serialize;
 use serde_json::value::RawValue;
 use tollgate_text::Prompt;
@@ -10,7 +11,8 @@ use tollgate_text::Prompt;
 use crate::fields::{Field, Neutral, Violation, object};
 use crate::logprobs::CompletionLogprobs;
 use crate::request::{max_tokens, request_fields};
-use crate::response::render;
+use crate::response::{ChunkBody, ResponseBody, render};
+use crate::schema::named;
 use crate::usage::finish_reason;
 use crate::{
     ChunkPart, CompletionRequest, Interface, RequestLimits, ResponseChoice, ResponseMeta,
@@ -22,10 +24,10 @@ pub const COMPLETIONS: &dyn Interface = &Completions;
 
 /// Tokens in one prompt of token ids. The model's context bounds the number
 /// further.
-const MAX_PROMPT_TOKENS: u32 = 1 << 20;
+pub(crate) const MAX_PROMPT_TOKENS: u32 = 1 << 20;
 
 /// Alternatives reported for each token; the original API allows no more.
-const MAX_LOGPROBS: u32 = 5;
+pub(crate) const MAX_LOGPROBS: u32 = 5;
 
 #[derive(Debug)]
 struct Completions;
@@ -114,8 +116,17 @@ fn logprobs(choice: &ResponseChoice<'_>) -> CompletionLogprobs {
     logprobs
 }
 
+/// Returns the schemas of a response in one piece and of a chunk.
+pub(crate) fn response_schemas(generator: &mut SchemaGenerator) -> (Schema, Schema) {
+    (
+        named::<ResponseBody<'_, Choice<&str>>>("Completion", generator),
+        named::<ChunkBody<'_, Choice<&str>>>("CompletionChunk", generator),
+    )
+}
+
 /// One choice; a response in one piece and a chunk have the same shape.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
+#[schemars(rename = "CompletionChoice")]
 struct Choice<T> {
     text: T,
     index: u32,

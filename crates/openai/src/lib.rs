@@ -18,6 +18,7 @@ mod logprobs;
 mod request;
 mod response;
 mod response_builder;
+pub mod schema;
 pub mod sse;
 mod stream;
 mod usage;

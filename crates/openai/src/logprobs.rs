@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
+use schemars::JsonSchema;
 use serde::Serialize;
 use tollgate_domain::TokenLogprob;
 
@@ -10,20 +11,20 @@ use tollgate_domain::TokenLogprob;
 const IMPOSSIBLE: f32 = -9_999.0;
 
 /// The `logprobs` object of a chat choice.
-#[derive(Debug, Default, PartialEq, Serialize)]
+#[derive(Debug, Default, PartialEq, Serialize, JsonSchema)]
 pub(crate) struct ChatLogprobs {
     content: Vec<ChatToken>,
     refusal: (),
 }
 
-#[derive(Debug, PartialEq, Serialize)]
+#[derive(Debug, PartialEq, Serialize, JsonSchema)]
 struct ChatToken {
     #[serde(flatten)]
     token: ChatTop,
     top_logprobs: Vec<ChatTop>,
 }
 
-#[derive(Debug, PartialEq, Serialize)]
+#[derive(Debug, PartialEq, Serialize, JsonSchema)]
 struct ChatTop {
     token: String,
     logprob: f32,
@@ -53,7 +54,7 @@ impl ChatTop {
 }
 
 /// The `logprobs` object of a completion choice: four arrays of equal length.
-#[derive(Debug, Default, PartialEq, Serialize)]
+#[derive(Debug, Default, PartialEq, Serialize, JsonSchema)]
 pub(crate) struct CompletionLogprobs {
     tokens: Vec<String>,
     token_logprobs: Vec<Option<f32>>,

@@ -12,11 +12,11 @@ use crate::fields::{Field, Neutral, known_fields, object};
 
 /// The largest number of tokens that a client may name. The model's context
 /// bounds the number further.
-const MAX_TOKENS: u32 = i32::MAX as u32;
+pub(crate) const MAX_TOKENS: u32 = i32::MAX as u32;
 /// Bytes of a model's name.
-const MAX_MODEL_BYTES: usize = 128;
+pub(crate) const MAX_MODEL_BYTES: usize = 128;
 /// Entries of `stop_token_ids`; a worker accepts no more.
-const MAX_STOP_TOKENS: u32 = 64;
+pub(crate) const MAX_STOP_TOKENS: u32 = 64;
 /// Bytes of `user`, `safety_identifier` and `prompt_cache_key`.
 pub(crate) const MAX_IDENTIFIER_BYTES: usize = 512;
 

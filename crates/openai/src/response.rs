@@ -1,6 +1,7 @@
 //! The facts that every part of one response repeats, and the complete response
 //! for a dialect to render.
 
+use schemars::JsonSchema;
 use serde::Serialize;
 use tollgate_domain::{StopReason, TokenLogprob};
 
@@ -105,8 +106,8 @@ impl ResponseMeta {
 }
 
 /// One chunk as JSON, with the choices in the shape of a dialect.
-#[derive(Serialize)]
-struct ChunkBody<'a, C> {
+#[derive(Serialize, JsonSchema)]
+pub(crate) struct ChunkBody<'a, C> {
     id: &'a str,
     object: &'static str,
     created: u64,
@@ -201,8 +202,8 @@ pub(crate) fn render<C: Serialize>(
 }
 
 /// A response in one piece as JSON, with the choices in the shape of a dialect.
-#[derive(Serialize)]
-struct ResponseBody<'a, C> {
+#[derive(Serialize, JsonSchema)]
+pub(crate) struct ResponseBody<'a, C> {
     id: &'a str,
     object: &'static str,
     created: u64,

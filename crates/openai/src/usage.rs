@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use schemars::JsonSchema;
 use serde::Serialize;
 use tollgate_domain::block::Stages;
 use tollgate_domain::{DeviceClass, DeviceNanos, StopReason, Transfers, Usage};
@@ -38,7 +39,8 @@ pub(crate) fn finish_reason(reason: StopReason) -> &'static str {
 }
 
 /// The `usage` object.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
+#[schemars(rename = "Usage")]
 pub(crate) struct UsageBody<'a> {
     prompt_tokens: u64,
     completion_tokens: u64,
@@ -48,13 +50,13 @@ pub(crate) struct UsageBody<'a> {
     tollgate: Figures<'a>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct PromptDetails {
     cached_tokens: u64,
     audio_tokens: u64,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct CompletionDetails {
     reasoning_tokens: u64,
     audio_tokens: u64,
@@ -62,7 +64,8 @@ struct CompletionDetails {
     rejected_prediction_tokens: u64,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
+#[schemars(rename = "DeviceFigures")]
 struct Figures<'a> {
     device_class: &'a str,
     attributed_ns: u64,

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use axum::Json;
 use axum::response::{IntoResponse as _, Response};
+use schemars::JsonSchema;
 use serde::Serialize;
 use tollgate_admission::{Limit, LimitState, Moment};
 use tollgate_domain::DeviceClass;
@@ -13,8 +14,8 @@ use super::{Api, Call, KnownCaller, models};
 use crate::reply::ApiError;
 
 /// The body of the response of `GET /v1/limits`.
-#[derive(Debug, Serialize)]
-struct LimitList {
+#[derive(Debug, Serialize, JsonSchema)]
+pub(crate) struct LimitList {
     object: &'static str,
     tenant: String,
     key: String,
@@ -22,7 +23,8 @@ struct LimitList {
 }
 
 /// One limit. Amounts are in `unit`.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
+#[schemars(rename = "Limit")]
 struct LimitBody {
     object: &'static str,
     /// The name of the limit in a plan.

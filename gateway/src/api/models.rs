@@ -3,6 +3,7 @@
 
 use axum::Json;
 use axum::response::{IntoResponse as _, Response};
+use schemars::JsonSchema;
 use serde::Serialize;
 use tollgate_domain::{ModelName, SamplingDefaults};
 use tollgate_serving::route;
@@ -11,7 +12,8 @@ use super::{Api, Call, KnownCaller};
 use crate::reply::ApiError;
 
 /// One model in a response.
-#[derive(Debug, PartialEq, Serialize)]
+#[derive(Debug, PartialEq, Serialize, JsonSchema)]
+#[schemars(rename = "Model")]
 pub(crate) struct ModelBody {
     id: String,
     object: &'static str,
@@ -28,7 +30,8 @@ pub(crate) struct ModelBody {
 }
 
 /// A model's sampling defaults as clients see them.
-#[derive(Debug, PartialEq, Serialize)]
+#[derive(Debug, PartialEq, Serialize, JsonSchema)]
+#[schemars(rename = "SamplingDefaults")]
 struct DefaultsBody {
     temperature: f32,
     top_k: u32,
@@ -45,7 +48,7 @@ impl From<SamplingDefaults> for DefaultsBody {
 }
 
 /// The body of the response of `GET /v1/models`.
-#[derive(Debug, PartialEq, Serialize)]
+#[derive(Debug, PartialEq, Serialize, JsonSchema)]
 pub(crate) struct ModelList {
     object: &'static str,
     data: Vec<ModelBody>,

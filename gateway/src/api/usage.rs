@@ -1,12 +1,15 @@
 //! The usage of a tenant: its statement, and the exact figures of one of its
 //! requests. A request of another tenant looks like one that does not exist.
 
+use std::borrow::Cow;
 use std::time::Duration;
 
 use axum::Json;
 use axum::extract::Query;
 use axum::response::{IntoResponse as _, Response};
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::Serialize;
+use serde_json::json;
 use tokio::time::timeout;
 use tollgate_domain::{FinishReason, KeyId, ModelName, RequestId, TenantId, UtcDay};
 use tollgate_ledger::{
@@ -34,12 +37,13 @@ struct Filters {
 }
 
 /// The body of the response of `GET /v1/usage`.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(crate) struct UsageList {
     object: &'static str,
     tenant: String,
     start: Option<String>,
     end: Option<String>,
+    #[schemars(with = "Vec<UsageRowSchema>")]
     data: Vec<UsageRow>,
 }
 
@@ -145,7 +149,7 @@ fn day(param: &'static str, text: Option<&str>) -> Result<Option<UtcDay>, ApiErr
 }
 
 /// The body of the response of `GET /v1/usage/{request_id}`.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(crate) struct RequestUsage {
     id: String,
     object: &'static str,
@@ -156,7 +160,7 @@ pub(crate) struct RequestUsage {
     figures: Option<RequestFigures>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 struct RequestFigures {
     tenant: String,
     key: String,
@@ -173,10 +177,60 @@ struct RequestFigures {
     queue_ns: u64,
     prefill_ns: u64,
     decode_ns: u64,
+    #[schemars(with = "Option<String>")]
     reason: Option<FinishReason>,
     /// The end of the request, in Unix seconds.
     finished: Option<u64>,
+    #[schemars(with = "Vec<EntryRowSchema>")]
     entries: Vec<EntryRow>,
+}
+
+/// The schema of a [`UsageRow`]. A column that is not grouped by is absent.
+struct UsageRowSchema;
+
+impl JsonSchema for UsageRowSchema {
+    fn schema_name() -> Cow<'static, str> {
+        "UsageRow".into()
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        let (text, count) =
+            (json!({ "type": "string" }), json!({ "type": "integer", "minimum": 0 }));
+        json_schema!({
+            "type": "object",
+            "required": ["device_class", "requests", "prompt_tokens", "cached_tokens",
+                "completion_tokens", "attributed_ns", "reference_ns", "gpu_ns", "energy_mj"],
+            "properties": {
+                "tenant": text, "key": text, "model": text,
+                "day": { "type": "string", "format": "date" },
+                "device_class": text, "requests": count, "prompt_tokens": count,
+                "cached_tokens": count, "completion_tokens": count, "attributed_ns": count,
+                "reference_ns": count, "gpu_ns": count,
+                "energy_mj": { "type": ["integer", "null"], "minimum": 0 },
+            },
+        })
+    }
+}
+
+/// The schema of an [`EntryRow`].
+struct EntryRowSchema;
+
+impl JsonSchema for EntryRowSchema {
+    fn schema_name() -> Cow<'static, str> {
+        "EntryRow".into()
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({
+            "type": "object",
+            "required": ["id", "account", "amount_ns"],
+            "properties": {
+                "id": { "type": "string" },
+                "account": { "enum": ["tenant", "loss"] },
+                "amount_ns": { "type": "integer" },
+            },
+        })
+    }
 }
 
 /// Answers `GET /v1/usage/{request_id}`.

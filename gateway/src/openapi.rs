@@ -1,0 +1,133 @@
+//! The OpenAPI document of the public API: the paths of the route table, the schemas of the
+//! types that handlers write, and the bounds of the config in force.
+
+mod operations;
+
+use axum::response::{IntoResponse as _, Response};
+use http::{HeaderValue, header};
+use schemars::SchemaGenerator;
+use schemars::generate::SchemaSettings;
+use serde_json::{Map, Value, json};
+use tollgate_openai::RequestLimits;
+
+use self::operations::Operation;
+use crate::api::{Api, Call, request_limits};
+use crate::reply::ApiError;
+use crate::routes;
+
+/// Answers `GET /openapi.json` with the bounds of the config in force.
+pub(crate) async fn show(_: Api, call: Call) -> Result<Response, ApiError> {
+    let limits = request_limits(&call.caller.tenant.config().gateway().requests);
+    let mut response = document(&limits).to_string().into_response();
+    let json = HeaderValue::from_static("application/json");
+    response.headers_mut().insert(header::CONTENT_TYPE, json);
+    Ok(response)
+}
+
+/// Returns the document. A route without an operation is left out.
+fn document(limits: &RequestLimits) -> Value {
+    let mut settings = SchemaSettings::draft2020_12().for_serialize();
+    settings.definitions_path = "/components/schemas".into();
+    let mut generator = settings.into_generator();
+    let mut paths = Map::new();
+    for (method, path) in routes::documented_routes() {
+        let Some(operation) = operations::of(&format!("{method} {path}"), limits, &mut generator)
+        else {
+            continue;
+        };
+        let entry = paths.entry(path).or_insert_with(|| json!({}));
+        entry[method.to_ascii_lowercase()] = operation.to_json();
+    }
+    json!({
+        "openapi": "3.1.0",
+        "info": {
+            "title": "tollgate",
+            "version": env!("CARGO_PKG_VERSION"),
+            "summary": "A part of the OpenAI API with limits and bills by device time",
+            "description": "docs/api.md has the meaning of each field and of each error.",
+            "license": { "name": "Apache-2.0", "identifier": "Apache-2.0" },
+        },
+        "servers": [{ "url": "https://127.0.0.1:8443", "description": "The default address" }],
+        "security": [{ "bearer": [] }],
+        "paths": paths,
+        "components": components(&mut generator),
+    })
+}
+
+/// Returns everything that operations refer to.
+fn components(generator: &mut SchemaGenerator) -> Value {
+    let mut schemas = generator.take_definitions(true);
+    schemas.insert("Error".to_owned(), error_schema());
+    json!({
+        "schemas": schemas,
+        "securitySchemes": { "bearer": {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "An API key, or a JWT of a configured issuer.",
+        } },
+        "headers": {
+            "RequestId": {
+                "description": "The identifier of the request, for GET /v1/usage/{id}.",
+                "schema": { "type": "string" },
+            },
+            "RetryAfter": {
+                "description": "Seconds to wait; absent if the refusal does not end by itself.",
+                "schema": { "type": "integer", "minimum": 1 },
+            },
+        },
+        "responses": operations::error_responses(),
+    })
+}
+
+fn error_schema() -> Value {
+    json!({
+        "type": "object",
+        "required": ["error"],
+        "additionalProperties": false,
+        "properties": { "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "additionalProperties": false,
+            "properties": {
+                "message": { "type": "string" },
+                "type": { "type": "string" },
+                "param": { "type": ["string", "null"], "description": "The field that is wrong." },
+                "code": { "type": ["string", "null"] },
+            },
+        } },
+    })
+}
+
+impl Operation {
+    fn to_json(&self) -> Value {
+        let Self { id, summary, parameters, request, answer, errors } = self;
+        let mut responses = Map::new();
+        let mut headers = json!({ "x-request-id": { "$ref": "#/components/headers/RequestId" } });
+        if errors.contains(&409) {
+            headers["x-tollgate-replay-of"] = json!({
+                "description": "The request whose answer this is, for a repeated one.",
+                "schema": { "type": "string" },
+            });
+        }
+        responses.insert(
+            "200".to_owned(),
+            json!({ "description": "The answer.", "headers": headers, "content": answer }),
+        );
+        for status in *errors {
+            let reference = format!("#/components/responses/{}", operations::error_name(*status));
+            responses.insert(status.to_string(), json!({ "$ref": reference }));
+        }
+        let mut operation = json!({
+            "operationId": id, "summary": summary, "parameters": parameters,
+            "responses": responses,
+        });
+        if let Some(schema) = request {
+            operation["requestBody"] = json!({ "required": true,
+                "content": { "application/json": { "schema": schema } } });
+        }
+        operation
+    }
+}
+
+#[cfg(test)]
+mod tests;
