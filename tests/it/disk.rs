@@ -128,7 +128,8 @@ fn assert_errors_have_codes(outcomes: &[Outcome]) {
     }
 }
 
-/// A small file system of its own. Mounting may not be permitted; then there is none.
+/// A small file system of its own. Mounting may not be permitted; then there is none, and the
+/// gate fails.
 struct SmallDisk {
     at: tempfile::TempDir,
 }
@@ -144,11 +145,15 @@ impl SmallDisk {
             Ok(output) if output.status.success() => Some(Self { at }),
             Ok(output) => {
                 let why = String::from_utf8_lossy(&output.stderr);
-                eprintln!("skipped: no small file system can be mounted: {}", why.trim());
+                support::skip(&format!(
+                    "no small file system can be mounted, and a full disk is not tested without \
+                     one; run as root, with CAP_SYS_ADMIN: {}",
+                    why.trim()
+                ));
                 None
             }
             Err(error) => {
-                eprintln!("skipped: there is no mount command: {error}");
+                support::skip(&format!("there is no mount command: {error}"));
                 None
             }
         }

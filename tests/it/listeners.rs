@@ -2,17 +2,22 @@
 //! slowhttptest. The listener's own tests cover single connections; these tests cover
 //! the whole.
 
+use std::collections::HashSet;
 use std::fmt::Write as _;
 use std::fs::{self, File};
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Instant;
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use tollgate_loadtest::client::Protocol;
+use tokio::task::JoinSet;
+use tollgate_loadtest::client::{Protocol, Target};
 
+use crate::reload::put_in_force;
 use crate::support::{self, Tollgate, binary, get, post, program};
 
 /// One request of a curl call, which uses one connection where it can.
@@ -447,4 +452,60 @@ fn h2load_is_answered() {
         assert!(said.contains("600 succeeded, 0 failed, 0 errored"), "{protocol:?}: {said}");
         assert!(said.contains("600 2xx, 0 3xx, 0 4xx, 0 5xx"), "{protocol:?}: {said}");
     }
+}
+
+/// C16: connections that are opened while the certificate changes again and again succeed,
+/// and each is answered.
+#[tokio::test]
+async fn certificate_rotation_fails_no_handshake() {
+    const PLAIN: &str = "[plans.open]\n[tenants.acme]\nplan = \"open\"\n\
+        [gateway.connections]\nnew_per_second = 10_000\nnew_burst = 10_000\n\
+        [gateway.reads]\nrequests_per_second = 10_000\nrequest_burst = 10_000\n";
+    let gateway = Tollgate::with_config(PLAIN);
+    let key = gateway.key("acme", &[]);
+    let admin = gateway.connect_admin().await;
+    // Another gateway has a certificate of another authority.
+    let other = Tollgate::demo();
+    let files = other.data().join("tls");
+    let shown = files.display();
+    let other_tls = format!(
+        "[gateway.tls]\ncertificate = \"{shown}/server.pem\"\nkey = \"{shown}/server.key\"\n"
+    );
+    let (gateway_url, both) = (gateway.url.clone(), gateway.data().join("both.pem"));
+    let authorities =
+        [gateway.ca(), files.join("ca.pem")].map(|file| fs::read(file).expect("reads"));
+    fs::write(&both, authorities.concat()).expect("writes");
+    // A new target resumes no session, so it sees the certificate of the moment.
+    let fresh = move || Target::new(&gateway_url, &both, &key).expect("a target");
+    let (is_over, opened) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU32::new(0)));
+    let mut clients = JoinSet::new();
+    for protocol in [Protocol::Http1, Protocol::Http2, Protocol::Either] {
+        let (fresh, is_over, opened) = (fresh.clone(), Arc::clone(&is_over), Arc::clone(&opened));
+        clients.spawn(async move {
+            let resuming = fresh();
+            while !is_over.load(Ordering::Relaxed) {
+                for target in [&resuming, &fresh()] {
+                    let connection = target.connect(protocol).await.expect("a handshake succeeds");
+                    assert_eq!(get(&connection, "/v1/models").await.0, 200);
+                    opened.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+        });
+    }
+    let mut seen = HashSet::new();
+    for round in 0..20 {
+        let tls = if round % 2 == 0 { other_tls.as_str() } else { "" };
+        put_in_force(&gateway, &admin, &format!("{PLAIN}{tls}")).await;
+        // Each certificate serves some connections before the next one comes.
+        let wanted = opened.load(Ordering::Relaxed) + 9;
+        while opened.load(Ordering::Relaxed) < wanted {
+            let tls = fresh().connect_tls(Protocol::Http1).await.expect("a handshake succeeds");
+            let certificates = tls.get_ref().1.peer_certificates().expect("a certificate");
+            seen.insert(certificates[0].as_ref().to_vec());
+        }
+    }
+    is_over.store(true, Ordering::Relaxed);
+    // A client that failed has panicked.
+    clients.join_all().await;
+    assert_eq!(seen.len(), 2, "the certificate did not change");
 }

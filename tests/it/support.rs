@@ -382,11 +382,16 @@ pub fn tool(name: &str, path: Option<PathBuf>) -> Option<PathBuf> {
     if let Some(path) = path.filter(|path| path.exists()) {
         return Some(path);
     }
+    skip(&format!("{name} is missing; `cargo xtask test` installs it"));
+    None
+}
+
+/// Prints why a test cannot run here. In the gate that is a failure.
+pub fn skip(why: &str) {
     #[allow(clippy::disallowed_methods, reason = "a test is told by the gate that it runs in it")]
     let in_gate = std::env::var_os("TOLLGATE_GATE").is_some();
-    assert!(!in_gate, "{name} is missing; `cargo xtask test` installs it");
-    eprintln!("skipped: {name} is missing; `cargo xtask test` installs it");
-    None
+    assert!(!in_gate, "{why}");
+    eprintln!("skipped: {why}");
 }
 
 /// Finds a program on the PATH.

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 
-use crate::run::{cargo, check, root};
+use crate::run::{cargo, check, root, target};
 
 mod drills;
 mod engine;
@@ -126,13 +126,13 @@ fn build(options: &Options, what: &[&str]) -> Result<PathBuf> {
     if !options.as_built {
         check(cargo().args(["build", "--release", "--locked"]).args(what))?;
     }
-    Ok(root().join("target/release"))
+    Ok(target().join("release"))
 }
 
 /// Returns the folder of the model that is measured and makes the folder if it is
 /// missing.
 fn model_folder(measure: &std::path::Path) -> Result<PathBuf> {
-    let folder = root().join("target/random-models/qwen2.5-0.5b-bf16");
+    let folder = target().join("random-models/qwen2.5-0.5b-bf16");
     if !folder.join("model.safetensors").exists() {
         // The folder gets its name last, so that an interrupted run leaves no half-made
         // model to measure.

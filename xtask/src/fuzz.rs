@@ -77,7 +77,7 @@ fn run_cargo_fuzz(target: &str, seconds: u64) -> Result<()> {
             .args(["fuzz", "run", "--fuzz-dir"])
             .arg(&folder)
             .args(["--sanitizer", "none", target])
-            .arg(root().join("target/fuzz").join(target))
+            .arg(crate::run::target().join("fuzz").join(target))
             .arg(root().join("fuzz/corpus").join(target))
             .args(["--", &format!("-max_total_time={seconds}"), "-rss_limit_mb=4096"])
             .env("RUSTC_BOOTSTRAP", "1"),

@@ -3,7 +3,7 @@
 
 use anyhow::Result;
 
-use crate::run::{cargo, check, root, stage};
+use crate::run::{cargo, check, stage, target};
 use crate::{bench, tests, tidy, tools};
 
 /// The amount of the gate that runs.
@@ -55,9 +55,12 @@ pub fn test(scope: Scope) -> Result<()> {
         stage("dependency policy", tools::deny)?;
     }
     if scope == Scope::Long {
-        // The file lies under `target/`, so the committed figures of another machine
+        // The files lie under `target/`, so the committed figures of another machine
         // stay.
-        let output = root().join("target/fairness.json");
+        let drills = target().join("drills.json");
+        let drills = drills.to_string_lossy().into_owned();
+        stage("shipped drills", || bench::run("drills", &["--soak", "--output", &drills]))?;
+        let output = target().join("fairness.json");
         let output = output.to_string_lossy().into_owned();
         stage("fairness on a real clock", || bench::run("fairness", &["--output", &output]))?;
     }

@@ -3,7 +3,7 @@
 
 use anyhow::Result;
 
-use crate::run::{check, command, root};
+use crate::run::{check, command, root, target};
 
 /// Runs `models/train/goldens.py` in a Python environment, which is made if missing.
 ///
@@ -11,7 +11,7 @@ use crate::run::{check, command, root};
 ///
 /// A command failed.
 pub fn write() -> Result<()> {
-    let folder = root().join("target/tools/goldens");
+    let folder = target().join("tools/goldens");
     let python = folder.join("bin/python");
     if !python.exists() {
         check(command("python3").args(["-m", "venv"]).arg(&folder))?;

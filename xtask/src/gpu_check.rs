@@ -8,7 +8,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 
-use crate::run::{cargo, check, command, root};
+use crate::run::{cargo, check, command, target};
 use crate::tools;
 
 /// The largest pack in bytes, so that it can be copied to another machine.
@@ -20,13 +20,13 @@ const MOST_BYTES: u64 = 60 << 20;
 ///
 /// A build or a copy failed, or the pack is larger than [`MOST_BYTES`].
 pub fn pack() -> Result<()> {
-    let built = root().join("target/release");
+    let built = target().join("release");
     check(cargo().args(["build", "--release", "--locked", "-p", "tollgate"]))?;
     let example = ["-p", "tollgate-engine", "--example", "gpu_check"];
     check(cargo().args(["build", "--release", "--locked"]).args(example))?;
 
     // A file of an earlier pack must not travel with this one.
-    let folder = root().join("target/gpu-check");
+    let folder = target().join("gpu-check");
     if folder.exists() {
         fs::remove_dir_all(&folder)?;
     }

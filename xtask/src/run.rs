@@ -1,6 +1,9 @@
 //! Runs commands in the repository's root and prints each command.
 
-#![expect(clippy::disallowed_methods, reason = "the wait for a program has a bound")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "the wait for a program has a bound, and cargo tells its folder by the environment"
+)]
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -14,6 +17,13 @@ pub fn root() -> PathBuf {
         .parent()
         .expect("the crate's folder has the root as its parent")
         .to_owned()
+}
+
+/// Returns the folder of build outputs, which is cargo's: `CARGO_TARGET_DIR`, or `target`.
+pub fn target() -> PathBuf {
+    let folder = std::env::var_os("CARGO_TARGET_DIR").filter(|folder| !folder.is_empty());
+    // Cargo runs in the root, so a relative path begins there.
+    root().join(folder.unwrap_or_else(|| "target".into()))
 }
 
 /// Returns a command for the `cargo` that started this program.

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use crate::run::{check, command, exists, root};
+use crate::run::{check, command, exists, target};
 
 /// Pairs of a program and the Debian package that installs the program.
 const DEBIAN: [(&str, &str); 14] = [
@@ -176,11 +176,11 @@ fn node() -> Result<()> {
 }
 
 fn python_folder() -> PathBuf {
-    root().join("target/tools/python")
+    target().join("tools/python")
 }
 
 fn node_folder() -> PathBuf {
-    root().join("target/tools/node")
+    target().join("tools/node")
 }
 
 /// Returns true if `folder` has a finished installation of `what`. An installation

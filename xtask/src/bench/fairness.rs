@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use super::report::Report;
 use super::{Options, build};
-use crate::run::{command, root};
+use crate::run::{command, root, target};
 
 mod play;
 mod table;
@@ -75,7 +75,7 @@ pub(super) fn run(rest: &[&str]) -> Result<()> {
 fn in_virtual_time(options: &FairnessOptions, table: &mut FairnessTable) -> Result<()> {
     let what = ["-p", "tollgate-engine", "--example", "fairness"];
     let built = build(&options.build_options(), &what)?;
-    let figures = root().join("target/bench/fairness-virtual.json");
+    let figures = target().join("bench/fairness-virtual.json");
     std::fs::create_dir_all(figures.parent().expect("the path has a parent"))?;
     let mut play = command(&built.join("examples/fairness").to_string_lossy());
     // A row out of its bound gives a non-zero status; the table shows the row, so the

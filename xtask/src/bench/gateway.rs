@@ -16,7 +16,7 @@ use super::h2load::{Load, Protocol, SERVER_CORE, UNBOUNDED, listener_config, pin
 use super::process::Process;
 use super::report::{Report, median};
 use super::{Options, build, tools};
-use crate::run::{check, command, output, root};
+use crate::run::{check, command, output, target};
 
 /// The requests over each path in one round of the overhead, and the tokens of an
 /// answer.
@@ -246,7 +246,7 @@ fn milliseconds(result: &Value) -> Result<Vec<f64>> {
 impl GatewayBench {
     /// Makes an empty folder with a config under `target/bench`.
     fn prepare(built: PathBuf, nginx: PathBuf) -> Result<Self> {
-        let folder = root().join("target/bench/gateway");
+        let folder = target().join("bench/gateway");
         if folder.exists() {
             fs::remove_dir_all(&folder)?;
         }

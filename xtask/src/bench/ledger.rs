@@ -12,7 +12,7 @@ use super::h2load::{Load, Protocol, SERVER_CORE, UNBOUNDED, listener_config, pin
 use super::process::Process;
 use super::report::Report;
 use super::{INSTANT_DEVICE, Options, build, tools};
-use crate::run::{command, output, root};
+use crate::run::{command, output, target};
 
 /// Blocks of one run, four requests each.
 const BLOCKS: &str = "20000";
@@ -29,7 +29,7 @@ pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
     tools::h2load()?;
     let built = build(options, &["-p", "tollgate-ledger", "--examples"])?;
     build(options, &["-p", "tollgate", "--features", "bench"])?;
-    let folder = root().join("target/bench/ledger");
+    let folder = target().join("bench/ledger");
     report.fact("blocks_a_turn", BLOCKS);
     report.fact("promised", PROMISED);
     requests(options, report, &built, &fresh(&folder.join("up"))?)?;

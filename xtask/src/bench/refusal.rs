@@ -13,7 +13,7 @@ use super::h2load::{Load, Protocol, SERVER_CORE, UNBOUNDED, listener_config, pin
 use super::process::Process;
 use super::report::Report;
 use super::{Options, build, tools};
-use crate::run::{command, output, root};
+use crate::run::{command, output, target};
 
 /// The smallest promised ratio of refusals a second to the peer's answers a second.
 const PROMISED: f64 = 0.6;
@@ -150,7 +150,7 @@ impl Request<'_> {
 impl RefusalBench {
     /// Makes an empty folder with both configs under `target/bench`.
     fn prepare(built: PathBuf) -> Result<Self> {
-        let folder = root().join("target/bench/refusal");
+        let folder = target().join("bench/refusal");
         if folder.exists() {
             fs::remove_dir_all(&folder)?;
         }

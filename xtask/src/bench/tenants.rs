@@ -15,7 +15,7 @@ use super::h2load::{UNBOUNDED, listener_config};
 use super::process::Process;
 use super::report::Report;
 use super::{INSTANT_DEVICE, Options, build};
-use crate::run::{check, command, root};
+use crate::run::{check, command, target};
 
 /// The installations under comparison: a name, tenants, keys.
 const SIZES: [(&str, u64, u64); 2] = [("few", 100, 1_000), ("a million keys", 100_000, 1_000_000)];
@@ -39,7 +39,7 @@ pub(super) fn run(options: &Options, report: &mut Report) -> Result<()> {
     build(options, &["-p", "tollgate"])?;
     let many_keys = built.join("examples/many_keys").display().to_string();
     let many_tenants = built.join("examples/many_tenants").display().to_string();
-    let folder = root().join("target/bench/tenants");
+    let folder = target().join("bench/tenants");
     if folder.exists() {
         fs::remove_dir_all(&folder)?;
     }

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 
-use crate::run::{check, command, exists, root};
+use crate::run::{check, command, exists, target};
 
 /// The pinned version, because published figures name the version of the peer.
 const LLAMA_CPP: &str = "llama-cpp-python==0.3.36";
@@ -63,7 +63,7 @@ pub(super) fn llama_cpp() -> Result<PathBuf> {
 }
 
 fn folder() -> Result<PathBuf> {
-    let folder = root().join("target/tools/bench");
+    let folder = target().join("tools/bench");
     std::fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
     Ok(folder)
 }

@@ -48,6 +48,7 @@ parts! {
     weights_are_shares: "weights",
     trial_tenants_share_one_share: "sybils",
     overload_is_shared: "overload",
+    overload_that_ends_is_not_felt: "end of overload",
     eight_equals_are_equal: "eight",
     idle_tenant_earns_no_credit: "on and off",
     rising_load_does_not_delay_others: "increase",

@@ -111,6 +111,8 @@ struct Player<'a> {
     engine: ManualEngine,
     ears: Vec<Arc<Ears>>,
     tenants: Vec<TenantId>,
+    /// Requests of each tenant that are under way.
+    open: Vec<Arc<AtomicU32>>,
     account: Arc<Mutex<Account>>,
     /// Requests that a client will cancel, by the time of the cancel.
     cancels: BTreeSet<(Duration, usize)>,
@@ -159,7 +161,8 @@ impl<'a> Player<'a> {
             Box::new(journal),
         );
         let cancels = BTreeSet::new();
-        Self { workload, clock, engine, ears: Vec::new(), tenants, account, cancels }
+        let open = workload.tenants.iter().map(|_| Arc::default()).collect();
+        Self { workload, clock, engine, ears: Vec::new(), tenants, open, account, cancels }
     }
 
     fn play(mut self, until: Until) -> Played {
@@ -204,7 +207,16 @@ impl<'a> Player<'a> {
     fn submit_what_is_due(&mut self) {
         let now = now(&self.clock);
         while let Some(ask) = self.workload.asks.get(self.ears.len()).filter(|ask| ask.at <= now) {
-            let ears = Arc::new(Ears::new(self.clock.clone()));
+            let open = Arc::clone(&self.open[ask.tenant]);
+            let is_full =
+                self.workload.most_open.is_some_and(|most| open.load(Ordering::Relaxed) >= most);
+            let ears = Arc::new(Ears::new(self.clock.clone(), open));
+            if is_full {
+                ears.refused.store(1, Ordering::Relaxed);
+                self.ears.push(ears);
+                continue;
+            }
+            ears.open.fetch_add(1, Ordering::Relaxed);
             let submission = self.submission(ask, Arc::clone(&ears));
             self.engine.handle().submit(submission).expect("there is room");
             if let Some(patience) = ask.patience {
@@ -270,14 +282,16 @@ struct Ears {
     first_token: AtomicU64,
     tokens: AtomicU32,
     refused: AtomicU32,
+    /// Requests of the tenant that are under way.
+    open: Arc<AtomicU32>,
 }
 
 struct Sink(Arc<Ears>);
 
 impl Ears {
-    fn new(clock: VirtualClock) -> Self {
-        let none = AtomicU64::new(0);
-        Self { clock, first_token: none, tokens: AtomicU32::new(0), refused: AtomicU32::new(0) }
+    fn new(clock: VirtualClock, open: Arc<AtomicU32>) -> Self {
+        let first_token = AtomicU64::new(0);
+        Self { clock, first_token, tokens: AtomicU32::new(0), refused: AtomicU32::new(0), open }
     }
 
     fn has_begun(&self) -> bool {
@@ -309,6 +323,7 @@ impl TokenSink for Sink {
     fn finished(&mut self, _: u32, _: FinishReason, _: u32) {}
 
     fn done(&mut self, outcome: RequestOutcome) {
+        self.0.open.fetch_sub(1, Ordering::Relaxed);
         if let RequestOutcome::Refused(_) = outcome {
             self.0.refused.store(1, Ordering::Relaxed);
         }

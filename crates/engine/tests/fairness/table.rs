@@ -37,7 +37,7 @@ pub(crate) struct Part {
 }
 
 /// The whole table, in order.
-pub(crate) const PARTS: [Part; 17] = [
+pub(crate) const PARTS: [Part; 18] = [
     Part { name: "A1", rows: || attacked(&ATTACKS[0]) },
     Part { name: "A2", rows: || attacked(&ATTACKS[1]) },
     Part { name: "A3", rows: || attacked(&ATTACKS[2]) },
@@ -51,6 +51,7 @@ pub(crate) const PARTS: [Part; 17] = [
     Part { name: "weights", rows: weights },
     Part { name: "sybils", rows: sybils },
     Part { name: "overload", rows: overload },
+    Part { name: "end of overload", rows: end_of_overload },
     Part { name: "eight", rows: eight },
     Part { name: "on and off", rows: on_and_off },
     Part { name: "increase", rows: increase },
@@ -133,6 +134,14 @@ const VICTIMS: u32 = 4;
 const VICTIM: Size = Size::of(256, 128);
 const VICTIM_RATE: f64 = 0.2;
 pub(crate) const ATTACK_LASTS: Duration = Duration::from_secs(300);
+/// Duration of the overload that ends.
+const OVERLOAD_LASTS: Duration = Duration::from_secs(120);
+/// Requests a second of each of its tenants.
+const OVERLOAD_RATE: f64 = 10.0;
+/// Requests that each of its tenants may have under way.
+const MOST_OPEN: u32 = 80;
+/// Time after which an overload that has ended must not be felt.
+const RECOVERY: Duration = Duration::from_secs(5);
 /// Duration of the published workloads.
 const LASTS: Duration = Duration::from_secs(360);
 /// Time until queues have built up. Before that no tenant competes.
@@ -352,6 +361,71 @@ fn overload() -> Vec<Row> {
     ]
 }
 
+/// Returns the rows of an overload that ends. Four tenants keep all requests under way that
+/// their plans allow, and have the others refused; the victims are few and modest.
+fn end_of_overload() -> Vec<Row> {
+    let crowd = |number: u32| Sender {
+        rate: Rate::Until(OVERLOAD_RATE, OVERLOAD_LASTS),
+        ..Sender::new(&format!("crowd-{number}"), 0.0, Size::of(256, 256))
+    };
+    let mut senders = victims();
+    senders.extend((0..4).map(crowd));
+    let overloaded = |seed, lasts| Workload {
+        most_open: Some(MOST_OPEN),
+        ..Workload::new(&senders, lasts, seed)
+    };
+    let begin = OVERLOAD_LASTS + RECOVERY;
+    let wait_after = |seed, policy, quantile| {
+        let workload = overloaded(seed, ATTACK_LASTS);
+        let played = play(&workload, policy, Until::VictimsServed);
+        check_sums(&played);
+        first_token_from(&workload, &played, quantile, begin)
+    };
+    let over_alone = |seed, policy| {
+        let alone = Workload::new(&victims(), ATTACK_LASTS, seed);
+        let played = play(&alone, Fair, Until::VictimsServed);
+        wait_after(seed, policy, 0.95) / first_token_from(&alone, &played, 0.95, begin)
+    };
+    let seed = SEEDS.start;
+    let workload = overloaded(seed, OVERLOAD_LASTS);
+    let played = play(&workload, Fair, Until::TimeIsUp);
+    let admitted = played.requests.iter().filter(|seen| !seen.refused).count();
+    let unbounded = Workload { most_open: None, ..workload.clone() };
+    let capacity = play(&unbounded, FirstComeFirstServed, Until::TimeIsUp).tokens_per_second();
+    vec![
+        row(
+            "overload that ends: requests over those that were admitted",
+            played.requests.len() as f64 / admitted as f64,
+            "",
+            Above(5.0),
+        ),
+        row(
+            "overload that ends: tokens/s in it over those of a full device",
+            played.tokens_per_second() / capacity,
+            "",
+            AtLeast(0.9),
+        ),
+        row(
+            "5 s after: victims' first token p95 over that alone, worst seed",
+            worst(&SEEDS.map(|seed| over_alone(seed, Fair)).collect::<Vec<f64>>()),
+            "",
+            AtMost(2.0),
+        ),
+        row(
+            "5 s after: victims' first token p99, worst seed",
+            worst(&SEEDS.map(|seed| wait_after(seed, Fair, 0.99)).collect::<Vec<f64>>()),
+            "s",
+            Bound::None,
+        ),
+        row(
+            "control: 5 s after, p95 under first come, first served",
+            over_alone(seed, FirstComeFirstServed),
+            "",
+            Above(100.0),
+        ),
+    ]
+}
+
 fn eight() -> Vec<Row> {
     let senders: Vec<Sender> = (0..8)
         .map(|number| Sender::new(&format!("equal-{number}"), 1.0, Size::of(256, 256)))
@@ -512,9 +586,16 @@ fn over_first_come(workload: &Workload) -> f64 {
 
 /// Returns the victims' wait for a first token at `quantile`, by nearest rank.
 pub(crate) fn first_token(workload: &Workload, played: &Played, quantile: f64) -> f64 {
-    let victims = played.requests.iter().filter(|seen| {
-        assert!(!seen.refused, "nothing was to be refused");
-        workload.tenants[seen.ask.tenant].is_victim
+    first_token_from(workload, played, quantile, Duration::ZERO)
+}
+
+/// Returns the wait of the victims' requests that were sent from `begin` on.
+fn first_token_from(workload: &Workload, played: &Played, quantile: f64, begin: Duration) -> f64 {
+    let sent = played.requests.iter().filter(|seen| seen.ask.at >= begin);
+    let victims = sent.filter(|seen| {
+        let is_victim = workload.tenants[seen.ask.tenant].is_victim;
+        assert!(!(is_victim && seen.refused), "no victim was to be refused");
+        is_victim
     });
     let mut waits: Vec<f64> = victims.map(|seen| played.first_token(seen).as_secs_f64()).collect();
     waits.sort_by(f64::total_cmp);

@@ -10,6 +10,9 @@ pub(crate) struct Workload {
     pub(crate) asks: Vec<Ask>,
     /// Duration of the load.
     pub(crate) lasts: Duration,
+    /// Requests that a tenant may have under way; others are refused before they reach the
+    /// engine, as a plan's `concurrent` and `queued` do.
+    pub(crate) most_open: Option<u32>,
 }
 
 #[derive(Clone, Debug)]
@@ -74,6 +77,8 @@ pub(crate) enum Rate {
     Steady(f64),
     /// This rate in every other span of this length; the first span is silent.
     OffOn(f64, Duration),
+    /// This rate up to this moment, and none after it.
+    Until(f64, Duration),
     /// Linear growth from the first rate to the second.
     Rising(f64, f64),
 }
@@ -113,7 +118,7 @@ impl Workload {
             weight: sender.weight,
             is_victim: sender.is_victim,
         });
-        Self { tenants: tenants.collect(), asks, lasts }
+        Self { tenants: tenants.collect(), asks, lasts, most_open: None }
     }
 }
 
@@ -143,7 +148,7 @@ impl Sender {
 impl Rate {
     fn highest(self) -> f64 {
         match self {
-            Self::Steady(rate) | Self::OffOn(rate, _) => rate,
+            Self::Steady(rate) | Self::OffOn(rate, _) | Self::Until(rate, _) => rate,
             Self::Rising(from, to) => from.max(to),
         }
     }
@@ -154,6 +159,13 @@ impl Rate {
             Self::OffOn(rate, span) => {
                 let is_on = (at / span.as_secs_f64()) as u64 % 2 == 1;
                 if is_on { rate } else { 0.0 }
+            }
+            Self::Until(rate, end) => {
+                if at < end.as_secs_f64() {
+                    rate
+                } else {
+                    0.0
+                }
             }
             Self::Rising(from, to) => from + (to - from) * at / lasts.as_secs_f64(),
         }

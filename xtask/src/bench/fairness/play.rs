@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
 use crate::bench::process::Process;
-use crate::run::{command, output, root};
+use crate::run::{command, output, target};
 
 /// The load of a tenant. Times and rates are the cost model's.
 #[derive(Clone)]
@@ -68,7 +68,7 @@ impl Play<'_> {
     ///
     /// A program failed or printed an unexpected line.
     pub(super) fn run(&self) -> Result<PlayResult> {
-        let folder = root().join("target/bench/fairness");
+        let folder = target().join("bench/fairness");
         if folder.exists() {
             fs::remove_dir_all(&folder)?;
         }
