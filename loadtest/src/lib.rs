@@ -15,6 +15,7 @@ pub mod client;
 mod clock;
 pub mod drill;
 pub mod frames;
+pub mod machine;
 pub mod outcome;
 pub mod page;
 pub mod plan;

@@ -3,6 +3,7 @@
 
 use std::fmt::Write as _;
 
+use crate::machine::Machine;
 use crate::verdict::{
     Check, DrillReport, PhaseFigures, Quantile, Verdict, WorstShape, WorstShapes,
 };
@@ -62,6 +63,12 @@ fn header(page: &mut String, report: &DrillReport) {
             "; <b>requests were sent late</b>: this machine was too busy for exact figures"
         },
     );
+    let Machine { version, processor, processors } = &report.machine;
+    let _ = write!(
+        page,
+        "<p class=\"note\">tollgate {version}; load from a machine with {processors} processors, {}</p>",
+        escape(processor)
+    );
     for found in &report.capacity {
         let _ = write!(
             page,
@@ -105,7 +112,10 @@ fn honest(page: &mut String, report: &DrillReport) {
             phase_row(page, &name, phase, figures);
         }
     }
-    page.push_str("</tbody></table></section>");
+    page.push_str(
+        "</tbody></table><p class=\"note\">Tokens that arrive in one piece have next to no time \
+         between them, so a median near 0 is usual.</p></section>",
+    );
 }
 
 fn phase_row(page: &mut String, name: &str, phase: &str, figures: &PhaseFigures) {

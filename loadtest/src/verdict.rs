@@ -8,6 +8,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::drill::{AttackerResult, Drill, GATEWAY, HonestSample, ProcessPoint, Span, UsedPoint};
+use crate::machine::Machine;
 use crate::outcome::End;
 use crate::scenario::{AttackKind, Hold, Scenario, Times};
 
@@ -67,6 +68,8 @@ pub struct DrillReport {
     pub about: String,
     /// The start in Unix seconds.
     pub started: u64,
+    /// The machine that sent the load.
+    pub machine: Machine,
     /// The phase before the attack.
     pub alone: Span,
     /// See [`DrillReport::alone`].
@@ -155,6 +158,7 @@ impl DrillReport {
             scenario: scenario.name.clone(),
             about: scenario.about.clone(),
             started: since.as_secs(),
+            machine: Machine::here(),
             alone: drill.alone,
             attack: drill.attack,
             after: drill.after,
@@ -335,11 +339,15 @@ impl Judge<'_> {
                         false if !self.gathered.generator_kept_up => Verdict::Unclear,
                         false => Verdict::Broken,
                     };
-                    let times = then / before.max(1e-3);
-                    (
-                        format!("{before:.1} ms before, {then:.1} ms in the attack: {times:.2} x"),
-                        verdict,
-                    )
+                    // Within the growth that is always accepted, a multiple would look like a
+                    // breach.
+                    let grown = match added {
+                        Some(added) if then > before * most && then <= before + added => {
+                            format!("{:.1} ms more", then - before)
+                        }
+                        _ => format!("{:.2} x", then / before.max(1e-3)),
+                    };
+                    (format!("{before:.1} ms before, {then:.1} ms in the attack: {grown}"), verdict)
                 }
                 (before, then) => {
                     (format!("before: {before}, in the attack: {then}"), Verdict::Unclear)

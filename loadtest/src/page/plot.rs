@@ -2,7 +2,7 @@
 //! colours come from the page's style, so that a plot follows its light or dark
 //! mode.
 
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 
 use crate::verdict::DrillReport;
 
@@ -56,6 +56,25 @@ fn nice(step: f64) -> f64 {
     let power = 10f64.powf(step.max(1e-9).log10().floor());
     let factor = [1.0, 2.0, 5.0, 10.0].into_iter().find(|factor| factor * power >= step * 0.999);
     factor.unwrap_or(10.0) * power
+}
+
+/// A colour of the page's style. The colours of tenants, of outcomes and of measurements
+/// differ, so that no colour means two things on one page.
+#[derive(Clone, Copy)]
+pub(super) enum Colour {
+    Tenant(usize),
+    Outcome(usize),
+    Measured(usize),
+}
+
+impl fmt::Display for Colour {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tenant(number) => write!(f, "var(--c{number})"),
+            Self::Outcome(number) => write!(f, "var(--o{number})"),
+            Self::Measured(number) => write!(f, "var(--m{number})"),
+        }
+    }
 }
 
 /// A plot under construction.
@@ -139,23 +158,32 @@ impl Plot {
         bottom - self.scale.part(value) * (bottom - TOP)
     }
 
-    /// Draws a line through points, in colour number `colour`.
-    pub(super) fn line(&mut self, colour: usize, points: impl Iterator<Item = (f64, f64)>) {
+    /// Draws a dashed line at one height, over the whole time.
+    pub(super) fn level(&mut self, value: f64) {
+        let (left, right, y) = (LEFT, self.width - RIGHT, self.y(value));
+        let _ = write!(
+            self.svg,
+            "<line class=\"level\" x1=\"{left}\" x2=\"{right:.1}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>"
+        );
+    }
+
+    /// Draws a line through points.
+    pub(super) fn line(&mut self, colour: Colour, points: impl Iterator<Item = (f64, f64)>) {
         let points: Vec<String> =
             points.map(|(at, value)| format!("{:.1},{:.1}", self.x(at), self.y(value))).collect();
         let _ = write!(
             self.svg,
-            "<polyline class=\"line\" style=\"stroke:var(--c{colour})\" points=\"{}\"/>",
+            "<polyline class=\"line\" style=\"stroke:{colour}\" points=\"{}\"/>",
             points.join(" ")
         );
     }
 
     /// Draws a point.
-    pub(super) fn dot(&mut self, colour: usize, at: f64, value: f64) {
+    pub(super) fn dot(&mut self, colour: Colour, at: f64, value: f64) {
         let (x, y) = (self.x(at), self.y(value));
         let _ = write!(
             self.svg,
-            "<circle class=\"dot\" style=\"fill:var(--c{colour})\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"2.4\"/>"
+            "<circle class=\"dot\" style=\"fill:{colour}\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"2.4\"/>"
         );
     }
 
@@ -171,7 +199,7 @@ impl Plot {
     }
 
     /// Draws a band between two heights over time.
-    pub(super) fn band(&mut self, colour: usize, points: &[(f64, f64, f64)]) {
+    pub(super) fn band(&mut self, colour: Colour, points: &[(f64, f64, f64)]) {
         let above = points.iter().map(|&(at, _, to)| (at, to));
         let below = points.iter().rev().map(|&(at, from, _)| (at, from));
         let outline: Vec<String> = above
@@ -180,18 +208,18 @@ impl Plot {
             .collect();
         let _ = write!(
             self.svg,
-            "<polygon style=\"fill:var(--c{colour})\" fill-opacity=\"0.8\" points=\"{}\"/>",
+            "<polygon style=\"fill:{colour}\" fill-opacity=\"0.8\" points=\"{}\"/>",
             outline.join(" ")
         );
     }
 
     /// Draws a bar over one second, from one height to another.
-    pub(super) fn bar(&mut self, colour: usize, second: usize, from: f64, to: f64) {
+    pub(super) fn bar(&mut self, colour: Colour, second: usize, from: f64, to: f64) {
         let (left, right) = (self.x(second as f64), self.x(second as f64 + 1.0));
         let (low, high) = (self.y(from), self.y(to));
         let _ = write!(
             self.svg,
-            "<rect style=\"fill:var(--c{colour})\" fill-opacity=\"0.85\" x=\"{left:.1}\" y=\"{high:.1}\" \
+            "<rect style=\"fill:{colour}\" fill-opacity=\"0.85\" x=\"{left:.1}\" y=\"{high:.1}\" \
              width=\"{:.1}\" height=\"{:.1}\"/>",
             (right - left - 0.6).max(0.4),
             low - high,
@@ -205,13 +233,34 @@ impl Plot {
     }
 }
 
-/// Returns the legend of the colours.
-pub(super) fn legend<'a>(entries: impl Iterator<Item = (usize, &'a str)>) -> String {
-    let entries: String = entries
-        .map(|(colour, what)| {
-            format!("<li><i style=\"background:var(--c{colour})\"></i>{}</li>", super::escape(what))
-        })
-        .collect();
+/// A mark whose meaning a legend tells.
+#[derive(Clone, Copy)]
+pub(super) enum Mark {
+    Colour(Colour),
+    /// The cross of [`Plot::miss`].
+    Miss,
+    /// The dashed line of [`Plot::level`].
+    Level,
+}
+
+impl fmt::Display for Mark {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Colour(colour) => write!(f, "<i style=\"background:{colour}\"></i>"),
+            Self::Miss => f.write_str(
+                "<svg viewBox=\"0 0 12 12\"><path class=\"miss\" d=\"M3 3l6 6m0 -6l-6 6\"/></svg>",
+            ),
+            Self::Level => f.write_str(
+                "<svg viewBox=\"0 0 12 12\"><line class=\"level\" x1=\"0\" x2=\"12\" y1=\"6\" y2=\"6\"/></svg>",
+            ),
+        }
+    }
+}
+
+/// Returns the legend of a plot's marks.
+pub(super) fn legend<'a>(entries: impl IntoIterator<Item = (Mark, &'a str)>) -> String {
+    let entry = |(mark, what)| format!("<li>{mark}{}</li>", super::escape(what));
+    let entries: String = entries.into_iter().map(entry).collect();
     format!("<ul class=\"legend\">{entries}</ul>")
 }
 

@@ -3,7 +3,8 @@
 
 use std::collections::BTreeMap;
 
-use super::plot::{Plot, Scale, legend};
+use super::plot::Colour::{Measured, Outcome, Tenant};
+use super::plot::{Mark, Plot, Scale, legend};
 use crate::verdict::{DrillReport, Point};
 
 const WIDE: (f64, f64) = (1000.0, 280.0);
@@ -17,6 +18,9 @@ const COLOURS: usize = 8;
 
 /// The colour of the attack.
 const FIRST_WARM: usize = 3;
+
+/// Nanoseconds of a second.
+const NANOS: f64 = 1e9;
 
 const NOTHING: &str = "<p class=\"none\">There are no data for this plot.</p>";
 
@@ -35,22 +39,20 @@ pub(super) fn latency(report: &DrillReport) -> String {
     let mut plot = Plot::new(report, WIDE, scale, milliseconds);
     let every = known.len().div_ceil(MOST_DOTS);
     for (at, ms) in known.iter().step_by(every) {
-        plot.dot(0, *at, *ms);
+        plot.dot(Measured(0), *at, *ms);
     }
     let missed = report.points.iter().filter(|point| !point.answered);
     missed.take(MOST_DOTS).for_each(|Point { at, .. }| plot.miss(*at));
     let seconds = by_second(&known);
-    plot.line(2, seconds.iter().map(|(second, all)| (second + 0.5, all[all.len() / 2])));
-    plot.line(4, seconds.iter().map(|(second, all)| (second + 0.5, all[all.len() - 1])));
+    plot.line(Measured(1), seconds.iter().map(|(second, all)| (second + 0.5, all[all.len() / 2])));
+    plot.line(Measured(2), seconds.iter().map(|(second, all)| (second + 0.5, all[all.len() - 1])));
     plot.finish()
-        + &legend(
-            [
-                (0, "a request (a red cross: not answered)"),
-                (2, "median of each second"),
-                (4, "slowest of each second"),
-            ]
-            .into_iter(),
-        )
+        + &legend([
+            (Mark::Colour(Measured(0)), "a request"),
+            (Mark::Miss, "a request without an answer"),
+            (Mark::Colour(Measured(1)), "median of each second"),
+            (Mark::Colour(Measured(2)), "slowest of each second"),
+        ])
 }
 
 /// Returns the sorted values of each second, without seconds that have none.
@@ -66,7 +68,8 @@ fn by_second(points: &[(f64, f64)]) -> Vec<(f64, Vec<f64>)> {
     seconds.into_iter().map(sorted).collect()
 }
 
-/// Draws each tenant's part of the device time in each second.
+/// Draws the device time of each tenant in each second, and a line at the mean of the honest
+/// tenants before the attack, which is the device time that they ask for.
 pub(super) fn shares(report: &DrillReport) -> String {
     let totals = report
         .shares
@@ -95,25 +98,43 @@ pub(super) fn shares(report: &DrillReport) -> String {
             parts[second][place] += used;
         }
     }
-    let mut plot =
-        Plot::new(report, WIDE, Scale::Linear { top: 100.0 }, |value| format!("{value:.0} %"));
+    let used = |part: f64| part / NANOS;
+    let most = parts.iter().map(|parts| used(parts.iter().sum())).fold(0.0, f64::max);
+    let label = |value: f64| format!("{:.0} ms/s", value * 1e3);
+    let mut plot = Plot::new(report, WIDE, Scale::linear(most), label);
     for place in 0..named.len() {
         let band: Vec<(f64, f64, f64)> = parts
             .iter()
             .enumerate()
             .map(|(second, parts)| {
-                let whole = parts.iter().sum::<f64>().max(1.0);
-                let below = parts[..place].iter().sum::<f64>() / whole * 100.0;
-                (second as f64 + 0.5, below, below + parts[place] / whole * 100.0)
+                let below = used(parts[..place].iter().sum());
+                (second as f64 + 0.5, below, below + used(parts[place]))
             })
             .collect();
-        plot.band(colour(place), &band);
+        plot.band(Tenant(colour(place)), &band);
     }
+    let asked = asked_for(report, &parts, honest);
+    plot.level(asked);
     let entries = named.iter().enumerate();
+    let entries = entries.map(|(place, name)| (Mark::Colour(Tenant(colour(place))), name.as_str()));
     plot.finish()
-        + &legend(entries.map(|(place, name)| (colour(place), name.as_str())))
-        + "<p class=\"note\">Parts of the device time that these tenants were charged in each second, \
-           from their usage.</p>"
+        + &legend(entries.chain([(Mark::Level, "asked for by the honest tenants")]))
+        + &format!(
+            "<p class=\"note\">Device time that these tenants were charged in each second, from \
+             their usage. The honest tenants ask for {:.0} ms/s, their mean before the attack. \
+             The device does not idle: the attackers get the time that no honest tenant asks \
+             for.</p>",
+            asked * 1e3
+        )
+}
+
+/// Returns the mean device time a second of the first `honest` tenants before the attack,
+/// in seconds. `parts` has each tenant's device time of each second.
+fn asked_for(report: &DrillReport, parts: &[Vec<f64>], honest: usize) -> f64 {
+    let (from, to) = (report.alone.from.ceil() as usize, report.alone.to.floor() as usize);
+    let seconds = parts.get(from..to.min(parts.len())).unwrap_or_default();
+    let used: f64 = seconds.iter().flat_map(|parts| &parts[..honest]).sum();
+    used / NANOS / seconds.len().max(1) as f64
 }
 
 /// Returns the names sorted by their figures, with the preferred ones first. The
@@ -176,7 +197,7 @@ pub(super) fn refusals(report: &DrillReport) -> String {
         let mut below = 0.0;
         for (colour, height) in heights.into_iter().enumerate().filter(|(_, height)| *height > 0) {
             let above = below + height as f64;
-            plot.bar(colour, second, below, above);
+            plot.bar(Outcome(colour), second, below, above);
             below = above;
         }
     }
@@ -191,7 +212,12 @@ pub(super) fn refusals(report: &DrillReport) -> String {
         })
         .collect();
     plot.finish()
-        + &legend(entries.iter().enumerate().map(|(colour, what)| (colour, what.as_str())))
+        + &legend(
+            entries
+                .iter()
+                .enumerate()
+                .map(|(colour, what)| (Mark::Colour(Outcome(colour)), what.as_str())),
+        )
 }
 
 /// Draws the memory and descriptors of each process.
@@ -207,9 +233,12 @@ pub(super) fn resources(report: &DrillReport) -> String {
     let mut right =
         Plot::new(report, HALF, Scale::linear(descriptors), |value| format!("{value:.0}"));
     for (colour, points) in report.processes.values().enumerate() {
-        left.line(colour % COLOURS, points.iter().map(|point| (point.at, mib(point.memory))));
+        left.line(
+            Measured(colour % COLOURS),
+            points.iter().map(|point| (point.at, mib(point.memory))),
+        );
         right.line(
-            colour % COLOURS,
+            Measured(colour % COLOURS),
             points.iter().map(|point| (point.at, point.descriptors as f64)),
         );
     }
@@ -218,7 +247,9 @@ pub(super) fn resources(report: &DrillReport) -> String {
         "<div class=\"pair\"><div><h3>Resident memory</h3>{}</div><div><h3>Open descriptors</h3>{}</div></div>{}",
         left.finish(),
         right.finish(),
-        legend(names.map(|(colour, name)| (colour % COLOURS, name.as_str()))),
+        legend(
+            names.map(|(colour, name)| (Mark::Colour(Measured(colour % COLOURS)), name.as_str()))
+        ),
     )
 }
 

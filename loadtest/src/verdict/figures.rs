@@ -23,6 +23,8 @@ pub enum Quantile {
 impl fmt::Display for Quantile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            // Tokens that arrive in one piece have next to no time between them.
+            Self::Known(ms) if *ms < 0.05 => f.write_str("< 0.1 ms"),
             Self::Known(ms) => write!(f, "{ms:.1} ms"),
             Self::TooFew(there, wanted) => write!(f, "{there} samples, {wanted} needed"),
         }

@@ -246,3 +246,57 @@ fn logged_panic_breaks_a_drill() {
     run.panics = Some(vec!["thread 'main' panicked at src/a.rs:1:2:".to_owned()]);
     assert_eq!(verdict("", &run, "panics"), Verdict::Broken);
 }
+
+#[test]
+fn accepted_growth_is_shown_as_difference() {
+    let observed = |hold: &str, then: u64| {
+        let run = drill(|at| if (20.0..40.0).contains(&at) { then } else { 2 });
+        let report = DrillReport::new(&scenario(hold), &run);
+        let found = report.checks.iter().find(|check| check.what.contains("p99"));
+        found.expect("a check").observed.clone()
+    };
+    let added = "first_token = { p99 = 2.0, or_added = \"10ms\" }\n";
+    assert_eq!(observed(added, 3), "2.0 ms before, 3.0 ms in the attack: 1.50 x");
+    assert_eq!(observed(added, 11), "2.0 ms before, 11.0 ms in the attack: 9.0 ms more");
+    assert_eq!(observed(added, 20), "2.0 ms before, 20.0 ms in the attack: 10.00 x");
+    let multiple = "first_token = { p99 = 6.0 }\n";
+    assert_eq!(observed(multiple, 11), "2.0 ms before, 11.0 ms in the attack: 5.50 x");
+}
+
+#[test]
+fn page_explains_marks_and_machine() {
+    let mut run = drill(|_| 10);
+    let used = |at: u32, attributed_ns| UsedPoint {
+        at: f64::from(at),
+        attributed_ns,
+        ..UsedPoint::default()
+    };
+    // The honest tenant uses 50 ms a second; the attacker the rest of the device in the attack.
+    let honest = (0..=50).map(|at| used(at, u64::from(at) * 50_000_000));
+    let attacker = (0..=50).map(|at| used(at, u64::from(at.clamp(20, 40) - 20) * 950_000_000));
+    run.shares.insert("a".into(), honest.collect());
+    run.shares.insert("m".into(), attacker.collect());
+    run.attackers[0].tally.add(25.0, "429 rate_limit_exceeded");
+    let report = DrillReport::new(&scenario(""), &run);
+    let page = crate::page::html(&report);
+    for text in [
+        "class=\"level\"",
+        "asked for by the honest tenants",
+        "The honest tenants ask for 50 ms/s",
+        "</svg>a request without an answer",
+        concat!("tollgate ", env!("CARGO_PKG_VERSION"), "; load from a machine with"),
+        "no time between them, so a median near 0 is usual",
+    ] {
+        assert!(page.contains(text), "no {text:?} in {page}");
+    }
+    // A colour of a tenant marks nothing but tenants.
+    let section = |title: &str| {
+        let (_, rest) = page.split_once(title).expect("a section");
+        rest.split_once("</section>").expect("its end").0
+    };
+    assert!(section("Device time by tenant").contains("var(--c0)"));
+    for title in ["time to first token", "Outcomes of the attackers' requests"] {
+        assert!(!section(title).contains("var(--c"), "{title}");
+    }
+    assert_eq!(Quantile::Known(0.04).to_string(), "< 0.1 ms");
+}
