@@ -38,6 +38,8 @@ pub struct WantedKeys {
     pub tenant: String,
     /// The number of keys.
     pub count: u32,
+    /// The plan of each key, besides its tenant's.
+    pub plan: Option<PlanName>,
 }
 
 /// Time that the gateway has to start. A large model is calibrated first.
@@ -167,13 +169,13 @@ fn make_keys(
     data::make(data)?;
     let store = KeyStore::open(data).context("cannot open the keys of the temporary gateway")?;
     let mut keys = BTreeMap::new();
-    for WantedKeys { tenant, count } in wanted {
+    for WantedKeys { tenant, count, plan } in wanted {
         let name = TenantId::new(tenant)?;
         if config.tenant(&name).is_none() {
             bail!("no tenant {tenant} in the gateway's config");
         }
         let made: Result<Vec<String>> = (0..*count)
-            .map(|_| Ok(make_key(&store, &name, None, None)?.secret.expose().to_owned()))
+            .map(|_| Ok(make_key(&store, &name, plan.clone(), None)?.secret.expose().to_owned()))
             .collect();
         keys.insert(tenant.clone(), made?);
     }

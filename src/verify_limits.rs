@@ -24,6 +24,7 @@ mod held;
 mod place;
 mod plans;
 mod requests;
+mod stack;
 
 use place::Canaries;
 
@@ -146,7 +147,14 @@ fn probe(arguments: &VerifyLimitsArguments) -> Result<ExitCode> {
     let probed = runtime.block_on(all(&config, &canaries, arguments.budget));
     // The keys are revoked before an error of the probes is returned.
     canaries.end()?;
-    let rows = probed?;
+    let mut rows = probed?;
+    rows.push(match arguments.url {
+        Some(_) => stack::no_probe(),
+        None => {
+            eprintln!("probing limits that apply together, on a second gateway");
+            runtime.block_on(stack::probe(&config, &arguments.place.show()?))?
+        }
+    });
     if arguments.json {
         say(format!("{:#}\n", serde_json::json!({ "limits": rows })))?;
     } else {
@@ -162,8 +170,11 @@ fn probe(arguments: &VerifyLimitsArguments) -> Result<ExitCode> {
 async fn all(config: &Config, canaries: &Canaries, budget: Duration) -> Result<Vec<ProbeResult>> {
     // Plans come last: their probes are refused and cancel requests, which may earn
     // a penalty.
+    eprintln!("probing the limits of requests");
     let mut rows = requests::probe(config, canaries.any()).await?;
+    eprintln!("probing the limits of connections");
     rows.extend(Box::pin(connections::probe(config, canaries.any(), budget)).await?);
+    eprintln!("probing what a key, a tenant and a source may hold");
     rows.extend(Box::pin(held::probe(config, canaries, budget)).await?);
     rows.extend(plans::probe(config, canaries, budget).await?);
     Ok(rows)

@@ -30,7 +30,7 @@ struct RecordLine {
 }
 
 impl RequestRecord {
-    /// Begins the record of a request of `caller`, whose tenant must be one of the config's.
+    /// Begins the record of a request of `caller`. The config must have the caller's tenant.
     pub(crate) fn begin(metrics: &Arc<Metrics>, caller: Caller) -> Self {
         let metrics = Arc::clone(metrics);
         Self { metrics, caller, if_dropped: Some(Outcome::Cancelled), line: None }

@@ -431,8 +431,8 @@ impl Metrics {
         self.host_work_waiting.set(gauge(readings.host_work_waiting));
     }
 
-    /// Counts the end of a request for work of `caller`, whose tenant must be one of the
-    /// config's. `refusal` is the error of a refused one.
+    /// Counts the end of a request for work of `caller`. The config must have the caller's
+    /// tenant. `refusal` is the error of a refused one.
     pub(crate) fn tenant_request(
         &self,
         caller: &Caller,

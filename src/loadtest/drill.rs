@@ -71,7 +71,7 @@ fn on_its_own(runtime: &tokio::runtime::Runtime, scenario: &Scenario) -> Result<
     let wanted: Vec<WantedKeys> = scenario
         .tenants()
         .iter()
-        .map(|wanted| WantedKeys { tenant: wanted.name.to_owned(), count: wanted.keys })
+        .map(|wanted| WantedKeys { tenant: wanted.name.to_owned(), count: wanted.keys, plan: None })
         .collect();
     let gateway = OwnGateway::start(&scenario.own_config(), &wanted)?;
     let workers = gateway.workers().into_iter().enumerate();

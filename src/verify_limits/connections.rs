@@ -2,6 +2,7 @@
 //! limits of HTTP/2. Each probe uses a loopback address of its own, so that no
 //! probe uses up the limits of another.
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::{Duration, Instant};
 
@@ -188,29 +189,66 @@ async fn end_of(io: &mut (impl AsyncRead + Unpin), wait: Duration) -> Option<Dur
     ended.await.ok().map(|()| started.elapsed())
 }
 
-/// Compares the limit with the value in the gateway's SETTINGS frame.
+/// Opens as many streams on one connection as the limit allows, and a few more, which must be
+/// refused. The streams are requests without their bodies.
 async fn streams(target: &Target, most: u32) -> Result<ProbeResult> {
     let row = ProbeResult::new("gateway.http2.streams", most.to_string());
+    if most > MOST_STREAMS {
+        return Ok(row.not_probed(format!("the probe would hold {most} requests at once")));
+    }
     let mut tls = target.connect_tls(Protocol::Http2).await?;
     tls.write_all(&frames::preface()).await?;
+    tls.write_all(&frames::settings_acknowledged()).await?;
+    let authorization = String::from_utf8_lossy(target.authorization().as_bytes()).into_owned();
+    for number in 0..most + MORE_STREAMS {
+        let fields = [
+            (":method", "POST"),
+            (":scheme", "https"),
+            (":authority", target.authority()),
+            (":path", "/v1/chat/completions"),
+            ("authorization", &authorization),
+            ("content-length", "1000"),
+        ];
+        tls.write_all(&frames::headers(number * 2 + 1, &fields, Ends::Nothing)).await?;
+    }
     tls.flush().await?;
+    let mut ended = BTreeMap::new();
+    // The reading ends before the bodies are late, which would end the first streams.
+    let _ = timeout(SLACK, ends_beyond(&mut tls, most * 2, &mut ended)).await;
+    let (within, beyond): (Vec<_>, Vec<_>) =
+        ended.iter().partition(|(stream, _)| **stream < most * 2);
+    if let Some((stream, _)) = within.iter().find(|(_, kind)| **kind == FrameKind::HEADERS) {
+        return Ok(
+            row.not_probed(format!("another limit applies first: stream {stream} is answered"))
+        );
+    }
+    let refused = beyond.iter().filter(|(_, kind)| **kind == FrameKind::RST_STREAM).count();
+    let holds = within.is_empty() && refused == MORE_STREAMS as usize;
+    let open = most as usize - within.len();
+    Ok(row.saw(
+        Finding::of(holds),
+        format!("{open} open at once; of {MORE_STREAMS} more {refused} were refused"),
+    ))
+}
+
+/// Notes the first end of each stream: a reset or an answer. Returns when as many streams from
+/// number `beyond` on have ended as were opened there, or with the connection.
+async fn ends_beyond(
+    io: &mut (impl AsyncRead + Unpin),
+    beyond: u32,
+    ended: &mut BTreeMap<u32, FrameKind>,
+) {
     let mut buffer = BytesMut::new();
-    let reading = async {
-        loop {
-            while let Some(frame) = Frame::take(&mut buffer) {
-                if let Some(streams) = frame.setting(MAX_CONCURRENT_STREAMS) {
-                    return Some(streams);
-                }
-            }
-            if !matches!(tls.read_buf(&mut buffer).await, Ok(1..)) {
-                return None;
+    while ended.range(beyond..).count() < MORE_STREAMS as usize {
+        while let Some(frame) = Frame::take(&mut buffer) {
+            if matches!(frame.kind, FrameKind::RST_STREAM | FrameKind::HEADERS) {
+                ended.entry(frame.stream).or_insert(frame.kind);
             }
         }
-    };
-    Ok(match timeout(SLACK, reading).await.ok().flatten() {
-        Some(told) => row.saw(Finding::of(told == most), format!("the settings contain {told}")),
-        None => row.saw(Finding::Broken, "the settings contain no value"),
-    })
+        if !matches!(io.read_buf(&mut buffer).await, Ok(1..)) {
+            return;
+        }
+    }
 }
 
 /// Opens and cancels streams one by one until the connection is closed.
@@ -357,8 +395,11 @@ async fn opened(
 /// Time after a timeout in which its effect must be visible.
 const SLACK: Duration = Duration::from_secs(2);
 
-/// The identifier of the setting, from RFC 9113, section 6.5.2.
-const MAX_CONCURRENT_STREAMS: u16 = 3;
+/// Streams that a probe opens on one connection at most; each is a request under way.
+const MOST_STREAMS: u32 = 200;
+
+/// Streams that are opened beyond the limit.
+const MORE_STREAMS: u32 = 4;
 
 /// Connections that a probe opens at once at most.
 const MOST_CONNECTIONS: u32 = 512;

@@ -169,7 +169,7 @@ impl Canaries {
     }
 }
 
-fn model(config: &Config) -> Result<String> {
+pub(super) fn model(config: &Config) -> Result<String> {
     let model = config.models().next().context("a config has a model")?;
     Ok(model.name.as_str().to_owned())
 }
@@ -198,10 +198,10 @@ fn tenant_name(number: usize) -> String {
     format!("canary-{number}")
 }
 
-/// Returns the config with each limit in a plan of its own. Removes everything that
-/// a temporary gateway must not share with the real one: addresses, certificate,
-/// issuers, tenants and pools. Prices are for budgets, which are not probed.
-fn derived(config: &Config, shown: &str) -> Result<(String, Vec<WantedKeys>)> {
+/// Returns the config without everything that a temporary gateway must not share with the
+/// real one: addresses, certificate, issuers, tenants and pools. Prices are for budgets, which
+/// are not probed. A model's plan would limit the canaries, too.
+pub(super) fn isolated(shown: &str) -> Result<toml::Table> {
     let mut tree: toml::Table = shown.parse().context("cannot parse the config")?;
     for section in ["data", "tenants", "pools", "auth", "prices"] {
         tree.remove(section);
@@ -211,16 +211,21 @@ fn derived(config: &Config, shown: &str) -> Result<(String, Vec<WantedKeys>)> {
             gateway.remove(key);
         }
     }
-    let plans = match tree.remove("plans") {
-        Some(toml::Value::Table(plans)) => plans,
-        _ => toml::Table::new(),
-    };
-    // A model's plan would limit the canaries, too.
     if let Some(models) = tree.get_mut("models").and_then(toml::Value::as_table_mut) {
         for (_, model) in models.iter_mut() {
             model.as_table_mut().and_then(|model| model.remove("plan"));
         }
     }
+    Ok(tree)
+}
+
+/// Returns the config with each limit in a plan of its own.
+fn derived(config: &Config, shown: &str) -> Result<(String, Vec<WantedKeys>)> {
+    let mut tree = isolated(shown)?;
+    let plans = match tree.remove("plans") {
+        Some(toml::Value::Table(plans)) => plans,
+        _ => toml::Table::new(),
+    };
     let (mut alone, mut tenants) = (toml::Table::new(), toml::Table::new());
     let free = toml::Table::from_iter([("concurrent".to_owned(), toml::Value::Integer(256))]);
     alone.insert(FREE.to_owned(), toml::Value::Table(free));
@@ -240,22 +245,24 @@ fn derived(config: &Config, shown: &str) -> Result<(String, Vec<WantedKeys>)> {
         alone.insert(name.clone(), toml::Value::Table(limits));
         tenants.insert(name.clone(), bound_by(&name));
     }
-    let mut wanted: Vec<WantedKeys> =
-        tenants.keys().map(|tenant| WantedKeys { tenant: tenant.clone(), count: 1 }).collect();
+    let mut wanted: Vec<WantedKeys> = tenants
+        .keys()
+        .map(|tenant| WantedKeys { tenant: tenant.clone(), count: 1, plan: None })
+        .collect();
     // One key more than the bound of a tenant needs, so that it is met before theirs.
     let bounds = &config.gateway().connections;
     let count = (bounds.per_tenant / bounds.per_key.max(1) + 1).min(MOST_KEYS);
     for number in 0..HOLDERS {
         let tenant = format!("{HOLDER}{number}");
         tenants.insert(tenant.clone(), bound_by(FREE));
-        wanted.push(WantedKeys { tenant, count });
+        wanted.push(WantedKeys { tenant, count, plan: None });
     }
     tree.insert("plans".to_owned(), toml::Value::Table(alone));
     tree.insert("tenants".to_owned(), toml::Value::Table(tenants));
     Ok((toml::to_string(&tree)?, wanted))
 }
 
-fn bound_by(plan: &str) -> toml::Value {
+pub(super) fn bound_by(plan: &str) -> toml::Value {
     let plan = toml::Value::String(plan.to_owned());
     toml::Value::Table(toml::Table::from_iter([("plan".to_owned(), plan)]))
 }

@@ -29,6 +29,7 @@ pub(super) async fn probe(
         for limit in LIMITS {
             let Some(canary) = canaries.of(&plan.name, limit) else { continue };
             let name = format!("plans.{}.{limit}", plan.name);
+            eprintln!("probing {name}");
             let probe = Probe { canaries, plan, class: &class, budget };
             rows.extend(probe.one(limit, &canary, &name).await?);
         }

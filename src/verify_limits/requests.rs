@@ -165,10 +165,11 @@ async fn headers(canary: &Canary, most: u64) -> Result<ProbeResult> {
     };
     // Protocols count the size of headers slightly differently, so the probe stays
     // clear of the exact limit.
-    let (within, beyond) = (status(most / 2).await?, status(most * 2).await?);
+    let (less, more) = (most * 19 / 20, most * 21 / 20);
+    let (within, beyond) = (status(less).await?, status(more).await?);
     let holds = within == Some(200) && beyond != Some(200);
     let said =
         |status: Option<u16>| status.map_or("closed".to_owned(), |status| status.to_string());
-    let observed = format!("{}: {}; {}: {}", most / 2, said(within), most * 2, said(beyond));
+    let observed = format!("{less}: {}; {more}: {}", said(within), said(beyond));
     Ok(row.saw(Finding::of(holds), observed))
 }

@@ -14,6 +14,9 @@ first_byte = "1s"
 headers = "1s"
 body_progress = "1s"
 
+[gateway.http2]
+streams = 50
+
 [gateway.connections]
 per_key = 20
 per_tenant = 50
@@ -30,7 +33,7 @@ queued = 3
 device_time_per_day = { default = "30ms" }
 
 [plans.wide]
-concurrent = 8
+concurrent = 80
 queued = 8
 
 [tenants.acme]
@@ -80,6 +83,8 @@ fn verify_limits_sees_every_configured_limit() {
         "gateway.requests.body",
         "gateway.requests.json_depth",
         "gateway.http2.streams",
+        "gateway.http2.header_size",
+        "plans.* together",
         "gateway.timeouts.headers",
         "gateway.connections.per_source",
         "gateway.connections.per_key",
@@ -107,13 +112,14 @@ fn verify_limits_without_time_gives_no_verdict() {
 /// Checks the control: a gateway runs with other limits than the config.
 #[test]
 fn verify_limits_finds_a_wrong_limit() {
-    let other = CONFIG.replace("burst = 5", "burst = 50");
+    let other = CONFIG.replace("burst = 5", "burst = 50").replace("streams = 50", "streams = 55");
     let gateway = Tollgate::with_config(&other);
     let data = gateway.data().display().to_string();
     let words = ["--url", &gateway.url, "--data", &data, "--tenant", "canary"];
     let (code, told) = verify(CONFIG, &words);
     assert_eq!(code, Some(1), "{told:#}");
     assert_eq!(finding(&told, "plans.small.requests_per_minute"), "broken", "{told:#}");
+    assert_eq!(finding(&told, "gateway.http2.streams"), "broken", "{told:#}");
     assert_eq!(finding(&told, "gateway.requests.choices"), "holds", "{told:#}");
     // The keys of the probe are revoked afterwards.
     let keys: Value =

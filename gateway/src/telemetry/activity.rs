@@ -240,7 +240,7 @@ const SLOT_SECONDS: u64 = 5;
 const SLOTS: usize = 12;
 /// Refusals that are remembered.
 pub(crate) const MOST_RECENT: usize = 200;
-/// Tenants whose last minute is remembered. Others are not listed until a place is free.
+/// Tenants with a last minute in memory at most. Others are not listed until a place is free.
 const MOST_TENANTS: usize = 1_000;
 
 #[cfg(test)]

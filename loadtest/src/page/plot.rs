@@ -233,7 +233,7 @@ impl Plot {
     }
 }
 
-/// A mark whose meaning a legend tells.
+/// A mark of a plot, which a legend explains.
 #[derive(Clone, Copy)]
 pub(super) enum Mark {
     Colour(Colour),

@@ -16,7 +16,7 @@ use crate::run::{command, output, root, target};
 /// The scenario that takes ten minutes and runs only if it is named.
 const SOAK: &str = "soak";
 
-/// Scenarios that are played and reported, and whose broken bounds fail nothing: these attackers
+/// Scenarios that are played and reported, and that fail nothing by a broken bound: the attackers
 /// need more processors than two, and the generator takes those of the gateway.
 const MEASURED_ONLY: [&str; 1] = ["all"];
 
