@@ -62,11 +62,25 @@ impl OwnGateway {
     /// The config is invalid, or the gateway does not start. The error contains the
     /// last lines of the log.
     pub fn start(config: &str, wanted: &[WantedKeys]) -> Result<Self> {
+        Self::start_prepared(config, wanted, |_| Ok(()))
+    }
+
+    /// Starts a gateway as [`Self::start`] does, after `prepare` has changed its new data
+    /// folder.
+    ///
+    /// # Errors
+    /// As [`Self::start`], or the error of `prepare`.
+    pub fn start_prepared(
+        config: &str,
+        wanted: &[WantedKeys],
+        prepare: impl FnOnce(&Path) -> Result<()>,
+    ) -> Result<Self> {
         let folder = Folder::make()?;
         let config_path = folder.0.join("tollgate.toml");
         fs::write(&config_path, config)?;
         let data = folder.0.join("data");
         let keys = make_keys(&config_path, &data, wanted)?;
+        prepare(&data)?;
         let log = folder.0.join(LOG);
         let program = std::env::current_exe().context("this program's own path")?;
         let mut child = Command::new(program)

@@ -19,6 +19,7 @@ use tollgate_loadtest::client::Target;
 use crate::common::{Place, say, span, table};
 
 mod caller;
+mod caps;
 mod connections;
 mod held;
 mod place;
@@ -26,6 +27,7 @@ mod plans;
 mod requests;
 mod stack;
 
+use caps::Measured;
 use place::Canaries;
 
 /// Test every configured limit with probe requests.
@@ -147,14 +149,17 @@ fn probe(arguments: &VerifyLimitsArguments) -> Result<ExitCode> {
     let probed = runtime.block_on(all(&config, &canaries, arguments.budget));
     // The keys are revoked before an error of the probes is returned.
     canaries.end()?;
-    let mut rows = probed?;
-    rows.push(match arguments.url {
+    let (mut rows, measured) = probed?;
+    let together = match arguments.url {
         Some(_) => stack::no_probe(),
         None => {
-            eprintln!("probing limits that apply together, on a second gateway");
-            runtime.block_on(stack::probe(&config, &arguments.place.show()?))?
+            let shown = arguments.place.show()?;
+            caps::probe(&runtime, (&config, &shown), &measured, &mut rows)?;
+            eprintln!("probing limits that apply together, on another gateway");
+            runtime.block_on(stack::probe(&config, &shown))?
         }
-    });
+    };
+    rows.push(together);
     if arguments.json {
         say(format!("{:#}\n", serde_json::json!({ "limits": rows })))?;
     } else {
@@ -167,7 +172,11 @@ fn probe(arguments: &VerifyLimitsArguments) -> Result<ExitCode> {
     })
 }
 
-async fn all(config: &Config, canaries: &Canaries, budget: Duration) -> Result<Vec<ProbeResult>> {
+async fn all(
+    config: &Config,
+    canaries: &Canaries,
+    budget: Duration,
+) -> Result<(Vec<ProbeResult>, Measured)> {
     // Plans come last: their probes are refused and cancel requests, which may earn
     // a penalty.
     eprintln!("probing the limits of requests");
@@ -176,8 +185,9 @@ async fn all(config: &Config, canaries: &Canaries, budget: Duration) -> Result<V
     rows.extend(Box::pin(connections::probe(config, canaries.any(), budget)).await?);
     eprintln!("probing what a key, a tenant and a source may hold");
     rows.extend(Box::pin(held::probe(config, canaries, budget)).await?);
-    rows.extend(plans::probe(config, canaries, budget).await?);
-    Ok(rows)
+    let (of_plans, measured) = plans::probe(config, canaries, budget).await?;
+    rows.extend(of_plans);
+    Ok((rows, measured))
 }
 
 /// The limits that protect tenants from each other. A verdict needs the probes of all of

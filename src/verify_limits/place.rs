@@ -219,13 +219,18 @@ pub(super) fn isolated(shown: &str) -> Result<toml::Table> {
     Ok(tree)
 }
 
+/// Takes the plans off a config.
+pub(super) fn plans(tree: &mut toml::Table) -> toml::Table {
+    match tree.remove("plans") {
+        Some(toml::Value::Table(plans)) => plans,
+        _ => toml::Table::new(),
+    }
+}
+
 /// Returns the config with each limit in a plan of its own.
 fn derived(config: &Config, shown: &str) -> Result<(String, Vec<WantedKeys>)> {
     let mut tree = isolated(shown)?;
-    let plans = match tree.remove("plans") {
-        Some(toml::Value::Table(plans)) => plans,
-        _ => toml::Table::new(),
-    };
+    let plans = plans(&mut tree);
     let (mut alone, mut tenants) = (toml::Table::new(), toml::Table::new());
     let free = toml::Table::from_iter([("concurrent".to_owned(), toml::Value::Integer(256))]);
     alone.insert(FREE.to_owned(), toml::Value::Table(free));

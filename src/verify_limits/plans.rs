@@ -14,6 +14,7 @@ use tollgate_domain::{ByClass, DeviceClass, DeviceNanos, Rate};
 use tollgate_loadtest::client::Connection;
 
 use super::caller::{Told, ask};
+use super::caps::{Measured, question};
 use super::place::{Canaries, LIMITS};
 use super::{Canary, Finding, ProbeResult, shown};
 
@@ -22,15 +23,16 @@ pub(super) async fn probe(
     config: &Config,
     canaries: &Canaries,
     budget: Duration,
-) -> Result<Vec<ProbeResult>> {
-    let class = class(canaries.any()).await?;
+) -> Result<(Vec<ProbeResult>, Measured)> {
+    let measured = measure(canaries.any()).await?;
+    let class = &measured.class;
     let mut rows = Vec::new();
     for plan in config.plans() {
         for limit in LIMITS {
             let Some(canary) = canaries.of(&plan.name, limit) else { continue };
             let name = format!("plans.{}.{limit}", plan.name);
             eprintln!("probing {name}");
-            let probe = Probe { canaries, plan, class: &class, budget };
+            let probe = Probe { canaries, plan, class, budget };
             rows.extend(probe.one(limit, &canary, &name).await?);
         }
         if let Some(budget) = plan.limits.budget_per_month {
@@ -40,7 +42,7 @@ pub(super) async fn probe(
             rows.push(ProbeResult::new(&name, configured).has_no_probe(why));
         }
     }
-    Ok(rows)
+    Ok((rows, measured))
 }
 
 /// The parameters of a plan's probes.
@@ -104,14 +106,15 @@ impl Probe<'_> {
     }
 }
 
-/// Returns the class of the device that answers.
-async fn class(canary: &Canary) -> Result<DeviceClass> {
+/// Returns the class of the device that answers, and the cost of a request that spends
+/// device time.
+async fn measure(canary: &Canary) -> Result<Measured> {
     let connection = canary.connect().await?;
-    let body = canary.chat("Say hello.", 1).to_string();
-    let response = connection.post("/v1/chat/completions", body.into()).await?;
-    let class = response.headers().get("x-tollgate-device-class");
-    let class = class.and_then(|value| value.to_str().ok()).unwrap_or("cpu");
-    Ok(DeviceClass::new(class)?)
+    let response = connection.post(CHAT, question(canary).into()).await?;
+    let header = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok());
+    let class = DeviceClass::new(header("x-tollgate-device-class").unwrap_or("cpu"))?;
+    let cost = header("x-tollgate-reference-ns").and_then(|value| value.parse().ok());
+    Ok(Measured { class, cost: DeviceNanos(cost.unwrap_or(0)) })
 }
 
 /// Sends groups of requests until one is refused.
@@ -202,7 +205,7 @@ async fn spend(
     // Long prompts use up tokens fast, and long answers use up device time fast.
     let body = match what {
         What::Tokens => canary.chat(&"word ".repeat(100), 1).to_string(),
-        What::DeviceTime => canary.chat("Count from 1 to 400.", 100).to_string(),
+        What::DeviceTime => question(canary),
     };
     let started = Instant::now();
     let (mut spent, mut largest) = (0u64, 0u64);
@@ -251,7 +254,7 @@ async fn cap(
     let Some(most) = limit.limit(class).map(DeviceNanos::nanos) else { return Ok(Vec::new()) };
     let row = row(format!("{} of {class} time", time(most)));
     let connection = canary.connect().await?;
-    let body = canary.chat("Count from 1 to 400.", 100).to_string();
+    let body = question(canary);
     let (started, mut spent) = (Instant::now(), 0u64);
     loop {
         let told = ask(&connection, CHAT, body.clone()).await?;
@@ -461,7 +464,7 @@ fn of_rate(rate: Rate) -> String {
     }
 }
 
-fn time(nanos: u64) -> String {
+pub(super) fn time(nanos: u64) -> String {
     match nanos {
         0..1_000_000 => format!("{:.1} us", nanos as f64 / 1e3),
         1_000_000..1_000_000_000 => format!("{:.1} ms", nanos as f64 / 1e6),

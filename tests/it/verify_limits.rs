@@ -32,6 +32,10 @@ concurrent = 2
 queued = 3
 device_time_per_day = { default = "30ms" }
 
+[plans.long]
+device_time_per_day = { default = "4h" }
+device_time_per_month = { default = "100h" }
+
 [plans.wide]
 concurrent = 80
 queued = 8
@@ -79,6 +83,8 @@ fn verify_limits_sees_every_configured_limit() {
         "plans.small.concurrent",
         "plans.small.queued",
         "plans.small.device_time_per_day",
+        "plans.long.device_time_per_day",
+        "plans.long.device_time_per_month",
         "gateway.requests.messages",
         "gateway.requests.body",
         "gateway.requests.json_depth",
