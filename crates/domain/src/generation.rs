@@ -5,6 +5,8 @@
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 
+use crate::grammar::Grammar;
+
 /// The parameters that decide how the next token is sampled.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
@@ -35,6 +37,8 @@ pub struct Sampling {
     pub stop_tokens: Vec<u32>,
     /// True if the model's own end tokens do not end a choice.
     pub ignores_end: bool,
+    /// The form that the answer must have; `None` for free text.
+    pub grammar: Option<Grammar>,
 }
 
 /// The sampling parameters of a model for requests that name none.

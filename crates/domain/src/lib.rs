@@ -8,6 +8,7 @@ pub mod block;
 pub mod cost;
 pub mod energy;
 pub mod generation;
+pub mod grammar;
 pub mod ids;
 pub mod limits;
 pub mod network;
@@ -24,6 +25,7 @@ pub use energy::Millijoules;
 pub use generation::{
     REPETITION_PENALTIES, Sampling, SamplingDefaults, StopReason, TextDelta, TokenLogprob,
 };
+pub use grammar::{CallForm, CallGrammar, Grammar};
 pub use ids::{
     AdminName, Caller, DeviceClass, InvalidName, KeyId, ModelName, PlanName, PoolName,
     PriceListName, RequestId, SequenceId, TenantId, WorkerEpoch, WorkerName,

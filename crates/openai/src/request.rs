@@ -120,6 +120,7 @@ impl SamplingFields {
             top_logprobs: self.top_logprobs,
             stop_tokens: self.stop_tokens,
             ignores_end: self.ignores_end,
+            grammar: None,
         }
     }
 }

@@ -191,6 +191,7 @@ impl Admitted {
                 top_logprobs: sampling.top_logprobs,
                 stop_tokens: sampling.stop_tokens.clone(),
                 ignores_end: sampling.ignores_end,
+                grammar: sampling.grammar.as_ref().map(v1::Grammar::from),
             }),
             stop: job.stop.clone(),
             budget_ns: self.hold.budget().map(DeviceNanos::nanos),

@@ -4,6 +4,7 @@
 
 mod block;
 mod connect;
+mod grammar;
 
 pub use block::{BLOCK_FORMAT, WireError, finish_reason};
 pub use connect::{ConnectError, connect};

@@ -98,6 +98,7 @@ impl Setup {
                 top_logprobs: None,
                 stop_tokens: Vec::new(),
                 ignores_end: false,
+                grammar: None,
             },
             stop: Vec::new(),
             delivery: Delivery::Streamed,

@@ -192,6 +192,67 @@ pub struct Sampling {
     /// part of the likeliest token's probability that a token must reach
     #[prost(float, tag = "12")]
     pub min_p: f32,
+    /// the form that the answer must have; absent for free text
+    #[prost(message, optional, tag = "13")]
+    pub grammar: ::core::option::Option<Grammar>,
+}
+/// The form that every choice must have.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct Grammar {
+    #[prost(oneof = "grammar::Form", tags = "1, 2, 3, 4, 5")]
+    pub form: ::core::option::Option<grammar::Form>,
+}
+/// Nested message and enum types in `Grammar`.
+pub mod grammar {
+    #[derive(Clone, PartialEq, ::prost::Oneof)]
+    pub enum Form {
+        #[prost(message, tag = "1")]
+        JsonObject(super::JsonObject),
+        /// JSON text that is valid under this schema
+        #[prost(string, tag = "2")]
+        JsonSchema(::prost::alloc::string::String),
+        /// text that the expression matches as a whole
+        #[prost(string, tag = "3")]
+        Regex(::prost::alloc::string::String),
+        #[prost(message, tag = "4")]
+        Choice(super::TextChoice),
+        #[prost(message, tag = "5")]
+        Calls(super::CallGrammar),
+    }
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct JsonObject {}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct TextChoice {
+    #[prost(string, repeated, tag = "1")]
+    pub texts: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+}
+/// Calls of tools, after free text unless a call is required.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct CallGrammar {
+    #[prost(message, repeated, tag = "1")]
+    pub calls: ::prost::alloc::vec::Vec<CallForm>,
+    /// the text at which a call begins
+    #[prost(string, tag = "2")]
+    pub trigger: ::prost::alloc::string::String,
+    /// the answer begins with a call
+    #[prost(bool, tag = "3")]
+    pub required: bool,
+    /// text between two calls; absent if one call only is allowed
+    #[prost(string, optional, tag = "4")]
+    pub separator: ::core::option::Option<::prost::alloc::string::String>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct CallForm {
+    /// text before the arguments
+    #[prost(string, tag = "1")]
+    pub begin: ::prost::alloc::string::String,
+    /// schema of the arguments, JSON
+    #[prost(string, tag = "2")]
+    pub schema: ::prost::alloc::string::String,
+    /// text after the arguments
+    #[prost(string, tag = "3")]
+    pub end: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct RunEvent {
@@ -279,6 +340,9 @@ pub struct Finished {
     /// absent if the device shares the host's memory
     #[prost(message, optional, tag = "3")]
     pub transfers: ::core::option::Option<Transfers>,
+    /// host time for the request's grammar; 0 without one
+    #[prost(uint64, tag = "4")]
+    pub grammar_ns: u64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Usage {
